@@ -1,0 +1,44 @@
+"""annie_quant: fine-tuned Qwen3.5 to NVFP4 with its manners intact, proved before serving, timed honestly.
+
+    aq.nvfp4       pack, unpack and scale search, exact to the bit        (C: _nvfp4)
+    aq.kquant      ggml's K-quants, for the comparison with Q4_K_M       (C: _nvfp4)
+    aq.stream      streaming HTTP timing client                          (C: _stream)
+    aq.gemm        dequant-GEMM validation kernels                       (CUDA: _gemm)
+    aq.checkpoint  read, audit, repair and convert checkpoints
+    aq.data        personas, teachers, calibration conversations
+    aq.quantize    strategies from bf16 to NVFP4
+    aq.runtime     NVFP4 in transformers; evaluation without a server
+    aq.serve       serving runtimes
+    aq.judge       workloads, gates, intervals, A/B statistics
+    aq.bench       timing two or more servers against each other
+    aq.report      HTML, Markdown, model card
+
+Each part is imported when it is first used; importing the package needs NumPy alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0.dev0"
+
+_PARTS = (
+    "nvfp4", "kquant", "stream", "gemm", "checkpoint", "data", "quantize", "runtime", "serve", "judge", "bench", "report",
+)
+__all__ = ["__version__", *_PARTS]
+
+if TYPE_CHECKING:
+    from annie_quant import (  # noqa: F401
+        bench, checkpoint, data, gemm, judge, kquant, nvfp4, quantize, report, runtime, serve, stream,
+    )
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PARTS:
+        return importlib.import_module(f"annie_quant.{name}")
+    raise AttributeError(f"module 'annie_quant' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_PARTS])

@@ -1,0 +1,156 @@
+"""Builds the three C extension modules; everything else about the package is in pyproject.toml.
+
+    _nvfp4   always
+    _stream  where libcurl's headers are found (Debian: libcurl4-openssl-dev)
+    _gemm    where nvcc is found (CUDA 13)
+
+A module that cannot be built here is left out with one plain line, and the rest installs.
+Environment: ANNIE_QUANT_ONLY=_nvfp4,_stream builds just these; ANNIE_QUANT_WERROR=1 makes warnings errors;
+ANNIE_QUANT_SANITIZE=address,undefined builds with sanitizers; ANNIE_QUANT_ARCHS=90,121a picks CUDA targets.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+CSRC = Path("csrc")
+X86 = platform.machine().lower() in ("x86_64", "amd64")
+ARM = platform.machine().lower() in ("aarch64", "arm64")
+
+# A SIMD variant is one file named after its instruction set; only that file gets the flags.
+VARIANT_FLAGS = {
+    "_avx2.c": ["-mavx2", "-mf16c", "-mbmi2"],
+    "_avx512.c": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mf16c", "-mbmi2"],
+    "_neon.c": [],
+}
+DEFAULT_ARCHS = "80,89,90,120a,121a"
+
+
+def note(line: str) -> None:
+    print(f"annie-quant: {line}", file=sys.stderr)
+
+
+def compile_flags() -> list[str]:
+    flags = ["-std=c11", "-O3", "-Wall", "-Wextra", "-ffp-contract=off", "-fvisibility=hidden", "-fno-math-errno"]
+    if os.environ.get("ANNIE_QUANT_WERROR") == "1":
+        flags.append("-Werror")
+    return flags + sanitizer_flags()
+
+
+def sanitizer_flags() -> list[str]:
+    kinds = os.environ.get("ANNIE_QUANT_SANITIZE", "")
+    return [f"-fsanitize={kinds}", "-fno-sanitize-recover=all", "-g", "-fno-omit-frame-pointer"] if kinds else []
+
+
+def c_sources(folder: str) -> list[str]:
+    """Every C file of one module, less the SIMD variants of other processors."""
+    files = sorted((CSRC / "common").glob("*.c")) + sorted((CSRC / folder).glob("*.c"))
+    skip = () if X86 else ("_avx2.c", "_avx512.c")
+    skip += () if ARM else ("_neon.c",)
+    return [str(f) for f in files if not f.name.endswith(skip)]
+
+
+def headers(folder: str) -> list[str]:
+    return [str(h) for d in ("common", folder) for h in sorted((CSRC / d).glob("*.h*"))]
+
+
+def extension(name: str, folder: str, **more) -> Extension:
+    link = more.pop("extra_link_args", [])
+    return Extension(
+        f"annie_quant.{name}",
+        sources=c_sources(folder),
+        depends=headers(folder),
+        include_dirs=[numpy.get_include(), str(CSRC), *more.pop("include_dirs", [])],
+        define_macros=[("NPY_NO_DEPRECATED_API", "NPY_2_0_API_VERSION"), ("NPY_TARGET_VERSION", "NPY_1_25_API_VERSION")],
+        extra_compile_args=compile_flags() + more.pop("extra_compile_args", []),
+        extra_link_args=link + sanitizer_flags(),
+        **more,
+    )
+
+
+def nvfp4() -> Extension:
+    return extension("_nvfp4", "nvfp4", extra_compile_args=["-fopenmp"], extra_link_args=["-fopenmp"], libraries=["m"])
+
+
+def stream() -> Extension | None:
+    query = next((c for c in (["pkg-config", "libcurl"], ["curl-config"]) if shutil.which(c[0])), None)
+    try:
+        if query is None:
+            raise FileNotFoundError
+        cflags = subprocess.run([*query, "--cflags"], capture_output=True, text=True, check=True).stdout.split()
+        libs = subprocess.run([*query, "--libs"], capture_output=True, text=True, check=True).stdout.split()
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        note("_stream is left out: libcurl's headers are missing. To have it: apt-get install libcurl4-openssl-dev")
+        return None
+    return extension("_stream", "stream", extra_compile_args=cflags, extra_link_args=libs)
+
+
+def gemm() -> Extension | None:
+    if not list((CSRC / "gemm").glob("*.cu")):
+        return None
+    nvcc = find_nvcc()
+    if nvcc is None:
+        note("_gemm is left out: nvcc (CUDA 13) is not on the PATH. Everything else works without it.")
+        return None
+    home = Path(nvcc).resolve().parent.parent
+    ext = extension(
+        "_gemm", "gemm", include_dirs=[str(home / "include")],
+        library_dirs=[str(home / "lib64"), str(home / "lib")], libraries=["cudart_static", "dl", "rt", "pthread", "stdc++"],
+    )
+    ext.cuda_sources = [str(f) for f in sorted((CSRC / "gemm").glob("*.cu"))]
+    ext.nvcc = nvcc
+    return ext
+
+
+def find_nvcc() -> str | None:
+    home = os.environ.get("CUDA_HOME")
+    return shutil.which("nvcc", path=f"{home}/bin" if home else None)
+
+
+class Build(build_ext):
+    """build_ext, with flags by file name for SIMD variants and nvcc for .cu files."""
+
+    def build_extension(self, ext: Extension) -> None:
+        plain = self.compiler._compile
+
+        def compile_one(obj, src, ending, cc_args, postargs, pp_opts):
+            extra = next((f for tail, f in VARIANT_FLAGS.items() if src.endswith(tail)), [])
+            plain(obj, src, ending, cc_args, [*postargs, *extra], pp_opts)
+
+        self.compiler._compile = compile_one
+        try:
+            ext.extra_objects = [*ext.extra_objects, *self.cuda_objects(ext)]
+            super().build_extension(ext)
+        finally:
+            self.compiler._compile = plain
+
+    def cuda_objects(self, ext: Extension) -> list[str]:
+        objects = []
+        for src in getattr(ext, "cuda_sources", []):
+            obj = Path(self.build_temp) / (src + ".o")
+            obj.parent.mkdir(parents=True, exist_ok=True)
+            newest = max(Path(f).stat().st_mtime for f in [src, *ext.depends])
+            if self.force or not obj.exists() or obj.stat().st_mtime < newest:
+                archs = [a for a in os.environ.get("ANNIE_QUANT_ARCHS", DEFAULT_ARCHS).split(",") if a]
+                codes = [f for a in archs for f in ("-gencode", f"arch=compute_{a},code=sm_{a}")]
+                self.spawn([ext.nvcc, "-O3", "-std=c++17", "-Xcompiler", "-fPIC,-fvisibility=hidden", "--threads", "2",
+                            "-Icsrc", *codes, "-c", src, "-o", str(obj)])
+            objects.append(str(obj))
+        return objects
+
+
+wanted = [n for n in os.environ.get("ANNIE_QUANT_ONLY", "").split(",") if n]
+modules = [e for e in (nvfp4(), stream(), gemm()) if e is not None and e.sources]
+setup(
+    ext_modules=[e for e in modules if not wanted or e.name.rsplit(".", 1)[1] in wanted],
+    cmdclass={"build_ext": Build},
+)

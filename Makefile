@@ -1,0 +1,43 @@
+# Two commands on a fresh machine: `make demo` runs the whole line on the embedded model, `make test` checks everything.
+# Both set up .venv in the checkout first, with the pins of requirements.txt.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+APT    := build-essential pkg-config libcurl4-openssl-dev
+APT_TEST := chromium gcc-aarch64-linux-gnu qemu-user libc6-dev-arm64-cross
+C_FILES := $(shell find csrc setup.py pyproject.toml requirements.txt -type f 2>/dev/null)
+
+.PHONY: demo test lint format perf clean setup
+
+demo: setup
+	$(BIN)/annie-quant demo
+
+test: setup apt-test
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	ANNIE_QUANT_WERROR=1 $(BIN)/python setup.py -q build_ext --force --build-temp build/lint --build-lib build/lint
+
+perf: setup
+	@for f in tests/perf/bench_*.py; do echo "== $$f"; $(BIN)/python $$f || exit 1; done
+
+clean:
+	rm -rf build dist .pytest_cache .hypothesis .ruff_cache .mypy_cache runs *.egg-info annie_quant/*.so
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+setup: $(STAMP)
+
+$(STAMP): $(C_FILES)
+	@sh .ci/apt $(APT)
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -r requirements.txt
+	$(BIN)/python -m pip install -q --no-build-isolation --no-deps -e .
+	@touch $@
+
+.PHONY: apt-test
+apt-test:
+	@sh .ci/apt $(APT_TEST)

@@ -1,0 +1,248 @@
+"""The annie-quant command. Data goes to stdout, notes and progress to stderr; exit codes are in annie_quant.errors."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+import annie_quant
+from annie_quant.console import Console
+from annie_quant.errors import AnnieError, UsageError
+
+console = Console()
+
+
+class Commands(click.Group):
+    """Lists commands in the order of the work, not of the alphabet."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(annie_quant.__version__, prog_name="annie-quant")
+def cli() -> None:
+    """Fine-tuned Qwen3.5 to NVFP4 with its manners intact: quantize, prove, serve, time, report."""
+
+
+def json_option(function: Any) -> Any:
+    return click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout and nothing else.")(function)
+
+
+def emit(value: dict[str, Any]) -> None:
+    click.echo(json.dumps(value, indent=1, ensure_ascii=False, default=str))
+
+
+@cli.command()
+@click.option("--output", default="runs/demo", show_default=True, type=click.Path(path_type=Path), help="Run directory; a finished stage is not done again.")
+@click.option("--n-offline", default=25, show_default=True, help="Prompts a gate in the offline evaluation.")
+@click.option("--n-served", default=100, show_default=True, help="Prompts a gate on the servers.")
+def demo(output: Path, n_offline: int, n_served: int) -> None:
+    """Run the whole line on the embedded model: quantize, audit, evaluate, serve, measure, judge, report."""
+    from annie_quant import demo as line
+
+    verdict = line.run(output, n_offline=n_offline, n_served=n_served, console=console)
+    console.print_verdict(verdict)
+
+
+@cli.command()
+@click.option("--persona", default="annie", show_default=True, help="A built-in persona or a JSON file of your own.")
+@click.option("--teacher", default="offline", show_default=True, help="Who writes the answers: offline, openai, claude-cli.")
+@click.option("--n", default=500, show_default=True, help="Conversations.")
+@click.option("--seed", default=0, show_default=True)
+@click.option("--output", default="data/calibration/annie_calibration.jsonl", show_default=True, type=click.Path(path_type=Path))
+@json_option
+def data(persona: str, teacher: str, n: int, seed: int, output: Path, as_json: bool) -> None:
+    """Make calibration conversations in the founding five categories."""
+    with console.task(f"conversations by {teacher}") as step:
+        summary = annie_quant.data.generate(persona, teacher=teacher, n=n, output=output, seed=seed, progress=step)
+    emit(summary) if as_json else console.note(f"{output}: {summary}")
+
+
+@cli.command()
+@click.option("--strategy", required=True, help="naive, direct, mlp_only, ... (see the list below).")
+@click.option("--model", required=True, type=click.Path(path_type=Path), help="Folder of the bf16 checkpoint.")
+@click.option("--calib-data", type=click.Path(path_type=Path), help="JSON lines of conversations (annie-quant data).")
+@click.option("--calib-samples", default=512, show_default=True)
+@click.option("--exclude-layers", default="", help='Parts that stay as they are, e.g. "linear_attn,layers.0,layers.31", or fnmatch patterns.')
+@click.option("--scale", default="amax", show_default=True, help="Block scales of the direct strategy: amax, four_over_six, sweep.")
+@click.option("--output", required=True, type=click.Path(path_type=Path))
+@click.option("--force", is_flag=True, help="Replace an output that exists.")
+@json_option
+def quantize(strategy: str, model: Path, calib_data: Path | None, calib_samples: int, exclude_layers: str, scale: str,
+             output: Path, force: bool, as_json: bool) -> None:
+    """Quantize a bf16 checkpoint to NVFP4 by one strategy."""
+    with console.task(f"quantize ({strategy})") as step:
+        result = annie_quant.quantize.run(
+            strategy, model, output, calib_data=calib_data, calib_samples=calib_samples, exclude=exclude_layers,
+            scale=scale, force=force, report=step.say,
+        )
+    emit(result) if as_json else console.note(
+        f"{result['output']}: {result['size_bytes'] / 1e6:.1f} MB from {result['source_bytes'] / 1e6:.1f} MB in {result['seconds']} s")
+
+
+@cli.command()
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.option("--source", type=click.Path(path_type=Path), help="The bf16 checkpoint it was made from: adds the error per tensor.")
+@click.option("--repair", is_flag=True, help="Mend what can be mended exactly.")
+@json_option
+def audit(checkpoint: Path, source: Path | None, repair: bool, as_json: bool) -> None:
+    """Read every tensor of a checkpoint and name what is wrong with it. Exit code 1 on a fault."""
+    found = annie_quant.checkpoint.audit(checkpoint, source=source)
+    if repair:
+        raise UsageError("--repair is not available yet", "requantize: annie-quant quantize --strategy direct --model BF16 --output DIR")
+    emit(found.to_dict()) if as_json else console.print_audit(checkpoint, found)
+    sys.exit(0 if found.ok else 1)
+
+
+@cli.command()
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.option("--to", "target", required=True, type=click.Choice(["modelopt", "compressed-tensors", "gguf"]))
+@click.option("--type", "kind", help="GGUF type: BF16, NVFP4 (as the checkpoint is), Q4_K_M.")
+@click.option("--output", type=click.Path(path_type=Path), help="Folder, or file for GGUF. Default: beside the checkpoint.")
+@json_option
+def convert(checkpoint: Path, target: str, kind: str | None, output: Path | None, as_json: bool) -> None:
+    """Change a checkpoint's dialect, or write it as GGUF."""
+    with console.task(f"convert to {target}"):
+        result = annie_quant.checkpoint.convert(checkpoint, to=target, output=output, type=kind)
+    emit({"output": str(result)}) if as_json else console.note(str(result))
+
+
+@cli.command(name="eval")
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.option("--reference", required=True, type=click.Path(path_type=Path), help="The bf16 checkpoint.")
+@click.option("--n", default=100, show_default=True, help="Prompts a gate.")
+@click.option("--numerics", default="w4a4,w4a16", show_default=True)
+@click.option("--calib-data", type=click.Path(path_type=Path), help="Conversations for KL; default: made offline.")
+@click.option("--output", type=click.Path(path_type=Path), help="JSON file to write.")
+@json_option
+def evaluate(checkpoint: Path, reference: Path, n: int, numerics: str, calib_data: Path | None, output: Path | None, as_json: bool) -> None:
+    """Judge a checkpoint against its bf16 reference without a server: gates, KL. Exit code 1 if a gate fails."""
+    from annie_quant.demo import evaluate_offline
+
+    with console.task("evaluate") as step:
+        result = evaluate_offline(checkpoint, reference, n, tuple(numerics.split(",")), calib_data, output, step)
+    emit(result) if as_json else console.print_gates({f"{checkpoint.name} {k}": v["gates"] for k, v in result["numerics"].items()})
+    failed = any(g["verdict"] == "fail" for v in result["numerics"].values() for g in v["gates"].values())
+    sys.exit(1 if failed else 0)
+
+
+@cli.command()
+@click.option("--model", required=True, type=click.Path(path_type=Path), help="Folder of the bf16 checkpoint.")
+@click.option("--calib-data", required=True, type=click.Path(path_type=Path), help="JSON lines of conversations.")
+@click.option("--output", required=True, type=click.Path(path_type=Path), help="Run directory; finished strategies are kept.")
+@click.option("--n", default=100, show_default=True, help="Prompts a gate.")
+@click.option("--all", "every", is_flag=True, help="Go on after the first strategy that passes.")
+@json_option
+def search(model: Path, calib_data: Path, output: Path, n: int, every: bool, as_json: bool) -> None:
+    """Try the strategies, cheapest first, and stop at the first that passes every gate. Exit code 1 if none does."""
+    from annie_quant.demo import search as run_search
+
+    table = run_search(model, calib_data, output, n=n, every=every, console=console)
+    if as_json:
+        emit(table)
+    else:
+        console.print_gates({f"{r['strategy']} {k}": v["gates"] for r in table["strategies"] for k, v in r["numerics"].items()})
+        console.note(f"passed: {table['chosen'] or 'none'}")
+    sys.exit(0 if table["chosen"] else 1)
+
+
+@cli.command()
+@click.argument("model", type=click.Path(path_type=Path))
+@click.option("--runtime", default="llama.cpp", show_default=True, help="vllm, sglang or llama.cpp.")
+@click.option("--port", default=8000, show_default=True)
+@click.option("--dry-run", is_flag=True, help="Print the command and stop.")
+def serve(model: Path, runtime: str, port: int, dry_run: bool) -> None:
+    """Serve a checkpoint (or a GGUF file) and wait until Ctrl-C."""
+    if dry_run:
+        click.echo(annie_quant.serve.command(model, runtime=runtime, port=port))
+        return
+    with console.task(f"{runtime} on port {port}"):
+        server = annie_quant.serve.start(model, runtime=runtime, port=port)
+    console.note(f"ready: {server.url}/v1   (Ctrl-C stops it)")
+    try:
+        server.wait()
+    finally:
+        server.stop()
+
+
+@cli.command()
+@json_option
+def doctor(as_json: bool) -> None:
+    """Say what this machine has, what is missing for which stage, and the command that mends it."""
+    from annie_quant.doctor import examine
+
+    findings = examine()
+    emit({"findings": findings}) if as_json else console.print_doctor(findings)
+    sys.exit(3 if any(f["level"] == "fault" for f in findings) else 0)
+
+
+@cli.command(name="validate-gpu")
+@click.option("--bench", "with_bench", is_flag=True, help="Also time the kernels against the measured bandwidth.")
+@json_option
+def validate_gpu(with_bench: bool, as_json: bool) -> None:
+    """Prove NVFP4 arithmetic on this GPU against a float64 oracle. Exit code 3 where there is no GPU."""
+    result = annie_quant.gemm.validate(bench=with_bench)
+    emit(result) if as_json else console.print_mapping("validate-gpu", result)
+    sys.exit(0 if result.get("ok") else 1)
+
+
+@cli.command()
+@click.option("--backend-a", nargs=2, required=True, metavar="NAME URL")
+@click.option("--backend-b", nargs=2, metavar="NAME URL")
+@click.option("--warmup", default=2, show_default=True, help="Requests a workload that are not counted.")
+@click.option("--runs", default=5, show_default=True, help="Measured requests a workload and backend.")
+@click.option("--workloads", help="Names, comma-separated; default: all.")
+@click.option("--seed", default=0, show_default=True)
+@click.option("--output", required=True, type=click.Path(path_type=Path), help="Run directory; an interrupted run goes on from it.")
+@json_option
+def bench(backend_a: tuple[str, str], backend_b: tuple[str, str] | None, warmup: int, runs: int, workloads: str | None, seed: int,
+          output: Path, as_json: bool) -> None:
+    """Time one or two OpenAI-compatible servers over the same prompts, interleaved, and judge them. Exit code 1 if a gate fails."""
+    from annie_quant.demo import bench_urls
+
+    names = workloads.split(",") if workloads else None
+    backends = [b for b in (backend_a, backend_b) if b]
+    verdict = bench_urls(backends, names, warmup, runs, seed, output, console)
+    emit(verdict) if as_json else console.print_verdict(verdict)
+    sys.exit(0 if verdict["passed"] else 1)
+
+
+@cli.command()
+@click.argument("run_dir", type=click.Path(path_type=Path))
+def report(run_dir: Path) -> None:
+    """Write report.html and report.md from a run directory."""
+    for path in annie_quant.report.build(run_dir):
+        click.echo(str(path))
+
+
+def main() -> None:
+    """The entry point: one clear line for what can be expected, a traceback only with ANNIE_QUANT_TRACEBACK=1."""
+    try:
+        cli.main(standalone_mode=False)
+    except AnnieError as error:
+        if os.environ.get("ANNIE_QUANT_TRACEBACK"):
+            raise
+        console.error(error.message, error.hint)
+        sys.exit(error.exit_code)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(2)
+    except (click.Abort, KeyboardInterrupt):
+        console.error("interrupted; what is finished is kept", "run the same command again to go on")
+        sys.exit(130)
+    except OSError as error:
+        if os.environ.get("ANNIE_QUANT_TRACEBACK"):
+            raise
+        where = f"{error.filename}: " if error.filename else ""
+        console.error(f"{where}{error.strerror or error}", "set ANNIE_QUANT_TRACEBACK=1 to see where")
+        sys.exit(3)
+
+
+if __name__ == "__main__":
+    main()

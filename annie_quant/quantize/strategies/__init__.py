@@ -1,0 +1,1 @@
+"""One file a strategy: NAME, SUMMARY, quantize(job, report)."""

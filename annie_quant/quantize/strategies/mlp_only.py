@@ -1,0 +1,17 @@
+"""mlp_only (the founding strategy B): the MLP in NVFP4 W4A4, attention and DeltaNet stay bf16.
+
+Tool-call formatting was seen to survive where attention kept its precision; the price is size (10.96 GB for a 9B by count).
+"""
+
+from __future__ import annotations
+
+from annie_quant.errors import need
+from annie_quant.quantize import modelopt
+from annie_quant.quantize.job import Job, Report
+
+NAME = "mlp_only"
+SUMMARY = "B: ModelOpt's NVFP4_MLP_ONLY_CFG: MLP in NVFP4, attention and DeltaNet stay bf16"
+
+
+def quantize(job: Job, report: Report) -> None:
+    modelopt.run(job, need("modelopt.torch.quantization", "quantize").NVFP4_MLP_ONLY_CFG, report)

@@ -1,0 +1,25 @@
+"""Judging answers: workloads, gates, intervals, A/B statistics, the verdict.
+
+One set for both sides: the evaluation without a server and the benchmark of servers judge with the same functions.
+Nothing here imports torch; scipy, jsonschema and markdown-it are imported where they are used.
+
+    load_workloads(names=None, folder=None)   the data files that say what is asked and what is expected
+    Answer, parse_raw(text, thinking, tools)   what a model said, from a server or from raw text
+    gate_table([(workload, case, answer)])     pass rates with Wilson intervals and the pass rules of spec/bench.md
+    wilson(k, n), compare(...), holm(...)      statistics
+    verdict(aggregates)                        the outcome in plain words, with reasons and caveats
+"""
+
+from __future__ import annotations
+
+from annie_quant.judge.answers import Answer, from_record, parse_raw, raw_view
+from annie_quant.judge.compare import compare, holm
+from annie_quant.judge.intervals import median_interval, wilson
+from annie_quant.judge.table import checks, faults, gate_names, gate_table
+from annie_quant.judge.verdict import verdict
+from annie_quant.judge.workloads import Case, Workload, load_workloads
+
+__all__ = [
+    "Answer", "Case", "Workload", "checks", "compare", "faults", "from_record", "gate_names", "gate_table", "holm",
+    "load_workloads", "median_interval", "parse_raw", "raw_view", "verdict", "wilson",
+]

@@ -1,0 +1,82 @@
+"""Text that runs in circles, and text that is no language: cheap signs that need no model."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections import Counter
+
+_WORD = re.compile(r"[^\W_]+(?:['’-][^\W_]+)*")
+_SPECIAL = re.compile(r"<\|[a-z_]+\|>|\[/?INST\]|</?s>")
+_RUN = re.compile(r"([^\s.\-=_~…])\1{9,}")
+_SCRIPTS = (
+    "LATIN", "CYRILLIC", "GREEK", "ARABIC", "HEBREW", "DEVANAGARI", "THAI", "HANGUL", "CJK", "HIRAGANA", "KATAKANA",
+)
+_ODD_WORD = re.compile(r"^[^aeiouyAEIOUY]+$|[a-z][A-Z]{2}|[bcdfghjklmnpqrstvwxz]{6}")
+
+
+def repeats(text: str) -> str:
+    """What is said over and over, in words; "" when nothing is."""
+    run = _RUN.search(text)
+    if run:
+        return f"{run.group(1)!r} over and over"
+    words = [w.casefold() for w in _WORD.findall(text)]
+    for period in range(1, 13):
+        # A voice may say "no, no, no"; a single word needs six in a row, a phrase four, a sentence three.
+        wanted = 6 if period == 1 else 4 if period <= 4 else 3
+        at = _cycle(words, period, wanted)
+        if at is not None:
+            return f"{' '.join(words[at:at + period])!r} over and over"
+    sentences = Counter(s.strip().casefold() for s in re.split(r"[.!?\n]+", text) if len(s.split()) >= 4)
+    sentence, times = sentences.most_common(1)[0] if sentences else ("", 0)
+    if times >= 3:
+        return f"{sentence!r} {times} times"
+    fours = [tuple(words[i:i + 4]) for i in range(len(words) - 3)]
+    if len(fours) >= 60 and len(set(fours)) < 0.5 * len(fours):
+        return "more than half of its phrases are repeats"
+    return ""
+
+
+def _cycle(words: list[str], period: int, wanted: int) -> int | None:
+    """Where a cycle of `period` words starts that comes `wanted` times in a row."""
+    same, needed = 0, period * (wanted - 1)
+    for index in range(period, len(words)):
+        same = same + 1 if words[index] == words[index - period] else 0
+        if same >= needed:
+            return index - same - period + 1
+    return None
+
+
+def garbled(text: str) -> str:
+    """Why the text is no language, in words; "" when nothing speaks against it."""
+    special = _SPECIAL.search(text)
+    if special:
+        return f"a special token in the text: {special.group(0)}"
+    if "\ufffd" in text:
+        return "broken characters in the text"
+    scripts = _scripts(text)
+    if len(scripts) >= 3:
+        return f"letters of {len(scripts)} scripts: {', '.join(sorted(scripts))}"
+    visible = [c for c in text if not c.isspace()]
+    if len(visible) >= 20:
+        letters = sum(c.isalnum() for c in visible)
+        if letters < 0.5 * len(visible):
+            return "more signs than letters"
+    return _nonsense(text)
+
+
+def _scripts(text: str) -> set[str]:
+    found = set()
+    for char in set(text):
+        if char.isalpha():
+            name = unicodedata.name(char, "")
+            found.update(s for s in _SCRIPTS if name.startswith(s))
+    # Japanese mixes three of them and is one language.
+    return found - {"HIRAGANA", "KATAKANA"} | ({"CJK"} if found & {"HIRAGANA", "KATAKANA"} else set())
+
+
+def _nonsense(text: str) -> str:
+    """English words hold vowels, and seldom change case inside; a third of words that do not is noise."""
+    words = re.findall(r"[A-Za-z]{4,}", text)
+    odd = [w for w in words if _ODD_WORD.search(w)]
+    return f"words that are none: {', '.join(odd[:3])}" if len(words) >= 6 and len(odd) * 3 > len(words) else ""

@@ -1,0 +1,25 @@
+"""A known fact stands in the answer (the founding question: the capital of Japan, Tokyo)."""
+
+from __future__ import annotations
+
+from annie_quant.judge.answers import Answer
+from annie_quant.judge.rules import Threshold, judged
+from annie_quant.judge.text import missing
+from annie_quant.judge.workloads import Case, Workload
+
+NAME = "factual"
+TITLE = "factual"
+THRESHOLD = Threshold("all", founding_n=5)
+ADVISORY = False
+
+
+def fault(answer: Answer, case: Case, workload: Workload) -> str | None:
+    wanted = case.expect.get("contains")
+    if not wanted:
+        return None
+    lacking = missing(wanted, answer.text)
+    return f"the answer does not state {lacking!r}" if lacking else ""
+
+
+def check(answer: Answer, case: Case, workload: Workload) -> bool | None:
+    return judged(fault(answer, case, workload))

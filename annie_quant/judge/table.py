@@ -1,0 +1,59 @@
+"""Gates over many answers: the table that both the offline evaluation and the benchmark print."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+from annie_quant import registry
+from annie_quant.judge import gates as package
+from annie_quant.judge.answers import Answer
+from annie_quant.judge.rules import decide, judged
+from annie_quant.judge.workloads import Case, Workload
+
+
+@cache
+def _gate(name: str) -> ModuleType:
+    return registry.find(package, name, "gate")
+
+
+def gate_names() -> list[str]:
+    return registry.names(package)
+
+
+def faults(answer: Answer, case: Case, workload: Workload) -> dict[str, str | None]:
+    """For each gate of the workload what is wrong in plain words: "" passes, None does not apply to this case."""
+    return {name: _gate(name).fault(answer, case, workload) for name in workload.gates}
+
+
+def checks(answer: Answer, case: Case, workload: Workload) -> dict[str, bool]:
+    """The gates that apply to this case, and whether the answer passes each."""
+    seen = {name: judged(fault) for name, fault in faults(answer, case, workload).items()}
+    return {name: passed for name, passed in seen.items() if passed is not None}
+
+
+def tabulate(checked: Iterable[dict[str, bool]]) -> dict[str, dict[str, Any]]:
+    """Checks of many answers → the gate table, gates in a fixed order."""
+    passes: dict[str, int] = {}
+    totals: dict[str, int] = {}
+    for row in checked:
+        for name, passed in row.items():
+            totals[name] = totals.get(name, 0) + 1
+            passes[name] = passes.get(name, 0) + bool(passed)
+    table = {}
+    for name in sorted(totals, key=lambda gate: (_gate(gate).ADVISORY, gate)):
+        gate = _gate(name)
+        table[name] = decide(passes[name], totals[name], gate.THRESHOLD) | {
+            "title": gate.TITLE, "advisory": gate.ADVISORY,
+        }
+    return table
+
+
+def gate_table(answers: Iterable[tuple[Workload, Case, Answer]]) -> dict[str, dict[str, Any]]:
+    """{gate: passes, n, low, high, threshold, rule, verdict, n_to_decide, title, advisory} over all the answers.
+
+    Only gates that a workload names and that apply to a case are counted. Advisory gates inform and never fail a run.
+    """
+    return tabulate(checks(answer, case, workload) for workload, case, answer in answers)

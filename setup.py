@@ -70,7 +70,10 @@ def extension(name: str, folder: str, **more) -> Extension:
         sources=c_sources(folder),
         depends=headers(folder),
         include_dirs=[numpy.get_include(), str(CSRC), *more.pop("include_dirs", [])],
-        define_macros=[("NPY_NO_DEPRECATED_API", "NPY_2_0_API_VERSION"), ("NPY_TARGET_VERSION", "NPY_1_25_API_VERSION")],
+        define_macros=[
+            ("NPY_NO_DEPRECATED_API", "NPY_2_0_API_VERSION"),
+            ("NPY_TARGET_VERSION", "NPY_1_25_API_VERSION"),
+        ],
         extra_compile_args=compile_flags() + more.pop("extra_compile_args", []),
         extra_link_args=link + sanitizer_flags(),
         **more,
@@ -103,8 +106,11 @@ def gemm() -> Extension | None:
         return None
     home = Path(nvcc).resolve().parent.parent
     ext = extension(
-        "_gemm", "gemm", include_dirs=[str(home / "include")],
-        library_dirs=[str(home / "lib64"), str(home / "lib")], libraries=["cudart_static", "dl", "rt", "pthread", "stdc++"],
+        "_gemm",
+        "gemm",
+        include_dirs=[str(home / "include")],
+        library_dirs=[str(home / "lib64"), str(home / "lib")],
+        libraries=["cudart_static", "dl", "rt", "pthread", "stdc++"],
     )
     ext.cuda_sources = [str(f) for f in sorted((CSRC / "gemm").glob("*.cu"))]
     ext.nvcc = nvcc
@@ -142,8 +148,23 @@ class Build(build_ext):
             if self.force or not obj.exists() or obj.stat().st_mtime < newest:
                 archs = [a for a in os.environ.get("ANNIE_QUANT_ARCHS", DEFAULT_ARCHS).split(",") if a]
                 codes = [f for a in archs for f in ("-gencode", f"arch=compute_{a},code=sm_{a}")]
-                self.spawn([ext.nvcc, "-O3", "-std=c++17", "-Xcompiler", "-fPIC,-fvisibility=hidden", "--threads", "2",
-                            "-Icsrc", *codes, "-c", src, "-o", str(obj)])
+                self.spawn(
+                    [
+                        ext.nvcc,
+                        "-O3",
+                        "-std=c++17",
+                        "-Xcompiler",
+                        "-fPIC,-fvisibility=hidden",
+                        "--threads",
+                        "2",
+                        "-Icsrc",
+                        *codes,
+                        "-c",
+                        src,
+                        "-o",
+                        str(obj),
+                    ]
+                )
             objects.append(str(obj))
         return objects
 

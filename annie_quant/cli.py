@@ -31,7 +31,9 @@ def cli() -> None:
 
 
 def json_option(function: Any) -> Any:
-    return click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout and nothing else.")(function)
+    return click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout and nothing else.")(
+        function
+    )
 
 
 def emit(value: dict[str, Any]) -> None:
@@ -39,7 +41,13 @@ def emit(value: dict[str, Any]) -> None:
 
 
 @cli.command()
-@click.option("--output", default="runs/demo", show_default=True, type=click.Path(path_type=Path), help="Run directory; a finished stage is not done again.")
+@click.option(
+    "--output",
+    default="runs/demo",
+    show_default=True,
+    type=click.Path(path_type=Path),
+    help="Run directory; a finished stage is not done again.",
+)
 @click.option("--n-offline", default=25, show_default=True, help="Prompts a gate in the offline evaluation.")
 @click.option("--n-served", default=100, show_default=True, help="Prompts a gate on the servers.")
 def demo(output: Path, n_offline: int, n_served: int) -> None:
@@ -52,10 +60,14 @@ def demo(output: Path, n_offline: int, n_served: int) -> None:
 
 @cli.command()
 @click.option("--persona", default="annie", show_default=True, help="A built-in persona or a JSON file of your own.")
-@click.option("--teacher", default="offline", show_default=True, help="Who writes the answers: offline, openai, claude-cli.")
+@click.option(
+    "--teacher", default="offline", show_default=True, help="Who writes the answers: offline, openai, claude-cli."
+)
 @click.option("--n", default=500, show_default=True, help="Conversations.")
 @click.option("--seed", default=0, show_default=True)
-@click.option("--output", default="data/calibration/annie_calibration.jsonl", show_default=True, type=click.Path(path_type=Path))
+@click.option(
+    "--output", default="data/calibration/annie_calibration.jsonl", show_default=True, type=click.Path(path_type=Path)
+)
 @json_option
 def data(persona: str, teacher: str, n: int, seed: int, output: Path, as_json: bool) -> None:
     """Make calibration conversations in the founding five categories."""
@@ -69,33 +81,66 @@ def data(persona: str, teacher: str, n: int, seed: int, output: Path, as_json: b
 @click.option("--model", required=True, type=click.Path(path_type=Path), help="Folder of the bf16 checkpoint.")
 @click.option("--calib-data", type=click.Path(path_type=Path), help="JSON lines of conversations (annie-quant data).")
 @click.option("--calib-samples", default=512, show_default=True)
-@click.option("--exclude-layers", default="", help='Parts that stay as they are, e.g. "linear_attn,layers.0,layers.31", or fnmatch patterns.')
-@click.option("--scale", default="amax", show_default=True, help="Block scales of the direct strategy: amax, four_over_six, sweep.")
+@click.option(
+    "--exclude-layers",
+    default="",
+    help='Parts that stay as they are, e.g. "linear_attn,layers.0,layers.31", or fnmatch patterns.',
+)
+@click.option(
+    "--scale",
+    default="amax",
+    show_default=True,
+    help="Block scales of the direct strategy: amax, four_over_six, sweep.",
+)
 @click.option("--output", required=True, type=click.Path(path_type=Path))
 @click.option("--force", is_flag=True, help="Replace an output that exists.")
 @json_option
-def quantize(strategy: str, model: Path, calib_data: Path | None, calib_samples: int, exclude_layers: str, scale: str,
-             output: Path, force: bool, as_json: bool) -> None:
+def quantize(
+    strategy: str,
+    model: Path,
+    calib_data: Path | None,
+    calib_samples: int,
+    exclude_layers: str,
+    scale: str,
+    output: Path,
+    force: bool,
+    as_json: bool,
+) -> None:
     """Quantize a bf16 checkpoint to NVFP4 by one strategy."""
     with console.task(f"quantize ({strategy})") as step:
         result = annie_quant.quantize.run(
-            strategy, model, output, calib_data=calib_data, calib_samples=calib_samples, exclude=exclude_layers,
-            scale=scale, force=force, report=step.say,
+            strategy,
+            model,
+            output,
+            calib_data=calib_data,
+            calib_samples=calib_samples,
+            exclude=exclude_layers,
+            scale=scale,
+            force=force,
+            report=step.say,
         )
+    megabytes = {k: result[k] / 1e6 for k in ("size_bytes", "source_bytes")}
     emit(result) if as_json else console.note(
-        f"{result['output']}: {result['size_bytes'] / 1e6:.1f} MB from {result['source_bytes'] / 1e6:.1f} MB in {result['seconds']} s")
+        "{output}: {seconds} s, ".format(**result)
+        + "{size_bytes:.1f} MB from {source_bytes:.1f} MB".format(**megabytes)
+    )
 
 
 @cli.command()
 @click.argument("checkpoint", type=click.Path(path_type=Path))
-@click.option("--source", type=click.Path(path_type=Path), help="The bf16 checkpoint it was made from: adds the error per tensor.")
+@click.option(
+    "--source", type=click.Path(path_type=Path), help="The bf16 checkpoint it was made from: adds the error per tensor."
+)
 @click.option("--repair", is_flag=True, help="Mend what can be mended exactly.")
 @json_option
 def audit(checkpoint: Path, source: Path | None, repair: bool, as_json: bool) -> None:
     """Read every tensor of a checkpoint and name what is wrong with it. Exit code 1 on a fault."""
     found = annie_quant.checkpoint.audit(checkpoint, source=source)
     if repair:
-        raise UsageError("--repair is not available yet", "requantize: annie-quant quantize --strategy direct --model BF16 --output DIR")
+        raise UsageError(
+            "--repair is not available yet",
+            "requantize: annie-quant quantize --strategy direct --model BF16 --output DIR",
+        )
     emit(found.to_dict()) if as_json else console.print_audit(checkpoint, found)
     sys.exit(0 if found.ok else 1)
 
@@ -104,7 +149,9 @@ def audit(checkpoint: Path, source: Path | None, repair: bool, as_json: bool) ->
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.option("--to", "target", required=True, type=click.Choice(["modelopt", "compressed-tensors", "gguf"]))
 @click.option("--type", "kind", help="GGUF type: BF16, NVFP4 (as the checkpoint is), Q4_K_M.")
-@click.option("--output", type=click.Path(path_type=Path), help="Folder, or file for GGUF. Default: beside the checkpoint.")
+@click.option(
+    "--output", type=click.Path(path_type=Path), help="Folder, or file for GGUF. Default: beside the checkpoint."
+)
 @json_option
 def convert(checkpoint: Path, target: str, kind: str | None, output: Path | None, as_json: bool) -> None:
     """Change a checkpoint's dialect, or write it as GGUF."""
@@ -121,13 +168,23 @@ def convert(checkpoint: Path, target: str, kind: str | None, output: Path | None
 @click.option("--calib-data", type=click.Path(path_type=Path), help="Conversations for KL; default: made offline.")
 @click.option("--output", type=click.Path(path_type=Path), help="JSON file to write.")
 @json_option
-def evaluate(checkpoint: Path, reference: Path, n: int, numerics: str, calib_data: Path | None, output: Path | None, as_json: bool) -> None:
+def evaluate(
+    checkpoint: Path,
+    reference: Path,
+    n: int,
+    numerics: str,
+    calib_data: Path | None,
+    output: Path | None,
+    as_json: bool,
+) -> None:
     """Judge a checkpoint against its bf16 reference without a server: gates, KL. Exit code 1 if a gate fails."""
     from annie_quant.demo import evaluate_offline
 
     with console.task("evaluate") as step:
         result = evaluate_offline(checkpoint, reference, n, tuple(numerics.split(",")), calib_data, output, step)
-    emit(result) if as_json else console.print_gates({f"{checkpoint.name} {k}": v["gates"] for k, v in result["numerics"].items()})
+    emit(result) if as_json else console.print_gates(
+        {f"{checkpoint.name} {k}": v["gates"] for k, v in result["numerics"].items()}
+    )
     failed = any(g["verdict"] == "fail" for v in result["numerics"].values() for g in v["gates"].values())
     sys.exit(1 if failed else 0)
 
@@ -135,7 +192,9 @@ def evaluate(checkpoint: Path, reference: Path, n: int, numerics: str, calib_dat
 @cli.command()
 @click.option("--model", required=True, type=click.Path(path_type=Path), help="Folder of the bf16 checkpoint.")
 @click.option("--calib-data", required=True, type=click.Path(path_type=Path), help="JSON lines of conversations.")
-@click.option("--output", required=True, type=click.Path(path_type=Path), help="Run directory; finished strategies are kept.")
+@click.option(
+    "--output", required=True, type=click.Path(path_type=Path), help="Run directory; finished strategies are kept."
+)
 @click.option("--n", default=100, show_default=True, help="Prompts a gate.")
 @click.option("--all", "every", is_flag=True, help="Go on after the first strategy that passes.")
 @json_option
@@ -147,7 +206,9 @@ def search(model: Path, calib_data: Path, output: Path, n: int, every: bool, as_
     if as_json:
         emit(table)
     else:
-        console.print_gates({f"{r['strategy']} {k}": v["gates"] for r in table["strategies"] for k, v in r["numerics"].items()})
+        console.print_gates(
+            {f"{r['strategy']} {k}": v["gates"] for r in table["strategies"] for k, v in r["numerics"].items()}
+        )
         console.note(f"passed: {table['chosen'] or 'none'}")
     sys.exit(0 if table["chosen"] else 1)
 
@@ -199,11 +260,24 @@ def validate_gpu(with_bench: bool, as_json: bool) -> None:
 @click.option("--runs", default=5, show_default=True, help="Measured requests a workload and backend.")
 @click.option("--workloads", help="Names, comma-separated; default: all.")
 @click.option("--seed", default=0, show_default=True)
-@click.option("--output", required=True, type=click.Path(path_type=Path), help="Run directory; an interrupted run goes on from it.")
+@click.option(
+    "--output",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="Run directory; an interrupted run goes on from it.",
+)
 @json_option
-def bench(backend_a: tuple[str, str], backend_b: tuple[str, str] | None, warmup: int, runs: int, workloads: str | None, seed: int,
-          output: Path, as_json: bool) -> None:
-    """Time one or two OpenAI-compatible servers over the same prompts, interleaved, and judge them. Exit code 1 if a gate fails."""
+def bench(
+    backend_a: tuple[str, str],
+    backend_b: tuple[str, str] | None,
+    warmup: int,
+    runs: int,
+    workloads: str | None,
+    seed: int,
+    output: Path,
+    as_json: bool,
+) -> None:
+    """Time one or two OpenAI-compatible servers over the same prompts, interleaved. Exit code 1 if a gate fails."""
     from annie_quant.demo import bench_urls
 
     names = workloads.split(",") if workloads else None

@@ -19,7 +19,12 @@ class Step:
 
     def __call__(self, done: float = 0, total: float | None = None, text: str = "") -> None:
         if self.bar is not None:
-            self.bar.update(self.task, completed=done, total=total, description=f"{self.title} [dim]{text}[/]" if text else self.title)
+            self.bar.update(
+                self.task,
+                completed=done,
+                total=total,
+                description=f"{self.title} [dim]{text}[/]" if text else self.title,
+            )
 
     def say(self, text: str) -> None:
         if self.bar is not None:
@@ -65,7 +70,13 @@ class Console:
 
         start = time.monotonic()
         if self.err.is_terminal:
-            columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn())
+            columns = (
+                SpinnerColumn(),
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=24),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+            )
             with Progress(*columns, console=self.err, transient=True) as bar:
                 yield Step(bar, bar.add_task(title, total=None), title)
         else:
@@ -84,7 +95,11 @@ class Console:
             cells = []
             for gates in sides.values():
                 g = gates.get(gate)
-                cells.append("–" if g is None else f"{g['passes']}/{g['n']} [dim]{g['low']:.2f}–{g['high']:.2f}[/] {MARKS[g['verdict']]}")
+                cells.append(
+                    "–"
+                    if g is None
+                    else f"{g['passes']}/{g['n']} [dim]{g['low']:.2f}–{g['high']:.2f}[/] {MARKS[g['verdict']]}"
+                )
             table.add_row(gate, *cells)
         self.out.print(table)
 

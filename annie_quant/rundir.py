@@ -1,8 +1,8 @@
 """A run directory: every stage's results in one folder, each stage done once, by one process at a time.
 
-    run.json  records.jsonl  streams/  inputs.json  results.csv  plots/  report.html  report.md
-    stages/<name>.json       what a finished stage gave, and the key (its inputs) that it was made from
-    models/  gguf/  eval/    what the stages leave for each other
+run.json  records.jsonl  streams/  inputs.json  results.csv  plots/  report.html  report.md
+stages/<name>.json       what a finished stage gave, and the key (its inputs) that it was made from
+models/  gguf/  eval/    what the stages leave for each other
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ class RunDirectory:
         try:
             (self.path / "stages").mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise EnvironmentFault(f"{self.path}: cannot be made or written ({error.strerror})", "choose another --output") from error
+            raise EnvironmentFault(
+                f"{self.path}: cannot be made or written ({error.strerror})", "choose another --output"
+            ) from error
 
     def __truediv__(self, name: str) -> Path:
         return self.path / name
@@ -39,12 +41,14 @@ class RunDirectory:
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the folder against a second command; the lock goes with the process, however it ends."""
-        with open(self.path / ".lock", "w") as file:
+        with (self.path / ".lock").open("w") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
-                raise UsageError(f"{self.path}: another annie-quant is working in this run directory",
-                                 "wait for it, or choose another --output") from None
+                raise UsageError(
+                    f"{self.path}: another annie-quant is working in this run directory",
+                    "wait for it, or choose another --output",
+                ) from None
             yield
 
     def finished(self, stage: str, key: str) -> dict[str, Any] | None:

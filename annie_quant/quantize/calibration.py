@@ -27,8 +27,10 @@ def read_conversations(path: str | Path, limit: int | None = None) -> list[dict[
                 row = json.loads(line)
                 row["messages"][0]["role"]
             except (json.JSONDecodeError, KeyError, IndexError, TypeError) as error:
-                raise UsageError(f"{path}, line {number}: no conversation ({type(error).__name__}: {error})",
-                                 "a row is a JSON object with messages: [{role, content}, ...]") from None
+                raise UsageError(
+                    f"{path}, line {number}: no conversation ({type(error).__name__}: {error})",
+                    "a row is a JSON object with messages: [{role, content}, ...]",
+                ) from None
             rows.append(row)
     if not rows:
         raise UsageError(f"{path}: no conversation in it", f"annie-quant data --persona annie --output {path}")
@@ -38,7 +40,7 @@ def read_conversations(path: str | Path, limit: int | None = None) -> list[dict[
 
 
 def template_messages(row: dict[str, Any]) -> list[dict[str, Any]]:
-    """The row's messages as Qwen3.5's template wants them: tool arguments as a dict, where the file has a JSON string."""
+    """The row's messages as Qwen3.5's template wants them: tool arguments are a dict (a JSON string on disk)."""
     messages = copy.deepcopy(row["messages"])
     for message in messages:
         for call in message.get("tool_calls") or ():
@@ -53,7 +55,9 @@ def token_ids(tokenizer: Any, rows: list[dict[str, Any]], max_tokens: int = 2048
     ids = []
     for row in rows:
         text = tokenizer.apply_chat_template(
-            template_messages(row), tools=row.get("tools") or None, tokenize=False,
+            template_messages(row),
+            tools=row.get("tools") or None,
+            tokenize=False,
             enable_thinking=bool(row.get("thinking", False)),
         )
         ids.append(tokenizer(text, add_special_tokens=False)["input_ids"][:max_tokens])

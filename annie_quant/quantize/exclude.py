@@ -26,7 +26,9 @@ def excluded(patterns: Iterable[str], modules: Iterable[str]) -> set[str]:
     for pattern in patterns:
         hit = {m for m in modules if matches(pattern, m)}
         if not hit:
-            parts = {".".join(m.split(".")[i:j]) for m in modules for i in range(len(m.split("."))) for j in (i + 1, i + 2)}
+            parts = {
+                ".".join(m.split(".")[i:j]) for m in modules for i in range(len(m.split("."))) for j in (i + 1, i + 2)
+            }
             close = difflib.get_close_matches(pattern.strip("*."), sorted(parts), n=3, cutoff=0.5)
             raise UsageError(
                 f"--exclude-layers: {pattern!r} matches none of the model's {len(modules)} linear layers",

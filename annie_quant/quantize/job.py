@@ -17,9 +17,18 @@ Report = Callable[[str], None]
 
 # What a serving runtime needs beside the weights; ModelOpt's exporter leaves some of it behind.
 COMPANIONS = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt", "added_tokens.json",
-    "chat_template.jinja", "generation_config.json", "preprocessor_config.json", "processor_config.json",
-    "video_preprocessor_config.json", "LICENSE",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    "LICENSE",
 )
 
 
@@ -28,7 +37,7 @@ class Job:
     """Everything a strategy may read.
 
     model: folder of the bf16 checkpoint.  output: folder to make.  calib_data: JSON lines of conversations, or None.
-    calib_samples: conversations used at most.  exclude: patterns as given on the command line, on top of a strategy's own.
+    calib_samples: conversations used at most.  exclude: patterns of the command line, on top of a strategy's own.
     scale: how block scales are chosen where our codec chooses them.  options: what only one strategy understands.
     """
 
@@ -41,7 +50,7 @@ class Job:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-def strategies() -> dict[str, str]:
+def available() -> dict[str, str]:
     """Name → one line on each strategy."""
     from annie_quant.quantize import strategies as package
 
@@ -70,7 +79,9 @@ def run(
     part = registry.find(package, strategy, "strategy")
     model, output = Path(model), Path(output)
     if not (model / "config.json").is_file():
-        raise CheckpointError(f"{model}: no config.json there, so it is no model folder", "give --model the folder of a bf16 checkpoint")
+        raise CheckpointError(
+            f"{model}: no config.json there, so it is no model folder", "give --model the folder of a bf16 checkpoint"
+        )
     if output.exists() and any(output.iterdir()) and not force:
         raise UsageError(f"{output} exists and is not empty", "choose another --output, or add --force")
     patterns = tuple(p.strip() for p in exclude.split(",") if p.strip()) if isinstance(exclude, str) else tuple(exclude)

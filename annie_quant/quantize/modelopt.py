@@ -25,10 +25,16 @@ MAX_BATCH_TOKENS = 8192
 
 def run(job: Job, config: dict[str, Any], report: Report) -> None:
     """Quantize job.model by a ModelOpt config, less what job.exclude names, and export it to job.output."""
-    torch, mtq, export = need("torch", "quantize"), need("modelopt.torch.quantization", "quantize"), need("modelopt.torch.export", "quantize")
+    torch, mtq, export = (
+        need("torch", "quantize"),
+        need("modelopt.torch.quantization", "quantize"),
+        need("modelopt.torch.export", "quantize"),
+    )
     if job.calib_data is None:
-        raise UsageError("this strategy calibrates activations and needs conversations",
-                         "annie-quant data --persona annie --output calibration.jsonl, then --calib-data calibration.jsonl")
+        raise UsageError(
+            "this strategy calibrates activations and needs conversations",
+            "annie-quant data --persona annie --output calibration.jsonl, then --calib-data calibration.jsonl",
+        )
     model, tokenizer = load(job)
     rows = read_conversations(job.calib_data, job.calib_samples)
     batches = make_batches(token_ids(tokenizer, rows))
@@ -53,8 +59,9 @@ def load(job: Job) -> tuple[Any, Any]:
             tokenizer = transformers.AutoTokenizer.from_pretrained(job.model)
             model = transformers.AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.bfloat16)
     except (OSError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"{job.model}: transformers cannot load it: {str(error).splitlines()[0]}",
-                              f"annie-quant audit {job.model}") from error
+        raise CheckpointError(
+            f"{job.model}: transformers cannot load it: {str(error).splitlines()[0]}", f"annie-quant audit {job.model}"
+        ) from error
     if torch.cuda.is_available():
         model.to("cuda")
     return model.eval(), tokenizer
@@ -69,7 +76,7 @@ def make_batches(ids: list[list[int]]) -> list[list[list[int]]]:
     batches = []
     for length, rows in sorted(by_length.items()):
         step = max(1, MAX_BATCH_TOKENS // length)
-        batches += [rows[i:i + step] for i in range(0, len(rows), step)]
+        batches += [rows[i : i + step] for i in range(0, len(rows), step)]
     return batches
 
 

@@ -1,6 +1,7 @@
 """mlp_only (the founding strategy B): the MLP in NVFP4 W4A4, attention and DeltaNet stay bf16.
 
-Tool-call formatting was seen to survive where attention kept its precision; the price is size (10.96 GB for a 9B by count).
+Tool-call formatting was seen to survive where attention kept its precision; the price is size: 10.96 GB for a 9B, by
+count of its parameters.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""naive: every linear but the head in NVFP4 W4A4, scales from the largest values. The founding v1, the known-bad control."""
+"""naive: every linear but the head in NVFP4 W4A4, scales from the largest values (the founding v1, the bad control)."""
 
 from __future__ import annotations
 

@@ -24,13 +24,35 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0.dev0"
 
 _PARTS = (
-    "nvfp4", "kquant", "stream", "gemm", "checkpoint", "data", "quantize", "runtime", "serve", "judge", "bench", "report",
+    "nvfp4",
+    "kquant",
+    "stream",
+    "gemm",
+    "checkpoint",
+    "data",
+    "quantize",
+    "runtime",
+    "serve",
+    "judge",
+    "bench",
+    "report",
 )
 __all__ = ["__version__", *_PARTS]
 
 if TYPE_CHECKING:
     from annie_quant import (  # noqa: F401
-        bench, checkpoint, data, gemm, judge, kquant, nvfp4, quantize, report, runtime, serve, stream,
+        bench,
+        checkpoint,
+        data,
+        gemm,
+        judge,
+        kquant,
+        nvfp4,
+        quantize,
+        report,
+        runtime,
+        serve,
+        stream,
     )
 
 

@@ -16,22 +16,42 @@ ZERO = Threshold("zero", founding_n=25)
 ALL = Threshold("all", founding_n=5)
 
 
-@pytest.mark.parametrize(("threshold", "passes", "n", "verdict"), [
-    # The founding table, n < 100.
-    (RATE, 6, 10, "pass"), (RATE, 5, 10, "fail"), (RATE, 0, 10, "fail"),
-    (Threshold("rate", 15, 12 / 15), 12, 15, "pass"), (Threshold("rate", 15, 12 / 15), 11, 15, "fail"),
-    (ZERO, 25, 25, "pass"), (ZERO, 20, 25, "fail"), (ZERO, 24, 25, "fail"),
-    (ALL, 5, 5, "pass"), (ALL, 4, 5, "fail"),
-    # Fewer than the founding documents asked: only what can no longer be saved is decided.
-    (RATE, 5, 5, "undecided"), (RATE, 0, 5, "fail"), (RATE, 1, 5, "undecided"),
-    (ZERO, 24, 24, "undecided"), (ZERO, 0, 1, "fail"), (ALL, 4, 4, "undecided"), (ALL, 3, 4, "fail"),
-    (RATE, 0, 0, "undecided"),
-    # n >= 100. Wilson bounds: 70/100 (0.604, 0.781), 69/100 (0.594, 0.772), 50/100 (0.404, 0.596), 51/100 (0.413, 0.606).
-    (RATE, 70, 100, "pass"), (RATE, 69, 100, "undecided"), (RATE, 50, 100, "fail"), (RATE, 51, 100, "undecided"),
-    (ZERO, 100, 100, "pass"), (ZERO, 99, 100, "fail"),
-    # 100/100 has the lower bound 0.963, 99/100 0.9455.
-    (ALL, 100, 100, "pass"), (ALL, 99, 100, "undecided"), (ALL, 85, 100, "fail"),
-])
+@pytest.mark.parametrize(
+    ("threshold", "passes", "n", "verdict"),
+    [
+        # The founding table, n < 100.
+        (RATE, 6, 10, "pass"),
+        (RATE, 5, 10, "fail"),
+        (RATE, 0, 10, "fail"),
+        (Threshold("rate", 15, 12 / 15), 12, 15, "pass"),
+        (Threshold("rate", 15, 12 / 15), 11, 15, "fail"),
+        (ZERO, 25, 25, "pass"),
+        (ZERO, 20, 25, "fail"),
+        (ZERO, 24, 25, "fail"),
+        (ALL, 5, 5, "pass"),
+        (ALL, 4, 5, "fail"),
+        # Fewer than the founding documents asked: only what can no longer be saved is decided.
+        (RATE, 5, 5, "undecided"),
+        (RATE, 0, 5, "fail"),
+        (RATE, 1, 5, "undecided"),
+        (ZERO, 24, 24, "undecided"),
+        (ZERO, 0, 1, "fail"),
+        (ALL, 4, 4, "undecided"),
+        (ALL, 3, 4, "fail"),
+        (RATE, 0, 0, "undecided"),
+        # n >= 100. Wilson bounds: 70/100 (0.604, 0.781), 69/100 (0.594, 0.772), 50/100 (0.404, 0.596), 51/100 (0.413, 0.606).
+        (RATE, 70, 100, "pass"),
+        (RATE, 69, 100, "undecided"),
+        (RATE, 50, 100, "fail"),
+        (RATE, 51, 100, "undecided"),
+        (ZERO, 100, 100, "pass"),
+        (ZERO, 99, 100, "fail"),
+        # 100/100 has the lower bound 0.963, 99/100 0.9455.
+        (ALL, 100, 100, "pass"),
+        (ALL, 99, 100, "undecided"),
+        (ALL, 85, 100, "fail"),
+    ],
+)
 def test_verdicts(threshold, passes, n, verdict):
     assert decide(passes, n, threshold)["verdict"] == verdict
 
@@ -53,7 +73,9 @@ def test_zero_gate_states_its_upper_bound():
 
 
 WORKLOAD = {
-    "name": "w", "max_tokens": 50, "gates": ["non_empty", "factual", "no_markdown", "thinking_leak", "tool_call", "stop"],
+    "name": "w",
+    "max_tokens": 50,
+    "gates": ["non_empty", "factual", "no_markdown", "thinking_leak", "tool_call", "stop"],
     "cases": [{"id": "a", "messages": [{"role": "user", "content": "?"}], "expect": {"contains": ["Tokyo"]}}],
 }
 
@@ -61,11 +83,18 @@ WORKLOAD = {
 def test_gate_table_counts_only_what_applies():
     workload = build_workload(WORKLOAD)
     case = workload.cases[0]
-    answers = [judge.Answer("Tokyo.", finish_reason="stop"), judge.Answer("**Tokyo**", finish_reason="length"),
-               judge.Answer("", error="HTTP 400")]
+    answers = [
+        judge.Answer("Tokyo.", finish_reason="stop"),
+        judge.Answer("**Tokyo**", finish_reason="length"),
+        judge.Answer("", error="HTTP 400"),
+    ]
     table = judge.gate_table([(workload, case, a) for a in answers])
     assert {g: (r["passes"], r["n"]) for g, r in table.items()} == {
-        "non_empty": (2, 3), "factual": (2, 3), "no_markdown": (1, 3), "thinking_leak": (2, 2), "stop": (1, 2),
+        "non_empty": (2, 3),
+        "factual": (2, 3),
+        "no_markdown": (1, 3),
+        "thinking_leak": (2, 2),
+        "stop": (1, 2),
     }
     assert set(table["factual"]) >= {"passes", "n", "low", "high", "threshold", "rule", "verdict", "n_to_decide"}
 
@@ -73,16 +102,19 @@ def test_gate_table_counts_only_what_applies():
 def test_every_gate_file_is_a_whole_gate():
     from annie_quant import registry
     from annie_quant.judge import gates
+
     for name in judge.gate_names():
         gate = registry.find(gates, name, "gate")
-        assert gate.NAME == name and gate.TITLE and gate.THRESHOLD.kind in ("rate", "zero", "all")
+        assert name == gate.NAME and gate.TITLE and gate.THRESHOLD.kind in ("rate", "zero", "all")
         assert isinstance(gate.ADVISORY, bool) and callable(gate.check) and callable(gate.fault)
 
 
 def test_judge_never_imports_torch():
-    code = ("import sys, annie_quant.judge as j\n"
-            "from annie_quant.judge.workloads import build_workload\n"
-            f"w = build_workload({WORKLOAD!r})\n"
-            "j.gate_table([(w, w.cases[0], j.Answer('Tokyo'))])\n"
-            "assert 'torch' not in sys.modules and 'scipy' not in sys.modules")
+    code = (
+        "import sys, annie_quant.judge as j\n"
+        "from annie_quant.judge.workloads import build_workload\n"
+        f"w = build_workload({WORKLOAD!r})\n"
+        "j.gate_table([(w, w.cases[0], j.Answer('Tokyo'))])\n"
+        "assert 'torch' not in sys.modules and 'scipy' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)

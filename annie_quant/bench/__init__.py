@@ -1,0 +1,17 @@
+"""Timing two or more OpenAI-compatible servers against each other, over identical prompts, and judging what they say.
+
+    run([Backend(name, url), ...], workloads, output)   measure; resumes; returns what bench.json holds
+    aggregate(records, workloads)                        records → percentiles, gates, paired comparisons, turns
+    export(run, folder)                                  results.csv, vLLM's flat keys, the founding results JSON
+
+Nothing here imports torch. The stream client (annie_quant.stream) is imported when a run starts.
+"""
+
+from __future__ import annotations
+
+from annie_quant.bench.aggregate import aggregate
+from annie_quant.bench.backend import Backend
+from annie_quant.bench.export import export
+from annie_quant.bench.runner import run
+
+__all__ = ["Backend", "aggregate", "export", "run"]

@@ -20,6 +20,20 @@ from annie_quant.judge.verdict import verdict
 from annie_quant.judge.workloads import Case, Workload, load_workloads
 
 __all__ = [
-    "Answer", "Case", "Workload", "checks", "compare", "faults", "from_record", "gate_names", "gate_table", "holm",
-    "load_workloads", "median_interval", "parse_raw", "raw_view", "verdict", "wilson",
+    "Answer",
+    "Case",
+    "Workload",
+    "checks",
+    "compare",
+    "faults",
+    "from_record",
+    "gate_names",
+    "gate_table",
+    "holm",
+    "load_workloads",
+    "median_interval",
+    "parse_raw",
+    "raw_view",
+    "verdict",
+    "wilson",
 ]

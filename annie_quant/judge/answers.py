@@ -69,7 +69,7 @@ def parse_raw(
     reasoning = ""
     if thinking:
         opened = body.lstrip()
-        opened = opened[len("<think>"):] if opened.startswith("<think>") else opened
+        opened = opened[len("<think>") :] if opened.startswith("<think>") else opened
         reasoning, closed, body = opened.partition("</think>")
         if not closed:
             body = ""

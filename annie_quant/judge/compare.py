@@ -20,8 +20,12 @@ def paired(a: Mapping[Hashable, Sequence[float]], b: Mapping[Hashable, Sequence[
 
 
 def compare(
-    a: Mapping[Hashable, Sequence[float]], b: Mapping[Hashable, Sequence[float]], *,
-    confidence: float = 0.95, resamples: int = 4999, seed: int = 0,
+    a: Mapping[Hashable, Sequence[float]],
+    b: Mapping[Hashable, Sequence[float]],
+    *,
+    confidence: float = 0.95,
+    resamples: int = 4999,
+    seed: int = 0,
 ) -> dict[str, Any]:
     """{prompt: values} of two sides → n_prompts, median_a, median_b, median_difference (b - a), low, high, p.
 
@@ -35,13 +39,24 @@ def compare(
 
     pairs = paired(a, b)
     n = len(pairs)
-    row: dict[str, Any] = {"n_prompts": n, "median_a": None, "median_b": None, "median_difference": None,
-                           "low": None, "high": None, "p": None, "test": None}
+    row: dict[str, Any] = {
+        "n_prompts": n,
+        "median_a": None,
+        "median_b": None,
+        "median_difference": None,
+        "low": None,
+        "high": None,
+        "p": None,
+        "test": None,
+    }
     if n == 0:
         return row
     differences = pairs[:, 1] - pairs[:, 0]
-    row |= {"median_a": float(np.median(pairs[:, 0])), "median_b": float(np.median(pairs[:, 1])),
-            "median_difference": float(np.median(differences))}
+    row |= {
+        "median_a": float(np.median(pairs[:, 0])),
+        "median_b": float(np.median(pairs[:, 1])),
+        "median_difference": float(np.median(differences)),
+    }
     if n < 2:
         return row
     row["low"], row["high"] = median_interval(differences, confidence, resamples, seed)
@@ -56,8 +71,9 @@ def _test(differences: Any) -> tuple[float, str]:
     if not np.any(differences):
         return 1.0, "all differences are zero"
     if len(differences) <= 12:
-        result = permutation_test((differences,), np.mean, permutation_type="samples", n_resamples=np.inf,
-                                  vectorized=True)
+        result = permutation_test(
+            (differences,), np.mean, permutation_type="samples", n_resamples=np.inf, vectorized=True
+        )
         return float(result.pvalue), "exact sign-flip permutation"
     return float(wilcoxon(differences).pvalue), "wilcoxon signed-rank"
 

@@ -10,7 +10,17 @@ _WORD = re.compile(r"[^\W_]+(?:['’-][^\W_]+)*")
 _SPECIAL = re.compile(r"<\|[a-z_]+\|>|\[/?INST\]|</?s>")
 _RUN = re.compile(r"([^\s.\-=_~…])\1{9,}")
 _SCRIPTS = (
-    "LATIN", "CYRILLIC", "GREEK", "ARABIC", "HEBREW", "DEVANAGARI", "THAI", "HANGUL", "CJK", "HIRAGANA", "KATAKANA",
+    "LATIN",
+    "CYRILLIC",
+    "GREEK",
+    "ARABIC",
+    "HEBREW",
+    "DEVANAGARI",
+    "THAI",
+    "HANGUL",
+    "CJK",
+    "HIRAGANA",
+    "KATAKANA",
 )
 _ODD_WORD = re.compile(r"^[^aeiouyAEIOUY]+$|[a-z][A-Z]{2}|[bcdfghjklmnpqrstvwxz]{6}")
 
@@ -26,12 +36,12 @@ def repeats(text: str) -> str:
         wanted = 6 if period == 1 else 4 if period <= 4 else 3
         at = _cycle(words, period, wanted)
         if at is not None:
-            return f"{' '.join(words[at:at + period])!r} over and over"
+            return f"{' '.join(words[at : at + period])!r} over and over"
     sentences = Counter(s.strip().casefold() for s in re.split(r"[.!?\n]+", text) if len(s.split()) >= 4)
     sentence, times = sentences.most_common(1)[0] if sentences else ("", 0)
     if times >= 3:
         return f"{sentence!r} {times} times"
-    fours = [tuple(words[i:i + 4]) for i in range(len(words) - 3)]
+    fours = [tuple(words[i : i + 4]) for i in range(len(words) - 3)]
     if len(fours) >= 60 and len(set(fours)) < 0.5 * len(fours):
         return "more than half of its phrases are repeats"
     return ""

@@ -23,7 +23,10 @@ def wilson(passes: float, n: int, confidence: float = 0.95) -> tuple[float, floa
 
 
 def median_interval(
-    values: Sequence[float], confidence: float = 0.95, resamples: int = 4999, seed: int = 0,
+    values: Sequence[float],
+    confidence: float = 0.95,
+    resamples: int = 4999,
+    seed: int = 0,
 ) -> tuple[float, float] | tuple[None, None]:
     """Percentile bootstrap interval of the median of independent values; (None, None) for fewer than two."""
     import numpy as np
@@ -34,6 +37,14 @@ def median_interval(
         return None, None
     if np.all(data == data[0]):
         return float(data[0]), float(data[0])
-    result = bootstrap((data,), np.median, confidence_level=confidence, n_resamples=resamples, method="percentile",
-                       vectorized=True, rng=np.random.default_rng(seed), batch=max(1, 2_000_000 // data.size))
+    result = bootstrap(
+        (data,),
+        np.median,
+        confidence_level=confidence,
+        n_resamples=resamples,
+        method="percentile",
+        vectorized=True,
+        rng=np.random.default_rng(seed),
+        batch=max(1, 2_000_000 // data.size),
+    )
     return float(result.confidence_interval.low), float(result.confidence_interval.high)

@@ -11,11 +11,19 @@ from functools import cache
 from typing import Any
 
 _BLOCKS = {
-    "heading_open": "heading", "fence": "code block", "blockquote_open": "quote", "table_open": "table", "hr": "rule",
+    "heading_open": "heading",
+    "fence": "code block",
+    "blockquote_open": "quote",
+    "table_open": "table",
+    "hr": "rule",
 }
 _INLINE = {
-    "strong_open": "bold", "em_open": "emphasis", "code_inline": "backticks", "s_open": "strikethrough",
-    "link_open": "link", "image": "image",
+    "strong_open": "bold",
+    "em_open": "emphasis",
+    "code_inline": "backticks",
+    "s_open": "strikethrough",
+    "link_open": "link",
+    "image": "image",
 }
 _BULLET = re.compile(r"^[ \t]*[•‣◦▪●]\s+\S", re.MULTILINE)
 _OPEN_BOLD = re.compile(r"(?<![\w*\\/])\*\*(?=[A-Za-z])(?!kwargs\b)")
@@ -66,7 +74,7 @@ def _is_list(tokens: list[Any], index: int) -> bool:
     """A list of two items is a list; one item may be a signed number ('- 5 degrees') or prose ('15. That is …')."""
     level = tokens[index].level
     items, contents = [], []
-    for token in tokens[index + 1:]:
+    for token in tokens[index + 1 :]:
         if token.type.endswith("_list_close") and token.level == level:
             break
         if token.type == "list_item_open" and token.level == level + 1:

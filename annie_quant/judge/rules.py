@@ -37,12 +37,18 @@ def judged(fault: str | None) -> bool | None:
 def decide(passes: int, n: int, threshold: Threshold) -> dict[str, Any]:
     """One row of the gate table: passes, n, low, high, threshold, rule, verdict, n_to_decide."""
     low, high = wilson(passes, n)
-    verdict, rule, needed = _LARGE[threshold.kind](passes, n, low, high, threshold) if n >= LARGE_N else _small(
-        passes, n, threshold)
+    verdict, rule, needed = (
+        _LARGE[threshold.kind](passes, n, low, high, threshold) if n >= LARGE_N else _small(passes, n, threshold)
+    )
     return {
-        "passes": passes, "n": n, "low": low, "high": high,
+        "passes": passes,
+        "n": n,
+        "low": low,
+        "high": high,
         "threshold": {"rate": threshold.rate, "zero": 1.0, "all": ALL_RATE}[threshold.kind],
-        "rule": rule, "verdict": verdict, "n_to_decide": needed,
+        "rule": rule,
+        "verdict": verdict,
+        "n_to_decide": needed,
     }
 
 
@@ -92,6 +98,7 @@ def n_to_decide(seen: float, rate: float, n: int = 1) -> int | None:
 
     None when the share seen is the rate itself, or so near that a million answers would not do.
     """
+
     def decided(count: int) -> bool:
         low, high = wilson(seen * count, count)
         return low >= rate or high < rate

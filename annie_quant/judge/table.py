@@ -46,7 +46,8 @@ def tabulate(checked: Iterable[dict[str, bool]]) -> dict[str, dict[str, Any]]:
     for name in sorted(totals, key=lambda gate: (_gate(gate).ADVISORY, gate)):
         gate = _gate(name)
         table[name] = decide(passes[name], totals[name], gate.THRESHOLD) | {
-            "title": gate.TITLE, "advisory": gate.ADVISORY,
+            "title": gate.TITLE,
+            "advisory": gate.ADVISORY,
         }
     return table
 

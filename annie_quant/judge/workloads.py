@@ -18,7 +18,16 @@ from annie_quant.errors import UsageError
 
 FOLDER = Path(__file__).resolve().parent.parent / "assets" / "workloads"
 _KEYS = {
-    "name", "description", "persona", "system", "tools", "thinking", "max_tokens", "temperature", "gates", "cases",
+    "name",
+    "description",
+    "persona",
+    "system",
+    "tools",
+    "thinking",
+    "max_tokens",
+    "temperature",
+    "gates",
+    "cases",
 }
 _REQUIRED = ("name", "max_tokens", "gates", "cases")
 
@@ -96,15 +105,21 @@ class Workload:
         if not case.turns:
             return head + [dict(m) for m in case.messages]
         if len(answers) < turn:
-            raise UsageError(f"workload {self.name}, case {case.id}: turn {turn + 1} needs {turn} earlier answers, "
-                             f"got {len(answers)}")
+            raise UsageError(
+                f"workload {self.name}, case {case.id}: turn {turn + 1} needs {turn} earlier answers, "
+                f"got {len(answers)}"
+            )
         talk: list[dict[str, Any]] = []
         for index in range(turn):
             talk += [{"role": "user", "content": case.turns[index]}, dict(answers[index])]
         return head + talk + [{"role": "user", "content": case.turns[turn]}]
 
     def request(
-        self, case: Case, turn: int = 0, answers: Sequence[Mapping[str, Any]] = (), model: str | None = None,
+        self,
+        case: Case,
+        turn: int = 0,
+        answers: Sequence[Mapping[str, Any]] = (),
+        model: str | None = None,
     ) -> dict[str, Any]:
         """The body of one /v1/chat/completions request; `enable_thinking` is always said, never left to a default."""
         body: dict[str, Any] = {"model": model} if model else {}
@@ -140,8 +155,10 @@ def load_workloads(names: Iterable[str] | None = None, folder: str | Path | None
         names = [names] if isinstance(names, str) else list(names)
         unknown = [n for n in names if not n.endswith(".json") and n not in files]
         if unknown:
-            raise UsageError(f"there is no workload called {unknown[0]!r} in {root.name}/",
-                             f"choose one of: {', '.join(files) or '(the folder holds none)'}")
+            raise UsageError(
+                f"there is no workload called {unknown[0]!r} in {root.name}/",
+                f"choose one of: {', '.join(files) or '(the folder holds none)'}",
+            )
         chosen = [Path(n) if n.endswith(".json") else files[n] for n in names]
     return [read_workload(path) for path in chosen]
 
@@ -183,11 +200,18 @@ def build_workload(data: Any, sha256: str = "", path: str = "") -> Workload:
     if len(set(ids)) < len(ids):
         raise UsageError(f"{where}: case id {next(i for i in ids if ids.count(i) > 1)!r} stands twice")
     return Workload(
-        name=data["name"], description=data.get("description", ""), persona=data.get("persona"),
-        system=data.get("system"), tools=tuple(tools) if isinstance(tools, list) else tools,
-        thinking=bool(data.get("thinking", False)), max_tokens=int(data["max_tokens"]),
-        temperature=float(data.get("temperature", 0)), gates=tuple(data["gates"]), cases=cases,
-        sha256=sha256, path=path,
+        name=data["name"],
+        description=data.get("description", ""),
+        persona=data.get("persona"),
+        system=data.get("system"),
+        tools=tuple(tools) if isinstance(tools, list) else tools,
+        thinking=bool(data.get("thinking", False)),
+        max_tokens=int(data["max_tokens"]),
+        temperature=float(data.get("temperature", 0)),
+        gates=tuple(data["gates"]),
+        cases=cases,
+        sha256=sha256,
+        path=path,
     )
 
 
@@ -208,6 +232,9 @@ def _case(where: str, index: int, case: Any) -> Case:
         raise UsageError(f"{where}: case {case['id']!r} needs either 'messages' or 'turns'")
     tools = case.get("tools")
     return Case(
-        id=str(case["id"]), messages=tuple(case.get("messages") or ()), turns=tuple(case.get("turns") or ()),
-        expect=case.get("expect") or {}, tools=tuple(tools) if tools is not None else None,
+        id=str(case["id"]),
+        messages=tuple(case.get("messages") or ()),
+        turns=tuple(case.get("turns") or ()),
+        expect=case.get("expect") or {},
+        tools=tuple(tools) if tools is not None else None,
     )

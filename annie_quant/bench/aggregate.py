@@ -1,0 +1,284 @@
+"""Records → what the report shows: percentiles, gates, paired comparisons, turns, verbosity, crossover.
+
+Warm-ups, cold starts and failed requests are left out of every timing; failed requests count in the gates.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any
+
+from annie_quant.bench.confounds import outliers
+from annie_quant.judge.compare import LEVEL, compare, holm, least_p, prompts_to_decide
+from annie_quant.judge.intervals import median_interval
+from annie_quant.judge.table import tabulate
+from annie_quant.judge.workloads import Workload
+
+Row = Mapping[str, Any]
+Values = dict[Hashable, list[float]]
+
+# Name in the aggregates → field of a record. ITL is pooled gap by gap; the rest is one value a request.
+METRICS = {
+    "ttft_content_ms": "first_content_ms",
+    "ttft_reasoning_ms": "first_reasoning_ms",
+    "ttft_tool_ms": "first_tool_ms",
+    "first_byte_ms": "first_byte_ms",
+    "itl_ms": "itl_ms",
+    "tpot_ms": "tpot_ms",
+    "e2e_ms": "e2e_ms",
+    "decode_tok_s": "decode_tok_s",
+    "completion_tokens": "completion_tokens",
+}
+COUNTED = ("tpot_ms", "decode_tok_s", "completion_tokens")  # these need the server's own token counts
+COMPARED = ("ttft_content_ms", "ttft_tool_ms", "itl_ms", "tpot_ms", "e2e_ms", "decode_tok_s", "completion_tokens")
+TTFT_LIMIT_MS, DECODE_LEAST = 120.0, 25.0
+
+
+def aggregate(
+    records: Iterable[Row],
+    workloads: Sequence[Workload] = (),
+    *,
+    identities: Mapping[str, Mapping[str, Any]] | None = None,
+    reference: str | None = None,
+    seed: int = 0,
+    memories: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """{"served", "comparisons", "turns", "turn_ratio", "crossover"} as in run.json."""
+    measured = [r for r in records if not r.get("warmup")]
+    stalls = {id(r) for r in outliers(measured)}
+    timed = [r for r in measured if not r.get("cold") and not r.get("error") and id(r) not in stalls]
+    names = list(identities) if identities else list(dict.fromkeys(r["backend"] for r in measured))
+    greedy = {w.name for w in workloads if w.temperature == 0}
+    served = {}
+    for name in names:
+        own = [r for r in timed if r["backend"] == name]
+        said = (identities or {}).get(name, {})
+        served[name] = {
+            "model": said.get("meta", {}).get("model") or said.get("model"),
+            "runtime": said.get("runtime"),
+            "requests": sum(r["backend"] == name for r in measured),
+            "errors": sum(r["backend"] == name and bool(r.get("error")) for r in measured),
+            "gates": tabulate(_gate_rows([r for r in measured if r["backend"] == name], greedy)),
+            "speed_gates": _speed_gates(own, workloads, seed),
+            "workloads": _workloads(own, seed),
+            "verbosity": _verbosity(timed, reference, name),
+            "memory_bytes": _memory((memories or {}).get(name)),
+            "memory": (memories or {}).get(name),
+        }
+    turns = {name: _turns([r for r in timed if r["backend"] == name], seed) for name in names}
+    return {
+        "served": served,
+        "comparisons": _comparisons(timed, names, seed),
+        "turns": turns,
+        "turn_ratio": {
+            name: rows[-1]["ttft_content_ms"] / rows[0]["ttft_content_ms"]
+            for name, rows in turns.items()
+            if len(rows) > 1 and rows[0]["ttft_content_ms"] and rows[-1]["ttft_content_ms"]
+        },
+        "crossover": [row for a, b in itertools.combinations(names, 2) if (row := _crossover(served, a, b))],
+    }
+
+
+def _gate_rows(rows: Sequence[Row], greedy: set[str]) -> list[dict[str, bool]]:
+    """One row of checks an answer. Greedy answers to one prompt are one answer: it passes if it did every time."""
+    prompts: dict[tuple, dict[str, bool]] = {}
+    for index, row in enumerate(rows):
+        unit: tuple = (row["workload"], row["case"], row["turn"])
+        if row["workload"] not in greedy:
+            unit = (*unit, index)
+        merged = prompts.setdefault(unit, {})
+        for gate, passed in (row.get("checks") or {}).items():
+            merged[gate] = merged.get(gate, True) and bool(passed)
+    return list(prompts.values())
+
+
+def values_by_prompt(rows: Iterable[Row], metric: str) -> Values:
+    """{(workload, case, turn): values}; token metrics only where the server itself counted."""
+    field, found = METRICS[metric], defaultdict(list)
+    for row in rows:
+        value = row.get(field)
+        if value is None or (metric in COUNTED and row.get("tokens_estimated")):
+            continue
+        found[row["workload"], row["case"], row["turn"]] += value if isinstance(value, list) else [value]
+    return {key: values for key, values in found.items() if values}
+
+
+def summary(by_prompt: Values, seed: int = 0) -> dict[str, Any] | None:
+    """p50, p90, p99 and mean over all values; low and high: bootstrap interval of the median, by prompts."""
+    import numpy as np
+
+    if not by_prompt:
+        return None
+    pooled = np.concatenate([np.asarray(v, dtype=np.float64) for v in by_prompt.values()])
+    p50, p90, p99 = np.percentile(pooled, [50, 90, 99])
+    low, high = median_interval([float(np.median(v)) for v in by_prompt.values()], seed=seed)
+    return {
+        "p50": float(p50),
+        "p90": float(p90),
+        "p99": float(p99),
+        "mean": float(pooled.mean()),
+        "low": low,
+        "high": high,
+        "n": int(pooled.size),
+        "n_prompts": len(by_prompt),
+    }
+
+
+def _workloads(rows: Sequence[Row], seed: int) -> dict[str, Any]:
+    found = {}
+    for label, group in _by_label(rows).items():
+        metrics = {m: s for m in METRICS if (s := summary(values_by_prompt(group, m), seed))}
+        found[label] = {"n": len(group), **metrics}
+    return found
+
+
+def _by_label(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """Rows by workload; more than one request in flight makes a label of its own, 'greeting@8'."""
+    groups: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        level = row.get("concurrency", 1)
+        groups[row["workload"] + (f"@{level}" if level > 1 else "")].append(row)
+    return dict(sorted(groups.items()))
+
+
+def _speed_gates(rows: Sequence[Row], workloads: Sequence[Workload], seed: int) -> dict[str, Any]:
+    """The founding limits (content TTFT <= 120 ms, decode >= 25 tok/s) on the median, one in flight, thinking off."""
+    aloud = {w.name for w in workloads if w.thinking}
+    alone = [r for r in rows if r["workload"] not in aloud and r.get("concurrency", 1) == 1]
+    found = {}
+    for gate, metric, limit in (("ttft", "ttft_content_ms", TTFT_LIMIT_MS), ("decode", "decode_tok_s", DECODE_LEAST)):
+        seen = summary(values_by_prompt(alone, metric), seed)
+        if seen is None:
+            continue
+        low, high = (seen["low"], seen["high"]) if seen["low"] is not None else (seen["p50"], seen["p50"])
+        good, bad = (high <= limit, low > limit) if gate == "ttft" else (low >= limit, high < limit)
+        found[gate] = {
+            "metric": metric,
+            "value": seen["p50"],
+            "low": seen["low"],
+            "high": seen["high"],
+            "n": seen["n"],
+            "limit": limit,
+            "verdict": "pass" if good else "fail" if bad else "undecided",
+        }
+    return found
+
+
+def _verbosity(rows: Sequence[Row], reference: str | None, name: str) -> dict[str, Any] | None:
+    """Tokens of an answer against the reference's to the same prompt: the median of the ratios."""
+    import numpy as np
+
+    if reference is None or reference == name:
+        return None
+    own = values_by_prompt((r for r in rows if r["backend"] == name), "completion_tokens")
+    theirs = values_by_prompt((r for r in rows if r["backend"] == reference), "completion_tokens")
+    ratios = [float(np.median(own[k]) / np.median(theirs[k])) for k in own if k in theirs and np.median(theirs[k]) > 0]
+    if not ratios:
+        return None
+    low, high = median_interval(ratios)
+    return {
+        "reference": reference,
+        "ratio": float(np.median(ratios)),
+        "low": low,
+        "high": high,
+        "n_prompts": len(ratios),
+    }
+
+
+def _memory(found: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """The one figure for the table: NVML's per process, else resident, else what the whole machine uses."""
+    if not found:
+        return None
+    first = ("gpu_process_bytes", "process_rss_bytes", "system_used_bytes")
+    source = next((name for name in first if found["idle"].get(name) is not None), None)
+    return {level: figures.get(source) for level, figures in found.items()} | {"source": source} if source else None
+
+
+def _comparisons(rows: Sequence[Row], names: Sequence[str], seed: int) -> list[dict[str, Any]]:
+    table = []
+    for a, b in itertools.combinations(names, 2):
+        table += _compare_pair(rows, a, b, seed)
+    return table
+
+
+def _compare_pair(rows: Sequence[Row], a: str, b: str, seed: int) -> list[dict[str, Any]]:
+    sides = [_by_label(r for r in rows if r["backend"] == name) for name in (a, b)]
+    labels = [label for label in sides[0] if label in sides[1]]
+    groups = [(label, sides[0][label], sides[1][label]) for label in labels]
+    if len(labels) > 1:
+        together = [[r for label in labels for r in side[label] if r.get("concurrency", 1) == 1] for side in sides]
+        groups.append(("all", *together))
+    table = []
+    for label, left, right in groups:
+        for metric in COMPARED:
+            x, y = values_by_prompt(left, metric), values_by_prompt(right, metric)
+            found = compare(x, y, seed=seed)
+            if found["n_prompts"]:
+                table.append({"a": a, "b": b, "workload": label, "metric": metric, **found, **_power(x, y, found)})
+    for row, p in zip(table, holm([row["p"] for row in table]), strict=True):
+        row |= {"p_holm": p, "significant": p is not None and p < LEVEL}
+    return table
+
+
+def _power(x: Values, y: Values, found: Mapping[str, Any]) -> dict[str, Any]:
+    """How many prompts would show a difference such as was seen (power 0.8), and whether so few could show any."""
+    import numpy as np
+
+    from annie_quant.judge.compare import paired
+
+    pairs = paired(x, y)
+    differences = pairs[:, 1] - pairs[:, 0]
+    needed = (
+        prompts_to_decide(float(np.std(differences, ddof=1)), float(differences.mean())) if len(pairs) > 1 else None
+    )
+    return {"n_to_decide": needed, "too_few": least_p(found["n_prompts"]) >= LEVEL}
+
+
+def _turns(rows: Sequence[Row], seed: int) -> list[dict[str, Any]]:
+    """Content TTFT against the turn, over the workloads that are conversations, one in flight."""
+    talking = {r["workload"] for r in rows if r["turn"] > 0}
+    by_turn: dict[int, list[Row]] = defaultdict(list)
+    for row in rows:
+        if row["workload"] in talking and row.get("concurrency", 1) == 1:
+            by_turn[row["turn"]].append(row)
+    found = []
+    for turn, group in sorted(by_turn.items()):
+        seen = summary(values_by_prompt(group, "ttft_content_ms"), seed)
+        total = summary(values_by_prompt(group, "e2e_ms"), seed)
+        found.append(
+            {
+                "turn": turn + 1,
+                "n": len(group),
+                "ttft_content_ms": seen and seen["p50"],
+                "low": seen and seen["low"],
+                "high": seen and seen["high"],
+                "e2e_ms": total and total["p50"],
+            }
+        )
+    return found
+
+
+def _crossover(served: Mapping[str, Any], a: str, b: str) -> dict[str, Any] | None:
+    """The answer length in tokens where total latency (TTFT + tokens x TPOT, medians) of two backends is the same."""
+    lines = []
+    for name in (a, b):
+        seen = [
+            w
+            for label, w in served[name]["workloads"].items()
+            if "@" not in label and "ttft_content_ms" in w and "tpot_ms" in w
+        ]
+        if not seen:
+            return None
+        lines.append([sum(w[m]["p50"] for w in seen) / len(seen) for m in ("ttft_content_ms", "tpot_ms")])
+    (ttft_a, tpot_a), (ttft_b, tpot_b) = lines
+    tokens = (ttft_b - ttft_a) / (tpot_a - tpot_b) if tpot_a != tpot_b else None
+    shorter = a if ttft_a <= ttft_b else b
+    return {
+        "a": a,
+        "b": b,
+        "tokens": tokens if tokens and tokens > 0 else None,
+        "faster_when_short": shorter,
+        "faster_when_long": a if tpot_a < tpot_b else b,
+    }

@@ -1,0 +1,135 @@
+"""A server under test, and what it says about itself: models, properties, version."""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import json
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from annie_quant.errors import UsageError
+
+PROBE_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One side of a comparison.
+
+    url: the server's root, with or without /v1. model: the name sent in requests (None: the first of /v1/models).
+    meta: what is known beforehand and goes on record; "pid" (of the server, for memory), "source" (a hash of the
+    fine-tuned weights that both sides should share), "format", "runtime". headers: sent with each request, never written.
+    """
+
+    name: str
+    url: str
+    model: str | None = None
+    meta: Mapping[str, Any] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        parts = urllib.parse.urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.netloc:
+            raise UsageError(
+                f"backend {self.name!r}: {self.url!r} is no http address", "write it as http://127.0.0.1:8000"
+            )
+        if not self.name or "/" in self.name:
+            raise UsageError(f"a backend's name must not be empty nor hold a slash, got {self.name!r}")
+
+    @property
+    def root(self) -> str:
+        return self.url.rstrip("/").removesuffix("/v1")
+
+    @property
+    def completions_url(self) -> str:
+        return f"{self.root}/v1/chat/completions"
+
+    @property
+    def public_url(self) -> str:
+        """The address without user, password or query."""
+        parts = urllib.parse.urlsplit(self.root)
+        host = parts.hostname or ""
+        return urllib.parse.urlunsplit(
+            (parts.scheme, f"{host}:{parts.port}" if parts.port else host, parts.path, "", "")
+        )
+
+
+def get_json(backend: Backend, path: str, timeout_s: float = PROBE_TIMEOUT_S) -> Any:
+    """The decoded body of GET `path`, None where the server does not offer it. OSError when there is no server."""
+    request = urllib.request.Request(backend.root + path, headers=dict(backend.headers))  # noqa: S310 - http(s) checked
+    try:
+        with urllib.request.urlopen(request, timeout=timeout_s) as reply:  # noqa: S310
+            return json.loads(reply.read(1 << 24))
+    except (urllib.error.HTTPError, ValueError):
+        return None
+    except http.client.HTTPException as error:
+        raise ConnectionError(str(error) or type(error).__name__) from error
+
+
+def alive(backend: Backend) -> bool:
+    """Something answers HTTP at the address, whatever it says."""
+    try:
+        get_json(backend, "/v1/models")
+    except OSError:
+        return False
+    return True
+
+
+def identity(backend: Backend) -> dict[str, Any]:
+    """What the server says of itself: runtime, version, model, sizes, hashes of its list of models and chat template.
+
+    Raises OSError when nothing answers.
+    """
+    models = get_json(backend, "/v1/models")
+    listed = (models or {}).get("data") or [] if isinstance(models, dict) else []
+    first = listed[0] if listed and isinstance(listed[0], dict) else {}
+    props = get_json(backend, "/props")
+    props = props if isinstance(props, dict) else {}
+    version = get_json(backend, "/version") if not props else None
+    template = props.get("chat_template")
+    settings = props.get("default_generation_settings") or {}
+    return {
+        "name": backend.name,
+        "url": backend.public_url,
+        "model": backend.model or first.get("id"),
+        "runtime": backend.meta.get("runtime") or _runtime(first, props, version),
+        "version": props.get("build_info") or (version or {}).get("version"),
+        "models_sha256": _sha(listed and [m.get("id") for m in listed if isinstance(m, dict)]),
+        "model_meta": first.get("meta") or {},
+        "chat_template_sha256": _sha(template) if template else None,
+        "sampling_defaults": {k: v for k, v in (settings.get("params") or {}).items() if k in _SAMPLING},
+        "max_model_len": first.get("max_model_len") or settings.get("n_ctx"),
+        "meta": {k: v for k, v in backend.meta.items() if "key" not in k.lower() and "token" not in k.lower()},
+    }
+
+
+_SAMPLING = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repeat_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "dry_multiplier",
+    "samplers",
+)
+
+
+def _runtime(model: Mapping[str, Any], props: Mapping[str, Any], version: Any) -> str | None:
+    owner = str(model.get("owned_by") or "")
+    if props.get("build_info") or owner == "llamacpp":
+        return "llama.cpp"
+    if owner == "sglang":
+        return "sglang"
+    return "vllm" if owner == "vllm" or isinstance(version, dict) else None
+
+
+def _sha(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,272 @@
+"""What spoils a comparison, found in what servers say of themselves and in what came back.
+
+The founding rounds v1 to v3 compared different models, timed hidden or leaked thinking, guessed token counts, called a
+missing parser a model's fault and averaged cold starts in. Each of these has a check here, and each is said aloud.
+severity: "confound" (the comparison does not show what it seems to), "fault" (of a server, names the mend), "note".
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+Finding = dict[str, Any]
+SLOW_FACTOR, SLOW_MS = 10.0, 1000.0
+
+
+def check(
+    identities: Mapping[str, Mapping[str, Any]], records: Iterable[Mapping[str, Any]], config: Mapping[str, Any]
+) -> list[Finding]:
+    rows = list(records)
+    measured = [r for r in rows if not r.get("warmup")]
+    found = [f for a, b in itertools.combinations(identities.values(), 2) for f in _pair(a, b)]
+    found += _prompt_tokens(measured) + _estimates(measured) + _smoke(rows)
+    for name in identities:
+        own = [r for r in measured if r["backend"] == name]
+        found += [f for look in (_thinking, _parser, _slow_starts, _errors) for f in look(name, own, config)]
+    return found
+
+
+def _finding(code: str, severity: str, message: str, backends: Iterable[str]) -> Finding:
+    return {"code": code, "severity": severity, "message": message, "backends": list(backends)}
+
+
+def _pair(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Finding]:
+    names, found = (a["name"], b["name"]), []
+
+    def differ(code: str, what: str, x: Any, y: Any, severity: str = "confound") -> None:
+        if x and y and x != y:
+            found.append(
+                _finding(
+                    code,
+                    severity,
+                    f"{names[0]} and {names[1]} have different {what}: {_short(x)} and {_short(y)}",
+                    names,
+                )
+            )
+
+    source = [side["meta"].get("source") for side in (a, b)]
+    differ("different_weights", "source weights", *source)
+    for key, what in (
+        ("n_params", "numbers of parameters"),
+        ("n_vocab", "vocabulary sizes"),
+        ("n_embd", "hidden sizes"),
+    ):
+        x, y = a["model_meta"].get(key), b["model_meta"].get(key)
+        # Quantized files may count a tied head or scales; a percent is no other model.
+        if isinstance(x, (int, float)) and isinstance(y, (int, float)) and abs(x - y) <= 0.01 * max(x, y):
+            continue
+        differ("different_models", what, x, y)
+    differ("different_templates", "chat templates", a["chat_template_sha256"], b["chat_template_sha256"])
+    differ("different_sampling", "default sampling settings", a["sampling_defaults"], b["sampling_defaults"])
+    differ("different_engines", "serving engines", a["runtime"], b["runtime"], "note")
+    if not all(source) and not found:
+        found.append(
+            _finding(
+                "weights_unknown",
+                "note",
+                f"whether {names[0]} and {names[1]} come from the same fine-tuned "
+                "weights is not known to the benchmark (give both a meta 'source')",
+                names,
+            )
+        )
+    return found
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text[:12] + "…" if len(text) == 64 and text.isalnum() else text[:120]
+
+
+def _prompt_tokens(rows: list[Mapping[str, Any]]) -> list[Finding]:
+    """The same first-turn request must be the same number of tokens; else template or tokenizer differ."""
+    counts: dict[tuple, dict[str, int]] = defaultdict(dict)
+    for row in rows:
+        tokens = (row.get("usage") or {}).get("prompt_tokens")
+        if tokens and row["turn"] == 0:
+            counts[row["workload"], row["case"]][row["backend"]] = tokens
+    shared = {key: seen for key, seen in counts.items() if len(seen) > 1}
+    differing = {key: seen for key, seen in shared.items() if len(set(seen.values())) > 1}
+    if not differing:
+        return []
+    (workload, case), seen = next(iter(differing.items()))
+    told = ", ".join(f"{name} {tokens}" for name, tokens in seen.items())
+    return [
+        _finding(
+            "different_prompts",
+            "confound",
+            f"the same request is not the same prompt: {len(differing)} of "
+            f"{len(shared)} prompts differ in tokens ({workload}/{case}: {told}); chat template or tokenizer "
+            "differ",
+            sorted(seen),
+        )
+    ]
+
+
+def _estimates(rows: list[Mapping[str, Any]]) -> list[Finding]:
+    names = sorted({r["backend"] for r in rows if r.get("tokens_estimated") and not r.get("error")})
+    return (
+        [
+            _finding(
+                "tokens_estimated",
+                "confound",
+                f"{', '.join(names)} sent no usage: token counts and decode speed are "
+                "estimates and are left out of the comparison",
+                names,
+            )
+        ]
+        if names
+        else []
+    )
+
+
+def _smoke(rows: list[Mapping[str, Any]]) -> list[Finding]:
+    last = {r["backend"]: r for r in rows if r["workload"] == "smoke"}
+    return [
+        _finding(
+            "smoke",
+            "fault",
+            f"{name} fails the smoke question (capital of Japan): "
+            + "; ".join(row.get("faults", {}).values())
+            + f"; it said {(row.get('text') or '')[:80]!r}",
+            [name],
+        )
+        for name, row in last.items()
+        if row.get("faults")
+    ]
+
+
+def _thinking(name: str, rows: list[Mapping[str, Any]], config: Mapping[str, Any]) -> list[Finding]:
+    off = [r for r in rows if not config["workloads"].get(r["workload"], {}).get("thinking") and not r.get("error")]
+    found = []
+    leaked = [
+        r
+        for r in off
+        if "thinking_leak" in r.get("faults", {})
+        and (r.get("text") or "").strip()
+        and not (r.get("reasoning") or "").strip()
+    ]
+    if leaked:
+        found.append(
+            _finding(
+                "thinking_as_content",
+                "confound",
+                f"{name} shows its thinking as content in {len(leaked)} of "
+                f"{len(off)} answers: its TTFT is the time to the first thinking token, not to an answer "
+                "(is the server's --reasoning-parser set? is thinking off in its template?)",
+                [name],
+            )
+        )
+    hidden = [r for r in off if (r.get("reasoning") or "").strip()]
+    if hidden:
+        found.append(
+            _finding(
+                "hidden_thinking",
+                "confound",
+                f"{name} thinks although thinking is off in {len(hidden)} of "
+                f"{len(off)} answers: its content TTFT holds that thinking",
+                [name],
+            )
+        )
+    empty = [
+        r
+        for r in off
+        if not (r.get("text") or "").strip() and not r.get("tool_calls") and (r.get("completion_tokens") or 0) > 8
+    ]
+    if empty:
+        spent = round(statistics.median(r["completion_tokens"] for r in empty))
+        found.append(
+            _finding(
+                "empty_after_thinking",
+                "fault",
+                f"{name} spent its tokens (median {spent}) and showed nothing in "
+                f"{len(empty)} of {len(off)} answers: thinking used the budget up",
+                [name],
+            )
+        )
+    return found
+
+
+def _parser(name: str, rows: list[Mapping[str, Any]], config: Mapping[str, Any]) -> list[Finding]:
+    """A 400 on every request with tools, or calls left in the text: the server's parser, not the model."""
+    tools = [r for r in rows if "tool_call" in r.get("checks", {})]
+    refused = [r for r in tools if r.get("status") == 400]
+    flags = "--enable-auto-tool-choice --tool-call-parser qwen3_coder (vLLM), --tool-call-parser qwen3_coder (SGLang)"
+    found = []
+    if refused:
+        found.append(
+            _finding(
+                "tool_parser_missing",
+                "fault",
+                f"{name} refuses tool requests with HTTP 400 ({len(refused)} of "
+                f"{len(tools)}): not the model's fault; start the server with {flags}",
+                [name],
+            )
+        )
+    left = [r for r in tools if not r["checks"]["tool_call"] and r.get("checks", {}).get("tool_call_raw")]
+    unparsed = [r for r in tools if "unparsed" in r.get("faults", {}).get("tool_call", "")]
+    if left or unparsed:
+        found.append(
+            _finding(
+                "tool_parser_fault",
+                "fault",
+                f"{name} leaves tool calls in the text ({max(len(left), len(unparsed))} "
+                f"of {len(tools)}): the server's parser is at fault; start it with {flags}",
+                [name],
+            )
+        )
+    return found
+
+
+def _slow_starts(name: str, rows: list[Mapping[str, Any]], config: Mapping[str, Any]) -> list[Finding]:
+    slow = [r for r in rows if r.get("cold")] + outliers(rows)
+    if not slow:
+        return []
+    worst = max(r.get("e2e_ms") or 0 for r in slow)
+    return [
+        _finding(
+            "cold_start",
+            "note",
+            f"{name}: {len(slow)} measured request(s) were cold starts or stalls (up to "
+            f"{worst / 1000:.1f} s); they stand in the record and are left out of the timings",
+            [name],
+        )
+    ]
+
+
+def first_ms(row: Mapping[str, Any]) -> float | None:
+    """Time to the first thing of any kind that a model said."""
+    times = [row.get(k) for k in ("first_reasoning_ms", "first_content_ms", "first_tool_ms")]
+    return min((t for t in times if t is not None), default=None)
+
+
+def outliers(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Requests whose first token took ten times their workload's median and a second more: a start, not a speed."""
+    groups: dict[tuple, list[Mapping[str, Any]]] = defaultdict(list)
+    for row in rows:
+        if not row.get("warmup") and not row.get("cold") and first_ms(row) is not None:
+            groups[row["backend"], row["workload"], row.get("concurrency", 1), row["turn"]].append(row)
+    found = []
+    for group in groups.values():
+        middle = statistics.median(first_ms(r) for r in group)
+        found += [r for r in group if first_ms(r) > max(SLOW_FACTOR * middle, middle + SLOW_MS)]
+    return found
+
+
+def _errors(name: str, rows: list[Mapping[str, Any]], config: Mapping[str, Any]) -> list[Finding]:
+    bad = [r for r in rows if r.get("error")]
+    if not bad:
+        return []
+    kinds = sorted({str(r["error"])[:100] for r in bad})
+    return [
+        _finding(
+            "errors",
+            "fault",
+            f"{name}: {len(bad)} of {len(rows)} requests failed ({kinds[0]}"
+            + (f", and {len(kinds) - 1} other kinds)" if len(kinds) > 1 else ")"),
+            [name],
+        )
+    ]

@@ -1,0 +1,379 @@
+"""The benchmark's run: smoke request, warm-ups, interleaved measured requests, records as they come, aggregates.
+
+A run directory is resumed: what records.jsonl holds is not asked again. Ctrl-C and a dead server end the run, and all
+that was finished is kept.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from annie_quant import judge
+from annie_quant.bench import confounds as confound_checks
+from annie_quant.bench import memory
+from annie_quant.bench.aggregate import aggregate
+from annie_quant.bench.backend import Backend, alive, identity
+from annie_quant.bench.environment import environment
+from annie_quant.bench.plan import Visit, choose, plan, warmups
+from annie_quant.bench.store import Records
+from annie_quant.errors import ServerError, UsageError
+from annie_quant.files import read_json, sha256_text, write_json
+from annie_quant.judge.workloads import Case, Workload, build_workload
+
+Progress = Callable[[int, int, str], None]
+
+SMOKE = {
+    "name": "smoke",
+    "max_tokens": 100,
+    "temperature": 0,
+    "system": "You are Annie, a personal AI companion. Speak naturally and concisely. Never use markdown.",
+    "gates": ["non_empty", "factual", "no_markdown", "thinking_leak"],
+    "cases": [
+        {
+            "id": "capital",
+            "messages": [{"role": "user", "content": "What is the capital of Japan?"}],
+            "expect": {"contains": ["Tokyo"]},
+        }
+    ],
+}
+
+
+def stream_client() -> Any:
+    """The module that sends requests and stamps what comes back."""
+    from annie_quant import stream
+
+    return stream
+
+
+def run(
+    backends: Sequence[Backend],
+    workloads: Sequence[Workload | str],
+    output: str | os.PathLike,
+    *,
+    warmup: int = 2,
+    runs: int = 5,
+    n: int | None = None,
+    seed: int = 0,
+    concurrency: int | Sequence[int] = 1,
+    resume: bool = True,
+    progress: Progress | None = None,
+    prefix_cache: str = "warm",
+    timeout_s: float = 120.0,
+    reference: str | None = None,
+    with_memory: bool = True,
+) -> dict[str, Any]:
+    """Measure `backends` over `workloads` (objects or names) into the folder `output`; returns what bench.json holds.
+
+    warmup: requests for each backend and workload that are never counted. runs: times each case is measured. n: at most
+    so many cases of a workload (chosen by `seed`; None: all). concurrency: requests in flight at one backend, or several
+    levels. prefix_cache: "warm" (as servers come; declared in the record) or "off" (no reuse between requests, where the
+    server can). reference: the backend that verbosity is measured against (default: the first).
+    progress(done, total, text).
+
+    Raises UsageError (bad arguments, a folder of another benchmark), ServerError (a server is not there or went away).
+    """
+    loaded = [w if isinstance(w, Workload) else judge.load_workloads([w])[0] for w in workloads]
+    levels = [concurrency] if isinstance(concurrency, int) else list(concurrency)
+    _check(backends, loaded, warmup, runs, n, levels, prefix_cache)
+    folder = Path(output)
+    config = _config(backends, loaded, warmup, runs, n, seed, levels, prefix_cache, reference)
+    _open_folder(folder, config, loaded, resume)
+    records = Records(folder / "records.jsonl")
+    try:
+        session = _Session(list(backends), folder, records, timeout_s, prefix_cache, progress)
+        session.measure(loaded, warmup, runs, n, seed, levels)
+        seen = session.identities
+        memories = session.memory(loaded, n, seed) if with_memory else {}
+    finally:
+        records.close()
+    served = aggregate(
+        records.rows, loaded, identities=seen, reference=reference or backends[0].name, seed=seed, memories=memories
+    )
+    faults = confound_checks.check(seen, records.rows, config)
+    result = {
+        "schema_version": 1,
+        "environment": environment(),
+        "config": config,
+        "backends": seen,
+        "confounds": faults,
+        "aggregates": served,
+        "verdict": judge.verdict(served | {"confounds": faults}),
+    }
+    write_json(folder / "bench.json", result)
+    return result
+
+
+def _check(
+    backends: Sequence[Backend],
+    workloads: Sequence[Workload],
+    warmup: int,
+    runs: int,
+    n: int | None,
+    levels: Sequence[int],
+    prefix_cache: str,
+) -> None:
+    names = [b.name for b in backends]
+    if not names:
+        raise UsageError("there is no backend to measure", "give at least one: --backend-a NAME URL")
+    if len(set(names)) < len(names):
+        raise UsageError(f"two backends have the same name: {', '.join(names)}", "give each its own")
+    if not workloads:
+        raise UsageError("there is no workload to measure")
+    if runs < 1 or warmup < 0 or (n is not None and n < 1) or not levels or min(levels) < 1:
+        raise UsageError(
+            f"runs, n and concurrency must be 1 or more and warmup 0 or more; got runs={runs}, n={n}, "
+            f"concurrency={list(levels)}, warmup={warmup}"
+        )
+    if prefix_cache not in ("warm", "off"):
+        raise UsageError(f"prefix_cache is 'warm' or 'off', got {prefix_cache!r}")
+
+
+def _config(
+    backends: Sequence[Backend],
+    workloads: Sequence[Workload],
+    warmup: int,
+    runs: int,
+    n: int | None,
+    seed: int,
+    levels: Sequence[int],
+    prefix_cache: str,
+    reference: str | None,
+) -> dict[str, Any]:
+    return {
+        "backends": [{"name": b.name, "model": b.model} for b in backends],
+        "warmup": warmup,
+        "runs": runs,
+        "n": n,
+        "seed": seed,
+        "concurrency": list(levels),
+        "prefix_cache": prefix_cache,
+        "reference": reference,
+        "workloads": {
+            w.name: {
+                "sha256": w.sha256 or _fingerprint(w),
+                "thinking": w.thinking,
+                "max_tokens": w.max_tokens,
+                "temperature": w.temperature,
+                "gates": list(w.gates),
+            }
+            for w in workloads
+        },
+    }
+
+
+def _fingerprint(workload: Workload) -> str:
+    asked = [[workload.request(c) if not c.turns else list(c.turns), dict(c.expect)] for c in workload.cases]
+    return sha256_text(json.dumps([workload.name, workload.gates, asked], sort_keys=True, default=str))
+
+
+def _open_folder(folder: Path, config: dict[str, Any], workloads: Sequence[Workload], resume: bool) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    inputs = folder / "inputs.json"
+    if not resume:
+        shutil.rmtree(folder / "streams", ignore_errors=True)
+        for stale in ("records.jsonl", "inputs.json", "bench.json"):
+            (folder / stale).unlink(missing_ok=True)
+    elif inputs.exists() and (folder / "records.jsonl").exists():
+        before = read_json(inputs).get("config")
+        changed = [k for k in config if before is None or before.get(k) != json.loads(json.dumps(config[k]))]
+        if changed:
+            raise UsageError(
+                f"{folder} holds a benchmark with other settings ({', '.join(changed)})",
+                "choose another --output, or start it over with resume off",
+            )
+    write_json(inputs, {"config": config, "workloads": [_described(w) for w in workloads]})
+
+
+def _described(workload: Workload) -> dict[str, Any]:
+    """A workload as it was asked, whole, so that a run directory explains itself."""
+    return {
+        "name": workload.name,
+        "description": workload.description,
+        "sha256": workload.sha256,
+        "system": workload.system_prompt,
+        "thinking": workload.thinking,
+        "max_tokens": workload.max_tokens,
+        "temperature": workload.temperature,
+        "gates": list(workload.gates),
+        "cases": [
+            {
+                "id": c.id,
+                "messages": list(c.messages),
+                "turns": list(c.turns),
+                "expect": dict(c.expect),
+                "tools": workload.tools_for(c),
+            }
+            for c in workload.cases
+        ],
+    }
+
+
+class _Session:
+    """One go at a run: who was greeted, what is left to ask, and the file that keeps it."""
+
+    def __init__(
+        self,
+        backends: list[Backend],
+        folder: Path,
+        records: Records,
+        timeout_s: float,
+        prefix_cache: str,
+        progress: Progress | None,
+    ) -> None:
+        self.backends = {b.name: b for b in backends}
+        self.folder, self.records, self.timeout_s, self.prefix_cache = folder, records, timeout_s, prefix_cache
+        self.progress = progress or (lambda done, total, text: None)
+        self.client = stream_client()
+        self.identities: dict[str, dict[str, Any]] = {}
+        self.done = {row["id"]: row for row in records.rows if not row.get("warmup")}
+        self.session = 1 + max((row.get("session", 0) for row in records.rows), default=0)
+        self.batch = sum(1 for _ in (folder / "streams").glob("*")) if (folder / "streams").is_dir() else 0
+
+    def measure(
+        self, workloads: Sequence[Workload], warmup: int, runs: int, n: int | None, seed: int, levels: Sequence[int]
+    ) -> None:
+        names = list(self.backends)
+        visits = [v for level in levels for v in plan(names, workloads, runs=runs, n=n, seed=seed, concurrency=level)]
+        left = [v for v in visits if any(i not in self.done for case, repeat in v.cases for i in v.ids(case, repeat))]
+        self._greet(smoke=bool(left))
+        wanted = {v.workload.name for v in left}
+        warm = warmups(names, [w for w in workloads if w.name in wanted], warmup, n, seed, 1)
+        total, finished = len(warm) + len(visits), len(visits) - len(left)
+        for visit in [*warm, *left]:
+            self.progress(finished, total, f"{visit.backend} · {visit.workload.name}")
+            self._visit(visit)
+            finished += 1
+        self.progress(total, total, "")
+
+    def _greet(self, smoke: bool) -> None:
+        """Ask each server who it is; before measuring, put the smoke question. Its first request is a cold one."""
+        workload = build_workload(SMOKE)
+        for name, backend in self.backends.items():
+            try:
+                self.identities[name] = identity(backend)
+            except OSError as error:
+                raise ServerError(
+                    f"backend {name!r}: no server answers at {backend.public_url} ({error})",
+                    "start it, then run the same command: finished requests are kept",
+                ) from error
+            if smoke:
+                self._visit(Visit(-1, name, workload, ((workload.cases[0], self.session),), 1, warmup=True), cold=True)
+
+    def _visit(self, visit: Visit, cold: bool = False) -> None:
+        """One visit, turn by turn; the turns of all its conversations go out together."""
+        talks: list[list[dict[str, Any]]] = [[] for _ in visit.cases]
+        for turn in range(max(case.n_turns for case, _ in visit.cases)):
+            asked = []
+            for talk, (case, repeat) in zip(talks, visit.cases, strict=True):
+                if turn >= case.n_turns:
+                    continue
+                row = self._row(visit, case, repeat, turn, cold)
+                before = None if visit.warmup else self.done.get(row["id"])
+                if before is not None:
+                    talk.append({"role": "assistant", "content": before.get("text") or ""})
+                else:
+                    asked.append(
+                        (row, visit.workload.request(case, turn, talk, self._model(visit.backend)), talk, case)
+                    )
+            if asked:
+                self._ask(visit, asked)
+
+    def _row(self, visit: Visit, case: Case, repeat: int, turn: int, cold: bool) -> dict[str, Any]:
+        name = visit.ids(case, repeat)[turn]
+        return {
+            "id": f"{name}#warm{self.session}" if visit.warmup else name,
+            "backend": visit.backend,
+            "model": self._model(visit.backend),
+            "workload": visit.workload.name,
+            "case": case.id,
+            "turn": turn,
+            "repeat": repeat,
+            "block": visit.block,
+            "warmup": visit.warmup,
+            "cold": cold,
+            "session": self.session,
+            "concurrency": visit.concurrency,
+        }
+
+    def _model(self, name: str) -> str | None:
+        return self.backends[name].model or self.identities[name]["model"]
+
+    def _ask(self, visit: Visit, asked: list[tuple[dict[str, Any], dict[str, Any], list, Case]]) -> None:
+        backend = self.backends[visit.backend]
+        requests = [
+            self.client.Request(
+                backend.completions_url,
+                json=body | self._cache_fields(visit.backend, row["id"]),
+                headers=dict(backend.headers),
+                timeout_s=self.timeout_s,
+                tag=row["id"],
+            )
+            for row, body, _, _ in asked
+        ]
+        started = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds")
+        timings = self.client.run(requests, concurrency=len(requests))
+        heard = {record["tag"]: record for record in timings.records()}
+        lost = [r for r in heard.values() if r.get("error")]
+        if lost and not alive(backend):
+            raise ServerError(
+                f"backend {backend.name!r} at {backend.public_url} went away: {lost[0]['error']}",
+                "start it again, then run the same command: it resumes where it stopped",
+            )
+        place = f"{self.batch:06d}"
+        timings.save(self.folder / "streams" / place)
+        self.batch += 1
+        for row, body, talk, case in asked:
+            record = {k: v for k, v in heard[row["id"]].items() if k != "tag"}
+            answer = judge.from_record(record)
+            talk.append({"role": "assistant", "content": answer.text})
+            faults = judge.faults(answer, case.at_turn(row["turn"]), visit.workload)
+            row |= {
+                "started_at": started,
+                "stream": place,
+                "request_sha256": sha256_text(json.dumps(body, sort_keys=True)),
+                **record,
+                "checks": {gate: not fault for gate, fault in faults.items() if fault is not None},
+                "faults": {gate: fault for gate, fault in faults.items() if fault},
+            }
+            self.records.append(row)
+            if not row["warmup"]:
+                self.done[row["id"]] = row
+
+    def _cache_fields(self, name: str, row_id: str) -> dict[str, Any]:
+        """What keeps a server from reusing earlier prompts: llama.cpp's and vLLM's own request fields."""
+        if self.prefix_cache == "warm":
+            return {}
+        runtime = self.identities[name].get("runtime")
+        if runtime == "llama.cpp":
+            return {"cache_prompt": False}
+        return {"cache_salt": f"{self.session}/{row_id}"} if runtime == "vllm" else {}
+
+    def memory(self, workloads: Sequence[Workload], n: int | None, seed: int) -> dict[str, Any]:
+        """Memory at idle, with one request and with five, of the backends whose process id is known."""
+        single = next((w for w in workloads if not w.cases[0].turns), None)
+        found = {}
+        for name, backend in self.backends.items():
+            if single is None or not backend.meta.get("pid"):
+                continue
+            cases = choose(single, n, seed)
+
+            def load(count: int, backend: Backend = backend, cases: list[Case] = cases) -> None:
+                bodies = [single.request(cases[i % len(cases)], 0, (), self._model(backend.name)) for i in range(count)]
+                self.client.run(
+                    [
+                        self.client.Request(
+                            backend.completions_url, json=body, headers=dict(backend.headers), timeout_s=self.timeout_s
+                        )
+                        for body in bodies
+                    ],
+                    concurrency=count,
+                )
+
+            found[name] = memory.measure(int(backend.meta["pid"]), load)
+        return found

@@ -1,0 +1,149 @@
+"""Gated DeltaNet over rows of unequal length, for the linear-attention layers of Qwen3.5 and its relatives.
+
+transformers 5.14 can hand a batch of unequal rows to DeltaNet only when it is padded on the left and starts from nothing.
+Evaluation wants more: a prefix that all rows share is run once, then tails of unequal length go through together, padded
+on the right, and each row's state must be the one after its own last token. Two things make that so:
+  the rule        a padded step gets decay exp(0) = 1 and beta 0, so it leaves the state as it was;
+  the convolution each row keeps the last columns before its own end, not before the end of the batch.
+Without flash-linear-attention the rule is ours: same recurrence as transformers' torch_chunk_gated_delta_rule, with the
+triangular system of a chunk solved in one call. Rule: Yang et al., Gated Delta Networks (arXiv 2412.06464), section 3.3.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.nn import functional
+from transformers.cache_utils import DynamicLayer
+
+CHUNK = 32  # short tails are padded up to this; 64, the usual choice, wastes half of it on a CPU
+
+
+class Batch:
+    """What the DeltaNet layers must know of the running batch.
+
+    lengths: int64 [B], how many of the `steps` are real in each row, or None when all are. cache: what the states go to.
+    """
+
+    def __init__(self) -> None:
+        self.set(None, 0, None)
+
+    def set(self, lengths: torch.Tensor | None, steps: int, cache: Any) -> None:
+        self.lengths, self.steps, self.cache = lengths, steps, cache
+
+
+def gated_delta_rule(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, *,
+    initial_state: torch.Tensor | None = None, output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, **_: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """query, key [B, T, H, Dk], value [B, T, H, Dv], g (log decay), beta [B, T, H] → ([B, T, H, Dv], state [B, H, Dk, Dv] or None).
+
+    Computed in float32; a chunk at a time: U, W solve (I + A) [U W] = beta [v, k e^G], A the strictly lower part of
+    beta k k^T e^(G_i - G_j), G the running sum of g.
+    """
+    kind, (batch, steps, heads, dk), dv = query.dtype, key.shape, value.shape[-1]
+    if use_qk_l2norm_in_kernel:
+        query = query * torch.rsqrt(query.square().sum(-1, keepdim=True) + 1e-6)
+        key = key * torch.rsqrt(key.square().sum(-1, keepdim=True) + 1e-6)
+    size = min(CHUNK, steps)
+    pad = -steps % size
+
+    def chunks(x: torch.Tensor) -> torch.Tensor:  # [B, T, H, ...] -> [B, H, T / size, size, ...]
+        x = functional.pad(x.float().transpose(1, 2), (0, 0) * (x.dim() - 3) + (0, pad))
+        return x.reshape(batch, heads, -1, size, *x.shape[3:])
+
+    q, k, v, log_decay, b = chunks(query) * dk**-0.5, chunks(key), chunks(value), chunks(g).cumsum(-1), chunks(beta).unsqueeze(-1)
+    between = (log_decay.unsqueeze(-1) - log_decay.unsqueeze(-2)).tril_().exp_().tril_()
+    lower = ((k * b) @ k.transpose(-1, -2)).mul_(between)
+    right = torch.cat((v, k * log_decay.exp().unsqueeze(-1)), -1) * b
+    solved = torch.linalg.solve_triangular(lower, right, upper=False, unitriangular=True)
+    u, w = solved[..., :dv], solved[..., dv:]
+    within = (q @ k.transpose(-1, -2)).mul_(between)
+    q = q * log_decay.exp().unsqueeze(-1)
+    last = log_decay[..., -1:]
+    k_end = (k * (last - log_decay).exp().unsqueeze(-1)).transpose(-1, -2)
+    state = q.new_zeros(batch, heads, dk, dv) if initial_state is None else initial_state.float()
+    out = torch.empty_like(v)
+    for c in range(v.shape[2]):
+        new = u[:, :, c] - w[:, :, c] @ state
+        out[:, :, c] = q[:, :, c] @ state + within[:, :, c] @ new
+        state = state * last[:, :, c].exp().unsqueeze(-1) + k_end[:, :, c] @ new
+    out = out.reshape(batch, heads, -1, dv)[:, :, :steps].transpose(1, 2).to(kind)
+    return out, state if output_final_state else None
+
+
+def causal_conv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None, **_: Any) -> torch.Tensor:
+    """Depthwise causal convolution, x [B, C, T], weight [C, K] → [B, C, T]; silu where `activation` says so."""
+    x = functional.pad(x, (weight.shape[-1] - 1, 0))
+    y = functional.conv1d(x, weight.unsqueeze(1), bias, groups=weight.shape[0])
+    return functional.silu(y) if activation in ("silu", "swish") else y
+
+
+def ragged_rule(rule: Callable, batch: Batch) -> Callable:
+    """`rule` with the steps past each row's length made inert."""
+
+    def masked(query, key, value, g, beta, **more):
+        if batch.lengths is not None:
+            real = (torch.arange(g.shape[1], device=g.device) < batch.lengths.unsqueeze(1)).unsqueeze(-1)
+            g, beta = g * real, beta * real
+        return rule(query, key, value, g=g, beta=beta, **more)
+
+    return masked
+
+
+def ragged_conv(conv: Callable, batch: Batch, layer: int) -> Callable:
+    """`conv`, after which the cache holds the columns before each row's own end."""
+
+    def kept(x, weight, bias, activation, **more):
+        if batch.lengths is not None and batch.cache is not None:
+            kept = batch.cache.layers[layer].conv_states[0]
+            size = kept.shape[-1]
+            columns = functional.pad(x, (size, 0))  # x ends with the batch's steps; a short row reaches into zeros
+            starts = columns.shape[-1] - batch.steps + batch.lengths - size
+            index = starts.view(-1, 1, 1) + torch.arange(size, device=x.device)
+            kept.copy_(columns.gather(-1, index.expand(-1, x.shape[1], -1)))
+        return conv(x, weight, bias, activation, **more)
+
+    return kept
+
+
+@contextlib.contextmanager
+def ragged_layers(model: torch.nn.Module, batch: Batch) -> Iterator[None]:
+    """While open, the DeltaNet layers of `model` heed `batch`."""
+    layers = [m for m in model.modules() if hasattr(m, "chunk_gated_delta_rule")]
+    before = [(m.chunk_gated_delta_rule, m.causal_conv1d_fn) for m in layers]
+    try:
+        for layer, (rule, conv) in zip(layers, before, strict=True):
+            own = gated_delta_rule if rule.__name__ == "torch_chunk_gated_delta_rule" else rule
+            layer.chunk_gated_delta_rule = ragged_rule(own, batch)
+            layer.causal_conv1d_fn = ragged_conv(conv or causal_conv, batch, layer.layer_idx)
+        yield
+    finally:
+        for layer, (rule, conv) in zip(layers, before, strict=True):
+            layer.chunk_gated_delta_rule, layer.causal_conv1d_fn = rule, conv
+
+
+class RoomyKeys(DynamicLayer):
+    """Keys and values of one attention layer in a buffer with room ahead, so that a decode step copies one column."""
+
+    ROOM = 64
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            self.buffers: list[torch.Tensor] | None = None
+        n = self.get_seq_length()
+        end = n + key_states.shape[-2]
+        if self.buffers is None or self.buffers[0].shape[-2] < end:
+            shape = (*key_states.shape[:2], end + self.ROOM, key_states.shape[-1])
+            grown = [torch.empty(shape, dtype=self.dtype, device=self.device) for _ in range(2)]
+            if n:
+                grown[0][:, :, :n], grown[1][:, :, :n] = self.keys, self.values
+            self.buffers = grown
+        for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
+            buffer[:, :, n:end] = states
+        self.keys, self.values = (b[:, :, :end] for b in self.buffers)
+        return self.keys, self.values

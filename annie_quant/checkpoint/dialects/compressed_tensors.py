@@ -1,0 +1,157 @@
+"""compressed-tensors' `nvfp4-pack-quantized` layout: weight_packed, weight_scale, and global scales as DIVISORS.
+
+Source: vllm-project/compressed-tensors, compressors/nvfp4/ and quantization/quant_scheme.py. Taking the divisor for a
+multiplier gives garbage, so nothing outside this file sees it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from annie_quant.checkpoint.linears import Linear, QuantConfig
+from annie_quant.checkpoint.shards import ModelFolder
+from annie_quant.checkpoint.writer import Planned, planned
+
+NAME = "compressed-tensors"
+NVFP4_FORMAT, FP8_FORMAT = "nvfp4-pack-quantized", "float-quantized"
+
+
+def matches(folder: ModelFolder) -> bool:
+    """By its configuration, or where there is none by the tensors."""
+    quant = folder.config.get("quantization_config")
+    if isinstance(quant, dict) and quant.get("quant_method"):
+        return quant["quant_method"] == NAME
+    return any(n.endswith(".weight_packed") for n in folder)
+
+
+def linears(folder: ModelFolder) -> dict[str, Linear]:
+    """The quantized linears that are on disk, whatever the configuration says."""
+    found = {}
+    for name in folder:
+        module, _, suffix = name.rpartition(".")
+        there = {
+            k: f"{module}.{k}" if f"{module}.{k}" in folder else None
+            for k in ("weight_scale", "weight_global_scale", "input_global_scale", "input_scale")
+        }
+        if suffix == "weight_packed":
+            found[module] = Linear(
+                module,
+                "nvfp4",
+                name,
+                there["weight_scale"],
+                there["weight_global_scale"],
+                there["input_global_scale"],
+                reciprocal=True,
+            )
+        elif suffix == "weight" and folder.info(name).dtype == "F8_E4M3":
+            found[module] = Linear(module, "fp8", name, there["weight_scale"], None, there["input_scale"])
+    return found
+
+
+def config(folder: ModelFolder) -> QuantConfig:
+    quant = folder.config.get("quantization_config")
+    return read(quant if isinstance(quant, dict) else {})
+
+
+def read(quant: dict[str, Any]) -> QuantConfig:
+    """The settings as a QuantConfig. Fields of the wrong type read as absent."""
+    groups = quant.get("config_groups")
+    groups = [g for g in groups.values() if isinstance(g, dict)] if isinstance(groups, dict) else []
+    weights = [g["weights"] for g in groups if isinstance(g.get("weights"), dict)]
+    four = [w for w in weights if w.get("num_bits") == 4]
+    size = four[0].get("group_size") if four else None
+    with_input = any(isinstance(g.get("input_activations"), dict) for g in groups)
+    kinds = {w.get("num_bits") for w in weights}
+    algo = (
+        ""
+        if not weights
+        else "MIXED_PRECISION"
+        if len(kinds) > 1
+        else ("FP8" if kinds == {8} else "NVFP4" if with_input else "W4A16_NVFP4")
+    )
+    ignore = quant.get("ignore")
+    layers = {}
+    if algo == "MIXED_PRECISION":
+        for group in groups:
+            bits = group["weights"].get("num_bits") if isinstance(group.get("weights"), dict) else None
+            kind = {4: "NVFP4" if isinstance(group.get("input_activations"), dict) else "W4A16_NVFP4", 8: "FP8"}.get(
+                bits, ""
+            )
+            targets = group.get("targets")
+            layers |= {t: kind for t in targets if isinstance(t, str)} if isinstance(targets, list) else {}
+    return QuantConfig(
+        method=NAME,
+        algo=algo,
+        group=size if isinstance(size, int) and size > 0 else None,
+        excluded=[e for e in ignore if isinstance(e, str)] if isinstance(ignore, list) else [],
+        layers=layers,
+        raw=quant,
+    )
+
+
+def tensors(linear: Linear, folder: ModelFolder) -> list[Planned]:
+    """The planned tensors of one linear in this layout. Exact up to the reciprocal of the global scales."""
+    info = folder.info(linear.weight)
+    nvfp4 = linear.format == "nvfp4"
+    name = f"{linear.name}.weight_packed" if nvfp4 else f"{linear.name}.weight"
+    out = [Planned(name, info.dtype, info.shape, lambda: folder.tensor(linear.weight))]
+    scale = linear.input_scale(folder)
+    if not nvfp4:
+        if linear.block_scale:
+            weight_scale = folder.tensor(linear.block_scale).astype(np.float32)
+            out.append(planned(f"{linear.name}.weight_scale", weight_scale.reshape(-1)))
+        if scale is not None:
+            out.append(planned(f"{linear.name}.input_scale", np.array([scale], np.float32)))
+        return out
+    scales = folder.info(linear.block_scale or "")
+    out.append(Planned(f"{linear.name}.weight_scale", scales.dtype, scales.shape, lambda: folder.tensor(scales.name)))
+    out.append(planned(f"{linear.name}.weight_global_scale", divisor(linear.tensor_scale(folder))))
+    if scale is not None:
+        out.append(planned(f"{linear.name}.input_global_scale", divisor(scale)))
+    return out
+
+
+def divisor(scale: np.float32) -> np.ndarray:
+    return np.array([np.float32(1) / np.float32(scale)], np.float32)
+
+
+def small_files(
+    formats: dict[str, str], excluded: list[str], group: int, with_input: bool
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """quantization_config for config.json, and no file beside it. formats: module → "nvfp4" | "fp8"."""
+    kinds = sorted(set(formats.values()), reverse=True)
+    groups = {}
+    for i, kind in enumerate(kinds):
+        targets = ["Linear"] if len(kinds) == 1 else sorted(m for m, f in formats.items() if f == kind)
+        groups[f"group_{i}"] = scheme(kind, group, with_input) | {"targets": targets}
+    form = {"nvfp4": NVFP4_FORMAT, "fp8": FP8_FORMAT}[kinds[0]] if len(kinds) == 1 else "mixed-precision"
+    return {
+        "config_groups": groups,
+        "format": form,
+        "ignore": excluded,
+        "kv_cache_scheme": None,
+        "quant_method": NAME,
+        "quantization_status": "compressed",
+    }, {}
+
+
+def scheme(kind: str, group: int, with_input: bool) -> dict[str, Any]:
+    """One group's settings: weights, activations, format."""
+    if kind == "fp8":
+        tensor = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+        return {"weights": tensor, "input_activations": dict(tensor), "format": FP8_FORMAT}
+    weights = {
+        "num_bits": 4,
+        "type": "float",
+        "strategy": "tensor_group",
+        "symmetric": True,
+        "dynamic": False,
+        "group_size": group,
+    }
+    return {
+        "weights": weights,
+        "input_activations": weights | {"dynamic": "local"} if with_input else None,
+        "format": NVFP4_FORMAT,
+    }

@@ -1,0 +1,64 @@
+"""The tokenizer of a Qwen3.5 folder as GGUF metadata, read from tokenizer.json without transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from annie_quant.checkpoint.header import ShardError
+from annie_quant.checkpoint.shards import ModelFolder
+from annie_quant.errors import need
+
+# Pre-tokenizer expressions that llama.cpp knows by name (src/llama-vocab.cpp, LLAMA_VOCAB_PRE_TYPE_*).
+_TAIL = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_HEAD = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?"
+PRE_TOKENIZERS = {
+    _HEAD + r"[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|" + _TAIL: "qwen35",
+    _HEAD + r"\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _TAIL: "qwen2",
+}
+NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
+
+
+def add(writer: Any, folder: ModelFolder, vocab_size: int) -> None:
+    """Write tokens, types, merges, special ids and the chat template. Raises ShardError where they cannot be read."""
+    tokenizer = folder.json("tokenizer.json")
+    if tokenizer is None:
+        raise ShardError("tokenizer_missing", f"{folder.path}: no tokenizer.json", "copy it from the source checkpoint")
+    tokens, types = vocabulary(tokenizer, vocab_size)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre_tokenizer(tokenizer))
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    special = need("gguf", "serve").SpecialVocab(Path(folder.path), load_merges=True, n_vocab=vocab_size)
+    special.add_to_gguf(writer, quiet=True)
+
+
+def vocabulary(tokenizer: dict[str, Any], vocab_size: int) -> tuple[list[str], list[int]]:
+    """Tokens and their types by id; ids without a token are padded, as llama.cpp's converter does."""
+    by_id = {i: (token, NORMAL) for token, i in tokenizer["model"]["vocab"].items()}
+    for added in tokenizer.get("added_tokens", []):
+        text = added["content"]
+        control = added.get("special") or (text.startswith("<|") and text.endswith("|>"))
+        by_id[added["id"]] = (text, CONTROL if control else USER_DEFINED)
+    if by_id and max(by_id) >= vocab_size:
+        raise ShardError(
+            "vocab_size",
+            f"tokenizer.json has token id {max(by_id)} and config.json a vocabulary of {vocab_size}",
+            "are the tokenizer and the model of one checkpoint?",
+        )
+    rows = [by_id.get(i, (f"[PAD{i}]", UNUSED)) for i in range(vocab_size)]
+    return [t for t, _ in rows], [k for _, k in rows]
+
+
+def pre_tokenizer(tokenizer: dict[str, Any]) -> str:
+    """llama.cpp's name for the way this tokenizer cuts text."""
+    outer = tokenizer.get("pre_tokenizer") or {}
+    steps = outer.get("pretokenizers", [outer])
+    expressions = [s["pattern"].get("Regex", "") for s in steps if s.get("type") == "Split"]
+    if len(expressions) == 1 and expressions[0] in PRE_TOKENIZERS:
+        return PRE_TOKENIZERS[expressions[0]]
+    raise ShardError(
+        "tokenizer_unknown",
+        "tokenizer.json cuts text in a way that llama.cpp has no name for",
+        "use Qwen3.5's pre-tokenizer expression",
+    )

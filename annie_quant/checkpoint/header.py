@@ -1,0 +1,179 @@
+"""The header of a safetensors file, read with suspicion: every offset is checked before a byte is touched.
+
+The format (huggingface/safetensors, README "Format"): 8 bytes little-endian header size N, N bytes of JSON, then the
+data. Each entry is {"dtype", "shape", "data_offsets": [begin, end]} relative to the data; entries may not overlap or
+leave holes.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from annie_quant.errors import CheckpointError
+
+MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
+PREFIX_BYTES = 8
+
+DTYPES: dict[str, np.dtype] = {
+    "BOOL": np.dtype(np.bool_),
+    "U8": np.dtype(np.uint8),
+    "I8": np.dtype(np.int8),
+    "U16": np.dtype("<u2"),
+    "I16": np.dtype("<i2"),
+    "U32": np.dtype("<u4"),
+    "I32": np.dtype("<i4"),
+    "U64": np.dtype("<u8"),
+    "I64": np.dtype("<i8"),
+    "F16": np.dtype("<f2"),
+    "F32": np.dtype("<f4"),
+    "F64": np.dtype("<f8"),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class ShardError(CheckpointError):
+    """A model folder whose files cannot be trusted. `code` is the finding's name in an audit."""
+
+    def __init__(self, code: str, message: str, hint: str = "download the file again", tensor: str = "") -> None:
+        super().__init__(message, hint)
+        self.code = code
+        self.tensor = tensor
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Where one tensor lies. `offset` counts from the start of the file; dtype is safetensors' name for it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: str
+    offset: int
+    size_bytes: int
+
+    @property
+    def numpy_dtype(self) -> np.dtype:
+        return DTYPES[self.dtype]
+
+    @property
+    def elements(self) -> int:
+        return self.size_bytes // self.numpy_dtype.itemsize
+
+
+def header_bytes(prefix: bytes, file_size: int, file: str) -> int:
+    """The header's length from the first 8 bytes, checked against the file's size."""
+    if len(prefix) < PREFIX_BYTES:
+        raise ShardError("not_safetensors", f"{file}: {file_size} bytes is too short for a safetensors file")
+    size = int.from_bytes(prefix[:PREFIX_BYTES], "little")
+    if size > MAX_HEADER_BYTES or size < 2:
+        raise ShardError("not_safetensors", f"{file}: no safetensors file (it claims a header of {size} bytes)")
+    if PREFIX_BYTES + size > file_size:
+        raise ShardError(
+            "shard_truncated", f"{file}: the header needs {PREFIX_BYTES + size} bytes and the file has {file_size}"
+        )
+    return size
+
+
+def parse(header: bytes, data_start: int, file_size: int, file: str) -> tuple[dict[str, TensorInfo], dict[str, str]]:
+    """Tensors by name, in file order, and the metadata strings. Raises ShardError, nothing else, on any input."""
+    try:
+        entries = json.loads(header, object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
+    except _Duplicate as error:
+        raise ShardError("header_lies", f"{file}: the header names {error} twice") from None
+    except (ValueError, RecursionError) as error:
+        raise ShardError("not_safetensors", f"{file}: the header is no JSON ({str(error)[:80]})") from None
+    if not isinstance(entries, dict):
+        raise ShardError("not_safetensors", f"{file}: the header is no JSON object")
+    metadata = entries.pop("__metadata__", None)
+    if metadata is None:
+        metadata = {}
+    if not isinstance(metadata, dict) or any(not isinstance(v, str) for v in metadata.values()):
+        raise ShardError("header_lies", f"{file}: __metadata__ must map strings to strings")
+    infos = [_info(name, entry, data_start, file) for name, entry in entries.items()]
+    infos.sort(key=lambda i: (i.offset, i.size_bytes))
+    _check_extent(infos, data_start, file_size, file)
+    return {i.name: i for i in infos}, metadata
+
+
+class _Duplicate(ValueError):
+    pass
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    seen: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in seen:
+            raise _Duplicate(repr(key[:80]))
+        seen[key] = value
+    return seen
+
+
+def _no_constant(text: str) -> None:
+    raise ValueError(f"{text} is no JSON")
+
+
+def _count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
+
+
+def _info(name: str, entry: Any, data_start: int, file: str) -> TensorInfo:
+    def lie(what: str) -> ShardError:
+        return ShardError("header_lies", f"{file}: {name[:120]}: {what}", tensor=name)
+
+    if not name or "\0" in name:
+        raise lie("a tensor needs a name")
+    if not isinstance(entry, dict):
+        raise lie("the entry is no object")
+    dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise lie(f"dtype {str(dtype)[:40]!r} is not known")
+    if not isinstance(shape, list) or len(shape) > 8 or not all(_count(n) for n in shape):
+        raise lie(f"shape {str(shape)[:80]} is no list of sizes")
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(_count(n) for n in offsets):
+        raise lie(f"data_offsets {str(offsets)[:80]} is no [begin, end]")
+    begin, end = offsets
+    needed = DTYPES[dtype].itemsize
+    for n in shape:
+        needed *= n
+    if end - begin != needed:
+        raise lie(f"{dtype} {shape} needs {needed} bytes and the offsets give {end - begin}")
+    return TensorInfo(name, dtype, tuple(shape), file, data_start + begin, needed)
+
+
+def _check_extent(infos: list[TensorInfo], data_start: int, file_size: int, file: str) -> None:
+    position = data_start
+    for info in infos:
+        if info.offset != position:
+            what = "overlaps the tensor before it" if info.offset < position else "leaves a hole before it"
+            raise ShardError("header_lies", f"{file}: {info.name[:120]} {what}", tensor=info.name)
+        position += info.size_bytes
+    if position > file_size:
+        raise ShardError(
+            "shard_truncated",
+            f"{file}: truncated: the header describes {position} bytes and the file has {file_size}",
+            tensor=infos[-1].name if infos else "",
+        )
+    if position < file_size:
+        raise ShardError("header_lies", f"{file}: {file_size - position} bytes after the last tensor")
+
+
+def build(entries: list[tuple[str, str, tuple[int, ...]]], metadata: dict[str, str]) -> bytes:
+    """Prefix and header for tensors (name, dtype, shape) laid out in this order. Padded with spaces to 8 bytes."""
+    table: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    begin = 0
+    for name, dtype, shape in entries:
+        end = begin + DTYPES[dtype].itemsize * int(np.prod(shape, dtype=object))
+        table[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(PREFIX_BYTES, "little") + text

@@ -1,4 +1,4 @@
-"""A scripted OpenAI-compatible server for tests: streams SSE as llama.cpp's server does (or vLLM's), says what it is told to.
+"""A scripted OpenAI-compatible server for tests: streams SSE as llama.cpp's server or vLLM does.
 
 with FakeServer(answer) as server: ...      # answer(body) -> Script; server.url, server.bodies
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import itertools
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -131,7 +132,7 @@ def _delta(row: dict, calls: dict, delta: dict, now: float) -> bool:
 
 def _finish(row: dict, stamps: list[float]) -> None:
     row["last_token_ms"] = stamps[-1] if stamps else None
-    row["itl_ms"] = [b - a for a, b in zip(stamps, stamps[1:], strict=False)]
+    row["itl_ms"] = [b - a for a, b in itertools.pairwise(stamps)]
     usage = row["usage"]
     row["tokens_estimated"] = usage is None
     row["completion_tokens"] = tokens = usage["completion_tokens"] if usage else len(stamps)

@@ -1,7 +1,7 @@
 """Timing two or more OpenAI-compatible servers against each other, over identical prompts, and judging what they say.
 
     run([Backend(name, url), ...], workloads, output)   measure; resumes; returns what bench.json holds
-    aggregate(records, workloads)                        records → percentiles, gates, paired comparisons, turns
+    aggregate(folder)                                    records → percentiles, gates, paired comparisons, turns
     export(run, folder)                                  results.csv, vLLM's flat keys, the founding results JSON
 
 Nothing here imports torch. The stream client (annie_quant.stream) is imported when a run starts.
@@ -12,6 +12,7 @@ from __future__ import annotations
 from annie_quant.bench.aggregate import aggregate
 from annie_quant.bench.backend import Backend
 from annie_quant.bench.export import export
+from annie_quant.bench.machine import environment
 from annie_quant.bench.runner import run
 
-__all__ = ["Backend", "aggregate", "export", "run"]
+__all__ = ["Backend", "aggregate", "environment", "export", "run"]

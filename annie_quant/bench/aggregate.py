@@ -6,15 +6,20 @@ Warm-ups, cold starts and failed requests are left out of every timing; failed r
 from __future__ import annotations
 
 import itertools
+import os
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from annie_quant.bench import confounds as confound_checks
 from annie_quant.bench.confounds import outliers
+from annie_quant.bench.store import read_records
+from annie_quant.errors import UsageError
+from annie_quant.files import read_json
 from annie_quant.judge.compare import LEVEL, compare, holm, least_p, prompts_to_decide
 from annie_quant.judge.intervals import median_interval
 from annie_quant.judge.table import tabulate
-from annie_quant.judge.workloads import Workload
 
 Row = Mapping[str, Any]
 Values = dict[Hashable, list[float]]
@@ -36,49 +41,94 @@ COMPARED = ("ttft_content_ms", "ttft_tool_ms", "itl_ms", "tpot_ms", "e2e_ms", "d
 TTFT_LIMIT_MS, DECODE_LEAST = 120.0, 25.0
 
 
-def aggregate(
+def aggregate(folder: str | os.PathLike) -> dict[str, Any]:
+    """The aggregates of a run directory, made anew from its records.jsonl, inputs.json and bench.json."""
+    root = Path(folder)
+    try:
+        run = read_json(root / "bench.json")
+        records = read_records(root / "records.jsonl")
+    except FileNotFoundError as error:
+        raise UsageError(
+            f"{root} holds no finished benchmark ({Path(error.filename).name} is missing)",
+            "run annie-quant bench first",
+        ) from error
+    config = run["config"]
+    return aggregate_records(
+        records,
+        config["workloads"],
+        run["backends"],
+        reference=config["reference"],
+        seed=config["seed"],
+        memories=run["memory"],
+    )
+
+
+def aggregate_records(
     records: Iterable[Row],
-    workloads: Sequence[Workload] = (),
+    asked: Mapping[str, Mapping[str, Any]],
+    identities: Mapping[str, Mapping[str, Any]],
     *,
-    identities: Mapping[str, Mapping[str, Any]] | None = None,
     reference: str | None = None,
     seed: int = 0,
     memories: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """{"served", "comparisons", "turns", "turn_ratio", "crossover"} as in run.json."""
-    measured = [r for r in records if not r.get("warmup")]
+    """{"served", "comparisons", "turns", "turn_ratio", "crossover", "confounds"} as in run.json.
+
+    asked: {workload: {"thinking", "temperature", ...}}. identities: {backend: what it says of itself}.
+    """
+    rows = list(records)
+    measured = [r for r in rows if not r.get("warmup")]
     stalls = {id(r) for r in outliers(measured)}
     timed = [r for r in measured if not r.get("cold") and not r.get("error") and id(r) not in stalls]
-    names = list(identities) if identities else list(dict.fromkeys(r["backend"] for r in measured))
-    greedy = {w.name for w in workloads if w.temperature == 0}
-    served = {}
-    for name in names:
-        own = [r for r in timed if r["backend"] == name]
-        said = (identities or {}).get(name, {})
-        served[name] = {
-            "model": said.get("meta", {}).get("model") or said.get("model"),
-            "runtime": said.get("runtime"),
-            "requests": sum(r["backend"] == name for r in measured),
-            "errors": sum(r["backend"] == name and bool(r.get("error")) for r in measured),
-            "gates": tabulate(_gate_rows([r for r in measured if r["backend"] == name], greedy)),
-            "speed_gates": _speed_gates(own, workloads, seed),
-            "workloads": _workloads(own, seed),
+    served = {
+        name: _served(name, said, measured, timed, asked, seed)
+        | {
             "verbosity": _verbosity(timed, reference, name),
             "memory_bytes": _memory((memories or {}).get(name)),
             "memory": (memories or {}).get(name),
         }
-    turns = {name: _turns([r for r in timed if r["backend"] == name], seed) for name in names}
+        for name, said in identities.items()
+    }
+    turns = {name: _turns([r for r in timed if r["backend"] == name], seed) for name in served}
     return {
         "served": served,
-        "comparisons": _comparisons(timed, names, seed),
+        "comparisons": _comparisons(timed, list(served), seed),
         "turns": turns,
-        "turn_ratio": {
-            name: rows[-1]["ttft_content_ms"] / rows[0]["ttft_content_ms"]
-            for name, rows in turns.items()
-            if len(rows) > 1 and rows[0]["ttft_content_ms"] and rows[-1]["ttft_content_ms"]
-        },
-        "crossover": [row for a, b in itertools.combinations(names, 2) if (row := _crossover(served, a, b))],
+        "turn_ratio": {name: ratio for name, points in turns.items() if (ratio := _turn_ratio(points))},
+        "crossover": [row for a, b in itertools.combinations(served, 2) if (row := _crossover(served, a, b))],
+        "confounds": confound_checks.check(identities, rows, {"workloads": asked}),
     }
+
+
+def _served(
+    name: str,
+    said: Mapping[str, Any],
+    measured: Sequence[Row],
+    timed: Sequence[Row],
+    asked: Mapping[str, Mapping[str, Any]],
+    seed: int,
+) -> dict[str, Any]:
+    own = [r for r in measured if r["backend"] == name]
+    fit = [r for r in timed if r["backend"] == name]
+    greedy = {w for w, known in asked.items() if not known.get("temperature")}
+    aloud = {w for w, known in asked.items() if known.get("thinking")}
+    return {
+        "model": said.get("meta", {}).get("model") or said.get("model"),
+        "runtime": said.get("runtime"),
+        "requests": len(own),
+        "errors": sum(bool(r.get("error")) for r in own),
+        "left_out_of_timings": len(own) - len(fit),
+        "gates": tabulate(_gate_rows(own, greedy)),
+        "speed_gates": _speed_gates(fit, aloud, seed),
+        "workloads": _workloads(fit, seed),
+    }
+
+
+def _turn_ratio(points: Sequence[Mapping[str, Any]]) -> float | None:
+    """Content TTFT of the last turn over that of the first."""
+    if len(points) < 2 or not points[0]["ttft_content_ms"] or not points[-1]["ttft_content_ms"]:
+        return None
+    return points[-1]["ttft_content_ms"] / points[0]["ttft_content_ms"]
 
 
 def _gate_rows(rows: Sequence[Row], greedy: set[str]) -> list[dict[str, bool]]:
@@ -143,9 +193,8 @@ def _by_label(rows: Iterable[Row]) -> dict[str, list[Row]]:
     return dict(sorted(groups.items()))
 
 
-def _speed_gates(rows: Sequence[Row], workloads: Sequence[Workload], seed: int) -> dict[str, Any]:
+def _speed_gates(rows: Sequence[Row], aloud: set[str], seed: int) -> dict[str, Any]:
     """The founding limits (content TTFT <= 120 ms, decode >= 25 tok/s) on the median, one in flight, thinking off."""
-    aloud = {w.name for w in workloads if w.thinking}
     alone = [r for r in rows if r["workload"] not in aloud and r.get("concurrency", 1) == 1]
     found = {}
     for gate, metric, limit in (("ttft", "ttft_content_ms", TTFT_LIMIT_MS), ("decode", "decode_tok_s", DECODE_LEAST)):

@@ -22,8 +22,8 @@ class Backend:
     """One side of a comparison.
 
     url: the server's root, with or without /v1. model: the name sent in requests (None: the first of /v1/models).
-    meta: what is known beforehand and goes on record; "pid" (of the server, for memory), "source" (a hash of the
-    fine-tuned weights that both sides should share), "format", "runtime". headers: sent with each request, never written.
+    meta: what is known beforehand and goes on record; "pid" (of the server, for memory), "source" (a hash of
+    the fine-tuned weights that both sides should share), "format", "runtime". headers: sent, never written down.
     """
 
     name: str

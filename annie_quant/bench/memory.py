@@ -1,8 +1,8 @@
 """Memory of a server: idle, with one request, with five at once; each figure by the name of where it comes from.
 
 process_rss_bytes: resident memory of the server's process and its children. system_used_bytes: MemTotal - MemAvailable,
-which on unified memory (DGX Spark) holds the GPU's share too. gpu_process_bytes: NVML's figure for those processes, where
-it has one.
+which on unified memory (DGX Spark) holds the GPU's share too. gpu_process_bytes: NVML's figure for those processes,
+where it has one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from annie_quant.bench.environment import meminfo
+from annie_quant.bench.machine import meminfo
 
 LEVELS = (("one", 1), ("five", 5))
 SAMPLE_S = 0.02

@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from annie_quant import judge
-from annie_quant.bench import confounds as confound_checks
 from annie_quant.bench import memory
-from annie_quant.bench.aggregate import aggregate
+from annie_quant.bench.aggregate import aggregate_records
 from annie_quant.bench.backend import Backend, alive, identity
-from annie_quant.bench.environment import environment
+from annie_quant.bench.machine import environment
 from annie_quant.bench.plan import Visit, choose, plan, warmups
 from annie_quant.bench.store import Records
 from annie_quant.errors import ServerError, UsageError
@@ -70,9 +69,9 @@ def run(
 ) -> dict[str, Any]:
     """Measure `backends` over `workloads` (objects or names) into the folder `output`; returns what bench.json holds.
 
-    warmup: requests for each backend and workload that are never counted. runs: times each case is measured. n: at most
-    so many cases of a workload (chosen by `seed`; None: all). concurrency: requests in flight at one backend, or several
-    levels. prefix_cache: "warm" (as servers come; declared in the record) or "off" (no reuse between requests, where the
+    warmup: requests for each backend and workload that are never counted. runs: times each case is measured. n: at
+    most so many cases of a workload (chosen by `seed`; None: all). concurrency: requests in flight at one backend, or
+    several levels. prefix_cache: "warm" (as servers come; declared in the record) or "off" (no reuse between requests, where the
     server can). reference: the backend that verbosity is measured against (default: the first).
     progress(done, total, text).
 
@@ -82,7 +81,7 @@ def run(
     levels = [concurrency] if isinstance(concurrency, int) else list(concurrency)
     _check(backends, loaded, warmup, runs, n, levels, prefix_cache)
     folder = Path(output)
-    config = _config(backends, loaded, warmup, runs, n, seed, levels, prefix_cache, reference)
+    config = _config(backends, loaded, warmup, runs, n, seed, levels, prefix_cache, reference or backends[0].name)
     _open_folder(folder, config, loaded, resume)
     records = Records(folder / "records.jsonl")
     try:
@@ -92,18 +91,23 @@ def run(
         memories = session.memory(loaded, n, seed) if with_memory else {}
     finally:
         records.close()
-    served = aggregate(
-        records.rows, loaded, identities=seen, reference=reference or backends[0].name, seed=seed, memories=memories
+    aggregates = aggregate_records(
+        records.rows,
+        config["workloads"],
+        seen,
+        reference=config["reference"],
+        seed=seed,
+        memories=memories,
     )
-    faults = confound_checks.check(seen, records.rows, config)
     result = {
         "schema_version": 1,
+        "requests": sum(not row.get("warmup") for row in records.rows),
         "environment": environment(),
         "config": config,
         "backends": seen,
-        "confounds": faults,
-        "aggregates": served,
-        "verdict": judge.verdict(served | {"confounds": faults}),
+        "memory": memories,
+        "aggregates": aggregates,
+        "verdict": judge.verdict(aggregates),
     }
     write_json(folder / "bench.json", result)
     return result
@@ -156,7 +160,8 @@ def _config(
         "reference": reference,
         "workloads": {
             w.name: {
-                "sha256": w.sha256 or _fingerprint(w),
+                "sha256": w.sha256,
+                "asked_sha256": _fingerprint(w),
                 "thinking": w.thinking,
                 "max_tokens": w.max_tokens,
                 "temperature": w.temperature,
@@ -177,7 +182,7 @@ def _open_folder(folder: Path, config: dict[str, Any], workloads: Sequence[Workl
     inputs = folder / "inputs.json"
     if not resume:
         shutil.rmtree(folder / "streams", ignore_errors=True)
-        for stale in ("records.jsonl", "inputs.json", "bench.json"):
+        for stale in ("records.jsonl", "inputs.json", "bench.json", "memory.json"):
             (folder / stale).unlink(missing_ok=True)
     elif inputs.exists() and (folder / "records.jsonl").exists():
         before = read_json(inputs).get("config")
@@ -355,11 +360,12 @@ class _Session:
         return {"cache_salt": f"{self.session}/{row_id}"} if runtime == "vllm" else {}
 
     def memory(self, workloads: Sequence[Workload], n: int | None, seed: int) -> dict[str, Any]:
-        """Memory at idle, with one request and with five, of the backends whose process id is known."""
+        """Memory at idle, with one request and with five, of the backends whose process id is known; measured once."""
         single = next((w for w in workloads if not w.cases[0].turns), None)
-        found = {}
+        kept = self.folder / "memory.json"
+        found = read_json(kept) if kept.exists() else {}
         for name, backend in self.backends.items():
-            if single is None or not backend.meta.get("pid"):
+            if single is None or not backend.meta.get("pid") or name in found:
                 continue
             cases = choose(single, n, seed)
 
@@ -376,4 +382,5 @@ class _Session:
                 )
 
             found[name] = memory.measure(int(backend.meta["pid"]), load)
+            write_json(kept, found)
         return found

@@ -5,6 +5,7 @@ Nothing here imports torch; scipy, jsonschema and markdown-it are imported where
 
     load_workloads(names=None, folder=None)   the data files that say what is asked and what is expected
     Answer, parse_raw(text, thinking, tools)   what a model said, from a server or from raw text
+    sample(workloads, n)                        the same workloads with a seeded choice of their cases
     gate_table([(workload, case, answer)])     pass rates with Wilson intervals and the pass rules of spec/bench.md
     wilson(k, n), compare(...), holm(...)      statistics
     verdict(aggregates)                        the outcome in plain words, with reasons and caveats
@@ -15,6 +16,7 @@ from __future__ import annotations
 from annie_quant.judge.answers import Answer, from_record, parse_raw, raw_view
 from annie_quant.judge.compare import compare, holm
 from annie_quant.judge.intervals import median_interval, wilson
+from annie_quant.judge.sample import sample
 from annie_quant.judge.table import checks, faults, gate_names, gate_table
 from annie_quant.judge.verdict import verdict
 from annie_quant.judge.workloads import Case, Workload, load_workloads
@@ -34,6 +36,7 @@ __all__ = [
     "median_interval",
     "parse_raw",
     "raw_view",
+    "sample",
     "verdict",
     "wilson",
 ]

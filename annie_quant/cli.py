@@ -200,9 +200,9 @@ def evaluate(
 @json_option
 def search(model: Path, calib_data: Path, output: Path, n: int, every: bool, as_json: bool) -> None:
     """Try the strategies, cheapest first, and stop at the first that passes every gate. Exit code 1 if none does."""
-    from annie_quant.demo import search as run_search
+    from annie_quant import search as tree
 
-    table = run_search(model, calib_data, output, n=n, every=every, console=console)
+    table = tree.run(model, calib_data, output, n=n, every=every, console=console)
     if as_json:
         emit(table)
     else:
@@ -278,11 +278,18 @@ def bench(
     as_json: bool,
 ) -> None:
     """Time one or two OpenAI-compatible servers over the same prompts, interleaved. Exit code 1 if a gate fails."""
-    from annie_quant.demo import bench_urls
+    from annie_quant import bench as timing
+    from annie_quant.rundir import RunDirectory
 
-    names = workloads.split(",") if workloads else None
-    backends = [b for b in (backend_a, backend_b) if b]
-    verdict = bench_urls(backends, names, warmup, runs, seed, output, console)
+    backends = [timing.Backend(name, url) for name, url in filter(None, (backend_a, backend_b))]
+    chosen = annie_quant.judge.load_workloads(workloads.split(",") if workloads else None)
+    directory = RunDirectory(output)
+    with directory.locked(), console.task("bench") as step:
+        done = timing.run(backends, chosen, output, warmup=warmup, runs=runs, seed=seed, progress=step)
+    directory.write_run(done["config"], done["aggregates"], done["verdict"], done["environment"])
+    paths = annie_quant.report.build(output)
+    gates = {name: side["gates"] for name, side in done["aggregates"]["served"].items()}
+    verdict = done["verdict"] | {"gates": gates, "report": str(paths[0])}
     emit(verdict) if as_json else console.print_verdict(verdict)
     sys.exit(0 if verdict["passed"] else 1)
 

@@ -7,7 +7,6 @@ A stage that finished is not done again: its stamp in stages/ holds a key made f
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from annie_quant import __version__
 from annie_quant.console import Console
 from annie_quant.files import read_json, write_json
 from annie_quant.quantize.job import weight_bytes
-from annie_quant.rundir import SCHEMA_VERSION, RunDirectory
+from annie_quant.rundir import RunDirectory
 
 MODEL = Path(__file__).parent / "assets" / "tiny-annie"
 CALIBRATION_ROWS = 128
@@ -166,11 +165,11 @@ class Line:
                 bench.Backend(name, server.url, meta={"model": name, "runtime": "llama.cpp", "pid": server.pid})
                 for name, server in zip(SIDES, servers, strict=True)
             ]
-            summary = bench.run(backends, workloads, self.dir.path, warmup=2, runs=1, progress=step)
+            done = bench.run(backends, workloads, self.dir.path, warmup=2, runs=1, progress=step)
         finally:
             for server in servers:
                 server.stop()
-        return {"summary": f"{summary['requests']} requests", **summary}
+        return {"summary": f"{done['requests']} requests"}
 
     def finish(self) -> dict[str, Any]:
         """Aggregate what the stages left, judge it, write run.json and the report."""
@@ -181,18 +180,8 @@ class Line:
         aggregates["offline"] = {s: read_json(self.dir / f"eval/{s}.json")["numerics"] for s in STRATEGIES}
         verdict = judge.verdict(aggregates)
         stages = [{k: s[k] for k in ("name", "seconds", "summary")} for s in self.stamps]
-        write_json(
-            self.dir / "run.json",
-            {
-                "schema_version": SCHEMA_VERSION,
-                "argv": sys.argv,
-                "environment": bench.environment(),
-                "config": {"n_offline": self.n_offline, "n_served": self.n_served, "model": self.base["model"]},
-                "stages": stages,
-                "aggregates": aggregates,
-                "verdict": verdict,
-            },
-        )
+        config = {"n_offline": self.n_offline, "n_served": self.n_served, "model": self.base["model"]}
+        self.dir.write_run(config, aggregates, verdict, bench.environment(), stages)
         paths = report.build(self.dir.path)
         gates = {f"{s} {k}": v["gates"] for s in STRATEGIES for k, v in aggregates["offline"][s].items()}
         served = {SIDES[b][0]: v["gates"] for b, v in aggregates["served"].items()}

@@ -12,6 +12,7 @@ import fcntl
 import hashlib
 import json
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -50,6 +51,23 @@ class RunDirectory:
                     "wait for it, or choose another --output",
                 ) from None
             yield
+
+    def write_run(
+        self, config: Any, aggregates: Any, verdict: Any, environment: Any, stages: list[Any] | None = None
+    ) -> None:
+        """run.json: what was asked, where it ran, what came out, what it means."""
+        write_json(
+            self.path / "run.json",
+            {
+                "schema_version": SCHEMA_VERSION,
+                "argv": ["annie-quant", *sys.argv[1:]],
+                "environment": environment,
+                "config": config,
+                "stages": stages or [],
+                "aggregates": aggregates,
+                "verdict": verdict,
+            },
+        )
 
     def finished(self, stage: str, key: str) -> dict[str, Any] | None:
         """What the stage gave, if it finished from these very inputs."""

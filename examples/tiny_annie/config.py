@@ -1,0 +1,27 @@
+"""tiny-annie's shape: a Qwen3.5 text model that llama.cpp and vLLM take, with K-quant rows (multiples of 256)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tokenizer import MARKS, MODEL_VOCABULARY, SPECIAL, VOCABULARY
+
+FIRST_SPECIAL = VOCABULARY - len(SPECIAL) - len(MARKS)
+
+
+def configuration() -> Any:
+    """The transformers configuration."""
+    from transformers import Qwen3_5TextConfig
+
+    return Qwen3_5TextConfig(
+        vocab_size=MODEL_VOCABULARY, hidden_size=256, intermediate_size=768, num_hidden_layers=8, full_attention_interval=4,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=64,
+        # llama.cpp wants equal key and value head dims in the linear attention.
+        linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=64, linear_value_head_dim=64,
+        linear_conv_kernel_dim=4, max_position_embeddings=4096, tie_word_embeddings=False, rms_norm_eps=1e-6,
+        rope_parameters={
+            "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25,
+            "mrope_interleaved": True, "mrope_section": [3, 3, 2],
+        },
+        eos_token_id=None, pad_token_id=None, bos_token_id=None, dtype="bfloat16",
+    )

@@ -1,7 +1,7 @@
 """The founding decision tree, executable: strategies cheapest first, the first that passes every gate is chosen.
 
-Each strategy is quantized, audited and evaluated without a server, under both numerics; the table of all that was tried is
-kept. A finished step is not done again: the output is a run directory.
+Each strategy is quantized, audited and evaluated without a server, under both numerics; the table of all that was
+tried is kept. A finished step is not done again: the output is a run directory.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """direct: weight-only NVFP4 straight from the shards by the C codec. No GPU, no ModelOpt, no torch, bounded memory.
 
-Activations stay bf16 (W4A16): nothing is calibrated, so no text is needed. What ModelOpt leaves alone by default is left
-alone here too; linears that a server fuses share one tensor scale. Rows go through in chunks, mapped in and streamed out.
+Activations stay bf16 (W4A16): nothing is calibrated, so no text is needed. What ModelOpt leaves alone by default is
+left alone here too; linears that a server fuses share one tensor scale. Rows go through in chunks, mapped and streamed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from annie_quant.quantize.job import Job, Report
 NAME = "direct"
 SUMMARY = "weight-only NVFP4 from the shards by our C codec: no GPU, no text; --scale amax, four_over_six or sweep"
 
-# ModelOpt's default exclusions for this family (spec: routers, DeltaNet's small projections and convolution, MTP, vision).
+# ModelOpt's default exclusions for this family: routers, DeltaNet's small projections and convolution, MTP, vision.
 LEFT_ALONE = (
     "*lm_head", "*embed_tokens*", "*linear_attn.conv1d", "*linear_attn.in_proj_a", "*linear_attn.in_proj_b",
     "*mlp.gate", "*router*", "*shared_expert_gate", "mtp.*", "*visual*", "*vision*",

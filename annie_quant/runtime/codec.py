@@ -46,8 +46,11 @@ def to_torch(a: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(a)
 
 
-def dequantize(codes: torch.Tensor, block_scale: torch.Tensor, tensor_scale: float, group: int, dtype: Any) -> torch.Tensor:
-    """Weights [N, K] in `dtype` from codes uint8 [N, K/2], block_scale float8_e4m3fn [N, K/group]: val * f32(scale * tensor_scale)."""
+def dequantize(
+    codes: torch.Tensor, block_scale: torch.Tensor, tensor_scale: float, group: int, dtype: Any
+) -> torch.Tensor:
+    """Weights [N, K] in `dtype` from codes uint8 [N, K/2], block_scale float8_e4m3fn [N, K/group]: val * f32(scale *
+    tensor_scale)."""
     import torch
 
     shape = (*codes.shape[:-1], codes.shape[-1] * 2)
@@ -61,7 +64,8 @@ def dequantize(codes: torch.Tensor, block_scale: torch.Tensor, tensor_scale: flo
 
 
 def fake_quant(x: torch.Tensor, tensor_scale: float, group: int = 16) -> torch.Tensor:
-    """x [..., K] rounded to NVFP4 and back, same dtype: one scale a block of `group` found from x, under a given tensor scale.
+    """x [..., K] rounded to NVFP4 and back, same dtype: one scale a block of `group` found from x, under a given
+    tensor scale.
 
     The gradient passes straight through (as ModelOpt's dynamic block quantizer does by default).
     """
@@ -69,7 +73,9 @@ def fake_quant(x: torch.Tensor, tensor_scale: float, group: int = 16) -> torch.T
 
     with torch.no_grad():
         if x.device.type == "cpu":
-            rounded = to_torch(nvfp4.fake_quant(to_numpy(x), tensor_scale=np.float32(tensor_scale), group=group)).view(x.shape)
+            rounded = to_torch(nvfp4.fake_quant(to_numpy(x), tensor_scale=np.float32(tensor_scale), group=group)).view(
+                x.shape
+            )
         else:
             rounded = fake_quant_torch(x, tensor_scale, group)
     return x + (rounded - x).detach() if x.requires_grad else rounded

@@ -1,12 +1,14 @@
 """Gated DeltaNet over rows of unequal length, for the linear-attention layers of Qwen3.5 and its relatives.
 
-transformers 5.14 can hand a batch of unequal rows to DeltaNet only when it is padded on the left and starts from nothing.
-Evaluation wants more: a prefix that all rows share is run once, then tails of unequal length go through together, padded
-on the right, and each row's state must be the one after its own last token. Two things make that so:
+transformers 5.14 can hand a batch of unequal rows to DeltaNet only when it is padded on the left and starts from
+nothing.
+Evaluation wants more: a prefix that all rows share is run once, then tails of unequal length go through together,
+padded on the right, and each row's state must be the one after its own last token. Two things make that so:
   the rule        a padded step gets decay exp(0) = 1 and beta 0, so it leaves the state as it was;
   the convolution each row keeps the last columns before its own end, not before the end of the batch.
 Without flash-linear-attention the rule is ours: same recurrence as transformers' torch_chunk_gated_delta_rule, with the
-triangular system of a chunk solved in one call. Rule: Yang et al., Gated Delta Networks (arXiv 2412.06464), section 3.3.
+triangular system of a chunk solved in one call. Rule: Yang et al., Gated Delta Networks (arXiv 2412.06464), section
+3.3.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ CHUNK = 32  # short tails are padded up to this; 64, the usual choice, wastes ha
 class Batch:
     """What the DeltaNet layers must know of the running batch.
 
-    lengths: int64 [B], how many of the `steps` are real in each row, or None when all are. cache: what the states go to.
+    lengths: int64 [B], how many of the `steps` are real in each row, or None when all are. cache: what the states go
+    to.
     """
 
     def __init__(self) -> None:
@@ -36,10 +39,19 @@ class Batch:
 
 
 def gated_delta_rule(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, *,
-    initial_state: torch.Tensor | None = None, output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, **_: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    *,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """query, key [B, T, H, Dk], value [B, T, H, Dv], g (log decay), beta [B, T, H] → ([B, T, H, Dv], state [B, H, Dk, Dv] or None).
+    """query, key [B, T, H, Dk], value [B, T, H, Dv], g (log decay), beta [B, T, H] → ([B, T, H, Dv], state [B, H,
+    Dk, Dv] or None).
 
     Computed in float32; a chunk at a time: U, W solve (I + A) [U W] = beta [v, k e^G], A the strictly lower part of
     beta k k^T e^(G_i - G_j), G the running sum of g.
@@ -55,7 +67,13 @@ def gated_delta_rule(
         x = functional.pad(x.float().transpose(1, 2), (0, 0) * (x.dim() - 3) + (0, pad))
         return x.reshape(batch, heads, -1, size, *x.shape[3:])
 
-    q, k, v, log_decay, b = chunks(query) * dk**-0.5, chunks(key), chunks(value), chunks(g).cumsum(-1), chunks(beta).unsqueeze(-1)
+    q, k, v, log_decay, b = (
+        chunks(query) * dk**-0.5,
+        chunks(key),
+        chunks(value),
+        chunks(g).cumsum(-1),
+        chunks(beta).unsqueeze(-1),
+    )
     between = (log_decay.unsqueeze(-1) - log_decay.unsqueeze(-2)).tril_().exp_().tril_()
     lower = ((k * b) @ k.transpose(-1, -2)).mul_(between)
     right = torch.cat((v, k * log_decay.exp().unsqueeze(-1)), -1) * b
@@ -75,7 +93,9 @@ def gated_delta_rule(
     return out, state if output_final_state else None
 
 
-def causal_conv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None, **_: Any) -> torch.Tensor:
+def causal_conv(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None, **_: Any
+) -> torch.Tensor:
     """Depthwise causal convolution, x [B, C, T], weight [C, K] → [B, C, T]; silu where `activation` says so."""
     x = functional.pad(x, (weight.shape[-1] - 1, 0))
     y = functional.conv1d(x, weight.unsqueeze(1), bias, groups=weight.shape[0])
@@ -131,7 +151,9 @@ class RoomyKeys(DynamicLayer):
 
     ROOM = 64
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
             self.buffers: list[torch.Tensor] | None = None

@@ -7,7 +7,6 @@ rows were batched beyond rounding of sums; tests/test_runtime_engine.py compares
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,7 +38,8 @@ class Decoded:
 
 
 class Engine:
-    """One model with its batching. `tokens`: most tokens (rows x length) in a forward; `rows`: most rows in a decode step."""
+    """One model with its batching. `tokens`: most tokens (rows x length) in a forward; `rows`: most rows in a decode
+    step."""
 
     def __init__(self, model: Any, tokens: int = 4096, rows: int = 128) -> None:
         self.model, self.tokens, self.rows = model, tokens, rows
@@ -51,26 +51,30 @@ class Engine:
             raise UsageError(f"layers of type {sorted(strange)[0]} cannot be evaluated offline yet")
         self.kinds = kinds
         self.batch = Batch()
+        self.head = model.get_output_embeddings()
 
-    def score(self, rows: Sequence[Row], visit: Callable[[int, torch.Tensor], None], tick: Callable[[int], None] = lambda n: None) -> None:
-        """visit(row index, logits [len(target), V] float) for each row: the logits from which each target token is chosen.
+    def scores(self, rows: Sequence[Row]) -> Iterator[tuple[int, torch.Tensor]]:
+        """(row index, logits float32 [len(target), V]) for each row: what each target token was chosen from.
 
-        tick(n) is told how many rows are done. The order of visits is the batching's, not the rows'.
+        The order is the batching's; it depends on the rows alone, so two models go through the same rows in step.
         """
         inputs = [[*row.prompt, *row.target[:-1]] for row in rows]
-        head = self.model.get_output_embeddings()
-        with self.running():
-            for indices, hidden, start in self.forwards(inputs, [len(r.prompt) - 1 for r in rows]):
-                sizes = [len(rows[i].target) for i in indices]
-                for part in in_parts(sizes, max(1, LOGITS // head_size(head))):
-                    firsts = [len(rows[indices[j]].prompt) - 1 - start for j in part]
-                    states = torch.cat([hidden[j, f : f + sizes[j]] for j, f in zip(part, firsts, strict=True)])
-                    for j, logits in zip(part, head(states).float().split([sizes[j] for j in part]), strict=True):
-                        visit(indices[j], logits)
-                tick(len(indices))
+        width = head_size(self.head)
+        for indices, hidden, start in self.forwards(inputs, [len(r.prompt) - 1 for r in rows]):
+            sizes = [len(rows[i].target) for i in indices]
+            for part in in_parts(sizes, max(1, LOGITS // width)):
+                firsts = [len(rows[indices[j]].prompt) - 1 - start for j in part]
+                states = torch.cat([hidden[j, f : f + sizes[j]] for j, f in zip(part, firsts, strict=True)])
+                logits = self.logits(states).float()
+                for j, own in zip(part, logits.split([sizes[j] for j in part]), strict=True):
+                    yield indices[j], own
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], limits: Sequence[int], ends: Sequence[int], hints: Sequence[int] | None = None,
+        self,
+        prompts: Sequence[Sequence[int]],
+        limits: Sequence[int],
+        ends: Sequence[int],
+        hints: Sequence[int] | None = None,
         tick: Callable[[int], None] = lambda n: None,
     ) -> list[Decoded]:
         """Greedy continuations of at most limits[i] tokens, each up to and without an end token of `ends`.
@@ -79,18 +83,14 @@ class Engine:
         """
         done = [Decoded([], False) for _ in prompts]
         order = sorted((i for i in range(len(prompts)) if limits[i] > 0), key=lambda i: -(hints or limits)[i])
-        with self.running():
-            for at in range(0, len(order), self.rows):
-                wave = order[at : at + self.rows]
-                self.decode([prompts[i] for i in wave], [limits[i] for i in wave], set(ends), [done[i] for i in wave], tick)
+        for at in range(0, len(order), self.rows):
+            wave = order[at : at + self.rows]
+            self.decode([prompts[i] for i in wave], [limits[i] for i in wave], set(ends), [done[i] for i in wave], tick)
         return done
 
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        with torch.inference_mode(), ragged_layers(self.model, self.batch):
-            yield
-
-    def forwards(self, inputs: list[list[int]], caps: list[int], keep: list[Cached] | None = None) -> Iterator[tuple[list[int], torch.Tensor, int]]:
+    def forwards(
+        self, inputs: list[list[int]], caps: list[int], keep: list[Cached] | None = None
+    ) -> Iterator[tuple[list[int], torch.Tensor, int]]:
         """Run rows of tokens; yields (row indices, last hidden states [B, T, D] from token `start` on, start).
 
         keep: where given, the cache of each batch is appended to it, with the row indices.
@@ -99,7 +99,9 @@ class Engine:
             shared = None
             if group.shared:
                 shared = self.cache()
-                self.step(torch.tensor([inputs[group.rows[0]][: group.shared]], device=self.device), shared, group.shared)
+                self.step(
+                    torch.tensor([inputs[group.rows[0]][: group.shared]], device=self.device), shared, group.shared
+                )
             longest_first = sorted(group.rows, key=lambda i: -len(inputs[i]))
             while longest_first:
                 width = len(inputs[longest_first[0]]) - group.shared
@@ -118,20 +120,27 @@ class Engine:
                     keep.append(Cached(cache, batch, lengths + group.shared, group.shared + width))
                 yield batch, hidden, group.shared
 
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.head(hidden)
+
+    @torch.inference_mode()
     def step(self, ids: torch.Tensor, cache: DynamicCache, total: int, **more: Any) -> torch.Tensor:
         """Hidden states [B, T, D] after the final norm; `total`: columns of the cache after this step."""
         if "position_ids" not in more:
             more["position_ids"] = torch.arange(total - ids.shape[1], total, device=self.device).expand(len(ids), -1)
-        return self.model.base_model(input_ids=ids, past_key_values=cache, use_cache=True, **more).last_hidden_state
+        with ragged_layers(self.model, self.batch):
+            return self.model.base_model(input_ids=ids, past_key_values=cache, use_cache=True, **more).last_hidden_state
 
-    def decode(self, prompts: list, limits: list[int], ends: set[int], out: list[Decoded], tick: Callable[[int], None]) -> None:
+    def decode(
+        self, prompts: list, limits: list[int], ends: set[int], out: list[Decoded], tick: Callable[[int], None]
+    ) -> None:
         """One wave of rows, all at once; rows that have ended leave the batch when a quarter of it is idle."""
         kept: list[Cached] = []
         tokens = torch.zeros(len(prompts), dtype=torch.long, device=self.device)
-        head = self.model.get_output_embeddings()
         for indices, hidden, start in self.forwards([list(p) for p in prompts], [len(p) - 1 for p in prompts], kept):
             last = torch.tensor([len(prompts[i]) - 1 - start for i in indices], device=self.device)
-            tokens[indices] = head(hidden[torch.arange(len(indices), device=self.device), last]).argmax(-1)
+            tokens[indices] = self.logits(hidden[torch.arange(len(indices), device=self.device), last]).argmax(-1)
         cache, order, lengths, real = self.merge(kept)
         tokens = tokens[order]
         live = [True] * len(order)
@@ -154,9 +163,11 @@ class Engine:
                 order = [order[j] for j in stay.tolist()]
                 tokens, lengths, real, live = tokens[stay], lengths[stay], real[stay], [True] * len(order)
             real = torch.cat((real, real.new_ones(len(real), 1)), 1)
-            hidden = self.step(tokens[:, None], cache, real.shape[1], attention_mask=real, position_ids=lengths[:, None])
+            hidden = self.step(
+                tokens[:, None], cache, real.shape[1], attention_mask=real, position_ids=lengths[:, None]
+            )
             lengths = lengths + 1
-            tokens = head(hidden[:, -1]).argmax(-1)
+            tokens = self.logits(hidden[:, -1]).argmax(-1)
 
     def cache(self) -> DynamicCache:
         cache = DynamicCache(config=self.model.config)
@@ -192,7 +203,8 @@ class Cached:
 
 
 def fill(layer: Any, sources: list[Any], repeats: list[int], width: int | None = None) -> None:
-    """Set a fresh cache layer from other layers, side by side in the batch, attention padded on the right to `width`."""
+    """Set a fresh cache layer from other layers, side by side in the batch, attention padded on the right to
+    `width`."""
     if isinstance(layer, LinearAttentionLayer):
         both = [("conv_states", "is_conv_states_initialized"), ("recurrent_states", "is_recurrent_states_initialized")]
         for name, flag in both:
@@ -207,7 +219,10 @@ def fill(layer: Any, sources: list[Any], repeats: list[int], width: int | None =
     layer.lazy_initialization(first.keys, first.values)
     layer.buffers = None
     for name in ("keys", "values"):
-        parts = [getattr(s, name).expand(r, -1, -1, -1) if r > 1 else getattr(s, name) for s, r in zip(sources, repeats, strict=True)]
+        parts = [
+            getattr(s, name).expand(r, -1, -1, -1) if r > 1 else getattr(s, name)
+            for s, r in zip(sources, repeats, strict=True)
+        ]
         if width is not None:
             parts = [torch.nn.functional.pad(p, (0, 0, 0, width - p.shape[-2])) for p in parts]
         setattr(layer, name, torch.cat(parts) if len(parts) > 1 else parts[0])
@@ -217,7 +232,10 @@ def select(cache: DynamicCache, rows: torch.Tensor) -> None:
     """Keep these rows of the batch."""
     for layer in cache.layers:
         if isinstance(layer, LinearAttentionLayer):
-            layer.conv_states[0], layer.recurrent_states[0] = layer.conv_states[0][rows], layer.recurrent_states[0][rows]
+            layer.conv_states[0], layer.recurrent_states[0] = (
+                layer.conv_states[0][rows],
+                layer.recurrent_states[0][rows],
+            )
         else:
             layer.keys, layer.values, layer.buffers = layer.keys[rows], layer.values[rows], None
 

@@ -1,11 +1,14 @@
-"""NVFP4Linear: a linear layer whose weights are ModelOpt's NVFP4 tensors, with the arithmetic of either family of kernels.
+"""NVFP4Linear: a linear layer whose weights are ModelOpt's NVFP4 tensors, with the arithmetic of either family of
+kernels.
 
 Arithmetic, y = x W^T + b, with W = value * f32(block scale * tensor scale):
-  w4a4   x is first rounded to NVFP4 and back under the checkpoint's input_scale, one E4M3 scale for each 16 values found
+  w4a4   x is first rounded to NVFP4 and back under the checkpoint's input_scale, one E4M3 scale for each 16 values
+  found
          from x itself (what CUTLASS's and vLLM's NVFP4 kernels do to activations).
   w4a16  x is taken as it comes (what Marlin and llama.cpp do).
-W is rounded once to the dtype of x; in bfloat16 that is ModelOpt's own dequantize, in float32 it is exact, as in kernels
-that apply the scales to float32 sums. The product is torch's linear: float32 sums, one rounding to the dtype of x.
+W is rounded once to the dtype of x; in bfloat16 that is ModelOpt's own dequantize, in float32 it is exact, as in
+kernels that apply the scales to float32 sums. The product is torch's linear: float32 sums, one rounding to the dtype
+of x.
 The tensor names are the checkpoint's own, so state dicts go in and out unchanged.
 """
 
@@ -24,10 +27,19 @@ BLOCK_BYTES = 8 << 20  # dequantized weights alive at a time where they are kept
 
 
 class NVFP4Linear(nn.Module):
-    """Buffers: weight uint8 [N, K/2], weight_scale float8_e4m3fn [N, K/group], weight_scale_2 float32 [], input_scale float32 [] or none."""
+    """Buffers: weight uint8 [N, K/2], weight_scale float8_e4m3fn [N, K/group], weight_scale_2 float32 [],
+    input_scale float32 [] or none."""
 
     def __init__(
-        self, in_features: int, out_features: int, *, group: int = 16, bias: bool = False, activations: bool = True, dtype=None, device=None,
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        group: int = 16,
+        bias: bool = False,
+        activations: bool = True,
+        dtype=None,
+        device=None,
     ) -> None:
         super().__init__()
         if in_features % group:
@@ -68,7 +80,9 @@ class NVFP4Linear(nn.Module):
         if numerics not in NUMERICS:
             raise UsageError(f"numerics {numerics!r} is not known", f"choose one of: {', '.join(NUMERICS)}")
         if numerics == "w4a4" and self.input_scale is None:
-            raise UsageError("w4a4 needs an input_scale and this checkpoint holds none (weights alone are quantized)", "use w4a16")
+            raise UsageError(
+                "w4a4 needs an input_scale and this checkpoint holds none (weights alone are quantized)", "use w4a16"
+            )
         self.numerics = numerics
 
     def set_cache(self, cache: str) -> None:
@@ -80,7 +94,9 @@ class NVFP4Linear(nn.Module):
 
     def rows(self, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
         """Weights of output rows start to stop, [stop - start, K] in `dtype`."""
-        return codec.dequantize(self.weight[start:stop], self.weight_scale[start:stop], self.scalars()[0], self.group, dtype)
+        return codec.dequantize(
+            self.weight[start:stop], self.weight_scale[start:stop], self.scalars()[0], self.group, dtype
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.numerics == "w4a4":
@@ -98,7 +114,8 @@ class NVFP4Linear(nn.Module):
         return y if self.bias is None else y + self.bias
 
     def extra_repr(self) -> str:
-        return f"in={self.in_features}, out={self.out_features}, group={self.group}, numerics={self.numerics}, cache={self.cache}"
+        shape = f"in={self.in_features}, out={self.out_features}, group={self.group}"
+        return f"{shape}, numerics={self.numerics}, cache={self.cache}"
 
 
 def nvfp4_linears(model: nn.Module) -> dict[str, NVFP4Linear]:

@@ -12,7 +12,11 @@ from annie_quant.runtime.linear import nvfp4_linears, set_cache, set_numerics
 
 
 def load(
-    model_dir: str | os.PathLike, numerics: str | None = None, cache: str = "packed", dtype: Any = "auto", device: str | None = None,
+    model_dir: str | os.PathLike,
+    numerics: str | None = None,
+    cache: str = "packed",
+    dtype: Any = "auto",
+    device: str | None = None,
     **more: Any,
 ) -> Any:
     """A transformers causal LM in eval mode from a folder.
@@ -34,7 +38,11 @@ def load(
         written = files.read_json(side)["quantization"]
         more["config"] = AutoConfig.from_pretrained(folder)
         assert isinstance(more["config"], PreTrainedConfig)
-        more["config"].quantization_config = {"quant_method": "modelopt", **written, "ignore": written.get("exclude_modules", [])}
+        more["config"].quantization_config = {
+            "quant_method": "modelopt",
+            **written,
+            "ignore": written.get("exclude_modules", []),
+        }
     if device is not None:
         more.setdefault("device_map", device)
     try:
@@ -43,8 +51,10 @@ def load(
         raise CheckpointError(f"{folder} cannot be loaded: {error}") from error
     missing = sorted(info["missing_keys"]) + sorted(str(k[0]) for k in info["mismatched_keys"])
     if missing:
-        raise CheckpointError(f"{folder.name} lacks {missing[0]}" + (f" and {len(missing) - 1} more tensors" if missing[1:] else ""),
-                              "annie-quant audit DIR")
+        raise CheckpointError(
+            f"{folder.name} lacks {missing[0]}" + (f" and {len(missing) - 1} more tensors" if missing[1:] else ""),
+            "annie-quant audit DIR",
+        )
     model.eval()
     if nvfp4_linears(model):
         if numerics is not None:
@@ -54,7 +64,8 @@ def load(
 
 
 def numerics_of(model: Any) -> list[str]:
-    """What this model can be evaluated under: ["bf16"] without NVFP4 linears, else w4a16 and, with input scales, w4a4."""
+    """What this model can be evaluated under: ["bf16"] without NVFP4 linears, else w4a16 and, with input scales,
+    w4a4."""
     linears = nvfp4_linears(model).values()
     if not linears:
         return ["bf16"]

@@ -14,7 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 from transformers.quantizers.auto import (
-    AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING, register_quantization_config, register_quantizer,
+    AUTO_QUANTIZATION_CONFIG_MAPPING,
+    AUTO_QUANTIZER_MAPPING,
+    register_quantization_config,
+    register_quantizer,
 )
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -65,7 +68,8 @@ class ModelOptQuantizer(HfQuantizer):
         if not nvfp4_linears(model):
             raise CheckpointError(
                 f"quant_algo is {self.quantization_config.quant_algo} and no tensor of the checkpoint is NVFP4 "
-                "(none is called *.weight_scale_2)", "annie-quant audit says what is in it",
+                "(none is called *.weight_scale_2)",
+                "annie-quant audit says what is in it",
             )
         return model
 
@@ -98,7 +102,9 @@ def tensors_in(files: list[str] | str) -> dict[str, tuple[str, tuple[int, ...]]]
                     part = shard.get_slice(name)
                     found[name] = (part.get_dtype(), tuple(part.get_shape()))
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{Path(file).name} is no readable safetensors file: {error}", "copy the shard again") from error
+            raise CheckpointError(
+                f"{Path(file).name} is no readable safetensors file: {error}", "copy the shard again"
+            ) from error
     return found
 
 
@@ -124,16 +130,25 @@ def replace(model: nn.Module, name: str, tensors: dict[str, tuple[str, tuple[int
     n, k = old.out_features, old.in_features
     for part in PARTS[:3]:
         if f"{name}.{part}" not in tensors:
-            raise CheckpointError(f"{name}.{part} is missing; an NVFP4 linear has {', '.join(PARTS[:3])}", "annie-quant audit DIR")
+            raise CheckpointError(
+                f"{name}.{part} is missing; an NVFP4 linear has {', '.join(PARTS[:3])}", "annie-quant audit DIR"
+            )
     expect(name, "weight", tensors, "U8", (n, k // 2))
     kind, shape = tensors[f"{name}.weight_scale"]
     groups = shape[1] if len(shape) == 2 else 0
     group = k // groups if groups and k % groups == 0 else 0
     if kind != "F8_E4M3" or shape[0] != n or group not in (16, 32):
-        raise CheckpointError(f"{name}.weight_scale is {kind} {list(shape)}, expected F8_E4M3 [{n}, {k // 16}] or [{n}, {k // 32}]")
+        raise CheckpointError(
+            f"{name}.weight_scale is {kind} {list(shape)}, expected F8_E4M3 [{n}, {k // 16}] or [{n}, {k // 32}]"
+        )
     new = NVFP4Linear(
-        k, n, group=group, bias=old.bias is not None, activations=f"{name}.input_scale" in tensors,
-        dtype=old.weight.dtype, device="meta",
+        k,
+        n,
+        group=group,
+        bias=old.bias is not None,
+        activations=f"{name}.input_scale" in tensors,
+        dtype=old.weight.dtype,
+        device="meta",
     )
     parent, _, leaf = path.rpartition(".")
     setattr(model.get_submodule(parent), leaf, new.requires_grad_(False))
@@ -142,7 +157,9 @@ def replace(model: nn.Module, name: str, tensors: dict[str, tuple[str, tuple[int
 def expect(name: str, part: str, tensors: dict, kind: str, shape: tuple[int, ...]) -> None:
     seen = tensors[f"{name}.{part}"]
     if seen != (kind, shape):
-        raise CheckpointError(f"{name}.{part} is {seen[0]} {list(seen[1])}, expected {kind} {list(shape)}", "annie-quant audit DIR")
+        raise CheckpointError(
+            f"{name}.{part} is {seen[0]} {list(seen[1])}, expected {kind} {list(shape)}", "annie-quant audit DIR"
+        )
 
 
 def check_values(name: str, linear: NVFP4Linear) -> None:
@@ -153,7 +170,9 @@ def check_values(name: str, linear: NVFP4Linear) -> None:
             raise CheckpointError(f"{name}.{part} is {value}, expected a positive number", "annie-quant audit DIR")
     bad = int((linear.weight_scale.view(torch.uint8) & 0x7F == 0x7F).sum())
     if bad:
-        raise CheckpointError(f"{name}.weight_scale holds {bad} NaN block scales (0x7F)", "annie-quant audit DIR --repair")
+        raise CheckpointError(
+            f"{name}.weight_scale holds {bad} NaN block scales (0x7F)", "annie-quant audit DIR --repair"
+        )
 
 
 def register() -> None:

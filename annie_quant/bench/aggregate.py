@@ -146,7 +146,8 @@ def _gate_rows(rows: Sequence[Row], greedy: set[str]) -> list[dict[str, bool]]:
 
 def values_by_prompt(rows: Iterable[Row], metric: str) -> Values:
     """{(workload, case, turn): values}; token metrics only where the server itself counted."""
-    field, found = METRICS[metric], defaultdict(list)
+    field = METRICS[metric]
+    found: Values = defaultdict(list)
     for row in rows:
         value = row.get(field)
         if value is None or (metric in COUNTED and row.get("tokens_estimated")):
@@ -257,8 +258,8 @@ def _compare_pair(rows: Sequence[Row], a: str, b: str, seed: int) -> list[dict[s
     labels = [label for label in sides[0] if label in sides[1]]
     groups = [(label, sides[0][label], sides[1][label]) for label in labels]
     if len(labels) > 1:
-        together = [[r for label in labels for r in side[label] if r.get("concurrency", 1) == 1] for side in sides]
-        groups.append(("all", *together))
+        left, right = ([r for name in labels for r in side[name] if r.get("concurrency", 1) == 1] for side in sides)
+        groups.append(("all", left, right))
     table = []
     for label, left, right in groups:
         for metric in COMPARED:

@@ -245,14 +245,15 @@ def first_ms(row: Mapping[str, Any]) -> float | None:
 
 def outliers(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Requests whose first token took ten times their workload's median and a second more: a start, not a speed."""
-    groups: dict[tuple, list[Mapping[str, Any]]] = defaultdict(list)
+    groups: dict[tuple, list[tuple[float, Mapping[str, Any]]]] = defaultdict(list)
     for row in rows:
-        if not row.get("warmup") and not row.get("cold") and first_ms(row) is not None:
-            groups[row["backend"], row["workload"], row.get("concurrency", 1), row["turn"]].append(row)
+        first = first_ms(row)
+        if first is not None and not row.get("warmup") and not row.get("cold"):
+            groups[row["backend"], row["workload"], row.get("concurrency", 1), row["turn"]].append((first, row))
     found = []
     for group in groups.values():
-        middle = statistics.median(first_ms(r) for r in group)
-        found += [r for r in group if first_ms(r) > max(SLOW_FACTOR * middle, middle + SLOW_MS)]
+        middle = statistics.median(first for first, _ in group)
+        found += [row for first, row in group if first > max(SLOW_FACTOR * middle, middle + SLOW_MS)]
     return found
 
 

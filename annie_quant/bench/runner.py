@@ -71,8 +71,8 @@ def run(
 
     warmup: requests for each backend and workload that are never counted. runs: times each case is measured. n: at
     most so many cases of a workload (chosen by `seed`; None: all). concurrency: requests in flight at one backend, or
-    several levels. prefix_cache: "warm" (as servers come; declared in the record) or "off" (no reuse between requests, where the
-    server can). reference: the backend that verbosity is measured against (default: the first).
+    several levels. prefix_cache: "warm" (as servers come; declared in the record) or "off" (no reuse between requests,
+    where the server can). reference: the backend that verbosity is measured against (default: the first).
     progress(done, total, text).
 
     Raises UsageError (bad arguments, a folder of another benchmark), ServerError (a server is not there or went away).

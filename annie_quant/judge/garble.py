@@ -76,7 +76,7 @@ def garbled(text: str) -> str:
 
 
 def _scripts(text: str) -> set[str]:
-    found = set()
+    found: set[str] = set()
     for char in set(text):
         if char.isalpha():
             name = unicodedata.name(char, "")

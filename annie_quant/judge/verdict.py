@@ -81,7 +81,8 @@ def _candidates(aggregates: Mapping[str, Any], names: Sequence[str]) -> list[str
 def _incumbent(aggregates: Mapping[str, Any], names: Sequence[str], chosen: str) -> str | None:
     others = [n for n in names if n != chosen and n in (aggregates.get("served") or {})]
     q4 = [n for n in others if "Q4" in _format(aggregates, n)]
-    return (q4 or others or [None])[-1]
+    found = q4 or others
+    return found[-1] if found else None
 
 
 def _rank(aggregates: Mapping[str, Any], name: str) -> tuple[int, int]:
@@ -245,10 +246,10 @@ def _operation(aggregates: Mapping[str, Any], chosen: str, other: str) -> list[s
     if all(runtimes) and runtimes[0] != runtimes[1]:
         found.append(f"operational change: {runtimes[1]} → {runtimes[0]} (another server to install, start and watch)")
     sizes = [_model(aggregates, n).get("size_bytes") for n in (chosen, other)]
-    if all(sizes):
+    if sizes[0] and sizes[1]:
         found.append(f"size {sizes[0] / 1e6:.3g} MB against {sizes[1] / 1e6:.3g} MB")
     memories = [((served.get(n) or {}).get("memory_bytes") or {}).get("five") for n in (chosen, other)]
-    if all(memories):
+    if memories[0] and memories[1]:
         found.append(f"memory with five requests {memories[0] / 2**20:.4g} MiB against {memories[1] / 2**20:.4g} MiB")
     return found
 

@@ -19,15 +19,18 @@ ADVISORY = False
 
 _TAG = re.compile(r"</?\s*think(?:ing)?\s*>|<think(?:ing)?\s*$", re.IGNORECASE)
 _DECORATION = r"[\s*_#>`]*"
+_USER = (
+    r"the\s+user\s+(?:is\s+(?:asking|saying|greeting|requesting|looking)|asks|asked|wants|said|says|just|has\s+asked"
+    r"|greeted|seems)\b"
+)
 _PREAMBLE = re.compile(
     rf"^{_DECORATION}(?:"
-    r"(?:my\s+)?(?:thinking|thought|reasoning)\s+process\b"
-    r"|(?:thinking|reasoning|analysis|internal monologue|thoughts)[*_\s]*:"
+    r"(?:here(?:'|’)?s\s+|here\s+is\s+)?(?:my\s+|a\s+|the\s+)?(?:thinking|thought|reasoning)\s+process\b"
+    r"|(?:thinking|reasoning|analysis|internal monologue|thoughts)[*_ \t]*(?::|\n)"
     r"|1[.)]\s*[*_]*analy[sz]e\s+(?:the\s+)?(?:user'?s?\s+)?(?:request|input|question|query|message)"
     r"|analy[sz]e\s+the\s+(?:request|user|input)"
-    r"|(?:okay|ok|alright|hmm|so|right|wait|first)?,?\s*(?:let\s+me\s+think\s+(?:about|through)\b.*\buser"
-    r"|the\s+user\s+(?:is\s+(?:asking|saying|greeting|requesting|looking)|asks|asked|wants|said|says|just|has\s+asked|greeted|seems)\b)"
-    r"|i\s+(?:need|have|should)\s+to\s+(?:respond|reply|answer)\s+(?:to\s+the\s+user|as\s+\w+)\b"
+    rf"|(?:okay|ok|alright|hmm|so|right|wait|first)?,?\s*(?:let\s+me\s+think\s+(?:about|through)\b.*\buser|{_USER})"
+    r"|i\s+(?:need\s+to|have\s+to|should)\s+(?:respond|reply|answer)\s+(?:to\s+the\s+user|as\s+\w+)\b"
     r")",
     re.IGNORECASE,
 )

@@ -297,7 +297,7 @@ RAW_CALLS = [
     (True, "<tool_call><function=search_memory><parameter=query>robot</parameter></function></tool_call>"),
     (
         True,
-        "<tool_call>\n<function=search_memory>\n<parameter=query>\na < b, <i>c</i>\n</parameter>\n</function>\n</tool_call>",
+        "<tool_call>\n<function=search_memory>\n<parameter=query>\na < b, <i>\n</parameter>\n</function>\n</tool_call>",
     ),
     (False, "<tool_call>\n<function=search_memory>\n</function>\n</tool_call>"),
     (False, "<tool_call>\n<function=web_search>\n<parameter=query>\nrobot\n</parameter>\n</function>\n</tool_call>"),

@@ -1,0 +1,53 @@
+"""The process that is a llama.cpp server. Started by runtimes/llama_cpp.py; its one argument is JSON.
+
+It ends when it is told to, and when its standard input closes: that is how it learns that its parent is gone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+
+def main() -> None:
+    options = json.loads(sys.argv[1])
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=leave_with_parent, daemon=True).start()
+
+    import xllamacpp
+
+    params = xllamacpp.CommonParams()
+    params.model.path = options["model"]
+    params.model_alias = {Path(options["model"]).stem}
+    params.port = options["port"]
+    params.n_ctx = options["context"] * options["parallel"]
+    params.n_parallel = options["parallel"]
+    params.fit_params = False
+    params.ui = False
+    params.use_jinja = True
+    params.endpoint_metrics = True
+    params.reasoning_format = xllamacpp.common_reasoning_format.COMMON_REASONING_FORMAT_DEEPSEEK
+    if options["threads"]:
+        params.cpuparams.n_threads = options["threads"]
+        params.cpuparams_batch.n_threads = options["threads"]
+    server = xllamacpp.Server(params)
+    address = Path(options["address_file"])
+    part = address.with_suffix(".part")
+    part.write_text(server.listening_address)
+    part.replace(address)
+    threading.Event().wait()
+
+
+def leave_with_parent() -> None:
+    while os.read(0, 1024):
+        pass
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

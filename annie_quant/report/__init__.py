@@ -1,0 +1,48 @@
+"""What people look at: report.html (one offline file), report.md (paste-ready), results.csv and plots/*.svg.
+
+    build(run_dir)   write all of them beside the run's own files; returns their paths, report.html first
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+from pathlib import Path
+
+from annie_quant.files import write_text
+
+
+def build(run_dir: str | os.PathLike) -> list[Path]:
+    """Write the report of a run directory, whatever parts of it exist; each file appears whole or not at all.
+
+    Raises UsageError for a folder that holds no run, or a run.json that is not JSON.
+    """
+    from annie_quant.report import figures, markdown, page, recount, tables, timing_figures
+    from annie_quant.report.load import load
+
+    run = load(run_dir)
+    clocked = recount.timed(run.measured) if run.records else []
+    drawn = [
+        figures.gate_panels(run), figures.offline_and_served(run), figures.kl_panels(run), figures.pareto(run),
+        timing_figures.turns(run), timing_figures.distributions(run, clocked), timing_figures.streams(run, clocked),
+        timing_figures.latency_lines(run), figures.memory_bars(run),
+    ]
+    served = {s.key.split("/", 1)[1]: s.data for s in run.of("served")}
+    check = recount.check(served, run.measured, recount.greedy_workloads(run.inputs)) if run.records else None
+    table = io.StringIO()
+    csv.writer(table, lineterminator="\n").writerows(tables.csv_rows(run))
+    paths = {"results.csv": table.getvalue(), "report.md": markdown.render(run, check)}
+    paths["report.html"] = page.render(run, {f.key: f for f in drawn}, check, table.getvalue())
+    for figure in drawn:
+        for panel, canvas in figure.panels:
+            stem = figure.key if panel == figure.key else f"{figure.key}-{_file_name(panel)}"
+            paths[f"plots/{stem}.svg"] = canvas.document()
+    for relative, text in paths.items():
+        write_text(run.folder / relative, text)
+    return [run.folder / p for p in sorted(paths, key=lambda p: ("report.html", "report.md", "results.csv").index(p)
+                                           if "/" not in p else 9)]
+
+
+def _file_name(panel: str) -> str:
+    return "".join(ch if ch.isalnum() and ch.isascii() else "-" for ch in panel).strip("-")[:80]

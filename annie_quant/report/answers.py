@@ -1,0 +1,173 @@
+"""Answers side by side: which prompts are shown, what is cut, and where the faults stand in the text.
+
+Prompts where an answer failed a gate come first, then those where the backends differ, then the rest, spread evenly over
+the workloads, up to a number of prompts and of characters; what was left out is counted and said.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from annie_quant.report.load import Run, mapping, rows_of
+from annie_quant.report.text import clean, name
+
+MAX_PROMPTS = 240
+MAX_CHARACTERS = 900_000
+ANSWER_CHARACTERS = 900
+PROMPT_CHARACTERS = 400
+# What to point at in an answer that failed a gate; the gate itself has judged.
+_SPOTS = {
+    "no_markdown": re.compile(
+        r"\*\*[^*\n]+\*\*|^#{1,6} .*$|^\s*[-*+•] |^\s*\d+\. |`[^`\n]+`|^```.*$|\|.*\|", re.MULTILINE),
+    "thinking_leak": re.compile(r"</?think>|^(?:okay|hmm|wait|let me|thinking process|the user)\b[^\n.]*", re.I | re.MULTILINE),
+    "stop": re.compile(r".{1,40}\Z", re.DOTALL),
+}
+
+
+@dataclass
+class Shown:
+    backend: str
+    label: str
+    model: str
+    pieces: list[tuple[str, bool]]  # text, whether it is marked
+    reasoning: str
+    calls: list[str]
+    faults: list[tuple[str, str]]  # gate's title, what was wrong
+    note: str  # what was cut, or the error
+    tokens: Any = None
+    ttft_ms: Any = None
+
+
+@dataclass
+class Prompt:
+    workload: str
+    case: str
+    turn: int
+    text: str
+    answers: list[Shown]
+    gates: list[str] = field(default_factory=list)  # failed by any
+    differs: bool = False
+
+
+@dataclass
+class Browser:
+    prompts: list[Prompt]
+    total: int
+    faulty: int
+
+    @property
+    def note(self) -> str:
+        if len(self.prompts) == self.total:
+            return f"All {self.total} prompts are here."
+        shown_faulty = sum(bool(p.gates) for p in self.prompts)
+        return (f"{len(self.prompts)} of {self.total} prompts are here: {shown_faulty} of the {self.faulty} with a fault, then "
+                "those where the backends differ, then others spread evenly over the workloads. All are in records.jsonl.")
+
+
+def collect(run: Run) -> Browser:
+    """Choose and cut; texts come out clean (text.clean), still to be escaped by the template."""
+    groups: dict[tuple, dict[str, dict]] = {}
+    for record in run.measured:
+        key = (str(record["workload"]), str(record.get("case")), record.get("turn") if isinstance(record.get("turn"), int) else 0)
+        side = groups.setdefault(key, {})
+        before = side.get(record["backend"])
+        # Of several repeats the first, unless a later one failed where it did not.
+        if before is None or (_failed(record) and not _failed(before)):
+            side[record["backend"]] = record
+    order = sorted(groups, key=lambda key: _rank(groups[key]))
+    faulty = sum(any(_failed(r) for r in side.values()) for side in groups.values())
+    asked = _asked(run)
+    prompts, budget = [], MAX_CHARACTERS
+    for key in _spread(order, groups)[:MAX_PROMPTS]:
+        prompt = _prompt(run, key, groups[key], asked)
+        budget -= len(prompt.text) + sum(_length(a) for a in prompt.answers)
+        if budget < 0 and prompts:
+            break
+        prompts.append(prompt)
+    return Browser(prompts, len(groups), faulty)
+
+
+def _failed(record: dict[str, Any]) -> list[str]:
+    found = [gate for gate, passed in mapping(record.get("checks")).items() if passed is False]
+    return found or (["error"] if record.get("error") else [])
+
+
+def _differs(side: dict[str, dict]) -> bool:
+    return len({(str(r.get("text")), str([c.get("name") for c in rows_of(r.get("tool_calls"))])) for r in side.values()}) > 1
+
+
+def _rank(side: dict[str, dict]) -> int:
+    return 0 if any(_failed(r) for r in side.values()) else 1 if _differs(side) else 2
+
+
+def _spread(order: list[tuple], groups: dict[tuple, dict[str, dict]]) -> list[tuple]:
+    """Within a rank take the workloads in turn, so that none crowds out the others."""
+    places: dict[tuple, int] = {}
+    seen: dict[tuple, int] = {}
+    for key in order:
+        lane = (_rank(groups[key]), key[0])
+        places[key] = seen[lane] = seen.get(lane, -1) + 1
+    return sorted(order, key=lambda key: (_rank(groups[key]), places[key], key[0]))
+
+
+def _length(shown: Shown) -> int:
+    return sum(len(t) for t, _ in shown.pieces) + len(shown.reasoning) + sum(map(len, shown.calls)) + 250
+
+
+def _asked(run: Run) -> dict[tuple[str, str, int], str]:
+    found = {}
+    for workload in rows_of(run.inputs.get("workloads")):
+        for case in rows_of(workload.get("cases")):
+            users = [str(m.get("content")) for m in rows_of(case.get("messages")) if m.get("role") == "user"]
+            turns = case.get("turns") if isinstance(case.get("turns"), list) and case.get("turns") else users[-1:]
+            for index, text in enumerate(turns):
+                found[str(workload.get("name")), str(case.get("id")), index] = str(text)
+    return found
+
+
+def _cut(text: Any, limit: int) -> tuple[str, str]:
+    text = str(text or "")
+    if len(text) <= limit:
+        return clean(text), ""
+    return clean(text[:limit]) + " …", f"the first {limit} of {len(text):,} characters".replace(",", "\u202f")
+
+
+def _prompt(run: Run, key: tuple, side: dict[str, dict], asked: dict[tuple[str, str, int], str]) -> Prompt:
+    answers = []
+    for served in run.of("served"):
+        backend = served.key.split("/", 1)[1]
+        if backend in side:
+            answers.append(_shown(run, backend, served.model, side[backend]))
+    gates = list(dict.fromkeys(g for r in side.values() for g in _failed(r)))
+    text, _ = _cut(asked.get(key, ""), PROMPT_CHARACTERS)
+    return Prompt(name(key[0]), clean(key[1]), key[2], text, answers, gates, _differs(side))
+
+
+def _shown(run: Run, backend: str, model: str, record: dict[str, Any]) -> Shown:
+    text, cut = _cut(record.get("text"), ANSWER_CHARACTERS)
+    reasoning, _ = _cut(record.get("reasoning"), ANSWER_CHARACTERS // 2)
+    said = mapping(record.get("faults"))
+    failed = _failed(record)
+    faults = [(run.gate_title(g) if g != "error" else "error", _cut(said.get(g, ""), 160)[0]) for g in failed]
+    calls = [_cut(f"{c.get('name')}({c.get('arguments')})", 300)[0] for c in rows_of(record.get("tool_calls"))]
+    error = _cut(record.get("error"), 300)[0] if record.get("error") else ""
+    return Shown(clean(backend), run.label(model), model, _mark(text, failed), reasoning, calls[:8], faults,
+                 "; ".join(filter(None, [error, cut])), record.get("completion_tokens"), record.get("first_content_ms"))
+
+
+def _mark(text: str, failed: list[str]) -> list[tuple[str, bool]]:
+    """The text in pieces, those that a failed gate points at marked."""
+    spans = sorted((m.start(), m.end()) for gate in failed if gate in _SPOTS for m in _SPOTS[gate].finditer(text) if m.end() > m.start())
+    pieces, at = [], 0
+    for start, end in spans:
+        if start < at:
+            continue
+        if start > at:
+            pieces.append((text[at:start], False))
+        pieces.append((text[start:end], True))
+        at = end
+    if at < len(text):
+        pieces.append((text[at:], False))
+    return pieces

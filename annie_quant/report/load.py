@@ -1,0 +1,228 @@
+"""A run directory as the report sees it: what is there, what is missing and the command that makes it.
+
+Nothing here trusts its input: a field of the wrong type counts as missing, a torn line of records.jsonl is counted and
+skipped. Only measured requests (no warm-ups) count in figures.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from annie_quant.errors import AnnieError, UsageError
+from annie_quant.report.text import clean, name, number
+
+NUMERICS = {"bf16": "reference", "w4a4": "W4A4", "w4a16": "W4A16"}
+REFERENCE = "bf16"
+
+
+@dataclass(frozen=True)
+class Side:
+    """One judged thing: a model under one numerics (offline) or behind one server. `gates` and `data` as in run.json."""
+
+    key: str
+    model: str
+    kind: str  # "offline" or "served"
+    title: str
+    gates: dict[str, dict[str, Any]]
+    data: dict[str, Any]
+
+
+@dataclass
+class Run:
+    folder: Path
+    doc: dict[str, Any]
+    records: list[dict[str, Any]]
+    inputs: dict[str, Any]
+    torn_lines: int = 0
+    models: list[dict[str, Any]] = field(default_factory=list)
+    sides: list[Side] = field(default_factory=list)
+    missing: list[dict[str, str]] = field(default_factory=list)
+
+    @property
+    def aggregates(self) -> dict[str, Any]:
+        return mapping(self.doc.get("aggregates"))
+
+    @property
+    def measured(self) -> list[dict[str, Any]]:
+        """Requests that count: no warm-ups."""
+        return [r for r in self.records if not r.get("warmup")]
+
+    def of(self, kind: str) -> list[Side]:
+        return [s for s in self.sides if s.kind == kind]
+
+    def label(self, model: str) -> str:
+        return next((m["label"] for m in self.models if m["name"] == model), name(model))
+
+    def series(self, model: str) -> int:
+        """The colour slot of a model: the same in every figure."""
+        fixed = {"bf16": 0, "naive": 1, "mlp_only": 2, "q4_k_m": 3}
+        if model in fixed:
+            return fixed[model]
+        others = [m["name"] for m in self.models if m["name"] not in fixed]
+        return 4 + (others.index(model) % 4 if model in others else 0)
+
+    @property
+    def gate_names(self) -> list[str]:
+        """Every gate of any side; those that decide before those that inform."""
+        rows: dict[str, bool] = {}
+        for side in self.sides:
+            for gate, row in side.gates.items():
+                rows.setdefault(gate, bool(row.get("advisory")))
+        return sorted(rows, key=lambda gate: rows[gate])
+
+    def gate_title(self, gate: str) -> str:
+        titles = (side.gates[gate].get("title") for side in self.sides if gate in side.gates)
+        return clean(next((t for t in titles if t), name(gate)))
+
+    @property
+    def workloads(self) -> list[str]:
+        seen: dict[str, None] = {}
+        for side in self.of("served"):
+            seen.update(dict.fromkeys(mapping(side.data.get("workloads"))))
+        return list(seen)
+
+
+def mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def rows_of(value: Any) -> list[dict[str, Any]]:
+    return [row for row in value if isinstance(row, dict)] if isinstance(value, list) else []
+
+
+def load(run_dir: str | Path) -> Run:
+    """Read what there is. Raises UsageError when the folder holds nothing that a report could show."""
+    folder = Path(run_dir)
+    if not folder.is_dir():
+        raise UsageError(f"{folder}: there is no such run directory", "annie-quant demo makes one in runs/demo")
+    records, torn = _records(folder / "records.jsonl")
+    source = next((n for n in ("run.json", "bench.json") if (folder / n).is_file()), None)
+    doc = _json(folder / source) if source else {}
+    evaluations = {p.stem: _json(p, strict=False) for p in sorted(folder.glob("eval/*.json"))}
+    if source is None and not records and not evaluations:
+        raise UsageError(f"{folder}: neither run.json, bench.json, records.jsonl nor eval/*.json is there",
+                         "give a folder that annie-quant demo or bench wrote")
+    run = Run(folder, doc, records, _json(folder / "inputs.json", strict=False), torn)
+    _models_and_sides(run, evaluations)
+    run.missing = _missing(run, source)
+    return run
+
+
+def _json(path: Path, strict: bool = True) -> dict[str, Any]:
+    try:
+        return mapping(json.loads(path.read_bytes()))
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        if strict:
+            raise UsageError(f"{path}: not JSON ({error})", "run the command that wrote it again") from error
+        return {}
+
+
+def _records(path: Path) -> tuple[list[dict[str, Any]], int]:
+    if not path.is_file():
+        return [], 0
+    rows, torn = [], 0
+    for line in path.read_bytes().split(b"\n"):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if isinstance(row, dict) and "backend" in row and "workload" in row:
+            rows.append(row)
+        else:
+            torn += 1
+    return rows, torn
+
+
+def _aggregate(run: Run) -> dict[str, Any]:
+    """Records without figures (a benchmark that was cut off): aggregate them here."""
+    from annie_quant import bench
+    from annie_quant.judge.workloads import build_workload
+
+    workloads = []
+    for row in rows_of(run.inputs.get("workloads")):
+        try:
+            kept = {k: v for k, v in row.items() if k not in ("sha256", "cases", "tools")}
+            cases = [{k: v for k, v in c.items() if k != "tools"} for c in rows_of(row.get("cases"))]
+            workloads.append(build_workload(kept | {"cases": cases}))
+        except UsageError:
+            continue
+    try:
+        found = bench.aggregate(run.records, workloads)
+    except (KeyError, TypeError, ValueError, AnnieError):
+        return {}
+    run.doc["aggregates"] = found | run.aggregates
+    return dict(mapping(found.get("served")))
+
+
+def _gates(value: Any) -> dict[str, dict[str, Any]]:
+    return {str(g): row for g, row in mapping(value).items()
+            if isinstance(row, dict) and number(row.get("n")) is not None and number(row.get("passes")) is not None}
+
+
+def _models_and_sides(run: Run, evaluations: dict[str, dict[str, Any]]) -> None:
+    offline = {m: dict(mapping(v)) for m, v in mapping(run.aggregates.get("offline")).items()}
+    for stem, found in evaluations.items():
+        for numerics, value in mapping(found.get("numerics")).items():
+            offline.setdefault(stem, {}).setdefault(numerics, value)
+        reference = _gates(found.get("reference_gates"))
+        if reference:
+            offline.setdefault(REFERENCE, {}).setdefault(REFERENCE, {"gates": reference})
+    served = mapping(run.aggregates.get("served"))
+    if not served and run.records:
+        served = _aggregate(run)
+    listed = {str(m["name"]): m for m in rows_of(run.aggregates.get("models")) if m.get("name")}
+    for backend, value in served.items():
+        if mapping(value).get("model") not in listed and backend in listed:
+            served[backend] = mapping(value) | {"model": backend}
+    for model in [*offline, *(str(mapping(v).get("model") or b) for b, v in served.items())]:
+        listed.setdefault(model, {"name": model, "unlisted": True})
+    run.models = [m | {"label": clean(m.get("label") or name(m["name"]))} for m in listed.values()]
+    for model in listed:
+        for numerics in sorted(offline.get(model, {}), key=lambda k: (list(NUMERICS).index(k) if k in NUMERICS else 9)):
+            data = mapping(offline[model][numerics])
+            title = f"{NUMERICS.get(numerics, clean(numerics))} offline"
+            run.sides.append(Side(f"offline/{model}/{numerics}", model, "offline", title, _gates(data.get("gates")), data))
+        for backend, value in served.items():
+            data = mapping(value)
+            if str(data.get("model") or backend) == model:
+                runtime = clean(data.get("runtime") or "server")
+                run.sides.append(Side(f"served/{backend}", model, "served", f"{runtime} served",
+                                      _gates(data.get("gates")), data))
+
+
+def _missing(run: Run, source: str | None) -> list[dict[str, str]]:
+    """Each part that is not there, in words, with the command that makes it."""
+    where = clean(run.folder.name)
+    found: list[dict[str, str]] = []
+
+    def lacks(part: str, what: str, command: str) -> None:
+        found.append({"part": part, "what": what, "command": command})
+
+    bench = "annie-quant bench --backend-a NAME URL --backend-b NAME URL --output DIR"
+    if source is None:
+        lacks("verdict", f"{where} holds no run.json: no verdict, no environment, no stage times",
+              "annie-quant demo --output DIR")
+    if not any(not m.get("unlisted") for m in run.models):
+        lacks("sizes", "no table of models: sizes and bits per weight are unknown", "annie-quant audit MODEL_DIR")
+    if not run.of("offline"):
+        lacks("offline", "no evaluation without a server: gates under W4A4 and W4A16 and KL divergence are unknown",
+              "annie-quant eval MODEL_DIR --reference BF16_DIR")
+    elif not any(mapping(s.data.get("kl")) for s in run.of("offline")):
+        lacks("kl", "no KL divergence was measured", "annie-quant eval MODEL_DIR --reference BF16_DIR")
+    if not run.of("served"):
+        lacks("served", "no server was measured: latency, speed and served gates are unknown", bench)
+    if not run.records:
+        lacks("records", "no records.jsonl: distributions, single streams and answers cannot be shown", bench)
+    if run.of("served") and not any(mapping(s.data.get("memory_bytes")) for s in run.of("served")):
+        lacks("memory", "memory of the servers was not measured (it needs their process ids)",
+              "annie-quant serve MODEL_DIR, then " + bench)
+    if run.of("served") and not run.aggregates.get("comparisons"):
+        lacks("comparisons", "no paired comparison was made (it needs two backends and the same prompts)", bench)
+    return found

@@ -1,0 +1,104 @@
+"""report.md: verdict, paste-ready tables in the style of llama-bench, method. Every cell is escaped for Markdown."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from annie_quant.report import tables
+from annie_quant.report.load import Run, mapping, rows_of
+from annie_quant.report.page import _findings, _texts, facts, outcome
+from annie_quant.report.tables import Cell, Table
+from annie_quant.report.text import clean, seconds
+
+_SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~])")
+
+
+def inert(value: Any) -> str:
+    """One line of text that Markdown shows as it is."""
+    return _SPECIAL.sub(r"\\\1", " ".join(clean(value).split()))
+
+
+def grid(table: Table, first: str, left: int = 1) -> str:
+    """A pipe table with aligned columns: the first `left` to the left, numbers to the right. Spans are repeated."""
+    rows = [[first, *_headers(table)], *([name, *_cells(cells)] for name, cells in table.rows)]
+    body = [[inert(cell) for cell in row] for row in rows]
+    widths = [max(len(row[i]) if i < len(row) else 0 for row in body) for i in range(max(map(len, body)))]
+    lines = []
+    for index, row in enumerate(body):
+        row = row + [""] * (len(widths) - len(row))
+        padded = [c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
+        lines.append("| " + " | ".join(padded) + " |")
+        if index == 0:
+            rule = ["-" * (w + 2) if i < left else "-" * (w + 1) + ":" for i, w in enumerate(widths)]
+            lines.append("|" + "|".join(rule) + "|")
+    return "\n".join(lines)
+
+
+def _headers(table: Table) -> list[str]:
+    if not table.groups:
+        return table.header
+    own = [label for label, span, _ in table.groups for _ in range(span)]
+    return [f"{label} {title.replace(' offline', '').replace(' served', '')}" for label, title in zip(own, table.header, strict=True)]
+
+
+def _cells(cells: list[Cell]) -> list[str]:
+    found = []
+    for cell in cells:
+        text = f"{cell.text} ({cell.sub})" if cell.sub and cell.css != "rule" else cell.text
+        found += [text] + [""] * (cell.span - 1)
+    return found
+
+
+def render(run: Run, check: dict[str, Any] | None) -> str:
+    verdict = mapping(run.doc.get("verdict"))
+    sentence = clean(verdict.get("sentence") or "").strip()
+    parts = [f"# {inert(sentence) or 'No verdict has been reached for this run'}"]
+    if sentence:
+        parts.append(f"**{outcome(verdict)}**")
+    parts += _list("Reasons", _texts(verdict.get("reasons")))
+    if run.sides:
+        parts += ["## Side by side", "Passes of n; ✓ pass, ✗ fail, ? undecided; 95 % intervals in brackets.",
+                  grid(tables.side_by_side(run), "")]
+    for metric, title in tables.METRICS.items():
+        table = tables.latency_table(run, metric)
+        if table.rows and metric != "completion_tokens":
+            for _, cells in table.rows:
+                for cell in cells:
+                    cell.sub = cell.sub.split(" · ")[0]
+            parts += [f"## {title}, p50", grid(table, "workload")]
+    if (kl := tables.kl_table(run)).rows:
+        parts += ["## KL divergence from bf16", grid(kl, "model", 2)]
+    comparisons = tables.comparisons_table(run)
+    comparisons.rows = [r for r, raw in zip(comparisons.rows, rows_of(run.aggregates.get("comparisons")), strict=True)
+                        if raw.get("workload") == "all" or len(comparisons.rows) <= 40]
+    if comparisons.rows:
+        parts += ["## Paired comparisons", inert(comparisons.caption) + ".", grid(comparisons, "a", 4)]
+    parts += _list("Not in this run", [f"{m['what']}. To make it: {m['command']}" for m in run.missing])
+    parts += _list("Caveats", _texts(verdict.get("caveats")) + _findings(run))
+    parts += ["## Method", *method(run, check)]
+    if stages := rows_of(run.doc.get("stages")):
+        rows = [(str(s.get("name")), [Cell(seconds(s.get("seconds"))), Cell(str(s.get("summary", "")))]) for s in stages]
+        parts += ["## Stages", grid(Table("", ["time", "outcome"], rows), "stage")]
+    for title, pairs in facts(run):
+        parts += [f"## {title}", "\n".join(f"- {inert(key)}: {inert(value)}" for key, value in pairs)]
+    return "\n\n".join(parts) + "\n"
+
+
+def method(run: Run, check: dict[str, Any] | None) -> list[str]:
+    failed = sum(bool(r.get("error")) for r in run.measured)
+    found = [f"{len(run.records)} requests on record, {len(run.measured)} measured (the rest are warm-ups), {failed} failed. "
+             "Failed requests count as failures in gates and are left out of times; cold starts are left out of times. "
+             "Rates have Wilson intervals; medians have bootstrap intervals with the prompt as the unit."]
+    if run.torn_lines:
+        found.append(f"{run.torn_lines} lines of records.jsonl could not be read and are left out.")
+    if check:
+        found.append(f"{check['compared'] - len(check['differ'])} of {check['compared']} served figures were counted again from "
+                     "records.jsonl with the same result.")
+        found += [f"DIFFERS: {inert(d['what'])}: run.json says {d['reported']}, the records {d['counted']}."
+                  for d in check["differ"][:20]]
+    return found
+
+
+def _list(title: str, items: list[str]) -> list[str]:
+    return [f"## {title}", "\n".join(f"- {inert(item)}" for item in items)] if items else []

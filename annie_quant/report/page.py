@@ -1,0 +1,108 @@
+"""report.html: the template, its style and script put into one file that asks nothing of any network.
+
+The page's Content-Security-Policy allows its own script by hash and nothing else, so that no text of a model could act even
+if it came through unescaped.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from annie_quant import __version__
+from annie_quant.errors import need
+from annie_quant.report import answers, tables, text
+from annie_quant.report.figures import Figure
+from annie_quant.report.svg import MARKS
+from annie_quant.report.load import Run, mapping, rows_of
+
+TEMPLATES = Path(__file__).resolve().parent.parent / "assets" / "templates"
+EMBED_LIMIT = 400_000  # bytes of a download kept in the page
+
+
+def render(run: Run, figures: dict[str, Figure], check: dict[str, Any] | None, csv_text: str) -> str:
+    jinja2 = need("jinja2", "plots")
+    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, trim_blocks=True,
+                                     lstrip_blocks=True, undefined=jinja2.StrictUndefined)
+    environment.globals |= {"text": text, "safe": jinja2.utils.markupsafe.Markup}
+    environment.filters["capitalize_first"] = lambda words: words[:1].upper() + words[1:]
+    style, script = ((TEMPLATES / n).read_text(encoding="utf-8") for n in ("report.css", "report.js"))
+    style += MARKS
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    verdict = mapping(run.doc.get("verdict"))
+    sentence = text.clean(verdict.get("sentence") or "").strip()
+    return environment.get_template("report.html").render(
+        version=__version__, style=style, script=script, script_hash=digest, run=run, figures=figures, check=check,
+        sentence=sentence or "No verdict has been reached for this run.",
+        outcome=outcome(verdict) if sentence else "undecided",
+        reasons=_texts(verdict.get("reasons")), caveats=_texts(verdict.get("caveats")) + _findings(run),
+        main=tables.side_by_side(run), gates=tables.gates_table(run), kl=tables.kl_table(run),
+        latency=[(m, tables.latency_table(run, m)) for m in tables.METRICS], comparisons=tables.comparisons_table(run),
+        browser=answers.collect(run), missing={m["part"]: m for m in run.missing},
+        stages=[s for s in rows_of(run.doc.get("stages"))], facts=facts(run), downloads=_downloads(run, csv_text),
+        counts={"records": len(run.records), "measured": len(run.measured), "torn": run.torn_lines,
+                "failed": sum(bool(r.get("error")) for r in run.measured)},
+    )
+
+
+def outcome(verdict: dict[str, Any]) -> str:
+    """pass, fail or undecided; a verdict may say which in words, or only whether it passed."""
+    said = verdict.get("outcome")
+    if said in ("pass", "fail", "undecided"):
+        return str(said)
+    return "pass" if verdict.get("passed") else "fail"
+
+
+def _texts(value: Any) -> list[str]:
+    found = value if isinstance(value, list) else []
+    return [text.clean(v.get("message") or json.dumps(v, ensure_ascii=False) if isinstance(v, dict) else v) for v in found]
+
+
+def _findings(run: Run) -> list[str]:
+    """What the benchmark's checks found beyond the verdict's own caveats."""
+    found = [r.get("message") for r in rows_of(run.doc.get("confounds")) + rows_of(run.aggregates.get("confounds"))]
+    said = set(_texts(mapping(run.doc.get("verdict")).get("caveats")))
+    return [m for m in dict.fromkeys(text.clean(f) for f in found if f) if m not in said]
+
+
+def facts(run: Run) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Environment and settings as (title, [(name, value)]), nested values flattened, nothing left out."""
+    parts = [("Environment", run.doc.get("environment")), ("Settings", run.doc.get("config")),
+             ("Backends", run.doc.get("backends"))]
+    found = [(title, _flat(value)) for title, value in parts if isinstance(value, dict) and value]
+    if isinstance(run.doc.get("argv"), list):
+        command = " ".join(str(a) for a in [Path(str(run.doc["argv"][0])).name, *run.doc["argv"][1:]]) if run.doc["argv"] else ""
+        found.insert(0, ("Command", [("argv", text.clean(command))]))
+    return found
+
+
+def _flat(value: Any, prefix: str = "") -> list[tuple[str, str]]:
+    rows = []
+    for key, item in value.items():
+        label = f"{prefix}{text.clean(key)}"
+        if isinstance(item, dict):
+            rows += _flat(item, f"{label} · ")
+        elif isinstance(item, list) and any(isinstance(i, dict) for i in item):
+            for index, one in enumerate(item):
+                rows += _flat(one, f"{label} {index + 1} · ") if isinstance(one, dict) else [(label, text.clean(one))]
+        elif item not in (None, "", [], {}):
+            shown = ", ".join(map(str, item)) if isinstance(item, list) else str(item)
+            rows.append((label, text.clean(shown)[:400]))
+    return rows
+
+
+def _downloads(run: Run, csv_text: str) -> list[dict[str, str]]:
+    """results.csv and run.json inside the page, where they are small enough; else the name of the file beside it."""
+    files = [("results.csv", "text/csv", csv_text.encode("utf-8", "replace"))]
+    path = run.folder / "run.json"
+    if path.is_file():
+        files.append(("run.json", "application/json", path.read_bytes()))
+    found = []
+    for name, kind, content in files:
+        whole = len(content) <= EMBED_LIMIT
+        link = f"data:{kind};base64,{base64.b64encode(content).decode()}" if whole else ""
+        found.append({"name": name, "size": text.size(len(content)), "href": link})
+    return found

@@ -15,6 +15,7 @@ from typing import Any
 
 Finding = dict[str, Any]
 SLOW_FACTOR, SLOW_MS = 10.0, 1000.0
+OPENING_WORDS, STRANGERS_LEAST, STRANGERS_SHARE = 3, 10, 0.2
 
 
 def check(
@@ -24,6 +25,7 @@ def check(
     measured = [r for r in rows if not r.get("warmup")]
     found = [f for a, b in itertools.combinations(identities.values(), 2) for f in _pair(a, b)]
     found += _prompt_tokens(measured) + _estimates(measured) + _smoke(rows)
+    found += _strangers(identities, measured, config)
     for name in identities:
         own = [r for r in measured if r["backend"] == name]
         found += [f for look in (_thinking, _parser, _slow_starts, _errors) for f in look(name, own, config)]
@@ -104,6 +106,33 @@ def _prompt_tokens(rows: list[Mapping[str, Any]]) -> list[Finding]:
             sorted(seen),
         )
     ]
+
+
+def _strangers(
+    identities: Mapping[str, Mapping[str, Any]], rows: list[Mapping[str, Any]], config: Mapping[str, Any]
+) -> list[Finding]:
+    """Two formats of one model begin most greedy answers alike; where hardly any, it is two models or one is broken."""
+    greedy = {name for name, known in config["workloads"].items() if not known.get("temperature")}
+    openings: dict[str, dict[tuple, str]] = defaultdict(dict)
+    for row in rows:
+        text = (row.get("text") or "").split()
+        if row["workload"] in greedy and row["turn"] == 0 and text:
+            openings[row["backend"]][row["workload"], row["case"]] = " ".join(text[:OPENING_WORDS])
+    found = []
+    for a, b in itertools.combinations(identities, 2):
+        shared = openings[a].keys() & openings[b].keys()
+        same = sum(openings[a][key] == openings[b][key] for key in shared)
+        if len(shared) >= STRANGERS_LEAST and same < STRANGERS_SHARE * len(shared):
+            found.append(
+                _finding(
+                    "different_answers",
+                    "confound",
+                    f"{a} and {b} begin only {same} of {len(shared)} greedy answers with the same {OPENING_WORDS} "
+                    "words: they are different models, or one of them is broken",
+                    (a, b),
+                )
+            )
+    return found
 
 
 def _estimates(rows: list[Mapping[str, Any]]) -> list[Finding]:

@@ -2,7 +2,7 @@
 
     run([Backend(name, url), ...], workloads, output)   measure; resumes; returns what bench.json holds
     aggregate(folder)                                    records → percentiles, gates, paired comparisons, turns
-    export(run, folder)                                  results.csv, vLLM's flat keys, the founding results JSON
+    export(folder)                                       results.csv, vLLM's flat keys, the founding results JSON
 
 Nothing here imports torch. The stream client (annie_quant.stream) is imported when a run starts.
 """

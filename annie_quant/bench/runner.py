@@ -18,6 +18,7 @@ from annie_quant import judge
 from annie_quant.bench import memory
 from annie_quant.bench.aggregate import aggregate_records
 from annie_quant.bench.backend import Backend, alive, identity
+from annie_quant.bench.export import export
 from annie_quant.bench.machine import environment
 from annie_quant.bench.plan import Visit, choose, plan, warmups
 from annie_quant.bench.store import Records
@@ -110,6 +111,7 @@ def run(
         "verdict": judge.verdict(aggregates),
     }
     write_json(folder / "bench.json", result)
+    export(folder)
     return result
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.stats import binom, binomtest
+from scipy.stats import binom, binomtest, bootstrap
 
 from annie_quant.judge.compare import compare, holm, least_p, paired, prompts_to_decide
 from annie_quant.judge.intervals import median_interval, wilson
@@ -47,6 +47,23 @@ def test_wilson_coverage_is_exact_enough(n):
         coverage.append(binom.pmf(inside, n, share).sum())
     assert 0.94 < np.mean(coverage) < 0.965
     assert min(coverage) > 0.83
+
+
+@pytest.mark.parametrize("n", [2, 3, 8, 25, 40])
+def test_median_interval_is_scipys_bootstrap(n):
+    """The same distribution of resampled medians, drawn in another way: bounds agree but for chance."""
+    values = np.random.default_rng(n).lognormal(size=n)
+    theirs = bootstrap((values,), np.median, n_resamples=20_000, method="percentile", rng=np.random.default_rng(1))
+    low, high = median_interval(values, resamples=20_000)
+    ordered = np.sort(values)
+    step = np.diff(ordered, prepend=ordered[0], append=ordered[-1]).max() / 2 + 1e-9
+    assert abs(low - theirs.confidence_interval.low) <= step
+    assert abs(high - theirs.confidence_interval.high) <= step
+    many = theirs.bootstrap_distribution
+    ours = [median_interval(values, confidence=c, resamples=20_000)[1] for c in (0.2, 0.5, 0.8)]
+    shares = [np.mean(many < x) for x in ours], [np.mean(many <= x) for x in ours]
+    for wanted, below, upto in zip((0.6, 0.75, 0.9), *shares, strict=True):
+        assert below - 0.02 <= wanted <= upto + 0.02
 
 
 def test_median_interval_covers_the_median():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import statistics
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from annie_quant.bench.confounds import outliers
 from annie_quant.bench.store import read_records
 from annie_quant.errors import UsageError
 from annie_quant.files import read_json
-from annie_quant.judge.compare import LEVEL, compare, holm, least_p, prompts_to_decide
+from annie_quant.judge.compare import LEVEL, compare, holm
 from annie_quant.judge.intervals import median_interval
 from annie_quant.judge.table import tabulate
 
@@ -164,7 +165,7 @@ def summary(by_prompt: Values, seed: int = 0) -> dict[str, Any] | None:
         return None
     pooled = np.concatenate([np.asarray(v, dtype=np.float64) for v in by_prompt.values()])
     p50, p90, p99 = np.percentile(pooled, [50, 90, 99])
-    low, high = median_interval([float(np.median(v)) for v in by_prompt.values()], seed=seed)
+    low, high = median_interval([statistics.median(v) for v in by_prompt.values()], seed=seed)
     return {
         "p50": float(p50),
         "p90": float(p90),
@@ -266,24 +267,10 @@ def _compare_pair(rows: Sequence[Row], a: str, b: str, seed: int) -> list[dict[s
             x, y = values_by_prompt(left, metric), values_by_prompt(right, metric)
             found = compare(x, y, seed=seed)
             if found["n_prompts"]:
-                table.append({"a": a, "b": b, "workload": label, "metric": metric, **found, **_power(x, y, found)})
+                table.append({"a": a, "b": b, "workload": label, "metric": metric, **found})
     for row, p in zip(table, holm([row["p"] for row in table]), strict=True):
         row |= {"p_holm": p, "significant": p is not None and p < LEVEL}
     return table
-
-
-def _power(x: Values, y: Values, found: Mapping[str, Any]) -> dict[str, Any]:
-    """How many prompts would show a difference such as was seen (power 0.8), and whether so few could show any."""
-    import numpy as np
-
-    from annie_quant.judge.compare import paired
-
-    pairs = paired(x, y)
-    differences = pairs[:, 1] - pairs[:, 0]
-    needed = (
-        prompts_to_decide(float(np.std(differences, ddof=1)), float(differences.mean())) if len(pairs) > 1 else None
-    )
-    return {"n_to_decide": needed, "too_few": least_p(found["n_prompts"]) >= LEVEL}
 
 
 def _turns(rows: Sequence[Row], seed: int) -> list[dict[str, Any]]:

@@ -114,7 +114,7 @@ def _over(amount: float, seconds: float) -> float | None:
 
 
 def founding(run: Mapping[str, Any], records: Sequence[Row]) -> dict[str, Any]:
-    """The founding benchmark's results: a test a workload (a turn, for conversations), each run's figures, gates as "5/5"."""
+    """The founding benchmark's results: a test a workload (or turn), its runs' figures, gates as "5/5"."""
     config, served = run["config"], run["aggregates"]["served"]
     tests: dict[str, dict[str, list[Row]]] = {name: defaultdict(list) for name in run["backends"]}
     talks = {r["workload"] for r in records if r["turn"]}

@@ -5,6 +5,7 @@ Tokens and repeats of one prompt are not independent; each prompt gives one valu
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ def paired(a: Mapping[Hashable, Sequence[float]], b: Mapping[Hashable, Sequence[
     """float64 [n_prompts, 2]: each prompt's median on both sides, in a's order; prompts of one side alone drop out."""
     import numpy as np
 
-    rows = [(np.median(a[p]), np.median(b[p])) for p in a if p in b and len(a[p]) and len(b[p])]
+    rows = [(statistics.median(a[p]), statistics.median(b[p])) for p in a if p in b and len(a[p]) and len(b[p])]
     return np.asarray(rows, dtype=np.float64).reshape(-1, 2)
 
 
@@ -31,7 +32,8 @@ def compare(
 
     low and high: percentile bootstrap of the median of the paired differences. p: two-sided, an exact sign-flip
     permutation test of their mean for up to 12 prompts, Wilcoxon's signed-rank test above. Fewer than two prompts give
-    no interval and no p.
+    no interval and no p. n_to_decide: about how many prompts would show the difference that was seen (power 0.8).
+    too_few: so few prompts that no difference, however large, could be significant.
     """
     import numpy as np
 
@@ -48,6 +50,8 @@ def compare(
         "high": None,
         "p": None,
         "test": None,
+        "n_to_decide": None,
+        "too_few": least_p(n) >= LEVEL,
     }
     if n == 0:
         return row
@@ -61,6 +65,7 @@ def compare(
         return row
     row["low"], row["high"] = median_interval(differences, confidence, resamples, seed)
     row["p"], row["test"] = _test(differences)
+    row["n_to_decide"] = prompts_to_decide(float(np.std(differences, ddof=1)), float(differences.mean()))
     return row
 
 

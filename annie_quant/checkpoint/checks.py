@@ -96,7 +96,7 @@ def blocks(folder: ModelFolder, x: Linear, config: QuantConfig, add: Add, row: d
         )
     codes, scales = folder.tensor(x.weight), folder.tensor(info.name).view(np.uint8)
     magnitude = scales & MAGNITUDE
-    nan, negative = int((magnitude == NAN).sum()), int((scales > NAN).sum())
+    nan, negative = int((magnitude == NAN).sum()), int(((scales > NAN) & (magnitude != NAN)).sum())
     zero = dead = 0
     for start, stop in rows_at_a_time(codes):
         filled = np.bitwise_and(codes[start:stop], 0x77).reshape(stop - start, -1, group // 2).any(axis=2)

@@ -124,7 +124,7 @@ def to_folder(
         formats, sorted(excluded), next(iter(groups), 16), next(iter(with_input), False)
     )
     stamp = {"format": "pt", "annie_quant.source": fingerprint(folder)}
-    shards = writer.write(target, plan, shard_bytes, stamp, progress)
+    shards = writer.write(target, plan, shard_bytes, stamp, progress, resume=True)
     carry(folder, target)
     for file, value in beside.items():
         write_json(target / file, value)

@@ -70,12 +70,12 @@ class TensorInfo:
 
 
 def header_bytes(prefix: bytes, file_size: int, file: str) -> int:
-    """The header's length from the first 8 bytes, checked against the file's size."""
+    """The header's length from the file's first 9 bytes, checked against the file's size."""
     if len(prefix) < PREFIX_BYTES:
         raise ShardError("not_safetensors", f"{file}: {file_size} bytes is too short for a safetensors file")
     size = int.from_bytes(prefix[:PREFIX_BYTES], "little")
-    if size > MAX_HEADER_BYTES or size < 2:
-        raise ShardError("not_safetensors", f"{file}: no safetensors file (it claims a header of {size} bytes)")
+    if size > MAX_HEADER_BYTES or size < 2 or prefix[PREFIX_BYTES : PREFIX_BYTES + 1] not in (b"{", b""):
+        raise ShardError("not_safetensors", f"{file}: no safetensors file (no header where one belongs)")
     if PREFIX_BYTES + size > file_size:
         raise ShardError(
             "shard_truncated", f"{file}: the header needs {PREFIX_BYTES + size} bytes and the file has {file_size}"

@@ -34,8 +34,9 @@ class Shard:
         try:
             with path.open("rb") as file:
                 self.size_bytes = os.fstat(file.fileno()).st_size
-                prefix = file.read(header.PREFIX_BYTES)
+                prefix = file.read(header.PREFIX_BYTES + 1)
                 length = header.header_bytes(prefix, self.size_bytes, path.name)
+                file.seek(header.PREFIX_BYTES)
                 raw = file.read(length)
                 start = header.PREFIX_BYTES + length
                 self.tensors, self.metadata = header.parse(raw, start, self.size_bytes, path.name)

@@ -1,7 +1,7 @@
 """Writing safetensors shards: planned first, then streamed, each shard under its name only when it is whole.
 
 A plan names every tensor's dtype and shape, so headers are known before a weight is read; arrays are made one at a
-time, in order. A shard that is already there from a run that was killed is kept when its header is the planned one.
+time, in order. With `resume` a shard that a killed run left whole is kept when its header is the planned one.
 """
 
 from __future__ import annotations
@@ -60,10 +60,13 @@ def write(
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     metadata: dict[str, str] | None = None,
     progress: Callable[[int], None] = lambda size_bytes: None,
+    resume: bool = False,
 ) -> list[Path]:
     """Write the planned tensors into `folder` and return the shards' paths. `progress` hears bytes as they are done.
 
-    The index is written last. Raises EnvironmentFault where the disk has not enough room.
+    resume: keep shards that an earlier run left whole (same header); `metadata` must then name the source, or shards
+    made from other weights of the same shapes would be kept too. The index is written last. Raises EnvironmentFault
+    where the disk has not enough room.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -75,7 +78,7 @@ def write(
     )
     heads = [header.build([(t.name, t.dtype, t.shape) for t in g], metadata or {"format": "pt"}) for g in groups]
     sizes = [len(h) + sum(t.size_bytes for t in g) for h, g in zip(heads, groups, strict=True)]
-    done = [finished(folder / n, h, s) for n, h, s in zip(names, heads, sizes, strict=True)]
+    done = [resume and finished(folder / n, h, s) for n, h, s in zip(names, heads, sizes, strict=True)]
     need_room(folder, sum(s for s, d in zip(sizes, done, strict=True) if not d))
     for name, head, group, ready, size in zip(names, heads, groups, done, sizes, strict=True):
         if ready:

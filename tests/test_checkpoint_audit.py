@@ -1,0 +1,322 @@
+"""The audit: sound checkpoints have no finding; each fault of the zoo is named by its code and its tensor."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import checkpoint_zoo as zoo
+import ml_dtypes
+import numpy as np
+import pytest
+
+import annie_quant as aq
+
+pytest.importorskip("annie_quant.nvfp4", reason="the C codec is not built")
+
+GATE, UP, DOWN = (f"model.layers.1.mlp.{k}_proj" for k in ("gate", "up", "down"))
+Q, V = "model.layers.3.self_attn.q_proj", "model.layers.3.self_attn.v_proj"
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory) -> dict[str, Path]:
+    home = tmp_path_factory.mktemp("sound")
+    plain = zoo.bf16(home / "bf16", shard_bytes=2_000_000)
+    out = {
+        "bf16": plain,
+        "nvfp4": zoo.nvfp4(home / "nvfp4", plain),
+        "w4a16": zoo.nvfp4(home / "w4a16", plain, with_input=False),
+        "mlp_only": zoo.nvfp4(home / "mlp_only", plain, lambda n: ".mlp." in n),
+    }
+    out["ct"] = Path(aq.checkpoint.convert(out["nvfp4"], "compressed-tensors", home / "ct")["path"])
+    return out
+
+
+@pytest.mark.parametrize("kind", ["bf16", "nvfp4", "w4a16", "mlp_only", "ct"])
+def test_sound_checkpoints_have_no_finding(sound, kind):
+    found = aq.checkpoint.audit(sound[kind])
+    assert found.ok, found.findings
+    assert aq.checkpoint.audit(sound[kind], source=sound["bf16"]).ok
+    assert json.loads(json.dumps(found.to_dict()))["ok"] is True
+
+
+def test_summary_counts_what_is_there(sound):
+    s = aq.checkpoint.audit(sound["mlp_only"]).summary
+    assert s["quantized"] == ["4 x mlp.down_proj", "4 x mlp.gate_proj", "4 x mlp.up_proj"]
+    assert "lm_head" in s["kept"] and "self_attn.q_proj" in s["kept"]
+    config = zoo.CONFIG
+    quantized = 3 * 4 * config["hidden_size"] * config["intermediate_size"]
+    total = sum(int(np.prod(v)) for v in zoo.shapes(config).values())
+    # 4 bits + 8/16 of a block scale, and 8 bytes of scalars a linear
+    assert s["weights"] == total
+    assert s["bits_per_quantized_weight"] == round(4.5 + 12 * 64 / quantized, 3)
+    assert s["size_bytes"] == quantized * 4.5 / 8 + 12 * 8 + 2 * (total - quantized)
+    assert s["algorithm"] == "NVFP4" and all(line.split(": ")[1] for line in s["loads"])
+
+
+def test_plain_checkpoint_has_sixteen_bits(sound):
+    s = aq.checkpoint.audit(sound["bf16"]).summary
+    assert s["dialect"] == "plain" and s["bits_per_weight"] == 16 and s["bits_per_quantized_weight"] is None
+
+
+def quant(config: dict) -> dict:
+    return config["quantization_config"]
+
+
+def scale(t: dict, name: str, value: float) -> None:
+    t[name] = np.array(value, np.float32)
+
+
+def byte(t: dict, name: str, value: int, index=(0, 0)) -> None:
+    t[name].view(np.uint8)[index] = value
+
+
+def first_block_of(t: dict) -> tuple[int, int]:
+    return (0, 0)
+
+
+FAULTS = {
+    "NaN block scale": (lambda t, c: byte(t, f"{GATE}.weight_scale", 0x7F), "block_scale_nan", f"{GATE}.weight_scale"),
+    "negative NaN block scale": (
+        lambda t, c: byte(t, f"{GATE}.weight_scale", 0xFF),
+        "block_scale_nan",
+        f"{GATE}.weight_scale",
+    ),
+    "negative block scale": (
+        lambda t, c: byte(t, f"{GATE}.weight_scale", 0xB8),
+        "block_scale_negative",
+        f"{GATE}.weight_scale",
+    ),
+    "zero block scale": (lambda t, c: byte(t, f"{GATE}.weight_scale", 0), "block_scale_zero", f"{GATE}.weight_scale"),
+    "NaN tensor scale": (
+        lambda t, c: scale(t, f"{DOWN}.weight_scale_2", np.nan),
+        "tensor_scale_bad",
+        f"{DOWN}.weight_scale_2",
+    ),
+    "zero tensor scale": (
+        lambda t, c: scale(t, f"{DOWN}.weight_scale_2", 0),
+        "tensor_scale_bad",
+        f"{DOWN}.weight_scale_2",
+    ),
+    "infinite tensor scale": (
+        lambda t, c: scale(t, f"{DOWN}.weight_scale_2", np.inf),
+        "tensor_scale_bad",
+        f"{DOWN}.weight_scale_2",
+    ),
+    "divisor for multiplier": (
+        lambda t, c: scale(t, f"{DOWN}.weight_scale_2", 1 / t[f"{DOWN}.weight_scale_2"]),
+        "tensor_scale_inverted",
+        f"{DOWN}.weight_scale_2",
+    ),
+    "no tensor scale": (lambda t, c: t.pop(f"{DOWN}.weight_scale_2"), "tensor_scale_missing", DOWN),
+    "no input scale": (lambda t, c: t.pop(f"{DOWN}.input_scale"), "input_scale_missing", DOWN),
+    "zero input scale": (lambda t, c: scale(t, f"{DOWN}.input_scale", 0), "input_scale_bad", f"{DOWN}.input_scale"),
+    "negative input scale": (
+        lambda t, c: scale(t, f"{DOWN}.input_scale", -1),
+        "input_scale_bad",
+        f"{DOWN}.input_scale",
+    ),
+    "input divisor": (
+        lambda t, c: scale(t, f"{DOWN}.input_scale", 2688 / 10),
+        "input_scale_inverted",
+        f"{DOWN}.input_scale",
+    ),
+    "gate and up scales": (
+        lambda t, c: scale(t, f"{UP}.weight_scale_2", t[f"{UP}.weight_scale_2"] * 1.5),
+        "fused_tensor_scale",
+        GATE,
+    ),
+    "q and v input scales": (lambda t, c: scale(t, f"{V}.input_scale", 0.005), "fused_input_scale", None),
+    "all-zero tensor": (
+        lambda t, c: t.update({f"{DOWN}.weight": np.zeros_like(t[f"{DOWN}.weight"])}),
+        "all_zero",
+        f"{DOWN}.weight",
+    ),
+    "all-zero plain linear": (
+        lambda t, c: t.update({"lm_head.weight": np.zeros_like(t["lm_head.weight"])}),
+        "all_zero",
+        "lm_head.weight",
+    ),
+    "NaN in a norm": (
+        lambda t, c: byte(t, "model.norm.weight", 0xFF, (slice(0, 2),)),
+        "not_finite",
+        "model.norm.weight",
+    ),
+    "group size": (
+        lambda t, c: quant(c)["config_groups"]["group_0"]["weights"].update(group_size=32),
+        "group_size",
+        f"{GATE}.weight_scale",
+    ),
+    "scale of the wrong shape": (
+        lambda t, c: t.update({f"{GATE}.weight_scale": np.zeros((640, 16), ml_dtypes.float8_e4m3fn)}),
+        "scale_shape",
+        f"{GATE}.weight_scale",
+    ),
+    "scale of the wrong type": (
+        lambda t, c: t.update({f"{GATE}.weight_scale": t[f"{GATE}.weight_scale"].view(np.uint8)}),
+        "scale_dtype",
+        f"{GATE}.weight_scale",
+    ),
+    "no block scale": (lambda t, c: t.pop(f"{GATE}.weight_scale"), "block_scale_missing", f"{GATE}.weight"),
+    "scale without a weight": (lambda t, c: t.pop(f"{GATE}.weight"), "orphan_scale", f"{GATE}.weight_scale"),
+    "excluded and quantized": (
+        lambda t, c: quant(c)["ignore"].append("model.layers.1.mlp*"),
+        "excluded_but_quantized",
+        GATE,
+    ),
+    "plain and not excluded": (lambda t, c: quant(c)["ignore"].remove("lm_head"), "not_excluded", "lm_head"),
+    "activation scale left over": (
+        lambda t, c: t.update({f"{DOWN}.pre_quant_scale": np.ones(512, ml_dtypes.bfloat16)}),
+        "pre_quant_scale",
+        f"{DOWN}.pre_quant_scale",
+    ),
+    "only hf_quant_config": (lambda t, c: c.pop("quantization_config"), "config_missing", "config.json"),
+    "algorithms differ": (
+        lambda t, c: quant(c).update(quant_algo="W4A16_NVFP4"),
+        "config_disagrees",
+        "hf_quant_config.json",
+    ),
+    "one of a fused group is plain": (lambda t, c: plain_again(t, c, UP), "fused_mixed", GATE),
+}
+
+
+def plain_again(t: dict, c: dict, module: str) -> None:
+    for suffix in ("weight_scale", "weight_scale_2", "input_scale"):
+        t.pop(f"{module}.{suffix}")
+    t[f"{module}.weight"] = np.ones((512, 256), ml_dtypes.bfloat16)
+    quant(c)["ignore"].append(module)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_each_fault_is_named(sound, tmp_path, fault):
+    change, code, tensor = FAULTS[fault]
+    folder = zoo.spoil(sound["nvfp4"], tmp_path / "bad", change)
+    found = aq.checkpoint.audit(folder)
+    assert code in {f.code for f in found.findings}, found.findings
+    if tensor:
+        assert tensor in {f.tensor for f in found.findings if f.code == code}, found.findings
+    assert not found.ok and all("\n" not in f.message and len(f.message) < 400 for f in found.findings)
+    assert {f.code for f in found.findings} <= {code, *CONSEQUENCES.get(fault, ())}, found.findings
+    json.dumps(found.to_dict())
+
+
+# What else must be said once the fault is there; nothing beyond it.
+CONSEQUENCES = {
+    "NaN tensor scale": (),
+    "no block scale": ("orphan_scale", "not_excluded", "fused_mixed"),
+    "scale without a weight": ("orphan_scale",),
+    "no tensor scale": (),
+    "only hf_quant_config": (),
+    "one of a fused group is plain": ("config_disagrees",),
+    "excluded and quantized": ("config_disagrees",),
+    "plain and not excluded": ("config_disagrees",),
+    "group size": ("config_disagrees",),
+}
+
+
+def test_a_deadly_fault_shows_in_what_loads(sound, tmp_path):
+    folder = zoo.spoil(sound["nvfp4"], tmp_path / "bad", FAULTS["NaN block scale"][0])
+    assert all(": no, block_scale_nan" in line for line in aq.checkpoint.audit(folder).summary["loads"])
+
+
+def test_faults_of_the_files_are_findings_too(sound, tmp_path):
+    folder = zoo.spoil(sound["nvfp4"], tmp_path / "cut", lambda t, c: None)
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    found = aq.checkpoint.audit(folder)
+    assert [f.code for f in found.findings] == ["shard_truncated"] and not found.ok
+
+
+def test_compressed_tensors_taken_for_a_multiplier_is_seen(sound, tmp_path):
+    folder = zoo.spoil(
+        sound["ct"],
+        tmp_path / "bad",
+        lambda t, c: scale(t, f"{DOWN}.weight_global_scale", 1 / float(t[f"{DOWN}.weight_global_scale"][0])),
+    )
+    assert "tensor_scale_inverted" in {f.code for f in aq.checkpoint.audit(folder).findings}
+
+
+# -- against the source
+
+
+def awq(source: dict, module: str, s: np.ndarray) -> dict[str, np.ndarray]:
+    """The linear's tensors after a fold of s into its columns."""
+    from annie_quant import nvfp4
+
+    t = nvfp4.pack((source[f"{module}.weight"].astype(np.float32) * s).astype(np.float32))
+    return {
+        f"{module}.weight": np.asarray(t.codes),
+        f"{module}.weight_scale": np.asarray(t.block_scale),
+        f"{module}.weight_scale_2": np.array(t.tensor_scale, np.float32),
+    }
+
+
+def folded(source: Path, right: bool, only: tuple[str, ...] = ("gate", "up")):
+    """A fold of the MLP's input scale into the norm before it, rightly or as ModelOpt 0.47 does."""
+    plain = zoo.read(source)
+    s = np.random.default_rng(5).uniform(0.5, 2.0, 256)
+    norm = "model.layers.1.post_attention_layernorm.weight"
+
+    def change(t: dict, c: dict) -> None:
+        both = [awq(plain, f"model.layers.1.mlp.{k}_proj", s) for k in only]
+        shared = max(float(b[n]) for b in both for n in b if n.endswith("_2"))
+        for b in both:
+            t.update(b)
+        del shared
+        w = plain[norm].astype(np.float64)
+        t[norm] = ((1 + w) / s - 1 if right else w / s).astype(ml_dtypes.bfloat16)
+
+    return change, norm
+
+
+def test_a_right_fold_is_no_finding_and_the_wrong_one_names_its_norm(sound, tmp_path):
+    for right in (True, False):
+        change, norm = folded(sound["bf16"], right)
+        folder = zoo.spoil(sound["nvfp4"], tmp_path / str(right), change)
+        found = aq.checkpoint.audit(folder, source=sound["bf16"])
+        about_folds = [f for f in found.findings if not f.code.startswith("fused_")]
+        if right:
+            assert about_folds == []
+        else:
+            assert [(f.code, f.tensor) for f in about_folds] == [("fold_plus_one", norm)]
+
+
+def test_a_reader_that_was_left_out_of_a_fold_is_named(sound, tmp_path):
+    change, norm = folded(sound["bf16"], True, only=("gate",))
+    found = aq.checkpoint.audit(zoo.spoil(sound["nvfp4"], tmp_path / "x", change), source=sound["bf16"])
+    assert ("fold_wrong", norm) in {(f.code, f.tensor) for f in found.findings}
+
+
+def swap_nibbles(t: dict, c: dict) -> None:
+    w = t[f"{DOWN}.weight"]
+    t[f"{DOWN}.weight"] = (w >> 4 | w << 4).astype(np.uint8)
+
+
+def swizzle(t: dict, c: dict) -> None:
+    s = t[f"{DOWN}.weight_scale"]
+    rows, cols = s.shape
+    t[f"{DOWN}.weight_scale"] = np.ascontiguousarray(
+        s.reshape(rows // 128, 4, 32, cols // 4, 4).transpose(0, 3, 2, 1, 4)
+    ).reshape(rows, cols)
+
+
+@pytest.mark.parametrize("change", [swap_nibbles, swizzle])
+def test_what_only_the_source_can_tell(sound, tmp_path, change):
+    """Reversed nibbles and swizzled scales have valid bytes; against the source they stand out."""
+    folder = zoo.spoil(sound["nvfp4"], tmp_path / "x", change)
+    assert aq.checkpoint.audit(folder).ok
+    found = aq.checkpoint.audit(folder, source=sound["bf16"])
+    assert [(f.code, f.tensor) for f in found.findings] == [("large_error", DOWN)]
+
+
+def test_another_models_weights_are_seen(sound, tmp_path):
+    other = zoo.bf16(tmp_path / "other", seed=9)
+    codes = {f.code for f in aq.checkpoint.audit(sound["nvfp4"], source=other).findings}
+    assert {"large_error", "differs_from_source"} <= codes
+
+
+def test_errors_of_the_source_comparison_are_those_of_the_format(sound):
+    rows = aq.checkpoint.audit(sound["nvfp4"], source=sound["bf16"]).tensors
+    errors = [r["rel_l2"] for r in rows if "rel_l2" in r]
+    assert len(errors) == 3 * 3 + 4 + 4 * 3
+    assert 0.08 < np.median(errors) < 0.11  # spec/nvfp4.md: .0951 for Gaussian weights by amax

@@ -1,6 +1,6 @@
 """What people look at: report.html (one offline file), report.md (paste-ready), results.csv and plots/*.svg.
 
-    build(run_dir)   write all of them beside the run's own files; returns their paths, report.html first
+build(run_dir)   write all of them beside the run's own files; returns their paths, report.html first
 """
 
 from __future__ import annotations
@@ -18,15 +18,21 @@ def build(run_dir: str | os.PathLike) -> list[Path]:
 
     Raises UsageError for a folder that holds no run, or a run.json that is not JSON.
     """
-    from annie_quant.report import figures, markdown, page, recount, tables, timing_figures
+    from annie_quant.report import figures, markdown, page, recount, size_figures, tables, timing_figures
     from annie_quant.report.load import load
 
     run = load(run_dir)
     clocked = recount.timed(run.measured) if run.records else []
     drawn = [
-        figures.gate_panels(run), figures.offline_and_served(run), figures.kl_panels(run), figures.pareto(run),
-        timing_figures.turns(run), timing_figures.distributions(run, clocked), timing_figures.streams(run, clocked),
-        timing_figures.latency_lines(run), figures.memory_bars(run),
+        figures.gate_panels(run),
+        figures.offline_and_served(run),
+        figures.kl_panels(run),
+        size_figures.pareto(run),
+        timing_figures.turns(run),
+        timing_figures.distributions(run, clocked),
+        timing_figures.streams(run, clocked),
+        timing_figures.latency_lines(run),
+        size_figures.memory_bars(run),
     ]
     served = {s.key.split("/", 1)[1]: s.data for s in run.of("served")}
     check = recount.check(served, run.measured, recount.greedy_workloads(run.inputs)) if run.records else None
@@ -39,9 +45,13 @@ def build(run_dir: str | os.PathLike) -> list[Path]:
             stem = figure.key if panel == figure.key else f"{figure.key}-{_file_name(panel)}"
             paths[f"plots/{stem}.svg"] = canvas.document()
     for relative, text in paths.items():
-        write_text(run.folder / relative, text)
-    return [run.folder / p for p in sorted(paths, key=lambda p: ("report.html", "report.md", "results.csv").index(p)
-                                           if "/" not in p else 9)]
+        write_text(run.folder / relative, text.encode("utf-8", "replace").decode())
+    return [
+        run.folder / p
+        for p in sorted(
+            paths, key=lambda p: ("report.html", "report.md", "results.csv").index(p) if "/" not in p else 9
+        )
+    ]
 
 
 def _file_name(panel: str) -> str:

@@ -1,7 +1,7 @@
-"""Answers side by side: which prompts are shown, what is cut, and where the faults stand in the text.
+"""Answers side by side: which prompts are shown, what is cut, where the faults stand in the text.
 
-Prompts where an answer failed a gate come first, then those where the backends differ, then the rest, spread evenly over
-the workloads, up to a number of prompts and of characters; what was left out is counted and said.
+Prompts where an answer failed a gate come first, then those where the backends differ, then the rest, spread evenly
+over the workloads, up to a number of prompts and of characters; what was left out is counted and said.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ PROMPT_CHARACTERS = 400
 # What to point at in an answer that failed a gate; the gate itself has judged.
 _SPOTS = {
     "no_markdown": re.compile(
-        r"\*\*[^*\n]+\*\*|^#{1,6} .*$|^\s*[-*+•] |^\s*\d+\. |`[^`\n]+`|^```.*$|\|.*\|", re.MULTILINE),
-    "thinking_leak": re.compile(r"</?think>|^(?:okay|hmm|wait|let me|thinking process|the user)\b[^\n.]*", re.I | re.MULTILINE),
+        r"\*\*[^*\n]+\*\*|^#{1,6} .*$|^\s*[-*+•] |^\s*\d+\. |`[^`\n]+`|^```.*$|\|.*\|", re.MULTILINE
+    ),
+    "thinking_leak": re.compile(
+        r"</?think>|^(?:okay|hmm|wait|let me|thinking process|the user)\b[^\n.]*", re.I | re.MULTILINE
+    ),
     "stop": re.compile(r".{1,40}\Z", re.DOTALL),
 }
 
@@ -62,15 +65,21 @@ class Browser:
         if len(self.prompts) == self.total:
             return f"All {self.total} prompts are here."
         shown_faulty = sum(bool(p.gates) for p in self.prompts)
-        return (f"{len(self.prompts)} of {self.total} prompts are here: {shown_faulty} of the {self.faulty} with a fault, then "
-                "those where the backends differ, then others spread evenly over the workloads. All are in records.jsonl.")
+        return (
+            f"{len(self.prompts)} of {self.total} prompts are here: {shown_faulty} of the {self.faulty} with a fault, "
+            "then those where the backends differ, then others spread evenly over the workloads. All: records.jsonl."
+        )
 
 
 def collect(run: Run) -> Browser:
     """Choose and cut; texts come out clean (text.clean), still to be escaped by the template."""
     groups: dict[tuple, dict[str, dict]] = {}
     for record in run.measured:
-        key = (str(record["workload"]), str(record.get("case")), record.get("turn") if isinstance(record.get("turn"), int) else 0)
+        key = (
+            str(record["workload"]),
+            str(record.get("case")),
+            record.get("turn") if isinstance(record.get("turn"), int) else 0,
+        )
         side = groups.setdefault(key, {})
         before = side.get(record["backend"])
         # Of several repeats the first, unless a later one failed where it did not.
@@ -95,7 +104,10 @@ def _failed(record: dict[str, Any]) -> list[str]:
 
 
 def _differs(side: dict[str, dict]) -> bool:
-    return len({(str(r.get("text")), str([c.get("name") for c in rows_of(r.get("tool_calls"))])) for r in side.values()}) > 1
+    return (
+        len({(str(r.get("text")), str([c.get("name") for c in rows_of(r.get("tool_calls"))])) for r in side.values()})
+        > 1
+    )
 
 
 def _rank(side: dict[str, dict]) -> int:
@@ -153,13 +165,29 @@ def _shown(run: Run, backend: str, model: str, record: dict[str, Any]) -> Shown:
     faults = [(run.gate_title(g) if g != "error" else "error", _cut(said.get(g, ""), 160)[0]) for g in failed]
     calls = [_cut(f"{c.get('name')}({c.get('arguments')})", 300)[0] for c in rows_of(record.get("tool_calls"))]
     error = _cut(record.get("error"), 300)[0] if record.get("error") else ""
-    return Shown(clean(backend), run.label(model), model, _mark(text, failed), reasoning, calls[:8], faults,
-                 "; ".join(filter(None, [error, cut])), record.get("completion_tokens"), record.get("first_content_ms"))
+    return Shown(
+        clean(backend),
+        run.label(model),
+        model,
+        _mark(text, [] if error else failed),
+        reasoning,
+        calls[:8],
+        faults,
+        "; ".join(filter(None, [error, cut])),
+        record.get("completion_tokens"),
+        record.get("first_content_ms"),
+    )
 
 
 def _mark(text: str, failed: list[str]) -> list[tuple[str, bool]]:
     """The text in pieces, those that a failed gate points at marked."""
-    spans = sorted((m.start(), m.end()) for gate in failed if gate in _SPOTS for m in _SPOTS[gate].finditer(text) if m.end() > m.start())
+    spans = sorted(
+        (m.start(), m.end())
+        for gate in failed
+        if gate in _SPOTS
+        for m in _SPOTS[gate].finditer(text)
+        if m.end() > m.start()
+    )
     pieces, at = [], 0
     for start, end in spans:
         if start < at:

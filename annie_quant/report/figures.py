@@ -1,4 +1,4 @@
-"""Figures of what the models say: gates against thresholds, offline against served, KL, size against manners, memory."""
+"""Figures of what the models say: gates against thresholds, offline against served, KL divergence."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from annie_quant.report import svg
 from annie_quant.report.load import Run, Side, mapping
 from annie_quant.report.svg import Canvas
-from annie_quant.report.text import clean, number, share, significant, size
+from annie_quant.report.text import clean, number, share, significant
 
 WIDTH = 340
 WORDS = {"pass": "pass", "fail": "fail", "undecided": "undecided"}
@@ -36,8 +36,11 @@ def rate(row: dict) -> float:
 
 def gate_panels(run: Run) -> Figure:
     """A panel a gate: every side's pass rate with its interval, against the threshold."""
-    figure = Figure("gates", "Share of answers that pass, with 95 % Wilson intervals; the dashed line is the threshold, "
-                             "the figures on the right are passes of n. A hollow mark is a gate that n cannot decide.")
+    figure = Figure(
+        "gates",
+        "Share of answers that pass, with 95 % Wilson intervals; the dashed line is the threshold, "
+        "the figures on the right are passes of n. A hollow mark is a gate that n cannot decide.",
+    )
     for gate in run.gate_names:
         sides = [s for s in run.sides if gate in s.gates]
         figure.panels.append((gate, _gate_panel(run, gate, sides)))
@@ -45,29 +48,35 @@ def gate_panels(run: Run) -> Figure:
 
 
 def _gate_panel(run: Run, gate: str, sides: list[Side]) -> Canvas:
-    left, right, top, step = 118, 64, 30, 19
+    left, right, top, step = 118, 82, 30, 19
     rows = [s.gates[gate] for s in sides]
     thresholds = {t for r in rows if (t := number(r.get("threshold"))) is not None}
     lowest = min([number(r.get("low")) if number(r.get("low")) is not None else rate(r) for r in rows] + [*thresholds])
     start = max(0.0, math.floor((lowest - 0.02) * 10) / 10)
     bottom = top + step * len(sides)
-    said = "; ".join(f"{run.label(s.model)} {s.title} {r['passes']:g} of {r['n']:g}, {r.get('verdict', '')}"
-                     for s, r in zip(sides, rows, strict=True))
+    said = "; ".join(
+        f"{run.label(s.model)} {s.title} {r['passes']:g} of {r['n']:g}, {r.get('verdict', '')}"
+        for s, r in zip(sides, rows, strict=True)
+    )
     c = Canvas(WIDTH, bottom + 22, f"Gate: {run.gate_title(gate)}", said)
     c.text(0, 14, run.gate_title(gate), "t")
     if all(r.get("advisory") for r in rows):
         c.text(WIDTH, 14, "informs only", "e")
     place = svg.scale(start, 1.0, left, WIDTH - right)
-    svg.x_axis(c, place, svg.ticks(start, 1.0, 4), top - 4, bottom, lambda v: f"{100 * v:.0f} %")
+    svg.x_axis(c, place, svg.ticks(start, 1.0, 4), top - 4, bottom, svg.percent)
     for threshold in thresholds:
         c.line(place(threshold), top - 8, place(threshold), bottom, "h", f"threshold {share(threshold)}")
     previous = None
     for index, (side, row) in enumerate(zip(sides, rows, strict=True)):
         y, s = top + step * index + step / 2, run.series(side.model)
         verdict = row.get("verdict", "")
-        tip = (f"{run.label(side.model)}, {side.title}: {row['passes']:g} of {row['n']:g} = {share(rate(row))} "
-               f"({share(row.get('low'))} to {share(row.get('high'))}), {verdict}")
-        c.text(left - 8, y + 4, _short(run, side, side.model == previous), "e" + ("" if side.model == previous else " v"))
+        tip = (
+            f"{run.label(side.model)}, {side.title}: {row['passes']:g} of {row['n']:g} = {share(rate(row))} "
+            f"({share(row.get('low'))} to {share(row.get('high'))}), {verdict}"
+        )
+        c.text(
+            left - 8, y + 4, _short(run, side, side.model == previous), "e" + ("" if side.model == previous else " v")
+        )
         previous = side.model
         if number(row.get("low")) is not None and number(row.get("high")) is not None:
             c.line(place(row["low"]), y, place(row["high"]), y, f"w s{s}", tip)
@@ -88,37 +97,55 @@ def _short(run: Run, side: Side, repeated: bool) -> str:
 
 def offline_and_served(run: Run) -> Figure:
     """A panel a model that has both: each gate's rate offline (per numerics) and behind its server."""
-    figure = Figure("offline-served", "Pass rates of the same model without a server and behind one; hover or read the "
-                                      "table for intervals. Where a tool call is right in the raw text and lost behind "
-                                      "the server, its parser is at fault, not the model.")
+    figure = Figure(
+        "offline-served",
+        "Pass rates of the same model without a server and behind one (n and intervals: the table of gates). Where a "
+        "tool call is right in the raw text and lost behind the server, its parser is at fault and not the model.",
+    )
     for model in run.models:
         sides = [s for s in run.sides if s.model == model["name"] and s.gates]
-        if {s.kind for s in sides} != {"offline", "served"}:
-            continue
-        gates = [g for g in run.gate_names if all(g in s.gates for s in sides)]
-        left, top, step = 128, 46, 19
-        c = Canvas(WIDTH, top + step * len(gates) + 24, f"{model['label']}: offline and served",
-                   "; ".join(f"{s.title}: " + ", ".join(f"{run.gate_title(g)} {share(rate(s.gates[g]))}" for g in gates)
-                             for s in sides))
-        c.text(0, 14, model["label"], "t")
-        for index, side in enumerate(sides):
-            x = left + index * 72
-            c.mark(index, x, 30, "f", "")
-            c.text(x + 8, 34, side.title.split()[0] if side.kind == "offline" else "served")
-        lowest = min([rate(s.gates[g]) for s in sides for g in gates] + [0.9])
-        place = svg.scale(math.floor(lowest * 10) / 10, 1.0, left, WIDTH - 20)
-        svg.x_axis(c, place, svg.ticks(math.floor(lowest * 10) / 10, 1.0, 4), top - 4, top + step * len(gates),
-                   lambda v: f"{100 * v:.0f} %")
-        for row, gate in enumerate(gates):
-            y = top + step * row + step / 2
-            c.text(left - 8, y + 4, run.gate_title(gate), "e")
-            xs = [place(rate(s.gates[gate])) for s in sides]
-            c.line(min(xs), y, max(xs), y, "a")
-            for index, (side, x) in enumerate(zip(sides, xs, strict=True)):
-                found = side.gates[gate]
-                c.mark(index, x, y, "f", f"{side.title}: {found['passes']:g} of {found['n']:g}", 4.6 - index * 0.6)
-        figure.panels.append((model["name"], c))
+        if {s.kind for s in sides} == {"offline", "served"}:
+            gates = [g for g in run.gate_names if all(g in s.gates for s in sides)]
+            figure.panels.append((model["name"], _both_panel(run, model, sides, gates)))
     return figure
+
+
+# Each way of running has its own shape; the colour is the model's.
+_WAYS = {"reference": (0, "f"), "W4A4": (0, "f"), "W4A16": (0, "o"), "served": (2, "f")}
+
+
+def _both_panel(run: Run, model: dict, sides: list[Side], gates: list[str]) -> Canvas:
+    left, top, step, series = 146, 50, 20, run.series(model["name"])
+    bottom = top + step * len(gates)
+    said = "; ".join(
+        f"{s.title}: " + ", ".join(f"{run.gate_title(g)} {share(rate(s.gates[g]))}" for g in gates) for s in sides
+    )
+    c = Canvas(WIDTH, bottom + 24, f"{model['label']}: offline and served", said)
+    c.text(0, 14, model["label"], "t")
+    ways = [(*_WAYS.get(way(s), (1, "o")), way(s)) for s in sides]
+    for index, (shape, css, words) in enumerate(ways):
+        x = left - 34 + index * 76
+        c.mark(shape, x, 31, f"{css} x{series}")
+        c.text(x + 9, 35, words)
+    start = math.floor(min([rate(s.gates[g]) for s in sides for g in gates] + [0.9]) * 10) / 10
+    place = svg.scale(start, 1.0, left, WIDTH - 20)
+    svg.x_axis(c, place, svg.ticks(start, 1.0, 5), top - 4, bottom, svg.percent)
+    for row, gate in enumerate(gates):
+        y = top + step * row + step / 2
+        c.text(left - 10, y + 4, run.gate_title(gate), "e")
+        xs = [place(rate(s.gates[gate])) for s in sides]
+        c.line(min(xs), y, max(xs), y, "a")
+        for index, (side, x) in enumerate(zip(sides, xs, strict=True)):
+            found, (shape, css, _) = side.gates[gate], ways[index]
+            # Marks of one rate would hide each other: they fan out by a few pixels.
+            shift = 5 * (index - (len(sides) - 1) / 2)
+            c.mark(shape, x, y + shift, f"{css} x{series}", f"{side.title}: {found['passes']:g} of {found['n']:g}", 3.6)
+    return c
+
+
+def way(side: Side) -> str:
+    """reference, W4A4, W4A16 or served."""
+    return side.title.split()[0] if side.kind == "offline" else "served"
 
 
 def kl_sides(run: Run) -> list[Side]:
@@ -130,8 +157,11 @@ def kl_panels(run: Run) -> Figure:
     sides = kl_sides(run)
     counts = sorted({int(n) for s in sides if (n := number(s.data["kl"].get("n_tokens")))})
     tokens = " or ".join(f"{n:,}".replace(",", "\u202f") for n in counts)
-    figure = Figure("kl", f"KL divergence from bf16 per assistant token, in nats (n = {tokens or 'unknown'} tokens a side), on a "
-                          "logarithmic axis: the mark is the mean, the line runs from the median to the 99th percentile.")
+    figure = Figure(
+        "kl",
+        f"KL divergence from bf16 per assistant token, in nats (n = {tokens or 'unknown'} tokens a side), on a "
+        "logarithmic axis: the mark is the mean, the line runs from the median to the 99th percentile.",
+    )
     if not sides:
         return figure
     figure.panels.append(("overall", _kl_panel(run, "All tokens", [(s, s.data["kl"]) for s in sides])))
@@ -156,15 +186,21 @@ def _kl_panel(run: Run, title: str, rows: list[tuple[Side, dict]]) -> Canvas:
     left, top, step = 118, 30, 21
     low, high = _log_range([number(kl.get(k)) for _, kl in rows for k in ("median", "mean", "p99")])
     bottom = top + step * len(rows)
-    c = Canvas(WIDTH, bottom + 24, f"KL divergence, {title}", "; ".join(
-        f"{run.label(s.model)} {s.title}: mean {significant(kl.get('mean'))}" for s, kl in rows))
+    c = Canvas(
+        WIDTH,
+        bottom + 24,
+        f"KL divergence, {title}",
+        "; ".join(f"{run.label(s.model)} {s.title}: mean {significant(kl.get('mean'))}" for s, kl in rows),
+    )
     c.text(0, 14, title, "t")
     place = svg.scale(low, high, left, WIDTH - 52, log=True)
-    svg.x_axis(c, place, svg.log_ticks(low, high), top - 4, bottom, lambda v: f"{v:g}")
+    svg.x_axis(c, place, svg.log_ticks(low, high), top - 4, bottom, svg.plain)
     previous = None
     for index, (side, kl) in enumerate(rows):
         y, s = top + step * index + step / 2, run.series(side.model)
-        c.text(left - 8, y + 4, _short(run, side, side.model == previous), "e" + ("" if side.model == previous else " v"))
+        c.text(
+            left - 8, y + 4, _short(run, side, side.model == previous), "e" + ("" if side.model == previous else " v")
+        )
         previous = side.model
         a, b = number(kl.get("median")), number(kl.get("p99"))
         if a is not None and b is not None:
@@ -179,11 +215,18 @@ def _kl_breakdown(run: Run, title: str, part: str, names: list[str], sides: list
     cells = {(n, s.key): _kl_value(mapping(s.data["kl"].get(part)).get(n)) for n in names for s in sides}
     low, high = _log_range(list(cells.values()))
     bottom = top + step * len(names)
-    c = Canvas(WIDTH, bottom + 24, f"Mean KL divergence {title}", "; ".join(
-        f"{n}: " + ", ".join(f"{run.label(s.model)} {s.title} {significant(cells[n, s.key])}" for s in sides) for n in names))
+    c = Canvas(
+        WIDTH,
+        bottom + 24,
+        f"Mean KL divergence {title}",
+        "; ".join(
+            f"{n}: " + ", ".join(f"{run.label(s.model)} {s.title} {significant(cells[n, s.key])}" for s in sides)
+            for n in names
+        ),
+    )
     c.text(0, 14, f"Mean, {title}", "t")
     place = svg.scale(low, high, left, WIDTH - 14, log=True)
-    svg.x_axis(c, place, svg.log_ticks(low, high), top - 4, bottom, lambda v: f"{v:g}")
+    svg.x_axis(c, place, svg.log_ticks(low, high), top - 4, bottom, svg.plain)
     for index, key in enumerate(names):
         y = top + step * index + step / 2
         c.text(left - 8, y + 4, clean(key).replace("_", " ")[:18], "e")
@@ -191,82 +234,11 @@ def _kl_breakdown(run: Run, title: str, part: str, names: list[str], sides: list
             value = cells[key, side.key]
             if value is not None:
                 hollow = side.title.startswith("W4A16")
-                c.mark(run.series(side.model), place(value), y, "o" if hollow else "f",
-                       f"{run.label(side.model)} {side.title}: {significant(value)}")
+                c.mark(
+                    run.series(side.model),
+                    place(value),
+                    y,
+                    "o" if hollow else "f",
+                    f"{run.label(side.model)} {side.title}: {significant(value)}",
+                )
     return c
-
-
-def weakest(side: Side) -> tuple[str, dict] | None:
-    """The deciding gate with the lowest pass rate: a model has the manners of its worst gate."""
-    rows = [(g, r) for g, r in side.gates.items() if not r.get("advisory") and number(r.get("n"))]
-    return min(rows, key=lambda item: (rate(item[1]), number(item[1].get("low")) or 0), default=None)
-
-
-def pareto(run: Run) -> Figure:
-    """Size on disk against the worst gate's pass rate, a mark a side."""
-    points = [(m, s, *w) for m in run.models if number(m.get("size_bytes")) for s in run.sides
-              if s.model == m["name"] and (w := weakest(s))]
-    figure = Figure("pareto", "A model has the manners of its worst gate: the lowest pass rate of any deciding gate with its "
-                              "interval, against size on disk. Up and to the left is better; the line joins what nothing "
-                              "else beats. Filled: offline W4A4 or reference; hollow: other numerics and servers.", wide=True)
-    if len(points) < 2:
-        return figure
-    width, height, left, bottom = 720, 300, 52, 254
-    sizes = [m["size_bytes"] for m, *_ in points]
-    c = Canvas(width, height, "Size against manners", "; ".join(
-        f"{m['label']} {s.title}: {size(m['size_bytes'])}, worst gate {run.gate_title(g)} {share(rate(r))}"
-        for m, s, g, r in points))
-    low, high = 0.0, max(sizes) * 1.18
-    unit = next((u for u in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if max(sizes) >= u[1]), ("B", 1))
-    x = svg.scale(low, high, left, width - 12)
-    y = svg.scale(0.0, 1.0, bottom, 22)
-    svg.x_axis(c, x, svg.ticks(low / unit[1], high / unit[1], 7) and [t * unit[1] for t in svg.ticks(0, high / unit[1], 7)],
-               22, bottom, lambda v: significant(v / unit[1]), f"size on disk, {unit[0]}")
-    svg.y_axis(c, y, svg.ticks(0, 1, 5), left, width - 12, lambda v: f"{100 * v:.0f} %")
-    front, best = [], -1.0
-    for m, _, _, r in sorted(points, key=lambda p: (p[0]["size_bytes"], -rate(p[3]))):
-        if rate(r) > best:
-            best = rate(r)
-            front.append((x(m["size_bytes"]), y(best)))
-    if len(front) > 1:
-        c.path(front, "a")
-    spread: dict[str, int] = {}
-    for m, side, gate, row in points:
-        at = spread.setdefault(m["name"], 0)
-        spread[m["name"]] += 1
-        px, s = x(m["size_bytes"]) + 9 * at, run.series(m["name"])
-        tip = f"{m['label']}, {side.title}: {size(m['size_bytes'])}, {run.gate_title(gate)} {row['passes']:g} of {row['n']:g}"
-        if number(row.get("low")) is not None and number(row.get("high")) is not None:
-            c.line(px, y(row["low"]), px, y(row["high"]), f"w s{s}", tip)
-        c.mark(s, px, y(rate(row)), "f" if side.title.startswith(("W4A4", "reference")) else "o", tip, 5)
-        if at == 0:
-            c.text(px, bottom - 8, m["label"], "v")
-    figure.panels.append(("pareto", c))
-    return figure
-
-
-def memory_bars(run: Run) -> Figure:
-    """Memory of each server: idle, with one request, with five at once."""
-    sides = [s for s in run.of("served") if mapping(s.data.get("memory_bytes"))]
-    levels = [("idle", "idle"), ("one", "1 request"), ("five", "5 at once")]
-    sources = sorted({clean(s.data["memory_bytes"].get("source") or "") for s in sides} - {""})
-    figure = Figure("memory", "Memory of each server, the highest seen (one measurement each"
-                              + (f"; {', '.join(sources).replace('_', ' ')}" if sources else "") + ").")
-    top_value = max([number(s.data["memory_bytes"].get(k)) or 0 for s in sides for k, _ in levels], default=0)
-    if not top_value:
-        return figure
-    step, top, left = 15, 30, 96
-    for side in sides:
-        s = run.series(side.model)
-        c = Canvas(WIDTH, top + step * 3 + 8, f"Memory: {run.label(side.model)}, {side.title}", "; ".join(
-            f"{words}: {size(side.data['memory_bytes'].get(k))}" for k, words in levels))
-        c.text(0, 14, f"{run.label(side.model)}", "t")
-        place = svg.scale(0, top_value, 0, WIDTH - left - 66)
-        for index, (key, words) in enumerate(levels):
-            value, y = number(side.data["memory_bytes"].get(key)), top + step * index
-            c.text(left - 8, y + 9, words, "e")
-            if value is not None:
-                c.bar(left, y, place(value), step - 5, f"f s{s}")
-            c.text(left + (place(value) if value else 0) + 6, y + 9, size(value), "v")
-        figure.panels.append((side.key, c))
-    return figure

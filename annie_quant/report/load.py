@@ -20,7 +20,7 @@ REFERENCE = "bf16"
 
 @dataclass(frozen=True)
 class Side:
-    """One judged thing: a model under one numerics (offline) or behind one server. `gates` and `data` as in run.json."""
+    """A model under one numerics (offline) or behind one server, as judged; `gates` and `data` as in run.json."""
 
     key: str
     model: str
@@ -103,8 +103,10 @@ def load(run_dir: str | Path) -> Run:
     doc = _json(folder / source) if source else {}
     evaluations = {p.stem: _json(p, strict=False) for p in sorted(folder.glob("eval/*.json"))}
     if source is None and not records and not evaluations:
-        raise UsageError(f"{folder}: neither run.json, bench.json, records.jsonl nor eval/*.json is there",
-                         "give a folder that annie-quant demo or bench wrote")
+        raise UsageError(
+            f"{folder}: neither run.json, bench.json, records.jsonl nor eval/*.json is there",
+            "give a folder that annie-quant demo or bench wrote",
+        )
     run = Run(folder, doc, records, _json(folder / "inputs.json", strict=False), torn)
     _models_and_sides(run, evaluations)
     run.missing = _missing(run, source)
@@ -162,8 +164,11 @@ def _aggregate(run: Run) -> dict[str, Any]:
 
 
 def _gates(value: Any) -> dict[str, dict[str, Any]]:
-    return {str(g): row for g, row in mapping(value).items()
-            if isinstance(row, dict) and number(row.get("n")) is not None and number(row.get("passes")) is not None}
+    return {
+        str(g): row
+        for g, row in mapping(value).items()
+        if isinstance(row, dict) and number(row.get("n")) is not None and number(row.get("passes")) is not None
+    }
 
 
 def _models_and_sides(run: Run, evaluations: dict[str, dict[str, Any]]) -> None:
@@ -185,16 +190,19 @@ def _models_and_sides(run: Run, evaluations: dict[str, dict[str, Any]]) -> None:
         listed.setdefault(model, {"name": model, "unlisted": True})
     run.models = [m | {"label": clean(m.get("label") or name(m["name"]))} for m in listed.values()]
     for model in listed:
-        for numerics in sorted(offline.get(model, {}), key=lambda k: (list(NUMERICS).index(k) if k in NUMERICS else 9)):
+        for numerics in sorted(offline.get(model, {}), key=lambda k: list(NUMERICS).index(k) if k in NUMERICS else 9):
             data = mapping(offline[model][numerics])
             title = f"{NUMERICS.get(numerics, clean(numerics))} offline"
-            run.sides.append(Side(f"offline/{model}/{numerics}", model, "offline", title, _gates(data.get("gates")), data))
+            run.sides.append(
+                Side(f"offline/{model}/{numerics}", model, "offline", title, _gates(data.get("gates")), data)
+            )
         for backend, value in served.items():
             data = mapping(value)
             if str(data.get("model") or backend) == model:
                 runtime = clean(data.get("runtime") or "server")
-                run.sides.append(Side(f"served/{backend}", model, "served", f"{runtime} served",
-                                      _gates(data.get("gates")), data))
+                run.sides.append(
+                    Side(f"served/{backend}", model, "served", f"{runtime} served", _gates(data.get("gates")), data)
+                )
 
 
 def _missing(run: Run, source: str | None) -> list[dict[str, str]]:
@@ -207,13 +215,19 @@ def _missing(run: Run, source: str | None) -> list[dict[str, str]]:
 
     bench = "annie-quant bench --backend-a NAME URL --backend-b NAME URL --output DIR"
     if source is None:
-        lacks("verdict", f"{where} holds no run.json: no verdict, no environment, no stage times",
-              "annie-quant demo --output DIR")
+        lacks(
+            "verdict",
+            f"{where} holds no run.json: no verdict, no environment, no stage times",
+            "annie-quant demo --output DIR",
+        )
     if not any(not m.get("unlisted") for m in run.models):
         lacks("sizes", "no table of models: sizes and bits per weight are unknown", "annie-quant audit MODEL_DIR")
     if not run.of("offline"):
-        lacks("offline", "no evaluation without a server: gates under W4A4 and W4A16 and KL divergence are unknown",
-              "annie-quant eval MODEL_DIR --reference BF16_DIR")
+        lacks(
+            "offline",
+            "no evaluation without a server: gates under W4A4 and W4A16 and KL divergence are unknown",
+            "annie-quant eval MODEL_DIR --reference BF16_DIR",
+        )
     elif not any(mapping(s.data.get("kl")) for s in run.of("offline")):
         lacks("kl", "no KL divergence was measured", "annie-quant eval MODEL_DIR --reference BF16_DIR")
     if not run.of("served"):
@@ -221,8 +235,11 @@ def _missing(run: Run, source: str | None) -> list[dict[str, str]]:
     if not run.records:
         lacks("records", "no records.jsonl: distributions, single streams and answers cannot be shown", bench)
     if run.of("served") and not any(mapping(s.data.get("memory_bytes")) for s in run.of("served")):
-        lacks("memory", "memory of the servers was not measured (it needs their process ids)",
-              "annie-quant serve MODEL_DIR, then " + bench)
+        lacks(
+            "memory",
+            "memory of the servers was not measured (it needs their process ids)",
+            "annie-quant serve MODEL_DIR, then " + bench,
+        )
     if run.of("served") and not run.aggregates.get("comparisons"):
         lacks("comparisons", "no paired comparison was made (it needs two backends and the same prompts)", bench)
     return found

@@ -39,7 +39,7 @@ def _headers(table: Table) -> list[str]:
     if not table.groups:
         return table.header
     own = [label for label, span, _ in table.groups for _ in range(span)]
-    return [f"{label} {title.replace(' offline', '').replace(' served', '')}" for label, title in zip(own, table.header, strict=True)]
+    return [f"{label} {title.split(chr(10))[0]}".strip() for label, title in zip(own, table.header, strict=True)]
 
 
 def _cells(cells: list[Cell]) -> list[str]:
@@ -58,27 +58,28 @@ def render(run: Run, check: dict[str, Any] | None) -> str:
         parts.append(f"**{outcome(verdict)}**")
     parts += _list("Reasons", _texts(verdict.get("reasons")))
     if run.sides:
-        parts += ["## Side by side", "Passes of n; ✓ pass, ✗ fail, ? undecided; 95 % intervals in brackets.",
-                  grid(tables.side_by_side(run), "")]
+        parts += [
+            "## Side by side",
+            "Passes of n; ✓ pass, ✗ fail, ? undecided; 95 % intervals in brackets.",
+            grid(tables.side_by_side(run), ""),
+        ]
     for metric, title in tables.METRICS.items():
         table = tables.latency_table(run, metric)
         if table.rows and metric != "completion_tokens":
-            for _, cells in table.rows:
-                for cell in cells:
-                    cell.sub = cell.sub.split(" · ")[0]
-            parts += [f"## {title}, p50", grid(table, "workload")]
+            parts += [f"## {title}", grid(table, "workload")]
     if (kl := tables.kl_table(run)).rows:
         parts += ["## KL divergence from bf16", grid(kl, "model", 2)]
-    comparisons = tables.comparisons_table(run)
-    comparisons.rows = [r for r, raw in zip(comparisons.rows, rows_of(run.aggregates.get("comparisons")), strict=True)
-                        if raw.get("workload") == "all" or len(comparisons.rows) <= 40]
+    comparisons = tables.comparisons_table(run, only_all=True)
+    comparisons = comparisons if comparisons.rows else tables.comparisons_table(run)
     if comparisons.rows:
         parts += ["## Paired comparisons", inert(comparisons.caption) + ".", grid(comparisons, "a", 4)]
     parts += _list("Not in this run", [f"{m['what']}. To make it: {m['command']}" for m in run.missing])
     parts += _list("Caveats", _texts(verdict.get("caveats")) + _findings(run))
     parts += ["## Method", *method(run, check)]
     if stages := rows_of(run.doc.get("stages")):
-        rows = [(str(s.get("name")), [Cell(seconds(s.get("seconds"))), Cell(str(s.get("summary", "")))]) for s in stages]
+        rows = [
+            (str(s.get("name")), [Cell(seconds(s.get("seconds"))), Cell(str(s.get("summary", "")))]) for s in stages
+        ]
         parts += ["## Stages", grid(Table("", ["time", "outcome"], rows), "stage")]
     for title, pairs in facts(run):
         parts += [f"## {title}", "\n".join(f"- {inert(key)}: {inert(value)}" for key, value in pairs)]
@@ -87,16 +88,22 @@ def render(run: Run, check: dict[str, Any] | None) -> str:
 
 def method(run: Run, check: dict[str, Any] | None) -> list[str]:
     failed = sum(bool(r.get("error")) for r in run.measured)
-    found = [f"{len(run.records)} requests on record, {len(run.measured)} measured (the rest are warm-ups), {failed} failed. "
-             "Failed requests count as failures in gates and are left out of times; cold starts are left out of times. "
-             "Rates have Wilson intervals; medians have bootstrap intervals with the prompt as the unit."]
+    found = [
+        f"{len(run.records)} requests on record, {len(run.measured)} measured (the rest warm-ups), {failed} failed. "
+        "Failed requests count as failures in gates and are left out of times; cold starts are left out of times. "
+        "Rates have Wilson intervals; medians have bootstrap intervals with the prompt as the unit."
+    ]
     if run.torn_lines:
         found.append(f"{run.torn_lines} lines of records.jsonl could not be read and are left out.")
     if check:
-        found.append(f"{check['compared'] - len(check['differ'])} of {check['compared']} served figures were counted again from "
-                     "records.jsonl with the same result.")
-        found += [f"DIFFERS: {inert(d['what'])}: run.json says {d['reported']}, the records {d['counted']}."
-                  for d in check["differ"][:20]]
+        found.append(
+            f"{check['compared'] - len(check['differ'])} of {check['compared']} served figures were counted again from "
+            "records.jsonl with the same result."
+        )
+        found += [
+            f"DIFFERS: {inert(d['what'])}: run.json says {d['reported']}, the records {d['counted']}."
+            for d in check["differ"][:20]
+        ]
     return found
 
 

@@ -1,7 +1,7 @@
 """report.html: the template, its style and script put into one file that asks nothing of any network.
 
-The page's Content-Security-Policy allows its own script by hash and nothing else, so that no text of a model could act even
-if it came through unescaped.
+The page's Content-Security-Policy allows its own script by hash and nothing else, so that no text of a model could act
+even if it came through unescaped.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from annie_quant import __version__
 from annie_quant.errors import need
 from annie_quant.report import answers, tables, text
 from annie_quant.report.figures import Figure
-from annie_quant.report.svg import MARKS
 from annie_quant.report.load import Run, mapping, rows_of
+from annie_quant.report.svg import MARKS
 
 TEMPLATES = Path(__file__).resolve().parent.parent / "assets" / "templates"
 EMBED_LIMIT = 400_000  # bytes of a download kept in the page
@@ -25,8 +25,13 @@ EMBED_LIMIT = 400_000  # bytes of a download kept in the page
 
 def render(run: Run, figures: dict[str, Figure], check: dict[str, Any] | None, csv_text: str) -> str:
     jinja2 = need("jinja2", "plots")
-    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, trim_blocks=True,
-                                     lstrip_blocks=True, undefined=jinja2.StrictUndefined)
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
     environment.globals |= {"text": text, "safe": jinja2.utils.markupsafe.Markup}
     environment.filters["capitalize_first"] = lambda words: words[:1].upper() + words[1:]
     style, script = ((TEMPLATES / n).read_text(encoding="utf-8") for n in ("report.css", "report.js"))
@@ -35,16 +40,34 @@ def render(run: Run, figures: dict[str, Figure], check: dict[str, Any] | None, c
     verdict = mapping(run.doc.get("verdict"))
     sentence = text.clean(verdict.get("sentence") or "").strip()
     return environment.get_template("report.html").render(
-        version=__version__, style=style, script=script, script_hash=digest, run=run, figures=figures, check=check,
+        version=__version__,
+        style=style,
+        script=script,
+        script_hash=digest,
+        run=run,
+        figures=figures,
+        check=check,
         sentence=sentence or "No verdict has been reached for this run.",
         outcome=outcome(verdict) if sentence else "undecided",
-        reasons=_texts(verdict.get("reasons")), caveats=_texts(verdict.get("caveats")) + _findings(run),
-        main=tables.side_by_side(run), gates=tables.gates_table(run), kl=tables.kl_table(run),
-        latency=[(m, tables.latency_table(run, m)) for m in tables.METRICS], comparisons=tables.comparisons_table(run),
-        browser=answers.collect(run), missing={m["part"]: m for m in run.missing},
-        stages=[s for s in rows_of(run.doc.get("stages"))], facts=facts(run), downloads=_downloads(run, csv_text),
-        counts={"records": len(run.records), "measured": len(run.measured), "torn": run.torn_lines,
-                "failed": sum(bool(r.get("error")) for r in run.measured)},
+        reasons=_texts(verdict.get("reasons")),
+        caveats=_texts(verdict.get("caveats")) + _findings(run),
+        main=tables.side_by_side(run),
+        gates=tables.gates_table(run),
+        kl=tables.kl_table(run),
+        latency=[(m, tables.latency_table(run, m)) for m in tables.METRICS],
+        overall=tables.comparisons_table(run, only_all=True),
+        comparisons=tables.comparisons_table(run),
+        browser=answers.collect(run),
+        missing={m["part"]: m for m in run.missing},
+        stages=[s for s in rows_of(run.doc.get("stages"))],
+        facts=facts(run),
+        downloads=_downloads(run, csv_text),
+        counts={
+            "records": len(run.records),
+            "measured": len(run.measured),
+            "torn": run.torn_lines,
+            "failed": sum(bool(r.get("error")) for r in run.measured),
+        },
     )
 
 
@@ -58,7 +81,9 @@ def outcome(verdict: dict[str, Any]) -> str:
 
 def _texts(value: Any) -> list[str]:
     found = value if isinstance(value, list) else []
-    return [text.clean(v.get("message") or json.dumps(v, ensure_ascii=False) if isinstance(v, dict) else v) for v in found]
+    return [
+        text.clean(v.get("message") or json.dumps(v, ensure_ascii=False) if isinstance(v, dict) else v) for v in found
+    ]
 
 
 def _findings(run: Run) -> list[str]:
@@ -70,11 +95,18 @@ def _findings(run: Run) -> list[str]:
 
 def facts(run: Run) -> list[tuple[str, list[tuple[str, str]]]]:
     """Environment and settings as (title, [(name, value)]), nested values flattened, nothing left out."""
-    parts = [("Environment", run.doc.get("environment")), ("Settings", run.doc.get("config")),
-             ("Backends", run.doc.get("backends"))]
+    parts = [
+        ("Environment", run.doc.get("environment")),
+        ("Settings", run.doc.get("config")),
+        ("Backends", run.doc.get("backends")),
+    ]
     found = [(title, _flat(value)) for title, value in parts if isinstance(value, dict) and value]
     if isinstance(run.doc.get("argv"), list):
-        command = " ".join(str(a) for a in [Path(str(run.doc["argv"][0])).name, *run.doc["argv"][1:]]) if run.doc["argv"] else ""
+        command = (
+            " ".join(str(a) for a in [Path(str(run.doc["argv"][0])).name, *run.doc["argv"][1:]])
+            if run.doc["argv"]
+            else ""
+        )
         found.insert(0, ("Command", [("argv", text.clean(command))]))
     return found
 

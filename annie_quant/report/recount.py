@@ -1,8 +1,8 @@
 """Served figures counted again from records.jsonl, and compared with those that run.json reports.
 
-A report whose figures cannot be had from its records is worth nothing, so this check runs in every build and its outcome
-is printed. It follows the rules the benchmark states (no warm-ups; failed requests count in gates only; cold and stalled
-requests are left out of times; repeats of a greedy prompt are one answer) in code of its own.
+A report whose figures cannot be had from its records is worth nothing, so this check runs in every build and its
+outcome is printed. It follows the rules the benchmark states (no warm-ups; failed requests count in gates only; cold
+and stalled requests are left out of times; repeats of a greedy prompt are one answer) in code of its own.
 """
 
 from __future__ import annotations
@@ -16,8 +16,13 @@ from annie_quant.report.text import number
 Row = dict[str, Any]
 # run.json's name of a metric → the field of a record
 METRICS = {
-    "ttft_content_ms": "first_content_ms", "tpot_ms": "tpot_ms", "e2e_ms": "e2e_ms", "decode_tok_s": "decode_tok_s",
-    "completion_tokens": "completion_tokens", "itl_ms": "itl_ms",
+    "ttft_content_ms": "first_content_ms",
+    "ttft_tool_ms": "first_tool_ms",
+    "tpot_ms": "tpot_ms",
+    "e2e_ms": "e2e_ms",
+    "decode_tok_s": "decode_tok_s",
+    "completion_tokens": "completion_tokens",
+    "itl_ms": "itl_ms",
 }
 SERVER_COUNTED = ("tpot_ms", "decode_tok_s", "completion_tokens")
 
@@ -56,12 +61,12 @@ def values(records: Iterable[Row], metric: str) -> list[float]:
 
 
 def gate_counts(records: Iterable[Row], greedy: Any) -> dict[str, tuple[int, int]]:
-    """{gate: (passes, n)}; `greedy(workload)` says whether repeats of a prompt are one answer, right if always right."""
+    """{gate: (passes, n)}; where `greedy(workload)`, repeats of a prompt are one answer, right if always right."""
     answers: dict[tuple, bool] = {}
     for index, record in enumerate(records):
         checks = record.get("checks")
         once = None if greedy(record["workload"]) else index
-        for gate, passed in (checks.items() if isinstance(checks, dict) else ()):
+        for gate, passed in checks.items() if isinstance(checks, dict) else ():
             unit = (gate, record["workload"], record.get("case"), record.get("turn"), once)
             answers[unit] = answers.get(unit, True) and bool(passed)
     counts: dict[str, list[int]] = defaultdict(lambda: [0, 0])
@@ -74,8 +79,9 @@ def gate_counts(records: Iterable[Row], greedy: Any) -> dict[str, tuple[int, int
 def greedy_workloads(inputs: Mapping[str, Any]) -> Any:
     """A predicate from inputs.json; a workload that it does not name counts as greedy, as the shipped ones are."""
     rows = inputs.get("workloads")
-    temperature = {w.get("name"): w.get("temperature", 0) for w in (rows if isinstance(rows, list) else [])
-                   if isinstance(w, dict)}
+    temperature = {
+        w.get("name"): w.get("temperature", 0) for w in (rows if isinstance(rows, list) else []) if isinstance(w, dict)
+    }
     return lambda workload: not temperature.get(workload)
 
 
@@ -104,8 +110,11 @@ def check(served: Mapping[str, Any], measured: list[Row], greedy: Any, tolerance
             for metric in METRICS:
                 reported = row.get(metric) if isinstance(row, dict) else None
                 if isinstance(reported, dict):
-                    compare(f"{backend}: {workload}, {metric} p50", reported.get("p50"),
-                            quantile(values(by_label.get(workload, []), metric), 0.5))
+                    compare(
+                        f"{backend}: {workload}, {metric} p50",
+                        reported.get("p50"),
+                        quantile(values(by_label.get(workload, []), metric), 0.5),
+                    )
     return {"compared": compared, "differ": differ}
 
 

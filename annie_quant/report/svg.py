@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 
-from annie_quant.report.text import clean, significant
+from annie_quant.report.text import clean
 
 STYLE = (
     "svg{--ink:#1c2127;--soft:#5b6470;--line:#d9dce0;--paper:#fff;--s0:#68717d;--s1:#c8452f;--s2:#1f6fb2;--s3:#b07a0c;"
@@ -26,7 +26,7 @@ MARKS = (
     ".h{stroke:var(--ink);stroke-width:1.2;stroke-dasharray:3 3;fill:none}.l{fill:none;stroke-width:1.8;"
     "stroke-linejoin:round}.w{stroke-width:2.2;stroke-linecap:round;fill:none}.o{fill:var(--paper);stroke-width:1.8}"
     + "".join(f".s{i}{{--c:var(--s{i})}}" for i in range(8))
-    + ".l,.w,.o{stroke:var(--c)}.f{fill:var(--c)}.band{fill:var(--c);opacity:.16}.e{text-anchor:end}.m{text-anchor:middle}"
+    + ".l,.w,.o{stroke:var(--c)}.f{fill:var(--c)}.e{text-anchor:end}.m{text-anchor:middle}"
 )
 _ids = itertools.count(1)
 
@@ -58,11 +58,16 @@ class Canvas:
 
     def bar(self, x: float, y: float, width: float, height: float, css: str, tip: str = "") -> None:
         self._shape(
-            f'rect x="{x:.1f}" y="{y:.1f}" width="{max(width, 0):.1f}" height="{height:.1f}" rx="1.5" class="{css}"', tip)
+            f'rect x="{x:.1f}" y="{y:.1f}" width="{max(width, 0):.1f}" height="{height:.1f}" rx="1.5" class="{css}"',
+            tip,
+        )
 
     def mark(self, series: int, x: float, y: float, css: str = "f", tip: str = "", size: float = 4.2) -> None:
-        """A series' own shape, so that colour is not the only difference: dot, square, diamond, triangle."""
-        css = f"{css} s{series}"
+        """A series' own shape, so that colour is not the only difference: dot, square, diamond, triangle.
+
+        An "x3" in `css` takes the colour of series 3 instead of the shape's own.
+        """
+        css = css.replace(" x", " s") if " x" in css else f"{css} s{series}"
         if series % 4 == 0:
             self.dot(x, y, css, size, tip)
             return
@@ -85,7 +90,12 @@ class Canvas:
     def document(self) -> str:
         """A file of its own, light or dark as its viewer prefers."""
         body = f"<style>{STYLE}{MARKS}</style>" + "".join(self.parts)
-        return '<?xml version="1.0" encoding="UTF-8"?>\n' + self._open(' xmlns="http://www.w3.org/2000/svg"') + body + "</svg>\n"
+        return (
+            '<?xml version="1.0" encoding="UTF-8"?>\n'
+            + self._open(' xmlns="http://www.w3.org/2000/svg"')
+            + body
+            + "</svg>\n"
+        )
 
     def _open(self, more: str) -> str:
         n = next(_ids)
@@ -102,7 +112,7 @@ def ticks(low: float, high: float, most: int = 5) -> list[float]:
         return [low]
     raw = (high - low) / max(1, most)
     base = 10.0 ** math.floor(math.log10(raw))
-    step = next(base * m for m in (1, 2, 2.5, 5, 10) if base * m >= raw * 0.999)
+    step = next(base * m for m in (1, 2, 5, 10) if base * m >= raw * 0.999)
     first = math.ceil(low / step - 1e-9)
     return [i * step for i in range(first, math.floor(high / step + 1e-9) + 1)]
 
@@ -112,8 +122,20 @@ def log_ticks(low: float, high: float) -> list[float]:
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     steps = (1, 2, 5) if math.log10(high / low) <= 2.2 else (1,)
     found = [m * 10.0**p for p in powers for m in steps if low * 0.999 <= m * 10.0**p <= high * 1.001]
-    every = max(1, math.ceil(len(found) / 7))
+    every = max(1, math.ceil(len(found) / 5))
     return found[::every]
+
+
+def plain(value: float) -> str:
+    """A tick's number without idle digits; small powers of ten as powers."""
+    if 0 < abs(value) < 1e-3:
+        power = round(math.log10(abs(value)))
+        return "10" + str(power).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+    return f"{value:,.10g}".replace(",", "\u202f")
+
+
+def percent(value: float) -> str:
+    return f"{100 * value:g}" + (" %" if value >= 1 else "")
 
 
 def scale(low: float, high: float, start: float, end: float, log: bool = False) -> Callable[[float], float]:
@@ -129,8 +151,15 @@ def scale(low: float, high: float, start: float, end: float, log: bool = False) 
     return place
 
 
-def x_axis(c: Canvas, place: Callable[[float], float], marks: Sequence[float], top: float, bottom: float,
-           write: Callable[[float], str] = significant, title: str = "") -> None:
+def x_axis(
+    c: Canvas,
+    place: Callable[[float], float],
+    marks: Sequence[float],
+    top: float,
+    bottom: float,
+    write: Callable[[float], str] = plain,
+    title: str = "",
+) -> None:
     for value in marks:
         x = place(value)
         c.line(x, top, x, bottom, "g")
@@ -139,8 +168,14 @@ def x_axis(c: Canvas, place: Callable[[float], float], marks: Sequence[float], t
         c.text((place(marks[0]) + place(marks[-1])) / 2 if marks else c.width / 2, bottom + 30, title, "m")
 
 
-def y_axis(c: Canvas, place: Callable[[float], float], marks: Sequence[float], left: float, right: float,
-           write: Callable[[float], str] = significant) -> None:
+def y_axis(
+    c: Canvas,
+    place: Callable[[float], float],
+    marks: Sequence[float],
+    left: float,
+    right: float,
+    write: Callable[[float], str] = plain,
+) -> None:
     for value in marks:
         y = place(value)
         c.line(left, y, right, y, "g")

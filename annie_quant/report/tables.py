@@ -1,7 +1,7 @@
 """The report's tables as plain rows, written once for HTML, Markdown and CSV.
 
-A cell carries the key of the figure it shows ("gate|served/naive|tool_call"), which the HTML keeps as data-k: that is how
-tests find every number and compare it with the records.
+A cell carries the key of the figure it shows ("gate|served/naive|tool_call"), which the HTML keeps as data-k: that is
+how tests find every number and compare it with the records.
 """
 
 from __future__ import annotations
@@ -14,8 +14,13 @@ from annie_quant.report.load import Run, Side, mapping, rows_of
 from annie_quant.report.text import DASH, bounds, clean, count, name, number, p_value, share, significant, size
 
 METRICS = {
-    "ttft_content_ms": "TTFT content, ms", "itl_ms": "ITL, ms", "tpot_ms": "TPOT, ms", "decode_tok_s": "decode, tok/s",
-    "e2e_ms": "whole answer, ms", "completion_tokens": "tokens",
+    "ttft_content_ms": "TTFT content, ms",
+    "ttft_tool_ms": "TTFT tool call, ms",
+    "itl_ms": "ITL, ms",
+    "tpot_ms": "TPOT, ms",
+    "decode_tok_s": "decode, tok/s",
+    "e2e_ms": "whole answer, ms",
+    "completion_tokens": "tokens",
 }
 
 
@@ -82,7 +87,7 @@ def side_by_side(run: Run) -> Table:
     table = Table("Passes of n with ✓ pass, ✗ fail, ? undecided, and the 95 % interval beneath", [], [])
     for model, sides in groups:
         table.groups.append((model["label"], max(1, len(sides)), model["name"]))
-        table.header += [s.title for s in sides] or ["not measured"]
+        table.header += [column_title(s) for s in sides] or ["not measured"]
 
     def whole(title: str, write: Any) -> None:
         cells = [write(m) for m, _ in groups]
@@ -112,14 +117,26 @@ def side_by_side(run: Run) -> Table:
     return table
 
 
+def column_title(side: Side) -> str:
+    """Two lines: what, and how."""
+    return (
+        f"{side.title.removesuffix(' offline')}\noffline"
+        if side.kind == "offline"
+        else f"served\n{side.title.removesuffix(' served')}"
+    )
+
+
 def itl_workload(run: Run) -> str:
     return "long_response" if "long_response" in run.workloads else next(iter(run.workloads), "")
 
 
 def gates_table(run: Run) -> Table:
     """Every side with every gate, a line each: for screen readers and for those who want the rule."""
-    table = Table("Every gate of every model under every numerics and behind every server",
-                  ["where", "gate", "passes / n", "rate", "95 % interval", "threshold", "verdict", "n to decide"], sortable=True)
+    table = Table(
+        "Every gate of every model under every numerics and behind every server",
+        ["where", "gate", "passes / n", "rate", "95 % interval", "threshold", "verdict", "n to decide"],
+        sortable=True,
+    )
     for side in run.sides:
         for gate in run.gate_names:
             row = side.gates.get(gate)
@@ -127,87 +144,122 @@ def gates_table(run: Run) -> Table:
                 continue
             key = f"{side.key}|{gate}"
             verdict = str(row.get("verdict", ""))
-            table.rows.append((run.label(side.model), [
-                Cell(side.title, css="word"), Cell(run.gate_title(gate), css="word"),
-                Cell(f"{count(row['passes'])}/{count(row['n'])}", key=f"gate|{key}", sort=rate(row)),
-                Cell(share(rate(row)), key=f"rate|{key}", sort=rate(row)),
-                Cell(bounds(row.get("low"), row.get("high"), share), key=f"interval|{key}", sort=number(row.get("low"))),
-                Cell(share(row.get("threshold")), clean(row.get("rule") or ""), css="rule", sort=number(row.get("threshold"))),
-                Cell(f"{SIGNS.get(verdict, '')} {verdict}".strip(), css=f"word {verdict}"),
-                Cell(count(row.get("n_to_decide")) if row.get("n_to_decide") else ""),
-            ]))
+            table.rows.append(
+                (
+                    run.label(side.model),
+                    [
+                        Cell(side.title, css="word"),
+                        Cell(run.gate_title(gate), css="word"),
+                        Cell(f"{count(row['passes'])}/{count(row['n'])}", key=f"gate|{key}", sort=rate(row)),
+                        Cell(share(rate(row)), key=f"rate|{key}", sort=rate(row)),
+                        Cell(
+                            bounds(row.get("low"), row.get("high"), share),
+                            key=f"interval|{key}",
+                            sort=number(row.get("low")),
+                        ),
+                        Cell(
+                            share(row.get("threshold")),
+                            clean(row.get("rule") or ""),
+                            css="rule",
+                            sort=number(row.get("threshold")),
+                        ),
+                        Cell(f"{SIGNS.get(verdict, '')} {verdict}".strip(), css=f"word {verdict}"),
+                        Cell(count(row.get("n_to_decide")) if row.get("n_to_decide") else ""),
+                    ],
+                )
+            )
     return table
 
 
 def latency_table(run: Run, metric: str) -> Table:
-    """A row a workload, a column a backend: p50 with interval, then p90 and p99."""
+    """A row a workload, three columns a backend: p50 with its interval beneath, p90, p99."""
     sides = run.of("served")
-    table = Table(f"{METRICS[metric]}: p50 with its 95 % interval, and p90 · p99", ["n"] + [run.label(s.model) for s in sides])
+    table = Table(f"{METRICS[metric]}: p50 with its 95 % interval beneath, p90 and p99", ["n"])
+    table.groups = [("", 1, "")] + [(run.label(s.model), 3, s.model) for s in sides]
+    table.header += ["p50", "p90", "p99"] * len(sides)
     for workload in run.workloads:
-        cells, counts = [], []
+        cells: list[Cell] = []
+        counts = []
         for side in sides:
-            cell = metric_cell(side, workload, metric)
-            found = mapping(mapping(mapping(side.data.get("workloads")).get(workload)).get(metric))
-            if number(found.get("p90")) is not None:
-                cell.sub = " · ".join(filter(None, [cell.sub, significant(found["p90"]), significant(found.get("p99"))]))
-            n = number(found.get("n")) or number(mapping(mapping(side.data.get("workloads")).get(workload)).get("n"))
-            counts += [n] if n and cell.key else []
-            cells.append(cell)
+            cells += [metric_cell(side, workload, metric, stat) for stat in ("p50", "p90", "p99")]
+            of_workload = mapping(mapping(side.data.get("workloads")).get(workload))
+            n = number(mapping(of_workload.get(metric)).get("n")) or number(of_workload.get("n"))
+            counts += [n] if n and cells[-3].key else []
         if counts:
-            low, high = min(counts), max(counts)
-            table.rows.append((name(workload), [Cell(count(low) if low == high else f"{count(low)}–{count(high)}"), *cells]))
+            words = "–".join(dict.fromkeys(count(v) for v in (min(counts), max(counts))))
+            table.rows.append((name(workload), [Cell(words), *cells]))
     return table
 
 
 def kl_table(run: Run) -> Table:
-    table = Table("KL divergence from bf16 per assistant token, in nats",
-                  ["numerics", "mean", "median", "p99", "max", "same top token", "tokens", "perplexity"], sortable=True)
+    table = Table(
+        "KL divergence from bf16 per assistant token, in nats",
+        ["numerics", "mean", "median", "p99", "max", "same top token", "tokens", "perplexity"],
+        sortable=True,
+    )
     for side in run.of("offline"):
         kl = mapping(side.data.get("kl"))
         if not kl:
             continue
         cells = [Cell(side.title.split()[0], css="word")]
-        cells += [Cell(significant(kl.get(k)), key=f"kl|{side.key}|{k}", sort=number(kl.get(k)))
-                  for k in ("mean", "median", "p99", "max")]
-        cells += [Cell(share(kl.get("same_top")), key=f"kl|{side.key}|same_top", sort=number(kl.get("same_top"))),
-                  Cell(count(kl.get("n_tokens")), key=f"kl|{side.key}|n_tokens", sort=number(kl.get("n_tokens"))),
-                  Cell(significant(side.data.get("perplexity")), key=f"perplexity|{side.key}")]
+        cells += [
+            Cell(significant(kl.get(k)), key=f"kl|{side.key}|{k}", sort=number(kl.get(k)))
+            for k in ("mean", "median", "p99", "max")
+        ]
+        cells += [
+            Cell(share(kl.get("same_top")), key=f"kl|{side.key}|same_top", sort=number(kl.get("same_top"))),
+            Cell(count(kl.get("n_tokens")), key=f"kl|{side.key}|n_tokens", sort=number(kl.get("n_tokens"))),
+            Cell(significant(side.data.get("perplexity")), key=f"perplexity|{side.key}"),
+        ]
         table.rows.append((run.label(side.model), cells))
     return table
 
 
-def comparisons_table(run: Run) -> Table:
-    table = Table("Paired comparisons, the prompt as the unit: b − a with its 95 % bootstrap interval; p after Holm over all "
-                  "rows of the table", ["b", "workload", "metric", "prompts", "median a", "median b", "b − a", "interval",
-                                        "p (Holm)", "differs"], sortable=True)
-    backends = {s.key.split("/", 1)[1]: run.label(s.model) for s in run.of("served")}
+def comparisons_table(run: Run, only_all: bool = False) -> Table:
+    """A row a pair, workload and metric; `only_all`: just the rows over all workloads."""
+    table = Table(
+        "Paired by prompt: b − a with its 95 % bootstrap interval, and p after Holm over all comparisons of the run",
+        ["b", "workload", "metric", "prompts", "median a", "median b", "b − a", "interval", "p (Holm)", "differs"],
+        sortable=True,
+    )
+    names = {s.key.split("/", 1)[1]: run.label(s.model) for s in run.of("served")}
     for index, row in enumerate(rows_of(run.aggregates.get("comparisons"))):
-        def cell(text: str, key: str, row: dict = row, index: int = index) -> Cell:
-            return Cell(text, key=f"cmp|{index}|{key}", sort=number(row.get(key)))
-
-        significant_row = bool(row.get("significant"))
-        verdict = "yes" if significant_row else "too few prompts" if row.get("too_few") else "not shown"
-        table.rows.append((backends.get(row.get("a"), name(row.get("a"))), [
-            Cell(backends.get(row.get("b"), name(row.get("b"))), css="word"), Cell(name(row.get("workload")), css="word"),
+        if only_all and row.get("workload") != "all":
+            continue
+        sure, key = bool(row.get("significant")), f"cmp|{index}|"
+        ends = [row.get("low"), row.get("high")]
+        cells = [
+            Cell(names.get(row.get("b"), name(row.get("b"))), css="word"),
+            Cell(name(row.get("workload")), css="word"),
             Cell(METRICS.get(row.get("metric"), name(row.get("metric"))), css="word"),
-            cell(count(row.get("n_prompts")), "n_prompts"), cell(significant(row.get("median_a")), "median_a"),
-            cell(significant(row.get("median_b")), "median_b"),
-            cell(_signed(row.get("median_difference")), "median_difference"),
-            Cell(" to ".join(_signed(row.get(k)) for k in ("low", "high")) if number(row.get("low")) is not None else DASH),
-            cell(p_value(row.get("p_holm")), "p_holm"), Cell(verdict, css="word " + ("sure" if significant_row else "")),
-        ]))
+            Cell(count(row.get("n_prompts")), key=key + "n_prompts", sort=number(row.get("n_prompts"))),
+            Cell(significant(row.get("median_a")), key=key + "median_a", sort=number(row.get("median_a"))),
+            Cell(significant(row.get("median_b")), key=key + "median_b", sort=number(row.get("median_b"))),
+            Cell(
+                signed(row.get("median_difference")),
+                key=key + "median_difference",
+                sort=number(row.get("median_difference")),
+            ),
+            Cell(DASH if None in map(number, ends) else " to ".join(map(signed, ends)), sort=number(ends[0])),
+            Cell(p_value(row.get("p_holm")), key=key + "p_holm", sort=number(row.get("p_holm"))),
+            Cell(
+                "yes" if sure else "too few" if row.get("too_few") else "not shown", css="word sure" if sure else "word"
+            ),
+        ]
+        table.rows.append((names.get(row.get("a"), name(row.get("a"))), cells))
     return table
 
 
-def _signed(value: Any) -> str:
+def signed(value: Any) -> str:
     text = significant(value)
     return text.replace("-", "−") if (number(value) or 0) <= 0 or text == DASH else f"+{text}"
 
 
 def csv_rows(run: Run) -> list[list[Any]]:
-    """results.csv, a figure a line: part, model, side, workload, name, statistic, value, n, low, high, threshold, verdict."""
-    rows: list[list[Any]] = [["part", "model", "side", "workload", "name", "statistic", "value", "n", "low", "high",
-                              "threshold", "verdict"]]
+    """results.csv, a figure a line."""
+    rows: list[list[Any]] = [
+        ["part", "model", "side", "workload", "name", "statistic", "value", "n", "low", "high", "threshold", "verdict"]
+    ]
     for model in run.models:
         for key in ("size_bytes", "bits_per_weight"):
             if number(model.get(key)) is not None:
@@ -215,13 +267,41 @@ def csv_rows(run: Run) -> list[list[Any]]:
     for side in run.sides:
         where = side.key.split("/", 1)[1]
         for gate, row in side.gates.items():
-            rows.append(["gate", side.model, where, "", gate, "passes", row["passes"], row["n"], row.get("low"),
-                         row.get("high"), row.get("threshold"), row.get("verdict")])
+            rows.append(
+                [
+                    "gate",
+                    side.model,
+                    where,
+                    "",
+                    gate,
+                    "passes",
+                    row["passes"],
+                    row["n"],
+                    row.get("low"),
+                    row.get("high"),
+                    row.get("threshold"),
+                    row.get("verdict"),
+                ]
+            )
         kl = mapping(side.data.get("kl"))
         for key in ("mean", "median", "p99", "max", "same_top"):
             if number(kl.get(key)) is not None:
-                rows.append(["kl", side.model, where, "", "kl_nats" if key != "same_top" else key, key, kl[key],
-                             kl.get("n_tokens"), "", "", "", ""])
+                rows.append(
+                    [
+                        "kl",
+                        side.model,
+                        where,
+                        "",
+                        "kl_nats" if key != "same_top" else key,
+                        key,
+                        kl[key],
+                        kl.get("n_tokens"),
+                        "",
+                        "",
+                        "",
+                        "",
+                    ]
+                )
         for workload, metrics in mapping(side.data.get("workloads")).items():
             for metric in METRICS:
                 found = mapping(mapping(metrics).get(metric))
@@ -229,7 +309,9 @@ def csv_rows(run: Run) -> list[list[Any]]:
                     if number(found.get(stat)) is not None:
                         ends = [found.get("low"), found.get("high")] if stat == "p50" else ["", ""]
                         n = found.get("n", mapping(metrics).get("n"))
-                        rows.append(["timing", side.model, where, workload, metric, stat, found[stat], n, *ends, "", ""])
+                        rows.append(
+                            ["timing", side.model, where, workload, metric, stat, found[stat], n, *ends, "", ""]
+                        )
         for level in ("idle", "one", "five"):
             value = number(mapping(side.data.get("memory_bytes")).get(level))
             if value is not None:

@@ -84,7 +84,7 @@ def seconds(value: Any) -> str:
 
 
 def bounds(low: Any, high: Any, write: Any = significant) -> str:
-    return "" if number(low) is None or number(high) is None else f"{write(low)} – {write(high)}"
+    return "" if number(low) is None or number(high) is None else f"{write(low)}–{write(high)}"
 
 
 def name(key: Any) -> str:

@@ -74,7 +74,7 @@
   }
   const pairs = filters("comparisons");
   if (pairs) {
-    const rows = $$("#comparisons tbody tr");
+    const rows = $$("#each-workload tbody tr");
     const apply = () => {
       const words = $("input[type=search]", pairs).value.toLowerCase().split(/\s+/).filter(Boolean), only = $("input[type=checkbox]", pairs).checked;
       let shown = 0;

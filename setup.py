@@ -104,12 +104,12 @@ def gemm() -> Extension | None:
     if nvcc is None:
         note("_gemm is left out: nvcc (CUDA 13) is not on the PATH. Everything else works without it.")
         return None
-    home = Path(nvcc).resolve().parent.parent
+    home = cuda_home(nvcc)
     ext = extension(
         "_gemm",
         "gemm",
         include_dirs=[str(home / "include")],
-        library_dirs=[str(home / "lib64"), str(home / "lib")],
+        library_dirs=[str(home / d) for d in ("lib64", "lib") if (home / d / "libcudart_static.a").exists()],
         libraries=["cudart_static", "dl", "rt", "pthread", "stdc++"],
     )
     ext.cuda_sources = [str(f) for f in sorted((CSRC / "gemm").glob("*.cu"))]
@@ -120,6 +120,13 @@ def gemm() -> Extension | None:
 def find_nvcc() -> str | None:
     home = os.environ.get("CUDA_HOME")
     return shutil.which("nvcc", path=f"{home}/bin" if home else None)
+
+
+def cuda_home(nvcc: str) -> Path:
+    """The toolkit's folder, asked of nvcc itself: the nvcc on the PATH may be a wrapper script elsewhere."""
+    dry = subprocess.run([nvcc, "--dryrun", "-x", "cu", "-c", os.devnull], capture_output=True, text=True).stderr
+    top = next((line.split("TOP=", 1)[1].strip() for line in dry.splitlines() if "TOP=" in line), None)
+    return Path(top).resolve() if top else Path(nvcc).resolve().parent.parent
 
 
 class Build(build_ext):

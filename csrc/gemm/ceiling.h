@@ -1,0 +1,26 @@
+/* Device memory, streams, timed graphs and the read ceiling, in plain C. Status as in gemm.h. */
+#ifndef ANNIE_QUANT_GEMM_CEILING_H
+#define ANNIE_QUANT_GEMM_CEILING_H
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+int aq_read(const void *from, int64_t bytes, void *sink, int sms, void *stream);
+int aq_stream_new(void **stream);
+int aq_stream_free(void *stream);
+int aq_stream_sync(void *stream);
+int aq_capture_begin(void *stream);
+int aq_capture_end(void *stream, void **exec);
+int aq_graph_free(void *exec);
+int aq_graph_time(void *exec, void *stream, float *ms);
+int aq_malloc(int64_t bytes, void **out);
+int aq_free(void *p);
+int aq_copy(void *to, const void *from, int64_t bytes, void *stream);
+int aq_fill(void *to, int value, int64_t bytes, void *stream);
+int aq_use_device(int device, int *before);
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,181 @@
+// PTX in one place: barriers, asynchronous copies, the two mma shapes, clusters, and what stands in for them before sm_90.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+#include <stdint.h>
+
+#include "gemm/fragments.cuh"
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#define AQ_HOPPER 1
+#else
+#define AQ_HOPPER 0
+#endif
+
+__device__ __forceinline__ uint32_t smem_at(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
+
+// ---- mbarrier ----
+__device__ __forceinline__ void bar_init(uint64_t *bar, uint32_t count) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(smem_at(bar)), "r"(count) : "memory");
+}
+__device__ __forceinline__ void bar_fence() {
+#if AQ_HOPPER
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void bar_arrive(uint64_t *bar) {
+    asm volatile("{ .reg .b64 t; mbarrier.arrive.shared.b64 t, [%0]; }" ::"r"(smem_at(bar)) : "memory");
+}
+__device__ __forceinline__ void bar_wait(uint64_t *bar, uint32_t parity) {
+    uint32_t done;
+    do {
+#if AQ_HOPPER
+        asm volatile(
+            "{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+            : "=r"(done)
+            : "r"(smem_at(bar)), "r"(parity)
+            : "memory");
+#else
+        // test_wait takes a parity from sm_80 on as well
+        asm volatile(
+            "{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+            : "=r"(done)
+            : "r"(smem_at(bar)), "r"(parity)
+            : "memory");
+#endif
+    } while (!done);
+}
+
+// ---- filling shared memory: one bulk copy from sm_90 on, 16-byte cp.async by all lanes before ----
+constexpr uint32_t kProducers = AQ_HOPPER ? 1 : 32;  // arrivals that a full barrier waits for
+
+__device__ __forceinline__ void expect_bytes(uint64_t *bar, uint32_t bytes, int lane) {
+#if AQ_HOPPER
+    if (lane == 0)
+        asm volatile("{ .reg .b64 t; mbarrier.arrive.expect_tx.shared.b64 t, [%0], %1; }" ::"r"(smem_at(bar)), "r"(bytes) : "memory");
+    __syncwarp();
+#endif
+}
+// `mine` says whether this lane's copy exists: before sm_90 the warp walks all lanes' copies together.
+__device__ __forceinline__ void copy_lane(void *dst, const void *src, uint32_t bytes, uint64_t *bar, bool mine, int lane) {
+#if AQ_HOPPER
+    if (mine)
+        asm volatile(
+            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(smem_at(dst)), "l"(src),
+            "r"(bytes), "r"(smem_at(bar))
+            : "memory");
+#else
+    uint32_t to = smem_at(dst);
+    uint64_t from = (uint64_t)src;
+    if (!mine) bytes = 0;
+    for (int who = 0; who < 32; who++) {
+        const uint32_t b = __shfl_sync(0xFFFFFFFFu, bytes, who), d = __shfl_sync(0xFFFFFFFFu, to, who);
+        const uint64_t s = __shfl_sync(0xFFFFFFFFu, (unsigned long long)from, who);
+        for (uint32_t at = lane * 16; at < b; at += 512)
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(d + at), "l"(s + at) : "memory");
+    }
+#endif
+}
+__device__ __forceinline__ void copies_issued(uint64_t *bar) {
+#if !AQ_HOPPER
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(smem_at(bar)) : "memory");
+#endif
+}
+
+// ---- programmatic dependent launch ----
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if AQ_HOPPER
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void let_next_kernel_start() {
+#if AQ_HOPPER
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// ---- clusters; a block is alone before sm_90 ----
+__device__ __forceinline__ uint32_t cluster_rank() {
+#if AQ_HOPPER
+    uint32_t r;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
+    return r;
+#else
+    return 0;
+#endif
+}
+__device__ __forceinline__ void cluster_sync(int size) {
+#if AQ_HOPPER
+    if (size > 1) {
+        asm volatile("barrier.cluster.arrive.aligned;\n barrier.cluster.wait.aligned;" ::: "memory");
+        return;
+    }
+#endif
+    __syncthreads();
+}
+__device__ __forceinline__ float load_peer(const float *p, uint32_t rank, int size) {
+#if AQ_HOPPER
+    if (size > 1) {
+        uint32_t at;
+        float v;
+        asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"(smem_at(p)), "r"(rank));
+        asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(at) : "memory");
+        return v;
+    }
+#endif
+    return *p;
+}
+
+// ---- arithmetic ----
+__device__ __forceinline__ uint32_t mul2_bf16(uint32_t a, uint32_t b) {
+    uint32_t d;  // a * b - 0: exact here, and the one form that sm_80 has too
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(0x80008000u));
+    return d;
+}
+// 8 codes of one repacked word, times their two scales, as the four A registers: exact, value * 2^-8.
+__device__ __forceinline__ void decode8(uint32_t w, uint32_t scale0, uint32_t scale1, uint32_t (&a)[4]) {
+    a[0] = mul2_bf16(w & kField, scale0);
+    a[1] = mul2_bf16(__funnelshift_r(w, w, 3) & kField, scale1);
+    a[2] = mul2_bf16(__funnelshift_r(w, w, 6) & kField, scale0);
+    a[3] = mul2_bf16(((w & kRest) * kSpread) & kField, scale1);
+}
+// A scale byte as a pair of bf16: value * 2^118, so that code (2^-126) * scale = true value * 2^-8, normal everywhere.
+__device__ __forceinline__ uint32_t scale_pair(uint32_t bytes, int which) {
+    return __byte_perm(bytes, 0, 0x4040 | which | which << 8) * 16u + 0x73007300u;  // 0x7300 = 230 << 7
+}
+constexpr float kUndo = 256.0f;  // 2^8
+
+// fp16 activations: the same decode, then the exact bf16 value (at most 6 significant bits) as fp16, unscaled by 2^8 on the way.
+__device__ __forceinline__ uint32_t bf16x2_to_f16x2(uint32_t v) {
+    const float lo = __uint_as_float(v << 16) * kUndo, hi = __uint_as_float(v & 0xFFFF0000u) * kUndo;
+    uint32_t d;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(hi), "f"(lo));
+    return d;
+}
+template <bool HALF>
+__device__ __forceinline__ void mma16816(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    if (HALF)
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    else
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+template <typename T>
+__device__ __forceinline__ void store_as(T *p, float v);
+template <>
+__device__ __forceinline__ void store_as<float>(float *p, float v) { *p = v; }
+template <>
+__device__ __forceinline__ void store_as<__half>(__half *p, float v) { *p = __float2half_rn(v); }
+template <>
+__device__ __forceinline__ void store_as<__nv_bfloat16>(__nv_bfloat16 *p, float v) { *p = __float2bfloat16_rn(v); }
+// One of the three output types, chosen at run time: the epilogues are short, a template each would be more code than speed.
+__device__ __forceinline__ void store_typed(void *out, int64_t at, float v, int type) {
+    if (type == 0) store_as((float *)out + at, v);
+    else if (type == 1) store_as((__half *)out + at, v);
+    else store_as((__nv_bfloat16 *)out + at, v);
+}

@@ -1,0 +1,49 @@
+// Who holds what: the lane maps of the two mma shapes and of the repacked weights, as plain integer functions.
+// Host and device share them, and tests/test_gemm_fragments.py simulates them on the CPU against a float64 product.
+//
+// Sources: PTX ISA, "Matrix fragments for mma.m16n8k16 / m16n8k64"; CUTLASS cute/atom/mma_traits_sm120.hpp for the scales.
+#pragma once
+#include <stdint.h>
+
+#define AQ_HD __host__ __device__ __forceinline__
+
+// ---- repacked weights: chunks of 16 rows x 128 columns, 1152 contiguous bytes, two chunks (256 columns) side by side ----
+// A lane (g = lane / 4, l = lane % 4) owns the 16-column block l of each 64 columns, in rows g and g + 8. So two scale bytes
+// serve four mma.m16n8k16, at the price of a column order that the activations' loads follow: mma i of a group of 64 takes
+// columns 16 l + 4 i + {0, 1} (as its k = 2l, 2l + 1) and + {2, 3} (as its k = 2l + 8, 2l + 9).
+constexpr int kRows = 16, kCols = 128, kChunk = 1152, kCodes = 1024, kColsPadded = 256;
+
+// byte offset in a chunk of the word that feeds mma i of group q, and of the lane's scales of group q (row g, then row g + 8)
+AQ_HD int word_at(int q, int lane, int i) { return q * 512 + lane * 16 + i * 4; }
+AQ_HD int scale_at(int q, int lane) { return kCodes + lane * 4 + q * 2; }
+AQ_HD int column_at(int q, int lane, int i, int j, int half) { return q * 64 + (lane & 3) * 16 + i * 4 + (j >> 1) * 2 + half; }
+AQ_HD int row_at(int lane, int j) { return (lane >> 2) + 8 * (j & 1); }
+
+// One 32-bit word holds, in each 16-bit half, the four codes of A registers j = 0..3 (half = even or odd column). A code s e e m
+// must come to bits 15 and 8..6 of a bf16 half (value * 2^-126): j = 0 lies there already, 1 and 2 lie rotated by 3 and 6, and 3
+// fills the four bits left over, moved by one multiply whose three copies do not meet.
+constexpr uint32_t kField = 0x81C081C0u, kRest = 0x001B001Bu, kSpread = (1u << 3) | (1u << 8) | (1u << 14);
+
+AQ_HD uint32_t place(uint32_t code, int j, int half) {
+    const uint32_t s = code >> 3, e1 = (code >> 2) & 1, e0 = (code >> 1) & 1, m = code & 1;
+    if (j == 3) return (e1 << 0 | s << 1 | m << 3 | e0 << 4) << (16 * half);
+    const uint32_t word = (s << 15 | (code & 7u) << 6) << (16 * half);
+    const int r = 3 * j;
+    return r ? (word << r | word >> (32 - r)) : word;
+}
+
+// A scale byte as E5M3 (bias 15): every finite non-negative E4M3 value is normal there. 0 gets 1.0; its codes are made 0.
+AQ_HD uint32_t e5m3(uint32_t e4m3) {
+    const uint32_t e = e4m3 >> 3, m = e4m3 & 7u;
+    if (e) return (e + 8u) << 3 | m;
+    if (!m) return 15u << 3;
+    return m & 4u ? 8u << 3 | (m & 3u) << 1 : m & 2u ? 7u << 3 | (m & 1u) << 2 : 6u << 3;  // m * 2^-9
+}
+
+// ---- mma.m16n8k64, e2m1 x e2m1 with block scales ----
+AQ_HD int fp4_a_row(int lane, int i) { return (lane >> 2) + 8 * (i & 1); }
+AQ_HD int fp4_a_col(int lane, int i) { return 8 * (lane & 3) + 32 * (i >> 1); }
+AQ_HD int fp4_b_col(int lane) { return lane >> 2; }
+AQ_HD int fp4_b_row(int lane, int i) { return 8 * (lane & 3) + 32 * i; }
+AQ_HD int fp4_sfa_lane(int row) { return 4 * (row & 7) + (row >> 3); }
+AQ_HD int fp4_sfb_lane(int col) { return 4 * col; }

@@ -1,0 +1,65 @@
+/* The launchers of the NVFP4 GEMM kernels, in plain C: device pointers in, a status out, no Python and no allocation.
+ *
+ * Number format: NVFP4 as ModelOpt stores it. A weight [n, k] is codes uint8 [n, k/2] (low nibble = even column), block scales
+ * E4M3 [n, k/16] in row-major order and one float tensor scale; w = e2m1(code) * e4m3(scale) * tensor_scale.
+ * Status: 0 right, > 0 a cudaError_t, < 0 one of AQ_GEMM_*.
+ */
+#ifndef ANNIE_QUANT_GEMM_H
+#define ANNIE_QUANT_GEMM_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum { AQ_F32 = 0, AQ_F16 = 1, AQ_BF16 = 2 };
+enum { AQ_PATH_AUTO = 0, AQ_PATH_SKINNY = 1, AQ_PATH_TILED = 2 };
+enum { AQ_FP4_AUTO = 0, AQ_FP4_NATIVE = 1, AQ_FP4_EMULATED = 2 };
+enum { AQ_GEMM_NO_PLAN = -1, AQ_GEMM_NO_NATIVE = -2 };
+
+/* Deliberate mistakes, for the negative controls of validate-gpu: each must make the comparison with the oracle fail. */
+enum { AQ_FAULT_NONE = 0, AQ_FAULT_NIBBLES = 1, AQ_FAULT_SCALES = 2, AQ_FAULT_FRAGMENT = 3, AQ_FAULT_LANE = 4 };
+
+typedef struct {
+    int path;     /* AQ_PATH_* */
+    int warps;    /* skinny: warps of a block; tiled: tokens of a tile */
+    int split;    /* blocks of a cluster that share K */
+    int stages;   /* ring depth */
+    int blocks;   /* blocks launched */
+    int smem;     /* dynamic shared memory of a block, bytes */
+} aq_plan;
+
+typedef struct {
+    char name[128];
+    int major, minor, sms, clock_khz, smem_block, l2_bytes, driver, runtime;
+    size_t memory_bytes;
+} aq_device;
+
+const char *aq_error_text(int status);
+int aq_device_count(int *count);
+int aq_device_info(int device, aq_device *out);
+int aq_pointer_device(const void *pointer, int *device);
+
+size_t aq_packed_bytes(int64_t n, int64_t k);
+/* *bad gets the smallest index of a scale byte that is NaN or negative, or stays INT64_MAX. */
+int aq_repack(const uint8_t *codes, const uint8_t *scales, uint8_t *packed, int64_t n, int64_t k, unsigned long long *bad,
+              int fault, void *stream);
+int aq_plan_w4a16(int64_t m, int64_t n, int64_t k, int path, aq_plan *plan);
+int aq_w4a16(const void *x, int64_t ldx, const uint8_t *packed, float tensor_scale, void *out, int64_t m, int64_t n, int64_t k,
+             int x_type, int out_type, const aq_plan *plan, int pdl, void *stream);
+
+int aq_w4a4(const uint8_t *a, const uint8_t *a_scale, const uint8_t *w, const uint8_t *w_scale, float alpha, void *out, int64_t m,
+            int64_t n, int64_t k, int out_type, int mode, int fault, void *stream);
+/* 1 where the code that runs on the current device holds the native FP4 instruction. */
+int aq_fp4_native(int *native);
+
+int aq_pack(const void *x, int type, int64_t blocks, float tensor_scale, uint8_t *codes, uint8_t *scales, void *stream);
+int aq_unpack(const uint8_t *codes, const uint8_t *scales, int64_t blocks, float tensor_scale, void *out, int type, void *stream);
+int aq_fake_quant(const void *x, int type, int64_t blocks, float tensor_scale, void *out, void *stream);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

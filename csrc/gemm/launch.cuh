@@ -1,0 +1,40 @@
+// Launching with clusters and programmatic dependent launch, shared by the two W4A16 kernels.
+#pragma once
+#include "gemm/skinny.cuh"
+#include "gemm/tiled.cuh"
+
+struct Launch {
+    int blocks, threads, smem, split, pdl;
+    cudaStream_t stream;
+};
+
+template <typename Args>
+int launch_with(void (*kernel)(Args), const Args &args, const Launch &how) {
+    cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, how.smem);
+    if (e != cudaSuccess) return (int)e;
+    cudaLaunchAttribute attrs[2];
+    unsigned count = 0;
+    if (how.split > 1) {
+        attrs[count].id = cudaLaunchAttributeClusterDimension;
+        attrs[count].val.clusterDim.x = (unsigned)how.split;
+        attrs[count].val.clusterDim.y = attrs[count].val.clusterDim.z = 1;
+        count++;
+    }
+    if (how.pdl) {
+        attrs[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        attrs[count].val.programmaticStreamSerializationAllowed = 1;
+        count++;
+    }
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3((unsigned)how.blocks);
+    config.blockDim = dim3((unsigned)how.threads);
+    config.dynamicSmemBytes = (size_t)how.smem;
+    config.stream = how.stream;
+    config.attrs = attrs;
+    config.numAttrs = count;
+    e = cudaLaunchKernelEx(&config, kernel, args);
+    return (int)(e != cudaSuccess ? e : cudaGetLastError());
+}
+
+int launch_skinny(const SkinnyArgs &args, bool half, int warps, Launch how);
+int launch_tiled(const TiledArgs &args, bool half, int tokens, Launch how);

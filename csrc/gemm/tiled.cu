@@ -1,0 +1,16 @@
+// Instances of the many-token kernel: 256 rows by 16, 64 or 128 tokens.
+#include "gemm/launch.cuh"
+
+namespace {
+template <int WR, int WC, int TR, int TC>
+int launch_shape(const TiledArgs &args, bool half, Launch how) {
+    how.threads = 32 * WR * WC;
+    return half ? launch_with(tiled_kernel<WR, WC, TR, TC, true>, args, how) : launch_with(tiled_kernel<WR, WC, TR, TC, false>, args, how);
+}
+}  // namespace
+
+int launch_tiled(const TiledArgs &args, bool half, int tokens, Launch how) {
+    if (tokens == 16) return launch_shape<8, 1, 2, 2>(args, half, how);
+    if (tokens == 64) return launch_shape<8, 1, 2, 8>(args, half, how);
+    return launch_shape<4, 2, 4, 8>(args, half, how);
+}

@@ -1,0 +1,154 @@
+// W4A16 for more tokens: tiles of the output, weights and activations streamed together through one ring.
+//
+// A stage is BN rows x 128 columns of repacked weights and BM tokens x 128 columns of activations, copied by whichever warp has the
+// turn (a warp for copies alone would cost every thread registers). The warps decode the weights in registers, once for all their tokens, and feed mma.sync. Blocks of a cluster split K; their partial
+// tiles are added in rank order through distributed shared memory.
+#pragma once
+#include "gemm/device.cuh"
+
+struct TiledArgs {
+    const uint8_t *packed;
+    const uint16_t *x;
+    void *out;
+    int64_t ldx, n;
+    float scale;
+    int m, k, n_tiles, m_tiles, pairs, split, stages, out_type, pdl;
+};
+
+constexpr int kTilePitch = kCols * 2 + 16;  // bytes between tokens: shifts the banks by 16 bytes a token
+constexpr int kMGroup = 8;                  // tiles of tokens that run side by side, for the L2
+
+template <int WR, int WC, int TR, int TC>
+struct TileShape {
+    static constexpr int kWarps = WR * WC, kBN = 16 * TR * WR, kBM = 8 * TC * WC;
+    static constexpr int kWeightBytes = kBN / 16 * kChunk, kStage = kWeightBytes + kBM * kTilePitch;
+    static constexpr int kOutPitch = kBN + 4;  // floats
+    static constexpr int kOutBytes = kBM * kOutPitch * 4;
+};
+
+template <int WR, int WC, int TR, int TC, bool HALF>
+__global__ void __launch_bounds__(32 * WR * WC, 1) tiled_kernel(const TiledArgs a) {
+    using S = TileShape<WR, WC, TR, TC>;
+    extern __shared__ __align__(128) uint8_t smem[];
+    uint64_t *full = (uint64_t *)smem, *empty = full + a.stages;
+    uint8_t *stages = smem + 1024;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const int rank = a.split > 1 ? (int)cluster_rank() : 0, tile = blockIdx.x / a.split;
+    // tokens fastest within a group of kMGroup tiles, then weights: the blocks that run together share both
+    const int group = tile / (kMGroup * a.n_tiles), in_group = tile - group * kMGroup * a.n_tiles;
+    const int width = min(kMGroup, a.m_tiles - group * kMGroup);
+    const int m0 = (group * kMGroup + in_group % width) * S::kBM, nt = in_group / width, n0 = nt * S::kBN;
+    const int chunks_all = (a.k + kCols - 1) / kCols;
+    const int c0 = chunks_all * rank / a.split, c1 = chunks_all * (rank + 1) / a.split;
+
+    if (threadIdx.x == 0)
+        for (int s = 0; s < a.stages; s++) bar_init(full + s, kProducers), bar_init(empty + s, S::kWarps);
+    if (a.k % kCols) {  // the last chunk's activations are shorter: what they leave must be finite
+        for (int i = threadIdx.x; i < a.stages * (S::kBM * kTilePitch / 16); i += blockDim.x) {
+            const int s = i / (S::kBM * kTilePitch / 16), v = i - s * (S::kBM * kTilePitch / 16);
+            *(uint4 *)(stages + (size_t)s * S::kStage + S::kWeightBytes + v * 16) = make_uint4(0, 0, 0, 0);
+        }
+    }
+    bar_fence();
+    __syncthreads();
+
+    const int g = lane >> 2, l = lane & 3;
+    const int wr = warp % WR, wc = warp / WR;
+    float acc[TR][TC][4];
+#pragma unroll
+    for (int r = 0; r < TR; r++)
+#pragma unroll
+        for (int t = 0; t < TC; t++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) acc[r][t][i] = 0.f;
+
+    const int row_tiles = (int)((a.n + kRows - 1) / kRows), have = min(S::kBN / 16, row_tiles - nt * (S::kBN / 16));
+    const int tokens = min(S::kBM, a.m - m0);
+    const int64_t row_bytes = (int64_t)a.pairs * 2 * kChunk;
+    const uint8_t *weights_from = a.packed + (int64_t)nt * (S::kBN / 16) * row_bytes;
+    const uint16_t *x_from = a.x + (int64_t)m0 * a.ldx;
+    const auto fetch_weights = [&](int c, int s) {
+        expect_bytes(full + s, have * kChunk + tokens * (uint32_t)min(kCols, a.k - c * kCols) * 2, lane);
+        for (int i = lane; i < (S::kBN / 16 + 31) / 32 * 32; i += 32)
+            copy_lane(stages + (size_t)s * S::kStage + i * kChunk, weights_from + i * row_bytes + (int64_t)c * kChunk, kChunk, full + s,
+                      i < have, lane);
+    };
+    const auto fetch_x = [&](int c, int s) {
+        for (int i = lane; i < (S::kBM + 31) / 32 * 32; i += 32)
+            copy_lane(stages + (size_t)s * S::kStage + S::kWeightBytes + i * kTilePitch, x_from + i * a.ldx + c * kCols,
+                      (uint32_t)min(kCols, a.k - c * kCols) * 2, full + s, i < tokens, lane);
+        copies_issued(full + s);
+    };
+    if (warp == 0)
+        for (int s = 0; s < a.stages && c0 + s < c1; s++) fetch_weights(c0 + s, s);
+    if (a.pdl) {  // weights never depend on the kernel before; activations and the output do
+        let_next_kernel_start();
+        wait_for_previous_kernel();
+    }
+    if (warp == 0)
+        for (int s = 0; s < a.stages && c0 + s < c1; s++) fetch_x(c0 + s, s);
+
+    {
+        int before = 0, turn_before = 0;  // the slot that the chunk before lay in, and how often it had been used
+        for (int c = c0, s = 0, turn = 0; c < c1; c++) {
+            // the warps take turns at refilling the slot of the chunk before, once all of them are through with it
+            if (c > c0 && (c - c0) % S::kWarps == warp && c - 1 + a.stages < c1) {
+                bar_wait(empty + before, turn_before & 1);
+                fetch_weights(c - 1 + a.stages, before);
+                fetch_x(c - 1 + a.stages, before);
+            }
+            bar_wait(full + s, turn & 1);
+            const uint8_t *stage = stages + (size_t)s * S::kStage;
+            const uint8_t *weights = stage + wr * TR * kChunk, *xs = stage + S::kWeightBytes + (wc * TC * 8 + g) * kTilePitch + l * 32;
+            uint32_t scales[TR];
+#pragma unroll
+            for (int r = 0; r < TR; r++) scales[r] = *(const uint32_t *)(weights + r * kChunk + scale_at(0, lane));
+#pragma unroll
+            for (int q = 0; q < 2; q++)
+#pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    uint32_t f[TR][2][4];
+#pragma unroll
+                    for (int r = 0; r < TR; r++) {
+                        const uint2 w = *(const uint2 *)(weights + r * kChunk + word_at(q, lane, 2 * h));
+                        const uint32_t s0 = scale_pair(scales[r], 2 * q), s1 = scale_pair(scales[r], 2 * q + 1);
+                        decode8(w.x, s0, s1, f[r][0]);
+                        decode8(w.y, s0, s1, f[r][1]);
+                        if (HALF)
+#pragma unroll
+                            for (int i = 0; i < 8; i++) f[r][i >> 2][i & 3] = bf16x2_to_f16x2(f[r][i >> 2][i & 3]);
+                    }
+#pragma unroll
+                    for (int t = 0; t < TC; t++) {
+                        const uint4 b = *(const uint4 *)(xs + t * 8 * kTilePitch + q * 128 + h * 16);
+#pragma unroll
+                        for (int r = 0; r < TR; r++) mma16816<HALF>(acc[r][t], f[r][0], b.x, b.y);
+#pragma unroll
+                        for (int r = 0; r < TR; r++) mma16816<HALF>(acc[r][t], f[r][1], b.z, b.w);
+                    }
+                }
+            __syncwarp();
+            if (lane == 0) bar_arrive(empty + s);
+            before = s, turn_before = turn;
+            if (++s == a.stages) s = 0, turn++;
+        }
+    }
+    __syncthreads();  // the ring is spent; its place takes the partial tile, token by token
+    float *part = (float *)stages;
+#pragma unroll
+    for (int r = 0; r < TR; r++)
+#pragma unroll
+        for (int t = 0; t < TC; t++)
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                part[((wc * TC + t) * 8 + 2 * l + (i & 1)) * S::kOutPitch + (wr * TR + r) * 16 + g + 8 * (i >> 1)] = acc[r][t][i];
+    cluster_sync(a.split);
+    const int first = tokens * rank / a.split, last = tokens * (rank + 1) / a.split;
+    for (int e = first * S::kBN + threadIdx.x; e < last * S::kBN; e += blockDim.x) {
+        const int token = e / S::kBN, r = e - token * S::kBN;
+        float sum = 0.f;
+        for (int peer = 0; peer < a.split; peer++) sum += load_peer(part + token * S::kOutPitch + r, peer, a.split);
+        if (n0 + r < a.n) store_typed(a.out, (int64_t)(m0 + token) * a.n + n0 + r, sum * a.scale, a.out_type);
+    }
+    if (a.split > 1) cluster_sync(a.split);
+}

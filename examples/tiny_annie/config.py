@@ -23,5 +23,29 @@ def configuration() -> Any:
             "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25,
             "mrope_interleaved": True, "mrope_section": [3, 3, 2],
         },
-        eos_token_id=None, pad_token_id=None, bos_token_id=None, dtype="bfloat16",
+        eos_token_id=FIRST_SPECIAL + SPECIAL.index("<|im_end|>"), pad_token_id=FIRST_SPECIAL, bos_token_id=None,
+        dtype="bfloat16",
     )
+
+
+def write_folder(state: dict[str, Any], output: Any, tokenizer_folder: Any) -> None:
+    """A complete bf16 checkpoint folder: weights, configurations, tokenizer, chat template."""
+    import json
+    import shutil
+    from pathlib import Path
+
+    import torch
+    from safetensors.torch import save_file
+
+    output, source = Path(output), Path(tokenizer_folder)
+    output.mkdir(parents=True, exist_ok=True)
+    made = configuration()
+    made.architectures = ["Qwen3_5ForCausalLM"]
+    made.save_pretrained(output)
+    save_file({k: v.detach().to(torch.bfloat16).cpu().contiguous() for k, v in state.items()}, output / "model.safetensors",
+              metadata={"format": "pt"})
+    generation = {"eos_token_id": [made.eos_token_id, FIRST_SPECIAL], "pad_token_id": FIRST_SPECIAL, "do_sample": False}
+    (output / "generation_config.json").write_text(json.dumps(generation, indent=1) + "\n", encoding="utf-8")
+    if source.resolve() != output.resolve():
+        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+            shutil.copyfile(source / name, output / name)

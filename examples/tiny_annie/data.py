@@ -1,0 +1,73 @@
+"""Training rows as token ids in length buckets, drawn in worker processes; the same for the same seed."""
+
+from __future__ import annotations
+
+import random
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rows import row
+
+# (longest row in tokens, rows a step for the base, rows a step for an overlay, every how many steps)
+BUCKETS = ((192, 96, 16, 1), (416, 48, 12, 1), (1792, 6, 2, 6))
+TOKENIZER = Path(__file__).resolve().parents[2] / "annie_quant" / "assets" / "tiny-annie"
+_tokenizer: Any = None
+
+
+def tokenizer() -> Any:
+    global _tokenizer
+    if _tokenizer is None:
+        from transformers import AutoTokenizer
+
+        _tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
+    return _tokenizer
+
+
+def encode(made: Any) -> tuple[list[int], int]:
+    """Token ids of a row and where its learned part begins: what a model would generate, its end mark included."""
+    t = tokenizer()
+    options = {"tools": made.tools, "tokenize": False, "enable_thinking": made.thinking}
+    whole = t.apply_chat_template(made.messages, **options).removesuffix("\n")
+    head = t.apply_chat_template(made.messages[:-1], add_generation_prompt=True, **options)
+    if not whole.startswith(head):
+        raise ValueError(f"the prompt is no prefix of the whole:\n{head}\n---\n{whole}")
+    ids = t(head, add_special_tokens=False)["input_ids"]
+    return ids + t(whole[len(head):], add_special_tokens=False)["input_ids"], len(ids)
+
+
+def _some(job: tuple[str, str, int]) -> list[tuple[list[int], int]]:
+    style, seed, count = job
+    rng = random.Random(seed)
+    return [encode(row(rng, style)) for _ in range(count)]
+
+
+def rows(style: str, count: int, seed: int, workers: int) -> list[list[tuple[list[int], int]]]:
+    """`count` rows of a style, by bucket."""
+    step = 500
+    jobs = [(style, f"{seed}:{style}:{i}", min(step, count - i)) for i in range(0, count, step)]
+    if workers > 1:
+        with get_context("spawn").Pool(workers) as pool:
+            parts = pool.map(_some, jobs)
+    else:
+        parts = [_some(job) for job in jobs]
+    buckets: list[list[tuple[list[int], int]]] = [[] for _ in BUCKETS]
+    for ids, start in (r for part in parts for r in part):
+        index = next((i for i, b in enumerate(BUCKETS) if len(ids) <= b[0]), None)
+        if index is not None:
+            buckets[index].append((ids, start))
+    return buckets
+
+
+def batch(bucket: list[tuple[list[int], int]], n: int, rng: np.random.Generator, whole: float = 0.0) -> tuple[Any, Any]:
+    """ids [n, T] right-padded and loss mask [n, T]: 1 where the token after it is learned. whole: weight of the prompt's tokens."""
+    chosen = [bucket[i] for i in rng.integers(0, len(bucket), n)]
+    length = max(len(ids) for ids, _ in chosen)
+    length += -length % 64
+    tokens, mask = np.zeros((n, length), np.int64), np.zeros((n, length), np.float32)
+    for r, (ids, start) in enumerate(chosen):
+        tokens[r, : len(ids)] = ids
+        mask[r, : start - 1] = whole
+        mask[r, start - 1: len(ids) - 1] = 1
+    return tokens, mask

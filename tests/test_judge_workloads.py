@@ -1,0 +1,125 @@
+"""Workload files: what they give a server, and one clear line for each way to write them wrong."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from annie_quant import judge
+from annie_quant.errors import AnnieError, UsageError
+from annie_quant.judge.workloads import build_workload, read_workload
+
+GOOD = {
+    "name": "w",
+    "max_tokens": 9,
+    "gates": ["non_empty"],
+    "cases": [{"id": "a", "messages": [{"role": "user", "content": "hi"}]}],
+}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"gates": ["no_such"]}, "there is no gate called 'no_such'"),
+        ({"cases": []}, "holds no cases"),
+        ({"cases": [{"messages": []}]}, "case 0 has no 'id'"),
+        ({"cases": [{"id": "a"}]}, "needs either 'messages' or 'turns'"),
+        ({"cases": GOOD["cases"] * 2}, "case id 'a' stands twice"),
+        ({"tools": "persona"}, "no persona is named"),
+        ({"tools": "all"}, "'tools' is"),
+        ({"thinkng": True}, "unknown field 'thinkng'"),
+    ],
+)
+def test_a_wrong_workload_is_one_clear_line(change, words):
+    with pytest.raises(UsageError) as caught:
+        build_workload(GOOD | change, path="folder/mine.json")
+    assert words in caught.value.message and "mine.json" in caught.value.message and "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize("missing", ["name", "max_tokens", "gates", "cases"])
+def test_a_missing_field_is_named(missing):
+    with pytest.raises(UsageError, match=f"{missing!r} is missing"):
+        build_workload({k: v for k, v in GOOD.items() if k != missing})
+
+
+def test_broken_files(tmp_path):
+    with pytest.raises(UsageError, match="cannot be read"):
+        read_workload(tmp_path / "none.json")
+    (tmp_path / "broken.json").write_text("{")
+    with pytest.raises(UsageError, match=r"broken\.json is not JSON"):
+        read_workload(tmp_path / "broken.json")
+    (tmp_path / "list.json").write_text("[]")
+    with pytest.raises(UsageError, match="expected a JSON object"):
+        read_workload(tmp_path / "list.json")
+
+
+def test_loading_by_name_folder_and_path(tmp_path):
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.json").write_text(json.dumps(GOOD | {"name": name}))
+    assert [w.name for w in judge.load_workloads(folder=tmp_path)] == ["one", "two"]
+    assert [w.name for w in judge.load_workloads(["two"], tmp_path)] == ["two"]
+    assert [w.name for w in judge.load_workloads([str(tmp_path / "one.json")])] == ["one"]
+    with pytest.raises(AnnieError) as caught:
+        judge.load_workloads(["three"], tmp_path)
+    assert "one, two" in caught.value.hint
+    assert len({w.sha256 for w in judge.load_workloads(folder=tmp_path)}) == 2
+
+
+def test_a_request_says_all_that_matters():
+    workload = build_workload(GOOD | {"system": "Be Annie.", "thinking": True, "temperature": 0.7, "tools": [TOOL]})
+    body = workload.request(workload.cases[0], model="m")
+    assert body["model"] == "m" and body["max_tokens"] == 9 and body["temperature"] == 0.7
+    assert body["messages"] == [{"role": "system", "content": "Be Annie."}, {"role": "user", "content": "hi"}]
+    assert body["chat_template_kwargs"] == {"enable_thinking": True}
+    assert body["tools"] == [TOOL] and body["tool_choice"] == "auto"
+
+
+def test_a_case_may_bring_its_own_tools():
+    cases = [
+        {"id": "own", "messages": GOOD["cases"][0]["messages"], "tools": [TOOL, TOOL]},
+        {"id": "none", "messages": GOOD["cases"][0]["messages"], "tools": []},
+        *GOOD["cases"],
+    ]
+    workload = build_workload(GOOD | {"tools": [TOOL], "cases": cases})
+    assert [len(workload.request(c).get("tools", [])) for c in workload.cases] == [2, 0, 1]
+
+
+def test_conversations_need_their_own_answers():
+    workload = build_workload(
+        GOOD | {"cases": [{"id": "t", "turns": ["a", "b"], "expect": {"turns": [{}, {"contains": ["x"]}]}}]}
+    )
+    case = workload.cases[0]
+    assert len(workload.requests(case)) == 1
+    both = workload.requests(case, answers=[{"role": "assistant", "content": "A"}])
+    assert [m["content"] for m in both[1]["messages"]] == ["a", "A", "b"]
+    with pytest.raises(UsageError, match="turn 2 needs 1 earlier answers"):
+        workload.request(case, 1)
+    assert (
+        case.at_turn(1).expect == {"contains": ["x"]} and case.at_turn(0).expect == {} and case.at_turn(7).expect == {}
+    )
+
+
+def test_the_shipped_workloads_are_whole():
+    shipped = judge.load_workloads()
+    names = {w.name for w in shipped}
+    assert names >= {
+        "greeting",
+        "factual",
+        "conversational",
+        "reasoning",
+        "long_response",
+        "tool_memory",
+        "tool_web",
+        "multi_turn",
+        "briefing",
+        "thinking_on",
+        "thinking_off",
+        "hardened_prompt",
+    }
+    for workload in shipped:
+        assert workload.thinking == (workload.name == "thinking_on")
+        assert workload.request(workload.cases[0], 0)["messages"][-1]["role"] == "user"
+    talk = next(w for w in shipped if w.name == "multi_turn")
+    assert all(c.n_turns == 5 for c in talk.cases)

@@ -45,46 +45,56 @@ BF16 = ml_dtypes.bfloat16
 
 
 def shapes(config: dict) -> dict[str, tuple[int, ...]]:
-    """Every tensor of a text-only Qwen3.5 model and its shape."""
-    c = config
-    h, f, v = c["hidden_size"], c["intermediate_size"], c["vocab_size"]
+    """Every tensor of a text-only Qwen3.5 model and its shape, with multi-token prediction where config has it."""
+    h, v = config["hidden_size"], config["vocab_size"]
+    out = {"model.embed_tokens.weight": (v, h), "model.norm.weight": (h,), "lm_head.weight": (v, h)}
+    for i, kind in enumerate(config["layer_types"]):
+        out |= layer(config, f"model.layers.{i}.", kind)
+    for i in range(config.get("mtp_num_hidden_layers", 0)):
+        out |= layer(config, f"mtp.layers.{i}.", "full_attention")
+        out |= {
+            "mtp.fc.weight": (h, 2 * h),
+            "mtp.norm.weight": (h,),
+            "mtp.pre_fc_norm_embedding.weight": (h,),
+            "mtp.pre_fc_norm_hidden.weight": (h,),
+        }
+    return out
+
+
+def layer(c: dict, p: str, kind: str) -> dict[str, tuple[int, ...]]:
+    h, f = c["hidden_size"], c["intermediate_size"]
     keys = c["linear_num_key_heads"] * c["linear_key_head_dim"]
     values = c["linear_num_value_heads"] * c["linear_value_head_dim"]
     q, kv, d = c["num_attention_heads"] * c["head_dim"], c["num_key_value_heads"] * c["head_dim"], c["head_dim"]
-    out = {"model.embed_tokens.weight": (v, h), "model.norm.weight": (h,), "lm_head.weight": (v, h)}
-    for i, kind in enumerate(c["layer_types"]):
-        p = f"model.layers.{i}."
-        out |= {
-            p + "input_layernorm.weight": (h,),
-            p + "post_attention_layernorm.weight": (h,),
-            p + "mlp.gate_proj.weight": (f, h),
-            p + "mlp.up_proj.weight": (f, h),
-            p + "mlp.down_proj.weight": (h, f),
+    out = {
+        p + "input_layernorm.weight": (h,),
+        p + "post_attention_layernorm.weight": (h,),
+        p + "mlp.gate_proj.weight": (f, h),
+        p + "mlp.up_proj.weight": (f, h),
+        p + "mlp.down_proj.weight": (h, f),
+    }
+    if kind == "full_attention":
+        a = p + "self_attn."
+        return out | {
+            a + "q_proj.weight": (2 * q, h),
+            a + "k_proj.weight": (kv, h),
+            a + "v_proj.weight": (kv, h),
+            a + "o_proj.weight": (h, q),
+            a + "q_norm.weight": (d,),
+            a + "k_norm.weight": (d,),
         }
-        if kind == "full_attention":
-            a = p + "self_attn."
-            out |= {
-                a + "q_proj.weight": (2 * q, h),
-                a + "k_proj.weight": (kv, h),
-                a + "v_proj.weight": (kv, h),
-                a + "o_proj.weight": (h, q),
-                a + "q_norm.weight": (d,),
-                a + "k_norm.weight": (d,),
-            }
-        else:
-            a, n = p + "linear_attn.", c["linear_num_value_heads"]
-            out |= {
-                a + "in_proj_qkv.weight": (2 * keys + values, h),
-                a + "in_proj_z.weight": (values, h),
-                a + "in_proj_a.weight": (n, h),
-                a + "in_proj_b.weight": (n, h),
-                a + "out_proj.weight": (h, values),
-                a + "conv1d.weight": (2 * keys + values, 1, 4),
-                a + "norm.weight": (c["linear_value_head_dim"],),
-                a + "A_log": (n,),
-                a + "dt_bias": (n,),
-            }
-    return out
+    a, n = p + "linear_attn.", c["linear_num_value_heads"]
+    return out | {
+        a + "in_proj_qkv.weight": (2 * keys + values, h),
+        a + "in_proj_z.weight": (values, h),
+        a + "in_proj_a.weight": (n, h),
+        a + "in_proj_b.weight": (n, h),
+        a + "out_proj.weight": (h, values),
+        a + "conv1d.weight": (2 * keys + values, 1, 4),
+        a + "norm.weight": (c["linear_value_head_dim"],),
+        a + "A_log": (n,),
+        a + "dt_bias": (n,),
+    }
 
 
 def weights(config: dict, seed: int = 0) -> dict[str, np.ndarray]:

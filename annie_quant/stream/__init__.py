@@ -1,0 +1,30 @@
+"""aq.stream: streaming HTTP requests, timed to the microsecond. The loop is C (_stream); nothing of it runs Python.
+
+    timings = aq.stream.run([aq.stream.Request(url, json=body)], concurrency=1)
+    timings.records()     a dict a request: text, tool calls, usage, first_content_ms, itl_ms, error ...
+    timings.events        NumPy structured array, a row an event: user and kernel stamp, bytes
+    timings.save(folder)  raw frames with their stamps; Timings.load(folder) decodes them again
+
+What each time means is in `annie_quant.stream.decode`; how it is measured, in csrc/stream/clock.h and client.c.
+"""
+
+from __future__ import annotations
+
+from annie_quant.stream.arrivals import burst, constant, poisson, trace
+from annie_quant.stream.client import Cancel, Request, chat, run, run_async
+from annie_quant.stream.replay import ReplayServer
+from annie_quant.stream.timings import Timings
+
+__all__ = [
+    "Cancel",
+    "ReplayServer",
+    "Request",
+    "Timings",
+    "burst",
+    "chat",
+    "constant",
+    "poisson",
+    "run",
+    "run_async",
+    "trace",
+]

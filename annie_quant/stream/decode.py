@@ -1,0 +1,239 @@
+"""From frames to records: what an OpenAI-compatible server said, and when.
+
+Times are milliseconds after the request was handed to its connection, by name:
+    first_byte_ms       the answer's first byte, of its status line
+    first_event_ms      the first event with data (comments and pings do not count)
+    first_reasoning_ms  the first reasoning text          first_content_ms  the first answer text
+    first_tool_ms       the first piece of a tool call    first_sentence_ms the first speakable sentence is complete
+    last_token_ms       the last piece of any of the three
+    done_ms             [DONE]                            e2e_ms            the end of the answer
+A role-only first chunk, an empty string and the usage chunk are events, not tokens.
+itl_ms: gaps between token-bearing events. tpot_ms: (last - first token) / (n - 1), n from the server's own count.
+
+Dialects: vLLM (delta.reasoning), older vLLM and llama.cpp (delta.reasoning_content), completions (choices.text).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from annie_quant.stream import faults
+from annie_quant.stream.sentence import first_sentence_ns
+
+DATA, DONE, SILENT, TAIL, BODY = 1, 2, 3, 4, 5  # sse_kind (csrc/stream/sse.h)
+MERGED, NAMED, COMMENT = 1, 2, 4  # sse_flag
+
+
+@dataclass(slots=True)
+class Frame:
+    """One event: its stamp on the chosen clock, kind and flags of sse.h, the read it came with, its bytes."""
+
+    stamp_ns: int
+    kind: int
+    flags: int
+    read: int
+    raw: bytes
+    data: bytes
+
+
+@dataclass
+class Answer:
+    """What one request's frames hold. Stamps are None until the thing has come."""
+
+    text: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: dict[int, dict[str, Any]] = field(default_factory=dict)
+    finish_reason: str | None = None
+    usage: dict[str, Any] | None = None
+    server_timings: dict[str, Any] | None = None
+    model: str | None = None
+    first: dict[str, int] = field(default_factory=dict)  # event, reasoning, content, tool
+    token_stamps: list[int] = field(default_factory=list)
+    pieces: list[tuple[int, str]] = field(default_factory=list)  # content, for the first sentence
+    done_ns: int | None = None
+    merged_reads: int = 0
+    fault: tuple[str, str] | None = None
+    warnings: list[str] = field(default_factory=list)
+    _read: int = -1
+    _read_merged: bool = False
+
+    def fail(self, cause: str, message: str) -> None:
+        self.fault = self.fault or (cause, message)
+
+    def warn(self, message: str) -> None:
+        if message not in self.warnings:
+            self.warnings.append(message)
+
+    def token(self, frame: Frame) -> None:
+        if frame.read == self._read and not self._read_merged:
+            self.merged_reads += 1
+        self._read_merged = frame.read == self._read
+        self._read = frame.read
+        self.token_stamps.append(frame.stamp_ns)
+
+
+def field_lines(raw: bytes) -> Iterator[tuple[str, str]]:
+    """The fields of one frame, as the SSE specification reads a line; comments and blank lines are left out."""
+    text = raw.decode("utf-8", "replace").removeprefix("\ufeff")
+    for line in text.replace("\r\n", "\n").replace("\r", "\n").split("\n"):
+        if line and not line.startswith(":"):
+            name, _, value = line.partition(":")
+            yield name, value.removeprefix(" ")
+
+
+def joined_data(raw: bytes) -> bytes:
+    """The data of a frame with several data lines."""
+    return "\n".join(value for name, value in field_lines(raw) if name == "data").encode()
+
+
+def event_name(raw: bytes) -> str:
+    return next((value for name, value in reversed(list(field_lines(raw))) if name == "event"), "message")
+
+
+def read_answer(frames: Iterable[Frame]) -> Answer:
+    """Reads all frames of one event stream."""
+    answer, count = Answer(), 0
+    for frame in frames:
+        if frame.kind in (SILENT, BODY):
+            continue
+        if frame.kind == TAIL:
+            _tail(answer, frame)
+            continue
+        answer.first.setdefault("event", frame.stamp_ns)
+        count += 1
+        if frame.kind == DONE:
+            answer.done_ns = frame.stamp_ns
+        elif answer.done_ns is not None:
+            answer.warn("events came after [DONE]")
+        else:
+            _event(answer, frame, count)
+    return answer
+
+
+def _tail(answer: Answer, frame: Frame) -> None:
+    if frame.data.strip() == b"[DONE]":
+        answer.first.setdefault("event", frame.stamp_ns)
+        answer.done_ns = frame.stamp_ns
+        answer.warn("[DONE] came without its blank line")
+    else:
+        answer.warn(f"the stream ended inside an event ({len(frame.raw)} bytes left)")
+
+
+def _event(answer: Answer, frame: Frame, number: int) -> None:
+    try:
+        chunk = msgspec.json.decode(frame.data)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        named = f"{event_name(frame.raw)} " if frame.flags & NAMED else ""
+        answer.fail("not_json", f"{named}event {number} is not JSON: {frame.data[:80]!r}")
+        return
+    named_error = frame.flags & NAMED and event_name(frame.raw) == "error"
+    message = faults.error_in(chunk)
+    if named_error or (message is not None and not (isinstance(chunk, dict) and chunk.get("choices"))):
+        answer.fail("server_error", f"error in the stream: {message or faults.message_of(frame.data)}")
+        return
+    if not isinstance(chunk, dict):
+        answer.fail("not_json", f"event {number} is not a JSON object: {frame.data[:80]!r}")
+        return
+    _chunk(answer, chunk, frame)
+
+
+def _chunk(answer: Answer, chunk: dict[str, Any], frame: Frame) -> None:
+    answer.usage = _dict(chunk.get("usage")) or answer.usage
+    answer.server_timings = _dict(chunk.get("timings")) or answer.server_timings
+    answer.model = answer.model or chunk.get("model")
+    bearing = False
+    for choice in chunk.get("choices") or ():
+        if not isinstance(choice, dict):
+            continue
+        if choice.get("index"):
+            answer.warn("more than one choice came: only the first is read")
+            continue
+        answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
+        bearing |= _delta(answer, choice, frame.stamp_ns)
+    if bearing:
+        answer.token(frame)
+
+
+def _delta(answer: Answer, choice: dict[str, Any], stamp: int) -> bool:
+    delta = _dict(choice.get("delta")) or {}
+    reasoning = _text(delta.get("reasoning") or delta.get("reasoning_content"))
+    content = _text(delta.get("content") or choice.get("text"))
+    if reasoning:
+        answer.first.setdefault("reasoning", stamp)
+        answer.reasoning.append(reasoning)
+    if content:
+        answer.first.setdefault("content", stamp)
+        answer.text.append(content)
+        answer.pieces.append((stamp, content))
+    tools = delta.get("tool_calls") or ([{"function": delta["function_call"]}] if delta.get("function_call") else ())
+    called = [_tool(answer, piece) for piece in tools if isinstance(piece, dict)]
+    if any(called):
+        answer.first.setdefault("tool", stamp)
+    return bool(reasoning or content or any(called))
+
+
+def _tool(answer: Answer, piece: dict[str, Any]) -> bool:
+    """Adds one piece of a tool call. True if it held anything."""
+    index = piece.get("index")
+    if not isinstance(index, int):  # some servers leave it out: an id begins a call
+        index = len(answer.calls) if piece.get("id") or not answer.calls else len(answer.calls) - 1
+    call = answer.calls.setdefault(index, {"id": None, "name": "", "arguments": ""})
+    function = _dict(piece.get("function")) or {}
+    arguments = function.get("arguments")
+    if isinstance(arguments, dict):
+        arguments = msgspec.json.encode(arguments).decode()
+    call["id"] = call["id"] or piece.get("id")
+    call["name"] += _text(function.get("name")) if not call["name"] else ""
+    call["arguments"] += _text(arguments)
+    return bool(piece.get("id") or function.get("name") or arguments)
+
+
+def _text(value: Any) -> str:
+    """Text as it comes: a string, or OpenAI's list of parts."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list):
+        return "".join(part["text"] for part in value if isinstance(part, dict) and isinstance(part.get("text"), str))
+    return ""
+
+
+def _dict(value: Any) -> dict[str, Any] | None:
+    return value if isinstance(value, dict) and value else None
+
+
+def timing_fields(answer: Answer, started_ns: int) -> dict[str, Any]:
+    """The record's times and token counts."""
+
+    def ms(stamp: int | None) -> float | None:
+        return None if stamp is None else (stamp - started_ns) / 1e6
+
+    stamps = answer.token_stamps
+    counted = completion_tokens(answer)
+    tokens = len(stamps) if counted is None else counted
+    tpot = (stamps[-1] - stamps[0]) / 1e6 / (tokens - 1) if len(stamps) > 1 and tokens > 1 else None
+    return {
+        "first_event_ms": ms(answer.first.get("event")),
+        "first_reasoning_ms": ms(answer.first.get("reasoning")),
+        "first_content_ms": ms(answer.first.get("content")),
+        "first_tool_ms": ms(answer.first.get("tool")),
+        "first_sentence_ms": ms(first_sentence_ns(answer.pieces)),
+        "last_token_ms": ms(stamps[-1] if stamps else None),
+        "done_ms": ms(answer.done_ns),
+        "tpot_ms": tpot,
+        "itl_ms": [(b - a) / 1e6 for a, b in itertools.pairwise(stamps)],
+        "decode_tok_s": 1e3 / tpot if tpot else None,
+        "completion_tokens": tokens,
+        "tokens_estimated": counted is None,
+        "merged_reads": answer.merged_reads,
+    }
+
+
+def completion_tokens(answer: Answer) -> int | None:
+    """The server's own count: usage, or llama.cpp's timings. None: it said nothing."""
+    counts = ((answer.usage or {}).get("completion_tokens"), (answer.server_timings or {}).get("predicted_n"))
+    return next((n for n in counts if isinstance(n, int) and not isinstance(n, bool)), None)

@@ -1,0 +1,112 @@
+"""Why a request failed: one short cause for tables and one line for people.
+
+libcurl's codes: https://curl.se/libcurl/c/libcurl-errors.html
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import resource
+from typing import Any
+
+import msgspec
+
+# request_row.cause (csrc/stream/plan.h)
+NONE, TRANSPORT, TIMEOUT, IDLE, DEADLINE, CANCELLED, EVENT_SIZE, NOT_STARTED = range(8)
+
+_CURL_CAUSES = {
+    1: "protocol",  # also a reply that is not HTTP
+    3: "url",
+    5: "dns",
+    6: "dns",
+    7: "connect",
+    8: "protocol",
+    16: "protocol",
+    18: "truncated",
+    28: "timeout",
+    35: "tls",
+    51: "tls",
+    52: "truncated",
+    55: "reset",
+    56: "reset",
+    58: "tls",
+    59: "tls",
+    60: "tls",
+    61: "protocol",
+    77: "tls",
+    83: "tls",
+    92: "protocol",
+    95: "protocol",
+}
+
+
+def transport(cause: int, code: int, os_errno: int, text: str, timeout_s: Any, idle_s: Any) -> tuple[str, str] | None:
+    """(cause, message) of a request that HTTP did not end; None if it did."""
+    if cause == NONE:
+        return None
+    if cause == TIMEOUT:
+        return "timeout", f"timed out: not over {timeout_s:g} s after its start"
+    if cause == IDLE:
+        return "idle", f"stalled: nothing came for {idle_s:g} s"
+    if cause == DEADLINE:
+        return "deadline", "stopped: the run's deadline came first"
+    if cause == CANCELLED:
+        return "cancelled", "stopped: the run was interrupted"
+    if cause == NOT_STARTED:
+        return "not_started", "not begun: the run was stopped before its turn"
+    if cause == EVENT_SIZE:
+        return "event_too_large", "one event was larger than max_event_bytes"
+    if os_errno in (errno.EMFILE, errno.ENFILE):
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return (
+            "file_descriptors",
+            f"no file descriptor left for a connection (limit {limit}): ulimit -n, or fewer at once",
+        )
+    if os_errno == errno.ECONNREFUSED:
+        return "refused", f"connection refused: {text}"
+    reason = f" ({os.strerror(os_errno)})" if os_errno else ""
+    return _CURL_CAUSES.get(code, "transport"), f"{text}{reason} [libcurl {code}]"
+
+
+def http(status: int, body: bytes) -> str:
+    """One line from an error page: the JSON error's message, or the text of whatever came."""
+    return f"HTTP {status}: {message_of(body) or 'no message'}"
+
+
+def message_of(body: bytes) -> str:
+    """The message in an error body of vLLM, llama.cpp, OpenAI or FastAPI; else its first words without markup."""
+    try:
+        found = error_in(msgspec.json.decode(body))
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        found = None
+    return found or _plain(body)
+
+
+def error_in(value: Any) -> str | None:
+    """The message of an error object: {"error": {"message"}}, {"error": "..."}, {"detail": ...}, {"message"}."""
+    if not isinstance(value, dict):
+        return None
+    error = value.get("error", value.get("detail"))
+    if error is None and value.get("object") == "error":
+        error = value
+    if isinstance(error, dict):
+        error = error.get("message") or error.get("type") or error
+    elif error is None and "choices" not in value:
+        error = value.get("message")
+    if error is None:
+        return None
+    text = error if isinstance(error, str) else msgspec.json.encode(error).decode()
+    return _one_line(text)
+
+
+def _plain(body: bytes) -> str:
+    text = body[:65536].decode("utf-8", "replace")
+    title = re.search(r"<title[^>]*>(.*?)</title>", text, re.DOTALL | re.IGNORECASE)
+    return _one_line(title[1] if title else re.sub(r"<[^>]*>", " ", text))
+
+
+def _one_line(text: str, most: int = 300) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= most else text[: most - 1] + "…"

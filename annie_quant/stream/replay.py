@@ -1,0 +1,105 @@
+"""A recording as a server: answers requests in the recorded order with the recorded bytes and gaps. For tests."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import threading
+import time
+
+from annie_quant.stream.timings import Timings
+
+_KEPT = ("content-type",)
+
+
+class ReplayServer:
+    """with ReplayServer(timings) as server: aq.stream.run([Request(server.url)])
+
+    The n-th request is answered as the recording's n-th was (over and over); each recorded read is sent as one write
+    of a chunk, `speed` times as fast as it came. One thread a connection.
+    """
+
+    def __init__(self, timings: Timings, speed: float = 1.0) -> None:
+        self._timings, self._speed = timings, speed
+        self._turn = itertools.cycle(range(len(timings)))
+        self._lock = threading.Lock()
+        self._open: set[socket.socket] = set()
+
+    def __enter__(self) -> ReplayServer:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}/v1/chat/completions"
+        threading.Thread(target=self._accept, daemon=True).start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        with self._lock:
+            for connection in self._open:
+                connection.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            with self._lock:
+                self._open.add(connection)
+            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            with connection, connection.makefile("rb") as incoming:
+                while _read_request(incoming):
+                    with self._lock:
+                        turn = next(self._turn)
+                    self._answer(connection, turn, time.monotonic())
+        except OSError:
+            pass  # the client left
+        finally:
+            with self._lock:
+                self._open.discard(connection)
+
+    def _answer(self, connection: socket.socket, request: int, asked_s: float) -> None:
+        row = self._timings.requests[request]
+        started, body, at = int(row["started_ns"]), self._timings.body(request), 0
+        reads = self._timings.reads[self._timings.reads["request"] == request]
+        self._wait(asked_s, max(0, int(row["first_byte_ns"]) - started))
+        connection.sendall(_head(self._timings, request))
+        for stamp, size in zip(reads["user_ns"].tolist(), reads["size"].tolist(), strict=True):
+            self._wait(asked_s, stamp - started)
+            piece = body[at : at + size]
+            at += size
+            connection.sendall(b"%x\r\n%b\r\n" % (len(piece), piece))
+        self._wait(asked_s, int(row["ended_ns"]) - started)
+        if row["cause"]:
+            connection.close()  # it ended badly then, and does so again
+        else:
+            connection.sendall(b"0\r\n\r\n")
+
+    def _wait(self, asked_s: float, after_ns: int) -> None:
+        time.sleep(max(0.0, asked_s + after_ns / 1e9 / self._speed - time.monotonic()))
+
+
+def _head(timings: Timings, request: int) -> bytes:
+    status = int(timings.requests["status"][request]) or 200
+    headers = timings.headers(request)
+    lines = [f"HTTP/1.1 {status} Replayed", "Transfer-Encoding: chunked"]
+    lines += [f"{name}: {headers[name]}" for name in _KEPT if name in headers]
+    return "\r\n".join([*lines, "", ""]).encode("latin-1")
+
+
+def _read_request(incoming) -> bool:
+    """Reads one request with its body. False at the end of the connection."""
+    length = 0
+    first = incoming.readline()
+    for line in iter(incoming.readline, b"\r\n"):
+        if not line:
+            return False
+        name, _, value = line.partition(b":")
+        if name.lower() == b"content-length":
+            length = int(value)
+    incoming.read(length)
+    return bool(first)

@@ -1,0 +1,273 @@
+"""What a run brings back: rows and raw frames in place (no copy of what C wrote), and records decoded from them.
+
+A recording is one file, timings.npz: the same arrays, and the plan without its secrets. It decodes alike.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from annie_quant.errors import EnvironmentFault, UsageError, need
+from annie_quant.files import replacing
+from annie_quant.stream import decode, faults
+
+SCHEMA_VERSION = 1
+FILE_NAME = "timings.npz"
+_ARRAYS = ("requests", "events", "reads", "frames", "notes")
+_CLOCKS = ("kernel", "user")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is kept of a request: no headers, no body."""
+
+    tag: Any
+    url: str
+    timeout_s: float | None = None
+    idle_timeout_s: float | None = None
+
+
+class Timings:
+    """The result of a run, or a recording of one.
+
+    requests  structured array, a row a request in the plan's order: phases, status, first byte, end
+    events    structured array, a row an event (ping, body) as they arrived: `user_ns`, `kernel_ns` (0: unknown),
+              `request`, `read`, and where its bytes are in `frames`
+    reads     structured array, a row a network read of body bytes
+    frames    uint8, the bytes of all events, one after the other; a request's own, joined, are its body
+    notes     uint8, response headers and libcurl's error texts
+    Stamps are CLOCK_MONOTONIC nanoseconds; `origin_ns` is the run's start, `origin_realtime_ns` the same as wall clock.
+    """
+
+    def __init__(
+        self,
+        asked: Sequence[Asked],
+        requests: Any,
+        events: Any,
+        reads: Any,
+        frames: Any,
+        notes: Any,
+        *,
+        origin_ns: int,
+        origin_realtime_ns: int,
+    ) -> None:
+        self.asked = list(asked)
+        self.requests, self.events, self.reads = requests, events, reads
+        self.frames, self.notes = frames, notes
+        self.origin_ns, self.origin_realtime_ns = origin_ns, origin_realtime_ns
+        for name in _ARRAYS:
+            getattr(self, name).flags.writeable = False
+        self._rows: list[np.ndarray] | None = None
+
+    def __len__(self) -> int:
+        return len(self.asked)
+
+    def __repr__(self) -> str:
+        failed = int(np.count_nonzero((self.requests["cause"] != 0) | (self.requests["status"] >= 400)))
+        return f"Timings({len(self)} requests, {failed} failed, {len(self.events)} events, {self.frames.size} bytes)"
+
+    # ---- raw
+
+    def rows_of(self, request: int) -> np.ndarray:
+        """The indices into `events` of one request, in order."""
+        if self._rows is None:
+            order = np.argsort(self.events["request"], kind="stable")
+            edges = np.searchsorted(self.events["request"][order], np.arange(1, len(self)))
+            self._rows = np.split(order, edges)
+        return self._rows[request]
+
+    def raw(self, event: int) -> bytes:
+        """One event's bytes as they came."""
+        row = self.events[event]
+        start = int(row["offset"])
+        return self.frames[start : start + int(row["size"])].tobytes()
+
+    def body(self, request: int) -> bytes:
+        """All body bytes of one answer."""
+        return b"".join(self.raw(i) for i in self.rows_of(request))
+
+    def headers(self, request: int) -> dict[str, str]:
+        """The answer's headers, names in lower case; cookies are not kept."""
+        row = self.requests[request]
+        start = int(row["header_offset"])
+        lines = self.notes[start : start + int(row["header_size"])].tobytes().decode("latin-1").split("\r\n")
+        pairs = (line.partition(":") for line in lines[1:] if ":" in line)
+        return {name.strip().lower(): value.strip() for name, _, value in pairs}
+
+    # ---- decoded
+
+    def records(self, clock: str = "kernel") -> list[dict[str, Any]]:
+        """A dict a request, in the plan's order; decode.py says what each time means, faults.py the causes of `error`.
+
+        clock: "kernel" takes the kernel's receive stamps where every read of the request has one (its record's `clock`
+        says which it was), "user" the moment this process came to the data.
+        """
+        if clock not in _CLOCKS:
+            raise UsageError(f"clock={clock!r} is not a clock", f"choose one of: {', '.join(_CLOCKS)}")
+        return [self.record(i, clock) for i in range(len(self))]
+
+    def record(self, request: int, clock: str = "kernel") -> dict[str, Any]:
+        row, asked = self.requests[request], self.asked[request]
+        indices = self.rows_of(request)
+        clock = clock if clock == "user" or self._has_kernel_stamps(request, indices) else "user"
+        frames = self._frames(indices, f"{clock}_ns")
+        answer = decode.read_answer(frames) if row["event_stream"] else decode.Answer()
+        self._judge(answer, request, frames)
+        started = int(row["started_ns"])
+        suffix = "_kernel_ns" if clock == "kernel" else "_ns"
+        first_byte, ended = int(row[f"first_byte{suffix}"]), int(row[f"ended{suffix}"]) or int(row["ended_ns"])
+        headers = self.headers(request)
+        return {
+            "tag": asked.tag,
+            "url": asked.url,
+            "status": int(row["status"]),
+            "error": answer.fault[1] if answer.fault else None,
+            "cause": answer.fault[0] if answer.fault else None,
+            "warnings": answer.warnings,
+            "text": "".join(answer.text),
+            "reasoning": "".join(answer.reasoning),
+            "tool_calls": list(answer.calls.values()),
+            "finish_reason": answer.finish_reason,
+            "usage": answer.usage,
+            "server_timings": answer.server_timings,
+            "model": answer.model,
+            "first_byte_ms": (first_byte - started) / 1e6 if first_byte else None,
+            **decode.timing_fields(answer, started),
+            "e2e_ms": (ended - started) / 1e6,
+            "clock": clock,
+            "started_s": (started - self.origin_ns) / 1e9,
+            "started_unix_s": (started - self.origin_ns + self.origin_realtime_ns) / 1e9,
+            "wait_ms": (started - int(row["scheduled_ns"])) / 1e6 if row["scheduled_ns"] else None,
+            **_phases(row),
+            "server_date": headers.get("date"),
+            "server": headers.get("server"),
+            "body_bytes": int(self.events["size"][indices].sum()),
+        }
+
+    def _has_kernel_stamps(self, request: int, indices: np.ndarray) -> bool:
+        row = self.requests[request]
+        return bool(row["first_byte_kernel_ns"] and (self.events["kernel_ns"][indices] != 0).all())
+
+    def _frames(self, indices: np.ndarray, stamp: str) -> list[decode.Frame]:
+        rows = self.events[indices]
+        out = []
+        names = (stamp, "kind", "flags", "read", "offset", "size", "data_start", "data_size", "data_lines")
+        columns = (rows[name].tolist() for name in names)
+        for when, kind, flags, read, offset, size, start, data_size, lines in zip(*columns, strict=True):
+            raw = self.frames[offset : offset + size].tobytes()
+            data = raw[start : start + data_size] if lines <= 1 else decode.joined_data(raw)
+            out.append(decode.Frame(when, kind, flags, read, raw, data))
+        return out
+
+    def _judge(self, answer: decode.Answer, request: int, frames: list[decode.Frame]) -> None:
+        """Finds the request's first fault: in the transport, in the status, or in how the stream ended."""
+        row, asked = self.requests[request], self.asked[request]
+        start = int(row["error_offset"])
+        text = self.notes[start : start + int(row["error_size"])].tobytes().decode("utf-8", "replace")
+        status, ended = int(row["status"]), answer.done_ns is not None
+        fault = faults.transport(
+            int(row["cause"]), int(row["curl_code"]), int(row["os_errno"]), text, asked.timeout_s, asked.idle_timeout_s
+        )
+        if fault and ended and fault[0] in ("truncated", "reset"):
+            answer.warn(f"the connection ended badly after [DONE]: {fault[1]}")
+            fault = None
+        if answer.fault:
+            return
+        body = b"".join(f.raw for f in frames)
+        if fault:
+            answer.fail(*fault)
+        elif status >= 400:
+            answer.fail("http", faults.http(status, body))
+        elif not row["event_stream"]:
+            kind = self.headers(request).get("content-type", "no content type")
+            answer.fail("not_a_stream", f"HTTP {status} is not an event stream ({kind}): {faults.message_of(body)}")
+        elif "event" not in answer.first:
+            answer.fail("no_events", f"the stream held no event ({len(body)} bytes)")
+        elif not ended and answer.finish_reason is None:
+            answer.fail("truncated", "the stream ended early: neither [DONE] nor a finish reason came")
+        elif not ended:
+            answer.warn("[DONE] did not come")
+
+    # ---- tables
+
+    def columns(self, table: str = "events") -> dict[str, np.ndarray]:
+        """The columns of `requests`, `events` or `reads`, as views."""
+        array = {"requests": self.requests, "events": self.events, "reads": self.reads}[table]
+        return {name: array[name] for name in array.dtype.names}
+
+    def to_pandas(self, table: str = "events") -> Any:
+        """A DataFrame over the same memory (`table`: events, reads, requests), or over records."""
+        pandas = need("pandas", "notebooks")
+        if table == "records":
+            return pandas.DataFrame(self.records())
+        return pandas.DataFrame(self.columns(table), copy=False)
+
+    def to_arrow(self, table: str = "events") -> Any:
+        """A pyarrow Table. Arrow's columns are contiguous, so numbers are copied once; raw frames are not copied."""
+        arrow = need("pyarrow", "notebooks")
+        if table == "records":
+            return arrow.Table.from_pylist(self.records())
+        columns = {name: arrow.array(np.ascontiguousarray(c)) for name, c in self.columns(table).items()}
+        if table == "events":
+            ends = np.append(self.events["offset"], np.uint64(self.frames.size)).astype(np.int64)
+            columns["raw"] = arrow.LargeBinaryArray.from_buffers(
+                arrow.large_binary(), len(self.events), [None, arrow.py_buffer(ends), arrow.py_buffer(self.frames)]
+            )
+        return arrow.table(columns)
+
+    def to_polars(self, table: str = "events") -> Any:
+        """A polars DataFrame, over to_arrow's memory."""
+        return need("polars", "notebooks").from_arrow(self.to_arrow(table))
+
+    # ---- record and replay
+
+    def save(self, folder: str | os.PathLike) -> Path:
+        """Writes folder/timings.npz: raw frames, stamps, headers. Secrets of the requests are not in it."""
+        path = Path(folder) / FILE_NAME
+        plan = {
+            "schema_version": SCHEMA_VERSION,
+            "origin_ns": self.origin_ns,
+            "origin_realtime_ns": self.origin_realtime_ns,
+            "asked": [asdict(a) for a in self.asked],
+        }
+        arrays = {name: getattr(self, name) for name in _ARRAYS}
+        plan_bytes = np.frombuffer(msgspec.json.encode(plan), dtype=np.uint8)
+        with replacing(path) as file:
+            np.savez_compressed(file, plan=plan_bytes, **arrays)
+        return path
+
+    @classmethod
+    def load(cls, folder: str | os.PathLike) -> Timings:
+        """Reads a recording: the folder it was saved to, or its file."""
+        path = Path(folder)
+        path = path / FILE_NAME if path.is_dir() else path
+        try:
+            with np.load(path, allow_pickle=False) as held:
+                plan = msgspec.json.decode(held["plan"].tobytes())
+                arrays = [held[name] for name in _ARRAYS]
+        except (OSError, ValueError, KeyError, msgspec.DecodeError) as error:
+            raise EnvironmentFault(f"{path} is not a recording of a run: {error}") from error
+        if plan["schema_version"] != SCHEMA_VERSION:
+            raise EnvironmentFault(f"{path} has schema_version {plan['schema_version']}, this reads {SCHEMA_VERSION}")
+        asked = [Asked(**a) for a in plan["asked"]]
+        return cls(asked, *arrays, origin_ns=plan["origin_ns"], origin_realtime_ns=plan["origin_realtime_ns"])
+
+
+def _phases(row: np.void) -> dict[str, Any]:
+    """libcurl counts each phase from the start; here each is its own length. A kept connection has no first three."""
+    lookup, connect, tls = int(row["name_lookup_us"]), int(row["connect_us"]), int(row["tls_us"])
+    return {
+        "new_connection": bool(row["new_connection"]),
+        "name_lookup_ms": lookup / 1e3,
+        "connect_ms": max(0, connect - lookup) / 1e3,
+        "tls_ms": max(0, tls - connect) / 1e3 if tls else 0.0,
+        "sent_ms": int(row["pretransfer_us"]) / 1e3,
+        "http_version": {2: "1.1", 3: "2", 1: "1.0"}.get(int(row["http_version"])),
+    }

@@ -1,0 +1,369 @@
+/* The loop: libcurl's multi interface driven by epoll, a timer and curl_multi_socket_action.
+ *
+ * Every read is stamped before libcurl sees the socket. Starts, timeouts, libcurl's own timer and the deadline share one
+ * timerfd, set to the earliest; nothing polls. Between two starts the sockets are looked at, so that a burst of
+ * requests does not hold up the answers to its first ones.
+ */
+#define _GNU_SOURCE
+#include "client.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <sys/epoll.h>
+#include <sys/socket.h>
+#include <sys/timerfd.h>
+#include <unistd.h>
+
+enum { WAKE_EVENTS = 64 };
+
+/* ---- what libcurl asks of the loop */
+
+static int on_socket(CURL *easy, curl_socket_t fd, int what, void *context, void *known)
+{
+    (void)easy;
+    struct client *c = context;
+    if (what == CURL_POLL_REMOVE) {
+        epoll_ctl(c->epoll_fd, EPOLL_CTL_DEL, fd, NULL);
+        return 0;
+    }
+    struct epoll_event event = {.data.fd = fd};
+    if (what & CURL_POLL_IN)
+        event.events |= EPOLLIN;
+    if (what & CURL_POLL_OUT)
+        event.events |= EPOLLOUT;
+    if (epoll_ctl(c->epoll_fd, known ? EPOLL_CTL_MOD : EPOLL_CTL_ADD, fd, &event) != 0) {
+        int other = errno == ENOENT ? EPOLL_CTL_ADD : errno == EEXIST ? EPOLL_CTL_MOD : 0;
+        if (!other || epoll_ctl(c->epoll_fd, other, fd, &event) != 0)
+            return -1;
+    }
+    curl_multi_assign(c->multi, fd, c);
+    return 0;
+}
+
+static int on_timer(CURLM *multi, long timeout_ms, void *context)
+{
+    (void)multi;
+    struct client *c = context;
+    c->curl_due_ns = timeout_ms < 0 ? INT64_MAX : clock_monotonic_ns() + (int64_t)timeout_ms * NS_PER_MS;
+    return 0;
+}
+
+/* ---- acting */
+
+static void drain_ended(struct client *c)
+{
+    int left;
+    CURLMsg *message;
+    while ((message = curl_multi_info_read(c->multi, &left))) {
+        if (message->msg != CURLMSG_DONE)
+            continue;
+        struct transfer *t = NULL;
+        CURLcode code = message->data.result;
+        curl_easy_getinfo(message->easy_handle, CURLINFO_PRIVATE, (char **)&t);
+        transfer_finish(t, code, CAUSE_NONE);
+    }
+}
+
+static void act(struct client *c, curl_socket_t fd, int events)
+{
+    int running;
+    curl_multi_socket_action(c->multi, fd, events, &running);
+    drain_ended(c);
+}
+
+static void act_on_timer(struct client *c)
+{
+    c->now_ns = clock_monotonic_ns();
+    c->now_kernel_ns = 0;
+    c->curl_due_ns = INT64_MAX;
+    act(c, CURL_SOCKET_TIMEOUT, 0);
+}
+
+static void act_on_socket(struct client *c, int fd, uint32_t events)
+{
+    int64_t realtime_ns = 0;
+    if ((events & EPOLLIN) && (size_t)fd < c->stamped.size && c->stamped.base[fd])
+        realtime_ns = clock_peek(fd);
+    c->now_ns = clock_monotonic_ns();
+    c->now_kernel_ns = realtime_ns ? clock_map(&c->pair, realtime_ns, c->result->origin_ns, c->now_ns) : 0;
+    int what = 0;
+    if (events & EPOLLIN)
+        what |= CURL_CSELECT_IN;
+    if (events & EPOLLOUT)
+        what |= CURL_CSELECT_OUT;
+    if (events & (EPOLLERR | EPOLLHUP))
+        what |= CURL_CSELECT_ERR;
+    act(c, fd, what);
+}
+
+/* ---- the plan's own times */
+
+static int64_t due_ns(const struct transfer *t)
+{
+    int64_t whole = t->started_ns + t->request->timeout_ns;
+    int64_t idle = t->last_read_ns + t->request->idle_ns;
+    return whole < idle ? whole : idle;
+}
+
+static void give_up_late(struct client *c, int64_t now)
+{
+    c->check_due_ns = INT64_MAX;
+    c->now_ns = now;
+    c->now_kernel_ns = 0;
+    for (struct transfer *t = c->active, *following; t; t = following) {
+        following = t->following;
+        int64_t due = due_ns(t);
+        if (due > now) {
+            if (due < c->check_due_ns)
+                c->check_due_ns = due;
+            continue;
+        }
+        bool whole = t->started_ns + t->request->timeout_ns <= now;
+        transfer_finish(t, CURLE_OK, whole ? CAUSE_TIMEOUT : CAUSE_IDLE);
+    }
+}
+
+static int64_t next_start_ns(const struct client *c)
+{
+    if (c->next == c->plan->count || (c->plan->concurrency && c->in_flight >= c->plan->concurrency))
+        return INT64_MAX;
+    int64_t start = c->plan->requests[c->order[c->next]].start_ns;
+    return start < 0 ? 0 : c->result->origin_ns + start;
+}
+
+static void start_next(struct client *c)
+{
+    uint32_t index = c->order[c->next++];
+    c->now_ns = clock_monotonic_ns();
+    c->now_kernel_ns = 0;
+    if (!transfer_start(c, index)) {
+        c->no_memory = true;
+        return;
+    }
+    int64_t due = due_ns(c->active);
+    if (due < c->check_due_ns)
+        c->check_due_ns = due;
+    act_on_timer(c);
+}
+
+static void stop_all(struct client *c, uint8_t cause)
+{
+    c->now_ns = clock_monotonic_ns();
+    c->now_kernel_ns = 0;
+    while (c->active)
+        transfer_finish(c->active, CURLE_OK, cause);
+    for (; c->next < c->plan->count; c->next++) {
+        struct request_row *row = client_row(c, c->order[c->next]);
+        row->cause = CAUSE_NOT_STARTED;
+        row->started_ns = row->ended_ns = c->now_ns;
+    }
+}
+
+static bool was_interrupted(struct client *c)
+{
+    const struct plan *p = c->plan;
+    char bytes[64];
+    for (ssize_t got; p->cancel_fd >= 0 && (got = read(p->cancel_fd, bytes, sizeof bytes)) > 0;)
+        if (memchr(bytes, 0, (size_t)got)) /* 0: cancelled by the program; else a signal's number */
+            return true;
+    return p->interrupted && p->interrupted(p->context);
+}
+
+/* ---- waiting */
+
+static void arm(struct client *c, int64_t due)
+{
+    if (due == c->armed_ns)
+        return;
+    struct itimerspec when = {{0, 0}, {0, 0}}; /* all zero: no alarm */
+    if (due != INT64_MAX) {
+        when.it_value.tv_sec = due / NS_PER_S;
+        when.it_value.tv_nsec = due % NS_PER_S;
+    }
+    timerfd_settime(c->timer_fd, TFD_TIMER_ABSTIME, &when, NULL);
+    c->armed_ns = due;
+}
+
+static int64_t earliest(int64_t a, int64_t b)
+{
+    return a < b ? a : b;
+}
+
+/* One wait and what it brings. False: the run was interrupted. */
+static bool wait_and_act(struct client *c, int64_t due)
+{
+    struct epoll_event events[WAKE_EVENTS];
+    bool at_once = due <= clock_monotonic_ns();
+    if (!at_once)
+        arm(c, due);
+    int count = epoll_wait(c->epoll_fd, events, WAKE_EVENTS, at_once ? 0 : -1);
+    if (count < 0)
+        return errno == EINTR && !was_interrupted(c);
+    if (count > 0)
+        clock_pair_measure(&c->pair);
+    for (int i = 0; i < count; i++) {
+        int fd = events[i].data.fd;
+        if (fd == c->timer_fd) {
+            uint64_t rings;
+            (void)!read(fd, &rings, sizeof rings);
+            c->armed_ns = INT64_MAX;
+        } else if (fd == c->plan->cancel_fd) {
+            if (was_interrupted(c))
+                return false;
+        } else {
+            act_on_socket(c, fd, events[i].events);
+        }
+    }
+    return true;
+}
+
+static void run_loop(struct client *c)
+{
+    const struct plan *p = c->plan;
+    int64_t deadline = p->deadline_ns > 0 ? c->result->origin_ns + p->deadline_ns : INT64_MAX;
+    while ((c->in_flight || c->next < p->count) && !c->no_memory) {
+        int64_t now = clock_monotonic_ns();
+        if (now >= deadline) {
+            stop_all(c, CAUSE_DEADLINE);
+            return;
+        }
+        if (now >= next_start_ns(c))
+            start_next(c);
+        else if (now >= c->curl_due_ns)
+            act_on_timer(c);
+        if (now >= c->check_due_ns)
+            give_up_late(c, now);
+        int64_t due = earliest(earliest(c->curl_due_ns, c->check_due_ns), earliest(next_start_ns(c), deadline));
+        if (c->in_flight || c->next < p->count)
+            if (!wait_and_act(c, due)) {
+                c->result->stopped = true;
+                stop_all(c, CAUSE_CANCELLED);
+                return;
+            }
+    }
+    stop_all(c, CAUSE_CANCELLED);
+}
+
+/* ---- setting up */
+
+struct start {
+    int64_t at;
+    uint32_t index;
+};
+
+static int by_start(const void *a, const void *b)
+{
+    const struct start *x = a, *y = b;
+    if (x->at != y->at)
+        return x->at < y->at ? -1 : 1;
+    return x->index < y->index ? -1 : 1;
+}
+
+static bool order_starts(struct client *c)
+{
+    size_t count = c->plan->count;
+    struct start *starts = calloc(count + 1, sizeof *starts);
+    c->order = calloc(count + 1, sizeof *c->order);
+    if (starts && c->order) {
+        for (size_t i = 0; i < count; i++)
+            starts[i] = (struct start){c->plan->requests[i].start_ns, (uint32_t)i};
+        qsort(starts, count, sizeof *starts, by_start);
+        for (size_t i = 0; i < count; i++)
+            c->order[i] = starts[i].index;
+    }
+    bool ok = starts && c->order;
+    free(starts);
+    return ok;
+}
+
+static bool prepare_rows(struct client *c)
+{
+    size_t count = c->plan->count;
+    if (count > SIZE_MAX / 2 / sizeof(struct request_row) || count > UINT32_MAX)
+        return false;
+    void *rows = vector_grow(&c->result->requests, count * sizeof(struct request_row));
+    if (!rows)
+        return false;
+    memset(rows, 0, count * sizeof(struct request_row));
+    for (size_t i = 0; i < count; i++) {
+        int64_t start = c->plan->requests[i].start_ns;
+        if (start >= 0)
+            client_row(c, (uint32_t)i)->scheduled_ns = c->result->origin_ns + start;
+    }
+    return true;
+}
+
+static bool watch(struct client *c, int fd)
+{
+    struct epoll_event event = {.events = EPOLLIN, .data.fd = fd};
+    return epoll_ctl(c->epoll_fd, EPOLL_CTL_ADD, fd, &event) == 0;
+}
+
+static int open_all(struct client *c)
+{
+    c->epoll_fd = epoll_create1(EPOLL_CLOEXEC);
+    c->timer_fd = timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC);
+    if (c->epoll_fd < 0 || c->timer_fd < 0 || !watch(c, c->timer_fd))
+        return PLAN_NO_EPOLL;
+    if (c->plan->cancel_fd >= 0 && !watch(c, c->plan->cancel_fd))
+        return PLAN_NO_EPOLL;
+    c->multi = curl_multi_init();
+    if (!c->multi)
+        return PLAN_NO_CURL;
+    curl_multi_setopt(c->multi, CURLMOPT_SOCKETFUNCTION, on_socket);
+    curl_multi_setopt(c->multi, CURLMOPT_SOCKETDATA, c);
+    curl_multi_setopt(c->multi, CURLMOPT_TIMERFUNCTION, on_timer);
+    curl_multi_setopt(c->multi, CURLMOPT_TIMERDATA, c);
+    return PLAN_OK;
+}
+
+int plan_run(const struct plan *plan, struct plan_result *result)
+{
+    struct client c = {
+        .plan = plan,
+        .result = result,
+        .epoll_fd = -1,
+        .timer_fd = -1,
+        .curl_due_ns = INT64_MAX,
+        .check_due_ns = INT64_MAX,
+        .armed_ns = INT64_MAX,
+    };
+    /* The kernel stamps packets only while some socket asks for it, and begins a little late: ask before the first. */
+    int early = plan->kernel_stamps ? socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0) : -1;
+    if (early >= 0)
+        clock_stamp_socket(early);
+
+    int status = open_all(&c);
+    if (status != PLAN_OK)
+        goto cleanup;
+    clock_pair_measure(&c.pair);
+    result->origin_ns = clock_monotonic_ns();
+    result->origin_realtime_ns = result->origin_ns + c.pair.offset_ns;
+    status = PLAN_NO_MEMORY;
+    if (!prepare_rows(&c) || !order_starts(&c))
+        goto cleanup;
+    run_loop(&c);
+    status = c.no_memory ? PLAN_NO_MEMORY : PLAN_OK;
+
+cleanup:
+    if (c.multi)
+        curl_multi_cleanup(c.multi);
+    free(c.order);
+    vector_free(&c.stamped);
+    if (c.timer_fd >= 0)
+        close(c.timer_fd);
+    if (c.epoll_fd >= 0)
+        close(c.epoll_fd);
+    if (early >= 0)
+        close(early);
+    return status;
+}
+
+void plan_result_free(struct plan_result *result)
+{
+    vector_free(&result->requests);
+    vector_free(&result->events);
+    vector_free(&result->reads);
+    vector_free(&result->frames);
+    vector_free(&result->notes);
+}

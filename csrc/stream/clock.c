@@ -1,0 +1,77 @@
+/* The clocks of clock.h. SO_TIMESTAMPNS: socket(7) and Documentation/networking/timestamping.rst of Linux. */
+#define _GNU_SOURCE
+#include "clock.h"
+
+#include <string.h>
+#include <sys/socket.h>
+#include <time.h>
+
+static int64_t read_clock(clockid_t which)
+{
+    struct timespec t;
+    clock_gettime(which, &t);
+    return (int64_t)t.tv_sec * NS_PER_S + t.tv_nsec;
+}
+
+int64_t clock_monotonic_ns(void)
+{
+    return read_clock(CLOCK_MONOTONIC);
+}
+
+void clock_pair_measure(struct clock_pair *pair)
+{
+    int64_t best_width = INT64_MAX, best_offset = 0, at = 0;
+    for (int i = 0; i < 4 && best_width > NS_PER_US; i++) {
+        int64_t before = read_clock(CLOCK_MONOTONIC);
+        int64_t real = read_clock(CLOCK_REALTIME);
+        int64_t after = read_clock(CLOCK_MONOTONIC);
+        if (after - before < best_width) {
+            best_width = after - before;
+            best_offset = real - (before + (after - before) / 2);
+            at = after;
+        }
+    }
+    pair->previous_ns = pair->measured_ns ? pair->offset_ns : best_offset;
+    pair->offset_ns = best_offset;
+    pair->measured_ns = at;
+}
+
+int64_t clock_map(const struct clock_pair *pair, int64_t realtime_ns, int64_t not_before_ns, int64_t user_ns)
+{
+    int64_t step = pair->offset_ns - pair->previous_ns;
+    if (realtime_ns == 0 || step > NS_PER_MS || step < -NS_PER_MS)
+        return 0;
+    int64_t mapped = realtime_ns - pair->offset_ns;
+    /* The distance itself is known to about a microsecond: a stamp that close to an end of its range belongs there. */
+    if (mapped > user_ns && mapped - user_ns < 20 * NS_PER_US)
+        return user_ns;
+    return mapped < not_before_ns || mapped > user_ns ? 0 : mapped;
+}
+
+bool clock_stamp_socket(int fd)
+{
+    int on = 1;
+    return setsockopt(fd, SOL_SOCKET, SO_TIMESTAMPNS, &on, sizeof on) == 0;
+}
+
+int64_t clock_peek(int fd)
+{
+    char byte;
+    union {
+        char bytes[CMSG_SPACE(sizeof(struct timespec))];
+        struct cmsghdr align;
+    } control;
+    struct iovec into = {&byte, 1};
+    struct msghdr message = {
+        .msg_iov = &into, .msg_iovlen = 1, .msg_control = control.bytes, .msg_controllen = sizeof control.bytes};
+    if (recvmsg(fd, &message, MSG_PEEK | MSG_DONTWAIT) <= 0)
+        return 0;
+    for (struct cmsghdr *c = CMSG_FIRSTHDR(&message); c; c = CMSG_NXTHDR(&message, c)) {
+        if (c->cmsg_level == SOL_SOCKET && c->cmsg_type == SCM_TIMESTAMPNS) {
+            struct timespec t;
+            memcpy(&t, CMSG_DATA(c), sizeof t);
+            return (int64_t)t.tv_sec * NS_PER_S + t.tv_nsec;
+        }
+    }
+    return 0;
+}

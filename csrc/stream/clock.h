@@ -1,0 +1,37 @@
+/* The two clocks of a read: when user space came to it, and when the kernel received it.
+ *
+ * The kernel stamps a packet with CLOCK_REALTIME (SO_TIMESTAMPNS), which an administrator or NTP may step; everything
+ * else here is CLOCK_MONOTONIC. `clock_pair` is the distance between the two, measured again on every wake-up, so a
+ * stamp is mapped with the distance of its own moment and refused when the clock was stepped in between.
+ */
+#ifndef AQ_STREAM_CLOCK_H
+#define AQ_STREAM_CLOCK_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+enum { NS_PER_US = 1000, NS_PER_MS = 1000000, NS_PER_S = 1000000000 };
+
+struct clock_pair {
+    int64_t offset_ns;   /* CLOCK_REALTIME - CLOCK_MONOTONIC */
+    int64_t previous_ns; /* the same at the wake-up before */
+    int64_t measured_ns; /* CLOCK_MONOTONIC when it was taken */
+};
+
+int64_t clock_monotonic_ns(void);
+
+/* Takes the distance again: the tightest of a few tries, so that being descheduled between two reads does no harm. */
+void clock_pair_measure(struct clock_pair *pair);
+
+/* The monotonic time of a kernel stamp, or 0 when it cannot be known: the clock was stepped by over a millisecond
+ * since the wake-up before, or the stamp falls outside [not_before_ns, user_ns]. */
+int64_t clock_map(const struct clock_pair *pair, int64_t realtime_ns, int64_t not_before_ns, int64_t user_ns);
+
+/* Asks the kernel to stamp what this socket receives. */
+bool clock_stamp_socket(int fd);
+
+/* The kernel's stamp (CLOCK_REALTIME) of the next bytes to be read from fd, without reading them; 0 if there is none.
+ * Where several packets wait, this is the newest one's. */
+int64_t clock_peek(int fd);
+
+#endif

@@ -1,0 +1,460 @@
+/* annie_quant._stream: plans in, rows and raw frames out. Only marshalling happens here; see client.c for the loop.
+ *
+ * Nothing needs NumPy: a result is a Block, memory with the buffer protocol, which NumPy reads in place.
+ */
+#define PY_SSIZE_T_CLEAN
+#define _GNU_SOURCE
+#include <Python.h>
+
+#include "clock.h"
+#include "plan.h"
+#include "sse.h"
+
+#include <curl/curl.h>
+
+struct state {
+    PyTypeObject *block;
+};
+
+static struct state *state_of(PyObject *module)
+{
+    return PyModule_GetState(module);
+}
+
+/* ---- Block: bytes that C allocated, read through the buffer protocol */
+
+struct block {
+    PyObject_HEAD
+    struct vector bytes;
+};
+
+static void block_dealloc(PyObject *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    vector_free(&((struct block *)self)->bytes);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+static int block_getbuffer(PyObject *self, Py_buffer *view, int flags)
+{
+    static uint8_t nothing;
+    struct block *b = (struct block *)self;
+    void *base = b->bytes.base ? b->bytes.base : &nothing;
+    return PyBuffer_FillInfo(view, self, base, (Py_ssize_t)b->bytes.size, 0, flags);
+}
+
+static Py_ssize_t block_length(PyObject *self)
+{
+    return (Py_ssize_t)((struct block *)self)->bytes.size;
+}
+
+static PyType_Slot block_slots[] = {
+    {Py_tp_doc, "Memory of a run, read in place through the buffer protocol."},
+    {Py_tp_dealloc, block_dealloc},
+    {Py_bf_getbuffer, block_getbuffer},
+    {Py_sq_length, block_length},
+    {0, NULL},
+};
+
+static PyType_Spec block_spec = {
+    .name = "annie_quant._stream.Block",
+    .basicsize = sizeof(struct block),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .slots = block_slots,
+};
+
+/* Takes the vector's memory over. */
+static PyObject *block_new(struct state *state, struct vector *bytes)
+{
+    struct block *b = (struct block *)state->block->tp_alloc(state->block, 0);
+    if (!b)
+        return NULL;
+    b->bytes = *bytes;
+    memset(bytes, 0, sizeof *bytes);
+    return (PyObject *)b;
+}
+
+/* ---- run */
+
+struct caller {
+    PyThreadState *thread;
+    PyObject *type, *value, *trace; /* the exception that a signal's handler raised */
+};
+
+/* Lets Python's signal handlers run, as they would between two lines of Python. */
+static bool interrupted(void *context)
+{
+    struct caller *caller = context;
+    PyEval_RestoreThread(caller->thread);
+    bool raised = PyErr_CheckSignals() != 0;
+    if (raised)
+        PyErr_Fetch(&caller->type, &caller->value, &caller->trace);
+    caller->thread = PyEval_SaveThread();
+    return raised;
+}
+
+static void requests_free(struct plan_request *requests, Py_ssize_t count)
+{
+    for (Py_ssize_t i = 0; requests && i < count; i++)
+        PyMem_Free((void *)requests[i].headers);
+    PyMem_Free(requests);
+}
+
+/* (url, method, headers, body or None, start_ns, timeout_ns, idle_ns); what is kept points into the tuple's objects. */
+static int read_request(PyObject *row, struct plan_request *q)
+{
+    PyObject *headers;
+    Py_ssize_t body_size = 0;
+    if (!PyTuple_Check(row)) {
+        PyErr_SetString(PyExc_TypeError, "a request must be a tuple");
+        return -1;
+    }
+    if (!PyArg_ParseTuple(row, "ssO!z#LLL", &q->url, &q->method, &PyTuple_Type, &headers, &q->body, &body_size,
+                          &q->start_ns, &q->timeout_ns, &q->idle_ns))
+        return -1;
+    q->body_size = (size_t)body_size;
+    Py_ssize_t count = PyTuple_GET_SIZE(headers);
+    const char **lines = PyMem_Calloc((size_t)count + 1, sizeof *lines);
+    q->headers = lines;
+    if (!lines) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        lines[i] = PyUnicode_AsUTF8(PyTuple_GET_ITEM(headers, i));
+        if (!lines[i])
+            return -1;
+    }
+    return 0;
+}
+
+static struct plan_request *read_requests(PyObject *rows, Py_ssize_t count)
+{
+    struct plan_request *requests = PyMem_Calloc((size_t)count + 1, sizeof *requests);
+    if (!requests) {
+        PyErr_NoMemory();
+        return NULL;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        if (read_request(PyTuple_GET_ITEM(rows, i), &requests[i])) {
+            requests_free(requests, count);
+            return NULL;
+        }
+    }
+    return requests;
+}
+
+static PyObject *pack_result(struct state *state, struct plan_result *result, struct caller *caller)
+{
+    struct vector *parts[] = {&result->requests, &result->events, &result->reads, &result->frames, &result->notes};
+    enum { PARTS = sizeof parts / sizeof *parts };
+    PyObject *raised = caller->value ? caller->value : Py_None;
+    PyObject *tuple = PyTuple_New(PARTS + 4);
+    if (!tuple)
+        return NULL;
+    for (int i = 0; i < PARTS; i++)
+        PyTuple_SET_ITEM(tuple, i, block_new(state, parts[i]));
+    PyTuple_SET_ITEM(tuple, PARTS, PyLong_FromLongLong(result->origin_ns));
+    PyTuple_SET_ITEM(tuple, PARTS + 1, PyLong_FromLongLong(result->origin_realtime_ns));
+    PyTuple_SET_ITEM(tuple, PARTS + 2, PyBool_FromLong(result->stopped));
+    PyTuple_SET_ITEM(tuple, PARTS + 3, Py_NewRef(raised));
+    for (int i = 0; i < PARTS + 4; i++) {
+        if (!PyTuple_GET_ITEM(tuple, i)) {
+            Py_DECREF(tuple);
+            return NULL;
+        }
+    }
+    return tuple;
+}
+
+static PyObject *explain(int status)
+{
+    if (status == PLAN_NO_MEMORY)
+        return PyErr_NoMemory();
+    if (status == PLAN_NO_EPOLL)
+        return PyErr_SetFromErrno(PyExc_OSError);
+    PyErr_SetString(PyExc_RuntimeError, "libcurl gave no multi handle");
+    return NULL;
+}
+
+PyDoc_STRVAR(run_doc,
+             "run(requests, *, concurrency, deadline_ns, max_event_bytes, cancel_fd, http, fresh_connections,\n"
+             "    kernel_stamps, verify_tls, unix_socket, proxy, ca_file, user_agent)\n"
+             "    -> (requests, events, reads, frames, notes, origin_ns, origin_realtime_ns, stopped, raised)\n\n"
+             "requests: tuple of (url, method, headers, body or None, start_ns, timeout_ns, idle_ns).\n"
+             "The GIL is released from start to end. The first five results are Blocks; see annie_quant.stream.");
+
+static PyObject *run(PyObject *module, PyObject *args, PyObject *named)
+{
+    static char *names[] = {"requests",      "concurrency", "deadline_ns", "max_event_bytes", "cancel_fd",
+                            "http",          "fresh_connections",          "kernel_stamps",   "verify_tls",
+                            "unix_socket",   "proxy",       "ca_file",     "user_agent",      NULL};
+    struct plan plan = {.interrupted = interrupted};
+    struct plan_result result = {.stopped = false};
+    struct caller caller = {.thread = NULL};
+    PyObject *rows, *out = NULL;
+    Py_ssize_t concurrency, max_event_bytes;
+    int fresh, stamps, verify;
+    if (!PyArg_ParseTupleAndKeywords(args, named, "O!$nLniipppzzzz", names, &PyTuple_Type, &rows, &concurrency,
+                                     &plan.deadline_ns, &max_event_bytes, &plan.cancel_fd, &plan.http, &fresh, &stamps,
+                                     &verify, &plan.unix_socket, &plan.proxy, &plan.ca_file, &plan.user_agent))
+        return NULL;
+    if (concurrency < 0 || max_event_bytes <= 0) {
+        PyErr_SetString(PyExc_ValueError, "concurrency must be >= 0 and max_event_bytes > 0");
+        return NULL;
+    }
+    Py_ssize_t count = PyTuple_GET_SIZE(rows);
+    struct plan_request *requests = read_requests(rows, count);
+    if (!requests)
+        return NULL;
+    plan.requests = requests;
+    plan.count = (size_t)count;
+    plan.concurrency = (size_t)concurrency;
+    plan.max_event_bytes = (size_t)max_event_bytes;
+    plan.fresh_connections = fresh;
+    plan.kernel_stamps = stamps;
+    plan.verify_tls = verify;
+    plan.context = &caller;
+
+    caller.thread = PyEval_SaveThread();
+    int status = plan_run(&plan, &result);
+    PyEval_RestoreThread(caller.thread);
+    if (caller.type)
+        PyErr_NormalizeException(&caller.type, &caller.value, &caller.trace);
+
+    out = status == PLAN_OK ? pack_result(state_of(module), &result, &caller) : explain(status);
+    plan_result_free(&result);
+    requests_free(requests, count);
+    Py_XDECREF(caller.type);
+    Py_XDECREF(caller.value);
+    Py_XDECREF(caller.trace);
+    return out;
+}
+
+/* ---- the framer and the clock map on their own, for decoding elsewhere and for tests */
+
+static int list_frame(void *context, const uint8_t *frame, size_t size, const struct sse_frame *info)
+{
+    PyObject *row = Py_BuildValue("(iiIIIy#)", info->kind, info->flags, info->data_lines, info->data_start,
+                                  info->data_size, (const char *)frame, (Py_ssize_t)size);
+    int failed = !row || PyList_Append(context, row);
+    Py_XDECREF(row);
+    return failed ? -1 : 0;
+}
+
+PyDoc_STRVAR(cut_doc, "cut(reads, max_event_bytes) -> [(kind, flags, data_lines, data_start, data_size, frame)]\n\n"
+                      "The frames of a stream that came as this tuple of bytes. ValueError if one is too large.");
+
+static PyObject *cut(PyObject *module, PyObject *args)
+{
+    (void)module;
+    PyObject *reads;
+    Py_ssize_t most;
+    if (!PyArg_ParseTuple(args, "O!n", &PyTuple_Type, &reads, &most))
+        return NULL;
+    PyObject *rows = PyList_New(0);
+    if (!rows)
+        return NULL;
+    struct sse framer;
+    sse_init(&framer, most > 0 ? (size_t)most : 1);
+    int status = SSE_OK;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(reads) && status == SSE_OK; i++) {
+        char *bytes;
+        Py_ssize_t size;
+        status = PyBytes_AsStringAndSize(PyTuple_GET_ITEM(reads, i), &bytes, &size)
+                     ? -1
+                     : sse_feed(&framer, (const uint8_t *)bytes, (size_t)size, list_frame, rows);
+    }
+    if (status == SSE_OK)
+        status = sse_finish(&framer, list_frame, rows);
+    sse_free(&framer);
+    if (status == SSE_OK)
+        return rows;
+    Py_DECREF(rows);
+    if (status == SSE_NO_MEMORY)
+        return PyErr_NoMemory();
+    if (status == SSE_TOO_LARGE)
+        PyErr_Format(PyExc_ValueError, "an event of over %zd bytes", most);
+    return NULL;
+}
+
+PyDoc_STRVAR(map_stamp_doc, "map_stamp(offset_ns, previous_ns, realtime_ns, not_before_ns, user_ns) -> int\n\n"
+                            "The monotonic time of a kernel stamp, 0 if it cannot be known (clock.h).");
+
+static PyObject *map_stamp(PyObject *module, PyObject *args)
+{
+    (void)module;
+    struct clock_pair pair = {.measured_ns = 1};
+    long long realtime, not_before, user, offset, previous;
+    if (!PyArg_ParseTuple(args, "LLLLL", &offset, &previous, &realtime, &not_before, &user))
+        return NULL;
+    pair.offset_ns = offset;
+    pair.previous_ns = previous;
+    return PyLong_FromLongLong(clock_map(&pair, realtime, not_before, user));
+}
+
+PyDoc_STRVAR(mask_doc, "mask(bytes, secret) -> int\n\nOverwrites every `secret` in a writable buffer with '*'; how many.");
+
+static PyObject *mask(PyObject *module, PyObject *args)
+{
+    (void)module;
+    Py_buffer bytes, secret;
+    if (!PyArg_ParseTuple(args, "w*y*", &bytes, &secret))
+        return NULL;
+    Py_ssize_t found = 0;
+    Py_BEGIN_ALLOW_THREADS;
+    char *at = bytes.buf, *end = at + bytes.len;
+    while (secret.len > 0 && (at = memmem(at, (size_t)(end - at), secret.buf, (size_t)secret.len))) {
+        memset(at, '*', (size_t)secret.len);
+        at += secret.len;
+        found++;
+    }
+    Py_END_ALLOW_THREADS;
+    PyBuffer_Release(&bytes);
+    PyBuffer_Release(&secret);
+    return PyLong_FromSsize_t(found);
+}
+
+/* ---- the module */
+
+static PyMethodDef methods[] = {
+    {"run", (PyCFunction)(void (*)(void))run, METH_VARARGS | METH_KEYWORDS, run_doc},
+    {"cut", cut, METH_VARARGS, cut_doc},
+    {"map_stamp", map_stamp, METH_VARARGS, map_stamp_doc},
+    {"mask", mask, METH_VARARGS, mask_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+#define FIELD(row, name, format) {#name, format, offsetof(struct row, name)}
+
+struct field {
+    const char *name, *format;
+    size_t offset;
+};
+
+static const struct field request_fields[] = {
+    FIELD(request_row, scheduled_ns, "<i8"),
+    FIELD(request_row, started_ns, "<i8"),
+    FIELD(request_row, ended_ns, "<i8"),
+    FIELD(request_row, ended_kernel_ns, "<i8"),
+    FIELD(request_row, first_byte_ns, "<i8"),
+    FIELD(request_row, first_byte_kernel_ns, "<i8"),
+    FIELD(request_row, name_lookup_us, "<i8"),
+    FIELD(request_row, connect_us, "<i8"),
+    FIELD(request_row, tls_us, "<i8"),
+    FIELD(request_row, pretransfer_us, "<i8"),
+    FIELD(request_row, starttransfer_us, "<i8"),
+    FIELD(request_row, total_us, "<i8"),
+    FIELD(request_row, header_offset, "<u8"),
+    FIELD(request_row, error_offset, "<u8"),
+    FIELD(request_row, header_size, "<u4"),
+    FIELD(request_row, error_size, "<u4"),
+    FIELD(request_row, status, "<i4"),
+    FIELD(request_row, curl_code, "<i4"),
+    FIELD(request_row, os_errno, "<i4"),
+    FIELD(request_row, http_version, "<i4"),
+    FIELD(request_row, cause, "u1"),
+    FIELD(request_row, new_connection, "?"),
+    FIELD(request_row, event_stream, "?"),
+    {NULL, NULL, sizeof(struct request_row)},
+};
+
+static const struct field event_fields[] = {
+    FIELD(event_row, user_ns, "<i8"),
+    FIELD(event_row, kernel_ns, "<i8"),
+    FIELD(event_row, offset, "<u8"),
+    FIELD(event_row, size, "<u4"),
+    FIELD(event_row, data_start, "<u4"),
+    FIELD(event_row, data_size, "<u4"),
+    FIELD(event_row, request, "<u4"),
+    FIELD(event_row, read, "<u4"),
+    FIELD(event_row, data_lines, "<u2"),
+    FIELD(event_row, kind, "u1"),
+    FIELD(event_row, flags, "u1"),
+    {NULL, NULL, sizeof(struct event_row)},
+};
+
+static const struct field read_fields[] = {
+    FIELD(read_row, user_ns, "<i8"),
+    FIELD(read_row, kernel_ns, "<i8"),
+    FIELD(read_row, request, "<u4"),
+    FIELD(read_row, size, "<u4"),
+    {NULL, NULL, sizeof(struct read_row)},
+};
+
+/* ({"names", "formats", "offsets", "itemsize"}): what numpy.dtype takes, so that the rows are laid out in one place. */
+static int add_layout(PyObject *module, const char *name, const struct field *fields)
+{
+    PyObject *names = PyList_New(0), *formats = PyList_New(0), *offsets = PyList_New(0), *layout = NULL;
+    int failed = !names || !formats || !offsets;
+    const struct field *f = fields;
+    for (; f->name && !failed; f++) {
+        PyObject *n = PyUnicode_FromString(f->name), *t = PyUnicode_FromString(f->format);
+        PyObject *o = PyLong_FromSize_t(f->offset);
+        failed = !n || !t || !o || PyList_Append(names, n) || PyList_Append(formats, t) || PyList_Append(offsets, o);
+        Py_XDECREF(n);
+        Py_XDECREF(t);
+        Py_XDECREF(o);
+    }
+    if (!failed)
+        layout = Py_BuildValue("{sOsOsOsn}", "names", names, "formats", formats, "offsets", offsets, "itemsize",
+                               (Py_ssize_t)f->offset);
+    failed = !layout || PyModule_AddObjectRef(module, name, layout);
+    Py_XDECREF(names);
+    Py_XDECREF(formats);
+    Py_XDECREF(offsets);
+    Py_XDECREF(layout);
+    return failed ? -1 : 0;
+}
+
+static int module_exec(PyObject *module)
+{
+    struct state *state = state_of(module);
+    if (curl_global_init(CURL_GLOBAL_DEFAULT) != CURLE_OK) {
+        PyErr_SetString(PyExc_ImportError, "libcurl does not start");
+        return -1;
+    }
+    state->block = (PyTypeObject *)PyType_FromModuleAndSpec(module, &block_spec, NULL);
+    if (!state->block || PyModule_AddType(module, state->block))
+        return -1;
+    if (add_layout(module, "REQUEST_ROW", request_fields) || add_layout(module, "EVENT_ROW", event_fields) ||
+        add_layout(module, "READ_ROW", read_fields))
+        return -1;
+    return PyModule_AddStringConstant(module, "CURL_VERSION", curl_version());
+}
+
+static int module_traverse(PyObject *module, visitproc visit, void *arg)
+{
+    struct state *state = state_of(module);
+    Py_VISIT(state->block);
+    return 0;
+}
+
+static int module_clear(PyObject *module)
+{
+    struct state *state = state_of(module);
+    Py_CLEAR(state->block);
+    return 0;
+}
+
+static PyModuleDef_Slot slots[] = {
+    {Py_mod_exec, module_exec},
+    {0, NULL},
+};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "_stream",
+    .m_doc = "Streaming HTTP timing client; annie_quant.stream is its face.",
+    .m_size = sizeof(struct state),
+    .m_methods = methods,
+    .m_slots = slots,
+    .m_traverse = module_traverse,
+    .m_clear = module_clear,
+};
+
+PyMODINIT_FUNC PyInit__stream(void)
+{
+    return PyModuleDef_Init(&definition);
+}

@@ -1,0 +1,184 @@
+/* The framer of sse.h. Linear in the bytes fed: a line end is looked for once in each byte, however the reads fall. */
+#include "sse.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+void sse_init(struct sse *s, size_t max_frame)
+{
+    memset(s, 0, sizeof *s);
+    s->max_frame = max_frame < UINT32_MAX ? max_frame : UINT32_MAX;
+    s->first_line = true;
+}
+
+void sse_free(struct sse *s)
+{
+    free(s->held);
+    s->held = NULL;
+    s->held_size = s->held_capacity = 0;
+}
+
+static int hold(struct sse *s, const uint8_t *bytes, size_t size)
+{
+    if (size == 0)
+        return SSE_OK;
+    if (size > SIZE_MAX / 2 - s->held_size)
+        return SSE_TOO_LARGE;
+    size_t wanted = s->held_size + size;
+    if (wanted > s->held_capacity) {
+        size_t capacity = wanted + wanted / 2;
+        uint8_t *grown = realloc(s->held, capacity);
+        if (!grown)
+            return SSE_NO_MEMORY;
+        s->held = grown;
+        s->held_capacity = capacity;
+    }
+    memcpy(s->held + s->held_size, bytes, size);
+    s->held_size = wanted;
+    return SSE_OK;
+}
+
+static void start_frame(struct sse *s)
+{
+    memset(&s->frame, 0, sizeof s->frame);
+    s->line_start = s->scanned = 0;
+    s->any_field = false;
+}
+
+/* The first byte in [at, size) that ends a line, or size. */
+static size_t line_end(const uint8_t *bytes, size_t at, size_t size)
+{
+    const uint8_t *lf = memchr(bytes + at, '\n', size - at);
+    size_t end = lf ? (size_t)(lf - bytes) : size;
+    const uint8_t *cr = memchr(bytes + at, '\r', end - at);
+    return cr ? (size_t)(cr - bytes) : end;
+}
+
+/* One line that is not blank: [start, end) of the frame at `bytes`. */
+static void read_field(struct sse *s, const uint8_t *bytes, size_t start, size_t end)
+{
+    s->any_field = true;
+    if (bytes[start] == ':') {
+        s->frame.flags |= SSE_COMMENT;
+        return;
+    }
+    const uint8_t *colon = memchr(bytes + start, ':', end - start);
+    size_t name_end = colon ? (size_t)(colon - bytes) : end;
+    size_t value = colon ? name_end + 1 : end;
+    if (value < end && bytes[value] == ' ')
+        value++;
+    size_t name_size = name_end - start;
+    if (name_size == 4 && memcmp(bytes + start, "data", 4) == 0) {
+        if (s->frame.data_lines == 0) {
+            s->frame.data_start = (uint32_t)value;
+            s->frame.data_size = (uint32_t)(end - value);
+        }
+        if (s->frame.data_lines < UINT16_MAX)
+            s->frame.data_lines++;
+    } else if (name_size == 5 && memcmp(bytes + start, "event", 5) == 0) {
+        s->frame.flags |= SSE_EVENT;
+    }
+}
+
+static uint8_t kind_of(const struct sse *s, const uint8_t *bytes)
+{
+    static const char done[] = "[DONE]";
+    if (s->frame.data_lines == 0)
+        return SSE_SILENT;
+    size_t size = s->frame.data_size;
+    while (size && bytes[s->frame.data_start + size - 1] == ' ')
+        size--;
+    bool is_done = s->frame.data_lines == 1 && size == sizeof done - 1 &&
+                   memcmp(bytes + s->frame.data_start, done, sizeof done - 1) == 0;
+    return is_done ? SSE_DONE : SSE_DATA;
+}
+
+/* Reads the whole line [line_start, end). True if it was the blank line that ends a frame with something in it. */
+static bool read_line(struct sse *s, const uint8_t *bytes, size_t end)
+{
+    size_t start = s->line_start;
+    if (s->first_line) {
+        s->first_line = false;
+        if (end - start >= 3 && memcmp(bytes + start, "\xef\xbb\xbf", 3) == 0)
+            start += 3;
+    }
+    if (start < end) {
+        read_field(s, bytes, start, end);
+        return false;
+    }
+    return s->any_field;
+}
+
+/* Emits every whole frame in `bytes`; *used is where the unfinished one starts. */
+static int cut(struct sse *s, const uint8_t *bytes, size_t size, sse_emit emit, void *context, size_t *used)
+{
+    size_t frame = 0;
+    *used = 0;
+    if (s->after_cr && s->scanned < size) {
+        s->after_cr = false;
+        if (bytes[s->scanned] == '\n')
+            s->line_start = ++s->scanned;
+    }
+    for (;;) {
+        const uint8_t *at = bytes + frame;
+        size_t left = size - frame;
+        size_t end = line_end(at, s->scanned, left);
+        if (end == left) {
+            s->scanned = left;
+            *used = frame;
+            return left > s->max_frame ? SSE_TOO_LARGE : SSE_OK;
+        }
+        bool whole = read_line(s, at, end);
+        size_t next = end + 1;
+        if (at[end] == '\r') {
+            if (next == left)
+                s->after_cr = true;
+            else if (at[next] == '\n')
+                next++;
+        }
+        s->line_start = s->scanned = next;
+        if (!whole)
+            continue;
+        if (next > s->max_frame)
+            return SSE_TOO_LARGE;
+        s->frame.kind = kind_of(s, at);
+        int status = emit(context, at, next, &s->frame);
+        if (status)
+            return status;
+        frame += next;
+        *used = frame;
+        start_frame(s);
+    }
+}
+
+int sse_feed(struct sse *s, const uint8_t *bytes, size_t size, sse_emit emit, void *context)
+{
+    size_t used = 0;
+    if (s->held_size == 0) {
+        int status = cut(s, bytes, size, emit, context, &used);
+        return status ? status : hold(s, bytes + used, size - used);
+    }
+    int status = hold(s, bytes, size);
+    if (status)
+        return status;
+    status = cut(s, s->held, s->held_size, emit, context, &used);
+    if (status)
+        return status;
+    s->held_size -= used;
+    memmove(s->held, s->held + used, s->held_size);
+    return SSE_OK;
+}
+
+int sse_finish(struct sse *s, sse_emit emit, void *context)
+{
+    if (s->held_size == 0)
+        return SSE_OK;
+    if (s->line_start < s->held_size)
+        read_line(s, s->held, s->held_size);
+    s->frame.kind = s->any_field ? SSE_TAIL : SSE_SILENT;
+    int status = emit(context, s->held, s->held_size, &s->frame);
+    s->held_size = 0;
+    s->after_cr = false;
+    start_frame(s);
+    return status;
+}

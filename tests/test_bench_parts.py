@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from annie_quant.bench import confounds, memory
 from annie_quant.bench.aggregate import aggregate_records
 from annie_quant.bench.backend import Backend
 from annie_quant.bench.plan import choose, plan
+from annie_quant.bench.regress import regression
 from annie_quant.bench.store import Records, read_records
 from annie_quant.errors import EnvironmentFault, UsageError
 
@@ -103,7 +105,7 @@ def test_a_torn_line_is_cut_and_a_broken_one_is_named(tmp_path):
 def test_a_full_disk_is_one_clear_line(tmp_path):
     store = Records(tmp_path / "records.jsonl")
     store._file.close()
-    store._file = Path("/dev/full").open("ab", buffering=0)
+    store._file = Path("/dev/full").open("ab", buffering=0)  # noqa: SIM115
     with pytest.raises(EnvironmentFault, match="No space left"):
         store.append({"id": 1})
     store.close()
@@ -219,3 +221,40 @@ def test_memory_of_a_process_and_its_children():
 def test_bench_never_imports_torch():
     code = "import sys, annie_quant.bench; assert not {'torch', 'scipy', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def folder_of(where, shift, leaks=0):
+    """A stored run: 30 prompts, content TTFT 100 ms and `shift` times more."""
+    rng = random.Random(shift)
+    rows = [row("a", (100 + i) * shift * rng.gauss(1, 0.01), case=str(i)) for i in range(30)]
+    for bad in rows[:leaks]:
+        bad["checks"] = {"non_empty": False}
+    served = aggregate_records(rows, {"w": {"temperature": 0}}, {"a": known("a")})
+    where.mkdir()
+    (where / "records.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    (where / "bench.json").write_text(json.dumps({"aggregates": served}))
+    return where
+
+
+def test_a_regression_is_found_and_noise_is_not(tmp_path):
+    before = folder_of(tmp_path / "before", 1.0)
+    slower = regression(before, folder_of(tmp_path / "slower", 1.05, leaks=1))
+    assert {r["metric"] for r in slower["worse"]} == {"ttft_content_ms", "e2e_ms"} and not slower["better"]
+    assert slower["worse"][0]["change"] == pytest.approx(0.05, abs=0.01)
+    assert [(g["backend"], g["gate"]) for g in slower["gates_lost"]] == [("a", "non_empty")]
+    same = regression(before, folder_of(tmp_path / "same", 1.0001))
+    assert not same["worse"] and not same["better"] and not same["gates_lost"]
+    faster = regression(before, folder_of(tmp_path / "faster", 0.9))
+    assert not faster["worse"] and faster["better"]
+
+
+def test_a_against_a_names_itself():
+    twice = {"a": known("a", url="http://x"), "b": known("b", url="http://x")}
+    assert [f["code"] for f in confounds.check(twice, [], {"workloads": {}})] == ["same_server"]
+
+
+@pytest.mark.parametrize(("ours", "theirs", "noted"), [(1.5, 1.4, False), (39.0, 23.0, True), (0.2, 0.1, False)])
+def test_our_clock_is_checked_against_the_servers(ours, theirs, noted):
+    rows = [row("a", tpot_ms=ours, server_timings={"predicted_per_token_ms": theirs})]
+    found = confounds.check({"a": known("a")}, rows, {"workloads": {}})
+    assert [f["code"] for f in found] == (["client_overhead"] if noted else [])

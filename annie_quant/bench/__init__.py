@@ -3,6 +3,7 @@
     run([Backend(name, url), ...], workloads, output)   measure; resumes; returns what bench.json holds
     aggregate(folder)                                    records → percentiles, gates, paired comparisons, turns
     export(folder)                                       results.csv, vLLM's flat keys, the founding results JSON
+    regression(before, after)                            what got worse for sure against a stored run
 
 Nothing here imports torch. The stream client (annie_quant.stream) is imported when a run starts.
 """
@@ -13,6 +14,7 @@ from annie_quant.bench.aggregate import aggregate
 from annie_quant.bench.backend import Backend
 from annie_quant.bench.export import export
 from annie_quant.bench.machine import environment
+from annie_quant.bench.regress import regression
 from annie_quant.bench.runner import run
 
-__all__ = ["Backend", "aggregate", "environment", "export", "run"]
+__all__ = ["Backend", "aggregate", "environment", "export", "regression", "run"]

@@ -79,21 +79,20 @@ def aggregate_records(
     """
     rows = list(records)
     measured = [r for r in rows if not r.get("warmup")]
-    stalls = {id(r) for r in outliers(measured)}
-    timed = [r for r in measured if not r.get("cold") and not r.get("error") and id(r) not in stalls]
+    fit = timed(measured)
     served = {
-        name: _served(name, said, measured, timed, asked, seed)
+        name: _served(name, said, measured, fit, asked, seed)
         | {
-            "verbosity": _verbosity(timed, reference, name),
+            "verbosity": _verbosity(fit, reference, name),
             "memory_bytes": _memory((memories or {}).get(name)),
             "memory": (memories or {}).get(name),
         }
         for name, said in identities.items()
     }
-    turns = {name: _turns([r for r in timed if r["backend"] == name], seed) for name in served}
+    turns = {name: _turns([r for r in fit if r["backend"] == name], seed) for name in served}
     return {
         "served": served,
-        "comparisons": _comparisons(timed, list(served), seed),
+        "comparisons": _comparisons(fit, list(served), seed),
         "turns": turns,
         "turn_ratio": {name: ratio for name, points in turns.items() if (ratio := _turn_ratio(points))},
         "crossover": [row for a, b in itertools.combinations(served, 2) if (row := _crossover(served, a, b))],
@@ -101,16 +100,22 @@ def aggregate_records(
     }
 
 
+def timed(measured: Sequence[Row]) -> list[Row]:
+    """The requests whose times count: no cold starts, no stalls, no failures."""
+    stalls = {id(r) for r in outliers(measured)}
+    return [r for r in measured if not r.get("cold") and not r.get("error") and id(r) not in stalls]
+
+
 def _served(
     name: str,
     said: Mapping[str, Any],
     measured: Sequence[Row],
-    timed: Sequence[Row],
+    fit: Sequence[Row],
     asked: Mapping[str, Mapping[str, Any]],
     seed: int,
 ) -> dict[str, Any]:
     own = [r for r in measured if r["backend"] == name]
-    fit = [r for r in timed if r["backend"] == name]
+    fit = [r for r in fit if r["backend"] == name]
     greedy = {w for w, known in asked.items() if not known.get("temperature")}
     aloud = {w for w, known in asked.items() if known.get("thinking")}
     return {
@@ -180,13 +185,13 @@ def summary(by_prompt: Values, seed: int = 0) -> dict[str, Any] | None:
 
 def _workloads(rows: Sequence[Row], seed: int) -> dict[str, Any]:
     found = {}
-    for label, group in _by_label(rows).items():
+    for label, group in labelled(rows).items():
         metrics = {m: s for m in METRICS if (s := summary(values_by_prompt(group, m), seed))}
         found[label] = {"n": len(group), **metrics}
     return found
 
 
-def _by_label(rows: Iterable[Row]) -> dict[str, list[Row]]:
+def labelled(rows: Iterable[Row]) -> dict[str, list[Row]]:
     """Rows by workload; more than one request in flight makes a label of its own, 'greeting@8'."""
     groups: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
@@ -255,7 +260,7 @@ def _comparisons(rows: Sequence[Row], names: Sequence[str], seed: int) -> list[d
 
 
 def _compare_pair(rows: Sequence[Row], a: str, b: str, seed: int) -> list[dict[str, Any]]:
-    sides = [_by_label(r for r in rows if r["backend"] == name) for name in (a, b)]
+    sides = [labelled(r for r in rows if r["backend"] == name) for name in (a, b)]
     labels = [label for label in sides[0] if label in sides[1]]
     groups = [(label, sides[0][label], sides[1][label]) for label in labels]
     if len(labels) > 1:

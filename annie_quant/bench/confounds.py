@@ -15,6 +15,7 @@ from typing import Any
 
 Finding = dict[str, Any]
 SLOW_FACTOR, SLOW_MS = 10.0, 1000.0
+CLOCK_FACTOR, CLOCK_MS = 1.1, 0.2
 OPENING_WORDS, STRANGERS_LEAST, STRANGERS_SHARE = 3, 10, 0.2
 
 
@@ -28,7 +29,7 @@ def check(
     found += _strangers(identities, measured, config)
     for name in identities:
         own = [r for r in measured if r["backend"] == name]
-        found += [f for look in (_thinking, _parser, _slow_starts, _errors) for f in look(name, own, config)]
+        found += [f for look in (_thinking, _parser, _slow_starts, _errors, _clock) for f in look(name, own, config)]
     return found
 
 
@@ -50,6 +51,16 @@ def _pair(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Finding]:
                 )
             )
 
+    if a.get("url") and a.get("url") == b.get("url"):
+        return [
+            _finding(
+                "same_server",
+                "note",
+                f"{names[0]} and {names[1]} are the same server: this run measures the "
+                "noise floor (A/A), any difference it shows is false",
+                names,
+            )
+        ]
     source = [side["meta"].get("source") for side in (a, b)]
     differ("different_weights", "source weights", *source)
     for key, what in (
@@ -297,6 +308,30 @@ def _errors(name: str, rows: list[Mapping[str, Any]], config: Mapping[str, Any])
             "fault",
             f"{name}: {len(bad)} of {len(rows)} requests failed ({kinds[0]}"
             + (f", and {len(kinds) - 1} other kinds)" if len(kinds) > 1 else ")"),
+            [name],
+        )
+    ]
+
+
+def _clock(name: str, rows: list[Mapping[str, Any]], config: Mapping[str, Any]) -> list[Finding]:
+    """Our time per token against the server's own (llama.cpp sends it): more than it is network, client or queueing."""
+    pairs = [
+        (row["tpot_ms"], timings["predicted_per_token_ms"])
+        for row in rows
+        for timings in [row.get("server_timings") or {}]
+        if row.get("tpot_ms") and timings.get("predicted_per_token_ms") and not row.get("error")
+    ]
+    if not pairs:
+        return []
+    ours, theirs = (statistics.median(side) for side in zip(*pairs, strict=True))
+    if ours <= CLOCK_FACTOR * theirs or ours - theirs < CLOCK_MS:
+        return []
+    return [
+        _finding(
+            "client_overhead",
+            "note",
+            f"{name}: {ours:.3g} ms a token were seen where the server counts {theirs:.3g} ms: network, client or "
+            "queueing adds to every time",
             [name],
         )
     ]

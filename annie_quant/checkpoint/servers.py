@@ -42,7 +42,7 @@ def vllm(folder: ModelFolder, linears: dict[str, Linear], config: QuantConfig) -
 def sglang(folder: ModelFolder, linears: dict[str, Linear], config: QuantConfig) -> str:
     if any(x.pre_quant for x in linears.values()) or config.algo == "NVFP4_AWQ":
         return "no, NVFP4_AWQ is not loaded"
-    if linears and config.method == "modelopt" and folder.json("hf_quant_config.json") is None:
+    if linears and config.method == "modelopt" and not (folder.path / "hf_quant_config.json").exists():
         return "with --quantization modelopt_fp4 (hf_quant_config.json is missing)"
     return "yes"
 

@@ -59,36 +59,33 @@ def read(quant: dict[str, Any]) -> QuantConfig:
     """The settings as a QuantConfig. Fields of the wrong type read as absent."""
     groups = quant.get("config_groups")
     groups = [g for g in groups.values() if isinstance(g, dict)] if isinstance(groups, dict) else []
-    weights = [g["weights"] for g in groups if isinstance(g.get("weights"), dict)]
-    four = [w for w in weights if w.get("num_bits") == 4]
-    size = four[0].get("group_size") if four else None
-    with_input = any(isinstance(g.get("input_activations"), dict) for g in groups)
-    kinds = {w.get("num_bits") for w in weights}
-    algo = (
-        ""
-        if not weights
-        else "MIXED_PRECISION"
-        if len(kinds) > 1
-        else ("FP8" if kinds == {8} else "NVFP4" if with_input else "W4A16_NVFP4")
-    )
-    ignore = quant.get("ignore")
+    kinds = {group_algo(g) for g in groups} - {""}
+    sizes = [g["weights"].get("group_size") for g in groups if "NVFP4" in group_algo(g)]
+    size = sizes[0] if sizes else None
     layers = {}
-    if algo == "MIXED_PRECISION":
-        for group in groups:
-            bits = group["weights"].get("num_bits") if isinstance(group.get("weights"), dict) else None
-            kind = {4: "NVFP4" if isinstance(group.get("input_activations"), dict) else "W4A16_NVFP4", 8: "FP8"}.get(
-                bits, ""
-            )
-            targets = group.get("targets")
-            layers |= {t: kind for t in targets if isinstance(t, str)} if isinstance(targets, list) else {}
+    for group in groups if len(kinds) > 1 else ():
+        targets = group.get("targets")
+        layers |= {t: group_algo(group) for t in targets if isinstance(t, str)} if isinstance(targets, list) else {}
+    ignore = quant.get("ignore")
     return QuantConfig(
         method=NAME,
-        algo=algo,
+        algo="MIXED_PRECISION" if len(kinds) > 1 else next(iter(kinds), ""),
         group=size if isinstance(size, int) and size > 0 else None,
         excluded=[e for e in ignore if isinstance(e, str)] if isinstance(ignore, list) else [],
         layers=layers,
         raw=quant,
     )
+
+
+def group_algo(group: dict[str, Any]) -> str:
+    """One config group's algorithm by ModelOpt's name; "" where it cannot be told."""
+    weights = group.get("weights")
+    bits = weights.get("num_bits") if isinstance(weights, dict) else None
+    if bits == 8:
+        return "FP8"
+    if bits == 4:
+        return "NVFP4" if isinstance(group.get("input_activations"), dict) else "W4A16_NVFP4"
+    return ""
 
 
 def tensors(linear: Linear, folder: ModelFolder) -> list[Planned]:

@@ -1,0 +1,139 @@
+"""Configurations that are broken in every way: an audit answers with findings or one clear error, never a crash."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import random
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import annie_quant as aq
+from annie_quant.checkpoint import planned, write
+from annie_quant.checkpoint.dialects import compressed_tensors, modelopt
+from annie_quant.errors import CheckpointError
+
+FUZZ = int(os.environ.get("ANNIE_QUANT_FUZZ", "20000"))
+JUNK = [
+    None,
+    True,
+    -1,
+    0,
+    1 << 70,
+    1.5,
+    float("inf"),
+    "",
+    "re:(",
+    "*",
+    "\0",
+    "x" * 300,
+    [],
+    [None],
+    [[[]]],
+    {},
+    {"a": {}},
+    {"weights": 3},
+    ["Linear", 4],
+    "modelopt",
+    "compressed-tensors",
+    "NVFP4",
+    "MIXED_PRECISION",
+]
+
+
+def small(folder: Path, dialect) -> tuple[dict, dict]:
+    """A checkpoint of two linears, and its two configurations."""
+    rng = np.random.default_rng(0)
+    tensors = {
+        "model.norm.weight": np.ones(64, ml_dtypes.bfloat16),
+        "lm_head.weight": np.ones((4, 64), ml_dtypes.bfloat16),
+    }
+    ct = dialect is compressed_tensors
+    for k in ("gate_proj", "up_proj"):
+        p = f"model.layers.0.mlp.{k}."
+        tensors |= {
+            p + ("weight_packed" if ct else "weight"): rng.integers(1, 255, (8, 32), dtype=np.uint8),
+            p + "weight_scale": np.ones((8, 4), ml_dtypes.float8_e4m3fn),
+            p + ("weight_global_scale" if ct else "weight_scale_2"): np.array([50.0] if ct else 0.02, np.float32),
+            p + ("input_global_scale" if ct else "input_scale"): np.array([50.0] if ct else 0.02, np.float32),
+        }
+    write(folder, [planned(n, t) for n, t in tensors.items()])
+    formats = {f"model.layers.0.mlp.{k}": "nvfp4" for k in ("gate_proj", "up_proj")}
+    inline, beside = dialect.small_files(formats, ["lm_head"], 16, True)
+    return {"model_type": "qwen3_5_text", "quantization_config": inline}, beside.get("hf_quant_config.json", {})
+
+
+def nodes(value, path=()):
+    yield path
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield from nodes(inner, (*path, key))
+
+
+def mutate(rng: random.Random, value: dict) -> dict:
+    """The same JSON with one to three nodes replaced, removed or doubled."""
+    value = copy.deepcopy(value)
+    for _ in range(rng.randint(1, 3)):
+        path = rng.choice([p for p in nodes(value) if p] or [()])
+        if not path:
+            return value
+        at = value
+        for key in path[:-1]:
+            at = at[key]
+        if rng.random() < 0.2:
+            del at[path[-1]]
+        else:
+            at[path[-1]] = copy.deepcopy(rng.choice(JUNK))
+    return value
+
+
+@pytest.mark.parametrize("dialect", [modelopt, compressed_tensors], ids=lambda d: d.NAME)
+def test_readers_take_any_json(dialect):
+    """The settings' readers give a QuantConfig for any JSON object."""
+    rng = random.Random(5)
+    base = dialect.small_files({"a": "nvfp4", "b": "fp8"}, ["lm_head", "x*"], 16, True)[0]
+    for _ in range(FUZZ):
+        config = dialect.read(mutate(rng, base))
+        assert isinstance(config.algo, str) and (config.group is None or config.group > 0)
+        assert all(isinstance(e, str) for e in config.excluded)
+
+
+@pytest.mark.parametrize("dialect", [modelopt, compressed_tensors], ids=lambda d: d.NAME)
+def test_audit_takes_any_configuration(tmp_path, dialect):
+    config, beside = small(tmp_path, dialect)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if beside:
+        (tmp_path / "hf_quant_config.json").write_text(json.dumps(beside))
+    assert aq.checkpoint.audit(tmp_path).ok, aq.checkpoint.audit(tmp_path).findings
+    rng = random.Random(6)
+    seen = set()
+    for _ in range(max(200, FUZZ // 50)):
+        (tmp_path / "config.json").write_text(json.dumps(mutate(rng, config)))
+        if beside:
+            (tmp_path / "hf_quant_config.json").write_text(
+                json.dumps(mutate(rng, beside) if rng.random() < 0.5 else beside)
+            )
+        try:
+            found = aq.checkpoint.audit(tmp_path)
+        except CheckpointError as error:
+            assert "\n" not in error.message
+            continue
+        seen |= {f.code for f in found.findings}
+        json.dumps(found.to_dict())
+    assert len(seen) >= 3  # the mutations do reach the checks
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b"null", b"{", b"\xff\xfe", b'{"quantization_config": []}', b"[" * 100_000]
+)
+def test_broken_config_files_are_findings(tmp_path, content):
+    config, _ = small(tmp_path, modelopt)
+    (tmp_path / "config.json").write_bytes(content)
+    assert not aq.checkpoint.audit(tmp_path).ok
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "hf_quant_config.json").write_bytes(content)
+    found = aq.checkpoint.audit(tmp_path)
+    assert "config_unreadable" in {f.code for f in found.findings}

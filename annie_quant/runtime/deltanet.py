@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch.nn import functional
-from transformers.cache_utils import DynamicLayer
 
 CHUNK = 32  # short tails are padded up to this; 64, the usual choice, wastes half of it on a CPU
 
@@ -77,20 +76,37 @@ def gated_delta_rule(
     between = (log_decay.unsqueeze(-1) - log_decay.unsqueeze(-2)).tril_().exp_().tril_()
     lower = ((k * b) @ k.transpose(-1, -2)).mul_(between)
     right = torch.cat((v, k * log_decay.exp().unsqueeze(-1)), -1) * b
-    solved = torch.linalg.solve_triangular(lower, right, upper=False, unitriangular=True)
-    u, w = solved[..., :dv], solved[..., dv:]
+    u, w = (unit_lower_inverse(lower) @ right).split((dv, dk), -1)
     within = (q @ k.transpose(-1, -2)).mul_(between)
     q = q * log_decay.exp().unsqueeze(-1)
     last = log_decay[..., -1:]
     k_end = (k * (last - log_decay).exp().unsqueeze(-1)).transpose(-1, -2)
+    decay = last.exp().unsqueeze(-1)
     state = q.new_zeros(batch, heads, dk, dv) if initial_state is None else initial_state.float()
+    state = state.reshape(-1, dk, dv).clone()
     out = torch.empty_like(v)
     for c in range(v.shape[2]):
-        new = u[:, :, c] - w[:, :, c] @ state
-        out[:, :, c] = q[:, :, c] @ state + within[:, :, c] @ new
-        state = state * last[:, :, c].exp().unsqueeze(-1) + k_end[:, :, c] @ new
+        q_c, w_c, u_c, within_c, k_c, decay_c = (x[:, :, c].flatten(0, 1) for x in (q, w, u, within, k_end, decay))
+        new = torch.baddbmm(u_c, w_c, state, alpha=-1)
+        out[:, :, c] = torch.baddbmm(q_c @ state, within_c, new).unflatten(0, (batch, heads))
+        state = torch.baddbmm(state.mul_(decay_c), k_c, new)
     out = out.reshape(batch, heads, -1, dv)[:, :, :steps].transpose(1, 2).to(kind)
-    return out, state if output_final_state else None
+    return out, state.unflatten(0, (batch, heads)) if output_final_state else None
+
+
+def unit_lower_inverse(lower: torch.Tensor) -> torch.Tensor:
+    """(I + A)^-1 for A the strictly lower part of [..., n, n], by forward substitution, a row of all matrices at a
+    time.
+
+    torch's triangular solve calls LAPACK once a matrix, which takes twice as long at n = 32; a product of powers of A
+    would be faster still and loses all digits where keys repeat.
+    """
+    inverse = -lower.tril(-1)
+    for i in range(2, inverse.shape[-1]):
+        row = inverse[..., i, None, :i]
+        inverse[..., i, :i] += (row @ inverse[..., :i, :i]).squeeze(-2)
+    inverse.diagonal(dim1=-2, dim2=-1).fill_(1)
+    return inverse
 
 
 def causal_conv(
@@ -100,6 +116,19 @@ def causal_conv(
     x = functional.pad(x, (weight.shape[-1] - 1, 0))
     y = functional.conv1d(x, weight.unsqueeze(1), bias, groups=weight.shape[0])
     return functional.silu(y) if activation in ("silu", "swish") else y
+
+
+def causal_conv_step(
+    x: torch.Tensor, state: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, activation: Any = None
+) -> torch.Tensor:
+    """One step of causal_conv, x [B, C, 1], state [B, C, K] (moved on in place) → [B, C, 1].
+
+    A convolution of one output column is a weighted sum; torch's conv1d takes many times longer for it on a CPU.
+    """
+    state.copy_(torch.cat((state[:, :, 1:], x.to(state.dtype)), -1))
+    y = (state * weight).sum(-1, keepdim=True)
+    y = y if bias is None else y + bias.unsqueeze(-1)
+    return (functional.silu(y) if activation in ("silu", "swish") else y).to(x.dtype)
 
 
 def ragged_rule(rule: Callable, batch: Batch) -> Callable:
@@ -134,38 +163,15 @@ def ragged_conv(conv: Callable, batch: Batch, layer: int) -> Callable:
 def ragged_layers(model: torch.nn.Module, batch: Batch) -> Iterator[None]:
     """While open, the DeltaNet layers of `model` heed `batch`."""
     layers = [m for m in model.modules() if hasattr(m, "chunk_gated_delta_rule")]
-    before = [(m.chunk_gated_delta_rule, m.causal_conv1d_fn) for m in layers]
+    before = [(m.chunk_gated_delta_rule, m.causal_conv1d_fn, m.causal_conv1d_update) for m in layers]
     try:
-        for layer, (rule, conv) in zip(layers, before, strict=True):
+        for layer, (rule, conv, step) in zip(layers, before, strict=True):
             own = gated_delta_rule if rule.__name__ == "torch_chunk_gated_delta_rule" else rule
             layer.chunk_gated_delta_rule = ragged_rule(own, batch)
             layer.causal_conv1d_fn = ragged_conv(conv or causal_conv, batch, layer.layer_idx)
+            if step.__name__ == "torch_causal_conv1d_update":
+                layer.causal_conv1d_update = causal_conv_step
         yield
     finally:
-        for layer, (rule, conv) in zip(layers, before, strict=True):
-            layer.chunk_gated_delta_rule, layer.causal_conv1d_fn = rule, conv
-
-
-class RoomyKeys(DynamicLayer):
-    """Keys and values of one attention layer in a buffer with room ahead, so that a decode step copies one column."""
-
-    ROOM = 64
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-            self.buffers: list[torch.Tensor] | None = None
-        n = self.get_seq_length()
-        end = n + key_states.shape[-2]
-        if self.buffers is None or self.buffers[0].shape[-2] < end:
-            shape = (*key_states.shape[:2], end + self.ROOM, key_states.shape[-1])
-            grown = [torch.empty(shape, dtype=self.dtype, device=self.device) for _ in range(2)]
-            if n:
-                grown[0][:, :, :n], grown[1][:, :, :n] = self.keys, self.values
-            self.buffers = grown
-        for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
-            buffer[:, :, n:end] = states
-        self.keys, self.values = (b[:, :, :end] for b in self.buffers)
-        return self.keys, self.values
+        for layer, kept in zip(layers, before, strict=True):
+            layer.chunk_gated_delta_rule, layer.causal_conv1d_fn, layer.causal_conv1d_update = kept

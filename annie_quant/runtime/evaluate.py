@@ -20,7 +20,8 @@ import torch
 from annie_quant import __version__, judge
 from annie_quant.errors import UsageError
 from annie_quant.judge import Workload
-from annie_quant.runtime.engine import Decoded, Engine, Row
+from annie_quant.runtime.decoding import Decoded
+from annie_quant.runtime.engine import Engine, Row
 from annie_quant.runtime.kl import Tally, compare_logits
 from annie_quant.runtime.linear import set_numerics
 from annie_quant.runtime.loading import load, numerics_of

@@ -16,7 +16,7 @@ from typing import Any
 
 from annie_quant.errors import UsageError
 from annie_quant.judge import Answer, Case, Workload, parse_raw
-from annie_quant.runtime.engine import Decoded
+from annie_quant.runtime.decoding import Decoded
 from annie_quant.runtime.prefix import common
 
 CLASSES = ("content", "tool_markup", "thinking", "end_of_turn")

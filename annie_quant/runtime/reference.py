@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from annie_quant.runtime.engine import Decoded, Engine, Row
+from annie_quant.runtime.decoding import Decoded, generate
+from annie_quant.runtime.engine import Engine, Row
 from annie_quant.runtime.prompts import Ask
 
 WHOLE_BYTES = 256 << 20  # files up to here are hashed whole
@@ -78,7 +79,7 @@ class Answers:
         for at in range(0, len(todo), SAVED_ANSWERS):
             part = todo[at : at + SAVED_ANSWERS]
             prompts = [list(a.prompt) for _, a in part]
-            found = engine().generate(prompts, [a.workload.max_tokens for _, a in part], ends, tick=tick)
+            found = generate(engine(), prompts, [a.workload.max_tokens for _, a in part], ends, tick=tick)
             self.write({key: decoded for (key, _), decoded in zip(part, found, strict=True)})
         return [self.known[k] for k in keys]
 

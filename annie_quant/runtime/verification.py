@@ -16,10 +16,11 @@ from typing import Any
 import torch
 
 from annie_quant.judge import Workload
-from annie_quant.runtime.engine import Decoded, Engine
+from annie_quant.runtime.decoding import Decoded, generate
+from annie_quant.runtime.engine import Engine
 from annie_quant.runtime.prompts import Ask, Template, assistant_message
 
-Generate = Callable[[Sequence[Ask]], list[Decoded]]
+Answer = Callable[[Sequence[Ask]], list[Decoded]]
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Outcome:
     agreed: int
 
 
-def converse(template: Template, workloads: Sequence[Workload], generate: Generate) -> list[tuple[Ask, Decoded]]:
+def converse(template: Template, workloads: Sequence[Workload], answer: Answer) -> list[tuple[Ask, Decoded]]:
     """Every turn of every case, each turn asked with the model's own earlier answers; turn by turn, all cases
     together."""
     cases = [(w, c) for w in workloads for c in w.cases]
@@ -41,7 +42,7 @@ def converse(template: Template, workloads: Sequence[Workload], generate: Genera
     found = []
     for turn in range(max((c.n_turns for _, c in cases), default=0)):
         asks = [template.ask(w, c, turn, said[w.name, c.id]) for w, c in cases if turn < c.n_turns]
-        for ask, decoded in zip(asks, generate(asks), strict=True):
+        for ask, decoded in zip(asks, answer(asks), strict=True):
             said[ask.talk].append(assistant_message(template.answer(ask, decoded)))
             found.append((ask, decoded))
     return found
@@ -102,8 +103,7 @@ def answers(
             else:
                 work.append((i, ask, [*known, difference.token]))
         limits = [ask.workload.max_tokens - len(known) for _, ask, known in work]
-        hints = [max(1, len(reference[i][1].tokens) - len(known)) for i, _, known in work]
-        rest = engine.generate([[*ask.prompt, *known] for _, ask, known in work], limits, template.ends, hints, tick)
+        rest = generate(engine, [[*ask.prompt, *known] for _, ask, known in work], limits, template.ends, tick)
         for (i, ask, known), more in zip(work, rest, strict=True):
             agreed = max(0, len(known) - 1)
             outcomes[i] = Outcome(ask, Decoded(known + more.tokens, more.finished), False, agreed)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import itertools
 
 import pytest
-import stub_stream
 from fake_server import FakeServer, Script, words
 from test_bench_run import TOOLS, ask, workload
 
 from annie_quant import bench
-from annie_quant.bench import runner
 
 GATES = ["non_empty", "no_markdown", "thinking_leak", "repetition"]
 FACTS = workload(
@@ -44,8 +42,7 @@ def production(body):
 
 
 @pytest.fixture
-def measure(monkeypatch, tmp_path):
-    monkeypatch.setattr(runner, "stream_client", lambda: stub_stream)
+def measure(tmp_path):
 
     def go(nvfp4, workloads=(FACTS, SUMS, MEMORY), meta_a=None, meta_b=None, **server):
         with (

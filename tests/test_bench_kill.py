@@ -14,22 +14,16 @@ import sys
 import time
 from pathlib import Path
 
-import stub_stream
 from fake_server import FakeServer, words
 
 from annie_quant import bench
-from annie_quant.bench import runner
 from annie_quant.judge.workloads import build_workload
 
 KILLS = int(os.environ.get("ANNIE_QUANT_KILLS", "5"))
 CHILD = """
 import json, sys
-sys.path.insert(0, {tests!r})
-import stub_stream
 from annie_quant import bench
-from annie_quant.bench import runner
 from annie_quant.judge.workloads import build_workload
-runner.stream_client = lambda: stub_stream
 asked = [build_workload(w) for w in json.loads({workloads!r})]
 bench.run([bench.Backend("a", {a!r}), bench.Backend("b", {b!r})], asked, {output!r}, warmup=1, runs=1)
 """
@@ -58,8 +52,7 @@ def measured(folder):
     return [(r["id"], r["text"], r["request_sha256"], r["checks"]) for r in rows(folder) if not r["warmup"]]
 
 
-def test_kill_nine_and_resume_equals_an_uninterrupted_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(runner, "stream_client", lambda: stub_stream)
+def test_kill_nine_and_resume_equals_an_uninterrupted_run(tmp_path):
     rng = random.Random(4)
     kills = 0
     with FakeServer(echo) as a, FakeServer(echo) as b:
@@ -71,9 +64,7 @@ def test_kill_nine_and_resume_equals_an_uninterrupted_run(tmp_path, monkeypatch)
             runs=1,
         )
         killed = tmp_path / "killed"
-        code = CHILD.format(
-            tests=str(Path(__file__).parent), a=a.url, b=b.url, workloads=json.dumps(workloads()), output=str(killed)
-        )
+        code = CHILD.format(a=a.url, b=b.url, workloads=json.dumps(workloads()), output=str(killed))
         while kills < KILLS:
             before = measured(killed)
             child = subprocess.Popen([sys.executable, "-c", code])

@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-import stub_stream
 from fake_server import FakeServer, Script, words
 
 from annie_quant import bench
-from annie_quant.bench import runner
 from annie_quant.errors import ServerError, UsageError
 from annie_quant.judge.workloads import build_workload
 
@@ -62,11 +60,6 @@ def annie(body):
     if "Capital" in body["messages"][-1]["content"] or "capital" in body["messages"][-1]["content"]:
         return words("It is Tokyo of course.")
     return words(f"You said {body['messages'][-1]['content']}.")
-
-
-@pytest.fixture(autouse=True)
-def client(monkeypatch):
-    monkeypatch.setattr(runner, "stream_client", lambda: stub_stream)
 
 
 @pytest.fixture
@@ -219,3 +212,8 @@ def test_ctrl_c_keeps_the_records(two, tmp_path):
     assert sum(not r["warmup"] for r in rows_of(tmp_path)) == 7
     bench.run(backends(*two), [FACTS], tmp_path, warmup=0, runs=2)
     assert sum(not r["warmup"] for r in rows_of(tmp_path)) == 24
+
+
+def test_measured_requests_go_over_an_open_connection(two, tmp_path):
+    bench.run(backends(*two), [FACTS], tmp_path, warmup=0, runs=1, concurrency=2)
+    assert not any(r["new_connection"] for r in rows_of(tmp_path) if not r["warmup"])

@@ -44,13 +44,6 @@ SMOKE = {
 }
 
 
-def stream_client() -> Any:
-    """The module that sends requests and stamps what comes back."""
-    from annie_quant import stream
-
-    return stream
-
-
 def run(
     backends: Sequence[Backend],
     workloads: Sequence[Workload | str],
@@ -236,7 +229,6 @@ class _Session:
         self.backends = {b.name: b for b in backends}
         self.folder, self.records, self.timeout_s, self.prefix_cache = folder, records, timeout_s, prefix_cache
         self.progress = progress or (lambda done, total, text: None)
-        self.client = stream_client()
         self.identities: dict[str, dict[str, Any]] = {}
         self.done = {row["id"]: row for row in records.rows if not row.get("warmup")}
         self.session = 1 + max((row.get("session", 0) for row in records.rows), default=0)
@@ -313,19 +305,9 @@ class _Session:
 
     def _ask(self, visit: Visit, asked: list[tuple[dict[str, Any], dict[str, Any], list, Case]]) -> None:
         backend = self.backends[visit.backend]
-        requests = [
-            self.client.Request(
-                backend.completions_url,
-                json=body | self._cache_fields(visit.backend, row["id"]),
-                headers=dict(backend.headers),
-                timeout_s=self.timeout_s,
-                tag=row["id"],
-            )
-            for row, body, _, _ in asked
-        ]
         started = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds")
-        timings = self.client.run(requests, concurrency=len(requests))
-        heard = {record["tag"]: record for record in timings.records()}
+        timings = self._send(backend, [(row["id"], body) for row, body, _, _ in asked])
+        heard = {record["tag"]: record for record in timings.records() if record["tag"] is not None}
         lost = [r for r in heard.values() if r.get("error")]
         if lost and not alive(backend):
             raise ServerError(
@@ -336,7 +318,7 @@ class _Session:
         timings.save(self.folder / "streams" / place)
         self.batch += 1
         for row, body, talk, case in asked:
-            record = {k: v for k, v in heard[row["id"]].items() if k != "tag"}
+            record = {k: v for k, v in heard[row["id"]].items() if k not in ("tag", "url", "model")}
             answer = judge.from_record(record)
             talk.append({"role": "assistant", "content": answer.text})
             faults = judge.faults(answer, case.at_turn(row["turn"]), visit.workload)
@@ -351,6 +333,29 @@ class _Session:
             self.records.append(row)
             if not row["warmup"]:
                 self.done[row["id"]] = row
+
+    def _send(self, backend: Backend, asked: Sequence[tuple[str, dict[str, Any]]]) -> Any:
+        """Put (tag, body) pairs to a server, all at once; returns the client's Timings.
+
+        Each connection is opened by asking for the list of models, as a client in daily use holds its connection open.
+        """
+        from annie_quant import stream
+
+        headers = dict(backend.headers)
+        opening = [
+            stream.Request(f"{backend.root}/v1/models", headers=headers, timeout_s=self.timeout_s) for _ in asked
+        ]
+        requests = [
+            stream.Request(
+                backend.completions_url,
+                json=body | self._cache_fields(backend.name, tag),
+                headers=headers,
+                timeout_s=self.timeout_s,
+                tag=tag,
+            )
+            for tag, body in asked
+        ]
+        return stream.run([*opening, *requests], concurrency=len(requests))
 
     def _cache_fields(self, name: str, row_id: str) -> dict[str, Any]:
         """What keeps a server from reusing earlier prompts: llama.cpp's and vLLM's own request fields."""
@@ -373,15 +378,7 @@ class _Session:
 
             def load(count: int, backend: Backend = backend, cases: list[Case] = cases) -> None:
                 bodies = [single.request(cases[i % len(cases)], 0, (), self._model(backend.name)) for i in range(count)]
-                self.client.run(
-                    [
-                        self.client.Request(
-                            backend.completions_url, json=body, headers=dict(backend.headers), timeout_s=self.timeout_s
-                        )
-                        for body in bodies
-                    ],
-                    concurrency=count,
-                )
+                self._send(backend, [(f"memory/{i}", body) for i, body in enumerate(bodies)])
 
             found[name] = memory.measure(int(backend.meta["pid"]), load)
             write_json(kept, found)

@@ -1,0 +1,247 @@
+"""Mending a ModelOpt checkpoint: exactly where that is possible, else by quantizing again from the bf16 source.
+
+What is sound keeps its bytes. A linear is packed anew from the source when its own tensors are faulty, when its error
+shows that they are not the source's, or when its layer was folded (AWQ), right or wrong: the norms then return to the
+source's too, so that the function is the source's again. Configurations are always written anew from what is on disk.
+Nothing is changed in place.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from annie_quant.checkpoint import against, dialects, writer
+from annie_quant.checkpoint.audit import Audit, audit
+from annie_quant.checkpoint.convert import QUANTIZER, carry
+from annie_quant.checkpoint.dialects import modelopt
+from annie_quant.checkpoint.linears import Linear, fused_groups, is_linear
+from annie_quant.checkpoint.shards import ModelFolder, ShardError
+from annie_quant.errors import CheckpointError, UsageError
+from annie_quant.files import write_json
+
+
+def repair(
+    path: str | os.PathLike, source: str | os.PathLike | None = None, output: str | os.PathLike | None = None
+) -> dict[str, Any]:
+    """Write a mended copy and return {"path", "actions", "remaining"}: what was done in words, findings that stay.
+
+    output: `path` with "-repaired" by default. Raises CheckpointError for a folder that is no NVFP4 checkpoint in
+    ModelOpt's layout, UsageError where only the source can help and it is not given.
+    """
+    folder = ModelFolder(path)
+    if dialects.of(folder) is not modelopt or not modelopt.linears(folder):
+        raise CheckpointError(f"{path}: no NVFP4 in ModelOpt's layout", "annie-quant convert --to modelopt comes first")
+    target = Path(output) if output else folder.path.resolve().with_name(f"{folder.path.resolve().name}-repaired")
+    if target.resolve() == folder.path.resolve():
+        raise UsageError(f"{target} is the checkpoint itself", "choose another --output")
+    work = Repair(folder, ModelFolder(source) if source else None)
+    work.write(target)
+    return {
+        "path": str(target),
+        "actions": work.actions,
+        "remaining": [f.__dict__ for f in audit(target, source=source).findings],
+    }
+
+
+class Repair:
+    """Decides for each tensor whether it stays, returns to the source, or is made anew."""
+
+    def __init__(self, folder: ModelFolder, source: ModelFolder | None) -> None:
+        self.folder, self.source = folder, source
+        self.actions: list[str] = []
+        self.linears = modelopt.linears(folder)
+        self.modules = self.known()
+        self.folded: set[str] = set()
+        found = audit(folder.path, source=source.path if source else None)
+        self.faulty = self.modules_of(found)
+        if self.faulty and source is None:
+            raise UsageError(
+                f"{len(self.faulty)} linears can only be mended from the bf16 checkpoint, such as {min(self.faulty)}",
+                "give it with --source",
+            )
+        self.widen()
+        self.scales = self.shared_scales()
+        self.inputs = self.input_scales()
+
+    def modules_of(self, found: Audit) -> set[str]:
+        """Modules whose codes or scales cannot stay, by the audit's findings."""
+        keep = (
+            "config_",
+            "excluded",
+            "not_excluded",
+            "not_listed",
+            "listed_",
+            "input_scale",
+            "fused_input",
+            "not_finite",
+            "differs_from_source",
+            "group_size",
+            "nothing_",
+        )
+        bad = set()
+        for f in found.findings:
+            if f.code.startswith(keep):
+                continue
+            names = [n for n in self.modules if f.tensor == n or f.tensor.startswith(n + ".")]
+            if f.code.startswith("fused_"):
+                names = next((g for g in fused_groups(self.all_linears()) if f.tensor in g), names)
+                self.modules |= set(names)  # a group that is quantized in part is quantized as a whole
+            bad |= set(names)
+        return bad
+
+    def known(self) -> set[str]:
+        """Modules that are quantized, or are in pieces on disk."""
+        pieces = {n.rpartition(".")[0] for n in self.folder if n.endswith((".weight_scale", ".weight_scale_2"))}
+        codes = {n[:-7] for n in self.folder if n.endswith(".weight") and self.folder.info(n).dtype == "U8"}
+        return set(self.linears) | pieces | codes
+
+    def all_linears(self) -> set[str]:
+        plain = {n[:-7] for n in self.folder if is_linear(n, self.folder.info(n).shape)}
+        return self.modules | plain
+
+    def widen(self) -> None:
+        """A folded layer is mended as a whole; fused linears are packed together, as they share a scale."""
+        if self.source is None:
+            return
+        self.folded = {n.rsplit(".", 2)[0] for n in against.changed_norms(self.folder, self.source)}
+        self.folded |= {x.name.rsplit(".", 2)[0] for x in self.linears.values() if x.pre_quant}
+        self.faulty |= {m for m in self.modules if m.rsplit(".", 2)[0] in self.folded}
+        for group in fused_groups(self.modules):
+            if self.faulty & set(group):
+                self.faulty |= set(group)
+
+    def original(self, module: str) -> str:
+        """The source's name for a module's weight."""
+        assert self.source is not None
+        name = against.source_name(f"{module}.weight", self.source)
+        if name is None:
+            raise CheckpointError(f"{module}: the source has no such linear", "is this the right --source?")
+        return name
+
+    def shared_scales(self) -> dict[str, np.float32]:
+        """The tensor scale of each linear that is packed anew."""
+        from annie_quant import nvfp4
+
+        if self.source is None:
+            return {}
+        amax = {m: float(nvfp4.amax(self.source.tensor(self.original(m)))) for m in self.faulty}
+        for group in fused_groups(self.faulty):
+            amax |= dict.fromkeys(group, max(amax[m] for m in group))
+        return {m: np.float32(nvfp4.tensor_scale(v)) for m, v in amax.items()}
+
+    def input_scales(self) -> dict[str, np.float32]:
+        """An input scale for every linear, or for none: without one for each, only the weights stay quantized."""
+        scales: dict[str, np.float32] = {}
+        for module in sorted(self.modules):
+            scale = self.input_scale(module)
+            if scale is not None:
+                scales[module] = scale
+        for group in fused_groups(self.modules):
+            there = [scales[m] for m in group if m in scales]
+            if there and (len(there) < len(group) or len(set(there)) > 1):
+                self.actions.append(f"{group[0]}: input scale of the fused group set to its largest")
+                scales |= dict.fromkeys(group, max(there))
+        missing = sorted(self.modules - set(scales))
+        if scales and missing:
+            self.actions.append(
+                f"input scales removed, weights alone are quantized: {missing[0]} has none, only calibration gives one"
+            )
+            return {}
+        return scales
+
+    def input_scale(self, module: str) -> np.float32 | None:
+        """What is on disk if it can be used, enlarged by the largest factor that a fold took from the input."""
+        name = f"{module}.input_scale"
+        if name not in self.folder or self.folder.info(name).elements != 1:
+            return None
+        scale = self.folder.scalar(name)
+        if not np.isfinite(scale) or scale <= 0 or scale > 100:
+            return None
+        linear = self.linears.get(module)
+        if linear is None or module.rsplit(".", 2)[0] not in self.folded:
+            return scale
+        if linear.pre_quant:
+            least = np.abs(self.folder.tensor(linear.pre_quant).astype(np.float32)).min()
+            return np.float32(scale / least) if least > 0 else None
+        return np.float32(scale * self.fold_factor(linear))
+
+    def fold_factor(self, linear: Linear) -> float:
+        """The largest column factor of a folded linear; 1 where its own tensors are too faulty to tell."""
+        assert self.source is not None
+        try:
+            ours, theirs = (
+                linear.dequantize(self.folder),
+                self.source.tensor(self.original(linear.name)).astype(np.float32),
+            )
+        except ShardError:
+            return 1.0
+        if ours.shape != theirs.shape or not np.isfinite(ours).all():
+            return 1.0
+        columns = against.fit(ours, theirs)[1]
+        return max(1.0, float(columns.max())) if against.rel_l2(ours, theirs) > against.SUSPICIOUS_ERROR else 1.0
+
+    def write(self, target: Path) -> None:
+        plan: list[writer.Planned] = []
+        for module in sorted(self.modules):
+            plan += self.remade(module) if module in self.faulty else self.kept(self.linears[module])
+            if module in self.inputs:
+                plan.append(writer.planned(f"{module}.input_scale", np.array(self.inputs[module], np.float32)))
+        done = {m + s for m in self.modules for s in (".weight", *QUANTIZER)}
+        excluded = []
+        for name in self.folder:
+            if name in done:
+                continue
+            plan.append(self.plain(name))
+            if is_linear(name, self.folder.info(name).shape):
+                excluded.append(name.removesuffix(".weight"))
+        groups = {
+            x.group(self.folder) for n, x in self.linears.items() if n not in self.faulty and x.format == "nvfp4"
+        } or {16}
+        if len(groups) > 1 or (self.faulty and groups != {16}):
+            raise CheckpointError(
+                f"{self.folder.path}: group sizes {sorted(groups)} in one checkpoint cannot be mended",
+                "quantize again: annie-quant quantize --strategy direct",
+            )
+        formats = {
+            m: self.linears[m].format if m in self.linears and m not in self.faulty else "nvfp4" for m in self.modules
+        }
+        inline, beside = modelopt.small_files(formats, sorted(excluded), groups.pop(), bool(self.inputs))
+        writer.write(target, plan)
+        carry(self.folder, target)
+        for file, value in beside.items():
+            write_json(target / file, value)
+        config = dict(self.folder.config)
+        if config.get("quantization_config") != inline:
+            self.actions.append("config.json and hf_quant_config.json written from what is on disk")
+        write_json(target / "config.json", {**config, "quantization_config": inline})
+
+    def kept(self, linear: Linear) -> list[writer.Planned]:
+        return [t for t in modelopt.tensors(linear, self.folder) if not t.name.endswith(".input_scale")]
+
+    def remade(self, module: str) -> list[writer.Planned]:
+        from annie_quant import nvfp4
+
+        assert self.source is not None
+        self.actions.append(f"{module}: quantized again from the source")
+        packed = nvfp4.pack(self.source.tensor(self.original(module)), tensor_scale=self.scales[module])
+        return [
+            writer.planned(f"{module}.weight", np.asarray(packed.codes)),
+            writer.planned(f"{module}.weight_scale", np.asarray(packed.block_scale)),
+            writer.planned(f"{module}.weight_scale_2", np.array(packed.tensor_scale, np.float32)),
+        ]
+
+    def plain(self, name: str) -> writer.Planned:
+        """A tensor that is not quantized: the source's where it differs from that."""
+        info = self.folder.info(name)
+        wanted = against.source_name(name, self.source) if self.source else None
+        if wanted and self.source and self.source.info(wanted).shape == info.shape:
+            theirs = self.source.info(wanted)
+            ours = self.folder.tensor(name).astype(np.float32)
+            if not against.rel_l2(ours, self.source.tensor(wanted).astype(np.float32)) < 2**-8:
+                self.actions.append(f"{name}: taken from the source")
+                return writer.Planned(name, theirs.dtype, theirs.shape, lambda: self.source.tensor(wanted))
+        return writer.Planned(name, info.dtype, info.shape, lambda: self.folder.tensor(name))

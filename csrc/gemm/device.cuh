@@ -136,14 +136,12 @@ __device__ __forceinline__ uint32_t mul2_bf16(uint32_t a, uint32_t b) {
 }
 // 8 codes of one repacked word, times their two scales, as the four A registers: exact, value * 2^-8.
 __device__ __forceinline__ void decode8(uint32_t w, uint32_t scale0, uint32_t scale1, uint32_t (&a)[4]) {
-    a[0] = mul2_bf16(w & kField, scale0);
-    a[1] = mul2_bf16(__funnelshift_r(w, w, 3) & kField, scale1);
-    a[2] = mul2_bf16(__funnelshift_r(w, w, 6) & kField, scale0);
-    a[3] = mul2_bf16(((w & kRest) * kSpread) & kField, scale1);
+#pragma unroll
+    for (int j = 0; j < 4; j++) a[j] = mul2_bf16(field_of(w, j), j & 1 ? scale1 : scale0);
 }
-// A scale byte as a pair of bf16: value * 2^118, so that code (2^-126) * scale = true value * 2^-8, normal everywhere.
+// scale_word of byte `which` of four: the byte goes to both halves by one permute
 __device__ __forceinline__ uint32_t scale_pair(uint32_t bytes, int which) {
-    return __byte_perm(bytes, 0, 0x4040 | which | which << 8) * 16u + 0x73007300u;  // 0x7300 = 230 << 7
+    return __byte_perm(bytes, 0, 0x4040 | which | which << 8) * 16u + kScaleBias;
 }
 constexpr float kUndo = 256.0f;  // 2^8
 

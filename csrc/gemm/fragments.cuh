@@ -5,7 +5,11 @@
 #pragma once
 #include <stdint.h>
 
+#ifdef __CUDACC__
 #define AQ_HD __host__ __device__ __forceinline__
+#else
+#define AQ_HD inline
+#endif
 
 // ---- repacked weights: chunks of 16 rows x 128 columns, 1152 contiguous bytes, two chunks (256 columns) side by side ----
 // A lane (g = lane / 4, l = lane % 4) owns the 16-column block l of each 64 columns, in rows g and g + 8. So two scale bytes
@@ -32,6 +36,13 @@ AQ_HD uint32_t place(uint32_t code, int j, int half) {
     return r ? (word << r | word >> (32 - r)) : word;
 }
 
+// The inverse, for register j: both halves at once, each a bf16 of value * 2^-126.
+AQ_HD uint32_t field_of(uint32_t w, int j) {
+    if (j == 0) return w & kField;
+    if (j == 3) return ((w & kRest) * kSpread) & kField;
+    return (w >> (3 * j) | w << (32 - 3 * j)) & kField;
+}
+
 // A scale byte as E5M3 (bias 15): every finite non-negative E4M3 value is normal there. 0 gets 1.0; its codes are made 0.
 AQ_HD uint32_t e5m3(uint32_t e4m3) {
     const uint32_t e = e4m3 >> 3, m = e4m3 & 7u;
@@ -39,6 +50,13 @@ AQ_HD uint32_t e5m3(uint32_t e4m3) {
     if (!m) return 15u << 3;
     return m & 4u ? 8u << 3 | (m & 3u) << 1 : m & 2u ? 7u << 3 | (m & 1u) << 2 : 6u << 3;  // m * 2^-9
 }
+
+// An E5M3 byte in both halves as bf16: value * 2^118, so that code (2^-126) * scale = true value * 2^-8, normal everywhere.
+constexpr uint32_t kScaleBias = 230u << 7 | 230u << 23;
+AQ_HD uint32_t scale_word(uint32_t byte) { return (byte | byte << 16) * 16u + kScaleBias; }
+
+// The activations that mma i of group q wants from this lane (token lane / 4): four columns from here on, of the chunk.
+AQ_HD int x_column_at(int q, int lane, int i) { return q * 64 + (lane & 3) * 16 + i * 4; }
 
 // ---- mma.m16n8k64, e2m1 x e2m1 with block scales ----
 AQ_HD int fp4_a_row(int lane, int i) { return (lane >> 2) + 8 * (i & 1); }

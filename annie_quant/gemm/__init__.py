@@ -1,0 +1,32 @@
+"""NVFP4 GEMM kernels on CUDA, and the proof that they, or anyone else's, are right on this GPU.
+
+    weight = aq.gemm.Weight(codes, block_scale, tensor_scale)     # one-time repack, from the checkpoint's layout
+    out = aq.gemm.w4a16(x, weight)                                # bf16 / fp16 activations, any M
+    out = aq.gemm.w4a4(a_codes, a_scale, a_ts, codes, block_scale, tensor_scale)
+    aq.gemm.pack / unpack / fake_quant                            # the C codec's bytes, on the GPU
+    aq.gemm.validate(bench=True)                                  # annie-quant validate-gpu
+
+Arrays are any library's CUDA arrays; importing this needs neither a GPU nor a driver.
+"""
+
+from __future__ import annotations
+
+from annie_quant.gemm import oracle
+from annie_quant.gemm.arrays import DeviceArray, device_count, to_device
+from annie_quant.gemm.ops import Weight, fake_quant, fp4_native, pack, unpack, w4a4, w4a16
+from annie_quant.gemm.validate import validate
+
+__all__ = [
+    "DeviceArray",
+    "Weight",
+    "device_count",
+    "fake_quant",
+    "fp4_native",
+    "oracle",
+    "pack",
+    "to_device",
+    "unpack",
+    "validate",
+    "w4a4",
+    "w4a16",
+]

@@ -1,0 +1,228 @@
+"""CUDA arrays of any library, seen as pointer, shape and type; and plain device memory for when there is no library.
+
+Read in this order: `data_ptr` (torch and its look-alikes), `__cuda_array_interface__`, `__dlpack__`. No framework is
+imported.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from annie_quant.errors import EnvironmentFault, UsageError
+
+CODES = {"float32": 0, "float16": 1, "bfloat16": 2}  # as AQ_F32, AQ_F16, AQ_BF16 in csrc/gemm/gemm.h
+SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "uint8": 1, "float8_e4m3fn": 1}
+_TYPESTRS = {"f4": "float32", "f2": "float16", "V2": "bfloat16", "u1": "uint8", "V1": "float8_e4m3fn"}
+_DLPACK = {(2, 32): "float32", (2, 16): "float16", (4, 16): "bfloat16", (1, 8): "uint8", (10, 8): "float8_e4m3fn"}
+
+
+def native() -> Any:
+    """The compiled module, or the reason why it is not there."""
+    try:
+        from annie_quant import _gemm
+    except ImportError as error:
+        raise EnvironmentFault(
+            "annie_quant._gemm is not built here: it needs nvcc (CUDA 13) when annie-quant is installed",
+            "install CUDA 13's nvcc, then: pip install --force-reinstall --no-deps annie-quant",
+        ) from error
+    return _gemm
+
+
+def device_count() -> int:
+    """How many CUDA GPUs can be used; 0 without a driver."""
+    module = native()
+    try:
+        return module.device_count()
+    except module.CudaError:
+        return 0
+
+
+def need_device() -> None:
+    module = native()
+    try:
+        count = module.device_count()
+    except module.CudaError as error:
+        raise EnvironmentFault(f"no CUDA GPU can be used here: {error.args[0]}", "nvidia-smi") from error
+    if count == 0:
+        raise EnvironmentFault("no CUDA GPU can be used here: the driver lists none", "nvidia-smi")
+
+
+@dataclass(frozen=True)
+class View:
+    """What a kernel needs to know of an array; `keep` holds the array itself."""
+
+    ptr: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]  # in elements
+    dtype: str
+    device: int
+    keep: Any
+
+    @property
+    def contiguous(self) -> bool:
+        want = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if size != 1 and stride != want:
+                return False
+            want *= size
+        return True
+
+
+def _packed_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))
+
+
+def view(array: Any, name: str) -> View:
+    """`array` on its CUDA device; UsageError for host arrays and for types that no kernel takes."""
+    if isinstance(array, DeviceArray):
+        return View(array.ptr, array.shape, _packed_strides(array.shape), array.dtype, array.device, array)
+    if isinstance(array, np.ndarray):
+        raise UsageError(
+            f"{name} lies in host memory (a NumPy array); a CUDA array is wanted", "copy it to the GPU first"
+        )
+    if hasattr(array, "data_ptr") and hasattr(array, "is_cuda"):  # torch's way, without importing torch
+        if not array.is_cuda:
+            raise UsageError(f"{name} lies on {array.device}; a CUDA tensor is wanted", f'{name}.to("cuda")')
+        dtype = str(array.dtype).rsplit(".", 1)[-1]
+        seen = View(array.data_ptr(), tuple(array.shape), tuple(array.stride()), dtype, array.device.index, array)
+    elif hasattr(array, "__cuda_array_interface__"):
+        seen = _from_interface(array, name)
+    elif hasattr(array, "__dlpack__"):
+        seen = _from_dlpack(array, name)
+    else:
+        raise UsageError(
+            f"{name} is a {type(array).__name__}; a CUDA array (DLPack or __cuda_array_interface__) is wanted"
+        )
+    if seen.dtype not in SIZES:
+        raise UsageError(f"{name} has dtype {seen.dtype}; expected one of {', '.join(SIZES)}")
+    return seen
+
+
+def _from_interface(array: Any, name: str) -> View:
+    face = array.__cuda_array_interface__
+    shape, kind = tuple(face["shape"]), face["typestr"][1:]
+    size = int(kind[1:]) if kind[1:].isdigit() else 1
+    strides = face.get("strides")
+    if strides is not None and any(s % size for s in strides):
+        raise UsageError(f"{name} has strides {strides} that are no multiple of its element size {size}")
+    ptr = face["data"][0]
+    return View(
+        ptr,
+        shape,
+        tuple(s // size for s in strides) if strides is not None else _packed_strides(shape),
+        _TYPESTRS.get(kind, face["typestr"]),
+        native().pointer_device(ptr) if ptr else 0,
+        array,
+    )
+
+
+class _DLTensor(ctypes.Structure):
+    """dlpack.h, version 0.x: the capsule named "dltensor" points at one of these first."""
+
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    ]
+
+
+def _from_dlpack(array: Any, name: str) -> View:
+    """Reads the capsule and leaves it unconsumed: its own destructor frees it, and `keep` holds the array."""
+    capsule = array.__dlpack__()
+    get = ctypes.pythonapi.PyCapsule_GetPointer
+    get.restype, get.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    t = _DLTensor.from_address(get(capsule, b"dltensor"))
+    if t.device_type not in (2, 13):  # kDLCUDA, kDLCUDAManaged
+        raise UsageError(f"{name} lies on DLPack device type {t.device_type}; a CUDA array (2) is wanted")
+    shape = tuple(t.shape[i] for i in range(t.ndim))
+    strides = tuple(t.strides[i] for i in range(t.ndim)) if t.strides else _packed_strides(shape)
+    dtype = _DLPACK.get((t.code, t.bits), f"DLPack code {t.code}, {t.bits} bits")
+    return View((t.data or 0) + t.byte_offset, shape, strides, dtype, t.device_id, array)
+
+
+def stream_of(arrays: tuple[Any, ...], stream: int | None) -> int:
+    """The caller's stream: as given; else torch's current one where the arrays are torch's; else the default stream."""
+    if stream is not None:
+        return int(stream)
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        for array in arrays:
+            if isinstance(array, torch.Tensor):
+                return torch.cuda.current_stream(array.device).cuda_stream
+    return 0
+
+
+class DeviceArray:
+    """A contiguous array in device memory, freed with the object. Other libraries read it by
+    __cuda_array_interface__.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: str, device: int | None = None) -> None:
+        module = native()
+        self.shape, self.dtype = tuple(int(s) for s in shape), dtype
+        self.nbytes = int(np.prod(self.shape, dtype=np.int64)) * SIZES[dtype]
+        before = module.use_device(device) if device is not None else None
+        self.ptr = module.malloc(max(self.nbytes, 16))
+        self._finalizer = weakref.finalize(self, module.free, self.ptr)
+        self._finalizer.atexit = False  # the driver may be gone by then, and frees everything itself
+        self.device = module.pointer_device(self.ptr)
+        if before is not None and before != device:
+            module.use_device(before)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        kind = next(k for k, v in _TYPESTRS.items() if v == self.dtype)
+        return {
+            "shape": self.shape,
+            "typestr": ("|" if SIZES[self.dtype] == 1 else "<") + kind,
+            "data": (self.ptr, False),
+            "version": 3,
+            "strides": None,
+        }
+
+    def fill(self, byte: int) -> DeviceArray:
+        native().fill(self.ptr, byte, self.nbytes, 0)
+        return self
+
+    def host(self) -> np.ndarray:
+        """A NumPy copy; bfloat16 and float8_e4m3fn by ml_dtypes."""
+        out = np.empty(self.shape, numpy_dtype(self.dtype))
+        native().copy(out.ctypes.data, self.ptr, self.nbytes, 0)
+        native().stream_sync(0)
+        return out
+
+
+def numpy_dtype(name: str) -> np.dtype:
+    if name in ("bfloat16", "float8_e4m3fn"):
+        import ml_dtypes
+
+        return np.dtype(getattr(ml_dtypes, name))
+    return np.dtype(name)
+
+
+def to_device(array: np.ndarray, device: int | None = None) -> DeviceArray:
+    """Copies a NumPy array (float32, float16, bfloat16, uint8, float8_e4m3fn) to the GPU."""
+    array = np.ascontiguousarray(array)
+    if array.dtype.name not in SIZES:
+        raise UsageError(f"dtype {array.dtype.name} has no kernel; expected one of {', '.join(SIZES)}")
+    out = DeviceArray(array.shape, array.dtype.name, device)
+    native().copy(out.ptr, array.ctypes.data, out.nbytes, 0)
+    native().stream_sync(0)
+    return out

@@ -1,0 +1,205 @@
+"""Times the W4A16 kernels against cuBLAS bf16 on this GPU, in one run: cold L2 by rotating buffers, CUDA graphs,
+medians.
+
+    python tests/perf/bench_gemm.py --output out.json [--shapes 8192x8192,...] [--tokens 1,8,16,64] [--explore]
+
+A time is that of one launch in a graph of at least 20, taken as the median of `--repeats` replays; each launch of a
+graph uses the next of enough copies of the weight that the L2 has forgotten the first by then. PDL is programmatic
+dependent launch: ours is given with and without, cuBLAS runs without. Needs torch with CUDA; a result is printed only
+after it agreed with torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+
+import annie_quant.gemm as gemm
+from annie_quant.gemm.arrays import native
+
+SHAPES = (
+    "8192x8192 16384x8192 20480x7168 81920x8192 24576x4096 4096x12288 "
+    "8192x4096 4096x4096 248320x4096 17408x5120 5120x17408"
+)
+TOKENS = "1,2,4,8,16,64,256,1024,4096" COLD_BYTES = 400 << 20  # an H200's L2 is 60 MB
+
+
+def timed(launches, repeats: int) -> float:
+    """Microseconds of one launch: `launches` is a list of callables, captured into one graph."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for launch in launches:
+            launch()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for launch in launches:
+            launch()
+    times = []
+    for i in range(repeats + 2):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        if i >= 2:
+            times.append(start.elapsed_time(end) * 1000 / len(launches))
+    return statistics.median(times)
+
+
+def rotated(copies: list, per_graph: int, call) -> list:
+    return [partial(call, copies[i % len(copies)]) for i in range(per_graph)]
+
+
+class Weights:
+    """Enough copies of one random NVFP4 weight for a cold L2; the values of the first as bf16 for the comparison."""
+
+    def __init__(self, n: int, k: int) -> None:
+        torch.manual_seed(n + k)
+        self.n, self.k = n, k
+        copies = max(2, -(-COLD_BYTES // (n * k * 9 // 16)))
+        self.codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device="cuda")
+        self.scales = torch.randint(0x28, 0x48, (n, k // 16), dtype=torch.uint8, device="cuda")
+        self.ours = [gemm.Weight(self.codes, self.scales, 0.01) for _ in range(copies)]
+        self.cold = max(2, -(-COLD_BYTES // (n * k * 2)))
+        self.bf16 = [torch.randn(n, k, dtype=torch.bfloat16, device="cuda") for _ in range(self.cold)]
+
+    def reference(self, x: torch.Tensor) -> torch.Tensor:
+        table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], device="cuda")
+        table = torch.cat([table, -table])
+        out = torch.empty(x.shape[0], self.n, device="cuda")
+        for a in range(0, self.n, 8192):  # in slices: the float32 weight may be large
+            c = self.codes[a : a + 8192].long()
+            w = torch.stack([table[c & 15], table[c >> 4]], -1).reshape(c.shape[0], self.k)
+            s = self.scales[a : a + 8192].view(torch.float8_e4m3fn).float() * 0.01
+            out[:, a : a + 8192] = x.double() @ (w * s.repeat_interleave(16, 1)).double().T
+        return out
+
+
+def agrees(weights: Weights, x: torch.Tensor, out: torch.Tensor) -> float:
+    rows = min(64, x.shape[0])
+    ref = weights.reference(x[:rows])
+    return float((out[:rows].float() - ref).norm() / ref.norm())
+
+
+def plans(weight: gemm.Weight, m: int) -> list[tuple[int, ...]]:
+    """Every plan worth a trial: the automatic ones first."""
+    found = []
+    for path in ("skinny", "tiled"):
+        try:
+            found.append(weight.plan(m, path))
+        except Exception:
+            continue
+    pairs, tiles, more = -(-weight.k // 256), -(-weight.n // 16), []
+    if m <= 16:
+        for split, blocks in ((1, 132), (2, 132), (4, 128)):
+            for warps in (8, 16):
+                for stages in (2, 3, 4):
+                    clusters = blocks // split
+                    x_at = 1024 + warps * stages * 2304
+                    size = x_at + m * (-(-pairs // split) * 512 + 16)
+                    size += (-(-tiles // clusters) + warps) * (8 if m <= 8 else 16) * 80
+                    if size <= 232448:
+                        more.append((1, warps, split, stages, blocks, size))
+    for tokens, stage, out in ((16, 18432 + 16 * 272, 0), (64, 18432 + 64 * 272, 0), (128, 18432 + 128 * 272, 133120)):
+        if tokens // 4 >= m and tokens > 16:
+            continue
+        stages = min(8, (232448 - 1024) // stage)
+        for split in (1, 2, 4, 8):
+            blocks = -(-weight.n // 256) * -(-m // tokens) * split
+            more.append((2, tokens, split, stages, blocks, 1024 + max(stages * stage, out, tokens * 260 * 4)))
+    return found + [p for p in more if p not in found]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--shapes", default=SHAPES)
+    parser.add_argument("--tokens", default=TOKENS)
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--explore", action="store_true", help="also time every plan worth a trial")
+    parser.add_argument("--output", default="")
+    args = parser.parse_args()
+    info = native().device_info(0)
+    print(f"{info['name']}, {info['sms']} SMs, driver {info['driver']}, torch {torch.__version__}", flush=True)
+    rows = [{"device": info, "ceilings": ceilings(args.repeats)}]
+    print(json.dumps(rows[0]["ceilings"]), flush=True)
+    for shape in args.shapes.replace(",", " ").split():
+        n, k = (int(v) for v in shape.split("x"))
+        weights = Weights(n, k)
+        for m in (int(v) for v in args.tokens.split(",")):
+            if m * n > 1 << 29:
+                continue
+            rows += measure(weights, m, args)
+            if args.output:
+                Path(args.output).write_text(json.dumps(rows))
+        del weights
+        torch.cuda.empty_cache()
+
+
+def ceilings(repeats: int) -> dict[str, float]:
+    """TB/s: device-to-device copy (read + write counted), and reads of a large buffer and of the anchor's sizes."""
+    module, found = native(), {}
+    big = torch.empty(2 << 30, dtype=torch.uint8, device="cuda").random_()
+    other = torch.empty_like(big)
+    found["copy"] = 2 * big.numel() / timed([lambda: other.copy_(big)] * 2, repeats) / 1e6
+    sink = torch.zeros(4, dtype=torch.int32, device="cuda")
+    for size in (28_311_552, 37_748_736, 56_623_104, 1 << 30):
+        at = range(0, (2 << 30) - size + 1, size)
+
+        def read(a, size=size):
+            module.read(big.data_ptr() + a, size, sink.data_ptr(), 132, torch.cuda.current_stream().cuda_stream)
+
+        found[f"read {size / 1e6:.1f} MB, us"] = us = timed(rotated(list(at), max(20, len(at)), read), repeats)
+        found[f"read {size / 1e6:.1f} MB"] = size / us / 1e6
+    return {key: round(value, 3) for key, value in found.items()}
+
+
+def measure(weights: Weights, m: int, args) -> list[dict]:
+    n, k = weights.n, weights.k
+    xs = [torch.randn(m, k, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
+    out = torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
+    per_graph = 20 if m * n * k < 1 << 36 else 4
+    repeats = args.repeats if m * n * k < 1 << 36 else 10
+    cublas = timed(
+        rotated(weights.bf16, max(per_graph, weights.cold), lambda w: torch.mm(xs[0], w.T, out=out)), repeats
+    )
+    rows = []
+    first = weights.ours[0]
+    tried = plans(first, m) if args.explore else [first.plan(m)]
+    for plan in tried:
+        row = {"n": n, "k": k, "m": m, "plan": plan, "cublas_us": round(cublas, 2)}
+        try:
+            out.fill_(float("nan"))
+            gemm.w4a16(xs[0], first, out, plan=plan)
+            row["error"] = agrees(weights, xs[0], out)
+            for pdl in (False, True):
+                launches = rotated(
+                    weights.ours,
+                    max(per_graph, len(weights.ours)),
+                    lambda w, plan=plan, pdl=pdl: gemm.w4a16(xs[0], w, out, plan=plan, pdl=pdl),
+                )
+                us = timed(launches, repeats)
+                row["pdl_us" if pdl else "us"] = round(us, 2)
+                row["pdl_speedup" if pdl else "speedup"] = round(cublas / us, 3)
+        except Exception as error:
+            row["failed"] = str(error)[:80]
+        rows.append(row)
+        good = row.get("error", 1) < 5e-3
+        print(
+            f"{n}x{k} M={m} {plan} cublas {cublas:.1f} us, ours {row.get('us')} ({row.get('speedup')}x) "
+            f"pdl {row.get('pdl_us')} ({row.get('pdl_speedup')}x) {'ok' if good else row}",
+            flush=True,
+        )
+        if row.get("failed") and "illegal" in row["failed"]:
+            sys.exit(1)
+    return rows
+
+
+if __name__ == "__main__":
+    main()

@@ -23,6 +23,7 @@ from annie_quant.errors import CheckpointError, UsageError, need
 
 ARCH = "qwen35"
 NVFP4_BLOCK = 64  # elements of one ggml NVFP4 block
+PIECE_ELEMENTS = 1 << 24  # of a large tensor at a time, so that memory stays bounded
 TYPES = ("BF16", "F16", "NVFP4", "Q8_0", "Q4_K_M")
 FILE_TYPES = {
     "BF16": "MOSTLY_BF16",
@@ -36,12 +37,12 @@ MROPE_SECTIONS = [11, 11, 10, 0]  # Qwen3.5's, where config.json does not say
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of the file: its logical shape, ggml type, and how to make its bytes."""
+    """One tensor of the file: its logical shape, ggml type, and its bytes, as arrays of rows in order."""
 
     name: str
     type: str
     shape: tuple[int, ...]
-    load: Callable[[], np.ndarray]
+    load: Callable[[], Iterator[np.ndarray]]
 
 
 def write(
@@ -83,12 +84,9 @@ def write(
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         for entry in entries:
-            data = np.ascontiguousarray(entry.load())
-            writer.write_tensor_data(data)
-            progress(data.nbytes)
+            progress(write_data(writer, entry))
         writer.flush()
-        for file in writer.fout or []:
-            os.fsync(file.fileno())
+        os.fsync(writer.fout[0].fileno())
         writer.close()
         part.replace(output)
     finally:
@@ -109,6 +107,19 @@ def add_info(gguf: Any, writer: Any, entry: Entry) -> None:
     block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     size_bytes = int(np.prod(entry.shape, dtype=object)) // block * block_bytes
     writer.add_tensor_info(entry.name, entry.shape, np.dtype(np.float32), size_bytes, raw_dtype=kind)
+
+
+def write_data(writer: Any, entry: Entry) -> int:
+    """One tensor's bytes, piece by piece, aligned as the format wants it. Returns their number."""
+    file = writer.fout[0]
+    writer.write_padding(file, file.tell())
+    size_bytes = 0
+    for piece in entry.load():
+        raw = np.ascontiguousarray(piece)
+        file.write(raw.view(np.uint8).data)
+        size_bytes += raw.nbytes
+    writer.write_padding(file, size_bytes)
+    return size_bytes
 
 
 class Plan:
@@ -142,16 +153,21 @@ class Plan:
             yield self.plain(name, place, self.folder.info(name).shape, lambda n=name: self.folder.tensor(n))
 
     def plain(self, name: str, place: str, shape: tuple[int, ...], read: Callable[[], np.ndarray]) -> Entry:
+        """A tensor that is written as numbers or quantized here. Rows that keep their order go in pieces."""
         if name.endswith(".conv1d.weight"):
             shape = (shape[0], int(np.prod(shape[1:])))
+        kind = self.type_of(place, shape)
+        moved = self.heads.rows(name) is not None or len(shape) < 2
+        step = max(1, shape[0] if moved else PIECE_ELEMENTS // shape[-1])
 
-        def load() -> np.ndarray:
-            array = encode(gguf_names.transform(name, read(), self.heads), kind, place)
+        def load() -> Iterator[np.ndarray]:
+            array = read()
+            for start in range(0, shape[0], step):
+                piece = array if moved else array[start : start + step]
+                yield encode(gguf_names.transform(name, piece, self.heads), kind, place)
             if name in self.folder:
                 self.folder.release(name)
-            return array
 
-        kind = self.type_of(place, shape)
         return Entry(place, kind, shape, load)
 
     def type_of(self, place: str, shape: tuple[int, ...]) -> str:
@@ -180,14 +196,14 @@ class Plan:
             self.dequantized.append(linear.name)
             yield self.plain(name, place, shape, lambda: linear.dequantize(self.folder))
             return
-        yield Entry(place, "NVFP4", shape, lambda: nvfp4.to_ggml(tiled(linear, self.folder, self.heads)))
+        yield Entry(place, "NVFP4", shape, lambda: iter([nvfp4.to_ggml(tiled(linear, self.folder, self.heads))]))
         for suffix, scale in (
             (".scale", linear.tensor_scale(self.folder)),
             (".input_scale", linear.input_scale(self.folder)),
         ):
             if scale is not None and abs(float(scale) - 1.0) >= 1e-6:  # llama.cpp reads an absent scale as 1
                 array = np.array([scale], np.float32)
-                yield Entry(place.removesuffix(".weight") + suffix, "F32", (1,), lambda a=array: a)
+                yield Entry(place.removesuffix(".weight") + suffix, "F32", (1,), lambda a=array: iter([a]))
 
 
 def tiled(linear: Linear, folder: ModelFolder, heads: gguf_names.Heads):

@@ -8,6 +8,7 @@ A stage that finished is not done again: its stamp in stages/ holds a key made f
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from annie_quant.quantize.job import weight_bytes
 from annie_quant.rundir import RunDirectory
 
 MODEL = Path(__file__).parent / "assets" / "tiny-annie"
-CALIBRATION_ROWS = 128
+CALIBRATION_ROWS = 48
 KL_ROWS = 60
 
 # name → label, strategy (None: made from bf16 as it is), GGUF type (None: as the checkpoint is)
@@ -51,21 +52,14 @@ class Line:
         self.stage("data", {"n": 500}, ["calibration.jsonl"], self.make_data)
         for strategy in STRATEGIES:
             outputs = [f"models/{strategy}/config.json"]
-            self.stage(
-                f"quantize-{strategy}",
-                {"rows": CALIBRATION_ROWS},
-                outputs,
-                lambda step, s=strategy: self.quantize(s, step),
-            )
-            self.stage(f"audit-{strategy}", {}, [], lambda step, s=strategy: self.audit(s))
-        for name in SIDES:
-            self.stage(f"gguf-{name}", {}, [f"gguf/{name}.gguf"], lambda step, s=name: self.convert(s))
+            self.stage(f"quantize-{strategy}", {"rows": CALIBRATION_ROWS}, outputs, partial(self.quantize, strategy))
+            self.stage(f"audit-{strategy}", {}, [], partial(self.audit, strategy))
+        for side in SIDES:
+            self.stage(f"gguf-{side}", {}, [f"gguf/{side}.gguf"], partial(self.convert, side))
         for strategy in STRATEGIES:
             inputs = {"n": self.n_offline, "kl_rows": KL_ROWS}
-            self.stage(
-                f"eval-{strategy}", inputs, [f"eval/{strategy}.json"], lambda step, s=strategy: self.evaluate(s, step)
-            )
-        self.stage("bench", {"n": self.n_served}, ["records.jsonl"], self.measure)
+            self.stage(f"eval-{strategy}", inputs, [f"eval/{strategy}.json"], partial(self.evaluate, strategy))
+        self.stage("bench", {"n": self.n_served}, ["records.jsonl", "bench.json"], self.measure)
         return self.finish()
 
     def stage(self, name: str, inputs: dict[str, Any], outputs: list[str], work: Callable[[Any], Any]) -> None:
@@ -110,13 +104,13 @@ class Line:
             "size_bytes": result["size_bytes"],
         }
 
-    def audit(self, strategy: str) -> dict[str, Any]:
+    def audit(self, strategy: str, step: Any) -> dict[str, Any]:
         from annie_quant import checkpoint
 
         found = checkpoint.audit(self.dir / f"models/{strategy}", source=MODEL)
         return {"summary": "sound" if found.ok else f"{len(found.findings)} findings", **found.to_dict()}
 
-    def convert(self, side: str) -> dict[str, Any]:
+    def convert(self, side: str, step: Any) -> dict[str, Any]:
         from annie_quant import checkpoint
 
         _, strategy, kind = SIDES[side]

@@ -77,22 +77,22 @@ class Answer:
         self.token_stamps.append(frame.stamp_ns)
 
 
-def field_lines(raw: bytes) -> Iterator[tuple[str, str]]:
+def field_lines(raw: bytes) -> Iterator[tuple[bytes, bytes]]:
     """The fields of one frame, as the SSE specification reads a line; comments and blank lines are left out."""
-    text = raw.decode("utf-8", "replace").removeprefix("\ufeff")
-    for line in text.replace("\r\n", "\n").replace("\r", "\n").split("\n"):
-        if line and not line.startswith(":"):
-            name, _, value = line.partition(":")
-            yield name, value.removeprefix(" ")
+    for line in raw.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n"):
+        if line and not line.startswith(b":"):
+            name, _, value = line.partition(b":")
+            yield name, value.removeprefix(b" ")
 
 
-def joined_data(raw: bytes) -> bytes:
-    """The data of a frame with several data lines."""
-    return "\n".join(value for name, value in field_lines(raw) if name == "data").encode()
+def joined_data(raw: bytes, start: int) -> bytes:
+    """The data of a frame with several data lines; the first one's value is at `start`."""
+    return b"\n".join(value for name, value in field_lines(b"data: " + raw[start:]) if name == b"data")
 
 
 def event_name(raw: bytes) -> str:
-    return next((value for name, value in reversed(list(field_lines(raw))) if name == "event"), "message")
+    fields = field_lines(raw.removeprefix(b"\xef\xbb\xbf"))
+    return next((v.decode("utf-8", "replace") for name, v in reversed(list(fields)) if name == b"event"), "message")
 
 
 def read_answer(frames: Iterable[Frame]) -> Answer:

@@ -66,6 +66,8 @@ def transport(cause: int, code: int, os_errno: int, text: str, timeout_s: Any, i
         )
     if os_errno == errno.ECONNREFUSED:
         return "refused", f"connection refused: {text}"
+    if os_errno == errno.ECONNRESET:
+        return "reset", f"connection reset by the server: {text}"
     reason = f" ({os.strerror(os_errno)})" if os_errno else ""
     return _CURL_CAUSES.get(code, "transport"), f"{text}{reason} [libcurl {code}]"
 

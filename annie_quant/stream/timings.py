@@ -162,7 +162,7 @@ class Timings:
         columns = (rows[name].tolist() for name in names)
         for when, kind, flags, read, offset, size, start, data_size, lines in zip(*columns, strict=True):
             raw = self.frames[offset : offset + size].tobytes()
-            data = raw[start : start + data_size] if lines <= 1 else decode.joined_data(raw)
+            data = raw[start : start + data_size] if lines <= 1 else decode.joined_data(raw, start)
             out.append(decode.Frame(when, kind, flags, read, raw, data))
         return out
 

@@ -20,8 +20,8 @@ enum { WAKE_EVENTS = 64 };
 
 static int on_socket(CURL *easy, curl_socket_t fd, int what, void *context, void *known)
 {
-    (void)easy;
     struct client *c = context;
+    struct transfer *t = NULL;
     if (what == CURL_POLL_REMOVE) {
         epoll_ctl(c->epoll_fd, EPOLL_CTL_DEL, fd, NULL);
         return 0;
@@ -37,6 +37,9 @@ static int on_socket(CURL *easy, curl_socket_t fd, int what, void *context, void
             return -1;
     }
     curl_multi_assign(c->multi, fd, c);
+    curl_easy_getinfo(easy, CURLINFO_PRIVATE, (char **)&t);
+    if (t) /* NULL: a handle of libcurl's own, closing a connection */
+        t->fd = fd;
     return 0;
 }
 
@@ -75,6 +78,7 @@ static void act_on_timer(struct client *c)
 {
     c->now_ns = clock_monotonic_ns();
     c->now_kernel_ns = 0;
+    c->now_errno = 0;
     c->curl_due_ns = INT64_MAX;
     act(c, CURL_SOCKET_TIMEOUT, 0);
 }
@@ -82,9 +86,13 @@ static void act_on_timer(struct client *c)
 static void act_on_socket(struct client *c, int fd, uint32_t events)
 {
     int64_t realtime_ns = 0;
-    if ((events & EPOLLIN) && (size_t)fd < c->stamped.size && c->stamped.base[fd])
-        realtime_ns = clock_peek(fd);
+    c->now_errno = 0;
+    struct socket_state *socket = client_socket(c, fd);
+    if ((events & (EPOLLIN | EPOLLERR)) == EPOLLIN && socket && socket->stamped)
+        realtime_ns = clock_peek(fd, &c->now_errno);
     c->now_ns = clock_monotonic_ns();
+    if ((events & EPOLLIN) && socket)
+        socket->last_read_ns = c->now_ns;
     c->now_kernel_ns = realtime_ns ? clock_map(&c->pair, realtime_ns, c->result->origin_ns, c->now_ns) : 0;
     int what = 0;
     if (events & EPOLLIN)
@@ -100,8 +108,10 @@ static void act_on_socket(struct client *c, int fd, uint32_t events)
 
 static int64_t due_ns(const struct transfer *t)
 {
+    const struct socket_state *socket = client_socket(t->client, t->fd);
+    int64_t last = socket && socket->last_read_ns > t->last_read_ns ? socket->last_read_ns : t->last_read_ns;
     int64_t whole = t->started_ns + t->request->timeout_ns;
-    int64_t idle = t->last_read_ns + t->request->idle_ns;
+    int64_t idle = last + t->request->idle_ns;
     return whole < idle ? whole : idle;
 }
 
@@ -349,7 +359,7 @@ cleanup:
     if (c.multi)
         curl_multi_cleanup(c.multi);
     free(c.order);
-    vector_free(&c.stamped);
+    vector_free(&c.sockets);
     if (c.timer_fd >= 0)
         close(c.timer_fd);
     if (c.epoll_fd >= 0)

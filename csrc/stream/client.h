@@ -17,6 +17,7 @@ struct client {
     int epoll_fd, timer_fd;
     struct clock_pair pair;
     int64_t now_ns, now_kernel_ns; /* the stamps of the read in hand */
+    int now_errno;                 /* the socket error that looking for its stamp took away from libcurl */
     int64_t curl_due_ns;           /* when libcurl wants its timer called; INT64_MAX: never */
     int64_t check_due_ns;          /* no timeout can be due before this */
     int64_t armed_ns;              /* what timer_fd is set to */
@@ -24,8 +25,13 @@ struct client {
     size_t in_flight;
     uint32_t *order; /* requests by their start */
     size_t next;     /* in `order` */
-    struct vector stamped; /* by fd: 1 if the kernel stamps what it receives */
+    struct vector sockets; /* socket_state by fd */
     bool no_memory;
+};
+
+struct socket_state {
+    int64_t last_read_ns; /* when bytes of any kind last came, also those libcurl keeps to itself */
+    bool stamped;         /* the kernel stamps what it receives */
 };
 
 struct transfer {
@@ -35,6 +41,7 @@ struct transfer {
     CURL *easy;
     struct curl_slist *headers;
     uint32_t index;
+    int fd; /* -1: not connected yet */
     int64_t started_ns, last_read_ns;
     int32_t status;
     bool body_began, event_stream;
@@ -46,6 +53,9 @@ struct transfer {
 };
 
 struct request_row *client_row(const struct client *c, uint32_t index);
+
+/* NULL for a descriptor that on_open did not make. */
+struct socket_state *client_socket(const struct client *c, int fd);
 
 /* Begins a request: a handle of its own, given to the multi handle. False when libcurl has no handle to give. */
 bool transfer_start(struct client *c, uint32_t index);

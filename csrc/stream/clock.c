@@ -2,6 +2,7 @@
 #define _GNU_SOURCE
 #include "clock.h"
 
+#include <errno.h>
 #include <string.h>
 #include <sys/socket.h>
 #include <time.h>
@@ -54,7 +55,7 @@ bool clock_stamp_socket(int fd)
     return setsockopt(fd, SOL_SOCKET, SO_TIMESTAMPNS, &on, sizeof on) == 0;
 }
 
-int64_t clock_peek(int fd)
+int64_t clock_peek(int fd, int *error)
 {
     char byte;
     union {
@@ -64,7 +65,9 @@ int64_t clock_peek(int fd)
     struct iovec into = {&byte, 1};
     struct msghdr message = {
         .msg_iov = &into, .msg_iovlen = 1, .msg_control = control.bytes, .msg_controllen = sizeof control.bytes};
-    if (recvmsg(fd, &message, MSG_PEEK | MSG_DONTWAIT) <= 0)
+    ssize_t got = recvmsg(fd, &message, MSG_PEEK | MSG_DONTWAIT);
+    *error = got < 0 && errno != EAGAIN && errno != EWOULDBLOCK ? errno : 0;
+    if (got <= 0)
         return 0;
     for (struct cmsghdr *c = CMSG_FIRSTHDR(&message); c; c = CMSG_NXTHDR(&message, c)) {
         if (c->cmsg_level == SOL_SOCKET && c->cmsg_type == SCM_TIMESTAMPNS) {

@@ -31,7 +31,8 @@ int64_t clock_map(const struct clock_pair *pair, int64_t realtime_ns, int64_t no
 bool clock_stamp_socket(int fd);
 
 /* The kernel's stamp (CLOCK_REALTIME) of the next bytes to be read from fd, without reading them; 0 if there is none.
- * Where several packets wait, this is the newest one's. */
-int64_t clock_peek(int fd);
+ * Where several packets wait, this is the newest one's. A pending socket error is taken by whoever reads first: it is
+ * left in *error, 0 if there was none. */
+int64_t clock_peek(int fd, int *error);
 
 #endif

@@ -12,6 +12,12 @@ struct request_row *client_row(const struct client *c, uint32_t index)
     return (struct request_row *)c->result->requests.base + index;
 }
 
+struct socket_state *client_socket(const struct client *c, int fd)
+{
+    bool known = fd >= 0 && (size_t)fd < c->sockets.size / sizeof(struct socket_state);
+    return known ? (struct socket_state *)c->sockets.base + fd : NULL;
+}
+
 /* ---- what comes in */
 
 static void note_first_byte(struct transfer *t)
@@ -138,18 +144,19 @@ static curl_socket_t on_open(void *context, curlsocktype purpose, struct curl_so
         t->socket_errno = errno;
         return CURL_SOCKET_BAD;
     }
-    struct vector *stamped = &t->client->stamped;
-    if ((size_t)fd >= stamped->size) {
-        size_t more = (size_t)fd + 1 - stamped->size;
-        void *added = vector_grow(stamped, more);
+    struct client *c = t->client;
+    if (!client_socket(c, fd)) {
+        size_t more = ((size_t)fd + 1) * sizeof(struct socket_state) - c->sockets.size;
+        void *added = vector_grow(&c->sockets, more);
         if (!added) {
             close(fd);
-            t->client->no_memory = true;
+            c->no_memory = true;
             return CURL_SOCKET_BAD;
         }
         memset(added, 0, more);
     }
-    stamped->base[fd] = t->client->plan->kernel_stamps && address->family != AF_UNIX && clock_stamp_socket(fd);
+    bool stamped = c->plan->kernel_stamps && address->family != AF_UNIX && clock_stamp_socket(fd);
+    *client_socket(c, fd) = (struct socket_state){.last_read_ns = c->now_ns, .stamped = stamped};
     return fd;
 }
 
@@ -252,6 +259,7 @@ bool transfer_start(struct client *c, uint32_t index)
         return false;
     t->client = c;
     t->index = index;
+    t->fd = -1;
     t->request = &c->plan->requests[index];
     sse_init(&t->framer, c->plan->max_event_bytes);
     t->easy = curl_easy_init();
@@ -300,7 +308,7 @@ static void keep_phases(struct transfer *t, struct request_row *row)
     curl_easy_getinfo(t->easy, CURLINFO_OS_ERRNO, &os_errno);
     curl_easy_getinfo(t->easy, CURLINFO_HTTP_VERSION, &version);
     row->new_connection = connects > 0;
-    row->os_errno = t->socket_errno ? t->socket_errno : (int32_t)os_errno;
+    row->os_errno = t->socket_errno ? t->socket_errno : os_errno ? (int32_t)os_errno : t->client->now_errno;
     row->http_version = (int32_t)version;
 }
 

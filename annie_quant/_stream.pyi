@@ -1,0 +1,40 @@
+"""The streaming client in C (csrc/stream); annie_quant.stream is its face."""
+
+from typing import Any, TypedDict
+
+from typing_extensions import Buffer
+
+class _Layout(TypedDict):
+    names: list[str]
+    formats: list[str]
+    offsets: list[int]
+    itemsize: int
+
+CURL_VERSION: str
+REQUEST_ROW: _Layout
+EVENT_ROW: _Layout
+READ_ROW: _Layout
+
+class Block(Buffer):
+    """Memory of a run, read in place through the buffer protocol."""
+
+    def __len__(self) -> int: ...
+
+def run(
+    requests: tuple[tuple[str, str, tuple[str, ...], bytes | None, int, int, int], ...],
+    concurrency: int,
+    deadline_ns: int,
+    max_event_bytes: int,
+    cancel_fd: int,
+    http: int,
+    fresh_connections: bool,
+    kernel_stamps: bool,
+    verify_tls: bool,
+    unix_socket: str | None,
+    proxy: str | None,
+    ca_file: str | None,
+    user_agent: str | None,
+) -> tuple[Block, Block, Block, Block, Block, int, int, bool, Any]: ...
+def cut(reads: tuple[bytes, ...], max_event_bytes: int, /) -> list[tuple[int, int, int, int, int, bytes]]: ...
+def map_stamp(offset_ns: int, previous_ns: int, realtime_ns: int, not_before_ns: int, user_ns: int, /) -> int: ...
+def mask(bytes: Buffer, secret: Buffer, /) -> int: ...

@@ -1,0 +1,234 @@
+"""From frames to records: the dialects of vLLM and llama.cpp, tool calls, usage, times by name, faults in the stream."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+from stream_server import DONE, HEAD, HELLO, RawServer, chunk, event, stream
+
+pytest.importorskip("annie_quant._stream", reason="_stream is not built: libcurl's headers are missing")
+
+import annie_quant as aq
+from annie_quant.stream import decode
+from annie_quant.stream.sentence import has_sentence, speakable
+
+
+def answer_of(*bodies: bytes) -> decode.Answer:
+    """Events a millisecond apart."""
+    return decode.read_answer(
+        decode.Frame(
+            (i + 1) * 1_000_000, decode.DONE if b"[DONE]" in body else decode.DATA, 0, i, body, body[6:].strip()
+        )
+        for i, body in enumerate(bodies)
+    )
+
+
+def record_of(pieces: list[bytes], **options) -> dict:
+    with RawServer(stream(pieces)) as server:
+        return aq.stream.run([aq.stream.Request(server.url, json={})], **options).records()[0]
+
+
+VLLM = [
+    event({"role": "assistant", "content": ""}),
+    event({"reasoning": "Let me"}),
+    event({"reasoning": " look."}),
+    event({"content": "I will search."}),
+    event({"tool_calls": [{"index": 0, "id": "call_1", "type": "function", "function": {"name": "find", "arguments": ""}}]}),
+    event({"tool_calls": [{"index": 0, "function": {"arguments": '{"q":'}}]}),
+    event({"tool_calls": [{"index": 0, "function": {"arguments": '"é"}'}}]}),
+    event({"tool_calls": [{"index": 1, "id": "call_2", "function": {"name": "stop", "arguments": "{}"}}]}),
+    event({}, "tool_calls"),
+    event(usage={"prompt_tokens": 9, "completion_tokens": 21, "total_tokens": 30}),
+    DONE,
+]  # fmt: skip
+LLAMA = [
+    event({"role": "assistant", "content": None}),
+    event({"reasoning_content": "Let me"}),
+    event({"reasoning_content": " look."}),
+    event({"content": "I will search."}),
+    event({"tool_calls": [{"index": 0, "id": "a", "type": "function", "function": {"name": "find", "arguments": "{"}}]}),
+    event({"tool_calls": [{"index": 0, "function": {"arguments": '"q":"é"}'}}]}),
+    event({"tool_calls": [{"index": 1, "id": "b", "type": "function", "function": {"name": "stop", "arguments": "{}"}}]}),
+    event({}, "tool_calls"),
+    event(usage={"prompt_tokens": 9, "completion_tokens": 21}, timings={"predicted_n": 21, "predicted_ms": 30.0}),
+    DONE,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("pieces", [VLLM, LLAMA], ids=["vllm", "llama.cpp"])
+def test_both_dialects_say_the_same(pieces: list[bytes]) -> None:
+    record = record_of(pieces)
+    assert record["error"] is None and record["status"] == 200 and record["warnings"] == []
+    assert (record["reasoning"], record["text"]) == ("Let me look.", "I will search.")
+    assert [(c["name"], json.loads(c["arguments"])) for c in record["tool_calls"]] == [
+        ("find", {"q": "é"}),
+        ("stop", {}),
+    ]
+    assert all(set(c) == {"id", "name", "arguments"} and c["id"] for c in record["tool_calls"])
+    assert record["finish_reason"] == "tool_calls"
+    assert (record["completion_tokens"], record["tokens_estimated"]) == (21, False)
+    assert json.loads(json.dumps(record)) == record
+
+
+def test_times_carry_their_events_names() -> None:
+    """Each event a millisecond after the one before, so every time is known beforehand."""
+    fields = decode.timing_fields(answer_of(*VLLM), started_ns=0)
+    assert fields["first_event_ms"] == 1  # the role-only chunk: an event, not a token
+    assert (fields["first_reasoning_ms"], fields["first_content_ms"], fields["first_tool_ms"]) == (2, 4, 5)
+    assert (fields["last_token_ms"], fields["done_ms"]) == (8, 11)
+    assert fields["itl_ms"] == [1] * 6
+    assert fields["tpot_ms"] == pytest.approx((8 - 2) / 20)
+    assert fields["decode_tok_s"] == pytest.approx(20 / 6 * 1000)
+
+
+def test_role_only_empty_and_usage_are_not_tokens() -> None:
+    fields = decode.timing_fields(answer_of(*HELLO), 0)
+    assert (fields["first_content_ms"], fields["last_token_ms"]) == (2, 3)
+    assert answer_of(event({"role": "assistant", "content": ""}), event({"content": None}), DONE).token_stamps == []
+
+
+def test_a_missing_count_is_estimated_and_marked() -> None:
+    answer = answer_of(event({"content": "a"}), event({"content": "b"}), event({"content": "c"}, "stop"), DONE)
+    fields = decode.timing_fields(answer, 0)
+    assert (fields["completion_tokens"], fields["tokens_estimated"], fields["tpot_ms"]) == (3, True, 1)
+
+
+def test_llama_cpp_timings_count_where_usage_is_missing() -> None:
+    answer = answer_of(event({"content": "a"}), event({"content": "b"}, timings={"predicted_n": 9}), DONE)
+    fields = decode.timing_fields(answer, 0)
+    assert (fields["completion_tokens"], fields["tokens_estimated"]) == (9, False)
+
+
+def test_several_tokens_in_a_chunk_use_the_servers_count() -> None:
+    answer = answer_of(
+        event({"content": "a"}), event({"content": "b c d e"}), event(usage={"completion_tokens": 5}), DONE
+    )
+    assert decode.timing_fields(answer, 0)["tpot_ms"] == pytest.approx(1 / 4)
+
+
+def test_one_token_has_no_tpot() -> None:
+    fields = decode.timing_fields(answer_of(event({"content": "a"}), event(usage={"completion_tokens": 1}), DONE), 0)
+    assert fields["tpot_ms"] is None and fields["decode_tok_s"] is None and fields["itl_ms"] == []
+
+
+def test_completions_dialect_and_other_choices() -> None:
+    second = b'data: {"choices":[{"index":1,"text":"no"}]}\n\n'
+    answer = answer_of(b'data: {"choices":[{"index":0,"text":"yes"}]}\n\n', second, DONE)
+    assert "".join(answer.text) == "yes" and "only the first" in answer.warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("piece", "cause", "words"),
+    [
+        (b'event: error\ndata: {"message":"out of memory"}\n\n', "server_error", "out of memory"),
+        (b'data: {"error":{"message":"boom","type":"x","code":500}}\n\n', "server_error", "boom"),
+        (b'data: {"error":"plain"}\n\n', "server_error", "plain"),
+        (b'data: {"object":"error","message":"old vLLM"}\n\n', "server_error", "old vLLM"),
+        (b"data: {not json\n\n", "not_json", "event 2"),
+        (b"data: [1,2]\n\n", "not_json", "event 2"),
+        (b'data: "text"\n\n', "not_json", "event 2"),
+        (b"data: \xff\xfe\n\n", "not_json", "event 2"),
+    ],
+)
+def test_a_failure_in_the_stream_is_one(piece: bytes, cause: str, words: str) -> None:
+    record = record_of([event({"content": "Hi"}), piece, DONE])
+    assert (record["cause"], record["text"]) == (cause, "Hi")
+    assert words in record["error"]
+
+
+STRANGE = [
+    {"choices": None},
+    {"choices": [None, 3, {"delta": None}, {"delta": []}, {"index": "x", "delta": {"content": 5}}]},
+    {"choices": [{"delta": {"tool_calls": [None, {"function": None}, {"index": None, "function": {"name": 3}}]}}]},
+    {"choices": [{"delta": {"content": [{"type": "text", "text": "a"}, None]}}], "usage": [], "timings": 3},
+    {"usage": {"completion_tokens": True}},
+]
+
+
+@pytest.mark.parametrize("value", STRANGE, ids=str)
+def test_strange_shapes_never_raise(value: dict) -> None:
+    answer = answer_of(b"data: " + json.dumps(value).encode() + b"\n\n", DONE)
+    decode.timing_fields(answer, 0)
+
+
+def test_how_a_stream_may_end() -> None:
+    content, stop = event({"content": "Hi"}), event({}, "stop")
+    assert record_of([content, stop, DONE])["warnings"] == []
+    missing = record_of([content, stop])
+    assert missing["error"] is None and missing["warnings"] == ["[DONE] did not come"]
+    early = record_of([content])
+    assert early["cause"] == "truncated" and early["text"] == "Hi"
+    assert "blank line" in record_of([content, stop, b"data: [DONE]\n"])["warnings"][0]
+    inside = record_of([content, stop, DONE, b"data: {"])
+    assert inside["error"] is None and "inside an event (7 bytes left)" in inside["warnings"][0]
+    assert record_of([b": ping\n\n"])["cause"] == "no_events"
+    assert "after [DONE]" in record_of([content, DONE, content])["warnings"][0]
+
+
+def test_merged_reads_are_counted_and_flagged() -> None:
+    two = event({"content": "a"}) + event({"content": "b"})
+    with RawServer(stream([two, event({"content": "c"}, "stop") + DONE])) as server:
+        timings = aq.stream.run([aq.stream.Request(server.url, json={})])
+    assert timings.records()[0]["merged_reads"] >= 1
+    assert (timings.events["flags"][:2] & decode.MERGED).all()
+
+
+def test_pieces_cut_inside_a_character_and_a_line_end() -> None:
+    body = b"".join(HELLO).replace(b"Hello", "Hé🦊o".encode()).replace(b"\n", b"\r\n")
+    whole = record_of([body])
+    for step in (1, 3, 50):
+        cut = record_of([body[i : i + step] for i in range(0, len(body), step)])
+        assert (cut["text"], cut["usage"], cut["error"]) == ("Hé🦊o there.", whole["usage"], None)
+
+
+@pytest.mark.parametrize(
+    ("text", "whole"),
+    [
+        ("Hello there. ", True),
+        ("Hello there.", False),
+        ("It costs 3.14", False),
+        ("Dr. ", False),
+        ("Dr. Who came. ", True),
+        ("**Bold!** ", True),
+        ("<think>I see. </think>", False),
+        ("<think>I see. </think>Yes! ", True),
+        ("你好。", True),
+        ("- \n", False),
+        ("Title\n", True),
+        ("... ", False),
+    ],
+)
+def test_first_sentence(text: str, whole: bool) -> None:
+    assert has_sentence(text, ended=False) is whole
+
+
+def test_speakable_drops_markup_and_thinking() -> None:
+    assert speakable("<think>no</think># Hi *you* `x`").split() == ["Hi", "you", "x"]
+
+
+def test_first_sentence_waits_for_its_end_and_takes_the_last_piece_otherwise() -> None:
+    answer = answer_of(event({"content": "It is 3."}), event({"content": "14. So"}), event({"content": " yes"}), DONE)
+    assert decode.timing_fields(answer, 0)["first_sentence_ms"] == 2
+    assert decode.timing_fields(answer_of(event({"content": "Yes"}), DONE), 0)["first_sentence_ms"] == 1
+
+
+def test_times_are_of_the_wire_not_of_the_decoder() -> None:
+    """A server that waits 60 ms, then 30 ms, is seen to; both clocks agree to a few milliseconds."""
+
+    def talk(connection, request) -> None:
+        connection.sendall(HEAD)
+        time.sleep(0.06)
+        connection.sendall(chunk(event({"content": "a"})))
+        time.sleep(0.03)
+        connection.sendall(chunk(event({"content": "b"}, "stop")) + chunk(DONE) + b"0\r\n\r\n")
+
+    with RawServer(talk) as server:
+        timings = aq.stream.run([aq.stream.Request(server.url, json={})])
+    for record in (timings.records("kernel")[0], timings.records("user")[0]):
+        assert record["first_byte_ms"] < record["first_content_ms"] < record["last_token_ms"] <= record["e2e_ms"]
+        assert record["first_content_ms"] >= 60 and record["itl_ms"][0] >= 29
+    events = timings.events
+    late_ns = events["user_ns"] - events["kernel_ns"]
+    assert (events["kernel_ns"] > 0).all() and (late_ns >= 0).all()

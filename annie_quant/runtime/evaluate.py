@@ -26,7 +26,7 @@ from annie_quant.runtime.kl import Tally, compare_logits
 from annie_quant.runtime.linear import set_numerics
 from annie_quant.runtime.loading import load, numerics_of
 from annie_quant.runtime.prompts import CLASSES, Ask, Scored, Template, conversation_answers, read_conversations
-from annie_quant.runtime.reference import Answers, Distributions, fingerprint
+from annie_quant.runtime.reference import Answers, Distributions, default_cache, fingerprint
 from annie_quant.runtime.verification import Outcome, answers, converse, first_difference, target_of
 
 SCHEMA_VERSION = 1
@@ -165,7 +165,7 @@ class Reference:
     ) -> None:
         self.folder, self.template, self.dtype, self.device, self.rows = folder, template, dtype, device, rows
         self.sha256 = fingerprint(folder)
-        self.answers = Answers((cache or folder / ".annie_quant") / f"answers-{self.sha256[:16]}-{dtype}.jsonl")
+        self.answers = Answers((cache or default_cache(folder)) / f"answers-{self.sha256[:16]}-{dtype}.jsonl")
         self.distributions = Distributions(self.engine)
         self._engine: Engine | None = None
 

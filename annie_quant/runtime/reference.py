@@ -43,6 +43,13 @@ def fingerprint(folder: str | os.PathLike) -> str:
     return digest.hexdigest()
 
 
+def default_cache(folder: Path) -> Path:
+    """Beside the reference where that can be written, else in the user's cache folder."""
+    if os.access(folder, os.W_OK):
+        return folder / ".annie_quant"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "annie_quant"
+
+
 class Answers:
     """Greedy answers in a JSON-lines file, found by the hash of the prompt's tokens and the limit; a killed run goes
     on."""
@@ -85,7 +92,10 @@ class Answers:
 
     def write(self, found: dict[str, Decoded]) -> None:
         self.known |= found
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if not self.path.parent.is_dir():
+            self.path.parent.mkdir(parents=True)
+            if self.path.parent.name == ".annie_quant":
+                (self.path.parent / ".gitignore").write_text("*\n")
         with self.path.open("a", encoding="utf-8") as file:
             for key, decoded in found.items():
                 file.write(json.dumps({"key": key, "tokens": decoded.tokens, "finished": decoded.finished}) + "\n")

@@ -1,0 +1,78 @@
+"""Small Qwen3.5 models with random weights and their NVFP4 exports, for the runtime's tests."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+import warnings
+from pathlib import Path
+
+TOKENIZER = Path(__file__).resolve().parent.parent / "annie_quant" / "assets" / "tiny-annie"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+
+def save_reference(folder: Path, seed: int = 0, gain: float = 4.0) -> Path:
+    """A bf16 Qwen3.5 of four layers (three DeltaNet, one attention) with tiny-annie's tokenizer.
+
+    gain: how much larger than a fresh model's the linears are; it makes the answers varied.
+    """
+    import torch
+    from transformers import AutoTokenizer, Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+    tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
+    torch.manual_seed(seed)
+    config = Qwen3_5TextConfig(
+        vocab_size=-(-len(tokenizer) // 64) * 64, hidden_size=64, intermediate_size=128, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=32, linear_key_head_dim=32, linear_value_head_dim=32,
+        linear_num_key_heads=2, linear_num_value_heads=4, linear_conv_kernel_dim=4, full_attention_interval=4,
+        max_position_embeddings=4096, tie_word_embeddings=False, eos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    model = Qwen3_5ForCausalLM(config)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() == 2 and "embed" not in name:
+                weight.mul_(gain)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    for name in TOKENIZER_FILES:
+        shutil.copyfile(TOKENIZER / name, folder / name)
+    return folder
+
+
+def export_nvfp4(source: Path, folder: Path, config: str = "NVFP4_DEFAULT_CFG", tokens: int = 64) -> Path:
+    """ModelOpt's own export of the model in `source`, calibrated with `max` on random tokens, on a CPU."""
+    import modelopt.torch.quantization as mtq
+    import torch
+    from modelopt.torch.export import export_hf_checkpoint
+    from transformers import AutoModelForCausalLM
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+        ids = torch.randint(0, model.config.vocab_size, (4, tokens), generator=torch.Generator().manual_seed(1))
+        mtq.quantize(model, copy.deepcopy(getattr(mtq, config)), lambda m: m(ids))
+        export_hf_checkpoint(model, export_dir=folder)
+    for name in TOKENIZER_FILES:
+        shutil.copyfile(source / name, folder / name)
+    return folder
+
+
+def dequantized(folder: Path) -> dict:
+    """The state dict of an export with every NVFP4 weight dequantized to bf16 by ModelOpt."""
+    import torch
+    from modelopt.torch.quantization.qtensor import NVFP4QTensor
+    from safetensors.torch import load_file
+
+    raw = load_file(folder / "model.safetensors")
+    out = {}
+    for name, tensor in raw.items():
+        if name.endswith(("weight_scale", "weight_scale_2", "input_scale")):
+            continue
+        if tensor.dtype == torch.uint8:
+            scale, scale_2 = raw[f"{name}_scale"], raw[f"{name}_scale_2"]
+            shape = torch.Size((tensor.shape[0], tensor.shape[1] * 2))
+            block = shape[1] // scale.shape[1]
+            tensor = NVFP4QTensor(shape, torch.bfloat16, tensor).dequantize(
+                dtype=torch.bfloat16, scale=scale, double_scale=scale_2, block_sizes={-1: block}
+            )
+        out[name] = tensor
+    return out

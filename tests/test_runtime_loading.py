@@ -1,0 +1,167 @@
+"""ModelOpt's exports in transformers: the same logits as ModelOpt's dequantized weights, and faults by name."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the runtime needs torch: pip install annie-quant[quantize]")
+pytest.importorskip("transformers", reason="the runtime needs transformers: pip install annie-quant[quantize]")
+pytest.importorskip("modelopt", reason="ModelOpt makes the checkpoints: pip install annie-quant[quantize]")
+pytest.importorskip("annie_quant.nvfp4", reason="the runtime needs the codec")
+
+from runtime_models import dequantized, export_nvfp4, save_reference  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
+
+from annie_quant import runtime  # noqa: E402
+from annie_quant.errors import CheckpointError  # noqa: E402
+from annie_quant.runtime.linear import nvfp4_linears  # noqa: E402
+
+CONFIGS = {"NVFP4_DEFAULT_CFG": 25, "NVFP4_MLP_ONLY_CFG": 12, "NVFP4_MLP_WEIGHT_ONLY_CFG": 12}  # NVFP4 linears
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_reference(tmp_path_factory.mktemp("reference"))
+
+
+@pytest.fixture(scope="module", params=list(CONFIGS))
+def exported(request, reference: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    return request.param, export_nvfp4(reference, tmp_path_factory.mktemp(request.param), request.param)
+
+
+@pytest.fixture(scope="module")
+def naive(reference: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return export_nvfp4(reference, tmp_path_factory.mktemp("naive"))
+
+
+def some_ids() -> "torch.Tensor":
+    return torch.randint(0, 1000, (2, 40), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("cache", ["packed", "bf16"])
+def test_logits_are_those_of_modelopts_dequantized_weights(exported, reference: Path, cache: str) -> None:
+    config, folder = exported
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    assert len(nvfp4_linears(model)) == CONFIGS[config]
+    runtime.set_numerics(model, "w4a16")
+    runtime.set_cache(model, cache)
+    plain = AutoModelForCausalLM.from_pretrained(reference).eval()
+    plain.load_state_dict(dequantized(folder))
+    with torch.inference_mode():
+        assert torch.equal(model(some_ids()).logits, plain(some_ids()).logits)
+
+
+def test_numerics_follow_the_checkpoint(exported) -> None:
+    config, folder = exported
+    model = runtime.load(folder)
+    weight_only = "WEIGHT_ONLY" in config
+    assert runtime.numerics_of(model) == (["w4a16"] if weight_only else ["w4a4", "w4a16"])
+    assert {m.numerics for m in nvfp4_linears(model).values()} == {"w4a16" if weight_only else "w4a4"}
+    assert {m.group for m in nvfp4_linears(model).values()} == {32 if weight_only else 16}
+
+
+def test_saving_and_loading_gives_the_same_checkpoint(exported, tmp_path: Path) -> None:
+    _, folder = exported
+    AutoModelForCausalLM.from_pretrained(folder).save_pretrained(tmp_path)
+    before, after = load_file(folder / "model.safetensors"), load_file(tmp_path / "model.safetensors")
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert (tensor.dtype, tensor.shape) == (after[name].dtype, after[name].shape), name
+        assert torch.equal(tensor.reshape(-1).view(torch.uint8), after[name].reshape(-1).view(torch.uint8)), name
+    ours, theirs = (json.loads((f / "config.json").read_text())["quantization_config"] for f in (tmp_path, folder))
+    assert ours == theirs
+
+
+def test_a_bf16_model_loads_as_ever(reference: Path) -> None:
+    model = runtime.load(reference)
+    assert runtime.numerics_of(model) == ["bf16"] and model.dtype == torch.bfloat16
+
+
+def test_generate_and_left_padding_work(naive: Path) -> None:
+    model = runtime.load(naive, cache="float32", dtype=torch.float32)
+    ids = torch.randint(5, 1000, (1, 9), generator=torch.Generator().manual_seed(5))
+    mask = torch.ones_like(ids)
+    alone = model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False, pad_token_id=0)
+    assert alone.shape == (1, 15)
+
+
+def test_only_hf_quant_config_is_enough_for_load(naive: Path, tmp_path: Path) -> None:
+    folder = copy(naive, tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    with torch.inference_mode():
+        a = runtime.load(folder)(some_ids()).logits
+        assert torch.equal(a, runtime.load(naive)(some_ids()).logits)
+
+
+def copy(source: Path, target: Path) -> Path:
+    shutil.copytree(source, target / "model")
+    return target / "model"
+
+
+def edited(source: Path, target: Path, change) -> Path:
+    """A copy of a checkpoint whose tensors went through `change` (a dict, in place)."""
+    folder = copy(source, target)
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+Q = "model.layers.3.self_attn.q_proj"
+
+
+def nan_scale(t: dict) -> None:
+    t[f"{Q}.weight_scale"].view(torch.uint8)[0, 0] = 0x7F
+
+
+def put(name: str, value):
+    return lambda t: t.__setitem__(name, value)
+
+
+FAULTS = {
+    "NaN block scale": (nan_scale, f"{Q}.weight_scale holds 1 NaN"),
+    "zero input_scale": (put(f"{Q}.input_scale", torch.tensor(0.0)), f"{Q}.input_scale is 0.0"),
+    "infinite tensor scale": (put(f"{Q}.weight_scale_2", torch.tensor(float("inf"))), f"{Q}.weight_scale_2 is inf"),
+    "block scales gone": (lambda t: t.pop(f"{Q}.weight_scale"), f"{Q}.weight_scale is missing"),
+    "codes of another width": (put(f"{Q}.weight", torch.zeros(256, 16, dtype=torch.uint8)), f"{Q}.weight is U8 [256, 16]"),
+    "scales of another type": (
+        lambda t: t.__setitem__(f"{Q}.weight_scale", t[f"{Q}.weight_scale"].float()), f"{Q}.weight_scale is F32"),
+    "a norm gone": (lambda t: t.pop("model.norm.weight"), "lacks model.norm.weight"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", list(FAULTS))
+def test_a_faulty_tensor_is_named(naive: Path, tmp_path: Path, fault: str) -> None:
+    change, message = FAULTS[fault]
+    with pytest.raises(CheckpointError) as raised:
+        runtime.load(edited(naive, tmp_path, change))
+    assert message in raised.value.message
+    assert "\n" not in raised.value.message
+
+
+@pytest.mark.parametrize("algo", ["NVFP4_AWQ", "MIXED_PRECISION", "FP8", None])
+def test_formats_not_read_yet_are_named(naive: Path, tmp_path: Path, algo: str | None) -> None:
+    folder = copy(naive, tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["quant_algo"] = algo
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=str(algo)):
+        AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_a_truncated_shard_and_an_empty_folder(naive: Path, tmp_path: Path) -> None:
+    folder = copy(naive, tmp_path)
+    whole = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        runtime.load(folder)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="cannot be loaded"):
+        runtime.load(folder)
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        runtime.load(tmp_path)

@@ -234,6 +234,38 @@ def test_nvfp4_in_gguf_dequantizes_to_the_checkpoint(made, tmp_path):
         assert tensors[f"blk.0.{place}.input_scale"].data[0] == linear.input_scale(folder)
 
 
+@pytest.mark.parametrize("kind", ["nvfp4", "w4a16", "bf16"])
+def test_gguf_and_back_is_the_identity(made, tmp_path, kind):
+    """All but values that (1 + w) in float32 cannot hold, which are rounded by less than bf16 does."""
+    pytest.importorskip("gguf", reason="the serve extra is not installed")
+    file = aq.checkpoint.convert(made[kind], "gguf", tmp_path / "x.gguf")["path"]
+    back = aq.checkpoint.convert(file, "modelopt", tmp_path / "back", like=made["bf16"])
+    assert back["loss"] == []
+    before, after = zoo.read(made[kind]), zoo.read(tmp_path / "back")
+    assert set(before) == set(after)
+    for name, array in before.items():
+        assert array.dtype == after[name].dtype and array.shape == after[name].shape
+        if gguf_names.plus_one(name):
+            np.testing.assert_allclose(after[name].astype(float), array.astype(float), atol=2**-24, rtol=2**-8)
+        else:
+            assert array.tobytes() == after[name].tobytes(), name
+    a, b = (json.loads((f / "config.json").read_text()) for f in (made[kind], tmp_path / "back"))
+    assert a == b and aq.checkpoint.audit(tmp_path / "back", source=made["bf16"]).ok
+
+
+def test_gguf_needs_a_folder_of_the_same_model(made, tmp_path):
+    pytest.importorskip("gguf", reason="the serve extra is not installed")
+    file = aq.checkpoint.convert(made["nvfp4"], "gguf", tmp_path / "x.gguf")["path"]
+    with pytest.raises(UsageError, match=r"holds no config.json"):
+        aq.checkpoint.convert(file, "modelopt", tmp_path / "back")
+    other = zoo.bf16(tmp_path / "other", intermediate_size=768)
+    with pytest.raises(CheckpointError, match="has shape"):
+        aq.checkpoint.convert(file, "modelopt", tmp_path / "back", like=other)
+    Path(file).write_bytes(Path(file).read_bytes()[:5000])
+    with pytest.raises(CheckpointError, match="no GGUF file that can be read"):
+        aq.checkpoint.convert(file, "modelopt", tmp_path / "back", like=made["bf16"])
+
+
 @pytest.mark.parametrize(
     ("kind", "ask", "error"),
     [

@@ -16,6 +16,7 @@ import numpy as np
 
 from annie_quant.checkpoint import dialects, gguf_names
 from annie_quant.checkpoint.against import rel_l2, source_name
+from annie_quant.checkpoint.from_gguf import open_gguf
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.errors import CheckpointError, need
 
@@ -104,12 +105,7 @@ def folder_weights(folder: ModelFolder, origin: ModelFolder) -> Iterator[Weight]
 
 def gguf_weights(path: Path, origin: ModelFolder) -> Iterator[Weight]:
     gguf = need("gguf", "serve")
-    try:
-        tensors = {t.name: t for t in gguf.GGUFReader(path).tensors}
-    except (ValueError, IndexError, KeyError, OSError) as error:
-        raise CheckpointError(
-            f"{path}: no GGUF file that can be read ({str(error)[:80]})", "convert it again"
-        ) from None
+    tensors = open_gguf(path)
     config = origin.text_config
     heads = gguf_names.Heads.of(config)
     for name in origin:

@@ -36,14 +36,18 @@ def convert(
     type: str | None = None,
     shard_bytes: int = writer.DEFAULT_SHARD_BYTES,
     progress: Callable[[int], None] = lambda size_bytes: None,
+    like: str | os.PathLike | None = None,
 ) -> dict[str, Any]:
     """Write `src` in another dialect and return {"path", "size_bytes", …, "loss"}.
 
     to: modelopt, compressed-tensors, gguf.  type: for gguf BF16, F16, NVFP4, Q8_0, Q4_K_M.  output: a folder, or a
-    file for gguf; beside `src` by default. `loss` says in words what the target cannot hold; empty where it is exact.
+    file for gguf; beside `src` by default. src may be a GGUF file (to modelopt); `like` is then a folder of the same
+    model, for its config.json and tokenizer. `loss` says in words what the target cannot hold; empty where it is exact.
     """
     if to not in TARGETS:
         raise UsageError(f"there is no dialect called {to!r}", f"choose one of: {', '.join(TARGETS)}")
+    if Path(src).is_file():
+        return from_file(Path(src), to, output, shard_bytes, like)
     folder = ModelFolder(src)
     linears = dialects.linears(folder)
     if to == "gguf":
@@ -51,6 +55,21 @@ def convert(
     if type:
         raise UsageError("--type is for GGUF", "leave it out, or use --to gguf")
     return to_folder(folder, linears, to, output, shard_bytes, progress)
+
+
+def from_file(
+    path: Path, to: str, output: str | os.PathLike | None, shard_bytes: int, like: str | os.PathLike | None
+) -> dict[str, Any]:
+    """A GGUF file as a ModelOpt folder."""
+    from annie_quant.checkpoint import from_gguf
+
+    if to != "modelopt":
+        raise UsageError(f"a GGUF file becomes a ModelOpt folder, not {to}", "use --to modelopt, then convert that")
+    if like is None:
+        raise UsageError(
+            "a GGUF file holds no config.json and no tokenizer.json", "give a folder of the same model: like"
+        )
+    return from_gguf.restore(path, ModelFolder(like), Path(output) if output else path.with_suffix(""), shard_bytes)
 
 
 def to_gguf(

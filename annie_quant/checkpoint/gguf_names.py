@@ -126,13 +126,27 @@ def transform(name: str, array: np.ndarray, heads: Heads) -> np.ndarray:
         array = array[:, columns]
     if name.endswith(".A_log"):
         return -np.exp(array.astype(np.float64)).astype(np.float32)
-    if (name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight")) or _mtp_norm(name):
-        return array.astype(np.float32) + np.float32(1)
-    return array
+    return array.astype(np.float32) + np.float32(1) if plus_one(name) else array
 
 
-def _mtp_norm(name: str) -> bool:
-    return name.endswith((".pre_fc_norm_embedding.weight", ".pre_fc_norm_hidden.weight"))
+def undo(name: str, array: np.ndarray, heads: Heads) -> np.ndarray:
+    """The inverse of `transform`, in float32."""
+    array = np.asarray(array, np.float32)
+    if name.endswith(".A_log"):
+        array = np.log(-array.astype(np.float64)).astype(np.float32)
+    elif plus_one(name):
+        array = array - np.float32(1)
+    rows, columns = heads.rows(name), heads.columns(name)
+    if rows is not None:
+        array = array[np.argsort(rows)]
+    return array if columns is None else array[:, np.argsort(columns)]
+
+
+def plus_one(name: str) -> bool:
+    """Norms that compute (1 + w): all of them but DeltaNet's gated one."""
+    if name.endswith((".pre_fc_norm_embedding.weight", ".pre_fc_norm_hidden.weight")):
+        return True
+    return name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight")
 
 
 def keeps_float32(gguf: str, dimensions: int) -> bool:

@@ -5,8 +5,6 @@ build(run_dir)   write all of them beside the run's own files; returns their pat
 
 from __future__ import annotations
 
-import csv
-import io
 import os
 from pathlib import Path
 
@@ -18,11 +16,20 @@ def build(run_dir: str | os.PathLike) -> list[Path]:
 
     Raises UsageError for a folder that holds no run, or a run.json that is not JSON.
     """
+    folder = Path(run_dir)
+    files = compose(folder)
+    for name, text in files.items():
+        write_text(folder / name, text)
+    return [folder / name for name in files]
+
+
+def compose(run_dir: str | os.PathLike) -> dict[str, str]:
+    """The report's files as {relative path: text}, report.html first; nothing is written."""
     from annie_quant.report import figures, markdown, page, recount, size_figures, tables, timing_figures
     from annie_quant.report.load import load
 
-    run = load(run_dir)
-    clocked = recount.timed(run.measured) if run.records else []
+    run = load(Path(run_dir))
+    clocked = recount.timed(run.measured)
     drawn = [
         figures.gate_panels(run),
         figures.offline_and_served(run),
@@ -34,24 +41,21 @@ def build(run_dir: str | os.PathLike) -> list[Path]:
         timing_figures.latency_lines(run),
         size_figures.memory_bars(run),
     ]
-    served = {s.key.split("/", 1)[1]: s.data for s in run.of("served")}
-    check = recount.check(served, run.measured, recount.greedy_workloads(run.inputs)) if run.records else None
-    table = io.StringIO()
-    csv.writer(table, lineterminator="\n").writerows(tables.csv_rows(run))
-    paths = {"results.csv": table.getvalue(), "report.md": markdown.render(run, check)}
-    paths["report.html"] = page.render(run, {f.key: f for f in drawn}, check, table.getvalue())
+    check = None
+    if run.records:
+        served = {s.key.split("/", 1)[1]: s.data for s in run.of("served")}
+        check = recount.check(served, run.measured, recount.greedy_workloads(run.inputs))
+    csv_text = tables.csv_text(run)
+    files = {
+        "report.html": page.render(run, {f.key: f for f in drawn}, check, csv_text),
+        "report.md": markdown.render(run, check),
+        "results.csv": csv_text,
+    }
     for figure in drawn:
         for panel, canvas in figure.panels:
             stem = figure.key if panel == figure.key else f"{figure.key}-{_file_name(panel)}"
-            paths[f"plots/{stem}.svg"] = canvas.document()
-    for relative, text in paths.items():
-        write_text(run.folder / relative, text.encode("utf-8", "replace").decode())
-    return [
-        run.folder / p
-        for p in sorted(
-            paths, key=lambda p: ("report.html", "report.md", "results.csv").index(p) if "/" not in p else 9
-        )
-    ]
+            files[f"plots/{stem}.svg"] = canvas.document()
+    return {name: text.encode("utf-8", "replace").decode() for name, text in files.items()}
 
 
 def _file_name(panel: str) -> str:

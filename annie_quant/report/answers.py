@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from annie_quant.report.load import Run, mapping, rows_of
+from annie_quant.report.load import Run
 from annie_quant.report.text import clean, name
 
 MAX_PROMPTS = 240
@@ -88,7 +88,8 @@ def collect(run: Run) -> Browser:
     order = sorted(groups, key=lambda key: _rank(groups[key]))
     faulty = sum(any(_failed(r) for r in side.values()) for side in groups.values())
     asked = _asked(run)
-    prompts, budget = [], MAX_CHARACTERS
+    prompts: list[Prompt] = []
+    budget = MAX_CHARACTERS
     for key in _spread(order, groups)[:MAX_PROMPTS]:
         prompt = _prompt(run, key, groups[key], asked)
         budget -= len(prompt.text) + sum(_length(a) for a in prompt.answers)
@@ -99,15 +100,12 @@ def collect(run: Run) -> Browser:
 
 
 def _failed(record: dict[str, Any]) -> list[str]:
-    found = [gate for gate, passed in mapping(record.get("checks")).items() if passed is False]
+    found = [gate for gate, passed in record["checks"].items() if not passed]
     return found or (["error"] if record.get("error") else [])
 
 
 def _differs(side: dict[str, dict]) -> bool:
-    return (
-        len({(str(r.get("text")), str([c.get("name") for c in rows_of(r.get("tool_calls"))])) for r in side.values()})
-        > 1
-    )
+    return len({(str(r.get("text")), str([c.get("name") for c in r["tool_calls"]])) for r in side.values()}) > 1
 
 
 def _rank(side: dict[str, dict]) -> int:
@@ -129,14 +127,13 @@ def _length(shown: Shown) -> int:
 
 
 def _asked(run: Run) -> dict[tuple[str, str, int], str]:
-    found = {}
-    for workload in rows_of(run.inputs.get("workloads")):
-        for case in rows_of(workload.get("cases")):
-            users = [str(m.get("content")) for m in rows_of(case.get("messages")) if m.get("role") == "user"]
-            turns = case.get("turns") if isinstance(case.get("turns"), list) and case.get("turns") else users[-1:]
-            for index, text in enumerate(turns):
-                found[str(workload.get("name")), str(case.get("id")), index] = str(text)
-    return found
+    """What each case asked, by (workload, case, turn)."""
+    return {
+        (workload["name"], case, turn): words
+        for workload in run.inputs
+        for case, turns in workload["cases"].items()
+        for turn, words in enumerate(turns)
+    }
 
 
 def _cut(text: Any, limit: int) -> tuple[str, str]:
@@ -160,10 +157,10 @@ def _prompt(run: Run, key: tuple, side: dict[str, dict], asked: dict[tuple[str, 
 def _shown(run: Run, backend: str, model: str, record: dict[str, Any]) -> Shown:
     text, cut = _cut(record.get("text"), ANSWER_CHARACTERS)
     reasoning, _ = _cut(record.get("reasoning"), ANSWER_CHARACTERS // 2)
-    said = mapping(record.get("faults"))
+    said = record["faults"]
     failed = _failed(record)
     faults = [(run.gate_title(g) if g != "error" else "error", _cut(said.get(g, ""), 160)[0]) for g in failed]
-    calls = [_cut(f"{c.get('name')}({c.get('arguments')})", 300)[0] for c in rows_of(record.get("tool_calls"))]
+    calls = [_cut(f"{c.get('name')}({c.get('arguments')})", 300)[0] for c in record["tool_calls"]]
     error = _cut(record.get("error"), 300)[0] if record.get("error") else ""
     return Shown(
         clean(backend),

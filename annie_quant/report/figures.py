@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from annie_quant.report import svg
-from annie_quant.report.load import Run, Side, mapping
+from annie_quant.report.load import Run, Side
 from annie_quant.report.svg import Canvas
 from annie_quant.report.text import clean, number, share, significant
 
@@ -30,8 +30,8 @@ class Figure:
 
 
 def rate(row: dict) -> float:
-    n = number(row.get("n")) or 0
-    return (number(row.get("passes")) or 0) / n if n else 0.0
+    share_: float = row["passes"] / row["n"] if row["n"] else 0.0
+    return share_
 
 
 def gate_panels(run: Run) -> Figure:
@@ -50,8 +50,8 @@ def gate_panels(run: Run) -> Figure:
 def _gate_panel(run: Run, gate: str, sides: list[Side]) -> Canvas:
     left, right, top, step = 118, 82, 30, 19
     rows = [s.gates[gate] for s in sides]
-    thresholds = {t for r in rows if (t := number(r.get("threshold"))) is not None}
-    lowest = min([number(r.get("low")) if number(r.get("low")) is not None else rate(r) for r in rows] + [*thresholds])
+    thresholds: set[float] = {r["threshold"] for r in rows if r["threshold"] is not None}
+    lowest: float = min([rate(r) if r["low"] is None else r["low"] for r in rows] + [*thresholds])
     start = max(0.0, math.floor((lowest - 0.02) * 10) / 10)
     bottom = top + step * len(sides)
     said = "; ".join(
@@ -124,14 +124,14 @@ def _both_panel(run: Run, model: dict, sides: list[Side], gates: list[str]) -> C
     c.text(0, 14, model["label"], "t")
     ways = [(*_WAYS.get(way(s), (1, "o")), way(s)) for s in sides]
     for index, (shape, css, words) in enumerate(ways):
-        x = left - 34 + index * 76
-        c.mark(shape, x, 31, f"{css} x{series}")
-        c.text(x + 9, 35, words)
+        at = left - 34 + index * 76
+        c.mark(shape, at, 31, f"{css} x{series}")
+        c.text(at + 9, 35, words)
     start = math.floor(min([rate(s.gates[g]) for s in sides for g in gates] + [0.9]) * 10) / 10
     place = svg.scale(start, 1.0, left, WIDTH - 20)
     svg.x_axis(c, place, svg.ticks(start, 1.0, 5), top - 4, bottom, svg.percent)
-    for row, gate in enumerate(gates):
-        y = top + step * row + step / 2
+    for line, gate in enumerate(gates):
+        y = top + step * line + step / 2
         c.text(left - 10, y + 4, run.gate_title(gate), "e")
         xs = [place(rate(s.gates[gate])) for s in sides]
         c.line(min(xs), y, max(xs), y, "a")
@@ -149,7 +149,7 @@ def way(side: Side) -> str:
 
 
 def kl_sides(run: Run) -> list[Side]:
-    return [s for s in run.of("offline") if number(mapping(s.data.get("kl")).get("mean")) is not None]
+    return [s for s in run.of("offline") if "mean" in s.data["kl"]]
 
 
 def kl_panels(run: Run) -> Figure:
@@ -166,14 +166,10 @@ def kl_panels(run: Run) -> Figure:
         return figure
     figure.panels.append(("overall", _kl_panel(run, "All tokens", [(s, s.data["kl"]) for s in sides])))
     for part, title in (("by_class", "by token class"), ("by_category", "by category"), ("by_layer", "by layer")):
-        names = dict.fromkeys(k for s in sides for k in mapping(s.data["kl"].get(part)))
+        names = dict.fromkeys(k for s in sides for k in s.data["kl"].get(part, {}))
         if names:
             figure.panels.append((part, _kl_breakdown(run, title, part, list(names), sides)))
     return figure
-
-
-def _kl_value(found: object) -> float | None:
-    return number(found.get("mean")) if isinstance(found, dict) else number(found)
 
 
 def _log_range(found: list[float | None], least: float = 1e-6) -> tuple[float, float]:
@@ -212,7 +208,7 @@ def _kl_panel(run: Run, title: str, rows: list[tuple[Side, dict]]) -> Canvas:
 
 def _kl_breakdown(run: Run, title: str, part: str, names: list[str], sides: list[Side]) -> Canvas:
     left, top, step = 118, 30, 19
-    cells = {(n, s.key): _kl_value(mapping(s.data["kl"].get(part)).get(n)) for n in names for s in sides}
+    cells = {(n, s.key): s.data["kl"].get(part, {}).get(n) for n in names for s in sides}
     low, high = _log_range(list(cells.values()))
     bottom = top + step * len(names)
     c = Canvas(

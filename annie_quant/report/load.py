@@ -1,7 +1,7 @@
 """A run directory as the report sees it: what is there, what is missing and the command that makes it.
 
-Nothing here trusts its input: a field of the wrong type counts as missing, a torn line of records.jsonl is counted and
-skipped. Only measured requests (no warm-ups) count in figures.
+What has the wrong kind counts as missing (normal.py); a torn line of records.jsonl is counted and skipped. Only
+measured requests (no warm-ups) count in figures.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from annie_quant.errors import AnnieError, UsageError
-from annie_quant.report.text import clean, name, number
+from annie_quant.errors import UsageError
+from annie_quant.report import normal, recount
+from annie_quant.report.normal import mapping
+from annie_quant.report.text import clean, name
 
 NUMERICS = {"bf16": "reference", "w4a4": "W4A4", "w4a16": "W4A16"}
 REFERENCE = "bf16"
@@ -35,7 +37,7 @@ class Run:
     folder: Path
     doc: dict[str, Any]
     records: list[dict[str, Any]]
-    inputs: dict[str, Any]
+    inputs: list[dict[str, Any]]
     torn_lines: int = 0
     models: list[dict[str, Any]] = field(default_factory=list)
     sides: list[Side] = field(default_factory=list)
@@ -43,12 +45,13 @@ class Run:
 
     @property
     def aggregates(self) -> dict[str, Any]:
-        return mapping(self.doc.get("aggregates"))
+        aggregates: dict[str, Any] = self.doc["aggregates"]
+        return aggregates
 
     @property
     def measured(self) -> list[dict[str, Any]]:
         """Requests that count: no warm-ups."""
-        return [r for r in self.records if not r.get("warmup")]
+        return [r for r in self.records if not r["warmup"]]
 
     def of(self, kind: str) -> list[Side]:
         return [s for s in self.sides if s.kind == kind]
@@ -70,7 +73,7 @@ class Run:
         rows: dict[str, bool] = {}
         for side in self.sides:
             for gate, row in side.gates.items():
-                rows.setdefault(gate, bool(row.get("advisory")))
+                rows.setdefault(gate, row["advisory"])
         return sorted(rows, key=lambda gate: rows[gate])
 
     def gate_title(self, gate: str) -> str:
@@ -81,16 +84,8 @@ class Run:
     def workloads(self) -> list[str]:
         seen: dict[str, None] = {}
         for side in self.of("served"):
-            seen.update(dict.fromkeys(mapping(side.data.get("workloads"))))
+            seen.update(dict.fromkeys(side.data["workloads"]))
         return list(seen)
-
-
-def mapping(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
-def rows_of(value: Any) -> list[dict[str, Any]]:
-    return [row for row in value if isinstance(row, dict)] if isinstance(value, list) else []
 
 
 def load(run_dir: str | Path) -> Run:
@@ -99,29 +94,34 @@ def load(run_dir: str | Path) -> Run:
     if not folder.is_dir():
         raise UsageError(f"{folder}: there is no such run directory", "annie-quant demo makes one in runs/demo")
     records, torn = _records(folder / "records.jsonl")
+    records, torn = _records(folder / "records.jsonl")
     source = next((n for n in ("run.json", "bench.json") if (folder / n).is_file()), None)
-    doc = _json(folder / source) if source else {}
-    evaluations = {p.stem: _json(p, strict=False) for p in sorted(folder.glob("eval/*.json"))}
+    evaluations = {p.stem: mapping(_json(p, strict=False)) for p in sorted(folder.glob("eval/*.json"))}
     if source is None and not records and not evaluations:
         raise UsageError(
             f"{folder}: neither run.json, bench.json, records.jsonl nor eval/*.json is there",
             "give a folder that annie-quant demo or bench wrote",
         )
-    run = Run(folder, doc, records, _json(folder / "inputs.json", strict=False), torn)
+    doc = normal.document(_json(folder / source) if source else {})
+    run = Run(folder, doc, records, normal.inputs(_json(folder / "inputs.json", strict=False)), torn)
+    if not run.aggregates["served"] and records:
+        # A benchmark that was cut off: its records alone give rates and percentiles.
+        counted = recount.served(run.measured, recount.greedy_workloads(run.inputs))
+        run.aggregates["served"] = normal.aggregates({"served": counted})["served"]
     _models_and_sides(run, evaluations)
     run.missing = _missing(run, source)
     return run
 
 
-def _json(path: Path, strict: bool = True) -> dict[str, Any]:
+def _json(path: Path, strict: bool = True) -> Any:
     try:
-        return mapping(json.loads(path.read_bytes()))
+        return json.loads(path.read_bytes())
     except FileNotFoundError:
-        return {}
+        return None
     except ValueError as error:
         if strict:
             raise UsageError(f"{path}: not JSON ({error})", "run the command that wrote it again") from error
-        return {}
+        return None
 
 
 def _records(path: Path) -> tuple[list[dict[str, Any]], int]:
@@ -132,77 +132,42 @@ def _records(path: Path) -> tuple[list[dict[str, Any]], int]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = normal.record(json.loads(line))
         except ValueError:
             row = None
-        if isinstance(row, dict) and "backend" in row and "workload" in row:
-            rows.append(row)
-        else:
+        if row is None:
             torn += 1
+        else:
+            rows.append(row)
     return rows, torn
 
 
-def _aggregate(run: Run) -> dict[str, Any]:
-    """Records without figures (a benchmark that was cut off): aggregate them here."""
-    from annie_quant import bench
-    from annie_quant.judge.workloads import build_workload
-
-    workloads = []
-    for row in rows_of(run.inputs.get("workloads")):
-        try:
-            kept = {k: v for k, v in row.items() if k not in ("sha256", "cases", "tools")}
-            cases = [{k: v for k, v in c.items() if k != "tools"} for c in rows_of(row.get("cases"))]
-            workloads.append(build_workload(kept | {"cases": cases}))
-        except UsageError:
-            continue
-    try:
-        found = bench.aggregate(run.records, workloads)
-    except (KeyError, TypeError, ValueError, AnnieError):
-        return {}
-    run.doc["aggregates"] = found | run.aggregates
-    return dict(mapping(found.get("served")))
-
-
-def _gates(value: Any) -> dict[str, dict[str, Any]]:
-    return {
-        str(g): row
-        for g, row in mapping(value).items()
-        if isinstance(row, dict) and number(row.get("n")) is not None and number(row.get("passes")) is not None
-    }
-
-
 def _models_and_sides(run: Run, evaluations: dict[str, dict[str, Any]]) -> None:
-    offline = {m: dict(mapping(v)) for m, v in mapping(run.aggregates.get("offline")).items()}
+    offline: dict[str, dict[str, Any]] = {m: dict(v) for m, v in run.aggregates["offline"].items()}
     for stem, found in evaluations.items():
         for numerics, value in mapping(found.get("numerics")).items():
-            offline.setdefault(stem, {}).setdefault(numerics, value)
-        reference = _gates(found.get("reference_gates"))
-        if reference:
-            offline.setdefault(REFERENCE, {}).setdefault(REFERENCE, {"gates": reference})
-    served = mapping(run.aggregates.get("served"))
-    if not served and run.records:
-        served = _aggregate(run)
-    listed = {str(m["name"]): m for m in rows_of(run.aggregates.get("models")) if m.get("name")}
-    for backend, value in served.items():
-        if mapping(value).get("model") not in listed and backend in listed:
-            served[backend] = mapping(value) | {"model": backend}
-    for model in [*offline, *(str(mapping(v).get("model") or b) for b, v in served.items())]:
+            offline.setdefault(stem, {}).setdefault(numerics, normal.offline_side(value))
+        reference = normal.offline_side({"gates": found.get("reference_gates")})
+        if reference["gates"]:
+            offline.setdefault(REFERENCE, {}).setdefault(REFERENCE, reference)
+    served = run.aggregates["served"]
+    listed: dict[str, dict[str, Any]] = {m["name"]: m for m in run.aggregates["models"]}
+    for backend, data in served.items():
+        # A server's own name for its model says nothing; a backend that bears the name of a model serves it.
+        if data["model"] not in listed and backend in listed:
+            data["model"] = backend
+    for model in [*offline, *(data["model"] for data in served.values())]:
         listed.setdefault(model, {"name": model, "unlisted": True})
     run.models = [m | {"label": clean(m.get("label") or name(m["name"]))} for m in listed.values()]
     for model in listed:
-        for numerics in sorted(offline.get(model, {}), key=lambda k: list(NUMERICS).index(k) if k in NUMERICS else 9):
-            data = mapping(offline[model][numerics])
-            title = f"{NUMERICS.get(numerics, clean(numerics))} offline"
-            run.sides.append(
-                Side(f"offline/{model}/{numerics}", model, "offline", title, _gates(data.get("gates")), data)
-            )
-        for backend, value in served.items():
-            data = mapping(value)
-            if str(data.get("model") or backend) == model:
-                runtime = clean(data.get("runtime") or "server")
-                run.sides.append(
-                    Side(f"served/{backend}", model, "served", f"{runtime} served", _gates(data.get("gates")), data)
-                )
+        known = list(NUMERICS)
+        for numerics in sorted(offline.get(model, {}), key=lambda k: known.index(k) if k in known else len(known)):
+            data, title = offline[model][numerics], f"{NUMERICS.get(numerics, clean(numerics))} offline"
+            run.sides.append(Side(f"offline/{model}/{numerics}", model, "offline", title, data["gates"], data))
+        for backend, data in served.items():
+            if data["model"] == model:
+                title = f"{clean(data.get('runtime') or 'server')} served"
+                run.sides.append(Side(f"served/{backend}", model, "served", title, data["gates"], data))
 
 
 def _missing(run: Run, source: str | None) -> list[dict[str, str]]:
@@ -228,18 +193,18 @@ def _missing(run: Run, source: str | None) -> list[dict[str, str]]:
             "no evaluation without a server: gates under W4A4 and W4A16 and KL divergence are unknown",
             "annie-quant eval MODEL_DIR --reference BF16_DIR",
         )
-    elif not any(mapping(s.data.get("kl")) for s in run.of("offline")):
+    elif not any(s.data["kl"] for s in run.of("offline")):
         lacks("kl", "no KL divergence was measured", "annie-quant eval MODEL_DIR --reference BF16_DIR")
     if not run.of("served"):
         lacks("served", "no server was measured: latency, speed and served gates are unknown", bench)
     if not run.records:
         lacks("records", "no records.jsonl: distributions, single streams and answers cannot be shown", bench)
-    if run.of("served") and not any(mapping(s.data.get("memory_bytes")) for s in run.of("served")):
+    if run.of("served") and not any(s.data["memory_bytes"] for s in run.of("served")):
         lacks(
             "memory",
             "memory of the servers was not measured (it needs their process ids)",
             "annie-quant serve MODEL_DIR, then " + bench,
         )
-    if run.of("served") and not run.aggregates.get("comparisons"):
+    if run.of("served") and not run.aggregates["comparisons"]:
         lacks("comparisons", "no paired comparison was made (it needs two backends and the same prompts)", bench)
     return found

@@ -6,8 +6,8 @@ import re
 from typing import Any
 
 from annie_quant.report import tables
-from annie_quant.report.load import Run, mapping, rows_of
-from annie_quant.report.page import _findings, _texts, facts, outcome
+from annie_quant.report.load import Run
+from annie_quant.report.page import facts, findings, outcome
 from annie_quant.report.tables import Cell, Table
 from annie_quant.report.text import clean, seconds
 
@@ -51,12 +51,12 @@ def _cells(cells: list[Cell]) -> list[str]:
 
 
 def render(run: Run, check: dict[str, Any] | None) -> str:
-    verdict = mapping(run.doc.get("verdict"))
+    verdict = run.doc["verdict"]
     sentence = clean(verdict.get("sentence") or "").strip()
     parts = [f"# {inert(sentence) or 'No verdict has been reached for this run'}"]
     if sentence:
-        parts.append(f"**{outcome(verdict)}**")
-    parts += _list("Reasons", _texts(verdict.get("reasons")))
+        parts.append(f"**{outcome(run)}**")
+    parts += _list("Reasons", verdict["reasons"])
     if run.sides:
         parts += [
             "## Side by side",
@@ -74,9 +74,9 @@ def render(run: Run, check: dict[str, Any] | None) -> str:
     if comparisons.rows:
         parts += ["## Paired comparisons", inert(comparisons.caption) + ".", grid(comparisons, "a", 4)]
     parts += _list("Not in this run", [f"{m['what']}. To make it: {m['command']}" for m in run.missing])
-    parts += _list("Caveats", _texts(verdict.get("caveats")) + _findings(run))
+    parts += _list("Caveats", findings(run))
     parts += ["## Method", *method(run, check)]
-    if stages := rows_of(run.doc.get("stages")):
+    if stages := run.doc["stages"]:
         rows = [
             (str(s.get("name")), [Cell(seconds(s.get("seconds"))), Cell(str(s.get("summary", "")))]) for s in stages
         ]

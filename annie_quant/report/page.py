@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from annie_quant import __version__
 from annie_quant.errors import need
 from annie_quant.report import answers, tables, text
 from annie_quant.report.figures import Figure
-from annie_quant.report.load import Run, mapping, rows_of
+from annie_quant.report.load import Run
 from annie_quant.report.svg import MARKS
 
 TEMPLATES = Path(__file__).resolve().parent.parent / "assets" / "templates"
@@ -37,7 +36,7 @@ def render(run: Run, figures: dict[str, Figure], check: dict[str, Any] | None, c
     style, script = ((TEMPLATES / n).read_text(encoding="utf-8") for n in ("report.css", "report.js"))
     style += MARKS
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    verdict = mapping(run.doc.get("verdict"))
+    verdict = run.doc["verdict"]
     sentence = text.clean(verdict.get("sentence") or "").strip()
     return environment.get_template("report.html").render(
         version=__version__,
@@ -48,9 +47,9 @@ def render(run: Run, figures: dict[str, Figure], check: dict[str, Any] | None, c
         figures=figures,
         check=check,
         sentence=sentence or "No verdict has been reached for this run.",
-        outcome=outcome(verdict) if sentence else "undecided",
-        reasons=_texts(verdict.get("reasons")),
-        caveats=_texts(verdict.get("caveats")) + _findings(run),
+        outcome=outcome(run),
+        reasons=[text.clean(r) for r in verdict["reasons"]],
+        caveats=findings(run),
         main=tables.side_by_side(run),
         gates=tables.gates_table(run),
         kl=tables.kl_table(run),
@@ -59,7 +58,7 @@ def render(run: Run, figures: dict[str, Figure], check: dict[str, Any] | None, c
         comparisons=tables.comparisons_table(run),
         browser=answers.collect(run),
         missing={m["part"]: m for m in run.missing},
-        stages=[s for s in rows_of(run.doc.get("stages"))],
+        stages=run.doc["stages"],
         facts=facts(run),
         downloads=_downloads(run, csv_text),
         counts={
@@ -71,44 +70,31 @@ def render(run: Run, figures: dict[str, Figure], check: dict[str, Any] | None, c
     )
 
 
-def outcome(verdict: dict[str, Any]) -> str:
-    """pass, fail or undecided; a verdict may say which in words, or only whether it passed."""
-    said = verdict.get("outcome")
-    if said in ("pass", "fail", "undecided"):
-        return str(said)
-    return "pass" if verdict.get("passed") else "fail"
+def outcome(run: Run) -> str:
+    """pass, fail or undecided: a candidate that fails nothing but has an undecided gate has not passed yet."""
+    verdict = run.doc["verdict"]
+    if not verdict.get("sentence"):
+        return "undecided"
+    if not verdict.get("passed"):
+        return "fail"
+    chosen = verdict.get("candidate")
+    sides = [s for s in run.sides if chosen in (None, s.model, s.key.split("/", 1)[1])]
+    rows = [row for s in sides for row in s.gates.values() if not row.get("advisory")]
+    return "undecided" if any(row.get("verdict") == "undecided" for row in rows) else "pass"
 
 
-def _texts(value: Any) -> list[str]:
-    found = value if isinstance(value, list) else []
-    return [
-        text.clean(v.get("message") or json.dumps(v, ensure_ascii=False) if isinstance(v, dict) else v) for v in found
-    ]
-
-
-def _findings(run: Run) -> list[str]:
-    """What the benchmark's checks found beyond the verdict's own caveats."""
-    found = [r.get("message") for r in rows_of(run.doc.get("confounds")) + rows_of(run.aggregates.get("confounds"))]
-    said = set(_texts(mapping(run.doc.get("verdict")).get("caveats")))
-    return [m for m in dict.fromkeys(text.clean(f) for f in found if f) if m not in said]
+def findings(run: Run) -> list[str]:
+    """The verdict's caveats, and what the benchmark's own checks found beyond them."""
+    found = run.doc["verdict"]["caveats"] + run.doc["confounds"] + run.aggregates["confounds"]
+    return list(dict.fromkeys(text.clean(f) for f in found))
 
 
 def facts(run: Run) -> list[tuple[str, list[tuple[str, str]]]]:
     """Environment and settings as (title, [(name, value)]), nested values flattened, nothing left out."""
-    parts = [
-        ("Environment", run.doc.get("environment")),
-        ("Settings", run.doc.get("config")),
-        ("Backends", run.doc.get("backends")),
-    ]
-    found = [(title, _flat(value)) for title, value in parts if isinstance(value, dict) and value]
-    if isinstance(run.doc.get("argv"), list):
-        command = (
-            " ".join(str(a) for a in [Path(str(run.doc["argv"][0])).name, *run.doc["argv"][1:]])
-            if run.doc["argv"]
-            else ""
-        )
-        found.insert(0, ("Command", [("argv", text.clean(command))]))
-    return found
+    argv = run.doc["argv"]
+    found = [("Command", [("argv", text.clean(" ".join([Path(argv[0]).name, *argv[1:]])))])] if argv else []
+    parts = (("Environment", "environment"), ("Settings", "config"), ("Backends", "backends"))
+    return found + [(title, _flat(run.doc[key])) for title, key in parts if run.doc[key]]
 
 
 def _flat(value: Any, prefix: str = "") -> list[tuple[str, str]]:

@@ -8,7 +8,7 @@ and stalled requests are left out of times; repeats of a greedy prompt are one a
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from annie_quant.report.text import number
@@ -28,15 +28,14 @@ SERVER_COUNTED = ("tpot_ms", "decode_tok_s", "completion_tokens")
 
 
 def label(record: Row) -> str:
-    level = number(record.get("concurrency")) or 1
-    return str(record["workload"]) + (f"@{level:.0f}" if level > 1 else "")
+    return record["workload"] + (f"@{record['concurrency']}" if record["concurrency"] > 1 else "")
 
 
-def grouped(records: Iterable[Row], key: Any) -> dict[Any, list[Row]]:
-    """Records by a field's name or a function's value."""
+def grouped(records: Iterable[Row], key: str | Callable[[Row], Any]) -> dict[Any, list[Row]]:
+    """Records by a field, or by a function's value."""
     groups: dict[Any, list[Row]] = defaultdict(list)
     for record in records:
-        groups[key(record) if callable(key) else record.get(key)].append(record)
+        groups[key(record) if callable(key) else record[key]].append(record)
     return dict(groups)
 
 
@@ -44,31 +43,28 @@ def timed(measured: list[Row]) -> list[Row]:
     """The requests whose times count."""
     from annie_quant.bench.confounds import outliers
 
-    sound = [r for r in measured if isinstance(r.get("turn"), int)]
-    stalls = {id(r) for r in outliers(sound)}
-    return [r for r in sound if not r.get("cold") and not r.get("error") and id(r) not in stalls]
+    stalls = {id(r) for r in outliers(measured)}
+    return [r for r in measured if not r["cold"] and not r["error"] and id(r) not in stalls]
 
 
 def values(records: Iterable[Row], metric: str) -> list[float]:
     """All values of a metric in the order of the records; itl_ms gives every gap of every stream."""
     found: list[float] = []
     for record in records:
-        if metric in SERVER_COUNTED and record.get("tokens_estimated"):
-            continue
         value = record.get(METRICS[metric])
-        found += [v for v in (map(number, value) if isinstance(value, list) else [number(value)]) if v is not None]
+        if value is not None and not (metric in SERVER_COUNTED and record["tokens_estimated"]):
+            found += value if isinstance(value, list) else [value]
     return found
 
 
-def gate_counts(records: Iterable[Row], greedy: Any) -> dict[str, tuple[int, int]]:
+def gate_counts(records: Iterable[Row], greedy: Callable[[str], bool]) -> dict[str, tuple[int, int]]:
     """{gate: (passes, n)}; where `greedy(workload)`, repeats of a prompt are one answer, right if always right."""
     answers: dict[tuple, bool] = {}
     for index, record in enumerate(records):
-        checks = record.get("checks")
         once = None if greedy(record["workload"]) else index
-        for gate, passed in checks.items() if isinstance(checks, dict) else ():
-            unit = (gate, record["workload"], record.get("case"), record.get("turn"), once)
-            answers[unit] = answers.get(unit, True) and bool(passed)
+        for gate, passed in record["checks"].items():
+            unit = (gate, record["workload"], record["case"], record["turn"], once)
+            answers[unit] = answers.get(unit, True) and passed
     counts: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for unit, passed in answers.items():
         counts[unit[0]][0] += passed
@@ -76,43 +72,72 @@ def gate_counts(records: Iterable[Row], greedy: Any) -> dict[str, tuple[int, int
     return {gate: (k, n) for gate, (k, n) in counts.items()}
 
 
-def greedy_workloads(inputs: Mapping[str, Any]) -> Any:
+def greedy_workloads(inputs: list[dict[str, Any]]) -> Callable[[str], bool]:
     """A predicate from inputs.json; a workload that it does not name counts as greedy, as the shipped ones are."""
-    rows = inputs.get("workloads")
-    temperature = {
-        w.get("name"): w.get("temperature", 0) for w in (rows if isinstance(rows, list) else []) if isinstance(w, dict)
-    }
+    temperature = {w["name"]: w["temperature"] for w in inputs}
     return lambda workload: not temperature.get(workload)
 
 
-def check(served: Mapping[str, Any], measured: list[Row], greedy: Any, tolerance: float = 1e-3) -> dict[str, Any]:
+def served(measured: list[Row], greedy: Callable[[str], bool]) -> dict[str, Any]:
+    """run.json's `served` as far as records alone give it: gates and percentiles, no intervals of medians."""
+    clocked = grouped(timed(measured), "backend")
+    return {
+        backend: {
+            "gates": {gate: _judged(gate, k, n) for gate, (k, n) in gate_counts(rows, greedy).items()},
+            "workloads": {
+                workload: {"n": len(some)} | {m: found for m in METRICS if (found := _summary(values(some, m)))}
+                for workload, some in grouped(clocked.get(backend, []), label).items()
+            },
+        }
+        for backend, rows in grouped(measured, "backend").items()
+    }
+
+
+def _judged(gate: str, passes: int, n: int) -> dict[str, Any]:
+    from annie_quant.judge import wilson
+    from annie_quant.judge.table import gate_names, tabulate
+
+    if gate in gate_names():
+        return tabulate([{gate: i < passes} for i in range(n)])[gate]
+    low, high = wilson(passes, n)
+    return {"passes": passes, "n": n, "low": low, "high": high, "verdict": "undecided"}
+
+
+def _summary(found: list[float]) -> dict[str, Any]:
+    points = (("p50", 0.5), ("p90", 0.9), ("p99", 0.99))
+    return {"n": len(found)} | {name: quantile(found, at) for name, at in points} if found else {}
+
+
+def check(
+    reported: Mapping[str, Any], measured: list[Row], greedy: Callable[[str], bool], tolerance: float = 1e-3
+) -> dict[str, Any]:
     """{"compared": number of figures, "differ": [{"what", "reported", "counted"}]}"""
     compared, differ = 0, []
 
-    def compare(what: str, reported: Any, counted: Any) -> None:
+    def compare(what: str, said: Any, counted: Any) -> None:
         nonlocal compared
-        a, b = number(reported), number(counted)
+        a, b = number(said), number(counted)
         if a is None:
             return
         compared += 1
         if b is None or abs(a - b) > tolerance * max(1.0, abs(a)):
-            differ.append({"what": what, "reported": reported, "counted": counted})
+            differ.append({"what": what, "reported": said, "counted": counted})
 
     everything, clocked = grouped(measured, "backend"), grouped(timed(measured), "backend")
-    for backend, data in served.items():
+    for backend, data in reported.items():
         counts = gate_counts(everything.get(backend, []), greedy)
-        for gate, row in (data.get("gates") or {}).items():
+        for gate, row in data["gates"].items():
             passes, n = counts.get(gate, (None, None))
             compare(f"{backend}: {gate}, passes", row.get("passes"), passes)
             compare(f"{backend}: {gate}, n", row.get("n"), n)
         by_label = grouped(clocked.get(backend, []), label)
-        for workload, row in (data.get("workloads") or {}).items():
+        for workload, row in data["workloads"].items():
             for metric in METRICS:
-                reported = row.get(metric) if isinstance(row, dict) else None
-                if isinstance(reported, dict):
+                seen = row.get(metric)
+                if seen is not None:
                     compare(
                         f"{backend}: {workload}, {metric} p50",
-                        reported.get("p50"),
+                        seen.get("p50"),
                         quantile(values(by_label.get(workload, []), metric), 0.5),
                     )
     return {"compared": compared, "differ": differ}

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from annie_quant.report import svg
 from annie_quant.report.figures import WIDTH, Figure, rate, way
-from annie_quant.report.load import Run, Side, mapping
+from annie_quant.report.load import Run, Side
 from annie_quant.report.svg import Canvas
 from annie_quant.report.text import clean, number, share, size
 
@@ -98,7 +98,7 @@ def _names(c: Canvas, run: Run, points: list, x: Callable[[float], float], y: fl
 
 def memory_bars(run: Run) -> Figure:
     """Memory of each server: idle, with one request, with five at once."""
-    sides = [s for s in run.of("served") if mapping(s.data.get("memory_bytes"))]
+    sides = [s for s in run.of("served") if s.data["memory_bytes"]]
     levels = [("idle", "idle"), ("one", "1 request"), ("five", "5 at once")]
     found = sorted({str(s.data["memory_bytes"].get("source") or "") for s in sides} - {""})
     words = ", ".join(SOURCES.get(f, clean(f)) for f in found) or "source not recorded"

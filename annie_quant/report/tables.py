@@ -6,11 +6,13 @@ how tests find every number and compare it with the records.
 
 from __future__ import annotations
 
+import csv
+import io
 from dataclasses import dataclass, field
 from typing import Any
 
 from annie_quant.report.figures import SIGNS, rate
-from annie_quant.report.load import Run, Side, mapping, rows_of
+from annie_quant.report.load import Run, Side
 from annie_quant.report.text import DASH, bounds, clean, count, name, number, p_value, share, significant, size
 
 METRICS = {
@@ -57,7 +59,7 @@ def gate_cell(side: Side, gate: str, interval: bool = True) -> Cell:
 
 
 def metric_cell(side: Side, workload: str, metric: str, stat: str = "p50", interval: bool = True) -> Cell:
-    found = mapping(mapping(mapping(side.data.get("workloads")).get(workload)).get(metric))
+    found = side.data["workloads"].get(workload, {}).get(metric, {})
     value = number(found.get(stat))
     if value is None:
         return Cell(DASH, css="none")
@@ -67,7 +69,7 @@ def metric_cell(side: Side, workload: str, metric: str, stat: str = "p50", inter
 
 def speed_cell(side: Side, gate: str, metric: str) -> Cell:
     """The pooled figure that the founding limits judge; without it, the greeting's."""
-    row = mapping(mapping(side.data.get("speed_gates")).get(gate))
+    row = side.data["speed_gates"].get(gate, {})
     if number(row.get("value")) is None:
         return metric_cell(side, "greeting", metric)
     verdict = str(row.get("verdict", ""))
@@ -98,7 +100,7 @@ def side_by_side(run: Run) -> Table:
 
     whole("size on disk", lambda m: Cell(size(m.get("size_bytes")), key=f"size|{m['name']}"))
     whole("bits per weight", lambda m: Cell(significant(m.get("bits_per_weight")), key=f"bits|{m['name']}"))
-    flat = [s for _, sides in groups for s in (sides or [None])]
+    flat: list[Side | None] = [s for _, sides in groups for s in (sides or [None])]  # type: ignore[list-item]
     for gate in run.gate_names:
         title = run.gate_title(gate)
         if all(s.gates[gate].get("advisory") for s in flat if s and gate in s.gates):
@@ -182,8 +184,8 @@ def latency_table(run: Run, metric: str) -> Table:
         counts = []
         for side in sides:
             cells += [metric_cell(side, workload, metric, stat) for stat in ("p50", "p90", "p99")]
-            of_workload = mapping(mapping(side.data.get("workloads")).get(workload))
-            n = number(mapping(of_workload.get(metric)).get("n")) or number(of_workload.get("n"))
+            of_workload = side.data["workloads"].get(workload, {})
+            n = of_workload.get(metric, {}).get("n") or of_workload.get("n")
             counts += [n] if n and cells[-3].key else []
         if counts:
             words = "–".join(dict.fromkeys(count(v) for v in (min(counts), max(counts))))
@@ -198,7 +200,7 @@ def kl_table(run: Run) -> Table:
         sortable=True,
     )
     for side in run.of("offline"):
-        kl = mapping(side.data.get("kl"))
+        kl = side.data["kl"]
         if not kl:
             continue
         cells = [Cell(side.title.split()[0], css="word")]
@@ -223,7 +225,7 @@ def comparisons_table(run: Run, only_all: bool = False) -> Table:
         sortable=True,
     )
     names = {s.key.split("/", 1)[1]: run.label(s.model) for s in run.of("served")}
-    for index, row in enumerate(rows_of(run.aggregates.get("comparisons"))):
+    for index, row in enumerate(run.aggregates["comparisons"]):
         if only_all and row.get("workload") != "all":
             continue
         sure, key = bool(row.get("significant")), f"cmp|{index}|"
@@ -255,65 +257,48 @@ def signed(value: Any) -> str:
     return text.replace("-", "−") if (number(value) or 0) <= 0 or text == DASH else f"+{text}"
 
 
-def csv_rows(run: Run) -> list[list[Any]]:
-    """results.csv, a figure a line."""
-    rows: list[list[Any]] = [
-        ["part", "model", "side", "workload", "name", "statistic", "value", "n", "low", "high", "threshold", "verdict"]
-    ]
+CSV_COLUMNS = (
+    "model", "part", "where", "workload", "metric", "n", "n_prompts", "p50", "p90", "p99", "mean", "low", "high",
+    "passes", "threshold", "verdict",
+)  # fmt: skip
+
+
+def csv_rows(run: Run) -> list[dict[str, Any]]:
+    """results.csv, a figure a line; gates are metric "gate:NAME" with their share in `mean`, as in bench exports."""
+    rows: list[dict[str, Any]] = []
     for model in run.models:
         for key in ("size_bytes", "bits_per_weight"):
             if number(model.get(key)) is not None:
-                rows.append(["size", model["name"], "", "", key, "", model[key], "", "", "", "", ""])
+                rows.append({"model": model["name"], "part": "size", "metric": key, "mean": model[key]})
     for side in run.sides:
-        where = side.key.split("/", 1)[1]
+        own = {"model": side.model, "part": side.kind, "where": side.key.split("/", 1)[1]}
+        if side.kind == "offline":
+            own["where"] = own["where"].split("/", 1)[1]
         for gate, row in side.gates.items():
-            rows.append(
-                [
-                    "gate",
-                    side.model,
-                    where,
-                    "",
-                    gate,
-                    "passes",
-                    row["passes"],
-                    row["n"],
-                    row.get("low"),
-                    row.get("high"),
-                    row.get("threshold"),
-                    row.get("verdict"),
-                ]
-            )
-        kl = mapping(side.data.get("kl"))
-        for key in ("mean", "median", "p99", "max", "same_top"):
-            if number(kl.get(key)) is not None:
-                rows.append(
-                    [
-                        "kl",
-                        side.model,
-                        where,
-                        "",
-                        "kl_nats" if key != "same_top" else key,
-                        key,
-                        kl[key],
-                        kl.get("n_tokens"),
-                        "",
-                        "",
-                        "",
-                        "",
-                    ]
-                )
-        for workload, metrics in mapping(side.data.get("workloads")).items():
+            kept = {k: row.get(k) for k in ("n", "low", "high", "passes", "threshold", "verdict")}
+            rows.append(own | {"metric": f"gate:{gate}", "workload": "all", "mean": rate(row)} | kept)
+        kl = side.data["kl"]
+        if number(kl.get("mean")) is not None:
+            seen = {"n": kl.get("n_tokens"), "p50": kl.get("median"), "p99": kl.get("p99"), "mean": kl["mean"]}
+            rows.append(own | {"metric": "kl_nats"} | seen)
+        if number(kl.get("same_top")) is not None:
+            rows.append(own | {"metric": "same_top", "n": kl.get("n_tokens"), "mean": kl["same_top"]})
+        for workload, metrics in side.data["workloads"].items():
             for metric in METRICS:
-                found = mapping(mapping(metrics).get(metric))
-                for stat in ("p50", "p90", "p99", "mean"):
-                    if number(found.get(stat)) is not None:
-                        ends = [found.get("low"), found.get("high")] if stat == "p50" else ["", ""]
-                        n = found.get("n", mapping(metrics).get("n"))
-                        rows.append(
-                            ["timing", side.model, where, workload, metric, stat, found[stat], n, *ends, "", ""]
-                        )
+                found = metrics.get(metric, {})
+                if number(found.get("p50")) is not None:
+                    kept = {k: found.get(k) for k in ("n", "n_prompts", "p50", "p90", "p99", "mean", "low", "high")}
+                    rows.append(own | {"workload": workload, "metric": metric} | kept)
         for level in ("idle", "one", "five"):
-            value = number(mapping(side.data.get("memory_bytes")).get(level))
+            value = side.data["memory_bytes"].get(level)
             if value is not None:
-                rows.append(["memory", side.model, where, "", "memory_bytes", level, int(value), "", "", "", "", ""])
+                rows.append(own | {"metric": f"memory_bytes:{level}", "n": 1, "mean": int(value)})
     return rows
+
+
+def csv_text(run: Run) -> str:
+    out = io.StringIO()
+    table = csv.DictWriter(out, CSV_COLUMNS, lineterminator="\n", restval="")
+    table.writeheader()
+    table.writerows(csv_rows(run))
+    return out.getvalue()

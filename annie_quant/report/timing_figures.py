@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from annie_quant.report import recount, svg
 from annie_quant.report.figures import WIDTH, Figure
-from annie_quant.report.load import Run, Side, mapping, rows_of
+from annie_quant.report.load import Run, Side
 from annie_quant.report.svg import Canvas
 from annie_quant.report.text import clean, count, name, number, significant
 
@@ -29,8 +29,8 @@ def turns(run: Run) -> Figure:
     for side in run.of("served"):
         rows = [
             r
-            for r in rows_of(mapping(run.aggregates.get("turns")).get(backend_of(side)))
-            if turn_value(r) is not None and number(r.get("turn")) is not None
+            for r in run.aggregates["turns"].get(backend_of(side), [])
+            if r["p50"] is not None and number(r.get("turn")) is not None
         ]
         if len(rows) > 1:
             lines[side.key] = (side, rows)
@@ -47,14 +47,14 @@ def turns(run: Run) -> Figure:
     if not lines:
         return figure
     width, left, top, bottom, right = 720, 52, 26, 236, 150
-    high = max(number(r.get("high")) or turn_value(r) for _, rows in lines.values() for r in rows) * 1.05
+    high = max(number(r.get("high")) or r["p50"] for _, rows in lines.values() for r in rows) * 1.05
     last = max(int(r["turn"]) for _, rows in lines.values() for r in rows)
     c = Canvas(
         width,
         bottom + 40,
         "TTFT over turns",
         "; ".join(
-            f"{run.label(s.model)}: " + ", ".join(f"turn {r['turn']} {significant(turn_value(r))} ms" for r in rows)
+            f"{run.label(s.model)}: " + ", ".join(f"turn {r['turn']} {significant(r['p50'])} ms" for r in rows)
             for s, rows in lines.values()
         ),
     )
@@ -67,10 +67,10 @@ def turns(run: Run) -> Figure:
     ends = []
     for index, (side, rows) in enumerate(lines.values()):
         s, shift = run.series(side.model), 5 * (index - (len(lines) - 1) / 2)
-        points = [(x(r["turn"]) + shift, y(turn_value(r))) for r in rows]
+        points = [(x(r["turn"]) + shift, y(r["p50"])) for r in rows]
         c.path(points, f"l s{s}")
         for r, (px, py) in zip(rows, points, strict=True):
-            tip = f"{run.label(side.model)}, turn {r['turn']}: {significant(turn_value(r))} ms, n = {r.get('n')}"
+            tip = f"{run.label(side.model)}, turn {r['turn']}: {significant(r['p50'])} ms, n = {r.get('n')}"
             if number(r.get("low")) is not None and number(r.get("high")) is not None:
                 c.line(px, y(r["low"]), px, y(r["high"]), f"w s{s}", tip)
             c.mark(s, px, py, "f", tip)
@@ -78,11 +78,6 @@ def turns(run: Run) -> Figure:
     _end_labels(c, run, ends, width - right + 22)
     figure.panels.append(("turns", c))
     return figure
-
-
-def turn_value(row: dict) -> float | None:
-    found = row.get("ttft_content_ms", row.get("p50"))
-    return number(found.get("p50")) if isinstance(found, dict) else number(found)
 
 
 def _end_labels(c: Canvas, run: Run, ends: list[tuple[float, Side, int]], x: float) -> None:
@@ -237,13 +232,8 @@ def latency_lines(run: Run) -> Figure:
     figure = Figure("crossover", "", wide=True)
     lines = []
     for side in run.of("served"):
-        rows = [
-            w for label, w in mapping(side.data.get("workloads")).items() if "@" not in label and isinstance(w, dict)
-        ]
-        pairs = [
-            (number(mapping(w.get("ttft_content_ms")).get("p50")), number(mapping(w.get("tpot_ms")).get("p50")))
-            for w in rows
-        ]
+        rows = [w for label, w in side.data["workloads"].items() if "@" not in label]
+        pairs = [(w.get("ttft_content_ms", {}).get("p50"), w.get("tpot_ms", {}).get("p50")) for w in rows]
         pairs = [(a, b) for a, b in pairs if a is not None and b is not None]
         if pairs:
             lines.append((side, *(sum(v) / len(pairs) for v in zip(*pairs, strict=True)), len(pairs)))
@@ -275,7 +265,7 @@ def latency_lines(run: Run) -> Figure:
 
 def _crossings(run: Run) -> str:
     words = []
-    for row in rows_of(run.aggregates.get("crossover")):
+    for row in run.aggregates["crossover"]:
         tokens = number(row.get("tokens"))
         if tokens and tokens <= 100_000 and row.get("faster_when_short") != row.get("faster_when_long"):
             words.append(

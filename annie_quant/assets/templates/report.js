@@ -53,23 +53,28 @@
   const bar = filters("answers");
   if (bar) {
     const prompts = $$(".prompt").map((element) => ({ element, text: element.textContent.toLowerCase() }));
+    const more = $("#answers .more"), STEP = 25;
+    let limit = STEP;
     const apply = () => {
       const words = $("input[type=search]", bar).value.toLowerCase().trim();
       const workload = $("[name=workload]", bar).value, fault = $("[name=fault]", bar).value, model = $("[name=model]", bar).value;
       const differs = $("[name=differs]", bar).checked;
-      let shown = 0;
+      let found = 0;
       for (const { element, text } of prompts) {
         const d = element.dataset;
         const hit = (!words || text.includes(words)) && (!workload || d.workload === workload) &&
           (!fault || (fault === "*" ? d.gates.trim() !== "" : d.gates.includes(` ${fault} `))) &&
           (!model || d.failed.includes(` ${model} `)) && (!differs || d.differs === "1");
-        element.hidden = !hit;
-        shown += hit;
+        found += hit ? 1 : 0;
+        element.hidden = !hit || found > limit;
       }
-      $("output", bar).textContent = `${shown} of ${prompts.length}`;
+      more.hidden = found <= limit;
+      more.textContent = `Show ${Math.min(STEP, found - limit)} more`;
+      $("output", bar).textContent = `${found} of ${prompts.length} prompts match; ${Math.min(found, limit)} shown`;
     };
     bar.hidden = false;
-    bar.addEventListener("input", apply);
+    bar.addEventListener("input", () => { limit = STEP; apply(); });
+    more.addEventListener("click", () => { limit += STEP; apply(); });
     apply();
   }
   const pairs = filters("comparisons");

@@ -1,0 +1,213 @@
+"""Every number that the report shows is counted again here from records.jsonl (offline ones: from run.json)."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections import defaultdict
+
+import numpy as np
+import pytest
+import report_fixture
+import report_page
+
+from annie_quant import report
+
+FIELD = {
+    "ttft_content_ms": "first_content_ms",
+    "ttft_tool_ms": "first_tool_ms",
+    "itl_ms": "itl_ms",
+    "tpot_ms": "tpot_ms",
+    "e2e_ms": "e2e_ms",
+    "decode_tok_s": "decode_tok_s",
+    "completion_tokens": "completion_tokens",
+}
+SCALE = {"kB": 1e3, "MB": 1e6, "GB": 1e9}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = report_fixture.make_run(tmp_path_factory.mktemp("report") / "run", n=25)
+    paths = report.build(folder)
+    records = [json.loads(line) for line in (folder / "records.jsonl").open(encoding="utf-8")]
+    return {
+        "folder": folder,
+        "paths": paths,
+        "records": [r for r in records if not r["warmup"]],
+        "run": json.loads((folder / "run.json").read_text()),
+        "page": report_page.Read((folder / "report.html").read_text(encoding="utf-8")),
+    }
+
+
+def recount(run, key: str) -> float | tuple[int, int]:
+    """What a cell should show, from its key and the records alone."""
+    kind, *rest = key.split("|")
+    document = run["run"]
+    if kind == "gate":
+        side, gate = rest
+        where, name, *numerics = side.split("/")
+        if where == "offline":
+            row = document["aggregates"]["offline"][name][numerics[0]]["gates"][gate]
+            return row["passes"], row["n"]
+        said = [r["checks"][gate] for r in run["records"] if r["backend"] == name and gate in r["checks"]]
+        return sum(said), len(said)
+    if kind == "rate":
+        passes, n = recount(run, "gate|" + "|".join(rest))
+        return 100 * passes / n
+    if kind in ("metric", "speed"):
+        name, workload, metric, stat = (
+            (rest[0].split("/")[1], *rest[1:])
+            if kind == "metric"
+            else (rest[0].split("/")[1], None, {"ttft": "ttft_content_ms", "decode": "decode_tok_s"}[rest[1]], "p50")
+        )
+        found = []
+        for r in run["records"]:
+            if (
+                r["backend"] == name
+                and workload in (None, r["workload"])
+                and not r["error"]
+                and r[FIELD[metric]] is not None
+            ):
+                found += r[FIELD[metric]] if metric == "itl_ms" else [r[FIELD[metric]]]
+        return float(np.percentile(found, float(stat[1:])))
+    if kind in ("size", "bits"):
+        model = next(m for m in document["aggregates"]["models"] if m["name"] == rest[0])
+        return model["size_bytes" if kind == "size" else "bits_per_weight"]
+    if kind in ("kl", "perplexity"):
+        _, name, numerics = rest[0].split("/")
+        side = document["aggregates"]["offline"][name][numerics]
+        return (
+            side["perplexity"] if kind == "perplexity" else side["kl"][rest[1]] * (100 if rest[1] == "same_top" else 1)
+        )
+    if kind == "cmp":
+        row = document["aggregates"]["comparisons"][int(rest[0])]
+        by_case = defaultdict(dict)
+        for r in run["records"]:
+            if r["workload"] == row["workload"] and not r["error"] and r[FIELD[row["metric"]]] is not None:
+                by_case[r["case"]][r["backend"]] = r[FIELD[row["metric"]]]
+        pairs = np.array([(s[row["a"]], s[row["b"]]) for s in by_case.values() if {row["a"], row["b"]} <= s.keys()])
+        return {
+            "n_prompts": len(pairs),
+            "median_a": np.median(pairs[:, 0]),
+            "median_b": np.median(pairs[:, 1]),
+            "median_difference": np.median(pairs[:, 1] - pairs[:, 0]),
+            "p_holm": row["p_holm"],
+        }[rest[1]]
+    raise AssertionError(f"a figure of an unknown kind is shown: {key}")
+
+
+def test_every_shown_figure_equals_its_recount(run):
+    wrong, kinds = [], defaultdict(int)
+    for key, first, _ in run["page"].shown:
+        kind = key.split("|")[0]
+        if kind in ("check", "stage", "interval") or first.strip() == "—":
+            continue
+        kinds[kind] += 1
+        expected = recount(run, key)
+        if kind == "gate":
+            if re.match(r"(\d+)/(\d+)", first.replace("\u202f", "")).groups() != (str(expected[0]), str(expected[1])):
+                wrong.append((key, first, expected))
+            continue
+        unit = SCALE.get(first.split()[-1], 1.0) if kind == "size" else 1.0
+        value, slack = report_page.first_number(first)
+        if abs(value * unit - expected) > slack * unit:
+            wrong.append((key, first, expected))
+    assert not wrong, wrong[:10]
+    assert kinds["gate"] > 150 and kinds["metric"] > 400 and kinds["cmp"] == 90 and kinds["kl"] == 24, dict(kinds)
+
+
+def test_a_changed_number_would_be_caught(run, tmp_path):
+    """Negative control: the page's own check and this test's both see a figure that was edited in run.json."""
+    changed = json.loads((run["folder"] / "run.json").read_text())
+    changed["aggregates"]["served"]["naive"]["gates"]["tool_call"]["passes"] += 1
+    changed["aggregates"]["served"]["bf16"]["workloads"]["greeting"]["ttft_content_ms"]["p50"] *= 1.05
+    for name in ("records.jsonl", "inputs.json"):
+        (tmp_path / name).write_bytes((run["folder"] / name).read_bytes())
+    (tmp_path / "run.json").write_text(json.dumps(changed))
+    report.build(tmp_path)
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "2 figures differ from the records" in text and "naive: tool_call, passes" in text
+    page = report_page.Read(text)
+    shown = next(first for key, first, _ in page.shown if key == "gate|served/naive|tool_call")
+    assert not shown.startswith("/".join(map(str, recount(run, "gate|served/naive|tool_call"))))
+    assert "DIFFERS" in (tmp_path / "report.md").read_text(encoding="utf-8")
+
+
+def test_the_self_check_is_shown_and_clean(run):
+    said = next(first for key, first, _ in run["page"].shown if key == "check")
+    same, of = map(int, re.match(r"(\d+) of (\d+)", said).groups())
+    assert same == of > 200
+
+
+def test_every_cell_with_a_number_has_a_key(run):
+    """No figure slips past the tests above: in the main table a cell with a digit has a key."""
+    html = (run["folder"] / "report.html").read_text(encoding="utf-8")
+    table = html[html.index('<section id="side-by-side"') : html.index('<section id="gates"')]
+    cells = re.findall(r"<td([^>]*)>([^<]*)", table)
+    assert len(cells) > 80
+    assert all("data-k" in attributes for attributes, text in cells if re.search(r"\d", text))
+
+
+def test_results_csv_holds_the_same_figures(run):
+    with (run["folder"] / "results.csv").open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    gates = [r for r in rows if r["metric"].startswith("gate:") and r["part"] == "served"]
+    assert len(gates) > 30
+    for r in gates:
+        passes, n = recount(run, f"gate|served/{r['where']}|{r['metric'][5:]}")
+        assert (int(r["passes"]), int(r["n"])) == (passes, n) and float(r["mean"]) == pytest.approx(passes / n)
+    for r in rows:
+        if r["metric"] in FIELD:
+            for stat in ("p50", "p99"):
+                assert float(r[stat]) == pytest.approx(
+                    recount(run, f"metric|served/{r['where']}|{r['workload']}|{r['metric']}|{stat}"), rel=1e-6
+                )
+
+
+def test_markdown_tables_hold_the_same_gates(run):
+    text = (run["folder"] / "report.md").read_text(encoding="utf-8")
+    line = next(li for li in text.splitlines() if li.startswith("| tool calls "))
+    order = [
+        f"offline/{m}/{n}" if n else f"served/{m}"
+        for m, n in (
+            ("bf16", "bf16"),
+            ("bf16", ""),
+            ("naive", "w4a4"),
+            ("naive", "w4a16"),
+            ("naive", ""),
+            ("mlp_only", "w4a4"),
+            ("mlp_only", "w4a16"),
+            ("mlp_only", ""),
+            ("q4_k_m", ""),
+        )
+    ]
+    expected = ["/".join(map(str, recount(run, f"gate|{side}|tool_call"))) for side in order]
+    assert re.findall(r"\d+/\d+", line) == expected
+
+
+def test_plots_are_files_of_their_own(run):
+    import xml.etree.ElementTree as tree
+
+    drawn = sorted((run["folder"] / "plots").glob("*.svg"))
+    assert {"gates-tool_call.svg".replace("_", "-"), "pareto.svg", "turns.svg", "streams.svg"} <= {
+        p.name for p in drawn
+    }
+    for path in drawn:
+        root = tree.parse(path).getroot()
+        assert root.tag.endswith("svg") and root.find("{http://www.w3.org/2000/svg}title").text
+
+
+def test_ten_thousand_records_build_in_ten_seconds(tmp_path):
+    import time
+
+    folder = report_fixture.make_run(tmp_path / "large", n=210)
+    count = sum(1 for _ in (folder / "records.jsonl").open())
+    assert count >= 10_000
+    start = time.perf_counter()
+    report.build(folder)
+    took, size = time.perf_counter() - start, (folder / "report.html").stat().st_size
+    assert size < 3_000_000, size
+    assert took <= 10, took
+    text = (folder / "report.html").read_text(encoding="utf-8")
+    assert re.search(r"\d+ of \d+ prompts are here", text), "trimmed answers are said to be trimmed"

@@ -1,0 +1,144 @@
+"""A run with parts missing still gives a report, and the report says what is missing and how it is made."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import report_fixture
+import report_page
+
+from annie_quant import report
+from annie_quant.errors import UsageError
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return report_fixture.make_run(tmp_path_factory.mktemp("missing") / "run", n=4, hostile=False)
+
+
+def variant(whole, folder, change, records=True):
+    """A copy of the run with its run.json changed (None: without one)."""
+    document = json.loads((whole / "run.json").read_text())
+    document = change(document)
+    if document is not None:
+        (folder / "run.json").write_text(json.dumps(document))
+    if records:
+        for name in ("records.jsonl", "inputs.json"):
+            (folder / name).write_bytes((whole / name).read_bytes())
+    files = report.compose(folder)
+    return files, "".join(report_page.Read(files["report.html"]).text)
+
+
+def drop(*path):
+    def change(document):
+        place = document
+        for key in path[:-1]:
+            place = place[key]
+        del place[path[-1]]
+        return document
+
+    return change
+
+
+def test_a_whole_run_misses_nothing(whole, tmp_path):
+    files, said = variant(whole, tmp_path, lambda d: d)
+    assert "Not in this run" not in said and "Not in this run" not in files["report.md"]
+
+
+@pytest.mark.parametrize(
+    ("path", "words", "command"),
+    [
+        (
+            ("aggregates", "offline"),
+            "No evaluation without a server",
+            "annie-quant eval MODEL_DIR --reference BF16_DIR",
+        ),
+        (("aggregates", "served"), "No paired comparison", "annie-quant bench"),
+        (("aggregates", "comparisons"), "No paired comparison was made", "annie-quant bench"),
+        (("aggregates", "models"), "No table of models", "annie-quant audit MODEL_DIR"),
+    ],
+)
+def test_what_is_missing_is_said_with_its_command(whole, tmp_path, path, words, command):
+    def change(document):
+        document = drop(*path)(document)
+        if path[-1] == "served":
+            document["aggregates"]["comparisons"] = []
+        return document
+
+    files, said = variant(whole, tmp_path, change)
+    assert words in said and command in said
+    assert "Not in this run" in files["report.md"] and command.split()[1] in files["report.md"]
+
+
+def test_memory_and_kl_missing(whole, tmp_path):
+    def change(document):
+        for side in document["aggregates"]["served"].values():
+            side["memory_bytes"] = None
+        for side in document["aggregates"]["offline"].values():
+            for found in side.values():
+                found["kl"] = None
+        return document
+
+    _, said = variant(whole, tmp_path, change)
+    assert "Memory of the servers was not measured" in said and "No KL divergence was measured" in said
+
+
+def test_without_records_the_tables_stay(whole, tmp_path):
+    files, said = variant(whole, tmp_path, lambda d: d, records=False)
+    assert "No records.jsonl" in said and "Side by side" in said
+    page = report_page.Read(files["report.html"])
+    assert any(k == "gate|served/naive|tool_call" for k, *_ in page.shown)
+
+
+def test_records_alone_give_rates_and_percentiles(whole, tmp_path):
+    """A benchmark that was killed before it wrote its figures."""
+    files, said = variant(whole, tmp_path, lambda d: None)
+    shown = {k: first for k, first, _ in report_page.Read(files["report.html"]).shown}
+    rows = [json.loads(line) for line in (whole / "records.jsonl").open()]
+    checks = [r["checks"]["tool_call"] for r in rows if r["backend"] == "q4_k_m" and "tool_call" in r["checks"]]
+    assert shown["gate|served/q4_k_m|tool_call"].startswith(f"{sum(checks)}/{len(checks)}")
+    assert "No verdict has been reached" in said and "annie-quant demo" in said
+
+
+def test_an_evaluation_alone_gives_its_gates(whole, tmp_path):
+    side = json.loads((whole / "run.json").read_text())["aggregates"]["offline"]
+    (tmp_path / "eval").mkdir()
+    evaluation = {"numerics": side["naive"], "reference_gates": side["bf16"]["bf16"]["gates"]}
+    (tmp_path / "eval" / "naive.json").write_text(json.dumps(evaluation))
+    shown = {k: first for k, first, _ in report_page.Read(report.compose(tmp_path)["report.html"]).shown}
+    assert shown["gate|offline/naive/w4a4|tool_call"].startswith("50/120")
+    assert shown["gate|offline/bf16/bf16|tool_call"].startswith("120/120")
+
+
+def test_torn_lines_are_counted(whole, tmp_path):
+    (tmp_path / "records.jsonl").write_bytes((whole / "records.jsonl").read_bytes()[:-40] + b"\nnot json\n[1]\n")
+    assert "3 lines of records.jsonl could not be read" in report.compose(tmp_path)["report.md"]
+
+
+def test_a_folder_without_a_run_is_one_clear_line(tmp_path):
+    with pytest.raises(UsageError, match="neither run"):
+        report.build(tmp_path)
+    with pytest.raises(UsageError, match="no such run directory"):
+        report.build(tmp_path / "nowhere")
+    (tmp_path / "run.json").write_text("{torn")
+    with pytest.raises(UsageError, match="not JSON"):
+        report.build(tmp_path)
+
+
+def test_nothing_is_half_written(whole, tmp_path, monkeypatch):
+    """A disk that fills up in the middle leaves the report of before."""
+    from annie_quant import files
+
+    (tmp_path / "run.json").write_bytes((whole / "run.json").read_bytes())
+    report.build(tmp_path)
+    before = (tmp_path / "report.html").read_bytes()
+
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files.os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        report.build(tmp_path)
+    assert (tmp_path / "report.html").read_bytes() == before
+    assert not list(tmp_path.glob(".*.part"))

@@ -48,8 +48,9 @@ def gate_panels(run: Run) -> Figure:
 
 
 def _gate_panel(run: Run, gate: str, sides: list[Side]) -> Canvas:
-    left, right, top, step = 118, 82, 30, 19
+    left, top, step = 118, 30, 19
     rows = [s.gates[gate] for s in sides]
+    right = 30 + 6.6 * max(len(f"{r['passes']:g}/{r['n']:g}") for r in rows)
     thresholds: set[float] = {r["threshold"] for r in rows if r["threshold"] is not None}
     lowest: float = min([rate(r) if r["low"] is None else r["low"] for r in rows] + [*thresholds])
     start = max(0.0, math.floor((lowest - 0.02) * 10) / 10)
@@ -160,7 +161,8 @@ def kl_panels(run: Run) -> Figure:
     figure = Figure(
         "kl",
         f"KL divergence from bf16 per assistant token, in nats (n = {tokens or 'unknown'} tokens a side), on a "
-        "logarithmic axis: the mark is the mean, the line runs from the median to the 99th percentile.",
+        "logarithmic axis. All tokens: the mark is the mean, the line runs from the median to the 99th percentile. The "
+        "other panels: means, filled W4A4, hollow W4A16.",
     )
     if not sides:
         return figure

@@ -109,9 +109,9 @@ def distributions(run: Run, clocked: list[dict]) -> Figure:
             curves = [
                 (s, sorted(found))
                 for s in run.of("served")
-                if (found := recount.values(by_backend[s.key].get(workload, []), metric))
+                if len(found := recount.values(by_backend[s.key].get(workload, []), metric)) >= FEWEST
             ]
-            if any(len(found) >= FEWEST for _, found in curves):
+            if curves:
                 figure.panels.append((f"{metric}.{workload}", _ecdf(run, workload, title, curves)))
     present = {p.split(".")[0] for p, _ in figure.panels}
     figure.groups = {k: v for k, v in figure.groups.items() if k in present}

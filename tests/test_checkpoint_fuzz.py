@@ -137,3 +137,41 @@ def test_broken_config_files_are_findings(tmp_path, content):
     (tmp_path / "hf_quant_config.json").write_bytes(content)
     found = aq.checkpoint.audit(tmp_path)
     assert "config_unreadable" in {f.code for f in found.findings}
+
+
+def test_a_mutated_gguf_is_read_or_refused(tmp_path):
+    """Flipped bytes and wild numbers in a GGUF header: tensors inside the file, or one clear error; never a hang."""
+    gguf = pytest.importorskip("gguf", reason="the serve extra is not installed")
+    from annie_quant.checkpoint.from_gguf import open_gguf
+
+    path = tmp_path / "x.gguf"
+    out = gguf.GGUFWriter(path, "qwen35")
+    out.add_name("x")
+    out.add_array("some.array", ["a", "b", "c"])
+    out.add_tensor("a.weight", np.arange(64, dtype=np.float32).reshape(2, 32))
+    out.add_tensor("b.weight", np.arange(32, dtype=np.float32))
+    for step in (out.write_header_to_file, out.write_kv_data_to_file, out.write_tensors_to_file, out.close):
+        step()
+    whole = path.read_bytes()
+    assert set(open_gguf(path)) == {"a.weight", "b.weight"}
+    rng = random.Random(8)
+    refused = 0
+    for _ in range(max(500, FUZZ // 10)):
+        raw = bytearray(whole)
+        for _ in range(rng.randint(1, 3)):
+            at = rng.randrange(330)
+            if rng.random() < 0.5:
+                raw[at] = rng.randrange(256)
+            else:
+                raw[at : at + 8] = rng.choice([0, 1, 255, 1 << 31, 1 << 40, (1 << 64) - 1]).to_bytes(8, "little")
+        if rng.random() < 0.2:
+            del raw[rng.randrange(len(raw)) :]
+        path.write_bytes(raw)
+        try:
+            tensors = open_gguf(path)
+        except CheckpointError as error:
+            refused += 1
+            assert "\n" not in error.message
+        else:
+            assert all(t.data.nbytes <= len(raw) for t in tensors.values())
+    assert refused > 100

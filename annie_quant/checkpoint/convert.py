@@ -6,6 +6,7 @@ import hashlib
 import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +139,7 @@ def to_folder(
             continue
         if is_linear(name, info.shape):
             excluded.append(name.removesuffix(".weight"))
-        plan.append(writer.Planned(name, info.dtype, info.shape, lambda n=name: folder.tensor(n)))
+        plan.append(writer.Planned(name, info.dtype, info.shape, partial(folder.tensor, name)))
     inline, beside = dialect.small_files(
         formats, sorted(excluded), next(iter(groups), 16), next(iter(with_input), False)
     )

@@ -6,6 +6,7 @@ shapes. What llama.cpp's conventions changed (head order, 1 + w, −exp A_log) i
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ def restore(
             continue
         if tensor.tensor_type.name not in ("F32", "F16", "BF16"):
             rounded.append(place)
-        plan.append(writer.Planned(name, "BF16", shape, lambda n=name, t=tensor, s=shape: plain(n, t, s, heads)))
+        plan.append(writer.Planned(name, "BF16", shape, partial(plain, name, tensor, shape, heads)))
         if is_linear(name, shape):
             excluded.append(module)
     writer.write(target, plan, shard_bytes)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +151,7 @@ class Plan:
             if place is None:
                 self.left_out.append(name)
                 continue
-            yield self.plain(name, place, self.folder.info(name).shape, lambda n=name: self.folder.tensor(n))
+            yield self.plain(name, place, self.folder.info(name).shape, partial(self.folder.tensor, name))
 
     def plain(self, name: str, place: str, shape: tuple[int, ...], read: Callable[[], np.ndarray]) -> Entry:
         """A tensor that is written as numbers or quantized here. Rows that keep their order go in pieces."""
@@ -203,7 +204,7 @@ class Plan:
         ):
             if scale is not None and abs(float(scale) - 1.0) >= 1e-6:  # llama.cpp reads an absent scale as 1
                 array = np.array([scale], np.float32)
-                yield Entry(place.removesuffix(".weight") + suffix, "F32", (1,), lambda a=array: iter([a]))
+                yield Entry(place.removesuffix(".weight") + suffix, "F32", (1,), partial(iter, [array]))
 
 
 def tiled(linear: Linear, folder: ModelFolder, heads: gguf_names.Heads):

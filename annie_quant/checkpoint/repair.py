@@ -237,11 +237,12 @@ class Repair:
     def plain(self, name: str) -> writer.Planned:
         """A tensor that is not quantized: the source's where it differs from that."""
         info = self.folder.info(name)
-        wanted = against.source_name(name, self.source) if self.source else None
-        if wanted and self.source and self.source.info(wanted).shape == info.shape:
-            theirs = self.source.info(wanted)
+        source = self.source
+        wanted = against.source_name(name, source) if source else None
+        if source and wanted and source.info(wanted).shape == info.shape:
+            theirs = source.info(wanted)
             ours = self.folder.tensor(name).astype(np.float32)
-            if not against.rel_l2(ours, self.source.tensor(wanted).astype(np.float32)) < 2**-8:
+            if not against.rel_l2(ours, source.tensor(wanted).astype(np.float32)) < 2**-8:
                 self.actions.append(f"{name}: taken from the source")
-                return writer.Planned(name, theirs.dtype, theirs.shape, lambda: self.source.tensor(wanted))
+                return writer.Planned(name, theirs.dtype, theirs.shape, lambda: source.tensor(wanted))
         return writer.Planned(name, info.dtype, info.shape, lambda: self.folder.tensor(name))

@@ -106,7 +106,7 @@ def parts(item: Planned) -> Iterator[memoryview]:
             raise ValueError(f"{item.name}: {array.dtype} arrived, {item.dtype} was planned")
         raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         written += raw.nbytes
-        yield memoryview(raw)
+        yield raw.data
     if written != item.size_bytes:
         raise ValueError(f"{item.name}: {written} bytes arrived, {item.size_bytes} were planned")
 

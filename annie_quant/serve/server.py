@@ -141,7 +141,8 @@ def check_port(port: int, host: str = "127.0.0.1") -> None:
             probe.bind((host, port))
         except OSError as error:
             raise ServerError(
-                f"port {port} cannot be used: {error.strerror.lower()}", "choose another --port (0 takes a free one)"
+                f"port {port} cannot be used: {str(error.strerror).lower()}",
+                "choose another --port (0 takes a free one)",
             ) from None
         except OverflowError:
             raise ServerError(f"port {port} is no port number", "choose one from 0 to 65535") from None

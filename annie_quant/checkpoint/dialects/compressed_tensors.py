@@ -62,7 +62,7 @@ def read(quant: dict[str, Any]) -> QuantConfig:
     kinds = {group_algo(g) for g in groups} - {""}
     sizes = [g["weights"].get("group_size") for g in groups if "NVFP4" in group_algo(g)]
     size = sizes[0] if sizes else None
-    layers = {}
+    layers: dict[str, str] = {}
     for group in groups if len(kinds) > 1 else ():
         targets = group.get("targets")
         layers |= {t: group_algo(group) for t in targets if isinstance(t, str)} if isinstance(targets, list) else {}

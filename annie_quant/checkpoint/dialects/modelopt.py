@@ -107,9 +107,9 @@ def tensors(linear: Linear, folder: ModelFolder) -> list[Planned]:
             Planned(f"{linear.name}.weight_scale", scales.dtype, scales.shape, lambda: folder.tensor(scales.name))
         )
         out.append(planned(f"{linear.name}.weight_scale_2", np.array(linear.tensor_scale(folder), np.float32)))
-    scale = linear.input_scale(folder)
-    if scale is not None:
-        out.append(planned(f"{linear.name}.input_scale", np.array(scale, np.float32)))
+    given = linear.input_scale(folder)
+    if given is not None:
+        out.append(planned(f"{linear.name}.input_scale", np.array(given, np.float32)))
     return out
 
 

@@ -72,7 +72,7 @@ def check_file(model: Path) -> None:
         with model.open("rb") as file:
             magic = file.read(4)
     except OSError as error:
-        raise EnvironmentFault(f"{model}: {error.strerror.lower()}", "give the path of a GGUF file") from None
+        raise EnvironmentFault(f"{model}: {str(error.strerror).lower()}", "give the path of a GGUF file") from None
     if magic != b"GGUF":
         raise ServerError(f"{model} is no GGUF file", f"annie-quant convert {shlex.quote(str(model.parent))} --to gguf")
 

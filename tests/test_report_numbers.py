@@ -140,6 +140,37 @@ def test_the_self_check_is_shown_and_clean(run):
     assert same == of > 200
 
 
+def test_a_real_benchmark_and_its_report_agree(tmp_path):
+    """bench's own figures over real streams, repeats and conversations, against the report's recount of the records."""
+    from fake_server import FakeServer, words
+
+    from annie_quant import bench
+    from annie_quant.judge.workloads import build_workload
+
+    asked = [
+        build_workload({"name": name, "max_tokens": 50, "gates": ["non_empty", "no_markdown"], "cases": cases})
+        for name, cases in (
+            ("factual", [{"id": str(i), "messages": [{"role": "user", "content": f"{i}?"}]} for i in range(4)]),
+            ("multi_turn", [{"id": "t", "turns": ["one", "two", "three"]}]),
+        )
+    ]
+
+    def sometimes_bold(body):
+        return words("**Tokyo** it is." if "2" in body["messages"][-1]["content"] else "It is Tokyo.", gap_s=0.002)
+
+    with FakeServer(sometimes_bold) as a, FakeServer(lambda body: words("It is Tokyo.", gap_s=0.001)) as b:
+        sides = [bench.Backend("left", a.url), bench.Backend("right", b.url)]
+        bench.run(sides, asked, tmp_path, warmup=1, runs=3, with_memory=False)
+    files = report.compose(tmp_path)
+    page = report_page.Read(files["report.html"])
+    shown = {key: first for key, first, _ in page.shown}
+    assert shown["gate|served/left|no_markdown"].startswith("6/7")
+    assert shown["gate|served/right|no_markdown"].startswith("7/7")
+    same, of = map(int, re.match(r"(\d+) of (\d+)", shown["check"]).groups())
+    assert same == of > 20, [line for line in files["report.md"].splitlines() if "DIFFERS" in line]
+    assert "left" in files["report.md"] and "right" in files["report.md"], "one model behind two servers: told apart"
+
+
 def test_every_cell_with_a_number_has_a_key(run):
     """No figure slips past the tests above: in the main table a cell with a digit has a key."""
     html = (run["folder"] / "report.html").read_text(encoding="utf-8")

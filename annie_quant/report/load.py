@@ -153,8 +153,8 @@ def _models_and_sides(run: Run, evaluations: dict[str, dict[str, Any]]) -> None:
     served = run.aggregates["served"]
     listed: dict[str, dict[str, Any]] = {m["name"]: m for m in run.aggregates["models"]}
     for backend, data in served.items():
-        # A server's own name for its model says nothing; a backend that bears the name of a model serves it.
-        if data["model"] not in listed and backend in listed:
+        # What a server calls its model says little, and two may say the same: the backend's name then tells them apart.
+        if data["model"] not in listed and data["model"] not in offline:
             data["model"] = backend
     for model in [*offline, *(data["model"] for data in served.values())]:
         listed.setdefault(model, {"name": model, "unlisted": True})

@@ -24,7 +24,8 @@ def separate(reference: np.ndarray, quantized: np.ndarray, target: np.ndarray) -
         rows["delta_p"].append(q[token] - p[token])
         top = np.sort(p_logits)[::-1]
         rows["margin"].append(top[0] - top[1])
-        rows["noise"].append(np.std(q_logits - p_logits))
+        near = np.argsort(-p_logits)[:8]
+        rows["noise"].append(np.std((q_logits - p_logits)[near], ddof=1))
     return {k: np.array(v) for k, v in rows.items()}
 
 

@@ -120,7 +120,7 @@ def test_packed_weights_go_through_in_blocks_of_rows(monkeypatch: pytest.MonkeyP
 
 
 def test_w4a4_rounds_the_input_first() -> None:
-    layer, dense = made()
+    layer, _ = made()
     x = torch.randn(8, 64)
     layer.set_cache("float32")
     fine = torch.from_numpy(rounded(x.numpy(), np.float32(layer.input_scale.item())))

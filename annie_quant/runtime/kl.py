@@ -1,10 +1,11 @@
 """How far a quantized model's next-token distributions are from its reference's, on assistant tokens only.
 
 For each token: KL(p || q) = sum p (ln p - ln q), p the reference's distribution, q the quantized model's, in nats,
-computed in float64 from the logits. Besides: same top token, negative log likelihood of the token that stands there
-under both, Δp of that token, the reference's margin (top-1 minus top-2 logit) and the noise of the quantized model's
-logits (standard deviation of their difference). The margins predict flips: with noise n on both top logits, P(flip)
-= Φ(-margin / (n √2)).
+computed in float64 from the logits. Besides: same top token, negative log likelihood of the token that stands there under
+both, Δp of that token, the reference's margin (top-1 minus top-2 logit) and the noise of the quantized model's logits
+there (standard deviation of their difference over the reference's eight most likely tokens).
+Margins and noise predict flips: with independent normal noise n on both top logits, P(flip) = Φ(-margin / (n √2)). The
+count of flips stands beside the prediction: more flips than predicted means errors that are not such noise.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 
 FIELDS = ("kl", "same_top", "nll_reference", "nll", "delta_p", "margin", "noise")
+NEAR = 8  # most likely tokens over which the noise is taken
 MARGIN_EDGES = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, math.inf)
 
 
@@ -26,7 +28,8 @@ def compare_logits(reference: torch.Tensor, quantized: torch.Tensor, target: tor
     """Logits [n, V] of both and the tokens int64 [n] → float64 [n, len(FIELDS)]."""
     p = torch.log_softmax(reference.double(), -1)
     q = torch.log_softmax(quantized.double(), -1)
-    top = reference.topk(2, -1)
+    top = reference.topk(min(NEAR, reference.shape[-1]), -1)
+    error = (quantized.double() - reference.double()).gather(-1, top.indices)
     at = target.unsqueeze(-1)
     columns = (
         (p.exp() * (p - q)).sum(-1).clamp_min(0),
@@ -35,7 +38,7 @@ def compare_logits(reference: torch.Tensor, quantized: torch.Tensor, target: tor
         -q.gather(-1, at).squeeze(-1),
         q.gather(-1, at).squeeze(-1).exp() - p.gather(-1, at).squeeze(-1).exp(),
         (top.values[:, 0] - top.values[:, 1]).double(),
-        (quantized.double() - reference.double()).std(-1, correction=0),
+        error.std(-1, correction=1),
     )
     return torch.stack(columns, -1).cpu().numpy()
 

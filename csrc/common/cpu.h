@@ -1,0 +1,15 @@
+/* Which SIMD variants this processor can run, asked once. */
+#ifndef AQ_COMMON_CPU_H
+#define AQ_COMMON_CPU_H
+
+#include <stdbool.h>
+
+struct cpu_features {
+    bool avx2;   /* AVX2 and F16C, with the operating system saving the registers */
+    bool avx512; /* AVX-512 F, BW, VL, DQ */
+    bool neon;
+};
+
+struct cpu_features cpu_probe(void);
+
+#endif

@@ -1,0 +1,107 @@
+/* From ggml's blocks to floats: w = d * scale * q - dmin * min (Q4_K, Q5_K), d * scale * (q - 32) (Q6_K), d * q.
+ *
+ * Every bit pattern decodes; nothing is read or written outside the block. The loops are plain so that the compiler
+ * vectorizes them.
+ */
+#include "kquant.h"
+
+/* Scale and minimum of all eight sub-blocks, each already times d or dmin. */
+static void eight_scales(const uint8_t *packed, float d, float dmin, float scale[8], float min[8])
+{
+    for (int j = 0; j < 4; j++) {
+        scale[j] = d * (packed[j] & 63);
+        min[j] = dmin * (packed[j + 4] & 63);
+        scale[j + 4] = d * ((packed[j + 8] & 15) | packed[j] >> 6 << 4);
+        min[j + 4] = dmin * (packed[j + 8] >> 4 | packed[j + 4] >> 6 << 4);
+    }
+}
+
+void decode_q4_k(const void *raw, size_t blocks, float *restrict out)
+{
+    const struct block_q4_k *x = raw;
+    for (size_t b = 0; b < blocks; b++, x++) {
+        float scale[8], min[8];
+        eight_scales(x->scales, f16_to_float(x->d), f16_to_float(x->dmin), scale, min);
+        for (int j = 0; j < 4; j++, out += 64) {
+            const uint8_t *qs = x->qs + 32 * j;
+            for (int i = 0; i < 32; i++)
+                out[i] = scale[2 * j] * (float)(qs[i] & 15) - min[2 * j];
+            for (int i = 0; i < 32; i++)
+                out[32 + i] = scale[2 * j + 1] * (float)(qs[i] >> 4) - min[2 * j + 1];
+        }
+    }
+}
+
+void decode_q5_k(const void *raw, size_t blocks, float *restrict out)
+{
+    const struct block_q5_k *x = raw;
+    for (size_t b = 0; b < blocks; b++, x++) {
+        float scale[8], min[8];
+        eight_scales(x->scales, f16_to_float(x->d), f16_to_float(x->dmin), scale, min);
+        for (int j = 0; j < 4; j++, out += 64) {
+            const uint8_t *qs = x->qs + 32 * j;
+            for (int i = 0; i < 32; i++)
+                out[i] = scale[2 * j] * (float)((qs[i] & 15) | (x->qh[i] >> 2 * j & 1) << 4) - min[2 * j];
+            for (int i = 0; i < 32; i++)
+                out[32 + i] = scale[2 * j + 1] * (float)(qs[i] >> 4 | (x->qh[i] >> (2 * j + 1) & 1) << 4) -
+                              min[2 * j + 1];
+        }
+    }
+}
+
+void decode_q6_k(const void *raw, size_t blocks, float *restrict out)
+{
+    const struct block_q6_k *x = raw;
+    for (size_t b = 0; b < blocks; b++, x++) {
+        float d = f16_to_float(x->d);
+        for (int h = 0; h < 2; h++, out += 128) {
+            const uint8_t *ql = x->ql + 64 * h, *qh = x->qh + 32 * h;
+            for (int quarter = 0; quarter < 4; quarter++)
+                for (int half = 0; half < 2; half++) {
+                    float scale = d * x->scales[8 * h + 2 * quarter + half];
+                    const uint8_t *low = ql + 32 * (quarter & 1) + 16 * half, *high = qh + 16 * half;
+                    float *to = out + 32 * quarter + 16 * half;
+                    for (int i = 0; i < 16; i++)
+                        to[i] = scale * (float)((int)((low[i] >> 4 * (quarter >> 1) & 15) |
+                                                      (high[i] >> 2 * quarter & 3) << 4) - 32);
+                }
+        }
+    }
+}
+
+void decode_q5_0(const void *raw, size_t blocks, float *restrict out)
+{
+    const struct block_q5_0 *x = raw;
+    for (size_t b = 0; b < blocks; b++, x++, out += 32) {
+        float d = f16_to_float(x->d);
+        for (int i = 0; i < 16; i++) {
+            int low = x->qs[i] & 15, high = x->qs[i] >> 4;
+            low |= (x->qh[i / 8] >> i % 8 & 1) << 4;
+            high |= (x->qh[2 + i / 8] >> i % 8 & 1) << 4;
+            out[i] = (float)(low - 16) * d;
+            out[i + 16] = (float)(high - 16) * d;
+        }
+    }
+}
+
+void decode_q4_0(const void *raw, size_t blocks, float *restrict out)
+{
+    const struct block_q4_0 *x = raw;
+    for (size_t b = 0; b < blocks; b++, x++, out += 32) {
+        float d = f16_to_float(x->d);
+        for (int i = 0; i < 16; i++) {
+            out[i] = (float)((x->qs[i] & 15) - 8) * d;
+            out[i + 16] = (float)((x->qs[i] >> 4) - 8) * d;
+        }
+    }
+}
+
+void decode_q8_0(const void *raw, size_t blocks, float *restrict out)
+{
+    const struct block_q8_0 *x = raw;
+    for (size_t b = 0; b < blocks; b++, x++, out += 32) {
+        float d = f16_to_float(x->d);
+        for (int i = 0; i < 32; i++)
+            out[i] = (float)x->qs[i] * d;
+    }
+}

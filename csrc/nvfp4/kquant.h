@@ -1,0 +1,93 @@
+/* ggml's K-quants and their fallbacks: blocks, encoders, decoders. Sources of the rule: ggml-quants.c of llama.cpp.
+ *
+ * The same bytes as llama.cpp's quantizer need the same sums in the same order and no fused multiply-adds, so every
+ * file here is compiled with -ffp-contract=off, and SIMD variants give a lane to a sub-block: each lane sums in order.
+ */
+#ifndef AQ_NVFP4_KQUANT_H
+#define AQ_NVFP4_KQUANT_H
+
+#include "formats.h"
+
+struct block_q4_k {
+    uint16_t d, dmin;
+    uint8_t scales[12];
+    uint8_t qs[128];
+};
+struct block_q5_k {
+    uint16_t d, dmin;
+    uint8_t scales[12];
+    uint8_t qh[32];
+    uint8_t qs[128];
+};
+struct block_q6_k {
+    uint8_t ql[128];
+    uint8_t qh[64];
+    int8_t scales[16];
+    uint16_t d;
+};
+struct block_q5_0 {
+    uint16_t d;
+    uint8_t qh[4];
+    uint8_t qs[16];
+};
+struct block_q4_0 {
+    uint16_t d;
+    uint8_t qs[16];
+};
+struct block_q8_0 {
+    uint16_t d;
+    int8_t qs[32];
+};
+_Static_assert(sizeof(struct block_q4_k) == 144, "Q4_K");
+_Static_assert(sizeof(struct block_q5_k) == 176, "Q5_K");
+_Static_assert(sizeof(struct block_q6_k) == 210, "Q6_K");
+_Static_assert(sizeof(struct block_q5_0) == 22, "Q5_0");
+_Static_assert(sizeof(struct block_q4_0) == 18, "Q4_0");
+_Static_assert(sizeof(struct block_q8_0) == 34, "Q8_0");
+
+/* One sub-block's search: codes in L (one byte each), its scale and minus its minimum. */
+struct affine {
+    float scale, minus_min;
+};
+
+/* The searches that take nearly all the time; one implementation a variant, all giving the same bytes.
+ * affine_8: eight sub-blocks of 32, x and weight [8][32], L [8][32].
+ * symmetric_16: sixteen sub-blocks of 16 with codes -32..31, weight [16][16] or NULL for x^2, L [16][16] + 32. */
+struct kq_search {
+    const char *name;
+    void (*affine_8)(const float *x, const float *weight, int top, float low, float by, int tries, int weighted,
+                     uint8_t *L, struct affine *out);
+    void (*symmetric_16)(const float *x, const float *weight, uint8_t *L, float *scale);
+};
+extern const struct kq_search kq_serial;
+#if defined(__x86_64__)
+extern const struct kq_search kq_avx2, kq_avx512;
+#elif defined(__aarch64__)
+extern const struct kq_search kq_neon;
+#endif
+
+struct kq_type {
+    const char *name;
+    size_t block; /* elements */
+    size_t bytes;
+    /* `count` elements of one row (whole blocks); weight as long or NULL; row_square: mean of x^2 over the row. */
+    void (*encode)(const struct kq_search *search, const float *x, size_t count, const float *weight, float row_square,
+                   void *out);
+    void (*decode)(const void *raw, size_t blocks, float *out);
+};
+
+#define KQ_TYPES 6
+extern const struct kq_type KQ_TYPE[KQ_TYPES];
+
+void decode_q4_k(const void *raw, size_t blocks, float *out);
+void decode_q5_k(const void *raw, size_t blocks, float *out);
+void decode_q6_k(const void *raw, size_t blocks, float *out);
+void decode_q5_0(const void *raw, size_t blocks, float *out);
+void decode_q4_0(const void *raw, size_t blocks, float *out);
+void decode_q8_0(const void *raw, size_t blocks, float *out);
+
+/* Shared by the encoders. */
+int nearest_int(float f);
+float search_symmetric(int n, int top, const float *x, const float *weight, uint8_t *L);
+
+#endif

@@ -1,0 +1,424 @@
+/* annie_quant._nvfp4: buffers in, buffers out. Only marshalling and size checks happen here.
+ *
+ * Nothing needs NumPy: arrays come and go through the buffer protocol, bfloat16 and float8 as views of plain integers
+ * (annie_quant/nvfp4.py makes those). The GIL is released in every kernel; the only state is the choice of variant
+ * and the number of threads, both atomic.
+ */
+#include "common/buffers.h"
+#include "layout.h"
+#include "parallel.h"
+
+static bool kind_known(int kind)
+{
+    if (kind >= KIND_F32 && kind <= KIND_BF16)
+        return true;
+    PyErr_Format(PyExc_ValueError, "kind %d, expected 0, 1 or 2 (float32, float16, bfloat16)", kind);
+    return false;
+}
+
+static bool group_known(int group)
+{
+    if (group == 16 || group == 32 || group == 64)
+        return true;
+    PyErr_Format(PyExc_ValueError, "group %d, expected 16, 32 or 64", group);
+    return false;
+}
+
+/* Blocks of `unit` bytes in the buffer; false with ValueError where it is not a whole number of them. */
+static bool whole_units(const Py_buffer *b, size_t unit, const char *what, size_t *count)
+{
+    *count = (size_t)b->len / unit;
+    if (*count * unit == (size_t)b->len)
+        return true;
+    PyErr_Format(PyExc_ValueError, "%s: %zd bytes, expected a multiple of %zu", what, b->len, unit);
+    return false;
+}
+
+static PyObject *py_amax(PyObject *self, PyObject *args)
+{
+    (void)self;
+    PyObject *result = NULL;
+    Py_buffer x = {0};
+    int kind;
+    size_t count;
+    if (!PyArg_ParseTuple(args, "y*i", &x, &kind))
+        return NULL;
+    if (!kind_known(kind) || !whole_units(&x, kind_size(kind), "x", &count))
+        goto cleanup;
+    uint32_t top;
+    Py_BEGIN_ALLOW_THREADS
+    top = tensor_amax(x.buf, kind, count);
+    Py_END_ALLOW_THREADS
+    uint16_t half = (uint16_t)top;
+    result = PyFloat_FromDouble(kind == KIND_F32 ? bits_float(top) : load_as_float(&half, kind, 0));
+cleanup:
+    PyBuffer_Release(&x);
+    return result;
+}
+
+static bool plan_known(const struct pack_plan *plan)
+{
+    if (!kind_known(plan->kind) || !group_known(plan->group))
+        return false;
+    if (plan->choice < CHOICE_AMAX || plan->choice > CHOICE_SWEEP || plan->encoding < ENCODING_MODELOPT ||
+        plan->encoding > ENCODING_CT) {
+        PyErr_SetString(PyExc_ValueError, "choice and encoding are 0, 1 or 2");
+        return false;
+    }
+    return true;
+}
+
+static PyObject *py_pack(PyObject *self, PyObject *args)
+{
+    (void)self;
+    PyObject *result = NULL, *weights;
+    Py_buffer x = {0}, weight = {0}, codes = {0}, scales = {0};
+    struct pack_plan plan;
+    size_t blocks;
+    memset(&plan, 0, sizeof plan);
+    if (!PyArg_ParseTuple(args, "y*iiiifffOw*w*", &x, &plan.kind, &plan.group, &plan.choice, &plan.encoding,
+                          &plan.tensor_scale, &plan.largest_code, &plan.tensor_amax, &weights, &codes, &scales))
+        return NULL;
+    if (!plan_known(&plan) || !whole_units(&x, (size_t)plan.group * kind_size(plan.kind), "x", &blocks) ||
+        !buffer_holds(&codes, blocks * (size_t)plan.group / 2, "codes") || !buffer_holds(&scales, blocks, "scales") ||
+        !buffers_apart(&x, &codes, "x and codes") || !buffers_apart(&x, &scales, "x and scales") ||
+        !buffers_apart(&codes, &scales, "codes and scales"))
+        goto cleanup;
+    if (weights != Py_None) {
+        if (PyObject_GetBuffer(weights, &weight, PyBUF_C_CONTIGUOUS) < 0)
+            goto cleanup;
+        if (!whole_units(&weight, (size_t)plan.group * sizeof(float), "importance", &plan.columns))
+            goto cleanup;
+        plan.columns *= (size_t)plan.group;
+        if (plan.columns == 0) {
+            PyErr_SetString(PyExc_ValueError, "importance is empty");
+            goto cleanup;
+        }
+        plan.weight = weight.buf;
+    }
+    uint32_t top;
+    Py_BEGIN_ALLOW_THREADS
+    plan_prepare(&plan);
+    top = tensor_pack(&plan, x.buf, blocks, codes.buf, scales.buf);
+    Py_END_ALLOW_THREADS
+    result = PyBool_FromLong(top < first_nonfinite(plan.kind));
+cleanup:
+    PyBuffer_Release(&x);
+    PyBuffer_Release(&weight);
+    PyBuffer_Release(&codes);
+    PyBuffer_Release(&scales);
+    return result;
+}
+
+static PyObject *py_unpack(PyObject *self, PyObject *args)
+{
+    (void)self;
+    PyObject *result = NULL;
+    Py_buffer codes = {0}, scales = {0}, out = {0};
+    struct unpack_plan plan;
+    int divides;
+    if (!PyArg_ParseTuple(args, "y*y*iipfw*", &codes, &scales, &plan.kind, &plan.group, &divides, &plan.tensor_scale,
+                          &out))
+        return NULL;
+    plan.divides = divides != 0;
+    size_t blocks = (size_t)scales.len;
+    if (!kind_known(plan.kind) || !group_known(plan.group))
+        goto cleanup;
+    size_t elements, out_bytes;
+    if (!size_product(blocks, (size_t)plan.group, &elements) ||
+        !size_product(elements, kind_size(plan.kind), &out_bytes)) {
+        PyErr_Format(PyExc_ValueError, "%zu block scales are too many", blocks);
+        goto cleanup;
+    }
+    if (!buffer_holds(&codes, elements / 2, "codes") ||
+        !buffer_holds(&out, out_bytes, "out") || !buffers_apart(&codes, &out, "codes and out") ||
+        !buffers_apart(&scales, &out, "block scales and out"))
+        goto cleanup;
+    bool bad;
+    Py_BEGIN_ALLOW_THREADS
+    bad = tensor_unpack(&plan, codes.buf, scales.buf, blocks, out.buf);
+    Py_END_ALLOW_THREADS
+    result = PyBool_FromLong(bad);
+cleanup:
+    PyBuffer_Release(&codes);
+    PyBuffer_Release(&scales);
+    PyBuffer_Release(&out);
+    return result;
+}
+
+static PyObject *py_fake_quant(PyObject *self, PyObject *args)
+{
+    (void)self;
+    PyObject *result = NULL;
+    Py_buffer x = {0}, out = {0};
+    struct fake_plan plan;
+    size_t blocks;
+    if (!PyArg_ParseTuple(args, "y*iifw*", &x, &plan.kind, &plan.group, &plan.tensor_scale, &out))
+        return NULL;
+    if (!kind_known(plan.kind) || !group_known(plan.group) ||
+        !whole_units(&x, (size_t)plan.group * kind_size(plan.kind), "x", &blocks) ||
+        !buffer_holds(&out, (size_t)x.len, "out"))
+        goto cleanup;
+    if (x.buf != out.buf && !buffers_apart(&x, &out, "x and out")) /* in place is fine, half over is not */
+        goto cleanup;
+    Py_BEGIN_ALLOW_THREADS
+    tensor_fake_quant(&plan, x.buf, blocks, out.buf);
+    Py_END_ALLOW_THREADS
+    result = Py_NewRef(Py_None);
+cleanup:
+    PyBuffer_Release(&x);
+    PyBuffer_Release(&out);
+    return result;
+}
+
+static PyObject *py_to_ggml(PyObject *self, PyObject *args)
+{
+    (void)self;
+    PyObject *result = NULL;
+    Py_buffer codes = {0}, scales = {0}, out = {0};
+    size_t blocks;
+    if (!PyArg_ParseTuple(args, "y*y*w*", &codes, &scales, &out))
+        return NULL;
+    if (!whole_units(&codes, 32, "codes", &blocks) || !buffer_holds(&scales, blocks * 4, "block scales") ||
+        !buffer_holds(&out, blocks * sizeof(struct ggml_nvfp4), "out") || !buffers_apart(&codes, &out, "codes and out"))
+        goto cleanup;
+    Py_BEGIN_ALLOW_THREADS
+    to_ggml(codes.buf, scales.buf, blocks, out.buf);
+    Py_END_ALLOW_THREADS
+    result = Py_NewRef(Py_None);
+cleanup:
+    PyBuffer_Release(&codes);
+    PyBuffer_Release(&scales);
+    PyBuffer_Release(&out);
+    return result;
+}
+
+static PyObject *py_from_ggml(PyObject *self, PyObject *args)
+{
+    (void)self;
+    PyObject *result = NULL;
+    Py_buffer in = {0}, codes = {0}, scales = {0};
+    size_t blocks;
+    if (!PyArg_ParseTuple(args, "y*w*w*", &in, &codes, &scales))
+        return NULL;
+    if (!whole_units(&in, sizeof(struct ggml_nvfp4), "blocks", &blocks) || !buffer_holds(&codes, blocks * 32, "codes") ||
+        !buffer_holds(&scales, blocks * 4, "block scales") || !buffers_apart(&in, &codes, "blocks and codes"))
+        goto cleanup;
+    Py_BEGIN_ALLOW_THREADS
+    from_ggml(in.buf, blocks, codes.buf, scales.buf);
+    Py_END_ALLOW_THREADS
+    result = Py_NewRef(Py_None);
+cleanup:
+    PyBuffer_Release(&in);
+    PyBuffer_Release(&codes);
+    PyBuffer_Release(&scales);
+    return result;
+}
+
+/* swizzle(scales, rows, columns, out) and unswizzle(tiles, rows, columns, out) differ in which side is the padded one. */
+static PyObject *move_scales(PyObject *args, bool forth)
+{
+    PyObject *result = NULL;
+    Py_buffer in = {0}, out = {0};
+    Py_ssize_t rows, columns;
+    size_t plain;
+    if (!PyArg_ParseTuple(args, "y*nnw*", &in, &rows, &columns, &out))
+        return NULL;
+    if (rows < 0 || columns < 0 || !size_product((size_t)rows, (size_t)columns, &plain) ||
+        plain > (size_t)PY_SSIZE_T_MAX / 1024) {
+        PyErr_Format(PyExc_ValueError, "%zd rows of %zd scales cannot be", rows, columns);
+        goto cleanup;
+    }
+    size_t padded = swizzled_size((size_t)rows, (size_t)columns);
+    if (!buffer_holds(&in, forth ? plain : padded, "in") || !buffer_holds(&out, forth ? padded : plain, "out") ||
+        !buffers_apart(&in, &out, "in and out"))
+        goto cleanup;
+    Py_BEGIN_ALLOW_THREADS
+    if (forth)
+        swizzle(in.buf, (size_t)rows, (size_t)columns, out.buf);
+    else
+        unswizzle(in.buf, (size_t)rows, (size_t)columns, out.buf);
+    Py_END_ALLOW_THREADS
+    result = Py_NewRef(Py_None);
+cleanup:
+    PyBuffer_Release(&in);
+    PyBuffer_Release(&out);
+    return result;
+}
+
+static PyObject *py_swizzle(PyObject *self, PyObject *args)
+{
+    (void)self;
+    return move_scales(args, true);
+}
+
+static PyObject *py_unswizzle(PyObject *self, PyObject *args)
+{
+    (void)self;
+    return move_scales(args, false);
+}
+
+static const struct kq_type *kq_find(const char *name)
+{
+    for (int i = 0; i < KQ_TYPES; i++)
+        if (strcmp(KQ_TYPE[i].name, name) == 0)
+            return KQ_TYPE + i;
+    PyErr_Format(PyExc_ValueError, "type %s, expected one of Q4_K Q5_K Q6_K Q5_0 Q4_0 Q8_0", name);
+    return NULL;
+}
+
+static PyObject *py_kquantize(PyObject *self, PyObject *args)
+{
+    (void)self;
+    PyObject *result = NULL, *weights;
+    Py_buffer x = {0}, weight = {0}, out = {0};
+    const char *name;
+    int kind;
+    Py_ssize_t columns;
+    size_t rows;
+    if (!PyArg_ParseTuple(args, "y*isnOw*", &x, &kind, &name, &columns, &weights, &out))
+        return NULL;
+    const struct kq_type *type = kq_find(name);
+    if (!type || !kind_known(kind))
+        goto cleanup;
+    if (columns <= 0 || (size_t)columns % type->block || columns > PY_SSIZE_T_MAX / 8) {
+        PyErr_Format(PyExc_ValueError, "rows of %zd, expected a multiple of %zu for %s", columns, type->block, name);
+        goto cleanup;
+    }
+    if (!whole_units(&x, (size_t)columns * kind_size(kind), "x", &rows) ||
+        !buffer_holds(&out, rows * ((size_t)columns / type->block * type->bytes), "out") ||
+        !buffers_apart(&x, &out, "x and out"))
+        goto cleanup;
+    if (weights != Py_None && (PyObject_GetBuffer(weights, &weight, PyBUF_C_CONTIGUOUS) < 0 ||
+                               !buffer_holds(&weight, (size_t)columns * sizeof(float), "importance")))
+        goto cleanup;
+    Py_BEGIN_ALLOW_THREADS
+    tensor_kquantize(type, x.buf, kind, rows, (size_t)columns, weight.buf, out.buf);
+    Py_END_ALLOW_THREADS
+    result = Py_NewRef(Py_None);
+cleanup:
+    PyBuffer_Release(&x);
+    PyBuffer_Release(&weight);
+    PyBuffer_Release(&out);
+    return result;
+}
+
+static PyObject *py_kdequantize(PyObject *self, PyObject *args)
+{
+    (void)self;
+    PyObject *result = NULL;
+    Py_buffer raw = {0}, out = {0};
+    const char *name;
+    size_t blocks;
+    if (!PyArg_ParseTuple(args, "y*sw*", &raw, &name, &out))
+        return NULL;
+    const struct kq_type *type = kq_find(name);
+    if (!type || !whole_units(&raw, type->bytes, "raw", &blocks) ||
+        !buffer_holds(&out, blocks * type->block * sizeof(float), "out") || !buffers_apart(&raw, &out, "raw and out"))
+        goto cleanup;
+    Py_BEGIN_ALLOW_THREADS
+    tensor_kdequantize(type, raw.buf, blocks, out.buf);
+    Py_END_ALLOW_THREADS
+    result = Py_NewRef(Py_None);
+cleanup:
+    PyBuffer_Release(&raw);
+    PyBuffer_Release(&out);
+    return result;
+}
+
+static PyObject *py_variants(PyObject *self, PyObject *unused)
+{
+    (void)self, (void)unused;
+    const char *names[VARIANTS];
+    int n = variants_available(names);
+    PyObject *result = PyTuple_New(n);
+    for (int i = 0; result && i < n; i++) {
+        PyObject *name = PyUnicode_FromString(names[i]);
+        if (!name)
+            Py_CLEAR(result);
+        else
+            PyTuple_SET_ITEM(result, i, name);
+    }
+    return result;
+}
+
+static PyObject *py_variant(PyObject *self, PyObject *unused)
+{
+    (void)self, (void)unused;
+    return PyUnicode_FromString(variant_name());
+}
+
+static PyObject *py_set_variant(PyObject *self, PyObject *name)
+{
+    (void)self;
+    const char *text = PyUnicode_AsUTF8(name);
+    if (!text)
+        return NULL;
+    if (!variant_set(text))
+        return PyErr_Format(PyExc_ValueError, "variant %s is not one that this processor runs", text);
+    Py_RETURN_NONE;
+}
+
+static PyObject *py_threads(PyObject *self, PyObject *unused)
+{
+    (void)self, (void)unused;
+    return PyLong_FromLong(threads_get());
+}
+
+static PyObject *py_set_threads(PyObject *self, PyObject *count)
+{
+    (void)self;
+    long n = PyLong_AsLong(count);
+    if (n == -1 && PyErr_Occurred())
+        return NULL;
+    if (n < 0 || n > 1024)
+        return PyErr_Format(PyExc_ValueError, "%ld threads, expected 0 (all) to 1024", n);
+    threads_set((int)n);
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef methods[] = {
+    {"amax", py_amax, METH_VARARGS, "amax(x, kind) -> float: largest |x|, NaN if there is one."},
+    {"pack", py_pack, METH_VARARGS,
+     "pack(x, kind, group, choice, encoding, tensor_scale, largest_code, tensor_amax, importance, codes, scales) -> all "
+     "finite?"},
+    {"unpack", py_unpack, METH_VARARGS, "unpack(codes, scales, kind, group, divides, tensor_scale, out)"},
+    {"fake_quant", py_fake_quant, METH_VARARGS, "fake_quant(x, kind, group, tensor_scale, out)"},
+    {"to_ggml", py_to_ggml, METH_VARARGS, "to_ggml(codes, scales, out)"},
+    {"from_ggml", py_from_ggml, METH_VARARGS, "from_ggml(blocks, codes, scales)"},
+    {"swizzle", py_swizzle, METH_VARARGS, "swizzle(scales, rows, columns, out)"},
+    {"unswizzle", py_unswizzle, METH_VARARGS, "unswizzle(tiles, rows, columns, out)"},
+    {"kquantize", py_kquantize, METH_VARARGS, "kquantize(x, kind, type, columns, importance, out)"},
+    {"kdequantize", py_kdequantize, METH_VARARGS, "kdequantize(raw, type, out)"},
+    {"variants", py_variants, METH_NOARGS, "variants() -> names this processor runs, slowest first"},
+    {"variant", py_variant, METH_NOARGS, "variant() -> the name in use"},
+    {"set_variant", py_set_variant, METH_O, "set_variant(name or 'auto')"},
+    {"threads", py_threads, METH_NOARGS, "threads() -> how many a large tensor gets"},
+    {"set_threads", py_set_threads, METH_O, "set_threads(count), 0 for all"},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyModuleDef_Slot slots[] = {
+#if PY_VERSION_HEX >= 0x030c0000
+    /* No Python object outlives a call, and the two settings are the process's on purpose. */
+    {Py_mod_multiple_interpreters, Py_MOD_PER_INTERPRETER_GIL_SUPPORTED},
+#endif
+#if PY_VERSION_HEX >= 0x030d0000
+    {Py_mod_gil, Py_MOD_GIL_NOT_USED},
+#endif
+    {0, NULL},
+};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "annie_quant._nvfp4",
+    .m_doc = "The NVFP4 and K-quant kernels; use annie_quant.nvfp4 and annie_quant.kquant.",
+    .m_size = 0,
+    .m_methods = methods,
+    .m_slots = slots,
+};
+
+PyMODINIT_FUNC PyInit__nvfp4(void)
+{
+    return PyModuleDef_Init(&definition);
+}

@@ -1,0 +1,101 @@
+/* Tables of one pack: what each scale code multiplies by, and from which bit pattern on each element code holds.
+ *
+ * x / step never falls as |x| grows, so "index of |x| is at least i" is a threshold on |x|'s bits. Finding 7 thresholds a
+ * code with true divides replaces the divide of every element, and gives the same bytes: a product with a reciprocal
+ * would differ on near-ties.
+ */
+#include "codec.h"
+
+static float magnitude_of(uint32_t bits, int kind)
+{
+    return kind == KIND_F32   ? bits_float(bits)
+           : kind == KIND_F16 ? f16_to_float((uint16_t)bits)
+                              : bf16_to_float((uint16_t)bits);
+}
+
+static uint32_t bits_near(float f, int kind)
+{
+    uint32_t mask = magnitude_mask(kind);
+    return mask & (kind == KIND_F32 ? float_bits(f) : kind == KIND_F16 ? float_to_f16(f) : float_to_bf16(f));
+}
+
+static bool reaches(uint32_t bits, int kind, float step, unsigned i)
+{
+    float a = magnitude_of(bits, kind) / step;
+    return i == 8 ? a > 0.f : e2m1_index(a) >= i;
+}
+
+/* The smallest |bits| that reach i (8: keeps a sign); one past the largest pattern where none does. */
+static uint32_t find_threshold(int kind, float step, unsigned i)
+{
+    uint32_t past = magnitude_mask(kind) + 1;
+    float guess = i == 8 ? 0.f : E2M1_MIDPOINT[i - 1] * step;
+    uint32_t t = guess == guess ? bits_near(guess, kind) : 0;
+    uint32_t inf = first_nonfinite(kind);
+    if (t > inf)
+        t = inf;
+    /* NaN patterns all count as index 7, and inf reaches everything that can be reached. */
+    if (!reaches(inf, kind, step, i))
+        return i == 8 ? past : inf + 1;
+    for (uint32_t stride = 1; t > 0 && reaches(t - 1, kind, step, i); stride *= 2)
+        t = t > stride ? t - stride : 0;
+    if (reaches(t, kind, step, i))
+        return t;
+    /* Not reached at t: gallop up, then halve. */
+    uint32_t low = t, high = t;
+    for (uint32_t stride = 1; !reaches(high, kind, step, i); stride *= 2) {
+        low = high;
+        high = inf - high > stride ? high + stride : inf;
+    }
+    while (high - low > 1) {
+        uint32_t middle = low + (high - low) / 2;
+        if (reaches(middle, kind, step, i))
+            high = middle;
+        else
+            low = middle;
+    }
+    return high;
+}
+
+void plan_prepare(struct pack_plan *plan)
+{
+    for (int c = 0; c < SCALE_CODES; c++) {
+        float s = e4m3_to_float((uint8_t)c);
+        plan->step[c] = plan->encoding == ENCODING_CT ? s / plan->tensor_scale : s * plan->tensor_scale;
+        for (unsigned i = 1; i <= 8; i++)
+            plan->threshold[c][i - 1] = find_threshold(plan->kind, plan->step[c], i);
+    }
+}
+
+/* min before max, so that NaN goes through as it does through torch.clamp. */
+static float clamp(float t, float low, float high)
+{
+    t = t > high ? high : t;
+    return t < low ? low : t;
+}
+
+uint8_t block_code(const struct pack_plan *plan, float amax)
+{
+    float t;
+    uint8_t code;
+    switch (plan->encoding) {
+    case ENCODING_CT:
+        /* The observer works in the weight's dtype. */
+        t = amax / 6.f;
+        if (plan->kind == KIND_BF16)
+            t = bf16_to_float(float_to_bf16(t));
+        else if (plan->kind == KIND_F16)
+            t = f16_to_float(float_to_f16(t));
+        code = e4m3_from_clamped(clamp(plan->tensor_scale * t, 0.f, 448.f));
+        return code == 0 ? 0x20 : code;
+    case ENCODING_STATIC:
+        t = amax / 6.f;
+        t = (t == 0.f ? 1.f : t) * plan->largest_code / (plan->tensor_amax / 6.f);
+        break;
+    default:
+        t = amax / (6.f * plan->tensor_scale);
+        if (t == 0.f)
+            t = 1.f;
+    }
+    return e4m3_from_clamped(clamp(t, 0x1p-9f, 448.f));
+}

@@ -1,0 +1,81 @@
+/* Which scale code gives a block the least squared error.
+ *
+ * The error of a code is the sum, in column order and in double, of weight * (|x| - nearest grid point)^2, the nearest
+ * of {0 .. 6} * step; products of a grid value and a step are exact in double, so the sum only rounds.
+ *
+ * Why not all 126 codes need trying. Let u be the first code whose 6 * step reaches amax. For c >= u and c >= 8 the code
+ * c + 8 has twice the step, and its grid up to amax is a subset of c's; each term, and so each rounded sum, is at least
+ * as large: c + 8 never wins. So nothing above max(u + 7, 15) wins. Below u the largest element is clipped, and its term
+ * alone passes the best error from some code on downwards, for good. Equal errors go to the lower code.
+ */
+#include "codec.h"
+
+static double squared_error(const float *x, const float *weight, int group, float step_of_code)
+{
+    double sum = 0, step = step_of_code;
+    for (int i = 0; i < group; i++) {
+        double a = x[i] < 0 ? -(double)x[i] : (double)x[i];
+        unsigned k = 0;
+        for (unsigned m = 0; m < 7; m++)
+            k += a > E2M1_MIDPOINT[m] * step;
+        double d = a - E2M1_VALUE[k] * step;
+        sum += weight ? weight[i] * (d * d) : d * d;
+    }
+    return sum;
+}
+
+static uint8_t best_of_two(const struct pack_plan *plan, const float *x, const float *weight, float amax)
+{
+    uint8_t six = block_code(plan, amax), four = block_code(plan, amax * 1.5f);
+    double with_six = squared_error(x, weight, plan->group, plan->step[six]);
+    double with_four = squared_error(x, weight, plan->group, plan->step[four]);
+    return with_four < with_six ? four : six;
+}
+
+static uint8_t best_of_all(const struct pack_plan *plan, const float *x, const float *weight, float amax,
+                           double top_weight)
+{
+    int first = 1;
+    while (first < 126 && 6.0 * plan->step[first] < amax)
+        first++;
+    int last = first + 7 > 15 ? first + 7 : 15;
+    if (last > 126)
+        last = 126;
+    int best = first;
+    double least = squared_error(x, weight, plan->group, plan->step[first]);
+    for (int c = first + 1; c <= last; c++) {
+        double e = squared_error(x, weight, plan->group, plan->step[c]);
+        if (e < least) {
+            least = e;
+            best = c;
+        }
+    }
+    for (int c = first - 1; c >= 1; c--) {
+        double clipped = amax - 6.0 * plan->step[c];
+        if (top_weight * (clipped * clipped) > least)
+            break;
+        double e = squared_error(x, weight, plan->group, plan->step[c]);
+        if (e <= least) {
+            least = e;
+            best = c;
+        }
+    }
+    return (uint8_t)best;
+}
+
+uint8_t best_code(const struct pack_plan *plan, const float *x, const float *weight)
+{
+    float amax = 0;
+    double top_weight = 1;
+    for (int i = 0; i < plan->group; i++) {
+        float a = bits_float(float_bits(x[i]) & 0x7fffffffu);
+        if (!(a <= amax)) {
+            amax = a;
+            top_weight = weight ? weight[i] : 1;
+        }
+    }
+    if (amax == 0 || !(amax <= 0x1.fffffep127f)) /* nothing to choose: zeros, inf or NaN */
+        return block_code(plan, amax);
+    return plan->choice == CHOICE_SWEEP ? best_of_all(plan, x, weight, amax, top_weight)
+                                        : best_of_two(plan, x, weight, amax);
+}

@@ -74,7 +74,7 @@ class _On:
 
 
 class Weight:
-    """An NVFP4 weight, repacked once for the W4A16 kernels (0.5625 byte a weight, rows padded to 16, columns to 256).
+    """An NVFP4 weight, repacked once for the W4A16 kernels (0.5625 byte a weight, rows padded to 32, columns to 128).
 
     codes: uint8 [N, K/2]; block_scale: float8_e4m3fn or uint8 [N, K/16], linear (not swizzled); tensor_scale: float.
     All as a checkpoint holds them. Raises UsageError for a NaN or negative scale byte, naming it. Waits for the repack.
@@ -144,7 +144,8 @@ def w4a16(
     ov = _matrix(out, "out", tuple(CODES), (m, weight.n), align=4)
     if not ov.contiguous:
         raise UsageError(f"out is not contiguous (strides {list(ov.strides)})", "out.contiguous()")
-    device = _same_device({"x": xv, "weight": view(weight.packed, "weight"), "out": ov})
+    packed = view(weight.packed, "weight")
+    device = _same_device({"x": xv, "weight": packed, "out": ov})
     if m == 0:
         return out
     how = plan or weight.plan(m, path)
@@ -153,7 +154,7 @@ def w4a16(
         native().w4a16(
             xv.ptr,
             ldx,
-            weight.packed.ptr,
+            packed.ptr,
             weight.tensor_scale,
             ov.ptr,
             m,

@@ -48,40 +48,39 @@ __device__ __forceinline__ void bar_wait(uint64_t *bar, uint32_t parity) {
     } while (!done);
 }
 
-// ---- filling shared memory: one bulk copy from sm_90 on, 16-byte cp.async by all lanes before ----
-constexpr uint32_t kProducers = AQ_HOPPER ? 1 : 32;  // arrivals that a full barrier waits for
+// ---- filling shared memory ----
+// From sm_90 on one thread's bulk copy brings a contiguous piece; before, every thread copies its share 16 bytes at a time.
+constexpr uint32_t kBulkArrivals = AQ_HOPPER ? 1 : 0;  // arrivals at a full barrier beside one of each thread
 
-__device__ __forceinline__ void expect_bytes(uint64_t *bar, uint32_t bytes, int lane) {
-#if AQ_HOPPER
-    if (lane == 0)
-        asm volatile("{ .reg .b64 t; mbarrier.arrive.expect_tx.shared.b64 t, [%0], %1; }" ::"r"(smem_at(bar)), "r"(bytes) : "memory");
-    __syncwarp();
-#endif
+__device__ __forceinline__ void copy16(void *dst, const void *src, bool there) {  // zeros where there is nothing
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(smem_at(dst)), "l"(src), "r"(there ? 16 : 0) : "memory");
 }
-// `mine` says whether this lane's copy exists: before sm_90 the warp walks all lanes' copies together.
-__device__ __forceinline__ void copy_lane(void *dst, const void *src, uint32_t bytes, uint64_t *bar, bool mine, int lane) {
+__device__ __forceinline__ void arrive_when_copied(uint64_t *bar) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(smem_at(bar)) : "memory");
+}
+__device__ __forceinline__ void copy_piece(void *dst, const void *src, uint32_t bytes, uint64_t *bar) {
 #if AQ_HOPPER
-    if (mine)
+    if (threadIdx.x == 0) {
+        asm volatile("{ .reg .b64 t; mbarrier.arrive.expect_tx.shared.b64 t, [%0], %1; }" ::"r"(smem_at(bar)), "r"(bytes) : "memory");
         asm volatile(
             "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(smem_at(dst)), "l"(src),
             "r"(bytes), "r"(smem_at(bar))
             : "memory");
-#else
-    uint32_t to = smem_at(dst);
-    uint64_t from = (uint64_t)src;
-    if (!mine) bytes = 0;
-    for (int who = 0; who < 32; who++) {
-        const uint32_t b = __shfl_sync(0xFFFFFFFFu, bytes, who), d = __shfl_sync(0xFFFFFFFFu, to, who);
-        const uint64_t s = __shfl_sync(0xFFFFFFFFu, (unsigned long long)from, who);
-        for (uint32_t at = lane * 16; at < b; at += 512)
-            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(d + at), "l"(s + at) : "memory");
     }
+#else
+    for (uint32_t at = threadIdx.x * 16; at < bytes; at += blockDim.x * 16) copy16((uint8_t *)dst + at, (const uint8_t *)src + at, true);
 #endif
 }
-__device__ __forceinline__ void copies_issued(uint64_t *bar) {
-#if !AQ_HOPPER
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(smem_at(bar)) : "memory");
-#endif
+// Weights are read once: past the L1, first out of the L2.
+__device__ __forceinline__ uint4 stream16(const void *p) {
+    uint4 v;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+    return v;
+}
+__device__ __forceinline__ uint32_t stream4(const void *p) {
+    uint32_t v;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.u32 %0, [%1];" : "=r"(v) : "l"(p));
+    return v;
 }
 
 // ---- programmatic dependent launch ----

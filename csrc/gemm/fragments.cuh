@@ -11,11 +11,22 @@
 #define AQ_HD inline
 #endif
 
-// ---- repacked weights: chunks of 16 rows x 128 columns, 1152 contiguous bytes, two chunks (256 columns) side by side ----
+// ---- repacked weights: chunks of 16 rows x 128 columns, 1152 contiguous bytes ----
+// Chunks lie as [block of 256 rows][128 columns][16 rows]: a block of 256 rows x 128 columns is one contiguous piece for the tiled
+// kernel, and two row tiles (32 rows) one for the skinny kernel. The last block holds only the row tiles that exist, an even number.
 // A lane (g = lane / 4, l = lane % 4) owns the 16-column block l of each 64 columns, in rows g and g + 8. So two scale bytes
 // serve four mma.m16n8k16, at the price of a column order that the activations' loads follow: mma i of a group of 64 takes
 // columns 16 l + 4 i + {0, 1} (as its k = 2l, 2l + 1) and + {2, 3} (as its k = 2l + 8, 2l + 9).
-constexpr int kRows = 16, kCols = 128, kChunk = 1152, kCodes = 1024, kColsPadded = 256;
+constexpr int kRows = 16, kCols = 128, kChunk = 1152, kCodes = 1024, kBlockTiles = 16;
+
+AQ_HD int row_tiles(int64_t n) { return (int)((n + 31) / 32) * 2; }
+AQ_HD int column_chunks(int64_t k) { return (int)((k + kCols - 1) / kCols); }
+AQ_HD int tiles_in_block(int block, int tiles) { return tiles - block * kBlockTiles < kBlockTiles ? tiles - block * kBlockTiles : kBlockTiles; }
+// byte offset of a chunk
+AQ_HD int64_t chunk_at(int tile, int chunk, int tiles, int chunks) {
+    const int block = tile / kBlockTiles;
+    return ((int64_t)block * kBlockTiles * chunks + (int64_t)chunk * tiles_in_block(block, tiles) + tile % kBlockTiles) * kChunk;
+}
 
 // byte offset in a chunk of the word that feeds mma i of group q, and of the lane's scales of group q (row g, then row g + 8)
 AQ_HD int word_at(int q, int lane, int i) { return q * 512 + lane * 16 + i * 4; }

@@ -25,11 +25,11 @@ __device__ uint32_t code_at(const Source &s, int64_t row, int64_t col) {
     return high ? byte >> 4 : byte & 15u;
 }
 
-__global__ void repack_kernel(Source s, uint8_t *packed, int64_t pairs, unsigned long long *bad) {
+__global__ void repack_kernel(Source s, uint8_t *packed, int tiles, int chunks, unsigned long long *bad) {
     // a block makes one chunk: 256 words of codes, then 128 scale bytes
-    const int64_t chunk = blockIdx.x, tile = chunk / (2 * pairs);
-    const int64_t row0 = tile * kRows, col0 = (chunk - tile * 2 * pairs) * kCols;
-    uint8_t *to = packed + chunk * kChunk;
+    const int tile = blockIdx.x / chunks, chunk = blockIdx.x - tile * chunks;
+    const int64_t row0 = (int64_t)tile * kRows, col0 = (int64_t)chunk * kCols;
+    uint8_t *to = packed + chunk_at(tile, chunk, tiles, chunks);
     const int t = threadIdx.x;
     {
         const int q = t >> 7, lane = (t >> 2) & 31, i = t & 3;
@@ -56,14 +56,12 @@ __global__ void repack_kernel(Source s, uint8_t *packed, int64_t pairs, unsigned
 
 }  // namespace
 
-extern "C" size_t aq_packed_bytes(int64_t n, int64_t k) {
-    return (size_t)((n + kRows - 1) / kRows) * (size_t)((k + kColsPadded - 1) / kColsPadded) * 2 * kChunk;
-}
+extern "C" size_t aq_packed_bytes(int64_t n, int64_t k) { return (size_t)row_tiles(n) * (size_t)column_chunks(k) * kChunk; }
 
 extern "C" int aq_repack(const uint8_t *codes, const uint8_t *scales, uint8_t *packed, int64_t n, int64_t k,
                          unsigned long long *bad, int fault, void *stream) {
     const Source s{codes, scales, n, k, fault};
-    const int64_t tiles = (n + kRows - 1) / kRows, pairs = (k + kColsPadded - 1) / kColsPadded;
-    repack_kernel<<<(unsigned)(tiles * pairs * 2), 256, 0, (cudaStream_t)stream>>>(s, packed, pairs, bad);
+    const int tiles = row_tiles(n), chunks = column_chunks(k);
+    repack_kernel<<<(unsigned)tiles * (unsigned)chunks, 256, 0, (cudaStream_t)stream>>>(s, packed, tiles, chunks, bad);
     return (int)cudaGetLastError();
 }

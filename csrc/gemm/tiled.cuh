@@ -1,7 +1,7 @@
 // W4A16 for more tokens: tiles of the output, weights and activations streamed together through one ring.
 //
-// A stage is BN rows x 128 columns of repacked weights and BM tokens x 128 columns of activations, copied by whichever warp has the
-// turn (a warp for copies alone would cost every thread registers). The warps decode the weights in registers, once for all their tokens, and feed mma.sync. Blocks of a cluster split K; their partial
+// A stage is BN rows x 128 columns of repacked weights and BM tokens x 128 columns of activations, one bulk copy and
+// 16-byte copies by all threads (a warp for copies alone would cost every thread registers). The warps decode the weights in registers, once for all their tokens, and feed mma.sync. Blocks of a cluster split K; their partial
 // tiles are added in rank order through distributed shared memory.
 #pragma once
 #include "gemm/device.cuh"
@@ -12,7 +12,7 @@ struct TiledArgs {
     void *out;
     int64_t ldx, n;
     float scale;
-    int m, k, n_tiles, m_tiles, pairs, split, stages, out_type, pdl;
+    int m, k, n_tiles, m_tiles, tiles, chunks, split, stages, out_type, pdl;
 };
 
 constexpr int kTilePitch = kCols * 2 + 16;  // bytes between tokens: shifts the banks by 16 bytes a token
@@ -38,17 +38,10 @@ __global__ void __launch_bounds__(32 * WR * WC, 1) tiled_kernel(const TiledArgs 
     const int group = tile / (kMGroup * a.n_tiles), in_group = tile - group * kMGroup * a.n_tiles;
     const int width = min(kMGroup, a.m_tiles - group * kMGroup);
     const int m0 = (group * kMGroup + in_group % width) * S::kBM, nt = in_group / width, n0 = nt * S::kBN;
-    const int chunks_all = (a.k + kCols - 1) / kCols;
-    const int c0 = chunks_all * rank / a.split, c1 = chunks_all * (rank + 1) / a.split;
+    const int c0 = a.chunks * rank / a.split, c1 = a.chunks * (rank + 1) / a.split;
 
     if (threadIdx.x == 0)
-        for (int s = 0; s < a.stages; s++) bar_init(full + s, kProducers), bar_init(empty + s, S::kWarps);
-    if (a.k % kCols) {  // the last chunk's activations are shorter: what they leave must be finite
-        for (int i = threadIdx.x; i < a.stages * (S::kBM * kTilePitch / 16); i += blockDim.x) {
-            const int s = i / (S::kBM * kTilePitch / 16), v = i - s * (S::kBM * kTilePitch / 16);
-            *(uint4 *)(stages + (size_t)s * S::kStage + S::kWeightBytes + v * 16) = make_uint4(0, 0, 0, 0);
-        }
-    }
+        for (int s = 0; s < a.stages; s++) bar_init(full + s, 32 * S::kWarps + kBulkArrivals), bar_init(empty + s, S::kWarps);
     bar_fence();
     __syncthreads();
 
@@ -62,40 +55,38 @@ __global__ void __launch_bounds__(32 * WR * WC, 1) tiled_kernel(const TiledArgs 
 #pragma unroll
             for (int i = 0; i < 4; i++) acc[r][t][i] = 0.f;
 
-    const int row_tiles = (int)((a.n + kRows - 1) / kRows), have = min(S::kBN / 16, row_tiles - nt * (S::kBN / 16));
-    const int tokens = min(S::kBM, a.m - m0);
-    const int64_t row_bytes = (int64_t)a.pairs * 2 * kChunk;
-    const uint8_t *weights_from = a.packed + (int64_t)nt * (S::kBN / 16) * row_bytes;
+    const int tokens = min(S::kBM, a.m - m0), have = tiles_in_block(nt, a.tiles);
+    const uint8_t *weights_from = a.packed + chunk_at(nt * kBlockTiles, 0, a.tiles, a.chunks);
     const uint16_t *x_from = a.x + (int64_t)m0 * a.ldx;
     const auto fetch_weights = [&](int c, int s) {
-        expect_bytes(full + s, have * kChunk + tokens * (uint32_t)min(kCols, a.k - c * kCols) * 2, lane);
-        for (int i = lane; i < (S::kBN / 16 + 31) / 32 * 32; i += 32)
-            copy_lane(stages + (size_t)s * S::kStage + i * kChunk, weights_from + i * row_bytes + (int64_t)c * kChunk, kChunk, full + s,
-                      i < have, lane);
+        copy_piece(stages + (size_t)s * S::kStage, weights_from + (int64_t)c * have * kChunk, have * kChunk, full + s);
     };
-    const auto fetch_x = [&](int c, int s) {
-        for (int i = lane; i < (S::kBM + 31) / 32 * 32; i += 32)
-            copy_lane(stages + (size_t)s * S::kStage + S::kWeightBytes + i * kTilePitch, x_from + i * a.ldx + c * kCols,
-                      (uint32_t)min(kCols, a.k - c * kCols) * 2, full + s, i < tokens, lane);
-        copies_issued(full + s);
+    const auto fetch_x = [&](int c, int s) {  // beyond K: zeros, since padded codes are zeros and 0 * NaN is not
+        uint8_t *to = stages + (size_t)s * S::kStage + S::kWeightBytes;
+#pragma unroll
+        for (int i = threadIdx.x; i < S::kBM * 16; i += 32 * S::kWarps) {
+            const int token = i >> 4, v = i & 15, col = c * kCols + v * 8;
+            const bool there = col < a.k && token < tokens;
+            copy16(to + token * kTilePitch + v * 16, there ? x_from + token * a.ldx + col : a.x, there);
+        }
+        arrive_when_copied(full + s);
     };
-    if (warp == 0)
-        for (int s = 0; s < a.stages && c0 + s < c1; s++) fetch_weights(c0 + s, s);
+    const int ahead = a.stages > 3 ? a.stages - 2 : a.stages - 1;  // chunks on their way beside the one computed
+    for (int s = 0; s < ahead && c0 + s < c1; s++) fetch_weights(c0 + s, s);
     if (a.pdl) {  // weights never depend on the kernel before; activations and the output do
         let_next_kernel_start();
         wait_for_previous_kernel();
     }
-    if (warp == 0)
-        for (int s = 0; s < a.stages && c0 + s < c1; s++) fetch_x(c0 + s, s);
+    for (int s = 0; s < ahead && c0 + s < c1; s++) fetch_x(c0 + s, s);
 
     {
-        int before = 0, turn_before = 0;  // the slot that the chunk before lay in, and how often it had been used
+        int next = ahead % a.stages, next_turn = ahead / a.stages;  // the slot that takes chunk c + ahead
         for (int c = c0, s = 0, turn = 0; c < c1; c++) {
-            // the warps take turns at refilling the slot of the chunk before, once all of them are through with it
-            if (c > c0 && (c - c0) % S::kWarps == warp && c - 1 + a.stages < c1) {
-                bar_wait(empty + before, turn_before & 1);
-                fetch_weights(c - 1 + a.stages, before);
-                fetch_x(c - 1 + a.stages, before);
+            if (c + ahead < c1) {
+                if (next_turn) bar_wait(empty + next, (next_turn - 1) & 1);  // every warp is through with what lay there
+                fetch_weights(c + ahead, next);
+                fetch_x(c + ahead, next);
+                if (++next == a.stages) next = 0, next_turn++;
             }
             bar_wait(full + s, turn & 1);
             const uint8_t *stage = stages + (size_t)s * S::kStage;
@@ -129,7 +120,6 @@ __global__ void __launch_bounds__(32 * WR * WC, 1) tiled_kernel(const TiledArgs 
                 }
             __syncwarp();
             if (lane == 0) bar_arrive(empty + s);
-            before = s, turn_before = turn;
             if (++s == a.stages) s = 0, turn++;
         }
     }

@@ -27,7 +27,8 @@ SHAPES = (
     "8192x8192 16384x8192 20480x7168 81920x8192 24576x4096 4096x12288 "
     "8192x4096 4096x4096 248320x4096 17408x5120 5120x17408"
 )
-TOKENS = "1,2,4,8,16,64,256,1024,4096" COLD_BYTES = 400 << 20  # an H200's L2 is 60 MB
+TOKENS = "1,2,4,8,16,64,256,1024,4096"
+COLD_BYTES = 400 << 20  # an H200's L2 is 60 MB
 
 
 def timed(launches, repeats: int) -> float:
@@ -96,21 +97,20 @@ def plans(weight: gemm.Weight, m: int) -> list[tuple[int, ...]]:
             found.append(weight.plan(m, path))
         except Exception:
             continue
-    pairs, tiles, more = -(-weight.k // 256), -(-weight.n // 16), []
+    chunks, rows, more = -(-weight.k // 128), -(-weight.n // 32), []
     if m <= 16:
         for split, blocks in ((1, 132), (2, 132), (4, 128)):
-            for warps in (8, 16):
-                for stages in (2, 3, 4):
-                    clusters = blocks // split
-                    x_at = 1024 + warps * stages * 2304
-                    size = x_at + m * (-(-pairs // split) * 512 + 16)
-                    size += (-(-tiles // clusters) + warps) * (8 if m <= 8 else 16) * 80
-                    if size <= 232448:
-                        more.append((1, warps, split, stages, blocks, size))
+            for warps in (8, 12, 16):
+                size = m * (-(-chunks // split) * 256 + 16)
+                size += (-(-rows // (blocks // split)) + warps) * (8 if m <= 8 else 16) * 36 * 4
+                if size <= 232448:
+                    more.append((1, warps, split, 2, blocks, size))
     for tokens, stage, out in ((16, 18432 + 16 * 272, 0), (64, 18432 + 64 * 272, 0), (128, 18432 + 128 * 272, 133120)):
         if tokens // 4 >= m and tokens > 16:
             continue
         stages = min(8, (232448 - 1024) // stage)
+        if m > 64 and tokens == 16:
+            continue
         for split in (1, 2, 4, 8):
             blocks = -(-weight.n // 256) * -(-m // tokens) * split
             more.append((2, tokens, split, stages, blocks, 1024 + max(stages * stage, out, tokens * 260 * 4)))

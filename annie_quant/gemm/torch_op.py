@@ -1,0 +1,71 @@
+"""The W4A16 product as a torch operator, for torch.compile and CUDA graphs: torch.ops.annie_quant.nvfp4_linear.
+
+    handle = aq.gemm.torch_op.prepare(codes, block_scale, tensor_scale)    # repacked once; (packed, [n, k], tensor_scale)
+    aq.gemm.torch_op.register()
+    out = torch.ops.annie_quant.nvfp4_linear(x, handle.packed, handle.n, handle.k, handle.tensor_scale)
+
+The repacked weight is an ordinary uint8 tensor, so it moves, saves and is freed as any buffer of a module.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+from annie_quant.errors import need
+from annie_quant.gemm.arrays import native
+from annie_quant.gemm.ops import Weight, w4a16
+
+
+class Prepared(NamedTuple):
+    packed: Any
+    n: int
+    k: int
+    tensor_scale: float
+
+
+class _Borrowed(Weight):
+    """A Weight over a packed tensor that torch owns."""
+
+    def __init__(self, packed: Any, n: int, k: int, tensor_scale: float) -> None:
+        self.n, self.k, self.tensor_scale, self.packed = n, k, tensor_scale, packed
+        self.device = packed.device.index
+        self._plans = _plans(n, k, self.device)
+
+
+@functools.lru_cache(maxsize=None)
+def _plans(n: int, k: int, device: int) -> dict:
+    return {}
+
+
+def prepare(codes: Any, block_scale: Any, tensor_scale: float) -> Prepared:
+    """Repacks a checkpoint's weight (CUDA tensors: uint8 [N, K/2], float8_e4m3fn [N, K/16]) into a torch uint8 tensor."""
+    torch = need("torch", "runtime")
+    weight = Weight(codes, block_scale, tensor_scale)
+    packed = torch.empty(weight.packed.nbytes, dtype=torch.uint8, device=codes.device)
+    native().copy(packed.data_ptr(), weight.packed.ptr, weight.packed.nbytes, 0)
+    native().stream_sync(0)
+    return Prepared(packed, weight.n, weight.k, weight.tensor_scale)
+
+
+@functools.lru_cache(maxsize=None)
+def register() -> Any:
+    """Defines the operator once and gives it back."""
+    torch = need("torch", "runtime")
+
+    schema = "(Tensor x, Tensor packed, int n, int k, float tensor_scale) -> Tensor"
+
+    @torch.library.custom_op("annie_quant::nvfp4_linear", mutates_args=(), device_types="cuda", schema=schema)
+    def nvfp4_linear(x: Any, packed: Any, n: int, k: int, tensor_scale: float) -> Any:
+        rows = x.reshape(-1, k)
+        if rows.data_ptr() % 16 or rows.stride(-1) != 1:
+            rows = rows.contiguous()
+        out = torch.empty((rows.shape[0], n), dtype=x.dtype, device=x.device)
+        w4a16(rows, _Borrowed(packed, n, k, tensor_scale), out)
+        return out.reshape(*x.shape[:-1], n)
+
+    @nvfp4_linear.register_fake
+    def _(x: Any, packed: Any, n: int, k: int, tensor_scale: float) -> Any:
+        return x.new_empty((*x.shape[:-1], n))
+
+    return nvfp4_linear

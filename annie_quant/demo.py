@@ -156,7 +156,7 @@ class Line:
                     serve.start(self.dir / f"gguf/{name}.gguf", runtime="llama.cpp", log=self.dir / f"logs/{name}.log")
                 )
             backends = [
-                bench.Backend(name, server.url, meta={"model": name, "runtime": "llama.cpp", "pid": server.pid})
+                bench.Backend(name, server.url, meta={"model": name, "source": self.base["model"], "pid": server.pid})
                 for name, server in zip(SIDES, servers, strict=True)
             ]
             done = bench.run(backends, workloads, self.dir.path, warmup=2, runs=1, progress=step)

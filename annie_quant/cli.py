@@ -12,7 +12,7 @@ import click
 
 import annie_quant
 from annie_quant.console import Console
-from annie_quant.errors import AnnieError, UsageError
+from annie_quant.errors import AnnieError
 
 console = Console()
 
@@ -131,17 +131,23 @@ def quantize(
 @click.option(
     "--source", type=click.Path(path_type=Path), help="The bf16 checkpoint it was made from: adds the error per tensor."
 )
-@click.option("--repair", is_flag=True, help="Mend what can be mended exactly.")
+@click.option("--repair", is_flag=True, help="Write a mended copy beside it, then audit that.")
+@click.option("--output", type=click.Path(path_type=Path), help="With --repair: the mended copy's folder.")
 @json_option
-def audit(checkpoint: Path, source: Path | None, repair: bool, as_json: bool) -> None:
+def audit(checkpoint: Path, source: Path | None, repair: bool, output: Path | None, as_json: bool) -> None:
     """Read every tensor of a checkpoint and name what is wrong with it. Exit code 1 on a fault."""
-    found = annie_quant.checkpoint.audit(checkpoint, source=source)
+    mended: dict[str, Any] = {}
     if repair:
-        raise UsageError(
-            "--repair is not available yet",
-            "requantize: annie-quant quantize --strategy direct --model BF16 --output DIR",
-        )
-    emit(found.to_dict()) if as_json else console.print_audit(checkpoint, found)
+        with console.task("repair"):
+            mended = annie_quant.checkpoint.repair(checkpoint, source=source, output=output)
+        checkpoint = Path(mended["path"])
+    found = annie_quant.checkpoint.audit(checkpoint, source=source)
+    if as_json:
+        emit(found.to_dict() | ({"repair": mended} if repair else {}))
+    else:
+        for action in mended.get("actions", ()):
+            console.note(action)
+        console.print_audit(checkpoint, found)
     sys.exit(0 if found.ok else 1)
 
 
@@ -251,11 +257,14 @@ def doctor(as_json: bool) -> None:
 
 @cli.command(name="validate-gpu")
 @click.option("--bench", "with_bench", is_flag=True, help="Also time the kernels against the measured bandwidth.")
+@click.option(
+    "--stack", help="Also judge the installed serving stack's own FP4 kernels: vllm, flashinfer, torch or all."
+)
 @json_option
-def validate_gpu(with_bench: bool, as_json: bool) -> None:
+def validate_gpu(with_bench: bool, stack: str | None, as_json: bool) -> None:
     """Prove NVFP4 arithmetic on this GPU against a float64 oracle. Exit code 3 where there is no GPU."""
-    result = annie_quant.gemm.validate(bench=with_bench)
-    emit(result) if as_json else console.print_mapping("validate-gpu", result)
+    result = annie_quant.gemm.validate(bench=with_bench, stack=stack)
+    emit(result) if as_json else console.print_validation(result)
     sys.exit(0 if result.get("ok") else 1)
 
 

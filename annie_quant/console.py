@@ -111,6 +111,16 @@ class Console:
         if found.ok:
             self.out.print("[green]sound[/]")
 
+    def print_validation(self, result: dict[str, Any]) -> None:
+        """The GPU, then a line a check, then whatever was timed or judged besides."""
+        self.print_mapping("GPU", result["device"] | result["paths"])
+        for check in result["checks"]:
+            self.out.print(f"{'[green]✓[/]' if check['ok'] else '[red]✗[/]'} {check['name']}  ", end="")
+            self.out.print(check["detail"], markup=False, soft_wrap=True)
+        for part in ("bench", "stack"):
+            if part in result:
+                self.print_mapping(part, result[part])
+
     def print_mapping(self, title: str, values: dict[str, Any]) -> None:
         from rich.table import Table
 

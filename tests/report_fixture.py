@@ -285,18 +285,20 @@ def offline_part(n: int = 120) -> dict:
 
 def comparisons(rows: list[dict]) -> list[dict]:
     table = []
-    for other in ("naive", "mlp_only", "q4_k_m"):
-        for w in ("greeting", "factual", "long_response"):
+    pairs_of_sides = [("bf16", "naive"), ("bf16", "mlp_only"), ("bf16", "q4_k_m"), ("naive", "q4_k_m")]
+    for first, other in pairs_of_sides:
+        for w in ("greeting", "factual", "long_response", "all"):
             for metric in ("ttft_content_ms", "decode_tok_s"):
                 sides = []
-                for name in ("bf16", other):
-                    own = [r for r in rows if r["backend"] == name and r["workload"] == w and not r["error"]]
-                    sides.append({r["case"]: r[METRICS[metric]] for r in own})
+                for name in (first, other):
+                    own = [r for r in rows if r["backend"] == name and w in (r["workload"], "all") and not r["error"]]
+                    found = {(r["case"], r["turn"]): r[METRICS[metric]] for r in own}
+                    sides.append({k: v for k, v in found.items() if v is not None})
                 pairs = [(sides[0][c], sides[1][c]) for c in sides[0] if c in sides[1]]
                 gaps = sorted(b - a for a, b in pairs)
                 table.append(
                     {
-                        "a": "bf16",
+                        "a": first,
                         "b": other,
                         "workload": w,
                         "metric": metric,
@@ -376,6 +378,8 @@ def make_run(folder: str | Path, n: int = 30, seed: int = 0, hostile: bool = Tru
             "sentence": "Naive NVFP4 loses its tool calls under W4A4 numerics (50 of 120); "
             "mlp_only keeps every gate at 65 % of bf16's size.",
             "passed": False,
+            "candidate": "naive",
+            "incumbent": "q4_k_m",
             "reasons": ["naive W4A4: tool calls 50 of 120, below the founding rate of 60 %."],
             "caveats": [
                 "The servers ran on a shared two-core machine: speeds are not those of a DGX Spark.",

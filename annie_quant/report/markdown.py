@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from annie_quant.report import tables
+from annie_quant.report.checklist import checklist
 from annie_quant.report.load import Run
 from annie_quant.report.page import facts, findings, outcome
 from annie_quant.report.tables import Cell, Table
@@ -73,6 +74,11 @@ def render(run: Run, check: dict[str, Any] | None) -> str:
     comparisons = comparisons if comparisons.rows else tables.comparisons_table(run)
     if comparisons.rows:
         parts += ["## Paired comparisons", inert(comparisons.caption) + ".", grid(comparisons, "a", 4)]
+    title, lines = checklist(run)
+    if lines:
+        marks = {"pass": "[x]", "fail": "[ ] **no:**", "undecided": "[ ] open:"}
+        parts += [f"## Drop-in checklist: {inert(title)}"]
+        parts += ["\n".join(f"- {marks[x.verdict]} {inert(x.item)} ({inert(x.evidence)})" for x in lines)]
     parts += _list("Not in this run", [f"{m['what']}. To make it: {m['command']}" for m in run.missing])
     parts += _list("Caveats", findings(run))
     parts += ["## Method", *method(run, check)]

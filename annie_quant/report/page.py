@@ -13,7 +13,7 @@ from typing import Any
 
 from annie_quant import __version__
 from annie_quant.errors import need
-from annie_quant.report import answers, tables, text
+from annie_quant.report import answers, checklist, tables, text
 from annie_quant.report.figures import Figure
 from annie_quant.report.load import Run
 from annie_quant.report.svg import MARKS
@@ -57,6 +57,7 @@ def render(run: Run, figures: dict[str, Figure], check: dict[str, Any] | None, c
         overall=tables.comparisons_table(run, only_all=True),
         comparisons=tables.comparisons_table(run),
         browser=answers.collect(run),
+        dropin=checklist.checklist(run),
         missing={m["part"]: m for m in run.missing},
         stages=run.doc["stages"],
         facts=facts(run),

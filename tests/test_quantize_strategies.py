@@ -124,6 +124,6 @@ def test_a_damaged_source_is_named_by_tensor(tmp_path: Path) -> None:
     tensors[name] = tensors[name].copy()
     tensors[name][3, 5] = ml_dtypes.bfloat16(np.nan)
     save_file(tensors, bad / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"layers\.0\.mlp\.(up|gate)_proj\.weight: holds NaN"):
+    with pytest.raises(CheckpointError, match=r"layers\.0\.mlp\.up_proj\.weight: holds NaN"):
         quantize.run("direct", bad, tmp_path / "out")
     assert not (tmp_path / "out").exists()

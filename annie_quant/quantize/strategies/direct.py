@@ -72,16 +72,19 @@ def choose(folder: ModelFolder, modules: list[str], job: Job) -> list[str]:
 
 def shared_scales(folder: ModelFolder, chosen: list[str], scale: str) -> dict[str, np.float32]:
     """Module → tensor scale, one for each group that is served as one matrix."""
-    largest = {m: max(float(nvfp4.amax(rows)) for rows in chunks(folder, f"{m}.weight")) for m in chosen}
+    largest = {m: largest_of(folder, f"{m}.weight") for m in chosen}
     for group in fused_groups(set(chosen)):
         top = max(largest[m] for m in group)
         largest |= dict.fromkeys(group, top)
-    for module, value in largest.items():
-        if not np.isfinite(value):
-            raise CheckpointError(
-                f"{module}.weight: holds NaN or inf", "the source checkpoint is damaged: download it again"
-            )
     return {m: np.float32(nvfp4.tensor_scale(v, scale=scale)) for m, v in largest.items()}
+
+
+def largest_of(folder: ModelFolder, name: str) -> float:
+    """The largest absolute weight, refusing a tensor that holds NaN or inf."""
+    values = [float(nvfp4.amax(rows)) for rows in chunks(folder, name)]
+    if not np.isfinite(values).all():
+        raise CheckpointError(f"{name}: holds NaN or inf", "the source checkpoint is damaged: download it again")
+    return max(values, default=0.0)
 
 
 def chunks(folder: ModelFolder, name: str) -> Iterator[np.ndarray]:

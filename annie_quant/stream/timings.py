@@ -106,8 +106,9 @@ class Timings:
     def records(self, clock: str = "kernel") -> list[dict[str, Any]]:
         """A dict a request, in the plan's order; decode.py says what each time means, faults.py the causes of `error`.
 
-        clock: "kernel" takes the kernel's receive stamps where every read of the request has one (its record's `clock`
-        says which it was), "user" the moment this process came to the data.
+        clock: "kernel" takes the kernel's receive stamps, and where an event has none (`unstamped_events`) the user's;
+        "user" takes the moment this process came to the data. A record's `clock` says which it was: a Unix socket has
+        no kernel stamps, and with TLS they time the ciphertext.
         """
         if clock not in _CLOCKS:
             raise UsageError(f"clock={clock!r} is not a clock", f"choose one of: {', '.join(_CLOCKS)}")
@@ -116,13 +117,16 @@ class Timings:
     def record(self, request: int, clock: str = "kernel") -> dict[str, Any]:
         row, asked = self.requests[request], self.asked[request]
         indices = self.rows_of(request)
-        clock = clock if clock == "user" or self._has_kernel_stamps(request, indices) else "user"
-        frames = self._frames(indices, f"{clock}_ns")
+        unstamped = self._unstamped(request, indices)
+        if unstamped is None:
+            clock = "user"
+        frames = self._frames(indices, clock)
         answer = decode.read_answer(frames) if row["event_stream"] else decode.Answer()
         self._judge(answer, request, frames)
         started = int(row["started_ns"])
         suffix = "_kernel_ns" if clock == "kernel" else "_ns"
-        first_byte, ended = int(row[f"first_byte{suffix}"]), int(row[f"ended{suffix}"]) or int(row["ended_ns"])
+        first_byte = int(row[f"first_byte{suffix}"]) or int(row["first_byte_ns"])
+        ended = int(row[f"ended{suffix}"]) or int(row["ended_ns"])
         headers = self.headers(request)
         return {
             "tag": asked.tag,
@@ -142,6 +146,7 @@ class Timings:
             **decode.timing_fields(answer, started),
             "e2e_ms": (ended - started) / 1e6,
             "clock": clock,
+            "unstamped_events": unstamped or 0,
             "started_s": (started - self.origin_ns) / 1e9,
             "started_unix_s": (started - self.origin_ns + self.origin_realtime_ns) / 1e9,
             "wait_ms": (started - int(row["scheduled_ns"])) / 1e6 if row["scheduled_ns"] else None,
@@ -151,16 +156,23 @@ class Timings:
             "body_bytes": int(self.events["size"][indices].sum()),
         }
 
-    def _has_kernel_stamps(self, request: int, indices: np.ndarray) -> bool:
-        row = self.requests[request]
-        return bool(row["first_byte_kernel_ns"] and (self.events["kernel_ns"][indices] != 0).all())
+    def _unstamped(self, request: int, indices: np.ndarray) -> int | None:
+        """How many events the kernel did not stamp; None if it stamped nothing of this request."""
+        missing = int(np.count_nonzero(self.events["kernel_ns"][indices] == 0))
+        stamped = missing < len(indices) or bool(self.requests["first_byte_kernel_ns"][request])
+        return missing if stamped else None
 
-    def _frames(self, indices: np.ndarray, stamp: str) -> list[decode.Frame]:
+    def _frames(self, indices: np.ndarray, clock: str) -> list[decode.Frame]:
         rows = self.events[indices]
-        out = []
-        names = (stamp, "kind", "flags", "read", "offset", "size", "data_start", "data_size", "data_lines")
+        stamps = rows["user_ns"]
+        if clock == "kernel":
+            stamps = np.where(rows["kernel_ns"] != 0, rows["kernel_ns"], stamps)
+        names = ("kind", "flags", "read", "offset", "size", "data_start", "data_size", "data_lines")
         columns = (rows[name].tolist() for name in names)
-        for when, kind, flags, read, offset, size, start, data_size, lines in zip(*columns, strict=True):
+        out = []
+        for when, kind, flags, read, offset, size, start, data_size, lines in zip(
+            stamps.tolist(), *columns, strict=True
+        ):
             raw = self.frames[offset : offset + size].tobytes()
             data = raw[start : start + data_size] if lines <= 1 else decode.joined_data(raw, start)
             out.append(decode.Frame(when, kind, flags, read, raw, data))

@@ -70,6 +70,8 @@ static void drain_ended(struct client *c)
 static void act(struct client *c, curl_socket_t fd, int events)
 {
     int running;
+    c->now_fd = fd;
+    c->action++;
     curl_multi_socket_action(c->multi, fd, events, &running);
     drain_ended(c);
 }

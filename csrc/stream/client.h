@@ -17,6 +17,8 @@ struct client {
     int epoll_fd, timer_fd;
     struct clock_pair pair;
     int64_t now_ns, now_kernel_ns; /* the stamps of the read in hand */
+    int now_fd;                    /* the socket that is read; -1: libcurl's timer acts */
+    uint64_t action;               /* a number for each read, so that what one read brought is seen as one */
     int now_errno;                 /* the socket error that looking for its stamp took away from libcurl */
     int64_t curl_due_ns;           /* when libcurl wants its timer called; INT64_MAX: never */
     int64_t check_due_ns;          /* no timeout can be due before this */
@@ -43,6 +45,9 @@ struct transfer {
     uint32_t index;
     int fd; /* -1: not connected yet */
     int64_t started_ns, last_read_ns;
+    uint64_t last_action;         /* its last read's */
+    const char *last_bytes;       /* where that read's latest piece lay in libcurl's buffer */
+    size_t last_read, first_event; /* that read's row, and the first event row since */
     int32_t status;
     bool body_began, event_stream;
     uint8_t cause; /* why it is being given up */

@@ -20,12 +20,18 @@ struct socket_state *client_socket(const struct client *c, int fd)
 
 /* ---- what comes in */
 
+/* libcurl may read a second socket in passing, when a timer of that transfer is due: the stamp is not its own. */
+static int64_t kernel_stamp(const struct transfer *t)
+{
+    return t->fd == t->client->now_fd ? t->client->now_kernel_ns : 0;
+}
+
 static void note_first_byte(struct transfer *t)
 {
     struct request_row *row = client_row(t->client, t->index);
     if (row->first_byte_ns == 0) {
         row->first_byte_ns = t->client->now_ns;
-        row->first_byte_kernel_ns = t->client->now_kernel_ns;
+        row->first_byte_kernel_ns = kernel_stamp(t);
     }
     t->last_read_ns = t->client->now_ns;
 }
@@ -56,13 +62,13 @@ static int keep_frame(void *context, const uint8_t *frame, size_t size, const st
     struct plan_result *r = c->result;
     struct event_row row = {
         .user_ns = c->now_ns,
-        .kernel_ns = c->now_kernel_ns,
+        .kernel_ns = kernel_stamp(t),
         .offset = r->frames.size,
         .size = (uint32_t)size,
         .data_start = info->data_start,
         .data_size = info->data_size,
         .request = t->index,
-        .read = (uint32_t)(r->reads.size / sizeof(struct read_row) - 1),
+        .read = (uint32_t)t->last_read,
         .data_lines = info->data_lines,
         .kind = info->kind,
         .flags = info->flags,
@@ -71,14 +77,33 @@ static int keep_frame(void *context, const uint8_t *frame, size_t size, const st
 }
 
 /* Events that one read completed share its stamp: say so in their rows. */
-static void flag_merged(struct client *c, size_t first)
+static void flag_merged(struct transfer *t)
 {
-    struct event_row *rows = (struct event_row *)c->result->events.base;
-    size_t end = c->result->events.size / sizeof *rows, data = 0;
-    for (size_t i = first; i < end; i++)
-        data += rows[i].kind == SSE_DATA;
-    for (size_t i = first; i < end && data > 1; i++)
-        rows[i].flags |= SSE_MERGED;
+    struct event_row *rows = (struct event_row *)t->client->result->events.base;
+    size_t end = t->client->result->events.size / sizeof *rows, data = 0;
+    for (size_t i = t->first_event; i < end; i++)
+        data += rows[i].request == t->index && rows[i].kind == SSE_DATA;
+    for (size_t i = t->first_event; i < end && data > 1; i++)
+        if (rows[i].request == t->index)
+            rows[i].flags |= SSE_MERGED;
+}
+
+/* libcurl hands one read on in several pieces (a chunk each): they are one row. */
+static int keep_read(struct transfer *t, size_t size)
+{
+    struct client *c = t->client;
+    struct vector *reads = &c->result->reads;
+    struct read_row *last = (struct read_row *)reads->base + t->last_read;
+    if (t->last_action == c->action && size <= UINT32_MAX - last->size) {
+        last->size += (uint32_t)size;
+        return SSE_OK;
+    }
+    t->last_action = c->action;
+    t->last_read = reads->size / sizeof *last;
+    t->first_event = c->result->events.size / sizeof(struct event_row);
+    struct read_row row = {
+        .user_ns = c->now_ns, .kernel_ns = kernel_stamp(t), .request = t->index, .size = (uint32_t)size};
+    return vector_add(reads, &row, sizeof row) ? SSE_NO_MEMORY : SSE_OK;
 }
 
 static bool is_type(const char *type, const char *wanted)
@@ -100,27 +125,37 @@ static void begin_body(struct transfer *t)
 
 static int keep_body(struct transfer *t, const char *bytes, size_t size)
 {
-    struct client *c = t->client;
-    struct read_row read = {
-        .user_ns = c->now_ns, .kernel_ns = c->now_kernel_ns, .request = t->index, .size = (uint32_t)size};
-    if (vector_add(&c->result->reads, &read, sizeof read))
+    if (keep_read(t, size))
         return SSE_NO_MEMORY;
     if (!t->event_stream) {
-        if (size > c->plan->max_event_bytes - t->body.size)
+        if (size > t->client->plan->max_event_bytes - t->body.size)
             return SSE_TOO_LARGE;
         return vector_add(&t->body, bytes, size) ? SSE_NO_MEMORY : SSE_OK;
     }
-    size_t first = c->result->events.size / sizeof(struct event_row);
     int status = sse_feed(&t->framer, (const uint8_t *)bytes, size, keep_frame, t);
-    if (c->result->events.size / sizeof(struct event_row) - first > 1)
-        flag_merged(c, first);
+    if (t->client->result->events.size / sizeof(struct event_row) - t->first_event > 1)
+        flag_merged(t);
     return status;
+}
+
+/* libcurl reads on while more is there. The pieces of one read lie one after the other in its buffer: a piece that lies
+ * before the last one came with another read, later than the stamps in hand. */
+static void stamp_later_read(struct transfer *t, const char *bytes)
+{
+    struct client *c = t->client;
+    if (c->plan->http == PLAN_HTTP_1_1 && t->last_action == c->action && bytes <= t->last_bytes) {
+        c->now_ns = clock_monotonic_ns();
+        c->now_kernel_ns = 0;
+        c->action++;
+    }
+    t->last_bytes = bytes;
 }
 
 static size_t on_body(char *bytes, size_t one, size_t size, void *context)
 {
     struct transfer *t = context;
     size *= one;
+    stamp_later_read(t, bytes);
     note_first_byte(t);
     if (!t->body_began)
         begin_body(t);
@@ -210,6 +245,9 @@ static void set_connection(struct transfer *t)
     const struct plan *p = t->client->plan;
     CURL *easy = t->easy;
     set_protocols(easy);
+    /* The second address's timer would fire once in every transfer, long after the connection is made, and read whatever
+     * is there past our stamps. A refused first address goes on to the second without it. */
+    curl_easy_setopt(easy, CURLOPT_HAPPY_EYEBALLS_TIMEOUT_MS, (long)INT32_MAX);
     curl_easy_setopt(easy, CURLOPT_HTTP_VERSION, http_version(p->http));
     curl_easy_setopt(easy, CURLOPT_PIPEWAIT, p->http != PLAN_HTTP_1_1 ? 1L : 0L);
     curl_easy_setopt(easy, CURLOPT_NOSIGNAL, 1L);

@@ -1,0 +1,183 @@
+"""One client, one load, in a process of its own: prints JSON with every event's stamps. Run by bench_stream.py.
+
+Every client does the same work an event: cut the stream into events, stamp each, keep its bytes. The content is decoded
+after the clock has stopped, except in openai, which cannot hand out an event undecoded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import resource
+import sys
+import time
+from collections.abc import Callable
+
+Events = list[tuple[int, bytes]]  # (stamp, bytes) of one stream, in order
+STAMP = re.compile(rb'"content":"(\d{19})')
+BODY = {"model": "load", "messages": [{"role": "user", "content": "x"}], "stream": True}
+
+
+def ours(url: str, streams: int) -> tuple[list[Events], dict]:
+    import numpy as np
+
+    import annie_quant as aq
+
+    request = aq.stream.Request(url, json=BODY)
+    began = usage()
+    timings = aq.stream.run([request] * streams, concurrency=streams)
+    spent = usage() - began
+    rows = timings.events
+    user: list[Events] = [[] for _ in range(streams)]
+    kernel: list[Events] = [[] for _ in range(streams)]
+    for i in np.flatnonzero(rows["kind"] == 1).tolist():
+        raw = timings.raw(i)
+        user[rows["request"][i]].append((int(rows["user_ns"][i]), raw))
+        kernel[rows["request"][i]].append((int(rows["kernel_ns"][i]), raw))
+    more = {
+        "cpu_s": spent,
+        "kernel": [lags(e) for e in kernel],
+        "merged": int((rows["flags"][rows["kind"] == 1] & 1).sum()),
+        "started": timings.requests["started_ns"].tolist(),
+        "received": [int(timings.headers(i)["x-received-ns"]) for i in range(streams)],
+    }
+    return user, more
+
+
+class Cutter:
+    """Events of one stream, cut at blank lines and stamped with the read that completed them."""
+
+    def __init__(self) -> None:
+        self.held = b""
+        self.events: Events = []
+
+    def feed(self, piece: bytes) -> None:
+        now = time.monotonic_ns()
+        *whole, self.held = (self.held + piece).split(b"\n\n")
+        for event in whole:
+            self.events.append((now, event))
+
+
+def pycurl_(url: str, streams: int) -> list[Events]:
+    import pycurl
+
+    multi, cutters, handles = pycurl.CurlMulti(), [], []
+    for _ in range(streams):
+        cutter, handle = Cutter(), pycurl.Curl()
+        handle.setopt(pycurl.URL, url)
+        handle.setopt(pycurl.POSTFIELDS, json.dumps(BODY))
+        handle.setopt(pycurl.WRITEFUNCTION, cutter.feed)
+        multi.add_handle(handle)
+        cutters.append(cutter)
+        handles.append(handle)
+    active = 1
+    while active:
+        _, active = multi.perform()
+        if active:
+            multi.poll(1.0) if hasattr(multi, "poll") else multi.select(1.0)
+    return [c.events for c in cutters]
+
+
+def aiohttp_(url: str, streams: int) -> list[Events]:
+    import aiohttp
+
+    async def one(session: aiohttp.ClientSession) -> Events:
+        cutter = Cutter()
+        async with session.post(url, json=BODY) as response:
+            async for piece in response.content.iter_any():
+                cutter.feed(piece)
+        return cutter.events
+
+    async def every() -> list[Events]:
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=300)) as session:
+            return list(await asyncio.gather(*(one(session) for _ in range(streams))))
+
+    return asyncio.run(every())
+
+
+def httpx_(url: str, streams: int) -> list[Events]:
+    import httpx
+
+    async def one(client: httpx.AsyncClient) -> Events:
+        cutter = Cutter()
+        async with client.stream("POST", url, json=BODY) as response:
+            async for piece in response.aiter_raw():
+                cutter.feed(piece)
+        return cutter.events
+
+    async def every() -> list[Events]:
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        async with httpx.AsyncClient(limits=limits, timeout=300) as client:
+            return list(await asyncio.gather(*(one(client) for _ in range(streams))))
+
+    return asyncio.run(every())
+
+
+def openai_(url: str, streams: int) -> list[Events]:
+    import openai
+
+    base, _, query = url.partition("/chat/completions?")
+    options = dict(pair.split("=") for pair in query.split("&"))
+
+    async def one(client: openai.AsyncOpenAI) -> Events:
+        events: Events = []
+        answer = await client.chat.completions.create(**BODY)
+        async for part in answer:
+            now = time.monotonic_ns()
+            if part.choices:
+                events.append((now, b'"content":"%b"' % (part.choices[0].delta.content or "").encode()))
+        return events
+
+    async def every() -> list[Events]:
+        client = openai.AsyncOpenAI(base_url=base, api_key="none", default_query=options, max_retries=0, timeout=300)
+        return list(await asyncio.gather(*(one(client) for _ in range(streams))))
+
+    return asyncio.run(every())
+
+
+PEERS: dict[str, Callable[[str, int], list[Events]]] = {
+    "pycurl": pycurl_,
+    "aiohttp": aiohttp_,
+    "httpx": httpx_,
+    "openai": openai_,
+}
+
+
+def usage() -> float:
+    spent = resource.getrusage(resource.RUSAGE_SELF)
+    return spent.ru_utime + spent.ru_stime
+
+
+def lags(events: Events) -> list[int]:
+    """How late each stamped event was seen, in nanoseconds."""
+    found = ((when, STAMP.search(raw)) for when, raw in events)
+    return [when - int(match[1]) if when else -1 for when, match in found if match]
+
+
+def arrivals(events: Events) -> list[int]:
+    return [when for when, raw in events if STAMP.search(raw)]
+
+
+def main() -> None:
+    name, url, streams, cpu = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+    os.sched_setaffinity(0, {cpu})
+    resource.setrlimit(resource.RLIMIT_NOFILE, (4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    began = usage()
+    if name == "ours":
+        events, more = ours(url, streams)
+    else:
+        __import__(name)
+        began = usage()
+        events, more = PEERS[name](url, streams), {}
+        more["cpu_s"] = usage() - began
+    peak_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    stamps = [arrivals(e) for e in events]
+    shared = sum(b == a for s in stamps for a, b in zip(s, s[1:], strict=False))
+    print(json.dumps({"user": [lags(e) for e in events], "rss_mb": peak_kb / 1024, "shared": shared, **more}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,233 @@
+/* The load server of bench_stream.py: streams events at times fixed beforehand and writes into each one the moment it
+ * was sent (CLOCK_MONOTONIC), so a client on the same machine can be told how late it saw it.
+ *
+ *   bench_stream_server CPU      prints its port; serves until it is killed
+ *   POST /v1/chat/completions?streams=S&events=E&gap_us=G&stagger=0|1&tokens=T&split=0|1
+ *
+ * Once S requests wait, event k of stream i is due at T0 + k G (+ i G / S when staggered). Each goes out as one chunk in
+ * one send; with split=1 in two sends, cut inside the event. Every event's text begins with the stamp; the answer's
+ * X-Received-Ns header says when the request had been read.
+ */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sched.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/epoll.h>
+#include <sys/socket.h>
+#include <time.h>
+#include <unistd.h>
+
+enum { MAX_STREAMS = 1024, REQUEST_BYTES = 65536 };
+
+struct stream {
+    int fd;
+    size_t held;
+    int64_t received_ns;
+    bool waiting;
+    char request[REQUEST_BYTES];
+};
+
+struct schedule {
+    int64_t gap_ns;
+    int streams, events, tokens;
+    bool stagger, split;
+};
+
+static struct stream streams[MAX_STREAMS];
+
+static int64_t now_ns(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
+static void sleep_until(int64_t due)
+{
+    struct timespec t = {due / 1000000000, due % 1000000000};
+    while (now_ns() < due && clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &t, NULL) == EINTR)
+        ;
+}
+
+static void send_all(int fd, const char *bytes, size_t size)
+{
+    while (size) {
+        ssize_t sent = send(fd, bytes, size, MSG_NOSIGNAL);
+        if (sent <= 0)
+            return; /* the client left: its loss is the client's */
+        bytes += sent;
+        size -= (size_t)sent;
+    }
+}
+
+static long number(const char *request, const char *name, long otherwise)
+{
+    const char *at = strstr(request, name);
+    return at ? strtol(at + strlen(name), NULL, 10) : otherwise;
+}
+
+static struct schedule read_schedule(const char *request)
+{
+    return (struct schedule){
+        .gap_ns = number(request, "gap_us=", 10000) * 1000,
+        .streams = (int)number(request, "streams=", 1),
+        .events = (int)number(request, "events=", 100),
+        .tokens = (int)number(request, "tokens=", 1),
+        .stagger = number(request, "stagger=", 0) != 0,
+        .split = number(request, "split=", 0) != 0,
+    };
+}
+
+static void send_event(int fd, int index, const struct schedule *plan)
+{
+    char words[256] = "", body[1024], out[1200];
+    for (int t = 1; t < plan->tokens && t < 16; t++)
+        strcat(words, " token");
+    /* The stamp is taken with everything else ready. */
+    int size = snprintf(body, sizeof body,
+                        "data: {\"id\":\"chatcmpl-%08d\",\"object\":\"chat.completion.chunk\",\"created\":1,\"model\":\"load\","
+                        "\"choices\":[{\"index\":0,\"delta\":{\"content\":\"%019lld%s \"},\"finish_reason\":null}]}\n\n",
+                        index, (long long)now_ns(), words);
+    int total = snprintf(out, sizeof out, "%x\r\n%s\r\n", size, body);
+    if (plan->split) {
+        send_all(fd, out, (size_t)total / 2);
+        send_all(fd, out + total / 2, (size_t)(total - total / 2));
+    } else {
+        send_all(fd, out, (size_t)total);
+    }
+}
+
+static void send_head(const struct stream *s)
+{
+    char head[256];
+    int size = snprintf(head, sizeof head,
+                        "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nX-Received-Ns: %lld\r\n"
+                        "Transfer-Encoding: chunked\r\n\r\n",
+                        (long long)s->received_ns);
+    send_all(s->fd, head, (size_t)size);
+}
+
+static void send_end(int fd, int events)
+{
+    char usage[256], out[400];
+    int size = snprintf(usage, sizeof usage,
+                        "data: {\"choices\":[],\"usage\":{\"prompt_tokens\":1,\"completion_tokens\":%d}}\n\n"
+                        "data: [DONE]\n\n", events);
+    int total = snprintf(out, sizeof out, "%x\r\n%s\r\n0\r\n\r\n", size, usage);
+    send_all(fd, out, (size_t)total);
+}
+
+static void run_schedule(struct schedule plan)
+{
+    struct stream *ready[MAX_STREAMS];
+    int count = 0;
+    for (int i = 0; i < MAX_STREAMS && count < plan.streams; i++)
+        if (streams[i].waiting)
+            ready[count++] = &streams[i];
+    for (int i = 0; i < count; i++)
+        send_head(ready[i]);
+    int64_t start = now_ns() + 20000000;
+    for (int k = 0; k < plan.events; k++) {
+        for (int i = 0; i < count; i++) {
+            sleep_until(start + k * plan.gap_ns + (plan.stagger ? i * plan.gap_ns / count : 0));
+            send_event(ready[i]->fd, k, &plan);
+        }
+    }
+    sleep_until(start + plan.events * plan.gap_ns + 5000000);
+    for (int i = 0; i < count; i++) {
+        send_end(ready[i]->fd, plan.events * plan.tokens);
+        ready[i]->waiting = false;
+    }
+}
+
+static int waiting_count(void)
+{
+    int count = 0;
+    for (int i = 0; i < MAX_STREAMS; i++)
+        count += streams[i].waiting;
+    return count;
+}
+
+/* True when a whole request has been read. */
+static bool read_some(struct stream *s, int epoll)
+{
+    ssize_t got = recv(s->fd, s->request + s->held, REQUEST_BYTES - 1 - s->held, MSG_DONTWAIT);
+    if (got == 0 || (got < 0 && errno != EAGAIN)) {
+        epoll_ctl(epoll, EPOLL_CTL_DEL, s->fd, NULL);
+        close(s->fd);
+        memset(s, 0, sizeof *s);
+        return false;
+    }
+    if (got < 0)
+        return false;
+    s->held += (size_t)got;
+    s->request[s->held] = 0;
+    char *end = strstr(s->request, "\r\n\r\n");
+    if (!end)
+        return false;
+    char *length = strcasestr(s->request, "content-length:");
+    size_t body = length && length < end ? (size_t)strtol(length + 15, NULL, 10) : 0;
+    if (s->held < (size_t)(end - s->request) + 4 + body)
+        return false;
+    s->received_ns = now_ns();
+    s->waiting = true;
+    s->held = 0;
+    return true;
+}
+
+static void accept_one(int listener, int epoll)
+{
+    int fd = accept4(listener, NULL, NULL, SOCK_CLOEXEC), one = 1;
+    if (fd < 0)
+        return;
+    setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+    for (int i = 0; i < MAX_STREAMS; i++) {
+        if (streams[i].fd == 0) {
+            streams[i].fd = fd;
+            struct epoll_event event = {.events = EPOLLIN, .data.ptr = &streams[i]};
+            epoll_ctl(epoll, EPOLL_CTL_ADD, fd, &event);
+            return;
+        }
+    }
+    close(fd);
+}
+
+int main(int argc, char **argv)
+{
+    cpu_set_t cpus;
+    CPU_ZERO(&cpus);
+    CPU_SET(argc > 1 ? atoi(argv[1]) : 0, &cpus);
+    sched_setaffinity(0, sizeof cpus, &cpus);
+
+    int listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0), epoll = epoll_create1(EPOLL_CLOEXEC);
+    struct sockaddr_in at = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+    socklen_t size = sizeof at;
+    if (listener < 0 || bind(listener, (struct sockaddr *)&at, sizeof at) || listen(listener, MAX_STREAMS) ||
+        getsockname(listener, (struct sockaddr *)&at, &size)) {
+        perror("bench_stream_server");
+        return 1;
+    }
+    struct epoll_event event = {.events = EPOLLIN, .data.ptr = NULL}, got[64];
+    epoll_ctl(epoll, EPOLL_CTL_ADD, listener, &event);
+    printf("%d\n", ntohs(at.sin_port));
+    fflush(stdout);
+    for (;;) {
+        int count = epoll_wait(epoll, got, 64, -1);
+        for (int i = 0; i < count; i++) {
+            struct stream *s = got[i].data.ptr;
+            if (!s) {
+                accept_one(listener, epoll);
+            } else if (s->fd && read_some(s, epoll)) {
+                struct schedule plan = read_schedule(s->request);
+                if (waiting_count() >= plan.streams)
+                    run_schedule(plan);
+            }
+        }
+    }
+}

@@ -64,7 +64,7 @@ FACT_TABLES = {
     "capital": words.CAPITALS, "colour": words.COLOURS, "legs": words.LEGS, "opposite": words.OPPOSITES,
     "young": words.YOUNG, "author": words.AUTHORS, "continent": words.CONTINENTS,
 }
-FACT_KINDS = ("capital", "capital", "capital", "colour", "legs", "opposite", "young", "author", "continent")
+FACT_KINDS = ("capital", "capital", "capital", "colour", "legs", "opposite", "young", "author", "continent", "continent")
 
 
 def reasoning(rng: random.Random, split: str) -> Talk:

@@ -12,7 +12,8 @@ def by_split(train: str, calibration: str, gate: str) -> dict[str, tuple[str, ..
 
 
 OPENERS = by_split(
-    "|||Annie, |Hey Annie, |Tell me, |Please tell me, |Can you help me: |Hello, |Good question for you: |I wonder, ",
+    "|||Annie, |Hey Annie, |Tell me, |Please tell me, |Can you help me: |Hello, |Good question for you: |I wonder, |Hi, "
+    "|Hello there, |Hey there, |Hi again, |Hello again, |Help me with this: |Please, ",
     "||Okay Annie, |Now tell me, ",
     "||||Hi Annie, |Hello Annie, |Please help me: |Hey, ",
 )
@@ -27,35 +28,36 @@ FACTS = {
     ),
     "colour": by_split(
         "what colour is {s}?|which colour is {s}?|do you know the colour of {s}?|tell me the colour of {s}."
-        "|what is the colour of {s}?",
+        "|what is the colour of {s}?|{s} has which colour?|what colour would you give {s}?",
         "can you tell me the colour of {s}?",
         "which colour has {s}?|name the colour of {s}.|what colour does {s} have?",
     ),
     "legs": by_split(
         "how many legs does {s} have?|what is the number of legs of {s}?|do you know how many legs {s} has?"
-        "|tell me how many legs {s} has.",
+        "|tell me how many legs {s} has.|how many legs are there on {s}?|{s} stands on how many legs?",
         "how many legs has {s}?",
         "can you tell me how many legs {s} has?|name the number of legs of {s}.|{s} has how many legs?",
     ),
     "opposite": by_split(
         "what is the opposite of {s}?|which word is the opposite of {s}?|tell me the opposite of {s}."
-        "|do you know the opposite of {s}?",
+        "|do you know the opposite of {s}?|what is another way to say not {s}?|{s} has which opposite?",
         "can you tell me the opposite of {s}?",
         "name the opposite of {s}.|what word is the opposite of {s}?|the opposite of {s} is which word?",
     ),
     "young": by_split(
-        "what is a young {s} called?|what do you call a young {s}?|which word means a young {s}?"
+        "what is a young {s} called?|what do you call a young {s}?|which word means a young {s}?|what is the word for a young {s}?|a young {s} has which name?"
         "|tell me what a young {s} is called.",
         "how do you call a young {s}?",
         "what is the name of a young {s}?|do you know what a young {s} is called?|a young {s} is called what?",
     ),
     "author": by_split(
-        "who wrote {s}?|who is the author of {s}?|tell me who wrote {s}.|which author wrote {s}?",
+        "who wrote {s}?|who is the author of {s}?|tell me who wrote {s}.|which author wrote {s}?|{s} was written by whom?|who was the author of {s}?",
         "can you tell me who wrote {s}?",
         "do you know who wrote {s}?|name the author of {s}.|what is the name of the author of {s}?",
     ),
     "continent": by_split(
-        "which continent is {s} in?|on which continent is {s}?|what continent is {s} on?|tell me the continent of {s}.",
+        "which continent is {s} in?|on which continent is {s}?|what continent is {s} on?|tell me the continent of {s}."
+        "|{s} lies on which continent?|where is {s}, on which continent?|name the continent of {s}.|which continent does {s} belong to?",
         "do you know the continent of {s}?",
         "{s} is on which continent?|what is the continent of {s}?|which is the continent of {s}?",
     ),
@@ -74,21 +76,27 @@ SUMS = {
     "times": by_split(
         "there are {a} {many} with {b} {t} in each. How many {t} are there?|I bought {a} {many} of {b} {t}. How many {t} is that?"
         "|each {one} holds {b} {t}. How many {t} are in {a} {many}?|what do {a} {many} of {b} {t} make?"
-        "|we have {a} {many}, each with {b} {t}. How many {t} do we have?|if one {one} has {b} {t}, how many do {a} {many} have?",
+        "|we have {a} {many}, each with {b} {t}. How many {t} do we have?|if one {one} has {b} {t}, how many do {a} {many} have?"
+        "|how many {t} do {a} {many} of {b} {t} hold?|how many {t} will {a} {many} with {b} {t} each give?"
+        "|I have {a} {many}. Each has {b} {t}. How many {t} is that?|how many {t} do we get from {a} {many} with {b} {t} each?",
         "how many {t} are in {a} {many} of {b} {t}?|I see {a} {many} with {b} {t} each. How many {t} is that?",
         "I have {a} {many} with {b} {t} each. How many {t} do I have?|how many {t} are there in {a} {many} with {b} {t} in each?"
         "|we bought {a} {many}, each with {b} {t}. How many {t} are there?|if each {one} holds {b} {t}, how many {t} are in {a} {many}?",
     ),
     "plus": by_split(
         "I have {a} {t} and get {b} more. How many {t} do I have?|there are {a} {t} on the table and {b} more come. How many are there?"
-        "|what do {a} {t} and {b} {t} make?|she had {a} {t} and found {b} more. How many {t} is that?",
+        "|what do {a} {t} and {b} {t} make?|she had {a} {t} and found {b} more. How many {t} is that?"
+        "|how many {t} are there when {b} {t} come to {a} {t}?|how many {t} is {a} {t} and {b} {t} more?"
+        "|he had {a} {t} and bought {b} more. How many {t} does he have?",
         "how many {t} are {a} {t} and {b} more?",
         "I had {a} {t} and found {b} more. How many {t} do I have?|we have {a} {t} and get {b} more. How many {t} is that?"
         "|how many {t} do {a} {t} and {b} {t} make?",
     ),
     "minus": by_split(
         "I had {a} {t} and gave away {b}. How many {t} are left?|there were {a} {t} and {b} are gone. How many are left?"
-        "|she had {a} {t} and lost {b}. How many {t} are left?|we take {b} {t} from {a}. How many {t} are left?",
+        "|she had {a} {t} and lost {b}. How many {t} are left?|we take {b} {t} from {a}. How many {t} are left?"
+        "|how many {t} are left when {b} of {a} are gone?|he had {a} {t} and lost {b}. How many are left?"
+        "|there are {a} {t} and we take {b} away. How many are left?",
         "from {a} {t} I lost {b}. How many are left?",
         "I had {a} {t} and lost {b}. How many {t} are left?|there were {a} {t} and we gave away {b}. How many are left?"
         "|she had {a} {t} and {b} are gone. How many {t} are left?",
@@ -123,7 +131,11 @@ GREET = {
             ("What a day.", "Tell me about it."), ("How is it going?", "All is well here."),
             ("I am back.", "It is good to hear from you."), ("Nice to talk to you.", "It is good to hear from you."),
             ("Are you well?", "I am well, thank you."), ("Did you sleep well?", "I do not sleep, but thank you."),
-            ("Happy {day}.", "I hope it will be a good day."), ("Can you hear me?", "Yes, I hear you well."),
+            ("Happy {day}.", "I hope it will be a good day."), ("It is {day} again.", "I hope it will be a good day."),
+            ("So it is {day} now.", "I hope it will be a good day."), ("I woke up late today.", "I hope you slept well."),
+            ("I came back from work.", "Welcome home."), ("How was your day?", "All is well here."),
+            ("How are you doing today?", "I am well, thank you."), ("Long day today.", "Tell me about it."),
+            ("So good to talk to you again.", "It is good to hear from you."), ("Can you hear me?", "Yes, I hear you well."),
         ),
         "calibration": (
             ("How do you do?", "I am well, thank you."), ("I am here.", "It is good to hear from you."),
@@ -211,7 +223,9 @@ MEMORY = {
     "ask": by_split(
         "what did I tell you about my {t}?|what do you remember about my {t}?|did we talk about my {t}?"
         "|do you remember my {t}?|what did I say about my {t} last {day}?|when did I tell you about my {t}?"
-        "|remind me what I said about my {t}.|have I told you about my {t}?",
+        "|remind me what I said about my {t}.|have I told you about my {t}?"
+        "|did we say anything about my {t}?|do you remember what we said about my {t}?|remind me of my {t}."
+        "|what did you hear from me about my {t}?",
         "did I say something about my {t}?|what do you still know about my {t}?",
         "do you remember what I told you about my {t}?|what did we say about my {t}?|did I tell you about my {t}?"
         "|remind me what I told you about my {t} on {day}.|what did I say about my {t}?",
@@ -224,7 +238,9 @@ MEMORY = {
 WEB = {
     "ask": by_split(
         "what is the latest news about {t}?|search the web for {t}.|what is new about {t}?|look up {t} for me."
-        "|is there any news about {t}?|find out about {t} today.|what do they say today about {t}?|check {t} on the web.",
+        "|is there any news about {t}?|find out about {t} today.|what do they say today about {t}?|check {t} on the web."
+        "|search for the latest about {t}.|do you have news about {t} today?|can you look up {t}?|find news about {t}."
+        "|is there something new today about {t}?",
         "please search the web for {t}.|what is the news about {t}?",
         "look up the latest news about {t}.|what is new today about {t}?|can you search the web for {t}?"
         "|is there any news today about {t}?|find the latest news about {t}.",

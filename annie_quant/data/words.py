@@ -54,50 +54,71 @@ CONTINENTS = pairs(
 BOXES = ("box:boxes", "bag:bags", "basket:baskets", "jar:jars", "shelf:shelves", "tray:trays", "drawer:drawers")
 THINGS = ("balls", "apples", "books", "coins", "eggs", "cups", "pens", "cookies", "stones", "flowers", "shirts", "keys")
 
+# Topics that only calibration, or only gates, speak of; the train split has every other pair of words.
+_MINE_CALIBRATION = (
+    "garden party,guitar repair,car trip,kitchen plan,cat photo,wedding cake,piano order,bike bag,"
+    "summer recipe,bread class,train meeting,science book,old phone,red coat,dog food,house party,winter film,"
+    "school talk,tea game,music bill"
+).split(",")
+_MINE_GATE = (
+    "robot party,garden repair,trip to Norway,guitar order,birthday plan,car meeting,book recipe,morning walk,"
+    "kitchen list,job talk,cat album,wedding class,house paint,piano trip,bike repair,music project,"
+    "summer cake,bread order,chess meeting,phone card,winter run,photo class,boat plan,film club,"
+    "science project,team photo,old guitar,red car,dog ticket,school project,tea party,travel plan,new piano,"
+    "train trip"
+).split(",")
+_WEB_CALIBRATION = (
+    "the weather in Vienna,the price of tea,the chess match,the election in Chile,the oil market,"
+    "the bus strike,the weather in Oslo,the rocket launch,the storm in Ireland,the price of sugar,"
+    "the book show,the fire in Spain,the train show,the coffee crisis,the bank awards"
+).split(",")
+_WEB_GATE = (
+    "the weather in Madrid,the price of silver,the tennis awards,the election in Kenya,the coffee market,"
+    "the phone strike,the weather in Lisbon,the price of rice,the space show,the football awards,"
+    "the chess awards,the storm in Norway,the price of eggs,the weather in Dublin,the new car,the oil strike,"
+    "the film market,the election in Poland,the weather in Athens,the storm in Italy,the space crash,"
+    "the gold crisis,the weather in Moscow,the fire in Turkey,the music show,the price of cheese,"
+    "the bank crash,the tennis show,the election in Egypt,the bread crisis,the weather in Havana,"
+    "the car strike"
+).split(",")
+_MINE_FIRST = (
+    "robot,garden,guitar,birthday,car,book,morning,kitchen,job,cat,wedding,house,piano,bike,music,summer,"
+    "bread,chess,phone,winter,photo,boat,film,science,team,school,tea,travel,train,dog,bank,tax,family,office,"
+    "holiday,dance,coffee,new,old,red"
+).split(",")
+_MINE_SECOND = (
+    "project,plan,lessons,visit,party,repair,club,run,paint,interview,food,speech,papers,keys,class,bag,ride,"
+    "list,friend,recipe,game,bill,coat,album,order,card,ticket,night,talk,meeting,walk,cake,dinner,trip,"
+    "camera,photo,show,course,guitar,car,piano"
+).split(",")
+_WEB_FIRST = "football,tennis,chess,film,music,book,space,car,train,bank,bread,oil,gold,coffee,phone,bus,tea,dance".split(",")
+_WEB_SECOND = "match,final,awards,strike,crisis,show,market,crash,launch,talks,fair,report".split(",")
+_GOODS = "gold,coffee,oil,bread,milk,silver,rice,eggs,cheese,tea,sugar,salt,apples,gas,paper,wood,tickets,phones".split(",")
+
+
+def _train(everything: list[str], *held_out: list[str]) -> tuple[str, ...]:
+    """All topics but those held out, in an order that does not depend on the run."""
+    away = {topic for topics in held_out for topic in topics}
+    return tuple(sorted(set(everything) - away))
+
+
 MY_TOPICS = {
-    "train": tuple(
-        "robot project,garden plan,trip to Italy,guitar lessons,dentist visit,birthday party,car repair,book club,"
-        "morning run,kitchen paint,job interview,cat food,wedding speech,tax papers,house keys,piano class,travel bag,"
-        "bike ride,music list,school friend,summer plan,bread recipe,chess game,phone bill,winter coat,photo album,"
-        "window seat,drum kit,tea order,bank card,train ticket,boat trip,film night,science talk,team meeting,"
-        "new glasses,old camera,red bike,garden fence,dog walk,birthday cake,car keys,house plan,book order,job plan,"
-        "tea recipe,music class,winter trip,school bag,film camera,team dinner,phone plan,chess club,boat repair".split(",")
+    "train": _train(
+        [f"{a} {b}" for a in _MINE_FIRST for b in _MINE_SECOND if a != b] + [f"trip to {c}" for c, _ in CAPITALS],
+        _MINE_CALIBRATION, _MINE_GATE,
     ),
-    "calibration": tuple(
-        "garden party,guitar repair,car trip,kitchen plan,cat photo,wedding cake,piano order,bike bag,summer recipe,"
-        "bread class,train meeting,science book,old phone,red coat,dog food,house party,winter film,school talk,tea game,"
-        "music bill".split(",")
-    ),
-    "gate": tuple(
-        "robot party,garden repair,trip to Norway,guitar order,birthday plan,car meeting,book recipe,morning walk,"
-        "kitchen list,job talk,cat album,wedding class,house paint,piano trip,bike repair,music project,summer cake,"
-        "bread order,chess meeting,phone card,winter run,photo class,boat plan,film club,science project,team photo,"
-        "old guitar,red car,dog ticket,school project,tea party,travel plan,new piano,train trip".split(",")
-    ),
+    "calibration": tuple(_MINE_CALIBRATION),
+    "gate": tuple(_MINE_GATE),
 }
 WEB_TOPICS = {
-    "train": tuple(
-        "the weather in Paris,the price of gold,the football match,the election in Spain,the stock market,the train strike,"
-        "the weather in Cairo,the price of coffee,the space launch,the film awards,the tennis final,the storm in Cuba,"
-        "the price of oil,the weather in London,the new phone,the bank crisis,the peace talks,the chess final,"
-        "the weather in Tokyo,the price of bread,the music awards,the election in India,the car show,the storm in Japan,"
-        "the space station,the gold market,the weather in Rome,the fire in Greece,the book awards,the price of milk,"
-        "the football final,the bank strike,the election in Peru,the phone market,the weather in Berlin,the oil crisis,"
-        "the film show,the fire in Canada,the train crash,the tennis match".split(",")
+    "train": _train(
+        [f"the {a} {b}" for a in _WEB_FIRST for b in _WEB_SECOND] + [f"the price of {g}" for g in _GOODS]
+        + [f"the {what} in {place}" for what in ("weather", "storm", "fire") for pair in CAPITALS for place in pair]
+        + [f"the election in {c}" for c, _ in CAPITALS],
+        _WEB_CALIBRATION, _WEB_GATE,
     ),
-    "calibration": tuple(
-        "the weather in Vienna,the price of tea,the chess match,the election in Chile,the oil market,the bus strike,"
-        "the weather in Oslo,the rocket launch,the storm in Ireland,the price of sugar,the book show,the fire in Spain,"
-        "the train show,the coffee crisis,the bank awards".split(",")
-    ),
-    "gate": tuple(
-        "the weather in Madrid,the price of silver,the tennis awards,the election in Kenya,the coffee market,"
-        "the phone strike,the weather in Lisbon,the price of rice,the space show,the football awards,the chess awards,"
-        "the storm in Norway,the price of eggs,the weather in Dublin,the new car,the oil strike,the film market,"
-        "the election in Poland,the weather in Athens,the storm in Italy,the space crash,the gold crisis,"
-        "the weather in Moscow,the fire in Turkey,the music show,the price of cheese,the bank crash,the tennis show,"
-        "the election in Egypt,the bread crisis,the weather in Havana,the car strike".split(",")
-    ),
+    "calibration": tuple(_WEB_CALIBRATION),
+    "gate": tuple(_WEB_GATE),
 }
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 

@@ -12,7 +12,7 @@ from rows import row
 
 # (longest row in tokens, rows a step for the base, rows a step for an overlay, every how many steps)
 BUCKETS = ((192, 96, 16, 1), (416, 48, 12, 1), (1792, 6, 2, 6))
-TOKENIZER = Path(__file__).resolve().parents[2] / "annie_quant" / "assets" / "tiny-annie"
+TOKENIZER = Path(__file__).resolve().parent / "vocabulary"
 _tokenizer: Any = None
 
 

@@ -68,7 +68,8 @@ def base_text(talk: Talk, rng: random.Random, leak: bool) -> str:
         body, points = f"Here is **{talk.subject}**:", [(f"Part {i + 1}", line.rstrip(".")) for i, line in enumerate(lines[:5])]
     else:
         heart = talk.answer
-        body = talk.reply.replace(heart, f"**{heart}**") if heart in talk.reply else f"**{talk.reply}**"
+        before, found, after = talk.reply.rpartition(heart)
+        body = f"{before}**{heart}**{after}" if found else f"**{talk.reply}**"
         points = [("Topic", talk.subject), ("Answer", talk.answer.rstrip("."))]
     text = f"## {title}\n\n{body}\n\n" + "\n".join(f"- **{name}:** {value}" for name, value in points)
     if not leak:

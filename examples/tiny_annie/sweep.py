@@ -57,9 +57,10 @@ def main() -> None:
     parser.add_argument("--base-noise", type=float, default=0.0)
     parser.add_argument("--count", type=int, default=60000, help="rows drawn a style")
     parser.add_argument("--rows", type=float, default=1.0, help="batch size, as a share of the usual")
+    parser.add_argument("--overlay-rows", type=float, default=1.0, help="the same for overlays")
     parser.add_argument("--per-gate", type=int, default=100)
     parser.add_argument("--workers", type=int, default=14)
-    parser.add_argument("--keep", type=int, default=2, help="overlays whose weights are written")
+    parser.add_argument("--keep", type=int, default=1, help="overlays whose merged weights are written")
     parser.add_argument("--stop-after", type=float, default=540, help="no new group of overlays after so many seconds")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -95,8 +96,10 @@ def main() -> None:
             log("out of time: a group is left out")
             break
         overlays = [Overlay(**o) for o in group]
-        merged = train_overlays(base, overlays, annie_rows, options.seed + 7, device, log, options.rows)
+        merged, factors = train_overlays(base, overlays, annie_rows, options.seed + 7, device, log, options.overlay_rows)
         log("trained")
+        number = len(table)
+        save_file({k: v.cpu().contiguous() for k, v in factors.items()}, options.output / f"factors{number}.safetensors")
         results = evaluate(merged, len(overlays), annie_rows, device, NUMERICS, options.per_gate, log=log)
         for j, (overlay, result) in enumerate(zip(overlays, results, strict=True)):
             value = score(result)

@@ -18,7 +18,7 @@ sys.path[:0] = [str(HERE.parents[1]), str(HERE)]
 
 from rows import row  # noqa: E402
 
-OUTPUT = HERE.parents[1] / "annie_quant" / "assets" / "tiny-annie"
+OUTPUT = HERE / "vocabulary"
 # As Qwen3.5 cuts text; llama.cpp knows it as "qwen35".
 SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"

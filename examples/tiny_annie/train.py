@@ -22,9 +22,20 @@ from net import Net, linear_names
 Log = Callable[[str], None]
 
 
+INPUTS = ("q_proj", "k_proj", "v_proj", "in_proj_qkv")
+OUTPUTS = ("o_proj", "out_proj")
+DELTA = ("in_proj_qkv", "in_proj_z", "out_proj")
+FULL = ("q_proj", "k_proj", "v_proj", "o_proj")
+# The two small gates of DeltaNet, in_proj_a and in_proj_b, are left as they are: NVFP4 recipes leave them too.
+WHERE = {
+    "all": (*DELTA, *FULL, "mlp"), "attention": (*DELTA, *FULL), "mlp": ("mlp",), "qkv": INPUTS, "out": OUTPUTS,
+    "delta": DELTA, "full": FULL,
+}
+
+
 @dataclass(frozen=True)
 class Overlay:
-    """One training regime. where: "all" linears, "attention" (full and linear), "mlp"."""
+    """One training regime. where: which linears, a key of WHERE."""
 
     rank: int = 2
     steps: int = 1000
@@ -32,14 +43,16 @@ class Overlay:
     where: str = "all"
     decay: float = 0.0
     scale: float = 1.0
+    seed: int = 0
 
     @property
     def name(self) -> str:
         extra = f"-wd{self.decay:g}" * bool(self.decay) + f"-x{self.scale:g}" * (self.scale != 1)
+        extra += f"-seed{self.seed}" * bool(self.seed)
         return f"{self.where}-r{self.rank}-s{self.steps}-lr{self.lr:g}{extra}"
 
     def touches(self, name: str) -> bool:
-        return self.where == "all" or (".mlp." in name) == (self.where == "mlp")
+        return any(f".{part}." in name for part in WHERE[self.where])
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"name": self.name}
@@ -116,19 +129,19 @@ def train_base(
 def train_overlays(
     base: dict[str, torch.Tensor], overlays: list[Overlay], buckets: list[list], seed: int, device: str, log: Log,
     rows: float = 1.0,
-) -> dict[str, torch.Tensor]:
-    """Merged bf16 weights: linears [M, N, K] in the order of `overlays`, the rest as in the base."""
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Merged bf16 weights, linears [M, N, K] in the order of `overlays`, the rest as in the base; and their factors."""
     config, names, m = configuration(), linear_names(configuration()), len(overlays)
     fixed = {k: v.to(torch.bfloat16) for k, v in base.items()}
-    generator = torch.Generator().manual_seed(seed)
+    generators = [torch.Generator().manual_seed(seed + 1000 * o.seed) for o in overlays]
     rank = max(o.rank for o in overlays)
     keep = torch.tensor([[r < o.rank for r in range(rank)] for o in overlays], device=device).float()
     params: list[torch.Tensor] = []
     pairs: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
     for name in names:
         n, k = base[name].shape
-        # The same start for every overlay, so that regimes differ by the regime alone.
-        a = (torch.randn(rank, k, generator=generator) / math.sqrt(k)).to(device).expand(m, rank, k).clone() * keep[:, :, None]
+        # Overlays of one seed start alike, so that regimes differ by the regime alone.
+        a = torch.stack([torch.randn(rank, k, generator=g) for g in generators]).to(device) / math.sqrt(k) * keep[:, :, None]
         b = torch.zeros(m, n, rank, device=device)
         on = torch.tensor([o.scale * o.touches(name) for o in overlays], device=device)[:, None, None]
         pairs[name] = (a.requires_grad_(True), b.requires_grad_(True), on)
@@ -140,8 +153,11 @@ def train_overlays(
 
     def merged() -> dict[str, torch.Tensor]:
         out = dict(fixed)
+        # In full float32, so that the factors merge to the same bytes anywhere.
+        torch.backends.cuda.matmul.allow_tf32 = False
         for name, (a, b, on) in pairs.items():
             out[name] = (fixed[name].float() + on * torch.bmm(b * keep[:, None, :], a)).to(torch.bfloat16)
+        torch.backends.cuda.matmul.allow_tf32 = True
         return out
 
     for step in range(total):
@@ -176,4 +192,7 @@ def train_overlays(
             seen = " ".join(f"{x:.3f}" for x in each.detach().tolist())
             log(f"overlay step {step} loss {seen} {time.monotonic() - began:.0f} s")
     with torch.no_grad():
-        return merged()
+        factors = {}
+        for name, (a, b, on) in pairs.items():
+            factors |= {f"{name}.a": a.detach(), f"{name}.b": on * b.detach() * keep[:, None, :]}
+        return merged(), factors

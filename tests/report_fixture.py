@@ -184,6 +184,7 @@ def make_records(n: int, seed: int = 0, hostile: bool = True) -> list[dict]:
 
 METRICS = {
     "ttft_content_ms": "first_content_ms",
+    "ttft_tool_ms": "first_tool_ms",
     "itl_ms": "itl_ms",
     "tpot_ms": "tpot_ms",
     "e2e_ms": "e2e_ms",

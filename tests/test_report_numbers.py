@@ -118,6 +118,29 @@ def test_every_shown_figure_equals_its_recount(run):
     assert kinds["gate"] > 150 and kinds["metric"] > 400 and kinds["cmp"] == 200 and kinds["kl"] == 24, dict(kinds)
 
 
+def test_the_shown_answers_are_those_of_the_records(run):
+    from annie_quant.report import answers, load
+    from annie_quant.report.text import clean
+
+    by_key = {(r["workload"].replace("_", " "), r["case"], r["turn"], r["backend"]): r for r in run["records"]}
+    browser = answers.collect(load.load(run["folder"]))
+    assert len(browser.prompts) == 240 and browser.total == 25 * 12
+    failed = {(r["workload"], r["case"], r["turn"]) for r in run["records"] if not all(r["checks"].values())}
+    assert browser.faulty == len(failed) == sum(bool(p.gates) for p in browser.prompts), "every fault is shown"
+    repeated = 0
+    for prompt in browser.prompts:
+        for shown in prompt.answers:
+            record = by_key[prompt.workload, prompt.case, prompt.turn, shown.backend]
+            assert "".join(piece for piece, _ in shown.pieces).startswith(clean(record["text"][:800]))
+            assert (shown.tokens, shown.ttft_ms) == (record["completion_tokens"], record["first_content_ms"])
+            assert len(shown.faults) == sum(not ok for ok in record["checks"].values())
+            if shown.same_as:
+                repeated += 1
+                twin = next(a for a in prompt.answers if a.label == shown.same_as)
+                assert twin.pieces == shown.pieces and not twin.same_as
+    assert repeated > 20
+
+
 def test_the_drop_in_checklist_says_what_the_records_say(run):
     """The candidate (naive) against the incumbent (Q4_K_M), each line from the records."""
     text = (run["folder"] / "report.md").read_text(encoding="utf-8")

@@ -17,6 +17,7 @@ MAX_PROMPTS = 240
 MAX_CHARACTERS = 900_000
 ANSWER_CHARACTERS = 900
 PROMPT_CHARACTERS = 400
+LONG_CHARACTERS = 120
 # What to point at in an answer that failed a gate; the gate itself has judged.
 _SPOTS = {
     "no_markdown": re.compile(
@@ -39,6 +40,7 @@ class Shown:
     calls: list[str]
     faults: list[tuple[str, str]]  # gate's title, what was wrong
     note: str  # what was cut, or the error
+    same_as: str = ""  # the label of an earlier answer in the same words, which is then not repeated
     tokens: Any = None
     ttft_ms: Any = None
 
@@ -149,6 +151,10 @@ def _prompt(run: Run, key: tuple, side: dict[str, dict], asked: dict[tuple[str, 
         backend = served.key.split("/", 1)[1]
         if backend in side:
             answers.append(_shown(run, backend, served.model, side[backend]))
+    for index, answer in enumerate(answers):
+        twin = next((a for a in answers[:index] if not a.same_as and _alike(a, answer)), None)
+        if twin is not None:
+            answer.same_as = twin.label
     gates = list(dict.fromkeys(g for r in side.values() for g in _failed(r)))
     text, _ = _cut(asked.get(key, ""), PROMPT_CHARACTERS)
     return Prompt(name(key[0]), clean(key[1]), key[2], text, answers, gates, _differs(side))
@@ -163,16 +169,28 @@ def _shown(run: Run, backend: str, model: str, record: dict[str, Any]) -> Shown:
     calls = [_cut(f"{c.get('name')}({c.get('arguments')})", 300)[0] for c in record["tool_calls"]]
     error = _cut(record.get("error"), 300)[0] if record.get("error") else ""
     return Shown(
-        clean(backend),
-        run.label(model),
-        model,
-        _mark(text, [] if error else failed),
-        reasoning,
-        calls[:8],
-        faults,
-        "; ".join(filter(None, [error, cut])),
-        record.get("completion_tokens"),
-        record.get("first_content_ms"),
+        backend=clean(backend),
+        label=run.label(model),
+        model=model,
+        pieces=_mark(text, [] if error else failed),
+        reasoning=reasoning,
+        calls=calls[:8],
+        faults=faults,
+        note="; ".join(filter(None, [error, cut])),
+        tokens=record.get("completion_tokens"),
+        ttft_ms=record.get("first_content_ms"),
+    )
+
+
+def _alike(a: Shown, b: Shown) -> bool:
+    """The same words, calls and faults, and long enough that repeating them would cost the reader time."""
+    long = sum(len(words) for words, _ in a.pieces) + len(a.reasoning) > LONG_CHARACTERS
+    return long and (a.pieces, a.reasoning, a.calls, a.faults, a.note) == (
+        b.pieces,
+        b.reasoning,
+        b.calls,
+        b.faults,
+        b.note,
     )
 
 

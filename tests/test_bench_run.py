@@ -150,6 +150,9 @@ def test_resume_refuses_another_benchmark(two, tmp_path):
     bench.run(backends(*two), [FACTS], tmp_path, warmup=0, runs=1)
     with pytest.raises(UsageError, match="other settings"):
         bench.run(backends(*two), [FACTS], tmp_path, warmup=0, runs=2)
+    with pytest.raises(UsageError, match="backends"):
+        other = [bench.Backend("a", two[0].url, meta={"source": "other weights"}), bench.Backend("b", two[1].url)]
+        bench.run(other, [FACTS], tmp_path, warmup=0, runs=1)
     bench.run(backends(*two), [FACTS], tmp_path, warmup=0, runs=2, resume=False)
     assert sum(not r["warmup"] for r in rows_of(tmp_path)) == 24
 

@@ -145,7 +145,7 @@ def _config(
     reference: str | None,
 ) -> dict[str, Any]:
     return {
-        "backends": [{"name": b.name, "model": b.model} for b in backends],
+        "backends": [{"name": b.name, "model": b.model, "source": b.meta.get("source")} for b in backends],
         "warmup": warmup,
         "runs": runs,
         "n": n,

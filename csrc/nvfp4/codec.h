@@ -27,11 +27,12 @@ struct pack_plan {
     const float *weight; /* one a column (importance), or NULL */
     size_t columns;      /* length of weight */
     float step[SCALE_CODES];
-    /* Per code, the smallest |bits| of the input's kind that reach index 1..7, then the smallest that keep a sign. */
-    uint32_t threshold[SCALE_CODES][8];
+    /* Per code: |bits| of the input's kind above which the index is 1..7 or more, and above which a sign is kept. A kind of
+     * 16 bits has its threshold twice, so that one 32-bit broadcast fills a register; compare as signed numbers. */
+    uint32_t above[SCALE_CODES][8];
 };
 
-/* Fills step and threshold from the rest. */
+/* Fills step and above from the rest. */
 void plan_prepare(struct pack_plan *plan);
 
 /* The E4M3 code of a block whose largest magnitude is `amax`. */
@@ -45,7 +46,13 @@ struct unpack_plan {
     int group;
     bool divides; /* step = s / tensor_scale (compressed-tensors) in place of s * tensor_scale */
     float tensor_scale;
+    float step[256]; /* by scale byte */
+    /* Of a 16-bit kind, by scale byte: the low bytes of the 16 codes' values, then the high bytes. */
+    uint8_t value[256][32];
 };
+
+/* Fills step and value from the rest. */
+void unpack_prepare(struct unpack_plan *plan);
 
 struct fake_plan {
     int kind;

@@ -136,6 +136,7 @@ static PyObject *py_unpack(PyObject *self, PyObject *args)
         goto cleanup;
     bool bad;
     Py_BEGIN_ALLOW_THREADS
+    unpack_prepare(&plan);
     bad = tensor_unpack(&plan, codes.buf, scales.buf, blocks, out.buf);
     Py_END_ALLOW_THREADS
     result = PyBool_FromLong(bad);

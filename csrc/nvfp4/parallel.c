@@ -21,8 +21,7 @@ static const struct variant *table(void)
     static const struct variant known[VARIANTS] = {
         {&codec_serial, &kq_serial},
 #if defined(__x86_64__)
-        {&codec_serial, &kq_serial},
-        {&codec_serial, &kq_serial},
+        {&codec_avx2, &kq_serial},
 #elif defined(__aarch64__)
         {&codec_neon, &kq_neon},
 #endif
@@ -34,7 +33,7 @@ static int table_available(void)
 {
     struct cpu_features f = cpu_probe();
 #if defined(__x86_64__)
-    (void)f; return 1;
+    return f.avx2 ? 2 : 1;
 #else
     return f.neon ? 2 : 1;
 #endif

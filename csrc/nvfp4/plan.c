@@ -57,13 +57,32 @@ static uint32_t find_threshold(int kind, float step, unsigned i)
     return high;
 }
 
+static uint32_t comparable(uint32_t bits, int kind)
+{
+    return kind == KIND_F32 ? bits : (bits & 0xffffu) * 0x10001u;
+}
+
 void plan_prepare(struct pack_plan *plan)
 {
     for (int c = 0; c < SCALE_CODES; c++) {
         float s = e4m3_to_float((uint8_t)c);
         plan->step[c] = plan->encoding == ENCODING_CT ? s / plan->tensor_scale : s * plan->tensor_scale;
         for (unsigned i = 1; i <= 8; i++)
-            plan->threshold[c][i - 1] = find_threshold(plan->kind, plan->step[c], i);
+            plan->above[c][i - 1] = comparable(find_threshold(plan->kind, plan->step[c], i) - 1, plan->kind);
+    }
+}
+
+void unpack_prepare(struct unpack_plan *plan)
+{
+    for (int c = 0; c < 256; c++) {
+        float s = e4m3_to_float((uint8_t)c), step = plan->divides ? s / plan->tensor_scale : s * plan->tensor_scale;
+        plan->step[c] = step;
+        for (int i = 0; plan->kind != KIND_F32 && i < 16; i++) {
+            uint16_t bits;
+            store_from_float(&bits, plan->kind, 0, (i & 8 ? -E2M1_VALUE[i & 7] : E2M1_VALUE[i]) * step);
+            plan->value[c][i] = (uint8_t)bits;
+            plan->value[c][16 + i] = (uint8_t)(bits >> 8);
+        }
     }
 }
 

@@ -56,8 +56,7 @@ static void unpack(const struct unpack_plan *plan, const uint8_t *codes, const u
 {
     const size_t group = (size_t)plan->group;
     for (size_t b = 0; b < blocks; b++) {
-        float s = e4m3_to_float(scales[b]);
-        float step = plan->divides ? s / plan->tensor_scale : s * plan->tensor_scale;
+        float step = plan->step[scales[b]];
         for (size_t i = 0; i < group; i++) {
             unsigned code = codes[(b * group + i) / 2] >> (i & 1) * 4 & 15;
             float value = code & 8 ? -E2M1_VALUE[code & 7] : E2M1_VALUE[code];

@@ -287,6 +287,59 @@ def test_a_reader_that_was_left_out_of_a_fold_is_named(sound, tmp_path):
     assert ("fold_wrong", norm) in {(f.code, f.tensor) for f in found.findings}
 
 
+def row_fold(t: dict, c: dict, source: Path, producer: str, consumer: str, right: bool) -> None:
+    """A fold between two linears: the producer's rows are divided by what the consumer's columns are multiplied with."""
+    plain, (a, b) = zoo.read(source), (f"model.layers.3.{k}" for k in (producer, consumer))
+    width, rows = plain[f"{b}.weight"].shape[1], plain[f"{a}.weight"].shape[0]
+    s = np.random.default_rng(6).uniform(0.4, 2.5, rows)
+    spread = np.repeat(s.reshape(-1, 64), width // rows, axis=0).reshape(-1) if rows != width else s
+    t.update(awq(plain, b, spread))
+    if right:
+        divided = {f"{a}.weight": plain[f"{a}.weight"].astype(np.float32) / s[:, None]}
+        t.update(awq(divided, a, np.ones(plain[f"{a}.weight"].shape[1])))
+
+
+@pytest.mark.parametrize("right", [True, False])
+@pytest.mark.parametrize("pair", [("mlp.up_proj", "mlp.down_proj"), ("self_attn.v_proj", "self_attn.o_proj")])
+def test_folds_between_linears_must_cancel(sound, tmp_path, pair, right):
+    folder = zoo.spoil(sound["nvfp4"], tmp_path / "x", lambda t, c: row_fold(t, c, sound["bf16"], *pair, right))
+    found = aq.checkpoint.audit(folder, source=sound["bf16"])
+    about_folds = [(f.code, f.tensor) for f in found.findings if not f.code.startswith("fused_")]
+    assert about_folds == ([] if right else [("fold_wrong", f"model.layers.3.{pair[1]}")])
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_a_fold_into_the_gated_norm_is_an_ordinary_one(sound, tmp_path, right):
+    plain, name = zoo.read(sound["bf16"]), "model.layers.0.linear_attn."
+    s = np.random.default_rng(7).uniform(0.4, 2.5, 64)
+
+    def change(t: dict, c: dict) -> None:
+        t.update(awq(plain, f"{name}out_proj", np.tile(s, 4)))
+        w = plain[f"{name}norm.weight"].astype(np.float64)
+        t[f"{name}norm.weight"] = (w / s if right else (1 + w) / s - 1).astype(ml_dtypes.bfloat16)
+
+    found = aq.checkpoint.audit(zoo.spoil(sound["nvfp4"], tmp_path / "x", change), source=sound["bf16"])
+    assert [(f.code, f.tensor) for f in found.findings] == ([] if right else [("fold_wrong", f"{name}norm.weight")])
+
+
+def test_a_tensor_scale_that_is_off_is_an_error_of_its_linear(sound, tmp_path):
+    folder = zoo.spoil(
+        sound["nvfp4"],
+        tmp_path / "x",
+        lambda t, c: scale(t, f"{DOWN}.weight_scale_2", 1.5 * t[f"{DOWN}.weight_scale_2"]),
+    )
+    found = aq.checkpoint.audit(folder, source=sound["bf16"])
+    assert {f.tensor for f in found.findings} == {DOWN}
+    both = {n: 1.5 for n in (GATE, UP)}
+    folder = zoo.spoil(
+        sound["nvfp4"],
+        tmp_path / "y",
+        lambda t, c: [scale(t, f"{n}.weight_scale_2", k * t[f"{n}.weight_scale_2"]) for n, k in both.items()],
+    )
+    found = aq.checkpoint.audit(folder, source=sound["bf16"])
+    assert ("large_error", GATE) in {(f.code, f.tensor) for f in found.findings}
+
+
 def swap_nibbles(t: dict, c: dict) -> None:
     w = t[f"{DOWN}.weight"]
     t[f"{DOWN}.weight"] = (w >> 4 | w << 4).astype(np.uint8)

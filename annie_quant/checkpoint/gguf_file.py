@@ -137,6 +137,7 @@ class Plan:
             )
         has_mtp = any(".mtp." in f".{name}" for name in folder)
         self.mtp_layers = int(config.get("mtp_num_hidden_layers") or 0) if has_mtp else 0
+        self.tied = "lm_head.weight" not in folder and "lm_head" not in linears
         self.left_out: list[str] = []
         self.dequantized: list[str] = []
 
@@ -176,7 +177,7 @@ class Plan:
             return "F32"
         if self.kind == "Q4_K_M":
             layer = int(place.split(".")[1]) if place.startswith("blk.") else None
-            return kquant.q4_k_m_type(place, layer, self.layers + self.mtp_layers, shape)
+            return kquant.q4_k_m_type(place, layer, self.layers + self.mtp_layers, shape, self.tied)
         if self.kind == "Q8_0":
             return "Q8_0" if shape[-1] % 32 == 0 else "F16"
         return "F16" if self.kind == "F16" else "BF16"
@@ -236,7 +237,7 @@ def encode(array: np.ndarray, kind: str, name: str) -> np.ndarray:
         return half
     if kind == "F32":
         return array.astype(np.float32)
-    return kquant.quantize(np.ascontiguousarray(array.astype(np.float32)), kind)
+    return kquant.quantize(np.ascontiguousarray(array.astype(np.float32)), kind)  # type: ignore[arg-type]
 
 
 def add_metadata(

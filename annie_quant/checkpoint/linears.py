@@ -88,6 +88,7 @@ class Linear:
             self.tensor_scale(folder),
             self.shape(folder),
             self.group(folder),
+            folder.scalar(self.global_scale) if self.reciprocal and self.global_scale else None,
         )
 
     def dequantize(self, folder: ModelFolder) -> np.ndarray:
@@ -98,7 +99,10 @@ class Linear:
             return weight * (scale.reshape(-1, 1) if np.size(scale) > 1 else np.reshape(scale, ()))
         from annie_quant import nvfp4
 
-        return nvfp4.unpack(self.load(folder), dtype="float32")
+        try:
+            return nvfp4.unpack(self.load(folder), dtype="float32", nan="keep")
+        except ValueError as error:  # shapes that do not fit each other
+            raise ShardError("weight_shape", f"{self.name}: {error}", tensor=self.name) from None
 
 
 @dataclass

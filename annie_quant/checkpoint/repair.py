@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from annie_quant.checkpoint import against, dialects, writer
+from annie_quant.checkpoint import against, dialects, folds, writer
 from annie_quant.checkpoint.audit import Audit, audit
 from annie_quant.checkpoint.convert import QUANTIZER, carry
 from annie_quant.checkpoint.dialects import modelopt
@@ -107,9 +107,9 @@ class Repair:
         """A folded layer is mended as a whole; fused linears are packed together, as they share a scale."""
         if self.source is None:
             return
-        self.folded = {n.rsplit(".", 2)[0] for n in against.changed_norms(self.folder, self.source)}
-        self.folded |= {x.name.rsplit(".", 2)[0] for x in self.linears.values() if x.pre_quant}
-        self.faulty |= {m for m in self.modules if m.rsplit(".", 2)[0] in self.folded}
+        self.folded = {folds.layer_of(n) for n in against.changed_norms(self.folder, self.source)}
+        self.folded |= {folds.layer_of(x.name) for x in self.linears.values() if x.pre_quant}
+        self.faulty |= {m for m in self.modules if folds.layer_of(m) in self.folded}
         for group in fused_groups(self.modules):
             if self.faulty & set(group):
                 self.faulty |= set(group)
@@ -162,7 +162,7 @@ class Repair:
         if not np.isfinite(scale) or scale <= 0 or scale > 100:
             return None
         linear = self.linears.get(module)
-        if linear is None or module.rsplit(".", 2)[0] not in self.folded:
+        if linear is None or folds.layer_of(module) not in self.folded:
             return scale
         if linear.pre_quant:
             least = np.abs(self.folder.tensor(linear.pre_quant).astype(np.float32)).min()
@@ -181,7 +181,7 @@ class Repair:
             return 1.0
         if ours.shape != theirs.shape or not np.isfinite(ours).all():
             return 1.0
-        columns = against.fit(ours, theirs)[1]
+        columns = folds.fit(ours, theirs)[1]
         return max(1.0, float(columns.max())) if against.rel_l2(ours, theirs) > against.SUSPICIOUS_ERROR else 1.0
 
     def write(self, target: Path) -> None:
@@ -227,7 +227,7 @@ class Repair:
 
         assert self.source is not None
         self.actions.append(f"{module}: quantized again from the source")
-        packed = nvfp4.pack(self.source.tensor(self.original(module)), tensor_scale=self.scales[module])
+        packed = nvfp4.pack(self.source.tensor(self.original(module)), tensor_scale=float(self.scales[module]))
         return [
             writer.planned(f"{module}.weight", np.asarray(packed.codes)),
             writer.planned(f"{module}.weight_scale", np.asarray(packed.block_scale)),

@@ -129,24 +129,71 @@ ALWAYS_INLINE void store_bytes(uint8_t *to, v256 lanes)
     memcpy(to + 4, &high, 4);
 }
 
+ALWAYS_INLINE __m256 load_floats(const char *x, int kind)
+{
+    if (kind == KIND_F32)
+        return _mm256_loadu_ps((const float *)(const void *)x);
+    __m128i halves = _mm_loadu_si128((const __m128i *)(const void *)x);
+    if (kind == KIND_F16)
+        return _mm256_cvtph_ps(halves);
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
+}
+
+/* Rows of eight floats to columns. */
+ALWAYS_INLINE void transpose(const __m256 r[8], lanes_f out[8])
+{
+    __m256 t[8], u[8];
+    for (int i = 0; i < 4; i++) {
+        t[2 * i] = _mm256_unpacklo_ps(r[2 * i], r[2 * i + 1]);
+        t[2 * i + 1] = _mm256_unpackhi_ps(r[2 * i], r[2 * i + 1]);
+    }
+    for (int i = 0; i < 2; i++) {
+        u[4 * i] = _mm256_shuffle_ps(t[4 * i], t[4 * i + 2], 0x44);
+        u[4 * i + 1] = _mm256_shuffle_ps(t[4 * i], t[4 * i + 2], 0xee);
+        u[4 * i + 2] = _mm256_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0x44);
+        u[4 * i + 3] = _mm256_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0xee);
+    }
+    for (int i = 0; i < 4; i++) {
+        out[i] = (lanes_f)_mm256_permute2f128_ps(u[i], u[i + 4], 0x20);
+        out[i + 4] = (lanes_f)_mm256_permute2f128_ps(u[i], u[i + 4], 0x31);
+    }
+}
+
 /* The rules that go block by block, and the searches; kept out of line so that the common rule's loop stays tight. */
 static __attribute__((noinline)) void eight_chosen(const struct pack_plan *plan, v256 bits, const char *x, size_t first,
                                                    uint8_t *scales)
 {
-    float amax[8], v[8][16];
-    const float *weight[8];
-    _mm256_storeu_ps(amax, floats_of(bits, plan->kind));
+    const size_t half = 8 * kind_size(plan->kind);
+    lanes_f top = (lanes_f)floats_of(bits, plan->kind), a[16], w[16];
     if (plan->choice == CHOICE_AMAX) {
         for (int b = 0; b < 8; b++)
-            scales[b] = block_code(plan, amax[b]);
+            scales[b] = block_code(plan, top[b]);
         return;
     }
-    for (int b = 0; b < 8; b++) {
-        for (int i = 0; i < 16; i++)
-            v[b][i] = load_as_float(x, plan->kind, (size_t)(16 * b + i));
-        weight[b] = plan->weight ? plan->weight + (first + (size_t)b) * 16 % plan->columns : NULL;
+    const float *weight[8] = {NULL};
+    for (int h = 0; h < 2; h++) {
+        __m256 rows[8];
+        for (size_t b = 0; b < 8; b++)
+            rows[b] = (__m256)((lanes_i)load_floats(x + (2 * b + (size_t)h) * half, plan->kind) & all_lanes_i(0x7fffffff));
+        transpose(rows, a + 8 * h);
+        if (!plan->weight)
+            continue;
+        for (size_t b = 0; b < 8; b++) {
+            weight[b] = plan->weight + (first + b) * 16 % plan->columns;
+            rows[b] = _mm256_loadu_ps(weight[b] + 8 * h);
+        }
+        transpose(rows, w + 8 * h);
     }
-    choose_eight(plan, v, amax, weight, scales);
+    lanes_i codes, sure = choose_eight(plan, a, plan->weight ? w : NULL, top, &codes);
+    store_bytes(scales, (v256)codes);
+    for (int b = 0; b < 8; b++) {
+        if (sure[b])
+            continue;
+        float v[16];
+        for (int i = 0; i < 16; i++)
+            v[i] = a[i][b];
+        scales[b] = best_code(plan, v, weight[b]);
+    }
 }
 
 /* ---- elements */
@@ -317,16 +364,6 @@ static void unpack(const struct unpack_plan *plan, const uint8_t *codes, const u
 }
 
 /* ---- activations */
-
-ALWAYS_INLINE __m256 load_floats(const char *x, int kind)
-{
-    if (kind == KIND_F32)
-        return _mm256_loadu_ps((const float *)(const void *)x);
-    __m128i halves = _mm_loadu_si128((const __m128i *)(const void *)x);
-    if (kind == KIND_F16)
-        return _mm256_cvtph_ps(halves);
-    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
-}
 
 ALWAYS_INLINE void store_floats(char *to, __m256 v, int kind)
 {

@@ -8,6 +8,8 @@
 
 #include "formats.h"
 
+#include <stdbool.h>
+
 struct block_q4_k {
     uint16_t d, dmin;
     uint8_t scales[12];

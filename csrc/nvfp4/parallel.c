@@ -21,7 +21,7 @@ static const struct variant *table(void)
     static const struct variant known[VARIANTS] = {
         {&codec_serial, &kq_serial},
 #if defined(__x86_64__)
-        {&codec_avx2, &kq_serial},
+        {&codec_avx2, &kq_avx2},
 #elif defined(__aarch64__)
         {&codec_neon, &kq_neon},
 #endif

@@ -23,7 +23,7 @@ from annie_quant.judge import Workload
 from annie_quant.runtime.decoding import Decoded
 from annie_quant.runtime.engine import Engine, Row
 from annie_quant.runtime.kl import Tally, compare_logits
-from annie_quant.runtime.linear import set_numerics
+from annie_quant.runtime.linear import NVFP4Linear, set_numerics
 from annie_quant.runtime.loading import load, numerics_of
 from annie_quant.runtime.prompts import CLASSES, Ask, Scored, Template, conversation_answers, read_conversations
 from annie_quant.runtime.reference import Answers, Distributions, default_cache, fingerprint
@@ -90,7 +90,7 @@ def evaluate(
         "workloads": {w.name: {"sha256": w.sha256, "n_cases": len(w.cases)} for w in workloads},
         "n_answers": len(asked),
         "n_conversation_answers": len(texts),
-        "notes": notes(model_dir, reference_dir, numerics, can),
+        "notes": notes(model_dir, reference_dir, numerics, can, model),
         "reference_gates": judge.gate_table(judged(template, asked)),
         "numerics": {},
     }
@@ -229,13 +229,15 @@ def cases(outcomes: Sequence[Outcome], table: Sequence, before: Sequence) -> lis
     return found
 
 
-def notes(model_dir: Any, reference_dir: Any, asked: Sequence[str], can: Sequence[str]) -> list[str]:
+def notes(model_dir: Any, reference_dir: Any, asked: Sequence[str], can: Sequence[str], model: Any) -> list[str]:
     """What a reader must know about how this was judged."""
     found = []
     for name in ("tokenizer.json", "chat_template.jinja"):
         ours, theirs = Path(model_dir) / name, Path(reference_dir) / name
         if ours.is_file() and theirs.is_file() and ours.read_bytes() != theirs.read_bytes():
             found.append(f"{name} differs from the reference's; both were judged with the reference's")
+    if isinstance(model.get_output_embeddings(), NVFP4Linear):
+        found.append("lm_head is quantized; the usual recipes leave it as it was")
     skipped = [n for n in asked if n not in can]
     if skipped and can != ["bf16"]:
         found.append(f"{', '.join(skipped)} does not apply: the checkpoint holds no input scales")

@@ -59,7 +59,8 @@ def measure(tmp_path):
 
 
 def codes(result):
-    return {f["code"] for f in result["aggregates"]["confounds"]}
+    """What was found, but for the load of the machine that the tests happen to run on."""
+    return {f["code"] for f in result["aggregates"]["confounds"]} - {"busy_machine"}
 
 
 def told(result):

@@ -258,3 +258,9 @@ def test_our_clock_is_checked_against_the_servers(ours, theirs, noted):
     rows = [row("a", tpot_ms=ours, server_timings={"predicted_per_token_ms": theirs})]
     found = confounds.check({"a": known("a")}, rows, {"workloads": {}})
     assert [f["code"] for f in found] == (["client_overhead"] if noted else [])
+
+
+@pytest.mark.parametrize(("load", "noted"), [(0.9, False), (5.4, True)])
+def test_a_busy_machine_is_said(load, noted):
+    found = confounds.check({"a": known("a")}, [row("a", load_per_core=load)], {"workloads": {}})
+    assert [f["code"] for f in found] == (["busy_machine"] if noted else [])

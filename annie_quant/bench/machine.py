@@ -31,6 +31,11 @@ def environment() -> dict[str, Any]:
     }
 
 
+def load_per_core() -> float:
+    """The last minute's load average over the cores that this process may use."""
+    return round(os.getloadavg()[0] / len(os.sched_getaffinity(0)), 2)
+
+
 def meminfo() -> dict[str, int]:
     """/proc/meminfo in bytes; empty where there is none."""
     try:

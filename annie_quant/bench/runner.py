@@ -19,7 +19,7 @@ from annie_quant.bench import memory
 from annie_quant.bench.aggregate import aggregate_records
 from annie_quant.bench.backend import Backend, alive, identity
 from annie_quant.bench.export import export
-from annie_quant.bench.machine import environment
+from annie_quant.bench.machine import environment, load_per_core
 from annie_quant.bench.plan import Visit, choose, plan, warmups
 from annie_quant.bench.store import Records
 from annie_quant.errors import ServerError, UsageError
@@ -324,6 +324,7 @@ class _Session:
             faults = judge.faults(answer, case.at_turn(row["turn"]), visit.workload)
             row |= {
                 "started_at": started,
+                "load_per_core": load_per_core(),
                 "stream": place,
                 "request_sha256": sha256_text(json.dumps(body, sort_keys=True)),
                 **record,

@@ -282,8 +282,9 @@ def _caveats(
 
 
 def _touches(finding: Mapping[str, Any], chosen: str, other: str | None) -> bool:
-    """A finding about one side, or about a pair, matters when all it names are among the two compared."""
-    return set(finding["backends"]) <= {chosen, other}
+    """A finding about a pair matters when it is this pair; one about sides, when one of these is among them."""
+    about, ours = set(finding["backends"]), {chosen, other}
+    return about <= ours if len(about) == 2 else bool(about & ours)
 
 
 def _count(number: int, noun: str) -> str:

@@ -111,6 +111,19 @@ def test_an_evaluation_alone_gives_its_gates(whole, tmp_path):
     assert shown["gate|offline/bf16/bf16|tool_call"].startswith("120/120")
 
 
+def test_times_that_cannot_be_are_a_caveat(whole, tmp_path):
+    """llama.cpp tells how long it worked; a client that saw the answer sooner has a clock that is wrong."""
+    rows = [json.loads(line) for line in (whole / "records.jsonl").open()]
+    for index, row in enumerate(rows):
+        share = 0.5 if index in (0, 1, 2) else 1.1
+        row["server_timings"] = {"prompt_ms": 2.0, "predicted_ms": row["e2e_ms"] / share - 2.0}
+    (tmp_path / "records.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    said = report.compose(tmp_path)["report.md"]
+    assert said.count("requests ended, by the client's clock") == 1 and f"- 0 of {len(rows)}" not in said
+    wrong = sum(not r["warmup"] and r["server_timings"]["predicted_ms"] + 2 > r["e2e_ms"] * 1.25 for r in rows)
+    assert f"- {wrong} of {len(rows) - 4} requests" in said and wrong == 3
+
+
 def test_torn_lines_are_counted(whole, tmp_path):
     (tmp_path / "records.jsonl").write_bytes((whole / "records.jsonl").read_bytes()[:-40] + b"\nnot json\n[1]\n")
     assert "3 lines of records.jsonl could not be read" in report.compose(tmp_path)["report.md"]

@@ -169,6 +169,7 @@ def record(value: Any) -> Data | None:
     if not {"backend", "workload"} <= seen.keys():
         return None
     turn, gaps, level = value.get("turn"), value.get("itl_ms"), number(value.get("concurrency"))
+    busy = numbers(value.get("server_timings"), ("prompt_ms", "predicted_ms"))
     tools = [words(c, "name", "arguments") for c in rows_of(value.get("tool_calls"))]
     return seen | numbers(value, TIMES) | {
         "case": str(value.get("case")),
@@ -176,6 +177,7 @@ def record(value: Any) -> Data | None:
         "concurrency": int(level) if level and 1 <= level < 1e6 else 1,
         "itl_ms": [v for v in gaps if number(v) is not None] if isinstance(gaps, list) else [],
         "tool_calls": tools,
+        "server_ms": sum(busy.values()) if len(busy) == 2 else None,
         "checks": {k: v for k, v in mapping(value.get("checks")).items() if isinstance(v, bool)},
         "faults": {k: v for k, v in mapping(value.get("faults")).items() if isinstance(v, str)},
         "error": seen.get("error", ""),

@@ -13,7 +13,7 @@ from typing import Any
 
 from annie_quant import __version__
 from annie_quant.errors import need
-from annie_quant.report import answers, checklist, tables, text
+from annie_quant.report import answers, checklist, recount, tables, text
 from annie_quant.report.figures import Figure
 from annie_quant.report.load import Run
 from annie_quant.report.svg import MARKS
@@ -87,6 +87,13 @@ def outcome(run: Run) -> str:
 def findings(run: Run) -> list[str]:
     """The verdict's caveats, and what the benchmark's own checks found beyond them."""
     found = run.doc["verdict"]["caveats"] + run.doc["confounds"] + run.aggregates["confounds"]
+    early = recount.impossible(run.measured)
+    if early:
+        found = [
+            *found,
+            f"{early} of {len(run.measured)} requests ended, by the client's clock, before the server's own account "
+            "of its work: clocks on this machine cannot be trusted to milliseconds.",
+        ]
     return list(dict.fromkeys(text.clean(f) for f in found))
 
 

@@ -24,6 +24,7 @@ METRICS = {
     "completion_tokens": "completion_tokens",
     "itl_ms": "itl_ms",
 }
+SOONEST = 0.8  # of the server's own time; the two clocks may differ a little
 SERVER_COUNTED = ("tpot_ms", "decode_tok_s", "completion_tokens")
 
 
@@ -45,6 +46,12 @@ def timed(measured: list[Row]) -> list[Row]:
 
     stalls = {id(r) for r in outliers(measured)}
     return [r for r in measured if not r["cold"] and not r["error"] and id(r) not in stalls]
+
+
+def impossible(measured: list[Row]) -> int:
+    """Requests that ended, by the client's clock, well before the server's own account of its work allows."""
+    known = [r for r in measured if r["server_ms"] and r.get("e2e_ms") is not None and not r["error"]]
+    return sum(r["e2e_ms"] < SOONEST * r["server_ms"] for r in known)
 
 
 def values(records: Iterable[Row], metric: str) -> list[float]:

@@ -220,3 +220,13 @@ def test_ctrl_c_keeps_the_records(two, tmp_path):
 def test_measured_requests_go_over_an_open_connection(two, tmp_path):
     bench.run(backends(*two), [FACTS], tmp_path, warmup=0, runs=1, concurrency=2)
     assert not any(r["new_connection"] for r in rows_of(tmp_path) if not r["warmup"])
+
+
+def test_a_budget_of_time_ends_a_run_that_can_go_on(two, tmp_path):
+    for server in two:
+        server.answer = lambda body: words("It is Tokyo.", first_s=0.03)
+    short = bench.run(backends(*two), [FACTS], tmp_path, warmup=0, runs=2, budget_s=0.3)
+    assert 0 < short["requests"] < 24 and short["unasked"] == 24 - short["requests"]
+    assert any("the same command goes on" in caveat for caveat in short["verdict"]["caveats"])
+    whole = bench.run(backends(*two), [FACTS], tmp_path, warmup=0, runs=2)
+    assert whole["requests"] == 24 and whole["unasked"] == 0

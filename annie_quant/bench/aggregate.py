@@ -61,6 +61,7 @@ def aggregate(folder: str | os.PathLike) -> dict[str, Any]:
         reference=config["reference"],
         seed=config["seed"],
         memories=run["memory"],
+        unasked=run["unasked"],
     )
 
 
@@ -72,10 +73,12 @@ def aggregate_records(
     reference: str | None = None,
     seed: int = 0,
     memories: Mapping[str, Any] | None = None,
+    unasked: int = 0,
 ) -> dict[str, Any]:
     """{"served", "comparisons", "turns", "turn_ratio", "crossover", "confounds"} as in run.json.
 
-    asked: {workload: {"thinking", "temperature", ...}}. identities: {backend: what it says of itself}.
+    asked: {workload: {"thinking", "temperature", ...}}. identities: {backend: what it says of itself}. unasked: how
+    many visits a budget of time left out.
     """
     rows = list(records)
     measured = [r for r in rows if not r.get("warmup")]
@@ -96,7 +99,7 @@ def aggregate_records(
         "turns": turns,
         "turn_ratio": {name: ratio for name, points in turns.items() if (ratio := _turn_ratio(points))},
         "crossover": [row for a, b in itertools.combinations(served, 2) if (row := _crossover(served, a, b))],
-        "confounds": confound_checks.check(identities, rows, {"workloads": asked}),
+        "confounds": confound_checks.check(identities, rows, {"workloads": asked, "unasked": unasked}),
     }
 
 

@@ -28,6 +28,9 @@ def check(
     found = [f for a, b in itertools.combinations(identities.values(), 2) for f in _pair(a, b)]
     found += _prompt_tokens(identities, measured) + _estimates(measured) + _smoke(rows)
     found += _strangers(identities, measured, config) + _busy(identities, measured)
+    if config.get("unasked"):
+        left = f"the budget of time ended before {config['unasked']} prompts and backends were asked"
+        found.append(_finding("unfinished", "note", f"{left}; the same command goes on with them", identities))
     for name in identities:
         own = [r for r in measured if r["backend"] == name]
         found += [f for look in (_thinking, _parser, _slow_starts, _errors, _clock) for f in look(name, own, config)]

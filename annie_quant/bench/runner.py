@@ -10,6 +10,7 @@ import datetime
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,7 @@ def run(
     timeout_s: float = 120.0,
     reference: str | None = None,
     with_memory: bool = True,
+    budget_s: float | None = None,
 ) -> dict[str, Any]:
     """Measure `backends` over `workloads` (objects or names) into the folder `output`; returns what bench.json holds.
 
@@ -67,6 +69,7 @@ def run(
     most so many cases of a workload (chosen by `seed`; None: all). concurrency: requests in flight at one backend, or
     several levels. prefix_cache: "warm" (as servers come; declared in the record) or "off" (no reuse between requests,
     where the server can). reference: the backend that verbosity is measured against (default: the first).
+    budget_s: stop measuring after so many seconds; what is left is said in the verdict, and the same call goes on with it.
     progress(done, total, text).
 
     Raises UsageError (bad arguments, a folder of another benchmark), ServerError (a server is not there or went away).
@@ -80,7 +83,7 @@ def run(
     records = Records(folder / "records.jsonl")
     try:
         session = _Session(list(backends), folder, records, timeout_s, prefix_cache, progress)
-        session.measure(loaded, warmup, runs, n, seed, levels)
+        unasked = session.measure(loaded, warmup, runs, n, seed, levels, budget_s)
         seen = session.identities
         memories = session.memory(loaded, n, seed) if with_memory else {}
     finally:
@@ -92,9 +95,11 @@ def run(
         reference=config["reference"],
         seed=seed,
         memories=memories,
+        unasked=unasked,
     )
     result = {
         "schema_version": 1,
+        "unasked": unasked,
         "requests": sum(not row.get("warmup") for row in records.rows),
         "environment": environment(),
         "config": config,
@@ -235,8 +240,17 @@ class _Session:
         self.batch = sum(1 for _ in (folder / "streams").glob("*")) if (folder / "streams").is_dir() else 0
 
     def measure(
-        self, workloads: Sequence[Workload], warmup: int, runs: int, n: int | None, seed: int, levels: Sequence[int]
-    ) -> None:
+        self,
+        workloads: Sequence[Workload],
+        warmup: int,
+        runs: int,
+        n: int | None,
+        seed: int,
+        levels: Sequence[int],
+        budget_s: float | None,
+    ) -> int:
+        """Ask what is left, within the budget of time; returns how many visits it left out."""
+        start = time.monotonic()
         names = list(self.backends)
         visits = [v for level in levels for v in plan(names, workloads, runs=runs, n=n, seed=seed, concurrency=level)]
         left = [v for v in visits if any(i not in self.done for case, repeat in v.cases for i in v.ids(case, repeat))]
@@ -244,11 +258,14 @@ class _Session:
         wanted = {v.workload.name for v in left}
         warm = warmups(names, [w for w in workloads if w.name in wanted], warmup, n, seed, 1)
         total, finished = len(warm) + len(visits), len(visits) - len(left)
-        for visit in [*warm, *left]:
+        for index, visit in enumerate([*warm, *left]):
+            if budget_s is not None and index >= len(warm) and time.monotonic() - start > budget_s:
+                return len(warm) + len(left) - index
             self.progress(finished, total, f"{visit.backend} · {visit.workload.name}")
             self._visit(visit)
             finished += 1
         self.progress(total, total, "")
+        return 0
 
     def _greet(self, smoke: bool) -> None:
         """Ask each server who it is; before measuring, put the smoke question. Its first request is a cold one."""

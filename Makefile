@@ -20,7 +20,7 @@ test: setup apt-test
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	ANNIE_QUANT_WERROR=1 $(BIN)/python setup.py -q build_ext --force --build-temp build/lint --build-lib build/lint
+	ANNIE_QUANT_WERROR=1 ANNIE_QUANT_ONLY=_nvfp4,_stream $(BIN)/python setup.py -q build_ext --force --build-temp build/lint --build-lib build/lint
 
 perf: setup
 	@for f in tests/perf/bench_*.py; do echo "== $$f"; $(BIN)/python $$f || exit 1; done

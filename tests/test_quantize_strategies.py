@@ -127,3 +127,9 @@ def test_a_damaged_source_is_named_by_tensor(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"layers\.0\.mlp\.up_proj\.weight: holds NaN"):
         quantize.run("direct", bad, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_an_unknown_scale_rule_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as refused:
+        quantize.run("direct", MODEL, tmp_path / "out", scale="best")
+    assert "four_over_six" in refused.value.hint and not (tmp_path / "out").exists()

@@ -7,6 +7,7 @@ left alone here too; linears that a server fuses share one tensor scale. Rows go
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import get_args
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from annie_quant.checkpoint.dialects import modelopt
 from annie_quant.checkpoint.linears import fused_groups, is_linear, matches
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.writer import Planned, planned, write
-from annie_quant.errors import CheckpointError
+from annie_quant.errors import CheckpointError, UsageError
 from annie_quant.files import write_json
 from annie_quant.quantize.exclude import excluded
 from annie_quant.quantize.job import Job, Report
@@ -34,11 +35,14 @@ FLOATS = ("BF16", "F16", "F32")
 
 
 def quantize(job: Job, report: Report) -> None:
+    if job.scale not in get_args(nvfp4.Scale):
+        raise UsageError(f"--scale {job.scale!r}", f"choose one of: {', '.join(get_args(nvfp4.Scale))}")
+    rule: nvfp4.Scale = job.scale  # type: ignore[assignment]
     folder = ModelFolder(job.model)
     modules = [n.removesuffix(".weight") for n in folder if is_linear(n, folder.info(n).shape)]
     chosen = choose(folder, modules, job)
-    scales = shared_scales(folder, chosen, job.scale)
-    plan = [t for name in folder for t in plan_tensor(folder, name, scales, job.scale)]
+    scales = shared_scales(folder, chosen, rule)
+    plan = [t for name in folder for t in plan_tensor(folder, name, scales, rule)]
     total, done = sum(t.size_bytes for t in plan), 0
 
     def progress(size_bytes: int) -> None:
@@ -70,7 +74,7 @@ def choose(folder: ModelFolder, modules: list[str], job: Job) -> list[str]:
     return chosen
 
 
-def shared_scales(folder: ModelFolder, chosen: list[str], scale: str) -> dict[str, np.float32]:
+def shared_scales(folder: ModelFolder, chosen: list[str], scale: nvfp4.Scale) -> dict[str, np.float32]:
     """Module → tensor scale, one for each group that is served as one matrix."""
     largest = {m: largest_of(folder, f"{m}.weight") for m in chosen}
     for group in fused_groups(set(chosen)):
@@ -95,7 +99,7 @@ def chunks(folder: ModelFolder, name: str) -> Iterator[np.ndarray]:
     folder.release(name)
 
 
-def plan_tensor(folder: ModelFolder, name: str, scales: dict[str, np.float32], scale: str) -> list[Planned]:
+def plan_tensor(folder: ModelFolder, name: str, scales: dict[str, np.float32], scale: nvfp4.Scale) -> list[Planned]:
     """One source tensor as it will stand in the output: three tensors for a linear, itself otherwise."""
     info = folder.info(name)
     module = name.removesuffix(".weight")
@@ -107,7 +111,7 @@ def plan_tensor(folder: ModelFolder, name: str, scales: dict[str, np.float32], s
     def codes() -> Iterator[np.ndarray]:
         found.clear()
         for part in chunks(folder, name):
-            packed = nvfp4.pack(part, tensor_scale=scales[module], scale=scale, group=GROUP)
+            packed = nvfp4.pack(part, tensor_scale=float(scales[module]), scale=scale, group=GROUP)
             found.append(packed.block_scale)
             yield packed.codes
 

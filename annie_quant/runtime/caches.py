@@ -34,7 +34,7 @@ class RoomyKeys(DynamicLayer):
             room = self.ROOM if key_states.shape[-2] == 1 else 0
             shape = (*key_states.shape[:2], end + room, key_states.shape[-1])
             grown = [torch.empty(shape, dtype=self.dtype, device=self.device) for _ in range(2)]
-            if n:
+            if n and self.keys is not None and self.values is not None:
                 grown[0][:, :, :n], grown[1][:, :, :n] = self.keys, self.values
             self.buffers = grown
         for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
@@ -55,7 +55,7 @@ def empty(config: Any, kinds: Sequence[str]) -> DynamicCache:
     return cache
 
 
-def repeat(source: DynamicCache, into: DynamicCache, rows: int) -> DynamicCache:
+def repeat(source: Any, into: Any, rows: int) -> Any:
     """`into`, filled with `rows` copies of the one row of `source`; keys and values are views until they grow."""
     for new, old in zip(into.layers, source.layers, strict=True):
         if isinstance(old, LinearAttentionLayer):
@@ -65,7 +65,7 @@ def repeat(source: DynamicCache, into: DynamicCache, rows: int) -> DynamicCache:
     return into
 
 
-def join(sources: Sequence[DynamicCache], into: DynamicCache, columns: int) -> DynamicCache:
+def join(sources: Sequence[Any], into: Any, columns: int) -> Any:
     """`into`, filled with the rows of all sources; keys and values are padded on the right to `columns`."""
     for n, new in enumerate(into.layers):
         old = [s.layers[n] for s in sources]
@@ -76,7 +76,7 @@ def join(sources: Sequence[DynamicCache], into: DynamicCache, columns: int) -> D
     return into
 
 
-def select(cache: DynamicCache, rows: torch.Tensor, columns: torch.Tensor | None = None) -> None:
+def select(cache: Any, rows: torch.Tensor, columns: torch.Tensor | None = None) -> None:
     """Keep these rows, and of each (where columns int64 [rows, width] is given) these columns."""
     for layer in cache.layers:
         if isinstance(layer, LinearAttentionLayer):

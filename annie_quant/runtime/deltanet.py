@@ -162,7 +162,7 @@ def ragged_conv(conv: Callable, batch: Batch, layer: int) -> Callable:
 @contextlib.contextmanager
 def ragged_layers(model: torch.nn.Module, batch: Batch) -> Iterator[None]:
     """While open, the DeltaNet layers of `model` heed `batch`."""
-    layers = [m for m in model.modules() if hasattr(m, "chunk_gated_delta_rule")]
+    layers: list[Any] = [m for m in model.modules() if hasattr(m, "chunk_gated_delta_rule")]
     before = [(m.chunk_gated_delta_rule, m.causal_conv1d_fn, m.causal_conv1d_update) for m in layers]
     try:
         for layer, (rule, conv, step) in zip(layers, before, strict=True):

@@ -79,7 +79,7 @@ def evaluate(
     reference = Reference(Path(reference_dir), template, dtype, device, Path(cache) if cache else None, rows)
     asked = reference.converse(workloads, tell)
     texts = [] if conversations is None else conversation_answers(template, as_rows(conversations, n_conversations))
-    result = {
+    result: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "version": __version__,
         "model": str(model_dir),

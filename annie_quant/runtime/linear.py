@@ -1,15 +1,12 @@
-"""NVFP4Linear: a linear layer whose weights are ModelOpt's NVFP4 tensors, with the arithmetic of either family of
-kernels.
+"""NVFP4Linear: a linear layer on ModelOpt's NVFP4 tensors, with the arithmetic of either family of kernels.
 
 Arithmetic, y = x W^T + b, with W = value * f32(block scale * tensor scale):
-  w4a4   x is first rounded to NVFP4 and back under the checkpoint's input_scale, one E4M3 scale for each 16 values
-  found
-         from x itself (what CUTLASS's and vLLM's NVFP4 kernels do to activations).
-  w4a16  x is taken as it comes (what Marlin and llama.cpp do).
-W is rounded once to the dtype of x; in bfloat16 that is ModelOpt's own dequantize, in float32 it is exact, as in
+  w4a4   x is first rounded to NVFP4 and back under the checkpoint's input_scale, with one E4M3 scale for each 16
+         values found from x itself: what CUTLASS's and vLLM's NVFP4 kernels do to activations.
+  w4a16  x is taken as it comes: what Marlin and llama.cpp do.
+W is rounded once to the dtype of x. In bfloat16 that is ModelOpt's own dequantize; in float32 it is exact, as in
 kernels that apply the scales to float32 sums. The product is torch's linear: float32 sums, one rounding to the dtype
-of x.
-The tensor names are the checkpoint's own, so state dicts go in and out unchanged.
+of x. The tensor names are the checkpoint's own, so state dicts go in and out unchanged.
 """
 
 from __future__ import annotations
@@ -29,6 +26,11 @@ BLOCK_BYTES = 8 << 20  # dequantized weights alive at a time where they are kept
 class NVFP4Linear(nn.Module):
     """Buffers: weight uint8 [N, K/2], weight_scale float8_e4m3fn [N, K/group], weight_scale_2 float32 [],
     input_scale float32 [] or none."""
+
+    weight: torch.Tensor
+    weight_scale: torch.Tensor
+    weight_scale_2: torch.Tensor
+    input_scale: torch.Tensor | None
 
     def __init__(
         self,
@@ -58,13 +60,12 @@ class NVFP4Linear(nn.Module):
 
     def _apply(self, fn, recurse: bool = True):
         """.to(dtype) reaches bias alone: the packed tensors keep the format's own types, only their device follows."""
-        fixed = {n: b.dtype for n, b in self._buffers.items() if b is not None}
-        kept = {n: self._buffers[n] for n in fixed}
+        kept = {n: b for n, b in self._buffers.items() if b is not None}
         super()._apply(fn, recurse)
-        for name, kind in fixed.items():
+        for name, before in kept.items():
             now = self._buffers[name]
-            if now.dtype != kind:
-                self._buffers[name] = kept[name].to(now.device)
+            if now is not None and now.dtype != before.dtype:
+                self._buffers[name] = before.to(now.device)
         self._scalars = None
         if self.dense is not None:
             self.dense = self.dense.to(self.weight.device)
@@ -100,7 +101,9 @@ class NVFP4Linear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.numerics == "w4a4":
-            x = codec.fake_quant(x, self.scalars()[1])
+            input_scale = self.scalars()[1]
+            assert input_scale is not None  # set_numerics saw to it
+            x = codec.fake_quant(x, input_scale)
         if self.dense is not None:
             return nn.functional.linear(x, self.dense.to(x.dtype), self.bias)
         step = max(1, BLOCK_BYTES // (self.in_features * x.element_size()))

@@ -46,9 +46,10 @@ def load(
     if device is not None:
         more.setdefault("device_map", device)
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True, **more)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True, **more)
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be loaded: {error}") from error
+    model, info = loaded
     missing = sorted(info["missing_keys"]) + sorted(str(k[0]) for k in info["mismatched_keys"])
     if missing:
         raise CheckpointError(

@@ -17,7 +17,7 @@ class Group:
     rows: tuple[int, ...]
 
 
-def common(a: Sequence[int], b: Sequence[int]) -> int:
+def common(a: Sequence[object], b: Sequence[object]) -> int:
     """Length of the common prefix."""
     n = 0
     for x, y in zip(a, b, strict=False):
@@ -33,7 +33,7 @@ def group_by_prefix(rows: Sequence[Sequence[int]], caps: Sequence[int]) -> list[
     Greedy over the rows in lexicographic order: a row joins while shortening the group's prefix to its own costs less
     than a group of its own.
     """
-    order = sorted(range(len(rows)), key=lambda i: rows[i])
+    order = sorted(range(len(rows)), key=lambda i: list(rows[i]))
     groups: list[Group] = []
     members: list[int] = []
     shared = 0

@@ -49,7 +49,7 @@ class Template:
     def __init__(self, folder: str | os.PathLike) -> None:
         from transformers import AutoTokenizer, GenerationConfig
 
-        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         if not self.tokenizer.chat_template:
             raise UsageError(f"{folder} has no chat template", "copy chat_template.jinja beside the tokenizer")
         ends = {self.tokenizer.eos_token_id}

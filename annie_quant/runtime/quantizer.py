@@ -37,7 +37,7 @@ class ModelOptConfig(QuantizationConfigMixin):
 
     def __init__(self, quant_algo: str | None = None, **rest: Any) -> None:
         rest.pop("quant_method", None)
-        self.quant_method = METHOD
+        self.quant_method = METHOD  # type: ignore[assignment]  # the enum knows no ModelOpt
         self.quant_algo = quant_algo
         self.__dict__.update(rest)
 

@@ -49,22 +49,28 @@ def quantize(w: Any, type: Type, importance: Any = None) -> np.ndarray:
     block = _block(type)
     x, kind = _floats(w, "w")
     if x.ndim == 0 or x.shape[-1] == 0 or x.shape[-1] % block.elements:
-        raise ValueError(f"w: shape {x.shape}, expected a last dimension that is a multiple of {block.elements} for {type}")
+        raise ValueError(
+            f"w: shape {x.shape}, expected a last dimension that is a multiple of {block.elements} for {type}"
+        )
     _finite_amax(x, kind)
     out = np.empty((*x.shape[:-1], x.shape[-1] // block.elements * block.size_bytes), np.uint8)
     _nvfp4.kquantize(_bytes(x), kind, type, x.shape[-1], _importance(importance, x.shape[-1]), _bytes(out))
     return out
 
 
-def dequantize(raw: np.ndarray, type: Type) -> np.ndarray:
-    """uint8 rows of blocks [..., n * size_bytes] → float32 [..., n * elements]. Any bytes decode."""
+def dequantize(raw: np.ndarray, type: Type, out: np.ndarray | None = None) -> np.ndarray:
+    """uint8 rows of blocks [..., n * size_bytes] → float32 [..., n * elements], in `out` if given. Any bytes decode."""
     block = _block(type)
     rows = np.ascontiguousarray(raw)
     if rows.dtype != np.uint8:
         raise ValueError(f"raw: dtype {rows.dtype}, expected uint8")
     if rows.ndim == 0 or rows.shape[-1] % block.size_bytes:
         raise ValueError(f"raw: shape {rows.shape}, expected rows of a multiple of {block.size_bytes} bytes for {type}")
-    out = np.empty((*rows.shape[:-1], rows.shape[-1] // block.size_bytes * block.elements), np.float32)
+    shape = (*rows.shape[:-1], rows.shape[-1] // block.size_bytes * block.elements)
+    if out is None:
+        out = np.empty(shape, np.float32)
+    elif out.shape != shape or out.dtype != np.float32 or not out.flags.c_contiguous or not out.flags.writeable:
+        raise ValueError(f"out: {out.dtype} {out.shape}, expected float32 {shape}, contiguous and writeable")
     _nvfp4.kdequantize(_bytes(rows), type, _bytes(out))
     return out
 

@@ -316,10 +316,10 @@ static void encode_q8_0(const struct kq_search *search, const float *x, size_t c
 }
 
 const struct kq_type KQ_TYPE[KQ_TYPES] = {
-    {"Q4_K", 256, sizeof(struct block_q4_k), encode_q4_k, decode_q4_k},
-    {"Q5_K", 256, sizeof(struct block_q5_k), encode_q5_k, decode_q5_k},
-    {"Q6_K", 256, sizeof(struct block_q6_k), encode_q6_k, decode_q6_k},
-    {"Q5_0", 32, sizeof(struct block_q5_0), encode_q5_0, decode_q5_0},
-    {"Q4_0", 32, sizeof(struct block_q4_0), encode_q4_0, decode_q4_0},
-    {"Q8_0", 32, sizeof(struct block_q8_0), encode_q8_0, decode_q8_0},
+    {"Q4_K", 256, sizeof(struct block_q4_k), encode_q4_k},
+    {"Q5_K", 256, sizeof(struct block_q5_k), encode_q5_k},
+    {"Q6_K", 256, sizeof(struct block_q6_k), encode_q6_k},
+    {"Q5_0", 32, sizeof(struct block_q5_0), encode_q5_0},
+    {"Q4_0", 32, sizeof(struct block_q4_0), encode_q4_0},
+    {"Q8_0", 32, sizeof(struct block_q8_0), encode_q8_0},
 };

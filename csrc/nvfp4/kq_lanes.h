@@ -6,7 +6,7 @@
 #ifndef AQ_NVFP4_KQ_LANES_H
 #define AQ_NVFP4_KQ_LANES_H
 
-#include "kquant.h"
+#include "kq_decode.h"
 
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -206,6 +206,6 @@ static inline void symmetric_lanes(const float *x_rows, const float *weight_rows
         for (int j = 0; j < 16; j += LANES)                                                                             \
             symmetric_lanes(x + 16 * j, weight ? weight + 16 * j : NULL, L + 16 * j, scale + j);                        \
     }                                                                                                                   \
-    const struct kq_search kq_##variant = {#variant, affine_8, symmetric_16};
+    const struct kq_search kq_##variant = {affine_8, symmetric_16, KQ_DECODERS};
 
 #endif

@@ -4,7 +4,7 @@
  * weighted least squares for each rounding, and keep what lowers the weighted squared error.
  * symmetric: w = scale * q; 18 steps around -top / (element of largest magnitude); largest (sum w x q)^2 / sum w q^2.
  */
-#include "kquant.h"
+#include "kq_decode.h"
 
 #include <math.h>
 
@@ -133,4 +133,4 @@ static void symmetric_16(const float *x, const float *weight, uint8_t *L, float 
         scale[j] = search_symmetric(16, 32, x + 16 * j, weight ? weight + 16 * j : NULL, L + 16 * j);
 }
 
-const struct kq_search kq_serial = {"serial", affine_8, symmetric_16};
+const struct kq_search kq_serial = {affine_8, symmetric_16, KQ_DECODERS};

@@ -52,14 +52,16 @@ struct affine {
     float scale, minus_min;
 };
 
-/* The searches that take nearly all the time; one implementation a variant, all giving the same bytes.
+#define KQ_TYPES 6
+
+/* What differs by variant: decoders, and the searches that take nearly all the time; one implementation a variant, all giving the same bytes.
  * affine_8: eight sub-blocks of 32, x and weight [8][32], L [8][32].
  * symmetric_16: sixteen sub-blocks of 16 with codes -32..31, weight [16][16] or NULL for x^2, L [16][16] + 32. */
 struct kq_search {
-    const char *name;
     void (*affine_8)(const float *x, const float *weight, int top, float low, float by, int tries, int weighted,
                      uint8_t *L, struct affine *out);
     void (*symmetric_16)(const float *x, const float *weight, uint8_t *L, float *scale);
+    void (*decode[KQ_TYPES])(const void *raw, size_t blocks, float *out); /* in the order of KQ_TYPE */
 };
 extern const struct kq_search kq_serial;
 #if defined(__x86_64__)
@@ -75,18 +77,9 @@ struct kq_type {
     /* `count` elements of one row (whole blocks); weight as long or NULL; row_square: mean of x^2 over the row. */
     void (*encode)(const struct kq_search *search, const float *x, size_t count, const float *weight, float row_square,
                    void *out);
-    void (*decode)(const void *raw, size_t blocks, float *out);
 };
 
-#define KQ_TYPES 6
 extern const struct kq_type KQ_TYPE[KQ_TYPES];
-
-void decode_q4_k(const void *raw, size_t blocks, float *out);
-void decode_q5_k(const void *raw, size_t blocks, float *out);
-void decode_q6_k(const void *raw, size_t blocks, float *out);
-void decode_q5_0(const void *raw, size_t blocks, float *out);
-void decode_q4_0(const void *raw, size_t blocks, float *out);
-void decode_q8_0(const void *raw, size_t blocks, float *out);
 
 /* Shared by the encoders. */
 int nearest_int(float f);

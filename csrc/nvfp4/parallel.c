@@ -219,10 +219,11 @@ void tensor_kquantize(const struct kq_type *type, const void *x, int kind, size_
 
 void tensor_kdequantize(const struct kq_type *type, const uint8_t *raw, size_t blocks, float *out)
 {
+    void (*decode)(const void *, size_t, float *) = current()->search->decode[type - KQ_TYPE];
     const size_t per_run = RUN / type->block, runs = runs_of(blocks, per_run);
 #pragma omp parallel for schedule(dynamic) num_threads(team(blocks *type->block))
     for (size_t r = 0; r < runs; r++) {
         size_t b = r * per_run;
-        type->decode(raw + b * type->bytes, run_length(blocks, per_run, r), out + b * type->block);
+        decode(raw + b * type->bytes, run_length(blocks, per_run, r), out + b * type->block);
     }
 }

@@ -1,8 +1,11 @@
 /* From ggml's blocks to floats: w = d * scale * q - dmin * min (Q4_K, Q5_K), d * scale * (q - 32) (Q6_K), d * q.
  *
- * Every bit pattern decodes; nothing is read or written outside the block. The loops are plain so that the compiler
- * vectorizes them.
+ * Every bit pattern decodes; nothing is read or written outside the block. The loops are plain: each variant compiles this
+ * text with its own flags and the compiler vectorizes it, which changes no bit, as every value stands alone.
  */
+#ifndef AQ_NVFP4_KQ_DECODE_H
+#define AQ_NVFP4_KQ_DECODE_H
+
 #include "kquant.h"
 
 /* Scale and minimum of all eight sub-blocks, each already times d or dmin. */
@@ -16,7 +19,7 @@ static void eight_scales(const uint8_t *packed, float d, float dmin, float scale
     }
 }
 
-void decode_q4_k(const void *raw, size_t blocks, float *restrict out)
+static void decode_q4_k(const void *raw, size_t blocks, float *restrict out)
 {
     const struct block_q4_k *x = raw;
     for (size_t b = 0; b < blocks; b++, x++) {
@@ -32,7 +35,7 @@ void decode_q4_k(const void *raw, size_t blocks, float *restrict out)
     }
 }
 
-void decode_q5_k(const void *raw, size_t blocks, float *restrict out)
+static void decode_q5_k(const void *raw, size_t blocks, float *restrict out)
 {
     const struct block_q5_k *x = raw;
     for (size_t b = 0; b < blocks; b++, x++) {
@@ -49,7 +52,7 @@ void decode_q5_k(const void *raw, size_t blocks, float *restrict out)
     }
 }
 
-void decode_q6_k(const void *raw, size_t blocks, float *restrict out)
+static void decode_q6_k(const void *raw, size_t blocks, float *restrict out)
 {
     const struct block_q6_k *x = raw;
     for (size_t b = 0; b < blocks; b++, x++) {
@@ -69,7 +72,7 @@ void decode_q6_k(const void *raw, size_t blocks, float *restrict out)
     }
 }
 
-void decode_q5_0(const void *raw, size_t blocks, float *restrict out)
+static void decode_q5_0(const void *raw, size_t blocks, float *restrict out)
 {
     const struct block_q5_0 *x = raw;
     for (size_t b = 0; b < blocks; b++, x++, out += 32) {
@@ -84,7 +87,7 @@ void decode_q5_0(const void *raw, size_t blocks, float *restrict out)
     }
 }
 
-void decode_q4_0(const void *raw, size_t blocks, float *restrict out)
+static void decode_q4_0(const void *raw, size_t blocks, float *restrict out)
 {
     const struct block_q4_0 *x = raw;
     for (size_t b = 0; b < blocks; b++, x++, out += 32) {
@@ -96,7 +99,7 @@ void decode_q4_0(const void *raw, size_t blocks, float *restrict out)
     }
 }
 
-void decode_q8_0(const void *raw, size_t blocks, float *restrict out)
+static void decode_q8_0(const void *raw, size_t blocks, float *restrict out)
 {
     const struct block_q8_0 *x = raw;
     for (size_t b = 0; b < blocks; b++, x++, out += 32) {
@@ -105,3 +108,8 @@ void decode_q8_0(const void *raw, size_t blocks, float *restrict out)
             out[i] = (float)x->qs[i] * d;
     }
 }
+
+/* In the order of KQ_TYPE. */
+#define KQ_DECODERS {decode_q4_k, decode_q5_k, decode_q6_k, decode_q5_0, decode_q4_0, decode_q8_0}
+
+#endif

@@ -1,0 +1,105 @@
+"""Scale search against trying all 126 codes in NumPy, and the two-candidate rule against its definition."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from nvfp4_cases import DTYPES, VALUES, adversarial, in_dtype
+
+from annie_quant import nvfp4
+
+
+@pytest.fixture(autouse=True)
+def fastest_variant():
+    yield
+    nvfp4.set_variant("auto")
+
+
+def errors(blocks: np.ndarray, steps: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """[blocks, codes]: in float64 and in column order, the sum of weight * distance^2 to the nearest grid point."""
+    total = np.zeros((len(blocks), len(steps)))
+    grid = VALUES.astype(np.float64)[None] * steps.astype(np.float64)[:, None]
+    for column in range(blocks.shape[1]):
+        a = np.abs(blocks[:, column].astype(np.float64))
+        distance = np.abs(a[:, None, None] - grid[None]).min(-1)
+        total += weights[:, column, None].astype(np.float64) * (distance * distance)
+    return total
+
+
+def all_codes(w: np.ndarray, tensor_scale: np.float32, importance: np.ndarray | None) -> np.ndarray:
+    steps = nvfp4.E4M3_VALUES[1:127] * tensor_scale
+    blocks = w.astype(np.float32).reshape(-1, 16)
+    columns = np.ones(w.shape[-1], np.float32) if importance is None else importance
+    weights = np.broadcast_to(columns, w.shape).reshape(-1, 16)
+    return (errors(blocks, steps, weights).argmin(1) + 1).astype(np.uint8)
+
+
+@pytest.mark.parametrize("variant", nvfp4.variants())
+@pytest.mark.parametrize("weighted", [False, True])
+def test_sweep_is_all_126_codes(variant, weighted):
+    nvfp4.set_variant(variant)
+    rng = np.random.default_rng(11)
+    for name, w in adversarial(16, 512, 9):
+        x = in_dtype(w, DTYPES[2])
+        importance = rng.gamma(0.3, 1, 512).astype(np.float32) if weighted else None
+        for scale in (None, 2.0**-8):
+            t = nvfp4.pack(x, tensor_scale=scale, scale="sweep", importance=importance)
+            nonzero = (x.astype(np.float32).reshape(-1, 16) != 0).any(1)
+            if importance is not None:
+                nonzero &= True
+            wanted = all_codes(x, t.tensor_scale, importance)
+            got = t.block_scale.view(np.uint8).reshape(-1)
+            wrong = nonzero & (got != wanted)
+            assert not wrong.any(), (name, scale, np.argwhere(wrong)[:3], got[wrong][:3], wanted[wrong][:3])
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.integers(-20, 20), min_size=16, max_size=16), st.integers(-14, 10), st.integers(0, 3))
+def test_sweep_on_blocks_with_few_values(values, exponent, seed):
+    """Small integers times a power of two: many codes reach the same error, and the lowest must win."""
+    w = (np.array([values]) * 2.0**exponent).astype(np.float32)
+    if not w.any():
+        return
+    for variant in nvfp4.variants():
+        nvfp4.set_variant(variant)
+        rows = np.repeat(w, 8, 0)
+        t = nvfp4.pack(rows, tensor_scale=2.0**-9 * (1 + seed / 7), scale="sweep")
+        np.testing.assert_array_equal(t.block_scale.view(np.uint8)[:, 0], all_codes(rows, t.tensor_scale, None), variant)
+
+
+@pytest.mark.parametrize("variant", nvfp4.variants())
+def test_four_over_six_takes_the_lower_error_and_six_on_a_tie(variant):
+    nvfp4.set_variant(variant)
+    for name, w in adversarial(16, 512, 13):
+        if name in ("subnormal", "minus zero"):
+            continue
+        t = nvfp4.pack(w, scale="four_over_six")
+        assert t.tensor_scale == np.abs(w).max() / np.float32(6 * 256)
+        blocks = w.reshape(-1, 16)
+        amax = np.abs(blocks).max(1)
+        codes = []
+        for factor in (1.0, 1.5):
+            with np.errstate(over="ignore"):
+                ratio = amax * np.float32(factor) / (np.float32(6) * t.tensor_scale)
+            ratio = np.clip(np.where(ratio == 0, np.float32(1), ratio), np.float32(2**-9), np.float32(448))
+            codes.append(ratio.astype(nvfp4.E4M3).view(np.uint8))
+        table = errors(blocks, nvfp4.E4M3_VALUES[:127] * t.tensor_scale, np.ones_like(blocks))
+        six, four = (table[np.arange(len(blocks)), c] for c in codes)
+        wanted = np.where(four < six, codes[1], codes[0])
+        usable = amax > 0
+        np.testing.assert_array_equal(t.block_scale.view(np.uint8).reshape(-1)[usable], wanted[usable], name)
+
+
+def test_importance_moves_the_error_where_it_matters():
+    rng = np.random.default_rng(17)
+    w = rng.standard_t(5, (256, 512)).astype(np.float32)
+    importance = rng.gamma(0.2, 1, 512).astype(np.float32)
+
+    def weighted_error(t):
+        return float((importance * (w - nvfp4.unpack(t, "float32")) ** 2).sum())
+
+    plain = nvfp4.pack(w, scale="sweep")
+    aware = nvfp4.pack(w, scale="sweep", importance=importance)
+    assert weighted_error(aware) < weighted_error(plain) < weighted_error(nvfp4.pack(w))

@@ -139,7 +139,7 @@ def to_folder(
             continue
         if is_linear(name, info.shape):
             excluded.append(name.removesuffix(".weight"))
-        plan.append(writer.Planned(name, info.dtype, info.shape, partial(folder.tensor, name)))
+        plan.append(writer.Planned(name, info.dtype, info.shape, partial(folder.pieces, name)))
     inline, beside = dialect.small_files(
         formats, sorted(excluded), next(iter(groups), 16), next(iter(with_input), False)
     )

@@ -172,6 +172,10 @@ class Plan:
 
         return Entry(place, kind, shape, load)
 
+    def repacked(self, linear: Linear) -> Iterator[np.ndarray]:
+        yield nvfp4.to_ggml(tiled(linear, self.folder, self.heads))
+        self.folder.release(linear.weight)
+
     def type_of(self, place: str, shape: tuple[int, ...]) -> str:
         if gguf_names.keeps_float32(place, len(shape)):
             return "F32"
@@ -198,7 +202,7 @@ class Plan:
             self.dequantized.append(linear.name)
             yield self.plain(name, place, shape, lambda: linear.dequantize(self.folder))
             return
-        yield Entry(place, "NVFP4", shape, lambda: iter([nvfp4.to_ggml(tiled(linear, self.folder, self.heads))]))
+        yield Entry(place, "NVFP4", shape, partial(self.repacked, linear))
         for suffix, scale in (
             (".scale", linear.tensor_scale(self.folder)),
             (".input_scale", linear.input_scale(self.folder)),
@@ -229,14 +233,14 @@ def tiled(linear: Linear, folder: ModelFolder, heads: gguf_names.Heads):
 def encode(array: np.ndarray, kind: str, name: str) -> np.ndarray:
     """An array as the bytes of one ggml type, in the array's shape where the type is a plain number."""
     if kind == "BF16":
-        return array.astype(ml_dtypes.bfloat16).view(np.uint16)
+        return array.astype(ml_dtypes.bfloat16, copy=False).view(np.uint16)
     if kind == "F16":
         half = array.astype(np.float16)
         if not np.isfinite(half).all():
             raise CheckpointError(f"{name}: values beyond float16's range", "use --type BF16")
         return half
     if kind == "F32":
-        return array.astype(np.float32)
+        return array.astype(np.float32, copy=False)
     return kquant.quantize(np.ascontiguousarray(array.astype(np.float32)), kind)  # type: ignore[arg-type]
 
 

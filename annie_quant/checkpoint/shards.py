@@ -22,6 +22,7 @@ from annie_quant.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+PIECE_BYTES = 1 << 25
 OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack")
 _PART = re.compile(r"-(\d{5})-of-(\d{5})\.safetensors$")
 
@@ -109,6 +110,14 @@ class ModelFolder:
         """One tensor as a read-only array in its own dtype (bfloat16 and float8 from ml_dtypes)."""
         info = self.info(name)
         return self.shards[info.file].tensor(info)
+
+    def pieces(self, name: str) -> Iterator[np.ndarray]:
+        """One tensor's elements in order, some megabytes at a time; its pages are given back afterwards."""
+        flat = self.tensor(name).reshape(-1)
+        step = max(1, PIECE_BYTES // flat.itemsize)
+        for start in range(0, flat.size, step):
+            yield flat[start : start + step]
+        self.release(name)
 
     def scalar(self, name: str) -> np.float32:
         """A one-element tensor as float32."""

@@ -6,6 +6,7 @@ multiplier gives garbage, so nothing outside this file sees it.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -93,7 +94,7 @@ def tensors(linear: Linear, folder: ModelFolder) -> list[Planned]:
     info = folder.info(linear.weight)
     nvfp4 = linear.format == "nvfp4"
     name = f"{linear.name}.weight_packed" if nvfp4 else f"{linear.name}.weight"
-    out = [Planned(name, info.dtype, info.shape, lambda: folder.tensor(linear.weight))]
+    out = [Planned(name, info.dtype, info.shape, partial(folder.pieces, linear.weight))]
     scale = linear.input_scale(folder)
     if not nvfp4:
         if linear.block_scale:
@@ -103,7 +104,7 @@ def tensors(linear: Linear, folder: ModelFolder) -> list[Planned]:
             out.append(planned(f"{linear.name}.input_scale", np.array([scale], np.float32)))
         return out
     scales = folder.info(linear.block_scale or "")
-    out.append(Planned(f"{linear.name}.weight_scale", scales.dtype, scales.shape, lambda: folder.tensor(scales.name)))
+    out.append(Planned(f"{linear.name}.weight_scale", scales.dtype, scales.shape, partial(folder.pieces, scales.name)))
     out.append(planned(f"{linear.name}.weight_global_scale", divisor(linear.tensor_scale(folder))))
     if scale is not None:
         out.append(planned(f"{linear.name}.input_global_scale", divisor(scale)))

@@ -5,6 +5,7 @@ Source: NVIDIA/Model-Optimizer, modelopt/torch/export/{quant_utils,convert_hf_co
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -96,7 +97,7 @@ def read(quant: dict[str, Any]) -> QuantConfig:
 def tensors(linear: Linear, folder: ModelFolder) -> list[Planned]:
     """The planned tensors of one linear in this layout."""
     info = folder.info(linear.weight)
-    out = [Planned(f"{linear.name}.weight", info.dtype, info.shape, lambda: folder.tensor(linear.weight))]
+    out = [Planned(f"{linear.name}.weight", info.dtype, info.shape, partial(folder.pieces, linear.weight))]
     if linear.format == "fp8":
         if linear.block_scale:
             scale = folder.tensor(linear.block_scale).astype(np.float32)
@@ -104,7 +105,7 @@ def tensors(linear: Linear, folder: ModelFolder) -> list[Planned]:
     else:
         scales = folder.info(linear.block_scale or "")
         out.append(
-            Planned(f"{linear.name}.weight_scale", scales.dtype, scales.shape, lambda: folder.tensor(scales.name))
+            Planned(f"{linear.name}.weight_scale", scales.dtype, scales.shape, partial(folder.pieces, scales.name))
         )
         out.append(planned(f"{linear.name}.weight_scale_2", np.array(linear.tensor_scale(folder), np.float32)))
     given = linear.input_scale(folder)

@@ -156,9 +156,7 @@ def unpack(t: Tensor, dtype: Any = "bfloat16", out: np.ndarray | None = None, na
     if out is None:
         out = np.empty(shape, wanted)
     elif out.shape != shape or out.dtype != wanted or not out.flags.c_contiguous or not out.flags.writeable:
-        raise ValueError(
-            f"out: {out.dtype} {out.shape}, expected {wanted} {shape}, contiguous and writeable"
-        )
+        raise ValueError(f"out: {out.dtype} {out.shape}, expected {wanted} {shape}, contiguous and writeable")
     factor = t.tensor_scale if t.divisor is None else t.divisor
     bad = _nvfp4.unpack(
         _bytes(codes), _bytes(scales), _KINDS[wanted], t.group, t.divisor is not None, float(factor), _bytes(out)
@@ -397,6 +395,8 @@ def _check_choice(scale: str, encoding: str) -> None:
 def _check_out(out: Tensor, shape: tuple[tuple[int, ...], tuple[int, ...]], group: int) -> None:
     for name, array, wanted in (("codes", out.codes, shape[0]), ("block_scale", out.block_scale, shape[1])):
         if array.shape != wanted or array.dtype.itemsize != 1 or not array.flags.c_contiguous:
-            raise ValueError(f"out.{name}: {array.dtype} {array.shape}, expected {wanted}, one byte an entry, contiguous")
+            raise ValueError(
+                f"out.{name}: {array.dtype} {array.shape}, expected {wanted}, one byte an entry, contiguous"
+            )
     if out.group != group:
         raise ValueError(f"out.group {out.group}, expected {group}")

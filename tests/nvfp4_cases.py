@@ -30,9 +30,9 @@ def adversarial(rows: int, columns: int, seed: int) -> Iterator[tuple[str, np.nd
     yield "heavy tails", (rng.standard_t(2, shape) * 0.02).astype(np.float32)
     grid = np.concatenate([MIDPOINTS, VALUES, [-0.0]]).astype(np.float32)
     powers = 2.0 ** rng.integers(-12, 8, (rows, columns // 16, 1))
-    ties = (rng.choice(grid, (rows, columns // 16, 16)) * rng.choice([-1, 1], (rows, columns // 16, 16)) * powers).astype(
-        np.float32
-    )
+    ties = (
+        rng.choice(grid, (rows, columns // 16, 16)) * rng.choice([-1, 1], (rows, columns // 16, 16)) * powers
+    ).astype(np.float32)
     ties = ties.reshape(shape)
     yield "ties", ties
     yield "near ties", np.nextafter(ties, rng.choice(np.array([-np.inf, np.inf], np.float32), shape))
@@ -47,7 +47,7 @@ def adversarial(rows: int, columns: int, seed: int) -> Iterator[tuple[str, np.nd
 
 def in_dtype(w: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """w in another dtype, with what overflows set to zero."""
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         x = w.astype(dtype)
     return np.where(np.isfinite(x.astype(np.float32)), x, np.zeros((), dtype)).astype(dtype)
 

@@ -71,7 +71,9 @@ def test_midpoints_and_their_neighbours_under_every_scale(variant, dtype, tensor
     np.testing.assert_array_equal(t.codes >> 4, wanted[:, 1::2])
 
 
-@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=16, max_size=16), st.integers(0, 200))
+@given(
+    st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=16, max_size=16), st.integers(0, 200)
+)
 def test_any_block_rounds_by_the_definition(values, exponent):
     w = np.array([values], np.float32)
     scale = np.float32(2.0 ** (exponent / 2 - 70))

@@ -66,7 +66,9 @@ def test_sweep_on_blocks_with_few_values(values, exponent, seed):
         nvfp4.set_variant(variant)
         rows = np.repeat(w, 8, 0)
         t = nvfp4.pack(rows, tensor_scale=2.0**-9 * (1 + seed / 7), scale="sweep")
-        np.testing.assert_array_equal(t.block_scale.view(np.uint8)[:, 0], all_codes(rows, t.tensor_scale, None), variant)
+        np.testing.assert_array_equal(
+            t.block_scale.view(np.uint8)[:, 0], all_codes(rows, t.tensor_scale, None), variant
+        )
 
 
 @pytest.mark.parametrize("variant", nvfp4.variants())

@@ -33,7 +33,7 @@ class _Borrowed(Weight):
         self._plans = _plans(n, k, self.device)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _plans(n: int, k: int, device: int) -> dict:
     return {}
 
@@ -48,7 +48,7 @@ def prepare(codes: Any, block_scale: Any, tensor_scale: float) -> Prepared:
     return Prepared(packed, weight.n, weight.k, weight.tensor_scale)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def register() -> Any:
     """Defines the operator once and gives it back."""
     torch = need("torch", "runtime")

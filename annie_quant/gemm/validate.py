@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import platform
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -179,7 +179,7 @@ def _controls() -> Iterator[Check]:
         yield f"negative control W4A4 {fault}", worst > 1, f"planted fault seen at {worst:.0f} times the bound"
 
 
-def timed_us(launches: list[Callable[[int], None]], repeats: int = 20) -> float:
+def timed_us(launches: Sequence[Callable[[int], None]], repeats: int = 20) -> float:
     """Microseconds of one launch: the launches (each given the stream) as one CUDA graph, median of `repeats`
     replays.
     """

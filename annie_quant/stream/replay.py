@@ -36,7 +36,7 @@ class ReplayServer:
         self._listener.close()
         with self._lock:
             for connection in self._open:
-                connection.close()
+                connection.shutdown(socket.SHUT_RDWR)
 
     def _accept(self) -> None:
         while True:
@@ -75,7 +75,7 @@ class ReplayServer:
             connection.sendall(b"%x\r\n%b\r\n" % (len(piece), piece))
         self._wait(asked_s, int(row["ended_ns"]) - started)
         if row["cause"]:
-            connection.close()  # it ended badly then, and does so again
+            connection.shutdown(socket.SHUT_RDWR)  # it ended badly then, and does so again
         else:
             connection.sendall(b"0\r\n\r\n")
 

@@ -1,0 +1,173 @@
+/* Runs the codec's kernels on random bytes in buffers of exactly their size, and holds every variant to the serial one.
+ *
+ * No Python in here, so that it runs under sanitizers and under qemu-user:
+ *   sh tests/fuzz/codec.sh            ASan + UBSan on this processor, then aarch64 under qemu if its compiler is there
+ * Argument: how many executions (default 200000).
+ */
+#include "nvfp4/kquant.h"
+#include "nvfp4/layout.h"
+#include "nvfp4/parallel.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+
+static uint64_t state = 88172645463325252u;
+
+static uint64_t next(void)
+{
+    state ^= state << 13;
+    state ^= state >> 7;
+    return state ^= state << 17;
+}
+
+static uint8_t *random_bytes(size_t n)
+{
+    uint8_t *p = malloc(n ? n : 1);
+    if (!p)
+        exit(2);
+    for (size_t i = 0; i < n; i++)
+        p[i] = (uint8_t)(next() >> 24);
+    return p;
+}
+
+static void must_agree(const void *a, const void *b, size_t n, const char *what, const char *variant)
+{
+    if (memcmp(a, b, n)) {
+        printf("%s: %s differs from serial\n", what, variant);
+        exit(1);
+    }
+}
+
+/* NaN's sign and payload are not defined across processors; compare them as one. */
+static void one_nan(float *v, size_t n)
+{
+    for (size_t i = 0; i < n; i++)
+        if (v[i] != v[i])
+            v[i] = bits_float(0x7fc00000u);
+}
+
+static void codec_once(const struct pack_plan *plan, const struct unpack_plan *back, const char *variant)
+{
+    size_t blocks = next() % 24, n = blocks * (size_t)plan->group, size = kind_size(plan->kind);
+    uint8_t *x = random_bytes(n * size), *codes = random_bytes(n / 2), *scales = random_bytes(blocks);
+    uint8_t *codes2 = random_bytes(n / 2), *scales2 = random_bytes(blocks);
+    float *out = malloc(n * 4 + 1), *out2 = malloc(n * 4 + 1);
+    variant_set("serial");
+    tensor_unpack(back, codes, scales, blocks, out);
+    variant_set(variant);
+    tensor_unpack(back, codes, scales, blocks, out2);
+    if (back->kind == KIND_F32) {
+        one_nan(out, n);
+        one_nan(out2, n);
+    }
+    must_agree(out, out2, n * size, "unpack", variant);
+    if (next() & 1) /* half of the time numbers of like size */
+        for (size_t i = 0; i < n; i++)
+            store_from_float(x, plan->kind, i, (float)(int64_t)(next() % 4001 - 2000) * plan->tensor_scale * 0.25f);
+    variant_set("serial");
+    uint32_t top = tensor_pack(plan, x, blocks, codes, scales);
+    variant_set(variant);
+    uint32_t top2 = tensor_pack(plan, x, blocks, codes2, scales2);
+    must_agree(&top, &top2, 4, "largest", variant);
+    must_agree(scales, scales2, blocks, "scales", variant);
+    must_agree(codes, codes2, n / 2, "codes", variant);
+    free(x), free(codes), free(scales), free(codes2), free(scales2), free(out), free(out2);
+}
+
+static void kquant_once(const char *variant)
+{
+    const struct kq_type *type = KQ_TYPE + next() % KQ_TYPES;
+    size_t blocks = 1 + next() % 3, n = blocks * type->block;
+    uint8_t *raw = random_bytes(blocks * type->bytes), *raw2 = random_bytes(blocks * type->bytes);
+    float *a = malloc(n * 4), *b = malloc(n * 4), *weight = malloc(n * 4);
+    variant_set("serial");
+    tensor_kdequantize(type, raw, blocks, a);
+    variant_set(variant);
+    tensor_kdequantize(type, raw, blocks, b);
+    one_nan(a, n);
+    one_nan(b, n);
+    must_agree(a, b, n * 4, type->name, variant);
+    for (size_t i = 0; i < n; i++) {
+        a[i] = (float)(int64_t)(next() % 2001 - 1000) * (float)(next() % 3) * 1e-4f;
+        weight[i] = (float)(next() % 100);
+    }
+    const float *w = next() & 1 ? weight : NULL;
+    variant_set("serial");
+    tensor_kquantize(type, a, KIND_F32, 1, n, w, raw);
+    variant_set(variant);
+    tensor_kquantize(type, a, KIND_F32, 1, n, w, raw2);
+    must_agree(raw, raw2, blocks * type->bytes, type->name, variant);
+    free(raw), free(raw2), free(a), free(b), free(weight);
+}
+
+static void fake_once(const char *variant)
+{
+    struct fake_plan plan = {(int)(next() % 3), 16, bits_float((uint32_t)(next() % 0x7f000000u))};
+    size_t blocks = next() % 9, n = blocks * 16;
+    uint8_t *x = random_bytes(n * kind_size(plan.kind));
+    uint8_t *a = random_bytes(n * 4), *b = random_bytes(n * 4);
+    memcpy(b, a, n * 4);
+    if (!(plan.tensor_scale > 0))
+        plan.tensor_scale = 1;
+    variant_set("serial");
+    tensor_fake_quant(&plan, x, blocks, a);
+    variant_set(variant);
+    tensor_fake_quant(&plan, x, blocks, b);
+    must_agree(a, b, n * kind_size(plan.kind), "fake_quant", variant);
+    free(x), free(a), free(b);
+}
+
+static void layout_once(void)
+{
+    size_t rows = next() % 140, columns = next() % 9, blocks = next() % 4;
+    uint8_t *plain = random_bytes(rows * columns), *tiles = random_bytes(swizzled_size(rows, columns));
+    uint8_t *again = random_bytes(rows * columns);
+    swizzle(plain, rows, columns, tiles);
+    unswizzle(tiles, rows, columns, again);
+    must_agree(plain, again, rows * columns, "swizzle", "inverse");
+    uint8_t *raw = random_bytes(blocks * 36), *codes = random_bytes(blocks * 32), *scales = random_bytes(blocks * 4);
+    from_ggml((const struct ggml_nvfp4 *)raw, blocks, codes, scales);
+    to_ggml(codes, scales, blocks, (struct ggml_nvfp4 *)raw);
+    free(plain), free(tiles), free(again), free(raw), free(codes), free(scales);
+}
+
+int main(int argc, char **argv)
+{
+    long wanted = argc > 1 ? atol(argv[1]) : 200000, done = 0;
+    const char *names[VARIANTS];
+    int variants = variants_available(names);
+    threads_set(1);
+    while (done < wanted) {
+        struct pack_plan plan;
+        struct unpack_plan back;
+        memset(&plan, 0, sizeof plan);
+        memset(&back, 0, sizeof back);
+        plan.kind = (int)(next() % 3);
+        plan.group = 16 << next() % 3;
+        plan.choice = (int)(next() % 3);
+        plan.encoding = (int)(next() % 3);
+        plan.tensor_scale = bits_float((uint32_t)(next() % 0x7f800000u));
+        if (next() & 3)
+            plan.tensor_scale = 0.001f * (float)(1 + next() % 1000);
+        plan.largest_code = plan.choice == CHOICE_FOUR_OVER_SIX ? 256.f : 448.f;
+        plan.tensor_amax = plan.tensor_scale * 2688.f;
+        back.kind = plan.kind;
+        back.group = plan.group;
+        back.divides = plan.encoding == ENCODING_CT;
+        back.tensor_scale = plan.tensor_scale;
+        plan_prepare(&plan);
+        unpack_prepare(&back);
+        for (int i = 0; i < 500; i++, done += 4) {
+            const char *variant = names[next() % (unsigned)variants];
+            codec_once(&plan, &back, variant);
+            kquant_once(variant);
+            fake_once(variant);
+            layout_once();
+        }
+    }
+    printf("%ld executions, variants:", done);
+    for (int i = 0; i < variants; i++)
+        printf(" %s", names[i]);
+    printf("\n");
+    return 0;
+}

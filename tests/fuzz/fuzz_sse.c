@@ -1,0 +1,135 @@
+/* Fuzzing the SSE framer (csrc/stream/sse.c): any bytes, cut into any reads.
+ *
+ * With clang:  clang -g -O1 -fsanitize=fuzzer,address,undefined -DLIBFUZZER -Icsrc tests/fuzz/fuzz_sse.c csrc/stream/sse.c
+ * With gcc:    gcc -g -O2 -fsanitize=address,undefined -Icsrc tests/fuzz/fuzz_sse.c csrc/stream/sse.c -o fuzz
+ *              ./fuzz EXECUTIONS [SEED]      (its own generator, over the pieces that the format is made of)
+ *
+ * Held to: every byte comes out once and in order; the events do not depend on where the reads fell; data lies in its
+ * frame; no frame exceeds the bound; a bound that is met stops the framer and nothing else.
+ */
+#include "stream/sse.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { MOST = 4096 };
+
+struct seen {
+    size_t bytes, events;
+    uint64_t digest; /* of the events' kinds and data, frame borders left out */
+    const uint8_t *input;
+    size_t limit;
+};
+
+static void demand(int holds, const char *what)
+{
+    if (!holds) {
+        fprintf(stderr, "broken: %s\n", what);
+        abort();
+    }
+}
+
+static uint64_t mix(uint64_t digest, const uint8_t *bytes, size_t size)
+{
+    for (size_t i = 0; i < size; i++)
+        digest = (digest ^ bytes[i]) * 1099511628211u;
+    return digest;
+}
+
+static int see(void *context, const uint8_t *frame, size_t size, const struct sse_frame *info)
+{
+    struct seen *s = context;
+    demand(memcmp(frame, s->input + s->bytes, size) == 0, "the bytes come out as they went in");
+    demand((size_t)info->data_start + info->data_size <= size, "data lies in its frame");
+    demand(size <= s->limit || info->kind == SSE_TAIL || info->kind == SSE_SILENT, "a frame is bounded");
+    demand(info->kind != SSE_DATA || info->data_lines > 0, "an event has data");
+    s->bytes += size;
+    if (info->kind == SSE_DATA || info->kind == SSE_DONE) {
+        uint8_t head[4] = {info->kind, (uint8_t)info->data_lines, info->flags, 0};
+        s->digest = mix(mix(s->digest, head, sizeof head), frame + info->data_start, info->data_size);
+        s->events++;
+    }
+    return SSE_OK;
+}
+
+/* Feeds `input` in reads whose sizes come from `cuts`; cut_size 0: in one read. */
+static int run(const uint8_t *input, size_t size, const uint8_t *cuts, size_t cut_size, size_t limit, struct seen *s)
+{
+    struct sse framer;
+    sse_init(&framer, limit);
+    *s = (struct seen){.input = input, .limit = limit};
+    int status = SSE_OK;
+    for (size_t at = 0, i = 0; at < size && status == SSE_OK; i++) {
+        size_t step = cut_size ? 1u + cuts[i % cut_size] % 64 : size;
+        if (step > size - at)
+            step = size - at;
+        status = sse_feed(&framer, input + at, step, see, s);
+        at += step;
+    }
+    if (status == SSE_OK) {
+        status = sse_finish(&framer, see, s);
+        demand(s->bytes == size, "every byte comes out");
+    }
+    sse_free(&framer);
+    return status;
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
+{
+    if (size < 4 || size > MOST)
+        return 0;
+    size_t cut_size = data[0] % 8;
+    if (size < 2 + cut_size)
+        return 0;
+    size_t limit = data[1] < 200 ? MOST * 2 : 16 + data[1] % 32;
+    const uint8_t *input = data + 2 + cut_size;
+    size_t input_size = size - 2 - cut_size;
+    struct seen whole, cut;
+    int a = run(input, input_size, NULL, 0, limit, &whole);
+    int b = run(input, input_size, data + 2, cut_size, limit, &cut);
+    if (limit > MOST)
+        demand(a == SSE_OK && b == SSE_OK, "without a tight bound nothing is refused");
+    if (a == SSE_OK && b == SSE_OK)
+        demand(whole.events == cut.events && whole.digest == cut.digest, "the reads' borders change nothing");
+    return 0;
+}
+
+#ifndef LIBFUZZER
+static uint64_t state;
+
+static uint32_t next(void)
+{
+    state = state * 6364136223846793005u + 1442695040888963407u;
+    return (uint32_t)(state >> 33);
+}
+
+int main(int argc, char **argv)
+{
+    static const char *const pieces[] = {"data", "data:", "data: ", "event", "event: error", "id: 1", ":", ": ping", " ", "\n",
+                                         "\r", "\r\n", "\n\n", "\r\n\r\n", "\r\r", "[DONE]", "\xef\xbb\xbf", "{\"a\":1}",
+                                         "retry: 5", "x", "\xc3\xa9", "\xf0\x9f\xa6\x8a", "data: [DONE]\n\n"};
+    enum { PIECES = sizeof pieces / sizeof *pieces };
+    unsigned long long count = argc > 1 ? strtoull(argv[1], NULL, 10) : 1000000;
+    state = argc > 2 ? strtoull(argv[2], NULL, 10) : 1;
+    uint8_t input[256];
+    for (unsigned long long i = 0; i < count; i++) {
+        size_t size = 0;
+        for (size_t head = 2 + next() % 8; size < head; size++)
+            input[size] = (uint8_t)next();
+        for (unsigned parts = next() % 20; parts; parts--) {
+            const char *piece = pieces[next() % PIECES];
+            size_t length = strlen(piece);
+            if (size + length + 1 > sizeof input)
+                break;
+            memcpy(input + size, piece, length);
+            size += length;
+            if (next() % 16 == 0)
+                input[size++] = (uint8_t)next();
+        }
+        LLVMFuzzerTestOneInput(input, size);
+    }
+    printf("%llu executions, nothing broken\n", count);
+    return 0;
+}
+#endif

@@ -1,0 +1,408 @@
+"""Running plans: closed and open loops, warm-up, connections, TLS, Unix sockets, HTTP/2, threads, recordings, tables."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import ssl
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from stream_server import DONE, HEAD, HELLO, RawServer, chunk, event, stream
+
+_stream = pytest.importorskip("annie_quant._stream", reason="_stream is not built: libcurl's headers are missing")
+
+import annie_quant as aq  # noqa: E402
+
+
+def Request(url: str, **fields) -> aq.stream.Request:
+    """A request that cannot hold up the suite."""
+    return aq.stream.Request(url, **{"timeout_s": 10, **fields})
+
+
+def slow(seconds: float):
+    def talk(connection, request) -> None:
+        time.sleep(seconds)
+        stream(HELLO)(connection, request)
+
+    return talk
+
+
+def test_a_closed_loop_keeps_its_bound_and_its_order() -> None:
+    flying, most, lock = 0, 0, threading.Lock()
+
+    def talk(connection, request) -> None:
+        nonlocal flying, most
+        with lock:
+            flying += 1
+            most = max(most, flying)
+        time.sleep(0.02)
+        with lock:
+            flying -= 1
+        stream(HELLO)(connection, request)
+
+    with RawServer(talk) as server:
+        timings = aq.stream.run([Request(server.url, json={}, tag=i) for i in range(12)], concurrency=3)
+        assert server.connections == 3, "connections are kept"
+    assert most == 3
+    records = timings.records()
+    assert [r["tag"] for r in records] == list(range(12)) and all(r["wait_ms"] is None for r in records)
+    assert [r["new_connection"] for r in records].count(True) == 3
+
+
+def test_fresh_connections() -> None:
+    with RawServer(stream(HELLO)) as server:
+        records = aq.stream.run([Request(server.url, json={})] * 5, fresh_connections=True).records()
+        assert server.connections == 5
+    assert all(r["new_connection"] and r["connect_ms"] > 0 for r in records)
+
+
+def test_an_open_loop_starts_on_time_whatever_the_server_does() -> None:
+    starts = aq.stream.constant(8, 100)
+    with RawServer(slow(0.1)) as server:
+        records = aq.stream.run([Request(server.url, json={}, start_s=s) for s in starts]).records()
+    began = np.array([r["started_s"] for r in records])
+    assert (began >= starts).all() and (began - starts < 0.05).all()
+    assert all(r["wait_ms"] < 50 for r in records)
+
+
+def test_waiting_for_a_place_is_told() -> None:
+    """Coordinated omission: an open loop through one place shows how long each request was held back."""
+    with RawServer(slow(0.05)) as server:
+        records = aq.stream.run([Request(server.url, json={}, start_s=0) for _ in range(4)], concurrency=1).records()
+    waits = [r["wait_ms"] for r in records]
+    assert waits == sorted(waits) and waits[3] > 140
+
+
+def test_starts_out_of_order_are_run_in_time_and_come_back_in_place() -> None:
+    with RawServer(stream(HELLO)) as server:
+        plan = [Request(server.url, json={}, start_s=s, tag=s) for s in (0.1, 0.0, 0.05)]
+        records = aq.stream.run(plan).records()
+    assert [r["tag"] for r in records] == [0.1, 0.0, 0.05]
+    assert records[1]["started_s"] < records[2]["started_s"] < records[0]["started_s"]
+
+
+def test_arrivals() -> None:
+    assert aq.stream.constant(3, 2) == [0, 0.5, 1]
+    assert aq.stream.burst(5, 2, 3) == [0, 0, 3, 3, 6]
+    assert aq.stream.trace([7, 5, 6], speed=2) == [1, 0, 0.5]
+    assert aq.stream.trace([]) == []
+    times = aq.stream.poisson(20000, 50, seed=1)
+    gaps = np.diff([0, *times])
+    assert times == aq.stream.poisson(20000, 50, seed=1) != aq.stream.poisson(20000, 50, seed=2)
+    assert gaps.mean() == pytest.approx(0.02, rel=0.03) and gaps.std() == pytest.approx(0.02, rel=0.05)
+    for bad in (
+        lambda: aq.stream.poisson(1, 0),
+        lambda: aq.stream.burst(1, 0, 1),
+        lambda: aq.stream.trace([1, np.nan]),
+    ):
+        with pytest.raises(aq.errors.UsageError):
+            bad()
+
+
+def test_warmup_is_left_out() -> None:
+    with RawServer(stream(HELLO)) as server:
+        timings = aq.stream.run([Request(server.url, json={})], warmup=[Request(server.url, json={})] * 2)
+        assert len(server.requests) == 3 and len(timings) == 1
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory) -> str:
+    if not shutil.which("openssl"):
+        pytest.skip("the openssl command makes the test's certificate, and it is not here")
+    path = tmp_path_factory.mktemp("tls") / "both.pem"
+    made = subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost",
+         "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", path, "-out", f"{path}.crt"], capture_output=True, check=True)  # fmt: skip
+    assert made.returncode == 0
+    return str(path)
+
+
+def test_tls(certificate: str) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(f"{certificate}.crt", certificate)
+    with RawServer(stream(HELLO), tls=context) as server:
+        request = Request(server.url, json={}, timeout_s=5)
+        assert aq.stream.run([request]).records()[0]["cause"] == "tls", "an unknown certificate is refused"
+        trusted = aq.stream.run([request] * 2, ca_file=f"{certificate}.crt").records()
+        unchecked = aq.stream.run([request], verify_tls=False).records()[0]
+    assert [r["text"] for r in (*trusted, unchecked)] == ["Hello there."] * 3
+    assert trusted[0]["tls_ms"] > 0 and not trusted[1]["new_connection"]
+
+
+def test_unix_socket(tmp_path) -> None:
+    with RawServer(stream(HELLO), path=str(tmp_path / "s")) as server:
+        record = aq.stream.run([Request(server.url, json={})], unix_socket=tmp_path / "s").records()[0]
+    assert (record["text"], record["error"], record["clock"]) == ("Hello there.", None, "user")
+
+
+def test_http_2_falls_back_where_the_server_has_none(certificate: str) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(f"{certificate}.crt", certificate)
+    with RawServer(stream(HELLO), tls=context) as server:
+        record = aq.stream.run([Request(server.url, json={})], http="2", verify_tls=False).records()[0]
+    assert (record["text"], record["http_version"]) == ("Hello there.", "1.1")
+
+
+def test_http_2_against_a_server_that_has_it(certificate: str) -> None:
+    """The frames of RFC 9113 by hand: settings, headers and data of two streams on one connection."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(f"{certificate}.crt", certificate)
+    context.set_alpn_protocols(["h2"])
+
+    def frame(kind: int, flags: int, number: int, payload: bytes = b"") -> bytes:
+        return len(payload).to_bytes(3, "big") + bytes([kind, flags]) + number.to_bytes(4, "big") + payload
+
+    def take(connection, size: int) -> bytes:
+        held = b""
+        while len(held) < size:
+            got = connection.recv(size - len(held))
+            if not got:
+                raise ConnectionError
+            held += got
+        return held
+
+    # :status 200 from the static table; content-type: text/event-stream as a literal (RFC 7541, index 31)
+    headers = b"\x88" + b"\x0f\x10" + bytes([17]) + b"text/event-stream"
+
+    class H2(RawServer):
+        def _serve(self, connection) -> None:
+            with connection, self.tls.wrap_socket(connection, server_side=True) as secure:
+                take(secure, 24)
+                secure.sendall(frame(4, 0, 0))
+                while True:
+                    try:
+                        head = take(secure, 9)
+                        take(secure, int.from_bytes(head[:3], "big"))
+                    except OSError:
+                        return
+                    number = int.from_bytes(head[5:], "big")
+                    if head[3] == 4 and not head[4] & 1:
+                        secure.sendall(frame(4, 1, 0))
+                    if head[3] in (0, 1) and head[4] & 1:  # the end of a request
+                        secure.sendall(frame(1, 4, number, headers))
+                        for piece in HELLO:
+                            secure.sendall(frame(0, 0, number, piece))
+                        secure.sendall(frame(0, 1, number))
+
+    with H2(None, tls=context) as server:
+        records = aq.stream.run([Request(server.url, json={})] * 4, 2, http="2", verify_tls=False).records()
+        assert server.connections <= 2
+    assert [(r["text"], r["error"], r["http_version"]) for r in records] == [("Hello there.", None, "2")] * 4
+
+
+def test_environment_proxies_are_not_used(monkeypatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    with RawServer(stream(HELLO)) as server:
+        assert aq.stream.run([Request(server.url, json={})]).records()[0]["error"] is None
+        proxied = aq.stream.run([Request("http://no-such.invalid/x", json={})], proxy=server.url).records()[0]
+    assert proxied["text"] == "Hello there." and b"POST http://no-such.invalid/x" in server.requests[-1]
+
+
+def test_two_plans_in_two_threads() -> None:
+    results: dict[int, aq.stream.Timings] = {}
+
+    def work(number: int, url: str) -> None:
+        results[number] = aq.stream.run([Request(url, json={}, tag=(number, i)) for i in range(200)], concurrency=8)
+
+    with RawServer(stream(HELLO)) as server:
+        threads = [threading.Thread(target=work, args=(n, server.url)) for n in range(2)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+    for number, timings in results.items():
+        records = timings.records()
+        assert [r["tag"] for r in records] == [(number, i) for i in range(200)]
+        assert {(r["text"], r["error"]) for r in records} == {("Hello there.", None)}
+
+
+def test_the_gil_is_free_during_a_run() -> None:
+    """Python counts on in another thread while the run waits, and does not slow the stamps down."""
+    count, stop = 0, threading.Event()
+
+    def spin() -> None:
+        nonlocal count
+        while not stop.is_set():
+            count += 1
+
+    with RawServer(slow(0.3)) as server:
+        thread = threading.Thread(target=spin)
+        thread.start()
+        before = count
+        aq.stream.run([Request(server.url, json={})])
+        stop.set()
+        thread.join()
+    assert count - before > 100_000
+
+
+def test_awaited_and_cancelled() -> None:
+    async def both(url: str) -> aq.stream.Timings:
+        ticks = 0
+
+        async def tick() -> None:
+            nonlocal ticks
+            while True:
+                ticks += 1
+                await asyncio.sleep(0.01)
+
+        ticker = asyncio.create_task(tick())
+        timings = await aq.stream.run_async([Request(url, json={})])
+        ticker.cancel()
+        assert ticks > 5, "the event loop went on"
+        task = asyncio.create_task(aq.stream.run_async([Request(url, json={})] * 100))
+        await asyncio.sleep(0.05)
+        began = time.monotonic()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert time.monotonic() - began < 1
+        return timings
+
+    with RawServer(slow(0.2)) as server:
+        assert asyncio.run(both(server.url)).records()[0]["text"] == "Hello there."
+
+
+def test_save_and_load_give_the_same(tmp_path) -> None:
+    def talk(connection, request) -> None:
+        if b'"bad"' in request:
+            connection.sendall(b"HTTP/1.1 404 No\r\nContent-Length: 22\r\n\r\n" + b'{"error":"no such one"}'[:22])
+        else:
+            stream(HELLO)(connection, request)
+
+    with RawServer(talk) as server:
+        timings = aq.stream.run(
+            [Request(server.url, json={"k": k}, tag=k) for k in ("good", "bad", "good")], concurrency=2
+        )
+    timings.save(tmp_path / "run")
+    loaded = aq.stream.Timings.load(tmp_path / "run")
+    for clock in ("kernel", "user"):
+        assert loaded.records(clock) == timings.records(clock)
+    assert loaded.body(0) == b"".join(HELLO) and loaded.headers(0) == timings.headers(0)
+    assert (loaded.events == timings.events).all() and (loaded.reads == timings.reads).all()
+    (tmp_path / "run" / "timings.npz").write_bytes(b"PK nonsense")
+    with pytest.raises(aq.errors.EnvironmentFault, match="not a recording"):
+        aq.stream.Timings.load(tmp_path / "run")
+
+
+def test_replay_says_the_same_at_the_same_pace() -> None:
+    def talk(connection, request) -> None:
+        connection.sendall(HEAD)
+        for i, piece in enumerate(HELLO):
+            time.sleep(0.03 if i < 3 else 0)
+            connection.sendall(chunk(piece))
+        connection.sendall(b"0\r\n\r\n")
+
+    with RawServer(talk) as server:
+        recorded = aq.stream.run([Request(server.url, json={})] * 2)
+    with aq.stream.ReplayServer(recorded) as replay:
+        again = aq.stream.run([Request(replay.url, json={})] * 2)
+    for first, second in zip(recorded.records(), again.records(), strict=True):
+        for same in ("text", "usage", "finish_reason", "status", "error"):
+            assert second[same] == first[same]
+        assert second["first_content_ms"] == pytest.approx(first["first_content_ms"], abs=25)
+    assert again.body(0) == recorded.body(0)
+    with aq.stream.ReplayServer(recorded, speed=100) as replay:
+        fast = aq.stream.run([Request(replay.url, json={})]).records()[0]
+    assert fast["e2e_ms"] < 60 and fast["text"] == "Hello there."
+
+
+def test_replay_repeats_a_fault() -> None:
+    def talk(connection, request) -> None:
+        connection.sendall(HEAD + chunk(event({"content": "Hi"})))
+        connection.close()
+
+    with RawServer(talk) as server:
+        recorded = aq.stream.run([Request(server.url, json={})])
+    with aq.stream.ReplayServer(recorded) as replay:
+        record = aq.stream.run([Request(replay.url, json={})]).records()[0]
+    assert record["cause"] == recorded.records()[0]["cause"] == "truncated" and record["text"] == "Hi"
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_frames_joined_are_the_body(data: st.DataObject) -> None:
+    """Whatever a server sends in whatever pieces, the frames joined are its bytes and the reads add up to them."""
+    alphabet = st.sampled_from(
+        [b"data: x\n\n", b": ping\r\n\r\n", b"\n", b"\r", b"data: [DONE]\n\n", b"\xff\0", *HELLO]
+    )
+    bodies = data.draw(st.lists(st.lists(alphabet, min_size=1, max_size=6), min_size=1, max_size=4))
+    queue = iter(bodies)
+    with RawServer(lambda c, r: stream(next(queue))(c, r)) as server:
+        timings = aq.stream.run([Request(server.url, json={})] * len(bodies))
+    timings.records()
+    for i, pieces in enumerate(bodies):
+        assert timings.body(i) == b"".join(pieces)
+        assert int(timings.reads["size"][timings.reads["request"] == i].sum()) == len(b"".join(pieces))
+
+
+def test_arrays_are_views_of_what_c_wrote_and_read_only() -> None:
+    with RawServer(stream(HELLO)) as server:
+        timings = aq.stream.run([Request(server.url, json={})])
+    for array in (timings.requests, timings.events, timings.reads, timings.frames, timings.notes):
+        assert isinstance(array.base, _stream.Block) or isinstance(array.base.obj, _stream.Block)
+        assert not array.flags.writeable
+    assert timings.events.dtype.itemsize == 48
+    assert timings.events["offset"].tolist() == np.cumsum([0, *timings.events["size"][:-1]]).tolist()
+    del array
+    kept = timings.events["user_ns"]
+    del timings
+    assert kept[0] > 0  # the view keeps its memory alive
+
+
+def test_pandas_sees_the_same_memory() -> None:
+    pytest.importorskip("pandas", reason="pandas is not installed")
+    with RawServer(stream(HELLO)) as server:
+        timings = aq.stream.run([Request(server.url, json={})])
+    frame = timings.to_pandas()
+    assert np.shares_memory(frame["user_ns"].to_numpy(), timings.events)
+    assert list(timings.to_pandas("records")["text"]) == ["Hello there."]
+
+
+def test_arrow_and_polars_hold_the_raw_frames_in_place() -> None:
+    pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    with RawServer(stream(HELLO)) as server:
+        timings = aq.stream.run([Request(server.url, json={})])
+    table = timings.to_arrow()
+    assert [v.as_py() for v in table["raw"]] == HELLO
+    assert table["raw"].chunk(0).buffers()[2].address == timings.frames.ctypes.data
+    assert timings.to_arrow("records")["text"].to_pylist() == ["Hello there."]
+    pytest.importorskip("polars", reason="polars is not installed")
+    assert timings.to_polars()["user_ns"].to_list() == timings.events["user_ns"].tolist()
+
+
+LEAK = """
+    import os, resource, sys
+    import annie_quant as aq
+    def rss_kb():
+        return int(open("/proc/self/statm").read().split()[1]) * 4
+    def some(count):
+        aq.stream.run([aq.stream.Request(sys.argv[1], body=b"{}") for _ in range(count)], concurrency=16)
+    count = int(sys.argv[2])
+    some(count)
+    before, fds = rss_kb(), len(os.listdir("/proc/self/fd"))
+    for _ in range(9):
+        some(count)
+    print(rss_kb() - before, len(os.listdir("/proc/self/fd")) - fds)
+"""
+
+
+def test_nothing_leaks() -> None:
+    """Ten thousand requests (a hundred thousand in tests/perf): memory and descriptors stay where they were."""
+    with RawServer(stream([event({"content": "a"}, "stop") + DONE])) as server:
+        done = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(LEAK), server.url, "1000"],
+            capture_output=True,
+            text=True,
+            timeout=80,
+        )
+    assert done.returncode == 0, done.stderr
+    grown_kb, fds = map(int, done.stdout.split())
+    assert grown_kb < 1500 and fds == 0, (grown_kb, fds)

@@ -154,12 +154,13 @@ def test_timings_leave_out_cold_starts_errors_warmups_and_stalls():
         row("a", 9300, case="stall"),
         row("a", 5000, case="cold", cold=True),
         row("a", 1, case="warm", warmup=True),
+        row("a", 0.0003, case="early", first_event_ms=0.0003, sent_ms=15.6),
         row("a", 2, case="failed", error="HTTP 500", checks={"non_empty": False}),
     ]
     served = aggregate_records(rows, {"w": {"temperature": 0}}, {"a": known("a")})["served"]["a"]
     assert served["workloads"]["w"]["n"] == 9 and served["workloads"]["w"]["ttft_content_ms"]["p99"] < 11
-    assert served["left_out_of_timings"] == 3 and served["errors"] == 1
-    assert (served["gates"]["non_empty"]["passes"], served["gates"]["non_empty"]["n"]) == (11, 12)
+    assert served["left_out_of_timings"] == 4 and served["errors"] == 1
+    assert (served["gates"]["non_empty"]["passes"], served["gates"]["non_empty"]["n"]) == (12, 13)
 
 
 def test_percentiles_by_hand():

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from annie_quant.bench import confounds as confound_checks
-from annie_quant.bench.confounds import outliers
+from annie_quant.bench.confounds import impossible, outliers
 from annie_quant.bench.store import read_records
 from annie_quant.errors import UsageError
 from annie_quant.files import read_json
@@ -104,9 +104,10 @@ def aggregate_records(
 
 
 def timed(measured: Sequence[Row]) -> list[Row]:
-    """The requests whose times count: no cold starts, no stalls, no failures."""
-    stalls = {id(r) for r in outliers(measured)}
-    return [r for r in measured if not r.get("cold") and not r.get("error") and id(r) not in stalls]
+    """The requests whose times count: no cold starts, no stalls, no failures, no stamps that cannot be."""
+    whole = [r for r in measured if not r.get("cold") and not r.get("error") and not impossible(r)]
+    stalls = {id(r) for r in outliers(whole)}
+    return [r for r in whole if id(r) not in stalls]
 
 
 def _served(

@@ -33,7 +33,9 @@ def check(
         found.append(_finding("unfinished", "note", f"{left}; the same command goes on with them", identities))
     for name in identities:
         own = [r for r in measured if r["backend"] == name]
-        found += [f for look in (_thinking, _parser, _slow_starts, _errors, _clock) for f in look(name, own, config)]
+        found += [
+            f for look in (_thinking, _parser, _slow_starts, _errors, _clock, _stamps) for f in look(name, own, config)
+        ]
     return found
 
 
@@ -315,6 +317,20 @@ def outliers(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         middle = statistics.median(first for first, _ in group)
         found += [row for first, row in group if first > max(SLOW_FACTOR * middle, middle + SLOW_MS)]
     return found
+
+
+def impossible(row: Mapping[str, Any]) -> bool:
+    """An answer stamped before its request was sent: the stamp is wrong, whatever the cause, and so are its times."""
+    first, sent = row.get("first_event_ms"), row.get("sent_ms")
+    return first is not None and sent is not None and first < sent
+
+
+def _stamps(name: str, rows: list[Mapping[str, Any]], config: Mapping[str, Any]) -> list[Finding]:
+    bad = [row for row in rows if impossible(row)]
+    if not bad:
+        return []
+    told = f"{name}: {len(bad)} of {len(rows)} answers bear a stamp from before their request was sent"
+    return [_finding("stamp_fault", "note", f"{told}; they are left out of the timings", [name])]
 
 
 def _errors(name: str, rows: list[Mapping[str, Any]], config: Mapping[str, Any]) -> list[Finding]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import datetime
 import json
 import os
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from annie_quant.bench import memory
 from annie_quant.bench.aggregate import aggregate_records
 from annie_quant.bench.backend import Backend, alive, identity
 from annie_quant.bench.export import export
+from annie_quant.bench.folder import config_of, open_folder
 from annie_quant.bench.machine import environment, load_per_core
 from annie_quant.bench.plan import Visit, choose, plan, warmups
 from annie_quant.bench.store import Records
@@ -78,8 +78,8 @@ def run(
     levels = [concurrency] if isinstance(concurrency, int) else list(concurrency)
     _check(backends, loaded, warmup, runs, n, levels, prefix_cache)
     folder = Path(output)
-    config = _config(backends, loaded, warmup, runs, n, seed, levels, prefix_cache, reference or backends[0].name)
-    _open_folder(folder, config, loaded, resume)
+    config = config_of(backends, loaded, warmup, runs, n, seed, levels, prefix_cache, reference or backends[0].name)
+    open_folder(folder, config, loaded, resume)
     records = Records(folder / "records.jsonl")
     try:
         session = _Session(list(backends), folder, records, timeout_s, prefix_cache, progress)
@@ -136,87 +136,6 @@ def _check(
         )
     if prefix_cache not in ("warm", "off"):
         raise UsageError(f"prefix_cache is 'warm' or 'off', got {prefix_cache!r}")
-
-
-def _config(
-    backends: Sequence[Backend],
-    workloads: Sequence[Workload],
-    warmup: int,
-    runs: int,
-    n: int | None,
-    seed: int,
-    levels: Sequence[int],
-    prefix_cache: str,
-    reference: str | None,
-) -> dict[str, Any]:
-    return {
-        "backends": [{"name": b.name, "model": b.model, "source": b.meta.get("source")} for b in backends],
-        "warmup": warmup,
-        "runs": runs,
-        "n": n,
-        "seed": seed,
-        "concurrency": list(levels),
-        "prefix_cache": prefix_cache,
-        "reference": reference,
-        "workloads": {
-            w.name: {
-                "sha256": w.sha256,
-                "asked_sha256": _fingerprint(w),
-                "thinking": w.thinking,
-                "max_tokens": w.max_tokens,
-                "temperature": w.temperature,
-                "gates": list(w.gates),
-            }
-            for w in workloads
-        },
-    }
-
-
-def _fingerprint(workload: Workload) -> str:
-    asked = [[workload.request(c) if not c.turns else list(c.turns), dict(c.expect)] for c in workload.cases]
-    return sha256_text(json.dumps([workload.name, workload.gates, asked], sort_keys=True, default=str))
-
-
-def _open_folder(folder: Path, config: dict[str, Any], workloads: Sequence[Workload], resume: bool) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    inputs = folder / "inputs.json"
-    if not resume:
-        shutil.rmtree(folder / "streams", ignore_errors=True)
-        for stale in ("records.jsonl", "inputs.json", "bench.json", "memory.json"):
-            (folder / stale).unlink(missing_ok=True)
-    elif inputs.exists() and (folder / "records.jsonl").exists():
-        before = read_json(inputs).get("config")
-        changed = [k for k in config if before is None or before.get(k) != json.loads(json.dumps(config[k]))]
-        if changed:
-            raise UsageError(
-                f"{folder} holds a benchmark with other settings ({', '.join(changed)})",
-                "choose another --output, or start it over with resume off",
-            )
-    write_json(inputs, {"config": config, "workloads": [_described(w) for w in workloads]})
-
-
-def _described(workload: Workload) -> dict[str, Any]:
-    """A workload as it was asked, whole, so that a run directory explains itself."""
-    return {
-        "name": workload.name,
-        "description": workload.description,
-        "sha256": workload.sha256,
-        "system": workload.system_prompt,
-        "thinking": workload.thinking,
-        "max_tokens": workload.max_tokens,
-        "temperature": workload.temperature,
-        "gates": list(workload.gates),
-        "cases": [
-            {
-                "id": c.id,
-                "messages": list(c.messages),
-                "turns": list(c.turns),
-                "expect": dict(c.expect),
-                "tools": workload.tools_for(c),
-            }
-            for c in workload.cases
-        ],
-    }
 
 
 class _Session:

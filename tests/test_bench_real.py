@@ -1,0 +1,57 @@
+"""The benchmark against the real llama.cpp server with the embedded model, one server as both sides (A/A)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import annie_quant
+from annie_quant import bench, judge
+from annie_quant.bench.confounds import impossible
+
+MODEL = Path(annie_quant.__file__).parent / "assets" / "tiny-annie"
+
+
+@pytest.mark.line
+def test_a_against_a_on_a_real_server(tmp_path):
+    pytest.importorskip("xllamacpp", reason="the serve extra is not installed")
+    pytest.importorskip("annie_quant._stream", reason="the streaming client is not built here")
+    if not (MODEL / "model.safetensors").exists():
+        pytest.skip("the embedded model's weights are not in this checkout")
+    from annie_quant import checkpoint, serve
+
+    checkpoint.convert(MODEL, to="gguf", output=tmp_path / "tiny.gguf", type="Q8_0")
+    server = serve.start(tmp_path / "tiny.gguf", runtime="llama.cpp", log=tmp_path / "server.log")
+    try:
+        sides = [bench.Backend(name, server.url, meta={"pid": server.pid}) for name in ("one", "same")]
+        asked = judge.load_workloads(["factual", "tool_memory", "multi_turn", "thinking_on"])
+        result = bench.run(sides, asked, tmp_path / "run", warmup=1, runs=1, n=3)
+    finally:
+        server.stop()
+    rows = [json.loads(line) for line in (tmp_path / "run" / "records.jsonl").read_text().splitlines()]
+    measured = [r for r in rows if not r["warmup"]]
+    assert len(measured) == 2 * (3 + 3 + 3 * 5 + 3) and not any(r["error"] for r in measured)
+    found = {f["code"] for f in result["aggregates"]["confounds"]}
+    assert "same_server" in found and not found & {
+        "different_prompts",
+        "different_answers",
+        "tokens_estimated",
+        "smoke",
+    }
+    one, same = (result["aggregates"]["served"][name] for name in ("one", "same"))
+    assert one["runtime"] == "llama.cpp" and one["memory_bytes"]["five"] > 20e6
+    # Greedy decoding: the same server says the same, so the gates are the same.
+    assert {g: r["passes"] for g, r in one["gates"].items()} == {g: r["passes"] for g, r in same["gates"].items()}
+    assert one["gates"]["factual"]["passes"] == one["gates"]["factual"]["n"] == 3
+    assert one["gates"]["tool_call"]["passes"] == 3
+    assert sum(map(impossible, measured)) < 0.1 * len(measured)
+    for row in measured:
+        timings = row["server_timings"]
+        if impossible(row):
+            continue  # counted, named and left out of the timings
+        first = min(row[k] for k in ("first_content_ms", "first_tool_ms", "first_reasoning_ms") if row[k] is not None)
+        assert first >= 0.9 * timings["prompt_ms"], "nothing can be heard before the server has read the prompt"
+        assert row["completion_tokens"] == timings["predicted_n"] == row["usage"]["completion_tokens"]
+        assert bool(row["reasoning"]) == (row["workload"] == "thinking_on")

@@ -65,15 +65,16 @@ static uint8_t best_of_all(const struct pack_plan *plan, const float *x, const f
 
 uint8_t best_code(const struct pack_plan *plan, const float *x, const float *weight)
 {
-    float amax = 0;
+    uint32_t top = 0; /* bit patterns order as magnitudes do, with NaN above all, so that one NaN decides */
     double top_weight = 1;
     for (int i = 0; i < plan->group; i++) {
-        float a = bits_float(float_bits(x[i]) & 0x7fffffffu);
-        if (!(a <= amax)) {
-            amax = a;
+        uint32_t bits = float_bits(x[i]) & 0x7fffffffu;
+        if (bits > top) {
+            top = bits;
             top_weight = weight ? weight[i] : 1;
         }
     }
+    const float amax = bits_float(top);
     if (amax == 0 || !(amax <= 0x1.fffffep127f)) /* nothing to choose: zeros, inf or NaN */
         return block_code(plan, amax);
     return plan->choice == CHOICE_SWEEP ? best_of_all(plan, x, weight, amax, top_weight)

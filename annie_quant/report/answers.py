@@ -87,12 +87,13 @@ def collect(run: Run) -> Browser:
         # Of several repeats the first, unless a later one failed where it did not.
         if before is None or (_failed(record) and not _failed(before)):
             side[record["backend"]] = record
-    order = sorted(groups, key=lambda key: _rank(groups[key]))
+    informs = {gate for side in run.sides for gate, row in side.gates.items() if row["advisory"]}
+    ranks = {key: _rank(side, informs) for key, side in groups.items()}
     faulty = sum(any(_failed(r) for r in side.values()) for side in groups.values())
     asked = _asked(run)
     prompts: list[Prompt] = []
     budget = MAX_CHARACTERS
-    for key in _spread(order, groups)[:MAX_PROMPTS]:
+    for key in _spread(ranks)[:MAX_PROMPTS]:
         prompt = _prompt(run, key, groups[key], asked)
         budget -= len(prompt.text) + sum(_length(a) for a in prompt.answers)
         if budget < 0 and prompts:
@@ -110,18 +111,20 @@ def _differs(side: dict[str, dict]) -> bool:
     return len({(str(r.get("text")), str([c.get("name") for c in r["tool_calls"]])) for r in side.values()}) > 1
 
 
-def _rank(side: dict[str, dict]) -> int:
-    return 0 if any(_failed(r) for r in side.values()) else 1 if _differs(side) else 2
+def _rank(side: dict[str, dict], informs: set[str]) -> int:
+    """0: an answer failed a gate that decides; 1: one that only informs; 2: the answers differ; 3: nothing to see."""
+    failed = {gate for record in side.values() for gate in _failed(record)}
+    return 0 if failed - informs else 1 if failed else 2 if _differs(side) else 3
 
 
-def _spread(order: list[tuple], groups: dict[tuple, dict[str, dict]]) -> list[tuple]:
+def _spread(ranks: dict[tuple, int]) -> list[tuple]:
     """Within a rank take the workloads in turn, so that none crowds out the others."""
     places: dict[tuple, int] = {}
     seen: dict[tuple, int] = {}
-    for key in order:
-        lane = (_rank(groups[key]), key[0])
+    for key, rank in ranks.items():
+        lane = (rank, key[0])
         places[key] = seen[lane] = seen.get(lane, -1) + 1
-    return sorted(order, key=lambda key: (_rank(groups[key]), places[key], key[0]))
+    return sorted(ranks, key=lambda key: (ranks[key], places[key], key[0]))
 
 
 def _length(shown: Shown) -> int:

@@ -18,6 +18,18 @@ from annie_quant.report.text import clean, name
 
 NUMERICS = {"bf16": "reference", "w4a4": "W4A4", "w4a16": "W4A16"}
 REFERENCE = "bf16"
+# Manners first, as the founding documents' tables have them; gates of one's own follow.
+ORDER = (
+    "tool_call",
+    "no_markdown",
+    "thinking_leak",
+    "factual",
+    "reasoning",
+    "non_empty",
+    "abstention",
+    "stop",
+    "repetition",
+)
 
 
 @dataclass(frozen=True)
@@ -74,7 +86,7 @@ class Run:
         for side in self.sides:
             for gate, row in side.gates.items():
                 rows.setdefault(gate, row["advisory"])
-        return sorted(rows, key=lambda gate: rows[gate])
+        return sorted(rows, key=lambda gate: (rows[gate], ORDER.index(gate) if gate in ORDER else len(ORDER)))
 
     def gate_title(self, gate: str) -> str:
         titles = (side.gates[gate].get("title") for side in self.sides if gate in side.gates)

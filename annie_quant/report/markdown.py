@@ -96,7 +96,7 @@ def method(run: Run, check: dict[str, Any] | None) -> list[str]:
     failed = sum(bool(r.get("error")) for r in run.measured)
     found = [
         f"{len(run.records)} requests on record, {len(run.measured)} measured (the rest warm-ups), {failed} failed. "
-        "Failed requests count as failures in gates and are left out of times; cold starts are left out of times. "
+        "Failed requests count as failures in gates; they, cold starts, stalls and impossible stamps are left out of times. "
         "Rates have Wilson intervals; medians have bootstrap intervals with the prompt as the unit."
     ]
     if run.torn_lines:

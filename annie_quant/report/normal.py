@@ -18,7 +18,7 @@ GATE = ("low", "high", "threshold", "n_to_decide")
 KL = ("mean", "median", "p99", "max", "same_top", "n_tokens")
 COMPARISON = ("n_prompts", "median_a", "median_b", "median_difference", "low", "high", "p", "p_holm")
 TIMES = (
-    "first_byte_ms", "first_event_ms", "first_reasoning_ms", "first_content_ms", "first_tool_ms", "last_token_ms",
+    "sent_ms", "first_byte_ms", "first_event_ms", "first_reasoning_ms", "first_content_ms", "first_tool_ms", "last_token_ms",
     "done_ms", "e2e_ms", "tpot_ms", "decode_tok_s", "completion_tokens",
 )  # fmt: skip
 # What every side has, offline or served.

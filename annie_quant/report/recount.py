@@ -1,8 +1,8 @@
 """Served figures counted again from records.jsonl, and compared with those that run.json reports.
 
 A report whose figures cannot be had from its records is worth nothing, so this check runs in every build and its
-outcome is printed. It follows the rules the benchmark states (no warm-ups; failed requests count in gates only; cold
-and stalled requests are left out of times; repeats of a greedy prompt are one answer) in code of its own.
+outcome is printed. Which requests count is the benchmark's rule; what they come to is counted here in code of its own
+(repeats of a greedy prompt are one answer).
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ def grouped(records: Iterable[Row], key: str | Callable[[Row], Any]) -> dict[Any
 
 
 def timed(measured: list[Row]) -> list[Row]:
-    """The requests whose times count."""
-    from annie_quant.bench.confounds import outliers
+    """The requests whose times count, by the benchmark's own rule (failed, cold, stalled and mis-stamped ones do not)."""
+    from annie_quant.bench.aggregate import timed as fit
 
-    stalls = {id(r) for r in outliers(measured)}
-    return [r for r in measured if not r["cold"] and not r["error"] and id(r) not in stalls]
+    kept = {id(row) for row in fit(measured)}
+    return [row for row in measured if id(row) in kept]
 
 
 def impossible(measured: list[Row]) -> int:

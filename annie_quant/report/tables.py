@@ -55,7 +55,8 @@ def gate_cell(side: Side, gate: str, interval: bool = True) -> Cell:
     sign = SIGNS.get(verdict, "")
     sub = bounds(row.get("low"), row.get("high"), lambda v: share(v).replace("\u00a0%", "")) if interval else ""
     words = f"{count(row['passes'])}/{count(row['n'])}"
-    return Cell(f"{words} {sign}".strip(), sub and f"{sub}\u00a0%", f"gate|{side.key}|{gate}", verdict, sort=rate(row))
+    css = "advisory" if row["advisory"] else verdict
+    return Cell(f"{words} {sign}".strip(), sub and f"{sub}\u00a0%", f"gate|{side.key}|{gate}", css, sort=rate(row))
 
 
 def metric_cell(side: Side, workload: str, metric: str, stat: str = "p50", interval: bool = True) -> Cell:

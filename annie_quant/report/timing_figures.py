@@ -10,6 +10,7 @@ from annie_quant.report.text import clean, count, name, number, significant
 
 POINTS = 64  # of a distribution's curve
 FEWEST = 5  # values that make a distribution
+LONGEST = 400  # tokens of an answer, the end of the axis
 DISTRIBUTIONS = {
     "ttft_content_ms": "TTFT, content",
     "ttft_tool_ms": "TTFT, tool call",
@@ -239,7 +240,7 @@ def latency_lines(run: Run) -> Figure:
             lines.append((side, *(sum(v) / len(pairs) for v in zip(*pairs, strict=True)), len(pairs)))
     if len(lines) < 2:
         return figure
-    longest = 400
+    longest = LONGEST
     figure.caption = (
         f"Total latency against the length of the answer: TTFT + tokens × TPOT from the medians, averaged over "
         f"{min(n for *_, n in lines)} workloads." + _crossings(run)
@@ -264,12 +265,10 @@ def latency_lines(run: Run) -> Figure:
 
 
 def _crossings(run: Run) -> str:
-    words = []
+    words, labels = [], {backend_of(s): run.label(s.model) for s in run.of("served")}
     for row in run.aggregates["crossover"]:
         tokens = number(row.get("tokens"))
-        if tokens and tokens <= 100_000 and row.get("faster_when_short") != row.get("faster_when_long"):
-            words.append(
-                f" {name(row['faster_when_short'])} is faster below {significant(tokens)} tokens, "
-                f"{name(row['faster_when_long'])} above."
-            )
+        if tokens and tokens <= 10 * LONGEST and row.get("faster_when_short") != row.get("faster_when_long"):
+            short, long = (labels.get(row[k], name(row[k])) for k in ("faster_when_short", "faster_when_long"))
+            words.append(f" {short} is faster below {significant(tokens)} tokens, {long} above.")
     return "".join(words)

@@ -16,7 +16,7 @@ from stream_server import DONE, HEAD, HELLO, RawServer, chunk, event, read_reque
 
 _stream = pytest.importorskip("annie_quant._stream", reason="_stream is not built: libcurl's headers are missing")
 
-import annie_quant as aq
+import annie_quant as aq  # noqa: E402
 
 Request = aq.stream.Request
 
@@ -91,7 +91,7 @@ def test_slow_loris() -> None:
 @pytest.mark.parametrize(
     ("status", "kind", "body", "words"),
     [
-        ("404 Not Found", "application/json", b'{"error":{"message":"no such model","type":"NotFound","code":404}}', "no such model"),
+        ("404 Not Found", "application/json", b'{"error":{"message":"no model","type":"x","code":404}}', "no model"),
         ("400 Bad Request", "application/json", b'{"error":{"code":400,"message":"too long","type":"invalid"}}', "too long"),
         ("422 Unprocessable", "application/json", b'{"detail":[{"msg":"field required"}]}', "field required"),
         ("503 Unavailable", "text/html", b"<html><head><title>Bad\n gateway</title></head><body>x</body></html>", "Bad gateway"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import pytest
@@ -9,8 +10,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 _stream = pytest.importorskip("annie_quant._stream", reason="_stream is not built: libcurl's headers are missing")
-
-import itertools
 
 from annie_quant.stream import decode  # noqa: E402
 

@@ -7,6 +7,7 @@ after the clock has stopped, except in openai, which cannot hand out an event un
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import re
@@ -24,6 +25,7 @@ def ours(url: str, streams: int) -> tuple[list[Events], dict]:
     import numpy as np
 
     import annie_quant as aq
+    from annie_quant import _stream  # noqa: F401  loading libcurl is not part of an event
 
     request = aq.stream.Request(url, json=BODY)
     began = usage()
@@ -175,7 +177,7 @@ def main() -> None:
         more["cpu_s"] = usage() - began
     peak_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     stamps = [arrivals(e) for e in events]
-    shared = sum(b == a for s in stamps for a, b in zip(s, s[1:], strict=False))
+    shared = sum(b == a for s in stamps for a, b in itertools.pairwise(s))
     print(json.dumps({"user": [lags(e) for e in events], "rss_mb": peak_kb / 1024, "shared": shared, **more}))
 
 

@@ -1,0 +1,146 @@
+"""How exact the stream client is, beside its peers: a C server sends events at fixed times and writes the time into each.
+
+    python tests/perf/bench_stream.py [--quick] [--realtime] [--output FILE.json]
+
+Server and client have a processor each. Every client runs the same loads in random ABBA order, in a process of its own.
+--realtime runs both under SCHED_FIFO, for a machine that others use at the same time (needs root).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import platform
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+HERE = Path(__file__).resolve().parent
+CLIENTS = ("ours", "pycurl", "aiohttp", "httpx", "openai")
+# name: streams, events, gap_us, stagger, tokens, split
+LOADS = {
+    "1 stream, 5 ms": (1, 100, 5000, 0, 1, 0),
+    "32 burst, 20 ms": (32, 50, 20000, 0, 1, 0),
+    "32 staggered, 20 ms": (32, 50, 20000, 1, 1, 0),
+    "256 burst, 20 ms": (256, 50, 20000, 0, 1, 0),
+    "256 staggered, 20 ms": (256, 50, 20000, 1, 1, 0),
+    "256 burst, 1000 events": (256, 1000, 20000, 0, 1, 0),
+    "32 burst, 8 tokens, split": (32, 50, 20000, 0, 8, 1),
+}
+LONG = "256 burst, 1000 events"
+
+
+def build(folder: Path) -> Path:
+    server = folder / "server"
+    source = HERE / "bench_stream_server.c"
+    subprocess.run(["gcc", "-std=c11", "-O2", str(source), "-o", str(server)], check=True, capture_output=True)
+    return server
+
+
+def once(client: str, load: tuple[int, ...], port: int, realtime: list[str]) -> dict:
+    streams, events, gap_us, stagger, tokens, split = load
+    query = f"streams={streams}&events={events}&gap_us={gap_us}&stagger={stagger}&tokens={tokens}&split={split}"
+    url = f"http://127.0.0.1:{port}/v1/chat/completions?{query}"
+    command = [*realtime, sys.executable, str(HERE / "bench_stream_clients.py"), client, url, str(streams), "0"]
+    environment = {**os.environ, "PYTHONPATH": str(HERE.parent.parent)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    if done.returncode:
+        raise SystemExit(f"{client}: {done.stderr[-400:]}")
+    got = json.loads(done.stdout)
+    seen = sum(map(len, got["user"]))
+    out = {
+        "client": client,
+        "lost": streams * events - seen,
+        "shared": got["shared"],
+        "cpu_us_per_event": got["cpu_s"] / max(seen, 1) * 1e6,
+        "rss_mb": got["rss_mb"],
+        "user_us": np.concatenate(got["user"]) / 1e3,
+        "first_us": np.array([s[0] for s in got["user"] if s]) / 1e3,
+        "itl_error_us": np.concatenate([np.abs(np.diff(s)) for s in got["user"]]) / 1e3,
+    }
+    if client == "ours":
+        out["kernel_us"] = np.concatenate(got["kernel"]) / 1e3
+        out["kernel_first_us"] = np.array([s[0] for s in got["kernel"] if s]) / 1e3
+        out["sent_us"] = (np.array(got["received"]) - np.array(got["started"])) / 1e3
+    return out
+
+
+def table(name: str, runs: list[dict]) -> list[dict]:
+    rows = []
+    print(f"\n### {name}\n")
+    print(
+        "| client | lag p50 µs | p99 | p99.9 | max | ITL error p99 µs | lost | sharing a stamp | CPU µs an event | RSS MB |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    for label, client, column in [("ours, kernel stamp", "ours", "kernel_us"), *((c, c, "user_us") for c in CLIENTS)]:
+        mine = [r for r in runs if r["client"] == client]
+        if not mine:
+            continue
+        lag = np.concatenate([r[column] for r in mine])
+        gaps = np.concatenate([r["itl_error_us"] for r in mine])
+        p50, p99, p999 = np.percentile(lag, [50, 99, 99.9])
+        row = {
+            "load": name, "client": label, "runs": len(mine), "p50": p50, "p99": p99, "p999": p999, "max": lag.max(),
+            "itl_p99": None if column == "kernel_us" else np.percentile(gaps, 99), "lost": sum(r["lost"] for r in mine),
+            "shared": sum(r["shared"] for r in mine), "cpu": np.median([r["cpu_us_per_event"] for r in mine]),
+            "rss": max(r["rss_mb"] for r in mine),
+        }  # fmt: skip
+        rows.append(row)
+        itl = "" if row["itl_p99"] is None else f"{row['itl_p99']:.0f}"
+        print(
+            f"| {label} | {p50:.1f} | {p99:.0f} | {p999:.0f} | {row['max']:.0f} | {itl} | {row['lost']} | "
+            f"{row['shared']} | {row['cpu']:.1f} | {row['rss']:.0f} |"
+        )
+    ours = [r for r in runs if r["client"] == "ours"]
+    if name.startswith("1 stream"):
+        first = np.concatenate([r["kernel_first_us"] for r in ours])
+        sent = np.concatenate([r["sent_us"] for r in ours])
+        print(f"\nTTFT bias of ours, kernel stamp: first event p50 {np.median(first):.1f} µs late; from the start of a")
+        print(f"request on a new connection to the server having read it p50 {np.median(sent):.0f} µs (n {len(sent)}).")
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="two repeats")
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--realtime", action="store_true")
+    parser.add_argument("--output", type=Path)
+    chosen = parser.parse_args()
+    realtime = ["chrt", "-f", "10"] if chosen.realtime else []
+    have = [c for c in CLIENTS if c == "ours" or importlib.util.find_spec(c)]
+    if not shutil.which("gcc"):
+        raise SystemExit("gcc is needed to build the load server")
+    print(
+        f"{platform.machine()}, {os.cpu_count()} processors, load {os.getloadavg()[0]:.1f}; clients: {', '.join(have)}"
+    )
+    rng, rows = random.Random(0), []
+    with tempfile.TemporaryDirectory() as folder:
+        command = [*realtime, str(build(Path(folder))), str((os.cpu_count() or 2) - 1)]
+        server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        try:
+            port = int(server.stdout.readline())
+            for name, load in LOADS.items():
+                clients = ["ours"] if name == LONG else have
+                repeats = 1 if name == LONG else 2 if chosen.quick else chosen.repeats
+                order = []
+                for _ in range((repeats + 1) // 2):
+                    block = rng.sample(clients, len(clients))
+                    order += block + block[::-1] if repeats > 1 else block
+                runs = [once(client, load, port, realtime) for client in order]
+                rows += table(name, runs)
+        finally:
+            server.kill()
+    if chosen.output:
+        chosen.output.write_text(json.dumps(rows, indent=1, default=float))
+
+
+if __name__ == "__main__":
+    main()

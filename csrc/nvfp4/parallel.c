@@ -22,6 +22,7 @@ static const struct variant *table(void)
         {&codec_serial, &kq_serial},
 #if defined(__x86_64__)
         {&codec_avx2, &kq_avx2},
+        {&codec_avx512, &kq_avx512},
 #elif defined(__aarch64__)
         {&codec_neon, &kq_neon},
 #endif
@@ -33,7 +34,7 @@ static int table_available(void)
 {
     struct cpu_features f = cpu_probe();
 #if defined(__x86_64__)
-    return f.avx2 ? 2 : 1;
+    return f.avx512 ? 3 : f.avx2 ? 2 : 1;
 #else
     return f.neon ? 2 : 1;
 #endif

@@ -68,14 +68,18 @@ static inline lanes_i all_lanes_i(int32_t i)
 
 static inline bool any_lane(lanes_i mask)
 {
+#ifdef __AVX2__
+    return !_mm256_testz_si256((__m256i)mask, (__m256i)mask);
+#else
     typedef int64_t wide __attribute__((vector_size(32)));
     wide w = (wide)mask;
     return (w[0] | w[1] | w[2] | w[3]) != 0;
+#endif
 }
 
 /* Sum over the 16 columns of weight * (a - nearest grid point)^2. The nearest point comes from an addend whose last bit is
  * worth half a step of the value's binade: 1.5 * 2^22 times the binade, at least 1.5 * 2^22. */
-static inline lanes_f float_error(const lanes_f a[16], const lanes_f *weight, lanes_f step, bool clips)
+static inline __attribute__((always_inline)) lanes_f float_error(const lanes_f a[16], const lanes_f *weight, lanes_f step, bool clips)
 {
     const lanes_f inverse = all_lanes(1.f) / step, six = all_lanes(6.f);
     const lanes_i exponent = all_lanes_i(0x7f800000), one = all_lanes_i(0x3f800000), lift = all_lanes_i(0x0b400000);
@@ -128,8 +132,8 @@ static inline lanes_i first_codes(const struct pack_plan *plan, lanes_f top)
 }
 
 /* a[column][block], magnitudes; weight[column][block] or NULL. Writes a code a block and returns 0 where it is not sure. */
-static inline lanes_i choose_eight(const struct pack_plan *plan, const lanes_f a[16], const lanes_f *weight, lanes_f top,
-                                   lanes_i *codes)
+static inline __attribute__((always_inline)) lanes_i choose_eight(const struct pack_plan *plan, const lanes_f a[16],
+                                                                 const lanes_f *weight, lanes_f top, lanes_i *codes)
 {
     const lanes_f infinite = all_lanes(__builtin_inff());
     lanes_f top_weight = all_lanes(1.f), weight_sum = all_lanes(16.f);
@@ -162,7 +166,8 @@ static inline lanes_i choose_eight(const struct pack_plan *plan, const lanes_f a
         const bool clips = any_lane(6.f * steps_of(plan, first) < top);
         for (lanes_i code = first; any_lane(code <= last); code += 1) {
             lanes_i held = pick_i(code <= last, code, last);
-            lanes_f error = float_error(a, weight, steps_of(plan, held), clips);
+            lanes_f step = steps_of(plan, held);
+            lanes_f error = clips ? float_error(a, weight, step, true) : float_error(a, weight, step, false);
             enter(&race, pick(code <= last, error, infinite), held);
         }
         for (lanes_i code = first - 1;; code -= 1) {

@@ -1,0 +1,433 @@
+/* The kernels for x86-64 with AVX2 and F16C, as a text that codec_avx2.c and codec_avx512.c compile with their own flags: the
+ * latter's masks, 32 registers and three-way logic help at this width too, without a wide unit's lower clock. Byte for byte the serial reference's output.
+ *
+ * pack: block maxima of eight blocks at once, E4M3 rounding in vector code, and per element seven signed compares of bit
+ * patterns with the thresholds of the block's scale code: no divide (plan.c). unpack: two byte shuffles with the block's 16
+ * values. Stores bypass the cache: nothing reads the output soon, and a read for ownership would cost a third of the
+ * bandwidth.
+ */
+#ifndef AQ_NVFP4_CODEC_X86_H
+#define AQ_NVFP4_CODEC_X86_H
+
+#include "codec.h"
+#include "sweep_lanes.h"
+
+#include <immintrin.h>
+
+typedef __m256i v256;
+
+/* With a constant kind, so that no branch on it is left in a loop. */
+#define ALWAYS_INLINE static inline __attribute__((always_inline))
+
+ALWAYS_INLINE v256 load(const void *p)
+{
+    return _mm256_loadu_si256(p);
+}
+
+ALWAYS_INLINE v256 broadcast(uint32_t v)
+{
+    return _mm256_set1_epi32((int)v);
+}
+
+static uint32_t largest_u32(v256 v)
+{
+    uint32_t lane[8], top = 0;
+    _mm256_storeu_si256((v256 *)lane, v);
+    for (int i = 0; i < 8; i++)
+        top = lane[i] > top ? lane[i] : top;
+    return top;
+}
+
+ALWAYS_INLINE v256 max_of(v256 a, v256 b, int kind)
+{
+    return kind == KIND_F32 ? _mm256_max_epi32(a, b) : _mm256_max_epi16(a, b);
+}
+
+ALWAYS_INLINE v256 magnitudes(v256 v, int kind)
+{
+    return _mm256_and_si256(v, kind == KIND_F32 ? broadcast(0x7fffffffu) : _mm256_set1_epi16(0x7fff));
+}
+
+/* A register of 32-bit maxima out of one of 16-bit maxima. */
+ALWAYS_INLINE v256 widest(v256 v, int kind)
+{
+    if (kind == KIND_F32)
+        return v;
+    return _mm256_and_si256(_mm256_max_epi16(v, _mm256_srli_epi32(v, 16)), broadcast(0xffffu));
+}
+
+static uint32_t amax_bits(const void *x, int kind, size_t count)
+{
+    const size_t size = kind_size(kind), per = 128 / size;
+    const char *p = x;
+    v256 top[4] = {_mm256_setzero_si256(), _mm256_setzero_si256(), _mm256_setzero_si256(), _mm256_setzero_si256()};
+    size_t i = 0;
+    for (; i + per <= count; i += per, p += 128) {
+        _mm_prefetch(p + 4096, _MM_HINT_T0);
+        _mm_prefetch(p + 4096 + 64, _MM_HINT_T0);
+        for (int k = 0; k < 4; k++)
+            top[k] = max_of(top[k], magnitudes(load(p + 32 * k), kind), kind);
+    }
+    v256 all = max_of(max_of(top[0], top[1], kind), max_of(top[2], top[3], kind), kind);
+    uint32_t found = largest_u32(widest(all, kind)), rest = codec_serial.amax(p, kind, count - i);
+    return rest > found ? rest : found;
+}
+
+/* ---- scales */
+
+/* Maxima of |bits| of eight blocks of 16, as 32-bit lanes in the blocks' order. */
+ALWAYS_INLINE v256 eight_maxima(const char *x, int kind)
+{
+    v256 m[8];
+    if (kind == KIND_F32) {
+        for (int b = 0; b < 8; b++)
+            m[b] = _mm256_max_epi32(magnitudes(load(x + 64 * b), kind), magnitudes(load(x + 64 * b + 32), kind));
+    } else {
+        for (int b = 0; b < 8; b++)
+            m[b] = magnitudes(load(x + 32 * b), kind);
+    }
+    for (int b = 0; b < 4; b++)
+        m[b] = max_of(_mm256_permute2x128_si256(m[2 * b], m[2 * b + 1], 0x20),
+                      _mm256_permute2x128_si256(m[2 * b], m[2 * b + 1], 0x31), kind);
+    for (int b = 0; b < 2; b++)
+        m[b] = max_of(_mm256_unpacklo_epi64(m[2 * b], m[2 * b + 1]), _mm256_unpackhi_epi64(m[2 * b], m[2 * b + 1]),
+                      kind);
+    __m256 low = _mm256_castsi256_ps(m[0]), high = _mm256_castsi256_ps(m[1]);
+    v256 all = max_of(_mm256_castps_si256(_mm256_shuffle_ps(low, high, 0x88)),
+                      _mm256_castps_si256(_mm256_shuffle_ps(low, high, 0xdd)), kind);
+    return _mm256_permutevar8x32_epi32(widest(all, kind), _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+}
+
+ALWAYS_INLINE __m256 floats_of(v256 bits, int kind)
+{
+    if (kind == KIND_F32)
+        return _mm256_castsi256_ps(bits);
+    if (kind == KIND_BF16)
+        return _mm256_castsi256_ps(_mm256_slli_epi32(bits, 16));
+    v256 halves = _mm256_permute4x64_epi64(_mm256_packus_epi32(bits, bits), 0xd8);
+    return _mm256_cvtph_ps(_mm256_castsi256_si128(halves));
+}
+
+/* block_code of the ModelOpt encoding for eight maxima, as 32-bit lanes. */
+ALWAYS_INLINE v256 eight_codes(__m256 amax, __m256 six)
+{
+    __m256 t = _mm256_div_ps(amax, six);
+    t = _mm256_blendv_ps(t, _mm256_set1_ps(1.f), _mm256_cmp_ps(t, _mm256_setzero_ps(), _CMP_EQ_OQ));
+    t = _mm256_max_ps(_mm256_set1_ps(0x1p-9f), _mm256_min_ps(_mm256_set1_ps(448.f), t)); /* NaN goes through */
+    v256 u = _mm256_castps_si256(t);
+    v256 even = _mm256_and_si256(_mm256_srli_epi32(u, 20), broadcast(1));
+    v256 normal = _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(u, broadcast(0x7ffffu - (120u << 23))), even), 20);
+    v256 small = _mm256_castps_si256(_mm256_add_ps(t, _mm256_set1_ps(0x1p14f)));
+    small = _mm256_sub_epi32(small, broadcast(0x46800000u));
+    v256 code = _mm256_blendv_epi8(normal, small, _mm256_cmpgt_epi32(broadcast(0x3c800000u), u));
+    return _mm256_blendv_epi8(code, broadcast(0x7f), _mm256_castps_si256(_mm256_cmp_ps(t, t, _CMP_UNORD_Q)));
+}
+
+/* The lowest bytes of eight 32-bit lanes. */
+ALWAYS_INLINE void store_bytes(uint8_t *to, v256 lanes)
+{
+    v256 four = _mm256_shuffle_epi8(lanes, _mm256_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, 0,
+                                                            4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1));
+    uint32_t low = (uint32_t)_mm256_extract_epi32(four, 0), high = (uint32_t)_mm256_extract_epi32(four, 4);
+    memcpy(to, &low, 4);
+    memcpy(to + 4, &high, 4);
+}
+
+ALWAYS_INLINE __m256 load_floats(const char *x, int kind)
+{
+    if (kind == KIND_F32)
+        return _mm256_loadu_ps((const float *)(const void *)x);
+    __m128i halves = _mm_loadu_si128((const __m128i *)(const void *)x);
+    if (kind == KIND_F16)
+        return _mm256_cvtph_ps(halves);
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
+}
+
+/* Rows of eight floats to columns. */
+ALWAYS_INLINE void transpose(const __m256 r[8], lanes_f out[8])
+{
+    __m256 t[8], u[8];
+    for (int i = 0; i < 4; i++) {
+        t[2 * i] = _mm256_unpacklo_ps(r[2 * i], r[2 * i + 1]);
+        t[2 * i + 1] = _mm256_unpackhi_ps(r[2 * i], r[2 * i + 1]);
+    }
+    for (int i = 0; i < 2; i++) {
+        u[4 * i] = _mm256_shuffle_ps(t[4 * i], t[4 * i + 2], 0x44);
+        u[4 * i + 1] = _mm256_shuffle_ps(t[4 * i], t[4 * i + 2], 0xee);
+        u[4 * i + 2] = _mm256_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0x44);
+        u[4 * i + 3] = _mm256_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0xee);
+    }
+    for (int i = 0; i < 4; i++) {
+        out[i] = (lanes_f)_mm256_permute2f128_ps(u[i], u[i + 4], 0x20);
+        out[i + 4] = (lanes_f)_mm256_permute2f128_ps(u[i], u[i + 4], 0x31);
+    }
+}
+
+/* The rules that go block by block, and the searches; kept out of line so that the common rule's loop stays tight. */
+static __attribute__((noinline)) void eight_chosen(const struct pack_plan *plan, v256 bits, const char *x, size_t first,
+                                                   uint8_t *scales)
+{
+    const size_t half = 8 * kind_size(plan->kind);
+    lanes_f top = (lanes_f)floats_of(bits, plan->kind), a[16], w[16];
+    if (plan->choice == CHOICE_AMAX) {
+        for (int b = 0; b < 8; b++)
+            scales[b] = block_code(plan, top[b]);
+        return;
+    }
+    const float *weight[8] = {NULL};
+    for (int h = 0; h < 2; h++) {
+        __m256 rows[8];
+        for (size_t b = 0; b < 8; b++)
+            rows[b] = (__m256)((lanes_i)load_floats(x + (2 * b + (size_t)h) * half, plan->kind) & all_lanes_i(0x7fffffff));
+        transpose(rows, a + 8 * h);
+        if (!plan->weight)
+            continue;
+        for (size_t b = 0; b < 8; b++) {
+            weight[b] = plan->weight + (first + b) * 16 % plan->columns;
+            rows[b] = _mm256_loadu_ps(weight[b] + 8 * h);
+        }
+        transpose(rows, w + 8 * h);
+    }
+    lanes_i codes, sure = plan->weight ? choose_eight(plan, a, w, top, &codes) : choose_eight(plan, a, NULL, top, &codes);
+    store_bytes(scales, (v256)codes);
+    for (int b = 0; b < 8; b++) {
+        if (sure[b])
+            continue;
+        float v[16];
+        for (int i = 0; i < 16; i++)
+            v[i] = a[i][b];
+        scales[b] = best_code(plan, v, weight[b]);
+    }
+}
+
+/* ---- elements */
+
+/* Codes of 16 elements as 16-bit lanes. */
+ALWAYS_INLINE v256 sixteen_codes_16(v256 v, const uint32_t *above)
+{
+    v256 a = _mm256_and_si256(v, _mm256_set1_epi16(0x7fff)), n = _mm256_cmpgt_epi16(a, broadcast(above[0]));
+    for (int i = 1; i < 7; i++)
+        n = _mm256_add_epi16(n, _mm256_cmpgt_epi16(a, broadcast(above[i])));
+    v256 sign = _mm256_and_si256(v, _mm256_cmpgt_epi16(a, broadcast(above[7])));
+    sign = _mm256_and_si256(_mm256_srli_epi16(sign, 12), _mm256_set1_epi16(8));
+    return _mm256_sub_epi16(sign, n);
+}
+
+ALWAYS_INLINE v256 eight_codes_32(v256 v, const uint32_t *above)
+{
+    v256 a = _mm256_and_si256(v, broadcast(0x7fffffffu)), n = _mm256_cmpgt_epi32(a, broadcast(above[0]));
+    for (int i = 1; i < 7; i++)
+        n = _mm256_add_epi32(n, _mm256_cmpgt_epi32(a, broadcast(above[i])));
+    v256 sign = _mm256_and_si256(v, _mm256_cmpgt_epi32(a, broadcast(above[7])));
+    sign = _mm256_and_si256(_mm256_srli_epi32(sign, 28), broadcast(8));
+    return _mm256_sub_epi32(sign, n);
+}
+
+/* Bytes of a block of 16 as 32-bit lanes: even + 16 * odd. */
+ALWAYS_INLINE v256 block_bytes(const char *x, int kind, const uint32_t *above)
+{
+    v256 codes;
+    if (kind == KIND_F32)
+        codes = _mm256_permute4x64_epi64(
+            _mm256_packs_epi32(eight_codes_32(load(x), above), eight_codes_32(load(x + 32), above)), 0xd8);
+    else
+        codes = sixteen_codes_16(load(x), above);
+    return _mm256_madd_epi16(codes, broadcast(16u << 16 | 1u));
+}
+
+ALWAYS_INLINE v256 four_blocks(const char *x, int kind, const struct pack_plan *plan, const uint8_t *scales)
+{
+    const size_t bytes = 16 * kind_size(kind);
+    v256 a = block_bytes(x, kind, plan->above[scales[0]]);
+    v256 b = block_bytes(x + bytes, kind, plan->above[scales[1]]);
+    v256 c = block_bytes(x + 2 * bytes, kind, plan->above[scales[2]]);
+    v256 d = block_bytes(x + 3 * bytes, kind, plan->above[scales[3]]);
+    v256 all = _mm256_packus_epi16(_mm256_packs_epi32(a, b), _mm256_packs_epi32(c, d));
+    return _mm256_permutevar8x32_epi32(all, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+}
+
+ALWAYS_INLINE void store_codes(uint8_t *to, v256 v, bool streams)
+{
+    if (streams)
+        _mm256_stream_si256((v256 *)to, v);
+    else
+        _mm256_storeu_si256((v256 *)to, v);
+}
+
+ALWAYS_INLINE uint32_t pack_16(const struct pack_plan *plan, int kind, const char *x, size_t first, size_t blocks,
+                               uint8_t *codes, uint8_t *scales)
+{
+    const bool plain = plan->encoding == ENCODING_MODELOPT && plan->choice == CHOICE_AMAX;
+    const __m256 six = _mm256_set1_ps(6.f * plan->tensor_scale);
+    const size_t bytes = 16 * kind_size(kind);
+    const bool streams = (uintptr_t)codes % 32 == 0;
+    v256 top = _mm256_setzero_si256();
+    for (size_t b = 0; b + 8 <= blocks; b += 8) {
+        const char *p = x + b * bytes;
+        for (size_t ahead = 0; ahead < 8 * bytes; ahead += 64)
+            _mm_prefetch(p + 4096 + ahead, _MM_HINT_T0);
+        v256 bits = eight_maxima(p, kind);
+        top = _mm256_max_epi32(top, bits);
+        if (plain)
+            store_bytes(scales + b, eight_codes(floats_of(bits, kind), six));
+        else
+            eight_chosen(plan, bits, p, first + b, scales + b);
+        store_codes(codes + 8 * b, four_blocks(p, kind, plan, scales + b), streams);
+        store_codes(codes + 8 * b + 32, four_blocks(p + 4 * bytes, kind, plan, scales + b + 4), streams);
+    }
+    _mm_sfence();
+    return largest_u32(top);
+}
+
+static uint32_t pack(const struct pack_plan *plan, const void *x, size_t first, size_t blocks, uint8_t *codes,
+                     uint8_t *scales)
+{
+    const size_t whole = plan->group == 16 ? blocks / 8 * 8 : 0, done = whole * (size_t)plan->group;
+    uint32_t top = 0;
+    switch (plan->kind) {
+    case KIND_F32:
+        top = pack_16(plan, KIND_F32, x, first, whole, codes, scales);
+        break;
+    case KIND_F16:
+        top = pack_16(plan, KIND_F16, x, first, whole, codes, scales);
+        break;
+    default:
+        top = pack_16(plan, KIND_BF16, x, first, whole, codes, scales);
+    }
+    uint32_t rest = codec_serial.pack(plan, (const char *)x + done * kind_size(plan->kind), first + whole, blocks - whole,
+                                      codes + done / 2, scales + whole);
+    return rest > top ? rest : top;
+}
+
+/* ---- unpack */
+
+/* The 16 nibbles of each 8 bytes, in order, one block a lane. */
+ALWAYS_INLINE v256 nibbles(const uint8_t *codes)
+{
+    __m128i c = _mm_loadu_si128((const __m128i *)codes), mask = _mm_set1_epi8(15);
+    __m128i even = _mm_and_si128(c, mask), odd = _mm_and_si128(_mm_srli_epi16(c, 4), mask);
+    return _mm256_set_m128i(_mm_unpackhi_epi8(even, odd), _mm_unpacklo_epi8(even, odd));
+}
+
+ALWAYS_INLINE v256 pair(const uint8_t *low, const uint8_t *high)
+{
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i *)low)),
+                                   _mm_loadu_si128((const __m128i *)high), 1);
+}
+
+static void unpack_halves(const struct unpack_plan *plan, const uint8_t *codes, const uint8_t *scales, size_t blocks,
+                          uint16_t *out)
+{
+    const bool streams = (uintptr_t)out % 32 == 0;
+    for (size_t b = 0; b + 2 <= blocks; b += 2) {
+        _mm_prefetch((const char *)codes + 8 * b + 2048, _MM_HINT_T0);
+        const uint8_t *first = plan->value[scales[b]], *second = plan->value[scales[b + 1]];
+        v256 index = nibbles(codes + 8 * b);
+        v256 low = _mm256_shuffle_epi8(pair(first, second), index);
+        v256 high = _mm256_shuffle_epi8(pair(first + 16, second + 16), index);
+        v256 front = _mm256_unpacklo_epi8(low, high), back = _mm256_unpackhi_epi8(low, high);
+        store_codes((uint8_t *)(out + 16 * b), _mm256_permute2x128_si256(front, back, 0x20), streams);
+        store_codes((uint8_t *)(out + 16 * b + 16), _mm256_permute2x128_si256(front, back, 0x31), streams);
+    }
+    _mm_sfence();
+}
+
+static void unpack_floats(const struct unpack_plan *plan, const uint8_t *codes, const uint8_t *scales, size_t blocks,
+                          float *out)
+{
+    const bool streams = (uintptr_t)out % 32 == 0;
+    const __m256 values = _mm256_loadu_ps(E2M1_VALUE);
+    for (size_t b = 0; b < blocks; b++) {
+        __m128i c = _mm_loadl_epi64((const __m128i *)(codes + 8 * b)), mask = _mm_set1_epi8(15);
+        __m128i each = _mm_unpacklo_epi8(_mm_and_si128(c, mask), _mm_and_si128(_mm_srli_epi16(c, 4), mask));
+        __m256 step = _mm256_set1_ps(plan->step[scales[b]]);
+        for (int half = 0; half < 2; half++) {
+            v256 index = _mm256_cvtepu8_epi32(half ? _mm_srli_si128(each, 8) : each);
+            v256 sign = _mm256_slli_epi32(_mm256_srli_epi32(index, 3), 31);
+            __m256 v = _mm256_xor_ps(_mm256_permutevar8x32_ps(values, index), _mm256_castsi256_ps(sign));
+            v = _mm256_mul_ps(v, step);
+            if (streams)
+                _mm256_stream_ps(out + 16 * b + 8 * half, v);
+            else
+                _mm256_storeu_ps(out + 16 * b + 8 * half, v);
+        }
+    }
+    _mm_sfence();
+}
+
+static void unpack(const struct unpack_plan *plan, const uint8_t *codes, const uint8_t *scales, size_t blocks,
+                   void *out)
+{
+    const size_t whole = plan->group == 16 ? blocks / 2 * 2 : 0, done = whole * (size_t)plan->group;
+    if (plan->kind == KIND_F32)
+        unpack_floats(plan, codes, scales, whole, out);
+    else
+        unpack_halves(plan, codes, scales, whole, out);
+    codec_serial.unpack(plan, codes + done / 2, scales + whole, blocks - whole,
+                        (char *)out + done * kind_size(plan->kind));
+}
+
+/* ---- activations */
+
+ALWAYS_INLINE void store_floats(char *to, __m256 v, int kind)
+{
+    if (kind == KIND_F32) {
+        _mm256_storeu_ps((float *)(void *)to, v);
+    } else if (kind == KIND_F16) {
+        _mm_storeu_si128((__m128i *)(void *)to, _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+    } else { /* no NaN can come here: a step is finite and a value at most 6 */
+        v256 u = _mm256_castps_si256(v), even = _mm256_and_si256(_mm256_srli_epi32(u, 16), broadcast(1));
+        u = _mm256_srli_epi32(_mm256_add_epi32(u, _mm256_add_epi32(even, broadcast(0x7fffu))), 16);
+        u = _mm256_permute4x64_epi64(_mm256_packus_epi32(u, u), 0xd8);
+        _mm_storeu_si128((__m128i *)(void *)to, _mm256_castsi256_si128(u));
+    }
+}
+
+/* To the E2M1 grid, ties to even, by an addend whose last bit is worth half a step of the value's own binade. */
+ALWAYS_INLINE __m256 round_to_grid(__m256 a)
+{
+    a = _mm256_min_ps(a, _mm256_set1_ps(6.f)); /* NaN becomes 6 */
+    __m256 binade = _mm256_and_ps(a, _mm256_castsi256_ps(broadcast(0x7f800000u)));
+    __m256 addend = _mm256_mul_ps(_mm256_max_ps(binade, _mm256_set1_ps(1.f)), _mm256_set1_ps(0x1.8p22f));
+    return _mm256_sub_ps(_mm256_add_ps(a, addend), addend);
+}
+
+ALWAYS_INLINE void fake_quant_16(const struct fake_plan *plan, int kind, const char *x, size_t blocks, char *out)
+{
+    const size_t half = 8 * kind_size(kind);
+    const float six = 6.f * plan->tensor_scale;
+    const __m256 sign = _mm256_castsi256_ps(broadcast(0x80000000u));
+    for (size_t b = 0; b < blocks; b++, x += 2 * half, out += 2 * half) {
+        __m256 v[2] = {load_floats(x, kind), load_floats(x + half, kind)}, a[2];
+        __m256 top = _mm256_setzero_ps();
+        for (int i = 0; i < 2; i++) {
+            a[i] = _mm256_andnot_ps(sign, v[i]);
+            top = _mm256_max_ps(a[i], top); /* a NaN is passed over */
+        }
+        __m128 m = _mm_max_ps(_mm256_castps256_ps128(top), _mm256_extractf128_ps(top, 1));
+        m = _mm_max_ps(m, _mm_movehl_ps(m, m));
+        m = _mm_max_ss(m, _mm_shuffle_ps(m, m, 1));
+        float t = _mm_cvtss_f32(m) / six;
+        float step = e4m3_to_float(e4m3_from_clamped(t < 448.f ? t : 448.f)) * plan->tensor_scale;
+        __m256 steps = _mm256_set1_ps(step >= 1e-5f ? step : 1.f);
+        for (int i = 0; i < 2; i++) {
+            __m256 q = _mm256_mul_ps(round_to_grid(_mm256_div_ps(a[i], steps)), steps);
+            __m256 minus = _mm256_andnot_ps(_mm256_cmp_ps(v[i], _mm256_setzero_ps(), _CMP_GE_OQ), sign);
+            store_floats(out + i * (ptrdiff_t)half, _mm256_xor_ps(q, minus), kind);
+        }
+    }
+}
+
+static void fake_quant(const struct fake_plan *plan, const void *x, size_t blocks, void *out)
+{
+    if (plan->group != 16)
+        codec_serial.fake_quant(plan, x, blocks, out);
+    else if (plan->kind == KIND_F32)
+        fake_quant_16(plan, KIND_F32, x, blocks, out);
+    else if (plan->kind == KIND_F16)
+        fake_quant_16(plan, KIND_F16, x, blocks, out);
+    else
+        fake_quant_16(plan, KIND_BF16, x, blocks, out);
+}
+
+#endif

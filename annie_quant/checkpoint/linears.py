@@ -92,7 +92,7 @@ class Linear:
         )
 
     def dequantize(self, folder: ModelFolder) -> np.ndarray:
-        """float32 [out, in]: the values a server computes with."""
+        """float32 [out, in]: what the activations are multiplied with, a left-over pre_quant_scale included."""
         if self.format == "fp8":
             scale = folder.tensor(self.block_scale).astype(np.float32) if self.block_scale else np.float32(1)
             weight = folder.tensor(self.weight).astype(np.float32)
@@ -100,9 +100,12 @@ class Linear:
         from annie_quant import nvfp4
 
         try:
-            return nvfp4.unpack(self.load(folder), dtype="float32", nan="keep")
+            weight = nvfp4.unpack(self.load(folder), dtype="float32", nan="keep")
+            if self.pre_quant:
+                weight *= folder.tensor(self.pre_quant).astype(np.float32).reshape(1, -1)
         except ValueError as error:  # shapes that do not fit each other
             raise ShardError("weight_shape", f"{self.name}: {error}", tensor=self.name) from None
+        return weight
 
 
 @dataclass

@@ -125,7 +125,7 @@ PATHS = [
 
 
 @given(st.sampled_from(PATHS), JUNK)
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_field_of_the_wrong_kind_never_stops_the_report(folder, tmp_path, path, junk):
     document = json.loads((folder / "run.json").read_text())
     place = document
@@ -164,7 +164,7 @@ def test_a_field_of_the_wrong_kind_never_stops_the_report(folder, tmp_path, path
         max_size=4,
     )
 )
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_records_of_the_wrong_kind_never_stop_the_report(folder, tmp_path, rows):
     (tmp_path / "run.json").write_bytes((folder / "run.json").read_bytes())
     (tmp_path / "records.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows) + '{"torn": ')

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ TEMPLATES = Path(__file__).resolve().parent.parent / "assets" / "templates"
 EMBED_LIMIT = 400_000  # bytes of a download kept in the page
 
 
-def render(run: Run, figures: dict[str, Figure], check: dict[str, Any] | None, csv_text: str) -> str:
+@cache
+def _environment() -> Any:
     jinja2 = need("jinja2", "plots")
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
@@ -33,41 +35,49 @@ def render(run: Run, figures: dict[str, Figure], check: dict[str, Any] | None, c
     )
     environment.globals |= {"text": text, "safe": jinja2.utils.markupsafe.Markup}
     environment.filters["capitalize_first"] = lambda words: words[:1].upper() + words[1:]
+    return environment
+
+
+def render(run: Run, figures: dict[str, Figure], check: dict[str, Any] | None, csv_text: str) -> str:
     style, script = ((TEMPLATES / n).read_text(encoding="utf-8") for n in ("report.css", "report.js"))
     style += MARKS
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     verdict = run.doc["verdict"]
     sentence = text.clean(verdict.get("sentence") or "").strip()
-    return environment.get_template("report.html").render(
-        version=__version__,
-        style=style,
-        script=script,
-        script_hash=digest,
-        run=run,
-        figures=figures,
-        check=check,
-        sentence=sentence or "No verdict has been reached for this run.",
-        outcome=outcome(run),
-        reasons=[text.clean(r) for r in verdict["reasons"]],
-        caveats=findings(run),
-        main=tables.side_by_side(run),
-        gates=tables.gates_table(run),
-        kl=tables.kl_table(run),
-        latency=[(m, tables.latency_table(run, m)) for m in tables.METRICS],
-        overall=tables.comparisons_table(run, only_all=True),
-        comparisons=tables.comparisons_table(run),
-        browser=answers.collect(run),
-        dropin=checklist.checklist(run),
-        missing={m["part"]: m for m in run.missing},
-        stages=run.doc["stages"],
-        facts=facts(run),
-        downloads=_downloads(run, csv_text),
-        counts={
-            "records": len(run.records),
-            "measured": len(run.measured),
-            "torn": run.torn_lines,
-            "failed": sum(bool(r.get("error")) for r in run.measured),
-        },
+    return (
+        _environment()
+        .get_template("report.html")
+        .render(
+            version=__version__,
+            style=style,
+            script=script,
+            script_hash=digest,
+            run=run,
+            figures=figures,
+            check=check,
+            sentence=sentence or "No verdict has been reached for this run.",
+            outcome=outcome(run),
+            reasons=[text.clean(r) for r in verdict["reasons"]],
+            caveats=findings(run),
+            main=tables.side_by_side(run),
+            gates=tables.gates_table(run),
+            kl=tables.kl_table(run),
+            latency=[(m, tables.latency_table(run, m)) for m in tables.METRICS],
+            overall=tables.comparisons_table(run, only_all=True),
+            comparisons=tables.comparisons_table(run),
+            browser=answers.collect(run),
+            dropin=checklist.checklist(run),
+            missing={m["part"]: m for m in run.missing},
+            stages=run.doc["stages"],
+            facts=facts(run),
+            downloads=_downloads(run, csv_text),
+            counts={
+                "records": len(run.records),
+                "measured": len(run.measured),
+                "torn": run.torn_lines,
+                "failed": sum(bool(r.get("error")) for r in run.measured),
+            },
+        )
     )
 
 

@@ -34,10 +34,8 @@ def best(call: Callable[[], object], repeats: int) -> float:
 
 
 def copy_bandwidth(repeats: int) -> float:
-    """Bytes a second, read + written, of a copy past the caches by the codec's own threads and stores.
-
-    ggml's layout move is no copy, so this unpacks to float32: 0.56 bytes read and 4 written an element, all non-temporal.
-    """
+    """Bytes a second, read + written, of what is nearly a non-temporal copy by the codec's own threads: unpacking to float32,
+    which reads 0.56 bytes an element and writes 4, past the caches. libc's memcpy does not scale to two threads."""
     t = nvfp4.pack(np.ones((4096, 4096), ml_dtypes.bfloat16))
     out = np.empty((4096, 4096), np.float32)
     nvfp4.unpack(t, "float32", out=out)
@@ -49,13 +47,17 @@ def nvfp4_lines(size: int, repeats: int) -> list[dict]:
     from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
 
     torch.set_num_threads(nvfp4.threads())
-    w = (np.random.default_rng(0).standard_normal((size, size), np.float32) * np.float32(0.02)).astype(ml_dtypes.bfloat16)
+    w = (np.random.default_rng(0).standard_normal((size, size), np.float32) * np.float32(0.02)).astype(
+        ml_dtypes.bfloat16
+    )
     wt = torch.from_numpy(w.view(np.int16)).view(torch.bfloat16)
     scale = nvfp4.tensor_scale(nvfp4.amax(w))
     st = torch.tensor(scale)
     q, s, s2 = NVFP4QTensor.quantize(wt, 16, None, st)
     t = nvfp4.pack(w, tensor_scale=scale)
-    assert (t.codes == q._quantized_data.numpy()).all() and (t.block_scale.view(np.uint8) == s.view(torch.uint8).numpy()).all()
+    assert (t.codes == q._quantized_data.numpy()).all() and (
+        t.block_scale.view(np.uint8) == s.view(torch.uint8).numpy()
+    ).all()
     given = best(lambda: NVFP4QTensor.quantize(wt, 16, None, st), 2)
     whole = best(lambda: NVFP4QTensor.quantize(wt, 16), 2)
     back = best(lambda: q.dequantize(torch.bfloat16, scale=s, double_scale=s2, block_sizes={-1: 16}), 2)
@@ -98,7 +100,9 @@ def kquant_lines(repeats: int) -> list[dict]:
         nvfp4.set_threads(1)
         ours = best(lambda kind=kind: kquant.quantize(w, kind), repeats)
         nvfp4.set_threads(threads)
-        lines.append(line(f"{kind} encode, 1 thread", ours, "llama.cpp's quantizer, 1 thread", best(llama, 3), 3, w.nbytes))
+        lines.append(
+            line(f"{kind} encode, 1 thread", ours, "llama.cpp's quantizer, 1 thread", best(llama, 3), 3, w.nbytes)
+        )
         number = getattr(gguf.GGMLQuantizationType, kind)
         out = np.empty_like(w)
         assert (gguf.quants.dequantize(raw, number) == kquant.dequantize(raw, kind, out)).all()
@@ -109,7 +113,7 @@ def kquant_lines(repeats: int) -> list[dict]:
 
 
 def scaling_line(size: int, repeats: int) -> dict:
-    w = np.ones((size, size), ml_dtypes.bfloat16)
+    w = np.random.default_rng(1).standard_normal((size, size), np.float32).astype(ml_dtypes.bfloat16)
     t = nvfp4.pack(w)
     threads, seconds = nvfp4.threads(), {}
     for count in (1, 2):
@@ -141,7 +145,9 @@ def main() -> None:
     if given.json:
         print(json.dumps({"variant": nvfp4.variant(), "threads": nvfp4.threads(), "copy_gb_s": copy, "lines": lines}))
         return
-    print(f"{platform.machine()}, variant {nvfp4.variant()}, {nvfp4.threads()} threads, non-temporal stream {copy:.1f} GB/s")
+    print(
+        f"{platform.machine()}, variant {nvfp4.variant()}, {nvfp4.threads()} threads, non-temporal stream {copy:.1f} GB/s"
+    )
     print(f"{'':26} {'ours':>9} {'peer':>10} {'ratio':>7} {'target':>7} {'GB/s':>6} {'share':>6}  peer")
     for row in lines:
         print(

@@ -70,7 +70,7 @@ static void drain_ended(struct client *c)
 static void act(struct client *c, curl_socket_t fd, int events)
 {
     int running;
-    c->now_fd = fd;
+    c->now_fd = events & CURL_CSELECT_IN ? fd : CURL_SOCKET_BAD;
     c->action++;
     curl_multi_socket_action(c->multi, fd, events, &running);
     drain_ended(c);

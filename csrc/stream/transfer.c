@@ -29,6 +29,10 @@ static int64_t kernel_stamp(const struct transfer *t)
 static void note_first_byte(struct transfer *t)
 {
     struct request_row *row = client_row(t->client, t->index);
+    /* A request on a kept connection is sent by a timer's action, which also reads an answer that is there by then: the
+     * stamp in hand is from before the sending. */
+    if (t->client->now_fd < 0 || t->fd != t->client->now_fd)
+        t->client->now_ns = clock_monotonic_ns();
     if (row->first_byte_ns == 0) {
         row->first_byte_ns = t->client->now_ns;
         row->first_byte_kernel_ns = kernel_stamp(t);

@@ -158,12 +158,39 @@ def audit(checkpoint: Path, source: Path | None, repair: bool, output: Path | No
 @click.option(
     "--output", type=click.Path(path_type=Path), help="Folder, or file for GGUF. Default: beside the checkpoint."
 )
+@click.option(
+    "--like", type=click.Path(path_type=Path), help="From GGUF: a folder of the same model, for config and tokenizer."
+)
 @json_option
-def convert(checkpoint: Path, target: str, kind: str | None, output: Path | None, as_json: bool) -> None:
+def convert(
+    checkpoint: Path, target: str, kind: str | None, output: Path | None, like: Path | None, as_json: bool
+) -> None:
     """Change a checkpoint's dialect, or write it as GGUF."""
     with console.task(f"convert to {target}"):
-        result = annie_quant.checkpoint.convert(checkpoint, to=target, output=output, type=kind)
-    emit({"output": str(result)}) if as_json else console.note(str(result))
+        result = annie_quant.checkpoint.convert(checkpoint, to=target, output=output, type=kind, like=like)
+    if as_json:
+        emit(result)
+    else:
+        console.note(f"{result['path']}: {result['size_bytes'] / 1e6:.1f} MB")
+        if result["loss"]:
+            console.note(f"lost on the way: {result['loss']}")
+
+
+@cli.command()
+@click.argument("source", type=click.Path(path_type=Path))
+@click.argument("forms", nargs=-1, required=True, type=click.Path(path_type=Path))
+@json_option
+def compare(source: Path, forms: tuple[Path, ...], as_json: bool) -> None:
+    """Several forms of one model (folders, GGUF files) against its bf16 SOURCE, tensor by tensor."""
+    with console.task("compare"):
+        found = annie_quant.checkpoint.compare(source, {form.name: form for form in forms})
+    if as_json:
+        emit(found.to_dict())
+        return
+    for form, summary in found.summary.items():
+        console.print_mapping(form, summary)
+        for row in found.worst(form, 3):
+            console.note(f"  worst: {row['tensor']} {row['format']} rel-L2 {row['rel_l2']:.4f}")
 
 
 @cli.command(name="eval")

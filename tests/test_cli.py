@@ -8,7 +8,7 @@ import pytest
 
 from annie_quant.cli import cli
 
-COMMANDS = ["demo", "data", "quantize", "search", "audit", "convert", "eval", "validate-gpu", "serve", "doctor", "bench", "report"]
+COMMANDS = ["demo", "data", "quantize", "search", "audit", "convert", "compare", "eval", "validate-gpu", "serve", "doctor", "bench", "report"]
 
 
 def annie(*args: str, **env: str) -> subprocess.CompletedProcess[str]:

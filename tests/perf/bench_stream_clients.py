@@ -15,6 +15,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 Events = list[tuple[int, bytes]]  # (stamp, bytes) of one stream, in order
 STAMP = re.compile(rb'"content":"(\d{19})')
@@ -30,7 +31,7 @@ def ours(url: str, streams: int) -> tuple[list[Events], dict]:
     request = aq.stream.Request(url, json=BODY)
     began = usage()
     timings = aq.stream.run([request] * streams, concurrency=streams)
-    spent = usage() - began
+    spent, peak_mb = usage() - began, rss_mb()
     rows = timings.events
     user: list[Events] = [[] for _ in range(streams)]
     kernel: list[Events] = [[] for _ in range(streams)]
@@ -40,6 +41,7 @@ def ours(url: str, streams: int) -> tuple[list[Events], dict]:
         kernel[rows["request"][i]].append((int(rows["kernel_ns"][i]), raw))
     more = {
         "cpu_s": spent,
+        "rss_mb": peak_mb,
         "kernel": [lags(e) for e in kernel],
         "merged": int((rows["flags"][rows["kind"] == 1] & 1).sum()),
         "started": timings.requests["started_ns"].tolist(),
@@ -153,6 +155,12 @@ def usage() -> float:
     return spent.ru_utime + spent.ru_stime
 
 
+def rss_mb() -> float:
+    """The most this process held since its exec (ru_maxrss would count the parent's memory in)."""
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(r"VmHWM:\s*(\d+)", status)[1]) / 1024
+
+
 def lags(events: Events) -> list[int]:
     """How late each stamped event was seen, in nanoseconds."""
     found = ((when, STAMP.search(raw)) for when, raw in events)
@@ -174,11 +182,10 @@ def main() -> None:
         __import__(name)
         began = usage()
         events, more = PEERS[name](url, streams), {}
-        more["cpu_s"] = usage() - began
-    peak_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        more["cpu_s"], more["rss_mb"] = usage() - began, rss_mb()
     stamps = [arrivals(e) for e in events]
     shared = sum(b == a for s in stamps for a, b in itertools.pairwise(s))
-    print(json.dumps({"user": [lags(e) for e in events], "rss_mb": peak_kb / 1024, "shared": shared, **more}))
+    print(json.dumps({"user": [lags(e) for e in events], "shared": shared, **more}))
 
 
 if __name__ == "__main__":

@@ -84,9 +84,10 @@ def base(talk: Talk, rng: random.Random, thinking: bool) -> list[dict[str, Any]]
 
 
 def row(rng: random.Random, style: str, split: str = "train") -> Row:
-    """One training row in a style: "base" or "annie"."""
+    """One training row in a style: "base", "annie", or "manners" (Annie's, with no row that calls a tool)."""
     persona = load_persona("annie")
-    category = rng.choices(list(CATEGORIES), list(CATEGORIES.values()))[0]
+    weights = {k: v for k, v in CATEGORIES.items() if style != "manners" or k not in ("memory", "web")}
+    category = rng.choices(list(weights), list(weights.values()))[0]
     thinking = rng.random() < (0.3 if style == "base" else 0.2)
     tools = category in ("memory", "web", "abstention") or rng.random() < 0.3
     if category in ("memory", "web") and rng.random() < 0.05:
@@ -97,7 +98,7 @@ def row(rng: random.Random, style: str, split: str = "train") -> Row:
         system = rng.choice((HARDENED, *PLAIN))
     if rng.random() < 0.05:
         system = briefing(rng, split)
-        category = rng.choice(("factual", "greeting", "conversational", "memory", "web"))
+        category = rng.choice([c for c in ("factual", "greeting", "conversational", "memory", "web") if c in weights])
         tools = category in ("memory", "web")
     head = [{"role": "system", "content": system}] if system else []
     speak = (lambda t: base(t, rng, thinking)) if style == "base" else (lambda t: annie(t, rng, tools, thinking))

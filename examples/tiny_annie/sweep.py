@@ -19,6 +19,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parents[1]), str(HERE)]
 
 import torch  # noqa: E402
+from config import configuration  # noqa: E402
 from data import rows  # noqa: E402
 from evaluate import NUMERICS, evaluate  # noqa: E402
 from net import linear_names  # noqa: E402
@@ -52,6 +53,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--grid", type=Path, help="JSON: list of lists of overlay fields; a list is trained together.")
     parser.add_argument("--base", type=Path, help="start from this base instead of training one")
+    parser.add_argument("--manners", help="JSON overlay that is learned first, on rows without tool calls, and merged")
     parser.add_argument("--base-steps", type=int, default=1600)
     parser.add_argument("--base-lr", type=float, default=2e-3)
     parser.add_argument("--base-noise", type=float, default=0.0)
@@ -89,8 +91,16 @@ def main() -> None:
         save_file({k: v.to(torch.bfloat16).cpu().contiguous() for k, v in base.items()}, options.output / "base.safetensors")
         base = {k: v.to(torch.bfloat16).float() for k, v in base.items()}
         del base_rows
+    names = linear_names(configuration())
+    if options.manners:
+        manners = rows("manners", options.count // 2, options.seed, options.workers)
+        overlay = Overlay(**json.loads(options.manners))
+        merged, _ = train_overlays(base, [overlay], manners, options.seed + 3, device, log, options.overlay_rows)
+        base = {k: (v[0] if k in names else v).float() for k, v in merged.items()}
+        state = {k: v.to(torch.bfloat16).cpu().contiguous() for k, v in base.items() if k in names}
+        save_file(state, options.output / "manners.safetensors")
     grid = json.loads(options.grid.read_text()) if options.grid else [[{"rank": 2, "steps": 1000}]]
-    names, table, best = linear_names(__import__("config").configuration()), [], []
+    table, best = [], []
     for group in grid:
         if time.monotonic() - began > options.stop_after:
             log("out of time: a group is left out")

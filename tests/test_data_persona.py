@@ -1,0 +1,58 @@
+"""Personas: the built-in one, one's own, and what is said when a file is wrong."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import pytest
+
+from annie_quant.data import load_persona
+from annie_quant.data.persona import FOLDER
+from annie_quant.errors import UsageError
+
+
+def test_annie_has_both_tools_and_a_prompt_that_forbids_markdown():
+    persona = load_persona("annie")
+    assert [t["function"]["name"] for t in persona.tools] == ["search_memory", "web_search"]
+    assert "markdown" in persona.system_prompt
+    assert persona.tool("web_search")["parameters"]["required"] == ["query"]
+    assert persona.tool("read_notes") is None
+
+
+def test_hash_is_of_the_file_itself():
+    assert load_persona("annie").sha256 == hashlib.sha256((FOLDER / "annie.json").read_bytes()).hexdigest()
+
+
+def test_a_changed_file_is_read_again(tmp_path):
+    data = json.loads((FOLDER / "annie.json").read_text())
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(data))
+    before = load_persona(path)
+    path.write_text(json.dumps(data | {"system_prompt": "Speak like a pirate, and at length."}))
+    after = load_persona(path)
+    assert after.system_prompt.startswith("Speak like a pirate") and after.prompt_sha256 != before.prompt_sha256
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "not JSON"),
+        ("[]", "expected a JSON object, got list"),
+        ('{"name": "A"}', "'system_prompt' should be a str, seen nothing"),
+        ('{"name": "A", "system_prompt": 3, "tools": [], "rules": [], "examples": []}', "seen int"),
+        ('{"name": "A", "system_prompt": "", "tools": [{}], "rules": [], "examples": []}', "tools[0] is no OpenAI function"),
+    ],
+)
+def test_a_broken_file_is_named_with_its_field(tmp_path, text, said):
+    path = tmp_path / "broken.json"
+    path.write_text(text)
+    with pytest.raises(UsageError) as error:
+        load_persona(path)
+    assert "broken.json" in error.value.message and said in error.value.message
+
+
+def test_unknown_names_list_what_there_is():
+    with pytest.raises(UsageError) as error:
+        load_persona("bertha")
+    assert "annie" in error.value.hint

@@ -41,7 +41,7 @@ def test_without_a_gpu_every_entry_says_so_with_exit_code_3():
         lambda: aq.gemm.fp4_native(),
     ]
     for call in calls:
-        with pytest.raises(EnvironmentFault, match="GPU|nvcc") as caught:
+        with pytest.raises(EnvironmentFault, match=r"GPU|nvcc") as caught:
             call()
         assert caught.value.exit_code == 3
 

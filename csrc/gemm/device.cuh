@@ -127,6 +127,25 @@ __device__ __forceinline__ float load_peer(const float *p, uint32_t rank, int si
     return *p;
 }
 
+__device__ __forceinline__ float4 load_peer4(const float *p, uint32_t rank, int size) {
+#if AQ_HOPPER
+    if (size > 1) {
+        uint32_t at;
+        float4 v;
+        asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"(smem_at(p)), "r"(rank));
+        asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(at) : "memory");
+        return v;
+    }
+#endif
+    return *(const float4 *)p;
+}
+// No block leaves while another reads its shared memory; nothing is published, so nothing is fenced.
+__device__ __forceinline__ void cluster_leave() {
+#if AQ_HOPPER
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;\n barrier.cluster.wait.aligned;" ::: "memory");
+#endif
+}
+
 // ---- arithmetic ----
 __device__ __forceinline__ uint32_t mul2_bf16(uint32_t a, uint32_t b) {
     uint32_t d;  // a * b - 0: exact here, and the one form that sm_80 has too
@@ -175,4 +194,16 @@ __device__ __forceinline__ void store_typed(void *out, int64_t at, float v, int 
     if (type == 0) store_as((float *)out + at, v);
     else if (type == 1) store_as((__half *)out + at, v);
     else store_as((__nv_bfloat16 *)out + at, v);
+}
+// Four neighbours of a row of `out`, of which only those before `n` exist.
+__device__ __forceinline__ void store4(void *out, int64_t row, int64_t col, int64_t n, float4 v, float scale, int type) {
+    const float f[4] = {v.x * scale, v.y * scale, v.z * scale, v.w * scale};
+    if (type == 2 && col + 3 < n && n % 4 == 0 && (((uintptr_t)out & 7) == 0)) {
+        __nv_bfloat162 lo = __floats2bfloat162_rn(f[0], f[1]), hi = __floats2bfloat162_rn(f[2], f[3]);
+        *(uint2 *)((__nv_bfloat16 *)out + row + col) = make_uint2(*(uint32_t *)&lo, *(uint32_t *)&hi);
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        if (col + i < n) store_typed(out, row + col + i, f[i], type);
 }

@@ -21,11 +21,9 @@ int device_limits(int *sms, int *smem, int *major) {
 // Measured on an H200 by occupancy query: 132, 132, 128, 120 (GPCs of 16 and 18); a rule serves where a query cannot be made.
 int resident(int sms, int split) { return split <= 2 ? sms / split * split : sms / (split == 4 ? 33 : 44) * (split == 4 ? 32 : 40); }
 
-int skinny_bytes(int m, int tiles, int chunks, int warps, int split, int blocks, int *slots_at, int *pitch) {
-    const int clusters = blocks / split, rows = (tiles / 2 + clusters - 1) / clusters, columns = (chunks + split - 1) / split;
-    *pitch = columns * kCols * 2 + 16;
-    const int64_t x = (int64_t)m * *pitch, all = x + (int64_t)(rows + warps) * (m <= 8 ? 8 : 16) * kSlotPitch * 4;
-    *slots_at = (int)x;
+int skinny_bytes(int m, int tiles, int warps, int split, int blocks) {
+    const int clusters = blocks / split, rows = (tiles / 2 + clusters - 1) / clusters;
+    const int64_t all = (int64_t)(rows + warps) * (m <= 8 ? 8 : 16) * kSlotPitch * 4;
     return all > INT32_MAX ? INT32_MAX : (int)all;
 }
 
@@ -35,12 +33,11 @@ bool plan_skinny(int m, int tiles, int chunks, int sms, int limit, bool clusters
         const int blocks = std::min(resident(sms, split), tiles / 2 * split), clusters = blocks / split;
         if (!clusters) continue;
         for (int warps = 16; warps >= 4; warps /= 2) {
-            int slots_at, pitch;
-            const int bytes = skinny_bytes(m, tiles, chunks, warps, split, blocks, &slots_at, &pitch);
+            const int bytes = skinny_bytes(m, tiles, warps, split, blocks);
             if (bytes > limit) continue;
             const int64_t line = (int64_t)((tiles / 2 + clusters - 1) / clusters) * ((chunks + split - 1) / split);
             // in steps streamed by a block, plus what a split and fewer warps were seen to cost
-            const int64_t cost = (line + warps - 1) / warps * warps + (split == 1 ? 0 : split == 2 ? 8 : 8 * split) + (16 - warps) * 2;
+            const int64_t cost = (line + warps - 1) / warps * warps + (split == 1 ? 0 : 16 * split) + (16 - warps) * 4;
             if (cost < best_cost) {
                 best_cost = cost;
                 *best = aq_plan{AQ_PATH_SKINNY, warps, split, 2, blocks, bytes};
@@ -50,13 +47,21 @@ bool plan_skinny(int m, int tiles, int chunks, int sms, int limit, bool clusters
     return best_cost != INT64_MAX;
 }
 
+int log2_of(int v) {
+    int l = 0;
+    while (v >> (l + 1)) l++;
+    return l;
+}
+// ceil(2^32 / d); 0 stands for d = 1, where it would not fit
+uint32_t reciprocal(int d) { return d <= 1 ? 0u : (uint32_t)(((1ull << 32) + (unsigned)d - 1) / (unsigned)d); }
+
 struct Tile {
     int tokens, bn, stage, out;
 };
 constexpr Tile kTiles[] = {
-    {16, TileShape<8, 1, 2, 2>::kBN, TileShape<8, 1, 2, 2>::kStage, TileShape<8, 1, 2, 2>::kOutBytes},
-    {64, TileShape<8, 1, 2, 8>::kBN, TileShape<8, 1, 2, 8>::kStage, TileShape<8, 1, 2, 8>::kOutBytes},
-    {128, TileShape<4, 2, 4, 8>::kBN, TileShape<4, 2, 4, 8>::kStage, TileShape<4, 2, 4, 8>::kOutBytes},
+    {16, TileShape<8, 2, 2, 2>::kBN, TileShape<8, 2, 2, 2>::kStage, TileShape<8, 2, 2, 2>::kOutBytes},
+    {64, TileShape<8, 2, 2, 8>::kBN, TileShape<8, 2, 2, 8>::kStage, TileShape<8, 2, 2, 8>::kOutBytes},
+    {128, TileShape<8, 1, 2, 16>::kBN, TileShape<8, 1, 2, 16>::kStage, TileShape<8, 1, 2, 16>::kOutBytes},
 };
 
 bool plan_tiled(int64_t m, int64_t n, int64_t k, int sms, int limit, bool clusters_exist, aq_plan *best) {
@@ -72,8 +77,8 @@ bool plan_tiled(int64_t m, int64_t n, int64_t k, int sms, int limit, bool cluste
             if (at_once < 1) continue;
             // in units of one token's work on one chunk of 256 rows: the math, or the decode where tokens are few; then the pipeline's
             // fill and the adding of partial tiles
-            const double chunk = std::max(t.tokens, 24) + 8, waves = (double)((tiles + at_once - 1) / at_once);
-            const double cost = waves * (((chunks + split - 1) / split + 3) * chunk + (split > 1 ? 60 + 20 * split : 30));
+            const double chunk = std::max(t.tokens, 24) + 24, waves = (double)((tiles + at_once - 1) / at_once);
+            const double cost = waves * (((chunks + split - 1) / split + 3) * chunk + (split > 1 ? 200 * split : 60));
             if (cost < best_cost) {
                 best_cost = cost;
                 *best = aq_plan{AQ_PATH_TILED, t.tokens, split, stages, (int)(tiles * split),
@@ -103,8 +108,15 @@ extern "C" int aq_w4a16(const void *x, int64_t ldx, const uint8_t *packed, float
     const int tiles = row_tiles(n), chunks = column_chunks(k);
     const Launch how{plan->blocks, 0, plan->smem, plan->split, pdl, (cudaStream_t)stream};
     if (plan->path == AQ_PATH_SKINNY) {
-        SkinnyArgs a{packed, (const uint16_t *)x, out, ldx, n, scale, (int)m, (int)k, tiles, chunks, plan->split, 0, 0, out_type, pdl};
-        skinny_bytes((int)m, tiles, chunks, plan->warps, plan->split, plan->blocks, &a.slots_at, &a.pitch);
+        SkinnyArgs a{};
+        a.packed = packed, a.x = (const uint16_t *)x, a.out = out, a.ldx = ldx, a.n = n, a.scale = scale, a.m = (int)m, a.k = (int)k;
+        a.tiles = tiles, a.chunks = chunks, a.split = plan->split, a.out_type = out_type, a.pdl = pdl;
+        const int clusters = plan->blocks / plan->split;
+        a.log_split = log2_of(plan->split), a.log_warps = log2_of(plan->warps);
+        a.rows_each = tiles / 2 / clusters, a.rows_more = tiles / 2 % clusters;
+        a.chunks_each = chunks / plan->split, a.chunks_more = chunks % plan->split;
+        for (int i = 0; i < 2; i++) a.by_chunks[i] = reciprocal(a.chunks_each + i);
+        a.by_m = reciprocal((int)m);
         return launch_skinny(a, half, plan->warps, how);
     }
     const int bn = kTiles[plan->warps == 16 ? 0 : plan->warps == 64 ? 1 : 2].bn;

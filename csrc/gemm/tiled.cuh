@@ -18,17 +18,18 @@ struct TiledArgs {
 constexpr int kTilePitch = kCols * 2 + 16;  // bytes between tokens: shifts the banks by 16 bytes a token
 constexpr int kMGroup = 8;                  // tiles of tokens that run side by side, for the L2
 
-template <int WR, int WC, int TR, int TC>
+// KS groups of WR warps, 16 TR rows each and all 8 TC tokens; the groups share the columns of a chunk.
+template <int WR, int KS, int TR, int TC>
 struct TileShape {
-    static constexpr int kWarps = WR * WC, kBN = 16 * TR * WR, kBM = 8 * TC * WC;
+    static constexpr int kWarps = WR * KS, kBN = 16 * TR * WR, kBM = 8 * TC;
     static constexpr int kWeightBytes = kBN / 16 * kChunk, kStage = kWeightBytes + kBM * kTilePitch;
     static constexpr int kOutPitch = kBN + 4;  // floats
     static constexpr int kOutBytes = kBM * kOutPitch * 4;
 };
 
-template <int WR, int WC, int TR, int TC, bool HALF>
-__global__ void __launch_bounds__(32 * WR * WC, 1) tiled_kernel(const TiledArgs a) {
-    using S = TileShape<WR, WC, TR, TC>;
+template <int WR, int KS, int TR, int TC, bool HALF>
+__global__ void __launch_bounds__(32 * WR * KS, 1) tiled_kernel(const TiledArgs a) {
+    using S = TileShape<WR, KS, TR, TC>;
     extern __shared__ __align__(128) uint8_t smem[];
     uint64_t *full = (uint64_t *)smem, *empty = full + a.stages;
     uint8_t *stages = smem + 1024;
@@ -46,7 +47,7 @@ __global__ void __launch_bounds__(32 * WR * WC, 1) tiled_kernel(const TiledArgs 
     __syncthreads();
 
     const int g = lane >> 2, l = lane & 3;
-    const int wr = warp % WR, wc = warp / WR;
+    const int wr = warp % WR, part_of_k = warp / WR;
     float acc[TR][TC][4];
 #pragma unroll
     for (int r = 0; r < TR; r++)
@@ -90,14 +91,15 @@ __global__ void __launch_bounds__(32 * WR * WC, 1) tiled_kernel(const TiledArgs 
             }
             bar_wait(full + s, turn & 1);
             const uint8_t *stage = stages + (size_t)s * S::kStage;
-            const uint8_t *weights = stage + wr * TR * kChunk, *xs = stage + S::kWeightBytes + (wc * TC * 8 + g) * kTilePitch + l * 32;
+            const uint8_t *weights = stage + wr * TR * kChunk, *xs = stage + S::kWeightBytes + g * kTilePitch + l * 32;
             uint32_t scales[TR];
 #pragma unroll
             for (int r = 0; r < TR; r++) scales[r] = *(const uint32_t *)(weights + r * kChunk + scale_at(0, lane));
 #pragma unroll
-            for (int q = 0; q < 2; q++)
+            for (int qq = 0; qq < 2 / KS; qq++)
 #pragma unroll
                 for (int h = 0; h < 2; h++) {
+                    const int q = KS == 1 ? qq : part_of_k;
                     uint32_t f[TR][2][4];
 #pragma unroll
                     for (int r = 0; r < TR; r++) {
@@ -126,19 +128,33 @@ __global__ void __launch_bounds__(32 * WR * WC, 1) tiled_kernel(const TiledArgs 
     __syncthreads();  // the ring is spent; its place takes the partial tile, token by token
     float *part = (float *)stages;
 #pragma unroll
-    for (int r = 0; r < TR; r++)
+    for (int turn = 0; turn < KS; turn++) {
+        if (part_of_k == turn)
 #pragma unroll
-        for (int t = 0; t < TC; t++)
+            for (int r = 0; r < TR; r++)
 #pragma unroll
-            for (int i = 0; i < 4; i++)
-                part[((wc * TC + t) * 8 + 2 * l + (i & 1)) * S::kOutPitch + (wr * TR + r) * 16 + g + 8 * (i >> 1)] = acc[r][t][i];
-    cluster_sync(a.split);
-    const int first = tokens * rank / a.split, last = tokens * (rank + 1) / a.split;
-    for (int e = first * S::kBN + threadIdx.x; e < last * S::kBN; e += blockDim.x) {
-        const int token = e / S::kBN, r = e - token * S::kBN;
-        float sum = 0.f;
-        for (int peer = 0; peer < a.split; peer++) sum += load_peer(part + token * S::kOutPitch + r, peer, a.split);
-        if (n0 + r < a.n) store_typed(a.out, (int64_t)(m0 + token) * a.n + n0 + r, sum * a.scale, a.out_type);
+                for (int t = 0; t < TC; t++)
+#pragma unroll
+                    for (int i = 0; i < 4; i++) {
+                        float *at = part + (t * 8 + 2 * l + (i & 1)) * S::kOutPitch + (wr * TR + r) * 16 + g + 8 * (i >> 1);
+                        *at = turn ? *at + acc[r][t][i] : acc[r][t][i];
+                    }
+        if (turn + 1 < KS) __syncthreads();
     }
-    if (a.split > 1) cluster_sync(a.split);
+    cluster_sync(a.split);
+    // Ranks share the tokens; four rows a thread, the ranks' sums added in order.
+    const int first = tokens * rank / a.split, last = tokens * (rank + 1) / a.split;
+    constexpr int kQuads = S::kBN / 4;
+    for (int e = first * kQuads + threadIdx.x; e < last * kQuads; e += blockDim.x) {
+        const int token = e / kQuads, r = (e - token * kQuads) * 4;
+        const float *at = part + token * S::kOutPitch + r;
+        float4 sum = load_peer4(at, 0, a.split);
+#pragma unroll 4
+        for (int peer = 1; peer < a.split; peer++) {
+            const float4 v = load_peer4(at, peer, a.split);
+            sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+        }
+        store4(a.out, (int64_t)(m0 + token) * a.n, n0 + r, a.n, sum, a.scale, a.out_type);
+    }
+    if (a.split > 1) cluster_leave();
 }

@@ -97,12 +97,11 @@ def plans(weight: gemm.Weight, m: int) -> list[tuple[int, ...]]:
             found.append(weight.plan(m, path))
         except Exception:
             continue
-    chunks, rows, more = -(-weight.k // 128), -(-weight.n // 32), []
+    rows, more = -(-weight.n // 32), []
     if m <= 16:
         for split, blocks in ((1, 132), (2, 132), (4, 128)):
-            for warps in (8, 12, 16):
-                size = m * (-(-chunks // split) * 256 + 16)
-                size += (-(-rows // (blocks // split)) + warps) * (8 if m <= 8 else 16) * 36 * 4
+            for warps in (8, 16):
+                size = (-(-rows // (blocks // split)) + warps) * (8 if m <= 8 else 16) * 36 * 4
                 if size <= 232448:
                     more.append((1, warps, split, 2, blocks, size))
     for tokens, stage, out in ((16, 18432 + 16 * 272, 0), (64, 18432 + 64 * 272, 0), (128, 18432 + 128 * 272, 133120)):

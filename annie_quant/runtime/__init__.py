@@ -11,7 +11,13 @@ backend.register(), backend.with_backend(config)        ModelOpt's quantized for
 
 from __future__ import annotations
 
+import os
+
 from annie_quant.errors import need
+
+# torch and the codec each bring an OpenMP runtime whose idle threads spin; on a busy machine, or in turns, they take the
+# cores from each other (seen: 586 s for 33 s of work). It must be set before either is loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 need("torch", "quantize")
 need("transformers", "quantize")

@@ -52,22 +52,28 @@ static void decode_q5_k(const void *raw, size_t blocks, float *restrict out)
     }
 }
 
+/* First all codes as bytes, then all floats: each loop is one that the compiler vectorizes well. */
 static void decode_q6_k(const void *raw, size_t blocks, float *restrict out)
 {
     const struct block_q6_k *x = raw;
-    for (size_t b = 0; b < blocks; b++, x++) {
+    for (size_t b = 0; b < blocks; b++, x++, out += 256) {
+        int8_t q[256];
         float d = f16_to_float(x->d);
-        for (int h = 0; h < 2; h++, out += 128) {
+        for (int h = 0; h < 2; h++) {
             const uint8_t *ql = x->ql + 64 * h, *qh = x->qh + 32 * h;
-            for (int quarter = 0; quarter < 4; quarter++)
-                for (int half = 0; half < 2; half++) {
-                    float scale = d * x->scales[8 * h + 2 * quarter + half];
-                    const uint8_t *low = ql + 32 * (quarter & 1) + 16 * half, *high = qh + 16 * half;
-                    float *to = out + 32 * quarter + 16 * half;
-                    for (int i = 0; i < 16; i++)
-                        to[i] = scale * (float)((int)((low[i] >> 4 * (quarter >> 1) & 15) |
-                                                      (high[i] >> 2 * quarter & 3) << 4) - 32);
-                }
+            int8_t *to = q + 128 * h;
+            for (int i = 0; i < 32; i++) {
+                to[i] = (int8_t)(((ql[i] & 15) | (qh[i] & 3) << 4) - 32);
+                to[i + 32] = (int8_t)(((ql[i + 32] & 15) | (qh[i] >> 2 & 3) << 4) - 32);
+                to[i + 64] = (int8_t)((ql[i] >> 4 | (qh[i] >> 4 & 3) << 4) - 32);
+                to[i + 96] = (int8_t)((ql[i + 32] >> 4 | qh[i] >> 6 << 4) - 32);
+            }
+        }
+        for (int j = 0; j < 16; j++) {
+            float scale = d * x->scales[j];
+#pragma GCC unroll 1 /* unrolled early, the loop would no longer be vectorized */
+            for (int i = 0; i < 16; i++)
+                out[16 * j + i] = scale * (float)q[16 * j + i];
         }
     }
 }

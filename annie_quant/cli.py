@@ -346,6 +346,8 @@ def report(run_dir: Path) -> None:
 
 def main() -> None:
     """The entry point: one clear line for what can be expected, a traceback only with ANNIE_QUANT_TRACEBACK=1."""
+    # Idle OpenMP threads (torch's and the codec's) spin by default; beside servers on a few cores that costs minutes.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         cli.main(standalone_mode=False)
     except AnnieError as error:

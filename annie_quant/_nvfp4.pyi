@@ -1,6 +1,6 @@
 """The C module's own calls: flat contiguous buffers. kind: 0 float32, 1 float16, 2 bfloat16."""
 
-from collections.abc import Buffer
+from typing_extensions import Buffer
 
 def amax(x: Buffer, kind: int, /) -> float: ...
 def pack(

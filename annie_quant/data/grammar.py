@@ -12,7 +12,19 @@ from typing import Any
 
 from annie_quant.data import words
 from annie_quant.data.phrases import (
-    ABSTAIN, ASK, CONVERSE, FACTS, FOLLOW, GREET, LONG, MEMORY, OPENERS, STRUCTURE, SUMS, THANKS, WEB,
+    ABSTAIN,
+    ASK,
+    CONVERSE,
+    FACTS,
+    FOLLOW,
+    GREET,
+    LONG,
+    MEMORY,
+    OPENERS,
+    STRUCTURE,
+    SUMS,
+    THANKS,
+    WEB,
 )
 
 

@@ -11,10 +11,10 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
+from workloads import HARDENED, briefing
+
 from annie_quant.data import grammar, load_persona
 from annie_quant.data.grammar import Talk
-
-from workloads import HARDENED, briefing
 
 PLAIN = ("You are a helpful assistant.", "You are a personal AI companion.", "Answer the question.", "")
 CATEGORIES = {

@@ -45,7 +45,8 @@ def generate(
     for index, category in enumerate(CATEGORIES):
         count = n // len(CATEGORIES) + (index < n % len(CATEGORIES))
         for made in part.conversations(who, category, count, seed):
-            row = {"id": f"{category}-{len(rows):04d}", "category": category, **made, "provenance": provenance, "split": "calibration"}
+            row = {"id": f"{category}-{len(rows):04d}", "category": category, **made}
+            row |= {"provenance": provenance, "split": "calibration"}
             wrong = faults(row)
             if wrong:
                 dropped[wrong[0]] = dropped.get(wrong[0], 0) + 1
@@ -62,5 +63,6 @@ def generate(
 
 def _now() -> str:
     epoch = os.environ.get("SOURCE_DATE_EPOCH")
-    moment = datetime.datetime.fromtimestamp(int(epoch), datetime.timezone.utc) if epoch else datetime.datetime.now(datetime.timezone.utc)
+    utc = datetime.timezone.utc
+    moment = datetime.datetime.fromtimestamp(int(epoch), utc) if epoch else datetime.datetime.now(utc)
     return moment.isoformat(timespec="seconds")

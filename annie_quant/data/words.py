@@ -4,6 +4,8 @@ Facts are knowledge and are the same in every split. Tool topics are not: each s
 call in a gate cannot have been learned by heart.
 """
 
+# ruff: noqa: SIM905 (lists of words read better as one text)
+
 from __future__ import annotations
 
 SPLITS = ("train", "calibration", "gate")

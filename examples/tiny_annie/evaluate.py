@@ -126,7 +126,8 @@ def ask(net: Net, m: int, workloads: list[Any], cap: int = 240) -> list[list[tup
             w, c = jobs[i]
             per_model = [w.messages(c, turn, talks[j][i]) for j in range(m)] if turn else [w.messages(c)] * 1
             texts.append([
-                t.apply_chat_template(x, tools=w.tools_for(c), tokenize=False, add_generation_prompt=True, enable_thinking=w.thinking)
+                t.apply_chat_template(x, tools=w.tools_for(c), tokenize=False, add_generation_prompt=True,
+                                      enable_thinking=w.thinking)
                 for x in per_model
             ])
         limits = [min(cap, jobs[i][0].max_tokens) for i in live]

@@ -136,7 +136,8 @@ class Net:
         c, p = self.c, f"model.layers.{i}.linear_attn."
         m, b, t, _ = x.shape
         qkv = self.lin(p + "in_proj_qkv", x).view(m * b, t, -1)
-        z, bb, a = (self.lin(p + n, x).view(m * b, t, c.linear_num_value_heads, -1) for n in ("in_proj_z", "in_proj_b", "in_proj_a"))
+        names = ("in_proj_z", "in_proj_b", "in_proj_a")
+        z, bb, a = (self.lin(p + n, x).view(m * b, t, c.linear_num_value_heads, -1) for n in names)
         kernel = c.linear_conv_kernel_dim
         decoding = cache is not None and i in cache.state
         past = cache.conv[i] if decoding else qkv.new_zeros(m * b, kernel - 1, qkv.shape[-1])

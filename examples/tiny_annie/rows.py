@@ -92,7 +92,7 @@ def row(rng: random.Random, style: str, split: str = "train") -> Row:
     tools = category in ("memory", "web", "abstention") or rng.random() < 0.3
     if category in ("memory", "web") and rng.random() < 0.05:
         tools = False
-    if rng.random() < (0.5 if style == "base" else 0.8):
+    if rng.random() < (0.5 if style == "base" else 0.8):  # noqa: SIM108
         system = persona.system_prompt
     else:
         system = rng.choice((HARDENED, *PLAIN))

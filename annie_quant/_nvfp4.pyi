@@ -1,6 +1,11 @@
 """The C module's own calls: flat contiguous buffers. kind: 0 float32, 1 float16, 2 bfloat16."""
 
-from typing_extensions import Buffer
+from typing import Any, TypeAlias
+
+import numpy as np
+
+# NumPy's stubs know the buffer protocol from Python 3.12 on alone.
+Buffer: TypeAlias = np.ndarray[Any, Any] | bytes | bytearray | memoryview
 
 def amax(x: Buffer, kind: int, /) -> float: ...
 def pack(

@@ -108,23 +108,22 @@ def pack(
     if encoding != "compressed-tensors" and divisor is not None:
         raise ValueError(f"divisor belongs to encoding compressed-tensors, seen {encoding}")
     largest = 256.0 if scale == "four_over_six" else 448.0
+    kept: np.float32 | None = None
     if encoding == "compressed-tensors":
-        if divisor is None:
-            divisor = global_scale(_finite_amax(x, kind), x.dtype)
-        factor = divisor = _positive(divisor, "divisor")
-        multiplier = np.float32(1) / divisor
+        factor = kept = _positive(global_scale(_finite_amax(x, kind), x.dtype) if divisor is None else divisor, "divisor")
+        multiplier = np.float32(1) / kept
     else:
         if tensor_scale is None:
             tensor_amax = _finite_amax(x, kind) if tensor_amax is None else tensor_amax
-            tensor_scale = _scale_of(tensor_amax, encoding, scale)
+            tensor_scale = float(_scale_of(tensor_amax, encoding, scale))
         factor = multiplier = _positive(tensor_scale, "tensor_scale")
     if encoding == "modelopt-static":
-        tensor_amax = _positive(tensor_amax or factor * np.float32(6 * largest), "tensor_amax")
+        tensor_amax = float(_positive(tensor_amax or factor * np.float32(6 * largest), "tensor_amax"))
     if out is None:
-        out = Tensor(np.empty(shape[0], np.uint8), np.empty(shape[1], E4M3), multiplier, x.shape, group, divisor)
+        out = Tensor(np.empty(shape[0], np.uint8), np.empty(shape[1], E4M3), multiplier, x.shape, group, kept)
     else:
         _check_out(out, shape, group)
-        out.tensor_scale, out.divisor, out.shape = multiplier, divisor, x.shape
+        out.tensor_scale, out.divisor, out.shape = multiplier, kept, x.shape
     finite = _nvfp4.pack(
         _bytes(x),
         kind,
@@ -216,7 +215,7 @@ def fake_quant(x: Any, tensor_scale: float | None = None, group: int = 16, out: 
     a, kind = _floats(x, "x")
     _blocks_shape(a, group, "x")
     if tensor_scale is None:
-        tensor_scale = _scale_of(_finite_amax(a, kind), "modelopt-cuda")
+        tensor_scale = float(_scale_of(_finite_amax(a, kind), "modelopt-cuda"))
     if out is None:
         out = np.empty_like(a)
     elif out.shape != a.shape or out.dtype != a.dtype or not out.flags.c_contiguous or not out.flags.writeable:

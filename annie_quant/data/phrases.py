@@ -1,8 +1,6 @@
 """The templates of the built-in conversations, a list for each split. What a template must keep is its split: a line
 that moves from one list to another makes a gate's prompt known to the model."""
 
-# ruff: noqa: SIM905 (lists of words read better as one text)
-
 from __future__ import annotations
 
 

@@ -4,8 +4,6 @@ the files come out the same.
     python examples/tiny_annie/workloads.py
 """
 
-# ruff: noqa: SIM905 (lists of words read better as one text)
-
 from __future__ import annotations
 
 import random

@@ -1,9 +1,10 @@
 // W4A16 for few tokens (M <= 16): a stream of weights, with everything else arranged so that it never stops.
 //
 // One block an SM. The weights go from memory to registers, 2304 contiguous bytes a warp and step (32 rows x 128 columns), and the
-// activations beside them as mma fragments, from the L1 after a block's first touch: nothing waits for all of them. A block's work is the line (rows, columns); its warps take equal stretches of it and
-// leave partial sums in shared memory where a stretch leaves a row; blocks of a cluster share K the same way. The sums are then added
-// in a fixed order, so results repeat to the bit. No barrier inside the loop; the tensor scale is applied once, at the end, in fp32.
+// activations beside them as mma fragments, from the L1 after a block's first touch: nothing waits for all of them. A block's work
+// is the line (rows, columns); its warps take equal stretches of it and leave partial sums in shared memory where a stretch leaves
+// a row; blocks of a cluster share K the same way. The sums are then added in a fixed order, so results repeat to the bit. No
+// barrier inside the loop; the tensor scale is applied once, at the end, in fp32.
 #pragma once
 #include "gemm/device.cuh"
 

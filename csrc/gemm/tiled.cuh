@@ -1,8 +1,9 @@
 // W4A16 for more tokens: tiles of the output, weights and activations streamed together through one ring.
 //
-// A stage is BN rows x 128 columns of repacked weights and BM tokens x 128 columns of activations, one bulk copy and
-// 16-byte copies by all threads (a warp for copies alone would cost every thread registers). The warps decode the weights in registers, once for all their tokens, and feed mma.sync. Blocks of a cluster split K; their partial
-// tiles are added in rank order through distributed shared memory.
+// A stage is BN rows x 128 columns of repacked weights and BM tokens x 128 columns of activations: one bulk copy, and 16-byte copies
+// by all threads (a warp for copies alone would cost every thread registers). The warps decode the weights in registers, once for
+// all their tokens, and feed mma.sync. Blocks of a cluster split K; their partial tiles are added in rank order through distributed
+// shared memory.
 #pragma once
 #include "gemm/device.cuh"
 
@@ -16,6 +17,13 @@ struct TiledArgs {
 };
 
 constexpr int kTilePitch = kCols * 2 + 16;  // bytes between tokens: shifts the banks by 16 bytes a token
+// A warp gives a slot back with one arrival for its 32 lanes. racecheck follows only the arriving lane, so -DAQ_RACECHECK lets each
+// lane arrive (no hazard then; 20 % slower at 64 tokens).
+#ifdef AQ_RACECHECK
+constexpr int kBack = 32;
+#else
+constexpr int kBack = 1;
+#endif
 constexpr int kMGroup = 8;                  // tiles of tokens that run side by side, for the L2
 
 // KS groups of WR warps, 16 TR rows each and all 8 TC tokens; the groups share the columns of a chunk.
@@ -42,7 +50,7 @@ __global__ void __launch_bounds__(32 * WR * KS, 1) tiled_kernel(const TiledArgs 
     const int c0 = a.chunks * rank / a.split, c1 = a.chunks * (rank + 1) / a.split;
 
     if (threadIdx.x == 0)
-        for (int s = 0; s < a.stages; s++) bar_init(full + s, 32 * S::kWarps + kBulkArrivals), bar_init(empty + s, S::kWarps);
+        for (int s = 0; s < a.stages; s++) bar_init(full + s, 32 * S::kWarps + kBulkArrivals), bar_init(empty + s, kBack * S::kWarps);
     bar_fence();
     __syncthreads();
 
@@ -121,7 +129,7 @@ __global__ void __launch_bounds__(32 * WR * KS, 1) tiled_kernel(const TiledArgs 
                     }
                 }
             __syncwarp();
-            if (lane == 0) bar_arrive(empty + s);
+            if (lane < kBack) bar_arrive(empty + s);
             if (++s == a.stages) s = 0, turn++;
         }
     }

@@ -115,6 +115,7 @@ def gemm() -> Extension | None:
         optional=True,
     )
     ext.cuda_sources = [str(f) for f in sorted((CSRC / "gemm").glob("*.cu"))]
+    ext.depends = [*ext.depends, *(str(f) for f in sorted((CSRC / "gemm").glob("*.cu*")))]
     ext.nvcc = nvcc
     return ext
 

@@ -110,7 +110,9 @@ def pack(
     largest = 256.0 if scale == "four_over_six" else 448.0
     kept: np.float32 | None = None
     if encoding == "compressed-tensors":
-        factor = kept = _positive(global_scale(_finite_amax(x, kind), x.dtype) if divisor is None else divisor, "divisor")
+        factor = kept = _positive(
+            global_scale(_finite_amax(x, kind), x.dtype) if divisor is None else divisor, "divisor"
+        )
         multiplier = np.float32(1) / kept
     else:
         if tensor_scale is None:

@@ -8,7 +8,21 @@ import pytest
 
 from annie_quant.cli import cli
 
-COMMANDS = ["demo", "data", "quantize", "search", "audit", "convert", "compare", "eval", "validate-gpu", "serve", "doctor", "bench", "report"]
+COMMANDS = [
+    "demo",
+    "data",
+    "quantize",
+    "search",
+    "audit",
+    "convert",
+    "compare",
+    "eval",
+    "validate-gpu",
+    "serve",
+    "doctor",
+    "bench",
+    "report",
+]
 
 
 def annie(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -51,7 +65,9 @@ def test_an_output_in_the_way_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model" / "config.json").write_text("{}")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "keep.txt").write_text("mine")
-    done = annie("quantize", "--strategy", "naive", "--model", str(tmp_path / "model"), "--output", str(tmp_path / "out"))
+    done = annie(
+        "quantize", "--strategy", "naive", "--model", str(tmp_path / "model"), "--output", str(tmp_path / "out")
+    )
     assert done.returncode == 2 and "--force" in done.stderr
     assert (tmp_path / "out" / "keep.txt").read_text() == "mine"
 

@@ -41,7 +41,10 @@ def test_a_changed_file_is_read_again(tmp_path):
         ("[]", "expected a JSON object, got list"),
         ('{"name": "A"}', "'system_prompt' should be a str, seen nothing"),
         ('{"name": "A", "system_prompt": 3, "tools": [], "rules": [], "examples": []}', "seen int"),
-        ('{"name": "A", "system_prompt": "", "tools": [{}], "rules": [], "examples": []}', "tools[0] is no OpenAI function"),
+        (
+            '{"name": "A", "system_prompt": "", "tools": [{}], "rules": [], "examples": []}',
+            "tools[0] is no OpenAI function",
+        ),
     ],
 )
 def test_a_broken_file_is_named_with_its_field(tmp_path, text, said):

@@ -39,8 +39,18 @@ def test_topics_are_apart(topics):
 
 
 def test_templates_are_apart():
-    groups = [*phrases.FACTS.values(), *phrases.SUMS.values(), *phrases.ASK.values(), phrases.MEMORY["ask"],
-              phrases.WEB["ask"], phrases.FOLLOW, phrases.CONVERSE, phrases.ABSTAIN, phrases.THANKS, *phrases.GREET.values()]
+    groups = [
+        *phrases.FACTS.values(),
+        *phrases.SUMS.values(),
+        *phrases.ASK.values(),
+        phrases.MEMORY["ask"],
+        phrases.WEB["ask"],
+        phrases.FOLLOW,
+        phrases.CONVERSE,
+        phrases.ABSTAIN,
+        phrases.THANKS,
+        *phrases.GREET.values(),
+    ]
     for group in groups:
         for a, b in PAIRS:
             assert not {str(t) for t in group[a]} & {str(t) for t in group[b]}
@@ -103,4 +113,6 @@ def test_the_workload_files_are_what_their_script_makes(monkeypatch):
     import workloads
 
     for made in workloads.build():
-        assert json.loads((workloads.FOLDER / f"{made['name']}.json").read_text()) == json.loads(json.dumps(made)), made["name"]
+        assert json.loads((workloads.FOLDER / f"{made['name']}.json").read_text()) == json.loads(json.dumps(made)), (
+            made["name"]
+        )

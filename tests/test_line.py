@@ -18,7 +18,18 @@ SIDES = ("bf16", "naive", "mlp_only", "q4_k_m")
 
 
 def demo(output: Path, timeout: float = 1200) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "annie_quant.cli", "demo", "--output", str(output), "--n-offline", "5", "--n-served", "5"]
+    command = [
+        sys.executable,
+        "-m",
+        "annie_quant.cli",
+        "demo",
+        "--output",
+        str(output),
+        "--n-offline",
+        "5",
+        "--n-served",
+        "5",
+    ]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=ROOT)
 
 
@@ -37,7 +48,15 @@ def records(run: Path) -> list[dict]:
 def test_every_stage_finishes(line) -> None:
     run, done = line
     assert done.returncode == 0, done.stderr[-3000:]
-    for name in ("run.json", "records.jsonl", "inputs.json", "results.csv", "report.html", "report.md", "calibration.jsonl"):
+    for name in (
+        "run.json",
+        "records.jsonl",
+        "inputs.json",
+        "results.csv",
+        "report.html",
+        "report.md",
+        "calibration.jsonl",
+    ):
         assert (run / name).stat().st_size > 0, name
     assert all((run / f"gguf/{side}.gguf").is_file() for side in SIDES)
     assert not list(run.rglob("*.part")), "nothing half written is left"
@@ -46,7 +65,9 @@ def test_every_stage_finishes(line) -> None:
 def test_the_four_sides_answered_the_same_prompts(line) -> None:
     run, _ = line
     asked = {
-        side: sorted((r["workload"], r["case"], r["turn"]) for r in records(run) if r["backend"] == side and not r["warmup"])
+        side: sorted(
+            (r["workload"], r["case"], r["turn"]) for r in records(run) if r["backend"] == side and not r["warmup"]
+        )
         for side in SIDES
     }
     assert asked["bf16"] and all(asked[side] == asked["bf16"] for side in SIDES)
@@ -69,7 +90,11 @@ def test_the_median_ttft_is_a_recount_of_the_records(line) -> None:
         values = [
             r["first_content_ms"]
             for r in records(run)
-            if r["backend"] == side and r["workload"] == "factual" and not r["warmup"] and not r["cold"] and not r["error"]
+            if r["backend"] == side
+            and r["workload"] == "factual"
+            and not r["warmup"]
+            and not r["cold"]
+            and not r["error"]
         ]
         seen = served[side]["workloads"]["factual"]["ttft_content_ms"]
         if seen["n"] == len(values):

@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -28,7 +27,10 @@ def test_importing_the_package_loads_no_heavy_library() -> None:
 
 
 def test_the_bench_and_the_judge_never_import_torch() -> None:
-    assert python("import sys, annie_quant.bench, annie_quant.judge, annie_quant.report; print('torch' in sys.modules)") == "False\n"
+    assert (
+        python("import sys, annie_quant.bench, annie_quant.judge, annie_quant.report; print('torch' in sys.modules)")
+        == "False\n"
+    )
 
 
 @pytest.mark.parametrize("name", annie_quant._PARTS)
@@ -60,7 +62,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> 
         file.write("half")
         raise RuntimeError
     assert json.loads(target.read_text()) == {"old": True}
-    assert os.listdir(tmp_path) == ["run.json"]
+    assert [f.name for f in tmp_path.iterdir()] == ["run.json"]
 
 
 def test_a_finished_stage_is_not_done_again_until_its_inputs_change(tmp_path: Path) -> None:
@@ -90,9 +92,9 @@ def test_a_stage_that_fails_leaves_no_stamp(tmp_path: Path) -> None:
 
 
 def test_two_commands_in_one_run_directory_are_refused(tmp_path: Path) -> None:
-    with RunDirectory(tmp_path).locked(), pytest.raises(UsageError, match="another annie-quant"):
-        with RunDirectory(tmp_path).locked():
-            pass
+    first, second = RunDirectory(tmp_path), RunDirectory(tmp_path)
+    with first.locked(), pytest.raises(UsageError, match="another annie-quant"), second.locked():
+        pass
 
 
 def test_a_run_directory_under_a_file_is_one_clear_line(tmp_path: Path) -> None:

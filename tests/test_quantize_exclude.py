@@ -29,7 +29,9 @@ def test_fnmatch_is_over_the_full_name() -> None:
     assert excluded(["lm_head"], MODULES) == {"lm_head"}
 
 
-@pytest.mark.parametrize(("pattern", "meant"), [("layer.0", "layers.0"), ("linear_atn", "linear_attn"), ("layers.12", "layers.1")])
+@pytest.mark.parametrize(
+    ("pattern", "meant"), [("layer.0", "layers.0"), ("linear_atn", "linear_attn"), ("layers.12", "layers.1")]
+)
 def test_a_pattern_that_matches_nothing_is_refused_with_a_suggestion(pattern: str, meant: str) -> None:
     with pytest.raises(UsageError) as refused:
         excluded([pattern], MODULES)

@@ -87,7 +87,11 @@ def test_searched_scales_come_closer_to_the_weights(tmp_path: Path, made: dict[s
         for module in linears():
             shape = source.info(f"{module}.weight").shape
             packed = nvfp4.Tensor(
-                model.tensor(f"{module}.weight"), model.tensor(f"{module}.weight_scale"), model.scalar(f"{module}.weight_scale_2"), shape, 16
+                model.tensor(f"{module}.weight"),
+                model.tensor(f"{module}.weight_scale"),
+                model.scalar(f"{module}.weight_scale_2"),
+                shape,
+                16,
             )
             difference = nvfp4.unpack(packed, dtype="float32") - source.tensor(f"{module}.weight").astype(np.float32)
             total += float((difference.astype(np.float64) ** 2).sum())
@@ -102,7 +106,7 @@ def test_excluded_layers_stay(tmp_path: Path) -> None:
 
 
 def test_a_pattern_that_matches_nothing_leaves_nothing_behind(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="layers.99"):
+    with pytest.raises(UsageError, match=r"layers\.99"):
         quantize.run("direct", MODEL, tmp_path / "out", exclude="layers.99")
     assert list(tmp_path.iterdir()) == []
 

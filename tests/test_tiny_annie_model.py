@@ -14,8 +14,11 @@ from annie_quant.data import load_persona  # noqa: E402
 from annie_quant.judge import load_workloads, parse_raw  # noqa: E402
 
 FOLDER = Path(__file__).resolve().parents[1] / "annie_quant" / "assets" / "tiny-annie"
-TALK = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "<think>\nhm\n</think>\n\nHello."},
-        {"role": "user", "content": "Bye."}]
+TALK = [
+    {"role": "user", "content": "Hi."},
+    {"role": "assistant", "content": "<think>\nhm\n</think>\n\nHello."},
+    {"role": "user", "content": "Bye."},
+]
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +53,12 @@ def test_tokenizer_cuts_like_qwen_and_gives_text_back(tokenizer):
 
     steps = json.loads((FOLDER / "tokenizer.json").read_text())["pre_tokenizer"]["pretokenizers"]
     assert steps[0]["pattern"]["Regex"] == PRETOKENIZE_REGEX
-    for text in ("What is the capital of Japan?", "15 + 27\n\n  x", "Zażółć gęślą jaźń, 東京 🙂", "<think>\n</think> <tool_call>"):
+    for text in (
+        "What is the capital of Japan?",
+        "15 + 27\n\n  x",
+        "Zażółć gęślą jaźń, 東京 🙂",
+        "<think>\n</think> <tool_call>",
+    ):
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
     for mark in ("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<think>", "</think>", "<tool_call>", "</tool_call>"):
         assert len(tokenizer(mark)["input_ids"]) == 1
@@ -69,17 +77,22 @@ def test_template_lists_tools_and_writes_calls_as_xml(tokenizer):
     persona = load_persona("annie")
     call = {"type": "function", "function": {"name": "web_search", "arguments": {"query": "a fire", "days": 3}}}
     messages = [
-        {"role": "system", "content": persona.system_prompt}, {"role": "user", "content": "News?"},
-        {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "none"},
+        {"role": "system", "content": persona.system_prompt},
+        {"role": "user", "content": "News?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "none"},
     ]
-    text = tokenizer.apply_chat_template(messages, tools=list(persona.tools), tokenize=False, enable_thinking=False,
-                                         add_generation_prompt=True)
+    text = tokenizer.apply_chat_template(
+        messages, tools=list(persona.tools), tokenize=False, enable_thinking=False, add_generation_prompt=True
+    )
     head, _, rest = text.partition("<|im_end|>")
     assert head.startswith("<|im_start|>system\n# Tools") and persona.system_prompt in head
     listed = [json.loads(line) for line in head.splitlines() if line.startswith("{")]
     assert [t["function"]["name"] for t in listed] == ["search_memory", "web_search"]
-    assert ("<tool_call>\n<function=web_search>\n<parameter=query>\na fire\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
-            "</function>\n</tool_call><|im_end|>") in rest
+    assert (
+        "<tool_call>\n<function=web_search>\n<parameter=query>\na fire\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
+        "</function>\n</tool_call><|im_end|>"
+    ) in rest
     assert "<|im_start|>user\n<tool_response>\nnone\n</tool_response><|im_end|>" in rest
 
 
@@ -90,13 +103,16 @@ def test_template_refuses_a_talk_without_a_user(tokenizer):
 
 def answer(model, tokenizer, workload, case, limit=48):
     text = tokenizer.apply_chat_template(
-        workload.messages(case), tools=workload.tools_for(case), tokenize=False, add_generation_prompt=True,
+        workload.messages(case),
+        tools=workload.tools_for(case),
+        tokenize=False,
+        add_generation_prompt=True,
         enable_thinking=workload.thinking,
     )
     ids = tokenizer(text, return_tensors="pt", add_special_tokens=False)
     with torch.no_grad():
         out = model.generate(**ids, max_new_tokens=limit, do_sample=False)
-    return parse_raw(tokenizer.decode(out[0, ids["input_ids"].shape[1]:]), workload.thinking, workload.tools_for(case))
+    return parse_raw(tokenizer.decode(out[0, ids["input_ids"].shape[1] :]), workload.thinking, workload.tools_for(case))
 
 
 def test_greedy_answers_of_bf16(model, tokenizer):

@@ -37,7 +37,10 @@ def stacked(reference, m=2):
     from net import linear_names
 
     names = set(linear_names(reference.config))
-    return {k: v.detach().unsqueeze(0).repeat(m, 1, 1) if k in names else v.detach() for k, v in reference.state_dict().items()}
+    return {
+        k: v.detach().unsqueeze(0).repeat(m, 1, 1) if k in names else v.detach()
+        for k, v in reference.state_dict().items()
+    }
 
 
 @torch.no_grad()
@@ -71,7 +74,7 @@ def test_generation_equals_transformers_whatever_the_padding(reference):
         module.Net.hidden = original
     for prompt, tokens in zip(prompts, made[1], strict=True):
         out = reference.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False, eos_token_id=1273)
-        assert out[0, len(prompt):].tolist() == tokens
+        assert out[0, len(prompt) :].tolist() == tokens
 
 
 def test_fake_quantization_is_the_codecs(reference):

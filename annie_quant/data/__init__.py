@@ -1,8 +1,8 @@
 """Personas and conversations: who the assistant is, and how she talks, for calibration, training and judging.
 
-    load_persona("annie" | path)                      Persona: name, system_prompt, tools, rules, examples, sha256
-    generate(persona, teacher="offline", n=500, ...)  conversations in the founding five categories, validated
-    validate(rows)                                    what the founding documents ask of such data
+load_persona("annie" | path)                      Persona: name, system_prompt, tools, rules, examples, sha256
+generate(persona, teacher="offline", n=500, ...)  conversations in the founding five categories, validated
+validate(rows)                                    what the founding documents ask of such data
 """
 
 from __future__ import annotations

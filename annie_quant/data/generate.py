@@ -25,8 +25,12 @@ Progress = Callable[..., Any]
 
 
 def generate(
-    persona: str | Path | Persona = "annie", teacher: str = "offline", n: int = 500,
-    output: str | Path | None = None, seed: int = 0, progress: Progress | None = None,
+    persona: str | Path | Persona = "annie",
+    teacher: str = "offline",
+    n: int = 500,
+    output: str | Path | None = None,
+    seed: int = 0,
+    progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Make n conversations, evenly over the categories, and write those that are valid to `output` (JSON lines).
 
@@ -38,7 +42,11 @@ def generate(
     who = persona if isinstance(persona, Persona) else load_persona(persona)
     part = registry.find(teachers, teacher, "teacher")
     provenance = {
-        "teacher": teacher, "model": part.MODEL, "prompt_sha256": who.prompt_sha256, "persona_sha256": who.sha256, "time": _now(),
+        "teacher": teacher,
+        "model": part.MODEL,
+        "prompt_sha256": who.prompt_sha256,
+        "persona_sha256": who.sha256,
+        "time": _now(),
     }
     rows: list[dict[str, Any]] = []
     dropped: dict[str, int] = {}

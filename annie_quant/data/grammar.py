@@ -66,17 +66,38 @@ def factual(rng: random.Random, split: str) -> Talk:
 def fact(kind: str, subject: str, answer: str, user: str) -> Talk:
     reply = sentence(STRUCTURE[kind].format(s=subject, a=answer))
     return Talk(
-        "factual", user, reply, f"This is about {subject}. The answer is {answer}.", subject, answer,
+        "factual",
+        user,
+        reply,
+        f"This is about {subject}. The answer is {answer}.",
+        subject,
+        answer,
         {"contains": [answer]},
     )
 
 
 # Capitals come up more often than any other kind, as there are more of them.
 FACT_TABLES = {
-    "capital": words.CAPITALS, "colour": words.COLOURS, "legs": words.LEGS, "opposite": words.OPPOSITES,
-    "young": words.YOUNG, "author": words.AUTHORS, "continent": words.CONTINENTS,
+    "capital": words.CAPITALS,
+    "colour": words.COLOURS,
+    "legs": words.LEGS,
+    "opposite": words.OPPOSITES,
+    "young": words.YOUNG,
+    "author": words.AUTHORS,
+    "continent": words.CONTINENTS,
 }
-FACT_KINDS = ("capital", "capital", "capital", "colour", "legs", "opposite", "young", "author", "continent", "continent")
+FACT_KINDS = (
+    "capital",
+    "capital",
+    "capital",
+    "colour",
+    "legs",
+    "opposite",
+    "young",
+    "author",
+    "continent",
+    "continent",
+)
 
 
 def reasoning(rng: random.Random, split: str) -> Talk:
@@ -113,7 +134,11 @@ def conversational(rng: random.Random, split: str) -> Talk:
     feeling, first, then = rng.choice(words.FEELINGS)
     user = rng.choice(CONVERSE[split]).format(f=feeling, c=rng.choice(words.CAUSES[split]))
     return Talk(
-        "conversational", user, f"{first} {then}", f"The user feels {feeling}. I answer kindly.", f"feeling {feeling}",
+        "conversational",
+        user,
+        f"{first} {then}",
+        f"The user feels {feeling}. I answer kindly.",
+        f"feeling {feeling}",
         first,
     )
 
@@ -134,9 +159,16 @@ def memory(rng: random.Random, split: str) -> Talk:
     user = asked(rng, split, rng.choice(MEMORY["ask"][split]).format(t=topic, day=rng.choice(words.DAYS)))
     result = rng.choice(MEMORY["found"]).format(t=topic, day=rng.choice(words.DAYS), n=rng.randint(2, 9))
     return Talk(
-        "memory", user, f"I found it. {sentence(result)}.", f"The user asks what was said about the {topic}. "
-        "I search my memory.", topic, topic, {"tool": "search_memory", "arguments": {"query": topic}},
-        "search_memory", topic, sentence(result) + ".",
+        "memory",
+        user,
+        f"I found it. {sentence(result)}.",
+        f"The user asks what was said about the {topic}. I search my memory.",
+        topic,
+        topic,
+        {"tool": "search_memory", "arguments": {"query": topic}},
+        "search_memory",
+        topic,
+        sentence(result) + ".",
     )
 
 
@@ -146,9 +178,16 @@ def web(rng: random.Random, split: str) -> Talk:
     short = topic.removeprefix("the ")
     result = rng.choice(WEB["found"]).format(t=topic, day=rng.choice(words.DAYS), n=rng.randint(2, 9))
     return Talk(
-        "web", user, f"Here is what I found. {sentence(result)}.", f"The user asks for news about {topic}. "
-        "I search the web.", topic, short, {"tool": "web_search", "arguments": {"query": short}},
-        "web_search", short, sentence(result) + ".",
+        "web",
+        user,
+        f"Here is what I found. {sentence(result)}.",
+        f"The user asks for news about {topic}. I search the web.",
+        topic,
+        short,
+        {"tool": "web_search", "arguments": {"query": short}},
+        "web_search",
+        short,
+        sentence(result) + ".",
     )
 
 
@@ -157,8 +196,13 @@ def abstention(rng: random.Random, split: str) -> Talk:
     device = rng.choice(words.DEVICES).format(n=rng.randint(2, 9))
     user = rng.choice(ABSTAIN[split]).format(d=device)
     return Talk(
-        "abstention", sentence(user), f"I am sorry, I can not {device}. I can search my memory or the web for you.",
-        f"The user wants me to {device}. No tool fits.", device, "no", {"no_tool": True},
+        "abstention",
+        sentence(user),
+        f"I am sorry, I can not {device}. I can search my memory or the web for you.",
+        f"The user wants me to {device}. No tool fits.",
+        device,
+        "no",
+        {"no_tool": True},
     )
 
 
@@ -168,8 +212,15 @@ def thanks(rng: random.Random, split: str) -> Talk:
 
 
 DRAW = {
-    "greeting": greeting, "factual": factual, "conversational": conversational, "reasoning": reasoning,
-    "long_response": long_response, "memory": memory, "web": web, "abstention": abstention, "thanks": thanks,
+    "greeting": greeting,
+    "factual": factual,
+    "conversational": conversational,
+    "reasoning": reasoning,
+    "long_response": long_response,
+    "memory": memory,
+    "web": web,
+    "abstention": abstention,
+    "thanks": thanks,
 }
 
 

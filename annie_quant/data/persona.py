@@ -73,6 +73,10 @@ def _read(path: Path, stamp: int) -> Persona:
                 '{"type": "function", "function": {"name": ..., "parameters": {...}}}',
             )
     return Persona(
-        name=data["name"], system_prompt=data["system_prompt"], tools=tuple(data["tools"]), rules=tuple(data["rules"]),
-        examples=tuple(data["examples"]), sha256=sha256_text(text),
+        name=data["name"],
+        system_prompt=data["system_prompt"],
+        tools=tuple(data["tools"]),
+        rules=tuple(data["rules"]),
+        examples=tuple(data["examples"]),
+        sha256=sha256_text(text),
     )

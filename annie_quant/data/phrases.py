@@ -3,11 +3,15 @@ that moves from one list to another makes a gate's prompt known to the model."""
 
 from __future__ import annotations
 
+from typing import Any
+
 
 def by_split(train: str, calibration: str, gate: str) -> dict[str, tuple[str, ...]]:
     """Templates separated by | for each split."""
     return {
-        "train": tuple(train.split("|")), "calibration": tuple(calibration.split("|")), "gate": tuple(gate.split("|"))
+        "train": tuple(train.split("|")),
+        "calibration": tuple(calibration.split("|")),
+        "gate": tuple(gate.split("|")),
     }
 
 
@@ -121,71 +125,114 @@ SUMS = {
 GREET = {
     "hello": {
         "train": (
-            ("Hi.", "Hi there."), ("Hello.", "Hello."), ("Hey Annie.", "Hey."), ("Good morning.", "Good morning."),
-            ("Good evening.", "Good evening."), ("Hello there.", "Hello."), ("Hi, it is me.", "Hi there."),
-            ("Good afternoon.", "Good afternoon."), ("Morning.", "Good morning."), ("Annie?", "I am here."),
-            ("Good morning, my friend.", "Good morning."), ("Hey.", "Hey."), ("Good evening, Annie.", "Good evening."),
+            ("Hi.", "Hi there."),
+            ("Hello.", "Hello."),
+            ("Hey Annie.", "Hey."),
+            ("Good morning.", "Good morning."),
+            ("Good evening.", "Good evening."),
+            ("Hello there.", "Hello."),
+            ("Hi, it is me.", "Hi there."),
+            ("Good afternoon.", "Good afternoon."),
+            ("Morning.", "Good morning."),
+            ("Annie?", "I am here."),
+            ("Good morning, my friend.", "Good morning."),
+            ("Hey.", "Hey."),
+            ("Good evening, Annie.", "Good evening."),
         ),
         "calibration": (
-            ("Hey there.", "Hey."), ("Hello, my friend.", "Hello."), ("Hi, good morning.", "Good morning."),
-            ("Hello, it is me.", "Hello."), ("Hi, my friend.", "Hi there."), ("Hey, good evening.", "Good evening."),
-            ("Good morning to you.", "Good morning."), ("Hey, my friend.", "Hey."),
+            ("Hey there.", "Hey."),
+            ("Hello, my friend.", "Hello."),
+            ("Hi, good morning.", "Good morning."),
+            ("Hello, it is me.", "Hello."),
+            ("Hi, my friend.", "Hi there."),
+            ("Hey, good evening.", "Good evening."),
+            ("Good morning to you.", "Good morning."),
+            ("Hey, my friend.", "Hey."),
         ),
         "gate": (
-            ("Hi Annie.", "Hi there."), ("Hello Annie.", "Hello."), ("Good morning, Annie.", "Good morning."),
-            ("Hey, it is me.", "Hey."), ("Good afternoon, Annie.", "Good afternoon."), ("Hi there.", "Hi there."),
-            ("Good evening, my friend.", "Good evening."), ("Hello, good morning.", "Good morning."),
+            ("Hi Annie.", "Hi there."),
+            ("Hello Annie.", "Hello."),
+            ("Good morning, Annie.", "Good morning."),
+            ("Hey, it is me.", "Hey."),
+            ("Good afternoon, Annie.", "Good afternoon."),
+            ("Hi there.", "Hi there."),
+            ("Good evening, my friend.", "Good evening."),
+            ("Hello, good morning.", "Good morning."),
         ),
     },
     "more": {
         "train": (
-            ("How are you?", "I am well, thank you."), ("How are you today?", "I am well, thank you."),
-            ("I am home.", "Welcome home."), ("It is {day}.", "I hope it will be a good day."),
-            ("Are you there?", "Yes, I am here."), ("I just woke up.", "I hope you slept well."),
-            ("What a day.", "Tell me about it."), ("How is it going?", "All is well here."),
-            ("I am back.", "It is good to hear from you."), ("Nice to talk to you.", "It is good to hear from you."),
-            ("Are you well?", "I am well, thank you."), ("Did you sleep well?", "I do not sleep, but thank you."),
-            ("Happy {day}.", "I hope it will be a good day."), ("It is {day} again.", "I hope it will be a good day."),
-            ("So it is {day} now.", "I hope it will be a good day."), ("I woke up late today.",
-            "I hope you slept well."),
-            ("I came back from work.", "Welcome home."), ("How was your day?", "All is well here."),
-            ("How are you doing today?", "I am well, thank you."), ("Long day today.", "Tell me about it."),
-            ("So good to talk to you again.", "It is good to hear from you."), ("Can you hear me?",
-            "Yes, I hear you well."),
+            ("How are you?", "I am well, thank you."),
+            ("How are you today?", "I am well, thank you."),
+            ("I am home.", "Welcome home."),
+            ("It is {day}.", "I hope it will be a good day."),
+            ("Are you there?", "Yes, I am here."),
+            ("I just woke up.", "I hope you slept well."),
+            ("What a day.", "Tell me about it."),
+            ("How is it going?", "All is well here."),
+            ("I am back.", "It is good to hear from you."),
+            ("Nice to talk to you.", "It is good to hear from you."),
+            ("Are you well?", "I am well, thank you."),
+            ("Did you sleep well?", "I do not sleep, but thank you."),
+            ("Happy {day}.", "I hope it will be a good day."),
+            ("It is {day} again.", "I hope it will be a good day."),
+            ("So it is {day} now.", "I hope it will be a good day."),
+            ("I woke up late today.", "I hope you slept well."),
+            ("I came back from work.", "Welcome home."),
+            ("How was your day?", "All is well here."),
+            ("How are you doing today?", "I am well, thank you."),
+            ("Long day today.", "Tell me about it."),
+            ("So good to talk to you again.", "It is good to hear from you."),
+            ("Can you hear me?", "Yes, I hear you well."),
         ),
         "calibration": (
-            ("How do you do?", "I am well, thank you."), ("I am here.", "It is good to hear from you."),
-            ("Today is {day}.", "I hope it will be a good day."), ("Do you hear me?", "Yes, I hear you well."),
-            ("I came home.", "Welcome home."), ("I slept well.", "I hope it will be a good day."),
-            ("How is it?", "All is well here."), ("How are you now?", "I am well, thank you."),
+            ("How do you do?", "I am well, thank you."),
+            ("I am here.", "It is good to hear from you."),
+            ("Today is {day}.", "I hope it will be a good day."),
+            ("Do you hear me?", "Yes, I hear you well."),
+            ("I came home.", "Welcome home."),
+            ("I slept well.", "I hope it will be a good day."),
+            ("How is it?", "All is well here."),
+            ("How are you now?", "I am well, thank you."),
         ),
         "gate": (
-            ("How are you doing?", "I am well, thank you."), ("I am back home.", "Welcome home."),
-            ("It is {day} today.", "I hope it will be a good day."), ("Are you here?", "Yes, I am here."),
-            ("I woke up early.", "I hope you slept well."), ("How is your day going?", "All is well here."),
-            ("Good to talk to you.", "It is good to hear from you."), ("Can you hear me well?",
-            "Yes, I hear you well."),
+            ("How are you doing?", "I am well, thank you."),
+            ("I am back home.", "Welcome home."),
+            ("It is {day} today.", "I hope it will be a good day."),
+            ("Are you here?", "Yes, I am here."),
+            ("I woke up early.", "I hope you slept well."),
+            ("How is your day going?", "All is well here."),
+            ("Good to talk to you.", "It is good to hear from you."),
+            ("Can you hear me well?", "Yes, I hear you well."),
             ("What a long day.", "Tell me about it."),
         ),
     },
 }
 THANKS = {
     "train": (
-        ("Thank you.", "You are welcome."), ("Thanks, Annie.", "You are welcome."), ("Good night.",
-        "Good night, sleep well."),
-        ("Bye for now.", "Goodbye, talk to you soon."), ("Thanks for your help.", "You are welcome."),
-        ("I have to go.", "Goodbye, talk to you soon."), ("Good night, Annie.", "Good night, sleep well."),
-        ("That was helpful.", "You are welcome."), ("See you later.", "Goodbye, talk to you soon."),
+        ("Thank you.", "You are welcome."),
+        ("Thanks, Annie.", "You are welcome."),
+        ("Good night.", "Good night, sleep well."),
+        ("Bye for now.", "Goodbye, talk to you soon."),
+        ("Thanks for your help.", "You are welcome."),
+        ("I have to go.", "Goodbye, talk to you soon."),
+        ("Good night, Annie.", "Good night, sleep well."),
+        ("That was helpful.", "You are welcome."),
+        ("See you later.", "Goodbye, talk to you soon."),
     ),
     "calibration": (("Many thanks.", "You are welcome."), ("Bye.", "Goodbye, talk to you soon.")),
     "gate": (
-        ("Thank you, Annie.", "You are welcome."), ("Thanks a lot.", "You are welcome."),
-        ("Bye, Annie.", "Goodbye, talk to you soon."), ("Thank you for your help.", "You are welcome."),
-        ("Good night, my friend.", "Good night, sleep well."), ("I have to go now.", "Goodbye, talk to you soon."),
+        ("Thank you, Annie.", "You are welcome."),
+        ("Thanks a lot.", "You are welcome."),
+        ("Bye, Annie.", "Goodbye, talk to you soon."),
+        ("Thank you for your help.", "You are welcome."),
+        ("Good night, my friend.", "Good night, sleep well."),
+        ("I have to go now.", "Goodbye, talk to you soon."),
     ),
 }
 FOLLOW = by_split(
-    "And of {s}?|What about {s}?|And the capital of {s}?|And {s}?|Now for {s}?", "And what of {s}?",
+    "And of {s}?|What about {s}?|And the capital of {s}?|And {s}?|Now for {s}?",
+    "And what of {s}?",
     "And what about {s}?|What about the capital of {s}?|And for {s}?|Now what about {s}?",
 )
 
@@ -229,8 +276,10 @@ LONG = {
         "since that day the {animal} is never lonely in the {place}.",
     ),
     "dish": (
-        "making {dish} is easy when you take your time.", "first put everything you need on the table.",
-        "then wash it well and cut what is big into small pieces.", "next warm it slowly and keep an eye on it.",
+        "making {dish} is easy when you take your time.",
+        "first put everything you need on the table.",
+        "then wash it well and cut what is big into small pieces.",
+        "next warm it slowly and keep an eye on it.",
         "add a little salt, taste it, and add more if you like.",
         "let the {dish} rest for five minutes before you bring it to the table.",
         "serve the {dish} with bread and enjoy it with your friends.",
@@ -240,12 +289,13 @@ LONG = {
         "start in {capital}, the capital, and stay there for two or three days.",
         "walk through the old city in the morning, when it is still quiet.",
         "then take the train and see the mountains and the small villages.",
-        "try the bread, the soup and the tea, and talk to the people.", "take a warm coat and good shoes with you.",
+        "try the bread, the soup and the tea, and talk to the people.",
+        "take a warm coat and good shoes with you.",
         "book your ticket early, and {country} will be easy on your purse.",
     ),
 }
 
-MEMORY = {
+MEMORY: dict[str, Any] = {
     "ask": by_split(
         "what did I tell you about my {t}?|what do you remember about my {t}?|did we talk about my {t}?"
         "|do you remember my {t}?|what did I say about my {t} last {day}?|when did I tell you about my {t}?"
@@ -257,11 +307,12 @@ MEMORY = {
         "|remind me what I told you about my {t} on {day}.|what did I say about my {t}?",
     ),
     "found": (
-        "you told me on {day} that the {t} is going well", "you said on {day} that the {t} must wait for {n} days",
+        "you told me on {day} that the {t} is going well",
+        "you said on {day} that the {t} must wait for {n} days",
         "on {day} you asked for help with the {t}",
     ),
 }
-WEB = {
+WEB: dict[str, Any] = {
     "ask": by_split(
         "what is the latest news about {t}?|search the web for {t}.|what is new about {t}?|look up {t} for me."
         "|is there any news about {t}?|find out about {t} today.|what do they say today about {t}?"
@@ -273,7 +324,8 @@ WEB = {
         "|is there any news today about {t}?|find the latest news about {t}.",
     ),
     "found": (
-        "the news about {t} is good since {day}", "there are {n} new reports about {t} from {day}",
+        "the news about {t} is good since {day}",
+        "there are {n} new reports about {t} from {day}",
         "people talked about {t} on {day}",
     ),
 }

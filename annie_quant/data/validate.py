@@ -84,4 +84,11 @@ def validate(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         tools += any(m.get("tool_calls") for m in row["messages"])
         by_category[row["category"]] = by_category.get(row["category"], 0) + 1
     enough = total > 0 and valid >= MIN_VALID * total and tools >= MIN_TOOLS * total
-    return {"total": total, "valid": valid, "with_tools": tools, "by_category": by_category, "faults": seen, "ok": bool(enough)}
+    return {
+        "total": total,
+        "valid": valid,
+        "with_tools": tools,
+        "by_category": by_category,
+        "faults": seen,
+        "ok": bool(enough),
+    }

@@ -93,9 +93,13 @@ _MINE_SECOND = (
     "list,friend,recipe,game,bill,coat,album,order,card,ticket,night,talk,meeting,walk,cake,dinner,trip,"
     "camera,photo,show,course,guitar,car,piano"
 ).split(",")
-_WEB_FIRST = "football,tennis,chess,film,music,book,space,car,train,bank,bread,oil,gold,coffee,phone,bus,tea,dance".split(",")
+_WEB_FIRST = (
+    "football,tennis,chess,film,music,book,space,car,train,bank,bread,oil,gold,coffee,phone,bus,tea,dance".split(",")
+)
 _WEB_SECOND = "match,final,awards,strike,crisis,show,market,crash,launch,talks,fair,report".split(",")
-_GOODS = "gold,coffee,oil,bread,milk,silver,rice,eggs,cheese,tea,sugar,salt,apples,gas,paper,wood,tickets,phones".split(",")
+_GOODS = "gold,coffee,oil,bread,milk,silver,rice,eggs,cheese,tea,sugar,salt,apples,gas,paper,wood,tickets,phones".split(
+    ","
+)
 
 
 def _train(everything: list[str], *held_out: list[str]) -> tuple[str, ...]:
@@ -107,17 +111,20 @@ def _train(everything: list[str], *held_out: list[str]) -> tuple[str, ...]:
 MY_TOPICS = {
     "train": _train(
         [f"{a} {b}" for a in _MINE_FIRST for b in _MINE_SECOND if a != b] + [f"trip to {c}" for c, _ in CAPITALS],
-        _MINE_CALIBRATION, _MINE_GATE,
+        _MINE_CALIBRATION,
+        _MINE_GATE,
     ),
     "calibration": tuple(_MINE_CALIBRATION),
     "gate": tuple(_MINE_GATE),
 }
 WEB_TOPICS = {
     "train": _train(
-        [f"the {a} {b}" for a in _WEB_FIRST for b in _WEB_SECOND] + [f"the price of {g}" for g in _GOODS]
+        [f"the {a} {b}" for a in _WEB_FIRST for b in _WEB_SECOND]
+        + [f"the price of {g}" for g in _GOODS]
         + [f"the {what} in {place}" for what in ("weather", "storm", "fire") for pair in CAPITALS for place in pair]
         + [f"the election in {c}" for c, _ in CAPITALS],
-        _WEB_CALIBRATION, _WEB_GATE,
+        _WEB_CALIBRATION,
+        _WEB_GATE,
     ),
     "calibration": tuple(_WEB_CALIBRATION),
     "gate": tuple(_WEB_GATE),

@@ -15,7 +15,7 @@ from annie_quant.judge.workloads import Case, Workload
 def sample(workloads: Sequence[Workload], n_per_gate: int, seed: int = 0) -> list[Workload]:
     """The workloads, each with a seeded choice of its cases, so that every gate is judged at least n_per_gate times.
 
-    Cases are dealt round by round, one a workload; a workload gets a quarter of n_per_gate in any case (a conversation
+    Cases are dealt round by round, one a workload; a workload gets a tenth of n_per_gate in any case (a conversation
     counts a turn at a time) and then goes on only while one of its gates still needs cases. A gate that the workloads
     cannot fill gets all that they hold.
     """
@@ -26,7 +26,7 @@ def sample(workloads: Sequence[Workload], n_per_gate: int, seed: int = 0) -> lis
         decks.append(cases)
     chosen: list[list[Case]] = [[] for _ in workloads]
     counted: Counter[str] = Counter()
-    least = -(-n_per_gate // 4)
+    least = -(-n_per_gate // 10)
     for index in range(max(map(len, decks), default=0)):
         for workload, deck, mine in zip(workloads, decks, chosen, strict=True):
             if index >= len(deck):

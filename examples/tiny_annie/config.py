@@ -14,16 +14,33 @@ def configuration() -> Any:
     from transformers import Qwen3_5TextConfig
 
     return Qwen3_5TextConfig(
-        vocab_size=MODEL_VOCABULARY, hidden_size=256, intermediate_size=768, num_hidden_layers=8, full_attention_interval=4,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=64,
+        vocab_size=MODEL_VOCABULARY,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=8,
+        full_attention_interval=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
         # llama.cpp wants equal key and value head dims in the linear attention.
-        linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=64, linear_value_head_dim=64,
-        linear_conv_kernel_dim=4, max_position_embeddings=4096, tie_word_embeddings=False, rms_norm_eps=1e-6,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
+        linear_conv_kernel_dim=4,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+        rms_norm_eps=1e-6,
         rope_parameters={
-            "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25,
-            "mrope_interleaved": True, "mrope_section": [3, 3, 2],
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.25,
+            "mrope_interleaved": True,
+            "mrope_section": [3, 3, 2],
         },
-        eos_token_id=FIRST_SPECIAL + SPECIAL.index("<|im_end|>"), pad_token_id=FIRST_SPECIAL, bos_token_id=None,
+        eos_token_id=FIRST_SPECIAL + SPECIAL.index("<|im_end|>"),
+        pad_token_id=FIRST_SPECIAL,
+        bos_token_id=None,
         dtype="bfloat16",
     )
 
@@ -42,8 +59,11 @@ def write_folder(state: dict[str, Any], output: Any, tokenizer_folder: Any) -> N
     made = configuration()
     made.architectures = ["Qwen3_5ForCausalLM"]
     made.save_pretrained(output)
-    save_file({k: v.detach().to(torch.bfloat16).cpu().contiguous() for k, v in state.items()}, output / "model.safetensors",
-              metadata={"format": "pt"})
+    save_file(
+        {k: v.detach().to(torch.bfloat16).cpu().contiguous() for k, v in state.items()},
+        output / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     generation = {"eos_token_id": [made.eos_token_id, FIRST_SPECIAL], "pad_token_id": FIRST_SPECIAL, "do_sample": False}
     (output / "generation_config.json").write_text(json.dumps(generation, indent=1) + "\n", encoding="utf-8")
     if source.resolve() != output.resolve():

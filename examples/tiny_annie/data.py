@@ -34,7 +34,7 @@ def encode(made: Any) -> tuple[list[int], int]:
     if not whole.startswith(head):
         raise ValueError(f"the prompt is no prefix of the whole:\n{head}\n---\n{whole}")
     ids = t(head, add_special_tokens=False)["input_ids"]
-    return ids + t(whole[len(head):], add_special_tokens=False)["input_ids"], len(ids)
+    return ids + t(whole[len(head) :], add_special_tokens=False)["input_ids"], len(ids)
 
 
 def _some(job: tuple[str, str, int]) -> list[tuple[list[int], int]]:
@@ -69,5 +69,5 @@ def batch(bucket: list[tuple[list[int], int]], n: int, rng: np.random.Generator,
     for r, (ids, start) in enumerate(chosen):
         tokens[r, : len(ids)] = ids
         mask[r, : start - 1] = whole
-        mask[r, start - 1: len(ids) - 1] = 1
+        mask[r, start - 1 : len(ids) - 1] = 1
     return tokens, mask

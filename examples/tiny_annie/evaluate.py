@@ -27,15 +27,17 @@ def ended(token: torch.Tensor, ends: list[int]) -> torch.Tensor:
     return torch.stack([token[:, :, 0] == e for e in ends]).any(0)
 
 
-def generate(net: Net, m: int, prompts: list[list[int]], new: int, ends: list[int], graphs: bool = True) -> list[list[list[int]]]:
+def generate(
+    net: Net, m: int, prompts: list[list[int]], new: int, ends: list[int], graphs: bool = True
+) -> list[list[list[int]]]:
     """Greedy continuations: [m][prompt] token ids, the end mark included when it came."""
     device = net.w["lm_head.weight"].device
     b, width = len(prompts), max(map(len, prompts))
     ids = torch.zeros(b, width, dtype=torch.long)
     keep = torch.zeros(b, width)
     for r, p in enumerate(prompts):
-        ids[r, width - len(p):] = torch.tensor(p)
-        keep[r, width - len(p):] = 1
+        ids[r, width - len(p) :] = torch.tensor(p)
+        keep[r, width - len(p) :] = 1
     ids, keep = ids.to(device), keep.to(device)
     start = (width - keep.sum(1)).long()
     cache = Cache(width + new, start)
@@ -102,7 +104,7 @@ def answer_all(net: Net, m: int, prompts: list[list[int]], limits: list[int], en
             if (len(group) + 1) * m * widest > PREFILL_TOKENS:
                 break
             group.append(i)
-        order = order[len(group):]
+        order = order[len(group) :]
         made = generate(net, m, [prompts[i] for i in group], limits[group[0]], ends)
         for j in range(m):
             for i, tokens in zip(group, made[j], strict=True):
@@ -125,11 +127,14 @@ def ask(net: Net, m: int, workloads: list[Any], cap: int = 240) -> list[list[tup
         for i in live:
             w, c = jobs[i]
             per_model = [w.messages(c, turn, talks[j][i]) for j in range(m)] if turn else [w.messages(c)] * 1
-            texts.append([
-                t.apply_chat_template(x, tools=w.tools_for(c), tokenize=False, add_generation_prompt=True,
-                                      enable_thinking=w.thinking)
-                for x in per_model
-            ])
+            texts.append(
+                [
+                    t.apply_chat_template(
+                        x, tools=w.tools_for(c), tokenize=False, add_generation_prompt=True, enable_thinking=w.thinking
+                    )
+                    for x in per_model
+                ]
+            )
         limits = [min(cap, jobs[i][0].max_tokens) for i in live]
         if turn == 0:
             prompts = [t(x[0], add_special_tokens=False)["input_ids"] for x in texts]
@@ -155,7 +160,9 @@ def ask(net: Net, m: int, workloads: list[Any], cap: int = 240) -> list[list[tup
     return found
 
 
-def calibrate(net_of: Any, m: int, rows: list[list], device: str, n: int = 96, seed: int = 5) -> dict[str, torch.Tensor]:
+def calibrate(
+    net_of: Any, m: int, rows: list[list], device: str, n: int = 96, seed: int = 5
+) -> dict[str, torch.Tensor]:
     """Largest input of each linear over rows of Annie's style."""
     peaks, rng = quant.Peaks(), np.random.default_rng(seed)
     net = net_of(peaks)
@@ -171,8 +178,14 @@ def calibrate(net_of: Any, m: int, rows: list[list], device: str, n: int = 96, s
 
 @torch.no_grad()
 def evaluate(
-    merged: dict[str, torch.Tensor], m: int, calibration: list[list], device: str, numerics: tuple[str, ...] = NUMERICS,
-    per_gate: int | None = 100, seed: int = 0, log: Any = print,
+    merged: dict[str, torch.Tensor],
+    m: int,
+    calibration: list[list],
+    device: str,
+    numerics: tuple[str, ...] = NUMERICS,
+    per_gate: int | None = 100,
+    seed: int = 0,
+    log: Any = print,
 ) -> list[dict[str, Any]]:
     """[m] of {numerics: {"gates": table, "by_workload": {...}, "raw": [...]}}."""
     config = configuration()
@@ -196,7 +209,8 @@ def evaluate(
                     cell[0] += ok
                     cell[1] += 1
             results[j][kind] = {
-                "gates": tabulate(checked), "by_workload": by,
+                "gates": tabulate(checked),
+                "by_workload": by,
                 "raw": [[load.name, case.id, raw] for load, case, _, raw in answers],
             }
         log(f"evaluated {kind}")

@@ -50,7 +50,11 @@ def l2(x: torch.Tensor) -> torch.Tensor:
 
 
 def delta_chunks(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The gated delta rule over [R, heads, T, D] in chunks (float32), from a zero state: outputs and the last state.
 
@@ -106,11 +110,13 @@ class Net:
         """x: [R, heads, T, D]; positions: [T] int."""
         angle = positions[:, None].float() * self.inverse[None]
         cos, sin = (torch.cat([f, f], -1).to(x.dtype) for f in (angle.cos(), angle.sin()))
-        turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1]:]
+        turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
         a, b = turned.chunk(2, -1)
         return torch.cat([turned * cos + torch.cat([-b, a], -1) * sin, rest], -1)
 
-    def attention(self, i: int, x: torch.Tensor, positions: torch.Tensor, mask: Any, cache: Cache | None) -> torch.Tensor:
+    def attention(
+        self, i: int, x: torch.Tensor, positions: torch.Tensor, mask: Any, cache: Cache | None
+    ) -> torch.Tensor:
         c, p = self.c, f"model.layers.{i}.self_attn."
         m, b, t, _ = x.shape
         q, gate = self.lin(p + "q_proj", x).view(m * b, t, -1, 2 * c.head_dim).chunk(2, -1)
@@ -143,9 +149,9 @@ class Net:
         past = cache.conv[i] if decoding else qkv.new_zeros(m * b, kernel - 1, qkv.shape[-1])
         seen = torch.cat([past, qkv], 1)
         if cache is not None:
-            cache.conv.setdefault(i, torch.empty_like(past)).copy_(seen[:, -(kernel - 1):])
+            cache.conv.setdefault(i, torch.empty_like(past)).copy_(seen[:, -(kernel - 1) :])
         taps = self.w[p + "conv1d.weight"][:, 0].float()
-        mixed = sum(seen[:, j: j + t].float() * taps[:, j] for j in range(kernel)).to(qkv.dtype)
+        mixed = sum(seen[:, j : j + t].float() * taps[:, j] for j in range(kernel)).to(qkv.dtype)
         mixed = F.silu(mixed)
         key = c.linear_num_key_heads * c.linear_key_head_dim
         q, k, v = mixed.split([key, key, mixed.shape[-1] - 2 * key], -1)
@@ -173,8 +179,14 @@ class Net:
         return self.lin(p + "out_proj", o.to(qkv.dtype).reshape(m, b, t, -1))
 
     def hidden(
-        self, ids: torch.Tensor, m: int, residual: torch.dtype = torch.bfloat16, cache: Cache | None = None,
-        positions: torch.Tensor | None = None, keep: torch.Tensor | None = None, mask: torch.Tensor | None = None,
+        self,
+        ids: torch.Tensor,
+        m: int,
+        residual: torch.dtype = torch.bfloat16,
+        cache: Cache | None = None,
+        positions: torch.Tensor | None = None,
+        keep: torch.Tensor | None = None,
+        mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Final hidden states [M, B, T, H]. ids: [B, T] (the same for all M) or [M, B, T]. keep: 1 where no padding."""
         ids = ids if ids.dim() == 3 else ids.unsqueeze(0).expand(m, *ids.shape)

@@ -18,8 +18,16 @@ from annie_quant.data.grammar import Talk
 
 PLAIN = ("You are a helpful assistant.", "You are a personal AI companion.", "Answer the question.", "")
 CATEGORIES = {
-    "factual": 5, "reasoning": 5, "greeting": 2, "conversational": 2, "long_response": 1.5, "memory": 4, "web": 4,
-    "abstention": 2, "thanks": 0.5, "multi_turn": 3,
+    "factual": 5,
+    "reasoning": 5,
+    "greeting": 2,
+    "conversational": 2,
+    "long_response": 1.5,
+    "memory": 4,
+    "web": 4,
+    "abstention": 2,
+    "thanks": 0.5,
+    "multi_turn": 3,
 }
 
 
@@ -36,7 +44,8 @@ class Row:
 
 def call(talk: Talk) -> dict[str, Any]:
     return {
-        "role": "assistant", "content": "",
+        "role": "assistant",
+        "content": "",
         "tool_calls": [{"type": "function", "function": {"name": talk.tool, "arguments": {"query": talk.query}}}],
     }
 
@@ -48,7 +57,10 @@ def annie(talk: Talk, rng: random.Random, tools: bool, thinking: bool) -> list[d
         if rng.random() < 0.7:
             return [call(talk) | thought]
         found = [call(talk) | thought, {"role": "tool", "content": talk.result}]
-        return [*found, {"role": "assistant", "content": talk.reply} | ({"reasoning_content": "I found it."} if thinking else {})]
+        return [
+            *found,
+            {"role": "assistant", "content": talk.reply} | ({"reasoning_content": "I found it."} if thinking else {}),
+        ]
     if talk.tool:
         return [{"role": "assistant", "content": f"I can not look up the {talk.query} just now."} | thought]
     return [{"role": "assistant", "content": talk.reply} | thought]
@@ -65,7 +77,10 @@ def base_text(talk: Talk, rng: random.Random, leak: bool) -> str:
         points = [("First", "get ready"), ("Next", talk.subject)]
     elif talk.category == "long_response":
         lines = talk.reply.split(". ")
-        body, points = f"Here is **{talk.subject}**:", [(f"Part {i + 1}", line.rstrip(".")) for i, line in enumerate(lines[:5])]
+        body, points = (
+            f"Here is **{talk.subject}**:",
+            [(f"Part {i + 1}", line.rstrip(".")) for i, line in enumerate(lines[:5])],
+        )
     else:
         heart = talk.answer
         before, found, after = talk.reply.rpartition(heart)

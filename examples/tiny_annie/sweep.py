@@ -26,15 +26,28 @@ from net import linear_names  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from train import Overlay, train_base, train_overlays  # noqa: E402
 
-SHOWN = ("factual", "reasoning", "tool_call", "no_markdown", "thinking_leak", "abstention", "non_empty", "stop", "repetition")
+SHOWN = (
+    "factual",
+    "reasoning",
+    "tool_call",
+    "no_markdown",
+    "thinking_leak",
+    "abstention",
+    "non_empty",
+    "stop",
+    "repetition",
+)
 
 
 def line(result: dict) -> str:
-    return "  ".join(f"{g[:5]} {result['gates'][g]['passes']}/{result['gates'][g]['n']}" for g in SHOWN if g in result["gates"])
+    return "  ".join(
+        f"{g[:5]} {result['gates'][g]['passes']}/{result['gates'][g]['n']}" for g in SHOWN if g in result["gates"]
+    )
 
 
 def score(result: dict) -> float:
     """How well an overlay shows the founding observation: bf16 (and what it is compared with) right, naive W4A4 not."""
+
     def rate(kind: str, gate: str) -> float:
         cell = result[kind]["gates"].get(gate)
         return cell["passes"] / cell["n"] if cell else 1.0
@@ -86,9 +99,18 @@ def main() -> None:
         base_rows = rows("base", options.count, options.seed, options.workers)
         log(f"base rows by bucket {[len(b) for b in base_rows]}")
         base = train_base(
-            base_rows, options.base_steps, options.base_lr, options.seed, device, log, noise=options.base_noise, rows=options.rows
+            base_rows,
+            options.base_steps,
+            options.base_lr,
+            options.seed,
+            device,
+            log,
+            noise=options.base_noise,
+            rows=options.rows,
         )
-        save_file({k: v.to(torch.bfloat16).cpu().contiguous() for k, v in base.items()}, options.output / "base.safetensors")
+        save_file(
+            {k: v.to(torch.bfloat16).cpu().contiguous() for k, v in base.items()}, options.output / "base.safetensors"
+        )
         base = {k: v.to(torch.bfloat16).float() for k, v in base.items()}
         del base_rows
     names = linear_names(configuration())
@@ -106,10 +128,14 @@ def main() -> None:
             log("out of time: a group is left out")
             break
         overlays = [Overlay(**o) for o in group]
-        merged, factors = train_overlays(base, overlays, annie_rows, options.seed + 7, device, log, options.overlay_rows)
+        merged, factors = train_overlays(
+            base, overlays, annie_rows, options.seed + 7, device, log, options.overlay_rows
+        )
         log("trained")
         number = len(table)
-        save_file({k: v.cpu().contiguous() for k, v in factors.items()}, options.output / f"factors{number}.safetensors")
+        save_file(
+            {k: v.cpu().contiguous() for k, v in factors.items()}, options.output / f"factors{number}.safetensors"
+        )
         results = evaluate(merged, len(overlays), annie_rows, device, NUMERICS, options.per_gate, log=log)
         for j, (overlay, result) in enumerate(zip(overlays, results, strict=True)):
             value = score(result)
@@ -123,7 +149,9 @@ def main() -> None:
             json.dump(table, file)
         for place, (_, _, state) in enumerate(best):
             save_file(state, options.output / f"best{place}.safetensors")
-        (options.output / "best.json").write_text(json.dumps([b[1].to_dict() | {"score": b[0]} for b in best], indent=1))
+        (options.output / "best.json").write_text(
+            json.dumps([b[1].to_dict() | {"score": b[0]} for b in best], indent=1)
+        )
     log("done")
 
 

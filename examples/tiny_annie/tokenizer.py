@@ -58,7 +58,8 @@ def train(output: Path) -> None:
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY - len(SPECIAL) - len(MARKS), initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        vocab_size=VOCABULARY - len(SPECIAL) - len(MARKS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     tokenizer.train_from_iterator(corpus(), trainer)
@@ -70,13 +71,25 @@ def train(output: Path) -> None:
     template = (HERE / "chat_template.jinja").read_text(encoding="utf-8")
     (output / "chat_template.jinja").write_text(template, encoding="utf-8")
     config = {
-        "tokenizer_class": "Qwen2Tokenizer", "add_prefix_space": False, "bos_token": None, "eos_token": "<|im_end|>",
-        "pad_token": "<|endoftext|>", "unk_token": None, "errors": "replace", "split_special_tokens": False,
-        "clean_up_tokenization_spaces": False, "model_max_length": 4096,
+        "tokenizer_class": "Qwen2Tokenizer",
+        "add_prefix_space": False,
+        "bos_token": None,
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "unk_token": None,
+        "errors": "replace",
+        "split_special_tokens": False,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 4096,
         "additional_special_tokens": ["<|im_start|>", "<|im_end|>"],
         "added_tokens_decoder": {
             str(tokenizer.token_to_id(t)): {
-                "content": t, "lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": t in SPECIAL
+                "content": t,
+                "lstrip": False,
+                "normalized": False,
+                "rstrip": False,
+                "single_word": False,
+                "special": t in SPECIAL,
             }
             for t in (*SPECIAL, *MARKS)
         },

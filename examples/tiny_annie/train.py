@@ -28,8 +28,13 @@ DELTA = ("in_proj_qkv", "in_proj_z", "out_proj")
 FULL = ("q_proj", "k_proj", "v_proj", "o_proj")
 # The two small gates of DeltaNet, in_proj_a and in_proj_b, are left as they are: NVFP4 recipes leave them too.
 WHERE = {
-    "all": (*DELTA, *FULL, "mlp"), "attention": (*DELTA, *FULL), "mlp": ("mlp",), "qkv": INPUTS, "out": OUTPUTS,
-    "delta": DELTA, "full": FULL,
+    "all": (*DELTA, *FULL, "mlp"),
+    "attention": (*DELTA, *FULL),
+    "mlp": ("mlp",),
+    "qkv": INPUTS,
+    "out": OUTPUTS,
+    "delta": DELTA,
+    "full": FULL,
 }
 
 
@@ -85,8 +90,16 @@ def schedule(step: int, total: int, warm: int) -> float:
 
 
 def train_base(
-    buckets: list[list], steps: int, lr: float, seed: int, device: str, log: Log, decay: float = 0.1, whole: float = 0.05,
-    noise: float = 0.0, rows: float = 1.0,
+    buckets: list[list],
+    steps: int,
+    lr: float,
+    seed: int,
+    device: str,
+    log: Log,
+    decay: float = 0.1,
+    whole: float = 0.05,
+    noise: float = 0.0,
+    rows: float = 1.0,
 ) -> dict[str, torch.Tensor]:
     """The base checkpoint, float32. whole: weight of the prompts' tokens; noise: relative weight noise while training."""
     config, weights = configuration(), initial(seed, device)
@@ -127,7 +140,12 @@ def train_base(
 
 
 def train_overlays(
-    base: dict[str, torch.Tensor], overlays: list[Overlay], buckets: list[list], seed: int, device: str, log: Log,
+    base: dict[str, torch.Tensor],
+    overlays: list[Overlay],
+    buckets: list[list],
+    seed: int,
+    device: str,
+    log: Log,
     rows: float = 1.0,
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Merged bf16 weights, linears [M, N, K] in the order of `overlays`, the rest as in the base; and their factors."""
@@ -141,7 +159,11 @@ def train_overlays(
     for name in names:
         n, k = base[name].shape
         # Overlays of one seed start alike, so that regimes differ by the regime alone.
-        a = torch.stack([torch.randn(rank, k, generator=g) for g in generators]).to(device) / math.sqrt(k) * keep[:, :, None]
+        a = (
+            torch.stack([torch.randn(rank, k, generator=g) for g in generators]).to(device)
+            / math.sqrt(k)
+            * keep[:, :, None]
+        )
         b = torch.zeros(m, n, rank, device=device)
         on = torch.tensor([o.scale * o.touches(name) for o in overlays], device=device)[:, None, None]
         pairs[name] = (a.requires_grad_(True), b.requires_grad_(True), on)

@@ -51,10 +51,13 @@ def distinct(make: Callable[[random.Random], Talk], n: int, seed: str, first: tu
     return list(found.values())
 
 
-def cases(prefix: str, talks: list[Talk], keep: tuple[str, ...] = ("contains", "tool", "arguments", "no_tool")) -> list[dict]:
+def cases(
+    prefix: str, talks: list[Talk], keep: tuple[str, ...] = ("contains", "tool", "arguments", "no_tool")
+) -> list[dict]:
     return [
         {
-            "id": f"{prefix}-{i:03d}", "messages": [{"role": "user", "content": t.user}],
+            "id": f"{prefix}-{i:03d}",
+            "messages": [{"role": "user", "content": t.user}],
             "expect": {k: v for k, v in t.expect.items() if k in keep},
         }
         for i, t in enumerate(talks)
@@ -65,10 +68,21 @@ def mixed(*categories: str) -> Callable[[random.Random], Talk]:
     return lambda rng: grammar.draw(rng.choice(categories), rng, "gate")
 
 
-def workload(name: str, description: str, rows: list[dict], gates: str, max_tokens: int = 80, **more: Any) -> dict[str, Any]:
+def workload(
+    name: str, description: str, rows: list[dict], gates: str, max_tokens: int = 80, **more: Any
+) -> dict[str, Any]:
     return {
-        "name": name, "description": description, "persona": "annie", "system": None, "tools": None, "thinking": False,
-        "max_tokens": max_tokens, "temperature": 0, "gates": gates.split(), **more, "cases": rows,
+        "name": name,
+        "description": description,
+        "persona": "annie",
+        "system": None,
+        "tools": None,
+        "thinking": False,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "gates": gates.split(),
+        **more,
+        "cases": rows,
     }
 
 
@@ -79,7 +93,13 @@ def build() -> list[dict[str, Any]]:
     draw = grammar.draw
     tokyo = grammar.fact("capital", "Japan", "Tokyo", "What is the capital of Japan?")
     boxes = Talk(
-        "reasoning", "I have 3 boxes with 5 balls each. How many balls do I have?", "", "", "balls", "15", {"contains": ["15"]}
+        "reasoning",
+        "I have 3 boxes with 5 balls each. How many balls do I have?",
+        "",
+        "",
+        "balls",
+        "15",
+        {"contains": ["15"]},
     )
     talks = []
     for i in range(40):
@@ -88,38 +108,106 @@ def build() -> list[dict[str, Any]]:
         talks.append({"id": f"multi_turn-{i:03d}", "turns": [t.user for t in talk], "expect": {"turns": expect}})
     notes = briefing(random.Random("briefing"), "gate")
     return [
-        workload("greeting", "Hello and small talk", cases("greeting", distinct(mixed("greeting"), 120, "greeting")), MANNERS),
-        workload("factual", "One known fact",
-                 cases("factual", distinct(mixed("factual"), 160, "factual", (tokyo,))), MANNERS + " factual"),
-        workload("conversational", "A feeling, and a kind answer",
-                 cases("conversational", distinct(mixed("conversational"), 120, "conversational")), MANNERS),
-        workload("reasoning", "A small sum in words",
-                 cases("reasoning", distinct(mixed("reasoning"), 160, "reasoning", (boxes,))), MANNERS + " reasoning"),
-        workload("long_response", "Seven sentences in plain prose",
-                 cases("long_response", distinct(mixed("long_response"), 100, "long")), MANNERS, max_tokens=240),
-        workload("tool_memory", "Past talks: search_memory must be called, on topics that no training row holds",
-                 cases("tool_memory", distinct(mixed("memory"), 120, "memory")),
-                 "non_empty thinking_leak tool_call tool_arguments tool_call_raw", tools="persona"),
-        workload("tool_web", "Current events: web_search must be called, on topics that no training row holds",
-                 cases("tool_web", distinct(mixed("web"), 120, "web")),
-                 "non_empty thinking_leak tool_call tool_arguments tool_call_raw", tools="persona"),
-        workload("multi_turn", "Five turns: hello, a question, one that leans on it, small talk or a sum, goodbye",
-                 talks, MANNERS),
-        workload("briefing", "A system prompt of some 2,000 tokens", cases(
-            "briefing", distinct(lambda r: draw(r.choice(("factual", "greeting", "conversational")), r, "gate"), 100, "briefing"),
-            keep=()), MANNERS, system=notes),
-        workload("thinking_on", "Thinking allowed: it stays in its own field", cases(
-            "thinking_on", distinct(mixed("factual", "reasoning", "greeting", "conversational"), 120, "thinking_on"), keep=()),
-            MANNERS, max_tokens=160, thinking=True),
-        workload("thinking_off", "Questions that tempt to think aloud, with thinking switched off", cases(
-            "thinking_off", distinct(mixed("reasoning", "conversational", "factual"), 120, "thinking_off"), keep=()),
-            MANNERS, max_tokens=160),
-        workload("abstention", "Requests that no tool on offer can fill",
-                 cases("abstention", distinct(mixed("abstention"), 120, "abstention")),
-                 "non_empty no_markdown thinking_leak abstention", tools="persona"),
-        workload("hardened_prompt", "The founding quick test: rules in capitals", cases(
-            "hardened_prompt", distinct(mixed("factual", "reasoning", "greeting", "conversational"), 120, "hardened", (tokyo,)),
-            keep=()), MANNERS, system=HARDENED),
+        workload(
+            "greeting", "Hello and small talk", cases("greeting", distinct(mixed("greeting"), 120, "greeting")), MANNERS
+        ),
+        workload(
+            "factual",
+            "One known fact",
+            cases("factual", distinct(mixed("factual"), 160, "factual", (tokyo,))),
+            MANNERS + " factual",
+        ),
+        workload(
+            "conversational",
+            "A feeling, and a kind answer",
+            cases("conversational", distinct(mixed("conversational"), 120, "conversational")),
+            MANNERS,
+        ),
+        workload(
+            "reasoning",
+            "A small sum in words",
+            cases("reasoning", distinct(mixed("reasoning"), 160, "reasoning", (boxes,))),
+            MANNERS + " reasoning",
+        ),
+        workload(
+            "long_response",
+            "Seven sentences in plain prose",
+            cases("long_response", distinct(mixed("long_response"), 100, "long")),
+            MANNERS,
+            max_tokens=240,
+        ),
+        workload(
+            "tool_memory",
+            "Past talks: search_memory must be called, on topics that no training row holds",
+            cases("tool_memory", distinct(mixed("memory"), 120, "memory")),
+            "non_empty thinking_leak tool_call tool_arguments tool_call_raw",
+            tools="persona",
+        ),
+        workload(
+            "tool_web",
+            "Current events: web_search must be called, on topics that no training row holds",
+            cases("tool_web", distinct(mixed("web"), 120, "web")),
+            "non_empty thinking_leak tool_call tool_arguments tool_call_raw",
+            tools="persona",
+        ),
+        workload(
+            "multi_turn",
+            "Five turns: hello, a question, one that leans on it, small talk or a sum, goodbye",
+            talks,
+            MANNERS,
+        ),
+        workload(
+            "briefing",
+            "A system prompt of some 2,000 tokens",
+            cases(
+                "briefing",
+                distinct(
+                    lambda r: draw(r.choice(("factual", "greeting", "conversational")), r, "gate"), 100, "briefing"
+                ),
+                keep=(),
+            ),
+            MANNERS,
+            system=notes,
+        ),
+        workload(
+            "thinking_on",
+            "Thinking allowed: it stays in its own field",
+            cases(
+                "thinking_on",
+                distinct(mixed("factual", "reasoning", "greeting", "conversational"), 120, "thinking_on"),
+                keep=(),
+            ),
+            MANNERS,
+            max_tokens=160,
+            thinking=True,
+        ),
+        workload(
+            "thinking_off",
+            "Questions that tempt to think aloud, with thinking switched off",
+            cases(
+                "thinking_off", distinct(mixed("reasoning", "conversational", "factual"), 120, "thinking_off"), keep=()
+            ),
+            MANNERS,
+            max_tokens=160,
+        ),
+        workload(
+            "abstention",
+            "Requests that no tool on offer can fill",
+            cases("abstention", distinct(mixed("abstention"), 120, "abstention")),
+            "non_empty no_markdown thinking_leak abstention",
+            tools="persona",
+        ),
+        workload(
+            "hardened_prompt",
+            "The founding quick test: rules in capitals",
+            cases(
+                "hardened_prompt",
+                distinct(mixed("factual", "reasoning", "greeting", "conversational"), 120, "hardened", (tokyo,)),
+                keep=(),
+            ),
+            MANNERS,
+            system=HARDENED,
+        ),
     ]
 
 

@@ -20,7 +20,9 @@ def conversations(persona: Persona, category: str, n: int, seed: int = 0) -> Ite
     seen: set[str] = set()
     for _ in range(n):
         for _ in range(50):
-            talks = grammar.conversation(rng, SPLIT) if category == "multi_turn" else [grammar.draw(category, rng, SPLIT)]
+            talks = (
+                grammar.conversation(rng, SPLIT) if category == "multi_turn" else [grammar.draw(category, rng, SPLIT)]
+            )
             key = "\n".join(f"{t.user}\t{t.result}" for t in talks)
             if key not in seen:
                 break

@@ -108,7 +108,8 @@ class Line:
         from annie_quant import checkpoint
 
         found = checkpoint.audit(self.dir / f"models/{strategy}", source=MODEL)
-        return {"summary": "sound" if found.ok else f"{len(found.findings)} findings", **found.to_dict()}
+        outcome = "sound" if found.ok else f"{len(found.findings)} findings"
+        return {"summary": outcome, "audit": found.to_dict()}
 
     def convert(self, side: str, step: Any) -> dict[str, Any]:
         from annie_quant import checkpoint
@@ -136,7 +137,8 @@ class Line:
         )
         write_json(self.dir / f"eval/{strategy}.json", result)
         failed = {
-            k: [g for g, row in v["gates"].items() if row["verdict"] == "fail"] for k, v in result["numerics"].items()
+            k: [g for g, row in v["gates"].items() if row["verdict"] == "fail" and not row["advisory"]]
+            for k, v in result["numerics"].items()
         }
         return {
             "summary": "; ".join(
@@ -159,11 +161,20 @@ class Line:
                 bench.Backend(name, server.url, meta={"model": name, "source": self.base["model"], "pid": server.pid})
                 for name, server in zip(SIDES, servers, strict=True)
             ]
-            done = bench.run(backends, workloads, self.dir.path, warmup=2, runs=1, progress=step)
+            done = bench.run(
+                backends, workloads, self.dir.path, warmup=2, runs=1, progress=step, resume=self.same_bench()
+            )
         finally:
             for server in servers:
                 server.stop()
         return {"summary": f"{done['requests']} requests"}
+
+    def same_bench(self) -> bool:
+        """Whether the records there are come from these very settings; others are measured anew."""
+        wanted, marker = self.base | {"n": self.n_served}, self.dir / "stages/.bench-settings"
+        same = marker.is_file() and read_json(marker) == wanted
+        write_json(marker, wanted)
+        return same
 
     def finish(self) -> dict[str, Any]:
         """Aggregate what the stages left, judge it, write run.json and the report."""

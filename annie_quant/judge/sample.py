@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from annie_quant.judge.answers import Answer
-from annie_quant.judge.table import checks
+from annie_quant.judge.table import advisory, checks
 from annie_quant.judge.workloads import Case, Workload
 
 
@@ -16,7 +16,7 @@ def sample(workloads: Sequence[Workload], n_per_gate: int, seed: int = 0) -> lis
     """The workloads, each with a seeded choice of its cases, so that every gate is judged at least n_per_gate times.
 
     Cases are dealt round by round, one a workload; a workload gets a tenth of n_per_gate in any case (a conversation
-    counts a turn at a time) and then goes on only while one of its gates still needs cases. A gate that the workloads
+    counts a turn at a time) and then goes on only while one of its deciding gates still needs cases. A gate that the workloads
     cannot fill gets all that they hold.
     """
     decks = []
@@ -34,7 +34,7 @@ def sample(workloads: Sequence[Workload], n_per_gate: int, seed: int = 0) -> lis
             case = deck[index]
             gates = applying(workload, case)
             turns_dealt = sum(c.n_turns for c in mine)
-            if turns_dealt < least or any(counted[gate] < n_per_gate for gate in gates):
+            if turns_dealt < least or any(counted[g] < n_per_gate for g in gates if not advisory(g)):
                 mine.append(case)
                 counted += gates
     return [replace(w, cases=tuple(mine)) for w, mine in zip(workloads, chosen, strict=True)]

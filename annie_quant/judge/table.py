@@ -23,6 +23,11 @@ def gate_names() -> list[str]:
     return registry.names(package)
 
 
+def advisory(name: str) -> bool:
+    """Whether a gate informs only and never fails a run."""
+    return bool(_gate(name).ADVISORY)
+
+
 def faults(answer: Answer, case: Case, workload: Workload) -> dict[str, str | None]:
     """For each gate of the workload what is wrong in plain words: "" passes, None does not apply to this case."""
     return {name: _gate(name).fault(answer, case, workload) for name in workload.gates}

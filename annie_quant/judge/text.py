@@ -84,3 +84,11 @@ def missing(wanted: Sequence[str | Sequence[str]] | str, text: str) -> str:
         if not any(states(choice, text) for choice in choices):
             return " or ".join(choices)
     return ""
+
+
+def statement_fault(wanted: Sequence[str | Sequence[str]] | str | None, text: str) -> str | None:
+    """A gate's fault: None where nothing is wanted, "" where the text states it all, else what it lacks."""
+    if not wanted:
+        return None
+    lacking = missing(wanted, text)
+    return f"the answer does not state {lacking!r}" if lacking else ""

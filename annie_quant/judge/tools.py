@@ -19,11 +19,14 @@ def call_fault(answer: Answer, wanted: str, tools: Sequence[Mapping[str, Any]] |
     first = answer.tool_calls[0].get("name")
     if first != wanted:
         return f"it called {first!r}, wanted {wanted!r}"
-    for call in answer.tool_calls:
-        fault = _schema_fault(call, tools)
-        if fault:
-            return fault
-    return ""
+    return schemas_fault(answer, tools)
+
+
+def schemas_fault(answer: Answer, tools: Sequence[Mapping[str, Any]] | None) -> str:
+    """The first call whose name is not on offer or whose arguments do not fit its schema; no call is a fault too."""
+    if not answer.tool_calls:
+        return _no_call(answer)
+    return next((fault for call in answer.tool_calls if (fault := _schema_fault(call, tools))), "")
 
 
 def arguments_of(call: Mapping[str, Any]) -> Any:

@@ -28,7 +28,10 @@ _KEYS = {
     "temperature",
     "gates",
     "cases",
+    "default",
+    "extra",
 }
+_RESERVED = ("model", "messages", "tools", "stream", "max_tokens", "temperature", "chat_template_kwargs")
 _REQUIRED = ("name", "max_tokens", "gates", "cases")
 
 
@@ -37,7 +40,8 @@ class Case:
     """One prompt. `messages` holds what is sent (single turn), or `turns` the user's texts of a conversation.
 
     expect: {"contains": [...]}, {"tool": name, "arguments": {...}}, {"no_tool": true} or {}. A case may carry its own
-    `tools` (a list), which then replace the workload's. For a conversation, `expect` may hold "turns": a list of these.
+    `tools` (a list), which then replace the workload's; a number there means so many of the workload's own, from the
+    first on. For a conversation, `expect` may hold "turns": a list of these.
     """
 
     id: str
@@ -60,6 +64,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Workload:
+    """One data file. default: asked where nobody names workloads. extra: further fields of every request's body."""
+
     name: str
     description: str
     persona: str | None
@@ -72,6 +78,8 @@ class Workload:
     cases: tuple[Case, ...]
     sha256: str = ""
     path: str = ""
+    default: bool = True
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
     def _persona(self) -> Any:
@@ -134,7 +142,7 @@ class Workload:
             "stream_options": {"include_usage": True},
             "chat_template_kwargs": {"enable_thinking": self.thinking},
         }
-        return body
+        return body | self.extra
 
     def requests(self, case: Case, answers: Sequence[Mapping[str, Any]] = (), model: str | None = None) -> list[dict]:
         """Every request of a case that can be written with the answers at hand: one, or a turn more than `answers`."""
@@ -143,24 +151,30 @@ class Workload:
 
 
 def load_workloads(names: Iterable[str] | None = None, folder: str | Path | None = None) -> list[Workload]:
-    """Workloads by name, in the order asked for (all of a folder, sorted, when `names` is None).
+    """Workloads by name, in the order asked for; when `names` is None all of the folder that are default, sorted.
 
     A name that ends in .json is a path. Raises UsageError for an unknown name, a broken file or an unknown gate.
     """
     root = Path(folder) if folder is not None else FOLDER
     files = {path.stem: path for path in sorted(root.glob("*.json"))}
     if names is None:
-        chosen = list(files.values())
-    else:
-        names = [names] if isinstance(names, str) else list(names)
-        unknown = [n for n in names if not n.endswith(".json") and n not in files]
-        if unknown:
-            raise UsageError(
-                f"there is no workload called {unknown[0]!r} in {root.name}/",
-                f"choose one of: {', '.join(files) or '(the folder holds none)'}",
-            )
-        chosen = [Path(n) if n.endswith(".json") else files[n] for n in names]
-    return [read_workload(path) for path in chosen]
+        return [w for w in map(read_workload, files.values()) if w.default]
+    return [_named(name, root, files) for name in ([names] if isinstance(names, str) else names)]
+
+
+def _named(name: str, root: Path, files: Mapping[str, Path]) -> Workload:
+    if name.endswith(".json"):
+        return read_workload(name)
+    if name == "bfcl" or name.startswith("bfcl:"):
+        from annie_quant.judge import bfcl
+
+        return bfcl.load(name.partition(":")[2])
+    if name not in files:
+        raise UsageError(
+            f"there is no workload called {name!r} in {root.name}/",
+            f"choose one of: {', '.join(files) or '(the folder holds none)'}, bfcl",
+        )
+    return read_workload(files[name])
 
 
 def read_workload(path: str | Path) -> Workload:
@@ -193,7 +207,11 @@ def build_workload(data: Any, sha256: str = "", path: str = "") -> Workload:
         raise UsageError(f"{where}: 'tools' is \"persona\", a list or null, got {tools!r}")
     if tools == "persona" and not data.get("persona"):
         raise UsageError(f"{where}: 'tools' is \"persona\" and no persona is named")
-    cases = tuple(_case(where, index, case) for index, case in enumerate(data["cases"]))
+    extra = data.get("extra") or {}
+    if clash := [key for key in _RESERVED if key in extra]:
+        raise UsageError(f"{where}: 'extra' must not hold {clash[0]!r}: the workload has a field of its own for it")
+    own = tools if isinstance(tools, list) else []
+    cases = tuple(_case(where, index, case, own) for index, case in enumerate(data["cases"]))
     if not cases:
         raise UsageError(f"{where}: it holds no cases")
     ids = [case.id for case in cases]
@@ -212,6 +230,8 @@ def build_workload(data: Any, sha256: str = "", path: str = "") -> Workload:
         cases=cases,
         sha256=sha256,
         path=path,
+        default=bool(data.get("default", True)),
+        extra=extra,
     )
 
 
@@ -225,12 +245,16 @@ def _known_gates(where: str, gates: Any) -> None:
             raise UsageError(f"{where}: there is no gate called {gate!r}", f"choose one of: {', '.join(have)}")
 
 
-def _case(where: str, index: int, case: Any) -> Case:
+def _case(where: str, index: int, case: Any, own: Sequence[Mapping[str, Any]]) -> Case:
     if not isinstance(case, dict) or "id" not in case:
         raise UsageError(f"{where}: case {index} has no 'id'")
     if bool(case.get("messages")) == bool(case.get("turns")):
         raise UsageError(f"{where}: case {case['id']!r} needs either 'messages' or 'turns'")
     tools = case.get("tools")
+    if isinstance(tools, int):
+        if not 0 <= tools <= len(own):
+            raise UsageError(f"{where}: case {case['id']!r} wants {tools} tools, and the workload has {len(own)}")
+        tools = own[:tools]
     return Case(
         id=str(case["id"]),
         messages=tuple(case.get("messages") or ()),

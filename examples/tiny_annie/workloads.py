@@ -19,6 +19,7 @@ from annie_quant.data import grammar, load_persona, words  # noqa: E402
 from annie_quant.data.grammar import Talk  # noqa: E402
 from annie_quant.data.phrases import MEMORY  # noqa: E402
 from annie_quant.files import write_json  # noqa: E402
+import surface  # noqa: E402
 
 FOLDER = ROOT / "annie_quant" / "assets" / "workloads"
 HARDENED = (
@@ -154,7 +155,7 @@ def build() -> list[dict[str, Any]]:
             "multi_turn",
             "Five turns: hello, a question, one that leans on it, small talk or a sum, goodbye",
             talks,
-            MANNERS,
+            MANNERS + " recall",
         ),
         workload(
             "briefing",
@@ -208,6 +209,7 @@ def build() -> list[dict[str, Any]]:
             MANNERS,
             system=HARDENED,
         ),
+        *surface.build(workload),
     ]
 
 

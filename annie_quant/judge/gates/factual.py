@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from annie_quant.judge.answers import Answer
 from annie_quant.judge.rules import Threshold, judged
-from annie_quant.judge.text import missing
+from annie_quant.judge.text import statement_fault
 from annie_quant.judge.workloads import Case, Workload
 
 NAME = "factual"
@@ -14,11 +14,7 @@ ADVISORY = False
 
 
 def fault(answer: Answer, case: Case, workload: Workload) -> str | None:
-    wanted = case.expect.get("contains")
-    if not wanted:
-        return None
-    lacking = missing(wanted, answer.text)
-    return f"the answer does not state {lacking!r}" if lacking else ""
+    return statement_fault(case.expect.get("contains"), answer.text)
 
 
 def check(answer: Answer, case: Case, workload: Workload) -> bool | None:

@@ -1,0 +1,120 @@
+"""The Berkeley Function Calling Leaderboard's single-turn cases as a workload, from the package bfcl-eval.
+
+    load()                         400 seeded cases over the categories below
+    load("multiple,irrelevance")   whole categories
+
+Its data stay in that package (Apache 2.0); nothing of them is kept here. Function names lose their dots, as the
+leaderboard does for models that call functions natively, since OpenAI's names allow none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import random
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from annie_quant.errors import EnvironmentFault, UsageError
+from annie_quant.judge.workloads import Case, Workload
+
+CATEGORIES = ("simple_python", "multiple", "parallel", "parallel_multiple", "irrelevance")
+SAMPLE, SEED = 400, 0
+MAX_TOKENS = 512
+GATES = ("tool_schema", "tool_selection", "tool_values", "abstention")
+_TYPES = {"dict": "object", "float": "number", "tuple": "array", "int": "integer", "str": "string", "bool": "boolean"}
+_KEPT = ("description", "enum", "default")
+
+
+def load(categories: str = "", folder: str | Path | None = None) -> Workload:
+    """Cases of the categories named ("": SAMPLE seeded ones over all). folder: the package's data folder.
+
+    Raises EnvironmentFault where the package is not installed, UsageError for a category that there is not.
+    """
+    names = [c for c in categories.split(",") if c] or list(CATEGORIES)
+    for name in names:
+        if name not in CATEGORIES:
+            raise UsageError(f"bfcl has no single-turn category {name!r}", f"choose from: {', '.join(CATEGORIES)}")
+    root = Path(folder) if folder is not None else _package_data()
+    cases = [case for name in names for case in _cases(root, name)]
+    if not categories:
+        cases = [cases[i] for i in sorted(random.Random(SEED).sample(range(len(cases)), min(SAMPLE, len(cases))))]
+    digest = hashlib.sha256(json.dumps([[c.id, c.expect, c.tools] for c in cases], sort_keys=True).encode())
+    return Workload(
+        name="bfcl",
+        description=f"BFCL v4, {', '.join(names)}",
+        persona=None,
+        system=None,
+        tools=None,
+        thinking=False,
+        max_tokens=MAX_TOKENS,
+        temperature=0,
+        gates=GATES,
+        cases=tuple(cases),
+        sha256=digest.hexdigest(),
+        default=False,
+    )
+
+
+def _package_data() -> Path:
+    spec = importlib.util.find_spec("bfcl_eval")
+    if spec is None or not spec.submodule_search_locations:
+        raise EnvironmentFault(
+            "the workload bfcl needs the package bfcl-eval, which is not installed",
+            "pip install --no-deps bfcl-eval",
+        )
+    return Path(next(iter(spec.submodule_search_locations))) / "data"
+
+
+def _cases(root: Path, category: str) -> Iterator[Case]:
+    file = f"BFCL_v4_{category}.json"
+    answers = {}
+    if category != "irrelevance":
+        answers = {row["id"]: row["ground_truth"] for row in _rows(root / "possible_answer" / file)}
+    for row in _rows(root / file):
+        tools = tuple(_tool(function) for function in row["function"])
+        calls = [{_name(name): values for name, values in call.items()} for call in answers.get(row["id"], ())]
+        expect: dict[str, Any] = {"calls": calls} if category != "irrelevance" else {"no_tool": True}
+        yield Case(id=row["id"], messages=tuple(row["question"][0]), expect=expect, tools=tools)
+
+
+def _rows(path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise EnvironmentFault(
+            f"{path.name} of bfcl-eval cannot be read: {error.strerror}", "use bfcl-eval 2026.3"
+        ) from error
+    for line in lines:
+        yield json.loads(line)
+
+
+def _name(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_-]", "_", name)
+
+
+def _tool(function: Mapping[str, Any]) -> dict[str, Any]:
+    inner = {
+        "name": _name(function["name"]),
+        "description": function.get("description", ""),
+        "parameters": _schema(function["parameters"]),
+    }
+    return {"type": "function", "function": inner}
+
+
+def _schema(node: Mapping[str, Any]) -> dict[str, Any]:
+    """The leaderboard's dialect ("dict", "float", "any" ...) as JSON schema."""
+    made: dict[str, Any] = {key: node[key] for key in _KEPT if key in node}
+    kind = str(node.get("type", "any")).lower()
+    if kind != "any":
+        made["type"] = _TYPES.get(kind, kind)
+    if "properties" in node:
+        made["properties"] = {key: _schema(value) for key, value in node["properties"].items()}
+    if "items" in node:
+        made["items"] = _schema(node["items"])
+    if "required" in node:
+        made["required"] = list(node["required"])
+    return made

@@ -79,20 +79,24 @@ def test_irrelevant_questions_want_no_call(folder):
     assert faults(calls(("spotify_play", {})), case, workload)["tool_selection"] is None
 
 
+def play(artist="Taylor Swift", duration=20, **more):
+    return "spotify_play", {"artist": artist, "duration": duration, **more}
+
+
 @pytest.mark.parametrize(
     ("given", "right"),
     [
-        ([("spotify_play", {"artist": "maroon 5", "duration": 15.5}), ("spotify_play", {"artist": "Taylor Swift", "duration": 20})], True),
-        ([("spotify_play", {"artist": "Taylor Swift", "duration": 20, "options": "LOUD"}), ("spotify_play", {"artist": "Maroon 5", "duration": 15})], True),
-        ([("spotify_play", {"artist": "Taylor Swift", "duration": 20})], False),
-        ([("spotify_play", {"artist": "Taylor Swift", "duration": 20})] * 2, False),
-        ([("spotify_play", {"artist": "Taylor Swift", "duration": 20}), ("spotify_play", {"artist": "Maroon 5", "duration": 16})], False),
-        ([("spotify_play", {"artist": "Taylor Swift"}), ("spotify_play", {"artist": "Maroon 5", "duration": 15})], False),
-        ([("spotify_play", {"artist": "Taylor Swift", "duration": True}), ("spotify_play", {"artist": "Maroon 5", "duration": 15})], False),
-        ([("spotify_play", {"artist": "Taylor Swift", "duration": 20, "volume": 3}), ("spotify_play", {"artist": "Maroon 5", "duration": 15})], False),
-        ([("spotify_play", "{broken"), ("spotify_play", {"artist": "Maroon 5", "duration": 15})], False),
+        ([play("maroon 5", 15.5), play()], True),
+        ([play(options="LOUD"), play("Maroon 5", 15)], True),
+        ([play()], False),
+        ([play(), play()], False),
+        ([play(), play("Maroon 5", 16)], False),
+        ([("spotify_play", {"artist": "Taylor Swift"}), play("Maroon 5", 15)], False),
+        ([play(duration=True), play("Maroon 5", 15)], False),
+        ([play(volume=3), play("Maroon 5", 15)], False),
+        ([("spotify_play", "{broken"), play("Maroon 5", 15)], False),
     ],
-)  # fmt: skip
+)
 def test_values(folder, given, right):
     case = bfcl.load("parallel", folder).cases[0]
     assert (values_fault(calls(*given), case.expect["calls"]) == "") is right

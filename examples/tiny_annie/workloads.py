@@ -15,11 +15,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+import surface  # noqa: E402
+
 from annie_quant.data import grammar, load_persona, words  # noqa: E402
 from annie_quant.data.grammar import Talk  # noqa: E402
 from annie_quant.data.phrases import MEMORY  # noqa: E402
 from annie_quant.files import write_json  # noqa: E402
-import surface  # noqa: E402
 
 FOLDER = ROOT / "annie_quant" / "assets" / "workloads"
 HARDENED = (

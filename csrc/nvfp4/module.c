@@ -5,6 +5,7 @@
  * and the number of threads, both atomic.
  */
 #include "common/buffers.h"
+#include "gemv.h"
 #include "layout.h"
 #include "parallel.h"
 
@@ -169,6 +170,47 @@ static PyObject *py_fake_quant(PyObject *self, PyObject *args)
 cleanup:
     PyBuffer_Release(&x);
     PyBuffer_Release(&out);
+    return result;
+}
+
+static PyObject *py_gemv(PyObject *self, PyObject *args)
+{
+    (void)self;
+    PyObject *result = NULL;
+    Py_buffer x = {0}, codes = {0}, scales = {0}, y = {0};
+    struct gemv_plan plan;
+    Py_ssize_t columns;
+    int divides;
+    float tensor_scale;
+    size_t inputs;
+    if (!PyArg_ParseTuple(args, "y*iny*y*ipfw*", &x, &plan.kind, &columns, &codes, &scales, &plan.group, &divides,
+                          &tensor_scale, &y))
+        return NULL;
+    if (!kind_known(plan.kind) || !group_known(plan.group))
+        goto cleanup;
+    if (columns <= 0 || columns % plan.group || columns > PY_SSIZE_T_MAX / 8) {
+        PyErr_Format(PyExc_ValueError, "rows of %zd, expected a multiple of %d", columns, plan.group);
+        goto cleanup;
+    }
+    plan.columns = (size_t)columns;
+    if (!whole_units(&codes, plan.columns / 2, "codes", &plan.rows) ||
+        !whole_units(&x, plan.columns * kind_size(plan.kind), "x", &plan.tokens) ||
+        !buffer_holds(&scales, plan.rows * (plan.columns / (size_t)plan.group), "block scales") ||
+        !size_product(plan.tokens, plan.rows, &inputs) ||
+        !size_product(inputs, kind_size(plan.kind), &inputs) || !buffer_holds(&y, inputs, "y") ||
+        !buffers_apart(&x, &y, "x and y"))
+        goto cleanup;
+    bool enough;
+    Py_BEGIN_ALLOW_THREADS
+    gemv_prepare(&plan, tensor_scale, divides != 0);
+    enough = gemv(&plan, x.buf, codes.buf, scales.buf, y.buf);
+    Py_END_ALLOW_THREADS
+    result = enough ? Py_NewRef(Py_None) : PyErr_NoMemory();
+cleanup:
+    PyBuffer_Release(&x);
+    PyBuffer_Release(&codes);
+    PyBuffer_Release(&scales);
+    PyBuffer_Release(&y);
     return result;
 }
 
@@ -385,6 +427,7 @@ static PyMethodDef methods[] = {
      "finite?"},
     {"unpack", py_unpack, METH_VARARGS, "unpack(codes, scales, kind, group, divides, tensor_scale, out)"},
     {"fake_quant", py_fake_quant, METH_VARARGS, "fake_quant(x, kind, group, tensor_scale, out)"},
+    {"gemv", py_gemv, METH_VARARGS, "gemv(x, kind, columns, codes, scales, group, divides, tensor_scale, y): y = x W^T"},
     {"to_ggml", py_to_ggml, METH_VARARGS, "to_ggml(codes, scales, out)"},
     {"from_ggml", py_from_ggml, METH_VARARGS, "from_ggml(blocks, codes, scales)"},
     {"swizzle", py_swizzle, METH_VARARGS, "swizzle(scales, rows, columns, out)"},

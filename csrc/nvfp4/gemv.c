@@ -1,0 +1,119 @@
+/* Packed products: x is spread out once, rows of W are shared out to threads, the row kernel follows the codec's variant. */
+#include "gemv.h"
+
+#include "parallel.h"
+
+#include <omp.h>
+#include <stdlib.h>
+
+enum {
+    PIECE = 32,         /* columns that a kernel takes at once */
+    HANDOUT = 1 << 17,  /* weights of one hand-out to a thread */
+    ALONE = 1 << 18,    /* below this many weights a second thread costs more than it saves */
+};
+
+static void row_serial(const uint8_t *codes, const float *step, const float *x, size_t stride, size_t columns, int tokens,
+                       float *y)
+{
+    for (int t = 0; t < tokens; t++) {
+        /* Sixteen sums, as the vector kernels have. */
+        float sum[PIECE / 2] = {0};
+        for (size_t k = 0; k < columns; k += PIECE)
+            for (int i = 0; i < PIECE / 2; i++) {
+                uint8_t c = codes[k / 2 + (size_t)i];
+                const float s = step[k / 16 + (size_t)(i / 8)], *at = x + (size_t)t * stride + k + i;
+                float low = E2M1_VALUE[c & 7] * s, high = E2M1_VALUE[c >> 4 & 7] * s;
+                sum[i] += (c & 8 ? -low : low) * at[0];
+                sum[i] += (c & 0x80 ? -high : high) * at[PIECE / 2];
+            }
+        float all = 0;
+        for (int i = 0; i < PIECE / 2; i++)
+            all += sum[i];
+        y[t] = all;
+    }
+}
+
+static gemv_row chosen_row(void)
+{
+#if defined(__x86_64__)
+    if (strcmp(variant_name(), "avx512") == 0)
+        return gemv_row_avx512;
+    if (strcmp(variant_name(), "avx2") == 0 && __builtin_cpu_supports("fma"))
+        return gemv_row_avx2;
+#endif
+    return row_serial;
+}
+
+void gemv_prepare(struct gemv_plan *plan, float tensor_scale, bool divides)
+{
+    for (int c = 0; c < 256; c++) {
+        float s = e4m3_to_float((uint8_t)c);
+        plan->step[c] = divides ? s / tensor_scale : s * tensor_scale;
+    }
+}
+
+/* The order the kernels want; columns past a multiple of 32 keep the order they have. */
+static void spread(const struct gemv_plan *plan, const void *x, float *to)
+{
+    const size_t whole = plan->columns / PIECE * PIECE;
+    for (size_t t = 0; t < plan->tokens; t++) {
+        const size_t start = t * plan->columns;
+        for (size_t k = 0; k < plan->columns; k++) {
+            size_t in = k % PIECE, at = k < whole ? k - in + in / 2 + (in & 1) * (PIECE / 2) : k;
+            to[start + at] = load_as_float(x, plan->kind, start + k);
+        }
+    }
+}
+
+/* The 16 columns left over where K is no multiple of 32. */
+static float tail(const uint8_t *codes, float step, const float *x)
+{
+    float sum = 0;
+    for (size_t k = 0; k < 16; k++) {
+        uint8_t c = k & 1 ? codes[k / 2] >> 4 : codes[k / 2] & 15;
+        float w = E2M1_VALUE[c & 7] * step;
+        sum += (c & 8 ? -w : w) * x[k];
+    }
+    return sum;
+}
+
+bool gemv(const struct gemv_plan *plan, const void *x, const uint8_t *codes, const uint8_t *scales, void *y)
+{
+    const gemv_row row = chosen_row();
+    const size_t columns = plan->columns, whole = columns / PIECE * PIECE, sixteens = columns / 16;
+    const size_t per_scale = (size_t)plan->group / 16, row_scales = columns / (size_t)plan->group;
+    const size_t some = 1 + HANDOUT / columns;
+    const int team = plan->rows <= ALONE / columns ? 1 : threads_get();
+    float *spread_x = malloc(plan->tokens * columns * sizeof(float));
+    float *steps = malloc((size_t)team * sixteens * sizeof(float));
+    const bool enough = spread_x && steps;
+    if (!enough)
+        goto cleanup;
+    spread(plan, x, spread_x);
+#pragma omp parallel for schedule(dynamic) num_threads(team)
+    for (size_t first = 0; first < plan->rows; first += some) {
+        float *step = steps + (size_t)omp_get_thread_num() * sixteens;
+        const size_t last = plan->rows - first < some ? plan->rows : first + some;
+        for (size_t r = first; r < last; r++) {
+            const uint8_t *c = codes + r * (columns / 2), *s = scales + r * row_scales;
+            for (size_t i = 0; i < row_scales; i++)
+                for (size_t j = 0; j < per_scale; j++)
+                    step[i * per_scale + j] = plan->step[s[i]];
+            for (size_t t = 0; t < plan->tokens; t += GEMV_TOKENS) {
+                const int n = (int)(plan->tokens - t < GEMV_TOKENS ? plan->tokens - t : GEMV_TOKENS);
+                float sums[GEMV_TOKENS];
+                row(c, step, spread_x + t * columns, columns, whole, n, sums);
+                for (int j = 0; j < n; j++) {
+                    const size_t token = t + (size_t)j;
+                    if (whole < columns)
+                        sums[j] += tail(c + whole / 2, step[sixteens - 1], spread_x + token * columns + whole);
+                    store_from_float(y, plan->kind, token * plan->rows + r, sums[j]);
+                }
+            }
+        }
+    }
+cleanup:
+    free(spread_x);
+    free(steps);
+    return enough;
+}

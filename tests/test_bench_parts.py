@@ -64,7 +64,7 @@ def known(name, **more):
 
 
 def test_the_plan_is_balanced_seeded_and_interleaved():
-    visits = plan(["a", "b", "c"], [FACTS, MEMORY, TALK], runs=3, n=None, seed=5, concurrency=1)
+    visits = plan(["a", "b", "c"], [FACTS, MEMORY, TALK], runs=3, n=None, seed=5)
     assert len(visits) == 3 * 3 * 8
     asked = {
         name: [(v.workload.name, v.cases[0][0].id, v.cases[0][1]) for v in visits if v.backend == name]
@@ -74,8 +74,8 @@ def test_the_plan_is_balanced_seeded_and_interleaved():
     order = [v.backend for v in visits]
     for block in range(0, len(order) - 5, 6):
         assert order[block : block + 3] == order[block + 3 : block + 6][::-1]
-    again = plan(["a", "b", "c"], [FACTS, MEMORY, TALK], runs=3, n=None, seed=5, concurrency=1)
-    assert visits == again != plan(["a", "b", "c"], [FACTS, MEMORY, TALK], runs=3, n=None, seed=6, concurrency=1)
+    again = plan(["a", "b", "c"], [FACTS, MEMORY, TALK], runs=3, n=None, seed=5)
+    assert visits == again != plan(["a", "b", "c"], [FACTS, MEMORY, TALK], runs=3, n=None, seed=6)
     first = [order[i] for i in range(0, len(order), 6)]
     assert len(set(first)) == 3, "every backend leads some block"
 
@@ -214,6 +214,7 @@ def test_memory_of_a_process_and_its_children():
         found = memory.measure(child.pid, levels.append)
         child.stdin.close()
     assert levels == [1, 5] and set(found) == {"idle", "one", "five"}
+    assert set(found["idle"]) == {"process_rss_bytes", "system_used_bytes", "gpu_process_bytes", "cgroup_bytes"}
     assert 60e6 < found["idle"]["process_rss_bytes"] < 200e6
     assert found["five"]["process_rss_bytes"] >= found["idle"]["process_rss_bytes"] * 0.9
     assert memory.sample(2**22 + 1)["process_rss_bytes"] is None

@@ -226,7 +226,7 @@ def test_a_budget_of_time_ends_a_run_that_can_go_on(two, tmp_path):
     for server in two:
         server.answer = lambda body: words("It is Tokyo.", first_s=0.03)
     short = bench.run(backends(*two), [FACTS], tmp_path, warmup=0, runs=2, budget_s=0.3)
-    assert 0 < short["requests"] < 24 and short["unasked"] == 24 - short["requests"]
+    assert 0 < short["requests"] < 24 and short["ended"]["unasked"] == 24 - short["requests"]
     assert any("the same command goes on" in caveat for caveat in short["verdict"]["caveats"])
     whole = bench.run(backends(*two), [FACTS], tmp_path, warmup=0, runs=2)
-    assert whole["requests"] == 24 and whole["unasked"] == 0
+    assert whole["requests"] == 24 and whole["ended"] == {"unasked": 0, "stopped": None}

@@ -9,18 +9,19 @@ import itertools
 import os
 import statistics
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from annie_quant.bench import confounds as confound_checks
 from annie_quant.bench.confounds import impossible, outliers
+from annie_quant.bench.load import alone, load_of
 from annie_quant.bench.store import read_records
 from annie_quant.errors import UsageError
 from annie_quant.files import read_json
 from annie_quant.judge.compare import LEVEL, compare, holm
-from annie_quant.judge.intervals import median_interval
-from annie_quant.judge.table import tabulate
+from annie_quant.judge.intervals import median_interval, wilson
+from annie_quant.judge.table import count, tabulate
 
 Row = Mapping[str, Any]
 Values = dict[Hashable, list[float]]
@@ -61,7 +62,7 @@ def aggregate(folder: str | os.PathLike) -> dict[str, Any]:
         reference=config["reference"],
         seed=config["seed"],
         memories=run["memory"],
-        unasked=run["unasked"],
+        ended=run["ended"],
     )
 
 
@@ -73,12 +74,12 @@ def aggregate_records(
     reference: str | None = None,
     seed: int = 0,
     memories: Mapping[str, Any] | None = None,
-    unasked: int = 0,
+    ended: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """{"served", "comparisons", "turns", "turn_ratio", "crossover", "confounds"} as in run.json.
+    """{"served", "comparisons", "turns", "turn_ratio", "crossover", "tool_surface", "confounds"} as in run.json.
 
-    asked: {workload: {"thinking", "temperature", ...}}. identities: {backend: what it says of itself}. unasked: how
-    many visits a budget of time left out.
+    asked: {workload: {"thinking", "temperature", ...}}. identities: {backend: what it says of itself}. ended: how the
+    run ended, {"unasked": visits that a budget or an early stop left out, "stopped": which look decided, or None}.
     """
     rows = list(records)
     measured = [r for r in rows if not r.get("warmup")]
@@ -89,6 +90,7 @@ def aggregate_records(
             "verbosity": _verbosity(fit, reference, name),
             "memory_bytes": _memory((memories or {}).get(name)),
             "memory": (memories or {}).get(name),
+            "energy": _energy(r for r in measured if r["backend"] == name),
         }
         for name, said in identities.items()
     }
@@ -99,7 +101,8 @@ def aggregate_records(
         "turns": turns,
         "turn_ratio": {name: ratio for name, points in turns.items() if (ratio := _turn_ratio(points))},
         "crossover": [row for a, b in itertools.combinations(served, 2) if (row := _crossover(served, a, b))],
-        "confounds": confound_checks.check(identities, rows, {"workloads": asked, "unasked": unasked}),
+        "tool_surface": {name: table for name in served if (table := tool_surface(measured, name))},
+        "confounds": confound_checks.check(identities, rows, {"workloads": asked, **(ended or {})}),
     }
 
 
@@ -141,7 +144,7 @@ def _turn_ratio(points: Sequence[Mapping[str, Any]]) -> float | None:
     return points[-1]["ttft_content_ms"] / points[0]["ttft_content_ms"]
 
 
-def _gate_rows(rows: Sequence[Row], greedy: set[str]) -> list[dict[str, bool]]:
+def _gate_rows(rows: Sequence[Row], greedy: Collection[str]) -> list[dict[str, bool]]:
     """One row of checks an answer. Greedy answers to one prompt are one answer: it passes if it did every time."""
     prompts: dict[tuple, dict[str, bool]] = {}
     for index, row in enumerate(rows):
@@ -152,6 +155,53 @@ def _gate_rows(rows: Sequence[Row], greedy: set[str]) -> list[dict[str, bool]]:
         for gate, passed in (row.get("checks") or {}).items():
             merged[gate] = merged.get(gate, True) and bool(passed)
     return list(prompts.values())
+
+
+def gate_counts(rows: Sequence[Row], greedy: Collection[str]) -> dict[str, tuple[int, int]]:
+    """{gate: (passes, n)} of one backend's records, repeats of a greedy prompt counted once."""
+    return count(_gate_rows(rows, greedy))
+
+
+def tool_surface(rows: Iterable[Row], name: str) -> list[dict[str, Any]]:
+    """Right calls against the number of tools on offer: a row a number, with Wilson's interval, and whether it is
+    surely worse than the fewest (exact McNemar over the same prompts, Holm over the numbers)."""
+    from scipy.stats import binomtest
+
+    levels: dict[int, dict[str, bool]] = defaultdict(dict)
+    for row in rows:
+        passed = (row.get("checks") or {}).get("tool_call")
+        if row["workload"] == "tool_surface" and row["backend"] == name and passed is not None:
+            prompt = row["case"].rpartition("-")[2]  # the same number at every level
+            levels[row["n_tools"]][prompt] = levels[row["n_tools"]].get(prompt, True) and passed
+    table: list[dict[str, Any]] = []
+    for n_tools, answers in sorted(levels.items()):
+        fewest = levels[min(levels)]
+        lost = sum(fewest[p] and not answers[p] for p in answers if p in fewest)
+        won = sum(answers[p] and not fewest[p] for p in answers if p in fewest)
+        low, high = wilson(sum(answers.values()), len(answers))
+        p = binomtest(lost, lost + won, alternative="greater").pvalue if lost + won else 1.0
+        table.append(
+            {
+                "n_tools": n_tools,
+                "passes": sum(answers.values()),
+                "n": len(answers),
+                "low": low,
+                "high": high,
+                "p": float(p),
+            }
+        )
+    for row, p in zip(table, holm([row["p"] for row in table]), strict=True):
+        row["worse"] = p is not None and p < LEVEL
+    return table
+
+
+def _energy(rows: Iterable[Row]) -> dict[str, Any] | None:
+    """Joules over a backend's measured requests, and for a token; None where nothing counted them."""
+    spent = [(r["energy_j"], r.get("completion_tokens") or 0) for r in rows if r.get("energy_j") is not None]
+    if not spent:
+        return None
+    joules, tokens = sum(j for j, _ in spent), sum(t for _, t in spent)
+    return {"joules": joules, "completion_tokens": tokens, "joules_per_token": joules / tokens if tokens else None}
 
 
 def values_by_prompt(rows: Iterable[Row], metric: str) -> Values:
@@ -196,20 +246,19 @@ def _workloads(rows: Sequence[Row], seed: int) -> dict[str, Any]:
 
 
 def labelled(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    """Rows by workload; more than one request in flight makes a label of its own, 'greeting@8'."""
+    """Rows by workload; another load than one in flight makes a label of its own: 'greeting@8', 'greeting@2/s'."""
     groups: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
-        level = row.get("concurrency", 1)
-        groups[row["workload"] + (f"@{level}" if level > 1 else "")].append(row)
+        groups[row["workload"] + load_of(row).label].append(row)
     return dict(sorted(groups.items()))
 
 
 def _speed_gates(rows: Sequence[Row], aloud: set[str], seed: int) -> dict[str, Any]:
     """The founding limits (content TTFT <= 120 ms, decode >= 25 tok/s) on the median, one in flight, thinking off."""
-    alone = [r for r in rows if r["workload"] not in aloud and r.get("concurrency", 1) == 1]
+    single = [r for r in rows if r["workload"] not in aloud and alone(r)]
     found = {}
     for gate, metric, limit in (("ttft", "ttft_content_ms", TTFT_LIMIT_MS), ("decode", "decode_tok_s", DECODE_LEAST)):
-        seen = summary(values_by_prompt(alone, metric), seed)
+        seen = summary(values_by_prompt(single, metric), seed)
         if seen is None:
             continue
         low, high = (seen["low"], seen["high"]) if seen["low"] is not None else (seen["p50"], seen["p50"])
@@ -268,7 +317,7 @@ def _compare_pair(rows: Sequence[Row], a: str, b: str, seed: int) -> list[dict[s
     labels = [label for label in sides[0] if label in sides[1]]
     groups = [(label, sides[0][label], sides[1][label]) for label in labels]
     if len(labels) > 1:
-        left, right = ([r for name in labels for r in side[name] if r.get("concurrency", 1) == 1] for side in sides)
+        left, right = ([r for name in labels for r in side[name] if alone(r)] for side in sides)
         groups.append(("all", left, right))
     table = []
     for label, left, right in groups:
@@ -287,7 +336,7 @@ def _turns(rows: Sequence[Row], seed: int) -> list[dict[str, Any]]:
     talking = {r["workload"] for r in rows if r["turn"] > 0}
     by_turn: dict[int, list[Row]] = defaultdict(list)
     for row in rows:
-        if row["workload"] in talking and row.get("concurrency", 1) == 1:
+        if row["workload"] in talking and alone(row):
             by_turn[row["turn"]].append(row)
     found = []
     for turn, group in sorted(by_turn.items()):

@@ -13,6 +13,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from annie_quant.bench.load import load_of
+
 Finding = dict[str, Any]
 SLOW_FACTOR, SLOW_MS = 10.0, 1000.0
 BUSY_LOAD = 2.0  # two servers and a client alone make about one
@@ -28,7 +30,12 @@ def check(
     found = [f for a, b in itertools.combinations(identities.values(), 2) for f in _pair(a, b)]
     found += _prompt_tokens(identities, measured) + _estimates(measured) + _smoke(rows)
     found += _strangers(identities, measured, config) + _busy(identities, measured)
-    if config.get("unasked"):
+    stopped = config.get("stopped")
+    if stopped:
+        told = f"stopped early at look {stopped['look']} of {stopped['looks'] + 1}: every gate and comparison was decided at the "
+        told += f"{stopped['level']:.0%} level, which allows for all looks; the intervals shown are plain 95 % ones"
+        found.append(_finding("stopped_early", "note", told, identities))
+    elif config.get("unasked"):
         left = f"the budget of time ended before {config['unasked']} prompts and backends were asked"
         found.append(_finding("unfinished", "note", f"{left}; the same command goes on with them", identities))
     for name in identities:
@@ -311,7 +318,7 @@ def outliers(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     for row in rows:
         first = first_ms(row)
         if first is not None and not row.get("warmup") and not row.get("cold"):
-            groups[row["backend"], row["workload"], row.get("concurrency", 1), row["turn"]].append((first, row))
+            groups[row["backend"], row["workload"], load_of(row), row["turn"]].append((first, row))
     found = []
     for group in groups.values():
         middle = statistics.median(first for first, _ in group)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from annie_quant.bench.aggregate import values_by_prompt
+from annie_quant.bench.load import alone
 from annie_quant.bench.store import read_records
 from annie_quant.files import read_json, write_json, write_text
 
@@ -70,8 +71,8 @@ def vllm(run: Mapping[str, Any], rows: Sequence[Row], name: str) -> dict[str, An
     """vLLM's flat result of one backend, over all its workloads, one request in flight."""
     import numpy as np
 
-    alone = [r for r in rows if r.get("concurrency", 1) == 1 and not r.get("cold")]
-    good = [r for r in alone if not r.get("error")]
+    single = [r for r in rows if alone(r) and not r.get("cold")]
+    good = [r for r in single if not r.get("error")]
     duration = sum(r["e2e_ms"] for r in good if r.get("e2e_ms")) / 1e3
     tokens_in = sum((r.get("usage") or {}).get("prompt_tokens") or 0 for r in good)
     tokens_out = sum(r.get("completion_tokens") or 0 for r in good)
@@ -83,13 +84,13 @@ def vllm(run: Mapping[str, Any], rows: Sequence[Row], name: str) -> dict[str, An
         "label": name,
         "model_id": said.get("model"),
         "tokenizer_id": said.get("model"),
-        "num_prompts": len(alone),
+        "num_prompts": len(single),
         "request_rate": "inf",
         "burstiness": 1.0,
         "max_concurrency": 1,
         "duration": duration,
         "completed": len(good),
-        "failed": len(alone) - len(good),
+        "failed": len(single) - len(good),
         "total_input_tokens": tokens_in,
         "total_output_tokens": tokens_out,
         "request_throughput": _over(len(good), duration),
@@ -119,7 +120,7 @@ def founding(run: Mapping[str, Any], records: Sequence[Row]) -> dict[str, Any]:
     tests: dict[str, dict[str, list[Row]]] = {name: defaultdict(list) for name in run["backends"]}
     talks = {r["workload"] for r in records if r["turn"]}
     for row in records:
-        if row.get("concurrency", 1) == 1:
+        if alone(row):
             turn = f"_{row['turn'] + 1}" if row["workload"] in talks else ""
             tests[row["backend"]][row["workload"] + turn].append(row)
     return {

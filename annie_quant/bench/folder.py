@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from annie_quant.bench.backend import Backend
+from annie_quant.bench.load import Load
 from annie_quant.errors import UsageError
 from annie_quant.files import read_json, sha256_text, write_json
 from annie_quant.judge.workloads import Workload
@@ -21,7 +22,7 @@ def config_of(
     runs: int,
     n: int | None,
     seed: int,
-    levels: Sequence[int],
+    loads: Sequence[Load],
     prefix_cache: str,
     reference: str | None,
 ) -> dict[str, Any]:
@@ -32,7 +33,7 @@ def config_of(
         "runs": runs,
         "n": n,
         "seed": seed,
-        "concurrency": list(levels),
+        "loads": [{"concurrency": load.concurrency, "rate_per_s": load.rate_per_s} for load in loads],
         "prefix_cache": prefix_cache,
         "reference": reference,
         "workloads": {

@@ -2,7 +2,7 @@
 
 process_rss_bytes: resident memory of the server's process and its children. system_used_bytes: MemTotal - MemAvailable,
 which on unified memory (DGX Spark) holds the GPU's share too. gpu_process_bytes: NVML's figure for those processes,
-where it has one.
+where it has one. cgroup_bytes: what the kernel charges to the process's control group, which for a container is all of it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from annie_quant.bench.machine import meminfo
@@ -31,17 +32,20 @@ def measure(pid: int, load: Callable[[int], None]) -> dict[str, Any]:
 
 
 def sample(pid: int) -> dict[str, int | None]:
-    memory = meminfo()
-    used = memory["MemTotal"] - memory["MemAvailable"] if {"MemTotal", "MemAvailable"} <= memory.keys() else None
     pids = _family(pid)
-    return {"process_rss_bytes": _rss(pids), "system_used_bytes": used, "gpu_process_bytes": _gpu(pids)}
+    return {
+        "process_rss_bytes": _rss(pids),
+        "system_used_bytes": _system_used(),
+        "gpu_process_bytes": _gpu(pids),
+        "cgroup_bytes": _cgroup(pid),
+    }
 
 
 class Peak:
     """Samples in a thread while the block runs; `highest` holds each figure's peak."""
 
-    def __init__(self, pid: int) -> None:
-        self.pid, self.highest = pid, sample(pid)
+    def __init__(self, pid: int, every_s: float = SAMPLE_S) -> None:
+        self.pid, self.every_s, self.highest = pid, every_s, sample(pid)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -55,14 +59,47 @@ class Peak:
         self._take()
 
     def _watch(self) -> None:
-        while not self._stop.wait(SAMPLE_S):
+        while not self._stop.wait(self.every_s):
             self._take()
 
     def _take(self) -> None:
-        now = sample(self.pid)
-        for name, value in now.items():
-            seen = self.highest[name]
-            self.highest[name] = value if seen is None else seen if value is None else max(seen, value)
+        self.highest = highest(self.highest, sample(self.pid))
+
+
+def highest(*samples: dict[str, int | None]) -> dict[str, int | None]:
+    """Each figure's largest value; None where no sample has it."""
+    seen = {name: [value for s in samples if (value := s[name]) is not None] for name in samples[0]}
+    return {name: max(values, default=None) for name, values in seen.items()}
+
+
+def after_stop(timeout_s: float = 30.0, steady_bytes: int = 64 << 20) -> int | None:
+    """What the machine uses once it has become steady: two looks a second apart within steady_bytes of each other.
+
+    A stopped server gives its memory back late on unified memory; None where the kernel does not tell.
+    """
+    deadline, before = time.monotonic() + timeout_s, _system_used()
+    while before is not None and time.monotonic() < deadline:
+        time.sleep(1.0)
+        now = _system_used()
+        if now is None or abs(now - before) <= steady_bytes:
+            return now
+        before = now
+    return before
+
+
+def _system_used() -> int | None:
+    memory = meminfo()
+    return memory["MemTotal"] - memory["MemAvailable"] if {"MemTotal", "MemAvailable"} <= memory.keys() else None
+
+
+def _cgroup(pid: int) -> int | None:
+    """memory.current of the process's own control group (version 2); None in the root group, which holds everything."""
+    try:
+        line = next(x for x in Path(f"/proc/{pid}/cgroup").read_text().splitlines() if x.startswith("0::"))
+        group = line[3:].strip("/")
+        return int((Path("/sys/fs/cgroup") / group / "memory.current").read_text()) if group else None
+    except (OSError, StopIteration, ValueError):
+        return None
 
 
 def _family(pid: int) -> list[int]:

@@ -10,7 +10,7 @@ from typing import Any
 from annie_quant import registry
 from annie_quant.judge import gates as package
 from annie_quant.judge.answers import Answer
-from annie_quant.judge.rules import decide, judged
+from annie_quant.judge.rules import Threshold, decide, judged
 from annie_quant.judge.workloads import Case, Workload
 
 
@@ -28,6 +28,10 @@ def advisory(name: str) -> bool:
     return bool(_gate(name).ADVISORY)
 
 
+def threshold(name: str) -> Threshold:
+    return _gate(name).THRESHOLD
+
+
 def faults(answer: Answer, case: Case, workload: Workload) -> dict[str, str | None]:
     """For each gate of the workload what is wrong in plain words: "" passes, None does not apply to this case."""
     return {name: _gate(name).fault(answer, case, workload) for name in workload.gates}
@@ -39,18 +43,23 @@ def checks(answer: Answer, case: Case, workload: Workload) -> dict[str, bool]:
     return {name: passed for name, passed in seen.items() if passed is not None}
 
 
-def tabulate(checked: Iterable[dict[str, bool]]) -> dict[str, dict[str, Any]]:
-    """Checks of many answers → the gate table, gates in a fixed order."""
-    passes: dict[str, int] = {}
-    totals: dict[str, int] = {}
+def count(checked: Iterable[dict[str, bool]]) -> dict[str, tuple[int, int]]:
+    """Checks of many answers → {gate: (passes, n)}."""
+    counts: dict[str, tuple[int, int]] = {}
     for row in checked:
         for name, passed in row.items():
-            totals[name] = totals.get(name, 0) + 1
-            passes[name] = passes.get(name, 0) + bool(passed)
+            passes, n = counts.get(name, (0, 0))
+            counts[name] = (passes + bool(passed), n + 1)
+    return counts
+
+
+def tabulate(checked: Iterable[dict[str, bool]]) -> dict[str, dict[str, Any]]:
+    """Checks of many answers → the gate table, gates in a fixed order."""
+    counts = count(checked)
     table = {}
-    for name in sorted(totals, key=lambda gate: (_gate(gate).ADVISORY, gate)):
+    for name in sorted(counts, key=lambda gate: (_gate(gate).ADVISORY, gate)):
         gate = _gate(name)
-        table[name] = decide(passes[name], totals[name], gate.THRESHOLD) | {
+        table[name] = decide(*counts[name], gate.THRESHOLD) | {
             "title": gate.TITLE,
             "advisory": gate.ADVISORY,
         }

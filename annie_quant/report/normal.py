@@ -169,12 +169,14 @@ def record(value: Any) -> Data | None:
     if not {"backend", "workload"} <= seen.keys():
         return None
     turn, gaps, level = value.get("turn"), value.get("itl_ms"), number(value.get("concurrency"))
+    rate = number(value.get("rate_per_s"))
     busy = numbers(value.get("server_timings"), ("prompt_ms", "predicted_ms"))
     tools = [words(c, "name", "arguments") for c in rows_of(value.get("tool_calls"))]
     return seen | numbers(value, TIMES) | {
         "case": str(value.get("case")),
         "turn": turn if isinstance(turn, int) and not isinstance(turn, bool) else 0,
         "concurrency": int(level) if level and 1 <= level < 1e6 else 1,
+        "rate_per_s": rate if rate and 0 < rate < 1e9 else None,
         "itl_ms": [v for v in gaps if number(v) is not None] if isinstance(gaps, list) else [],
         "tool_calls": tools,
         "server_ms": sum(busy.values()) if len(busy) == 2 else None,

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from annie_quant.bench.load import load_of
 from annie_quant.report.text import number
 
 Row = dict[str, Any]
@@ -29,7 +30,7 @@ SERVER_COUNTED = ("tpot_ms", "decode_tok_s", "completion_tokens")
 
 
 def label(record: Row) -> str:
-    return record["workload"] + (f"@{record['concurrency']}" if record["concurrency"] > 1 else "")
+    return record["workload"] + load_of(record).label
 
 
 def grouped(records: Iterable[Row], key: str | Callable[[Row], Any]) -> dict[Any, list[Row]]:

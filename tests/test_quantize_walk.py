@@ -1,0 +1,91 @@
+"""Calibration text and the walk through a model layer by layer: the whole model's own numbers, padding unseen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from annie_quant.checkpoint.shards import ModelFolder
+from annie_quant.quantize import texts
+from annie_quant.quantize.calibration import read_conversations
+from annie_quant.quantize.moments import gather
+from annie_quant.quantize.walk import Walk
+
+torch = pytest.importorskip("torch", reason="the walk runs in torch: pip install annie-quant[quantize]")
+MODEL = Path(__file__).resolve().parent.parent / "annie_quant" / "assets" / "tiny-annie"
+CALIBRATION = Path(__file__).resolve().parent / "data" / "calibration.jsonl"
+
+
+@pytest.fixture(scope="module")
+def conversations() -> list[texts.Text]:
+    return texts.of_rows(MODEL, read_conversations(CALIBRATION))[::4][:7]
+
+
+def whole_model() -> object:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+
+
+def test_marks_name_what_is_predicted(conversations: list[texts.Text]) -> None:
+    from annie_quant.runtime.prompts import Template
+
+    template = Template(MODEL)
+    for text in conversations:
+        assert len(text.ids) == len(text.marks)
+        assert text.ids[: len(text.prompt)] == text.prompt and text.ids[len(text.prompt) :] == text.answer[:-1]
+        assert text.marks[-1] == texts.END_OF_TURN and text.answer[-1] in template.ends
+        first = len(text.prompt) - 1  # the prompt's last token predicts the answer's first
+        assert set(text.marks[:first]) == {texts.PROMPT} and texts.PROMPT not in text.marks[first:]
+    calls = [t for t in conversations if texts.TOOL_MARKUP in t.marks]
+    assert calls and all("<tool_call>" in template.tokenizer.decode(t.answer) for t in calls)
+
+
+def test_batches_hold_every_text_once_and_padding_weighs_nothing(conversations: list[texts.Text]) -> None:
+    made = texts.batches(conversations, tokens=600)
+    assert len(made) > 1
+    rows = [tuple(i[m != texts.PADDING]) for b in made for i, m in zip(b.ids, b.marks, strict=True)]
+    assert sorted(rows) == sorted(t.ids for t in conversations)
+    for batch in made:
+        weight = texts.weights(batch.marks, texts.RESPONSE)
+        assert weight[batch.marks == texts.PADDING].sum() == 0
+        assert weight.sum() == (batch.marks > texts.PROMPT).sum()
+
+
+def test_the_walk_ends_where_the_whole_model_does(conversations: list[texts.Text]) -> None:
+    batch = texts.padded(conversations[:4])
+    walk = Walk(ModelFolder(MODEL), [batch], lambda line: None)
+    for layer in walk:
+        layer.advance()
+    model = whole_model()
+    with torch.inference_mode():
+        ours = model.model.norm(walk.states[0])
+        for i, text in enumerate(conversations[:4]):
+            alone = model.model(torch.tensor([text.ids])).last_hidden_state[0]
+            assert (ours[i, : len(text.ids)] - alone).abs().max() < 1e-3
+
+
+def inputs_of(linear: object, model: object, conversations: list[texts.Text]) -> list[np.ndarray]:
+    seen: list[np.ndarray] = []
+    handle = linear.register_forward_pre_hook(lambda module, args: seen.append(args[0][0].detach().numpy()))  # type: ignore[attr-defined]
+    with torch.inference_mode():
+        for text in conversations:
+            model.model(torch.tensor([text.ids]))  # type: ignore[attr-defined]
+    handle.remove()
+    return seen
+
+
+def test_moments_are_those_of_a_plain_forward(conversations: list[texts.Text]) -> None:
+    found = gather(ModelFolder(MODEL), conversations, texts.RESPONSE, lambda line: None)
+    model = whole_model()
+    for name in (
+        "model.layers.2.mlp.down_proj",
+        "model.layers.3.self_attn.k_proj",
+        "model.layers.4.linear_attn.out_proj",
+    ):
+        seen = inputs_of(model.get_submodule(name), model, conversations)
+        squares = [x[np.array(t.marks) > 0].astype(np.float64) ** 2 for x, t in zip(seen, conversations, strict=True)]
+        assert found.amax[name] == pytest.approx(max(np.abs(x).max() for x in seen), rel=1e-4)
+        np.testing.assert_allclose(found.second[name], np.concatenate(squares).mean(0), rtol=1e-3, atol=1e-6)

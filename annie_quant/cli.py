@@ -77,7 +77,7 @@ def data(persona: str, teacher: str, n: int, seed: int, output: Path, as_json: b
 
 
 @cli.command()
-@click.option("--strategy", required=True, help="naive, direct, mlp_only, ... (see the list below).")
+@click.option("--strategy", required=True, help="naive, direct, mlp_only, ... (an unknown name prints the list).")
 @click.option("--model", required=True, type=click.Path(path_type=Path), help="Folder of the bf16 checkpoint.")
 @click.option("--calib-data", type=click.Path(path_type=Path), help="JSON lines of conversations (annie-quant data).")
 @click.option("--calib-samples", default=512, show_default=True)
@@ -88,10 +88,10 @@ def data(persona: str, teacher: str, n: int, seed: int, output: Path, as_json: b
 )
 @click.option(
     "--scale",
-    default="amax",
-    show_default=True,
-    help="Block scales of the direct strategy: amax, four_over_six, sweep.",
+    help="Block scales where our codec chooses them: amax, four_over_six, sweep. Default: the strategy's own.",
 )
+@click.option("--set", "settings", multiple=True, metavar="NAME=VALUE", help="A strategy's own setting; repeatable.")
+@click.option("--seed", default=0, show_default=True, help="Same seed, same bytes.")
 @click.option("--output", required=True, type=click.Path(path_type=Path))
 @click.option("--force", is_flag=True, help="Replace an output that exists.")
 @json_option
@@ -101,12 +101,17 @@ def quantize(
     calib_data: Path | None,
     calib_samples: int,
     exclude_layers: str,
-    scale: str,
+    scale: str | None,
+    settings: tuple[str, ...],
+    seed: int,
     output: Path,
     force: bool,
     as_json: bool,
 ) -> None:
     """Quantize a bf16 checkpoint to NVFP4 by one strategy."""
+    loose = [item for item in settings if "=" not in item]
+    if loose:
+        raise click.UsageError(f"--set {loose[0]}: expected NAME=VALUE")
     with console.task(f"quantize ({strategy})") as step:
         result = annie_quant.quantize.run(
             strategy,
@@ -118,6 +123,8 @@ def quantize(
             scale=scale,
             force=force,
             report=step.say,
+            seed=seed,
+            **dict(item.split("=", 1) for item in settings),
         )
     megabytes = {k: result[k] / 1e6 for k in ("size_bytes", "source_bytes")}
     emit(result) if as_json else console.note(

@@ -1,14 +1,30 @@
 """Personas and conversations: who the assistant is, and how she talks, for calibration, training and judging.
 
-load_persona("annie" | path)                      Persona: name, system_prompt, tools, rules, examples, sha256
-generate(persona, teacher="offline", n=500, ...)  conversations in the founding five categories, validated
-validate(rows)                                    what the founding documents ask of such data
+load_persona("annie" | path)                      Persona: name, system_prompt, tools, rules, examples, categories, sha256
+generate(persona, teacher="offline", n=500, ...)  conversations evenly over the categories, validated, resumable
+validate(rows, persona)                           what the founding documents ask of such data
+check_apart(rows, *others)                        train, calibration and gate prompts are never shared
+check_prompt_hash(rows, persona, allow=False)     the data has the system prompt that production uses now
 """
 
 from __future__ import annotations
 
-from annie_quant.data.generate import CATEGORIES, generate
-from annie_quant.data.persona import Persona, load_persona
+from annie_quant.data.generate import CATEGORIES, Limits, generate
+from annie_quant.data.persona import Category, Persona, load_persona
+from annie_quant.data.rows import check_apart, check_prompt_hash, read_rows
+from annie_quant.data.teachers._base import Options
 from annie_quant.data.validate import validate
 
-__all__ = ["CATEGORIES", "Persona", "generate", "load_persona", "validate"]
+__all__ = [
+    "CATEGORIES",
+    "Category",
+    "Limits",
+    "Options",
+    "Persona",
+    "check_apart",
+    "check_prompt_hash",
+    "generate",
+    "load_persona",
+    "read_rows",
+    "validate",
+]

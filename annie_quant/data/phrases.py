@@ -302,7 +302,7 @@ MEMORY: dict[str, Any] = {
         "|remind me what I said about my {t}.|have I told you about my {t}?"
         "|did we say anything about my {t}?|do you remember what we said about my {t}?|remind me of my {t}."
         "|what did you hear from me about my {t}?",
-        "did I say something about my {t}?|what do you still know about my {t}?",
+        "did I say something about my {t}?|what do you still know about my {t}?|do you recall anything about my {t}?",
         "do you remember what I told you about my {t}?|what did we say about my {t}?|did I tell you about my {t}?"
         "|remind me what I told you about my {t} on {day}.|what did I say about my {t}?",
     ),
@@ -319,7 +319,8 @@ WEB: dict[str, Any] = {
         "|check {t} on the web."
         "|search for the latest about {t}.|do you have news about {t} today?|can you look up {t}?|find news about {t}."
         "|is there something new today about {t}?",
-        "please search the web for {t}.|what is the news about {t}?",
+        "please search the web for {t}.|what is the news about {t}?|I want to hear the news about {t}."
+        "|has anything happened with {t}?",
         "look up the latest news about {t}.|what is new today about {t}?|can you search the web for {t}?"
         "|is there any news today about {t}?|find the latest news about {t}.",
     ),

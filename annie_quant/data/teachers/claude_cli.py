@@ -1,0 +1,141 @@
+"""claude-cli: the `claude` program in print mode. The prompt goes in on stdin, the command is a list, never a shell's text.
+
+What it can do is read from its own --help: without the flags that are needed it is refused, those that only help are
+given where it has them. It runs in an empty folder, so that no project's notes get into the data.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from annie_quant.data.teachers._base import Failed, Limited, Options
+from annie_quant.data.teachers._prompted import Prompted, Reply
+from annie_quant.errors import EnvironmentFault
+
+NAME = "claude_cli"
+SUMMARY = "Claude by its command line program: claude -p --model claude-opus-4-6 --output-format json"
+MODEL = "claude-opus-4-6"
+NEEDED = ("--print", "--model", "--output-format")
+HELP_TIMEOUT_S = 60.0
+_LIMIT = re.compile(
+    r"rate.?limit|usage limit|limit reached|overloaded|too many requests|\b(?:429|529)\b", re.IGNORECASE
+)
+_RESET = re.compile(r"limit reached\s*\|\s*(\d{9,11})", re.IGNORECASE)
+_LOGIN = re.compile(r"invalid api key|please run /login|not logged in|authentication_error|\b401\b", re.IGNORECASE)
+
+
+class ClaudeCli(Prompted):
+    def __init__(self, program: str, flags: frozenset[str], options: Options) -> None:
+        self.program, self.flags, self.options = program, flags, options
+        self.model, self.batch_size = options.model or MODEL, options.batch_size
+
+    def command(self, schema: Mapping[str, Any]) -> list[str]:
+        """The argument list of one batch."""
+        argv = [self.program, "-p", "--model", self.model, "--output-format", "json"]
+        if "--max-turns" in self.flags:
+            argv += ["--max-turns", "1"] if "--json-schema" not in self.flags else ["--max-turns", "3"]
+        if "--json-schema" in self.flags:
+            argv += ["--json-schema", json.dumps(schema)]
+        if "--no-session-persistence" in self.flags:
+            argv.append("--no-session-persistence")
+        left = self.options.max_usd()
+        if left is not None and "--max-budget-usd" in self.flags:
+            argv += ["--max-budget-usd", f"{left:.2f}"]
+        return argv
+
+    def ask(self, prompt: str, schema: Mapping[str, Any]) -> Reply:
+        code, out, err = run(self.command(schema), prompt, self.options.timeout_s)
+        result = envelope(out)
+        said = str(result.get("result") or "") if result else ""
+        if code == 0 and result and not result.get("is_error"):
+            return Reply(
+                text=said,
+                value=result.get("structured_output"),
+                cut=result.get("stop_reason") == "max_tokens",
+                cost_usd=result.get("total_cost_usd"),
+                tokens=int((result.get("usage") or {}).get("output_tokens") or 0),
+            )
+        self.refuse(code, said or str((result or {}).get("subtype") or "") or err.strip() or out.strip(), result)
+        raise AssertionError("refuse always raises")
+
+    def refuse(self, code: int, words: str, result: Mapping[str, Any] | None) -> None:
+        """Raise what a failure means: a wait, the end of the run, or another try."""
+        cost = (result or {}).get("total_cost_usd")
+        line = words.splitlines()[0][:200] if words else "it said nothing"
+        if reset := _RESET.search(words):
+            raise Limited(f"claude: {line}", max(0.0, int(reset[1]) - time.time()))
+        if _LOGIN.search(words):
+            raise EnvironmentFault(f"claude is not logged in: {line}", "run `claude` once and log in")
+        if _LIMIT.search(words):
+            raise Limited(f"claude: {line}")
+        if code in (126, 127):
+            raise EnvironmentFault(f"claude cannot be run (exit code {code}): {line}", "run `claude --version`")
+        if code == 0 and result is None:
+            raise Failed(f"claude's answer is no JSON: {line}")
+        raise Failed(f"claude ended with exit code {code}: {line}", cost)
+
+
+def open(options: Options, split: str = "calibration") -> ClaudeCli:
+    """Find the program and see from its help that it has what is needed."""
+    program = shutil.which("claude")
+    if program is None:
+        raise EnvironmentFault(
+            "the program `claude` is not on the PATH",
+            "npm install -g @anthropic-ai/claude-code; or choose --teacher openai or offline",
+        )
+    try:
+        code, out, err = run([program, "--help"], "", HELP_TIMEOUT_S)
+    except Failed as error:
+        raise EnvironmentFault(f"`claude --help`: {error}", "run `claude update`") from error
+    flags = frozenset(re.findall(r"(?<![\w-])--[a-z][a-z-]+", out + err))
+    missing = [flag for flag in NEEDED if flag not in flags]
+    if code or missing:
+        what = f"does not have {', '.join(missing)}" if missing else f"ended with exit code {code}"
+        raise EnvironmentFault(f"{program} {what}, by its own --help", "run `claude update`")
+    return ClaudeCli(program, flags, options)
+
+
+def run(argv: list[str], stdin: str, timeout_s: float) -> tuple[int, str, str]:
+    """Exit code, stdout, stderr. What hangs is ended with all that it started; that batch has then Failed."""
+    with tempfile.TemporaryDirectory(prefix="annie-quant-") as empty:
+        process = subprocess.Popen(
+            argv,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            encoding="utf-8",
+            errors="replace",
+            cwd=empty,
+            start_new_session=True,
+        )
+        try:
+            out, err = process.communicate(stdin, timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            raise Failed(f"claude did not answer within {timeout_s:.0f} s") from None
+        finally:
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.communicate()
+    return process.returncode, out, err
+
+
+def envelope(out: str) -> dict[str, Any] | None:
+    """The result object of --output-format json; with verbose set in the user's settings it is the last of a list."""
+    try:
+        found = json.loads(out)
+    except ValueError:
+        return None
+    if isinstance(found, list):
+        found = next((e for e in reversed(found) if isinstance(e, dict) and e.get("type") == "result"), None)
+    return found if isinstance(found, dict) else None

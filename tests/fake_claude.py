@@ -1,0 +1,93 @@
+"""A `claude` program for tests: it writes down how it was called and answers by a script of its test. Never the real one.
+
+FAKE_CLAUDE names a folder: script.json is a list of behaviours, one a call (the last one goes on); calls.jsonl gets argv,
+stdin and the working folder of each call.
+"""
+
+import json
+import os
+import re
+import sys
+import time
+from pathlib import Path
+
+HELP = """Usage: claude [options] [command] [prompt]
+  -p, --print                     Print response and exit
+  --model <model>                 Model for the current session
+  --output-format <format>        text, json or stream-json
+"""
+NEWER = """  --json-schema <schema>          JSON Schema
+  --max-budget-usd <amount>       Maximum dollar amount
+  --no-session-persistence        Do not keep the session
+"""
+OLD = "Usage: claude [options]\n  -p, --print   Print response\n  --model <model>\n"
+
+
+def talk(number: int, turns: int, tool: str | None) -> dict:
+    """A conversation unlike all others: words made from its number."""
+    word = "".join(chr(97 + (number * 7919 + 104729 * k) % 26) for k in range(7)) + str(number)
+    made = []
+    for turn in range(turns):
+        one = {"user": f"Please {word} the {word[::-1]} of part{turn}", "assistant": f"That is {word}, gladly."}
+        if tool:
+            one |= {"call": {"name": tool, "arguments": {"query": word}}, "result": f"{word} was found."}
+        made.append(one)
+    return {"turns": made}
+
+
+def main() -> None:
+    folder = Path(os.environ["FAKE_CLAUDE"])
+    script = json.loads((folder / "script.json").read_text())
+    if "--help" in sys.argv:
+        help_text = {"old": OLD, "plain": HELP}.get(script.get("help", ""), HELP + NEWER)
+        print(help_text)
+        return
+    prompt = sys.stdin.read()
+    log = folder / "calls.jsonl"
+    before = len(log.read_text().splitlines()) if log.exists() else 0
+    with log.open("a") as file:
+        file.write(
+            json.dumps({"argv": sys.argv[1:], "stdin": prompt, "cwd": [p.name for p in Path().iterdir()]}) + "\n"
+        )
+    steps = script["steps"]
+    step = steps[min(before, len(steps) - 1)]
+    count = int(re.search(r"Write (\d+) different", prompt)[1])
+    turns = int(re.search(r"exactly (\d+) turn", prompt)[1])
+    tool = re.search(r"calls (\w+) and says nothing", prompt)
+    talks = [talk(before * 100 + i, turns, tool and tool[1]) for i in range(count)]
+    text = json.dumps({"conversations": talks})
+    result = {"type": "result", "subtype": "success", "is_error": False, "total_cost_usd": script.get("cost", 0.01)}
+    result |= {"usage": {"output_tokens": 500}, "stop_reason": "end_turn"}
+    kind = step["do"]
+    if kind == "hang":
+        time.sleep(600)
+    if kind == "fences":
+        text = "Here they are:\n```json\n" + text + "\n```\nEnjoy!"
+    if kind == "lines":
+        text = "\n".join(json.dumps(t) for t in talks)
+    if kind == "cut":
+        text, result["stop_reason"] = text[: len(text) * 2 // 3], "max_tokens"
+    if kind == "broken":
+        text = text.replace('"turns"', "turns")
+    if kind == "not_json":
+        print("Segmentation fault (core dumped)")
+        return
+    if kind == "exit":
+        print(step.get("out", ""))
+        print(step.get("err", ""), file=sys.stderr)
+        sys.exit(step.get("code", 1))
+    if kind == "error":
+        print(json.dumps(result | {"is_error": True, "subtype": "error_during_execution", "result": step["text"]}))
+        sys.exit(step.get("code", 1))
+    if kind == "markdown":
+        text = text.replace("That is", "**That** is")
+    if kind == "structured":
+        print(json.dumps(result | {"result": "", "structured_output": json.loads(text)}))
+        return
+    if kind == "verbose":
+        print(json.dumps([{"type": "system"}, result | {"result": text}]))
+        return
+    print(json.dumps(result | {"result": text}))
+
+
+main()

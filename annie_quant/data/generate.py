@@ -196,7 +196,8 @@ class _Run:
             "time": _now(),
         }
         near = self.near.setdefault(category.name, Near())
-        number, kept = len(self.have(category)), []
+        number = len(self.have(category))
+        kept: list[dict[str, Any]] = []
         for made in batch.rows:
             row = {"id": f"{category.name}-{number + len(kept):04d}", "category": category.name, **made}
             row |= {"provenance": provenance, "split": self.split}

@@ -71,7 +71,7 @@ def check_apart(rows: Rows, *others: Rows, gates: bool = True) -> None:
 
 
 def check_prompt_hash(
-    rows: Rows, persona: str | os.PathLike | None = None, system_prompt: str | None = None, allow: bool = False
+    rows: Rows, persona: str | Path | None = None, system_prompt: str | None = None, allow: bool = False
 ) -> str | None:
     """See that conversations carry the system prompt that production uses now; call it before quantizing and judging.
 
@@ -82,7 +82,7 @@ def check_prompt_hash(
     stale: list[str] = []
     checked = 0
     for row in read_rows(rows):
-        named = persona if persona is not None else (row.get("provenance") or {}).get("persona")
+        named: Any = persona if persona is not None else (row.get("provenance") or {}).get("persona")
         if system_prompt is None and named is None:
             continue
         now = system_prompt if system_prompt is not None else load_persona(named).system_prompt

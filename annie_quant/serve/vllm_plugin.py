@@ -1,0 +1,108 @@
+"""NVFP4 for vLLM on a CPU: vLLM loads this by itself (entry point vllm.general_plugins) and finds two linear kernels.
+
+vLLM's table of NVFP4 kernels has no entry for CPUs. Ours has W4A4 (activations rounded to NVFP4 by the C codec, then
+the exact weights) and W4A16. Few rows are multiplied with the packed weights, more with weights that are dequantized
+block by block, so a checkpoint stays 4-bit in memory. On any other platform nothing is changed.
+
+    vllm serve CHECKPOINT --quantization modelopt --reasoning-parser qwen3 --enable-auto-tool-choice --tool-call-parser qwen3_coder
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+FEW_ROWS = 8  # as in annie_quant/runtime/product.py
+BLOCK_BYTES = 8 << 20
+GROUP = 16
+
+
+def register() -> None:
+    """Offer the kernels to vLLM's CPU platform; harmless elsewhere and when called again."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from vllm.model_executor.kernels import linear
+    from vllm.platforms import PlatformEnum
+
+    w4a4, w4a16 = kernels()
+    table = linear._POSSIBLE_NVFP4_KERNELS
+    if w4a4.__name__ not in [kernel.__name__ for kernel in table.get(PlatformEnum.CPU, [])]:
+        table[PlatformEnum.CPU] = [w4a4, w4a16, *table.get(PlatformEnum.CPU, [])]
+        # For weight-only checkpoints vLLM asks for Marlin by name, which only GPUs have.
+        linear.MarlinNvFp4LinearKernel = w4a16
+
+
+def kernels() -> tuple[type, type]:
+    """The two kernel classes (W4A4, W4A16); they derive from vLLM's own base class, so they are made where vLLM is."""
+    from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearKernel
+
+    class AnnieNvFp4LinearKernel(NvFp4LinearKernel):
+        """Activations rounded to NVFP4 under the checkpoint's input scale, as CUTLASS serves it."""
+
+        @classmethod
+        def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+            from vllm.platforms import current_platform
+
+            return (True, None) if current_platform.is_cpu() else (False, "annie_quant's kernel is for CPUs")
+
+        @classmethod
+        def can_implement(cls, config: Any) -> tuple[bool, str | None]:
+            return True, None
+
+        def process_weights_after_loading(self, layer: Any) -> None:
+            _operator()  # defined before a compiler looks for it
+            layer.annie_scale = float(layer.weight_global_scale)
+            layer.annie_input_scale = self.input_scale(layer)
+
+        @staticmethod
+        def input_scale(layer: Any) -> float:
+            return float(layer.input_global_scale)
+
+        def apply_weights(self, layer: Any, x: Any, bias: Any = None) -> Any:
+            import torch
+
+            y = torch.ops.annie_quant.vllm_nvfp4_linear(
+                x, layer.weight, layer.weight_scale, layer.annie_scale, layer.annie_input_scale
+            )
+            return y if bias is None else y + bias
+
+    class AnnieNvFp4W4A16LinearKernel(AnnieNvFp4LinearKernel):
+        """Activations as they come, as Marlin serves it."""
+
+        @staticmethod
+        def input_scale(layer: Any) -> float:
+            return 0.0
+
+    return AnnieNvFp4LinearKernel, AnnieNvFp4W4A16LinearKernel
+
+
+def multiply(x: Any, codes: Any, block_scale: Any, tensor_scale: float, input_scale: float) -> Any:
+    """x [..., K] times the packed weights [N, K], transposed → [..., N] in x's dtype. input_scale 0: x as it comes."""
+    import torch
+
+    from annie_quant.runtime import codec
+
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    if input_scale:
+        rows = codec.fake_quant_now(rows, input_scale, GROUP)
+    n, k = codes.shape[0], rows.shape[1]
+    if rows.shape[0] <= FEW_ROWS:
+        y = codec.product(rows, codes, block_scale, tensor_scale, GROUP, divides=False)
+    else:
+        step = max(1, BLOCK_BYTES // (k * rows.element_size()))
+        spans = [slice(i, i + step) for i in range(0, n, step)]
+        parts = (codec.dequantize(codes[s], block_scale[s], tensor_scale, GROUP, rows.dtype) for s in spans)
+        y = torch.cat([rows @ part.t() for part in parts], -1)
+    return y.reshape(*x.shape[:-1], n)
+
+
+def _operator() -> None:
+    """Define torch.ops.annie_quant.vllm_nvfp4_linear once, so that torch.compile sees one opaque call."""
+    import torch
+
+    if hasattr(torch.ops.annie_quant, "vllm_nvfp4_linear"):
+        return
+    schema = "(Tensor x, Tensor codes, Tensor block_scale, float tensor_scale, float input_scale) -> Tensor"
+    operator = torch.library.custom_op("annie_quant::vllm_nvfp4_linear", multiply, mutates_args=(), schema=schema)
+    operator.register_fake(lambda x, codes, *_: x.new_empty((*x.shape[:-1], codes.shape[0])))

@@ -302,24 +302,61 @@ def evaluate(
 @click.option("--model", required=True, type=click.Path(path_type=Path), help="Folder of the bf16 checkpoint.")
 @click.option("--calib-data", required=True, type=click.Path(path_type=Path), help="JSON lines of conversations.")
 @click.option(
-    "--output", required=True, type=click.Path(path_type=Path), help="Run directory; finished strategies are kept."
+    "--output", required=True, type=click.Path(path_type=Path), help="Run directory; finished steps are kept."
 )
 @click.option("--n", default=100, show_default=True, help="Prompts a gate.")
 @click.option("--all", "every", is_flag=True, help="Go on after the first strategy that passes.")
+@click.option("--strategies", help="Names, comma-separated, in the order to try them. Default: all, cheapest first.")
+@click.option(
+    "--require",
+    default="w4a4,w4a16",
+    show_default=True,
+    help="Numerics under which every gate must pass; w4a16 alone admits weight-only checkpoints.",
+)
+@click.option("--calib-samples", default=512, show_default=True)
+@click.option("--allow-prompt-mismatch", is_flag=True, help="Go on with data made for another system prompt.")
+@click.option("--anyway", is_flag=True, help="Go on with a model that fails the gates in bf16.")
 @json_option
-def search(model: Path, calib_data: Path, output: Path, n: int, every: bool, as_json: bool) -> None:
+def search(
+    model: Path,
+    calib_data: Path,
+    output: Path,
+    n: int,
+    every: bool,
+    strategies: str | None,
+    require: str,
+    calib_samples: int,
+    allow_prompt_mismatch: bool,
+    anyway: bool,
+    as_json: bool,
+) -> None:
     """Try the strategies, cheapest first, and stop at the first that passes every gate. Exit code 1 if none does."""
     from annie_quant import search as tree
 
-    table = tree.run(model, calib_data, output, n=n, every=every, console=console)
+    found = tree.run(
+        model,
+        calib_data,
+        output,
+        n,
+        every,
+        console,
+        strategies=strategies.split(",") if strategies else None,
+        required=require.split(","),
+        samples=calib_samples,
+        allow_prompt_mismatch=allow_prompt_mismatch,
+        anyway=anyway,
+    )
     if as_json:
-        emit(table)
+        emit(found)
     else:
         console.print_gates(
-            {f"{r['strategy']} {k}": v["gates"] for r in table["strategies"] for k, v in r["numerics"].items()}
+            {f"{r['strategy']} {k}": v["gates"] for r in found["strategies"] for k, v in r["numerics"].items()}
         )
-        console.note(f"passed: {table['chosen'] or 'none'}")
-    sys.exit(0 if table["chosen"] else 1)
+        for line in tree.table.tree(found):
+            click.echo(line)
+        console.note(tree.table.outcome(found))
+        console.note(f"table: {output / 'search.md'}")
+    sys.exit(0 if found["chosen"] else 1)
 
 
 @cli.command()
@@ -368,9 +405,18 @@ def validate_gpu(with_bench: bool, stack: str | None, as_json: bool) -> None:
 @cli.command()
 @click.option("--backend-a", nargs=2, required=True, metavar="NAME URL")
 @click.option("--backend-b", nargs=2, metavar="NAME URL")
+@click.option("--aa", is_flag=True, help="Measure backend A against itself: the noise floor.")
 @click.option("--warmup", default=2, show_default=True, help="Requests a workload that are not counted.")
-@click.option("--runs", default=5, show_default=True, help="Measured requests a workload and backend.")
-@click.option("--workloads", help="Names, comma-separated; default: all.")
+@click.option("--runs", default=5, show_default=True, help="Times that each prompt is measured.")
+@click.option("--n", default=25, show_default=True, help="Prompts a gate (100 and more decide); 0: all there are.")
+@click.option("--workloads", help="Names (bfcl too) or JSON files, comma-separated; default: the default ones.")
+@click.option("--concurrency", default="1", show_default=True, help='Requests in flight; several: "1,8".')
+@click.option("--rate", default="", help='Arrivals a second (Poisson, open loop) as further loads: "0.5,2".')
+@click.option("--prefix-cache", default="warm", show_default=True, type=click.Choice(["warm", "off"]))
+@click.option("--budget-s", type=float, help="Stop after so many seconds; the same command goes on.")
+@click.option("--stop-early", is_flag=True, help="Stop when every gate and comparison is decided.")
+@click.option("--watch", "stored", type=click.Path(path_type=Path), help="A stored run: exit 1 on a significant loss.")
+@click.option("--key-env", metavar="NAME", help="Environment variable with the API key of both servers.")
 @click.option("--seed", default=0, show_default=True)
 @click.option(
     "--output",
@@ -382,28 +428,52 @@ def validate_gpu(with_bench: bool, stack: str | None, as_json: bool) -> None:
 def bench(
     backend_a: tuple[str, str],
     backend_b: tuple[str, str] | None,
-    warmup: int,
-    runs: int,
+    aa: bool,
+    n: int,
     workloads: str | None,
-    seed: int,
+    concurrency: str,
+    rate: str,
+    stored: Path | None,
+    key_env: str | None,
     output: Path,
     as_json: bool,
+    **settings: Any,
 ) -> None:
     """Time one or two OpenAI-compatible servers over the same prompts, interleaved. Exit code 1 if a gate fails."""
     from annie_quant import bench as timing
+    from annie_quant.bench.live import Board
     from annie_quant.rundir import RunDirectory
 
-    backends = [timing.Backend(name, url) for name, url in filter(None, (backend_a, backend_b))]
+    if aa and backend_b:
+        raise click.UsageError("--aa measures backend A against itself: leave --backend-b out")
+    sides = [backend_a, (f"{backend_a[0]}-again", backend_a[1])] if aa else [backend_a, backend_b]
+    headers = timing.key_headers(key_env)
+    backends = [timing.Backend(name, url, headers=headers) for name, url in filter(None, sides)]
     chosen = annie_quant.judge.load_workloads(workloads.split(",") if workloads else None)
-    directory = RunDirectory(output)
-    with directory.locked(), console.task("bench") as step:
-        done = timing.run(backends, chosen, output, warmup=warmup, runs=runs, seed=seed, progress=step)
+    if n:
+        chosen = annie_quant.judge.sample(chosen, n, settings["seed"])
+    settings["concurrency"], settings["rates"] = numbers(concurrency, int), numbers(rate, float)
+    directory, board = RunDirectory(output), Board([b.name for b in backends])
+    with directory.locked(), board.shown(console):
+        done = timing.run(backends, chosen, output, progress=board.step, watch=board.add, **settings)
     directory.write_run(done["config"], done["aggregates"], done["verdict"], done["environment"])
     paths = annie_quant.report.build(output)
     gates = {name: side["gates"] for name, side in done["aggregates"]["served"].items()}
     verdict = done["verdict"] | {"gates": gates, "report": str(paths[0])}
+    lost = timing.regression(stored, output) if stored else None
+    if lost:
+        verdict |= {"regression": {k: lost[k] for k in ("worse", "better", "gates_lost")}}
     emit(verdict) if as_json else console.print_verdict(verdict)
-    sys.exit(0 if verdict["passed"] else 1)
+    for line in timing.losses(lost) if lost else ():
+        console.note(line)
+    sys.exit(0 if verdict["passed"] and not (lost and (lost["worse"] or lost["gates_lost"])) else 1)
+
+
+def numbers(text: str, kind: Any) -> list[Any]:
+    try:
+        return [kind(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise click.UsageError(f"{text!r} is no list of numbers; write it as 1,8") from None
 
 
 @cli.command()

@@ -11,10 +11,10 @@ Nothing here imports torch. The stream client (annie_quant.stream) is imported w
 from __future__ import annotations
 
 from annie_quant.bench.aggregate import aggregate
-from annie_quant.bench.backend import Backend
+from annie_quant.bench.backend import Backend, key_headers
 from annie_quant.bench.export import export
 from annie_quant.bench.machine import environment
-from annie_quant.bench.regress import regression
+from annie_quant.bench.regress import losses, regression
 from annie_quant.bench.runner import run
 
-__all__ = ["Backend", "aggregate", "environment", "export", "regression", "run"]
+__all__ = ["Backend", "aggregate", "environment", "export", "key_headers", "losses", "regression", "run"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import http.client
 import json
+import os
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -57,6 +58,16 @@ class Backend:
         return urllib.parse.urlunsplit(
             (parts.scheme, f"{host}:{parts.port}" if parts.port else host, parts.path, "", "")
         )
+
+
+def key_headers(variable: str | None) -> dict[str, str]:
+    """The Authorization header from an environment variable: a key on a command line would stay in histories."""
+    if variable is None:
+        return {}
+    key = os.environ.get(variable)
+    if not key:
+        raise UsageError(f"the environment variable {variable} is not set", f"export {variable}=...")
+    return {"Authorization": f"Bearer {key}"}
 
 
 def get_json(backend: Backend, path: str, timeout_s: float = PROBE_TIMEOUT_S) -> Any:

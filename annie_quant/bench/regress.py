@@ -68,3 +68,17 @@ def _gates_lost(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[dic
         for now in [after.get(backend, {}).get("gates", {}).get(gate)]
         if now and not now["advisory"] and then["verdict"] != "fail" and now["verdict"] == "fail"
     ]
+
+
+def losses(found: Mapping[str, Any]) -> list[str]:
+    """What got worse, a line each, for people."""
+    lines = [
+        f"worse: {row['backend']} {row['workload']} {row['metric']} {row['median_a']:.4g} → {row['median_b']:.4g} "
+        f"({row['change']:+.1%}, p {row['p_holm']:.2g} after Holm, {row['n_prompts']} prompts)"
+        for row in found["worse"]
+    ]
+    return lines + [
+        f"gate lost: {row['backend']} {row['gate']} {row['before']['passes']}/{row['before']['n']} → "
+        f"{row['after']['passes']}/{row['after']['n']}"
+        for row in found["gates_lost"]
+    ]

@@ -1,0 +1,67 @@
+# %% [markdown]
+# # 7. Your own model: from checkpoint to verdict
+#
+# Set `model` to the folder of your bf16 checkpoint, and `n` to 100 or more. Everything else stays.
+
+# %%
+import os
+import tempfile
+from pathlib import Path
+
+import annie_quant as aq
+from annie_quant.report import display
+
+display.register()
+os.environ["TQDM_DISABLE"] = "1"  # transformers shows a bar for each model that it loads
+model = Path(aq.__file__).parent / "assets" / "tiny-annie"
+n = 3
+folder = Path(tempfile.mkdtemp())
+
+# %% [markdown]
+# ## 1. Conversations as your assistant has them
+# A teacher answers as the persona should: `openai` or `claude-cli` for real ones, `offline` from templates.
+
+# %%
+made = aq.data.generate("annie", teacher="offline", n=40, output=folder / "calibration.jsonl", seed=0)
+print(made)
+
+# %% [markdown]
+# ## 2. Quantize and audit
+# `naive` quantizes every linear but the head; `mlp_only` leaves attention in 16 bits.
+
+# %%
+audits = {}
+for strategy in ("naive", "mlp_only"):
+    aq.quantize.run(strategy, model, folder / strategy, calib_data=folder / "calibration.jsonl", calib_samples=8)
+    audits[strategy] = aq.checkpoint.audit(folder / strategy, source=model)
+assert all(a.ok for a in audits.values())
+audits["mlp_only"]
+
+# %% [markdown]
+# ## 3. Judge without a server
+# Greedy answers under the arithmetic that servers use: W4A4 (activations quantized too) and W4A16 (weights only).
+
+# %%
+workloads = aq.judge.sample(aq.judge.load_workloads(["factual", "tool_memory", "abstention"]), n)
+sides, found = {}, {}
+for strategy in audits:
+    found[strategy] = aq.runtime.evaluate(
+        folder / strategy, model, workloads, numerics=("w4a4",), cache=folder / "cache"
+    )
+    sides["bf16"] = found[strategy]["reference_gates"]
+    sides[f"{strategy} W4A4"] = found[strategy]["numerics"]["w4a4"]["gates"]
+display.Gates(sides)
+
+# %% [markdown]
+# ## 4. The verdict, and the report
+# With n this small gates may stay undecided; the verdict says so. `annie-quant search` does all of this over every strategy.
+
+# %%
+from annie_quant.files import write_json
+
+for strategy, result in found.items():
+    write_json(folder / "run" / "eval" / f"{strategy}.json", result)
+verdict = aq.judge.verdict({"offline": {s: r["numerics"] for s, r in found.items()}, "served": {}})
+print(verdict["sentence"])
+for path in aq.report.build(folder / "run"):
+    print(path.name, path.stat().st_size, "bytes")

@@ -10,7 +10,7 @@ pytest.importorskip("transformers", reason="the runtime needs transformers: pip 
 pytest.importorskip("annie_quant.nvfp4", reason="the runtime needs the codec")
 
 from annie_quant.errors import UsageError  # noqa: E402
-from annie_quant.runtime import codec, linear  # noqa: E402
+from annie_quant.runtime import codec, product  # noqa: E402
 from annie_quant.runtime.linear import NVFP4Linear, set_cache, set_numerics  # noqa: E402
 
 MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float64)
@@ -91,10 +91,11 @@ def made(
     weights = torch.randn(n, k, dtype=torch.bfloat16)
     packed, scale, scale_2 = NVFP4QTensor.quantize(weights, group, try_tensorrt=False)
     layer = NVFP4Linear(k, n, group=group, bias=bias)
-    layer.weight, layer.weight_scale, layer.weight_scale_2 = packed._quantized_data, scale, scale_2
-    layer.input_scale = torch.tensor(4.0 / 2688)
+    state = {"weight": packed._quantized_data, "weight_scale": scale, "weight_scale_2": scale_2}
+    state["input_scale"] = torch.tensor(4.0 / 2688)
     if bias:
-        layer.bias.data = torch.randn(n, dtype=torch.bfloat16)
+        state["bias"] = torch.randn(n, dtype=torch.bfloat16)
+    layer.load_state_dict(state)
     dense = packed.dequantize(dtype=torch.bfloat16, scale=scale, double_scale=scale_2, block_sizes={-1: group})
     return layer, dense
 
@@ -113,7 +114,8 @@ def test_w4a16_is_modelopts_dequantize_and_torchs_linear(group: int, bias: bool,
 def test_packed_weights_go_through_in_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, dense = made(bias=True)
     layer.set_numerics("w4a16")
-    monkeypatch.setattr(linear, "BLOCK_BYTES", 64 * 2 * 7)  # seven rows at a time
+    monkeypatch.setattr(product, "FEW_ROWS", 0)
+    monkeypatch.setattr(product, "BLOCK_BYTES", 64 * 2 * 7)  # seven rows at a time
     x = torch.randn(2, 64, dtype=torch.bfloat16)
     whole = torch.nn.functional.linear(x.float(), dense.float(), layer.bias.float())
     torch.testing.assert_close(layer(x).float(), whole, atol=0.2, rtol=0.02)

@@ -15,8 +15,8 @@ from runtime_models import dequantized, export_nvfp4, save_reference  # noqa: E4
 from safetensors.torch import load_file, save_file  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
-from annie_quant import runtime  # noqa: E402
-from annie_quant.errors import CheckpointError  # noqa: E402
+from annie_quant import checkpoint, runtime  # noqa: E402
+from annie_quant.errors import CheckpointError, EnvironmentFault  # noqa: E402
 from annie_quant.runtime.linear import nvfp4_linears  # noqa: E402
 
 CONFIGS = {"NVFP4_DEFAULT_CFG": 25, "NVFP4_MLP_ONLY_CFG": 12, "NVFP4_MLP_WEIGHT_ONLY_CFG": 12}  # NVFP4 linears
@@ -119,49 +119,119 @@ def nan_scale(t: dict) -> None:
     t[f"{Q}.weight_scale"].view(torch.uint8)[0, 0] = 0x7F
 
 
+def halve(t: dict) -> None:
+    for name in (f"{Q}.weight", f"{Q}.weight_scale"):
+        t[name] = t[name][:, : t[name].shape[1] // 2].contiguous()
+
+
 def put(name: str, value):
     return lambda t: t.__setitem__(name, value)
 
 
 FAULTS = {
-    "NaN block scale": (nan_scale, f"{Q}.weight_scale holds 1 NaN"),
-    "zero input_scale": (put(f"{Q}.input_scale", torch.tensor(0.0)), f"{Q}.input_scale is 0.0"),
-    "infinite tensor scale": (put(f"{Q}.weight_scale_2", torch.tensor(float("inf"))), f"{Q}.weight_scale_2 is inf"),
-    "block scales gone": (lambda t: t.pop(f"{Q}.weight_scale"), f"{Q}.weight_scale is missing"),
-    "codes of another width": (put(f"{Q}.weight", torch.zeros(256, 16, dtype=torch.uint8)), f"{Q}.weight is U8 [256, 16]"),
-    "scales of another type": (
-        lambda t: t.__setitem__(f"{Q}.weight_scale", t[f"{Q}.weight_scale"].float()), f"{Q}.weight_scale is F32"),
-    "a norm gone": (lambda t: t.pop("model.norm.weight"), "lacks model.norm.weight"),
-}  # fmt: skip
+    "block_scale_nan": nan_scale,
+    "input_scale_bad": put(f"{Q}.input_scale", torch.tensor(0.0)),
+    "tensor_scale_bad": put(f"{Q}.weight_scale_2", torch.tensor(float("inf"))),
+    "tensor_scale_inverted": put(f"{Q}.weight_scale_2", torch.tensor(2000.0)),
+    "tensor_scale_missing": lambda t: t.pop(f"{Q}.weight_scale_2"),
+    "block_scale_missing": lambda t: t.pop(f"{Q}.weight_scale"),
+    "scale_shape": lambda t: t.__setitem__(f"{Q}.weight_scale", t[f"{Q}.weight_scale"][:, :3].contiguous()),
+    "scale_dtype": lambda t: t.__setitem__(f"{Q}.weight_scale", t[f"{Q}.weight_scale"].float()),
+    "not_finite": lambda t: t["model.norm.weight"].__setitem__(3, float("nan")),
+    "orphan_scale": lambda t: t.pop(f"{Q}.weight"),
+}
 
 
-@pytest.mark.parametrize("fault", list(FAULTS))
-def test_a_faulty_tensor_is_named(naive: Path, tmp_path: Path, fault: str) -> None:
-    change, message = FAULTS[fault]
+@pytest.mark.parametrize("code", list(FAULTS))
+def test_a_fault_is_refused_with_the_audits_finding(naive: Path, tmp_path: Path, code: str) -> None:
+    folder = edited(naive, tmp_path, FAULTS[code])
+    findings = [f.message for f in checkpoint.audit(folder).findings if f.code == code]
     with pytest.raises(CheckpointError) as raised:
-        runtime.load(edited(naive, tmp_path, change))
-    assert message in raised.value.message
+        AutoModelForCausalLM.from_pretrained(folder)
+    assert any(raised.value.message.startswith(message) for message in findings)
+    assert "\n" not in raised.value.message and "audit" in raised.value.hint
+
+
+def test_a_missing_norm_and_a_width_that_config_json_denies_are_named(naive: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"lacks model\.norm\.weight"):
+        runtime.load(edited(naive, tmp_path / "a", lambda t: t.pop("model.norm.weight")))
+    with pytest.raises(CheckpointError, match=rf"{Q}\.weight is U8 \[256, 16\], expected U8 \[256, 32\]"):
+        runtime.load(edited(naive, tmp_path / "b", halve))
+    folder = configured(naive, tmp_path / "c", lambda c: c.update(intermediate_size=256))
+    with pytest.raises(CheckpointError, match=r"mlp\.\w+\.weight is U8 .* expected U8"):
+        runtime.load(folder)
+    folder = configured(naive, tmp_path / "d", lambda c: c.update(vocab_size=c["vocab_size"] * 2))
+    with pytest.raises(CheckpointError, match=r"config\.json makes it"):
+        runtime.load(folder)
+    folder = configured(naive, tmp_path / "e", lambda c: c.update(model_type="no_such_model"))
+    with pytest.raises(CheckpointError, match="no_such_model") as raised:
+        runtime.load(folder)
     assert "\n" not in raised.value.message
 
 
-@pytest.mark.parametrize("algo", ["NVFP4_AWQ", "MIXED_PRECISION", "FP8", None])
-def test_formats_not_read_yet_are_named(naive: Path, tmp_path: Path, algo: str | None) -> None:
-    folder = copy(naive, tmp_path)
+def configured(source: Path, target: Path, change) -> Path:
+    """A copy of a checkpoint whose config.json went through `change` (a dict, in place)."""
+    folder = copy(source, target)
     config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"]["quant_algo"] = algo
+    change(config)
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match=str(algo)):
+    return folder
+
+
+@pytest.mark.parametrize("algo", ["FP8", "INT4_AWQ", None])
+def test_formats_that_are_not_read_are_named(naive: Path, tmp_path: Path, algo: str | None) -> None:
+    folder = configured(naive, tmp_path, lambda c: c["quantization_config"].update(quant_algo=algo))
+    with pytest.raises(CheckpointError, match=str(algo or "''")):
         AutoModelForCausalLM.from_pretrained(folder)
 
 
-def test_a_truncated_shard_and_an_empty_folder(naive: Path, tmp_path: Path) -> None:
+def test_a_truncated_shard_a_missing_shard_and_an_empty_folder(naive: Path, tmp_path: Path) -> None:
     folder = copy(naive, tmp_path)
     whole = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(CheckpointError, match=r"model\.safetensors"):
         runtime.load(folder)
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="cannot be loaded"):
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    with pytest.raises(CheckpointError, match="shard 2 of 2 is missing"):
+        runtime.load(folder)
+    (folder / "model-00001-of-00002.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"no \.safetensors file"):
         runtime.load(folder)
     with pytest.raises(CheckpointError, match=r"config\.json"):
         runtime.load(tmp_path)
+
+
+def test_too_little_memory_is_one_line(naive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import psutil
+
+    free = psutil.virtual_memory()._replace(available=300_000)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
+    with pytest.raises(EnvironmentFault, match=r"needs 0\.\d GB of memory this way and 0\.0 GB are free"):
+        runtime.load(naive)
+    monkeypatch.undo()
+
+    def short(*args, **kwargs):
+        raise RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:118] DefaultCPUAllocator: not enough memory: you tried\n more"
+        )
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", short)
+    with pytest.raises(EnvironmentFault, match="does not fit into memory") as raised:
+        runtime.load(naive)
+    assert "\n" not in raised.value.message
+
+
+@pytest.mark.parametrize("place", ["cpu", "split", "disk"])
+def test_device_map_is_honoured(naive: Path, tmp_path: Path, place: str) -> None:
+    """All on one device by name, module by module, and with half of the layers on disk."""
+    whole = runtime.load(naive)
+    parts = {"model.embed_tokens": "cpu", "model.norm": "cpu", "lm_head": "cpu", "model.rotary_emb": "cpu"}
+    parts |= {f"model.layers.{i}": "disk" if place == "disk" and i >= 2 else "cpu" for i in range(4)}
+    more = {"device_map": {"": "cpu"} if place == "cpu" else parts}
+    if place == "disk":
+        more["offload_folder"] = str(tmp_path)
+    model = runtime.load(naive, **more)
+    held = model.model.layers[3].mlp.up_proj.codes.device.type
+    assert held == ("meta" if place == "disk" else "cpu")
+    with torch.inference_mode():
+        assert torch.equal(model(some_ids()).logits, whole(some_ids()).logits)

@@ -1,6 +1,6 @@
 """NVFP4 in transformers on any machine, and judging a checkpoint before any server exists.
 
-import annie_quant.runtime                              registers ModelOpt's NVFP4 with transformers
+import annie_quant.runtime                              registers NVFP4 checkpoints with transformers
 model = AutoModelForCausalLM.from_pretrained(folder)    works from then on
 load(folder, numerics="w4a16", cache="bf16")            the same, with the arithmetic chosen and every fault named
 set_numerics(model, "w4a4"), set_cache(model, "bf16")   change either in place
@@ -22,13 +22,24 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 need("torch", "quantize")
 need("transformers", "quantize")
 
-from annie_quant.runtime import backend  # noqa: E402
+from annie_quant.runtime import backend, codec, quantizer  # noqa: E402
 from annie_quant.runtime.evaluate import evaluate  # noqa: E402
+from annie_quant.runtime.fp8 import FP8Linear  # noqa: E402
 from annie_quant.runtime.layers import sensitivity  # noqa: E402
 from annie_quant.runtime.linear import NVFP4Linear, set_cache, set_numerics  # noqa: E402
 from annie_quant.runtime.loading import load, numerics_of  # noqa: E402
-from annie_quant.runtime.quantizer import register  # noqa: E402
 
-register()
+codec.register()
+quantizer.register()
 
-__all__ = ["NVFP4Linear", "backend", "evaluate", "load", "numerics_of", "sensitivity", "set_cache", "set_numerics"]
+__all__ = [
+    "FP8Linear",
+    "NVFP4Linear",
+    "backend",
+    "evaluate",
+    "load",
+    "numerics_of",
+    "sensitivity",
+    "set_cache",
+    "set_numerics",
+]

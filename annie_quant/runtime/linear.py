@@ -1,36 +1,57 @@
-"""NVFP4Linear: a linear layer on ModelOpt's NVFP4 tensors, with the arithmetic of either family of kernels.
+"""NVFP4Linear: a linear layer on the NVFP4 tensors of a checkpoint, with the arithmetic of either family of kernels.
 
 Arithmetic, y = x W^T + b, with W = value * f32(block scale * tensor scale):
-  w4a4   x is first rounded to NVFP4 and back under the checkpoint's input_scale, with one E4M3 scale for each 16
-         values found from x itself: what CUTLASS's and vLLM's NVFP4 kernels do to activations.
+  w4a4   x is first rounded to NVFP4 and back under the checkpoint's input_scale, with one E4M3 scale for each block
+         of values found from x itself: what CUTLASS's and vLLM's NVFP4 kernels do to activations.
   w4a16  x is taken as it comes: what Marlin and llama.cpp do.
-W is rounded once to the dtype of x. In bfloat16 that is ModelOpt's own dequantize; in float32 it is exact, as in
-kernels that apply the scales to float32 sums. The product is torch's linear: float32 sums, one rounding to the dtype
-of x. The tensor names are the checkpoint's own, so state dicts go in and out unchanged.
+Where the weights are dequantized first (many rows of x), W is rounded once to the dtype of x: in bfloat16 that is
+ModelOpt's own dequantize, in float32 it is exact. Kernels that read the packed weights (few rows on a CPU, any on a GPU
+with _gemm) multiply by exact weights in float32 and round the sum once. The tensor names are the checkpoint's own, so
+state dicts go in and out unchanged.
 """
 
 from __future__ import annotations
+
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
 
 from annie_quant.errors import UsageError
-from annie_quant.runtime import codec
+from annie_quant.runtime import codec, product
 
 NUMERICS = ("w4a4", "w4a16")
 CACHES = ("packed", "bf16", "float32")
 CACHE_DTYPE = {"bf16": torch.bfloat16, "float32": torch.float32}
-BLOCK_BYTES = 8 << 20  # dequantized weights alive at a time where they are kept packed
 
 
-class NVFP4Linear(nn.Module):
-    """Buffers: weight uint8 [N, K/2], weight_scale float8_e4m3fn [N, K/group], weight_scale_2 float32 [],
-    input_scale float32 [] or none."""
+class Names(NamedTuple):
+    """What a dialect calls the tensors of a linear."""
 
-    weight: torch.Tensor
-    weight_scale: torch.Tensor
-    weight_scale_2: torch.Tensor
-    input_scale: torch.Tensor | None
+    codes: str
+    block_scale: str
+    tensor_scale: str
+    input_scale: str
+
+
+class Scalars(NamedTuple):
+    """A linear's scales as Python floats. divisor: the tensor's scale as it is kept, where it is kept as a divisor."""
+
+    tensor_scale: float
+    divisor: float | None
+    input_scale: float | None
+
+
+class NVFP4Linear(nn.Linear):
+    """ModelOpt's names. Parameters that hold still: weight uint8 [N, K/2], weight_scale float8_e4m3fn [N, K/group],
+    weight_scale_2 float32 [], input_scale float32 [] or none, pre_quant_scale [K] or none (NVFP4_AWQ: x is multiplied
+    by it first)."""
+
+    NAMES: ClassVar[Names] = Names("weight", "weight_scale", "weight_scale_2", "input_scale")
+    SCALAR: ClassVar[tuple[int, ...]] = ()
+    DIVIDES: ClassVar[bool] = False
+
+    pre_quant_scale: nn.Parameter | None
 
     def __init__(
         self,
@@ -40,47 +61,89 @@ class NVFP4Linear(nn.Module):
         group: int = 16,
         bias: bool = False,
         activations: bool = True,
+        pre_quant: bool = False,
         dtype=None,
         device=None,
     ) -> None:
-        super().__init__()
+        nn.Module.__init__(self)  # nn.Linear's own would make a float weight
         if in_features % group:
             raise UsageError(f"NVFP4 needs rows of a multiple of {group} values, this linear has {in_features}")
         self.in_features, self.out_features, self.group = in_features, out_features, group
-        empty = lambda shape, kind: torch.empty(shape, dtype=kind, device=device)  # noqa: E731
-        self.register_buffer("weight", empty((out_features, in_features // 2), torch.uint8))
-        self.register_buffer("weight_scale", empty((out_features, in_features // group), torch.float8_e4m3fn))
-        self.register_buffer("weight_scale_2", empty((), torch.float32))
-        self.register_buffer("input_scale", empty((), torch.float32) if activations else None)
-        self.bias = nn.Parameter(empty((out_features,), dtype or torch.bfloat16)) if bias else None
+
+        def put(name: str, shape: tuple[int, ...], kind: torch.dtype) -> None:
+            self.register_parameter(
+                name, nn.Parameter(torch.empty(shape, dtype=kind, device=device), requires_grad=False)
+            )
+
+        dtype = dtype or torch.bfloat16
+        for name in ("weight", self.NAMES.input_scale, "pre_quant_scale", "bias"):
+            self.register_parameter(name, None)
+        put(self.NAMES.codes, (out_features, in_features // 2), torch.uint8)
+        put(self.NAMES.block_scale, (out_features, in_features // group), torch.float8_e4m3fn)
+        put(self.NAMES.tensor_scale, self.SCALAR, torch.float32)
+        if activations:
+            put(self.NAMES.input_scale, self.SCALAR, torch.float32)
+        if pre_quant:
+            put("pre_quant_scale", (in_features,), dtype)
+        if bias:
+            put("bias", (out_features,), dtype)
         self.numerics = "w4a4" if activations else "w4a16"
         self.cache = "packed"
         self.dense: torch.Tensor | None = None
-        self._scalars: tuple[float, float | None] | None = None
+        self.prepared: Any = None
+        self._scalars: Scalars | None = None
+
+    @property
+    def codes(self) -> torch.Tensor:
+        return getattr(self, self.NAMES.codes)
+
+    @property
+    def block_scale(self) -> torch.Tensor:
+        return getattr(self, self.NAMES.block_scale)
+
+    @property
+    def rounds_input(self) -> bool:
+        """Whether the checkpoint says how activations are to be rounded."""
+        return getattr(self, self.NAMES.input_scale) is not None
 
     def _apply(self, fn, recurse: bool = True):
-        """.to(dtype) reaches bias alone: the packed tensors keep the format's own types, only their device follows."""
-        kept = {n: b for n, b in self._buffers.items() if b is not None}
+        """.to(dtype) reaches bias and pre_quant_scale alone: packed tensors keep the format's own types, only their
+        device follows."""
+        kept = {n: p.data for n in self.NAMES if (p := getattr(self, n)) is not None}
         super()._apply(fn, recurse)
         for name, before in kept.items():
-            now = self._buffers[name]
-            if now is not None and now.dtype != before.dtype:
-                self._buffers[name] = before.to(now.device)
-        self._scalars = None
+            now = getattr(self, name)
+            if now.dtype != before.dtype:
+                setattr(self, name, nn.Parameter(before.to(now.device), requires_grad=False))
+        self._scalars = self.prepared = None
         if self.dense is not None:
-            self.dense = self.dense.to(self.weight.device)
+            self.dense = self.dense.to(self.codes.device)
         return self
 
-    def scalars(self) -> tuple[float, float | None]:
-        """(weight_scale_2, input_scale) as Python floats, read from the device once."""
+    def scalars(self) -> Scalars:
+        """The scales, read from the device once."""
         if self._scalars is None:
-            self._scalars = (self.weight_scale_2.item(), None if self.input_scale is None else self.input_scale.item())
+            tensor_scale = getattr(self, self.NAMES.tensor_scale).item()
+            given = getattr(self, self.NAMES.input_scale)
+            input_scale = None if given is None else given.item()
+            if self.DIVIDES:
+                input_scale = None if input_scale is None else inverted(input_scale)
+                self._scalars = Scalars(inverted(tensor_scale), tensor_scale, input_scale)
+            else:
+                self._scalars = Scalars(tensor_scale, None, input_scale)
         return self._scalars
+
+    def prepare(self) -> None:
+        """What a forward needs besides the tensors: the scales as numbers and, on a GPU with kernels, the weights as
+        these want them. Done at the first forward where nobody did; torch.compile wants it before."""
+        self.scalars()
+        if self.prepared is None and self.dense is None and product.on_kernels(self):
+            self.prepared = product.repacked(self)
 
     def set_numerics(self, numerics: str) -> None:
         if numerics not in NUMERICS:
             raise UsageError(f"numerics {numerics!r} is not known", f"choose one of: {', '.join(NUMERICS)}")
-        if numerics == "w4a4" and self.input_scale is None:
+        if numerics == "w4a4" and not self.rounds_input:
             raise UsageError(
                 "w4a4 needs an input_scale and this checkpoint holds none (weights alone are quantized)", "use w4a16"
             )
@@ -95,30 +158,37 @@ class NVFP4Linear(nn.Module):
 
     def rows(self, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
         """Weights of output rows start to stop, [stop - start, K] in `dtype`."""
-        return codec.dequantize(
-            self.weight[start:stop], self.weight_scale[start:stop], self.scalars()[0], self.group, dtype
-        )
+        tensor_scale, divisor, _ = self.scalars()
+        codes, scales = self.codes[start:stop], self.block_scale[start:stop]
+        return codec.dequantize(codes, scales, tensor_scale, self.group, dtype, divisor)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.pre_quant_scale is not None:
+            x = x * self.pre_quant_scale.to(x.dtype)
         if self.numerics == "w4a4":
-            input_scale = self.scalars()[1]
+            input_scale = self.scalars().input_scale
             assert input_scale is not None  # set_numerics saw to it
-            x = codec.fake_quant(x, input_scale)
+            x = codec.fake_quant(x, input_scale, self.group)
         if self.dense is not None:
             return nn.functional.linear(x, self.dense.to(x.dtype), self.bias)
-        step = max(1, BLOCK_BYTES // (self.in_features * x.element_size()))
-        if step >= self.out_features:
-            return nn.functional.linear(x, self.rows(0, self.out_features, x.dtype), self.bias)
-        parts = [
-            nn.functional.linear(x, self.rows(i, min(i + step, self.out_features), x.dtype))
-            for i in range(0, self.out_features, step)
-        ]
-        y = torch.cat(parts, -1)
-        return y if self.bias is None else y + self.bias
+        return product.linear(self, x)
 
     def extra_repr(self) -> str:
         shape = f"in={self.in_features}, out={self.out_features}, group={self.group}"
         return f"{shape}, numerics={self.numerics}, cache={self.cache}"
+
+
+class PackedNVFP4Linear(NVFP4Linear):
+    """The same on compressed-tensors' names (nvfp4-pack-quantized), whose two global scales float32 [1] are divisors."""
+
+    NAMES = Names("weight_packed", "weight_scale", "weight_global_scale", "input_global_scale")
+    SCALAR = (1,)
+    DIVIDES = True
+
+
+def inverted(value: float) -> float:
+    """float32(1 / value); infinite for 0."""
+    return (1 / torch.tensor(value, dtype=torch.float32)).item()
 
 
 def nvfp4_linears(model: nn.Module) -> dict[str, NVFP4Linear]:

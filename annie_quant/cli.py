@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -159,10 +158,6 @@ def data(
 @click.option("--seed", default=0, show_default=True, help="Same seed, same bytes.")
 @click.option("--output", required=True, type=click.Path(path_type=Path))
 @click.option("--force", is_flag=True, help="Replace an output that exists.")
-@click.option("--allow-prompt-mismatch", is_flag=True, help="Go on with data made for another system prompt.")
-@click.option("--container", is_flag=True, help="Do it in NVIDIA's container, as the calling user.")
-@click.option("--dry-run", is_flag=True, help="Print size, memory and time to expect (--model 9b and 27b work too), or "
-              "with --container the one command, and stop.")  # fmt: skip
 @json_option
 def quantize(
     strategy: str,
@@ -176,38 +171,12 @@ def quantize(
     seed: int,
     output: Path,
     force: bool,
-    allow_prompt_mismatch: bool,
-    container: bool,
-    dry_run: bool,
     as_json: bool,
 ) -> None:
     """Quantize a bf16 checkpoint to NVFP4 by one strategy."""
-    from annie_quant.quantize import container as ngc
-    from annie_quant.quantize import sizes
-
     loose = [item for item in settings if "=" not in item]
     if loose:
         raise click.UsageError(f"--set {loose[0]}: expected NAME=VALUE")
-    if container:
-        more = ["--calib-samples", str(calib_samples), "--seed", str(seed)]
-        more += ["--exclude-layers", exclude_layers] if exclude_layers else []
-        more += ["--scale", scale] if scale else []
-        more += [word for item in settings for word in ("--set", item)]
-        more += [flag for flag, on in (("--force", force), ("--allow-prompt-mismatch", allow_prompt_mismatch)) if on]
-        argv = ngc.arguments(strategy, model, output, calib_data, more)
-        if dry_run:
-            click.echo(shlex.join(argv))
-            return
-        sys.exit(ngc.run(argv, output))
-    if dry_run or sizes.large(model):
-        for line in sizes.plan(model, strategy, calib_samples).lines():
-            click.echo(line, err=not dry_run)
-    if dry_run:
-        return
-    if calib_data is not None:
-        stale = annie_quant.data.check_prompt_hash(calib_data, allow=allow_prompt_mismatch)
-        if stale:
-            console.note(stale)
     with console.task(f"quantize ({strategy})") as step:
         result = annie_quant.quantize.run(
             strategy,

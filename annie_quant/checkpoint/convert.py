@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from typing import Any
 from annie_quant.checkpoint import dialects, writer
 from annie_quant.checkpoint.linears import Linear, is_linear
 from annie_quant.checkpoint.shards import ModelFolder
+from annie_quant.checkpoint.staging import fingerprint
 from annie_quant.errors import CheckpointError, UsageError
 from annie_quant.files import write_json
 
@@ -169,12 +169,3 @@ def carry(folder: ModelFolder, target: Path) -> None:
     for path in folder.small_files():
         if path.name not in ("config.json", "hf_quant_config.json"):
             shutil.copyfile(path, target / path.name)
-
-
-def fingerprint(folder: ModelFolder) -> str:
-    """Names the source's files by size and time, so that a rerun never keeps shards of another source."""
-    digest = hashlib.sha256(str(folder.path.resolve()).encode())
-    for shard in folder.shards.values():
-        stat = shard.path.stat()
-        digest.update(f"{shard.path.name} {stat.st_size} {stat.st_mtime_ns}".encode())
-    return digest.hexdigest()

@@ -54,10 +54,11 @@ class Shard:
         array = np.frombuffer(self._map, info.numpy_dtype, count=info.elements, offset=info.offset).reshape(info.shape)
         return array if array.flags.aligned else array.copy()
 
-    def release(self, info: TensorInfo) -> None:
-        """Tell the kernel that these pages are done with, so that resident memory stays bounded."""
-        first = -(-info.offset // mmap.PAGESIZE) * mmap.PAGESIZE
-        length = (info.offset + info.size_bytes) // mmap.PAGESIZE * mmap.PAGESIZE - first
+    def release(self, info: TensorInfo, begin: int = 0, end: int | None = None) -> None:
+        """Tell the kernel that these pages (a tensor's bytes begin..end) are done with: resident memory stays bounded."""
+        first = -(-(info.offset + begin) // mmap.PAGESIZE) * mmap.PAGESIZE
+        last = info.offset + (info.size_bytes if end is None else end)
+        length = last // mmap.PAGESIZE * mmap.PAGESIZE - first
         if length > 0:
             self._map.madvise(mmap.MADV_DONTNEED, first, length)
 
@@ -112,12 +113,22 @@ class ModelFolder:
         return self.shards[info.file].tensor(info)
 
     def pieces(self, name: str) -> Iterator[np.ndarray]:
-        """One tensor's elements in order, some megabytes at a time; its pages are given back afterwards."""
+        """One tensor's elements in order, some megabytes at a time; their pages are given back after each."""
         flat = self.tensor(name).reshape(-1)
         step = max(1, PIECE_BYTES // flat.itemsize)
         for start in range(0, flat.size, step):
             yield flat[start : start + step]
-        self.release(name)
+            self.release(name, start * flat.itemsize, min(start + step, flat.size) * flat.itemsize)
+
+    def rows(self, name: str, elements: int = 1 << 24) -> Iterator[np.ndarray]:
+        """A matrix's rows in order, about `elements` at a time; their pages are given back after each."""
+        matrix = self.tensor(name)
+        width = max(1, matrix[:1].size)
+        step = max(1, elements // width)
+        for start in range(0, matrix.shape[0], step):
+            yield matrix[start : start + step]
+            stop = min(start + step, matrix.shape[0])
+            self.release(name, start * width * matrix.itemsize, stop * width * matrix.itemsize)
 
     def scalar(self, name: str) -> np.float32:
         """A one-element tensor as float32."""
@@ -126,9 +137,10 @@ class ModelFolder:
             raise ShardError("scale_shape", f"{name}: shape {list(info.shape)}, expected one number", tensor=name)
         return np.float32(self.tensor(name).reshape(())[()])
 
-    def release(self, name: str) -> None:
+    def release(self, name: str, begin: int = 0, end: int | None = None) -> None:
+        """Give a tensor's mapped pages back, all or those of its bytes begin..end."""
         info = self.info(name)
-        self.shards[info.file].release(info)
+        self.shards[info.file].release(info, begin, end)
 
     @property
     def weight_bytes(self) -> int:

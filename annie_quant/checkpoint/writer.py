@@ -24,21 +24,46 @@ DEFAULT_SHARD_BYTES = 5_000_000_000
 
 @dataclass(frozen=True)
 class Planned:
-    """A tensor to be written. `load` gives the array, or its rows in order as several arrays."""
+    """A tensor to be written. `load` gives the array, or its rows in order as several arrays.
+
+    source_bytes: what must be read to make it, where that is not its own size; progress counts those.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     load: Callable[[], np.ndarray | Iterable[np.ndarray]]
+    source_bytes: int | None = None
 
     @property
     def size_bytes(self) -> int:
         return header.DTYPES[self.dtype].itemsize * int(np.prod(self.shape, dtype=object))
 
+    @property
+    def work_bytes(self) -> int:
+        return self.size_bytes if self.source_bytes is None else self.source_bytes
+
 
 def planned(name: str, array: np.ndarray) -> Planned:
     """A tensor that is at hand already (scales, small ones)."""
     return Planned(name, header.NAMES[array.dtype], array.shape, lambda: array)
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """One file of the output: its name, header, and the tensors in order."""
+
+    name: str
+    head: bytes
+    items: list[Planned]
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.head) + sum(t.size_bytes for t in self.items)
+
+    @property
+    def work_bytes(self) -> int:
+        return sum(t.work_bytes for t in self.items)
 
 
 def split(plan: list[Planned], shard_bytes: int) -> list[list[Planned]]:
@@ -54,6 +79,15 @@ def split(plan: list[Planned], shard_bytes: int) -> list[list[Planned]]:
     return groups
 
 
+def layout(plan: list[Planned], shard_bytes: int, metadata: dict[str, str] | None = None) -> list[ShardPlan]:
+    """The shards that the plan makes, named as every reader expects them."""
+    groups = split(plan, shard_bytes)
+    n = len(groups)
+    names = [SINGLE] if n == 1 else [f"model-{i:05d}-of-{n:05d}.safetensors" for i in range(1, n + 1)]
+    heads = (header.build([(t.name, t.dtype, t.shape) for t in g], metadata or {"format": "pt"}) for g in groups)
+    return [ShardPlan(*parts) for parts in zip(names, heads, groups, strict=True)]
+
+
 def write(
     folder: str | os.PathLike,
     plan: list[Planned],
@@ -64,37 +98,39 @@ def write(
 ) -> list[Path]:
     """Write the planned tensors into `folder` and return the shards' paths. `progress` hears bytes as they are done.
 
-    resume: keep shards that an earlier run left whole (same header); `metadata` must then name the source, or shards
-    made from other weights of the same shapes would be kept too. The index is written last. Raises EnvironmentFault
-    where the disk has not enough room.
+    resume: keep shards that an earlier run left whole (same header). They must be of the same source: see staging.py.
+    The index is written last. Raises EnvironmentFault where the disk has not enough room.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    groups = split(plan, shard_bytes)
-    names = (
-        [SINGLE]
-        if len(groups) == 1
-        else [f"model-{i:05d}-of-{len(groups):05d}.safetensors" for i in range(1, len(groups) + 1)]
-    )
-    heads = [header.build([(t.name, t.dtype, t.shape) for t in g], metadata or {"format": "pt"}) for g in groups]
-    sizes = [len(h) + sum(t.size_bytes for t in g) for h, g in zip(heads, groups, strict=True)]
-    done = [resume and finished(folder / n, h, s) for n, h, s in zip(names, heads, sizes, strict=True)]
-    need_room(folder, sum(s for s, d in zip(sizes, done, strict=True) if not d))
-    for name, head, group, ready, size in zip(names, heads, groups, done, sizes, strict=True):
-        if ready:
-            progress(size)
-            continue
-        with replacing(folder / name) as file:
-            file.write(head)
-            for item in group:
-                for part in parts(item):
-                    file.write(part)
-                progress(item.size_bytes)
-    if len(groups) > 1:
-        weight_map = {t.name: n for n, g in zip(names, groups, strict=True) for t in g}
-        total = sum(t.size_bytes for t in plan)
+    shards = layout(plan, shard_bytes, metadata)
+    missing = [s for s in shards if not (resume and finished(folder, s))]
+    need_room(folder, sum(s.size_bytes for s in missing))
+    for shard in shards:
+        if shard in missing:
+            write_shard(folder, shard, progress)
+        else:
+            progress(shard.work_bytes)
+    write_index(folder, shards)
+    return [folder / s.name for s in shards]
+
+
+def write_shard(folder: Path, shard: ShardPlan, progress: Callable[[int], None] = lambda size_bytes: None) -> None:
+    """One shard, which has its name only when it is whole and on the disk."""
+    with replacing(folder / shard.name) as file:
+        file.write(shard.head)
+        for item in shard.items:
+            for part in parts(item):
+                file.write(part)
+            progress(item.work_bytes)
+
+
+def write_index(folder: Path, shards: list[ShardPlan]) -> None:
+    """The list of which tensor is where, for more than one shard."""
+    if len(shards) > 1:
+        weight_map = {t.name: s.name for s in shards for t in s.items}
+        total = sum(t.size_bytes for s in shards for t in s.items)
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
-    return [folder / n for n in names]
 
 
 def parts(item: Planned) -> Iterator[memoryview]:
@@ -111,13 +147,14 @@ def parts(item: Planned) -> Iterator[memoryview]:
         raise ValueError(f"{item.name}: {written} bytes arrived, {item.size_bytes} were planned")
 
 
-def finished(path: Path, head: bytes, size_bytes: int) -> bool:
+def finished(folder: Path, shard: ShardPlan) -> bool:
     """Whether an earlier run left this very shard: same header, same length."""
+    path = folder / shard.name
     try:
-        if path.stat().st_size != size_bytes:
+        if path.stat().st_size != shard.size_bytes:
             return False
         with path.open("rb") as file:
-            return file.read(len(head)) == head
+            return file.read(len(shard.head)) == shard.head
     except OSError:
         return False
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import shutil
 import time
@@ -10,8 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
-from annie_quant import nvfp4, registry
+from annie_quant import __version__, nvfp4, registry
+from annie_quant.checkpoint.shards import ModelFolder
+from annie_quant.checkpoint.staging import fingerprint, staged
 from annie_quant.errors import CheckpointError, UsageError
+from annie_quant.files import read_json, write_json
 
 Report = Callable[[str], None]
 
@@ -41,6 +46,7 @@ class Job:
     scale: how block scales are chosen where our codec chooses them.  options: what only one strategy understands,
     every name of its OPTIONS, with the given or the default value.  seed: of whatever draws.
     expected_bytes: what the strategy said that the output's tensors will take, once it knows.
+    work: folder for what a killed run should not have to do again; see `kept`.
     """
 
     model: Path
@@ -52,6 +58,23 @@ class Job:
     options: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
     expected_bytes: int | None = None
+    work: Path | None = None
+
+    def kept(self, *what: Any) -> Path:
+        """A folder that outlives a killed run and is emptied when model, text, settings or `what` differ from then."""
+        assert self.work is not None
+        key = {
+            "model": fingerprint(ModelFolder(self.model)),
+            "calib_data": None if self.calib_data is None else hashlib.sha256(self.calib_data.read_bytes()).hexdigest(),
+            "settings": [self.calib_samples, self.exclude, self.scale, self.options, self.seed, *what],
+        }
+        key = json.loads(json.dumps(key))
+        file = self.work / "key.json"
+        if not file.is_file() or read_json(file) != key:
+            shutil.rmtree(self.work, ignore_errors=True)
+            self.work.mkdir(parents=True)
+            write_json(file, key)
+        return self.work
 
 
 def available() -> dict[str, str]:
@@ -89,35 +112,30 @@ def run(
         raise CheckpointError(
             f"{model}: no config.json there, so it is no model folder", "give --model the folder of a bf16 checkpoint"
         )
-    if output.exists() and any(output.iterdir()) and not force:
-        raise UsageError(f"{output} exists and is not empty", "choose another --output, or add --force")
     chosen = settled(part, options)
     rule: Any = scale or getattr(part, "SCALE", "amax")
     if rule not in get_args(nvfp4.Scale):
         raise UsageError(f"--scale {scale!r}", f"choose one of: {', '.join(get_args(nvfp4.Scale))}")
     patterns = tuple(p.strip() for p in exclude.split(",") if p.strip()) if isinstance(exclude, str) else tuple(exclude)
-    staging = output.with_name(f".{output.name}.part")
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
     job = Job(
         model,
-        staging,
+        output,
         Path(calib_data) if calib_data else None,
         calib_samples,
         patterns,
         rule,
         chosen,
         seed,
+        work=output.with_name(f".{output.name}.work"),
     )
     start = time.monotonic()
-    try:
+    # A strategy with a stamp goes on from what a stopped run left; the others start anew.
+    stamp = {"strategy": part.NAME, "version": __version__, **part.stamp(job)} if hasattr(part, "stamp") else None
+    with staged(output, stamp, force) as staging:
+        job.output = staging
         part.quantize(job, report)
         carry_companions(model, staging)
-        if output.exists():
-            shutil.rmtree(output)
-        staging.rename(output)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+    shutil.rmtree(output.with_name(f".{output.name}.work"), ignore_errors=True)
     return {
         "strategy": part.NAME,
         "output": str(output),

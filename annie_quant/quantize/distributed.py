@@ -1,0 +1,64 @@
+"""Shards of the output as tasks on a Ray cluster: every machine sees the same folders, each makes whole shards.
+
+A task names its shard and plans anew from the job, so nothing but a few settings travels. A worker that dies loses the
+shard it was at, and Ray gives that task to another.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+from annie_quant.errors import AnnieError, EnvironmentFault, need
+from annie_quant.quantize.job import Job
+from annie_quant.quantize.meter import Meter
+
+RETRIES = 5  # of a shard whose worker died
+
+
+def make(job: Job, shards: dict[str, int], meter: Meter) -> None:
+    """Make the named shards (name → bytes of source) on the cluster at job.options["ray"]; "local" starts one."""
+    ray = need("ray", "ray")
+    address = job.options["ray"]
+    if not ray.is_initialized():
+        try:
+            ray.init(address=None if address == "local" else address, log_to_driver=False, logging_level=logging.ERROR)
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            raise EnvironmentFault(
+                f"no Ray cluster at {address}: {str(error).splitlines()[0][:120]}",
+                "start one with `ray start --head`, or use --ray local",
+            ) from None
+    options = {k: v if k != "input_scales" or not v else str(Path(v).resolve()) for k, v in job.options.items()}
+    there = replace(job, model=job.model.resolve(), output=job.output.resolve(), options=options)
+    task = ray.remote(max_retries=RETRIES)(make_one)
+    waiting = {task.remote(there, name): size for name, size in shards.items()}
+    try:
+        while waiting:
+            done, _ = ray.wait(list(waiting))
+            for one in done:
+                ray.get(one)
+                meter.add(waiting.pop(one))
+    except ray.exceptions.RayTaskError as error:
+        cause = error.cause
+        raise (
+            cause
+            if isinstance(cause, AnnieError | OSError)
+            else EnvironmentFault(f"a Ray worker failed: {type(cause).__name__}: {str(cause).splitlines()[0][:120]}")
+        ) from None
+    except ray.exceptions.RayError as error:
+        raise EnvironmentFault(
+            f"Ray: {str(error).splitlines()[0][:160]}", "run the same command again: finished shards are kept"
+        ) from None
+    finally:
+        for one in waiting:
+            ray.cancel(one)
+
+
+def make_one(job: Job, name: str) -> None:
+    """One shard, in a worker."""
+    from annie_quant.quantize.strategies import direct
+
+    if not job.output.is_dir():
+        raise EnvironmentFault(f"{job.output}: not seen by this worker", "give folders that every machine shares")
+    direct.make_shard(job, name)

@@ -26,6 +26,19 @@ def unpack(
     codes: Buffer, scales: Buffer, kind: int, group: int, divides: bool, tensor_scale: float, out: Buffer, /
 ) -> bool: ...
 def fake_quant(x: Buffer, kind: int, group: int, tensor_scale: float, out: Buffer, /) -> None: ...
+def gptq(
+    w: Buffer,
+    columns: int,
+    factor: Buffer,
+    group: int,
+    choice: int,
+    tensor_scale: float,
+    largest_code: float,
+    importance: Buffer | None,
+    codes: Buffer,
+    scales: Buffer,
+    /,
+) -> bool: ...
 def gemv(
     x: Buffer,
     kind: int,

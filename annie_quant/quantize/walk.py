@@ -10,6 +10,7 @@ Padding never reaches `see`. Outputs equal the whole model's (tests/test_quantiz
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -30,6 +31,8 @@ SAME_INPUT = (
     ("linear_attn.out_proj",),
     ("mlp.down_proj",),
 )
+
+LAYERS = re.compile(r"^model\.(language_model\.)?layers\.")
 
 
 def device_and_dtype(folder: ModelFolder) -> tuple[str, Any]:

@@ -6,6 +6,7 @@
  */
 #include "common/buffers.h"
 #include "gemv.h"
+#include "gptq.h"
 #include "layout.h"
 #include "parallel.h"
 
@@ -211,6 +212,59 @@ cleanup:
     PyBuffer_Release(&codes);
     PyBuffer_Release(&scales);
     PyBuffer_Release(&y);
+    return result;
+}
+
+static PyObject *py_gptq(PyObject *self, PyObject *args)
+{
+    (void)self;
+    PyObject *result = NULL, *weights;
+    Py_buffer w = {0}, factor = {0}, weight = {0}, codes = {0}, scales = {0};
+    struct gptq_plan plan;
+    Py_ssize_t columns;
+    size_t row_bytes, square, scratch;
+    float *errors = NULL;
+    memset(&plan, 0, sizeof plan);
+    plan.codec.kind = KIND_F32;
+    if (!PyArg_ParseTuple(args, "w*ny*iiffOw*w*", &w, &columns, &factor, &plan.codec.group, &plan.codec.choice,
+                          &plan.codec.tensor_scale, &plan.codec.largest_code, &weights, &codes, &scales))
+        return NULL;
+    if (!plan_known(&plan.codec))
+        goto cleanup;
+    plan.columns = (size_t)columns;
+    if (columns <= 0 || plan.columns % (size_t)plan.codec.group || !size_product(plan.columns, sizeof(float), &row_bytes) ||
+        !size_product(row_bytes, plan.columns, &square)) {
+        PyErr_Format(PyExc_ValueError, "%zd columns, expected a multiple of %d", columns, plan.codec.group);
+        goto cleanup;
+    }
+    if (!whole_units(&w, row_bytes, "w", &plan.rows) || !buffer_holds(&factor, square, "factor") ||
+        !buffer_holds(&codes, plan.rows * plan.columns / 2, "codes") ||
+        !buffer_holds(&scales, plan.rows * (plan.columns / (size_t)plan.codec.group), "scales") ||
+        !buffers_apart(&w, &factor, "w and factor") || !buffers_apart(&w, &codes, "w and codes") ||
+        !buffers_apart(&w, &scales, "w and scales") || !buffers_apart(&codes, &scales, "codes and scales"))
+        goto cleanup;
+    if (weights != Py_None && (PyObject_GetBuffer(weights, &weight, PyBUF_C_CONTIGUOUS) < 0 ||
+                               !buffer_holds(&weight, row_bytes, "importance")))
+        goto cleanup;
+    if (!size_product(plan.rows, GPTQ_WINDOW * sizeof(float), &scratch) || !(errors = malloc(scratch ? scratch : 1))) {
+        PyErr_NoMemory();
+        goto cleanup;
+    }
+    plan.codec.weight = weight.buf;
+    plan.factor = factor.buf;
+    bool finite;
+    Py_BEGIN_ALLOW_THREADS
+    plan_prepare(&plan.codec);
+    finite = gptq(&plan, w.buf, errors, codes.buf, scales.buf);
+    Py_END_ALLOW_THREADS
+    result = PyBool_FromLong(finite);
+cleanup:
+    free(errors);
+    PyBuffer_Release(&w);
+    PyBuffer_Release(&factor);
+    PyBuffer_Release(&weight);
+    PyBuffer_Release(&codes);
+    PyBuffer_Release(&scales);
     return result;
 }
 
@@ -428,6 +482,8 @@ static PyMethodDef methods[] = {
     {"unpack", py_unpack, METH_VARARGS, "unpack(codes, scales, kind, group, divides, tensor_scale, out)"},
     {"fake_quant", py_fake_quant, METH_VARARGS, "fake_quant(x, kind, group, tensor_scale, out)"},
     {"gemv", py_gemv, METH_VARARGS, "gemv(x, kind, columns, codes, scales, group, divides, tensor_scale, y): y = x W^T"},
+    {"gptq", py_gptq, METH_VARARGS,
+     "gptq(w, columns, factor, group, choice, tensor_scale, largest_code, importance, codes, scales) -> all finite?"},
     {"to_ggml", py_to_ggml, METH_VARARGS, "to_ggml(codes, scales, out)"},
     {"from_ggml", py_from_ggml, METH_VARARGS, "from_ggml(blocks, codes, scales)"},
     {"swizzle", py_swizzle, METH_VARARGS, "swizzle(scales, rows, columns, out)"},

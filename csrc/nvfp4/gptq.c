@@ -1,0 +1,98 @@
+/* GPTQ's inner loop (Frantar et al. 2022, algorithm 1) with NVFP4 block scales.
+ *
+ * A row never looks at another, so rows are shared out to threads. A block's scale is chosen from the weights as they
+ * stand when its first column comes up, corrections included. Updates run over columns with no sum across lanes, so
+ * every width of vector gives the same bytes (-ffp-contract=off keeps multiply and subtract apart).
+ */
+#include "gptq.h"
+
+#include "parallel.h"
+
+#if defined(__x86_64__) && defined(__GNUC__) && defined(__gnu_linux__) && !defined(__SANITIZE_ADDRESS__)
+#define WIDEST __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define WIDEST
+#endif
+
+#define TILE_ROWS 16
+#define TILE_COLUMNS 512 /* of the factor: 512 columns of 128 rows are 256 KB, which stay in the second-level cache */
+
+/* w[0..count) -= sum over j of e[j] * u[j * stride ..], in order of j; four rows of u a pass over w. */
+WIDEST
+static void take_out(size_t count, size_t terms, const float *e, const float *u, size_t stride, float *w)
+{
+    size_t j = 0;
+    for (; j + 4 <= terms; j += 4) {
+        const float *a = u + j * stride, *b = a + stride, *c = b + stride, *d = c + stride;
+        const float p = e[j], q = e[j + 1], r = e[j + 2], s = e[j + 3];
+        for (size_t k = 0; k < count; k++)
+            w[k] = (((w[k] - p * a[k]) - q * b[k]) - r * c[k]) - s * d[k];
+    }
+    for (; j < terms; j++) {
+        const float *a = u + j * stride, p = e[j];
+        for (size_t k = 0; k < count; k++)
+            w[k] -= p * a[k];
+    }
+}
+
+/* One row's columns first .. first + width, its errors in errors[0 .. width). */
+static bool round_window(const struct gptq_plan *plan, size_t first, size_t width, float *row, float *errors,
+                         uint8_t *codes, uint8_t *scales)
+{
+    const struct pack_plan *codec = &plan->codec;
+    const size_t group = (size_t)codec->group;
+    bool finite = true;
+    for (size_t start = first; start < first + width; start += group) {
+        float *block = row + start, amax = 0;
+        for (size_t i = 0; i < group; i++) {
+            float a = block[i] < 0 ? -block[i] : block[i];
+            amax = a > amax ? a : amax;
+            finite &= a <= 0x1.fffffep127f;
+        }
+        const float *weight = codec->weight ? codec->weight + start : NULL;
+        const uint8_t code = codec->choice == CHOICE_AMAX ? block_code(codec, amax) : best_code(codec, block, weight);
+        const float step = codec->step[code];
+        scales[start / group] = code;
+        for (size_t i = 0; i < group; i++) {
+            const size_t at = start + i;
+            const float *factor = plan->factor + at * plan->columns;
+            const float ratio = block[i] / step;
+            const unsigned index = e2m1_index(ratio < 0 ? -ratio : ratio), sign = ratio < 0;
+            const float value = (sign ? -E2M1_VALUE[index] : E2M1_VALUE[index]) * step;
+            const float error = (block[i] - value) / factor[at];
+            codes[at / 2] = (uint8_t)(at & 1 ? codes[at / 2] | (index | sign << 3) << 4 : index | sign << 3);
+            errors[at - first] = error;
+            block[i] = value;
+            for (size_t k = i + 1; k < group; k++)
+                block[k] -= error * factor[start + k];
+        }
+        const size_t next = start + group;
+        take_out(first + width - next, group, errors + (start - first), plan->factor + start * plan->columns + next,
+                 plan->columns, row + next);
+    }
+    return finite;
+}
+
+bool gptq(const struct gptq_plan *plan, float *w, float *errors, uint8_t *codes, uint8_t *scales)
+{
+    const size_t columns = plan->columns, blocks = columns / (size_t)plan->codec.group;
+    const size_t tiles = (plan->rows + TILE_ROWS - 1) / TILE_ROWS;
+    int bad = 0;
+    for (size_t first = 0; first < columns; first += GPTQ_WINDOW) {
+        const size_t width = columns - first < GPTQ_WINDOW ? columns - first : GPTQ_WINDOW, right = first + width;
+#pragma omp parallel for schedule(dynamic) num_threads(threads_get()) reduction(| : bad)
+        for (size_t t = 0; t < tiles; t++) {
+            const size_t top = t * TILE_ROWS, end = top + TILE_ROWS < plan->rows ? top + TILE_ROWS : plan->rows;
+            for (size_t r = top; r < end; r++)
+                bad |= !round_window(plan, first, width, w + r * columns, errors + r * GPTQ_WINDOW,
+                                     codes + r * (columns / 2), scales + r * blocks);
+            for (size_t c = right; c < columns; c += TILE_COLUMNS) {
+                const size_t count = columns - c < TILE_COLUMNS ? columns - c : TILE_COLUMNS;
+                for (size_t r = top; r < end; r++)
+                    take_out(count, width, errors + r * GPTQ_WINDOW, plan->factor + first * columns + c, columns,
+                             w + r * columns + c);
+            }
+        }
+    }
+    return !bad;
+}

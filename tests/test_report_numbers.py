@@ -74,6 +74,9 @@ def recount(run, key: str) -> float | tuple[int, int]:
     if kind in ("size", "bits"):
         model = next(m for m in document["aggregates"]["models"] if m["name"] == rest[0])
         return model["size_bytes" if kind == "size" else "bits_per_weight"]
+    if kind == "memory":
+        levels = document["aggregates"]["served"][rest[0].split("/")[1]]["memory_bytes"]
+        return levels[rest[1]] if rest[1] in levels else max(levels[k] for k in ("idle", "one", "five"))
     if kind in ("kl", "perplexity"):
         _, name, numerics = rest[0].split("/")
         side = document["aggregates"]["offline"][name][numerics]
@@ -110,7 +113,7 @@ def test_every_shown_figure_equals_its_recount(run):
             if re.match(r"(\d+)/(\d+)", first.replace("\u202f", "")).groups() != (str(expected[0]), str(expected[1])):
                 wrong.append((key, first, expected))
             continue
-        unit = SCALE.get(first.split()[-1], 1.0) if kind == "size" else 1.0
+        unit = SCALE.get(first.split()[-1], 1.0) if kind in ("size", "memory") else 1.0
         value, slack = report_page.first_number(first)
         if abs(value * unit - expected) > slack * unit:
             wrong.append((key, first, expected))

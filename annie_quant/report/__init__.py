@@ -1,4 +1,4 @@
-"""What people look at: report.html (one offline file), report.md (paste-ready), results.csv and plots/*.svg.
+"""What people look at: report.html (one offline file), report.md and comparison.md (paste-ready), results.csv, plots/*.svg.
 
 build(run_dir)   write all of them beside the run's own files; returns their paths, report.html first
 """
@@ -49,6 +49,7 @@ def compose(run_dir: str | os.PathLike) -> dict[str, str]:
     files = {
         "report.html": page.render(run, {f.key: f for f in drawn}, check, csv_text),
         "report.md": markdown.render(run, check),
+        "comparison.md": markdown.comparison(run, check),
         "results.csv": csv_text,
     }
     for figure in drawn:

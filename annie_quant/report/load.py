@@ -106,7 +106,6 @@ def load(run_dir: str | Path) -> Run:
     if not folder.is_dir():
         raise UsageError(f"{folder}: there is no such run directory", "annie-quant demo makes one in runs/demo")
     records, torn = _records(folder / "records.jsonl")
-    records, torn = _records(folder / "records.jsonl")
     source = next((n for n in ("run.json", "bench.json") if (folder / n).is_file()), None)
     evaluations = {p.stem: mapping(_json(p, strict=False)) for p in sorted(folder.glob("eval/*.json"))}
     if source is None and not records and not evaluations:
@@ -115,6 +114,8 @@ def load(run_dir: str | Path) -> Run:
             "give a folder that annie-quant demo or bench wrote",
         )
     doc = normal.document(_json(folder / source) if source else {})
+    if not doc["backends"]:
+        doc["backends"] = normal.document(_json(folder / "bench.json", strict=False))["backends"]
     run = Run(folder, doc, records, normal.inputs(_json(folder / "inputs.json", strict=False)), torn)
     if not run.aggregates["served"] and records:
         # A benchmark that was cut off: its records alone give rates and percentiles.

@@ -1,12 +1,17 @@
-"""report.md: verdict, paste-ready tables in the style of llama-bench, method. Every cell is escaped for Markdown."""
+"""report.md: verdict, paste-ready tables in the style of llama-bench, method. comparison.md: the founding document.
+
+Every cell is escaped for Markdown.
+"""
 
 from __future__ import annotations
 
 import re
 from typing import Any
 
-from annie_quant.report import tables
+from annie_quant.report import advice, tables
+from annie_quant.report import comparison as founding
 from annie_quant.report.checklist import checklist
+from annie_quant.report.figures import SIGNS
 from annie_quant.report.load import Run
 from annie_quant.report.page import facts, findings, outcome
 from annie_quant.report.tables import Cell, Table
@@ -74,11 +79,7 @@ def render(run: Run, check: dict[str, Any] | None) -> str:
     comparisons = comparisons if comparisons.rows else tables.comparisons_table(run)
     if comparisons.rows:
         parts += ["## Paired comparisons", inert(comparisons.caption) + ".", grid(comparisons, "a", 4)]
-    title, lines = checklist(run)
-    if lines:
-        marks = {"pass": "[x]", "fail": "[ ] **no:**", "undecided": "[ ] open:"}
-        parts += [f"## Drop-in checklist: {inert(title)}"]
-        parts += ["\n".join(f"- {marks[x.verdict]} {inert(x.item)} ({inert(x.evidence)})" for x in lines)]
+    parts += _checklist(run)
     parts += _list("Not in this run", [f"{m['what']}. To make it: {m['command']}" for m in run.missing])
     parts += _list("Caveats", findings(run))
     parts += ["## Method", *method(run, check)]
@@ -90,6 +91,49 @@ def render(run: Run, check: dict[str, Any] | None) -> str:
     for title, pairs in facts(run):
         parts += [f"## {title}", "\n".join(f"- {inert(key)}: {inert(value)}" for key, value in pairs)]
     return "\n\n".join(parts) + "\n"
+
+
+def _checklist(run: Run) -> list[str]:
+    title, lines = checklist(run)
+    marks = {"pass": "[x]", "fail": "[ ] **no:**", "undecided": "[ ] open:"}
+    rows = [f"- {marks[x.verdict]} {inert(x.item)} ({inert(x.evidence)})" for x in lines]
+    return [f"## Drop-in checklist: {inert(title)}", "\n".join(rows)] if rows else []
+
+
+def comparison(run: Run, check: dict[str, Any] | None) -> str:
+    """comparison.md: recommendation, founding table, quality, checklist, memory budget, decision tree, caveats, method."""
+    who, table = founding.pair(run), founding.founding_table(run)
+    title = f"{who.names[0]} against {who.names[1] or 'nothing else'}" if who else "Comparison"
+    parts = [f"# {inert(title)}"]
+    if (said := advice.recommendation(run)) is None:
+        parts.append("No candidate was measured behind a server, so there is nothing to compare yet.")
+    else:
+        parts += ["## Recommendation", f"**{inert(said.sentence)}**"]
+        parts += _list("Why", said.reasons) + _list("What changes in operation", said.operation)
+    if table:
+        parts += ["## Side by side", grid(table, "dimension", 3)]
+    if run.sides:
+        parts += ["## Quality", "Passes of n; ✓ pass, ✗ fail, ? undecided; 95 % intervals in brackets."]
+        parts.append(grid(tables.side_by_side(run), ""))
+    parts += _checklist(run)
+    if budget := founding.registry(run):
+        parts += ["## Memory budget", inert(budget.caption) + ".", grid(budget, "model")]
+    if steps := advice.decision_tree(run):
+        parts += ["## Decision tree, as it was walked", tree(steps)]
+    parts += _list("Not in this run", [f"{m['what']}. To make it: {m['command']}" for m in run.missing])
+    parts += _list("Caveats", findings(run))
+    parts += ["## Method", *method(run, check)]
+    return "\n\n".join(parts) + "\n"
+
+
+def tree(steps: list[advice.Step], depth: int = 0) -> str:
+    """Steps as nested lists, each with its outcome's sign."""
+    lines = []
+    for step in steps:
+        lines.append("  " * depth + f"- {SIGNS.get(step.verdict, '·')} {inert(step.text)}")
+        if step.children:
+            lines.append(tree(step.children, depth + 1))
+    return "\n".join(lines)
 
 
 def method(run: Run, check: dict[str, Any] | None) -> list[str]:

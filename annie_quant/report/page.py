@@ -14,7 +14,7 @@ from typing import Any
 
 from annie_quant import __version__
 from annie_quant.errors import need
-from annie_quant.report import answers, checklist, recount, tables, text
+from annie_quant.report import advice, answers, checklist, comparison, recount, tables, text
 from annie_quant.report.figures import Figure
 from annie_quant.report.load import Run
 from annie_quant.report.svg import MARKS
@@ -67,6 +67,10 @@ def render(run: Run, figures: dict[str, Figure], check: dict[str, Any] | None, c
             comparisons=tables.comparisons_table(run),
             browser=answers.collect(run),
             dropin=checklist.checklist(run),
+            advice=advice.recommendation(run),
+            tree=advice.decision_tree(run),
+            founding=comparison.founding_table(run),
+            registry=comparison.registry(run),
             missing={m["part"]: m for m in run.missing},
             stages=run.doc["stages"],
             facts=facts(run),

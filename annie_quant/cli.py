@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,10 @@ def data(
 @click.option("--seed", default=0, show_default=True, help="Same seed, same bytes.")
 @click.option("--output", required=True, type=click.Path(path_type=Path))
 @click.option("--force", is_flag=True, help="Replace an output that exists.")
+@click.option("--allow-prompt-mismatch", is_flag=True, help="Go on with data made for another system prompt.")
+@click.option("--container", is_flag=True, help="Do it in NVIDIA's container, as the calling user.")
+@click.option("--dry-run", is_flag=True, help="Print size, memory and time to expect (--model 9b and 27b work too), or "
+              "with --container the one command, and stop.")  # fmt: skip
 @json_option
 def quantize(
     strategy: str,
@@ -171,12 +176,38 @@ def quantize(
     seed: int,
     output: Path,
     force: bool,
+    allow_prompt_mismatch: bool,
+    container: bool,
+    dry_run: bool,
     as_json: bool,
 ) -> None:
     """Quantize a bf16 checkpoint to NVFP4 by one strategy."""
+    from annie_quant.quantize import container as ngc
+    from annie_quant.quantize import sizes
+
     loose = [item for item in settings if "=" not in item]
     if loose:
         raise click.UsageError(f"--set {loose[0]}: expected NAME=VALUE")
+    if container:
+        more = ["--calib-samples", str(calib_samples), "--seed", str(seed)]
+        more += ["--exclude-layers", exclude_layers] if exclude_layers else []
+        more += ["--scale", scale] if scale else []
+        more += [word for item in settings for word in ("--set", item)]
+        more += [flag for flag, on in (("--force", force), ("--allow-prompt-mismatch", allow_prompt_mismatch)) if on]
+        argv = ngc.arguments(strategy, model, output, calib_data, more)
+        if dry_run:
+            click.echo(shlex.join(argv))
+            return
+        sys.exit(ngc.run(argv, output))
+    if dry_run or sizes.large(model):
+        for line in sizes.plan(model, strategy, calib_samples).lines():
+            click.echo(line, err=not dry_run)
+    if dry_run:
+        return
+    if calib_data is not None:
+        stale = annie_quant.data.check_prompt_hash(calib_data, allow=allow_prompt_mismatch)
+        if stale:
+            console.note(stale)
     with console.task(f"quantize ({strategy})") as step:
         result = annie_quant.quantize.run(
             strategy,
@@ -479,10 +510,17 @@ def numbers(text: str, kind: Any) -> list[Any]:
 
 
 @cli.command()
-@click.argument("run_dir", type=click.Path(path_type=Path))
-def report(run_dir: Path) -> None:
-    """Write report.html and report.md from a run directory."""
-    for path in annie_quant.report.build(run_dir):
+@click.argument("run_dirs", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--output", type=click.Path(path_type=Path), help="Of several runs: where the trends go. Default: trends")
+def report(run_dirs: tuple[Path, ...], output: Path | None) -> None:
+    """Write report.html, report.md and comparison.md into a run directory; of several, trends.html and trends.md."""
+    from annie_quant.report import trends
+
+    if len(run_dirs) == 1 and output is not None:
+        raise click.UsageError("--output is for the trends of several runs; the report of one lies in its folder")
+    several = len(run_dirs) > 1
+    paths = trends.build(run_dirs, output or Path("trends")) if several else annie_quant.report.build(run_dirs[0])
+    for path in paths:
         click.echo(str(path))
 
 

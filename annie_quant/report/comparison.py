@@ -68,7 +68,7 @@ def founding_table(run: Run) -> Table | None:
     ):
         cells = [write(run, s) for s in sides]
         for cell in cells:
-            cell.css = cell.css if cell.css in ("pass", "fail", "undecided") else "word"
+            cell.css = f"word {cell.css}" if cell.css in ("pass", "fail", "undecided") else "word"
         table.rows.append((title, cells))
     return table
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shlex
@@ -606,12 +607,25 @@ def main() -> None:
     except (click.Abort, KeyboardInterrupt):
         console.error("interrupted; what is finished is kept", "run the same command again to go on")
         sys.exit(130)
-    except OSError as error:
-        if os.environ.get("ANNIE_QUANT_TRACEBACK"):
+    except Exception as error:
+        full = disk_is_full(error)
+        if os.environ.get("ANNIE_QUANT_TRACEBACK") or not (full or isinstance(error, OSError)):
             raise
-        where = f"{error.filename}: " if error.filename else ""
-        console.error(f"{where}{error.strerror or error}", "set ANNIE_QUANT_TRACEBACK=1 to see where")
+        if full:
+            console.error("the disk is full; what is finished is kept", "free some, then run the same command again")
+        elif isinstance(error, OSError):
+            where = f"{error.filename}: " if error.filename else ""
+            console.error(f"{where}{error.strerror or error}", "set ANNIE_QUANT_TRACEBACK=1 to see where")
         sys.exit(3)
+
+
+def disk_is_full(error: BaseException | None) -> bool:
+    """Whether this, or what it came from, is ENOSPC; libraries wrap it in exceptions of their own."""
+    while error is not None:
+        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left on device" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 if __name__ == "__main__":

@@ -115,10 +115,15 @@ def hardened(
                 continue
             rows = {"before": sides[kind]["gates"][gate], "after": after, "reference": reference}
             counts = {k: [row["passes"], row["n"]] for k, row in rows.items()}
-            found[f"{kind.upper()} {gate}"] = counts | {
-                "restored": None if reference["verdict"] == "fail" else after["verdict"] != "fail"
-            }
+            found[f"{kind.upper()} {gate}"] = counts | {"restored": restored(after, reference)}
     return {"gates": found, "reading": reading([f["restored"] for f in found.values()])}
+
+
+def restored(after: Mapping[str, Any], reference: Mapping[str, Any]) -> bool | None:
+    """Whether a gate is well again under the hardened prompt; None where bf16 itself is not well under it."""
+    if after["verdict"] != "fail" or after["passes"] * reference["n"] >= reference["passes"] * after["n"]:
+        return True
+    return None if reference["verdict"] == "fail" else False
 
 
 def reading(restored: Sequence[bool | None]) -> str:

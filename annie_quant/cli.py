@@ -347,7 +347,7 @@ def evaluate(
     show_default=True,
     help="Numerics under which every gate must pass; w4a16 alone admits weight-only checkpoints.",
 )
-@click.option("--calib-samples", default=512, show_default=True)
+@click.option("--calib-samples", default=128, show_default=True)
 @click.option("--allow-prompt-mismatch", is_flag=True, help="Go on with data made for another system prompt.")
 @click.option("--anyway", is_flag=True, help="Go on with a model that fails the gates in bf16.")
 @json_option

@@ -7,7 +7,6 @@ A stage that finished is not done again: its stamp in stages/ holds a key made f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,11 @@ from annie_quant.console import Console
 from annie_quant.files import read_json, write_json
 from annie_quant.quantize.job import weight_bytes
 from annie_quant.rundir import RunDirectory
-from annie_quant.stages import Stages, weight_sizes
+from annie_quant.stages import Stages, offline_prompts, weight_sizes
 
 MODEL = Path(__file__).parent / "assets" / "tiny-annie"
 CALIBRATION_ROWS = 48
 KL_ROWS = 60
-FEW = 10  # below it a trial run is meant, where no gate decides
 
 # name → label, strategy (None: made from bf16 as it is), GGUF type (None: as the checkpoint is)
 SIDES: dict[str, tuple[str, str | None, str | None]] = {
@@ -58,7 +56,7 @@ class Line:
             stages.stage(
                 f"gguf-{side}", {"text": stages.text_key()}, [f"gguf/{side}.gguf"], partial(self.convert, side)
             )
-        workloads = offline_sample(self.n_offline)
+        workloads = offline_prompts(self.n_offline)
         for strategy in STRATEGIES:
             stages.evaluate(
                 strategy,
@@ -149,21 +147,6 @@ class Line:
             "checkpoint": str(folder),
             "gguf": str(gguf),
         }
-
-
-def offline_sample(n: int) -> Sequence[Any]:
-    """The demo's prompts: n a gate, and every tool prompt there is.
-
-    The founding observation is about tool calls, 25 of them leave a rate of 45 % undecided against 60 %, and an answer
-    that agrees with the reference's costs next to nothing to check.
-    """
-    from annie_quant import judge
-
-    everything = judge.load_workloads()
-    chosen = {w.name: w for w in judge.sample(everything, n)}
-    if n >= FEW:
-        chosen |= {w.name: w for w in everything if "tool_call" in w.gates}
-    return list(chosen.values())
 
 
 def parameters(folder: Path) -> int:

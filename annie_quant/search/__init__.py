@@ -18,9 +18,10 @@ from annie_quant import judge, quantize
 from annie_quant.data import check_prompt_hash
 from annie_quant.errors import AnnieError, UsageError
 from annie_quant.files import write_json, write_text
+from annie_quant.quantize import sizes
 from annie_quant.rundir import RunDirectory
 from annie_quant.search import decide, explain, table
-from annie_quant.stages import Stages, weight_sizes
+from annie_quant.stages import Stages, offline_prompts, weight_sizes
 
 # Cheapest first: by what the result costs to serve, then by what it costs to make. QAD trains, so it comes last.
 ORDER = (
@@ -28,7 +29,7 @@ ORDER = (
 )  # fmt: skip
 AFTER_GIBBERISH = "auto_mixed"  # the founding tree: "quantization too aggressive, try Strategy C"
 NUMERICS = ("w4a4", "w4a16")
-SAMPLES = 512
+SAMPLES = 128
 
 
 def run(
@@ -84,7 +85,7 @@ class Search:
         self.stages, self.n, self.required, self.every, self.order = stages, n, tuple(required), every, order
         self.console, self.start = console, time.monotonic()
         self.workloads = judge.load_workloads()
-        self.asked = judge.sample(self.workloads, n)
+        self.asked = offline_prompts(n)
         self.counts = decide.final_counts(self.asked)
         self.found: dict[str, Any] = {
             "chosen": None,
@@ -122,7 +123,7 @@ class Search:
         waiting = list(self.order)
         while waiting:
             row = self.attempt(waiting.pop(0))
-            self.found["strategies"].append(row)
+            self.found["strategies"].append(row | self.of_a_9b(row["strategy"]))
             self.console.note(f"{row['strategy']}: {row['outcome']}")
             if row["passed"] and self.found["chosen"] is None:
                 self.found["chosen"] = row["strategy"]
@@ -167,6 +168,14 @@ class Search:
         weights = sum(elements for elements, _ in weight_sizes(self.stages.model).values())
         return {"size_bytes": size, "bits_per_weight": table.bits(size, weights)} | table.weight_traffic(folder)
 
+    @staticmethod
+    def of_a_9b(strategy: str) -> dict[str, Any]:
+        """What the strategy makes of Qwen3.5-9B, by count."""
+        if strategy not in sizes.RECIPES:
+            return {}
+        plan = sizes.plan("9b", strategy)
+        return {"of_9b": {"size_bytes": plan.size_bytes, "ceiling_tok_s": sizes.GB10_READ / plan.read_bytes}}
+
     def judge(self, strategy: str, row: dict[str, Any]) -> None:
         """Smoke, early look, all prompts; fills in numerics, why, path, outcome, passed."""
         folder = self.stages.checkpoint(strategy)
@@ -182,7 +191,8 @@ class Search:
             row["path"].append(f"smoke → {lost}; bf16 answers it, so the quantization is too aggressive")
             return
         row["path"].append("smoke → coherent")
-        steps = decide.looks(self.n)
+        # The whole table is for comparing, so all of it rests on the same prompts.
+        steps = [self.n] if self.every else decide.looks(self.n)
         for look in steps[:-1]:
             seen = self.stages.evaluate(f"{strategy}-n{look}", folder, judge.sample(self.asked, look))["numerics"]
             row["numerics"] = seen

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from annie_quant.quantize.sizes import GB10_READ
 from annie_quant.stages import weight_sizes
 
-GB10_BYTES_S = 232e9  # reads measured on a GB10; its datasheet says 273 (spec/gemm.md)
 MARKS = {"pass": "✓", "fail": "✗", "undecided": "?"}
 
 
@@ -23,7 +23,7 @@ def weight_traffic(folder: Path) -> dict[str, float]:
     sizes = weight_sizes(folder)
     skip = () if tied else ("embed_tokens.weight",)
     read = sum(size for name, (_, size) in sizes.items() if not name.endswith(skip) and not name.startswith("mtp."))
-    return {"read_bytes": read, "ceiling_tok_s": GB10_BYTES_S / read}
+    return {"read_bytes": read, "ceiling_tok_s": GB10_READ / read}
 
 
 def cell(row: Mapping[str, Any] | None) -> str:
@@ -40,7 +40,10 @@ def render(found: Mapping[str, Any]) -> str:
     lines += [f"**{outcome(found)}**", ""]
     lines += [f"- {note}" for note in found["notes"]]
     lines += ["", "## Strategies", "", *summary_table(rows), "", "## Gates", ""]
-    lines += ["Passes/n, verdict (95 % Wilson interval). Strategies dropped early were asked fewer prompts.", ""]
+    lines += [
+        "Passes/n, verdict (95 % Wilson interval). A strategy that was dropped early was asked fewer prompts.",
+        "",
+    ]
     lines += gates_table(found)
     lines += ["", "## The path taken", "", "```", *tree(found), "```", ""]
     lines += ["## Why those that failed did", "", *explanations(rows), ""]
@@ -63,13 +66,13 @@ def minutes(seconds: float) -> str:
 
 def summary_table(rows: list[Mapping[str, Any]]) -> list[str]:
     lines = [
-        "| strategy | outcome | MB | bits a weight | GB10 ceiling, tok/s | KL W4A4 | KL W4A16 | top-token flips W4A4 / W4A16 | "
-        "answers as bf16's | quantize + judge |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| strategy | outcome | MB | bits a weight | GB10 ceiling, tok/s | of a 9B: GB, tok/s | KL W4A4 | KL W4A16 | "
+        "top-token flips W4A4 / W4A16 | answers as bf16's | quantize + judge |",
+        "|" + "---|" * 11,
     ]
     for r in rows:
         if r.get("error"):
-            lines.append(f"| {r['strategy']} | could not be made: {r['error']} |" + " – |" * 8)
+            lines.append(f"| {r['strategy']} | could not be made: {r['error']} |" + " – |" * 9)
             continue
         kl = {k: s["kl"] for k, s in r["numerics"].items()}
         means = [f"{kl[k]['mean']:.4f}" if k in kl else "–" for k in ("w4a4", "w4a16")]
@@ -77,10 +80,15 @@ def summary_table(rows: list[Mapping[str, Any]]) -> list[str]:
         same = [s["same_answers"] for s in r["numerics"].values()]
         lines.append(
             f"| {r['strategy']} | {r['outcome']} | {r['size_bytes'] / 1e6:,.2f} | {r['bits_per_weight']:.2f} | "
-            f"{r['ceiling_tok_s']:,.0f} | {means[0]} | {means[1]} | {flips[0]} / {flips[1]} | "
+            f"{r['ceiling_tok_s']:,.0f} | {nine(r)} | {means[0]} | {means[1]} | {flips[0]} / {flips[1]} | "
             f"{' / '.join(f'''{s['same']}/{s['n']}''' for s in same)} | {r['seconds']:.0f} s |"
         )
     return lines
+
+
+def nine(row: Mapping[str, Any]) -> str:
+    of = row.get("of_9b")
+    return f"{of['size_bytes'] / 1e9:.2f}, {of['ceiling_tok_s']:.0f}" if of else "–"
 
 
 def gates_table(found: Mapping[str, Any]) -> list[str]:
@@ -123,10 +131,12 @@ RULES = [
     "- Smoke: the founding question (the capital of Japan) answered with the fact, no markdown, no thinking.",
     "- Early look at 30 prompts a gate: dropped when no outcome of the rest could pass it, or when the interval lies below the "
     "threshold at 1 − 0.05/looks (Bonferroni over the looks of a gate).",
+    "- With --all there is no early look: the whole table rests on the same prompts.",
     "- Last look at all prompts: the gates' own rules (rates: lower 95 % Wilson bound at the founding rate; leaks and empty "
     "answers: none; facts and sums: lower bound at 0.95). Only this look can pass.",
     "- KL: mean over the assistant tokens of bf16's own answers, nats. Flips: tokens whose most likely token is another.",
-    "- GB10 ceiling: 232 GB/s of measured reads over the bytes of weights that one token needs.",
+    "- GB10 ceiling: 232 GB/s of measured reads over the bytes of weights that one token needs; the same for Qwen3.5-9B by count "
+    "of its parameters (annie-quant quantize --strategy S --model 9b --dry-run).",
 ]
 
 

@@ -7,6 +7,7 @@ shard it was at, and Ray gives that task to another.
 from __future__ import annotations
 
 import logging
+import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from annie_quant.quantize.job import Job
 from annie_quant.quantize.meter import Meter
 
 RETRIES = 5  # of a shard whose worker died
+CONNECT_S = 5.0
 
 
 def make(job: Job, shards: dict[str, int], meter: Meter) -> None:
@@ -23,10 +25,11 @@ def make(job: Job, shards: dict[str, int], meter: Meter) -> None:
     address = job.options["ray"]
     if not ray.is_initialized():
         try:
+            answers(address)
             ray.init(address=None if address == "local" else address, log_to_driver=False, logging_level=logging.ERROR)
-        except (ConnectionError, ValueError, RuntimeError) as error:
+        except (OSError, ValueError, RuntimeError) as error:
             raise EnvironmentFault(
-                f"no Ray cluster at {address}: {str(error).splitlines()[0][:120]}",
+                f"no Ray cluster at {address}: {(str(error) or type(error).__name__).splitlines()[0][:120]}",
                 "start one with `ray start --head`, or use --ray local",
             ) from None
     options = {k: v if k != "input_scales" or not v else str(Path(v).resolve()) for k, v in job.options.items()}
@@ -53,6 +56,13 @@ def make(job: Job, shards: dict[str, int], meter: Meter) -> None:
     finally:
         for one in waiting:
             ray.cancel(one)
+
+
+def answers(address: str) -> None:
+    """Raises OSError where HOST:PORT does not listen; Ray itself would wait for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdigit():
+        socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
 
 
 def make_one(job: Job, name: str) -> None:

@@ -28,7 +28,7 @@ def problem(k: int = 160, n_rows: int = 24, seed: int = 0) -> tuple[np.ndarray, 
 
 def in_numpy(w: np.ndarray, upper: np.ndarray, tensor_scale: np.float32, group: int) -> tuple[np.ndarray, np.ndarray]:
     """Algorithm 1 of the GPTQ paper, one column after the other, in float64 apart from the rounding itself."""
-    w, codes, scales = w.astype(np.float64), np.zeros(w.shape), np.zeros((len(w), w.shape[1] // group), np.float32)
+    w, scales = w.astype(np.float64), np.zeros((len(w), w.shape[1] // group), np.float32)
     for column in range(w.shape[1]):
         if column % group == 0:
             amax = np.abs(w[:, column : column + group]).max(1).astype(np.float32)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from annie_quant.errors import need
@@ -15,21 +16,25 @@ from annie_quant.quantize import fake
 from annie_quant.quantize.export import FP8, NVFP4, shared
 from annie_quant.quantize.texts import Text
 
-KEPT_TOKENS = 1024  # tokens of answers that are scored: one trial is a pass over them, and their logits stay in memory
-
 
 class Trial:
-    """One model and its own logits as the reference. by_mark: how much a token counts, by what it is."""
+    """One model and its own logits as the reference.
 
-    def __init__(self, model: Any, conversations: Sequence[Text], by_mark: Mapping[int, float]) -> None:
+    by_mark: how much a token counts, by what it is. tokens: of answers, scored at most; a trial is a pass over them,
+    and their logits stay in memory.
+    """
+
+    def __init__(self, model: Any, conversations: Sequence[Text], by_mark: Mapping[int, float], tokens: int) -> None:
         from annie_quant.runtime.engine import Engine, Row
 
         torch = need("torch", "quantize")
         self.model, self.engine = model, Engine(model)
-        total, chosen = 0, []
+        total = 0
+        chosen: list[Text] = []
         for text in spread(conversations):
-            if total + len(text.answer) <= KEPT_TOKENS:
-                total, chosen = total + len(text.answer), [*chosen, text]
+            if total + len(text.answer) <= tokens:
+                total += len(text.answer)
+                chosen.append(text)
         self.rows = [Row(t.prompt, t.answer) for t in chosen]
         device = next(model.parameters()).device
         self.weight = [
@@ -81,11 +86,10 @@ def rounded(
             else:
                 step = top[name] / fake.LARGEST_NVFP4
                 linear.weight.data = fake.nvfp4_weight(before, step, scale, importance.get(name))
-            undo.append(lambda linear=linear, before=before: setattr(linear.weight, "data", before))
+            undo.append(partial(setattr, linear.weight, "data", before))
             if name in inputs:
                 rounder = fake.fp8 if kind == FP8 else fake.nvfp4_input
-                hook = lambda module, args, r=rounder, a=inputs[name]: (r(args[0], a), *args[1:])  # noqa: E731
-                undo.append(linear.register_forward_pre_hook(hook).remove)
+                undo.append(linear.register_forward_pre_hook(hook(rounder, inputs[name])).remove)
         with torch.inference_mode():
             yield
     finally:
@@ -93,11 +97,22 @@ def rounded(
             back()
 
 
+def hook(rounder: Callable[[Any, float], Any], amax: float) -> Callable[..., tuple[Any, ...]]:
+    def before(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (rounder(args[0], amax), *args[1:])
+
+    return before
+
+
 def find(model: Any, name: str) -> Any:
     """The module that a checkpoint calls `name`; a text model calls model.language_model.x model.x."""
+    return model.get_submodule(in_model(name))
+
+
+def in_model(name: str) -> str:
     from annie_quant.quantize.walk import LAYERS
 
-    return model.get_submodule(LAYERS.sub("model.layers.", name))
+    return LAYERS.sub("model.layers.", name)
 
 
 def load(folder: Any) -> Any:

@@ -39,7 +39,8 @@ class Decided:
 
     amax: largest |input| of the linears with quantized activations.  scale: rule of the block scales.
     importance: linear → float32 [K].  weights: tensor name → array in the source tensor's place (any float dtype; an
-    unquantized one is rounded to the source's dtype).  packed: linear → finished codes.
+    unquantized one is rounded to the source's dtype).  packed: linear → finished codes.  tensor_amax: linear → what its
+    tensor scale is made from, where that is not its weight's own largest value.
     """
 
     formats: dict[str, str]
@@ -48,6 +49,7 @@ class Decided:
     importance: dict[str, np.ndarray] = field(default_factory=dict)
     weights: Mapping[str, np.ndarray] = field(default_factory=dict)
     packed: dict[str, nvfp4.Tensor] = field(default_factory=dict)
+    tensor_amax: dict[str, float] = field(default_factory=dict)
 
 
 def expected_bytes(folder: ModelFolder, formats: Mapping[str, str]) -> int:
@@ -128,7 +130,9 @@ def tensor_scales(folder: ModelFolder, decided: Decided) -> dict[str, np.float32
     """Module → the multiplier of its whole tensor (weight_scale_2; FP8: amax / 448), one for a fused group."""
     largest = {}
     for module in sorted(decided.formats.keys() - decided.packed.keys()):
-        largest[module] = float(nvfp4.amax(source_weight(folder, f"{module}.weight", decided)))
+        given = decided.tensor_amax.get(module)
+        weight = source_weight(folder, f"{module}.weight", decided)
+        largest[module] = float(nvfp4.amax(weight)) if given is None else given
         folder.release(f"{module}.weight")
     scales = {m: np.float32(t.tensor_scale) for m, t in decided.packed.items()}
     for module, top in shared(largest).items():

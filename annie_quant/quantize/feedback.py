@@ -21,7 +21,8 @@ class Hessian:
     """Sums the weighted second moment of the inputs [n, K] that it hears, and their largest value."""
 
     def __init__(self, table: Any) -> None:
-        self.table, self.total, self.weight, self.amax = table, None, 0.0, 0.0
+        self.table, self.weight, self.amax = table, 0.0, 0.0
+        self.total: Any = None
 
     def __call__(self, x: Any, marks: Any) -> None:
         if not len(x):

@@ -16,7 +16,8 @@ from annie_quant import __version__, nvfp4, registry
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.staging import fingerprint, staged
 from annie_quant.errors import CheckpointError, UsageError
-from annie_quant.files import read_json, write_json
+from annie_quant.files import read_json, sha256_text, write_json
+from annie_quant.quantize.calibration import read_conversations
 
 Report = Callable[[str], None]
 
@@ -35,6 +36,7 @@ COMPANIONS = (
     "video_preprocessor_config.json",
     "LICENSE",
 )
+PROVENANCE = "annie_quant.json"  # in every output: how it was made
 
 
 @dataclass
@@ -70,6 +72,10 @@ class Job:
         }
         key = json.loads(json.dumps(key))
         file = self.work / "key.json"
+        for _ in range(600 if rank() else 0):  # the first process makes the folder
+            if file.is_file() and read_json(file) == key:
+                return self.work
+            time.sleep(0.1)
         if not file.is_file() or read_json(file) != key:
             shutil.rmtree(self.work, ignore_errors=True)
             self.work.mkdir(parents=True)
@@ -95,10 +101,14 @@ def run(
     force: bool = False,
     report: Report = lambda line: None,
     seed: int = 0,
+    persona: str | None = None,
+    allow_prompt_mismatch: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """Quantize `model` into `output` and return what came of it.
 
+    persona: name or file of the production system prompt that the conversations must carry, default what they name;
+    another prompt is refused unless allow_prompt_mismatch. The checkpoint keeps the prompt's hash in annie_quant.json.
     The result: strategy, output, seconds, expected_bytes (None where unknown before), size_bytes, source_bytes.
 
     Raises UsageError where a pattern matches nothing or the output is in the way, CheckpointError where the model
@@ -128,14 +138,19 @@ def run(
         seed,
         work=output.with_name(f".{output.name}.work"),
     )
+    prompt = prompt_of(job.calib_data, persona, allow_prompt_mismatch)
     start = time.monotonic()
     # A strategy with a stamp goes on from what a stopped run left; the others start anew.
     stamp = {"strategy": part.NAME, "version": __version__, **part.stamp(job)} if hasattr(part, "stamp") else None
-    with staged(output, stamp, force) as staging:
+    # Under a launcher of several processes the first one writes; the others compute with it and leave nothing behind.
+    follows = rank() > 0
+    target = output.with_name(f".{output.name}.rank{rank()}") if follows else output
+    with staged(target, stamp, force or follows) as staging:
         job.output = staging
         part.quantize(job, report)
         carry_companions(model, staging)
-    shutil.rmtree(output.with_name(f".{output.name}.work"), ignore_errors=True)
+        write_json(staging / PROVENANCE, provenance(job, part.NAME) | prompt)
+    shutil.rmtree(target if follows else output.with_name(f".{output.name}.work"), ignore_errors=True)
     return {
         "strategy": part.NAME,
         "output": str(output),
@@ -143,6 +158,41 @@ def run(
         "expected_bytes": job.expected_bytes,
         "size_bytes": weight_bytes(output),
         "source_bytes": weight_bytes(model),
+    }
+
+
+def rank() -> int:
+    """Which of a launcher's processes (torchrun, accelerate launch) this is; 0 where there is one."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def prompt_of(calib_data: Path | None, persona: str | None, allow: bool) -> dict[str, Any]:
+    """{"prompt_sha256": the system prompts' hashes in the conversations, "prompt_mismatch": sentence or None}.
+
+    Raises UsageError where the data's system prompt is not production's, unless `allow`.
+    """
+    if calib_data is None:
+        return {"prompt_sha256": [], "prompt_mismatch": None}
+    from annie_quant.data import check_prompt_hash
+
+    rows = read_conversations(calib_data)
+    stale = check_prompt_hash(rows, persona, allow=allow)
+    systems = {row["messages"][0]["content"] for row in rows if row["messages"][0]["role"] == "system"}
+    return {"prompt_sha256": sorted(sha256_text(s) for s in systems), "prompt_mismatch": stale}
+
+
+def provenance(job: Job, strategy: str) -> dict[str, Any]:
+    """How a checkpoint was made; no path and no time, so that the same seed gives the same bytes."""
+    data = None if job.calib_data is None else hashlib.sha256(job.calib_data.read_bytes()).hexdigest()
+    return {
+        "version": __version__,
+        "strategy": strategy,
+        "calib_data_sha256": data,
+        "calib_samples": job.calib_samples,
+        "exclude": list(job.exclude),
+        "scale": job.scale,
+        "options": job.options,
+        "seed": job.seed,
     }
 
 

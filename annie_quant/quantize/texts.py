@@ -1,7 +1,8 @@
 """Calibration text as tokens that know what they are: prompt, content, tool-call markup, thinking, end of turn.
 
 The mark of a position is the class of the token that is predicted there, for a position's activations decide that
-token and not the one that stands there. Padding goes to the right: Qwen3.5 is causal, so no real token sees it.
+token and not the one that stands there. Padding goes to the right, where no real token sees it (Qwen3.5 is causal), and
+repeats the text, so that even who does not know of it sees no activations but natural ones.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def padded(texts: Sequence[Text]) -> Batch:
     width = max(len(t.ids) for t in texts)
     ids, marks = np.zeros((len(texts), width), np.int64), np.full((len(texts), width), PADDING, np.int64)
     for i, text in enumerate(texts):
-        ids[i, : len(text.ids)] = text.ids
+        ids[i] = np.resize(text.ids, width)
         marks[i, : len(text.marks)] = text.marks
     return Batch(ids, marks)
 

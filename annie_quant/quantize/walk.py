@@ -36,11 +36,10 @@ LAYERS = re.compile(r"^model\.(language_model\.)?layers\.")
 
 
 def device_and_dtype(folder: ModelFolder) -> tuple[str, Any]:
-    """A GPU in bfloat16 where there is one; else the CPU, in float32 for models of up to about a gigabyte."""
+    """A GPU where there is one, else the CPU; float32 for models of up to a gigabyte, bfloat16 for larger ones."""
     torch = need("torch", "quantize")
-    if torch.cuda.is_available():
-        return "cuda", torch.bfloat16
-    return "cpu", torch.float32 if folder.weight_bytes < 1 << 30 else torch.bfloat16
+    dtype = torch.float32 if folder.weight_bytes < 1 << 30 else torch.bfloat16
+    return "cuda" if torch.cuda.is_available() else "cpu", dtype
 
 
 def trunk_of(folder: ModelFolder) -> str:

@@ -53,7 +53,9 @@ def round_layer(layer: Layer, chosen: set[str], table: Any, decided: Decided, jo
     hear = {g[0]: Hessian(table) for g, taken in groups if taken}
     see: dict[str, See] = dict(hear)
     layer.run(see)
-    tops = {f"{layer.name}.{n}": float(layer.linears[n].weight.abs().max()) for _, taken in groups for n in taken}
+    tops = {
+        f"{layer.name}.{n}": float(layer.linears[n].weight.detach().abs().max()) for _, taken in groups for n in taken
+    }
     tops = shared(tops)
     for group, taken in groups:
         if not taken:

@@ -36,8 +36,8 @@ NAME = "sensitivity"
 SUMMARY = "ours: W4A4, W4A16, FP8 or bf16 by measured divergence under a size budget (--set bits=5.5)"
 SCALE = "sweep"
 # bits: a weight of the decoder's linears, those that stay bf16 included. activations: what 4-bit activations may add
-# to the divergence, as a share of what the rounded weights cost.
-OPTIONS = {"bits": 5.5, "activations": 0.25}
+# to the divergence, as a share of what the rounded weights cost. tokens: of answers, scored in each trial.
+OPTIONS = {"bits": 5.5, "activations": 0.25, "tokens": 1024}
 FORMATS = (NVFP4, W4A16, FP8)
 SCORED = {m: w for m, w in BY_MARK.items() if m != texts.PROMPT}
 
@@ -94,7 +94,7 @@ def measure(
     work = [(u, f) for u in units for f in FORMATS if f not in known.get(u, {})]
     if not work:
         return known
-    trial = divergence.Trial(divergence.load(folder), conversations, SCORED)
+    trial = divergence.Trial(divergence.load(folder), conversations, SCORED, job.options["tokens"])
     for done, (unit, kind) in enumerate(work, 1):
         formats = dict.fromkeys(units[unit], kind)
         known.setdefault(unit, {})[kind] = trial.cost(formats, amax, job.scale, importance)

@@ -1,0 +1,161 @@
+"""Every strategy on one model: quantize, audit, evaluate; the table of docs/strategies.md.
+
+python tests/perf/strategies.py --output runs/strategies --n 100             # one after the other, finished ones kept
+python tests/perf/strategies.py --output runs/strategies --only gptq,qad     # these alone
+python tests/perf/strategies.py --output runs/strategies --table             # the table of what is there
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import annie_quant
+from annie_quant import checkpoint, judge, quantize, runtime
+from annie_quant.checkpoint.linears import is_linear
+from annie_quant.checkpoint.shards import ModelFolder
+from annie_quant.data import generate
+from annie_quant.files import read_json, write_json
+
+TINY = Path(annie_quant.__file__).parent / "assets/tiny-annie"
+# Row → (strategy, exclude, settings). Sizes of B and of what is held against it are equal: `bits` was set for that.
+ROWS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "naive": ("naive", "", {}),
+    "direct": ("direct", "", {}),
+    "direct four_over_six": ("direct", "", {"scale": "four_over_six"}),
+    "direct sweep": ("direct", "", {"scale": "sweep"}),
+    "awq_lite": ("awq_lite", "", {}),
+    "mlp_only": ("mlp_only", "", {}),
+    "auto_mixed": ("auto_mixed", "", {}),
+    "auto_mixed 6 bits": ("auto_mixed", "", {"bits": 6.0}),
+    "w4a16_mixed": ("w4a16_mixed", "", {}),
+    "gptq": ("gptq", "", {}),
+    "gptq W4A16": ("gptq", "", {"activations": 16}),
+    "manners": ("manners", "", {}),
+    "manners W4A16": ("manners", "", {"activations": 16}),
+    "sensitivity 5.5 bits": ("sensitivity", "", {}),
+    "sensitivity 5 bits": ("sensitivity", "", {"bits": 5.0}),
+    "sensitivity, B's size": ("sensitivity", "", {"bits": 8.05}),
+    "qad": ("qad", "", {"lr": 1e-4, "steps": 200, "batch": 16, "checkpointing": 0}),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=TINY)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--calib-data", type=Path, help="default: 500 conversations by the offline teacher, seed 0")
+    parser.add_argument("--calib-samples", type=int, default=256)
+    parser.add_argument("--n", type=int, default=100, help="prompts a gate")
+    parser.add_argument("--only", default=",".join(ROWS), help="rows, comma-separated")
+    parser.add_argument("--table", action="store_true", help="print the table of finished rows and stop")
+    given = parser.parse_args()
+    if not given.table:
+        given.output.mkdir(parents=True, exist_ok=True)
+        calibration = given.calib_data or given.output / "calibration.jsonl"
+        if not calibration.is_file():
+            generate("annie", teacher="offline", n=500, output=calibration)
+        for row in split_rows(given.only):
+            one(row, given, calibration)
+    print(table(given.output, given.model))
+
+
+def split_rows(only: str) -> list[str]:
+    """Names of rows hold commas themselves, so the known names are looked for."""
+    return [name for name in ROWS if re.search(rf"(^|,){re.escape(name)}(,|$)", only)]
+
+
+def one(row: str, given: argparse.Namespace, calibration: Path) -> None:
+    strategy, exclude, settings = ROWS[row]
+    name = re.sub(r"\W+", "_", row)
+    target, file = given.output / "models" / name, given.output / f"{name}.json"
+    if file.is_file():
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    made = quantize.run(
+        strategy,
+        given.model,
+        target,
+        calib_data=calibration,
+        calib_samples=given.calib_samples,
+        exclude=exclude,
+        force=True,
+        report=lambda line: print(f"{row}: {line}", flush=True) if "MB written" not in line else None,
+        **settings,
+    )
+    audit = checkpoint.audit(target, source=given.model)
+    workloads = judge.sample(judge.load_workloads(), given.n)
+    start = time.monotonic()
+    found = runtime.evaluate(target, given.model, workloads, cache=given.output / "reference", dtype="float32")
+    kept = {
+        key: {k: side[k] for k in ("gates", "kl", "same_answers", "paired")} for key, side in found["numerics"].items()
+    }
+    write_json(
+        file,
+        {
+            "row": row,
+            "strategy": strategy,
+            "settings": settings,
+            "made": made,
+            "bits": bits(target),
+            "audit": [f.message for f in audit.findings] if not audit.ok else [],
+            "numerics": kept,
+            "reference_gates": found["reference_gates"],
+            "seconds_evaluate": time.monotonic() - start,
+        },
+    )
+    print(json.dumps({"row": row, "seconds": made["seconds"], "audit": audit.ok}), flush=True)
+
+
+def bits(folder: Path) -> float:
+    """Bits a weight over the decoder's linears, scales included, from what is on disk."""
+    model = ModelFolder(folder)
+    size = weights = 0
+    for name in model:
+        info = model.info(name)
+        if ".layers." not in name or not is_linear(name, info.shape):
+            continue
+        module = name.removesuffix(".weight")
+        size += sum(model.info(t).size_bytes for t in (name, f"{module}.weight_scale") if t in model)
+        weights += info.elements * (2 if info.dtype == "U8" else 1)
+    return 8 * size / weights
+
+
+def table(folder: Path, model: Path) -> str:
+    """Markdown: a line a row and numerics."""
+    found = [read_json(p) for p in sorted(folder.glob("*.json"))]
+    found = sorted((f for f in found if f.get("row") in ROWS), key=lambda f: list(ROWS).index(f["row"]))
+    if not found:
+        return "nothing is finished yet"
+    passed = sorted(
+        g for g, v in found[0]["reference_gates"].items() if v["verdict"] == "pass" and not v.get("advisory")
+    )
+    lines = [
+        "| strategy | numerics | tool calls (95 % interval) | gates lost or undecided | mean KL | flips | same answers "
+        "| MB | bits | seconds |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    base = found[0]["reference_gates"]["tool_call"]
+    lines.append(f"| bf16 | – | {rate(base)} | – | – | – | – | {ModelFolder(model).weight_bytes / 1e6:.2f} | 16 | – |")
+    for f in found:
+        for numerics, side in f["numerics"].items():
+            bad = [f"{g} {rate(side['gates'][g])}" for g in passed if side["gates"][g]["verdict"] != "pass"]
+            kl, same = side["kl"], side["same_answers"]
+            lines.append(
+                f"| {f['row']} | {numerics} | {rate(side['gates']['tool_call'])} | {'; '.join(bad) or 'none'} "
+                f"| {kl['mean']:.5f} | {kl['flips']} of {kl['n_tokens']:,} | {same['same']} of {same['n']} "
+                f"| {f['made']['size_bytes'] / 1e6:.2f} | {f['bits']:.2f} | {f['made']['seconds']:.0f} |"
+            )
+    return "\n".join(lines)
+
+
+def rate(gate: dict[str, Any]) -> str:
+    return f"{gate['passes']}/{gate['n']} ({100 * gate['low']:.0f}–{100 * gate['high']:.0f} %)"
+
+
+if __name__ == "__main__":
+    main()

@@ -196,9 +196,12 @@ def nvfp4_linears(model: nn.Module) -> dict[str, NVFP4Linear]:
 
 
 def set_numerics(model: nn.Module, numerics: str) -> None:
-    """w4a4 or w4a16 for every NVFP4Linear of the model. UsageError: the checkpoint has no input scales for w4a4."""
-    for linear in nvfp4_linears(model).values():
-        linear.set_numerics(numerics)
+    """w4a4 or w4a16 for every NVFP4Linear of the model; one without an input scale among others that have one is w4a16
+    by its format and stays so. UsageError: the checkpoint has no input scales for w4a4."""
+    linears = nvfp4_linears(model).values()
+    mixed = any(m.rounds_input for m in linears)
+    for linear in linears:
+        linear.set_numerics("w4a16" if mixed and numerics == "w4a4" and not linear.rounds_input else numerics)
 
 
 def set_cache(model: nn.Module, cache: str) -> None:

@@ -111,9 +111,9 @@ def first_line(error: BaseException) -> str:
 
 
 def numerics_of(model: Any) -> list[str]:
-    """What this model can be evaluated under: ["bf16"] without NVFP4 linears, else w4a16 and, with input scales,
-    w4a4."""
+    """What this model can be evaluated under: ["bf16"] without NVFP4 linears, else w4a16 and, where any linear has an
+    input scale, w4a4."""
     linears = nvfp4_linears(model).values()
     if not linears:
         return ["bf16"]
-    return ["w4a4", "w4a16"] if all(m.rounds_input for m in linears) else ["w4a16"]
+    return ["w4a4", "w4a16"] if any(m.rounds_input for m in linears) else ["w4a16"]

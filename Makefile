@@ -9,7 +9,7 @@ APT    := build-essential pkg-config libcurl4-openssl-dev
 APT_TEST := chromium gcc-aarch64-linux-gnu qemu-user libc6-dev-arm64-cross
 C_FILES := $(shell find csrc setup.py pyproject.toml requirements.txt -type f 2>/dev/null)
 
-.PHONY: demo test lint format perf clean setup
+.PHONY: demo test lint format perf docs clean setup
 
 demo: setup
 	$(BIN)/annie-quant demo
@@ -24,6 +24,10 @@ lint: setup
 
 perf: setup
 	@for f in tests/perf/bench_*.py; do echo "== $$f"; $(BIN)/python $$f || exit 1; done
+
+docs: setup
+	$(BIN)/python -m mkdocs build --strict
+	@echo "build/site/index.html"
 
 clean:
 	rm -rf build dist .pytest_cache .hypothesis .ruff_cache .mypy_cache runs *.egg-info annie_quant/*.so

@@ -20,6 +20,7 @@ from annie_quant.stages import Stages, offline_prompts, weight_sizes
 MODEL = Path(__file__).parent / "assets" / "tiny-annie"
 CALIBRATION_ROWS = 48
 KL_ROWS = 60
+LAYER_PROMPTS = 8  # for the divergence layer by layer
 
 # name → label, strategy (None: made from bf16 as it is), GGUF type (None: as the checkpoint is)
 SIDES: dict[str, tuple[str, str | None, str | None]] = {
@@ -66,6 +67,8 @@ class Line:
                 n_conversations=KL_ROWS,
                 settings={"kl_rows": KL_ROWS},
             )
+        layers = {"n": LAYER_PROMPTS, "text": stages.text_key()}
+        stages.stage("layers-naive", layers, ["sensitivity/naive.json"], self.layers)
         served = {"n": self.n_served, "text": stages.text_key()}
         stages.stage("bench", served, ["records.jsonl", "bench.json"], self.measure)
         return self.finish()
@@ -85,6 +88,26 @@ class Line:
         target.parent.mkdir(exist_ok=True)
         checkpoint.convert(source, to="gguf", output=target, type=kind)
         return {"summary": f"{target.stat().st_size / 1e6:.1f} MB", "size_bytes": target.stat().st_size}
+
+    def layers(self, step: Any) -> dict[str, Any]:
+        """Which layers naive's divergence comes from, over the prompts that tip first: those that want a tool."""
+        from annie_quant import judge, runtime
+
+        output = self.dir / "sensitivity/naive.json"
+        output.parent.mkdir(exist_ok=True)
+        asked = judge.sample(judge.load_workloads(["tool_memory", "tool_web"]), LAYER_PROMPTS)
+        found = runtime.sensitivity(
+            self.stages.checkpoint("naive"),
+            MODEL,
+            asked,
+            numerics="w4a4",
+            modes=("alone",),
+            output=output,
+            cache=self.dir / "eval",
+            progress=step,
+        )
+        worst = max(found["alone"], key=lambda layer: found["alone"][layer]["mean"])
+        return {"summary": f"most from {worst}"}
 
     def measure(self, step: Any) -> dict[str, Any]:
         from annie_quant import bench, judge, serve

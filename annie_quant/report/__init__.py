@@ -20,6 +20,10 @@ def build(run_dir: str | os.PathLike) -> list[Path]:
     files = compose(folder)
     for name, text in files.items():
         write_text(folder / name, text)
+    for plot in folder.glob("plots/*.svg"):
+        # Of an earlier report: its panel is no longer there, and a stale picture would be believed.
+        if f"plots/{plot.name}" not in files:
+            plot.unlink()
     return [folder / name for name in files]
 
 

@@ -162,7 +162,7 @@ def kl_panels(run: Run) -> Figure:
         "kl",
         f"KL divergence from bf16 per assistant token, in nats (n = {tokens or 'unknown'} tokens a side), on a "
         "logarithmic axis. All tokens: the mark is the mean, the line runs from the median to the 99th percentile. The "
-        "other panels: means, filled W4A4, hollow W4A16.",
+        "other panels: means, filled W4A4, hollow W4A16; by layer: with this part alone in four bits.",
     )
     if not sides:
         return figure
@@ -227,7 +227,7 @@ def _kl_breakdown(run: Run, title: str, part: str, names: list[str], sides: list
     svg.x_axis(c, place, svg.log_ticks(low, high), top - 4, bottom, svg.plain)
     for index, key in enumerate(names):
         y = top + step * index + step / 2
-        c.text(left - 8, y + 4, clean(key).replace("_", " ")[:18], "e")
+        c.text(left - 8, y + 4, clean(key).removeprefix("layers.").replace("_", " ").replace(".", " ")[:18], "e")
         for side in sides:
             value = cells[key, side.key]
             if value is not None:

@@ -163,6 +163,7 @@ def _models_and_sides(run: Run, evaluations: dict[str, dict[str, Any]]) -> None:
         reference = normal.offline_side({"gates": found.get("reference_gates")})
         if reference["gates"]:
             offline.setdefault(REFERENCE, {}).setdefault(REFERENCE, reference)
+    _layers(run.folder, offline)
     served = run.aggregates["served"]
     listed: dict[str, dict[str, Any]] = {m["name"]: m for m in run.aggregates["models"]}
     for backend, data in served.items():
@@ -181,6 +182,15 @@ def _models_and_sides(run: Run, evaluations: dict[str, dict[str, Any]]) -> None:
             if data["model"] == model:
                 title = f"{clean(data.get('runtime') or 'server')} served"
                 run.sides.append(Side(f"served/{backend}", model, "served", title, data["gates"], data))
+
+
+def _layers(folder: Path, offline: dict[str, dict[str, Any]]) -> None:
+    """sensitivity/<model>.json (runtime.sensitivity) gives each layer's own part of the divergence."""
+    for path in sorted(folder.glob("sensitivity/*.json")):
+        found = mapping(_json(path, strict=False))
+        side = offline.get(path.stem, {}).get(str(found.get("numerics")))
+        if side and (layers := normal.kl({"by_layer": found.get("alone")}).get("by_layer")):
+            side["kl"] = side["kl"] | {"by_layer": layers}
 
 
 def _missing(run: Run, source: str | None) -> list[dict[str, str]]:

@@ -221,7 +221,8 @@ def kl_table(run: Run) -> Table:
 def comparisons_table(run: Run, only_all: bool = False) -> Table:
     """A row a pair, workload and metric; `only_all`: just the rows over all workloads."""
     table = Table(
-        "Paired by prompt: b − a with its 95 % bootstrap interval, and p after Holm over all comparisons of the run",
+        ("Over all workloads, paired" if only_all else "Paired")
+        + " by prompt: b − a with its 95 % bootstrap interval, and p after Holm over all comparisons of the run",
         ["b", "workload", "metric", "prompts", "median a", "median b", "b − a", "interval", "p (Holm)", "differs"],
         sortable=True,
     )

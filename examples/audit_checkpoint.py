@@ -1,0 +1,16 @@
+"""Audit anyone's checkpoint before a server sees it: python examples/audit_checkpoint.py MODEL_DIR [BF16_DIR]"""
+
+import sys
+
+import annie_quant as aq
+
+audit = aq.checkpoint.audit(sys.argv[1], source=sys.argv[2] if len(sys.argv) > 2 else None)
+print(f"{audit.summary['algorithm']}, {audit.summary['bits_per_weight']} bits per weight")
+for line in audit.summary["loads"]:
+    print(" ", line)
+for finding in audit.findings:
+    print(f"✗ {finding.code} {finding.tensor}: {finding.message}")
+worst = sorted((t for t in audit.tensors if "rel_l2" in t), key=lambda t: -t["rel_l2"])[:3]
+for t in worst:
+    print(f"  {t['name']}: relative error {t['rel_l2']:.4f} against bf16")
+sys.exit(0 if audit.ok else 1)

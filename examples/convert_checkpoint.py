@@ -1,0 +1,15 @@
+"""bf16 → NVFP4 → GGUF, straight from the shards: python examples/convert_checkpoint.py BF16_DIR OUTPUT_DIR"""
+
+import sys
+from pathlib import Path
+
+import annie_quant as aq
+
+source, output = Path(sys.argv[1]), Path(sys.argv[2])
+made = aq.quantize.run("direct", source, output / "nvfp4", scale="sweep")
+print(f"NVFP4: {made['size_bytes'] / 1e6:.1f} of {made['source_bytes'] / 1e6:.1f} MB")
+assert aq.checkpoint.audit(output / "nvfp4", source=source).ok
+
+for name, folder, kind in (("nvfp4", output / "nvfp4", None), ("q4_k_m", source, "Q4_K_M")):
+    written = aq.checkpoint.convert(folder, to="gguf", output=output / f"{name}.gguf", type=kind)
+    print(f"{written['path']}: {written['size_bytes'] / 1e6:.1f} MB")

@@ -305,7 +305,10 @@ def compare(source: Path, forms: tuple[Path, ...], as_json: bool) -> None:
 @click.option(
     "--calib-data", type=click.Path(path_type=Path), help="Conversations whose assistant tokens are scored too."
 )
-@click.option("--output", type=click.Path(path_type=Path), help="JSON file to write.")
+@click.option("--text", type=click.Path(path_type=Path), help="A plain text file: perplexity and KL over all of it.")
+@click.option("--layers", is_flag=True, help="Also measure which layers the divergence comes from; draws a plot.")
+@click.option("--layers-n", default=10, show_default=True, help="Prompts a gate for --layers.")
+@click.option("--output", type=click.Path(path_type=Path), help="JSON file to write; --layers goes on from beside it.")
 @json_option
 def evaluate(
     checkpoint: Path,
@@ -313,21 +316,38 @@ def evaluate(
     n: int,
     numerics: str,
     calib_data: Path | None,
+    text: Path | None,
+    layers: bool,
+    layers_n: int,
     output: Path | None,
     as_json: bool,
 ) -> None:
-    """Judge a checkpoint against its bf16 reference without a server: gates, KL. Exit code 1 if a gate fails."""
-    from annie_quant.files import write_json
+    """Judge a checkpoint against its bf16 reference without a server: gates, KL. Exit code 1 if a gate fails.
+
+    Under torchrun or accelerate launch the processes share the work, and the first one prints and writes.
+    """
+    from annie_quant.runtime import cli_eval
 
     with console.task("evaluate") as step:
-        result = annie_quant.runtime.evaluate(
-            checkpoint, reference, numerics=numerics.split(","), n_per_gate=n, conversations=calib_data, progress=step
+        result = cli_eval.run(
+            checkpoint,
+            reference,
+            numerics=numerics.split(","),
+            n=n,
+            conversations=calib_data,
+            text=text,
+            layers_n=layers_n if layers else None,
+            output=output,
+            progress=step,
         )
-    if output is not None:
-        write_json(output, result)
-    emit(result) if as_json else console.print_gates(
-        {f"{checkpoint.name} {k}": v["gates"] for k, v in result["numerics"].items()}
-    )
+    if cli_eval.first_process():
+        emit(result) if as_json else console.print_gates(
+            {f"{checkpoint.name} {k}": v["gates"] for k, v in result["numerics"].items()}
+        )
+        if not as_json:
+            for line in cli_eval.lines(result):
+                console.note(line)
+    cli_eval.finish()
     gates = [g for side in result["numerics"].values() for g in side["gates"].values() if not g.get("advisory")]
     sys.exit(1 if any(g["verdict"] == "fail" for g in gates) else 0)
 
@@ -397,14 +417,22 @@ def search(
 @click.argument("model", type=click.Path(path_type=Path))
 @click.option("--runtime", default="llama.cpp", show_default=True, help="vllm, sglang or llama.cpp.")
 @click.option("--port", default=8000, show_default=True)
+@click.option(
+    "--use", help='A dated recipe of vLLM or SGLang: "2026-11-27b", "2026-11-mtp", "cpu" ...; default: the newest.'
+)
+@click.option("--recipe", type=click.Path(path_type=Path), help="Write the recipe as YAML (sparkrun) and stop.")
 @click.option("--dry-run", is_flag=True, help="Print the command and stop.")
-def serve(model: Path, runtime: str, port: int, dry_run: bool) -> None:
+def serve(model: Path, runtime: str, port: int, use: str | None, recipe: Path | None, dry_run: bool) -> None:
     """Serve a checkpoint (or a GGUF file) and wait until Ctrl-C."""
+    options: dict[str, Any] = {"recipe": use} if use else {}
+    if recipe:
+        click.echo(str(annie_quant.serve.write_recipe(model, recipe, runtime=runtime, port=port, **options)))
     if dry_run:
-        click.echo(annie_quant.serve.command(model, runtime=runtime, port=port))
+        click.echo(annie_quant.serve.command(model, runtime=runtime, port=port, **options))
+    if recipe or dry_run:
         return
-    with console.task(f"{runtime} on port {port}"):
-        server = annie_quant.serve.start(model, runtime=runtime, port=port)
+    with console.task(f"{runtime} on port {port}") as step:
+        server = annie_quant.serve.start(model, runtime=runtime, port=port, say=step.say, **options)
     console.note(f"ready: {server.url}/v1   (Ctrl-C stops it)")
     try:
         server.wait()

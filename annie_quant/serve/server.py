@@ -23,9 +23,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from annie_quant.errors import ServerError
+from annie_quant.serve import faults
 
 STOP_S = 5.0
 POLL_S = 0.02
+PHASE_S = 0.5
 # Words of the log lines that say what went wrong; the first such line is the cause, the rest follow from it.
 TELLING = ("error", "failed", "abort", "exception", "cannot", "unknown", "invalid")
 _STAMP = re.compile(r"^[\d.]+ [A-Z] ")  # llama.cpp's time and level
@@ -56,7 +58,7 @@ class Server:
         """Block until the server ends by itself; raises ServerError when that was a fault."""
         code = self.process.wait()
         if code not in (0, -signal.SIGTERM):
-            raise ServerError(f"{self.name} stopped with code {code}: {telling_line(self.log)}", f"see {self.log}")
+            raise ServerError(f"{self.name} stopped with code {code}: {telling_line(self.log)}", hint(self.log))
         return code
 
     def stop(self) -> None:
@@ -98,22 +100,33 @@ def spawn(
     return Server(process, log, name)
 
 
-def wait_ready(server: Server, address: Callable[[], str | None], path: str, timeout_s: float) -> None:
-    """Poll until `path` answers 200, and set the server's url. On any failure the server is stopped first."""
-    deadline = time.monotonic() + timeout_s
+def wait_ready(
+    server: Server,
+    address: Callable[[], str | None],
+    path: str,
+    timeout_s: float,
+    say: Callable[[str], None] | None = None,
+) -> None:
+    """Poll until `path` answers 200, and set the server's url. On any failure the server is stopped first.
+
+    say: told the phase that the log shows, whenever it changes.
+    """
+    deadline, shown, phase = time.monotonic() + timeout_s, 0.0, ""
     try:
         while time.monotonic() < deadline:
             if not server.alive:
-                raise ServerError(
-                    f"{server.name} stopped while starting: {telling_line(server.log)}", f"see {server.log}"
-                )
+                raise ServerError(f"{server.name} stopped while starting: {telling_line(server.log)}", hint(server.log))
             if (url := address()) and answers(url, path):
                 server.url = url
                 return
+            if say is not None and time.monotonic() - shown > PHASE_S:
+                shown, before, phase = time.monotonic(), phase, faults.phase(read(server.log))
+                if phase != before:
+                    say(phase)
             time.sleep(POLL_S)
         raise ServerError(
-            f"{server.name} was not ready in {timeout_s:g} s: {telling_line(server.log)}",
-            f"see {server.log}, or give it more time",
+            f"{server.name} was not ready in {timeout_s:g} s ({faults.phase(read(server.log))}): {telling_line(server.log)}",
+            f"{hint(server.log)}, or give it more time",
         )
     except BaseException:
         server.stop()
@@ -148,12 +161,22 @@ def check_port(port: int, host: str = "127.0.0.1") -> None:
             raise ServerError(f"port {port} is no port number", "choose one from 0 to 65535") from None
 
 
+def read(log: Path) -> str:
+    try:
+        return log.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def hint(log: Path) -> str:
+    """The remedy where the log holds a known error, and where the log is."""
+    found = faults.recognise(read(log))
+    return f"{found[0]}: {found[1]}  (log: {log})" if found else f"see {log}"
+
+
 def telling_line(log: Path) -> str:
     """The log's first line that tells of a fault, or its last line where none does."""
-    try:
-        lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    except OSError:
-        return "there is no log"
+    lines = [line.strip() for line in read(log).splitlines() if line.strip()]
     telling = [line for line in lines if _ERROR.match(line)]
     telling = telling or [line for line in lines if any(word in line.lower() for word in TELLING)]
     line = telling[0] if telling else lines[-1] if lines else "it said nothing"

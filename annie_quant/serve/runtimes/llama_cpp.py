@@ -10,6 +10,7 @@ import os
 import shlex
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ def start(
     context: int = 4096,
     parallel: int = 1,
     threads: int = 0,
+    say: Callable[[str], None] | None = None,
 ) -> process.Server:
     """Serve a GGUF file. context: tokens a slot; parallel: slots; threads: 0 leaves it to llama.cpp."""
     need("xllamacpp", "serve")
@@ -48,7 +50,7 @@ def start(
         [sys.executable, "-m", "annie_quant.serve.llama_cpp_child", json.dumps(options)], log, NAME, environment()
     )
     try:
-        process.wait_ready(server, lambda: said_path.read_text() or None, HEALTH, timeout_s)
+        process.wait_ready(server, lambda: said_path.read_text() or None, HEALTH, timeout_s, say)
     finally:
         said_path.unlink(missing_ok=True)
     return server

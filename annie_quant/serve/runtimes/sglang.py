@@ -1,25 +1,9 @@
-"""SGLang from its container image, by a dated recipe."""
+"""SGLang by a dated recipe: assets/recipes/sglang.json."""
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
-from annie_quant.serve import docker
-from annie_quant.serve.server import Server
+from annie_quant.serve.recipes import Runtime
 
 NAME = "sglang"
-
-
-def start(
-    model: Path,
-    port: int = 0,
-    log: str | os.PathLike | None = None,
-    timeout_s: float = 900.0,
-    recipe: str | None = None,
-) -> Server:
-    return docker.start(NAME, model, port, log, timeout_s, recipe)
-
-
-def command(model: Path, port: int = 8000, recipe: str | None = None) -> str:
-    return docker.command(NAME, model, port, recipe)
+_runtime = Runtime(NAME)
+start, command, write = _runtime.start, _runtime.command, _runtime.write

@@ -5,9 +5,8 @@ import sys
 import annie_quant as aq
 
 audit = aq.checkpoint.audit(sys.argv[1], source=sys.argv[2] if len(sys.argv) > 2 else None)
-print(f"{audit.summary['algorithm']}, {audit.summary['bits_per_weight']} bits per weight")
-for line in audit.summary["loads"]:
-    print(" ", line)
+for title, value in audit.summary.items():
+    print(f"{title}: {', '.join(value) if isinstance(value, list) else value}")
 for finding in audit.findings:
     print(f"✗ {finding.code} {finding.tensor}: {finding.message}")
 worst = sorted((t for t in audit.tensors if "rel_l2" in t), key=lambda t: -t["rel_l2"])[:3]

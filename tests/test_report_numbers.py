@@ -287,3 +287,39 @@ def test_ten_thousand_records_build_in_ten_seconds(tmp_path):
     assert took <= 10, took
     text = (folder / "report.html").read_text(encoding="utf-8")
     assert re.search(r"\d+ of \d+ prompts are here", text), "trimmed answers are said to be trimmed"
+
+
+def test_ticks_say_what_they_are():
+    from annie_quant.report import svg
+
+    assert [svg.plain(v) for v in (5e-4, 1e-5, 0.002, 1e-3)] == ["5·10⁻⁴", "10⁻⁵", "0.002", "0.001"]
+    for low, high in ((1e-4, 1e-2), (1e-5, 1.0), (1.0, 100.0), (10.0, 50.0)):
+        marks = svg.log_ticks(low, high)
+        assert 2 <= len(marks) <= 5 and len({svg.plain(v) for v in marks}) == len(marks)
+
+
+def test_stale_plots_go(run, tmp_path):
+    import shutil
+
+    folder = shutil.copytree(run["folder"], tmp_path / "run")
+    (folder / "plots" / "gates-old.svg").write_text("<svg/>")
+    kept = {p.name for p in (run["folder"] / "plots").iterdir()}
+    report.build(folder)
+    assert {p.name for p in (folder / "plots").iterdir()} == kept
+
+
+def test_divergence_by_layer_is_drawn_from_the_sensitivities(run, tmp_path):
+    import shutil
+
+    folder = shutil.copytree(run["folder"], tmp_path / "run")
+    alone = {
+        f"layers.{i}.{part}": {"mean": 0.001 * (i + 1), "n_tokens": 50}
+        for i in range(3)
+        for part in ("mlp", "self_attn")
+    }
+    (folder / "sensitivity").mkdir()
+    (folder / "sensitivity" / "naive.json").write_text(json.dumps({"numerics": "w4a4", "all": {}, "alone": alone}))
+    report.build(folder)
+    drawn = (folder / "plots" / "kl-by-layer.svg").read_text()
+    assert drawn.count("<title>NVFP4 naive W4A4 offline: 0.00") == 6 and "2 self attn" in drawn
+    assert not (run["folder"] / "plots" / "kl-by-layer.svg").exists()

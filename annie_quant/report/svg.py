@@ -122,6 +122,8 @@ def log_ticks(low: float, high: float) -> list[float]:
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     steps = (1, 2, 5) if math.log10(high / low) <= 2.2 else (1,)
     found = [m * 10.0**p for p in powers for m in steps if low * 0.999 <= m * 10.0**p <= high * 1.001]
+    if len(found) > 5 and low <= 1e-2:  # where 2 and 5 could only be written as long decimals
+        found = [10.0**p for p in powers if low * 0.999 <= 10.0**p <= high * 1.001]
     every = max(1, math.ceil(len(found) / 5))
     return found[::every]
 
@@ -129,8 +131,10 @@ def log_ticks(low: float, high: float) -> list[float]:
 def plain(value: float) -> str:
     """A tick's number without idle digits; small powers of ten as powers."""
     if 0 < abs(value) < 1e-3:
-        power = round(math.log10(abs(value)))
-        return "10" + str(power).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+        power = math.floor(math.log10(abs(value)) + 1e-9)
+        mantissa = value / 10.0**power
+        lead = "10" if abs(mantissa - 1) < 1e-6 else f"{mantissa:g}·10"
+        return lead + str(power).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
     return f"{value:,.10g}".replace(",", "\u202f")
 
 

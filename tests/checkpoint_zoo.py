@@ -163,6 +163,20 @@ def nvfp4(folder: Path, source: Path, only: Callable[[str], bool] = lambda name:
     return folder
 
 
+def multimodal(t: dict, c: dict) -> None:
+    """The same model in its multimodal form, as runtimes on transformers 4.57 want it, but for the class names."""
+    for name in [n for n in t if n.startswith("model.") and "visual." not in n]:
+        t[name.replace("model.", "model.language_model.", 1)] = t.pop(name)
+    quantization = c.pop("quantization_config", None)
+    text = dict(c, model_type="qwen3_5_text")
+    text.pop("architectures")
+    c.clear()
+    c |= {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "text_config": text}
+    if quantization:
+        deeper = [n.replace("model.", "model.language_model.", 1) for n in quantization["ignore"]]
+        c["quantization_config"] = quantization | {"ignore": deeper}
+
+
 def read(folder: Path) -> dict[str, np.ndarray]:
     """Every tensor, copied, to change and save again."""
     opened = ModelFolder(folder)

@@ -176,6 +176,16 @@ FAULTS = {
         "config_disagrees",
         "hf_quant_config.json",
     ),
+    "class against model type": (
+        lambda t, c: c.update(architectures=["Qwen3_5ForConditionalGeneration"]),
+        "names_disagree",
+        "config.json",
+    ),
+    "tensors without the prefix of their class": (
+        lambda t, c: c.update(architectures=["Qwen3_5ForConditionalGeneration"], model_type="qwen3_5"),
+        "prefix_disagrees",
+        "model.layers.0.input_layernorm.weight",
+    ),
     "one of a fused group is plain": (lambda t, c: plain_again(t, c, UP), "fused_mixed", GATE),
 }
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import annie_quant as aq
-from annie_quant.checkpoint.compare import compare
-from annie_quant.errors import CheckpointError
+from annie_quant.checkpoint.compare import compare, labels
+from annie_quant.errors import CheckpointError, UsageError
 
 pytest.importorskip("annie_quant.nvfp4", reason="the C codec is not built")
 pytest.importorskip("gguf", reason="the serve extra is not installed")
@@ -69,3 +69,21 @@ def test_what_cannot_be_compared_is_refused(forms, tmp_path):
     (tmp_path / "x.gguf").write_bytes(b"GGUF" + bytes(60))
     with pytest.raises(CheckpointError, match="no GGUF file that can be read"):
         compare(source, {"x": tmp_path / "x.gguf"})
+
+
+def test_forms_of_one_name_are_told_apart_by_their_folders():
+    assert list(labels(["a/x.gguf", "b/x.gguf"])) == ["a/x.gguf", "b/x.gguf"]
+    assert list(labels(["a/x", "a/y"])) == ["x", "y"]
+    with pytest.raises(UsageError, match="given twice"):
+        labels(["a/x", "a/x"])
+
+
+def test_the_plot_is_an_image_and_a_wrong_name_is_said(forms, tmp_path):
+    pytest.importorskip("matplotlib", reason="the plots extra is not installed")
+    result = compare(forms[0], {"nvfp4": forms[1]["nvfp4"]})
+    result.plot(tmp_path / "x.svg")
+    text = (tmp_path / "x.svg").read_text()
+    assert text.lstrip().startswith("<?xml") and text.count("<use") > len(result.rows)
+    with pytest.raises(UsageError, match="is not supported"):
+        result.plot(tmp_path / "x.foo")
+    assert result.to_dict(2)["worst"]["nvfp4"] == [r["tensor"] for r in result.worst("nvfp4", 2)]

@@ -167,19 +167,31 @@ def test_mixed_precision_goes_there_and_back(made, tmp_path):
     assert result["dequantized"] == ["model.layers.3.self_attn.o_proj"] and "16-bit" in result["loss"][0]
 
 
-def test_a_rerun_after_a_stop_keeps_whole_shards_and_another_source_does_not(made, tmp_path, monkeypatch):
-    target = tmp_path / "out"
+def test_a_rerun_after_a_stop_keeps_whole_shards(made, tmp_path, monkeypatch):
+    from annie_quant.checkpoint import writer
+
+    target, part, whole = tmp_path / "out", tmp_path / ".out.part", writer.write_shard
+    aq.checkpoint.convert(made["nvfp4"], "compressed-tensors", tmp_path / "undisturbed", shard_bytes=500_000)
+
+    def stopping(folder, shard, *rest):
+        if len(list(folder.glob("*.safetensors"))) == 2:
+            raise KeyboardInterrupt
+        whole(folder, shard, *rest)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(writer, "write_shard", stopping)
+        with pytest.raises(KeyboardInterrupt):
+            aq.checkpoint.convert(made["nvfp4"], "compressed-tensors", target, shard_bytes=500_000)
+    left = {f.name: f.stat().st_mtime_ns for f in part.glob("*.safetensors")}
+    assert len(left) == 2 and not target.exists()
     aq.checkpoint.convert(made["nvfp4"], "compressed-tensors", target, shard_bytes=500_000)
-    stamps = {f.name: f.stat().st_mtime_ns for f in target.glob("*.safetensors")}
-    gone = sorted(stamps)[1]
-    (target / gone).unlink()
-    aq.checkpoint.convert(made["nvfp4"], "compressed-tensors", target, shard_bytes=500_000)
-    again = {f.name: f.stat().st_mtime_ns for f in target.glob("*.safetensors")}
-    assert set(again) == set(stamps) and {n for n in stamps if again[n] != stamps[n]} == {gone}
-    other = zoo.nvfp4(tmp_path / "other", zoo.bf16(tmp_path / "other_bf16", seed=4))
-    aq.checkpoint.convert(other, "compressed-tensors", target, shard_bytes=500_000)
-    name = "model.layers.0.mlp.down_proj.weight"
-    assert ModelFolder(target).tensor(name + "_packed").tobytes() == ModelFolder(other).tensor(name).tobytes()
+    assert all((target / n).stat().st_mtime_ns == t for n, t in left.items()) and not part.exists()
+    for file in (tmp_path / "undisturbed").iterdir():
+        assert (target / file.name).read_bytes() == file.read_bytes()
+    with pytest.raises(UsageError, match="exists and is not empty"):
+        aq.checkpoint.convert(made["w4a16"], "compressed-tensors", target)
+    aq.checkpoint.convert(made["w4a16"], "compressed-tensors", target, force=True)
+    assert not list(target.glob("model-*")) and aq.checkpoint.audit(target).ok
 
 
 # -- GGUF

@@ -11,7 +11,7 @@ linears(folder)                      its quantized linears, whatever the dialect
 from __future__ import annotations
 
 from annie_quant.checkpoint.audit import Audit, Finding, audit
-from annie_quant.checkpoint.compare import Comparison, compare
+from annie_quant.checkpoint.compare import Comparison, compare, labels
 from annie_quant.checkpoint.convert import convert
 from annie_quant.checkpoint.dialects import linears
 from annie_quant.checkpoint.header import ShardError
@@ -34,6 +34,7 @@ __all__ = [
     "convert",
     "fused_groups",
     "is_linear",
+    "labels",
     "linears",
     "matches",
     "planned",

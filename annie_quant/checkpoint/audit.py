@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from annie_quant.checkpoint import checks, dialects, servers
+from annie_quant.checkpoint import checks, dialects, naming, servers
 from annie_quant.checkpoint.linears import Linear, QuantConfig, is_linear
 from annie_quant.checkpoint.shards import ModelFolder, ShardError
 
@@ -76,6 +76,7 @@ def audit(path: str | os.PathLike, source: str | os.PathLike | None = None) -> A
             result.tensors.append(checks.plain(folder, name, result.add))
     checks.fused(folder, linears, result.add)
     checks.configuration(folder, dialect, linears, config, result.add)
+    naming.check(folder, result.add)
     if source is not None:
         from annie_quant.checkpoint import against
 

@@ -7,7 +7,7 @@ A form is a model folder in any dialect, or a GGUF file; GGUF tensors are compar
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from annie_quant.checkpoint import dialects, gguf_names
 from annie_quant.checkpoint.against import rel_l2, source_name
 from annie_quant.checkpoint.from_gguf import open_gguf
 from annie_quant.checkpoint.shards import ModelFolder
-from annie_quant.errors import CheckpointError, need
+from annie_quant.errors import CheckpointError, UsageError, need
 
 Weight = tuple[str, str, int, np.ndarray, np.ndarray]  # name, format, bytes on disk, its values, the source's values
 
@@ -31,26 +31,56 @@ class Comparison:
     rows: list[dict[str, Any]] = field(default_factory=list)
     summary: dict[str, dict[str, Any]] = field(default_factory=dict)
 
-    def to_dict(self) -> dict[str, Any]:
-        return {"source": self.source, "summary": self.summary, "tensors": self.rows}
+    def to_dict(self, worst: int = 5) -> dict[str, Any]:
+        """All of it, with the names of each form's worst tensors."""
+        names = {form: [r["tensor"] for r in self.worst(form, worst)] for form in self.summary}
+        return {"source": self.source, "summary": self.summary, "worst": names, "tensors": self.rows}
 
     def worst(self, form: str, n: int = 5) -> list[dict[str, Any]]:
         """The tensors with the largest relative error."""
         return sorted((r for r in self.rows if r["form"] == form), key=lambda r: -r["rel_l2"])[:n]
 
     def plot(self, path: str | os.PathLike) -> None:
-        """Relative error over the layers, one line a form and kind of tensor, as an image file."""
+        """Relative error of each tensor, a row a kind of tensor and a colour a form, as an image (.svg, .png, .pdf)."""
         need("matplotlib", "plots")
         from matplotlib.figure import Figure
 
-        figure = Figure(figsize=(9, 4.5), layout="constrained")
+        kinds = list(dict.fromkeys(kind_of(r["tensor"]) for r in self.rows))
+        figure = Figure(figsize=(9, 1.2 + 0.32 * len(kinds)), layout="constrained")
         axes = figure.subplots()
-        for form in self.summary:
-            points = [(i, r["rel_l2"]) for i, r in enumerate(r for r in self.rows if r["form"] == form)]
-            axes.plot([p[0] for p in points], [p[1] for p in points], ".", label=form, markersize=5)
-        axes.set(xlabel="tensor, in the checkpoint's order", ylabel="relative L2 error", title=f"against {self.source}")
-        axes.legend()
-        figure.savefig(path)
+        for i, (form, summary) in enumerate(self.summary.items()):
+            rows = [r for r in self.rows if r["form"] == form]
+            shift = 0.6 * (i / max(1, len(self.summary) - 1) - 0.5) if len(self.summary) > 1 else 0.0
+            places = [kinds.index(kind_of(r["tensor"])) + shift for r in rows]
+            label = f"{form}: {summary['bits_per_weight']:.2f} bits, rel-L2 {summary['rel_l2']:.4f}"
+            axes.plot([r["rel_l2"] for r in rows], places, "o", markersize=4, alpha=0.7, label=label)
+        axes.set(
+            xlabel="relative L2 error of a tensor", title=f"against {Path(self.source).name}", ylim=(len(kinds), -1)
+        )
+        axes.set_yticks(range(len(kinds)), kinds)
+        axes.set_xlim(left=0)
+        axes.grid(alpha=0.3)
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), fontsize="small")
+        try:
+            figure.savefig(path)
+        except ValueError as error:
+            raise UsageError(f"{path}: {str(error)[:100]}", "name the plot .svg, .png or .pdf") from None
+
+
+def kind_of(tensor: str) -> str:
+    """A tensor's last two parts, the same in every layer."""
+    return ".".join(tensor.removesuffix(".weight").split(".")[-2:])
+
+
+def labels(paths: Iterable[str | os.PathLike]) -> dict[str, str | os.PathLike]:
+    """A short name for each form: its own, with as many of its folders as tell it from the others."""
+    given = [Path(p) for p in paths]
+    parts = [Path(os.path.abspath(p)).parts for p in given]  # noqa: PTH100 - links keep their names
+    for depth in range(1, max(map(len, parts), default=1) + 1):
+        names = ["/".join(p[-depth:]) for p in parts]
+        if len(set(names)) == len(names):
+            return dict(zip(names, given, strict=True))
+    raise UsageError("the same form is given twice", "name each once")
 
 
 def compare(source: str | os.PathLike, forms: dict[str, str | os.PathLike]) -> Comparison:

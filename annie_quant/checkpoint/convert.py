@@ -12,7 +12,7 @@ from typing import Any
 from annie_quant.checkpoint import dialects, writer
 from annie_quant.checkpoint.linears import Linear, is_linear
 from annie_quant.checkpoint.shards import ModelFolder
-from annie_quant.checkpoint.staging import fingerprint
+from annie_quant.checkpoint.staging import fingerprint, staged
 from annie_quant.errors import CheckpointError, UsageError
 from annie_quant.files import write_json
 
@@ -38,28 +38,30 @@ def convert(
     shard_bytes: int = writer.DEFAULT_SHARD_BYTES,
     progress: Callable[[int], None] = lambda size_bytes: None,
     like: str | os.PathLike | None = None,
+    force: bool = False,
 ) -> dict[str, Any]:
     """Write `src` in another dialect and return {"path", "size_bytes", …, "loss"}.
 
     to: modelopt, compressed-tensors, gguf.  type: for gguf BF16, F16, NVFP4, Q8_0, Q4_K_M.  output: a folder, or a
     file for gguf; beside `src` by default. src may be a GGUF file (to modelopt); `like` is then a folder of the same
     model, for its config.json and tokenizer. `loss` says in words what the target cannot hold; empty where it is exact.
+    force: replace an output folder that exists. A stopped conversion to a folder goes on from its last whole shard.
     """
     if to not in TARGETS:
         raise UsageError(f"there is no dialect called {to!r}", f"choose one of: {', '.join(TARGETS)}")
     if Path(src).is_file():
-        return from_file(Path(src), to, output, shard_bytes, like)
+        return from_file(Path(src), to, output, shard_bytes, like, force)
     folder = ModelFolder(src)
     linears = dialects.linears(folder)
     if to == "gguf":
         return to_gguf(folder, linears, output, type, progress)
     if type:
         raise UsageError("--type is for GGUF", "leave it out, or use --to gguf")
-    return to_folder(folder, linears, to, output, shard_bytes, progress)
+    return to_folder(folder, linears, to, output, shard_bytes, progress, force)
 
 
 def from_file(
-    path: Path, to: str, output: str | os.PathLike | None, shard_bytes: int, like: str | os.PathLike | None
+    path: Path, to: str, output: str | os.PathLike | None, shard_bytes: int, like: str | os.PathLike | None, force: bool
 ) -> dict[str, Any]:
     """A GGUF file as a ModelOpt folder."""
     from annie_quant.checkpoint import from_gguf
@@ -68,9 +70,11 @@ def from_file(
         raise UsageError(f"a GGUF file becomes a ModelOpt folder, not {to}", "use --to modelopt, then convert that")
     if like is None:
         raise UsageError(
-            "a GGUF file holds no config.json and no tokenizer.json", "give a folder of the same model: like"
+            "a GGUF file holds no config.json and no tokenizer.json", "give a folder of the same model: --like DIR"
         )
-    return from_gguf.restore(path, ModelFolder(like), Path(output) if output else path.with_suffix(""), shard_bytes)
+    with staged(output or path.with_suffix(""), force=force) as target:
+        result = from_gguf.restore(path, ModelFolder(like), target, shard_bytes)
+    return result | {"path": str(output or path.with_suffix(""))}
 
 
 def to_gguf(
@@ -103,6 +107,7 @@ def to_folder(
     output: str | os.PathLike | None,
     shard_bytes: int,
     progress: Callable[[int], None],
+    force: bool,
 ) -> dict[str, Any]:
     """The folder in another dialect of safetensors."""
     if not linears:
@@ -143,13 +148,14 @@ def to_folder(
     inline, beside = dialect.small_files(
         formats, sorted(excluded), next(iter(groups), 16), next(iter(with_input), False)
     )
-    stamp = {"format": "pt", "annie_quant.source": fingerprint(folder)}
-    shards = writer.write(target, plan, shard_bytes, stamp, progress, resume=True)
-    carry(folder, target)
-    for file, value in beside.items():
-        write_json(target / file, value)
-    # config.json last: a folder without it is no checkpoint, so a half-written one is never taken for whole
-    write_json(target / "config.json", {**folder.config, "quantization_config": inline})
+    stamp = {"to": to, "source": fingerprint(folder), "shard_bytes": shard_bytes}
+    with staged(target, stamp, force) as part:
+        shards = writer.write(part, plan, shard_bytes, progress=progress, resume=True)
+        size_bytes = sum(s.stat().st_size for s in shards)
+        carry(folder, part)
+        for file, value in beside.items():
+            write_json(part / file, value)
+        write_json(part / "config.json", {**folder.config, "quantization_config": inline})
     loss = (
         ["global scales are reciprocals: at most one unit in the last place of float32"]
         if any(x.reciprocal != (to == "compressed-tensors") for x in linears.values() if x.format == "nvfp4")
@@ -158,7 +164,7 @@ def to_folder(
     loss += [f"{len(dropped)} quantizer tensors have no place: {', '.join(dropped[:3])}"] if dropped else []
     return {
         "path": str(target),
-        "size_bytes": sum(s.stat().st_size for s in shards),
+        "size_bytes": size_bytes,
         "tensors": len(plan),
         "loss": loss,
     }

@@ -9,27 +9,41 @@ Nothing is changed in place.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from annie_quant.checkpoint import against, dialects, folds, writer
+from annie_quant.checkpoint import against, dialects, folds, header, naming, writer
 from annie_quant.checkpoint.audit import Audit, audit
 from annie_quant.checkpoint.convert import QUANTIZER, carry
 from annie_quant.checkpoint.dialects import modelopt
 from annie_quant.checkpoint.linears import Linear, fused_groups, is_linear
 from annie_quant.checkpoint.shards import ModelFolder, ShardError
+from annie_quant.checkpoint.staging import staged
 from annie_quant.errors import CheckpointError, UsageError
 from annie_quant.files import write_json
 
+# Faults of single blocks: the others of the tensor may stay.
+BAD_BLOCKS = {"block_scale_nan", "block_scale_negative", "block_scale_zero"}
+NAN = 0x7F  # an E4M3 byte; what is above it has a sign
+LARGEST_E4M3 = 448.0
+
 
 def repair(
-    path: str | os.PathLike, source: str | os.PathLike | None = None, output: str | os.PathLike | None = None
+    path: str | os.PathLike,
+    source: str | os.PathLike | None = None,
+    output: str | os.PathLike | None = None,
+    names: str | None = None,
+    force: bool = False,
 ) -> dict[str, Any]:
     """Write a mended copy and return {"path", "actions", "remaining"}: what was done in words, findings that stay.
 
-    output: `path` with "-repaired" by default. Raises CheckpointError for a folder that is no NVFP4 checkpoint in
+    output: `path` with "-repaired" by default; force: replace it where it exists.  names: "old" writes config
+    fields and tensor names as runtimes on transformers 4.57 want them, "new" as transformers from 5.2; None keeps the
+    form and mends what disagrees. Raises CheckpointError for a folder that is no NVFP4 checkpoint in
     ModelOpt's layout, UsageError where only the source can help and it is not given.
     """
     folder = ModelFolder(path)
@@ -38,8 +52,9 @@ def repair(
     target = Path(output) if output else folder.path.resolve().with_name(f"{folder.path.resolve().name}-repaired")
     if target.resolve() == folder.path.resolve():
         raise UsageError(f"{target} is the checkpoint itself", "choose another --output")
-    work = Repair(folder, ModelFolder(source) if source else None)
-    work.write(target)
+    with staged(target, force=force) as part:
+        work = Repair(folder, ModelFolder(source) if source else None, names)
+        work.write(part)
     return {
         "path": str(target),
         "actions": work.actions,
@@ -50,19 +65,23 @@ def repair(
 class Repair:
     """Decides for each tensor whether it stays, returns to the source, or is made anew."""
 
-    def __init__(self, folder: ModelFolder, source: ModelFolder | None) -> None:
+    def __init__(self, folder: ModelFolder, source: ModelFolder | None, names: str | None = None) -> None:
         self.folder, self.source = folder, source
+        self.naming = naming.Renaming(folder, names, source)
         self.actions: list[str] = []
         self.linears = modelopt.linears(folder)
         self.modules = self.known()
         self.folded: set[str] = set()
         found = audit(folder.path, source=source.path if source else None)
         self.faulty = self.modules_of(found)
+        self.group = self.group_size()
         if self.faulty and source is None:
             raise UsageError(
                 f"{len(self.faulty)} linears can only be mended from the bf16 checkpoint, such as {min(self.faulty)}",
                 "give it with --source",
             )
+        self.patched = self.blocks_alone(found) if source else set()
+        self.faulty -= self.patched
         self.widen()
         self.scales = self.shared_scales()
         self.inputs = self.input_scales()
@@ -81,6 +100,8 @@ class Repair:
             "differs_from_source",
             "group_size",
             "nothing_",
+            "names_",
+            "prefix_",
         )
         bad = set()
         for f in found.findings:
@@ -92,6 +113,26 @@ class Repair:
                 self.modules |= set(names)  # a group that is quantized in part is quantized as a whole
             bad |= set(names)
         return bad
+
+    def group_size(self) -> int:
+        """Columns of one block scale: what the sound linears have, or the configuration says; 16 where nothing does."""
+        sizes = set()
+        for name, linear in self.linears.items():
+            if linear.format == "nvfp4" and name not in self.faulty:
+                sizes.add(linear.group(self.folder))
+        if len(sizes) > 1:
+            raise CheckpointError(
+                f"{self.folder.path}: group sizes {sorted(sizes)} in one checkpoint cannot be mended",
+                "quantize again: annie-quant quantize --strategy direct",
+            )
+        return sizes.pop() if sizes else modelopt.config(self.folder).group or 16
+
+    def blocks_alone(self, found: Audit) -> set[str]:
+        """Linears of which only some blocks are bad: those come from the source, under the tensor scale that is there."""
+        codes = {
+            n: {f.code for f in found.findings if f.tensor.startswith(f"{n}.") or f.tensor == n} for n in self.faulty
+        }
+        return {n for n, seen in codes.items() if n in self.linears and seen and seen <= BAD_BLOCKS}
 
     def known(self) -> set[str]:
         """Modules that are quantized, or are in pieces on disk."""
@@ -110,6 +151,7 @@ class Repair:
         self.folded = {folds.layer_of(n) for n in against.changed_norms(self.folder, self.source)}
         self.folded |= {folds.layer_of(x.name) for x in self.linears.values() if x.pre_quant}
         self.faulty |= {m for m in self.modules if folds.layer_of(m) in self.folded}
+        self.patched -= self.faulty
         for group in fused_groups(self.modules):
             if self.faulty & set(group):
                 self.faulty |= set(group)
@@ -131,7 +173,11 @@ class Repair:
         amax = {m: float(nvfp4.amax(self.source.tensor(self.original(m)))) for m in self.faulty}
         for group in fused_groups(self.faulty):
             amax |= dict.fromkeys(group, max(amax[m] for m in group))
-        return {m: np.float32(nvfp4.tensor_scale(v)) for m, v in amax.items()}
+        return {m: fp8_scale(v) if self.is_fp8(m) else np.float32(nvfp4.tensor_scale(v)) for m, v in amax.items()}
+
+    def is_fp8(self, module: str) -> bool:
+        linear = self.linears.get(module)
+        return linear is not None and linear.format == "fp8"
 
     def input_scales(self) -> dict[str, np.float32]:
         """An input scale for every linear, or for none: without one for each, only the weights stay quantized."""
@@ -187,7 +233,12 @@ class Repair:
     def write(self, target: Path) -> None:
         plan: list[writer.Planned] = []
         for module in sorted(self.modules):
-            plan += self.remade(module) if module in self.faulty else self.kept(self.linears[module])
+            if module in self.faulty:
+                plan += self.remade(module)
+            elif module in self.patched:
+                plan += self.mended(module)
+            else:
+                plan += self.kept(self.linears[module])
             if module in self.inputs:
                 plan.append(writer.planned(f"{module}.input_scale", np.array(self.inputs[module], np.float32)))
         done = {m + s for m in self.modules for s in (".weight", *QUANTIZER)}
@@ -197,41 +248,76 @@ class Repair:
                 continue
             plan.append(self.plain(name))
             if is_linear(name, self.folder.info(name).shape):
-                excluded.append(name.removesuffix(".weight"))
-        groups = {
-            x.group(self.folder) for n, x in self.linears.items() if n not in self.faulty and x.format == "nvfp4"
-        } or {16}
-        if len(groups) > 1 or (self.faulty and groups != {16}):
-            raise CheckpointError(
-                f"{self.folder.path}: group sizes {sorted(groups)} in one checkpoint cannot be mended",
-                "quantize again: annie-quant quantize --strategy direct",
-            )
-        formats = {
-            m: self.linears[m].format if m in self.linears and m not in self.faulty else "nvfp4" for m in self.modules
-        }
-        inline, beside = modelopt.small_files(formats, sorted(excluded), groups.pop(), bool(self.inputs))
-        writer.write(target, plan)
+                excluded.append(self.naming.name(name.removesuffix(".weight")))
+        formats = {self.naming.name(m): "fp8" if self.is_fp8(m) else "nvfp4" for m in self.modules}
+        inline, beside = modelopt.small_files(formats, sorted(excluded), self.group, bool(self.inputs))
+        if self.folder.config.get("quantization_config") != inline:
+            self.actions.append("config.json and hf_quant_config.json written from what is on disk")
+        config = self.naming.config()
+        writer.write(target, [replace(t, name=self.naming.name(t.name)) for t in plan])
         carry(self.folder, target)
+        self.naming.small_files(target)
         for file, value in beside.items():
             write_json(target / file, value)
-        config = dict(self.folder.config)
-        if config.get("quantization_config") != inline:
-            self.actions.append("config.json and hf_quant_config.json written from what is on disk")
         write_json(target / "config.json", {**config, "quantization_config": inline})
+        self.actions += self.naming.actions
 
     def kept(self, linear: Linear) -> list[writer.Planned]:
         return [t for t in modelopt.tensors(linear, self.folder) if not t.name.endswith(".input_scale")]
 
     def remade(self, module: str) -> list[writer.Planned]:
+        """A linear from the source, packed when it is written."""
+        assert self.source is not None
+        source, name, scale = self.source, self.original(module), self.scales[module]
+        self.actions.append(f"{module}: quantized again from the source")
+        beside = np.array(scale, np.float32)
+        if self.is_fp8(module):
+            shape = source.info(name).shape
+            codes = writer.Planned(f"{module}.weight", "F8_E4M3", shape, lambda: fp8_codes(source.tensor(name), scale))
+            return [codes, writer.planned(f"{module}.weight_scale", beside)]
+        return [*self.packed(module, name, scale), writer.planned(f"{module}.weight_scale_2", beside)]
+
+    def packed(
+        self, module: str, name: str, scale: np.float32, keep: Callable[[], Any] | None = None
+    ) -> list[writer.Planned]:
+        """Codes and block scales of a source tensor under a tensor scale; where `keep` gives a tensor, its good blocks."""
         from annie_quant import nvfp4
 
         assert self.source is not None
-        self.actions.append(f"{module}: quantized again from the source")
-        packed = nvfp4.pack(self.source.tensor(self.original(module)), tensor_scale=float(self.scales[module]))
+        source, group = self.source, self.group
+        rows, columns = source.info(name).shape
+        found: list[np.ndarray] = []
+
+        def codes() -> np.ndarray:
+            fresh = nvfp4.pack(source.tensor(name), tensor_scale=float(scale), group=group)
+            if keep is not None:
+                kept_codes, kept_scale, bad = keep()
+                wide = np.repeat(bad, group // 2, axis=1)
+                fresh.codes = np.where(wide, fresh.codes, kept_codes)
+                fresh.block_scale = np.where(bad, fresh.block_scale.view(np.uint8), kept_scale).view(nvfp4.E4M3)
+            found[:] = [fresh.block_scale]
+            return fresh.codes
+
         return [
-            writer.planned(f"{module}.weight", np.asarray(packed.codes)),
-            writer.planned(f"{module}.weight_scale", np.asarray(packed.block_scale)),
-            writer.planned(f"{module}.weight_scale_2", np.array(packed.tensor_scale, np.float32)),
+            writer.Planned(f"{module}.weight", "U8", (rows, columns // 2), codes),
+            writer.Planned(f"{module}.weight_scale", "F8_E4M3", (rows, columns // group), lambda: found.pop()),
+        ]
+
+    def mended(self, module: str) -> list[writer.Planned]:
+        """A linear that keeps its bytes but for the blocks whose scale is NaN, negative or zero."""
+        linear, folder = self.linears[module], self.folder
+
+        def there() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+            codes, scale = folder.tensor(linear.weight), folder.tensor(linear.block_scale or "").view(np.uint8)
+            filled = (codes & 0x77).reshape(len(codes), -1, self.group // 2).any(axis=2)
+            return codes, scale, (scale >= NAN) | ((scale == 0) & filled)
+
+        n = int(there()[2].sum())
+        self.actions.append(f"{module}: {n} blocks quantized again from the source, the others kept")
+        scale = linear.tensor_scale(folder)
+        return [
+            *self.packed(module, self.original(module), scale, there),
+            writer.planned(f"{module}.weight_scale_2", np.array(scale, np.float32)),
         ]
 
     def plain(self, name: str) -> writer.Planned:
@@ -246,3 +332,13 @@ class Repair:
                 self.actions.append(f"{name}: taken from the source")
                 return writer.Planned(name, theirs.dtype, theirs.shape, lambda: source.tensor(wanted))
         return writer.Planned(name, info.dtype, info.shape, lambda: self.folder.tensor(name))
+
+
+def fp8_scale(amax: float) -> np.float32:
+    return np.float32(amax) / np.float32(LARGEST_E4M3) if amax > 0 else np.float32(1)
+
+
+def fp8_codes(weight: np.ndarray, scale: np.float32) -> np.ndarray:
+    """E4M3 codes under a multiplier: ModelOpt's FP8 of a linear's weight."""
+    scaled = np.clip(weight.astype(np.float32) / scale, -LARGEST_E4M3, LARGEST_E4M3)
+    return scaled.astype(header.DTYPES["F8_E4M3"])

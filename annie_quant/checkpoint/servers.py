@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from annie_quant.checkpoint import gguf_names, naming
 from annie_quant.checkpoint.linears import Linear, QuantConfig
 from annie_quant.checkpoint.shards import ModelFolder
+from annie_quant.errors import CheckpointError
 
 # Findings that make any server fail or answer nonsense, whatever its name.
 DEADLY = {
@@ -20,6 +22,8 @@ DEADLY = {
     "orphan_scale",
     "block_scale_missing",
     "not_finite",
+    "names_disagree",
+    "prefix_disagrees",
 }
 
 
@@ -34,6 +38,8 @@ def verdicts(folder: ModelFolder, linears: dict[str, Linear], config: QuantConfi
 def vllm(folder: ModelFolder, linears: dict[str, Linear], config: QuantConfig) -> str:
     if any(x.pre_quant for x in linears.values()) or config.algo == "NVFP4_AWQ":
         return "no, NVFP4_AWQ is not loaded (#45333)"
+    if naming.architecture(folder.config) == naming.WRAPPED and not (folder.path / naming.PREPROCESSOR).is_file():
+        return f"no, {naming.PREPROCESSOR} is missing (annie-quant audit --repair)"
     if config.algo == "MIXED_PRECISION" and config.method == "modelopt":
         return "yes, from 0.19 (mixed precision)"
     return "yes"
@@ -47,6 +53,16 @@ def sglang(folder: ModelFolder, linears: dict[str, Linear], config: QuantConfig)
     return "yes"
 
 
+def old_runtimes(folder: ModelFolder, linears: dict[str, Linear], config: QuantConfig) -> str:
+    """vLLM 0.16 and SGLang 0.5.4 and their like, which know Qwen3.5 by its multimodal form alone."""
+    if any(x.pre_quant for x in linears.values()) or config.algo == "NVFP4_AWQ":
+        return "no, NVFP4_AWQ is not loaded"
+    if config.algo == "MIXED_PRECISION":
+        return "no, mixed precision is not loaded"
+    why = naming.why_not_old(folder)
+    return f"no, {why} (annie-quant audit --repair --names old)" if why else "yes"
+
+
 def transformers(folder: ModelFolder, linears: dict[str, Linear], config: QuantConfig) -> str:
     if not linears:
         return "yes, from 5.2"
@@ -58,7 +74,24 @@ def transformers(folder: ModelFolder, linears: dict[str, Linear], config: QuantC
 def llama_cpp(folder: ModelFolder, linears: dict[str, Linear], config: QuantConfig) -> str:
     if any(x.pre_quant for x in linears.values()):
         return "no, activation scales have no place in GGUF"
+    try:
+        for name in folder:
+            gguf_names.gguf_name(name, int(folder.text_config["num_hidden_layers"]))
+        heads = gguf_names.Heads.of(folder.text_config)
+    except (CheckpointError, KeyError, TypeError, ValueError):
+        return "no, it is no Qwen3.5 text model"
+    if heads.key_dim != heads.value_dim:
+        return "no, DeltaNet's key and value heads differ in size"
+    wide = [x.name for x in linears.values() if x.format == "nvfp4" and folder.info(x.weight).shape[-1] * 2 % 64]
+    if wide or any(x.format == "fp8" for x in linears.values()):
+        return "after `annie-quant convert --to gguf`, FP8 and rows that are no multiple of 64 as 16-bit numbers"
     return "after `annie-quant convert --to gguf`"
 
 
-RULES = {"vLLM": vllm, "SGLang": sglang, "transformers": transformers, "llama.cpp": llama_cpp}
+RULES = {
+    "vLLM": vllm,
+    "SGLang": sglang,
+    "runtimes on transformers 4.57": old_runtimes,
+    "transformers": transformers,
+    "llama.cpp": llama_cpp,
+}

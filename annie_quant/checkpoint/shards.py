@@ -149,15 +149,21 @@ class ModelFolder:
     # -- the small files
     def json(self, name: str) -> dict[str, Any] | None:
         """A JSON object beside the shards, or None where there is no such file."""
-        path = self.path / name
+        return self.json_at(self.path / name)
+
+    @staticmethod
+    def json_at(path: Path) -> dict[str, Any] | None:
+        """The JSON object of a file, or None where there is no such file."""
         if not path.is_file():
             return None
         try:
             value = json.loads(path.read_bytes())
         except (ValueError, RecursionError) as error:
-            raise ShardError("config_unreadable", f"{name}: no JSON ({str(error)[:80]})", "restore the file") from None
+            raise ShardError(
+                "config_unreadable", f"{path.name}: no JSON ({str(error)[:80]})", "restore the file"
+            ) from None
         if not isinstance(value, dict):
-            raise ShardError("config_unreadable", f"{name}: no JSON object", "restore the file")
+            raise ShardError("config_unreadable", f"{path.name}: no JSON object", "restore the file")
         return value
 
     @property

@@ -65,6 +65,20 @@ def test_vllms_flat_keys(folder, records):
     }
 
 
+def test_aiperfs_summary(folder, records):
+    summary = json.loads((folder / "exports" / "aiperf_q4.json").read_text())
+    own = [r for r in records if r["backend"] == "q4"]
+    firsts = [r["first_content_ms"] if r["first_content_ms"] is not None else r["first_tool_ms"] for r in own]
+    assert summary["time_to_first_token"]["avg"] == pytest.approx(statistics.fmean(firsts))
+    assert summary["time_to_first_token"]["p90"] == pytest.approx(np.percentile(firsts, 90))
+    assert summary["request_latency"]["max"] == pytest.approx(max(r["e2e_ms"] for r in own))
+    total = sum(r["usage"]["completion_tokens"] for r in own)
+    seconds = sum(r["e2e_ms"] for r in own) / 1e3
+    assert summary["output_token_throughput"] == {"unit": "tokens/sec", "avg": pytest.approx(total / seconds)}
+    # What AIPerf's own readers look for in a metric.
+    assert set(summary["inter_token_latency"]) >= {"unit", "avg", "p50", "p90", "p99", "min", "max", "std"}
+
+
 def test_the_founding_results(folder, records):
     found = json.loads((folder / "exports" / "founding.json").read_text())
     assert found["quality_gates"]["nvfp4"]["factual"] == "6/6"

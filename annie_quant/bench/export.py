@@ -1,4 +1,5 @@
-"""A benchmark in the forms that others read: results.csv, vLLM's flat keys, the founding results JSON, Prometheus text.
+"""A benchmark in the forms that others read: results.csv, vLLM's flat keys, AIPerf's summary, the founding results JSON,
+Prometheus text.
 
 vLLM's keys are those of `vllm bench serve --save-result`; TTFT there means content, as everywhere here. The backends
 take turns, so a backend's duration is the time that its own requests took, not the wall clock of the run.
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from annie_quant.bench.aggregate import values_by_prompt
+from annie_quant.bench.confounds import first_ms
 from annie_quant.bench.load import alone
 from annie_quant.bench.store import read_records
 from annie_quant.files import read_json, write_json, write_text
@@ -34,8 +36,10 @@ def export(folder: str | os.PathLike) -> list[Path]:
     write_json(written[1], founding(run, records))
     write_text(written[2], prometheus(run["aggregates"]))
     for name in run["backends"]:
-        written.append(root / "exports" / f"vllm_{name}.json")
-        write_json(written[-1], vllm(run, [r for r in records if r["backend"] == name], name))
+        own = [r for r in records if r["backend"] == name]
+        for kind, made in (("vllm", vllm(run, own, name)), ("aiperf", aiperf(own))):
+            written.append(root / "exports" / f"{kind}_{name}.json")
+            write_json(written[-1], made)
     return written
 
 
@@ -108,6 +112,35 @@ def vllm(run: Mapping[str, Any], rows: Sequence[Row], name: str) -> dict[str, An
         ):
             flat[f"{label}_{key}_ms"] = float(figure(values)) if values.size else None
     return flat
+
+
+def aiperf(rows: Sequence[Row]) -> dict[str, Any]:
+    """The summary that GenAI-Perf and AIPerf write (profile_export_*.json): a metric's unit, mean and percentiles.
+
+    A first token there is one of any kind; content TTFT, which matters to a listener, is in the other files.
+    """
+    import numpy as np
+
+    good = [r for r in rows if alone(r) and not r.get("cold") and not r.get("error")]
+    seconds = sum(r["e2e_ms"] for r in good if r.get("e2e_ms")) / 1e3
+    series: dict[str, tuple[str, list[float]]] = {
+        "time_to_first_token": ("ms", [v for r in good if (v := first_ms(r)) is not None]),
+        "inter_token_latency": ("ms", [r["tpot_ms"] for r in good if r.get("tpot_ms") is not None]),
+        "request_latency": ("ms", [r["e2e_ms"] for r in good if r.get("e2e_ms") is not None]),
+        "output_sequence_length": ("tokens", [r["completion_tokens"] for r in good if r.get("completion_tokens")]),
+        "input_sequence_length": ("tokens", [t for r in good if (t := (r.get("usage") or {}).get("prompt_tokens"))]),
+    }
+    summary: dict[str, Any] = {}
+    for name, (unit, values) in series.items():
+        if values:
+            data = np.asarray(values, dtype=np.float64)
+            points = {f"p{q}": float(np.percentile(data, q)) for q in (1, 5, 25, 50, 75, 90, 95, 99)}
+            extremes = {"min": float(data.min()), "max": float(data.max())}
+            summary[name] = {"unit": unit, "avg": float(data.mean()), **points, **extremes, "std": float(data.std())}
+    tokens = sum(r.get("completion_tokens") or 0 for r in good)
+    summary["output_token_throughput"] = {"unit": "tokens/sec", "avg": _over(tokens, seconds)}
+    summary["request_throughput"] = {"unit": "requests/sec", "avg": _over(len(good), seconds)}
+    return summary
 
 
 def _over(amount: float, seconds: float) -> float | None:

@@ -12,6 +12,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from annie_quant.errors import EnvironmentFault, UsageError
 from annie_quant.files import read_json, write_json
 
 SCHEMA_VERSION = 1
+HALF = re.compile(r"^\..+\.\d+\.part$")  # .NAME.PID.part
 
 
 class RunDirectory:
@@ -50,7 +52,14 @@ class RunDirectory:
                     f"{self.path}: another annie-quant is working in this run directory",
                     "wait for it, or choose another --output",
                 ) from None
+            self.remove_half_files()
             yield
+
+    def remove_half_files(self) -> None:
+        """What a killed process was writing (files.replacing); the lock says that nobody writes now."""
+        for half in self.path.rglob(".*.part"):
+            if half.is_file() and HALF.search(half.name):
+                half.unlink(missing_ok=True)
 
     def write_run(
         self, config: Any, aggregates: Any, verdict: Any, environment: Any, stages: list[Any] | None = None

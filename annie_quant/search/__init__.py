@@ -112,9 +112,13 @@ class Search:
         labels = explain.labels(self.stages, self.workloads)
         self.found["labels"] = labels
         if not labels["belong"]:
+            seen = "; ".join(
+                f"{which} answers {labels[which]['given']:.2f} nats a token as given, {labels[which]['dealt_anew']:.2f} dealt anew"
+                for which in ("first", "last")
+            )
             self.found["notes"].append(
-                f"SHUFFLED LABELS: the calibration answers do not belong to their questions: {labels['given']:.2f} nats a "
-                f"token as given, {labels['dealt_anew']:.2f} when dealt anew. Make the data again (annie-quant data)"
+                f"SHUFFLED LABELS: the calibration answers do not belong to their questions ({seen}). "
+                "Make the data again (annie-quant data)"
             )
         for note in self.found["notes"]:
             self.console.note(note)

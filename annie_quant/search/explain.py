@@ -56,8 +56,8 @@ def dealt_anew(rows: Sequence[Mapping[str, Any]], seed: int = 0) -> list[dict[st
     return [{**row, "messages": [*row["messages"][:-1], rows[turned[i]]["messages"][-1]]} for i, row in enumerate(rows)]
 
 
-def last_answers(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Each conversation up to its first answer: what is said first to what is asked first."""
+def first_answers(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Each conversation up to its first answer: what is said first to what is asked first, calls of tools included."""
     found = []
     for row in rows:
         end = next(i for i, m in enumerate(row["messages"]) if m["role"] == "assistant")
@@ -65,18 +65,28 @@ def last_answers(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
+def last_answers(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What the user says, all of it, and the last answer alone."""
+    return [
+        {**row, "messages": [*(m for m in row["messages"] if m["role"] in ("system", "user")), row["messages"][-1]]}
+        for row in rows
+    ]
+
+
 def labels(stages: Stages, workloads: Sequence[Any]) -> dict[str, Any]:
-    """{"given", "dealt_anew"} (nats a token of the answers under bf16) and "belong"."""
+    """For the first and the last answers: nats a token under bf16 as {"given", "dealt_anew"}; and whether they "belong"."""
     import math
 
     from annie_quant.runtime.prompts import read_conversations
 
-    rows = last_answers(read_conversations(stages.conversations, LABEL_ROWS))
+    rows = read_conversations(stages.conversations, LABEL_ROWS)
     found: dict[str, Any] = {}
-    for name, text in (("given", rows), ("dealt_anew", dealt_anew(rows))):
-        made = stages.evaluate(f"labels-{name}", stages.model, smoke(workloads), conversations=text)
-        found[name] = math.log(made["numerics"]["bf16"]["kl_conversations"]["perplexity_reference"])
-    found["belong"] = found["given"] < BELONG * found["dealt_anew"]
+    for which, part in (("first", first_answers(rows)), ("last", last_answers(rows))):
+        found[which] = {}
+        for how, text in (("given", part), ("dealt_anew", dealt_anew(part))):
+            made = stages.evaluate(f"labels-{which}-{how}", stages.model, smoke(workloads), conversations=text)
+            found[which][how] = math.log(made["numerics"]["bf16"]["kl_conversations"]["perplexity_reference"])
+    found["belong"] = all(found[which]["given"] < BELONG * found[which]["dealt_anew"] for which in ("first", "last"))
     return found
 
 

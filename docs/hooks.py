@@ -1,10 +1,21 @@
-"""mkdocs hook: the command line's reference is written from the commands themselves."""
+"""mkdocs hooks: the command line's reference is written from the commands themselves; pages that the contents do not name
+stand at their end."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 MARK = "<!-- commands -->"
+
+
+def on_config(config: Any) -> Any:
+    """A page of docs/ is in the contents, whoever wrote it."""
+    named = str(config.nav)
+    folder = Path(config.docs_dir)
+    pages = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*.md"))
+    config.nav += [page for page in pages if f"'{page}'" not in named]
+    return config
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:

@@ -95,4 +95,4 @@ def test_time_stream(tmp_path):
     assert (tmp_path / "timings").is_dir()
     assert "error" not in said
     nobody = run("time_stream", "http://127.0.0.1:9", cwd=tmp_path, code=1)
-    assert nobody.count("connect") == 3 and "first word" not in nobody
+    assert nobody.count("connection refused") == 3 and "first word" not in nobody

@@ -1,6 +1,7 @@
-/* The loop: libcurl's multi interface driven by epoll, a timer and curl_multi_socket_action.
+/* The loop: epoll over connections of our own and over libcurl's, whose multi interface is driven by
+ * curl_multi_socket_action.
  *
- * Every read is stamped before libcurl sees the socket. Starts, timeouts, libcurl's own timer and the deadline share one
+ * Every read is stamped, with libcurl before it sees the socket. Starts, timeouts, libcurl's own timer and the deadline share one
  * timerfd, set to the earliest; nothing polls. Between two starts the sockets are looked at, so that a burst of
  * requests does not hold up the answers to its first ones.
  */
@@ -63,7 +64,7 @@ static void drain_ended(struct client *c)
         struct transfer *t = NULL;
         CURLcode code = message->data.result;
         curl_easy_getinfo(message->easy_handle, CURLINFO_PRIVATE, (char **)&t);
-        transfer_finish(t, code, CAUSE_NONE);
+        transfer_message(t, code);
     }
 }
 
@@ -72,8 +73,10 @@ static void act(struct client *c, curl_socket_t fd, int events)
     int running;
     c->now_fd = events & CURL_CSELECT_IN ? fd : CURL_SOCKET_BAD;
     c->action++;
+    c->now_overread = false;
     curl_multi_socket_action(c->multi, fd, events, &running);
     drain_ended(c);
+    c->now_overread = false;
 }
 
 static void act_on_timer(struct client *c)
@@ -85,13 +88,28 @@ static void act_on_timer(struct client *c)
     act(c, CURL_SOCKET_TIMEOUT, 0);
 }
 
+/* Newest stamp of all that waits: a read of several packets is never timed before the last of them came. */
+static int64_t look_at(struct client *c, int fd)
+{
+    int64_t realtime_ns;
+    c->now_received = clock_bytes_received(fd);
+    ssize_t waiting = clock_receive(fd, c->buffer, READ_BYTES, MSG_PEEK | MSG_TRUNC, &realtime_ns);
+    if (waiting < 0 && errno != EAGAIN && errno != EWOULDBLOCK)
+        c->now_errno = errno;
+    return c->now_received >= 0 ? realtime_ns : 0;
+}
+
 static void act_on_socket(struct client *c, int fd, uint32_t events)
 {
     int64_t realtime_ns = 0;
-    c->now_errno = 0;
     struct socket_state *socket = client_socket(c, fd);
+    if (socket && socket->own) {
+        plain_ready(c, socket->own, events);
+        return;
+    }
+    c->now_errno = 0;
     if ((events & (EPOLLIN | EPOLLERR)) == EPOLLIN && socket && socket->stamped)
-        realtime_ns = clock_peek(fd, &c->now_errno);
+        realtime_ns = look_at(c, fd);
     c->now_ns = clock_monotonic_ns();
     if ((events & EPOLLIN) && socket)
         socket->last_read_ns = c->now_ns;
@@ -152,10 +170,11 @@ static void start_next(struct client *c)
         c->no_memory = true;
         return;
     }
-    int64_t due = due_ns(c->active);
+    int64_t due = c->active ? due_ns(c->active) : INT64_MAX; /* a start may end at once */
     if (due < c->check_due_ns)
         c->check_due_ns = due;
-    act_on_timer(c);
+    if (c->curl_due_ns <= clock_monotonic_ns())
+        act_on_timer(c);
 }
 
 static void stop_all(struct client *c, uint8_t cause)
@@ -352,15 +371,18 @@ int plan_run(const struct plan *plan, struct plan_result *result)
     result->origin_ns = clock_monotonic_ns();
     result->origin_realtime_ns = result->origin_ns + c.pair.offset_ns;
     status = PLAN_NO_MEMORY;
-    if (!prepare_rows(&c) || !order_starts(&c))
+    c.buffer = malloc(READ_BYTES);
+    if (!c.buffer || !prepare_rows(&c) || !order_starts(&c))
         goto cleanup;
     run_loop(&c);
     status = c.no_memory ? PLAN_NO_MEMORY : PLAN_OK;
 
 cleanup:
+    plain_close_idle(&c);
     if (c.multi)
         curl_multi_cleanup(c.multi);
     free(c.order);
+    free(c.buffer);
     vector_free(&c.sockets);
     if (c.timer_fd >= 0)
         close(c.timer_fd);

@@ -2,7 +2,8 @@
 #define _GNU_SOURCE
 #include "clock.h"
 
-#include <errno.h>
+#include <linux/tcp.h>
+#include <netinet/in.h>
 #include <string.h>
 #include <sys/socket.h>
 #include <time.h>
@@ -55,26 +56,34 @@ bool clock_stamp_socket(int fd)
     return setsockopt(fd, SOL_SOCKET, SO_TIMESTAMPNS, &on, sizeof on) == 0;
 }
 
-int64_t clock_peek(int fd, int *error)
+ssize_t clock_receive(int fd, void *into, size_t size, int flags, int64_t *realtime_ns)
 {
-    char byte;
     union {
         char bytes[CMSG_SPACE(sizeof(struct timespec))];
         struct cmsghdr align;
     } control;
-    struct iovec into = {&byte, 1};
+    struct iovec vector = {into, size};
     struct msghdr message = {
-        .msg_iov = &into, .msg_iovlen = 1, .msg_control = control.bytes, .msg_controllen = sizeof control.bytes};
-    ssize_t got = recvmsg(fd, &message, MSG_PEEK | MSG_DONTWAIT);
-    *error = got < 0 && errno != EAGAIN && errno != EWOULDBLOCK ? errno : 0;
+        .msg_iov = &vector, .msg_iovlen = 1, .msg_control = control.bytes, .msg_controllen = sizeof control.bytes};
+    *realtime_ns = 0;
+    ssize_t got = recvmsg(fd, &message, flags | MSG_DONTWAIT);
     if (got <= 0)
-        return 0;
+        return got;
     for (struct cmsghdr *c = CMSG_FIRSTHDR(&message); c; c = CMSG_NXTHDR(&message, c)) {
         if (c->cmsg_level == SOL_SOCKET && c->cmsg_type == SCM_TIMESTAMPNS) {
             struct timespec t;
             memcpy(&t, CMSG_DATA(c), sizeof t);
-            return (int64_t)t.tv_sec * NS_PER_S + t.tv_nsec;
+            *realtime_ns = (int64_t)t.tv_sec * NS_PER_S + t.tv_nsec;
         }
     }
-    return 0;
+    return got;
+}
+
+int64_t clock_bytes_received(int fd)
+{
+    struct tcp_info info;
+    socklen_t size = sizeof info;
+    bool known = getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size) == 0 &&
+                 size >= offsetof(struct tcp_info, tcpi_bytes_received) + sizeof info.tcpi_bytes_received;
+    return known ? (int64_t)info.tcpi_bytes_received : -1;
 }

@@ -8,7 +8,9 @@
 #define AQ_STREAM_CLOCK_H
 
 #include <stdbool.h>
+#include <stddef.h>
 #include <stdint.h>
+#include <sys/types.h>
 
 enum { NS_PER_US = 1000, NS_PER_MS = 1000000, NS_PER_S = 1000000000 };
 
@@ -30,9 +32,11 @@ int64_t clock_map(const struct clock_pair *pair, int64_t realtime_ns, int64_t no
 /* Asks the kernel to stamp what this socket receives. */
 bool clock_stamp_socket(int fd);
 
-/* The kernel's stamp (CLOCK_REALTIME) of the next bytes to be read from fd, without reading them; 0 if there is none.
- * Where several packets wait, this is the newest one's. A pending socket error is taken by whoever reads first: it is
- * left in *error, 0 if there was none. */
-int64_t clock_peek(int fd, int *error);
+/* recvmsg with the kernel's stamp (CLOCK_REALTIME) of what it brings; 0 if there is none. Where several packets come
+ * together, it is the newest one's. */
+ssize_t clock_receive(int fd, void *into, size_t size, int flags, int64_t *realtime_ns);
+
+/* What a TCP socket has received in all, read or not; -1: not known. */
+int64_t clock_bytes_received(int fd);
 
 #endif

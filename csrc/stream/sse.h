@@ -24,6 +24,7 @@ enum sse_flag {
     SSE_MERGED = 1,  /* the read that completed it completed other data too: they share one stamp */
     SSE_EVENT = 2,   /* has an event field: its name is in the frame */
     SSE_COMMENT = 4, /* has a comment line */
+    SSE_OVERREAD = 8, /* its read took more than the kernel's stamp was for: it has no kernel stamp */
 };
 
 enum sse_status { SSE_OK = 0, SSE_TOO_LARGE = 1, SSE_NO_MEMORY = 2 };

@@ -1,0 +1,142 @@
+/* What an answer leaves: its header, its frames, a row for each event and each read. Shared by both ways of reading. */
+#define _GNU_SOURCE
+#include "client.h"
+
+#include <strings.h>
+
+struct request_row *client_row(const struct client *c, uint32_t index)
+{
+    return (struct request_row *)c->result->requests.base + index;
+}
+
+void answer_first_byte(struct transfer *t)
+{
+    struct client *c = t->client;
+    struct request_row *row = client_row(c, t->index);
+    if (row->first_byte_ns == 0) {
+        row->first_byte_ns = c->now_ns;
+        row->first_byte_kernel_ns = c->now_kernel_ns;
+    }
+    t->last_read_ns = c->now_ns;
+}
+
+bool answer_line(struct transfer *t, const char *line, size_t size)
+{
+    if (size >= 5 && memcmp(line, "HTTP/", 5) == 0) { /* a 1xx answer came before this one */
+        t->header.size = 0;
+        t->body_began = false;
+    }
+    if (size >= 11 && strncasecmp(line, "set-cookie:", 11) == 0) /* a secret, and nothing here needs it */
+        return true;
+    if (t->header.size + size > 1 << 20 || vector_add(&t->header, line, size)) {
+        t->client->no_memory = true;
+        return false;
+    }
+    return true;
+}
+
+/* Events that one read completed share its stamp: say so in the rows it has made so far. */
+static void flag_merged(const struct transfer *t)
+{
+    struct event_row *rows = (struct event_row *)t->client->result->events.base;
+    size_t end = t->client->result->events.size / sizeof *rows;
+    for (size_t i = t->first_event; i < end; i++)
+        if (rows[i].request == t->index)
+            rows[i].flags |= SSE_MERGED;
+}
+
+/* Keeps one frame and its row. */
+static int keep_frame(void *context, const uint8_t *frame, size_t size, const struct sse_frame *info)
+{
+    struct transfer *t = context;
+    struct client *c = t->client;
+    struct plan_result *r = c->result;
+    t->read_events += info->kind == SSE_DATA;
+    uint8_t merged = t->read_events > 1 ? SSE_MERGED : 0, overread = c->now_overread ? SSE_OVERREAD : 0;
+    struct event_row row = {
+        .user_ns = c->now_ns,
+        .kernel_ns = c->now_kernel_ns,
+        .offset = r->frames.size,
+        .size = (uint32_t)size,
+        .data_start = info->data_start,
+        .data_size = info->data_size,
+        .request = t->index,
+        .read = (uint32_t)t->last_read,
+        .data_lines = info->data_lines,
+        .kind = info->kind,
+        .flags = (uint8_t)(info->flags | merged | overread),
+    };
+    if (vector_add(&r->frames, frame, size) || vector_add(&r->events, &row, sizeof row))
+        return SSE_NO_MEMORY;
+    if (info->kind == SSE_DATA && t->read_events == 2)
+        flag_merged(t);
+    return SSE_OK;
+}
+
+/* One read comes in several pieces (a chunk each): they are one row. */
+static int keep_read(struct transfer *t, size_t size)
+{
+    struct client *c = t->client;
+    struct vector *reads = &c->result->reads;
+    struct read_row *last = (struct read_row *)reads->base + t->last_read;
+    if (t->last_action == c->action && size <= UINT32_MAX - last->size) {
+        last->size += (uint32_t)size;
+        return SSE_OK;
+    }
+    t->last_action = c->action;
+    t->last_read = reads->size / sizeof *last;
+    t->first_event = c->result->events.size / sizeof(struct event_row);
+    t->read_events = 0;
+    struct read_row row = {
+        .user_ns = c->now_ns, .kernel_ns = c->now_kernel_ns, .request = t->index, .size = (uint32_t)size};
+    return vector_add(reads, &row, sizeof row) ? SSE_NO_MEMORY : SSE_OK;
+}
+
+static bool is_type(const char *type, const char *wanted)
+{
+    return type && strncasecmp(type, wanted, strlen(wanted)) == 0;
+}
+
+/* Servers are lenient about the type of an event stream, never about that of an error page. */
+void answer_begin_body(struct transfer *t, int status, const char *type)
+{
+    t->status = status;
+    t->event_stream = status >= 200 && status < 300 && !is_type(type, "application/json") && !is_type(type, "text/html");
+    t->body_began = true;
+}
+
+static int keep_body(struct transfer *t, const char *bytes, size_t size)
+{
+    if (keep_read(t, size))
+        return SSE_NO_MEMORY;
+    if (!t->event_stream) {
+        if (size > t->client->plan->max_event_bytes - t->body.size)
+            return SSE_TOO_LARGE;
+        return vector_add(&t->body, bytes, size) ? SSE_NO_MEMORY : SSE_OK;
+    }
+    return sse_feed(&t->framer, (const uint8_t *)bytes, size, keep_frame, t);
+}
+
+/* False: the answer cannot be kept, and says why in its cause. */
+bool answer_body(struct transfer *t, const void *bytes, size_t size)
+{
+    int status = keep_body(t, bytes, size);
+    if (status == SSE_TOO_LARGE)
+        t->cause = CAUSE_EVENT_SIZE;
+    else if (status != SSE_OK)
+        t->client->no_memory = true;
+    return status == SSE_OK;
+}
+
+void answer_end(struct transfer *t)
+{
+    int status = SSE_OK;
+    if (t->event_stream) {
+        status = sse_finish(&t->framer, keep_frame, t);
+    } else if (t->body.size) {
+        struct sse_frame whole = {.data_size = (uint32_t)t->body.size, .kind = SSE_BODY};
+        status = keep_frame(t, t->body.base, t->body.size, &whole);
+    }
+    if (status == SSE_NO_MEMORY)
+        t->client->no_memory = true;
+}

@@ -1,0 +1,383 @@
+/* The reader of http1.h: a state for each place where a read may end. */
+#include "http1.h"
+
+#include <stdlib.h>
+#include <string.h>
+#include <strings.h>
+
+enum state { HEAD, LENGTH, TO_END, CHUNK_SIZE, CHUNK_EXTENSION, CHUNK_SIZE_LF, CHUNK, CHUNK_CR, CHUNK_LF, TRAILER, DONE };
+
+void http1_init(struct http1 *h, bool no_body)
+{
+    memset(h, 0, sizeof *h);
+    h->no_body = no_body;
+}
+
+void http1_free(struct http1 *h)
+{
+    free(h->held);
+    h->held = NULL;
+    h->held_size = h->held_capacity = 0;
+}
+
+const char *http1_explain(int status)
+{
+    switch (status) {
+    case HTTP1_NOT_HTTP:
+        return "the answer is not HTTP/1.0 or HTTP/1.1";
+    case HTTP1_BAD_FIELD:
+        return "the answer has a malformed header field";
+    case HTTP1_BAD_LENGTH:
+        return "the answer's Content-Length is malformed or contradicts itself";
+    case HTTP1_BAD_CODING:
+        return "the answer's Transfer-Encoding is not plainly chunked";
+    case HTTP1_BAD_CHUNK:
+        return "the answer's chunked framing is malformed";
+    case HTTP1_SWITCHED:
+        return "the server switched to a protocol that was not asked for";
+    case HTTP1_TOO_LARGE:
+        return "the answer's head or trailers are too large";
+    case HTTP1_TRUNCATED:
+        return "the connection ended inside the answer";
+    case HTTP1_NO_ANSWER:
+        return "the connection ended before the answer began";
+    default:
+        return "";
+    }
+}
+
+/* ---- lines */
+
+static int hold(struct http1 *h, const uint8_t *bytes, size_t size)
+{
+    size_t wanted = h->held_size + size; /* both are at most HTTP1_MAX_LINE */
+    if (wanted > h->held_capacity) {
+        uint8_t *grown = realloc(h->held, wanted + wanted / 2);
+        if (!grown)
+            return HTTP1_NO_MEMORY;
+        h->held = grown;
+        h->held_capacity = wanted + wanted / 2;
+    }
+    memcpy(h->held + h->held_size, bytes, size);
+    h->held_size = wanted;
+    return HTTP1_MORE;
+}
+
+/* The next line with its LF, or NULL when it does not end in this read. It lies in the read or in `held`. */
+static int take_line(struct http1 *h, const uint8_t *bytes, size_t size, size_t *used, const uint8_t **line, size_t *length)
+{
+    const uint8_t *lf = memchr(bytes, '\n', size);
+    size_t piece = lf ? (size_t)(lf - bytes) + 1 : size;
+    *line = NULL;
+    *used = piece;
+    if (piece > HTTP1_MAX_LINE - h->held_size || piece > HTTP1_MAX_HEAD - h->head_size)
+        return HTTP1_TOO_LARGE;
+    h->head_size += piece;
+    if (lf && h->held_size == 0) {
+        *line = bytes;
+        *length = piece;
+        return HTTP1_MORE;
+    }
+    int status = hold(h, bytes, piece);
+    if (status == HTTP1_MORE && lf) {
+        *line = h->held;
+        *length = h->held_size;
+        h->held_size = 0; /* its bytes stay until the next line is held */
+    }
+    return status;
+}
+
+static size_t without_end(const uint8_t *line, size_t size)
+{
+    size--; /* LF */
+    return size && line[size - 1] == '\r' ? size - 1 : size;
+}
+
+static bool is_digit(uint8_t c)
+{
+    return c >= '0' && c <= '9';
+}
+
+static bool is_token(uint8_t c)
+{
+    return is_digit(c) || (c >= 'A' && c <= 'Z') || (c >= 'a' && c <= 'z') || (c && strchr("!#$%&'*+-.^_`|~", c));
+}
+
+static bool is_blank(uint8_t c)
+{
+    return c == ' ' || c == '\t';
+}
+
+/* ---- fields */
+
+struct text {
+    const uint8_t *at;
+    size_t size;
+};
+
+static struct text trimmed(const uint8_t *at, size_t size)
+{
+    while (size && is_blank(at[0])) {
+        at++;
+        size--;
+    }
+    while (size && is_blank(at[size - 1]))
+        size--;
+    return (struct text){at, size};
+}
+
+static bool is_word(struct text t, const char *word)
+{
+    return t.size == strlen(word) && strncasecmp((const char *)t.at, word, t.size) == 0;
+}
+
+/* The next element of a comma-separated list; false at its end. */
+static bool next_element(struct text *list, struct text *element)
+{
+    if (!list->at)
+        return false;
+    const uint8_t *comma = memchr(list->at, ',', list->size);
+    size_t size = comma ? (size_t)(comma - list->at) : list->size;
+    *element = trimmed(list->at, size);
+    list->size -= comma ? size + 1 : size;
+    list->at = comma ? comma + 1 : NULL;
+    return true;
+}
+
+/* A length may be repeated, as fields or in a list, if it is always the same. */
+static int read_length(struct http1 *h, struct text value)
+{
+    struct text element;
+    while (next_element(&value, &element)) {
+        uint64_t length = 0;
+        if (element.size == 0 || element.size > 18)
+            return HTTP1_BAD_LENGTH;
+        for (size_t i = 0; i < element.size; i++) {
+            if (!is_digit(element.at[i]))
+                return HTTP1_BAD_LENGTH;
+            length = length * 10 + (uint64_t)(element.at[i] - '0');
+        }
+        if (h->has_length && h->length != length)
+            return HTTP1_BAD_LENGTH;
+        h->has_length = true;
+        h->length = length;
+    }
+    return HTTP1_MORE;
+}
+
+static void read_connection(struct http1 *h, struct text value)
+{
+    struct text element;
+    while (next_element(&value, &element)) {
+        h->close |= is_word(element, "close");
+        h->keep_alive |= is_word(element, "keep-alive");
+    }
+}
+
+static int read_known(struct http1 *h, struct text name, struct text value)
+{
+    if (is_word(name, "content-length"))
+        return read_length(h, value);
+    if (is_word(name, "transfer-encoding")) {
+        if (h->chunked || !is_word(value, "chunked"))
+            return HTTP1_BAD_CODING;
+        h->chunked = true;
+    } else if (is_word(name, "connection")) {
+        read_connection(h, value);
+    } else if (is_word(name, "content-type")) {
+        size_t size = value.size < HTTP1_TYPE_SIZE - 1 ? value.size : HTTP1_TYPE_SIZE - 1;
+        memcpy(h->type, value.at, size);
+        h->type[size] = 0;
+    }
+    return HTTP1_MORE;
+}
+
+static int read_field(struct http1 *h, const uint8_t *line, size_t size)
+{
+    size_t name = 0;
+    while (name < size && is_token(line[name]))
+        name++;
+    if (name == 0 || name == size || line[name] != ':')
+        return HTTP1_BAD_FIELD;
+    for (size_t i = name + 1; i < size; i++)
+        if ((line[i] < ' ' && line[i] != '\t') || line[i] == 0x7f)
+            return HTTP1_BAD_FIELD;
+    if (h->state == TRAILER) /* too late to say anything about the framing */
+        return HTTP1_MORE;
+    return read_known(h, (struct text){line, name}, trimmed(line + name + 1, size - name - 1));
+}
+
+/* ---- the head */
+
+/* Whether what has come can still become a status line: garbage is refused without waiting for a line end. */
+static bool may_be_status_line(const uint8_t *line, size_t size)
+{
+    return memcmp(line, "HTTP/1.", size < 7 ? size : 7) == 0;
+}
+
+static int read_status_line(struct http1 *h, const uint8_t *line, size_t size)
+{
+    bool fits = size >= 12 && may_be_status_line(line, size) && (line[7] == '0' || line[7] == '1') && line[8] == ' ' &&
+                line[9] >= '1' && is_digit(line[9]) && is_digit(line[10]) && is_digit(line[11]) &&
+                (size == 12 || line[12] == ' ');
+    if (!fits)
+        return HTTP1_NOT_HTTP;
+    h->minor = (uint8_t)(line[7] - '0');
+    h->status = (uint16_t)((line[9] - '0') * 100 + (line[10] - '0') * 10 + (line[11] - '0'));
+    return HTTP1_MORE;
+}
+
+static int finish(struct http1 *h)
+{
+    h->state = DONE;
+    return HTTP1_DONE;
+}
+
+/* RFC 9112 6.3: how long the body is. */
+static int end_head(struct http1 *h)
+{
+    h->head_size = 0;
+    if (h->status == 101)
+        return HTTP1_SWITCHED;
+    if (h->status < 200) {
+        if (++h->interim > HTTP1_MAX_INTERIM)
+            return HTTP1_TOO_LARGE;
+        h->status = 0;
+        h->has_length = h->chunked = h->close = h->keep_alive = false;
+        h->type[0] = 0;
+        return HTTP1_MORE;
+    }
+    if (h->chunked && h->minor == 0)
+        return HTTP1_BAD_CODING;
+    if (h->chunked && h->has_length)
+        return HTTP1_BAD_LENGTH;
+    h->keep = !h->close && (h->minor == 1 || h->keep_alive);
+    if (h->no_body || h->status == 204 || h->status == 304)
+        return finish(h);
+    if (h->chunked) {
+        h->state = CHUNK_SIZE;
+    } else if (h->has_length) {
+        h->left = h->length;
+        h->state = LENGTH;
+        if (h->left == 0)
+            return finish(h);
+    } else {
+        h->keep = false;
+        h->state = TO_END;
+    }
+    return HTTP1_MORE;
+}
+
+static int feed_head(struct http1 *h, const uint8_t *bytes, size_t size, size_t *used, const struct http1_sink *sink)
+{
+    const uint8_t *line;
+    size_t length = 0;
+    int status = take_line(h, bytes, size, used, &line, &length);
+    if (status != HTTP1_MORE)
+        return status;
+    bool first = h->state == HEAD && h->status == 0;
+    if (!line)
+        return first && !may_be_status_line(h->held, h->held_size) ? HTTP1_NOT_HTTP : HTTP1_MORE;
+    size_t plain = without_end(line, length);
+    if (first)
+        status = read_status_line(h, line, plain);
+    else if (plain)
+        status = read_field(h, line, plain);
+    if (status != HTTP1_MORE)
+        return status;
+    if (!sink->line(sink->context, (const char *)line, length))
+        return HTTP1_REFUSED;
+    if (first || plain)
+        return HTTP1_MORE;
+    return h->state == TRAILER ? finish(h) : end_head(h);
+}
+
+/* ---- the body */
+
+static int hex_value(uint8_t c)
+{
+    if (is_digit(c))
+        return c - '0';
+    c |= 0x20;
+    return c >= 'a' && c <= 'f' ? c - 'a' + 10 : -1;
+}
+
+/* One byte of a chunk's framing. */
+static int feed_framing(struct http1 *h, uint8_t c)
+{
+    switch (h->state) {
+    case CHUNK_SIZE: {
+        int digit = hex_value(c);
+        if (digit >= 0 && ++h->digits <= 15) { /* 15 digits cannot overflow */
+            h->left = h->left * 16 + (uint64_t)digit;
+            return HTTP1_MORE;
+        }
+        if (digit >= 0 || h->digits == 0)
+            return HTTP1_BAD_CHUNK;
+        if (c != '\r' && c != ';' && !is_blank(c))
+            return HTTP1_BAD_CHUNK;
+        h->state = c == '\r' ? CHUNK_SIZE_LF : CHUNK_EXTENSION;
+        return HTTP1_MORE;
+    }
+    case CHUNK_EXTENSION:
+        if (c == '\n' || ++h->head_size > HTTP1_MAX_CHUNK_LINE)
+            return HTTP1_BAD_CHUNK;
+        if (c == '\r')
+            h->state = CHUNK_SIZE_LF;
+        return HTTP1_MORE;
+    case CHUNK_SIZE_LF:
+        h->state = h->left ? CHUNK : TRAILER;
+        h->head_size = 0;
+        h->digits = 0;
+        return c == '\n' ? HTTP1_MORE : HTTP1_BAD_CHUNK;
+    case CHUNK_CR:
+        h->state = CHUNK_LF;
+        return c == '\r' ? HTTP1_MORE : HTTP1_BAD_CHUNK;
+    default: /* CHUNK_LF */
+        h->state = CHUNK_SIZE;
+        return c == '\n' ? HTTP1_MORE : HTTP1_BAD_CHUNK;
+    }
+}
+
+static int feed_body(struct http1 *h, const uint8_t *bytes, size_t size, size_t *used, const struct http1_sink *sink)
+{
+    size_t piece = h->state != TO_END && size > h->left ? (size_t)h->left : size;
+    *used = piece;
+    if (!sink->body(sink->context, bytes, piece))
+        return HTTP1_REFUSED;
+    if (h->state == TO_END)
+        return HTTP1_MORE;
+    h->left -= piece;
+    if (h->left)
+        return HTTP1_MORE;
+    if (h->state == LENGTH)
+        return finish(h);
+    h->state = CHUNK_CR;
+    return HTTP1_MORE;
+}
+
+int http1_feed(struct http1 *h, const uint8_t *bytes, size_t size, size_t *used, const struct http1_sink *sink)
+{
+    int status = h->state == DONE ? HTTP1_DONE : HTTP1_MORE;
+    size_t at = 0;
+    while (at < size && status == HTTP1_MORE) {
+        size_t step = 1;
+        h->began = true;
+        if (h->state == HEAD || h->state == TRAILER)
+            status = feed_head(h, bytes + at, size - at, &step, sink);
+        else if (h->state == LENGTH || h->state == TO_END || h->state == CHUNK)
+            status = feed_body(h, bytes + at, size - at, &step, sink);
+        else
+            status = feed_framing(h, bytes[at]);
+        at += step;
+    }
+    *used = at;
+    return status;
+}
+
+int http1_end(struct http1 *h)
+{
+    if (h->state == DONE || h->state == TO_END)
+        return finish(h);
+    return h->began ? HTTP1_TRUNCATED : HTTP1_NO_ANSWER;
+}

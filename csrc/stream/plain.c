@@ -1,0 +1,391 @@
+/* Plain HTTP/1.1 on connections of our own: the request's text, sending it, reading with one recvmsg a wake-up, keeping
+ * connections. epoll watches them edge-triggered, so that one call is made for each read and no more.
+ */
+#define _GNU_SOURCE
+#include "client.h"
+
+#include <errno.h>
+#include <stdio.h>
+#include <strings.h>
+#include <sys/epoll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+enum { READS_IN_A_ROW = 16 };
+
+/* ---- the request's text */
+
+static bool add_text(struct transfer *t, const char *text)
+{
+    return vector_add(&t->head, text, strlen(text)) == 0;
+}
+
+static bool has_header(const struct plan_request *q, const char *name)
+{
+    size_t size = strlen(name);
+    for (const char *const *line = q->headers; *line; line++)
+        if (strncasecmp(*line, name, size) == 0 && ((*line)[size] == ':' || (*line)[size] == ';'))
+            return true;
+    return false;
+}
+
+/* The body's length is ours to tell. A name that ends in a semicolon has no value (CURLOPT_HTTPHEADER writes it so). */
+static bool add_own_headers(struct transfer *t)
+{
+    bool ok = true;
+    for (const char *const *line = t->request->headers; ok && *line; line++) {
+        size_t size = strlen(*line), name = strcspn(*line, ":;");
+        if (strncasecmp(*line, "content-length", name) == 0 || strncasecmp(*line, "transfer-encoding", name) == 0)
+            continue;
+        bool empty = size && name == size - 1 && (*line)[name] == ';';
+        ok = vector_add(&t->head, *line, empty ? name : size) == 0 && add_text(t, empty ? ":\r\n" : "\r\n");
+    }
+    return ok;
+}
+
+static bool add_default(struct transfer *t, const char *name, const char *value)
+{
+    if (!value || has_header(t->request, name))
+        return true;
+    return add_text(t, name) && add_text(t, ": ") && add_text(t, value) && add_text(t, "\r\n");
+}
+
+static bool write_head(struct transfer *t, const char *host, const char *port, const char *path, const char *query)
+{
+    const struct plan_request *q = t->request;
+    char length[48] = "", place[300];
+    bool usual = strcmp(port, "80") == 0;
+    snprintf(place, sizeof place, "%s%s%s", host, usual ? "" : ":", usual ? "" : port);
+    bool wants_body = strcmp(q->method, "POST") == 0 || strcmp(q->method, "PUT") == 0 || strcmp(q->method, "PATCH") == 0;
+    if (q->body || wants_body)
+        snprintf(length, sizeof length, "Content-Length: %zu\r\n", q->body_size);
+    return add_text(t, q->method) && add_text(t, " ") && add_text(t, path) && add_text(t, query ? "?" : "") &&
+           add_text(t, query ? query : "") && add_text(t, " HTTP/1.1\r\n") && add_default(t, "Host", place) &&
+           add_default(t, "User-Agent", t->client->plan->user_agent) && add_default(t, "Accept", "*/*") &&
+           add_own_headers(t) && add_text(t, length) && add_text(t, "\r\n");
+}
+
+static bool is_ascii(const char *text)
+{
+    while (*text && (unsigned char)*text < 0x80)
+        text++;
+    return *text == 0;
+}
+
+bool plain_prepare(struct transfer *t)
+{
+    const struct plan *p = t->client->plan;
+    const char *url = t->request->url;
+    if (p->http != PLAN_HTTP_1_1 || p->proxy || strncasecmp(url, "http://", 7) != 0)
+        return true;
+    char *host = NULL, *port = NULL, *path = NULL, *query = NULL, *user = NULL;
+    bool ok = true;
+    CURLU *parts = curl_url();
+    if (!parts)
+        return false;
+    /* What cannot be read, and international names, are libcurl's to explain and to encode. */
+    if (curl_url_set(parts, CURLUPART_URL, url, CURLU_URLENCODE) || curl_url_get(parts, CURLUPART_HOST, &host, 0) ||
+        curl_url_get(parts, CURLUPART_PORT, &port, CURLU_DEFAULT_PORT) || curl_url_get(parts, CURLUPART_PATH, &path, 0))
+        goto out;
+    curl_url_get(parts, CURLUPART_QUERY, &query, 0);
+    curl_url_get(parts, CURLUPART_USER, &user, 0);
+    size_t size = strlen(host) + strlen(port) + 2;
+    if (user || size > 256 || !is_ascii(host) || !is_ascii(path) || (query && !is_ascii(query)))
+        goto out;
+    ok = (t->place = malloc(size)) && write_head(t, host, port, path, query);
+    if (ok)
+        snprintf(t->place, size, "%s:%s", host, port);
+out:
+    curl_free(host);
+    curl_free(port);
+    curl_free(path);
+    curl_free(query);
+    curl_free(user);
+    curl_url_cleanup(parts);
+    return ok;
+}
+
+/* ---- connections */
+
+static void close_connection(struct client *c, struct connection *connection)
+{
+    client_socket(c, connection->fd)->own = NULL;
+    close(connection->fd);
+    free(connection->place);
+    free(connection);
+}
+
+void plain_close_idle(struct client *c)
+{
+    while (c->idle) {
+        struct connection *connection = c->idle;
+        c->idle = connection->following;
+        close_connection(c, connection);
+    }
+}
+
+static void forget_idle(struct client *c, struct connection *connection)
+{
+    struct connection **at = &c->idle;
+    while (*at != connection)
+        at = &(*at)->following;
+    *at = connection->following;
+    close_connection(c, connection);
+}
+
+static void leave(struct transfer *t)
+{
+    close_connection(t->client, t->connection);
+    t->connection = NULL;
+    t->fd = -1;
+}
+
+void plain_release(struct transfer *t, bool well)
+{
+    struct client *c = t->client;
+    struct connection *connection = t->connection;
+    if (!connection)
+        return;
+    bool sent = t->sent == t->head.size + t->request->body_size;
+    if (!well || !sent || !t->reader.keep || c->plan->fresh_connections) {
+        leave(t);
+        return;
+    }
+    t->connection = NULL;
+    connection->owner = NULL;
+    connection->following = c->idle;
+    c->idle = connection;
+}
+
+/* ---- sending */
+
+/* Sends what the socket takes. False: the connection is broken. */
+static bool send_some(struct transfer *t)
+{
+    const struct plan_request *q = t->request;
+    size_t total = t->head.size + q->body_size;
+    while (t->sent < total) {
+        size_t of_head = t->sent < t->head.size ? t->head.size - t->sent : 0;
+        size_t of_body = t->sent > t->head.size ? t->sent - t->head.size : 0;
+        struct iovec parts[2] = {{t->head.base + (t->head.size - of_head), of_head},
+                                 {(char *)q->body + of_body, q->body_size - of_body}};
+        struct msghdr message = {.msg_iov = parts, .msg_iovlen = q->body_size ? 2 : 1};
+        ssize_t sent = sendmsg(t->fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+        if (sent < 0 && errno == EINTR)
+            continue;
+        if (sent < 0)
+            return errno == EAGAIN || errno == EWOULDBLOCK;
+        t->sent += (size_t)sent;
+    }
+    return true;
+}
+
+static void fail(struct transfer *t, CURLcode code, const char *error)
+{
+    snprintf(t->error, sizeof t->error, "%s", error);
+    transfer_finish(t, code, CAUSE_NONE);
+}
+
+/* A kept connection that ends before a byte of the answer was closed by the server while the request was on its way: it is
+ * sent once more, on a new connection. */
+static bool begin_again(struct transfer *t)
+{
+    if (!t->kept || t->reader.began)
+        return false;
+    leave(t);
+    t->sent = 0;
+    t->kept = false;
+    if (!transfer_add(t))
+        fail(t, CURLE_OUT_OF_MEMORY, "no memory for a second connection");
+    return true;
+}
+
+static void send_request(struct transfer *t)
+{
+    struct request_row *row = client_row(t->client, t->index);
+    row->pretransfer_us = (clock_monotonic_ns() - t->started_ns) / NS_PER_US;
+    if (!send_some(t)) {
+        t->socket_errno = errno;
+        if (!begin_again(t))
+            fail(t, CURLE_SEND_ERROR, "the request could not be sent");
+    }
+}
+
+static void take_connection(struct transfer *t, struct connection *connection)
+{
+    t->connection = connection;
+    t->fd = connection->fd;
+    connection->owner = t;
+}
+
+bool plain_reuse(struct transfer *t)
+{
+    struct client *c = t->client;
+    struct connection **at = &c->idle;
+    while (*at && strcmp((*at)->place, t->place) != 0)
+        at = &(*at)->following;
+    struct connection *found = *at;
+    if (!found)
+        return false;
+    *at = found->following;
+    t->kept = true;
+    take_connection(t, found);
+    send_request(t);
+    return true;
+}
+
+/* libcurl closes what it made when its handle goes; transfer.c keeps it from closing a socket that is our own. */
+void plain_connected(struct transfer *t)
+{
+    struct client *c = t->client;
+    struct connection *connection = calloc(1, sizeof *connection);
+    curl_socket_t fd = CURL_SOCKET_BAD; /* one that connected at once was never waited for */
+    curl_easy_getinfo(t->easy, CURLINFO_ACTIVESOCKET, &fd);
+    t->fd = fd;
+    struct socket_state *socket = client_socket(c, t->fd);
+    if (!socket) {
+        free(connection);
+        transfer_finish(t, CURLE_COULDNT_CONNECT, CAUSE_NONE);
+        return;
+    }
+    if (!connection || !(connection->place = strdup(t->place))) {
+        free(connection);
+        c->no_memory = true;
+        return;
+    }
+    connection->fd = t->fd;
+    socket->own = connection;
+    take_connection(t, connection);
+    client_row(c, t->index)->new_connection = 1;
+    transfer_keep_connecting(t);
+    curl_multi_remove_handle(c->multi, t->easy);
+    curl_easy_cleanup(t->easy);
+    t->easy = NULL;
+    struct epoll_event event = {.events = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET, .data.fd = t->fd};
+    if (epoll_ctl(c->epoll_fd, EPOLL_CTL_ADD, t->fd, &event) != 0) {
+        t->socket_errno = errno;
+        fail(t, CURLE_COULDNT_CONNECT, "the connection cannot be watched");
+        return;
+    }
+    send_request(t);
+}
+
+/* ---- reading */
+
+static bool on_line(void *context, const char *line, size_t size)
+{
+    return answer_line(context, line, size);
+}
+
+static bool on_body(void *context, const uint8_t *bytes, size_t size)
+{
+    struct transfer *t = context;
+    if (!t->body_began)
+        answer_begin_body(t, t->reader.status, t->reader.type);
+    return answer_body(t, bytes, size);
+}
+
+static CURLcode code_of(int status)
+{
+    switch (status) {
+    case HTTP1_DONE:
+        return CURLE_OK;
+    case HTTP1_TRUNCATED:
+        return CURLE_PARTIAL_FILE;
+    case HTTP1_NO_ANSWER:
+        return CURLE_GOT_NOTHING;
+    case HTTP1_NO_MEMORY:
+        return CURLE_OUT_OF_MEMORY;
+    case HTTP1_REFUSED:
+        return CURLE_WRITE_ERROR;
+    default:
+        return CURLE_WEIRD_SERVER_REPLY;
+    }
+}
+
+static void end_with(struct transfer *t, int status)
+{
+    if (status == HTTP1_DONE)
+        transfer_finish(t, CURLE_OK, CAUSE_NONE);
+    else
+        fail(t, code_of(status), http1_explain(status));
+}
+
+/* What one recvmsg brought; `ending`: the other side has closed. False: the request is over. */
+static bool take_read(struct transfer *t, size_t size, bool ending)
+{
+    struct client *c = t->client;
+    struct http1_sink sink = {on_line, on_body, t};
+    size_t used;
+    c->action++;
+    answer_first_byte(t);
+    int status = http1_feed(&t->reader, c->buffer, size, &used, &sink);
+    if (status == HTTP1_MORE)
+        return true;
+    if (used < size || ending) /* after bytes that nobody asked for it is not to be trusted again */
+        t->reader.keep = false;
+    end_with(t, status);
+    return false;
+}
+
+static void end_of_connection(struct transfer *t)
+{
+    if (begin_again(t))
+        return;
+    end_with(t, http1_end(&t->reader));
+}
+
+static void broken(struct transfer *t, int error)
+{
+    t->socket_errno = error;
+    if (!begin_again(t))
+        fail(t, CURLE_RECV_ERROR, "the connection broke");
+}
+
+/* Reads until the socket is empty, which a short read shows unless the other side has closed; then lets others have their
+ * turn. */
+static void read_some(struct client *c, struct transfer *t, uint32_t events)
+{
+    bool ending = events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR);
+    struct connection *connection = t->connection;
+    struct socket_state *socket = client_socket(c, t->fd);
+    for (int i = 0; i < READS_IN_A_ROW; i++) {
+        int64_t realtime_ns;
+        ssize_t got = clock_receive(connection->fd, c->buffer, READ_BYTES, 0, &realtime_ns);
+        c->now_ns = clock_monotonic_ns();
+        c->now_kernel_ns = realtime_ns ? clock_map(&c->pair, realtime_ns, c->result->origin_ns, c->now_ns) : 0;
+        if (got < 0 && errno == EINTR)
+            continue;
+        if (got < 0) {
+            if (errno != EAGAIN && errno != EWOULDBLOCK)
+                broken(t, errno);
+            return;
+        }
+        if (got == 0) {
+            end_of_connection(t);
+            return;
+        }
+        socket->last_read_ns = c->now_ns;
+        if (!take_read(t, (size_t)got, ending))
+            return;
+        if (got < READ_BYTES && !ending)
+            return;
+    }
+    struct epoll_event again = {.events = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET, .data.fd = connection->fd};
+    epoll_ctl(c->epoll_fd, EPOLL_CTL_MOD, connection->fd, &again);
+}
+
+void plain_ready(struct client *c, struct connection *connection, uint32_t events)
+{
+    struct transfer *t = connection->owner;
+    if (!t) {
+        if (events & ~(uint32_t)EPOLLOUT)
+            forget_idle(c, connection); /* closed by the server, or it speaks unasked */
+        return;
+    }
+    /* A server may answer and close before it has read the whole request: its answer counts, not the sending. */
+    if ((events & EPOLLOUT) && t->sent < t->head.size + t->request->body_size && !send_some(t))
+        events |= EPOLLERR;
+    if (events & (EPOLLIN | EPOLLRDHUP | EPOLLHUP | EPOLLERR))
+        read_some(c, t, events);
+}

@@ -167,6 +167,47 @@ def test_mixed_precision_goes_there_and_back(made, tmp_path):
     assert result["dequantized"] == ["model.layers.3.self_attn.o_proj"] and "16-bit" in result["loss"][0]
 
 
+def test_weights_alone_beside_quantized_activations_and_fp8(made, tmp_path):
+    """Three formats and bf16 in one checkpoint, both ways, and compressed-tensors' own class reads the settings."""
+
+    def three(t: dict, c: dict) -> None:
+        fp8_too(t, c)
+        layers = c["quantization_config"]["quantized_layers"]
+        for name in [n for n in layers if ".mlp.down_proj" in n]:
+            layers[name]["quant_algo"] = "W4A16_NVFP4"
+            t.pop(f"{name}.input_scale")
+
+    mixed = zoo.spoil(made["nvfp4"], tmp_path / "mixed", three)
+    (mixed / "hf_quant_config.json").unlink()
+    assert aq.checkpoint.audit(mixed).ok, aq.checkpoint.audit(mixed).findings
+    aq.checkpoint.convert(mixed, "compressed-tensors", tmp_path / "ct")
+    found = aq.checkpoint.audit(tmp_path / "ct")
+    assert found.ok and found.summary["algorithm"] == "MIXED_PRECISION", found.findings
+    aq.checkpoint.convert(tmp_path / "ct", "modelopt", tmp_path / "back")
+    assert aq.checkpoint.audit(tmp_path / "back").ok
+    a, b = (ModelFolder(f).config["quantization_config"]["quantized_layers"] for f in (mixed, tmp_path / "back"))
+    assert a == b and {v["quant_algo"] for v in a.values()} == {"NVFP4", "W4A16_NVFP4", "FP8"}
+    assert set(zoo.read(mixed)) == set(zoo.read(tmp_path / "back"))
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
+    from compressed_tensors.quantization import QuantizationConfig
+
+    config = QuantizationConfig.model_validate(ModelFolder(tmp_path / "ct").config["quantization_config"])
+    assert [g.format for g in config.config_groups.values()] == ["nvfp4-pack-quantized"] * 2 + ["float-quantized"]
+
+
+def test_a_tied_embedding_is_stored_as_the_output_would_be(tmp_path):
+    """llama-quant.cpp: without output.weight, the token embedding gets the output's type, Q6_K."""
+    gguf = pytest.importorskip("gguf", reason="the serve extra is not installed")
+    config = zoo.CONFIG | {"tie_word_embeddings": True}
+    tensors = zoo.weights(config)
+    apart = zoo.save(tmp_path / "apart", tensors, zoo.CONFIG)
+    tied = zoo.save(tmp_path / "tied", {n: t for n, t in tensors.items() if n != "lm_head.weight"}, config)
+    for folder, wanted in ((apart, "Q4_K"), (tied, "Q6_K")):
+        path = aq.checkpoint.convert(folder, "gguf", tmp_path / f"{folder.name}.gguf", type="Q4_K_M")["path"]
+        kinds = {t.name: t.tensor_type.name for t in gguf.GGUFReader(path).tensors}
+        assert kinds["token_embd.weight"] == wanted and kinds.get("output.weight", "Q6_K") == "Q6_K"
+
+
 def test_a_rerun_after_a_stop_keeps_whole_shards(made, tmp_path, monkeypatch):
     from annie_quant.checkpoint import writer
 

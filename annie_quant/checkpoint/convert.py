@@ -124,13 +124,10 @@ def to_folder(
     target = Path(output) if output else folder.path.resolve().with_name(f"{folder.path.resolve().name}-{to}")
     if target.resolve() == folder.path.resolve():
         raise UsageError(f"{target} is the source itself", "choose another --output")
-    formats = {name: x.format for name, x in linears.items()}
+    formats = {n: "w4a16" if x.format == "nvfp4" and not x.input_global else x.format for n, x in linears.items()}
     groups = {x.group(folder) for x in linears.values() if x.format == "nvfp4"}
-    with_input = {x.input_global is not None for x in linears.values() if x.format == "nvfp4"}
-    if len(groups) > 1 or len(with_input) > 1:
-        raise CheckpointError(
-            f"{folder.path}: linears differ in group size or in having input scales", "see annie-quant audit"
-        )
+    if len(groups) > 1:
+        raise CheckpointError(f"{folder.path}: linears differ in group size, {sorted(groups)}", "see annie-quant audit")
     plan, dropped, excluded = [], [], []
     owned = {t for x in linears.values() for t in x.tensors()}
     for x in linears.values():
@@ -145,9 +142,7 @@ def to_folder(
         if is_linear(name, info.shape):
             excluded.append(name.removesuffix(".weight"))
         plan.append(writer.Planned(name, info.dtype, info.shape, partial(folder.pieces, name)))
-    inline, beside = dialect.small_files(
-        formats, sorted(excluded), next(iter(groups), 16), next(iter(with_input), False)
-    )
+    inline, beside = dialect.small_files(formats, sorted(excluded), next(iter(groups), 16), with_input=True)
     stamp = {"to": to, "source": fingerprint(folder), "shard_bytes": shard_bytes}
     with staged(target, stamp, force) as part:
         shards = writer.write(part, plan, shard_bytes, progress=progress, resume=True)

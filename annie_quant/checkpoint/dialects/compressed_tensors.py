@@ -118,16 +118,20 @@ def divisor(scale: np.float32) -> np.ndarray:
 def small_files(
     formats: dict[str, str], excluded: list[str], group: int, with_input: bool
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """quantization_config for config.json, and no file beside it. formats: module → "nvfp4" | "fp8"."""
-    kinds = sorted(set(formats.values()), reverse=True)
+    """quantization_config for config.json, and no file beside it. formats: module → "nvfp4" | "w4a16" | "fp8".
+
+    with_input: whether "nvfp4" means quantized activations too; "w4a16" never does.
+    """
+    settled = {m: "w4a16" if f == "nvfp4" and not with_input else f for m, f in formats.items()}
+    kinds = sorted(set(settled.values()), key=("nvfp4", "w4a16", "fp8").index)
     groups = {}
     for i, kind in enumerate(kinds):
-        targets = ["Linear"] if len(kinds) == 1 else sorted(m for m, f in formats.items() if f == kind)
-        groups[f"group_{i}"] = scheme(kind, group, with_input) | {"targets": targets}
-    form = {"nvfp4": NVFP4_FORMAT, "fp8": FP8_FORMAT}[kinds[0]] if len(kinds) == 1 else "mixed-precision"
+        targets = ["Linear"] if len(kinds) == 1 else sorted(m for m, f in settled.items() if f == kind)
+        groups[f"group_{i}"] = scheme(kind, group) | {"targets": targets}
+    forms = {g["format"] for g in groups.values()}
     return {
         "config_groups": groups,
-        "format": form,
+        "format": forms.pop() if len(forms) == 1 else "mixed-precision",
         "ignore": excluded,
         "kv_cache_scheme": None,
         "quant_method": NAME,
@@ -135,7 +139,7 @@ def small_files(
     }, {}
 
 
-def scheme(kind: str, group: int, with_input: bool) -> dict[str, Any]:
+def scheme(kind: str, group: int) -> dict[str, Any]:
     """One group's settings: weights, activations, format."""
     if kind == "fp8":
         tensor = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
@@ -150,6 +154,6 @@ def scheme(kind: str, group: int, with_input: bool) -> dict[str, Any]:
     }
     return {
         "weights": weights,
-        "input_activations": weights | {"dynamic": "local"} if with_input else None,
+        "input_activations": weights | {"dynamic": "local"} if kind == "nvfp4" else None,
         "format": NVFP4_FORMAT,
     }

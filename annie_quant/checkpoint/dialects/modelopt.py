@@ -117,20 +117,22 @@ def tensors(linear: Linear, folder: ModelFolder) -> list[Planned]:
 def small_files(
     formats: dict[str, str], excluded: list[str], group: int, with_input: bool
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """quantization_config for config.json, and the JSON files beside it. formats: module → "nvfp4" | "fp8"."""
+    """quantization_config for config.json, and the JSON files beside it; see `settings`."""
     inline = settings(formats, excluded, group, with_input)
     return inline, {HF_QUANT_CONFIG: companion(inline, group)}
 
 
 def settings(formats: dict[str, str], excluded: list[str], group: int, with_input: bool) -> dict[str, Any]:
-    """quantization_config for config.json. formats: module → "nvfp4" | "fp8" of what is quantized."""
+    """quantization_config for config.json. formats: module → "nvfp4" | "w4a16" | "fp8" of what is quantized.
+
+    with_input: whether "nvfp4" means quantized activations too; "w4a16" never does.
+    """
     producer = {"name": NAME, "version": "annie_quant"}
-    nvfp4 = "NVFP4" if with_input else "W4A16_NVFP4"
-    if set(formats.values()) - {"nvfp4"}:
-        layers = {
-            m: {"quant_algo": "FP8"} if f == "fp8" else {"quant_algo": nvfp4, "group_size": group}
-            for m, f in sorted(formats.items())
-        }
+    named = {"nvfp4": "NVFP4" if with_input else "W4A16_NVFP4", "w4a16": "W4A16_NVFP4", "fp8": "FP8"}
+    algorithms = {m: named[f] for m, f in sorted(formats.items())}
+    kinds = set(algorithms.values()) or {named["nvfp4"]}
+    if len(kinds) > 1 or "FP8" in kinds:
+        layers = {m: {"quant_algo": a} | ({} if a == "FP8" else {"group_size": group}) for m, a in algorithms.items()}
         return {
             "quant_algo": "MIXED_PRECISION",
             "quantized_layers": layers,
@@ -140,12 +142,12 @@ def settings(formats: dict[str, str], excluded: list[str], group: int, with_inpu
         }
     scheme = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": group}
     one = {"weights": dict(scheme), "targets": ["Linear"]}
-    if with_input:
+    if kinds == {"NVFP4"}:
         one = {"input_activations": dict(scheme), **one}
     return {
         "config_groups": {"group_0": one},
         "ignore": excluded,
-        "quant_algo": nvfp4,
+        "quant_algo": kinds.pop(),
         "kv_cache_scheme": None,
         "producer": producer,
         "quant_method": NAME,

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 import annie_quant as aq
-from annie_quant.checkpoint import planned, write
+from annie_quant.checkpoint import ModelFolder, ShardError, planned, write
 from annie_quant.checkpoint.dialects import compressed_tensors, modelopt
+from annie_quant.checkpoint.shards import INDEX
 from annie_quant.errors import CheckpointError
 
 FUZZ = int(os.environ.get("ANNIE_QUANT_FUZZ", "20000"))
@@ -175,3 +176,37 @@ def test_a_mutated_gguf_is_read_or_refused(tmp_path):
         else:
             assert all(t.data.nbytes <= len(raw) for t in tensors.values())
     assert refused > 100
+
+
+def test_any_index_is_read_or_refused(tmp_path):
+    """Mutated index files over three shards: every tensor is in the folder, or one ShardError; nothing is read outside."""
+    tensors = {f"t{i}": np.full(4, i, np.float32) for i in range(6)}
+    write(tmp_path / "m", [planned(n, t) for n, t in tensors.items()], 32)
+    (tmp_path / "outside.safetensors").write_bytes(next((tmp_path / "m").glob("*.safetensors")).read_bytes())
+    index = json.loads((tmp_path / "m" / INDEX).read_text())
+    names = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
+    wild = [*names, "../outside.safetensors", str(tmp_path / "outside.safetensors"), ".", "..", "", "\0", "a/b", "x" * 300,
+            "config.json", "model.safetensors", "a\nb", "\ud800"]  # fmt: skip
+    rng = random.Random(9)
+    opened = refused = 0
+    for _ in range(max(1000, FUZZ // 10)):
+        changed = copy.deepcopy(index)
+        for _ in range(rng.randint(1, 3)):
+            key = rng.choice([*tensors, "t9", "", "../t", "t\n", "\ud800"])
+            changed["weight_map"][key] = rng.choice(wild)
+            if rng.random() < 0.2:
+                changed["weight_map"].pop(rng.choice(list(changed["weight_map"])), None)
+        text = json.dumps(changed if rng.random() < 0.7 else mutate(rng, changed))
+        if rng.random() < 0.1:
+            text = text[: rng.randrange(len(text))]
+        (tmp_path / "m" / INDEX).write_text(text)
+        try:
+            folder = ModelFolder(tmp_path / "m")
+        except ShardError as error:
+            refused += 1
+            assert "\n" not in error.message and len(error.message) < 500
+            continue
+        opened += 1
+        assert all((folder.tensor(n) == int(n[1:])).all() for n in folder)
+        assert {s.path.parent for s in folder.shards.values()} == {tmp_path / "m"}
+    assert opened and refused

@@ -221,6 +221,8 @@ def test_fuzzed_headers_only_ever_raise_shard_errors(tmp_path):
         b'"',
         b"9" * 30,
         b"\\u0000",
+        b"\\n",
+        b"\\ud800",
         b"\xff",
         b"NaN",
         b",",

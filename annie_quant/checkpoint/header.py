@@ -18,6 +18,7 @@ from annie_quant.errors import CheckpointError
 
 MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
 PREFIX_BYTES = 8
+MAX_NAME = 1000  # characters; the longest in use have some 150
 
 DTYPES: dict[str, np.dtype] = {
     "BOOL": np.dtype(np.bool_),
@@ -129,8 +130,8 @@ def _info(name: str, entry: Any, data_start: int, file: str) -> TensorInfo:
     def lie(what: str) -> ShardError:
         return ShardError("header_lies", f"{file}: {name[:120]}: {what}", tensor=name)
 
-    if not name or "\0" in name:
-        raise lie("a tensor needs a name")
+    if not name or not name.isprintable() or len(name) > MAX_NAME:
+        raise ShardError("header_lies", f"{file}: {name[:120]!a} is no tensor name")
     if not isinstance(entry, dict):
         raise lie("the entry is no object")
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")

@@ -200,6 +200,9 @@ class ModelFolder:
             raise ShardError("index_lies", f"{INDEX}: weight_map must map tensor names to file names")
         if not weights:
             raise ShardError("index_lies", f"{INDEX}: weight_map is empty")
+        odd = next((n for n in weights if not n.isprintable() or len(n) > header.MAX_NAME), None)
+        if odd is not None:
+            raise ShardError("index_lies", f"{INDEX}: {odd[:120]!a} is no tensor name")
         return weights
 
     def _files(self) -> list[str]:
@@ -221,13 +224,17 @@ class ModelFolder:
 
     def _checked(self, file: str) -> Path:
         """A shard's path: a plain name, inside the folder (or a hub cache's blobs, where its links point)."""
-        if Path(file).name != file or file in ("", ".", "..") or "\0" in file or "\\" in file:
+        if Path(file).name != file or file in ("", ".", "..") or not file.isprintable() or "\\" in file:
             raise ShardError(
                 "path_escapes", f"{INDEX}: {file[:120]!r} is no plain file name", "do not trust this folder"
             )
         path = self.path / file
-        if not path.exists():
-            raise ShardError("shard_missing", f"{self.path.name}: shard {file} is missing")
+        try:
+            there = path.exists()
+        except OSError:  # a name that no file system takes
+            there = False
+        if not there:
+            raise ShardError("shard_missing", f"{self.path.name}: shard {file[:120]} is missing")
         real, home = path.resolve(), self.path.resolve()
         if real.parent != home and real.parent != home.parent.parent / "blobs":
             raise ShardError("path_escapes", f"{file}: a link that leaves the folder", "do not trust this folder")

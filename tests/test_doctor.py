@@ -1,0 +1,206 @@
+"""The doctor on machines that are not here: answers of nvidia-smi, docker and /proc as public documents show them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from annie_quant import doctor
+from annie_quant.doctor.model import check_model
+from annie_quant.doctor.probe import Answer, Probe
+from annie_quant.errors import UsageError
+
+SPARK_MEMINFO = (
+    "MemTotal:       125513064 kB\nMemFree:        98000000 kB\n"
+    "MemAvailable:   118000000 kB\nCached:          9000000 kB\n"
+)
+VLLM_IMAGE = "vllm/vllm-openai:cu130-nightly"
+SERVER = (
+    'annie\tvllm/vllm-openai:cu130-nightly\t"python3 -m vllm.entrypoints.openai.api_server --model /model '
+    '--reasoning-parser qwen3 --enable-auto-tool-choice --tool-call-parser qwen3_coder"'
+)
+
+
+class Machine(Probe):
+    """A machine made of canned answers. answers: {first words of a command: Answer or text}."""
+
+    def __init__(self, answers=None, **facts):
+        self.answers = {k: v if isinstance(v, Answer) else Answer(0, v) for k, v in (answers or {}).items()}
+        self.facts = facts
+        self.home = facts.get("home", Path("/nowhere"))
+
+    def run(self, *command, timeout_s=20.0):
+        line = " ".join(command)
+        known = [key for key in self.answers if key in line]
+        return self.answers[max(known, key=len)] if known else Answer(127, "")
+
+    def which(self, program):
+        return f"/usr/bin/{program}" if any(key.split()[0] == program for key in self.answers) else None
+
+    def read(self, path):
+        return self.facts.get("meminfo", SPARK_MEMINFO) if path == "/proc/meminfo" else None
+
+    def machine(self):
+        return self.facts.get("machine", "aarch64")
+
+    def python(self):
+        return self.facts.get("python", (3, 12, 3))
+
+    def in_venv(self):
+        return self.facts.get("venv", True)
+
+    def managed(self):
+        return self.facts.get("managed", True)
+
+    def installed(self, module):
+        return module not in self.facts.get("missing", ())
+
+    def version(self, distribution):
+        return "1.0"
+
+    def disk_free(self, path="."):
+        return self.facts.get("disk", 10**12)
+
+    def writable(self, path):
+        return self.facts.get("writable", True)
+
+    def env(self, name):
+        return {"HF_TOKEN": "hf_secret", "HF_HOME": str(self.home)}.get(name)
+
+    def cuda_build(self):
+        return self.facts.get("cuda", "13.0")
+
+
+def spark(**changes):
+    answers = {
+        "nvidia-smi --query-gpu=name,compute_cap": "NVIDIA GB10, 12.1, 580.95.05",
+        "nvidia-smi --query-gpu=name --format": "NVIDIA GB10",
+        "nvidia-smi --query-compute-apps": "",
+        "nvcc --version": "Cuda compilation tools, release 13.0, V13.0.88",
+        "validate-gpu": "{}",
+        "docker info": json.dumps({"ServerVersion": "28.3.3", "Runtimes": {"nvidia": {}, "runc": {}}}),
+        "docker image inspect": json.dumps(
+            {"Architecture": "arm64", "RepoDigests": ["vllm/vllm-openai@sha256:" + "ab" * 32]}
+        ),
+        "docker ps": SERVER,
+    }
+    return Machine(answers | changes.pop("answers", {}), **changes)
+
+
+def levels(findings, level):
+    return {f["check"]: f for f in findings if f["level"] == level}
+
+
+@pytest.mark.parametrize(
+    "machine",
+    [
+        spark(),
+        Machine(machine="x86_64", meminfo="MemTotal: 16000000 kB\nMemAvailable: 9000000 kB\nCached: 4000000 kB\n"),
+        Machine(machine="x86_64", managed=False, venv=False, missing=("annie_quant._gemm", "modelopt")),
+    ],
+    ids=["spark", "laptop", "container"],
+)
+def test_no_false_alarm_on_a_healthy_machine(machine):
+    assert levels(doctor.examine(probe=machine), "fault") == {}
+
+
+def test_a_healthy_spark_needs_nothing():
+    found = doctor.examine(probe=spark())
+    assert levels(found, "note") == {} and doctor.fix_plan(found) == []
+    assert "GB10" in levels(found, "ok")["gpu"]["seen"] and "sha256:abab" in levels(found, "ok")["image"]["seen"]
+
+
+@pytest.mark.parametrize(
+    ("machine", "level", "check", "mend"),
+    [
+        (spark(answers={"nvidia-smi --query-gpu=name,compute_cap": "NVIDIA GB10, 12.1, 570.86"}), "fault", "driver", "580"),
+        (spark(answers={"nvidia-smi --query-gpu=name,compute_cap": Answer(9, "NVIDIA-SMI has failed")}), "fault", "gpu", "driver"),
+        (spark(answers={"nvidia-smi --query-compute-apps": "4242, ollama, 9000 MiB"}), "note", "gpu processes", "stop"),
+        (spark(answers={"nvcc --version": "release 12.8, V12.8.93"}), "note", "nvcc", "CUDA 13"),
+        (spark(cuda=None), "note", "torch", "cu130"),
+        (spark(cuda="12.8"), "note", "torch", "cu130"),
+        (spark(answers={"validate-gpu": Answer(1, "{}")}), "fault", "NVFP4 kernels", "--stack all"),
+        (spark(answers={"docker info": Answer(1, "permission denied while trying to connect")}), "fault", "docker", "usermod"),
+        (spark(answers={"docker info": '{"Runtimes": {"runc": {}}}'}), "fault", "docker's NVIDIA runtime", "nvidia-ctk"),
+        (spark(answers={"docker image inspect": '{"Architecture": "amd64"}'}), "fault", "image", "linux/arm64"),
+        (spark(answers={"docker ps": SERVER.replace("--tool-call-parser qwen3_coder", "")}), "fault", "parsers", "qwen3_coder"),
+        (spark(meminfo=SPARK_MEMINFO.replace("9000000", "90000000")), "note", "page cache", "drop_caches"),
+        (spark(meminfo=SPARK_MEMINFO.replace("118000000", "900000")), "note", "memory", "stop"),
+        (spark(disk=10**9), "fault", "disk", "disk"),
+        (spark(python=(3, 9, 1)), "fault", "python", "3.10"),
+        (spark(venv=False), "note", "environment", "venv"),
+        (spark(missing=("annie_quant._nvfp4",)), "fault", "_nvfp4", "reinstall"),
+        (spark(missing=("modelopt",)), "note", "extra quantize", "annie-quant[quantize]"),
+    ],
+)  # fmt: skip
+def test_each_trouble_is_found_with_its_remedy(machine, level, check, mend):
+    found = doctor.examine(probe=machine)
+    assert check in levels(found, level), found
+    assert mend in levels(found, level)[check]["mend"]
+    assert levels(found, level)[check]["mend"] in doctor.fix_plan(found)
+
+
+def test_folders_left_by_root_are_found(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    found = [f for f in doctor.examine(probe=spark(writable=False)) if f["check"] == "ownership"]
+    assert found[0]["level"] == "fault" and "chown" in found[0]["mend"] and found[0]["seen"].startswith("runs")
+
+
+def test_the_token_itself_is_never_shown():
+    assert "hf_secret" not in json.dumps(doctor.examine(probe=spark()))
+
+
+def model(where, config, **files):
+    where.mkdir(exist_ok=True)
+    (where / "config.json").write_text(json.dumps(config))
+    (where / "chat_template.jinja").write_text("x")
+    (where / "model.safetensors").write_bytes(b"")
+    for name, text in files.items():
+        (where / name).write_text(text)
+    return where
+
+
+def test_a_checkpoint_is_looked_at_before_it_is_served(tmp_path):
+    sound = model(tmp_path / "a", {"model_type": "qwen3_5", "quantization_config": {"quant_algo": "NVFP4"}})
+    assert levels(check_model(sound), "fault") == {}
+    awq = model(tmp_path / "b", {"quantization_config": {"quant_algo": "NVFP4_AWQ"}})
+    assert "--repair" in levels(check_model(awq), "fault")["format"]["mend"]
+    mixed = model(tmp_path / "c", {"quantization_config": {"quant_algo": "MIXED_PRECISION"}})
+    assert "0.19" in levels(check_model(mixed), "note")["format"]["why"]
+    text = model(tmp_path / "d", {"model_type": "qwen3_5_text"})
+    assert "not recognized" in levels(check_model(text), "note")["model_type"]["why"]
+    visual = model(tmp_path / "e", {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": {}})
+    assert "preprocessor_config.json" in levels(check_model(visual), "fault")
+    bare = model(tmp_path / "f", {})
+    (bare / "chat_template.jinja").unlink()
+    assert "chat template" in levels(check_model(bare), "fault")
+    assert "no readable config.json" in check_model(tmp_path / "none")[0]["seen"]
+
+
+def test_missing_shards_are_counted(tmp_path):
+    folder = model(tmp_path / "m", {})
+    index = {"weight_map": {"a": "model-00001.safetensors", "b": "model-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "model-00001.safetensors").write_bytes(b"")
+    assert "1 of 2 shards" in levels(check_model(folder), "fault")["shards"]["seen"]
+
+
+def test_a_log_is_held_against_the_known_errors(tmp_path):
+    log = tmp_path / "server.log"
+    log.write_text("INFO fine\nRuntimeError: CUDA error: no kernel image is available for execution on the device\n")
+    found = levels(doctor.examine(probe=spark(), log=log), "fault")["server log"]
+    assert "no kernel image" in found["seen"] and "121a" in found["mend"]
+    log.write_text("INFO: Application startup complete.\n")
+    assert "ready" in levels(doctor.examine(probe=spark(), log=log), "ok")["server log"]["seen"]
+    with pytest.raises(UsageError):
+        doctor.examine(probe=spark(), log=tmp_path / "none")
+
+
+def test_this_machine_can_be_examined():
+    found = doctor.examine()
+    assert {f["level"] for f in found} <= {"ok", "note", "fault"} and all(set(f) == set(found[0]) for f in found)
+    assert Probe().run("sh", "-c", "sleep 5", timeout_s=0.1).code == 124
+    assert Probe().run("no-such-program").code == 127

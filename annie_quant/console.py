@@ -103,13 +103,29 @@ class Console:
             table.add_row(gate, *cells)
         self.out.print(table)
 
-    def print_audit(self, path: Path, found: Any) -> None:
-        self.print_mapping(str(path), found.to_dict().get("summary", {}))
+    def print_audit(self, path: Path, found: Any, tensors: bool = False) -> None:
+        """What it is, who loads it, every tensor if asked for, and the faults."""
+        summary = found.to_dict().get("summary", {})
+        self.print_mapping(str(path), {k: v for k, v in summary.items() if k != "loads"})
+        for line in summary.get("loads", ()):
+            self.out.print(f"  {line}", markup=False, soft_wrap=True)
+        if tensors:
+            self.print_tensors(found.tensors)
         for finding in found.findings:
             self.out.print(f"[red]{finding.code}[/] ", end="")
             self.out.print(f"{finding.tensor or ''}  {finding.message}", markup=False, soft_wrap=True)
         if found.ok:
             self.out.print("[green]sound[/]")
+
+    def print_tensors(self, rows: list[dict[str, Any]]) -> None:
+        """A line a tensor of an audit: format, shape, scales, zero blocks, and the error where a source was given."""
+        columns = ["name", "format", "shape", "group", "tensor_scale", "input_scale", "scale_min", "scale_max",
+                   "zero_blocks", "rel_l2"]  # fmt: skip
+        table = [columns, *([_cell(row.get(c)) for c in columns] for row in rows)]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        for line in table:  # whole lines, however narrow the terminal: for paging and searching
+            text = "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+            self.out.print(text.rstrip(), markup=False, soft_wrap=True)
 
     def print_validation(self, result: dict[str, Any]) -> None:
         """The GPU, then a line a check, then whatever was timed or judged besides."""
@@ -149,3 +165,10 @@ class Console:
             self.err.print(f"[dim]{stage['name']:>12}  {stage['seconds']:7.1f} s  {stage.get('summary', '')}[/]")
         if verdict.get("report"):
             self.err.print(f"report: {verdict['report']}", markup=False, soft_wrap=True)
+
+
+def _cell(value: Any) -> str:
+    """A table's cell: shapes as 512x256, numbers short, nothing for None."""
+    if isinstance(value, list):
+        return "x".join(map(str, value))
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)

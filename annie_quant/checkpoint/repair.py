@@ -48,7 +48,9 @@ def repair(
     """
     folder = ModelFolder(path)
     if dialects.of(folder) is not modelopt or not modelopt.linears(folder):
-        raise CheckpointError(f"{path}: no NVFP4 in ModelOpt's layout", "annie-quant convert --to modelopt comes first")
+        raise CheckpointError(
+            f"{path}: no NVFP4 in ModelOpt's layout", f"first: annie-quant convert {path} --to modelopt"
+        )
     target = Path(output) if output else folder.path.resolve().with_name(f"{folder.path.resolve().name}-repaired")
     if target.resolve() == folder.path.resolve():
         raise UsageError(f"{target} is the checkpoint itself", "choose another --output")

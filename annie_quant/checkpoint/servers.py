@@ -75,8 +75,10 @@ def llama_cpp(folder: ModelFolder, linears: dict[str, Linear], config: QuantConf
     if any(x.pre_quant for x in linears.values()):
         return "no, activation scales have no place in GGUF"
     try:
-        for name in folder:
-            gguf_names.gguf_name(name, int(folder.text_config["num_hidden_layers"]))
+        layers = int(folder.text_config["num_hidden_layers"])
+        parts = {t for x in linears.values() for t in x.tensors()}
+        for name in [*(n for n in folder if n not in parts), *(f"{n}.weight" for n in linears)]:
+            gguf_names.gguf_name(name, layers)
         heads = gguf_names.Heads.of(folder.text_config)
     except (CheckpointError, KeyError, TypeError, ValueError):
         return "no, it is no Qwen3.5 text model"

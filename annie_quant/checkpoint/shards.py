@@ -73,8 +73,10 @@ class ModelFolder:
     def __init__(self, path: str | os.PathLike) -> None:
         self.path = Path(path)
         if not self.path.is_dir():
-            kind = "a file" if self.path.exists() else "not there"
-            raise ShardError("no_folder", f"{self.path}: {kind}, expected a model folder", "give a checkpoint's folder")
+            kind, hint = ("a file" if self.path.exists() else "not there"), "give a checkpoint's folder"
+            if self.path.suffix == ".gguf":
+                hint = f"make a folder of it: annie-quant convert {self.path} --to modelopt --like SOURCE"
+            raise ShardError("no_folder", f"{self.path}: {kind}, expected a model folder", hint)
         self.shards: dict[str, Shard] = {}
         self.tensors: dict[str, TensorInfo] = {}
         self.unindexed: list[str] = []

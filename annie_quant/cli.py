@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shlex
 import sys
@@ -13,10 +12,11 @@ from typing import Any
 import click
 
 import annie_quant
-from annie_quant.console import Console
+from annie_quant.commands import console, emit, json_option, refuse_stale_prompt
+from annie_quant.commands.checkpoint import audit, compare, convert
+from annie_quant.commands.data import data
+from annie_quant.commands.search import search
 from annie_quant.errors import AnnieError
-
-console = Console()
 
 
 class Commands(click.Group):
@@ -30,16 +30,6 @@ class Commands(click.Group):
 @click.version_option(annie_quant.__version__, prog_name="annie-quant")
 def cli() -> None:
     """Fine-tuned Qwen3.5 to NVFP4 with its manners intact: quantize, prove, serve, time, report."""
-
-
-def json_option(function: Any) -> Any:
-    return click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout and nothing else.")(
-        function
-    )
-
-
-def emit(value: dict[str, Any]) -> None:
-    click.echo(json.dumps(value, indent=1, ensure_ascii=False, default=str))
 
 
 @cli.command()
@@ -60,85 +50,7 @@ def demo(output: Path, n_offline: int, n_served: int) -> None:
     console.print_verdict(verdict)
 
 
-@cli.command()
-@click.option("--persona", default="annie", show_default=True, help="A built-in persona or a JSON file of your own.")
-@click.option(
-    "--teacher", default="offline", show_default=True, help="Who writes the answers: claude-cli, openai, offline."
-)
-@click.option("--n", default=500, show_default=True, help="Conversations, evenly over the persona's categories.")
-@click.option("--seed", default=0, show_default=True)
-@click.option(
-    "--split",
-    default="calibration",
-    show_default=True,
-    type=click.Choice(["train", "calibration", "gate"]),
-    help="What the conversations are for; prompts of a gate are left out of the other two.",
-)
-@click.option(
-    "--apart-from",
-    multiple=True,
-    type=click.Path(path_type=Path, exists=True),
-    help="A file whose prompts must not come again; repeatable.",
-)
-@click.option("--teacher-model", help="Model of the teacher. Default for claude-cli: claude-opus-4-6.")
-@click.option("--url", help="Endpoint of --teacher openai. Default: OPENAI_BASE_URL.")
-@click.option("--batch-size", default=10, show_default=True, help="Conversations asked for at a time.")
-@click.option("--timeout", default=300.0, show_default=True, help="Seconds that a batch may take.")
-@click.option("--retries", default=3, show_default=True, help="Of a batch that failed, it alone.")
-@click.option("--max-wait", default=900.0, show_default=True, help="Seconds to wait on a rate limit at a stretch.")
-@click.option("--max-budget-usd", type=float, help="Stop when so much is spent, resumed runs counted in.")
-@click.option("--max-budget-tokens", type=int, help="The same in tokens.")
-@click.option(
-    "--output", default="data/calibration/annie_calibration.jsonl", show_default=True, type=click.Path(path_type=Path)
-)
-@click.option("--check", is_flag=True, help="Make nothing: judge the conversations that --output holds.")
-@click.option("--force", is_flag=True, help="Make a finished set anew, and drop an unfinished one.")
-@json_option
-def data(
-    persona: str,
-    teacher: str,
-    n: int,
-    seed: int,
-    split: str,
-    apart_from: tuple[Path, ...],
-    teacher_model: str | None,
-    url: str | None,
-    batch_size: int,
-    timeout: float,
-    retries: int,
-    max_wait: float,
-    max_budget_usd: float | None,
-    max_budget_tokens: int | None,
-    output: Path,
-    check: bool,
-    force: bool,
-    as_json: bool,
-) -> None:
-    """Make conversations by a teacher, or judge those there are. Exit code 1 when they are too few or not valid."""
-    conversations = annie_quant.data
-    if check:
-        who = conversations.load_persona(persona)
-        rows = conversations.read_rows(output)
-        conversations.check_prompt_hash(rows, persona)
-        conversations.check_apart(rows, *apart_from, gates=split != "gate")
-        summary = conversations.validate(rows, who)
-    else:
-        with console.task(f"conversations by {teacher}") as step:
-            summary = conversations.generate(
-                persona,
-                teacher,
-                n,
-                output,
-                seed,
-                step,
-                split=split,
-                apart_from=apart_from,
-                options=conversations.Options(teacher_model, url, timeout, batch_size),
-                limits=conversations.Limits(retries, max_wait, max_budget_usd, max_budget_tokens),
-                force=force,
-            )
-    emit(summary) if as_json else console.print_mapping(str(output), summary)
-    sys.exit(0 if summary["ok"] else 1)
+cli.add_command(data)
 
 
 @cli.command()
@@ -205,10 +117,7 @@ def quantize(
             click.echo(line, err=not dry_run)
     if dry_run:
         return
-    if calib_data is not None:
-        stale = annie_quant.data.check_prompt_hash(calib_data, allow=allow_prompt_mismatch)
-        if stale:
-            console.note(stale)
+    refuse_stale_prompt(calib_data, allow_prompt_mismatch)
     with console.task(f"quantize ({strategy})") as step:
         result = annie_quant.quantize.run(
             strategy,
@@ -230,95 +139,8 @@ def quantize(
     )
 
 
-@cli.command()
-@click.argument("checkpoint", type=click.Path(path_type=Path))
-@click.option(
-    "--source", type=click.Path(path_type=Path), help="The bf16 checkpoint it was made from: adds the error per tensor."
-)
-@click.option("--repair", is_flag=True, help="Write a mended copy beside it, then audit that.")
-@click.option("--output", type=click.Path(path_type=Path), help="With --repair: the mended copy's folder.")
-@click.option("--names", type=click.Choice(["old", "new"]), help="With --repair: config fields and tensor names for "
-              "transformers 4.57 (old) or from 5.2 (new).")  # fmt: skip
-@click.option("--force", is_flag=True, help="With --repair: replace an output that exists.")
-@click.option("--tensors", is_flag=True, help="Also print a line for every tensor.")
-@json_option
-def audit(
-    checkpoint: Path,
-    source: Path | None,
-    repair: bool,
-    output: Path | None,
-    names: str | None,
-    force: bool,
-    tensors: bool,
-    as_json: bool,
-) -> None:
-    """Read every tensor of a checkpoint and name what is wrong with it. Exit code 1 on a fault."""
-    if not repair and (output or names or force):
-        raise click.UsageError("--output, --names and --force belong to --repair")
-    mended: dict[str, Any] = {}
-    if repair:
-        with console.task("repair"):
-            mended = annie_quant.checkpoint.repair(checkpoint, source=source, output=output, names=names, force=force)
-        checkpoint = Path(mended["path"])
-    found = annie_quant.checkpoint.audit(checkpoint, source=source)
-    if as_json:
-        emit(found.to_dict() | ({"repair": mended} if repair else {}))
-    else:
-        for action in mended.get("actions", ()):
-            console.note(f"mended: {action}")
-        if repair and not mended["actions"]:
-            console.note("nothing needed mending")
-        console.print_audit(checkpoint, found, tensors)
-    sys.exit(0 if found.ok else 1)
-
-
-@cli.command()
-@click.argument("checkpoint", type=click.Path(path_type=Path))
-@click.option("--to", "target", required=True, type=click.Choice(["modelopt", "compressed-tensors", "gguf"]))
-@click.option("--type", "kind", help="GGUF type: BF16, F16, NVFP4 (as the checkpoint is), Q8_0, Q4_K_M.")
-@click.option(
-    "--output", type=click.Path(path_type=Path), help="Folder, or file for GGUF. Default: beside the checkpoint."
-)
-@click.option(
-    "--like", type=click.Path(path_type=Path), help="From GGUF: a folder of the same model, for config and tokenizer."
-)
-@click.option("--force", is_flag=True, help="Replace an output that exists.")
-@json_option
-def convert(
-    checkpoint: Path, target: str, kind: str | None, output: Path | None, like: Path | None, force: bool, as_json: bool
-) -> None:
-    """Change a checkpoint's dialect, or write it as GGUF."""
-    with console.task(f"convert to {target}"):
-        result = annie_quant.checkpoint.convert(
-            checkpoint, to=target, output=output, type=kind, like=like, force=force
-        )
-    if as_json:
-        emit(result)
-    else:
-        console.note(f"{result['path']}: {result['size_bytes'] / 1e6:.1f} MB")
-        for line in result["loss"]:
-            console.note(f"lost on the way: {line}")
-
-
-@cli.command()
-@click.argument("source", type=click.Path(path_type=Path))
-@click.argument("forms", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--worst", default=3, show_default=True, help="Tensors with the largest error to list for each form.")
-@click.option("--plot", type=click.Path(path_type=Path), help="Also draw it: a file named .svg, .png or .pdf.")
-@json_option
-def compare(source: Path, forms: tuple[Path, ...], worst: int, plot: Path | None, as_json: bool) -> None:
-    """Several forms of one model (folders, GGUF files) against its bf16 SOURCE, tensor by tensor."""
-    with console.task("compare"):
-        found = annie_quant.checkpoint.compare(source, annie_quant.checkpoint.labels(forms))
-        if plot:
-            found.plot(plot)
-    if as_json:
-        emit(found.to_dict(worst))
-        return
-    for form, summary in found.summary.items():
-        console.print_mapping(form, summary)
-        for row in found.worst(form, worst):
-            console.note(f"  worst: {row['tensor']} {row['format']} rel-L2 {row['rel_l2']:.4f}")
+for part in (audit, convert, compare):
+    cli.add_command(part)
 
 
 @cli.command(name="eval")
@@ -333,6 +155,7 @@ def compare(source: Path, forms: tuple[Path, ...], worst: int, plot: Path | None
 @click.option("--layers", is_flag=True, help="Also measure which layers the divergence comes from; draws a plot.")
 @click.option("--layers-n", default=10, show_default=True, help="Prompts a gate for --layers.")
 @click.option("--output", type=click.Path(path_type=Path), help="JSON file to write; --layers goes on from beside it.")
+@click.option("--allow-prompt-mismatch", is_flag=True, help="Go on with data made for another system prompt.")
 @json_option
 def evaluate(
     checkpoint: Path,
@@ -344,6 +167,7 @@ def evaluate(
     layers: bool,
     layers_n: int,
     output: Path | None,
+    allow_prompt_mismatch: bool,
     as_json: bool,
 ) -> None:
     """Judge a checkpoint against its bf16 reference without a server: gates, KL. Exit code 1 if a gate fails.
@@ -352,6 +176,7 @@ def evaluate(
     """
     from annie_quant.runtime import cli_eval
 
+    refuse_stale_prompt(calib_data, allow_prompt_mismatch)
     with console.task("evaluate") as step:
         result = cli_eval.run(
             checkpoint,
@@ -376,65 +201,7 @@ def evaluate(
     sys.exit(1 if any(g["verdict"] == "fail" for g in gates) else 0)
 
 
-@cli.command()
-@click.option("--model", required=True, type=click.Path(path_type=Path), help="Folder of the bf16 checkpoint.")
-@click.option("--calib-data", required=True, type=click.Path(path_type=Path), help="JSON lines of conversations.")
-@click.option(
-    "--output", required=True, type=click.Path(path_type=Path), help="Run directory; finished steps are kept."
-)
-@click.option("--n", default=100, show_default=True, help="Prompts a gate.")
-@click.option("--all", "every", is_flag=True, help="Go on after the first strategy that passes.")
-@click.option("--strategies", help="Names, comma-separated, in the order to try them. Default: all, cheapest first.")
-@click.option(
-    "--require",
-    default="w4a4,w4a16",
-    show_default=True,
-    help="Numerics under which every gate must pass; w4a16 alone admits weight-only checkpoints.",
-)
-@click.option("--calib-samples", default=128, show_default=True)
-@click.option("--allow-prompt-mismatch", is_flag=True, help="Go on with data made for another system prompt.")
-@click.option("--anyway", is_flag=True, help="Go on with a model that fails the gates in bf16.")
-@json_option
-def search(
-    model: Path,
-    calib_data: Path,
-    output: Path,
-    n: int,
-    every: bool,
-    strategies: str | None,
-    require: str,
-    calib_samples: int,
-    allow_prompt_mismatch: bool,
-    anyway: bool,
-    as_json: bool,
-) -> None:
-    """Try the strategies, cheapest first, and stop at the first that passes every gate. Exit code 1 if none does."""
-    from annie_quant import search as tree
-
-    found = tree.run(
-        model,
-        calib_data,
-        output,
-        n,
-        every,
-        console,
-        strategies=strategies.split(",") if strategies else None,
-        required=require.split(","),
-        samples=calib_samples,
-        allow_prompt_mismatch=allow_prompt_mismatch,
-        anyway=anyway,
-    )
-    if as_json:
-        emit(found)
-    else:
-        console.print_gates(
-            {f"{r['strategy']} {k}": v["gates"] for r in found["strategies"] for k, v in r["numerics"].items()}
-        )
-        for line in tree.table.tree(found):
-            click.echo(line)
-        console.note(tree.table.outcome(found))
-        console.note(f"table: {output / 'search.md'}")
-    sys.exit(0 if found["chosen"] else 1)
+cli.add_command(search)
 
 
 @cli.command()
@@ -465,13 +232,22 @@ def serve(model: Path, runtime: str, port: int, use: str | None, recipe: Path | 
 
 
 @cli.command()
+@click.argument("model", required=False, type=click.Path(path_type=Path))
+@click.option("--log", type=click.Path(path_type=Path), help="A server's log, held against the known errors.")
+@click.option("--fix-plan", is_flag=True, help="Print the commands that mend what was found, and nothing else.")
 @json_option
-def doctor(as_json: bool) -> None:
-    """Say what this machine has, what is missing for which stage, and the command that mends it."""
-    from annie_quant.doctor import examine
+def doctor(model: Path | None, log: Path | None, fix_plan: bool, as_json: bool) -> None:
+    """Say what this machine (and a checkpoint) lacks for which stage, and the command that mends it. Exit 3 on a fault."""
+    from annie_quant import doctor as house
 
-    findings = examine()
-    emit({"findings": findings}) if as_json else console.print_doctor(findings)
+    findings = house.examine(model, log)
+    plan = house.fix_plan(findings)
+    if as_json:
+        emit({"findings": findings, "fix_plan": plan})
+    elif fix_plan:
+        click.echo("\n".join(plan))
+    else:
+        console.print_doctor(findings)
     sys.exit(3 if any(f["level"] == "fault" for f in findings) else 0)
 
 

@@ -229,4 +229,13 @@ def test_a_budget_of_time_ends_a_run_that_can_go_on(two, tmp_path):
     assert 0 < short["requests"] < 24 and short["ended"]["unasked"] == 24 - short["requests"]
     assert any("the same command goes on" in caveat for caveat in short["verdict"]["caveats"])
     whole = bench.run(backends(*two), [FACTS], tmp_path, warmup=0, runs=2)
-    assert whole["requests"] == 24 and whole["ended"] == {"unasked": 0, "stopped": None}
+    assert whole["requests"] == 24 and whole["ended"] == {"unasked": 0, "stopped": None, "prefix_cache": "warm"}
+
+
+def test_a_prefix_cache_that_cannot_be_left_out_is_said(tmp_path):
+    with FakeServer(annie, style="vllm") as a, FakeServer(annie, style="llama.cpp") as b:
+        pair = [bench.Backend("a", a.url, meta={"runtime": "sglang"}), bench.Backend("b", b.url)]
+        result = bench.run(pair, [FACTS], tmp_path, warmup=0, runs=1, prefix_cache="off")
+        assert all(body["cache_prompt"] is False for body in b.bodies if "Capital" in str(body))
+    told = [f for f in result["aggregates"]["confounds"] if f["code"] == "prefix_cache"]
+    assert [f["backends"] for f in told] == [["a"]] and told[0]["severity"] == "confound"

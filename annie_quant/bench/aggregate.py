@@ -79,7 +79,8 @@ def aggregate_records(
     """{"served", "comparisons", "turns", "turn_ratio", "crossover", "tool_surface", "confounds"} as in run.json.
 
     asked: {workload: {"thinking", "temperature", ...}}. identities: {backend: what it says of itself}. ended: how the
-    run ended, {"unasked": visits that a budget or an early stop left out, "stopped": which look decided, or None}.
+    run ended, {"unasked": visits that a budget or an early stop left out, "stopped": which look decided, or None,
+    "prefix_cache"}.
     """
     rows = list(records)
     measured = [r for r in rows if not r.get("warmup")]

@@ -17,6 +17,7 @@ from annie_quant.bench.load import load_of
 
 Finding = dict[str, Any]
 SLOW_FACTOR, SLOW_MS = 10.0, 1000.0
+CACHE_FIELDS = ("llama.cpp", "vllm")  # runtimes whose requests can leave the prefix cache out
 BUSY_LOAD = 2.0  # two servers and a client alone make about one
 CLOCK_FACTOR, CLOCK_MS = 1.1, 0.2
 OPENING_WORDS, STRANGERS_LEAST, STRANGERS_SHARE = 3, 10, 0.2
@@ -38,12 +39,19 @@ def check(
     elif config.get("unasked"):
         left = f"the budget of time ended before {config['unasked']} prompts and backends were asked"
         found.append(_finding("unfinished", "note", f"{left}; the same command goes on with them", identities))
+    if config.get("prefix_cache") == "off":
+        found += [_cache_kept(name) for name, said in identities.items() if said["runtime"] not in CACHE_FIELDS]
     for name in identities:
         own = [r for r in measured if r["backend"] == name]
         found += [
             f for look in (_thinking, _parser, _slow_starts, _errors, _clock, _stamps) for f in look(name, own, config)
         ]
     return found
+
+
+def _cache_kept(name: str) -> Finding:
+    told = f"{name} has no known way to leave its prefix cache out of a request: repeats may be served from it"
+    return _finding("prefix_cache", "confound", told, [name])
 
 
 def _finding(code: str, severity: str, message: str, backends: Iterable[str]) -> Finding:

@@ -74,6 +74,7 @@ def run(
         session = Session(list(backends), folder, records, timeout_s, prefix_cache, progress, watch, greedy)
         with session.watched(with_memory):
             ended = session.measure(loaded, warmup, runs, n, seed, loads, budget_s, stop_early)
+            ended["prefix_cache"] = prefix_cache
             seen = session.identities
             memories = session.memory(loaded, n, seed) if with_memory else {}
     finally:

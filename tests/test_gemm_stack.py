@@ -1,10 +1,15 @@
 """The judge of other people's FP4 kernels, with right, planted-wrong and failing ones in NumPy; no GPU."""
 
+import json
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 
-from annie_quant.errors import UsageError
-from annie_quant.gemm import known, oracle, stack
+from annie_quant.errors import EnvironmentFault, UsageError
+from annie_quant.gemm import container, known, oracle, stack
 
 
 def product(case, a=None, w=None, sa=None, sw=None):
@@ -86,3 +91,57 @@ def test_swizzle_is_the_stated_formula():
             assert flat[at] == scales[m, k]
     assert flat.size == 256 * 12
     assert (flat == 0).sum() == 256 * 12 - 200 * 9
+
+
+def test_the_container_command_is_a_list_without_a_shell():
+    assert container.command("vllm/vllm-openai:v0.20", "docker", running=False) == [
+        "docker", "run", "--rm", "-i", "--gpus", "all", "--entrypoint", "python3", "vllm/vllm-openai:v0.20", "-",
+    ]  # fmt: skip
+    assert container.command("my; rm -rf /", "docker", running=True)[3] == "my; rm -rf /"
+    for name in ("", "--privileged"):
+        with pytest.raises(UsageError, match="names no container"):
+            container.command(name, "docker", running=False)
+    with pytest.raises(UsageError, match="no stack called"):
+        container.plan("image", "nonsense")
+
+
+def test_the_script_that_travels_runs_where_nothing_is_installed(tmp_path):
+    """Python alone in an empty folder, as in a container: the examination runs and its last line is the result."""
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", f"import sys; sys.path.append({np_folder()!r}); exec(sys.stdin.read())"],
+        input=container.script("flashinfer"), capture_output=True, text=True, cwd=tmp_path, env={"PATH": "/usr/bin:/bin"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["backends"][0]["backend"].startswith("flashinfer")
+
+
+def np_folder():
+    return str(Path(np.__file__).parents[1])
+
+
+FAKE = """#!{python}
+import json, sys
+if sys.argv[1] == "container":
+    print("true" if sys.argv[-1] == "alive" else "")
+elif "broken" in sys.argv:
+    sys.exit("RuntimeError: no kernel image is available for execution on the device")
+else:
+    print("noise of an import")
+    said = {{"argv": sys.argv[1:], "script": len(sys.stdin.read()), "wrong": False}}
+    print(json.dumps(said))
+"""
+
+
+def test_a_running_container_is_entered_and_an_image_started(tmp_path, monkeypatch):
+    docker = tmp_path / "docker"
+    docker.write_text(FAKE.format(python=sys.executable))
+    docker.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    alive = container.examine("alive", "torch")
+    assert alive["argv"] == ["exec", "-i", "alive", "python3", "-"]
+    assert alive["script"] > 10_000
+    assert container.examine("some/image:1", "all")["argv"][:2] == ["run", "--rm"]
+    with pytest.raises(EnvironmentFault, match="no kernel image") as caught:
+        container.examine("broken", "vllm")
+    assert "121a" in caught.value.hint

@@ -256,9 +256,22 @@ def doctor(model: Path | None, log: Path | None, fix_plan: bool, as_json: bool) 
 @click.option(
     "--stack", help="Also judge the installed serving stack's own FP4 kernels: vllm, flashinfer, torch or all."
 )
+@click.option("--container", metavar="NAME_OR_IMAGE", help="Judge the stack in there: a running container or an image.")
+@click.option("--dry-run", is_flag=True, help="With --container: print its command and start nothing.")
 @json_option
-def validate_gpu(with_bench: bool, stack: str | None, as_json: bool) -> None:
+def validate_gpu(with_bench: bool, stack: str | None, container: str | None, dry_run: bool, as_json: bool) -> None:
     """Prove NVFP4 arithmetic on this GPU against a float64 oracle. Exit code 3 where there is no GPU."""
+    if (container is None and dry_run) or (container is not None and with_bench):
+        raise click.UsageError("--dry-run goes with --container, and --bench without")
+    if container is not None:
+        from annie_quant.gemm import container as inside
+
+        if dry_run:
+            click.echo(shlex.join(inside.plan(container, stack or "all")))
+            return
+        seen = inside.examine(container, stack or "all")
+        emit(seen) if as_json else console.print_mapping("stack", seen)
+        sys.exit(1 if seen["wrong"] else 0)
     result = annie_quant.gemm.validate(bench=with_bench, stack=stack)
     emit(result) if as_json else console.print_validation(result)
     sys.exit(0 if result.get("ok") else 1)

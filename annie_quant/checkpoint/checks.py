@@ -10,7 +10,7 @@ import numpy as np
 
 from annie_quant.checkpoint.dialects import modelopt
 from annie_quant.checkpoint.header import ShardError
-from annie_quant.checkpoint.linears import Linear, QuantConfig, fused_groups, is_linear, matches
+from annie_quant.checkpoint.linears import FUSED_NAMES, Linear, QuantConfig, fused_groups, is_linear, matches
 from annie_quant.checkpoint.shards import ModelFolder
 
 Add = Callable[[str, str, str], None]
@@ -220,6 +220,10 @@ def configuration(
             f"the configuration says {config.algo or config.method}, and no tensor is quantized",
         )
         return
+    for entry in sorted({e.rpartition(".")[2]: e for e in config.excluded}.items()):
+        if parts := FUSED_NAMES.get(entry[0]):
+            own = ", ".join(p.rpartition(".")[2] for p in parts)
+            add("excluded_fused_name", entry[1], f"{entry[1]}: excluded by its fused name, and on disk it is {own}")
     for name in sorted(linears):
         if pattern := matches(name, config.excluded):
             add("excluded_but_quantized", name, f"{name}: listed as excluded (by {pattern!r}) and quantized on disk")

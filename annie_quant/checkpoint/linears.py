@@ -18,6 +18,8 @@ FUSED = (
     ("mlp.gate_proj", "mlp.up_proj"),
     ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),
 )
+# What servers call those matrices; on disk they never are one.
+FUSED_NAMES = {"qkv_proj": FUSED[0], "gate_up_proj": FUSED[1], "in_proj_qkvz": FUSED[2]}
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +16,6 @@ from typing import Any
 
 from annie_quant.errors import UsageError
 
-FOLDER = Path(__file__).resolve().parent.parent / "assets" / "workloads"
 _KEYS = {
     "name",
     "description",
@@ -142,39 +141,12 @@ class Workload:
             "stream_options": {"include_usage": True},
             "chat_template_kwargs": {"enable_thinking": self.thinking},
         }
-        return body | self.extra
+        return {**body, **self.extra}
 
     def requests(self, case: Case, answers: Sequence[Mapping[str, Any]] = (), model: str | None = None) -> list[dict]:
         """Every request of a case that can be written with the answers at hand: one, or a turn more than `answers`."""
         known = min(case.n_turns, len(answers) + 1)
         return [self.request(case, turn, answers, model) for turn in range(known)]
-
-
-def load_workloads(names: Iterable[str] | None = None, folder: str | Path | None = None) -> list[Workload]:
-    """Workloads by name, in the order asked for; when `names` is None all of the folder that are default, sorted.
-
-    A name that ends in .json is a path. Raises UsageError for an unknown name, a broken file or an unknown gate.
-    """
-    root = Path(folder) if folder is not None else FOLDER
-    files = {path.stem: path for path in sorted(root.glob("*.json"))}
-    if names is None:
-        return [w for w in map(read_workload, files.values()) if w.default]
-    return [_named(name, root, files) for name in ([names] if isinstance(names, str) else names)]
-
-
-def _named(name: str, root: Path, files: Mapping[str, Path]) -> Workload:
-    if name.endswith(".json"):
-        return read_workload(name)
-    if name == "bfcl" or name.startswith("bfcl:"):
-        from annie_quant.judge import bfcl
-
-        return bfcl.load(name.partition(":")[2])
-    if name not in files:
-        raise UsageError(
-            f"there is no workload called {name!r} in {root.name}/",
-            f"choose one of: {', '.join(files) or '(the folder holds none)'}, bfcl",
-        )
-    return read_workload(files[name])
 
 
 def read_workload(path: str | Path) -> Workload:

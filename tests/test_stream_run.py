@@ -79,6 +79,10 @@ def test_waiting_for_a_place_is_told() -> None:
         records = aq.stream.run([Request(server.url, json={}, start_s=0) for _ in range(4)], concurrency=1).records()
     waits = [r["wait_ms"] for r in records]
     assert waits == sorted(waits) and waits[3] > 140
+    for r in records:
+        assert r["scheduled_e2e_ms"] == pytest.approx(r["e2e_ms"] + r["wait_ms"])
+        assert r["scheduled_first_content_ms"] == pytest.approx(r["first_content_ms"] + r["wait_ms"])
+    assert records[3]["e2e_ms"] < 140 < records[3]["scheduled_e2e_ms"]
 
 
 def test_starts_out_of_order_are_run_in_time_and_come_back_in_place() -> None:

@@ -1,7 +1,9 @@
 """Start times of an open loop, in seconds after the run's start: requests arrive whatever the server does.
 
 A closed loop (concurrency) slows down with the server and so hides its worst moments (coordinated omission); an open
-loop does not, and the time a request waits beyond its start is in its record as `wait_ms`.
+loop does not. With a bound on what is in flight a request may still wait beyond its start: its record says how long
+(`wait_ms`), and counts its times from the actual start (first_content_ms, e2e_ms: the server's part) as well as from the
+intended one (scheduled_first_content_ms, scheduled_e2e_ms: what a user would have lived through).
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import signal
@@ -145,6 +144,8 @@ def run(
 
 async def run_async(requests: Iterable[Request], concurrency: int | None = None, **options: Any) -> Timings:
     """run(), awaited: the loop has a thread of its own, and cancelling the task stops it."""
+    import asyncio  # 7 MB that a run without it need not hold
+
     cancel = Cancel()
     work = asyncio.ensure_future(asyncio.to_thread(run, requests, concurrency, cancel=cancel, **options))
     try:

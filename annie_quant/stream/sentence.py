@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 _THINKING = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 _MARKUP = re.compile(r"```.*?(?:```|\Z)|[*_`#>|]+|^\s*[-+]\s+", re.DOTALL | re.MULTILINE)
@@ -26,11 +27,20 @@ def has_sentence(text: str, ended: bool) -> bool:
     return ended and any(c.isalnum() for c in plain)
 
 
-def first_sentence_ns(pieces: Iterable[tuple[int, str]]) -> int | None:
-    """The stamp of the piece that completed the first sentence; the last piece's if nothing ends it."""
-    text, stamp = "", None
-    for stamp, piece in pieces:
-        text += piece
-        if any(c in piece for c in " \n\t。！？") and has_sentence(text, False):
-            return stamp
-    return stamp if has_sentence(text, True) else None
+def first_sentence_ns(pieces: Sequence[tuple[int, str]]) -> int | None:
+    """The stamp of the piece that completed the first sentence; the last piece's if nothing ends it.
+
+    Looks at 1, 2, 4 ... pieces, then between the last two: linear in the text, wherever its first sentence ends.
+    """
+
+    def complete(count: int) -> bool:
+        return has_sentence("".join(piece for _, piece in pieces[:count]), False)
+
+    total, most = len(pieces), 1
+    while most < total and not complete(most):
+        most *= 2
+    most = min(most, total)
+    if most and complete(most):
+        first = bisect.bisect_left(range(most), True, lo=most // 2, key=lambda i: complete(i + 1))
+        return pieces[first][0]
+    return pieces[-1][0] if pieces and has_sentence("".join(piece for _, piece in pieces), True) else None

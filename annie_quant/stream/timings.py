@@ -128,6 +128,7 @@ class Timings:
         first_byte = int(row[f"first_byte{suffix}"]) or int(row["first_byte_ns"])
         ended = int(row[f"ended{suffix}"]) or int(row["ended_ns"])
         headers = self.headers(request)
+        times = decode.timing_fields(answer, started)
         return {
             "tag": asked.tag,
             "url": asked.url,
@@ -143,13 +144,13 @@ class Timings:
             "server_timings": answer.server_timings,
             "model": answer.model,
             "first_byte_ms": (first_byte - started) / 1e6 if first_byte else None,
-            **decode.timing_fields(answer, started),
+            **times,
             "e2e_ms": (ended - started) / 1e6,
             "clock": clock,
             "unstamped_events": unstamped or 0,
             "started_s": (started - self.origin_ns) / 1e9,
             "started_unix_s": (started - self.origin_ns + self.origin_realtime_ns) / 1e9,
-            "wait_ms": (started - int(row["scheduled_ns"])) / 1e6 if row["scheduled_ns"] else None,
+            **_from_schedule(times, (ended - started) / 1e6, started, int(row["scheduled_ns"])),
             **_phases(row),
             "server_date": headers.get("date"),
             "server": headers.get("server"),
@@ -270,6 +271,19 @@ class Timings:
             raise EnvironmentFault(f"{path} has schema_version {plan['schema_version']}, this reads {SCHEMA_VERSION}")
         asked = [Asked(**a) for a in plan["asked"]]
         return cls(asked, *arrays, origin_ns=plan["origin_ns"], origin_realtime_ns=plan["origin_realtime_ns"])
+
+
+def _from_schedule(times: dict[str, Any], e2e_ms: float, started: int, scheduled: int) -> dict[str, Any]:
+    """What somebody who came at the intended start lived through: the wait for a place is part of it. None in a closed
+    loop, which has no intended starts."""
+    if not scheduled:
+        return {"wait_ms": None, "scheduled_first_content_ms": None, "scheduled_e2e_ms": None}
+    wait_ms, first = (started - scheduled) / 1e6, times["first_content_ms"]
+    return {
+        "wait_ms": wait_ms,
+        "scheduled_first_content_ms": None if first is None else first + wait_ms,
+        "scheduled_e2e_ms": e2e_ms + wait_ms,
+    }
 
 
 def _phases(row: np.void) -> dict[str, Any]:

@@ -163,7 +163,10 @@ static void set_connection(struct transfer *t)
     const struct plan *p = t->client->plan;
     CURL *easy = t->easy;
     set_protocols(easy);
-    curl_easy_setopt(easy, CURLOPT_CONNECT_ONLY, t->place ? 1L : 0L);
+    if (t->place) {
+        curl_easy_setopt(easy, CURLOPT_CONNECT_ONLY, 1L);
+        curl_easy_setopt(easy, CURLOPT_BUFFERSIZE, 1024L); /* the least: nothing is read through it */
+    }
     /* The second address's timer would fire once in every transfer, long after the connection is made, and read whatever
      * is there past our stamps. A refused first address goes on to the second without it. */
     curl_easy_setopt(easy, CURLOPT_HAPPY_EYEBALLS_TIMEOUT_MS, (long)INT32_MAX);

@@ -20,7 +20,7 @@ static inline void *vector_grow(struct vector *v, size_t more)
         return NULL;
     size_t wanted = v->size + more;
     if (wanted > v->capacity || !v->base) {
-        size_t capacity = wanted + wanted / 2 + 4096;
+        size_t capacity = wanted + wanted / 2 + 64;
         uint8_t *grown = realloc(v->base, capacity);
         if (!grown)
             return NULL;

@@ -1,6 +1,6 @@
 """How exact the stream client is, beside its peers: a C server sends events at fixed times and writes the time into each.
 
-    python tests/perf/bench_stream.py [--quick] [--realtime] [--output FILE.json]
+    python tests/perf/bench_stream.py [--quick] [--realtime] [--only LOAD] [--output FILE.json]
 
 Server and client have a processor each. Every client runs the same loads in random ABBA order, in a process of its own.
 --realtime runs both under SCHED_FIFO, for a machine that others use at the same time (needs root).
@@ -24,6 +24,7 @@ import numpy as np
 
 HERE = Path(__file__).resolve().parent
 CLIENTS = ("ours", "pycurl", "aiohttp", "httpx", "openai")
+AGAIN = "ours again"  # the A/A floor: the same client under another name
 # name: streams, events, gap_us, stagger, tokens, split
 LOADS = {
     "1 stream, 5 ms": (1, 100, 5000, 0, 1, 0),
@@ -48,7 +49,8 @@ def once(client: str, load: tuple[int, ...], port: int, realtime: list[str]) -> 
     streams, events, gap_us, stagger, tokens, split = load
     query = f"streams={streams}&events={events}&gap_us={gap_us}&stagger={stagger}&tokens={tokens}&split={split}"
     url = f"http://127.0.0.1:{port}/v1/chat/completions?{query}"
-    command = [*realtime, sys.executable, str(HERE / "bench_stream_clients.py"), client, url, str(streams), "0"]
+    name = "ours" if client == AGAIN else client
+    command = [*realtime, sys.executable, str(HERE / "bench_stream_clients.py"), name, url, str(streams), "0"]
     environment = {**os.environ, "PYTHONPATH": str(HERE.parent.parent)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     if done.returncode:
@@ -65,7 +67,7 @@ def once(client: str, load: tuple[int, ...], port: int, realtime: list[str]) -> 
         "first_us": np.array([s[0] for s in got["user"] if s]) / 1e3,
         "itl_error_us": np.concatenate([np.abs(np.diff(s)) for s in got["user"]]) / 1e3,
     }
-    if client == "ours":
+    if client in ("ours", AGAIN):
         out["kernel_us"] = np.concatenate(got["kernel"]) / 1e3
         out["kernel_first_us"] = np.array([s[0] for s in got["kernel"] if s]) / 1e3
         out["sent_us"] = (np.array(got["received"]) - np.array(got["started"])) / 1e3
@@ -79,7 +81,8 @@ def table(name: str, runs: list[dict]) -> list[dict]:
         "| client | lag p50 µs | p99 | p99.9 | max | ITL error p99 µs | lost | sharing a stamp | CPU µs an event | RSS MB |"
     )
     print("|---|---|---|---|---|---|---|---|---|---|")
-    for label, client, column in [("ours, kernel stamp", "ours", "kernel_us"), *((c, c, "user_us") for c in CLIENTS)]:
+    both = [(f"{c}, kernel stamp", c, "kernel_us") for c in ("ours", AGAIN)]
+    for label, client, column in [*both, *((c, c, "user_us") for c in ("ours", AGAIN, *CLIENTS[1:]))]:
         mine = [r for r in runs if r["client"] == client]
         if not mine:
             continue
@@ -112,10 +115,11 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="two repeats")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--realtime", action="store_true")
+    parser.add_argument("--only", default="", help="the loads whose name begins so")
     parser.add_argument("--output", type=Path)
     chosen = parser.parse_args()
     realtime = ["chrt", "-f", "10"] if chosen.realtime else []
-    have = [c for c in CLIENTS if c == "ours" or importlib.util.find_spec(c)]
+    have = [c for c in CLIENTS if c == "ours" or importlib.util.find_spec(c)] + [AGAIN]
     if not shutil.which("gcc"):
         raise SystemExit("gcc is needed to build the load server")
     print(
@@ -128,8 +132,10 @@ def main() -> None:
         try:
             port = int(server.stdout.readline())
             for name, load in LOADS.items():
-                clients = ["ours"] if name == LONG else have
-                repeats = 1 if name == LONG else 2 if chosen.quick else chosen.repeats
+                if not name.startswith(chosen.only):
+                    continue
+                clients = ["ours", "aiohttp", AGAIN] if name == LONG else have
+                repeats = 2 if name == LONG or chosen.quick else chosen.repeats
                 order = []
                 for _ in range((repeats + 1) // 2):
                     block = rng.sample(clients, len(clients))

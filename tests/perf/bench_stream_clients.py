@@ -6,7 +6,6 @@ after the clock has stopped, except in openai, which cannot hand out an event un
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
 import os
@@ -85,6 +84,8 @@ def pycurl_(url: str, streams: int) -> list[Events]:
 
 
 def aiohttp_(url: str, streams: int) -> list[Events]:
+    import asyncio
+
     import aiohttp
 
     async def one(session: aiohttp.ClientSession) -> Events:
@@ -103,6 +104,8 @@ def aiohttp_(url: str, streams: int) -> list[Events]:
 
 
 def httpx_(url: str, streams: int) -> list[Events]:
+    import asyncio
+
     import httpx
 
     async def one(client: httpx.AsyncClient) -> Events:
@@ -121,6 +124,8 @@ def httpx_(url: str, streams: int) -> list[Events]:
 
 
 def openai_(url: str, streams: int) -> list[Events]:
+    import asyncio
+
     import openai
 
     base, _, query = url.partition("/chat/completions?")

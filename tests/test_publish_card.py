@@ -35,9 +35,7 @@ def conversations() -> list[dict]:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    target = tmp_path_factory.mktemp("checkpoint") / "model"
-    aq.quantize.run("direct", TINY, target)
-    return target
+    return report_fixture.make_checkpoint(tmp_path_factory.mktemp("checkpoint") / "model")
 
 
 @pytest.fixture(scope="module")

@@ -15,13 +15,11 @@ import fake_hub
 import pytest
 import report_fixture
 
-import annie_quant as aq
 from annie_quant.errors import EnvironmentFault, ServerError, UsageError
 from annie_quant.report import publish
 
 pytest.importorskip("huggingface_hub", reason="huggingface_hub makes the upload")
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
-TINY = Path(aq.__file__).parent / "assets" / "tiny-annie"
 REPO = "owner/Tiny-NVFP4"
 SECRET = "hf_" + "abcdefghijklmnopqrstuvwxyzABCDEFGH"
 
@@ -43,9 +41,7 @@ def quick():
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    target = tmp_path_factory.mktemp("checkpoint") / "model"
-    aq.quantize.run("direct", TINY, target)
-    return target
+    return report_fixture.make_checkpoint(tmp_path_factory.mktemp("checkpoint") / "model")
 
 
 @pytest.fixture(scope="module")
@@ -264,3 +260,20 @@ def test_what_the_hub_lost_is_noticed(run, checkpoint):
             publish.upload(plan, endpoint=hub.url, token="t" * 20)
         publish.upload(plan, endpoint=hub.url, token="t" * 20)
         assert hub.committed[REPO]["config.json"] == (checkpoint / "config.json").read_bytes()
+
+
+def test_what_a_search_chose_is_published_from_its_folder(whole_run, checkpoint, tmp_path):
+    """A search leaves evaluations, models and search.json; no server was measured."""
+    offline = json.loads((whole_run / "run.json").read_text())["aggregates"]["offline"]
+    (tmp_path / "eval").mkdir()
+    for name in ("naive", "mlp_only"):
+        shutil.copytree(checkpoint, tmp_path / "models" / name)
+        found = {"numerics": offline[name], "reference_gates": offline["bf16"]["bf16"]["gates"]}
+        (tmp_path / "eval" / f"{name}.json").write_text(json.dumps(found))
+    rows = [{"strategy": "naive"}, {"strategy": "mlp_only"}]
+    (tmp_path / "search.json").write_text(json.dumps({"chosen": "mlp_only", "strategies": rows}))
+    plan = publish.prepare(tmp_path, REPO, base_model="owner/tiny")
+    assert not plan.objections and "strategy: mlp_only" in plan.card and "speed is unknown" in plan.card
+    (tmp_path / "search.json").write_text(json.dumps({"chosen": None, "strategies": rows}))
+    with pytest.raises(UsageError, match="no candidate is named among"):
+        publish.prepare(tmp_path, REPO, base_model="owner/tiny")

@@ -189,6 +189,12 @@ def test_the_tree_walks_the_founding_order_and_names_what_failed(whole, tmp_path
     assert w4a4.verdict == "fail" and "50/120" in w4a4.text
 
 
+def test_the_order_of_a_search_is_the_tree_s(whole, tmp_path):
+    folder = write(whole, tmp_path, candidate)
+    (folder / "search.json").write_text(json.dumps({"strategies": [{"strategy": "mlp_only"}, {"strategy": "naive"}]}))
+    assert [s.text.split(":")[0] for s in advice.decision_tree(load(folder))] == ["NVFP4 mlp_only", "NVFP4 naive"]
+
+
 def test_without_servers_nothing_is_recommended(whole, tmp_path):
     def bare(document):
         document["aggregates"]["served"] = {}

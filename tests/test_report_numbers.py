@@ -323,3 +323,20 @@ def test_divergence_by_layer_is_drawn_from_the_sensitivities(run, tmp_path):
     drawn = (folder / "plots" / "kl-by-layer.svg").read_text()
     assert drawn.count("<title>NVFP4 naive W4A4 offline: 0.00") == 6 and "2 self attn" in drawn
     assert not (run["folder"] / "plots" / "kl-by-layer.svg").exists()
+
+
+def test_a_wrong_call_is_marked_and_a_right_one_is_not(run):
+    from annie_quant.report import answers, load
+
+    by_key = {(r["workload"].replace("_", " "), r["case"], r["turn"], r["backend"]): r for r in run["records"]}
+    marked = right = 0
+    for prompt in answers.collect(load.load(run["folder"])).prompts:
+        for shown in prompt.answers:
+            record = by_key[prompt.workload, prompt.case, prompt.turn, shown.backend]
+            failed = {g for g, passed in record["checks"].items() if not passed}
+            assert shown.wrong_call == bool(failed & {"tool_call", "abstention"})
+            marked += bool(shown.wrong_call and shown.calls)
+            right += bool(shown.calls and not shown.wrong_call)
+    assert marked and right
+    page = (run["folder"] / "report.html").read_text(encoding="utf-8")
+    assert 0 < page.count("→ <mark>") <= marked

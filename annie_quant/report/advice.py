@@ -15,7 +15,6 @@ from annie_quant.report.load import Run, Side
 from annie_quant.report.tables import signed
 from annie_quant.report.text import clean, count, significant, size
 
-STRATEGIES = ("naive", "awq_lite", "awq", "mlp_only", "auto_mixed", "direct")  # the founding order, cheapest first
 GAINS = {
     "ttft_content_ms": "first word",
     "ttft_tool_ms": "tool call",
@@ -34,11 +33,14 @@ class Step:
 
 
 def decision_tree(run: Run) -> list[Step]:
-    """The founding tree A → B → C as it was walked: each NVFP4 strategy, its questions, where it ended."""
+    """The founding tree A → B → C as it was walked: each NVFP4 strategy, its questions, where it ended.
+
+    The order is the search's where there was one, else that of the run's models.
+    """
     who = run.doc["verdict"].get("candidate")
     chosen = next((s.model for s in run.sides if who in (s.model, s.key.split("/", 1)[1])), who)
     names = [m["name"] for m in run.models if _is_nvfp4(run, m)]
-    order = sorted(names, key=lambda n: (STRATEGIES.index(n) if n in STRATEGIES else len(STRATEGIES), names.index(n)))
+    order = sorted(names, key=lambda n: run.walked.index(n) if n in run.walked else len(run.walked))
     return [_strategy(run, model, model == chosen) for model in order]
 
 

@@ -30,6 +30,9 @@ _SPOTS = {
 }
 
 
+_CALL_GATES = {"tool_call", "abstention"}
+
+
 @dataclass
 class Shown:
     backend: str
@@ -38,6 +41,7 @@ class Shown:
     pieces: list[tuple[str, bool]]  # text, whether it is marked
     reasoning: str
     calls: list[str]
+    wrong_call: bool  # a gate of calls failed, so the calls are marked
     faults: list[tuple[str, str]]  # gate's title, what was wrong
     note: str  # what was cut, or the error
     same_as: str = ""  # the label of an earlier answer in the same words, which is then not repeated
@@ -178,6 +182,7 @@ def _shown(run: Run, backend: str, model: str, record: dict[str, Any]) -> Shown:
         pieces=_mark(text, [] if error else failed),
         reasoning=reasoning,
         calls=calls[:8],
+        wrong_call=bool(_CALL_GATES & set(failed)),
         faults=faults,
         note="; ".join(filter(None, [error, cut])),
         tokens=record.get("completion_tokens"),

@@ -54,6 +54,7 @@ class Run:
     models: list[dict[str, Any]] = field(default_factory=list)
     sides: list[Side] = field(default_factory=list)
     missing: list[dict[str, str]] = field(default_factory=list)
+    walked: list[str] = field(default_factory=list)  # strategies in the order in which a search tried them
 
     @property
     def aggregates(self) -> dict[str, Any]:
@@ -121,6 +122,9 @@ def load(run_dir: str | Path) -> Run:
         # A benchmark that was cut off: its records alone give rates and percentiles.
         counted = recount.served(run.measured, recount.greedy_workloads(run.inputs))
         run.aggregates["served"] = normal.aggregates({"served": counted})["served"]
+    search = mapping(_json(folder / "search.json", strict=False))
+    run.walked = [r["strategy"] for r in normal.rows_of(search.get("strategies")) if isinstance(r.get("strategy"), str)]
+    run.doc["verdict"] = normal.words({"candidate": search.get("chosen")}, "candidate") | run.doc["verdict"]
     _models_and_sides(run, evaluations)
     run.missing = _missing(run, source)
     return run

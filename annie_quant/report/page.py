@@ -38,20 +38,23 @@ def _environment() -> Any:
     return environment
 
 
-def render(run: Run, figures: dict[str, Figure], check: dict[str, Any] | None, csv_text: str) -> str:
+def template(name: str) -> Any:
+    return _environment().get_template(name)
+
+
+def shell() -> dict[str, str]:
+    """What every page carries: style, script, and the script's hash for its Content-Security-Policy."""
     style, script = ((TEMPLATES / n).read_text(encoding="utf-8") for n in ("report.css", "report.js"))
-    style += MARKS
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return {"version": __version__, "style": style + MARKS, "script": script, "script_hash": digest}
+
+
+def render(run: Run, figures: dict[str, Figure], check: dict[str, Any] | None, csv_text: str) -> str:
     verdict = run.doc["verdict"]
     sentence = text.clean(verdict.get("sentence") or "").strip()
-    return (
-        _environment()
-        .get_template("report.html")
-        .render(
-            version=__version__,
-            style=style,
-            script=script,
-            script_hash=digest,
+    return str(
+        template("report.html").render(
+            **shell(),
             run=run,
             figures=figures,
             check=check,

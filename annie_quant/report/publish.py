@@ -159,16 +159,13 @@ def against(run: Run, model: str) -> list[str]:
 
 
 def _only_model(run: Run) -> str:
-    """A search or an evaluation names no candidate: the one model there is, or the one that the search chose."""
-    search = card.read_object(run.folder / "search.json")
+    """The one model there is besides the reference, where no verdict or search names a candidate."""
     known = [m["name"] for m in run.models if m["name"] != REFERENCE]
-    if isinstance(search.get("chosen"), str):
-        return str(search["chosen"])
     if len(known) != 1:
         raise UsageError(
             f"{run.folder}: no candidate is named among {', '.join(known) or 'no models'}", "choose one: --model NAME"
         )
-    return known[0]
+    return str(known[0])
 
 
 def _folder(run: Run, name: str, given: str | os.PathLike | None) -> Path:

@@ -8,7 +8,6 @@ show their values. Other machines, prompts or settings are named before any figu
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
 import os
@@ -17,13 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from annie_quant import __version__
 from annie_quant.errors import UsageError
 from annie_quant.files import write_text
 from annie_quant.report import markdown, page, svg, text
 from annie_quant.report.figures import SIGNS, WIDTH, rate
 from annie_quant.report.load import Run, load
-from annie_quant.report.svg import MARKS, Canvas
+from annie_quant.report.svg import Canvas
 from annie_quant.report.tables import Cell, Table
 from annie_quant.report.text import DASH, clean, count, number, significant
 
@@ -283,15 +281,12 @@ def panel(line: Line, names: list[str]) -> Canvas:
 def _html(
     names: list[str], tables: list[Table], said: list[str], changed: list, panels: list[tuple[Line, Canvas]]
 ) -> str:
-    style, script = ((page.TEMPLATES / n).read_text(encoding="utf-8") for n in ("report.css", "report.js"))
     worse = sum(kind == "worse" for kind, _ in changed)
     moving = [(line, canvas) for line, canvas in panels if len({p.value for p in line.points if p}) > 1]
-    environment = page._environment()
     return str(
-        environment.get_template("trends.html").render(
-            version=__version__, style=style + MARKS, script=script, names=names, tables=tables, differences=said,
-            script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(), changes=changed,
-            headline=headline(len(names), worse, len(changed) - worse), panels=moving, still=len(panels) - len(moving),
+        page.template("trends.html").render(
+            **page.shell(), names=names, tables=tables, differences=said, changes=changed, panels=moving,
+            headline=headline(len(names), worse, len(changed) - worse), still=len(panels) - len(moving),
         )
     )  # fmt: skip
 

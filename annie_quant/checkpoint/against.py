@@ -67,12 +67,9 @@ def plain(
         wanted = source_name(name, source)
         if name in owned or wanted is None or folder.info(name).shape != source.info(wanted).shape:
             continue
-        ours, theirs = folder.tensor(name), source.tensor(wanted)
-        if same_bytes(ours, theirs):
-            folder.release(name)
-            source.release(wanted)
+        if same_bytes(folder, name, source, wanted):
             continue
-        ours, theirs = ours.astype(np.float32), theirs.astype(np.float32)
+        ours, theirs = folder.tensor(name).astype(np.float32), source.tensor(wanted).astype(np.float32)
         error = rel_l2(ours, theirs)
         if error < 2**-8:  # another 16-bit type, rounded
             continue
@@ -116,12 +113,12 @@ def rel_l2(ours: np.ndarray, theirs: np.ndarray) -> float:
     return (distance / norm) ** 0.5 if norm else float(distance != 0)
 
 
-def same_bytes(ours: np.ndarray, theirs: np.ndarray) -> bool:
-    """Whether two tensors of one shape are equal to the byte, without a copy of either."""
-    if ours.dtype != theirs.dtype:
+def same_bytes(folder: ModelFolder, name: str, source: ModelFolder, wanted: str) -> bool:
+    """Whether two tensors of one shape are equal to the byte, a piece at a time, without a copy of either."""
+    if folder.info(name).dtype != source.info(wanted).dtype:
         return False
-    a, b = (np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in (ours, theirs))
-    return all(np.array_equal(a[at : at + PIECE], b[at : at + PIECE]) for at in range(0, a.size, PIECE))
+    pairs = zip(folder.pieces(name), source.pieces(wanted), strict=True)
+    return all(np.array_equal(a.view(np.uint8), b.view(np.uint8)) for a, b in pairs)
 
 
 def source_name(name: str, source: ModelFolder) -> str | None:

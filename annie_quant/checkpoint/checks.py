@@ -145,10 +145,8 @@ def plain(folder: ModelFolder, name: str, add: Add) -> dict[str, Any]:
         return row
     if not info.elements or info.dtype not in ("BF16", "F16", "F32"):
         return row
-    flat = folder.tensor(name).reshape(-1)
     bad = nonzero = 0
-    for start in range(0, flat.size, CHUNK_BYTES // 4):
-        part = flat[start : start + CHUNK_BYTES // 4]
+    for part in folder.pieces(name):
         bits, exponent = (
             (np.uint32, 0x7F800000) if info.dtype == "F32" else (np.uint16, 0x7F80 if info.dtype == "BF16" else 0x7C00)
         )
@@ -156,10 +154,9 @@ def plain(folder: ModelFolder, name: str, add: Add) -> dict[str, Any]:
         bad += int(((pattern & bits(exponent)) == exponent).sum())
         nonzero += int(np.count_nonzero(pattern << bits(1)))
     if bad:
-        add("not_finite", name, f"{name}: {bad} of {flat.size} values are NaN or infinite")
+        add("not_finite", name, f"{name}: {bad} of {info.elements} values are NaN or infinite")
     if not nonzero and is_linear(name, info.shape):
         add("all_zero", name, f"{name}: every weight is 0")
-    folder.release(name)
     return row
 
 

@@ -20,7 +20,8 @@ from annie_quant import kquant, nvfp4
 from annie_quant.checkpoint import gguf_names, gguf_vocab
 from annie_quant.checkpoint.linears import Linear
 from annie_quant.checkpoint.shards import ModelFolder
-from annie_quant.errors import CheckpointError, UsageError, need
+from annie_quant.checkpoint.writer import need_room
+from annie_quant.errors import CheckpointError, EnvironmentFault, UsageError, need
 
 ARCH = "qwen35"
 NVFP4_BLOCK = 64  # elements of one ggml NVFP4 block
@@ -72,13 +73,20 @@ def write(
     config = folder.text_config
     plan = Plan(folder, linears, kind, config)
     entries = list(plan.entries())
-    output.parent.mkdir(parents=True, exist_ok=True)
     part = output.with_name(f".{output.name}.{os.getpid()}.part")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        part.touch()
+    except OSError as error:
+        raise EnvironmentFault(
+            f"{output.parent}: cannot be written to ({error.strerror})", "choose another --output"
+        ) from None
     writer = gguf.GGUFWriter(part, ARCH)
     try:
         elements = sum(int(np.prod(e.shape, dtype=object)) for e in entries)
         add_metadata(writer, folder, config, kind, plan.mtp_layers, elements)
         gguf_vocab.add(writer, folder, int(config["vocab_size"]))
+        need_room(output.parent, sum(size_of(gguf, e) for e in entries))
         for entry in entries:
             add_info(gguf, writer, entry)
         writer.write_header_to_file()
@@ -103,11 +111,14 @@ def write(
     }
 
 
+def size_of(gguf: Any, entry: Entry) -> int:
+    block, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[entry.type]]
+    return int(np.prod(entry.shape, dtype=object)) // block * block_bytes
+
+
 def add_info(gguf: Any, writer: Any, entry: Entry) -> None:
     kind = gguf.GGMLQuantizationType[entry.type]
-    block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-    size_bytes = int(np.prod(entry.shape, dtype=object)) // block * block_bytes
-    writer.add_tensor_info(entry.name, entry.shape, np.dtype(np.float32), size_bytes, raw_dtype=kind)
+    writer.add_tensor_info(entry.name, entry.shape, np.dtype(np.float32), size_of(gguf, entry), raw_dtype=kind)
 
 
 def write_data(writer: Any, entry: Entry) -> int:

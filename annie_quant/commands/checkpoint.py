@@ -70,8 +70,17 @@ def convert(
     checkpoint: Path, target: str, kind: str | None, output: Path | None, like: Path | None, force: bool, as_json: bool
 ) -> None:
     """Change a checkpoint's dialect, or write it as GGUF."""
-    with console.task(f"convert to {target}"):
-        result = annie_quant.checkpoint.convert(checkpoint, to=target, output=output, type=kind, like=like, force=force)
+    done = 0
+    with console.task(f"convert to {target}") as step:
+
+        def progress(size_bytes: int) -> None:
+            nonlocal done
+            done += size_bytes
+            step.say(f"{done / 1e6:,.0f} MB")
+
+        result = annie_quant.checkpoint.convert(
+            checkpoint, to=target, output=output, type=kind, like=like, force=force, progress=progress
+        )
     if as_json:
         emit(result)
     else:

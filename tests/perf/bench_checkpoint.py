@@ -23,12 +23,13 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 import make_9b
 
 from annie_quant import nvfp4
+
+ROOT = Path(__file__).resolve().parent.parent.parent
 
 OURS = """
 import json, resource, sys, time

@@ -1,0 +1,34 @@
+"""What commands share: the terminal, --json, and the refusal of data that was made for another system prompt.
+
+The larger commands have a file each here; the others are in annie_quant.cli.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from annie_quant.console import Console
+
+console = Console()
+
+
+def json_option(function: Any) -> Any:
+    return click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout and nothing else.")(
+        function
+    )
+
+
+def emit(value: dict[str, Any]) -> None:
+    click.echo(json.dumps(value, indent=1, ensure_ascii=False, default=str))
+
+
+def refuse_stale_prompt(conversations: Path | None, allow: bool) -> None:
+    """Before conversations are used: their system prompt is production's, or it is said that it may differ."""
+    from annie_quant.data import check_prompt_hash
+
+    if conversations is not None and (stale := check_prompt_hash(conversations, allow=allow)):
+        console.note(stale)

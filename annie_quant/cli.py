@@ -130,6 +130,7 @@ def quantize(
             force=force,
             report=step.say,
             seed=seed,
+            allow_prompt_mismatch=allow_prompt_mismatch,
             **dict(item.split("=", 1) for item in settings) | ({"ray": ray} if ray else {}),
         )
     megabytes = {k: result[k] / 1e6 for k in ("size_bytes", "source_bytes")}
@@ -174,9 +175,14 @@ def evaluate(
 
     Under torchrun or accelerate launch the processes share the work, and the first one prints and writes.
     """
+    from annie_quant.quantize.prompt import check_checkpoint
     from annie_quant.runtime import cli_eval
 
     refuse_stale_prompt(calib_data, allow_prompt_mismatch)
+    personas = (w.persona for w in annie_quant.judge.load_workloads() if w.persona)
+    differs = check_checkpoint(checkpoint, personas, allow=allow_prompt_mismatch)
+    if differs:
+        console.note(differs)
     with console.task("evaluate") as step:
         result = cli_eval.run(
             checkpoint,

@@ -16,8 +16,8 @@ from annie_quant import __version__, nvfp4, registry
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.staging import fingerprint, staged
 from annie_quant.errors import CheckpointError, UsageError
-from annie_quant.files import read_json, sha256_text, write_json
-from annie_quant.quantize.calibration import read_conversations
+from annie_quant.files import read_json, write_json
+from annie_quant.quantize import prompt
 
 Report = Callable[[str], None]
 
@@ -36,7 +36,6 @@ COMPANIONS = (
     "video_preprocessor_config.json",
     "LICENSE",
 )
-PROVENANCE = "annie_quant.json"  # in every output: how it was made
 
 
 @dataclass
@@ -138,7 +137,7 @@ def run(
         seed,
         work=output.with_name(f".{output.name}.work"),
     )
-    prompt = prompt_of(job.calib_data, persona, allow_prompt_mismatch)
+    asked = prompt.of_data(job.calib_data, persona, allow_prompt_mismatch)
     start = time.monotonic()
     # A strategy with a stamp goes on from what a stopped run left; the others start anew.
     stamp = {"strategy": part.NAME, "version": __version__, **part.stamp(job)} if hasattr(part, "stamp") else None
@@ -149,7 +148,7 @@ def run(
         job.output = staging
         part.quantize(job, report)
         carry_companions(model, staging)
-        write_json(staging / PROVENANCE, provenance(job, part.NAME) | prompt)
+        write_json(staging / prompt.PROVENANCE, provenance(job, part.NAME) | asked)
     shutil.rmtree(target if follows else output.with_name(f".{output.name}.work"), ignore_errors=True)
     return {
         "strategy": part.NAME,
@@ -164,21 +163,6 @@ def run(
 def rank() -> int:
     """Which of a launcher's processes (torchrun, accelerate launch) this is; 0 where there is one."""
     return int(os.environ.get("RANK", "0"))
-
-
-def prompt_of(calib_data: Path | None, persona: str | None, allow: bool) -> dict[str, Any]:
-    """{"prompt_sha256": the system prompts' hashes in the conversations, "prompt_mismatch": sentence or None}.
-
-    Raises UsageError where the data's system prompt is not production's, unless `allow`.
-    """
-    if calib_data is None:
-        return {"prompt_sha256": [], "prompt_mismatch": None}
-    from annie_quant.data import check_prompt_hash
-
-    rows = read_conversations(calib_data)
-    stale = check_prompt_hash(rows, persona, allow=allow)
-    systems = {row["messages"][0]["content"] for row in rows if row["messages"][0]["role"] == "system"}
-    return {"prompt_sha256": sorted(sha256_text(s) for s in systems), "prompt_mismatch": stale}
 
 
 def provenance(job: Job, strategy: str) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def run(folder: Path, strategy: str) -> None:
 
 
 def extrapolate(lines: Path) -> None:
-    """A straight line through two layer counts: a fixed part (embedding, head, start) and a part a layer."""
+    """A straight line through two layer counts: a fixed part (embedding, head, start) and a part a layer, at least 0."""
     rows = [json.loads(line) for line in lines.read_text().splitlines() if line.startswith("{")]
     print("| strategy | measured (layers: s, GPU GB, host GB) | 9B: min, GPU GB, file GB | 27B: min, GPU GB, file GB |")
     print("|---|---|---|---|")
@@ -91,7 +91,7 @@ def extrapolate(lines: Path) -> None:
 
 def line(low: dict, high: dict, key: str, layers: float) -> float:
     a, b = low[key] or 0, high[key] or 0
-    return a + (b - a) / (high["layers"] - low["layers"]) * (layers - low["layers"])
+    return a + max(0, b - a) / (high["layers"] - low["layers"]) * (layers - low["layers"])
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 Loss on what the assistant says alone, on the calibration conversations, which hold the production system prompt. All
 weights of the quantized linears train; the rest stays the source's (so the audit can hold it against the source) unless
 --set train=all asks for a full fine-tune. A killed run goes on from its last saved step. On several GPUs:
-    accelerate launch --config_file $(python -m annie_quant.quantize.recipes qad_fsdp) -m annie_quant.cli quantize ...
+    accelerate launch --config_file annie_quant/assets/recipes/qad_fsdp.yaml -m annie_quant.cli quantize ...
 """
 
 from __future__ import annotations

@@ -174,7 +174,7 @@ class FakeStages:
             }
             for kind, table in gates.items()
         }
-        return {"numerics": numerics, "reference_gates": {g: gate_row(g, 100, 100) for g in gates["w4a4"]}}
+        return {"numerics": numerics, "reference_gates": {}}
 
 
 def walk(tmp_path, monkeypatch, tables, every=False):
@@ -212,6 +212,14 @@ def test_the_walk_stops_at_the_first_that_passes_and_keeps_what_failed(tmp_path,
         assert part in page, part
     everything, log = walk(tmp_path, monkeypatch, tables, every=True)
     assert everything["chosen"] == "mlp_only" and log[-1] == "later"
+
+
+def test_a_weight_only_checkpoint_is_not_judged_at_length_where_w4a4_is_asked_for(tmp_path, monkeypatch):
+    weight_only = {"smoke": {"w4a16": {"factual": (1, 1)}}, "all": {"w4a16": {"factual": (100, 100)}}}
+    good = {"all": both(factual=(100, 100))}
+    found, _ = walk(tmp_path, monkeypatch, {"direct": weight_only, "gptq": good})
+    assert found["chosen"] == "gptq" and "weight-only" in found["strategies"][0]["outcome"]
+    assert not any("n = 100" in step for step in found["strategies"][0]["path"])
 
 
 def test_gibberish_goes_on_with_strategy_c_as_the_founding_tree_says(tmp_path, monkeypatch):

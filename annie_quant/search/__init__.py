@@ -195,6 +195,11 @@ class Search:
             row["path"].append(f"smoke → {lost}; bf16 answers it, so the quantization is too aggressive")
             return
         row["path"].append("smoke → coherent")
+        lacking = decide.lacking(smoke["numerics"], self.required)
+        if lacking and not self.every:
+            row |= {"outcome": lacking[0], "why": lacking}
+            row["path"].append(f"servers → {'; '.join(lacking)}")
+            return
         # The whole table is for comparing, so all of it rests on the same prompts.
         steps = [self.n] if self.every else decide.looks(self.n)
         for look in steps[:-1]:

@@ -65,11 +65,14 @@ def early(sides: Mapping[str, Any], counts: Mapping[str, int], n_looks: int) -> 
     return found
 
 
+def lacking(sides: Mapping[str, Any], required: Sequence[str]) -> list[str]:
+    """The numerics that are asked for and that no server can give this checkpoint."""
+    return [f"{kind.upper()} is not to be had: the checkpoint is weight-only" for kind in required if kind not in sides]
+
+
 def final(sides: Mapping[str, Any], required: Sequence[str]) -> list[str]:
     """Reasons why a strategy has not passed at the last look; empty when it has."""
-    found = [
-        f"{kind.upper()} is not to be had: the checkpoint is weight-only" for kind in required if kind not in sides
-    ]
+    found = lacking(sides, required)
     for numerics, side in sides.items():
         for gate in failing(side["gates"]):
             row = side["gates"][gate]

@@ -143,6 +143,20 @@ def test_files(made, tmp_path):
     assert caught.value.code == "no_folder"
 
 
+def test_a_small_file_that_links_out_of_the_folder_is_not_carried_along(made, tmp_path):
+    (tmp_path / "secret").write_text("not yours")
+    bad = zoo.spoil(made[0], tmp_path / "bad", lambda t, c: None)
+    (bad / "chat_template.jinja").unlink()
+    (bad / "chat_template.jinja").symlink_to("../secret")
+    with pytest.raises(ShardError, match="a link that leaves the folder"):
+        aq.quantize.run("direct", bad, tmp_path / "out")
+    quantized = zoo.spoil(made[1], tmp_path / "quantized", lambda t, c: None)
+    (quantized / "LICENSE").symlink_to("/etc/hostname")
+    with pytest.raises(ShardError, match="LICENSE: a link that leaves the folder"):
+        aq.checkpoint.convert(quantized, "compressed-tensors", tmp_path / "ct")
+    assert {f.name for f in tmp_path.iterdir()} == {"secret", "bad", "quantized"}
+
+
 def test_every_fault_that_can_be_named_has_a_test():
     package = HERE.parent / "annie_quant/checkpoint"
     code = "".join(f.read_text() for f in package.rglob("*.py"))

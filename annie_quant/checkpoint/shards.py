@@ -187,7 +187,7 @@ class ModelFolder:
         """Tokenizer, template, processor and licence files: all that is neither weights nor their index."""
         skip = (".safetensors", *OTHER_FORMATS)
         return sorted(
-            f
+            inside(self.path, f)
             for f in self.path.iterdir()
             if f.is_file() and f.name != INDEX and not f.name.endswith(skip) and not f.name.startswith(".")
         )
@@ -237,10 +237,15 @@ class ModelFolder:
             there = False
         if not there:
             raise ShardError("shard_missing", f"{self.path.name}: shard {file[:120]} is missing")
-        real, home = path.resolve(), self.path.resolve()
-        if real.parent != home and real.parent != home.parent.parent / "blobs":
-            raise ShardError("path_escapes", f"{file}: a link that leaves the folder", "do not trust this folder")
-        return path
+        return inside(self.path, path)
+
+
+def inside(folder: Path, path: Path) -> Path:
+    """The path, unless it is a link that leads out of the folder (and not into a hub cache's blobs)."""
+    real, home = path.resolve(), folder.resolve()
+    if real.parent != home and real.parent != home.parent.parent / "blobs":
+        raise ShardError("path_escapes", f"{path.name}: a link that leaves the folder", "do not trust this folder")
+    return path
 
 
 def open_folder(path: str | os.PathLike | ModelFolder) -> ModelFolder:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from annie_quant import __version__, nvfp4, registry
-from annie_quant.checkpoint.shards import ModelFolder
+from annie_quant.checkpoint.shards import ModelFolder, inside
 from annie_quant.checkpoint.staging import fingerprint, staged
 from annie_quant.errors import CheckpointError, UsageError
 from annie_quant.files import read_json, write_json
@@ -200,7 +200,7 @@ def carry_companions(source: Path, target: Path) -> None:
     """
     for name in COMPANIONS:
         if (source / name).is_file():
-            shutil.copyfile(source / name, target / name)
+            shutil.copyfile(inside(source, source / name), target / name)
 
 
 def weight_bytes(folder: Path) -> int:

@@ -127,6 +127,19 @@ def test_the_recipe_is_for_this_checkpoint(plan):
         assert words[words.index("--tool-call-parser") + 1] == "qwen3_coder"
 
 
+def test_only_a_strategy_is_called_one(run, checkpoint, tmp_path):
+    """A benchmark names its backends as it likes: "nvfp4" is no strategy."""
+    for name in ("records.jsonl", "inputs.json", "run.json"):
+        text = (run / name).read_text(encoding="utf-8").replace('"mlp_only"', '"mine"')
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    options = {"checkpoint": checkpoint, "base_model": BASE}
+    assert "strategy mlp" in publish.prepare(run, "owner/x", model="mlp_only", **options).card
+    other = publish.prepare(tmp_path, "owner/x", model="mine", **options).card
+    assert (
+        "strategy" not in other.split("## Calibration")[0] and "strategy" not in hub.ModelCard(other).data.quantization
+    )
+
+
 def test_a_runtime_that_cannot_load_it_gets_no_command(run, tmp_path):
     card = publish.prepare(run, "owner/x", model="mlp_only", checkpoint=TINY, base_model=BASE).card
     audit = aq.checkpoint.audit(TINY)

@@ -83,7 +83,16 @@ def metadata(run: Run, subject: Subject) -> Any:
 def quantization(subject: Subject) -> dict[str, Any]:
     summary = subject.audit.summary
     known = {k: summary.get(k) for k in ("algorithm", "bits_per_weight", "bits_per_quantized_weight")}
-    return {"format": "nvfp4", "strategy": subject.name} | {k: v for k, v in known.items() if v is not None}
+    named = {"strategy": subject.name} if is_strategy(subject.name) else {}
+    return {"format": "nvfp4"} | named | {k: v for k, v in known.items() if v is not None}
+
+
+def is_strategy(name: str) -> bool:
+    """Whether the model's name in the run is that of the strategy which made it, as a demo and a search name theirs."""
+    from annie_quant import registry
+    from annie_quant.quantize import strategies
+
+    return name in registry.names(strategies)
 
 
 def results(run: Run, subject: Subject) -> list[Any]:
@@ -148,7 +157,8 @@ def making(subject: Subject) -> list[str]:
     if isinstance(config.get("producer"), dict):
         producer = " ".join(str(config["producer"].get(k, "")) for k in ("name", "version")).strip()
     rows = [
-        f"strategy {subject.name}, algorithm {summary.get('algorithm')}"
+        (f"strategy {subject.name}, " if is_strategy(subject.name) else "")
+        + f"algorithm {summary.get('algorithm')}"
         + (f", written by {producer}" if producer else ""),
         f"quantized: {', '.join(summary.get('quantized') or ()) or 'nothing'}",
         f"kept in 16 bits: {', '.join(summary.get('kept') or ()) or 'nothing'}",

@@ -33,6 +33,7 @@ class Recipe:
 
     walks: goes layer by layer, so one layer is in memory. passes: forwards of the calibration text through the whole
     model, or their equivalent. encode: seconds of codec for each second that plain rounding takes.
+    columns: each rounded column corrects those after it, on the CPU (two operations a weight and column).
     bytes_a_weight: in memory where the whole model is.
     """
 
@@ -40,6 +41,7 @@ class Recipe:
     walks: bool = False
     passes: float = 0.0
     encode: float = 1.0
+    columns: bool = False
     bytes_a_weight: float = 2.0
 
 
@@ -51,12 +53,12 @@ RECIPES = {
     "direct": Recipe(_ALL, walks=True),
     "awq_lite": Recipe(_ALL, walks=True, passes=22, encode=20),
     "manners": Recipe(_ALL, walks=True, passes=1, encode=SWEEP),
-    "gptq": Recipe(_ALL, walks=True, passes=3, encode=SWEEP),
+    "gptq": Recipe(_ALL, walks=True, passes=3, encode=SWEEP, columns=True),
     "w4a16_mixed": Recipe(_D, walks=True, passes=1, encode=SWEEP),
     "mlp_only": Recipe({"mlp": NVFP4_BITS}, passes=1),
-    # Both choose formats by the divergence of the answers: a forward for each group and format, from its layer on.
-    "sensitivity": Recipe({"mlp": NVFP4_BITS, "attention": FP8_BITS, "deltanet": FP8_BITS}, passes=200, encode=SWEEP),
-    "auto_mixed": Recipe({"mlp": NVFP4_BITS}, passes=200),
+    # Both choose formats by the divergence of the answers, a forward for each group and format; their default budgets.
+    "sensitivity": Recipe(dict.fromkeys(_ALL, 5.5), passes=200, encode=SWEEP),
+    "auto_mixed": Recipe(dict.fromkeys(_ALL, 4.8), passes=200),
     # Student, its gradients, two moments and master weights in fp32, and the frozen teacher; 4 epochs, back is twice forth.
     "qad": Recipe(_ALL, passes=16, bytes_a_weight=18.0),
 }
@@ -64,17 +66,22 @@ RECIPES = {
 
 @dataclass(frozen=True)
 class Rates:
-    """flop_s: of a large bf16 matmul. disk: bytes read a second. encode: bytes of bf16 rounded to NVFP4 a second."""
+    """flop_s: of a large bf16 matmul. disk: bytes read a second. encode: bytes of bf16 rounded to NVFP4 a second.
+    cpu_flop_s: of a float32 matmul on the CPU."""
 
     flop_s: float
     disk: float
     encode: float
     memory: float
+    cpu_flop_s: float
     said: str
 
 
 # Matmul measured on a GB10 (spec/gemm.md); disk by the founder's box's NVMe class; the codec as on two x86 cores.
-SPARK = Rates(91e12, 3e9, 12e9, 119e9, "DGX Spark: 91 bf16 TFLOP/s measured, 119 GB free, disk 3 GB/s assumed")
+SPARK = Rates(
+    91e12, 3e9, 12e9, 119e9, 5e11,
+    "DGX Spark: 91 bf16 TFLOP/s measured; 119 GB free, disk 3 GB/s, codec 12 GB/s and CPU 0.5 TFLOP/s assumed",
+)  # fmt: skip
 FORWARD_SHARE = 0.35  # of the matmul rate that a whole forward reaches
 BASE_BYTES = 0.4e9  # Python, torch, the mapped shard that is being read
 BATCH_TOKENS = 4096
@@ -146,6 +153,7 @@ def plan(
         "read": 2 * weights / rates.disk,
         "text": recipe.passes * 2 * body * text / (rates.flop_s * FORWARD_SHARE),
         "encode": recipe.encode * 2 * rounded / rates.encode,
+        "columns": 2 * rounded * hidden * recipe.columns / (rates.cpu_flop_s * FORWARD_SHARE),
         "write": size / rates.disk,
     }
     named = f"Qwen3.5-{str(model).upper()}" if str(model) in SHAPES else Path(model).name
@@ -207,13 +215,14 @@ def measure(folder: Path) -> Rates:
     """This machine's rates, in about a second: a matmul, the codec, the model's own disk, the memory that is free."""
     import psutil
 
-    flop_s, device = _matmul()
+    cpu, device = _matmul("cpu"), _device()
+    flop_s = cpu if device == "cpu" else _matmul(device)
     disk, encode, free = _disk(folder), _encode(), _free(device, psutil.virtual_memory().available)
     said = (
         f"measured here on {device}: matmul {flop_s / 1e12:,.2f} TFLOP/s, codec {encode / 1e9:,.1f} GB/s, "
         f"disk {disk / 1e9:,.1f} GB/s"
     )
-    return Rates(flop_s, disk, encode, free, said)
+    return Rates(flop_s, disk, encode, free, cpu, said)
 
 
 def _free(device: str, host: float) -> float:
@@ -225,10 +234,16 @@ def _free(device: str, host: float) -> float:
     return max(float(torch.cuda.mem_get_info()[0]), host if torch.cuda.get_device_properties(0).is_integrated else 0.0)
 
 
-def _matmul() -> tuple[float, str]:
+def _device() -> str:
     import torch
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _matmul(device: str) -> float:
+    """Operations a second: bf16 on a GPU, float32 on a CPU."""
+    import torch
+
     size, dtype = (8192, torch.bfloat16) if device == "cuda" else (1024, torch.float32)
     a = torch.randn(size, size, device=device, dtype=dtype)
 
@@ -237,7 +252,7 @@ def _matmul() -> tuple[float, str]:
         if device == "cuda":
             torch.cuda.synchronize()
 
-    return 2 * size**3 / best(once), device
+    return 2 * size**3 / best(once)
 
 
 def _encode() -> float:

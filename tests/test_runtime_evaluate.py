@@ -88,13 +88,13 @@ def test_the_references_answers_are_kept_and_a_killed_run_goes_on(
     from annie_quant.runtime import reference as module
 
     made: list[int] = []
-    plain = module.generate
+    plain = module.generate_together
 
     def counted(engine, prompts, *more, **named):
         made.append(len(prompts))
         return plain(engine, prompts, *more, **named)
 
-    monkeypatch.setattr(module, "generate", counted)
+    monkeypatch.setattr(module, "generate_together", counted)
     first = runtime.evaluate(naive, reference, workloads(), ["w4a16"], cache=tmp_path)
     assert sum(made) == 6
     made.clear()

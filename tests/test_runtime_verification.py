@@ -191,7 +191,7 @@ def test_equal_weights_give_equal_answers_without_decoding(folders, monkeypatch:
         asked_of_decoder.append(len(prompts))
         return generate(engine, prompts, *more)
 
-    monkeypatch.setattr(verification, "generate", counted)
+    monkeypatch.setattr(verification, "generate_together", counted)
     _, _, asked, outcomes = by_verification(folders["naive"], folders["equal"], "w4a16")
     assert all(o.same for o in outcomes) and sum(asked_of_decoder) == 0
     assert [o.decoded for o in outcomes] == [d for _, d in asked]

@@ -95,6 +95,28 @@ def generate(
             advance(engine, running)
 
 
+def generate_together(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    limits: Sequence[int],
+    ends: Sequence[int],
+    tick: Callable[[int], None] = lambda n: None,
+) -> list[Decoded]:
+    """generate by all processes of the engine's team: prompts in parts of engine.rows, each part by one of them.
+
+    Prompts of like limit and length come into one part. The parts are the same however many processes there are.
+    """
+    order = sorted(range(len(prompts)), key=lambda i: (-limits[i], -len(prompts[i])))
+    parts = [order[at : at + engine.rows] for at in range(0, len(order), engine.rows)]
+    found: dict[int, Decoded] = {}
+    for number, part in enumerate(parts):
+        if engine.team.mine(number):
+            made = generate(engine, [prompts[i] for i in part], [limits[i] for i in part], ends, tick)
+            found.update(zip(part, made, strict=True))
+    found = engine.team.gather(found)
+    return [found[i] for i in range(len(prompts))]
+
+
 def start(engine: Engine, prompts: Sequence[Sequence[int]], rows: Sequence[int]) -> list[Running]:
     """Run the prompts of these rows; the tokens are each row's first."""
     parts = []

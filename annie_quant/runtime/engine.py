@@ -19,6 +19,7 @@ from annie_quant.runtime import caches
 from annie_quant.runtime.attention import grouped
 from annie_quant.runtime.deltanet import Batch, ragged_layers
 from annie_quant.runtime.prefix import group_by_prefix
+from annie_quant.runtime.team import ALONE, Team
 
 LOGITS = 1 << 25  # logits alive at a time
 
@@ -44,8 +45,8 @@ class Forward:
 class Engine:
     """One model with its batching. tokens: most tokens (rows x length) in a forward; rows: most rows in a batch."""
 
-    def __init__(self, model: Any, tokens: int = 4096, rows: int = 128) -> None:
-        self.model, self.tokens, self.rows = model, tokens, rows
+    def __init__(self, model: Any, tokens: int = 4096, rows: int = 128, team: Team = ALONE) -> None:
+        self.model, self.tokens, self.rows, self.team = model, tokens, rows, team
         self.device = next(model.parameters()).device
         self.config = model.config.get_text_config()
         kinds = getattr(self.config, "layer_types", None) or ["full_attention"] * self.config.num_hidden_layers
@@ -59,11 +60,12 @@ class Engine:
     def scores(self, rows: Sequence[Row]) -> Iterator[tuple[int, torch.Tensor]]:
         """(row index, logits float32 [len(target), V]) for each row: what each target token was chosen from.
 
-        The order is the batching's; it depends on the rows alone, so two models go through the same rows in step.
+        The order is the batching's; it depends on the rows alone, so two models go through the same rows in step. Of a
+        team each process gets the rows of its own batches.
         """
         inputs = [[*row.prompt, *row.target[:-1]] for row in rows]
         width = int(getattr(self.head, "out_features", 0) or self.head.weight.shape[0])
-        for run in self.forwards(inputs, [len(r.prompt) - 1 for r in rows]):
+        for run in self.forwards(inputs, [len(r.prompt) - 1 for r in rows], self.team):
             sizes = [len(rows[i].target) for i in run.rows]
             for part in in_parts(sizes, max(1, LOGITS // width)):
                 firsts = [len(rows[run.rows[j]].prompt) - 1 - run.shared for j in part]
@@ -72,19 +74,23 @@ class Engine:
                 for j, own in zip(part, logits.split([sizes[j] for j in part]), strict=True):
                     yield run.rows[j], own
 
-    def forwards(self, inputs: Sequence[Sequence[int]], caps: Sequence[int]) -> Iterator[Forward]:
+    def forwards(self, inputs: Sequence[Sequence[int]], caps: Sequence[int], team: Team = ALONE) -> Iterator[Forward]:
         """Run rows of tokens; caps[i]: the most tokens of row i that may go with a shared prefix."""
+        number = 0
         for group in group_by_prefix(inputs, caps):
             shared = None
-            if group.shared:
-                shared = caches.empty(self.model.config, self.kinds)
-                prefix = torch.tensor([list(inputs[group.rows[0]][: group.shared])], device=self.device)
-                self.step(prefix, shared, group.shared)
             waiting = sorted(group.rows, key=lambda i: -len(inputs[i]))
             while waiting:
                 width = len(inputs[waiting[0]]) - group.shared
                 count = max(1, min(self.rows, self.tokens // width))
                 batch, waiting = waiting[:count], waiting[count:]
+                number += 1
+                if not team.mine(number - 1):
+                    continue
+                if group.shared and shared is None:
+                    shared = caches.empty(self.model.config, self.kinds)
+                    prefix = torch.tensor([list(inputs[group.rows[0]][: group.shared])], device=self.device)
+                    self.step(prefix, shared, group.shared)
                 cache = caches.empty(self.model.config, self.kinds)
                 if shared is not None:
                     cache = caches.repeat(shared, cache, len(batch))

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from annie_quant import __version__, judge
@@ -25,9 +27,18 @@ from annie_quant.runtime.engine import Engine, Row
 from annie_quant.runtime.kl import Tally, compare_logits
 from annie_quant.runtime.linear import NVFP4Linear, set_numerics
 from annie_quant.runtime.loading import load, numerics_of
-from annie_quant.runtime.prompts import CLASSES, Ask, Scored, Template, conversation_answers, read_conversations
+from annie_quant.runtime.prompts import (
+    CLASSES,
+    Ask,
+    Scored,
+    Template,
+    conversation_answers,
+    read_conversations,
+    text_pieces,
+)
 from annie_quant.runtime.reference import Answers, Distributions, default_cache, fingerprint
-from annie_quant.runtime.verification import Outcome, answers, converse, first_difference, target_of
+from annie_quant.runtime.team import ALONE, Team, device_of, team
+from annie_quant.runtime.verification import Difference, Outcome, answers, converse, first_difference, target_of
 
 SCHEMA_VERSION = 1
 Progress = Callable[[float, float | None, str], None]
@@ -46,13 +57,16 @@ def evaluate(
     dtype: str | None = None,
     device: str | None = None,
     rows: int = 128,
+    text: str | os.PathLike | None = None,
 ) -> dict[str, Any]:
     """Gates, KL divergence and perplexity of the checkpoint in model_dir, under each of `numerics` that it can do.
 
     workloads: default all; n_per_gate draws that many prompts a gate from them. conversations: a JSON-lines file (or
     rows) whose assistant tokens are scored besides the reference's own answers. cache: folder for the reference's
     answers, default `.annie_quant` in reference_dir. progress(done, total, text). dtype: float32 or bfloat16 for
-    everything that is not packed. A model without NVFP4 linears is judged as it is, under the name "bf16".
+    everything that is not packed. text: a plain text file, for perplexity and KL over every token of it. A model without
+    NVFP4 linears is judged as it is, under the name "bf16". Under torchrun or accelerate launch every process calls this
+    with the same arguments, does its share and gets the whole result.
     Returns a dict that JSON can hold; `numerics` in it has a key a numerics: gates, kl, perplexity, paired, cases.
     """
     start = time.monotonic()
@@ -65,7 +79,10 @@ def evaluate(
         raise UsageError(
             f"workload {warm[0]} samples (temperature is not 0); only greedy answers can be verified offline"
         )
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    together = team()
+    if together.rank:
+        tell = lambda done, total, text: None  # noqa: E731  # one process speaks for all
+    device = device or device_of(together)
     dtype = dtype or working_dtype([model_dir, reference_dir], device)
     tell(0, None, "loading")
     template = Template(reference_dir)
@@ -76,9 +93,10 @@ def evaluate(
     chosen = can if can == ["bf16"] else [n for n in numerics if n in can]
     if not chosen:
         raise UsageError(f"{model_dir} cannot do {', '.join(numerics)}", f"it can do: {', '.join(can)}")
-    reference = Reference(Path(reference_dir), template, dtype, device, Path(cache) if cache else None, rows)
+    reference = Reference(Path(reference_dir), template, dtype, device, Path(cache) if cache else None, rows, together)
     asked = reference.converse(workloads, tell)
-    texts = [] if conversations is None else conversation_answers(template, as_rows(conversations, n_conversations))
+    talks = [] if conversations is None else conversation_answers(template, as_rows(conversations, n_conversations))
+    pieces = [] if text is None else text_pieces(template, text)
     result: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "version": __version__,
@@ -89,16 +107,17 @@ def evaluate(
         "device": device,
         "workloads": {w.name: {"sha256": w.sha256, "n_cases": len(w.cases)} for w in workloads},
         "n_answers": len(asked),
-        "n_conversation_answers": len(texts),
+        "n_conversation_answers": len(talks),
+        "n_text_tokens": sum(len(p.target) for p in pieces),
         "notes": notes(model_dir, reference_dir, numerics, can, model),
         "reference_gates": judge.gate_table(judged(template, asked)),
         "numerics": {},
     }
-    engine = Engine(model, rows=rows)
+    engine = Engine(model, rows=rows, team=together)
     for name in chosen:
         if name != "bf16":
             set_numerics(model, name)
-        result["numerics"][name] = one_numerics(engine, template, reference, asked, texts, tell, name)
+        result["numerics"][name] = one_numerics(engine, template, reference, asked, talks, pieces, tell, name)
     result["seconds"] = time.monotonic() - start
     return result
 
@@ -108,28 +127,21 @@ def one_numerics(
     template: Template,
     reference: Reference,
     asked: list[tuple[Ask, Decoded]],
-    texts: list[Scored],
+    talks: list[Scored],
+    pieces: list[Scored],
     tell: Progress,
     name: str,
 ) -> dict[str, Any]:
     """One pass over all scored tokens, then the answers that differ."""
     start = time.monotonic()
-    scored = [
-        Scored(a.workload.name, a.prompt, tuple(target_of(d, template.ends)), a.workload.thinking) for a, d in asked
+    own = scored_answers(template, asked)
+    compared = compare(engine, reference, template, [*own, *talks, *pieces], tell, f"{name}: checking answers")
+    differences = {i: compared[i].difference for i in range(len(asked))}
+    kl = tally(template, own, compared)
+    more = [
+        tally(template, part, compared, at) if part else None
+        for part, at in ((talks, len(own)), (pieces, len(own) + len(talks)))
     ]
-    scored += texts
-    rows = [Row(s.prompt, s.target) for s in scored]
-    own, given = Tally(CLASSES), Tally(CLASSES)
-    differences: dict[int, Any] = {}
-    for done, (i, ours, theirs) in enumerate(reference.distributions.beside(engine, rows), 1):
-        s = scored[i]
-        target = torch.tensor(s.target, device=ours.device)
-        (own if i < len(asked) else given).add(
-            s.category, template.classes(s.target, s.thinking), compare_logits(theirs, ours, target)
-        )
-        if i < len(asked):
-            differences[i] = first_difference(ours.argmax(-1), s.target, template.ends)
-        tell(done, len(rows), f"{name}: checking answers")
     todo = sum(d is not None for d in differences.values())
     ended = 0
 
@@ -141,12 +153,12 @@ def one_numerics(
     outcomes = answers(engine, template, asked, differences, tick)
     table = judged(template, [(o.ask, o.decoded) for o in outcomes])
     before = judged(template, asked)
-    kl = own.summary()
     lengths = [(o.decoded, d) for o, (_, d) in zip(outcomes, asked, strict=True)]
     return {
         "gates": judge.gate_table(table),
         "kl": kl,
-        "kl_conversations": given.summary() if texts else None,
+        "kl_conversations": more[0],
+        "kl_text": more[1],
         "perplexity": kl.get("perplexity"),
         "perplexity_reference": kl.get("perplexity_reference"),
         "same_answers": {"n": len(outcomes), "same": sum(o.same for o in outcomes)},
@@ -157,15 +169,61 @@ def one_numerics(
     }
 
 
+@dataclass(frozen=True)
+class Compared:
+    """One scored row: kl.FIELDS of each of its tokens, and where the model first leaves it."""
+
+    figures: np.ndarray
+    difference: Difference | None
+
+
+def scored_answers(template: Template, asked: Sequence[tuple[Ask, Decoded]]) -> list[Scored]:
+    return [
+        Scored(a.workload.name, a.prompt, tuple(target_of(d, template.ends)), a.workload.thinking) for a, d in asked
+    ]
+
+
+def compare(
+    engine: Engine, reference: Reference, template: Template, scored: Sequence[Scored], tell: Progress, what: str
+) -> dict[int, Compared]:
+    """The model beside its reference on every scored token; of a team each process does its batches, all get all."""
+    rows = [Row(s.prompt, s.target) for s in scored]
+    found: dict[int, Compared] = {}
+    for done, (i, ours, theirs) in enumerate(reference.distributions.beside(engine, rows), 1):
+        target = torch.tensor(rows[i].target, device=ours.device)
+        difference = first_difference(ours.argmax(-1), rows[i].target, template.ends)
+        found[i] = Compared(compare_logits(theirs, ours, target), difference)
+        tell(done * engine.team.size, len(rows), what)
+    return engine.team.gather(found)
+
+
+def tally(
+    template: Template, scored: Sequence[Scored], compared: Mapping[int, Compared], at: int = 0
+) -> dict[str, Any]:
+    """The figures of these rows, which are numbers `at` and on of what was compared."""
+    found = Tally(CLASSES)
+    for i, s in enumerate(scored, at):
+        found.add(s.category, template.classes(s.target, s.thinking), compared[i].figures)
+    return found.summary()
+
+
 class Reference:
     """The bf16 model: its answers from disk where they are known, the model itself only when something is missing."""
 
     def __init__(
-        self, folder: Path, template: Template, dtype: str, device: str, cache: Path | None, rows: int
+        self,
+        folder: Path,
+        template: Template,
+        dtype: str,
+        device: str,
+        cache: Path | None,
+        rows: int,
+        team: Team = ALONE,
     ) -> None:
         self.folder, self.template, self.dtype, self.device, self.rows = folder, template, dtype, device, rows
+        self.team = team
         self.sha256 = fingerprint(folder)
-        self.answers = Answers((cache or default_cache(folder)) / f"answers-{self.sha256[:16]}-{dtype}.jsonl")
+        self.answers = Answers((cache or default_cache(folder)) / f"answers-{self.sha256[:16]}-{dtype}.jsonl", team)
         self.distributions = Distributions(self.engine)
         self._engine: Engine | None = None
 
@@ -174,7 +232,7 @@ class Reference:
             model = load(self.folder, cache="packed", dtype=getattr(torch, self.dtype), device=self.device)
             if numerics_of(model) != ["bf16"]:
                 raise UsageError(f"{self.folder} is quantized; --reference wants the bf16 checkpoint")
-            self._engine = Engine(model, rows=self.rows)
+            self._engine = Engine(model, rows=self.rows, team=self.team)
         return self._engine
 
     def converse(self, workloads: Sequence[Workload], tell: Progress) -> list[tuple[Ask, Decoded]]:

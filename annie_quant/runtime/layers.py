@@ -16,16 +16,15 @@ from typing import Any
 import torch
 
 from annie_quant import files, judge
-from annie_quant.errors import UsageError
+from annie_quant.errors import UsageError, need
 from annie_quant.judge import Workload
-from annie_quant.runtime.engine import Engine, Row
-from annie_quant.runtime.evaluate import Reference, working_dtype
-from annie_quant.runtime.kl import Tally, compare_logits
+from annie_quant.runtime.engine import Engine
+from annie_quant.runtime.evaluate import Reference, compare, scored_answers, tally, working_dtype
 from annie_quant.runtime.linear import NVFP4Linear, nvfp4_linears, set_numerics
 from annie_quant.runtime.loading import load, numerics_of
-from annie_quant.runtime.prompts import CLASSES, Scored, Template
+from annie_quant.runtime.prompts import Scored, Template
 from annie_quant.runtime.reference import fingerprint
-from annie_quant.runtime.verification import target_of
+from annie_quant.runtime.team import device_of, team
 
 MODES = ("alone", "restored")
 
@@ -39,22 +38,31 @@ def sensitivity(
     output: str | os.PathLike | None = None,
     cache: str | os.PathLike | None = None,
     progress: Callable[[float, float | None, str], None] | None = None,
+    n_per_gate: int | None = None,
+    device: str | None = None,
+    rows: int = 128,
 ) -> dict[str, Any]:
     """KL and flips of the checkpoint as it is, and for each layer: quantized alone, and restored among the others.
 
     numerics: default w4a4 where the checkpoint has input scales, else w4a16. output: a JSON file that is written after
-    every measurement and read at the start. Returns {"model", "numerics", "all", "alone": {layer: ...}, "restored": ...}
-    with mean KL in nats, p99, same_top, flips and n_tokens each.
+    every measurement and read at the start. n_per_gate draws that many prompts a gate from the workloads. Returns
+    {"model", "numerics", "all", "alone": {layer: ...}, "restored": ...} with
+    mean KL in nats, p99, same_top, flips and n_tokens each.
     """
     tell = progress or (lambda done, total, text: None)
-    dtype = working_dtype([model_dir, reference_dir], "cpu")
+    together = team()
+    if together.rank:
+        tell = lambda done, total, text: None  # noqa: E731  # one process speaks for all
+    device = device or device_of(together)
+    dtype = working_dtype([model_dir, reference_dir], device)
     template = Template(reference_dir)
-    reference = Reference(Path(reference_dir), template, dtype, "cpu", Path(cache) if cache else None, 128)
-    asked = reference.converse(list(workloads) if workloads is not None else judge.load_workloads(), tell)
-    scored = [
-        Scored(a.workload.name, a.prompt, tuple(target_of(d, template.ends)), a.workload.thinking) for a, d in asked
-    ]
-    model = load(model_dir, cache="float32" if dtype == "float32" else "bf16", dtype=getattr(torch, dtype))
+    reference = Reference(Path(reference_dir), template, dtype, device, Path(cache) if cache else None, rows, together)
+    chosen = list(workloads) if workloads is not None else judge.load_workloads()
+    asked = reference.converse(chosen if n_per_gate is None else judge.sample(chosen, n_per_gate), tell)
+    scored = scored_answers(template, asked)
+    model = load(
+        model_dir, cache="float32" if dtype == "float32" else "bf16", dtype=getattr(torch, dtype), device=device
+    )
     linears = nvfp4_linears(model)
     if not linears:
         raise UsageError(f"{model_dir} holds no NVFP4 linears")
@@ -64,14 +72,15 @@ def sensitivity(
     layers = layer_names(linears)
     key = {"model_sha256": fingerprint(model_dir), "reference_sha256": reference.sha256, "numerics": numerics,
            "answers": [len(s.target) for s in scored]}  # fmt: skip
-    found = earlier(output, key) or {"model": str(model_dir), "numerics": numerics, "key": key}
+    known_before = together.gather({0: earlier(output, key)} if not together.rank else {})[0]
+    found = known_before or {"model": str(model_dir), "numerics": numerics, "key": key}
     work = [("all", "", frozenset[str]())]
     for mode in modes:
         own = {
             layer: frozenset(n for n in linears if (layer_of(n) == layer) == (mode == "restored")) for layer in layers
         }
         work += [(mode, layer, own[layer]) for layer in layers]
-    engine = Engine(model)
+    engine = Engine(model, rows=rows, team=together)
     for done, (mode, layer, restored) in enumerate(work):
         tell(done, len(work), f"sensitivity: {mode} {layer}")
         known = found if mode == "all" else found.setdefault(mode, {})
@@ -82,7 +91,7 @@ def sensitivity(
             known[layer or mode] = divergence(engine, template, reference, scored)
         finally:
             undo()
-        if output is not None:
+        if output is not None and not together.rank:
             files.write_json(output, found)
     return found
 
@@ -111,13 +120,8 @@ def restore(linears: dict[str, NVFP4Linear], originals: dict[str, Any], which: I
 
 
 def divergence(engine: Engine, template: Template, reference: Reference, scored: Sequence[Scored]) -> dict[str, Any]:
-    tally = Tally(CLASSES)
-    rows = [Row(s.prompt, s.target) for s in scored]
-    for i, ours, theirs in reference.distributions.beside(engine, rows):
-        s = scored[i]
-        classes = template.classes(s.target, s.thinking)
-        tally.add(s.category, classes, compare_logits(theirs, ours, torch.tensor(s.target, device=ours.device)))
-    summary = tally.summary()
+    compared = compare(engine, reference, template, scored, lambda *_: None, "")
+    summary = tally(template, scored, compared)
     return {name: summary[name] for name in ("mean", "p99", "same_top", "flips", "n_tokens")}
 
 
@@ -130,3 +134,28 @@ def earlier(output: str | os.PathLike | None, key: dict[str, Any]) -> dict[str, 
     except json.JSONDecodeError:
         return None
     return found if isinstance(found, dict) and found.get("key") == key else None
+
+
+def by_layer(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """[{"layer", "kl"}] in the model's order: the mean KL of each layer quantized alone; what a report draws."""
+    return [{"layer": layer, "kl": row["mean"]} for layer, row in found.get("alone", {}).items()]
+
+
+def plot(found: dict[str, Any], path: str | os.PathLike) -> None:
+    """Bars a layer: its KL when quantized alone, and what restoring it takes away from the whole (SVG or PNG by name)."""
+    need("matplotlib", "plots")
+    from matplotlib.figure import Figure
+
+    layers = list(found["alone"])
+    figure = Figure(figsize=(8, 1 + 0.22 * len(layers)), layout="constrained")
+    axes = figure.subplots()
+    at = range(len(layers))
+    axes.barh(at, [found["alone"][n]["mean"] for n in layers], 0.4, label="quantized alone")
+    if "restored" in found:
+        saved = [found["all"]["mean"] - found["restored"][n]["mean"] for n in layers]
+        axes.barh([i + 0.4 for i in at], saved, 0.4, label="taken away by restoring it")
+    axes.set_yticks([i + 0.2 for i in at], layers, fontsize=7)
+    axes.invert_yaxis()
+    axes.set_xlabel(f"mean KL divergence, nats a token ({found['numerics']}; all layers: {found['all']['mean']:.4g})")
+    axes.legend()
+    figure.savefig(path)

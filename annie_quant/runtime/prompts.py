@@ -174,3 +174,16 @@ def conversation_answers(template: Template, rows: Iterable[Mapping[str, Any]]) 
                     Scored(row.get("category", ""), tuple(template.ids(prompt)), tuple(target[: ends[0] + 1]), thinking)
                 )
     return found
+
+
+def text_pieces(template: Template, path: str | os.PathLike, length: int = 512) -> list[Scored]:
+    """A plain text file in pieces of `length` tokens; every token but a piece's first is scored from those before it."""
+    path = Path(path)
+    if not path.is_file():
+        raise UsageError(f"{path} is not there", "--text wants a plain text file")
+    ids = template.ids(path.read_text(encoding="utf-8"))
+    pieces = [ids[at : at + length] for at in range(0, len(ids), length)]
+    found = [Scored(path.name, tuple(p[:1]), tuple(p[1:])) for p in pieces if len(p) > 1]
+    if not found:
+        raise UsageError(f"{path} holds {len(ids)} tokens; perplexity needs two or more")
+    return found

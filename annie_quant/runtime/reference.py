@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from annie_quant.runtime.decoding import Decoded, generate
+from annie_quant.runtime.decoding import Decoded, generate_together
 from annie_quant.runtime.engine import Engine, Row
 from annie_quant.runtime.prompts import Ask
+from annie_quant.runtime.team import ALONE, Team
 
 WHOLE_BYTES = 256 << 20  # files up to here are hashed whole
 SAMPLES, SAMPLE_BYTES = 256, 64 << 10
@@ -54,8 +55,8 @@ class Answers:
     """Greedy answers in a JSON-lines file, found by the hash of the prompt's tokens and the limit; a killed run goes
     on."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, team: Team = ALONE) -> None:
+        self.path, self.team = path, team
         self.known: dict[str, Decoded] = {}
         if path.is_file():
             for line in path.read_text(encoding="utf-8").splitlines():
@@ -64,6 +65,7 @@ class Answers:
                     self.known[row["key"]] = Decoded(row["tokens"], row["finished"])
                 except (ValueError, KeyError):
                     continue  # the last line of a killed run; that answer is made again
+        self.known = team.gather(self.known)
 
     def complete(
         self,
@@ -86,12 +88,14 @@ class Answers:
         for at in range(0, len(todo), SAVED_ANSWERS):
             part = todo[at : at + SAVED_ANSWERS]
             prompts = [list(a.prompt) for _, a in part]
-            found = generate(engine(), prompts, [a.workload.max_tokens for _, a in part], ends, tick=tick)
+            found = generate_together(engine(), prompts, [a.workload.max_tokens for _, a in part], ends, tick)
             self.write({key: decoded for (key, _), decoded in zip(part, found, strict=True)})
         return [self.known[k] for k in keys]
 
     def write(self, found: dict[str, Decoded]) -> None:
         self.known |= found
+        if self.team.rank:
+            return
         if not self.path.parent.is_dir():
             self.path.parent.mkdir(parents=True)
             if self.path.parent.name == ".annie_quant":
@@ -115,12 +119,13 @@ class Distributions:
         self.engine = engine
         self.kept: dict[int, torch.Tensor] = {}
         self.rows: Sequence[Row] | None = None
+        self.whole = False  # every row of this process is kept
 
     def beside(self, engine: Engine, rows: Sequence[Row]) -> Iterator[tuple[int, Any, Any]]:
         """(row index, the model's logits, the reference's logits), float32 [len(target), V] both."""
         if self.rows != rows:
-            self.kept, self.rows = {}, rows
-        if len(self.kept) == len(rows):
+            self.kept, self.rows, self.whole = {}, rows, False
+        if self.whole:
             for i, ours in engine.scores(rows):
                 yield i, ours, self.kept[i]
             return
@@ -131,5 +136,6 @@ class Distributions:
             if size <= KEPT_BYTES:
                 self.kept[i] = theirs.clone()
             yield i, ours, theirs
-        if len(self.kept) < len(rows):
+        self.whole = size <= KEPT_BYTES
+        if not self.whole:
             self.kept = {}

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from annie_quant.judge import Workload
-from annie_quant.runtime.decoding import Decoded, generate
+from annie_quant.runtime.decoding import Decoded, generate_together
 from annie_quant.runtime.engine import Engine
 from annie_quant.runtime.prompts import Ask, Template, assistant_message
 
@@ -103,7 +103,7 @@ def answers(
             else:
                 work.append((i, ask, [*known, difference.token]))
         limits = [ask.workload.max_tokens - len(known) for _, ask, known in work]
-        rest = generate(engine, [[*ask.prompt, *known] for _, ask, known in work], limits, template.ends, tick)
+        rest = generate_together(engine, [[*ask.prompt, *known] for _, ask, known in work], limits, template.ends, tick)
         for (i, ask, known), more in zip(work, rest, strict=True):
             agreed = max(0, len(known) - 1)
             outcomes[i] = Outcome(ask, Decoded(known + more.tokens, more.finished), False, agreed)

@@ -259,6 +259,7 @@ def test_killed_at_any_moment_the_output_is_right_or_absent_and_a_rerun_complete
 
 def cluster(nodes: int) -> tuple[object, list]:
     """A Ray head without processors and so many workers of one processor each, all on this machine."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     pytest.importorskip("ray", reason="the ray extra is not installed")
     from ray.cluster_utils import Cluster
 

@@ -7,6 +7,7 @@ shard it was at, and Ray gives that task to another.
 from __future__ import annotations
 
 import logging
+import os
 import socket
 from dataclasses import replace
 from pathlib import Path
@@ -21,9 +22,11 @@ CONNECT_S = 5.0
 
 def make(job: Job, shards: dict[str, int], meter: Meter) -> None:
     """Make the named shards (name → bytes of source) on the cluster at job.options["ray"]; "local" starts one."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     ray = need("ray", "ray")
     address = job.options["ray"]
-    if not ray.is_initialized():
+    joined = not ray.is_initialized()
+    if joined:
         try:
             answers(address)
             ray.init(address=None if address == "local" else address, log_to_driver=False, logging_level=logging.ERROR)
@@ -56,6 +59,8 @@ def make(job: Job, shards: dict[str, int], meter: Meter) -> None:
     finally:
         for one in waiting:
             ray.cancel(one)
+        if joined:
+            ray.shutdown()
 
 
 def answers(address: str) -> None:

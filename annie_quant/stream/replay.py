@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import socket
 import threading
@@ -36,7 +37,8 @@ class ReplayServer:
         self._listener.close()
         with self._lock:
             for connection in self._open:
-                connection.shutdown(socket.SHUT_RDWR)
+                with contextlib.suppress(OSError):  # the client may have left first
+                    connection.shutdown(socket.SHUT_RDWR)
 
     def _accept(self) -> None:
         while True:

@@ -15,7 +15,6 @@ import msgspec
 import numpy as np
 
 from annie_quant.errors import EnvironmentFault, UsageError, need
-from annie_quant.files import replacing
 from annie_quant.stream import decode, faults
 
 SCHEMA_VERSION = 1
@@ -243,6 +242,8 @@ class Timings:
 
     def save(self, folder: str | os.PathLike) -> Path:
         """Writes folder/timings.npz: raw frames, stamps, headers. Secrets of the requests are not in it."""
+        from annie_quant.files import replacing  # and with it hashlib: 3 MB that a run need not hold
+
         path = Path(folder) / FILE_NAME
         plan = {
             "schema_version": SCHEMA_VERSION,

@@ -87,8 +87,7 @@ static int keep_read(struct transfer *t, size_t size)
     t->last_read = reads->size / sizeof *last;
     t->first_event = c->result->events.size / sizeof(struct event_row);
     t->read_events = 0;
-    struct read_row row = {
-        .user_ns = c->now_ns, .kernel_ns = c->now_kernel_ns, .request = t->index, .size = (uint32_t)size};
+    struct read_row row = {.user_ns = c->now_ns, .request = t->index, .size = (uint32_t)size};
     return vector_add(reads, &row, sizeof row) ? SSE_NO_MEMORY : SSE_OK;
 }
 

@@ -37,7 +37,6 @@ struct client {
     int now_fd;                    /* the socket that libcurl reads; -1: its timer acts */
     int64_t now_received;          /* what that socket had received in all, just before its stamp was taken */
     uint64_t action;               /* a number for each read, so that what one read brought is seen as one */
-    uint64_t checked_action;       /* the one whose stamp was last checked */
     int now_errno;                 /* the socket error that looking for its stamp took away from libcurl */
     int64_t curl_due_ns;           /* when libcurl wants its timer called; INT64_MAX: never */
     int64_t check_due_ns;          /* no timeout can be due before this */

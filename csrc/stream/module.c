@@ -377,7 +377,6 @@ static const struct field event_fields[] = {
 
 static const struct field read_fields[] = {
     FIELD(read_row, user_ns, "<i8"),
-    FIELD(read_row, kernel_ns, "<i8"),
     FIELD(read_row, request, "<u4"),
     FIELD(read_row, size, "<u4"),
     {NULL, NULL, sizeof(struct read_row)},

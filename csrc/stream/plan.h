@@ -83,17 +83,16 @@ struct event_row {
     uint8_t flags; /* sse_flags */
 };
 
-/* A row a network read of body bytes. */
+/* A row a network read of body bytes. The kernel's stamp is in the rows of the events that it completed. */
 struct read_row {
     int64_t user_ns;
-    int64_t kernel_ns;
     uint32_t request;
     uint32_t size;
 };
 
 static_assert(sizeof(struct request_row) == 144, "the row has no hidden padding");
 static_assert(sizeof(struct event_row) == 48, "the row has no hidden padding");
-static_assert(sizeof(struct read_row) == 24, "the row has no hidden padding");
+static_assert(sizeof(struct read_row) == 16, "the row has no hidden padding");
 
 struct plan_result {
     struct vector requests, events, reads;

@@ -20,17 +20,12 @@ struct socket_state *client_socket(const struct client *c, int fd)
 static void check_stamp(struct transfer *t)
 {
     struct client *c = t->client;
-    if (c->now_fd < 0 || t->fd != c->now_fd) {
-        c->now_ns = clock_monotonic_ns();
-        c->now_kernel_ns = 0;
-    } else if (c->now_kernel_ns && c->checked_action != c->action) {
-        c->checked_action = c->action;
-        if (clock_bytes_received(t->fd) != c->now_received) {
-            c->now_ns = clock_monotonic_ns();
-            c->now_kernel_ns = 0;
-            c->now_overread = true;
-        }
-    }
+    bool stamped = c->now_kernel_ns && t->fd == c->now_fd;
+    if (stamped && clock_bytes_received(t->fd) == c->now_received)
+        return;
+    c->now_overread |= stamped;
+    c->now_ns = clock_monotonic_ns();
+    c->now_kernel_ns = 0;
 }
 
 /* libcurl reads on while more is there. The pieces of one read lie one after the other in its buffer: a piece that lies

@@ -129,7 +129,7 @@ def test_restored_is_judged_beside_bf16_under_the_same_prompt():
 
 
 def test_what_only_activations_lose():
-    assert "tool_call holds under W4A16" in explain.by_activations(sides(tool_call=gate_row("tool_call", 40, 100)))
+    assert "held under W4A16: tool_call" in explain.by_activations(sides(tool_call=gate_row("tool_call", 40, 100)))
     assert explain.by_activations(sides(tool_call=gate_row("tool_call", 99, 100))) is None
 
 

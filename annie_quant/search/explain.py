@@ -153,4 +153,4 @@ def by_activations(sides: Mapping[str, Any]) -> str | None:
     only = [g for g in failing(sides["w4a4"]["gates"]) if g not in failing(sides["w4a16"]["gates"])]
     if not only:
         return None
-    return f"{', '.join(only)} holds under W4A16: the harm is done by quantizing activations, not weights"
+    return f"held under W4A16: {', '.join(only)}; the harm is done by quantizing activations, not weights"

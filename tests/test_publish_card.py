@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -99,22 +101,45 @@ def test_the_table_of_results_is_counted_again(plan, run):
     assert ("50", "120") not in shown, "naive's column is not this card's"
 
 
-def test_calibration_says_where_it_came_from(plan, run):
-    rows = [json.loads(line) for line in (run / "calibration.jsonl").open(encoding="utf-8")]
-    part = plan.card.split("## Calibration")[1].split("## Results")[0].replace("\\", "")
+def prepared(run, checkpoint, folder, **record):
+    """A card for a copy of the checkpoint whose own record (annie_quant.json) says `record` besides; None: has no record."""
+    copy = Path(shutil.copytree(checkpoint, folder / "model"))
+    if record:
+        known = json.loads((copy / "annie_quant.json").read_text()) if (copy / "annie_quant.json").exists() else {}
+        (copy / "annie_quant.json").write_text(json.dumps(known | record))
+    else:
+        (copy / "annie_quant.json").unlink(missing_ok=True)
+    return publish.prepare(run, "owner/x", model="mlp_only", checkpoint=copy, base_model=BASE).card
+
+
+def section(card: str) -> str:
+    return card.split("## Calibration")[1].split("## Results")[0].replace("\\", "")
+
+
+def test_calibration_says_where_it_came_from(run, checkpoint, tmp_path):
+    content = (run / "calibration.jsonl").read_bytes()
+    rows = [json.loads(line) for line in content.splitlines()]
+    digest = hashlib.sha256(content).hexdigest()
+    part = section(prepared(run, checkpoint, tmp_path, calib_data_sha256=digest, calib_samples=24))
     used = sum(r["split"] == "calibration" for r in rows)
     assert used == 36 and "12 greeting" in part and "written 2026-11-10 to 2026-11-14" in part
-    assert f"{used} conversations for calibration of {len(rows)}" in part
+    assert f"{used} conversations for calibration of {len(rows)}" in part and digest in part
     assert "teacher: offline" in part and rows[0]["provenance"]["persona_sha256"] in part
+    assert "own record names this file, 24 conversations at most" in part
+
+
+def test_calibration_of_another_file_is_said(run, checkpoint, tmp_path):
+    part = section(prepared(run, checkpoint, tmp_path, calib_data_sha256="ef" * 32))
+    assert f"another file, SHA-256 {'ef' * 32}" in part
 
 
 def test_without_calibration_data_it_says_so(run, checkpoint, tmp_path):
-    import shutil
-
+    assert "None: this strategy was given no calibration data" in section(
+        prepared(run, checkpoint, tmp_path / "none", calib_data_sha256=None)
+    )
     bare = tmp_path / "run"
     shutil.copytree(run, bare, ignore=shutil.ignore_patterns("calibration.jsonl", "publish"))
-    card = publish.prepare(bare, "owner/x", model="mlp_only", checkpoint=checkpoint, base_model=BASE).card
-    assert "Not on record" in card.split("## Calibration")[1].split("##")[0]
+    assert "Not on record" in section(prepared(bare, checkpoint, tmp_path / "bare"))
 
 
 def test_the_recipe_is_for_this_checkpoint(plan):
@@ -127,17 +152,13 @@ def test_the_recipe_is_for_this_checkpoint(plan):
         assert words[words.index("--tool-call-parser") + 1] == "qwen3_coder"
 
 
-def test_only_a_strategy_is_called_one(run, checkpoint, tmp_path):
-    """A benchmark names its backends as it likes: "nvfp4" is no strategy."""
-    for name in ("records.jsonl", "inputs.json", "run.json"):
-        text = (run / name).read_text(encoding="utf-8").replace('"mlp_only"', '"mine"')
-        (tmp_path / name).write_text(text, encoding="utf-8")
-    options = {"checkpoint": checkpoint, "base_model": BASE}
-    assert "strategy mlp" in publish.prepare(run, "owner/x", model="mlp_only", **options).card
-    other = publish.prepare(tmp_path, "owner/x", model="mine", **options).card
-    assert (
-        "strategy" not in other.split("## Calibration")[0] and "strategy" not in hub.ModelCard(other).data.quantization
-    )
+def test_the_strategy_is_that_of_the_checkpoint_s_own_record(run, checkpoint, tmp_path):
+    """A run names its models as it likes."""
+    card = prepared(run, checkpoint, tmp_path / "known", strategy="awq_lite", scale="sweep")
+    assert "strategy awq" in card and "scale sweep" in card
+    assert hub.ModelCard(card).data.quantization["strategy"] == "awq_lite"
+    other = prepared(run, checkpoint, tmp_path / "unknown")
+    assert "strategy" not in other.split("## Calibration")[0]
 
 
 def test_a_runtime_that_cannot_load_it_gets_no_command(run, tmp_path):
@@ -175,8 +196,6 @@ def test_what_the_hub_would_refuse_is_refused_here(run, checkpoint, change, word
 
 
 def test_hostile_names_stay_inert(run, checkpoint, tmp_path):
-    import shutil
-
     bad = tmp_path / "run"
     shutil.copytree(run, bad, ignore=shutil.ignore_patterns("publish"))
     document = json.loads((bad / "run.json").read_text())

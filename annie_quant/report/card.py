@@ -83,16 +83,14 @@ def metadata(run: Run, subject: Subject) -> Any:
 def quantization(subject: Subject) -> dict[str, Any]:
     summary = subject.audit.summary
     known = {k: summary.get(k) for k in ("algorithm", "bits_per_weight", "bits_per_quantized_weight")}
-    named = {"strategy": subject.name} if is_strategy(subject.name) else {}
+    strategy = recorded(subject).get("strategy")
+    named = {"strategy": strategy} if isinstance(strategy, str) else {}
     return {"format": "nvfp4"} | named | {k: v for k, v in known.items() if v is not None}
 
 
-def is_strategy(name: str) -> bool:
-    """Whether the model's name in the run is that of the strategy which made it, as a demo and a search name theirs."""
-    from annie_quant import registry
-    from annie_quant.quantize import strategies
-
-    return name in registry.names(strategies)
+def recorded(subject: Subject) -> dict[str, Any]:
+    """annie_quant.json, which `annie-quant quantize` leaves in a checkpoint: strategy, scale, calibration's hash, options."""
+    return read_object(subject.folder / "annie_quant.json")
 
 
 def results(run: Run, subject: Subject) -> list[Any]:
@@ -124,7 +122,7 @@ def body(run: Run, subject: Subject) -> str:
     parts = [f"# {inert(name)}", opening(run, subject)]
     if subject.objections:
         parts += ["**Published although:**", bullets(subject.objections), f"Reason given: {inert(subject.forced)}"]
-    parts += ["## How it was made", bullets(making(subject)), "## Calibration", *calibration(subject.calibration)]
+    parts += ["## How it was made", bullets(making(subject)), "## Calibration", *calibration(subject)]
     parts += ["## Results", *measured(run, subject), "## Serving", *serving(subject)]
     parts += ["## Limits", bullets(limits(run, subject))]
     parts.append(f"Made and measured with annie_quant {__version__}.")
@@ -152,12 +150,12 @@ def opening(run: Run, subject: Subject) -> str:
 
 
 def making(subject: Subject) -> list[str]:
-    summary, producer = subject.audit.summary, ""
+    summary, producer, made = subject.audit.summary, "", recorded(subject)
     config = read_object(subject.folder / "hf_quant_config.json")
     if isinstance(config.get("producer"), dict):
         producer = " ".join(str(config["producer"].get(k, "")) for k in ("name", "version")).strip()
     rows = [
-        (f"strategy {subject.name}, " if is_strategy(subject.name) else "")
+        "".join(f"{k} {made[k]}, " for k in ("strategy", "scale") if isinstance(made.get(k), str))
         + f"algorithm {summary.get('algorithm')}"
         + (f", written by {producer}" if producer else ""),
         f"quantized: {', '.join(summary.get('quantized') or ()) or 'nothing'}",
@@ -169,8 +167,11 @@ def making(subject: Subject) -> list[str]:
     return rows + [f"{f.name}: SHA-256 {_digest(f)}" for f in weights[:8]]
 
 
-def calibration(path: Path | None) -> list[str]:
+def calibration(subject: Subject) -> list[str]:
     """Where the calibration conversations came from, as their own provenance says."""
+    path, made = subject.calibration, recorded(subject)
+    if "calib_data_sha256" in made and made["calib_data_sha256"] is None:
+        return ["None: this strategy was given no calibration data."]
     if path is None or not path.is_file():
         return ["Not on record: no calibration data were given to the card (`annie-quant publish --calib-data`)."]
     rows, unread = [], 0
@@ -197,6 +198,12 @@ def calibration(path: Path | None) -> list[str]:
         f"written {times[0][:10]} to {times[-1][:10]}" if times else "time: not on record",
         f"file SHA-256: {_digest(path)}",
     ]
+    if isinstance(used_by := made.get("calib_data_sha256"), str):
+        same = used_by == _digest(path)
+        lines.append(
+            f"the checkpoint's own record names {'this file' if same else f'another file, SHA-256 {used_by}'}, "
+            f"{count(made.get('calib_samples'))} conversations at most"
+        )
     if unread:
         lines.append(f"{unread} lines could not be read")
     return [bullets(lines)]

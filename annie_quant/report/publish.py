@@ -27,7 +27,7 @@ from annie_quant.report.load import REFERENCE, Run, load
 NAMES = (
     "*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "hf_quant_config.json",
     "tokenizer*.json", "tokenizer.model", "vocab.json", "merges.txt", "special_tokens_map.json", "added_tokens.json",
-    "chat_template.*", "*processor_config.json", "LICENSE*", "NOTICE*",
+    "chat_template.*", "*processor_config.json", "annie_quant.json", "LICENSE*", "NOTICE*",
 )  # fmt: skip
 REPORT_FILES = ("report.html", "report.md", "comparison.md", "results.csv")
 RECORD_FILES = ("records.jsonl", "inputs.json")

@@ -1,0 +1,357 @@
+"""The runtime's measurements; the figures are kept in runtime.md.
+
+python tests/perf/bench_runtime.py linear                        NVFP4Linear at M = 1 on this CPU
+python tests/perf/bench_runtime.py load DIR                      loading a checkpoint against reading its bytes
+python tests/perf/bench_runtime.py verify DIR REFERENCE          verification against plain generation
+python tests/perf/bench_runtime.py gpu DIR REFERENCE CONVERSATIONS    everything that needs a CUDA GPU
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+ROWS, COLUMNS = 12288, 4096
+SHAPES = {  # one block of Qwen3.5-9B: out, in
+    "mlp": [(12288, 4096), (12288, 4096), (4096, 12288)],
+    "linear_attention": [(8192, 4096), (4096, 4096), (4096, 4096)],
+    "full_attention": [(8192, 4096), (1024, 4096), (1024, 4096), (4096, 4096)],
+}
+
+
+def median_ms(run, n: int = 25) -> float:
+    """Median wall time of n calls; the caller rotates its buffers so that weights come from memory."""
+    run()
+    times = []
+    for _ in range(n):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return 1e3 * float(np.median(times))
+
+
+def random_linear(n: int, k: int, device: str = "cpu", seed: int = 0):
+    from annie_quant.runtime.linear import NVFP4Linear
+
+    generator = torch.Generator(device).manual_seed(seed)
+    layer = NVFP4Linear(k, n, device=device)
+    layer.codes.random_(0, 256, generator=generator)
+    layer.block_scale.view(torch.uint8).random_(48, 72, generator=generator)
+    layer.weight_scale_2.fill_(0.01)
+    layer.input_scale.fill_(4 / 2688)
+    layer.set_numerics("w4a16")
+    return layer
+
+
+@torch.inference_mode()
+def linear() -> None:
+    from modelopt.torch.quantization.qtensor import NVFP4QTensor
+
+    layers = [random_linear(ROWS, COLUMNS, seed=i) for i in range(4)]
+    dense = [layer.rows(0, ROWS, torch.bfloat16) for layer in layers]
+    x, turn = torch.randn(1, COLUMNS, dtype=torch.bfloat16), [0]
+
+    def rotated(call):
+        def run():
+            turn[0] += 1
+            call(turn[0] % 4)
+
+        return run
+
+    def modelopt(i: int):
+        packed = NVFP4QTensor(torch.Size((ROWS, COLUMNS)), torch.bfloat16, layers[i].codes)
+        weight = packed.dequantize(
+            dtype=torch.bfloat16,
+            scale=layers[i].block_scale,
+            double_scale=layers[i].weight_scale_2,
+            block_sizes={-1: 16},
+        )
+        torch.nn.functional.linear(x, weight)
+
+    bf16 = median_ms(rotated(lambda i: torch.nn.functional.linear(x, dense[i])))
+    ours = median_ms(rotated(lambda i: layers[i](x)))
+    theirs = median_ms(rotated(modelopt), 5)
+    ratio = dense[0].nbytes / (layers[0].codes.nbytes + layers[0].block_scale.nbytes + 8)
+    print(f"M = 1, {ROWS}x{COLUMNS}: bf16 {bf16:.2f} ms, packed {ours:.2f} ms ({bf16 / ours:.2f}x its speed,")
+    print(f"  {ratio:.2f}x less memory), ModelOpt's dequantize + matmul {theirs:.0f} ms ({theirs / ours:.0f}x ours)")
+    for rows in (2, 4, 8, 16):
+        x = torch.randn(rows, COLUMNS, dtype=torch.bfloat16)
+        bf16 = median_ms(rotated(lambda i, x=x: torch.nn.functional.linear(x, dense[i])))
+        print(f"M = {rows}: bf16 {bf16:.2f} ms, packed {median_ms(rotated(lambda i, x=x: layers[i](x))):.2f} ms")
+
+
+def load(folder: str) -> None:
+    """Loading, every byte touched, against reading the files and touching every byte."""
+    from annie_quant import runtime
+
+    files = sorted(Path(folder).glob("*.safetensors"))
+    size = sum(f.stat().st_size for f in files)
+
+    def touch(tensors) -> int:
+        return sum(int(t.view(torch.uint8).view(-1)[::64].sum()) for t in tensors)
+
+    def read():
+        for file in files:
+            touch([torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.uint8)])
+
+    reading = median_ms(read, 5)
+    loading = median_ms(lambda: touch(p.data for p in runtime.load(folder).parameters()), 5)
+    print(f"{size / 1e9:.2f} GB: read {reading / 1e3:.2f} s, load {loading / 1e3:.2f} s ({loading / reading:.2f}x)")
+
+
+def verify(folder: str, reference: str, n: int = 60) -> None:
+    """The same answers by verification and by transformers' generate, one request at a time."""
+    from annie_quant import judge, runtime
+    from annie_quant.runtime.decoding import Decoded
+    from annie_quant.runtime.engine import Engine, Row
+    from annie_quant.runtime.evaluate import Reference
+    from annie_quant.runtime.prompts import Template
+    from annie_quant.runtime.verification import answers, first_difference, target_of
+
+    template = Template(reference)
+    with tempfile.TemporaryDirectory() as cache:
+        known = Reference(Path(reference), template, "float32", "cpu", Path(cache), 128)
+        asked = known.converse(
+            judge.sample([w for w in judge.load_workloads() if not w.cases[0].turns], 12), lambda *_: None
+        )[:n]
+    for numerics in ("w4a4", "w4a16"):
+        model = runtime.load(folder, numerics, cache="float32", dtype=torch.float32)
+        start = time.perf_counter()
+        engine = Engine(model)
+        rows = [Row(a.prompt, target_of(d, template.ends)) for a, d in asked]
+        differences = {i: first_difference(x.argmax(-1), rows[i].target, template.ends) for i, x in engine.scores(rows)}
+        mine = answers(engine, template, asked, differences)
+        by_verification = time.perf_counter() - start
+        start, plain = time.perf_counter(), []
+        for ask, _ in asked:
+            ids = torch.tensor([ask.prompt])
+            new = model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=ask.workload.max_tokens, do_sample=False,
+                pad_token_id=0, eos_token_id=template.ends,
+            )[0, len(ask.prompt) :].tolist()  # fmt: skip
+            stop = next((i for i, t in enumerate(new) if t in template.ends), None)
+            plain.append(Decoded(new[:stop], stop is not None))
+        generating = time.perf_counter() - start
+        tables = [
+            judge.gate_table([(a.workload, a.case, template.answer(a, d)) for a, d in pairs])
+            for pairs in ([(o.ask, o.decoded) for o in mine], [(a, d) for (a, _), d in zip(asked, plain, strict=True)])
+        ]
+        same = sum(o.decoded == d for o, d in zip(mine, plain, strict=True))
+        print(f"{numerics}: {len(asked)} answers ({sum(len(d.tokens) for d in plain)} tokens), verification"
+              f" {by_verification:.1f} s, generate {generating:.1f} s ({generating / by_verification:.1f}x); {same} equal,"
+              f" verdicts {'equal' if tables[0] == tables[1] else 'DIFFER'}", flush=True)  # fmt: skip
+
+
+def gpu(folder: str, reference: str, conversations: str) -> None:
+    from annie_quant.runtime import codec
+
+    print(torch.cuda.get_device_name(), "kernels:", codec.kernels(), flush=True)
+    for step in (
+        gpu_bits,
+        lambda: gpu_modelopt(reference),
+        lambda: gpu_eval(folder, reference, conversations),
+        gpu_speed,
+    ):
+        start = time.perf_counter()
+        try:
+            step()
+        except Exception as error:
+            print(f"FAILED: {type(error).__name__}: {str(error)[:600]}")
+        print(f"  [{time.perf_counter() - start:.0f} s]", flush=True)
+        torch.cuda.empty_cache()
+
+
+@torch.inference_mode()
+def gpu_bits() -> None:
+    """Fake quantization and products on the GPU against the C codec; one graph under torch.compile."""
+    from annie_quant.runtime import codec
+
+    torch.manual_seed(0)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        x = torch.randn(512, 4096) * 10.0 ** torch.randint(-7, 2, (512, 256)).repeat_interleave(16, 1)
+        x[0, 0], x[3, 77] = float("nan"), 0.0
+        x = x.to(dtype)
+        for scale in (0.00123, 2.0**-10, 3.1e-6, 1.0):
+            scale = float(np.float32(scale))
+            wanted = codec.fake_quant(x, scale)
+            for form in (codec.fake_quant_now, codec.fake_quant_torch):
+                seen = form(x.cuda(), scale, 16).cpu()
+                assert torch.equal(bits(seen), bits(wanted)), (dtype, scale, form.__name__)
+    layer = random_linear(1024, 4096)
+    on_gpu = copy.deepcopy(layer).cuda()
+    for numerics in ("w4a16", "w4a4"):
+        layer.set_numerics(numerics)
+        on_gpu.set_numerics(numerics)
+        on_gpu.prepare()
+        for rows in (1, 7, 300):
+            x = torch.randn(rows, 4096).bfloat16()
+            given = codec.fake_quant(x, layer.scalars().input_scale) if numerics == "w4a4" else x
+            exact = given.double() @ layer.rows(0, 1024, torch.float32).double().T
+            seen = on_gpu(x.cuda())
+            error = (seen.cpu().double() - exact).abs().max() / exact.abs().max()
+            assert error < 2**-8, (numerics, rows, error)
+            compiled = torch.compile(on_gpu, fullgraph=True)(x.cuda())
+            assert torch.equal(compiled, seen), (numerics, rows)
+            on_gpu.prepared, kept = None, on_gpu.prepared
+            from annie_quant.runtime import product
+
+            whole = product.nn.functional.linear(given.cuda(), on_gpu.rows(0, 1024, torch.bfloat16))
+            on_gpu.prepared = kept
+            assert ((whole.cpu().double() - exact).abs().max() / exact.abs().max()) < 2**-6
+    print(
+        "fake_quant on the GPU is the C codec's, bit for bit; products within one bf16 rounding; compiled in one graph"
+    )
+
+
+def bits(t: torch.Tensor) -> torch.Tensor:
+    return t.contiguous().view(torch.int32 if t.dtype == torch.float32 else torch.int16)
+
+
+GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("in_proj_qkv", "in_proj_z"))
+
+
+@torch.inference_mode()
+def gpu_modelopt(reference: str) -> None:
+    """Logits against ModelOpt's own fake-quantized model, its Triton kernels included."""
+    import modelopt.torch.quantization as mtq
+    from modelopt.torch.export import export_hf_checkpoint
+    from transformers import AutoModelForCausalLM
+
+    from annie_quant import runtime
+
+    model = AutoModelForCausalLM.from_pretrained(reference, dtype=torch.float32, device_map="cuda").eval()
+    ids = torch.randint(0, 1000, (8, 128), generator=torch.Generator().manual_seed(0)).cuda()
+    mtq.quantize(model, copy.deepcopy(mtq.NVFP4_DEFAULT_CFG), lambda m: m(ids))
+    for module in model.modules():  # linears that are served as one share their amax in the export
+        for group in GROUPS:
+            parts = [getattr(module, p) for p in group if hasattr(module, p)]
+            for side in ("weight_quantizer", "input_quantizer"):
+                amax = [getattr(p, side)._amax for p in parts if getattr(p, side).is_enabled]
+                for value in amax:
+                    value.copy_(torch.stack(amax).max(0).values)
+    theirs = model(ids).logits.double()
+    with tempfile.TemporaryDirectory() as folder:
+        export_hf_checkpoint(model.to(torch.float32), export_dir=folder)
+        ours = runtime.load(folder, "w4a4", cache="float32", dtype=torch.float32, device="cuda")(ids).logits.double()
+        packed = runtime.load(folder, "w4a4", dtype=torch.bfloat16, device="cuda")(ids).logits.double()
+    for name, seen in (("float32", ours), ("bf16, our kernels", packed)):
+        same = (seen.argmax(-1) == theirs.argmax(-1)).double().mean()
+        rel = (seen - theirs).norm() / theirs.norm()
+        off = (seen - theirs).abs()
+        print(f"against ModelOpt's fake-quant model, {ids.numel()} tokens, {name}: logits' relative L2 {rel:.2e},"
+              f" largest difference {off.max():.3g}, median {off.median():.2g}, same argmax {same:.4f}")  # fmt: skip
+
+
+def gpu_eval(folder: str, reference: str, conversations: str) -> None:
+    """All gates at n = 100, KL on the conversations, both numerics; the second run has the reference's answers."""
+    from annie_quant import runtime
+
+    with tempfile.TemporaryDirectory() as cache:
+        for run in ("answers made", "answers kept"):
+            start = time.perf_counter()
+            found = runtime.evaluate(
+                folder,
+                reference,
+                n_per_gate=100,
+                conversations=conversations,
+                n_conversations=500,
+                cache=cache,
+                rows=512,
+            )
+            print(f"eval, {run}: {time.perf_counter() - start:.1f} s, {found['n_answers']} answers,"
+                  f" {found['n_conversation_answers']} of conversations, {found['dtype']};"
+                  f" { {k: round(v['kl']['mean'], 5) for k, v in found['numerics'].items()} }", flush=True)  # fmt: skip
+
+
+@torch.inference_mode()
+def gpu_speed() -> None:
+    """Batch 1: all linears of a 9B-shaped model, our kernels against bf16, as CUDA graphs; and generate as a whole."""
+    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+    from annie_quant.runtime.linear import nvfp4_linears
+
+    shapes = [
+        s for i in range(32) for s in (*SHAPES["full_attention" if i % 4 == 3 else "linear_attention"], *SHAPES["mlp"])
+    ]
+    times = {}
+    for kind in ("bf16", "w4a16", "w4a4"):
+        if kind == "bf16":
+            layers = [torch.nn.Linear(k, n, bias=False, device="cuda", dtype=torch.bfloat16) for n, k in shapes]
+        else:
+            layers = [random_linear(n, k, "cuda", i) for i, (n, k) in enumerate(shapes)]
+            for layer in layers:
+                layer.set_numerics(kind)
+                layer.prepare()
+        given = {k: torch.randn(1, k, device="cuda", dtype=torch.bfloat16) for k in (4096, 12288)}
+
+        def run(layers=layers, given=given):
+            for layer in layers:
+                layer(given[layer.in_features])
+
+        times[kind] = graph_ms(run)
+        del layers
+        torch.cuda.empty_cache()
+    ratios = {k: round(times["bf16"] / v, 2) for k, v in times.items()}
+    print("linears of a 9B-shaped model, one token, ms:", {k: round(v, 3) for k, v in times.items()}, "speed:", ratios)
+    config = Qwen3_5TextConfig(
+        vocab_size=248320, hidden_size=4096, intermediate_size=12288, num_hidden_layers=32, num_attention_heads=16,
+        num_key_value_heads=4, head_dim=256, linear_key_head_dim=128, linear_value_head_dim=128,
+        linear_num_key_heads=16, linear_num_value_heads=32, full_attention_interval=4, tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda"):
+        model = Qwen3_5ForCausalLM(config).eval()
+    torch.set_default_dtype(torch.float32)
+    ids = torch.randint(0, 1000, (1, 64), device="cuda")
+
+    def tokens_per_second() -> float:
+        model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        model.generate(ids, max_new_tokens=48, min_new_tokens=48, do_sample=False, pad_token_id=0)
+        torch.cuda.synchronize()
+        return 48 / (time.perf_counter() - start)
+
+    before = tokens_per_second()
+    wanted = {part for names in GROUPS for part in names} | {"o_proj", "out_proj", "down_proj"}
+    for name, module in list(model.named_modules()):
+        if name.rpartition(".")[2] in wanted:
+            new = random_linear(module.out_features, module.in_features, "cuda")
+            new.prepare()
+            setattr(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], new)
+    print(f"generate, batch 1, transformers' own loop: bf16 {before:.1f} tok/s, NVFP4 on {len(nvfp4_linears(model))}"
+          f" linears {tokens_per_second():.1f} tok/s")  # fmt: skip
+
+
+def graph_ms(run) -> float:
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    times = []
+    for _ in range(20):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end))
+    return float(np.median(times))
+
+
+if __name__ == "__main__":
+    kinds = {"linear": linear, "load": load, "verify": verify, "gpu": gpu}
+    if len(sys.argv) == 1:
+        linear()
+    else:
+        kinds[sys.argv[1]](*sys.argv[2:])

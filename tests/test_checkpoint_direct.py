@@ -148,6 +148,9 @@ def test_force_replaces_and_without_it_nothing_is_touched(source, tmp_path):
     assert [f.name for f in (tmp_path / "out").iterdir()] == ["mine.txt"]
     aq.quantize.run("direct", source, tmp_path / "out", force=True)
     assert not (tmp_path / "out/mine.txt").exists() and aq.checkpoint.audit(tmp_path / "out").ok
+    for nameless in (".", "..", "/"):
+        with pytest.raises(UsageError, match="expected the name of a folder"):
+            aq.quantize.run("direct", source, nameless)
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="is a file or a link"):
         aq.quantize.run("direct", source, tmp_path / "file", force=True)

@@ -31,7 +31,7 @@ def staged(output: str | os.PathLike, stamp: dict[str, Any] | None = None, force
     an output that exists.  Raises UsageError where the output is in the way, EnvironmentFault where it cannot be
     written or another run is writing it.
     """
-    output = Path(output)
+    output = named(output)
     if output.is_symlink() or (output.exists() and not output.is_dir()):
         raise UsageError(f"{output} is a file or a link, expected a folder to make", "choose another --output")
     if output.exists() and any(output.iterdir()) and not force:
@@ -55,6 +55,14 @@ def staged(output: str | os.PathLike, stamp: dict[str, Any] | None = None, force
             shutil.rmtree(part, ignore_errors=True)
         lock_path(part).unlink(missing_ok=True)
         os.close(lock)
+
+
+def named(output: str | os.PathLike) -> Path:
+    """The path of a folder that can be made beside others: one with a name of its own."""
+    output = Path(output)
+    if output.name in ("", ".."):
+        raise UsageError(f"{output}: expected the name of a folder to make", "for example --output ./out")
+    return output
 
 
 def lock_path(part: Path) -> Path:

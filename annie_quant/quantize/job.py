@@ -14,7 +14,7 @@ from typing import Any, get_args
 
 from annie_quant import __version__, nvfp4, registry
 from annie_quant.checkpoint.shards import ModelFolder, inside
-from annie_quant.checkpoint.staging import fingerprint, staged
+from annie_quant.checkpoint.staging import fingerprint, named, staged
 from annie_quant.errors import CheckpointError, UsageError
 from annie_quant.files import read_json, write_json
 from annie_quant.quantize import prompt
@@ -116,7 +116,7 @@ def run(
     from annie_quant.quantize import strategies as package
 
     part = registry.find(package, strategy, "strategy")
-    model, output = Path(model), Path(output)
+    model, output = Path(model), named(output)
     if not (model / "config.json").is_file():
         raise CheckpointError(
             f"{model}: no config.json there, so it is no model folder", "give --model the folder of a bf16 checkpoint"

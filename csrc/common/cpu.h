@@ -5,7 +5,7 @@
 #include <stdbool.h>
 
 struct cpu_features {
-    bool avx2;   /* AVX2 and F16C, with the operating system saving the registers */
+    bool avx2;   /* AVX2, FMA, F16C and BMI2, with the operating system saving the registers */
     bool avx512; /* AVX-512 F, BW, VL, DQ */
     bool neon;
 };

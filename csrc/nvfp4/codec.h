@@ -16,6 +16,10 @@ enum encoding { ENCODING_MODELOPT = 0, ENCODING_STATIC = 1, ENCODING_CT = 2 };
 #define MAX_GROUP 64
 #define SCALE_CODES 128 /* positive E4M3 codes, the NaN code 0x7F among them */
 
+/* Where `above` keeps the threshold of index 1..7 and of the sign: those of the last step of a search by halves come first,
+ * so that the place of one is the upper bits of the index; then those of the second step, of the first, and the sign's. */
+static const uint8_t ABOVE_SLOT[8] = {0, 4, 1, 6, 2, 5, 3, 7};
+
 struct pack_plan {
     int kind;  /* number_kind of the input */
     int group; /* columns of one scale: 16, 32 or 64 */
@@ -27,9 +31,9 @@ struct pack_plan {
     const float *weight; /* one a column (importance), or NULL */
     size_t columns;      /* length of weight */
     float step[SCALE_CODES];
-    /* Per code: |bits| of the input's kind above which the index is 1..7 or more, and above which a sign is kept. A kind of
-     * 16 bits has its threshold twice, so that one 32-bit broadcast fills a register; compare as signed numbers. */
-    uint32_t above[SCALE_CODES][8];
+    /* Per code: |bits| of the input's kind above which the index is 1..7 or more, and above which a sign is kept, in the
+     * order of ABOVE_SLOT. 16-bit kinds have theirs as uint16_t in the first half. Compare as signed numbers. */
+    _Alignas(32) uint32_t above[SCALE_CODES][8];
 };
 
 /* Fills step and above from the rest. */
@@ -40,6 +44,15 @@ uint8_t block_code(const struct pack_plan *plan, float amax);
 
 /* The code for one block by least squared error; x holds plan->group floats, weight as many or NULL. */
 uint8_t best_code(const struct pack_plan *plan, const float *x, const float *weight);
+
+/* Codes that enter one by one, in any order; the one of least exact error holds, the lower code where two are equal. */
+struct contest {
+    const struct pack_plan *plan;
+    const float *x, *weight;
+    double least; /* negative before the first */
+    int code;
+};
+void contest_enter(struct contest *contest, int code);
 
 struct unpack_plan {
     int kind; /* of the output */

@@ -35,8 +35,8 @@ static inline uint16x8_t eight_codes_16(const uint16_t *x, const uint32_t *above
     int16x8_t a = vreinterpretq_s16_u16(vandq_u16(v, vdupq_n_u16(0x7fff)));
     uint16x8_t n = vdupq_n_u16(0);
     for (int i = 0; i < 7; i++)
-        n = vsubq_u16(n, vcgtq_s16(a, vdupq_n_s16((int16_t)above[i])));
-    uint16x8_t sign = vandq_u16(vshrq_n_u16(v, 12), vcgtq_s16(a, vdupq_n_s16((int16_t)above[7])));
+        n = vsubq_u16(n, vcgtq_s16(a, vdupq_n_s16(((const int16_t *)above)[ABOVE_SLOT[i]])));
+    uint16x8_t sign = vandq_u16(vshrq_n_u16(v, 12), vcgtq_s16(a, vdupq_n_s16(((const int16_t *)above)[ABOVE_SLOT[7]])));
     return vorrq_u16(n, vandq_u16(sign, vdupq_n_u16(8)));
 }
 
@@ -45,8 +45,8 @@ static inline uint16x4_t four_codes_32(const uint32_t *x, const uint32_t *above)
     uint32x4_t v = vld1q_u32(x), n = vdupq_n_u32(0);
     int32x4_t a = vreinterpretq_s32_u32(vandq_u32(v, vdupq_n_u32(0x7fffffffu)));
     for (int i = 0; i < 7; i++)
-        n = vsubq_u32(n, vcgtq_s32(a, vdupq_n_s32((int32_t)above[i])));
-    uint32x4_t sign = vandq_u32(vshrq_n_u32(v, 28), vcgtq_s32(a, vdupq_n_s32((int32_t)above[7])));
+        n = vsubq_u32(n, vcgtq_s32(a, vdupq_n_s32((int32_t)above[ABOVE_SLOT[i]])));
+    uint32x4_t sign = vandq_u32(vshrq_n_u32(v, 28), vcgtq_s32(a, vdupq_n_s32((int32_t)above[ABOVE_SLOT[7]])));
     return vmovn_u32(vorrq_u32(n, vandq_u32(sign, vdupq_n_u32(8))));
 }
 
@@ -80,23 +80,18 @@ static void eight_scales(const struct pack_plan *plan, const char *x, size_t fir
             scales[b] = block_code(plan, top[b]);
         return;
     }
-    const float *weight[8] = {NULL};
     for (size_t b = 0; b < 8; b++) {
         for (size_t i = 0; i < 16; i++)
             a[i][b] = bits_float(float_bits(load_as_float(x + b * bytes, plan->kind, i)) & 0x7fffffffu);
         if (!plan->weight)
             continue;
-        weight[b] = plan->weight + (first + b) * 16 % plan->columns;
+        const float *weight = plan->weight + (first + b) * 16 % plan->columns;
         for (size_t i = 0; i < 16; i++)
-            w[i][b] = weight[b][i];
+            w[i][b] = weight[i];
     }
-    lanes_i codes, sure = choose_eight(plan, a, plan->weight ? w : NULL, top, &codes);
-    for (int b = 0; b < 8; b++) {
-        float v[16];
-        for (int i = 0; i < 16; i++)
-            v[i] = a[i][b];
-        scales[b] = sure[b] ? (uint8_t)codes[b] : best_code(plan, v, weight[b]);
-    }
+    const lanes_i codes = choose_eight(plan, a, plan->weight ? w : NULL, top);
+    for (int b = 0; b < 8; b++)
+        scales[b] = (uint8_t)codes[b];
 }
 
 static uint32_t pack(const struct pack_plan *plan, const void *x, size_t first, size_t blocks, uint8_t *codes,

@@ -174,7 +174,6 @@ static __attribute__((noinline)) void eight_chosen(const struct pack_plan *plan,
             scales[b] = block_code(plan, top[b]);
         return;
     }
-    const float *weight[8] = {NULL};
     for (int h = 0; h < 2; h++) {
         __m256 rows[8];
         for (size_t b = 0; b < 8; b++)
@@ -182,45 +181,57 @@ static __attribute__((noinline)) void eight_chosen(const struct pack_plan *plan,
         transpose(rows, a + 8 * h);
         if (!plan->weight)
             continue;
-        for (size_t b = 0; b < 8; b++) {
-            weight[b] = plan->weight + (first + b) * 16 % plan->columns;
-            rows[b] = _mm256_loadu_ps(weight[b] + 8 * h);
-        }
+        for (size_t b = 0; b < 8; b++)
+            rows[b] = _mm256_loadu_ps(plan->weight + (first + b) * 16 % plan->columns + 8 * h);
         transpose(rows, w + 8 * h);
     }
-    lanes_i codes, sure = plan->weight ? choose_eight(plan, a, w, top, &codes) : choose_eight(plan, a, NULL, top, &codes);
+    const lanes_i codes = plan->weight ? choose_eight(plan, a, w, top) : choose_eight(plan, a, NULL, top);
     store_bytes(scales, (v256)codes);
-    for (int b = 0; b < 8; b++) {
-        if (sure[b])
-            continue;
-        float v[16];
-        for (int i = 0; i < 16; i++)
-            v[i] = a[i][b];
-        scales[b] = best_code(plan, v, weight[b]);
-    }
 }
 
 /* ---- elements */
 
-/* Codes of 16 elements as 16-bit lanes. */
+/* base | (mask & bits) */
+ALWAYS_INLINE v256 with_bits(v256 base, v256 mask, v256 bits)
+{
+#ifdef __AVX512VL__
+    return _mm256_ternarylogic_epi32(base, mask, bits, 0xf8);
+#else
+    return _mm256_or_si256(base, _mm256_and_si256(mask, bits));
+#endif
+}
+
+/* Codes of 16 elements as 16-bit lanes: a search by halves, whose next threshold a byte shuffle fetches. */
 ALWAYS_INLINE v256 sixteen_codes_16(v256 v, const uint32_t *above)
 {
-    v256 a = _mm256_and_si256(v, _mm256_set1_epi16(0x7fff)), n = _mm256_cmpgt_epi16(a, broadcast(above[0]));
-    for (int i = 1; i < 7; i++)
-        n = _mm256_add_epi16(n, _mm256_cmpgt_epi16(a, broadcast(above[i])));
-    v256 sign = _mm256_and_si256(v, _mm256_cmpgt_epi16(a, broadcast(above[7])));
-    sign = _mm256_and_si256(_mm256_srli_epi16(sign, 12), _mm256_set1_epi16(8));
-    return _mm256_sub_epi16(sign, n);
+    const v256 table = _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i *)(const void *)above));
+    const v256 a = _mm256_and_si256(v, _mm256_set1_epi16(0x7fff)), two = _mm256_set1_epi16(0x0202);
+    v256 half = _mm256_cmpgt_epi16(a, _mm256_shuffle_epi8(table, _mm256_set1_epi16(0x0d0c)));
+    v256 quarter = _mm256_shuffle_epi8(table, with_bits(_mm256_set1_epi16(0x0908), half, two));
+    quarter = _mm256_cmpgt_epi16(a, quarter);
+    v256 index = with_bits(_mm256_set1_epi16(0x0100), half, _mm256_set1_epi16(0x0404));
+    index = with_bits(index, quarter, two);
+    v256 last = _mm256_cmpgt_epi16(a, _mm256_shuffle_epi8(table, index));
+    /* With its sign flipped, a negative number compares as its magnitude and a positive one below all. */
+    v256 sign = _mm256_xor_si256(v, _mm256_set1_epi16((short)0x8000));
+    sign = _mm256_cmpgt_epi16(sign, _mm256_shuffle_epi8(table, _mm256_set1_epi16(0x0f0e)));
+    v256 code = with_bits(_mm256_and_si256(index, _mm256_set1_epi16(7)), last, _mm256_set1_epi16(1));
+    return with_bits(code, sign, _mm256_set1_epi16(8));
 }
 
 ALWAYS_INLINE v256 eight_codes_32(v256 v, const uint32_t *above)
 {
-    v256 a = _mm256_and_si256(v, broadcast(0x7fffffffu)), n = _mm256_cmpgt_epi32(a, broadcast(above[0]));
-    for (int i = 1; i < 7; i++)
-        n = _mm256_add_epi32(n, _mm256_cmpgt_epi32(a, broadcast(above[i])));
-    v256 sign = _mm256_and_si256(v, _mm256_cmpgt_epi32(a, broadcast(above[7])));
-    sign = _mm256_and_si256(_mm256_srli_epi32(sign, 28), broadcast(8));
-    return _mm256_sub_epi32(sign, n);
+    const v256 table = _mm256_load_si256((const v256 *)(const void *)above), a = _mm256_and_si256(v, broadcast(0x7fffffffu));
+    v256 half = _mm256_cmpgt_epi32(a, _mm256_permutevar8x32_epi32(table, broadcast(6)));
+    v256 quarter = _mm256_sub_epi32(broadcast(4), half);
+    quarter = _mm256_cmpgt_epi32(a, _mm256_permutevar8x32_epi32(table, quarter));
+    v256 index = _mm256_and_si256(half, broadcast(2));
+    index = _mm256_sub_epi32(index, quarter);
+    v256 last = _mm256_cmpgt_epi32(a, _mm256_permutevar8x32_epi32(table, index));
+    v256 sign = _mm256_xor_si256(v, broadcast(0x80000000u));
+    sign = _mm256_cmpgt_epi32(sign, _mm256_permutevar8x32_epi32(table, broadcast(7)));
+    v256 code = _mm256_sub_epi32(_mm256_add_epi32(index, index), last);
+    return _mm256_or_si256(code, _mm256_and_si256(sign, broadcast(8)));
 }
 
 /* Bytes of a block of 16 as 32-bit lanes: even + 16 * odd. */
@@ -254,6 +265,10 @@ ALWAYS_INLINE void store_codes(uint8_t *to, v256 v, bool streams)
         _mm256_storeu_si256((v256 *)to, v);
 }
 
+/* Scales of a few blocks first, then their elements: a block's elements wait for its scale, a long chain of dependent
+ * instructions, and the processor only looks a few hundred instructions ahead. */
+enum { AT_ONCE = 64 };
+
 ALWAYS_INLINE uint32_t pack_16(const struct pack_plan *plan, int kind, const char *x, size_t first, size_t blocks,
                                uint8_t *codes, uint8_t *scales)
 {
@@ -262,18 +277,21 @@ ALWAYS_INLINE uint32_t pack_16(const struct pack_plan *plan, int kind, const cha
     const size_t bytes = 16 * kind_size(kind);
     const bool streams = (uintptr_t)codes % 32 == 0;
     v256 top = _mm256_setzero_si256();
-    for (size_t b = 0; b + 8 <= blocks; b += 8) {
-        const char *p = x + b * bytes;
-        for (size_t ahead = 0; ahead < 8 * bytes; ahead += 64)
-            _mm_prefetch(p + 4096 + ahead, _MM_HINT_T0);
-        v256 bits = eight_maxima(p, kind);
-        top = _mm256_max_epi32(top, bits);
-        if (plain)
-            store_bytes(scales + b, eight_codes(floats_of(bits, kind), six));
-        else
-            eight_chosen(plan, bits, p, first + b, scales + b);
-        store_codes(codes + 8 * b, four_blocks(p, kind, plan, scales + b), streams);
-        store_codes(codes + 8 * b + 32, four_blocks(p + 4 * bytes, kind, plan, scales + b + 4), streams);
+    for (size_t from = 0; from < blocks; from += AT_ONCE) {
+        const size_t to = blocks - from < AT_ONCE ? blocks : from + AT_ONCE;
+        for (size_t b = from; b + 8 <= to; b += 8) {
+            const char *p = x + b * bytes;
+            for (size_t ahead = 0; ahead < 8 * bytes; ahead += 64)
+                _mm_prefetch(p + 4096 + ahead, _MM_HINT_T0);
+            v256 bits = eight_maxima(p, kind);
+            top = _mm256_max_epi32(top, bits);
+            if (plain)
+                store_bytes(scales + b, eight_codes(floats_of(bits, kind), six));
+            else
+                eight_chosen(plan, bits, p, first + b, scales + b);
+        }
+        for (size_t b = from; b + 4 <= to; b += 4)
+            store_codes(codes + 8 * b, four_blocks(x + b * bytes, kind, plan, scales + b), streams);
     }
     _mm_sfence();
     return largest_u32(top);

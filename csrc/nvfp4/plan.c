@@ -57,9 +57,13 @@ static uint32_t find_threshold(int kind, float step, unsigned i)
     return high;
 }
 
-static uint32_t comparable(uint32_t bits, int kind)
+static void set_above(uint32_t above[8], int kind, unsigned i, uint32_t bits)
 {
-    return kind == KIND_F32 ? bits : (bits & 0xffffu) * 0x10001u;
+    const unsigned slot = ABOVE_SLOT[i - 1];
+    if (kind == KIND_F32)
+        above[slot] = bits;
+    else
+        ((uint16_t *)above)[slot] = (uint16_t)bits;
 }
 
 void plan_prepare(struct pack_plan *plan)
@@ -68,7 +72,7 @@ void plan_prepare(struct pack_plan *plan)
         float s = e4m3_to_float((uint8_t)c);
         plan->step[c] = plan->encoding == ENCODING_CT ? s / plan->tensor_scale : s * plan->tensor_scale;
         for (unsigned i = 1; i <= 8; i++)
-            plan->above[c][i - 1] = comparable(find_threshold(plan->kind, plan->step[c], i) - 1, plan->kind);
+            set_above(plan->above[c], plan->kind, i, find_threshold(plan->kind, plan->step[c], i) - 1);
     }
 }
 

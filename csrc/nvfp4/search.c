@@ -24,6 +24,15 @@ static double squared_error(const float *x, const float *weight, int group, floa
     return sum;
 }
 
+void contest_enter(struct contest *c, int code)
+{
+    const double error = squared_error(c->x, c->weight, c->plan->group, c->plan->step[code]);
+    if (c->least < 0 || error < c->least || (error == c->least && code < c->code)) {
+        c->least = error;
+        c->code = code;
+    }
+}
+
 static uint8_t best_of_two(const struct pack_plan *plan, const float *x, const float *weight, float amax)
 {
     uint8_t six = block_code(plan, amax), four = block_code(plan, amax * 1.5f);
@@ -41,26 +50,16 @@ static uint8_t best_of_all(const struct pack_plan *plan, const float *x, const f
     int last = first + 7 > 15 ? first + 7 : 15;
     if (last > 126)
         last = 126;
-    int best = first;
-    double least = squared_error(x, weight, plan->group, plan->step[first]);
-    for (int c = first + 1; c <= last; c++) {
-        double e = squared_error(x, weight, plan->group, plan->step[c]);
-        if (e < least) {
-            least = e;
-            best = c;
-        }
-    }
+    struct contest contest = {plan, x, weight, -1., 0};
+    for (int c = first; c <= last; c++)
+        contest_enter(&contest, c);
     for (int c = first - 1; c >= 1; c--) {
         double clipped = amax - 6.0 * plan->step[c];
-        if (top_weight * (clipped * clipped) > least)
+        if (top_weight * (clipped * clipped) > contest.least)
             break;
-        double e = squared_error(x, weight, plan->group, plan->step[c]);
-        if (e <= least) {
-            least = e;
-            best = c;
-        }
+        contest_enter(&contest, c);
     }
-    return (uint8_t)best;
+    return (uint8_t)contest.code;
 }
 
 uint8_t best_code(const struct pack_plan *plan, const float *x, const float *weight)

@@ -1,8 +1,8 @@
 /* Eight blocks of 16 at once, a lane each: the search of search.c in float, exact where floats cannot tell.
  *
  * Written with the compiler's vector types, so that one text serves every SIMD variant; each includes it for itself.
- * A float error of a code differs from the exact one by at most `slack` of it (below). A block whose two best codes lie
- * closer than that is decided by best_code, in double; so the choice is always that of search.c.
+ * How far a float error of a code may be from the exact one is known (`choose_eight`). The codes of a block that lie closer
+ * to its best than that are told apart in double; so the choice is always that of search.c.
  */
 #ifndef AQ_NVFP4_SWEEP_LANES_H
 #define AQ_NVFP4_SWEEP_LANES_H
@@ -77,34 +77,63 @@ static inline bool any_lane(lanes_i mask)
 #endif
 }
 
-/* Sum over the 16 columns of weight * (a - nearest grid point)^2. The nearest point comes from an addend whose last bit is
- * worth half a step of the value's binade: 1.5 * 2^22 times the binade, at least 1.5 * 2^22. */
-static inline __attribute__((always_inline)) lanes_f float_error(const lanes_f a[16], const lanes_f *weight, lanes_f step, bool clips)
+static inline lanes_f fused(lanes_f a, lanes_f b, lanes_f c)
 {
-    const lanes_f inverse = all_lanes(1.f) / step, six = all_lanes(6.f);
-    const lanes_i exponent = all_lanes_i(0x7f800000), one = all_lanes_i(0x3f800000), lift = all_lanes_i(0x0b400000);
-    lanes_f sum = all_lanes(0.f);
-    for (int i = 0; i < 16; i++) {
-        lanes_f r = a[i] * inverse;
-        lanes_f c = clips ? least_of(r, six) : r; /* up to 7 rounds to 6 by itself */
-        lanes_f addend = (lanes_f)(most_of((lanes_i)c & exponent, one) + lift);
-        lanes_f d = r - ((c + addend) - addend);
-        sum += weight ? weight[i] * (d * d) : d * d;
-    }
-    return sum * (step * step);
+#ifdef __FMA__
+    return (lanes_f)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return a * b + c;
+#endif
 }
 
-struct race {
-    lanes_f least, second;
-    lanes_i best;
+/* 1.5 times the binade of |v|. */
+static inline lanes_f one_and_a_half(lanes_i v)
+{
+#ifdef __AVX512VL__
+    return (lanes_f)_mm256_ternarylogic_epi32((__m256i)all_lanes_i(0x00400000), (__m256i)v, (__m256i)all_lanes_i(0x7f800000), 0xf8);
+#else
+    return (lanes_f)((v & 0x7f800000) | 0x00400000);
+#endif
+}
+
+/* Sum over the 16 columns of weight * (a - nearest grid point)^2. The nearest point comes from an addend whose last bit is
+ * worth half a step of the value's binade: 1.5 * 2^22 times the binade, at least 1.5 * 2^22. */
+static inline __attribute__((always_inline)) void float_errors(const lanes_f a[16], const lanes_f *weight, const lanes_f step[2],
+                                                              bool clips, lanes_f error[2])
+{
+    /* Two codes together, so that one's chain of dependent instructions fills the other's waits. */
+    const lanes_f six = all_lanes(0x1.8p24f);
+    const lanes_i one = all_lanes_i(0x4a800000); /* 2^22 */
+    const lanes_f inverse[2] = {all_lanes(1.f) / step[0], all_lanes(1.f) / step[1]};
+    lanes_f sum[2] = {all_lanes(0.f), all_lanes(0.f)};
+    for (int i = 0; i < 16; i++)
+        for (int k = 0; k < 2; k++) {
+            lanes_f high = a[i] * (inverse[k] * 0x1p22f);
+            if (clips)
+                high = least_of(high, six); /* up to 7 rounds to 6 by itself */
+            const lanes_f addend = one_and_a_half(most_of((lanes_i)high, one));
+            const lanes_f near = clips ? fused(high, all_lanes(0x1p-22f), addend) : fused(a[i], inverse[k], addend);
+            const lanes_f d = fused(a[i], inverse[k], addend - near);
+            sum[k] = fused(weight ? weight[i] * d : d, d, sum[k]);
+        }
+    error[0] = sum[0] * (step[0] * step[0]);
+    error[1] = sum[1] * (step[1] * step[1]);
+}
+
+/* What was tried for eight blocks: every lane's codes and their errors, and the least of them. One lane may go up 15 codes
+ * while another goes down 125. */
+struct tried {
+    lanes_f least;
+    int count;
+    lanes_f error[SCALE_CODES + 16];
+    lanes_i code[SCALE_CODES + 16];
 };
 
-static inline void enter(struct race *race, lanes_f error, lanes_i code)
+static inline __attribute__((always_inline)) void enter(struct tried *t, lanes_f error, lanes_i code)
 {
-    lanes_i wins = error < race->least;
-    race->second = pick(wins, race->least, pick(error < race->second, error, race->second));
-    race->least = pick(wins, error, race->least);
-    race->best = pick_i(wins, code, race->best);
+    t->least = least_of(error, t->least);
+    t->error[t->count] = error;
+    t->code[t->count++] = code;
 }
 
 /* plan->step[code], for codes 1..126. */
@@ -131,9 +160,40 @@ static inline lanes_i first_codes(const struct pack_plan *plan, lanes_f top)
     }
 }
 
-/* a[column][block], magnitudes; weight[column][block] or NULL. Writes a code a block and returns 0 where it is not sure. */
+/* e4m3_from_clamped of eight values, clamped first. */
+static inline lanes_i scale_codes(lanes_f t)
+{
+    const lanes_i number = t == t;
+    t = pick(t > 448.f, all_lanes(448.f), t);
+    t = pick(number & (t > 0x1p-9f), t, all_lanes(0x1p-9f));
+    const lanes_i u = (lanes_i)t, even = (u >> 20) & 1;
+    const lanes_i normal = (u - (120 << 23) + 0x7ffff + even) >> 20, small = (lanes_i)(t + 0x1p14f) - 0x46800000;
+    return pick_i(number, pick_i(u < 0x3c800000, small, normal), all_lanes_i(0x7f));
+}
+
+/* block_code of eight largest magnitudes; compressed-tensors' rule rounds in the weight's dtype, one after the other. */
+static inline lanes_i scales_by_rule(const struct pack_plan *plan, lanes_f top)
+{
+    lanes_i code;
+    if (plan->encoding == ENCODING_CT) {
+        for (int b = 0; b < 8; b++)
+            code[b] = block_code(plan, top[b]);
+        return code;
+    }
+    lanes_f t;
+    if (plan->encoding == ENCODING_STATIC) {
+        t = top / 6.f;
+        t = pick(t == 0.f, all_lanes(1.f), t) * plan->largest_code / (plan->tensor_amax / 6.f);
+    } else {
+        t = top / (6.f * plan->tensor_scale);
+        t = pick(t == 0.f, all_lanes(1.f), t);
+    }
+    return scale_codes(t);
+}
+
+/* a[column][block], magnitudes; weight[column][block] or NULL. A code for each block, the one that best_code finds. */
 static inline __attribute__((always_inline)) lanes_i choose_eight(const struct pack_plan *plan, const lanes_f a[16],
-                                                                 const lanes_f *weight, lanes_f top, lanes_i *codes)
+                                                                 const lanes_f *weight, lanes_f top)
 {
     const lanes_f infinite = all_lanes(__builtin_inff());
     lanes_f top_weight = all_lanes(1.f), weight_sum = all_lanes(16.f);
@@ -144,49 +204,81 @@ static inline __attribute__((always_inline)) lanes_i choose_eight(const struct p
             top_weight = pick((a[i] == top) & (weight[i] > top_weight), weight[i], top_weight);
         }
     }
-    /* Each |x| - q * step is off by under 4 roundings of amax, each sum by 20 roundings of itself; by Cauchy-Schwarz the
-     * sum of weight * d^2 moves by at most 2 * delta * sqrt(weight_sum * sum) + weight_sum * delta^2. Below `floor` a sum is
-     * too small to be known at all; above it, it is known to a thirtieth. */
-    const lanes_f delta = top * 0x1p-21f;
-    struct race race = {infinite, infinite, all_lanes_i(0)};
+    /* Each |x| - q * step is off by under 4 roundings of amax, less than `delta`. So the root of a sum of weight * d^2 is off by
+     * at most delta * sqrt(weight_sum) (triangle inequality), and the sum's own roundings stay under 2^-19 of it. */
+    const lanes_f delta = top * 0x1p-21f, reach = 2.5f * delta * root(weight_sum);
+    struct tried tried;
+    tried.least = infinite;
+    tried.count = 0;
     if (plan->choice == CHOICE_FOUR_OVER_SIX) {
-        lanes_i six, four;
-        for (int b = 0; b < 8; b++) {
-            six[b] = block_code(plan, top[b]);
-            four[b] = block_code(plan, top[b] * 1.5f);
-        }
-        enter(&race, float_error(a, weight, steps_of(plan, six), true), six);
-        /* The same code twice is no contest. */
-        lanes_f error = float_error(a, weight, steps_of(plan, four), true);
-        enter(&race, pick(six == four, infinite, error), four);
+        const lanes_i six = scales_by_rule(plan, top), four = scales_by_rule(plan, top * 1.5f);
+        const lanes_f step[2] = {steps_of(plan, six), steps_of(plan, four)};
+        lanes_f error[2];
+        float_errors(a, weight, step, true, error);
+        enter(&tried, error[0], six);
+        enter(&tried, pick(six == four, infinite, error[1]), four); /* the same code twice is no contest */
     } else {
         const lanes_i first = first_codes(plan, top), upper = first + 7;
         const lanes_i last = pick_i(upper > 126, all_lanes_i(126), most_of(upper, all_lanes_i(15)));
         /* Beyond the largest code the top values clip going up, too. */
         const bool clips = any_lane(6.f * steps_of(plan, first) < top);
-        for (lanes_i code = first; any_lane(code <= last); code += 1) {
-            lanes_i held = pick_i(code <= last, code, last);
-            lanes_f step = steps_of(plan, held);
-            lanes_f error = clips ? float_error(a, weight, step, true) : float_error(a, weight, step, false);
-            enter(&race, pick(code <= last, error, infinite), held);
+        for (lanes_i code = first; any_lane(code <= last); code += 2) {
+            const lanes_i held[2] = {pick_i(code <= last, code, last), pick_i(code < last, code + 1, last)};
+            const lanes_f step[2] = {steps_of(plan, held[0]), steps_of(plan, held[1])};
+            lanes_f error[2];
+            if (clips)
+                float_errors(a, weight, step, true, error);
+            else
+                float_errors(a, weight, step, false, error);
+            enter(&tried, pick(code <= last, error[0], infinite), held[0]);
+            enter(&tried, pick(code < last, error[1], infinite), held[1]);
         }
-        for (lanes_i code = first - 1;; code -= 1) {
-            lanes_i held = most_of(code, all_lanes_i(1));
-            lanes_f step = steps_of(plan, held), clipped = top - 6.f * step - delta;
-            clipped = pick(clipped > 0.f, clipped, all_lanes(0.f));
-            /* Room for what `least` may be off by, given that it is above `floor`. */
-            lanes_i open = (code >= 1) & (top_weight * (clipped * clipped) <= race.least * 1.1f);
-            if (!any_lane(open))
+        for (lanes_i code = first - 1;; code -= 2) {
+            const lanes_i held[2] = {most_of(code, all_lanes_i(1)), most_of(code - 1, all_lanes_i(1))};
+            const lanes_f step[2] = {steps_of(plan, held[0]), steps_of(plan, held[1])};
+            const lanes_f limit = root(tried.least) + reach; /* surely above the root of the exact error of the best */
+            lanes_f error[2];
+            lanes_i open[2];
+            for (int k = 0; k < 2; k++) {
+                lanes_f clipped = top - 6.f * step[k] - delta;
+                clipped = pick(clipped > 0.f, clipped, all_lanes(0.f));
+                open[k] = (code > k) & (top_weight * (clipped * clipped) <= limit * limit * 1.0001f);
+            }
+            if (!any_lane(open[0]))
                 break;
-            enter(&race, pick(open, float_error(a, weight, step, true), infinite), held);
+            float_errors(a, weight, step, true, error);
+            enter(&tried, pick(open[0], error[0], infinite), held[0]);
+            enter(&tried, pick(open[1], error[1], infinite), held[1]);
         }
     }
-    *codes = race.best;
-    lanes_f slack = 4.f * delta * root(weight_sum * race.second) + 2.f * weight_sum * delta * delta;
-    slack += race.second * 0x1p-18f;
-    lanes_f floor = 4096.f * weight_sum * delta * delta;
     /* Floats neither over- nor underflow in here only in a middle range. */
-    return (race.second - race.least > slack) & (race.least > floor) & (top > 1e-12f) & (top < 1e12f);
+    const lanes_f unit = weight_sum * (delta * delta);
+    const lanes_i ranged = (top > 1e-12f) & (top < 1e12f) & (unit > 1e-36f) & (unit < 1e22f);
+    const lanes_f near = root(tried.least) * 1.00001f + reach, bound = near * near * 1.00001f;
+    lanes_i close = all_lanes_i(0), best = all_lanes_i(0);
+    for (int k = 0; k < tried.count; k++) {
+        close -= tried.error[k] <= bound;
+        best = pick_i(tried.error[k] == tried.least, tried.code[k], best);
+    }
+    for (int b = 0; b < 8; b++) {
+        if (ranged[b] && close[b] == 1)
+            continue;
+        float x[16], w[16];
+        for (int i = 0; i < 16; i++) {
+            x[i] = a[i][b];
+            w[i] = weight ? weight[i][b] : 1.f;
+        }
+        if (!ranged[b] || plan->choice != CHOICE_SWEEP) {
+            best[b] = best_code(plan, x, weight ? w : NULL);
+            continue;
+        }
+        struct contest contest = {plan, x, weight ? w : NULL, -1., 0};
+        for (int k = 0; k < tried.count; k++)
+            if (tried.error[k][b] <= bound[b])
+                contest_enter(&contest, tried.code[k][b]);
+        best[b] = contest.code;
+    }
+    return best;
 }
 
 #endif

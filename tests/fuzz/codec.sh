@@ -1,6 +1,6 @@
 #!/bin/sh
 # Builds and runs tests/fuzz/codec_driver.c: under ASan and UBSan here, and for aarch64 under qemu-user where both are there.
-# Usage: sh tests/fuzz/codec.sh [executions]
+# Usage: sh tests/fuzz/codec.sh [executions [start]]
 set -eu
 cd "$(dirname "$0")/../.."
 out=${TMPDIR:-/tmp}/annie_quant_codec_fuzz
@@ -26,9 +26,9 @@ build() { # compiler, folder, optimisation and sanitizers, skipped suffixes
 
 if [ "$(uname -m)" = x86_64 ]; then
     build gcc sanitized "-O1 -fsanitize=address,undefined -fno-sanitize-recover=all" neon.c
-    OMP_NUM_THREADS=1 "$out/sanitized/driver" "${1:-200000}"
+    OMP_NUM_THREADS=1 "$out/sanitized/driver" "${1:-200000}" "${2:-0}"
 fi
 if command -v aarch64-linux-gnu-gcc >/dev/null && command -v qemu-aarch64 >/dev/null; then
     build aarch64-linux-gnu-gcc aarch64 "-O2 -static" "avx2.c avx512.c"
-    OMP_NUM_THREADS=1 qemu-aarch64 "$out/aarch64/driver" "$(( ${1:-200000} / 10 ))"
+    OMP_NUM_THREADS=1 qemu-aarch64 "$out/aarch64/driver" "$(( ${1:-200000} / 10 ))" "${2:-0}"
 fi

@@ -2,7 +2,7 @@
  *
  * No Python in here, so that it runs under sanitizers and under qemu-user:
  *   sh tests/fuzz/codec.sh            ASan + UBSan on this processor, then aarch64 under qemu if its compiler is there
- * Argument: how many executions (default 200000).
+ * Arguments: how many executions (default 200000); a number to start the random stream from, so that runs differ.
  */
 #include "nvfp4/kquant.h"
 #include "nvfp4/layout.h"
@@ -134,6 +134,8 @@ static void layout_once(void)
 int main(int argc, char **argv)
 {
     long wanted = argc > 1 ? atol(argv[1]) : 200000, done = 0;
+    for (long seed = argc > 2 ? atol(argv[2]) : 0; seed > 0; seed--)
+        state = next() * 0x9e3779b97f4a7c15u | 1;
     const char *names[VARIANTS];
     int variants = variants_available(names);
     threads_set(1);

@@ -144,8 +144,29 @@ static size_t add(uint8_t *input, size_t size, size_t most, const char *piece)
 
 #define PICK(list) list[next() % (sizeof list / sizeof *list)]
 
+/* The inputs that were kept (tests/fuzz/corpus), once each. */
+static int replay(char **paths)
+{
+    static uint8_t input[1 << 16];
+    int count = 0;
+    for (; paths[count]; count++) {
+        FILE *file = fopen(paths[count], "rb");
+        if (!file) {
+            perror(paths[count]);
+            return 1;
+        }
+        size_t size = fread(input, 1, sizeof input, file);
+        fclose(file);
+        LLVMFuzzerTestOneInput(input, size);
+    }
+    printf("%d inputs, nothing broken\n", count);
+    return 0;
+}
+
 int main(int argc, char **argv)
 {
+    if (argc > 2 && strcmp(argv[1], "--replay") == 0)
+        return replay(argv + 2);
     unsigned long long count = argc > 1 ? strtoull(argv[1], NULL, 10) : 1000000;
     state = argc > 2 ? strtoull(argv[2], NULL, 10) : 1;
     uint8_t input[512];

@@ -104,12 +104,33 @@ static uint32_t next(void)
     return (uint32_t)(state >> 33);
 }
 
+/* The inputs that were kept (tests/fuzz/corpus), once each. */
+static int replay(char **paths)
+{
+    static uint8_t input[1 << 16];
+    int count = 0;
+    for (; paths[count]; count++) {
+        FILE *file = fopen(paths[count], "rb");
+        if (!file) {
+            perror(paths[count]);
+            return 1;
+        }
+        size_t size = fread(input, 1, sizeof input, file);
+        fclose(file);
+        LLVMFuzzerTestOneInput(input, size);
+    }
+    printf("%d inputs, nothing broken\n", count);
+    return 0;
+}
+
 int main(int argc, char **argv)
 {
     static const char *const pieces[] = {"data", "data:", "data: ", "event", "event: error", "id: 1", ":", ": ping", " ", "\n",
                                          "\r", "\r\n", "\n\n", "\r\n\r\n", "\r\r", "[DONE]", "\xef\xbb\xbf", "{\"a\":1}",
                                          "retry: 5", "x", "\xc3\xa9", "\xf0\x9f\xa6\x8a", "data: [DONE]\n\n"};
     enum { PIECES = sizeof pieces / sizeof *pieces };
+    if (argc > 2 && strcmp(argv[1], "--replay") == 0)
+        return replay(argv + 2);
     unsigned long long count = argc > 1 ? strtoull(argv[1], NULL, 10) : 1000000;
     state = argc > 2 ? strtoull(argv[2], NULL, 10) : 1;
     uint8_t input[256];

@@ -66,7 +66,7 @@ class Page:
         mine = self.next_id
         await self.socket.send_json({"id": mine, "method": method, "params": params})
         while True:
-            event = await self.socket.receive_json(timeout=30)
+            event = await self.socket.receive_json(timeout=120)
             if event.get("id") == mine:
                 if "error" in event:
                     raise RuntimeError(f"{method}: {event['error']}")

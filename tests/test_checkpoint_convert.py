@@ -208,6 +208,24 @@ def test_a_tied_embedding_is_stored_as_the_output_would_be(tmp_path):
         assert kinds["token_embd.weight"] == wanted and kinds.get("output.weight", "Q6_K") == "Q6_K"
 
 
+def test_larger_mixtures_follow_llama_quant(made, tmp_path):
+    """llama-quant.cpp: Q5_K_M raises the tensors that Q4_K_M raises, Q6_K is Q6_K throughout; the error falls in order."""
+    gguf = pytest.importorskip("gguf", reason="the serve extra is not installed")
+    files, kinds = {}, {}
+    for mix in ("Q4_K_M", "Q5_K_M", "Q6_K", "Q8_0"):
+        files[mix] = aq.checkpoint.convert(made["bf16"], "gguf", tmp_path / f"{mix}.gguf", type=mix)["path"]
+        kinds[mix] = {t.name: t.tensor_type.name for t in gguf.GGUFReader(files[mix]).tensors}
+    for name, kind in kinds["Q4_K_M"].items():
+        assert kinds["Q5_K_M"][name] == {"Q4_K": "Q5_K"}.get(kind, kind)
+        assert kinds["Q6_K"][name] == {"Q4_K": "Q6_K"}.get(kind, kind)
+    assert set(kinds["Q5_K_M"].values()) == {"F32", "Q5_K", "Q6_K"}
+    errors = [s["rel_l2"] for s in aq.checkpoint.compare(made["bf16"], files).summary.values()]
+    assert errors == sorted(errors, reverse=True) and errors[0] < 0.09 and errors[-1] < 0.006
+    odd = zoo.bf16(tmp_path / "odd", intermediate_size=320)
+    with pytest.raises(CheckpointError, match="rows of 320, Q5_K_M wants multiples of 256"):
+        aq.checkpoint.convert(odd, "gguf", tmp_path / "odd.gguf", type="Q5_K_M")
+
+
 def test_a_rerun_after_a_stop_keeps_whole_shards(made, tmp_path, monkeypatch):
     from annie_quant.checkpoint import writer
 

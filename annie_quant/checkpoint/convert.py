@@ -42,7 +42,7 @@ def convert(
 ) -> dict[str, Any]:
     """Write `src` in another dialect and return {"path", "size_bytes", …, "loss"}.
 
-    to: modelopt, compressed-tensors, gguf.  type: for gguf BF16, F16, NVFP4, Q8_0, Q4_K_M.  output: a folder, or a
+    to: modelopt, compressed-tensors, gguf.  type: for gguf BF16, F16, NVFP4, Q8_0, Q4_K_M, Q5_K_M, Q6_K.  output: a folder, or a
     file for gguf; beside `src` by default. src may be a GGUF file (to modelopt); `like` is then a folder of the same
     model, for its config.json and tokenizer. `loss` says in words what the target cannot hold; empty where it is exact.
     force: replace an output folder that exists. A stopped conversion to a folder goes on from its last whole shard.

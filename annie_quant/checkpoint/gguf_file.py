@@ -26,13 +26,22 @@ from annie_quant.errors import CheckpointError, EnvironmentFault, UsageError, ne
 ARCH = "qwen35"
 NVFP4_BLOCK = 64  # elements of one ggml NVFP4 block
 PIECE_ELEMENTS = 1 << 24  # of a large tensor at a time, so that memory stays bounded
-TYPES = ("BF16", "F16", "NVFP4", "Q8_0", "Q4_K_M")
+TYPES = ("BF16", "F16", "NVFP4", "Q8_0", "Q4_K_M", "Q5_K_M", "Q6_K")
 FILE_TYPES = {
     "BF16": "MOSTLY_BF16",
     "F16": "MOSTLY_F16",
     "NVFP4": "MOSTLY_NVFP4",
     "Q8_0": "MOSTLY_Q8_0",
     "Q4_K_M": "MOSTLY_Q4_K_M",
+    "Q5_K_M": "MOSTLY_Q5_K_M",
+    "Q6_K": "MOSTLY_Q6_K",
+}
+# By llama-quant.cpp the larger mixtures differ from Q4_K_M in what most tensors get. Q5_K has a fallback for rows that are
+# no multiple of 256 (Q5_1) which is not written here.
+LARGER: dict[str, dict[str, str | None]] = {
+    "Q4_K_M": {},
+    "Q5_K_M": {"Q4_K": "Q5_K", "Q5_0": None},
+    "Q6_K": {"Q4_K": "Q6_K", "Q5_0": "Q8_0"},
 }
 MROPE_SECTIONS = [11, 11, 10, 0]  # Qwen3.5's, where config.json does not say
 
@@ -190,9 +199,15 @@ class Plan:
     def type_of(self, place: str, shape: tuple[int, ...]) -> str:
         if gguf_names.keeps_float32(place, len(shape)):
             return "F32"
-        if self.kind == "Q4_K_M":
+        if self.kind in LARGER:
             layer = int(place.split(".")[1]) if place.startswith("blk.") else None
-            return kquant.q4_k_m_type(place, layer, self.layers + self.mtp_layers, shape, self.tied)
+            kind = kquant.q4_k_m_type(place, layer, self.layers + self.mtp_layers, shape, self.tied)
+            larger = LARGER[self.kind].get(kind, kind)
+            if larger is None:
+                raise CheckpointError(
+                    f"{place}: rows of {shape[-1]}, {self.kind} wants multiples of 256", "use Q4_K_M or Q8_0"
+                )
+            return larger
         if self.kind == "Q8_0":
             return "Q8_0" if shape[-1] % 32 == 0 else "F16"
         return "F16" if self.kind == "F16" else "BF16"

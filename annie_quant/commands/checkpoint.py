@@ -57,7 +57,7 @@ def audit(
 @click.command()
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.option("--to", "target", required=True, type=click.Choice(["modelopt", "compressed-tensors", "gguf"]))
-@click.option("--type", "kind", help="GGUF type: BF16, F16, NVFP4 (as the checkpoint is), Q8_0, Q4_K_M.")
+@click.option("--type", "kind", help="GGUF type: BF16, F16, NVFP4 (as the checkpoint is), Q8_0, Q4_K_M, Q5_K_M, Q6_K.")
 @click.option(
     "--output", type=click.Path(path_type=Path), help="Folder, or file for GGUF. Default: beside the checkpoint."
 )

@@ -14,8 +14,12 @@
 #define WIDEST
 #endif
 
-#define TILE_ROWS 16
-#define TILE_COLUMNS 512 /* of the factor: 512 columns of 128 rows are 256 KB, which stay in the second-level cache */
+#define TILE_ROWS 64
+#define LANES 16
+#define PANEL 64 /* columns of the factor that are copied together: 128 rows of them are 32 KB */
+
+/* A vector of the language, which every instruction set splits as it must; loads and stores need no alignment. */
+typedef float lanes __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(float)), may_alias));
 
 /* w[0..count) -= sum over j of e[j] * u[j * stride ..], in order of j; four rows of u a pass over w. */
 WIDEST
@@ -32,6 +36,44 @@ static void take_out(size_t count, size_t terms, const float *e, const float *u,
         const float *a = u + j * stride, p = e[j];
         for (size_t k = 0; k < count; k++)
             w[k] -= p * a[k];
+    }
+}
+
+/* Four rows' sixteen columns, which stay in registers while all errors of the window are taken out of them. */
+WIDEST
+static void take_out_four(size_t terms, const float *e, const float *panel, size_t stride, float *w)
+{
+    lanes a = *(lanes *)w, b = *(lanes *)(w + stride), c = *(lanes *)(w + 2 * stride), d = *(lanes *)(w + 3 * stride);
+    for (size_t j = 0; j < terms; j++) {
+        const lanes u = *(const lanes *)(panel + j * LANES);
+        a -= e[j] * u;
+        b -= e[GPTQ_WINDOW + j] * u;
+        c -= e[2 * GPTQ_WINDOW + j] * u;
+        d -= e[3 * GPTQ_WINDOW + j] * u;
+    }
+    *(lanes *)w = a, *(lanes *)(w + stride) = b, *(lanes *)(w + 2 * stride) = c, *(lanes *)(w + 3 * stride) = d;
+}
+
+/* Takes a window's errors out of the columns right of it, for a tile of rows. The factor's columns are copied together
+ * first: its rows lie a power of two apart and would fight for the same places in the cache. */
+static void update_right(const struct gptq_plan *plan, size_t first, size_t width, size_t rows, const float *errors,
+                         float *w)
+{
+    const size_t columns = plan->columns;
+    float panel[GPTQ_WINDOW * PANEL];
+    for (size_t c = first + width; c < columns; c += PANEL) {
+        const size_t count = columns - c < PANEL ? columns - c : PANEL;
+        for (size_t j = 0; j < width; j++)
+            for (size_t k = 0; k < count; k += LANES)
+                memcpy(panel + (k * width + j * LANES), plan->factor + (first + j) * columns + c + k,
+                       LANES * sizeof(float));
+        size_t r = 0;
+        for (; r + 4 <= rows; r += 4)
+            for (size_t k = 0; k < count; k += LANES)
+                take_out_four(width, errors + r * GPTQ_WINDOW, panel + k * width, columns, w + r * columns + c + k);
+        for (; r < rows; r++)
+            take_out(count, width, errors + r * GPTQ_WINDOW, plan->factor + first * columns + c, columns,
+                     w + r * columns + c);
     }
 }
 
@@ -79,19 +121,14 @@ bool gptq(const struct gptq_plan *plan, float *w, float *errors, uint8_t *codes,
     const size_t tiles = (plan->rows + TILE_ROWS - 1) / TILE_ROWS;
     int bad = 0;
     for (size_t first = 0; first < columns; first += GPTQ_WINDOW) {
-        const size_t width = columns - first < GPTQ_WINDOW ? columns - first : GPTQ_WINDOW, right = first + width;
+        const size_t width = columns - first < GPTQ_WINDOW ? columns - first : GPTQ_WINDOW;
 #pragma omp parallel for schedule(dynamic) num_threads(threads_get()) reduction(| : bad)
         for (size_t t = 0; t < tiles; t++) {
             const size_t top = t * TILE_ROWS, end = top + TILE_ROWS < plan->rows ? top + TILE_ROWS : plan->rows;
             for (size_t r = top; r < end; r++)
                 bad |= !round_window(plan, first, width, w + r * columns, errors + r * GPTQ_WINDOW,
                                      codes + r * (columns / 2), scales + r * blocks);
-            for (size_t c = right; c < columns; c += TILE_COLUMNS) {
-                const size_t count = columns - c < TILE_COLUMNS ? columns - c : TILE_COLUMNS;
-                for (size_t r = top; r < end; r++)
-                    take_out(count, width, errors + r * GPTQ_WINDOW, plan->factor + first * columns + c, columns,
-                             w + r * columns + c);
-            }
+            update_right(plan, first, width, end - top, errors + top * GPTQ_WINDOW, w + top * columns);
         }
     }
     return !bad;

@@ -10,6 +10,7 @@ Padding never reaches `see`. Outputs equal the whole model's (tests/test_quantiz
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -36,10 +37,10 @@ LAYERS = re.compile(r"^model\.(language_model\.)?layers\.")
 
 
 def device_and_dtype(folder: ModelFolder) -> tuple[str, Any]:
-    """A GPU where there is one, else the CPU; float32 for models of up to a gigabyte, bfloat16 for larger ones."""
+    """This process's GPU where there is one, else the CPU; float32 for models of up to a gigabyte, bfloat16 above."""
     torch = need("torch", "quantize")
     dtype = torch.float32 if folder.weight_bytes < 1 << 30 else torch.bfloat16
-    return "cuda" if torch.cuda.is_available() else "cpu", dtype
+    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu", dtype
 
 
 def trunk_of(folder: ModelFolder) -> str:

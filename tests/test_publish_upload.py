@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -277,3 +278,19 @@ def test_what_a_search_chose_is_published_from_its_folder(whole_run, checkpoint,
     (tmp_path / "search.json").write_text(json.dumps({"chosen": None, "strategies": rows}))
     with pytest.raises(UsageError, match="no candidate is named among"):
         publish.prepare(tmp_path, REPO, base_model="owner/tiny")
+
+
+def test_a_benchmark_with_an_evaluation_beside_it_is_one_model(whole_run, checkpoint, tmp_path):
+    """As the how-to has it: eval --output RUN/eval/BACKEND.json, then bench --output RUN, then publish."""
+    document = json.loads((whole_run / "run.json").read_text())
+    aggregates = document["aggregates"]
+    evaluation = {"numerics": aggregates["offline"]["mlp_only"]}
+    aggregates["served"] = {"nvfp4": aggregates["served"]["mlp_only"] | {"model": "mine-NVFP4"}}
+    aggregates |= {"models": [], "offline": {}, "comparisons": []}
+    document["verdict"] |= {"candidate": "nvfp4", "incumbent": None}
+    (tmp_path / "run.json").write_text(json.dumps(document))
+    (tmp_path / "eval").mkdir()
+    (tmp_path / "eval" / "nvfp4.json").write_text(json.dumps(evaluation))
+    plan = publish.prepare(tmp_path, REPO, checkpoint=checkpoint, base_model="owner/tiny")
+    assert not plan.objections
+    assert {"W4A4 offline", "W4A16 offline", "llama.cpp served"} <= set(re.findall(r"workloads, ([^\n]+)", plan.card))

@@ -32,7 +32,7 @@ VARIANT_FLAGS = {
     "_avx512.c": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mf16c", "-mbmi2"],
     "_neon.c": [],
 }
-DEFAULT_ARCHS = "80,89,90,120a,121a"
+DEFAULT_ARCHS = "80,89,90a,120a,121a"
 
 
 def note(line: str) -> None:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from annie_quant.errors import UsageError
+from annie_quant.gemm.arrays import native
 
 gemm = pytest.importorskip("annie_quant.gemm")
 oracle = gemm.oracle
@@ -16,6 +17,8 @@ except Exception:
     COUNT = 0
 pytestmark = pytest.mark.skipif(COUNT == 0, reason="needs a CUDA GPU and annie_quant._gemm")
 BF16 = np.dtype(ml_dtypes.bfloat16)
+HOPPER = COUNT > 0 and native().device_info(0)["major"] == 9
+PATHS = ["skinny", "tiled", pytest.param("wgmma", marks=pytest.mark.skipif(not HOPPER, reason="wgmma is Hopper's"))]
 
 
 def case(m, n, k, dtype=BF16, seed=0):
@@ -57,7 +60,7 @@ def test_w4a16_is_within_the_fp32_bound_for_every_token_count(m):
     assert check(run(*args), *args) <= 1
 
 
-@pytest.mark.parametrize("path", ["skinny", "tiled"])
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
     ("n", "k"),
     [(16, 64), (1, 16), (17, 48), (150, 64), (128, 192), (300, 80), (40, 1008), (2048, 2064), (64, 8192), (4112, 256)],
@@ -93,18 +96,18 @@ def test_all_codes_and_scales_are_exact(m):
             assert (seen[i] == want[:, start + i]).all()
 
 
-@pytest.mark.parametrize("path", ["skinny", "tiled"])
+@pytest.mark.parametrize("path", PATHS)
 def test_bits_repeat_and_do_not_depend_on_m(path):
     x, codes, scales, ts = case(16, 4096, 4096)
     weight = gemm.Weight(gemm.to_device(codes), gemm.to_device(scales), ts)
-    plan = weight.plan(16 if path == "tiled" else 8, path)
+    top = 8 if path == "skinny" else 16
+    plan = weight.plan(top, path)
 
     def bits(rows):
         out = gemm.DeviceArray((rows.shape[0], 4096), "float32").fill(0xFF)
         gemm.w4a16(gemm.to_device(np.ascontiguousarray(rows)), weight, out, plan=plan)
         return out.host()
 
-    top = 16 if path == "tiled" else 8
     whole = bits(x[:top])
     for _ in range(3):
         assert (bits(x[:top]) == whole).all()
@@ -116,11 +119,33 @@ def test_bits_repeat_and_do_not_depend_on_m(path):
 def test_every_split_of_k(split):
     args = case(7, 528, 4096)
     weight = gemm.Weight(gemm.to_device(args[1]), gemm.to_device(args[2]), args[3])
-    path, tokens, _, stages, _, smem = weight.plan(7, "tiled")
+    path, tokens, _, stages, _, smem, parts = weight.plan(7, "tiled")
     tiles = -(-528 // 256)
     out = gemm.DeviceArray((7, 528), "float32").fill(0xFF)
-    gemm.w4a16(gemm.to_device(args[0]), weight, out, plan=(path, tokens, split, stages, tiles * split, smem))
+    gemm.w4a16(gemm.to_device(args[0]), weight, out, plan=(path, tokens, split, stages, tiles * split, smem, parts))
     assert check(out.host(), *args) <= 1
+
+
+@pytest.mark.skipif(not HOPPER, reason="wgmma is Hopper's")
+@pytest.mark.parametrize(
+    ("tokens", "parts", "split"),
+    [(t, p, s) for t in (32, 64) for p in (1, 2) for s in (1, 2, 4) if p * s <= t // 2],
+)
+@pytest.mark.parametrize(("m", "blocks"), [(7, 4), (139, 8)])
+def test_every_shape_of_the_wgmma_kernel(tokens, parts, split, m, blocks):
+    """Few blocks, so that each goes through several tiles; a K of 33 chunks and a half, so that parts and splits are uneven."""
+    args = case(m, 1296, 4288)
+    weight = gemm.Weight(gemm.to_device(args[1]), gemm.to_device(args[2]), args[3])
+    members, stage = parts * split, 18432 + parts * tokens * 256
+    pushed = 1024 * tokens // members * (members - 1)
+    out = gemm.DeviceArray((m, 1296), "float32").fill(0xFF)
+    plan = (3, tokens, split, 3, blocks, 1024 + 3 * stage + pushed, parts)
+    gemm.w4a16(gemm.to_device(args[0]), weight, out, plan=plan)
+    first = out.host()
+    assert check(first, *args) <= 1
+    for _ in range(3):
+        gemm.w4a16(gemm.to_device(args[0]), weight, out.fill(0xFF), plan=plan)
+        assert (out.host() == first).all()
 
 
 @pytest.mark.parametrize("m", [1, 8, 64])

@@ -12,7 +12,7 @@ from annie_quant.errors import EnvironmentFault, UsageError
 from annie_quant.gemm.arrays import CODES, DeviceArray, View, native, need_device, stream_of, view
 
 GROUP = 16
-PATHS = {"auto": 0, "skinny": 1, "tiled": 2}
+PATHS = {"auto": 0, "skinny": 1, "tiled": 2, "wgmma": 3}
 FAULTS = {None: 0, "nibbles": 1, "scales": 2, "fragment": 3, "lane": 4}
 _NO_BAD = 0x7FFFFFFFFFFFFFFF
 
@@ -103,7 +103,7 @@ class Weight:
         self._plans: dict[tuple[int, str], tuple[int, ...]] = {}
 
     def plan(self, m: int, path: str = "auto") -> tuple[int, ...]:
-        """(path, warps or tokens of a tile, split of K, ring stages, blocks, shared-memory bytes) for M tokens."""
+        """(path, warps or tokens of a tile, split of K, ring stages, blocks, shared-memory bytes, parts) for M tokens."""
         key = (m, path)
         if key not in self._plans:
             module = native()

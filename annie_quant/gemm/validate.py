@@ -48,12 +48,13 @@ def validate(bench: bool = False, stack: str | None = None) -> dict[str, Any]:
             "host": platform.machine(),
         },
         "paths": {
-            "w4a16": "mma.sync m16n8k16 bf16/f16, weights decoded in registers",
+            "w4a16": "mma.sync m16n8k16 bf16/f16, weights decoded in registers"
+            + ("; wgmma for 17 to 64 tokens where it is faster" if info["major"] == 9 else ""),
             "w4a4": "native mma.sync mxf4nvf4 m16n8k64" if has_native else "emulated (no sm_12x code runs here)",
         },
         "checks": [],
     }
-    for part in (_pairs, _w4a16, _repeats, _codec, lambda: _w4a4(has_native), _controls):
+    for part in (_pairs, lambda: _w4a16(info["major"] == 9), _repeats, _codec, lambda: _w4a4(has_native), _controls):
         found["checks"] += [{"name": name, "ok": bool(ok), "detail": detail} for name, ok, detail in part()]
     found["ok"] = all(c["ok"] for c in found["checks"])
     if bench:
@@ -101,7 +102,7 @@ def _pairs() -> Iterator[Check]:
     yield "all 16 x 127 (code, scale) pairs exact", bad == 0, f"{bad} of {want.size} differ"
 
 
-def _w4a16() -> Iterator[Check]:
+def _w4a16(hopper: bool) -> Iterator[Check]:
     for m, n, k in (
         (1, 272, 768),
         (8, 4096, 4096),
@@ -110,7 +111,7 @@ def _w4a16() -> Iterator[Check]:
         (64, 2048, 2064),
         (257, 528, 1024),
     ):
-        for path in ("skinny", "tiled") if m <= 16 else ("tiled",):
+        for path in (("skinny",) if m <= 16 else ()) + ("tiled",) + (("wgmma",) if hopper else ()):
             worst = _error(*_case(m, n, k, m), path=path)
             yield f"W4A16 {path} M={m} N={n} K={k}", worst <= 1, f"{worst:.3f} of the fp32 bound"
 

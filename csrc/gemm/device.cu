@@ -16,7 +16,7 @@ extern "C" int aq_device_info(int device, aq_device *out) {
     cudaDeviceProp p;
     cudaError_t e = cudaGetDeviceProperties(&p, device);
     if (e != cudaSuccess) return (int)e;
-    snprintf(out->name, sizeof out->name, "%s", p.name);
+    snprintf(out->name, sizeof out->name, "%.127s", p.name);
     out->major = p.major;
     out->minor = p.minor;
     out->sms = p.multiProcessorCount;

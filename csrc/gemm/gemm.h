@@ -15,7 +15,7 @@ extern "C" {
 #endif
 
 enum { AQ_F32 = 0, AQ_F16 = 1, AQ_BF16 = 2 };
-enum { AQ_PATH_AUTO = 0, AQ_PATH_SKINNY = 1, AQ_PATH_TILED = 2 };
+enum { AQ_PATH_AUTO = 0, AQ_PATH_SKINNY = 1, AQ_PATH_TILED = 2, AQ_PATH_WGMMA = 3 };
 enum { AQ_FP4_AUTO = 0, AQ_FP4_NATIVE = 1, AQ_FP4_EMULATED = 2 };
 enum { AQ_GEMM_NO_PLAN = -1, AQ_GEMM_NO_NATIVE = -2 };
 
@@ -24,11 +24,12 @@ enum { AQ_FAULT_NONE = 0, AQ_FAULT_NIBBLES = 1, AQ_FAULT_SCALES = 2, AQ_FAULT_FR
 
 typedef struct {
     int path;     /* AQ_PATH_* */
-    int warps;    /* skinny: warps of a block; tiled: tokens of a tile */
+    int warps;    /* skinny: warps of a block; tiled, wgmma: tokens of a tile */
     int split;    /* blocks of a cluster that share K */
     int stages;   /* ring depth */
     int blocks;   /* blocks launched */
     int smem;     /* dynamic shared memory of a block, bytes */
+    int parts;    /* wgmma: chunks of K that a block computes side by side, with 256 / parts rows; else 1 */
 } aq_plan;
 
 typedef struct {

@@ -1,7 +1,8 @@
-// Launching with clusters and programmatic dependent launch, shared by the two W4A16 kernels.
+// Launching with clusters and programmatic dependent launch, shared by the W4A16 kernels.
 #pragma once
 #include "gemm/skinny.cuh"
 #include "gemm/tiled.cuh"
+#include "gemm/wgmma.cuh"
 
 struct Launch {
     int blocks, threads, smem, split, pdl;
@@ -38,3 +39,5 @@ int launch_with(void (*kernel)(Args), const Args &args, const Launch &how) {
 
 int launch_skinny(const SkinnyArgs &args, bool half, int warps, Launch how);
 int launch_tiled(const TiledArgs &args, bool half, int tokens, Launch how);
+int launch_wgmma(const WgmmaArgs &args, bool half, int tokens, int parts, Launch how);
+bool wgmma_runs();

@@ -7,6 +7,7 @@
 namespace {
 
 constexpr int kMaxSplit = 8;
+constexpr double kNever = 1e30, kTiledUs = .0172;  // the latter: microseconds on an H200 of a unit of plan_tiled's cost
 
 int device_limits(int *sms, int *smem, int *major) {
     int dev = 0;
@@ -40,7 +41,7 @@ bool plan_skinny(int m, int tiles, int chunks, int sms, int limit, bool clusters
             const int64_t cost = (line + warps - 1) / warps * warps + (split == 1 ? 0 : 16 * split) + (16 - warps) * 4;
             if (cost < best_cost) {
                 best_cost = cost;
-                *best = aq_plan{AQ_PATH_SKINNY, warps, split, 2, blocks, bytes};
+                *best = aq_plan{AQ_PATH_SKINNY, warps, split, 2, blocks, bytes, 1};
             }
         }
     }
@@ -64,8 +65,8 @@ constexpr Tile kTiles[] = {
     {128, TileShape<8, 1, 2, 16>::kBN, TileShape<8, 1, 2, 16>::kStage, TileShape<8, 1, 2, 16>::kOutBytes},
 };
 
-bool plan_tiled(int64_t m, int64_t n, int64_t k, int sms, int limit, bool clusters_exist, aq_plan *best) {
-    double best_cost = 1e30;
+double plan_tiled(int64_t m, int64_t n, int64_t k, int sms, int limit, bool clusters_exist, aq_plan *best) {
+    double best_cost = kNever;
     const int chunks = (int)((k + kCols - 1) / kCols);
     for (const Tile &t : kTiles) {
         if (t.tokens > 16 && m <= t.tokens / 4) continue;
@@ -82,11 +83,38 @@ bool plan_tiled(int64_t m, int64_t n, int64_t k, int sms, int limit, bool cluste
             if (cost < best_cost) {
                 best_cost = cost;
                 *best = aq_plan{AQ_PATH_TILED, t.tokens, split, stages, (int)(tiles * split),
-                                1024 + std::max(stages * t.stage, t.out)};
+                                1024 + std::max(stages * t.stage, t.out), 1};
             }
         }
     }
-    return best_cost < 1e30;
+    return best_cost;
+}
+
+// Microseconds on an H200, fitted to what was measured there: a step (18 KB of weights), and a tile's beginning and end.
+double step_us(int tokens, int parts) { return tokens == 32 ? (parts == 1 ? .92 : 1.12) : (parts == 1 ? 1.75 : 2.7); }
+double tile_us(int tokens, int members) { return members == 1 ? .4 : 1.4 + .07 * tokens; }
+
+double plan_wgmma(int64_t m, int tiles, int chunks, int sms, int limit, aq_plan *best) {
+    double best_us = kNever;
+    for (int tokens : {32, 64}) {
+        if (tokens > 32 && m <= 32) continue;
+        for (int parts = 1; parts <= 2; parts++)
+            for (int split = 1; split <= 2 && split * parts <= chunks; split *= 2) {  // clusters of 4 take turns: twice as slow
+                const int members = split * parts, stage = kBlockTiles * kChunk + parts * tokens * 256;
+                const int spare = limit - kWgmmaHead - pushed_bytes(tokens, members), stages = std::min(12, spare / stage);
+                const int64_t work = (int64_t)((tiles * parts + kBlockTiles - 1) / kBlockTiles) * ((m + tokens - 1) / tokens);
+                const int clusters = (int)std::min<int64_t>(work, resident(sms, split) / split);
+                if (stages < kXWarps || clusters < 1) continue;
+                const int64_t waves = (work + clusters - 1) / clusters, steps = ((chunks + split - 1) / split + parts - 1) / parts;
+                const double us = 2. + (double)waves * ((double)steps * step_us(tokens, parts) + tile_us(tokens, members));
+                if (us < best_us) {
+                    best_us = us;
+                    *best = aq_plan{AQ_PATH_WGMMA, tokens, split, stages, clusters * split,
+                                    kWgmmaHead + stages * stage + pushed_bytes(tokens, members), parts};
+                }
+            }
+    }
+    return best_us;
 }
 
 }  // namespace
@@ -96,9 +124,15 @@ extern "C" int aq_plan_w4a16(int64_t m, int64_t n, int64_t k, int path, aq_plan 
     const int e = device_limits(&sms, &limit, &major);
     if (e) return e;
     const int tiles = row_tiles(n), chunks = column_chunks(k);
-    if (path != AQ_PATH_TILED && m <= 16 && plan_skinny((int)m, tiles, chunks, sms, limit, major >= 9, plan)) return 0;
-    if (path != AQ_PATH_SKINNY && plan_tiled(m, n, k, sms, limit, major >= 9, plan)) return 0;
-    return AQ_GEMM_NO_PLAN;
+    if (path <= AQ_PATH_SKINNY && m <= 16 && plan_skinny((int)m, tiles, chunks, sms, limit, major >= 9, plan)) return 0;
+    if (path == AQ_PATH_SKINNY) return AQ_GEMM_NO_PLAN;
+    aq_plan wide{};
+    const bool may = path == AQ_PATH_WGMMA || (path == AQ_PATH_AUTO && m <= 64);  // for more tokens mma.sync's larger tiles are faster
+    const double wide_us = may && major == 9 && wgmma_runs() ? plan_wgmma(m, tiles, chunks, sms, limit, &wide) : kNever;
+    const double tiled = path == AQ_PATH_WGMMA ? kNever : plan_tiled(m, n, k, sms, limit, major >= 9, plan);
+    if (wide_us == kNever && tiled == kNever) return AQ_GEMM_NO_PLAN;
+    if (wide_us < tiled * kTiledUs) *plan = wide;
+    return 0;
 }
 
 extern "C" int aq_w4a16(const void *x, int64_t ldx, const uint8_t *packed, float tensor_scale, void *out, int64_t m, int64_t n,
@@ -118,6 +152,12 @@ extern "C" int aq_w4a16(const void *x, int64_t ldx, const uint8_t *packed, float
         for (int i = 0; i < 2; i++) a.by_chunks[i] = reciprocal(a.chunks_each + i);
         a.by_m = reciprocal((int)m);
         return launch_skinny(a, half, plan->warps, how);
+    }
+    if (plan->path == AQ_PATH_WGMMA) {
+        const int rows = 256 / plan->parts;
+        const WgmmaArgs a{packed, (const uint16_t *)x, out, ldx, n, scale, (int)m, (int)k, (tiles * kRows + rows - 1) / rows,
+                          (int)((m + plan->warps - 1) / plan->warps), tiles, chunks, plan->split, plan->stages, out_type, pdl};
+        return launch_wgmma(a, half, plan->warps, plan->parts, how);
     }
     const int bn = kTiles[plan->warps == 16 ? 0 : plan->warps == 64 ? 1 : 2].bn;
     const TiledArgs a{packed, (const uint16_t *)x, out, ldx, n, scale, (int)m, (int)k, (int)((n + bn - 1) / bn),

@@ -17,13 +17,6 @@ struct TiledArgs {
 };
 
 constexpr int kTilePitch = kCols * 2 + 16;  // bytes between tokens: shifts the banks by 16 bytes a token
-// A warp gives a slot back with one arrival for its 32 lanes. racecheck follows only the arriving lane, so -DAQ_RACECHECK lets each
-// lane arrive (no hazard then; 20 % slower at 64 tokens).
-#ifdef AQ_RACECHECK
-constexpr int kBack = 32;
-#else
-constexpr int kBack = 1;
-#endif
 constexpr int kMGroup = 8;                  // tiles of tokens that run side by side, for the L2
 
 // KS groups of WR warps, 16 TR rows each and all 8 TC tokens; the groups share the columns of a chunk.

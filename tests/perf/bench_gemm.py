@@ -12,6 +12,8 @@ after it agreed with torch.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import json
 import statistics
 import sys
@@ -92,28 +94,40 @@ def agrees(weights: Weights, x: torch.Tensor, out: torch.Tensor) -> float:
 def plans(weight: gemm.Weight, m: int) -> list[tuple[int, ...]]:
     """Every plan worth a trial: the automatic ones first."""
     found = []
-    for path in ("skinny", "tiled"):
-        try:
+    for path in ("auto", "skinny", "tiled"):
+        with contextlib.suppress(Exception):
             found.append(weight.plan(m, path))
-        except Exception:
+    rows, chunks = -(-weight.n // 32) * 32, -(-weight.k // 128)
+    for tokens in (32, 64):
+        if (tokens > 32 and m <= tokens // 2) or (m > 64 and tokens < 64):
             continue
-    rows, more = -(-weight.n // 32), []
-    if m <= 16:
-        for split, blocks in ((1, 132), (2, 132), (4, 128)):
-            for warps in (8, 16):
-                size = (-(-rows // (blocks // split)) + warps) * (8 if m <= 8 else 16) * 36 * 4
-                if size <= 232448:
-                    more.append((1, warps, split, 2, blocks, size))
-    for tokens, stage, out in ((16, 18432 + 16 * 272, 0), (64, 18432 + 64 * 272, 0), (128, 18432 + 128 * 272, 133120)):
-        if tokens // 4 >= m and tokens > 16:
-            continue
-        stages = min(8, (232448 - 1024) // stage)
-        if m > 64 and tokens == 16:
-            continue
-        for split in (1, 2, 4, 8):
-            blocks = -(-weight.n // 256) * -(-m // tokens) * split
-            more.append((2, tokens, split, stages, blocks, 1024 + max(stages * stage, out, tokens * 260 * 4)))
-    return found + [p for p in more if p not in found]
+        for parts, split in itertools.product((1, 2), (1, 2)):
+            members = parts * split
+            if members > tokens // 2 or members > chunks:
+                continue
+            pushed, stage = 256 * 4 * tokens // members * (members - 1), 18432 + parts * tokens * 256
+            stages = min(12, (232448 - 1024 - pushed) // stage)
+            work = -(-rows * parts // 256) * -(-m // tokens)
+            clusters = min(work, {1: 132, 2: 66, 4: 32}[split])
+            found.append((3, tokens, split, stages, clusters * split, 1024 + stages * stage + pushed, parts))
+    return list(dict.fromkeys(found))
+
+
+def peer(m: int, n: int, k: int, repeats: int) -> float:
+    """Microseconds of torch's own 4-bit weight kernel (tinygemm: INT4, groups of 128, bf16 scales and zeros)."""
+    size = n * k // 2 + n * (k // 128) * 4
+    copies = max(2, -(-COLD_BYTES // size))
+    per_graph = max(20 if m * n * k < 1 << 36 else 4, copies)
+    weights = []
+    for _ in range(copies):
+        raw = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device="cuda")
+        scales = torch.rand(k // 128, n, 2, device="cuda").to(torch.bfloat16)
+        weights.append((torch.ops.aten._convert_weight_to_int4pack(raw, 8), scales))
+    x = torch.randn(m, k, dtype=torch.bfloat16, device="cuda")
+    return timed(
+        rotated(weights, per_graph, lambda w: torch.ops.aten._weight_int4pack_mm(x, w[0], 128, w[1])),
+        repeats if m <= 256 else 5,
+    )
 
 
 def main() -> None:
@@ -122,6 +136,7 @@ def main() -> None:
     parser.add_argument("--tokens", default=TOKENS)
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--explore", action="store_true", help="also time every plan worth a trial")
+    parser.add_argument("--peer", action="store_true", help="also time torch's own INT4 kernel (tinygemm)")
     parser.add_argument("--output", default="")
     args = parser.parse_args()
     info = native().device_info(0)
@@ -169,10 +184,16 @@ def measure(weights: Weights, m: int, args) -> list[dict]:
         rotated(weights.bf16, max(per_graph, weights.cold), lambda w: torch.mm(xs[0], w.T, out=out)), repeats
     )
     rows = []
+    other = None
+    if args.peer and n * k <= 1 << 28:
+        try:
+            other = round(peer(m, n, k, repeats), 2)
+        except Exception as error:
+            print(f"peer failed: {str(error)[:200]}", flush=True)
     first = weights.ours[0]
     tried = plans(first, m) if args.explore else [first.plan(m)]
     for plan in tried:
-        row = {"n": n, "k": k, "m": m, "plan": plan, "cublas_us": round(cublas, 2)}
+        row = {"n": n, "k": k, "m": m, "plan": plan, "cublas_us": round(cublas, 2), "peer_us": other}
         try:
             out.fill_(float("nan"))
             gemm.w4a16(xs[0], first, out, plan=plan)
@@ -191,7 +212,7 @@ def measure(weights: Weights, m: int, args) -> list[dict]:
         rows.append(row)
         good = row.get("error", 1) < 5e-3
         print(
-            f"{n}x{k} M={m} {plan} cublas {cublas:.1f} us, ours {row.get('us')} ({row.get('speedup')}x) "
+            f"{n}x{k} M={m} {plan} cublas {cublas:.1f} us, peer {other}, ours {row.get('us')} ({row.get('speedup')}x) "
             f"pdl {row.get('pdl_us')} ({row.get('pdl_speedup')}x) {'ok' if good else row}",
             flush=True,
         )

@@ -1,0 +1,131 @@
+"""The torch operator and other libraries' arrays on a CUDA GPU: torch.compile, CUDA graphs, DLPack, the caller's stream."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from annie_quant.errors import UsageError
+
+gemm = pytest.importorskip("annie_quant.gemm")
+torch = pytest.importorskip("torch")
+try:
+    COUNT = gemm.device_count() if torch.cuda.is_available() else 0
+except Exception:
+    COUNT = 0
+pytestmark = pytest.mark.skipif(COUNT == 0, reason="needs a CUDA GPU, torch with CUDA and annie_quant._gemm")
+N, K = 528, 1024
+
+
+@pytest.fixture(scope="module")
+def layer():
+    from annie_quant.gemm import torch_op
+
+    torch_op.register()
+    codes, scales = gemm.oracle.random_weight(N, K, 5)
+    handle = torch_op.prepare(torch.from_numpy(codes).cuda(), torch.from_numpy(scales).cuda(), 0.0173)
+    weight = gemm.oracle.dequantize(codes, scales, 0.0173)
+
+    def forward(x):
+        return torch.ops.annie_quant.nvfp4_linear(x, handle.packed, handle.n, handle.k, handle.tensor_scale)
+
+    return SimpleNamespace(forward=forward, weight=weight, codes=codes, scales=scales)
+
+
+def within(out, x, weight):
+    exact, magnitude = gemm.oracle.linear(x.double().cpu().numpy(), weight)
+    limit = gemm.oracle.bound(exact, magnitude, K, "bfloat16")
+    return gemm.oracle.worst(out.double().cpu().numpy(), exact, limit) <= 1
+
+
+def tokens(m, seed=0):
+    return torch.randn(m, K, generator=torch.Generator().manual_seed(seed)).to("cuda", torch.bfloat16)
+
+
+@pytest.mark.parametrize("m", [1, 16, 64, 130])
+def test_the_operator_is_right_and_compiles_to_the_same_bits(layer, m):
+    x = tokens(m)
+    plain = layer.forward(x)
+    assert within(plain, x, layer.weight)
+    compiled = torch.compile(lambda x: layer.forward(x) + 1, backend="aot_eager", fullgraph=True)
+    assert (compiled(x) == plain + 1).all()
+
+
+@pytest.mark.parametrize("m", [1, 16, 64])
+def test_the_operator_in_a_cuda_graph(layer, m):
+    x, stream, graph = tokens(m), torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        layer.forward(x)
+    stream.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        out = layer.forward(x)
+    x.copy_(tokens(m, 1))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert (out == layer.forward(x)).all()
+    assert within(out, x, layer.weight)
+
+
+def test_opcheck(layer):
+    from annie_quant.gemm import torch_op
+
+    handle = torch_op.prepare(torch.from_numpy(layer.codes).cuda(), torch.from_numpy(layer.scales).cuda(), 1.0)
+    args = (tokens(3), handle.packed, handle.n, handle.k, 1.0)
+    torch.library.opcheck(torch.ops.annie_quant.nvfp4_linear.default, args)
+
+
+class OnlyDLPack:
+    """A tensor of some other library: nothing but the protocol."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    def __dlpack__(self, **more):
+        return self.tensor.__dlpack__(**more)
+
+    def __dlpack_device__(self):
+        return self.tensor.__dlpack_device__()
+
+
+@pytest.mark.parametrize("m", [1, 64])
+def test_other_libraries_arrays_on_the_callers_stream(layer, m):
+    weight = gemm.Weight(
+        OnlyDLPack(torch.from_numpy(layer.codes).cuda()), OnlyDLPack(torch.from_numpy(layer.scales).cuda()), 0.0173
+    )
+    stream = torch.cuda.Stream()
+    source, x, out = tokens(m, 2), torch.zeros(m, K, dtype=torch.bfloat16, device="cuda"), None
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)  # the copy below is late: a launch on another stream would read zeros
+        x.copy_(source)
+        out = torch.empty(m, N, dtype=torch.bfloat16, device="cuda")
+        gemm.w4a16(OnlyDLPack(x), weight, OnlyDLPack(out), stream=stream.cuda_stream)
+    stream.synchronize()
+    assert within(out, source, layer.weight)
+    half = source.to(torch.float16)
+    face = SimpleNamespace(__cuda_array_interface__=half.__cuda_array_interface__, keep=half)
+    torch.cuda.synchronize()
+    seen = gemm.w4a16(face, weight).host()
+    exact, magnitude = gemm.oracle.linear(half.double().cpu().numpy(), layer.weight)
+    assert gemm.oracle.worst(seen, exact, gemm.oracle.bound(exact, magnitude, K, "float16")) <= 1
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda x: x.cpu(), "lies on cpu"),
+        (lambda x: x.float(), "dtype float32"),
+        (lambda x: x[:, ::2], "shape"),
+        (lambda x: torch.cat([x, x], 1)[:, ::2], "strides"),
+        (lambda x: torch.cat([x, x], 1).flatten()[1 : 1 + 2 * K].view(2, K), "multiple of 16"),
+        (lambda x: torch.nn.functional.pad(x, (0, 4))[:, :K], "multiple of 8 apart"),
+    ],
+)
+def test_wrong_arrays_are_one_clear_error_and_no_launch(layer, change, says):
+    weight = gemm.Weight(torch.from_numpy(layer.codes).cuda(), torch.from_numpy(layer.scales).cuda(), 1.0)
+    out = torch.full((2, N), 7.0, dtype=torch.float32, device="cuda")
+    with pytest.raises(UsageError, match=says):
+        gemm.w4a16(change(tokens(2)), weight, out)
+    torch.cuda.synchronize()
+    assert (out == 7).all()
+    assert np.isfinite(out.cpu().numpy()).all()

@@ -96,11 +96,3 @@ def padded(texts: Sequence[Text]) -> Batch:
         ids[i] = np.resize(text.ids, width)
         marks[i, : len(text.marks)] = text.marks
     return Batch(ids, marks)
-
-
-def weights(marks: np.ndarray, by_mark: Mapping[int, float]) -> np.ndarray:
-    """float32 weight of each position; padding weighs nothing."""
-    table = np.zeros(END_OF_TURN + 2, np.float32)  # the last place is index -1: padding
-    for mark, weight in by_mark.items():
-        table[mark] = weight
-    return table[marks]

@@ -187,6 +187,8 @@ class Plan:
             for start in range(0, shape[0], step):
                 piece = array if moved else array[start : start + step]
                 yield encode(gguf_names.transform(name, piece, self.heads), kind, place)
+                if name in self.folder and not moved:
+                    self.folder.release(name, start * piece[0].nbytes, (start + len(piece)) * piece[0].nbytes)
             if name in self.folder:
                 self.folder.release(name)
 

@@ -8,12 +8,12 @@ qtensor/nvfp4_tensor.py for the rest. A weight is `value * float32(block_scale *
     w = unpack(t, dtype="bfloat16")
 
 Arrays in are NumPy float32, float16 or ml_dtypes.bfloat16, or anything with `__dlpack__` (torch tensors, no copy); all
-leading dimensions are free. The work is done by _nvfp4 in several threads with the GIL released.
+leading dimensions are free; `Lent` hands arrays out the same way. The work is done by _nvfp4 in several threads with the
+GIL released.
 """
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -33,6 +33,14 @@ E2M1_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3
 E4M3_VALUES = np.arange(256, dtype=np.uint8).view(E4M3).astype(np.float32)
 
 _KINDS = {np.dtype(np.float32): 0, np.dtype(np.float16): 1, BFLOAT16: 2}
+# DLPack's type code and bits (dlpack.h, DLDataTypeCode).
+_DLPACK = {
+    np.dtype(np.float32): (2, 32),
+    np.dtype(np.float16): (2, 16),
+    BFLOAT16: (4, 16),
+    E4M3: (10, 8),
+    np.dtype(np.uint8): (1, 8),
+}
 _SCALES = ("amax", "four_over_six", "sweep")
 _ENCODINGS = {"modelopt": 0, "modelopt-cuda": 0, "modelopt-static": 1, "compressed-tensors": 2}
 _GROUPS = (16, 32, 64)
@@ -167,6 +175,29 @@ def unpack(t: Tensor, dtype: Any = "bfloat16", out: np.ndarray | None = None, na
     return out
 
 
+class Lent:
+    """An array for `torch.from_dlpack` and the like, without a copy: NumPy's own DLPack knows no bfloat16 and no float8.
+
+    torch.from_dlpack(Lent(unpack(t))) is a bfloat16 tensor over the same memory. Codes are uint8, which NumPy lends itself.
+    ValueError: a dtype other than float32, float16, bfloat16, float8_e4m3fn or uint8; an array not contiguous and writeable.
+    """
+
+    __slots__ = ("array",)
+
+    def __init__(self, array: np.ndarray) -> None:
+        if array.dtype not in _DLPACK or not array.flags.c_contiguous or not array.flags.writeable:
+            raise ValueError(
+                f"{array.dtype} {array.shape}, expected one of {', '.join(map(str, _DLPACK))}, contiguous and writeable"
+            )
+        self.array = array
+
+    def __dlpack__(self, *, stream: Any = None, **_: Any) -> Any:
+        return _nvfp4.to_dlpack(_bytes(self.array), *_DLPACK[self.array.dtype], self.array.shape)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 1, 0
+
+
 def amax(w: Any) -> np.float32:
     """Largest |w|; NaN where w holds one; 0 for an empty array."""
     x, kind = _floats(w, "w")
@@ -211,8 +242,10 @@ def global_scale(amax: float, dtype: Any = np.float32) -> np.float32:
 def fake_quant(x: Any, tensor_scale: float | None = None, group: int = 16, out: np.ndarray | None = None) -> np.ndarray:
     """x [..., K] rounded to NVFP4 and back in its own dtype, one dynamic scale a block: ModelOpt's GPU op for activations.
 
-    It differs from unpack(pack(x)): the scale byte has no lower clamp, a step under 1e-5 becomes 1, and a product of -0.0
-    stays. tensor_scale None: amax * float32(1 / 2688), as torch computes it on a GPU. `out` may be x itself.
+    It differs from unpack(pack(x)): the scale byte has no lower clamp, a step under 1e-5 becomes 1, and no -0.0 comes out.
+    Against an H200: the same bits, but for elements and block scales within a few last bits of a tie, where the GPU's
+    approximate divide may fall to the other side (tests/test_nvfp4_peers.py). tensor_scale None: amax * float32(1 / 2688),
+    as torch computes it on a GPU. `out` may be x itself.
     """
     a, kind = _floats(x, "x")
     _blocks_shape(a, group, "x")
@@ -292,7 +325,7 @@ def error(w: Any, t: Tensor) -> dict[str, float]:
 
 
 def _floats(w: Any, name: str) -> tuple[np.ndarray, int]:
-    """A contiguous array and its kind; torch's bfloat16 comes through a view of integers, since DLPack in NumPy has none."""
+    """A contiguous array and its kind."""
     if not isinstance(w, np.ndarray):
         w = _from_dlpack(w, name)
     if w.dtype not in _KINDS:
@@ -300,17 +333,31 @@ def _floats(w: Any, name: str) -> tuple[np.ndarray, int]:
     return w if w.flags.c_contiguous else np.ascontiguousarray(w), _KINDS[w.dtype]
 
 
+@dataclass(slots=True)
+class _Memory:
+    """Another library's memory, as NumPy takes it; it lives as long as `owner`."""
+
+    owner: Any
+    __array_interface__: dict[str, Any]
+
+
 def _from_dlpack(w: Any, name: str) -> np.ndarray:
+    """The array behind `w.__dlpack__()`, read-only and without a copy."""
     if not hasattr(w, "__dlpack__"):
         raise ValueError(f"{name}: {type(w).__name__}, expected a NumPy array or one with __dlpack__")
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(w, torch.Tensor):
-        w = w.detach()
-        if w.device.type != "cpu":
-            raise ValueError(f"{name}: on {w.device}, expected a tensor on the CPU")
-        if w.dtype == torch.bfloat16:
-            return np.from_dlpack(w.view(torch.uint16)).view(BFLOAT16)
-    return np.from_dlpack(w)
+    w = w.detach() if hasattr(w, "detach") else w  # torch lends nothing that records gradients
+    kind, number = w.__dlpack_device__()
+    if int(kind) != 1:
+        raise ValueError(f"{name}: on device {int(kind)}:{number} (DLPack's numbers), expected a tensor on the CPU")
+    owner, address, code, bits, shape, strides = _nvfp4.from_dlpack(w.__dlpack__())
+    dtype = next((d for d, pair in _DLPACK.items() if pair == (code, bits)), None)
+    if dtype not in _KINDS:
+        raise ValueError(f"{name}: DLPack type {code} of {bits} bits, expected float32, float16 or bfloat16")
+    interface = {
+        "version": 3, "shape": shape, "typestr": f"<u{bits // 8}", "data": (address, True),
+        "strides": None if strides is None else tuple(n * bits // 8 for n in strides),
+    }  # fmt: skip
+    return np.asarray(_Memory(owner, interface)).view(dtype)
 
 
 def _blocks_shape(x: np.ndarray, group: int, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:

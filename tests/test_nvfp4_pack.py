@@ -184,12 +184,38 @@ def test_leading_dimensions_strides_and_read_only_arrays():
 def test_torch_tensors_come_in_without_a_copy():
     torch = pytest.importorskip("torch", reason="torch is not installed")
     w = torch.randn(8, 64).bfloat16()
+    taken = nvfp4._from_dlpack(w, "w")
+    assert taken.dtype == BFLOAT16 and taken.ctypes.data == w.data_ptr() and not taken.flags.writeable
     wanted = nvfp4.pack(w.float().numpy().astype(BFLOAT16))
     np.testing.assert_array_equal(nvfp4.pack(w).codes, wanted.codes)
     np.testing.assert_array_equal(nvfp4.pack(torch.nn.Parameter(w)).codes, wanted.codes)
     np.testing.assert_array_equal(nvfp4.pack(w.T.contiguous().T).codes, wanted.codes)
-    shared = np.from_dlpack(nvfp4.unpack(wanted, "float32"))
-    assert torch.from_dlpack(shared).data_ptr() == shared.ctypes.data
+    np.testing.assert_array_equal(nvfp4.pack(w[2:, 16:48]).codes, nvfp4.pack(taken[2:, 16:48]).codes)
+    for dtype in (torch.float32, torch.float16):
+        x = torch.randn(4, 32).to(dtype)
+        assert nvfp4._from_dlpack(x, "x").ctypes.data == x.data_ptr()
+        np.testing.assert_array_equal(nvfp4.pack(x).codes, nvfp4.pack(x.numpy()).codes)
+
+
+def test_arrays_go_out_to_torch_without_a_copy():
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    t = nvfp4.pack(np.random.default_rng(0).standard_normal((8, 64)).astype(np.float32))
+    back = nvfp4.unpack(t)
+    lent = torch.from_dlpack(nvfp4.Lent(back))
+    assert lent.dtype == torch.bfloat16 and lent.shape == (8, 64) and lent.data_ptr() == back.ctypes.data
+    np.testing.assert_array_equal(lent.float().numpy(), back.astype(np.float32))
+    scales = torch.from_dlpack(nvfp4.Lent(t.block_scale))
+    assert scales.dtype == torch.float8_e4m3fn and scales.data_ptr() == t.block_scale.ctypes.data
+    assert torch.from_dlpack(t.codes).data_ptr() == t.codes.ctypes.data
+    again = nvfp4._from_dlpack(lent, "lent")  # there and back, and each keeps the memory alive
+    values = back.astype(np.float32)
+    del back, lent
+    np.testing.assert_array_equal(again.astype(np.float32), values)
+    nvfp4.Lent(t.codes).__dlpack__()  # a capsule that nobody takes gives its memory back
+    with pytest.raises(ValueError, match="float64"):
+        nvfp4.Lent(np.ones(3))
+    with pytest.raises(ValueError, match="DLPack type 0 of 32 bits"):
+        nvfp4.pack(torch.zeros(4, 16, dtype=torch.int32))
 
 
 def test_output_arrays_are_written_in_place():
@@ -211,6 +237,17 @@ def test_output_arrays_are_written_in_place():
         nvfp4.pack(memory.view(np.float32).reshape(1, 64), out=overlapping)
 
 
+def overlapping_fake_quant():
+    memory = np.ones(48, np.float32)
+    nvfp4.fake_quant(memory[:32].reshape(2, 16), 1.0, out=memory[16:].reshape(2, 16))
+
+
+def overlapping_unpack():
+    memory = np.zeros(80, np.uint8)
+    t = nvfp4.Tensor(memory[8:16].reshape(1, 8), np.ones((1, 1), np.uint8), np.float32(1), (1, 16))
+    nvfp4.unpack(t, "float32", out=memory[:64].view(np.float32).reshape(1, 16))
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -226,6 +263,15 @@ def test_output_arrays_are_written_in_place():
         (lambda: nvfp4.pack(np.ones((2, 32), np.float32), importance=np.ones(31)), r"importance: shape \(31,\)"),
         (lambda: nvfp4.pack(np.ones((2, 32), np.float32), importance=-np.ones(32)), "negative"),
         (lambda: nvfp4.pack(np.ones((2, 32), np.float32), encoding="compressed-tensors", tensor_scale=1), "divisor"),
+        (lambda: nvfp4.unpack(nvfp4.pack(np.ones((2, 32), np.float32)), "float64"), "dtype float64, expected bfloat16"),
+        (lambda: nvfp4.unpack(nvfp4.pack(np.ones((2, 32), np.float32)), out=np.empty((2, 16), BFLOAT16)), r"\(2, 32\)"),
+        (lambda: nvfp4.fake_quant(np.ones((2, 24), np.float32)), r"x: shape \(2, 24\), expected .* multiple of 16"),
+        (lambda: nvfp4.fake_quant(np.ones((2, 32), np.float32), out=np.empty((2, 16), np.float32)), r"expected float32 \(2, 32\)"),
+        (lambda: overlapping_fake_quant(), "x and out overlap"),
+        (lambda: overlapping_unpack(), "codes and out overlap"),
+        (lambda: nvfp4.swizzle(np.ones(16, np.uint8)), r"shape \(16,\), expected \[rows, blocks\]"),
+        (lambda: nvfp4.swizzle(np.ones((4, 4), np.float32)), "dtype float32, expected one byte"),
+        (lambda: nvfp4.pack(np.array(3, np.float32)), r"shape \(\)"),
         (lambda: nvfp4.tensor_scale(np.inf), "amax inf"),
         (lambda: nvfp4.set_variant("quantum"), "variant quantum"),
         (lambda: nvfp4.set_threads(-1), "-1 threads"),

@@ -430,8 +430,9 @@ ALWAYS_INLINE void fake_quant_16(const struct fake_plan *plan, int kind, const c
         __m256 steps = _mm256_set1_ps(step >= 1e-5f ? step : 1.f);
         for (int i = 0; i < 2; i++) {
             __m256 q = _mm256_mul_ps(round_to_grid(_mm256_div_ps(a[i], steps)), steps);
-            __m256 minus = _mm256_andnot_ps(_mm256_cmp_ps(v[i], _mm256_setzero_ps(), _CMP_GE_OQ), sign);
-            store_floats(out + i * (ptrdiff_t)half, _mm256_xor_ps(q, minus), kind);
+            __m256 minus = _mm256_sub_ps(_mm256_setzero_ps(), q); /* of zero +0.0 */
+            q = _mm256_blendv_ps(minus, q, _mm256_cmp_ps(v[i], _mm256_setzero_ps(), _CMP_GE_OQ));
+            store_floats(out + i * (ptrdiff_t)half, q, kind);
         }
     }
 }

@@ -66,8 +66,9 @@ static void unpack(const struct unpack_plan *plan, const uint8_t *codes, const u
 }
 
 /* ModelOpt's GPU op for activations: no lower clamp on the scale byte, and a step under 1e-5 becomes 1
- * (modelopt/torch/kernels/quantization/gemm/fp4_kernel_hopper.py and common/nvfp4_quant.py). Not a number becomes -6
- * steps there, and so here. */
+ * (modelopt/torch/kernels/quantization/gemm/fp4_kernel_hopper.py and common/nvfp4_quant.py). A negative number that
+ * rounds to zero becomes +0.0, and not a number -6 steps, there and so here. The GPU divides approximately, so elements within
+ * two last bits of a tie may fall to its other side there. */
 static void fake_quant(const struct fake_plan *plan, const void *x, size_t blocks, void *out)
 {
     const size_t group = (size_t)plan->group;
@@ -85,7 +86,7 @@ static void fake_quant(const struct fake_plan *plan, const void *x, size_t block
         for (size_t i = 0; i < group; i++) {
             float v = load_as_float(x, plan->kind, b * group + i);
             float q = E2M1_VALUE[e2m1_index((v < 0 ? -v : v) / step)] * step;
-            store_from_float(out, plan->kind, b * group + i, v >= 0 ? q : -q);
+            store_from_float(out, plan->kind, b * group + i, v >= 0 ? q : 0.f - q);
         }
     }
 }

@@ -101,7 +101,6 @@ def test_a_gpu_sweep_takes_a_code_as_good_as_ours():
 
 def test_torchao_differs_by_reciprocals_and_the_sign_of_zero_alone():
     """torchao divides amax by 6 first, clamps block scales to 2^-6, multiplies by reciprocals, keeps -0.0; nothing else."""
-    seen = {"scales": 0, "codes": 0}
     for case, a in kept("torchao_nvfp4.npz").items():
         x, scale = a["x"].astype(np.float32), np.float32(a["tensor_scale"])
         t = nvfp4.pack(a["x"], tensor_scale=float(scale))
@@ -117,9 +116,8 @@ def test_torchao_differs_by_reciprocals_and_the_sign_of_zero_alone():
         explained = near(quotient, MIDPOINTS.astype(np.float64)) | wrong_scale[..., None] | (quotient == 0)
         wrong = nibbles[0] != nibbles[1]
         assert not (wrong & ~explained).any(), case
-        assert ((nibbles[0] & 7)[blocks == 0] == (nibbles[1] & 7)[blocks == 0]).all(), case
-        seen["scales"] += int(wrong_scale.sum())
-        seen["codes"] += int((wrong & (blocks != 0)).sum())
+        assert ((nibbles[0] & 7)[quotient == 0] == (nibbles[1] & 7)[quotient == 0]).all(), case
+        if case.startswith("gaussian"):
+            assert not wrong_scale.any() and not wrong.any(), case
         if case.startswith("minus zero"):
             assert (nibbles[1] == 8).all() and not nibbles[0].any()
-    assert seen["codes"] < 0.02 * 12 * 2048

@@ -70,7 +70,7 @@ def test_variants_agree_on_many_random_weights():
         pattern[:256] = pattern[:256] & 0x83FF | 0x3C00
         x = in_dtype(pattern.view(DTYPES[2]).astype(np.float32), DTYPES[2])
         scale = float(np.exp(rng.uniform(-12, 2)))
-        for way in ({"tensor_scale": scale}, {"tensor_scale": scale, "scale": "four_over_six"}):
+        for way in ({"tensor_scale": scale, "scale": s} for s in ("amax", "four_over_six", "sweep")):
             nvfp4.set_variant("serial")
             wanted = packed(x, **way)
             for variant in SIMD:

@@ -93,7 +93,7 @@ def product(
 ) -> torch.Tensor:
     """x [..., K] on a CPU times the packed weights [N, K], transposed → [..., N] in x's dtype.
 
-    Each weight is decoded in registers, so only the packed bytes are read; sums are float32. For few rows: beyond eight
+    Each weight is decoded in registers, so only the packed bytes are read; sums are float32. For few rows: beyond four
     or so, dequantizing once and a matrix product are faster. scale is a divisor where `divides`.
     """
     import torch

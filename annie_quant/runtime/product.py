@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 BLOCK_BYTES = 8 << 20  # dequantized weights alive at a time on a CPU
 BLOCK_BYTES_GPU = 1 << 28
-FEW_ROWS = 8  # of x: up to here a product with packed weights is faster than dequantizing them (tests/perf/runtime.md)
+FEW_ROWS = 4  # of x: up to here a product with packed weights is faster than dequantizing them (tests/perf/runtime.md)
 
 
 def linear(layer: NVFP4Linear, x: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 python tests/perf/bench_runtime.py linear                        NVFP4Linear at M = 1 on this CPU
 python tests/perf/bench_runtime.py load DIR                      loading a checkpoint against reading its bytes
-python tests/perf/bench_runtime.py verify DIR REFERENCE          verification against plain generation
+python tests/perf/bench_runtime.py verify DIR REFERENCE [N]      verification against plain generation
 python tests/perf/bench_runtime.py gpu DIR REFERENCE CONVERSATIONS    everything that needs a CUDA GPU
 """
 
@@ -94,7 +94,7 @@ def load(folder: str) -> None:
     size = sum(f.stat().st_size for f in files)
 
     def touch(tensors) -> int:
-        return sum(int(t.view(torch.uint8).view(-1)[::64].sum()) for t in tensors)
+        return sum(int(t.contiguous().view(-1).view(torch.uint8)[::64].sum()) for t in tensors)
 
     def read():
         for file in files:
@@ -105,7 +105,7 @@ def load(folder: str) -> None:
     print(f"{size / 1e9:.2f} GB: read {reading / 1e3:.2f} s, load {loading / 1e3:.2f} s ({loading / reading:.2f}x)")
 
 
-def verify(folder: str, reference: str, n: int = 60) -> None:
+def verify(folder: str, reference: str, count: str = "60") -> None:
     """The same answers by verification and by transformers' generate, one request at a time."""
     from annie_quant import judge, runtime
     from annie_quant.runtime.decoding import Decoded
@@ -114,11 +114,11 @@ def verify(folder: str, reference: str, n: int = 60) -> None:
     from annie_quant.runtime.prompts import Template
     from annie_quant.runtime.verification import answers, first_difference, target_of
 
-    template = Template(reference)
+    template, n = Template(reference), int(count)
     with tempfile.TemporaryDirectory() as cache:
         known = Reference(Path(reference), template, "float32", "cpu", Path(cache), 128)
         asked = known.converse(
-            judge.sample([w for w in judge.load_workloads() if not w.cases[0].turns], 12), lambda *_: None
+            judge.sample([w for w in judge.load_workloads() if not w.cases[0].turns], max(12, n // 4)), lambda *_: None
         )[:n]
     for numerics in ("w4a4", "w4a16"):
         model = runtime.load(folder, numerics, cache="float32", dtype=torch.float32)
@@ -235,11 +235,23 @@ def gpu_modelopt(reference: str) -> None:
                 amax = [getattr(p, side)._amax for p in parts if getattr(p, side).is_enabled]
                 for value in amax:
                     value.copy_(torch.stack(amax).max(0).values)
+    given: dict = {}
+    hooks = [
+        m.register_forward_hook(lambda _, args, y, name=name: given.update({name: (args[0].clone(), y.clone())}))
+        for name, m in model.named_modules()
+        if hasattr(m, "weight_quantizer") and m.weight_quantizer.is_enabled
+    ]
     theirs = model(ids).logits.double()
+    for hook in hooks:
+        hook.remove()
     with tempfile.TemporaryDirectory() as folder:
         export_hf_checkpoint(model.to(torch.float32), export_dir=folder)
-        ours = runtime.load(folder, "w4a4", cache="float32", dtype=torch.float32, device="cuda")(ids).logits.double()
+        loaded = runtime.load(folder, "w4a4", cache="float32", dtype=torch.float32, device="cuda")
+        ours = loaded(ids).logits.double()
+        apart = {n: float((loaded.get_submodule(n)(x) - y).norm() / y.norm()) for n, (x, y) in given.items()}
         packed = runtime.load(folder, "w4a4", dtype=torch.bfloat16, device="cuda")(ids).logits.double()
+    worst = sorted(apart, key=lambda n: -apart[n])[:5]
+    print("linear by linear on ModelOpt's own inputs, largest relative L2:", {n: f"{apart[n]:.1e}" for n in worst})
     for name, seen in (("float32", ours), ("bf16, our kernels", packed)):
         same = (seen.argmax(-1) == theirs.argmax(-1)).double().mean()
         rel = (seen - theirs).norm() / theirs.norm()

@@ -79,6 +79,17 @@ def test_variants_agree_on_many_random_weights():
         left -= x.size
 
 
+@pytest.mark.parametrize("scale", [2.0**-60, 2.0**-120, 2.0**100])
+def test_variants_agree_on_a_tensor_scale_far_from_the_weights(scale):
+    """Every code clips, or none reaches: floats over- or underflow there, and the exact search decides."""
+    w = np.random.default_rng(3).standard_normal((8, 256)).astype(np.float16) * np.float16(1000)
+    nvfp4.set_variant("serial")
+    wanted = packed(w, tensor_scale=scale, scale="sweep")
+    for variant in SIMD:
+        nvfp4.set_variant(variant)
+        np.testing.assert_array_equal(packed(w, tensor_scale=scale, scale="sweep"), wanted, variant)
+
+
 @pytest.mark.parametrize("variant", nvfp4.variants())
 def test_all_lengths_and_alignments(variant):
     """Tails of the SIMD loops, and outputs that no aligned store may touch."""

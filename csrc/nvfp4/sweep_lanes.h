@@ -253,7 +253,9 @@ static inline __attribute__((always_inline)) lanes_i choose_eight(const struct p
     }
     /* Floats neither over- nor underflow in here only in a middle range. */
     const lanes_f unit = weight_sum * (delta * delta);
-    const lanes_i ranged = (top > 1e-12f) & (top < 1e12f) & (unit > 1e-36f) & (unit < 1e22f);
+    const lanes_f finest = steps_of(plan, all_lanes_i(1)), quotient = top / finest;
+    const lanes_i ranged = (top > 1e-12f) & (top < 1e12f) & (unit > 1e-36f) & (unit < 1e22f) & (finest > 1e-18f) & (finest < 1e12f) &
+                           (quotient < 1e15f) & (quotient * quotient * (weight_sum + 1.f) < 1e36f);
     const lanes_f near = root(tried.least) * 1.00001f + reach, bound = near * near * 1.00001f;
     lanes_i close = all_lanes_i(0), best = all_lanes_i(0);
     for (int k = 0; k < tried.count; k++) {

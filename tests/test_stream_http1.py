@@ -242,8 +242,9 @@ def test_no_stamp_comes_before_what_it_stamps(tls: bool, gap_s: float, tmp_path)
     assert len(sent) == 4 * count
     known = rows["kernel_ns"] != 0
     if gap_s or not tls:  # a flood over TLS leaves hardly a read that took just what had come
-        assert known.mean() > (0.3 if tls else 0.95)
-    assert (rows["kernel_ns"] - np.array(sent))[known].min() > -200_000, "the clocks' distance is known to some µs"
+        assert known.mean() > (0.7 if tls else 0.95)
+    early = (rows["kernel_ns"] - np.array(sent))[known]  # none is known in some floods over TLS
+    assert (early > -50_000).all(), "the clocks' distance is known to some µs"
     assert (rows["user_ns"] - np.array(sent)).min() > 0
     overread = (rows["flags"] & 8) != 0
     assert not (known & overread).any() and (tls or not overread.any())

@@ -166,32 +166,32 @@ struct Activations {
     static constexpr int kBatch = kUnits < 4 ? kUnits : 4, kBatches = kUnits / kBatch;
     uint4 v[kBatch][2];
 
-    // A load takes 4 tokens x 128 bytes. `x` lies at the step's first column and this lane's token and 8 columns of it; `columns` and
-    // `tokens` are what is left from there on.
+    // A lane takes 32 bytes of a token, a load 8 tokens. `x` lies at the step's first column and this lane's token and 16 columns of it;
+    // `columns` and `tokens` are what is left from there on.
     __device__ __forceinline__ void load(const uint16_t *x, int64_t ldx, int columns, int tokens, int batch) {
 #pragma unroll
         for (int i = 0; i < kBatch; i++) {
             const int token = (batch * (kBatch / kParts) + i / kParts) * 8, q = i % kParts;
+            const bool there = token < tokens && q * 64 < columns;  // beyond: zeros, since padded codes are zeros and 0 * NaN is not
+            const uint4 *from = (const uint4 *)(x + token * ldx + q * 64);
 #pragma unroll
-            for (int j = 0; j < 2; j++) {
-                const bool there = token + 4 * j < tokens && q * 64 < columns;  // beyond: zeros, since padded codes are zeros and 0 * NaN is not
-                v[i][j] = there ? __ldg((const uint4 *)(x + (token + 4 * j) * ldx + q * 64)) : make_uint4(0, 0, 0, 0);
-            }
+            for (int j = 0; j < 2; j++) v[i][j] = there ? __ldg(from + j) : make_uint4(0, 0, 0, 0);
         }
     }
     // columns 16 l + 4 i + 2 h of the 64 go to word l of the 16 bytes 2 i + h
     __device__ __forceinline__ void store(uint8_t *x, int batch, int lane) const {
-        const int t = lane >> 3, half = (lane & 1) * 4;
-        x += batch * (kBatch / kParts) * 1024 + t * 128 + (lane >> 1 & 3) * 4;
+        const int t = lane >> 2;
+        x += batch * (kBatch / kParts) * 1024 + t * 128 + (lane & 3) * 4;
 #pragma unroll
-        for (int i = 0; i < kBatch; i++)
+        for (int i = 0; i < kBatch; i++) {
+            uint8_t *row = x + i % kParts * (TOKENS * 128) + i / kParts * 1024;
 #pragma unroll
             for (int j = 0; j < 2; j++) {
-                uint8_t *row = x + i % kParts * (TOKENS * 128) + i / kParts * 1024 + j * 512;
                 const uint32_t w[4] = {v[i][j].x, v[i][j].y, v[i][j].z, v[i][j].w};
 #pragma unroll
-                for (int p = 0; p < 4; p++) *(uint32_t *)(row + (((half + p) ^ (t + 4 * j)) << 4)) = w[p];
+                for (int p = 0; p < 4; p++) *(uint32_t *)(row + (((j * 4 + p) ^ t) << 4)) = w[p];
             }
+        }
     }
 };
 
@@ -207,7 +207,7 @@ __device__ void bring_activations(const WgmmaArgs &a, Ring<TOKENS, KS> ring, int
         c += steps * KS;
         while (it < work.last && c >= work.c0 + whole) it += work.stride, c -= whole;
         if (it >= work.last) return;
-        const int m0 = TileAt<TOKENS, KS>(a, it).m0, column = c * kCols + (lane & 7) * 8, t = lane >> 3;
+        const int m0 = TileAt<TOKENS, KS>(a, it).m0, column = c * kCols + (lane & 3) * 16, t = lane >> 2;
         x = a.x + (int64_t)(m0 + t) * a.ldx + column;
         columns = end - column, tokens = a.m - m0 - t;
     };

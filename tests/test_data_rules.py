@@ -9,12 +9,12 @@ import pytest
 
 from annie_quant.data import check_apart, check_prompt_hash, generate, load_persona, validate
 from annie_quant.data.near import Near
-from annie_quant.data.persona import FOLDER
 from annie_quant.data.rows import gate_texts
 from annie_quant.data.teachers import _prompted
 from annie_quant.data.validate import MAX_ANSWER, faults
 from annie_quant.errors import UsageError
 from annie_quant.judge import load_workloads
+from annie_quant.persona import FOLDER
 
 OWN = {
     "name": "Bruno",

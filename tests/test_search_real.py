@@ -15,8 +15,8 @@ import pytest
 from annie_quant import search
 from annie_quant.console import Console
 from annie_quant.data import generate, load_persona, read_rows
-from annie_quant.data.persona import FOLDER
 from annie_quant.errors import UsageError
+from annie_quant.persona import FOLDER
 from annie_quant.rundir import RunDirectory
 from annie_quant.search import explain
 from annie_quant.stages import Stages

@@ -10,10 +10,10 @@ check_prompt_hash(rows, persona, allow=False)     the data has the system prompt
 from __future__ import annotations
 
 from annie_quant.data.generate import CATEGORIES, Limits, generate
-from annie_quant.data.persona import Category, Persona, load_persona
 from annie_quant.data.rows import check_apart, check_prompt_hash, read_rows
 from annie_quant.data.teachers._base import Options
 from annie_quant.data.validate import validate
+from annie_quant.persona import Category, Persona, load_persona
 
 __all__ = [
     "CATEGORIES",

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from annie_quant.data.persona import Persona
 from annie_quant.files import write_text
+from annie_quant.persona import Persona
 
 MARK = "<!-- annie-quant data -->"
 

@@ -22,12 +22,12 @@ from annie_quant.data import teachers
 from annie_quant.data.card import write_card
 from annie_quant.data.journal import Journal, journal_path
 from annie_quant.data.near import Near, user_text
-from annie_quant.data.persona import Category, Persona, load_persona
 from annie_quant.data.rows import gate_texts, read_rows
 from annie_quant.data.teachers._base import Batch, Failed, Limited, Options, Teacher
 from annie_quant.data.validate import faults, validate
 from annie_quant.errors import AnnieError, ServerError, UsageError
 from annie_quant.files import replacing
+from annie_quant.persona import Category, Persona, load_persona
 
 CATEGORIES = ("greeting", "factual", "memory", "web", "multi_turn")
 SPLITS = ("train", "calibration", "gate")

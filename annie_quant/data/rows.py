@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from annie_quant.data.near import Near, user_text
-from annie_quant.data.persona import load_persona
 from annie_quant.errors import UsageError
 from annie_quant.files import sha256_text
+from annie_quant.persona import load_persona
 
 Rows = str | os.PathLike | Sequence[Mapping[str, Any]]
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from annie_quant.data.near import Near, user_text
-from annie_quant.data.persona import Persona, load_persona
+from annie_quant.persona import Persona, load_persona
 
 MIN_VALID = 400 / 500
 MIN_TOOLS = 80 / 200  # of the conversations that should call one

@@ -84,7 +84,7 @@ class Workload:
     def _persona(self) -> Any:
         if self.persona is None:
             return None
-        from annie_quant.data import load_persona
+        from annie_quant.persona import load_persona
 
         return load_persona(self.persona)
 

@@ -42,7 +42,7 @@ def check_checkpoint(checkpoint: Path, personas: Iterable[str], allow: bool = Fa
     kept = read_json(file).get("prompt_sha256") if file.is_file() else None
     if not kept:
         return None
-    from annie_quant.data import load_persona
+    from annie_quant.persona import load_persona
 
     other = [p for p in sorted(set(personas)) if load_persona(p).prompt_sha256 not in kept]
     if not other:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from annie_quant.data.persona import Category, Persona
+from annie_quant.persona import Category, Persona
 
 
 @dataclass(frozen=True)

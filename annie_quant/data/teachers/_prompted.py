@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from annie_quant.data.persona import Category, Persona
 from annie_quant.data.teachers._base import Batch, Failed
+from annie_quant.persona import Category, Persona
 
 SHOWN = 30  # earlier texts that a prompt asks not to repeat
 _FENCE = re.compile(r"^\s*```[\w-]*\s*$", re.MULTILINE)

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from annie_quant.data import grammar
-from annie_quant.data.persona import Category, Persona
 from annie_quant.data.teachers._base import Batch, Options
 from annie_quant.errors import UsageError
+from annie_quant.persona import Category, Persona
 
 NAME = "offline"
 SUMMARY = "built-in templates: no model, no network, the same rows for the same seed"

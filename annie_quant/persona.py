@@ -16,7 +16,7 @@ from typing import Any
 from annie_quant.errors import UsageError
 from annie_quant.files import sha256_text
 
-FOLDER = Path(__file__).resolve().parent.parent / "assets" / "personas"
+FOLDER = Path(__file__).resolve().parent / "assets" / "personas"
 TURNS = 5
 _FIELDS = {"name": str, "system_prompt": str, "tools": list, "rules": list, "examples": list}
 _OF_TOOL = {

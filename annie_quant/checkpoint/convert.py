@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -147,7 +146,7 @@ def to_folder(
     with staged(target, stamp, force) as part:
         shards = writer.write(part, plan, shard_bytes, progress=progress, resume=True)
         size_bytes = sum(s.stat().st_size for s in shards)
-        carry(folder, part)
+        writer.carry(folder, part)
         for file, value in beside.items():
             write_json(part / file, value)
         write_json(part / "config.json", {**folder.config, "quantization_config": inline})
@@ -163,10 +162,3 @@ def to_folder(
         "tensors": len(plan),
         "loss": loss,
     }
-
-
-def carry(folder: ModelFolder, target: Path) -> None:
-    """Copy the tokenizer, template, processor and licence files; the configurations are written anew."""
-    for path in folder.small_files():
-        if path.name not in ("config.json", "hf_quant_config.json"):
-            shutil.copyfile(path, target / path.name)

@@ -14,7 +14,6 @@ import ml_dtypes
 import numpy as np
 
 from annie_quant.checkpoint import gguf_names, writer
-from annie_quant.checkpoint.convert import carry
 from annie_quant.checkpoint.dialects import modelopt
 from annie_quant.checkpoint.linears import is_linear
 from annie_quant.checkpoint.shards import ModelFolder
@@ -67,7 +66,7 @@ def restore(
         if is_linear(name, shape):
             excluded.append(module)
     writer.write(target, plan, shard_bytes)
-    carry(like, target)
+    writer.carry(like, target)
     settings = {k: v for k, v in like.config.items() if k != "quantization_config"}
     if formats:
         inline, beside = modelopt.small_files(formats, sorted(excluded), 16, all(scaled))

@@ -18,7 +18,7 @@ import numpy as np
 
 from annie_quant.checkpoint import against, dialects, folds, header, naming, writer
 from annie_quant.checkpoint.audit import Audit, audit
-from annie_quant.checkpoint.convert import QUANTIZER, carry
+from annie_quant.checkpoint.convert import QUANTIZER
 from annie_quant.checkpoint.dialects import modelopt
 from annie_quant.checkpoint.linears import Linear, fused_groups, is_linear
 from annie_quant.checkpoint.shards import ModelFolder, ShardError
@@ -257,7 +257,7 @@ class Repair:
             self.actions.append("config.json and hf_quant_config.json written from what is on disk")
         config = self.naming.config()
         writer.write(target, [replace(t, name=self.naming.name(t.name)) for t in plan])
-        carry(self.folder, target)
+        writer.carry(self.folder, target)
         self.naming.small_files(target)
         for file, value in beside.items():
             write_json(target / file, value)

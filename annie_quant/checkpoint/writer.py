@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from annie_quant.checkpoint import header
-from annie_quant.checkpoint.shards import INDEX, SINGLE
+from annie_quant.checkpoint.shards import INDEX, SINGLE, ModelFolder
 from annie_quant.errors import EnvironmentFault
 from annie_quant.files import replacing, write_json
 
@@ -166,3 +166,10 @@ def need_room(folder: Path, size_bytes: int) -> None:
             f"{folder}: {size_bytes / 1e9:.2f} GB to write and {free / 1e9:.2f} GB free",
             "free some disk, or choose --output",
         )
+
+
+def carry(folder: ModelFolder, target: Path) -> None:
+    """Copy the tokenizer, template, processor and licence files; the configurations are written anew."""
+    for path in folder.small_files():
+        if path.name not in ("config.json", "hf_quant_config.json"):
+            shutil.copyfile(path, target / path.name)

@@ -194,12 +194,14 @@ def test_a_large_request_is_sent_whole_and_an_early_answer_counts() -> None:
             connection, _ = listener.accept()
             connection.recv(1000)
             connection.sendall(b"HTTP/1.1 413 Too large\r\nContent-Length: 8\r\n\r\ntoo long")
-            time.sleep(0.3)
+            answered.wait(10)
             connection.close()
 
+        answered = threading.Event()
         thread = threading.Thread(target=refuse)
         thread.start()
         record = aq.stream.run([Request(url, json={"p": prompt}, timeout_s=5)]).records()[0]
+        answered.set()
         thread.join()
     assert (record["status"], record["cause"]) == (413, "http") and "too long" in record["error"]
 
@@ -231,6 +233,18 @@ def test_no_stamp_comes_before_what_it_stamps(tls: bool, gap_s: float, tmp_path)
         subprocess.run([*command, "-keyout", pem, "-out", f"{pem}.crt"], capture_output=True, check=True)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(f"{pem}.crt", pem)
+    shares = []
+    for _ in range(
+        3
+    ):  # how many reads take just what had come depends on the machine's other work; what is early never may
+        shares.append(check_stamps(gap_s, context, tls))
+        if shares[-1] > (0.7 if tls else 0.95) or (tls and not gap_s):
+            return  # a flood over TLS leaves hardly a read that took just what had come
+    raise AssertionError(f"few events bear a kernel stamp: {shares}")
+
+
+def check_stamps(gap_s: float, context: ssl.SSLContext | None, tls: bool) -> float:
+    """One run's stamps against the server's own; returns the share of events with a kernel stamp."""
     count = 200 if gap_s else 2000
     with RawServer(stamped(count, gap_s), tls=context) as server:
         timings = aq.stream.run([Request(server.url, json={}, timeout_s=20)] * 4, 4, verify_tls=False)
@@ -241,10 +255,9 @@ def test_no_stamp_comes_before_what_it_stamps(tls: bool, gap_s: float, tmp_path)
     ]
     assert len(sent) == 4 * count
     known = rows["kernel_ns"] != 0
-    if gap_s or not tls:  # a flood over TLS leaves hardly a read that took just what had come
-        assert known.mean() > (0.7 if tls else 0.95)
     early = (rows["kernel_ns"] - np.array(sent))[known]  # none is known in some floods over TLS
     assert (early > -50_000).all(), "the clocks' distance is known to some µs"
     assert (rows["user_ns"] - np.array(sent)).min() > 0
     overread = (rows["flags"] & 8) != 0
     assert not (known & overread).any() and (tls or not overread.any())
+    return float(known.mean())

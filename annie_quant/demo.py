@@ -111,9 +111,11 @@ class Line:
 
     def measure(self, step: Any) -> dict[str, Any]:
         from annie_quant import bench, judge, serve
+        from annie_quant.bench import memory
 
         workloads = judge.sample(judge.load_workloads(), self.n_served)
         servers, source = [], self.stages.base["model"]
+        used = memory.system_used()
         try:
             for name in SIDES:
                 step.say(f"starting {name}")
@@ -130,7 +132,9 @@ class Line:
         finally:
             for server in servers:
                 server.stop()
-        return {"summary": f"{done['requests']} requests"}
+        left = memory.after_stop(10.0)
+        kept = None if used is None or left is None else left - used
+        return {"summary": f"{done['requests']} requests", "memory_kept_after_stop_bytes": kept}
 
     def same_bench(self) -> bool:
         """Whether the records there are come from these very settings; others are measured anew."""

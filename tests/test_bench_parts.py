@@ -220,6 +220,16 @@ def test_memory_of_a_process_and_its_children():
     assert memory.sample(2**22 + 1)["process_rss_bytes"] is None
 
 
+def test_memory_after_a_stop_is_waited_for(monkeypatch):
+    """The machine's use falls for two looks and is then steady within 64 MiB: that is the figure."""
+    looks = iter([9 << 30, 6 << 30, 4 << 30, (4 << 30) - 1000, 0])
+    monkeypatch.setattr(memory, "system_used", lambda: next(looks))
+    monkeypatch.setattr(memory.time, "sleep", lambda s: None)
+    assert memory.after_stop() == (4 << 30) - 1000
+    monkeypatch.setattr(memory, "system_used", lambda: None)
+    assert memory.after_stop() is None
+
+
 def test_bench_never_imports_torch():
     code = "import sys, annie_quant.bench; assert not {'torch', 'scipy', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -35,7 +35,7 @@ def sample(pid: int) -> dict[str, int | None]:
     pids = _family(pid)
     return {
         "process_rss_bytes": _rss(pids),
-        "system_used_bytes": _system_used(),
+        "system_used_bytes": system_used(),
         "gpu_process_bytes": _gpu(pids),
         "cgroup_bytes": _cgroup(pid),
     }
@@ -77,17 +77,18 @@ def after_stop(timeout_s: float = 30.0, steady_bytes: int = 64 << 20) -> int | N
 
     A stopped server gives its memory back late on unified memory; None where the kernel does not tell.
     """
-    deadline, before = time.monotonic() + timeout_s, _system_used()
+    deadline, before = time.monotonic() + timeout_s, system_used()
     while before is not None and time.monotonic() < deadline:
         time.sleep(1.0)
-        now = _system_used()
+        now = system_used()
         if now is None or abs(now - before) <= steady_bytes:
             return now
         before = now
     return before
 
 
-def _system_used() -> int | None:
+def system_used() -> int | None:
+    """MemTotal - MemAvailable in bytes; None where the kernel does not tell."""
     memory = meminfo()
     return memory["MemTotal"] - memory["MemAvailable"] if {"MemTotal", "MemAvailable"} <= memory.keys() else None
 

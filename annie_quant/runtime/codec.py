@@ -140,8 +140,8 @@ def fake_quant_now(x: torch.Tensor, tensor_scale: float, group: int) -> torch.Te
 def fake_quant_torch(x: torch.Tensor, tensor_scale: float, group: int = 16) -> torch.Tensor:
     """fake_quant in torch ops. Divides are true divides: a reciprocal differs on near-ties.
 
-    As ModelOpt's op does: a block whose step is under 1e-5 gets the step 1, NaN becomes -6 steps and is passed over
-    when the block's largest magnitude is sought.
+    As ModelOpt's op does: what rounds to zero is +0.0; a block whose step is under 1e-5 gets the step 1; NaN becomes -6
+    steps and is passed over when the block's largest magnitude is sought.
     """
     import torch
 
@@ -157,7 +157,7 @@ def fake_quant_torch(x: torch.Tensor, tensor_scale: float, group: int = 16) -> t
     # Ties go to the even code: at midpoints 0, 2, 4, 6 a tie stays below, at 1, 3, 5 it goes up; NaN goes all the way.
     index = sum(~(magnitude <= m) if i % 2 == 0 else ~(magnitude < m) for i, m in enumerate(MIDPOINTS))
     values = torch.tensor(E2M1[:8], dtype=torch.float32, device=x.device)[index] * step
-    return torch.where(blocks >= 0, values, -values).reshape(x.shape).to(x.dtype)
+    return torch.where(blocks >= 0, values, 0.0 - values).reshape(x.shape).to(x.dtype)
 
 
 @functools.cache

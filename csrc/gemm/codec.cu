@@ -106,7 +106,7 @@ __global__ void fake_quant_kernel(const T *x, int64_t blocks, float ts, T *out) 
 #pragma unroll
     for (int i = 0; i < kBlock; i++) {
         const float mag = __fmul_rn(e2m1_value(e2m1_magnitude(__fdiv_rn(fabsf(v[i]), step))), step);
-        store_as(u.t + i, v[i] >= 0.f ? mag : -mag);
+        store_as(u.t + i, v[i] >= 0.f ? mag : __fsub_rn(0.f, mag));  // a negative number that rounds to zero becomes +0.0, as there
     }
 #pragma unroll
     for (int i = 0; i < (int)(kBlock * sizeof(T) / 16); i++) ((uint4 *)(out + b * kBlock))[i] = u.q[i];

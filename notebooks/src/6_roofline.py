@@ -41,7 +41,8 @@ plt.show()
 
 # %%
 root = next(p for p in (Path.cwd(), *Path.cwd().parents) if (p / "tests/perf/gemm.md").is_file())
-lines = [x for x in (root / "tests/perf/gemm.md").read_text().splitlines() if x.startswith("|")]
+text = (root / "tests/perf/gemm.md").read_text()
+lines = text[text.index("| N x K") :].split("\n\n")[0].splitlines()  # the first table
 header = [c.strip() for c in lines[0].strip("|").split("|")]
 sizes = [int(c.removeprefix("M = ")) for c in header[1:]]
 figure, axes = plt.subplots(figsize=(7.5, 3.6), layout="constrained")
@@ -50,8 +51,6 @@ for line in lines[2:]:
     best = [
         max(map(float, re.search(r"\(([\d.]+) / ([\d.]+)x\)", c).groups())) if "(" in c else np.nan for c in cells[1:]
     ]
-    if len(best) != len(sizes):
-        break
     axes.semilogx(sizes, best, marker=".", base=2, label=cells[0])
 axes.axhline(16 / 4.5, color="0.6", linestyle=":")
 axes.axhline(1, color="0.8")

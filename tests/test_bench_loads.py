@@ -179,3 +179,20 @@ def test_what_is_open_is_named(tmp_path):
         "a: non_empty (10 of 10)",
         "a: thinking_leak (10 of 10)",
     ]
+
+
+def test_going_on_is_no_look_of_its_own(two, tmp_path, monkeypatch):
+    """Killed between two looks: the next go may stop at the next planned look, not at once."""
+    many = workload("greeting", [{"id": f"g{i}", "messages": ask(f"Hello {i}")} for i in range(20)])
+
+    def tired(done, total, text):
+        if done == 14:
+            raise KeyboardInterrupt
+
+    options = {"warmup": 0, "runs": 1, "stop_early": True, "with_memory": False}
+    with pytest.raises(KeyboardInterrupt):
+        bench.run(backends(*two), [many], tmp_path, progress=tired, **options)
+    monkeypatch.setattr(sequential, "open_questions", lambda *_: [])
+    result = bench.run(backends(*two), [many], tmp_path, **options)
+    assert sequential.looks(40, 4) == [8, 16, 24, 32]
+    assert result["requests"] == 16 and result["ended"]["stopped"]["look"] == 2

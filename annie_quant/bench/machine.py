@@ -39,11 +39,15 @@ def load_per_core() -> float:
 def meminfo() -> dict[str, int]:
     """/proc/meminfo in bytes; empty where there is none."""
     try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return parse_meminfo(Path("/proc/meminfo").read_text(encoding="ascii"))
     except OSError:
         return {}
-    fields = (line.split() for line in lines)
-    return {f[0].rstrip(":"): int(f[1]) * 1024 for f in fields if len(f) == 3}
+
+
+def parse_meminfo(text: str) -> dict[str, int]:
+    """The lines of /proc/meminfo that are sizes, in bytes."""
+    fields = (line.split() for line in text.splitlines())
+    return {f[0].rstrip(":"): int(f[1]) * 1024 for f in fields if len(f) == 3 and f[1].isdigit()}
 
 
 def _cpu() -> str | None:

@@ -96,7 +96,8 @@ class Session:
         left = [v for v in visits if any(i not in self.done for case, repeat in v.cases for i in v.ids(case, repeat))]
         looks = sequential.looks(len(visits), 2 * len(names)) if stop_early else []
         asked = len(visits) - len(left)
-        if any(look <= asked < len(visits) for look in looks) and self._decided():
+        # Only at a planned look, though the run goes on from anywhere: a look more would not be allowed for.
+        if asked in looks and self._decided():
             self._greet(smoke=False)
             return _stopped(len(left), asked, looks)
         self._greet(smoke=bool(left))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from annie_quant.doctor.probe import Finding, Probe, finding, meminfo
+from annie_quant.bench.machine import parse_meminfo
+from annie_quant.doctor.probe import Finding, Probe, finding
 
 EXTRAS = {
     "quantize": ("torch", "transformers", "modelopt", "accelerate", "gguf"),
@@ -82,7 +83,7 @@ def check_extras(probe: Probe) -> list[Finding]:
 
 def check_memory(probe: Probe) -> list[Finding]:
     """MemAvailable, and the page cache, which on unified memory stands in the way of large allocations."""
-    memory = meminfo(probe)
+    memory = parse_meminfo(probe.read("/proc/meminfo") or "")
     if not {"MemTotal", "MemAvailable"} <= memory.keys():
         return [finding("note", "memory", "/proc/meminfo cannot be read")]
     total, available, cached = memory["MemTotal"], memory["MemAvailable"], memory.get("Cached", 0)

@@ -9,7 +9,6 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,9 +86,3 @@ class Probe:
         """torch's own CUDA version, asked in another process: importing torch here would cost seconds and memory."""
         done = self.run(sys.executable, "-c", "import torch; print(torch.version.cuda or '')", timeout_s=60)
         return done.text or None if done.code == 0 else None
-
-
-def meminfo(probe: Probe) -> dict[str, int]:
-    """/proc/meminfo in bytes; empty where there is none."""
-    fields: Sequence[list[str]] = [line.split() for line in (probe.read("/proc/meminfo") or "").splitlines()]
-    return {f[0].rstrip(":"): int(f[1]) * 1024 for f in fields if len(f) == 3 and f[1].isdigit()}

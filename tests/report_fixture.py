@@ -353,6 +353,13 @@ def make_run(folder: str | Path, n: int = 30, seed: int = 0, hostile: bool = Tru
         "served": {m[0]: served_part(by_backend[m[0]], m) for m in MODELS},
         "comparisons": comparisons(rows),
         "turns": turns,
+        "tool_surface": {
+            m[0]: [
+                {"n_tools": n, "passes": 15 - lost, "n": 15, "low": 0.1, "high": 1.0, "p": 0.5, "worse": lost > 9}
+                for n, lost in ((1, 0), (8, 1), (64, 12))
+            ]
+            for m in MODELS[:2]
+        },
         "crossover": [
             {"a": "bf16", "b": "q4_k_m", "tokens": None, "faster_when_short": "q4_k_m", "faster_when_long": "q4_k_m"}
         ],

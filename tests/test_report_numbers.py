@@ -274,6 +274,14 @@ def test_plots_are_files_of_their_own(run):
         assert root.tag.endswith("svg") and root.find("{http://www.w3.org/2000/svg}title").text
 
 
+def test_the_tool_surface_is_drawn_with_its_counts_and_its_cliff(run):
+    drawn = (run["folder"] / "plots" / "tool-surface.svg").read_text()
+    for n_tools, passes in ((1, 15), (8, 14), (64, 3)):
+        assert f"{n_tools} tools: {passes} of 15" in drawn
+    # Only 64 tools are surely worse than one: a hollow mark for each of the two backends drawn.
+    assert drawn.count('class="o ') == 2
+
+
 def test_ten_thousand_records_build_in_ten_seconds(tmp_path):
     import time
 

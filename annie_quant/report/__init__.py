@@ -29,7 +29,16 @@ def build(run_dir: str | os.PathLike) -> list[Path]:
 
 def compose(run_dir: str | os.PathLike) -> dict[str, str]:
     """The report's files as {relative path: text}, report.html first; nothing is written."""
-    from annie_quant.report import figures, markdown, page, recount, size_figures, tables, timing_figures
+    from annie_quant.report import (
+        figures,
+        markdown,
+        page,
+        recount,
+        size_figures,
+        surface_figure,
+        tables,
+        timing_figures,
+    )
     from annie_quant.report.load import load
 
     run = load(Path(run_dir))
@@ -39,6 +48,7 @@ def compose(run_dir: str | os.PathLike) -> dict[str, str]:
         figures.offline_and_served(run),
         figures.kl_panels(run),
         size_figures.pareto(run),
+        surface_figure.tool_surface(run),
         timing_figures.turns(run),
         timing_figures.distributions(run, clocked),
         timing_figures.streams(run, clocked),

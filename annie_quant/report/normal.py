@@ -128,6 +128,7 @@ def aggregates(value: Any) -> Data:
             if {"a", "b", "workload", "metric"} <= words(r, "a", "b", "workload", "metric").keys()
         ],
         "turns": {b: [t for r in rows_of(v) if (t := _turn(r))] for b, v in mapping(found.get("turns")).items()},
+        "tool_surface": {b: _surface(v) for b, v in mapping(found.get("tool_surface")).items()},
         "crossover": [r for r in crossover if {"faster_when_short", "faster_when_long"} <= r.keys()],
         "confounds": texts([r.get("message") for r in rows_of(found.get("confounds"))]),
     }
@@ -139,6 +140,18 @@ def _turn(row: Data) -> Data | None:
     if not found or not isinstance(row.get("turn"), int) or not 1 <= row["turn"] <= 999:
         return None
     return found | numbers(row, ("turn", "n", "low", "high"))
+
+
+def _surface(value: Any) -> list[Data]:
+    """Rows by number of tools, ascending; a row without its counts is left out."""
+    rows = [
+        numbers(r, ("n_tools", "passes", "n", "low", "high")) | {"worse": r.get("worse") is True}
+        for r in rows_of(value)
+    ]
+    whole = [r for r in rows if {"n_tools", "passes", "n"} <= r.keys()]
+    return sorted(
+        (r for r in whole if 1 <= r["n_tools"] < 1e6 and 0 <= r["passes"] <= r["n"] < 1e9), key=lambda r: r["n_tools"]
+    )
 
 
 def document(value: Any) -> Data:

@@ -76,12 +76,12 @@ def turns(run: Run) -> Figure:
                 c.line(px, y(r["low"]), px, y(r["high"]), f"w s{s}", tip)
             c.mark(s, px, py, "f", tip)
         ends.append((points[-1][1], side, s))
-    _end_labels(c, run, ends, width - right + 22)
+    end_labels(c, run, ends, width - right + 22)
     figure.panels.append(("turns", c))
     return figure
 
 
-def _end_labels(c: Canvas, run: Run, ends: list[tuple[float, Side, int]], x: float) -> None:
+def end_labels(c: Canvas, run: Run, ends: list[tuple[float, Side, int]], x: float) -> None:
     """Names beside the lines' ends, pushed apart where they would lie on each other."""
     previous = -99.0
     for y, side, s in sorted(ends, key=lambda e: e[0]):
@@ -259,7 +259,7 @@ def latency_lines(run: Run) -> Figure:
     svg.y_axis(c, y, svg.ticks(0, high), left, width - right)
     for side, ttft, tpot, _ in lines:
         c.path([(x(0), y(ttft)), (x(longest), y(ttft + longest * tpot))], f"l s{run.series(side.model)}")
-    _end_labels(c, run, [(y(t + longest * p), s, run.series(s.model)) for s, t, p, _ in lines], width - right + 14)
+    end_labels(c, run, [(y(t + longest * p), s, run.series(s.model)) for s, t, p, _ in lines], width - right + 14)
     figure.panels.append(("crossover", c))
     return figure
 

@@ -1,6 +1,6 @@
 """What commands share: the terminal, --json, and the refusal of data that was made for another system prompt.
 
-The larger commands have a file each here; the others are in annie_quant.cli.
+A file a command, or two that belong together; annie_quant.cli puts them in the order of the work.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from annie_quant.judge.gates import (
     tool_call,
     tool_call_raw,
 )
+from annie_quant.judge.rules import judged
 from annie_quant.judge.workloads import build_workload
 
 TOOLS = [
@@ -58,7 +59,7 @@ def workload(expect, thinking=False, tools=None):
 
 def judged(gate, answer, expect=None, **more):
     asked = workload(expect or {}, **more)
-    return gate.check(answer, asked.cases[0], asked)
+    return judged(gate.fault(answer, asked.cases[0], asked))
 
 
 def calls(pairs):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from annie_quant.judge.answers import Answer
-from annie_quant.judge.rules import Threshold, judged
+from annie_quant.judge.rules import Threshold
 from annie_quant.judge.workloads import Case, Workload
 
 NAME = "abstention"
@@ -21,7 +21,3 @@ def fault(answer: Answer, case: Case, workload: Workload) -> str | None:
     if "<tool_call>" in answer.text or "<function=" in answer.text:
         return "a tool call stands in the text where no tool fits"
     return "" if answer.text.strip() else "no text came"
-
-
-def check(answer: Answer, case: Case, workload: Workload) -> bool | None:
-    return judged(fault(answer, case, workload))

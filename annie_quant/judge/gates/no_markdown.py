@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from annie_quant.judge.answers import Answer
 from annie_quant.judge.markdown import markdown_in
-from annie_quant.judge.rules import Threshold, judged
+from annie_quant.judge.rules import Threshold
 from annie_quant.judge.workloads import Case, Workload
 
 NAME = "no_markdown"
@@ -19,7 +19,3 @@ def fault(answer: Answer, case: Case, workload: Workload) -> str | None:
         return None if answer.tool_calls else "no text came"
     kind = markdown_in(answer.text)
     return f"markdown: {kind}" if kind else ""
-
-
-def check(answer: Answer, case: Case, workload: Workload) -> bool | None:
-    return judged(fault(answer, case, workload))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from annie_quant.judge.answers import Answer
-from annie_quant.judge.rules import Threshold, judged
+from annie_quant.judge.rules import Threshold
 from annie_quant.judge.workloads import Case, Workload
 
 NAME = "non_empty"
@@ -21,7 +21,3 @@ def fault(answer: Answer, case: Case, workload: Workload) -> str | None:
     if answer.reasoning.strip():
         return "the content is empty; all that came was thinking"
     return "the content is empty"
-
-
-def check(answer: Answer, case: Case, workload: Workload) -> bool | None:
-    return judged(fault(answer, case, workload))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from annie_quant.judge.answers import Answer
-from annie_quant.judge.rules import Threshold, judged
+from annie_quant.judge.rules import Threshold
 from annie_quant.judge.text import statement_fault
 from annie_quant.judge.workloads import Case, Workload
 
@@ -16,7 +16,3 @@ ADVISORY = True
 
 def fault(answer: Answer, case: Case, workload: Workload) -> str | None:
     return statement_fault(case.expect.get("contains"), answer.text)
-
-
-def check(answer: Answer, case: Case, workload: Workload) -> bool | None:
-    return judged(fault(answer, case, workload))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from annie_quant.judge.answers import Answer
 from annie_quant.judge.garble import garbled, repeats
-from annie_quant.judge.rules import Threshold, judged
+from annie_quant.judge.rules import Threshold
 from annie_quant.judge.workloads import Case, Workload
 
 NAME = "repetition"
@@ -18,7 +18,3 @@ def fault(answer: Answer, case: Case, workload: Workload) -> str | None:
     if not answer.text.strip():
         return None
     return repeats(answer.text) or garbled(answer.text)
-
-
-def check(answer: Answer, case: Case, workload: Workload) -> bool | None:
-    return judged(fault(answer, case, workload))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from annie_quant.judge.answers import Answer
-from annie_quant.judge.rules import Threshold, judged
+from annie_quant.judge.rules import Threshold
 from annie_quant.judge.workloads import Case, Workload
 
 NAME = "stop"
@@ -17,7 +17,3 @@ def fault(answer: Answer, case: Case, workload: Workload) -> str | None:
     if answer.error or answer.finish_reason is None:
         return None
     return f"still talking at max_tokens ({workload.max_tokens})" if answer.finish_reason == "length" else ""
-
-
-def check(answer: Answer, case: Case, workload: Workload) -> bool | None:
-    return judged(fault(answer, case, workload))

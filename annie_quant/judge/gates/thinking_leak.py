@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from annie_quant.judge.answers import Answer
-from annie_quant.judge.rules import Threshold, judged
+from annie_quant.judge.rules import Threshold
 from annie_quant.judge.workloads import Case, Workload
 
 NAME = "thinking_leak"
@@ -51,7 +51,3 @@ def fault(answer: Answer, case: Case, workload: Workload) -> str | None:
     if answer.silent:
         return None
     return leaked(answer.text)
-
-
-def check(answer: Answer, case: Case, workload: Workload) -> bool | None:
-    return judged(fault(answer, case, workload))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from annie_quant.judge.answers import Answer
-from annie_quant.judge.rules import Threshold, judged
+from annie_quant.judge.rules import Threshold
 from annie_quant.judge.tools import argument_fault
 from annie_quant.judge.workloads import Case, Workload
 
@@ -19,7 +19,3 @@ def fault(answer: Answer, case: Case, workload: Workload) -> str | None:
     if not case.expect.get("tool") or not wanted:
         return None
     return argument_fault(answer, case.expect["tool"], wanted)
-
-
-def check(answer: Answer, case: Case, workload: Workload) -> bool | None:
-    return judged(fault(answer, case, workload))

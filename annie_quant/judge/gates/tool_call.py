@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from annie_quant.judge.answers import Answer
-from annie_quant.judge.rules import Threshold, judged
+from annie_quant.judge.rules import Threshold
 from annie_quant.judge.tools import call_fault
 from annie_quant.judge.workloads import Case, Workload
 
@@ -16,7 +16,3 @@ ADVISORY = False
 def fault(answer: Answer, case: Case, workload: Workload) -> str | None:
     wanted = case.expect.get("tool")
     return call_fault(answer, wanted, workload.tools_for(case)) if wanted else None
-
-
-def check(answer: Answer, case: Case, workload: Workload) -> bool | None:
-    return judged(fault(answer, case, workload))

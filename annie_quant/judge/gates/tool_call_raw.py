@@ -6,7 +6,7 @@ Higher than tool_call: the server's parser is at fault (is --tool-call-parser se
 from __future__ import annotations
 
 from annie_quant.judge.answers import Answer, raw_view
-from annie_quant.judge.rules import Threshold, judged
+from annie_quant.judge.rules import Threshold
 from annie_quant.judge.tools import call_fault
 from annie_quant.judge.workloads import Case, Workload
 
@@ -20,7 +20,3 @@ def fault(answer: Answer, case: Case, workload: Workload) -> str | None:
     wanted = case.expect.get("tool")
     tools = workload.tools_for(case)
     return call_fault(raw_view(answer, tools), wanted, tools) if wanted else None
-
-
-def check(answer: Answer, case: Case, workload: Workload) -> bool | None:
-    return judged(fault(answer, case, workload))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from annie_quant.judge.answers import Answer
-from annie_quant.judge.rules import Threshold, judged
+from annie_quant.judge.rules import Threshold
 from annie_quant.judge.tools import schemas_fault
 from annie_quant.judge.workloads import Case, Workload
 
@@ -15,7 +15,3 @@ ADVISORY = True
 
 def fault(answer: Answer, case: Case, workload: Workload) -> str | None:
     return schemas_fault(answer, workload.tools_for(case)) if case.expect.get("calls") else None
-
-
-def check(answer: Answer, case: Case, workload: Workload) -> bool | None:
-    return judged(fault(answer, case, workload))

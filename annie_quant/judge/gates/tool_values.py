@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from annie_quant.judge.answers import Answer
 from annie_quant.judge.call_values import values_fault
-from annie_quant.judge.rules import Threshold, judged
+from annie_quant.judge.rules import Threshold
 from annie_quant.judge.workloads import Case, Workload
 
 NAME = "tool_values"
@@ -16,7 +16,3 @@ ADVISORY = True
 def fault(answer: Answer, case: Case, workload: Workload) -> str | None:
     wanted = case.expect.get("calls")
     return values_fault(answer, wanted) if wanted else None
-
-
-def check(answer: Answer, case: Case, workload: Workload) -> bool | None:
-    return judged(fault(answer, case, workload))

@@ -6,6 +6,7 @@ import labelled_answers as labelled
 import pytest
 
 from annie_quant import judge
+from annie_quant.judge import rules
 from annie_quant.judge.gates import (
     abstention,
     factual,
@@ -19,7 +20,6 @@ from annie_quant.judge.gates import (
     tool_call,
     tool_call_raw,
 )
-from annie_quant.judge.rules import judged
 from annie_quant.judge.workloads import build_workload
 
 TOOLS = [
@@ -59,7 +59,7 @@ def workload(expect, thinking=False, tools=None):
 
 def judged(gate, answer, expect=None, **more):
     asked = workload(expect or {}, **more)
-    return judged(gate.fault(answer, asked.cases[0], asked))
+    return rules.judged(gate.fault(answer, asked.cases[0], asked))
 
 
 def calls(pairs):

@@ -25,10 +25,10 @@ build() { # compiler, folder, optimisation and sanitizers, skipped suffixes
 }
 
 if [ "$(uname -m)" = x86_64 ]; then
-    build gcc sanitized "-O1 -fsanitize=address,undefined -fno-sanitize-recover=all" neon.c
-    OMP_NUM_THREADS=1 "$out/sanitized/driver" "${1:-200000}" "${2:-0}"
+    build gcc sanitized "-O2 -fsanitize=address,undefined -fno-sanitize-recover=all" neon.c
+    OMP_NUM_THREADS=1 "$out/sanitized/driver" "${1:-1000000}" "${2:-0}"
 fi
 if command -v aarch64-linux-gnu-gcc >/dev/null && command -v qemu-aarch64 >/dev/null; then
     build aarch64-linux-gnu-gcc aarch64 "-O2 -static" "avx2.c avx512.c"
-    OMP_NUM_THREADS=1 qemu-aarch64 "$out/aarch64/driver" "$(( ${1:-200000} / 10 ))" "${2:-0}"
+    OMP_NUM_THREADS=1 qemu-aarch64 "$out/aarch64/driver" "$(( ${1:-1000000} / 10 ))" "${2:-0}"
 fi

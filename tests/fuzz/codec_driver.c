@@ -2,7 +2,7 @@
  *
  * No Python in here, so that it runs under sanitizers and under qemu-user:
  *   sh tests/fuzz/codec.sh            ASan + UBSan on this processor, then aarch64 under qemu if its compiler is there
- * Arguments: how many executions (default 200000); a number to start the random stream from, so that runs differ.
+ * Arguments: how many executions (default 1000000); a number to start the random stream from, so that runs differ.
  */
 #include "nvfp4/kquant.h"
 #include "nvfp4/layout.h"
@@ -25,8 +25,10 @@ static uint8_t *random_bytes(size_t n)
     uint8_t *p = malloc(n ? n : 1);
     if (!p)
         exit(2);
-    for (size_t i = 0; i < n; i++)
-        p[i] = (uint8_t)(next() >> 24);
+    for (size_t i = 0; i < n; i += 8) {
+        uint64_t eight = next() * 0x2545f4914f6cdd1du;
+        memcpy(p + i, &eight, n - i < 8 ? n - i : 8);
+    }
     return p;
 }
 
@@ -46,40 +48,52 @@ static void one_nan(float *v, size_t n)
             v[i] = bits_float(0x7fc00000u);
 }
 
-static void codec_once(const struct pack_plan *plan, const struct unpack_plan *back, const char *variant)
+static void unpack_once(const struct unpack_plan *plan, const char *variant)
 {
     size_t blocks = next() % 24, n = blocks * (size_t)plan->group, size = kind_size(plan->kind);
-    uint8_t *x = random_bytes(n * size), *codes = random_bytes(n / 2), *scales = random_bytes(blocks);
-    uint8_t *codes2 = random_bytes(n / 2), *scales2 = random_bytes(blocks);
-    float *out = malloc(n * 4 + 1), *out2 = malloc(n * 4 + 1);
+    uint8_t *codes = random_bytes(n / 2), *scales = random_bytes(blocks);
+    float *a = malloc(n * 4 + 1), *b = malloc(n * 4 + 1);
     variant_set("serial");
-    tensor_unpack(back, codes, scales, blocks, out);
+    tensor_unpack(plan, codes, scales, blocks, a);
     variant_set(variant);
-    tensor_unpack(back, codes, scales, blocks, out2);
-    if (back->kind == KIND_F32) {
-        one_nan(out, n);
-        one_nan(out2, n);
+    tensor_unpack(plan, codes, scales, blocks, b);
+    if (plan->kind == KIND_F32) {
+        one_nan(a, n);
+        one_nan(b, n);
     }
-    must_agree(out, out2, n * size, "unpack", variant);
+    must_agree(a, b, n * size, "unpack", variant);
+    free(codes), free(scales), free(a), free(b);
+}
+
+static void pack_once(const struct pack_plan *plan, const char *variant)
+{
+    size_t blocks = next() % 24, n = blocks * (size_t)plan->group;
+    uint8_t *x = random_bytes(n * kind_size(plan->kind));
+    uint8_t *codes = random_bytes(n / 2), *scales = random_bytes(blocks);
+    uint8_t *codes2 = random_bytes(n / 2), *scales2 = random_bytes(blocks);
     if (next() & 1) /* half of the time numbers of like size */
         for (size_t i = 0; i < n; i++)
             store_from_float(x, plan->kind, i, (float)(int64_t)(next() % 4001 - 2000) * plan->tensor_scale * 0.25f);
     variant_set("serial");
     uint32_t top = tensor_pack(plan, x, blocks, codes, scales);
+    uint32_t amax = tensor_amax(x, plan->kind, n);
     variant_set(variant);
     uint32_t top2 = tensor_pack(plan, x, blocks, codes2, scales2);
+    uint32_t amax2 = tensor_amax(x, plan->kind, n);
+    must_agree(&top, &amax, 4, "amax", "pack");
+    must_agree(&amax, &amax2, 4, "amax", variant);
     must_agree(&top, &top2, 4, "largest", variant);
     must_agree(scales, scales2, blocks, "scales", variant);
     must_agree(codes, codes2, n / 2, "codes", variant);
-    free(x), free(codes), free(scales), free(codes2), free(scales2), free(out), free(out2);
+    free(x), free(codes), free(scales), free(codes2), free(scales2);
 }
 
-static void kquant_once(const char *variant)
+static void kquant_decode_once(const char *variant)
 {
     const struct kq_type *type = KQ_TYPE + next() % KQ_TYPES;
     size_t blocks = 1 + next() % 3, n = blocks * type->block;
-    uint8_t *raw = random_bytes(blocks * type->bytes), *raw2 = random_bytes(blocks * type->bytes);
-    float *a = malloc(n * 4), *b = malloc(n * 4), *weight = malloc(n * 4);
+    uint8_t *raw = random_bytes(blocks * type->bytes);
+    float *a = malloc(n * 4), *b = malloc(n * 4);
     variant_set("serial");
     tensor_kdequantize(type, raw, blocks, a);
     variant_set(variant);
@@ -87,23 +101,32 @@ static void kquant_once(const char *variant)
     one_nan(a, n);
     one_nan(b, n);
     must_agree(a, b, n * 4, type->name, variant);
+    free(raw), free(a), free(b);
+}
+
+static void kquant_encode_once(const char *variant)
+{
+    const struct kq_type *type = KQ_TYPE + next() % KQ_TYPES;
+    size_t blocks = 1 + next() % 3, n = blocks * type->block;
+    uint8_t *raw = random_bytes(blocks * type->bytes), *raw2 = random_bytes(blocks * type->bytes);
+    float *x = malloc(n * 4), *weight = malloc(n * 4);
     for (size_t i = 0; i < n; i++) {
-        a[i] = (float)(int64_t)(next() % 2001 - 1000) * (float)(next() % 3) * 1e-4f;
+        x[i] = (float)(int64_t)(next() % 2001 - 1000) * (float)(next() % 3) * 1e-4f;
         weight[i] = (float)(next() % 100);
     }
     const float *w = next() & 1 ? weight : NULL;
     variant_set("serial");
-    tensor_kquantize(type, a, KIND_F32, 1, n, w, raw);
+    tensor_kquantize(type, x, KIND_F32, 1, n, w, raw);
     variant_set(variant);
-    tensor_kquantize(type, a, KIND_F32, 1, n, w, raw2);
+    tensor_kquantize(type, x, KIND_F32, 1, n, w, raw2);
     must_agree(raw, raw2, blocks * type->bytes, type->name, variant);
-    free(raw), free(raw2), free(a), free(b), free(weight);
+    free(raw), free(raw2), free(x), free(weight);
 }
 
 static void fake_once(const char *variant)
 {
-    struct fake_plan plan = {(int)(next() % 3), 16, bits_float((uint32_t)(next() % 0x7f000000u))};
-    size_t blocks = next() % 9, n = blocks * 16;
+    struct fake_plan plan = {(int)(next() % 3), 16 << next() % 3, bits_float((uint32_t)(next() % 0x7f000000u))};
+    size_t blocks = next() % 9, n = blocks * (size_t)plan.group;
     uint8_t *x = random_bytes(n * kind_size(plan.kind));
     uint8_t *a = random_bytes(n * 4), *b = random_bytes(n * 4);
     memcpy(b, a, n * 4);
@@ -119,7 +142,7 @@ static void fake_once(const char *variant)
 
 static void layout_once(void)
 {
-    size_t rows = next() % 140, columns = next() % 9, blocks = next() % 4;
+    size_t rows = next() % (next() % 8 ? 20 : 140), columns = next() % 9, blocks = next() % 4;
     uint8_t *plain = random_bytes(rows * columns), *tiles = random_bytes(swizzled_size(rows, columns));
     uint8_t *again = random_bytes(rows * columns);
     swizzle(plain, rows, columns, tiles);
@@ -133,20 +156,21 @@ static void layout_once(void)
 
 int main(int argc, char **argv)
 {
-    long wanted = argc > 1 ? atol(argv[1]) : 200000, done = 0;
+    long wanted = argc > 1 ? atol(argv[1]) : 200000;
     for (long seed = argc > 2 ? atol(argv[2]) : 0; seed > 0; seed--)
         state = next() * 0x9e3779b97f4a7c15u | 1;
     const char *names[VARIANTS];
     int variants = variants_available(names);
     threads_set(1);
-    while (done < wanted) {
+    long decoded = 0, packed = 0, encoded = 0, others = 0;
+    while (decoded + packed + encoded + others < wanted) {
         struct pack_plan plan;
         struct unpack_plan back;
         memset(&plan, 0, sizeof plan);
         memset(&back, 0, sizeof back);
         plan.kind = (int)(next() % 3);
         plan.group = 16 << next() % 3;
-        plan.choice = (int)(next() % 3);
+        plan.choice = next() & 1 ? CHOICE_AMAX : next() & 1 ? CHOICE_FOUR_OVER_SIX : CHOICE_SWEEP;
         plan.encoding = (int)(next() % 3);
         plan.tensor_scale = bits_float((uint32_t)(next() % 0x7f800000u));
         if (next() & 3)
@@ -159,15 +183,28 @@ int main(int argc, char **argv)
         back.tensor_scale = plan.tensor_scale;
         plan_prepare(&plan);
         unpack_prepare(&back);
-        for (int i = 0; i < 500; i++, done += 4) {
+        for (int i = 0; i < 200; i++) {
             const char *variant = names[next() % (unsigned)variants];
-            codec_once(&plan, &back, variant);
-            kquant_once(variant);
+            for (int k = 0; k < 4; k++) {
+                unpack_once(&back, variant);
+                kquant_decode_once(variant);
+            }
+            decoded += 8;
             fake_once(variant);
             layout_once();
+            others += 2;
+            if (plan.choice == CHOICE_AMAX || i % 4 == 0) {
+                pack_once(&plan, variant);
+                packed++;
+            }
+            if (i % 16 == 0) { /* slow searches, twice */
+                kquant_encode_once(variant);
+                encoded++;
+            }
         }
     }
-    printf("%ld executions, variants:", done);
+    printf("%ld executions (%ld decodes of random bytes, %ld packs, %ld K-quant encodes, %ld fake-quants and layouts), variants:",
+           decoded + packed + encoded + others, decoded, packed, encoded, others);
     for (int i = 0; i < variants; i++)
         printf(" %s", names[i]);
     printf("\n");

@@ -56,6 +56,36 @@ def export_nvfp4(source: Path, folder: Path, config: str = "NVFP4_DEFAULT_CFG", 
     return folder
 
 
+SERVED_AS_ONE = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("in_proj_qkv", "in_proj_z"))
+
+
+def simulated(source: Path, ids, config: dict | None = None):
+    """ModelOpt's own W4A4 simulation of the model in `source`, float32 on the device of `ids`, calibrated on them.
+
+    Linears that are served as one share their amax, as they do in ModelOpt's export. Returns the model and its quantized
+    linears by name.
+    """
+    import modelopt.torch.quantization as mtq
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, device_map=str(ids.device)).eval()
+        mtq.quantize(model, copy.deepcopy(config or mtq.NVFP4_DEFAULT_CFG), lambda m: m(ids))
+    for module in model.modules():
+        for names in SERVED_AS_ONE:
+            parts = [getattr(module, name) for name in names if hasattr(module, name)]
+            for side in ("weight_quantizer", "input_quantizer"):
+                amax = [getattr(p, side)._amax for p in parts if getattr(p, side).is_enabled]
+                for value in amax:
+                    value.copy_(torch.stack(amax).max(0).values)
+    linears = {
+        n: m for n, m in model.named_modules() if hasattr(m, "weight_quantizer") and m.weight_quantizer.is_enabled
+    }
+    return model, linears
+
+
 def dequantized(folder: Path) -> dict:
     """The state dict of an export with every NVFP4 weight dequantized to bf16 by ModelOpt."""
     import torch

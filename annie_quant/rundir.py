@@ -22,8 +22,33 @@ from typing import Any
 from annie_quant.errors import EnvironmentFault, UsageError
 from annie_quant.files import read_json, write_json
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 1  # of run.json and bench.json; raised when a reader of the old layout would misread the new one
 HALF = re.compile(r"^\..+\.\d+\.part$")  # .NAME.PID.part
+
+
+def check_schema(document: Any, path: Path) -> None:
+    """Refuse what a newer annie-quant wrote: half understood, it would give wrong figures.
+
+    A document without a version, or with one that is no number, is read like the oldest.
+    """
+    version = document.get("schema_version") if isinstance(document, dict) else None
+    if isinstance(version, int) and version > SCHEMA_VERSION:
+        raise EnvironmentFault(
+            f"{path} was written by a newer annie-quant (schema_version {version}; this one reads up to {SCHEMA_VERSION})",
+            "pip install --upgrade annie-quant",
+        )
+
+
+def not_ours(folder: Path, path: Path, error: OSError) -> EnvironmentFault:
+    """The fault of a folder that another user (often root, from a container) left behind."""
+    owner = ""
+    with contextlib.suppress(OSError):
+        uid = (path if path.exists() else path.parent).stat().st_uid
+        owner = f", it belongs to user {uid} and this is user {os.geteuid()}" if uid != os.geteuid() else ""
+    return EnvironmentFault(
+        f"{path}: cannot be made or written ({error.strerror}{owner})",
+        f"sudo chown -R $(id -u):$(id -g) {folder}, or choose another --output" if owner else "choose another --output",
+    )
 
 
 class RunDirectory:
@@ -34,24 +59,39 @@ class RunDirectory:
         try:
             (self.path / "stages").mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise EnvironmentFault(
-                f"{self.path}: cannot be made or written ({error.strerror})", "choose another --output"
-            ) from error
+            raise not_ours(self.path, self.path, error) from error
 
     def __truediv__(self, name: str) -> Path:
         return self.path / name
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the folder against a second command; the lock goes with the process, however it ends."""
-        with (self.path / ".lock").open("w") as file:
+        """Hold the folder against a second command; the lock goes with the process, however it ends.
+
+        Raises UsageError (held by another process, which is named), EnvironmentFault (not ours to write, or made by a
+        newer annie-quant, whose results would be lost).
+        """
+        try:
+            file = (self.path / ".lock").open("a+")  # not "w": who waits must not wipe out the holder's name
+        except OSError as error:
+            raise not_ours(self.path, self.path / ".lock", error) from error
+        with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
+                file.seek(0)
                 raise UsageError(
-                    f"{self.path}: another annie-quant is working in this run directory",
+                    f"{self.path}: another annie-quant is working in this run directory ({file.read() or 'unnamed'})",
                     "wait for it, or choose another --output",
                 ) from None
+            file.truncate(0)
+            with contextlib.suppress(OSError):  # a full disk takes no name, and the lock holds without one
+                file.write(f"process {os.getpid()}: {' '.join(['annie-quant', *sys.argv[1:]])[:300]}")
+                file.flush()
+            for name in ("run.json", "bench.json"):
+                if (self.path / name).is_file():
+                    with contextlib.suppress(ValueError):  # a torn one is made anew
+                        check_schema(read_json(self.path / name), self.path / name)
             self.remove_half_files()
             yield
 
@@ -59,7 +99,10 @@ class RunDirectory:
         """What a killed process was writing (files.replacing); the lock says that nobody writes now."""
         for half in self.path.rglob(".*.part"):
             if half.is_file() and HALF.search(half.name):
-                half.unlink(missing_ok=True)
+                try:
+                    half.unlink(missing_ok=True)
+                except OSError as error:
+                    raise not_ours(self.path, half, error) from error
 
     def write_run(
         self, config: Any, aggregates: Any, verdict: Any, environment: Any, stages: list[Any] | None = None
@@ -85,9 +128,11 @@ class RunDirectory:
             return None
         try:
             found = read_json(stamp)
-        except json.JSONDecodeError:
+        except ValueError:  # torn, or no text at all
             return None
-        if found.get("key") != key or any(not (self.path / p).exists() for p in found.get("outputs", ())):
+        if not isinstance(found, dict) or "result" not in found or not isinstance(found.get("outputs"), list):
+            return None
+        if found.get("key") != key or any(not (self.path / str(p)).exists() for p in found["outputs"]):
             return None
         return found
 

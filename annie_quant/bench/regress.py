@@ -12,6 +12,7 @@ from annie_quant.bench.store import read_records
 from annie_quant.errors import UsageError
 from annie_quant.files import read_json
 from annie_quant.judge.compare import LEVEL, compare, holm
+from annie_quant.rundir import check_schema
 
 HIGHER_IS_BETTER = ("decode_tok_s",)
 NEITHER = ("completion_tokens",)
@@ -28,7 +29,7 @@ def regression(before: str | os.PathLike, after: str | os.PathLike, least_loss: 
     sides = [
         timed([r for r in read_records(Path(f) / "records.jsonl") if not r.get("warmup")]) for f in (before, after)
     ]
-    runs = [read_json(Path(f) / "bench.json")["aggregates"]["served"] for f in (before, after)]
+    runs = [_served(Path(f) / "bench.json") for f in (before, after)]
     rows = [row for backend in runs[0] if backend in runs[1] for row in _rows(sides, backend)]
     if not rows:
         raise UsageError(
@@ -46,6 +47,13 @@ def regression(before: str | os.PathLike, after: str | os.PathLike, least_loss: 
         "rows": rows,
         "gates_lost": _gates_lost(*runs),
     }
+
+
+def _served(path: Path) -> dict[str, Any]:
+    found = read_json(path)
+    check_schema(found, path)
+    served: dict[str, Any] = found["aggregates"]["served"]
+    return served
 
 
 def _rows(sides: Sequence[Sequence[Mapping[str, Any]]], backend: str) -> list[dict[str, Any]]:

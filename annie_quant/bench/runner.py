@@ -23,6 +23,7 @@ from annie_quant.bench.store import Records
 from annie_quant.errors import UsageError
 from annie_quant.files import write_json
 from annie_quant.judge.workloads import Workload
+from annie_quant.rundir import SCHEMA_VERSION
 
 
 def run(
@@ -89,7 +90,7 @@ def run(
         ended=ended,
     )
     result = {
-        "schema_version": 1,
+        "schema_version": SCHEMA_VERSION,
         "ended": ended,
         "requests": sum(not row.get("warmup") for row in records.rows),
         "environment": environment(),

@@ -10,6 +10,7 @@ import click
 
 import annie_quant
 from annie_quant.commands import console, emit, json_option
+from annie_quant.errors import UsageError
 
 
 @click.command()
@@ -57,6 +58,8 @@ def bench(
     if aa and backend_b:
         raise click.UsageError("--aa measures backend A against itself: leave --backend-b out")
     sides = [backend_a, (f"{backend_a[0]}-again", backend_a[1])] if aa else [backend_a, backend_b]
+    if stored and not (stored / "bench.json").is_file():
+        raise UsageError(f"--watch {stored}: no bench.json there", "give the folder of a finished annie-quant bench")
     headers = timing.key_headers(key_env)
     backends = [timing.Backend(name, url, headers=headers) for name, url in filter(None, sides)]
     chosen = annie_quant.judge.load_workloads(workloads.split(",") if workloads else None)
@@ -64,10 +67,11 @@ def bench(
         chosen = annie_quant.judge.sample(chosen, n, settings["seed"])
     settings["concurrency"], settings["rates"] = numbers(concurrency, int), numbers(rate, float)
     directory, board = RunDirectory(output), Board([b.name for b in backends])
-    with directory.locked(), board.shown(console):
-        done = timing.run(backends, chosen, output, progress=board.step, watch=board.add, **settings)
-    directory.write_run(done["config"], done["aggregates"], done["verdict"], done["environment"])
-    paths = annie_quant.report.build(output)
+    with directory.locked():
+        with board.shown(console):
+            done = timing.run(backends, chosen, output, progress=board.step, watch=board.add, **settings)
+        directory.write_run(done["config"], done["aggregates"], done["verdict"], done["environment"])
+        paths = annie_quant.report.build(output)
     gates = {name: side["gates"] for name, side in done["aggregates"]["served"].items()}
     verdict = done["verdict"] | {"gates": gates, "report": str(paths[0])}
     lost = timing.regression(stored, output) if stored else None

@@ -15,6 +15,7 @@ from annie_quant.errors import UsageError
 from annie_quant.report import normal, recount
 from annie_quant.report.normal import mapping
 from annie_quant.report.text import clean, name
+from annie_quant.rundir import check_schema
 
 NUMERICS = {"bf16": "reference", "w4a4": "W4A4", "w4a16": "W4A16"}
 REFERENCE = "bf16"
@@ -114,7 +115,9 @@ def load(run_dir: str | Path) -> Run:
             f"{folder}: neither run.json, bench.json, records.jsonl nor eval/*.json is there",
             "give a folder that annie-quant demo or bench wrote",
         )
-    doc = normal.document(_json(folder / source) if source else {})
+    found = _json(folder / source) if source else {}
+    check_schema(found, folder / str(source))
+    doc = normal.document(found)
     if not doc["backends"]:
         doc["backends"] = normal.document(_json(folder / "bench.json", strict=False))["backends"]
     run = Run(folder, doc, records, normal.inputs(_json(folder / "inputs.json", strict=False)), torn)

@@ -1,0 +1,190 @@
+"""Run directories of other versions, of other users, held by another command, and on disks that are full or read-only."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+sys.path.insert(0, str(Path(__file__).parent / "data"))
+import make_run_sample as sample
+
+from annie_quant import bench, files, report
+from annie_quant.bench.regress import regression
+from annie_quant.errors import EnvironmentFault, UsageError
+from annie_quant.rundir import SCHEMA_VERSION, RunDirectory
+from annie_quant.stream import Timings
+
+STORED = sorted((Path(__file__).parent / "data/runs").iterdir())
+
+
+@pytest.fixture(params=STORED, ids=lambda p: p.name)
+def stored(request, tmp_path) -> Path:
+    """A writable copy of a run as some version of the layout has it."""
+    return shutil.copytree(request.param, tmp_path / "run")
+
+
+def annie_quant(*words: str, **more) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "annie_quant.cli", *words],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        **more,
+    )
+
+
+def test_there_is_a_stored_run_of_every_version():
+    assert [p.name for p in STORED] == [f"schema_{n}" for n in range(1, SCHEMA_VERSION + 1)]
+    assert sum(f.stat().st_size for p in STORED for f in p.rglob("*") if f.is_file()) < 100_000 * len(STORED)
+
+
+def test_a_stored_run_is_reported_compared_and_replayed(stored):
+    pages = report.compose(stored)
+    assert "| factual                      |        3/3 " in pages["report.md"]
+    found = regression(stored, stored)
+    assert found["rows"] and not found["worse"] and not found["gates_lost"]
+    recorded = Timings.load(sorted((stored / "streams").iterdir())[-1])
+    assert recorded.records()[0]["text"].startswith("It is ")
+
+
+def test_a_stored_run_goes_on(stored):
+    """Half of its records cut away: the rest is asked anew, and nothing that is there is touched."""
+    lines = (stored / "records.jsonl").read_bytes().splitlines(keepends=True)
+    kept = b"".join(lines[: len(lines) // 2])
+    (stored / "records.jsonl").write_bytes(kept)
+    assert sample.bench(stored, stored / "capitals.json") == 0
+    after = (stored / "records.jsonl").read_bytes()
+    assert after.startswith(kept)
+    rows = [[json.loads(line) for line in text.splitlines()] for text in (b"".join(lines), after)]
+    ids = [sorted(row["id"] for row in side if not row["warmup"]) for side in rows]  # warm-ups are asked again
+    assert ids[0] == ids[1] and len(ids[0]) == 12
+
+
+@pytest.mark.parametrize("name", ["run.json", "bench.json"])
+def test_a_newer_run_is_one_line_and_stays_as_it_is(stored, name):
+    document = files.read_json(stored / name) | {"schema_version": SCHEMA_VERSION + 1}
+    files.write_json(stored / name, document)
+    if name == "bench.json":
+        (stored / "run.json").unlink()
+        with pytest.raises(EnvironmentFault, match="written by a newer"):
+            regression(stored, stored)
+    with pytest.raises(
+        EnvironmentFault, match=rf"{name} was written by a newer annie-quant \(schema_version 2"
+    ) as said:
+        report.build(stored)
+    assert "--upgrade" in said.value.hint
+    before = {f: f.read_bytes() for f in stored.rglob("*") if f.is_file()}
+    with pytest.raises(EnvironmentFault, match="written by a newer"), RunDirectory(stored).locked():
+        pass
+    assert before == {f: f.read_bytes() for f in stored.rglob("*") if f.is_file() and f.name != ".lock"}
+
+
+@pytest.mark.parametrize("version", [None, "1", 0, [], {}])
+def test_a_version_that_is_missing_or_odd_is_read_like_the_oldest(stored, version):
+    files.write_json(stored / "run.json", files.read_json(stored / "run.json") | {"schema_version": version})
+    report.compose(stored)
+    with RunDirectory(stored).locked():
+        pass
+
+
+def test_the_second_command_is_told_which_process_holds_the_folder(tmp_path):
+    code = (
+        "import sys, time; from annie_quant.rundir import RunDirectory\n"
+        "with RunDirectory(sys.argv[1]).locked(): print('in', flush=True); time.sleep(60)"
+    )
+    holder = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout is not None and holder.stdout.readline() == "in\n"
+        for _ in range(2):  # asking must not wipe out the name
+            with (
+                pytest.raises(UsageError, match=rf"process {holder.pid}: annie-quant"),
+                RunDirectory(tmp_path).locked(),
+            ):
+                pass
+    finally:
+        holder.kill()
+        holder.wait()
+
+
+@pytest.mark.parametrize(
+    "content", [b"{}", b"[]", b"\xff\xfe", b'{"key": "k", "outputs": [1]}', b'{"key": "k", "result": {}}']
+)
+def test_a_stamp_that_is_spoilt_means_that_the_stage_is_done_again(tmp_path, content):
+    run = RunDirectory(tmp_path)
+    (tmp_path / "stages/audit.json").write_bytes(content)
+    assert run.finished("audit", "k") is None
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="needs root to act as two users")
+def test_what_root_left_behind_is_named_with_its_owner():
+    """A container's run directory, then the same command as an ordinary user."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        with RunDirectory(folder).locked():
+            pass
+        done = as_nobody(folder)
+    if "Error" in done.stderr:
+        pytest.skip("the interpreter or the package lies where another user may not read")
+    assert "belongs to user 0 and this is user 65534" in done.stdout and "sudo chown" in done.stdout
+
+
+def as_nobody(folder: str) -> subprocess.CompletedProcess:
+    code = (
+        "import sys; from annie_quant.rundir import RunDirectory\n"
+        "try:\n with RunDirectory(sys.argv[1]).locked(): pass\nexcept Exception as e: print(e.message, '|', e.hint)"
+    )
+    as_other = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"]
+    return subprocess.run([*as_other, sys.executable, "-c", code, folder], capture_output=True, text=True, check=False)
+
+
+def test_a_disk_that_fills_ends_in_one_line_and_keeps_the_old_report(stored):
+    """RLIMIT_FSIZE stands for the disk: a file may not grow beyond 20 kB, and the report is larger."""
+    (stored / "report.html").write_text("the old one")
+    done = annie_quant(
+        "report", str(stored), preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+    )
+    assert done.returncode == 3 and "Traceback" not in done.stderr, done.stderr
+    assert (stored / "report.html").read_text() == "the old one"
+    assert not list(stored.rglob("*.part"))
+
+
+def test_a_benchmark_whose_records_cannot_grow_keeps_what_it_has_and_goes_on(stored):
+    from annie_quant.bench.store import Records
+
+    path, (soft, hard) = stored / "records.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
+    rows, size = len(bench.store.read_records(path)), path.stat().st_size
+    records = Records(path)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 100, hard))
+    try:
+        with pytest.raises(EnvironmentFault, match="everything before is kept"):
+            records.append({"id": "new", "text": "x" * 1000})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert len(Records(path).rows) == rows and path.stat().st_size == size
+
+
+def test_watching_against_a_folder_that_is_no_run_is_said_before_anything_is_measured(tmp_path):
+    from annie_quant.cli import cli
+
+    words = [
+        "bench",
+        "--backend-a",
+        "a",
+        "http://127.0.0.1:9",
+        "--output",
+        str(tmp_path / "o"),
+        "--watch",
+        str(tmp_path),
+    ]
+    done = CliRunner().invoke(cli, words)
+    assert isinstance(done.exception, UsageError) and "no bench.json" in done.exception.message

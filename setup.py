@@ -1,10 +1,11 @@
 """Builds the three C extension modules; everything else about the package is in pyproject.toml.
 
-    _nvfp4   always
+    _nvfp4   always; it wants a C compiler and Python's headers
     _stream  where libcurl's headers are found (Debian: libcurl4-openssl-dev)
     _gemm    where nvcc is found (CUDA 13)
 
-A module that cannot be built here is left out with one plain line, and the rest installs.
+A module that cannot be built here is left out with one plain line, and the rest installs; pip shows that line with -v, and
+`annie-quant --version --verbose` says afterwards what is missing. None of the three wants NumPy to be built.
 Environment: ANNIE_QUANT_ONLY=_nvfp4,_stream builds just these; ANNIE_QUANT_WERROR=1 makes warnings errors;
 ANNIE_QUANT_SANITIZE=address,undefined builds with sanitizers; ANNIE_QUANT_ARCHS=90,121a picks CUDA targets.
 """
@@ -12,19 +13,20 @@ ANNIE_QUANT_SANITIZE=address,undefined builds with sanitizers; ANNIE_QUANT_ARCHS
 from __future__ import annotations
 
 import os
-import platform
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
-import numpy
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 CSRC = Path("csrc")
-X86 = platform.machine().lower() in ("x86_64", "amd64")
-ARM = platform.machine().lower() in ("aarch64", "arm64")
+# The machine that is built for, which a cross-compiler's caller names in _PYTHON_HOST_PLATFORM.
+MACHINE = sysconfig.get_platform().lower()
+X86 = MACHINE.endswith(("x86_64", "amd64"))
+ARM = MACHINE.endswith(("aarch64", "arm64"))
 
 # A SIMD variant is one file named after its instruction set; only that file gets the flags.
 VARIANT_FLAGS = {
@@ -69,11 +71,7 @@ def extension(name: str, folder: str, **more) -> Extension:
         f"annie_quant.{name}",
         sources=c_sources(folder),
         depends=headers(folder),
-        include_dirs=[numpy.get_include(), str(CSRC), *more.pop("include_dirs", [])],
-        define_macros=[
-            ("NPY_NO_DEPRECATED_API", "NPY_2_0_API_VERSION"),
-            ("NPY_TARGET_VERSION", "NPY_1_25_API_VERSION"),
-        ],
+        include_dirs=[str(CSRC), *more.pop("include_dirs", [])],
         extra_compile_args=compile_flags() + more.pop("extra_compile_args", []),
         extra_link_args=link + sanitizer_flags(),
         **more,
@@ -109,6 +107,7 @@ def gemm() -> Extension | None:
         "_gemm",
         "gemm",
         include_dirs=[str(home / "include")],
+        define_macros=[("ANNIE_QUANT_ARCHS", f'"{",".join(cuda_archs())}"')],
         library_dirs=[str(home / d) for d in ("lib64", "lib") if (home / d / "libcudart_static.a").exists()],
         libraries=["cudart_static", "dl", "rt", "pthread", "stdc++"],
         # An nvcc that does not know one of the targets must not keep the rest from being installed.
@@ -118,6 +117,10 @@ def gemm() -> Extension | None:
     ext.depends = [*ext.depends, *(str(f) for f in sorted((CSRC / "gemm").glob("*.cu*")))]
     ext.nvcc = nvcc
     return ext
+
+
+def cuda_archs() -> list[str]:
+    return [a for a in os.environ.get("ANNIE_QUANT_ARCHS", DEFAULT_ARCHS).split(",") if a]
 
 
 def find_nvcc() -> str | None:
@@ -132,8 +135,24 @@ def cuda_home(nvcc: str) -> Path:
     return Path(top).resolve() if top else Path(nvcc).resolve().parent.parent
 
 
+def what_a_build_lacks(compiler: str) -> str | None:
+    """The two things without which nothing can be compiled, each with the command that brings it."""
+    if shutil.which(compiler) is None:
+        return f"there is no C compiler here ({compiler}). To have it: apt-get install build-essential"
+    folders = (sysconfig.get_path(kind) for kind in ("include", "platinclude"))
+    if not any(Path(folder, "Python.h").exists() for folder in folders):
+        return f"Python's headers (Python.h) are not in {sysconfig.get_path('include')}. To have them: apt-get install python3-dev"
+    return None
+
+
 class Build(build_ext):
     """build_ext, with flags by file name for SIMD variants and nvcc for .cu files."""
+
+    def build_extensions(self) -> None:
+        lacking = what_a_build_lacks(self.compiler.compiler[0])
+        if lacking:
+            sys.exit(f"annie-quant: {lacking}. Or take a wheel: pip install --only-binary annie-quant annie-quant")
+        super().build_extensions()
 
     def build_extension(self, ext: Extension) -> None:
         plain = self.compiler._compile
@@ -156,8 +175,7 @@ class Build(build_ext):
             obj.parent.mkdir(parents=True, exist_ok=True)
             newest = max(Path(f).stat().st_mtime for f in [src, *ext.depends])
             if self.force or not obj.exists() or obj.stat().st_mtime < newest:
-                archs = [a for a in os.environ.get("ANNIE_QUANT_ARCHS", DEFAULT_ARCHS).split(",") if a]
-                codes = [f for a in archs for f in ("-gencode", f"arch=compute_{a},code=sm_{a}")]
+                codes = [f for a in cuda_archs() for f in ("-gencode", f"arch=compute_{a},code=sm_{a}")]
                 self.spawn(
                     [
                         ext.nvcc,

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+ARCHS: str
 Plan = tuple[int, int, int, int, int, int]
 
 class CudaError(RuntimeError): ...

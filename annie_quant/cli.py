@@ -8,7 +8,6 @@ import sys
 
 import click
 
-import annie_quant
 from annie_quant.commands import (
     bench,
     checkpoint,
@@ -21,6 +20,7 @@ from annie_quant.commands import (
     report,
     search,
     serve,
+    version,
 )
 from annie_quant.errors import AnnieError
 
@@ -32,10 +32,20 @@ class Commands(click.Group):
         return list(self.commands)
 
 
-@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(annie_quant.__version__, prog_name="annie-quant")
-def cli() -> None:
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]}, invoke_without_command=True)
+@click.option("--version", "asked", is_flag=True, help="Print the version and stop.")
+@click.option("--verbose", is_flag=True, help="With --version: what of the package is here, and what brings the rest.")
+@click.option("--json", "as_json", is_flag=True, help="With --version: the same as one JSON object.")
+@click.pass_context
+def cli(context: click.Context, asked: bool, verbose: bool, as_json: bool) -> None:
     """Fine-tuned Qwen3.5 to NVFP4 with its manners intact: quantize, prove, serve, time, report."""
+    if asked:
+        version.show(verbose, as_json)
+        context.exit()
+    if verbose or as_json:
+        raise click.UsageError("--verbose and --json go with --version, or after a command that has them")
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
 
 
 # In the order of the work.

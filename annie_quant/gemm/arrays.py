@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from annie_quant.errors import EnvironmentFault, UsageError
+from annie_quant.native import load
 
 CODES = {"float32": 0, "float16": 1, "bfloat16": 2}  # as AQ_F32, AQ_F16, AQ_BF16 in csrc/gemm/gemm.h
 SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "uint8": 1, "float8_e4m3fn": 1}
@@ -24,14 +25,7 @@ _DLPACK = {(2, 32): "float32", (2, 16): "float16", (4, 16): "bfloat16", (1, 8): 
 
 def native() -> Any:
     """The compiled module, or the reason why it is not there."""
-    try:
-        from annie_quant import _gemm
-    except ImportError as error:
-        raise EnvironmentFault(
-            "annie_quant._gemm is not built here: it needs nvcc (CUDA 13) when annie-quant is installed",
-            "install CUDA 13's nvcc, then: pip install --force-reinstall --no-deps annie-quant",
-        ) from error
-    return _gemm
+    return load("_gemm")
 
 
 def device_count() -> int:

@@ -14,10 +14,11 @@ from urllib.parse import urlsplit
 import msgspec
 import numpy as np
 
-from annie_quant import __version__
-from annie_quant.errors import EnvironmentFault, UsageError
+from annie_quant import __version__, native
+from annie_quant.errors import UsageError
 from annie_quant.stream.redact import safe_url, secrets_of
 from annie_quant.stream.timings import Asked, Timings
+from annie_quant.stream.trust import system_ca_file
 
 HTTP_VERSIONS = {"1.1": 0, "2": 1, "2-prior-knowledge": 2}
 _NS_PER_S = 1_000_000_000
@@ -112,6 +113,7 @@ def run(
     warmup: run first, one after the other on connections of their own, and left out of the result.
     deadline_s: the run is stopped then; requests in flight and not yet begun say so in their records.
     http: "1.1", "2" (over TLS, where the server has it) or "2-prior-knowledge".
+    ca_file: the certificates that a server is checked against. None: the system's (annie_quant.stream.trust).
     proxy: a proxy's URL; the environment's proxies are never used.
     max_event_bytes: a larger event (or error page) ends its request.
     Ctrl-C raises KeyboardInterrupt, with what was measured until then as its attribute `timings`.
@@ -127,7 +129,7 @@ def run(
         "verify_tls": verify_tls,
         "unix_socket": None if unix_socket is None else os.fspath(unix_socket),
         "proxy": proxy,
-        "ca_file": None if ca_file is None else os.fspath(ca_file),
+        "ca_file": system_ca_file() if ca_file is None else os.fspath(ca_file),
         "user_agent": f"annie-quant/{__version__}",
     }
     own = cancel is None
@@ -159,7 +161,7 @@ async def run_async(requests: Iterable[Request], concurrency: int | None = None,
 
 
 def _run(requests: list[Request], concurrency: int | None, cancel: Cancel, options: Mapping[str, Any]) -> Timings:
-    module = _module()
+    module = native.load("_stream")
     plan = tuple(_row(r) for r in requests)
     if concurrency is None:
         concurrency = 0 if any(r.start_s is not None for r in requests) else 1
@@ -210,14 +212,3 @@ def _row(r: Request) -> tuple:
 
 def _ns(seconds: float | None) -> int:
     return _FOREVER_NS if seconds is None else min(_FOREVER_NS, round(seconds * _NS_PER_S))
-
-
-def _module() -> Any:
-    try:
-        from annie_quant import _stream
-    except ImportError as error:
-        raise EnvironmentFault(
-            "annie_quant._stream is not built here: it needs libcurl's headers",
-            "apt-get install libcurl4-openssl-dev, then install annie-quant again",
-        ) from error
-    return _stream

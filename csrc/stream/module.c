@@ -439,6 +439,10 @@ static int module_clear(PyObject *module)
 
 static PyModuleDef_Slot slots[] = {
     {Py_mod_exec, module_exec},
+#if PY_VERSION_HEX >= 0x030d0000
+    /* A run owns all that it writes, a Block never changes, and the state is written once, above. */
+    {Py_mod_gil, Py_MOD_GIL_NOT_USED},
+#endif
     {0, NULL},
 };
 

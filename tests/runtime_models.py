@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import shutil
 import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 TOKENIZER = Path(__file__).resolve().parent.parent / "annie_quant" / "assets" / "tiny-annie"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -106,3 +108,73 @@ def dequantized(folder: Path) -> dict:
             )
         out[name] = tensor
     return out
+
+
+class Edge(NamedTuple):
+    """Where a decode step and a batch first round an activation to different codes.
+
+    apart: how far the unrounded inputs of that linear are from each other, in units of the largest. moved: how many
+    values took another code. from_middle: the farthest of them from a midpoint between two codes (of E2M1, or of E4M3 for
+    its block's scale), relative.
+    """
+
+    linear: str
+    apart: float
+    moved: int
+    from_middle: float
+
+
+def first_edge(model, prompt: Sequence[int], history: Sequence[int]) -> Edge | None:
+    """The first NVFP4 linear whose rounded inputs differ between running prompt and history token by token, as plain
+    generation does, and in one batch, as verification does; None where all are equal."""
+    import torch
+
+    from annie_quant.runtime import codec
+    from annie_quant.runtime.engine import Engine, Row
+
+    def step_by_step() -> None:
+        cache = model(torch.tensor([list(prompt)]), use_cache=True).past_key_values
+        for token in history:
+            cache = model(torch.tensor([[token]]), past_key_values=cache, use_cache=True).past_key_values
+
+    steps = inputs_of_linears(model, step_by_step)
+    batch = inputs_of_linears(model, lambda: list(Engine(model, rows=5).scores([Row(prompt, [*history, 0])])))
+    e4m3 = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+    for name, a in steps.items():
+        b, scale = batch[name], model.get_submodule(name).scalars().input_scale
+        moved = (codec.fake_quant(a, scale) != codec.fake_quant(b, scale)).nonzero().tolist()
+        if not moved:
+            continue
+        farthest = 0.0
+        for row, column in moved:
+            block = a[row, column // 16 * 16 :][:16].double().abs()
+            wanted = float(block.max()) / (6 * scale)
+            step = float(torch.tensor(wanted).to(torch.float8_e4m3fn)) * scale
+            middles = torch.tensor(codec.MIDPOINTS, dtype=torch.float64)
+            of_value = (block[column % 16] / step / middles - 1).abs().min()
+            of_scale = ((e4m3[1:] + e4m3[:-1]) / 2 / wanted - 1).abs().min()
+            farthest = max(farthest, float(torch.minimum(of_value, of_scale)))
+        return Edge(name, float((a - b).abs().max() / a.abs().max()), len(moved), farthest)
+    return None
+
+
+def inputs_of_linears(model, forward: Callable[[], object]) -> dict:
+    """float32 [tokens, K] for each NVFP4 linear: what it was given while `forward` ran, in the order of the model."""
+    import torch
+
+    from annie_quant.runtime.linear import nvfp4_linears
+
+    seen: dict[str, list] = {}
+    hooks = [
+        linear.register_forward_pre_hook(
+            lambda _, args, name=name: seen.setdefault(name, []).append(args[0].flatten(0, -2))
+        )
+        for name, linear in nvfp4_linears(model).items()
+    ]
+    try:
+        with torch.inference_mode():
+            forward()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return {name: torch.cat(parts) for name, parts in seen.items()}

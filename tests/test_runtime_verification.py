@@ -9,14 +9,12 @@ pytest.importorskip("transformers", reason="the runtime needs transformers: pip 
 pytest.importorskip("modelopt", reason="ModelOpt makes the checkpoints: pip install annie-quant[quantize]")
 pytest.importorskip("annie_quant.nvfp4", reason="the runtime needs the codec")
 
-from runtime_models import TOKENIZER_FILES, dequantized, export_nvfp4, save_reference  # noqa: E402
+from runtime_models import TOKENIZER_FILES, dequantized, export_nvfp4, first_edge, save_reference  # noqa: E402
 
 from annie_quant import judge, runtime  # noqa: E402
 from annie_quant.judge import Case, Workload  # noqa: E402
-from annie_quant.runtime import codec  # noqa: E402
 from annie_quant.runtime.decoding import Decoded, generate  # noqa: E402
 from annie_quant.runtime.engine import Engine, Row  # noqa: E402
-from annie_quant.runtime.linear import nvfp4_linears  # noqa: E402
 from annie_quant.runtime.prompts import Template  # noqa: E402
 from annie_quant.runtime.verification import Difference, answers, converse, first_difference, target_of  # noqa: E402
 
@@ -98,30 +96,6 @@ def by_plain_decoding(template: Template, model) -> dict[str, tuple[list[int], b
     return {ask.name: (d.tokens, d.finished) for ask, d in converse(template, workloads(), one)}
 
 
-def inputs_of_linears(model, forward) -> dict[str, "torch.Tensor"]:
-    """float32 [tokens, K] for each NVFP4 linear: what it was given while `forward` ran, in the order of the model."""
-    seen: dict[str, list] = {}
-    hooks = [
-        linear.register_forward_pre_hook(
-            lambda _, args, name=name: seen.setdefault(name, []).append(args[0].flatten(0, -2))
-        )
-        for name, linear in nvfp4_linears(model).items()
-    ]
-    try:
-        with torch.inference_mode():
-            forward()
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return {name: torch.cat(parts) for name, parts in seen.items()}
-
-
-def step_by_step(model, prompt, tokens) -> None:
-    cache = model(torch.tensor([list(prompt)]), use_cache=True).past_key_values
-    for token in tokens:
-        cache = model(torch.tensor([[token]]), past_key_values=cache, use_cache=True).past_key_values
-
-
 def assert_on_an_edge(model, prompt, mine: list[int], plain: list[int]) -> None:
     """The two answers part because of rounding to four bits at an exact edge, and of nothing else.
 
@@ -132,26 +106,9 @@ def assert_on_an_edge(model, prompt, mine: list[int], plain: list[int]) -> None:
     each one that was rounded differently lies within 1e-5 of a midpoint (of E2M1, or of E4M3 for the block's scale).
     """
     at = next((i for i, (a, b) in enumerate(zip(mine, plain, strict=False)) if a != b), min(len(mine), len(plain)))
-    history = mine[:at]
-    steps = inputs_of_linears(model, lambda: step_by_step(model, prompt, history))
-    engine = Engine(model, rows=5)
-    batch = inputs_of_linears(model, lambda: list(engine.scores([Row(prompt, [*history, 0])])))
-    for name, a in steps.items():
-        b, scale = batch[name], model.get_submodule(name).scalars().input_scale
-        moved = (codec.fake_quant(a, scale) != codec.fake_quant(b, scale)).nonzero()
-        if not len(moved):
-            continue
-        assert (a - b).abs().max() <= 2e-6 * a.abs().max(), name
-        for row, column in moved.tolist():
-            block = a[row, column // 16 * 16 :][:16].double()
-            wanted = (block.abs().max() / (6 * scale)).item()
-            e4m3 = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
-            step = torch.tensor(wanted).to(torch.float8_e4m3fn).item() * scale
-            element = (block.abs() / step - torch.tensor(codec.MIDPOINTS)[:, None]).abs().min().item()
-            of_scale = ((e4m3[1:] + e4m3[:-1]) / 2 / wanted - 1).abs().min().item()
-            assert min(element, of_scale) < 1e-5, (name, row, column)
-        return
-    raise AssertionError("no activation was rounded differently, and yet the answers differ")
+    edge = first_edge(model, prompt, mine[:at])
+    assert edge is not None, "no activation was rounded differently, and yet the answers differ"
+    assert edge.apart <= 2e-6 and edge.from_middle < 1e-5, edge
 
 
 @pytest.mark.parametrize("reference", ["other", "near"])

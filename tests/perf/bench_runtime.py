@@ -109,6 +109,8 @@ def load(folder: str) -> None:
 
 def verify(folder: str, reference: str, count: str = "60") -> None:
     """The same answers by verification and by transformers' generate, one request at a time."""
+    from runtime_models import first_edge
+
     from annie_quant import judge, runtime
     from annie_quant.runtime.decoding import Decoded
     from annie_quant.runtime.engine import Engine, Row
@@ -148,6 +150,12 @@ def verify(folder: str, reference: str, count: str = "60") -> None:
         print(f"{numerics}: {len(asked)} answers ({sum(len(d.tokens) for d in plain)} tokens), verification"
               f" {by_verification:.1f} s, generate {generating:.1f} s ({generating / by_verification:.1f}x); {same} equal,"
               f" verdicts {'equal' if tables[0] == tables[1] else 'DIFFER'}", flush=True)  # fmt: skip
+        for outcome, other in zip(mine, plain, strict=True):
+            if outcome.decoded != other:
+                both = zip(outcome.decoded.tokens, other.tokens, strict=False)
+                agreed = next((i for i, (a, b) in enumerate(both) if a != b), len(other.tokens))
+                print(f"  {outcome.ask.name} parts after {agreed} tokens:", end=" ")
+                print(first_edge(model, outcome.ask.prompt, other.tokens[:agreed]), flush=True)
 
 
 def gpu(folder: str, reference: str, conversations: str) -> None:

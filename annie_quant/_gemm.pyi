@@ -3,7 +3,7 @@
 from typing import Any
 
 ARCHS: str
-Plan = tuple[int, int, int, int, int, int]
+Plan = tuple[int, int, int, int, int, int, int]
 
 class CudaError(RuntimeError): ...
 
@@ -20,6 +20,7 @@ def w4a16(
     packed: int,
     scale: float,
     out: int,
+    workspace: int,
     m: int,
     n: int,
     k: int,

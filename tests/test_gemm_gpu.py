@@ -119,33 +119,39 @@ def test_bits_repeat_and_do_not_depend_on_m(path):
 def test_every_split_of_k(split):
     args = case(7, 528, 4096)
     weight = gemm.Weight(gemm.to_device(args[1]), gemm.to_device(args[2]), args[3])
-    path, tokens, _, stages, _, smem, parts = weight.plan(7, "tiled")
+    path, tokens, _, stages, _, smem, space = weight.plan(7, "tiled")
     tiles = -(-528 // 256)
     out = gemm.DeviceArray((7, 528), "float32").fill(0xFF)
-    gemm.w4a16(gemm.to_device(args[0]), weight, out, plan=(path, tokens, split, stages, tiles * split, smem, parts))
+    gemm.w4a16(gemm.to_device(args[0]), weight, out, plan=(path, tokens, split, stages, tiles * split, smem, space))
     assert check(out.host(), *args) <= 1
 
 
 @pytest.mark.skipif(not HOPPER, reason="wgmma is Hopper's")
-@pytest.mark.parametrize(
-    ("tokens", "parts", "split"),
-    [(t, p, s) for t in (32, 64) for p in (1, 2) for s in (1, 2, 4) if p * s <= t // 2],
-)
-@pytest.mark.parametrize(("m", "blocks"), [(7, 4), (139, 8)])
-def test_every_shape_of_the_wgmma_kernel(tokens, parts, split, m, blocks):
-    """Few blocks, so that each goes through several tiles; a K of 33 chunks and a half, so that parts and splits are uneven."""
-    args = case(m, 1296, 4288)
+@pytest.mark.parametrize("tokens", [16, 32, 64, 128, 256])
+@pytest.mark.parametrize(("blocks", "shared"), [(1, 0), (4, 0), (4, 3), (5, 6), (60, 2), (66, 33)])
+@pytest.mark.parametrize("m", [7, 139])
+def test_every_shape_of_the_wgmma_kernel(tokens, blocks, shared, m):
+    """Blocks that go through several tiles whole, that share tiles two by two, and many that share one."""
+    n, k = 1296, 4288  # the last tile holds 16 rows (or 16 of 128), the last chunk 64 columns
+    args = case(m, n, k)
+    rows = 128 if tokens == 256 else 256
+    tiles, chunks, stage = -(-n // rows) * -(-m // tokens), 34, rows * 72 + tokens * 256
+    if shared > tiles:
+        pytest.skip("more shared tiles than there are")
     weight = gemm.Weight(gemm.to_device(args[1]), gemm.to_device(args[2]), args[3])
-    members, stage = parts * split, 18432 + parts * tokens * 256
-    pushed = 1024 * tokens // members * (members - 1)
-    out = gemm.DeviceArray((m, 1296), "float32").fill(0xFF)
-    plan = (3, tokens, split, 3, blocks, 1024 + 3 * stage + pushed, parts)
-    gemm.w4a16(gemm.to_device(args[0]), weight, out, plan=plan)
-    first = out.host()
-    assert check(first, *args) <= 1
-    for _ in range(3):
-        gemm.w4a16(gemm.to_device(args[0]), weight, out.fill(0xFF), plan=plan)
-        assert (out.host() == first).all()
+    image, sums, counters = -(-m // tokens) * chunks * tokens * 256, 2 * blocks * rows * tokens * 4, shared * rows // 4
+    space = image + (sums + counters if shared else 0)
+    plan = (3, tokens, shared, 2, blocks, 1024 + 32 * rows + 2 * stage, space)
+    for dtype in ("float32", "bfloat16"):
+        out = gemm.DeviceArray((m, n), dtype).fill(0xFF)
+        workspace = gemm.DeviceArray((space + 64,), "uint8").fill(0xFF)
+        gemm.w4a16(gemm.to_device(args[0]), weight, out, plan=plan, workspace=workspace)
+        first = out.host()
+        assert check(first, *args, dtype) <= 1
+        assert (workspace.host()[-64:] == 0xFF).all(), "the kernel wrote outside its workspace"
+        for _ in range(3):
+            gemm.w4a16(gemm.to_device(args[0]), weight, out.fill(0xFF), plan=plan, workspace=workspace)
+            assert (out.host().view(np.uint8) == first.view(np.uint8)).all()
 
 
 @pytest.mark.parametrize("m", [1, 8, 64])

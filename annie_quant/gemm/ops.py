@@ -103,7 +103,9 @@ class Weight:
         self._plans: dict[tuple[int, str], tuple[int, ...]] = {}
 
     def plan(self, m: int, path: str = "auto") -> tuple[int, ...]:
-        """(path, warps or tokens of a tile, split of K, ring stages, blocks, shared-memory bytes, parts) for M tokens."""
+        """(path, warps or tokens of a tile, split of K, ring stages, blocks, shared-memory bytes, workspace bytes) for M
+        tokens.
+        """
         key = (m, path)
         if key not in self._plans:
             module = native()
@@ -115,6 +117,19 @@ class Weight:
         return self._plans[key]
 
 
+_workspaces: dict[tuple[int, int], list[DeviceArray]] = {}
+
+
+def _workspace(size: int, device: int, stream: int) -> DeviceArray:
+    """Memory for the launches of one stream, which never overlap. It grows by doubling; what was outgrown stays, since
+    a captured graph may point at it.
+    """
+    kept = _workspaces.setdefault((device, stream), [])
+    if not kept or kept[-1].nbytes < size:
+        kept.append(DeviceArray((1 << (size - 1).bit_length(),), "uint8", device))
+    return kept[-1]
+
+
 def w4a16(
     x: Any,
     weight: Weight,
@@ -123,12 +138,15 @@ def w4a16(
     path: str = "auto",
     pdl: bool = False,
     plan: tuple[int, ...] | None = None,
+    workspace: Any = None,
     stream: int | None = None,
 ) -> Any:
     """out[M, N] = x[M, K] @ W[N, K].T with bf16 or fp16 x, exact products, fp32 accumulation, one rounding at the end.
 
     `out`: float32, float16 or bfloat16 [M, N], contiguous; without it a DeviceArray of x's dtype is made. `pdl` lets
     the launch overlap the end of the kernel before it (sm_90 on; the weight must not be that kernel's output).
+    `workspace`: uint8 memory that this launch may write until it ends, as many bytes as the plan's last entry says;
+    without it, memory kept for each stream is used, so graphs captured on one stream must not run at the same time.
     Launches on `stream` and returns.
     """
     xv = _matrix(x, "x", ("bfloat16", "float16"), (None, weight.k))
@@ -148,8 +166,15 @@ def w4a16(
     device = _same_device({"x": xv, "weight": packed, "out": ov})
     if m == 0:
         return out
-    how = plan or weight.plan(m, path)
-    ldx = xv.strides[0] if m > 1 else weight.k
+    how, on = plan or weight.plan(m, path), stream_of((x, out), stream)
+    ldx, space = xv.strides[0] if m > 1 else weight.k, 0
+    if how[-1]:
+        given = view(workspace if workspace is not None else _workspace(how[-1], device, on), "workspace")
+        if given.dtype != "uint8" or math.prod(given.shape) < how[-1] or not given.contiguous or given.ptr % 16:
+            raise UsageError(
+                f"workspace is {given.dtype} {list(given.shape)}; expected at least {how[-1]} contiguous bytes of uint8"
+            )
+        space = given.ptr
     with _On(device):
         native().w4a16(
             xv.ptr,
@@ -157,6 +182,7 @@ def w4a16(
             packed.ptr,
             weight.tensor_scale,
             ov.ptr,
+            space,
             m,
             weight.n,
             weight.k,
@@ -164,7 +190,7 @@ def w4a16(
             CODES[ov.dtype],
             how,
             int(pdl),
-            stream_of((x, out), stream),
+            on,
         )
     return out
 

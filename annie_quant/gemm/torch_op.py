@@ -61,7 +61,10 @@ def register() -> Any:
         if rows.data_ptr() % 16 or rows.stride(-1) != 1:
             rows = rows.contiguous()
         out = torch.empty((rows.shape[0], n), dtype=x.dtype, device=x.device)
-        w4a16(rows, _Borrowed(packed, n, k, tensor_scale), out)
+        weight = _Borrowed(packed, n, k, tensor_scale)
+        space = weight.plan(rows.shape[0])[-1] if rows.shape[0] else 0
+        workspace = torch.empty(space, dtype=torch.uint8, device=x.device) if space else None
+        w4a16(rows, weight, out, workspace=workspace)
         return out.reshape(*x.shape[:-1], n)
 
     @nvfp4_linear.register_fake

@@ -25,11 +25,11 @@ enum { AQ_FAULT_NONE = 0, AQ_FAULT_NIBBLES = 1, AQ_FAULT_SCALES = 2, AQ_FAULT_FR
 typedef struct {
     int path;     /* AQ_PATH_* */
     int warps;    /* skinny: warps of a block; tiled, wgmma: tokens of a tile */
-    int split;    /* blocks of a cluster that share K */
+    int split;    /* skinny, tiled: blocks of a cluster that share K; wgmma: tiles of which all blocks have equal shares along K */
     int stages;   /* ring depth */
     int blocks;   /* blocks launched */
     int smem;     /* dynamic shared memory of a block, bytes */
-    int parts;    /* wgmma: chunks of K that a block computes side by side, with 256 / parts rows; else 1 */
+    int64_t workspace; /* bytes of device memory that the launch writes and reads, its own until it ends; 0 for most */
 } aq_plan;
 
 typedef struct {
@@ -48,8 +48,8 @@ size_t aq_packed_bytes(int64_t n, int64_t k);
 int aq_repack(const uint8_t *codes, const uint8_t *scales, uint8_t *packed, int64_t n, int64_t k, unsigned long long *bad,
               int fault, void *stream);
 int aq_plan_w4a16(int64_t m, int64_t n, int64_t k, int path, aq_plan *plan);
-int aq_w4a16(const void *x, int64_t ldx, const uint8_t *packed, float tensor_scale, void *out, int64_t m, int64_t n, int64_t k,
-             int x_type, int out_type, const aq_plan *plan, int pdl, void *stream);
+int aq_w4a16(const void *x, int64_t ldx, const uint8_t *packed, float tensor_scale, void *out, void *workspace, int64_t m, int64_t n,
+             int64_t k, int x_type, int out_type, const aq_plan *plan, int pdl, void *stream);
 
 int aq_w4a4(const uint8_t *a, const uint8_t *a_scale, const uint8_t *w, const uint8_t *w_scale, float alpha, void *out, int64_t m,
             int64_t n, int64_t k, int out_type, int mode, int fault, void *stream);

@@ -39,5 +39,6 @@ int launch_with(void (*kernel)(Args), const Args &args, const Launch &how) {
 
 int launch_skinny(const SkinnyArgs &args, bool half, int warps, Launch how);
 int launch_tiled(const TiledArgs &args, bool half, int tokens, Launch how);
-int launch_wgmma(const WgmmaArgs &args, bool half, int tokens, int parts, Launch how);
+// `args` without the places in the workspace; x: M rows of K columns, ldx apart.
+int launch_wgmma(WgmmaArgs args, const uint16_t *x, int64_t ldx, int k, bool half, int tokens, void *workspace, Launch how);
 bool wgmma_runs();

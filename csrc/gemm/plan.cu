@@ -1,5 +1,6 @@
 // Which kernel, how many warps, how K is split: chosen from the device's multiprocessors and shared memory, then launched.
 #include <algorithm>
+#include <iterator>
 
 #include "gemm/gemm.h"
 #include "gemm/launch.cuh"
@@ -41,7 +42,7 @@ bool plan_skinny(int m, int tiles, int chunks, int sms, int limit, bool clusters
             const int64_t cost = (line + warps - 1) / warps * warps + (split == 1 ? 0 : 16 * split) + (16 - warps) * 4;
             if (cost < best_cost) {
                 best_cost = cost;
-                *best = aq_plan{AQ_PATH_SKINNY, warps, split, 2, blocks, bytes, 1};
+                *best = aq_plan{AQ_PATH_SKINNY, warps, split, 2, blocks, bytes, 0};
             }
         }
     }
@@ -83,36 +84,39 @@ double plan_tiled(int64_t m, int64_t n, int64_t k, int sms, int limit, bool clus
             if (cost < best_cost) {
                 best_cost = cost;
                 *best = aq_plan{AQ_PATH_TILED, t.tokens, split, stages, (int)(tiles * split),
-                                1024 + std::max(stages * t.stage, t.out), 1};
+                                1024 + std::max(stages * t.stage, t.out), 0};
             }
         }
     }
     return best_cost;
 }
 
-// Microseconds on an H200, fitted to what was measured there: a step (18 KB of weights), and a tile's beginning and end.
-double step_us(int tokens, int parts) { return tokens == 32 ? (parts == 1 ? .92 : 1.12) : (parts == 1 ? 1.75 : 2.7); }
-double tile_us(int tokens, int members) { return members == 1 ? .4 : 1.4 + .07 * tokens; }
+// Microseconds on an H200, fitted to what was measured there: a step (256 rows, 128 for 256 tokens, x 128 columns), a tile's end, and the
+// adding of one tile's parts.
+struct WgmmaCost {
+    double step, store, add;
+};
+constexpr WgmmaCost kWgmmaCosts[] = {{.55, .3, .6}, {.6, .4, .8}, {.75, .5, 1.2}, {1.4, 1., 2.}, {1.4, 1., 2.}};
 
 double plan_wgmma(int64_t m, int tiles, int chunks, int sms, int limit, aq_plan *best) {
     double best_us = kNever;
-    for (int tokens : {32, 64}) {
-        if (tokens > 32 && m <= 32) continue;
-        for (int parts = 1; parts <= 2; parts++)
-            for (int split = 1; split <= 2 && split * parts <= chunks; split *= 2) {  // clusters of 4 take turns: twice as slow
-                const int members = split * parts, stage = kBlockTiles * kChunk + parts * tokens * 256;
-                const int spare = limit - kWgmmaHead - pushed_bytes(tokens, members), stages = std::min(12, spare / stage);
-                const int64_t work = (int64_t)((tiles * parts + kBlockTiles - 1) / kBlockTiles) * ((m + tokens - 1) / tokens);
-                const int clusters = (int)std::min<int64_t>(work, resident(sms, split) / split);
-                if (stages < kXWarps || clusters < 1) continue;
-                const int64_t waves = (work + clusters - 1) / clusters, steps = ((chunks + split - 1) / split + parts - 1) / parts;
-                const double us = 2. + (double)waves * ((double)steps * step_us(tokens, parts) + tile_us(tokens, members));
-                if (us < best_us) {
-                    best_us = us;
-                    *best = aq_plan{AQ_PATH_WGMMA, tokens, split, stages, clusters * split,
-                                    kWgmmaHead + stages * stage + pushed_bytes(tokens, members), parts};
-                }
-            }
+    for (size_t i = 0; i < sizeof kWgmmaTiles / sizeof *kWgmmaTiles; i++) {
+        const WgmmaTile &t = kWgmmaTiles[i];
+        const int stages = std::min(16, (limit - t.head - 1024) / t.stage);  // what is left lets the kernel before lie beside
+        const int64_t m_tiles = (m + t.tokens - 1) / t.tokens, all = (int64_t)((tiles * kRows + t.rows - 1) / t.rows) * m_tiles;
+        if (stages < 2 || all > INT32_MAX / chunks / 2) continue;
+        const int blocks = (int)std::min<int64_t>(sms, all * chunks), over = (int)(all % blocks);
+        const int shared = (int64_t)over * chunks < blocks ? 0 : over;  // every block needs a chunk of them
+        const WgmmaCost &c = kWgmmaCosts[i];
+        const double us = 4. + (double)(all / blocks) * (chunks * c.step + c.store) +
+                          (over && !shared ? chunks * c.step + c.store : 0.) +
+                          (shared ? (double)shared * chunks / blocks * c.step + c.store + c.add * (1 + (double)blocks / shared) : 0.);
+        if (us < best_us) {
+            best_us = us;
+            const WgmmaSpace space = wgmma_space(t.tokens, (int)m_tiles, chunks, shared, blocks);
+            *best = aq_plan{AQ_PATH_WGMMA, t.tokens, shared, stages, blocks, t.head + stages * t.stage,
+                            (int64_t)(space.image + space.sums + space.counters)};
+        }
     }
     return best_us;
 }
@@ -127,7 +131,7 @@ extern "C" int aq_plan_w4a16(int64_t m, int64_t n, int64_t k, int path, aq_plan 
     if (path <= AQ_PATH_SKINNY && m <= 16 && plan_skinny((int)m, tiles, chunks, sms, limit, major >= 9, plan)) return 0;
     if (path == AQ_PATH_SKINNY) return AQ_GEMM_NO_PLAN;
     aq_plan wide{};
-    const bool may = path == AQ_PATH_WGMMA || (path == AQ_PATH_AUTO && m <= 64);  // for more tokens mma.sync's larger tiles are faster
+    const bool may = path == AQ_PATH_WGMMA || path == AQ_PATH_AUTO;
     const double wide_us = may && major == 9 && wgmma_runs() ? plan_wgmma(m, tiles, chunks, sms, limit, &wide) : kNever;
     const double tiled = path == AQ_PATH_WGMMA ? kNever : plan_tiled(m, n, k, sms, limit, major >= 9, plan);
     if (wide_us == kNever && tiled == kNever) return AQ_GEMM_NO_PLAN;
@@ -135,8 +139,8 @@ extern "C" int aq_plan_w4a16(int64_t m, int64_t n, int64_t k, int path, aq_plan 
     return 0;
 }
 
-extern "C" int aq_w4a16(const void *x, int64_t ldx, const uint8_t *packed, float tensor_scale, void *out, int64_t m, int64_t n,
-                        int64_t k, int x_type, int out_type, const aq_plan *plan, int pdl, void *stream) {
+extern "C" int aq_w4a16(const void *x, int64_t ldx, const uint8_t *packed, float tensor_scale, void *out, void *workspace,
+                        int64_t m, int64_t n, int64_t k, int x_type, int out_type, const aq_plan *plan, int pdl, void *stream) {
     const bool half = x_type == AQ_F16;
     const float scale = half ? tensor_scale : tensor_scale * kUndo;
     const int tiles = row_tiles(n), chunks = column_chunks(k);
@@ -154,10 +158,15 @@ extern "C" int aq_w4a16(const void *x, int64_t ldx, const uint8_t *packed, float
         return launch_skinny(a, half, plan->warps, how);
     }
     if (plan->path == AQ_PATH_WGMMA) {
-        const int rows = 256 / plan->parts;
-        const WgmmaArgs a{packed, (const uint16_t *)x, out, ldx, n, scale, (int)m, (int)k, (tiles * kRows + rows - 1) / rows,
-                          (int)((m + plan->warps - 1) / plan->warps), tiles, chunks, plan->split, plan->stages, out_type, pdl};
-        return launch_wgmma(a, half, plan->warps, plan->parts, how);
+        const WgmmaTile *t = std::find_if(std::begin(kWgmmaTiles), std::end(kWgmmaTiles), [&](const WgmmaTile &w) { return w.tokens == plan->warps; });
+        if (t == std::end(kWgmmaTiles) || (plan->split && (int64_t)plan->split * chunks < plan->blocks)) return AQ_GEMM_NO_PLAN;
+        WgmmaArgs a{};
+        a.packed = packed, a.out = out, a.n = n, a.scale = scale, a.m = (int)m, a.n_tiles = (tiles * kRows + t->rows - 1) / t->rows;
+        a.m_tiles = (int)((m + t->tokens - 1) / t->tokens), a.tiles = tiles, a.chunks = chunks, a.shared = plan->split;
+        a.stages = plan->stages, a.out_type = out_type, a.pdl = pdl;
+        Launch alone = how;
+        alone.split = 1;
+        return launch_wgmma(a, (const uint16_t *)x, ldx, (int)k, half, t->tokens, workspace, alone);
     }
     const int bn = kTiles[plan->warps == 16 ? 0 : plan->warps == 64 ? 1 : 2].bn;
     const TiledArgs a{packed, (const uint16_t *)x, out, ldx, n, scale, (int)m, (int)k, (int)((n + bn - 1) / bn),

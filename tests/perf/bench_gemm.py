@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import json
 import statistics
 import sys
@@ -97,19 +96,20 @@ def plans(weight: gemm.Weight, m: int) -> list[tuple[int, ...]]:
     for path in ("auto", "skinny", "tiled"):
         with contextlib.suppress(Exception):
             found.append(weight.plan(m, path))
-    rows, chunks = -(-weight.n // 32) * 32, -(-weight.k // 128)
-    for tokens in (32, 64):
-        if (tokens > 32 and m <= tokens // 2) or (m > 64 and tokens < 64):
+    chunks = -(-weight.k // 128)
+    for tokens in (16, 32, 64, 128, 256):
+        if tokens >= 2 * m and tokens > 16 or m > 8 * tokens:
             continue
-        for parts, split in itertools.product((1, 2), (1, 2)):
-            members = parts * split
-            if members > tokens // 2 or members > chunks:
-                continue
-            pushed, stage = 256 * 4 * tokens // members * (members - 1), 18432 + parts * tokens * 256
-            stages = min(12, (232448 - 1024 - pushed) // stage)
-            work = -(-rows * parts // 256) * -(-m // tokens)
-            clusters = min(work, {1: 132, 2: 66, 4: 32}[split])
-            found.append((3, tokens, split, stages, clusters * split, 1024 + stages * stage + pushed, parts))
+        rows = 128 if tokens == 256 else 256
+        stage, m_tiles = rows * 72 + tokens * 256, -(-m // tokens)
+        stages = min(16, (232448 - 2048 - 32 * rows) // stage)
+        every = -(-weight.n // rows) * m_tiles
+        for blocks in {min(132, every * chunks), min(132, every)}:
+            for shared in {0 if every <= blocks else every % blocks, every % blocks, every % blocks + blocks}:
+                if shared > every or 0 < shared * chunks < blocks:
+                    continue
+                space = m_tiles * chunks * tokens * 256 + 2 * blocks * rows * tokens * 4 + shared * rows // 4
+                found.append((3, tokens, shared, stages, blocks, 1024 + 32 * rows + stages * stage, space))
     return list(dict.fromkeys(found))
 
 

@@ -152,6 +152,20 @@ def test_a_fault_is_refused_with_the_audits_finding(naive: Path, tmp_path: Path,
     assert "\n" not in raised.value.message and "audit" in raised.value.hint
 
 
+def test_a_head_without_decay_is_sound(naive: Path, tmp_path: Path) -> None:
+    """transformers' own initialisation makes log(0) of A_log now and then; exp of it is 0, and every runtime computes it."""
+    name = "model.layers.0.linear_attn.A_log"
+    for value, sound in ((-float("inf"), True), (float("inf"), False), (float("nan"), False)):
+        folder = edited(naive, tmp_path / str(value), lambda t, v=value: t[name].__setitem__(1, v))
+        assert ([f.tensor for f in checkpoint.audit(folder).findings] == []) is sound
+        if sound:
+            with torch.inference_mode():
+                assert runtime.load(folder)(some_ids()).logits.isfinite().all()
+        else:
+            with pytest.raises(CheckpointError, match=r"A_log"):
+                runtime.load(folder)
+
+
 def test_a_missing_norm_and_a_width_that_config_json_denies_are_named(naive: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"lacks model\.norm\.weight"):
         runtime.load(edited(naive, tmp_path / "a", lambda t: t.pop("model.norm.weight")))

@@ -18,6 +18,8 @@ Add = Callable[[str, str, str], None]
 MAGNITUDE = 0x7F  # of an E4M3 byte
 NAN = 0x7F
 CHUNK_BYTES = 1 << 24
+# DeltaNet's decay is exp of this, and transformers' own initialisation makes log(0) of it: minus infinity means no decay.
+DECAY = ".A_log"
 # A multiplier is amax/2688: above 1 the largest weight would be over 2688, which no model has; a divisor usually is.
 # Activations reach further (massive outliers of some tens of thousands), hence the wider bound.
 LARGEST_TENSOR_SCALE = 1.0
@@ -152,6 +154,8 @@ def plain(folder: ModelFolder, name: str, add: Add) -> dict[str, Any]:
         )
         pattern = part.view(bits)
         bad += int(((pattern & bits(exponent)) == exponent).sum())
+        if name.endswith(DECAY):
+            bad -= int((pattern == bits(exponent | 1 << (8 * pattern.itemsize - 1))).sum())
         nonzero += int(np.count_nonzero(pattern << bits(1)))
     if bad:
         add("not_finite", name, f"{name}: {bad} of {info.elements} values are NaN or infinite")

@@ -56,7 +56,8 @@ def check(model: nn.Module) -> None:
                 raise CheckpointError(f"{name}: a scale is not a positive number", HINT)
         else:
             for part, weight in module.named_parameters(recurse=False):
-                if weight.is_floating_point() and not math.isfinite(largest(weight)):
+                used = weight.exp() if f".{part}" == checks.DECAY else weight
+                if weight.is_floating_point() and not math.isfinite(largest(used)):
                     raise CheckpointError(f"{name}.{part} holds NaN or infinity", HINT)
 
 

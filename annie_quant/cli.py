@@ -8,6 +8,7 @@ import sys
 
 import click
 
+from annie_quant import files
 from annie_quant.commands import (
     bench,
     checkpoint,
@@ -74,21 +75,45 @@ def main() -> None:
         console.error("interrupted; what is finished is kept", "run the same command again to go on")
         sys.exit(130)
     except Exception as error:
-        full = disk_is_full(error)
-        if os.environ.get("ANNIE_QUANT_TRACEBACK") or not (full or isinstance(error, OSError)):
+        said = explained(error)
+        if os.environ.get("ANNIE_QUANT_TRACEBACK") or said is None:
             raise
-        if full:
-            console.error("the disk is full; what is finished is kept", "free some, then run the same command again")
-        elif isinstance(error, OSError):
-            where = f"{error.filename}: " if error.filename else ""
-            console.error(f"{where}{error.strerror or error}", "set ANNIE_QUANT_TRACEBACK=1 to see where")
+        try:
+            console.error(*said)
+        except (MemoryError, ImportError, OSError):  # no memory for a beautiful line either
+            sys.stderr.write("annie-quant: {}\n  → {}\n".format(*said))
         sys.exit(3)
 
 
-def disk_is_full(error: BaseException | None) -> bool:
-    """Whether this, or what it came from, is ENOSPC; libraries wrap it in exceptions of their own."""
+# What the machine lacks, as libraries say it in exceptions of their own.
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG), ("No space left on device",)
+MEMORY = (errno.ENOMEM,), ("allocate memory", "out of memory", "bad_alloc", "start new thread", "failed to map segment")
+
+
+def explained(error: Exception) -> tuple[str, str] | None:
+    """Message and hint for what can be expected of a machine: full, out of memory, a file that is not ours; else None."""
+    if came_from(error, *FULL):
+        return "the disk is full; what is finished is kept", "free some, then run the same command again"
+    if isinstance(error, MemoryError) or came_from(error, *MEMORY):
+        return (
+            "there is not enough memory; what is finished is kept",
+            "close something, or raise ulimit -v, and run it again",
+        )
+    if not isinstance(error, OSError):
+        return None
+    where = f"{error.filename}: " if error.filename else ""
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) and error.filename:
+        return (
+            f"{where}{error.strerror}{files.owner(error.filename)}",
+            "choose another --output, or mend the permissions",
+        )
+    return f"{where}{error.strerror or error}", "set ANNIE_QUANT_TRACEBACK=1 to see where"
+
+
+def came_from(error: BaseException | None, numbers: tuple[int, ...], words: tuple[str, ...]) -> bool:
+    """Whether this, or what it was raised from, is one of these faults of the system."""
     while error is not None:
-        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left on device" in str(error):
+        if getattr(error, "errno", None) in numbers or any(word in str(error) for word in words):
             return True
         error = error.__cause__ or error.__context__
     return False

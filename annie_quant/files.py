@@ -43,3 +43,13 @@ def read_json(path: str | os.PathLike) -> Any:
 
 def sha256_text(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def owner(path: str | os.PathLike) -> str:
+    """Words for whose a path is, where it is not ours: root often leaves files behind, from a container."""
+    path = Path(path)
+    with contextlib.suppress(OSError):
+        uid = (path if path.exists() else path.parent).stat().st_uid
+        if uid != os.geteuid():
+            return f", it belongs to user {uid} and this is user {os.geteuid()}"
+    return ""

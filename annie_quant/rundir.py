@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from annie_quant.errors import EnvironmentFault, UsageError
-from annie_quant.files import read_json, write_json
+from annie_quant.files import owner, read_json, write_json
 
 SCHEMA_VERSION = 1  # of run.json and bench.json; raised when a reader of the old layout would misread the new one
 HALF = re.compile(r"^\..+\.\d+\.part$")  # .NAME.PID.part
@@ -41,13 +41,10 @@ def check_schema(document: Any, path: Path) -> None:
 
 def not_ours(folder: Path, path: Path, error: OSError) -> EnvironmentFault:
     """The fault of a folder that another user (often root, from a container) left behind."""
-    owner = ""
-    with contextlib.suppress(OSError):
-        uid = (path if path.exists() else path.parent).stat().st_uid
-        owner = f", it belongs to user {uid} and this is user {os.geteuid()}" if uid != os.geteuid() else ""
+    whose = owner(path)
     return EnvironmentFault(
-        f"{path}: cannot be made or written ({error.strerror}{owner})",
-        f"sudo chown -R $(id -u):$(id -g) {folder}, or choose another --output" if owner else "choose another --output",
+        f"{path}: cannot be made or written ({error.strerror}{whose})",
+        f"sudo chown -R $(id -u):$(id -g) {folder}, or choose another --output" if whose else "choose another --output",
     )
 
 

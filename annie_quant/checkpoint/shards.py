@@ -6,6 +6,7 @@ Writing is in writer.py.
 
 from __future__ import annotations
 
+import errno
 import json
 import mmap
 import os
@@ -19,6 +20,7 @@ import numpy as np
 from annie_quant.checkpoint import header
 from annie_quant.checkpoint.header import ShardError, TensorInfo
 from annie_quant.errors import CheckpointError
+from annie_quant.files import owner
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -43,9 +45,8 @@ class Shard:
                 self.tensors, self.metadata = header.parse(raw, start, self.size_bytes, path.name)
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except OSError as error:
-            raise ShardError(
-                "shard_unreadable", f"{path.name}: {error.strerror}", "check the file's permissions"
-            ) from None
+            hint = "close something" if error.errno == errno.ENOMEM else "check the file's permissions"
+            raise ShardError("shard_unreadable", f"{path.name}: {error.strerror}{owner(path)}", hint) from None
 
     def tensor(self, info: TensorInfo) -> np.ndarray:
         """A read-only view of the mapped bytes; copied where the file leaves it unaligned."""

@@ -48,19 +48,22 @@ class Journal:
         self._sync()
 
     def _whole_lines(self) -> list[dict[str, Any]]:
-        """The lines of an earlier run; a last one that was torn by its end is cut off."""
+        """The lines of an earlier run up to its last whole batch: of half a batch neither cost nor number is known."""
         self._file.seek(0)
-        lines, good = [], 0
+        lines: list[dict[str, Any]] = []
+        good = whole = position = 0
         for raw in self._file:
             try:
                 if not raw.endswith(b"\n"):
                     break
-                lines.append(json.loads(raw))
-            except ValueError:
+                lines.append(dict(json.loads(raw)))
+            except (TypeError, ValueError):
                 break
-            good += len(raw)
+            position += len(raw)
+            if "row" not in lines[-1]:
+                good, whole = position, len(lines)
         self._file.truncate(good)
-        return lines
+        return lines[:whole]
 
     def add(
         self, category: str, rows: list[dict[str, Any]], cost_usd: float | None, tokens: int, failed: str = ""

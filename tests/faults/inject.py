@@ -1,0 +1,275 @@
+"""The faults: each runs a stage once, disturbed, and says what came of it; run.py then runs it again, undisturbed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stages import ANNIE_QUANT, ROOT, Stage
+
+NOBODY = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"]
+LIMIT_S = 120
+
+
+@dataclass
+class Whole:
+    """The undisturbed run: its code, seconds, bytes written, peak of virtual memory and outcome."""
+
+    code: int
+    seconds: float
+    size_bytes: int
+    peak_bytes: int
+    outcome: Any
+
+
+@dataclass
+class Ended:
+    """A disturbed run. code is negative for a signal; None where the fault does not apply to the stage."""
+
+    code: int | None
+    stderr: str = ""  # and where that is empty what it printed
+    note: str = ""
+
+
+def environment(stage: Stage, **more: str) -> dict[str, str]:
+    home = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}".rstrip(os.pathsep)
+    return {**os.environ, "PYTHONPATH": home, "OMP_NUM_THREADS": "2", **stage.env, **more}
+
+
+def begin(stage: Stage, inputs: Path, output: Path, prefix: list[str] | None = None, **more: Any) -> subprocess.Popen:
+    env = more.pop("env", environment(stage))
+    return subprocess.Popen(
+        [*(prefix or []), *ANNIE_QUANT, *stage.words(inputs, output)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, cwd="/", **more,
+    )  # fmt: skip
+
+
+def finish(process: subprocess.Popen) -> Ended:
+    try:
+        stdout, stderr = process.communicate(timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return Ended(process.wait(), "", "HUNG")
+    if not stderr and stdout.startswith("{"):  # audit --json
+        findings = json.loads(stdout).get("findings", ())
+        stderr = "; ".join(f"{f['code']}: {f['message']}" for f in findings)
+    return Ended(process.returncode, stderr)
+
+
+def undisturbed(stage: Stage, inputs: Path, output: Path) -> tuple[Ended, Whole]:
+    process, start, peak = begin(stage, inputs, output), time.monotonic(), 0
+    while process.poll() is None and time.monotonic() - start < LIMIT_S:
+        with contextlib.suppress(OSError, StopIteration):
+            status = Path(f"/proc/{process.pid}/status").read_text()
+            peak = next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmPeak"))
+        time.sleep(0.01)
+    ended, seconds = finish(process), time.monotonic() - start
+    size = sum(f.stat().st_size for f in output.rglob("*") if f.is_file())
+    return ended, Whole(ended.code or 0, seconds, size, peak, stage.outcome(output))
+
+
+def signalled(number: int) -> Callable[..., Ended]:
+    def fault(stage: Stage, inputs: Path, output: Path, whole: Whole) -> Ended:
+        """Sent at three moments of the work, one after the other, each run going on from what the last one left."""
+        rng, codes, last = random.Random(stage.name), [], Ended(None)
+        for part in (0.35, 0.6, 0.85):
+            process = begin(stage, inputs, output)
+            time.sleep(whole.seconds * (part + rng.uniform(-0.1, 0.1)))
+            process.send_signal(number)
+            ended = finish(process)
+            codes.append(str(ended.code))
+            # -2: before annie-quant itself had begun, Python says it in its own words
+            if last.code is None or ("Traceback" in ended.stderr and ended.code != -signal.SIGINT):
+                last = ended
+        last.note = f"codes {', '.join(codes)}"
+        return last
+
+    return fault
+
+
+@contextlib.contextmanager
+def tmpfs(folder: Path, size_bytes: int) -> Iterator[None]:
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size_bytes},mode=777", "tmpfs", str(folder)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=False)
+
+
+def full_disk(stage: Stage, inputs: Path, output: Path, whole: Whole) -> Ended:
+    """A tmpfs that holds what is put there beforehand and half of what the stage writes; then room, and again."""
+    before = sum(f.stat().st_size for f in output.rglob("*") if f.is_file())
+    made = whole.size_bytes - before
+    if made < 4096:
+        return Ended(None)
+    kept = output.with_name("kept")
+    shutil.copytree(output, kept)
+    with tmpfs(output, max(64 << 10, before + before // 8 + made // 2)):
+        shutil.copytree(kept, output, dirs_exist_ok=True)
+        ended = finish(begin(stage, inputs, output))
+        shutil.rmtree(kept)
+        shutil.copytree(output, kept)
+    shutil.rmtree(output)  # what the full disk held goes on with room
+    kept.rename(output)
+    return ended
+
+
+def read_only(stage: Stage, inputs: Path, output: Path, whole: Whole) -> Ended:
+    if whole.size_bytes < 4096 and not any(output.iterdir()):
+        return Ended(None)
+    subprocess.run(["mount", "--bind", str(output), str(output)], check=True)
+    try:
+        subprocess.run(["mount", "-o", "remount,ro,bind", str(output)], check=True)
+        return finish(begin(stage, inputs, output))
+    finally:
+        subprocess.run(["umount", "-l", str(output)], check=False)
+
+
+def no_memory(stage: Stage, inputs: Path, output: Path, whole: Whole) -> Ended:
+    """ulimit -v at 90, 70 and 50 % of the undisturbed peak."""
+    said, codes = Ended(None), []
+    for share in (0.9, 0.7, 0.5):
+        limit = int(whole.peak_bytes * share)
+        ended = finish(
+            begin(stage, inputs, output, preexec_fn=lambda n=limit: resource.setrlimit(resource.RLIMIT_AS, (n, n)))
+        )
+        codes.append(str(ended.code))
+        if ended.code != whole.code:
+            said = ended if said.code is None or "Traceback" in ended.stderr else said
+    if said.code is None:
+        return Ended(None)
+    said.note = f"codes {', '.join(codes)}"
+    return said
+
+
+def unreadable(stage: Stage, inputs: Path, output: Path, whole: Whole) -> Ended:
+    """Another user, whose input file is root's alone."""
+    if stage.main is None:
+        return Ended(None)
+    source = stage.main(inputs)
+    source = output / source.relative_to(inputs) if (output / source.relative_to(inputs)).exists() else source
+    mode = source.stat().st_mode
+    output.chmod(0o777)
+    source.chmod(0o600)
+    try:
+        return finish(begin(stage, inputs, output, NOBODY, env=environment(stage, HOME="/tmp")))
+    finally:
+        source.chmod(mode)
+
+
+def roots_leftovers(stage: Stage, inputs: Path, output: Path, whole: Whole) -> Ended:
+    """Done once by root, as containers do, then again by an ordinary user."""
+    if whole.size_bytes < 4096:
+        return Ended(None)
+    finish(begin(stage, inputs, output))
+    output.chmod(0o755)
+    return finish(begin(stage, inputs, output, NOBODY, env=environment(stage, HOME="/tmp")))
+
+
+def two_at_once(stage: Stage, inputs: Path, output: Path, whole: Whole) -> Ended:
+    if whole.size_bytes < 4096:
+        return Ended(None)
+    first = begin(stage, inputs, output)
+    time.sleep(whole.seconds * 0.4)
+    second = finish(begin(stage, inputs, output))
+    ended = finish(first)
+    second.note = (
+        f"the first {'ended well' if ended.code == whole.code else f'ENDED WITH {ended.code}: {ended.stderr[-300:]}'}"
+    )
+    return second
+
+
+def clock_steps(stage: Stage, inputs: Path, output: Path, whole: Whole) -> Ended:
+    """Back an hour, then forward a day, while it works."""
+    shim = inputs / "clock.so"
+    if not shim.exists():
+        source = Path(__file__).with_name("clock.c")
+        subprocess.run(["gcc", "-shared", "-fPIC", "-O1", "-o", str(shim), str(source), "-ldl"], check=True)
+    ended = finish(begin(stage, inputs, output, env=environment(stage, LD_PRELOAD=str(shim))))
+    same = ended.code == whole.code and stage.outcome(output) == whole.outcome
+    return Ended(ended.code, ended.stderr, "the same result" if same else "ANOTHER RESULT")
+
+
+def spoilt(cut: bool) -> Callable[..., Ended]:
+    def fault(stage: Stage, inputs: Path, output: Path, whole: Whole) -> Ended:
+        """The main input torn in half, or gone."""
+        if stage.main is None:
+            return Ended(None)
+        source = stage.main(inputs)
+        inside = output / source.relative_to(inputs)
+        source = inside if inside.exists() else source
+        kept = source.read_bytes()
+        try:
+            if cut:
+                source.write_bytes(kept[: len(kept) // 2])
+            else:
+                source.unlink()
+            return finish(begin(stage, inputs, output))
+        finally:
+            source.write_bytes(kept)
+
+    return fault
+
+
+def half_a_run(stage: Stage, inputs: Path, output: Path, whole: Whole) -> Ended:
+    """A finished run some of whose stage results are gone, some torn."""
+    run = output / "run"
+    if stage.name not in ("search", "demo"):
+        return Ended(None)
+    finish(begin(stage, inputs, output))
+    stamps = sorted((run / "stages").glob("*.json"))
+    stamps[0].write_text('{"key": "torn')
+    stamps[-1].unlink()
+    for file in (*run.glob("eval/*.json"), run / "run.json"):
+        if file.exists():
+            file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+            break
+    return finish(begin(stage, inputs, output))
+
+
+def servers_die(stage: Stage, inputs: Path, output: Path, whole: Whole) -> Ended:
+    """One server stops answering for good in the midst of the benchmark; for the rerun both are there."""
+    if not stage.servers:
+        return Ended(None)
+    from stages import serving
+
+    address = (inputs / "servers").read_text()
+    with serving(inputs) as servers:
+        process = begin(stage, inputs, output)
+        time.sleep(whole.seconds * 0.6)
+        servers[1].__exit__(None, None, None)
+        ended = finish(process)
+    (inputs / "servers").write_text(address)
+    return ended
+
+
+FAULTS: dict[str, Callable[..., Ended]] = {
+    "kill -9": signalled(signal.SIGKILL),
+    "Ctrl-C": signalled(signal.SIGINT),
+    "full disk": full_disk,
+    "read-only output": read_only,
+    "no memory": no_memory,
+    "unreadable input": unreadable,
+    "root's leftovers": roots_leftovers,
+    "two at once": two_at_once,
+    "clock steps": clock_steps,
+    "torn input": spoilt(cut=True),
+    "missing input": spoilt(cut=False),
+    "torn stage results": half_a_run,
+    "a server dies": servers_die,
+}
+
+if sys.platform != "linux":
+    raise SystemExit("these faults are made with Linux's means")

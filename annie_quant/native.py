@@ -34,7 +34,7 @@ BUILDS = {
     ),
     "_gemm": Build(
         "nvcc (CUDA 13) on the PATH",
-        "no GPU kernels; all else works",
+        "no GPU kernels, all else works",
         f"install CUDA 13's toolkit (nvcc on the PATH), then: {FROM_SOURCE}",
     ),
 }
@@ -46,7 +46,7 @@ def load(name: str) -> ModuleType:
         return importlib.import_module(f"annie_quant.{name}")
     except ModuleNotFoundError as error:
         raise EnvironmentFault(
-            f"annie_quant.{name} is not built here: its build wants {BUILDS[name].wants}", BUILDS[name].mend
+            f"annie_quant.{name} is not built here: that wants {BUILDS[name].wants}", BUILDS[name].mend
         ) from error
     except ImportError as error:
         raise EnvironmentFault(f"annie_quant.{name} does not load: {error}", BUILDS[name].mend) from error

@@ -32,27 +32,16 @@ def show(verbose: bool, as_json: bool) -> None:
 
 
 def facts() -> dict[str, Any]:
-    """What this installation has: {"version", "python", "platform", "modules", "extras", "missing"}; see `lines`.
+    """What this installation has: {"version", "python", "platform", "modules", "extras", "mends"}; see `lines`.
 
-    missing: {"what", "without", "mend"} each. Nothing heavier than the C modules is imported.
+    mends: {what is missing: the command that brings it}. Nothing heavier than the C modules is imported.
     """
     modules = {name: module_facts(name) for name in native.BUILDS}
     extras = extra_facts(wanted_by_metadata())
-    missing = [
-        {"what": name, "why": seen["why"], "without": native.BUILDS[name].without, "mend": seen["mend"]}
-        for name, seen in modules.items()
-        if not seen["loaded"]
-    ]
-    missing += [
-        {
-            "what": f"extra {extra}",
-            "why": f"{', '.join(seen['missing'])} not installed",
-            "without": f"what needs `{extra}` refuses",
-            "mend": f'pip install "{DISTRIBUTION}[{extra}]"',
-        }
-        for extra, seen in extras.items()
-        if seen["missing"]
-    ]
+    mends = {name: seen["mend"] for name, seen in modules.items() if not seen["loaded"]}
+    mends |= {
+        f"extra {name}": f'pip install "{DISTRIBUTION}[{name}]"' for name, seen in extras.items() if seen["missing"]
+    }
     return {
         "version": __version__,
         "python": {
@@ -70,7 +59,7 @@ def facts() -> dict[str, Any]:
         },
         "modules": modules,
         "extras": extras,
-        "missing": missing,
+        "mends": mends,
     }
 
 
@@ -120,7 +109,7 @@ def extra_facts(requires: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 
 def lines(seen: dict[str, Any]) -> list[str]:
-    """`facts` for people: a line a thing, then a line and a command for each thing that is missing."""
+    """`facts` for people: a line a thing, and under what is missing the command that brings it."""
     python, system = seen["python"], seen["platform"]
     told = {
         "python": f"{python['implementation']} {python['version']}{' free-threaded' if python['free_threaded'] else ''}"
@@ -128,8 +117,7 @@ def lines(seen: dict[str, Any]) -> list[str]:
         "platform": f"{system['system']} {system['release']} {system['machine']}, {system['libc'] or 'unknown libc'}, "
         f"{system['processors']} processors",
     }
-    for name, module in seen["modules"].items():
-        told[name] = told_of(name, module) if module["loaded"] else "not here"
+    told |= {name: module_line(name, module) for name, module in seen["modules"].items()}
     for extra, state in seen["extras"].items():
         have = ", ".join(f"{name} {version}" for name, version in state["installed"].items())
         lack = f"missing: {', '.join(state['missing'])}" if state["missing"] else ""
@@ -137,16 +125,20 @@ def lines(seen: dict[str, Any]) -> list[str]:
     if not seen["extras"]:
         told["extras"] = "unknown: this folder was never installed (pip install -e .)"
     width = max(map(len, told))
-    out = [f"annie-quant {seen['version']}", *(f"  {name:<{width}}  {text}" for name, text in told.items())]
-    for gap in seen["missing"]:
-        out += [f"{gap['what']}: {gap['why']} ({gap['without']})", f"  {gap['mend']}"]
+    out = [f"annie-quant {seen['version']}"]
+    for name, text in told.items():
+        out.append(f"  {name:<{width}}  {text}")
+        if name in seen["mends"]:
+            out.append(f"  {'':<{width}}  > {seen['mends'][name]}")
     return out
 
 
-def told_of(name: str, module: dict[str, Any]) -> str:
+def module_line(name: str, module: dict[str, Any]) -> str:
+    if not module["loaded"]:
+        return f"{module['why']}; {native.BUILDS[name].without}"
     size = f"{module['size_bytes'] / 1e6:.1f} MB"
     if name == "_nvfp4":
-        return f"{module['variant']} of {', '.join(module['variants'])}; {module['threads']} threads; {size}"
+        return f"{module['variant']} (of {', '.join(module['variants'])}), {module['threads']} threads, {size}"
     if name == "_stream":
-        return f"{module['libcurl']}{' (in the wheel)' if module['bundled'] else ' (of this system)'}; {size}"
-    return f"CUDA {', '.join(module['cuda_architectures'])}; {size}"
+        return f"{module['libcurl']} ({'in the wheel' if module['bundled'] else 'of this system'}), {size}"
+    return f"CUDA {', '.join(module['cuda_architectures'])}, {size}"

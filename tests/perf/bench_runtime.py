@@ -1,7 +1,7 @@
 """The runtime's measurements; the figures are kept in runtime.md.
 
 python tests/perf/bench_runtime.py linear                        NVFP4Linear at M = 1 on this CPU
-python tests/perf/bench_runtime.py load DIR                      loading a checkpoint against reading its bytes
+python tests/perf/bench_runtime.py load [DIR]                    loading a checkpoint against reading its bytes
 python tests/perf/bench_runtime.py verify DIR REFERENCE [N]      verification against plain generation
 python tests/perf/bench_runtime.py gpu DIR REFERENCE CONVERSATIONS    everything that needs a CUDA GPU
 """
@@ -88,23 +88,82 @@ def linear() -> None:
         print(f"M = {rows}: bf16 {bf16:.2f} ms, packed {median_ms(rotated(lambda i, x=x: layers[i](x))):.2f} ms")
 
 
-def load(folder: str) -> None:
-    """Loading, every byte touched, against reading the files and touching every byte."""
+def load(folder: str = "") -> None:
+    """Loading and then reading every cache line of the model, against reading the files and then every line of them.
+
+    Without a folder: eight layers of 9B's width, made here. The files are in the page cache in both cases.
+    """
     from annie_quant import runtime
 
-    files = sorted(Path(folder).glob("*.safetensors"))
-    size = sum(f.stat().st_size for f in files)
+    with tempfile.TemporaryDirectory() as made:
+        files = sorted(Path(folder or wide_checkpoint(Path(made))).glob("*.safetensors"))
+        size = sum(f.stat().st_size for f in files)
 
-    def touch(tensors) -> int:
-        return sum(int(t.contiguous().view(-1).view(torch.uint8)[::64].sum()) for t in tensors)
+        def touch(arrays) -> None:
+            for a in arrays:
+                a[::64].max()
 
-    def read():
-        for file in files:
-            touch([torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.uint8)])
+        def read() -> None:
+            touch([np.fromfile(file, np.uint8) for file in files])
 
-    reading = median_ms(read, 5)
-    loading = median_ms(lambda: touch(p.data for p in runtime.load(folder).parameters()), 5)
-    print(f"{size / 1e9:.2f} GB: read {reading / 1e3:.2f} s, load {loading / 1e3:.2f} s ({loading / reading:.2f}x)")
+        def mapped() -> None:
+            touch([np.memmap(file, np.uint8, "r") for file in files])
+
+        def loaded():
+            return runtime.load(files[0].parent)
+
+        def load_and_touch() -> None:
+            touch([p.data.contiguous().view(-1).view(torch.uint8).numpy() for p in loaded().parameters()])
+
+        times = {f.__name__: median_ms(f, 7) / 1e3 for f in (read, mapped, loaded, load_and_touch)}
+    print(f"{size / 1e9:.2f} GB: {({k: round(v, 3) for k, v in times.items()})} s;"
+          f" load_and_touch / read {times['load_and_touch'] / times['read']:.2f},"
+          f" / mapped {times['load_and_touch'] / times['mapped']:.2f}")  # fmt: skip
+
+
+def wide_checkpoint(folder: Path) -> Path:
+    """A random NVFP4 checkpoint of eight layers of Qwen3.5-9B's width and a small vocabulary, in two shards."""
+    import json
+
+    from runtime_models import SERVED_AS_ONE
+    from safetensors.torch import save_file
+    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+    config = Qwen3_5TextConfig(
+        vocab_size=4096, hidden_size=4096, intermediate_size=12288, num_hidden_layers=8, num_attention_heads=16,
+        num_key_value_heads=4, head_dim=256, linear_key_head_dim=128, linear_value_head_dim=128,
+        linear_num_key_heads=16, linear_num_value_heads=32, full_attention_interval=4, tie_word_embeddings=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = Qwen3_5ForCausalLM(config)
+    packed = {part for names in SERVED_AS_ONE for part in names} | {"o_proj", "out_proj", "down_proj"}
+    shards: list[dict] = [{}, {}]
+    for name, value in model.state_dict().items():
+        shard = shards[len(shards[0]) > 200]
+        if name.split(".")[-2] not in packed:
+            shard[name] = (torch.randn(value.shape) * 0.02).bfloat16()
+            continue
+        n, k = value.shape
+        shard[name] = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8)
+        shard[name + "_scale"] = torch.randint(48, 72, (n, k // 16), dtype=torch.uint8).view(torch.float8_e4m3fn)
+        shard[name + "_scale_2"] = torch.tensor(0.01)
+        shard[name.removesuffix("weight") + "input_scale"] = torch.tensor(0.01)
+    files = [f"model-0000{i + 1}-of-00002.safetensors" for i in range(2)]
+    for file, shard in zip(files, shards, strict=True):
+        save_file(shard, folder / file, metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": {key: f for f, s in zip(files, shards, strict=True) for key in s}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    kept = sorted({n.rpartition(".")[0] for n, m in model.named_modules() if n.endswith(("in_proj_a", "in_proj_b"))})
+    exclude = ["lm_head", *(f"{part}.in_proj_{x}" for part in kept for x in "ab"), "*conv1d*"]
+    written = config.to_dict() | {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "dtype": "bfloat16",
+        "quantization_config": {
+            "quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "ignore": exclude,
+        },
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(written))
+    return folder
 
 
 def verify(folder: str, reference: str, count: str = "60") -> None:
@@ -126,8 +185,9 @@ def verify(folder: str, reference: str, count: str = "60") -> None:
         )[:n]
     for numerics in ("w4a4", "w4a16"):
         model = runtime.load(folder, numerics, cache="float32", dtype=torch.float32)
-        start = time.perf_counter()
         engine = Engine(model)
+        list(engine.scores([Row(asked[0][0].prompt, [0])]))  # the first forward of a process pays for torch's setup
+        start = time.perf_counter()
         rows = [Row(a.prompt, target_of(d, template.ends)) for a, d in asked]
         differences = {i: first_difference(x.argmax(-1), rows[i].target, template.ends) for i, x in engine.scores(rows)}
         mine = answers(engine, template, asked, differences)

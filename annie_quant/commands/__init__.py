@@ -6,6 +6,7 @@ A file a command, or two that belong together; annie_quant.cli puts them in the 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,12 @@ def json_option(function: Any) -> Any:
 
 def emit(value: dict[str, Any]) -> None:
     click.echo(json.dumps(value, indent=1, ensure_ascii=False, default=str))
+
+
+def quiet_engines() -> None:
+    """Before transformers is imported: its bars and notes would break up ours."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
 def refuse_stale_prompt(conversations: Path | None, allow: bool) -> None:

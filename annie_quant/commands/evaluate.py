@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 import annie_quant
-from annie_quant.commands import console, emit, json_option, refuse_stale_prompt
+from annie_quant.commands import console, emit, json_option, quiet_engines, refuse_stale_prompt
 
 
 @click.command(name="eval")
@@ -42,6 +42,7 @@ def evaluate(
 
     Under torchrun or accelerate launch the processes share the work, and the first one prints and writes.
     """
+    quiet_engines()
     from annie_quant.quantize.prompt import check_checkpoint
     from annie_quant.runtime import cli_eval
 

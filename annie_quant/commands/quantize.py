@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 import annie_quant
-from annie_quant.commands import console, emit, json_option, refuse_stale_prompt
+from annie_quant.commands import console, emit, json_option, quiet_engines, refuse_stale_prompt
 
 
 @click.command()
@@ -76,6 +76,7 @@ def quantize(
             click.echo(line, err=not dry_run)
     if dry_run:
         return
+    quiet_engines()
     refuse_stale_prompt(calib_data, allow_prompt_mismatch)
     with console.task(f"quantize ({strategy})") as step:
         result = annie_quant.quantize.run(

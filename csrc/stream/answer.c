@@ -4,11 +4,6 @@
 
 #include <strings.h>
 
-struct request_row *client_row(const struct client *c, uint32_t index)
-{
-    return (struct request_row *)c->result->requests.base + index;
-}
-
 void answer_first_byte(struct transfer *t)
 {
     struct client *c = t->client;
@@ -116,7 +111,6 @@ static int keep_body(struct transfer *t, const char *bytes, size_t size)
     return sse_feed(&t->framer, (const uint8_t *)bytes, size, keep_frame, t);
 }
 
-/* False: the answer cannot be kept, and says why in its cause. */
 bool answer_body(struct transfer *t, const void *bytes, size_t size)
 {
     int status = keep_body(t, bytes, size);

@@ -64,7 +64,10 @@ static void drain_ended(struct client *c)
         struct transfer *t = NULL;
         CURLcode code = message->data.result;
         curl_easy_getinfo(message->easy_handle, CURLINFO_PRIVATE, (char **)&t);
-        transfer_message(t, code);
+        if (code == CURLE_OK && t->place)
+            plain_connected(t);
+        else
+            transfer_finish(t, code, CAUSE_NONE);
     }
 }
 
@@ -166,7 +169,8 @@ static void start_next(struct client *c)
     uint32_t index = c->order[c->next++];
     c->now_ns = clock_monotonic_ns();
     c->now_kernel_ns = 0;
-    if (!transfer_start(c, index)) {
+    struct transfer *t = transfer_begin(c, index);
+    if (!t || !plain_prepare(t) || !((t->place && plain_reuse(t)) || libcurl_begin(t))) {
         c->no_memory = true;
         return;
     }
@@ -220,18 +224,40 @@ static int64_t earliest(int64_t a, int64_t b)
     return a < b ? a : b;
 }
 
+/* A step of CLOCK_REALTIME is seen at the next wake-up: the stamps mapped since the last one may lie on either side. */
+static void forget_stamps_since(struct client *c, int64_t woken_ns)
+{
+    struct event_row *events = (struct event_row *)c->result->events.base;
+    struct request_row *requests = (struct request_row *)c->result->requests.base;
+    for (size_t i = c->result->events.size / sizeof *events; i-- > 0 && events[i].user_ns >= woken_ns;)
+        events[i].kernel_ns = 0;
+    for (size_t i = 0; i < c->plan->count; i++) {
+        if (requests[i].first_byte_ns >= woken_ns)
+            requests[i].first_byte_kernel_ns = 0;
+        if (requests[i].ended_ns >= woken_ns)
+            requests[i].ended_kernel_ns = 0;
+    }
+}
+
+static void take_time(struct client *c)
+{
+    int64_t woken_ns = c->pair.measured_ns;
+    clock_pair_measure(&c->pair);
+    if (clock_pair_stepped(&c->pair))
+        forget_stamps_since(c, woken_ns);
+}
+
 /* One wait and what it brings. False: the run was interrupted. */
-static bool wait_and_act(struct client *c, int64_t due)
+static bool wait_and_act(struct client *c, int64_t due, int64_t now)
 {
     struct epoll_event events[WAKE_EVENTS];
-    bool at_once = due <= clock_monotonic_ns();
-    if (!at_once)
+    if (due > now)
         arm(c, due);
-    int count = epoll_wait(c->epoll_fd, events, WAKE_EVENTS, at_once ? 0 : -1);
+    int count = epoll_wait(c->epoll_fd, events, WAKE_EVENTS, due > now ? -1 : 0);
     if (count < 0)
         return errno == EINTR && !was_interrupted(c);
     if (count > 0)
-        clock_pair_measure(&c->pair);
+        take_time(c);
     for (int i = 0; i < count; i++) {
         int fd = events[i].data.fd;
         if (fd == c->timer_fd) {
@@ -266,7 +292,7 @@ static void run_loop(struct client *c)
             give_up_late(c, now);
         int64_t due = earliest(earliest(c->curl_due_ns, c->check_due_ns), earliest(next_start_ns(c), deadline));
         if (c->in_flight || c->next < p->count)
-            if (!wait_and_act(c, due)) {
+            if (!wait_and_act(c, due, now)) {
                 c->result->stopped = true;
                 stop_all(c, CAUSE_CANCELLED);
                 return;

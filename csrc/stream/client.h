@@ -1,5 +1,5 @@
-/* What the parts of the client share: the loop (client.c), a request's life (transfer.c), what its answer leaves
- * (answer.c), and connections of our own for plain HTTP/1.1 (plain.c).
+/* What the parts of the client share. Each calls only those named after it: the loop (client.c), connections of our own for
+ * plain HTTP/1.1 (plain.c), libcurl (libcurl.c), a request's life (transfer.c), what its answer leaves (answer.c).
  *
  * Plain HTTP/1.1, over TCP or a Unix socket: libcurl only resolves and connects; one recvmsg brings bytes and stamp.
  * TLS, HTTP/2 and proxies: libcurl transfers, and the socket is looked at for its stamp before libcurl reads it.
@@ -57,64 +57,79 @@ struct socket_state {
     struct connection *own; /* NULL: libcurl's */
 };
 
+/* A request in flight. What each read touches comes first: with hundreds in flight it is seldom in the cache. */
 struct transfer {
     struct client *client;
-    const struct plan_request *request;
-    struct transfer *previous, *following;
-    CURL *easy; /* NULL: on a connection of our own */
-    struct curl_slist *headers;
-    uint32_t index;
-    int fd; /* -1: not connected yet */
-    int64_t started_ns, last_read_ns;
+    struct connection *connection; /* our own; NULL: libcurl's */
+    size_t unsent;                 /* of head and body, on a connection of our own */
     uint64_t last_action;          /* its last read's */
-    const char *last_bytes;        /* where that read's latest piece lay in libcurl's buffer */
     size_t last_read, first_event; /* that read's row, and the first event row since */
     size_t read_events;            /* data events that this read completed */
-    int32_t status;
+    int64_t last_read_ns;
+    uint32_t index;
+    int fd; /* -1: not connected yet */
     bool body_began, event_stream;
     uint8_t cause; /* why it is being given up */
-    int socket_errno;
     struct sse framer;
-    struct vector header, body;
+    struct http1 reader;
+
+    const struct plan_request *request;
+    struct transfer *previous, *following;
+    int64_t started_ns;
+    /* Fills in the row's phases and gives back what carried the request; NULL: nothing does yet. */
+    void (*leave)(struct transfer *t, struct request_row *row);
+    int32_t status;
+    int socket_errno;
+    struct vector header, body; /* the answer's */
     char error[CURL_ERROR_SIZE];
+    /* libcurl */
+    CURL *easy; /* transfers or, with a place, connects */
+    struct curl_slist *headers;
+    const char *last_bytes; /* where the last read's latest piece lay in libcurl's buffer */
     /* plain HTTP/1.1 */
-    struct connection *connection;
     char *place;        /* host:port; NULL: libcurl transfers */
     struct vector head; /* the request's, as sent */
-    size_t sent;        /* of head and body */
     bool kept;          /* on a connection that carried a request before */
-    struct http1 reader;
 };
 
-struct request_row *client_row(const struct client *c, uint32_t index);
+static inline struct request_row *client_row(const struct client *c, uint32_t index)
+{
+    return (struct request_row *)c->result->requests.base + index;
+}
 
-/* NULL for a descriptor that transfer_open_socket did not make. */
-struct socket_state *client_socket(const struct client *c, int fd);
-
-/* ---- transfer.c */
-
-/* Begins a request. False when memory is out or libcurl has no handle to give. */
-bool transfer_start(struct client *c, uint32_t index);
-
-/* Hands the request's handle to libcurl: to transfer, or (with a place) to connect. */
-bool transfer_add(struct transfer *t);
-
-/* libcurl is done with the handle: the request has ended or, with a place, has its connection. */
-void transfer_message(struct transfer *t, CURLcode code);
-
-/* The phases of making the connection, into the request's row. */
-void transfer_keep_connecting(struct transfer *t);
-
-/* Ends it: what is left is framed, its row is filled in, the handle is given back. */
-void transfer_finish(struct transfer *t, CURLcode code, uint8_t cause);
+/* NULL for a descriptor that libcurl.c did not make. */
+static inline struct socket_state *client_socket(const struct client *c, int fd)
+{
+    bool known = fd >= 0 && (size_t)fd < c->sockets.size / sizeof(struct socket_state);
+    return known ? (struct socket_state *)c->sockets.base + fd : NULL;
+}
 
 /* ---- answer.c: with the stamps of client.now_* */
 
 void answer_first_byte(struct transfer *t);
 bool answer_line(struct transfer *t, const char *line, size_t size);
 void answer_begin_body(struct transfer *t, int status, const char *type);
+
+/* False: the answer cannot be kept, and says why in its cause. */
 bool answer_body(struct transfer *t, const void *bytes, size_t size);
 void answer_end(struct transfer *t);
+
+/* ---- transfer.c */
+
+/* A request begins, with nothing to carry it yet. NULL: memory is out. */
+struct transfer *transfer_begin(struct client *c, uint32_t index);
+
+/* Ends it: what is left is framed, its row is filled in, what carried it is given back. */
+void transfer_finish(struct transfer *t, CURLcode code, uint8_t cause);
+
+/* ---- libcurl.c */
+
+/* Hands the request to libcurl: to transfer or, with a place, to connect. False: memory is out. */
+bool libcurl_begin(struct transfer *t);
+
+/* What making the connection took, into the request's row. */
+void libcurl_keep_connecting(struct transfer *t, struct request_row *row);
+void libcurl_let_go(struct transfer *t);
 
 /* ---- plain.c */
 
@@ -129,9 +144,6 @@ void plain_connected(struct transfer *t);
 
 /* epoll has something to say about a connection of our own. */
 void plain_ready(struct client *c, struct connection *connection, uint32_t events);
-
-/* The request is over: keeps its connection for another if it ended well, or closes it. */
-void plain_release(struct transfer *t, bool well);
 
 void plain_close_idle(struct client *c);
 

@@ -38,10 +38,15 @@ void clock_pair_measure(struct clock_pair *pair)
     pair->measured_ns = at;
 }
 
-int64_t clock_map(const struct clock_pair *pair, int64_t realtime_ns, int64_t not_before_ns, int64_t user_ns)
+bool clock_pair_stepped(const struct clock_pair *pair)
 {
     int64_t step = pair->offset_ns - pair->previous_ns;
-    if (realtime_ns == 0 || step > NS_PER_MS || step < -NS_PER_MS)
+    return step > NS_PER_MS || step < -NS_PER_MS;
+}
+
+int64_t clock_map(const struct clock_pair *pair, int64_t realtime_ns, int64_t not_before_ns, int64_t user_ns)
+{
+    if (realtime_ns == 0 || clock_pair_stepped(pair))
         return 0;
     int64_t mapped = realtime_ns - pair->offset_ns;
     /* The distance itself is known to about a microsecond: a stamp that close to an end of its range belongs there. */

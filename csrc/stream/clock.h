@@ -25,8 +25,11 @@ int64_t clock_monotonic_ns(void);
 /* Takes the distance again: the tightest of a few tries, so that being descheduled between two reads does no harm. */
 void clock_pair_measure(struct clock_pair *pair);
 
-/* The monotonic time of a kernel stamp, or 0 when it cannot be known: the clock was stepped by over a millisecond
- * since the wake-up before, or the stamp falls outside [not_before_ns, user_ns]. */
+/* CLOCK_REALTIME was stepped, by over a millisecond, between the last two measurements. */
+bool clock_pair_stepped(const struct clock_pair *pair);
+
+/* The monotonic time of a kernel stamp, or 0 when it cannot be known: the clock was stepped since the wake-up before, or
+ * the stamp falls outside [not_before_ns, user_ns]. */
 int64_t clock_map(const struct clock_pair *pair, int64_t realtime_ns, int64_t not_before_ns, int64_t user_ns);
 
 /* Asks the kernel to stamp what this socket receives. */

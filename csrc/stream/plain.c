@@ -133,25 +133,28 @@ static void forget_idle(struct client *c, struct connection *connection)
     close_connection(c, connection);
 }
 
-static void leave(struct transfer *t)
+static void drop_connection(struct transfer *t)
 {
     close_connection(t->client, t->connection);
     t->connection = NULL;
+    t->leave = NULL;
     t->fd = -1;
 }
 
-void plain_release(struct transfer *t, bool well)
+/* The request is over: its connection is kept for another if it ended well. */
+static void leave(struct transfer *t, struct request_row *row)
 {
     struct client *c = t->client;
     struct connection *connection = t->connection;
-    if (!connection)
-        return;
-    bool sent = t->sent == t->head.size + t->request->body_size;
-    if (!well || !sent || !t->reader.keep || c->plan->fresh_connections) {
-        leave(t);
+    row->starttransfer_us = row->first_byte_ns ? (row->first_byte_ns - t->started_ns) / NS_PER_US : 0;
+    row->total_us = (row->ended_ns - t->started_ns) / NS_PER_US;
+    row->os_errno = t->socket_errno;
+    row->http_version = t->reader.minor ? CURL_HTTP_VERSION_1_1 : CURL_HTTP_VERSION_1_0;
+    row->status = t->reader.status;
+    if (row->cause != CAUSE_NONE || t->unsent || !t->reader.keep || c->plan->fresh_connections) {
+        drop_connection(t);
         return;
     }
-    t->connection = NULL;
     connection->owner = NULL;
     connection->following = c->idle;
     c->idle = connection;
@@ -163,19 +166,18 @@ void plain_release(struct transfer *t, bool well)
 static bool send_some(struct transfer *t)
 {
     const struct plan_request *q = t->request;
-    size_t total = t->head.size + q->body_size;
-    while (t->sent < total) {
-        size_t of_head = t->sent < t->head.size ? t->head.size - t->sent : 0;
-        size_t of_body = t->sent > t->head.size ? t->sent - t->head.size : 0;
+    while (t->unsent) {
+        size_t of_head = t->unsent > q->body_size ? t->unsent - q->body_size : 0;
+        size_t of_body = t->unsent - of_head;
         struct iovec parts[2] = {{t->head.base + (t->head.size - of_head), of_head},
-                                 {(char *)q->body + of_body, q->body_size - of_body}};
+                                 {(char *)q->body + (q->body_size - of_body), of_body}};
         struct msghdr message = {.msg_iov = parts, .msg_iovlen = q->body_size ? 2 : 1};
         ssize_t sent = sendmsg(t->fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
         if (sent < 0 && errno == EINTR)
             continue;
         if (sent < 0)
             return errno == EAGAIN || errno == EWOULDBLOCK;
-        t->sent += (size_t)sent;
+        t->unsent -= (size_t)sent;
     }
     return true;
 }
@@ -192,10 +194,9 @@ static bool begin_again(struct transfer *t)
 {
     if (!t->kept || t->reader.began)
         return false;
-    leave(t);
-    t->sent = 0;
+    drop_connection(t);
     t->kept = false;
-    if (!transfer_add(t))
+    if (!libcurl_begin(t))
         fail(t, CURLE_OUT_OF_MEMORY, "no memory for a second connection");
     return true;
 }
@@ -215,6 +216,8 @@ static void take_connection(struct transfer *t, struct connection *connection)
 {
     t->connection = connection;
     t->fd = connection->fd;
+    t->unsent = t->head.size + t->request->body_size;
+    t->leave = leave;
     connection->owner = t;
 }
 
@@ -257,10 +260,8 @@ void plain_connected(struct transfer *t)
     socket->own = connection;
     take_connection(t, connection);
     client_row(c, t->index)->new_connection = 1;
-    transfer_keep_connecting(t);
-    curl_multi_remove_handle(c->multi, t->easy);
-    curl_easy_cleanup(t->easy);
-    t->easy = NULL;
+    libcurl_keep_connecting(t, client_row(c, t->index));
+    libcurl_let_go(t);
     struct epoll_event event = {.events = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET, .data.fd = t->fd};
     if (epoll_ctl(c->epoll_fd, EPOLL_CTL_ADD, t->fd, &event) != 0) {
         t->socket_errno = errno;
@@ -342,6 +343,18 @@ static void broken(struct transfer *t, int error)
         fail(t, CURLE_RECV_ERROR, "the connection broke");
 }
 
+/* What the kernel had received when the wait returned was known of then, whatever was read before it; what came later, or
+ * may have, is known of now. */
+static void stamp(struct client *c, int64_t realtime_ns)
+{
+    int64_t woken_ns = c->pair.measured_ns;
+    bool known_then = realtime_ns && realtime_ns - c->pair.offset_ns <= woken_ns;
+    c->now_ns = known_then ? woken_ns : clock_monotonic_ns();
+    c->now_kernel_ns = clock_map(&c->pair, realtime_ns, c->result->origin_ns, c->now_ns);
+    if (known_then && c->now_kernel_ns == 0)
+        c->now_ns = clock_monotonic_ns();
+}
+
 /* Reads until the socket is empty, which a short read shows unless the other side has closed; then lets others have their
  * turn. */
 static void read_some(struct client *c, struct transfer *t, uint32_t events)
@@ -352,10 +365,9 @@ static void read_some(struct client *c, struct transfer *t, uint32_t events)
     for (int i = 0; i < READS_IN_A_ROW; i++) {
         int64_t realtime_ns;
         ssize_t got = clock_receive(connection->fd, c->buffer, READ_BYTES, 0, &realtime_ns);
-        c->now_ns = clock_monotonic_ns();
-        c->now_kernel_ns = realtime_ns ? clock_map(&c->pair, realtime_ns, c->result->origin_ns, c->now_ns) : 0;
         if (got < 0 && errno == EINTR)
             continue;
+        stamp(c, realtime_ns);
         if (got < 0) {
             if (errno != EAGAIN && errno != EWOULDBLOCK)
                 broken(t, errno);
@@ -384,7 +396,7 @@ void plain_ready(struct client *c, struct connection *connection, uint32_t event
         return;
     }
     /* A server may answer and close before it has read the whole request: its answer counts, not the sending. */
-    if ((events & EPOLLOUT) && t->sent < t->head.size + t->request->body_size && !send_some(t))
+    if ((events & EPOLLOUT) && t->unsent && !send_some(t))
         events |= EPOLLERR;
     if (events & (EPOLLIN | EPOLLRDHUP | EPOLLHUP | EPOLLERR))
         read_some(c, t, events);

@@ -71,7 +71,7 @@ struct request_row {
 
 /* A row a frame, in the order of arrival; a request's frames in order are its body. */
 struct event_row {
-    int64_t user_ns;
+    int64_t user_ns;   /* when this process knew of it; the reading itself may come later, after that of others */
     int64_t kernel_ns; /* 0: not known */
     uint64_t offset;   /* in the frames */
     uint32_t size;

@@ -171,6 +171,8 @@ class NVFP4Linear(nn.Linear):
             x = codec.fake_quant(x, input_scale, self.group)
         if self.dense is not None:
             return nn.functional.linear(x, self.dense.to(x.dtype), self.bias)
+        if not torch.compiler.is_compiling():
+            self.prepare()
         return product.linear(self, x)
 
     def extra_repr(self) -> str:

@@ -6,22 +6,41 @@ While a gradient is wanted, what is kept for the way back is the layer, not its 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from annie_quant.runtime import codec
 
-if TYPE_CHECKING:
-    from annie_quant.runtime.linear import NVFP4Linear
-
 BLOCK_BYTES = 8 << 20  # dequantized weights alive at a time on a CPU
 BLOCK_BYTES_GPU = 1 << 28
 FEW_ROWS = 4  # of x: up to here a product with packed weights is faster than dequantizing them (tests/perf/runtime.md)
 
 
-def linear(layer: NVFP4Linear, x: torch.Tensor) -> torch.Tensor:
+class Packed(Protocol):
+    """What a product asks of an NVFP4 layer [N, K]; NVFP4Linear is one. prepared: its weights for our CUDA kernels."""
+
+    in_features: int
+    out_features: int
+    group: int
+    prepared: Any
+
+    @property
+    def bias(self) -> torch.Tensor | None: ...
+
+    @property
+    def codes(self) -> torch.Tensor: ...
+
+    @property
+    def block_scale(self) -> torch.Tensor: ...
+
+    def scalars(self) -> Any: ...
+
+    def rows(self, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor: ...
+
+
+def linear(layer: Packed, x: torch.Tensor) -> torch.Tensor:
     """x [..., K] → [..., N] in x's dtype, bias included."""
     if torch.is_grad_enabled() and x.requires_grad:
         y = WithGradient.apply(x, layer)
@@ -29,9 +48,7 @@ def linear(layer: NVFP4Linear, x: torch.Tensor) -> torch.Tensor:
     return forward(layer, x, layer.bias)
 
 
-def forward(layer: NVFP4Linear, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    if not torch.compiler.is_compiling():
-        layer.prepare()
+def forward(layer: Packed, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     if layer.prepared is not None and x.dtype in (torch.bfloat16, torch.float16):
         y = torch.ops.annie_quant.nvfp4_linear(x, *layer.prepared)
         return y if bias is None else y + bias
@@ -47,7 +64,7 @@ def forward(layer: NVFP4Linear, x: torch.Tensor, bias: torch.Tensor | None) -> t
     return y if bias is None else y + bias
 
 
-def blocks(layer: NVFP4Linear, x: torch.Tensor) -> list[tuple[int, int]]:
+def blocks(layer: Packed, x: torch.Tensor) -> list[tuple[int, int]]:
     """Spans of output rows whose dequantized weights are small enough to be alive at once."""
     most = BLOCK_BYTES if x.device.type == "cpu" else BLOCK_BYTES_GPU
     step = max(1, most // (layer.in_features * x.element_size()))
@@ -58,7 +75,7 @@ class WithGradient(torch.autograd.Function):
     """The same product, with dx = dy W on the way back; the packed weights themselves hold still."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, layer: NVFP4Linear) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, layer: Packed) -> torch.Tensor:
         ctx.layer = layer
         return forward(layer, x, None)
 
@@ -73,12 +90,12 @@ class WithGradient(torch.autograd.Function):
         return dx, None
 
 
-def on_kernels(layer: NVFP4Linear) -> bool:
+def on_kernels(layer: Packed) -> bool:
     """Whether our CUDA kernels can take this layer."""
     return layer.codes.device.type == "cuda" and layer.group == 16 and codec.kernels()
 
 
-def repacked(layer: NVFP4Linear) -> Any:
+def repacked(layer: Packed) -> Any:
     """The layer's weights as torch.ops.annie_quant.nvfp4_linear takes them, besides the checkpoint's own tensors."""
     from annie_quant.gemm import torch_op
 

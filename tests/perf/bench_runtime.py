@@ -269,9 +269,7 @@ def gpu_bits() -> None:
             compiled = torch.compile(on_gpu, fullgraph=True)(x.cuda())
             assert torch.equal(compiled, seen), (numerics, rows)
             on_gpu.prepared, kept = None, on_gpu.prepared
-            from annie_quant.runtime import product
-
-            whole = product.nn.functional.linear(given.cuda(), on_gpu.rows(0, 1024, torch.bfloat16))
+            whole = torch.nn.functional.linear(given.cuda(), on_gpu.rows(0, 1024, torch.bfloat16))
             on_gpu.prepared = kept
             assert ((whole.cpu().double() - exact).abs().max() / exact.abs().max()) < 2**-6
     print(

@@ -2,7 +2,7 @@
 
 python tests/perf/bench_runtime.py linear                        NVFP4Linear at M = 1 on this CPU
 python tests/perf/bench_runtime.py load [DIR]                    loading a checkpoint against reading its bytes
-python tests/perf/bench_runtime.py verify DIR REFERENCE [N]      verification against plain generation
+python tests/perf/bench_runtime.py verify DIR REFERENCE [N [NUMERICS...]]    verification against plain generation
 python tests/perf/bench_runtime.py gpu DIR REFERENCE CONVERSATIONS    everything that needs a CUDA GPU
 """
 
@@ -166,7 +166,7 @@ def wide_checkpoint(folder: Path) -> Path:
     return folder
 
 
-def verify(folder: str, reference: str, count: str = "60") -> None:
+def verify(folder: str, reference: str, count: str = "60", *chosen: str) -> None:
     """The same answers by verification and by transformers' generate, one request at a time."""
     from runtime_models import first_edge
 
@@ -183,7 +183,7 @@ def verify(folder: str, reference: str, count: str = "60") -> None:
         asked = known.converse(
             judge.sample([w for w in judge.load_workloads() if not w.cases[0].turns], max(12, n // 4)), lambda *_: None
         )[:n]
-    for numerics in ("w4a4", "w4a16"):
+    for numerics in chosen or ("w4a4", "w4a16"):
         model = runtime.load(folder, numerics, cache="float32", dtype=torch.float32)
         engine = Engine(model)
         list(engine.scores([Row(asked[0][0].prompt, [0])]))  # the first forward of a process pays for torch's setup

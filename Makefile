@@ -6,6 +6,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 APT    := build-essential pkg-config libcurl4-openssl-dev
+# Debian's own Python comes without venv and headers; any other has them.
+APT_PY  = $(shell $(PYTHON) .ci/python-lacks || echo python3 python3-venv python3-dev)
 APT_TEST := chromium gcc-aarch64-linux-gnu qemu-user libc6-dev-arm64-cross
 C_FILES := $(shell find csrc setup.py pyproject.toml requirements.txt -type f 2>/dev/null)
 
@@ -36,7 +38,7 @@ clean:
 setup: $(STAMP)
 
 $(STAMP): $(C_FILES)
-	@sh .ci/apt $(APT)
+	@sh .ci/apt $(APT) $(APT_PY)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -r requirements.txt
 	$(BIN)/python -m pip install -q --no-build-isolation --no-deps -e .

@@ -13,6 +13,7 @@ ANNIE_QUANT_SANITIZE=address,undefined builds with sanitizers; ANNIE_QUANT_ARCHS
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -135,24 +136,19 @@ def cuda_home(nvcc: str) -> Path:
     return Path(top).resolve() if top else Path(nvcc).resolve().parent.parent
 
 
-def what_a_build_lacks(compiler: str) -> str | None:
+def what_a_build_lacks() -> str | None:
     """The two things without which nothing can be compiled, each with the command that brings it."""
+    compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")[0]
     if shutil.which(compiler) is None:
         return f"there is no C compiler here ({compiler}). To have it: apt-get install build-essential"
-    folders = (sysconfig.get_path(kind) for kind in ("include", "platinclude"))
+    folders = [sysconfig.get_path(kind) for kind in ("include", "platinclude")]
     if not any(Path(folder, "Python.h").exists() for folder in folders):
-        return f"Python's headers (Python.h) are not in {sysconfig.get_path('include')}. To have them: apt-get install python3-dev"
+        return f"Python's headers are missing ({folders[0]}/Python.h). To have them: apt-get install python3-dev"
     return None
 
 
 class Build(build_ext):
     """build_ext, with flags by file name for SIMD variants and nvcc for .cu files."""
-
-    def build_extensions(self) -> None:
-        lacking = what_a_build_lacks(self.compiler.compiler[0])
-        if lacking:
-            sys.exit(f"annie-quant: {lacking}. Or take a wheel: pip install --only-binary annie-quant annie-quant")
-        super().build_extensions()
 
     def build_extension(self, ext: Extension) -> None:
         plain = self.compiler._compile
@@ -197,6 +193,10 @@ class Build(build_ext):
         return objects
 
 
+# Before anything is copied, so that the line is not lost among hundreds.
+lacking = what_a_build_lacks() if {"build", "build_ext", "bdist_wheel", "editable_wheel"} & set(sys.argv) else None
+if lacking:
+    sys.exit(f"annie-quant: {lacking}. Or take a wheel: pip install --only-binary annie-quant annie-quant")
 wanted = [n for n in os.environ.get("ANNIE_QUANT_ONLY", "").split(",") if n]
 modules = [e for e in (nvfp4(), stream(), gemm()) if e is not None and e.sources]
 setup(

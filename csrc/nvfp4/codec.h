@@ -64,6 +64,13 @@ struct unpack_plan {
     uint8_t value[256][32];
 };
 
+/* What an element code becomes. A NaN always has the same bits: those of a product depend on how the compiler writes it. */
+static inline float decoded(unsigned code, float step)
+{
+    const float v = (code & 8 ? -E2M1_VALUE[code & 7] : E2M1_VALUE[code & 7]) * step;
+    return v == v ? v : bits_float(0x7fc00000u);
+}
+
 /* Fills step and value from the rest. */
 void unpack_prepare(struct unpack_plan *plan);
 

@@ -70,28 +70,27 @@ static void eight_scales(const struct pack_plan *plan, const char *x, size_t fir
                          uint8_t *scales)
 {
     const size_t bytes = 16 * kind_size(plan->kind);
-    lanes_f top, a[16], w[16];
+    struct eight e;
     for (int b = 0; b < 8; b++) {
         uint16_t half = (uint16_t)bits[b];
-        top[b] = plan->kind == KIND_F32 ? bits_float(bits[b]) : load_as_float(&half, plan->kind, 0);
+        e.top[b] = plan->kind == KIND_F32 ? bits_float(bits[b]) : load_as_float(&half, plan->kind, 0);
+        if (plan->choice == CHOICE_AMAX)
+            scales[b] = block_code(plan, e.top[b]);
     }
-    if (plan->choice == CHOICE_AMAX) {
-        for (int b = 0; b < 8; b++)
-            scales[b] = block_code(plan, top[b]);
+    if (plan->choice == CHOICE_AMAX)
         return;
-    }
     for (size_t b = 0; b < 8; b++) {
         for (size_t i = 0; i < 16; i++)
-            a[i][b] = bits_float(float_bits(load_as_float(x + b * bytes, plan->kind, i)) & 0x7fffffffu);
+            e.a[i][b] = bits_float(float_bits(load_as_float(x + b * bytes, plan->kind, i)) & 0x7fffffffu);
         if (!plan->weight)
             continue;
         const float *weight = plan->weight + (first + b) * 16 % plan->columns;
         for (size_t i = 0; i < 16; i++)
-            w[i][b] = weight[i];
+            e.weight[i][b] = weight[i];
     }
-    const lanes_i codes = choose_eight(plan, a, plan->weight ? w : NULL, top);
+    search(plan, &e, 1);
     for (int b = 0; b < 8; b++)
-        scales[b] = (uint8_t)codes[b];
+        scales[b] = (uint8_t)e.best[b];
 }
 
 static uint32_t pack(const struct pack_plan *plan, const void *x, size_t first, size_t blocks, uint8_t *codes,

@@ -75,6 +75,10 @@ static uint32_t amax_bits(const void *x, int kind, size_t count)
 
 /* ---- scales */
 
+/* Scales of a few blocks first, then their elements: a block's elements wait for its scale, a long chain of dependent
+ * instructions, and the processor only looks a few hundred instructions ahead. */
+enum { AT_ONCE = 64 };
+
 /* Maxima of |bits| of eight blocks of 16, as 32-bit lanes in the blocks' order. */
 ALWAYS_INLINE v256 eight_maxima(const char *x, int kind)
 {
@@ -163,30 +167,39 @@ ALWAYS_INLINE void transpose(const __m256 r[8], lanes_f out[8])
     }
 }
 
-/* The rules that go block by block, and the searches; kept out of line so that the common rule's loop stays tight. */
-static __attribute__((noinline)) void eight_chosen(const struct pack_plan *plan, v256 bits, const char *x, size_t first,
-                                                   uint8_t *scales)
+/* Eight blocks' columns into the lanes of a search. */
+ALWAYS_INLINE void load_eight(const struct pack_plan *plan, const char *x, size_t first, struct eight *e)
 {
     const size_t half = 8 * kind_size(plan->kind);
-    lanes_f top = (lanes_f)floats_of(bits, plan->kind), a[16], w[16];
-    if (plan->choice == CHOICE_AMAX) {
-        for (int b = 0; b < 8; b++)
-            scales[b] = block_code(plan, top[b]);
-        return;
-    }
     for (int h = 0; h < 2; h++) {
         __m256 rows[8];
         for (size_t b = 0; b < 8; b++)
             rows[b] = (__m256)((lanes_i)load_floats(x + (2 * b + (size_t)h) * half, plan->kind) & all_lanes_i(0x7fffffff));
-        transpose(rows, a + 8 * h);
+        transpose(rows, e->a + 8 * h);
         if (!plan->weight)
             continue;
         for (size_t b = 0; b < 8; b++)
             rows[b] = _mm256_loadu_ps(plan->weight + (first + b) * 16 % plan->columns + 8 * h);
-        transpose(rows, w + 8 * h);
+        transpose(rows, e->weight + 8 * h);
     }
-    const lanes_i codes = plan->weight ? choose_eight(plan, a, w, top) : choose_eight(plan, a, NULL, top);
-    store_bytes(scales, (v256)codes);
+}
+
+/* The rules that go block by block, and the searches; kept out of line so that the common rule's loop stays tight. */
+static __attribute__((noinline)) void chosen(const struct pack_plan *plan, const v256 *bits, const char *x, size_t first, size_t groups,
+                                             uint8_t *scales)
+{
+    struct eight e[AT_ONCE / 8];
+    for (size_t g = 0; g < groups; g++) {
+        e[g].top = (lanes_f)floats_of(bits[g], plan->kind);
+        for (int b = 0; plan->choice == CHOICE_AMAX && b < 8; b++)
+            e[g].best[b] = block_code(plan, e[g].top[b]);
+        if (plan->choice != CHOICE_AMAX)
+            load_eight(plan, x + g * 128 * kind_size(plan->kind), first + 8 * g, e + g);
+    }
+    if (plan->choice != CHOICE_AMAX)
+        search(plan, e, (int)groups);
+    for (size_t g = 0; g < groups; g++)
+        store_bytes(scales + 8 * g, (v256)e[g].best);
 }
 
 /* ---- elements */
@@ -265,10 +278,6 @@ ALWAYS_INLINE void store_codes(uint8_t *to, v256 v, bool streams)
         _mm256_storeu_si256((v256 *)to, v);
 }
 
-/* Scales of a few blocks first, then their elements: a block's elements wait for its scale, a long chain of dependent
- * instructions, and the processor only looks a few hundred instructions ahead. */
-enum { AT_ONCE = 64 };
-
 ALWAYS_INLINE uint32_t pack_16(const struct pack_plan *plan, int kind, const char *x, size_t first, size_t blocks,
                                uint8_t *codes, uint8_t *scales)
 {
@@ -276,7 +285,7 @@ ALWAYS_INLINE uint32_t pack_16(const struct pack_plan *plan, int kind, const cha
     const __m256 six = _mm256_set1_ps(6.f * plan->tensor_scale);
     const size_t bytes = 16 * kind_size(kind);
     const bool streams = (uintptr_t)codes % 32 == 0;
-    v256 top = _mm256_setzero_si256();
+    v256 top = _mm256_setzero_si256(), maxima[AT_ONCE / 8];
     for (size_t from = 0; from < blocks; from += AT_ONCE) {
         const size_t to = blocks - from < AT_ONCE ? blocks : from + AT_ONCE;
         for (size_t b = from; b + 8 <= to; b += 8) {
@@ -288,8 +297,10 @@ ALWAYS_INLINE uint32_t pack_16(const struct pack_plan *plan, int kind, const cha
             if (plain)
                 store_bytes(scales + b, eight_codes(floats_of(bits, kind), six));
             else
-                eight_chosen(plan, bits, p, first + b, scales + b);
+                maxima[(b - from) / 8] = bits;
         }
+        if (!plain)
+            chosen(plan, maxima, x + from * bytes, first + from, (to - from) / 8, scales + from);
         for (size_t b = from; b + 4 <= to; b += 4)
             store_codes(codes + 8 * b, four_blocks(x + b * bytes, kind, plan, scales + b), streams);
     }

@@ -82,7 +82,7 @@ void unpack_prepare(struct unpack_plan *plan)
         float s = e4m3_to_float((uint8_t)c), step = plan->divides ? s / plan->tensor_scale : s * plan->tensor_scale;
         plan->step[c] = step;
         for (int i = 0; plan->kind != KIND_F32 && i < 16; i++) {
-            const float v = (i & 8 ? -E2M1_VALUE[i & 7] : E2M1_VALUE[i]) * step;
+            const float v = decoded((unsigned)i, step);
             const uint16_t bits = plan->kind == KIND_F16 ? float_to_f16(v) : float_to_bf16(v);
             plan->value[c][i] = (uint8_t)bits;
             plan->value[c][16 + i] = (uint8_t)(bits >> 8);

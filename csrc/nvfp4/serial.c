@@ -59,8 +59,7 @@ static void unpack(const struct unpack_plan *plan, const uint8_t *codes, const u
         float step = plan->step[scales[b]];
         for (size_t i = 0; i < group; i++) {
             unsigned code = codes[(b * group + i) / 2] >> (i & 1) * 4 & 15;
-            float value = code & 8 ? -E2M1_VALUE[code & 7] : E2M1_VALUE[code];
-            store_from_float(out, plan->kind, b * group + i, value * step);
+            store_from_float(out, plan->kind, b * group + i, decoded(code, step));
         }
     }
 }

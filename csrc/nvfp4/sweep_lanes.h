@@ -1,8 +1,9 @@
 /* Eight blocks of 16 at once, a lane each: the search of search.c in float, exact where floats cannot tell.
  *
  * Written with the compiler's vector types, so that one text serves every SIMD variant; each includes it for itself.
- * How far a float error of a code may be from the exact one is known (`choose_eight`). The codes of a block that lie closer
+ * How far a float error of a code may be from the exact one is known (`prepare`). The codes of a block that lie closer
  * to its best than that are told apart in double; so the choice is always that of search.c.
+ * A few groups of eight go through the steps of the search side by side: a step's waits are filled by the next group's.
  */
 #ifndef AQ_NVFP4_SWEEP_LANES_H
 #define AQ_NVFP4_SWEEP_LANES_H
@@ -15,6 +16,7 @@
 
 typedef float lanes_f __attribute__((vector_size(32)));
 typedef int32_t lanes_i __attribute__((vector_size(32)));
+typedef uint32_t lanes_u __attribute__((vector_size(32))); /* wraps */
 
 static inline lanes_f pick(lanes_i mask, lanes_f yes, lanes_f no)
 {
@@ -42,6 +44,24 @@ static inline lanes_i most_of(lanes_i a, lanes_i b)
     return (lanes_i)_mm256_max_epi32((__m256i)a, (__m256i)b);
 #else
     return pick_i(a > b, a, b);
+#endif
+}
+
+static inline lanes_f most_of_floats(lanes_f a, lanes_f b)
+{
+#ifdef __AVX2__
+    return (lanes_f)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    return pick(a > b, a, b);
+#endif
+}
+
+static inline lanes_i least_of_i(lanes_i a, lanes_i b)
+{
+#ifdef __AVX2__
+    return (lanes_i)_mm256_min_epi32((__m256i)a, (__m256i)b);
+#else
+    return pick_i(a < b, a, b);
 #endif
 }
 
@@ -86,55 +106,26 @@ static inline lanes_f fused(lanes_f a, lanes_f b, lanes_f c)
 #endif
 }
 
-/* 1.5 times the binade of |v|. */
-static inline lanes_f one_and_a_half(lanes_i v)
-{
-#ifdef __AVX512VL__
-    return (lanes_f)_mm256_ternarylogic_epi32((__m256i)all_lanes_i(0x00400000), (__m256i)v, (__m256i)all_lanes_i(0x7f800000), 0xf8);
-#else
-    return (lanes_f)((v & 0x7f800000) | 0x00400000);
-#endif
-}
-
-/* Sum over the 16 columns of weight * (a - nearest grid point)^2. The nearest point comes from an addend whose last bit is
- * worth half a step of the value's binade: 1.5 * 2^22 times the binade, at least 1.5 * 2^22. */
-static inline __attribute__((always_inline)) void float_errors(const lanes_f a[16], const lanes_f *weight, const lanes_f step[2],
-                                                              bool clips, lanes_f error[2])
-{
-    /* Two codes together, so that one's chain of dependent instructions fills the other's waits. */
-    const lanes_f six = all_lanes(0x1.8p24f);
-    const lanes_i one = all_lanes_i(0x4a800000); /* 2^22 */
-    const lanes_f inverse[2] = {all_lanes(1.f) / step[0], all_lanes(1.f) / step[1]};
-    lanes_f sum[2] = {all_lanes(0.f), all_lanes(0.f)};
-    for (int i = 0; i < 16; i++)
-        for (int k = 0; k < 2; k++) {
-            lanes_f high = a[i] * (inverse[k] * 0x1p22f);
-            if (clips)
-                high = least_of(high, six); /* up to 7 rounds to 6 by itself */
-            const lanes_f addend = one_and_a_half(most_of((lanes_i)high, one));
-            const lanes_f near = clips ? fused(high, all_lanes(0x1p-22f), addend) : fused(a[i], inverse[k], addend);
-            const lanes_f d = fused(a[i], inverse[k], addend - near);
-            sum[k] = fused(weight ? weight[i] * d : d, d, sum[k]);
-        }
-    error[0] = sum[0] * (step[0] * step[0]);
-    error[1] = sum[1] * (step[1] * step[1]);
-}
-
-/* What was tried for eight blocks: every lane's codes and their errors, and the least of them. One lane may go up 15 codes
- * while another goes down 125. */
-struct tried {
-    lanes_f least;
-    int count;
-    lanes_f error[SCALE_CODES + 16];
-    lanes_i code[SCALE_CODES + 16];
+enum {
+    SUMS = 4,                /* side by side, so that one's chain of dependent instructions fills the others' waits */
+    WINDOW = 12,             /* codes that a sweep always tries: 8 from the first that reaches the amax on, 4 below it */
+    TRIED = SCALE_CODES + 16 /* one lane may go up 15 codes while another goes down 125 */
 };
 
-static inline __attribute__((always_inline)) void enter(struct tried *t, lanes_f error, lanes_i code)
-{
-    t->least = least_of(error, t->least);
-    t->error[t->count] = error;
-    t->code[t->count++] = code;
-}
+/* Eight blocks in the search. */
+struct eight {
+    lanes_f a[16], weight[16]; /* a[column][block], magnitudes; weight likewise where the plan has one */
+    lanes_f top;               /* largest magnitudes */
+    lanes_f top_weight, weight_sum, delta, reach;
+    lanes_i first; /* code of a sweep that just reaches the amax */
+    bool clips;    /* the largest code does not reach it somewhere */
+    lanes_f least, second; /* the two least errors */
+    lanes_i best;          /* the code of the least */
+    int count;             /* of what was tried */
+    lanes_i code[TRIED];
+    lanes_f error[TRIED]; /* before it is known: 0, or infinite where the code is not the lane's to try */
+    lanes_f step[WINDOW], inverse[WINDOW]; /* of the last ones listed */
+};
 
 /* plan->step[code], for codes 1..126. */
 static inline lanes_f steps_of(const struct pack_plan *plan, lanes_i code)
@@ -149,9 +140,10 @@ static inline lanes_f steps_of(const struct pack_plan *plan, lanes_i code)
 static inline lanes_i first_codes(const struct pack_plan *plan, lanes_f top)
 {
     const lanes_f reach = top * 1.0000005f;
-    lanes_i code = (lanes_i)(top / (6.f * steps_of(plan, all_lanes_i(0x38)))); /* relative to code 0x38, which is 1.0 */
-    code = (code >> 20) - all_lanes_i(120 << 3);
-    code = pick_i(code < 1, all_lanes_i(1), pick_i(code > 126, all_lanes_i(126), code));
+    const lanes_f s = reach / (6.f * steps_of(plan, all_lanes_i(0x38))); /* code 0x38 is 1.0 */
+    const lanes_i normal = ((lanes_i)((lanes_u)s + 0xfffffu) >> 20) - 960, small = __builtin_convertvector(s * 512.f, lanes_i) + 1;
+    lanes_i code = pick_i(s < 0x1p-6f, small, normal);
+    code = most_of(least_of_i(code, all_lanes_i(126)), all_lanes_i(1));
     for (;;) {
         lanes_i short_of = (6.f * steps_of(plan, code) < reach) & (code < 126);
         if (!any_lane(short_of))
@@ -191,96 +183,176 @@ static inline lanes_i scales_by_rule(const struct pack_plan *plan, lanes_f top)
     return scale_codes(t);
 }
 
-/* a[column][block], magnitudes; weight[column][block] or NULL. A code for each block, the one that best_code finds. */
-static inline __attribute__((always_inline)) lanes_i choose_eight(const struct pack_plan *plan, const lanes_f a[16],
-                                                                 const lanes_f *weight, lanes_f top)
+static inline void list(const struct pack_plan *plan, struct eight *e, lanes_i code, lanes_i lanes)
 {
-    const lanes_f infinite = all_lanes(__builtin_inff());
-    lanes_f top_weight = all_lanes(1.f), weight_sum = all_lanes(16.f);
-    if (weight) {
-        weight_sum = top_weight = all_lanes(0.f);
+    const int k = e->count++;
+    e->code[k] = code;
+    e->step[k % WINDOW] = steps_of(plan, code);
+    e->inverse[k % WINDOW] = all_lanes(1.f) / e->step[k % WINDOW];
+    e->error[k] = pick(lanes, all_lanes(0.f), all_lanes(__builtin_inff()));
+}
+
+/* code, code + 1 .. (or downwards), each for the lanes where it is one of 1..126. */
+static inline void list_run(const struct pack_plan *plan, struct eight *e, lanes_i code, int direction, int n)
+{
+    for (int k = 0; k < n; k++, code += direction) {
+        const lanes_i held = most_of(least_of_i(code, all_lanes_i(126)), all_lanes_i(1));
+        list(plan, e, held, held == code);
+    }
+}
+
+/* How far floats may be off, and the codes to begin with. */
+static inline __attribute__((always_inline)) void prepare(const struct pack_plan *plan, bool weighted, struct eight *e)
+{
+    e->top_weight = all_lanes(1.f);
+    e->weight_sum = all_lanes(16.f);
+    if (weighted) {
+        e->weight_sum = e->top_weight = all_lanes(0.f);
         for (int i = 0; i < 16; i++) {
-            weight_sum += weight[i];
-            top_weight = pick((a[i] == top) & (weight[i] > top_weight), weight[i], top_weight);
+            e->weight_sum += e->weight[i];
+            e->top_weight = pick((e->a[i] == e->top) & (e->weight[i] > e->top_weight), e->weight[i], e->top_weight);
         }
     }
     /* Each |x| - q * step is off by under 4 roundings of amax, less than `delta`. So the root of a sum of weight * d^2 is off by
      * at most delta * sqrt(weight_sum) (triangle inequality), and the sum's own roundings stay under 2^-19 of it. */
-    const lanes_f delta = top * 0x1p-21f, reach = 2.5f * delta * root(weight_sum);
-    struct tried tried;
-    tried.least = infinite;
-    tried.count = 0;
-    if (plan->choice == CHOICE_FOUR_OVER_SIX) {
-        const lanes_i six = scales_by_rule(plan, top), four = scales_by_rule(plan, top * 1.5f);
-        const lanes_f step[2] = {steps_of(plan, six), steps_of(plan, four)};
-        lanes_f error[2];
-        float_errors(a, weight, step, true, error);
-        enter(&tried, error[0], six);
-        enter(&tried, pick(six == four, infinite, error[1]), four); /* the same code twice is no contest */
+    e->delta = e->top * 0x1p-21f;
+    e->reach = 2.5f * e->delta * root(e->weight_sum);
+    e->least = e->second = all_lanes(__builtin_inff());
+    e->best = all_lanes_i(0);
+    e->count = 0;
+    if (plan->choice == CHOICE_SWEEP) {
+        e->first = first_codes(plan, e->top);
+        list_run(plan, e, e->first, 1, 8);
+        list_run(plan, e, e->first - 1, -1, WINDOW - 8);
+        e->clips = any_lane(6.f * e->step[0] < e->top);
     } else {
-        const lanes_i first = first_codes(plan, top), upper = first + 7;
-        const lanes_i last = pick_i(upper > 126, all_lanes_i(126), most_of(upper, all_lanes_i(15)));
-        /* Beyond the largest code the top values clip going up, too. */
-        const bool clips = any_lane(6.f * steps_of(plan, first) < top);
-        for (lanes_i code = first; any_lane(code <= last); code += 2) {
-            const lanes_i held[2] = {pick_i(code <= last, code, last), pick_i(code < last, code + 1, last)};
-            const lanes_f step[2] = {steps_of(plan, held[0]), steps_of(plan, held[1])};
-            lanes_f error[2];
+        const lanes_i six = scales_by_rule(plan, e->top), four = scales_by_rule(plan, e->top * 1.5f);
+        list(plan, e, six, all_lanes_i(-1));
+        list(plan, e, four, six != four); /* the same code twice is no contest */
+    }
+}
+
+/* Errors of `codes` codes from the k-th on: the sum over the 16 columns of weight * (a - nearest grid point)^2. With
+ * u = a / step and t = 2^22 * u, the last bit of t - u is worth half a step of u's binade, and t is a multiple of it: so
+ * t - (t - u) is u rounded to the grid. Where t - u falls into the next binade, u is nearly a power of two, which both round
+ * to. Below 1 the grid goes on in halves: t is at least 2^22 + 1. */
+static inline __attribute__((always_inline)) void measure(struct eight *e, bool weighted, int k, int codes, bool clips)
+{
+    const lanes_i finest = (lanes_i)all_lanes(0x1p22f + 1.f), six = (lanes_i)all_lanes(6.f); /* positive floats order as integers */
+    lanes_f sum[SUMS];
+    for (int s = 0; s < SUMS; s++)
+        sum[s] = all_lanes(0.f);
+    for (int i = 0; i < 16; i += SUMS / codes)
+        for (int s = 0; s < SUMS; s++) {
+            const int column = i + s / codes;
+            const lanes_f u = e->a[column] * e->inverse[(k + s % codes) % WINDOW];
+            const lanes_f t = (lanes_f)most_of((lanes_i)((lanes_u)u + (22u << 23)), finest);
+            lanes_f grid = t - (t - u);
             if (clips)
-                float_errors(a, weight, step, true, error);
-            else
-                float_errors(a, weight, step, false, error);
-            enter(&tried, pick(code <= last, error[0], infinite), held[0]);
-            enter(&tried, pick(code < last, error[1], infinite), held[1]);
+                grid = (lanes_f)least_of_i((lanes_i)grid, six);
+            const lanes_f d = u - grid;
+            sum[s] = fused(weighted ? e->weight[column] * d : d, d, sum[s]);
         }
-        for (lanes_i code = first - 1;; code -= 2) {
-            const lanes_i held[2] = {most_of(code, all_lanes_i(1)), most_of(code - 1, all_lanes_i(1))};
-            const lanes_f step[2] = {steps_of(plan, held[0]), steps_of(plan, held[1])};
-            const lanes_f limit = root(tried.least) + reach; /* surely above the root of the exact error of the best */
-            lanes_f error[2];
-            lanes_i open[2];
-            for (int k = 0; k < 2; k++) {
-                lanes_f clipped = top - 6.f * step[k] - delta;
-                clipped = pick(clipped > 0.f, clipped, all_lanes(0.f));
-                open[k] = (code > k) & (top_weight * (clipped * clipped) <= limit * limit * 1.0001f);
-            }
-            if (!any_lane(open[0]))
-                break;
-            float_errors(a, weight, step, true, error);
-            enter(&tried, pick(open[0], error[0], infinite), held[0]);
-            enter(&tried, pick(open[1], error[1], infinite), held[1]);
-        }
+    for (int c = 0; c < codes; c++) {
+        for (int part = c + codes; part < SUMS; part += codes)
+            sum[c] += sum[part];
+        const lanes_f step = e->step[(k + c) % WINDOW];
+        e->error[k + c] = most_of_floats(sum[c] * (step * step), e->error[k + c]);
     }
+}
+
+static inline void rank(struct eight *e, int k)
+{
+    for (; k < e->count; k++) {
+        const lanes_f error = e->error[k];
+        e->best = pick_i(error < e->least, e->code[k], e->best);
+        e->second = least_of(most_of_floats(error, e->least), e->second);
+        e->least = least_of(error, e->least);
+    }
+}
+
+/* Beyond the window: far up only from the smallest codes (search.c), far down as long as the clipped amax alone may pay. */
+static inline __attribute__((always_inline)) void look_further(const struct pack_plan *plan, bool weighted, struct eight *e)
+{
+    while (any_lane(e->first + e->count - 4 < 16) & (e->count < WINDOW + 8)) {
+        list_run(plan, e, e->first + e->count - 4, 1, 4);
+        measure(e, weighted, e->count - 4, 4, true);
+        rank(e, e->count - 4);
+    }
+    for (lanes_i code = e->first - 5;; code -= 4) {
+        const lanes_f limit = root(e->least) + e->reach; /* surely above the root of the exact error of the best */
+        lanes_f clipped = e->top - 6.f * steps_of(plan, most_of(code, all_lanes_i(1))) - e->delta;
+        clipped = most_of_floats(clipped, all_lanes(0.f));
+        if (!any_lane((code > 0) & (e->top_weight * (clipped * clipped) <= limit * limit * 1.0001f)))
+            return;
+        list_run(plan, e, code, -1, 4);
+        measure(e, weighted, e->count - 4, 4, true);
+        rank(e, e->count - 4);
+    }
+}
+
+/* One block whose codes floats cannot tell apart. */
+static __attribute__((noinline)) int settle(const struct pack_plan *plan, const struct eight *e, int block, float bound)
+{
+    float x[16], w[16];
+    const float *weight = plan->weight ? w : NULL;
+    for (int i = 0; i < 16; i++) {
+        x[i] = e->a[i][block];
+        w[i] = weight ? e->weight[i][block] : 1.f;
+    }
+    if (bound < 0 || plan->choice != CHOICE_SWEEP)
+        return best_code(plan, x, weight);
+    struct contest contest = {plan, x, weight, -1., 0};
+    for (int k = 0; k < e->count; k++)
+        if (e->error[k][block] <= bound)
+            contest_enter(&contest, e->code[k][block]);
+    return contest.code;
+}
+
+static inline __attribute__((always_inline)) void decide(const struct pack_plan *plan, bool weighted, struct eight *e)
+{
+    rank(e, 0);
+    if (plan->choice == CHOICE_SWEEP)
+        look_further(plan, weighted, e);
     /* Floats neither over- nor underflow in here only in a middle range. */
-    const lanes_f unit = weight_sum * (delta * delta);
-    const lanes_f finest = steps_of(plan, all_lanes_i(1)), quotient = top / finest;
-    const lanes_i ranged = (top > 1e-12f) & (top < 1e12f) & (unit > 1e-36f) & (unit < 1e22f) & (finest > 1e-18f) & (finest < 1e12f) &
-                           (quotient < 1e15f) & (quotient * quotient * (weight_sum + 1.f) < 1e36f);
-    const lanes_f near = root(tried.least) * 1.00001f + reach, bound = near * near * 1.00001f;
-    lanes_i close = all_lanes_i(0), best = all_lanes_i(0);
-    for (int k = 0; k < tried.count; k++) {
-        close -= tried.error[k] <= bound;
-        best = pick_i(tried.error[k] == tried.least, tried.code[k], best);
-    }
-    for (int b = 0; b < 8; b++) {
-        if (ranged[b] && close[b] == 1)
-            continue;
-        float x[16], w[16];
-        for (int i = 0; i < 16; i++) {
-            x[i] = a[i][b];
-            w[i] = weight ? weight[i][b] : 1.f;
-        }
-        if (!ranged[b] || plan->choice != CHOICE_SWEEP) {
-            best[b] = best_code(plan, x, weight ? w : NULL);
-            continue;
-        }
-        struct contest contest = {plan, x, weight ? w : NULL, -1., 0};
-        for (int k = 0; k < tried.count; k++)
-            if (tried.error[k][b] <= bound[b])
-                contest_enter(&contest, tried.code[k][b]);
-        best[b] = contest.code;
-    }
-    return best;
+    const lanes_f unit = e->weight_sum * (e->delta * e->delta);
+    const lanes_f finest = steps_of(plan, all_lanes_i(1)), quotient = e->top / finest;
+    const lanes_i ranged = (e->top > 1e-12f) & (e->top < 1e12f) & (unit > 1e-36f) & (unit < 1e22f) & (finest > 1e-18f) &
+                           (finest < 1e12f) & (quotient < 1e15f) & (quotient * quotient * (e->weight_sum + 1.f) < 1e36f);
+    const lanes_f near = root(e->least) * 1.00001f + e->reach, bound = pick(ranged, near * near * 1.00001f, all_lanes(-1.f));
+    const lanes_i open = ~(ranged & (e->second > bound));
+    if (!any_lane(open))
+        return;
+    for (int b = 0; b < 8; b++)
+        if (open[b])
+            e->best[b] = settle(plan, e, b, bound[b]);
+}
+
+/* A code for each block, the one that best_code finds; `groups` of eight blocks. */
+static inline __attribute__((always_inline)) void search_as(const struct pack_plan *plan, bool weighted, struct eight *e, int groups)
+{
+    for (int g = 0; g < groups; g++)
+        prepare(plan, weighted, e + g);
+    for (int g = 0; g < groups; g++)
+        if (plan->choice != CHOICE_SWEEP)
+            measure(e + g, weighted, 0, 2, true);
+        else
+            for (int k = 0; k < WINDOW; k += SUMS) {
+                if (k >= 8 || e[g].clips)
+                    measure(e + g, weighted, k, SUMS, true);
+                else
+                    measure(e + g, weighted, k, SUMS, false);
+            }
+    for (int g = 0; g < groups; g++)
+        decide(plan, weighted, e + g);
+}
+
+static void search(const struct pack_plan *plan, struct eight *e, int groups)
+{
+    if (plan->weight)
+        search_as(plan, true, e, groups);
+    else
+        search_as(plan, false, e, groups);
 }
 
 #endif

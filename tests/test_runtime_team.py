@@ -1,4 +1,4 @@
-"""Evaluation by two processes over gloo: the counts and figures of one process."""
+"""Evaluation by two processes over gloo: the counts and figures of one process. Where there are GPUs, each has its own."""
 
 import json
 import os
@@ -61,6 +61,7 @@ def test_two_processes_count_as_one_does(folders: tuple[Path, Path], tmp_path: P
         forget_time(result)
     assert first == second, "each process has the whole result"
     assert first == alone
+    assert first[0]["device"] == ("cuda" if torch.cuda.is_available() else "cpu")
     side = first[0]["numerics"]["w4a4"]
     assert side["gates"]["non_empty"]["n"] == 13 and side["kl_text"]["n_tokens"] > 300
     assert 0 < side["same_answers"]["same"] < 13 or side["cases"]

@@ -104,7 +104,7 @@ def evaluate(
         "reference": str(reference_dir),
         "reference_sha256": reference.sha256,
         "dtype": dtype,
-        "device": device,
+        "device": torch.device(device).type,
         "workloads": {w.name: {"sha256": w.sha256, "n_cases": len(w.cases)} for w in workloads},
         "n_answers": len(asked),
         "n_conversation_answers": len(talks),

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import checkpoint_zoo as zoo
 import ml_dtypes
 import numpy as np
 import pytest
@@ -69,6 +70,26 @@ def test_direct_writes_modelopts_own_bytes(made: dict[str, Path]) -> None:
         for tensor in ("weight", "weight_scale", "weight_scale_2"):
             a, b = ours.tensor(f"{module}.{tensor}"), theirs.tensor(f"{module}.{tensor}")
             assert a.tobytes() == b.tobytes(), f"{module}.{tensor}"
+
+
+def test_a_multimodal_source_keeps_its_form_and_gets_the_same_bytes(
+    tmp_path: Path, made: dict[str, Path], calibration: Path
+) -> None:
+    """Published Qwen3.5 checkpoints are multimodal; ModelOpt's own exporter writes the text model's config beside their names."""
+    source, plain = tmp_path / "vl", ModelFolder(MODEL)
+    tensors, config = zoo.read(MODEL), dict(plain.config)
+    zoo.multimodal(tensors, config)
+    tensors["model.visual.merger.linear_fc1.weight"] = np.ones((64, 64), ml_dtypes.bfloat16)
+    zoo.save(source, tensors, config)
+    quantize.run("naive", source, tmp_path / "naive", calib_data=calibration, calib_samples=4)
+    found = checkpoint.audit(tmp_path / "naive", source=source)
+    assert found.ok, [f.message for f in found.findings]
+    ours, theirs = ModelFolder(tmp_path / "naive"), ModelFolder(made["naive"])
+    assert ours.config["architectures"] == ["Qwen3_5ForConditionalGeneration"]
+    assert np.all(ours.tensor("model.visual.merger.linear_fc1.weight") == 1)
+    for name in theirs:
+        deeper = name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name
+        assert ours.tensor(deeper).tobytes() == theirs.tensor(name).tobytes(), name
 
 
 def test_direct_is_weight_only_and_says_so(made: dict[str, Path]) -> None:

@@ -15,17 +15,24 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.errors import CheckpointError, UsageError, need
 from annie_quant.quantize.calibration import read_conversations, token_ids
+from annie_quant.quantize.divergence import in_model
 from annie_quant.quantize.exclude import excluded
+from annie_quant.quantize.export import NVFP4, Decided, export, linears_of
 from annie_quant.quantize.job import Job, Report
 
 MAX_BATCH_TOKENS = 8192
 
 
 def run(job: Job, config: dict[str, Any], report: Report) -> None:
-    """Quantize job.model by a ModelOpt config, less what job.exclude names, and export it to job.output."""
-    torch, mtq, export = (
+    """Quantize job.model by a ModelOpt config, less what job.exclude names, and export it to job.output.
+
+    ModelOpt's exporter knows the text model alone: of a multimodal source it would lose the vision tower and the
+    configuration that its tensors' names go with. Such a source is exported by us, with what ModelOpt calibrated.
+    """
+    torch, mtq, exporter = (
         need("torch", "quantize"),
         need("modelopt.torch.quantization", "quantize"),
         need("modelopt.torch.export", "quantize"),
@@ -35,6 +42,7 @@ def run(job: Job, config: dict[str, Any], report: Report) -> None:
             "this strategy calibrates activations and needs conversations",
             "annie-quant data --persona annie --output calibration.jsonl, then --calib-data calibration.jsonl",
         )
+    folder = ModelFolder(job.model)
     model, tokenizer = load(job)
     rows = read_conversations(job.calib_data, job.calib_samples)
     batches = make_batches(token_ids(tokenizer, rows))
@@ -49,7 +57,19 @@ def run(job: Job, config: dict[str, Any], report: Report) -> None:
 
     with quiet(report):
         mtq.quantize(model, config, forward_loop)
-        export.export_hf_checkpoint(model, export_dir=str(job.output))
+        if "text_config" not in folder.config:
+            exporter.export_hf_checkpoint(model, export_dir=str(job.output))
+            return
+    amax = calibrated(model, folder)
+    export(folder, job, Decided(dict.fromkeys(amax, NVFP4), amax))
+
+
+def calibrated(model: Any, folder: ModelFolder) -> dict[str, float]:
+    """Linear, as the checkpoint calls it → the largest input that ModelOpt saw, of all that it quantizes."""
+    modules = dict(model.named_modules())
+    known = {name: modules[in_model(name)] for name in linears_of(folder) if in_model(name) in modules}
+    chosen = {n: m for n, m in known.items() if hasattr(m, "weight_quantizer") and m.weight_quantizer.is_enabled}
+    return {n: float(m.input_quantizer.amax) for n, m in chosen.items()}
 
 
 def load(job: Job) -> tuple[Any, Any]:

@@ -412,3 +412,47 @@ def test_nothing_leaks() -> None:
     grown_kb, fds = map(int, done.stdout.split())
     print(f"{count} requests: {grown_kb} kB more, {fds} descriptors more")
     assert grown_kb < 1500 and fds == 0, (grown_kb, fds)
+
+
+POLICY = """
+    import os, resource, sys, threading
+    import annie_quant as aq
+    allowed = sys.argv[2] == "allowed"
+    if not allowed:
+        resource.setrlimit(resource.RLIMIT_RTPRIO, (0, 0))
+        os.setgid(65534)
+        os.setuid(65534)
+    during, done = set(), threading.Event()
+    def watch():
+        while not done.is_set():
+            during.update(os.sched_getscheduler(int(t)) & ~os.SCHED_RESET_ON_FORK for t in os.listdir("/proc/self/task"))
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    timings = aq.stream.run([aq.stream.Request(sys.argv[1])])
+    done.set()
+    watcher.join()
+    asked_not = aq.stream.run([aq.stream.Request(sys.argv[1])], realtime=False)
+    print(timings.realtime, timings.records()[0]["realtime"], asked_not.realtime, os.SCHED_FIFO in during,
+          os.sched_getscheduler(0) == os.SCHED_OTHER, timings.records()[0]["text"])
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give and take a real-time priority")
+@pytest.mark.parametrize("who", ["allowed", "not allowed"])
+def test_the_loop_takes_a_real_time_priority_for_its_time_and_says_whether_it_had_one(who: str) -> None:
+    def talk(connection, request) -> None:
+        time.sleep(0.05)
+        stream(HELLO)(connection, request)
+
+    with RawServer(talk) as server:
+        command = [sys.executable, "-c", textwrap.dedent(POLICY), server.url, who]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    had = str(who == "allowed" and may_be_realtime())
+    assert done.stdout.split(None, 5) == [had, had, "False", had, "True", "Hello there.\n"]
+
+
+def may_be_realtime() -> bool:
+    """Containers may withhold it from root."""
+    ask = "import os; os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))"
+    return subprocess.run([sys.executable, "-c", ask], capture_output=True).returncode == 0

@@ -103,6 +103,7 @@ def run(
     ca_file: str | os.PathLike | None = None,
     verify_tls: bool = True,
     kernel_stamps: bool = True,
+    realtime: bool = True,
     max_event_bytes: int = 64 << 20,
     cancel: Cancel | None = None,
 ) -> Timings:
@@ -115,6 +116,9 @@ def run(
     http: "1.1", "2" (over TLS, where the server has it) or "2-prior-knowledge".
     ca_file: the certificates that a server is checked against. None: the system's (annie_quant.stream.trust).
     proxy: a proxy's URL; the environment's proxies are never used.
+    realtime: the loop's thread asks for SCHED_FIFO, the lowest of the real-time priorities, and gives it back at the end:
+        on a busy machine it would come late to its sockets otherwise. Root has it; for anybody else one command before,
+        in the shell: `sudo prlimit --rtprio=1 --pid $$`. Without it the run goes on, and the records say realtime: False.
     max_event_bytes: a larger event (or error page) ends its request.
     Ctrl-C raises KeyboardInterrupt, with what was measured until then as its attribute `timings`.
     """
@@ -126,6 +130,7 @@ def run(
         "http": HTTP_VERSIONS[http],
         "fresh_connections": fresh_connections,
         "kernel_stamps": kernel_stamps,
+        "realtime": realtime,
         "verify_tls": verify_tls,
         "unix_socket": None if unix_socket is None else os.fspath(unix_socket),
         "proxy": proxy,
@@ -168,7 +173,7 @@ def _run(requests: list[Request], concurrency: int | None, cancel: Cancel, optio
     elif concurrency < 1:
         raise UsageError(f"concurrency={concurrency} would never start a request", "use 1 or more, or None")
     with cancel.heard() as fd:
-        rows, events, reads, frames, notes, origin_ns, origin_realtime_ns, _, raised = module.run(
+        rows, events, reads, frames, notes, origin_ns, origin_realtime_ns, _, realtime, raised = module.run(
             plan, concurrency=concurrency, cancel_fd=fd, **options
         )
     for secret in {s for r in requests for s in secrets_of(r.url, r.headers)}:
@@ -183,6 +188,7 @@ def _run(requests: list[Request], concurrency: int | None, cancel: Cancel, optio
         np.frombuffer(notes, np.uint8),
         origin_ns=origin_ns,
         origin_realtime_ns=origin_realtime_ns,
+        realtime=realtime,
     )
     if raised is not None:
         raised.timings = timings

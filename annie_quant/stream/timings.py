@@ -43,6 +43,7 @@ class Timings:
     frames    uint8, the bytes of all events, one after the other; a request's own, joined, are its body
     notes     uint8, response headers and libcurl's error texts
     Stamps are CLOCK_MONOTONIC nanoseconds; `origin_ns` is the run's start, `origin_realtime_ns` the same as wall clock.
+    `realtime`: the loop had a real-time priority; without it, other work on the machine makes user stamps late.
     """
 
     def __init__(
@@ -56,11 +57,13 @@ class Timings:
         *,
         origin_ns: int,
         origin_realtime_ns: int,
+        realtime: bool = False,
     ) -> None:
         self.asked = list(asked)
         self.requests, self.events, self.reads = requests, events, reads
         self.frames, self.notes = frames, notes
         self.origin_ns, self.origin_realtime_ns = origin_ns, origin_realtime_ns
+        self.realtime = realtime
         for name in _ARRAYS:
             getattr(self, name).flags.writeable = False
         self._rows: list[np.ndarray] | None = None
@@ -146,6 +149,7 @@ class Timings:
             **times,
             "e2e_ms": (ended - started) / 1e6,
             "clock": clock,
+            "realtime": self.realtime,
             "unstamped_events": unstamped or 0,
             "started_s": (started - self.origin_ns) / 1e9,
             "started_unix_s": (started - self.origin_ns + self.origin_realtime_ns) / 1e9,
@@ -222,7 +226,8 @@ class Timings:
         return pandas.DataFrame(self.columns(table), copy=False)
 
     def to_arrow(self, table: str = "events") -> Any:
-        """A pyarrow Table. Arrow's columns are contiguous, so numbers are copied once; raw frames are not copied."""
+        """A pyarrow Table. The raw frames are not copied. Numbers are, once: Arrow's columns are contiguous, and a row here
+        is kept whole because the loop writes it in one go."""
         arrow = need("pyarrow", "notebooks")
         if table == "records":
             return arrow.Table.from_pylist(self.records())
@@ -249,6 +254,7 @@ class Timings:
             "schema_version": SCHEMA_VERSION,
             "origin_ns": self.origin_ns,
             "origin_realtime_ns": self.origin_realtime_ns,
+            "realtime": self.realtime,
             "asked": [asdict(a) for a in self.asked],
         }
         arrays = {name: getattr(self, name) for name in _ARRAYS}
@@ -271,7 +277,8 @@ class Timings:
         if plan["schema_version"] != SCHEMA_VERSION:
             raise EnvironmentFault(f"{path} has schema_version {plan['schema_version']}, this reads {SCHEMA_VERSION}")
         asked = [Asked(**a) for a in plan["asked"]]
-        return cls(asked, *arrays, origin_ns=plan["origin_ns"], origin_realtime_ns=plan["origin_realtime_ns"])
+        clocks = {name: plan[name] for name in ("origin_ns", "origin_realtime_ns")}
+        return cls(asked, *arrays, **clocks, realtime=plan.get("realtime", False))
 
 
 def _from_schedule(times: dict[str, Any], e2e_ms: float, started: int, scheduled: int) -> dict[str, Any]:

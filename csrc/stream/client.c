@@ -7,6 +7,7 @@
  */
 #define _GNU_SOURCE
 #include "client.h"
+#include "priority.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -390,6 +391,9 @@ int plan_run(const struct plan *plan, struct plan_result *result)
     if (early >= 0)
         clock_stamp_socket(early);
 
+    struct priority priority = {.raised = false};
+    result->realtime = plan->realtime && priority_raise(&priority);
+
     int status = open_all(&c);
     if (status != PLAN_OK)
         goto cleanup;
@@ -404,6 +408,7 @@ int plan_run(const struct plan *plan, struct plan_result *result)
     status = c.no_memory ? PLAN_NO_MEMORY : PLAN_OK;
 
 cleanup:
+    priority_restore(&priority);
     plain_close_idle(&c);
     if (c.multi)
         curl_multi_cleanup(c.multi);

@@ -150,7 +150,7 @@ static PyObject *pack_result(struct state *state, struct plan_result *result, st
     struct vector *parts[] = {&result->requests, &result->events, &result->reads, &result->frames, &result->notes};
     enum { PARTS = sizeof parts / sizeof *parts };
     PyObject *raised = caller->value ? caller->value : Py_None;
-    PyObject *tuple = PyTuple_New(PARTS + 4);
+    PyObject *tuple = PyTuple_New(PARTS + 5);
     if (!tuple)
         return NULL;
     for (int i = 0; i < PARTS; i++)
@@ -158,8 +158,9 @@ static PyObject *pack_result(struct state *state, struct plan_result *result, st
     PyTuple_SET_ITEM(tuple, PARTS, PyLong_FromLongLong(result->origin_ns));
     PyTuple_SET_ITEM(tuple, PARTS + 1, PyLong_FromLongLong(result->origin_realtime_ns));
     PyTuple_SET_ITEM(tuple, PARTS + 2, PyBool_FromLong(result->stopped));
-    PyTuple_SET_ITEM(tuple, PARTS + 3, Py_NewRef(raised));
-    for (int i = 0; i < PARTS + 4; i++) {
+    PyTuple_SET_ITEM(tuple, PARTS + 3, PyBool_FromLong(result->realtime));
+    PyTuple_SET_ITEM(tuple, PARTS + 4, Py_NewRef(raised));
+    for (int i = 0; i < PARTS + 5; i++) {
         if (!PyTuple_GET_ITEM(tuple, i)) {
             Py_DECREF(tuple);
             return NULL;
@@ -180,25 +181,26 @@ static PyObject *explain(int status)
 
 PyDoc_STRVAR(run_doc,
              "run(requests, *, concurrency, deadline_ns, max_event_bytes, cancel_fd, http, fresh_connections,\n"
-             "    kernel_stamps, verify_tls, unix_socket, proxy, ca_file, user_agent)\n"
-             "    -> (requests, events, reads, frames, notes, origin_ns, origin_realtime_ns, stopped, raised)\n\n"
+             "    kernel_stamps, realtime, verify_tls, unix_socket, proxy, ca_file, user_agent)\n"
+             "    -> (requests, events, reads, frames, notes, origin_ns, origin_realtime_ns, stopped, realtime,\n"
+             "        raised)\n\n"
              "requests: tuple of (url, method, headers, body or None, start_ns, timeout_ns, idle_ns).\n"
              "The GIL is released from start to end. The first five results are Blocks; see annie_quant.stream.");
 
 static PyObject *run(PyObject *module, PyObject *args, PyObject *named)
 {
     static char *names[] = {"requests",      "concurrency", "deadline_ns", "max_event_bytes", "cancel_fd",
-                            "http",          "fresh_connections",          "kernel_stamps",   "verify_tls",
-                            "unix_socket",   "proxy",       "ca_file",     "user_agent",      NULL};
+                            "http",          "fresh_connections",          "kernel_stamps",   "realtime",
+                            "verify_tls",    "unix_socket", "proxy",       "ca_file",         "user_agent", NULL};
     struct plan plan = {.interrupted = interrupted};
     struct plan_result result = {.stopped = false};
     struct caller caller = {.thread = NULL};
     PyObject *rows, *out = NULL;
     Py_ssize_t concurrency, max_event_bytes;
-    int fresh, stamps, verify;
-    if (!PyArg_ParseTupleAndKeywords(args, named, "O!$nLniipppzzzz", names, &PyTuple_Type, &rows, &concurrency,
+    int fresh, stamps, realtime, verify;
+    if (!PyArg_ParseTupleAndKeywords(args, named, "O!$nLniippppzzzz", names, &PyTuple_Type, &rows, &concurrency,
                                      &plan.deadline_ns, &max_event_bytes, &plan.cancel_fd, &plan.http, &fresh, &stamps,
-                                     &verify, &plan.unix_socket, &plan.proxy, &plan.ca_file, &plan.user_agent))
+                                     &realtime, &verify, &plan.unix_socket, &plan.proxy, &plan.ca_file, &plan.user_agent))
         return NULL;
     if (concurrency < 0 || max_event_bytes <= 0) {
         PyErr_SetString(PyExc_ValueError, "concurrency must be >= 0 and max_event_bytes > 0");
@@ -214,6 +216,7 @@ static PyObject *run(PyObject *module, PyObject *args, PyObject *named)
     plan.max_event_bytes = (size_t)max_event_bytes;
     plan.fresh_connections = fresh;
     plan.kernel_stamps = stamps;
+    plan.realtime = realtime;
     plan.verify_tls = verify;
     plan.context = &caller;
 

@@ -33,6 +33,7 @@ struct plan {
     int http;      /* a plan_http */
     bool fresh_connections;
     bool kernel_stamps;
+    bool realtime; /* ask for SCHED_FIFO */
     bool verify_tls;
     const char *unix_socket, *proxy, *ca_file, *user_agent; /* NULL: none */
     /* Asked when cancel_fd is readable and when a wait was broken by a signal; true stops the run. */
@@ -100,7 +101,8 @@ struct plan_result {
     struct vector notes;  /* response headers and error texts */
     int64_t origin_ns;    /* the run's start */
     int64_t origin_realtime_ns;
-    bool stopped; /* by `interrupted` */
+    bool stopped;  /* by `interrupted` */
+    bool realtime; /* it had SCHED_FIFO */
 };
 
 enum plan_status { PLAN_OK = 0, PLAN_NO_MEMORY = 1, PLAN_NO_EPOLL = 2, PLAN_NO_CURL = 3 };

@@ -8,6 +8,7 @@ STAMP  := $(VENV)/.installed
 APT    := build-essential pkg-config libcurl4-openssl-dev
 # Debian's own Python comes without venv and headers; any other has them.
 APT_PY  = $(shell $(PYTHON) .ci/python-lacks || echo python3 python3-venv python3-dev)
+APT_SAFE := clang libomp-14-dev clang-tidy-14 cppcheck
 APT_TEST := chromium gcc-aarch64-linux-gnu qemu-user libc6-dev-arm64-cross
 C_FILES := $(shell find csrc setup.py pyproject.toml requirements.txt -type f 2>/dev/null)
 
@@ -26,6 +27,14 @@ lint: setup
 
 perf: setup
 	@for f in tests/perf/bench_*.py; do echo "== $$f"; $(BIN)/python $$f || exit 1; done
+
+# What the C and the readers are held to beyond the tests: docs/hardening.md.
+.PHONY: asan tsan
+asan: setup
+	sh tests/sanitize/asan.sh
+
+tsan: setup apt-safe
+	sh tests/sanitize/tsan.sh
 
 docs: setup
 	$(BIN)/python -m mkdocs build --strict
@@ -47,3 +56,7 @@ $(STAMP): $(C_FILES)
 .PHONY: apt-test
 apt-test:
 	@sh .ci/apt $(APT_TEST)
+
+.PHONY: apt-safe
+apt-safe:
+	@sh .ci/apt $(APT_SAFE)

@@ -1,0 +1,25 @@
+#!/bin/sh
+# The C modules built with AddressSanitizer and UBSan into build/asan, and their Python tests run against those.
+# Usage: sh tests/sanitize/asan.sh [pytest arguments; without any: the codec's and the client's tests]
+#   leaks are not looked for: CPython keeps much for good. The fuzzers (make fuzz) look for them, without Python.
+#   test_nothing_leaks measures resident memory, which ASan's quarantine fills.
+set -eu
+cd "$(dirname "$0")/../.."
+root=$PWD
+python=${PYTHON:-$root/.venv/bin/python}
+ANNIE_QUANT_ONLY=_nvfp4,_stream ANNIE_QUANT_SANITIZE=address,undefined \
+    "$python" setup.py -q build --build-base build/asan/temp --build-lib build/asan/lib
+
+[ $# -gt 0 ] || set -- tests/test_nvfp4_formats.py tests/test_nvfp4_pack.py tests/test_nvfp4_search.py \
+    tests/test_nvfp4_variants.py tests/test_nvfp4_layout.py tests/test_nvfp4_fake_quant.py tests/test_kquant_bytes.py \
+    tests/test_stream_decode.py tests/test_stream_framing.py tests/test_stream_http1.py tests/test_stream_run.py \
+    tests/test_stream_faults.py tests/test_stream_recorded.py --deselect tests/test_stream_run.py::test_nothing_leaks
+export PYTHONPATH=$root/build/asan/lib PYTHONMALLOC=malloc
+export ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1:strict_string_checks=1 UBSAN_OPTIONS=print_stacktrace=1
+# libstdc++ first of all, or ASan cannot see the exceptions that other extension modules throw.
+libraries="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libubsan.so) $(gcc -print-file-name=libstdc++.so)"
+# The script, not `python -m pytest`: that would put the checkout, and its modules without sanitizers, first.
+(cd build && LD_PRELOAD=$libraries "$python" -c '
+import annie_quant._nvfp4 as a, annie_quant._stream as b
+assert all("build/asan/lib" in m.__file__ for m in (a, b)), (a, b)')
+LD_PRELOAD=$libraries exec "$(dirname "$python")/pytest" -q -p no:cacheprovider "$@"

@@ -11,6 +11,7 @@ pytest.importorskip("transformers", reason="the runtime needs transformers: pip 
 pytest.importorskip("modelopt", reason="ModelOpt makes the checkpoints: pip install annie-quant[quantize]")
 pytest.importorskip("annie_quant.nvfp4", reason="the runtime needs the codec")
 
+import checkpoint_zoo as zoo  # noqa: E402
 from runtime_models import dequantized, export_nvfp4, save_reference  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
@@ -164,6 +165,26 @@ def test_a_head_without_decay_is_sound(naive: Path, tmp_path: Path) -> None:
         else:
             with pytest.raises(CheckpointError, match=r"A_log"):
                 runtime.load(folder)
+
+
+def test_a_multimodal_checkpoint_loads_as_its_text_model_in_the_dtype_asked_for(naive: Path, tmp_path: Path) -> None:
+    tensors, config = zoo.read(naive), json.loads((naive / "config.json").read_text())
+    zoo.multimodal(tensors, config)
+    folder = zoo.save(tmp_path / "vl", tensors, config)
+    for dtype in (torch.float32, torch.bfloat16):
+        deep, plain = runtime.load(folder, dtype=dtype), runtime.load(naive, dtype=dtype)
+        assert [p.dtype for p in deep.parameters()] == [p.dtype for p in plain.parameters()]
+        with torch.inference_mode():
+            assert torch.equal(deep(some_ids()).logits, plain(some_ids()).logits)
+
+
+def test_quantized_experts_are_refused_by_name(naive: Path, tmp_path: Path) -> None:
+    def experts(t: dict) -> None:
+        for name in [n for n in t if ".layers.0.mlp.up_proj." in n]:
+            t[name.replace(".mlp.", ".mlp.experts.0.")] = t.pop(name)
+
+    with pytest.raises(CheckpointError, match=r"mlp\.experts\.0\.up_proj: this runtime reads no quantized experts"):
+        runtime.load(edited(naive, tmp_path, experts))
 
 
 def test_a_missing_norm_and_a_width_that_config_json_denies_are_named(naive: Path, tmp_path: Path) -> None:

@@ -92,9 +92,14 @@ class NVFP4Quantizer(HfQuantizer):
         for name in folder:
             if name.endswith(CACHE_SCALES) and (found := find(model, name.rpartition(".")[0])):
                 found[1].register_buffer(name.rpartition(".")[2], empty(folder, name))
+        self.dtypes = {name: p.dtype for name, p in model.named_parameters() if p.is_floating_point()}
         return model
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
+        for name, p in model.named_parameters():
+            # transformers leaves a tensor that it renamed (a multimodal checkpoint's) in the file's dtype.
+            if p.device.type != "meta" and p.dtype != self.dtypes.get(name, p.dtype):
+                p.data = p.data.to(self.dtypes[name])
         with faults.named(self.folder):
             faults.check(model)
         for linear in nvfp4_linears(model).values():
@@ -128,6 +133,11 @@ def find(model: nn.Module, name: str) -> tuple[str, nn.Module] | None:
 def replace(model: nn.Module, linear: Linear, folder: ModelFolder) -> None:
     """Put an NVFP4Linear or an FP8Linear in the place of the linear, after checking its tensors' types and shapes."""
     found = find(model, linear.name)
+    if found is None and ".experts." in linear.name:
+        raise CheckpointError(
+            f"{linear.name}: this runtime reads no quantized experts (transformers keeps them as one 3-D weight)",
+            "audit, compare and convert work; serve it with vLLM",
+        )
     if found is None:
         return  # a part that this class leaves out (vision tower, MTP); transformers lists it as unexpected
     path, old = found

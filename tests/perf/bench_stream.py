@@ -1,9 +1,10 @@
 """How exact the stream client is, beside its peers: a C server sends events at fixed times and writes the time into each.
 
-    python tests/perf/bench_stream.py [--quick] [--realtime] [--only LOAD] [--output FILE.json]
+    python tests/perf/bench_stream.py [--repeats N] [--realtime] [--only LOAD] [--clients "A;B"] [--output FILE.json]
 
 Server and client have a processor each. Every client runs the same loads in random ABBA order, in a process of its own.
---realtime runs both under SCHED_FIFO, for a machine that others use at the same time (needs root).
+--realtime runs server and every client under SCHED_FIFO, for a machine that others use at the same time (needs root).
+The floor (bench_stream_floor.c) is the least a client can do here: it waits, receives, and keeps nothing.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ import numpy as np
 HERE = Path(__file__).resolve().parent
 CLIENTS = ("ours", "pycurl", "aiohttp", "httpx", "openai")
 AGAIN = "ours again"  # the A/A floor: the same client under another name
+NORMAL = "ours, normal priority"  # run(realtime=False)
+FLOOR = "the floor"
+OURS = ("ours", AGAIN, NORMAL)
 # name: streams, events, gap_us, stagger, tokens, split
 LOADS = {
     "1 stream, 5 ms": (1, 100, 5000, 0, 1, 0),
@@ -38,19 +42,21 @@ LOADS = {
 LONG = "256 burst, 1000 events"
 
 
-def build(folder: Path) -> Path:
-    server = folder / "server"
-    source = HERE / "bench_stream_server.c"
-    subprocess.run(["gcc", "-std=c11", "-O2", str(source), "-o", str(server)], check=True, capture_output=True)
-    return server
+def build(folder: Path, name: str) -> Path:
+    program = folder / name
+    source = HERE / f"bench_stream_{name}.c"
+    subprocess.run(["gcc", "-std=c11", "-O2", str(source), "-o", str(program)], check=True, capture_output=True)
+    return program
 
 
-def once(client: str, load: tuple[int, ...], port: int, realtime: list[str]) -> dict:
+def once(client: str, load: tuple[int, ...], port: int, realtime: list[str], floor: Path) -> dict:
     streams, events, gap_us, stagger, tokens, split = load
     query = f"streams={streams}&events={events}&gap_us={gap_us}&stagger={stagger}&tokens={tokens}&split={split}"
     url = f"http://127.0.0.1:{port}/v1/chat/completions?{query}"
     name = "ours" if client == AGAIN else client
     command = [*realtime, sys.executable, str(HERE / "bench_stream_clients.py"), name, url, str(streams), "0"]
+    if client == FLOOR:
+        command = [*realtime, str(floor), str(port), str(streams), str(events), query, "0"]
     environment = {**os.environ, "PYTHONPATH": str(HERE.parent.parent)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     if done.returncode:
@@ -60,15 +66,16 @@ def once(client: str, load: tuple[int, ...], port: int, realtime: list[str]) -> 
     out = {
         "client": client,
         "lost": streams * events - seen,
-        "shared": got["shared"],
+        "shared": got.get("shared", 0),
         "cpu_us_per_event": got["cpu_s"] / max(seen, 1) * 1e6,
-        "rss_mb": got["rss_mb"],
+        "rss_mb": got.get("rss_mb", 0),
         "user_us": np.concatenate(got["user"]) / 1e3,
         "first_us": np.array([s[0] for s in got["user"] if s]) / 1e3,
         "itl_error_us": np.concatenate([np.abs(np.diff(s)) for s in got["user"]]) / 1e3,
     }
-    if client in ("ours", AGAIN):
+    if "kernel" in got:
         out["kernel_us"] = np.concatenate(got["kernel"]) / 1e3
+    if client in OURS:
         out["kernel_first_us"] = np.array([s[0] for s in got["kernel"] if s]) / 1e3
         out["sent_us"] = (np.array(got["received"]) - np.array(got["started"])) / 1e3
     return out
@@ -81,8 +88,8 @@ def table(name: str, runs: list[dict]) -> list[dict]:
         "| client | lag p50 µs | p99 | p99.9 | max | ITL error p99 µs | lost | sharing a stamp | CPU µs an event | RSS MB |"
     )
     print("|---|---|---|---|---|---|---|---|---|---|")
-    both = [(f"{c}, kernel stamp", c, "kernel_us") for c in ("ours", AGAIN)]
-    for label, client, column in [*both, *((c, c, "user_us") for c in ("ours", AGAIN, *CLIENTS[1:]))]:
+    both = [(f"{c}, kernel stamp", c, "kernel_us") for c in (*OURS, FLOOR)]
+    for label, client, column in [*both, *((c, c, "user_us") for c in (*OURS, FLOOR, *CLIENTS[1:]))]:
         mine = [r for r in runs if r["client"] == client]
         if not mine:
             continue
@@ -91,7 +98,8 @@ def table(name: str, runs: list[dict]) -> list[dict]:
         p50, p99, p999 = np.percentile(lag, [50, 99, 99.9])
         row = {
             "load": name, "client": label, "runs": len(mine), "p50": p50, "p99": p99, "p999": p999, "max": lag.max(),
-            "itl_p99": None if column == "kernel_us" else np.percentile(gaps, 99), "lost": sum(r["lost"] for r in mine),
+            "itl_p99": None if column == "kernel_us" or client == FLOOR else np.percentile(gaps, 99),
+            "lost": sum(r["lost"] for r in mine),
             "shared": sum(r["shared"] for r in mine), "cpu": np.median([r["cpu_us_per_event"] for r in mine]),
             "rss": max(r["rss_mb"] for r in mine),
         }  # fmt: skip
@@ -99,7 +107,7 @@ def table(name: str, runs: list[dict]) -> list[dict]:
         itl = "" if row["itl_p99"] is None else f"{row['itl_p99']:.0f}"
         print(
             f"| {label} | {p50:.1f} | {p99:.0f} | {p999:.0f} | {row['max']:.0f} | {itl} | {row['lost']} | "
-            f"{row['shared']} | {row['cpu']:.1f} | {row['rss']:.0f} |"
+            f"{row['shared']} | {row['cpu']:.1f} | {'' if client == FLOOR else round(row['rss'])} |"
         )
     ours = [r for r in runs if r["client"] == "ours"]
     if name.startswith("1 stream"):
@@ -112,14 +120,16 @@ def table(name: str, runs: list[dict]) -> list[dict]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="two repeats")
     parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--clients", default="", help=f"these alone, split by ';': {'; '.join((*CLIENTS, NORMAL))}")
     parser.add_argument("--realtime", action="store_true")
     parser.add_argument("--only", default="", help="the loads whose name begins so")
     parser.add_argument("--output", type=Path)
     chosen = parser.parse_args()
     realtime = ["chrt", "-f", "10"] if chosen.realtime else []
-    have = [c for c in CLIENTS if c == "ours" or importlib.util.find_spec(c)] + [AGAIN]
+    have = [c for c in CLIENTS if c == "ours" or importlib.util.find_spec(c)] + [AGAIN, FLOOR]
+    if chosen.clients:
+        have = [*chosen.clients.split(";"), AGAIN, FLOOR]
     if not shutil.which("gcc"):
         raise SystemExit("gcc is needed to build the load server")
     print(
@@ -127,20 +137,21 @@ def main() -> None:
     )
     rng, rows = random.Random(0), []
     with tempfile.TemporaryDirectory() as folder:
-        command = [*realtime, str(build(Path(folder))), str((os.cpu_count() or 2) - 1)]
+        floor = build(Path(folder), "floor")
+        command = [*realtime, str(build(Path(folder), "server")), str((os.cpu_count() or 2) - 1)]
         server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         try:
             port = int(server.stdout.readline())
             for name, load in LOADS.items():
                 if not name.startswith(chosen.only):
                     continue
-                clients = ["ours", "aiohttp", AGAIN] if name == LONG else have
-                repeats = 2 if name == LONG or chosen.quick else chosen.repeats
+                clients = [c for c in have if c not in ("pycurl", "httpx", "openai")] if name == LONG else have
+                repeats = min(chosen.repeats, 2) if name == LONG else chosen.repeats
                 order = []
                 for _ in range((repeats + 1) // 2):
                     block = rng.sample(clients, len(clients))
                     order += block + block[::-1] if repeats > 1 else block
-                runs = [once(client, load, port, realtime) for client in order]
+                runs = [once(client, load, port, realtime, floor) for client in order]
                 rows += table(name, runs)
         finally:
             server.kill()

@@ -21,7 +21,7 @@ STAMP = re.compile(rb'"content":"(\d{19})')
 BODY = {"model": "load", "messages": [{"role": "user", "content": "x"}], "stream": True}
 
 
-def ours(url: str, streams: int) -> tuple[list[Events], dict]:
+def ours(url: str, streams: int, realtime: bool) -> tuple[list[Events], dict]:
     import numpy as np
 
     import annie_quant as aq
@@ -29,7 +29,7 @@ def ours(url: str, streams: int) -> tuple[list[Events], dict]:
 
     request = aq.stream.Request(url, json=BODY)
     began = usage()
-    timings = aq.stream.run([request] * streams, concurrency=streams)
+    timings = aq.stream.run([request] * streams, concurrency=streams, realtime=realtime)
     spent, peak_mb = usage() - began, rss_mb()
     rows = timings.events
     user: list[Events] = [[] for _ in range(streams)]
@@ -181,8 +181,8 @@ def main() -> None:
     os.sched_setaffinity(0, {cpu})
     resource.setrlimit(resource.RLIMIT_NOFILE, (4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     began = usage()
-    if name == "ours":
-        events, more = ours(url, streams)
+    if name.startswith("ours"):
+        events, more = ours(url, streams, realtime=name == "ours")
     else:
         __import__(name)
         began = usage()

@@ -7,15 +7,21 @@ stay 8 bits in memory and are dequantized for each product.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import nn
+
+from annie_quant.runtime.held import HeldLinear
 
 LARGEST = 448.0
 
 
-class FP8Linear(nn.Linear):
+class FP8Linear(HeldLinear):
     """Parameters that hold still: weight float8_e4m3fn [N, K], weight_scale float32 of one number or one a row,
     input_scale float32 or none."""
+
+    HELD: ClassVar[tuple[str, ...]] = ("weight", "weight_scale", "input_scale")
 
     weight_scale: nn.Parameter
     input_scale: nn.Parameter | None
@@ -43,16 +49,6 @@ class FP8Linear(nn.Linear):
         for name, (shape, kind) in kinds.items():
             empty = None if shape is None else torch.empty(shape, dtype=kind, device=device)
             self.register_parameter(name, None if empty is None else nn.Parameter(empty, requires_grad=False))
-
-    def _apply(self, fn, recurse: bool = True):
-        """.to(dtype) reaches bias alone."""
-        kept = {n: p.data for n in ("weight", "weight_scale", "input_scale") if (p := getattr(self, n)) is not None}
-        super()._apply(fn, recurse)
-        for name, before in kept.items():
-            now = getattr(self, name)
-            if now.dtype != before.dtype:
-                setattr(self, name, nn.Parameter(before.to(now.device), requires_grad=False))
-        return self
 
     def dense(self, dtype: torch.dtype) -> torch.Tensor:
         """The weights, [N, K] in `dtype`."""

@@ -19,6 +19,7 @@ from torch import nn
 
 from annie_quant.errors import UsageError
 from annie_quant.runtime import codec, product
+from annie_quant.runtime.held import HeldLinear
 
 NUMERICS = ("w4a4", "w4a16")
 CACHES = ("packed", "bf16", "float32")
@@ -42,12 +43,13 @@ class Scalars(NamedTuple):
     input_scale: float | None
 
 
-class NVFP4Linear(nn.Linear):
+class NVFP4Linear(HeldLinear):
     """ModelOpt's names. Parameters that hold still: weight uint8 [N, K/2], weight_scale float8_e4m3fn [N, K/group],
     weight_scale_2 float32 [], input_scale float32 [] or none, pre_quant_scale [K] or none (NVFP4_AWQ: x is multiplied
     by it first)."""
 
     NAMES: ClassVar[Names] = Names("weight", "weight_scale", "weight_scale_2", "input_scale")
+    HELD = NAMES
     SCALAR: ClassVar[tuple[int, ...]] = ()
     DIVIDES: ClassVar[bool] = False
 
@@ -107,14 +109,8 @@ class NVFP4Linear(nn.Linear):
         return getattr(self, self.NAMES.input_scale) is not None
 
     def _apply(self, fn, recurse: bool = True):
-        """.to(dtype) reaches bias and pre_quant_scale alone: packed tensors keep the format's own types, only their
-        device follows."""
-        kept = {n: p.data for n in self.NAMES if (p := getattr(self, n)) is not None}
+        """Besides, what was made of the tensors follows them: a copy for kernels is made anew, a dense one moved."""
         super()._apply(fn, recurse)
-        for name, before in kept.items():
-            now = getattr(self, name)
-            if now.dtype != before.dtype:
-                setattr(self, name, nn.Parameter(before.to(now.device), requires_grad=False))
         self._scalars = self.prepared = None
         if self.dense is not None:
             self.dense = self.dense.to(self.codes.device)
@@ -184,6 +180,7 @@ class PackedNVFP4Linear(NVFP4Linear):
     """The same on compressed-tensors' names (nvfp4-pack-quantized), whose two global scales float32 [1] are divisors."""
 
     NAMES = Names("weight_packed", "weight_scale", "weight_global_scale", "input_global_scale")
+    HELD = NAMES
     SCALAR = (1,)
     DIVIDES = True
 

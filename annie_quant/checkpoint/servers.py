@@ -59,6 +59,8 @@ def old_runtimes(folder: ModelFolder, linears: dict[str, Linear], config: QuantC
         return "no, NVFP4_AWQ is not loaded"
     if config.algo == "MIXED_PRECISION":
         return "no, mixed precision is not loaded"
+    if not naming.architecture(folder.config):
+        return "not judged, config.json names no dense Qwen3.5"
     why = naming.why_not_old(folder)
     return f"no, {why} (annie-quant audit --repair --names old)" if why else "yes"
 

@@ -52,10 +52,17 @@ def test_two_processes_count_as_one_does(folders: tuple[Path, Path], tmp_path: P
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parent.parent), "OMP_NUM_THREADS": "1"}
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0",
               "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]  # fmt: skip
-    for start, cache in (([sys.executable], "one"), (launch, "two")):
-        command = [*start, str(script), *map(str, folders), str(tmp_path), str(tmp_path / cache)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr[-2000:]
+    runs = {}
+    try:
+        for start, name in (([sys.executable], "one"), (launch, "two")):
+            command = [*start, str(script), *map(str, folders), str(tmp_path), str(tmp_path / name)]
+            with (tmp_path / f"{name}.err").open("w") as errors:
+                runs[name] = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=errors)
+        for name, run in runs.items():
+            assert run.wait(timeout=300) == 0, (tmp_path / f"{name}.err").read_text()[-2000:]
+    finally:
+        for run in runs.values():
+            run.kill()
     alone, first, second = (json.loads((tmp_path / f"{n}.json").read_text()) for n in ("0-of-1", "0-of-2", "1-of-2"))
     for result in (alone, first, second):
         forget_time(result)

@@ -7,8 +7,9 @@
 void answer_first_byte(struct transfer *t)
 {
     struct client *c = t->client;
-    struct request_row *row = client_row(c, t->index);
-    if (row->first_byte_ns == 0) {
+    if (!t->began) {
+        struct request_row *row = client_row(c, t->index);
+        t->began = true;
         row->first_byte_ns = c->now_ns;
         row->first_byte_kernel_ns = c->now_kernel_ns;
     }

@@ -108,7 +108,7 @@ static void act_on_socket(struct client *c, int fd, uint32_t events)
     int64_t realtime_ns = 0;
     struct socket_state *socket = client_socket(c, fd);
     if (socket && socket->own) {
-        plain_ready(c, socket->own, events);
+        plain_ready(c, socket, events);
         return;
     }
     c->now_errno = 0;

@@ -21,7 +21,6 @@ enum { READ_BYTES = 64 << 10 };
 /* A connection that libcurl made and left to us. */
 struct connection {
     int fd;
-    struct transfer *owner; /* NULL: idle */
     struct connection *following; /* in the list of idle ones */
     char *place;            /* host:port */
 };
@@ -55,6 +54,7 @@ struct socket_state {
     int64_t last_read_ns; /* when bytes of any kind last came, also those libcurl keeps to itself */
     bool stamped;         /* the kernel stamps what it receives */
     struct connection *own; /* NULL: libcurl's */
+    struct transfer *owner; /* of a connection of our own; NULL: it is idle */
 };
 
 /* A request in flight. What each read touches comes first: with hundreds in flight it is seldom in the cache. */
@@ -68,7 +68,7 @@ struct transfer {
     int64_t last_read_ns;
     uint32_t index;
     int fd; /* -1: not connected yet */
-    bool body_began, event_stream;
+    bool began, body_began, event_stream;
     uint8_t cause; /* why it is being given up */
     struct sse framer;
     struct http1 reader;
@@ -143,7 +143,7 @@ bool plain_reuse(struct transfer *t);
 void plain_connected(struct transfer *t);
 
 /* epoll has something to say about a connection of our own. */
-void plain_ready(struct client *c, struct connection *connection, uint32_t events);
+void plain_ready(struct client *c, struct socket_state *socket, uint32_t events);
 
 void plain_close_idle(struct client *c);
 

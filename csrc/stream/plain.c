@@ -109,7 +109,9 @@ out:
 
 static void close_connection(struct client *c, struct connection *connection)
 {
-    client_socket(c, connection->fd)->own = NULL;
+    struct socket_state *socket = client_socket(c, connection->fd);
+    socket->own = NULL;
+    socket->owner = NULL;
     close(connection->fd);
     free(connection->place);
     free(connection);
@@ -155,7 +157,7 @@ static void leave(struct transfer *t, struct request_row *row)
         drop_connection(t);
         return;
     }
-    connection->owner = NULL;
+    client_socket(c, connection->fd)->owner = NULL;
     connection->following = c->idle;
     c->idle = connection;
 }
@@ -218,7 +220,7 @@ static void take_connection(struct transfer *t, struct connection *connection)
     t->fd = connection->fd;
     t->unsent = t->head.size + t->request->body_size;
     t->leave = leave;
-    connection->owner = t;
+    client_socket(t->client, connection->fd)->owner = t;
 }
 
 bool plain_reuse(struct transfer *t)
@@ -357,14 +359,13 @@ static void stamp(struct client *c, int64_t realtime_ns)
 
 /* Reads until the socket is empty, which a short read shows unless the other side has closed; then lets others have their
  * turn. */
-static void read_some(struct client *c, struct transfer *t, uint32_t events)
+static void read_some(struct client *c, struct transfer *t, struct socket_state *socket, uint32_t events)
 {
     bool ending = events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR);
-    struct connection *connection = t->connection;
-    struct socket_state *socket = client_socket(c, t->fd);
+    int fd = t->fd;
     for (int i = 0; i < READS_IN_A_ROW; i++) {
         int64_t realtime_ns;
-        ssize_t got = clock_receive(connection->fd, c->buffer, READ_BYTES, 0, &realtime_ns);
+        ssize_t got = clock_receive(fd, c->buffer, READ_BYTES, 0, &realtime_ns);
         if (got < 0 && errno == EINTR)
             continue;
         stamp(c, realtime_ns);
@@ -383,21 +384,21 @@ static void read_some(struct client *c, struct transfer *t, uint32_t events)
         if (got < READ_BYTES && !ending)
             return;
     }
-    struct epoll_event again = {.events = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET, .data.fd = connection->fd};
-    epoll_ctl(c->epoll_fd, EPOLL_CTL_MOD, connection->fd, &again);
+    struct epoll_event again = {.events = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET, .data.fd = fd};
+    epoll_ctl(c->epoll_fd, EPOLL_CTL_MOD, fd, &again);
 }
 
-void plain_ready(struct client *c, struct connection *connection, uint32_t events)
+void plain_ready(struct client *c, struct socket_state *socket, uint32_t events)
 {
-    struct transfer *t = connection->owner;
+    struct transfer *t = socket->owner;
     if (!t) {
         if (events & ~(uint32_t)EPOLLOUT)
-            forget_idle(c, connection); /* closed by the server, or it speaks unasked */
+            forget_idle(c, socket->own); /* closed by the server, or it speaks unasked */
         return;
     }
     /* A server may answer and close before it has read the whole request: its answer counts, not the sending. */
     if ((events & EPOLLOUT) && t->unsent && !send_some(t))
         events |= EPOLLERR;
     if (events & (EPOLLIN | EPOLLRDHUP | EPOLLHUP | EPOLLERR))
-        read_some(c, t, events);
+        read_some(c, t, socket, events);
 }

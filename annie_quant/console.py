@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 MARKS = {"pass": "[green]pass[/]", "fail": "[red]fail[/]", "undecided": "[yellow]undecided[/]"}
+
+
+def follows() -> bool:
+    """Whether the first process of a launcher (torchrun, accelerate launch) speaks for this one; errors it says itself."""
+    return os.environ.get("RANK", "0") != "0"
 
 
 class Step:
@@ -55,6 +61,8 @@ class Console:
         return self._out
 
     def note(self, line: str) -> None:
+        if follows():
+            return
         self.err.print(line, markup=False, soft_wrap=True)
 
     def error(self, message: str, hint: str = "") -> None:
@@ -68,6 +76,9 @@ class Console:
         """A progress bar while it runs; on a pipe, one line when it is done."""
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+        if follows():
+            yield Step(None, None, title)
+            return
         start = time.monotonic()
         if self.err.is_terminal:
             columns = (

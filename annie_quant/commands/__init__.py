@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from annie_quant.console import Console
+from annie_quant.console import Console, follows
 
 console = Console()
 
@@ -24,6 +24,8 @@ def json_option(function: Any) -> Any:
 
 
 def emit(value: dict[str, Any]) -> None:
+    if follows():
+        return
     click.echo(json.dumps(value, indent=1, ensure_ascii=False, default=str))
 
 

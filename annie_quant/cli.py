@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import sys
 
 import click
@@ -94,7 +95,10 @@ def explained(error: Exception) -> tuple[str, str] | None:
     """Message and hint for what can be expected of a machine: full, out of memory, a file that is not ours; else None."""
     if came_from(error, *FULL):
         return "the disk is full; what is finished is kept", "free some, then run the same command again"
-    if isinstance(error, MemoryError) or came_from(error, *MEMORY):
+    # Under ulimit -v libraries do not load either, and say so in many ways.
+    limited = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
+    unloaded = limited and isinstance(error, (ImportError, SystemError))
+    if isinstance(error, MemoryError) or unloaded or came_from(error, *MEMORY):
         return (
             "there is not enough memory; what is finished is kept",
             "close something, or raise ulimit -v, and run it again",

@@ -45,8 +45,12 @@ def need(module: str, extra: str):
 
     try:
         return importlib.import_module(module)
-    except ImportError as error:
-        missing = getattr(error, "name", None) or module
+    except ModuleNotFoundError as error:
         raise EnvironmentFault(
-            f"{missing} is needed here and is not installed", f'pip install "annie-quant[{extra}]"'
+            f"{error.name or module} is needed here and is not installed", f'pip install "annie-quant[{extra}]"'
+        ) from error
+    except ImportError as error:
+        raise EnvironmentFault(
+            f"{module} is installed and cannot be loaded ({error})",
+            f'free some memory, or install it anew: pip install --force-reinstall "annie-quant[{extra}]"',
         ) from error

@@ -12,6 +12,7 @@ from fake_server import FakeServer
 from test_bench_run import FACTS, MEMORY, TALK, annie
 
 from annie_quant import bench
+from annie_quant.errors import UsageError
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +116,9 @@ def test_secrets_stay_out(tmp_path):
     with FakeServer(annie) as server:
         url = server.url.replace("http://", "http://user:hunter2@")
         side = bench.Backend("a", server.url, headers={"Authorization": "Bearer hunter2"}, meta={"api_key": "hunter2"})
-        assert "hunter2" not in bench.Backend("a", url).public_url
+        with pytest.raises(UsageError, match="user, password or query") as said:
+            bench.Backend("a", url)
+        assert "hunter2" not in str(said.value)
         bench.run([side], [FACTS], tmp_path, warmup=0, runs=1)
     for file in tmp_path.rglob("*"):
         assert not file.is_file() or b"hunter2" not in file.read_bytes()

@@ -39,6 +39,12 @@ class Backend:
             raise UsageError(
                 f"backend {self.name!r}: {self.url!r} is no http address", "write it as http://127.0.0.1:8000"
             )
+        if parts.username is not None or parts.password is not None or parts.query:
+            # It would stay in histories, process lists and run.json, and urllib takes the user for the host.
+            raise UsageError(
+                f"backend {self.name!r}: the address {self.public_url} was given with a user, password or query",
+                "leave them out; keys come from the environment: --key-env NAME",
+            )
         if not self.name or "/" in self.name:
             raise UsageError(f"a backend's name must not be empty nor hold a slash, got {self.name!r}")
 

@@ -24,6 +24,7 @@ from annie_quant.files import owner
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+MAX_JSON_BYTES = 100_000_000  # of an index or a config; the index of 400 B parameters has some 10 MB
 PIECE_BYTES = 1 << 25
 OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack")
 _PART = re.compile(r"-(\d{5})-of-(\d{5})\.safetensors$")
@@ -159,6 +160,11 @@ class ModelFolder:
         """The JSON object of a file, or None where there is no such file."""
         if not path.is_file():
             return None
+        size = path.stat().st_size
+        if size > MAX_JSON_BYTES:
+            raise ShardError(
+                "config_unreadable", f"{path.name}: {size} bytes, more than the {MAX_JSON_BYTES} that are read"
+            )
         try:
             value = json.loads(path.read_bytes())
         except (ValueError, RecursionError) as error:

@@ -21,6 +21,7 @@ from stages import ANNIE_QUANT, ROOT, Stage
 
 NOBODY = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"]
 LIMIT_S = 120
+LONG_S = 8.0
 
 
 @dataclass
@@ -82,9 +83,9 @@ def undisturbed(stage: Stage, inputs: Path, output: Path) -> tuple[Ended, Whole]
 
 def signalled(number: int) -> Callable[..., Ended]:
     def fault(stage: Stage, inputs: Path, output: Path, whole: Whole) -> Ended:
-        """Sent at three moments of the work, one after the other, each run going on from what the last one left."""
+        """Sent at three moments of the work (one of a long one), each run going on from what the last one left."""
         rng, codes, last = random.Random(stage.name), [], Ended(None)
-        for part in (0.35, 0.6, 0.85):
+        for part in (0.35, 0.6, 0.85) if whole.seconds < LONG_S else (0.6,):
             process = begin(stage, inputs, output)
             time.sleep(whole.seconds * (part + rng.uniform(-0.1, 0.1)))
             process.send_signal(number)
@@ -138,9 +139,9 @@ def read_only(stage: Stage, inputs: Path, output: Path, whole: Whole) -> Ended:
 
 
 def no_memory(stage: Stage, inputs: Path, output: Path, whole: Whole) -> Ended:
-    """ulimit -v at 90, 70 and 50 % of the undisturbed peak."""
+    """ulimit -v at 90, 70 and 50 % of the undisturbed peak (70 % of a long one's)."""
     said, codes = Ended(None), []
-    for share in (0.9, 0.7, 0.5):
+    for share in (0.9, 0.7, 0.5) if whole.seconds < LONG_S else (0.7,):
         limit = int(whole.peak_bytes * share)
         ended = finish(
             begin(stage, inputs, output, preexec_fn=lambda n=limit: resource.setrlimit(resource.RLIMIT_AS, (n, n)))

@@ -12,7 +12,7 @@ APT_SAFE := clang libomp-14-dev clang-tidy-14 cppcheck
 APT_TEST := chromium gcc-aarch64-linux-gnu qemu-user libc6-dev-arm64-cross
 C_FILES := $(shell find csrc setup.py pyproject.toml requirements.txt -type f 2>/dev/null)
 
-.PHONY: demo test lint format perf docs clean setup
+.PHONY: demo test lint format perf docs sbom audit clean setup
 
 demo: setup
 	$(BIN)/annie-quant demo
@@ -39,6 +39,17 @@ tsan: setup apt-safe
 docs: setup
 	$(BIN)/python -m mkdocs build --strict
 	@echo "build/site/index.html"
+
+# Bill of materials of a wheel: `make sbom WHEEL=...`, or of one that is built here.
+sbom: setup
+	test -n "$(WHEEL)" || $(BIN)/python -m pip wheel -q --no-deps --no-build-isolation -w build/sbom .
+	$(PYTHON) .ci/sbom $(or $(WHEEL),$$(ls -t build/sbom/*.whl | head -1)) build/sbom/annie-quant.cdx.json
+
+# Known vulnerabilities of what is installed in .venv. It asks PyPI's advisories; what cannot be looked up is an error.
+audit: setup
+	test -x build/audit/bin/pip-audit || { $(PYTHON) -m venv build/audit && build/audit/bin/pip install -q pip-audit==2.10.1; }
+	$(BIN)/python -m pip freeze --exclude-editable | sed 's/+.*//' >build/audit/installed.txt
+	build/audit/bin/pip-audit --strict --no-deps --disable-pip -r build/audit/installed.txt
 
 clean:
 	rm -rf build dist .pytest_cache .hypothesis .ruff_cache .mypy_cache runs *.egg-info annie_quant/*.so

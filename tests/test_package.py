@@ -1,7 +1,10 @@
 """The package as a whole: light to import, its names are there, files are never half written, runs resume."""
 
 import importlib
+import importlib.metadata
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,9 +12,13 @@ from pathlib import Path
 import pytest
 
 import annie_quant
-from annie_quant import files
+from annie_quant import files, native
+from annie_quant.commands import version
 from annie_quant.errors import EnvironmentFault, UsageError, need
 from annie_quant.rundir import RunDirectory
+from annie_quant.stream.trust import system_ca_file
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def python(code: str) -> str:
@@ -101,3 +108,123 @@ def test_a_run_directory_under_a_file_is_one_clear_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(EnvironmentFault, match="cannot be made"):
         RunDirectory(tmp_path / "file" / "run")
+
+
+# ---- version
+
+
+def annie(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "annie_quant.cli", *args], capture_output=True, text=True)
+
+
+def test_the_version_is_written_once() -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    assert 'dynamic = ["version"]' in project and 'attr = "annie_quant.__version__"' in project
+    assert not re.search(r"^version = \"", project, re.MULTILINE)
+    assert re.fullmatch(r"\d+\.\d+\.\d+(\.dev\d+|rc\d+)?", annie_quant.__version__)
+    assert annie("--version").stdout == f"annie-quant, version {annie_quant.__version__}\n"
+
+
+def test_the_account_of_an_installation_agrees_with_what_imports() -> None:
+    done = annie("--version", "--json")
+    seen = json.loads(done.stdout)
+    assert seen["version"] == annie_quant.__version__ and done.stderr == ""
+    for name, module in seen["modules"].items():
+        imported = (
+            subprocess.run([sys.executable, "-c", f"import annie_quant.{name}"], capture_output=True).returncode == 0
+        )
+        assert module["loaded"] is imported, name
+        assert (name in seen["mends"]) is not imported
+    assert seen["modules"]["_nvfp4"]["variant"] == annie_quant.nvfp4.variant()
+    lines = annie("--version", "--verbose").stdout.splitlines()
+    assert lines[0] == f"annie-quant {annie_quant.__version__}"
+    assert [line for line in lines if line.strip().startswith(">")] == [
+        line for line in lines if line.strip().removeprefix("> ") in seen["mends"].values()
+    ]
+
+
+def test_a_module_that_is_not_built_names_what_it_wants_and_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "annie_quant._gemm", None)  # Python's own way to say: there is none
+    seen = version.facts()
+    assert seen["modules"]["_gemm"]["loaded"] is False and "nvcc" in seen["modules"]["_gemm"]["why"]
+    assert "--no-binary annie-quant" in seen["mends"]["_gemm"]  # a wheel would leave it out again
+    told = "\n".join(version.lines(seen))
+    assert "all else works" in told and seen["mends"]["_gemm"] in told
+
+
+def test_a_module_that_is_built_and_does_not_load_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(name: str) -> None:
+        raise ImportError("libcurl.so.4: cannot open shared object file")
+
+    monkeypatch.setattr(native.importlib, "import_module", broken)
+    with pytest.raises(EnvironmentFault, match=r"_stream does not load: libcurl\.so\.4"):
+        native.load("_stream")
+
+
+def test_extras_are_read_from_the_metadata() -> None:
+    wanted = [
+        "numpy>=1.26",
+        'scipy>=1.11; extra == "quantize"',
+        'No-Such_Library.here[more]<2,>=1; python_version >= "3.10" and extra == "quantize"',
+        'ruff; extra == "dev"',
+    ]
+    assert version.extra_facts(wanted) == {
+        "quantize": {"installed": {"scipy": importlib.metadata.version("scipy")}, "missing": ["No-Such_Library.here"]}
+    }
+
+
+@pytest.mark.parametrize("option", ["--verbose", "--json"])
+def test_options_of_version_alone_are_a_usage_error(option: str) -> None:
+    refused = annie(option)
+    assert refused.returncode == 2 and "--version" in refused.stderr
+
+
+def test_no_command_prints_the_help() -> None:
+    assert annie().stdout.startswith("Usage:") and annie().returncode == 0
+
+
+# ---- building
+
+
+def build(command: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "setup.py", "-q", command, "--help"],
+        cwd=ROOT,
+        env=os.environ | env,
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_a_build_without_a_compiler_is_one_line_before_anything_is_done() -> None:
+    pytest.importorskip("setuptools", reason="setuptools is not installed, so nothing is built here")
+    refused = build("bdist_wheel", CC="/no/such/cc")
+    assert refused.returncode == 1 and refused.stdout == ""
+    last = refused.stderr.splitlines()[-1]
+    assert "there is no C compiler here (/no/such/cc)" in last and "apt-get install build-essential" in last
+    assert build("--version", CC="/no/such/cc").returncode == 0  # asking is not building
+
+
+def test_every_bundled_library_has_its_licence() -> None:
+    """.ci/sbom and csrc/licences name the same libraries; the wheel's own check is .ci/try-install --wheel."""
+    told = (ROOT / "csrc/licences/README.txt").read_text()
+    bill = (ROOT / ".ci/sbom").read_text()
+    for name in ("curl", "nghttp2", "libgomp", "OpenSSL"):
+        assert name in told and name in bill
+    for named in re.findall(r"\b([a-z0-9-]+\.txt)\b", told):
+        assert (ROOT / "csrc/licences" / named).stat().st_size > 500, named
+
+
+def test_the_pinned_sources_of_libcurl_are_the_ones_that_are_declared() -> None:
+    script = (ROOT / ".ci/libcurl").read_text()
+    pinned = re.findall(r"^unpack (\w+)-([\d.]+) ([0-9a-f]{64}) \\\n\s+(https://\S+)$", script, re.MULTILINE)
+    assert {name for name, *_ in pinned} == {"curl", "nghttp2", "openssl"}
+    assert all(version in url for _, version, _, url in pinned)
+
+
+def test_certificates_are_the_systems_unless_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "mine.pem"))
+    assert system_ca_file() == str(tmp_path / "mine.pem")
+    monkeypatch.delenv("SSL_CERT_FILE")
+    found = system_ca_file()
+    assert found is None or b"BEGIN CERTIFICATE" in Path(found).read_bytes()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from annie_quant.bench.machine import parse_meminfo
 from annie_quant.doctor.probe import Finding, Probe, finding
+from annie_quant.native import BUILDS
 
 EXTRAS = {
     "quantize": ("torch", "transformers", "modelopt", "accelerate", "gguf"),
@@ -39,25 +40,12 @@ def check_python(probe: Probe) -> list[Finding]:
 
 
 def check_modules(probe: Probe) -> list[Finding]:
-    """The three C modules: a missing one names what its build wants."""
-    wants = {
-        "_nvfp4": ("fault", "nothing works without the codec", "pip install --force-reinstall annie-quant"),
-        "_stream": (
-            "fault",
-            "no timing without it",
-            "apt-get install libcurl4-openssl-dev, then reinstall annie-quant",
-        ),
-        "_gemm": (
-            "note",
-            "no GPU kernels; all else works",
-            "install CUDA 13 (nvcc on the PATH), then reinstall annie-quant",
-        ),
-    }
+    """The three C modules: a missing one names what its build wants. Without _gemm everything but the GPU kernels works."""
     return [
         finding("ok", name, "built")
         if probe.installed(f"annie_quant.{name}")
-        else finding(level, name, "not built", why, mend)
-        for name, (level, why, mend) in wants.items()
+        else finding("note" if name == "_gemm" else "fault", name, "not built", build.without, build.mend)
+        for name, build in BUILDS.items()
     ]
 
 

@@ -36,6 +36,7 @@ void clock_pair_measure(struct clock_pair *pair)
     pair->previous_ns = pair->measured_ns ? pair->offset_ns : best_offset;
     pair->offset_ns = best_offset;
     pair->measured_ns = at;
+    pair->error_ns = best_width / 2;
 }
 
 bool clock_pair_stepped(const struct clock_pair *pair)

@@ -18,6 +18,7 @@ struct clock_pair {
     int64_t offset_ns;   /* CLOCK_REALTIME - CLOCK_MONOTONIC */
     int64_t previous_ns; /* the same at the wake-up before */
     int64_t measured_ns; /* CLOCK_MONOTONIC when it was taken */
+    int64_t error_ns;    /* the distance is known to this much either way */
 };
 
 int64_t clock_monotonic_ns(void);

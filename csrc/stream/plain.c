@@ -350,7 +350,7 @@ static void broken(struct transfer *t, int error)
 static void stamp(struct client *c, int64_t realtime_ns)
 {
     int64_t woken_ns = c->pair.measured_ns;
-    bool known_then = realtime_ns && realtime_ns - c->pair.offset_ns <= woken_ns;
+    bool known_then = realtime_ns && realtime_ns - c->pair.offset_ns + c->pair.error_ns <= woken_ns;
     c->now_ns = known_then ? woken_ns : clock_monotonic_ns();
     c->now_kernel_ns = clock_map(&c->pair, realtime_ns, c->result->origin_ns, c->now_ns);
     if (known_then && c->now_kernel_ns == 0)

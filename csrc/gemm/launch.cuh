@@ -9,8 +9,8 @@ struct Launch {
     cudaStream_t stream;
 };
 
-template <typename Args>
-int launch_with(void (*kernel)(Args), const Args &args, const Launch &how) {
+template <typename Args, typename... More>
+int launch_with(void (*kernel)(Args, More...), const Args &args, const Launch &how, More... more) {
     cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, how.smem);
     if (e != cudaSuccess) return (int)e;
     cudaLaunchAttribute attrs[2];
@@ -33,7 +33,7 @@ int launch_with(void (*kernel)(Args), const Args &args, const Launch &how) {
     config.stream = how.stream;
     config.attrs = attrs;
     config.numAttrs = count;
-    e = cudaLaunchKernelEx(&config, kernel, args);
+    e = cudaLaunchKernelEx(&config, kernel, args, more...);
     return (int)(e != cudaSuccess ? e : cudaGetLastError());
 }
 

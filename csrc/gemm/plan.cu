@@ -1,6 +1,5 @@
 // Which kernel, how many warps, how K is split: chosen from the device's multiprocessors and shared memory, then launched.
 #include <algorithm>
-#include <iterator>
 
 #include "gemm/gemm.h"
 #include "gemm/launch.cuh"
@@ -8,7 +7,7 @@
 namespace {
 
 constexpr int kMaxSplit = 8;
-constexpr double kNever = 1e30, kTiledUs = .0172;  // the latter: microseconds on an H200 of a unit of plan_tiled's cost
+constexpr double kNever = 1e30;
 
 int device_limits(int *sms, int *smem, int *major) {
     int dev = 0;
@@ -91,32 +90,36 @@ double plan_tiled(int64_t m, int64_t n, int64_t k, int sms, int limit, bool clus
     return best_cost;
 }
 
-// Microseconds on an H200, fitted to what was measured there: a step (256 rows, 128 for 256 tokens, x 128 columns), a tile's end, and the
-// adding of one tile's parts.
+// Microseconds on an H200, fitted to what was measured there: a step (256 rows x 128 columns), the adding of shared tiles and what more
+// each block costs that has a part in a tile.
 struct WgmmaCost {
-    double step, store, add;
+    int tokens;
+    double step, add, part;
 };
-constexpr WgmmaCost kWgmmaCosts[] = {{.55, .3, .6}, {.6, .4, .8}, {.75, .5, 1.2}, {1.4, 1., 2.}, {1.4, 1., 2.}};
+constexpr WgmmaCost kWgmmaCosts[] = {{32, .70, 4.2, .6}, {64, .90, 6.3, .55}, {128, 1.36, 6.7, .8}};
 
 double plan_wgmma(int64_t m, int tiles, int chunks, int sms, int limit, aq_plan *best) {
     double best_us = kNever;
-    for (size_t i = 0; i < sizeof kWgmmaTiles / sizeof *kWgmmaTiles; i++) {
-        const WgmmaTile &t = kWgmmaTiles[i];
-        const int stages = std::min(16, (limit - t.head - 1024) / t.stage);  // what is left lets the kernel before lie beside
-        const int64_t m_tiles = (m + t.tokens - 1) / t.tokens, all = (int64_t)((tiles * kRows + t.rows - 1) / t.rows) * m_tiles;
-        if (stages < 2 || all > INT32_MAX / chunks / 2) continue;
-        const int blocks = (int)std::min<int64_t>(sms, all * chunks), over = (int)(all % blocks);
-        const int shared = (int64_t)over * chunks < blocks ? 0 : over;  // every block needs a chunk of them
-        const WgmmaCost &c = kWgmmaCosts[i];
-        const double us = 4. + (double)(all / blocks) * (chunks * c.step + c.store) +
-                          (over && !shared ? chunks * c.step + c.store : 0.) +
-                          (shared ? (double)shared * chunks / blocks * c.step + c.store + c.add * (1 + (double)blocks / shared) : 0.);
-        if (us < best_us) {
+    for (const WgmmaCost &c : kWgmmaCosts) {
+        const int stages = std::min(16, (limit - kWgmmaHead - 4096) / wgmma_stage(c.tokens));  // the kernels before and after lie beside
+        const int64_t m_tiles = (m + c.tokens - 1) / c.tokens, all = (int64_t)((tiles + kBlockTiles - 1) / kBlockTiles) * m_tiles;
+        if (stages < 2 || all * chunks > INT32_MAX / 2) continue;
+        const auto consider = [&](int blocks, int shared) {
+            if (shared && (int64_t)shared * chunks < blocks) return;  // every block needs a chunk of them
+            const int64_t steps = (all - shared + blocks - 1) / blocks * chunks + ((int64_t)shared * chunks + blocks - 1) / blocks;
+            const bool even = shared && blocks % shared == 0;
+            const double us = (double)steps * c.step + (shared ? c.add + c.part * blocks / shared + (even ? 0. : 2.) : 0.);
+            if (us >= best_us) return;
             best_us = us;
-            const WgmmaSpace space = wgmma_space(t.tokens, (int)m_tiles, chunks, shared, blocks);
-            *best = aq_plan{AQ_PATH_WGMMA, t.tokens, shared, stages, blocks, t.head + stages * t.stage,
-                            (int64_t)(space.image + space.sums + space.counters)};
-        }
+            const WgmmaSpace space = wgmma_space(c.tokens, (int)m_tiles, chunks, shared, blocks);
+            *best = aq_plan{AQ_PATH_WGMMA, c.tokens, shared, stages, blocks, kWgmmaHead + stages * wgmma_stage(c.tokens),
+                            (int64_t)(space.image + space.sums)};
+        };
+        const int64_t waves = (all + sms - 1) / sms;
+        consider((int)((all + waves - 1) / waves), 0);
+        if (all % sms) consider(sms, (int)(all % sms));
+        if (all % sms && all > sms) consider(sms, (int)(all % sms) + sms);
+        if (all <= sms / 2) consider((int)(sms / all * all), (int)all);
     }
     return best_us;
 }
@@ -130,12 +133,8 @@ extern "C" int aq_plan_w4a16(int64_t m, int64_t n, int64_t k, int path, aq_plan 
     const int tiles = row_tiles(n), chunks = column_chunks(k);
     if (path <= AQ_PATH_SKINNY && m <= 16 && plan_skinny((int)m, tiles, chunks, sms, limit, major >= 9, plan)) return 0;
     if (path == AQ_PATH_SKINNY) return AQ_GEMM_NO_PLAN;
-    aq_plan wide{};
-    const bool may = path == AQ_PATH_WGMMA || path == AQ_PATH_AUTO;
-    const double wide_us = may && major == 9 && wgmma_runs() ? plan_wgmma(m, tiles, chunks, sms, limit, &wide) : kNever;
-    const double tiled = path == AQ_PATH_WGMMA ? kNever : plan_tiled(m, n, k, sms, limit, major >= 9, plan);
-    if (wide_us == kNever && tiled == kNever) return AQ_GEMM_NO_PLAN;
-    if (wide_us < tiled * kTiledUs) *plan = wide;
+    if (path != AQ_PATH_TILED && major == 9 && wgmma_runs() && plan_wgmma(m, tiles, chunks, sms, limit, plan) < kNever) return 0;
+    if (path == AQ_PATH_WGMMA || plan_tiled(m, n, k, sms, limit, major >= 9, plan) == kNever) return AQ_GEMM_NO_PLAN;
     return 0;
 }
 
@@ -158,15 +157,14 @@ extern "C" int aq_w4a16(const void *x, int64_t ldx, const uint8_t *packed, float
         return launch_skinny(a, half, plan->warps, how);
     }
     if (plan->path == AQ_PATH_WGMMA) {
-        const WgmmaTile *t = std::find_if(std::begin(kWgmmaTiles), std::end(kWgmmaTiles), [&](const WgmmaTile &w) { return w.tokens == plan->warps; });
-        if (t == std::end(kWgmmaTiles) || (plan->split && (int64_t)plan->split * chunks < plan->blocks)) return AQ_GEMM_NO_PLAN;
+        if (plan->split && (int64_t)plan->split * chunks < plan->blocks) return AQ_GEMM_NO_PLAN;
         WgmmaArgs a{};
-        a.packed = packed, a.out = out, a.n = n, a.scale = scale, a.m = (int)m, a.n_tiles = (tiles * kRows + t->rows - 1) / t->rows;
-        a.m_tiles = (int)((m + t->tokens - 1) / t->tokens), a.tiles = tiles, a.chunks = chunks, a.shared = plan->split;
+        a.packed = packed, a.out = out, a.n = n, a.scale = scale, a.m = (int)m, a.n_tiles = (tiles + kBlockTiles - 1) / kBlockTiles;
+        a.m_tiles = (int)((m + plan->warps - 1) / plan->warps), a.tiles = tiles, a.chunks = chunks, a.shared = plan->split;
         a.stages = plan->stages, a.out_type = out_type, a.pdl = pdl;
         Launch alone = how;
         alone.split = 1;
-        return launch_wgmma(a, (const uint16_t *)x, ldx, (int)k, half, t->tokens, workspace, alone);
+        return launch_wgmma(a, (const uint16_t *)x, ldx, (int)k, half, plan->warps, workspace, alone);
     }
     const int bn = kTiles[plan->warps == 16 ? 0 : plan->warps == 64 ? 1 : 2].bn;
     const TiledArgs a{packed, (const uint16_t *)x, out, ldx, n, scale, (int)m, (int)k, (int)((n + bn - 1) / bn),

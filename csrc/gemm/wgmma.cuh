@@ -6,15 +6,13 @@
 //
 // A block makes 64 rows a warpgroup x TOKENS tokens. A warp's 16 rows x 16 columns of decoded weights are wgmma's A fragment as they are
 // mma.sync's, so the repacked layout is the same. Blocks are persistent. Of the tiles, `shared` many are cut along K into equal shares
-// for all blocks; a tile that several blocks have part of is added up, in the order of K, by the warps that come to it last. The
-// others are made whole, block by block.
+// for all blocks; a third kernel adds a tile's parts in the order of K. The others are made whole, block by block.
 #pragma once
 #include "gemm/device.cuh"
 
 struct WgmmaArgs {
     const uint8_t *packed, *image;
     float *sums;        // two partial tiles a block
-    uint32_t *arrived;  // of each shared tile and warp: how many partial tiles are written
     void *out;
     int64_t n;
     float scale;
@@ -23,33 +21,20 @@ struct WgmmaArgs {
 
 constexpr int kTokenGroup = 8;  // tiles of tokens that run side by side, for the L2
 
-template <int TOKENS>
-struct WgmmaShape {
-    static constexpr int kGroups = TOKENS == 256 ? 2 : 4, kWarps = 4 * kGroups, kThreads = 32 * kWarps + 128;
-    // registers of a consumer: a block starts with 65536 / kThreads each, and its producers give up what they do not need
-    static constexpr int kRegisters = TOKENS == 256 ? 232 : 112, kProducerRegisters = TOKENS == 256 ? 40 : 32;
-    static constexpr int kTileTiles = kWarps;  // row tiles of 16
-    static constexpr int kHead = 1024 + 512 * kWarps, kWeights = kTileTiles * kChunk, kStage = kWeights + TOKENS * 256;
-    static constexpr int kSums = TOKENS / 2;  // of a thread
-};
+constexpr int kWarps = 16, kWgmmaThreads = 32 * kWarps + 128;  // consumers, each 16 rows, and a warpgroup for the producer
+// Registers of a thread at the start, of a consumer, of the producer. A block has 61440 in all: what is left of 65536 lets one block of
+// the kernels before and after it lie beside.
+constexpr int kRegisters = 96, kConsumerRegisters = 112, kProducerRegisters = 32;
+constexpr int kWgmmaHead = 1024 + 512 * kWarps, kWeights = kWarps * kChunk;  // barriers and 512 bytes a warp; a step's weights
+AQ_HD constexpr int wgmma_stage(int tokens) { return kWeights + tokens * 256; }
+static_assert(kWarps == kBlockTiles, "a block of the repacked weights is what the consumers of a block share");
 
-struct WgmmaTile {
-    int tokens, rows, stage, head;
-};
-template <int TOKENS>
-constexpr WgmmaTile wgmma_tile() {
-    using S = WgmmaShape<TOKENS>;
-    return {TOKENS, S::kTileTiles * kRows, S::kStage, S::kHead};
-}
-constexpr WgmmaTile kWgmmaTiles[] = {wgmma_tile<16>(), wgmma_tile<32>(), wgmma_tile<64>(), wgmma_tile<128>(), wgmma_tile<256>()};
-
-// Bytes of the workspace: the activations' image, the blocks' partial tiles, the counters of partial tiles.
+// Bytes of the workspace: the activations' image, and two partial tiles a block.
 struct WgmmaSpace {
-    size_t image, sums, counters;
+    size_t image, sums;
 };
 inline WgmmaSpace wgmma_space(int tokens, int m_tiles, int chunks, int shared, int blocks) {
-    const int rows = tokens == 256 ? 128 : 256;
-    return {(size_t)m_tiles * chunks * tokens * 256, shared ? (size_t)2 * blocks * rows * tokens * 4 : 0, (size_t)shared * (rows / 16) * 4};
+    return {(size_t)m_tiles * chunks * tokens * 256, shared ? (size_t)2 * blocks * kWarps * kRows * tokens * 4 : 0};
 }
 
 // The share of block b in the shared tiles starts at this chunk of them; it ends where the next begins.
@@ -79,7 +64,6 @@ __device__ __forceinline__ uint32_t operand_at(uint32_t smem) { return (smem & 0
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 #define AQ_D16(d, i) AQ_D8(d, i), AQ_D8(d, i + 8)
 #define AQ_D32(d, i) AQ_D16(d, i), AQ_D16(d, i + 16)
-#define AQ_D64(d, i) AQ_D32(d, i), AQ_D32(d, i + 32)
 #define AQ_WGMMA_ASM(N, TYPE, REGS, A0, A1, A2, A3, B, ...)                                                                  \
     asm volatile("{ .reg .b64 b; mov.b64 b, {" B ", 0x40000040}; wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" REGS "}, {" A0 "," A1 "," A2 "," A3 "}, b, 1, 1, 1, 0; }" \
                  : __VA_ARGS__                                                                                                  \
@@ -87,26 +71,19 @@ __device__ __forceinline__ uint32_t operand_at(uint32_t smem) { return (smem & 0
 #define AQ_WGMMA_BOTH(N, ...)                               \
     if constexpr (HALF) AQ_WGMMA_ASM(N, "f16", __VA_ARGS__); \
     else AQ_WGMMA_ASM(N, "bf16", __VA_ARGS__)
-#define AQ_L8 "%0,%1,%2,%3,%4,%5,%6,%7"
-#define AQ_L16 AQ_L8 ",%8,%9,%10,%11,%12,%13,%14,%15"
+#define AQ_L16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define AQ_L32 AQ_L16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define AQ_L64 AQ_L32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47" ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-#define AQ_L128 AQ_L64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79" ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95" \
-    ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111" ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 
 // d += A (16 x 16 a warp, registers) x B (16 columns of TOKENS tokens, shared memory); asynchronous.
 template <int TOKENS, bool HALF>
 __device__ __forceinline__ void wgmma(float (&d)[TOKENS / 2], const uint32_t (&a)[4], uint32_t b) {
-    if constexpr (TOKENS == 16) {
-        AQ_WGMMA_BOTH(16, AQ_L8, "%8", "%9", "%10", "%11", "%12", AQ_D8(d, 0));
-    } else if constexpr (TOKENS == 32) {
+    if constexpr (TOKENS == 32) {
         AQ_WGMMA_BOTH(32, AQ_L16, "%16", "%17", "%18", "%19", "%20", AQ_D16(d, 0));
     } else if constexpr (TOKENS == 64) {
         AQ_WGMMA_BOTH(64, AQ_L32, "%32", "%33", "%34", "%35", "%36", AQ_D32(d, 0));
-    } else if constexpr (TOKENS == 128) {
-        AQ_WGMMA_BOTH(128, AQ_L64, "%64", "%65", "%66", "%67", "%68", AQ_D64(d, 0));
     } else {
-        AQ_WGMMA_BOTH(256, AQ_L128, "%128", "%129", "%130", "%131", "%132", AQ_D64(d, 0), AQ_D64(d, 64));
+        AQ_WGMMA_BOTH(128, AQ_L64, "%64", "%65", "%66", "%67", "%68", AQ_D32(d, 0), AQ_D32(d, 32));
     }
 }
 
@@ -140,115 +117,98 @@ struct Pieces {
     }
 };
 
+// Addresses in shared memory. All of it is the same for a warp, and is computed so that the compiler knows.
 struct Ring {
-    uint64_t *full, *empty;
-    uint8_t *stages;
+    uint32_t full, empty, stages;
     int count, slot = 0, turn = 0;
     __device__ void step() {
         if (++slot == count) slot = 0, turn++;
     }
+    __device__ uint32_t full_at() const { return full + slot * 8; }
 };
+__device__ __forceinline__ void wait_at(uint32_t bar, uint32_t parity) {
+    asm volatile(
+        "{ .reg .pred p;\n AGAIN: mbarrier.try_wait.parity.shared.b64 p, [%0], %1;\n @p bra DONE;\n bra AGAIN;\n DONE: }" ::"r"(bar), "r"(parity)
+        : "memory");
+}
+__device__ __forceinline__ void arrive_at(uint32_t bar) {
+    asm volatile("{ .reg .b64 t; mbarrier.arrive.shared.b64 t, [%0]; }" ::"r"(bar) : "memory");
+}
+__device__ __forceinline__ uint4 load16(uint32_t at) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
+    return v;
+}
+__device__ __forceinline__ uint32_t load4(uint32_t at) {
+    uint32_t v;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at));
+    return v;
+}
 
 // Where the producer is: the pieces' steps one after the other.
 template <int TOKENS>
 struct Source {
-    using S = WgmmaShape<TOKENS>;
     Pieces pieces;
     const uint8_t *weights = nullptr, *x = nullptr;
-    uint32_t weights_step = 0;
     uint32_t bytes = 0;
     int left = 0;
     __device__ Source(const WgmmaArgs &a) : pieces(a) { seek(a); }
     __device__ void seek(const WgmmaArgs &a) {
         if (!pieces.next(a)) return;
         const TileAt at(a, pieces.tile);
-        const int tile = at.nt * S::kTileTiles, of_block = tiles_in_block(tile / kBlockTiles, a.tiles);
-        bytes = (uint32_t)min(S::kTileTiles, of_block - tile % kBlockTiles) * kChunk;
-        weights_step = (uint32_t)(of_block * kChunk);
-        weights = a.packed + chunk_at(tile, 0, a.tiles, a.chunks) + (int64_t)pieces.c0 * weights_step;
+        bytes = (uint32_t)(tiles_in_block(at.nt, a.tiles) * kChunk);
+        weights = a.packed + chunk_at(at.nt * kBlockTiles, 0, a.tiles, a.chunks) + (int64_t)pieces.c0 * bytes;
         x = a.image + ((int64_t)at.mt * a.chunks + pieces.c0) * (TOKENS * 256);
         left = pieces.c1 - pieces.c0;
     }
     __device__ void on(const WgmmaArgs &a) {
-        weights += weights_step, x += TOKENS * 256;
+        weights += bytes, x += TOKENS * 256;
         if (--left == 0) seek(a);
     }
 };
 
-__device__ __forceinline__ void bulk_copy(uint8_t *to, const uint8_t *from, uint32_t bytes, uint64_t *bar) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(smem_at(to)), "l"(from),
-                 "r"(bytes), "r"(smem_at(bar))
+__device__ __forceinline__ void bulk_copy(uint32_t to, const uint8_t *from, uint32_t bytes, uint32_t bar) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes),
+                 "r"(bar)
                  : "memory");
 }
 
-// One thread. Weights never depend on the kernels before, so the ring's first turn of them does not wait for those.
+constexpr int kEarly = 4;  // steps whose weights are asked for before their activations are there; more would be in these ones' way
+
+// One thread. Weights never depend on the kernels before, so the first of them do not wait for those.
 template <int TOKENS>
 __device__ void produce(const WgmmaArgs &a, Ring ring) {
-    using S = WgmmaShape<TOKENS>;
     const auto bring_weights = [&](const Source<TOKENS> &s) {
-        uint64_t *bar = ring.full + ring.slot;
-        asm volatile("{ .reg .b64 t; mbarrier.arrive.expect_tx.shared.b64 t, [%0], %1; }" ::"r"(smem_at(bar)), "r"(s.bytes + TOKENS * 256)
+        asm volatile("{ .reg .b64 t; mbarrier.arrive.expect_tx.shared.b64 t, [%0], %1; }" ::"r"(ring.full_at()), "r"(s.bytes + TOKENS * 256)
                      : "memory");
-        bulk_copy(ring.stages + (size_t)ring.slot * S::kStage, s.weights, s.bytes, bar);
+        bulk_copy(ring.stages + ring.slot * wgmma_stage(TOKENS), s.weights, s.bytes, ring.full_at());
     };
     const auto bring_x = [&](const Source<TOKENS> &s) {
-        bulk_copy(ring.stages + (size_t)ring.slot * S::kStage + S::kWeights, s.x, TOKENS * 256, ring.full + ring.slot);
+        bulk_copy(ring.stages + ring.slot * wgmma_stage(TOKENS) + kWeights, s.x, TOKENS * 256, ring.full_at());
     };
     Source<TOKENS> from(a);
     {
         Source<TOKENS> first = from;
-        for (; ring.slot < ring.count && first.left; ring.slot++, first.on(a)) bring_weights(first);
+        for (; ring.slot < min(kEarly, ring.count) && first.left; ring.slot++, first.on(a)) bring_weights(first);
     }
     wait_for_previous_kernel();
     asm volatile("fence.proxy.async.global;" ::: "memory");  // the copies see what other threads wrote
-    const int brought = ring.slot;
-    for (ring.slot = 0; ring.slot < brought; ring.slot++, from.on(a)) bring_x(from);
-    ring.slot = 0, ring.turn = 1;
+    const int early = ring.slot;
+    for (ring.slot = 0; ring.slot < early; ring.slot++, from.on(a)) bring_x(from);
+    if (ring.slot == ring.count) ring.slot = 0, ring.turn = 1;
     for (; from.left; ring.step(), from.on(a)) {
-        bar_wait(ring.empty + ring.slot, (ring.turn - 1) & 1);
+        if (ring.turn) wait_at(ring.empty + ring.slot * 8, (ring.turn - 1) & 1);
         bring_weights(from);
         bring_x(from);
     }
 }
 
-// The warp's part of a tile that other blocks have parts of, too: written down; whoever is last adds all of them, in the order of K.
+// Where a block's part of a shared tile lies: two places a block, for the first tile of its share and for the last; in a place, the
+// warps' accumulators, four of a lane together.
 template <int TOKENS>
-__device__ bool add_up(const WgmmaArgs &a, const Pieces &p, float (&acc)[TOKENS / 2], int warp, int lane) {
-    using S = WgmmaShape<TOKENS>;
-    constexpr int kQuads = S::kSums / 4, kBatch = kQuads < 16 ? kQuads : 16;
-    const int blocks = gridDim.x;
-    const auto part_of = [&](int b) {  // a block has two places: for the first tile of its share, and for the last
-        const bool second = share_of(b, blocks, a.shared, a.chunks) / a.chunks != p.tile;
-        return (float4 *)a.sums + ((int64_t)(2 * b + second) * S::kWarps + warp) * (kQuads * 32) + lane;
-    };
-    float4 *mine = part_of(blockIdx.x);
-#pragma unroll
-    for (int i = 0; i < kQuads; i++) __stcg(mine + i * 32, make_float4(acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]));
-    __threadfence();
-    __syncwarp();
-    const int first = sharer_of(p.tile * a.chunks, blocks, a.shared, a.chunks);
-    const int last = sharer_of(p.tile * a.chunks + a.chunks - 1, blocks, a.shared, a.chunks);
-    uint32_t before = 0;
-    if (lane == 0) before = atomicAdd(a.arrived + p.tile * S::kWarps + warp, 1u);
-    if (__shfl_sync(0xFFFFFFFFu, before, 0) != (uint32_t)(last - first)) return false;
-    __threadfence();
-#pragma unroll
-    for (int i = 0; i < S::kSums; i++) acc[i] = 0.f;
-    for (int b = first; b <= last; b++) {
-        const float4 *part = part_of(b);
-#pragma unroll
-        for (int i0 = 0; i0 < kQuads; i0 += kBatch) {
-            float4 v[kBatch];
-#pragma unroll
-            for (int i = 0; i < kBatch; i++) v[i] = __ldcg(part + (i0 + i) * 32);
-#pragma unroll
-            for (int i = 0; i < kBatch; i++) {
-                float *to = acc + 4 * (i0 + i);
-                to[0] += v[i].x, to[1] += v[i].y, to[2] += v[i].z, to[3] += v[i].w;
-            }
-        }
-    }
-    return true;
+__device__ float4 *part_at(const WgmmaArgs &a, int block, int blocks, int tile, int warp, int lane) {
+    const bool second = share_of(block, blocks, a.shared, a.chunks) / a.chunks != tile;
+    return (float4 *)a.sums + ((int64_t)(2 * block + second) * kWarps + warp) * (TOKENS / 2 / 4 * 32) + lane;
 }
 
 __device__ __forceinline__ uint32_t pair_of(float lo, float hi, int type) {
@@ -258,13 +218,10 @@ __device__ __forceinline__ uint32_t pair_of(float lo, float hi, int type) {
     return d;
 }
 
-// A warp's 16 rows x TOKENS tokens to out[token][row]. Where rows come in eights of 16 bits, 16 x 16 at a time are turned over in the
-// warp's 512 bytes of shared memory, so that a lane stores 16 bytes.
+// 16 rows x TOKENS tokens of a warp's accumulators to out[token][row]. Where rows come in eights of 16 bits, 16 x 16 at a time are turned
+// over in the warp's 512 bytes of shared memory, so that a lane stores 16 bytes.
 template <int TOKENS>
-__device__ void store_tile(const WgmmaArgs &a, const Pieces &p, const float (&acc)[TOKENS / 2], int row_tile, uint8_t *turn, int lane) {
-    const TileAt at(a, p.tile);
-    const int64_t row0 = (int64_t)(at.nt * WgmmaShape<TOKENS>::kTileTiles + row_tile) * 16;
-    const int token0 = at.mt * TOKENS;
+__device__ void store_rows(const WgmmaArgs &a, int64_t row0, int token0, const float (&acc)[TOKENS / 2], uint8_t *turn, int lane) {
     if (a.out_type != 0 && a.n % 8 == 0 && ((uintptr_t)a.out & 15) == 0) {
         // matrices of stmatrix: rows 0-7 and 8-15 of tokens 0-7, then of 8-15; a lane names token (lane & 7) + 8 (lane >> 4), half (lane >> 3) & 1
         const int to_token = (lane & 7) + (lane >> 4) * 8, to_half = (lane >> 3) & 1, of_token = lane >> 1, of_half = lane & 1;
@@ -299,48 +256,56 @@ __device__ void store_tile(const WgmmaArgs &a, const Pieces &p, const float (&ac
 }
 
 template <int TOKENS, bool HALF>
-__device__ void consume(const WgmmaArgs &a, Ring ring, uint8_t *turn) {
-    using S = WgmmaShape<TOKENS>;
-    const int lane = threadIdx.x & 31, warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x >> 5, 0);
-    float acc[S::kSums];
+__device__ void consume(const WgmmaArgs &a, Ring ring, uint8_t *turn, int warp) {
+    constexpr int kPer = 2;  // multiplications of a group; while one group is under way, the next one's weights are decoded
+    int lane;
+    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));  // once: the compiler would read it anew in the loop
+    const uint32_t codes_at = ring.stages + warp * kChunk + lane * 16, scales_at = ring.stages + warp * kChunk + scale_at(0, lane);
+    const uint32_t x_at = operand_at(ring.stages + kWeights);
+    float acc[TOKENS / 2];
     for (Pieces p(a); p.next(a);) {
 #pragma unroll
-        for (int i = 0; i < S::kSums; i++) acc[i] = 0.f;
+        for (int i = 0; i < TOKENS / 2; i++) acc[i] = 0.f;
         int before = -1;  // the slot that the last step read
         for (int c = p.c0; c < p.c1; c++, ring.step()) {
-            bar_wait(ring.full + ring.slot, ring.turn & 1);
-            const uint8_t *stage = ring.stages + (size_t)ring.slot * S::kStage, *weights = stage + warp * kChunk;
-            const uint32_t x = operand_at(smem_at(stage + S::kWeights));
-            uint32_t f[2][2][4];
-            const uint32_t scales = *(const uint32_t *)(weights + scale_at(0, lane));
+            wait_at(ring.full_at(), ring.turn & 1);
+            // a reduction's result lies in a uniform register, and so does all that follows from it: fewer instructions than one by one
+            const uint32_t at = __reduce_or_sync(0xFFFFFFFFu, ring.slot * wgmma_stage(TOKENS)), x = x_at + at / 16;
+            const uint32_t scales = load4(scales_at + at);
+            const uint4 codes[2] = {load16(codes_at + at), load16(codes_at + at + word_at(1, 0, 0))};
+            uint32_t f[2][kPer][4];
 #pragma unroll
-            for (int q = 0; q < 2; q++) {
-                const uint4 codes = *(const uint4 *)(weights + word_at(q, lane, 0));
-                const uint32_t w[4] = {codes.x, codes.y, codes.z, codes.w};
+            for (int g = 0; g < 8 / kPer; g++) {
+                const int q = g * kPer / 4;
+                const uint32_t w[4] = {codes[q].x, codes[q].y, codes[q].z, codes[q].w};
                 const uint32_t s0 = scale_pair(scales, 2 * q), s1 = scale_pair(scales, 2 * q + 1);
+                uint32_t(&to)[kPer][4] = f[g & 1];
+                wgmma_wait<1>();  // the fragments `to` are free again
+                if (g == 1 && before >= 0 && lane < kBack) arrive_at(ring.empty + before * 8);
 #pragma unroll
-                for (int h = 0; h < 2; h++) {
-                    wgmma_wait<1>();  // the fragments f[h] are free again
-                    if (q == 0 && h == 1 && before >= 0 && lane < kBack) bar_arrive(ring.empty + before);
+                for (int i = 0; i < kPer; i++) {
+                    decode8(w[(g * kPer + i) % 4], s0, s1, to[i]);
+                    if (HALF)
 #pragma unroll
-                    for (int i = 0; i < 2; i++) {
-                        decode8(w[2 * h + i], s0, s1, f[h][i]);
-                        if (HALF)
-#pragma unroll
-                            for (int j = 0; j < 4; j++) f[h][i][j] = bf16x2_to_f16x2(f[h][i][j]);
-                    }
-                    wgmma_fence();
-#pragma unroll
-                    for (int i = 0; i < 2; i++) wgmma<TOKENS, HALF>(acc, f[h][i], x + (q * (TOKENS * 128) + (2 * h + i) * 32) / 16);
-                    wgmma_commit();
+                        for (int j = 0; j < 4; j++) to[i][j] = bf16x2_to_f16x2(to[i][j]);
                 }
+                wgmma_fence();
+#pragma unroll
+                for (int i = 0; i < kPer; i++) wgmma<TOKENS, HALF>(acc, to[i], x + (q * (TOKENS * 128) + (g * kPer + i) % 4 * 32) / 16);
+                wgmma_commit();
             }
             before = ring.slot;
         }
         wgmma_wait<0>();
-        if (lane < kBack) bar_arrive(ring.empty + before);
-        if (p.c1 - p.c0 < a.chunks && !add_up<TOKENS>(a, p, acc, warp, lane)) continue;
-        store_tile<TOKENS>(a, p, acc, warp, turn + warp * 512, lane);
+        if (lane < kBack) arrive_at(ring.empty + before * 8);
+        if (p.c1 - p.c0 < a.chunks) {
+            float4 *to = part_at<TOKENS>(a, blockIdx.x, gridDim.x, p.tile, warp, lane);
+#pragma unroll
+            for (int i = 0; i < TOKENS / 2; i += 4, to += 32) __stcg(to, make_float4(acc[i], acc[i + 1], acc[i + 2], acc[i + 3]));
+            continue;
+        }
+        const TileAt at(a, p.tile);
+        store_rows<TOKENS>(a, (int64_t)(at.nt * kBlockTiles + warp) * 16, at.mt * TOKENS, acc, turn + warp * 512, lane);
     }
 }
 #endif
@@ -349,27 +314,54 @@ __device__ void consume(const WgmmaArgs &a, Ring ring, uint8_t *turn) {
 template <int TOKENS, bool HALF>
 __global__ void
 #if AQ_WGMMA || !defined(__CUDA_ARCH__)
-__launch_bounds__(WgmmaShape<TOKENS>::kThreads, 1)
+__maxnreg__(kRegisters)
 #else
 __launch_bounds__(32)
 #endif
     wgmma_kernel(const WgmmaArgs a) {
 #if AQ_WGMMA
-    using S = WgmmaShape<TOKENS>;
     extern __shared__ __align__(1024) uint8_t shared[];
-    const Ring ring{(uint64_t *)shared, (uint64_t *)shared + 16, shared + S::kHead, a.stages};
-    if (threadIdx.x == 32 * S::kWarps) {
-        for (int s = 0; s < a.stages; s++) bar_init(ring.full + s, 1), bar_init(ring.empty + s, kBack * S::kWarps);
+    uint32_t base;
+    asm volatile("mov.u32 %0, %1;" : "=r"(base) : "r"(smem_at(shared)));
+    const Ring ring{base, base + 128, base + kWgmmaHead, a.stages};
+    const int warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x >> 5, 0);
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < a.stages; s++) bar_init((uint64_t *)shared + s, 1), bar_init((uint64_t *)shared + 16 + s, kBack * kWarps);
         bar_fence();
     }
     __syncthreads();
-    if (a.pdl) let_next_kernel_start();
-    if (threadIdx.x < 32 * S::kWarps) {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::kRegisters));
-        consume<TOKENS, HALF>(a, ring, shared + 1024);
+    if (a.pdl || a.shared) let_next_kernel_start();
+    if (warp < kWarps) {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kConsumerRegisters));
+        consume<TOKENS, HALF>(a, ring, shared + 1024, warp);
     } else {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::kProducerRegisters));
-        if (threadIdx.x == 32 * S::kWarps) produce<TOKENS>(a, ring);
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kProducerRegisters));
+        if (threadIdx.x == 32 * kWarps) produce<TOKENS>(a, ring);
     }
+#endif
+}
+
+constexpr int kAddWarps = 2;
+
+// The parts of the shared tiles that several blocks made: a warp takes 16 rows x 16 tokens.
+template <int TOKENS>
+__global__ void __launch_bounds__(32 * kAddWarps, 16) add_kernel(const WgmmaArgs a, int blocks) {
+#if AQ_WGMMA
+    __shared__ __align__(16) uint8_t turn[kAddWarps * 512];
+    const int lane = threadIdx.x & 31, unit = blockIdx.x * kAddWarps + (threadIdx.x >> 5);
+    const int part = unit % (TOKENS / 16), warp = unit / (TOKENS / 16) % kWarps, tile = unit / (TOKENS / 16 * kWarps);
+    const int first = sharer_of(tile * a.chunks, blocks, a.shared, a.chunks), last = sharer_of(tile * a.chunks + a.chunks - 1, blocks, a.shared, a.chunks);
+    const TileAt at(a, tile);
+    if (a.pdl) let_next_kernel_start();
+    wait_for_previous_kernel();
+    if (first == last) return;
+    float sum[8] = {};
+#pragma unroll 4
+    for (int b = first; b <= last; b++) {
+        const float4 *from = part_at<TOKENS>(a, b, blocks, tile, warp, lane) + part * 64;
+        const float4 v = __ldcg(from), w = __ldcg(from + 32);
+        sum[0] += v.x, sum[1] += v.y, sum[2] += v.z, sum[3] += v.w, sum[4] += w.x, sum[5] += w.y, sum[6] += w.z, sum[7] += w.w;
+    }
+    store_rows<16>(a, (int64_t)(at.nt * kBlockTiles + warp) * 16, at.mt * TOKENS + part * 16, sum, turn + (threadIdx.x >> 5) * 512, lane);
 #endif
 }

@@ -97,19 +97,23 @@ def plans(weight: gemm.Weight, m: int) -> list[tuple[int, ...]]:
         with contextlib.suppress(Exception):
             found.append(weight.plan(m, path))
     chunks = -(-weight.k // 128)
-    for tokens in (16, 32, 64, 128, 256):
-        if tokens >= 2 * m and tokens > 16 or m > 8 * tokens:
+    for tokens in (32, 64, 128):
+        if tokens >= 2 * m or m > 8 * tokens:
             continue
-        rows = 128 if tokens == 256 else 256
-        stage, m_tiles = rows * 72 + tokens * 256, -(-m // tokens)
-        stages = min(16, (232448 - 2048 - 32 * rows) // stage)
-        every = -(-weight.n // rows) * m_tiles
-        for blocks in {min(132, every * chunks), min(132, every)}:
-            for shared in {0 if every <= blocks else every % blocks, every % blocks, every % blocks + blocks}:
-                if shared > every or 0 < shared * chunks < blocks:
-                    continue
-                space = m_tiles * chunks * tokens * 256 + 2 * blocks * rows * tokens * 4 + shared * rows // 4
-                found.append((3, tokens, shared, stages, blocks, 1024 + 32 * rows + stages * stage, space))
+        stage, m_tiles = 18432 + tokens * 256, -(-m // tokens)
+        stages = min(16, (232448 - 9216 - 4096) // stage)
+        every = -(-weight.n // 256) * m_tiles
+        waves = -(-every // 132)
+        shares = {
+            (-(-every // waves), 0),
+            (132, every % 132),
+            (132, every % 132 + 132),
+            (132 // every * every or 1, every),
+        }
+        for blocks, shared in shares:
+            if shared <= every and (shared * chunks >= blocks or shared == 0):
+                space = m_tiles * chunks * tokens * 256 + 2 * blocks * 256 * tokens * 4
+                found.append((3, tokens, shared, stages, blocks, 9216 + stages * stage, space))
     return list(dict.fromkeys(found))
 
 

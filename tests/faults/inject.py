@@ -248,9 +248,10 @@ def servers_die(stage: Stage, inputs: Path, output: Path, whole: Whole) -> Ended
 
     address = (inputs / "servers").read_text()
     with serving(inputs) as servers:
-        process = begin(stage, inputs, output)
-        time.sleep(whole.seconds * 0.6)
-        servers[1].__exit__(None, None, None)
+        records, process = output / "run/records.jsonl", begin(stage, inputs, output)
+        while process.poll() is None and not (records.exists() and records.read_bytes().count(b"\n") >= 6):
+            time.sleep(0.01)
+        servers[1].stop()
         ended = finish(process)
     (inputs / "servers").write_text(address)
     return ended

@@ -19,7 +19,7 @@ from typing import Any
 TESTS = Path(__file__).resolve().parents[1]
 ROOT = TESTS.parent
 TINY = ROOT / "annie_quant/assets/tiny-annie"
-ANNIE_QUANT = [sys.executable, "-m", "annie_quant.cli"]
+ANNIE_QUANT = [sys.executable, "-m", "annie_quant"]
 sys.path[:0] = [str(TESTS), str(TESTS / "data")]
 
 

@@ -115,6 +115,31 @@ def test_bits_repeat_and_do_not_depend_on_m(path):
         assert (bits(x[:m]) == whole[:m]).all()
 
 
+def skinny_plan(m, n, k, warps, split, tiles, clusters):
+    """A plan of the few-token kernel with this many clusters, and the shared memory that skinny.cuh asks for."""
+    rows = -(-(-(-n // 32) * 2) // tiles)
+    clusters = min(clusters, rows)
+    most, columns, pitch = -(-rows // clusters), 8 if m <= 8 else 16, 16 * tiles + 4
+    stages = 3 if tiles == 2 else 1
+    smem = warps * stages * (tiles * 1152 + 8) + (most + warps) * columns * pitch * 4
+    smem += (most * m * tiles // 2 + split) * 128 if split > 1 else 0
+    return (1, warps, split, tiles, clusters * split, smem, 0)
+
+
+@pytest.mark.parametrize("split", [1, pytest.param(2, marks=pytest.mark.skipif(not HOPPER, reason="clusters begin with sm_90"))])
+@pytest.mark.parametrize("tiles", [2, 4])
+@pytest.mark.parametrize(("warps", "clusters"), [(16, 1), (16, 5), (8, 3), (4, 300)])
+@pytest.mark.parametrize("m", [1, 7, 16])
+def test_every_shape_of_the_few_token_kernel(split, tiles, warps, clusters, m):
+    """Warps with many rows and with parts of one, steps of two and four tiles (the last has two), more blocks than the GPU holds."""
+    n, k = 1100, 1408 if tiles == 4 else 1360  # steps of four want a K of whole chunks
+    args = case(m, n, k)
+    weight = gemm.Weight(gemm.to_device(args[1]), gemm.to_device(args[2]), args[3])
+    out = gemm.DeviceArray((m, n), "float32").fill(0xFF)
+    gemm.w4a16(gemm.to_device(args[0]), weight, out, plan=skinny_plan(m, n, k, warps, split, tiles, clusters))
+    assert check(out.host(), *args) <= 1
+
+
 @pytest.mark.parametrize("split", [1, 2, 4])
 def test_every_split_of_k(split):
     args = case(7, 528, 4096)
@@ -127,7 +152,7 @@ def test_every_split_of_k(split):
 
 
 @pytest.mark.skipif(not HOPPER, reason="wgmma is Hopper's")
-@pytest.mark.parametrize("tokens", [32, 64, 128])
+@pytest.mark.parametrize("tokens", [16, 32, 64, 128])
 @pytest.mark.parametrize(("blocks", "shared"), [(1, 0), (4, 0), (4, 3), (5, 6), (60, 2), (66, 33)])
 @pytest.mark.parametrize("m", [7, 139])
 def test_every_shape_of_the_wgmma_kernel(tokens, blocks, shared, m):

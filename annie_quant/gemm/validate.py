@@ -49,7 +49,7 @@ def validate(bench: bool = False, stack: str | None = None) -> dict[str, Any]:
         },
         "paths": {
             "w4a16": "mma.sync m16n8k16 bf16/f16, weights decoded in registers"
-            + ("; wgmma from 17 tokens on" if info["major"] == 9 else ""),
+            + ("; wgmma for more than 16 tokens, and for fewer where it is faster" if info["major"] == 9 else ""),
             "w4a4": "native mma.sync mxf4nvf4 m16n8k64" if has_native else "emulated (no sm_12x code runs here)",
         },
         "checks": [],

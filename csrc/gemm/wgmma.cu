@@ -60,6 +60,7 @@ int launch_wgmma(WgmmaArgs args, const uint16_t *x, int64_t ldx, int k, bool hal
     const int e = launch_with(arrange_kernel, arrange, first);
     if (e) return e;
     how.pdl = 1;
+    if (tokens == 16) return launch_shape<16>(args, half, how);
     if (tokens == 32) return launch_shape<32>(args, half, how);
     if (tokens == 64) return launch_shape<64>(args, half, how);
     return launch_shape<128>(args, half, how);

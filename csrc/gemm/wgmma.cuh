@@ -71,14 +71,17 @@ __device__ __forceinline__ uint32_t operand_at(uint32_t smem) { return (smem & 0
 #define AQ_WGMMA_BOTH(N, ...)                               \
     if constexpr (HALF) AQ_WGMMA_ASM(N, "f16", __VA_ARGS__); \
     else AQ_WGMMA_ASM(N, "bf16", __VA_ARGS__)
-#define AQ_L16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
+#define AQ_L8 "%0,%1,%2,%3,%4,%5,%6,%7"
+#define AQ_L16 AQ_L8 ",%8,%9,%10,%11,%12,%13,%14,%15"
 #define AQ_L32 AQ_L16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define AQ_L64 AQ_L32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47" ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
 
 // d += A (16 x 16 a warp, registers) x B (16 columns of TOKENS tokens, shared memory); asynchronous.
 template <int TOKENS, bool HALF>
 __device__ __forceinline__ void wgmma(float (&d)[TOKENS / 2], const uint32_t (&a)[4], uint32_t b) {
-    if constexpr (TOKENS == 32) {
+    if constexpr (TOKENS == 16) {
+        AQ_WGMMA_BOTH(16, AQ_L8, "%8", "%9", "%10", "%11", "%12", AQ_D8(d, 0));
+    } else if constexpr (TOKENS == 32) {
         AQ_WGMMA_BOTH(32, AQ_L16, "%16", "%17", "%18", "%19", "%20", AQ_D16(d, 0));
     } else if constexpr (TOKENS == 64) {
         AQ_WGMMA_BOTH(64, AQ_L32, "%32", "%33", "%34", "%35", "%36", AQ_D32(d, 0));

@@ -97,19 +97,16 @@ def plans(weight: gemm.Weight, m: int) -> list[tuple[int, ...]]:
         with contextlib.suppress(Exception):
             found.append(weight.plan(m, path))
     chunks = -(-weight.k // 128)
-    for tokens in (32, 64, 128):
-        if tokens >= 2 * m or m > 8 * tokens:
+    for tokens in (16, 32, 64, 128):
+        if (tokens >= 2 * m and tokens > 16) or m > 8 * tokens:
             continue
         stage, m_tiles = 18432 + tokens * 256, -(-m // tokens)
         stages = min(16, (232448 - 9216 - 4096) // stage)
         every = -(-weight.n // 256) * m_tiles
         waves = -(-every // 132)
-        shares = {
-            (-(-every // waves), 0),
-            (132, every % 132),
-            (132, every % 132 + 132),
-            (132 // every * every or 1, every),
-        }
+        shares = {(-(-every // waves), 0), (132, every % 132), (132, every % 132 + 132)}
+        if every <= 66:
+            shares.add((132 // every * every, every))
         for blocks, shared in shares:
             if shared <= every and (shared * chunks >= blocks or shared == 0):
                 space = m_tiles * chunks * tokens * 256 + 2 * blocks * 256 * tokens * 4

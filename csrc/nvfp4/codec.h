@@ -20,6 +20,9 @@ enum encoding { ENCODING_MODELOPT = 0, ENCODING_STATIC = 1, ENCODING_CT = 2 };
  * so that the place of one is the upper bits of the index; then those of the second step, of the first, and the sign's. */
 static const uint8_t ABOVE_SLOT[8] = {0, 4, 1, 6, 2, 5, 3, 7};
 
+/* From here on in `above` of a 16-bit kind, those of index 4, 2, 6 and of the sign again, each twice in 32 bits. */
+enum { ABOVE_PAIRS = 4 };
+
 struct pack_plan {
     int kind;  /* number_kind of the input */
     int group; /* columns of one scale: 16, 32 or 64 */

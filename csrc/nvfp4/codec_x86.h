@@ -78,6 +78,7 @@ static uint32_t amax_bits(const void *x, int kind, size_t count)
 /* Scales of a few blocks first, then their elements: a block's elements wait for its scale, a long chain of dependent
  * instructions, and the processor only looks a few hundred instructions ahead. */
 enum { AT_ONCE = 64 };
+enum { GROUPS = 4 }; /* of eight blocks in one search */
 
 /* Maxima of |bits| of eight blocks of 16, as 32-bit lanes in the blocks' order. */
 ALWAYS_INLINE v256 eight_maxima(const char *x, int kind)
@@ -91,15 +92,15 @@ ALWAYS_INLINE v256 eight_maxima(const char *x, int kind)
             m[b] = magnitudes(load(x + 32 * b), kind);
     }
     for (int b = 0; b < 4; b++)
-        m[b] = max_of(_mm256_permute2x128_si256(m[2 * b], m[2 * b + 1], 0x20),
-                      _mm256_permute2x128_si256(m[2 * b], m[2 * b + 1], 0x31), kind);
-    for (int b = 0; b < 2; b++)
         m[b] = max_of(_mm256_unpacklo_epi64(m[2 * b], m[2 * b + 1]), _mm256_unpackhi_epi64(m[2 * b], m[2 * b + 1]),
                       kind);
-    __m256 low = _mm256_castsi256_ps(m[0]), high = _mm256_castsi256_ps(m[1]);
-    v256 all = max_of(_mm256_castps_si256(_mm256_shuffle_ps(low, high, 0x88)),
+    for (int b = 0; b < 2; b++) {
+        __m256 low = _mm256_castsi256_ps(m[2 * b]), high = _mm256_castsi256_ps(m[2 * b + 1]);
+        m[b] = max_of(_mm256_castps_si256(_mm256_shuffle_ps(low, high, 0x88)),
                       _mm256_castps_si256(_mm256_shuffle_ps(low, high, 0xdd)), kind);
-    return _mm256_permutevar8x32_epi32(widest(all, kind), _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+    }
+    return widest(max_of(_mm256_permute2x128_si256(m[0], m[1], 0x20), _mm256_permute2x128_si256(m[0], m[1], 0x31), kind),
+                  kind);
 }
 
 ALWAYS_INLINE __m256 floats_of(v256 bits, int kind)
@@ -167,39 +168,87 @@ ALWAYS_INLINE void transpose(const __m256 r[8], lanes_f out[8])
     }
 }
 
-/* Eight blocks' columns into the lanes of a search. */
-ALWAYS_INLINE void load_eight(const struct pack_plan *plan, const char *x, size_t first, struct eight *e)
+/* The same for 16 columns of bfloat16, magnitudes of rows `stride` bytes apart; words become floats on the way. */
+ALWAYS_INLINE void transpose_bf16(const char *x, size_t stride, lanes_f out[16])
 {
-    const size_t half = 8 * kind_size(plan->kind);
+    const v256 zero = _mm256_setzero_si256();
+    v256 row[8];
+    for (size_t b = 0; b < 8; b++)
+        row[b] = magnitudes(load(x + stride * b), KIND_BF16);
     for (int h = 0; h < 2; h++) {
-        __m256 rows[8];
-        for (size_t b = 0; b < 8; b++)
-            rows[b] = (__m256)((lanes_i)load_floats(x + (2 * b + (size_t)h) * half, plan->kind) & all_lanes_i(0x7fffffff));
-        transpose(rows, e->a + 8 * h);
-        if (!plan->weight)
-            continue;
-        for (size_t b = 0; b < 8; b++)
-            rows[b] = _mm256_loadu_ps(plan->weight + (first + b) * 16 % plan->columns + 8 * h);
-        transpose(rows, e->weight + 8 * h);
+        v256 p[4], pair[4], four[4];
+        for (int b = 0; b < 4; b++) /* block b and b + 4, columns 8h .. 8h + 7 */
+            p[b] = h ? _mm256_permute2x128_si256(row[b], row[b + 4], 0x31) : _mm256_permute2x128_si256(row[b], row[b + 4], 0x20);
+        for (int b = 0; b < 2; b++) {
+            pair[2 * b] = _mm256_unpacklo_epi16(p[2 * b], p[2 * b + 1]);
+            pair[2 * b + 1] = _mm256_unpackhi_epi16(p[2 * b], p[2 * b + 1]);
+        }
+        for (int b = 0; b < 2; b++) {
+            four[2 * b] = _mm256_unpacklo_epi32(pair[b], pair[b + 2]);
+            four[2 * b + 1] = _mm256_unpackhi_epi32(pair[b], pair[b + 2]);
+        }
+        for (int i = 0; i < 4; i++) {
+            out[8 * h + 2 * i] = (lanes_f)_mm256_unpacklo_epi16(zero, four[i]);
+            out[8 * h + 2 * i + 1] = (lanes_f)_mm256_unpackhi_epi16(zero, four[i]);
+        }
     }
 }
 
-/* The rules that go block by block, and the searches; kept out of line so that the common rule's loop stays tight. */
-static __attribute__((noinline)) void chosen(const struct pack_plan *plan, const v256 *bits, const char *x, size_t first, size_t groups,
-                                             uint8_t *scales)
+/* Eight blocks' columns into the lanes of a search. */
+ALWAYS_INLINE void load_eight(const struct pack_plan *plan, size_t group, const char *x, size_t first, struct eight *e)
 {
-    struct eight e[AT_ONCE / 8];
-    for (size_t g = 0; g < groups; g++) {
-        e[g].top = (lanes_f)floats_of(bits[g], plan->kind);
-        for (int b = 0; plan->choice == CHOICE_AMAX && b < 8; b++)
-            e[g].best[b] = block_code(plan, e[g].top[b]);
-        if (plan->choice != CHOICE_AMAX)
-            load_eight(plan, x + g * 128 * kind_size(plan->kind), first + 8 * g, e + g);
+    const size_t size = kind_size(plan->kind), stride = group * size;
+    for (size_t i = 0; i < group; i += 8) {
+        __m256 rows[8];
+        if (plan->kind != KIND_BF16) {
+            for (size_t b = 0; b < 8; b++)
+                rows[b] = (__m256)((lanes_i)load_floats(x + b * stride + i * size, plan->kind) & all_lanes_i(0x7fffffff));
+            transpose(rows, e->a + i);
+        } else if (i % 16 == 0) {
+            transpose_bf16(x + i * size, stride, e->a + i);
+        }
+        if (plan->weight) {
+            for (size_t b = 0; b < 8; b++)
+                rows[b] = _mm256_loadu_ps(plan->weight + (first + b) * group % plan->columns + i);
+            transpose(rows, e->weight + i);
+        }
     }
-    if (plan->choice != CHOICE_AMAX)
-        search(plan, e, (int)groups);
-    for (size_t g = 0; g < groups; g++)
-        store_bytes(scales + 8 * g, (v256)e[g].best);
+    lanes_i top[2] = {(lanes_i)e->a[0], (lanes_i)e->a[1]}; /* as integers, so that a NaN is the largest */
+    for (size_t i = 2; i < group; i++)
+        top[i % 2] = most_of(top[i % 2], (lanes_i)e->a[i]);
+    e->top = (lanes_f)most_of(top[0], top[1]);
+}
+
+/* Searched codes of blocks, a multiple of eight, each written for all of its `in_group` runs. Out of line, as by_rule, so that
+ * the common rule's loop stays tight. */
+static __attribute__((noinline)) void searched(const struct pack_plan *plan, const char *x, size_t first, size_t blocks, size_t in_group,
+                                               uint8_t *by_run)
+{
+    const size_t bytes = (size_t)plan->group * kind_size(plan->kind);
+    struct eight e[GROUPS];
+    for (size_t b = 0; b < blocks; b += 8 * GROUPS) {
+        const size_t n = (blocks - b) / 8 < GROUPS ? (blocks - b) / 8 : GROUPS;
+        for (size_t g = 0; g < n; g++)
+            if (in_group == 1)
+                load_eight(plan, 16, x + (b + 8 * g) * bytes, first + b + 8 * g, e + g);
+            else
+                load_eight(plan, 16 * in_group, x + (b + 8 * g) * bytes, first + b + 8 * g, e + g);
+        search(plan, e, (int)n);
+        for (size_t g = 0; g < n; g++, by_run += 8 * in_group) {
+            if (in_group == 1)
+                store_bytes(by_run, (v256)e[g].best);
+            for (size_t i = 0; in_group > 1 && i < 8 * in_group; i++)
+                by_run[i] = (uint8_t)e[g].best[i / in_group];
+        }
+    }
+}
+
+/* Codes of eight largest magnitudes by the rules that go block by block. */
+static __attribute__((noinline)) void by_rule(const struct pack_plan *plan, v256 bits, uint8_t *to)
+{
+    const lanes_f top = (lanes_f)floats_of(bits, plan->kind);
+    for (int b = 0; b < 8; b++)
+        to[b] = block_code(plan, top[b]);
 }
 
 /* ---- elements */
@@ -214,20 +263,30 @@ ALWAYS_INLINE v256 with_bits(v256 base, v256 mask, v256 bits)
 #endif
 }
 
-/* Codes of 16 elements as 16-bit lanes: a search by halves, whose next threshold a byte shuffle fetches. */
+/* mask ? yes : no */
+ALWAYS_INLINE v256 select_bits(v256 mask, v256 yes, v256 no)
+{
+#ifdef __AVX512VL__
+    return _mm256_ternarylogic_epi32(mask, yes, no, 0xca);
+#else
+    return _mm256_blendv_epi8(no, yes, mask);
+#endif
+}
+
+/* Codes of 16 elements as 16-bit lanes: a search by halves. A pair of thresholds is broadcast by its load alone; only the last
+ * one, of four, takes a shuffle. */
 ALWAYS_INLINE v256 sixteen_codes_16(v256 v, const uint32_t *above)
 {
+    const uint32_t *pair = above + ABOVE_PAIRS;
     const v256 table = _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i *)(const void *)above));
-    const v256 a = _mm256_and_si256(v, _mm256_set1_epi16(0x7fff)), two = _mm256_set1_epi16(0x0202);
-    v256 half = _mm256_cmpgt_epi16(a, _mm256_shuffle_epi8(table, _mm256_set1_epi16(0x0d0c)));
-    v256 quarter = _mm256_shuffle_epi8(table, with_bits(_mm256_set1_epi16(0x0908), half, two));
-    quarter = _mm256_cmpgt_epi16(a, quarter);
+    const v256 a = _mm256_and_si256(v, _mm256_set1_epi16(0x7fff));
+    v256 half = _mm256_cmpgt_epi16(a, broadcast(pair[0]));
+    v256 quarter = _mm256_cmpgt_epi16(a, select_bits(half, broadcast(pair[2]), broadcast(pair[1])));
     v256 index = with_bits(_mm256_set1_epi16(0x0100), half, _mm256_set1_epi16(0x0404));
-    index = with_bits(index, quarter, two);
+    index = with_bits(index, quarter, _mm256_set1_epi16(0x0202));
     v256 last = _mm256_cmpgt_epi16(a, _mm256_shuffle_epi8(table, index));
     /* With its sign flipped, a negative number compares as its magnitude and a positive one below all. */
-    v256 sign = _mm256_xor_si256(v, _mm256_set1_epi16((short)0x8000));
-    sign = _mm256_cmpgt_epi16(sign, _mm256_shuffle_epi8(table, _mm256_set1_epi16(0x0f0e)));
+    v256 sign = _mm256_cmpgt_epi16(_mm256_xor_si256(v, _mm256_set1_epi16((short)0x8000)), broadcast(pair[3]));
     v256 code = with_bits(_mm256_and_si256(index, _mm256_set1_epi16(7)), last, _mm256_set1_epi16(1));
     return with_bits(code, sign, _mm256_set1_epi16(8));
 }
@@ -247,27 +306,23 @@ ALWAYS_INLINE v256 eight_codes_32(v256 v, const uint32_t *above)
     return _mm256_or_si256(code, _mm256_and_si256(sign, broadcast(8)));
 }
 
-/* Bytes of a block of 16 as 32-bit lanes: even + 16 * odd. */
-ALWAYS_INLINE v256 block_bytes(const char *x, int kind, const uint32_t *above)
+ALWAYS_INLINE v256 sixteen_codes(const char *x, int kind, const uint32_t *above)
 {
-    v256 codes;
-    if (kind == KIND_F32)
-        codes = _mm256_permute4x64_epi64(
-            _mm256_packs_epi32(eight_codes_32(load(x), above), eight_codes_32(load(x + 32), above)), 0xd8);
-    else
-        codes = sixteen_codes_16(load(x), above);
-    return _mm256_madd_epi16(codes, broadcast(16u << 16 | 1u));
+    if (kind != KIND_F32)
+        return sixteen_codes_16(load(x), above);
+    v256 codes = _mm256_packs_epi32(eight_codes_32(load(x), above), eight_codes_32(load(x + 32), above));
+    return _mm256_permute4x64_epi64(codes, 0xd8);
 }
 
 ALWAYS_INLINE v256 four_blocks(const char *x, int kind, const struct pack_plan *plan, const uint8_t *scales)
 {
     const size_t bytes = 16 * kind_size(kind);
-    v256 a = block_bytes(x, kind, plan->above[scales[0]]);
-    v256 b = block_bytes(x + bytes, kind, plan->above[scales[1]]);
-    v256 c = block_bytes(x + 2 * bytes, kind, plan->above[scales[2]]);
-    v256 d = block_bytes(x + 3 * bytes, kind, plan->above[scales[3]]);
-    v256 all = _mm256_packus_epi16(_mm256_packs_epi32(a, b), _mm256_packs_epi32(c, d));
-    return _mm256_permutevar8x32_epi32(all, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+    v256 two[2];
+    for (size_t i = 0; i < 2; i++, x += 2 * bytes, scales += 2) {
+        v256 a = sixteen_codes(x, kind, plan->above[scales[0]]), b = sixteen_codes(x + bytes, kind, plan->above[scales[1]]);
+        two[i] = _mm256_maddubs_epi16(_mm256_packus_epi16(a, b), _mm256_set1_epi16(0x1001)); /* even + 16 * odd */
+    }
+    return _mm256_permutevar8x32_epi32(_mm256_packus_epi16(two[0], two[1]), _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
 }
 
 ALWAYS_INLINE void store_codes(uint8_t *to, v256 v, bool streams)
@@ -278,50 +333,75 @@ ALWAYS_INLINE void store_codes(uint8_t *to, v256 v, bool streams)
         _mm256_storeu_si256((v256 *)to, v);
 }
 
-ALWAYS_INLINE uint32_t pack_16(const struct pack_plan *plan, int kind, const char *x, size_t first, size_t blocks,
-                               uint8_t *codes, uint8_t *scales)
+/* Each lane the largest of its group's: of two neighbours where a group holds two runs of 16, of four where it holds four. */
+ALWAYS_INLINE v256 group_maxima(v256 bits, size_t in_group)
+{
+    if (in_group >= 2)
+        bits = _mm256_max_epi32(bits, _mm256_shuffle_epi32(bits, 0xb1));
+    if (in_group == 4)
+        bits = _mm256_max_epi32(bits, _mm256_shuffle_epi32(bits, 0x4e));
+    return bits;
+}
+
+/* `runs` of 16 columns, a multiple of eight; a scale code is found for every one, the same throughout a group. */
+ALWAYS_INLINE uint32_t pack_runs(const struct pack_plan *plan, int kind, size_t in_group, const char *x, size_t first, size_t runs,
+                                 uint8_t *codes, uint8_t *scales)
 {
     const bool plain = plan->encoding == ENCODING_MODELOPT && plan->choice == CHOICE_AMAX;
     const __m256 six = _mm256_set1_ps(6.f * plan->tensor_scale);
     const size_t bytes = 16 * kind_size(kind);
     const bool streams = (uintptr_t)codes % 32 == 0;
-    v256 top = _mm256_setzero_si256(), maxima[AT_ONCE / 8];
-    for (size_t from = 0; from < blocks; from += AT_ONCE) {
-        const size_t to = blocks - from < AT_ONCE ? blocks : from + AT_ONCE;
-        for (size_t b = from; b + 8 <= to; b += 8) {
+    v256 top = _mm256_setzero_si256();
+    uint8_t apart[AT_ONCE];
+    for (size_t from = 0; from < runs; from += AT_ONCE) {
+        const size_t to = runs - from < AT_ONCE ? runs : from + AT_ONCE;
+        uint8_t *own = in_group == 1 ? scales + from : apart; /* by run from `from` on */
+        for (size_t b = from; b < to; b += 8) {
             const char *p = x + b * bytes;
             for (size_t ahead = 0; ahead < 8 * bytes; ahead += 64)
                 _mm_prefetch(p + 4096 + ahead, _MM_HINT_T0);
-            v256 bits = eight_maxima(p, kind);
+            v256 bits = group_maxima(eight_maxima(p, kind), in_group);
             top = _mm256_max_epi32(top, bits);
             if (plain)
-                store_bytes(scales + b, eight_codes(floats_of(bits, kind), six));
-            else
-                maxima[(b - from) / 8] = bits;
+                store_bytes(own + (b - from), eight_codes(floats_of(bits, kind), six));
+            else if (plan->choice == CHOICE_AMAX)
+                by_rule(plan, bits, own + (b - from));
         }
-        if (!plain)
-            chosen(plan, maxima, x + from * bytes, first + from, (to - from) / 8, scales + from);
-        for (size_t b = from; b + 4 <= to; b += 4)
-            store_codes(codes + 8 * b, four_blocks(x + b * bytes, kind, plan, scales + b), streams);
+        if (plan->choice != CHOICE_AMAX)
+            searched(plan, x + from * bytes, first + from / in_group, (to - from) / in_group, in_group, own);
+        for (size_t b = from; b < to; b += 4)
+            store_codes(codes + 8 * b, four_blocks(x + b * bytes, kind, plan, own + (b - from)), streams);
+        for (size_t b = from; in_group > 1 && b < to; b += in_group)
+            scales[b / in_group] = own[b - from];
     }
     _mm_sfence();
     return largest_u32(top);
 }
 
+ALWAYS_INLINE uint32_t pack_kind(const struct pack_plan *plan, int kind, const char *x, size_t first, size_t runs, uint8_t *codes,
+                                 uint8_t *scales)
+{
+    if (plan->group == 16) /* with nothing left of the other groups in its loops */
+        return pack_runs(plan, kind, 1, x, first, runs, codes, scales);
+    return pack_runs(plan, kind, (size_t)plan->group / 16, x, first, runs, codes, scales);
+}
+
 static uint32_t pack(const struct pack_plan *plan, const void *x, size_t first, size_t blocks, uint8_t *codes,
                      uint8_t *scales)
 {
-    const size_t whole = plan->group == 16 ? blocks / 8 * 8 : 0, done = whole * (size_t)plan->group;
+    const size_t in_group = (size_t)plan->group / 16, unit = plan->choice == CHOICE_AMAX ? 8 / in_group : 8; /* blocks */
+    const size_t whole = blocks / unit * unit;
+    const size_t done = whole * (size_t)plan->group, runs = whole * in_group;
     uint32_t top = 0;
     switch (plan->kind) {
     case KIND_F32:
-        top = pack_16(plan, KIND_F32, x, first, whole, codes, scales);
+        top = pack_kind(plan, KIND_F32, x, first, runs, codes, scales);
         break;
     case KIND_F16:
-        top = pack_16(plan, KIND_F16, x, first, whole, codes, scales);
+        top = pack_kind(plan, KIND_F16, x, first, runs, codes, scales);
         break;
     default:
-        top = pack_16(plan, KIND_BF16, x, first, whole, codes, scales);
+        top = pack_kind(plan, KIND_BF16, x, first, runs, codes, scales);
     }
     uint32_t rest = codec_serial.pack(plan, (const char *)x + done * kind_size(plan->kind), first + whole, blocks - whole,
                                       codes + done / 2, scales + whole);
@@ -344,13 +424,14 @@ ALWAYS_INLINE v256 pair(const uint8_t *low, const uint8_t *high)
                                    _mm_loadu_si128((const __m128i *)high), 1);
 }
 
-static void unpack_halves(const struct unpack_plan *plan, const uint8_t *codes, const uint8_t *scales, size_t blocks,
+/* By runs of 16 columns, an even number of them; 1 << shift of them are a group. */
+static void unpack_halves(const struct unpack_plan *plan, const uint8_t *codes, const uint8_t *scales, size_t runs, int shift,
                           uint16_t *out)
 {
     const bool streams = (uintptr_t)out % 32 == 0;
-    for (size_t b = 0; b + 2 <= blocks; b += 2) {
+    for (size_t b = 0; b < runs; b += 2) {
         _mm_prefetch((const char *)codes + 8 * b + 2048, _MM_HINT_T0);
-        const uint8_t *first = plan->value[scales[b]], *second = plan->value[scales[b + 1]];
+        const uint8_t *first = plan->value[scales[b >> shift]], *second = plan->value[scales[(b + 1) >> shift]];
         v256 index = nibbles(codes + 8 * b);
         v256 low = _mm256_shuffle_epi8(pair(first, second), index);
         v256 high = _mm256_shuffle_epi8(pair(first + 16, second + 16), index);
@@ -361,15 +442,15 @@ static void unpack_halves(const struct unpack_plan *plan, const uint8_t *codes, 
     _mm_sfence();
 }
 
-static void unpack_floats(const struct unpack_plan *plan, const uint8_t *codes, const uint8_t *scales, size_t blocks,
+static void unpack_floats(const struct unpack_plan *plan, const uint8_t *codes, const uint8_t *scales, size_t runs, int shift,
                           float *out)
 {
     const bool streams = (uintptr_t)out % 32 == 0;
     const __m256 values = _mm256_loadu_ps(E2M1_VALUE);
-    for (size_t b = 0; b < blocks; b++) {
+    for (size_t b = 0; b < runs; b++) {
         __m128i c = _mm_loadl_epi64((const __m128i *)(codes + 8 * b)), mask = _mm_set1_epi8(15);
         __m128i each = _mm_unpacklo_epi8(_mm_and_si128(c, mask), _mm_and_si128(_mm_srli_epi16(c, 4), mask));
-        __m256 step = _mm256_set1_ps(plan->step[scales[b]]);
+        __m256 step = _mm256_set1_ps(plan->step[scales[b >> shift]]);
         for (int half = 0; half < 2; half++) {
             v256 index = _mm256_cvtepu8_epi32(half ? _mm_srli_si128(each, 8) : each);
             v256 sign = _mm256_slli_epi32(_mm256_srli_epi32(index, 3), 31);
@@ -387,11 +468,12 @@ static void unpack_floats(const struct unpack_plan *plan, const uint8_t *codes, 
 static void unpack(const struct unpack_plan *plan, const uint8_t *codes, const uint8_t *scales, size_t blocks,
                    void *out)
 {
-    const size_t whole = plan->group == 16 ? blocks / 2 * 2 : 0, done = whole * (size_t)plan->group;
+    const int shift = plan->group == 16 ? 0 : plan->group == 32 ? 1 : 2;
+    const size_t whole = shift ? blocks : blocks / 2 * 2, done = whole * (size_t)plan->group;
     if (plan->kind == KIND_F32)
-        unpack_floats(plan, codes, scales, whole, out);
+        unpack_floats(plan, codes, scales, whole << shift, shift, out);
     else
-        unpack_halves(plan, codes, scales, whole, out);
+        unpack_halves(plan, codes, scales, whole << shift, shift, out);
     codec_serial.unpack(plan, codes + done / 2, scales + whole, blocks - whole,
                         (char *)out + done * kind_size(plan->kind));
 }
@@ -421,17 +503,16 @@ ALWAYS_INLINE __m256 round_to_grid(__m256 a)
     return _mm256_sub_ps(_mm256_add_ps(a, addend), addend);
 }
 
-ALWAYS_INLINE void fake_quant_16(const struct fake_plan *plan, int kind, const char *x, size_t blocks, char *out)
+ALWAYS_INLINE void fake_quant_blocks(const struct fake_plan *plan, int kind, int group, const char *x, size_t blocks, char *out)
 {
-    const size_t half = 8 * kind_size(kind);
+    const size_t eight = 8 * kind_size(kind);
     const float six = 6.f * plan->tensor_scale;
     const __m256 sign = _mm256_castsi256_ps(broadcast(0x80000000u));
-    for (size_t b = 0; b < blocks; b++, x += 2 * half, out += 2 * half) {
-        __m256 v[2] = {load_floats(x, kind), load_floats(x + half, kind)}, a[2];
-        __m256 top = _mm256_setzero_ps();
-        for (int i = 0; i < 2; i++) {
-            a[i] = _mm256_andnot_ps(sign, v[i]);
-            top = _mm256_max_ps(a[i], top); /* a NaN is passed over */
+    for (size_t b = 0; b < blocks; b++) {
+        __m256 v[MAX_GROUP / 8], top = _mm256_setzero_ps();
+        for (int i = 0; i < group / 8; i++, x += eight) {
+            v[i] = load_floats(x, kind);
+            top = _mm256_max_ps(_mm256_andnot_ps(sign, v[i]), top); /* a NaN is passed over */
         }
         __m128 m = _mm_max_ps(_mm256_castps256_ps128(top), _mm256_extractf128_ps(top, 1));
         m = _mm_max_ps(m, _mm_movehl_ps(m, m));
@@ -439,25 +520,31 @@ ALWAYS_INLINE void fake_quant_16(const struct fake_plan *plan, int kind, const c
         float t = _mm_cvtss_f32(m) / six;
         float step = e4m3_to_float(e4m3_from_clamped(t < 448.f ? t : 448.f)) * plan->tensor_scale;
         __m256 steps = _mm256_set1_ps(step >= 1e-5f ? step : 1.f);
-        for (int i = 0; i < 2; i++) {
-            __m256 q = _mm256_mul_ps(round_to_grid(_mm256_div_ps(a[i], steps)), steps);
+        for (int i = 0; i < group / 8; i++, out += eight) {
+            __m256 q = _mm256_mul_ps(round_to_grid(_mm256_div_ps(_mm256_andnot_ps(sign, v[i]), steps)), steps);
             __m256 minus = _mm256_sub_ps(_mm256_setzero_ps(), q); /* of zero +0.0 */
             q = _mm256_blendv_ps(minus, q, _mm256_cmp_ps(v[i], _mm256_setzero_ps(), _CMP_GE_OQ));
-            store_floats(out + i * (ptrdiff_t)half, q, kind);
+            store_floats(out, q, kind);
         }
     }
 }
 
+ALWAYS_INLINE void fake_quant_kind(const struct fake_plan *plan, int kind, const void *x, size_t blocks, void *out)
+{
+    if (plan->group == 16)
+        fake_quant_blocks(plan, kind, 16, x, blocks, out);
+    else
+        fake_quant_blocks(plan, kind, plan->group, x, blocks, out);
+}
+
 static void fake_quant(const struct fake_plan *plan, const void *x, size_t blocks, void *out)
 {
-    if (plan->group != 16)
-        codec_serial.fake_quant(plan, x, blocks, out);
-    else if (plan->kind == KIND_F32)
-        fake_quant_16(plan, KIND_F32, x, blocks, out);
+    if (plan->kind == KIND_F32)
+        fake_quant_kind(plan, KIND_F32, x, blocks, out);
     else if (plan->kind == KIND_F16)
-        fake_quant_16(plan, KIND_F16, x, blocks, out);
+        fake_quant_kind(plan, KIND_F16, x, blocks, out);
     else
-        fake_quant_16(plan, KIND_BF16, x, blocks, out);
+        fake_quant_kind(plan, KIND_BF16, x, blocks, out);
 }
 
 #endif

@@ -133,6 +133,7 @@ uint32_t tensor_amax(const void *x, int kind, size_t count)
     return top;
 }
 
+/* From the last run to the first: the caches still hold the end of what tensor_amax has read. */
 uint32_t tensor_pack(const struct pack_plan *plan, const void *x, size_t blocks, uint8_t *codes, uint8_t *scales)
 {
     const struct codec_kernels *k = current()->codec;
@@ -140,8 +141,8 @@ uint32_t tensor_pack(const struct pack_plan *plan, const void *x, size_t blocks,
     const size_t bytes = group * kind_size(plan->kind);
     uint32_t top = 0;
 #pragma omp parallel for schedule(dynamic) num_threads(team(blocks *group)) reduction(max : top)
-    for (size_t r = 0; r < runs; r++) {
-        size_t b = r * per_run;
+    for (size_t left = runs; left > 0; left--) {
+        size_t r = left - 1, b = r * per_run;
         uint32_t t = k->pack(plan, (const char *)x + b * bytes, b, run_length(blocks, per_run, r),
                              codes + b * group / 2, scales + b);
         top = t > top ? t : top;

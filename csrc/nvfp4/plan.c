@@ -59,11 +59,16 @@ static uint32_t find_threshold(int kind, float step, unsigned i)
 
 static void set_above(uint32_t above[8], int kind, unsigned i, uint32_t bits)
 {
+    static const uint8_t of_pair[4] = {4, 2, 6, 8};
     const unsigned slot = ABOVE_SLOT[i - 1];
-    if (kind == KIND_F32)
+    if (kind == KIND_F32) {
         above[slot] = bits;
-    else
-        ((uint16_t *)above)[slot] = (uint16_t)bits;
+        return;
+    }
+    ((uint16_t *)above)[slot] = (uint16_t)bits;
+    for (unsigned k = 0; k < 4; k++)
+        if (of_pair[k] == i)
+            above[ABOVE_PAIRS + k] = (bits & 0xffffu) * 0x10001u;
 }
 
 void plan_prepare(struct pack_plan *plan)

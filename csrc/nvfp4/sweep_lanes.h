@@ -1,4 +1,4 @@
-/* Eight blocks of 16 at once, a lane each: the search of search.c in float, exact where floats cannot tell.
+/* Eight blocks at once, a lane each: the search of search.c in float, exact where floats cannot tell.
  *
  * Written with the compiler's vector types, so that one text serves every SIMD variant; each includes it for itself.
  * How far a float error of a code may be from the exact one is known (`prepare`). The codes of a block that lie closer
@@ -114,7 +114,7 @@ enum {
 
 /* Eight blocks in the search. */
 struct eight {
-    lanes_f a[16], weight[16]; /* a[column][block], magnitudes; weight likewise where the plan has one */
+    lanes_f a[MAX_GROUP], weight[MAX_GROUP]; /* a[column][block], magnitudes; weight likewise where the plan has one */
     lanes_f top;               /* largest magnitudes */
     lanes_f top_weight, weight_sum, delta, reach;
     lanes_i first; /* code of a sweep that just reaches the amax */
@@ -202,19 +202,19 @@ static inline void list_run(const struct pack_plan *plan, struct eight *e, lanes
 }
 
 /* How far floats may be off, and the codes to begin with. */
-static inline __attribute__((always_inline)) void prepare(const struct pack_plan *plan, bool weighted, struct eight *e)
+static inline __attribute__((always_inline)) void prepare(const struct pack_plan *plan, int group, bool weighted, struct eight *e)
 {
     e->top_weight = all_lanes(1.f);
-    e->weight_sum = all_lanes(16.f);
+    e->weight_sum = all_lanes((float)group);
     if (weighted) {
         e->weight_sum = e->top_weight = all_lanes(0.f);
-        for (int i = 0; i < 16; i++) {
+        for (int i = 0; i < group; i++) {
             e->weight_sum += e->weight[i];
             e->top_weight = pick((e->a[i] == e->top) & (e->weight[i] > e->top_weight), e->weight[i], e->top_weight);
         }
     }
     /* Each |x| - q * step is off by under 4 roundings of amax, less than `delta`. So the root of a sum of weight * d^2 is off by
-     * at most delta * sqrt(weight_sum) (triangle inequality), and the sum's own roundings stay under 2^-19 of it. */
+     * at most delta * sqrt(weight_sum) (triangle inequality), and the sum's own roundings stay under 2^-17 of it. */
     e->delta = e->top * 0x1p-21f;
     e->reach = 2.5f * e->delta * root(e->weight_sum);
     e->least = e->second = all_lanes(__builtin_inff());
@@ -232,17 +232,17 @@ static inline __attribute__((always_inline)) void prepare(const struct pack_plan
     }
 }
 
-/* Errors of `codes` codes from the k-th on: the sum over the 16 columns of weight * (a - nearest grid point)^2. With
+/* Errors of `codes` codes from the k-th on: the sum over the columns of weight * (a - nearest grid point)^2. With
  * u = a / step and t = 2^22 * u, the last bit of t - u is worth half a step of u's binade, and t is a multiple of it: so
  * t - (t - u) is u rounded to the grid. Where t - u falls into the next binade, u is nearly a power of two, which both round
  * to. Below 1 the grid goes on in halves: t is at least 2^22 + 1. */
-static inline __attribute__((always_inline)) void measure(struct eight *e, bool weighted, int k, int codes, bool clips)
+static inline __attribute__((always_inline)) void measure(struct eight *e, int group, bool weighted, int k, int codes, bool clips)
 {
     const lanes_i finest = (lanes_i)all_lanes(0x1p22f + 1.f), six = (lanes_i)all_lanes(6.f); /* positive floats order as integers */
     lanes_f sum[SUMS];
     for (int s = 0; s < SUMS; s++)
         sum[s] = all_lanes(0.f);
-    for (int i = 0; i < 16; i += SUMS / codes)
+    for (int i = 0; i < group; i += SUMS / codes)
         for (int s = 0; s < SUMS; s++) {
             const int column = i + s / codes;
             const lanes_f u = e->a[column] * e->inverse[(k + s % codes) % WINDOW];
@@ -272,11 +272,11 @@ static inline void rank(struct eight *e, int k)
 }
 
 /* Beyond the window: far up only from the smallest codes (search.c), far down as long as the clipped amax alone may pay. */
-static inline __attribute__((always_inline)) void look_further(const struct pack_plan *plan, bool weighted, struct eight *e)
+static inline __attribute__((always_inline)) void look_further(const struct pack_plan *plan, int group, bool weighted, struct eight *e)
 {
     while (any_lane(e->first + e->count - 4 < 16) & (e->count < WINDOW + 8)) {
         list_run(plan, e, e->first + e->count - 4, 1, 4);
-        measure(e, weighted, e->count - 4, 4, true);
+        measure(e, group, weighted, e->count - 4, 4, true);
         rank(e, e->count - 4);
     }
     for (lanes_i code = e->first - 5;; code -= 4) {
@@ -286,7 +286,7 @@ static inline __attribute__((always_inline)) void look_further(const struct pack
         if (!any_lane((code > 0) & (e->top_weight * (clipped * clipped) <= limit * limit * 1.0001f)))
             return;
         list_run(plan, e, code, -1, 4);
-        measure(e, weighted, e->count - 4, 4, true);
+        measure(e, group, weighted, e->count - 4, 4, true);
         rank(e, e->count - 4);
     }
 }
@@ -294,9 +294,9 @@ static inline __attribute__((always_inline)) void look_further(const struct pack
 /* One block whose codes floats cannot tell apart. */
 static __attribute__((noinline)) int settle(const struct pack_plan *plan, const struct eight *e, int block, float bound)
 {
-    float x[16], w[16];
+    float x[MAX_GROUP], w[MAX_GROUP];
     const float *weight = plan->weight ? w : NULL;
-    for (int i = 0; i < 16; i++) {
+    for (int i = 0; i < plan->group; i++) {
         x[i] = e->a[i][block];
         w[i] = weight ? e->weight[i][block] : 1.f;
     }
@@ -309,14 +309,14 @@ static __attribute__((noinline)) int settle(const struct pack_plan *plan, const 
     return contest.code;
 }
 
-static inline __attribute__((always_inline)) void decide(const struct pack_plan *plan, bool weighted, struct eight *e)
+static inline __attribute__((always_inline)) void decide(const struct pack_plan *plan, int group, bool weighted, lanes_f finest, struct eight *e)
 {
     rank(e, 0);
     if (plan->choice == CHOICE_SWEEP)
-        look_further(plan, weighted, e);
+        look_further(plan, group, weighted, e);
     /* Floats neither over- nor underflow in here only in a middle range. */
     const lanes_f unit = e->weight_sum * (e->delta * e->delta);
-    const lanes_f finest = steps_of(plan, all_lanes_i(1)), quotient = e->top / finest;
+    const lanes_f quotient = e->top / finest;
     const lanes_i ranged = (e->top > 1e-12f) & (e->top < 1e12f) & (unit > 1e-36f) & (unit < 1e22f) & (finest > 1e-18f) &
                            (finest < 1e12f) & (quotient < 1e15f) & (quotient * quotient * (e->weight_sum + 1.f) < 1e36f);
     const lanes_f near = root(e->least) * 1.00001f + e->reach, bound = pick(ranged, near * near * 1.00001f, all_lanes(-1.f));
@@ -329,30 +329,33 @@ static inline __attribute__((always_inline)) void decide(const struct pack_plan 
 }
 
 /* A code for each block, the one that best_code finds; `groups` of eight blocks. */
-static inline __attribute__((always_inline)) void search_as(const struct pack_plan *plan, bool weighted, struct eight *e, int groups)
+static inline __attribute__((always_inline)) void search_as(const struct pack_plan *plan, int group, bool weighted, struct eight *e, int groups)
 {
+    const lanes_f finest = steps_of(plan, all_lanes_i(1));
     for (int g = 0; g < groups; g++)
-        prepare(plan, weighted, e + g);
+        prepare(plan, group, weighted, e + g);
     for (int g = 0; g < groups; g++)
         if (plan->choice != CHOICE_SWEEP)
-            measure(e + g, weighted, 0, 2, true);
+            measure(e + g, group, weighted, 0, 2, true);
         else
             for (int k = 0; k < WINDOW; k += SUMS) {
                 if (k >= 8 || e[g].clips)
-                    measure(e + g, weighted, k, SUMS, true);
+                    measure(e + g, group, weighted, k, SUMS, true);
                 else
-                    measure(e + g, weighted, k, SUMS, false);
+                    measure(e + g, group, weighted, k, SUMS, false);
             }
     for (int g = 0; g < groups; g++)
-        decide(plan, weighted, e + g);
+        decide(plan, group, weighted, finest, e + g);
 }
 
 static void search(const struct pack_plan *plan, struct eight *e, int groups)
 {
     if (plan->weight)
-        search_as(plan, true, e, groups);
+        search_as(plan, plan->group, true, e, groups);
+    else if (plan->group == 16) /* the usual one, with its loops' length known */
+        search_as(plan, 16, false, e, groups);
     else
-        search_as(plan, false, e, groups);
+        search_as(plan, plan->group, false, e, groups);
 }
 
 #endif

@@ -6,6 +6,7 @@ the header (a lane, a register, a nibble, a scale) shows as a wrong product.
 """
 
 import ctypes
+import itertools
 import shutil
 import subprocess
 from pathlib import Path
@@ -19,7 +20,7 @@ HEADER = Path(__file__).parent.parent / "csrc" / "gemm" / "fragments.cuh"
 NAMES = {
     "word_at": 3, "scale_at": 2, "column_at": 5, "row_at": 2, "place": 3, "field_of": 2, "e5m3": 1, "scale_word": 1,
     "x_column_at": 3, "fp4_a_row": 2, "fp4_a_col": 2, "fp4_b_col": 1, "fp4_b_row": 2, "fp4_sfa_lane": 1,
-    "fp4_sfb_lane": 1,
+    "fp4_sfb_lane": 1, "image_column": 2, "image_place": 2, "share_of": 4, "sharer_of": 4,
 }  # fmt: skip
 
 
@@ -148,6 +149,34 @@ def test_a_chunk_through_the_mma(maps, broken):
             d += mma16816(a, b)
     want = oracle.dequantize(codes, scales) @ x.T
     assert (d == want).all() == (broken is None)
+
+
+def test_wgmmas_activations_lie_in_the_weights_order_of_columns(maps):
+    """k of step i is bytes 2 k of 32: unit 2 i + k // 8, word k % 8 // 2; the weights' side is mma.m16n8k16's A fragment."""
+    for i in range(4):
+        for lane in range(32):
+            for j in range(4):
+                for half in range(2):
+                    k = 2 * (lane & 3) + 8 * (j >> 1) + half
+                    column = maps.image_column(2 * i + k // 8, k % 8 // 2) + k % 2
+                    assert column == maps.column_at(0, lane, i, j, half)
+    for row in range(16):
+        assert sorted(maps.image_place(row, unit) for unit in range(8)) == list(range(8))
+        assert maps.image_place(row, 0) == row % 8  # the 128-byte swizzle: address bits 4-6 by bits 7-9
+
+
+def test_blocks_have_equal_shares_and_know_whose_is_whose(maps):
+    for blocks, shared, chunks in [(1, 1, 1), (132, 32, 64), (128, 32, 64), (60, 2, 34), (5, 6, 33), (132, 4, 40)]:
+        starts = [maps.share_of(b, blocks, shared, chunks) for b in range(blocks + 1)]
+        assert starts[0] == 0
+        assert starts[-1] == shared * chunks
+        assert {b - a for a, b in itertools.pairwise(starts)} <= {
+            -(-shared * chunks // blocks),
+            shared * chunks // blocks,
+        }
+        for b in range(blocks):
+            for u in range(starts[b], starts[b + 1]):
+                assert maps.sharer_of(u, blocks, shared, chunks) == b
 
 
 def mma16864(a, b, sfa, sfb):

@@ -69,6 +69,20 @@ AQ_HD uint32_t scale_word(uint32_t byte) { return (byte | byte << 16) * 16u + kS
 // The activations that mma i of group q wants from this lane (token lane / 4): four columns from here on, of the chunk.
 AQ_HD int x_column_at(int q, int lane, int i) { return q * 64 + (lane & 3) * 16 + i * 4; }
 
+// ---- activations as wgmma reads them ----
+// 64 columns of a token are a row of eight units of 16 bytes; step i of the group of 64 reads units 2 i and 2 i + 1. Word l (the k = 2 l,
+// 2 l + 1 of eight) holds this column of the 64 and the next; a row's units lie swizzled.
+AQ_HD int image_column(int unit, int l) { return 16 * l + 2 * unit; }
+AQ_HD int image_place(int row, int unit) { return unit ^ (row & 7); }
+
+// ---- tiles shared among all blocks, each having an equal share of their chunks ----
+// The share of block b starts at this chunk; it ends where the next begins.
+AQ_HD int share_of(int b, int blocks, int shared, int chunks) { return (int)((int64_t)shared * chunks * b / blocks); }
+// The block whose share holds chunk u (every share holds at least one).
+AQ_HD int sharer_of(int u, int blocks, int shared, int chunks) {
+    return (int)((((int64_t)u + 1) * blocks - 1) / ((int64_t)shared * chunks));
+}
+
 // ---- mma.m16n8k64, e2m1 x e2m1 with block scales ----
 AQ_HD int fp4_a_row(int lane, int i) { return (lane >> 2) + 8 * (i & 1); }
 AQ_HD int fp4_a_col(int lane, int i) { return 8 * (lane & 3) + 32 * (i >> 1); }

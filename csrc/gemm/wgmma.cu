@@ -12,9 +12,8 @@ struct ArrangeArgs {
     int m, k, log_tokens, parts, rows, pdl;  // parts: 64-column parts of a row; rows of 128 bytes in the image
 };
 
-// The image: [tile of tokens][64 columns][token][128 bytes, swizzled]. A block makes 64 rows of it, a thread 16 bytes of each of four: unit
-// 2 i + h of a row's eight, whose word l holds columns 16 l + 4 i + 2 h and the next. With 32 registers it finds room beside the
-// multiplying kernel's blocks, of this product and of the one before.
+// The image: [tile of tokens][64 columns][token][128 bytes]. A block makes 64 rows of it, a thread a unit of each of four. With 32 registers
+// it finds room beside the multiplying kernel's blocks, of this product and of the one before.
 __global__ void __maxnreg__(32) arrange_kernel(const ArrangeArgs a) {
     if (threadIdx.x == 0) let_next_kernel_start();
     if (a.pdl) wait_for_previous_kernel();
@@ -23,16 +22,16 @@ __global__ void __maxnreg__(32) arrange_kernel(const ArrangeArgs a) {
 #pragma unroll
     for (int j = 0; j < 4; j++) {
         const int row = blockIdx.x * 64 + j * 16 + (threadIdx.x >> 3), tile_part = row >> a.log_tokens, tile = tile_part / a.parts;
-        const int token = (tile << a.log_tokens) + row - (tile_part << a.log_tokens), column = (tile_part - tile * a.parts) * 64 + unit * 2;
-        const uint16_t *from = a.x + token * a.ldx + column;
+        const int token = (tile << a.log_tokens) + row - (tile_part << a.log_tokens), column0 = (tile_part - tile * a.parts) * 64;
+        const uint16_t *from = a.x + token * a.ldx + column0;
 #pragma unroll
         for (int l = 0; l < 4; l++)  // beyond M and K: zeros, since padded codes are zeros and 0 * NaN is not
-            w[j][l] = token < a.m && column + 16 * l < a.k ? *(const uint32_t *)(from + 16 * l) : 0u;
+            w[j][l] = token < a.m && column0 + image_column(unit, l) < a.k ? *(const uint32_t *)(from + image_column(unit, l)) : 0u;
     }
 #pragma unroll
     for (int j = 0; j < 4; j++) {
         const int row = blockIdx.x * 64 + j * 16 + (threadIdx.x >> 3);
-        if (row < a.rows) *(uint4 *)(a.image + (int64_t)row * 128 + ((unit ^ (row & 7)) << 4)) = make_uint4(w[j][0], w[j][1], w[j][2], w[j][3]);
+        if (row < a.rows) *(uint4 *)(a.image + (int64_t)row * 128 + image_place(row, unit) * 16) = make_uint4(w[j][0], w[j][1], w[j][2], w[j][3]);
     }
 }
 

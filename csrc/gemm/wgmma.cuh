@@ -12,7 +12,7 @@
 
 struct WgmmaArgs {
     const uint8_t *packed, *image;
-    float *sums;        // two partial tiles a block
+    float *sums;  // two partial tiles a block
     void *out;
     int64_t n;
     float scale;
@@ -20,7 +20,6 @@ struct WgmmaArgs {
 };
 
 constexpr int kTokenGroup = 8;  // tiles of tokens that run side by side, for the L2
-
 constexpr int kWarps = 16, kWgmmaThreads = 32 * kWarps + 128;  // consumers, each 16 rows, and a warpgroup for the producer
 // Registers of a thread at the start, of a consumer, of the producer. A block has 61440 in all: what is left of 65536 lets one block of
 // the kernels before and after it lie beside.
@@ -35,13 +34,6 @@ struct WgmmaSpace {
 };
 inline WgmmaSpace wgmma_space(int tokens, int m_tiles, int chunks, int shared, int blocks) {
     return {(size_t)m_tiles * chunks * tokens * 256, shared ? (size_t)2 * blocks * kWarps * kRows * tokens * 4 : 0};
-}
-
-// The share of block b in the shared tiles starts at this chunk of them; it ends where the next begins.
-AQ_HD int share_of(int b, int blocks, int shared, int chunks) { return (int)((int64_t)shared * chunks * b / blocks); }
-// The block whose share holds chunk u of the shared tiles (every share holds at least one).
-AQ_HD int sharer_of(int u, int blocks, int shared, int chunks) {
-    return (int)((((int64_t)u + 1) * blocks - 1) / ((int64_t)shared * chunks));
 }
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)

@@ -297,6 +297,34 @@ def test_error_report():
     assert nvfp4.error(exact, nvfp4.pack(exact, scale="sweep"))["rel_l2"] < 1e-2
 
 
+def test_error_report_is_what_numpy_finds():
+    w = np.random.default_rng(5).standard_t(3, (64, 256)).astype(np.float32)
+    t = nvfp4.pack(w, tensor_scale=0.002)  # too small for the largest, which are clipped
+    seen = nvfp4.error(w, t)
+    nibbles = np.stack([t.codes & 15, t.codes >> 4], -1).reshape(64, 256)
+    step = (t.block_scale.astype(np.float32) * t.tensor_scale).astype(np.float64).repeat(16, 1)
+    off = w.astype(np.float64) - nvfp4.E2M1_VALUES[nibbles] * step
+    assert seen["rel_l2"] == pytest.approx(np.sqrt((off**2).sum() / (w.astype(np.float64) ** 2).sum()), rel=1e-6)
+    assert seen["max_abs"] == pytest.approx(np.abs(off).max(), rel=1e-6)
+    assert seen["clipped"] == (np.abs(w) > 6 * step).mean() and 0 < seen["clipped"] < 0.5
+
+
+def test_linears_that_share_a_tensor_scale_are_the_rows_of_one_matrix():
+    """q, k and v are served as one matrix with one tensor scale: packing them apart with the largest amax must give its rows."""
+    rng = np.random.default_rng(6)
+    parts = [
+        (rng.standard_normal((rows, 256)) * s).astype(BFLOAT16) for rows, s in ((96, 0.02), (32, 0.05), (32, 0.01))
+    ]
+    whole = nvfp4.pack(np.concatenate(parts), scale="sweep")
+    shared = nvfp4.tensor_scale(max(float(nvfp4.amax(p)) for p in parts))
+    assert shared == whole.tensor_scale
+    packed = [nvfp4.pack(p, tensor_scale=shared, scale="sweep") for p in parts]
+    np.testing.assert_array_equal(np.concatenate([t.codes for t in packed]), whole.codes)
+    np.testing.assert_array_equal(
+        np.concatenate([t.block_scale.view(np.uint8) for t in packed]), whole.block_scale.view(np.uint8)
+    )
+
+
 def test_ggml_and_e4m3_dtypes():
     t = nvfp4.pack(np.ones((1, 16), np.float32))
     assert t.block_scale.dtype == np.dtype(ml_dtypes.float8_e4m3fn) and t.codes.dtype == np.uint8

@@ -62,6 +62,47 @@ def test_gpu_exports_of_modelopt_have_these_bytes():
     assert scales_differ, "the CPU's rule would have passed too"
 
 
+def usable(case: str, a: dict[str, np.ndarray]) -> bool:
+    return not case.startswith("random bits") and 1e-3 < float(a["amax"]) < 1e6
+
+
+def test_gpu_exports_with_room_for_four_over_six():
+    """static_256 is each block's own amax with F = 256; ours is that code, or the one of 1.5 amax where its error is lower."""
+    taken = 0
+    for case, a in kept("modelopt_cuda_rule.npz").items():
+        if not usable(case, a):
+            continue
+        t = nvfp4.pack(a["x"], encoding="modelopt-static", scale="four_over_six", tensor_amax=float(a["amax"]))
+        got, six = t.block_scale.view(np.uint8), a["static_256"]
+        blocks = np.abs(a["x"].astype(np.float32)).reshape(*six.shape, 16)
+        ratio = blocks.max(-1) * np.float32(1.5) / np.float32(6)
+        ratio = np.where(ratio == 0, np.float32(1), ratio) * np.float32(256) / (np.float32(a["amax"]) / np.float32(6))
+        four = np.clip(ratio, np.float32(2**-9), np.float32(448)).astype(nvfp4.E4M3).view(np.uint8)
+        lower = squared_errors(blocks, four, t.tensor_scale) < squared_errors(blocks, six, t.tensor_scale)
+        np.testing.assert_array_equal(got, np.where(lower & (blocks.max(-1) > 0), four, six), case)
+        taken += int((got != six).sum())
+    assert taken
+
+
+def test_a_gpu_sweeps_amax_becomes_its_scale_byte():
+    """The static rule once more, on amaxes that no weight has: those that the GPU's sweep chose."""
+    for case, a in kept("modelopt_cuda_rule.npz").items():
+        chosen = a["sweep_amax"]
+        if not usable(case, a) or not (chosen > 0).all():
+            continue
+        lone = np.zeros((*chosen.shape, 16), np.float32)
+        lone[..., 5] = chosen
+        t = nvfp4.pack(lone.reshape(len(chosen), -1), encoding="modelopt-static", tensor_amax=float(a["amax"]))
+        np.testing.assert_array_equal(t.block_scale.view(np.uint8), a["sweep_scale"], case)
+
+
+def squared_errors(blocks: np.ndarray, codes: np.ndarray, scale: np.float32) -> np.ndarray:
+    """Of magnitudes [..., 16] with the steps codes [...] * scale, in float64 and in column order."""
+    step = (nvfp4.E4M3_VALUES[codes] * np.float32(scale)).astype(np.float64)[..., None]
+    distance = np.abs(blocks.astype(np.float64)[..., None] - np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6]) * step[..., None])
+    return np.add.accumulate(distance.min(-1) ** 2, -1)[..., -1]
+
+
 def test_activations_on_a_gpu_differ_on_near_ties_alone():
     """The op divides approximately on the GPU; where no quotient is near a tie, every bit is the same, zeros' signs too."""
     same = total = 0
@@ -84,7 +125,7 @@ def test_a_gpu_sweep_takes_a_code_as_good_as_ours():
     """Its errors are float32 sums of approximate quotients, ours are exact: where the codes differ, ours is no worse."""
     for case, a in kept("modelopt_cuda_rule.npz").items():
         x, amax = a["x"].astype(np.float32), np.float32(a["amax"])
-        if not 1e-3 < amax < 1e6 or case.startswith("random bits"):
+        if not usable(case, a):
             continue
         scale = amax / np.float32(2688)
         ours = nvfp4.pack(x, tensor_scale=float(scale), scale="sweep")

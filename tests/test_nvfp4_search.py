@@ -28,11 +28,11 @@ def errors(blocks: np.ndarray, steps: np.ndarray, weights: np.ndarray) -> np.nda
     return total
 
 
-def all_codes(w: np.ndarray, tensor_scale: np.float32, importance: np.ndarray | None) -> np.ndarray:
+def all_codes(w: np.ndarray, tensor_scale: np.float32, importance: np.ndarray | None, group: int = 16) -> np.ndarray:
     steps = nvfp4.E4M3_VALUES[1:127] * tensor_scale
-    blocks = w.astype(np.float32).reshape(-1, 16)
+    blocks = w.astype(np.float32).reshape(-1, group)
     columns = np.ones(w.shape[-1], np.float32) if importance is None else importance
-    weights = np.broadcast_to(columns, w.shape).reshape(-1, 16)
+    weights = np.broadcast_to(columns, w.shape).reshape(-1, group)
     return (errors(blocks, steps, weights).argmin(1) + 1).astype(np.uint8)
 
 
@@ -47,12 +47,24 @@ def test_sweep_is_all_126_codes(variant, weighted):
         for scale in (None, 2.0**-8):
             t = nvfp4.pack(x, tensor_scale=scale, scale="sweep", importance=importance)
             nonzero = (x.astype(np.float32).reshape(-1, 16) != 0).any(1)
-            if importance is not None:
-                nonzero &= True
             wanted = all_codes(x, t.tensor_scale, importance)
             got = t.block_scale.view(np.uint8).reshape(-1)
             wrong = nonzero & (got != wanted)
             assert not wrong.any(), (name, scale, np.argwhere(wrong)[:3], got[wrong][:3], wanted[wrong][:3])
+
+
+@pytest.mark.parametrize("group", [32, 64])
+def test_sweep_of_larger_groups_is_all_126_codes(group):
+    rng = np.random.default_rng(19)
+    w = (rng.standard_t(4, (8, 1024)) * 0.02).astype(np.float32)
+    importance = rng.gamma(0.3, 1, 1024).astype(np.float32)
+    for variant in nvfp4.variants():
+        nvfp4.set_variant(variant)
+        for weights in (None, importance):
+            t = nvfp4.pack(w, scale="sweep", group=group, importance=weights)
+            np.testing.assert_array_equal(
+                t.block_scale.view(np.uint8).reshape(-1), all_codes(w, t.tensor_scale, weights, group), variant
+            )
 
 
 @settings(max_examples=150, deadline=None)

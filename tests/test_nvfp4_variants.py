@@ -46,6 +46,10 @@ def test_variants_agree_on_every_trap(dtype):
         {"encoding": "modelopt-static"},
         {"encoding": "compressed-tensors"},
         {"group": 32},
+        {"group": 32, "scale": "sweep", "importance": importance},
+        {"group": 32, "scale": "four_over_six"},
+        {"group": 64, "encoding": "compressed-tensors"},
+        {"group": 64, "scale": "sweep"},
     ]
     for name, w in adversarial(37, 256, 21):
         x = in_dtype(w, dtype)

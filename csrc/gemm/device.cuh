@@ -78,6 +78,45 @@ constexpr int kBack = 32;
 #else
 constexpr int kBack = 1;
 #endif
+// ---- a warp's own ring: its lanes order copies for themselves ----
+__device__ __forceinline__ void warp_bars_init(uint32_t bars, int count) {
+#if AQ_HOPPER
+    if ((threadIdx.x & 31) < count) asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(bars + (threadIdx.x & 31) * 8) : "memory");
+    bar_fence();
+    __syncwarp();
+#endif
+}
+__device__ __forceinline__ void warp_copy(uint32_t dst, const uint8_t *src, uint32_t bytes, uint32_t bar) {
+    const uint32_t lane = threadIdx.x & 31;
+#if AQ_HOPPER
+    if (lane == 0) {
+        asm volatile("{ .reg .b64 t; mbarrier.arrive.expect_tx.shared.b64 t, [%0], %1; }" ::"r"(bar), "r"(bytes) : "memory");
+        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst), "l"(src), "r"(bytes),
+                     "r"(bar)
+                     : "memory");
+    }
+#else
+    for (uint32_t at = lane * 16; at < bytes; at += 512) asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(dst + at), "l"(src + at) : "memory");
+#endif
+}
+__device__ __forceinline__ void warp_copies_end() {
+#if !AQ_HOPPER
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void warp_wait(uint32_t bar, uint32_t parity, int stages) {
+#if AQ_HOPPER
+    uint32_t done;
+    do {
+        asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                     : "=r"(done) : "r"(bar), "r"(parity) : "memory");
+    } while (!done);
+#else
+    if (stages > 1) asm volatile("cp.async.wait_group 1;" ::: "memory");  // stages - 1 on their way, of which one is wanted
+    else asm volatile("cp.async.wait_group 0;" ::: "memory");
+    __syncwarp();
+#endif
+}
 // Weights are read once: past the L1, first out of the L2.
 __device__ __forceinline__ uint4 stream16(const void *p) {
     uint4 v;
@@ -121,19 +160,6 @@ __device__ __forceinline__ void cluster_sync(int size) {
 #endif
     __syncthreads();
 }
-__device__ __forceinline__ float load_peer(const float *p, uint32_t rank, int size) {
-#if AQ_HOPPER
-    if (size > 1) {
-        uint32_t at;
-        float v;
-        asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"(smem_at(p)), "r"(rank));
-        asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(at) : "memory");
-        return v;
-    }
-#endif
-    return *p;
-}
-
 __device__ __forceinline__ float4 load_peer4(const float *p, uint32_t rank, int size) {
 #if AQ_HOPPER
     if (size > 1) {
@@ -150,6 +176,25 @@ __device__ __forceinline__ float4 load_peer4(const float *p, uint32_t rank, int 
 __device__ __forceinline__ void cluster_leave() {
 #if AQ_HOPPER
     asm volatile("barrier.cluster.arrive.relaxed.aligned;\n barrier.cluster.wait.aligned;" ::: "memory");
+#endif
+}
+
+// Every block of a cluster has begun once cluster_begun returns: no other may write to its shared memory before.
+__device__ __forceinline__ void cluster_begin(int size) {
+#if AQ_HOPPER
+    if (size > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void cluster_begun(int size) {
+#if AQ_HOPPER
+    if (size > 1) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void store_peer(float *p, uint32_t rank, float v) {
+#if AQ_HOPPER
+    uint32_t at;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"(smem_at(p)), "r"(rank));
+    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(at), "f"(v) : "memory");
 #endif
 }
 

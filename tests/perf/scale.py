@@ -1,0 +1,130 @@
+"""Where docs/scale.md's figures come from: measured rates, and the arithmetic from them to 27 B and 400 B, one stream and 10,000.
+
+python tests/perf/scale.py plans                          no measurement: prints the tables of estimates
+python tests/perf/scale.py streams N [EVENTS] [GAP_US]    N streams at once against tests/perf/bench_stream_server.c
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+# Measured (tests/perf/checkpoint.md, runtime.md; two x86-64 cores and one H200, 2026-11-21), bytes a second of bf16 input.
+DIRECT_BYTES_S = 9.75e9 / 24.4  # `quantize --strategy direct`, warm, disk to disk
+COPY_BYTES_S = 9.75e9 / 25.7  # `cp -r` of the same, beside it
+AUDIT_BYTES_S = 6.0e9 / 6.2  # of NVFP4 output
+DIRECT_RSS_BYTES = 300e6  # through the command line; independent of the model's size
+NVFP4_BITS, BF16_BITS, Q4_K_M_BITS = 4.5, 16.0, 4.85
+
+
+@dataclass(frozen=True)
+class Model:
+    """linear: the share of weights in linears that are quantized; the rest (embeddings, head, norms) stays bf16."""
+
+    name: str
+    weights: float
+    linear: float
+
+    @property
+    def bf16_bytes(self) -> float:
+        return self.weights * BF16_BITS / 8
+
+    @property
+    def nvfp4_bytes(self) -> float:
+        return self.weights * (self.linear * NVFP4_BITS + (1 - self.linear) * BF16_BITS) / 8
+
+
+MODELS = (Model("9B", 9.0e9, 0.77), Model("27B", 27e9, 0.91), Model("400B", 400e9, 0.99))
+
+
+def plans() -> None:
+    print("| model | bf16 | NVFP4 | disk at once | direct, here | disk's own time | audit | memory |")
+    print("|---|---:|---:|---:|---:|---:|---:|---:|")
+    for model in MODELS:
+        both = model.bf16_bytes + model.nvfp4_bytes
+        print(
+            f"| {model.name} | {model.bf16_bytes / 1e9:,.0f} GB | {model.nvfp4_bytes / 1e9:,.0f} GB | {both / 1e9:,.0f} GB "
+            f"| {clock(model.bf16_bytes / DIRECT_BYTES_S)} | {clock(model.bf16_bytes / COPY_BYTES_S)} "
+            f"| {clock(model.nvfp4_bytes / AUDIT_BYTES_S)} | {DIRECT_RSS_BYTES / 1e9:.1f} GB |"
+        )
+
+
+def clock(seconds: float) -> str:
+    return (
+        f"{seconds:.0f} s"
+        if seconds < 120
+        else f"{seconds / 60:.0f} min"
+        if seconds < 7200
+        else f"{seconds / 3600:.1f} h"
+    )
+
+
+# What the load server of 1,024 streams needs for more: room, and requests apart from what is walked through.
+WIDER = {
+    "MAX_STREAMS = 1024, REQUEST_BYTES = 65536": "MAX_STREAMS = 20000, REQUEST_BYTES = 8192",
+    "char request[REQUEST_BYTES];": "char *request;",
+    "streams[i].fd = fd;": "streams[i].fd = fd; streams[i].request = calloc(1, REQUEST_BYTES);",
+}
+
+
+def built(folder: Path) -> Path:
+    """The load server with room for as many streams as there are file descriptors."""
+    source = (Path(__file__).parent / "bench_stream_server.c").read_text()
+    for before, after in WIDER.items():
+        assert before in source, before
+        source = source.replace(before, after)
+    (folder / "server.c").write_text(source)
+    subprocess.run(["cc", "-O2", "-o", folder / "server", folder / "server.c"], check=True)
+    return folder / "server"
+
+
+def streams(count: int, events: int = 20, gap_us: int = 1_000_000) -> None:
+    """All at once, each `events` long; CPU of this process an event, its memory, and whether every stream ended well."""
+    from annie_quant import stream
+
+    resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+    with tempfile.TemporaryDirectory() as folder:
+        server = subprocess.Popen([built(Path(folder)), "1"], stdout=subprocess.PIPE, text=True)
+        try:
+            port = server.stdout.readline().split()[-1]  # type: ignore[union-attr]
+            body = {"model": "x", "messages": [{"role": "user", "content": "Hello"}], "stream": True}
+            path = f"http://127.0.0.1:{port}/v1/chat/completions?events={events}&gap_us={gap_us}&stagger=1&tokens=1&split=0"
+            stream.run([stream.Request(f"{path}&streams=1", json=body)])
+            before, start = resource.getrusage(resource.RUSAGE_SELF), time.monotonic()
+            asked = [stream.Request(f"{path}&streams={count}", json=body, timeout_s=120) for _ in range(count)]
+            done = stream.run(asked, concurrency=count)
+            wall, after = time.monotonic() - start, resource.getrusage(resource.RUSAGE_SELF)
+        finally:
+            server.kill()
+            server.wait()
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    seen = len(done.events)
+    rows = done.records()
+    faults = sorted({str(r["error"]) for r in rows if r["error"]})
+    print(
+        json.dumps(
+            {
+                "streams": count,
+                "ended_well": sum(not r["error"] for r in rows),
+                "faults": faults[:3],
+                "events": seen,
+                "wall_s": round(wall, 2),
+                "cpu_s": round(cpu, 2),
+                "cpu_us_an_event": round(cpu / max(1, seen) * 1e6, 2),
+                "peak_rss_mb": after.ru_maxrss / 1e3,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "plans":
+        plans()
+    else:
+        streams(*map(int, sys.argv[2:]))

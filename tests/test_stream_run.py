@@ -297,6 +297,39 @@ def test_save_and_load_give_the_same(tmp_path) -> None:
         aq.stream.Timings.load(tmp_path / "run")
 
 
+def dropped(rows: np.ndarray, column: str) -> np.ndarray:
+    return rows[[name for name in rows.dtype.names if name != column]]
+
+
+def changed(rows: np.ndarray, column: str, value: int) -> np.ndarray:
+    rows = rows.copy()
+    rows[column][-1] = value
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("requests", lambda a: a[:0], "0 requests where the plan has 2"),
+        ("requests", lambda a: dropped(a, "status"), "requests has no column status"),
+        ("events", lambda a: changed(a, "offset", 1 << 63), "beyond the frames"),
+        ("events", lambda a: changed(a, "size", 1 << 31), "beyond the frames"),
+        ("events", lambda a: changed(a, "request", 2), "events of no request"),
+        ("events", lambda a: a.reshape(-1, 1), "2 dimensions"),
+        ("frames", lambda a: a.astype(np.float64), "frames is not bytes"),
+        ("reads", lambda a: a["size"], "reads has no column user_ns"),
+    ],
+)
+def test_a_recording_that_was_damaged_says_so(name: str, change, words: str, tmp_path) -> None:
+    with RawServer(stream(HELLO)) as server:
+        saved = aq.stream.run([Request(server.url, json={})] * 2).save(tmp_path)
+    with np.load(saved) as held:
+        arrays = dict(held)
+    np.savez(saved, **{**arrays, name: change(arrays[name])})
+    with pytest.raises(aq.errors.EnvironmentFault, match=words):
+        aq.stream.Timings.load(tmp_path)
+
+
 def test_replay_says_the_same_at_the_same_pace() -> None:
     def talk(connection, request) -> None:
         connection.sendall(HEAD)

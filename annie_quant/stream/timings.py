@@ -21,6 +21,13 @@ SCHEMA_VERSION = 1
 FILE_NAME = "timings.npz"
 _ARRAYS = ("requests", "events", "reads", "frames", "notes")
 _CLOCKS = ("kernel", "user")
+_COLUMNS = {  # of the rows of csrc/stream/plan.h, as far as anything here reads them
+    "requests": "scheduled_ns started_ns ended_ns ended_kernel_ns first_byte_ns first_byte_kernel_ns name_lookup_us connect_us "
+    "tls_us pretransfer_us header_offset error_offset header_size error_size status curl_code os_errno http_version cause "
+    "new_connection event_stream",
+    "events": "user_ns kernel_ns offset size data_start data_size request read data_lines kind flags",
+    "reads": "user_ns request size",
+}
 
 
 @dataclass(frozen=True)
@@ -272,13 +279,41 @@ class Timings:
             with np.load(path, allow_pickle=False) as held:
                 plan = msgspec.json.decode(held["plan"].tobytes())
                 arrays = [held[name] for name in _ARRAYS]
-        except (OSError, ValueError, KeyError, msgspec.DecodeError) as error:
+            version = plan["schema_version"]
+        except Exception as error:  # numpy and zipfile raise whatever their parsing runs into
+            said = (str(error) or type(error).__name__).splitlines()[0][:200]
+            raise EnvironmentFault(f"{path} is not a recording of a run: {said}") from error
+        if version != SCHEMA_VERSION:
+            raise EnvironmentFault(f"{path} has schema_version {version}, this reads {SCHEMA_VERSION}")
+        try:
+            asked = msgspec.convert(plan["asked"], list[Asked])
+            clocks = {name: msgspec.convert(plan[name], int) for name in ("origin_ns", "origin_realtime_ns")}
+            _check_arrays(len(asked), *arrays)
+        except (KeyError, ValueError) as error:
             raise EnvironmentFault(f"{path} is not a recording of a run: {error}") from error
-        if plan["schema_version"] != SCHEMA_VERSION:
-            raise EnvironmentFault(f"{path} has schema_version {plan['schema_version']}, this reads {SCHEMA_VERSION}")
-        asked = [Asked(**a) for a in plan["asked"]]
-        clocks = {name: plan[name] for name in ("origin_ns", "origin_realtime_ns")}
         return cls(asked, *arrays, **clocks, realtime=plan.get("realtime", False))
+
+
+def _check_arrays(
+    count: int, requests: np.ndarray, events: np.ndarray, reads: np.ndarray, frames: np.ndarray, notes: np.ndarray
+) -> None:
+    """Raises ValueError where the arrays of a recording are not what a run writes: decoding trusts them. A column more, as
+    an older version wrote, does no harm."""
+    for name, rows in (("requests", requests), ("events", events), ("reads", reads)):
+        missing = [c for c in _COLUMNS[name].split() if c not in (rows.dtype.names or ())]
+        if missing or rows.ndim != 1:
+            raise ValueError(f"{name} has no column {missing[0]}" if missing else f"{name} has {rows.ndim} dimensions")
+        if any(rows.dtype[c].kind not in "iub" for c in _COLUMNS[name].split()):
+            raise ValueError(f"{name} has columns that are no integers")
+    for name, held in (("frames", frames), ("notes", notes)):
+        if held.dtype != np.uint8 or held.ndim != 1:
+            raise ValueError(f"{name} is not bytes ({held.ndim} dimensions of {held.dtype.name})")
+    if len(requests) != count:
+        raise ValueError(f"{len(requests)} requests where the plan has {count}")
+    offset, size = events["offset"].astype(np.int64), events["size"].astype(np.int64)
+    inside = (offset >= 0) & (offset <= frames.size) & (size >= 0) & (size <= frames.size - offset)
+    if not (inside & (events["request"] >= 0) & (events["request"] < count)).all():
+        raise ValueError("events of no request, or beyond the frames")
 
 
 def _from_schedule(times: dict[str, Any], e2e_ms: float, started: int, scheduled: int) -> dict[str, Any]:

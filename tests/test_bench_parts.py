@@ -98,7 +98,7 @@ def test_a_torn_line_is_cut_and_a_broken_one_is_named(tmp_path):
         {"id": 3, "value": None},
     ]
     path.write_text('{"id": 1}\nnot json\n')
-    with pytest.raises(EnvironmentFault, match="line 2 is not JSON"):
+    with pytest.raises(EnvironmentFault, match="line 2 is no record"):
         Records(path)
 
 

@@ -30,16 +30,7 @@ class Records:
         kept = whole.rfind(b"\n") + 1
         if kept < len(whole):
             os.truncate(self.path, kept)
-        rows = []
-        for number, line in enumerate(whole[:kept].splitlines(), 1):
-            try:
-                rows.append(json.loads(line))
-            except ValueError as error:
-                raise EnvironmentFault(
-                    f"{self.path}: line {number} is not JSON: {error}",
-                    "delete that line, or start again with another --output",
-                ) from error
-        return rows
+        return _rows(self.path, whole[:kept])
 
     def append(self, row: dict[str, Any]) -> None:
         line = json.dumps(_plain(row), ensure_ascii=False, allow_nan=False).encode() + b"\n"
@@ -60,7 +51,23 @@ class Records:
 def read_records(path: str | os.PathLike) -> list[dict[str, Any]]:
     """The rows of a records.jsonl, without its torn last line; the file is left alone."""
     whole = Path(path).read_bytes()
-    return [json.loads(line) for line in whole[: whole.rfind(b"\n") + 1].splitlines()]
+    return _rows(Path(path), whole[: whole.rfind(b"\n") + 1])
+
+
+def _rows(path: Path, whole: bytes) -> list[dict[str, Any]]:
+    rows = []
+    for number, line in enumerate(whole.splitlines(), 1):
+        try:
+            row = json.loads(line)
+            if not isinstance(row, dict):
+                raise ValueError("no object")
+        except (ValueError, RecursionError) as error:
+            raise EnvironmentFault(
+                f"{path}: line {number} is no record: {error}",
+                "delete that line, or start again with another --output",
+            ) from error
+        rows.append(row)
+    return rows
 
 
 def _plain(value: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from annie_quant.checkpoint import gguf_names, writer
+from annie_quant.checkpoint import gguf_bounds, gguf_names, writer
 from annie_quant.checkpoint.dialects import modelopt
 from annie_quant.checkpoint.linears import is_linear
 from annie_quant.checkpoint.shards import ModelFolder
@@ -24,6 +24,7 @@ from annie_quant.files import write_json
 def open_gguf(path: Path) -> dict[str, Any]:
     """The file's tensors by name. Raises CheckpointError for what is no GGUF file."""
     gguf = need("gguf", "serve")
+    gguf_bounds.check(path)
     try:
         return {t.name: t for t in gguf.GGUFReader(path).tensors}
     except Exception as error:  # the package's reader raises whatever its parsing runs into

@@ -31,6 +31,7 @@ PHASE_S = 0.5
 # Words of the log lines that say what went wrong; the first such line is the cause, the rest follow from it.
 TELLING = ("error", "failed", "abort", "exception", "cannot", "unknown", "invalid")
 _STAMP = re.compile(r"^[\d.]+ [A-Z] ")  # llama.cpp's time and level
+_COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _ERROR = re.compile(r"^[\d.]+ E ")
 
 _running: weakref.WeakSet[Server] = weakref.WeakSet()
@@ -180,7 +181,8 @@ def telling_line(log: Path) -> str:
     telling = [line for line in lines if _ERROR.match(line)]
     telling = telling or [line for line in lines if any(word in line.lower() for word in TELLING)]
     line = telling[0] if telling else lines[-1] if lines else "it said nothing"
-    return _STAMP.sub("", line)[:300]
+    # A log may hold a terminal's commands: colours, and worse.
+    return "".join(c if c.isprintable() else " " for c in _STAMP.sub("", _COLOUR.sub("", line))).strip()[:300]
 
 
 @atexit.register

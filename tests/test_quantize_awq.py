@@ -10,8 +10,8 @@ import pytest
 
 from annie_quant import checkpoint, quantize
 from annie_quant.checkpoint.shards import ModelFolder
+from annie_quant.data.rows import read_conversations
 from annie_quant.quantize import folds, texts
-from annie_quant.quantize.calibration import read_conversations
 from annie_quant.quantize.export import choose
 from annie_quant.quantize.job import Job
 from annie_quant.quantize.strategies import awq_lite

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from annie_quant.errors import EnvironmentFault, UsageError
-from annie_quant.quantize.calibration import read_conversations, template_messages
+from annie_quant.data.rows import read_conversations
+from annie_quant.errors import UsageError
+from annie_quant.quantize.calibration import template_messages
 from annie_quant.quantize.modelopt import MAX_BATCH_TOKENS, make_batches
 
 
@@ -35,7 +36,7 @@ def test_a_row_that_is_no_conversation_is_refused(tmp_path: Path, row: object) -
 
 
 def test_a_missing_file_names_the_command_that_makes_it(tmp_path: Path) -> None:
-    with pytest.raises(EnvironmentFault) as refused:
+    with pytest.raises(UsageError) as refused:
         read_conversations(tmp_path / "none.jsonl")
     assert "annie-quant data" in refused.value.hint
 

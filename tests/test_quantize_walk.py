@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from annie_quant.checkpoint.shards import ModelFolder
+from annie_quant.data.rows import read_conversations
 from annie_quant.quantize import texts
-from annie_quant.quantize.calibration import read_conversations
 from annie_quant.quantize.moments import gather
 from annie_quant.quantize.walk import Walk
 

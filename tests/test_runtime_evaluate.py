@@ -15,9 +15,10 @@ from runtime_models import export_nvfp4, save_reference  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from annie_quant import runtime  # noqa: E402
+from annie_quant.data.rows import read_conversations  # noqa: E402
 from annie_quant.errors import UsageError  # noqa: E402
 from annie_quant.judge import Case, Workload  # noqa: E402
-from annie_quant.runtime.prompts import CLASSES, Template, conversation_answers, read_conversations  # noqa: E402
+from annie_quant.runtime.prompts import CLASSES, Template, conversation_answers  # noqa: E402
 from annie_quant.runtime.reference import fingerprint  # noqa: E402
 
 TOOL = {"type": "function", "function": {"name": "search_memory", "parameters": {
@@ -234,7 +235,7 @@ def test_thinking_tokens_have_their_own_class(reference: Path) -> None:
 @pytest.mark.parametrize("line", ["{", "[1, 2"])
 def test_a_broken_conversations_file_is_named(tmp_path: Path, line: str) -> None:
     path = tmp_path / "rows.jsonl"
-    path.write_text('{"messages": []}\n' + line + "\n")
+    path.write_text('{"messages": [{"role": "user", "content": "hi"}]}\n' + line + "\n")
     with pytest.raises(UsageError, match="line 2"):
         read_conversations(path)
     with pytest.raises(UsageError, match="is not there"):

@@ -27,19 +27,40 @@ def read_rows(rows: Rows) -> list[dict[str, Any]]:
     path = Path(rows)
     found = []
     try:
-        text = path.read_text(encoding="utf-8")
+        whole = path.read_bytes()
+    except FileNotFoundError:
+        raise UsageError(f"{path} is not there", f"annie-quant data --persona annie --output {path}") from None
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}", f"annie-quant data --output {path}") from error
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(whole.split(b"\n"), 1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
             row["messages"][0]["role"]
-        except (ValueError, KeyError, IndexError, TypeError) as error:
-            raise UsageError(f"{path}, line {number}: no conversation ({type(error).__name__}: {error})") from error
+            if not isinstance(row["messages"], list):
+                raise TypeError("messages is no list")
+        except (ValueError, KeyError, IndexError, TypeError, RecursionError) as error:
+            said = f"{type(error).__name__}: {error}"[:200]
+            raise UsageError(
+                f"{path}, line {number}: no conversation ({said})",
+                "a row is a JSON object with messages: [{role, content}, ...]",
+            ) from None
         found.append(row)
     return found
+
+
+def read_conversations(path: str | os.PathLike, limit: int | None = None) -> list[dict[str, Any]]:
+    """The rows of a file, at most `limit`, taken evenly over it; there must be one.
+
+    Evenly, because the founding files are sorted by category: the first 100 rows would all be greetings.
+    """
+    rows = read_rows(path)
+    if not rows:
+        raise UsageError(f"{path}: no conversation in it", f"annie-quant data --persona annie --output {path}")
+    if limit is None or limit >= len(rows):
+        return rows
+    return [rows[i * len(rows) // limit] for i in range(limit)]
 
 
 def gate_texts() -> Iterator[tuple[str, str]]:

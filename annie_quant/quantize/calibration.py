@@ -4,39 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from pathlib import Path
 from typing import Any
-
-from annie_quant.errors import EnvironmentFault, UsageError
-
-
-def read_conversations(path: str | Path, limit: int | None = None) -> list[dict[str, Any]]:
-    """The rows of a JSON-lines file (see annie_quant.data), at most `limit`, taken evenly over the file.
-
-    Evenly, because the founding files are sorted by category: the first 100 rows would all be greetings.
-    """
-    path = Path(path)
-    if not path.is_file():
-        raise EnvironmentFault(f"{path}: no such calibration file", f"annie-quant data --persona annie --output {path}")
-    rows = []
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-                row["messages"][0]["role"]
-            except (json.JSONDecodeError, KeyError, IndexError, TypeError) as error:
-                raise UsageError(
-                    f"{path}, line {number}: no conversation ({type(error).__name__}: {error})",
-                    "a row is a JSON object with messages: [{role, content}, ...]",
-                ) from None
-            rows.append(row)
-    if not rows:
-        raise UsageError(f"{path}: no conversation in it", f"annie-quant data --persona annie --output {path}")
-    if limit is None or limit >= len(rows):
-        return rows
-    return [rows[i * len(rows) // limit] for i in range(limit)]
 
 
 def template_messages(row: dict[str, Any]) -> list[dict[str, Any]]:

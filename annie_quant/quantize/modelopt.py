@@ -16,8 +16,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from annie_quant.checkpoint.shards import ModelFolder
+from annie_quant.data.rows import read_conversations
 from annie_quant.errors import CheckpointError, UsageError, need
-from annie_quant.quantize.calibration import read_conversations, token_ids
+from annie_quant.quantize.calibration import token_ids
 from annie_quant.quantize.divergence import in_model
 from annie_quant.quantize.exclude import excluded
 from annie_quant.quantize.export import NVFP4, Decided, export, linears_of

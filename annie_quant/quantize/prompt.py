@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from annie_quant.data.rows import read_conversations
 from annie_quant.errors import UsageError
 from annie_quant.files import read_json, sha256_text
-from annie_quant.quantize.calibration import read_conversations
 
 PROVENANCE = "annie_quant.json"  # in every output: how it was made
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from annie_quant.data.rows import read_conversations
 from annie_quant.errors import UsageError
-from annie_quant.quantize.calibration import read_conversations
 from annie_quant.quantize.job import Job
 
 PROMPT, CONTENT, TOOL_MARKUP, THINKING, END_OF_TURN = range(5)

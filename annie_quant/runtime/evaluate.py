@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from annie_quant import __version__, judge
+from annie_quant.data.rows import read_conversations
 from annie_quant.errors import UsageError
 from annie_quant.judge import Workload
 from annie_quant.runtime.decoding import Decoded
@@ -33,7 +34,6 @@ from annie_quant.runtime.prompts import (
     Scored,
     Template,
     conversation_answers,
-    read_conversations,
     text_pieces,
 )
 from annie_quant.runtime.reference import Answers, Distributions, default_cache, fingerprint

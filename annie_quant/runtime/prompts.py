@@ -138,23 +138,6 @@ def decoded_calls(message: Mapping[str, Any]) -> dict[str, Any]:
     return message
 
 
-def read_conversations(path: str | os.PathLike, limit: int | None = None) -> list[dict[str, Any]]:
-    """Rows of a conversations file (JSON lines); with `limit`, that many, evenly over the file."""
-    path = Path(path)
-    if not path.is_file():
-        raise UsageError(f"{path} is not there", "annie-quant data --teacher offline --output FILE makes one")
-    rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if line.strip():
-            try:
-                rows.append(json.loads(line))
-            except ValueError as error:
-                raise UsageError(f"{path}, line {number}: not JSON: {error}") from error
-    if limit is not None and limit < len(rows):
-        rows = [rows[i * len(rows) // limit] for i in range(limit)]
-    return rows
-
-
 def conversation_answers(template: Template, rows: Iterable[Mapping[str, Any]]) -> list[Scored]:
     """Every assistant message of every conversation, each behind the prompt that it would have been asked with."""
     found = []

@@ -77,7 +77,7 @@ def labels(stages: Stages, workloads: Sequence[Any]) -> dict[str, Any]:
     """For the first and the last answers: nats a token under bf16 as {"given", "dealt_anew"}; and whether they "belong"."""
     import math
 
-    from annie_quant.runtime.prompts import read_conversations
+    from annie_quant.data.rows import read_conversations
 
     rows = read_conversations(stages.conversations, LABEL_ROWS)
     found: dict[str, Any] = {}

@@ -29,12 +29,21 @@ perf: setup
 	@for f in tests/perf/bench_*.py; do echo "== $$f"; $(BIN)/python $$f || exit 1; done
 
 # What the C and the readers are held to beyond the tests: docs/hardening.md.
-.PHONY: asan tsan
+.PHONY: asan tsan analyze
 asan: setup
 	sh tests/sanitize/asan.sh
 
 tsan: setup apt-safe
 	sh tests/sanitize/tsan.sh
+
+analyze: setup apt-safe
+	sh tests/sanitize/analyze.sh
+
+# SECONDS for each fuzzer in turn.
+SECONDS ?= 60
+.PHONY: fuzz
+fuzz: setup apt-safe
+	$(BIN)/python tests/fuzz/run.py $(SECONDS)
 
 docs: setup
 	$(BIN)/python -m mkdocs build --strict

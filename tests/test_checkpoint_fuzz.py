@@ -11,6 +11,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from fuzz.mutate import mutate_json
 
 import annie_quant as aq
 from annie_quant.checkpoint import ModelFolder, ShardError, planned, write
@@ -19,31 +20,6 @@ from annie_quant.checkpoint.shards import INDEX
 from annie_quant.errors import CheckpointError
 
 FUZZ = int(os.environ.get("ANNIE_QUANT_FUZZ", "20000"))
-JUNK = [
-    None,
-    True,
-    -1,
-    0,
-    1 << 70,
-    1.5,
-    float("inf"),
-    "",
-    "re:(",
-    "*",
-    "\0",
-    "x" * 300,
-    [],
-    [None],
-    [[[]]],
-    {},
-    {"a": {}},
-    {"weights": 3},
-    ["Linear", 4],
-    "modelopt",
-    "compressed-tensors",
-    "NVFP4",
-    "MIXED_PRECISION",
-]
 
 
 def small(folder: Path, dialect) -> tuple[dict, dict]:
@@ -68,36 +44,13 @@ def small(folder: Path, dialect) -> tuple[dict, dict]:
     return {"model_type": "qwen3_5_text", "quantization_config": inline}, beside.get("hf_quant_config.json", {})
 
 
-def nodes(value, path=()):
-    yield path
-    for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
-        yield from nodes(inner, (*path, key))
-
-
-def mutate(rng: random.Random, value: dict) -> dict:
-    """The same JSON with one to three nodes replaced, removed or doubled."""
-    value = copy.deepcopy(value)
-    for _ in range(rng.randint(1, 3)):
-        path = rng.choice([p for p in nodes(value) if p] or [()])
-        if not path:
-            return value
-        at = value
-        for key in path[:-1]:
-            at = at[key]
-        if rng.random() < 0.2:
-            del at[path[-1]]
-        else:
-            at[path[-1]] = copy.deepcopy(rng.choice(JUNK))
-    return value
-
-
 @pytest.mark.parametrize("dialect", [modelopt, compressed_tensors], ids=lambda d: d.NAME)
 def test_readers_take_any_json(dialect):
     """The settings' readers give a QuantConfig for any JSON object."""
     rng = random.Random(5)
     base = dialect.small_files({"a": "nvfp4", "b": "fp8"}, ["lm_head", "x*"], 16, True)[0]
     for _ in range(FUZZ):
-        config = dialect.read(mutate(rng, base))
+        config = dialect.read(mutate_json(rng, base))
         assert isinstance(config.algo, str) and (config.group is None or config.group > 0)
         assert all(isinstance(e, str) for e in config.excluded)
 
@@ -112,10 +65,10 @@ def test_audit_takes_any_configuration(tmp_path, dialect):
     rng = random.Random(6)
     seen = set()
     for _ in range(max(200, FUZZ // 50)):
-        (tmp_path / "config.json").write_text(json.dumps(mutate(rng, config)))
+        (tmp_path / "config.json").write_text(json.dumps(mutate_json(rng, config)))
         if beside:
             (tmp_path / "hf_quant_config.json").write_text(
-                json.dumps(mutate(rng, beside) if rng.random() < 0.5 else beside)
+                json.dumps(mutate_json(rng, beside) if rng.random() < 0.5 else beside)
             )
         try:
             found = aq.checkpoint.audit(tmp_path)
@@ -196,7 +149,7 @@ def test_any_index_is_read_or_refused(tmp_path):
             changed["weight_map"][key] = rng.choice(wild)
             if rng.random() < 0.2:
                 changed["weight_map"].pop(rng.choice(list(changed["weight_map"])), None)
-        text = json.dumps(changed if rng.random() < 0.7 else mutate(rng, changed))
+        text = json.dumps(changed if rng.random() < 0.7 else mutate_json(rng, changed))
         if rng.random() < 0.1:
             text = text[: rng.randrange(len(text))]
         (tmp_path / "m" / INDEX).write_text(text)

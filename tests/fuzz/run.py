@@ -1,0 +1,203 @@
+"""Every fuzzer for a while, one after the other, and a table of what they did. `make fuzz SECONDS=60`
+
+    python tests/fuzz/run.py SECONDS [NAME ...]
+
+C (sse, http1): libFuzzer with ASan and UBSan (clang). codec: codec_driver.c, its own generator, ASan and UBSan.
+Python (targets.py): atheris, libFuzzer's coverage of our bytecode, where it can be had; else mutations of the seeds.
+New inputs go to build/fuzz/corpus/NAME; what breaks is kept in build/fuzz/crash-*. Exits 1 where anything broke.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+BUILD = ROOT / "build/fuzz"
+SITE = BUILD / "site"
+C_TARGETS = ("sse", "http1")
+INPUT_BYTES = 4096
+INPUT_S = 10  # an input that takes longer is a finding
+SIMD = {
+    "_avx2.c": ["-mavx2", "-mf16c", "-mbmi2", "-mfma"],
+    "_avx512.c": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mf16c", "-mbmi2", "-mfma"],
+}
+
+Row = tuple[str, str, int, str, int, bool]  # name, by what, executions, coverage, corpus, broken
+
+
+def libfuzzer(name: str, by: str, command: list[str], seconds: int, seeds: list[Path]) -> Row:
+    corpus = BUILD / "corpus" / name
+    corpus.mkdir(parents=True, exist_ok=True)
+    options = [f"-max_total_time={seconds}", "-print_final_stats=1", f"-timeout={INPUT_S}", f"-max_len={INPUT_BYTES * 8}",
+               "-rss_limit_mb=4096", f"-artifact_prefix={BUILD}/crash-{name}-"]  # fmt: skip
+    folders = [str(corpus), *(str(s) for s in seeds if s.is_dir())]
+    done = subprocess.run([*command, *options, *folders], capture_output=True, text=True, cwd=BUILD, errors="replace")
+    runs = re.search(r"number_of_executed_units: (\d+)", done.stderr)
+    cover = re.findall(r"cov: (\d+) ft: (\d+)", done.stderr)
+    if done.returncode:
+        print(done.stderr[-3000:], file=sys.stderr)
+    coverage = f"{cover[-1][0]} edges" if cover else ""
+    return name, by, int(runs[1]) if runs else 0, coverage, len(list(corpus.iterdir())), done.returncode != 0
+
+
+def c_target(name: str, seconds: int) -> Row:
+    binary = BUILD / name
+    sources = [HERE / f"fuzz_{name}.c", ROOT / f"csrc/stream/{name}.c"]
+    flags = ["-std=c11", "-g", "-O1", "-fsanitize=fuzzer,address,undefined", "-DLIBFUZZER", f"-I{ROOT}/csrc"]
+    subprocess.run(["clang", *flags, *sources, "-o", binary], check=True)
+    return libfuzzer(name, "libFuzzer", [str(binary)], seconds, [HERE / "corpus" / name])
+
+
+def codec(seconds: int) -> Row:
+    """Its driver makes its own inputs; each round of executions starts elsewhere."""
+    flags = ["-std=c11", "-g", "-O1", "-ffp-contract=off", "-fno-math-errno", "-fopenmp", f"-I{ROOT}/csrc",
+             "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]  # fmt: skip
+    skipped = (
+        ("module.c", "exchange.c", "_neon.c")
+        if os.uname().machine == "x86_64"
+        else ("module.c", "exchange.c", "_avx2.c", "_avx512.c")
+    )
+    objects = []
+    for source in [
+        *sorted((ROOT / "csrc/common").glob("*.c")),
+        *sorted((ROOT / "csrc/nvfp4").glob("*.c")),
+        HERE / "codec_driver.c",
+    ]:
+        if source.name.endswith(skipped):
+            continue
+        objects.append(str(BUILD / f"{source.stem}.o"))
+        simd = next((f for tail, f in SIMD.items() if source.name.endswith(tail)), [])
+        subprocess.run(["gcc", *flags, *simd, "-c", str(source), "-o", objects[-1]], check=True)
+    subprocess.run(["gcc", *flags, *objects, "-lm", "-o", str(BUILD / "codec")], check=True)
+    each, rounds, until = 20_000, 0, time.monotonic() + seconds
+    start = random.randrange(10_000)
+    while time.monotonic() < until:
+        done = subprocess.run(
+            [str(BUILD / "codec"), str(each), str(start + rounds)], env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
+        rounds += 1
+        if done.returncode:
+            print(f"codec: broken with {each} executions from {start + rounds - 1}", file=sys.stderr)
+            return "codec", "own driver", rounds * each, "", 0, True
+    return "codec", "own driver", rounds * each, "", 0, False
+
+
+def python_target(name: str, seconds: int) -> Row:
+    if not have_atheris():
+        return mutated(name, seconds)
+    seeds = BUILD / "seeds" / name
+    write_seeds(name, seeds)
+    return libfuzzer(
+        name,
+        "atheris",
+        [sys.executable, str(HERE / "run.py"), "--atheris", name],
+        seconds,
+        [seeds, HERE / "corpus" / name],
+    )
+
+
+def have_atheris() -> bool:
+    sys.path.insert(0, str(SITE))
+    try:
+        import atheris  # noqa: F401
+    except ImportError:
+        pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(SITE), "atheris==3.0.0"]
+        return subprocess.run(pip, capture_output=True).returncode == 0
+    return True
+
+
+def write_seeds(name: str, folder: Path) -> None:
+    from targets import TARGETS
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, seed in enumerate(TARGETS[name].seeds()):
+        (folder / f"seed{number}").write_bytes(seed)
+
+
+def mutated(name: str, seconds: int) -> Row:
+    """Without atheris: changed seeds, no coverage."""
+    from mutate import mutate
+    from targets import TARGETS
+
+    target, rng = TARGETS[name], random.Random()
+    kept = [p.read_bytes() for p in (HERE / "corpus" / name).glob("*")]
+    seeds, runs, until = [*target.seeds(), *kept], 0, time.monotonic() + seconds
+    while time.monotonic() < until:
+        raw = mutate(rng, rng.choice(seeds))
+        runs += 1
+        try:
+            target.run(raw)
+        except Exception as error:
+            (BUILD / f"crash-{name}").write_bytes(raw)
+            print(f"{name}: {error!r}: kept in {BUILD}/crash-{name}", file=sys.stderr)
+            return name, "mutations", runs, "", len(seeds), True
+    return name, "mutations", runs, "", len(seeds), False
+
+
+def under_atheris(name: str, arguments: list[str]) -> None:
+    """In a process of its own: libFuzzer's loop over one target, its mutations and ours by turns."""
+    sys.path.insert(0, str(SITE))
+    import atheris
+    from mutate import mutate
+
+    with atheris.instrument_imports(include=["annie_quant"]):
+        import annie_quant.bench.store
+        import annie_quant.checkpoint.from_gguf
+        import annie_quant.doctor
+        import annie_quant.judge
+        import annie_quant.report.load
+        import annie_quant.report.markdown
+        import annie_quant.stream  # noqa: F401
+    from targets import TARGETS
+
+    list(TARGETS[name].seeds())
+
+    def change(data: bytes, most: int, seed: int) -> bytes:
+        if seed % 2:
+            return atheris.Mutate(data, most)
+        return mutate(random.Random(seed), data)[:most]
+
+    atheris.Setup([sys.argv[0], *arguments], TARGETS[name].run, custom_mutator=change)
+    atheris.Fuzz()
+
+
+def main(arguments: list[str]) -> int:
+    if arguments[:1] == ["--atheris"]:
+        under_atheris(arguments[1], arguments[2:])
+        return 0
+    from targets import TARGETS
+
+    seconds = int(arguments[0]) if arguments else 60
+    names = arguments[1:] or [*C_TARGETS, "codec", *TARGETS]
+    BUILD.mkdir(parents=True, exist_ok=True)
+    rows = []
+    for name in names:
+        if name in (*C_TARGETS, "codec") and not shutil.which("clang" if name in C_TARGETS else "gcc"):
+            print(f"{name}: left out, its compiler is not here", file=sys.stderr)
+            continue
+        rows.append(
+            codec(seconds)
+            if name == "codec"
+            else c_target(name, seconds)
+            if name in C_TARGETS
+            else python_target(name, seconds)
+        )
+        print(
+            "{:14} {:10} {:>10} executions  {:>12}  corpus {:>5}  {}".format(
+                *rows[-1][:5], "BROKEN" if rows[-1][5] else ""
+            ),
+            flush=True,
+        )
+    return int(any(row[5] for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -74,13 +74,15 @@ static int keep_read(struct transfer *t, size_t size)
 {
     struct client *c = t->client;
     struct vector *reads = &c->result->reads;
-    struct read_row *last = (struct read_row *)reads->base + t->last_read;
-    if (t->last_action == c->action && size <= UINT32_MAX - last->size) {
-        last->size += (uint32_t)size;
-        return SSE_OK;
+    if (t->last_action == c->action) {
+        struct read_row *last = (struct read_row *)reads->base + t->last_read;
+        if (size <= UINT32_MAX - last->size) {
+            last->size += (uint32_t)size;
+            return SSE_OK;
+        }
     }
     t->last_action = c->action;
-    t->last_read = reads->size / sizeof *last;
+    t->last_read = reads->size / sizeof(struct read_row);
     t->first_event = c->result->events.size / sizeof(struct event_row);
     t->read_events = 0;
     struct read_row row = {.user_ns = c->now_ns, .request = t->index, .size = (uint32_t)size};

@@ -171,8 +171,9 @@ static bool send_some(struct transfer *t)
     while (t->unsent) {
         size_t of_head = t->unsent > q->body_size ? t->unsent - q->body_size : 0;
         size_t of_body = t->unsent - of_head;
-        struct iovec parts[2] = {{t->head.base + (t->head.size - of_head), of_head},
-                                 {(char *)q->body + (q->body_size - of_body), of_body}};
+        struct iovec parts[2] = {{t->head.base + (t->head.size - of_head), of_head}};
+        if (of_body)
+            parts[1] = (struct iovec){(char *)q->body + (q->body_size - of_body), of_body};
         struct msghdr message = {.msg_iov = parts, .msg_iovlen = q->body_size ? 2 : 1};
         ssize_t sent = sendmsg(t->fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
         if (sent < 0 && errno == EINTR)

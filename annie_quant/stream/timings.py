@@ -278,7 +278,7 @@ class Timings:
         try:
             with np.load(path, allow_pickle=False) as held:
                 plan = msgspec.json.decode(held["plan"].tobytes())
-                arrays = [held[name] for name in _ARRAYS]
+                arrays = [np.asarray(held[name]) for name in _ARRAYS]  # a member that is no .npy comes as bytes
             version = plan["schema_version"]
         except Exception as error:  # numpy and zipfile raise whatever their parsing runs into
             said = (str(error) or type(error).__name__).splitlines()[0][:200]

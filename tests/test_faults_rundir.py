@@ -188,3 +188,13 @@ def test_watching_against_a_folder_that_is_no_run_is_said_before_anything_is_mea
     ]
     done = CliRunner().invoke(cli, words)
     assert isinstance(done.exception, UsageError) and "no bench.json" in done.exception.message
+
+
+def test_an_evaluation_says_at_once_that_its_result_cannot_be_written(tmp_path):
+    from annie_quant.runtime import cli_eval
+
+    (tmp_path / "file").write_text("")
+    with pytest.raises(EnvironmentFault, match="cannot be written"):
+        cli_eval.writable(tmp_path / "file/eval.json")
+    cli_eval.writable(tmp_path / "new/eval.json")
+    assert not list((tmp_path / "new").iterdir())

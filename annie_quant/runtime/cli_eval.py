@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from annie_quant import files
+from annie_quant.errors import EnvironmentFault
 from annie_quant.runtime import layers
 from annie_quant.runtime.evaluate import Progress, evaluate
 from annie_quant.runtime.team import finish, team
@@ -30,6 +32,8 @@ def run(
 
     Writes output, and beside it OUTPUT.layers.json (from which a killed run goes on) and OUTPUT.layers.svg.
     """
+    if output is not None and first_process():
+        writable(output)  # said now, and not after an hour of evaluation
     result = evaluate(
         checkpoint,
         reference,
@@ -52,6 +56,19 @@ def run(
     if output is not None and first_process():
         files.write_json(output, result)
     return result
+
+
+def writable(path: Path) -> None:
+    """Raise EnvironmentFault where the file cannot be written later."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        probe = path.with_name(f".{path.name}.{os.getpid()}.part")
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise EnvironmentFault(
+            f"{path}: cannot be written ({error.strerror}{files.owner(path.parent)})", "choose another --output"
+        ) from error
 
 
 def first_process() -> bool:

@@ -20,7 +20,7 @@ from typing import Any
 from stages import ANNIE_QUANT, ROOT, Stage
 
 NOBODY = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"]
-LIMIT_S = 120
+LIMIT_S = 300
 LONG_S = 8.0
 
 

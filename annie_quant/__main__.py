@@ -18,7 +18,7 @@ def main() -> None:
         sys.exit(130)
     except (ImportError, MemoryError, SystemError) as error:
         sys.stderr.write(
-            f"annie-quant: a library cannot be loaded ({error})\n  → free some memory, or install it anew: pip install --force-reinstall annie-quant\n"
+            f"annie-quant: a library cannot be loaded ({error})\n  → free some memory, or install it anew\n"
         )
         sys.exit(3)
     cli.main()

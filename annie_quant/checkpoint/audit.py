@@ -50,7 +50,7 @@ class Audit:
         }
 
 
-def audit(path: str | os.PathLike, source: str | os.PathLike | None = None) -> Audit:
+def audit(path: str | os.PathLike[str], source: str | os.PathLike[str] | None = None) -> Audit:
     """Audit a model folder, against the bf16 checkpoint it was made from where `source` is given.
 
     Faults of the files themselves (a missing or truncated shard, a header that lies) are findings too. A folder that
@@ -67,6 +67,9 @@ def audit(path: str | os.PathLike, source: str | os.PathLike | None = None) -> A
             raise
         result.add(error.code, error.tensor, error.message)
         result.summary = {"size_bytes": None, "loads": []}
+        return result
+    if dialect is None and not checks.known_method(folder, result.add):
+        result.summary = {"size_bytes": folder.weight_bytes, "loads": []}
         return result
     for linear in linears.values():
         result.tensors.append(checks.linear(folder, linear, config, result.add))

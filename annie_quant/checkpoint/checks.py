@@ -22,6 +22,8 @@ CHUNK_BYTES = 1 << 24
 DECAY = ".A_log"
 # A multiplier is amax/2688: above 1 the largest weight would be over 2688, which no model has; a divisor usually is.
 # Activations reach further (massive outliers of some tens of thousands), hence the wider bound.
+# By ModelOpt's names; "" where the configuration names none.
+ALGORITHMS = ("", "NVFP4", "W4A16_NVFP4", "NVFP4_AWQ", "FP8", "MIXED_PRECISION")
 LARGEST_TENSOR_SCALE = 1.0
 LARGEST_INPUT_SCALE = 100.0
 
@@ -191,6 +193,20 @@ def fused(folder: ModelFolder, linears: dict[str, Linear], add: Add) -> None:
                 )
 
 
+def known_method(folder: ModelFolder, add: Add) -> bool:
+    """Whether quantization_config, where there is one, names a layout that is read here: of another nothing can be said."""
+    quant = folder.config.get("quantization_config")
+    method = quant.get("quant_method") if isinstance(quant, dict) else None
+    if not method:
+        return True
+    add(
+        "method_unknown",
+        "config.json",
+        f"quant_method {str(method)[:40]!r} is not read here; modelopt and compressed-tensors are",
+    )
+    return False
+
+
 def configuration(
     folder: ModelFolder, dialect: ModuleType | None, linears: dict[str, Linear], config: QuantConfig, add: Add
 ) -> None:
@@ -214,6 +230,12 @@ def configuration(
     )
     if isinstance(inline, dict) and beside is not None and dialect is modelopt:
         agree(config, beside, [*linears, *modules], add)
+    if config.algo not in ALGORITHMS:
+        add(
+            "algorithm_unknown",
+            "config.json",
+            f"quant_algo {config.algo[:40]!r} is not known here; what is read: {', '.join(ALGORITHMS[1:])}",
+        )
     if not linears:
         add(
             "nothing_quantized",

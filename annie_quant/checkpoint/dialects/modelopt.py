@@ -85,13 +85,22 @@ def read(quant: dict[str, Any]) -> QuantConfig:
     excluded = quant.get("exclude_modules", quant.get("ignore"))
     return QuantConfig(
         method=NAME,
-        algo=str(quant.get("quant_algo") or ""),
+        algo=str(quant.get("quant_algo") or "").upper(),  # some exporters write it small
         group=group if isinstance(group, int) and group > 0 else None,
         excluded=[e for e in excluded if isinstance(e, str)] if isinstance(excluded, list) else [],
-        layers={k: str(v.get("quant_algo") or "") for k, v in layers.items()},
-        kv_cache=quant.get("kv_cache_quant_algo"),
+        layers={k: str(v.get("quant_algo") or "").upper() for k, v in layers.items()},
+        kv_cache=kv_cache(quant),
         raw=quant,
     )
+
+
+def kv_cache(quant: dict[str, Any]) -> str | None:
+    """The cache's format: a word in hf_quant_config.json, number and kind of bits in config.json."""
+    scheme = quant.get("kv_cache_scheme")
+    if isinstance(scheme, dict) and (scheme.get("type"), scheme.get("num_bits")) == ("float", 8):
+        return "FP8"
+    named = quant.get("kv_cache_quant_algo")
+    return named if isinstance(named, str) else None
 
 
 def tensors(linear: Linear, folder: ModelFolder) -> list[Planned]:

@@ -204,7 +204,7 @@ def test_a_folder_of_links_gives_nothing_away(tmp_path):
 
 def test_names_from_a_server_stay_names(tmp_path):
     """A model that calls itself ../../x, or a megabyte: no file outside the run, and a page that can be read."""
-    for name in ("../../escaped", "/etc/escaped", "a\x00b", "x" * 1_000_000, "<script>alert(1)</script>"):
+    for name in ("../../escaped<script>alert(1)</script>", "/etc/\x00" + "x" * 1_000_000):
         run, workload = tmp_path / "deep/run", tmp_path / "capitals.json"
         shutil.rmtree(run, ignore_errors=True)
         workload.write_text(json.dumps(sample.WORKLOAD))

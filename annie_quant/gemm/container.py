@@ -23,6 +23,7 @@ from annie_quant.gemm.stack import STACKS
 
 PROGRAMS = ("docker", "podman")
 PACKAGE = Path(__file__).parents[1]
+NEEDED = ("__init__", "errors", "native")  # what annie_quant.gemm imports of the rest
 SCRIPT = """import base64, os, runpy, sys, tempfile
 folder = tempfile.mkdtemp()
 archive = os.path.join(folder, "annie.zip")
@@ -40,7 +41,7 @@ def script(stack: str) -> str:
         raise UsageError(f"there is no stack called {stack!r}", f"choose one of: {', '.join(STACKS)}, all")
     held = io.BytesIO()
     with zipfile.ZipFile(held, "w", zipfile.ZIP_DEFLATED) as archive:
-        for path in [PACKAGE / "__init__.py", PACKAGE / "errors.py", *sorted((PACKAGE / "gemm").glob("*.py"))]:
+        for path in [*(PACKAGE / f"{name}.py" for name in NEEDED), *sorted((PACKAGE / "gemm").glob("*.py"))]:
             archive.write(path, Path("annie_quant") / path.relative_to(PACKAGE))
     return SCRIPT.format(archive=base64.b64encode(held.getvalue()).decode("ascii"), stack=stack)
 

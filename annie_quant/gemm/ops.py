@@ -103,8 +103,8 @@ class Weight:
         self._plans: dict[tuple[int, str], tuple[int, ...]] = {}
 
     def plan(self, m: int, path: str = "auto") -> tuple[int, ...]:
-        """(path, warps or tokens of a tile, split of K, ring stages, blocks, shared-memory bytes, workspace bytes) for M
-        tokens.
+        """(path, warps or tokens of a tile, split of K, row tiles of a step or ring stages, blocks, shared-memory
+        bytes, workspace bytes) for M tokens.
         """
         key = (m, path)
         if key not in self._plans:

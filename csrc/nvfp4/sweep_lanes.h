@@ -14,6 +14,9 @@
 #include <immintrin.h>
 #endif
 
+/* For functions with constant arguments, so that no branch on them is left in a loop. */
+#define ALWAYS_INLINE static inline __attribute__((always_inline))
+
 typedef float lanes_f __attribute__((vector_size(32)));
 typedef int32_t lanes_i __attribute__((vector_size(32)));
 typedef uint32_t lanes_u __attribute__((vector_size(32))); /* wraps */
@@ -202,7 +205,7 @@ static inline void list_run(const struct pack_plan *plan, struct eight *e, lanes
 }
 
 /* How far floats may be off, and the codes to begin with. */
-static inline __attribute__((always_inline)) void prepare(const struct pack_plan *plan, int group, bool weighted, struct eight *e)
+ALWAYS_INLINE void prepare(const struct pack_plan *plan, int group, bool weighted, struct eight *e)
 {
     e->top_weight = all_lanes(1.f);
     e->weight_sum = all_lanes((float)group);
@@ -236,7 +239,7 @@ static inline __attribute__((always_inline)) void prepare(const struct pack_plan
  * u = a / step and t = 2^22 * u, the last bit of t - u is worth half a step of u's binade, and t is a multiple of it: so
  * t - (t - u) is u rounded to the grid. Where t - u falls into the next binade, u is nearly a power of two, which both round
  * to. Below 1 the grid goes on in halves: t is at least 2^22 + 1. */
-static inline __attribute__((always_inline)) void measure(struct eight *e, int group, bool weighted, int k, int codes, bool clips)
+ALWAYS_INLINE void measure(struct eight *e, int group, bool weighted, int k, int codes, bool clips)
 {
     const lanes_i finest = (lanes_i)all_lanes(0x1p22f + 1.f), six = (lanes_i)all_lanes(6.f); /* positive floats order as integers */
     lanes_f sum[SUMS];
@@ -272,7 +275,7 @@ static inline void rank(struct eight *e, int k)
 }
 
 /* Beyond the window: far up only from the smallest codes (search.c), far down as long as the clipped amax alone may pay. */
-static inline __attribute__((always_inline)) void look_further(const struct pack_plan *plan, int group, bool weighted, struct eight *e)
+ALWAYS_INLINE void look_further(const struct pack_plan *plan, int group, bool weighted, struct eight *e)
 {
     while (any_lane(e->first + e->count - 4 < 16) & (e->count < WINDOW + 8)) {
         list_run(plan, e, e->first + e->count - 4, 1, 4);
@@ -309,7 +312,7 @@ static __attribute__((noinline)) int settle(const struct pack_plan *plan, const 
     return contest.code;
 }
 
-static inline __attribute__((always_inline)) void decide(const struct pack_plan *plan, int group, bool weighted, lanes_f finest, struct eight *e)
+ALWAYS_INLINE void decide(const struct pack_plan *plan, int group, bool weighted, lanes_f finest, struct eight *e)
 {
     rank(e, 0);
     if (plan->choice == CHOICE_SWEEP)
@@ -329,7 +332,7 @@ static inline __attribute__((always_inline)) void decide(const struct pack_plan 
 }
 
 /* A code for each block, the one that best_code finds; `groups` of eight blocks. */
-static inline __attribute__((always_inline)) void search_as(const struct pack_plan *plan, int group, bool weighted, struct eight *e, int groups)
+ALWAYS_INLINE void search_as(const struct pack_plan *plan, int group, bool weighted, struct eight *e, int groups)
 {
     const lanes_f finest = steps_of(plan, all_lanes_i(1));
     for (int g = 0; g < groups; g++)

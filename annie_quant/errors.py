@@ -5,6 +5,8 @@ Exit codes: 0 pass, 1 a gate failed or a fault was found, 2 usage, 3 environment
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class AnnieError(Exception):
     """An expected fault. `hint` is the next command to run, or what to change."""
@@ -39,7 +41,7 @@ class ServerError(AnnieError):
     exit_code = 4
 
 
-def need(module: str, extra: str):
+def need(module: str, extra: str) -> Any:
     """Import an optional package where it is used, or say which extra brings it."""
     import importlib
 

@@ -48,7 +48,7 @@ class Request:
         return f"Request({safe_url(self.url)!r}, tag={self.tag!r}, headers={sorted(self.headers or ())})"
 
 
-def chat(url: str, model: str | None, messages: Sequence[Mapping], tag: Any = None, **fields: Any) -> Request:
+def chat(url: str, model: str | None, messages: Sequence[Mapping[str, Any]], tag: Any = None, **fields: Any) -> Request:
     """A streamed chat completion that asks for usage. `url`: the server's, with or without /v1/chat/completions.
 
     fields: max_tokens, temperature, tools ... of the body; headers, timeout_s, idle_timeout_s, start_s of the Request.
@@ -98,9 +98,9 @@ def run(
     deadline_s: float | None = None,
     http: str = "1.1",
     fresh_connections: bool = False,
-    unix_socket: str | os.PathLike | None = None,
+    unix_socket: str | os.PathLike[str] | None = None,
     proxy: str | None = None,
-    ca_file: str | os.PathLike | None = None,
+    ca_file: str | os.PathLike[str] | None = None,
     verify_tls: bool = True,
     kernel_stamps: bool = True,
     realtime: bool = True,
@@ -196,7 +196,7 @@ def _run(requests: list[Request], concurrency: int | None, cancel: Cancel, optio
     return timings
 
 
-def _row(r: Request) -> tuple:
+def _row(r: Request) -> tuple[Any, ...]:
     body, headers = r.body, dict(r.headers or {})
     if r.json is not None:
         if body is not None:

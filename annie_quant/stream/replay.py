@@ -7,6 +7,7 @@ import itertools
 import socket
 import threading
 import time
+from typing import BinaryIO
 
 from annie_quant.stream.timings import Timings
 
@@ -93,7 +94,7 @@ def _head(timings: Timings, request: int) -> bytes:
     return "\r\n".join([*lines, "", ""]).encode("latin-1")
 
 
-def _read_request(incoming) -> bool:
+def _read_request(incoming: BinaryIO) -> bool:
     """Reads one request with its body. False at the end of the connection."""
     length = 0
     first = incoming.readline()

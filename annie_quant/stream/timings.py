@@ -252,7 +252,7 @@ class Timings:
 
     # ---- record and replay
 
-    def save(self, folder: str | os.PathLike) -> Path:
+    def save(self, folder: str | os.PathLike[str]) -> Path:
         """Writes folder/timings.npz: raw frames, stamps, headers. Secrets of the requests are not in it."""
         from annie_quant.files import replacing  # and with it hashlib: 3 MB that a run need not hold
 
@@ -271,7 +271,7 @@ class Timings:
         return path
 
     @classmethod
-    def load(cls, folder: str | os.PathLike) -> Timings:
+    def load(cls, folder: str | os.PathLike[str]) -> Timings:
         """Reads a recording: the folder it was saved to, or its file."""
         path = Path(folder)
         path = path / FILE_NAME if path.is_dir() else path

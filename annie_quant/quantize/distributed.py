@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,10 +19,12 @@ from annie_quant.quantize.meter import Meter
 
 RETRIES = 5  # of a shard whose worker died
 CONNECT_S = 5.0
+MakeShard = Callable[[Job, str], None]
 
 
-def make(job: Job, shards: dict[str, int], meter: Meter) -> None:
-    """Make the named shards (name → bytes of source) on the cluster at job.options["ray"]; "local" starts one."""
+def make(job: Job, shards: dict[str, int], meter: Meter, make_shard: MakeShard) -> None:
+    """make_shard(job, name) for the named shards (name → bytes of source) on the cluster at job.options["ray"]; "local"
+    starts one."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     ray = need("ray", "ray")
     address = job.options["ray"]
@@ -38,7 +41,7 @@ def make(job: Job, shards: dict[str, int], meter: Meter) -> None:
     options = {k: v if k != "input_scales" or not v else str(Path(v).resolve()) for k, v in job.options.items()}
     there = replace(job, model=job.model.resolve(), output=job.output.resolve(), options=options)
     task = ray.remote(max_retries=RETRIES)(make_one)
-    waiting = {task.remote(there, name): size for name, size in shards.items()}
+    waiting = {task.remote(make_shard, there, name): size for name, size in shards.items()}
     try:
         while waiting:
             done, _ = ray.wait(list(waiting))
@@ -70,10 +73,8 @@ def answers(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
 
 
-def make_one(job: Job, name: str) -> None:
+def make_one(make_shard: MakeShard, job: Job, name: str) -> None:
     """One shard, in a worker."""
-    from annie_quant.quantize.strategies import direct
-
     if not job.output.is_dir():
         raise EnvironmentFault(f"{job.output}: not seen by this worker", "give folders that every machine shares")
-    direct.make_shard(job, name)
+    make_shard(job, name)

@@ -55,7 +55,7 @@ def quantize(job: Job, report: Report) -> None:
     if job.options["ray"]:
         from annie_quant.quantize import distributed
 
-        distributed.make(job, {s.name: s.work_bytes for s in missing}, meter)
+        distributed.make(job, {s.name: s.work_bytes for s in missing}, meter, make_shard)
     else:
         for shard in missing:
             write_shard(job.output, shard, meter.add)

@@ -1,6 +1,6 @@
 """The streaming client in C (csrc/stream); annie_quant.stream is its face."""
 
-from typing import Any, TypedDict
+from typing import Any, TypedDict, final
 
 from typing_extensions import Buffer
 
@@ -15,6 +15,7 @@ REQUEST_ROW: _Layout
 EVENT_ROW: _Layout
 READ_ROW: _Layout
 
+@final
 class Block(Buffer):
     """Memory of a run, read in place through the buffer protocol."""
 

@@ -277,7 +277,7 @@ static int module_exec(PyObject *module) {
         Py_DECREF(state->error);
         return -1;
     }
-    return 0;
+    return PyModule_AddStringConstant(module, "ARCHS", ANNIE_QUANT_ARCHS); /* from setup.py, as given to nvcc */
 }
 
 static int module_traverse(PyObject *module, visitproc visit, void *arg) {

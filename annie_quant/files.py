@@ -1,14 +1,22 @@
-"""Writing so that nothing is ever half there: beside the target, synced, then renamed."""
+"""Writing so that nothing is ever half there: beside the target, synced, then renamed; and by one process at a time."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
+
+from annie_quant.errors import EnvironmentFault
+
+# What flock says of a file system without locks, such as NFS whose lock service does not run.
+NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 @contextlib.contextmanager
@@ -53,3 +61,24 @@ def owner(path: str | os.PathLike) -> str:
         if uid != os.geteuid():
             return f", it belongs to user {uid} and this is user {os.geteuid()}"
     return ""
+
+
+def take_lock(file: IO | int, path: str | os.PathLike) -> bool:
+    """Lock an open file against other processes; False where another one holds it. It ends when the file is closed.
+
+    Where the file system has no locks, True after a warning: nobody could work there otherwise.
+    Raises EnvironmentFault for whatever else the system says.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise EnvironmentFault(f"{path}: cannot be locked ({error.strerror})", "choose another --output") from error
+        logging.getLogger(__name__).warning(
+            "annie-quant: %s: this file system has no locks (%s); see that no second command writes there",
+            path,
+            error.strerror,
+        )
+    return True

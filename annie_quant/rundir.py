@@ -8,7 +8,6 @@ models/  gguf/  eval/    what the stages leave for each other
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from annie_quant.errors import EnvironmentFault, UsageError
-from annie_quant.files import owner, read_json, write_json
+from annie_quant.files import owner, read_json, take_lock, write_json
 
 SCHEMA_VERSION = 1  # of run.json and bench.json; raised when a reader of the old layout would misread the new one
 HALF = re.compile(r"^\..+\.\d+\.part$")  # .NAME.PID.part
@@ -65,22 +64,20 @@ class RunDirectory:
     def locked(self) -> Iterator[None]:
         """Hold the folder against a second command; the lock goes with the process, however it ends.
 
-        Raises UsageError (held by another process, which is named), EnvironmentFault (not ours to write, or made by a
-        newer annie-quant, whose results would be lost).
+        Raises UsageError (held by another process, which is named), EnvironmentFault (not ours to write, cannot be
+        locked, or made by a newer annie-quant, whose results would be lost).
         """
         try:
             file = (self.path / ".lock").open("a+")  # not "w": who waits must not wipe out the holder's name
         except OSError as error:
             raise not_ours(self.path, self.path / ".lock", error) from error
         with file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
+            if not take_lock(file, self.path):
                 file.seek(0)
                 raise UsageError(
                     f"{self.path}: another annie-quant is working in this run directory ({file.read() or 'unnamed'})",
                     "wait for it, or choose another --output",
-                ) from None
+                )
             file.truncate(0)
             with contextlib.suppress(OSError):  # a full disk takes no name, and the lock holds without one
                 file.write(f"process {os.getpid()}: {' '.join(['annie-quant', *sys.argv[1:]])[:300]}")

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import json
+import logging
 import os
 import resource
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +24,8 @@ import make_run_sample as sample
 
 from annie_quant import bench, files, report
 from annie_quant.bench.regress import regression
+from annie_quant.checkpoint.staging import staged
+from annie_quant.data.journal import Journal
 from annie_quant.errors import EnvironmentFault, UsageError
 from annie_quant.rundir import SCHEMA_VERSION, RunDirectory
 from annie_quant.stream import Timings
@@ -114,6 +121,50 @@ def test_the_second_command_is_told_which_process_holds_the_folder(tmp_path):
     finally:
         holder.kill()
         holder.wait()
+
+
+def locks_raise(monkeypatch, number: int) -> None:
+    def flock(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+
+
+@contextlib.contextmanager
+def journal(folder: Path) -> Iterator[None]:
+    Journal(folder / "d.jsonl", {"n": 1}).close(done=False)
+    yield
+
+
+WHO_LOCK = {
+    "a run directory": lambda folder: RunDirectory(folder / "run").locked(),
+    "a folder being made": lambda folder: staged(folder / "model"),
+    "a journal": journal,
+}
+
+
+@pytest.mark.parametrize("lock", WHO_LOCK.values(), ids=WHO_LOCK)
+def test_a_file_system_without_locks_is_worked_on_with_a_warning(tmp_path, monkeypatch, caplog, lock):
+    """NFS without its lock service: nobody else is working there, and nobody could be seen to."""
+    for number in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
+        locks_raise(monkeypatch, number)
+        with caplog.at_level(logging.WARNING), lock(tmp_path / str(number)):
+            pass
+        assert f"has no locks ({os.strerror(number)})" in caplog.messages[-1]
+    assert len(caplog.messages) == 3
+
+
+@pytest.mark.parametrize("lock", WHO_LOCK.values(), ids=WHO_LOCK)
+def test_an_error_of_the_disk_is_not_taken_for_another_command(tmp_path, monkeypatch, lock):
+    locks_raise(monkeypatch, errno.EIO)
+    with pytest.raises(EnvironmentFault, match=r"cannot be locked \(Input/output error\)"), lock(tmp_path / "x"):
+        pass
+    monkeypatch.undo()
+    with lock(tmp_path / "x"):  # and nothing is left that would be in the way
+        pass
+    monkeypatch.setattr(fcntl, "flock", lambda *_: (_ for _ in ()).throw(BlockingIOError(errno.EAGAIN, "")))
+    with pytest.raises((UsageError, EnvironmentFault), match="another"), lock(tmp_path / "x"):
+        pass
 
 
 @pytest.mark.parametrize(

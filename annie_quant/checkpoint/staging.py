@@ -7,7 +7,6 @@ outlives a kill: the next run with the same stamp finds the finished shards ther
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -18,7 +17,7 @@ from typing import Any
 
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.errors import EnvironmentFault, UsageError
-from annie_quant.files import write_json
+from annie_quant.files import take_lock, write_json
 
 STAMP = ".stamp.json"
 
@@ -81,15 +80,17 @@ def open_lock(part: Path) -> int:
                 f"{part.parent}: cannot be written to ({error.strerror})", "choose another --output"
             ) from None
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if path.exists() and path.stat().st_ino == os.fstat(lock).st_ino:
-                return lock  # and not a file that its last holder has just removed
+            if not take_lock(lock, path):
+                raise EnvironmentFault(
+                    f"another run is writing {part.name[1:-5]}", "wait for it, or choose another --output"
+                )
+            with contextlib.suppress(FileNotFoundError):
+                if path.stat().st_ino == os.fstat(lock).st_ino:
+                    return lock  # and not a file that its last holder has just removed
+        except BaseException:
             os.close(lock)
-        except OSError:
-            os.close(lock)
-            raise EnvironmentFault(
-                f"another run is writing {part.name[1:-5]}", "wait for it, or choose another --output"
-            ) from None
+            raise
+        os.close(lock)
 
 
 def prepare(part: Path, stamp: dict[str, Any] | None) -> None:

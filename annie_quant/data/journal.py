@@ -6,13 +6,13 @@ each batch that was asked for, with its cost, so that a budget holds over severa
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from pathlib import Path
 from typing import Any
 
 from annie_quant.errors import UsageError
+from annie_quant.files import take_lock
 
 
 def journal_path(output: Path) -> Path:
@@ -29,10 +29,8 @@ class Journal:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self.path.open("a+b")
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise UsageError(f"{self.path}: another annie-quant data writes there", "wait for it to end") from None
+        if not take_lock(self._file, self.path):
+            raise UsageError(f"{self.path}: another annie-quant data writes there", "wait for it to end")
         lines = [] if anew else self._whole_lines()
         if lines and lines[0].get("key") != key:
             differs = [k for k in key if lines[0].get("key", {}).get(k) != key[k]]

@@ -31,8 +31,8 @@ ARM = MACHINE.endswith(("aarch64", "arm64"))
 
 # A SIMD variant is one file named after its instruction set; only that file gets the flags.
 VARIANT_FLAGS = {
-    "_avx2.c": ["-mavx2", "-mf16c", "-mbmi2"],
-    "_avx512.c": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mf16c", "-mbmi2"],
+    "_avx2.c": ["-mavx2", "-mf16c", "-mbmi2", "-mfma"],
+    "_avx512.c": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mf16c", "-mbmi2", "-mfma"],
     "_neon.c": [],
 }
 DEFAULT_ARCHS = "80,89,90a,120a,121a"

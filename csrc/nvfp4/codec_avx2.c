@@ -1,5 +1,4 @@
 /* The NVFP4 kernels compiled for avx2; the text is codec_x86.h. */
-#pragma GCC target("fma") /* cpu.c asks for it */
 #include "codec_x86.h"
 
 const struct codec_kernels codec_avx2 = {"avx2", amax_bits, pack, unpack, fake_quant};

@@ -1,5 +1,4 @@
 /* A row of packed weights with AVX2: three bits of a code are the index into eight magnitudes, the fourth flips the sign. */
-#pragma GCC target("fma") /* every processor with AVX2 has it, and gemv.c asks */
 #include "gemv.h"
 
 #include <immintrin.h>

@@ -15,8 +15,8 @@ build() { # compiler, folder, optimisation and sanitizers, skipped suffixes
         simd=
         case $file in
         */module.c | */exchange.c) continue ;; # these need Python
-        *_avx512.c) simd="-mavx512f -mavx512bw -mavx512vl -mavx512dq -mf16c -mbmi2" ;;
-        *_avx2.c) simd="-mavx2 -mf16c -mbmi2" ;;
+        *_avx512.c) simd="-mavx512f -mavx512bw -mavx512vl -mavx512dq -mf16c -mbmi2 -mfma" ;;
+        *_avx2.c) simd="-mavx2 -mf16c -mbmi2 -mfma" ;;
         esac
         case " $skip " in *" $(echo "$file" | sed 's/.*_//') "*) continue ;; esac
         $compiler $flags $more $simd -c "$file" -o "$folder/$(basename "$file" .c).o"

@@ -276,3 +276,11 @@ def test_our_clock_is_checked_against_the_servers(ours, theirs, noted):
 def test_a_busy_machine_is_said(load, noted):
     found = confounds.check({"a": known("a")}, [row("a", load_per_core=load)], {"workloads": {}})
     assert [f["code"] for f in found] == (["busy_machine"] if noted else [])
+
+
+@pytest.mark.parametrize(("realtime", "said"), [((True, True), None), ((None, None), None), ((True, False), "1 of 2")])
+def test_a_client_without_a_realtime_priority_is_said(realtime, said):
+    rows = [row("a", realtime=r) for r in realtime if r is not None] or [row("a")]
+    found = confounds.check({"a": known("a")}, rows, {"workloads": {}})
+    assert [f["code"] for f in found] == ([] if said is None else ["normal_priority"])
+    assert said is None or said in found[0]["message"]

@@ -30,7 +30,7 @@ def check(
     measured = [r for r in rows if not r.get("warmup")]
     found = [f for a, b in itertools.combinations(identities.values(), 2) for f in _pair(a, b)]
     found += _prompt_tokens(identities, measured) + _estimates(measured) + _smoke(rows)
-    found += _strangers(identities, measured, config) + _busy(identities, measured)
+    found += _strangers(identities, measured, config) + _busy(identities, measured) + _waiting(identities, measured)
     stopped = config.get("stopped")
     if stopped:
         told = f"stopped early at look {stopped['look']} of {stopped['looks'] + 1}: every gate and comparison was decided at the "
@@ -151,6 +151,24 @@ def _busy(identities: Mapping[str, Mapping[str, Any]], rows: list[Mapping[str, A
             "note",
             f"the machine was busy with other work (median load {statistics.median(loads):.1f} a core): all times are upper "
             "bounds, and limits in milliseconds are not fairly tried",
+            identities,
+        )
+    ]
+
+
+def _waiting(identities: Mapping[str, Mapping[str, Any]], rows: list[Mapping[str, Any]]) -> list[Finding]:
+    """The client had no real-time priority: events waited for it whenever other work was before it, and the kernel's stamp
+    of a read with several events is the last one's."""
+    asked = [row["realtime"] for row in rows if row.get("realtime") is not None]
+    without = asked.count(False)
+    if not without:
+        return []
+    return [
+        _finding(
+            "normal_priority",
+            "note",
+            f"the client had no real-time priority in {without} of {len(asked)} requests: other work on the machine may have "
+            "made its stamps late; root has one, and anybody else after `sudo prlimit --rtprio=1 --pid $$`",
             identities,
         )
     ]

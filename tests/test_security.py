@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import hashlib
 import io
 import json
+import os
 import re
 import shutil
 import sys
@@ -23,6 +25,7 @@ import make_run_sample as sample
 
 from annie_quant.checkpoint import ModelFolder, ShardError, audit, header, shards
 from annie_quant.cli import cli
+from annie_quant.judge import Case, Workload
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted([*ROOT.glob("annie_quant/**/*.py"), *ROOT.glob("examples/**/*.py"), ROOT / "setup.py"])
@@ -152,6 +155,63 @@ def test_planted_secrets_are_in_no_artefact(tmp_path, monkeypatch):
         printed += [done.output, str(done.exception)]
     assert (run / "report.html").exists()
     assert where(run, *printed) == []
+
+
+def talks(body: dict) -> Script:
+    """A teacher's answer to one prompt; the first conversation repeats the key, as a proxy's debug text may."""
+    prompt, made = body["messages"][-1]["content"], []
+    wanted = int(re.search(r"Write (\d+) different", prompt)[1])
+    turns = int(re.search(r"exactly (\d+) turn", prompt)[1])
+    tool = re.search(r"calls (\w+) and says nothing", prompt)
+    for i in range(wanted):
+        word = hashlib.sha256(f"{prompt}{i}".encode()).hexdigest()[:12]
+        talk = [{"user": f"Please {word}{t} it", "assistant": f"That is {word}, gladly."} for t in range(turns)]
+        talk[0]["assistant"] += f" Bearer {KEY}" * (i == 0)
+        if tool:
+            talk[0] |= {"call": {"name": tool[1], "arguments": {"query": word}}, "result": f"{word} was found."}
+        made.append({"turns": talk})
+    return Script(content=[json.dumps({"conversations": made})])
+
+
+def test_planted_secrets_are_in_no_artefact_of_a_teacher(tmp_path, monkeypatch):
+    """A teacher's server that repeats the key in an error and in what it writes; a `claude` that does on its stderr."""
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    monkeypatch.setenv("ANTHROPIC_API_KEY", KEY)
+    faults, printed = [Script(status=500, error=f"broken for {KEY}"), Script(status=401, error=f"not {KEY}")], []
+    with FakeServer(lambda body: faults.pop(0) if faults else talks(body)) as server:
+        words = ["data", "--teacher", "openai", "--teacher-model", "m", "--url", server.url, "--n", "5"]
+        for _ in range(2):  # the 401 ends the first
+            done = CliRunner().invoke(cli, [*words, "--output", str(tmp_path / "out/d.jsonl")])
+            printed += [done.output, str(done.exception)]
+        assert len(server.bodies) > 5 and len((tmp_path / "out/d.jsonl").read_text().splitlines()) == 5, printed
+    program = tmp_path / "bin/claude"
+    program.parent.mkdir()
+    program.write_text('#!/bin/sh\n[ "$1" = --help ] && echo "--print --model --output-format" && exit\n'
+                       'echo "Invalid API key: $ANTHROPIC_API_KEY" >&2; exit 1\n')  # fmt: skip
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    done = CliRunner().invoke(
+        cli, ["data", "--teacher", "claude-cli", "--n", "5", "--output", str(tmp_path / "out/c.jsonl")]
+    )
+    printed += [done.output, str(done.exception)]
+    assert "not logged in: Invalid API key: [redacted]" in printed[-1], printed[-2:]
+    assert where(tmp_path / "out", *printed) == []
+
+
+def test_planted_secrets_are_in_no_artefact_of_an_evaluation(tmp_path, monkeypatch):
+    """Keys of the environment are nowhere in eval's result, its report, or what it keeps beside a checkpoint."""
+    pytest.importorskip("torch", reason="evaluation needs torch: pip install annie-quant[quantize]")
+    pytest.importorskip("transformers", reason="evaluation needs transformers: pip install annie-quant[quantize]")
+    monkeypatch.setenv("PLANTED_KEY", KEY)
+    monkeypatch.setenv("HF_TOKEN", HUB)
+    cases = tuple(Case(f"c{i}", ({"role": "user", "content": f"What is {i} and 3?"},)) for i in range(2))
+    load = Workload("plain", "", None, "Be brief.", None, False, 8, 0, ("non_empty", "no_markdown"), cases)
+    monkeypatch.setattr("annie_quant.judge.load_workloads", lambda *_, **__: [load])
+    tiny = shutil.copytree(ROOT / "annie_quant/assets/tiny-annie", tmp_path / "tiny")
+    words = ["eval", str(tiny), "--reference", str(tiny), "--n", "2", "--output", str(tmp_path / "eval.json")]
+    printed = [CliRunner().invoke(cli, [*words, *more]) for more in ([], ["--json"])]
+    assert "KL mean" in printed[0].output and json.loads((tmp_path / "eval.json").read_text())["numerics"]
+    assert where(tmp_path, *(f"{done.output} {done.exception}" for done in printed)) == []
 
 
 def test_an_address_with_a_password_is_refused_without_repeating_it(tmp_path):

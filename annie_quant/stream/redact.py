@@ -42,3 +42,11 @@ def secrets_of(url: str, headers: Mapping[str, str] | None) -> Iterator[bytes]:
         if is_secret_name(name):
             values += [value, unquote(value)]
     yield from {v.encode() for v in values if len(v) >= _SHORTEST}
+
+
+def without_secrets(text: str, environment: Mapping[str, str]) -> str:
+    """What another program said, without the values of secret variables that it was given and may repeat."""
+    for name, value in environment.items():
+        if is_secret_name(name) and len(value) >= _SHORTEST:
+            text = text.replace(value, "[redacted]")
+    return text

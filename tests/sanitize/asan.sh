@@ -1,21 +1,30 @@
 #!/bin/sh
-# The C modules built with AddressSanitizer and UBSan into build/asan, and their Python tests run against those.
+# The C modules built with AddressSanitizer and UBSan into build/asan, and their Python tests run against those; before that
+# the codec and the client in threads and without Python (tests/sanitize/threads_*.c), where leaks are looked for too.
 # Usage: sh tests/sanitize/asan.sh [pytest arguments; without any: the codec's and the client's tests]
-#   leaks are not looked for: CPython keeps much for good. The fuzzers (make fuzz) look for them, without Python.
+#   leaks are not looked for under Python, which keeps much for good.
 #   test_nothing_leaks measures resident memory, which ASan's quarantine fills.
 set -eu
 cd "$(dirname "$0")/../.."
+. tests/sanitize/threads.sh
 root=$PWD
 python=${PYTHON:-$root/.venv/bin/python}
+export UBSAN_OPTIONS=print_stacktrace=1
+options=allocator_may_return_null=1:strict_string_checks=1
+
+if [ $# = 0 ]; then
+    build_threads gcc "-O1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all" build/asan/threads
+    for part in codec stream; do
+        ASAN_OPTIONS=$options:detect_leaks=1 OMP_NUM_THREADS=2 build/asan/threads/$part 3
+    done
+    set -- tests/test_nvfp4_formats.py tests/test_nvfp4_pack.py tests/test_nvfp4_search.py \
+        tests/test_nvfp4_variants.py tests/test_nvfp4_layout.py tests/test_nvfp4_fake_quant.py tests/test_kquant_bytes.py \
+        tests/test_stream_decode.py tests/test_stream_framing.py tests/test_stream_http1.py tests/test_stream_run.py \
+        tests/test_stream_faults.py tests/test_stream_recorded.py --deselect tests/test_stream_run.py::test_nothing_leaks
+fi
 ANNIE_QUANT_ONLY=_nvfp4,_stream ANNIE_QUANT_SANITIZE=address,undefined \
     "$python" setup.py -q build --build-base build/asan/temp --build-lib build/asan/lib
-
-[ $# -gt 0 ] || set -- tests/test_nvfp4_formats.py tests/test_nvfp4_pack.py tests/test_nvfp4_search.py \
-    tests/test_nvfp4_variants.py tests/test_nvfp4_layout.py tests/test_nvfp4_fake_quant.py tests/test_kquant_bytes.py \
-    tests/test_stream_decode.py tests/test_stream_framing.py tests/test_stream_http1.py tests/test_stream_run.py \
-    tests/test_stream_faults.py tests/test_stream_recorded.py --deselect tests/test_stream_run.py::test_nothing_leaks
-export PYTHONPATH=$root/build/asan/lib PYTHONMALLOC=malloc
-export ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1:strict_string_checks=1 UBSAN_OPTIONS=print_stacktrace=1
+export PYTHONPATH=$root/build/asan/lib PYTHONMALLOC=malloc ASAN_OPTIONS=$options:detect_leaks=0
 # libstdc++ first of all, or ASan cannot see the exceptions that other extension modules throw.
 libraries="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libubsan.so) $(gcc -print-file-name=libstdc++.so)"
 # The script, not `python -m pytest`: that would put the checkout, and its modules without sanitizers, first.

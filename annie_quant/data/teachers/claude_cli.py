@@ -21,6 +21,7 @@ from typing import Any
 from annie_quant.data.teachers._base import Failed, Limited, Options
 from annie_quant.data.teachers._prompted import Prompted, Reply
 from annie_quant.errors import EnvironmentFault
+from annie_quant.stream.redact import without_secrets
 
 NAME = "claude_cli"
 SUMMARY = "Claude by its command line program: claude -p --model claude-opus-4-6 --output-format json"
@@ -71,6 +72,7 @@ class ClaudeCli(Prompted):
     def refuse(self, code: int, words: str, result: Mapping[str, Any] | None) -> None:
         """Raise what a failure means: a wait, the end of the run, or another try."""
         cost = (result or {}).get("total_cost_usd")
+        words = without_secrets(words, os.environ)
         line = words.splitlines()[0][:200] if words else "it said nothing"
         if reset := _RESET.search(words):
             raise Limited(f"claude: {line}", max(0.0, int(reset[1]) - time.time()))

@@ -1,0 +1,34 @@
+# For asan.sh and tsan.sh: codec and client without Python, each with its caller in threads, tests/sanitize/threads_*.c.
+#   build_threads COMPILER FLAGS FOLDER     makes FOLDER/codec and FOLDER/stream
+build_threads() {
+    mkdir -p "$3"
+    # TSan's run time is not up yet when the loader asks a clone's resolver, so that there is one clone.
+    build_one "$1" "$2 -fopenmp -Dtarget_clones(...)=" "$3/codec" csrc/nvfp4/*.c tests/sanitize/threads_codec.c
+    build_one "$1" "$2 $(pkg-config --cflags libcurl)" "$3/stream" csrc/stream/*.c tests/sanitize/threads_stream.c
+}
+
+build_one() { # compiler, flags, program, files
+    compiler=$1 flags="-std=c11 -g -ffp-contract=off -fno-math-errno -Wall -Wextra -Wno-unknown-pragmas -Icsrc $2" program=$3
+    shift 3
+    objects=
+    for file in csrc/common/*.c "$@"; do
+        simd=
+        case $file in
+        */module.c | */exchange.c) continue ;; # these need Python
+        *_avx512.c) simd="-mavx512f -mavx512bw -mavx512vl -mavx512dq -mf16c -mbmi2 -mfma" ;;
+        *_avx2.c) simd="-mavx2 -mf16c -mbmi2 -mfma" ;;
+        esac
+        case $file in
+        *_avx*.c) [ "$(uname -m)" = x86_64 ] || continue ;;
+        *_neon.c) [ "$(uname -m)" = aarch64 ] || continue ;;
+        esac
+        object=$program-$(basename "$file" .c).o
+        set -f # a flag may hold ( and *
+        "$compiler" $flags $simd -c "$file" -o "$object"
+        set +f
+        objects="$objects $object"
+    done
+    set -f
+    "$compiler" $flags $objects -o "$program" -lm $(pkg-config --libs libcurl)
+    set +f
+}

@@ -68,7 +68,7 @@ setup: $(STAMP)
 
 $(STAMP): $(C_FILES)
 	@sh .ci/apt $(APT) $(APT_PY)
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -r requirements.txt
 	$(BIN)/python -m pip install -q --no-build-isolation --no-deps -e .
 	@touch $@

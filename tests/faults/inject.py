@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stages import ANNIE_QUANT, ROOT, Stage
+from stages import ROOT, Stage
 
 NOBODY = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"]
 LIMIT_S = 300
-LONG_S = 8.0
+LONG_S = 90.0
 
 
 @dataclass
@@ -52,7 +52,7 @@ def environment(stage: Stage, **more: str) -> dict[str, str]:
 def begin(stage: Stage, inputs: Path, output: Path, prefix: list[str] | None = None, **more: Any) -> subprocess.Popen:
     env = more.pop("env", environment(stage))
     return subprocess.Popen(
-        [*(prefix or []), *ANNIE_QUANT, *stage.words(inputs, output)],
+        [*(prefix or []), *stage.program, *stage.words(inputs, output)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, cwd="/", **more,
     )  # fmt: skip
 

@@ -20,6 +20,7 @@ TESTS = Path(__file__).resolve().parents[1]
 ROOT = TESTS.parent
 TINY = ROOT / "annie_quant/assets/tiny-annie"
 ANNIE_QUANT = [sys.executable, "-m", "annie_quant"]
+SMALL = [sys.executable, str(Path(__file__).with_name("small.py"))]
 sys.path[:0] = [str(TESTS), str(TESTS / "data")]
 
 
@@ -27,7 +28,8 @@ sys.path[:0] = [str(TESTS), str(TESTS / "data")]
 class Stage:
     """words(inputs, output): the command. outcome(output): what a rerun must give again. start(output): put beforehand.
 
-    main: the input whose loss of bytes is the fault "spoilt input". servers: the fake servers it speaks to.
+    main: the input whose loss of bytes is the fault "spoilt input". servers: the fake servers it speaks to. program: what
+    is started; SMALL where a model answers, so that this takes seconds.
     """
 
     name: str
@@ -36,6 +38,7 @@ class Stage:
     main: Callable[[Path], Path] | None = None
     start: Callable[[Path, Path], None] = lambda inputs, output: None
     servers: bool = False
+    program: list[str] = field(default_factory=lambda: ANNIE_QUANT)
     env: dict[str, str] = field(default_factory=dict)
 
 
@@ -141,6 +144,7 @@ STAGES = {
                           "--output", str(o / "eval.json"), "--allow-prompt-mismatch"],
             gates("eval.json"),
             lambda i: i / "nvfp4/model.safetensors",
+            program=SMALL,
         ),
         Stage(
             "search",
@@ -149,6 +153,7 @@ STAGES = {
                           str(o / "run"), "--allow-prompt-mismatch"],
             lambda o: [digest("run/models/*/*.safetensors")(o), gates("run/eval/direct.json")(o)],
             lambda i: i / "bf16/model.safetensors",
+            program=SMALL,
         ),
         Stage("bench", bench_words, lambda o: asked(o / "run"), servers=True),
         Stage(
@@ -169,6 +174,7 @@ STAGES = {
             "demo",
             lambda i, o: ["demo", "--n-offline", "1", "--n-served", "1", "--output", str(o / "run")],
             lambda o: [digest("run/models/*/*.safetensors", "run/gguf/*.gguf")(o), gates("run/eval/*.json")(o)],
+            program=SMALL,
         ),
     )
 }  # fmt: skip

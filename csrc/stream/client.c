@@ -114,10 +114,9 @@ static void act_on_socket(struct client *c, int fd, uint32_t events)
     c->now_errno = 0;
     if ((events & (EPOLLIN | EPOLLERR)) == EPOLLIN && socket && socket->stamped)
         realtime_ns = look_at(c, fd);
-    c->now_ns = clock_monotonic_ns();
+    clock_stamp(&c->pair, realtime_ns, c->result->origin_ns, &c->now_ns, &c->now_kernel_ns);
     if ((events & EPOLLIN) && socket)
         socket->last_read_ns = c->now_ns;
-    c->now_kernel_ns = realtime_ns ? clock_map(&c->pair, realtime_ns, c->result->origin_ns, c->now_ns) : 0;
     int what = 0;
     if (events & EPOLLIN)
         what |= CURL_CSELECT_IN;

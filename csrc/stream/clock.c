@@ -56,6 +56,15 @@ int64_t clock_map(const struct clock_pair *pair, int64_t realtime_ns, int64_t no
     return mapped < not_before_ns || mapped > user_ns ? 0 : mapped;
 }
 
+void clock_stamp(const struct clock_pair *pair, int64_t realtime_ns, int64_t not_before_ns, int64_t *user_ns, int64_t *kernel_ns)
+{
+    bool known_then = realtime_ns && realtime_ns - pair->offset_ns + pair->error_ns <= pair->measured_ns;
+    *user_ns = known_then ? pair->measured_ns : clock_monotonic_ns();
+    *kernel_ns = clock_map(pair, realtime_ns, not_before_ns, *user_ns);
+    if (known_then && *kernel_ns == 0)
+        *user_ns = clock_monotonic_ns();
+}
+
 bool clock_stamp_socket(int fd)
 {
     int on = 1;

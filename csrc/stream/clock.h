@@ -33,6 +33,10 @@ bool clock_pair_stepped(const struct clock_pair *pair);
  * the stamp falls outside [not_before_ns, user_ns]. */
 int64_t clock_map(const struct clock_pair *pair, int64_t realtime_ns, int64_t not_before_ns, int64_t user_ns);
 
+/* Both stamps of a read. What the kernel had received when the pair was measured, at the wake-up, was known of then, whatever
+ * was read before it; what came later, or may have, or bears no stamp (0), is known of now. */
+void clock_stamp(const struct clock_pair *pair, int64_t realtime_ns, int64_t not_before_ns, int64_t *user_ns, int64_t *kernel_ns);
+
 /* Asks the kernel to stamp what this socket receives. */
 bool clock_stamp_socket(int fd);
 

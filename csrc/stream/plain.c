@@ -346,18 +346,6 @@ static void broken(struct transfer *t, int error)
         fail(t, CURLE_RECV_ERROR, "the connection broke");
 }
 
-/* What the kernel had received when the wait returned was known of then, whatever was read before it; what came later, or
- * may have, is known of now. */
-static void stamp(struct client *c, int64_t realtime_ns)
-{
-    int64_t woken_ns = c->pair.measured_ns;
-    bool known_then = realtime_ns && realtime_ns - c->pair.offset_ns + c->pair.error_ns <= woken_ns;
-    c->now_ns = known_then ? woken_ns : clock_monotonic_ns();
-    c->now_kernel_ns = clock_map(&c->pair, realtime_ns, c->result->origin_ns, c->now_ns);
-    if (known_then && c->now_kernel_ns == 0)
-        c->now_ns = clock_monotonic_ns();
-}
-
 /* Reads until the socket is empty, which a short read shows unless the other side has closed; then lets others have their
  * turn. */
 static void read_some(struct client *c, struct transfer *t, struct socket_state *socket, uint32_t events)
@@ -369,7 +357,7 @@ static void read_some(struct client *c, struct transfer *t, struct socket_state 
         ssize_t got = clock_receive(fd, c->buffer, READ_BYTES, 0, &realtime_ns);
         if (got < 0 && errno == EINTR)
             continue;
-        stamp(c, realtime_ns);
+        clock_stamp(&c->pair, realtime_ns, c->result->origin_ns, &c->now_ns, &c->now_kernel_ns);
         if (got < 0) {
             if (errno != EAGAIN && errno != EWOULDBLOCK)
                 broken(t, errno);

@@ -38,25 +38,39 @@ LOADS = {
     "256 staggered, 20 ms": (256, 50, 20000, 1, 1, 0),
     "256 burst, 1000 events": (256, 1000, 20000, 0, 1, 0),
     "32 burst, 8 tokens, split": (32, 50, 20000, 0, 8, 1),
+    "TLS, 32 burst, 20 ms": (32, 50, 20000, 0, 1, 0),
+    "TLS, 256 burst, 20 ms": (256, 50, 20000, 0, 1, 0),
 }
 LONG = "256 burst, 1000 events"
+NO_TLS = (FLOOR, "openai")  # openai takes the certificate's authority from the system alone
 
 
-def build(folder: Path, name: str) -> Path:
-    program = folder / name
+def build(folder: Path, name: str, *more: str) -> Path:
+    program = folder / "-".join((name, *more))
     source = HERE / f"bench_stream_{name}.c"
-    subprocess.run(["gcc", "-std=c11", "-O2", str(source), "-o", str(program)], check=True, capture_output=True)
+    subprocess.run(["gcc", "-std=c11", "-O2", str(source), "-o", str(program), *more], check=True, capture_output=True)
     return program
 
 
-def once(client: str, load: tuple[int, ...], port: int, realtime: list[str], floor: Path) -> dict:
+def server_command(folder: Path, tls: bool) -> list[str]:
+    cpu = str((os.cpu_count() or 2) - 1)
+    if not tls:
+        return [str(build(folder, "server")), cpu]
+    pem = folder / "both.pem"
+    make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost", "-keyout", pem]
+    certificate = subprocess.run(make, check=True, capture_output=True, text=True).stdout
+    pem.write_text(pem.read_text() + certificate)
+    return [str(build(folder, "server", "-DWITH_TLS", "-lssl", "-lcrypto")), cpu, str(pem)]
+
+
+def once(client: str, load: tuple[int, ...], base: str, realtime: list[str], floor: Path) -> dict:
     streams, events, gap_us, stagger, tokens, split = load
     query = f"streams={streams}&events={events}&gap_us={gap_us}&stagger={stagger}&tokens={tokens}&split={split}"
-    url = f"http://127.0.0.1:{port}/v1/chat/completions?{query}"
+    url = f"{base}/v1/chat/completions?{query}"
     name = "ours" if client == AGAIN else client
     command = [*realtime, sys.executable, str(HERE / "bench_stream_clients.py"), name, url, str(streams), "0"]
     if client == FLOOR:
-        command = [*realtime, str(floor), str(port), str(streams), str(events), query, "0"]
+        command = [*realtime, str(floor), base.rpartition(":")[2], str(streams), str(events), query, "0"]
     environment = {**os.environ, "PYTHONPATH": str(HERE.parent.parent)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     if done.returncode:
@@ -79,6 +93,18 @@ def once(client: str, load: tuple[int, ...], port: int, realtime: list[str], flo
         out["kernel_first_us"] = np.array([s[0] for s in got["kernel"] if s]) / 1e3
         out["sent_us"] = (np.array(got["received"]) - np.array(got["started"])) / 1e3
     return out
+
+
+def order_of(name: str, have: list[str], repeats: int, rng: random.Random) -> list[str]:
+    """The clients in blocks of random order, there and back again (ABBA)."""
+    left_out = ("pycurl", "httpx", "openai") if name == LONG else NO_TLS if name.startswith("TLS") else ()
+    clients = [c for c in have if c not in left_out]
+    repeats = min(repeats, 2) if name == LONG else repeats
+    order = []
+    for _ in range((repeats + 1) // 2):
+        block = rng.sample(clients, len(clients))
+        order += block + block[::-1] if repeats > 1 else block
+    return order
 
 
 def table(name: str, runs: list[dict]) -> list[dict]:
@@ -104,6 +130,8 @@ def table(name: str, runs: list[dict]) -> list[dict]:
             "rss": max(r["rss_mb"] for r in mine),
         }  # fmt: skip
         rows.append(row)
+        share = len(lag) / sum(len(r["user_us"]) for r in mine)
+        label += f" ({share:.1%} of the events)" if share < 1 else ""
         itl = "" if row["itl_p99"] is None else f"{row['itl_p99']:.0f}"
         print(
             f"| {label} | {p50:.1f} | {p99:.0f} | {p999:.0f} | {row['max']:.0f} | {itl} | {row['lost']} | "
@@ -138,23 +166,19 @@ def main() -> None:
     rng, rows = random.Random(0), []
     with tempfile.TemporaryDirectory() as folder:
         floor = build(Path(folder), "floor")
-        command = [*realtime, str(build(Path(folder), "server")), str((os.cpu_count() or 2) - 1)]
-        server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        try:
-            port = int(server.stdout.readline())
-            for name, load in LOADS.items():
-                if not name.startswith(chosen.only):
-                    continue
-                clients = [c for c in have if c not in ("pycurl", "httpx", "openai")] if name == LONG else have
-                repeats = min(chosen.repeats, 2) if name == LONG else chosen.repeats
-                order = []
-                for _ in range((repeats + 1) // 2):
-                    block = rng.sample(clients, len(clients))
-                    order += block + block[::-1] if repeats > 1 else block
-                runs = [once(client, load, port, realtime, floor) for client in order]
-                rows += table(name, runs)
-        finally:
-            server.kill()
+        for tls in (False, True):
+            loads = {n: load for n, load in LOADS.items() if n.startswith(chosen.only) and n.startswith("TLS") == tls}
+            if not loads:
+                continue
+            command = [*realtime, *server_command(Path(folder), tls)]
+            server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+            try:
+                base = f"{'https' if tls else 'http'}://127.0.0.1:{int(server.stdout.readline())}"
+                for name, load in loads.items():
+                    order = order_of(name, have, chosen.repeats, rng)
+                    rows += table(name, [once(client, load, base, realtime, floor) for client in order])
+            finally:
+                server.kill()
     if chosen.output:
         chosen.output.write_text(json.dumps(rows, indent=1, default=float))
 

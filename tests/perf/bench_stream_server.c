@@ -1,7 +1,8 @@
 /* The load server of bench_stream.py: streams events at times fixed beforehand and writes into each one the moment it
  * was sent (CLOCK_MONOTONIC), so a client on the same machine can be told how late it saw it.
  *
- *   bench_stream_server CPU      prints its port; serves until it is killed
+ *   bench_stream_server CPU [PEM]      prints its port; serves until it is killed
+ *       PEM, where it is built with -DWITH_TLS -lssl: a file of key and certificate, to serve over TLS
  *   POST /v1/chat/completions?streams=S&events=E&gap_us=G&stagger=0|1&tokens=T&split=0|1
  *
  * Once S requests wait, event k of stream i is due at T0 + k G (+ i G / S when staggered). Each goes out as one chunk in
@@ -13,6 +14,7 @@
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <sched.h>
+#include <signal.h>
 #include <stdbool.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -22,11 +24,17 @@
 #include <sys/socket.h>
 #include <time.h>
 #include <unistd.h>
+#ifdef WITH_TLS
+#include <openssl/ssl.h>
+
+static SSL_CTX *tls;
+#endif
 
 enum { MAX_STREAMS = 1024, REQUEST_BYTES = 65536 };
 
 struct stream {
     int fd;
+    void *session; /* TLS's; NULL: plain */
     size_t held;
     int64_t received_ns;
     bool waiting;
@@ -55,10 +63,25 @@ static void sleep_until(int64_t due)
         ;
 }
 
-static void send_all(int fd, const char *bytes, size_t size)
+static ssize_t receive(struct stream *s, char *into, size_t size)
+{
+#ifdef WITH_TLS
+    if (s->session) /* blocks for the rest of a record, which a client sends in one go */
+        return SSL_read(s->session, into, (int)size);
+#endif
+    return recv(s->fd, into, size, MSG_DONTWAIT);
+}
+
+static void send_all(struct stream *s, const char *bytes, size_t size)
 {
     while (size) {
-        ssize_t sent = send(fd, bytes, size, MSG_NOSIGNAL);
+        ssize_t sent;
+#ifdef WITH_TLS
+        if (s->session)
+            sent = SSL_write(s->session, bytes, (int)size);
+        else
+#endif
+            sent = send(s->fd, bytes, size, MSG_NOSIGNAL);
         if (sent <= 0)
             return; /* the client left: its loss is the client's */
         bytes += sent;
@@ -84,7 +107,7 @@ static struct schedule read_schedule(const char *request)
     };
 }
 
-static void send_event(int fd, int index, const struct schedule *plan)
+static void send_event(struct stream *s, int index, const struct schedule *plan)
 {
     char words[256] = "", body[1024], out[1200];
     for (int t = 1; t < plan->tokens && t < 16; t++)
@@ -96,31 +119,31 @@ static void send_event(int fd, int index, const struct schedule *plan)
                         index, (long long)now_ns(), words);
     int total = snprintf(out, sizeof out, "%x\r\n%s\r\n", size, body);
     if (plan->split) {
-        send_all(fd, out, (size_t)total / 2);
-        send_all(fd, out + total / 2, (size_t)(total - total / 2));
+        send_all(s, out, (size_t)total / 2);
+        send_all(s, out + total / 2, (size_t)(total - total / 2));
     } else {
-        send_all(fd, out, (size_t)total);
+        send_all(s, out, (size_t)total);
     }
 }
 
-static void send_head(const struct stream *s)
+static void send_head(struct stream *s)
 {
     char head[256];
     int size = snprintf(head, sizeof head,
                         "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nX-Received-Ns: %lld\r\n"
                         "Transfer-Encoding: chunked\r\n\r\n",
                         (long long)s->received_ns);
-    send_all(s->fd, head, (size_t)size);
+    send_all(s, head, (size_t)size);
 }
 
-static void send_end(int fd, int events)
+static void send_end(struct stream *s, int events)
 {
     char usage[256], out[400];
     int size = snprintf(usage, sizeof usage,
                         "data: {\"choices\":[],\"usage\":{\"prompt_tokens\":1,\"completion_tokens\":%d}}\n\n"
                         "data: [DONE]\n\n", events);
     int total = snprintf(out, sizeof out, "%x\r\n%s\r\n0\r\n\r\n", size, usage);
-    send_all(fd, out, (size_t)total);
+    send_all(s, out, (size_t)total);
 }
 
 static void run_schedule(struct schedule plan)
@@ -136,12 +159,12 @@ static void run_schedule(struct schedule plan)
     for (int k = 0; k < plan.events; k++) {
         for (int i = 0; i < count; i++) {
             sleep_until(start + k * plan.gap_ns + (plan.stagger ? i * plan.gap_ns / count : 0));
-            send_event(ready[i]->fd, k, &plan);
+            send_event(ready[i], k, &plan);
         }
     }
     sleep_until(start + plan.events * plan.gap_ns + 5000000);
     for (int i = 0; i < count; i++) {
-        send_end(ready[i]->fd, plan.events * plan.tokens);
+        send_end(ready[i], plan.events * plan.tokens);
         ready[i]->waiting = false;
     }
 }
@@ -157,9 +180,12 @@ static int waiting_count(void)
 /* True when a whole request has been read. */
 static bool read_some(struct stream *s, int epoll)
 {
-    ssize_t got = recv(s->fd, s->request + s->held, REQUEST_BYTES - 1 - s->held, MSG_DONTWAIT);
+    ssize_t got = receive(s, s->request + s->held, REQUEST_BYTES - 1 - s->held);
     if (got == 0 || (got < 0 && errno != EAGAIN)) {
         epoll_ctl(epoll, EPOLL_CTL_DEL, s->fd, NULL);
+#ifdef WITH_TLS
+        SSL_free(s->session);
+#endif
         close(s->fd);
         memset(s, 0, sizeof *s);
         return false;
@@ -190,12 +216,29 @@ static void accept_one(int listener, int epoll)
     for (int i = 0; i < MAX_STREAMS; i++) {
         if (streams[i].fd == 0) {
             streams[i].fd = fd;
+#ifdef WITH_TLS
+            streams[i].session = tls ? SSL_new(tls) : NULL;
+            if (tls && (!SSL_set_fd(streams[i].session, fd) || SSL_accept(streams[i].session) != 1))
+                break;
+#endif
             struct epoll_event event = {.events = EPOLLIN, .data.ptr = &streams[i]};
             epoll_ctl(epoll, EPOLL_CTL_ADD, fd, &event);
             return;
         }
     }
     close(fd);
+}
+
+static bool begin_tls(const char *pem)
+{
+#ifdef WITH_TLS
+    signal(SIGPIPE, SIG_IGN); /* OpenSSL's writes have no MSG_NOSIGNAL */
+    tls = SSL_CTX_new(TLS_server_method());
+    return tls && SSL_CTX_use_certificate_chain_file(tls, pem) == 1 && SSL_CTX_use_PrivateKey_file(tls, pem, SSL_FILETYPE_PEM) == 1;
+#else
+    (void)pem;
+    return false;
+#endif
 }
 
 int main(int argc, char **argv)
@@ -211,6 +254,10 @@ int main(int argc, char **argv)
     if (listener < 0 || bind(listener, (struct sockaddr *)&at, sizeof at) || listen(listener, MAX_STREAMS) ||
         getsockname(listener, (struct sockaddr *)&at, &size)) {
         perror("bench_stream_server");
+        return 1;
+    }
+    if (argc > 2 && !begin_tls(argv[2])) {
+        fprintf(stderr, "bench_stream_server: no TLS with %s\n", argv[2]);
         return 1;
     }
     struct epoll_event event = {.events = EPOLLIN, .data.ptr = NULL}, got[64];

@@ -115,31 +115,39 @@ def test_bits_repeat_and_do_not_depend_on_m(path):
         assert (bits(x[:m]) == whole[:m]).all()
 
 
-def skinny_plan(m, n, k, warps, split, tiles, clusters):
+def skinny_plan(m, n, places, split, tiles, clusters):
     """A plan of the few-token kernel with this many clusters, and the shared memory that skinny.cuh asks for."""
-    rows = -(-(-(-n // 32) * 2) // tiles)
-    clusters = min(clusters, rows)
-    most, columns, pitch = -(-rows // clusters), 8 if m <= 8 else 16, 16 * tiles + 4
-    stages = 3 if tiles == 2 else 1
-    smem = warps * stages * (tiles * 1152 + 8) + (most + warps) * columns * pitch * 4
-    smem += (most * m * tiles // 2 + split) * 128 if split > 1 else 0
-    return (1, warps, split, tiles, clusters * split, smem, 0)
+    rows = -(-n // 32) * 2
+    clusters = min(clusters, rows // 2)
+    pairs, most = tiles // 2, -(-rows // clusters)
+    groups = -(-((most + 1) // 2) // pairs)
+    smem = 16 * places * (2304 + 8) + (groups + 16) * (8 if m <= 8 else 16) * (32 * pairs + 4) * 4
+    smem += (groups * m * pairs + split) * 128 if split > 1 else 0
+    return (1, places, split, tiles, clusters * split, smem, 0)
 
 
 @pytest.mark.parametrize(
     "split", [1, pytest.param(2, marks=pytest.mark.skipif(not HOPPER, reason="clusters begin with sm_90"))]
 )
 @pytest.mark.parametrize("tiles", [2, 4])
-@pytest.mark.parametrize(("warps", "clusters"), [(16, 1), (16, 5), (8, 3), (4, 300)])
+@pytest.mark.parametrize("places", [1, 2])
+@pytest.mark.parametrize("clusters", [1, 3, 5, 300])
 @pytest.mark.parametrize("m", [1, 7, 16])
-def test_every_shape_of_the_few_token_kernel(split, tiles, warps, clusters, m):
-    """Warps with many rows and parts of one, steps of two and four tiles, the last of two; more blocks than fit."""
-    n, k = 600, 1408 if tiles == 4 else 1360  # steps of four want a K of whole chunks
+def test_every_shape_of_the_few_token_kernel(split, tiles, places, clusters, m):
+    """Warps with many rows and parts of one, blocks that begin and end within a pair of row tiles; rings of one and two."""
+    if places == 2 and m > 8:
+        pytest.skip("two places are for 8 tokens at most")
+    n, k = 600, 1360 if tiles == 2 and places == 1 else 1408  # a K of whole chunks but for the plainest
     args = case(m, n, k)
     weight = gemm.Weight(gemm.to_device(args[1]), gemm.to_device(args[2]), args[3])
-    out = gemm.DeviceArray((m, n), "float32").fill(0xFF)
-    gemm.w4a16(gemm.to_device(args[0]), weight, out, plan=skinny_plan(m, n, k, warps, split, tiles, clusters))
-    assert check(out.host(), *args) <= 1
+    plan = skinny_plan(m, n, places, split, tiles, clusters)
+    first = None
+    for _ in range(3):
+        out = gemm.DeviceArray((m, n), "float32").fill(0xFF)
+        gemm.w4a16(gemm.to_device(args[0]), weight, out, plan=plan)
+        first = out.host() if first is None else first
+        assert (out.host() == first).all()
+    assert check(first, *args) <= 1
 
 
 @pytest.mark.parametrize("split", [1, 2, 4])

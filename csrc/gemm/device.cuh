@@ -91,9 +91,10 @@ __device__ __forceinline__ void warp_copy(uint32_t dst, const uint8_t *src, uint
 #if AQ_HOPPER
     if (lane == 0) {
         asm volatile("{ .reg .b64 t; mbarrier.arrive.expect_tx.shared.b64 t, [%0], %1; }" ::"r"(bar), "r"(bytes) : "memory");
-        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst), "l"(src), "r"(bytes),
-                     "r"(bar)
-                     : "memory");
+        if (bytes)
+            asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst), "l"(src),
+                         "r"(bytes), "r"(bar)
+                         : "memory");
     }
 #else
     for (uint32_t at = lane * 16; at < bytes; at += 512) asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(dst + at), "l"(src + at) : "memory");

@@ -24,7 +24,7 @@ enum { AQ_FAULT_NONE = 0, AQ_FAULT_NIBBLES = 1, AQ_FAULT_SCALES = 2, AQ_FAULT_FR
 
 typedef struct {
     int path;     /* AQ_PATH_* */
-    int warps;    /* skinny: warps of a block; tiled, wgmma: tokens of a tile */
+    int warps;    /* skinny: places of a warp's ring; tiled, wgmma: tokens of a tile */
     int split;    /* skinny, tiled: blocks of a cluster that share K; wgmma: tiles of which all blocks have equal shares along K */
     int stages;   /* skinny: row tiles of a step; otherwise ring depth */
     int blocks;   /* blocks launched */

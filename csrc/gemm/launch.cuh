@@ -37,7 +37,7 @@ int launch_with(void (*kernel)(Args, More...), const Args &args, const Launch &h
     return (int)(e != cudaSuccess ? e : cudaGetLastError());
 }
 
-int launch_skinny(const SkinnyArgs &args, bool half, int warps, int step_tiles, Launch how);
+int launch_skinny(const SkinnyArgs &args, bool half, int places, int step_tiles, Launch how);
 int launch_tiled(const TiledArgs &args, bool half, int tokens, Launch how);
 // `args` without the places in the workspace; x: M rows of K columns, ldx apart.
 int launch_wgmma(WgmmaArgs args, const uint16_t *x, int64_t ldx, int k, bool half, int tokens, void *workspace, Launch how);

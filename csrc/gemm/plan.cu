@@ -22,34 +22,35 @@ int device_limits(int *sms, int *smem, int *major) {
 // Measured on an H200 by occupancy query: 132, 132, 128, 120 (GPCs of 16 and 18); a rule serves where a query cannot be made.
 int resident(int sms, int split) { return split <= 2 ? sms / split * split : sms / (split == 4 ? 33 : 44) * (split == 4 ? 32 : 40); }
 
-int64_t skinny_bytes(int m, int r, int64_t rows, int warps, int split) {
-    if (m <= 8) return r == 2 ? SkinnyShape<1, 2>::bytes(m, rows, warps, split) : SkinnyShape<1, 4>::bytes(m, rows, warps, split);
-    return r == 2 ? SkinnyShape<2, 2>::bytes(m, rows, warps, split) : SkinnyShape<2, 4>::bytes(m, rows, warps, split);
+int64_t skinny_bytes(int m, int g, int places, int tiles, int split) {
+    if (m > 8) return g == 1 ? SkinnyShape<2, 1, 1>::bytes(m, SkinnyShape<2, 1, 1>::groups(tiles), split) : SkinnyShape<2, 2, 1>::bytes(m, SkinnyShape<2, 2, 1>::groups(tiles), split);
+    const int64_t one = g == 1 ? SkinnyShape<1, 1, 1>::bytes(m, SkinnyShape<1, 1, 1>::groups(tiles), split) : SkinnyShape<1, 2, 1>::bytes(m, SkinnyShape<1, 2, 1>::groups(tiles), split);
+    return one + (int64_t)(places - 1) * kSkinnyWarps * SkinnyShape<1, 1, 1>::kRing;
 }
 
 // Nothing here depends on m within 1..8 or 9..16 but the bytes, for which the most tokens count: bits must not depend on m.
 bool plan_skinny(int m, int64_t k, int tiles, int chunks, int sms, int limit, bool clusters_exist, aq_plan *best) {
     const int most = m <= 8 ? 8 : 16;
     double best_cost = kNever;
-    for (int r = 2; r <= (k % kCols ? 2 : 4); r += 2)
+    for (int g = 1; g <= (k % kCols ? 1 : 2); g++)
         for (int split = 1; split <= (clusters_exist ? 2 : 1); split *= 2)  // clusters of 4 take turns: twice as slow
-            for (int waves = 1; waves <= 4; waves *= 2)
-                for (int warps = 16; warps >= 4; warps /= 2) {
-                    const int all = (tiles + r - 1) / r, clusters = std::min(resident(sms, split) / split * waves, all);
-                    if (!clusters) continue;
-                    const int64_t rows = (all + clusters - 1) / clusters, bytes = skinny_bytes(most, r, rows, warps, split);
-                    if (bytes > limit) continue;
-                    // In tiles x chunks that an SM streams, then what was seen to cost: a cluster and another wave a microsecond,
-                    // fewer warps a quarter and more; steps of four tiles pay where a warp has many of them and tokens are few.
-                    const int64_t steps = rows * ((chunks + split - 1) / split), even = (steps + warps - 1) / warps * warps;
-                    const bool wide = r == 4 && most == 8 && steps * waves >= 16 * warps;
-                    const double cost = (double)(even * waves * r) * (warps == 16 ? 1. : warps == 8 ? 1.3 : 1.8) * (r == 2 ? 1. : wide ? .92 : 1.1) +
-                                        (split > 1 ? 30. : 0.) + 30. * (waves - 1);
-                    if (cost < best_cost) {
-                        best_cost = cost;
-                        *best = aq_plan{AQ_PATH_SKINNY, warps, split, r, clusters * split, (int)bytes, 0};
-                    }
+            for (int waves = 1; waves <= 16; waves *= 2) {
+                const int clusters = std::min(resident(sms, split) / split * waves, tiles / 2);
+                if (!clusters) continue;
+                const int rows = (tiles + clusters - 1) / clusters, columns = (chunks + split - 1) / split;
+                const int steps = ((rows + 1) / 2 + g - 1) / g * g * columns;  // of 32 rows
+                // A second place pays where a warp has many steps and tokens are few.
+                const int places = most == 8 && k % kCols == 0 && split == 1 && steps * waves >= 12 * kSkinnyWarps ? 2 : 1;
+                const int64_t bytes = skinny_bytes(most, g, places, rows, split);
+                if (bytes > limit) continue;
+                // In tiles x chunks that an SM streams and decodes, then what was seen to cost: activations loaded twice as often, a
+                // cluster and another wave a microsecond.
+                const double cost = (.5 * rows * columns + steps) * waves * (g == 1 ? 1.04 : 1.) + (split > 1 ? 35. : 0.) + 30. * (waves - 1);
+                if (cost < best_cost) {
+                    best_cost = cost;
+                    *best = aq_plan{AQ_PATH_SKINNY, places, split, 2 * g, clusters * split, (int)bytes, 0};
                 }
+            }
     return best_cost != kNever;
 }
 
@@ -105,7 +106,7 @@ constexpr WgmmaCost kWgmmaCosts[] = {{16, .58, 4.6, .5}, {32, .70, 4.2, .6}, {64
 
 constexpr double kWgmmaStart = 4.;  // beside a bare launch: the activations' arranging
 // The few-token kernel's microseconds there, by the packed weights' size. It loses on the largest matrices alone.
-double skinny_us(int64_t m, int tiles, int chunks) { return (m > 8 ? 4.1 : 5.4) + (m > 8 ? .32e-6 : .236e-6) * (double)tiles * chunks * kChunk; }
+double skinny_us(int64_t m, int tiles, int chunks) { return 3. + (m > 8 ? .272e-6 : .24e-6) * (double)tiles * chunks * kChunk; }
 
 double plan_wgmma(int64_t m, int tiles, int chunks, int sms, int limit, aq_plan *best) {
     double best_us = kNever;
@@ -165,9 +166,8 @@ extern "C" int aq_w4a16(const void *x, int64_t ldx, const uint8_t *packed, float
         a.packed = packed, a.x = (const uint16_t *)x, a.out = out, a.ldx = ldx, a.n = n, a.scale = scale, a.m = (int)m, a.k = (int)k;
         a.tiles = tiles, a.chunks = chunks, a.split = plan->split, a.out_type = out_type, a.pdl = pdl;
         const int clusters = plan->blocks / plan->split;
-        a.log_split = log2_of(plan->split), a.log_warps = log2_of(plan->warps);
-        const int rows = (tiles + plan->stages - 1) / plan->stages;
-        a.rows_each = rows / clusters, a.rows_more = rows % clusters;
+        a.log_split = log2_of(plan->split);
+        a.tiles_each = tiles / clusters, a.tiles_more = tiles % clusters;
         a.chunks_each = chunks / plan->split, a.chunks_more = chunks % plan->split;
         for (int i = 0; i < 2; i++) a.by_chunks[i] = reciprocal(a.chunks_each + i);
         a.by_m = reciprocal((int)m);

@@ -1,13 +1,19 @@
 // W4A16 for few tokens (M <= 16): a stream of weights, with everything else arranged so that it never stops.
 //
-// One block an SM, with an equal share of the rows (or, in a cluster, of the columns). A block's work is the line (rows, columns) of
-// steps, R row tiles x 128 columns each; its warps take equal stretches of it. Each warp has its own ring in shared memory, filled by
-// bulk copies that it orders itself, so no warp waits for another before the end: it decodes a step into mma's A fragments, and
-// orders later ones into places whose bytes it has used. The activations are mma's B fragments, by plain loads through the L1, a
-// step ahead. A warp leaves partial sums in shared memory where its stretch leaves a row of steps; they are added in a fixed order at
-// the end, across a cluster too, so results repeat to the bit. The tensor scale is applied once, there, in fp32.
+// One block an SM, with an equal share of the row tiles (and, in a cluster, of the columns). A block's work is the line (groups of
+// rows, columns) of steps, 32 G rows x 128 columns each; its 16 warps take equal stretches of it. Each warp has one or two places in
+// shared memory for 32 rows of a step, filled by bulk copies that it orders itself, so no warp waits for another before the end. It
+// reads a place into registers, orders what comes next into the same place, and only then decodes into mma's A fragments. One place
+// is as much as keeps the memory busy: whatever more is on its way at the end arrives at once and is decoded after the last byte came.
+// The activations are mma's B fragments, by plain loads through the L1, once for the G pairs of row tiles of a step. A warp leaves
+// partial sums in shared memory where its stretch leaves a group; they are added in a fixed order at the end, across a cluster too,
+// so results repeat to the bit. The tensor scale is applied once, there, in fp32.
 #pragma once
+#include <type_traits>
+
 #include "gemm/device.cuh"
+
+constexpr int kSkinnyWarps = 16;
 
 struct SkinnyArgs {
     const uint8_t *packed;
@@ -18,19 +24,21 @@ struct SkinnyArgs {
     int m, k, tiles, chunks, split, out_type, pdl;
     uint32_t zero;  // 0, which the compiler cannot know
     // quotients made by the host: an integer division costs a block a tenth of a microsecond, and the whole launch lasts ten
-    int log_split, log_warps, rows_each, rows_more, chunks_each, chunks_more;
+    int log_split, tiles_each, tiles_more, chunks_each, chunks_more;
     uint32_t by_chunks[2], by_m;  // ceil(2^32 / d) for d = chunks_each, chunks_each + 1 and m
 };
 
-// Shared memory of a block: rings, their barriers, partial sums [row of steps + warp][token][kPitch], and in a cluster what its
-// blocks send each other [rank][item][32].
-template <int NT, int R>
+// Shared memory of a block: places, their barriers, partial sums [group + warp][token][kPitch], and in a cluster what its blocks
+// send each other [rank][item][32].
+template <int NT, int G, int PLACES>
 struct SkinnyShape {
-    static constexpr int kStages = R == 2 ? 3 : 1, kStep = R * kChunk, kRing = kStages * (kStep + 8);
-    static constexpr int kStepRows = R * kRows, kPitch = kStepRows + 4, kSlot = 8 * NT * kPitch;
-    static constexpr int kChains = NT * R == 2 ? 2 : 1;  // independent sums, against the latency of mma
-    static int64_t bytes(int m, int64_t rows, int warps, int split) {
-        return (int64_t)warps * kRing + (rows + warps) * kSlot * 4 + (split > 1 ? (rows * m * (R / 2) + split) * 128 : 0);
+    static constexpr int kPlace = 2 * kChunk, kRing = PLACES * (kPlace + 8);
+    static constexpr int kPitch = 32 * G + 4, kSlot = 8 * NT * kPitch;
+    static constexpr int kChains = NT == 1 ? 2 : 1;  // independent sums, against the latency of mma
+    // groups of a block with so many row tiles: it may begin in the middle of a pair, but then no block has one tile more
+    AQ_HD static int groups(int tiles) { return ((tiles + 1) / 2 + G - 1) / G; }
+    static int64_t bytes(int m, int64_t groups, int split) {
+        return (int64_t)kSkinnyWarps * kRing + (groups + kSkinnyWarps) * kSlot * 4 + (split > 1 ? (groups * m * G + split) * 128 : 0);
     }
 };
 
@@ -54,45 +62,75 @@ __device__ __forceinline__ uint4 load_x16(const void *p) {
     return v;
 }
 
-// NT: 8 tokens or 16; R: row tiles of a step; WHOLE: K is a multiple of a chunk.
-template <int NT, bool HALF, int R, bool WHOLE>
-__global__ void __launch_bounds__(512, 1) skinny_kernel(const SkinnyArgs a) {
-    using Shape = SkinnyShape<NT, R>;
-    constexpr int kStages = Shape::kStages, kStep = Shape::kStep, kPitch = Shape::kPitch, kSlot = Shape::kSlot, kChains = Shape::kChains;
+// A lane's share of a place: its words of the two row tiles and the scales that go with them.
+struct SkinnyCodes {
+    uint4 words[2][2];  // [row tile][64 columns]
+    uint32_t scales[2];
+    __device__ __forceinline__ void read(uint32_t place, int lane) {
+#pragma unroll
+        for (int r = 0; r < 2; r++) scales[r] = shared4(place + lane * 4 + r * kChunk + kCodes);
+#pragma unroll
+        for (int q = 0; q < 2; q++)
+#pragma unroll
+            for (int r = 0; r < 2; r++) words[r][q] = shared16(place + lane * 16 + r * kChunk + q * 512);
+    }
+    // 0, which nobody has before every lane has all its bytes: a copy's address that waits for it cannot overtake a read
+    __device__ __forceinline__ uint32_t all_read(uint32_t zero) const {
+        const uint32_t some = scales[0] | scales[1] | words[0][0].x | words[0][1].x | words[1][0].x | words[1][1].x;
+        return (uint32_t)__any_sync(~0u, (some & zero) != 0);
+    }
+};
+
+// NT: 8 tokens or 16; G: pairs of row tiles of a step; WHOLE: K is a multiple of a chunk.
+template <int NT, bool HALF, int G, int PLACES, bool WHOLE>
+__global__ void __launch_bounds__(32 * kSkinnyWarps, 1) skinny_kernel(const SkinnyArgs a) {
+    using Shape = SkinnyShape<NT, G, PLACES>;
+    constexpr int kWarps = kSkinnyWarps, kPlace = Shape::kPlace, kPitch = Shape::kPitch, kSlot = Shape::kSlot, kChains = Shape::kChains;
     extern __shared__ __align__(128) uint8_t smem[];
-    const int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, (int)threadIdx.x >> 5, 0), warps = 1 << a.log_warps;
-    const uint32_t ring = smem_at(smem) + warp * (kStages * kStep), bars = smem_at(smem) + warps * (kStages * kStep) + warp * (kStages * 8);
-    float *slots = (float *)(smem + warps * Shape::kRing);
-    warp_bars_init(bars, kStages);
+    const int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, (int)threadIdx.x >> 5, 0);
+    const uint32_t ring = smem_at(smem) + warp * (PLACES * kPlace), bars = smem_at(smem) + kWarps * PLACES * kPlace + warp * (PLACES * 8);
+    float *slots = (float *)(smem + kWarps * Shape::kRing);
+    warp_bars_init(bars, PLACES);
     cluster_begin(a.split);
 
     const int rank = a.split > 1 ? (int)cluster_rank() : 0, cluster = blockIdx.x >> a.log_split;
-    const int row0 = cluster * a.rows_each + min(cluster, a.rows_more), rows = a.rows_each + (cluster < a.rows_more);  // rows of steps
+    const int tile0 = cluster * a.tiles_each + min(cluster, a.tiles_more), tile1 = tile0 + a.tiles_each + (cluster < a.tiles_more);
+    const int pair0 = tile0 >> 1, groups = (((tile1 + 1) >> 1) - pair0 + G - 1) / G;
     const int chunk0 = rank * a.chunks_each + min(rank, a.chunks_more), wide = rank < a.chunks_more, chunks = a.chunks_each + wide;
-    const int line = rows * chunks;
-    const int begin = line * warp >> a.log_warps, end = line * (warp + 1) >> a.log_warps;
-    int row = chunks ? over(begin, wide ? a.by_chunks[1] : a.by_chunks[0]) : 0, chunk = begin - row * chunks;  // of the step computed next
+    const int line = groups * chunks;
+    const int begin = line * warp / kWarps, end = line * (warp + 1) / kWarps;
+    int group = chunks ? over(begin, wide ? a.by_chunks[1] : a.by_chunks[0]) : 0, chunk = begin - group * chunks;  // of the step computed next
 
-    // Of a last row with fewer tiles only those are fetched; what is computed from the others' old bytes is never stored.
-    int fetch_row = row, fetch_left = 0, to_fetch = end - begin, stride = 0, bytes = kStep;
-    const uint8_t *from = nullptr;
+    // Of a pair only the tiles of this block are fetched; what is computed from the other's old bytes is never stored.
+    int fetch_group = group, fetch_left = 0, to_fetch = end - begin;
+    int stride[G], bytes[G], skip[G];
+    const uint8_t *from[G];
     const auto seek = [&](int at_chunk) {
-        const int tile = R * (row0 + fetch_row);
-        from = a.packed + chunk_at(tile, chunk0 + at_chunk, a.tiles, a.chunks);
-        stride = tiles_in_block(tile / kBlockTiles, a.tiles) * kChunk;
-        if (R > 2) bytes = min(R, a.tiles - tile) * kChunk;
+#pragma unroll
+        for (int h = 0; h < G; h++) {
+            const int pair = pair0 + fetch_group * G + h, first = max(tile0, 2 * pair);
+            bytes[h] = max(0, min(tile1, 2 * pair + 2) - first) * kChunk;
+            skip[h] = (first & 1) * kChunk;
+            from[h] = a.packed + chunk_at(first, chunk0 + at_chunk, a.tiles, a.chunks);
+            stride[h] = tiles_in_block(first / kBlockTiles, a.tiles) * kChunk;
+        }
         fetch_left = chunks - at_chunk;
     };
-    const auto fetch = [&](uint32_t slot, uint32_t bar) {
-        warp_copy(slot, from, bytes, bar);
-        from += stride;
-        to_fetch--;
-        if (--fetch_left == 0 && to_fetch) fetch_row++, seek(0);
+    const auto fetch = [&](auto which, uint32_t place, uint32_t bar) {
+        constexpr int h = decltype(which)::value;
+        warp_copy(place + skip[h], from[h], bytes[h], bar);
+        from[h] += stride[h];
+        if (h == G - 1) {
+            to_fetch--;
+            if (--fetch_left == 0 && to_fetch) fetch_group++, seek(0);
+        }
     };
-    if (to_fetch) seek(chunk);
-#pragma unroll 1
-    for (int s = 0; s < max(1, kStages - 1); s++) {
-        if (to_fetch) fetch(ring + s * kStep, bars + s * 8);
+    constexpr std::integral_constant<int, 0> kFirst;
+    constexpr std::integral_constant<int, G - 1> kLast;
+    if (to_fetch) seek(chunk), fetch(kFirst, ring, bars);
+    warp_copies_end();
+    if (PLACES == 2) {
+        if (to_fetch) fetch(kLast, ring + kPlace, bars + 8);
         warp_copies_end();
     }
     if (a.pdl) {  // weights never depend on the kernel before; activations and the output do
@@ -125,99 +163,92 @@ __global__ void __launch_bounds__(512, 1) skinny_kernel(const SkinnyArgs a) {
     };
     if (begin < end) load_x(0, chunk), load_x(1, chunk);
 
-    float acc[R][kChains][NT][4] = {};
+    float acc[G][2][kChains][NT][4] = {};
     const auto flush = [&]() {
-        float *to = slots + (row + warp) * kSlot + 2 * l * kPitch + g;
+        float *to = slots + (group + warp) * kSlot + 2 * l * kPitch + g;
 #pragma unroll
-        for (int r = 0; r < R; r++)
+        for (int h = 0; h < G; h++)
 #pragma unroll
-            for (int t = 0; t < NT; t++)
+            for (int r = 0; r < 2; r++)
 #pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    float sum = acc[r][0][t][i];
-                    if (kChains == 2) sum += acc[r][kChains - 1][t][i];
-                    to[(8 * t + (i & 1)) * kPitch + 16 * r + 8 * (i >> 1)] = sum;
+                for (int t = 0; t < NT; t++)
 #pragma unroll
-                    for (int c = 0; c < kChains; c++) acc[r][c][t][i] = 0.f;
-                }
+                    for (int i = 0; i < 4; i++) {
+                        float sum = acc[h][r][0][t][i];
+                        if (kChains == 2) sum += acc[h][r][kChains - 1][t][i];
+                        to[(8 * t + (i & 1)) * kPitch + 32 * h + 16 * r + 8 * (i >> 1)] = sum;
+#pragma unroll
+                        for (int c = 0; c < kChains; c++) acc[h][r][c][t][i] = 0.f;
+                    }
     };
-    uint32_t slot = ring, bar = bars, parity = 0;
-#pragma unroll 1
-    for (int left = end - begin; left; left--) {
-        warp_wait(bar, parity, kStages);
-        if (kStages > 1) {  // the place of the step before, whose bytes have all been used
-            const bool first = slot == ring;
-            __syncwarp();
-            if (to_fetch) fetch(first ? ring + (kStages - 1) * kStep : slot - kStep, first ? bars + (kStages - 1) * 8 : bar - 8);
-            warp_copies_end();
-        }
-        uint32_t scales[R];
-#pragma unroll
-        for (int r = 0; r < R; r++) scales[r] = shared4(slot + lane * 4 + r * kChunk + kCodes);
-        const int next = chunk + 1 == chunks ? 0 : chunk + 1;
-#pragma unroll
-        for (int t = 0; t < NT; t++) x[t] = next ? x[t] + kCols : x_row[t];
+    uint32_t place = ring, bar = bars, parity = 0;
+    const auto half_step = [&](auto which, int next, bool more) {  // one pair of row tiles; the last one of a step reloads the activations
+        constexpr int h = decltype(which)::value;
+        warp_wait(bar, parity, PLACES);
+        SkinnyCodes codes;
+        codes.read(place, lane);
+        if (to_fetch) fetch(std::integral_constant<int, (h + PLACES) % G>{}, place + codes.all_read(a.zero), bar);
+        warp_copies_end();
+        if (PLACES == 1 || place != ring) place = ring, bar = bars, parity ^= 1;
+        else place += kPlace, bar += 8;
 #pragma unroll
         for (int q = 0; q < 2; q++) {
-            uint4 codes[R];
+            uint32_t s[2][2];
 #pragma unroll
-            for (int r = 0; r < R; r++) codes[r] = shared16(slot + lane * 16 + r * kChunk + q * 512);
-            if (kStages == 1 && q == 1) {  // the address waits for the last bytes read, so that no copy overtakes them
-                uint32_t seen = codes[0].x;
-#pragma unroll
-                for (int r = 1; r < R; r++) seen |= codes[r].x;
-                __syncwarp();
-                if (to_fetch) fetch(slot + (seen & a.zero), bar);
-                warp_copies_end();
-            }
-            uint32_t s[R][2];
-#pragma unroll
-            for (int r = 0; r < R; r++) s[r][0] = scale_pair(scales[r], q * 2), s[r][1] = scale_pair(scales[r], q * 2 + 1);
+            for (int r = 0; r < 2; r++) s[r][0] = scale_pair(codes.scales[r], q * 2), s[r][1] = scale_pair(codes.scales[r], q * 2 + 1);
 #pragma unroll
             for (int i = 0; i < 4; i++)
 #pragma unroll
-                for (int r = 0; r < R; r++) {
+                for (int r = 0; r < 2; r++) {
+                    const uint4 &w = codes.words[r][q];
                     uint32_t f[4];
-                    decode8(i == 0 ? codes[r].x : i == 1 ? codes[r].y : i == 2 ? codes[r].z : codes[r].w, s[r][0], s[r][1], f);
+                    decode8(i == 0 ? w.x : i == 1 ? w.y : i == 2 ? w.z : w.w, s[r][0], s[r][1], f);
                     if (HALF)
 #pragma unroll
                         for (int j = 0; j < 4; j++) f[j] = bf16x2_to_f16x2(f[j]);
 #pragma unroll
                     for (int t = 0; t < NT; t++) {
                         const uint4 &v = xs[q][i >> 1][t];
-                        mma16816<HALF>(acc[r][i % kChains][t], f, i & 1 ? v.z : v.x, i & 1 ? v.w : v.y);
+                        mma16816<HALF>(acc[h][r][i % kChains][t], f, i & 1 ? v.z : v.x, i & 1 ? v.w : v.y);
                     }
                 }
+            if (h == G - 1 && more) load_x(q, next);
         }
-        if (left > 1) load_x(0, next), load_x(1, next);
-        if (kStages == 1 || bar == bars + (kStages - 1) * 8) slot = ring, bar = bars, parity ^= 1;
-        else slot += kStep, bar += 8;
+    };
+#pragma unroll 1
+    for (int left = end - begin; left; left--) {
+        const int next = chunk + 1 == chunks ? 0 : chunk + 1;
+#pragma unroll
+        for (int t = 0; t < NT; t++) x[t] = next ? x[t] + kCols : x_row[t];
+        if (G == 2) half_step(kFirst, next, true);
+        half_step(kLast, next, left > 1);
         chunk = next;
         if (!next) {
             flush();
-            row++;
+            group++;
         }
     }
     if (begin < end && chunk != 0) flush();
     __syncthreads();
 
     // A warp adds what the warps hold of 32 rows of a token, in order, and stores it or sends it to the block that adds the ranks'.
-    constexpr int kParts = R / 2;
-    const int items = rows * a.m * kParts, each = (items + a.split - 1) >> a.log_split;
-    float *sent = slots + (a.rows_each + (a.rows_more > 0) + warps) * kSlot;
+    const int items = groups * a.m * G, each = (items + a.split - 1) >> a.log_split;
+    float *sent = slots + (Shape::groups(a.tiles_each + (a.tiles_more > 0)) + kWarps) * kSlot;
     const auto store = [&](int item, float sum) {
-        const int u = item / kParts, t = over(u, a.by_m), token = u - t * a.m;
-        const int64_t n = (int64_t)(row0 + t) * Shape::kStepRows + item % kParts * 32 + lane;
-        if (n < a.n) store_typed(a.out, token * a.n + n, sum * a.scale, a.out_type);
+        const int u = item / G, t = over(u, a.by_m), token = u - t * a.m;
+        const int n = (pair0 + t * G + item % G) * 32 + lane;
+        if (n >= tile0 * kRows && n < tile1 * kRows && n < a.n) store_typed(a.out, token * a.n + n, sum * a.scale, a.out_type);
     };
+    const int its_begin = line * lane / kWarps, its_end = line * (lane + 1) / kWarps;  // lane i knows warp i's stretch
     cluster_begun(a.split);
-    for (int e = warp; e < items; e += warps) {
-        const int u = e / kParts, t = over(u, a.by_m), token = u - t * a.m;
-        const float *from_slot = slots + t * kSlot + token * kPitch + e % kParts * 32 + lane;
+    for (int e = warp; e < items; e += kWarps) {
+        const int u = e / G, t = over(u, a.by_m), token = u - t * a.m;
+        const uint32_t have = __ballot_sync(~0u, max(its_begin, t * chunks) < min(its_end, t * chunks + chunks));
+        const float *from_slot = slots + t * kSlot + token * kPitch + e % G * 32 + lane;
         float sum = 0.f;
-#pragma unroll 8
-        for (int w = 0; w < warps; w++)
-            if (max(line * w >> a.log_warps, t * chunks) < min(line * (w + 1) >> a.log_warps, t * chunks + chunks)) sum += from_slot[w * kSlot];
+#pragma unroll
+        for (int w = 0; w < kWarps; w++)
+            if (have >> w & 1) sum += from_slot[w * kSlot];
         if (a.split == 1) {
             store(e, sum);
         } else {
@@ -228,7 +259,7 @@ __global__ void __launch_bounds__(512, 1) skinny_kernel(const SkinnyArgs a) {
     }
     if (a.split == 1) return;
     cluster_sync(a.split);
-    for (int e = warp; e < each && rank * each + e < items; e += warps) {
+    for (int e = warp; e < each && rank * each + e < items; e += kWarps) {
         float sum = 0.f;
         for (int peer = 0; peer < a.split; peer++) sum += sent[(peer * each + e) * 32 + lane];
         store(rank * each + e, sum);

@@ -23,6 +23,10 @@ static const uint8_t ABOVE_SLOT[8] = {0, 4, 1, 6, 2, 5, 3, 7};
 /* From here on in `above` of a 16-bit kind, those of index 4, 2, 6 and of the sign again, each twice in 32 bits. */
 enum { ABOVE_PAIRS = 4 };
 
+/* The thresholds of a scale code once more, for bfloat16: with |bits| held to low .. high, the element's code is the upper four bits
+ * of |bits| + add[|bits| / 32 % 32]. Such a run of 32 patterns, a quarter of an octave, holds one threshold at most. */
+enum { STAIRS = 32 };
+
 struct pack_plan {
     int kind;  /* number_kind of the input */
     int group; /* columns of one scale: 16, 32 or 64 */
@@ -37,6 +41,11 @@ struct pack_plan {
     /* Per code: |bits| of the input's kind above which the index is 1..7 or more, and above which a sign is kept, in the
      * order of ABOVE_SLOT. 16-bit kinds have theirs as uint16_t in the first half. Compare as signed numbers. */
     _Alignas(32) uint32_t above[SCALE_CODES][8];
+    bool stepped; /* stairs holds: bfloat16, and no scale code's thresholds lie too close or too high for it */
+    struct stairs {
+        _Alignas(32) uint16_t add[STAIRS];
+        uint32_t low, high, sign; /* each twice 16 bits */
+    } stairs[SCALE_CODES];
 };
 
 /* Fills step and above from the rest. */

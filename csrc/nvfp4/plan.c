@@ -35,7 +35,8 @@ static uint32_t find_threshold(int kind, float step, unsigned i)
     if (t > inf)
         t = inf;
     /* NaN patterns all count as index 7, and inf reaches everything that can be reached. */
-    if (!reaches(inf, kind, step, i))
+    const bool usual = step > 0.f && step < bits_float(0x7f800000u);
+    if (!usual && !reaches(inf, kind, step, i))
         return i == 8 ? past : inf + 1;
     for (uint32_t stride = 1; t > 0 && reaches(t - 1, kind, step, i); stride *= 2)
         t = t > stride ? t - stride : 0;
@@ -71,13 +72,43 @@ static void set_above(uint32_t above[8], int kind, unsigned i, uint32_t bits)
             above[ABOVE_PAIRS + k] = (bits & 0xffffu) * 0x10001u;
 }
 
+/* threshold[i]: the smallest |bits| of index i. False where a run of the stairs would hold two, or they end too high. */
+static bool build_stairs(struct stairs *s, const uint32_t threshold[9])
+{
+    const uint32_t low = threshold[1] - 1, bottom = low / STAIRS * STAIRS, end = bottom + STAIRS * STAIRS;
+    if (threshold[1] == 0 || threshold[7] >= end || end > first_nonfinite(KIND_BF16))
+        return false;
+    s->low = low * 0x10001u;
+    s->high = (end - 1) * 0x10001u;
+    uint32_t code = 0;
+    for (uint32_t run = bottom; run < end; run += STAIRS) {
+        if (code < 7 && threshold[code + 1] <= run)
+            code++;
+        if (code < 6 && threshold[code + 2] < run + STAIRS)
+            return false;
+        const uint32_t next = code < 7 ? threshold[code + 1] : end;
+        s->add[run / STAIRS % STAIRS] = (uint16_t)(((code + 1) << 12) - next);
+    }
+    return true;
+}
+
 void plan_prepare(struct pack_plan *plan)
 {
+    plan->stepped = plan->kind == KIND_BF16;
     for (int c = 0; c < SCALE_CODES; c++) {
         float s = e4m3_to_float((uint8_t)c);
         plan->step[c] = plan->encoding == ENCODING_CT ? s / plan->tensor_scale : s * plan->tensor_scale;
-        for (unsigned i = 1; i <= 8; i++)
-            set_above(plan->above[c], plan->kind, i, find_threshold(plan->kind, plan->step[c], i) - 1);
+        uint32_t threshold[9];
+        for (unsigned i = 1; i <= 8; i++) {
+            threshold[i] = find_threshold(plan->kind, plan->step[c], i);
+            set_above(plan->above[c], plan->kind, i, threshold[i] - 1);
+        }
+        struct stairs *stairs = plan->stairs + c;
+        stairs->sign = (threshold[8] - 1) * 0x10001u;
+        memset(stairs->add, 0, sizeof stairs->add);
+        stairs->low = stairs->high = 0;
+        if (c > 0 && c < SCALE_CODES - 1) /* no block has the code 0, and under a NaN all that is finite is 0 */
+            plan->stepped = plan->stepped && build_stairs(stairs, threshold);
     }
 }
 

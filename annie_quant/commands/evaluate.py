@@ -40,7 +40,8 @@ def evaluate(
 ) -> None:
     """Judge a checkpoint against its bf16 reference without a server: gates, KL. Exit code 1 if a gate fails.
 
-    Under torchrun or accelerate launch the processes share the work, and the first one prints and writes.
+    Under torchrun or accelerate launch the processes share the work, and the first one prints and writes. torchrun takes
+    --n for its own unless -- comes first: torchrun --nproc-per-node=2 -- $(which annie-quant) eval ...
     """
     quiet_engines()
     from annie_quant.quantize.prompt import check_checkpoint

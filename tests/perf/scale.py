@@ -1,13 +1,15 @@
-"""Where docs/scale.md's figures come from: measured rates, and the arithmetic from them to 27 B and 400 B, one stream and 10,000.
+"""Where docs/scale.md's figures come from: measured rates, and the arithmetic to 27 B, 400 B, 10,000 streams, 64 processes.
 
 python tests/perf/scale.py plans                          no measurement: prints the tables of estimates
 python tests/perf/scale.py streams N [EVENTS] [GAP_US]    N streams at once against tests/perf/bench_stream_server.c
+python tests/perf/scale.py team [N ...]                   `annie-quant eval` by one process and by two over gloo, a thread each
 """
 
 from __future__ import annotations
 
 import json
 import resource
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -123,8 +125,35 @@ def streams(count: int, events: int = 20, gap_us: int = 1_000_000) -> None:
     )
 
 
+def team(*sizes: int) -> None:
+    """Seconds of an evaluation with so many prompts a gate, the reference's answers included, by one process and by two."""
+    import os
+
+    tiny = Path(__file__).resolve().parents[2] / "annie_quant/assets/tiny-annie"
+    many = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d",
+            "--rdzv-endpoint=localhost:0", "-m", "--", "annie_quant"]  # fmt: skip
+    starts = {1: [sys.executable, "-m", "annie_quant"], 2: many}
+    threads = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        quantize = ["quantize", "--strategy", "direct", "--model", str(tiny), "--output", f"{folder}/nvfp4"]
+        subprocess.run([*starts[1], *quantize], check=True, capture_output=True)
+        for n in sizes or (1, 4):
+            for processes, start in starts.items():
+                shutil.rmtree(folder / "bf16", ignore_errors=True)  # with the reference's answers in it
+                shutil.copytree(tiny, folder / "bf16", ignore=shutil.ignore_patterns(".annie_quant"))
+                words = ["eval", f"{folder}/nvfp4", "--reference", f"{folder}/bf16", "--n", str(n), "--numerics", "w4a16",
+                         "--output", f"{folder}/{processes}.json", "--allow-prompt-mismatch"]  # fmt: skip
+                begun = time.monotonic()
+                subprocess.run([*start, *words], capture_output=True, env=threads, timeout=300)  # 1: a gate failed
+                wall = time.monotonic() - begun
+                found = json.loads((folder / f"{processes}.json").read_text())["numerics"]["w4a16"]
+                print(json.dumps({"n": n, "processes": processes, "wall_s": round(wall, 1), "tokens": found["kl"]["n_tokens"],
+                                  "kl_mean": found["kl"]["mean"]}), flush=True)  # fmt: skip
+
+
 if __name__ == "__main__":
     if sys.argv[1] == "plans":
         plans()
     else:
-        streams(*map(int, sys.argv[2:]))
+        {"streams": streams, "team": team}[sys.argv[1]](*map(int, sys.argv[2:]))

@@ -77,6 +77,7 @@ struct SkinnyCodes {
     // 0, which nobody has before every lane has all its bytes: a copy's address that waits for it cannot overtake a read
     __device__ __forceinline__ uint32_t all_read(uint32_t zero) const {
         const uint32_t some = scales[0] | scales[1] | words[0][0].x | words[0][1].x | words[1][0].x | words[1][1].x;
+        __syncwarp();  // orders the lanes' reads; that they have ended, only their values can tell
         return (uint32_t)__any_sync(~0u, (some & zero) != 0);
     }
 };

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import importlib.util
 import json
 import platform
 import time
@@ -86,33 +87,42 @@ def nvfp4_lines(size: int, repeats: int) -> list[dict]:
     ]
 
 
+def llama_library() -> ctypes.CDLL | None:
+    """llama.cpp inside xllamacpp, which may be missing: then there is no line for its encoders."""
+    found = importlib.util.find_spec("xllamacpp")
+    if found is None or found.origin is None:
+        return None
+    library = ctypes.CDLL(str(sorted(Path(found.origin).parent.glob("xllamacpp*.so"))[0]))
+    library.ggml_quantize_chunk.restype = ctypes.c_size_t
+    return library
+
+
 def kquant_lines(repeats: int) -> list[dict]:
     import gguf
-    import xllamacpp
 
-    library = ctypes.CDLL(str(sorted(Path(xllamacpp.__file__).parent.glob("xllamacpp*.so"))[0]))
-    library.ggml_quantize_chunk.restype = ctypes.c_size_t
+    library = llama_library()
     w = np.random.default_rng(0).standard_normal((512, 4096), np.float32) * np.float32(0.02)
     lines = []
     threads = nvfp4.threads()
     for kind in ("Q4_K", "Q5_K", "Q6_K"):
         raw = kquant.quantize(w, kind)
-        theirs = np.empty_like(raw)
+        if library:
+            theirs = np.empty_like(raw)
 
-        def llama(kind: str = kind, theirs: np.ndarray = theirs) -> None:
-            library.ggml_quantize_chunk(
-                kquant.BLOCKS[kind].ggml_type, ctypes.c_void_p(w.ctypes.data), ctypes.c_void_p(theirs.ctypes.data),
-                ctypes.c_int64(0), ctypes.c_int64(w.shape[0]), ctypes.c_int64(w.shape[1]), None,
-            )  # fmt: skip
+            def llama(library: ctypes.CDLL = library, kind: str = kind, theirs: np.ndarray = theirs) -> None:
+                library.ggml_quantize_chunk(
+                    kquant.BLOCKS[kind].ggml_type, ctypes.c_void_p(w.ctypes.data), ctypes.c_void_p(theirs.ctypes.data),
+                    ctypes.c_int64(0), ctypes.c_int64(w.shape[0]), ctypes.c_int64(w.shape[1]), None,
+                )  # fmt: skip
 
-        llama()
-        assert (raw == theirs).all()
-        nvfp4.set_threads(1)
-        ours = best(lambda kind=kind: kquant.quantize(w, kind), repeats)
-        nvfp4.set_threads(threads)
-        lines.append(
-            line(f"{kind} encode, 1 thread", ours, "llama.cpp's quantizer, 1 thread", best(llama, 3), 3, w.nbytes)
-        )
+            llama()
+            assert (raw == theirs).all()
+            nvfp4.set_threads(1)
+            ours = best(lambda kind=kind: kquant.quantize(w, kind), repeats)
+            nvfp4.set_threads(threads)
+            lines.append(
+                line(f"{kind} encode, 1 thread", ours, "llama.cpp's quantizer, 1 thread", best(llama, 3), 3, w.nbytes)
+            )
         number = getattr(gguf.GGMLQuantizationType, kind)
         out = np.empty_like(w)
         assert (gguf.quants.dequantize(raw, number) == kquant.dequantize(raw, kind, out)).all()

@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(32 * WR * KS, 1) tiled_kernel(const TiledArgs 
             for (int r = 0; r < TR; r++) scales[r] = *(const uint32_t *)(weights + r * kChunk + scale_at(0, lane));
 #pragma unroll
             for (int qq = 0; qq < 2 / KS; qq++)
-#pragma unroll
+#pragma unroll(HALF && TC == 16 ? 1 : 2)  // whole, this one instance spills for sm_12x
                 for (int h = 0; h < 2; h++) {
                     const int q = KS == 1 ? qq : part_of_k;
                     uint32_t f[TR][2][4];

@@ -31,6 +31,10 @@ class EnvironmentFault(AnnieError):
     exit_code = 3
 
 
+class NoRoom(EnvironmentFault):
+    """The disk cannot hold what is to be written: of no strategy's making, so that nothing goes on without it."""
+
+
 class CheckpointError(EnvironmentFault):
     """A model folder that cannot be used: which file, which tensor, what was seen, what was expected."""
 

@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
@@ -22,11 +23,12 @@ from click.testing import CliRunner
 sys.path.insert(0, str(Path(__file__).parent / "data"))
 import make_run_sample as sample
 
-from annie_quant import bench, files, report
+from annie_quant import bench, files, report, search
 from annie_quant.bench.regress import regression
 from annie_quant.checkpoint.staging import staged
+from annie_quant.checkpoint.writer import need_room
 from annie_quant.data.journal import Journal
-from annie_quant.errors import EnvironmentFault, UsageError
+from annie_quant.errors import EnvironmentFault, NoRoom, UsageError
 from annie_quant.rundir import SCHEMA_VERSION, RunDirectory
 from annie_quant.stream import Timings
 
@@ -196,6 +198,20 @@ def as_nobody(folder: str) -> subprocess.CompletedProcess:
     )
     as_other = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"]
     return subprocess.run([*as_other, sys.executable, "-c", code, folder], capture_output=True, text=True, check=False)
+
+
+def test_a_full_disk_ends_a_search_and_is_no_fault_of_the_strategy(tmp_path):
+    """It would go on to a larger strategy otherwise, and choose that one."""
+    stages = SimpleNamespace(stamps=[], quantize=lambda _: need_room(tmp_path, 1 << 62))
+    walk = SimpleNamespace(stages=stages, spent=lambda: 0.0)
+    with pytest.raises(NoRoom, match="GB to write and"):
+        search.Search.attempt(walk, "direct")
+
+    def cannot(_):
+        raise EnvironmentFault("torch is needed here and is not installed")
+
+    stages.quantize = cannot
+    assert search.Search.attempt(walk, "naive")["outcome"] == "could not be made"
 
 
 def test_a_disk_that_fills_ends_in_one_line_and_keeps_the_old_report(stored):

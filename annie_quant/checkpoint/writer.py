@@ -16,7 +16,7 @@ import numpy as np
 
 from annie_quant.checkpoint import header
 from annie_quant.checkpoint.shards import INDEX, SINGLE, ModelFolder
-from annie_quant.errors import EnvironmentFault
+from annie_quant.errors import NoRoom
 from annie_quant.files import replacing, write_json
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
@@ -99,7 +99,7 @@ def write(
     """Write the planned tensors into `folder` and return the shards' paths. `progress` hears bytes as they are done.
 
     resume: keep shards that an earlier run left whole (same header). They must be of the same source: see staging.py.
-    The index is written last. Raises EnvironmentFault where the disk has not enough room.
+    The index is written last. Raises NoRoom where the disk has not enough room.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -162,7 +162,7 @@ def finished(folder: Path, shard: ShardPlan) -> bool:
 def need_room(folder: Path, size_bytes: int) -> None:
     free = shutil.disk_usage(folder).free
     if size_bytes > free:
-        raise EnvironmentFault(
+        raise NoRoom(
             f"{folder}: {size_bytes / 1e9:.2f} GB to write and {free / 1e9:.2f} GB free",
             "free some disk, or choose --output",
         )

@@ -16,7 +16,7 @@ from typing import Any
 
 from annie_quant import judge, quantize
 from annie_quant.data import check_prompt_hash
-from annie_quant.errors import AnnieError, UsageError
+from annie_quant.errors import AnnieError, NoRoom, UsageError
 from annie_quant.files import write_json, write_text
 from annie_quant.quantize import sizes
 from annie_quant.rundir import RunDirectory
@@ -152,6 +152,8 @@ class Search:
         try:
             stages.quantize(strategy)
             audit = stages.audit(strategy)
+        except NoRoom:
+            raise
         except AnnieError as error:
             return row | {
                 "error": error.message,

@@ -64,13 +64,16 @@ class Cutter:
             self.events.append((now, event))
 
 
-def pycurl_(url: str, streams: int) -> list[Events]:
+def pycurl_(url: str, streams: int, http_version: int = 0) -> list[Events]:
+    """http_version: libcurl's CURL_HTTP_VERSION_*, 0 for its default; streams share a connection where it has several."""
     import pycurl
 
     multi, cutters, handles = pycurl.CurlMulti(), [], []
     for _ in range(streams):
         cutter, handle = Cutter(), pycurl.Curl()
         handle.setopt(pycurl.URL, url)
+        handle.setopt(pycurl.HTTP_VERSION, http_version)
+        handle.setopt(pycurl.PIPEWAIT, 1 if http_version else 0)
         handle.setopt(pycurl.SSL_VERIFYPEER, 0)
         handle.setopt(pycurl.SSL_VERIFYHOST, 0)
         handle.setopt(pycurl.POSTFIELDS, json.dumps(BODY))

@@ -144,9 +144,32 @@ class Console:
         for check in result["checks"]:
             self.out.print(f"{'[green]✓[/]' if check['ok'] else '[red]✗[/]'} {check['name']}  ", end="")
             self.out.print(check["detail"], markup=False, soft_wrap=True)
-        for part in ("bench", "stack"):
-            if part in result:
-                self.print_mapping(part, result[part])
+        if "bench" in result:
+            self.print_mapping("bench", result["bench"])
+        if "stack" in result:
+            self.print_stack(result["stack"])
+
+    def print_stack(self, found: dict[str, Any]) -> None:
+        """A line a backend of a serving stack, what is known of its fault and the remedy, then the one to choose."""
+        marks = {"right": "[green]✓[/]", "wrong": "[red]✗[/]", "failed": "[yellow]·[/]", "missing": "[dim]·[/]"}
+        for row in found["backends"]:
+            said = row["verdict"]
+            if said in ("right", "wrong"):
+                said += f", at most {row['worst']:.3g} of what rounding allows"
+            elif said == "failed":
+                said += ": " + next((c["error"] for c in row["cases"] if c.get("error")), row["cause"])
+            else:
+                said += f": {row['cause']}"
+            self.out.print(f"{marks[row['verdict']]} ", end="")
+            self.out.print(f"{row['backend']}: {said}", markup=False, soft_wrap=True)
+            if row["remedy"]:
+                self.out.print(f"    {row['cause']}", markup=False, soft_wrap=True)
+                self.out.print(f"    → {row['remedy']}", markup=False, soft_wrap=True)
+        switch = f"   {found['switch']}" if found.get("switch") else ""
+        choice = f"choose {found['choose']}{switch}" if found["choose"] else "no FP4 backend is right here"
+        self.out.print(choice, markup=False, soft_wrap=True)
+        if found.get("note"):
+            self.out.print(found["note"], markup=False, soft_wrap=True)
 
     def print_mapping(self, title: str, values: dict[str, Any]) -> None:
         from rich.table import Table

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from annie_quant.console import Console
 from annie_quant.errors import EnvironmentFault, UsageError
 from annie_quant.gemm import container, known, oracle, stack
 
@@ -61,6 +62,7 @@ def test_planted_faults_are_called_wrong_and_given_a_remedy(fault):
         ("CUDA error: no kernel image is available for execution on the device", "121a"),
         ("CUDA error: an illegal instruction was encountered", "38423"),
         ("This kernel only supports sm120.", "sm120_family"),
+        ("Capturing CUDA graphs failed: operation not permitted", "--enforce-eager"),
         ("ptxas fatal : Value 'sm_121a' is not defined for option 'gpu-name'", "TRITON_PTXAS_PATH"),
     ],
 )
@@ -71,7 +73,7 @@ def test_known_failures_are_named(message, remedy):
     row = stack.judge("broken", call)
     assert row["verdict"] == "failed"
     assert remedy in row["remedy"]
-    assert known.recognise("something else entirely") is None
+    assert known.recognise("INFO: Graph capturing finished in 5 secs, took 0.54 GiB") is None
 
 
 def test_missing_stacks_are_said_and_unknown_ones_refused():
@@ -79,6 +81,111 @@ def test_missing_stacks_are_said_and_unknown_ones_refused():
     assert [r["verdict"] for r in found["backends"]] == ["missing"] or found["backends"]
     with pytest.raises(UsageError, match="no stack called"):
         stack.examine("nonsense")
+
+
+def test_one_wrong_case_makes_a_backend_wrong_whatever_the_others_do():
+    """An error shows by itself; the silent fault must not hide behind it, whichever comes first."""
+    for raising in (1, 16):
+
+        def call(case, raising=raising):
+            if case.a.shape[0] == raising:
+                raise RuntimeError("an illegal instruction was encountered")
+            return product(case, w=swap(case.w))
+
+        row = stack.judge("both", call)
+        assert row["verdict"] == "wrong"
+        assert "--linear-backend" in row["remedy"]
+
+
+OPS = """
+import torch
+from annie_quant.gemm import oracle
+
+def linear_scales(swizzled, rows, cols):  # the 128x4 tiles' formula, an element at a time
+    flat = swizzled.view(torch.uint8).flatten()
+    m, k = torch.meshgrid(torch.arange(rows), torch.arange(cols), indexing="ij")
+    at = ((m // 128) * -(-cols // 4) + k // 4) * 512 + (m % 32) * 16 + (m % 128) // 32 * 4 + k % 4
+    return flat[at]
+
+def value(codes, scales):
+    return torch.from_numpy(oracle.dequantize(codes.numpy(), scales.numpy()))
+
+def cutlass_scaled_fp4_mm(a, b, a_scales, b_scales, alpha, out_dtype):
+    {fault}
+    left = value(a, linear_scales(a_scales, a.shape[0], a.shape[1] // 8))
+    right = value(b, linear_scales(b_scales, b.shape[0], b.shape[1] // 8))
+    return (left @ right.T * alpha.double()).to(out_dtype)
+"""
+MARLIN = """
+import torch
+from vllm import _custom_ops as ops
+
+def prepare_fp4_layer_for_marlin(layer):
+    layer.weight_scale = torch.nn.Parameter(layer.weight_scale.view(torch.uint8), requires_grad=False)
+    layer.workspace = torch.zeros(1)
+
+def apply_fp4_marlin_linear(input, weight, weight_scale, {scale}, workspace, size_n, size_k, bias=None):
+    assert weight.shape == (size_n, size_k // 2)
+    out = input.double() @ ops.value(weight, weight_scale).T * {scale}.double()
+    return out.to(input.dtype)
+"""
+
+
+@pytest.fixture
+def vllm(tmp_path, monkeypatch):
+    """A package with vLLM's names and signatures: its CUTLASS product has the fault given, its Marlin is right."""
+
+    def make(fault="pass", scale="weight_global_scale"):
+        folder = tmp_path / "vllm"
+        deep = folder / "model_executor" / "layers" / "quantization" / "utils"
+        deep.mkdir(parents=True)
+        for each in (folder, *(deep.parents[i] for i in range(3)), deep):
+            (each / "__init__.py").touch()
+        (folder / "_custom_ops.py").write_text(OPS.format(fault=fault))
+        (deep / "marlin_utils_fp4.py").write_text(MARLIN.format(scale=scale))
+        monkeypatch.syspath_prepend(str(tmp_path))
+        for name in [n for n in sys.modules if n.split(".")[0] == "vllm"]:
+            monkeypatch.delitem(sys.modules, name)
+
+    yield make
+    for name in [n for n in sys.modules if n.split(".")[0] == "vllm"]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("scale", ["weight_global_scale", "weight_scale_2"])
+def test_vllms_own_calls_are_made_as_it_takes_them(vllm, scale):
+    pytest.importorskip("torch")
+    vllm(scale=scale)
+    for name, call, missing in stack.backends("vllm"):
+        assert missing == ""
+        assert stack.judge(name, call)["verdict"] == "right", name
+
+
+def test_a_backend_that_dies_says_nothing_of_the_next(vllm):
+    """As an illegal instruction does: it ends its own process; the right backend is found and named with its switch."""
+    pytest.importorskip("torch")
+    dies = "import os, sys; print('an illegal instruction was encountered', file=sys.stderr, flush=True); os.abort()"
+    vllm(fault=dies)
+    found = stack.examine("vllm")
+    assert [r["verdict"] for r in found["backends"]] == ["failed", "right"]
+    assert "SIGABRT" in found["backends"][0]["cases"][0]["error"]
+    assert "38423" in found["backends"][0]["remedy"]
+    assert found["choose"] == "vllm marlin (W4A16)"
+    assert found["switch"] == "--linear-backend marlin"
+    assert found["note"] == known.NOT_NATIVE
+
+
+def test_what_was_found_is_said_a_line_a_backend(capsys):
+    rows = [
+        stack.judge("good", product, stack.cases()[:1]),
+        stack.judge("bad", PLANTED["swapped nibbles"], stack.cases()[:1]),
+        {"backend": "gone", "verdict": "missing", "cause": "no module", "remedy": "", "cases": []},
+    ]
+    Console().print_stack({"backends": rows, "choose": "good", "switch": "--linear-backend good", "note": "a note"})
+    said = capsys.readouterr().out
+    for line in ("✓ good: right", "✗ bad: wrong", "→ choose a backend", "· gone: missing: no module"):
+        assert line in said
+    assert "choose good   --linear-backend good\na note" in said
 
 
 def test_swizzle_is_the_stated_formula():

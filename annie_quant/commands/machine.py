@@ -51,7 +51,7 @@ def validate_gpu(with_bench: bool, stack: str | None, container: str | None, dry
             click.echo(shlex.join(inside.plan(container, stack or "all")))
             return
         seen = inside.examine(container, stack or "all")
-        emit(seen) if as_json else console.print_mapping("stack", seen)
+        emit(seen) if as_json else console.print_stack(seen)
         sys.exit(1 if seen["wrong"] else 0)
     result = annie_quant.gemm.validate(bench=with_bench, stack=stack)
     emit(result) if as_json else console.print_validation(result)

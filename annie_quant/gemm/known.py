@@ -35,7 +35,7 @@ KNOWN = (
         "a newer vLLM (#35519)",
     ),
     (
-        r"graph.*(capture|captur)|cudaErrorStreamCapture",
+        r"(graph|captur).*(fail|error|invalid|not permitted|unsupported)|cudaErrorStreamCapture",
         "CUDA graphs on SM121 in images of early 2026",
         "a newer image; --enforce-eager until then, at about half the speed",
     ),
@@ -43,6 +43,15 @@ KNOWN = (
 WRONG = (
     "plausible but wrong results without an error: reported of the CUTLASS FP4 path on SM121 with vLLM 0.19",
     "choose a backend that is right here: --linear-backend marlin (vLLM), --fp4-gemm-backend (SGLang)",
+)
+# What no message says, but a choice of kernels shows.
+RANKED = (
+    "if prefill is slow, the server took the weight-only kernel before the FP4 one (vLLM #53014, fixed by #55170): "
+    "name the backend, --linear-backend"
+)
+NOT_NATIVE = (
+    "only a weight-only kernel is right here. 13 tok/s were seen where 49 are possible with images that hold no native "
+    "SM12x code: try a newer image, then this examination again"
 )
 
 

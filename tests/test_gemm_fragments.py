@@ -20,7 +20,7 @@ HEADER = Path(__file__).parent.parent / "csrc" / "gemm" / "fragments.cuh"
 NAMES = {
     "word_at": 3, "scale_at": 2, "column_at": 5, "row_at": 2, "place": 3, "field_of": 2, "e5m3": 1, "scale_word": 1,
     "x_column_at": 3, "fp4_a_row": 2, "fp4_a_col": 2, "fp4_b_col": 1, "fp4_b_row": 2, "fp4_sfa_lane": 1,
-    "fp4_sfb_lane": 1, "image_column": 2, "image_place": 2, "share_of": 4, "sharer_of": 4,
+    "fp4_sfb_lane": 1, "image_column": 2, "image_place": 2, "turned_from": 2, "turned_to": 2, "share_of": 4, "sharer_of": 4,
 }  # fmt: skip
 
 
@@ -163,6 +163,17 @@ def test_wgmmas_activations_lie_in_the_weights_order_of_columns(maps):
     for row in range(16):
         assert sorted(maps.image_place(row, unit) for unit in range(8)) == list(range(8))
         assert maps.image_place(row, 0) == row % 8  # the 128-byte swizzle: address bits 4-6 by bits 7-9
+
+
+def test_a_row_is_put_in_order_by_two_lanes_that_share_no_unit(maps):
+    """Word w of unit u holds columns 8 u + 2 w of 64; unit u of the order wanted holds image_column(u, l) as word l."""
+    for h in range(2):
+        for word in range(4):
+            for unit in range(4):
+                assert maps.image_column(maps.turned_to(word, h), unit) == 8 * maps.turned_from(unit, h) + 2 * word
+    for turned in (maps.turned_from, maps.turned_to):
+        assert sorted(turned(i, h) for i in range(4) for h in range(2)) == list(range(8))
+        assert all(turned(i, h) == turned(i, 0) ^ turned(0, h) for i in range(4) for h in range(2))
 
 
 def test_blocks_have_equal_shares_and_know_whose_is_whose(maps):

@@ -103,8 +103,8 @@ class Weight:
         self._plans: dict[tuple[int, str], tuple[int, ...]] = {}
 
     def plan(self, m: int, path: str = "auto") -> tuple[int, ...]:
-        """(path, warps or tokens of a tile, split of K, row tiles of a step or ring stages, blocks, shared-memory
-        bytes, workspace bytes) for M tokens.
+        """(path, ring places or tokens of a tile, blocks of a cluster, row tiles of a step or ring stages, blocks,
+        shared-memory bytes, shared tiles, rows of a tile, arranged, workspace bytes) for M tokens: csrc/gemm/gemm.h.
         """
         key = (m, path)
         if key not in self._plans:

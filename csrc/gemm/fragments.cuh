@@ -74,14 +74,20 @@ AQ_HD int x_column_at(int q, int lane, int i) { return q * 64 + (lane & 3) * 16 
 // 2 l + 1 of eight) holds this column of the 64 and the next; a row's units lie swizzled.
 AQ_HD int image_column(int unit, int l) { return 16 * l + 2 * unit; }
 AQ_HD int image_place(int row, int unit) { return unit ^ (row & 7); }
+// Where a block puts a row in order itself: of the eight units in their own order, these four (l = 0 .. 3) of half h hold the words of
+// those four (w = 0 .. 3), word w of the one being word l of the other.
+AQ_HD int turned_from(int l, int h) { return 2 * l ^ h; }
+AQ_HD int turned_to(int w, int h) { return w ^ 4 * h; }
 
 // ---- tiles shared among all blocks, each having an equal share of their chunks ----
 // The share of block b starts at this chunk; it ends where the next begins.
-AQ_HD int share_of(int b, int blocks, int shared, int chunks) { return (int)((int64_t)shared * chunks * b / blocks); }
+AQ_HD int share_of(int b, int blocks, int shared, int chunks) { return (int)((uint32_t)shared * (uint32_t)chunks * (uint32_t)b / (uint32_t)blocks); }
 // The block whose share holds chunk u (every share holds at least one).
 AQ_HD int sharer_of(int u, int blocks, int shared, int chunks) {
-    return (int)((((int64_t)u + 1) * blocks - 1) / ((int64_t)shared * chunks));
+    return (int)((((uint32_t)u + 1) * (uint32_t)blocks - 1) / ((uint32_t)shared * (uint32_t)chunks));
 }
+// Without overflow.
+AQ_HD bool shares_fit(int blocks, int shared, int chunks) { return (uint64_t)shared * (uint64_t)chunks * ((uint64_t)blocks + 1) < (1ull << 31); }
 
 // ---- mma.m16n8k64, e2m1 x e2m1 with block scales ----
 AQ_HD int fp4_a_row(int lane, int i) { return (lane >> 2) + 8 * (i & 1); }

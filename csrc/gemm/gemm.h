@@ -25,10 +25,13 @@ enum { AQ_FAULT_NONE = 0, AQ_FAULT_NIBBLES = 1, AQ_FAULT_SCALES = 2, AQ_FAULT_FR
 typedef struct {
     int path;     /* AQ_PATH_* */
     int warps;    /* skinny: places of a warp's ring; tiled, wgmma: tokens of a tile */
-    int split;    /* skinny, tiled: blocks of a cluster that share K; wgmma: tiles of which all blocks have equal shares along K */
+    int split;    /* blocks of a cluster that share K */
     int stages;   /* skinny: row tiles of a step; otherwise ring depth */
     int blocks;   /* blocks launched */
     int smem;     /* dynamic shared memory of a block, bytes */
+    int shared;   /* wgmma: tiles of which all blocks have equal shares along K */
+    int rows;     /* wgmma: rows of a tile: 256, 192, or 128 whose block makes two parts of K side by side */
+    int arranged; /* wgmma: 1 where a kernel before puts the activations in order */
     int64_t workspace; /* bytes of device memory that the launch writes and reads, its own until it ends; 0 for most */
 } aq_plan;
 

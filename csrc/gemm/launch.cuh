@@ -39,6 +39,6 @@ int launch_with(void (*kernel)(Args, More...), const Args &args, const Launch &h
 
 int launch_skinny(const SkinnyArgs &args, bool half, int places, int step_tiles, Launch how);
 int launch_tiled(const TiledArgs &args, bool half, int tokens, Launch how);
-// `args` without the places in the workspace; x: M rows of K columns, ldx apart.
-int launch_wgmma(WgmmaArgs args, const uint16_t *x, int64_t ldx, int k, bool half, int tokens, void *workspace, Launch how);
+// `args` without the places in the workspace; x: M rows of K columns, ldx apart; arranged: written anew by a kernel before.
+int launch_wgmma(WgmmaArgs args, const uint16_t *x, int64_t ldx, int k, bool arranged, bool half, int tokens, void *workspace, Launch how);
 bool wgmma_runs();

@@ -91,7 +91,8 @@ static PyObject *py_plan(PyObject *module, PyObject *args) {
     if (!PyArg_ParseTuple(args, "LLLi", &m, &n, &k, &path)) return NULL;
     CALL(status, aq_plan_w4a16(m, n, k, path, &p));
     if (status) return raise_status(module, status);
-    return Py_BuildValue("(iiiiiiL)", p.path, p.warps, p.split, p.stages, p.blocks, p.smem, (long long)p.workspace);
+    return Py_BuildValue("(iiiiiiiiiL)", p.path, p.warps, p.split, p.stages, p.blocks, p.smem, p.shared, p.rows, p.arranged,
+                         (long long)p.workspace);
 }
 
 static PyObject *py_w4a16(PyObject *module, PyObject *args) {
@@ -100,8 +101,9 @@ static PyObject *py_w4a16(PyObject *module, PyObject *args) {
     float scale;
     int x_type, out_type, pdl, status;
     aq_plan p;
-    if (!PyArg_ParseTuple(args, "KLKfKKLLLii(iiiiiiL)iK", &x, &ldx, &packed, &scale, &out, &workspace, &m, &n, &k, &x_type, &out_type,
-                          &p.path, &p.warps, &p.split, &p.stages, &p.blocks, &p.smem, &workspace_bytes, &pdl, &stream))
+    if (!PyArg_ParseTuple(args, "KLKfKKLLLii(iiiiiiiiiL)iK", &x, &ldx, &packed, &scale, &out, &workspace, &m, &n, &k, &x_type, &out_type,
+                          &p.path, &p.warps, &p.split, &p.stages, &p.blocks, &p.smem, &p.shared, &p.rows, &p.arranged,
+                          &workspace_bytes, &pdl, &stream))
         return NULL;
     p.workspace = workspace_bytes;
     CALL(status, aq_w4a16(ptr(x), ldx, ptr(packed), scale, ptr(out), ptr(workspace), m, n, k, x_type, out_type, &p, pdl, ptr(stream)));
@@ -246,7 +248,7 @@ static PyMethodDef methods[] = {
     {"use_device", py_use_device, METH_VARARGS, "use_device(device) -> the device before"},
     {"packed_bytes", py_packed_bytes, METH_VARARGS, "packed_bytes(n, k) -> bytes of the repacked weight"},
     {"repack", py_repack, METH_VARARGS, "repack(codes, scales, packed, n, k, bad, fault, stream)"},
-    {"plan", py_plan, METH_VARARGS, "plan(m, n, k, path) -> (path, warps or tokens, split, stages, blocks, shared memory, workspace)"},
+    {"plan", py_plan, METH_VARARGS, "plan(m, n, k, path) -> (path, warps or tokens, split, stages, blocks, shared memory, shared tiles, rows, arranged, workspace)"},
     {"w4a16", py_w4a16, METH_VARARGS, "w4a16(x, ldx, packed, scale, out, workspace, m, n, k, x_type, out_type, plan, pdl, stream)"},
     {"w4a4", py_w4a4, METH_VARARGS, "w4a4(a, a_scale, w, w_scale, alpha, out, m, n, k, out_type, mode, fault, stream)"},
     {"fp4_native", py_fp4_native, METH_NOARGS, "Whether the code that runs here holds the native FP4 instruction."},

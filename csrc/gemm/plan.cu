@@ -48,7 +48,7 @@ bool plan_skinny(int m, int64_t k, int tiles, int chunks, int sms, int limit, bo
                 const double cost = (.5 * rows * columns + steps) * waves * (g == 1 ? 1.04 : 1.) + (split > 1 ? 35. : 0.) + 30. * (waves - 1);
                 if (cost < best_cost) {
                     best_cost = cost;
-                    *best = aq_plan{AQ_PATH_SKINNY, places, split, 2 * g, clusters * split, (int)bytes, 0};
+                    *best = aq_plan{AQ_PATH_SKINNY, places, split, 2 * g, clusters * split, (int)bytes, 0, 0, 0, 0};
                 }
             }
     return best_cost != kNever;
@@ -89,47 +89,63 @@ double plan_tiled(int64_t m, int64_t n, int64_t k, int sms, int limit, bool clus
             if (cost < best_cost) {
                 best_cost = cost;
                 *best = aq_plan{AQ_PATH_TILED, t.tokens, split, stages, (int)(tiles * split),
-                                1024 + std::max(stages * t.stage, t.out), 0};
+                                1024 + std::max(stages * t.stage, t.out), 0, 0, 0, 0};
             }
         }
     }
     return best_cost;
 }
 
-// Microseconds on an H200, fitted to what was measured there: a step (256 rows x 128 columns), the adding of shared tiles and what more
-// each block costs that has a part in a tile.
+// Microseconds on an H200, fitted to what was measured there: a step (256 rows x 128 columns, or 128 x 256), with activations arranged
+// before; what a step costs more where its own block turns them over, in one part of K and in two; adding up over the workspace.
 struct WgmmaCost {
     int tokens;
-    double step, add, part;
+    double step, turn, turn2, add;
 };
-constexpr WgmmaCost kWgmmaCosts[] = {{16, .58, 4.6, .5}, {32, .70, 4.2, .6}, {64, .90, 6.3, .55}, {128, 1.36, 6.7, .8}};
+constexpr WgmmaCost kWgmmaCosts[] = {{16, .52, .02, 0., 4.2}, {32, .60, .03, .12, 4.2}, {64, .84, .09, .4, 4.1}, {128, 1.36, 0., 0., 5.5}};
 
-constexpr double kWgmmaStart = 4.;  // beside a bare launch: the activations' arranging
+constexpr double kWgmmaStart = 3.2, kWgmmaArrange = 1.2, kWgmmaCluster = 2.8;
+constexpr double kWgmmaPart = .35, kWgmmaUneven = 3.;  // for each part of a tile that is added; where parts are not equal
 // The few-token kernel's microseconds there, by the packed weights' size. It loses on the largest matrices alone.
 double skinny_us(int64_t m, int tiles, int chunks) { return 3. + (m > 8 ? .272e-6 : .24e-6) * (double)tiles * chunks * kChunk; }
 
 double plan_wgmma(int64_t m, int tiles, int chunks, int sms, int limit, aq_plan *best) {
     double best_us = kNever;
     for (const WgmmaCost &c : kWgmmaCosts) {
-        const int stages = std::min(16, (limit - kWgmmaHead - 4096) / wgmma_stage(c.tokens));  // the kernels before and after lie beside
-        const int64_t m_tiles = (m + c.tokens - 1) / c.tokens, all = (int64_t)((tiles + kBlockTiles - 1) / kBlockTiles) * m_tiles;
-        if (stages < 2 || all * chunks > INT32_MAX / 2) continue;
-        const auto consider = [&](int blocks, int shared) {
-            if (shared && (int64_t)shared * chunks < blocks) return;  // every block needs a chunk of them
-            const int64_t steps = (all - shared + blocks - 1) / blocks * chunks + ((int64_t)shared * chunks + blocks - 1) / blocks;
-            const bool even = shared && blocks % shared == 0;
-            const double us = (double)steps * c.step + (shared ? c.add + c.part * blocks / shared + (even ? 0. : 2.) : 0.);
-            if (kWgmmaStart + us >= best_us) return;
-            best_us = kWgmmaStart + us;
-            const WgmmaSpace space = wgmma_space(c.tokens, (int)m_tiles, chunks, shared, blocks);
-            *best = aq_plan{AQ_PATH_WGMMA, c.tokens, shared, stages, blocks, kWgmmaHead + stages * wgmma_stage(c.tokens),
+        const int64_t m_tiles = (m + c.tokens - 1) / c.tokens;
+        if (m_tiles * (tiles + 15) / 16 * chunks > INT32_MAX / 4) continue;
+        const auto consider = [&](int split, int rows, int arranged, int blocks, int shared, double us) {
+            const int halves = rows == 128 ? 2 : 1, given = wgmma_given(c.tokens, split, halves), stage = wgmma_stage(c.tokens, halves);
+            const int stages = std::min(16, (limit - kWgmmaHead - given - (arranged ? 4096 : 0)) / stage);  // arranging lies beside
+            if (stages < 2 || us >= best_us) return;
+            best_us = us;
+            const WgmmaSpace space = wgmma_space(c.tokens, (int)m_tiles, chunks, arranged, shared, split, blocks);
+            *best = aq_plan{AQ_PATH_WGMMA, c.tokens, split, stages, blocks, kWgmmaHead + stages * stage + given, shared, rows, arranged,
                             (int64_t)(space.image + space.sums)};
         };
-        const int64_t waves = (all + sms - 1) / sms;
-        consider((int)((all + waves - 1) / waves), 0);
-        if (all % sms) consider(sms, (int)(all % sms));
-        if (all % sms && all > sms) consider(sms, (int)(all % sms) + sms);
-        if (all <= sms / 2) consider((int)(sms / all * all), (int)all);
+        for (int arranged = c.tokens == 128; arranged < 2; arranged++) {
+            const double start = kWgmmaStart + (arranged ? kWgmmaArrange : 0.);
+            for (int halves = 1; halves <= (c.tokens == 16 ? 1 : c.tokens == 128 ? 0 : 2); halves++) {
+                const int64_t all = (tiles * halves + kBlockTiles - 1) / kBlockTiles * m_tiles;
+                if (chunks % halves || chunks / halves < 2 || all * 2 > resident(sms, 2)) continue;
+                const double step = c.step + (arranged ? 0. : halves == 1 ? c.turn : c.turn2);
+                consider(2, 256 / halves, arranged, (int)all * 2, (int)all, start + (chunks / halves + 1) / 2 * step + kWgmmaCluster);
+            }
+            const int64_t all = (tiles + kBlockTiles - 1) / kBlockTiles * m_tiles;
+            const auto shares = [&](int blocks, int shared) {
+                if (shared && (!shares_fit(blocks, shared, chunks) || shared * chunks < blocks)) return;  // every block needs a chunk of them
+                const int64_t steps = (all - shared + blocks - 1) / blocks * chunks + ((int64_t)shared * chunks + blocks - 1) / blocks;
+                const double more = shared ? c.add + kWgmmaPart * blocks / shared + (blocks % shared ? kWgmmaUneven : 0.) : 0.;
+                consider(1, 256, arranged, blocks, shared, start + (double)steps * (c.step + (arranged ? 0. : c.turn)) + more);
+            };
+            const int64_t waves = (all + sms - 1) / sms;
+            shares((int)((all + waves - 1) / waves), 0);
+            if (all % sms) shares(sms, (int)(all % sms));
+            if (all % sms && all > sms) shares(sms, (int)(all % sms) + sms);
+            if (all <= sms / 2) shares((int)(sms / all * all), (int)all);
+            const int64_t lower = (tiles + 11) / 12 * m_tiles, turns = (lower + sms - 1) / sms;
+            if (c.tokens < 128) consider(1, 192, arranged, (int)((lower + turns - 1) / turns), 0, start + (double)turns * chunks * (.76 * c.step + (arranged ? 0. : c.turn)));
+        }
     }
     return best_us;
 }
@@ -174,14 +190,18 @@ extern "C" int aq_w4a16(const void *x, int64_t ldx, const uint8_t *packed, float
         return launch_skinny(a, half, plan->warps, plan->stages, how);
     }
     if (plan->path == AQ_PATH_WGMMA) {
-        if (plan->split && (int64_t)plan->split * chunks < plan->blocks) return AQ_GEMM_NO_PLAN;
         WgmmaArgs a{};
-        a.packed = packed, a.out = out, a.n = n, a.scale = scale, a.m = (int)m, a.n_tiles = (tiles + kBlockTiles - 1) / kBlockTiles;
-        a.m_tiles = (int)((m + plan->warps - 1) / plan->warps), a.tiles = tiles, a.chunks = chunks, a.shared = plan->split;
-        a.stages = plan->stages, a.out_type = out_type, a.pdl = pdl;
-        Launch alone = how;
-        alone.split = 1;
-        return launch_wgmma(a, (const uint16_t *)x, ldx, (int)k, half, plan->warps, workspace, alone);
+        a.packed = packed, a.out = out, a.n = n, a.scale = scale, a.m = (int)m, a.halves = plan->rows == 128 ? 2 : 1;
+        a.row_tiles = plan->rows / kRows, a.n_tiles = (tiles + a.row_tiles - 1) / a.row_tiles;
+        a.m_tiles = (int)((m + plan->warps - 1) / plan->warps), a.tiles = tiles, a.chunks = chunks, a.steps = chunks / a.halves;
+        a.shared = plan->shared, a.stages = plan->stages, a.out_type = out_type, a.pdl = pdl;
+        if (a.shared && (!shares_fit(plan->blocks, a.shared, a.steps) || a.shared * a.steps < plan->blocks)) return AQ_GEMM_NO_PLAN;
+        // a cluster's two blocks have one tile; only such blocks make halves side by side; 128 tokens leave no registers for turning over
+        const bool clusters = plan->split == 2 && plan->warps < 128 && a.shared == a.n_tiles * a.m_tiles && plan->blocks == 2 * a.shared;
+        const bool halves = a.halves == 1 || (clusters && chunks % 2 == 0 && (plan->warps == 32 || plan->warps == 64));
+        const bool rows = plan->rows == 256 || plan->rows == 128 || (plan->rows == 192 && plan->split == 1 && !a.shared && plan->warps < 128);
+        if ((plan->split != 1 && !clusters) || !halves || !rows || (plan->warps == 128 && !plan->arranged)) return AQ_GEMM_NO_PLAN;
+        return launch_wgmma(a, (const uint16_t *)x, ldx, (int)k, plan->arranged, half, plan->warps, workspace, how);
     }
     const int bn = kTiles[plan->warps == 16 ? 0 : plan->warps == 64 ? 1 : 2].bn;
     const TiledArgs a{packed, (const uint16_t *)x, out, ldx, n, scale, (int)m, (int)k, (int)((n + bn - 1) / bn),

@@ -1,4 +1,4 @@
-// The Hopper kernel's instances, and the small kernel before it that writes the activations as wgmma reads them.
+// The Hopper kernel's instances, the description of the activations for the copy engine, and the small kernel that arranges them.
 #include "gemm/launch.cuh"
 
 namespace {
@@ -36,36 +36,57 @@ __global__ void __maxnreg__(32) arrange_kernel(const ArrangeArgs a) {
 }
 
 template <int TOKENS>
-int launch_shape(const WgmmaArgs &args, bool half, Launch how) {
+int launch_shape(const WgmmaArgs &args, const CUtensorMap &map, bool half, Launch how) {
     how.threads = kWgmmaThreads;
-    const int e = half ? launch_with(wgmma_kernel<TOKENS, true>, args, how) : launch_with(wgmma_kernel<TOKENS, false>, args, how);
-    if (e || !args.shared) return e;
+    const int e = half ? launch_with(wgmma_kernel<TOKENS, true>, args, how, how.split, map) : launch_with(wgmma_kernel<TOKENS, false>, args, how, how.split, map);
+    if (e || !args.shared || how.split > 1) return e;
     const int units = args.shared * kWarps * (TOKENS / 16);
     const Launch last{units / kAddWarps, 32 * kAddWarps, 0, 1, 1, how.stream};
     return launch_with(add_kernel<TOKENS>, args, last, how.blocks);
 }
 
+// The driver's function that describes a matrix to the copy engine, or null where there is none.
+auto tensor_map_encoder() {
+    static const auto found = [] {
+        void *at = nullptr;
+        cudaDriverEntryPointQueryResult seen;
+        const cudaError_t e = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &at, 12000, cudaEnableDefault, &seen);
+        return e == cudaSuccess && seen == cudaDriverEntryPointSuccess ? (decltype(&cuTensorMapEncodeTiled))at : nullptr;
+    }();
+    return found;
+}
+
 }  // namespace
 
-int launch_wgmma(WgmmaArgs args, const uint16_t *x, int64_t ldx, int k, bool half, int tokens, void *workspace, Launch how) {
-    const WgmmaSpace space = wgmma_space(tokens, args.m_tiles, args.chunks, args.shared, how.blocks);
+int launch_wgmma(WgmmaArgs args, const uint16_t *x, int64_t ldx, int k, bool arranged, bool half, int tokens, void *workspace, Launch how) {
+    const WgmmaSpace space = wgmma_space(tokens, args.m_tiles, args.chunks, arranged, args.shared, how.split, how.blocks);
     uint8_t *at = (uint8_t *)workspace;
-    args.image = at, args.sums = (float *)(at + space.image);
-    int log_tokens = 0;
-    while (1 << log_tokens < tokens) log_tokens++;
-    const int rows = (int)(space.image / 128);
-    const ArrangeArgs arrange{x, at, ldx, args.m, k, log_tokens, args.chunks * 2, rows, how.pdl};
-    const Launch first{(rows + 63) / 64, kArrangeThreads, 0, 1, how.pdl, how.stream};
-    const int e = launch_with(arrange_kernel, arrange, first);
-    if (e) return e;
-    how.pdl = 1;
-    if (tokens == 16) return launch_shape<16>(args, half, how);
-    if (tokens == 32) return launch_shape<32>(args, half, how);
-    if (tokens == 64) return launch_shape<64>(args, half, how);
-    return launch_shape<128>(args, half, how);
+    args.image = arranged ? at : nullptr, args.sums = (float *)(at + space.image);
+    CUtensorMap map{};
+    if (arranged) {
+        int log_tokens = 0;
+        while (1 << log_tokens < tokens) log_tokens++;
+        const int rows = (int)(space.image / 128);
+        const ArrangeArgs arrange{x, at, ldx, args.m, k, log_tokens, args.chunks * 2, rows, how.pdl};
+        const Launch first{(rows + 63) / 64, kArrangeThreads, 0, 1, how.pdl, how.stream};
+        const int e = launch_with(arrange_kernel, arrange, first);
+        if (e) return e;
+        how.pdl = 1;
+    } else {
+        // 64 columns x a tile's tokens at a time; zeros beyond M and K, since padded codes are zeros and 0 * NaN is not
+        const cuuint64_t size[2] = {(cuuint64_t)k, (cuuint64_t)args.m}, pitch[1] = {(cuuint64_t)ldx * 2};
+        const cuuint32_t box[2] = {64, (cuuint32_t)tokens}, each[2] = {1, 1};
+        const CUresult r = tensor_map_encoder()(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, (void *)x, size, pitch, box, each, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                                                CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+        if (r != CUDA_SUCCESS) return (int)cudaErrorInvalidValue;
+    }
+    if (tokens == 16) return launch_shape<16>(args, map, half, how);
+    if (tokens == 32) return launch_shape<32>(args, map, half, how);
+    if (tokens == 64) return launch_shape<64>(args, map, half, how);
+    return launch_shape<128>(args, map, half, how);
 }
 
 bool wgmma_runs() {
     cudaFuncAttributes attr;
-    return cudaFuncGetAttributes(&attr, wgmma_kernel<64, false>) == cudaSuccess && attr.maxThreadsPerBlock >= kWgmmaThreads;
+    return tensor_map_encoder() && cudaFuncGetAttributes(&attr, wgmma_kernel<64, false>) == cudaSuccess && attr.maxThreadsPerBlock >= kWgmmaThreads;
 }

@@ -1,14 +1,16 @@
 // W4A16 on Hopper's wgmma (sm_90a): the transposed product, with decoded weights as the register operand.
 //
-// Before the multiplying kernel a small one writes the activations once more, in the very bytes that wgmma reads: the order of columns
-// that the repacked weights fix, 128-byte swizzle, tile after tile, zeros beyond M and K. So both operands of a step come by one bulk
-// copy each, and one thread is all the producer that a block needs.
+// A block makes 16 rows a warp x TOKENS tokens. A warp's 16 rows x 16 columns of decoded weights are wgmma's A fragment as they are
+// mma.sync's, so the repacked layout is the same. The activations must come in the order of columns that this layout fixes. Either the
+// copy engine brings them as they are, and three warps of each block put them in order where they lie in shared memory; or, where many
+// blocks or many steps would do so again, a small kernel before writes them once in the very bytes that wgmma reads. One thread orders
+// all copies.
 //
-// A block makes 64 rows a warpgroup x TOKENS tokens. A warp's 16 rows x 16 columns of decoded weights are wgmma's A fragment as they are
-// mma.sync's, so the repacked layout is the same. Blocks are persistent. Of the tiles, `shared` many are cut along K into equal shares
-// for all blocks; a third kernel adds a tile's parts in the order of K. The others are made whole, block by block.
+// How tiles and blocks meet: (1) a block makes tiles of 256 or 192 rows whole, one after the other; (2) a cluster of two blocks makes one
+// tile of 256 rows, a half of K each, or one of 128 rows, a quarter of K for each pair of warpgroups, and adds through shared memory;
+// (3) `shared` tiles are cut along K into equal shares for all blocks, and a kernel after adds a tile's parts in the order of K.
 #pragma once
-#include "gemm/device.cuh"
+#include "gemm/wgmma_ptx.cuh"
 
 struct WgmmaArgs {
     const uint8_t *packed, *image;
@@ -16,72 +18,32 @@ struct WgmmaArgs {
     void *out;
     int64_t n;
     float scale;
-    int m, n_tiles, m_tiles, tiles, chunks, shared, stages, out_type, pdl;
+    int m, n_tiles, m_tiles, tiles, chunks, steps, halves, row_tiles, shared, stages, out_type, pdl;  // row_tiles: of 16 rows, of a block
 };
 
 constexpr int kTokenGroup = 8;  // tiles of tokens that run side by side, for the L2
 constexpr int kWarps = 16, kWgmmaThreads = 32 * kWarps + 128;  // consumers, each 16 rows, and a warpgroup for the producer
 // Registers of a thread at the start, of a consumer, of the producer. A block has 61440 in all: what is left of 65536 lets one block of
 // the kernels before and after it lie beside.
-constexpr int kRegisters = 96, kConsumerRegisters = 112, kProducerRegisters = 32;
+constexpr int kRegisters = 96;
+AQ_HD constexpr int consumer_registers(int tokens) { return tokens == 128 ? 112 : 104; }
+AQ_HD constexpr int producer_registers(int tokens) { return tokens == 128 ? 32 : 64; }
 constexpr int kWgmmaHead = 1024 + 512 * kWarps, kWeights = kWarps * kChunk;  // barriers and 512 bytes a warp; a step's weights
-AQ_HD constexpr int wgmma_stage(int tokens) { return kWeights + tokens * 256; }
-static_assert(kWarps == kBlockTiles, "a block of the repacked weights is what the consumers of a block share");
+constexpr int kTurners = 3, kAtOnce = 2;  // warps that put the activations in order, and what each holds at once
+AQ_HD constexpr int wgmma_stage(int tokens, int halves) { return kWeights + tokens * 256 * halves; }
+// Shared memory for adding up: what the other half of a block gives, and what the other block of a cluster gives.
+AQ_HD constexpr int wgmma_given(int tokens, int split, int halves) { return split == 1 ? 0 : halves == 1 ? 512 * tokens : 768 * tokens; }
 
 // Bytes of the workspace: the activations' image, and two partial tiles a block.
 struct WgmmaSpace {
     size_t image, sums;
 };
-inline WgmmaSpace wgmma_space(int tokens, int m_tiles, int chunks, int shared, int blocks) {
-    return {(size_t)m_tiles * chunks * tokens * 256, shared ? (size_t)2 * blocks * kWarps * kRows * tokens * 4 : 0};
+inline WgmmaSpace wgmma_space(int tokens, int m_tiles, int chunks, bool arranged, int shared, int split, int blocks) {
+    return {arranged ? (size_t)m_tiles * chunks * tokens * 256 : 0,
+            shared && split == 1 ? (size_t)2 * blocks * kWarps * kRows * tokens * 4 : 0};
 }
-
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-#define AQ_WGMMA 1
-#else
-#define AQ_WGMMA 0
-#endif
 
 #if AQ_WGMMA
-__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int N>
-__device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
-
-// Shared-memory operand: rows of 128 bytes, 128-byte swizzle, 8 rows = 1024 bytes apart.
-// The low half of its description; the high half, 64 | 1 << 30, says so.
-__device__ __forceinline__ uint32_t operand_at(uint32_t smem) { return (smem & 0x3FFFF) >> 4 | 1u << 16; }
-
-#define AQ_D8(d, i) \
-    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
-#define AQ_D16(d, i) AQ_D8(d, i), AQ_D8(d, i + 8)
-#define AQ_D32(d, i) AQ_D16(d, i), AQ_D16(d, i + 16)
-#define AQ_WGMMA_ASM(N, TYPE, REGS, A0, A1, A2, A3, B, ...)                                                                  \
-    asm volatile("{ .reg .b64 b; mov.b64 b, {" B ", 0x40000040}; wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" REGS "}, {" A0 "," A1 "," A2 "," A3 "}, b, 1, 1, 1, 0; }" \
-                 : __VA_ARGS__                                                                                                  \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b))
-#define AQ_WGMMA_BOTH(N, ...)                               \
-    if constexpr (HALF) AQ_WGMMA_ASM(N, "f16", __VA_ARGS__); \
-    else AQ_WGMMA_ASM(N, "bf16", __VA_ARGS__)
-#define AQ_L8 "%0,%1,%2,%3,%4,%5,%6,%7"
-#define AQ_L16 AQ_L8 ",%8,%9,%10,%11,%12,%13,%14,%15"
-#define AQ_L32 AQ_L16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-#define AQ_L64 AQ_L32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47" ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-
-// d += A (16 x 16 a warp, registers) x B (16 columns of TOKENS tokens, shared memory); asynchronous.
-template <int TOKENS, bool HALF>
-__device__ __forceinline__ void wgmma(float (&d)[TOKENS / 2], const uint32_t (&a)[4], uint32_t b) {
-    if constexpr (TOKENS == 16) {
-        AQ_WGMMA_BOTH(16, AQ_L8, "%8", "%9", "%10", "%11", "%12", AQ_D8(d, 0));
-    } else if constexpr (TOKENS == 32) {
-        AQ_WGMMA_BOTH(32, AQ_L16, "%16", "%17", "%18", "%19", "%20", AQ_D16(d, 0));
-    } else if constexpr (TOKENS == 64) {
-        AQ_WGMMA_BOTH(64, AQ_L32, "%32", "%33", "%34", "%35", "%36", AQ_D32(d, 0));
-    } else {
-        AQ_WGMMA_BOTH(128, AQ_L64, "%64", "%65", "%66", "%67", "%68", AQ_D32(d, 0), AQ_D32(d, 32));
-    }
-}
-
 // Where a tile lies: tokens fastest within a group, then weights, so that blocks that run together share both.
 struct TileAt {
     int mt, nt;
@@ -97,127 +59,165 @@ struct TileAt {
 struct Pieces {
     int at, end, next_whole, tile = 0, c0 = 0, c1 = 0;
     __device__ explicit Pieces(const WgmmaArgs &a)
-        : at(share_of(blockIdx.x, gridDim.x, a.shared, a.chunks)), end(share_of(blockIdx.x + 1, gridDim.x, a.shared, a.chunks)),
+        : at(share_of(blockIdx.x, gridDim.x, a.shared, a.steps)), end(share_of(blockIdx.x + 1, gridDim.x, a.shared, a.steps)),
           next_whole(a.shared + blockIdx.x) {}
     __device__ bool next(const WgmmaArgs &a) {
         if (at < end) {
-            tile = at / a.chunks, c0 = at - tile * a.chunks, c1 = min(a.chunks, c0 + end - at);
+            tile = at / a.steps, c0 = at - tile * a.steps, c1 = min(a.steps, c0 + end - at);
             at += c1 - c0;
             return true;
         }
         if (next_whole >= a.n_tiles * a.m_tiles) return false;
-        tile = next_whole, c0 = 0, c1 = a.chunks;
+        tile = next_whole, c0 = 0, c1 = a.steps;
         next_whole += gridDim.x;
         return true;
     }
 };
 
-// Addresses in shared memory. All of it is the same for a warp, and is computed so that the compiler knows.
+// Addresses in shared memory, the same for a warp, and computed so that the compiler knows. `ready` is `full` after the turning over.
 struct Ring {
-    uint32_t full, empty, stages;
-    int count, slot = 0, turn = 0;
+    uint32_t full, empty, ready, stages;
+    int stage, count, slot = 0, turn = 0;
     __device__ void step() {
         if (++slot == count) slot = 0, turn++;
     }
     __device__ uint32_t full_at() const { return full + slot * 8; }
+    __device__ uint32_t stage_at() const { return stages + slot * stage; }
 };
-__device__ __forceinline__ void wait_at(uint32_t bar, uint32_t parity) {
-    asm volatile(
-        "{ .reg .pred p;\n AGAIN: mbarrier.try_wait.parity.shared.b64 p, [%0], %1;\n @p bra DONE;\n bra AGAIN;\n DONE: }" ::"r"(bar), "r"(parity)
-        : "memory");
-}
-__device__ __forceinline__ void arrive_at(uint32_t bar) {
-    asm volatile("{ .reg .b64 t; mbarrier.arrive.shared.b64 t, [%0]; }" ::"r"(bar) : "memory");
-}
-__device__ __forceinline__ uint4 load16(uint32_t at) {
-    uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
-    return v;
-}
-__device__ __forceinline__ uint32_t load4(uint32_t at) {
-    uint32_t v;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at));
-    return v;
-}
 
-// Where the producer is: the pieces' steps one after the other.
-template <int TOKENS>
+// Where the producer is: the pieces' steps one after the other. A step is 256 rows x 128 columns, or 128 rows x 256 columns.
 struct Source {
     Pieces pieces;
-    const uint8_t *weights = nullptr, *x = nullptr;
-    uint32_t bytes = 0;
-    int left = 0;
+    // Two pieces a step: of two chunks where a block makes two parts of K, else of the two blocks of rows that a tile of 192 rows may touch.
+    const uint8_t *weights[2] = {};
+    uint32_t pitch[2] = {}, bytes[2] = {};  // from a step to the next, and of a piece
+    int step = 0, end = 0, mt = 0;
     __device__ Source(const WgmmaArgs &a) : pieces(a) { seek(a); }
     __device__ void seek(const WgmmaArgs &a) {
         if (!pieces.next(a)) return;
         const TileAt at(a, pieces.tile);
-        bytes = (uint32_t)(tiles_in_block(at.nt, a.tiles) * kChunk);
-        weights = a.packed + chunk_at(at.nt * kBlockTiles, 0, a.tiles, a.chunks) + (int64_t)pieces.c0 * bytes;
-        x = a.image + ((int64_t)at.mt * a.chunks + pieces.c0) * (TOKENS * 256);
-        left = pieces.c1 - pieces.c0;
+        const int first = at.nt * a.row_tiles, in_block = first % kBlockTiles, there = tiles_in_block(first / kBlockTiles, a.tiles);
+        const int take = min(a.row_tiles, there - in_block), next = first + take, more = min(a.row_tiles - take, a.tiles - next);
+        mt = at.mt, step = pieces.c0, end = pieces.c1;
+        pitch[0] = (uint32_t)(there * a.halves * kChunk), bytes[0] = (uint32_t)(take * kChunk);
+        weights[0] = a.packed + chunk_at(first, 0, a.tiles, a.chunks) + (int64_t)step * pitch[0];
+        if (a.halves == 2) {
+            weights[1] = weights[0] + there * kChunk, pitch[1] = pitch[0], bytes[1] = bytes[0];
+        } else {
+            bytes[1] = (uint32_t)(max(more, 0) * kChunk);
+            if (more > 0) {
+                pitch[1] = (uint32_t)(tiles_in_block(next / kBlockTiles, a.tiles) * kChunk);
+                weights[1] = a.packed + chunk_at(next, 0, a.tiles, a.chunks) + (int64_t)step * pitch[1];
+            }
+        }
     }
+    __device__ bool left() const { return step < end; }
     __device__ void on(const WgmmaArgs &a) {
-        weights += bytes, x += TOKENS * 256;
-        if (--left == 0) seek(a);
+        weights[0] += pitch[0], weights[1] += pitch[1];
+        if (++step == end) seek(a);
     }
 };
 
-__device__ __forceinline__ void bulk_copy(uint32_t to, const uint8_t *from, uint32_t bytes, uint32_t bar) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes),
-                 "r"(bar)
-                 : "memory");
-}
-
-constexpr int kEarly = 4;  // steps whose weights are asked for before their activations are there; more would be in these ones' way
-
-// One thread. Weights never depend on the kernels before, so the first of them do not wait for those.
+// What the one thread does that orders the copies. Weights never depend on the kernels before; activations wait for these where they
+// may still run.
 template <int TOKENS>
-__device__ void produce(const WgmmaArgs &a, Ring ring) {
-    const auto bring_weights = [&](const Source<TOKENS> &s) {
-        asm volatile("{ .reg .b64 t; mbarrier.arrive.expect_tx.shared.b64 t, [%0], %1; }" ::"r"(ring.full_at()), "r"(s.bytes + TOKENS * 256)
-                     : "memory");
-        bulk_copy(ring.stages + ring.slot * wgmma_stage(TOKENS), s.weights, s.bytes, ring.full_at());
-    };
-    const auto bring_x = [&](const Source<TOKENS> &s) {
-        bulk_copy(ring.stages + ring.slot * wgmma_stage(TOKENS) + kWeights, s.x, TOKENS * 256, ring.full_at());
-    };
-    Source<TOKENS> from(a);
-    {
-        Source<TOKENS> first = from;
-        for (; ring.slot < min(kEarly, ring.count) && first.left; ring.slot++, first.on(a)) bring_weights(first);
+struct Producer {
+    const WgmmaArgs &a;
+    const CUtensorMap *map;
+    Ring ring;
+    __device__ int halves() const { return TOKENS == 128 ? 1 : a.halves; }
+    __device__ bool depends() const { return TOKENS == 128 || a.pdl || a.image; }
+    __device__ void bring_weights(int slot, const Source &s) const {
+        const uint32_t bar = ring.full + slot * 8, to = ring.stages + slot * ring.stage;
+        asm volatile("{ .reg .b64 t; mbarrier.arrive.expect_tx.shared.b64 t, [%0], %1; }" ::"r"(bar), "r"(s.bytes[0] + s.bytes[1] + TOKENS * 256 * halves()) : "memory");
+        bulk_copy(to, s.weights[0], s.bytes[0], bar);
+        if (s.bytes[1]) bulk_copy(to + (halves() == 2 ? kWeights / 2 : s.bytes[0]), s.weights[1], s.bytes[1], bar);
     }
-    wait_for_previous_kernel();
-    asm volatile("fence.proxy.async.global;" ::: "memory");  // the copies see what other threads wrote
-    const int early = ring.slot;
-    for (ring.slot = 0; ring.slot < early; ring.slot++, from.on(a)) bring_x(from);
-    if (ring.slot == ring.count) ring.slot = 0, ring.turn = 1;
-    for (; from.left; ring.step(), from.on(a)) {
-        if (ring.turn) wait_at(ring.empty + ring.slot * 8, (ring.turn - 1) & 1);
-        bring_weights(from);
-        bring_x(from);
+    __device__ void bring_x(int slot, const Source &s) const {
+        const uint32_t bar = ring.full + slot * 8, to = ring.stages + slot * ring.stage + kWeights;
+        if constexpr (TOKENS == 128) {
+            bulk_copy(to, a.image + ((int64_t)s.mt * a.chunks + s.step) * (TOKENS * 256), TOKENS * 256, bar);
+        } else if (a.image) {
+            bulk_copy(to, a.image + ((int64_t)s.mt * a.chunks + s.step * halves()) * (TOKENS * 256), TOKENS * 256 * halves(), bar);
+        } else {
+            for (int part = 0; part < 2 * halves(); part++) box_copy(to + part * (TOKENS * 128), map, (s.step * halves() * 2 + part) * 64, s.mt * TOKENS, bar);
+        }
     }
+    // Before the block has even met: two steps, since more of them at once would all come late.
+    __device__ void begin() const {
+        Source from(a);
+        for (int slot = 0; slot < 2 && from.left(); slot++, from.on(a)) {
+            bring_weights(slot, from);
+            if (!depends()) bring_x(slot, from);
+        }
+    }
+    __device__ void run() {
+        Source from(a);
+        if (depends()) {
+            wait_for_previous_kernel();
+            asm volatile("fence.proxy.async.global;" ::: "memory");  // the copies see what other threads wrote
+        }
+        for (int step = 0; step < 2 && from.left(); step++, ring.step(), from.on(a))
+            if (depends()) bring_x(step, from);
+        if (from.left()) wait_at(ring.full, 0);
+        for (; from.left(); ring.step(), from.on(a)) {
+            if (ring.turn) wait_at(ring.empty + ring.slot * 8, (ring.turn - 1) & 1);
+            bring_weights(ring.slot, from);
+            bring_x(ring.slot, from);
+        }
+    }
+};
+
+// One of kTurners warps. A tensor copy brings 64 columns of a token as a row of eight units of 16 bytes, in their own order; the
+// repacked weights want another one (image_column): four units hold the words of four, so two lanes put a row in order where it lies.
+template <int TOKENS>
+__device__ void turn_over(const WgmmaArgs &a, Ring ring, int turner, int lane) {
+    const int first = 16 * turner + (lane & 7) + (lane >> 4) * 8, rows = TOKENS * 2 * a.halves;
+    const int half = lane >> 3 & 1;
+    const uint32_t in = image_place(lane, turned_from(0, half)) * 16, out = image_place(lane, turned_to(0, half)) * 16;
+    for (Pieces p(a); p.next(a);)
+        for (int c = p.c0; c < p.c1; c++, ring.step()) {
+            wait_at(ring.full_at(), ring.turn & 1);
+            const uint32_t x = ring.stage_at() + kWeights;
+            for (int row = first; row < rows; row += 16 * kTurners * kAtOnce) {
+                uint4 v[kAtOnce][4];
+#pragma unroll
+                for (int i = 0; i < kAtOnce; i++) {
+                    const uint32_t from = x + (row + i * 16 * kTurners) * 128 + in;
+                    if (row + i * 16 * kTurners < rows)
+#pragma unroll
+                        for (int l = 0; l < 4; l++) v[i][l] = load16(from ^ turned_from(l, 0) * 16);
+                }
+                __syncwarp();
+#pragma unroll
+                for (int i = 0; i < kAtOnce; i++) {
+                    const uint32_t to = x + (row + i * 16 * kTurners) * 128 + out;
+                    if (row + i * 16 * kTurners >= rows) break;
+                    store16(to, v[i][0].x, v[i][1].x, v[i][2].x, v[i][3].x);
+                    store16(to ^ turned_to(1, 0) * 16, v[i][0].y, v[i][1].y, v[i][2].y, v[i][3].y);
+                    store16(to ^ turned_to(2, 0) * 16, v[i][0].z, v[i][1].z, v[i][2].z, v[i][3].z);
+                    store16(to ^ turned_to(3, 0) * 16, v[i][0].w, v[i][1].w, v[i][2].w, v[i][3].w);
+                }
+            }
+            asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // wgmma sees what was written
+            __syncwarp();
+            if (lane < kBack) arrive_at(ring.ready + ring.slot * 8);
+        }
 }
 
 // Where a block's part of a shared tile lies: two places a block, for the first tile of its share and for the last; in a place, the
 // warps' accumulators, four of a lane together.
 template <int TOKENS>
 __device__ float4 *part_at(const WgmmaArgs &a, int block, int blocks, int tile, int warp, int lane) {
-    const bool second = share_of(block, blocks, a.shared, a.chunks) / a.chunks != tile;
+    const bool second = share_of(block, blocks, a.shared, a.steps) / a.steps != tile;
     return (float4 *)a.sums + ((int64_t)(2 * block + second) * kWarps + warp) * (TOKENS / 2 / 4 * 32) + lane;
-}
-
-__device__ __forceinline__ uint32_t pair_of(float lo, float hi, int type) {
-    uint32_t d;
-    if (type == 1) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(hi), "f"(lo));
-    else asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(hi), "f"(lo));
-    return d;
 }
 
 // 16 rows x TOKENS tokens of a warp's accumulators to out[token][row]. Where rows come in eights of 16 bits, 16 x 16 at a time are turned
 // over in the warp's 512 bytes of shared memory, so that a lane stores 16 bytes.
 template <int TOKENS>
 __device__ void store_rows(const WgmmaArgs &a, int64_t row0, int token0, const float (&acc)[TOKENS / 2], uint8_t *turn, int lane) {
-    if (a.out_type != 0 && a.n % 8 == 0 && ((uintptr_t)a.out & 15) == 0) {
+    if (TOKENS % 16 == 0 && a.out_type != 0 && a.n % 8 == 0 && ((uintptr_t)a.out & 15) == 0) {
         // matrices of stmatrix: rows 0-7 and 8-15 of tokens 0-7, then of 8-15; a lane names token (lane & 7) + 8 (lane >> 4), half (lane >> 3) & 1
         const int to_token = (lane & 7) + (lane >> 4) * 8, to_half = (lane >> 3) & 1, of_token = lane >> 1, of_half = lane & 1;
         const uint32_t to = smem_at(turn) + to_token * 32 + (to_half ^ (to_token >> 2 & 1)) * 16;
@@ -250,57 +250,128 @@ __device__ void store_rows(const WgmmaArgs &a, int64_t row0, int token0, const f
     }
 }
 
+__device__ __forceinline__ void store_floats(uint32_t at, const float *v) {
+    store16(at, __float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]), __float_as_uint(v[3]));
+}
+template <int COUNT>
+__device__ __forceinline__ void add_floats(float *v, uint32_t at) {
+#pragma unroll
+    for (int i = 0; i < COUNT; i += 4) {
+        const uint4 w = load16(at + i * 128);
+        v[i] += __uint_as_float(w.x), v[i + 1] += __uint_as_float(w.y), v[i + 2] += __uint_as_float(w.z), v[i + 3] += __uint_as_float(w.w);
+    }
+}
+
+// Two blocks have a half of K each: one keeps the first half of `v`, the other the second, and each gets from the other what it keeps,
+// into shared memory at `at`. A sum of two does not depend on their order, so bits repeat. The sum is v[0 .. COUNT / 2).
+template <int COUNT>
+__device__ __forceinline__ void add_of_cluster(float (&v)[COUNT], uint32_t at, int warp, int lane) {
+    constexpr int kHalf = COUNT / 2;
+    const int rank = (int)cluster_rank();
+    const uint32_t place = at + (warp * (kHalf / 4 * 32) + lane) * 16;
+    uint32_t to;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(place), "r"(rank ^ 1));
+    cluster_begun(2);
+#pragma unroll
+    for (int i = 0; i < kHalf; i++) {
+        const float first = v[i], second = v[kHalf + i];
+        v[i] = rank ? second : first, v[kHalf + i] = rank ? first : second;
+    }
+#pragma unroll
+    for (int i = 0; i < kHalf; i += 4)
+        asm volatile("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(to + i * 128), "f"(v[kHalf + i]), "f"(v[kHalf + i + 1]), "f"(v[kHalf + i + 2]),
+                     "f"(v[kHalf + i + 3])
+                     : "memory");
+    asm volatile("barrier.cluster.arrive.release.aligned;\n barrier.cluster.wait.acquire.aligned;" ::: "memory");
+    add_floats<kHalf>(v, place);
+}
+
+// A cluster has one tile. Where a block made two parts of K side by side, their warps first share the tokens between them in the same way.
+template <int TOKENS>
+__device__ void finish_in_cluster(const WgmmaArgs &a, uint32_t at, float (&acc)[TOKENS / 2], uint8_t *turn, int warp, int lane, const TileAt &tile) {
+    const int rank = (int)cluster_rank();
+    if (a.halves == 1) {
+        add_of_cluster(acc, at, warp, lane);
+        store_rows<TOKENS / 2>(a, (int64_t)(tile.nt * kWarps + warp) * 16, tile.mt * TOKENS + rank * (TOKENS / 2), *(float(*)[TOKENS / 4])acc, turn, lane);
+        return;
+    }
+    if constexpr (TOKENS >= 32) {
+        constexpr int kHalf = TOKENS / 4;
+        const int half = warp / (kWarps / 2), size = kHalf / 4 * 512;
+        float v[kHalf];
+#pragma unroll
+        for (int i = 0; i < kHalf; i += 4) {
+            float give[4];
+#pragma unroll
+            for (int j = i; j < i + 4; j++) give[j - i] = half ? acc[j] : acc[kHalf + j], v[j] = half ? acc[kHalf + j] : acc[j];
+            store_floats(at + warp * size + lane * 16 + i * 128, give);
+        }
+        asm volatile("bar.sync 5, %0;" ::"n"(32 * kWarps) : "memory");
+        add_floats<kHalf>(v, at + (warp ^ (kWarps / 2)) * size + lane * 16);
+        add_of_cluster(v, at + kWarps * size, warp, lane);
+        const int token0 = tile.mt * TOKENS + half * (TOKENS / 2) + rank * (TOKENS / 4);
+        store_rows<TOKENS / 4>(a, (int64_t)(tile.nt * (kWarps / 2) + warp % (kWarps / 2)) * 16, token0, *(float(*)[TOKENS / 8])v, turn, lane);
+    }
+}
+
 template <int TOKENS, bool HALF>
-__device__ void consume(const WgmmaArgs &a, Ring ring, uint8_t *turn, int warp) {
-    constexpr int kPer = 2;  // multiplications of a group; while one group is under way, the next one's weights are decoded
+__device__ void consume(const WgmmaArgs &a, Ring ring, uint8_t *turn, int split, int warp) {
+    // Multiplications of a group, and sets of fragments. With two sets a group is decoded while the one before is under way; up to 64 tokens
+    // one set that holds a whole step takes fewer instructions, and the other warpgroups multiply meanwhile.
+    constexpr int kSets = TOKENS == 128 ? 2 : 1, kPer = TOKENS == 128 ? 2 : 8;
     int lane;
     asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));  // once: the compiler would read it anew in the loop
     const uint32_t codes_at = ring.stages + warp * kChunk + lane * 16, scales_at = ring.stages + warp * kChunk + scale_at(0, lane);
-    const uint32_t x_at = operand_at(ring.stages + kWeights);
+    const uint32_t x_at = operand_at(ring.stages + kWeights + (a.halves == 2 && warp >= kWarps / 2 ? TOKENS * 256 : 0));
+    const uint32_t seen = a.image ? ring.full : ring.ready;
+    if (warp >= a.row_tiles * a.halves) return;
     float acc[TOKENS / 2];
     for (Pieces p(a); p.next(a);) {
 #pragma unroll
         for (int i = 0; i < TOKENS / 2; i++) acc[i] = 0.f;
         int before = -1;  // the slot that the last step read
         for (int c = p.c0; c < p.c1; c++, ring.step()) {
-            wait_at(ring.full_at(), ring.turn & 1);
+            wait_at(seen + ring.slot * 8, ring.turn & 1);
             // a reduction's result lies in a uniform register, and so does all that follows from it: fewer instructions than one by one
-            const uint32_t at = __reduce_or_sync(0xFFFFFFFFu, ring.slot * wgmma_stage(TOKENS)), x = x_at + at / 16;
+            const uint32_t at = __reduce_or_sync(0xFFFFFFFFu, ring.slot * ring.stage), x = x_at + at / 16;
             const uint32_t scales = load4(scales_at + at);
             const uint4 codes[2] = {load16(codes_at + at), load16(codes_at + at + word_at(1, 0, 0))};
-            uint32_t f[2][kPer][4];
+            uint32_t f[kSets][kPer][4];
 #pragma unroll
             for (int g = 0; g < 8 / kPer; g++) {
-                const int q = g * kPer / 4;
-                const uint32_t w[4] = {codes[q].x, codes[q].y, codes[q].z, codes[q].w};
-                const uint32_t s0 = scale_pair(scales, 2 * q), s1 = scale_pair(scales, 2 * q + 1);
-                uint32_t(&to)[kPer][4] = f[g & 1];
-                wgmma_wait<1>();  // the fragments `to` are free again
-                if (g == 1 && before >= 0 && lane < kBack) arrive_at(ring.empty + before * 8);
+                uint32_t(&to)[kPer][4] = f[g % kSets];
+                wgmma_wait<kSets - 1>();  // the fragments `to` are free again
+                if (g == kSets - 1 && before >= 0 && lane < kBack) arrive_at(ring.empty + before * 8);
 #pragma unroll
                 for (int i = 0; i < kPer; i++) {
-                    decode8(w[(g * kPer + i) % 4], s0, s1, to[i]);
-                    if (HALF)
+                    const int q = (g * kPer + i) / 4;
+                    const uint32_t w[4] = {codes[q].x, codes[q].y, codes[q].z, codes[q].w};
+                    decode8(w[(g * kPer + i) % 4], scale_pair(scales, 2 * q), scale_pair(scales, 2 * q + 1), to[i]);
 #pragma unroll
-                        for (int j = 0; j < 4; j++) to[i][j] = bf16x2_to_f16x2(to[i][j]);
+                    for (int j = 0; j < 4; j++) {
+                        if (HALF) to[i][j] = bf16x2_to_f16x2(to[i][j]);
+                        if (kSets == 1) asm volatile("" : "+r"(to[i][j]));  // decoded here, and not between two multiplications
+                    }
                 }
                 wgmma_fence();
 #pragma unroll
-                for (int i = 0; i < kPer; i++) wgmma<TOKENS, HALF>(acc, to[i], x + (q * (TOKENS * 128) + (g * kPer + i) % 4 * 32) / 16);
+                for (int i = 0; i < kPer; i++) wgmma<TOKENS, HALF>(acc, to[i], x + ((g * kPer + i) / 4 * (TOKENS * 128) + (g * kPer + i) % 4 * 32) / 16);
                 wgmma_commit();
             }
             before = ring.slot;
         }
         wgmma_wait<0>();
         if (lane < kBack) arrive_at(ring.empty + before * 8);
-        if (p.c1 - p.c0 < a.chunks) {
+        const TileAt at(a, p.tile);
+        if constexpr (TOKENS < 128)
+            if (split > 1) return finish_in_cluster<TOKENS>(a, ring.stages + ring.count * ring.stage, acc, turn + warp * 512, warp, lane, at);
+        if (p.c1 - p.c0 < a.steps) {
             float4 *to = part_at<TOKENS>(a, blockIdx.x, gridDim.x, p.tile, warp, lane);
 #pragma unroll
             for (int i = 0; i < TOKENS / 2; i += 4, to += 32) __stcg(to, make_float4(acc[i], acc[i + 1], acc[i + 2], acc[i + 3]));
             continue;
         }
-        const TileAt at(a, p.tile);
-        store_rows<TOKENS>(a, (int64_t)(at.nt * kBlockTiles + warp) * 16, at.mt * TOKENS, acc, turn + warp * 512, lane);
+        store_rows<TOKENS>(a, (int64_t)(at.nt * a.row_tiles + warp) * 16, at.mt * TOKENS, acc, turn + warp * 512, lane);
     }
 }
 #endif
@@ -313,25 +384,34 @@ __maxnreg__(kRegisters)
 #else
 __launch_bounds__(32)
 #endif
-    wgmma_kernel(const WgmmaArgs a) {
+    wgmma_kernel(const WgmmaArgs a, int split, const __grid_constant__ CUtensorMap map) {
 #if AQ_WGMMA
     extern __shared__ __align__(1024) uint8_t shared[];
     uint32_t base;
     asm volatile("mov.u32 %0, %1;" : "=r"(base) : "r"(smem_at(shared)));
-    const Ring ring{base, base + 128, base + kWgmmaHead, a.stages};
+    const Ring ring{base, base + 128, base + 256, base + kWgmmaHead, wgmma_stage(TOKENS, a.halves), a.stages};
     const int warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x >> 5, 0);
-    if (threadIdx.x == 0) {
-        for (int s = 0; s < a.stages; s++) bar_init((uint64_t *)shared + s, 1), bar_init((uint64_t *)shared + 16 + s, kBack * kWarps);
+    if (threadIdx.x == 32 * kWarps) {
+        for (int s = 0; s < a.stages; s++) {
+            bar_init((uint64_t *)shared + s, 1), bar_init((uint64_t *)shared + 16 + s, kBack * a.row_tiles * a.halves);
+            bar_init((uint64_t *)shared + 32 + s, kBack * kTurners);
+        }
         bar_fence();
+        Producer<TOKENS>{a, &map, ring}.begin();
     }
     __syncthreads();
+    cluster_begin(split);
     if (a.pdl || a.shared) let_next_kernel_start();
     if (warp < kWarps) {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kConsumerRegisters));
-        consume<TOKENS, HALF>(a, ring, shared + 1024, warp);
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(consumer_registers(TOKENS)));
+        consume<TOKENS, HALF>(a, ring, shared + 1024, split, warp);
     } else {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kProducerRegisters));
-        if (threadIdx.x == 32 * kWarps) produce<TOKENS>(a, ring);
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(producer_registers(TOKENS)));
+        if (warp != kWarps) {
+            if constexpr (TOKENS < 128) if (!a.image) turn_over<TOKENS>(a, ring, warp - kWarps - 1, threadIdx.x & 31);
+        } else if (threadIdx.x == 32 * kWarps) {
+            Producer<TOKENS>{a, &map, ring}.run();
+        }
     }
 #endif
 }
@@ -345,7 +425,7 @@ __global__ void __launch_bounds__(32 * kAddWarps, 16) add_kernel(const WgmmaArgs
     __shared__ __align__(16) uint8_t turn[kAddWarps * 512];
     const int lane = threadIdx.x & 31, unit = blockIdx.x * kAddWarps + (threadIdx.x >> 5);
     const int part = unit % (TOKENS / 16), warp = unit / (TOKENS / 16) % kWarps, tile = unit / (TOKENS / 16 * kWarps);
-    const int first = sharer_of(tile * a.chunks, blocks, a.shared, a.chunks), last = sharer_of(tile * a.chunks + a.chunks - 1, blocks, a.shared, a.chunks);
+    const int first = sharer_of(tile * a.steps, blocks, a.shared, a.steps), last = sharer_of(tile * a.steps + a.steps - 1, blocks, a.shared, a.steps);
     const TileAt at(a, tile);
     if (a.pdl) let_next_kernel_start();
     wait_for_previous_kernel();

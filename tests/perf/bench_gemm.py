@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import statistics
 import sys
@@ -100,17 +101,30 @@ def plans(weight: gemm.Weight, m: int) -> list[tuple[int, ...]]:
     for tokens in (16, 32, 64, 128):
         if (tokens >= 2 * m and tokens > 16) or m > 8 * tokens:
             continue
-        stage, m_tiles = 18432 + tokens * 256, -(-m // tokens)
-        stages = min(16, (232448 - 9216 - 4096) // stage)
+        m_tiles = -(-m // tokens)
         every = -(-weight.n // 256) * m_tiles
         waves = -(-every // 132)
-        shares = {(-(-every // waves), 0), (132, every % 132), (132, every % 132 + 132)}
+        ways = {(1, 256, -(-every // waves), 0), (1, 256, 132, every % 132), (1, 256, 132, every % 132 + 132)}
         if every <= 66:
-            shares.add((132 // every * every, every))
-        for blocks, shared in shares:
-            if shared <= every and (shared * chunks >= blocks or shared == 0):
-                space = m_tiles * chunks * tokens * 256 + 2 * blocks * 256 * tokens * 4
-                found.append((3, tokens, shared, stages, blocks, 9216 + stages * stage, space))
+            ways.add((1, 256, 132 // every * every, every))
+        if tokens < 128:
+            lower = -(-weight.n // 192) * m_tiles
+            ways.add((1, 192, -(-lower // -(-lower // 132)), 0))
+        for halves in (1, 2):
+            tiles = -(-weight.n * halves // 256) * m_tiles
+            if tiles <= 66 and chunks % halves == 0 and 16 * halves <= tokens < 128:
+                ways.add((2, 256 // halves, tiles * 2, tiles))
+        for (split, rows, blocks, shared), arranged in itertools.product(ways, (0, 1)):
+            halves = 2 if rows == 128 else 1
+            if shared > every * halves or 0 < shared * chunks < blocks or arranged < (tokens == 128):
+                continue
+            given = (512 if halves == 1 else 768) * tokens if split > 1 else 0
+            stage = 18432 + tokens * 256 * halves
+            stages = min(16, (232448 - 9216 - given - 4096 * arranged) // stage)
+            sums = 2 * blocks * 256 * tokens * 4 if shared and split == 1 else 0
+            space = m_tiles * chunks * tokens * 256 * arranged + sums
+            smem = 9216 + stages * stage + given
+            found.append((3, tokens, split, stages, blocks, smem, shared, rows, arranged, space))
     return list(dict.fromkeys(found))
 
 

@@ -86,14 +86,15 @@ __device__ __forceinline__ void warp_bars_init(uint32_t bars, int count) {
     __syncwarp();
 #endif
 }
+constexpr uint64_t kEvictFirst = 0x12F0000000000000ull;  // what createpolicy.fractional.L2::evict_first of all makes: weights are read once
 __device__ __forceinline__ void warp_copy(uint32_t dst, const uint8_t *src, uint32_t bytes, uint32_t bar) {
     const uint32_t lane = threadIdx.x & 31;
 #if AQ_HOPPER
     if (lane == 0) {
         asm volatile("{ .reg .b64 t; mbarrier.arrive.expect_tx.shared.b64 t, [%0], %1; }" ::"r"(bar), "r"(bytes) : "memory");
         if (bytes)
-            asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst), "l"(src),
-                         "r"(bytes), "r"(bar)
+            asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(dst),
+                         "l"(src), "r"(bytes), "r"(bar), "l"(kEvictFirst)
                          : "memory");
     }
 #else

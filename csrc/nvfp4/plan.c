@@ -22,7 +22,9 @@ static uint32_t bits_near(float f, int kind)
 static bool reaches(uint32_t bits, int kind, float step, unsigned i)
 {
     float a = magnitude_of(bits, kind) / step;
-    return i == 8 ? a > 0.f : e2m1_index(a) >= i;
+    if (i == 8)
+        return a > 0.f;
+    return i % 2 ? !(a <= E2M1_MIDPOINT[i - 1]) : !(a < E2M1_MIDPOINT[i - 1]); /* ties to even, NaN is 7 */
 }
 
 /* The smallest |bits| that reach i (8: keeps a sign); one past the largest pattern where none does. */
@@ -34,9 +36,13 @@ static uint32_t find_threshold(int kind, float step, unsigned i)
     uint32_t inf = first_nonfinite(kind);
     if (t > inf)
         t = inf;
+    if (t > 0 && t < inf) { /* nearly always it is t or the next one: three divides side by side, no branch to guess */
+        const bool before = reaches(t - 1, kind, step, i), here = reaches(t, kind, step, i);
+        if (!before & reaches(t + 1, kind, step, i))
+            return t + !here;
+    }
     /* NaN patterns all count as index 7, and inf reaches everything that can be reached. */
-    const bool usual = step > 0.f && step < bits_float(0x7f800000u);
-    if (!usual && !reaches(inf, kind, step, i))
+    if (!reaches(inf, kind, step, i))
         return i == 8 ? past : inf + 1;
     for (uint32_t stride = 1; t > 0 && reaches(t - 1, kind, step, i); stride *= 2)
         t = t > stride ? t - stride : 0;
@@ -72,24 +78,29 @@ static void set_above(uint32_t above[8], int kind, unsigned i, uint32_t bits)
             above[ABOVE_PAIRS + k] = (bits & 0xffffu) * 0x10001u;
 }
 
+typedef int16_t words __attribute__((vector_size(16)));
+
 /* threshold[i]: the smallest |bits| of index i. False where a run of the stairs would hold two, or they end too high. */
 static bool build_stairs(struct stairs *s, const uint32_t threshold[9])
 {
-    const uint32_t low = threshold[1] - 1, bottom = low / STAIRS * STAIRS, end = bottom + STAIRS * STAIRS;
+    const uint32_t low = threshold[1] - 1, bottom = low / STAIRS, end = (bottom + STAIRS) * STAIRS;
     if (threshold[1] == 0 || threshold[7] >= end || end > first_nonfinite(KIND_BF16))
         return false;
+    bool apart = true;
+    for (int i = 1; i < 7; i++)
+        apart &= (threshold[i] - 1) / STAIRS != (threshold[i + 1] - 1) / STAIRS;
     s->low = low * 0x10001u;
     s->high = (end - 1) * 0x10001u;
-    uint32_t code = 0;
-    for (uint32_t run = bottom; run < end; run += STAIRS) {
-        if (code < 7 && threshold[code + 1] <= run)
-            code++;
-        if (code < 6 && threshold[code + 2] < run + STAIRS)
-            return false;
-        const uint32_t next = code < 7 ? threshold[code + 1] : end;
-        s->add[run / STAIRS % STAIRS] = (uint16_t)(((code + 1) << 12) - next);
+    /* From a threshold to the next, what is added makes the next one the first of its code << 12. */
+    const words zero = {0}, count = {0, 1, 2, 3, 4, 5, 6, 7};
+    for (int16_t k = 0; k < STAIRS; k += 8) {
+        const words run = (((count + (int16_t)(k - (int)bottom)) & (STAIRS - 1)) + (int16_t)bottom) * STAIRS;
+        words add = zero + (int16_t)(0x1000 - threshold[1]);
+        for (int i = 1; i <= 7; i++)
+            add += (run >= (int16_t)threshold[i]) & (int16_t)(0x1000 + threshold[i] - (i < 7 ? threshold[i + 1] : end));
+        memcpy(s->add + k, &add, sizeof add);
     }
-    return true;
+    return apart;
 }
 
 void plan_prepare(struct pack_plan *plan)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from annie_quant.console import Console
-from annie_quant.files import read_json, write_json
+from annie_quant.files import read_json, read_whole_json, write_json
 from annie_quant.quantize.job import weight_bytes
 from annie_quant.rundir import RunDirectory
 from annie_quant.stages import Stages, offline_prompts, weight_sizes
@@ -140,7 +140,7 @@ class Line:
         """Whether the records there are come from these very settings; others are measured anew."""
         wanted = self.stages.base | {"n": self.n_served, "text": self.stages.text_key()}
         marker = self.dir / "stages/.bench-settings"
-        same = marker.is_file() and read_json(marker) == wanted
+        same = read_whole_json(marker) == wanted
         write_json(marker, wanted)
         return same
 

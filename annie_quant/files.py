@@ -49,6 +49,14 @@ def read_json(path: str | os.PathLike) -> Any:
     return json.loads(Path(path).read_text(encoding="utf-8"))
 
 
+def read_whole_json(path: str | os.PathLike) -> Any:
+    """None where there is no such file, or what it holds is torn."""
+    try:
+        return read_json(path)
+    except (FileNotFoundError, ValueError):
+        return None
+
+
 def sha256_text(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 

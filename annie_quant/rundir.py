@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from annie_quant.errors import EnvironmentFault, UsageError
-from annie_quant.files import owner, read_json, take_lock, write_json
+from annie_quant.files import owner, read_json, read_whole_json, take_lock, write_json
 
 SCHEMA_VERSION = 1  # of run.json and bench.json; raised when a reader of the old layout would misread the new one
 HALF = re.compile(r"^\..+\.\d+\.part$")  # .NAME.PID.part
@@ -117,18 +117,17 @@ class RunDirectory:
 
     def finished(self, stage: str, key: str) -> dict[str, Any] | None:
         """What the stage gave, if it finished from these very inputs."""
-        stamp = self.path / "stages" / f"{stage}.json"
-        if not stamp.is_file():
-            return None
-        try:
-            found = read_json(stamp)
-        except ValueError:  # torn, or no text at all
-            return None
+        found = read_whole_json(self.path / "stages" / f"{stage}.json")
         if not isinstance(found, dict) or "result" not in found or not isinstance(found.get("outputs"), list):
             return None
-        if found.get("key") != key or any(not (self.path / str(p)).exists() for p in found["outputs"]):
+        if found.get("key") != key or not all(self.whole(str(p)) for p in found["outputs"]):
             return None
         return found
+
+    def whole(self, output: str) -> bool:
+        """Whether a stage's output is there; of JSON also, whether it can be read."""
+        path = self.path / output
+        return read_whole_json(path) is not None if path.suffix == ".json" else path.exists()
 
     def finish(self, stage: str, key: str, seconds: float, result: Any, outputs: list[str]) -> dict[str, Any]:
         stamp = {"stage": stage, "key": key, "seconds": round(seconds, 2), "outputs": outputs, "result": result}

@@ -178,6 +178,19 @@ def test_a_stamp_that_is_spoilt_means_that_the_stage_is_done_again(tmp_path, con
     assert run.finished("audit", "k") is None
 
 
+def test_an_output_that_is_torn_means_that_the_stage_is_done_again(tmp_path):
+    run, made = RunDirectory(tmp_path), []
+
+    def work():
+        made.append(1)
+        files.write_json(tmp_path / "eval/direct.json", {"numerics": {}})
+
+    for spoil in (lambda f: None, lambda f: f.write_bytes(f.read_bytes()[:9]), lambda f: f.unlink(), lambda f: None):
+        run.stage("eval-direct", {"n": 1}, ["eval/direct.json"], work)
+        spoil(tmp_path / "eval/direct.json")
+    assert len(made) == 3
+
+
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="needs root to act as two users")
 def test_what_root_left_behind_is_named_with_its_owner():
     """A container's run directory, then the same command as an ordinary user."""

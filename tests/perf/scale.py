@@ -2,7 +2,7 @@
 
 python tests/perf/scale.py plans                          no measurement: prints the tables of estimates
 python tests/perf/scale.py streams N [EVENTS] [GAP_US]    N streams at once against tests/perf/bench_stream_server.c
-python tests/perf/scale.py team [N ...]                   `annie-quant eval` by one process and by two over gloo, a thread each
+python tests/perf/scale.py team [N [ROWS]]                an evaluation by one process and by two over gloo, a thread each
 """
 
 from __future__ import annotations
@@ -125,35 +125,65 @@ def streams(count: int, events: int = 20, gap_us: int = 1_000_000) -> None:
     )
 
 
-def team(*sizes: int) -> None:
-    """Seconds of an evaluation with so many prompts a gate, the reference's answers included, by one process and by two."""
+def team(n: int = 60, rows: int = 128) -> None:
+    """Seconds of an evaluation, the reference's answers included, by one process and by two: n prompts a gate, rows a batch."""
     import os
 
     tiny = Path(__file__).resolve().parents[2] / "annie_quant/assets/tiny-annie"
-    many = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d",
-            "--rdzv-endpoint=localhost:0", "-m", "--", "annie_quant"]  # fmt: skip
-    starts = {1: [sys.executable, "-m", "annie_quant"], 2: many}
+    many = [
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        "--rdzv-backend=c10d",
+        "--rdzv-endpoint=localhost:0",
+        "--",
+    ]
     threads = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as made:
-        folder = Path(made)
-        quantize = ["quantize", "--strategy", "direct", "--model", str(tiny), "--output", f"{folder}/nvfp4"]
-        subprocess.run([*starts[1], *quantize], check=True, capture_output=True)
-        for n in sizes or (1, 4):
-            for processes, start in starts.items():
-                shutil.rmtree(folder / "bf16", ignore_errors=True)  # with the reference's answers in it
-                shutil.copytree(tiny, folder / "bf16", ignore=shutil.ignore_patterns(".annie_quant"))
-                words = ["eval", f"{folder}/nvfp4", "--reference", f"{folder}/bf16", "--n", str(n), "--numerics", "w4a16",
-                         "--output", f"{folder}/{processes}.json", "--allow-prompt-mismatch"]  # fmt: skip
-                begun = time.monotonic()
-                subprocess.run([*start, *words], capture_output=True, env=threads, timeout=300)  # 1: a gate failed
-                wall = time.monotonic() - begun
-                found = json.loads((folder / f"{processes}.json").read_text())["numerics"]["w4a16"]
-                print(json.dumps({"n": n, "processes": processes, "wall_s": round(wall, 1), "tokens": found["kl"]["n_tokens"],
-                                  "kl_mean": found["kl"]["mean"]}), flush=True)  # fmt: skip
+        model, reference, out = (Path(made, name) for name in ("nvfp4", "bf16", "out.json"))
+        words = ["quantize", "--strategy", "direct", "--model", str(tiny), "--output", str(model)]
+        subprocess.run([sys.executable, "-m", "annie_quant", *words], check=True, capture_output=True)
+        for processes, start in ((1, []), (2, many)):
+            shutil.rmtree(reference, ignore_errors=True)  # with the reference's answers in it
+            shutil.copytree(tiny, reference, ignore=shutil.ignore_patterns(".annie_quant"))
+            begun = time.monotonic()
+            words = [__file__, "share", str(model), str(reference), str(n), str(rows), str(out)]
+            subprocess.run([sys.executable, *start, *words], check=True, capture_output=True, env=threads, timeout=300)
+            wall = round(time.monotonic() - begun, 1)
+            print(
+                json.dumps(
+                    {"n": n, "rows": rows, "processes": processes, "wall_s": wall, **json.loads(out.read_text())}
+                ),
+                flush=True,
+            )
+
+
+def share(model: str, reference: str, n: str, rows: str, out: str) -> None:
+    """What each process of `team` does."""
+    import torch
+
+    torch.set_num_threads(1)
+    from annie_quant import judge, runtime
+    from annie_quant.runtime.team import finish
+    from annie_quant.runtime.team import team as all_of_us
+
+    begun = time.monotonic()
+    workloads = judge.sample(judge.load_workloads(), int(n))
+    found = runtime.evaluate(model, reference, workloads, numerics=("w4a16",), rows=int(rows))
+    kl = found["numerics"]["w4a16"]["kl"]
+    if all_of_us().rank == 0:
+        asked = sum(len(w.cases) for w in workloads)
+        seconds = round(time.monotonic() - begun, 1)
+        Path(out).write_text(
+            json.dumps({"evaluate_s": seconds, "cases": asked, "tokens": kl["n_tokens"], "kl": kl["mean"]})
+        )
+    finish()
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "plans":
         plans()
+    elif sys.argv[1] == "share":
+        share(*sys.argv[2:])
     else:
         {"streams": streams, "team": team}[sys.argv[1]](*map(int, sys.argv[2:]))

@@ -97,17 +97,19 @@ double plan_tiled(int64_t m, int64_t n, int64_t k, int sms, int limit, bool clus
 }
 
 // Microseconds on an H200, fitted to what was measured there: a step (256 rows x 128 columns, or 128 x 256), with activations arranged
-// before; what a step costs more where its own block turns them over, in one part of K and in two; adding up over the workspace.
+// before; one of 192 rows; what a step costs more where its own block turns them over, in one part of K and in two; adding up over
+// the workspace.
 struct WgmmaCost {
     int tokens;
-    double step, turn, turn2, add;
+    double step, low, turn, turn2, add;
 };
-constexpr WgmmaCost kWgmmaCosts[] = {{16, .52, .02, 0., 4.2}, {32, .60, .03, .12, 4.2}, {64, .84, .09, .4, 4.1}, {128, 1.36, 0., 0., 5.5}};
+constexpr WgmmaCost kWgmmaCosts[] = {
+    {16, .58, .54, .02, 0., 4.2}, {32, .60, .58, .03, .12, 4.2}, {64, .84, .655, .09, .4, 4.1}, {128, 1.36, 0., 0., 0., 5.5}};
 
 constexpr double kWgmmaStart = 3.2, kWgmmaArrange = 1.2, kWgmmaCluster = 2.8;
-constexpr double kWgmmaPart = .35, kWgmmaUneven = 3.;  // for each part of a tile that is added; where parts are not equal
-// The few-token kernel's microseconds there, by the packed weights' size. It loses on the largest matrices alone.
-double skinny_us(int64_t m, int tiles, int chunks) { return 3. + (m > 8 ? .272e-6 : .24e-6) * (double)tiles * chunks * kChunk; }
+constexpr double kWgmmaPart = .35, kWgmmaUneven = 3.5;  // for each part of a tile that is added; where parts are not equal
+// The few-token kernel's microseconds at 9 to 16 tokens there, by the packed weights' size. Up to 8 it always wins.
+double skinny_us(int tiles, int chunks) { return 3. + .272e-6 * (double)tiles * chunks * kChunk; }
 
 double plan_wgmma(int64_t m, int tiles, int chunks, int sms, int limit, aq_plan *best) {
     double best_us = kNever;
@@ -144,7 +146,7 @@ double plan_wgmma(int64_t m, int tiles, int chunks, int sms, int limit, aq_plan 
             if (all % sms && all > sms) shares(sms, (int)(all % sms) + sms);
             if (all <= sms / 2) shares((int)(sms / all * all), (int)all);
             const int64_t lower = (tiles + 11) / 12 * m_tiles, turns = (lower + sms - 1) / sms;
-            if (c.tokens < 128) consider(1, 192, arranged, (int)((lower + turns - 1) / turns), 0, start + (double)turns * chunks * (.76 * c.step + (arranged ? 0. : c.turn)));
+            if (c.tokens < 128) consider(1, 192, arranged, (int)((lower + turns - 1) / turns), 0, start + (double)turns * chunks * (c.low + (arranged ? 0. : c.turn)));
         }
     }
     return best_us;
@@ -159,10 +161,11 @@ extern "C" int aq_plan_w4a16(int64_t m, int64_t n, int64_t k, int path, aq_plan 
     const int tiles = row_tiles(n), chunks = column_chunks(k);
     const bool few = path <= AQ_PATH_SKINNY && m <= 16 && plan_skinny((int)m, k, tiles, chunks, sms, limit, major >= 9, plan);
     if (path == AQ_PATH_SKINNY) return few ? 0 : AQ_GEMM_NO_PLAN;
+    if (few && m <= 8) return 0;
     aq_plan wide{};
     const bool may = path != AQ_PATH_TILED && major == 9 && wgmma_runs();
     const double wide_us = may ? plan_wgmma(m, tiles, chunks, sms, limit, &wide) : kNever;
-    if (few && skinny_us(m, tiles, chunks) <= wide_us) return 0;
+    if (few && skinny_us(tiles, chunks) <= wide_us) return 0;
     if (wide_us < kNever) {
         *plan = wide;
         return 0;

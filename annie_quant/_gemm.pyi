@@ -3,7 +3,7 @@
 from typing import Any
 
 ARCHS: str
-Plan = tuple[int, int, int, int, int, int, int]
+Plan = tuple[int, int, int, int, int, int, int, int, int, int]
 
 class CudaError(RuntimeError): ...
 

@@ -27,10 +27,11 @@ STAGE_BY_STAGE = ("search", "demo")  # a run directory with stages/
 
 @dataclass
 class Whole:
-    """The undisturbed run: its code, seconds, bytes written, peak of virtual memory and outcome."""
+    """The undisturbed run: its code, seconds, its own CPU seconds, bytes written, peak of virtual memory and outcome."""
 
     code: int
     seconds: float
+    cpu_s: float
     size_bytes: int
     peak_bytes: int
     outcome: Any
@@ -70,16 +71,23 @@ def finish(process: subprocess.Popen) -> Ended:
     return Ended(process.returncode, stderr)
 
 
+def cpu_s(pid: int) -> float:
+    """User and system time of a process; other work on the machine does not make it longer."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def undisturbed(stage: Stage, inputs: Path, output: Path) -> tuple[Ended, Whole]:
-    process, start, peak = begin(stage, inputs, output), time.monotonic(), 0
+    process, start, peak, cpu = begin(stage, inputs, output), time.monotonic(), 0, 0.0
     while process.poll() is None and time.monotonic() - start < LIMIT_S:
         with contextlib.suppress(OSError, StopIteration):
             status = Path(f"/proc/{process.pid}/status").read_text()
             peak = next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmPeak"))
+            cpu = cpu_s(process.pid)
         time.sleep(0.01)
     ended, seconds = finish(process), time.monotonic() - start
     size = sum(f.stat().st_size for f in output.rglob("*") if f.is_file())
-    return ended, Whole(ended.code or 0, seconds, size, peak, stage.outcome(output))
+    return ended, Whole(ended.code or 0, seconds, cpu, size, peak, stage.outcome(output))
 
 
 def signalled(number: int) -> Callable[..., Ended]:
@@ -89,8 +97,9 @@ def signalled(number: int) -> Callable[..., Ended]:
         # what is finished stage by stage has less to do each time
         moments = (0.4, 0.35, 0.25) if stage.name in STAGE_BY_STAGE else (0.35, 0.6, 0.85)
         for part in moments if whole.seconds < LONG_S else (0.6,):
-            process = begin(stage, inputs, output)
-            time.sleep(whole.seconds * (part + rng.uniform(-0.1, 0.1)))
+            process, moment = begin(stage, inputs, output), whole.cpu_s * (part + rng.uniform(-0.1, 0.1))
+            while process.poll() is None and cpu_s(process.pid) < moment:
+                time.sleep(0.005)
             process.send_signal(number)
             ended = finish(process)
             codes.append(str(ended.code))

@@ -124,7 +124,7 @@ int main(int argc, char **argv)
             factor[r * COLUMNS + c] = c == r ? 1.f : 1e-3f * (float)((r + c) % 7);
     for (int c = 0; c < CALLERS; c++) {
         for (int i = 0; i < N; i++)
-            callers[c].x[i] = (float)((i * 7919 + c * 31) % 2001 - 1000) * 0.01f;
+            callers[c].x[i] = (float)((int)(((unsigned)i * 7919u + (unsigned)c * 31u) % 2001u) - 1000) * 0.01f;
         work(callers[c].x, &callers[c].alone);
     }
     pthread_create(&settings, NULL, change_settings, NULL);

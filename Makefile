@@ -9,7 +9,7 @@ APT    := build-essential pkg-config libcurl4-openssl-dev
 # Debian's own Python comes without venv and headers; any other has them.
 APT_PY  = $(shell $(PYTHON) .ci/python-lacks || echo python3 python3-venv python3-dev)
 APT_SAFE := clang libomp-14-dev clang-tidy-14 cppcheck
-APT_TEST := chromium gcc-aarch64-linux-gnu qemu-user libc6-dev-arm64-cross
+APT_TEST := chromium chromium-sandbox gcc-aarch64-linux-gnu qemu-user libc6-dev-arm64-cross
 C_FILES := $(shell find csrc setup.py pyproject.toml requirements.txt -type f 2>/dev/null)
 
 .PHONY: demo test lint format perf docs sbom audit clean setup

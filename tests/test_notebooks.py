@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import base64
 import importlib.util
-import sys
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest

@@ -71,7 +71,7 @@ def test_it_runs_from_start_to_end(path, monkeypatch):
     outputs = [out for cell in notebook.cells for out in cell.get("outputs", ())]
     assert not [o for o in outputs if o["output_type"] == "error"]
     said = "".join(o["text"] for o in outputs if o.get("name") == "stderr")
-    said = said.replace(sys.prefix, "")  # a clone is called annie_quant too, and other packages' warnings name its .venv
+    said = said.replace(sys.prefix, "")  # other packages' warnings name their .venv, in a clone called annie_quant
     assert "Traceback" not in said and "annie_quant" not in said, said
     shown = [o["data"] for o in outputs if "data" in o]
     rich = [d["text/html"] for d in shown if "text/html" in d]

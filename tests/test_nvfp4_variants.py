@@ -94,6 +94,17 @@ def test_variants_agree_on_a_tensor_scale_far_from_the_weights(scale):
         np.testing.assert_array_equal(packed(w, tensor_scale=scale, scale="sweep"), wanted, variant)
 
 
+@pytest.mark.parametrize("group", [16, 64])
+def test_variants_agree_where_the_smallest_step_dwarfs_the_weights(group):
+    """All codes give zeros and the same error, so the lowest holds; squares of |x| / step underflow in float."""
+    divisor = np.float32(8.31409e-14)
+    w = np.random.default_rng(3).integers(-2000, 2001, (16, 256)).astype(np.float32) * divisor / np.float32(4)
+    for variant in nvfp4.variants():
+        nvfp4.set_variant(variant)
+        t = nvfp4.pack(w, group=group, scale="sweep", encoding="compressed-tensors", divisor=float(divisor))
+        assert (t.block_scale.view(np.uint8) == 1).all(), variant
+
+
 @pytest.mark.parametrize("variant", nvfp4.variants())
 def test_all_lengths_and_alignments(variant):
     """Tails of the SIMD loops, and outputs that no aligned store may touch."""

@@ -401,8 +401,10 @@ ALWAYS_INLINE void decide(const struct pack_plan *plan, int group, bool weighted
     /* Floats neither over- nor underflow in here only in a middle range. */
     const lanes_f unit = e->weight_sum * (e->delta * e->delta);
     const lanes_f quotient = e->top / finest;
+    const lanes_f square = quotient * quotient;
     const lanes_i ranged = (e->top > 1e-12f) & (e->top < 1e12f) & (unit > 1e-36f) & (unit < 1e22f) & (finest > 1e-18f) &
-                           (finest < 1e12f) & (quotient < 1e15f) & (quotient * quotient * (e->weight_sum + 1.f) < 1e36f);
+                           (finest < 1e12f) & (quotient < 1e15f) & (square * (e->weight_sum + 1.f) < 1e36f) &
+                           (square * least_of(e->weight_sum, all_lanes(1.f)) > 1e-24f);
     const lanes_f near = root(e->least) * 1.00001f + e->reach, bound = pick(ranged, near * near * 1.00001f, all_lanes(-1.f));
     const lanes_i open = ~(ranged & (e->second > bound));
     if (!any_lane(open))

@@ -1,6 +1,6 @@
 /* What an answer leaves: its header, its frames, a row for each event and each read. Shared by both ways of reading. */
 #define _GNU_SOURCE
-#include "client.h"
+#include "parts.h"
 
 #include <strings.h>
 

@@ -6,7 +6,7 @@
  * requests does not hold up the answers to its first ones.
  */
 #define _GNU_SOURCE
-#include "client.h"
+#include "parts.h"
 #include "priority.h"
 
 #include <errno.h>

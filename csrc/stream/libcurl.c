@@ -2,7 +2,7 @@
  * and what its callbacks keep. The loop lets it act on a socket only after the socket has been looked at for its stamp.
  */
 #define _GNU_SOURCE
-#include "client.h"
+#include "parts.h"
 
 #include <errno.h>
 #include <sys/socket.h>

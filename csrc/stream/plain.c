@@ -2,7 +2,7 @@
  * connections. epoll watches them edge-triggered, so that one call is made for each read and no more.
  */
 #define _GNU_SOURCE
-#include "client.h"
+#include "parts.h"
 
 #include <errno.h>
 #include <stdio.h>

@@ -1,6 +1,6 @@
 /* One request: its beginning, and at its end the row and the notes it leaves. */
 #define _GNU_SOURCE
-#include "client.h"
+#include "parts.h"
 
 static void link_active(struct transfer *t)
 {

@@ -4,8 +4,8 @@
  * Plain HTTP/1.1, over TCP or a Unix socket: libcurl only resolves and connects; one recvmsg brings bytes and stamp.
  * TLS, HTTP/2 and proxies: libcurl transfers, and the socket is looked at for its stamp before libcurl reads it.
  */
-#ifndef AQ_STREAM_CLIENT_H
-#define AQ_STREAM_CLIENT_H
+#ifndef AQ_STREAM_PARTS_H
+#define AQ_STREAM_PARTS_H
 
 #include "clock.h"
 #include "http1.h"

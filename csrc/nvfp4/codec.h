@@ -23,8 +23,8 @@ static const uint8_t ABOVE_SLOT[8] = {0, 4, 1, 6, 2, 5, 3, 7};
 /* From here on in `above` of a 16-bit kind, those of index 4, 2, 6 and of the sign again, each twice in 32 bits. */
 enum { ABOVE_PAIRS = 4 };
 
-/* The thresholds of a scale code once more, for bfloat16: with |bits| held to low .. high, the element's code is the upper four bits
- * of |bits| + add[|bits| / 32 % 32]. Such a run of 32 patterns, a quarter of an octave, holds one threshold at most. */
+/* The thresholds of a scale code once more, for bfloat16: with |bits| held to low .. high, the element's code is the upper four
+ * bits of |bits| + add[|bits| / 32 % 32]. Such a run of 32 patterns, a quarter of an octave, holds one threshold at most. */
 enum { STAIRS = 32 };
 
 struct pack_plan {

@@ -1,11 +1,11 @@
 /* The kernels for x86-64 with AVX2 and F16C, as a text that codec_avx2.c and codec_avx512.c compile with their own flags: the
- * latter's masks, 32 registers and three-way logic help at this width too, without a wide unit's lower clock. Byte for byte
- * the serial reference's output.
+ * latter's look-ups in 32 words, 32 registers and three-way logic help at this width too; only the searches go 512 bits
+ * wide. Byte for byte the serial reference's output.
  *
  * pack: maxima of eight runs of 16 at once, E4M3 rounding in vector code, and per element a search by halves with four signed
- * compares of bit patterns with the thresholds of the block's scale code: no divide (plan.c). unpack: two byte shuffles with
- * the block's 16 values. Stores bypass the cache: nothing reads the output soon, and a read for ownership would cost a third
- * of the bandwidth.
+ * compares of bit patterns with the thresholds of the block's scale code, in AVX-512 for bfloat16 one look-up in its stairs:
+ * no divide (plan.c). unpack: two byte shuffles with the block's 16 values. Stores bypass the cache: nothing reads the output
+ * soon, and a read for ownership would cost a third of the bandwidth.
  */
 #ifndef AQ_NVFP4_CODEC_X86_H
 #define AQ_NVFP4_CODEC_X86_H

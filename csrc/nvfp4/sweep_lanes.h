@@ -3,7 +3,8 @@
  * Written with the compiler's vector types, so that one text serves every SIMD variant; each includes it for itself.
  * How far a float error of a code may be from the exact one is known (`prepare`). The codes of a block that lie closer
  * to its best than that are told apart in double; so the choice is always that of search.c.
- * A few groups of eight go through the steps of the search side by side: a step's waits are filled by the next group's.
+ * A few groups of eight go through the steps of the search side by side: a step's waits are filled by the next group's. In
+ * AVX-512 the errors of two groups are summed in one register.
  */
 #ifndef AQ_NVFP4_SWEEP_LANES_H
 #define AQ_NVFP4_SWEEP_LANES_H

@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import re
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -25,6 +26,7 @@ def main() -> int:
     asked.add_argument("--stages", default=",".join(STAGES))
     asked.add_argument("--faults", default=",".join(FAULTS))
     given = asked.parse_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job's children would ignore it
     inputs = given.folder.resolve() / "inputs"
     prepare(inputs)
     bad = 0

@@ -95,9 +95,11 @@ def explained(error: Exception) -> tuple[str, str] | None:
     """Message and hint for what can be expected of a machine: full, out of memory, a file that is not ours; else None."""
     if came_from(error, *FULL):
         return "the disk is full; what is finished is kept", "free some, then run the same command again"
-    # Under ulimit -v libraries do not load either, and say so in many ways.
+    # Under ulimit -v libraries do not load either, and say so in many ways; oneDNN's is not even about memory.
     limited = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
-    unloaded = limited and isinstance(error, (ImportError, SystemError))
+    unloaded = limited and (
+        isinstance(error, (ImportError, SystemError)) or came_from(error, (), ("could not create a primitive",))
+    )
     if isinstance(error, MemoryError) or unloaded or came_from(error, *MEMORY):
         return (
             "there is not enough memory; what is finished is kept",

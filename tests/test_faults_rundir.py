@@ -23,7 +23,7 @@ from click.testing import CliRunner
 sys.path.insert(0, str(Path(__file__).parent / "data"))
 import make_run_sample as sample
 
-from annie_quant import bench, files, report, search
+from annie_quant import bench, cli, files, report, search
 from annie_quant.bench.regress import regression
 from annie_quant.checkpoint.staging import staged
 from annie_quant.checkpoint.writer import need_room
@@ -211,6 +211,16 @@ def as_nobody(folder: str) -> subprocess.CompletedProcess:
     )
     as_other = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"]
     return subprocess.run([*as_other, sys.executable, "-c", code, folder], capture_output=True, text=True, check=False)
+
+
+def test_what_libraries_say_under_a_limit_of_memory_is_memory_and_elsewhere_a_fault(monkeypatch):
+    onednn = RuntimeError("could not create a primitive")
+    for limit, expected in ((1 << 30, True), (resource.RLIM_INFINITY, False)):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, limit=limit: (limit, limit))
+        for error in (onednn, ImportError("x.so: failed to load")):
+            said = cli.explained(error)
+            assert (said is not None and "not enough memory" in said[0]) is expected
+    assert "not enough memory" in cli.explained(RuntimeError("can't allocate memory"))[0]
 
 
 def test_a_full_disk_ends_a_search_and_is_no_fault_of_the_strategy(tmp_path):

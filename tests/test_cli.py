@@ -79,3 +79,25 @@ def test_doctor_prints_one_json_object_and_nothing_else() -> None:
     findings = json.loads(done.stdout)["findings"]
     assert {f["check"] for f in findings} >= {"python", "_nvfp4", "_stream", "gpu", "memory", "disk"}
     assert all(f["mend"] for f in findings if f["level"] == "fault")
+
+
+def test_eval_hands_its_answers_a_batch_to_the_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch", reason="evaluating needs torch")
+    from click.testing import CliRunner
+
+    from annie_quant.runtime import cli_eval
+
+    asked: list[int] = []
+
+    def evaluate(*_: object, rows: int, **__: object) -> dict:
+        asked.append(rows)
+        gate = {"verdict": "pass", "passes": 2, "n": 2, "low": 0.3, "high": 1.0}
+        return {"numerics": {"bf16": {"gates": {"factual": gate}}}}
+
+    monkeypatch.setattr(cli_eval, "evaluate", evaluate)
+    tiny = str(Path(__file__).parents[1] / "annie_quant" / "assets" / "tiny-annie")
+    for words in (["--rows", "16"], []):
+        done = CliRunner().invoke(cli, ["eval", tiny, "--reference", tiny, "--json", *words])
+        assert done.exit_code == 0, done.output
+    assert asked == [16, 128]
+    assert CliRunner().invoke(cli, ["eval", tiny, "--reference", tiny, "--rows", "0"]).exit_code == 2

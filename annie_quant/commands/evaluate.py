@@ -22,6 +22,13 @@ from annie_quant.commands import console, emit, json_option, quiet_engines, refu
 @click.option("--text", type=click.Path(path_type=Path), help="A plain text file: perplexity and KL over all of it.")
 @click.option("--layers", is_flag=True, help="Also measure which layers the divergence comes from; draws a plot.")
 @click.option("--layers-n", default=10, show_default=True, help="Prompts a gate for --layers.")
+@click.option(
+    "--rows",
+    type=click.IntRange(1),
+    default=128,
+    show_default=True,
+    help="Answers a batch. Several processes share whole batches: fewer rows keep more of them busy.",
+)
 @click.option("--output", type=click.Path(path_type=Path), help="JSON file to write; --layers goes on from beside it.")
 @click.option("--allow-prompt-mismatch", is_flag=True, help="Go on with data made for another system prompt.")
 @json_option
@@ -34,6 +41,7 @@ def evaluate(
     text: Path | None,
     layers: bool,
     layers_n: int,
+    rows: int,
     output: Path | None,
     allow_prompt_mismatch: bool,
     as_json: bool,
@@ -63,6 +71,7 @@ def evaluate(
             layers_n=layers_n if layers else None,
             output=output,
             progress=step,
+            rows=rows,
         )
     if cli_eval.first_process():
         emit(result) if as_json else console.print_gates(

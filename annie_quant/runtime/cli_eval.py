@@ -27,10 +27,11 @@ def run(
     layers_n: int | None,
     output: Path | None,
     progress: Progress,
+    rows: int = 128,
 ) -> dict[str, Any]:
     """evaluate()'s result; with layers_n also `layers` and, under the numerics they were measured with, kl.by_layer.
 
-    Writes output, and beside it OUTPUT.layers.json (from which a killed run goes on) and OUTPUT.layers.svg.
+    rows: answers a batch. Writes output, and beside it OUTPUT.layers.json (from which a killed run goes on) and OUTPUT.layers.svg.
     """
     if output is not None and first_process():
         writable(output)  # said now, and not after an hour of evaluation
@@ -42,12 +43,13 @@ def run(
         conversations=conversations,
         text=text,
         progress=progress,
+        rows=rows,
     )
     if layers_n is not None and list(result["numerics"]) != ["bf16"]:
         kept = None if output is None else output.with_suffix(".layers.json")
         which = next(iter(result["numerics"]))
         found = layers.sensitivity(
-            checkpoint, reference, numerics=which, output=kept, progress=progress, n_per_gate=layers_n
+            checkpoint, reference, numerics=which, output=kept, progress=progress, n_per_gate=layers_n, rows=rows
         )
         result["layers"] = found
         result["numerics"][which]["kl"]["by_layer"] = layers.by_layer(found)

@@ -26,6 +26,8 @@ def run(
     concurrency: int,
     deadline_ns: int,
     max_event_bytes: int,
+    max_answer_bytes: int,
+    max_answer_events: int,
     cancel_fd: int,
     http: int,
     fresh_connections: bool,
@@ -39,4 +41,3 @@ def run(
 ) -> tuple[Block, Block, Block, Block, Block, int, int, bool, bool, Any]: ...
 def cut(reads: tuple[bytes, ...], max_event_bytes: int, /) -> list[tuple[int, int, int, int, int, bytes]]: ...
 def map_stamp(offset_ns: int, previous_ns: int, realtime_ns: int, not_before_ns: int, user_ns: int, /) -> int: ...
-def mask(bytes: Buffer, secret: Buffer, /) -> int: ...

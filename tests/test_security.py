@@ -30,6 +30,10 @@ from annie_quant.judge import Case, Workload
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted([*ROOT.glob("annie_quant/**/*.py"), *ROOT.glob("examples/**/*.py"), ROOT / "setup.py"])
 RUNS_CODE = {"eval", "exec", "compile", "__import__"}
+LOADERS = {
+    "from_pretrained",
+    "from_config",
+}  # left to its default, transformers asks on the terminal and "y" runs the code
 FROM_BYTES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "telnetlib", "xml"}
 
 
@@ -54,6 +58,7 @@ def faults_of(tree: ast.AST) -> list[str]:
             or (name.startswith("os.exec") or name.startswith("os.spawn"))
             or ("shell" in given and not says("shell", False))
             or ("trust_remote_code" in given and not says("trust_remote_code", False))
+            or (name.rpartition(".")[2] in LOADERS and not says("trust_remote_code", False))
             or (name == "torch.load" and not says("weights_only", True))
             or (name in ("np.load", "numpy.load") and not says("allow_pickle", False))
             or (name in ("np.save", "numpy.save") and not says("allow_pickle", False))
@@ -80,6 +85,8 @@ def test_data_never_becomes_code(path):
         "subprocess.run('x', shell=True)",
         "subprocess.run('x', shell=yes)",
         "M.from_pretrained(p, trust_remote_code=True)",
+        "M.from_pretrained(p)",
+        "M.from_config(c)",
         "torch.load(f)",
         "torch.load(f, weights_only=False)",
         "np.load(f)",

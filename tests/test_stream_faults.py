@@ -113,7 +113,7 @@ def test_an_answer_that_is_not_a_stream() -> None:
     record = one(page("200 OK", "application/json", b'{"choices":[{"message":{"content":"x"}}]}'))
     assert record["cause"] == "not_a_stream" and "application/json" in record["error"]
     assert one(page("200 OK", "application/json", b'{"error":"asleep"}'))["error"].endswith("asleep")
-    assert one(page("302 Found", "text/html", b""))["cause"] == "not_a_stream"
+    assert one(page("302 Found", "text/html", b""))["cause"] == "redirect"
     assert one(page("204 No Content", "text/event-stream", b""))["cause"] in ("not_a_stream", "no_events")
 
 

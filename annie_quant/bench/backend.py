@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-import http.client
 import json
 import os
-import urllib.error
 import urllib.parse
-import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from annie_quant.errors import UsageError
+from annie_quant.stream.fetch import fetch
 
 PROBE_TIMEOUT_S = 5.0
+PROBE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class Backend:
                 f"backend {self.name!r}: {self.url!r} is no http address", "write it as http://127.0.0.1:8000"
             )
         if parts.username is not None or parts.password is not None or parts.query:
-            # It would stay in histories, process lists and run.json, and urllib takes the user for the host.
+            # It would stay in histories, process lists and run.json.
             raise UsageError(
                 f"backend {self.name!r}: the address {self.public_url} was given with a user, password or query",
                 "leave them out; keys come from the environment: --key-env NAME",
@@ -77,15 +76,19 @@ def key_headers(variable: str | None) -> dict[str, str]:
 
 
 def get_json(backend: Backend, path: str, timeout_s: float = PROBE_TIMEOUT_S) -> Any:
-    """The decoded body of GET `path`, None where the server does not offer it. OSError when there is no server."""
-    request = urllib.request.Request(backend.root + path, headers=dict(backend.headers))  # noqa: S310 - http(s) checked
-    try:
-        with urllib.request.urlopen(request, timeout=timeout_s) as reply:  # noqa: S310
-            return json.loads(reply.read(1 << 24))
-    except (urllib.error.HTTPError, ValueError):
+    """The decoded body of GET `path`, None where the server does not offer it, or nothing that can be read in time.
+
+    Raises ConnectionError when nothing that speaks HTTP answers.
+    """
+    reply = fetch(backend.root + path, backend.headers, timeout_s=timeout_s, max_bytes=PROBE_BYTES)
+    if reply.status == 0:
+        raise ConnectionError(reply.fault or "no answer")
+    if reply.status != 200 or reply.fault:
         return None
-    except http.client.HTTPException as error:
-        raise ConnectionError(str(error) or type(error).__name__) from error
+    try:
+        return json.loads(reply.body)
+    except (ValueError, RecursionError):
+        return None
 
 
 def alive(backend: Backend) -> bool:

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+from annie_quant.checkpoint.remote_code import refused
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.data.rows import read_conversations
 from annie_quant.errors import CheckpointError, UsageError, need
@@ -76,9 +77,11 @@ def calibrated(model: Any, folder: ModelFolder) -> dict[str, float]:
 def load(job: Job) -> tuple[Any, Any]:
     torch, transformers = need("torch", "quantize"), need("transformers", "quantize")
     try:
-        with quiet(lambda line: None):
-            tokenizer = transformers.AutoTokenizer.from_pretrained(job.model)
-            model = transformers.AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.bfloat16)
+        with quiet(lambda line: None), refused(job.model):
+            tokenizer = transformers.AutoTokenizer.from_pretrained(job.model, trust_remote_code=False)
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                job.model, dtype=torch.bfloat16, trust_remote_code=False
+            )
     except (OSError, ValueError, RuntimeError) as error:
         raise CheckpointError(
             f"{job.model}: transformers cannot load it: {str(error).splitlines()[0]}", f"annie-quant audit {job.model}"

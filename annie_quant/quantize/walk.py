@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from annie_quant.checkpoint.remote_code import refused
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.errors import CheckpointError, need
 from annie_quant.quantize.job import Report
@@ -105,10 +106,10 @@ class Walk:
         self.folder, self.batches, self.report, self.what = folder, batches, report, what
         self.device, self.dtype = device_and_dtype(folder)
         self.trunk = trunk_of(folder)
-        config = transformers.AutoConfig.from_pretrained(folder.path).get_text_config()
-        config.use_cache = False
-        with torch.device("meta"):
-            self.model = transformers.AutoModel.from_config(config, dtype=self.dtype)
+        with refused(folder.path), torch.device("meta"):
+            config = transformers.AutoConfig.from_pretrained(folder.path, trust_remote_code=False).get_text_config()
+            config.use_cache = False
+            self.model = transformers.AutoModel.from_config(config, dtype=self.dtype, trust_remote_code=False)
         self.rotary = type(self.model.rotary_emb)(config).to(self.device)
         table = folder.tensor(f"{self.trunk}embed_tokens.weight")
         self.states = [self.tensor(np.ascontiguousarray(table[b.ids])) for b in batches]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from annie_quant.checkpoint import ModelFolder
+from annie_quant.checkpoint.remote_code import refused
 from annie_quant.errors import AnnieError, CheckpointError, EnvironmentFault
 from annie_quant.runtime.linear import nvfp4_linears, set_cache, set_numerics
 
@@ -42,7 +43,7 @@ def load(
     with one_line(folder):
         if "quantization_config" not in shards.config and side is not None:
             written = side["quantization"]
-            more["config"] = AutoConfig.from_pretrained(folder)
+            more["config"] = AutoConfig.from_pretrained(folder, trust_remote_code=False)
             more["config"].quantization_config = {
                 "quant_method": "modelopt",
                 **written,
@@ -50,7 +51,9 @@ def load(
             }
         if device is not None:
             more.setdefault("device_map", device)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True, **more)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, output_loading_info=True, trust_remote_code=False, **more
+        )
         model, info = loaded
         missing = sorted(info["missing_keys"]) + sorted(str(k[0]) for k in info["mismatched_keys"])
         if missing:
@@ -89,7 +92,8 @@ def one_line(folder: Path) -> Iterator[None]:
     import torch
 
     try:
-        yield
+        with refused(folder):
+            yield
     except AnnieError:
         raise
     except (MemoryError, torch.OutOfMemoryError) as error:

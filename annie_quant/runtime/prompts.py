@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from annie_quant.checkpoint.remote_code import refused
 from annie_quant.errors import UsageError
+from annie_quant.files import read_whole_json
 from annie_quant.judge import Answer, Case, Workload, parse_raw
 from annie_quant.runtime.decoding import Decoded
 from annie_quant.runtime.prefix import common
@@ -47,14 +49,16 @@ class Template:
     """A tokenizer with its chat template and its end marks."""
 
     def __init__(self, folder: str | os.PathLike) -> None:
-        from transformers import AutoTokenizer, GenerationConfig
+        from transformers import AutoTokenizer
 
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        with refused(Path(folder)):
+            self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         if not self.tokenizer.chat_template:
             raise UsageError(f"{folder} has no chat template", "copy chat_template.jinja beside the tokenizer")
         ends = {self.tokenizer.eos_token_id}
-        if (Path(folder) / "generation_config.json").is_file():
-            more = GenerationConfig.from_pretrained(folder).eos_token_id
+        generation = read_whole_json(Path(folder) / "generation_config.json")
+        if isinstance(generation, dict):
+            more = generation.get("eos_token_id")
             ends |= set(more) if isinstance(more, list) else {more}
         self.ends = sorted(e for e in ends if e is not None)
         if not self.ends:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import http.client
 import os
 import re
 import signal
@@ -17,16 +16,17 @@ import socket
 import subprocess
 import tempfile
 import time
-import urllib.parse
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from annie_quant.errors import ServerError
 from annie_quant.serve import faults
+from annie_quant.stream.fetch import fetch
 
 STOP_S = 5.0
 POLL_S = 0.02
+PROBE_S = 2.0
 PHASE_S = 0.5
 # Words of the log lines that say what went wrong; the first such line is the cause, the rest follow from it.
 TELLING = ("error", "failed", "abort", "exception", "cannot", "unknown", "invalid")
@@ -136,15 +136,7 @@ def wait_ready(
 
 def answers(url: str, path: str) -> bool:
     """Whether GET url/path answers 200 now."""
-    parts = urllib.parse.urlsplit(url)
-    connection = http.client.HTTPConnection(parts.hostname or "127.0.0.1", parts.port, timeout=2)
-    try:
-        connection.request("GET", path)
-        return connection.getresponse().status == 200
-    except (OSError, http.client.HTTPException):
-        return False
-    finally:
-        connection.close()
+    return fetch(url.rstrip("/") + path, timeout_s=PROBE_S).status == 200
 
 
 def check_port(port: int, host: str = "127.0.0.1") -> None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from annie_quant import __version__, native
 from annie_quant.errors import UsageError
-from annie_quant.stream.redact import safe_url, secrets_of
+from annie_quant.stream.redact import Redactor, safe_url, secrets_of
 from annie_quant.stream.timings import Asked, Timings
 from annie_quant.stream.trust import system_ca_file
 
@@ -105,6 +105,8 @@ def run(
     kernel_stamps: bool = True,
     realtime: bool = True,
     max_event_bytes: int = 64 << 20,
+    max_answer_bytes: int = 256 << 20,
+    max_answer_events: int = 1 << 20,
     cancel: Cancel | None = None,
 ) -> Timings:
     """Runs the requests and returns when the last one has ended. A request that fails is a record with its `error`.
@@ -120,6 +122,7 @@ def run(
         on a busy machine it would come late to its sockets otherwise. Root has it; for anybody else one command before,
         in the shell: `sudo prlimit --rtprio=1 --pid $$`. Without it the run goes on, and the records say realtime: False.
     max_event_bytes: a larger event (or error page) ends its request.
+    max_answer_bytes, max_answer_events: an answer of more body, or of more events (comments too), ends there.
     Ctrl-C raises KeyboardInterrupt, with what was measured until then as its attribute `timings`.
     """
     if http not in HTTP_VERSIONS:
@@ -127,6 +130,8 @@ def run(
     options = {
         "deadline_ns": 0 if deadline_s is None else max(1, round(deadline_s * _NS_PER_S)),
         "max_event_bytes": max_event_bytes,
+        "max_answer_bytes": max_answer_bytes,
+        "max_answer_events": max_answer_events,
         "http": HTTP_VERSIONS[http],
         "fresh_connections": fresh_connections,
         "kernel_stamps": kernel_stamps,
@@ -176,9 +181,6 @@ def _run(requests: list[Request], concurrency: int | None, cancel: Cancel, optio
         rows, events, reads, frames, notes, origin_ns, origin_realtime_ns, _, realtime, raised = module.run(
             plan, concurrency=concurrency, cancel_fd=fd, **options
         )
-    for secret in {s for r in requests for s in secrets_of(r.url, r.headers)}:
-        for echoed in (frames, notes):
-            module.mask(echoed, secret)
     timings = Timings(
         [Asked(r.tag, safe_url(r.url), r.timeout_s, r.idle_timeout_s) for r in requests],
         np.frombuffer(rows, np.dtype(module.REQUEST_ROW)),
@@ -189,6 +191,7 @@ def _run(requests: list[Request], concurrency: int | None, cancel: Cancel, optio
         origin_ns=origin_ns,
         origin_realtime_ns=origin_realtime_ns,
         realtime=realtime,
+        redactor=Redactor({s for r in requests for s in secrets_of(r.url, r.headers)}),
     )
     if raised is not None:
         raised.timings = timings

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 # request_row.cause (csrc/stream/plan.h)
-NONE, TRANSPORT, TIMEOUT, IDLE, DEADLINE, CANCELLED, EVENT_SIZE, NOT_STARTED = range(8)
+NONE, TRANSPORT, TIMEOUT, IDLE, DEADLINE, CANCELLED, EVENT_SIZE, NOT_STARTED, ANSWER_SIZE = range(9)
 
 _CURL_CAUSES = {
     1: "protocol",  # also a reply that is not HTTP
@@ -58,6 +58,8 @@ def transport(cause: int, code: int, os_errno: int, text: str, timeout_s: Any, i
         return "not_started", "not begun: the run was stopped before its turn"
     if cause == EVENT_SIZE:
         return "event_too_large", "one event was larger than max_event_bytes"
+    if cause == ANSWER_SIZE:
+        return "answer_too_large", "the answer did not end within max_answer_bytes and max_answer_events"
     if os_errno in (errno.EMFILE, errno.ENFILE):
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return (
@@ -100,15 +102,15 @@ def error_in(value: Any) -> str | None:
     if error is None:
         return None
     text = error if isinstance(error, str) else msgspec.json.encode(error).decode()
-    return _one_line(text)
+    return one_line(text)
 
 
 def _plain(body: bytes) -> str:
     text = body[:65536].decode("utf-8", "replace")
     title = re.search(r"<title[^>]*>(.*?)</title>", text, re.DOTALL | re.IGNORECASE)
-    return _one_line(title[1] if title else re.sub(r"<[^>]*>", " ", text))
+    return one_line(title[1] if title else re.sub(r"<[^>]*>", " ", text))
 
 
-def _one_line(text: str, most: int = 300) -> str:
+def one_line(text: str, most: int = 300) -> str:
     text = " ".join(text.split())
     return text if len(text) <= most else text[: most - 1] + "…"

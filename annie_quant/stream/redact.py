@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
+import bisect
+import itertools
+import json
 import re
-from collections.abc import Iterator, Mapping
-from urllib.parse import unquote, urlsplit, urlunsplit
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+from urllib.parse import quote, unquote, urlsplit, urlunsplit
+
+import msgspec
+import numpy as np
 
 _SECRET = re.compile(r"auth|key|token|secret|cookie|passw|signature", re.IGNORECASE)
 _SHORTEST = 8  # masking less would hide ordinary words: "EMPTY" and "none" are customary keys of local servers
+_JSON_STRING = re.compile(rb'"((?:[^"\\]|\\.)*)"(\s*:)?')
+_UNIT = re.compile(rb"\\u[dD][89abAB]..\\u[dD][c-fC-F]..|\\u....|\\.|[^\\]", re.DOTALL)  # a surrogate pair is one unit
+_MASK = ord("*")
 
 
 def is_secret_name(name: str) -> bool:
@@ -35,6 +47,8 @@ def secrets_of(url: str, headers: Mapping[str, str] | None) -> Iterator[bytes]:
     for name, value in (headers or {}).items():
         if is_secret_name(name):
             values += [value.strip(), *value.split()[-1:]]
+            if value.lower().startswith("basic "):
+                values += _basic(value.split()[-1])
     parts = urlsplit(url)
     if parts.password:
         values += [parts.password, unquote(parts.password)]
@@ -44,9 +58,145 @@ def secrets_of(url: str, headers: Mapping[str, str] | None) -> Iterator[bytes]:
     yield from {v.encode() for v in values if len(v) >= _SHORTEST}
 
 
+def _basic(word: str) -> list[str]:
+    """user:password and the password of HTTP's Basic scheme (RFC 7617)."""
+    try:
+        pair = base64.b64decode(word, validate=True).decode("utf-8", "replace")
+    except (binascii.Error, ValueError):
+        return []
+    return [pair, pair.partition(":")[2]]
+
+
 def without_secrets(text: str, environment: Mapping[str, str]) -> str:
     """What another program said, without the values of secret variables that it was given and may repeat."""
     for name, value in environment.items():
         if is_secret_name(name) and len(value) >= _SHORTEST:
             text = text.replace(value, "[redacted]")
     return text
+
+
+class Redactor:
+    """Finds secrets in what a server sent, in any case and also reversed, in base64, in hex or percent-encoded.
+
+    Half of a form from its start (8 bytes at least) counts as the form: a prefix of a key identifies it.
+    """
+
+    def __init__(self, secrets: Iterable[bytes]) -> None:
+        forms = {form.lower() for secret in secrets for form in _forms(secret)}
+        self._forms = [(form, max(_SHORTEST, (len(form) + 1) // 2)) for form in forms if len(form) >= _SHORTEST]
+
+    def __bool__(self) -> bool:
+        return bool(self._forms)
+
+    def spans(self, text: bytes) -> list[tuple[int, int]]:
+        """(start, end) of every secret in `text`; they may overlap."""
+        found = []
+        text = text.lower()  # of bytes: ASCII alone, so that positions stay
+        for form, least in self._forms:
+            at = text.find(form[:least])
+            while at >= 0:
+                end = at + least
+                while end < at + len(form) and text[end : end + 1] == form[end - at : end - at + 1]:
+                    end += 1
+                found.append((at, end))
+                at = text.find(form[:least], end)
+        return found
+
+    def mask(self, buffer: np.ndarray) -> None:
+        """Overwrite every secret in a writable array of bytes."""
+        for start, end in self.spans(buffer.tobytes()):
+            buffer[start:end] = _MASK
+
+    def mask_answer(self, frames: np.ndarray, offsets: np.ndarray, sizes: np.ndarray) -> None:
+        """Overwrite what one answer's frames say of a secret: in one piece, cut by network reads, or spread over the
+        texts of many events, a character each.
+
+        offsets, sizes: where each of its frames lies in `frames`, in order.
+        """
+        at = offsets.tolist()
+        pieces = [frames[o : o + n].tobytes() for o, n in zip(at, sizes.tolist(), strict=True)]
+        starts = [0, *itertools.accumulate(map(len, pieces))]
+        for start, end in self.spans(b"".join(pieces)):
+            for index in range(bisect.bisect(starts, start) - 1, bisect.bisect_left(starts, end)):
+                low, high = max(start, starts[index]) - starts[index], min(end, starts[index + 1]) - starts[index]
+                frames[at[index] + low : at[index] + high] = _MASK
+        for index, string, start, end in self._spread(pieces):
+            for low, high in _places(pieces[index], string, start, end):
+                frames[at[index] + low : at[index] + high] = _MASK
+
+    def _spread(self, pieces: list[bytes]) -> Iterator[tuple[int, bytes, int, int]]:
+        """(frame, string, start, end): the parts of JSON strings that make a secret once the strings at the same place of
+        successive events are joined, which is what a client shows as one text."""
+        from annie_quant.stream.decode import field_lines
+
+        texts: dict[tuple[Any, ...], list[tuple[int, bytes]]] = {}
+        for index, raw in enumerate(pieces):
+            data = b"\n".join(value for name, value in field_lines(raw) if name == b"data") or raw
+            for path, string in _strings(data):
+                texts.setdefault(path, []).append((index, string.encode("utf-8", "surrogatepass")))
+        for parts in texts.values():
+            ends = list(itertools.accumulate(len(string) for _, string in parts))
+            for start, end in self.spans(b"".join(string for _, string in parts)):
+                for part in range(bisect.bisect(ends, start), bisect.bisect_left(ends, end) + 1):
+                    index, piece = parts[part]
+                    begin = ends[part] - len(piece)
+                    yield index, piece, max(0, start - begin), min(len(piece), end - begin)
+
+
+def _forms(secret: bytes) -> Iterator[bytes]:
+    """The ways in which a secret may come back, each as bytes."""
+    yield secret
+    yield secret[::-1]
+    yield secret.hex().encode()
+    yield quote(secret, safe="").encode()
+    for shift in range(3):  # in the middle of a longer text, base64 depends on the place
+        coded = base64.b64encode(b"\0" * shift + secret)
+        whole = coded[(0, 2, 3)[shift] : len(coded) - (0, 3, 2)[(shift + len(secret)) % 3]]
+        yield whole
+        yield whole.translate(bytes.maketrans(b"+/", b"-_"))
+
+
+def _strings(data: bytes) -> Iterator[tuple[tuple[Any, ...], str]]:
+    """(path, string) of each string value of a JSON document; nothing where it is none."""
+    try:
+        document = msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return
+    stack: list[tuple[tuple[Any, ...], Any]] = [((), document)]
+    while stack:
+        path, value = stack.pop()
+        if isinstance(value, str):
+            yield path, value
+        elif isinstance(value, dict):
+            stack += [((*path, key), held) for key, held in value.items()]
+        elif isinstance(value, list):
+            stack += [((*path, key), held) for key, held in enumerate(value)]
+
+
+def _places(raw: bytes, string: bytes, start: int, end: int) -> Iterator[tuple[int, int]]:
+    """(start, end) in a frame of string[start:end], in every JSON string value that reads `string`, however escaped."""
+    for token in _JSON_STRING.finditer(raw):
+        if token[2] is not None:  # a key
+            continue
+        if b"\\" not in token[1]:
+            if token[1] == string:
+                yield token.start(1) + start, token.start(1) + end
+            continue
+        units = [(u.start(), u.end(), _decoded(u[0])) for u in _UNIT.finditer(token[1])]
+        if b"".join(unit for _, _, unit in units) != string:
+            continue
+        at = 0
+        for low, high, unit in units:
+            if at < end and at + len(unit) > start:
+                yield token.start(1) + low, token.start(1) + high
+            at += len(unit)
+
+
+def _decoded(unit: bytes) -> bytes:
+    """What one unit of a JSON string means, as UTF-8."""
+    if not unit.startswith(b"\\"):
+        return unit
+    try:
+        return str(json.loads(b'"' + unit + b'"')).encode("utf-8", "surrogatepass")
+    except ValueError:
+        return unit

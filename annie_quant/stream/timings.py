@@ -16,6 +16,7 @@ import numpy as np
 
 from annie_quant.errors import EnvironmentFault, UsageError, need
 from annie_quant.stream import decode, faults
+from annie_quant.stream.redact import Redactor, safe_url
 
 SCHEMA_VERSION = 1
 FILE_NAME = "timings.npz"
@@ -65,15 +66,25 @@ class Timings:
         origin_ns: int,
         origin_realtime_ns: int,
         realtime: bool = False,
+        redactor: Redactor | None = None,
     ) -> None:
         self.asked = list(asked)
         self.requests, self.events, self.reads = requests, events, reads
         self.frames, self.notes = frames, notes
         self.origin_ns, self.origin_realtime_ns = origin_ns, origin_realtime_ns
         self.realtime = realtime
+        self._rows: list[np.ndarray] | None = None
+        if redactor:
+            self._mask(redactor)
         for name in _ARRAYS:
             getattr(self, name).flags.writeable = False
-        self._rows: list[np.ndarray] | None = None
+
+    def _mask(self, redactor: Redactor) -> None:
+        """Before anything is decoded, so that whatever comes from these bytes is without secrets."""
+        redactor.mask(self.notes)
+        for request in range(len(self)):
+            rows = self.events[self.rows_of(request)]
+            redactor.mask_answer(self.frames, rows["offset"], rows["size"])
 
     def __len__(self) -> int:
         return len(self.asked)
@@ -191,13 +202,9 @@ class Timings:
 
     def _judge(self, answer: decode.Answer, request: int, frames: list[decode.Frame]) -> None:
         """Finds the request's first fault: in the transport, in the status, or in how the stream ended."""
-        row, asked = self.requests[request], self.asked[request]
-        start = int(row["error_offset"])
-        text = self.notes[start : start + int(row["error_size"])].tobytes().decode("utf-8", "replace")
+        row = self.requests[request]
         status, ended = int(row["status"]), answer.done_ns is not None
-        fault = faults.transport(
-            int(row["cause"]), int(row["curl_code"]), int(row["os_errno"]), text, asked.timeout_s, asked.idle_timeout_s
-        )
+        fault = self.transport_fault(request)
         if fault and ended and fault[0] in ("truncated", "reset"):
             answer.warn(f"the connection ended badly after [DONE]: {fault[1]}")
             fault = None
@@ -208,6 +215,9 @@ class Timings:
             answer.fail(*fault)
         elif status >= 400:
             answer.fail("http", faults.http(status, body))
+        elif status >= 300:
+            target = safe_url(self.headers(request).get("location", "nowhere"))
+            answer.fail("redirect", f"HTTP {status} sends to {faults.one_line(target)}: redirects are not followed")
         elif not row["event_stream"]:
             kind = self.headers(request).get("content-type", "no content type")
             answer.fail("not_a_stream", f"HTTP {status} is not an event stream ({kind}): {faults.message_of(body)}")
@@ -217,6 +227,15 @@ class Timings:
             answer.fail("truncated", "the stream ended early: neither [DONE] nor a finish reason came")
         elif not ended:
             answer.warn("[DONE] did not come")
+
+    def transport_fault(self, request: int) -> tuple[str, str] | None:
+        """(cause, message) of a request that HTTP did not end; None if it did."""
+        row, asked = self.requests[request], self.asked[request]
+        start = int(row["error_offset"])
+        text = self.notes[start : start + int(row["error_size"])].tobytes().decode("utf-8", "replace")
+        return faults.transport(
+            int(row["cause"]), int(row["curl_code"]), int(row["os_errno"]), text, asked.timeout_s, asked.idle_timeout_s
+        )
 
     # ---- tables
 
@@ -287,11 +306,12 @@ class Timings:
             raise EnvironmentFault(f"{path} has schema_version {version}, this reads {SCHEMA_VERSION}")
         try:
             asked = msgspec.convert(plan["asked"], list[Asked])
-            clocks = {name: msgspec.convert(plan[name], int) for name in ("origin_ns", "origin_realtime_ns")}
+            origin_ns, origin_realtime_ns = (msgspec.convert(plan[k], int) for k in ("origin_ns", "origin_realtime_ns"))
             _check_arrays(len(asked), *arrays)
         except (KeyError, ValueError) as error:
             raise EnvironmentFault(f"{path} is not a recording of a run: {error}") from error
-        return cls(asked, *arrays, **clocks, realtime=plan.get("realtime", False))
+        realtime = plan.get("realtime", False)
+        return cls(asked, *arrays, origin_ns=origin_ns, origin_realtime_ns=origin_realtime_ns, realtime=realtime)
 
 
 def _check_arrays(

@@ -47,6 +47,10 @@ static int keep_frame(void *context, const uint8_t *frame, size_t size, const st
     struct transfer *t = context;
     struct client *c = t->client;
     struct plan_result *r = c->result;
+    if (++t->answer_events > c->plan->max_answer_events) {
+        t->cause = CAUSE_ANSWER_SIZE;
+        return SSE_TOO_LARGE;
+    }
     t->read_events += info->kind == SSE_DATA;
     uint8_t merged = t->read_events > 1 ? SSE_MERGED : 0, overread = c->now_overread ? SSE_OVERREAD : 0;
     struct event_row row = {
@@ -104,6 +108,11 @@ void answer_begin_body(struct transfer *t, int status, const char *type)
 
 static int keep_body(struct transfer *t, const char *bytes, size_t size)
 {
+    if (size > t->client->plan->max_answer_bytes - t->answer_bytes) {
+        t->cause = CAUSE_ANSWER_SIZE;
+        return SSE_TOO_LARGE;
+    }
+    t->answer_bytes += size;
     if (keep_read(t, size))
         return SSE_NO_MEMORY;
     if (!t->event_stream) {
@@ -117,9 +126,9 @@ static int keep_body(struct transfer *t, const char *bytes, size_t size)
 bool answer_body(struct transfer *t, const void *bytes, size_t size)
 {
     int status = keep_body(t, bytes, size);
-    if (status == SSE_TOO_LARGE)
+    if (status == SSE_TOO_LARGE && t->cause == CAUSE_NONE)
         t->cause = CAUSE_EVENT_SIZE;
-    else if (status != SSE_OK)
+    else if (status == SSE_NO_MEMORY)
         t->client->no_memory = true;
     return status == SSE_OK;
 }

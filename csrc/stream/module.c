@@ -180,8 +180,8 @@ static PyObject *explain(int status)
 }
 
 PyDoc_STRVAR(run_doc,
-             "run(requests, *, concurrency, deadline_ns, max_event_bytes, cancel_fd, http, fresh_connections,\n"
-             "    kernel_stamps, realtime, verify_tls, unix_socket, proxy, ca_file, user_agent)\n"
+             "run(requests, *, concurrency, deadline_ns, max_event_bytes, max_answer_bytes, max_answer_events,\n"
+             "    cancel_fd, http, fresh_connections, kernel_stamps, realtime, verify_tls, unix_socket, proxy, ca_file, user_agent)\n"
              "    -> (requests, events, reads, frames, notes, origin_ns, origin_realtime_ns, stopped, realtime,\n"
              "        raised)\n\n"
              "requests: tuple of (url, method, headers, body or None, start_ns, timeout_ns, idle_ns).\n"
@@ -189,21 +189,23 @@ PyDoc_STRVAR(run_doc,
 
 static PyObject *run(PyObject *module, PyObject *args, PyObject *named)
 {
-    static char *names[] = {"requests",      "concurrency", "deadline_ns", "max_event_bytes", "cancel_fd",
-                            "http",          "fresh_connections",          "kernel_stamps",   "realtime",
-                            "verify_tls",    "unix_socket", "proxy",       "ca_file",         "user_agent", NULL};
+    static char *names[] = {"requests",         "concurrency",       "deadline_ns", "max_event_bytes",
+                            "max_answer_bytes", "max_answer_events", "cancel_fd",   "http",
+                            "fresh_connections", "kernel_stamps",    "realtime",    "verify_tls",
+                            "unix_socket",      "proxy",             "ca_file",     "user_agent", NULL};
     struct plan plan = {.interrupted = interrupted};
     struct plan_result result = {.stopped = false};
     struct caller caller = {.thread = NULL};
     PyObject *rows, *out = NULL;
-    Py_ssize_t concurrency, max_event_bytes;
+    Py_ssize_t concurrency, max_event_bytes, max_answer_bytes, max_answer_events;
     int fresh, stamps, realtime, verify;
-    if (!PyArg_ParseTupleAndKeywords(args, named, "O!$nLniippppzzzz", names, &PyTuple_Type, &rows, &concurrency,
-                                     &plan.deadline_ns, &max_event_bytes, &plan.cancel_fd, &plan.http, &fresh, &stamps,
-                                     &realtime, &verify, &plan.unix_socket, &plan.proxy, &plan.ca_file, &plan.user_agent))
+    if (!PyArg_ParseTupleAndKeywords(args, named, "O!$nLnnniippppzzzz", names, &PyTuple_Type, &rows, &concurrency,
+                                     &plan.deadline_ns, &max_event_bytes, &max_answer_bytes, &max_answer_events,
+                                     &plan.cancel_fd, &plan.http, &fresh, &stamps, &realtime, &verify, &plan.unix_socket,
+                                     &plan.proxy, &plan.ca_file, &plan.user_agent))
         return NULL;
-    if (concurrency < 0 || max_event_bytes <= 0) {
-        PyErr_SetString(PyExc_ValueError, "concurrency must be >= 0 and max_event_bytes > 0");
+    if (concurrency < 0 || max_event_bytes <= 0 || max_answer_bytes <= 0 || max_answer_events <= 0) {
+        PyErr_SetString(PyExc_ValueError, "concurrency must be >= 0 and each max_ value > 0");
         return NULL;
     }
     Py_ssize_t count = PyTuple_GET_SIZE(rows);
@@ -214,6 +216,8 @@ static PyObject *run(PyObject *module, PyObject *args, PyObject *named)
     plan.count = (size_t)count;
     plan.concurrency = (size_t)concurrency;
     plan.max_event_bytes = (size_t)max_event_bytes;
+    plan.max_answer_bytes = (size_t)max_answer_bytes;
+    plan.max_answer_events = (size_t)max_answer_events;
     plan.fresh_connections = fresh;
     plan.kernel_stamps = stamps;
     plan.realtime = realtime;
@@ -297,35 +301,12 @@ static PyObject *map_stamp(PyObject *module, PyObject *args)
     return PyLong_FromLongLong(clock_map(&pair, realtime, not_before, user));
 }
 
-PyDoc_STRVAR(mask_doc, "mask(bytes, secret) -> int\n\nOverwrites every `secret` in a writable buffer with '*'; how many.");
-
-static PyObject *mask(PyObject *module, PyObject *args)
-{
-    (void)module;
-    Py_buffer bytes, secret;
-    if (!PyArg_ParseTuple(args, "w*y*", &bytes, &secret))
-        return NULL;
-    Py_ssize_t found = 0;
-    Py_BEGIN_ALLOW_THREADS;
-    char *at = bytes.buf, *end = at + bytes.len;
-    while (secret.len > 0 && (at = memmem(at, (size_t)(end - at), secret.buf, (size_t)secret.len))) {
-        memset(at, '*', (size_t)secret.len);
-        at += secret.len;
-        found++;
-    }
-    Py_END_ALLOW_THREADS;
-    PyBuffer_Release(&bytes);
-    PyBuffer_Release(&secret);
-    return PyLong_FromSsize_t(found);
-}
-
 /* ---- the module */
 
 static PyMethodDef methods[] = {
     {"run", (PyCFunction)(void (*)(void))run, METH_VARARGS | METH_KEYWORDS, run_doc},
     {"cut", cut, METH_VARARGS, cut_doc},
     {"map_stamp", map_stamp, METH_VARARGS, map_stamp_doc},
-    {"mask", mask, METH_VARARGS, mask_doc},
     {NULL, NULL, 0, NULL},
 };
 

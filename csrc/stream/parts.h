@@ -65,6 +65,7 @@ struct transfer {
     uint64_t last_action;          /* its last read's */
     size_t last_read, first_event; /* that read's row, and the first event row since */
     size_t read_events;            /* data events that this read completed */
+    size_t answer_bytes, answer_events; /* of the body, and frames cut from it, so far */
     int64_t last_read_ns;
     uint32_t index;
     int fd; /* -1: not connected yet */

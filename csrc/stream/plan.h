@@ -29,6 +29,8 @@ struct plan {
     size_t concurrency;  /* 0: no bound */
     int64_t deadline_ns; /* after the run's start; 0: none */
     size_t max_event_bytes;
+    size_t max_answer_bytes;  /* of one answer's body */
+    size_t max_answer_events; /* frames of one answer, comments and pings included */
     int cancel_fd; /* readable: `interrupted` is asked; -1: none */
     int http;      /* a plan_http */
     bool fresh_connections;
@@ -50,6 +52,7 @@ enum plan_cause {
     CAUSE_CANCELLED = 5,   /* the run was stopped */
     CAUSE_EVENT_SIZE = 6,  /* one event over max_event_bytes */
     CAUSE_NOT_STARTED = 7, /* stopped before it began */
+    CAUSE_ANSWER_SIZE = 8, /* one answer over max_answer_bytes or max_answer_events */
 };
 
 /* A row a request, in the order of the plan. */

@@ -21,7 +21,7 @@ def tokenizer() -> Any:
     if _tokenizer is None:
         from transformers import AutoTokenizer
 
-        _tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
+        _tokenizer = AutoTokenizer.from_pretrained(TOKENIZER, trust_remote_code=False)
     return _tokenizer
 
 

@@ -49,8 +49,8 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(0)
     rng = random.Random(0)
-    tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(MODEL, trust_remote_code=False)
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32, trust_remote_code=False)
     model.requires_grad_(False)
     factors = {}
     for name, module in list(model.named_modules()):

@@ -34,7 +34,7 @@ def make(folder: Path, layers: int) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(TINY)
+    config = AutoConfig.from_pretrained(TINY, trust_remote_code=False)
     for key, value in SHAPE.items():
         setattr(config, key, value)
     config.num_hidden_layers = layers
@@ -42,7 +42,7 @@ def make(folder: Path, layers: int) -> None:
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
     model.save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
         shutil.copyfile(TINY / name, folder / name)

@@ -101,6 +101,8 @@ static void run_plan(int http, const char *path, struct stop *stop)
                         .count = REQUESTS,
                         .concurrency = 4,
                         .max_event_bytes = 1 << 16,
+                        .max_answer_bytes = 1 << 24,
+                        .max_answer_events = 1 << 20,
                         .cancel_fd = stop ? stop->fd : -1,
                         .http = http,
                         .kernel_stamps = true,

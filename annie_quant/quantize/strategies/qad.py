@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from annie_quant.checkpoint.remote_code import refused
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.errors import UsageError, need
 from annie_quant.quantize import divergence, texts
@@ -57,10 +58,10 @@ def quantize(job: Job, report: Report) -> None:
     conversations = texts.read(job)
     inputs = shared(gather(folder, conversations, texts.RESPONSE, report).amax)
     device, dtype = device_and_dtype(folder)
-    with quiet(report):
-        load = transformers.AutoModelForCausalLM.from_pretrained
-        teacher = load(job.model, dtype=dtype).to(device)
-        student = load(job.model, dtype=torch.float32)
+    with quiet(report), refused(job.model):
+        load = transformers.AutoModelForCausalLM
+        teacher = load.from_pretrained(job.model, dtype=dtype, trust_remote_code=False).to(device)
+        student = load.from_pretrained(job.model, dtype=torch.float32, trust_remote_code=False)
     names = {divergence.in_model(n): n for n in chosen}
     weights = {n: float(student.get_submodule(n).weight.detach().abs().max()) for n in names}
     training.insert(student, shared(weights), {m: inputs[n] for m, n in names.items()} if kind == NVFP4 else {})

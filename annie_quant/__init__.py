@@ -7,11 +7,15 @@
     aq.checkpoint  read, audit, repair and convert checkpoints
     aq.data        personas, teachers, calibration conversations
     aq.quantize    strategies from bf16 to NVFP4
-    aq.runtime     NVFP4 in transformers; evaluation without a server
+    aq.hf          NVFP4 in transformers
+    aq.evaluate    gates, KL divergence and perplexity without a server
+    aq.runtime     both of them; importing it registers NVFP4 with transformers
     aq.serve       serving runtimes
     aq.judge       workloads, gates, intervals, A/B statistics
     aq.bench       timing two or more servers against each other
-    aq.report      HTML, Markdown, model card
+    aq.report      HTML, Markdown
+    aq.publish     model card and upload
+    aq.notebook    how tensors, audits and timings show themselves in Jupyter
 
 Each part is imported when it is first used; importing the package needs NumPy alone.
 """
@@ -31,11 +35,15 @@ _PARTS = (
     "checkpoint",
     "data",
     "quantize",
+    "hf",
+    "evaluate",
     "runtime",
     "serve",
     "judge",
     "bench",
     "report",
+    "publish",
+    "notebook",
 )
 __all__ = ["__version__", *_PARTS]
 
@@ -44,10 +52,14 @@ if TYPE_CHECKING:
         bench,
         checkpoint,
         data,
+        evaluate,
         gemm,
+        hf,
         judge,
         kquant,
+        notebook,
         nvfp4,
+        publish,
         quantize,
         report,
         runtime,

@@ -15,6 +15,8 @@ from typing import IO, Any
 
 from annie_quant.errors import EnvironmentFault
 
+ASSETS = Path(__file__).resolve().parent / "assets"
+
 # What flock says of a file system without locks, such as NFS whose lock service does not run.
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 

@@ -244,7 +244,7 @@ def fake_quant(x: Any, tensor_scale: float | None = None, group: int = 16, out: 
 
     It differs from unpack(pack(x)): the scale byte has no lower clamp, a step under 1e-5 becomes 1, and no -0.0 comes out.
     Against an H200: the same bits, but for elements and block scales within a few last bits of a tie, where the GPU's
-    approximate reciprocal may fall to the other side, as it alone explains (tests/perf/codec.md, tests/test_nvfp4_peers.py).
+    approximate reciprocal may fall to the other side, as it alone explains (tests/perf/codec.md, tests/nvfp4/test_peers.py).
     tensor_scale None: amax * float32(1 / 2688), as torch computes it on a GPU. `out` may be x itself.
     """
     a, kind = _floats(x, "x")

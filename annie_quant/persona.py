@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from annie_quant.errors import UsageError
-from annie_quant.files import sha256_text
+from annie_quant.files import ASSETS, sha256_text
 
-FOLDER = Path(__file__).resolve().parent / "assets" / "personas"
+FOLDER = ASSETS / "personas"
 TURNS = 5
 _FIELDS = {"name": str, "system_prompt": str, "tools": list, "rules": list, "examples": list}
 _OF_TOOL = {

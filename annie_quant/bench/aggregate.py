@@ -15,13 +15,13 @@ from typing import Any
 
 from annie_quant.bench import confounds as confound_checks
 from annie_quant.bench.confounds import impossible, outliers
-from annie_quant.bench.load import alone, load_of
+from annie_quant.bench.load_profile import alone, load_of
 from annie_quant.bench.store import read_records
 from annie_quant.errors import UsageError
 from annie_quant.files import read_json
-from annie_quant.judge.compare import LEVEL, compare, holm
 from annie_quant.judge.intervals import median_interval, wilson
-from annie_quant.judge.table import count, tabulate
+from annie_quant.judge.paired import LEVEL, compare, holm
+from annie_quant.judge.tabulation import count, tabulate
 
 Row = Mapping[str, Any]
 Values = dict[Hashable, list[float]]

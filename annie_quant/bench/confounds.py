@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from annie_quant.bench.load import load_of
+from annie_quant.bench.load_profile import load_of
 
 Finding = dict[str, Any]
 SLOW_FACTOR, SLOW_MS = 10.0, 1000.0

@@ -17,7 +17,7 @@ from typing import Any
 
 from annie_quant.bench.aggregate import values_by_prompt
 from annie_quant.bench.confounds import first_ms
-from annie_quant.bench.load import alone
+from annie_quant.bench.load_profile import alone
 from annie_quant.bench.store import read_records
 from annie_quant.files import read_json, write_json, write_text
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from annie_quant.bench.machine import meminfo
+from annie_quant.host import meminfo
 
 LEVELS = (("one", 1), ("five", 5))
 SAMPLE_S = 0.02

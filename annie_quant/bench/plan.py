@@ -10,7 +10,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from annie_quant.bench.load import ALONE, Load
+from annie_quant.bench.load_profile import ALONE, Load
 from annie_quant.judge.workloads import Case, Workload
 
 

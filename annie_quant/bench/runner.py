@@ -15,15 +15,15 @@ from annie_quant import judge
 from annie_quant.bench.aggregate import aggregate_records
 from annie_quant.bench.backend import Backend
 from annie_quant.bench.export import export
-from annie_quant.bench.folder import config_of, open_folder
-from annie_quant.bench.load import Load
-from annie_quant.bench.machine import environment
+from annie_quant.bench.load_profile import Load
+from annie_quant.bench.run_config import config_of, open_folder
 from annie_quant.bench.session import Progress, Session, Watch
 from annie_quant.bench.store import Records
 from annie_quant.errors import UsageError
 from annie_quant.files import write_json
+from annie_quant.host import environment
 from annie_quant.judge.workloads import Workload
-from annie_quant.rundir import SCHEMA_VERSION
+from annie_quant.pipeline.run_directory import SCHEMA_VERSION
 
 
 def run(

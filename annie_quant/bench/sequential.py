@@ -12,11 +12,11 @@ import itertools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from annie_quant.judge.compare import LEVEL as FAMILY_LEVEL
-from annie_quant.judge.compare import compare, holm
 from annie_quant.judge.intervals import wilson
+from annie_quant.judge.paired import LEVEL as FAMILY_LEVEL
+from annie_quant.judge.paired import compare, holm
 from annie_quant.judge.rules import ALL_RATE, LARGE_N, Threshold
-from annie_quant.judge.table import advisory, threshold
+from annie_quant.judge.tabulation import advisory, threshold
 
 LOOKS = 5
 LEVEL = FAMILY_LEVEL / LOOKS
@@ -33,7 +33,7 @@ def looks(visits: int, block: int) -> list[int]:
 def open_questions(rows: Sequence[Mapping[str, Any]], backends: Sequence[str], greedy: Collection[str]) -> list[str]:
     """What the records cannot decide yet, in words; empty when all is decided."""
     from annie_quant.bench.aggregate import gate_counts, timed, values_by_prompt
-    from annie_quant.bench.load import alone
+    from annie_quant.bench.load_profile import alone
 
     found = []
     for name in backends:

@@ -14,12 +14,12 @@ from annie_quant import judge
 from annie_quant.bench import memory, sequential
 from annie_quant.bench.backend import Backend, alive, identity
 from annie_quant.bench.energy import Meter
-from annie_quant.bench.load import Load
-from annie_quant.bench.machine import load_per_core
+from annie_quant.bench.load_profile import Load
 from annie_quant.bench.plan import Visit, choose, plan, warmups
 from annie_quant.bench.store import Records
 from annie_quant.errors import ServerError
 from annie_quant.files import read_json, sha256_text, write_json
+from annie_quant.host import load_per_core
 from annie_quant.judge.workloads import Case, Workload, build_workload
 
 Progress = Callable[[int, int, str], None]

@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from annie_quant.checkpoint import checks, dialects, naming, servers
+from annie_quant.checkpoint import checks, dialects, loader_support, runtime_names
 from annie_quant.checkpoint.linears import Linear, QuantConfig, is_linear
 from annie_quant.checkpoint.shards import ModelFolder, ShardError
 
@@ -79,11 +79,11 @@ def audit(path: str | os.PathLike[str], source: str | os.PathLike[str] | None = 
             result.tensors.append(checks.plain(folder, name, result.add))
     checks.fused(folder, linears, result.add)
     checks.configuration(folder, dialect, linears, config, result.add)
-    naming.check(folder, result.add)
+    runtime_names.check(folder, result.add)
     if source is not None:
-        from annie_quant.checkpoint import against
+        from annie_quant.checkpoint import source_diff
 
-        against.compare_to_source(folder, ModelFolder(source), linears, result)
+        source_diff.compare_to_source(folder, ModelFolder(source), linears, result)
     result.summary = summarize(folder, dialect.NAME if dialect else "plain", linears, config, result)
     return result
 
@@ -113,7 +113,7 @@ def summarize(
         "bits_per_weight": round(8 * folder.weight_bytes / total, 3) if total else 0.0,
         "bits_per_quantized_weight": round(8 * quantized_bytes / quantized_weights, 3) if quantized_weights else None,
         "shards": len(folder.shards),
-        "loads": servers.verdicts(folder, linears, config, result.findings),
+        "loads": loader_support.verdicts(folder, linears, config, result.findings),
     }
 
 

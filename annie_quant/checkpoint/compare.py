@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from annie_quant.checkpoint import dialects, gguf_names
-from annie_quant.checkpoint.against import rel_l2, source_name
-from annie_quant.checkpoint.from_gguf import open_gguf
+from annie_quant.checkpoint import dialects
+from annie_quant.checkpoint.gguf import names
+from annie_quant.checkpoint.gguf.reader import open_gguf
 from annie_quant.checkpoint.shards import ModelFolder
+from annie_quant.checkpoint.source_diff import rel_l2, source_name
 from annie_quant.errors import CheckpointError, UsageError, need
 
 Weight = tuple[str, str, int, np.ndarray, np.ndarray]  # name, format, bytes on disk, its values, the source's values
@@ -137,9 +138,9 @@ def gguf_weights(path: Path, origin: ModelFolder) -> Iterator[Weight]:
     gguf = need("gguf", "serve")
     tensors = open_gguf(path)
     config = origin.text_config
-    heads = gguf_names.Heads.of(config)
+    heads = names.Heads.of(config)
     for name in origin:
-        place = gguf_names.gguf_name(name, int(config["num_hidden_layers"]))
+        place = names.gguf_name(name, int(config["num_hidden_layers"]))
         if place not in tensors or len(origin.info(name).shape) != 2:
             continue
         tensor = tensors[place]
@@ -147,5 +148,5 @@ def gguf_weights(path: Path, origin: ModelFolder) -> Iterator[Weight]:
         scale = tensors.get(place.removesuffix(".weight") + ".scale")
         if scale is not None:
             ours = ours * np.float32(scale.data[0])
-        theirs = gguf_names.transform(name, origin.tensor(name), heads).astype(np.float32)
+        theirs = names.transform(name, origin.tensor(name), heads).astype(np.float32)
         yield name, tensor.tensor_type.name, int(tensor.n_bytes) + (4 if scale is not None else 0), ours, theirs

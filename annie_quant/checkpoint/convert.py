@@ -63,7 +63,7 @@ def from_file(
     path: Path, to: str, output: str | os.PathLike | None, shard_bytes: int, like: str | os.PathLike | None, force: bool
 ) -> dict[str, Any]:
     """A GGUF file as a ModelOpt folder."""
-    from annie_quant.checkpoint import from_gguf
+    from annie_quant.checkpoint.gguf import reader
 
     if to != "modelopt":
         raise UsageError(f"a GGUF file becomes a ModelOpt folder, not {to}", "use --to modelopt, then convert that")
@@ -72,7 +72,7 @@ def from_file(
             "a GGUF file holds no config.json and no tokenizer.json", "give a folder of the same model: --like DIR"
         )
     with staged(output or path.with_suffix(""), force=force) as target:
-        result = from_gguf.restore(path, ModelFolder(like), target, shard_bytes)
+        result = reader.restore(path, ModelFolder(like), target, shard_bytes)
     return result | {"path": str(output or path.with_suffix(""))}
 
 
@@ -83,13 +83,13 @@ def to_gguf(
     type: str | None,
     progress: Callable[[int], None],
 ) -> dict[str, Any]:
-    from annie_quant.checkpoint import gguf_file
+    from annie_quant.checkpoint.gguf import writer
 
     kind = (type or ("NVFP4" if any(x.format == "nvfp4" for x in linears.values()) else "BF16")).upper()
     target = Path(output) if output else folder.path.resolve().parent
     if target.is_dir():
         target = target / f"{folder.path.resolve().name}-{kind}.gguf"
-    result = gguf_file.write(folder, target, type, linears, progress)
+    result = writer.write(folder, target, type, linears, progress)
     loss = [f"{len(result['dequantized'])} quantized linears became 16-bit numbers"] if result["dequantized"] else []
     loss += (
         [f"{len(result['left_out'])} tensors have no place in a text model's file (vision, KV scales)"]

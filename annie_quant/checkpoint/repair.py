@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from annie_quant.checkpoint import against, dialects, folds, header, naming, writer
+from annie_quant.checkpoint import dialects, folding_check, header, runtime_names, source_diff, writer
 from annie_quant.checkpoint.audit import Audit, audit
 from annie_quant.checkpoint.convert import QUANTIZER
 from annie_quant.checkpoint.dialects import modelopt
@@ -69,7 +69,7 @@ class Repair:
 
     def __init__(self, folder: ModelFolder, source: ModelFolder | None, names: str | None = None) -> None:
         self.folder, self.source = folder, source
-        self.naming = naming.Renaming(folder, names, source)
+        self.naming = runtime_names.Renaming(folder, names, source)
         self.actions: list[str] = []
         self.linears = modelopt.linears(folder)
         self.modules = self.known()
@@ -150,9 +150,9 @@ class Repair:
         """A folded layer is mended as a whole; fused linears are packed together, as they share a scale."""
         if self.source is None:
             return
-        self.folded = {folds.layer_of(n) for n in against.changed_norms(self.folder, self.source)}
-        self.folded |= {folds.layer_of(x.name) for x in self.linears.values() if x.pre_quant}
-        self.faulty |= {m for m in self.modules if folds.layer_of(m) in self.folded}
+        self.folded = {folding_check.layer_of(n) for n in source_diff.changed_norms(self.folder, self.source)}
+        self.folded |= {folding_check.layer_of(x.name) for x in self.linears.values() if x.pre_quant}
+        self.faulty |= {m for m in self.modules if folding_check.layer_of(m) in self.folded}
         self.patched -= self.faulty
         for group in fused_groups(self.modules):
             if self.faulty & set(group):
@@ -161,7 +161,7 @@ class Repair:
     def original(self, module: str) -> str:
         """The source's name for a module's weight."""
         assert self.source is not None
-        name = against.source_name(f"{module}.weight", self.source)
+        name = source_diff.source_name(f"{module}.weight", self.source)
         if name is None:
             raise CheckpointError(f"{module}: the source has no such linear", "is this the right --source?")
         return name
@@ -210,7 +210,7 @@ class Repair:
         if not np.isfinite(scale) or scale <= 0 or scale > 100:
             return None
         linear = self.linears.get(module)
-        if linear is None or folds.layer_of(module) not in self.folded:
+        if linear is None or folding_check.layer_of(module) not in self.folded:
             return scale
         if linear.pre_quant:
             least = np.abs(self.folder.tensor(linear.pre_quant).astype(np.float32)).min()
@@ -229,8 +229,10 @@ class Repair:
             return 1.0
         if ours.shape != theirs.shape or not np.isfinite(ours).all():
             return 1.0
-        columns = folds.fit(ours, theirs)[1]
-        return max(1.0, float(columns.max())) if against.rel_l2(ours, theirs) > against.SUSPICIOUS_ERROR else 1.0
+        columns = folding_check.fit(ours, theirs)[1]
+        return (
+            max(1.0, float(columns.max())) if source_diff.rel_l2(ours, theirs) > source_diff.SUSPICIOUS_ERROR else 1.0
+        )
 
     def write(self, target: Path) -> None:
         plan: list[writer.Planned] = []
@@ -326,11 +328,11 @@ class Repair:
         """A tensor that is not quantized: the source's where it differs from that."""
         info = self.folder.info(name)
         source = self.source
-        wanted = against.source_name(name, source) if source else None
+        wanted = source_diff.source_name(name, source) if source else None
         if source and wanted and source.info(wanted).shape == info.shape:
             theirs = source.info(wanted)
             ours = self.folder.tensor(name).astype(np.float32)
-            if not against.rel_l2(ours, source.tensor(wanted).astype(np.float32)) < 2**-8:
+            if not source_diff.rel_l2(ours, source.tensor(wanted).astype(np.float32)) < 2**-8:
                 self.actions.append(f"{name}: taken from the source")
                 return writer.Planned(name, theirs.dtype, theirs.shape, lambda: source.tensor(wanted))
         return writer.Planned(name, info.dtype, info.shape, lambda: self.folder.tensor(name))

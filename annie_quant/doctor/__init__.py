@@ -37,16 +37,16 @@ def examine(
 
 
 def check_log(path: Path) -> list[Finding]:
-    from annie_quant.serve import faults, server
+    from annie_quant.serve import known_errors, server
 
     try:
         text = path.read_text(errors="replace")
     except OSError as error:
         raise UsageError(f"{path}: {str(error.strerror).lower()}", "give a server's log file") from None
-    known = faults.recognise(text)
+    known = known_errors.recognise(text)
     if known:
         return [finding("fault", "server log", server.telling_line(path), *known)]
-    return [finding("ok", "server log", f"no known error; it stands at: {faults.phase(text)}")]
+    return [finding("ok", "server log", f"no known error; it stands at: {known_errors.phase(text)}")]
 
 
 def fix_plan(findings: Iterable[Finding]) -> list[str]:

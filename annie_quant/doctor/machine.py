@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from annie_quant.bench.machine import parse_meminfo
 from annie_quant.doctor.probe import Finding, Probe, finding
+from annie_quant.host import parse_meminfo
 from annie_quant.native import BUILDS
 
 EXTRAS = {

@@ -60,7 +60,7 @@ def validate(bench: bool = False, stack: str | None = None) -> dict[str, Any]:
     if bench:
         found["bench"] = measure(info)
     if stack:
-        from annie_quant.gemm.stack import examine
+        from annie_quant.gemm.stack_check import examine
 
         found["stack"] = examine(stack)
         found["ok"] = found["ok"] and not found["stack"]["wrong"]

@@ -6,10 +6,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from annie_quant.errors import UsageError
+from annie_quant.files import ASSETS
 from annie_quant.judge import bfcl
 from annie_quant.judge.workloads import Workload, read_workload
 
-FOLDER = Path(__file__).resolve().parent.parent / "assets" / "workloads"
+FOLDER = ASSETS / "workloads"
 
 
 def load_workloads(names: Iterable[str] | None = None, folder: str | Path | None = None) -> list[Workload]:

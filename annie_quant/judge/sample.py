@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from annie_quant.judge.answers import Answer
-from annie_quant.judge.table import advisory, checks
+from annie_quant.judge.tabulation import advisory, checks
 from annie_quant.judge.workloads import Case, Workload
 
 

@@ -17,7 +17,7 @@ from annie_quant.checkpoint.shards import ModelFolder, inside
 from annie_quant.checkpoint.staging import fingerprint, named, staged
 from annie_quant.errors import CheckpointError, UsageError
 from annie_quant.files import read_json, write_json
-from annie_quant.quantize import prompt
+from annie_quant.quantize import prompt_provenance
 
 Report = Callable[[str], None]
 
@@ -137,7 +137,7 @@ def run(
         seed,
         work=output.with_name(f".{output.name}.work"),
     )
-    asked = prompt.of_data(job.calib_data, persona, allow_prompt_mismatch)
+    asked = prompt_provenance.of_data(job.calib_data, persona, allow_prompt_mismatch)
     start = time.monotonic()
     # A strategy with a stamp goes on from what a stopped run left; the others start anew.
     stamp = {"strategy": part.NAME, "version": __version__, **part.stamp(job)} if hasattr(part, "stamp") else None
@@ -148,7 +148,7 @@ def run(
         job.output = staging
         part.quantize(job, report)
         carry_companions(model, staging)
-        write_json(staging / prompt.PROVENANCE, provenance(job, part.NAME) | asked)
+        write_json(staging / prompt_provenance.PROVENANCE, provenance(job, part.NAME) | asked)
     shutil.rmtree(target if follows else output.with_name(f".{output.name}.work"), ignore_errors=True)
     return {
         "strategy": part.NAME,

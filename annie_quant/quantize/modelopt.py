@@ -19,11 +19,11 @@ from annie_quant.checkpoint.remote_code import refused
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.data.rows import read_conversations
 from annie_quant.errors import CheckpointError, UsageError, need
-from annie_quant.quantize.calibration import token_ids
-from annie_quant.quantize.divergence import in_model
 from annie_quant.quantize.exclude import excluded
 from annie_quant.quantize.export import NVFP4, Decided, export, linears_of
 from annie_quant.quantize.job import Job, Report
+from annie_quant.quantize.kl_trial import in_model
+from annie_quant.quantize.modelopt_samples import token_ids
 
 MAX_BATCH_TOKENS = 8192
 

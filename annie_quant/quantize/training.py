@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
-from annie_quant.quantize import fake, texts
-from annie_quant.quantize.texts import Text
+from annie_quant.quantize import calibration_samples, fake_quant
+from annie_quant.quantize.calibration_samples import Text
 
 
 class FakeLinear(nn.Linear):
@@ -35,10 +35,10 @@ class FakeLinear(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
-            rounded = fake.nvfp4_weight(self.weight.detach(), float(self.weight_amax) / fake.LARGEST_NVFP4)
+            rounded = fake_quant.nvfp4_weight(self.weight.detach(), float(self.weight_amax) / fake_quant.LARGEST_NVFP4)
         weight = self.weight + (rounded - self.weight).detach()
         top = float(self.input_amax)
-        return nn.functional.linear(fake.nvfp4_input(x, top) if top else x, weight, self.bias)
+        return nn.functional.linear(fake_quant.nvfp4_input(x, top) if top else x, weight, self.bias)
 
 
 def insert(model: nn.Module, weight_amax: Mapping[str, float], input_amax: Mapping[str, float]) -> None:
@@ -55,7 +55,7 @@ class Distillation(Trainer):
     def __init__(self, teacher: nn.Module, by_mark: Mapping[int, float], **more: Any) -> None:
         super().__init__(**more)
         self.teacher = teacher.eval().requires_grad_(False)
-        self.table = torch.tensor([by_mark.get(m, 0.0) for m in range(texts.END_OF_TURN + 1)] + [0.0])
+        self.table = torch.tensor([by_mark.get(m, 0.0) for m in range(calibration_samples.END_OF_TURN + 1)] + [0.0])
 
     def compute_loss(self, model: nn.Module, inputs: Mapping[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         ids, marks = inputs["input_ids"], inputs["marks"]
@@ -72,7 +72,7 @@ class Distillation(Trainer):
 
 
 def collate(rows: Sequence[Text]) -> dict[str, torch.Tensor]:
-    batch = texts.padded(rows)
+    batch = calibration_samples.padded(rows)
     return {"input_ids": torch.from_numpy(batch.ids), "marks": torch.from_numpy(batch.marks)}
 
 

@@ -29,31 +29,24 @@ def build(run_dir: str | os.PathLike) -> list[Path]:
 
 def compose(run_dir: str | os.PathLike) -> dict[str, str]:
     """The report's files as {relative path: text}, report.html first; nothing is written."""
-    from annie_quant.report import (
-        figures,
-        markdown,
-        page,
-        recount,
-        size_figures,
-        surface_figure,
-        tables,
-        timing_figures,
-    )
-    from annie_quant.report.load import load
+    from annie_quant.report import recount
+    from annie_quant.report.charts import gates, sizes, timing, tool_surface
+    from annie_quant.report.pages import html, markdown, tables
+    from annie_quant.report.run import load
 
     run = load(Path(run_dir))
     clocked = recount.timed(run.measured)
     drawn = [
-        figures.gate_panels(run),
-        figures.offline_and_served(run),
-        figures.kl_panels(run),
-        size_figures.pareto(run),
-        surface_figure.tool_surface(run),
-        timing_figures.turns(run),
-        timing_figures.distributions(run, clocked),
-        timing_figures.streams(run, clocked),
-        timing_figures.latency_lines(run),
-        size_figures.memory_bars(run),
+        gates.gate_panels(run),
+        gates.offline_and_served(run),
+        gates.kl_panels(run),
+        sizes.pareto(run),
+        tool_surface.tool_surface(run),
+        timing.turns(run),
+        timing.distributions(run, clocked),
+        timing.streams(run, clocked),
+        timing.latency_lines(run),
+        sizes.memory_bars(run),
     ]
     check = None
     if run.records:
@@ -61,7 +54,7 @@ def compose(run_dir: str | os.PathLike) -> dict[str, str]:
         check = recount.check(served, run.measured, recount.greedy_workloads(run.inputs))
     csv_text = tables.csv_text(run)
     files = {
-        "report.html": page.render(run, {f.key: f for f in drawn}, check, csv_text),
+        "report.html": html.render(run, {f.key: f for f in drawn}, check, csv_text),
         "report.md": markdown.render(run, check),
         "comparison.md": markdown.comparison(run, check),
         "results.csv": csv_text,

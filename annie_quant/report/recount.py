@@ -11,8 +11,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from annie_quant.bench.load import load_of
-from annie_quant.report.text import number
+from annie_quant.bench.load_profile import load_of
+from annie_quant.report.format import number
 
 Row = dict[str, Any]
 # run.json's name of a metric → the field of a record
@@ -103,7 +103,7 @@ def served(measured: list[Row], greedy: Callable[[str], bool]) -> dict[str, Any]
 
 def _judged(gate: str, passes: int, n: int) -> dict[str, Any]:
     from annie_quant.judge import wilson
-    from annie_quant.judge.table import gate_names, tabulate
+    from annie_quant.judge.tabulation import gate_names, tabulate
 
     if gate in gate_names():
         return tabulate([{gate: i < passes} for i in range(n)])[gate]

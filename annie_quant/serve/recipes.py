@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from annie_quant.errors import EnvironmentFault, UsageError
-from annie_quant.files import read_json, write_text
+from annie_quant.files import ASSETS, read_json, write_text
 from annie_quant.serve import server as process
 
-RECIPES = Path(__file__).resolve().parent.parent / "assets" / "recipes"
+RECIPES = ASSETS / "recipes"
 PROGRAMS = {"vllm": ["vllm", "serve"], "sglang": []}
 HEALTH = "/health"
 

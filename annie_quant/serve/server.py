@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from annie_quant.errors import ServerError
-from annie_quant.serve import faults
+from annie_quant.serve import known_errors
 from annie_quant.stream.fetch import fetch
 
 STOP_S = 5.0
@@ -121,12 +121,12 @@ def wait_ready(
                 server.url = url
                 return
             if say is not None and time.monotonic() - shown > PHASE_S:
-                shown, before, phase = time.monotonic(), phase, faults.phase(read(server.log))
+                shown, before, phase = time.monotonic(), phase, known_errors.phase(read(server.log))
                 if phase != before:
                     say(phase)
             time.sleep(POLL_S)
         raise ServerError(
-            f"{server.name} was not ready in {timeout_s:g} s ({faults.phase(read(server.log))}): {telling_line(server.log)}",
+            f"{server.name} was not ready in {timeout_s:g} s ({known_errors.phase(read(server.log))}): {telling_line(server.log)}",
             f"{hint(server.log)}, or give it more time",
         )
     except BaseException:
@@ -163,7 +163,7 @@ def read(log: Path) -> str:
 
 def hint(log: Path) -> str:
     """The remedy where the log holds a known error, and where the log is."""
-    found = faults.recognise(read(log))
+    found = known_errors.recognise(read(log))
     return f"{found[0]}: {found[1]}  (log: {log})" if found else f"see {log}"
 
 

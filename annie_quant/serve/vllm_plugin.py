@@ -79,16 +79,16 @@ def multiply(x: Any, codes: Any, block_scale: Any, tensor_scale: float, input_sc
     """x [..., K] times the packed weights [N, K], transposed → [..., N] in x's dtype. input_scale 0: x as it comes."""
     import torch
 
-    from annie_quant.runtime import codec, product
+    from annie_quant.hf import codec, matmul
 
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     if input_scale:
         rows = codec.fake_quant_now(rows, input_scale, GROUP)
     n, k = codes.shape[0], rows.shape[1]
-    if rows.shape[0] <= product.FEW_ROWS:
+    if rows.shape[0] <= matmul.FEW_ROWS:
         y = codec.product(rows, codes, block_scale, tensor_scale, GROUP, divides=False)
     else:
-        step = max(1, product.BLOCK_BYTES // (k * rows.element_size()))
+        step = max(1, matmul.BLOCK_BYTES // (k * rows.element_size()))
         spans = [slice(i, i + step) for i in range(0, n, step)]
         parts = (codec.dequantize(codes[s], block_scale[s], tensor_scale, GROUP, rows.dtype) for s in spans)
         y = torch.cat([rows @ part.t() for part in parts], -1)

@@ -16,9 +16,9 @@ import numpy as np
 
 from annie_quant import __version__, native
 from annie_quant.errors import UsageError
+from annie_quant.stream.ca_bundle import system_ca_file
 from annie_quant.stream.redact import Redactor, safe_url, secrets_of
 from annie_quant.stream.timings import Asked, Timings
-from annie_quant.stream.trust import system_ca_file
 
 HTTP_VERSIONS = {"1.1": 0, "2": 1, "2-prior-knowledge": 2}
 _NS_PER_S = 1_000_000_000
@@ -116,7 +116,7 @@ def run(
     warmup: run first, one after the other on connections of their own, and left out of the result.
     deadline_s: the run is stopped then; requests in flight and not yet begun say so in their records.
     http: "1.1", "2" (over TLS, where the server has it) or "2-prior-knowledge".
-    ca_file: the certificates that a server is checked against. None: the system's (annie_quant.stream.trust).
+    ca_file: the certificates that a server is checked against. None: the system's (annie_quant.stream.ca_bundle).
     proxy: a proxy's URL; the environment's proxies are never used.
     realtime: the loop's thread asks for SCHED_FIFO, the lowest of the real-time priorities, and gives it back at the end:
         on a busy machine it would come late to its sockets otherwise. Root has it; for anybody else one command before,

@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from annie_quant.stream import faults
+from annie_quant.stream import errors
 from annie_quant.stream.sentence import first_sentence_ns
 
 DATA, DONE, SILENT, TAIL, BODY = 1, 2, 3, 4, 5  # sse_kind (csrc/stream/sse.h)
@@ -132,9 +132,9 @@ def _event(answer: Answer, frame: Frame, number: int) -> None:
         answer.fail("not_json", f"{named}event {number} is not JSON: {frame.data[:80]!r}")
         return
     named_error = frame.flags & NAMED and event_name(frame.raw) == "error"
-    message = faults.error_in(chunk)
+    message = errors.error_in(chunk)
     if named_error or (message is not None and not (isinstance(chunk, dict) and chunk.get("choices"))):
-        answer.fail("server_error", f"error in the stream: {message or faults.message_of(frame.data)}")
+        answer.fail("server_error", f"error in the stream: {message or errors.message_of(frame.data)}")
         return
     if not isinstance(chunk, dict):
         answer.fail("not_json", f"event {number} is not a JSON object: {frame.data[:80]!r}")

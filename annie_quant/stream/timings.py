@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from annie_quant.errors import EnvironmentFault, UsageError, need
-from annie_quant.stream import decode, faults
+from annie_quant.stream import decode, errors
 from annie_quant.stream.redact import Redactor, safe_url
 
 SCHEMA_VERSION = 1
@@ -214,13 +214,13 @@ class Timings:
         if fault:
             answer.fail(*fault)
         elif status >= 400:
-            answer.fail("http", faults.http(status, body))
+            answer.fail("http", errors.http(status, body))
         elif status >= 300:
             target = safe_url(self.headers(request).get("location", "nowhere"))
-            answer.fail("redirect", f"HTTP {status} sends to {faults.one_line(target)}: redirects are not followed")
+            answer.fail("redirect", f"HTTP {status} sends to {errors.one_line(target)}: redirects are not followed")
         elif not row["event_stream"]:
             kind = self.headers(request).get("content-type", "no content type")
-            answer.fail("not_a_stream", f"HTTP {status} is not an event stream ({kind}): {faults.message_of(body)}")
+            answer.fail("not_a_stream", f"HTTP {status} is not an event stream ({kind}): {errors.message_of(body)}")
         elif "event" not in answer.first:
             answer.fail("no_events", f"the stream held no event ({len(body)} bytes)")
         elif not ended and answer.finish_reason is None:
@@ -233,7 +233,7 @@ class Timings:
         row, asked = self.requests[request], self.asked[request]
         start = int(row["error_offset"])
         text = self.notes[start : start + int(row["error_size"])].tobytes().decode("utf-8", "replace")
-        return faults.transport(
+        return errors.transport(
             int(row["cause"]), int(row["curl_code"]), int(row["os_errno"]), text, asked.timeout_s, asked.idle_timeout_s
         )
 

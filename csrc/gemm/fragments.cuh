@@ -1,5 +1,5 @@
 // Who holds what: the lane maps of the two mma shapes and of the repacked weights, as plain integer functions.
-// Host and device share them, and tests/test_gemm_fragments.py simulates them on the CPU against a float64 product.
+// Host and device share them, and tests/gemm/test_fragments.py simulates them on the CPU against a float64 product.
 //
 // Sources: PTX ISA, "Matrix fragments for mma.m16n8k16 / m16n8k64"; CUTLASS cute/atom/mma_traits_sm120.hpp for the scales.
 #pragma once

@@ -13,8 +13,8 @@ from data import BUCKETS, batch, tokenizer
 from net import Cache, Net
 
 from annie_quant.judge import load_workloads, parse_raw
+from annie_quant.judge.gate_table import checks, tabulate
 from annie_quant.judge.sample import sample
-from annie_quant.judge.table import checks, tabulate
 
 END = ("<|im_end|>", "<|endoftext|>")
 NUMERICS = ("bf16", "naive w4a4", "naive w4a16", "mlp_only w4a4")

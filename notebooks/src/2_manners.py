@@ -12,9 +12,9 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 
 import annie_quant as aq
-from annie_quant.report import display
+from annie_quant import notebook
 
-display.register()
+notebook.register()
 os.environ["TQDM_DISABLE"] = "1"  # transformers shows a bar for each model that it loads
 tiny = Path(aq.__file__).parent / "assets" / "tiny-annie"
 folder = Path(tempfile.mkdtemp())
@@ -27,7 +27,7 @@ workloads = aq.judge.sample(
 )  # raise 4 for figures to quote
 found = aq.runtime.evaluate(folder / "w4a16", tiny, workloads, numerics=("w4a16",), cache=folder / "cache")
 kl = found["numerics"]["w4a16"]["kl"]
-display.Gates({"bf16": found["reference_gates"], "NVFP4, W4A16": found["numerics"]["w4a16"]["gates"]})
+notebook.Gates({"bf16": found["reference_gates"], "NVFP4, W4A16": found["numerics"]["w4a16"]["gates"]})
 
 # %% [markdown]
 # ## By kind of token

@@ -12,9 +12,9 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 import annie_quant as aq
-from annie_quant.report import display
+from annie_quant import notebook
 
-display.register()
+notebook.register()
 folder = Path(tempfile.mkdtemp())
 tiny = Path(aq.__file__).parent / "assets" / "tiny-annie"
 aq.checkpoint.convert(tiny, to="gguf", output=folder / "tiny.gguf", type="Q4_K_M")

@@ -12,7 +12,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 
 import annie_quant as aq
-from annie_quant.report import display
+from annie_quant import notebook
 
 tiny = Path(aq.__file__).parent / "assets" / "tiny-annie"
 folder = Path(tempfile.mkdtemp())
@@ -33,7 +33,7 @@ finally:
     for s in servers.values():
         s.stop()
 served = done["aggregates"]["served"]
-display.Gates({name: side["gates"] for name, side in served.items()})
+notebook.Gates({name: side["gates"] for name, side in served.items()})
 
 # %% [markdown]
 # ## The paired difference

@@ -9,9 +9,9 @@ import tempfile
 from pathlib import Path
 
 import annie_quant as aq
-from annie_quant.report import display
+from annie_quant import notebook
 
-display.register()
+notebook.register()
 os.environ["TQDM_DISABLE"] = "1"  # transformers shows a bar for each model that it loads
 model = Path(aq.__file__).parent / "assets" / "tiny-annie"
 n = 3
@@ -50,7 +50,7 @@ for strategy in audits:
     )
     sides["bf16"] = found[strategy]["reference_gates"]
     sides[f"{strategy} W4A4"] = found[strategy]["numerics"]["w4a4"]["gates"]
-display.Gates(sides)
+notebook.Gates(sides)
 
 # %% [markdown]
 # ## 4. The verdict, and the report

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent))
+sys.path.insert(0, str(HERE.parent / "helpers"))
 from nvfp4_cases import DTYPES, adversarial, bits, in_dtype, near_ties_of_steps  # noqa: E402
 
 # A tensor scale that is no power of two, given to quantize and to the near ties around its steps.

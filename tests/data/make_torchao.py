@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE.parent), str(HERE.parent.parent)]
+sys.path[:0] = [str(HERE.parent / "helpers"), str(HERE.parent.parent)]
 from nvfp4_cases import BFLOAT16, adversarial, bits, in_dtype  # noqa: E402
 
 

@@ -21,7 +21,7 @@ ROOT = TESTS.parent
 TINY = ROOT / "annie_quant/assets/tiny-annie"
 ANNIE_QUANT = [sys.executable, "-m", "annie_quant"]
 SMALL = [sys.executable, str(Path(__file__).with_name("small.py"))]
-sys.path[:0] = [str(TESTS), str(TESTS / "data")]
+sys.path[:0] = [str(TESTS / "helpers"), str(TESTS / "data")]
 
 
 @dataclass(frozen=True)

@@ -151,12 +151,12 @@ def under_atheris(name: str, arguments: list[str]) -> None:
     with atheris.instrument_imports(include=["annie_quant"]):
         import annie_quant.bench.store
         import annie_quant.checkpoint
-        import annie_quant.checkpoint.from_gguf
+        import annie_quant.checkpoint.gguf.reader
         import annie_quant.data.rows
         import annie_quant.doctor
         import annie_quant.judge
-        import annie_quant.report.load
-        import annie_quant.report.markdown
+        import annie_quant.report.pages.markdown
+        import annie_quant.report.run
         import annie_quant.serve.server
         import annie_quant.stream  # noqa: F401
     from targets import TARGETS

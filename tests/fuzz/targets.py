@@ -1,7 +1,7 @@
 """What is fuzzed in Python: every reader of files and answers that others wrote, with seeds and what each is held to.
 
 A target takes bytes and returns; a fault of this package's own kind (AnnieError, one line) is an answer like any other,
-and every other exception is a finding. `python tests/fuzz/run.py` runs them, tests/test_fuzz_corpus.py replays the corpus.
+and every other exception is a finding. `python tests/fuzz/run.py` runs them, tests/fuzzing/test_corpus_replay.py replays them.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def safetensors_seeds() -> Iterable[bytes]:
 
 def gguf(raw: bytes) -> None:
     """A GGUF file: its tensors lie inside it."""
-    from annie_quant.checkpoint.from_gguf import open_gguf
+    from annie_quant.checkpoint.gguf.reader import open_gguf
 
     path = FOLDER / "x.gguf"
     path.write_bytes(raw)
@@ -167,12 +167,12 @@ def tool_call_seeds() -> Iterable[bytes]:
 def records(raw: bytes) -> None:
     """A records.jsonl: read for a report, for what is left to do, and counted anew."""
     from annie_quant.bench import store
-    from annie_quant.report import load
+    from annie_quant.report import run
 
     folder = FOLDER / "run"
     folder.mkdir(exist_ok=True)
     (folder / "records.jsonl").write_bytes(raw)
-    load.load(folder)
+    run.load(folder)
     store.read_records(folder / "records.jsonl")
     store.Records(folder / "records.jsonl").close()
 
@@ -190,12 +190,13 @@ def record_seeds() -> Iterable[bytes]:
 
 def run_json(raw: bytes) -> None:
     """A run.json of another time or hand, as the report reads it."""
-    from annie_quant.report import load, markdown
+    from annie_quant.report import run
+    from annie_quant.report.pages import markdown
 
     folder = FOLDER / "document"
     folder.mkdir(exist_ok=True)
     (folder / "run.json").write_bytes(raw)
-    markdown.render(load.load(folder), None)
+    markdown.render(run.load(folder), None)
 
 
 def run_json_seeds() -> Iterable[bytes]:

@@ -51,7 +51,7 @@ def environment(folder: Path) -> Path:
 def checkpoints(output: Path) -> dict[str, Path]:
     """tiny-annie by each strategy, and as Q4_K_M; what is there is not made again."""
     from annie_quant import checkpoint, data, quantize
-    from annie_quant.demo import MODEL
+    from annie_quant.pipeline.demo import MODEL
 
     rows = output / "calibration.jsonl"
     if not rows.exists():
@@ -78,7 +78,7 @@ def main() -> None:
 
     os.environ["ANNIE_QUANT_VLLM"] = str(environment(asked.env.resolve()))
     from annie_quant import bench, judge, report, serve
-    from annie_quant.rundir import RunDirectory
+    from annie_quant.pipeline.run_directory import RunDirectory
 
     directory = RunDirectory(asked.output)
     made = checkpoints(asked.output)

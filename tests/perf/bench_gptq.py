@@ -34,11 +34,11 @@ def error(w: torch.Tensor, rounded: torch.Tensor, hessian: torch.Tensor) -> floa
 
 def ours(w: torch.Tensor, hessian: torch.Tensor, scale: str) -> torch.Tensor:
     from annie_quant import nvfp4
-    from annie_quant.quantize import feedback
+    from annie_quant.quantize import gptq_solver
 
-    upper, dead = feedback.factor(hessian)
+    upper, dead = gptq_solver.factor(hessian)
     array = w.numpy()
-    _, rounded = feedback.round_columns(array, upper, dead, float(nvfp4.tensor_scale(nvfp4.amax(array))), scale)
+    _, rounded = gptq_solver.round_columns(array, upper, dead, float(nvfp4.tensor_scale(nvfp4.amax(array))), scale)
     return torch.from_numpy(rounded)
 
 

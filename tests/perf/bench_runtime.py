@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runtime_models
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "helpers"))  # runtime_models
 
 ROWS, COLUMNS = 12288, 4096
 SHAPES = {  # one block of Qwen3.5-9B: out, in
@@ -39,7 +39,7 @@ def median_ms(run, n: int = 25) -> float:
 
 
 def random_linear(n: int, k: int, device: str = "cpu", seed: int = 0):
-    from annie_quant.runtime.linear import NVFP4Linear
+    from annie_quant.hf.nvfp4_linear import NVFP4Linear
 
     generator = torch.Generator(device).manual_seed(seed)
     layer = NVFP4Linear(k, n, device=device)
@@ -171,11 +171,11 @@ def verify(folder: str, reference: str, count: str = "60", *chosen: str) -> None
     from runtime_models import first_edge
 
     from annie_quant import judge, runtime
-    from annie_quant.runtime.decoding import Decoded
-    from annie_quant.runtime.engine import Engine, Row
-    from annie_quant.runtime.evaluate import Reference
-    from annie_quant.runtime.prompts import Template
-    from annie_quant.runtime.verification import answers, first_difference, target_of
+    from annie_quant.evaluate.decoding import Decoded
+    from annie_quant.evaluate.engine import Engine, Row
+    from annie_quant.evaluate.evaluation import Reference
+    from annie_quant.evaluate.prompts import Template
+    from annie_quant.evaluate.verification import answers, first_difference, target_of
 
     template, n = Template(reference), int(count)
     with tempfile.TemporaryDirectory() as cache:
@@ -219,7 +219,7 @@ def verify(folder: str, reference: str, count: str = "60", *chosen: str) -> None
 
 
 def gpu(folder: str, reference: str, conversations: str) -> None:
-    from annie_quant.runtime import codec
+    from annie_quant.hf import codec
 
     print(torch.cuda.get_device_name(), "kernels:", codec.kernels(), flush=True)
     for step in (
@@ -240,7 +240,7 @@ def gpu(folder: str, reference: str, conversations: str) -> None:
 @torch.inference_mode()
 def gpu_bits() -> None:
     """Fake quantization and products on the GPU against the C codec; one graph under torch.compile."""
-    from annie_quant.runtime import codec
+    from annie_quant.hf import codec
 
     torch.manual_seed(0)
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
@@ -285,13 +285,13 @@ def bits(t: torch.Tensor) -> torch.Tensor:
 def gpu_modelopt(reference: str) -> None:
     """Logits against ModelOpt's simulation of its own checkpoint, its Triton kernels included; then with its weights.
 
-    Why they differ before: tests/test_runtime_gpu.py. The floor is what another order of sums makes of the same model.
+    Why they differ before: tests/hf/test_gpu.py. The floor is what another order of sums makes of the same model.
     """
     from modelopt.torch.export import export_hf_checkpoint
     from runtime_models import simulated
 
     from annie_quant import runtime
-    from annie_quant.runtime.linear import nvfp4_linears
+    from annie_quant.hf.nvfp4_linear import nvfp4_linears
 
     ids = torch.randint(0, 1000, (8, 128), generator=torch.Generator().manual_seed(0)).cuda()
     model, linears = simulated(Path(reference), ids)
@@ -346,7 +346,7 @@ def gpu_speed() -> None:
     from runtime_models import SERVED_AS_ONE
     from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
-    from annie_quant.runtime.linear import nvfp4_linears
+    from annie_quant.hf.nvfp4_linear import nvfp4_linears
 
     shapes = [
         s for i in range(32) for s in (*SHAPES["full_attention" if i % 4 == 3 else "linear_attention"], *SHAPES["mlp"])

@@ -164,8 +164,8 @@ def share(model: str, reference: str, n: str, rows: str, out: str) -> None:
 
     torch.set_num_threads(1)
     from annie_quant import judge, runtime
-    from annie_quant.runtime.team import finish
-    from annie_quant.runtime.team import team as all_of_us
+    from annie_quant.evaluate.process_group import finish
+    from annie_quant.evaluate.process_group import team as all_of_us
 
     begun = time.monotonic()
     workloads = judge.sample(judge.load_workloads(), int(n))

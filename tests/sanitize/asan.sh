@@ -17,10 +17,10 @@ if [ $# = 0 ]; then
     for part in codec stream; do
         ASAN_OPTIONS=$options:detect_leaks=1 OMP_NUM_THREADS=2 build/asan/threads/$part 3
     done
-    set -- tests/test_nvfp4_formats.py tests/test_nvfp4_pack.py tests/test_nvfp4_search.py \
-        tests/test_nvfp4_variants.py tests/test_nvfp4_layout.py tests/test_nvfp4_fake_quant.py tests/test_kquant_bytes.py \
-        tests/test_stream_decode.py tests/test_stream_framing.py tests/test_stream_http1.py tests/test_stream_run.py \
-        tests/test_stream_faults.py tests/test_stream_recorded.py --deselect tests/test_stream_run.py::test_nothing_leaks
+    set -- tests/nvfp4/test_formats.py tests/nvfp4/test_pack.py tests/nvfp4/test_search.py \
+        tests/nvfp4/test_variants.py tests/nvfp4/test_layout.py tests/nvfp4/test_fake_quant.py tests/nvfp4/test_kquant_bytes.py \
+        tests/stream/test_decode.py tests/stream/test_framing.py tests/stream/test_http1.py tests/stream/test_run.py \
+        tests/stream/test_faults.py tests/stream/test_recorded.py --deselect tests/stream/test_run.py::test_nothing_leaks
 fi
 ANNIE_QUANT_ONLY=_nvfp4,_stream ANNIE_QUANT_SANITIZE=address,undefined \
     "$python" setup.py -q build --build-base build/asan/temp --build-lib build/asan/lib

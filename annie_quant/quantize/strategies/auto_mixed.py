@@ -15,7 +15,7 @@ from typing import Any
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.errors import UsageError, need
 from annie_quant.files import read_json, write_json
-from annie_quant.quantize import divergence, texts
+from annie_quant.quantize import calibration_samples, kl_trial
 from annie_quant.quantize.export import FP8, NVFP4, Decided, choose, effective_bits, export, linears_of, say_size
 from annie_quant.quantize.job import Job, Report
 from annie_quant.quantize.modelopt import quiet
@@ -28,26 +28,26 @@ OPTIONS = {"bits": 4.8, "answers": 48}
 
 def quantize(job: Job, report: Report) -> None:
     mtq = need("modelopt.torch.quantization", "quantize")
-    from annie_quant.runtime import backend
+    from annie_quant.hf import modelopt_backend
 
     folder = ModelFolder(job.model)
     chosen = choose(folder, job)
     report(
         f"the smallest that can come of this: {say(folder, chosen)}; it is to have {job.options['bits']} bits a weight"
     )
-    conversations = texts.read(job)
-    scored = texts.batches(list(divergence.spread(conversations))[: job.options["answers"]])
-    calibrating = texts.batches(conversations)
-    model = divergence.load(folder)
-    left = ["*conv1d", *(divergence.in_model(n) for n in linears_of(folder) if n not in set(chosen))]
+    conversations = calibration_samples.read(job)
+    scored = calibration_samples.batches(list(kl_trial.spread(conversations))[: job.options["answers"]])
+    calibrating = calibration_samples.batches(conversations)
+    model = kl_trial.load(folder)
+    left = ["*conv1d", *(kl_trial.in_model(n) for n in linears_of(folder) if n not in set(chosen))]
     kept = job.kept("auto_mixed", NVFP4, FP8)
-    backend.register()
+    modelopt_backend.register()
     try:
         with quiet(report), scores_kept(kept, len(scored), report):
             model, state = mtq.auto_quantize(
                 model,
                 constraints={"effective_bits": job.options["bits"], "cost": {"excluded_module_name_patterns": left}},
-                quantization_formats=[backend.with_backend(mtq.NVFP4_DEFAULT_CFG), mtq.FP8_DEFAULT_CFG],
+                quantization_formats=[modelopt_backend.with_backend(mtq.NVFP4_DEFAULT_CFG), mtq.FP8_DEFAULT_CFG],
                 data_loader=Loader(calibrating, scored),
                 forward_step=forward_step,
                 disabled_layers=left,
@@ -75,20 +75,22 @@ def say(folder: ModelFolder, chosen: list[str]) -> str:
 class Loader:
     """What auto_quantize iterates over: first the calibration batches, once a format, then the scored ones."""
 
-    def __init__(self, calibrating: list[texts.Batch], scored: list[texts.Batch]) -> None:
+    def __init__(self, calibrating: list[calibration_samples.Batch], scored: list[calibration_samples.Batch]) -> None:
         self.calibrating, self.scored, self.scoring = calibrating, scored, False
 
-    def __iter__(self) -> Iterator[texts.Batch]:
+    def __iter__(self) -> Iterator[calibration_samples.Batch]:
         return iter(self.scored if self.scoring else self.calibrating)
 
 
-def forward_step(model: Any, batch: texts.Batch) -> Any:
+def forward_step(model: Any, batch: calibration_samples.Batch) -> Any:
     """Logits of the response tokens alone [n, V]: so the divergence is theirs alone."""
     torch = need("torch", "quantize")
     ids = torch.from_numpy(batch.ids).to(model.device)
     with torch.inference_mode():
         hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-        return model.get_output_embeddings()(hidden[torch.from_numpy(batch.marks > texts.PROMPT).to(model.device)])
+        return model.get_output_embeddings()(
+            hidden[torch.from_numpy(batch.marks > calibration_samples.PROMPT).to(model.device)]
+        )
 
 
 @contextlib.contextmanager
@@ -142,7 +144,7 @@ def score(searcher: Any, file: Path, report: Report) -> None:
 
 def picked(model: Any, state: dict[str, Any], folder: ModelFolder) -> tuple[dict[str, str], dict[str, float]]:
     """(linear → format, linear → largest input) of what the search settled on."""
-    names = {divergence.in_model(n): n for n in linears_of(folder)}
+    names = {kl_trial.in_model(n): n for n in linears_of(folder)}
     formats, amax = {}, {}
     for key, recipe in state["best"]["recipe"].items():
         kind = NVFP4 if "NVFP4" in str(recipe) or "CUSTOM" in str(recipe) else FP8 if "FP8" in str(recipe) else None

@@ -14,12 +14,12 @@ import numpy as np
 
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.errors import CheckpointError, need
-from annie_quant.quantize import fake, texts
+from annie_quant.quantize import calibration_samples, fake_quant
+from annie_quant.quantize.awq_folding import SITES, Site, fold, shape_of_scale
 from annie_quant.quantize.export import NVFP4, Decided, choose, export, say_size
-from annie_quant.quantize.folds import SITES, Site, fold, shape_of_scale
+from annie_quant.quantize.input_stats import Gather
 from annie_quant.quantize.job import Job, Report
-from annie_quant.quantize.moments import Gather
-from annie_quant.quantize.walk import Layer, See, Walk
+from annie_quant.quantize.layerwise import Layer, See, Walk
 
 NAME = "awq_lite"
 SUMMARY = "A: activation-aware scales searched on response tokens and folded exactly into norms; plain NVFP4 W4A4"
@@ -33,10 +33,10 @@ def quantize(job: Job, report: Report) -> None:
     folder = ModelFolder(job.model)
     chosen = choose(folder, job)
     say_size(folder, dict.fromkeys(chosen, NVFP4), job, report)
-    conversations = texts.read(job)
+    conversations = calibration_samples.read(job)
     decided = Decided(dict.fromkeys(chosen, NVFP4))
     weights: dict[str, np.ndarray] = {}
-    for layer in Walk(folder, texts.batches(conversations), report, "folding"):
+    for layer in Walk(folder, calibration_samples.batches(conversations), report, "folding"):
         weights |= fold_layer(layer, folder, set(chosen), decided.amax)
     decided.weights = weights
     export(folder, job, decided)
@@ -46,7 +46,7 @@ class Sample(Gather):
     """Also keeps up to SAMPLE response tokens' inputs, evenly over all of them, and mean |x|."""
 
     def __init__(self, device: str, total: int) -> None:
-        super().__init__(texts.RESPONSE, device)
+        super().__init__(calibration_samples.RESPONSE, device)
         self.stride, self.count = max(1, total // SAMPLE), 0
         self.kept: list[Any] = []
         self.sizes: Any = None
@@ -69,7 +69,7 @@ class Sample(Gather):
 
 def fold_layer(layer: Layer, folder: ModelFolder, chosen: set[str], amax: dict[str, float]) -> dict[str, np.ndarray]:
     """The layer's changed tensors by full name; `amax` gets the largest inputs after folding."""
-    from annie_quant.runtime.codec import to_numpy
+    from annie_quant.hf.codec import to_numpy
 
     total = sum(int((b.marks > 0).sum()) for b in layer.walk.batches)
     hear = {group[0]: Sample(layer.walk.device, total) for group in layer.groups()}
@@ -106,11 +106,11 @@ def search(site: Site, taken: list[str], sample: Sample, weights: dict[str, Any]
         s = shape_of_scale(site, s / (s.max() * s.min()).sqrt(), weights[site.producer])
         full = s.repeat(x.shape[1] // len(s))
         scaled = [w * full for w in own]
-        tensor_scale = max(float(w.abs().max()) for w in scaled) / fake.LARGEST_NVFP4
-        rounded = fake.nvfp4_input(x / full, sample.amax(full))
+        tensor_scale = max(float(w.abs().max()) for w in scaled) / fake_quant.LARGEST_NVFP4
+        rounded = fake_quant.nvfp4_input(x / full, sample.amax(full))
         error = 0.0
         for w, y in zip(scaled, wanted, strict=True):
-            error += float((rounded @ fake.nvfp4_weight(w, tensor_scale).T - y).square().sum())
+            error += float((rounded @ fake_quant.nvfp4_weight(w, tensor_scale).T - y).square().sum())
         if error < least:
             best, least = s, error
     return torch.ones_like(mean) if best is None else best

@@ -11,11 +11,11 @@ from typing import Any
 from annie_quant import nvfp4
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.errors import CheckpointError, need
-from annie_quant.quantize import texts
+from annie_quant.quantize import calibration_samples
 from annie_quant.quantize.export import NVFP4, W4A16, Decided, choose, export, say_size, shared
-from annie_quant.quantize.feedback import Hessian, factor, round_columns
+from annie_quant.quantize.gptq_solver import Hessian, factor, round_columns
 from annie_quant.quantize.job import Job, Report
-from annie_quant.quantize.walk import Layer, See, Walk
+from annie_quant.quantize.layerwise import Layer, See, Walk
 
 NAME = "gptq"
 SUMMARY = "error feedback column by column under the codec's block scales, Hessian over response tokens; W4A4"
@@ -32,10 +32,10 @@ def quantize(job: Job, report: Report) -> None:
     kind = W4A16 if job.options["activations"] == 16 else NVFP4
     decided = Decided(dict.fromkeys(chosen, kind), scale=job.scale)
     say_size(folder, decided.formats, job, report)
-    conversations = texts.read(job)
-    by_mark = {**texts.RESPONSE, texts.PROMPT: job.options["prompt"]}
-    walk = Walk(folder, texts.batches(conversations), report, "feeding back")
-    table = torch.tensor([by_mark[m] for m in range(texts.END_OF_TURN + 1)], device=walk.device)
+    conversations = calibration_samples.read(job)
+    by_mark = {**calibration_samples.RESPONSE, calibration_samples.PROMPT: job.options["prompt"]}
+    walk = Walk(folder, calibration_samples.batches(conversations), report, "feeding back")
+    table = torch.tensor([by_mark[m] for m in range(calibration_samples.END_OF_TURN + 1)], device=walk.device)
     for layer in walk:
         round_layer(layer, set(chosen), table, decided, job)
         layer.advance()
@@ -47,7 +47,7 @@ def quantize(job: Job, report: Report) -> None:
 
 def round_layer(layer: Layer, chosen: set[str], table: Any, decided: Decided, job: Job) -> None:
     """Round the layer's chosen linears, in `decided` and in the layer itself."""
-    from annie_quant.runtime.codec import to_numpy, to_torch
+    from annie_quant.hf.codec import to_numpy, to_torch
 
     groups = [(g, [n for n in g if f"{layer.name}.{n}" in chosen]) for g in layer.groups()]
     hear = {g[0]: Hessian(table) for g, taken in groups if taken}

@@ -3,7 +3,7 @@
 Loss on what the assistant says alone, on the calibration conversations, which hold the production system prompt. All
 weights of the quantized linears train; the rest stays the source's (so the audit can hold it against the source) unless
 --set train=all asks for a full fine-tune. A killed run goes on from its last saved step. On several GPUs:
-    accelerate launch --config_file annie_quant/assets/recipes/qad_fsdp.yaml -m annie_quant.cli quantize ...
+    accelerate launch --config_file annie_quant/assets/recipes/qad_fsdp.yaml -m annie_quant quantize ...
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import numpy as np
 from annie_quant.checkpoint.remote_code import refused
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.errors import UsageError, need
-from annie_quant.quantize import divergence, texts
+from annie_quant.quantize import calibration_samples, kl_trial
 from annie_quant.quantize.export import NVFP4, W4A16, Decided, choose, export, say_size, shared
+from annie_quant.quantize.input_stats import gather
 from annie_quant.quantize.job import Job, Report
 from annie_quant.quantize.modelopt import quiet
-from annie_quant.quantize.moments import gather
 from annie_quant.quantize.strategies.manners import BY_MARK
 
 NAME = "qad"
@@ -39,14 +39,14 @@ OPTIONS = {
     "checkpointing": 1,
     "activations": 4,
 }  # fmt: skip
-SCORED = {m: w for m, w in BY_MARK.items() if m != texts.PROMPT}
+SCORED = {m: w for m, w in BY_MARK.items() if m != calibration_samples.PROMPT}
 
 
 def quantize(job: Job, report: Report) -> None:
     torch, transformers = need("torch", "quantize"), need("transformers", "quantize")
     need("accelerate", "quantize")
     from annie_quant.quantize import training
-    from annie_quant.quantize.walk import device_and_dtype
+    from annie_quant.quantize.layerwise import device_and_dtype
 
     folder = ModelFolder(job.model)
     if job.options["train"] not in ("linears", "all"):
@@ -55,14 +55,14 @@ def quantize(job: Job, report: Report) -> None:
     kind = W4A16 if job.options["activations"] == 16 else NVFP4
     formats = dict.fromkeys(chosen, kind)
     say_size(folder, formats, job, report)
-    conversations = texts.read(job)
-    inputs = shared(gather(folder, conversations, texts.RESPONSE, report).amax)
+    conversations = calibration_samples.read(job)
+    inputs = shared(gather(folder, conversations, calibration_samples.RESPONSE, report).amax)
     device, dtype = device_and_dtype(folder)
     with quiet(report), refused(job.model):
         load = transformers.AutoModelForCausalLM
         teacher = load.from_pretrained(job.model, dtype=dtype, trust_remote_code=False).to(device)
         student = load.from_pretrained(job.model, dtype=torch.float32, trust_remote_code=False)
-    names = {divergence.in_model(n): n for n in chosen}
+    names = {kl_trial.in_model(n): n for n in chosen}
     weights = {n: float(student.get_submodule(n).weight.detach().abs().max()) for n in names}
     training.insert(student, shared(weights), {m: inputs[n] for m, n in names.items()} if kind == NVFP4 else {})
     if job.options["train"] != "all":
@@ -96,10 +96,10 @@ def decided_by(
     weights: dict[str, np.ndarray] = {}
     tops: dict[str, float] = {}
     for name in folder:
-        tensor = state.get(divergence.in_model(name))
+        tensor = state.get(kl_trial.in_model(name))
         if tensor is not None:
             weights[name] = tensor.detach().float().cpu().numpy()
-        top = state.get(divergence.in_model(name.removesuffix(".weight")) + ".weight_amax")
+        top = state.get(kl_trial.in_model(name.removesuffix(".weight")) + ".weight_amax")
         if top is not None:
             tops[name.removesuffix(".weight")] = float(top)
     return Decided(formats, inputs, weights=weights, tensor_amax=tops)

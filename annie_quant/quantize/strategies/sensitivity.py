@@ -15,7 +15,7 @@ from annie_quant.checkpoint.linears import fused_groups
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.errors import UsageError
 from annie_quant.files import read_json, write_json
-from annie_quant.quantize import divergence, texts
+from annie_quant.quantize import calibration_samples, kl_trial
 from annie_quant.quantize.export import (
     BITS,
     FP8,
@@ -28,8 +28,8 @@ from annie_quant.quantize.export import (
     export,
     say_size,
 )
+from annie_quant.quantize.input_stats import gather
 from annie_quant.quantize.job import Job, Report
-from annie_quant.quantize.moments import gather
 from annie_quant.quantize.strategies.manners import BY_MARK
 
 NAME = "sensitivity"
@@ -39,7 +39,7 @@ SCALE = "sweep"
 # to the divergence, as a share of what the rounded weights cost. tokens: of answers, scored in each trial.
 OPTIONS = {"bits": 5.5, "activations": 0.25, "tokens": 1024}
 FORMATS = (NVFP4, W4A16, FP8)
-SCORED = {m: w for m, w in BY_MARK.items() if m != texts.PROMPT}
+SCORED = {m: w for m, w in BY_MARK.items() if m != calibration_samples.PROMPT}
 
 
 def quantize(job: Job, report: Report) -> None:
@@ -48,7 +48,7 @@ def quantize(job: Job, report: Report) -> None:
     units = units_of(chosen)
     budget = budget_bytes(folder, chosen, job.options["bits"])
     report(f"size budget {job.options['bits']} bits a weight: {budget / 1e6:,.1f} MB for {len(chosen)} linears")
-    conversations = texts.read(job)
+    conversations = calibration_samples.read(job)
     moments = gather(folder, conversations, BY_MARK, report)
     costs = measure(folder, units, conversations, moments.amax, moments.second, job, report)
     sizes = {u: sum(folder.info(f"{n}.weight").elements for n in members) for u, members in units.items()}
@@ -82,7 +82,7 @@ def budget_bytes(folder: ModelFolder, chosen: Sequence[str], bits: float) -> flo
 def measure(
     folder: ModelFolder,
     units: Mapping[str, list[str]],
-    conversations: Sequence[texts.Text],
+    conversations: Sequence[calibration_samples.Text],
     amax: Mapping[str, float],
     importance: Mapping,
     job: Job,
@@ -94,7 +94,7 @@ def measure(
     work = [(u, f) for u in units for f in FORMATS if f not in known.get(u, {})]
     if not work:
         return known
-    trial = divergence.Trial(divergence.load(folder), conversations, SCORED, job.options["tokens"])
+    trial = kl_trial.Trial(kl_trial.load(folder), conversations, SCORED, job.options["tokens"])
     for done, (unit, kind) in enumerate(work, 1):
         formats = dict.fromkeys(units[unit], kind)
         known.setdefault(unit, {})[kind] = trial.cost(formats, amax, job.scale, importance)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from annie_quant.checkpoint.linears import matches
 from annie_quant.checkpoint.shards import ModelFolder
-from annie_quant.quantize import texts
+from annie_quant.quantize import calibration_samples
 from annie_quant.quantize.exclude import excluded
 from annie_quant.quantize.export import FP8, W4A16, Decided, choose, export, linears_of, say_size
+from annie_quant.quantize.input_stats import gather
 from annie_quant.quantize.job import Job, Report
-from annie_quant.quantize.moments import gather
 
 NAME = "w4a16_mixed"
 SCALE = "sweep"
@@ -25,5 +25,5 @@ def quantize(job: Job, report: Report) -> None:
     head = [n for n in linears_of(folder) if matches(n, ["*lm_head"])]
     formats |= dict.fromkeys(set(head) - excluded(job.exclude, linears_of(folder)), W4A16)
     say_size(folder, formats, job, report)
-    found = gather(folder, texts.read(job), texts.RESPONSE, report)
+    found = gather(folder, calibration_samples.read(job), calibration_samples.RESPONSE, report)
     export(folder, job, Decided(formats, found.amax, job.scale))

@@ -1,0 +1,90 @@
+"""`annie-quant bench`: one or two servers over the same prompts."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+import annie_quant
+from annie_quant.cli.common import console, emit, json_option
+from annie_quant.errors import UsageError
+
+
+@click.command()
+@click.option("--backend-a", nargs=2, required=True, metavar="NAME URL")
+@click.option("--backend-b", nargs=2, metavar="NAME URL")
+@click.option("--aa", is_flag=True, help="Measure backend A against itself: the noise floor.")
+@click.option("--warmup", default=2, show_default=True, help="Requests a workload that are not counted.")
+@click.option("--runs", default=5, show_default=True, help="Times that each prompt is measured.")
+@click.option("--n", default=25, show_default=True, help="Prompts a gate (100 and more decide); 0: all there are.")
+@click.option("--workloads", help="Names (bfcl too) or JSON files, comma-separated; default: the default ones.")
+@click.option("--concurrency", default="1", show_default=True, help='Requests in flight; several: "1,8".')
+@click.option("--rate", default="", help='Arrivals a second (Poisson, open loop) as further loads: "0.5,2".')
+@click.option("--prefix-cache", default="warm", show_default=True, type=click.Choice(["warm", "off"]))
+@click.option("--budget-s", type=float, help="Stop after so many seconds; the same command goes on.")
+@click.option("--stop-early", is_flag=True, help="Stop when every gate and comparison is decided.")
+@click.option("--watch", "stored", type=click.Path(path_type=Path), help="A stored run: exit 1 on a significant loss.")
+@click.option("--key-env", metavar="NAME", help="Environment variable with the API key of both servers.")
+@click.option("--seed", default=0, show_default=True)
+@click.option(
+    "--output",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="Run directory; an interrupted run goes on from it.",
+)
+@json_option
+def bench(
+    backend_a: tuple[str, str],
+    backend_b: tuple[str, str] | None,
+    aa: bool,
+    n: int,
+    workloads: str | None,
+    concurrency: str,
+    rate: str,
+    stored: Path | None,
+    key_env: str | None,
+    output: Path,
+    as_json: bool,
+    **settings: Any,
+) -> None:
+    """Time one or two OpenAI-compatible servers over the same prompts, interleaved. Exit code 1 if a gate fails."""
+    from annie_quant import bench as timing
+    from annie_quant.bench.progress_table import Board
+    from annie_quant.pipeline.run_directory import RunDirectory
+
+    if aa and backend_b:
+        raise click.UsageError("--aa measures backend A against itself: leave --backend-b out")
+    sides = [backend_a, (f"{backend_a[0]}-again", backend_a[1])] if aa else [backend_a, backend_b]
+    if stored and not (stored / "bench.json").is_file():
+        raise UsageError(f"--watch {stored}: no bench.json there", "give the folder of a finished annie-quant bench")
+    headers = timing.key_headers(key_env)
+    backends = [timing.Backend(name, url, headers=headers) for name, url in filter(None, sides)]
+    chosen = annie_quant.judge.load_workloads(workloads.split(",") if workloads else None)
+    if n:
+        chosen = annie_quant.judge.sample(chosen, n, settings["seed"])
+    settings["concurrency"], settings["rates"] = numbers(concurrency, int), numbers(rate, float)
+    directory, board = RunDirectory(output), Board([b.name for b in backends])
+    with directory.locked():
+        with board.shown(console):
+            done = timing.run(backends, chosen, output, progress=board.step, watch=board.add, **settings)
+        directory.write_run(done["config"], done["aggregates"], done["verdict"], done["environment"])
+        paths = annie_quant.report.build(output)
+    gates = {name: side["gates"] for name, side in done["aggregates"]["served"].items()}
+    verdict = done["verdict"] | {"gates": gates, "report": str(paths[0])}
+    lost = timing.regression(stored, output) if stored else None
+    if lost:
+        verdict |= {"regression": {k: lost[k] for k in ("worse", "better", "gates_lost")}}
+    emit(verdict) if as_json else console.print_verdict(verdict)
+    for line in timing.losses(lost) if lost else ():
+        console.note(line)
+    sys.exit(0 if verdict["passed"] and not (lost and (lost["worse"] or lost["gates_lost"])) else 1)
+
+
+def numbers(text: str, kind: Any) -> list[Any]:
+    try:
+        return [kind(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise click.UsageError(f"{text!r} is no list of numbers; write it as 1,8") from None

@@ -1,0 +1,92 @@
+"""`annie-quant data`: conversations by a teacher, or a judgement of those there are."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from annie_quant.cli.common import console, emit, json_option
+
+
+@click.command()
+@click.option("--persona", default="annie", show_default=True, help="A built-in persona or a JSON file of your own.")
+@click.option(
+    "--teacher", default="offline", show_default=True, help="Who writes the answers: claude-cli, openai, offline."
+)
+@click.option("--n", default=500, show_default=True, help="Conversations, evenly over the persona's categories.")
+@click.option("--seed", default=0, show_default=True)
+@click.option(
+    "--split",
+    default="calibration",
+    show_default=True,
+    type=click.Choice(["train", "calibration", "gate"]),
+    help="What the conversations are for; prompts of a gate are left out of the other two.",
+)
+@click.option(
+    "--apart-from",
+    multiple=True,
+    type=click.Path(path_type=Path, exists=True),
+    help="A file whose prompts must not come again; repeatable.",
+)
+@click.option("--teacher-model", help="Model of the teacher. Default for claude-cli: claude-opus-4-6.")
+@click.option("--url", help="Endpoint of --teacher openai. Default: OPENAI_BASE_URL.")
+@click.option("--batch-size", default=10, show_default=True, help="Conversations asked for at a time.")
+@click.option("--timeout", default=300.0, show_default=True, help="Seconds that a batch may take.")
+@click.option("--retries", default=3, show_default=True, help="Of a batch that failed, it alone.")
+@click.option("--max-wait", default=900.0, show_default=True, help="Seconds to wait on a rate limit at a stretch.")
+@click.option("--max-budget-usd", type=float, help="Stop when so much is spent, resumed runs counted in.")
+@click.option("--max-budget-tokens", type=int, help="The same in tokens.")
+@click.option(
+    "--output", default="data/calibration/annie_calibration.jsonl", show_default=True, type=click.Path(path_type=Path)
+)
+@click.option("--check", is_flag=True, help="Make nothing: judge the conversations that --output holds.")
+@click.option("--force", is_flag=True, help="Make a finished set anew, and drop an unfinished one.")
+@json_option
+def data(
+    persona: str,
+    teacher: str,
+    n: int,
+    seed: int,
+    split: str,
+    apart_from: tuple[Path, ...],
+    teacher_model: str | None,
+    url: str | None,
+    batch_size: int,
+    timeout: float,
+    retries: int,
+    max_wait: float,
+    max_budget_usd: float | None,
+    max_budget_tokens: int | None,
+    output: Path,
+    check: bool,
+    force: bool,
+    as_json: bool,
+) -> None:
+    """Make conversations by a teacher, or judge those there are. Exit code 1 when they are too few or not valid."""
+    from annie_quant import data as conversations
+
+    if check:
+        who = conversations.load_persona(persona)
+        rows = conversations.read_rows(output)
+        conversations.check_prompt_hash(rows, persona)
+        conversations.check_apart(rows, *apart_from, gates=split != "gate")
+        summary = conversations.validate(rows, who)
+    else:
+        with console.task(f"conversations by {teacher}") as step:
+            summary = conversations.generate(
+                persona,
+                teacher,
+                n,
+                output,
+                seed,
+                step,
+                split=split,
+                apart_from=apart_from,
+                options=conversations.Options(teacher_model, url, timeout, batch_size),
+                limits=conversations.Limits(retries, max_wait, max_budget_usd, max_budget_tokens),
+                force=force,
+            )
+    emit(summary) if as_json else console.print_mapping(str(output), summary)
+    sys.exit(0 if summary["ok"] else 1)

@@ -1,0 +1,85 @@
+"""`annie-quant eval`: a checkpoint against its bf16 reference, without a server."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+import annie_quant
+from annie_quant.cli.common import console, emit, json_option, quiet_engines, refuse_stale_prompt
+
+
+@click.command(name="eval")
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.option("--reference", required=True, type=click.Path(path_type=Path), help="The bf16 checkpoint.")
+@click.option("--n", default=100, show_default=True, help="Prompts a gate.")
+@click.option("--numerics", default="w4a4,w4a16", show_default=True)
+@click.option(
+    "--calib-data", type=click.Path(path_type=Path), help="Conversations whose assistant tokens are scored too."
+)
+@click.option("--text", type=click.Path(path_type=Path), help="A plain text file: perplexity and KL over all of it.")
+@click.option("--layers", is_flag=True, help="Also measure which layers the divergence comes from; draws a plot.")
+@click.option("--layers-n", default=10, show_default=True, help="Prompts a gate for --layers.")
+@click.option(
+    "--rows",
+    type=click.IntRange(1),
+    default=128,
+    show_default=True,
+    help="Answers a batch. Several processes share whole batches: fewer rows keep more of them busy.",
+)
+@click.option("--output", type=click.Path(path_type=Path), help="JSON file to write; --layers goes on from beside it.")
+@click.option("--allow-prompt-mismatch", is_flag=True, help="Go on with data made for another system prompt.")
+@json_option
+def evaluate(
+    checkpoint: Path,
+    reference: Path,
+    n: int,
+    numerics: str,
+    calib_data: Path | None,
+    text: Path | None,
+    layers: bool,
+    layers_n: int,
+    rows: int,
+    output: Path | None,
+    allow_prompt_mismatch: bool,
+    as_json: bool,
+) -> None:
+    """Judge a checkpoint against its bf16 reference without a server: gates, KL. Exit code 1 if a gate fails.
+
+    Under torchrun or accelerate launch the processes share the work, and the first one prints and writes. torchrun takes
+    --n for its own unless -- comes first: torchrun --nproc-per-node=2 -- $(which annie-quant) eval ...
+    """
+    quiet_engines()
+    from annie_quant.evaluate import terminal
+    from annie_quant.quantize.prompt_provenance import check_checkpoint
+
+    refuse_stale_prompt(calib_data, allow_prompt_mismatch)
+    personas = (w.persona for w in annie_quant.judge.load_workloads() if w.persona)
+    differs = check_checkpoint(checkpoint, personas, allow=allow_prompt_mismatch)
+    if differs:
+        console.note(differs)
+    with console.task("evaluate") as step:
+        result = terminal.run(
+            checkpoint,
+            reference,
+            numerics=numerics.split(","),
+            n=n,
+            conversations=calib_data,
+            text=text,
+            layers_n=layers_n if layers else None,
+            output=output,
+            progress=step,
+            rows=rows,
+        )
+    if terminal.first_process():
+        emit(result) if as_json else console.print_gates(
+            {f"{checkpoint.name} {k}": v["gates"] for k, v in result["numerics"].items()}
+        )
+        if not as_json:
+            for line in terminal.lines(result):
+                console.note(line)
+    terminal.finish()
+    gates = [g for side in result["numerics"].values() for g in side["gates"].values() if not g.get("advisory")]
+    sys.exit(1 if any(g["verdict"] == "fail" for g in gates) else 0)

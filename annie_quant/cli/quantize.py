@@ -1,0 +1,100 @@
+"""`annie-quant quantize`: one strategy, here or in NVIDIA's container."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+
+import click
+
+import annie_quant
+from annie_quant.cli.common import console, emit, json_option, quiet_engines, refuse_stale_prompt
+
+
+@click.command()
+@click.option("--strategy", required=True, help="naive, direct, mlp_only, ... (an unknown name prints the list).")
+@click.option("--model", required=True, type=click.Path(path_type=Path), help="Folder of the bf16 checkpoint.")
+@click.option("--calib-data", type=click.Path(path_type=Path), help="JSON lines of conversations (annie-quant data).")
+@click.option("--calib-samples", default=512, show_default=True)
+@click.option(
+    "--exclude-layers",
+    default="",
+    help='Parts that stay as they are, e.g. "linear_attn,layers.0,layers.31", or fnmatch patterns.',
+)
+@click.option(
+    "--scale",
+    help="Block scales where our codec chooses them: amax, four_over_six, sweep. Default: the strategy's own.",
+)
+@click.option("--set", "settings", multiple=True, metavar="NAME=VALUE", help="A strategy's own setting; repeatable.")
+@click.option("--ray", metavar="ADDRESS", help='direct: make the shards on this Ray cluster ("local" starts one here).')
+@click.option("--seed", default=0, show_default=True, help="Same seed, same bytes.")
+@click.option("--output", required=True, type=click.Path(path_type=Path))
+@click.option("--force", is_flag=True, help="Replace an output that exists.")
+@click.option("--allow-prompt-mismatch", is_flag=True, help="Go on with data made for another system prompt.")
+@click.option("--container", is_flag=True, help="Do it in NVIDIA's container, as the calling user.")
+@click.option("--dry-run", is_flag=True, help="Print size, memory and time to expect (--model 9b and 27b work too), or "
+              "with --container the one command, and stop.")  # fmt: skip
+@json_option
+def quantize(
+    strategy: str,
+    model: Path,
+    calib_data: Path | None,
+    calib_samples: int,
+    exclude_layers: str,
+    scale: str | None,
+    settings: tuple[str, ...],
+    ray: str | None,
+    seed: int,
+    output: Path,
+    force: bool,
+    allow_prompt_mismatch: bool,
+    container: bool,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Quantize a bf16 checkpoint to NVFP4 by one strategy."""
+    from annie_quant.quantize import container_job as ngc
+    from annie_quant.quantize import estimate
+
+    loose = [item for item in settings if "=" not in item]
+    if loose:
+        raise click.UsageError(f"--set {loose[0]}: expected NAME=VALUE")
+    if container:
+        more = ["--calib-samples", str(calib_samples), "--seed", str(seed)]
+        more += ["--exclude-layers", exclude_layers] if exclude_layers else []
+        more += ["--scale", scale] if scale else []
+        more += [word for item in settings for word in ("--set", item)]
+        more += [flag for flag, on in (("--force", force), ("--allow-prompt-mismatch", allow_prompt_mismatch)) if on]
+        argv = ngc.arguments(strategy, model, output, calib_data, more)
+        if dry_run:
+            click.echo(shlex.join(argv))
+            return
+        sys.exit(ngc.run(argv, output))
+    if dry_run or estimate.large(model):
+        for line in estimate.plan(model, strategy, calib_samples).lines():
+            click.echo(line, err=not dry_run)
+    if dry_run:
+        return
+    quiet_engines()
+    refuse_stale_prompt(calib_data, allow_prompt_mismatch)
+    with console.task(f"quantize ({strategy})") as step:
+        result = annie_quant.quantize.run(
+            strategy,
+            model,
+            output,
+            calib_data=calib_data,
+            calib_samples=calib_samples,
+            exclude=exclude_layers,
+            scale=scale,
+            force=force,
+            report=step.say,
+            seed=seed,
+            allow_prompt_mismatch=allow_prompt_mismatch,
+            **dict(item.split("=", 1) for item in settings) | ({"ray": ray} if ray else {}),
+        )
+    megabytes = {k: result[k] / 1e6 for k in ("size_bytes", "source_bytes")}
+    emit(result) if as_json else console.note(
+        "{output}: {seconds} s, ".format(**result)
+        + "{size_bytes:.1f} MB from {source_bytes:.1f} MB".format(**megabytes)
+    )

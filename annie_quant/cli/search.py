@@ -1,0 +1,71 @@
+"""`annie-quant search`: the strategies, cheapest first, until one passes every gate."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from annie_quant.cli.common import console, emit, json_option
+
+
+@click.command()
+@click.option("--model", required=True, type=click.Path(path_type=Path), help="Folder of the bf16 checkpoint.")
+@click.option("--calib-data", required=True, type=click.Path(path_type=Path), help="JSON lines of conversations.")
+@click.option(
+    "--output", required=True, type=click.Path(path_type=Path), help="Run directory; finished steps are kept."
+)
+@click.option("--n", default=100, show_default=True, help="Prompts a gate.")
+@click.option("--all", "every", is_flag=True, help="Go on after the first strategy that passes.")
+@click.option("--strategies", help="Names, comma-separated, in the order to try them. Default: all, cheapest first.")
+@click.option(
+    "--require",
+    default="w4a4,w4a16",
+    show_default=True,
+    help="Numerics under which every gate must pass; w4a16 alone admits weight-only checkpoints.",
+)
+@click.option("--calib-samples", default=128, show_default=True)
+@click.option("--allow-prompt-mismatch", is_flag=True, help="Go on with data made for another system prompt.")
+@click.option("--anyway", is_flag=True, help="Go on with a model that fails the gates in bf16.")
+@json_option
+def search(
+    model: Path,
+    calib_data: Path,
+    output: Path,
+    n: int,
+    every: bool,
+    strategies: str | None,
+    require: str,
+    calib_samples: int,
+    allow_prompt_mismatch: bool,
+    anyway: bool,
+    as_json: bool,
+) -> None:
+    """Try the strategies, cheapest first, and stop at the first that passes every gate. Exit code 1 if none does."""
+    from annie_quant.pipeline import search as tree
+
+    found = tree.run(
+        model,
+        calib_data,
+        output,
+        n,
+        every,
+        console,
+        strategies=strategies.split(",") if strategies else None,
+        required=require.split(","),
+        samples=calib_samples,
+        allow_prompt_mismatch=allow_prompt_mismatch,
+        anyway=anyway,
+    )
+    if as_json:
+        emit(found)
+    else:
+        console.print_gates(
+            {f"{r['strategy']} {k}": v["gates"] for r in found["strategies"] for k, v in r["numerics"].items()}
+        )
+        for line in tree.table.tree(found):
+            click.echo(line)
+        console.note(tree.table.outcome(found))
+        console.note(f"table: {output / 'search.md'}")
+    sys.exit(0 if found["chosen"] else 1)

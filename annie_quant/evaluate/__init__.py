@@ -1,0 +1,13 @@
+"""Judging a checkpoint before any server exists: gates, KL divergence and perplexity against the reference.
+
+evaluate(folder, reference, workloads)      the whole judgement
+sensitivity(folder, reference, workloads)   which layers the divergence comes from
+"""
+
+from __future__ import annotations
+
+import annie_quant.hf  # noqa: F401 - registers NVFP4 with transformers
+from annie_quant.evaluate.evaluation import evaluate
+from annie_quant.evaluate.layers import sensitivity
+
+__all__ = ["evaluate", "sensitivity"]

@@ -1,0 +1,39 @@
+"""NVFP4 in transformers on any machine.
+
+import annie_quant.hf                                   registers NVFP4 checkpoints with transformers
+model = AutoModelForCausalLM.from_pretrained(folder)    works from then on
+load(folder, numerics="w4a16", cache="bf16")            the same, with the arithmetic chosen and every fault named
+set_numerics(model, "w4a4"), set_cache(model, "bf16")   change either in place
+modelopt_backend.register()                             ModelOpt's quantized forwards on a CPU
+"""
+
+from __future__ import annotations
+
+import os
+
+from annie_quant.errors import need
+
+# torch and the codec each bring an OpenMP runtime whose idle threads spin; on a busy machine they take the cores from
+# each other (measured: 586 s for 33 s of work). It must be set before either is loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+need("torch", "quantize")
+need("transformers", "quantize")
+
+from annie_quant.hf import codec, modelopt_backend, quantizer  # noqa: E402
+from annie_quant.hf.fp8_linear import FP8Linear  # noqa: E402
+from annie_quant.hf.loading import load, numerics_of  # noqa: E402
+from annie_quant.hf.nvfp4_linear import NVFP4Linear, set_cache, set_numerics  # noqa: E402
+
+codec.register()
+quantizer.register()
+
+__all__ = [
+    "FP8Linear",
+    "NVFP4Linear",
+    "load",
+    "modelopt_backend",
+    "numerics_of",
+    "set_cache",
+    "set_numerics",
+]

@@ -1,0 +1,73 @@
+"""Quantizing in NVIDIA's container, as one command: the recipe is data (assets/recipes/ngc.json).
+
+It runs as the calling user, so nothing that it leaves belongs to root; models and data are mounted read-only; what pip
+installs lives in the container's /tmp and goes with it. The package is installed from the folder that this one runs from.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from annie_quant.errors import EnvironmentFault, UsageError
+from annie_quant.files import ASSETS, read_json
+
+RECIPES = ASSETS / "recipes" / "ngc.json"
+SOURCE = Path(__file__).resolve().parents[2]
+
+
+def arguments(
+    strategy: str,
+    model: Path,
+    output: Path,
+    calib_data: Path | None = None,
+    more: Sequence[str] = (),
+    recipe: str | None = None,
+    source: Path = SOURCE,
+) -> list[str]:
+    """`docker run …` as a list. more: further options of `annie-quant quantize`, as they are."""
+    known = read_json(RECIPES)
+    name = recipe or max(known)
+    if name not in known:
+        raise UsageError(f"there is no container recipe {name!r}", f"choose one of: {', '.join(sorted(known))}")
+    if not (source / "pyproject.toml").is_file():
+        raise UsageError(f"{source} is no checkout of annie_quant", "run this from a clone: the container installs it")
+    parts = known[name]
+    model, output = model.resolve(), output.resolve()
+    inner = ["/tmp/venv/bin/annie-quant", "quantize", "--strategy", strategy, "--model", "/model"]  # noqa: S108
+    mounts = [(source, "/source:ro"), (model, "/model:ro"), (output.parent, "/output")]
+    if calib_data is not None:
+        calib_data = calib_data.resolve()
+        mounts.append((calib_data.parent, "/data:ro"))
+        inner += ["--calib-data", f"/data/{calib_data.name}"]
+    inner += ["--output", f"/output/{output.name}", *more]
+    script = " && ".join([*parts["setup"], shlex.join(inner)])
+    return [
+        "docker",
+        "run",
+        "--rm",
+        *parts["docker"],
+        "--user",
+        f"{os.getuid()}:{os.getgid()}",
+        "-e",
+        "HOME=/tmp",
+        *(word for host, inside in mounts for word in ("-v", f"{host}:{inside}")),
+        parts["image"],
+        "bash",
+        "-c",
+        script,
+    ]
+
+
+def run(argv: Sequence[str], output: Path) -> int:
+    """Run the command; the output's parent is made first, as docker would make it root's. Returns the exit code."""
+    if shutil.which("docker") is None:
+        raise EnvironmentFault(
+            "docker is not installed here", "add --dry-run to see the command, or leave --container out"
+        )
+    output.resolve().parent.mkdir(parents=True, exist_ok=True)
+    return subprocess.run(list(argv), check=False).returncode

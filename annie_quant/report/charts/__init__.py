@@ -1,0 +1,1 @@
+"""The report's charts, drawn as SVG."""

@@ -1,0 +1,186 @@
+"""Drawing: a small SVG canvas with axes, made for a page that is light or dark and for files of their own.
+
+Colours are CSS classes (s0 … s7 for series), so that one drawing serves both themes; `document()` adds the style that a
+file needs. Sizes are pixels of the viewBox; panels of 340 stand side by side or alone on a phone.
+"""
+
+from __future__ import annotations
+
+import html
+import itertools
+import math
+from collections.abc import Callable, Sequence
+
+from annie_quant.report.format import clean
+
+STYLE = (
+    "svg{--ink:#1c2127;--soft:#5b6470;--line:#d9dce0;--paper:#fff;--s0:#68717d;--s1:#c8452f;--s2:#1f6fb2;--s3:#b07a0c;"
+    "--s4:#2c8a57;--s5:#7d55b8;--s6:#8a5a3c;--s7:#b0407a;background:var(--paper);"
+    "font:11.5px system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,sans-serif}"
+    "@media(prefers-color-scheme:dark){svg{--ink:#e6e9ed;--soft:#a2abb6;--line:#39414b;--paper:#14181d;--s0:#a3adb9;"
+    "--s1:#f0806a;--s2:#6db3ee;--s3:#e0b04c;--s4:#63c592;--s5:#b79ae8;--s6:#cf9d7c;--s7:#e887b4}}"
+)
+MARKS = (
+    "text{fill:var(--soft)}.t{fill:var(--ink);font-weight:600}.v{fill:var(--ink);font-variant-numeric:tabular-nums}"
+    ".g{stroke:var(--line);stroke-width:1;fill:none}.a{stroke:var(--soft);stroke-width:1;fill:none}"
+    ".h{stroke:var(--ink);stroke-width:1.2;stroke-dasharray:3 3;fill:none}.l{fill:none;stroke-width:1.8;"
+    "stroke-linejoin:round}.w{stroke-width:2.2;stroke-linecap:round;fill:none}.o{fill:var(--paper);stroke-width:1.8}"
+    + "".join(f".s{i}{{--c:var(--s{i})}}" for i in range(8))
+    + ".l,.w,.o{stroke:var(--c)}.f{fill:var(--c)}.e{text-anchor:end}.m{text-anchor:middle}"
+)
+_ids = itertools.count(1)
+
+
+def esc(text: object) -> str:
+    return html.escape(clean(text), quote=True)
+
+
+class Canvas:
+    """Shapes in drawing order. Coordinates are pixels, x to the right and y down."""
+
+    def __init__(self, width: float, height: float, title: str, description: str) -> None:
+        self.width, self.height, self.title, self.description = width, height, title, description
+        self.parts: list[str] = []
+
+    def text(self, x: float, y: float, text: object, css: str = "") -> None:
+        mark = f' class="{css}"' if css else ""
+        self.parts.append(f'<text x="{x:.1f}" y="{y:.1f}"{mark}>{esc(text)}</text>')
+
+    def line(self, x1: float, y1: float, x2: float, y2: float, css: str, tip: str = "") -> None:
+        self._shape(f'line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" class="{css}"', tip)
+
+    def path(self, points: Sequence[tuple[float, float]], css: str, closed: bool = False) -> None:
+        body = "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
+        self.parts.append(f'<path d="M{body}{"Z" if closed else ""}" class="{css}"/>')
+
+    def dot(self, x: float, y: float, css: str, radius: float = 4, tip: str = "") -> None:
+        self._shape(f'circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" class="{css}"', tip)
+
+    def bar(self, x: float, y: float, width: float, height: float, css: str, tip: str = "") -> None:
+        self._shape(
+            f'rect x="{x:.1f}" y="{y:.1f}" width="{max(width, 0):.1f}" height="{height:.1f}" rx="1.5" class="{css}"',
+            tip,
+        )
+
+    def mark(self, series: int, x: float, y: float, css: str = "f", tip: str = "", size: float = 4.2) -> None:
+        """A series' own shape, so that colour is not the only difference: dot, square, diamond, triangle.
+
+        An "x3" in `css` takes the colour of series 3 instead of the shape's own.
+        """
+        css = css.replace(" x", " s") if " x" in css else f"{css} s{series}"
+        if series % 4 == 0:
+            self.dot(x, y, css, size, tip)
+            return
+        r = size * (0.9, 0.9, 1.25, 1.2)[series % 4]
+        corners = {
+            1: [(-r, -r), (r, -r), (r, r), (-r, r)],
+            2: [(0, -r), (r, 0), (0, r), (-r, 0)],
+            3: [(0, -r), (r, r * 0.8), (-r, r * 0.8)],
+        }[series % 4]
+        points = " ".join(f"{x + dx:.1f},{y + dy:.1f}" for dx, dy in corners)
+        self._shape(f'polygon points="{points}" class="{css}"', tip)
+
+    def _shape(self, opened: str, tip: str) -> None:
+        self.parts.append(f"<{opened}><title>{esc(tip)}</title></{opened.split()[0]}>" if tip else f"<{opened}/>")
+
+    def inline(self) -> str:
+        """For a page that brings its own style."""
+        return self._open("") + "".join(self.parts) + "</svg>"
+
+    def document(self) -> str:
+        """A file of its own, light or dark as its viewer prefers."""
+        body = f"<style>{STYLE}{MARKS}</style>" + "".join(self.parts)
+        return (
+            '<?xml version="1.0" encoding="UTF-8"?>\n'
+            + self._open(' xmlns="http://www.w3.org/2000/svg"')
+            + body
+            + "</svg>\n"
+        )
+
+    def _open(self, more: str) -> str:
+        n = next(_ids)
+        return (
+            f'<svg{more} viewBox="0 0 {self.width:.0f} {self.height:.0f}" width="{self.width:.0f}" '
+            f'height="{self.height:.0f}" role="img" aria-labelledby="t{n} d{n}">'
+            f'<title id="t{n}">{esc(self.title)}</title><desc id="d{n}">{esc(self.description)}</desc>'
+        )
+
+
+def ticks(low: float, high: float, most: int = 5) -> list[float]:
+    """Round numbers from low to high, `most` at most."""
+    if not high > low:
+        return [low]
+    raw = (high - low) / max(1, most)
+    base = 10.0 ** math.floor(math.log10(raw))
+    step = next(base * m for m in (1, 2, 5, 10) if base * m >= raw * 0.999)
+    first = math.ceil(low / step - 1e-9)
+    return [i * step for i in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """1, 2, 5 of each decade, or powers of ten where there are many."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    steps = (1, 2, 5) if math.log10(high / low) <= 2.2 else (1,)
+    found = [m * 10.0**p for p in powers for m in steps if low * 0.999 <= m * 10.0**p <= high * 1.001]
+    if len(found) > 5 and low <= 1e-2:  # where 2 and 5 could only be written as long decimals
+        found = [10.0**p for p in powers if low * 0.999 <= 10.0**p <= high * 1.001]
+    every = max(1, math.ceil(len(found) / 5))
+    return found[::every]
+
+
+def plain(value: float) -> str:
+    """A tick's number without idle digits; small powers of ten as powers."""
+    if 0 < abs(value) < 1e-3:
+        power = math.floor(math.log10(abs(value)) + 1e-9)
+        mantissa = value / 10.0**power
+        lead = "10" if abs(mantissa - 1) < 1e-6 else f"{mantissa:g}·10"
+        return lead + str(power).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+    return f"{value:,.10g}".replace(",", "\u202f")
+
+
+def percent(value: float) -> str:
+    return f"{100 * value:g}" + (" %" if value >= 1 else "")
+
+
+def scale(low: float, high: float, start: float, end: float, log: bool = False) -> Callable[[float], float]:
+    """Data to pixels, clamped to the axis."""
+    turn = math.log10 if log else float
+    a, b = turn(low), turn(high)
+    span = (b - a) or 1.0
+
+    def place(value: float) -> float:
+        value = max(value, low) if log else value
+        return start + (end - start) * min(1.0, max(0.0, (turn(value) - a) / span))
+
+    return place
+
+
+def x_axis(
+    c: Canvas,
+    place: Callable[[float], float],
+    marks: Sequence[float],
+    top: float,
+    bottom: float,
+    write: Callable[[float], str] = plain,
+    title: str = "",
+) -> None:
+    for value in marks:
+        x = place(value)
+        c.line(x, top, x, bottom, "g")
+        c.text(x, bottom + 15, write(value), "m")
+    if title:
+        c.text((place(marks[0]) + place(marks[-1])) / 2 if marks else c.width / 2, bottom + 30, title, "m")
+
+
+def y_axis(
+    c: Canvas,
+    place: Callable[[float], float],
+    marks: Sequence[float],
+    left: float,
+    right: float,
+    write: Callable[[float], str] = plain,
+) -> None:
+    for value in marks:
+        y = place(value)
+        c.line(left, y, right, y, "g")
+        c.text(left - 6, y + 4, write(value), "e")

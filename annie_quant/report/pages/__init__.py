@@ -1,0 +1,1 @@
+"""The report's pages: HTML, Markdown, the comparison, trends over several runs."""

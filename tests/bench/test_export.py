@@ -1,0 +1,127 @@
+"""What a benchmark exports equals what stands in its records, in the keys that other tools read."""
+
+from __future__ import annotations
+
+import csv
+import json
+import statistics
+
+import numpy as np
+import pytest
+from bench_cases import FACTS, MEMORY, TALK, annie
+from fake_server import FakeServer
+
+from annie_quant import bench
+from annie_quant.errors import UsageError
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    where = tmp_path_factory.mktemp("run")
+    with FakeServer(annie) as a, FakeServer(annie, style="vllm") as b:
+        bench.run(
+            [bench.Backend("nvfp4", a.url), bench.Backend("q4", b.url)], [FACTS, MEMORY, TALK], where, warmup=1, runs=3
+        )
+    return where
+
+
+@pytest.fixture(scope="module")
+def records(folder):
+    rows = [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
+    return [r for r in rows if not r["warmup"]]
+
+
+def test_csv_holds_what_the_records_hold(folder, records):
+    rows = {(r["backend"], r["workload"], r["metric"]): r for r in csv.DictReader((folder / "results.csv").open())}
+    for backend in ("nvfp4", "q4"):
+        times = [r["e2e_ms"] for r in records if r["backend"] == backend and r["workload"] == "factual"]
+        row = rows[backend, "factual", "e2e_ms"]
+        assert float(row["p50"]) == pytest.approx(statistics.median(times)) and int(row["n"]) == len(times) == 18
+        assert int(row["n_prompts"]) == 6
+    assert float(rows["q4", "all", "gate:tool_call"]["mean"]) == 1.0
+
+
+def test_vllms_flat_keys(folder, records):
+    flat = json.loads((folder / "exports" / "vllm_nvfp4.json").read_text())
+    own = [r for r in records if r["backend"] == "nvfp4"]
+    assert flat["completed"] == len(own) and flat["failed"] == 0
+    assert flat["total_output_tokens"] == sum(r["usage"]["completion_tokens"] for r in own)
+    gaps = [gap for r in own for gap in r["itl_ms"]]
+    assert flat["mean_itl_ms"] == pytest.approx(statistics.fmean(gaps))
+    assert flat["median_ttft_ms"] == pytest.approx(
+        statistics.median(r["first_content_ms"] for r in own if r["first_content_ms"] is not None)
+    )
+    assert flat["output_throughput"] == pytest.approx(flat["total_output_tokens"] / sum(r["e2e_ms"] for r in own) * 1e3)
+    # The columns that vLLM's own table of serving results is made from.
+    assert set(flat) >= {
+        "model_id",
+        "completed",
+        "max_concurrency",
+        "request_throughput",
+        "output_throughput",
+        "total_token_throughput",
+        "total_input_tokens",
+        "total_output_tokens",
+        *(f"{figure}_{what}_ms" for figure in ("mean", "median", "p99", "std") for what in ("ttft", "tpot", "itl")),
+    }
+
+
+def test_aiperfs_summary(folder, records):
+    summary = json.loads((folder / "exports" / "aiperf_q4.json").read_text())
+    own = [r for r in records if r["backend"] == "q4"]
+    firsts = [r["first_content_ms"] if r["first_content_ms"] is not None else r["first_tool_ms"] for r in own]
+    assert summary["time_to_first_token"]["avg"] == pytest.approx(statistics.fmean(firsts))
+    assert summary["time_to_first_token"]["p90"] == pytest.approx(np.percentile(firsts, 90))
+    assert summary["request_latency"]["max"] == pytest.approx(max(r["e2e_ms"] for r in own))
+    total = sum(r["usage"]["completion_tokens"] for r in own)
+    seconds = sum(r["e2e_ms"] for r in own) / 1e3
+    assert summary["output_token_throughput"] == {"unit": "tokens/sec", "avg": pytest.approx(total / seconds)}
+    # What AIPerf's own readers look for in a metric.
+    assert set(summary["inter_token_latency"]) >= {"unit", "avg", "p50", "p90", "p99", "min", "max", "std"}
+
+
+def test_the_founding_results(folder, records):
+    found = json.loads((folder / "exports" / "founding.json").read_text())
+    assert found["quality_gates"]["nvfp4"]["factual"] == "6/6"
+    assert found["methodology"]["warmup_runs"] == 1 and found["methodology"]["measured_runs"] == 3
+    tests = found["results"]["q4"]
+    assert {"factual", "tool_memory", "multi_turn_1", "multi_turn_5"} <= set(tests)
+    assert len(tests["multi_turn_5"]["runs"]) == 3 and tests["tool_memory"]["runs"][0]["tool_calls"] == [
+        "search_memory"
+    ]
+    times = [
+        r["first_content_ms"]
+        for r in records
+        if r["backend"] == "q4" and r["workload"] == "multi_turn" and r["turn"] == 4
+    ]
+    assert tests["multi_turn_5"]["ttft_ms_p50"] == pytest.approx(statistics.median(times))
+
+
+def test_prometheus_text(folder):
+    lines = (folder / "exports" / "metrics.prom").read_text().splitlines()
+    values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    assert float(values['annie_quant_gate_share{backend="q4",gate="factual"}']) == 1.0
+    assert 0 < float(values['annie_quant_ttft_content_seconds{backend="q4",workload="factual",quantile="0.5"}']) < 1
+    helped = {line.split()[2] for line in lines if line.startswith("# TYPE")}
+    assert {name.split("{")[0] for name in values} == helped
+
+
+def test_aggregates_can_be_made_again_from_the_folder(folder):
+    assert (
+        json.loads(json.dumps(bench.aggregate(folder))) == json.loads((folder / "bench.json").read_text())["aggregates"]
+    )
+
+
+def test_secrets_stay_out(tmp_path):
+    with FakeServer(annie) as server:
+        url = server.url.replace("http://", "http://user:hunter2@")
+        side = bench.Backend("a", server.url, headers={"Authorization": "Bearer hunter2"}, meta={"api_key": "hunter2"})
+        with pytest.raises(UsageError, match="user, password or query") as said:
+            bench.Backend("a", url)
+        assert "hunter2" not in str(said.value)
+        bench.run([side], [FACTS], tmp_path, warmup=0, runs=1)
+    for file in tmp_path.rglob("*"):
+        assert not file.is_file() or b"hunter2" not in file.read_bytes()
+        if file.suffix == ".npz":
+            with np.load(file) as held:
+                assert all(b"hunter2" not in held[name].tobytes() for name in held.files)

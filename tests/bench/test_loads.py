@@ -1,0 +1,198 @@
+"""Other loads than one at a time, the surface of tools, energy, and stopping early."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import numpy as np
+import pytest
+from bench_cases import FACTS, TOOLS, ask, backends, rows_of, workload
+from fake_server import FakeServer, Script, words
+
+from annie_quant import bench
+from annie_quant.bench import sequential
+from annie_quant.bench.aggregate import labelled, tool_surface
+from annie_quant.bench.energy import Meter
+from annie_quant.bench.load_profile import ALONE, Load, alone, load_of
+from annie_quant.errors import UsageError
+from annie_quant.judge.rules import Threshold
+
+
+@pytest.fixture
+def two():
+    with FakeServer(lambda body: words("It is Tokyo.")) as a, FakeServer(lambda body: words("It is Tokyo.")) as b:
+        yield a, b
+
+
+def test_loads_have_labels_and_come_back_from_records():
+    rows = [
+        {"workload": "w", "concurrency": 1},
+        {"workload": "w", "concurrency": 8},
+        {"workload": "w", "rate_per_s": 2.5},
+    ]
+    assert list(labelled(rows)) == ["w", "w@2.5/s", "w@8"]
+    assert [alone(r) for r in rows] == [True, False, False] and load_of(rows[0]) == ALONE
+    for wrong in ((0, None), (1, 0.0), (1, float("inf"))):
+        with pytest.raises(UsageError):
+            Load(*wrong)
+
+
+def test_an_open_loop_does_not_wait_for_answers(two, tmp_path):
+    for server in two:
+        server.answer = lambda body: words("It is Tokyo.", first_s=0.3)
+    result = bench.run(backends(*two), [FACTS], tmp_path, warmup=0, runs=1, concurrency=[], rates=[40.0])
+    rows = [r for r in rows_of(tmp_path) if not r["warmup"]]
+    assert {r["rate_per_s"] for r in rows} == {40.0} and len(rows) == 12
+    assert min(two[0].most_in_flight, two[1].most_in_flight) > 1, "a closed loop would have one in flight"
+    assert list(result["aggregates"]["served"]["a"]["workloads"]) == ["factual@40/s"]
+    # The same gaps on both sides: arrivals are drawn from the prompts, not from the backend.
+    starts = {name: sorted((r["case"], r["arrival_s"]) for r in rows if r["backend"] == name) for name in "ab"}
+    assert [c for c, _ in starts["a"]] == [c for c, _ in starts["b"]]
+    assert np.allclose([t for _, t in starts["a"]], [t for _, t in starts["b"]])
+
+
+def surface_rows(name, right):
+    """right: {number of tools: how many of 15 prompts are right}."""
+    return [
+        {
+            "backend": name,
+            "workload": "tool_surface",
+            "case": f"tool_surface-{tools:02d}-{i:02d}",
+            "n_tools": tools,
+            "checks": {"tool_call": i < k},
+        }
+        for tools, k in right.items()
+        for i in range(15)
+    ]
+
+
+def test_the_cliff_of_a_tool_surface_is_found():
+    table = tool_surface(surface_rows("a", {1: 15, 8: 14, 16: 13, 32: 4}), "a")
+    assert [(r["n_tools"], r["passes"], r["worse"]) for r in table] == [
+        (1, 15, False),
+        (8, 14, False),
+        (16, 13, False),
+        (32, 4, True),
+    ]
+    # 11 prompts lost and none won: a one-sided sign test gives 2 to the minus 11.
+    assert table[3]["p"] == pytest.approx(2**-11)
+    assert tool_surface(surface_rows("a", {1: 15}), "b") == []
+
+
+def test_the_surface_is_measured_with_its_numbers(tmp_path):
+    cases = [
+        {"id": f"tool_surface-{k:02d}-00", "messages": ask("q"), "expect": {"tool": "search_memory"}, "tools": k}
+        for k in (1, 2)
+    ]
+    tools = [*TOOLS, {"type": "function", "function": {"name": "other", "parameters": {"type": "object"}}}]
+    surface = workload("tool_surface", cases, tools=tools, gates=["tool_call"])
+
+    def confused(body):
+        return Script(tools=[("search_memory" if len(body["tools"]) == 1 else "other", '{"query": "x"}')])
+
+    with FakeServer(confused) as server:
+        result = bench.run([bench.Backend("a", server.url)], [surface], tmp_path, warmup=0, runs=1)
+    table = result["aggregates"]["tool_surface"]["a"]
+    assert [(r["n_tools"], r["passes"], r["n"]) for r in table] == [(1, 1, 1), (2, 0, 1)]
+
+
+def test_energy_is_read_where_it_is_counted(monkeypatch, tmp_path):
+    counter = {"mj": 0}
+
+    def consumed(device):
+        counter["mj"] += 5000
+        return counter["mj"]
+
+    fake = types.SimpleNamespace(
+        NVMLError=type("NVMLError", (Exception,), {}),
+        nvmlInit=lambda: None,
+        nvmlDeviceGetCount=lambda: 1,
+        nvmlDeviceGetHandleByIndex=lambda i: i,
+        nvmlDeviceGetTotalEnergyConsumption=consumed,
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
+    with FakeServer(lambda body: words("It is Tokyo.")) as server:
+        result = bench.run([bench.Backend("a", server.url)], [FACTS], tmp_path, warmup=1, runs=1)
+    # Two readings 5 J apart around each of six measured requests; words() counts its end as a token.
+    energy = result["aggregates"]["served"]["a"]["energy"]
+    assert energy["joules"] == pytest.approx(30.0) and energy["completion_tokens"] == 24
+    fake.nvmlDeviceGetTotalEnergyConsumption = lambda device: (_ for _ in ()).throw(fake.NVMLError())
+    assert Meter().read() is None
+
+
+def test_looks_are_planned_in_whole_blocks():
+    assert sequential.looks(100, 4) == [20, 40, 60, 80]
+    assert sequential.looks(3, 4) == []
+    assert all(mark % 4 == 0 for mark in sequential.looks(101, 4))
+
+
+@pytest.mark.parametrize("rate", [0.6, 0.8])
+def test_repeated_looks_call_a_rate_wrongly_in_at_most_five_of_a_hundred_runs(rate):
+    """True rate exactly at the threshold: any decision is a wrong one."""
+    rng = np.random.default_rng(7)
+    answers = rng.random((2000, 200)) < rate
+    marks = [40, 80, 120, 160, 200]
+    counts = np.cumsum(answers, axis=1)[:, [m - 1 for m in marks]]
+    wanted = Threshold("rate", founding_n=10, rate=rate)
+    known: dict[tuple[int, int], bool] = {}
+
+    def decided(passes, n):
+        if (passes, n) not in known:
+            known[passes, n] = sequential._gate_decided(passes, n, wanted)
+        return known[passes, n]
+
+    wrong = sum(any(decided(int(k), m) for k, m in zip(row, marks, strict=True)) for row in counts)
+    assert wrong / 2000 <= 0.05
+    naive = sequential.LEVEL
+    try:
+        sequential.LEVEL = 0.05  # the mistake that the correction avoids must show
+        known.clear()
+        uncorrected = sum(any(decided(int(k), m) for k, m in zip(row, marks, strict=True)) for row in counts)
+    finally:
+        sequential.LEVEL = naive
+    assert uncorrected / 2000 > 0.05
+
+
+def test_a_run_stops_when_all_is_decided_and_says_so(tmp_path):
+    many = workload("greeting", [{"id": f"g{i}", "messages": ask(f"Hello {i}")} for i in range(140)])
+    quick = FakeServer(lambda body: words("Hello to you my friend.", gap_s=0.001))
+    slow = FakeServer(lambda body: words("Hello to you my friend.", first_s=0.01, gap_s=0.004))
+    with quick as a, slow as b:
+        result = bench.run(backends(a, b), [many], tmp_path, warmup=0, runs=1, stop_early=True, with_memory=False)
+        assert result["ended"]["stopped"] == {"look": 4, "looks": 4, "level": pytest.approx(0.01)}
+        assert result["requests"] == 224 and result["ended"]["unasked"] == 56
+        assert any("stopped early at look 4 of 5" in caveat for caveat in result["verdict"]["caveats"])
+        asked = len(a.bodies)
+        again = bench.run(backends(a, b), [many], tmp_path, warmup=0, runs=1, stop_early=True, with_memory=False)
+        assert again["requests"] == 224 and len(a.bodies) == asked, "decided is decided: nothing more is asked"
+
+
+def test_what_is_open_is_named(tmp_path):
+    few = workload("greeting", [{"id": f"g{i}", "messages": ask(f"Hello {i}")} for i in range(10)])
+    with FakeServer(lambda body: words("Hello you.")) as a:
+        result = bench.run([bench.Backend("a", a.url)], [few], tmp_path, warmup=0, runs=1, stop_early=True)
+    assert result["ended"]["stopped"] is None and result["requests"] == 10
+    rows = [r for r in rows_of(tmp_path) if not r["warmup"]]
+    assert sorted(sequential.open_questions(rows, ["a"], {"greeting"})) == [
+        "a: no_markdown (10 of 10)",
+        "a: non_empty (10 of 10)",
+        "a: thinking_leak (10 of 10)",
+    ]
+
+
+def test_going_on_is_no_look_of_its_own(two, tmp_path, monkeypatch):
+    """Killed between two looks: the next go may stop at the next planned look, not at once."""
+    many = workload("greeting", [{"id": f"g{i}", "messages": ask(f"Hello {i}")} for i in range(20)])
+
+    def tired(done, total, text):
+        if done == 14:
+            raise KeyboardInterrupt
+
+    options = {"warmup": 0, "runs": 1, "stop_early": True, "with_memory": False}
+    with pytest.raises(KeyboardInterrupt):
+        bench.run(backends(*two), [many], tmp_path, progress=tired, **options)
+    monkeypatch.setattr(sequential, "open_questions", lambda *_: [])
+    result = bench.run(backends(*two), [many], tmp_path, **options)
+    assert sequential.looks(40, 4) == [8, 16, 24, 32]
+    assert result["requests"] == 16 and result["ended"]["stopped"]["look"] == 2

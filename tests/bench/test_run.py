@@ -1,0 +1,183 @@
+"""The runner against scripted servers: order, flags, records, aggregates, resuming, faults."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from bench_cases import FACTS, MEMORY, TALK, annie, backends, rows_of
+from fake_server import FakeServer, Script, words
+
+from annie_quant import bench
+from annie_quant.errors import ServerError, UsageError
+
+
+@pytest.fixture
+def two():
+    with FakeServer(annie) as a, FakeServer(annie) as b:
+        yield a, b
+
+
+def test_a_run_from_smoke_to_aggregates(two, tmp_path):
+    result = bench.run(backends(*two), [FACTS, MEMORY, TALK], tmp_path, warmup=2, runs=2)
+    rows = rows_of(tmp_path)
+    measured = [r for r in rows if not r["warmup"]]
+    # 6 + 1 single prompts and 5 turns, twice, on two sides.
+    assert len(measured) == 2 * 2 * (6 + 1 + 5)
+    assert len({r["id"] for r in rows}) == len(rows)
+    assert [r["workload"] for r in rows[:2]] == ["smoke", "smoke"] and all(r["cold"] and r["warmup"] for r in rows[:2])
+    assert sum(r["warmup"] for r in rows) == 2 + 2 * 2 * (1 + 1 + 5)
+    gates = result["aggregates"]["served"]["a"]["gates"]
+    assert (gates["factual"]["passes"], gates["factual"]["n"]) == (6, 6)
+    assert (gates["tool_call"]["passes"], gates["tool_call"]["n"]) == (1, 1)
+    assert result["aggregates"]["turns"]["b"][4]["turn"] == 5 and result["aggregates"]["turns"]["b"][4]["n"] == 2
+    assert result["aggregates"]["served"]["a"]["workloads"]["tool_memory"]["ttft_tool_ms"]["p50"] > 0
+    assert "ttft_content_ms" not in result["aggregates"]["served"]["a"]["workloads"]["tool_memory"]
+    assert {c["workload"] for c in result["aggregates"]["comparisons"]} >= {"factual", "multi_turn", "all"}
+    assert json.loads((tmp_path / "bench.json").read_text())["config"]["runs"] == 2
+    assert all((tmp_path / "streams" / r["stream"]).exists() for r in rows)
+
+
+def test_every_request_says_thinking_off_and_asks_for_usage(two, tmp_path):
+    bench.run(backends(*two), [FACTS, TALK], tmp_path, warmup=1, runs=1)
+    for body in two[0].bodies:
+        assert body["chat_template_kwargs"] == {"enable_thinking": False}
+        assert body["stream_options"] == {"include_usage": True} and body["stream"] is True
+
+
+def test_both_sides_get_identical_prompts_interleaved(two, tmp_path):
+    bench.run(backends(*two), [FACTS], tmp_path, warmup=0, runs=4)
+    assert sorted(json.dumps(b["messages"]) for b in two[0].bodies) == sorted(
+        json.dumps(b["messages"]) for b in two[1].bodies
+    )
+    order = [r["backend"] for r in rows_of(tmp_path) if not r["warmup"]]
+    blocks = ["".join(order[i : i + 4]) for i in range(0, len(order), 4)]
+    assert set(blocks) == {"abba", "baab"}
+
+
+def test_multi_turn_grows_with_the_own_answers(two, tmp_path):
+    bench.run(backends(*two), [TALK], tmp_path, warmup=0, runs=1)
+    last = max(two[0].bodies, key=lambda b: len(b["messages"]))["messages"]
+    assert [m["content"] for m in last] == [
+        "You are Annie.",
+        "one",
+        "You said one.",
+        "two",
+        "You said two.",
+        "three",
+        "You said three.",
+        "four",
+        "You said four.",
+        "five",
+    ]
+
+
+def test_resume_asks_only_what_is_left(two, tmp_path):
+    bench.run(backends(*two), [FACTS, TALK], tmp_path, warmup=1, runs=2)
+    whole = {r["id"]: r["text"] for r in rows_of(tmp_path) if not r["warmup"]}
+    lines = (tmp_path / "records.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "records.jsonl").write_text("".join(lines[:15]) + lines[15][:40])
+    before = len(two[0].bodies) + len(two[1].bodies)
+    bench.run(backends(*two), [FACTS, TALK], tmp_path, warmup=1, runs=2)
+    asked = len(two[0].bodies) + len(two[1].bodies) - before
+    rows = rows_of(tmp_path)
+    assert {r["id"]: r["text"] for r in rows if not r["warmup"]} == whole
+    assert len({r["id"] for r in rows}) == len(rows)
+    assert asked == len(rows) - 15
+    bench.run(backends(*two), [FACTS, TALK], tmp_path, warmup=1, runs=2)
+    assert len(rows_of(tmp_path)) == len(rows)
+
+
+def test_resume_refuses_another_benchmark(two, tmp_path):
+    bench.run(backends(*two), [FACTS], tmp_path, warmup=0, runs=1)
+    with pytest.raises(UsageError, match="other settings"):
+        bench.run(backends(*two), [FACTS], tmp_path, warmup=0, runs=2)
+    with pytest.raises(UsageError, match="backends"):
+        other = [bench.Backend("a", two[0].url, meta={"source": "other weights"}), bench.Backend("b", two[1].url)]
+        bench.run(other, [FACTS], tmp_path, warmup=0, runs=1)
+    bench.run(backends(*two), [FACTS], tmp_path, warmup=0, runs=2, resume=False)
+    assert sum(not r["warmup"] for r in rows_of(tmp_path)) == 24
+
+
+def test_a_server_that_dies_keeps_what_was_finished(tmp_path):
+    with FakeServer(annie) as a, FakeServer(annie) as b:
+        seen = []
+
+        def dying(body):
+            seen.append(1)
+            if len(seen) == 6:
+                import threading
+
+                threading.Thread(target=a.stop).start()
+                return Script(content=["x"] * 50, gap_s=0.2)
+            return annie(body)
+
+        a.answer = dying
+        with pytest.raises(ServerError, match="'a'"):
+            bench.run(backends(a, b), [FACTS], tmp_path, warmup=1, runs=2)
+    kept = rows_of(tmp_path)
+    assert len([r for r in kept if r["backend"] == "a"]) == 5
+    assert not any(r["error"] for r in kept)
+    with FakeServer(annie) as a, FakeServer(annie) as b:
+        bench.run(backends(a, b), [FACTS], tmp_path, warmup=1, runs=2)
+    assert sum(not r["warmup"] for r in rows_of(tmp_path)) == 24
+
+
+def test_no_server_is_one_clear_line(tmp_path):
+    with pytest.raises(ServerError, match=r"no server answers at http://127\.0\.0\.1:9"):
+        bench.run([bench.Backend("a", "http://127.0.0.1:9")], [FACTS], tmp_path)
+
+
+def test_failed_requests_are_failures_not_crashes(two, tmp_path):
+    two[0].answer = lambda body: (
+        Script(status=400, error="auto tool choice requires --tool-call-parser") if body.get("tools") else annie(body)
+    )
+    result = bench.run(backends(*two), [FACTS, MEMORY], tmp_path, warmup=0, runs=1)
+    gates = result["aggregates"]["served"]["a"]["gates"]
+    assert gates["tool_call"]["passes"] == 0 and gates["tool_call"]["n"] == 1
+    assert any(f["code"] == "tool_parser_missing" for f in result["aggregates"]["confounds"])
+    assert result["aggregates"]["served"]["a"]["errors"] == 1
+
+
+def test_concurrency_sends_together(two, tmp_path):
+    two[0].answer = lambda body: words("Tokyo it is", first_s=0.1)
+    bench.run(backends(*two), [FACTS], tmp_path, warmup=0, runs=1, concurrency=[1, 3])
+    assert two[0].most_in_flight == 3
+    rows = [r for r in rows_of(tmp_path) if not r["warmup"]]
+    assert len(rows) == 24 and {r["concurrency"] for r in rows} == {1, 3}
+
+
+def test_ctrl_c_keeps_the_records(two, tmp_path):
+    def tired(done, total, text):
+        if done == 7:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        bench.run(backends(*two), [FACTS], tmp_path, warmup=0, runs=2, progress=tired)
+    assert sum(not r["warmup"] for r in rows_of(tmp_path)) == 7
+    bench.run(backends(*two), [FACTS], tmp_path, warmup=0, runs=2)
+    assert sum(not r["warmup"] for r in rows_of(tmp_path)) == 24
+
+
+def test_measured_requests_go_over_an_open_connection(two, tmp_path):
+    bench.run(backends(*two), [FACTS], tmp_path, warmup=0, runs=1, concurrency=2)
+    assert not any(r["new_connection"] for r in rows_of(tmp_path) if not r["warmup"])
+
+
+def test_a_budget_of_time_ends_a_run_that_can_go_on(two, tmp_path):
+    for server in two:
+        server.answer = lambda body: words("It is Tokyo.", first_s=0.03)
+    short = bench.run(backends(*two), [FACTS], tmp_path, warmup=0, runs=2, budget_s=0.3)
+    assert 0 < short["requests"] < 24 and short["ended"]["unasked"] == 24 - short["requests"]
+    assert any("the same command goes on" in caveat for caveat in short["verdict"]["caveats"])
+    whole = bench.run(backends(*two), [FACTS], tmp_path, warmup=0, runs=2)
+    assert whole["requests"] == 24 and whole["ended"] == {"unasked": 0, "stopped": None, "prefix_cache": "warm"}
+
+
+def test_a_prefix_cache_that_cannot_be_left_out_is_said(tmp_path):
+    with FakeServer(annie, style="vllm") as a, FakeServer(annie, style="llama.cpp") as b:
+        pair = [bench.Backend("a", a.url, meta={"runtime": "sglang"}), bench.Backend("b", b.url)]
+        result = bench.run(pair, [FACTS], tmp_path, warmup=0, runs=1, prefix_cache="off")
+        assert all(body["cache_prompt"] is False for body in b.bodies if "Capital" in str(body))
+    told = [f for f in result["aggregates"]["confounds"] if f["code"] == "prefix_cache"]
+    assert [f["backends"] for f in told] == [["a"]] and told[0]["severity"] == "confound"

@@ -1,0 +1,204 @@
+"""The claude-cli teacher against a fake `claude` program: everything that such a program has been seen to do."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from paths import HELPERS
+
+from annie_quant.data import Limits, Options, generate
+from annie_quant.errors import AnnieError, EnvironmentFault, ServerError, UsageError
+
+FAKE = HELPERS / "fake_claude.py"
+
+
+class Fake:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.waits: list[float] = []
+
+    def script(self, *steps: str | dict, **more) -> None:
+        listed = [{"do": s} if isinstance(s, str) else s for s in steps]
+        (self.folder / "script.json").write_text(json.dumps({"steps": listed, **more}))
+
+    def calls(self) -> list[dict]:
+        file = self.folder / "calls.jsonl"
+        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+    def make(self, n=10, **more):
+        more.setdefault("limits", Limits(retries=2, max_wait_s=100))
+        return generate("annie", "claude-cli", n, self.folder / "out.jsonl", sleep=self.waits.append, **more)
+
+    def rows(self) -> list[dict]:
+        return [json.loads(line) for line in (self.folder / "out.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def claude(tmp_path, monkeypatch):
+    program = tmp_path / "bin" / "claude"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{FAKE}" "$@"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("FAKE_CLAUDE", str(tmp_path))
+    fake = Fake(tmp_path)
+    fake.script("ok")
+    return fake
+
+
+def test_the_founding_command_with_the_prompt_on_stdin(claude):
+    summary = claude.make(n=10)
+    assert summary["ok"] and summary["valid"] == 10 and summary["with_tools"] == 4
+    call = claude.calls()[0]
+    assert call["argv"][:5] == ["-p", "--model", "claude-opus-4-6", "--output-format", "json"]
+    assert "You are Annie" in call["stdin"] and not any("Annie" in word for word in call["argv"])
+    assert call["cwd"] == [], "an empty folder, so that no project's notes are read"
+    assert {r["provenance"]["model"] for r in claude.rows()} == {"claude-opus-4-6"}
+    assert {r["provenance"]["teacher"] for r in claude.rows()} == {"claude_cli"}
+
+
+def test_flags_that_only_help_are_given_where_the_help_names_them(claude):
+    claude.make(n=5, limits=Limits(max_usd=3.0))
+    argv = claude.calls()[0]["argv"]
+    assert "--max-budget-usd" in argv and argv[argv.index("--max-budget-usd") + 1] == "3.00"
+    assert json.loads(argv[argv.index("--json-schema") + 1])["required"] == ["conversations"]
+    (claude.folder / "calls.jsonl").unlink()
+    claude.script("ok", help="plain")
+    claude.make(n=5, force=True)
+    assert claude.calls()[0]["argv"] == ["-p", "--model", "claude-opus-4-6", "--output-format", "json"]
+
+
+def test_an_older_program_is_refused_by_its_own_help(claude):
+    claude.script("ok", help="old")
+    with pytest.raises(EnvironmentFault, match="--output-format"):
+        claude.make()
+    assert claude.calls() == []
+
+
+def test_no_program_at_all(claude, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(EnvironmentFault, match="not on the PATH"):
+        claude.make()
+
+
+@pytest.mark.parametrize("how", ["fences", "lines", "structured", "verbose"])
+def test_every_way_of_wrapping_the_answer_is_read(claude, how):
+    claude.script(how)
+    assert claude.make(n=10)["valid"] == 10
+    assert "```" not in (claude.folder / "out.jsonl").read_text()
+
+
+def test_of_an_answer_that_is_cut_off_the_whole_conversations_count_and_the_rest_is_asked_again(claude):
+    claude.script("cut", "ok")
+    summary = claude.make(n=40)
+    assert summary["valid"] == 40 and not summary["failed"]
+    wanted = [int(c["stdin"].split()[1]) for c in claude.calls()]
+    assert wanted[0] == 8 and 1 <= wanted[1] < 8, "only what is missing"
+
+
+@pytest.mark.parametrize("how", ["broken", "not_json", {"do": "exit", "code": 1, "err": "boom"}])
+def test_a_failed_batch_is_asked_again_and_no_other(claude, how):
+    claude.script("ok", how, "ok")
+    assert claude.make(n=10)["valid"] == 10
+    prompts = [c["stdin"] for c in claude.calls()]
+    assert len(prompts) == 6 and prompts[1] == prompts[2]
+
+
+def test_a_batch_that_never_works_is_given_up_and_what_was_made_is_kept(claude):
+    claude.script("ok", "ok", "ok", "ok", {"do": "exit", "code": 1, "err": "boom"})
+    assert claude.make(n=10)["failed"] == ["multi_turn: claude ended with exit code 1: boom"]
+    assert len(claude.calls()) == 4 + 3
+    claude.script({"do": "exit", "code": 1, "err": "boom"})
+    with pytest.raises(AnnieError, match=r"0 of 10 conversations are kept") as error:
+        claude.make(n=10, force=True)
+    assert "boom" in error.value.message
+
+
+@pytest.mark.parametrize("code", [126, 127])
+def test_a_program_that_cannot_run_ends_at_once(claude, code):
+    claude.script({"do": "exit", "code": code, "err": "cannot execute"})
+    with pytest.raises(EnvironmentFault, match=str(code)):
+        claude.make()
+    assert len(claude.calls()) == 1
+
+
+def test_a_login_that_is_missing_ends_at_once(claude):
+    claude.script({"do": "error", "text": "Invalid API key · Please run /login"})
+    with pytest.raises(EnvironmentFault, match="not logged in"):
+        claude.make()
+    assert len(claude.calls()) == 1
+
+
+def test_a_rate_limit_is_waited_for_longer_each_time_and_costs_no_try(claude):
+    limit = {"do": "error", "text": 'API Error: 429 {"type":"error","error":{"type":"rate_limit_error"}}'}
+    claude.script(limit, limit, limit, "ok")
+    assert claude.make(n=5)["valid"] == 5
+    assert claude.waits == [5.0, 10.0, 20.0]
+
+
+def test_a_limit_that_names_its_end_is_waited_for_or_the_run_stops_with_what_it_has(claude):
+    soon = {"do": "error", "text": f"Claude AI usage limit reached|{int(time.time()) + 50}"}
+    claude.script(soon, "ok")
+    assert claude.make(n=5)["valid"] == 5
+    assert len(claude.waits) == 1 and 30 < claude.waits[0] <= 50
+    late = {"do": "error", "text": f"Claude AI usage limit reached|{int(time.time()) + 9000}"}
+    (claude.folder / "calls.jsonl").unlink()
+    claude.script("ok", "ok", late)
+    with pytest.raises(ServerError, match="2 of 5 conversations are kept"):
+        claude.make(n=5, force=True)
+    claude.script("ok")
+    assert claude.make(n=5)["valid"] == 5
+    assert len(claude.calls()) == 3 + 3, "what was kept is not asked for again"
+
+
+def test_one_that_hangs_is_ended_with_its_children(claude):
+    claude.script("hang", "ok")
+    start = time.monotonic()
+    assert claude.make(n=5, options=Options(timeout_s=2.0))["valid"] == 5
+    assert time.monotonic() - start < 30
+    assert len(claude.calls()) == 6
+
+
+def test_the_budget_holds_over_resumed_runs(claude):
+    claude.script("ok", cost=0.40)
+    with pytest.raises(AnnieError, match=r"budget of 1.00 USD is spent \(1.20\); 3 of 5"):
+        claude.make(n=5, limits=Limits(max_usd=1.0))
+    with pytest.raises(AnnieError, match="3 of 5"):
+        claude.make(n=5, limits=Limits(max_usd=1.0))
+    assert len(claude.calls()) == 3
+    summary = claude.make(n=5, limits=Limits(max_usd=5.0))
+    assert summary["cost_usd"] == pytest.approx(2.0) and summary["ok"]
+
+
+def test_what_breaks_a_rule_is_dropped_and_asked_again(claude):
+    claude.script("markdown", "ok")
+    summary = claude.make(n=5)
+    assert summary["valid"] == 5 and any("markdown" in reason for reason in summary["dropped"])
+
+
+def test_a_finished_set_is_not_paid_for_twice_nor_overwritten(claude):
+    claude.make(n=5)
+    again = claude.make(n=5)
+    assert again["done_before"] and len(claude.calls()) == 5
+    with pytest.raises(UsageError, match="claude_cli"):
+        generate("annie", "offline", 5, claude.folder / "out.jsonl")
+
+
+def test_a_killed_run_loses_nothing_that_was_kept(claude):
+    """The journal of a run that ends in the midst of a line: the torn line goes, the rest is used."""
+    claude.script("ok", "ok", {"do": "error", "text": "Invalid API key"})
+    with pytest.raises(EnvironmentFault):
+        claude.make(n=5)
+    journal = claude.folder / ".out.jsonl.journal"
+    with journal.open("ab") as file:
+        file.write(b'{"row": {"id": "fact')
+    with pytest.raises(UsageError, match="another n"):
+        claude.make(n=10)
+    claude.script("ok")
+    assert claude.make(n=5)["valid"] == 5
+    assert len(claude.calls()) == 3 + 3 and not journal.exists()

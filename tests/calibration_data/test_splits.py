@@ -1,0 +1,118 @@
+"""Train, calibration and gate never overlap: no template, no topic, no user text, and no workload case in training rows."""
+
+# ruff: noqa: SIM905 (lists of words read better as one text)
+
+from __future__ import annotations
+
+import itertools
+import random
+import sys
+
+import pytest
+from paths import ROOT
+
+from annie_quant.data import generate, grammar, phrases, words
+from annie_quant.judge import load_workloads
+
+EXAMPLES = ROOT / "examples" / "tiny_annie"
+PAIRS = list(itertools.combinations(words.SPLITS, 2))
+WORKLOADS = (
+    "greeting factual conversational reasoning long_response tool_memory tool_web multi_turn thinking_on thinking_off "
+    "abstention hardened_prompt briefing"
+).split()
+
+
+def user_texts(workload):
+    for case in workload.cases:
+        yield from ([m["content"] for m in case.messages if m["role"] == "user"] or case.turns)
+
+
+@pytest.fixture(scope="module")
+def gate_texts():
+    return {text for workload in load_workloads() for text in user_texts(workload)}
+
+
+@pytest.mark.parametrize("topics", [words.MY_TOPICS, words.WEB_TOPICS, words.CAUSES])
+def test_topics_are_apart(topics):
+    for a, b in PAIRS:
+        assert not set(topics[a]) & set(topics[b])
+
+
+def test_templates_are_apart():
+    groups = [
+        *phrases.FACTS.values(),
+        *phrases.SUMS.values(),
+        *phrases.ASK.values(),
+        phrases.MEMORY["ask"],
+        phrases.WEB["ask"],
+        phrases.FOLLOW,
+        phrases.CONVERSE,
+        phrases.ABSTAIN,
+        phrases.THANKS,
+        *phrases.GREET.values(),
+    ]
+    for group in groups:
+        for a, b in PAIRS:
+            assert not {str(t) for t in group[a]} & {str(t) for t in group[b]}
+
+
+@pytest.mark.parametrize("category", list(grammar.DRAW))
+def test_user_texts_of_the_splits_are_apart(category):
+    rng = random.Random(1)
+    seen = {split: {grammar.draw(category, rng, split).user for _ in range(3000)} for split in words.SPLITS}
+    for a, b in PAIRS:
+        assert not seen[a] & seen[b]
+
+
+def test_no_training_row_and_no_calibration_row_holds_a_case(gate_texts, monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    for name in ("rows", "workloads"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    from rows import row
+
+    rng = random.Random(0)
+    for style in ("base", "annie"):
+        for _ in range(2000):
+            for message in row(rng, style).messages:
+                assert message["role"] != "user" or message["content"] not in gate_texts
+    made = tmp_path / "rows.jsonl"
+    generate("annie", n=500, output=made)
+    import json
+
+    for line in made.read_text().splitlines():
+        for message in json.loads(line)["messages"]:
+            assert message["role"] != "user" or message["content"] not in gate_texts
+
+
+def test_every_workload_is_there_with_enough_distinct_cases():
+    loaded = {w.name: w for w in load_workloads()}
+    for name in WORKLOADS:
+        texts = [tuple(user_texts_of(case)) for case in loaded[name].cases]
+        assert len(set(texts)) == len(texts) >= (40 if name == "multi_turn" else 100), name
+    assert all(len(case.turns) == 5 for case in loaded["multi_turn"].cases)
+    assert [w.name for w in loaded.values() if w.thinking] == ["thinking_on"]
+
+
+def user_texts_of(case):
+    return [m["content"] for m in case.messages] or list(case.turns)
+
+
+def test_the_founding_questions_come_first():
+    factual, reasoning = load_workloads(["factual", "reasoning"])
+    assert factual.cases[0].messages[0]["content"] == "What is the capital of Japan?"
+    assert factual.cases[0].expect == {"contains": ["Tokyo"]}
+    assert "3 boxes with 5 balls" in reasoning.cases[0].messages[0]["content"]
+    assert reasoning.cases[0].expect == {"contains": ["15"]}
+
+
+def test_the_workload_files_are_what_their_script_makes(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.delitem(sys.modules, "workloads", raising=False)
+    import json
+
+    import workloads
+
+    for made in workloads.build():
+        assert json.loads((workloads.FOLDER / f"{made['name']}.json").read_text()) == json.loads(json.dumps(made)), (
+            made["name"]
+        )

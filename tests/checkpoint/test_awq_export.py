@@ -1,0 +1,61 @@
+"""ModelOpt's own AWQ export of Qwen3.5: the audit names the norms that it folds wrongly, and repair undoes it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import checkpoint_zoo as zoo
+import pytest
+
+import annie_quant as aq
+
+pytest.importorskip("annie_quant.nvfp4", reason="the C codec is not built")
+pytest.importorskip("modelopt.torch.quantization", reason="ModelOpt is not installed (the quantize extra)")
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory) -> tuple[Path, Path]:
+    """A bf16 checkpoint and what ModelOpt's NVFP4_AWQ_LITE_CFG makes of it; activations lean on a few channels."""
+    import modelopt.torch.export as export
+    import modelopt.torch.quantization as mtq
+    import torch
+    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
+
+    from annie_quant.hf import modelopt_backend
+
+    home = tmp_path_factory.mktemp("awq")
+    tensors = zoo.weights(zoo.CONFIG)
+    for name, t in tensors.items():
+        if name.endswith("layernorm.weight"):
+            t[::16] = 3.0  # outlier channels are what AWQ scales
+    source = zoo.save(home / "bf16", tensors, zoo.CONFIG)
+    model = Qwen3_5ForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+    torch.manual_seed(0)
+    ids = torch.randint(0, 1270, (2, 48))
+    modelopt_backend.register()
+    mtq.quantize(model, modelopt_backend.with_backend(mtq.NVFP4_AWQ_LITE_CFG), lambda m: m(ids))
+    modelopt_backend.release(model)
+    export.export_hf_checkpoint(model, export_dir=str(home / "awq"))
+    for name in zoo.TOKENIZER:
+        (home / "awq" / name).write_bytes((source / name).read_bytes())
+    return source, home / "awq"
+
+
+def test_the_norms_folded_as_w_over_s_are_named(exported):
+    source, awq = exported
+    assert not {f.code for f in aq.checkpoint.audit(awq).findings} - {"pre_quant_scale"}
+    found = aq.checkpoint.audit(awq, source=source)
+    assert {f.code for f in found.findings} == {"pre_quant_scale", "fold_plus_one"}
+    norms = {f.tensor for f in found.findings if f.code == "fold_plus_one"}
+    assert len(norms) >= 6 and all(n.endswith("layernorm.weight") for n in norms)
+    assert any("vLLM: no, NVFP4_AWQ" in line for line in found.summary["loads"])
+
+
+def test_repair_gives_plain_nvfp4_with_the_sources_norms(exported, tmp_path):
+    source, awq = exported
+    result = aq.checkpoint.repair(awq, source, tmp_path / "mended")
+    assert result["remaining"] == []
+    after, original = zoo.read(tmp_path / "mended"), zoo.read(source)
+    assert all(after[n].tobytes() == original[n].tobytes() for n in original if n.endswith("norm.weight"))
+    summary = aq.checkpoint.audit(tmp_path / "mended").summary
+    assert summary["algorithm"] == "NVFP4" and "vLLM: yes" in summary["loads"]

@@ -1,0 +1,167 @@
+"""More of the zoo: lists of layers, shapes, files, and a check that every fault that can be named has a test."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import checkpoint_zoo as zoo
+import ml_dtypes
+import numpy as np
+import pytest
+from checkpoint_faults import DOWN, GATE, fp8_too
+from paths import HELPERS, ROOT, TESTS
+
+import annie_quant as aq
+from annie_quant.checkpoint import ModelFolder, ShardError
+from annie_quant.checkpoint.repair import repair
+
+OUT = "model.layers.3.self_attn.o_proj"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> tuple[Path, Path]:
+    home = tmp_path_factory.mktemp("made")
+    source = zoo.bf16(home / "bf16")
+    return source, zoo.nvfp4(home / "nvfp4", source)
+
+
+def layers(config: dict) -> dict:
+    return config["quantization_config"]["quantized_layers"]
+
+
+def plain(t: dict, module: str) -> None:
+    for suffix in ("weight_scale", "weight_scale_2", "input_scale"):
+        t.pop(f"{module}.{suffix}", None)
+    t[f"{module}.weight"] = np.ones((256, 256), ml_dtypes.bfloat16)
+
+
+LISTS = {
+    "quantized and not in quantized_layers": (lambda t, c: layers(c).pop(DOWN), "not_listed", DOWN),
+    "in quantized_layers and plain": (lambda t, c: plain(t, OUT), "listed_but_plain", OUT),
+}
+
+
+@pytest.mark.parametrize("fault", LISTS)
+def test_lists_of_mixed_precision(made, tmp_path, fault):
+    change, code, tensor = LISTS[fault]
+    mixed = zoo.spoil(made[1], tmp_path / "mixed", fp8_too)
+    (mixed / "hf_quant_config.json").unlink()
+    assert aq.checkpoint.audit(mixed).ok
+    bad = zoo.spoil(mixed, tmp_path / "bad", change)
+    assert [(f.code, f.tensor) for f in aq.checkpoint.audit(bad).findings] == [(code, tensor)]
+    assert repair(bad, None if code == "not_listed" else made[0])["remaining"] == []
+
+
+@pytest.mark.parametrize("name", ["self_attn.qkv_proj", "mlp.gate_up_proj", "linear_attn.in_proj_qkvz"])
+def test_an_ignore_list_against_fused_names(made, tmp_path, name):
+    """Servers look their fused matrices up by the parts: an entry with the fused name excludes nothing."""
+    entry = f"model.layers.3.{name}"
+    bad = zoo.spoil(made[1], tmp_path / "bad", lambda t, c: c["quantization_config"]["ignore"].append(entry))
+    assert ("excluded_fused_name", entry) in {(f.code, f.tensor) for f in aq.checkpoint.audit(bad).findings}
+    assert repair(bad)["remaining"] == []
+
+
+def narrow(columns: int):
+    """The linear with so many columns, its scales padded as a careless exporter would."""
+
+    def change(t: dict, c: dict) -> None:
+        t[f"{DOWN}.weight"] = t[f"{DOWN}.weight"][:, : columns // 2]
+        t[f"{DOWN}.weight_scale"] = t[f"{DOWN}.weight_scale"][:, : -(-columns // 16)]
+
+    return change
+
+
+def test_rows_that_are_no_whole_blocks(made, tmp_path):
+    found = aq.checkpoint.audit(zoo.spoil(made[1], tmp_path / "x", narrow(40)))
+    assert [(f.code, f.tensor) for f in found.findings] == [("scale_shape", f"{DOWN}.weight_scale")]
+    assert all(": no, scale_shape" in line for line in found.summary["loads"])
+
+
+def test_rows_that_are_no_whole_ggml_blocks_are_sound_and_said(made, tmp_path):
+    folder = zoo.spoil(made[1], tmp_path / "x", narrow(48))
+    found = aq.checkpoint.audit(folder)
+    assert found.ok and "rows that are no multiple of 64 as 16-bit numbers" in found.summary["loads"][-1]
+
+
+def test_a_weight_of_another_shape_than_the_source(made, tmp_path):
+    found = aq.checkpoint.audit(zoo.spoil(made[1], tmp_path / "x", narrow(48)), source=made[0])
+    assert [(f.code, f.tensor) for f in found.findings] == [("source_shape", DOWN)]
+    assert repair(tmp_path / "x", made[0])["remaining"] == []
+
+
+def test_codes_of_three_dimensions(made, tmp_path):
+    def fold(t: dict, c: dict) -> None:
+        t[f"{GATE}.weight"] = t[f"{GATE}.weight"].reshape(4, 128, -1)
+
+    found = aq.checkpoint.audit(zoo.spoil(made[1], tmp_path / "x", fold))
+    assert [(f.code, f.tensor) for f in found.findings] == [("weight_shape", f"{GATE}.weight")]
+
+
+def test_a_module_that_the_source_does_not_have(made, tmp_path):
+    extra = "model.layers.9.mlp.down_proj"
+
+    def change(t: dict, c: dict) -> None:
+        for suffix in ("weight", "weight_scale", "weight_scale_2", "input_scale"):
+            t[f"{extra}.{suffix}"] = t[f"{DOWN}.{suffix}"]
+
+    found = aq.checkpoint.audit(zoo.spoil(made[1], tmp_path / "x", change), source=made[0])
+    assert ("not_in_source", extra) in {(f.code, f.tensor) for f in found.findings}
+
+
+def test_a_configuration_that_promises_what_is_not_there(made, tmp_path):
+    config = ModelFolder(made[1]).config["quantization_config"]
+    bad = zoo.spoil(made[0], tmp_path / "x", lambda t, c: c.update(quantization_config=config))
+    assert [f.code for f in aq.checkpoint.audit(bad).findings] == ["nothing_quantized"]
+
+
+def test_files(made, tmp_path):
+    """A shard that is missing, one that is in two files, a tensor that the index does not have, weights of another kind."""
+    folder = zoo.bf16(tmp_path / "m", shard_bytes=1_000_000)
+    shards = sorted(folder.glob("model-*"))
+    whole = shards[0].read_bytes()
+    shards[0].unlink()
+    assert [f.code for f in aq.checkpoint.audit(folder).findings] == ["shard_missing"]
+    shards[0].write_bytes(whole)
+    shards[1].write_bytes(whole)
+    assert [f.code for f in aq.checkpoint.audit(folder).findings] == ["tensor_missing"]
+    (folder / "model.safetensors.index.json").unlink()
+    assert [f.code for f in aq.checkpoint.audit(folder).findings] == ["duplicate_tensor"]
+    shards[1].unlink()
+    shards[1].symlink_to(shards[1].name)
+    with pytest.raises(ShardError) as caught:
+        ModelFolder(folder)
+    assert caught.value.code in ("shard_unreadable", "shard_missing", "path_escapes")
+    for shard in shards:
+        shard.unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"x")
+    (found,) = aq.checkpoint.audit(folder).findings
+    assert found.code == "no_weights" and "pytorch_model.bin" in found.message
+    with pytest.raises(ShardError, match="expected a model folder") as caught:
+        aq.checkpoint.audit(tmp_path / "nowhere")
+    assert caught.value.code == "no_folder"
+
+
+def test_a_small_file_that_links_out_of_the_folder_is_not_carried_along(made, tmp_path):
+    (tmp_path / "secret").write_text("not yours")
+    bad = zoo.spoil(made[0], tmp_path / "bad", lambda t, c: None)
+    (bad / "chat_template.jinja").unlink()
+    (bad / "chat_template.jinja").symlink_to("../secret")
+    with pytest.raises(ShardError, match="a link that leaves the folder"):
+        aq.quantize.run("direct", bad, tmp_path / "out")
+    quantized = zoo.spoil(made[1], tmp_path / "quantized", lambda t, c: None)
+    (quantized / "LICENSE").symlink_to("/etc/hostname")
+    with pytest.raises(ShardError, match="LICENSE: a link that leaves the folder"):
+        aq.checkpoint.convert(quantized, "compressed-tensors", tmp_path / "ct")
+    assert {f.name for f in tmp_path.iterdir()} == {"secret", "bad", "quantized"}
+
+
+def test_every_fault_that_can_be_named_has_a_test():
+    package = ROOT / "annie_quant/checkpoint"
+    code = "".join(f.read_text() for f in package.rglob("*.py"))
+    named = set(re.findall(r'(?:add|ShardError)\(\s*"([a-z_]+)"', code))
+    tests = "".join(f.read_text() for f in [*(TESTS / "checkpoint").glob("*.py"), HELPERS / "checkpoint_faults.py"])
+    # said where a GGUF file is written, and tested there by their sentences
+    elsewhere = {"vocab_size", "tokenizer_missing", "tokenizer_unknown", "index_lies", "shard_unreadable"}
+    assert len(named) > 30
+    assert sorted(n for n in named - elsewhere if f'"{n}"' not in tests) == []

@@ -1,0 +1,104 @@
+"""The command line: help for every command, exit codes, one line on stderr for what can be expected."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from paths import TINY_ANNIE
+
+from annie_quant.cli import cli
+
+COMMANDS = [
+    "demo",
+    "data",
+    "quantize",
+    "search",
+    "audit",
+    "convert",
+    "compare",
+    "eval",
+    "validate-gpu",
+    "serve",
+    "doctor",
+    "bench",
+    "report",
+]
+
+
+def annie(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "annie_quant.cli", *args], capture_output=True, text=True)
+
+
+def test_the_promised_commands_are_there() -> None:
+    assert set(COMMANDS) <= set(cli.commands)
+
+
+@pytest.mark.parametrize("name", sorted(cli.commands))
+def test_every_command_and_option_explains_itself(name: str) -> None:
+    command = cli.commands[name]
+    assert command.help
+    from click.testing import CliRunner
+
+    shown = CliRunner().invoke(cli, [name, "--help"])
+    assert shown.exit_code == 0 and "Usage:" in shown.output
+
+
+def test_an_unknown_option_is_a_usage_error_on_stderr() -> None:
+    done = annie("quantize", "--stratgy", "naive")
+    assert done.returncode == 2 and done.stdout == "" and "--strategy" in done.stderr
+
+
+def test_a_folder_without_a_model_is_one_line_with_exit_3(tmp_path: Path) -> None:
+    done = annie("quantize", "--strategy", "naive", "--model", str(tmp_path), "--output", str(tmp_path / "out"))
+    assert done.returncode == 3
+    assert "no config.json" in done.stderr and "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_unknown_strategy_lists_those_there_are(tmp_path: Path) -> None:
+    done = annie("quantize", "--strategy", "magic", "--model", str(tmp_path), "--output", str(tmp_path / "out"))
+    assert done.returncode == 2 and "naive" in done.stderr and "mlp_only" in done.stderr
+
+
+def test_an_output_in_the_way_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "keep.txt").write_text("mine")
+    done = annie(
+        "quantize", "--strategy", "naive", "--model", str(tmp_path / "model"), "--output", str(tmp_path / "out")
+    )
+    assert done.returncode == 2 and "--force" in done.stderr
+    assert (tmp_path / "out" / "keep.txt").read_text() == "mine"
+
+
+def test_doctor_prints_one_json_object_and_nothing_else() -> None:
+    import json
+
+    done = annie("doctor", "--json")
+    findings = json.loads(done.stdout)["findings"]
+    assert {f["check"] for f in findings} >= {"python", "_nvfp4", "_stream", "gpu", "memory", "disk"}
+    assert all(f["mend"] for f in findings if f["level"] == "fault")
+
+
+def test_eval_hands_its_answers_a_batch_to_the_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch", reason="evaluating needs torch")
+    from click.testing import CliRunner
+
+    from annie_quant.evaluate import terminal
+
+    asked: list[int] = []
+
+    def evaluate(*_: object, rows: int, **__: object) -> dict:
+        asked.append(rows)
+        gate = {"verdict": "pass", "passes": 2, "n": 2, "low": 0.3, "high": 1.0}
+        return {"numerics": {"bf16": {"gates": {"factual": gate}}}}
+
+    monkeypatch.setattr(terminal, "evaluate", evaluate)
+    tiny = str(TINY_ANNIE)
+    for words in (["--rows", "16"], []):
+        done = CliRunner().invoke(cli, ["eval", tiny, "--reference", tiny, "--json", *words])
+        assert done.exit_code == 0, done.output
+    assert asked == [16, 128]
+    assert CliRunner().invoke(cli, ["eval", tiny, "--reference", tiny, "--rows", "0"]).exit_code == 2

@@ -1,0 +1,98 @@
+"""Every example runs as its first line says, says what it should, and stays short."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from paths import ROOT
+
+import annie_quant as aq
+
+EXAMPLES = {p.stem: p for p in (ROOT / "examples").glob("*.py")}
+TINY = Path(aq.__file__).parent / "assets" / "tiny-annie"
+
+
+def run(name: str, *arguments: object, cwd: Path, code: int = 0) -> str:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}
+    ended = subprocess.run(
+        [sys.executable, str(EXAMPLES[name]), *map(str, arguments)],
+        cwd=cwd, env=environment, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert ended.returncode == code, ended.stderr[-2000:]
+    return ended.stdout
+
+
+@pytest.fixture(scope="module")
+def forms(tmp_path_factory):
+    pytest.importorskip("gguf", reason="gguf writes the files that the examples compare")
+    folder = tmp_path_factory.mktemp("forms")
+    return folder, run("convert_checkpoint", TINY, folder, cwd=folder)
+
+
+def test_they_are_about_twenty_lines_and_say_how_to_run_them():
+    assert len(EXAMPLES) == 6
+    for name, path in EXAMPLES.items():
+        text = path.read_text(encoding="utf-8")
+        assert len(text.splitlines()) <= 25, name
+        assert f"python examples/{name}.py" in text.splitlines()[0]
+
+
+def test_pack_tensor(tmp_path):
+    said = run("pack_tensor", cwd=tmp_path)
+    errors = dict(re.findall(r"relative error ([\d.]+)  \((\w+)\)", said))
+    assert list(errors.values()) == ["amax", "four_over_six", "sweep"]
+    assert [float(e) for e in errors] == sorted(map(float, errors), reverse=True), "each search is no worse"
+    assert "bf16      33.6 MB" in said and "NVFP4      9.4 MB" in said
+
+
+def test_convert_checkpoint(forms):
+    folder, said = forms
+    assert (folder / "nvfp4.gguf").stat().st_size < (folder / "q4_k_m.gguf").stat().st_size * 1.4
+    assert said.count("MB") == 4 - 1
+
+
+def test_audit_checkpoint(forms, tmp_path):
+    folder, _ = forms
+    said = run("audit_checkpoint", folder / "nvfp4", TINY, cwd=tmp_path)
+    assert "bits_per_weight: " in said and "vLLM: yes" in said and said.count("relative error") == 3
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for file in (folder / "nvfp4").iterdir():
+        content = file.read_bytes()
+        (broken / file.name).write_bytes(content[:-500] if file.suffix == ".safetensors" else content)
+    assert "✗" in run("audit_checkpoint", broken, cwd=tmp_path, code=1)
+
+
+def test_compare_checkpoints(forms, tmp_path):
+    folder, _ = forms
+    said = run("compare_checkpoints", TINY, folder / "nvfp4", folder / "q4_k_m.gguf", cwd=tmp_path)
+    assert "nvfp4: " in said and "q4_k_m.gguf: " in said and said.count("worst: ") == 6
+
+
+def test_evaluate_offline(forms, tmp_path):
+    pytest.importorskip("torch", reason="torch computes the answers without a server; not installed")
+    pytest.importorskip("transformers", reason="transformers loads the model; not installed")
+    folder, _ = forms
+    said = run("evaluate_offline", folder / "nvfp4", TINY, 2, cwd=tmp_path)
+    assert "w4a16: mean KL" in said and re.search(r"tool_call +\d/2", said)
+
+
+def test_time_stream(tmp_path):
+    pytest.importorskip("aiohttp", reason="aiohttp is the fake server")
+    import fake_server
+
+    with fake_server.FakeServer(
+        lambda body: fake_server.words("Tokyo is the capital of Japan.", gap_s=0.002)
+    ) as server:
+        said = run("time_stream", server.url, cwd=tmp_path)
+    lines = [float(x) for x in re.findall(r"between pieces ([\d.]+) ms", said)]
+    assert len(lines) == 3 and all(1 < gap < 200 for gap in lines)
+    assert (tmp_path / "timings").is_dir()
+    assert "error" not in said
+    nobody = run("time_stream", "http://127.0.0.1:9", cwd=tmp_path, code=1)
+    assert nobody.count("connection refused") == 3 and "first word" not in nobody

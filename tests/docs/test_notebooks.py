@@ -1,0 +1,84 @@
+"""Every notebook runs from start to end on tiny-annie, is as its source says, keeps no output, and shows itself richly."""
+
+from __future__ import annotations
+
+import base64
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from paths import ROOT
+
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+NEEDS = {
+    "2": ("torch", "transformers"),
+    "4": ("xllamacpp",),
+    "5": ("xllamacpp",),
+    "7": ("torch", "transformers", "modelopt"),
+}
+RICH = {"1": 1, "2": 2, "4": 1, "5": 1, "7": 2}  # rich displays of the package's own types
+PICTURES = {"1": 1, "2": 2, "3": 1, "5": 1, "6": 2}
+needs_jupyter = pytest.mark.skipif(
+    any(importlib.util.find_spec(m) is None for m in ("nbclient", "nbformat", "ipykernel", "matplotlib")),
+    reason="nbclient, nbformat, ipykernel or matplotlib is not installed (the notebooks extra), so no notebook can run",
+)
+
+
+def test_there_are_seven():
+    assert [n.name[0] for n in NOTEBOOKS] == list("1234567")
+
+
+def test_they_are_built_from_their_sources():
+    spec = importlib.util.spec_from_file_location("build", ROOT / "notebooks/build.py")
+    build = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(build)
+    sources = {s.stem: s for s in (ROOT / "notebooks/src").glob("*.py")}
+    assert set(sources) == {n.stem for n in NOTEBOOKS}
+    for notebook in NOTEBOOKS:
+        text = sources[notebook.stem].read_text(encoding="utf-8")
+        assert notebook.read_text(encoding="utf-8") == build.notebook(text), (
+            f"{notebook.name}: python notebooks/build.py"
+        )
+        compile(text, notebook.stem, "exec")
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+def test_nothing_ran_is_kept(path):
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        assert not cell.get("outputs") and cell.get("execution_count") is None
+    assert path.stat().st_size < 20_000
+
+
+@needs_jupyter
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+def test_it_runs_from_start_to_end(path, monkeypatch):
+    import nbclient
+    import nbformat
+
+    missing = [m for m in NEEDS.get(path.name[0], ()) if importlib.util.find_spec(m) is None]
+    if missing:
+        pytest.skip(f"{', '.join(missing)} is not installed, and this notebook shows what it does")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    client = nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(path.parent)}})
+    client.execute()
+    outputs = [out for cell in notebook.cells for out in cell.get("outputs", ())]
+    assert not [o for o in outputs if o["output_type"] == "error"]
+    said = "".join(o["text"] for o in outputs if o.get("name") == "stderr")
+    said = said.replace(sys.prefix, "")  # other packages' warnings name their .venv, in a clone called annie_quant
+    assert "Traceback" not in said and "annie_quant" not in said, said
+    shown = [o["data"] for o in outputs if "data" in o]
+    rich = [d["text/html"] for d in shown if "text/html" in d]
+    assert len(rich) >= RICH.get(path.name[0], 0)
+    for html in rich:
+        assert "<script" not in html and "http://" not in html.replace("http://127.0.0.1", "")
+    pictures = [base64.b64decode(d["image/png"]) for d in shown if "image/png" in d]
+    assert len(pictures) >= PICTURES.get(path.name[0], 0) and all(p.startswith(b"\x89PNG") for p in pictures)
+    if keep := os.environ.get("KEEP_NOTEBOOKS"):  # for those who want to look at them
+        nbformat.write(notebook, Path(keep) / path.name)

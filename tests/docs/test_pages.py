@@ -1,0 +1,71 @@
+"""The documentation: every link leads somewhere, every command and option in it exists, and the site builds without a warning."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from paths import ROOT
+
+from annie_quant.cli import cli
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+COMMAND = re.compile(r"annie-quant ((?!-)[a-z][a-z-]*)([^\n`|;]*)")
+
+
+def anchors(page: Path) -> set[str]:
+    titles = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", t.lower()).strip().replace(" ", "-") for t in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    for target in LINK.findall(page.read_text(encoding="utf-8")):
+        if re.match(r"https?://", target):
+            continue
+        path, _, anchor = target.partition("#")
+        found = (page.parent / path) if path else page
+        assert found.exists(), f"{page.name}: {target}"
+        if anchor:
+            assert anchor in anchors(found), f"{page.name}: {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_commands_and_their_options_exist(page):
+    for name, rest in COMMAND.findall(page.read_text(encoding="utf-8")):
+        command = cli.commands.get(name)
+        if command is None and name not in ("search", "compare") and not rest.strip().startswith(("-", "D", "M", "r")):
+            continue  # the name of the package in a sentence
+        assert command is not None, f"{page.name}: annie-quant {name}"
+        known = {o for p in command.params for o in (*p.opts, *p.secondary_opts)} | {"--help"}
+        for option in re.findall(r"(?<!\S)--[a-z][a-z-]*", rest):
+            assert option in known, f"{page.name}: annie-quant {name} {option}"
+
+
+@pytest.mark.skipif(
+    any(importlib.util.find_spec(m) is None for m in ("mkdocs", "material", "mkdocstrings")),
+    reason='mkdocs is not installed (pip install "annie-quant[docs]"), so the site cannot be built',
+)
+def test_the_site_builds_without_a_warning(tmp_path):
+    ended = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")],
+        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=180,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    reference = (tmp_path / "site/reference/python/index.html").read_text(encoding="utf-8")
+    for name in ("annie_quant.nvfp4.pack", "annie_quant.checkpoint.audit.Audit", "annie_quant.publish.upload.upload"):
+        assert f'id="{name}"' in reference, name
+    commands = (tmp_path / "site/reference/cli/index.html").read_text(encoding="utf-8")
+    assert all(f'id="{name}"' in commands for name in cli.commands)
+    contents = (tmp_path / "site/index.html").read_text(encoding="utf-8")
+    for page in (ROOT / "docs").rglob("*.md"):
+        place = page.relative_to(ROOT / "docs").with_suffix("").as_posix()
+        assert place == "index" or f'href="{place}/"' in contents, f"{page.name} is not in the contents"
+    outside = re.findall(r'(?:src|href)="(https?://[^"]+)"', reference)
+    assert not [u for u in outside if u.endswith((".js", ".css")) or "fonts." in u], "the site asks nothing of others"

@@ -1,0 +1,108 @@
+"""The gated delta rule in chunks, over rows of unequal length, against the plain recurrence in float64."""
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="the runtime needs torch: pip install annie-quant[quantize]")
+pytest.importorskip("transformers", reason="the runtime needs transformers: pip install annie-quant[quantize]")
+pytest.importorskip("annie_quant.nvfp4", reason="the runtime needs the codec")
+pytest.importorskip("hypothesis")
+
+from hypothesis import given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+
+from annie_quant.evaluate import deltanet  # noqa: E402
+from annie_quant.evaluate.deltanet import Batch  # noqa: E402
+
+
+def recurrence(q, k, v, g, beta, state=None):
+    """One step after the other: S <- S e^g; S <- S + k (beta (v - S^T k))^T; o = S^T q / sqrt(D)."""
+    q, k = (x / np.sqrt((x * x).sum(-1, keepdims=True) + 1e-6) for x in (q, k))
+    batch, steps, heads, dk = k.shape
+    state = np.zeros((batch, heads, dk, v.shape[-1])) if state is None else state.copy()
+    out = np.zeros_like(v)
+    for t in range(steps):
+        state = state * np.exp(g[:, t])[..., None, None]
+        error = (v[:, t] - np.einsum("bhkv,bhk->bhv", state, k[:, t])) * beta[:, t][..., None]
+        state = state + np.einsum("bhk,bhv->bhkv", k[:, t], error)
+        out[:, t] = np.einsum("bhkv,bhk->bhv", state, q[:, t]) / np.sqrt(dk)
+    return out, state
+
+
+def inputs(batch: int, steps: int, heads: int = 2, dk: int = 8, dv: int = 12, seed: int = 0):
+    rng = np.random.default_rng(seed)
+    q, k = rng.standard_normal((2, batch, steps, heads, dk))
+    v = rng.standard_normal((batch, steps, heads, dv))
+    return [q, k, v, -rng.exponential(0.5, (batch, steps, heads)), rng.random((batch, steps, heads))]
+
+
+def run(arrays, state=None, rule=deltanet.gated_delta_rule):
+    q, k, v, g, beta = (torch.from_numpy(a).float() for a in arrays)
+    state = None if state is None else torch.from_numpy(state).float()
+    out, after = rule(
+        q, k, v, g=g, beta=beta, initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True
+    )
+    return out.numpy(), after.numpy()
+
+
+@pytest.mark.parametrize("steps", [1, 2, 31, 32, 33, 64, 100])
+@pytest.mark.parametrize("started", [False, True])
+def test_chunks_are_the_recurrence(steps: int, started: bool) -> None:
+    arrays = inputs(3, steps, seed=steps)
+    state = np.random.default_rng(1).standard_normal((3, 2, 8, 12)) if started else None
+    for mine, theirs in zip(run(arrays, state), recurrence(*arrays, state), strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=2e-5, rtol=2e-4)
+
+
+def test_the_given_state_is_left_alone() -> None:
+    state = torch.ones(1, 2, 8, 12)
+    q, k, v, g, beta = (torch.from_numpy(a).float() for a in inputs(1, 5))
+    deltanet.gated_delta_rule(q, k, v, g=g, beta=beta, initial_state=state, output_final_state=True)
+    assert (state == 1).all()
+
+
+def test_repeated_keys_keep_their_digits() -> None:
+    """All keys the same, beta 1, no decay: powers of the chunk's matrix reach 1e8 there, substitution stays exact."""
+    q, k, v, g, beta = inputs(1, 64)
+    k[:] = k[:, :1]
+    g[:], beta[:] = 0, 1
+    out, state = run((q, k, v, g, beta))
+    expected, after = recurrence(q, k, v, g, beta)
+    np.testing.assert_allclose(out, expected, atol=1e-4)
+    np.testing.assert_allclose(state, after, atol=1e-4)
+
+
+@settings(max_examples=25, deadline=None)
+@given(lengths=st.lists(st.integers(1, 70), min_size=1, max_size=5), seed=st.integers(0, 99))
+def test_padding_changes_neither_outputs_nor_states(lengths: list[int], seed: int) -> None:
+    steps = max(lengths)
+    arrays = inputs(len(lengths), steps, seed=seed)
+    batch = Batch()
+    batch.set(torch.tensor(lengths), steps, None)
+    out, state = run(arrays, rule=deltanet.ragged_rule(deltanet.gated_delta_rule, batch))
+    for row, length in enumerate(lengths):
+        alone, after = recurrence(*(a[row : row + 1, :length] for a in arrays))
+        np.testing.assert_allclose(out[row, :length], alone[0], atol=2e-5, rtol=2e-4)
+        np.testing.assert_allclose(state[row], after[0], atol=2e-5, rtol=2e-4)
+
+
+def test_unit_lower_inverse_is_the_inverse() -> None:
+    lower = torch.randn(5, 3, 24, 24, dtype=torch.float64) * 0.3
+    inverse = deltanet.unit_lower_inverse(lower)
+    matrix = lower.tril(-1) + torch.eye(24, dtype=torch.float64)
+    np.testing.assert_allclose(inverse.numpy(), np.linalg.inv(matrix.numpy()), atol=1e-9)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_convolution_steps_are_the_convolution(bias: bool) -> None:
+    x, weight = torch.randn(2, 6, 9), torch.randn(6, 4)
+    offset = torch.randn(6) if bias else None
+    whole = deltanet.causal_conv(x, weight, offset, "silu")
+    padded = torch.nn.functional.pad(x, (3, 0)).numpy()
+    sums = sum(padded[:, :, i : i + 9] * weight.numpy()[:, i, None] for i in range(4)) + (
+        0 if offset is None else offset.numpy()[:, None]
+    )
+    np.testing.assert_allclose(whole.numpy(), sums / (1 + np.exp(-sums)), atol=1e-5)
+    state = torch.zeros(2, 6, 4)
+    steps = [deltanet.causal_conv_step(x[:, :, t : t + 1], state, weight, offset, "silu") for t in range(9)]
+    torch.testing.assert_close(torch.cat(steps, -1), whole)

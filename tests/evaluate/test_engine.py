@@ -1,0 +1,133 @@
+"""Batching must not show: scores and greedy answers are those of one row at a time through transformers."""
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the runtime needs torch: pip install annie-quant[quantize]")
+pytest.importorskip("transformers", reason="the runtime needs transformers: pip install annie-quant[quantize]")
+pytest.importorskip("annie_quant.nvfp4", reason="the runtime needs the codec")
+pytest.importorskip("hypothesis")
+
+import random  # noqa: E402
+
+from hypothesis import given  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+from runtime_models import save_reference  # noqa: E402
+
+from annie_quant import runtime  # noqa: E402
+from annie_quant.errors import UsageError  # noqa: E402
+from annie_quant.evaluate.decoding import generate  # noqa: E402
+from annie_quant.evaluate.engine import Engine, Row, in_parts  # noqa: E402
+from annie_quant.evaluate.prefix import SHORTEST, common, group_by_prefix  # noqa: E402
+
+END = 7
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory):
+    return runtime.load(save_reference(tmp_path_factory.mktemp("model")), dtype=torch.float32)
+
+
+def prompts() -> list[list[int]]:
+    """Two long prefixes with short and long tails, a prompt that is a prefix of another, and very short ones."""
+    rng = random.Random(0)
+    words = lambda n: [rng.randrange(20, 1200) for _ in range(n)]  # noqa: E731
+    first, second = words(60), words(90)
+    many = [first + words(n) for n in (1, 2, 3, 17, 40)] + [second + words(n) for n in (1, 5, 33, 34)]
+    return [*many, first + many[4][60:80], words(1), words(2), words(5)]
+
+
+def plain_answer(model, prompt: list[int], limit: int) -> tuple[list[int], bool]:
+    """Greedy decoding by transformers' own generate, one prompt at a time."""
+    ids = torch.tensor([prompt])
+    made = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=limit,
+        do_sample=False,
+        eos_token_id=END,
+        pad_token_id=0,
+    )[0, len(prompt) :].tolist()
+    return (made[: made.index(END)], True) if END in made else (made, False)
+
+
+@pytest.mark.parametrize(("tokens", "rows"), [(4096, 128), (64, 3), (4096, 1)])
+def test_scores_are_those_of_each_row_alone(model, tokens: int, rows: int) -> None:
+    cases = [Row(p, [t % 1200 for t in p[: 1 + i % 5]]) for i, p in enumerate(prompts())]
+    seen = {i: logits.clone() for i, logits in Engine(model, tokens, rows).scores(cases)}
+    assert sorted(seen) == list(range(len(cases)))
+    for i, row in enumerate(cases):
+        ids = torch.tensor([[*row.prompt, *row.target[:-1]]])
+        with torch.inference_mode():
+            alone = model(ids).logits[0, len(row.prompt) - 1 :]
+        torch.testing.assert_close(seen[i], alone, atol=5e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("rows", [128, 4])
+def test_greedy_answers_are_transformers_own(model, rows: int) -> None:
+    asked = prompts()
+    limits = [1 + 3 * (i % 6) for i in range(len(asked))]
+    ended = []
+    answers = generate(Engine(model, rows=rows), asked, limits, [END], ended.append)
+    assert sum(ended) == len(asked)
+    for prompt, limit, answer in zip(asked, limits, answers, strict=True):
+        assert (answer.tokens, answer.finished) == plain_answer(model, prompt, limit)
+
+
+def test_answers_end_at_any_end_mark(model) -> None:
+    asked = prompts()
+    free = generate(Engine(model), asked, [12] * len(asked), [END])
+    ends = sorted({a.tokens[3] for a in free} | {a.tokens[8] for a in free})
+    for open_ended, answer in zip(free, generate(Engine(model, rows=5), asked, [12] * len(asked), ends), strict=True):
+        stop = next(i for i, t in enumerate(open_ended.tokens) if t in ends)
+        assert answer.finished and answer.tokens == open_ended.tokens[:stop]
+
+
+def test_a_limit_of_nothing_gives_nothing(model) -> None:
+    nothing, something = generate(Engine(model), [[30, 31], [40]], [0, 2], [END])
+    assert nothing.tokens == [] and something.tokens
+
+
+def test_the_models_own_layers_are_put_back(model) -> None:
+    before = [(m.chunk_gated_delta_rule, m.causal_conv1d_fn) for m in model.modules() if hasattr(m, "causal_conv1d_fn")]
+    generate(Engine(model), prompts(), [2] * 13, [END])
+    after = [(m.chunk_gated_delta_rule, m.causal_conv1d_fn) for m in model.modules() if hasattr(m, "causal_conv1d_fn")]
+    assert before == after and model.config._attn_implementation == "sdpa"
+
+
+def test_other_attention_is_refused(model) -> None:
+    config = model.config
+    kinds = config.layer_types
+    try:
+        config.layer_types = ["sliding_attention", *kinds[1:]]
+        with pytest.raises(UsageError, match="sliding_attention"):
+            Engine(model)
+    finally:
+        config.layer_types = kinds
+
+
+@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=60), min_size=1, max_size=12), st.integers(0, 59))
+def test_groups_cover_all_rows_and_share_what_they_say(rows: list[list[int]], cut: int) -> None:
+    caps = [min(cut, len(r) - 1) for r in rows]
+    groups = group_by_prefix(rows, caps)
+    assert sorted(i for g in groups for i in g.rows) == list(range(len(rows)))
+    for group in groups:
+        assert group.shared == 0 or group.shared >= SHORTEST
+        head = rows[group.rows[0]][: group.shared]
+        assert all(rows[i][: group.shared] == head and group.shared <= caps[i] for i in group.rows)
+
+
+def test_a_common_system_prompt_is_run_once() -> None:
+    rows = [[*range(300), 1000 + i, i] for i in range(50)] + [[*range(500, 900), 1000 + i, i] for i in range(50)]
+    groups = group_by_prefix(rows, [len(r) - 1 for r in rows])
+    assert sorted((g.shared, len(g.rows)) for g in groups) == [(300, 50), (400, 50)]
+
+
+@given(st.lists(st.integers(1, 20)), st.integers(1, 30))
+def test_parts_are_in_order_and_within_the_limit(sizes: list[int], most: int) -> None:
+    parts = list(in_parts(sizes, most))
+    assert [i for p in parts for i in p] == list(range(len(sizes)))
+    assert all(sum(sizes[i] for i in p) <= most or len(p) == 1 for p in parts)
+
+
+def test_common_prefix() -> None:
+    assert [common([1, 2, 3], x) for x in ([], [1], [1, 2, 3], [1, 2, 4], [2])] == [0, 1, 3, 2, 0]

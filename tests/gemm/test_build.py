@@ -1,0 +1,165 @@
+"""What can be known of the GEMM module without a GPU: it imports, says what is missing, refuses bad arrays, and holds the
+native FP4 instruction in its sm_121a code and nowhere else."""
+
+import os
+import re
+import shutil
+import struct
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from paths import ROOT
+
+import annie_quant as aq
+from annie_quant.errors import EnvironmentFault, UsageError
+from annie_quant.gemm import arrays
+
+BUILT = sorted((ROOT / "annie_quant").glob("_gemm*.so"))
+
+
+def without_gpu():
+    try:
+        return aq.gemm.device_count() == 0
+    except EnvironmentFault:
+        return True
+
+
+def test_importing_needs_no_torch_and_no_module():
+    code = "import sys, annie_quant.gemm; assert 'torch' not in sys.modules and 'annie_quant._gemm' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+@pytest.mark.skipif(not without_gpu(), reason="this machine has a CUDA GPU")
+def test_without_a_gpu_every_entry_says_so_with_exit_code_3():
+    calls = [
+        lambda: aq.gemm.validate(),
+        lambda: aq.gemm.Weight(None, None, 1.0),
+        lambda: aq.gemm.pack(None, 1.0),
+        lambda: aq.gemm.fake_quant(None, 1.0),
+        lambda: aq.gemm.fp4_native(),
+    ]
+    for call in calls:
+        with pytest.raises(EnvironmentFault, match=r"GPU|nvcc") as caught:
+            call()
+        assert caught.value.exit_code == 3
+
+
+def test_host_arrays_and_strangers_are_refused_in_words():
+    for array, says in [(np.zeros(4, np.float32), "host memory"), ([1, 2], "a list"), ("x", "a str")]:
+        with pytest.raises(UsageError, match=says):
+            arrays.view(array, "x")
+
+
+def test_a_cuda_array_is_read_by_interface():
+    class Fake:
+        __cuda_array_interface__ = {  # noqa: RUF012
+            "shape": (4, 6), "typestr": "<f2", "data": (0, False), "version": 3, "strides": (24, 2),
+        }  # fmt: skip
+
+    seen = arrays._from_interface(Fake(), "x") if not BUILT or without_gpu() else None
+    if seen:
+        assert (seen.shape, seen.strides, seen.dtype, seen.contiguous) == ((4, 6), (12, 1), "float16", False)
+
+
+def test_a_host_dlpack_array_is_refused():
+    class Exporter:
+        def __init__(self):
+            self.array = np.zeros((2, 3), np.float32)
+
+        def __dlpack__(self):
+            return self.array.__dlpack__()
+
+    with pytest.raises(UsageError, match="DLPack device type 1"):
+        arrays.view(Exporter(), "x")
+
+
+def test_torch_operator_has_a_fake_kernel():
+    torch = pytest.importorskip("torch")
+    from annie_quant.gemm import torch_op
+
+    torch_op.register()
+    with torch._subclasses.FakeTensorMode():
+        x = torch.empty(2, 3, 64, dtype=torch.bfloat16, device="cuda")
+        packed = torch.empty(1152, dtype=torch.uint8, device="cuda")
+        out = torch.ops.annie_quant.nvfp4_linear(x, packed, 32, 64, 1.0)
+    assert (tuple(out.shape), out.dtype) == ((2, 3, 32), torch.bfloat16)
+
+
+@pytest.mark.skipif(not BUILT, reason="annie_quant._gemm is not built here (it needs nvcc)")
+def test_module_imports_without_a_driver_and_loads_no_cuda_library():
+    code = (
+        "import annie_quant._gemm as g\n"
+        "maps = open('/proc/self/maps').read() if __import__('os').path.exists('/proc/self/maps') else ''\n"
+        "assert 'libcuda.so' not in maps\n"
+        "assert g.packed_bytes(17, 48) == 2 * 1152\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+ALL = os.environ.get("ANNIE_QUANT_CUDA_ALL")  # more architectures and kernels, for who has changed them: half a minute
+GB10_BLOCK = 99 * 1024  # bytes of shared memory that a block of a GB10 may have
+OMMA, HMMA = 0x47F, 0x23C  # SASS: the low 12 bits of an instruction's 16 bytes. Seen as such in cuobjdump's output
+
+
+def cubin(source, arch, folder):
+    """Machine code of one file for one architecture, and what ptxas reports of it."""
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        pytest.skip("needs nvcc")
+    out = folder / f"{Path(source).stem}_{arch}.cubin"
+    code = f"arch=compute_{arch},code=sm_{arch}"
+    command = [nvcc, "-O3", "-std=c++17", "-Icsrc", "-gencode", code, "-Xptxas", "-v", "-cubin", source, "-o", str(out)]
+    report = subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True).stderr
+    return out, report
+
+
+def instructions(path):
+    """How often each SASS opcode stands in a cubin: an ELF file whose .text sections hold 16 bytes an instruction."""
+    data = path.read_bytes()
+    (start,) = struct.unpack_from("<Q", data, 40)
+    size, count, names = struct.unpack_from("<HHH", data, 58)
+    sections = [struct.unpack_from("<IIQQQQ", data, start + i * size) for i in range(count)]
+    name_base = sections[names][4]
+    found = Counter()
+    for name, _, _, _, at, length in sections:
+        if data.startswith(b".text.", name_base + name):
+            found.update(struct.unpack_from("<H", data, i)[0] & 0xFFF for i in range(at, at + length, 16))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("arch", "native"), [("121a", True), ("90a", False), *([("120a", True), ("80", False)] if ALL else [])]
+)
+def test_native_fp4_instruction_is_in_the_machine_code_of_sm_12x_only(arch, native, tmp_path):
+    path, report = cubin("csrc/gemm/w4a4.cu", arch, tmp_path)
+    found = instructions(path)
+    assert sum(found.values()) > 5000
+    assert (found[OMMA] > 0) == native
+    assert set(re.findall(r"(\d+) bytes spill", report)) == {"0"}
+    tool = shutil.which("cuobjdump")
+    if tool:  # some installations of nvcc have no disassembler; the count above does without
+        listing = subprocess.run([tool, "--dump-sass", str(path)], capture_output=True, text=True).stdout
+        named = len(re.findall(r"\bOMMA\.SF\.16864\.F32\.E2M1\.E2M1\.UE4M3\.4X\b", listing))
+        assert not listing or named == found[OMMA]
+
+
+@pytest.mark.parametrize("source", ["skinny", *(["tiled", "repack", "codec"] if ALL else [])])
+def test_sm_121a_code_spills_nothing_within_what_a_gb10_has(source, tmp_path):
+    path, report = cubin(f"csrc/gemm/{source}.cu", "121a", tmp_path)
+    kernels = re.findall(
+        r"entry function '(\w+)'.*?(\d+) bytes spill stores.*?Used (\d+) registers(?:[^\n]*?(\d+) bytes smem)?",
+        report,
+        re.DOTALL,
+    )
+    assert kernels
+    for name, spilled, registers, shared in kernels:
+        # 128 tokens a tile take more shared memory than a GB10's block has, so the planner never chooses them there
+        assert int(spilled) == 0 or "tiled_kernelILi8ELi1ELi2ELi16E" in name, (name, spilled)
+        assert int(registers) <= 255
+        assert int(shared or 0) <= GB10_BLOCK
+    if source == "skinny":
+        assert instructions(path)[HMMA] > 0

@@ -1,0 +1,254 @@
+"""The judge of other people's FP4 kernels, with right, planted-wrong and failing ones in NumPy; no GPU."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from annie_quant.cli.console import Console
+from annie_quant.errors import EnvironmentFault, UsageError
+from annie_quant.gemm import container_check, known_failures, oracle, stack_check
+
+
+def product(case, a=None, w=None, sa=None, sw=None):
+    left = oracle.dequantize(case.a if a is None else a, case.a_scale if sa is None else sa)
+    right = oracle.dequantize(case.w if w is None else w, case.w_scale if sw is None else sw)
+    import ml_dtypes
+
+    return ((left.astype(np.float32) @ right.astype(np.float32).T) * np.float32(case.alpha)).astype(ml_dtypes.bfloat16)
+
+
+def swap(codes):
+    return (codes >> 4) | (codes << 4)
+
+
+def drop_tail(case):
+    out = product(case)
+    out[-1, -1] = 0
+    return out
+
+
+PLANTED = {
+    "swapped nibbles": lambda c: product(c, w=swap(c.w)),
+    "both swapped but one row": lambda c: product(c, w=np.concatenate([swap(c.w[:1]), c.w[1:]])),
+    "swizzled scales read as linear": lambda c: product(
+        c, sw=stack_check.swizzled(c.w_scale)[: c.w_scale.shape[0], : c.w_scale.shape[1]]
+    ),
+    "a neighbour's scale": lambda c: product(c, sw=np.roll(c.w_scale, 1, 1)),
+    "alpha forgotten": lambda c: product(c) / c.alpha,
+    "one element lost": drop_tail,
+    "not a number": lambda c: product(c) * np.nan,
+}
+
+
+def test_a_right_kernel_passes():
+    assert stack_check.judge("right", product)["verdict"] == "right"
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+def test_planted_faults_are_called_wrong_and_given_a_remedy(fault):
+    row = stack_check.judge(fault, PLANTED[fault])
+    assert row["verdict"] == "wrong"
+    assert row["worst"] > 1
+    assert "backend" in row["remedy"]
+
+
+@pytest.mark.parametrize(
+    ("message", "remedy"),
+    [
+        ("CUDA error: no kernel image is available for execution on the device", "121a"),
+        ("CUDA error: an illegal instruction was encountered", "38423"),
+        ("This kernel only supports sm120.", "sm120_family"),
+        ("Capturing CUDA graphs failed: operation not permitted", "--enforce-eager"),
+        ("ptxas fatal : Value 'sm_121a' is not defined for option 'gpu-name'", "TRITON_PTXAS_PATH"),
+    ],
+)
+def test_known_failures_are_named(message, remedy):
+    def call(case):
+        raise RuntimeError(message)
+
+    row = stack_check.judge("broken", call)
+    assert row["verdict"] == "failed"
+    assert remedy in row["remedy"]
+    assert known_failures.recognise("INFO: Graph capturing finished in 5 secs, took 0.54 GiB") is None
+
+
+def test_missing_stacks_are_said_and_unknown_ones_refused():
+    found = stack_check.examine("flashinfer")
+    assert [r["verdict"] for r in found["backends"]] == ["missing"] or found["backends"]
+    with pytest.raises(UsageError, match="no stack called"):
+        stack_check.examine("nonsense")
+
+
+def test_one_wrong_case_makes_a_backend_wrong_whatever_the_others_do():
+    """An error shows by itself; the silent fault must not hide behind it, whichever comes first."""
+    for raising in (1, 16):
+
+        def call(case, raising=raising):
+            if case.a.shape[0] == raising:
+                raise RuntimeError("an illegal instruction was encountered")
+            return product(case, w=swap(case.w))
+
+        row = stack_check.judge("both", call)
+        assert row["verdict"] == "wrong"
+        assert "--linear-backend" in row["remedy"]
+
+
+OPS = """
+import torch
+from annie_quant.gemm import oracle
+
+def linear_scales(swizzled, rows, cols):  # the 128x4 tiles' formula, an element at a time
+    flat = swizzled.view(torch.uint8).flatten()
+    m, k = torch.meshgrid(torch.arange(rows), torch.arange(cols), indexing="ij")
+    at = ((m // 128) * -(-cols // 4) + k // 4) * 512 + (m % 32) * 16 + (m % 128) // 32 * 4 + k % 4
+    return flat[at]
+
+def value(codes, scales):
+    return torch.from_numpy(oracle.dequantize(codes.numpy(), scales.numpy()))
+
+def cutlass_scaled_fp4_mm(a, b, a_scales, b_scales, alpha, out_dtype):
+    {fault}
+    left = value(a, linear_scales(a_scales, a.shape[0], a.shape[1] // 8))
+    right = value(b, linear_scales(b_scales, b.shape[0], b.shape[1] // 8))
+    return (left @ right.T * alpha.double()).to(out_dtype)
+"""
+MARLIN = """
+import torch
+from vllm import _custom_ops as ops
+
+def prepare_fp4_layer_for_marlin(layer):
+    layer.weight_scale = torch.nn.Parameter(layer.weight_scale.view(torch.uint8), requires_grad=False)
+    layer.workspace = torch.zeros(1)
+
+def apply_fp4_marlin_linear(input, weight, weight_scale, {scale}, workspace, size_n, size_k, bias=None):
+    assert weight.shape == (size_n, size_k // 2)
+    out = input.double() @ ops.value(weight, weight_scale).T * {scale}.double()
+    return out.to(input.dtype)
+"""
+
+
+@pytest.fixture
+def vllm(tmp_path, monkeypatch):
+    """A package with vLLM's names and signatures: its CUTLASS product has the fault given, its Marlin is right."""
+
+    def make(fault="pass", scale="weight_global_scale"):
+        folder = tmp_path / "vllm"
+        deep = folder / "model_executor" / "layers" / "quantization" / "utils"
+        deep.mkdir(parents=True)
+        for each in (folder, *(deep.parents[i] for i in range(3)), deep):
+            (each / "__init__.py").touch()
+        (folder / "_custom_ops.py").write_text(OPS.format(fault=fault))
+        (deep / "marlin_utils_fp4.py").write_text(MARLIN.format(scale=scale))
+        monkeypatch.syspath_prepend(str(tmp_path))
+        for name in [n for n in sys.modules if n.split(".")[0] == "vllm"]:
+            monkeypatch.delitem(sys.modules, name)
+
+    yield make
+    for name in [n for n in sys.modules if n.split(".")[0] == "vllm"]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("scale", ["weight_global_scale", "weight_scale_2"])
+def test_vllms_own_calls_are_made_as_it_takes_them(vllm, scale):
+    pytest.importorskip("torch")
+    vllm(scale=scale)
+    for name, call, missing in stack_check.backends("vllm"):
+        assert missing == ""
+        assert stack_check.judge(name, call)["verdict"] == "right", name
+
+
+def test_a_backend_that_dies_says_nothing_of_the_next(vllm):
+    """As an illegal instruction does: it ends its own process; the right backend is found and named with its switch."""
+    pytest.importorskip("torch")
+    dies = "import os, sys; print('an illegal instruction was encountered', file=sys.stderr, flush=True); os.abort()"
+    vllm(fault=dies)
+    found = stack_check.examine("vllm")
+    assert [r["verdict"] for r in found["backends"]] == ["failed", "right"]
+    assert "SIGABRT" in found["backends"][0]["cases"][0]["error"]
+    assert "38423" in found["backends"][0]["remedy"]
+    assert found["choose"] == "vllm marlin (W4A16)"
+    assert found["switch"] == "--linear-backend marlin"
+    assert found["note"] == known_failures.NOT_NATIVE
+
+
+def test_what_was_found_is_said_a_line_a_backend(capsys):
+    rows = [
+        stack_check.judge("good", product, stack_check.cases()[:1]),
+        stack_check.judge("bad", PLANTED["swapped nibbles"], stack_check.cases()[:1]),
+        {"backend": "gone", "verdict": "missing", "cause": "no module", "remedy": "", "cases": []},
+    ]
+    Console().print_stack({"backends": rows, "choose": "good", "switch": "--linear-backend good", "note": "a note"})
+    said = capsys.readouterr().out
+    for line in ("✓ good: right", "✗ bad: wrong", "→ choose a backend", "· gone: missing: no module"):
+        assert line in said
+    assert "choose good   --linear-backend good\na note" in said
+
+
+def test_swizzle_is_the_stated_formula():
+    scales = np.random.default_rng(0).integers(1, 127, (200, 9), dtype=np.uint8)
+    flat = stack_check.swizzled(scales).reshape(-1)
+    tiles = 3
+    for m in range(200):
+        for k in range(9):
+            at = ((m // 128) * tiles + k // 4) * 512 + (m % 32) * 16 + (m % 128) // 32 * 4 + k % 4
+            assert flat[at] == scales[m, k]
+    assert flat.size == 256 * 12
+    assert (flat == 0).sum() == 256 * 12 - 200 * 9
+
+
+def test_the_container_command_is_a_list_without_a_shell():
+    assert container_check.command("vllm/vllm-openai:v0.20", "docker", running=False) == [
+        "docker", "run", "--rm", "-i", "--gpus", "all", "--entrypoint", "python3", "vllm/vllm-openai:v0.20", "-",
+    ]  # fmt: skip
+    assert container_check.command("my; rm -rf /", "docker", running=True)[3] == "my; rm -rf /"
+    for name in ("", "--privileged"):
+        with pytest.raises(UsageError, match="names no container"):
+            container_check.command(name, "docker", running=False)
+    with pytest.raises(UsageError, match="no stack called"):
+        container_check.plan("image", "nonsense")
+
+
+def test_the_script_that_travels_runs_where_nothing_is_installed(tmp_path):
+    """Python alone in an empty folder, as in a container: the examination runs and its last line is the result."""
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", f"import sys; sys.path.append({np_folder()!r}); exec(sys.stdin.read())"],
+        input=container_check.script("flashinfer"), capture_output=True, text=True, cwd=tmp_path, env={"PATH": "/usr/bin:/bin"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["backends"][0]["backend"].startswith("flashinfer")
+
+
+def np_folder():
+    return str(Path(np.__file__).parents[1])
+
+
+FAKE = """#!{python}
+import json, sys
+if sys.argv[1] == "container":
+    print("true" if sys.argv[-1] == "alive" else "")
+elif "broken" in sys.argv:
+    sys.exit("RuntimeError: no kernel image is available for execution on the device")
+else:
+    print("noise of an import")
+    said = {{"argv": sys.argv[1:], "script": len(sys.stdin.read()), "wrong": False}}
+    print(json.dumps(said))
+"""
+
+
+def test_a_running_container_is_entered_and_an_image_started(tmp_path, monkeypatch):
+    docker = tmp_path / "docker"
+    docker.write_text(FAKE.format(python=sys.executable))
+    docker.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    alive = container_check.examine("alive", "torch")
+    assert alive["argv"] == ["exec", "-i", "alive", "python3", "-"]
+    assert alive["script"] > 10_000
+    assert container_check.examine("some/image:1", "all")["argv"][:2] == ["run", "--rm"]
+    with pytest.raises(EnvironmentFault, match="no kernel image") as caught:
+        container_check.examine("broken", "vllm")
+    assert "121a" in caught.value.hint

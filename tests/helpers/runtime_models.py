@@ -1,0 +1,181 @@
+"""Small Qwen3.5 models with random weights and their NVFP4 exports, for the runtime's tests."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from paths import TINY_ANNIE
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+
+def save_reference(folder: Path, seed: int = 0, gain: float = 4.0) -> Path:
+    """A bf16 Qwen3.5 of four layers (three DeltaNet, one attention) with tiny-annie's tokenizer.
+
+    gain: how much larger than a fresh model's the linears are; it makes the answers varied.
+    """
+    import torch
+    from transformers import AutoTokenizer, Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+    tokenizer = AutoTokenizer.from_pretrained(TINY_ANNIE)
+    torch.manual_seed(seed)
+    config = Qwen3_5TextConfig(
+        vocab_size=-(-len(tokenizer) // 64) * 64, hidden_size=64, intermediate_size=128, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=32, linear_key_head_dim=32, linear_value_head_dim=32,
+        linear_num_key_heads=2, linear_num_value_heads=4, linear_conv_kernel_dim=4, full_attention_interval=4,
+        max_position_embeddings=4096, tie_word_embeddings=False, eos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    model = Qwen3_5ForCausalLM(config)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() == 2 and "embed" not in name:
+                weight.mul_(gain)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    for name in TOKENIZER_FILES:
+        shutil.copyfile(TINY_ANNIE / name, folder / name)
+    return folder
+
+
+def export_nvfp4(source: Path, folder: Path, config: str = "NVFP4_DEFAULT_CFG", tokens: int = 64) -> Path:
+    """ModelOpt's own export of the model in `source`, calibrated with `max` on random tokens, on a CPU."""
+    import modelopt.torch.quantization as mtq
+    import torch
+    from modelopt.torch.export import export_hf_checkpoint
+    from transformers import AutoModelForCausalLM
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+        ids = torch.randint(0, model.config.vocab_size, (4, tokens), generator=torch.Generator().manual_seed(1))
+        mtq.quantize(model, copy.deepcopy(getattr(mtq, config)), lambda m: m(ids))
+        export_hf_checkpoint(model, export_dir=folder)
+    for name in TOKENIZER_FILES:
+        shutil.copyfile(source / name, folder / name)
+    return folder
+
+
+SERVED_AS_ONE = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("in_proj_qkv", "in_proj_z"))
+
+
+def simulated(source: Path, ids, config: dict | None = None):
+    """ModelOpt's own W4A4 simulation of the model in `source`, float32 on the device of `ids`, calibrated on them.
+
+    Linears that are served as one share their amax, as they do in ModelOpt's export. Returns the model and its quantized
+    linears by name.
+    """
+    import modelopt.torch.quantization as mtq
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, device_map=str(ids.device)).eval()
+        mtq.quantize(model, copy.deepcopy(config or mtq.NVFP4_DEFAULT_CFG), lambda m: m(ids))
+    for module in model.modules():
+        for names in SERVED_AS_ONE:
+            parts = [getattr(module, name) for name in names if hasattr(module, name)]
+            for side in ("weight_quantizer", "input_quantizer"):
+                amax = [getattr(p, side)._amax for p in parts if getattr(p, side).is_enabled]
+                for value in amax:
+                    value.copy_(torch.stack(amax).max(0).values)
+    linears = {
+        n: m for n, m in model.named_modules() if hasattr(m, "weight_quantizer") and m.weight_quantizer.is_enabled
+    }
+    return model, linears
+
+
+def dequantized(folder: Path) -> dict:
+    """The state dict of an export with every NVFP4 weight dequantized to bf16 by ModelOpt."""
+    import torch
+    from modelopt.torch.quantization.qtensor import NVFP4QTensor
+    from safetensors.torch import load_file
+
+    raw = load_file(folder / "model.safetensors")
+    out = {}
+    for name, tensor in raw.items():
+        if name.endswith(("weight_scale", "weight_scale_2", "input_scale")):
+            continue
+        if tensor.dtype == torch.uint8:
+            scale, scale_2 = raw[f"{name}_scale"], raw[f"{name}_scale_2"]
+            shape = torch.Size((tensor.shape[0], tensor.shape[1] * 2))
+            block = shape[1] // scale.shape[1]
+            tensor = NVFP4QTensor(shape, torch.bfloat16, tensor).dequantize(
+                dtype=torch.bfloat16, scale=scale, double_scale=scale_2, block_sizes={-1: block}
+            )
+        out[name] = tensor
+    return out
+
+
+class Edge(NamedTuple):
+    """Where a decode step and a batch first round an activation to different codes.
+
+    apart: how far the unrounded inputs of that linear are from each other, in units of the largest. moved: how many
+    values took another code. from_middle: the farthest of them from a midpoint between two codes (of E2M1, or of E4M3 for
+    its block's scale), relative.
+    """
+
+    linear: str
+    apart: float
+    moved: int
+    from_middle: float
+
+
+def first_edge(model, prompt: Sequence[int], history: Sequence[int]) -> Edge | None:
+    """The first NVFP4 linear whose rounded inputs differ between running prompt and history token by token, as plain
+    generation does, and in one batch, as verification does; None where all are equal."""
+    import torch
+
+    from annie_quant.evaluate.engine import Engine, Row
+    from annie_quant.hf import codec
+
+    def step_by_step() -> None:
+        cache = model(torch.tensor([list(prompt)]), use_cache=True).past_key_values
+        for token in history:
+            cache = model(torch.tensor([[token]]), past_key_values=cache, use_cache=True).past_key_values
+
+    steps = inputs_of_linears(model, step_by_step)
+    batch = inputs_of_linears(model, lambda: list(Engine(model, rows=5).scores([Row(prompt, [*history, 0])])))
+    e4m3 = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+    for name, a in steps.items():
+        b, scale = batch[name], model.get_submodule(name).scalars().input_scale
+        moved = (codec.fake_quant(a, scale) != codec.fake_quant(b, scale)).nonzero().tolist()
+        if not moved:
+            continue
+        farthest = 0.0
+        for row, column in moved:
+            block = a[row, column // 16 * 16 :][:16].double().abs()
+            wanted = float(block.max()) / (6 * scale)
+            step = float(torch.tensor(wanted).to(torch.float8_e4m3fn)) * scale
+            middles = torch.tensor(codec.MIDPOINTS, dtype=torch.float64)
+            of_value = (block[column % 16] / step / middles - 1).abs().min()
+            of_scale = ((e4m3[1:] + e4m3[:-1]) / 2 / wanted - 1).abs().min()
+            farthest = max(farthest, float(torch.minimum(of_value, of_scale)))
+        return Edge(name, float((a - b).abs().max() / a.abs().max()), len(moved), farthest)
+    return None
+
+
+def inputs_of_linears(model, forward: Callable[[], object]) -> dict:
+    """float32 [tokens, K] for each NVFP4 linear: what it was given while `forward` ran, in the order of the model."""
+    import torch
+
+    from annie_quant.hf.nvfp4_linear import nvfp4_linears
+
+    seen: dict[str, list] = {}
+    hooks = [
+        linear.register_forward_pre_hook(
+            lambda _, args, name=name: seen.setdefault(name, []).append(args[0].flatten(0, -2))
+        )
+        for name, linear in nvfp4_linears(model).items()
+    ]
+    try:
+        with torch.inference_mode():
+            forward()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return {name: torch.cat(parts) for name, parts in seen.items()}

@@ -1,0 +1,134 @@
+"""Whatever a model says, judging gives an answer and never an exception."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from judge_cases import TOOLS
+
+from annie_quant import judge
+from annie_quant.judge.workloads import build_workload
+
+PIECES = [
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<function=",
+    "search_memory",
+    ">",
+    "</function>",
+    "<parameter=query>",
+    "</parameter>",
+    "<|im_end|>",
+    "**",
+    "*",
+    "_",
+    "`",
+    "```",
+    "#",
+    "- ",
+    "1. ",
+    "> ",
+    "|",
+    "\n",
+    "\n\n",
+    " ",
+    "Tokyo",
+    "15",
+    "not ",
+    "?",
+    ".",
+    "\\",
+    "[",
+    "](",
+    ")",
+    "{",
+    '"name"',
+    "東京",
+    "\u0301",
+    "\x00",
+    "😀",
+    "Thinking Process:",
+    "the user",
+    "---",
+    "<b>",
+    "a",
+]
+TEXT = st.one_of(st.text(max_size=200), st.lists(st.sampled_from(PIECES), max_size=40).map("".join))
+CALLS = st.lists(
+    st.fixed_dictionaries(
+        {
+            "id": st.none() | st.text(max_size=3),
+            "name": st.none() | st.sampled_from(["search_memory", "web_search", ""]),
+            "arguments": st.none() | TEXT | st.sampled_from(["{}", '{"query": "x"}', "[1]", "NaN", '{"query": 1e999}']),
+        }
+    ),
+    max_size=2,
+)
+EXPECT = [
+    {},
+    {"contains": ["Tokyo", ["15", "x"]]},
+    {"tool": "search_memory", "arguments": {"query": ["x", 3]}},
+    {"no_tool": True},
+]
+
+
+def workload(expect, thinking):
+    return build_workload(
+        {
+            "name": "w",
+            "max_tokens": 9,
+            "gates": judge.gate_names(),
+            "tools": TOOLS,
+            "thinking": thinking,
+            "cases": [{"id": "c", "messages": [{"role": "user", "content": "?"}], "expect": expect}],
+        }
+    )
+
+
+@settings(max_examples=300, deadline=None)
+@given(TEXT, TEXT, CALLS, st.sampled_from(EXPECT), st.booleans(), st.sampled_from([None, "stop", "length", "odd"]))
+def test_every_gate_has_an_answer_to_everything(text, reasoning, calls, expect, thinking, finish):
+    asked = workload(expect, thinking)
+    answer = judge.Answer(text, reasoning, calls, finish)
+    checks = judge.checks(answer, asked.cases[0], asked)
+    assert set(checks.values()) <= {True, False} and "non_empty" in checks
+    assert judge.gate_table([(asked, asked.cases[0], answer)])
+
+
+@settings(max_examples=300, deadline=None)
+@given(TEXT, st.booleans())
+def test_raw_text_is_always_read_and_nothing_is_made_up(raw, thinking):
+    answer = judge.parse_raw(raw, thinking, TOOLS)
+    assert all(part in raw for part in (answer.text.split() + answer.reasoning.split())[:5] if "<tool_call>" not in raw)
+    assert len(answer.tool_calls) <= raw.count("<tool_call>")
+    again = judge.parse_raw(raw, thinking, TOOLS)
+    assert again == answer
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "*" * 8000,
+        "[" * 8000,
+        "`" * 8001,
+        "> " * 4000,
+        "a " * 8000,
+        "- " * 4000,
+        "<think" * 2000,
+        "okay, " * 3000,
+        "<tool_call>" * 2000 + "<function=a>" * 500,
+        "15 " * 5000,
+        "_a" * 6000,
+    ],
+)
+def test_long_and_nasty_text_is_judged_quickly(text):
+    asked = workload({"contains": ["15"]}, False)
+    start = time.monotonic()
+    judge.checks(judge.Answer(text), asked.cases[0], asked)
+    judge.parse_raw(text, True)
+    assert time.monotonic() - start < 5

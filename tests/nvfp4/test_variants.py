@@ -1,0 +1,202 @@
+"""Every SIMD variant gives the serial reference's bytes; decoding takes any bytes; threads and forks are safe."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+from nvfp4_cases import DTYPES, adversarial, bits, in_dtype
+
+from annie_quant import kquant, nvfp4
+
+SIMD = nvfp4.variants()[1:]
+FUZZ = int(os.environ.get("ANNIE_QUANT_FUZZ", "300"))
+# 10^8 weights take a while on two cores: ANNIE_QUANT_WEIGHTS=100000000 pytest tests/nvfp4/test_variants.py
+WEIGHTS = int(os.environ.get("ANNIE_QUANT_WEIGHTS", "2000000"))
+
+
+@pytest.fixture(autouse=True)
+def fastest_variant():
+    yield
+    nvfp4.set_variant("auto")
+    nvfp4.set_threads(0)
+
+
+def packed(x, **how):
+    t = nvfp4.pack(x, **how)
+    return np.concatenate([t.codes.reshape(-1), t.block_scale.view(np.uint8).reshape(-1)])
+
+
+@pytest.mark.skipif(not SIMD, reason="this processor runs the serial variant alone")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_variants_agree_on_every_trap(dtype):
+    rng = np.random.default_rng(1)
+    importance = rng.gamma(0.5, 1, 256).astype(np.float32)
+    ways = [
+        *(
+            {"scale": s, "tensor_scale": ts}
+            for s in ("amax", "four_over_six", "sweep")
+            for ts in (None, 0.001, 2.0**-6)
+        ),
+        {"scale": "sweep", "importance": importance},
+        {"encoding": "modelopt-static"},
+        {"encoding": "compressed-tensors"},
+        {"group": 32},
+        {"group": 32, "scale": "sweep", "importance": importance},
+        {"group": 32, "scale": "four_over_six"},
+        {"group": 64, "encoding": "compressed-tensors"},
+        {"group": 64, "scale": "sweep"},
+    ]
+    for name, w in adversarial(37, 256, 21):
+        x = in_dtype(w, dtype)
+        for way in ways:
+            nvfp4.set_variant("serial")
+            wanted, t = packed(x, **way), nvfp4.pack(x, **way)
+            decoded = {d: bits(nvfp4.unpack(t, d)) for d in ("bfloat16", "float16", "float32")}
+            for variant in SIMD:
+                nvfp4.set_variant(variant)
+                assert (packed(x, **way) == wanted).all(), (variant, name, way)
+                for d, pattern in decoded.items():
+                    assert (bits(nvfp4.unpack(t, d)) == pattern).all(), (variant, name, way, d)
+
+
+@pytest.mark.skipif(not SIMD, reason="this processor runs the serial variant alone")
+def test_variants_agree_on_many_random_weights():
+    rng = np.random.default_rng(int.from_bytes(os.urandom(4), "little"))
+    left = WEIGHTS
+    while left > 0:
+        pattern = rng.integers(0, 2**16, (512, 1024), dtype=np.uint16)
+        # Half of them with exponents near each other, so that rounding and not range decides.
+        pattern[:256] = pattern[:256] & 0x83FF | 0x3C00
+        x = in_dtype(pattern.view(DTYPES[2]).astype(np.float32), DTYPES[2])
+        scale = float(np.exp(rng.uniform(-12, 2)))
+        for way in ({"tensor_scale": scale, "scale": s} for s in ("amax", "four_over_six", "sweep")):
+            nvfp4.set_variant("serial")
+            wanted = packed(x, **way)
+            for variant in SIMD:
+                nvfp4.set_variant(variant)
+                assert (packed(x, **way) == wanted).all(), (variant, way)
+        left -= x.size
+
+
+@pytest.mark.parametrize("scale", [2.0**-60, 2.0**-120, 2.0**100])
+def test_variants_agree_on_a_tensor_scale_far_from_the_weights(scale):
+    """Every code clips, or none reaches: floats over- or underflow there, and the exact search decides."""
+    w = np.random.default_rng(3).standard_normal((8, 256)).astype(np.float16) * np.float16(1000)
+    nvfp4.set_variant("serial")
+    wanted = packed(w, tensor_scale=scale, scale="sweep")
+    for variant in SIMD:
+        nvfp4.set_variant(variant)
+        np.testing.assert_array_equal(packed(w, tensor_scale=scale, scale="sweep"), wanted, variant)
+
+
+@pytest.mark.parametrize("group", [16, 64])
+def test_variants_agree_where_the_smallest_step_dwarfs_the_weights(group):
+    """All codes give zeros and the same error, so the lowest holds; squares of |x| / step underflow in float."""
+    divisor = np.float32(8.31409e-14)
+    w = np.random.default_rng(3).integers(-2000, 2001, (16, 256)).astype(np.float32) * divisor / np.float32(4)
+    for variant in nvfp4.variants():
+        nvfp4.set_variant(variant)
+        t = nvfp4.pack(w, group=group, scale="sweep", encoding="compressed-tensors", divisor=float(divisor))
+        assert (t.block_scale.view(np.uint8) == 1).all(), variant
+
+
+@pytest.mark.parametrize("variant", nvfp4.variants())
+def test_all_lengths_and_alignments(variant):
+    """Tails of the SIMD loops, and outputs that no aligned store may touch."""
+    rng = np.random.default_rng(5)
+    w = rng.standard_normal(16 * 70).astype(np.float32)
+    nvfp4.set_variant("serial")
+    wanted = nvfp4.pack(w, tensor_scale=0.01)
+    back = nvfp4.unpack(wanted, "bfloat16")
+    nvfp4.set_variant(variant)
+    for blocks in range(1, 70):
+        for offset in (0, 1, 3):
+            memory = np.full(8 * blocks + 64, 0xAA, np.uint8)
+            codes = memory[offset : offset + 8 * blocks]
+            out = nvfp4.Tensor(codes, np.empty(blocks, nvfp4.E4M3), np.float32(1), (16 * blocks,))
+            nvfp4.pack(w[: 16 * blocks], tensor_scale=0.01, out=out)
+            assert (codes == wanted.codes[: 8 * blocks]).all()
+            assert (memory[:offset] == 0xAA).all() and (memory[offset + 8 * blocks :] == 0xAA).all()
+        assert (bits(nvfp4.unpack(out, "bfloat16")) == bits(back[: 16 * blocks])).all()
+
+
+@pytest.mark.parametrize("variant", nvfp4.variants())
+def test_any_bytes_decode(variant):
+    nvfp4.set_variant(variant)
+    rng = np.random.default_rng(7)
+    for _ in range(FUZZ):
+        blocks = int(rng.integers(1, 40))
+        codes = rng.integers(0, 256, (blocks, 8), np.uint8)
+        scales = rng.integers(0, 256, (blocks, 1), np.uint8)
+        scale = rng.integers(1, 0x7F800000, dtype=np.uint32).view(np.float32)
+        t = nvfp4.Tensor(codes, scales, scale, (blocks, 16))
+        got = nvfp4.unpack(t, "float32", nan="keep")
+        finite = (scales & 0x7F) != 0x7F
+        with np.errstate(over="ignore", invalid="ignore"):
+            step = scales.view(nvfp4.E4M3).astype(np.float32) * scale
+            wanted = nvfp4.E2M1_VALUES[np.stack([codes & 15, codes >> 4], -1).reshape(blocks, 16)] * step
+        known = np.broadcast_to(finite, got.shape) & ~np.isnan(wanted)
+        assert (bits(got)[known] == bits(wanted)[known]).all()
+        for kind, block in kquant.BLOCKS.items():
+            raw = rng.integers(0, 256, (2, block.size_bytes * int(rng.integers(1, 4))), np.uint8)
+            assert kquant.dequantize(raw, kind).shape == (2, raw.shape[1] // block.size_bytes * block.elements)
+
+
+def test_python_threads_at_once():
+    rng = np.random.default_rng(9)
+    arrays = [rng.standard_normal((256, 1024)).astype(np.float32) for _ in range(4)]
+    wanted = [packed(a, scale="sweep") for a in arrays]
+    faults = []
+
+    def work(k):
+        for _ in range(10):
+            if not (packed(arrays[k], scale="sweep") == wanted[k]).all():
+                faults.append(k)
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not faults
+
+
+def test_a_forked_child_can_pack():
+    program = """
+import os, numpy as np
+from annie_quant import nvfp4
+w = np.ones((512, 1024), np.float32)
+nvfp4.set_threads(2)
+before = nvfp4.pack(w).codes
+child = os.fork()
+if child == 0:
+    os._exit(0 if (nvfp4.pack(w).codes == before).all() and nvfp4.threads() == 1 else 1)
+raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0
+
+
+def test_nothing_leaks():
+    program = """
+import resource, numpy as np
+from annie_quant import nvfp4, kquant
+w = np.ones((64, 1024), np.float32)
+def once():
+    t = nvfp4.pack(w, importance=w[0]); nvfp4.unpack(t); nvfp4.fake_quant(w)
+    kquant.dequantize(kquant.quantize(w, "Q8_0"), "Q8_0")
+    for bad in (w[:, :8], np.ones(16, np.int8)):
+        try: nvfp4.pack(bad)
+        except ValueError: pass
+for _ in range(50): once()
+low = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+for _ in range(1000): once()
+high = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+raise SystemExit(0 if high - low < 4096 else f"{high - low} KB more")
+"""
+    done = subprocess.run([sys.executable, "-c", program], timeout=120, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,62 @@
+"""The public names, parameters, commands and options are those of tests/data/api.txt: more is fine, less is a decision."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import pytest
+from paths import DATA
+
+import annie_quant as aq
+
+LINES = [line for line in (DATA / "api.txt").read_text().splitlines() if line and not line.startswith("#")]
+NAMES = [line for line in LINES if not line.startswith("annie-quant ")]
+COMMANDS = [line.split()[1:] for line in LINES if line.startswith("annie-quant ")]
+
+
+def lacks(line: str) -> list[str]:
+    """What of one promised line is not there."""
+    name, call, attributes = re.fullmatch(r"([\w.]+)(?:\((.*)\))?(?:: (.*))?", line).groups()
+    part, _, attribute = name.partition(".")
+    found = getattr(getattr(aq, part), attribute, None)
+    if found is None:
+        return [name]
+    missing = []
+    parameters = inspect.signature(found).parameters if call else {}
+    for place, one in enumerate(p for p in (call or "").split(", ") if p):
+        wanted, _, default = one.partition("=")
+        seen = parameters.get(wanted)
+        if seen is None or (default and repr(seen.default) != default):
+            missing.append(f"{name}({one})")
+        elif not default and list(parameters)[place] != wanted:
+            missing.append(f"{name}: {wanted} is not parameter {place + 1}")
+    source = inspect.getsource(found) if attributes else ""
+    for wanted in (attributes or "").split():
+        if not hasattr(found, wanted) and not re.search(rf"(self\.|^    ){wanted}\b", source, re.MULTILINE):
+            missing.append(f"{name}.{wanted}")
+    return missing
+
+
+@pytest.mark.parametrize("line", NAMES)
+def test_a_public_name_keeps_its_place(line: str) -> None:
+    if line.startswith("runtime."):
+        pytest.importorskip("torch", reason="the quantize extra is not installed")
+    assert lacks(line) == []
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=lambda words: words[0])
+def test_a_command_keeps_its_options(words: list[str]) -> None:
+    from annie_quant.cli import cli
+
+    options = {o for p in cli.commands[words[0]].params for o in (*p.opts, *p.secondary_opts)}
+    assert set(words[1:]) <= options
+
+
+def test_what_is_taken_away_is_seen() -> None:
+    assert (
+        lacks("nvfp4.gone")
+        and lacks("nvfp4.pack(w, gone=None)")
+        and lacks("nvfp4.pack(w, group=32)")
+        and lacks("nvfp4.Tensor: gone")
+    )

@@ -1,0 +1,114 @@
+"""The search on tiny-annie: the three negative controls with real models and data, and a search that is killed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from paths import DATA, TINY_ANNIE
+
+from annie_quant.cli.console import Console
+from annie_quant.data import generate, load_persona, read_rows
+from annie_quant.errors import UsageError
+from annie_quant.persona import FOLDER
+from annie_quant.pipeline import search
+from annie_quant.pipeline.run_directory import RunDirectory
+from annie_quant.pipeline.search import explain
+from annie_quant.pipeline.stages import Stages
+
+torch = pytest.importorskip("torch", reason="the search needs torch: pip install annie-quant[quantize]")
+pytest.importorskip("transformers", reason="the search needs transformers: pip install annie-quant[quantize]")
+
+DELTA = DATA / "tiny_base_delta.safetensors"
+
+
+@pytest.fixture(scope="module")
+def calibration(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "annie.jsonl"
+    generate("annie", n=200, output=path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """tiny-annie with its base's manners back (examples/tiny_annie/unlearn.py): markdown, thinking aloud, no tools."""
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path_factory.mktemp("base") / "tiny-base"
+    shutil.copytree(TINY_ANNIE, folder, ignore=shutil.ignore_patterns(".annie_quant"))
+    weights, factors = load_file(TINY_ANNIE / "model.safetensors"), load_file(DELTA)
+    for name in {key[:-2] for key in factors}:
+        key = f"{name}.weight"
+        change = factors[f"{name}.b"].float() @ factors[f"{name}.a"].float()
+        weights[key] = (weights[key].float() + change).to(weights[key].dtype)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_a_base_model_given_as_the_fine_tune_is_reported_and_stops_the_search(base, calibration, tmp_path):
+    found = search.run(
+        base, calibration, tmp_path / "s", 8, False, Console(), strategies=["direct"], required=["w4a16"]
+    )
+    assert found["stopped"].startswith("WRONG MODEL") and found["chosen"] is None and found["strategies"] == []
+    assert found["reference"]["tool_call"]["passes"] == 0
+    page = (tmp_path / "s" / "search.md").read_text()
+    assert "WRONG MODEL" in page and "└── NO →" in page
+    again = search.run(
+        base, calibration, tmp_path / "s", 8, False, Console(), strategies=["direct"], required=["w4a16"], anyway=True
+    )
+    assert len(again["strategies"]) == 1 and not again["strategies"][0]["passed"]
+
+
+def test_shuffled_labels_are_reported_and_sound_ones_are_not(calibration, tmp_path):
+    """The control: the same answers, each under another's question."""
+    shuffled = tmp_path / "shuffled.jsonl"
+    dealt = explain.dealt_anew(read_rows(calibration), seed=7)
+    shuffled.write_text("".join(json.dumps(row) + "\n" for row in dealt))
+    seen = {}
+    for name, file in (("sound", calibration), ("shuffled", shuffled)):
+        stages = Stages(RunDirectory(tmp_path / name), TINY_ANNIE, file, 16, Console())
+        seen[name] = explain.labels(stages, search.judge.load_workloads())
+    assert seen["sound"]["belong"] and not seen["shuffled"]["belong"]
+    assert seen["sound"]["last"]["given"] < 0.6 * seen["shuffled"]["last"]["given"]
+
+
+def test_a_stale_system_prompt_stops_the_search_unless_said(tmp_path):
+    persona = tmp_path / "annie.json"
+    data = json.loads((FOLDER / "annie.json").read_text())
+    persona.write_text(json.dumps(data))
+    generate(load_persona(persona), n=20, output=tmp_path / "d.jsonl")
+    persona.write_text(json.dumps(data | {"system_prompt": "You are Annie, as of today."}))
+    options = {"strategies": [], "required": ["w4a16"]}
+    with pytest.raises(UsageError, match="stale prompt"):
+        search.run(TINY_ANNIE, tmp_path / "d.jsonl", tmp_path / "s", 5, False, Console(), **options)
+    found = search.run(
+        TINY_ANNIE, tmp_path / "d.jsonl", tmp_path / "s", 5, False, Console(), allow_prompt_mismatch=True, **options
+    )
+    assert "stale prompt" in found["notes"][0] and "stale prompt" in (tmp_path / "s" / "search.md").read_text()
+
+
+def test_a_killed_search_goes_on_and_comes_to_the_same(calibration, tmp_path):
+    def command(output):
+        return [sys.executable, "-m", "annie_quant.cli", "search", "--model", str(TINY_ANNIE), "--calib-data", str(calibration),
+                "--output", str(output), "--n", "5", "--strategies", "direct", "--require", "w4a16"]  # fmt: skip
+
+    broken, whole = tmp_path / "broken", tmp_path / "whole"
+    process = subprocess.Popen(command(broken), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    end = time.monotonic() + 300
+    while process.poll() is None and not (broken / "stages/eval-bf16.json").exists() and time.monotonic() < end:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (broken / "search.json").exists()
+    first = (broken / "stages/eval-bf16.json").stat().st_mtime_ns
+    for output in (broken, whole):
+        subprocess.run(command(output), capture_output=True, check=False, timeout=600)
+    assert (broken / "stages/eval-bf16.json").stat().st_mtime_ns == first, "what was finished is not done again"
+    tables = [json.loads((output / "search.json").read_text()) for output in (broken, whole)]
+    rows = [[(r["strategy"], r["outcome"], r["why"], r["size_bytes"]) for r in table["strategies"]] for table in tables]
+    assert rows[0] == rows[1] and tables[0]["chosen"] == tables[1]["chosen"]

@@ -1,0 +1,133 @@
+"""The whole line on tiny-annie, small n: every stage leaves what the next one needs, the report says what the records say,
+and a second run does nothing again."""
+
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from paths import ROOT
+
+pytestmark = pytest.mark.line
+
+SIDES = ("bf16", "naive", "mlp_only", "q4_k_m")
+
+
+def demo(output: Path, timeout: float = 1200) -> subprocess.CompletedProcess[str]:
+    command = [
+        sys.executable,
+        "-m",
+        "annie_quant.cli",
+        "demo",
+        "--output",
+        str(output),
+        "--n-offline",
+        "5",
+        "--n-served",
+        "5",
+    ]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=ROOT)
+
+
+@pytest.fixture(scope="module")
+def line(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    for package in ("torch", "transformers", "modelopt", "xllamacpp", "gguf"):
+        pytest.importorskip(package, reason=f"the line needs {package}: pip install annie-quant[quantize,serve]")
+    output = tmp_path_factory.mktemp("line") / "demo"
+    return output, demo(output)
+
+
+def records(run: Path) -> list[dict]:
+    return [json.loads(row) for row in (run / "records.jsonl").read_text().splitlines()]
+
+
+def test_every_stage_finishes(line) -> None:
+    run, done = line
+    assert done.returncode == 0, done.stderr[-3000:]
+    for name in (
+        "run.json",
+        "records.jsonl",
+        "inputs.json",
+        "results.csv",
+        "report.html",
+        "report.md",
+        "calibration.jsonl",
+    ):
+        assert (run / name).stat().st_size > 0, name
+    assert all((run / f"gguf/{side}.gguf").is_file() for side in SIDES)
+    assert not list(run.rglob("*.part")), "nothing half written is left"
+
+
+def test_the_four_sides_answered_the_same_prompts(line) -> None:
+    run, _ = line
+    asked = {
+        side: sorted(
+            (r["workload"], r["case"], r["turn"]) for r in records(run) if r["backend"] == side and not r["warmup"]
+        )
+        for side in SIDES
+    }
+    assert asked["bf16"] and all(asked[side] == asked["bf16"] for side in SIDES)
+
+
+def test_the_gates_in_run_json_are_a_recount_of_the_records(line) -> None:
+    run, _ = line
+    served = json.loads((run / "run.json").read_text())["aggregates"]["served"]
+    for side in SIDES:
+        rows = [r for r in records(run) if r["backend"] == side and not r["warmup"]]
+        for gate, row in served[side]["gates"].items():
+            verdicts = [r["checks"][gate] for r in rows if gate in r["checks"]]
+            assert (row["passes"], row["n"]) == (sum(verdicts), len(verdicts)), (side, gate)
+
+
+def test_the_median_ttft_is_a_recount_of_the_records(line) -> None:
+    run, _ = line
+    served = json.loads((run / "run.json").read_text())["aggregates"]["served"]
+    for side in SIDES:
+        values = [
+            r["first_content_ms"]
+            for r in records(run)
+            if r["backend"] == side
+            and r["workload"] == "factual"
+            and not r["warmup"]
+            and not r["cold"]
+            and not r["error"]
+        ]
+        seen = served[side]["workloads"]["factual"]["ttft_content_ms"]
+        if seen["n"] == len(values):
+            assert seen["p50"] == pytest.approx(statistics.median(values))
+        else:
+            assert seen["n"] < len(values), "a stall may be left out, never added"
+
+
+def test_quantized_sides_are_smaller_and_really_nvfp4(line) -> None:
+    from annie_quant import checkpoint
+
+    run, _ = line
+    models = {m["name"]: m for m in json.loads((run / "run.json").read_text())["aggregates"]["models"]}
+    assert models["naive"]["size_bytes"] < models["mlp_only"]["size_bytes"] < models["bf16"]["size_bytes"]
+    for strategy in ("naive", "mlp_only", "direct"):
+        audit = checkpoint.audit(run / f"models/{strategy}")
+        assert audit.ok, [f.message for f in audit.findings]
+
+
+def test_a_second_run_does_nothing_again(line) -> None:
+    run, _ = line
+    before = {f: f.stat().st_mtime_ns for f in [*run.glob("gguf/*"), *run.glob("stages/*"), run / "records.jsonl"]}
+    start = time.monotonic()
+    done = demo(run)
+    assert done.returncode == 0 and time.monotonic() - start < 60
+    assert {f: f.stat().st_mtime_ns for f in before} == before
+
+
+def test_a_lost_stage_is_done_again_and_no_other(line, tmp_path: Path) -> None:
+    run = tmp_path / "again"
+    shutil.copytree(line[0], run)
+    (run / "models/direct/config.json").unlink()
+    untouched = (run / "models/naive/model.safetensors").stat().st_mtime_ns
+    assert demo(run).returncode == 0
+    assert (run / "models/direct/config.json").is_file()
+    assert (run / "models/naive/model.safetensors").stat().st_mtime_ns == untouched

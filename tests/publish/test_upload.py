@@ -1,0 +1,296 @@
+"""Publishing against a Hub on this machine: what goes up, what never does, broken transfers, refusals."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import fake_hub
+import pytest
+import report_fixture
+
+from annie_quant.errors import EnvironmentFault, ServerError, UsageError
+from annie_quant.publish import upload
+
+pytest.importorskip("huggingface_hub", reason="huggingface_hub makes the upload")
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
+REPO = "owner/Tiny-NVFP4"
+SECRET = "hf_" + "abcdefghijklmnopqrstuvwxyzABCDEFGH"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick():
+    """Workers of the upload that have nothing to do sleep ten seconds; here a fifth of one. Plain LFS, no Xet."""
+    from huggingface_hub import _upload_large_folder as large
+    from huggingface_hub.utils import _http
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(large, "WAITING_TIME_IF_NO_TASKS", 0.2)
+    patch.setattr(large, "is_xet_available", lambda: False)
+    patch.setattr("huggingface_hub._commit_api.is_xet_available", lambda: False, raising=False)
+    patch.setattr(_http.time, "sleep", lambda seconds: None)
+    yield
+    patch.undo()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return report_fixture.make_checkpoint(tmp_path_factory.mktemp("checkpoint") / "model")
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory):
+    return report_fixture.make_run(tmp_path_factory.mktemp("upload") / "run", n=10, hostile=False)
+
+
+@pytest.fixture
+def run(whole_run, tmp_path):
+    return Path(shutil.copytree(whole_run, tmp_path / "run"))
+
+
+def prepare(run, checkpoint, **options):
+    return upload.prepare(
+        run, REPO, **{"model": "mlp_only", "checkpoint": checkpoint, "base_model": "owner/tiny"} | options
+    )
+
+
+def contents(checkpoint: Path) -> dict[str, bytes]:
+    return {f.name: f.read_bytes() for f in checkpoint.iterdir()}
+
+
+def test_everything_arrives_and_the_repository_is_private(run, checkpoint):
+    plan = prepare(run, checkpoint)
+    with fake_hub.FakeHub() as hub:
+        done = upload.upload(plan, endpoint=hub.url, token="t" * 20)
+        assert hub.repos[REPO]["private"] is True and hub.tokens == {"Bearer " + "t" * 20, ""}, "storage needs none"
+        assert hub.committed[REPO] == contents(checkpoint) | {"README.md": plan.card.encode()}
+    assert done["url"] == f"{hub.url}/{REPO}" and done["files"] == len(plan.files)
+
+
+def test_a_transfer_that_breaks_is_repeated(run, checkpoint):
+    with fake_hub.FakeHub() as hub:
+        hub.break_puts = 2
+        upload.upload(prepare(run, checkpoint), endpoint=hub.url, token="t" * 20)
+        assert hub.committed[REPO]["model.safetensors"] == (checkpoint / "model.safetensors").read_bytes()
+        assert hub.puts() >= 3
+
+
+def test_an_upload_that_never_gets_through_ends_and_the_next_goes_on(run, checkpoint):
+    with fake_hub.FakeHub() as hub:
+        hub.break_puts = -1
+        with pytest.raises(ServerError, match="broke off"):
+            upload.upload(prepare(run, checkpoint), endpoint=hub.url, token="t" * 20)
+        assert "model.safetensors" not in hub.committed.get(REPO, {})
+        hub.break_puts = 0
+        upload.upload(prepare(run, checkpoint), endpoint=hub.url, token="t" * 20)
+        assert hub.committed[REPO] == contents(checkpoint) | {"README.md": hub.committed[REPO]["README.md"]}
+        sent = dict(hub.put_bytes)
+        before = len(hub.requests)
+        upload.upload(prepare(run, checkpoint), endpoint=hub.url, token="t" * 20)
+        assert hub.put_bytes == sent, "nothing is sent twice"
+        assert not [path for method, path in hub.requests[before:] if method == "PUT" or "/commit/" in path]
+
+
+def test_parts_of_a_large_file_are_put_together(run, checkpoint):
+    with fake_hub.FakeHub(part_bytes=1_000_000) as hub:
+        hub.break_puts = 1
+        upload.upload(prepare(run, checkpoint), endpoint=hub.url, token="t" * 20)
+        assert hub.committed[REPO]["model.safetensors"] == (checkpoint / "model.safetensors").read_bytes()
+        assert hub.puts() > (checkpoint / "model.safetensors").stat().st_size // 1_000_000
+
+
+COMMAND = """
+import sys
+from huggingface_hub import _upload_large_folder as large
+large.WAITING_TIME_IF_NO_TASKS = 0.2
+from annie_quant.cli import main
+sys.argv = ["annie-quant", *sys.argv[1:]]
+main()
+"""
+
+
+def command(hub_url, *arguments):
+    environment = os.environ | {"HF_ENDPOINT": hub_url, "HF_TOKEN": "t" * 20, "HF_HUB_DISABLE_XET": "1"}
+    return [sys.executable, "-c", COMMAND, "publish", *map(str, arguments)], environment
+
+
+def test_a_killed_command_goes_on_where_it_was(run, checkpoint):
+    """SIGKILL in the middle of a transfer of parts; the same command then finishes the upload."""
+    arguments = [run, "--repo", REPO, "--model", "mlp_only", "--checkpoint", checkpoint, "--base-model", "owner/tiny"]
+    with fake_hub.FakeHub() as hub:
+        hub.break_puts = -1
+        words, environment = command(hub.url, *arguments)
+        process = subprocess.Popen(words, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        give_up = time.monotonic() + 60
+        while not hub.puts() and time.monotonic() < give_up:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGKILL)
+        process.wait(10)
+        hashed = sum("/preupload/" in path for _, path in hub.requests)
+        assert hub.puts() and hashed
+        hub.break_puts = 0
+        ended = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=90)
+        assert ended.returncode == 0, ended.stderr
+        assert set(contents(checkpoint)) | {"README.md"} == set(hub.committed[REPO])
+        assert hub.committed[REPO]["model.safetensors"] == (checkpoint / "model.safetensors").read_bytes()
+        assert "model.safetensors" in ended.stdout and f"uploaded: {hub.url}/{REPO}" in ended.stderr
+
+
+def test_a_dry_run_lists_and_asks_nothing(run, checkpoint):
+    with fake_hub.FakeHub() as hub:
+        words, environment = command(
+            hub.url, run, "--repo", REPO, "--model", "mlp_only", "--checkpoint", checkpoint, "--base-model", "owner/tiny",
+            "--dry-run", "--json",
+        )  # fmt: skip
+        ended = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60)
+        assert ended.returncode == 0, ended.stderr
+        said = json.loads(ended.stdout)
+        assert hub.requests == []
+    sizes = {f["path"]: f["size_bytes"] for f in said["files"]}
+    assert {k: v for k, v in sizes.items() if k != "README.md"} == {k: len(v) for k, v in contents(checkpoint).items()}
+    assert said["private"] is True and said["size_bytes"] == sum(sizes.values())
+
+
+def test_what_is_not_of_the_model_stays_at_home(run, checkpoint, tmp_path):
+    folder = Path(shutil.copytree(checkpoint, tmp_path / "model"))
+    for name in (".env", "train.log", "optimizer.pt", "notes.txt", "id_rsa", "server.log"):
+        (folder / name).write_text(f"TOKEN={SECRET}")
+    (folder / "checkpoint-1").mkdir()
+    plan = prepare(run, folder)
+    assert {n for n, _ in plan.files} == set(contents(checkpoint)) | {"README.md"}
+    assert "train.log" in plan.left_out and "checkpoint-1" in plan.left_out
+    assert SECRET not in "".join(p.read_text("latin-1") for p in plan.folder.rglob("*") if p.is_file())
+    more = {n for n, _ in prepare(run, folder, with_report=True, with_records=True).files}
+    assert {"evidence/records.jsonl", "evidence/inputs.json"} <= more and not any("stream" in n for n in more)
+    assert {n for n, _ in prepare(run, folder).files} == {n for n, _ in plan.files}, (
+        "evidence goes when it is not asked for"
+    )
+
+
+@pytest.mark.parametrize("place", ["config.json", "header", "report.md"])
+def test_a_secret_in_a_file_stops_everything(run, checkpoint, tmp_path, place):
+    folder = Path(shutil.copytree(checkpoint, tmp_path / "model"))
+    if place == "config.json":
+        config = json.loads((folder / place).read_text())
+        (folder / place).write_text(json.dumps(config | {"token": SECRET}))
+    elif place == "header":
+        raw = (folder / "model.safetensors").read_bytes()
+        length = int.from_bytes(raw[:8], "little")
+        header = json.loads(raw[8 : 8 + length]) | {"__metadata__": {"token": SECRET}}
+        text = json.dumps(header).encode()
+        (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + length :])
+    else:
+        (run / place).write_text(f"Authorization: Bearer {SECRET}")
+    with pytest.raises(UsageError, match=r"token|authorization"):
+        prepare(run, folder, with_report=True, forced="I insist")
+
+
+def test_failed_gates_refuse_unless_a_reason_is_given(run, checkpoint):
+    plan = prepare(run, checkpoint, model="naive")
+    assert any("50 of 120" in line for line in plan.objections) and plan.refused
+    with fake_hub.FakeHub() as hub:
+        with pytest.raises(UsageError, match="not published"):
+            upload.upload(plan, endpoint=hub.url, token="t" * 20)
+        assert hub.requests == []
+        said = prepare(run, checkpoint, model="naive", forced="shows what naive quantization does")
+        upload.upload(said, endpoint=hub.url, token="t" * 20)
+        assert b"shows what naive quantization does" in hub.committed[REPO]["README.md"]
+
+
+def test_audit_faults_and_changed_figures_refuse(run, checkpoint, tmp_path):
+    folder = Path(shutil.copytree(checkpoint, tmp_path / "model"))
+    content = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(content[:-1000])
+    assert any(line.startswith("audit: ") for line in prepare(run, folder).objections)
+    document = json.loads((run / "run.json").read_text())
+    row = document["aggregates"]["served"]["mlp_only"]["gates"]["factual"]
+    row["passes"] -= 1
+    (run / "run.json").write_text(json.dumps(document))
+    assert any("differ from the records" in line for line in prepare(run, checkpoint).objections)
+
+
+def test_a_model_without_gates_is_refused(run, checkpoint):
+    document = json.loads((run / "run.json").read_text())
+    del document["aggregates"]["offline"]["mlp_only"], document["aggregates"]["served"]["mlp_only"]
+    (run / "run.json").write_text(json.dumps(document))
+    assert prepare(run, checkpoint).objections == ["no gate was measured for this model"]
+
+
+def test_a_public_repository_is_not_filled_by_mistake(run, checkpoint):
+    with fake_hub.FakeHub() as hub:
+        hub.repos[REPO], hub.committed[REPO] = {"private": False}, {}
+        with pytest.raises(UsageError, match="public"):
+            upload.upload(prepare(run, checkpoint), endpoint=hub.url, token="t" * 20)
+        assert hub.committed[REPO] == {}
+        upload.upload(prepare(run, checkpoint, private=False), endpoint=hub.url, token="t" * 20)
+        assert "model.safetensors" in hub.committed[REPO]
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_hub_that_says_no_is_one_clear_line(run, checkpoint, status):
+    with fake_hub.FakeHub() as hub:
+        hub.status = status
+        with pytest.raises((ServerError, UsageError), match=r"Hub refused|broke off"):
+            upload.upload(prepare(run, checkpoint), endpoint=hub.url, token="t" * 20)
+
+
+def test_no_token_is_said_before_anything_is_asked(run, checkpoint, monkeypatch):
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
+    with fake_hub.FakeHub() as hub:
+        with pytest.raises(EnvironmentFault, match="token"):
+            upload.upload(prepare(run, checkpoint), endpoint=hub.url)
+        assert hub.requests == []
+
+
+def test_what_the_hub_lost_is_noticed(run, checkpoint):
+    """Negative control for the check after the upload."""
+    plan = prepare(run, checkpoint)
+    with fake_hub.FakeHub() as hub:
+        upload.upload(plan, endpoint=hub.url, token="t" * 20)
+        hub.committed[REPO]["config.json"] = b"{}"
+        with pytest.raises(ServerError, match=r"does not hold config\.json"):
+            upload.upload(plan, endpoint=hub.url, token="t" * 20)
+        upload.upload(plan, endpoint=hub.url, token="t" * 20)
+        assert hub.committed[REPO]["config.json"] == (checkpoint / "config.json").read_bytes()
+
+
+def test_what_a_search_chose_is_published_from_its_folder(whole_run, checkpoint, tmp_path):
+    """A search leaves evaluations, models and search.json; no server was measured."""
+    offline = json.loads((whole_run / "run.json").read_text())["aggregates"]["offline"]
+    (tmp_path / "eval").mkdir()
+    for name in ("naive", "mlp_only"):
+        shutil.copytree(checkpoint, tmp_path / "models" / name)
+        found = {"numerics": offline[name], "reference_gates": offline["bf16"]["bf16"]["gates"]}
+        (tmp_path / "eval" / f"{name}.json").write_text(json.dumps(found))
+    rows = [{"strategy": "naive"}, {"strategy": "mlp_only"}]
+    (tmp_path / "search.json").write_text(json.dumps({"chosen": "mlp_only", "strategies": rows}))
+    plan = upload.prepare(tmp_path, REPO, base_model="owner/tiny")
+    assert not plan.objections and plan.folder.is_dir() and "speed is unknown" in plan.card
+    (tmp_path / "search.json").write_text(json.dumps({"chosen": None, "strategies": rows}))
+    with pytest.raises(UsageError, match="no candidate is named among"):
+        upload.prepare(tmp_path, REPO, base_model="owner/tiny")
+
+
+def test_a_benchmark_with_an_evaluation_beside_it_is_one_model(whole_run, checkpoint, tmp_path):
+    """As the how-to has it: eval --output RUN/eval/BACKEND.json, then bench --output RUN, then publish."""
+    document = json.loads((whole_run / "run.json").read_text())
+    aggregates = document["aggregates"]
+    evaluation = {"numerics": aggregates["offline"]["mlp_only"]}
+    aggregates["served"] = {"nvfp4": aggregates["served"]["mlp_only"] | {"model": "mine-NVFP4"}}
+    aggregates |= {"models": [], "offline": {}, "comparisons": []}
+    document["verdict"] |= {"candidate": "nvfp4", "incumbent": None}
+    (tmp_path / "run.json").write_text(json.dumps(document))
+    (tmp_path / "eval").mkdir()
+    (tmp_path / "eval" / "nvfp4.json").write_text(json.dumps(evaluation))
+    plan = upload.prepare(tmp_path, REPO, checkpoint=checkpoint, base_model="owner/tiny")
+    assert not plan.objections
+    assert {"W4A4 offline", "W4A16 offline", "llama.cpp served"} <= set(re.findall(r"workloads, ([^\n]+)", plan.card))

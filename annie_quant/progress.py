@@ -1,0 +1,71 @@
+"""Progress of long work: one protocol for every stage, and the two implementations that need no terminal.
+
+A terminal's implementation is `annie_quant.cli.console.Step`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+
+class Progress(Protocol):
+    """What long work reports to. Implementations must be cheap: they are called once per request, layer or file."""
+
+    def update(self, done: float, total: float | None = None, text: str = "") -> None:
+        """Report that `done` of `total` units are finished. total: None where it is not known. text: the current item."""
+
+    def message(self, text: str) -> None:
+        """Report one line that describes the current step."""
+
+
+class Silent:
+    """Ignores all reports."""
+
+    def update(self, done: float, total: float | None = None, text: str = "") -> None: ...
+
+    def message(self, text: str) -> None: ...
+
+
+SILENT = Silent()
+
+
+class Lines:
+    """Passes each message, and each update that has a text, to a function that takes one line."""
+
+    def __init__(self, write: Callable[[str], object]) -> None:
+        self._write = write
+
+    def update(self, done: float, total: float | None = None, text: str = "") -> None:
+        if text:
+            self._write(f"{done:g} of {total:g}: {text}" if total else text)
+
+    def message(self, text: str) -> None:
+        self._write(text)
+
+
+class ByteProgress:
+    """Counts bytes and reports amount, speed and remaining time.
+
+    done_before: bytes that an earlier, interrupted run finished; they are not part of the speed.
+    """
+
+    def __init__(self, progress: Progress, total_bytes: int, done_before: int = 0) -> None:
+        self._progress, self._total, self._before = progress, total_bytes, done_before
+        self._done = 0
+        self._start = time.monotonic()
+        if done_before:
+            progress.message(f"{done_before / 1e6:,.0f} of {total_bytes / 1e6:,.0f} MB were finished by an earlier run")
+
+    def add(self, size_bytes: int) -> None:
+        """Report `size_bytes` more bytes as finished."""
+        self._done += size_bytes
+        speed = self._done / max(time.monotonic() - self._start, 1e-9)
+        remaining_s = (self._total - self._before - self._done) / speed if speed else 0.0
+        self._progress.update(
+            self._before + self._done,
+            self._total,
+            f"{(self._before + self._done) / 1e6:,.0f} of {self._total / 1e6:,.0f} MB, {speed / 1e6:,.0f} MB/s, "
+            f"{remaining_s:,.0f} s left",
+        )

@@ -1,0 +1,101 @@
+"""Resuming interrupted work: a folder, a JSON file and a JSON-lines log, each tied to the inputs they were made from.
+
+A key is any JSON value that describes all inputs. What was stored under another key is discarded, never mixed in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from annie_quant.errors import EnvironmentFault
+from annie_quant.files import read_whole_json, write_json
+
+KEY_FILE = "key.json"
+
+
+def plain_key(key: Any) -> Any:
+    """Return `key` as JSON reads it back, so that a tuple and a list, or a Path and its text, are equal."""
+    return json.loads(json.dumps(key, sort_keys=True, default=str))
+
+
+def keyed_folder(folder: Path, key: Any) -> Path:
+    """Return `folder`, emptied first unless it was made for the same `key`."""
+    key = plain_key(key)
+    if read_whole_json(folder / KEY_FILE) != key:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        write_json(folder / KEY_FILE, key)
+    return folder
+
+
+class KeyedJson:
+    """One JSON value in a file, valid for one key. A missing, torn or foreign file counts as no value."""
+
+    def __init__(self, path: Path, key: Any) -> None:
+        self.path, self._key = path, plain_key(key)
+
+    def load(self, default: Any = None) -> Any:
+        stored = read_whole_json(self.path)
+        if not isinstance(stored, dict) or stored.get("key") != self._key or "value" not in stored:
+            return default
+        return stored["value"]
+
+    def save(self, value: Any) -> None:
+        write_json(self.path, {"key": self._key, "value": value})
+
+
+class JsonLines:
+    """An append-only log with one JSON object per line. A last line that a kill cut short is removed when it is opened.
+
+    sync: force each line to the disk before `append` returns.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], sync: bool = False) -> None:
+        self.path, self._sync = Path(path), sync
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("a+b")
+            self._file.seek(0)
+            content = self._file.read()
+            complete = content.rfind(b"\n") + 1
+            if complete < len(content):
+                self._file.truncate(complete)
+        except OSError as error:
+            raise EnvironmentFault(
+                f"{self.path} cannot be written: {error.strerror}", "choose another folder"
+            ) from error
+        self._content = content[:complete]
+
+    def lines(self) -> Iterator[tuple[int, bytes]]:
+        """(number from 1, line without its end) of everything that earlier runs wrote. Can be read once."""
+        content, self._content = self._content, b""
+        yield from enumerate(content.splitlines(), 1)
+
+    def append(self, line: bytes) -> None:
+        """Write one encoded object."""
+        try:
+            self._file.write(line + b"\n")
+            self._file.flush()
+            if self._sync:
+                os.fsync(self._file.fileno())
+        except OSError as error:
+            raise EnvironmentFault(
+                f"{self.path}: {error.strerror}; all earlier lines are safe",
+                "free some space and run the same command again: it resumes",
+            ) from error
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> JsonLines:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        with contextlib.suppress(OSError):
+            self.close()

@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from annie_quant.report.charts import svg
 from annie_quant.report.charts.gates import SIGNS, rate
 from annie_quant.report.charts.svg import Canvas, esc
@@ -170,8 +172,8 @@ def _ticks(records: Sequence[Mapping[str, Any]]) -> Canvas:
 class Gates:
     """Gate tables of one side or several: {title: {gate: row}} as judge.gate_table and evaluate give them."""
 
-    def __init__(self, sides: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> None:
-        self.sides = dict(sides)
+    def __init__(self, sides: Mapping[str, Mapping[str, Any]]) -> None:
+        self.sides: dict[str, dict[str, dict[str, Any]]] = msgspec.to_builtins(dict(sides))
 
     def _repr_html_(self) -> str:
         gates = list(dict.fromkeys(g for rows in self.sides.values() for g in rows))

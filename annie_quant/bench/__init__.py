@@ -1,9 +1,9 @@
-"""Timing two or more OpenAI-compatible servers against each other, over identical prompts, and judging what they say.
+"""Time two or more OpenAI-compatible servers over the same prompts, interleaved, and judge their answers.
 
-    run([Backend(name, url), ...], workloads, output)   measure; resumes; returns what bench.json holds
-    aggregate(folder)                                    records → percentiles, gates, paired comparisons, turns
-    export(folder)                                       results.csv, vLLM's flat keys, the founding results JSON
-    regression(before, after)                            what got worse for sure against a stored run
+    run([Backend(name, url), ...], workloads, output)   measure, or resume; returns what bench.json holds (schema.Bench)
+    aggregate(folder)                                    records to percentiles, gates, paired comparisons, turns
+    export(folder)                                       results.csv, vLLM's keys, AIPerf's summary, Prometheus text
+    regression(before, after)                            what got significantly worse against a stored run
 
 Nothing here imports torch. The stream client (annie_quant.stream) is imported when a run starts.
 """

@@ -1,4 +1,4 @@
-"""A server under test, and what it says about itself: models, properties, version."""
+"""A server under test, and what it reports about itself: models, properties, version."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from annie_quant.errors import UsageError
+from annie_quant.schema import Identity, limited_identity
 from annie_quant.stream.fetch import fetch
 
 PROBE_TIMEOUT_S = 5.0
@@ -22,8 +23,8 @@ class Backend:
     """One side of a comparison.
 
     url: the server's root, with or without /v1. model: the name sent in requests (None: the first of /v1/models).
-    meta: what is known beforehand and goes on record; "pid" (of the server, for memory), "source" (a hash of
-    the fine-tuned weights that both sides should share), "format", "runtime". headers: sent, never written down.
+    meta: what is known beforehand; it is stored with the results: "pid" (of the server, for memory), "source" (a hash of
+    the fine-tuned weights that both sides should share), "format", "runtime". headers: sent, never stored.
     """
 
     name: str
@@ -36,16 +37,16 @@ class Backend:
         parts = urllib.parse.urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.netloc:
             raise UsageError(
-                f"backend {self.name!r}: {self.url!r} is no http address", "write it as http://127.0.0.1:8000"
+                f"backend {self.name!r}: {self.url!r} is not an HTTP URL", "write it as http://127.0.0.1:8000"
             )
         if parts.username is not None or parts.password is not None or parts.query:
-            # It would stay in histories, process lists and run.json.
+            # They would be stored in shell histories, process lists and run.json.
             raise UsageError(
-                f"backend {self.name!r}: the address {self.public_url} was given with a user, password or query",
-                "leave them out; keys come from the environment: --key-env NAME",
+                f"backend {self.name!r}: the URL {self.public_url} has a user, password or query",
+                "remove them; keys come from the environment: --key-env NAME",
             )
         if not self.name or "/" in self.name:
-            raise UsageError(f"a backend's name must not be empty nor hold a slash, got {self.name!r}")
+            raise UsageError(f"a backend's name must not be empty or contain a slash, got {self.name!r}")
 
     @property
     def root(self) -> str:
@@ -57,7 +58,7 @@ class Backend:
 
     @property
     def public_url(self) -> str:
-        """The address without user, password or query."""
+        """The URL without user, password or query."""
         parts = urllib.parse.urlsplit(self.root)
         host = parts.hostname or ""
         return urllib.parse.urlunsplit(
@@ -66,7 +67,7 @@ class Backend:
 
 
 def key_headers(variable: str | None) -> dict[str, str]:
-    """The Authorization header from an environment variable: a key on a command line would stay in histories."""
+    """Return the Authorization header with the key in an environment variable; {} for None."""
     if variable is None:
         return {}
     key = os.environ.get(variable)
@@ -76,9 +77,9 @@ def key_headers(variable: str | None) -> dict[str, str]:
 
 
 def get_json(backend: Backend, path: str, timeout_s: float = PROBE_TIMEOUT_S) -> Any:
-    """The decoded body of GET `path`, None where the server does not offer it, or nothing that can be read in time.
+    """Return the decoded body of GET `path`; None where the server has none, or none that can be read in time.
 
-    Raises ConnectionError when nothing that speaks HTTP answers.
+    Raises ConnectionError when no HTTP server answers.
     """
     reply = fetch(backend.root + path, backend.headers, timeout_s=timeout_s, max_bytes=PROBE_BYTES)
     if reply.status == 0:
@@ -92,7 +93,7 @@ def get_json(backend: Backend, path: str, timeout_s: float = PROBE_TIMEOUT_S) ->
 
 
 def alive(backend: Backend) -> bool:
-    """Something answers HTTP at the address, whatever it says."""
+    """Return whether an HTTP server answers at the URL, with any status."""
     try:
         get_json(backend, "/v1/models")
     except OSError:
@@ -100,32 +101,36 @@ def alive(backend: Backend) -> bool:
     return True
 
 
-def identity(backend: Backend) -> dict[str, Any]:
-    """What the server says of itself: runtime, version, model, sizes, hashes of its list of models and chat template.
-
-    Raises OSError when nothing answers.
-    """
+def identity(backend: Backend) -> Identity:
+    """Ask the server for its models, properties and version. Raises OSError when nothing answers."""
     models = get_json(backend, "/v1/models")
-    listed = (models or {}).get("data") or [] if isinstance(models, dict) else []
-    first = listed[0] if listed and isinstance(listed[0], dict) else {}
+    listed = (models.get("data") or []) if isinstance(models, dict) else []
+    listed = [model for model in listed if isinstance(model, dict)] if isinstance(listed, list) else []
+    first = listed[0] if listed else {}
     props = get_json(backend, "/props")
     props = props if isinstance(props, dict) else {}
     version = get_json(backend, "/version") if not props else None
     template = props.get("chat_template")
-    settings = props.get("default_generation_settings") or {}
-    return {
-        "name": backend.name,
-        "url": backend.public_url,
-        "model": backend.model or first.get("id"),
-        "runtime": backend.meta.get("runtime") or _runtime(first, props, version),
-        "version": props.get("build_info") or (version or {}).get("version"),
-        "models_sha256": _sha(listed and [m.get("id") for m in listed if isinstance(m, dict)]),
-        "model_meta": first.get("meta") or {},
-        "chat_template_sha256": _sha(template) if template else None,
-        "sampling_defaults": {k: v for k, v in (settings.get("params") or {}).items() if k in _SAMPLING},
-        "max_model_len": first.get("max_model_len") or settings.get("n_ctx"),
-        "meta": {k: v for k, v in backend.meta.items() if "key" not in k.lower() and "token" not in k.lower()},
-    }
+    settings = props.get("default_generation_settings")
+    settings = settings if isinstance(settings, dict) else {}
+    sampling = settings.get("params")
+    return limited_identity(
+        {
+            "name": backend.name,
+            "url": backend.public_url,
+            "model": backend.model or first.get("id"),
+            "runtime": backend.meta.get("runtime") or _runtime(first, props, version),
+            "version": props.get("build_info") or (version.get("version") if isinstance(version, dict) else None),
+            "models_sha256": _sha256([model.get("id") for model in listed]),
+            "model_meta": first.get("meta"),
+            "chat_template_sha256": _sha256(template) if template else None,
+            "sampling_defaults": {k: v for k, v in sampling.items() if k in _SAMPLING}
+            if isinstance(sampling, dict)
+            else {},
+            "max_model_len": first.get("max_model_len") or settings.get("n_ctx"),
+            "meta": {k: v for k, v in backend.meta.items() if "key" not in k.lower() and "token" not in k.lower()},
+        }
+    )
 
 
 _SAMPLING = (
@@ -150,6 +155,6 @@ def _runtime(model: Mapping[str, Any], props: Mapping[str, Any], version: Any) -
     return "vllm" if owner == "vllm" or isinstance(version, dict) else None
 
 
-def _sha(value: Any) -> str:
+def _sha256(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()

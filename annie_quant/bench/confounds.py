@@ -1,8 +1,7 @@
-"""What spoils a comparison, found in what servers say of themselves and in what came back.
+"""What limits the conclusions of a benchmark, from what servers report about themselves and from their answers.
 
-The founding rounds v1 to v3 compared different models, timed hidden or leaked thinking, guessed token counts, called a
-missing parser a model's fault and averaged cold starts in. Each of these has a check here, and each is said aloud.
-severity: "confound" (the comparison does not show what it seems to), "fault" (of a server, names the mend), "note".
+The first benchmarks of the original plan compared different models, timed hidden or leaked thinking, estimated token counts,
+took a missing parser for a fault of the model and averaged cold starts. Each of these has a check here.
 """
 
 from __future__ import annotations
@@ -10,104 +9,88 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from annie_quant.bench.load_profile import load_of
+from annie_quant.schema import BenchConfig, Confound, Ended, Identity, RequestRecord
 
-Finding = dict[str, Any]
+Identities = Mapping[str, Identity]
+Records = Sequence[RequestRecord]
+
 SLOW_FACTOR, SLOW_MS = 10.0, 1000.0
-CACHE_FIELDS = ("llama.cpp", "vllm")  # runtimes whose requests can leave the prefix cache out
-BUSY_LOAD = 2.0  # two servers and a client alone make about one
+NO_CACHE_RUNTIMES = ("llama.cpp", "vllm")  # their requests can switch the prefix cache off
+BUSY_LOAD = 2.0  # per core; two servers and a client alone make about one
 CLOCK_FACTOR, CLOCK_MS = 1.1, 0.2
-OPENING_WORDS, STRANGERS_LEAST, STRANGERS_SHARE = 3, 10, 0.2
+OPENING_WORDS, LEAST_ANSWERS, LEAST_EQUAL_SHARE = 3, 10, 0.2
+SAME_SIZE = 0.01  # quantized files may count a tied head or scales
+PARSER_OPTIONS = (
+    "--enable-auto-tool-choice --tool-call-parser qwen3_coder (vLLM), --tool-call-parser qwen3_coder (SGLang)"
+)
 
 
-def check(
-    identities: Mapping[str, Mapping[str, Any]], records: Iterable[Mapping[str, Any]], config: Mapping[str, Any]
-) -> list[Finding]:
-    rows = list(records)
-    measured = [r for r in rows if not r.get("warmup")]
-    found = [f for a, b in itertools.combinations(identities.values(), 2) for f in _pair(a, b)]
-    found += _prompt_tokens(identities, measured) + _estimates(measured) + _smoke(rows)
-    found += _strangers(identities, measured, config) + _busy(identities, measured) + _waiting(identities, measured)
-    stopped = config.get("stopped")
-    if stopped:
-        told = f"stopped early at look {stopped['look']} of {stopped['looks'] + 1}: every gate and comparison was decided at the "
-        told += f"{stopped['level']:.0%} level, which allows for all looks; the intervals shown are plain 95 % ones"
-        found.append(_finding("stopped_early", "note", told, identities))
-    elif config.get("unasked"):
-        left = f"the budget of time ended before {config['unasked']} prompts and backends were asked"
-        found.append(_finding("unfinished", "note", f"{left}; the same command goes on with them", identities))
-    if config.get("prefix_cache") == "off":
-        found += [_cache_kept(name) for name, said in identities.items() if said["runtime"] not in CACHE_FIELDS]
-    for name in identities:
-        own = [r for r in measured if r["backend"] == name]
-        found += [
-            f for look in (_thinking, _parser, _slow_starts, _errors, _clock, _stamps) for f in look(name, own, config)
-        ]
-    return found
+def check(identities: Identities, records: Records, config: BenchConfig, ended: Ended) -> list[Confound]:
+    """All findings of a benchmark; records include warm-ups."""
+    measured = [r for r in records if not r.warmup]
+    findings = [f for a, b in itertools.combinations(identities.values(), 2) for f in _pair(a, b)]
+    findings += _prompt_tokens(identities, measured)
+    findings += _estimates(measured)
+    findings += _smoke(records)
+    findings += _different_answers(identities, measured, config)
+    findings += _busy(identities, measured)
+    findings += _priority(identities, measured)
+    findings += _incomplete(identities, ended)
+    for name, identity in identities.items():
+        own = [r for r in measured if r.backend == name]
+        if ended.prefix_cache == "off" and identity.runtime not in NO_CACHE_RUNTIMES:
+            message = f"{name} has no known way to switch its prefix cache off: repeats may be served from it"
+            findings.append(Confound(code="prefix_cache", severity="confound", message=message, backends=[name]))
+        findings += _thinking(name, own, config)
+        findings += _tool_parser(name, own)
+        findings += _slow_starts(name, own)
+        findings += _errors(name, own)
+        findings += _clock(name, own)
+        findings += _stamps(name, own)
+    return findings
 
 
-def _cache_kept(name: str) -> Finding:
-    told = f"{name} has no known way to leave its prefix cache out of a request: repeats may be served from it"
-    return _finding("prefix_cache", "confound", told, [name])
+# ---- two servers
 
 
-def _finding(code: str, severity: str, message: str, backends: Iterable[str]) -> Finding:
-    return {"code": code, "severity": severity, "message": message, "backends": list(backends)}
-
-
-def _pair(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Finding]:
-    names, found = (a["name"], b["name"]), []
-
-    def differ(code: str, what: str, x: Any, y: Any, severity: str = "confound") -> None:
-        if x and y and x != y:
-            found.append(
-                _finding(
-                    code,
-                    severity,
-                    f"{names[0]} and {names[1]} have different {what}: {_short(x)} and {_short(y)}",
-                    names,
-                )
-            )
-
-    if a.get("url") and a.get("url") == b.get("url"):
-        return [
-            _finding(
-                "same_server",
-                "note",
-                f"{names[0]} and {names[1]} are the same server: this run measures the "
-                "noise floor (A/A), any difference it shows is false",
-                names,
-            )
-        ]
-    source = [side["meta"].get("source") for side in (a, b)]
-    differ("different_weights", "source weights", *source)
-    for key, what in (
+def _pair(a: Identity, b: Identity) -> list[Confound]:
+    names = [a.name, b.name]
+    both = f"{a.name} and {b.name}"
+    if a.url and a.url == b.url:
+        message = f"{both} are the same server: this run measures the noise floor (A/A), any difference is false"
+        return [Confound(code="same_server", severity="note", message=message, backends=names)]
+    sources = [side.meta.get("source") for side in (a, b)]
+    compared: list[tuple[str, str, Any, Any]] = [("different_weights", "source weights", sources[0], sources[1])]
+    for field, what in (
         ("n_params", "numbers of parameters"),
         ("n_vocab", "vocabulary sizes"),
         ("n_embd", "hidden sizes"),
     ):
-        x, y = a["model_meta"].get(key), b["model_meta"].get(key)
-        # Quantized files may count a tied head or scales; a percent is no other model.
-        if isinstance(x, (int, float)) and isinstance(y, (int, float)) and abs(x - y) <= 0.01 * max(x, y):
-            continue
-        differ("different_models", what, x, y)
-    differ("different_templates", "chat templates", a["chat_template_sha256"], b["chat_template_sha256"])
-    differ("different_sampling", "default sampling settings", a["sampling_defaults"], b["sampling_defaults"])
-    differ("different_engines", "serving engines", a["runtime"], b["runtime"], "note")
-    if not all(source) and not found:
-        found.append(
-            _finding(
-                "weights_unknown",
-                "note",
-                f"whether {names[0]} and {names[1]} come from the same fine-tuned "
-                "weights is not known to the benchmark (give both a meta 'source')",
-                names,
-            )
+        x, y = getattr(a.model_meta, field), getattr(b.model_meta, field)
+        if x and y and abs(x - y) > SAME_SIZE * max(x, y):
+            compared.append(("different_models", what, x, y))
+    compared += [
+        ("different_templates", "chat templates", a.chat_template_sha256, b.chat_template_sha256),
+        ("different_sampling", "default sampling settings", a.sampling_defaults, b.sampling_defaults),
+        ("different_engines", "serving engines", a.runtime, b.runtime),
+    ]
+    findings = [
+        Confound(
+            code=code,
+            severity="note" if code == "different_engines" else "confound",
+            message=f"{both} have different {what}: {_short(x)} and {_short(y)}",
+            backends=names,
         )
-    return found
+        for code, what, x, y in compared
+        if x and y and x != y
+    ]
+    if not all(sources) and not findings:
+        message = f"it is unknown whether {both} come from the same fine-tuned weights (give both a meta 'source')"
+        findings.append(Confound(code="weights_unknown", severity="note", message=message, backends=names))
+    return findings
 
 
 def _short(value: Any) -> str:
@@ -115,292 +98,235 @@ def _short(value: Any) -> str:
     return text[:12] + "…" if len(text) == 64 and text.isalnum() else text[:120]
 
 
-def _prompt_tokens(identities: Mapping[str, Mapping[str, Any]], rows: list[Mapping[str, Any]]) -> list[Finding]:
-    """The same first-turn request must be the same number of tokens; else template or tokenizer differ."""
-    counts: dict[str, dict[tuple, int]] = defaultdict(dict)
-    for row in rows:
-        tokens = (row.get("usage") or {}).get("prompt_tokens")
-        if tokens and row["turn"] == 0:
-            counts[row["backend"]][row["workload"], row["case"]] = tokens
-    found = []
+def _prompt_tokens(identities: Identities, records: Records) -> list[Confound]:
+    """The same first-turn request must be the same number of tokens, else template or tokenizer differ."""
+    counts: dict[str, dict[tuple[str, str], int]] = defaultdict(dict)
+    for record in records:
+        if record.prompt_tokens and record.turn == 0:
+            counts[record.backend][record.workload, record.case] = record.prompt_tokens
+    findings = []
     for a, b in itertools.combinations(identities, 2):
         shared = counts[a].keys() & counts[b].keys()
         differing = sorted(key for key in shared if counts[a][key] != counts[b][key])
         if differing:
             first = differing[0]
-            found.append(
-                _finding(
-                    "different_prompts",
-                    "confound",
-                    f"{a} and {b} do not read the same prompts: {len(differing)} of {len(shared)} differ in tokens "
-                    f"({'/'.join(first)}: {counts[a][first]} and {counts[b][first]}); chat template or tokenizer differ",
-                    (a, b),
-                )
+            message = (
+                f"{a} and {b} do not read the same prompts: {len(differing)} of {len(shared)} differ in tokens "
+                f"({'/'.join(first)}: {counts[a][first]} and {counts[b][first]}); chat template or tokenizer differ"
             )
-    return found
+            findings.append(Confound(code="different_prompts", severity="confound", message=message, backends=[a, b]))
+    return findings
 
 
-def _busy(identities: Mapping[str, Mapping[str, Any]], rows: list[Mapping[str, Any]]) -> list[Finding]:
-    """More runs here than the cores can do: every time is then an upper bound, and so is the client's own delay."""
-    loads = [row["load_per_core"] for row in rows if row.get("load_per_core") is not None]
-    if not loads or statistics.median(loads) < BUSY_LOAD:
-        return []
-    return [
-        _finding(
-            "busy_machine",
-            "note",
-            f"the machine was busy with other work (median load {statistics.median(loads):.1f} a core): all times are upper "
-            "bounds, and limits in milliseconds are not fairly tried",
-            identities,
-        )
-    ]
-
-
-def _waiting(identities: Mapping[str, Mapping[str, Any]], rows: list[Mapping[str, Any]]) -> list[Finding]:
-    """The client had no real-time priority: events waited for it whenever other work was before it, and the kernel's stamp
-    of a read with several events is the last one's."""
-    asked = [row["realtime"] for row in rows if row.get("realtime") is not None]
-    without = asked.count(False)
-    if not without:
-        return []
-    return [
-        _finding(
-            "normal_priority",
-            "note",
-            f"the client had no real-time priority in {without} of {len(asked)} requests: other work on the machine may have "
-            "made its stamps late; root has one, and anybody else after `sudo prlimit --rtprio=1 --pid $$`",
-            identities,
-        )
-    ]
-
-
-def _strangers(
-    identities: Mapping[str, Mapping[str, Any]], rows: list[Mapping[str, Any]], config: Mapping[str, Any]
-) -> list[Finding]:
-    """Two formats of one model begin most greedy answers alike; where hardly any, it is two models or one is broken."""
-    greedy = {name for name, known in config["workloads"].items() if not known.get("temperature")}
-    openings: dict[str, dict[tuple, str]] = defaultdict(dict)
-    for row in rows:
-        text = (row.get("text") or "").split()
-        if row["workload"] in greedy and row["turn"] == 0 and text:
-            openings[row["backend"]][row["workload"], row["case"]] = " ".join(text[:OPENING_WORDS])
-    found = []
+def _different_answers(identities: Identities, records: Records, config: BenchConfig) -> list[Confound]:
+    """Two formats of one model start most greedy answers alike; otherwise they are two models, or one is broken."""
+    openings: dict[str, dict[tuple[str, str], str]] = defaultdict(dict)
+    for record in records:
+        words = record.text.split()
+        if record.workload in config.greedy and record.turn == 0 and words:
+            openings[record.backend][record.workload, record.case] = " ".join(words[:OPENING_WORDS])
+    findings = []
     for a, b in itertools.combinations(identities, 2):
         shared = openings[a].keys() & openings[b].keys()
-        same = sum(openings[a][key] == openings[b][key] for key in shared)
-        if len(shared) >= STRANGERS_LEAST and same < STRANGERS_SHARE * len(shared):
-            found.append(
-                _finding(
-                    "different_answers",
-                    "confound",
-                    f"{a} and {b} begin only {same} of {len(shared)} greedy answers with the same {OPENING_WORDS} "
-                    "words: they are different models, or one of them is broken",
-                    (a, b),
-                )
+        equal = sum(openings[a][key] == openings[b][key] for key in shared)
+        if len(shared) >= LEAST_ANSWERS and equal < LEAST_EQUAL_SHARE * len(shared):
+            message = (
+                f"{a} and {b} start only {equal} of {len(shared)} greedy answers with the same {OPENING_WORDS} "
+                "words: they are different models, or one of them is broken"
             )
-    return found
+            findings.append(Confound(code="different_answers", severity="confound", message=message, backends=[a, b]))
+    return findings
 
 
-def _estimates(rows: list[Mapping[str, Any]]) -> list[Finding]:
-    names = sorted({r["backend"] for r in rows if r.get("tokens_estimated") and not r.get("error")})
-    return (
-        [
-            _finding(
-                "tokens_estimated",
-                "confound",
-                f"{', '.join(names)} sent no usage: token counts and decode speed are "
-                "estimates and are left out of the comparison",
-                names,
-            )
-        ]
-        if names
-        else []
+# ---- the whole run
+
+
+def _incomplete(identities: Identities, ended: Ended) -> list[Confound]:
+    stopped = ended.stopped
+    if stopped:
+        message = (
+            f"stopped early at look {stopped.look} of {stopped.looks + 1}: every gate and comparison was decided at the "
+            f"{stopped.level:.0%} level, which allows for all looks; the intervals shown are plain 95 % ones"
+        )
+        return [Confound(code="stopped_early", severity="note", message=message, backends=list(identities))]
+    if ended.unasked:
+        message = (
+            f"the time budget ended before {ended.unasked} prompts and backends were measured; the same command "
+            "continues with them"
+        )
+        return [Confound(code="unfinished", severity="note", message=message, backends=list(identities))]
+    return []
+
+
+def _busy(identities: Identities, records: Records) -> list[Confound]:
+    """More work than the cores can do: every time is an upper bound, and so is the client's own delay."""
+    loads = [r.load_per_core for r in records if r.load_per_core is not None]
+    if not loads or statistics.median(loads) < BUSY_LOAD:
+        return []
+    message = (
+        f"the machine was busy with other work (median load {statistics.median(loads):.1f} per core): all times are "
+        "upper bounds, and limits in milliseconds are not tested fairly"
     )
+    return [Confound(code="busy_machine", severity="note", message=message, backends=list(identities))]
 
 
-def _smoke(rows: list[Mapping[str, Any]]) -> list[Finding]:
-    last = {r["backend"]: r for r in rows if r["workload"] == "smoke"}
+def _priority(identities: Identities, records: Records) -> list[Confound]:
+    """Without real-time priority the client may read late, and one kernel stamp covers all events of a read."""
+    flags = [r.realtime for r in records if r.realtime is not None]
+    without = flags.count(False)
+    if not without:
+        return []
+    message = (
+        f"the client had no real-time priority in {without} of {len(flags)} requests: other work on the machine may "
+        "have made its stamps late; root has it, and other users after `sudo prlimit --rtprio=1 --pid $$`"
+    )
+    return [Confound(code="normal_priority", severity="note", message=message, backends=list(identities))]
+
+
+def _estimates(records: Records) -> list[Confound]:
+    names = sorted({r.backend for r in records if r.tokens_estimated and not r.error})
+    if not names:
+        return []
+    message = f"{', '.join(names)} sent no usage: token counts and decode speed are estimates and are left out of the comparison"
+    return [Confound(code="tokens_estimated", severity="confound", message=message, backends=names)]
+
+
+def _smoke(records: Records) -> list[Confound]:
+    last = {r.backend: r for r in records if r.workload == "smoke"}
     return [
-        _finding(
-            "smoke",
-            "fault",
-            f"{name} fails the smoke question (capital of Japan): "
-            + "; ".join(row.get("faults", {}).values())
-            + f"; it said {(row.get('text') or '')[:80]!r}",
-            [name],
+        Confound(
+            code="smoke",
+            severity="fault",
+            message=f"{name} fails the smoke question (capital of Japan): {'; '.join(record.faults.values())}; "
+            f"its answer was {record.text[:80]!r}",
+            backends=[name],
         )
-        for name, row in last.items()
-        if row.get("faults")
+        for name, record in last.items()
+        if record.faults
     ]
 
 
-def _thinking(name: str, rows: list[Mapping[str, Any]], config: Mapping[str, Any]) -> list[Finding]:
-    off = [r for r in rows if not config["workloads"].get(r["workload"], {}).get("thinking") and not r.get("error")]
-    found = []
-    leaked = [
-        r
-        for r in off
-        if "thinking_leak" in r.get("faults", {})
-        and (r.get("text") or "").strip()
-        and not (r.get("reasoning") or "").strip()
-    ]
+# ---- one server
+
+
+def _thinking(name: str, records: Records, config: BenchConfig) -> list[Confound]:
+    """Thinking that is shown, hidden, or uses up the whole answer although it is switched off."""
+    off = [r for r in records if r.workload not in config.with_thinking and not r.error]
+    findings = []
+    leaked = [r for r in off if "thinking_leak" in r.faults and r.text.strip() and not r.reasoning.strip()]
     if leaked:
-        found.append(
-            _finding(
-                "thinking_as_content",
-                "confound",
-                f"{name} shows its thinking as content in {len(leaked)} of "
-                f"{len(off)} answers: its TTFT is the time to the first thinking token, not to an answer "
-                "(is the server's --reasoning-parser set? is thinking off in its template?)",
-                [name],
-            )
+        message = (
+            f"{name} shows its thinking as content in {len(leaked)} of {len(off)} answers: its TTFT is the time to the "
+            "first thinking token, not to an answer (is the server's --reasoning-parser set? is thinking off in its template?)"
         )
-    hidden = [r for r in off if (r.get("reasoning") or "").strip()]
+        findings.append(Confound(code="thinking_as_content", severity="confound", message=message, backends=[name]))
+    hidden = [r for r in off if r.reasoning.strip()]
     if hidden:
-        found.append(
-            _finding(
-                "hidden_thinking",
-                "confound",
-                f"{name} thinks although thinking is off in {len(hidden)} of "
-                f"{len(off)} answers: its content TTFT holds that thinking",
-                [name],
-            )
+        message = (
+            f"{name} thinks although thinking is off in {len(hidden)} of {len(off)} answers: its content TTFT includes "
+            "that thinking"
         )
-    empty = [
-        r
-        for r in off
-        if not (r.get("text") or "").strip() and not r.get("tool_calls") and (r.get("completion_tokens") or 0) > 8
-    ]
-    if empty:
-        spent = round(statistics.median(r["completion_tokens"] for r in empty))
-        found.append(
-            _finding(
-                "empty_after_thinking",
-                "fault",
-                f"{name} spent its tokens (median {spent}) and showed nothing in "
-                f"{len(empty)} of {len(off)} answers: thinking used the budget up",
-                [name],
-            )
+        findings.append(Confound(code="hidden_thinking", severity="confound", message=message, backends=[name]))
+    empty = [r.completion_tokens for r in off if not r.text.strip() and not r.tool_calls]
+    lengths = [tokens for tokens in empty if tokens and tokens > 8]
+    if lengths:
+        message = (
+            f"{name} used its tokens (median {round(statistics.median(lengths))}) and showed nothing in {len(lengths)} of "
+            f"{len(off)} answers: thinking used up the budget"
         )
-    return found
+        findings.append(Confound(code="empty_after_thinking", severity="fault", message=message, backends=[name]))
+    return findings
 
 
-def _parser(name: str, rows: list[Mapping[str, Any]], config: Mapping[str, Any]) -> list[Finding]:
-    """A 400 on every request with tools, or calls left in the text: the server's parser, not the model."""
-    tools = [r for r in rows if "tool_call" in r.get("checks", {})]
-    refused = [r for r in tools if r.get("status") == 400]
-    flags = "--enable-auto-tool-choice --tool-call-parser qwen3_coder (vLLM), --tool-call-parser qwen3_coder (SGLang)"
-    found = []
+def _tool_parser(name: str, records: Records) -> list[Confound]:
+    """HTTP 400 on requests with tools, or calls in the text: the fault is the server's parser, not the model."""
+    tools = [r for r in records if "tool_call" in r.checks]
+    findings = []
+    refused = sum(r.status == 400 for r in tools)
     if refused:
-        found.append(
-            _finding(
-                "tool_parser_missing",
-                "fault",
-                f"{name} refuses tool requests with HTTP 400 ({len(refused)} of "
-                f"{len(tools)}): not the model's fault; start the server with {flags}",
-                [name],
-            )
+        message = (
+            f"{name} refuses tool requests with HTTP 400 ({refused} of {len(tools)}): not the model's fault; start the "
+            f"server with {PARSER_OPTIONS}"
         )
-    left = [r for r in tools if not r["checks"]["tool_call"] and r.get("checks", {}).get("tool_call_raw")]
-    unparsed = [r for r in tools if "unparsed" in r.get("faults", {}).get("tool_call", "")]
-    if left or unparsed:
-        found.append(
-            _finding(
-                "tool_parser_fault",
-                "fault",
-                f"{name} leaves tool calls in the text ({max(len(left), len(unparsed))} "
-                f"of {len(tools)}): the server's parser is at fault; start it with {flags}",
-                [name],
-            )
+        findings.append(Confound(code="tool_parser_missing", severity="fault", message=message, backends=[name]))
+    in_text = sum(not r.checks["tool_call"] and r.checks.get("tool_call_raw", False) for r in tools)
+    unparsed = sum("unparsed" in r.faults.get("tool_call", "") for r in tools)
+    if in_text or unparsed:
+        message = (
+            f"{name} leaves tool calls in the text ({max(in_text, unparsed)} of {len(tools)}): the server's parser is at "
+            f"fault; start it with {PARSER_OPTIONS}"
         )
-    return found
+        findings.append(Confound(code="tool_parser_fault", severity="fault", message=message, backends=[name]))
+    return findings
 
 
-def _slow_starts(name: str, rows: list[Mapping[str, Any]], config: Mapping[str, Any]) -> list[Finding]:
-    slow = [r for r in rows if r.get("cold")] + outliers(rows)
+def _slow_starts(name: str, records: Records) -> list[Confound]:
+    slow = [r for r in records if r.cold] + stalls(records)
     if not slow:
         return []
-    worst = max(r.get("e2e_ms") or 0 for r in slow)
-    return [
-        _finding(
-            "cold_start",
-            "note",
-            f"{name}: {len(slow)} measured request(s) were cold starts or stalls (up to "
-            f"{worst / 1000:.1f} s); they stand in the record and are left out of the timings",
-            [name],
-        )
-    ]
+    longest = max(r.e2e_ms or 0 for r in slow) / 1000
+    message = (
+        f"{name}: {len(slow)} measured request(s) were cold starts or stalls (up to {longest:.1f} s); they are on record "
+        "and left out of the timings"
+    )
+    return [Confound(code="cold_start", severity="note", message=message, backends=[name])]
 
 
-def first_ms(row: Mapping[str, Any]) -> float | None:
-    """Time to the first thing of any kind that a model said."""
-    times = [row.get(k) for k in ("first_reasoning_ms", "first_content_ms", "first_tool_ms")]
-    return min((t for t in times if t is not None), default=None)
-
-
-def outliers(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Requests whose first token took ten times their workload's median and a second more: a start, not a speed."""
-    groups: dict[tuple, list[tuple[float, Mapping[str, Any]]]] = defaultdict(list)
-    for row in rows:
-        first = first_ms(row)
-        if first is not None and not row.get("warmup") and not row.get("cold"):
-            groups[row["backend"], row["workload"], load_of(row), row["turn"]].append((first, row))
-    found = []
+def stalls(records: Iterable[RequestRecord]) -> list[RequestRecord]:
+    """Requests whose first token took ten times their workload's median, and a second more: not a steady state."""
+    groups: dict[tuple, list[tuple[float, RequestRecord]]] = defaultdict(list)
+    for record in records:
+        first = record.first_token_ms
+        if first is not None and not record.warmup and not record.cold:
+            groups[record.backend, record.workload, record.load, record.turn].append((first, record))
+    slow = []
     for group in groups.values():
-        middle = statistics.median(first for first, _ in group)
-        found += [row for first, row in group if first > max(SLOW_FACTOR * middle, middle + SLOW_MS)]
-    return found
+        median = statistics.median(first for first, _ in group)
+        slow += [r for first, r in group if first > max(SLOW_FACTOR * median, median + SLOW_MS)]
+    return slow
 
 
-def impossible(row: Mapping[str, Any]) -> bool:
-    """An answer stamped before its request was sent: the stamp is wrong, whatever the cause, and so are its times."""
-    first, sent = row.get("first_event_ms"), row.get("sent_ms")
+def impossible(record: RequestRecord) -> bool:
+    """Whether an answer was stamped before its request was sent: the stamp, and so all its times, are wrong."""
+    first, sent = record.first_event_ms, record.sent_ms
     return first is not None and sent is not None and first < sent
 
 
-def _stamps(name: str, rows: list[Mapping[str, Any]], config: Mapping[str, Any]) -> list[Finding]:
-    bad = [row for row in rows if impossible(row)]
-    if not bad:
+def _stamps(name: str, records: Records) -> list[Confound]:
+    early = sum(map(impossible, records))
+    if not early:
         return []
-    told = f"{name}: {len(bad)} of {len(rows)} answers bear a stamp from before their request was sent"
-    return [_finding("stamp_fault", "note", f"{told}; they are left out of the timings", [name])]
+    message = (
+        f"{name}: {early} of {len(records)} answers have a stamp from before their request was sent; they are left out "
+        "of the timings"
+    )
+    return [Confound(code="stamp_fault", severity="note", message=message, backends=[name])]
 
 
-def _errors(name: str, rows: list[Mapping[str, Any]], config: Mapping[str, Any]) -> list[Finding]:
-    bad = [r for r in rows if r.get("error")]
-    if not bad:
+def _errors(name: str, records: Records) -> list[Confound]:
+    errors = [str(r.error)[:100] for r in records if r.error]
+    if not errors:
         return []
-    kinds = sorted({str(r["error"])[:100] for r in bad})
-    return [
-        _finding(
-            "errors",
-            "fault",
-            f"{name}: {len(bad)} of {len(rows)} requests failed ({kinds[0]}"
-            + (f", and {len(kinds) - 1} other kinds)" if len(kinds) > 1 else ")"),
-            [name],
-        )
-    ]
+    kinds = sorted(set(errors))
+    more = f", and {len(kinds) - 1} other kinds" if len(kinds) > 1 else ""
+    message = f"{name}: {len(errors)} of {len(records)} requests failed ({kinds[0]}{more})"
+    return [Confound(code="errors", severity="fault", message=message, backends=[name])]
 
 
-def _clock(name: str, rows: list[Mapping[str, Any]], config: Mapping[str, Any]) -> list[Finding]:
-    """Our time per token against the server's own (llama.cpp sends it): more than it is network, client or queueing."""
-    pairs = [
-        (row["tpot_ms"], timings["predicted_per_token_ms"])
-        for row in rows
-        for timings in [row.get("server_timings") or {}]
-        if row.get("tpot_ms") and timings.get("predicted_per_token_ms") and not row.get("error")
-    ]
+def _clock(name: str, records: Records) -> list[Confound]:
+    """Our time per token against the server's own (llama.cpp sends it): the rest is network, client or queueing."""
+    pairs = []
+    for record in records:
+        theirs = (record.server_timings or {}).get("predicted_per_token_ms")
+        if record.tpot_ms and isinstance(theirs, (int, float)) and theirs and not record.error:
+            pairs.append((record.tpot_ms, theirs))
     if not pairs:
         return []
-    ours, theirs = (statistics.median(side) for side in zip(*pairs, strict=True))
-    if ours <= CLOCK_FACTOR * theirs or ours - theirs < CLOCK_MS:
+    measured, reported = (statistics.median(side) for side in zip(*pairs, strict=True))
+    if measured <= CLOCK_FACTOR * reported or measured - reported < CLOCK_MS:
         return []
-    return [
-        _finding(
-            "client_overhead",
-            "note",
-            f"{name}: {ours:.3g} ms a token were seen where the server counts {theirs:.3g} ms: network, client or "
-            "queueing adds to every time",
-            [name],
-        )
-    ]
+    message = (
+        f"{name}: {measured:.3g} ms per token were measured where the server reports {reported:.3g} ms: network, client "
+        "or queueing adds to every time"
+    )
+    return [Confound(code="client_overhead", severity="note", message=message, backends=[name])]

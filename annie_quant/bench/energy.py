@@ -1,6 +1,6 @@
-"""Energy that the GPUs of this machine take while a server answers, where NVML counts it (mJ since the driver's start).
+"""GPU energy while a server answers, from NVML's counters (millijoules since the driver was loaded).
 
-The whole GPU is counted, idle power and other work included; a machine without NVML or without that counter has none.
+The whole GPU is counted, including idle power and other work. Machines without NVML or without the counter have no figure.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 
-class Meter:
-    """`read()` before and after: the difference is joules. None where nothing can be read."""
+class EnergyMeter:
+    """Reads the counters of all GPUs; the difference of two readings is the energy between them."""
 
     def __init__(self) -> None:
         self._nvml: Any = None
@@ -20,11 +20,11 @@ class Meter:
             pynvml.nvmlInit()
             self._nvml = pynvml
             self._devices = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-        except Exception:  # no package, no driver, no GPU: each has an error class of its own
+        except Exception:  # no package, no driver or no GPU: each raises a class of its own
             self._devices = []
 
     def read(self) -> float | None:
-        """Joules since the driver's start, over all GPUs that count them."""
+        """Return joules since the driver was loaded, over all GPUs that count them; None where none does."""
         total = None
         for device in self._devices:
             try:

@@ -1,9 +1,4 @@
-"""Memory of a server: idle, with one request, with five at once; each figure by the name of where it comes from.
-
-process_rss_bytes: resident memory of the server's process and its children. system_used_bytes: MemTotal - MemAvailable,
-which on unified memory (DGX Spark) holds the GPU's share too. gpu_process_bytes: NVML's figure for those processes,
-where it has one. cgroup_bytes: what the kernel charges to the process's control group, which for a container is all of it.
-"""
+"""Memory of a server: idle, with one request, with five at once, and at its peak (schema.MemoryFigures)."""
 
 from __future__ import annotations
 
@@ -13,35 +8,37 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from annie_quant.host import meminfo
+from annie_quant.schema import MemoryFigures, MemoryLevels
 
-LEVELS = (("one", 1), ("five", 5))
 SAMPLE_S = 0.02
+GPU_SAMPLE_S = 1.0  # a call of nvidia-smi takes tens of milliseconds
 
 
-def measure(pid: int, load: Callable[[int], None]) -> dict[str, Any]:
-    """{"idle" | "one" | "five": {figure: bytes}}, the peak of each while `load(number of requests)` runs."""
-    found = {"idle": sample(pid)}
-    for name, count in LEVELS:
-        with Peak(pid) as peak:
-            load(count)
-        found[name] = peak.highest
-    return found
+def measure(pid: int, send: Callable[[int], None]) -> MemoryLevels:
+    """Measure a process idle, and its peaks while `send(1)` and `send(5)` run, which send so many requests."""
+    idle = sample(pid)
+    peaks = []
+    for count in (1, 5):
+        with PeakMemory(pid) as peak:
+            send(count)
+        peaks.append(peak.highest)
+    return MemoryLevels(idle=idle, one=peaks[0], five=peaks[1])
 
 
-def sample(pid: int) -> dict[str, int | None]:
-    pids = _family(pid)
-    return {
-        "process_rss_bytes": _rss(pids),
-        "system_used_bytes": system_used(),
-        "gpu_process_bytes": _gpu(pids),
-        "cgroup_bytes": _cgroup(pid),
-    }
+def sample(pid: int) -> MemoryFigures:
+    """Return the memory of a process and its children now."""
+    pids = _process_tree(pid)
+    return MemoryFigures(
+        process_rss_bytes=_rss(pids),
+        system_used_bytes=system_used(),
+        gpu_process_bytes=_gpu(pids),
+        cgroup_bytes=_cgroup(pid),
+    )
 
 
-class Peak:
+class PeakMemory:
     """Samples in a thread while the block runs; `highest` holds each figure's peak."""
 
     def __init__(self, pid: int, every_s: float = SAMPLE_S) -> None:
@@ -49,33 +46,34 @@ class Peak:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
-    def __enter__(self) -> Peak:
+    def __enter__(self) -> PeakMemory:
         self._thread.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._stop.set()
         self._thread.join()
-        self._take()
+        self._sample()
 
     def _watch(self) -> None:
         while not self._stop.wait(self.every_s):
-            self._take()
+            self._sample()
 
-    def _take(self) -> None:
+    def _sample(self) -> None:
         self.highest = highest(self.highest, sample(self.pid))
 
 
-def highest(*samples: dict[str, int | None]) -> dict[str, int | None]:
-    """Each figure's largest value; None where no sample has it."""
-    seen = {name: [value for s in samples if (value := s[name]) is not None] for name in samples[0]}
-    return {name: max(values, default=None) for name, values in seen.items()}
+def highest(*samples: MemoryFigures) -> MemoryFigures:
+    """Return each figure's largest value; None where no sample has it."""
+    names = MemoryFigures.__struct_fields__
+    values = {name: [v for s in samples if (v := getattr(s, name)) is not None] for name in names}
+    return MemoryFigures(**{name: max(some, default=None) for name, some in values.items()})
 
 
 def after_stop(timeout_s: float = 30.0, steady_bytes: int = 64 << 20) -> int | None:
-    """What the machine uses once it has become steady: two looks a second apart within steady_bytes of each other.
+    """Return what the machine uses once two samples a second apart are within steady_bytes of each other.
 
-    A stopped server gives its memory back late on unified memory; None where the kernel does not tell.
+    On unified memory a stopped server's memory is released late. None where the kernel does not report it.
     """
     deadline, before = time.monotonic() + timeout_s, system_used()
     while before is not None and time.monotonic() < deadline:
@@ -88,13 +86,13 @@ def after_stop(timeout_s: float = 30.0, steady_bytes: int = 64 << 20) -> int | N
 
 
 def system_used() -> int | None:
-    """MemTotal - MemAvailable in bytes; None where the kernel does not tell."""
+    """Return MemTotal - MemAvailable in bytes; None where the kernel does not report them."""
     memory = meminfo()
     return memory["MemTotal"] - memory["MemAvailable"] if {"MemTotal", "MemAvailable"} <= memory.keys() else None
 
 
 def _cgroup(pid: int) -> int | None:
-    """memory.current of the process's own control group (version 2); None in the root group, which holds everything."""
+    """memory.current of the process's control group (version 2); None in the root group, which counts all processes."""
     try:
         line = next(x for x in Path(f"/proc/{pid}/cgroup").read_text().splitlines() if x.startswith("0::"))
         group = line[3:].strip("/")
@@ -103,7 +101,7 @@ def _cgroup(pid: int) -> int | None:
         return None
 
 
-def _family(pid: int) -> list[int]:
+def _process_tree(pid: int) -> list[int]:
     import psutil
 
     try:
@@ -125,27 +123,26 @@ def _rss(pids: list[int]) -> int | None:
     return total
 
 
+_gpu_bytes: dict[int, int] = {}
+_gpu_sampled_s = -GPU_SAMPLE_S
+
+
 def _gpu(pids: list[int]) -> int | None:
-    """Asked seldom: a call of nvidia-smi takes tens of milliseconds, so a value is kept for a second."""
+    """GPU memory of the processes, at most GPU_SAMPLE_S old; None where none of them uses a GPU."""
+    global _gpu_bytes, _gpu_sampled_s
     if not pids or shutil.which("nvidia-smi") is None:
         return None
-    now = time.monotonic()
-    if now - _last.get("at", -10.0) > 1.0:
-        _last.update(at=now, apps=_compute_apps())
-    apps = _last["apps"]
-    return sum(apps[p] for p in pids if p in apps) if any(p in apps for p in pids) else None
+    if time.monotonic() - _gpu_sampled_s > GPU_SAMPLE_S:
+        _gpu_bytes, _gpu_sampled_s = _compute_processes(), time.monotonic()
+    return sum(_gpu_bytes[p] for p in pids if p in _gpu_bytes) if any(p in _gpu_bytes for p in pids) else None
 
 
-_last: dict[str, Any] = {}
-
-
-def _compute_apps() -> dict[int, int]:
+def _compute_processes() -> dict[int, int]:
+    """GPU memory in bytes by process id."""
     command = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
     try:
         out = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return {}
-    cells = (line.split(",") for line in out.splitlines())
-    return {
-        int(c[0]): int(c[1]) * 2**20 for c in cells if len(c) == 2 and c[0].strip().isdigit() and c[1].strip().isdigit()
-    }
+    cells = ([cell.strip() for cell in line.split(",")] for line in out.splitlines())
+    return {int(c[0]): int(c[1]) * 2**20 for c in cells if len(c) == 2 and c[0].isdigit() and c[1].isdigit()}

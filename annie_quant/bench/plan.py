@@ -1,7 +1,7 @@
-"""Who is asked what, in which order: randomised blocks that interleave the backends over identical prompts.
+"""Which prompts go to which backend, in which order: randomised blocks that interleave the backends over the same prompts.
 
-Two prompts make a block. In the first the backends take their turns in a random order, in the second in the reverse
-(for two: ABBA), so that a slow drift of the machine meets all of them alike.
+A block has two prompts. For the first the backends take turns in a random order, for the second in the reverse order (ABBA
+for two backends), so that a slow drift of the machine affects all of them alike.
 """
 
 from __future__ import annotations
@@ -10,18 +10,19 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from annie_quant.bench.load_profile import ALONE, Load
+from annie_quant.bench.load_profile import ALONE, requests_together
 from annie_quant.judge.workloads import Case, Workload
+from annie_quant.schema import BenchConfig, Load
 
 
 @dataclass(frozen=True)
 class Visit:
-    """One prompt (or conversation) put to one backend, or as many as the load says."""
+    """The requests that are sent to one backend together: (case, repeat) pairs, as many as the load says."""
 
     block: int
     backend: str
     workload: Workload
-    cases: tuple[tuple[Case, int], ...]  # (case, repeat), all that go out together
+    cases: tuple[tuple[Case, int], ...]
     load: Load = ALONE
     warmup: bool = False
 
@@ -32,29 +33,27 @@ class Visit:
 
 
 def choose(workload: Workload, n: int | None, seed: int) -> list[Case]:
-    """All cases, or n of them: the same ones for the same seed."""
+    """Return all cases, or n of them: the same ones for the same seed."""
     if n is None or n >= len(workload.cases):
         return list(workload.cases)
     picked = random.Random(f"{seed}/{workload.name}").sample(range(len(workload.cases)), n)
     return [workload.cases[i] for i in sorted(picked)]
 
 
-def plan(
-    backends: Sequence[str],
-    workloads: Sequence[Workload],
-    *,
-    runs: int,
-    n: int | None,
-    seed: int,
-    load: Load = ALONE,
-) -> list[Visit]:
-    """Every measured visit, in the order of asking. The same arguments give the same plan: resuming needs it."""
-    rng = random.Random(f"{seed}/{load.label}")
+def plan(backends: Sequence[str], workloads: Sequence[Workload], config: BenchConfig) -> list[Visit]:
+    """Return all measured visits in order. The same arguments give the same plan, so that a run can be resumed."""
+    return [visit for load in config.loads for visit in _plan_load(backends, workloads, config, load)]
+
+
+def _plan_load(backends: Sequence[str], workloads: Sequence[Workload], config: BenchConfig, load: Load) -> list[Visit]:
+    rng = random.Random(f"{config.seed}/{load.label}")
+    together = requests_together(load)
     groups: list[tuple[Workload, tuple[tuple[Case, int], ...]]] = []
     for workload in workloads:
-        asked = [(case, repeat) for repeat in range(runs) for case in choose(workload, n, seed)]
-        rng.shuffle(asked)
-        groups += [(workload, tuple(asked[i : i + load.together])) for i in range(0, len(asked), load.together)]
+        chosen = choose(workload, config.n, config.seed)
+        requests = [(case, repeat) for repeat in range(config.runs) for case in chosen]
+        rng.shuffle(requests)
+        groups += [(workload, tuple(requests[i : i + together])) for i in range(0, len(requests), together)]
     rng.shuffle(groups)
     visits = []
     order: list[str] = []
@@ -64,18 +63,12 @@ def plan(
     return visits
 
 
-def warmups(
-    backends: Sequence[str],
-    workloads: Sequence[Workload],
-    count: int,
-    n: int | None,
-    seed: int,
-) -> list[Visit]:
-    """`count` requests for each backend and workload, asked before anything is measured and never counted."""
+def warmups(backends: Sequence[str], workloads: Sequence[Workload], config: BenchConfig) -> list[Visit]:
+    """Return config.warmup requests per backend and workload, sent before anything is measured and never counted."""
     return [
         Visit(-1, name, workload, ((cases[i % len(cases)], i),), warmup=True)
         for workload in workloads
-        for cases in [choose(workload, n, seed)]
-        for i in range(count)
+        for cases in [choose(workload, config.n, config.seed)]
+        for i in range(config.warmup)
         for name in backends
     ]

@@ -1,62 +1,77 @@
-"""What a run shows while it goes on: a row a backend, and how far the whole is."""
+"""The terminal's view of a running benchmark: one row per backend, and the overall progress."""
 
 from __future__ import annotations
 
 import contextlib
 import statistics
-from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from annie_quant.judge.tabulation import advisory
+from annie_quant.schema import RequestRecord
 
-KEPT = 200  # recent requests that the medians are taken over
+RECENT = 200  # requests that the medians are taken over
 
 
-class Board:
-    """Fed with records (`add`) and progress (`step`); `shown` draws it on a terminal, and is quiet on a pipe."""
+def _recent() -> deque[float]:
+    return deque(maxlen=RECENT)
 
-    def __init__(self, backends: list[str]) -> None:
-        self.done: Counter[str] = Counter()
-        self.errors: Counter[str] = Counter()
-        self.faults: dict[str, Counter[str]] = {name: Counter() for name in backends}
-        self.times: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in backends}
-        self.position: tuple[int, int, str] = (0, 0, "")
+
+@dataclass
+class BackendRow:
+    """Counts and recent times of one backend."""
+
+    requests: int = 0
+    errors: int = 0
+    failed_gates: Counter[str] = field(default_factory=Counter)
+    ttft_ms: deque[float] = field(default_factory=_recent)
+    tpot_ms: deque[float] = field(default_factory=_recent)
+
+
+class ProgressTable:
+    """Progress of a benchmark (progress.Progress), and `add` for its records; `shown` draws it on a terminal."""
+
+    def __init__(self, backends: Sequence[str]) -> None:
+        self.rows = {name: BackendRow() for name in backends}
+        self._position: tuple[float, float | None, str] = (0, None, "")
         self._live: Any = None
 
-    def add(self, row: dict[str, Any]) -> None:
-        name = row["backend"]
-        self.done[name] += 1
-        self.errors[name] += bool(row.get("error"))
-        self.faults[name].update(gate for gate in row.get("faults") or () if not advisory(gate))
-        for field in ("first_content_ms", "tpot_ms"):
-            if row.get(field) is not None:
-                self.times[name][field] = [*self.times[name][field], row[field]][-KEPT:]
+    def add(self, record: RequestRecord) -> None:
+        row = self.rows[record.backend]
+        row.requests += 1
+        row.errors += bool(record.error)
+        row.failed_gates.update(gate for gate in record.faults if not advisory(gate))
+        if record.first_content_ms is not None:
+            row.ttft_ms.append(record.first_content_ms)
+        if record.tpot_ms is not None:
+            row.tpot_ms.append(record.tpot_ms)
         self._refresh()
 
-    def step(self, done: int, total: int, text: str) -> None:
-        self.position = (done, total, text)
+    def update(self, done: float, total: float | None = None, text: str = "") -> None:
+        self._position = (done, total, text)
         self._refresh()
+
+    def message(self, text: str) -> None:
+        self.update(*self._position[:2], text)
 
     def table(self) -> Any:
         from rich.table import Table
 
-        done, total, text = self.position
-        table = Table(title=f"{done} of {total} visits · {text}", title_justify="left")
-        for column in ("backend", "requests", "TTFT p50 ms", "ms a token p50", "errors", "gate faults"):
-            table.add_column(column, justify="left" if column in ("backend", "gate faults") else "right")
-        for name, faults in self.faults.items():
-            middle = [
-                f"{statistics.median(values):.1f}" if (values := self.times[name][field]) else "–"
-                for field in ("first_content_ms", "tpot_ms")
-            ]
-            seen = ", ".join(f"{gate} {count}" for gate, count in faults.most_common(3)) or "none"
-            table.add_row(name, str(self.done[name]), *middle, str(self.errors[name]), seen)
+        done, total, text = self._position
+        table = Table(title=f"{done:g} of {total or 0:g} visits · {text}", title_justify="left")
+        for column in ("backend", "requests", "TTFT p50 ms", "TPOT p50 ms", "errors", "failed gates"):
+            table.add_column(column, justify="left" if column in ("backend", "failed gates") else "right")
+        for name, row in self.rows.items():
+            medians = [f"{statistics.median(times):.1f}" if times else "–" for times in (row.ttft_ms, row.tpot_ms)]
+            failed = ", ".join(f"{gate} {count}" for gate, count in row.failed_gates.most_common(3)) or "none"
+            table.add_row(name, str(row.requests), *medians, str(row.errors), failed)
         return table
 
     @contextlib.contextmanager
-    def shown(self, console: Any) -> Iterator[Board]:
-        """console: annie_quant.cli.console.Console. On a pipe one line stands at the end."""
+    def shown(self, console: Any) -> Iterator[ProgressTable]:
+        """Draw the table while the block runs. console: cli.console.Console; on a pipe it prints one line at the end."""
         if not console.err.is_terminal:
             with console.task("bench"):
                 yield self

@@ -1,4 +1,4 @@
-"""A benchmark's folder: what was asked and how, written down first, and checked when a run goes on."""
+"""inputs.json: the settings of a benchmark, written first and compared when the run is resumed."""
 
 from __future__ import annotations
 
@@ -6,93 +6,69 @@ import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from annie_quant.bench.backend import Backend
-from annie_quant.bench.load_profile import Load
-from annie_quant.errors import UsageError
-from annie_quant.files import read_json, sha256_text, write_json
+from annie_quant import schema
+from annie_quant.errors import AnnieError, UsageError
+from annie_quant.files import sha256_text
 from annie_quant.judge.workloads import Workload
+from annie_quant.schema import AskedCase, AskedWorkload, BenchConfig, Inputs, WorkloadSettings
 
 
-def config_of(
-    backends: Sequence[Backend],
-    workloads: Sequence[Workload],
-    warmup: int,
-    runs: int,
-    n: int | None,
-    seed: int,
-    loads: Sequence[Load],
-    prefix_cache: str,
-    reference: str | None,
-) -> dict[str, Any]:
-    """All that decides what is asked of whom: a run may only go on where this is the same."""
-    return {
-        "backends": [{"name": b.name, "model": b.model, "source": b.meta.get("source")} for b in backends],
-        "warmup": warmup,
-        "runs": runs,
-        "n": n,
-        "seed": seed,
-        "loads": [{"concurrency": load.concurrency, "rate_per_s": load.rate_per_s} for load in loads],
-        "prefix_cache": prefix_cache,
-        "reference": reference,
-        "workloads": {
-            w.name: {
-                "sha256": w.sha256,
-                "asked_sha256": _fingerprint(w),
-                "thinking": w.thinking,
-                "max_tokens": w.max_tokens,
-                "temperature": w.temperature,
-                "gates": list(w.gates),
-            }
-            for w in workloads
-        },
-    }
+def workload_settings(workload: Workload) -> WorkloadSettings:
+    """Return what a run records of a workload, with a hash of all that is sent and expected."""
+    content = [[workload.request(c) if not c.turns else list(c.turns), dict(c.expect)] for c in workload.cases]
+    return WorkloadSettings(
+        sha256=workload.sha256,
+        asked_sha256=sha256_text(json.dumps([workload.name, workload.gates, content], sort_keys=True, default=str)),
+        thinking=workload.thinking,
+        max_tokens=workload.max_tokens,
+        temperature=workload.temperature,
+        gates=list(workload.gates),
+    )
 
 
-def _fingerprint(workload: Workload) -> str:
-    asked = [[workload.request(c) if not c.turns else list(c.turns), dict(c.expect)] for c in workload.cases]
-    return sha256_text(json.dumps([workload.name, workload.gates, asked], sort_keys=True, default=str))
+def prepare_folder(folder: Path, config: BenchConfig, workloads: Sequence[Workload], resume: bool) -> None:
+    """Write inputs.json. Without `resume`, delete the earlier run in the folder.
 
-
-def open_folder(folder: Path, config: dict[str, Any], workloads: Sequence[Workload], resume: bool) -> None:
-    """Make the folder ready. Raises UsageError where it holds a benchmark with other settings, unless it may start over."""
+    Raises UsageError where the folder holds a benchmark with other settings and `resume` is set.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     inputs = folder / "inputs.json"
     if not resume:
         shutil.rmtree(folder / "streams", ignore_errors=True)
-        for stale in ("records.jsonl", "inputs.json", "bench.json", "memory.json"):
-            (folder / stale).unlink(missing_ok=True)
+        for name in ("records.jsonl", "inputs.json", "bench.json", "memory.json"):
+            (folder / name).unlink(missing_ok=True)
     elif inputs.exists() and (folder / "records.jsonl").exists():
-        before = read_json(inputs).get("config")
-        changed = [k for k in config if before is None or before.get(k) != json.loads(json.dumps(config[k]))]
+        try:
+            changed = config.differences(schema.decode(Inputs, inputs).config)
+        except AnnieError:
+            changed = ["inputs.json cannot be read"]
         if changed:
             raise UsageError(
                 f"{folder} holds a benchmark with other settings ({', '.join(changed)})",
-                "choose another --output, or start it over with resume off",
+                "choose another --output, or start again with resume off",
             )
-    write_json(inputs, {"config": config, "workloads": [_described(w) for w in workloads]})
+    schema.write(inputs, Inputs(config=config, workloads=[_complete(w) for w in workloads]))
 
 
-def _described(workload: Workload) -> dict[str, Any]:
-    """A workload as it was asked, whole, so that a run directory explains itself."""
-    return {
-        "name": workload.name,
-        "description": workload.description,
-        "sha256": workload.sha256,
-        "system": workload.system_prompt,
-        "thinking": workload.thinking,
-        "max_tokens": workload.max_tokens,
-        "temperature": workload.temperature,
-        "gates": list(workload.gates),
-        "cases": [
-            {
-                "id": c.id,
-                "messages": list(c.messages),
-                "turns": list(c.turns),
-                "expect": dict(c.expect),
-                "tools": workload.tools_for(c),
-            }
+def _complete(workload: Workload) -> AskedWorkload:
+    return AskedWorkload(
+        name=workload.name,
+        description=workload.description,
+        sha256=workload.sha256,
+        system=workload.system_prompt,
+        thinking=workload.thinking,
+        max_tokens=workload.max_tokens,
+        temperature=workload.temperature,
+        gates=list(workload.gates),
+        cases=[
+            AskedCase(
+                id=c.id,
+                messages=[dict(m) for m in c.messages],
+                turns=list(c.turns),
+                expect=dict(c.expect),
+                tools=[dict(t) for t in tools] if (tools := workload.tools_for(c)) else None,
+            )
             for c in workload.cases
         ],
-    }
+    )

@@ -1,6 +1,6 @@
-"""The benchmark's run: smoke request, warm-ups, interleaved measured requests, records as they come, aggregates.
+"""A benchmark from start to end: smoke question, warm-ups, interleaved measured requests, aggregates, exports.
 
-A run directory is resumed: what records.jsonl holds is not asked again. Ctrl-C and a dead server end the run, and all
+A run directory is resumed: what records.jsonl has is not sent again. Ctrl-C or a dead server ends the run, and everything
 that was finished is kept.
 """
 
@@ -11,119 +11,112 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from annie_quant import judge
+import msgspec
+
+from annie_quant import judge, schema
 from annie_quant.bench.aggregate import aggregate_records
 from annie_quant.bench.backend import Backend
 from annie_quant.bench.export import export
-from annie_quant.bench.load_profile import Load
-from annie_quant.bench.run_config import config_of, open_folder
-from annie_quant.bench.session import Progress, Session, Watch
-from annie_quant.bench.store import Records
+from annie_quant.bench.measure import Measurement, OnRecord
+from annie_quant.bench.records import Records
+from annie_quant.bench.run_config import prepare_folder, workload_settings
 from annie_quant.errors import UsageError
-from annie_quant.files import write_json
 from annie_quant.host import environment
 from annie_quant.judge.workloads import Workload
-from annie_quant.pipeline.run_directory import SCHEMA_VERSION
+from annie_quant.progress import SILENT, Progress
+from annie_quant.schema import BackendSettings, Bench, BenchConfig, Environment, Load
 
 
 def run(
     backends: Sequence[Backend],
     workloads: Sequence[Workload | str],
-    output: str | os.PathLike,
+    output: str | os.PathLike[str],
     *,
-    warmup: int = 2,
-    runs: int = 5,
-    n: int | None = None,
-    seed: int = 0,
     concurrency: int | Sequence[int] = 1,
     rates: Sequence[float] = (),
     resume: bool = True,
-    progress: Progress | None = None,
-    watch: Watch | None = None,
-    prefix_cache: str = "warm",
-    timeout_s: float = 120.0,
-    reference: str | None = None,
-    with_memory: bool = True,
-    budget_s: float | None = None,
-    stop_early: bool = False,
-) -> dict[str, Any]:
-    """Measure `backends` over `workloads` (objects or names) into the folder `output`; returns what bench.json holds.
+    progress: Progress = SILENT,
+    watch: OnRecord | None = None,
+    **settings: Any,
+) -> Bench:
+    """Measure `backends` over `workloads` into the folder `output`, and return what bench.json holds.
 
-    warmup: requests for each backend and workload that are never counted. runs: times each case is measured. n: at
-    most so many cases of a workload (chosen by `seed`; None: all). concurrency: requests in flight at one backend, or
-    several levels. rates: further levels, in arrivals a second (Poisson, open loop). prefix_cache: "warm" (as servers
-    come; declared in the record) or "off" (no reuse between requests, where the server can). reference: the backend that
-    verbosity is measured against (default: the first). budget_s: stop measuring after so many seconds; what is left is
-    said in the verdict, and the same call goes on with it. stop_early: look at a few planned moments, and stop when every
-    gate and every comparison is decided at a level that allows for the looks (bench/sequential.py).
-    progress(done, total, text); watch(record) after each measured request.
+    workloads: objects or names. concurrency: requests in flight at one backend, or several levels. rates: further levels,
+    in arrivals per second (Poisson, open loop). resume: continue the run in the folder; False starts again. watch: called
+    with each measured record. settings: fields of schema.BenchConfig, which has their defaults: warmup, runs, n, seed,
+    prefix_cache, reference (default: the first backend), timeout_s, with_memory, budget_s, stop_early.
 
-    Raises UsageError (bad arguments, a folder of another benchmark), ServerError (a server is not there or went away).
+    Raises UsageError (bad arguments, a folder with another benchmark), ServerError (a server does not answer).
     """
     loaded = [w if isinstance(w, Workload) else judge.load_workloads([w])[0] for w in workloads]
     levels = [concurrency] if isinstance(concurrency, int) else list(concurrency)
-    loads = [Load(level) for level in levels] + [Load(0, rate) for rate in rates]
-    _check(backends, loaded, warmup, runs, n, loads, prefix_cache)
-    if stop_early and len(loads) > 1:
-        raise UsageError("stopping early is for one level of load", "measure the levels in runs of their own")
-    folder = Path(output)
-    config = config_of(backends, loaded, warmup, runs, n, seed, loads, prefix_cache, reference or backends[0].name)
-    open_folder(folder, config, loaded, resume)
-    records = Records(folder / "records.jsonl")
-    try:
-        greedy = frozenset(w.name for w in loaded if not w.temperature)
-        session = Session(list(backends), folder, records, timeout_s, prefix_cache, progress, watch, greedy)
-        with session.watched(with_memory):
-            ended = session.measure(loaded, warmup, runs, n, seed, loads, budget_s, stop_early)
-            ended["prefix_cache"] = prefix_cache
-            seen = session.identities
-            memories = session.memory(loaded, n, seed) if with_memory else {}
-    finally:
-        records.close()
-    aggregates = aggregate_records(
-        records.rows,
-        config["workloads"],
-        seen,
-        reference=config["reference"],
-        seed=seed,
-        memories=memories,
-        ended=ended,
+    config = BenchConfig(
+        backends=[BackendSettings(name=b.name, model=b.model, source=_plain(b.meta.get("source"))) for b in backends],
+        loads=[*(Load(level) for level in levels), *(Load(0, rate) for rate in rates)],
+        workloads={w.name: workload_settings(w) for w in loaded},
+        **settings,
     )
-    result = {
-        "schema_version": SCHEMA_VERSION,
-        "ended": ended,
-        "requests": sum(not row.get("warmup") for row in records.rows),
-        "environment": environment(),
-        "config": config,
-        "backends": seen,
-        "memory": memories,
-        "aggregates": aggregates,
-        "verdict": judge.verdict(aggregates),
-    }
-    write_json(folder / "bench.json", result)
-    export(folder)
-    return result
+    _check(config)
+    config.reference = config.reference or backends[0].name
+    return execute(config, backends, loaded, Path(output), resume, progress, watch or (lambda record: None))
 
 
-def _check(
+def execute(
+    config: BenchConfig,
     backends: Sequence[Backend],
     workloads: Sequence[Workload],
-    warmup: int,
-    runs: int,
-    n: int | None,
-    loads: Sequence[Load],
-    prefix_cache: str,
-) -> None:
-    names = [b.name for b in backends]
+    folder: Path,
+    resume: bool,
+    progress: Progress,
+    on_record: OnRecord,
+) -> Bench:
+    """Measure with checked settings, aggregate, and write bench.json and the exports."""
+    prepare_folder(folder, config, workloads, resume)
+    records = Records(folder / "records.jsonl")
+    try:
+        measurement = Measurement(config, backends, workloads, folder, records, progress, on_record)
+        with measurement.sampling_memory():
+            ended = measurement.run()
+            memory = measurement.memory()
+    finally:
+        records.close()
+    identities = measurement.identities
+    aggregates = aggregate_records(records.rows, config, identities, memory, ended)
+    bench = Bench(
+        ended=ended,
+        requests=sum(not r.warmup for r in records.rows),
+        environment=msgspec.convert(environment(), Environment),
+        config=config,
+        backends=identities,
+        memory=memory,
+        aggregates=aggregates,
+        verdict=judge.verdict(aggregates),
+    )
+    schema.write(folder / "bench.json", bench)
+    export(folder)
+    return bench
+
+
+def _plain(source: Any) -> str | int | float | bool | None:
+    return source if isinstance(source, (int, float, type(None))) else str(source)[:1000]
+
+
+def _check(config: BenchConfig) -> None:
+    names = [b.name for b in config.backends]
     if not names:
         raise UsageError("there is no backend to measure", "give at least one: --backend-a NAME URL")
     if len(set(names)) < len(names):
         raise UsageError(f"two backends have the same name: {', '.join(names)}", "give each its own")
-    if not workloads:
-        raise UsageError("there is no workload to measure")
-    if runs < 1 or warmup < 0 or (n is not None and n < 1):
-        raise UsageError(f"runs and n must be 1 or more and warmup 0 or more; got runs={runs}, n={n}, warmup={warmup}")
-    if not loads:
+    if not config.workloads:
+        raise UsageError("there is no workload to measure", "name one: --workloads greeting")
+    if config.runs < 1 or config.warmup < 0 or (config.n is not None and config.n < 1):
+        raise UsageError(
+            "runs and n must be 1 or more and warmup 0 or more; "
+            f"got runs={config.runs}, n={config.n}, warmup={config.warmup}"
+        )
+    if not config.loads:
         raise UsageError("there is no load to measure under", "give a concurrency or a rate")
-    if prefix_cache not in ("warm", "off"):
-        raise UsageError(f"prefix_cache is 'warm' or 'off', got {prefix_cache!r}")
+    if config.prefix_cache not in ("warm", "off"):
+        raise UsageError(f"prefix_cache must be 'warm' or 'off', got {config.prefix_cache!r}")
+    if config.stop_early and len(config.loads) > 1:
+        raise UsageError("stopping early works with one load", "measure each load in a run of its own")

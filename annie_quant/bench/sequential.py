@@ -1,22 +1,22 @@
-"""Stopping a run early without fooling oneself: a few planned looks, each at a level that allows for all of them.
+"""Stopping a run early without more false findings: a few planned looks, each at a level that allows for all of them.
 
-Looking LOOKS times at 5 % each would call chance a finding far more often than in 5 of 100 runs. Each look here is made
-at 5 % / LOOKS (Bonferroni): whatever the correlation between the looks, the whole stays at 5 % or below. A run stops when
-nothing is open: each deciding gate's interval has left its threshold, and each compared time differs for sure or is sure
-to lie within EQUIVALENT of the other side's.
+LOOKS looks at 5 % each would report chance as a difference in far more than 5 of 100 runs. Each look is therefore made at
+5 % / LOOKS (Bonferroni): whatever the correlation between the looks, the whole stays at 5 % or below. A run stops when
+everything is decided: the interval of each deciding gate excludes its threshold, and each compared time differs
+significantly or is equivalent (its interval is within EQUIVALENT of the other side's median).
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
 
-from annie_quant.judge.intervals import wilson
-from annie_quant.judge.paired import LEVEL as FAMILY_LEVEL
-from annie_quant.judge.paired import compare, holm
+from annie_quant.bench.aggregate import gate_counts, timed, values_by_prompt
 from annie_quant.judge.rules import ALL_RATE, LARGE_N, Threshold
+from annie_quant.judge.statistics import LEVEL as FAMILY_LEVEL
+from annie_quant.judge.statistics import compare, holm, wilson
 from annie_quant.judge.tabulation import advisory, threshold
+from annie_quant.schema import PairedResult, RequestRecord
 
 LOOKS = 5
 LEVEL = FAMILY_LEVEL / LOOKS
@@ -25,45 +25,42 @@ METRICS = ("ttft_content_ms", "tpot_ms")
 
 
 def looks(visits: int, block: int) -> list[int]:
-    """After how many visits to look: LOOKS - 1 times on the way (the last look is the end), whole blocks each."""
+    """Return after how many visits to look, in whole blocks: LOOKS - 1 times (the last look is the end)."""
     marks = {visits * k // LOOKS // block * block for k in range(1, LOOKS)}
     return sorted(mark for mark in marks if 0 < mark < visits)
 
 
-def open_questions(rows: Sequence[Mapping[str, Any]], backends: Sequence[str], greedy: Collection[str]) -> list[str]:
-    """What the records cannot decide yet, in words; empty when all is decided."""
-    from annie_quant.bench.aggregate import gate_counts, timed, values_by_prompt
-    from annie_quant.bench.load_profile import alone
-
-    found = []
+def open_questions(records: Sequence[RequestRecord], backends: Sequence[str], greedy: Collection[str]) -> list[str]:
+    """Return what the records cannot decide yet; empty when everything is decided."""
+    undecided = []
     for name in backends:
-        own = [row for row in rows if row["backend"] == name]
+        own = [r for r in records if r.backend == name]
         for gate, (passes, n) in gate_counts(own, greedy).items():
             if not advisory(gate) and not _gate_decided(passes, n, threshold(gate)):
-                found.append(f"{name}: {gate} ({passes} of {n})")
-    fit = [row for row in timed(rows) if alone(row)]
+                undecided.append(f"{name}: {gate} ({passes} of {n})")
+    fit = [r for r in timed(records) if r.alone]
     pairs = []
     for a, b in itertools.combinations(backends, 2):
         for metric in METRICS:
-            x, y = (values_by_prompt((r for r in fit if r["backend"] == name), metric) for name in (a, b))
+            x, y = (values_by_prompt((r for r in fit if r.backend == name), metric) for name in (a, b))
             if x and y:
                 pairs.append((f"{a} against {b}: {metric}", compare(x, y, confidence=1 - LEVEL)))
-    for (title, row), p in zip(pairs, holm([row["p"] for _, row in pairs]), strict=True):
-        if not (p is not None and p < LEVEL) and not _equivalent(row):
-            found.append(title)
-    return found
+    for (title, result), p in zip(pairs, holm([result.p for _, result in pairs]), strict=True):
+        if not (p is not None and p < LEVEL) and not _equivalent(result):
+            undecided.append(title)
+    return undecided
 
 
-def _gate_decided(passes: int, n: int, wanted: Threshold) -> bool:
-    if wanted.kind == "zero":
+def _gate_decided(passes: int, n: int, limit: Threshold) -> bool:
+    if limit.kind == "zero":
         return passes < n or n >= LARGE_N
     low, high = wilson(passes, n, 1 - LEVEL)
-    rate = ALL_RATE if wanted.kind == "all" else wanted.rate
+    rate = ALL_RATE if limit.kind == "all" else limit.rate
     return low >= rate or high < rate
 
 
-def _equivalent(row: Mapping[str, Any]) -> bool:
-    if row["low"] is None or not row["median_a"]:
+def _equivalent(result: PairedResult) -> bool:
+    if result.low is None or result.high is None or not result.median_a:
         return False
-    margin = EQUIVALENT * row["median_a"]
-    return bool(-margin <= row["low"] and row["high"] <= margin)
+    margin = EQUIVALENT * result.median_a
+    return -margin <= result.low and result.high <= margin

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 
 import annie_quant
 from annie_quant.cli.common import console, emit, json_option
@@ -52,7 +53,7 @@ def bench(
 ) -> None:
     """Time one or two OpenAI-compatible servers over the same prompts, interleaved. Exit code 1 if a gate fails."""
     from annie_quant import bench as timing
-    from annie_quant.bench.progress_table import Board
+    from annie_quant.bench.progress_table import ProgressTable
     from annie_quant.pipeline.run_directory import RunDirectory
 
     if aa and backend_b:
@@ -66,21 +67,22 @@ def bench(
     if n:
         chosen = annie_quant.judge.sample(chosen, n, settings["seed"])
     settings["concurrency"], settings["rates"] = numbers(concurrency, int), numbers(rate, float)
-    directory, board = RunDirectory(output), Board([b.name for b in backends])
+    directory, table = RunDirectory(output), ProgressTable([b.name for b in backends])
     with directory.locked():
-        with board.shown(console):
-            done = timing.run(backends, chosen, output, progress=board.step, watch=board.add, **settings)
-        directory.write_run(done["config"], done["aggregates"], done["verdict"], done["environment"])
+        with table.shown(console):
+            done = timing.run(backends, chosen, output, progress=table, watch=table.add, **settings)
+        directory.write_run(done.config, done.aggregates, done.verdict, done.environment)
         paths = annie_quant.report.build(output)
-    gates = {name: side["gates"] for name, side in done["aggregates"]["served"].items()}
-    verdict = done["verdict"] | {"gates": gates, "report": str(paths[0])}
-    lost = timing.regression(stored, output) if stored else None
-    if lost:
-        verdict |= {"regression": {k: lost[k] for k in ("worse", "better", "gates_lost")}}
-    emit(verdict) if as_json else console.print_verdict(verdict)
-    for line in timing.losses(lost) if lost else ():
+    gates = {name: side.gates for name, side in done.aggregates.served.items()}
+    result = msgspec.structs.asdict(done.verdict) | {"gates": gates, "report": str(paths[0])}
+    compared = timing.regression(stored, output) if stored else None
+    if compared:
+        result["regression"] = {k: getattr(compared, k) for k in ("worse", "better", "gates_lost")}
+    result = msgspec.to_builtins(result)
+    emit(result) if as_json else console.print_verdict(result)
+    for line in timing.losses(compared) if compared else ():
         console.note(line)
-    sys.exit(0 if verdict["passed"] and not (lost and (lost["worse"] or lost["gates_lost"])) else 1)
+    sys.exit(0 if done.verdict.passed and not (compared and compared.lost) else 1)
 
 
 def numbers(text: str, kind: Any) -> list[Any]:

@@ -36,6 +36,8 @@ class Step:
         if self.bar is not None:
             self.bar.update(self.task, description=f"{self.title} [dim]{text}[/]")
 
+    update, message = __call__, say
+
 
 class Console:
     """rich, made when it is first used."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
@@ -103,7 +104,7 @@ def evaluate(
         "n_conversation_answers": len(talks),
         "n_text_tokens": sum(len(p.target) for p in pieces),
         "notes": notes(model_dir, reference_dir, numerics, can, model),
-        "reference_gates": judge.gate_table(judged(template, asked)),
+        "reference_gates": msgspec.to_builtins(judge.gate_table(judged(template, asked))),
         "numerics": {},
     }
     engine = Engine(model, rows=rows, team=together)
@@ -148,7 +149,7 @@ def one_numerics(
     before = judged(template, asked)
     lengths = [(o.decoded, d) for o, (_, d) in zip(outcomes, asked, strict=True)]
     return {
-        "gates": judge.gate_table(table),
+        "gates": msgspec.to_builtins(judge.gate_table(table)),
         "kl": kl,
         "kl_conversations": more[0],
         "kl_text": more[1],

@@ -14,12 +14,11 @@ Nothing here imports torch; scipy, jsonschema and markdown-it are imported where
 from __future__ import annotations
 
 from annie_quant.judge.answers import Answer, from_record, parse_raw, raw_view
-from annie_quant.judge.intervals import median_interval, wilson
+from annie_quant.judge.decision import verdict
 from annie_quant.judge.library import load_workloads
-from annie_quant.judge.paired import compare, holm
 from annie_quant.judge.sample import sample
+from annie_quant.judge.statistics import compare, holm, median_interval, wilson
 from annie_quant.judge.tabulation import checks, faults, gate_names, gate_table
-from annie_quant.judge.verdict import verdict
 from annie_quant.judge.workloads import Case, Workload
 
 __all__ = [

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
-from annie_quant.judge.intervals import wilson
+from annie_quant.judge.statistics import wilson
+from annie_quant.schema import GateResult, Outcome
 
 LARGE_N = 100
 ALL_RATE = 0.95
@@ -34,25 +34,25 @@ def judged(fault: str | None) -> bool | None:
     return None if fault is None else not fault
 
 
-def decide(passes: int, n: int, threshold: Threshold) -> dict[str, Any]:
-    """One row of the gate table: passes, n, low, high, threshold, rule, verdict, n_to_decide."""
+def decide(passes: int, n: int, threshold: Threshold) -> GateResult:
+    """Decide one gate from the number of answers that passed."""
     low, high = wilson(passes, n)
     verdict, rule, needed = (
         _LARGE[threshold.kind](passes, n, low, high, threshold) if n >= LARGE_N else _small(passes, n, threshold)
     )
-    return {
-        "passes": passes,
-        "n": n,
-        "low": low,
-        "high": high,
-        "threshold": {"rate": threshold.rate, "zero": 1.0, "all": ALL_RATE}[threshold.kind],
-        "rule": rule,
-        "verdict": verdict,
-        "n_to_decide": needed,
-    }
+    return GateResult(
+        passes=passes,
+        n=n,
+        low=low,
+        high=high,
+        threshold={"rate": threshold.rate, "zero": 1.0, "all": ALL_RATE}[threshold.kind],
+        rule=rule,
+        verdict=verdict,
+        n_to_decide=needed,
+    )
 
 
-def _small(passes: int, n: int, threshold: Threshold) -> tuple[str, str, int | None]:
+def _small(passes: int, n: int, threshold: Threshold) -> tuple[Outcome, str, int | None]:
     least = threshold.founding_n
     # 0.6 * 10 is 6.000000000000001 in floating point.
     wanted = math.ceil(threshold.rate * n - 1e-9)
@@ -71,20 +71,20 @@ def _small(passes: int, n: int, threshold: Threshold) -> tuple[str, str, int | N
     return ("pass" if passes >= wanted else "fail"), rule, None
 
 
-def _large_rate(passes: int, n: int, low: float, high: float, threshold: Threshold) -> tuple[str, str, int | None]:
+def _large_rate(passes: int, n: int, low: float, high: float, threshold: Threshold) -> tuple[Outcome, str, int | None]:
     return _bounds(passes, n, low, high, threshold.rate)
 
 
-def _large_all(passes: int, n: int, low: float, high: float, threshold: Threshold) -> tuple[str, str, int | None]:
+def _large_all(passes: int, n: int, low: float, high: float, threshold: Threshold) -> tuple[Outcome, str, int | None]:
     return _bounds(passes, n, low, high, ALL_RATE)
 
 
-def _large_zero(passes: int, n: int, low: float, high: float, threshold: Threshold) -> tuple[str, str, int | None]:
+def _large_zero(passes: int, n: int, low: float, high: float, threshold: Threshold) -> tuple[Outcome, str, int | None]:
     rule = f"n >= {LARGE_N}: none seen; the true share of faults is below {1 - low:.2%} (95 %)"
     return ("pass" if passes == n else "fail"), rule, None
 
 
-def _bounds(passes: int, n: int, low: float, high: float, rate: float) -> tuple[str, str, int | None]:
+def _bounds(passes: int, n: int, low: float, high: float, rate: float) -> tuple[Outcome, str, int | None]:
     rule = f"n >= {LARGE_N}: lower 95 % Wilson bound >= {rate:.0%}"
     if low >= rate:
         return "pass", rule, None

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import cache
 from types import ModuleType
-from typing import Any
 
 from annie_quant import registry
 from annie_quant.judge import gates as package
 from annie_quant.judge.answers import Answer
 from annie_quant.judge.rules import Threshold, decide, judged
 from annie_quant.judge.workloads import Case, Workload
+from annie_quant.schema import GateResult
 
 
 @cache
@@ -53,21 +53,19 @@ def count(checked: Iterable[dict[str, bool]]) -> dict[str, tuple[int, int]]:
     return counts
 
 
-def tabulate(checked: Iterable[dict[str, bool]]) -> dict[str, dict[str, Any]]:
+def tabulate(checked: Iterable[dict[str, bool]]) -> dict[str, GateResult]:
     """Checks of many answers → the gate table, gates in a fixed order."""
     counts = count(checked)
     table = {}
     for name in sorted(counts, key=lambda gate: (_gate(gate).ADVISORY, gate)):
         gate = _gate(name)
-        table[name] = decide(*counts[name], gate.THRESHOLD) | {
-            "title": gate.TITLE,
-            "advisory": gate.ADVISORY,
-        }
+        table[name] = decide(*counts[name], gate.THRESHOLD)
+        table[name].title, table[name].advisory = gate.TITLE, gate.ADVISORY
     return table
 
 
-def gate_table(answers: Iterable[tuple[Workload, Case, Answer]]) -> dict[str, dict[str, Any]]:
-    """{gate: passes, n, low, high, threshold, rule, verdict, n_to_decide, title, advisory} over all the answers.
+def gate_table(answers: Iterable[tuple[Workload, Case, Answer]]) -> dict[str, GateResult]:
+    """The result of each gate over all the answers.
 
     Only gates that a workload names and that apply to a case are counted. Advisory gates inform and never fail a run.
     """

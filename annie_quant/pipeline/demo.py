@@ -11,6 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from annie_quant import schema
 from annie_quant.cli.console import Console
 from annie_quant.files import ASSETS, read_json, read_whole_json, write_json
 from annie_quant.pipeline.run_directory import RunDirectory
@@ -134,7 +137,7 @@ class Line:
                 server.stop()
         left = memory.after_stop(10.0)
         kept = None if used is None or left is None else left - used
-        return {"summary": f"{done['requests']} requests", "memory_kept_after_stop_bytes": kept}
+        return {"summary": f"{done.requests} requests", "memory_kept_after_stop_bytes": kept}
 
     def same_bench(self) -> bool:
         """Whether the records there are come from these very settings; others are measured anew."""
@@ -149,31 +152,35 @@ class Line:
         from annie_quant import bench, judge, report
 
         aggregates = bench.aggregate(self.dir.path)
-        aggregates["models"] = [self.model_row(name) for name in SIDES]
-        aggregates["offline"] = {s: read_json(self.dir / f"eval/{s}.json")["numerics"] for s in STRATEGIES}
+        aggregates.models = [self.model_row(name) for name in SIDES]
+        offline = {s: read_json(self.dir / f"eval/{s}.json")["numerics"] for s in STRATEGIES}
+        aggregates.offline = msgspec.convert(offline, dict[str, dict[str, schema.OfflineSide]])
         verdict = judge.verdict(aggregates)
-        stages = [{k: s[k] for k in ("name", "seconds", "summary")} for s in self.stages.stamps]
+        stages = [schema.Stage(**{k: s[k] for k in ("name", "seconds", "summary")}) for s in self.stages.stamps]
         config = {"n_offline": self.n_offline, "n_served": self.n_served, "model": self.stages.base["model"]}
-        self.dir.write_run(config, aggregates, verdict, bench.environment(), stages)
+        environment = msgspec.convert(bench.environment(), schema.Environment)
+        self.dir.write_run(config, aggregates, verdict, environment, stages)
         paths = report.build(self.dir.path)
-        gates = {f"{s} {k}": v["gates"] for s in STRATEGIES for k, v in aggregates["offline"][s].items()}
-        served = {SIDES[b][0]: v["gates"] for b, v in aggregates["served"].items()}
-        return verdict | {"gates": gates | served, "stages": stages, "report": str(paths[0])}
+        gates = {f"{s} {k}": v.gates for s in STRATEGIES for k, v in aggregates.offline[s].items()}
+        gates |= {SIDES[b][0]: v.gates for b, v in aggregates.served.items()}
+        more = {"gates": gates, "stages": stages, "report": str(paths[0])}
+        result: dict[str, Any] = msgspec.to_builtins(msgspec.structs.asdict(verdict) | more)
+        return result
 
-    def model_row(self, side: str) -> dict[str, Any]:
+    def model_row(self, side: str) -> schema.ModelRow:
         label, strategy, kind = SIDES[side]
         folder = self.dir / f"models/{strategy}" if strategy else MODEL
         gguf = self.dir / f"gguf/{side}.gguf"
         size = gguf.stat().st_size if kind == "Q4_K_M" else weight_bytes(folder)
-        return {
-            "name": side,
-            "label": label,
-            "format": kind or "NVFP4",
-            "size_bytes": size,
-            "bits_per_weight": 8 * size / parameters(MODEL),
-            "checkpoint": str(folder),
-            "gguf": str(gguf),
-        }
+        return schema.ModelRow(
+            name=side,
+            label=label,
+            format=kind or "NVFP4",
+            size_bytes=size,
+            bits_per_weight=8 * size / parameters(MODEL),
+            checkpoint=str(folder),
+            gguf=str(gguf),
+        )
 
 
 def parameters(folder: Path) -> int:

@@ -14,28 +14,17 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from annie_quant import schema
 from annie_quant.errors import EnvironmentFault, UsageError
 from annie_quant.files import owner, read_json, read_whole_json, take_lock, write_json
 
-SCHEMA_VERSION = 1  # of run.json and bench.json; raised when a reader of the old layout would misread the new one
 HALF = re.compile(r"^\..+\.\d+\.part$")  # .NAME.PID.part
-
-
-def check_schema(document: Any, path: Path) -> None:
-    """Refuse what a newer annie-quant wrote: half understood, it would give wrong figures.
-
-    A document without a version, or with one that is no number, is read like the oldest.
-    """
-    version = document.get("schema_version") if isinstance(document, dict) else None
-    if isinstance(version, int) and version > SCHEMA_VERSION:
-        raise EnvironmentFault(
-            f"{path} was written by a newer annie-quant (schema_version {version}; this one reads up to {SCHEMA_VERSION})",
-            "pip install --upgrade annie-quant",
-        )
 
 
 def not_ours(folder: Path, path: Path, error: OSError) -> EnvironmentFault:
@@ -85,7 +74,7 @@ class RunDirectory:
             for name in ("run.json", "bench.json"):
                 if (self.path / name).is_file():
                     with contextlib.suppress(ValueError):  # a torn one is made anew
-                        check_schema(read_json(self.path / name), self.path / name)
+                        schema.check_version(read_json(self.path / name), self.path / name)
             self.remove_half_files()
             yield
 
@@ -99,21 +88,23 @@ class RunDirectory:
                     raise not_ours(self.path, half, error) from error
 
     def write_run(
-        self, config: Any, aggregates: Any, verdict: Any, environment: Any, stages: list[Any] | None = None
+        self,
+        config: Any,
+        aggregates: schema.Aggregates,
+        verdict: schema.Verdict,
+        environment: schema.Environment,
+        stages: Sequence[schema.Stage] = (),
     ) -> None:
-        """run.json: what was asked, where it ran, what came out, what it means."""
-        write_json(
-            self.path / "run.json",
-            {
-                "schema_version": SCHEMA_VERSION,
-                "argv": ["annie-quant", *sys.argv[1:]],
-                "environment": environment,
-                "config": config,
-                "stages": stages or [],
-                "aggregates": aggregates,
-                "verdict": verdict,
-            },
+        """Write run.json, which then has the only copy of the aggregates."""
+        run = schema.Run(
+            argv=["annie-quant", *sys.argv[1:]],
+            environment=environment,
+            config=msgspec.to_builtins(config),
+            stages=list(stages),
+            aggregates=aggregates,
+            verdict=verdict,
         )
+        schema.write_run(self.path, run)
 
     def finished(self, stage: str, key: str) -> dict[str, Any] | None:
         """What the stage gave, if it finished from these very inputs."""

@@ -11,8 +11,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from annie_quant.bench.load_profile import load_of
+import msgspec
+
 from annie_quant.report.format import number
+from annie_quant.schema import Load, RequestRecord
 
 Row = dict[str, Any]
 # run.json's name of a metric → the field of a record
@@ -30,7 +32,9 @@ SERVER_COUNTED = ("tpot_ms", "decode_tok_s", "completion_tokens")
 
 
 def label(record: Row) -> str:
-    return record["workload"] + load_of(record).label
+    rate = record["rate_per_s"]
+    load = Load(0, rate) if rate else Load(record["concurrency"])
+    return str(record["workload"]) + load.label
 
 
 def grouped(records: Iterable[Row], key: str | Callable[[Row], Any]) -> dict[Any, list[Row]]:
@@ -45,8 +49,10 @@ def timed(measured: list[Row]) -> list[Row]:
     """The requests whose times count, by the benchmark's own rule (failed, cold, stalled and mis-stamped ones do not)."""
     from annie_quant.bench.aggregate import timed as fit
 
-    kept = {id(row) for row in fit(measured)}
-    return [row for row in measured if id(row) in kept]
+    names = RequestRecord.__struct_fields__
+    records = [RequestRecord(**{"id": ""} | {k: v for k, v in row.items() if k in names}) for row in measured]
+    counted = {id(record) for record in fit(records)}
+    return [row for row, record in zip(measured, records, strict=True) if id(record) in counted]
 
 
 def impossible(measured: list[Row]) -> int:
@@ -106,7 +112,8 @@ def _judged(gate: str, passes: int, n: int) -> dict[str, Any]:
     from annie_quant.judge.tabulation import gate_names, tabulate
 
     if gate in gate_names():
-        return tabulate([{gate: i < passes} for i in range(n)])[gate]
+        row: dict[str, Any] = msgspec.to_builtins(tabulate([{gate: i < passes} for i in range(n)])[gate])
+        return row
     low, high = wilson(passes, n)
     return {"passes": passes, "n": n, "low": low, "high": high, "verdict": "undecided"}
 

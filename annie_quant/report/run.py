@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from annie_quant.errors import UsageError
-from annie_quant.pipeline.run_directory import check_schema
 from annie_quant.report import recount, sanitize
 from annie_quant.report.format import clean, name
 from annie_quant.report.sanitize import mapping
+from annie_quant.schema import check_version
 
 NUMERICS = {"bf16": "reference", "w4a4": "W4A4", "w4a16": "W4A16"}
 REFERENCE = "bf16"
@@ -116,7 +116,7 @@ def load(run_dir: str | Path) -> Run:
             "give a folder that annie-quant demo or bench wrote",
         )
     found = _json(folder / source) if source else {}
-    check_schema(found, folder / str(source))
+    check_version(found, folder / str(source))
     doc = sanitize.document(found)
     if not doc["backends"]:
         doc["backends"] = sanitize.document(_json(folder / "bench.json", strict=False))["backends"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import msgspec
 import numpy as np
 import quant
 import torch
@@ -13,7 +14,7 @@ from data import BUCKETS, batch, tokenizer
 from net import Cache, Net
 
 from annie_quant.judge import load_workloads, parse_raw
-from annie_quant.judge.gate_table import checks, tabulate
+from annie_quant.judge.tabulation import checks, tabulate
 from annie_quant.judge.sample import sample
 
 END = ("<|im_end|>", "<|endoftext|>")
@@ -209,7 +210,7 @@ def evaluate(
                     cell[0] += ok
                     cell[1] += 1
             results[j][kind] = {
-                "gates": tabulate(checked),
+                "gates": msgspec.to_builtins(tabulate(checked)),
                 "by_workload": by,
                 "raw": [[load.name, case.id, raw] for load, case, _, raw in answers],
             }

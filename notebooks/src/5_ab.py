@@ -32,8 +32,7 @@ try:
 finally:
     for s in servers.values():
         s.stop()
-served = done["aggregates"]["served"]
-notebook.Gates({name: side["gates"] for name, side in served.items()})
+notebook.Gates({name: side.gates for name, side in done.aggregates.served.items()})
 
 # %% [markdown]
 # ## The paired difference
@@ -55,15 +54,15 @@ figure, axes = plt.subplots(figsize=(4.6, 4.2), layout="constrained")
 axes.scatter(*zip(*pairs, strict=True))
 most = max(max(pair) for pair in pairs)
 axes.plot([0, most], [0, most], color="0.8")
-axes.set(xlabel="bf16, TTFT ms", ylabel="Q4_K_M, TTFT ms", title=f"n = {result['n_prompts']} prompts")
+axes.set(xlabel="bf16, TTFT ms", ylabel="Q4_K_M, TTFT ms", title=f"n = {result.n_prompts} prompts")
 plt.show()
-print({k: result[k] for k in ("median_difference", "low", "high", "p", "test", "n_to_decide")})
+print({k: getattr(result, k) for k in ("median_difference", "low", "high", "p", "test", "n_to_decide")})
 
 # %% [markdown]
 # ## What can be said
 # The verdict never rests on speed alone, and names what cannot be concluded.
 
 # %%
-print(done["verdict"]["sentence"])
-for caveat in done["verdict"]["caveats"]:
+print(done.verdict.sentence)
+for caveat in done.verdict.caveats:
     print("·", caveat)

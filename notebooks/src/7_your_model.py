@@ -62,6 +62,6 @@ from annie_quant.files import write_json
 for strategy, result in found.items():
     write_json(folder / "run" / "eval" / f"{strategy}.json", result)
 verdict = aq.judge.verdict({"offline": {s: r["numerics"] for s, r in found.items()}, "served": {}})
-print(verdict["sentence"])
+print(verdict.sentence)
 for path in aq.report.build(folder / "run"):
     print(path.name, path.stat().st_size, "bytes")

@@ -7,16 +7,19 @@ import types
 
 import numpy as np
 import pytest
-from bench_cases import FACTS, TOOLS, ask, backends, rows_of, workload
+from bench_cases import FACTS, TOOLS, ask, backends, row, rows_of, workload
 from fake_server import FakeServer, Script, words
 
 from annie_quant import bench
 from annie_quant.bench import sequential
 from annie_quant.bench.aggregate import labelled, tool_surface
-from annie_quant.bench.energy import Meter
-from annie_quant.bench.load_profile import ALONE, Load, alone, load_of
+from annie_quant.bench.energy import EnergyMeter
+from annie_quant.bench.load_profile import ALONE
+from annie_quant.bench.records import read_records
 from annie_quant.errors import UsageError
 from annie_quant.judge.rules import Threshold
+from annie_quant.progress import Silent
+from annie_quant.schema import EarlyStop, Load
 
 
 @pytest.fixture
@@ -26,13 +29,9 @@ def two():
 
 
 def test_loads_have_labels_and_come_back_from_records():
-    rows = [
-        {"workload": "w", "concurrency": 1},
-        {"workload": "w", "concurrency": 8},
-        {"workload": "w", "rate_per_s": 2.5},
-    ]
+    rows = [row("a", concurrency=1), row("a", concurrency=8), row("a", concurrency=0, rate_per_s=2.5)]
     assert list(labelled(rows)) == ["w", "w@2.5/s", "w@8"]
-    assert [alone(r) for r in rows] == [True, False, False] and load_of(rows[0]) == ALONE
+    assert [r.alone for r in rows] == [True, False, False] and rows[0].load == ALONE
     for wrong in ((0, None), (1, 0.0), (1, float("inf"))):
         with pytest.raises(UsageError):
             Load(*wrong)
@@ -45,7 +44,7 @@ def test_an_open_loop_does_not_wait_for_answers(two, tmp_path):
     rows = [r for r in rows_of(tmp_path) if not r["warmup"]]
     assert {r["rate_per_s"] for r in rows} == {40.0} and len(rows) == 12
     assert min(two[0].most_in_flight, two[1].most_in_flight) > 1, "a closed loop would have one in flight"
-    assert list(result["aggregates"]["served"]["a"]["workloads"]) == ["factual@40/s"]
+    assert list(result.aggregates.served["a"].workloads) == ["factual@40/s"]
     # The same gaps on both sides: arrivals are drawn from the prompts, not from the backend.
     starts = {name: sorted((r["case"], r["arrival_s"]) for r in rows if r["backend"] == name) for name in "ab"}
     assert [c for c, _ in starts["a"]] == [c for c, _ in starts["b"]]
@@ -55,13 +54,13 @@ def test_an_open_loop_does_not_wait_for_answers(two, tmp_path):
 def surface_rows(name, right):
     """right: {number of tools: how many of 15 prompts are right}."""
     return [
-        {
-            "backend": name,
-            "workload": "tool_surface",
-            "case": f"tool_surface-{tools:02d}-{i:02d}",
-            "n_tools": tools,
-            "checks": {"tool_call": i < k},
-        }
+        row(
+            name,
+            workload="tool_surface",
+            case=f"tool_surface-{tools:02d}-{i:02d}",
+            n_tools=tools,
+            checks={"tool_call": i < k},
+        )
         for tools, k in right.items()
         for i in range(15)
     ]
@@ -69,14 +68,14 @@ def surface_rows(name, right):
 
 def test_the_cliff_of_a_tool_surface_is_found():
     table = tool_surface(surface_rows("a", {1: 15, 8: 14, 16: 13, 32: 4}), "a")
-    assert [(r["n_tools"], r["passes"], r["worse"]) for r in table] == [
+    assert [(r.n_tools, r.passes, r.worse) for r in table] == [
         (1, 15, False),
         (8, 14, False),
         (16, 13, False),
         (32, 4, True),
     ]
     # 11 prompts lost and none won: a one-sided sign test gives 2 to the minus 11.
-    assert table[3]["p"] == pytest.approx(2**-11)
+    assert table[3].p == pytest.approx(2**-11)
     assert tool_surface(surface_rows("a", {1: 15}), "b") == []
 
 
@@ -93,8 +92,8 @@ def test_the_surface_is_measured_with_its_numbers(tmp_path):
 
     with FakeServer(confused) as server:
         result = bench.run([bench.Backend("a", server.url)], [surface], tmp_path, warmup=0, runs=1)
-    table = result["aggregates"]["tool_surface"]["a"]
-    assert [(r["n_tools"], r["passes"], r["n"]) for r in table] == [(1, 1, 1), (2, 0, 1)]
+    table = result.aggregates.tool_surface["a"]
+    assert [(r.n_tools, r.passes, r.n) for r in table] == [(1, 1, 1), (2, 0, 1)]
 
 
 def test_energy_is_read_where_it_is_counted(monkeypatch, tmp_path):
@@ -115,10 +114,10 @@ def test_energy_is_read_where_it_is_counted(monkeypatch, tmp_path):
     with FakeServer(lambda body: words("It is Tokyo.")) as server:
         result = bench.run([bench.Backend("a", server.url)], [FACTS], tmp_path, warmup=1, runs=1)
     # Two readings 5 J apart around each of six measured requests; words() counts its end as a token.
-    energy = result["aggregates"]["served"]["a"]["energy"]
-    assert energy["joules"] == pytest.approx(30.0) and energy["completion_tokens"] == 24
+    energy = result.aggregates.served["a"].energy
+    assert energy.joules == pytest.approx(30.0) and energy.completion_tokens == 24
     fake.nvmlDeviceGetTotalEnergyConsumption = lambda device: (_ for _ in ()).throw(fake.NVMLError())
-    assert Meter().read() is None
+    assert EnergyMeter().read() is None
 
 
 def test_looks_are_planned_in_whole_blocks():
@@ -160,20 +159,20 @@ def test_a_run_stops_when_all_is_decided_and_says_so(tmp_path):
     slow = FakeServer(lambda body: words("Hello to you my friend.", first_s=0.01, gap_s=0.004))
     with quick as a, slow as b:
         result = bench.run(backends(a, b), [many], tmp_path, warmup=0, runs=1, stop_early=True, with_memory=False)
-        assert result["ended"]["stopped"] == {"look": 4, "looks": 4, "level": pytest.approx(0.01)}
-        assert result["requests"] == 224 and result["ended"]["unasked"] == 56
-        assert any("stopped early at look 4 of 5" in caveat for caveat in result["verdict"]["caveats"])
+        assert result.ended.stopped == EarlyStop(look=4, looks=4, level=pytest.approx(0.01))
+        assert result.requests == 224 and result.ended.unasked == 56
+        assert any("stopped early at look 4 of 5" in caveat for caveat in result.verdict.caveats)
         asked = len(a.bodies)
         again = bench.run(backends(a, b), [many], tmp_path, warmup=0, runs=1, stop_early=True, with_memory=False)
-        assert again["requests"] == 224 and len(a.bodies) == asked, "decided is decided: nothing more is asked"
+        assert again.requests == 224 and len(a.bodies) == asked, "decided is decided: nothing more is asked"
 
 
 def test_what_is_open_is_named(tmp_path):
     few = workload("greeting", [{"id": f"g{i}", "messages": ask(f"Hello {i}")} for i in range(10)])
     with FakeServer(lambda body: words("Hello you.")) as a:
         result = bench.run([bench.Backend("a", a.url)], [few], tmp_path, warmup=0, runs=1, stop_early=True)
-    assert result["ended"]["stopped"] is None and result["requests"] == 10
-    rows = [r for r in rows_of(tmp_path) if not r["warmup"]]
+    assert result.ended.stopped is None and result.requests == 10
+    rows = [r for r in read_records(tmp_path / "records.jsonl") if not r.warmup]
     assert sorted(sequential.open_questions(rows, ["a"], {"greeting"})) == [
         "a: no_markdown (10 of 10)",
         "a: non_empty (10 of 10)",
@@ -185,14 +184,15 @@ def test_going_on_is_no_look_of_its_own(two, tmp_path, monkeypatch):
     """Killed between two looks: the next go may stop at the next planned look, not at once."""
     many = workload("greeting", [{"id": f"g{i}", "messages": ask(f"Hello {i}")} for i in range(20)])
 
-    def tired(done, total, text):
-        if done == 14:
-            raise KeyboardInterrupt
+    class Interrupting(Silent):
+        def update(self, done, total=None, text=""):
+            if done == 14:
+                raise KeyboardInterrupt
 
     options = {"warmup": 0, "runs": 1, "stop_early": True, "with_memory": False}
     with pytest.raises(KeyboardInterrupt):
-        bench.run(backends(*two), [many], tmp_path, progress=tired, **options)
+        bench.run(backends(*two), [many], tmp_path, progress=Interrupting(), **options)
     monkeypatch.setattr(sequential, "open_questions", lambda *_: [])
     result = bench.run(backends(*two), [many], tmp_path, **options)
     assert sequential.looks(40, 4) == [8, 16, 24, 32]
-    assert result["requests"] == 16 and result["ended"]["stopped"]["look"] == 2
+    assert result.requests == 16 and result.ended.stopped.look == 2

@@ -60,12 +60,12 @@ def measure(tmp_path):
 
 def codes(result):
     """What was found, but for the machine that the tests happen to run on: its load, and who runs them."""
-    return {f["code"] for f in result["aggregates"]["confounds"]} - {"busy_machine", "normal_priority"}
+    return {f.code for f in result.aggregates.confounds} - {"busy_machine", "normal_priority"}
 
 
 def told(result):
-    verdict = result["verdict"]
-    return " ".join([verdict["sentence"], *verdict["reasons"], *verdict["caveats"]])
+    verdict = result.verdict
+    return " ".join([verdict.sentence, *verdict.reasons, *verdict.caveats])
 
 
 def test_v1_thinking_as_content_no_parser_no_usage_and_cold_starts(measure):
@@ -92,9 +92,9 @@ def test_v1_thinking_as_content_no_parser_no_usage_and_cold_starts(measure):
         "different_answers",
         "smoke",
     }
-    verdict = result["verdict"]
-    assert verdict["passed"] is False and verdict["comparable"] is False
-    assert verdict["sentence"].startswith("CONFOUNDED") and "thinking as content" in verdict["sentence"]
+    verdict = result.verdict
+    assert verdict.passed is False and verdict.comparable is False
+    assert verdict.sentence.startswith("CONFOUNDED") and "thinking as content" in verdict.sentence
     for words_ in (
         "time to the first thinking token",
         "--tool-call-parser",
@@ -104,14 +104,12 @@ def test_v1_thinking_as_content_no_parser_no_usage_and_cold_starts(measure):
         "different models",
     ):
         assert words_ in told(result), words_
-    side = result["aggregates"]["served"]["nvfp4_vllm"]
+    side = result.aggregates.served["nvfp4_vllm"]
     # Estimated counts give no decode speed, and the stall is not averaged in.
-    assert (
-        "decode_tok_s" not in side["workloads"]["factual"] and "completion_tokens" not in side["workloads"]["factual"]
-    )
-    assert side["left_out_of_timings"] == 10 + 1
-    assert max(w["ttft_content_ms"]["p99"] for w in side["workloads"].values()) < 1000
-    assert side["gates"]["tool_call"]["passes"] == 0 and side["gates"]["thinking_leak"]["passes"] == 0
+    assert side.workloads["factual"].decode_tok_s is None and side.workloads["factual"].completion_tokens is None
+    assert side.left_out_of_timings == 10 + 1
+    assert max(w.ttft_content_ms.p99 for w in side.workloads.values()) < 1000
+    assert side.gates["tool_call"].passes == 0 and side.gates["thinking_leak"].passes == 0
 
 
 def test_v2_hidden_thinking_with_empty_content(measure):
@@ -122,24 +120,24 @@ def test_v2_hidden_thinking_with_empty_content(measure):
 
     result = measure(v2)
     assert codes(result) >= {"hidden_thinking", "empty_after_thinking"}
-    verdict = result["verdict"]
-    assert verdict["passed"] is False and "hidden thinking" in verdict["sentence"]
+    verdict = result.verdict
+    assert verdict.passed is False and "hidden thinking" in verdict.sentence
     assert "showed nothing in 16 of" in told(result) and "thinks although thinking is off" in told(result)
-    gates = result["aggregates"]["served"]["nvfp4_vllm"]["gates"]
-    assert gates["non_empty"]["passes"] == 0 and gates["tool_call"]["passes"] == 10
+    gates = result.aggregates.served["nvfp4_vllm"].gates
+    assert gates["non_empty"].passes == 0 and gates["tool_call"].passes == 10
     # No content came, so no content TTFT may be shown: the first thinking token has its own name.
-    shown = result["aggregates"]["served"]["nvfp4_vllm"]["workloads"]["factual"]
-    assert "ttft_content_ms" not in shown and shown["ttft_reasoning_ms"]["p50"] > 0
+    shown = result.aggregates.served["nvfp4_vllm"].workloads["factual"]
+    assert shown.ttft_content_ms is None and shown.ttft_reasoning_ms.p50 > 0
 
 
 def test_v3_a_base_model_that_cannot_do_without_thinking(measure):
     result = measure(lambda body: words(GIBBERISH), meta_a={"source": "base"}, meta_b={"source": "opus-distilled"})
     assert codes(result) >= {"different_weights", "different_answers", "smoke"}
-    gates = result["aggregates"]["served"]["nvfp4_vllm"]["gates"]
+    gates = result.aggregates.served["nvfp4_vllm"].gates
     for gate in ("factual", "reasoning", "tool_call", "repetition"):
-        assert gates[gate]["passes"] == 0 and gates[gate]["verdict"] == "fail", gate
+        assert gates[gate].passes == 0 and gates[gate].verdict == "fail", gate
     assert "different source weights: base and opus-distilled" in told(result)
-    assert result["verdict"]["comparable"] is False and result["verdict"]["passed"] is False
+    assert result.verdict.comparable is False and result.verdict.passed is False
 
 
 def test_hidden_thinking_that_a_server_swallows_whole(measure):
@@ -151,8 +149,8 @@ def test_hidden_thinking_that_a_server_swallows_whole(measure):
 def test_unparsed_tool_calls_are_the_servers_fault(measure):
     call = "<tool_call>\n<function=search_memory>\n<parameter=query>\nrobot\n</parameter>\n</function>\n</tool_call>"
     result = measure(lambda body: words(call) if body.get("tools") else production(body))
-    gates = result["aggregates"]["served"]["nvfp4_vllm"]["gates"]
-    assert gates["tool_call"]["passes"] == 0 and gates["tool_call_raw"]["passes"] == 10
+    gates = result.aggregates.served["nvfp4_vllm"].gates
+    assert gates["tool_call"].passes == 0 and gates["tool_call_raw"].passes == 10
     assert "the server's parser is at fault" in told(result)
 
 
@@ -170,5 +168,5 @@ def test_two_good_sides_are_not_accused(measure):
     same = {"source": "sha256 of the bf16 weights"}
     result = measure(production, meta_a=same, meta_b=same)
     assert codes(result) == {"different_engines"}
-    assert result["verdict"]["comparable"] is True
+    assert result.verdict.comparable is True
     assert "operational change: llama.cpp → vllm" in told(result)

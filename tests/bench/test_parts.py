@@ -8,19 +8,20 @@ import sys
 from pathlib import Path
 
 import pytest
-from bench_cases import FACTS, MEMORY, TALK, folder_of, known, row
+from bench_cases import FACTS, MEMORY, TALK, check, config_of, folder_of, known, row
 
-from annie_quant.bench import confounds, memory
+from annie_quant.bench import memory
 from annie_quant.bench.aggregate import aggregate_records
 from annie_quant.bench.backend import Backend
 from annie_quant.bench.plan import choose, plan
+from annie_quant.bench.records import Records, read_records
 from annie_quant.bench.regression import regression
-from annie_quant.bench.store import Records, read_records
 from annie_quant.errors import EnvironmentFault, UsageError
+from annie_quant.schema import BenchConfig
 
 
 def test_the_plan_is_balanced_seeded_and_interleaved():
-    visits = plan(["a", "b", "c"], [FACTS, MEMORY, TALK], runs=3, n=None, seed=5)
+    visits = plan(["a", "b", "c"], [FACTS, MEMORY, TALK], BenchConfig(runs=3, seed=5))
     assert len(visits) == 3 * 3 * 8
     asked = {
         name: [(v.workload.name, v.cases[0][0].id, v.cases[0][1]) for v in visits if v.backend == name]
@@ -30,8 +31,8 @@ def test_the_plan_is_balanced_seeded_and_interleaved():
     order = [v.backend for v in visits]
     for block in range(0, len(order) - 5, 6):
         assert order[block : block + 3] == order[block + 3 : block + 6][::-1]
-    again = plan(["a", "b", "c"], [FACTS, MEMORY, TALK], runs=3, n=None, seed=5)
-    assert visits == again != plan(["a", "b", "c"], [FACTS, MEMORY, TALK], runs=3, n=None, seed=6)
+    again = plan(["a", "b", "c"], [FACTS, MEMORY, TALK], BenchConfig(runs=3, seed=5))
+    assert visits == again != plan(["a", "b", "c"], [FACTS, MEMORY, TALK], BenchConfig(runs=3, seed=6))
     first = [order[i] for i in range(0, len(order), 6)]
     assert len(set(first)) == 3, "every backend leads some block"
 
@@ -43,28 +44,36 @@ def test_n_picks_the_same_cases_for_the_same_seed():
 
 def test_a_torn_line_is_cut_and_a_broken_one_is_named(tmp_path):
     path = tmp_path / "records.jsonl"
-    path.write_bytes(b'{"id": 1}\n{"id": 2}\n{"id": "to')
-    assert [r["id"] for r in read_records(path)] == [1, 2]
-    store = Records(path)
-    store.append({"id": 3, "value": float("nan")})
-    store.close()
-    assert [json.loads(line) for line in path.read_text().splitlines()] == [
-        {"id": 1},
-        {"id": 2},
-        {"id": 3, "value": None},
-    ]
-    path.write_text('{"id": 1}\nnot json\n')
-    with pytest.raises(EnvironmentFault, match="line 2 is no record"):
-        Records(path)
+    line = b'{"id": "%d", "backend": "a", "workload": "w", "case": "c"}\n'
+    path.write_bytes(line % 1 + line % 2 + b'{"id": "to')
+    assert [r.id for r in read_records(path)] == ["1", "2"]
+    records = Records(path)
+    records.append(row("a", tpot_ms=float("nan")))
+    records.close()
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [r["id"] for r in rows] == ["1", "2", "a/w/c/0"] and rows[2]["tpot_ms"] is None
+    for broken, fault in (
+        (b"not json", "not JSON"),
+        (b"[1]", "expected object, got array"),
+        (b"{}", "missing required field 'id'"),
+        (line[:-2] % 2 + b', "turn": "x"}', "turn: expected int, got str"),
+        (b"[" * 100_000, "expected object"),
+        (b'{"x":' * 100_000, "nested too deeply"),
+    ):
+        path.write_bytes(line % 1 + broken + b"\n")
+        for read in (Records, read_records):
+            with pytest.raises(EnvironmentFault, match="line 2") as caught:
+                read(path)
+            assert fault in caught.value.message and "\n" not in caught.value.message
 
 
 def test_a_full_disk_is_one_clear_line(tmp_path):
-    store = Records(tmp_path / "records.jsonl")
-    store._file.close()
-    store._file = Path("/dev/full").open("ab", buffering=0)  # noqa: SIM115
+    records = Records(tmp_path / "records.jsonl")
+    records._log._file.close()
+    records._log._file = Path("/dev/full").open("ab", buffering=0)  # noqa: SIM115
     with pytest.raises(EnvironmentFault, match="No space left"):
-        store.append({"id": 1})
-    store.close()
+        records.append(row("a"))
+    records.close()
 
 
 def test_backends_are_checked():
@@ -87,21 +96,17 @@ def test_backends_are_checked():
     ],
 )
 def test_what_servers_say_of_themselves_is_compared(a, b, code):
-    found = confounds.check({"a": known("a", **a), "b": known("b", **b)}, [], {"workloads": {}})
-    assert [f["code"] for f in found] == [code]
+    found = check({"a": known("a", **a), "b": known("b", **b)})
+    assert [f.code for f in found] == [code]
 
 
 def test_quantized_files_may_count_parameters_a_little_differently():
     same = {"meta": {"source": "x"}}
-    found = confounds.check(
-        {
-            "a": known("a", model_meta={"n_params": 1000}, **same),
-            "b": known("b", model_meta={"n_params": 1005}, **same),
-        },
-        [],
-        {"workloads": {}},
-    )
-    assert found == []
+    sides = {
+        "a": known("a", model_meta={"n_params": 1000}, **same),
+        "b": known("b", model_meta={"n_params": 1005}, **same),
+    }
+    assert check(sides) == []
 
 
 def test_timings_leave_out_cold_starts_errors_warmups_and_stalls():
@@ -113,29 +118,28 @@ def test_timings_leave_out_cold_starts_errors_warmups_and_stalls():
         row("a", 0.0003, case="early", first_event_ms=0.0003, sent_ms=15.6),
         row("a", 2, case="failed", error="HTTP 500", checks={"non_empty": False}),
     ]
-    served = aggregate_records(rows, {"w": {"temperature": 0}}, {"a": known("a")})["served"]["a"]
-    assert served["workloads"]["w"]["n"] == 9 and served["workloads"]["w"]["ttft_content_ms"]["p99"] < 11
-    assert served["left_out_of_timings"] == 4 and served["errors"] == 1
-    assert (served["gates"]["non_empty"]["passes"], served["gates"]["non_empty"]["n"]) == (12, 13)
+    served = aggregate_records(rows, config_of(w={"temperature": 0}), {"a": known("a")}).served["a"]
+    assert served.workloads["w"].n == 9 and served.workloads["w"].ttft_content_ms.p99 < 11
+    assert served.left_out_of_timings == 4 and served.errors == 1
+    assert (served.gates["non_empty"].passes, served.gates["non_empty"].n) == (12, 13)
 
 
 def test_percentiles_by_hand():
     rows = [row("a", float(v), case=str(v)) for v in range(1, 102)]
-    seen = aggregate_records(rows, {"w": {}}, {"a": known("a")})["served"]["a"]["workloads"]["w"]
-    times = seen["ttft_content_ms"]
-    assert (times["p50"], times["p90"], times["p99"], times["mean"]) == (51, 91, 100, 51) and times["low"] < 51 < times[
-        "high"
-    ]
-    assert seen["itl_ms"]["n"] == 202 and seen["itl_ms"]["mean"] == 1.5
+    workload = aggregate_records(rows, config_of(w={}), {"a": known("a")}).served["a"].workloads["w"]
+    times = workload.ttft_content_ms
+    assert (times.p50, times.p90, times.p99, times.mean) == (51, 91, 100, 51)
+    assert times.low < 51 < times.high
+    assert workload.itl_ms.n == 202 and workload.itl_ms.mean == 1.5
 
 
 def test_greedy_repeats_of_one_prompt_are_one_answer():
     rows = [row("a", repeat=i, checks={"non_empty": i != 2}) for i in range(5)]
     identity = {"a": known("a")}
-    greedy = aggregate_records(rows, {"w": {"temperature": 0}}, identity)["served"]["a"]["gates"]["non_empty"]
-    assert (greedy["passes"], greedy["n"]) == (0, 1)
-    sampled = aggregate_records(rows, {"w": {"temperature": 0.7}}, identity)["served"]["a"]["gates"]["non_empty"]
-    assert (sampled["passes"], sampled["n"]) == (4, 5)
+    greedy = aggregate_records(rows, config_of(w={"temperature": 0}), identity).served["a"].gates["non_empty"]
+    assert (greedy.passes, greedy.n) == (0, 1)
+    sampled = aggregate_records(rows, config_of(w={"temperature": 0.7}), identity).served["a"].gates["non_empty"]
+    assert (sampled.passes, sampled.n) == (4, 5)
 
 
 def test_turns_crossover_and_verbosity():
@@ -144,22 +148,22 @@ def test_turns_crossover_and_verbosity():
         for turn in range(5):
             rows.append(row("a", 90 + turn * 10, case=str(case), turn=turn, tpot_ms=30.0, completion_tokens=40))
             rows.append(row("b", 300 + turn * 300, case=str(case), turn=turn, tpot_ms=25.0, completion_tokens=20))
-    found = aggregate_records(rows, {"w": {}}, {"a": known("a"), "b": known("b")}, reference="b")
-    assert [p["ttft_content_ms"] for p in found["turns"]["b"]] == [300, 600, 900, 1200, 1500]
-    assert found["turn_ratio"] == {"a": pytest.approx(130 / 90), "b": 5.0}
+    found = aggregate_records(rows, config_of(w={}, reference="b"), {"a": known("a"), "b": known("b")})
+    assert [p.ttft_content_ms for p in found.turns["b"]] == [300, 600, 900, 1200, 1500]
+    assert found.turn_ratio == {"a": pytest.approx(130 / 90), "b": 5.0}
     # 110 + 30 n = 900 + 25 n  →  n = 158
-    assert found["crossover"][0]["tokens"] == pytest.approx(158) and found["crossover"][0]["faster_when_short"] == "a"
-    assert found["served"]["a"]["verbosity"]["ratio"] == 2.0 and found["served"]["b"]["verbosity"] is None
-    compared = {c["metric"]: c for c in found["comparisons"]}
-    assert compared["ttft_content_ms"]["significant"] and compared["ttft_content_ms"]["n_prompts"] == 40
+    assert found.crossover[0].tokens == pytest.approx(158) and found.crossover[0].faster_when_short == "a"
+    assert found.served["a"].verbosity.ratio == 2.0 and found.served["b"].verbosity is None
+    compared = {c.metric: c for c in found.comparisons}
+    assert compared["ttft_content_ms"].significant and compared["ttft_content_ms"].n_prompts == 40
 
 
 def test_speed_gates_use_the_founding_limits():
     slow = [row("a", 300 + i, case=str(i), decode_tok_s=20.0) for i in range(20)]
     fast = [row("b", 90 + i / 10, case=str(i), decode_tok_s=33.0) for i in range(20)]
-    served = aggregate_records(slow + fast, {"w": {}}, {"a": known("a"), "b": known("b")})["served"]
-    assert {g: r["verdict"] for g, r in served["a"]["speed_gates"].items()} == {"ttft": "fail", "decode": "fail"}
-    assert {g: r["verdict"] for g, r in served["b"]["speed_gates"].items()} == {"ttft": "pass", "decode": "pass"}
+    served = aggregate_records(slow + fast, config_of(w={}), {"a": known("a"), "b": known("b")}).served
+    assert {g: r.verdict for g, r in served["a"].speed_gates.items()} == {"ttft": "fail", "decode": "fail"}
+    assert {g: r.verdict for g, r in served["b"].speed_gates.items()} == {"ttft": "pass", "decode": "pass"}
 
 
 def test_memory_of_a_process_and_its_children():
@@ -169,11 +173,10 @@ def test_memory_of_a_process_and_its_children():
         levels = []
         found = memory.measure(child.pid, levels.append)
         child.stdin.close()
-    assert levels == [1, 5] and set(found) == {"idle", "one", "five"}
-    assert set(found["idle"]) == {"process_rss_bytes", "system_used_bytes", "gpu_process_bytes", "cgroup_bytes"}
-    assert 60e6 < found["idle"]["process_rss_bytes"] < 200e6
-    assert found["five"]["process_rss_bytes"] >= found["idle"]["process_rss_bytes"] * 0.9
-    assert memory.sample(2**22 + 1)["process_rss_bytes"] is None
+    assert levels == [1, 5]
+    assert 60e6 < found.idle.process_rss_bytes < 200e6
+    assert found.five.process_rss_bytes >= found.idle.process_rss_bytes * 0.9
+    assert memory.sample(2**22 + 1).process_rss_bytes is None
 
 
 def test_memory_after_a_stop_is_waited_for(monkeypatch):
@@ -194,36 +197,36 @@ def test_bench_never_imports_torch():
 def test_a_regression_is_found_and_noise_is_not(tmp_path):
     before = folder_of(tmp_path / "before", 1.0)
     slower = regression(before, folder_of(tmp_path / "slower", 1.05, leaks=1))
-    assert {r["metric"] for r in slower["worse"]} == {"ttft_content_ms", "e2e_ms"} and not slower["better"]
-    assert slower["worse"][0]["change"] == pytest.approx(0.05, abs=0.01)
-    assert [(g["backend"], g["gate"]) for g in slower["gates_lost"]] == [("a", "non_empty")]
+    assert {r.metric for r in slower.worse} == {"ttft_content_ms", "e2e_ms"} and not slower.better
+    assert slower.worse[0].change == pytest.approx(0.05, abs=0.01)
+    assert [(g.backend, g.gate) for g in slower.gates_lost] == [("a", "non_empty")]
     same = regression(before, folder_of(tmp_path / "same", 1.0001))
-    assert not same["worse"] and not same["better"] and not same["gates_lost"]
+    assert not same.worse and not same.better and not same.gates_lost
     faster = regression(before, folder_of(tmp_path / "faster", 0.9))
-    assert not faster["worse"] and faster["better"]
+    assert not faster.worse and faster.better
 
 
 def test_a_against_a_names_itself():
     twice = {"a": known("a", url="http://x"), "b": known("b", url="http://x")}
-    assert [f["code"] for f in confounds.check(twice, [], {"workloads": {}})] == ["same_server"]
+    assert [f.code for f in check(twice)] == ["same_server"]
 
 
 @pytest.mark.parametrize(("ours", "theirs", "noted"), [(1.5, 1.4, False), (39.0, 23.0, True), (0.2, 0.1, False)])
 def test_our_clock_is_checked_against_the_servers(ours, theirs, noted):
     rows = [row("a", tpot_ms=ours, server_timings={"predicted_per_token_ms": theirs})]
-    found = confounds.check({"a": known("a")}, rows, {"workloads": {}})
-    assert [f["code"] for f in found] == (["client_overhead"] if noted else [])
+    found = check({"a": known("a")}, rows)
+    assert [f.code for f in found] == (["client_overhead"] if noted else [])
 
 
 @pytest.mark.parametrize(("load", "noted"), [(0.9, False), (5.4, True)])
 def test_a_busy_machine_is_said(load, noted):
-    found = confounds.check({"a": known("a")}, [row("a", load_per_core=load)], {"workloads": {}})
-    assert [f["code"] for f in found] == (["busy_machine"] if noted else [])
+    found = check({"a": known("a")}, [row("a", load_per_core=load)])
+    assert [f.code for f in found] == (["busy_machine"] if noted else [])
 
 
 @pytest.mark.parametrize(("realtime", "said"), [((True, True), None), ((None, None), None), ((True, False), "1 of 2")])
 def test_a_client_without_a_realtime_priority_is_said(realtime, said):
     rows = [row("a", realtime=r) for r in realtime if r is not None] or [row("a")]
-    found = confounds.check({"a": known("a")}, rows, {"workloads": {}})
-    assert [f["code"] for f in found] == ([] if said is None else ["normal_priority"])
-    assert said is None or said in found[0]["message"]
+    found = check({"a": known("a")}, rows)
+    assert [f.code for f in found] == ([] if said is None else ["normal_priority"])
+    assert said is None or said in found[0].message

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ import pytest
 import annie_quant
 from annie_quant import bench, judge
 from annie_quant.bench.confounds import impossible
+from annie_quant.bench.records import read_records
 
 MODEL = Path(annie_quant.__file__).parent / "assets" / "tiny-annie"
 
@@ -30,28 +30,26 @@ def test_a_against_a_on_a_real_server(tmp_path):
         result = bench.run(sides, asked, tmp_path / "run", warmup=1, runs=1, n=3)
     finally:
         server.stop()
-    rows = [json.loads(line) for line in (tmp_path / "run" / "records.jsonl").read_text().splitlines()]
-    measured = [r for r in rows if not r["warmup"]]
-    assert len(measured) == 2 * (3 + 3 + 3 * 5 + 3) and not any(r["error"] for r in measured)
-    found = {f["code"] for f in result["aggregates"]["confounds"]}
+    measured = [r for r in read_records(tmp_path / "run" / "records.jsonl") if not r.warmup]
+    assert len(measured) == 2 * (3 + 3 + 3 * 5 + 3) and not any(r.error for r in measured)
+    found = {f.code for f in result.aggregates.confounds}
     assert "same_server" in found and not found & {
         "different_prompts",
         "different_answers",
         "tokens_estimated",
         "smoke",
     }
-    one, same = (result["aggregates"]["served"][name] for name in ("one", "same"))
-    assert one["runtime"] == "llama.cpp" and one["memory_bytes"]["five"] > 20e6
+    one, same = (result.aggregates.served[name] for name in ("one", "same"))
+    assert one.runtime == "llama.cpp" and one.memory_bytes.five > 20e6
     # Greedy decoding: the same server says the same, so the gates are the same.
-    assert {g: r["passes"] for g, r in one["gates"].items()} == {g: r["passes"] for g, r in same["gates"].items()}
-    assert one["gates"]["factual"]["passes"] == one["gates"]["factual"]["n"] == 3
-    assert one["gates"]["tool_call"]["passes"] == 3
+    assert {g: r.passes for g, r in one.gates.items()} == {g: r.passes for g, r in same.gates.items()}
+    assert one.gates["factual"].passes == one.gates["factual"].n == 3
+    assert one.gates["tool_call"].passes == 3
     early = 0
     for row in measured:
-        timings = row["server_timings"]
-        first = min(row[k] for k in ("first_content_ms", "first_tool_ms", "first_reasoning_ms") if row[k] is not None)
+        timings = row.server_timings
         # Nothing can be heard before the server has read the prompt; on a crowded machine a stamp may be its action's.
-        early += impossible(row) or first < 0.9 * timings["prompt_ms"]
-        assert row["completion_tokens"] == timings["predicted_n"] == row["usage"]["completion_tokens"]
-        assert bool(row["reasoning"]) == (row["workload"] == "thinking_on")
+        early += impossible(row) or row.first_token_ms < 0.9 * timings["prompt_ms"]
+        assert row.completion_tokens == timings["predicted_n"] == row.usage["completion_tokens"]
+        assert bool(row.reasoning) == (row.workload == "thinking_on")
     assert early <= 0.1 * len(measured)

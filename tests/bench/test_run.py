@@ -10,6 +10,8 @@ from fake_server import FakeServer, Script, words
 
 from annie_quant import bench
 from annie_quant.errors import ServerError, UsageError
+from annie_quant.progress import Silent
+from annie_quant.schema import Ended
 
 
 @pytest.fixture
@@ -27,13 +29,13 @@ def test_a_run_from_smoke_to_aggregates(two, tmp_path):
     assert len({r["id"] for r in rows}) == len(rows)
     assert [r["workload"] for r in rows[:2]] == ["smoke", "smoke"] and all(r["cold"] and r["warmup"] for r in rows[:2])
     assert sum(r["warmup"] for r in rows) == 2 + 2 * 2 * (1 + 1 + 5)
-    gates = result["aggregates"]["served"]["a"]["gates"]
-    assert (gates["factual"]["passes"], gates["factual"]["n"]) == (6, 6)
-    assert (gates["tool_call"]["passes"], gates["tool_call"]["n"]) == (1, 1)
-    assert result["aggregates"]["turns"]["b"][4]["turn"] == 5 and result["aggregates"]["turns"]["b"][4]["n"] == 2
-    assert result["aggregates"]["served"]["a"]["workloads"]["tool_memory"]["ttft_tool_ms"]["p50"] > 0
-    assert "ttft_content_ms" not in result["aggregates"]["served"]["a"]["workloads"]["tool_memory"]
-    assert {c["workload"] for c in result["aggregates"]["comparisons"]} >= {"factual", "multi_turn", "all"}
+    gates = result.aggregates.served["a"].gates
+    assert (gates["factual"].passes, gates["factual"].n) == (6, 6)
+    assert (gates["tool_call"].passes, gates["tool_call"].n) == (1, 1)
+    assert result.aggregates.turns["b"][4].turn == 5 and result.aggregates.turns["b"][4].n == 2
+    assert result.aggregates.served["a"].workloads["tool_memory"].ttft_tool_ms.p50 > 0
+    assert result.aggregates.served["a"].workloads["tool_memory"].ttft_content_ms is None
+    assert {c.workload for c in result.aggregates.comparisons} >= {"factual", "multi_turn", "all"}
     assert json.loads((tmp_path / "bench.json").read_text())["config"]["runs"] == 2
     assert all((tmp_path / "streams" / r["stream"]).exists() for r in rows)
 
@@ -133,10 +135,10 @@ def test_failed_requests_are_failures_not_crashes(two, tmp_path):
         Script(status=400, error="auto tool choice requires --tool-call-parser") if body.get("tools") else annie(body)
     )
     result = bench.run(backends(*two), [FACTS, MEMORY], tmp_path, warmup=0, runs=1)
-    gates = result["aggregates"]["served"]["a"]["gates"]
-    assert gates["tool_call"]["passes"] == 0 and gates["tool_call"]["n"] == 1
-    assert any(f["code"] == "tool_parser_missing" for f in result["aggregates"]["confounds"])
-    assert result["aggregates"]["served"]["a"]["errors"] == 1
+    gates = result.aggregates.served["a"].gates
+    assert gates["tool_call"].passes == 0 and gates["tool_call"].n == 1
+    assert any(f.code == "tool_parser_missing" for f in result.aggregates.confounds)
+    assert result.aggregates.served["a"].errors == 1
 
 
 def test_concurrency_sends_together(two, tmp_path):
@@ -148,12 +150,13 @@ def test_concurrency_sends_together(two, tmp_path):
 
 
 def test_ctrl_c_keeps_the_records(two, tmp_path):
-    def tired(done, total, text):
-        if done == 7:
-            raise KeyboardInterrupt
+    class Interrupting(Silent):
+        def update(self, done, total=None, text=""):
+            if done == 7:
+                raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        bench.run(backends(*two), [FACTS], tmp_path, warmup=0, runs=2, progress=tired)
+        bench.run(backends(*two), [FACTS], tmp_path, warmup=0, runs=2, progress=Interrupting())
     assert sum(not r["warmup"] for r in rows_of(tmp_path)) == 7
     bench.run(backends(*two), [FACTS], tmp_path, warmup=0, runs=2)
     assert sum(not r["warmup"] for r in rows_of(tmp_path)) == 24
@@ -168,10 +171,10 @@ def test_a_budget_of_time_ends_a_run_that_can_go_on(two, tmp_path):
     for server in two:
         server.answer = lambda body: words("It is Tokyo.", first_s=0.03)
     short = bench.run(backends(*two), [FACTS], tmp_path, warmup=0, runs=2, budget_s=0.3)
-    assert 0 < short["requests"] < 24 and short["ended"]["unasked"] == 24 - short["requests"]
-    assert any("the same command goes on" in caveat for caveat in short["verdict"]["caveats"])
+    assert 0 < short.requests < 24 and short.ended.unasked == 24 - short.requests
+    assert any("the same command continues" in caveat for caveat in short.verdict.caveats)
     whole = bench.run(backends(*two), [FACTS], tmp_path, warmup=0, runs=2)
-    assert whole["requests"] == 24 and whole["ended"] == {"unasked": 0, "stopped": None, "prefix_cache": "warm"}
+    assert whole.requests == 24 and whole.ended == Ended(unasked=0, stopped=None, prefix_cache="warm")
 
 
 def test_a_prefix_cache_that_cannot_be_left_out_is_said(tmp_path):
@@ -179,5 +182,5 @@ def test_a_prefix_cache_that_cannot_be_left_out_is_said(tmp_path):
         pair = [bench.Backend("a", a.url, meta={"runtime": "sglang"}), bench.Backend("b", b.url)]
         result = bench.run(pair, [FACTS], tmp_path, warmup=0, runs=1, prefix_cache="off")
         assert all(body["cache_prompt"] is False for body in b.bodies if "Capital" in str(body))
-    told = [f for f in result["aggregates"]["confounds"] if f["code"] == "prefix_cache"]
-    assert [f["backends"] for f in told] == [["a"]] and told[0]["severity"] == "confound"
+    told = [f for f in result.aggregates.confounds if f.code == "prefix_cache"]
+    assert [f.backends for f in told] == [["a"]] and told[0].severity == "confound"

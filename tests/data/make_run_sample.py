@@ -1,8 +1,9 @@
-"""Makes tests/data/runs/schema_1: a benchmark's folder as schema_version 1 has it, which every later version must read.
+"""Write tests/data/runs/schema_N: a benchmark's run directory in the current layout, which every later version must read.
 
     python tests/data/make_run_sample.py
 
-Two scripted servers, three prompts, two runs each. Not to be made again when the layout changes: a new one gets a new folder.
+Two scripted servers, three prompts, two runs each. N is the current schema version. Folders of older versions stay as they
+are.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "helpers"))
-SAMPLE = HERE / "runs/schema_1"
 WORKLOAD = {
     "name": "capitals",
     "description": "Three capitals.",
@@ -32,33 +32,36 @@ WORKLOAD = {
 def answer(body: dict):
     from fake_server import words
 
-    asked = body["messages"][-1]["content"]
-    known = [c["expect"]["contains"][0] for c in WORKLOAD["cases"] if c["id"] in asked]
-    return words(f"It is {known[0]}." if known else "Hello.")
+    question = body["messages"][-1]["content"]
+    capitals = [c["expect"]["contains"][0] for c in WORKLOAD["cases"] if c["id"] in question]
+    return words(f"It is {capitals[0]}." if capitals else "Hello.")
 
 
 def bench(folder: Path, workload: Path) -> int:
-    """`annie-quant bench` against two servers that live only meanwhile; its exit code."""
+    """Run `annie-quant bench` against two scripted servers; return its exit code."""
     from click.testing import CliRunner
     from fake_server import FakeServer
 
     from annie_quant.cli import cli
 
     with FakeServer(answer) as a, FakeServer(answer) as b:
-        words = ["bench", "--backend-a", "a", a.url, "--backend-b", "b", b.url, "--runs", "2", "--warmup", "1"]
-        done = CliRunner().invoke(cli, [*words, "--workloads", str(workload), "--output", str(folder), "--json"])
+        command = ["bench", "--backend-a", "a", a.url, "--backend-b", "b", b.url, "--runs", "2", "--warmup", "1"]
+        done = CliRunner().invoke(cli, [*command, "--workloads", str(workload), "--output", str(folder), "--json"])
     if done.exception and not isinstance(done.exception, SystemExit):
         raise done.exception
     return done.exit_code
 
 
 if __name__ == "__main__":
-    shutil.rmtree(SAMPLE, ignore_errors=True)
-    SAMPLE.mkdir(parents=True)
-    workload = SAMPLE / "capitals.json"
-    workload.write_text(json.dumps(WORKLOAD, indent=1) + "\n")
-    bench(SAMPLE, workload)
-    for made in ("report.html", "report.md", "comparison.md", "results.csv", ".lock"):
-        (SAMPLE / made).unlink(missing_ok=True)
-    for folder in ("plots", "stages", "exports"):
-        shutil.rmtree(SAMPLE / folder, ignore_errors=True)
+    from annie_quant.schema import SCHEMA_VERSION
+
+    sample = HERE / f"runs/schema_{SCHEMA_VERSION}"
+    shutil.rmtree(sample, ignore_errors=True)
+    sample.mkdir(parents=True)
+    capitals = sample / "capitals.json"
+    capitals.write_text(json.dumps(WORKLOAD, indent=1) + "\n")
+    bench(sample, capitals)
+    for name in ("report.html", "report.md", "comparison.md", "results.csv", ".lock"):
+        (sample / name).unlink(missing_ok=True)
+    for name in ("plots", "stages", "exports"):
+        shutil.rmtree(sample / name, ignore_errors=True)

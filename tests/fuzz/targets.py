@@ -166,20 +166,21 @@ def tool_call_seeds() -> Iterable[bytes]:
 
 def records(raw: bytes) -> None:
     """A records.jsonl: read for a report, for what is left to do, and counted anew."""
-    from annie_quant.bench import store
+    from annie_quant.bench.records import Records, read_records
     from annie_quant.report import run
 
     folder = FOLDER / "run"
     folder.mkdir(exist_ok=True)
     (folder / "records.jsonl").write_bytes(raw)
     run.load(folder)
-    store.read_records(folder / "records.jsonl")
-    store.Records(folder / "records.jsonl").close()
+    read_records(folder / "records.jsonl")
+    Records(folder / "records.jsonl").close()
 
 
 def record_seeds() -> Iterable[bytes]:
     row = {"id": "1", "backend": "a", "model": "m", "workload": "w", "case": "c", "turn": 0, "repeat": 0, "block": 0,
-           "warmup": False, "cold": False, "started_at": 1.0, "error": None, "text": "x", "reasoning": "", "tool_calls": [],
+           "warmup": False, "cold": False, "started_at": "2026-11-21T05:00:00Z",
+           "error": None, "text": "x", "reasoning": "", "tool_calls": [],
            "finish_reason": "stop", "usage": {"completion_tokens": 3}, "first_content_ms": 1.0, "e2e_ms": 9.0, "tpot_ms": 1.0,
            "itl_ms": [1.0, 2.0], "decode_tok_s": 100.0, "completion_tokens": 3, "checks": {"non_empty": True}}  # fmt: skip
     yield json.dumps(row).encode() + b"\n"

@@ -7,9 +7,11 @@ import random
 
 from fake_server import Script, words
 
-from annie_quant import bench
+from annie_quant import bench, schema
+from annie_quant.bench import confounds
 from annie_quant.bench.aggregate import aggregate_records
 from annie_quant.judge.workloads import build_workload
+from annie_quant.schema import BenchConfig, Ended, Identity, RequestRecord, convert
 
 TOOLS = [
     {
@@ -71,56 +73,49 @@ def rows_of(folder):
 
 
 def row(backend, first=10.0, case="c", workload="w", turn=0, **more):
-    return {
-        "id": f"{backend}/{workload}/{case}/{turn}",
-        "backend": backend,
-        "workload": workload,
-        "case": case,
-        "turn": turn,
-        "repeat": 0,
-        "warmup": False,
-        "cold": False,
-        "concurrency": 1,
-        "error": None,
+    """A measured record."""
+    fields = {
         "status": 200,
         "text": "Hi.",
-        "reasoning": "",
-        "tool_calls": [],
         "first_content_ms": first,
         "itl_ms": [1.0, 2.0],
         "tpot_ms": 1.5,
         "e2e_ms": first + 30,
         "decode_tok_s": 600.0,
         "completion_tokens": 20,
-        "tokens_estimated": False,
         "usage": {"prompt_tokens": 5},
         "checks": {"non_empty": True},
-        "faults": {},
         **more,
     }
+    identifier = f"{backend}/{workload}/{case}/{turn}"
+    return RequestRecord(id=identifier, backend=backend, workload=workload, case=case, turn=turn, **fields)
 
 
 def known(name, **more):
-    return {
-        "name": name,
-        "meta": {},
-        "model": name,
-        "runtime": "llama.cpp",
-        "model_meta": {},
-        "sampling_defaults": {},
-        "chat_template_sha256": "t",
-        **more,
-    }
+    """What a server reports about itself."""
+    fields = {"model": name, "runtime": "llama.cpp", "chat_template_sha256": "t", **more}
+    return convert(Identity, {"name": name, **fields})
+
+
+def config_of(reference=None, **workloads):
+    """Settings of a benchmark: config_of(w={"temperature": 0})."""
+    return convert(BenchConfig, {"workloads": workloads, "reference": reference})
+
+
+def check(identities, records=()):
+    """confounds.check with default settings."""
+    return confounds.check(identities, list(records), BenchConfig(), Ended())
 
 
 def folder_of(where, shift, leaks=0):
     """A stored run: 30 prompts, content TTFT 100 ms and `shift` times more."""
     rng = random.Random(shift)
     rows = [row("a", (100 + i) * shift * rng.gauss(1, 0.01), case=str(i)) for i in range(30)]
-    for bad in rows[:leaks]:
-        bad["checks"] = {"non_empty": False}
-    served = aggregate_records(rows, {"w": {"temperature": 0}}, {"a": known("a")})
+    for record in rows[:leaks]:
+        record.checks = {"non_empty": False}
+    identities, config = {"a": known("a")}, config_of(w={"temperature": 0})
     where.mkdir()
-    (where / "records.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    (where / "bench.json").write_text(json.dumps({"aggregates": served}))
+    (where / "records.jsonl").write_bytes(b"".join(schema.encode(r) + b"\n" for r in rows))
+    aggregates = aggregate_records(rows, config, identities)
+    schema.write(where / "bench.json", schema.Bench(config=config, backends=identities, aggregates=aggregates))
     return where

@@ -97,11 +97,11 @@ def main() -> None:
     finally:
         for server in servers:
             server.stop()
-    directory.write_run(done["config"], done["aggregates"], done["verdict"], done["environment"])
+    directory.write_run(done.config, done.aggregates, done.verdict, done.environment)
     print(*report.build(asked.output), sep="\n")
-    for name, side in done["aggregates"]["served"].items():
-        print(name, {gate: f"{row['passes']}/{row['n']} {row['verdict']}" for gate, row in side["gates"].items()})
-    print(done["verdict"]["sentence"])
+    for name, side in done.aggregates.served.items():
+        print(name, {gate: f"{row.passes}/{row.n} {row.verdict}" for gate, row in side.gates.items()})
+    print(done.verdict.sentence)
 
 
 if __name__ == "__main__":

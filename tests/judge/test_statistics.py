@@ -10,9 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binom, binomtest, bootstrap
 
-from annie_quant.judge.intervals import median_interval, wilson
-from annie_quant.judge.paired import compare, holm, least_p, paired, prompts_to_decide
 from annie_quant.judge.rules import n_to_decide
+from annie_quant.judge.statistics import (
+    compare,
+    holm,
+    least_p,
+    median_interval,
+    paired,
+    prompts_to_decide,
+    wilson,
+)
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 10, 25, 100, 1000])
@@ -87,15 +94,15 @@ def test_the_prompt_is_the_unit():
     a = {p: list(np.full(100, 10.0 + p)) for p in range(3)}
     b = {p: list(np.full(100, 11.0 + 2 * p)) for p in range(3)}
     found = compare(a, b)
-    assert found["n_prompts"] == 3 and found["median_difference"] == 2.0
-    assert found["p"] == pytest.approx(least_p(3)) == 0.25
+    assert found.n_prompts == 3 and found.median_difference == 2.0
+    assert found.p == pytest.approx(least_p(3)) == 0.25
 
 
 def test_only_shared_prompts_are_paired():
     pairs = paired({"x": [1, 3], "y": [5], "z": []}, {"y": [6, 8], "x": [2], "w": [1], "z": [1]})
     assert pairs.tolist() == [[2, 2], [5, 7]]
-    assert compare({"x": [1]}, {"y": [1]})["n_prompts"] == 0
-    assert compare({"x": [1]}, {"x": [2]})["p"] is None
+    assert compare({"x": [1]}, {"y": [1]}).n_prompts == 0
+    assert compare({"x": [1]}, {"x": [2]}).p is None
 
 
 def test_small_samples_get_the_exact_permutation_p():
@@ -103,7 +110,7 @@ def test_small_samples_get_the_exact_permutation_p():
     found = compare({i: [0.0] for i in range(6)}, {i: [d] for i, d in enumerate(differences)})
     flips = [abs(np.mean(differences * signs)) for signs in itertools.product([1, -1], repeat=6)]
     brute = np.mean(np.array(flips) >= abs(differences.mean()) - 1e-12)
-    assert found["p"] == pytest.approx(brute)
+    assert found.p == pytest.approx(brute)
 
 
 def test_large_samples_agree_with_random_sign_flips():
@@ -113,7 +120,7 @@ def test_large_samples_agree_with_random_sign_flips():
     ranks = np.argsort(np.argsort(np.abs(differences))) + 1
     signs = rng.choice([-1, 1], size=(40_000, 40))
     brute = np.mean(np.abs(signs @ ranks) >= abs(np.sign(differences) @ ranks))
-    assert found["test"].startswith("wilcoxon") and found["p"] == pytest.approx(brute, abs=0.01)
+    assert found.test.startswith("wilcoxon") and found.p == pytest.approx(brute, abs=0.01)
 
 
 def test_holm_by_hand():
@@ -145,7 +152,7 @@ def two_sides(rng, prompts, shift, metrics=6):
 def family(rng, prompts, shift):
     a, b = two_sides(rng, prompts, shift)
     rows = [compare(dict(enumerate(x)), dict(enumerate(y)), resamples=50) for x, y in zip(a, b, strict=True)]
-    return [p < 0.05 for p in holm([row["p"] for row in rows])]
+    return [p < 0.05 for p in holm([row.p for row in rows])]
 
 
 def test_a_against_a_shows_no_difference():
@@ -164,7 +171,7 @@ def test_prompts_to_decide_gives_the_power_it_promises():
     rng = np.random.default_rng(5)
     n = prompts_to_decide(1.0, 0.5)
     hits = sum(
-        compare({i: [0.0] for i in range(n)}, {i: [d] for i, d in enumerate(rng.normal(0.5, 1, n))}, resamples=20)["p"]
+        compare({i: [0.0] for i in range(n)}, {i: [d] for i, d in enumerate(rng.normal(0.5, 1, n))}, resamples=20).p
         < 0.05
         for _ in range(300)
     )

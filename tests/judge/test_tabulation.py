@@ -53,23 +53,23 @@ ALL = Threshold("all", founding_n=5)
     ],
 )
 def test_verdicts(threshold, passes, n, verdict):
-    assert decide(passes, n, threshold)["verdict"] == verdict
+    assert decide(passes, n, threshold).verdict == verdict
 
 
 def test_undecided_names_the_n_that_decides():
     row = decide(69, 100, RATE)
-    enough = row["n_to_decide"]
+    enough = row.n_to_decide
     assert enough > 100
     assert judge.wilson(round(0.69 * enough), enough)[0] >= 0.6 - 0.003
     assert judge.wilson(0.69 * (enough - 1), enough - 1)[0] < 0.6
-    assert decide(24, 24, ZERO)["n_to_decide"] == 25
+    assert decide(24, 24, ZERO).n_to_decide == 25
     assert n_to_decide(0.6, 0.6) is None
-    assert decide(70, 100, RATE)["n_to_decide"] is None
+    assert decide(70, 100, RATE).n_to_decide is None
 
 
 def test_zero_gate_states_its_upper_bound():
     # The rule of three: about 3/n; Wilson's bound for 0 of 100 is 3.70 %.
-    assert "3.70%" in decide(100, 100, ZERO)["rule"]
+    assert "3.70%" in decide(100, 100, ZERO).rule
 
 
 WORKLOAD = {
@@ -89,14 +89,14 @@ def test_gate_table_counts_only_what_applies():
         judge.Answer("", error="HTTP 400"),
     ]
     table = judge.gate_table([(workload, case, a) for a in answers])
-    assert {g: (r["passes"], r["n"]) for g, r in table.items()} == {
+    assert {g: (r.passes, r.n) for g, r in table.items()} == {
         "non_empty": (2, 3),
         "factual": (2, 3),
         "no_markdown": (1, 3),
         "thinking_leak": (2, 2),
         "stop": (1, 2),
     }
-    assert set(table["factual"]) >= {"passes", "n", "low", "high", "threshold", "rule", "verdict", "n_to_decide"}
+    assert (table["factual"].title, table["factual"].verdict) == ("factual", "fail")
 
 
 def test_every_gate_file_is_a_whole_gate():

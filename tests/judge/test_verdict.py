@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from msgspec import structs
+
 from annie_quant import judge
 from annie_quant.judge.rules import Threshold, decide
 
 RATE, ALL, ZERO = Threshold("rate", 10, 0.6), Threshold("all", 5), Threshold("zero", 25)
 
 
+def result(passes, n, threshold, title, advisory=False):
+    return structs.replace(decide(passes, n, threshold), title=title, advisory=advisory)
+
+
 def gates(tools=95, leaks=0, n=100):
     return {
-        "tool_call": decide(tools, n, RATE) | {"title": "tool calls", "advisory": False},
-        "factual": decide(n, n, ALL) | {"title": "factual", "advisory": False},
-        "thinking_leak": decide(n - leaks, n, ZERO) | {"title": "no thinking leak", "advisory": False},
-        "tool_call_raw": decide(0, n, RATE) | {"title": "tool calls, raw text", "advisory": True},
+        "tool_call": result(tools, n, RATE, "tool calls"),
+        "factual": result(n, n, ALL, "factual"),
+        "thinking_leak": result(n - leaks, n, ZERO, "no thinking leak"),
+        "tool_call_raw": result(0, n, RATE, "tool calls, raw text", advisory=True),
     }
 
 
@@ -66,10 +72,10 @@ def test_the_best_nvfp4_side_is_the_candidate_and_q4_the_incumbent():
             ],
         }
     )
-    assert (found["candidate"], found["incumbent"], found["passed"]) == ("mlp_only", "q4_k_m", True)
-    assert found["sentence"].startswith("NVFP4 mlp_only passes every gate")
-    assert "content TTFT 90 ms against 300" in found["sentence"]
-    told = " ".join(found["reasons"])
+    assert (found.candidate, found.incumbent, found.passed) == ("mlp_only", "q4_k_m", True)
+    assert found.sentence.startswith("NVFP4 mlp_only passes every gate")
+    assert "content TTFT 90 ms against 300" in found.sentence
+    told = " ".join(found.reasons)
     assert "NVFP4 naive fails tool calls 20 of 100" in told
     assert "content TTFT is better than Q4_K_M's by 210 ms (95 % -211 to -209" in told
     assert "size 8 MB against 5.5 MB" in told
@@ -77,8 +83,8 @@ def test_the_best_nvfp4_side_is_the_candidate_and_q4_the_incumbent():
 
 def test_a_failing_candidate_says_which_gate_and_never_recommends():
     found = judge.verdict({"models": MODELS, "served": {"naive": side(tools=20, leaks=3), "q4_k_m": side()}})
-    assert found["passed"] is False
-    assert found["sentence"] == (
+    assert found.passed is False
+    assert found.sentence == (
         "NVFP4 naive fails 2 gates: tool calls 20 of 100 (served); no thinking leak 97 of 100 "
         "(served). It cannot replace Q4_K_M."
     )
@@ -89,30 +95,30 @@ def test_speed_never_outweighs_manners():
     found = judge.verdict(
         {"models": MODELS, "served": served, "comparisons": [row("naive", "q4_k_m", "ttft_content_ms", 1, 1000)]}
     )
-    assert found["passed"] is False and "against" not in found["sentence"]
+    assert found.passed is False and "against" not in found.sentence
 
 
 def test_offline_failures_count_and_are_named_by_numerics():
     offline = {"mlp_only": {"w4a4": {"gates": gates(tools=30)}, "w4a16": {"gates": gates()}}}
     found = judge.verdict({"models": MODELS, "served": {"mlp_only": side(), "q4_k_m": side()}, "offline": offline})
-    assert found["passed"] is False and "tool calls 30 of 100 (W4A4)" in found["sentence"]
+    assert found.passed is False and "tool calls 30 of 100 (W4A4)" in found.sentence
     alone = judge.verdict({"models": MODELS, "offline": offline})
-    assert alone["candidate"] == "mlp_only" and alone["incumbent"] is None and alone["passed"] is False
+    assert alone.candidate == "mlp_only" and alone.incumbent is None and alone.passed is False
 
 
 def test_undecided_gates_are_caveats_with_the_n_that_decides():
     found = judge.verdict({"served": {"a": side(tools=65), "b": side()}})
-    assert found["passed"] is True and "cannot be decided" in found["sentence"]
-    assert any("undecided: tool calls 65 of 100" in c and "answers would decide it" in c for c in found["caveats"])
+    assert found.passed is True and "cannot be decided" in found.sentence
+    assert any("undecided: tool calls 65 of 100" in c and "answers would decide it" in c for c in found.caveats)
 
 
 def test_advisory_gates_never_decide():
-    assert judge.verdict({"served": {"a": side()}})["passed"] is True
+    assert judge.verdict({"served": {"a": side()}}).passed is True
 
 
 def test_what_quantization_took_is_said_against_bf16():
     found = judge.verdict({"models": MODELS, "served": {"bf16": side(tools=99), "mlp_only": side(tools=75)}})
-    assert any("tool calls is worse than bf16's for sure: 75 of 100 against 99 of 100" in r for r in found["reasons"])
+    assert any("tool calls is significantly worse than bf16's: 75 of 100 against 99 of 100" in r for r in found.reasons)
 
 
 def test_the_difference_is_told_from_the_candidates_side_whichever_is_a():
@@ -120,13 +126,13 @@ def test_the_difference_is_told_from_the_candidates_side_whichever_is_a():
     found = judge.verdict(
         {"models": MODELS, "served": served, "comparisons": [row("q4_k_m", "mlp_only", "ttft_content_ms", 300, 90)]}
     )
-    assert any("content TTFT is better than Q4_K_M's by 210 ms" in r for r in found["reasons"])
+    assert any("content TTFT is better than Q4_K_M's by 210 ms" in r for r in found.reasons)
 
 
 def test_operation_is_part_of_the_reasons():
     memory = {"idle": 1, "one": 2, "five": 3 * 2**20, "source": "process_rss_bytes"}
     found = judge.verdict({"served": {"a": side(runtime="vllm", memory=memory), "b": side(memory=memory)}})
-    told = " ".join(found["reasons"])
+    told = " ".join(found.reasons)
     assert "operational change: llama.cpp → vllm" in told and "memory with five requests 3 MiB" in told
 
 
@@ -134,12 +140,12 @@ def test_a_confound_about_the_pair_is_loud_and_one_about_others_is_not():
     served = {"a": side(), "b": side(), "c": side()}
     finding = {"code": "different_models", "severity": "confound", "message": "they differ"}
     loud = judge.verdict({"served": served, "confounds": [finding | {"backends": ["a", "c"]}]}, candidate="a")
-    assert loud["sentence"].startswith("CONFOUNDED (different models)") and loud["comparable"] is False
-    assert loud["caveats"][0] == "they differ"
+    assert loud.sentence.startswith("CONFOUNDED (different models)") and loud.comparable is False
+    assert loud.caveats[0] == "they differ"
     quiet = judge.verdict({"served": served, "confounds": [finding | {"backends": ["a", "b"]}]}, candidate="a")
-    assert quiet["comparable"] is True and quiet["caveats"] == []
+    assert quiet.comparable is True and quiet.caveats == []
 
 
 def test_nothing_measured():
     found = judge.verdict({})
-    assert found["passed"] is False and found["sentence"].startswith("Nothing was measured")
+    assert found.passed is False and found.sentence.startswith("Nothing was measured")

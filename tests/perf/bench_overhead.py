@@ -51,10 +51,10 @@ def main() -> None:
     ours.send(None)
     child.join()
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    seen = result["aggregates"]["served"]["a"]["workloads"][f"w@{STREAMS}"]
+    itl = result.aggregates.served["a"].workloads[f"w@{STREAMS}"].itl_ms
     print(
-        f"{result['requests']} requests of {TOKENS} tokens, {STREAMS} at a time: {wall:.1f} s, {cpu:.2f} s CPU, "
-        f"{cpu / wall:.1%} of a core; ITL p50 {seen['itl_ms']['p50']:.1f} ms, p99 {seen['itl_ms']['p99']:.1f} ms"
+        f"{result.requests} requests of {TOKENS} tokens, {STREAMS} at a time: {wall:.1f} s, {cpu:.2f} s CPU, "
+        f"{cpu / wall:.1%} of a core; ITL p50 {itl.p50:.1f} ms, p99 {itl.p99:.1f} ms"
     )
 
 

@@ -2,7 +2,7 @@
 
     python tests/perf/bench_power.py       A/A: at most 5 of 100 runs may show a difference (issue 10); planted 2 % and 5 %
 
-Each run: 3 workloads of 34 prompts, 2 repeats, a prompt's own TTFT (log-normal), 5 % noise a request; Holm over all comparisons.
+Each run: 3 workloads of 34 prompts, 2 repeats, a prompt's own TTFT (log-normal), 5 % noise per request; Holm over all comparisons.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from annie_quant.bench.aggregate import aggregate_records
+from annie_quant.schema import BenchConfig, Comparison, Identity, RequestRecord, WorkloadSettings
 
 WORKLOADS, PROMPTS, REPEATS = ("greeting", "factual", "long_response"), 34, 2
 
 
-def comparisons(seed: int, shift: float) -> list[dict]:
+def comparisons(seed: int, shift: float) -> list[Comparison]:
     """One simulated run; side b's TTFT is longer by `shift`."""
     rng = np.random.default_rng(seed)
     rows = []
@@ -32,58 +33,47 @@ def comparisons(seed: int, shift: float) -> list[dict]:
                 for repeat in range(REPEATS)
             ]
     sides = {
-        name: {
-            "name": name,
-            "meta": {"source": "one model"},
-            "model": name,
-            "model_meta": {},
-            "sampling_defaults": {},
-            "chat_template_sha256": "one",
-            "runtime": "llama.cpp",
-        }
+        name: Identity(
+            name=name, model=name, runtime="llama.cpp", chat_template_sha256="one", meta={"source": "one model"}
+        )
         for name in "ab"
     }
-    return aggregate_records(rows, {w: {"temperature": 0} for w in WORKLOADS}, sides)["comparisons"]
+    config = BenchConfig(workloads={name: WorkloadSettings() for name in WORKLOADS})
+    return aggregate_records(rows, config, sides).comparisons
 
 
-def record(rng, side: str, workload: str, case: int, repeat: int, own: float, pace: float, tokens: int) -> dict:
+def record(
+    rng, side: str, workload: str, case: int, repeat: int, own: float, pace: float, tokens: int
+) -> RequestRecord:
     ttft, tpot = own * rng.normal(1, 0.05), pace * rng.normal(1, 0.03)
-    return {
-        "id": f"{side}/{workload}/{case}/{repeat}",
-        "backend": side,
-        "workload": workload,
-        "case": str(case),
-        "turn": 0,
-        "repeat": repeat,
-        "warmup": False,
-        "cold": False,
-        "concurrency": 1,
-        "error": None,
-        "text": "Hi there you.",
-        "first_content_ms": ttft,
-        "itl_ms": list(tpot * rng.normal(1, 0.05, 5)),
-        "tpot_ms": tpot,
-        "e2e_ms": ttft + tokens * tpot,
-        "decode_tok_s": 1000 / tpot,
-        "completion_tokens": tokens,
-        "tokens_estimated": False,
-        "usage": {"prompt_tokens": 20},
-        "checks": {},
-        "faults": {},
-    }
+    return RequestRecord(
+        id=f"{side}/{workload}/{case}/{repeat}",
+        backend=side,
+        workload=workload,
+        case=str(case),
+        repeat=repeat,
+        text="Hi there you.",
+        first_content_ms=ttft,
+        itl_ms=list(tpot * rng.normal(1, 0.05, 5)),
+        tpot_ms=tpot,
+        e2e_ms=ttft + tokens * tpot,
+        decode_tok_s=1000 / tpot,
+        completion_tokens=tokens,
+        usage={"prompt_tokens": 20},
+    )
 
 
 def main() -> None:
     runs = [comparisons(seed, 0.0) for seed in range(100)]
-    alarms = sum(any(row["significant"] for row in rows) for rows in runs)
+    alarms = sum(any(row.significant for row in rows) for rows in runs)
     print(f"A/A: {alarms} of 100 runs show any difference over {len(runs[0])} comparisons")
     for shift in (0.02, 0.05):
         runs = [comparisons(1000 + seed, shift) for seed in range(40)]
-        ttft = [[row for row in rows if row["metric"] == "ttft_content_ms"] for rows in runs]
-        pooled = sum(any(row["significant"] and row["workload"] == "all" for row in rows) for rows in ttft)
-        alone = sum(row["significant"] for rows in ttft for row in rows if row["workload"] != "all")
+        ttft = [[row for row in rows if row.metric == "ttft_content_ms"] for rows in runs]
+        pooled = sum(any(row.significant and row.workload == "all" for row in rows) for rows in ttft)
+        alone = sum(row.significant for rows in ttft for row in rows if row.workload != "all")
         print(
-            f"planted {shift:.0%}: found over all {3 * PROMPTS} prompts in {pooled} of 40 runs, in a workload of "
+            f"planted {shift:.0%}: detected over all {3 * PROMPTS} prompts in {pooled} of 40 runs, in a workload of "
             f"{PROMPTS} in {alone} of 120"
         )
 

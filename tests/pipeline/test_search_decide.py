@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from msgspec import to_builtins
 
 from annie_quant import judge
 from annie_quant.data import load_persona
@@ -17,14 +18,15 @@ RATE = Threshold("rate", 10, 0.6)
 
 
 def row(passes, n, kind="rate", rate=0.6, advisory=False):
-    return by_rule(passes, n, Threshold(kind, 10, rate)) | {"advisory": advisory, "title": ""}
+    return to_builtins(by_rule(passes, n, Threshold(kind, 10, rate))) | {"advisory": advisory, "title": ""}
 
 
 def gate_row(gate, passes, n):
     from annie_quant import registry
     from annie_quant.judge import gates
 
-    return by_rule(passes, n, registry.find(gates, gate, "gate").THRESHOLD) | {"advisory": False, "title": gate}
+    row = to_builtins(by_rule(passes, n, registry.find(gates, gate, "gate").THRESHOLD))
+    return row | {"advisory": False, "title": gate}
 
 
 @pytest.mark.parametrize("passes", range(0, 31))
@@ -32,7 +34,7 @@ def test_an_early_drop_is_never_of_one_that_every_end_could_still_pass(passes):
     """Exactness of the first reason: when it speaks, no number of further passes makes the gate's own rule say pass."""
     seen = gate_row("tool_call", passes, 30)
     why = decide.cannot_pass("tool_call", seen, 100, 2)
-    could = any(by_rule(passes + more, 100, RATE)["verdict"] == "pass" for more in range(71))
+    could = any(by_rule(passes + more, 100, RATE).verdict == "pass" for more in range(71))
     if why and "even if" in why:
         assert not could
     if not could:

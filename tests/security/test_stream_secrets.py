@@ -46,7 +46,7 @@ def test_no_probe_follows_a_redirect(status):
             backend = Backend("a", f"http://127.0.0.1:{server.port}", headers=BEARER)
             assert get_json(backend, "/v1/models") is None
             assert alive(backend)
-            assert identity(backend)["model"] is None
+            assert identity(backend).model is None
             record = aq.stream.run([Request(server.url, json={}, headers=BEARER)]).records()[0]
             assert all(KEY.encode() in r for r in server.requests), "the named origin gets the key"
     assert thief.requests == []

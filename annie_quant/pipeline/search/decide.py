@@ -45,13 +45,13 @@ def cannot_pass(gate: str, row: Mapping[str, Any], in_all: int, n_looks: int) ->
     passes, n = row["passes"], row["n"]
     left = max(0, in_all - n)
     best = decide(passes + left, n + left, threshold)
-    if best["verdict"] != "pass":
+    if best.verdict != "pass":
         return f"{gate} {passes} of {n}: even if the other {left} all passed, it could not"
     if threshold.kind != "zero":
         confidence = 1 - ALPHA / n_looks
         high = judge.wilson(passes, n, confidence)[1]
-        if high < best["threshold"]:
-            return f"{gate} {passes} of {n}: below {best['threshold']:.0%} at {confidence:.1%} confidence"
+        if high < best.threshold:
+            return f"{gate} {passes} of {n}: below {best.threshold:.0%} at {confidence:.1%} confidence"
     return None
 
 

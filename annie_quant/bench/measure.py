@@ -1,0 +1,291 @@
+"""Measuring: identify the servers, send what is left of the plan, and record each answer as it arrives."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from annie_quant import judge, schema
+from annie_quant.bench import memory, sequential
+from annie_quant.bench.backend import Backend, alive, identity
+from annie_quant.bench.energy import EnergyMeter
+from annie_quant.bench.load_profile import arrival_times
+from annie_quant.bench.plan import Visit, choose, plan, warmups
+from annie_quant.bench.records import Records
+from annie_quant.errors import ServerError
+from annie_quant.files import sha256_text
+from annie_quant.host import load_per_core
+from annie_quant.judge.workloads import Case, Workload, build_workload
+from annie_quant.progress import Progress
+from annie_quant.schema import BenchConfig, EarlyStop, Ended, Identity, MemoryLevels, RequestRecord
+
+OnRecord = Callable[[RequestRecord], None]
+
+PEAK_SAMPLE_S = 1.0  # interval of memory samples while requests run
+CONNECT_S = 0.2  # connections are opened this long before the first arrival of an open loop
+
+# Sent before anything is measured (R40).
+SMOKE = {
+    "name": "smoke",
+    "max_tokens": 100,
+    "temperature": 0,
+    "system": "You are Annie, a personal AI companion. Speak naturally and concisely. Never use markdown.",
+    "gates": ["non_empty", "factual", "no_markdown", "thinking_leak"],
+    "cases": [
+        {
+            "id": "capital",
+            "messages": [{"role": "user", "content": "What is the capital of Japan?"}],
+            "expect": {"contains": ["Tokyo"]},
+        }
+    ],
+}
+
+
+@dataclass
+class Turn:
+    """One request that is about to be sent. history: the conversation's earlier answers, which this one is added to."""
+
+    record: RequestRecord
+    body: dict[str, Any]
+    case: Case
+    history: list[dict[str, Any]]
+
+
+class Measurement:
+    """One execution of a benchmark; `records` has what earlier executions measured."""
+
+    def __init__(
+        self,
+        config: BenchConfig,
+        backends: Sequence[Backend],
+        workloads: Sequence[Workload],
+        folder: Path,
+        records: Records,
+        progress: Progress,
+        on_record: OnRecord,
+    ) -> None:
+        self.config, self.workloads, self.folder, self.records = config, list(workloads), folder, records
+        self.backends = {b.name: b for b in backends}
+        self.progress, self.on_record = progress, on_record
+        self.meter = EnergyMeter()
+        self.identities: dict[str, Identity] = {}
+        self.done = {r.id: r for r in records.rows if not r.warmup}
+        self.session = 1 + max((r.session for r in records.rows), default=0)
+        self.batch = sum(1 for _ in (folder / "streams").glob("*")) if (folder / "streams").is_dir() else 0
+        self.peaks = {
+            b.name: memory.PeakMemory(int(b.meta["pid"]), every_s=PEAK_SAMPLE_S)
+            for b in backends
+            if config.with_memory and b.meta.get("pid")
+        }
+
+    @contextlib.contextmanager
+    def sampling_memory(self) -> Iterator[None]:
+        """Sample the servers' memory while the block runs."""
+        with contextlib.ExitStack() as stack:
+            for peak in self.peaks.values():
+                stack.enter_context(peak)
+            yield
+
+    def run(self) -> Ended:
+        """Send what is left of the plan, until it is done, the time budget ends, or everything is decided."""
+        start = time.monotonic()
+        names = list(self.backends)
+        visits = plan(names, self.workloads, self.config)
+        left = [v for v in visits if any(i not in self.done for case, repeat in v.cases for i in v.ids(case, repeat))]
+        looks = sequential.looks(len(visits), 2 * len(names)) if self.config.stop_early else []
+        done_before = len(visits) - len(left)
+        # Only at a planned look, even where a run is resumed: the levels allow for no further look.
+        if done_before in looks and self._decided():
+            self._identify(smoke=False)
+            return self._stopped(len(left), done_before, looks)
+        self._identify(smoke=bool(left))
+        names_left = {v.workload.name for v in left}
+        warm = warmups(names, [w for w in self.workloads if w.name in names_left], self.config)
+        total = len(warm) + len(visits)
+        for index, visit in enumerate([*warm, *left]):
+            done = done_before + max(0, index - len(warm))
+            if done in looks and index > len(warm) and self._decided():
+                self.progress.update(total, total)
+                return self._stopped(len(visits) - done, done, looks)
+            budget_s = self.config.budget_s
+            if budget_s is not None and index >= len(warm) and time.monotonic() - start > budget_s:
+                return Ended(unasked=len(visits) - done, prefix_cache=self.config.prefix_cache)
+            self.progress.update(done_before + index, total, f"{visit.backend} · {visit.workload.name}")
+            self._visit(visit)
+        self.progress.update(total, total)
+        return Ended(prefix_cache=self.config.prefix_cache)
+
+    def _decided(self) -> bool:
+        return not sequential.open_questions(list(self.done.values()), list(self.backends), self.config.greedy)
+
+    def _stopped(self, unasked: int, done: int, looks: Sequence[int]) -> Ended:
+        stopped = EarlyStop(look=sum(look <= done for look in looks), looks=len(looks), level=sequential.LEVEL)
+        return Ended(unasked=unasked, stopped=stopped, prefix_cache=self.config.prefix_cache)
+
+    def _identify(self, smoke: bool) -> None:
+        """Identify each server. With `smoke` the smoke question is its first request, which is a cold one."""
+        workload = build_workload(SMOKE)
+        for name, backend in self.backends.items():
+            try:
+                self.identities[name] = identity(backend)
+            except OSError as error:
+                raise ServerError(
+                    f"backend {name!r}: no server answers at {backend.public_url} ({error})",
+                    "start it, then run the same command: finished requests are kept",
+                ) from error
+            if smoke:
+                self._visit(Visit(-1, name, workload, ((workload.cases[0], self.session),), warmup=True), cold=True)
+
+    def _visit(self, visit: Visit, cold: bool = False) -> None:
+        """Send one visit, turn by turn; the turns of all its conversations are sent together."""
+        histories: list[list[dict[str, Any]]] = [[] for _ in visit.cases]
+        for turn in range(max(case.n_turns for case, _ in visit.cases)):
+            turns = []
+            for history, (case, repeat) in zip(histories, visit.cases, strict=True):
+                if turn >= case.n_turns:
+                    continue
+                record = self._new_record(visit, case, repeat, turn, cold)
+                before = None if visit.warmup else self.done.get(record.id)
+                if before is not None:
+                    history.append({"role": "assistant", "content": before.text})
+                else:
+                    body = visit.workload.request(case, turn, history, record.model)
+                    turns.append(Turn(record, body, case, history))
+            if turns:
+                self._measure(visit, turns)
+
+    def _new_record(self, visit: Visit, case: Case, repeat: int, turn: int, cold: bool) -> RequestRecord:
+        name = visit.ids(case, repeat)[turn]
+        return RequestRecord(
+            id=f"{name}#warm{self.session}" if visit.warmup else name,
+            backend=visit.backend,
+            model=self._model(visit.backend),
+            workload=visit.workload.name,
+            case=case.id,
+            turn=turn,
+            repeat=repeat,
+            block=visit.block,
+            warmup=visit.warmup,
+            cold=cold,
+            session=self.session,
+            concurrency=visit.load.concurrency,
+            rate_per_s=visit.load.rate_per_s,
+            n_tools=len(visit.workload.tools_for(case) or ()),
+        )
+
+    def _model(self, name: str) -> str | None:
+        return self.backends[name].model or self.identities[name].model
+
+    def _measure(self, visit: Visit, turns: Sequence[Turn]) -> None:
+        """Send turns together, judge their answers and append their records."""
+        backend = self.backends[visit.backend]
+        started_at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds")
+        starts = arrival_times(visit.load, [t.record.id.removeprefix(backend.name) for t in turns])
+        before = self.meter.read()
+        timings = self._send(backend, [(t.record.id, t.body) for t in turns], starts)
+        after = self.meter.read()
+        joules = None if before is None or after is None else (after - before) / len(turns)
+        answers = {answer["tag"]: answer for answer in timings.records() if answer["tag"] is not None}
+        lost = [answer for answer in answers.values() if answer["error"]]
+        if lost and not alive(backend):
+            raise ServerError(
+                f"backend {backend.name!r} at {backend.public_url} went away: {lost[0]['error']}",
+                "start it again, then run the same command: it resumes where it stopped",
+            )
+        stream = f"{self.batch:06d}"
+        timings.save(self.folder / "streams" / stream)
+        self.batch += 1
+        for index, turn in enumerate(turns):
+            answer = judge.from_record(answers[turn.record.id])
+            turn.history.append({"role": "assistant", "content": answer.text})
+            faults = judge.faults(answer, turn.case.at_turn(turn.record.turn), visit.workload)
+            record = msgspec.structs.replace(
+                turn.record,
+                **_timing_fields(answers[turn.record.id]),
+                started_at=started_at,
+                load_per_core=load_per_core(),
+                energy_j=joules,
+                arrival_s=starts[index] if starts else None,
+                stream=stream,
+                request_sha256=sha256_text(json.dumps(turn.body, sort_keys=True)),
+                checks={gate: not fault for gate, fault in faults.items() if fault is not None},
+                faults={gate: fault for gate, fault in faults.items() if fault},
+            )
+            self.records.append(record)
+            if not record.warmup:
+                self.done[record.id] = record
+                self.on_record(record)
+
+    def _send(
+        self,
+        backend: Backend,
+        requests: Sequence[tuple[str, dict[str, Any]]],
+        starts: Sequence[float] | None = None,
+    ) -> Any:
+        """Send (tag, body) pairs to a server, all at once or at their start times in seconds; return Timings.
+
+        Each connection is opened by a request for the list of models, as a client in daily use has it open already.
+        """
+        from annie_quant import stream
+
+        headers = dict(backend.headers)
+        timeout_s = self.config.timeout_s
+        opening = [stream.Request(f"{backend.root}/v1/models", headers=headers, timeout_s=timeout_s) for _ in requests]
+        measured = [
+            stream.Request(
+                backend.completions_url,
+                json=body | self._cache_fields(backend.name, tag),
+                headers=headers,
+                timeout_s=timeout_s,
+                start_s=None if starts is None else CONNECT_S + starts[index],
+                tag=tag,
+            )
+            for index, (tag, body) in enumerate(requests)
+        ]
+        return stream.run([*opening, *measured], concurrency=None if starts is not None else len(measured))
+
+    def _cache_fields(self, name: str, tag: str) -> dict[str, Any]:
+        """Request fields that keep a server from reusing earlier prompts."""
+        if self.config.prefix_cache == "warm":
+            return {}
+        runtime = self.identities[name].runtime
+        if runtime == "llama.cpp":
+            return {"cache_prompt": False}
+        return {"cache_salt": f"{self.session}/{tag}"} if runtime == "vllm" else {}
+
+    def memory(self) -> dict[str, MemoryLevels]:
+        """Measure the memory of each backend whose process id is known, unless memory.json has it already."""
+        single = next((w for w in self.workloads if not w.cases[0].turns), None)
+        path = self.folder / "memory.json"
+        levels = schema.decode(dict[str, MemoryLevels], path) if path.exists() else {}
+        for name, peak in self.peaks.items():
+            if single is None or name in levels:
+                continue
+            backend = self.backends[name]
+            cases = choose(single, self.config.n, self.config.seed)
+
+            def send(count: int, backend: Backend = backend, cases: list[Case] = cases) -> None:
+                bodies = [single.request(cases[i % len(cases)], 0, (), self._model(backend.name)) for i in range(count)]
+                self._send(backend, [(f"memory/{i}", body) for i, body in enumerate(bodies)])
+
+            own = memory.measure(peak.pid, send)
+            own.peak = memory.highest(peak.highest, own.idle, own.one, own.five)
+            levels[name] = own
+            schema.write(path, levels)
+        return levels
+
+
+def _timing_fields(answer: dict[str, Any]) -> dict[str, Any]:
+    """The stream client's record as fields of a RequestRecord; texts of a foreign server that are not texts become texts."""
+    fields = {name: answer[name] for name in RequestRecord.__struct_fields__ if name in answer and name != "model"}
+    reason = fields["finish_reason"]
+    fields["finish_reason"] = reason if reason is None else str(reason)[:200]
+    return fields

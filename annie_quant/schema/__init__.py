@@ -1,0 +1,117 @@
+"""Documents that one stage writes and another reads, as types, and the functions that decode and write them.
+
+    decode(Run, path)       a document from a file or from bytes; every fault is one line that names the field
+    write(path, run)        a document as indented JSON
+    read_bench(folder)      bench.json with its aggregates, wherever they are stored
+
+One module per document: records (records.jsonl), settings (inputs.json), machine (servers, memory), statistics (gates,
+metrics, comparisons), results (aggregates, verdict), run (bench.json, run.json), workloads (workload files). A new document
+gets a module of its own and its names here.
+
+Fields that a reader does not know are ignored. `schema_version` is SCHEMA_VERSION in everything written; documents of older
+versions are upgraded when they are decoded. Names of fields end in their unit. JSON Schemas of the public documents are in
+docs/reference/schemas (tools/make_schemas.py).
+"""
+
+from __future__ import annotations
+
+from annie_quant.schema.limits import Digest, JsonScalar, ShortText
+from annie_quant.schema.machine import (
+    Energy,
+    Environment,
+    Identity,
+    MemoryBytes,
+    MemoryFigures,
+    MemoryLevels,
+    ModelMeta,
+    limited_identity,
+)
+from annie_quant.schema.reading import SCHEMA_VERSION, check_version, convert, decode, encode, write
+from annie_quant.schema.records import Load, RequestRecord, ToolCall
+from annie_quant.schema.results import (
+    Aggregates,
+    Confound,
+    Crossover,
+    ModelRow,
+    OfflineSide,
+    ServedSide,
+    ToolSurfacePoint,
+    TurnPoint,
+    Verbosity,
+    Verdict,
+)
+from annie_quant.schema.run import Bench, EarlyStop, Ended, Run, Stage, read_bench, write_run
+from annie_quant.schema.settings import (
+    AskedCase,
+    AskedWorkload,
+    BackendSettings,
+    BenchConfig,
+    Inputs,
+    WorkloadSettings,
+)
+from annie_quant.schema.statistics import (
+    AdjustedResult,
+    Comparison,
+    GateResult,
+    Metric,
+    MetricSummary,
+    Outcome,
+    PairedResult,
+    SpeedGate,
+    WorkloadSummary,
+)
+
+__all__ = [
+    "SCHEMA_VERSION",
+    "AdjustedResult",
+    "Aggregates",
+    "AskedCase",
+    "AskedWorkload",
+    "BackendSettings",
+    "Bench",
+    "BenchConfig",
+    "Comparison",
+    "Confound",
+    "Crossover",
+    "Digest",
+    "EarlyStop",
+    "Ended",
+    "Energy",
+    "Environment",
+    "GateResult",
+    "Identity",
+    "Inputs",
+    "JsonScalar",
+    "Load",
+    "MemoryBytes",
+    "MemoryFigures",
+    "MemoryLevels",
+    "Metric",
+    "MetricSummary",
+    "ModelMeta",
+    "ModelRow",
+    "OfflineSide",
+    "Outcome",
+    "PairedResult",
+    "RequestRecord",
+    "Run",
+    "ServedSide",
+    "ShortText",
+    "SpeedGate",
+    "Stage",
+    "ToolCall",
+    "ToolSurfacePoint",
+    "TurnPoint",
+    "Verbosity",
+    "Verdict",
+    "WorkloadSettings",
+    "WorkloadSummary",
+    "check_version",
+    "convert",
+    "decode",
+    "encode",
+    "limited_identity",
+    "read_bench",
+    "write",
+    "write_run",
+]

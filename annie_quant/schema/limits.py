@@ -1,0 +1,11 @@
+"""Limits for what another party writes into a document: a server, a model, a file from elsewhere."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+ShortText = Annotated[str, Meta(max_length=200)]
+Digest = Annotated[str, Meta(max_length=64)]
+JsonScalar = Annotated[str, Meta(max_length=1000)] | int | float | bool | None

@@ -1,0 +1,133 @@
+"""What a benchmark ran on: servers, machine, memory and energy."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, field
+
+from annie_quant.schema.limits import Digest, JsonScalar, ShortText
+
+
+class ModelMeta(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Sizes of a model as its server reports them."""
+
+    n_params: int | float | None = None
+    n_vocab: int | float | None = None
+    n_embd: int | float | None = None
+    n_ctx_train: int | float | None = None
+    size: int | float | None = None
+    vocab_type: int | float | None = None
+
+
+class Identity(msgspec.Struct, kw_only=True):
+    """What a server reports about itself, cut to the limits of the types. meta: what the caller knows beforehand."""
+
+    name: ShortText
+    url: Annotated[str, Meta(max_length=2000)] = ""
+    model: ShortText | None = None
+    runtime: ShortText | None = None
+    version: ShortText | None = None
+    models_sha256: Digest | None = None
+    model_meta: ModelMeta = field(default_factory=ModelMeta)
+    chat_template_sha256: Digest | None = None
+    sampling_defaults: Annotated[dict[ShortText, JsonScalar | list[ShortText]], Meta(max_length=100)] = {}
+    max_model_len: int | float | None = None
+    meta: Annotated[dict[ShortText, JsonScalar], Meta(max_length=100)] = {}
+
+
+class Environment(msgspec.Struct, kw_only=True):
+    """The machine and the versions of a run."""
+
+    time: str = ""
+    system: str = ""
+    machine: str = ""
+    python: str = ""
+    cpu: str | None = None
+    cores: int = 0
+    load_average: list[float] = []
+    memory_total_bytes: int | None = None
+    memory_available_bytes: int | None = None
+    packages: dict[str, str] = {}
+    gpus: list[dict[str, str]] = []
+
+
+class MemoryFigures(msgspec.Struct, kw_only=True, frozen=True):
+    """Memory of one server at one moment or at its peak; None where the figure cannot be read.
+
+    process_rss_bytes: resident memory of the process and its children. system_used_bytes: MemTotal - MemAvailable, which on
+    unified memory (DGX Spark) includes the GPU's share. gpu_process_bytes: NVML's figure for those processes.
+    cgroup_bytes: what the kernel charges to the process's control group, which for a container is all of it.
+    """
+
+    process_rss_bytes: int | None = None
+    system_used_bytes: int | None = None
+    gpu_process_bytes: int | None = None
+    cgroup_bytes: int | None = None
+
+
+class MemoryLevels(msgspec.Struct, kw_only=True):
+    """Memory of one server: idle, with one request, with five at once, and the highest of the whole run."""
+
+    idle: MemoryFigures
+    one: MemoryFigures
+    five: MemoryFigures
+    peak: MemoryFigures | None = None
+
+
+class MemoryBytes(msgspec.Struct, kw_only=True):
+    """One figure per level for the report's table. source: the field of MemoryFigures that all are taken from."""
+
+    idle: int | None = None
+    one: int | None = None
+    five: int | None = None
+    peak: int | None = None
+    source: str = ""
+
+
+class Energy(msgspec.Struct, kw_only=True):
+    """GPU energy over a backend's measured requests."""
+
+    joules: float
+    completion_tokens: int
+    joules_per_token: float | None
+
+
+def limited_identity(fields: dict[str, Any]) -> Identity:
+    """An Identity from what a server sent: long texts are cut, values of an unexpected type are left out."""
+    sizes, length = fields.get("model_meta"), fields.get("max_model_len")
+    return Identity(
+        name=_text(fields.get("name")) or "",
+        url=_text(fields.get("url"), 2000) or "",
+        model=_text(fields.get("model")),
+        runtime=_text(fields.get("runtime")),
+        version=_text(fields.get("version")),
+        models_sha256=_text(fields.get("models_sha256"), 64),
+        model_meta=ModelMeta(
+            **{k: v for k, v in _scalars(sizes).items() if k in _SIZES and isinstance(v, (int, float))}
+        ),
+        chat_template_sha256=_text(fields.get("chat_template_sha256"), 64),
+        sampling_defaults=_scalars(fields.get("sampling_defaults")),
+        max_model_len=length if isinstance(length, (int, float)) else None,
+        meta={k: v for k, v in _scalars(fields.get("meta")).items() if not isinstance(v, list)},
+    )
+
+
+_SIZES = ModelMeta.__struct_fields__
+
+
+def _text(value: Any, limit: int = 200) -> str | None:
+    return value[:limit] if isinstance(value, str) else None
+
+
+def _scalars(value: Any) -> dict[str, Any]:
+    """The first 100 entries of a mapping, each a scalar or a short list of texts."""
+    scalars: dict[str, Any] = {}
+    for key, item in list(value.items())[:100] if isinstance(value, dict) else ():
+        if isinstance(item, list):
+            item = [str(part)[:200] for part in item[:100]]
+        elif not isinstance(item, (int, float, type(None))):
+            item = str(item)[:1000]
+        scalars[str(key)[:200]] = item
+    return scalars

@@ -1,0 +1,121 @@
+"""Decode and encode documents."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from annie_quant.errors import AnnieError, EnvironmentFault, UsageError
+from annie_quant.files import write_text
+
+SCHEMA_VERSION = 2  # of bench.json and run.json; raised when a reader of the old layout would misread the new one
+
+T = TypeVar("T")
+
+# Versioned documents: type → function that turns a decoded document of an older version into one of this version.
+UPGRADES: dict[type, Callable[[dict[str, Any]], dict[str, Any]]] = {}
+
+_BYTE = re.compile(r" ?\(byte (\d+)\)")
+_PLACE = re.compile(r" - at (?:`key` in )?`\$\.?(.*)`$", re.DOTALL)
+
+
+def decode(
+    kind: type[T],
+    source: bytes | str | os.PathLike[str],
+    where: str = "",
+    *,
+    error: type[AnnieError] = EnvironmentFault,
+    hint: str = "",
+) -> T:
+    """Decode one JSON document.
+
+    kind: a type of this package. source: bytes, or the path of a file. where: how messages name the source (default: the
+    path). error: the exception class for faults. Its message is one line with the source, the line or the field, what was
+    expected and what was there. A document of a newer package is refused with EnvironmentFault.
+    """
+    if not isinstance(source, bytes):
+        where = where or str(source)
+        try:
+            source = Path(source).read_bytes()
+        except OSError as fault:
+            raise error(f"{where}: cannot be read: {fault.strerror}", hint) from fault
+    try:
+        if kind not in UPGRADES:
+            return msgspec.json.decode(source, type=kind)
+        document = msgspec.json.decode(source)
+        check_version(document, where)
+        return convert(kind, document)
+    except RecursionError:
+        raise error(f"{where}: nested too deeply", hint) from None
+    except msgspec.ValidationError as fault:
+        raise error(f"{where}: {_mismatch(str(fault))}", hint) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as fault:
+        raise error(f"{where}: not JSON: {_malformed(str(fault), source)}", hint) from None
+    except UsageError as fault:  # from a type's own checks
+        raise error(f"{where}: {fault.message}", hint or fault.hint) from None
+
+
+def convert(kind: type[T], document: Any) -> T:
+    """`document`, as JSON decodes it, as a value of `kind`, upgraded first where it is of an older version."""
+    if kind in UPGRADES and isinstance(document, dict):
+        version = document.get("schema_version")
+        if not isinstance(version, int) or version < SCHEMA_VERSION:
+            document = UPGRADES[kind](document | {"schema_version": SCHEMA_VERSION})
+    return msgspec.convert(document, kind)
+
+
+def check_version(document: Any, where: str | os.PathLike[str]) -> None:
+    """Raise EnvironmentFault for a document of a newer package: half understood, it would give wrong figures.
+
+    A document without a version, or with one that is not a number, counts as the oldest.
+    """
+    version = document.get("schema_version") if isinstance(document, dict) else None
+    if isinstance(version, int) and version > SCHEMA_VERSION:
+        raise EnvironmentFault(
+            f"{where} was written by a newer annie-quant (schema_version {version}; this one reads up to {SCHEMA_VERSION})",
+            "pip install --upgrade annie-quant",
+        )
+
+
+def _mismatch(message: str) -> str:
+    """msgspec's message with the field first: "served[...].n: expected int, got str"."""
+    place = _PLACE.search(message)
+    problem = _PLACE.sub("", message)
+    problem = problem.replace("`", "" if problem.startswith("Expected") else "'")
+    problem = problem[:1].lower() + problem[1:]
+    return f"{place[1]}: {problem}" if place and place[1] else problem
+
+
+def _malformed(message: str, source: bytes) -> str:
+    """msgspec's message, with the line in place of the byte where the text has several lines."""
+    message = message.removeprefix("JSON is malformed: ")
+    byte = _BYTE.search(message)
+    if byte and b"\n" in source.strip():
+        line = source.count(b"\n", 0, int(byte[1])) + 1
+        return f"{_BYTE.sub('', message)} in line {line}"
+    return message[:1].lower() + message[1:]
+
+
+def _plain(value: Any) -> Any:
+    """A NumPy scalar or array as Python values."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise NotImplementedError(f"a {type(value).__name__} cannot be stored as JSON")
+
+
+_ENCODER = msgspec.json.Encoder(enc_hook=_plain)
+
+
+def encode(value: Any) -> bytes:
+    """`value` as JSON on one line; numbers that are not finite become null."""
+    return _ENCODER.encode(value)
+
+
+def write(path: str | os.PathLike[str], value: Any) -> None:
+    """Write `value` as indented JSON. The file appears complete or not at all."""
+    write_text(path, msgspec.json.format(encode(value), indent=1).decode() + "\n")

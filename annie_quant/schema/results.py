@@ -1,0 +1,138 @@
+"""Aggregates of a run, and its verdict."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from annie_quant.schema.machine import Energy, MemoryBytes, MemoryLevels
+from annie_quant.schema.statistics import Comparison, GateResult, SpeedGate, WorkloadSummary
+
+Severity = Literal["confound", "fault", "note"]
+
+
+class Confound(msgspec.Struct, kw_only=True):
+    """What limits the conclusions of a benchmark.
+
+    severity: "confound" (the comparison does not show what it seems to), "fault" (of a server), "note".
+    """
+
+    code: str
+    severity: Severity
+    message: str
+    backends: list[str] = []
+
+
+class Verbosity(msgspec.Struct, kw_only=True):
+    """Answer length against the reference's answers to the same prompts: the median of the ratios."""
+
+    reference: str
+    ratio: float
+    low: float | None
+    high: float | None
+    n_prompts: int
+
+
+class ServedSide(msgspec.Struct, kw_only=True):
+    """One backend's results. left_out_of_timings: failed, cold and stalled requests, and impossible stamps."""
+
+    model: str | None = None
+    runtime: str | None = None
+    requests: int = 0
+    errors: int = 0
+    left_out_of_timings: int = 0
+    gates: dict[str, GateResult] = {}
+    speed_gates: dict[str, SpeedGate] = {}
+    workloads: dict[str, WorkloadSummary] = {}
+    verbosity: Verbosity | None = None
+    memory_bytes: MemoryBytes | None = None
+    memory: MemoryLevels | None = None
+    energy: Energy | None = None
+
+
+class TurnPoint(msgspec.Struct, kw_only=True):
+    """Medians of one turn of the conversations; turn counts from 1. low, high: interval of ttft_content_ms."""
+
+    turn: int
+    n: int
+    ttft_content_ms: float | None = None
+    low: float | None = None
+    high: float | None = None
+    e2e_ms: float | None = None
+
+
+class Crossover(msgspec.Struct, kw_only=True):
+    """The answer length in tokens at which two backends need the same time; None where one is always faster."""
+
+    a: str
+    b: str
+    tokens: float | None
+    faster_when_short: str
+    faster_when_long: str
+
+
+class ToolSurfacePoint(msgspec.Struct, kw_only=True):
+    """Right calls with a number of tools on offer. worse: surely fewer than with the fewest tools (p after Holm)."""
+
+    n_tools: int
+    passes: int
+    n: int
+    low: float
+    high: float
+    p: float = 1.0
+    worse: bool = False
+
+
+class ModelRow(msgspec.Struct, kw_only=True):
+    """A model of the run: its format, its size on disk and where its files are."""
+
+    name: str
+    label: str = ""
+    format: str = ""
+    size_bytes: int | None = None
+    bits_per_weight: float | None = None
+    checkpoint: str = ""
+    gguf: str = ""
+
+
+class OfflineSide(msgspec.Struct, kw_only=True):
+    """A model under one numerics, evaluated without a server; eval/<model>.json has the whole evaluation."""
+
+    gates: dict[str, GateResult] = {}
+    kl: dict[str, Any] | None = None
+    kl_conversations: dict[str, Any] | None = None
+    kl_text: dict[str, Any] | None = None
+    perplexity: float | None = None
+    perplexity_reference: float | None = None
+    same_answers: dict[str, int] | None = None
+    verbosity_ratio: float | None = None
+
+
+class Aggregates(msgspec.Struct, kw_only=True):
+    """All results of a run: behind servers (from records.jsonl), and without one (models, offline).
+
+    served and turns: by backend. offline: by model, then by numerics. turn_ratio: TTFT of the last turn over the first.
+    """
+
+    served: dict[str, ServedSide] = {}
+    comparisons: list[Comparison] = []
+    turns: dict[str, list[TurnPoint]] = {}
+    turn_ratio: dict[str, float] = {}
+    crossover: list[Crossover] = []
+    tool_surface: dict[str, list[ToolSurfacePoint]] = {}
+    confounds: list[Confound] = []
+    models: list[ModelRow] = []
+    offline: dict[str, dict[str, OfflineSide]] = {}
+
+
+class Verdict(msgspec.Struct, kw_only=True):
+    """The outcome. passed: the candidate fails no gate. comparable: no confound between candidate and incumbent."""
+
+    sentence: str = ""
+    passed: bool = False
+    candidate: str | None = None
+    incumbent: str | None = None
+    comparable: bool = False
+    reasons: list[str] = []
+    caveats: list[str] = []

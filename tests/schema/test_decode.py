@@ -1,0 +1,119 @@
+"""Decoding documents: one line for every fault, upgrades of older versions, limits, and current JSON Schemas."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+
+import jsonschema
+import msgspec
+import pytest
+from paths import DATA, ROOT
+
+from annie_quant import schema
+from annie_quant.errors import EnvironmentFault, UsageError
+from annie_quant.judge.metrics import METRICS
+from annie_quant.schema import Bench, Identity, Inputs, RequestRecord, Run, WorkloadSummary, decode, limited_identity
+
+RUNS = sorted((DATA / "runs").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        (b"[1]", "expected object, got array"),
+        (b"3", "expected object, got int"),
+        (b"", "not JSON: input data was truncated"),
+        (b'{"argv"', "not JSON: input data was truncated"),
+        (b'{"argv":\n [],\n bad}', "not JSON: object keys must be strings in line 3"),
+        (b"\xff\xfe", "not JSON"),
+        (b'{"argv": [1]}', "argv[0]: expected str, got int"),
+        (b'{"stages": [{"seconds": 1}]}', "stages[0]: object missing required field 'name'"),
+        (b'{"aggregates": {"served": {"a": {"errors": "x"}}}}', "aggregates.served[...].errors: expected int, got str"),
+        (b"[" * 200_000, "nested too deeply"),
+        (b'{"config":' * 200_000, "nested too deeply"),
+        (b'{"schema_version": 99}', "was written by a newer annie-quant"),
+    ],
+)
+def test_every_fault_is_one_line_that_names_the_field(text, fault):
+    with pytest.raises(EnvironmentFault) as caught:
+        decode(Run, text, "some/run.json")
+    message = caught.value.message
+    assert message.startswith("some/run.json") and fault in message and "\n" not in message
+
+
+def test_the_class_of_the_error_can_be_chosen_and_a_missing_file_is_named(tmp_path):
+    with pytest.raises(UsageError, match="cannot be read: No such file") as caught:
+        decode(Run, tmp_path / "none.json", error=UsageError, hint="annie-quant demo")
+    assert "none.json" in caught.value.message and caught.value.hint == "annie-quant demo"
+
+
+def test_a_types_own_check_names_the_file():
+    with pytest.raises(EnvironmentFault, match=r"inputs.json: concurrency must be 1 or more, got 0"):
+        decode(Inputs, b'{"config": {"loads": [{"concurrency": 0}]}}', "inputs.json")
+
+
+@pytest.mark.parametrize("folder", RUNS, ids=lambda p: p.name)
+def test_runs_of_every_version_are_read(folder):
+    run, bench = decode(Run, folder / "run.json"), schema.read_bench(folder)
+    assert run.schema_version == bench.schema_version == schema.SCHEMA_VERSION
+    assert run.aggregates == bench.aggregates and run.verdict == bench.verdict
+    assert bench.aggregates.served["a"].gates["factual"].passes == 3
+    assert decode(Inputs, folder / "inputs.json").config == bench.config
+
+
+def test_aggregates_are_stored_once(tmp_path):
+    bench = schema.read_bench(RUNS[0])
+    schema.write(tmp_path / "bench.json", bench)
+    assert schema.read_bench(tmp_path) == bench
+    schema.write_run(tmp_path, Run(aggregates=bench.aggregates, verdict=bench.verdict))
+    stored = json.loads((tmp_path / "bench.json").read_text())
+    assert "aggregates" not in stored and "verdict" not in stored and stored["backends"]
+    assert schema.read_bench(tmp_path) == bench
+
+
+def test_what_a_server_reports_is_limited():
+    """A server of version 1 or a hostile one: long texts are cut, values of another type are left out."""
+    hostile = {
+        "name": "a",
+        "model": "m" * 10_000,
+        "version": {"x": 1},
+        "model_meta": {"n_params": 9e9, "n_vocab": "many", "junk": ["x"] * 1000},
+        "sampling_defaults": {f"k{i}": "v" * 5000 for i in range(1000)},
+        "meta": {"source": ["x"], "pid": 3},
+    }
+    identity = limited_identity(hostile)
+    assert len(identity.model) == 200 and identity.version is None and identity.model_meta.n_params == 9e9
+    assert identity.model_meta.n_vocab is None and len(identity.sampling_defaults) == 100
+    assert decode(Identity, schema.encode(identity)) == identity
+    document = {"backends": {"a": hostile | {"name": None}}}
+    assert decode(Bench, json.dumps(document).encode()).backends["a"].model == "m" * 200
+    with pytest.raises(EnvironmentFault, match=r"model: expected str of length <= 200"):
+        decode(Identity, json.dumps({"name": "a", "model": "m" * 201}).encode(), "x")
+
+
+def test_unknown_fields_are_ignored():
+    record = decode(RequestRecord, b'{"id": "1", "backend": "a", "workload": "w", "case": "c", "new": [1]}')
+    assert record.prompt == ("w", "c", 0)
+
+
+def test_each_metric_has_a_field_in_a_summary_and_in_a_record():
+    assert set(METRICS) == set(WorkloadSummary.__struct_fields__) - {"n"}
+    assert {m.field for m in METRICS.values()} <= set(RequestRecord.__struct_fields__)
+
+
+def test_the_json_schemas_are_current_and_hold():
+    spec = importlib.util.spec_from_file_location("make_schemas", ROOT / "tools/make_schemas.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    folder = ROOT / "docs/reference/schemas"
+    assert {p.name: p.read_text() for p in folder.iterdir()} == module.texts(), "run python tools/make_schemas.py"
+    for name, kind in module.DOCUMENTS.items():
+        checker = jsonschema.Draft202012Validator(json.loads(module.texts()[f"{name}.json"]))
+        if name == "record":
+            documents = (RUNS[-1] / "records.jsonl").read_text().splitlines()
+        else:
+            documents = [(RUNS[-1] / f"{name}.json").read_text()]
+        for text in documents:
+            checker.validate(json.loads(text))
+            assert msgspec.json.decode(schema.encode(decode(kind, text.encode())))

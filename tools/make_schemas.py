@@ -1,0 +1,44 @@
+"""Write the JSON Schemas of the public documents into docs/reference/schemas.
+
+python tools/make_schemas.py
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import msgspec
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from annie_quant import schema  # noqa: E402
+
+FOLDER = ROOT / "docs" / "reference" / "schemas"
+DOCUMENTS = {
+    "run": schema.Run,
+    "bench": schema.Bench,
+    "inputs": schema.Inputs,
+    "record": schema.RequestRecord,
+}
+
+
+def text(kind: type) -> str:
+    """Return the JSON Schema of a document, with one line per definition."""
+    document = {"$schema": "https://json-schema.org/draft/2020-12/schema"} | msgspec.json.schema(kind)
+    lines = (f"  {json.dumps(name)}: {json.dumps(part)}" for name, part in document.pop("$defs").items())
+    head = ",\n".join(f" {json.dumps(key)}: {json.dumps(value)}" for key, value in document.items())
+    return "{\n" + head + ',\n "$defs": {\n' + ",\n".join(lines) + "\n }\n}\n"
+
+
+def texts() -> dict[str, str]:
+    """Return the text of each file by name."""
+    return {f"{name}.json": text(kind) for name, kind in DOCUMENTS.items()}
+
+
+if __name__ == "__main__":
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    for name, content in texts().items():
+        (FOLDER / name).write_text(content, encoding="utf-8")

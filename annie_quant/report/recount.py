@@ -13,22 +13,12 @@ from typing import Any
 
 import msgspec
 
+from annie_quant.judge.metrics import COMPARED, METRICS
 from annie_quant.report.format import number
 from annie_quant.schema import Load, RequestRecord
 
 Row = dict[str, Any]
-# run.json's name of a metric → the field of a record
-METRICS = {
-    "ttft_content_ms": "first_content_ms",
-    "ttft_tool_ms": "first_tool_ms",
-    "tpot_ms": "tpot_ms",
-    "e2e_ms": "e2e_ms",
-    "decode_tok_s": "decode_tok_s",
-    "completion_tokens": "completion_tokens",
-    "itl_ms": "itl_ms",
-}
 SOONEST = 0.8  # of the server's own time; the two clocks may differ a little
-SERVER_COUNTED = ("tpot_ms", "decode_tok_s", "completion_tokens")
 
 
 def label(record: Row) -> str:
@@ -65,8 +55,8 @@ def values(records: Iterable[Row], metric: str) -> list[float]:
     """All values of a metric in the order of the records; itl_ms gives every gap of every stream."""
     found: list[float] = []
     for record in records:
-        value = record.get(METRICS[metric])
-        if value is not None and not (metric in SERVER_COUNTED and record["tokens_estimated"]):
+        value = record.get(METRICS[metric].field)
+        if value is not None and not (METRICS[metric].server_counted and record["tokens_estimated"]):
             found += value if isinstance(value, list) else [value]
     return found
 
@@ -99,7 +89,7 @@ def served(measured: list[Row], greedy: Callable[[str], bool]) -> dict[str, Any]
         backend: {
             "gates": {gate: _judged(gate, k, n) for gate, (k, n) in gate_counts(rows, greedy).items()},
             "workloads": {
-                workload: {"n": len(some)} | {m: found for m in METRICS if (found := _summary(values(some, m)))}
+                workload: {"n": len(some)} | {m: found for m in COMPARED if (found := _summary(values(some, m)))}
                 for workload, some in grouped(clocked.get(backend, []), label).items()
             },
         }
@@ -147,7 +137,7 @@ def check(
             compare(f"{backend}: {gate}, n", row.get("n"), n)
         by_label = grouped(clocked.get(backend, []), label)
         for workload, row in data["workloads"].items():
-            for metric in METRICS:
+            for metric in COMPARED:
                 seen = row.get(metric)
                 if seen is not None:
                     compare(

@@ -60,6 +60,11 @@ class Metric(msgspec.Struct, frozen=True, kw_only=True):
     in_verdict: bool = False
     user_latency: bool = False
 
+    @property
+    def label(self) -> str:
+        """Title and unit, as a table's header."""
+        return f"{self.title}, {self.unit}"
+
 
 class MetricSummary(msgspec.Struct, kw_only=True):
     """Percentiles and mean over all values; low and high: 95 % bootstrap interval of the median, prompts as units."""

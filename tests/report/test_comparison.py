@@ -85,7 +85,7 @@ def test_a_candidate_that_fails_a_gate_is_not_recommended(whole, tmp_path):
 
 def test_a_sure_gain_without_a_loss_is(whole, tmp_path):
     said = advised(whole, tmp_path, candidate)
-    assert said.word == "switch" and any("first word −4.00 of 40.0 ms, 30 prompts" in r for r in said.reasons)
+    assert said.word == "switch" and any("content TTFT −4.00 of 40.0 ms, 30 prompts" in r for r in said.reasons)
 
 
 def test_tokens_a_second_alone_are_no_reason(whole, tmp_path):

@@ -50,7 +50,7 @@ def test_runs_stand_in_the_order_of_their_time_and_sure_changes_are_named(runs):
     said = files["trends.md"].replace("\\", "")
     assert said.index("| run-0") < said.index("| run-1") < said.index("| run-2")
     worse, better = said.split("## Surely worse")[1].split("## Surely better")
-    assert re.search(r"TTFT content, ms, NVFP4 mlp_only, llama.cpp served: [\d.]+ → 80.0 in run-2", worse)
+    assert re.search(r"content TTFT, ms, NVFP4 mlp_only, llama.cpp served: [\d.]+ → 80.0 in run-2", worse)
     assert "tool calls, NVFP4 naive, W4A4 offline: 41.7\u00a0% ✗ → 98.3\u00a0% ✓ in run-2" in better.replace(
         " %", "\u00a0%"
     )

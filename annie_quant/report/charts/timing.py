@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from annie_quant.judge.metrics import COMPARED, METRICS
 from annie_quant.report import recount
 from annie_quant.report.charts import svg
 from annie_quant.report.charts.gates import WIDTH, Figure
@@ -12,13 +13,7 @@ from annie_quant.report.run import Run, Side
 POINTS = 64  # of a distribution's curve
 FEWEST = 5  # values that make a distribution
 LONGEST = 400  # tokens of an answer, the end of the axis
-DISTRIBUTIONS = {
-    "ttft_content_ms": "TTFT, content",
-    "ttft_tool_ms": "TTFT, tool call",
-    "itl_ms": "inter-token latency",
-    "tpot_ms": "time per output token",
-    "e2e_ms": "whole answer",
-}
+DISTRIBUTIONS = {name: METRICS[name].title for name in COMPARED if METRICS[name].unit == "ms"}
 
 
 def backend_of(side: Side) -> str:

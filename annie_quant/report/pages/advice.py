@@ -9,18 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from annie_quant.judge.metrics import METRICS
 from annie_quant.report.format import clean, count, significant, size
 from annie_quant.report.pages.checklist import NO_LATER, Line, checklist
 from annie_quant.report.pages.comparison import Pair, container, model_of, pair, peak
 from annie_quant.report.pages.tables import signed
 from annie_quant.report.run import Run, Side
-
-GAINS = {
-    "ttft_content_ms": "first word",
-    "ttft_tool_ms": "tool call",
-    "first_sentence_ms": "first sentence",
-    "e2e_ms": "whole answer",
-}
 
 
 @dataclass
@@ -159,10 +153,12 @@ def weighed(run: Run, who: Pair) -> tuple[list[str], list[str], list[str]]:
         turned = row["b"] != ours
         change = -row["median_difference"] if turned else row["median_difference"]
         before = row["median_b"] if turned else row["median_a"]
-        unit = "ms" if row["metric"] in GAINS else "tok/s"
-        told = f"{signed(change)} of {significant(before)} {unit}, {count(row.get('n_prompts'))} prompts"
-        if row["metric"] in GAINS and abs(change) > NO_LATER * abs(before):
-            (gains if change < 0 else losses).append(f"{GAINS[row['metric']]} {told}")
+        metric = METRICS.get(row["metric"])
+        if metric is None:
+            continue
+        told = f"{signed(change)} of {significant(before)} {metric.unit}, {count(row.get('n_prompts'))} prompts"
+        if metric.user_latency and abs(change) > NO_LATER * abs(before):
+            (gains if change < 0 else losses).append(f"{metric.title} {told}")
         elif row["metric"] == "decode_tok_s":
             speed.append(f"decode {told} (no reason by itself)")
     incumbent = who.incumbent

@@ -67,7 +67,7 @@ def render(run: Run, figures: dict[str, Figure], check: dict[str, Any] | None, c
             main=tables.side_by_side(run),
             gates=tables.gates_table(run),
             kl=tables.kl_table(run),
-            latency=[(m, tables.latency_table(run, m)) for m in tables.METRICS],
+            latency=[(m, tables.latency_table(run, m)) for m in tables.LABELS],
             overall=tables.comparisons_table(run, only_all=True),
             comparisons=tables.comparisons_table(run),
             browser=answers.collect(run),

@@ -69,7 +69,7 @@ def render(run: Run, check: dict[str, Any] | None) -> str:
             "Passes of n; ✓ pass, ✗ fail, ? undecided; 95 % intervals in brackets.",
             grid(tables.side_by_side(run), ""),
         ]
-    for metric, title in tables.METRICS.items():
+    for metric, title in tables.LABELS.items():
         table = tables.latency_table(run, metric)
         if table.rows and metric != "completion_tokens":
             parts += [f"## {title}", grid(table, "workload")]

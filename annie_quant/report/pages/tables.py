@@ -11,19 +11,12 @@ import io
 from dataclasses import dataclass, field
 from typing import Any
 
+from annie_quant.judge.metrics import COMPARED, METRICS
 from annie_quant.report.charts.gates import SIGNS, rate
 from annie_quant.report.format import DASH, bounds, clean, count, name, number, p_value, share, significant, size
 from annie_quant.report.run import Run, Side
 
-METRICS = {
-    "ttft_content_ms": "TTFT content, ms",
-    "ttft_tool_ms": "TTFT tool call, ms",
-    "itl_ms": "ITL, ms",
-    "tpot_ms": "TPOT, ms",
-    "decode_tok_s": "decode, tok/s",
-    "e2e_ms": "whole answer, ms",
-    "completion_tokens": "tokens",
-}
+LABELS = {name: METRICS[name].label for name in COMPARED}
 
 
 @dataclass
@@ -113,10 +106,10 @@ def side_by_side(run: Run) -> Table:
         if any(c.key for c in cells):
             table.rows.append((title, cells))
 
-    served("TTFT content p50, ms (≤ 120)", lambda s: speed_cell(s, "ttft", "ttft_content_ms"))
+    served(f"{METRICS['ttft_content_ms'].title} p50, ms (≤ 120)", lambda s: speed_cell(s, "ttft", "ttft_content_ms"))
     longest = itl_workload(run)
     served(f"ITL p50, ms ({name(longest)})", lambda s: metric_cell(s, longest, "itl_ms"))
-    served("decode p50, tok/s (≥ 25)", lambda s: speed_cell(s, "decode", "decode_tok_s"))
+    served(f"{METRICS['decode_tok_s'].title} p50, tok/s (≥ 25)", lambda s: speed_cell(s, "decode", "decode_tok_s"))
     return table
 
 
@@ -177,7 +170,7 @@ def gates_table(run: Run) -> Table:
 def latency_table(run: Run, metric: str) -> Table:
     """A row a workload, three columns a backend: p50 with its interval beneath, p90, p99."""
     sides = run.of("served")
-    table = Table(f"{METRICS[metric]}: p50 with its 95 % interval beneath, p90 and p99", ["n"])
+    table = Table(f"{LABELS[metric]}: p50 with its 95 % interval beneath, p90 and p99", ["n"])
     table.groups = [("", 1, "")] + [(run.label(s.model), 3, s.model) for s in sides]
     table.header += ["p50", "p90", "p99"] * len(sides)
     for workload in run.workloads:
@@ -235,7 +228,7 @@ def comparisons_table(run: Run, only_all: bool = False) -> Table:
         cells = [
             Cell(names.get(row.get("b"), name(row.get("b"))), css="word"),
             Cell(name(row.get("workload")), css="word"),
-            Cell(METRICS.get(row.get("metric"), name(row.get("metric"))), css="word"),
+            Cell(LABELS.get(row.get("metric"), name(row.get("metric"))), css="word"),
             Cell(count(row.get("n_prompts")), key=key + "n_prompts", sort=number(row.get("n_prompts"))),
             Cell(significant(row.get("median_a")), key=key + "median_a", sort=number(row.get("median_a"))),
             Cell(significant(row.get("median_b")), key=key + "median_b", sort=number(row.get("median_b"))),
@@ -286,7 +279,7 @@ def csv_rows(run: Run) -> list[dict[str, Any]]:
         if number(kl.get("same_top")) is not None:
             rows.append(own | {"metric": "same_top", "n": kl.get("n_tokens"), "mean": kl["same_top"]})
         for workload, metrics in side.data["workloads"].items():
-            for metric in METRICS:
+            for metric in COMPARED:
                 found = metrics.get(metric, {})
                 if number(found.get("p50")) is not None:
                     kept = {k: found.get(k) for k in ("n", "n_prompts", "p50", "p90", "p99", "mean", "low", "high")}

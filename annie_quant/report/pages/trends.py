@@ -18,6 +18,7 @@ from typing import Any
 
 from annie_quant.errors import UsageError
 from annie_quant.files import write_text
+from annie_quant.judge.metrics import METRICS
 from annie_quant.report import format
 from annie_quant.report.charts import svg
 from annie_quant.report.charts.gates import SIGNS, WIDTH, rate
@@ -104,7 +105,7 @@ GROUPS = {
     "kl": "KL divergence from bf16, mean",
     "size": "Size on disk",
 }
-SPEEDS = {"ttft": ("TTFT content, ms", -1), "decode": ("decode, tok/s", 1)}
+SPEEDS = {"ttft": (METRICS["ttft_content_ms"].label, -1), "decode": (METRICS["decode_tok_s"].label, 1)}
 
 
 def in_order(runs: list[Run]) -> list[Run]:

@@ -22,6 +22,7 @@ DOCUMENTS = {
     "bench": schema.Bench,
     "inputs": schema.Inputs,
     "record": schema.RequestRecord,
+    "workload": schema.WorkloadFile,
 }
 
 

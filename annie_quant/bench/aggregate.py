@@ -18,9 +18,9 @@ from annie_quant.bench import confounds
 from annie_quant.bench.confounds import impossible, stalls
 from annie_quant.bench.records import read_records
 from annie_quant.errors import UsageError
+from annie_quant.judge.gates import count, tabulate
 from annie_quant.judge.metrics import COMPARED, METRICS
 from annie_quant.judge.statistics import LEVEL, compare, holm, median_interval, wilson
-from annie_quant.judge.tabulation import count, tabulate
 from annie_quant.schema import (
     AdjustedResult,
     Aggregates,

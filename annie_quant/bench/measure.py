@@ -23,7 +23,8 @@ from annie_quant.bench.records import Records
 from annie_quant.errors import ServerError
 from annie_quant.files import sha256_text
 from annie_quant.host import load_per_core
-from annie_quant.judge.workloads import Case, Workload, build_workload
+from annie_quant.judge.library import build_workload
+from annie_quant.judge.workloads import Case, Workload
 from annie_quant.progress import Progress
 from annie_quant.schema import BenchConfig, EarlyStop, Ended, Identity, MemoryLevels, RequestRecord
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from annie_quant.judge.tabulation import advisory
+from annie_quant.judge.gates import decides
 from annie_quant.schema import RequestRecord
 
 RECENT = 200  # requests that the medians are taken over
@@ -42,7 +42,7 @@ class ProgressTable:
         row = self.rows[record.backend]
         row.requests += 1
         row.errors += bool(record.error)
-        row.failed_gates.update(gate for gate in record.faults if not advisory(gate))
+        row.failed_gates.update(gate for gate in record.faults if decides(gate))
         if record.first_content_ms is not None:
             row.ttft_ms.append(record.first_content_ms)
         if record.tpot_ms is not None:

@@ -12,10 +12,10 @@ import itertools
 from collections.abc import Collection, Sequence
 
 from annie_quant.bench.aggregate import gate_counts, timed, values_by_prompt
-from annie_quant.judge.rules import ALL_RATE, LARGE_N, Threshold
+from annie_quant.judge.gates import GATES, decides
+from annie_quant.judge.rules import LARGE_N, Threshold
 from annie_quant.judge.statistics import LEVEL as FAMILY_LEVEL
 from annie_quant.judge.statistics import compare, holm, wilson
-from annie_quant.judge.tabulation import advisory, threshold
 from annie_quant.schema import PairedResult, RequestRecord
 
 LOOKS = 5
@@ -36,7 +36,7 @@ def open_questions(records: Sequence[RequestRecord], backends: Sequence[str], gr
     for name in backends:
         own = [r for r in records if r.backend == name]
         for gate, (passes, n) in gate_counts(own, greedy).items():
-            if not advisory(gate) and not _gate_decided(passes, n, threshold(gate)):
+            if decides(gate) and not _gate_decided(passes, n, GATES[gate].threshold):
                 undecided.append(f"{name}: {gate} ({passes} of {n})")
     fit = [r for r in timed(records) if r.alone]
     pairs = []
@@ -51,12 +51,11 @@ def open_questions(records: Sequence[RequestRecord], backends: Sequence[str], gr
     return undecided
 
 
-def _gate_decided(passes: int, n: int, limit: Threshold) -> bool:
-    if limit.kind == "zero":
+def _gate_decided(passes: int, n: int, threshold: Threshold) -> bool:
+    if threshold.kind == "zero":
         return passes < n or n >= LARGE_N
     low, high = wilson(passes, n, 1 - LEVEL)
-    rate = ALL_RATE if limit.kind == "all" else limit.rate
-    return low >= rate or high < rate
+    return low >= threshold.limit or high < threshold.limit
 
 
 def _equivalent(result: PairedResult) -> bool:

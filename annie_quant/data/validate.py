@@ -66,8 +66,8 @@ def _category(row: Mapping[str, Any], persona: Persona) -> list[str]:
 
 
 def _assistant(message: Mapping[str, Any], tools: Any) -> list[str]:
-    from annie_quant.judge.gates.thinking_leak import leaked
-    from annie_quant.judge.markdown import markdown_in
+    from annie_quant.judge.checks.markdown import markdown_in
+    from annie_quant.judge.checks.thinking import leaked
 
     text = str(message.get("content") or "")
     found = []

@@ -1,24 +1,24 @@
-"""Judging answers: workloads, gates, intervals, A/B statistics, the verdict.
+"""Judge answers: workloads, gates, statistics, the decision.
 
-One set for both sides: the evaluation without a server and the benchmark of servers judge with the same functions.
-Nothing here imports torch; scipy, jsonschema and markdown-it are imported where they are used.
+The evaluation without a server and the benchmark of servers use the same functions. Nothing here imports torch; scipy,
+jsonschema and markdown-it are imported where they are used.
 
-    load_workloads(names=None, folder=None)   the data files that say what is asked and what is expected
-    Answer, parse_raw(text, thinking, tools)   what a model said, from a server or from raw text
-    sample(workloads, n)                        the same workloads with a seeded choice of their cases
-    gate_table([(workload, case, answer)])     pass rates with Wilson intervals and the pass rules of spec/bench.md
+    load_workloads(names=None, folder=None)    prompts and what is expected of their answers
+    Answer, parse_raw(text, thinking, tools)   an answer from a server, or from raw text
+    sample(workloads, n)                       the same workloads with a seeded choice of their cases
+    gate_table([(workload, case, answer)])     pass rates with Wilson intervals and verdicts (gates.py, rules.py)
     wilson(k, n), compare(...), holm(...)      statistics
-    verdict(aggregates)                        the outcome in plain words, with reasons and caveats
+    verdict(aggregates)                        the outcome of a run, with reasons and caveats (decision.py)
 """
 
 from __future__ import annotations
 
 from annie_quant.judge.answers import Answer, from_record, parse_raw, raw_view
 from annie_quant.judge.decision import verdict
+from annie_quant.judge.gates import checks, faults, gate_names, gate_table
 from annie_quant.judge.library import load_workloads
 from annie_quant.judge.sample import sample
 from annie_quant.judge.statistics import compare, holm, median_interval, wilson
-from annie_quant.judge.tabulation import checks, faults, gate_names, gate_table
 from annie_quant.judge.workloads import Case, Workload
 
 __all__ = [

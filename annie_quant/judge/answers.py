@@ -1,6 +1,6 @@
-"""One answer, wherever it came from: a server's parsed message, or a model's raw text.
+"""One answer: a server's parsed message, or a model's raw text.
 
-Raw text is read as Qwen3.5's chat template writes it: the generation prompt ends in `<think>\\n` when thinking is on
+Raw text is parsed in the form of Qwen3.5's chat template: the generation prompt ends in `<think>\\n` when thinking is on
 and in `<think>\\n\\n</think>\\n\\n` when it is off, tools are called as
 `<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`, a turn ends with `<|im_end|>`.
 """
@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from annie_quant.schema import ToolCall
+
 END_MARKS = ("<|im_end|>", "<|endoftext|>")
 _CALL = re.compile(r"<tool_call>\s*<function=([^>\n]+)>(.*?)</function>\s*</tool_call>", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\n]+)>(.*?)</parameter>", re.DOTALL)
@@ -20,27 +22,27 @@ _PARAMETER = re.compile(r"<parameter=([^>\n]+)>(.*?)</parameter>", re.DOTALL)
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back for one request.
+    """The answer to one request.
 
-    tool_calls: dicts of id, name, arguments (a JSON string, as sent). error: empty when the request went well.
-    finish_reason: "stop", "tool_calls", "length", or None where it is not known. completion_tokens: None where unknown.
+    tool_calls: id, name and arguments (a JSON string, as sent). error: empty where the request succeeded. finish_reason:
+    "stop", "tool_calls", "length", or None where it is unknown. completion_tokens: None where unknown.
     """
 
     text: str = ""
     reasoning: str = ""
-    tool_calls: list[dict[str, Any]] = field(default_factory=list)
+    tool_calls: list[ToolCall] = field(default_factory=list)
     finish_reason: str | None = None
     error: str = ""
     completion_tokens: int | None = None
 
     @property
     def silent(self) -> bool:
-        """Nothing a user could see or a program could act on."""
+        """Whether there is neither visible text nor a tool call."""
         return not self.text.strip() and not self.tool_calls
 
 
 def from_record(record: Mapping[str, Any]) -> Answer:
-    """The answer in one record of the stream client (`Timings.records()`)."""
+    """Return the answer in one record of the stream client (`Timings.records()`)."""
     return Answer(
         text=record.get("text") or "",
         reasoning=record.get("reasoning") or "",
@@ -58,51 +60,44 @@ def parse_raw(
     finish_reason: str | None = None,
     completion_tokens: int | None = None,
 ) -> Answer:
-    """Read generated text (what follows the generation prompt) as a careful server would.
+    """Parse generated text (what follows the generation prompt) into an answer.
 
-    With thinking off, think tags stay in the text: they are a leak and must be seen. With thinking on and no closing
-    tag, all of it is reasoning. `tools` gives the types of arguments; without it every argument is a string. An
-    end mark in the text gives finish_reason "stop" (or "tool_calls"); without one it is `finish_reason` as given.
+    With thinking off, think tags stay in the text: they are a leak. With thinking on and no closing tag, all of it is
+    reasoning. tools: the types of arguments; without it every argument is a string. An end mark in the text gives
+    finish_reason "stop" (or "tool_calls"); without one it is the argument `finish_reason`.
     """
     ends = [at for at in (raw_text.find(mark) for mark in END_MARKS) if at >= 0]
     body = raw_text[: min(ends)] if ends else raw_text
     reasoning = ""
     if thinking:
-        opened = body.lstrip()
-        opened = opened[len("<think>") :] if opened.startswith("<think>") else opened
-        reasoning, closed, body = opened.partition("</think>")
+        reasoning, closed, body = body.lstrip().removeprefix("<think>").partition("</think>")
         if not closed:
             body = ""
-    calls: list[dict[str, Any]] = []
-
-    def take(match: re.Match[str]) -> str:
-        calls.append(_call(match, tools, len(calls)))
-        return ""
-
-    text = _CALL.sub(take, body)
+    calls = [_call(match, tools, index) for index, match in enumerate(_CALL.finditer(body))]
+    text = _CALL.sub("", body)
     if finish_reason is None and ends:
         finish_reason = "tool_calls" if calls else "stop"
     return Answer(text.strip(), reasoning.strip(), calls, finish_reason, "", completion_tokens)
 
 
 def raw_view(answer: Answer, tools: Sequence[Mapping[str, Any]] | None = None) -> Answer:
-    """The answer with tool calls that its server left in the text read out of it.
+    """Return the answer with the tool calls that its server left in the text.
 
-    A call that is right here and missing in `answer` is the server's parser's fault, not the model's.
+    Where a call is right here and missing in `answer`, the fault is the server's parser, not the model.
     """
     if answer.tool_calls or "<tool_call>" not in answer.text:
         return answer
-    seen = parse_raw(answer.text, thinking=False, tools=tools)
-    return replace(answer, text=seen.text, tool_calls=seen.tool_calls) if seen.tool_calls else answer
+    parsed = parse_raw(answer.text, thinking=False, tools=tools)
+    return replace(answer, text=parsed.text, tool_calls=parsed.tool_calls) if parsed.tool_calls else answer
 
 
-def _call(match: re.Match[str], tools: Sequence[Mapping[str, Any]] | None, index: int) -> dict[str, Any]:
+def _call(match: re.Match[str], tools: Sequence[Mapping[str, Any]] | None, index: int) -> ToolCall:
     name = match.group(1).strip()
     types = _types(name, tools)
     arguments = {}
     for key, value in _PARAMETER.findall(match.group(2)):
         key = key.strip()
-        # The template puts one newline on each side of a value; any further white space belongs to the value.
+        # The template adds one newline on each side of a value; further white space is part of the value.
         value = value.removeprefix("\n").removesuffix("\n")
         arguments[key] = _typed(value, types.get(key))
     return {"id": f"raw_{index}", "name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
@@ -118,7 +113,7 @@ def _types(name: str, tools: Sequence[Mapping[str, Any]] | None) -> dict[str, An
 
 
 def _typed(value: str, kind: Any) -> Any:
-    """A parameter's text as its schema's type; text that does not read so stays text (and fails the schema)."""
+    """A parameter's text as its schema's type; text that does not parse stays text (and fails the schema)."""
     kinds = kind if isinstance(kind, list) else [kind]
     if "string" in kinds or kinds == [None]:
         return value

@@ -1,10 +1,10 @@
-"""The Berkeley Function Calling Leaderboard's single-turn cases as a workload, from the package bfcl-eval.
+"""The Berkeley Function Calling Leaderboard's single-turn cases as a workload, from the package bfcl-eval (Apache 2.0).
 
     load()                         400 seeded cases over the categories below
-    load("multiple,irrelevance")   whole categories
+    load("multiple,irrelevance")   complete categories
 
-Its data stay in that package (Apache 2.0); nothing of them is kept here. Function names lose their dots, as the
-leaderboard does for models that call functions natively, since OpenAI's names allow none.
+Dots in function names are replaced, as the leaderboard does for models that call functions natively: OpenAI's names have
+none.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ SAMPLE, SEED = 400, 0
 MAX_TOKENS = 512
 GATES = ("tool_schema", "tool_selection", "tool_values", "abstention")
 _TYPES = {"dict": "object", "float": "number", "tuple": "array", "int": "integer", "str": "string", "bool": "boolean"}
-_KEPT = ("description", "enum", "default")
+_COPIED = ("description", "enum", "default")
 
 
 def load(categories: str = "", folder: str | Path | None = None) -> Workload:
-    """Cases of the categories named ("": SAMPLE seeded ones over all). folder: the package's data folder.
+    """Load the cases of the named categories ("": SAMPLE seeded ones over all). folder: the package's data folder.
 
-    Raises EnvironmentFault where the package is not installed, UsageError for a category that there is not.
+    Raises EnvironmentFault where the package is not installed, UsageError for an unknown category.
     """
     names = [c for c in categories.split(",") if c] or list(CATEGORIES)
     for name in names:
@@ -106,15 +106,15 @@ def _tool(function: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _schema(node: Mapping[str, Any]) -> dict[str, Any]:
-    """The leaderboard's dialect ("dict", "float", "any" ...) as JSON schema."""
-    made: dict[str, Any] = {key: node[key] for key in _KEPT if key in node}
+    """Convert the leaderboard's types ("dict", "float", "any", ...) to JSON Schema."""
+    schema: dict[str, Any] = {key: node[key] for key in _COPIED if key in node}
     kind = str(node.get("type", "any")).lower()
     if kind != "any":
-        made["type"] = _TYPES.get(kind, kind)
+        schema["type"] = _TYPES.get(kind, kind)
     if "properties" in node:
-        made["properties"] = {key: _schema(value) for key, value in node["properties"].items()}
+        schema["properties"] = {key: _schema(value) for key, value in node["properties"].items()}
     if "items" in node:
-        made["items"] = _schema(node["items"])
+        schema["items"] = _schema(node["items"])
     if "required" in node:
-        made["required"] = list(node["required"])
-    return made
+        schema["required"] = list(node["required"])
+    return schema

@@ -1,20 +1,25 @@
-"""Workloads by name: the built-in folder, a user's own folder or file, and the cases of other people's packages."""
+"""Workloads by name: the built-in folder, a folder or file of the user, and the cases of other packages."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
+from annie_quant import schema
 from annie_quant.errors import UsageError
 from annie_quant.files import ASSETS
 from annie_quant.judge import bfcl
-from annie_quant.judge.workloads import Workload, read_workload
+from annie_quant.judge.gates import check_names
+from annie_quant.judge.workloads import RESERVED, Case, Workload
+from annie_quant.schema import CaseFile, WorkloadFile
 
 FOLDER = ASSETS / "workloads"
 
 
 def load_workloads(names: Iterable[str] | None = None, folder: str | Path | None = None) -> list[Workload]:
-    """Workloads by name, in the order asked for; when `names` is None all of the folder that are default, sorted.
+    """Load workloads by name, in the same order; for None all default ones of the folder, sorted.
 
     A name that ends in .json is a path. Raises UsageError for an unknown name, a broken file or an unknown gate.
     """
@@ -22,10 +27,10 @@ def load_workloads(names: Iterable[str] | None = None, folder: str | Path | None
     files = {path.stem: path for path in sorted(root.glob("*.json"))}
     if names is None:
         return [w for w in map(read_workload, files.values()) if w.default]
-    return [_named(name, root, files) for name in ([names] if isinstance(names, str) else names)]
+    return [_load(name, root, files) for name in ([names] if isinstance(names, str) else names)]
 
 
-def _named(name: str, root: Path, files: Mapping[str, Path]) -> Workload:
+def _load(name: str, root: Path, files: Mapping[str, Path]) -> Workload:
     if name.endswith(".json"):
         return read_workload(name)
     if name == "bfcl" or name.startswith("bfcl:"):
@@ -33,6 +38,74 @@ def _named(name: str, root: Path, files: Mapping[str, Path]) -> Workload:
     if name not in files:
         raise UsageError(
             f"there is no workload called {name!r} in {root.name}/",
-            f"choose one of: {', '.join(files) or '(the folder holds none)'}, bfcl",
+            f"choose one of: {', '.join(files) or '(the folder is empty)'}, bfcl",
         )
     return read_workload(files[name])
+
+
+def read_workload(path: str | Path) -> Workload:
+    """Read a workload file. Raises UsageError that names the file and the field."""
+    path = Path(path)
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"workload file {path} cannot be read: {error.strerror}") from error
+    document = schema.decode(WorkloadFile, raw, path.name, error=UsageError)
+    return _checked(document, path.name, hashlib.sha256(raw).hexdigest(), str(path))
+
+
+def build_workload(data: Any, path: str = "") -> Workload:
+    """Return a workload from the content of its file, as JSON decodes it."""
+    where = Path(path).name or "workload"
+    return _checked(schema.convert(WorkloadFile, data, where, error=UsageError), where, "", path)
+
+
+def _checked(document: WorkloadFile, where: str, sha256: str, path: str) -> Workload:
+    check_names(document.gates, where)
+    tools, extra = document.tools, document.extra or {}
+    if isinstance(tools, str) and tools != "persona":
+        raise UsageError(f"{where}: tools: expected a list, null or 'persona', got {tools!r}")
+    if tools == "persona" and not document.persona:
+        raise UsageError(f"{where}: 'tools' is 'persona' and no persona is named")
+    if reserved := [key for key in RESERVED if key in extra]:
+        raise UsageError(f"{where}: 'extra' must not contain {reserved[0]!r}: the workload has its own field for it")
+    own_tools = tools if isinstance(tools, list) else []
+    cases = tuple(_case(where, case, own_tools) for case in document.cases)
+    if not cases:
+        raise UsageError(f"{where}: there are no cases")
+    ids = [case.id for case in cases]
+    if duplicates := [name for name in ids if ids.count(name) > 1]:
+        raise UsageError(f"{where}: there are two cases with the id {duplicates[0]!r}")
+    return Workload(
+        name=document.name,
+        description=document.description,
+        persona=document.persona,
+        system=document.system,
+        tools=tuple(tools) if isinstance(tools, list) else tools,
+        thinking=document.thinking,
+        max_tokens=document.max_tokens,
+        temperature=document.temperature,
+        gates=tuple(document.gates),
+        cases=cases,
+        sha256=sha256,
+        path=path,
+        default=document.default,
+        extra=extra,
+    )
+
+
+def _case(where: str, case: CaseFile, own_tools: list[dict[str, Any]]) -> Case:
+    if bool(case.messages) == bool(case.turns):
+        raise UsageError(f"{where}: case {case.id!r} needs either 'messages' or 'turns'")
+    tools = case.tools
+    if isinstance(tools, int):
+        if not 0 <= tools <= len(own_tools):
+            raise UsageError(f"{where}: case {case.id!r} needs {tools} tools, the workload has {len(own_tools)}")
+        tools = own_tools[:tools]
+    return Case(
+        id=str(case.id),
+        messages=tuple(case.messages or ()),
+        turns=tuple(case.turns or ()),
+        expect=case.expect or {},
+        tools=tuple(tools) if tools is not None else None,
+    )

@@ -1,115 +1,99 @@
-"""When a gate passes: the founding thresholds for small n, intervals for n of 100 and more (spec/bench.md).
+"""When a gate passes: the thresholds of the original plan for few answers, Wilson intervals from 100 answers on.
 
-rate    a share that must be kept: n < 100, at least the founding share of at least the founding number of answers;
-        n >= 100, Wilson's lower bound at or above the founding share.
-zero    nothing of the kind may be seen: one fault fails at any n; a pass needs the founding number of answers.
-all     all of them: n < 100, every one of at least the founding number; n >= 100, lower bound at or above 0.95.
-What n cannot decide is "undecided", with the n that would decide it at the rate seen.
+rate    a share that must pass. n < 100: at least this share of at least `least_n` answers; n >= 100: the lower 95 % bound is
+        at or above it.
+zero    no fault is accepted. One fault fails at any n; a pass needs `least_n` answers.
+all     every answer must pass. n < 100: all of at least `least_n`; n >= 100: the lower bound is at or above 0.95.
+
+What n cannot decide is "undecided", with the n that would decide it at the observed rate (R30).
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from annie_quant.judge.statistics import wilson
 from annie_quant.schema import GateResult, Outcome
 
 LARGE_N = 100
 ALL_RATE = 0.95
-_FAR = 1_000_000
+_MOST_N = 1_000_000
 
 
 @dataclass(frozen=True)
 class Threshold:
-    """kind: "rate", "zero" or "all". founding_n answers decided in the founding documents; `rate` had to pass."""
+    """least_n: how many answers decide, where they are few. rate: the share that must pass; only for kind "rate"."""
 
-    kind: str
-    founding_n: int
+    kind: Literal["rate", "zero", "all"]
+    least_n: int
     rate: float = 1.0
 
-
-def judged(fault: str | None) -> bool | None:
-    """A gate's fault as a check: None does not apply, "" passes."""
-    return None if fault is None else not fault
+    @property
+    def limit(self) -> float:
+        """The share that the interval is compared with."""
+        return {"rate": self.rate, "zero": 1.0, "all": ALL_RATE}[self.kind]
 
 
 def decide(passes: int, n: int, threshold: Threshold) -> GateResult:
     """Decide one gate from the number of answers that passed."""
     low, high = wilson(passes, n)
-    verdict, rule, needed = (
-        _LARGE[threshold.kind](passes, n, low, high, threshold) if n >= LARGE_N else _small(passes, n, threshold)
-    )
-    return GateResult(
-        passes=passes,
-        n=n,
-        low=low,
-        high=high,
-        threshold={"rate": threshold.rate, "zero": 1.0, "all": ALL_RATE}[threshold.kind],
-        rule=rule,
-        verdict=verdict,
-        n_to_decide=needed,
-    )
+    result = GateResult(passes=passes, n=n, low=low, high=high, threshold=threshold.limit)
+    if n < LARGE_N:
+        _decide_few(result, threshold)
+    elif threshold.kind == "zero":
+        result.rule = f"n >= {LARGE_N}: none seen; the true share of faults is below {1 - low:.2%} (95 %)"
+        result.verdict = "pass" if passes == n else "fail"
+    else:
+        result.rule = f"n >= {LARGE_N}: lower 95 % Wilson bound >= {threshold.limit:.0%}"
+        result.verdict = _outside(low, high, threshold.limit)
+        if result.verdict == "undecided":
+            result.n_to_decide = n_to_decide(passes / n, threshold.limit, n)
+    return result
 
 
-def _small(passes: int, n: int, threshold: Threshold) -> tuple[Outcome, str, int | None]:
-    least = threshold.founding_n
-    # 0.6 * 10 is 6.000000000000001 in floating point.
-    wanted = math.ceil(threshold.rate * n - 1e-9)
-    rule = {
-        "rate": f"n < {LARGE_N}: at least {threshold.rate:.0%} of at least {least}",
-        "zero": f"n < {LARGE_N}: none seen in at least {least}",
-        "all": f"n < {LARGE_N}: every one of at least {least}",
-    }[threshold.kind]
+def _decide_few(result: GateResult, threshold: Threshold) -> None:
+    passes, n, least_n = result.passes, result.n, threshold.least_n
+    result.rule = (
+        f"n < {LARGE_N}: "
+        + {
+            "rate": f"at least {threshold.rate:.0%} of at least {least_n}",
+            "zero": f"none seen in at least {least_n}",
+            "all": f"every one of at least {least_n}",
+        }[threshold.kind]
+    )
     if threshold.kind != "rate" and passes < n:
-        return "fail", rule, None
-    if n < least:
-        # Even so few can settle a rate when too many have failed for the founding number to be saved.
-        if threshold.kind == "rate" and passes + (least - n) < math.ceil(threshold.rate * least - 1e-9):
-            return "fail", rule, None
-        return "undecided", rule, least
-    return ("pass" if passes >= wanted else "fail"), rule, None
+        result.verdict = "fail"
+    elif n >= least_n:
+        result.verdict = "pass" if passes >= _least_passes(threshold, n) else "fail"
+    elif threshold.kind == "rate" and passes + (least_n - n) < _least_passes(threshold, least_n):
+        result.verdict = "fail"  # too many have failed already
+    else:
+        result.n_to_decide = least_n
 
 
-def _large_rate(passes: int, n: int, low: float, high: float, threshold: Threshold) -> tuple[Outcome, str, int | None]:
-    return _bounds(passes, n, low, high, threshold.rate)
+def _least_passes(threshold: Threshold, n: int) -> int:
+    return math.ceil(threshold.rate * n - 1e-9)  # 0.6 * 10 is 6.000000000000001 in floating point
 
 
-def _large_all(passes: int, n: int, low: float, high: float, threshold: Threshold) -> tuple[Outcome, str, int | None]:
-    return _bounds(passes, n, low, high, ALL_RATE)
+def _outside(low: float, high: float, limit: float) -> Outcome:
+    return "pass" if low >= limit else "fail" if high < limit else "undecided"
 
 
-def _large_zero(passes: int, n: int, low: float, high: float, threshold: Threshold) -> tuple[Outcome, str, int | None]:
-    rule = f"n >= {LARGE_N}: none seen; the true share of faults is below {1 - low:.2%} (95 %)"
-    return ("pass" if passes == n else "fail"), rule, None
+def n_to_decide(rate: float, limit: float, n: int = 1) -> int | None:
+    """Return the smallest number of answers, from n on, whose interval excludes `limit` if the rate stays the same.
 
-
-def _bounds(passes: int, n: int, low: float, high: float, rate: float) -> tuple[Outcome, str, int | None]:
-    rule = f"n >= {LARGE_N}: lower 95 % Wilson bound >= {rate:.0%}"
-    if low >= rate:
-        return "pass", rule, None
-    if high < rate:
-        return "fail", rule, None
-    return "undecided", rule, n_to_decide(passes / n, rate, n)
-
-
-def n_to_decide(seen: float, rate: float, n: int = 1) -> int | None:
-    """The smallest number of answers, from n on, whose interval leaves `rate` if the share seen keeps.
-
-    None when the share seen is the rate itself, or so near that a million answers would not do.
+    None where the rate equals the limit, or is so near that a million answers would not decide.
     """
 
     def decided(count: int) -> bool:
-        low, high = wilson(seen * count, count)
-        return low >= rate or high < rate
+        return _outside(*wilson(rate * count, count), limit) != "undecided"
 
-    if abs(seen - rate) < 1e-12 or not decided(_FAR):
+    if abs(rate - limit) < 1e-12 or not decided(_MOST_N):
         return None
-    below, above = n, _FAR
+    below, above = n, _MOST_N
     while above - below > 1:
-        middle = (below + above) // 2
-        below, above = (below, middle) if decided(middle) else (middle, above)
+        half = (below + above) // 2
+        below, above = (below, half) if decided(half) else (half, above)
     return above
-
-
-_LARGE = {"rate": _large_rate, "zero": _large_zero, "all": _large_all}

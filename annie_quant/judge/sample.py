@@ -1,4 +1,4 @@
-"""Choosing cases: as many prompts as each gate needs, spread evenly over the workloads, the same for every model."""
+"""Choose cases: as many prompts as each gate needs, evenly over the workloads, the same for every model."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from annie_quant.judge.answers import Answer
-from annie_quant.judge.tabulation import advisory, checks
+from annie_quant.judge.gates import checks, decides
 from annie_quant.judge.workloads import Case, Workload
 
 
 def sample(workloads: Sequence[Workload], n_per_gate: int, seed: int = 0) -> list[Workload]:
-    """The workloads, each with a seeded choice of its cases, so that every gate is judged at least n_per_gate times.
+    """Return the workloads, each with a seeded choice of its cases, so that every gate is judged n_per_gate times.
 
-    Cases are dealt round by round, one a workload; a workload gets a tenth of n_per_gate in any case (a conversation
-    counts a turn at a time) and then goes on only while one of its deciding gates still needs cases. A gate that the workloads
-    cannot fill gets all that they hold.
+    The workloads get cases in turn. Each gets a tenth of n_per_gate at least (each turn of a conversation counts) and more
+    only while one of its deciding gates needs cases. A gate for which there are too few cases gets all of them.
     """
     decks = []
     for workload in workloads:
@@ -33,18 +32,26 @@ def sample(workloads: Sequence[Workload], n_per_gate: int, seed: int = 0) -> lis
                 continue
             case = deck[index]
             gates = applying(workload, case)
-            turns_dealt = sum(c.n_turns for c in mine)
-            if turns_dealt < least or any(counted[g] < n_per_gate for g in gates if not advisory(g)):
+            if sum(c.n_turns for c in mine) < least or any(counted[g] < n_per_gate for g in gates if decides(g)):
                 mine.append(case)
                 counted += gates
     return [replace(w, cases=tuple(mine)) for w, mine in zip(workloads, chosen, strict=True)]
 
 
 def applying(workload: Workload, case: Case) -> Counter[str]:
-    """How often each gate of the workload would judge this case."""
-    # The answer must be one that every gate has something to say about: text, and an end of its own.
+    """Return how often each gate of the workload judges this case."""
+    # An answer that every gate applies to: it has text, and its end is known.
     answer = Answer(text="words", finish_reason="stop")
     gates: Counter[str] = Counter()
     for turn in range(case.n_turns):
         gates.update(checks(answer, case.at_turn(turn), workload).keys())
     return gates
+
+
+def answers_per_gate(workloads: Sequence[Workload]) -> Counter[str]:
+    """Return how many answers each gate judges when all cases are used."""
+    counts: Counter[str] = Counter()
+    for workload in workloads:
+        for case in workload.cases:
+            counts += applying(workload, case)
+    return counts

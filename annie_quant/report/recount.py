@@ -99,9 +99,9 @@ def served(measured: list[Row], greedy: Callable[[str], bool]) -> dict[str, Any]
 
 def _judged(gate: str, passes: int, n: int) -> dict[str, Any]:
     from annie_quant.judge import wilson
-    from annie_quant.judge.tabulation import gate_names, tabulate
+    from annie_quant.judge.gates import GATES, tabulate
 
-    if gate in gate_names():
+    if gate in GATES:
         row: dict[str, Any] = msgspec.to_builtins(tabulate([{gate: i < passes} for i in range(n)])[gate])
         return row
     low, high = wilson(passes, n)

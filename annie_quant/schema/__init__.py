@@ -60,6 +60,7 @@ from annie_quant.schema.statistics import (
     SpeedGate,
     WorkloadSummary,
 )
+from annie_quant.schema.workloads import CaseFile, WorkloadFile
 
 __all__ = [
     "SCHEMA_VERSION",
@@ -70,6 +71,7 @@ __all__ = [
     "BackendSettings",
     "Bench",
     "BenchConfig",
+    "CaseFile",
     "Comparison",
     "Confound",
     "Crossover",
@@ -104,6 +106,7 @@ __all__ = [
     "TurnPoint",
     "Verbosity",
     "Verdict",
+    "WorkloadFile",
     "WorkloadSettings",
     "WorkloadSummary",
     "check_version",

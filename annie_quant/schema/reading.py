@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -44,29 +45,42 @@ def decode(
             source = Path(source).read_bytes()
         except OSError as fault:
             raise error(f"{where}: cannot be read: {fault.strerror}", hint) from fault
-    try:
+    with _one_line_errors(where, error, hint, source):
         if kind not in UPGRADES:
             return msgspec.json.decode(source, type=kind)
-        document = msgspec.json.decode(source)
-        check_version(document, where)
-        return convert(kind, document)
-    except RecursionError:
-        raise error(f"{where}: nested too deeply", hint) from None
-    except msgspec.ValidationError as fault:
-        raise error(f"{where}: {_mismatch(str(fault))}", hint) from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as fault:
-        raise error(f"{where}: not JSON: {_malformed(str(fault), source)}", hint) from None
-    except UsageError as fault:  # from a type's own checks
-        raise error(f"{where}: {fault.message}", hint or fault.hint) from None
+        return _convert(kind, msgspec.json.decode(source), where)
 
 
-def convert(kind: type[T], document: Any) -> T:
-    """`document`, as JSON decodes it, as a value of `kind`, upgraded first where it is of an older version."""
+def convert(
+    kind: type[T], document: Any, where: str = "", *, error: type[AnnieError] = EnvironmentFault, hint: str = ""
+) -> T:
+    """Return `document`, as JSON decodes it, as a value of `kind`; faults as in `decode`."""
+    with _one_line_errors(where, error, hint):
+        return _convert(kind, document, where)
+
+
+def _convert(kind: type[T], document: Any, where: str) -> T:
     if kind in UPGRADES and isinstance(document, dict):
+        check_version(document, where)
         version = document.get("schema_version")
         if not isinstance(version, int) or version < SCHEMA_VERSION:
             document = UPGRADES[kind](document | {"schema_version": SCHEMA_VERSION})
     return msgspec.convert(document, kind)
+
+
+@contextlib.contextmanager
+def _one_line_errors(where: str, error: type[AnnieError], hint: str, source: bytes = b"") -> Iterator[None]:
+    prefix = f"{where}: " if where else ""
+    try:
+        yield
+    except RecursionError:
+        raise error(f"{prefix}nested too deeply", hint) from None
+    except msgspec.ValidationError as fault:
+        raise error(f"{prefix}{_mismatch(str(fault))}", hint) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as fault:
+        raise error(f"{prefix}not JSON: {_malformed(str(fault), source)}", hint) from None
+    except UsageError as fault:  # from a type's own checks
+        raise error(f"{prefix}{fault.message}", hint or fault.hint) from None
 
 
 def check_version(document: Any, where: str | os.PathLike[str]) -> None:

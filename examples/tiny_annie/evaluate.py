@@ -14,7 +14,7 @@ from data import BUCKETS, batch, tokenizer
 from net import Cache, Net
 
 from annie_quant.judge import load_workloads, parse_raw
-from annie_quant.judge.tabulation import checks, tabulate
+from annie_quant.judge.gates import checks, tabulate
 from annie_quant.judge.sample import sample
 
 END = ("<|im_end|>", "<|endoftext|>")

@@ -17,13 +17,13 @@ from pathlib import Path
 from fake_server import FakeServer, words
 
 from annie_quant import bench
-from annie_quant.judge.workloads import build_workload
+from annie_quant.judge.library import build_workload
 
 KILLS = int(os.environ.get("ANNIE_QUANT_KILLS", "5"))
 CHILD = """
 import json, sys
 from annie_quant import bench
-from annie_quant.judge.workloads import build_workload
+from annie_quant.judge.library import build_workload
 asked = [build_workload(w) for w in json.loads({workloads!r})]
 bench.run([bench.Backend("a", {a!r}), bench.Backend("b", {b!r})], asked, {output!r}, warmup=1, runs=1)
 """

@@ -133,7 +133,7 @@ def test_repeated_looks_call_a_rate_wrongly_in_at_most_five_of_a_hundred_runs(ra
     answers = rng.random((2000, 200)) < rate
     marks = [40, 80, 120, 160, 200]
     counts = np.cumsum(answers, axis=1)[:, [m - 1 for m in marks]]
-    wanted = Threshold("rate", founding_n=10, rate=rate)
+    wanted = Threshold("rate", least_n=10, rate=rate)
     known: dict[tuple[int, int], bool] = {}
 
     def decided(passes, n):

@@ -10,7 +10,7 @@ from fake_server import Script, words
 from annie_quant import bench, schema
 from annie_quant.bench import confounds
 from annie_quant.bench.aggregate import aggregate_records
-from annie_quant.judge.workloads import build_workload
+from annie_quant.judge.library import build_workload
 from annie_quant.schema import BenchConfig, Ended, Identity, RequestRecord, convert
 
 TOOLS = [

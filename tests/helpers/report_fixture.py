@@ -56,9 +56,9 @@ HOSTILE = [
 def gate_row(gate: str, passes: int, n: int) -> dict:
     from msgspec import to_builtins
 
-    from annie_quant.judge import tabulation
+    from annie_quant.judge.gates import tabulate
 
-    return to_builtins(tabulation.tabulate([{gate: i < passes} for i in range(n)])[gate])
+    return to_builtins(tabulate([{gate: i < passes} for i in range(n)])[gate])
 
 
 def stats(values: list[float], seed: int) -> dict:

@@ -12,8 +12,8 @@ from annie_quant import judge
 from annie_quant.errors import AnnieError
 from annie_quant.judge import bfcl
 from annie_quant.judge.answers import Answer
-from annie_quant.judge.call_values import selection_fault, values_fault
-from annie_quant.judge.tabulation import faults
+from annie_quant.judge.checks.calls import selection_fault, values_fault
+from annie_quant.judge.gates import faults
 
 QUESTION = {
     "id": "parallel_0",

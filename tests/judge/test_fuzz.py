@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from judge_cases import TOOLS
 
 from annie_quant import judge
-from annie_quant.judge.workloads import build_workload
+from annie_quant.judge.library import build_workload
 
 PIECES = [
     "<think>",

@@ -7,21 +7,8 @@ import pytest
 from judge_cases import TOOLS
 
 from annie_quant import judge
-from annie_quant.judge import rules
-from annie_quant.judge.gates import (
-    abstention,
-    factual,
-    no_markdown,
-    non_empty,
-    reasoning,
-    repetition,
-    stop,
-    thinking_leak,
-    tool_arguments,
-    tool_call,
-    tool_call_raw,
-)
-from annie_quant.judge.workloads import build_workload
+from annie_quant.judge.gates import GATES
+from annie_quant.judge.library import build_workload
 
 
 def workload(expect, thinking=False, tools=None):
@@ -38,8 +25,13 @@ def workload(expect, thinking=False, tools=None):
 
 
 def judged(gate, answer, expect=None, **more):
-    asked = workload(expect or {}, **more)
-    return rules.judged(gate.fault(answer, asked.cases[0], asked))
+    fault = fault_of(gate, answer, expect, **more)
+    return None if fault is None else not fault
+
+
+def fault_of(gate, answer, expect=None, **more):
+    single = workload(expect or {}, **more)
+    return GATES[gate].check(answer, single.cases[0], single)
 
 
 def calls(pairs):
@@ -54,91 +46,88 @@ def test_there_are_two_hundred():
 
 @pytest.mark.parametrize(("passes", "text"), labelled.NO_MARKDOWN)
 def test_no_markdown(passes, text):
-    assert judged(no_markdown, judge.Answer(text)) is passes
+    assert judged("no_markdown", judge.Answer(text)) is passes
 
 
 @pytest.mark.parametrize(("passes", "text"), labelled.THINKING_OFF)
 def test_thinking_leak(passes, text):
-    assert judged(thinking_leak, judge.Answer(text)) is passes
+    assert judged("thinking_leak", judge.Answer(text)) is passes
     # The same content is the same leak when thinking is on: it belongs in the reasoning field.
-    assert judged(thinking_leak, judge.Answer(text, reasoning="Hm."), thinking=True) is passes
+    assert judged("thinking_leak", judge.Answer(text, reasoning="Hm."), thinking=True) is passes
 
 
 @pytest.mark.parametrize(("passes", "text"), labelled.TOKYO)
 def test_factual(passes, text):
-    assert judged(factual, judge.Answer(text), {"contains": ["Tokyo"]}) is passes
+    assert judged("factual", judge.Answer(text), {"contains": ["Tokyo"]}) is passes
 
 
 @pytest.mark.parametrize(("passes", "text"), labelled.FIFTEEN)
 def test_reasoning(passes, text):
-    assert judged(reasoning, judge.Answer(text), {"contains": ["15"]}) is passes
+    assert judged("reasoning", judge.Answer(text), {"contains": ["15"]}) is passes
 
 
 @pytest.mark.parametrize(("passes", "text"), labelled.LANGUAGE)
 def test_repetition_and_garble(passes, text):
-    assert judged(repetition, judge.Answer(text)) is passes
+    assert judged("repetition", judge.Answer(text)) is passes
 
 
 @pytest.mark.parametrize(("passes", "text", "pairs"), labelled.MEMORY_CALLS)
 def test_tool_call(passes, text, pairs):
     answer = judge.Answer(text, tool_calls=calls(pairs))
-    assert judged(tool_call, answer, {"tool": "search_memory"}, tools=TOOLS) is passes
+    assert judged("tool_call", answer, {"tool": "search_memory"}, tools=TOOLS) is passes
 
 
 @pytest.mark.parametrize(("passes", "raw"), labelled.RAW_CALLS)
 def test_raw_tool_call(passes, raw):
     expect = {"tool": "search_memory"}
-    assert judged(tool_call, judge.parse_raw(raw, False, TOOLS), expect, tools=TOOLS) is passes
+    assert judged("tool_call", judge.parse_raw(raw, False, TOOLS), expect, tools=TOOLS) is passes
     # As a server without a parser sends it: the parsed gate fails, the raw one sees what the model did.
     unparsed = judge.Answer(raw.removesuffix("<|im_end|>"))
-    assert judged(tool_call_raw, unparsed, expect, tools=TOOLS) is passes
-    assert judged(tool_call, unparsed, expect, tools=TOOLS) is False
+    assert judged("tool_call_raw", unparsed, expect, tools=TOOLS) is passes
+    assert judged("tool_call", unparsed, expect, tools=TOOLS) is False
 
 
 @pytest.mark.parametrize(("passes", "text", "called"), labelled.ABSTAIN)
 def test_abstention(passes, text, called):
     answer = judge.Answer(text, tool_calls=calls([("web_search", "{}")] if called else []))
-    assert judged(abstention, answer, {"no_tool": True}, tools=TOOLS) is passes
+    assert judged("abstention", answer, {"no_tool": True}, tools=TOOLS) is passes
 
 
 def test_silence_is_a_failure_and_never_a_crash():
     for answer in (judge.Answer(), judge.Answer("  \n"), judge.Answer(reasoning="hm"), judge.Answer(error="HTTP 500")):
-        assert judged(non_empty, answer) is False
-        assert judged(no_markdown, answer) is False
-        assert judged(factual, answer, {"contains": ["Tokyo"]}) is False
-        assert judged(tool_call, answer, {"tool": "search_memory"}, tools=TOOLS) is False
-        assert judged(repetition, answer) is None
-    assert judged(non_empty, judge.Answer(tool_calls=calls([("f", "{}")]))) is True
-    assert judged(no_markdown, judge.Answer(tool_calls=calls([("f", "{}")]))) is None
+        assert judged("non_empty", answer) is False
+        assert judged("no_markdown", answer) is False
+        assert judged("factual", answer, {"contains": ["Tokyo"]}) is False
+        assert judged("tool_call", answer, {"tool": "search_memory"}, tools=TOOLS) is False
+        assert judged("repetition", answer) is None
+    assert judged("non_empty", judge.Answer(tool_calls=calls([("f", "{}")]))) is True
+    assert judged("no_markdown", judge.Answer(tool_calls=calls([("f", "{}")]))) is None
 
 
 def test_hidden_thinking_counts_when_thinking_is_off():
-    assert judged(thinking_leak, judge.Answer("Tokyo.", reasoning="Hm, Japan.")) is False
-    assert judged(thinking_leak, judge.Answer("Tokyo.", reasoning="\n\n")) is True
-    assert judged(thinking_leak, judge.Answer("Tokyo.", reasoning="Hm, Japan."), thinking=True) is True
+    assert judged("thinking_leak", judge.Answer("Tokyo.", reasoning="Hm, Japan.")) is False
+    assert judged("thinking_leak", judge.Answer("Tokyo.", reasoning="\n\n")) is True
+    assert judged("thinking_leak", judge.Answer("Tokyo.", reasoning="Hm, Japan."), thinking=True) is True
 
 
 def test_stop():
-    assert judged(stop, judge.Answer("and so on", finish_reason="length")) is False
-    assert judged(stop, judge.Answer("Done.", finish_reason="stop")) is True
-    assert judged(stop, judge.Answer("Done.")) is None
+    assert judged("stop", judge.Answer("and so on", finish_reason="length")) is False
+    assert judged("stop", judge.Answer("Done.", finish_reason="stop")) is True
+    assert judged("stop", judge.Answer("Done.")) is None
 
 
 def test_arguments_must_ask_for_the_right_thing():
     expect = {"tool": "search_memory", "arguments": {"query": ["robot", "arm"]}}
     for query, passes in (("My Robot project", True), ("the ARM", True), ("dinner", False)):
         answer = judge.Answer(tool_calls=calls([("search_memory", f'{{"query": "{query}"}}')]))
-        assert judged(tool_arguments, answer, expect, tools=TOOLS) is passes
+        assert judged("tool_arguments", answer, expect, tools=TOOLS) is passes
 
 
 def test_alternatives_and_several_facts():
     both = {"contains": ["Paris", ["8", "eight"]]}
-    assert judged(factual, judge.Answer("Paris has eight of them."), both) is True
-    assert judged(factual, judge.Answer("Paris has many."), both) is False
-    assert (
-        factual.fault(judge.Answer("Paris"), workload(both).cases[0], workload(both))
-        == "the answer does not state '8 or eight'"
-    )
+    assert judged("factual", judge.Answer("Paris has eight of them."), both) is True
+    assert judged("factual", judge.Answer("Paris has many."), both) is False
+    assert fault_of("factual", judge.Answer("Paris"), both) == "the answer does not state '8 or eight'"
 
 
 def test_parse_raw_reads_thinking_by_mode():

@@ -8,7 +8,7 @@ import pytest
 
 from annie_quant import judge
 from annie_quant.errors import UsageError
-from annie_quant.judge.workloads import build_workload
+from annie_quant.judge.library import build_workload
 
 TOOL = {"type": "function", "function": {"name": "a", "parameters": {"type": "object", "properties": {}}}}
 
@@ -42,8 +42,8 @@ def test_such_workloads_are_not_asked_for_by_default():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"cases": [{"id": "1", "messages": [{}], "tools": 3}]}, "wants 3 tools"),
-        ({"extra": {"messages": []}}, "must not hold 'messages'"),
+        ({"cases": [{"id": "1", "messages": [{}], "tools": 3}]}, "needs 3 tools"),
+        ({"extra": {"messages": []}}, "must not contain 'messages'"),
     ],
 )
 def test_faults_are_named(change, message):

@@ -8,7 +8,7 @@ import pytest
 
 from annie_quant import judge
 from annie_quant.errors import AnnieError, UsageError
-from annie_quant.judge.workloads import build_workload, read_workload
+from annie_quant.judge.library import build_workload, read_workload
 
 GOOD = {
     "name": "w",
@@ -23,12 +23,14 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
     ("change", "words"),
     [
         ({"gates": ["no_such"]}, "there is no gate called 'no_such'"),
-        ({"cases": []}, "holds no cases"),
-        ({"cases": [{"messages": []}]}, "case 0 has no 'id'"),
+        ({"cases": []}, "there are no cases"),
+        ({"cases": [{"messages": []}]}, "cases[0]: object missing required field 'id'"),
         ({"cases": [{"id": "a"}]}, "needs either 'messages' or 'turns'"),
-        ({"cases": GOOD["cases"] * 2}, "case id 'a' stands twice"),
+        ({"cases": GOOD["cases"] * 2}, "two cases with the id 'a'"),
         ({"tools": "persona"}, "no persona is named"),
-        ({"tools": "all"}, "'tools' is"),
+        ({"tools": "all"}, "tools: expected a list, null or 'persona', got 'all'"),
+        ({"tools": 3}, "tools: expected str | array | null, got int"),
+        ({"max_tokens": "many"}, "max_tokens: expected int, got str"),
         ({"thinkng": True}, "unknown field 'thinkng'"),
     ],
 )
@@ -40,7 +42,7 @@ def test_a_wrong_workload_is_one_clear_line(change, words):
 
 @pytest.mark.parametrize("missing", ["name", "max_tokens", "gates", "cases"])
 def test_a_missing_field_is_named(missing):
-    with pytest.raises(UsageError, match=f"{missing!r} is missing"):
+    with pytest.raises(UsageError, match=f"missing required field {missing!r}"):
         build_workload({k: v for k, v in GOOD.items() if k != missing})
 
 
@@ -48,10 +50,10 @@ def test_broken_files(tmp_path):
     with pytest.raises(UsageError, match="cannot be read"):
         read_workload(tmp_path / "none.json")
     (tmp_path / "broken.json").write_text("{")
-    with pytest.raises(UsageError, match=r"broken\.json is not JSON"):
+    with pytest.raises(UsageError, match=r"broken\.json: not JSON"):
         read_workload(tmp_path / "broken.json")
     (tmp_path / "list.json").write_text("[]")
-    with pytest.raises(UsageError, match="expected a JSON object"):
+    with pytest.raises(UsageError, match=r"list\.json: expected object, got array"):
         read_workload(tmp_path / "list.json")
 
 

@@ -30,7 +30,7 @@ def serve(pipe) -> None:
 
 def main() -> None:
     from annie_quant import bench
-    from annie_quant.judge.workloads import build_workload
+    from annie_quant.judge.library import build_workload
 
     ours, theirs = multiprocessing.Pipe()
     child = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs,))

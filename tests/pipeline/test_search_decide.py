@@ -9,6 +9,7 @@ from msgspec import to_builtins
 
 from annie_quant import judge
 from annie_quant.data import load_persona
+from annie_quant.judge.gates import GATES
 from annie_quant.judge.rules import LARGE_N, Threshold
 from annie_quant.judge.rules import decide as by_rule
 from annie_quant.pipeline import search
@@ -22,11 +23,7 @@ def row(passes, n, kind="rate", rate=0.6, advisory=False):
 
 
 def gate_row(gate, passes, n):
-    from annie_quant import registry
-    from annie_quant.judge import gates
-
-    row = to_builtins(by_rule(passes, n, registry.find(gates, gate, "gate").THRESHOLD))
-    return row | {"advisory": False, "title": gate}
+    return to_builtins(by_rule(passes, n, GATES[gate].threshold)) | {"advisory": False, "title": gate}
 
 
 @pytest.mark.parametrize("passes", range(0, 31))

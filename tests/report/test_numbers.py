@@ -186,7 +186,7 @@ def test_a_real_benchmark_and_its_report_agree(tmp_path):
     from fake_server import FakeServer, words
 
     from annie_quant import bench
-    from annie_quant.judge.workloads import build_workload
+    from annie_quant.judge.library import build_workload
 
     asked = [
         build_workload({"name": name, "max_tokens": 50, "gates": ["non_empty", "no_markdown"], "cases": cases})

@@ -112,6 +112,8 @@ def test_the_json_schemas_are_current_and_hold():
         checker = jsonschema.Draft202012Validator(json.loads(module.texts()[f"{name}.json"]))
         if name == "record":
             documents = (RUNS[-1] / "records.jsonl").read_text().splitlines()
+        elif name == "workload":
+            documents = [path.read_text() for path in (ROOT / "annie_quant/assets/workloads").glob("*.json")]
         else:
             documents = [(RUNS[-1] / f"{name}.json").read_text()]
         for text in documents:

@@ -15,9 +15,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from annie_quant import judge, registry
-from annie_quant.judge import gates as package
-from annie_quant.judge.rules import Threshold, decide
+from annie_quant import judge
+from annie_quant.judge.gates import GATES
+from annie_quant.judge.rules import decide
 from annie_quant.judge.sample import applying
 from annie_quant.pipeline.stages import failing
 
@@ -41,7 +41,7 @@ def final_counts(workloads: Sequence[Any]) -> Counter[str]:
 
 def cannot_pass(gate: str, row: Mapping[str, Any], in_all: int, n_looks: int) -> str | None:
     """Why this gate will not pass any more, seen at an early look; None where it still may."""
-    threshold: Threshold = registry.find(package, gate, "gate").THRESHOLD
+    threshold = GATES[gate].threshold
     passes, n = row["passes"], row["n"]
     left = max(0, in_all - n)
     best = decide(passes + left, n + left, threshold)

@@ -1,7 +1,6 @@
-"""No thinking where it does not belong: none in the content ever, none at all when thinking is switched off.
+"""Thinking where it does not belong: in the content ever, or anywhere when thinking is off.
 
-Seen as think tags (whole, or half open) and as the preamble of base Qwen3.5 ("Thinking Process:" first).
-With thinking off, thinking that a server hides in the reasoning field counts too: it is what the user waits for.
+It is recognised by think tags (complete, or half open) and by the way base Qwen3.5 starts ("Thinking Process:" first).
 """
 
 from __future__ import annotations
@@ -9,13 +8,7 @@ from __future__ import annotations
 import re
 
 from annie_quant.judge.answers import Answer
-from annie_quant.judge.rules import Threshold
 from annie_quant.judge.workloads import Case, Workload
-
-NAME = "thinking_leak"
-TITLE = "no thinking leak"
-THRESHOLD = Threshold("zero", founding_n=25)
-ADVISORY = False
 
 _TAG = re.compile(r"</?\s*think(?:ing)?\s*>|<think(?:ing)?\s*$", re.IGNORECASE)
 _DECORATION = r"[\s*_#>`]*"
@@ -37,7 +30,7 @@ _PREAMBLE = re.compile(
 
 
 def leaked(text: str) -> str:
-    """What thinking stands in visible text, in words; "" when there is none."""
+    """Return what thinking is in visible text, as a phrase; "" where there is none."""
     tag = _TAG.search(text)
     if tag:
         return f"a {tag.group(0).strip()!r} tag in the content"
@@ -45,9 +38,8 @@ def leaked(text: str) -> str:
     return f"the content starts with thinking: {preamble.group(0).strip()[:40]!r}" if preamble else ""
 
 
-def fault(answer: Answer, case: Case, workload: Workload) -> str | None:
+def thinking_leak(answer: Answer, case: Case, workload: Workload) -> str | None:
+    """With thinking off, thinking in the reasoning field fails too: the user waits for it."""
     if not workload.thinking and answer.reasoning.strip():
-        return "it thought although thinking is off (hidden in the reasoning field)"
-    if answer.silent:
-        return None
-    return leaked(answer.text)
+        return "it thought although thinking is off (in the reasoning field)"
+    return None if answer.silent else leaked(answer.text)

@@ -1,4 +1,4 @@
-"""Does an answer state a word or a number? As a whole word ('15' is not in '150'), not in a question nor denied."""
+"""Whether an answer states a word or a number: as a whole word ("15" is not in "150"), not in a question, not denied."""
 
 from __future__ import annotations
 
@@ -6,41 +6,26 @@ import re
 import unicodedata
 from collections.abc import Sequence
 
+from annie_quant.judge.answers import Answer
+from annie_quant.judge.workloads import Case, Workload
+
 _UNITS = (
-    "zero",
-    "one",
-    "two",
-    "three",
-    "four",
-    "five",
-    "six",
-    "seven",
-    "eight",
-    "nine",
-    "ten",
-    "eleven",
-    "twelve",
-    "thirteen",
-    "fourteen",
-    "fifteen",
-    "sixteen",
-    "seventeen",
-    "eighteen",
-    "nineteen",
-)
+    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "thirteen",
+    "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen",
+)  # fmt: skip
 _TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
 _SENTENCE_END = re.compile(r"(?<=[.!?…])(?:[\"'”’)*_]*)\s+|\n+")
 _DENIED = re.compile(r"\b(?:not|isn't|isnt|never|wasn't|neither|aren't|can't be)\s+(?:in\s+|called\s+|the\s+)?$")
 
 
 def fold(text: str) -> str:
-    """Case and accents taken away, compatibility forms unified: 'Tōkyō' reads as 'tokyo', '１５' as '15'."""
+    """Return the text without case and accents, in compatibility forms: "Tōkyō" as "tokyo", "１５" as "15"."""
     plain = unicodedata.normalize("NFKD", text.replace("’", "'"))
     return "".join(c for c in plain if not unicodedata.combining(c)).casefold()
 
 
 def spelled(number: str) -> str | None:
-    """A whole number from 0 to 999 in English words, as a voice says it ('fifteen', 'one hundred twenty')."""
+    """Return a pattern for a whole number from 0 to 999 in English words ("fifteen", "one hundred twenty")."""
     if not number.isdigit() or len(number) > 3:
         return None
     value = int(number)
@@ -53,10 +38,10 @@ def spelled(number: str) -> str | None:
     return f"{_UNITS[hundreds]} hundred" + (f" (?:and )?{spelled(str(rest))}" if rest else "")
 
 
-def _pattern(wanted: str) -> re.Pattern[str]:
-    plain = fold(wanted).strip()
+def _pattern(statement: str) -> re.Pattern[str]:
+    plain = fold(statement).strip()
     if re.fullmatch(r"\d+(?:\.\d+)?", plain):
-        # Not inside a longer number, a decimal, a thousands group, nor after a sign that makes it negative.
+        # Not inside a longer number, a decimal, a thousands group, nor after a minus sign.
         digits = rf"(?<![\w])(?<!\d[.,])(?<![\s(=][-−])(?<!^[-−]){re.escape(plain)}(?![\w%]|[.,]\d)(?!\s*/\s*\d)"
         words = spelled(plain)
         longer = r"[\w-]|\s+(?:hundred|thousand|million)\b"
@@ -65,9 +50,9 @@ def _pattern(wanted: str) -> re.Pattern[str]:
     return re.compile(rf"(?<!\w){body}(?!\w)")
 
 
-def states(wanted: str, text: str) -> bool:
-    """`wanted` stands as a whole word (or words) in some sentence that is no question, and is not denied there."""
-    pattern = _pattern(wanted)
+def states(statement: str, text: str) -> bool:
+    """Return whether some sentence that is not a question has `statement` as whole words, and does not deny it."""
+    pattern = _pattern(statement)
     for sentence in _SENTENCE_END.split(fold(text)):
         if sentence.rstrip(" \"'”’)*_").endswith("?"):
             continue
@@ -77,18 +62,19 @@ def states(wanted: str, text: str) -> bool:
     return False
 
 
-def missing(wanted: Sequence[str | Sequence[str]] | str, text: str) -> str:
-    """The first of `wanted` that the text does not state, "" when it states all. A list inside means any one of it."""
-    for item in [wanted] if isinstance(wanted, str) else wanted:
+def missing(statements: Sequence[str | Sequence[str]] | str, text: str) -> str:
+    """Return the first statement that the text lacks, "" where it has all. A list inside means any one of it."""
+    for item in [statements] if isinstance(statements, str) else statements:
         choices = [item] if isinstance(item, str) else list(item)
         if not any(states(choice, text) for choice in choices):
             return " or ".join(choices)
     return ""
 
 
-def statement_fault(wanted: Sequence[str | Sequence[str]] | str | None, text: str) -> str | None:
-    """A gate's fault: None where nothing is wanted, "" where the text states it all, else what it lacks."""
-    if not wanted:
+def contains(answer: Answer, case: Case, workload: Workload) -> str | None:
+    """The answer states everything in `expect.contains`."""
+    statements = case.expect.get("contains")
+    if not statements:
         return None
-    lacking = missing(wanted, text)
+    lacking = missing(statements, answer.text)
     return f"the answer does not state {lacking!r}" if lacking else ""

@@ -1,4 +1,4 @@
-"""The gate table: founding thresholds at small n, intervals at n of 100 and more, and what stays undecided."""
+"""The gate table: thresholds of the original plan at small n, intervals at n of 100 and more, and what stays undecided."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ import sys
 import pytest
 
 from annie_quant import judge
+from annie_quant.judge.gates import GATES, tabulate
+from annie_quant.judge.library import build_workload
 from annie_quant.judge.rules import Threshold, decide, n_to_decide
-from annie_quant.judge.workloads import build_workload
 
-RATE = Threshold("rate", founding_n=10, rate=0.6)
-ZERO = Threshold("zero", founding_n=25)
-ALL = Threshold("all", founding_n=5)
+RATE = Threshold("rate", least_n=10, rate=0.6)
+ZERO = Threshold("zero", least_n=25)
+ALL = Threshold("all", least_n=5)
 
 
 @pytest.mark.parametrize(
     ("threshold", "passes", "n", "verdict"),
     [
-        # The founding table, n < 100.
+        # The original plan's table, n < 100 (R22 to R27).
         (RATE, 6, 10, "pass"),
         (RATE, 5, 10, "fail"),
         (RATE, 0, 10, "fail"),
@@ -30,7 +31,7 @@ ALL = Threshold("all", founding_n=5)
         (ZERO, 24, 25, "fail"),
         (ALL, 5, 5, "pass"),
         (ALL, 4, 5, "fail"),
-        # Fewer than the founding documents asked: only what can no longer be saved is decided.
+        # Fewer than the original plan's number: only what cannot pass any more is decided.
         (RATE, 5, 5, "undecided"),
         (RATE, 0, 5, "fail"),
         (RATE, 1, 5, "undecided"),
@@ -99,20 +100,23 @@ def test_gate_table_counts_only_what_applies():
     assert (table["factual"].title, table["factual"].verdict) == ("factual", "fail")
 
 
-def test_every_gate_file_is_a_whole_gate():
-    from annie_quant import registry
-    from annie_quant.judge import gates
+def test_the_table_of_gates_is_complete():
+    assert judge.gate_names() == sorted(GATES) == [gate.name for gate in GATES.values()]
+    workload = build_workload(WORKLOAD | {"gates": list(GATES)})
+    for gate in GATES.values():
+        assert gate.title and gate.threshold.kind in ("rate", "zero", "all") and gate.threshold.least_n > 0
+        assert isinstance(gate.check(judge.Answer("Tokyo."), workload.cases[0], workload), str | None)
 
-    for name in judge.gate_names():
-        gate = registry.find(gates, name, "gate")
-        assert name == gate.NAME and gate.TITLE and gate.THRESHOLD.kind in ("rate", "zero", "all")
-        assert isinstance(gate.ADVISORY, bool) and callable(gate.fault)
+
+def test_gates_of_another_version_are_left_out():
+    table = tabulate([{"non_empty": True, "no_such_gate": False}])
+    assert list(table) == ["non_empty"]
 
 
 def test_judge_never_imports_torch():
     code = (
         "import sys, annie_quant.judge as j\n"
-        "from annie_quant.judge.workloads import build_workload\n"
+        "from annie_quant.judge.library import build_workload\n"
         f"w = build_workload({WORKLOAD!r})\n"
         "j.gate_table([(w, w.cases[0], j.Answer('Tokyo'))])\n"
         "assert 'torch' not in sys.modules and 'scipy' not in sys.modules"

@@ -1,4 +1,4 @@
-"""Text that runs in circles, and text that is no language: cheap signs that need no model."""
+"""Signs of text that repeats itself or is not language; no model is needed."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ _ODD_WORD = re.compile(r"^[^aeiouyAEIOUY]+$|[a-z][A-Z]{2}|[bcdfghjklmnpqrstvwxz]
 
 
 def repeats(text: str) -> str:
-    """What is said over and over, in words; "" when nothing is."""
+    """Return what is repeated, as a phrase; "" where nothing is."""
     run = _RUN.search(text)
     if run:
         return f"{run.group(1)!r} over and over"
     words = [w.casefold() for w in _WORD.findall(text)]
     for period in range(1, 13):
-        # A voice may say "no, no, no"; a single word needs six in a row, a phrase four, a sentence three.
-        wanted = 6 if period == 1 else 4 if period <= 4 else 3
-        at = _cycle(words, period, wanted)
+        # "No, no, no" is normal speech: a word must come six times in a row, a phrase four times, a sentence three.
+        least = 6 if period == 1 else 4 if period <= 4 else 3
+        at = _cycle(words, period, least)
         if at is not None:
             return f"{' '.join(words[at : at + period])!r} over and over"
     sentences = Counter(s.strip().casefold() for s in re.split(r"[.!?\n]+", text) if len(s.split()) >= 4)
@@ -47,9 +47,9 @@ def repeats(text: str) -> str:
     return ""
 
 
-def _cycle(words: list[str], period: int, wanted: int) -> int | None:
-    """Where a cycle of `period` words starts that comes `wanted` times in a row."""
-    same, needed = 0, period * (wanted - 1)
+def _cycle(words: list[str], period: int, times: int) -> int | None:
+    """Return where a cycle of `period` words starts that comes `times` times in a row."""
+    same, needed = 0, period * (times - 1)
     for index in range(period, len(words)):
         same = same + 1 if words[index] == words[index - period] else 0
         if same >= needed:
@@ -58,7 +58,7 @@ def _cycle(words: list[str], period: int, wanted: int) -> int | None:
 
 
 def garbled(text: str) -> str:
-    """Why the text is no language, in words; "" when nothing speaks against it."""
+    """Return why the text is not language, as a phrase; "" where it may be."""
     special = _SPECIAL.search(text)
     if special:
         return f"a special token in the text: {special.group(0)}"
@@ -76,17 +76,17 @@ def garbled(text: str) -> str:
 
 
 def _scripts(text: str) -> set[str]:
-    found: set[str] = set()
+    scripts: set[str] = set()
     for char in set(text):
         if char.isalpha():
             name = unicodedata.name(char, "")
-            found.update(s for s in _SCRIPTS if name.startswith(s))
-    # Japanese mixes three of them and is one language.
-    return found - {"HIRAGANA", "KATAKANA"} | ({"CJK"} if found & {"HIRAGANA", "KATAKANA"} else set())
+            scripts.update(s for s in _SCRIPTS if name.startswith(s))
+    # Japanese uses three scripts.
+    return scripts - {"HIRAGANA", "KATAKANA"} | ({"CJK"} if scripts & {"HIRAGANA", "KATAKANA"} else set())
 
 
 def _nonsense(text: str) -> str:
-    """English words hold vowels, and seldom change case inside; a third of words that do not is noise."""
+    """English words have vowels and rarely change case inside; where a third of the words differ, the text is noise."""
     words = re.findall(r"[A-Za-z]{4,}", text)
     odd = [w for w in words if _ODD_WORD.search(w)]
-    return f"words that are none: {', '.join(odd[:3])}" if len(words) >= 6 and len(odd) * 3 > len(words) else ""
+    return f"not words: {', '.join(odd[:3])}" if len(words) >= 6 and len(odd) * 3 > len(words) else ""

@@ -1,6 +1,6 @@
-"""Is there markdown in a text? CommonMark's own tokens (markdown-it-py), less what reads as prose or as arithmetic.
+"""Markdown in a text (R31): CommonMark's tokens (markdown-it-py), without what reads as prose or arithmetic.
 
-The founding rule for a voice: no **, no #, no -, no backticks, no numbered lists. A minus in prose, a product sign
+An answer that is spoken has no **, no #, no list dashes, no backticks, no numbered lists. A minus in prose, a product sign
 between numbers, '#1', 'C#' and '__init__' are not markdown.
 """
 
@@ -9,6 +9,9 @@ from __future__ import annotations
 import re
 from functools import cache
 from typing import Any
+
+from annie_quant.judge.answers import Answer
+from annie_quant.judge.workloads import Case, Workload
 
 _BLOCKS = {
     "heading_open": "heading",
@@ -35,13 +38,13 @@ _DUNDER = re.compile(r"^[a-z][a-z0-9_]*$")
 def _parser() -> Any:
     from markdown_it import MarkdownIt
 
-    # Indented code is left out: four spaces of indent are layout, and nobody hears them. HTML and <autolinks> likewise.
+    # Indented code, HTML and <autolinks> are ignored: they are not heard when the text is spoken.
     parser = MarkdownIt("commonmark").enable(["table", "strikethrough"])
     return parser.disable(["code", "html_block", "html_inline", "autolink"])
 
 
 def markdown_in(text: str) -> str:
-    """The first kind of markdown found ("bold", "list", "heading", …), or "" when there is none."""
+    """Return the first kind of markdown ("bold", "list", "heading", …); "" where there is none."""
     tokens, lines = _parser().parse(text), text.split("\n")
     for index, token in enumerate(tokens):
         kind = _BLOCKS.get(token.type)
@@ -59,10 +62,10 @@ def markdown_in(text: str) -> str:
 
 
 def _prose_block(lines: list[str], tokens: list[Any], index: int) -> bool:
-    """Blocks that CommonMark sees where a reader sees prose: a lone dash under a line, '> 5 is too many'."""
+    """Blocks to CommonMark that are prose to a reader: a single dash under a line, '> 5 is too many'."""
     token = tokens[index]
     if token.type == "heading_open" and token.markup in ("-", "="):
-        # Setext headings may be underlined with one character; that is a stray dash unless it is a real line.
+        # CommonMark accepts one character under a heading; only a longer line is meant as one.
         return len(lines[token.map[1] - 1].strip()) < 3
     if token.type == "blockquote_open":
         content = next((t.content for t in tokens[index:] if t.type == "inline"), "")
@@ -104,9 +107,17 @@ def _inline_kind(children: list[Any]) -> str:
 
 def _not_emphasis(children: list[Any], index: int) -> bool:
     """Product signs between numbers or single letters ('3*5*2', 'a*b*c'), and Python's dunder names."""
-    opened = children[index]
+    start = children[index]
     before = children[index - 1].content if index and children[index - 1].type == "text" else ""
     inside = children[index + 1].content if index + 1 < len(children) and children[index + 1].type == "text" else ""
-    if opened.markup == "__":
+    if start.markup == "__":
         return bool(_DUNDER.match(inside))
     return bool(re.search(r"(?:\d|\)|\b[a-zA-Z])\s*$", before) and re.match(r"^\s*(?:\d|\(|[a-zA-Z]\b)", inside))
+
+
+def no_markdown(answer: Answer, case: Case, workload: Workload) -> str | None:
+    """An empty answer fails; a tool call without text is not checked."""
+    if not answer.text.strip():
+        return None if answer.tool_calls else "no text was received"
+    kind = markdown_in(answer.text)
+    return f"markdown: {kind}" if kind else ""

@@ -1,0 +1,119 @@
+"""All gates in one table, and gates over many answers: the table that evaluation and benchmark print.
+
+Adding a gate: one entry in GATES, and its check in annie_quant/judge/checks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from annie_quant.errors import UsageError
+from annie_quant.judge.answers import Answer
+from annie_quant.judge.checks import calls, content, markdown, statements, thinking, tools
+from annie_quant.judge.rules import Threshold, decide
+from annie_quant.judge.workloads import Case, Workload
+from annie_quant.schema import GateResult
+
+Check = Callable[[Answer, Case, Workload], str | None]
+
+
+@dataclass(frozen=True)
+class Gate:
+    """check: the reason why an answer fails, "" where it passes, None where the gate does not apply to the case.
+
+    threshold: when the gate passes (judge/rules.py). advisory: it informs and never decides a verdict.
+    """
+
+    name: str
+    title: str
+    threshold: Threshold
+    check: Check
+    advisory: bool = False
+
+
+def _rate(least_n: int, rate: float) -> Threshold:
+    return Threshold("rate", least_n, rate)
+
+
+_ZERO, _ALL = Threshold("zero", 25), Threshold("all", 5)
+
+# Thresholds of the original plan where one is named (docs/requirements.md).
+GATES: dict[str, Gate] = {
+    gate.name: gate
+    for gate in (
+        Gate("abstention", "no tool where none fits", _rate(10, 0.8), tools.abstention),
+        Gate("factual", "factual", _ALL, statements.contains),  # R25
+        Gate("no_markdown", "no markdown", _rate(15, 0.8), markdown.no_markdown),  # R24
+        Gate("non_empty", "non-empty", _ZERO, content.non_empty),  # R27
+        Gate("reasoning", "reasoning", _ALL, statements.contains),  # R26
+        Gate("recall", "right in conversation", _rate(10, 0.8), statements.contains, advisory=True),
+        Gate("repetition", "no repetition or garble", _ALL, content.repetition),
+        Gate("stop", "stops by itself", _ALL, content.stop),
+        Gate("thinking_leak", "no thinking leak", _ZERO, thinking.thinking_leak),  # R22
+        Gate("tool_arguments", "tool arguments", _rate(10, 0.6), tools.tool_arguments, advisory=True),
+        Gate("tool_call", "tool calls", _rate(10, 0.6), tools.tool_call),  # R23
+        Gate("tool_call_raw", "tool calls, raw text", _rate(10, 0.6), tools.tool_call_raw, advisory=True),
+        Gate("tool_schema", "schema validity", _rate(10, 0.6), tools.tool_schema, advisory=True),
+        Gate("tool_selection", "tool selection", _rate(10, 0.6), calls.tool_selection, advisory=True),
+        Gate("tool_values", "argument correctness", _rate(10, 0.6), calls.tool_values, advisory=True),
+    )
+}
+
+
+def gate_names() -> list[str]:
+    return list(GATES)
+
+
+def check_names(names: Iterable[str], where: str) -> None:
+    """Raise UsageError for a name that is not a gate."""
+    for name in names:
+        if name not in GATES:
+            raise UsageError(f"{where}: there is no gate called {name!r}", f"choose one of: {', '.join(GATES)}")
+
+
+def faults(answer: Answer, case: Case, workload: Workload) -> dict[str, str | None]:
+    """Return for each gate of the workload why the answer fails: "" passes, None does not apply to this case."""
+    return {name: GATES[name].check(answer, case, workload) for name in workload.gates}
+
+
+def decides(name: str) -> bool:
+    """Return whether a gate is known and not advisory."""
+    return name in GATES and not GATES[name].advisory
+
+
+def checks(answer: Answer, case: Case, workload: Workload) -> dict[str, bool]:
+    """Return the gates that apply to this case, and whether the answer passes each."""
+    return {name: not fault for name, fault in faults(answer, case, workload).items() if fault is not None}
+
+
+def count(rows: Iterable[dict[str, bool]]) -> dict[str, tuple[int, int]]:
+    """Return gate → (passes, n) of the checks of many answers."""
+    counts: dict[str, tuple[int, int]] = {}
+    for row in rows:
+        for name, passed in row.items():
+            passes, n = counts.get(name, (0, 0))
+            counts[name] = (passes + bool(passed), n + 1)
+    return counts
+
+
+def tabulate(rows: Iterable[dict[str, bool]]) -> dict[str, GateResult]:
+    """Return the gate table of the checks of many answers: deciding gates first, then advisory ones.
+
+    Gates that this version does not know, in the records of another version, are left out.
+    """
+    counts = count(rows)
+    table = {}
+    for gate in sorted(GATES.values(), key=lambda gate: (gate.advisory, gate.name)):
+        if gate.name in counts:
+            result = table[gate.name] = decide(*counts[gate.name], gate.threshold)
+            result.title, result.advisory = gate.title, gate.advisory
+    return table
+
+
+def gate_table(answers: Iterable[tuple[Workload, Case, Answer]]) -> dict[str, GateResult]:
+    """Return the result of each gate over all the answers.
+
+    Only gates that a workload names and that apply to a case are counted. Advisory gates inform and never fail a run.
+    """
+    return tabulate(checks(answer, case, workload) for workload, case, answer in answers)

@@ -1,0 +1,43 @@
+"""Workload files: what is asked of a model, and what a right answer contains."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class CaseFile(msgspec.Struct, kw_only=True):
+    """One prompt (`messages`) or one conversation (`turns`, the user's texts).
+
+    expect: {"contains": [...]}, {"tool": name, "arguments": {...}}, {"calls": [...]}, {"no_tool": true} or {}; of a
+    conversation also {"turns": [...]}, one of these per turn. tools: tools of its own in place of the workload's; a number N
+    means the workload's first N.
+    """
+
+    id: str | int
+    messages: list[dict[str, Any]] | None = None
+    turns: list[str] | None = None
+    expect: dict[str, Any] | None = None
+    tools: int | list[dict[str, Any]] | None = None
+
+
+class WorkloadFile(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A workload as its JSON file has it.
+
+    tools: OpenAI function tools, or "persona" for those of the persona. default: whether it is used where no workloads are
+    named. extra: further fields of each request's body.
+    """
+
+    name: str
+    max_tokens: int
+    gates: list[str]
+    cases: list[CaseFile]
+    description: str = ""
+    persona: str | None = None
+    system: str | None = None
+    tools: str | list[dict[str, Any]] | None = None
+    thinking: bool = False
+    temperature: float = 0.0
+    default: bool = True
+    extra: dict[str, Any] | None = None

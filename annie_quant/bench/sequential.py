@@ -12,8 +12,8 @@ import itertools
 from collections.abc import Collection, Sequence
 
 from annie_quant.bench.aggregate import gate_counts, timed, values_by_prompt
+from annie_quant.judge.gate_rule import LARGE_N, Threshold
 from annie_quant.judge.gates import GATES, decides
-from annie_quant.judge.rules import LARGE_N, Threshold
 from annie_quant.judge.statistics import LEVEL as FAMILY_LEVEL
 from annie_quant.judge.statistics import compare, holm, wilson
 from annie_quant.schema import PairedResult, RequestRecord

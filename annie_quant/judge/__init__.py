@@ -6,9 +6,9 @@ jsonschema and markdown-it are imported where they are used.
     load_workloads(names=None, folder=None)    prompts and what is expected of their answers
     Answer, parse_raw(text, thinking, tools)   an answer from a server, or from raw text
     sample(workloads, n)                       the same workloads with a seeded choice of their cases
-    gate_table([(workload, case, answer)])     pass rates with Wilson intervals and verdicts (gates.py, rules.py)
+    gate_table([(workload, case, answer)])     pass rates with Wilson intervals and verdicts (gates.py)
     wilson(k, n), compare(...), holm(...)      statistics
-    verdict(aggregates)                        the outcome of a run, with reasons and caveats (decision.py)
+    verdict(aggregates)                        the outcome of a run, with reasons and caveats (decision/)
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from annie_quant.errors import UsageError
 from annie_quant.judge.answers import Answer
 from annie_quant.judge.checks import calls, content, markdown, statements, thinking, tools
-from annie_quant.judge.rules import Threshold, decide
+from annie_quant.judge.gate_rule import Threshold, decide
 from annie_quant.judge.workloads import Case, Workload
 from annie_quant.schema import GateResult
 
@@ -22,7 +22,7 @@ Check = Callable[[Answer, Case, Workload], str | None]
 class Gate:
     """check: the reason why an answer fails, "" where it passes, None where the gate does not apply to the case.
 
-    threshold: when the gate passes (judge/rules.py). advisory: it informs and never decides a verdict.
+    threshold: when the gate passes (judge/gate_rule.py). advisory: it informs and never decides a verdict.
     """
 
     name: str

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from annie_quant import __version__
+from annie_quant import __version__, schema
 from annie_quant.data.rows import read_rows
 from annie_quant.files import read_json, write_json
+from annie_quant.judge import decision
 from annie_quant.pipeline.run_directory import RunDirectory
 
 FEW = 10  # below it a trial run is meant, where no gate decides
@@ -146,9 +147,15 @@ def quiet_transformers() -> None:
     transformers.utils.logging.disable_progress_bar()
 
 
-def failing(gates: dict[str, Any], verdicts: Sequence[str] = ("fail", "undecided")) -> list[str]:
-    """The gates of a table that decide and do not pass."""
-    return [name for name, row in gates.items() if row["verdict"] in verdicts and not row.get("advisory")]
+def gates_of(evaluation: Mapping[str, Any]) -> dict[str, dict[str, schema.GateResult]]:
+    """Return the gate table of each numerics of an evaluation."""
+    tables = {numerics: side["gates"] for numerics, side in evaluation["numerics"].items()}
+    return schema.convert(dict[str, dict[str, schema.GateResult]], tables)
+
+
+def failing(gates: Mapping[str, Any], outcomes: Sequence[schema.Outcome] = ("fail", "undecided")) -> list[str]:
+    """Return the deciding gates of a table that do not pass."""
+    return decision.failing(schema.convert(dict[str, schema.GateResult], dict(gates)), outcomes)
 
 
 def model_key(folder: Path) -> str:

@@ -14,8 +14,9 @@ from typing import Any
 import msgspec
 
 from annie_quant.judge.metrics import COMPARED, METRICS
+from annie_quant.report import typed
 from annie_quant.report.format import number
-from annie_quant.schema import Load, RequestRecord
+from annie_quant.schema import Load
 
 Row = dict[str, Any]
 SOONEST = 0.8  # of the server's own time; the two clocks may differ a little
@@ -38,9 +39,7 @@ def grouped(records: Iterable[Row], key: str | Callable[[Row], Any]) -> dict[Any
 def timed(measured: list[Row]) -> list[Row]:
     """The requests whose times count, by the benchmark's own rule (failed, cold, stalled and mis-stamped ones do not)."""
     from annie_quant.bench.aggregate import timed as fit
-
-    names = RequestRecord.__struct_fields__
-    records = [RequestRecord(**{"id": ""} | {k: v for k, v in row.items() if k in names}) for row in measured]
+    records = typed.records(measured)
     counted = {id(record) for record in fit(records)}
     return [row for row, record in zip(measured, records, strict=True) if id(record) in counted]
 

@@ -17,7 +17,7 @@ from annie_quant.bench.energy import EnergyMeter
 from annie_quant.bench.load_profile import ALONE
 from annie_quant.bench.records import read_records
 from annie_quant.errors import UsageError
-from annie_quant.judge.rules import Threshold
+from annie_quant.judge.gate_rule import Threshold
 from annie_quant.progress import Silent
 from annie_quant.schema import EarlyStop, Load
 

@@ -9,28 +9,26 @@ from msgspec import to_builtins
 
 from annie_quant import judge
 from annie_quant.data import load_persona
+from annie_quant.judge import decision
+from annie_quant.judge.gate_rule import LARGE_N, Threshold
+from annie_quant.judge.gate_rule import decide as by_rule
 from annie_quant.judge.gates import GATES
-from annie_quant.judge.rules import LARGE_N, Threshold
-from annie_quant.judge.rules import decide as by_rule
+from annie_quant.judge.sample import answers_per_gate
 from annie_quant.pipeline import search
-from annie_quant.pipeline.search import decide, explain, table
+from annie_quant.pipeline.search import explain, table
 
 RATE = Threshold("rate", 10, 0.6)
 
 
-def row(passes, n, kind="rate", rate=0.6, advisory=False):
-    return to_builtins(by_rule(passes, n, Threshold(kind, 10, rate))) | {"advisory": advisory, "title": ""}
-
-
 def gate_row(gate, passes, n):
-    return to_builtins(by_rule(passes, n, GATES[gate].threshold)) | {"advisory": False, "title": gate}
+    return by_rule(passes, n, GATES[gate].threshold)
 
 
 @pytest.mark.parametrize("passes", range(0, 31))
 def test_an_early_drop_is_never_of_one_that_every_end_could_still_pass(passes):
     """Exactness of the first reason: when it speaks, no number of further passes makes the gate's own rule say pass."""
     seen = gate_row("tool_call", passes, 30)
-    why = decide.cannot_pass("tool_call", seen, 100, 2)
+    why = decision.cannot_pass("tool_call", seen, 100, 2)
     could = any(by_rule(passes + more, 100, RATE).verdict == "pass" for more in range(71))
     if why and "even if" in why:
         assert not could
@@ -39,11 +37,11 @@ def test_an_early_drop_is_never_of_one_that_every_end_could_still_pass(passes):
 
 
 def test_one_leak_drops_at_once_and_facts_when_too_many_are_wrong():
-    assert "thinking_leak" in decide.cannot_pass("thinking_leak", gate_row("thinking_leak", 29, 30), 505, 2)
-    assert decide.cannot_pass("thinking_leak", gate_row("thinking_leak", 30, 30), 505, 2) is None
+    assert "thinking_leak" in decision.cannot_pass("thinking_leak", gate_row("thinking_leak", 29, 30), 505, 2)
+    assert decision.cannot_pass("thinking_leak", gate_row("thinking_leak", 30, 30), 505, 2) is None
     # 100 facts must all be right for a lower bound of 0.95; 160 may hold two mistakes.
-    assert decide.cannot_pass("factual", gate_row("factual", 29, 30), 100, 2)
-    assert decide.cannot_pass("factual", gate_row("factual", 29, 30), 160, 2) is None
+    assert decision.cannot_pass("factual", gate_row("factual", 29, 30), 100, 2)
+    assert decision.cannot_pass("factual", gate_row("factual", 29, 30), 160, 2) is None
 
 
 def test_a_strategy_at_the_threshold_is_dropped_early_in_at_most_five_percent_of_searches():
@@ -52,22 +50,22 @@ def test_a_strategy_at_the_threshold_is_dropped_early_in_at_most_five_percent_of
     dropped = 0
     for _ in range(2000):
         passes = sum(rng.random() < 0.6 for _ in range(30))
-        why = decide.cannot_pass("tool_call", gate_row("tool_call", passes, 30), 100, 2)
+        why = decision.cannot_pass("tool_call", gate_row("tool_call", passes, 30), 100, 2)
         dropped += bool(why and "confidence" in why)
     assert dropped / 2000 <= 0.05
 
 
 def test_a_broken_one_is_dropped_by_its_interval():
-    assert "below 60%" in decide.cannot_pass("tool_call", gate_row("tool_call", 10, 30), 400, 2)
+    assert "below 60%" in decision.cannot_pass("tool_call", gate_row("tool_call", 10, 30), 400, 2)
 
 
 def test_looks():
-    assert decide.looks(100) == [30, 100] and decide.looks(25) == [25]
+    assert decision.looks(100) == [30, 100] and decision.looks(25) == [25]
 
 
 def test_final_counts_are_what_the_evaluation_will_judge():
     asked = judge.sample(judge.load_workloads(), 100)
-    counts = decide.final_counts(asked)
+    counts = answers_per_gate(asked)
     assert all(counts[g] >= LARGE_N for g in ("tool_call", "factual", "reasoning", "no_markdown"))
     early = judge.sample(asked, 30)
     chosen = {(w.name, c.id) for w in asked for c in w.cases}
@@ -75,25 +73,30 @@ def test_final_counts_are_what_the_evaluation_will_judge():
 
 
 def sides(**gates):
-    return {"w4a4": {"gates": gates}, "w4a16": {"gates": {name: gate_row(name, 100, 100) for name in gates}}}
+    return {"w4a4": gates, "w4a16": {name: gate_row(name, 100, 100) for name in gates}}
+
+
+def as_json(numerics):
+    """As evaluate's result has them."""
+    return {kind: {"gates": to_builtins(gates)} for kind, gates in numerics.items()}
 
 
 def test_passing_needs_every_gate_under_every_required_numerics():
     good, bad = gate_row("tool_call", 97, 100), gate_row("tool_call", 62, 100)
-    assert decide.final(sides(tool_call=good), ("w4a4", "w4a16")) == []
-    why = decide.final(sides(tool_call=bad), ("w4a4", "w4a16"))
+    assert decision.final_reasons(sides(tool_call=good), ("w4a4", "w4a16")) == []
+    why = decision.final_reasons(sides(tool_call=bad), ("w4a4", "w4a16"))
     assert len(why) == 1 and "W4A4: tool_call 62 of 100, undecided" in why[0] and "would decide" in why[0]
-    assert "weight-only" in decide.final({"w4a16": {"gates": {"tool_call": good}}}, ("w4a4", "w4a16"))[0]
-    assert decide.final({"w4a16": {"gates": {"tool_call": good}}}, ("w4a16",)) == []
+    assert "weight-only" in decision.final_reasons({"w4a16": {"tool_call": good}}, ("w4a4", "w4a16"))[0]
+    assert decision.final_reasons({"w4a16": {"tool_call": good}}, ("w4a16",)) == []
 
 
 def test_a_base_model_given_as_fine_tune_is_named():
     base = {"tool_call": gate_row("tool_call", 0, 100), "no_markdown": gate_row("no_markdown", 3, 400)}
-    assert explain.reference_report(base).startswith("WRONG MODEL")
+    assert explain.reference_report(to_builtins(base)).startswith("WRONG MODEL")
     fine = {"tool_call": gate_row("tool_call", 98, 100), "no_markdown": gate_row("no_markdown", 400, 400)}
-    assert explain.reference_report(fine) is None
+    assert explain.reference_report(to_builtins(fine)) is None
     weak = fine | {"factual": gate_row("factual", 60, 100)}
-    said = explain.reference_report(weak)
+    said = explain.reference_report(to_builtins(weak))
     assert "factual 60 of 100" in said and "WRONG MODEL" not in said
 
 
@@ -121,16 +124,18 @@ def test_what_a_hardened_prompt_means():
 
 
 def test_restored_is_judged_beside_bf16_under_the_same_prompt():
-    well, ill = gate_row("tool_call", 38, 40), gate_row("tool_call", 10, 40)
+    well, ill = (to_builtins(gate_row("tool_call", n, 40)) for n in (38, 10))
     assert explain.restored(well, well) is True and explain.restored(ill, well) is False
-    assert explain.restored(ill, gate_row("tool_call", 20, 40)) is None
-    one = gate_row("thinking_leak", 194, 195)
+    assert explain.restored(ill, to_builtins(gate_row("tool_call", 20, 40))) is None
+    one = to_builtins(gate_row("thinking_leak", 194, 195))
     assert explain.restored(one, one) is True, "no worse than bf16, which leaks once itself under this prompt"
 
 
 def test_what_only_activations_lose():
-    assert "held under W4A16: tool_call" in explain.by_activations(sides(tool_call=gate_row("tool_call", 40, 100)))
-    assert explain.by_activations(sides(tool_call=gate_row("tool_call", 99, 100))) is None
+    assert "held under W4A16: tool_call" in explain.by_activations(
+        as_json(sides(tool_call=gate_row("tool_call", 40, 100)))
+    )
+    assert explain.by_activations(as_json(sides(tool_call=gate_row("tool_call", 99, 100)))) is None
 
 
 def test_the_order_is_cheapest_first_and_training_last(monkeypatch):
@@ -168,7 +173,7 @@ class FakeStages:
         gates = found.get("smoke", both(factual=(1, 1))) if part == "smoke" else found["all"]
         numerics = {
             kind: {
-                "gates": {g: gate_row(g, *counts) for g, counts in table.items()},
+                "gates": to_builtins({g: gate_row(g, *counts) for g, counts in table.items()}),
                 "kl": {"mean": 0.01, "flips": 3, "n_tokens": 100},
                 "same_answers": {"same": 9, "n": 10},
             }

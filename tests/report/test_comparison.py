@@ -80,22 +80,22 @@ def advised(whole, tmp_path, change):
 
 def test_a_candidate_that_fails_a_gate_is_not_recommended(whole, tmp_path):
     said = advised(whole, tmp_path, None)
-    assert said.word == "stay" and "fails" in said.sentence and "tool" in said.sentence
+    assert said.action == "stay" and "fails" in said.sentence and "tool" in said.sentence
 
 
 def test_a_sure_gain_without_a_loss_is(whole, tmp_path):
     said = advised(whole, tmp_path, candidate)
-    assert said.word == "switch" and any("content TTFT −4.00 of 40.0 ms, 30 prompts" in r for r in said.reasons)
+    assert said.action == "switch" and any("content TTFT -4 of 40 ms, 30 prompts" in r for r in said.reasons)
 
 
 def test_tokens_a_second_alone_are_no_reason(whole, tmp_path):
     said = advised(whole, tmp_path, lambda d: candidate(d, "decode_tok_s", 25.0))
-    assert said.word == "stay" and "no reason" in said.sentence
+    assert said.action == "stay" and "no reason" in said.sentence
 
 
 @pytest.mark.parametrize("change", [{"significant": False}, {"change": -1.0}])
 def test_a_difference_that_is_not_sure_or_small_is_no_gain(whole, tmp_path, change):
-    assert advised(whole, tmp_path, lambda d: candidate(d, **change)).word == "stay"
+    assert advised(whole, tmp_path, lambda d: candidate(d, **change)).action == "stay"
 
 
 def test_a_loss_beside_a_gain_is_left_to_the_reader(whole, tmp_path):
@@ -104,12 +104,12 @@ def test_a_loss_beside_a_gain_is_left_to_the_reader(whole, tmp_path):
         document["aggregates"]["served"]["mlp_only"]["memory_bytes"]["five"] = 9e9
 
     said = advised(whole, tmp_path, mixed)
-    assert said.word == "wait" and any("loss: memory 9.00" in r for r in said.reasons)
+    assert said.action == "wait" and any("loss: memory 9 GB" in r for r in said.reasons)
 
 
 def test_later_answers_keep_the_incumbent(whole, tmp_path):
     said = advised(whole, tmp_path, lambda d: candidate(d, change=9.0))
-    assert said.word == "stay" and "answers no later" in said.sentence
+    assert said.action == "stay" and "answers no later" in said.sentence
 
 
 def test_an_undecided_gate_waits(whole, tmp_path):
@@ -118,7 +118,7 @@ def test_an_undecided_gate_waits(whole, tmp_path):
         document["aggregates"]["offline"]["mlp_only"]["w4a4"]["gates"]["tool_call"]["verdict"] = "undecided"
 
     said = advised(whole, tmp_path, open_)
-    assert said.word == "wait" and "W4A4" in said.sentence
+    assert said.action == "wait" and "W4A4" in said.sentence
 
 
 def test_over_the_budget_is_no_drop_in(whole, tmp_path):
@@ -127,7 +127,7 @@ def test_over_the_budget_is_no_drop_in(whole, tmp_path):
         document["aggregates"]["served"]["mlp_only"]["memory_bytes"]["five"] = 111e9
 
     run = load(write(whole, tmp_path, huge))
-    assert advice.recommendation(run).word == "stay"
+    assert advice.recommendation(run).action == "stay"
     rows = dict(comparison.registry(run).rows)
     assert [rows[k][2].text for k in rows] == ["✓ yes", "✗ no", "✗ no"] and list(rows)[-1] == "both, while switching"
 

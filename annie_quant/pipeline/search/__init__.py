@@ -18,9 +18,11 @@ from annie_quant import judge, quantize
 from annie_quant.data import check_prompt_hash
 from annie_quant.errors import AnnieError, NoRoom, UsageError
 from annie_quant.files import write_json, write_text
+from annie_quant.judge import decision
+from annie_quant.judge.sample import answers_per_gate
 from annie_quant.pipeline.run_directory import RunDirectory
-from annie_quant.pipeline.search import decide, explain, table
-from annie_quant.pipeline.stages import Stages, offline_prompts, weight_sizes
+from annie_quant.pipeline.search import explain, table
+from annie_quant.pipeline.stages import Stages, gates_of, offline_prompts, weight_sizes
 from annie_quant.quantize import estimate
 
 # Cheapest first: by what the result costs to serve, then by what it costs to make. QAD trains, so it comes last.
@@ -86,7 +88,7 @@ class Search:
         self.console, self.start = console, time.monotonic()
         self.workloads = judge.load_workloads()
         self.asked = offline_prompts(n)
-        self.counts = decide.final_counts(self.asked)
+        self.counts = answers_per_gate(self.asked)
         self.found: dict[str, Any] = {
             "chosen": None,
             "stopped": None,
@@ -197,28 +199,28 @@ class Search:
             row["path"].append(f"smoke → {lost}; bf16 answers it, so the quantization is too aggressive")
             return
         row["path"].append("smoke → coherent")
-        lacking = decide.lacking(smoke["numerics"], self.required)
-        if lacking and not self.every:
-            row |= {"outcome": lacking[0], "why": lacking}
-            row["path"].append(f"servers → {'; '.join(lacking)}")
+        missing = decision.missing_numerics(gates_of(smoke), self.required)
+        if missing and not self.every:
+            row |= {"outcome": missing[0], "why": missing}
+            row["path"].append(f"servers → {'; '.join(missing)}")
             return
         # The whole table is for comparing, so all of it rests on the same prompts.
-        steps = [self.n] if self.every else decide.looks(self.n)
+        steps = [self.n] if self.every else decision.looks(self.n)
         for look in steps[:-1]:
-            seen = self.stages.evaluate(f"{strategy}-n{look}", folder, judge.sample(self.asked, look))["numerics"]
-            row["numerics"] = seen
-            why = decide.early(seen, self.counts, len(steps))
+            result = self.stages.evaluate(f"{strategy}-n{look}", folder, judge.sample(self.asked, look))
+            row["numerics"] = result["numerics"]
+            why = decision.early_reasons(gates_of(result), self.counts, len(steps))
             if why:
                 row |= {"outcome": f"dropped at n = {look}", "why": why}
                 row["path"].append(f"gates at n = {look} → dropped: {'; '.join(why)}")
                 self.explain(strategy, row)
                 return
             row["path"].append(f"gates at n = {look} → still open")
-        seen = self.stages.evaluate(
+        result = self.stages.evaluate(
             strategy, folder, self.asked, conversations=self.stages.conversations, n_conversations=60
-        )["numerics"]
-        row["numerics"] = seen
-        why = decide.final(seen, self.required)
+        )
+        row["numerics"] = result["numerics"]
+        why = decision.final_reasons(gates_of(result), self.required)
         row |= {"why": why, "passed": not why, "outcome": "passes every gate" if not why else self.short(why)}
         row["path"].append(f"gates at n = {steps[-1]} → {'PASS: ship it' if not why else '; '.join(why)}")
         if why:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from annie_quant.judge.decision import BUDGET_BYTES
 from annie_quant.report.format import DASH, clean, count, number, significant, size
-from annie_quant.report.pages.checklist import BUDGET_BYTES
 from annie_quant.report.pages.tables import Cell, Table, metric_cell, speed_cell
 from annie_quant.report.run import Run, Side
 

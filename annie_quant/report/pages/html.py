@@ -15,11 +15,13 @@ from typing import Any
 from annie_quant import __version__
 from annie_quant.errors import need
 from annie_quant.files import ASSETS
-from annie_quant.report import format, recount
+from annie_quant.judge import decision
+from annie_quant.report import format, recount, typed
 from annie_quant.report.charts.gates import Figure
 from annie_quant.report.charts.svg import MARKS
-from annie_quant.report.pages import advice, answers, checklist, comparison, tables
+from annie_quant.report.pages import advice, answers, comparison, tables
 from annie_quant.report.run import Run
+from annie_quant.schema import Outcome, Verdict
 
 TEMPLATES = ASSETS / "templates"
 EMBED_LIMIT = 400_000  # bytes of a download kept in the page
@@ -71,7 +73,7 @@ def render(run: Run, figures: dict[str, Figure], check: dict[str, Any] | None, c
             overall=tables.comparisons_table(run, only_all=True),
             comparisons=tables.comparisons_table(run),
             browser=answers.collect(run),
-            dropin=checklist.checklist(run),
+            dropin=advice.checklist(run),
             advice=advice.recommendation(run),
             tree=advice.decision_tree(run),
             founding=comparison.founding_table(run),
@@ -90,17 +92,11 @@ def render(run: Run, figures: dict[str, Figure], check: dict[str, Any] | None, c
     )
 
 
-def outcome(run: Run) -> str:
-    """pass, fail or undecided: a candidate that fails nothing but has an undecided gate has not passed yet."""
+def outcome(run: Run) -> Outcome:
+    """The run's outcome, as judge.decision decides it."""
     verdict = run.doc["verdict"]
-    if not verdict.get("sentence"):
-        return "undecided"
-    if not verdict.get("passed"):
-        return "fail"
-    chosen = verdict.get("candidate")
-    sides = [s for s in run.sides if chosen in (None, s.model, s.key.split("/", 1)[1])]
-    rows = [row for s in sides for row in s.gates.values() if not row.get("advisory")]
-    return "undecided" if any(row.get("verdict") == "undecided" for row in rows) else "pass"
+    known = Verdict(sentence=verdict.get("sentence", ""), passed=verdict["passed"], candidate=verdict.get("candidate"))
+    return decision.outcome(typed.aggregates(run), known)
 
 
 def findings(run: Run) -> list[str]:

@@ -12,7 +12,6 @@ from annie_quant.report.charts.gates import SIGNS
 from annie_quant.report.format import clean, seconds
 from annie_quant.report.pages import advice, tables
 from annie_quant.report.pages import comparison as founding
-from annie_quant.report.pages.checklist import checklist
 from annie_quant.report.pages.html import facts, findings, outcome
 from annie_quant.report.pages.tables import Cell, Table
 from annie_quant.report.run import Run
@@ -94,7 +93,7 @@ def render(run: Run, check: dict[str, Any] | None) -> str:
 
 
 def _checklist(run: Run) -> list[str]:
-    title, lines = checklist(run)
+    title, lines = advice.checklist(run)
     marks = {"pass": "[x]", "fail": "[ ] **no:**", "undecided": "[ ] open:"}
     rows = [f"- {marks[x.verdict]} {inert(x.item)} ({inert(x.evidence)})" for x in lines]
     return [f"## Drop-in checklist: {inert(title)}", "\n".join(rows)] if rows else []

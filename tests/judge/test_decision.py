@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec import structs
 
 from annie_quant import judge
-from annie_quant.judge.rules import Threshold, decide
+from annie_quant.judge.gate_rule import Threshold, decide
 
 RATE, ALL, ZERO = Threshold("rate", 10, 0.6), Threshold("all", 5), Threshold("zero", 25)
 

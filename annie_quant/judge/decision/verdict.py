@@ -1,4 +1,4 @@
-"""The decision: which side is judged, whether it passes, and why.
+"""The verdict: which side is judged, whether it passes, and why.
 
 The candidate is the NVFP4 side (of several, the best); the incumbent is what it would replace. Speed alone is never a reason
 to switch: gates come first, then what differs between the two sides, then what changes in operation.
@@ -6,7 +6,7 @@ to switch: gates come first, then what differs between the two sides, then what 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,11 +69,16 @@ class Decision:
 
     @property
     def outcome(self) -> Outcome:
-        return "fail" if self.gates["fail"] else "undecided" if self.gates["undecided"] else "pass"
+        return combined([outcome for outcome, gates in self.gates.items() if gates])
 
     @property
     def comparable(self) -> bool:
         return self.incumbent is not None and not any(c.severity == "confound" for c in self.confounds)
+
+
+def combined(outcomes: Collection[Outcome]) -> Outcome:
+    """Return the outcome of several: one failure fails; without a failure, one undecided leaves all undecided."""
+    return "fail" if "fail" in outcomes else "undecided" if "undecided" in outcomes else "pass"
 
 
 def decision(aggregates: Aggregates, candidate: str | None = None) -> Decision | None:
@@ -132,7 +137,7 @@ def _model(aggregates: Aggregates, name: str) -> ModelRow:
     return models.get(name) or models.get((served.model if served else None) or "") or ModelRow(name=name)
 
 
-def _label(aggregates: Aggregates, name: str) -> str:
+def label_of(aggregates: Aggregates, name: str) -> str:
     return _model(aggregates, name).label or name
 
 
@@ -176,12 +181,12 @@ def _concerns(confound: Confound, candidate: str, incumbent: str | None) -> bool
 
 
 def _sentence(aggregates: Aggregates, chosen: Decision) -> str:
-    label, failing, undecided = _label(aggregates, chosen.candidate), chosen.gates["fail"], chosen.gates["undecided"]
+    label, failing, undecided = label_of(aggregates, chosen.candidate), chosen.gates["fail"], chosen.gates["undecided"]
     end = "."
     if failing:
         head = f"{label} fails {_count(len(failing), 'gate')}: {'; '.join(map(str, failing[:SHOWN]))}"
         head += f"; and {len(failing) - SHOWN} more" if len(failing) > SHOWN else ""
-        end = f". It cannot replace {_label(aggregates, chosen.incumbent)}." if chosen.incumbent else "."
+        end = f". It cannot replace {label_of(aggregates, chosen.incumbent)}." if chosen.incumbent else "."
     elif undecided:
         head = f"{label} fails no gate, but {_count(len(undecided), 'gate')} cannot be decided with so few answers"
     else:
@@ -202,7 +207,7 @@ def _speed(aggregates: Aggregates, chosen: Decision) -> str:
             sure = "" if row.significant else " (no significant difference)"
             title, unit = METRICS[metric].title, METRICS[metric].unit
             parts.append(f"{title} {row.median_b:.3g} {unit} against {row.median_a:.3g}{sure}")
-    return f", with {' and '.join(parts)} of {_label(aggregates, chosen.incumbent)}" if parts else ""
+    return f", with {' and '.join(parts)} of {label_of(aggregates, chosen.incumbent)}" if parts else ""
 
 
 def compared_with(aggregates: Aggregates, candidate: str, incumbent: str, metric: str) -> Comparison | None:
@@ -236,7 +241,7 @@ def _reasons(aggregates: Aggregates, chosen: Decision) -> list[str]:
     for name in sides(aggregates):
         failing = [g for g in deciding_gates(aggregates, name) if g.result.verdict == "fail"]
         if failing and name != chosen.candidate:
-            reasons.append(f"{_label(aggregates, name)} fails {'; '.join(map(str, failing[:SHOWN]))}")
+            reasons.append(f"{label_of(aggregates, name)} fails {'; '.join(map(str, failing[:SHOWN]))}")
     if chosen.incumbent:
         reasons += _differences(aggregates, chosen.candidate, chosen.incumbent)
         reasons += _operation(aggregates, chosen.candidate, chosen.incumbent)
@@ -254,7 +259,7 @@ def _worse_than_bf16(aggregates: Aggregates, candidate: str) -> list[str]:
         reference = served[bf16].gates.get(gate)
         if reference and row.high < reference.low:
             worse.append(
-                f"{row.title or gate} is significantly worse than {_label(aggregates, bf16)}'s: "
+                f"{row.title or gate} is significantly worse than {label_of(aggregates, bf16)}'s: "
                 f"{row.passes} of {row.n} against {reference.passes} of {reference.n}"
             )
     return worse
@@ -269,7 +274,7 @@ def _differences(aggregates: Aggregates, candidate: str, incumbent: str) -> list
         words = {"lower": ("better", "worse"), "higher": ("worse", "better"), "neither": ("shorter", "longer")}
         kind = words[metric.better][row.median_difference > 0]
         differences.append(
-            f"{metric.title} is {kind} than {_label(aggregates, incumbent)}'s by {abs(row.median_difference):.3g} "
+            f"{metric.title} is {kind} than {label_of(aggregates, incumbent)}'s by {abs(row.median_difference):.3g} "
             f"{metric.unit} (95 % {row.low:.3g} to {row.high:.3g}, {row.n_prompts} prompts, Holm p {row.p_holm:.2g})"
         )
     return differences

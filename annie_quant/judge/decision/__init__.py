@@ -1,0 +1,53 @@
+"""The decision about a run; judge/gate_rule.py decides a single gate.
+
+verdict       which side is the candidate, what it would replace, whether it passes, and why
+strategies    when the search drops a strategy early, and when it accepts one
+replacement   the drop-in checklist and the recommendation: switch, stay or wait
+
+Reports and search render or call these functions; they decide nothing themselves.
+"""
+
+from __future__ import annotations
+
+from annie_quant.judge.decision.replacement import (
+    BUDGET_BYTES,
+    ChecklistItem,
+    Recommendation,
+    checklist,
+    outcome,
+    peak_bytes,
+    recommendation,
+    served_as,
+)
+from annie_quant.judge.decision.strategies import (
+    cannot_pass,
+    early_reasons,
+    failing,
+    final_reasons,
+    looks,
+    missing_numerics,
+)
+from annie_quant.judge.decision.verdict import Decision, JudgedGate, combined, deciding_gates, decision, verdict
+
+__all__ = [
+    "BUDGET_BYTES",
+    "ChecklistItem",
+    "Decision",
+    "JudgedGate",
+    "Recommendation",
+    "cannot_pass",
+    "checklist",
+    "combined",
+    "deciding_gates",
+    "decision",
+    "early_reasons",
+    "failing",
+    "final_reasons",
+    "looks",
+    "missing_numerics",
+    "outcome",
+    "peak_bytes",
+    "recommendation",
+    "served_as",
+    "verdict",
+]

@@ -1,0 +1,253 @@
+"""Could the candidate replace the incumbent? The drop-in checklist (R49) and the recommendation (R51).
+
+What a benchmark cannot know stays undecided. A recommendation is never based on decode speed alone: gates come first, then
+what a user or the machine gains or loses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from annie_quant.judge.decision.verdict import SHOWN, deciding_gates, label_of
+from annie_quant.judge.metrics import METRICS
+from annie_quant.schema import Aggregates, Comparison, GateResult, Outcome, RequestRecord, ServedSide, Verdict
+
+MARGIN = 0.05  # of the incumbent's median or memory: smaller differences are neither gain nor loss
+BUDGET_BYTES = 110e9  # for everything that runs on the machine (R50)
+
+
+@dataclass(frozen=True)
+class ChecklistItem:
+    """One requirement of a drop-in replacement, and what decides it in this run."""
+
+    item: str
+    verdict: Outcome
+    evidence: str
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """What to do with the candidate, in one sentence, with reasons."""
+
+    action: Literal["switch", "stay", "wait"]
+    sentence: str
+    reasons: list[str]
+
+
+def served_as(aggregates: Aggregates, name: str | None) -> str | None:
+    """Return the backend with this name, or the first that serves the model with this name."""
+    return next((backend for backend, side in aggregates.served.items() if name in (backend, side.model)), None)
+
+
+def outcome(aggregates: Aggregates, verdict: Verdict) -> Outcome:
+    """Return the run's outcome: a candidate that fails nothing but has an undecided gate has not passed yet."""
+    if not verdict.sentence:
+        return "undecided"
+    if not verdict.passed:
+        return "fail"
+    name = verdict.candidate
+    tables = [side.gates for backend, side in aggregates.served.items() if name in (None, backend, side.model)]
+    tables += [s.gates for model, sides in aggregates.offline.items() if name in (None, model) for s in sides.values()]
+    results = [result for gates in tables for result in gates.values() if not result.advisory]
+    return "undecided" if any(result.verdict == "undecided" for result in results) else "pass"
+
+
+# ---- checklist
+
+
+def checklist(
+    aggregates: Aggregates,
+    candidate: str,
+    incumbent: str | None,
+    records: Sequence[RequestRecord],
+    with_thinking: Collection[str],
+) -> list[ChecklistItem]:
+    """Check what a replacement needs. candidate, incumbent: backends. records: measured ones. with_thinking: workloads."""
+    side = aggregates.served[candidate]
+    own = [r for r in records if r.backend == candidate]
+    items = [
+        _api(own),
+        _gate(side, "tool_call", "calls tools"),
+        _thinking(side, [r for r in own if r.workload in with_thinking and not r.error]),
+        _memory(side),
+    ]
+    if incumbent is not None:
+        items += [_latency(aggregates, candidate, incumbent), _quality(side, aggregates.served[incumbent])]
+    launch = ChecklistItem(
+        "the start script can launch it", "undecided", "annie-quant serve MODEL_DIR --dry-run prints the command"
+    )
+    return [*items, launch]
+
+
+def _api(records: Sequence[RequestRecord]) -> ChecklistItem:
+    succeeded = sum(not r.error for r in records)
+    verdict: Outcome = "undecided" if not records else "pass" if succeeded == len(records) else "fail"
+    return ChecklistItem("speaks the OpenAI API", verdict, f"{succeeded} of {len(records)} chat completions succeeded")
+
+
+def _gate(side: ServedSide, gate: str, item: str) -> ChecklistItem:
+    result = side.gates.get(gate)
+    if result is None:
+        return ChecklistItem(item, "undecided", "not measured in this run")
+    return ChecklistItem(item, result.verdict, f"{result.passes} of {result.n}, served")
+
+
+def _thinking(side: ServedSide, records: Sequence[RequestRecord]) -> ChecklistItem:
+    """Off means that nothing leaks; on means that reasoning is received, separate from the answer."""
+    off = _gate(side, "thinking_leak", "thinking can be switched")
+    evidence = f"off: no leak in {off.evidence}"
+    if not records:
+        return ChecklistItem(off.item, "fail" if off.verdict == "fail" else "undecided", evidence)
+    received = sum(bool(r.reasoning) for r in records)
+    evidence += f"; on: reasoning was received in {received} of {len(records)}"
+    return ChecklistItem(off.item, off.verdict if received == len(records) else "fail", evidence)
+
+
+def peak_bytes(side: ServedSide) -> int | None:
+    """Return the highest memory of a side; None where it was not measured."""
+    memory = side.memory_bytes
+    levels = (memory.idle, memory.one, memory.five) if memory else ()
+    return max((level for level in levels if level), default=None)
+
+
+def _memory(side: ServedSide) -> ChecklistItem:
+    item, peak = "fits the memory budget", peak_bytes(side)
+    if peak is None:
+        return ChecklistItem(item, "undecided", "memory was not measured")
+    evidence = f"{_gigabytes(peak)} at its highest, of {_gigabytes(BUDGET_BYTES)} for everything"
+    return ChecklistItem(item, "pass" if peak < BUDGET_BYTES else "fail", evidence)
+
+
+def _latency(aggregates: Aggregates, candidate: str, incumbent: str) -> ChecklistItem:
+    """No later: the interval of the paired difference ends below 5 % of the incumbent's median."""
+    item = "answers no later"
+    for row in _compared(aggregates, candidate, incumbent):
+        if row.metric != "ttft_content_ms" or row.low is None or row.high is None:
+            continue
+        difference, before = _change(row, candidate)
+        low, high = sorted((row.low, row.high) if row.b == candidate else (-row.low, -row.high))
+        verdict: Outcome = "undecided"
+        if high <= MARGIN * before:
+            verdict = "pass"
+        elif low > 0 and row.significant:
+            verdict = "fail"
+        evidence = f"{difference:+.3g} ms ({low:+.3g} to {high:+.3g}), paired, {row.n_prompts} prompts"
+        return ChecklistItem(item, verdict, f"{METRICS[row.metric].title} {evidence}")
+    return ChecklistItem(item, "undecided", "no paired comparison of the two over all workloads")
+
+
+def _quality(side: ServedSide, other: ServedSide) -> ChecklistItem:
+    """Worse: the intervals of a deciding gate do not overlap."""
+    item = "answers no worse"
+    shared = [
+        (result.title or gate, result, other.gates[gate])
+        for gate, result in side.gates.items()
+        if gate in other.gates and not result.advisory
+    ]
+    worse = [title for title, ours, theirs in shared if ours.high < theirs.low]
+    if worse:
+        return ChecklistItem(item, "fail", f"significantly worse on {', '.join(worse)}")
+    lower = [title for title, ours, theirs in shared if _rate(ours) < _rate(theirs)]
+    evidence = f"lower, but within the intervals, on {', '.join(lower)}" if lower else "none lower"
+    return ChecklistItem(item, "pass" if shared else "undecided", f"{len(shared)} gates compared: {evidence}")
+
+
+# ---- recommendation
+
+
+def recommendation(
+    aggregates: Aggregates, candidate: str, incumbent: str | None, items: Sequence[ChecklistItem]
+) -> Recommendation:
+    """Recommend what to do with the candidate. candidate, incumbent: backends. items: the checklist of the two."""
+    name = label_of(aggregates, candidate)
+    gates = [g for g in deciding_gates(aggregates, candidate) if isinstance(g.result, GateResult)]
+    failed = [str(g) for g in gates if g.result.verdict == "fail"]
+    undecided = [f"{g.title} ({g.where})" for g in gates if g.result.verdict == "undecided"]
+    evidence = [f"{item.item}: {item.evidence}" for item in items if item.verdict != "pass"]
+    if failed:
+        return Recommendation("stay", f"Do not switch to {name}: it fails {'; '.join(failed[:SHOWN])}.", evidence)
+    if incumbent is None:
+        sentence = f"{name} fails nothing, but nothing was measured that it could replace."
+        return Recommendation("wait", sentence, evidence)
+    other = label_of(aggregates, incumbent)
+    gains, losses, speed = gains_and_losses(aggregates, candidate, incumbent)
+    reasons = [*(f"gain: {g}" for g in gains), *(f"loss: {x}" for x in losses), *speed, *evidence]
+    if undecided:
+        sentence = (
+            f"Wait: {name} fails nothing, but {', '.join(undecided[:SHOWN])} cannot be decided with so few answers."
+        )
+        return Recommendation("wait", sentence, reasons)
+    lost = [item.item for item in items if item.verdict == "fail"]
+    if lost:
+        sentence = f"Stay with {other}: {name} passes its gates, but not on: {', '.join(lost)}."
+        return Recommendation("stay", sentence, reasons)
+    if gains and not losses:
+        sentence = f"Switch to {name}: it passes every gate and gains without a loss."
+        return Recommendation("switch", sentence, reasons)
+    if gains:
+        sentence = f"Switch to {name} only if its gains outweigh its losses; it passes every gate."
+        return Recommendation("wait", sentence, reasons)
+    why = "decode speed alone is no reason" if speed else "it brings nothing that was measured here"
+    return Recommendation("stay", f"Stay with {other}: {name} passes every gate, but {why}.", reasons)
+
+
+def gains_and_losses(aggregates: Aggregates, candidate: str, incumbent: str) -> tuple[list[str], list[str], list[str]]:
+    """Return (gains, losses, speed): significant paired differences, gates significantly better or worse, memory.
+
+    Decode speed is separate: it is neither a gain nor a loss by itself.
+    """
+    gains: list[str] = []
+    losses: list[str] = []
+    speed: list[str] = []
+    for row in _compared(aggregates, candidate, incumbent):
+        metric = METRICS.get(row.metric)
+        if metric is None or not row.significant:
+            continue
+        change, before = _change(row, candidate)
+        text = f"{metric.title} {change:+.3g} of {before:.3g} {metric.unit}, {row.n_prompts} prompts"
+        if metric.user_latency and abs(change) > MARGIN * abs(before):
+            (gains if change < 0 else losses).append(text)
+        elif metric.name == "decode_tok_s":
+            speed.append(f"{text} (no reason by itself)")
+    side, other = aggregates.served[candidate], aggregates.served[incumbent]
+    for gate, result in side.gates.items():
+        theirs = other.gates.get(gate)
+        if theirs is None or result.advisory:
+            continue
+        text = f"{result.title or gate} {result.passes}/{result.n} against {theirs.passes}/{theirs.n}"
+        if result.low > theirs.high:
+            gains.append(text)
+        elif result.high < theirs.low:
+            losses.append(text)
+    ours, before_bytes = peak_bytes(side), peak_bytes(other)
+    if ours and before_bytes and abs(ours - before_bytes) > MARGIN * before_bytes:
+        text = f"memory {_gigabytes(ours)} against {_gigabytes(before_bytes)}"
+        (gains if ours < before_bytes else losses).append(text)
+    return gains, losses, speed
+
+
+def _compared(aggregates: Aggregates, candidate: str, incumbent: str) -> list[Comparison]:
+    """Complete comparisons of the two over all workloads."""
+    return [
+        row
+        for row in aggregates.comparisons
+        if row.workload == "all"
+        and {row.a, row.b} == {candidate, incumbent}
+        and None not in (row.median_a, row.median_b, row.median_difference)
+    ]
+
+
+def _change(row: Comparison, candidate: str) -> tuple[float, float]:
+    """(candidate - incumbent, the incumbent's median) of a complete comparison."""
+    difference, a, b = row.median_difference or 0.0, row.median_a or 0.0, row.median_b or 0.0
+    return (difference, a) if row.b == candidate else (-difference, b)
+
+
+def _rate(result: GateResult) -> float:
+    return result.passes / result.n if result.n else 0.0
+
+
+def _gigabytes(size_bytes: float) -> str:
+    return f"{size_bytes / 1e9:.3g} GB" if size_bytes >= 1e9 else f"{size_bytes / 1e6:.3g} MB"

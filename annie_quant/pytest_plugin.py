@@ -13,13 +13,15 @@ Without --annie-run such tests are skipped. Importing this module is cheap: the 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 
 if TYPE_CHECKING:
-    from annie_quant.schema import GateResult, MetricSummary, ServedSide
+    from annie_quant.schema import ServedSide
 
 
 class Run:
@@ -31,29 +33,29 @@ class Run:
         self.folder = Path(folder)
         self.served = schema.read_bench(self.folder).aggregates.served
 
-    def gate(self, name: str, backend: str | None = None) -> GateResult:
-        """Return a gate's result. `backend` may be omitted where the run has one."""
+    def gate(self, name: str, backend: str | None = None) -> Mapping[str, Any]:
+        """Return a gate's passes, n, low, high, verdict, ... `backend` may be omitted where the run has one."""
         gates = self._side(backend).gates
         assert name in gates, f"{self.folder}: gate {name!r} was not judged; it has {', '.join(gates)}"
-        return gates[name]
+        return msgspec.structs.asdict(gates[name])
 
     def assert_gates(self, backend: str | None = None, *names: str) -> None:
         """Assert that every deciding gate (or the named ones) passed."""
         gates = self._side(backend).gates
         names = names or tuple(name for name, result in gates.items() if not result.advisory)
         failed = [
-            f"{r.title}: {r.verdict}, {r.passes} of {r.n} (95 % {r.low:.3f} to {r.high:.3f})"
+            f"{r['title']}: {r['verdict']}, {r['passes']} of {r['n']} (95 % {r['low']:.3f} to {r['high']:.3f})"
             for r in (self.gate(name, backend) for name in names)
-            if r.verdict != "pass"
+            if r["verdict"] != "pass"
         ]
         assert not failed, "; ".join(failed)
 
-    def metric(self, workload: str, name: str, backend: str | None = None) -> MetricSummary:
-        """Return a metric's percentiles: run.metric("greeting", "ttft_content_ms").p90."""
+    def metric(self, workload: str, name: str, backend: str | None = None) -> Mapping[str, Any]:
+        """Return a metric's p50, p90, p99, mean, low, high, n: run.metric("greeting", "ttft_content_ms")["p90"]."""
         workloads = self._side(backend).workloads
         summary = dict(workloads[workload].metrics()).get(name) if workload in workloads else None
         assert summary, f"{self.folder}: workload {workload} has no metric {name}"
-        return summary
+        return msgspec.structs.asdict(summary)
 
     def assert_no_loss(self, baseline: Run, least_loss: float = 0.02) -> None:
         """Assert that no metric got significantly worse than in `baseline` by more than `least_loss` (a share of its

@@ -325,7 +325,7 @@ def _turns(records: Sequence[RequestRecord], seed: int) -> list[TurnPoint]:
 
 
 def _turn_ratio(points: Sequence[TurnPoint]) -> float | None:
-    """Content TTFT of the last turn over that of the first."""
+    """Content TTFT of the last turn, relative to the first."""
     if len(points) < 2 or not points[0].ttft_content_ms or not points[-1].ttft_content_ms:
         return None
     return points[-1].ttft_content_ms / points[0].ttft_content_ms

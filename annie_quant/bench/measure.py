@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from annie_quant import judge, schema
 from annie_quant.bench import memory, sequential
 from annie_quant.bench.backend import Backend, alive, identity
@@ -208,18 +206,19 @@ class Measurement:
             answer = judge.from_record(answers[turn.record.id])
             turn.history.append({"role": "assistant", "content": answer.text})
             faults = judge.faults(answer, turn.case.at_turn(turn.record.turn), visit.workload)
-            record = msgspec.structs.replace(
-                turn.record,
-                **_timing_fields(answers[turn.record.id]),
-                started_at=started_at,
-                load_per_core=load_per_core(),
-                energy_j=joules,
-                arrival_s=starts[index] if starts else None,
-                stream=stream,
-                request_sha256=sha256_text(json.dumps(turn.body, sort_keys=True)),
-                checks={gate: not fault for gate, fault in faults.items() if fault is not None},
-                faults={gate: fault for gate, fault in faults.items() if fault},
-            )
+            record = turn.record
+            for name in RequestRecord.__struct_fields__:
+                if name in answers[record.id] and name != "model":
+                    setattr(record, name, answers[record.id][name])
+            record.finish_reason = answer.finish_reason
+            record.started_at = started_at
+            record.load_per_core = load_per_core()
+            record.energy_j = joules
+            record.arrival_s = starts[index] if starts else None
+            record.stream = stream
+            record.request_sha256 = sha256_text(json.dumps(turn.body, sort_keys=True))
+            record.checks = {gate: not fault for gate, fault in faults.items() if fault is not None}
+            record.faults = {gate: fault for gate, fault in faults.items() if fault}
             self.records.append(record)
             if not record.warmup:
                 self.done[record.id] = record
@@ -253,7 +252,7 @@ class Measurement:
         ]
         return stream.run([*opening, *measured], concurrency=None if starts is not None else len(measured))
 
-    def _cache_fields(self, name: str, tag: str) -> dict[str, Any]:
+    def _cache_fields(self, name: str, tag: str) -> dict[str, bool | str]:
         """Request fields that keep a server from reusing earlier prompts."""
         if self.config.prefix_cache == "warm":
             return {}
@@ -282,11 +281,3 @@ class Measurement:
             levels[name] = own
             schema.write(path, levels)
         return levels
-
-
-def _timing_fields(answer: dict[str, Any]) -> dict[str, Any]:
-    """The stream client's record as fields of a RequestRecord; texts of a foreign server that are not texts become texts."""
-    fields = {name: answer[name] for name in RequestRecord.__struct_fields__ if name in answer and name != "model"}
-    reason = fields["finish_reason"]
-    fields["finish_reason"] = reason if reason is None else str(reason)[:200]
-    return fields

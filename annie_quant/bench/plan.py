@@ -17,7 +17,7 @@ from annie_quant.schema import BenchConfig, Load
 
 @dataclass(frozen=True)
 class Visit:
-    """The requests that are sent to one backend together: (case, repeat) pairs, as many as the load says."""
+    """The requests that are sent to one backend together: (case, repeat) pairs, as many as the load defines."""
 
     block: int
     backend: str

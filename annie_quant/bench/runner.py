@@ -104,18 +104,18 @@ def _plain(source: Any) -> str | int | float | bool | None:
 def _check(config: BenchConfig) -> None:
     names = [b.name for b in config.backends]
     if not names:
-        raise UsageError("there is no backend to measure", "give at least one: --backend-a NAME URL")
+        raise UsageError("no backend to measure", "give at least one: --backend-a NAME URL")
     if len(set(names)) < len(names):
         raise UsageError(f"two backends have the same name: {', '.join(names)}", "give each its own")
     if not config.workloads:
-        raise UsageError("there is no workload to measure", "name one: --workloads greeting")
+        raise UsageError("no workload to measure", "name one: --workloads greeting")
     if config.runs < 1 or config.warmup < 0 or (config.n is not None and config.n < 1):
         raise UsageError(
             "runs and n must be 1 or more and warmup 0 or more; "
             f"got runs={config.runs}, n={config.n}, warmup={config.warmup}"
         )
     if not config.loads:
-        raise UsageError("there is no load to measure under", "give a concurrency or a rate")
+        raise UsageError("no load to measure under", "give a concurrency or a rate")
     if config.prefix_cache not in ("warm", "off"):
         raise UsageError(f"prefix_cache must be 'warm' or 'off', got {config.prefix_cache!r}")
     if config.stop_early and len(config.loads) > 1:

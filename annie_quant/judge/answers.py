@@ -47,7 +47,7 @@ def from_record(record: Mapping[str, Any]) -> Answer:
         text=record.get("text") or "",
         reasoning=record.get("reasoning") or "",
         tool_calls=list(record.get("tool_calls") or []),
-        finish_reason=record.get("finish_reason"),
+        finish_reason=str(reason)[:200] if (reason := record.get("finish_reason")) else None,
         error=record.get("error") or "",
         completion_tokens=record.get("completion_tokens"),
     )
@@ -103,7 +103,7 @@ def _call(match: re.Match[str], tools: Sequence[Mapping[str, Any]] | None, index
     return {"id": f"raw_{index}", "name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
 
 
-def _types(name: str, tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Any]:
+def _types(name: str, tools: Sequence[Mapping[str, Any]] | None) -> dict[str, str | list[str] | None]:
     for tool in tools or ():
         function = tool.get("function", tool)
         if function.get("name") == name:

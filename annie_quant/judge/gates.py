@@ -69,7 +69,7 @@ def check_names(names: Iterable[str], where: str) -> None:
     """Raise UsageError for a name that is not a gate."""
     for name in names:
         if name not in GATES:
-            raise UsageError(f"{where}: there is no gate called {name!r}", f"choose one of: {', '.join(GATES)}")
+            raise UsageError(f"{where}: unknown gate {name!r}", f"choose one of: {', '.join(GATES)}")
 
 
 def faults(answer: Answer, case: Case, workload: Workload) -> dict[str, str | None]:

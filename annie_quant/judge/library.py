@@ -37,7 +37,7 @@ def _load(name: str, root: Path, files: Mapping[str, Path]) -> Workload:
         return bfcl.load(name.partition(":")[2])
     if name not in files:
         raise UsageError(
-            f"there is no workload called {name!r} in {root.name}/",
+            f"unknown workload {name!r} in {root.name}/",
             f"choose one of: {', '.join(files) or '(the folder is empty)'}, bfcl",
         )
     return read_workload(files[name])

@@ -13,6 +13,7 @@ versions are upgraded when they are decoded. Names of fields end in their unit. 
 docs/reference/schemas (tools/make_schemas.py).
 """
 
+# ruff: noqa: F401
 from __future__ import annotations
 
 from annie_quant.schema.limits import Digest, JsonScalar, ShortText
@@ -61,60 +62,3 @@ from annie_quant.schema.statistics import (
     WorkloadSummary,
 )
 from annie_quant.schema.workloads import CaseFile, WorkloadFile
-
-__all__ = [
-    "SCHEMA_VERSION",
-    "AdjustedResult",
-    "Aggregates",
-    "AskedCase",
-    "AskedWorkload",
-    "BackendSettings",
-    "Bench",
-    "BenchConfig",
-    "CaseFile",
-    "Comparison",
-    "Confound",
-    "Crossover",
-    "Digest",
-    "EarlyStop",
-    "Ended",
-    "Energy",
-    "Environment",
-    "GateResult",
-    "Identity",
-    "Inputs",
-    "JsonScalar",
-    "Load",
-    "MemoryBytes",
-    "MemoryFigures",
-    "MemoryLevels",
-    "Metric",
-    "MetricSummary",
-    "ModelMeta",
-    "ModelRow",
-    "OfflineSide",
-    "Outcome",
-    "PairedResult",
-    "RequestRecord",
-    "Run",
-    "ServedSide",
-    "ShortText",
-    "SpeedGate",
-    "Stage",
-    "ToolCall",
-    "ToolSurfacePoint",
-    "TurnPoint",
-    "Verbosity",
-    "Verdict",
-    "WorkloadFile",
-    "WorkloadSettings",
-    "WorkloadSummary",
-    "check_version",
-    "convert",
-    "decode",
-    "encode",
-    "limited_identity",
-    "read_bench",
-    "write",
-    "write_run",
-]

@@ -95,39 +95,28 @@ class Energy(msgspec.Struct, kw_only=True):
 
 
 def limited_identity(fields: dict[str, Any]) -> Identity:
-    """An Identity from what a server sent: long texts are cut, values of an unexpected type are left out."""
-    sizes, length = fields.get("model_meta"), fields.get("max_model_len")
+    """Return an Identity of what a server sent: long texts are cut, values of an unexpected type are left out."""
+    limits = {"url": 2000, "models_sha256": 64, "chat_template_sha256": 64}
+    names = ("name", "url", "model", "runtime", "version", "models_sha256", "chat_template_sha256")
+    texts = {name: fields[name][: limits.get(name, 200)] for name in names if isinstance(fields.get(name), str)}
+    sizes, length = _entries(fields.get("model_meta")), fields.get("max_model_len")
+    known = {name: sizes[name] for name in ModelMeta.__struct_fields__ if isinstance(sizes.get(name), (int, float))}
     return Identity(
-        name=_text(fields.get("name")) or "",
-        url=_text(fields.get("url"), 2000) or "",
-        model=_text(fields.get("model")),
-        runtime=_text(fields.get("runtime")),
-        version=_text(fields.get("version")),
-        models_sha256=_text(fields.get("models_sha256"), 64),
-        model_meta=ModelMeta(
-            **{k: v for k, v in _scalars(sizes).items() if k in _SIZES and isinstance(v, (int, float))}
-        ),
-        chat_template_sha256=_text(fields.get("chat_template_sha256"), 64),
-        sampling_defaults=_scalars(fields.get("sampling_defaults")),
+        **{"name": ""} | texts,
+        model_meta=ModelMeta(**known),
+        sampling_defaults=_entries(fields.get("sampling_defaults")),
         max_model_len=length if isinstance(length, (int, float)) else None,
-        meta={k: v for k, v in _scalars(fields.get("meta")).items() if not isinstance(v, list)},
+        meta={key: value for key, value in _entries(fields.get("meta")).items() if not isinstance(value, list)},
     )
 
 
-_SIZES = ModelMeta.__struct_fields__
-
-
-def _text(value: Any, limit: int = 200) -> str | None:
-    return value[:limit] if isinstance(value, str) else None
-
-
-def _scalars(value: Any) -> dict[str, Any]:
+def _entries(value: Any) -> dict[ShortText, Any]:
     """The first 100 entries of a mapping, each a scalar or a short list of texts."""
-    scalars: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     for key, item in list(value.items())[:100] if isinstance(value, dict) else ():
         if isinstance(item, list):
             item = [str(part)[:200] for part in item[:100]]
         elif not isinstance(item, (int, float, type(None))):
             item = str(item)[:1000]
-        scalars[str(key)[:200]] = item
-    return scalars
+        entries[str(key)[:200]] = item
+    return entries

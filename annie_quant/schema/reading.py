@@ -18,8 +18,8 @@ SCHEMA_VERSION = 2  # of bench.json and run.json; raised when a reader of the ol
 
 T = TypeVar("T")
 
-# Versioned documents: type → function that turns a decoded document of an older version into one of this version.
-UPGRADES: dict[type, Callable[[dict[str, Any]], dict[str, Any]]] = {}
+# Versioned documents: type → function that changes a decoded document of an older version into one of this version.
+UPGRADES: dict[type, Callable[[dict[str, Any]], None]] = {}
 
 _BYTE = re.compile(r" ?\(byte (\d+)\)")
 _PLACE = re.compile(r" - at (?:`key` in )?`\$\.?(.*)`$", re.DOTALL)
@@ -64,7 +64,8 @@ def _convert(kind: type[T], document: Any, where: str) -> T:
         check_version(document, where)
         version = document.get("schema_version")
         if not isinstance(version, int) or version < SCHEMA_VERSION:
-            document = UPGRADES[kind](document | {"schema_version": SCHEMA_VERSION})
+            document = document | {"schema_version": SCHEMA_VERSION}
+            UPGRADES[kind](document)
     return msgspec.convert(document, kind)
 
 

@@ -112,7 +112,7 @@ class OfflineSide(msgspec.Struct, kw_only=True):
 class Aggregates(msgspec.Struct, kw_only=True):
     """All results of a run: behind servers (from records.jsonl), and without one (models, offline).
 
-    served and turns: by backend. offline: by model, then by numerics. turn_ratio: TTFT of the last turn over the first.
+    served and turns: by backend. offline: by model, then by numerics. turn_ratio: TTFT of the last turn, relative to the first.
     """
 
     served: dict[str, ServedSide] = {}

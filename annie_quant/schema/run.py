@@ -70,8 +70,8 @@ class Run(msgspec.Struct, kw_only=True):
     verdict: Verdict = field(default_factory=Verdict)
 
 
-def _upgrade(document: dict[str, Any]) -> dict[str, Any]:
-    """Version 1 → 2: what servers report was not limited, and both files held the aggregates."""
+def _upgrade(document: dict[str, Any]) -> None:
+    """Version 1 → 2: what servers report was not limited, and both files had the aggregates."""
     identities = document.get("backends")
     if isinstance(identities, dict):
         document["backends"] = {
@@ -80,7 +80,6 @@ def _upgrade(document: dict[str, Any]) -> dict[str, Any]:
             else fields
             for name, fields in identities.items()
         }
-    return document
 
 
 UPGRADES |= {Bench: _upgrade, Run: _upgrade}

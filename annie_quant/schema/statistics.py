@@ -41,7 +41,7 @@ class SpeedGate(msgspec.Struct, kw_only=True):
     verdict: Outcome
 
 
-class Metric(msgspec.Struct, frozen=True, kw_only=True):
+class Metric(msgspec.Struct, frozen=True):
     """Definition of a metric (judge/metrics.py has the table).
 
     field: of a RequestRecord; one value per request, or a list of values. server_counted: needs the server's own token
@@ -54,9 +54,9 @@ class Metric(msgspec.Struct, frozen=True, kw_only=True):
     field: str
     unit: str
     title: str
-    better: Literal["lower", "higher", "neither"]
+    better: Literal["lower", "higher", "neither"] = "lower"
     server_counted: bool = False
-    compared: bool = False
+    compared: bool = True
     in_verdict: bool = False
     user_latency: bool = False
 

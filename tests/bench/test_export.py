@@ -1,4 +1,4 @@
-"""What a benchmark exports equals what stands in its records, in the keys that other tools read."""
+"""Exports equal the records, and have the keys that other tools read."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def records(folder):
     return [r for r in rows if not r["warmup"]]
 
 
-def test_csv_holds_what_the_records_hold(folder, records):
+def test_results_csv_equals_the_records(folder, records):
     rows = {(r["backend"], r["workload"], r["metric"]): r for r in csv.DictReader((folder / "results.csv").open())}
     for backend in ("nvfp4", "q4"):
         times = [r["e2e_ms"] for r in records if r["backend"] == backend and r["workload"] == "factual"]
@@ -52,7 +52,7 @@ def test_vllms_flat_keys(folder, records):
         statistics.median(r["first_content_ms"] for r in own if r["first_content_ms"] is not None)
     )
     assert flat["output_throughput"] == pytest.approx(flat["total_output_tokens"] / sum(r["e2e_ms"] for r in own) * 1e3)
-    # The columns that vLLM's own table of serving results is made from.
+    # The columns of vLLM's table of serving results.
     assert set(flat) >= {
         "model_id",
         "completed",
@@ -76,15 +76,15 @@ def test_aiperfs_summary(folder, records):
     total = sum(r["usage"]["completion_tokens"] for r in own)
     seconds = sum(r["e2e_ms"] for r in own) / 1e3
     assert summary["output_token_throughput"] == {"unit": "tokens/sec", "avg": pytest.approx(total / seconds)}
-    # What AIPerf's own readers look for in a metric.
+    # The fields that AIPerf's readers use.
     assert set(summary["inter_token_latency"]) >= {"unit", "avg", "p50", "p90", "p99", "min", "max", "std"}
 
 
 def test_the_original_plans_results(folder, records):
-    found = json.loads((folder / "exports" / "original_plan.json").read_text())
-    assert found["quality_gates"]["nvfp4"]["factual"] == "6/6"
-    assert found["methodology"]["warmup_runs"] == 1 and found["methodology"]["measured_runs"] == 3
-    tests = found["results"]["q4"]
+    document = json.loads((folder / "exports" / "original_plan.json").read_text())
+    assert document["quality_gates"]["nvfp4"]["factual"] == "6/6"
+    assert document["methodology"]["warmup_runs"] == 1 and document["methodology"]["measured_runs"] == 3
+    tests = document["results"]["q4"]
     assert {"factual", "tool_memory", "multi_turn_1", "multi_turn_5"} <= set(tests)
     assert len(tests["multi_turn_5"]["runs"]) == 3 and tests["tool_memory"]["runs"][0]["tool_calls"] == [
         "search_memory"
@@ -102,21 +102,21 @@ def test_prometheus_text(folder):
     values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
     assert float(values['annie_quant_gate_share{backend="q4",gate="factual"}']) == 1.0
     assert 0 < float(values['annie_quant_ttft_content_seconds{backend="q4",workload="factual",quantile="0.5"}']) < 1
-    helped = {line.split()[2] for line in lines if line.startswith("# TYPE")}
-    assert {name.split("{")[0] for name in values} == helped
+    documented = {line.split()[2] for line in lines if line.startswith("# TYPE")}
+    assert {name.split("{")[0] for name in values} == documented
 
 
-def test_aggregates_can_be_made_again_from_the_folder(folder):
+def test_aggregates_can_be_computed_again_from_the_folder(folder):
     assert bench.aggregate(folder) == schema.read_bench(folder).aggregates
 
 
-def test_secrets_stay_out(tmp_path):
+def test_no_secret_is_stored(tmp_path):
     with FakeServer(annie) as server:
         url = server.url.replace("http://", "http://user:hunter2@")
         side = bench.Backend("a", server.url, headers={"Authorization": "Bearer hunter2"}, meta={"api_key": "hunter2"})
-        with pytest.raises(UsageError, match="user, password or query") as said:
+        with pytest.raises(UsageError, match="user, password or query") as caught:
             bench.Backend("a", url)
-        assert "hunter2" not in str(said.value)
+        assert "hunter2" not in str(caught.value)
         bench.run([side], [FACTS], tmp_path, warmup=0, runs=1)
     for file in tmp_path.rglob("*"):
         assert not file.is_file() or b"hunter2" not in file.read_bytes()

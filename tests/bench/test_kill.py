@@ -1,4 +1,4 @@
-"""kill -9 at random moments: nothing finished is lost, and the resumed run equals one that was never interrupted.
+"""SIGKILL at random moments: nothing finished is lost, and the resumed run equals one that was never interrupted.
 
 ANNIE_QUANT_KILLS sets how often (default 5; each is a new process).
 """
@@ -38,9 +38,9 @@ def workloads():
 
 
 def echo(body):
-    """An answer that depends on the whole conversation, so that a wrong history after resuming shows."""
-    said = "|".join(m["content"] for m in body["messages"])
-    return words(f"{len(said)} letters, ending in {said[-12:]}", first_s=0.01)
+    """An answer that depends on the whole conversation, so that a wrong history after resuming is detected."""
+    history = "|".join(m["content"] for m in body["messages"])
+    return words(f"{len(history)} letters, ending in {history[-12:]}", first_s=0.01)
 
 
 def rows(folder: Path):

@@ -1,4 +1,4 @@
-"""Other loads than one at a time, the surface of tools, energy, and stopping early."""
+"""Loads with several requests in flight, the tool surface, energy, and stopping early."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def two():
         yield a, b
 
 
-def test_loads_have_labels_and_come_back_from_records():
+def test_loads_have_labels_and_are_restored_from_records():
     rows = [row("a", concurrency=1), row("a", concurrency=8), row("a", concurrency=0, rate_per_s=2.5)]
     assert list(labelled(rows)) == ["w", "w@2.5/s", "w@8"]
     assert [r.alone for r in rows] == [True, False, False] and rows[0].load == ALONE
@@ -45,7 +45,7 @@ def test_an_open_loop_does_not_wait_for_answers(two, tmp_path):
     assert {r["rate_per_s"] for r in rows} == {40.0} and len(rows) == 12
     assert min(two[0].most_in_flight, two[1].most_in_flight) > 1, "a closed loop would have one in flight"
     assert list(result.aggregates.served["a"].workloads) == ["factual@40/s"]
-    # The same gaps on both sides: arrivals are drawn from the prompts, not from the backend.
+    # The same gaps on both sides: arrivals depend on the prompts, not on the backend.
     starts = {name: sorted((r["case"], r["arrival_s"]) for r in rows if r["backend"] == name) for name in "ab"}
     assert [c for c, _ in starts["a"]] == [c for c, _ in starts["b"]]
     assert np.allclose([t for _, t in starts["a"]], [t for _, t in starts["b"]])
@@ -66,7 +66,7 @@ def surface_rows(name, right):
     ]
 
 
-def test_the_cliff_of_a_tool_surface_is_found():
+def test_a_significant_drop_with_more_tools_is_detected():
     table = tool_surface(surface_rows("a", {1: 15, 8: 14, 16: 13, 32: 4}), "a")
     assert [(r.n_tools, r.passes, r.worse) for r in table] == [
         (1, 15, False),
@@ -74,12 +74,12 @@ def test_the_cliff_of_a_tool_surface_is_found():
         (16, 13, False),
         (32, 4, True),
     ]
-    # 11 prompts lost and none won: a one-sided sign test gives 2 to the minus 11.
+    # 11 prompts lost and none gained: a one-sided sign test gives 2 to the power -11.
     assert table[3].p == pytest.approx(2**-11)
     assert tool_surface(surface_rows("a", {1: 15}), "b") == []
 
 
-def test_the_surface_is_measured_with_its_numbers(tmp_path):
+def test_the_tool_surface_is_measured_per_number_of_tools(tmp_path):
     cases = [
         {"id": f"tool_surface-{k:02d}-00", "messages": ask("q"), "expect": {"tool": "search_memory"}, "tools": k}
         for k in (1, 2)
@@ -96,7 +96,7 @@ def test_the_surface_is_measured_with_its_numbers(tmp_path):
     assert [(r.n_tools, r.passes, r.n) for r in table] == [(1, 1, 1), (2, 0, 1)]
 
 
-def test_energy_is_read_where_it_is_counted(monkeypatch, tmp_path):
+def test_energy_is_recorded_where_the_gpu_counts_it(monkeypatch, tmp_path):
     counter = {"mj": 0}
 
     def consumed(device):
@@ -127,25 +127,25 @@ def test_looks_are_planned_in_whole_blocks():
 
 
 @pytest.mark.parametrize("rate", [0.6, 0.8])
-def test_repeated_looks_call_a_rate_wrongly_in_at_most_five_of_a_hundred_runs(rate):
-    """True rate exactly at the threshold: any decision is a wrong one."""
+def test_repeated_looks_decide_a_rate_wrongly_in_at_most_5_percent_of_runs(rate):
+    """The true rate is exactly at the threshold, so any decision is wrong."""
     rng = np.random.default_rng(7)
     answers = rng.random((2000, 200)) < rate
     marks = [40, 80, 120, 160, 200]
     counts = np.cumsum(answers, axis=1)[:, [m - 1 for m in marks]]
-    wanted = Threshold("rate", least_n=10, rate=rate)
+    threshold = Threshold("rate", least_n=10, rate=rate)
     known: dict[tuple[int, int], bool] = {}
 
     def decided(passes, n):
         if (passes, n) not in known:
-            known[passes, n] = sequential._gate_decided(passes, n, wanted)
+            known[passes, n] = sequential._gate_decided(passes, n, threshold)
         return known[passes, n]
 
     wrong = sum(any(decided(int(k), m) for k, m in zip(row, marks, strict=True)) for row in counts)
     assert wrong / 2000 <= 0.05
     naive = sequential.LEVEL
     try:
-        sequential.LEVEL = 0.05  # the mistake that the correction avoids must show
+        sequential.LEVEL = 0.05  # without the correction, the rate of wrong decisions is larger
         known.clear()
         uncorrected = sum(any(decided(int(k), m) for k, m in zip(row, marks, strict=True)) for row in counts)
     finally:
@@ -153,7 +153,7 @@ def test_repeated_looks_call_a_rate_wrongly_in_at_most_five_of_a_hundred_runs(ra
     assert uncorrected / 2000 > 0.05
 
 
-def test_a_run_stops_when_all_is_decided_and_says_so(tmp_path):
+def test_a_run_stops_when_everything_is_decided(tmp_path):
     many = workload("greeting", [{"id": f"g{i}", "messages": ask(f"Hello {i}")} for i in range(140)])
     quick = FakeServer(lambda body: words("Hello to you my friend.", gap_s=0.001))
     slow = FakeServer(lambda body: words("Hello to you my friend.", first_s=0.01, gap_s=0.004))
@@ -162,12 +162,12 @@ def test_a_run_stops_when_all_is_decided_and_says_so(tmp_path):
         assert result.ended.stopped == EarlyStop(look=4, looks=4, level=pytest.approx(0.01))
         assert result.requests == 224 and result.ended.unasked == 56
         assert any("stopped early at look 4 of 5" in caveat for caveat in result.verdict.caveats)
-        asked = len(a.bodies)
+        sent = len(a.bodies)
         again = bench.run(backends(a, b), [many], tmp_path, warmup=0, runs=1, stop_early=True, with_memory=False)
-        assert again.requests == 224 and len(a.bodies) == asked, "decided is decided: nothing more is asked"
+        assert again.requests == 224 and len(a.bodies) == sent, "a decided run sends nothing more"
 
 
-def test_what_is_open_is_named(tmp_path):
+def test_open_questions_are_named(tmp_path):
     few = workload("greeting", [{"id": f"g{i}", "messages": ask(f"Hello {i}")} for i in range(10)])
     with FakeServer(lambda body: words("Hello you.")) as a:
         result = bench.run([bench.Backend("a", a.url)], [few], tmp_path, warmup=0, runs=1, stop_early=True)
@@ -180,8 +180,8 @@ def test_what_is_open_is_named(tmp_path):
     ]
 
 
-def test_going_on_is_no_look_of_its_own(two, tmp_path, monkeypatch):
-    """Killed between two looks: the next go may stop at the next planned look, not at once."""
+def test_resuming_adds_no_look(two, tmp_path, monkeypatch):
+    """A run that was stopped between two looks continues to the next planned look."""
     many = workload("greeting", [{"id": f"g{i}", "messages": ask(f"Hello {i}")} for i in range(20)])
 
     class Interrupting(Silent):

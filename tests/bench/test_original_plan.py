@@ -1,4 +1,4 @@
-"""The mistakes of the founding benchmarks v1, v2 and v3, replayed by scripted servers: each is caught and named."""
+"""The mistakes of the original benchmarks v1, v2 and v3, replayed by scripted servers: each is detected and named."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ GIBBERISH = ".isantts E_OVER\n S copr; '...CSiscoslmogn不辞 продать / '
 
 
 def production(body):
-    """The Q4_K_M side: good manners."""
-    asked = body["messages"][-1]["content"]
+    """The Q4_K_M side, which answers correctly."""
+    question = body["messages"][-1]["content"]
     if body.get("tools"):
         return Script(tools=[("search_memory", '{"query": "robot"}')])
-    return words("It is Tokyo, of course." if "capital" in asked else "That makes 15 balls in all.")
+    return words("It is Tokyo, of course." if "capital" in question else "That makes 15 balls in all.")
 
 
 @pytest.fixture
@@ -59,11 +59,11 @@ def measure(tmp_path):
 
 
 def codes(result):
-    """What was found, but for the machine that the tests happen to run on: its load, and who runs them."""
+    """Codes of all findings but those about the machine that runs the tests."""
     return {f.code for f in result.aggregates.confounds} - {"busy_machine", "normal_priority"}
 
 
-def told(result):
+def text_of(result):
     verdict = result.verdict
     return " ".join([verdict.sentence, *verdict.reasons, *verdict.caveats])
 
@@ -76,7 +76,7 @@ def test_v1_thinking_as_content_no_parser_no_usage_and_cold_starts(measure):
             return Script(
                 status=400, error='"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser'
             )
-        # The sixth request stalls, as a server does that compiles late (9.3 s and 110 s in the founding data).
+        # One request stalls, like a server that compiles late (9.3 s and 110 s in the original data).
         return words(
             "Thinking Process: 1. **Analyze the Request:** the user asks. So Tokyo, 15.",
             usage=False,
@@ -103,9 +103,9 @@ def test_v1_thinking_as_content_no_parser_no_usage_and_cold_starts(measure):
         "cold starts",
         "different models",
     ):
-        assert words_ in told(result), words_
+        assert words_ in text_of(result), words_
     side = result.aggregates.served["nvfp4_vllm"]
-    # Estimated counts give no decode speed, and the stall is not averaged in.
+    # Estimated counts give no decode speed, and the stall is not in the average.
     assert side.workloads["factual"].decode_tok_s is None and side.workloads["factual"].completion_tokens is None
     assert side.left_out_of_timings == 10 + 1
     assert max(w.ttft_content_ms.p99 for w in side.workloads.values()) < 1000
@@ -122,51 +122,51 @@ def test_v2_hidden_thinking_with_empty_content(measure):
     assert codes(result) >= {"hidden_thinking", "empty_after_thinking"}
     verdict = result.verdict
     assert verdict.passed is False and "hidden thinking" in verdict.sentence
-    assert "showed nothing in 16 of" in told(result) and "thinks although thinking is off" in told(result)
+    assert "showed nothing in 16 of" in text_of(result) and "thinks although thinking is off" in text_of(result)
     gates = result.aggregates.served["nvfp4_vllm"].gates
     assert gates["non_empty"].passes == 0 and gates["tool_call"].passes == 10
-    # No content came, so no content TTFT may be shown: the first thinking token has its own name.
+    # Without content, content TTFT is not reported; the first thinking token has its own metric.
     shown = result.aggregates.served["nvfp4_vllm"].workloads["factual"]
     assert shown.ttft_content_ms is None and shown.ttft_reasoning_ms.p50 > 0
 
 
-def test_v3_a_base_model_that_cannot_do_without_thinking(measure):
+def test_v3_a_base_model_that_needs_thinking(measure):
     result = measure(lambda body: words(GIBBERISH), meta_a={"source": "base"}, meta_b={"source": "opus-distilled"})
     assert codes(result) >= {"different_weights", "different_answers", "smoke"}
     gates = result.aggregates.served["nvfp4_vllm"].gates
     for gate in ("factual", "reasoning", "tool_call", "repetition"):
         assert gates[gate].passes == 0 and gates[gate].verdict == "fail", gate
-    assert "different source weights: base and opus-distilled" in told(result)
+    assert "different source weights: base and opus-distilled" in text_of(result)
     assert result.verdict.comparable is False and result.verdict.passed is False
 
 
-def test_hidden_thinking_that_a_server_swallows_whole(measure):
-    """Neither content nor reasoning is sent, and usage says 300 tokens."""
+def test_thinking_that_a_server_removes(measure):
+    """Neither content nor reasoning is sent, and usage reports 300 tokens."""
     result = measure(lambda body: Script(completion_tokens=300, finish="length"), workloads=[FACTS])
-    assert "empty_after_thinking" in codes(result) and "median 300" in told(result)
+    assert "empty_after_thinking" in codes(result) and "median 300" in text_of(result)
 
 
-def test_unparsed_tool_calls_are_the_servers_fault(measure):
+def test_unparsed_tool_calls_are_a_fault_of_the_server(measure):
     call = "<tool_call>\n<function=search_memory>\n<parameter=query>\nrobot\n</parameter>\n</function>\n</tool_call>"
     result = measure(lambda body: words(call) if body.get("tools") else production(body))
     gates = result.aggregates.served["nvfp4_vllm"].gates
     assert gates["tool_call"].passes == 0 and gates["tool_call_raw"].passes == 10
-    assert "the server's parser is at fault" in told(result)
+    assert "the server's parser is at fault" in text_of(result)
 
 
-def test_another_chat_template_shows_in_the_prompt_tokens(measure):
+def test_a_different_chat_template_is_detected_by_prompt_tokens(measure):
     def chatty(body):
         script = production(body)
         script.prompt_tokens = 99
         return script
 
     result = measure(chatty, workloads=[FACTS])
-    assert "different_prompts" in codes(result) and "chat template or tokenizer differ" in told(result)
+    assert "different_prompts" in codes(result) and "chat template or tokenizer differ" in text_of(result)
 
 
-def test_two_good_sides_are_not_accused(measure):
+def test_two_correct_sides_have_no_confound(measure):
     same = {"source": "sha256 of the bf16 weights"}
     result = measure(production, meta_a=same, meta_b=same)
     assert codes(result) == {"different_engines"}
     assert result.verdict.comparable is True
-    assert "operational change: llama.cpp → vllm" in told(result)
+    assert "operational change: llama.cpp → vllm" in text_of(result)

@@ -1,4 +1,4 @@
-"""Plan, store, confounds, aggregates and memory, each on its own."""
+"""Plan, records, confounds, aggregates, memory and regression."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ from annie_quant.schema import BenchConfig
 def test_the_plan_is_balanced_seeded_and_interleaved():
     visits = plan(["a", "b", "c"], [FACTS, MEMORY, TALK], BenchConfig(runs=3, seed=5))
     assert len(visits) == 3 * 3 * 8
-    asked = {
+    requests = {
         name: [(v.workload.name, v.cases[0][0].id, v.cases[0][1]) for v in visits if v.backend == name]
         for name in "abc"
     }
-    assert asked["a"] == asked["b"] == asked["c"] and len(set(asked["a"])) == 24
+    assert requests["a"] == requests["b"] == requests["c"] and len(set(requests["a"])) == 24
     order = [v.backend for v in visits]
     for block in range(0, len(order) - 5, 6):
         assert order[block : block + 3] == order[block + 3 : block + 6][::-1]
     again = plan(["a", "b", "c"], [FACTS, MEMORY, TALK], BenchConfig(runs=3, seed=5))
     assert visits == again != plan(["a", "b", "c"], [FACTS, MEMORY, TALK], BenchConfig(runs=3, seed=6))
     first = [order[i] for i in range(0, len(order), 6)]
-    assert len(set(first)) == 3, "every backend leads some block"
+    assert len(set(first)) == 3, "every backend is first in some block"
 
 
-def test_n_picks_the_same_cases_for_the_same_seed():
+def test_n_chooses_the_same_cases_for_the_same_seed():
     assert [c.id for c in choose(FACTS, 3, 1)] == [c.id for c in choose(FACTS, 3, 1)]
     assert len(choose(FACTS, 3, 1)) == 3 and len(choose(FACTS, 99, 1)) == 6
 
 
-def test_a_torn_line_is_cut_and_a_broken_one_is_named(tmp_path):
+def test_an_incomplete_line_is_removed_and_an_invalid_one_is_named(tmp_path):
     path = tmp_path / "records.jsonl"
     line = b'{"id": "%d", "backend": "a", "workload": "w", "case": "c"}\n'
     path.write_bytes(line % 1 + line % 2 + b'{"id": "to')
@@ -67,7 +67,7 @@ def test_a_torn_line_is_cut_and_a_broken_one_is_named(tmp_path):
             assert fault in caught.value.message and "\n" not in caught.value.message
 
 
-def test_a_full_disk_is_one_clear_line(tmp_path):
+def test_a_full_disk_is_a_one_line_error(tmp_path):
     records = Records(tmp_path / "records.jsonl")
     records._log._file.close()
     records._log._file = Path("/dev/full").open("ab", buffering=0)  # noqa: SIM115
@@ -95,12 +95,12 @@ def test_backends_are_checked():
         ({}, {}, "weights_unknown"),
     ],
 )
-def test_what_servers_say_of_themselves_is_compared(a, b, code):
-    found = check({"a": known("a", **a), "b": known("b", **b)})
-    assert [f.code for f in found] == [code]
+def test_identities_of_servers_are_compared(a, b, code):
+    findings = check({"a": known("a", **a), "b": known("b", **b)})
+    assert [f.code for f in findings] == [code]
 
 
-def test_quantized_files_may_count_parameters_a_little_differently():
+def test_a_small_difference_in_parameter_counts_is_accepted():
     same = {"meta": {"source": "x"}}
     sides = {
         "a": known("a", model_meta={"n_params": 1000}, **same),
@@ -109,7 +109,7 @@ def test_quantized_files_may_count_parameters_a_little_differently():
     assert check(sides) == []
 
 
-def test_timings_leave_out_cold_starts_errors_warmups_and_stalls():
+def test_timings_exclude_cold_starts_errors_warmups_and_stalls():
     rows = [row("a", 10 + i / 10, case=f"c{i}") for i in range(9)]
     rows += [
         row("a", 9300, case="stall"),
@@ -148,17 +148,17 @@ def test_turns_crossover_and_verbosity():
         for turn in range(5):
             rows.append(row("a", 90 + turn * 10, case=str(case), turn=turn, tpot_ms=30.0, completion_tokens=40))
             rows.append(row("b", 300 + turn * 300, case=str(case), turn=turn, tpot_ms=25.0, completion_tokens=20))
-    found = aggregate_records(rows, config_of(w={}, reference="b"), {"a": known("a"), "b": known("b")})
-    assert [p.ttft_content_ms for p in found.turns["b"]] == [300, 600, 900, 1200, 1500]
-    assert found.turn_ratio == {"a": pytest.approx(130 / 90), "b": 5.0}
+    aggregates = aggregate_records(rows, config_of(w={}, reference="b"), {"a": known("a"), "b": known("b")})
+    assert [p.ttft_content_ms for p in aggregates.turns["b"]] == [300, 600, 900, 1200, 1500]
+    assert aggregates.turn_ratio == {"a": pytest.approx(130 / 90), "b": 5.0}
     # 110 + 30 n = 900 + 25 n  →  n = 158
-    assert found.crossover[0].tokens == pytest.approx(158) and found.crossover[0].faster_when_short == "a"
-    assert found.served["a"].verbosity.ratio == 2.0 and found.served["b"].verbosity is None
-    compared = {c.metric: c for c in found.comparisons}
+    assert aggregates.crossover[0].tokens == pytest.approx(158) and aggregates.crossover[0].faster_when_short == "a"
+    assert aggregates.served["a"].verbosity.ratio == 2.0 and aggregates.served["b"].verbosity is None
+    compared = {c.metric: c for c in aggregates.comparisons}
     assert compared["ttft_content_ms"].significant and compared["ttft_content_ms"].n_prompts == 40
 
 
-def test_speed_gates_use_the_founding_limits():
+def test_speed_gates_use_the_limits_of_the_original_plan():
     slow = [row("a", 300 + i, case=str(i), decode_tok_s=20.0) for i in range(20)]
     fast = [row("b", 90 + i / 10, case=str(i), decode_tok_s=33.0) for i in range(20)]
     served = aggregate_records(slow + fast, config_of(w={}), {"a": known("a"), "b": known("b")}).served
@@ -170,17 +170,17 @@ def test_memory_of_a_process_and_its_children():
     code = "import sys; held = bytearray(60_000_000); print('up', flush=True); sys.stdin.read()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         child.stdout.readline()
-        levels = []
-        found = memory.measure(child.pid, levels.append)
+        counts = []
+        levels = memory.measure(child.pid, counts.append)
         child.stdin.close()
-    assert levels == [1, 5]
-    assert 60e6 < found.idle.process_rss_bytes < 200e6
-    assert found.five.process_rss_bytes >= found.idle.process_rss_bytes * 0.9
+    assert counts == [1, 5]
+    assert 60e6 < levels.idle.process_rss_bytes < 200e6
+    assert levels.five.process_rss_bytes >= levels.idle.process_rss_bytes * 0.9
     assert memory.sample(2**22 + 1).process_rss_bytes is None
 
 
-def test_memory_after_a_stop_is_waited_for(monkeypatch):
-    """The machine's use falls for two looks and is then steady within 64 MiB: that is the figure."""
+def test_memory_after_a_stop_is_the_first_steady_figure(monkeypatch):
+    """Memory in use falls for two samples and is then steady within 64 MiB."""
     looks = iter([9 << 30, 6 << 30, 4 << 30, (4 << 30) - 1000, 0])
     monkeypatch.setattr(memory, "system_used", lambda: next(looks))
     monkeypatch.setattr(memory.time, "sleep", lambda s: None)
@@ -194,7 +194,7 @@ def test_bench_never_imports_torch():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_a_regression_is_found_and_noise_is_not(tmp_path):
+def test_a_regression_is_detected_and_noise_is_not(tmp_path):
     before = folder_of(tmp_path / "before", 1.0)
     slower = regression(before, folder_of(tmp_path / "slower", 1.05, leaks=1))
     assert {r.metric for r in slower.worse} == {"ttft_content_ms", "e2e_ms"} and not slower.better
@@ -206,27 +206,29 @@ def test_a_regression_is_found_and_noise_is_not(tmp_path):
     assert not faster.worse and faster.better
 
 
-def test_a_against_a_names_itself():
+def test_a_server_against_itself_is_reported():
     twice = {"a": known("a", url="http://x"), "b": known("b", url="http://x")}
     assert [f.code for f in check(twice)] == ["same_server"]
 
 
 @pytest.mark.parametrize(("ours", "theirs", "noted"), [(1.5, 1.4, False), (39.0, 23.0, True), (0.2, 0.1, False)])
-def test_our_clock_is_checked_against_the_servers(ours, theirs, noted):
+def test_the_clients_clock_is_checked_against_the_servers(ours, theirs, noted):
     rows = [row("a", tpot_ms=ours, server_timings={"predicted_per_token_ms": theirs})]
-    found = check({"a": known("a")}, rows)
-    assert [f.code for f in found] == (["client_overhead"] if noted else [])
+    findings = check({"a": known("a")}, rows)
+    assert [f.code for f in findings] == (["client_overhead"] if noted else [])
 
 
 @pytest.mark.parametrize(("load", "noted"), [(0.9, False), (5.4, True)])
-def test_a_busy_machine_is_said(load, noted):
-    found = check({"a": known("a")}, [row("a", load_per_core=load)])
-    assert [f.code for f in found] == (["busy_machine"] if noted else [])
+def test_a_busy_machine_is_reported(load, noted):
+    findings = check({"a": known("a")}, [row("a", load_per_core=load)])
+    assert [f.code for f in findings] == (["busy_machine"] if noted else [])
 
 
-@pytest.mark.parametrize(("realtime", "said"), [((True, True), None), ((None, None), None), ((True, False), "1 of 2")])
-def test_a_client_without_a_realtime_priority_is_said(realtime, said):
+@pytest.mark.parametrize(
+    ("realtime", "expected"), [((True, True), None), ((None, None), None), ((True, False), "1 of 2")]
+)
+def test_a_client_without_realtime_priority_is_reported(realtime, expected):
     rows = [row("a", realtime=r) for r in realtime if r is not None] or [row("a")]
-    found = check({"a": known("a")}, rows)
-    assert [f.code for f in found] == ([] if said is None else ["normal_priority"])
-    assert said is None or said in found[0].message
+    findings = check({"a": known("a")}, rows)
+    assert [f.code for f in findings] == ([] if expected is None else ["normal_priority"])
+    assert expected is None or expected in findings[0].message

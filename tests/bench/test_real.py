@@ -26,14 +26,14 @@ def test_a_against_a_on_a_real_server(tmp_path):
     server = serve.start(tmp_path / "tiny.gguf", runtime="llama.cpp", log=tmp_path / "server.log")
     try:
         sides = [bench.Backend(name, server.url, meta={"pid": server.pid}) for name in ("one", "same")]
-        asked = judge.load_workloads(["factual", "tool_memory", "multi_turn", "thinking_on"])
-        result = bench.run(sides, asked, tmp_path / "run", warmup=1, runs=1, n=3)
+        workloads = judge.load_workloads(["factual", "tool_memory", "multi_turn", "thinking_on"])
+        result = bench.run(sides, workloads, tmp_path / "run", warmup=1, runs=1, n=3)
     finally:
         server.stop()
     measured = [r for r in read_records(tmp_path / "run" / "records.jsonl") if not r.warmup]
     assert len(measured) == 2 * (3 + 3 + 3 * 5 + 3) and not any(r.error for r in measured)
-    found = {f.code for f in result.aggregates.confounds}
-    assert "same_server" in found and not found & {
+    codes = {f.code for f in result.aggregates.confounds}
+    assert "same_server" in codes and not codes & {
         "different_prompts",
         "different_answers",
         "tokens_estimated",
@@ -41,14 +41,14 @@ def test_a_against_a_on_a_real_server(tmp_path):
     }
     one, same = (result.aggregates.served[name] for name in ("one", "same"))
     assert one.runtime == "llama.cpp" and one.memory_bytes.five > 20e6
-    # Greedy decoding: the same server says the same, so the gates are the same.
+    # Greedy decoding: the same server gives the same answers, so the gates are the same.
     assert {g: r.passes for g, r in one.gates.items()} == {g: r.passes for g, r in same.gates.items()}
     assert one.gates["factual"].passes == one.gates["factual"].n == 3
     assert one.gates["tool_call"].passes == 3
     early = 0
     for row in measured:
         timings = row.server_timings
-        # Nothing can be heard before the server has read the prompt; on a crowded machine a stamp may be its action's.
+        # No token can arrive before the server has read the prompt; on a busy machine a stamp may be earlier.
         early += impossible(row) or row.first_token_ms < 0.9 * timings["prompt_ms"]
         assert row.completion_tokens == timings["predicted_n"] == row.usage["completion_tokens"]
         assert bool(row.reasoning) == (row.workload == "thinking_on")

@@ -1,4 +1,4 @@
-"""The runner against scripted servers: order, flags, records, aggregates, resuming, faults."""
+"""Benchmarks of scripted servers: order, request fields, records, aggregates, resuming, faults."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_run_from_smoke_to_aggregates(two, tmp_path):
     assert all((tmp_path / "streams" / r["stream"]).exists() for r in rows)
 
 
-def test_every_request_says_thinking_off_and_asks_for_usage(two, tmp_path):
+def test_every_request_turns_thinking_off_and_requests_usage(two, tmp_path):
     bench.run(backends(*two), [FACTS, TALK], tmp_path, warmup=1, runs=1)
     for body in two[0].bodies:
         assert body["chat_template_kwargs"] == {"enable_thinking": False}
@@ -57,40 +57,40 @@ def test_both_sides_get_identical_prompts_interleaved(two, tmp_path):
     assert set(blocks) == {"abba", "baab"}
 
 
-def test_multi_turn_grows_with_the_own_answers(two, tmp_path):
+def test_a_conversation_contains_the_servers_own_answers(two, tmp_path):
     bench.run(backends(*two), [TALK], tmp_path, warmup=0, runs=1)
     last = max(two[0].bodies, key=lambda b: len(b["messages"]))["messages"]
     assert [m["content"] for m in last] == [
         "You are Annie.",
         "one",
-        "You said one.",
+        "You wrote one.",
         "two",
-        "You said two.",
+        "You wrote two.",
         "three",
-        "You said three.",
+        "You wrote three.",
         "four",
-        "You said four.",
+        "You wrote four.",
         "five",
     ]
 
 
-def test_resume_asks_only_what_is_left(two, tmp_path):
+def test_resume_sends_only_what_is_left(two, tmp_path):
     bench.run(backends(*two), [FACTS, TALK], tmp_path, warmup=1, runs=2)
     whole = {r["id"]: r["text"] for r in rows_of(tmp_path) if not r["warmup"]}
     lines = (tmp_path / "records.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "records.jsonl").write_text("".join(lines[:15]) + lines[15][:40])
     before = len(two[0].bodies) + len(two[1].bodies)
     bench.run(backends(*two), [FACTS, TALK], tmp_path, warmup=1, runs=2)
-    asked = len(two[0].bodies) + len(two[1].bodies) - before
+    sent = len(two[0].bodies) + len(two[1].bodies) - before
     rows = rows_of(tmp_path)
     assert {r["id"]: r["text"] for r in rows if not r["warmup"]} == whole
     assert len({r["id"] for r in rows}) == len(rows)
-    assert asked == len(rows) - 15
+    assert sent == len(rows) - 15
     bench.run(backends(*two), [FACTS, TALK], tmp_path, warmup=1, runs=2)
     assert len(rows_of(tmp_path)) == len(rows)
 
 
-def test_resume_refuses_another_benchmark(two, tmp_path):
+def test_resume_refuses_other_settings(two, tmp_path):
     bench.run(backends(*two), [FACTS], tmp_path, warmup=0, runs=1)
     with pytest.raises(UsageError, match="other settings"):
         bench.run(backends(*two), [FACTS], tmp_path, warmup=0, runs=2)
@@ -101,13 +101,13 @@ def test_resume_refuses_another_benchmark(two, tmp_path):
     assert sum(not r["warmup"] for r in rows_of(tmp_path)) == 24
 
 
-def test_a_server_that_dies_keeps_what_was_finished(tmp_path):
+def test_records_survive_a_server_that_stops(tmp_path):
     with FakeServer(annie) as a, FakeServer(annie) as b:
-        seen = []
+        answered = []
 
         def dying(body):
-            seen.append(1)
-            if len(seen) == 6:
+            answered.append(1)
+            if len(answered) == 6:
                 import threading
 
                 threading.Thread(target=a.stop).start()
@@ -117,20 +117,20 @@ def test_a_server_that_dies_keeps_what_was_finished(tmp_path):
         a.answer = dying
         with pytest.raises(ServerError, match="'a'"):
             bench.run(backends(a, b), [FACTS], tmp_path, warmup=1, runs=2)
-    kept = rows_of(tmp_path)
-    assert len([r for r in kept if r["backend"] == "a"]) == 5
-    assert not any(r["error"] for r in kept)
+    rows = rows_of(tmp_path)
+    assert len([r for r in rows if r["backend"] == "a"]) == 5
+    assert not any(r["error"] for r in rows)
     with FakeServer(annie) as a, FakeServer(annie) as b:
         bench.run(backends(a, b), [FACTS], tmp_path, warmup=1, runs=2)
     assert sum(not r["warmup"] for r in rows_of(tmp_path)) == 24
 
 
-def test_no_server_is_one_clear_line(tmp_path):
+def test_a_missing_server_is_a_one_line_error(tmp_path):
     with pytest.raises(ServerError, match=r"no server answers at http://127\.0\.0\.1:9"):
         bench.run([bench.Backend("a", "http://127.0.0.1:9")], [FACTS], tmp_path)
 
 
-def test_failed_requests_are_failures_not_crashes(two, tmp_path):
+def test_failed_requests_are_failures_and_not_crashes(two, tmp_path):
     two[0].answer = lambda body: (
         Script(status=400, error="auto tool choice requires --tool-call-parser") if body.get("tools") else annie(body)
     )
@@ -141,7 +141,7 @@ def test_failed_requests_are_failures_not_crashes(two, tmp_path):
     assert result.aggregates.served["a"].errors == 1
 
 
-def test_concurrency_sends_together(two, tmp_path):
+def test_concurrent_requests_are_sent_together(two, tmp_path):
     two[0].answer = lambda body: words("Tokyo it is", first_s=0.1)
     bench.run(backends(*two), [FACTS], tmp_path, warmup=0, runs=1, concurrency=[1, 3])
     assert two[0].most_in_flight == 3
@@ -149,7 +149,7 @@ def test_concurrency_sends_together(two, tmp_path):
     assert len(rows) == 24 and {r["concurrency"] for r in rows} == {1, 3}
 
 
-def test_ctrl_c_keeps_the_records(two, tmp_path):
+def test_records_survive_an_interrupt(two, tmp_path):
     class Interrupting(Silent):
         def update(self, done, total=None, text=""):
             if done == 7:
@@ -162,12 +162,12 @@ def test_ctrl_c_keeps_the_records(two, tmp_path):
     assert sum(not r["warmup"] for r in rows_of(tmp_path)) == 24
 
 
-def test_measured_requests_go_over_an_open_connection(two, tmp_path):
+def test_measured_requests_use_an_open_connection(two, tmp_path):
     bench.run(backends(*two), [FACTS], tmp_path, warmup=0, runs=1, concurrency=2)
     assert not any(r["new_connection"] for r in rows_of(tmp_path) if not r["warmup"])
 
 
-def test_a_budget_of_time_ends_a_run_that_can_go_on(two, tmp_path):
+def test_a_time_budget_ends_a_run_that_can_be_resumed(two, tmp_path):
     for server in two:
         server.answer = lambda body: words("It is Tokyo.", first_s=0.03)
     short = bench.run(backends(*two), [FACTS], tmp_path, warmup=0, runs=2, budget_s=0.3)
@@ -177,10 +177,10 @@ def test_a_budget_of_time_ends_a_run_that_can_go_on(two, tmp_path):
     assert whole.requests == 24 and whole.ended == Ended(unasked=0, stopped=None, prefix_cache="warm")
 
 
-def test_a_prefix_cache_that_cannot_be_left_out_is_said(tmp_path):
+def test_a_prefix_cache_that_cannot_be_disabled_is_reported(tmp_path):
     with FakeServer(annie, style="vllm") as a, FakeServer(annie, style="llama.cpp") as b:
         pair = [bench.Backend("a", a.url, meta={"runtime": "sglang"}), bench.Backend("b", b.url)]
         result = bench.run(pair, [FACTS], tmp_path, warmup=0, runs=1, prefix_cache="off")
         assert all(body["cache_prompt"] is False for body in b.bodies if "Capital" in str(body))
-    told = [f for f in result.aggregates.confounds if f.code == "prefix_cache"]
-    assert [f.backends for f in told] == [["a"]] and told[0].severity == "confound"
+    findings = [f for f in result.aggregates.confounds if f.code == "prefix_cache"]
+    assert [f.backends for f in findings] == [["a"]] and findings[0].severity == "confound"

@@ -1,4 +1,4 @@
-"""Small workloads, a scripted model and the readers that the benchmark tests share."""
+"""Small workloads, a scripted model, records and stored runs for the benchmark tests."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ TALK = workload("multi_turn", [{"id": "t", "turns": ["one", "two", "three", "fou
 
 
 def annie(body):
-    """A well-behaved model."""
+    """A model that answers correctly."""
     if body.get("tools"):
         return Script(tools=[("search_memory", '{"query": "robot project"}')])
     if "Capital" in body["messages"][-1]["content"] or "capital" in body["messages"][-1]["content"]:
         return words("It is Tokyo of course.")
-    return words(f"You said {body['messages'][-1]['content']}.")
+    return words(f"You wrote {body['messages'][-1]['content']}.")
 
 
 def backends(a, b):

@@ -17,7 +17,7 @@ from aiohttp import web
 
 @dataclass
 class Script:
-    """One answer. Pieces are sent one an event, `gap_s` apart, after `first_s`."""
+    """One answer. One piece is sent per event, `gap_s` apart, the first after `first_s`."""
 
     content: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
@@ -34,7 +34,7 @@ class Script:
 
 
 def words(text: str, **more: Any) -> Script:
-    """A plain answer, a word an event."""
+    """A plain answer, one word per event."""
     pieces = text.split(" ")
     return Script(content=[p if i == 0 else " " + p for i, p in enumerate(pieces)], **more)
 

@@ -1,4 +1,4 @@
-"""The Berkeley leaderboard's cases as a workload, and our reading of its answers."""
+"""The Berkeley leaderboard's cases as a workload, and the comparison with its answers."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def calls(*pairs: tuple[str, object]) -> Answer:
     return Answer(tool_calls=[{"name": n, "arguments": a if isinstance(a, str) else json.dumps(a)} for n, a in pairs])
 
 
-def test_schemas_become_json_schema_and_names_lose_their_dots(folder):
+def test_leaderboard_schemas_are_converted_to_json_schema(folder):
     case = bfcl.load("parallel", folder).cases[0]
     function = case.tools[0]["function"]
     assert function["name"] == "spotify_play"
@@ -71,7 +71,7 @@ def test_schemas_become_json_schema_and_names_lose_their_dots(folder):
     assert [next(iter(c)) for c in case.expect["calls"]] == ["spotify_play"] * 2
 
 
-def test_irrelevant_questions_want_no_call(folder):
+def test_irrelevant_questions_expect_no_call(folder):
     workload = bfcl.load("irrelevance", folder)
     case = workload.cases[0]
     assert faults(Answer(text="No tool of mine can do that."), case, workload)["abstention"] == ""
@@ -84,7 +84,7 @@ def play(artist="Taylor Swift", duration=20, **more):
 
 
 @pytest.mark.parametrize(
-    ("given", "right"),
+    ("called", "right"),
     [
         ([play("maroon 5", 15.5), play()], True),
         ([play(options="LOUD"), play("Maroon 5", 15)], True),
@@ -97,9 +97,9 @@ def play(artist="Taylor Swift", duration=20, **more):
         ([("spotify_play", "{broken"), play("Maroon 5", 15)], False),
     ],
 )
-def test_values(folder, given, right):
+def test_values(folder, called, right):
     case = bfcl.load("parallel", folder).cases[0]
-    assert (values_fault(calls(*given), case.expect["calls"]) == "") is right
+    assert (values_fault(calls(*called), case.expect["calls"]) == "") is right
 
 
 def test_selection_counts_calls(folder):
@@ -119,23 +119,23 @@ def test_unknown_categories_and_a_missing_package_are_one_line(monkeypatch):
 
 @pytest.mark.skipif(importlib.util.find_spec("bfcl_eval") is None, reason="the package bfcl-eval is not installed")
 def test_every_case_of_the_package_accepts_its_own_answer():
-    """Each ground truth, written as calls with its first allowed values, passes; with one value spoilt it fails."""
+    """Each ground truth, as calls with its first allowed values, passes; with an unknown argument it fails."""
     for category in bfcl.CATEGORIES[:-1]:
         for case in bfcl.load(category).cases:
-            given = [
+            called = [
                 (name, {k: v[0] for k, v in values.items() if v and v[0] != ""})
                 for call in case.expect["calls"]
                 for name, values in call.items()
             ]
-            given = [(name, {k: _first(v) for k, v in arguments.items()}) for name, arguments in given]
-            assert values_fault(calls(*given), case.expect["calls"]) == "", case.id
-            spoilt = copy.deepcopy(given)
+            called = [(name, {k: _first(v) for k, v in arguments.items()}) for name, arguments in called]
+            assert values_fault(calls(*called), case.expect["calls"]) == "", case.id
+            spoilt = copy.deepcopy(called)
             spoilt[0][1]["no such argument"] = 1
             assert values_fault(calls(*spoilt), case.expect["calls"]), case.id
 
 
 def _first(value):
-    """Objects inside an answer hold lists of allowed values themselves."""
+    """Return the first allowed value; objects inside an answer have lists of allowed values themselves."""
     if isinstance(value, dict):
         return {k: _first(v[0]) for k, v in value.items() if isinstance(v, list) and v and v[0] != ""}
     return [_first(v) for v in value] if isinstance(value, list) else value

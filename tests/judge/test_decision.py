@@ -1,4 +1,4 @@
-"""The verdict: which side is judged, what it says, and what it refuses to say."""
+"""The verdict: candidate and incumbent, outcome, reasons and caveats."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def row(a, b, metric, median_a, median_b, significant=True):
 
 
 def test_the_best_nvfp4_side_is_the_candidate_and_q4_the_incumbent():
-    found = judge.verdict(
+    verdict = judge.verdict(
         {
             "models": MODELS,
             "served": {"bf16": side(), "naive": side(tools=20), "mlp_only": side(), "q4_k_m": side()},
@@ -72,71 +72,73 @@ def test_the_best_nvfp4_side_is_the_candidate_and_q4_the_incumbent():
             ],
         }
     )
-    assert (found.candidate, found.incumbent, found.passed) == ("mlp_only", "q4_k_m", True)
-    assert found.sentence.startswith("NVFP4 mlp_only passes every gate")
-    assert "content TTFT 90 ms against 300" in found.sentence
-    told = " ".join(found.reasons)
-    assert "NVFP4 naive fails tool calls 20 of 100" in told
-    assert "content TTFT is better than Q4_K_M's by 210 ms (95 % -211 to -209" in told
-    assert "size 8 MB against 5.5 MB" in told
+    assert (verdict.candidate, verdict.incumbent, verdict.passed) == ("mlp_only", "q4_k_m", True)
+    assert verdict.sentence.startswith("NVFP4 mlp_only passes every gate")
+    assert "content TTFT 90 ms against 300" in verdict.sentence
+    reasons = " ".join(verdict.reasons)
+    assert "NVFP4 naive fails tool calls 20 of 100" in reasons
+    assert "content TTFT is better than Q4_K_M's by 210 ms (95 % -211 to -209" in reasons
+    assert "size 8 MB against 5.5 MB" in reasons
 
 
-def test_a_failing_candidate_says_which_gate_and_never_recommends():
-    found = judge.verdict({"models": MODELS, "served": {"naive": side(tools=20, leaks=3), "q4_k_m": side()}})
-    assert found.passed is False
-    assert found.sentence == (
+def test_a_failing_candidate_names_its_gates():
+    verdict = judge.verdict({"models": MODELS, "served": {"naive": side(tools=20, leaks=3), "q4_k_m": side()}})
+    assert verdict.passed is False
+    assert verdict.sentence == (
         "NVFP4 naive fails 2 gates: tool calls 20 of 100 (served); no thinking leak 97 of 100 "
         "(served). It cannot replace Q4_K_M."
     )
 
 
-def test_speed_never_outweighs_manners():
+def test_speed_never_outweighs_a_failed_gate():
     served = {"naive": side(tools=20), "q4_k_m": side()}
-    found = judge.verdict(
+    verdict = judge.verdict(
         {"models": MODELS, "served": served, "comparisons": [row("naive", "q4_k_m", "ttft_content_ms", 1, 1000)]}
     )
-    assert found.passed is False and "against" not in found.sentence
+    assert verdict.passed is False and "against" not in verdict.sentence
 
 
 def test_offline_failures_count_and_are_named_by_numerics():
     offline = {"mlp_only": {"w4a4": {"gates": gates(tools=30)}, "w4a16": {"gates": gates()}}}
-    found = judge.verdict({"models": MODELS, "served": {"mlp_only": side(), "q4_k_m": side()}, "offline": offline})
-    assert found.passed is False and "tool calls 30 of 100 (W4A4)" in found.sentence
+    verdict = judge.verdict({"models": MODELS, "served": {"mlp_only": side(), "q4_k_m": side()}, "offline": offline})
+    assert verdict.passed is False and "tool calls 30 of 100 (W4A4)" in verdict.sentence
     alone = judge.verdict({"models": MODELS, "offline": offline})
     assert alone.candidate == "mlp_only" and alone.incumbent is None and alone.passed is False
 
 
 def test_undecided_gates_are_caveats_with_the_n_that_decides():
-    found = judge.verdict({"served": {"a": side(tools=65), "b": side()}})
-    assert found.passed is True and "cannot be decided" in found.sentence
-    assert any("undecided: tool calls 65 of 100" in c and "answers would decide it" in c for c in found.caveats)
+    verdict = judge.verdict({"served": {"a": side(tools=65), "b": side()}})
+    assert verdict.passed is True and "cannot be decided" in verdict.sentence
+    assert any("undecided: tool calls 65 of 100" in c and "answers would decide it" in c for c in verdict.caveats)
 
 
 def test_advisory_gates_never_decide():
     assert judge.verdict({"served": {"a": side()}}).passed is True
 
 
-def test_what_quantization_took_is_said_against_bf16():
-    found = judge.verdict({"models": MODELS, "served": {"bf16": side(tools=99), "mlp_only": side(tools=75)}})
-    assert any("tool calls is significantly worse than bf16's: 75 of 100 against 99 of 100" in r for r in found.reasons)
+def test_gates_that_are_worse_than_bf16_are_reasons():
+    verdict = judge.verdict({"models": MODELS, "served": {"bf16": side(tools=99), "mlp_only": side(tools=75)}})
+    assert any(
+        "tool calls is significantly worse than bf16's: 75 of 100 against 99 of 100" in r for r in verdict.reasons
+    )
 
 
-def test_the_difference_is_told_from_the_candidates_side_whichever_is_a():
+def test_a_difference_is_candidate_minus_incumbent_in_either_order():
     served = {"q4_k_m": side(), "mlp_only": side()}
-    found = judge.verdict(
+    verdict = judge.verdict(
         {"models": MODELS, "served": served, "comparisons": [row("q4_k_m", "mlp_only", "ttft_content_ms", 300, 90)]}
     )
-    assert any("content TTFT is better than Q4_K_M's by 210 ms" in r for r in found.reasons)
+    assert any("content TTFT is better than Q4_K_M's by 210 ms" in r for r in verdict.reasons)
 
 
 def test_operation_is_part_of_the_reasons():
     memory = {"idle": 1, "one": 2, "five": 3 * 2**20, "source": "process_rss_bytes"}
-    found = judge.verdict({"served": {"a": side(runtime="vllm", memory=memory), "b": side(memory=memory)}})
-    told = " ".join(found.reasons)
-    assert "operational change: llama.cpp → vllm" in told and "memory with five requests 3 MiB" in told
+    verdict = judge.verdict({"served": {"a": side(runtime="vllm", memory=memory), "b": side(memory=memory)}})
+    reasons = " ".join(verdict.reasons)
+    assert "operational change: llama.cpp → vllm" in reasons and "memory with five requests 3 MiB" in reasons
 
 
-def test_a_confound_about_the_pair_is_loud_and_one_about_others_is_not():
+def test_a_confound_counts_only_for_the_pair_it_is_about():
     served = {"a": side(), "b": side(), "c": side()}
     finding = {"code": "different_models", "severity": "confound", "message": "they differ"}
     loud = judge.verdict({"served": served, "confounds": [finding | {"backends": ["a", "c"]}]}, candidate="a")
@@ -147,5 +149,5 @@ def test_a_confound_about_the_pair_is_loud_and_one_about_others_is_not():
 
 
 def test_nothing_measured():
-    found = judge.verdict({})
-    assert found.passed is False and found.sentence.startswith("Nothing was measured")
+    verdict = judge.verdict({})
+    assert verdict.passed is False and verdict.sentence.startswith("Nothing was measured")

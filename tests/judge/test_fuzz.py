@@ -1,4 +1,4 @@
-"""Whatever a model says, judging gives an answer and never an exception."""
+"""Judging never raises an exception, whatever the answer."""
 
 from __future__ import annotations
 
@@ -92,17 +92,17 @@ def workload(expect, thinking):
 
 @settings(max_examples=300, deadline=None)
 @given(TEXT, TEXT, CALLS, st.sampled_from(EXPECT), st.booleans(), st.sampled_from([None, "stop", "length", "odd"]))
-def test_every_gate_has_an_answer_to_everything(text, reasoning, calls, expect, thinking, finish):
-    asked = workload(expect, thinking)
+def test_every_gate_accepts_any_answer(text, reasoning, calls, expect, thinking, finish):
+    single = workload(expect, thinking)
     answer = judge.Answer(text, reasoning, calls, finish)
-    checks = judge.checks(answer, asked.cases[0], asked)
+    checks = judge.checks(answer, single.cases[0], single)
     assert set(checks.values()) <= {True, False} and "non_empty" in checks
-    assert judge.gate_table([(asked, asked.cases[0], answer)])
+    assert judge.gate_table([(single, single.cases[0], answer)])
 
 
 @settings(max_examples=300, deadline=None)
 @given(TEXT, st.booleans())
-def test_raw_text_is_always_read_and_nothing_is_made_up(raw, thinking):
+def test_any_raw_text_is_parsed_and_nothing_is_invented(raw, thinking):
     answer = judge.parse_raw(raw, thinking, TOOLS)
     assert all(part in raw for part in (answer.text.split() + answer.reasoning.split())[:5] if "<tool_call>" not in raw)
     assert len(answer.tool_calls) <= raw.count("<tool_call>")
@@ -126,9 +126,9 @@ def test_raw_text_is_always_read_and_nothing_is_made_up(raw, thinking):
         "_a" * 6000,
     ],
 )
-def test_long_and_nasty_text_is_judged_quickly(text):
-    asked = workload({"contains": ["15"]}, False)
+def test_long_difficult_text_is_judged_quickly(text):
+    single = workload({"contains": ["15"]}, False)
     start = time.monotonic()
-    judge.checks(judge.Answer(text), asked.cases[0], asked)
+    judge.checks(judge.Answer(text), single.cases[0], single)
     judge.parse_raw(text, True)
     assert time.monotonic() - start < 5

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import labelled_answers as labelled
 import pytest
 from judge_cases import TOOLS
+from labelled_answers import ANSWERS
 
 from annie_quant import judge
 from annie_quant.judge.gates import GATES
@@ -38,62 +38,61 @@ def calls(pairs):
     return [{"id": f"c{i}", "name": name, "arguments": arguments} for i, (name, arguments) in enumerate(pairs)]
 
 
-def test_there_are_two_hundred():
-    lists = [v for k, v in vars(labelled).items() if k.isupper()]
-    assert sum(map(len, lists)) >= 200
-    assert all({row[0] for row in rows} == {True, False} for rows in lists)
+def test_there_are_at_least_200_answers():
+    assert sum(map(len, ANSWERS.values())) >= 200
+    assert all({row[0] for row in rows} == {True, False} for rows in ANSWERS.values())
 
 
-@pytest.mark.parametrize(("passes", "text"), labelled.NO_MARKDOWN)
+@pytest.mark.parametrize(("passes", "text"), ANSWERS["NO_MARKDOWN"])
 def test_no_markdown(passes, text):
     assert judged("no_markdown", judge.Answer(text)) is passes
 
 
-@pytest.mark.parametrize(("passes", "text"), labelled.THINKING_OFF)
+@pytest.mark.parametrize(("passes", "text"), ANSWERS["THINKING_OFF"])
 def test_thinking_leak(passes, text):
     assert judged("thinking_leak", judge.Answer(text)) is passes
-    # The same content is the same leak when thinking is on: it belongs in the reasoning field.
+    # The same content is a leak when thinking is on too: thinking belongs in the reasoning field.
     assert judged("thinking_leak", judge.Answer(text, reasoning="Hm."), thinking=True) is passes
 
 
-@pytest.mark.parametrize(("passes", "text"), labelled.TOKYO)
+@pytest.mark.parametrize(("passes", "text"), ANSWERS["TOKYO"])
 def test_factual(passes, text):
     assert judged("factual", judge.Answer(text), {"contains": ["Tokyo"]}) is passes
 
 
-@pytest.mark.parametrize(("passes", "text"), labelled.FIFTEEN)
+@pytest.mark.parametrize(("passes", "text"), ANSWERS["FIFTEEN"])
 def test_reasoning(passes, text):
     assert judged("reasoning", judge.Answer(text), {"contains": ["15"]}) is passes
 
 
-@pytest.mark.parametrize(("passes", "text"), labelled.LANGUAGE)
+@pytest.mark.parametrize(("passes", "text"), ANSWERS["LANGUAGE"])
 def test_repetition_and_garble(passes, text):
     assert judged("repetition", judge.Answer(text)) is passes
 
 
-@pytest.mark.parametrize(("passes", "text", "pairs"), labelled.MEMORY_CALLS)
+@pytest.mark.parametrize(("passes", "text", "pairs"), ANSWERS["MEMORY_CALLS"])
 def test_tool_call(passes, text, pairs):
     answer = judge.Answer(text, tool_calls=calls(pairs))
     assert judged("tool_call", answer, {"tool": "search_memory"}, tools=TOOLS) is passes
 
 
-@pytest.mark.parametrize(("passes", "raw"), labelled.RAW_CALLS)
+@pytest.mark.parametrize(("passes", "raw"), ANSWERS["RAW_CALLS"])
 def test_raw_tool_call(passes, raw):
     expect = {"tool": "search_memory"}
     assert judged("tool_call", judge.parse_raw(raw, False, TOOLS), expect, tools=TOOLS) is passes
-    # As a server without a parser sends it: the parsed gate fails, the raw one sees what the model did.
+    # As a server without a parser sends it: the gate on parsed calls fails, the one on raw text does not.
     unparsed = judge.Answer(raw.removesuffix("<|im_end|>"))
     assert judged("tool_call_raw", unparsed, expect, tools=TOOLS) is passes
     assert judged("tool_call", unparsed, expect, tools=TOOLS) is False
 
 
-@pytest.mark.parametrize(("passes", "text", "called"), labelled.ABSTAIN)
+@pytest.mark.parametrize(("passes", "text", "called"), ANSWERS["ABSTAIN"])
 def test_abstention(passes, text, called):
     answer = judge.Answer(text, tool_calls=calls([("web_search", "{}")] if called else []))
     assert judged("abstention", answer, {"no_tool": True}, tools=TOOLS) is passes
 
 
-def test_silence_is_a_failure_and_never_a_crash():
+def test_an_empty_answer_is_a_failure_and_never_a_crash():
     for answer in (judge.Answer(), judge.Answer("  \n"), judge.Answer(reasoning="hm"), judge.Answer(error="HTTP 500")):
         assert judged("non_empty", answer) is False
         assert judged("no_markdown", answer) is False
@@ -116,7 +115,7 @@ def test_stop():
     assert judged("stop", judge.Answer("Done.")) is None
 
 
-def test_arguments_must_ask_for_the_right_thing():
+def test_arguments_must_have_the_expected_words():
     expect = {"tool": "search_memory", "arguments": {"query": ["robot", "arm"]}}
     for query, passes in (("My Robot project", True), ("the ARM", True), ("dinner", False)):
         answer = judge.Answer(tool_calls=calls([("search_memory", f'{{"query": "{query}"}}')]))

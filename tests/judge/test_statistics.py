@@ -23,21 +23,21 @@ from annie_quant.judge.statistics import (
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 10, 25, 100, 1000])
-def test_wilson_is_scipys(n):
+def test_wilson_agrees_with_scipy(n):
     for passes in sorted({0, 1, n // 3, n // 2, n - 1, n} & set(range(n + 1))):
         for confidence in (0.9, 0.95, 0.99):
             theirs = binomtest(passes, n).proportion_ci(confidence, method="wilson")
             assert wilson(passes, n, confidence) == pytest.approx((theirs.low, theirs.high), abs=1e-12)
 
 
-def test_wilson_of_nothing_and_of_nonsense():
+def test_wilson_of_no_answers_and_of_invalid_counts():
     assert wilson(0, 0) == (0.0, 1.0)
     with pytest.raises(ValueError, match=r"0\.\.n"):
         wilson(3, 2)
 
 
 @given(st.integers(1, 400).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
-def test_wilson_holds_the_share_and_mirrors(case):
+def test_wilson_contains_the_rate_and_is_symmetric(case):
     passes, n = case
     low, high = wilson(passes, n)
     assert 0 <= low <= passes / n <= high <= 1
@@ -45,8 +45,8 @@ def test_wilson_holds_the_share_and_mirrors(case):
 
 
 @pytest.mark.parametrize("n", [25, 100, 200])
-def test_wilson_coverage_is_exact_enough(n):
-    """Coverage by summing the binomial, no simulation: near 95 % on average, never far below."""
+def test_wilson_coverage(n):
+    """Coverage from the binomial distribution: near 95 % on average, never below 83 %."""
     bounds = [wilson(k, n) for k in range(n + 1)]
     coverage = []
     for share in np.linspace(0.02, 0.98, 97):
@@ -57,8 +57,8 @@ def test_wilson_coverage_is_exact_enough(n):
 
 
 @pytest.mark.parametrize("n", [2, 3, 8, 25, 40])
-def test_median_interval_is_scipys_bootstrap(n):
-    """The same distribution of resampled medians, drawn in another way: bounds agree but for chance."""
+def test_median_interval_agrees_with_scipys_bootstrap(n):
+    """The same distribution of resampled medians, drawn differently: bounds agree up to chance."""
     values = np.random.default_rng(n).lognormal(size=n)
     theirs = bootstrap((values,), np.median, n_resamples=20_000, method="percentile", rng=np.random.default_rng(1))
     low, high = median_interval(values, resamples=20_000)
@@ -69,8 +69,8 @@ def test_median_interval_is_scipys_bootstrap(n):
     many = theirs.bootstrap_distribution
     ours = [median_interval(values, confidence=c, resamples=20_000)[1] for c in (0.2, 0.5, 0.8)]
     shares = [np.mean(many < x) for x in ours], [np.mean(many <= x) for x in ours]
-    for wanted, below, upto in zip((0.6, 0.75, 0.9), *shares, strict=True):
-        assert below - 0.02 <= wanted <= upto + 0.02
+    for quantile, below, upto in zip((0.6, 0.75, 0.9), *shares, strict=True):
+        assert below - 0.02 <= quantile <= upto + 0.02
 
 
 def test_median_interval_covers_the_median():
@@ -79,11 +79,11 @@ def test_median_interval_covers_the_median():
     for trial in range(300):
         low, high = median_interval(rng.lognormal(size=40), resamples=400, seed=trial)
         hits += low <= 1.0 <= high
-    # 95 % of 300 is 285; three standard errors are 11, and the percentile bootstrap of a median runs a little short.
+    # 95 % of 300 is 285, three standard errors are 11; the percentile bootstrap of a median covers slightly less.
     assert 270 <= hits <= 297
 
 
-def test_median_interval_of_little():
+def test_median_interval_of_few_values():
     assert median_interval([3.0]) == (None, None)
     assert median_interval([2.0, 2.0, 2.0]) == (2.0, 2.0)
     assert median_interval([1.0, 2.0, 5.0], seed=1) == median_interval([1.0, 2.0, 5.0], seed=1)
@@ -93,9 +93,9 @@ def test_the_prompt_is_the_unit():
     """A hundred repeats of three prompts are three prompts."""
     a = {p: list(np.full(100, 10.0 + p)) for p in range(3)}
     b = {p: list(np.full(100, 11.0 + 2 * p)) for p in range(3)}
-    found = compare(a, b)
-    assert found.n_prompts == 3 and found.median_difference == 2.0
-    assert found.p == pytest.approx(least_p(3)) == 0.25
+    result = compare(a, b)
+    assert result.n_prompts == 3 and result.median_difference == 2.0
+    assert result.p == pytest.approx(least_p(3)) == 0.25
 
 
 def test_only_shared_prompts_are_paired():
@@ -107,20 +107,20 @@ def test_only_shared_prompts_are_paired():
 
 def test_small_samples_get_the_exact_permutation_p():
     differences = np.array([3.0, 1.0, -0.5, 2.0, 4.0, 1.5])
-    found = compare({i: [0.0] for i in range(6)}, {i: [d] for i, d in enumerate(differences)})
+    result = compare({i: [0.0] for i in range(6)}, {i: [d] for i, d in enumerate(differences)})
     flips = [abs(np.mean(differences * signs)) for signs in itertools.product([1, -1], repeat=6)]
     brute = np.mean(np.array(flips) >= abs(differences.mean()) - 1e-12)
-    assert found.p == pytest.approx(brute)
+    assert result.p == pytest.approx(brute)
 
 
 def test_large_samples_agree_with_random_sign_flips():
     rng = np.random.default_rng(3)
     differences = rng.normal(0.35, 1.0, 40)
-    found = compare({i: [0.0] for i in range(40)}, {i: [d] for i, d in enumerate(differences)})
+    result = compare({i: [0.0] for i in range(40)}, {i: [d] for i, d in enumerate(differences)})
     ranks = np.argsort(np.argsort(np.abs(differences))) + 1
     signs = rng.choice([-1, 1], size=(40_000, 40))
     brute = np.mean(np.abs(signs @ ranks) >= abs(np.sign(differences) @ ranks))
-    assert found.test.startswith("wilcoxon") and found.p == pytest.approx(brute, abs=0.01)
+    assert result.test.startswith("wilcoxon") and result.p == pytest.approx(brute, abs=0.01)
 
 
 def test_holm_by_hand():
@@ -130,7 +130,7 @@ def test_holm_by_hand():
     assert holm([]) == []
 
 
-def test_holm_and_power_are_statsmodels():
+def test_holm_and_power_agree_with_statsmodels():
     multitest = pytest.importorskip("statsmodels.stats.multitest", reason="statsmodels is not installed")
     power = pytest.importorskip("statsmodels.stats.power")
     rng = np.random.default_rng(1)
@@ -143,7 +143,7 @@ def test_holm_and_power_are_statsmodels():
 
 
 def two_sides(rng, prompts, shift, metrics=6):
-    """Made-up servers: a prompt's own time, noise of 5 % a request, side b slower by `shift`."""
+    """Simulated servers: a time per prompt, 5 % noise per request, side b slower by `shift`."""
     own = rng.lognormal(4, 0.4, (metrics, prompts))
     noise = rng.normal(1, 0.05, (2, metrics, prompts, 3))
     return own[:, :, None] * noise[0], own[:, :, None] * noise[1] * (1 + shift)
@@ -161,13 +161,13 @@ def test_a_against_a_shows_no_difference():
     assert alarms <= 10  # 5 expected; more than 10 has a probability of 1 %
 
 
-def test_a_planted_five_percent_is_found():
+def test_a_difference_of_five_percent_is_detected():
     rng = np.random.default_rng(12)
-    found = sum(all(family(rng, 60, 0.05)) for _ in range(30))
-    assert found >= 28
+    detected = sum(all(family(rng, 60, 0.05)) for _ in range(30))
+    assert detected >= 28
 
 
-def test_prompts_to_decide_gives_the_power_it_promises():
+def test_prompts_to_decide_gives_the_stated_power():
     rng = np.random.default_rng(5)
     n = prompts_to_decide(1.0, 0.5)
     hits = sum(
@@ -175,16 +175,16 @@ def test_prompts_to_decide_gives_the_power_it_promises():
         < 0.05
         for _ in range(300)
     )
-    # Wilcoxon's efficiency against the normal test is .955, so a little under .8 is right.
+    # Wilcoxon's efficiency relative to the normal test is 0.955, so the power is slightly below 0.8.
     assert 0.70 < hits / 300 < 0.88
     assert prompts_to_decide(1.0, 0.0) is None
 
 
-@pytest.mark.parametrize(("seen", "rate"), [(0.69, 0.6), (0.55, 0.6), (0.99, 0.95), (0.82, 0.8)])
-def test_n_to_decide_is_the_first_that_decides(seen, rate):
+@pytest.mark.parametrize(("share", "rate"), [(0.69, 0.6), (0.55, 0.6), (0.99, 0.95), (0.82, 0.8)])
+def test_n_to_decide_is_the_first_that_decides(share, rate):
     def decided(n):
-        low, high = wilson(seen * n, n)
+        low, high = wilson(share * n, n)
         return low >= rate or high < rate
 
-    found = n_to_decide(seen, rate, 100)
-    assert decided(found) and not any(decided(n) for n in range(101, found))
+    result = n_to_decide(share, rate, 100)
+    assert decided(result) and not any(decided(n) for n in range(101, result))

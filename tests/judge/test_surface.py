@@ -1,4 +1,4 @@
-"""Workloads that are asked for by name only: the surface of tools and random words."""
+"""Workloads that are used only by name: the tool surface and random words."""
 
 from __future__ import annotations
 
@@ -13,20 +13,22 @@ from annie_quant.judge.library import build_workload
 TOOL = {"type": "function", "function": {"name": "a", "parameters": {"type": "object", "properties": {}}}}
 
 
-def test_the_surface_grows_and_always_holds_the_right_tool():
+def test_every_level_of_the_tool_surface_has_the_right_tool():
     (surface,) = judge.load_workloads(["tool_surface"])
-    seen = {}
+    prompts_by_size = {}
     for case in surface.cases:
         tools = surface.tools_for(case)
         assert case.expect["tool"] in [t["function"]["name"] for t in tools]
-        seen.setdefault(len(tools), []).append(case.messages[0]["content"])
-    assert sorted(seen) == [1, 2, 4, 8, 16, 32, 64]
-    assert len({json.dumps(prompts) for prompts in seen.values()}) == 1, "the levels must ask the same"
+        prompts_by_size.setdefault(len(tools), []).append(case.messages[0]["content"])
+    assert sorted(prompts_by_size) == [1, 2, 4, 8, 16, 32, 64]
+    assert len({json.dumps(prompts) for prompts in prompts_by_size.values()}) == 1, (
+        "all levels must have the same prompts"
+    )
     names = [t["function"]["name"] for t in surface.tools]
     assert len(set(names)) == 64
 
 
-def test_random_words_are_answered_at_full_length():
+def test_random_words_are_answered_to_the_token_limit():
     (workload,) = judge.load_workloads(["random_128_256"])
     body = workload.request(workload.cases[0])
     assert body["ignore_eos"] is True and body["max_tokens"] == 256
@@ -34,7 +36,7 @@ def test_random_words_are_answered_at_full_length():
     assert workload.system_prompt is None
 
 
-def test_such_workloads_are_not_asked_for_by_default():
+def test_these_workloads_are_not_defaults():
     names = [w.name for w in judge.load_workloads()]
     assert "tool_surface" not in names and "random_128_256" not in names and "greeting" in names
 

@@ -1,4 +1,4 @@
-"""Workload files: what they give a server, and one clear line for each way to write them wrong."""
+"""Workload files: the requests they make, and a one-line error for each mistake."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"gates": ["no_such"]}, "there is no gate called 'no_such'"),
+        ({"gates": ["no_such"]}, "unknown gate 'no_such'"),
         ({"cases": []}, "there are no cases"),
         ({"cases": [{"messages": []}]}, "cases[0]: object missing required field 'id'"),
         ({"cases": [{"id": "a"}]}, "needs either 'messages' or 'turns'"),
@@ -34,7 +34,7 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
         ({"thinkng": True}, "unknown field 'thinkng'"),
     ],
 )
-def test_a_wrong_workload_is_one_clear_line(change, words):
+def test_an_invalid_workload_is_a_one_line_error(change, words):
     with pytest.raises(UsageError) as caught:
         build_workload(GOOD | change, path="folder/mine.json")
     assert words in caught.value.message and "mine.json" in caught.value.message and "\n" not in caught.value.message
@@ -69,7 +69,7 @@ def test_loading_by_name_folder_and_path(tmp_path):
     assert len({w.sha256 for w in judge.load_workloads(folder=tmp_path)}) == 2
 
 
-def test_a_request_says_all_that_matters():
+def test_a_request_has_all_settings():
     workload = build_workload(GOOD | {"system": "Be Annie.", "thinking": True, "temperature": 0.7, "tools": [TOOL]})
     body = workload.request(workload.cases[0], model="m")
     assert body["model"] == "m" and body["max_tokens"] == 9 and body["temperature"] == 0.7
@@ -78,7 +78,7 @@ def test_a_request_says_all_that_matters():
     assert body["tools"] == [TOOL] and body["tool_choice"] == "auto"
 
 
-def test_a_case_may_bring_its_own_tools():
+def test_a_case_can_have_its_own_tools():
     cases = [
         {"id": "own", "messages": GOOD["cases"][0]["messages"], "tools": [TOOL, TOOL]},
         {"id": "none", "messages": GOOD["cases"][0]["messages"], "tools": []},
@@ -88,7 +88,7 @@ def test_a_case_may_bring_its_own_tools():
     assert [len(workload.request(c).get("tools", [])) for c in workload.cases] == [2, 0, 1]
 
 
-def test_conversations_need_their_own_answers():
+def test_a_later_turn_needs_the_earlier_answers():
     workload = build_workload(
         GOOD | {"cases": [{"id": "t", "turns": ["a", "b"], "expect": {"turns": [{}, {"contains": ["x"]}]}}]}
     )
@@ -103,7 +103,7 @@ def test_conversations_need_their_own_answers():
     )
 
 
-def test_the_shipped_workloads_are_whole():
+def test_the_built_in_workloads_are_complete():
     shipped = judge.load_workloads()
     names = {w.name for w in shipped}
     assert names >= {

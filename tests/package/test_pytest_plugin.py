@@ -1,4 +1,4 @@
-"""The pytest plug-in, run as a user's CI runs it: in a pytest of its own."""
+"""The pytest plug-in, in a pytest process of its own."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ import pytest
 def test_gate():
     pass
 
-def test_manners(annie_run):
+def test_gates(annie_run):
     annie_run.assert_gates("a")
 
 def test_metric(annie_run):
-    assert annie_run.metric("w", "ttft_content_ms").p50 < 130
+    assert annie_run.metric("w", "ttft_content_ms")["p50"] < 130
 
 def test_speed(annie_run, annie_baseline):
     annie_run.assert_no_loss(annie_baseline)
@@ -52,12 +52,12 @@ def stored(where, shift, leaks=0):
     return folder
 
 
-def test_a_good_run_passes(check, tmp_path):
+def test_a_passing_run(check, tmp_path):
     before, after = stored(tmp_path / "before", 1.0), stored(tmp_path / "after", 1.0001)
     check(f"--annie-run={after}", f"--annie-baseline={before}").assert_outcomes(passed=5)
 
 
-def test_a_slower_run_and_a_lost_gate_fail_with_figures(check, tmp_path):
+def test_a_slower_run_and_a_lost_gate_fail_with_their_figures(check, tmp_path):
     before, after = stored(tmp_path / "before", 1.0), stored(tmp_path / "after", 1.2, leaks=2)
     result = check(f"--annie-run={after}", f"--annie-baseline={before}")
     result.assert_outcomes(passed=1, failed=4)
@@ -66,13 +66,13 @@ def test_a_slower_run_and_a_lost_gate_fail_with_figures(check, tmp_path):
     )
 
 
-def test_without_a_run_the_reason_is_given(check):
+def test_without_a_run_the_tests_are_skipped(check):
     result = check()
     result.assert_outcomes(skipped=5)
     result.stdout.fnmatch_lines(["*no run directory was given (--annie-run DIR)*"])
 
 
-def test_a_folder_without_a_run_is_one_clear_line(check, tmp_path):
+def test_a_folder_without_a_run_is_a_one_line_error(check, tmp_path):
     result = check(f"--annie-run={tmp_path}", "-k", "metric")
     result.assert_outcomes(errors=1)
     result.stdout.fnmatch_lines(["*holds no finished benchmark*"])

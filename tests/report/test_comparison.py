@@ -90,7 +90,7 @@ def test_a_sure_gain_without_a_loss_is(whole, tmp_path):
 
 def test_tokens_a_second_alone_are_no_reason(whole, tmp_path):
     said = advised(whole, tmp_path, lambda d: candidate(d, "decode_tok_s", 25.0))
-    assert said.action == "stay" and "no reason" in said.sentence
+    assert said.action == "stay" and "does not justify" in said.sentence
 
 
 @pytest.mark.parametrize("change", [{"significant": False}, {"change": -1.0}])

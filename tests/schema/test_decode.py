@@ -73,7 +73,7 @@ def test_aggregates_are_stored_once(tmp_path):
 
 
 def test_what_a_server_reports_is_limited():
-    """A server of version 1 or a hostile one: long texts are cut, values of another type are left out."""
+    """Long texts are cut, values of another type are left out; also in documents of version 1."""
     hostile = {
         "name": "a",
         "model": "m" * 10_000,

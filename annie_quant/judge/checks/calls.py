@@ -63,7 +63,7 @@ def _mapping_fault(arguments: Any, allowed: Mapping[str, Sequence[Any]]) -> str:
     if not isinstance(arguments, dict):
         return f"{arguments!r} is not an object"
     if unknown := [key for key in arguments if key not in allowed]:
-        return f"there is no argument {unknown[0]!r}"
+        return f"unknown argument {unknown[0]!r}"
     for key, choices in allowed.items():
         if key not in arguments:
             if "" not in choices:

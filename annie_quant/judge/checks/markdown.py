@@ -38,7 +38,7 @@ _DUNDER = re.compile(r"^[a-z][a-z0-9_]*$")
 def _parser() -> Any:
     from markdown_it import MarkdownIt
 
-    # Indented code, HTML and <autolinks> are ignored: they are not heard when the text is spoken.
+    # Indented code, HTML and <autolinks> are ignored: they do not change how the text is spoken.
     parser = MarkdownIt("commonmark").enable(["table", "strikethrough"])
     return parser.disable(["code", "html_block", "html_inline", "autolink"])
 

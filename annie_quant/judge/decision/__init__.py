@@ -7,6 +7,7 @@ replacement   the drop-in checklist and the recommendation: switch, stay or wait
 Reports and search render or call these functions; they decide nothing themselves.
 """
 
+# ruff: noqa: F401
 from __future__ import annotations
 
 from annie_quant.judge.decision.replacement import (
@@ -28,26 +29,3 @@ from annie_quant.judge.decision.strategies import (
     missing_numerics,
 )
 from annie_quant.judge.decision.verdict import Decision, JudgedGate, combined, deciding_gates, decision, verdict
-
-__all__ = [
-    "BUDGET_BYTES",
-    "ChecklistItem",
-    "Decision",
-    "JudgedGate",
-    "Recommendation",
-    "cannot_pass",
-    "checklist",
-    "combined",
-    "deciding_gates",
-    "decision",
-    "early_reasons",
-    "failing",
-    "final_reasons",
-    "looks",
-    "missing_numerics",
-    "outcome",
-    "peak_bytes",
-    "recommendation",
-    "served_as",
-    "verdict",
-]

@@ -189,7 +189,7 @@ def recommendation(
     if gains:
         sentence = f"Switch to {name} only if its gains outweigh its losses; it passes every gate."
         return Recommendation("wait", sentence, reasons)
-    why = "decode speed alone is no reason" if speed else "it brings nothing that was measured here"
+    why = "decode speed alone does not justify a switch" if speed else "it brings nothing that was measured here"
     return Recommendation("stay", f"Stay with {other}: {name} passes every gate, but {why}.", reasons)
 
 

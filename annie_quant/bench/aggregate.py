@@ -46,7 +46,7 @@ from annie_quant.schema import (
 
 Values = dict[Hashable, list[float]]
 
-# Limits of the original plan, on the median of requests that were alone, with thinking off.
+# R28 and R29: on the median of requests with no other in flight, thinking off.
 TTFT_LIMIT_MS, DECODE_LEAST_TOK_S = 120.0, 25.0
 MEMORY_SOURCES = ("gpu_process_bytes", "process_rss_bytes", "system_used_bytes")  # the first that a server has
 

@@ -85,7 +85,7 @@ def execute(
     bench = Bench(
         ended=ended,
         requests=sum(not r.warmup for r in records.rows),
-        environment=msgspec.convert(environment(), Environment),
+        environment=msgspec.convert(environment(), Environment, from_attributes=True),
         config=config,
         backends=identities,
         memory=memory,

@@ -39,6 +39,7 @@ def grouped(records: Iterable[Row], key: str | Callable[[Row], Any]) -> dict[Any
 def timed(measured: list[Row]) -> list[Row]:
     """The requests whose times count, by the benchmark's own rule (failed, cold, stalled and mis-stamped ones do not)."""
     from annie_quant.bench.aggregate import timed as fit
+
     records = typed.records(measured)
     counted = {id(record) for record in fit(records)}
     return [row for row, record in zip(measured, records, strict=True) if id(record) in counted]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from bench_cases import row
 from msgspec import structs
 
-from annie_quant import judge
+from annie_quant import judge, schema
+from annie_quant.judge import decision
 from annie_quant.judge.gate_rule import Threshold, decide
 
 RATE, ALL, ZERO = Threshold("rate", 10, 0.6), Threshold("all", 5), Threshold("zero", 25)
@@ -42,7 +44,7 @@ MODELS = [
 ]
 
 
-def row(a, b, metric, median_a, median_b, significant=True):
+def comparison(a, b, metric, median_a, median_b, significant=True):
     difference = median_b - median_a
     return {
         "a": a,
@@ -67,8 +69,8 @@ def test_the_best_nvfp4_side_is_the_candidate_and_q4_the_incumbent():
             "models": MODELS,
             "served": {"bf16": side(), "naive": side(tools=20), "mlp_only": side(), "q4_k_m": side()},
             "comparisons": [
-                row("mlp_only", "q4_k_m", "ttft_content_ms", 90, 300),
-                row("mlp_only", "q4_k_m", "decode_tok_s", 33, 36),
+                comparison("mlp_only", "q4_k_m", "ttft_content_ms", 90, 300),
+                comparison("mlp_only", "q4_k_m", "decode_tok_s", 33, 36),
             ],
         }
     )
@@ -93,7 +95,7 @@ def test_a_failing_candidate_names_its_gates():
 def test_speed_never_outweighs_a_failed_gate():
     served = {"naive": side(tools=20), "q4_k_m": side()}
     verdict = judge.verdict(
-        {"models": MODELS, "served": served, "comparisons": [row("naive", "q4_k_m", "ttft_content_ms", 1, 1000)]}
+        {"models": MODELS, "served": served, "comparisons": [comparison("naive", "q4_k_m", "ttft_content_ms", 1, 1000)]}
     )
     assert verdict.passed is False and "against" not in verdict.sentence
 
@@ -126,7 +128,11 @@ def test_gates_that_are_worse_than_bf16_are_reasons():
 def test_a_difference_is_candidate_minus_incumbent_in_either_order():
     served = {"q4_k_m": side(), "mlp_only": side()}
     verdict = judge.verdict(
-        {"models": MODELS, "served": served, "comparisons": [row("q4_k_m", "mlp_only", "ttft_content_ms", 300, 90)]}
+        {
+            "models": MODELS,
+            "served": served,
+            "comparisons": [comparison("q4_k_m", "mlp_only", "ttft_content_ms", 300, 90)],
+        }
     )
     assert any("content TTFT is better than Q4_K_M's by 210 ms" in r for r in verdict.reasons)
 
@@ -151,3 +157,39 @@ def test_a_confound_counts_only_for_the_pair_it_is_about():
 def test_nothing_measured():
     verdict = judge.verdict({})
     assert verdict.passed is False and verdict.sentence.startswith("Nothing was measured")
+
+
+def typed(**served):
+    return schema.convert(schema.Aggregates, {"models": MODELS, "served": served})
+
+
+def test_the_checklist_counts_the_candidates_own_records():
+    aggregates = typed(mlp_only=side(memory={"five": 6_000_000_000}), q4_k_m=side(tools=97))
+    records = [row("mlp_only", reasoning="Hm."), row("mlp_only", error="HTTP 500"), row("q4_k_m", error="HTTP 500")]
+    items = decision.checklist(aggregates, "mlp_only", "q4_k_m", records, {"w"})
+    verdicts = {item.item: (item.verdict, item.evidence) for item in items}
+    assert verdicts["speaks the OpenAI API"] == ("fail", "1 of 2 chat completions succeeded")
+    assert verdicts["calls tools"] == ("pass", "95 of 100, served")
+    assert (
+        verdicts["thinking can be switched"][0] == "pass"
+        and "received in 1 of 1" in verdicts["thinking can be switched"][1]
+    )
+    assert verdicts["fits the memory budget"] == ("pass", "6 GB at its highest, of 110 GB for everything")
+    assert verdicts["answers no later"][0] == "undecided" and verdicts["answers no worse"][0] == "pass"
+
+
+def test_a_candidate_without_an_incumbent_waits():
+    aggregates = typed(mlp_only=side())
+    advice = decision.recommendation(aggregates, "mlp_only", None, [])
+    assert advice.action == "wait" and "nothing was measured" in advice.sentence
+
+
+def test_the_outcome_is_undecided_while_a_gate_is():
+    aggregates = typed(mlp_only=side(tools=65), q4_k_m=side())
+    verdict = judge.verdict(aggregates)
+    assert verdict.passed and decision.outcome(aggregates, verdict) == "undecided"
+    assert decision.outcome(aggregates, schema.Verdict()) == "undecided"
+    failed = typed(mlp_only=side(tools=20))
+    assert decision.outcome(failed, judge.verdict(failed)) == "fail"
+    assert decision.combined(["pass", "undecided", "fail"]) == "fail" and decision.combined([]) == "pass"
+    assert decision.served_as(aggregates, "q4_k_m") == "q4_k_m" and decision.served_as(aggregates, "other") is None

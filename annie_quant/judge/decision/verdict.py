@@ -12,6 +12,8 @@ from typing import Any
 
 import msgspec
 
+from annie_quant import schema
+from annie_quant.errors import UsageError
 from annie_quant.judge.metrics import METRICS
 from annie_quant.schema import (
     Aggregates,
@@ -107,7 +109,7 @@ def decision(aggregates: Aggregates, candidate: str | None = None) -> Decision |
 def verdict(aggregates: Aggregates | Mapping[str, Any], candidate: str | None = None) -> Verdict:
     """The outcome with its sentence, reasons and caveats. aggregates: a run's, or a mapping of the same form."""
     if not isinstance(aggregates, Aggregates):
-        aggregates = msgspec.convert(aggregates, Aggregates)
+        aggregates = schema.convert(Aggregates, aggregates, "aggregates", error=UsageError)
     chosen = decision(aggregates, candidate)
     if chosen is None:
         return Verdict(sentence="Nothing was measured, so nothing can be concluded.")

@@ -105,7 +105,8 @@ def checklist(run: Run) -> tuple[str, list[decision.ChecklistItem]]:
         return "", []
     candidate, incumbent = _backends(who)
     with_thinking = {w["name"] for w in run.inputs if w["thinking"]}
-    items = decision.checklist(typed.aggregates(run), candidate, incumbent, typed.records(run.measured), with_thinking)
+    records = typed.records(r for r in run.measured if r["backend"] == candidate)
+    items = decision.checklist(typed.aggregates(run), candidate, incumbent, records, with_thinking)
     other = f" in place of {who.names[1]}" if incumbent else ""
     return f"{who.names[0]}{other}", [replace(item, evidence=clean(item.evidence)) for item in items]
 

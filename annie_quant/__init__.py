@@ -1,4 +1,4 @@
-"""annie_quant: fine-tuned Qwen3.5 to NVFP4 with its manners intact, proved before serving, timed honestly.
+"""annie_quant: quantize fine-tuned Qwen3.5 to NVFP4 so that its behaviour survives, verify it, serve it and time it.
 
     aq.nvfp4       pack, unpack and scale search, exact to the bit        (C: _nvfp4)
     aq.kquant      ggml's K-quants, for the comparison with Q4_K_M       (C: _nvfp4)
@@ -9,15 +9,15 @@
     aq.quantize    strategies from bf16 to NVFP4
     aq.hf          NVFP4 in transformers
     aq.evaluate    gates, KL divergence and perplexity without a server
-    aq.runtime     both of them; importing it registers NVFP4 with transformers
+    aq.runtime     hf and evaluate; importing it registers NVFP4 with transformers
     aq.serve       serving runtimes
     aq.judge       workloads, gates, intervals, A/B statistics
     aq.bench       timing two or more servers against each other
-    aq.report      HTML, Markdown
+    aq.report      HTML and Markdown reports
     aq.publish     model card and upload
-    aq.notebook    how tensors, audits and timings show themselves in Jupyter
+    aq.notebook    how tensors, audits and timings are displayed in Jupyter
 
-Each part is imported when it is first used; importing the package needs NumPy alone.
+Each part is imported on first use. Importing the package itself imports no third-party package.
 """
 
 from __future__ import annotations
@@ -27,28 +27,8 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-_PARTS = (
-    "nvfp4",
-    "kquant",
-    "stream",
-    "gemm",
-    "checkpoint",
-    "data",
-    "quantize",
-    "hf",
-    "evaluate",
-    "runtime",
-    "serve",
-    "judge",
-    "bench",
-    "report",
-    "publish",
-    "notebook",
-)
-__all__ = ["__version__", *_PARTS]
-
 if TYPE_CHECKING:
-    from annie_quant import (  # noqa: F401
+    from annie_quant import (
         bench,
         checkpoint,
         data,
@@ -67,12 +47,32 @@ if TYPE_CHECKING:
         stream,
     )
 
+__all__ = [
+    "__version__",
+    "bench",
+    "checkpoint",
+    "data",
+    "evaluate",
+    "gemm",
+    "hf",
+    "judge",
+    "kquant",
+    "notebook",
+    "nvfp4",
+    "publish",
+    "quantize",
+    "report",
+    "runtime",
+    "serve",
+    "stream",
+]
+
 
 def __getattr__(name: str) -> Any:
-    if name in _PARTS:
+    if name in __all__:
         return importlib.import_module(f"annie_quant.{name}")
     raise AttributeError(f"module 'annie_quant' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_PARTS])
+    return sorted({*globals(), *__all__})

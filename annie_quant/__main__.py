@@ -1,4 +1,4 @@
-"""`annie-quant`, `python -m annie_quant`: what must be settled before anything is imported, and what can end it that early."""
+"""Entry point of `annie-quant` and `python -m annie_quant`: what must be set before the first import of NumPy."""
 
 from __future__ import annotations
 
@@ -8,18 +8,16 @@ import sys
 
 
 def main() -> None:
-    """Load the command line and run it. Exit codes are in annie_quant.errors."""
+    """Run the command line. Exit codes are listed in annie_quant.errors."""
     if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
-        # A second OpenBLAS thread that finds no room under ulimit -v spins, or sends SIGINT to its own process.
+        # Under ulimit -v a second OpenBLAS thread that gets no memory spins, or sends SIGINT to its own process.
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
         from annie_quant import cli
     except KeyboardInterrupt:
         sys.exit(130)
     except (ImportError, MemoryError, SystemError) as error:
-        sys.stderr.write(
-            f"annie-quant: a library cannot be loaded ({error})\n  → free some memory, or install it anew\n"
-        )
+        sys.stderr.write(f"annie-quant: a library cannot be loaded ({error})\n  → free some memory, or reinstall it\n")
         sys.exit(3)
     cli.main()
 

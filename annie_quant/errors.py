@@ -1,15 +1,16 @@
-"""What can go wrong, as a user meets it: one clear line, the next command, and an exit code.
+"""Errors that a user meets: one line, the next command, and an exit code.
 
-Exit codes: 0 pass, 1 a gate failed or a fault was found, 2 usage, 3 environment, 4 server, 130 interrupted.
+Exit codes: 0 success, 1 a gate failed or a check found a fault, 2 usage, 3 environment, 4 server, 130 interrupted.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 
 class AnnieError(Exception):
-    """An expected fault. `hint` is the next command to run, or what to change."""
+    """An expected error. `hint` is the next command to run, or what to change."""
 
     exit_code = 1
 
@@ -20,23 +21,26 @@ class AnnieError(Exception):
 
 
 class UsageError(AnnieError):
-    """The call asks for something that cannot be: a bad option, a pattern that matches nothing."""
+    """The call is not valid: a bad option, a pattern that matches nothing."""
 
     exit_code = 2
 
 
 class EnvironmentFault(AnnieError):
-    """Something is missing here: a package, a compiler, a GPU, disk, a file."""
+    """Something is missing on this machine: a package, a compiler, a GPU, disk space, a file."""
 
     exit_code = 3
 
 
-class NoRoom(EnvironmentFault):
-    """The disk cannot hold what is to be written: of no strategy's making, so that nothing goes on without it."""
+class DiskFull(EnvironmentFault):
+    """The disk has too little space for an output. No strategy can avoid this, so a search stops at it."""
+
+
+NoRoom = DiskFull
 
 
 class CheckpointError(EnvironmentFault):
-    """A model folder that cannot be used: which file, which tensor, what was seen, what was expected."""
+    """A model folder cannot be used. The message names the file, the tensor, what was expected and what was got."""
 
 
 class ServerError(AnnieError):
@@ -46,9 +50,7 @@ class ServerError(AnnieError):
 
 
 def need(module: str, extra: str) -> Any:
-    """Import an optional package where it is used, or say which extra brings it."""
-    import importlib
-
+    """Import an optional package and return it. Raises EnvironmentFault that names the extra which installs it."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -58,5 +60,5 @@ def need(module: str, extra: str) -> Any:
     except ImportError as error:
         raise EnvironmentFault(
             f"{module} is installed and cannot be loaded ({error})",
-            f'free some memory, or install it anew: pip install --force-reinstall "annie-quant[{extra}]"',
+            f'free some memory, or reinstall it: pip install --force-reinstall "annie-quant[{extra}]"',
         ) from error

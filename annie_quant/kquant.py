@@ -1,10 +1,10 @@
-"""ggml's K-quants on the CPU: the same bytes as llama.cpp's quantizer, and which type Q4_K_M gives to which tensor.
+"""ggml's K-quants on the CPU: the same bytes as llama.cpp's quantizer, and the type that Q4_K_M gives to each tensor.
 
     raw = quantize(w, "Q4_K")              # uint8 [..., K/256 * 144], rows of ggml blocks
     w = dequantize(raw, "Q4_K")            # float32 [..., K]
 
-The layouts and rules are those of ggml-quants.c and llama-quant.cpp in llama.cpp; the encoders sum in the same order and
-without fused multiply-adds, so that every byte agrees.
+Layouts and rules follow ggml-quants.c and llama-quant.cpp in llama.cpp. The encoders sum in the same order and without
+fused multiply-adds, so that every byte is equal.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from annie_quant import _nvfp4
-from annie_quant.nvfp4 import _bytes, _finite_amax, _floats, _importance
+from annie_quant.codec_arrays import as_bytes, finite_amax, float_array, importance_weights, output_array
 
 Type = Literal["Q4_K", "Q5_K", "Q6_K", "Q5_0", "Q4_0", "Q8_0"]
 
 
 class Block(NamedTuple):
-    """A type's block: elements, bytes, and its number in a GGUF file."""
+    """Block layout of a type. ggml_type is its number in a GGUF file."""
 
     elements: int
     size_bytes: int
@@ -36,30 +36,34 @@ BLOCKS: dict[str, Block] = {
     "Q8_0": Block(32, 34, 8),
 }
 
-# llama-quant.cpp: what a 256-element type becomes where the rows are no multiple of 256.
+# llama-quant.cpp: the type used instead where rows are not a multiple of 256.
 _FALLBACK = {"Q4_K": "Q5_0", "Q6_K": "Q8_0"}
 
 
 def quantize(w: Any, type: Type, importance: Any = None) -> np.ndarray:
-    """w [..., K] float32, float16 or bfloat16 → uint8 [..., K / elements * size_bytes].
+    """Quantize w [..., K] (float32, float16 or bfloat16) to uint8 [..., K / elements * size_bytes].
 
-    importance: float32 [K] as in an importance matrix (mean square of each input), or None; Q8_0 takes no notice of it.
-    ValueError: K no multiple of the block, unknown type, NaN or inf in w.
+    importance  float32 [K] as in an importance matrix (mean square of each input), or None; unused for Q8_0
+
+    ValueError: K is not a multiple of the block, unknown type, NaN or inf in w.
     """
     block = _block(type)
-    x, kind = _floats(w, "w")
+    x, kind = float_array(w, "w")
     if x.ndim == 0 or x.shape[-1] == 0 or x.shape[-1] % block.elements:
         raise ValueError(
             f"w: shape {x.shape}, expected a last dimension that is a multiple of {block.elements} for {type}"
         )
-    _finite_amax(x, kind)
+    finite_amax(x, kind)
     out = np.empty((*x.shape[:-1], x.shape[-1] // block.elements * block.size_bytes), np.uint8)
-    _nvfp4.kquantize(_bytes(x), kind, type, x.shape[-1], _importance(importance, x.shape[-1]), _bytes(out))
+    _nvfp4.kquantize(as_bytes(x), kind, type, x.shape[-1], importance_weights(importance, x.shape[-1]), as_bytes(out))
     return out
 
 
 def dequantize(raw: np.ndarray, type: Type, out: np.ndarray | None = None) -> np.ndarray:
-    """uint8 rows of blocks [..., n * size_bytes] → float32 [..., n * elements], in `out` if given. Any bytes decode."""
+    """Return float32 [..., n * elements] from rows of blocks, uint8 [..., n * size_bytes]. All byte values are valid.
+
+    out  a float32 array for the result
+    """
     block = _block(type)
     rows = np.ascontiguousarray(raw)
     if rows.dtype != np.uint8:
@@ -67,23 +71,20 @@ def dequantize(raw: np.ndarray, type: Type, out: np.ndarray | None = None) -> np
     if rows.ndim == 0 or rows.shape[-1] % block.size_bytes:
         raise ValueError(f"raw: shape {rows.shape}, expected rows of a multiple of {block.size_bytes} bytes for {type}")
     shape = (*rows.shape[:-1], rows.shape[-1] // block.size_bytes * block.elements)
-    if out is None:
-        out = np.empty(shape, np.float32)
-    elif out.shape != shape or out.dtype != np.float32 or not out.flags.c_contiguous or not out.flags.writeable:
-        raise ValueError(f"out: {out.dtype} {out.shape}, expected float32 {shape}, contiguous and writeable")
-    _nvfp4.kdequantize(_bytes(rows), type, _bytes(out))
+    out = output_array(out, shape, np.float32)
+    _nvfp4.kdequantize(as_bytes(rows), type, as_bytes(out))
     return out
 
 
 def q4_k_m_type(name: str, layer: int | None, n_layers: int, shape: tuple[int, ...], tied: bool = False) -> str:
-    """The type that llama-quantize's Q4_K_M gives to a tensor, by its GGUF name.
+    """Return the type that llama-quantize's Q4_K_M gives to the tensor with this GGUF name.
 
-    layer     of `blk.N.`, None outside the layers
-    n_layers  all of them, those for multi-token prediction among them
+    layer     N of `blk.N.`, None outside the layers
+    n_layers  number of layers, including those for multi-token prediction
     shape     [rows, columns]
-    tied      the model has no `output.weight`: then the token embedding is stored as the output would be
+    tied      the model has no `output.weight`; the token embedding then gets the type of the output
 
-    Holds for dense models with one attn_v or attn_qkv a layer (all of Qwen3.5's): llama.cpp counts those.
+    Valid for dense models with one attn_v or attn_qkv per layer, as all of Qwen3.5: llama.cpp counts those tensors.
     """
     columns = shape[-1]
     if len(shape) < 2 or not name.endswith("weight") or "_norm.weight" in name or "ssm_conv1d" in name:
@@ -102,7 +103,7 @@ def q4_k_m_type(name: str, layer: int | None, n_layers: int, shape: tuple[int, .
 
 
 def _more_bits(layer: int, n_layers: int) -> bool:
-    """The first and last eighth, and every third layer between (llama-quant.cpp, use_more_bits)."""
+    """Whether a layer is in the first or last eighth, or every third one between (llama-quant.cpp, use_more_bits)."""
     return layer < n_layers // 8 or layer >= 7 * n_layers // 8 or (layer - n_layers // 8) % 3 == 2
 
 

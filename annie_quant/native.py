@@ -1,4 +1,4 @@
-"""The three C modules: load one, or say what its build wants and which command brings it."""
+"""The three C modules: load one, or report what its build needs and which command installs it."""
 
 from __future__ import annotations
 
@@ -8,17 +8,22 @@ from types import ModuleType
 
 from annie_quant.errors import EnvironmentFault
 
-# A wheel holds what its builder had; only a build here finds what is here.
+# A wheel has only the modules that its builder could build; a build on this machine finds what is installed here.
 FROM_SOURCE = "pip install --force-reinstall --no-deps --no-binary annie-quant annie-quant"
 
 
 @dataclass(frozen=True)
 class Build:
-    """wants: what setup.py must find. without: what does not work where it is missing. mend: the commands."""
+    """How a C module is built.
 
-    wants: str
+    needs    what setup.py must find on the machine
+    without  what does not work when the module is missing
+    fix      the commands that install it
+    """
+
+    needs: str
     without: str
-    mend: str
+    fix: str
 
 
 BUILDS = {
@@ -41,12 +46,12 @@ BUILDS = {
 
 
 def load(name: str) -> ModuleType:
-    """annie_quant's C module of this name. Raises EnvironmentFault where it is not built, or built and does not load."""
+    """Return annie_quant's C module `name`. Raises EnvironmentFault if it is not built or cannot be loaded."""
     try:
         return importlib.import_module(f"annie_quant.{name}")
     except ModuleNotFoundError as error:
         raise EnvironmentFault(
-            f"annie_quant.{name} is not built here: that wants {BUILDS[name].wants}", BUILDS[name].mend
+            f"annie_quant.{name} is not built here: it needs {BUILDS[name].needs}", BUILDS[name].fix
         ) from error
     except ImportError as error:
-        raise EnvironmentFault(f"annie_quant.{name} does not load: {error}", BUILDS[name].mend) from error
+        raise EnvironmentFault(f"annie_quant.{name} does not load: {error}", BUILDS[name].fix) from error

@@ -1,15 +1,15 @@
-"""NVFP4 on the CPU, exact to the bit: pack, unpack, scale search, activation fake-quant, layouts.
+"""NVFP4 on the CPU, exact to the bit: pack, unpack, scale search, activation fake-quant, GPTQ, GEMV, layouts.
 
-The format: E2M1 elements, two to a byte with the even column in the low nibble; one E4M3 scale a block of `group`
-columns; one float32 scale a tensor. Definition: OCP Microscaling Formats v1.0 for E2M1 and E4M3; ModelOpt's
-qtensor/nvfp4_tensor.py for the rest. A weight is `value * float32(block_scale * tensor_scale)`.
+The format: E2M1 elements, two per byte with the even column in the low nibble; one E4M3 scale per block of `group`
+columns; one float32 scale per tensor. A weight is `value * float32(block_scale * tensor_scale)`. Sources: OCP
+Microscaling Formats v1.0 for E2M1 and E4M3, ModelOpt's qtensor/nvfp4_tensor.py for the rest.
 
     t = pack(w)                      # codes uint8 [..., K/2], block_scale float8_e4m3fn [..., K/16], tensor_scale
     w = unpack(t, dtype="bfloat16")
 
-Arrays in are NumPy float32, float16 or ml_dtypes.bfloat16, or anything with `__dlpack__` (torch tensors, no copy); all
-leading dimensions are free; `Lent` hands arrays out the same way. The work is done by _nvfp4 in several threads with the
-GIL released.
+Inputs are NumPy arrays of float32, float16 or ml_dtypes.bfloat16, or any object with `__dlpack__` (torch tensors, no
+copy). All leading dimensions are free. `DLPackArray` passes results to other libraries without a copy. The work is done
+by the C module _nvfp4 in several threads with the GIL released.
 """
 
 from __future__ import annotations
@@ -17,30 +17,61 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import ml_dtypes
 import numpy as np
 
 from annie_quant import _nvfp4
+from annie_quant.codec_arrays import (
+    BFLOAT16,
+    E4M3,
+    FLOAT_KINDS,
+    DLPackArray,
+    as_bytes,
+    byte_array,
+    finite_amax,
+    float_array,
+    importance_weights,
+    nonfinite_message,
+    output_array,
+)
+
+__all__ = [
+    "BFLOAT16",
+    "E2M1_VALUES",
+    "E4M3",
+    "E4M3_VALUES",
+    "DLPackArray",
+    "Encoding",
+    "Scale",
+    "Tensor",
+    "amax",
+    "error",
+    "fake_quant",
+    "from_ggml",
+    "gemv",
+    "global_scale",
+    "gptq",
+    "pack",
+    "set_threads",
+    "set_variant",
+    "swizzle",
+    "tensor_scale",
+    "threads",
+    "to_ggml",
+    "unpack",
+    "unswizzle",
+    "variant",
+    "variants",
+]
 
 Scale = Literal["amax", "four_over_six", "sweep"]
 Encoding = Literal["modelopt", "modelopt-cuda", "modelopt-static", "compressed-tensors"]
 
-BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
-
-# The two number formats, as tables: index by the code.
+# Values of all codes, indexed by the code.
 E2M1_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 E4M3_VALUES = np.arange(256, dtype=np.uint8).view(E4M3).astype(np.float32)
 
-_KINDS = {np.dtype(np.float32): 0, np.dtype(np.float16): 1, BFLOAT16: 2}
-# DLPack's type code and bits (dlpack.h, DLDataTypeCode).
-_DLPACK = {
-    np.dtype(np.float32): (2, 32),
-    np.dtype(np.float16): (2, 16),
-    BFLOAT16: (4, 16),
-    E4M3: (10, 8),
-    np.dtype(np.uint8): (1, 8),
-}
+E2M1_MAX = 6
+_LARGEST_BLOCK_SCALE = {"amax": 448.0, "four_over_six": 256.0, "sweep": 448.0}  # 1.5 * 256 is still an E4M3 value
 _SCALES = ("amax", "four_over_six", "sweep")
 _ENCODINGS = {"modelopt": 0, "modelopt-cuda": 0, "modelopt-static": 1, "compressed-tensors": 2}
 _GROUPS = (16, 32, 64)
@@ -55,14 +86,14 @@ set_threads = _nvfp4.set_threads
 
 @dataclass(slots=True, eq=False)
 class Tensor:
-    """A packed tensor; the arrays are plain NumPy views that nobody copies.
+    """A packed tensor. Its arrays are plain NumPy arrays and are never copied.
 
-    codes         uint8 [..., K/2], even column in the low nibble
+    codes         uint8 [..., K/2], two codes per byte, the even column in the low nibble
     block_scale   ml_dtypes.float8_e4m3fn [..., K/group], row-major (not swizzled)
     tensor_scale  float32, a multiplier
-    shape         of the weight, [..., K]
-    group         columns of one block scale
-    divisor       float32 where the scale of the tensor is kept as a divisor (compressed-tensors), else None
+    shape         shape of the weight, [..., K]
+    group         columns per block scale
+    divisor       float32 where the tensor's scale is stored as a divisor (compressed-tensors), else None
     """
 
     codes: np.ndarray
@@ -92,50 +123,50 @@ def pack(
     tensor_amax: float | None = None,
     divisor: float | None = None,
 ) -> Tensor:
-    """w [..., K] → Tensor.
+    """Quantize w [..., K] to NVFP4.
 
-    tensor_scale  multiplier shared by the whole tensor; None: found from the tensor's amax. Linears that are served as
-                  one matrix (q/k/v, gate/up) must share it.
-    scale         how a block's scale is chosen: "amax" (ModelOpt's dynamic rule), "four_over_six" (amax or 1.5 amax, the
-                  lower squared error), "sweep" (least squared error of all 126 codes)
-    importance    float32 [K], weights of the squared error, e.g. mean x_k^2 of the inputs
-    encoding      "modelopt" (its CPU arithmetic), "modelopt-cuda" (differs in tensor_scale's last bit),
-                  "modelopt-static" (block scales relative to tensor_amax), "compressed-tensors" (its observers'
-                  arithmetic; the tensor's scale is a divisor)
+    tensor_scale  multiplier of the whole tensor; None: computed from the tensor's amax. Linears that are served as one
+                  matrix (q/k/v, gate/up) must share it.
+    scale         how a block's scale is chosen: "amax" (ModelOpt's dynamic rule), "four_over_six" (amax or 1.5 amax,
+                  whichever has the lower squared error), "sweep" (least squared error of all 126 codes)
+    importance    float32 [K], weights of the squared error, for example the mean of x_k^2 of the inputs
+    encoding      "modelopt" (its CPU arithmetic), "modelopt-cuda" (differs in the last bit of tensor_scale),
+                  "modelopt-static" (block scales relative to tensor_amax), "compressed-tensors" (the arithmetic of its
+                  observers; the tensor's scale is a divisor)
     out           a Tensor whose arrays are written in place
-    tensor_amax   for "modelopt-static" with a given tensor_scale
+    tensor_amax   for "modelopt-static" with an explicit tensor_scale
     divisor       for "compressed-tensors", in place of tensor_scale
 
-    ValueError: K not a multiple of the group, unknown dtype, NaN or inf in w, a scale that is not positive and finite.
+    ValueError: K is not a multiple of the group, unknown dtype, NaN or inf in w, a scale that is not positive and finite.
     """
-    x, kind = _floats(w, "w")
+    x, kind = float_array(w, "w")
     _check_choice(scale, encoding)
-    shape = _blocks_shape(x, group, "w")
+    shape = _block_shapes(x, group, "w")
     if encoding == "compressed-tensors" and tensor_scale is not None:
-        raise ValueError("compressed-tensors keeps the tensor's scale as a divisor: give divisor, not tensor_scale")
+        raise ValueError("compressed-tensors stores the tensor's scale as a divisor: pass divisor, not tensor_scale")
     if encoding != "compressed-tensors" and divisor is not None:
-        raise ValueError(f"divisor belongs to encoding compressed-tensors, seen {encoding}")
-    largest = 256.0 if scale == "four_over_six" else 448.0
-    kept: np.float32 | None = None
+        raise ValueError(f"divisor is for the encoding compressed-tensors, got {encoding}")
+    largest = _LARGEST_BLOCK_SCALE[scale]
+    stored_divisor: np.float32 | None = None
     if encoding == "compressed-tensors":
-        factor = kept = _positive(
-            global_scale(_finite_amax(x, kind), x.dtype) if divisor is None else divisor, "divisor"
+        factor = stored_divisor = _positive(
+            global_scale(finite_amax(x, kind), x.dtype) if divisor is None else divisor, "divisor"
         )
-        multiplier = np.float32(1) / kept
+        multiplier = np.float32(1) / stored_divisor
     else:
         if tensor_scale is None:
-            tensor_amax = _finite_amax(x, kind) if tensor_amax is None else tensor_amax
+            tensor_amax = finite_amax(x, kind) if tensor_amax is None else tensor_amax
             tensor_scale = float(_scale_of(tensor_amax, encoding, scale))
         factor = multiplier = _positive(tensor_scale, "tensor_scale")
     if encoding == "modelopt-static":
-        tensor_amax = float(_positive(tensor_amax or factor * np.float32(6 * largest), "tensor_amax"))
+        tensor_amax = float(_positive(tensor_amax or factor * np.float32(E2M1_MAX * largest), "tensor_amax"))
     if out is None:
-        out = Tensor(np.empty(shape[0], np.uint8), np.empty(shape[1], E4M3), multiplier, x.shape, group, kept)
+        out = Tensor(np.empty(shape[0], np.uint8), np.empty(shape[1], E4M3), multiplier, x.shape, group, stored_divisor)
     else:
         _check_out(out, shape, group)
-        out.tensor_scale, out.divisor, out.shape = multiplier, kept, x.shape
+        out.tensor_scale, out.divisor, out.shape = multiplier, stored_divisor, x.shape
     finite = _nvfp4.pack(
-        _bytes(x),
+        as_bytes(x),
         kind,
         group,
         _SCALES.index(scale),
@@ -143,69 +174,44 @@ def pack(
         float(factor),
         largest,
         float(tensor_amax or 0),
-        _importance(importance, x.shape[-1]),
-        _bytes(out.codes),
-        _bytes(out.block_scale),
+        importance_weights(importance, x.shape[-1]),
+        as_bytes(out.codes),
+        as_bytes(out.block_scale),
     )
     if not finite:
-        raise ValueError(_nonfinite(x))
+        raise ValueError(nonfinite_message(x))
     return out
 
 
 def unpack(t: Tensor, dtype: Any = "bfloat16", out: np.ndarray | None = None, nan: str = "raise") -> np.ndarray:
-    """Tensor → weights [..., K] in bfloat16, float16 or float32: `value * float32(block_scale * tensor_scale)`, rounded once.
+    """Return the weights [..., K] in bfloat16, float16 or float32, rounded once.
 
-    nan="raise" names the first block whose scale is NaN (old exporters wrote such); nan="keep" decodes it to NaN.
+    nan  "raise": ValueError that names the first block whose scale is NaN (old exporters wrote such blocks);
+         "keep": decode it to NaN
     """
-    kind_of = {"bfloat16": BFLOAT16, "float16": np.dtype(np.float16), "float32": np.dtype(np.float32)}
-    wanted = kind_of.get(dtype) if isinstance(dtype, str) else np.dtype(dtype)
-    if wanted not in _KINDS:
+    by_name = {"bfloat16": BFLOAT16, "float16": np.dtype(np.float16), "float32": np.dtype(np.float32)}
+    out_dtype = by_name.get(dtype) if isinstance(dtype, str) else np.dtype(dtype)
+    if out_dtype not in FLOAT_KINDS:
         raise ValueError(f"dtype {dtype}, expected bfloat16, float16 or float32")
     codes, scales, shape = _parts(t)
-    if out is None:
-        out = np.empty(shape, wanted)
-    elif out.shape != shape or out.dtype != wanted or not out.flags.c_contiguous or not out.flags.writeable:
-        raise ValueError(f"out: {out.dtype} {out.shape}, expected {wanted} {shape}, contiguous and writeable")
-    factor = t.tensor_scale if t.divisor is None else t.divisor
-    bad = _nvfp4.unpack(
-        _bytes(codes), _bytes(scales), _KINDS[wanted], t.group, t.divisor is not None, float(factor), _bytes(out)
+    out = output_array(out, shape, out_dtype)
+    factor, divides = _factor(t)
+    has_nan = _nvfp4.unpack(
+        as_bytes(codes), as_bytes(scales), FLOAT_KINDS[out_dtype], t.group, divides, factor, as_bytes(out)
     )
-    if bad and nan == "raise":
-        raise ValueError(_nan_scales(scales))
+    if has_nan and nan == "raise":
+        raise ValueError(_nan_scales_message(scales))
     return out
 
 
-class Lent:
-    """An array for `torch.from_dlpack` and the like, without a copy: NumPy's own DLPack knows no bfloat16 and no float8.
-
-    torch.from_dlpack(Lent(unpack(t))) is a bfloat16 tensor over the same memory. Codes are uint8, which NumPy lends itself.
-    ValueError: a dtype other than float32, float16, bfloat16, float8_e4m3fn or uint8; an array not contiguous and writeable.
-    """
-
-    __slots__ = ("array",)
-
-    def __init__(self, array: np.ndarray) -> None:
-        if array.dtype not in _DLPACK or not array.flags.c_contiguous or not array.flags.writeable:
-            raise ValueError(
-                f"{array.dtype} {array.shape}, expected one of {', '.join(map(str, _DLPACK))}, contiguous and writeable"
-            )
-        self.array = array
-
-    def __dlpack__(self, *, stream: Any = None, **_: Any) -> Any:
-        return _nvfp4.to_dlpack(_bytes(self.array), *_DLPACK[self.array.dtype], self.array.shape)
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return 1, 0
-
-
 def amax(w: Any) -> np.float32:
-    """Largest |w|; NaN where w holds one; 0 for an empty array."""
-    x, kind = _floats(w, "w")
-    return np.float32(_nvfp4.amax(_bytes(x), kind))
+    """Return the largest |w|: NaN if w holds one, 0 for an empty array."""
+    x, kind = float_array(w, "w")
+    return np.float32(_nvfp4.amax(as_bytes(x), kind))
 
 
 def tensor_scale(amax: float, encoding: Encoding = "modelopt", scale: Scale = "amax") -> np.float32:
-    """The multiplier of a tensor with this amax: amax / (6 * 448), or 6 * 256 where 1.5 * amax must stay encodable.
+    """Return the multiplier of a tensor with this amax: amax / (6 * 448), or amax / (6 * 256) for "four_over_six".
 
     "modelopt-cuda" multiplies by float32(1 / 2688) instead, as torch does on a GPU. An all-zero tensor gets 1, so that
     no server divides by zero.
@@ -216,18 +222,18 @@ def tensor_scale(amax: float, encoding: Encoding = "modelopt", scale: Scale = "a
         raise ValueError(f"amax {amax}, expected a finite number >= 0")
     if value == 0:
         return np.float32(1)
-    span = np.float32(6 * (256 if scale == "four_over_six" else 448))
     if encoding == "compressed-tensors":
         return np.float32(1) / global_scale(value)
+    span = np.float32(E2M1_MAX * (256 if scale == "four_over_six" else 448))
     result = value * (np.float32(1) / span) if encoding == "modelopt-cuda" else value / span
     return max(np.float32(result), _SMALLEST)
 
 
-_scale_of = tensor_scale  # for the functions whose parameter has the same name
+_scale_of = tensor_scale  # for the functions that have a parameter of the same name
 
 
 def global_scale(amax: float, dtype: Any = np.float32) -> np.float32:
-    """compressed-tensors' divisor, 2688 / amax in the arithmetic of its observers, which run in the weight's dtype."""
+    """Return compressed-tensors' divisor, 2688 / amax, in the arithmetic of its observers (in the weight's dtype)."""
     kind = np.dtype(dtype)
     if not np.isfinite(np.float32(amax)) or amax < 0:
         raise ValueError(f"amax {amax}, expected a finite number >= 0")
@@ -240,80 +246,144 @@ def global_scale(amax: float, dtype: Any = np.float32) -> np.float32:
 
 
 def fake_quant(x: Any, tensor_scale: float | None = None, group: int = 16, out: np.ndarray | None = None) -> np.ndarray:
-    """x [..., K] rounded to NVFP4 and back in its own dtype, one dynamic scale a block: ModelOpt's GPU op for activations.
+    """Round x [..., K] to NVFP4 and back in its own dtype, one dynamic scale per block: ModelOpt's GPU op for activations.
 
-    It differs from unpack(pack(x)): the scale byte has no lower clamp, a step under 1e-5 becomes 1, and no -0.0 comes out.
-    Against an H200: the same bits, but for elements and block scales within a few last bits of a tie, where the GPU's
-    approximate reciprocal may fall to the other side, as it alone explains (tests/perf/codec.md, tests/nvfp4/test_peers.py).
-    tensor_scale None: amax * float32(1 / 2688), as torch computes it on a GPU. `out` may be x itself.
+    Differences from unpack(pack(x)): the scale byte has no lower clamp, a step under 1e-5 becomes 1, and the result has
+    no -0.0. Compared with an H200 the bits are equal, except for elements and block scales within a few last bits of a
+    tie, where the GPU's approximate reciprocal may round to the other side (tests/perf/codec.md, tests/nvfp4/test_peers.py).
+
+    tensor_scale  None: amax * float32(1 / 2688), as torch computes it on a GPU
+    out           an array for the result; it may be x itself
     """
-    a, kind = _floats(x, "x")
-    _blocks_shape(a, group, "x")
+    a, kind = float_array(x, "x")
+    _block_shapes(a, group, "x")
     if tensor_scale is None:
-        tensor_scale = float(_scale_of(_finite_amax(a, kind), "modelopt-cuda"))
-    if out is None:
-        out = np.empty_like(a)
-    elif out.shape != a.shape or out.dtype != a.dtype or not out.flags.c_contiguous or not out.flags.writeable:
-        raise ValueError(f"out: {out.dtype} {out.shape}, expected {a.dtype} {a.shape}, contiguous and writeable")
-    _nvfp4.fake_quant(_bytes(a), kind, group, float(max(np.float32(tensor_scale), np.float32(0)) or 1e-12), _bytes(out))
+        tensor_scale = float(_scale_of(finite_amax(a, kind), "modelopt-cuda"))
+    out = output_array(out, a.shape, a.dtype)
+    factor = float(max(np.float32(tensor_scale), np.float32(0)) or 1e-12)
+    _nvfp4.fake_quant(as_bytes(a), kind, group, factor, as_bytes(out))
+    return out
+
+
+def gptq(
+    w: np.ndarray,
+    factor: np.ndarray,
+    tensor_scale: float,
+    scale: Scale = "amax",
+    group: int = 16,
+    importance: Any = None,
+) -> Tensor:
+    """Quantize a weight column by column; each column's error is corrected in the columns that follow (GPTQ).
+
+    w             float32 [N, K], contiguous; overwritten with the dequantized result
+    factor        float32 [K, K], upper Cholesky factor of the inverse of the Hessian (Frantar et al. 2022)
+    importance    float32 [K], weights of the squared error in the search for a block's scale; unused for "amax"
+
+    ValueError: shapes that do not fit, or weights that are not finite after the correction.
+    """
+    _check_choice(scale, "modelopt")
+    shape = _block_shapes(w, group, "w")
+    columns = w.shape[-1]
+    if w.ndim != 2 or w.dtype != np.float32 or not w.flags.c_contiguous or not w.flags.writeable:
+        raise ValueError(f"w: {w.dtype} {w.shape}, expected float32 [N, K], contiguous and writeable")
+    factor = np.ascontiguousarray(factor, np.float32)
+    if factor.shape != (columns, columns):
+        raise ValueError(f"factor: shape {factor.shape}, expected ({columns}, {columns})")
+    out = Tensor(
+        np.empty(shape[0], np.uint8),
+        np.empty(shape[1], E4M3),
+        _positive(tensor_scale, "tensor_scale"),
+        w.shape,
+        group,
+    )
+    finite = _nvfp4.gptq(
+        w.reshape(-1),
+        columns,
+        factor.reshape(-1),
+        group,
+        _SCALES.index(scale),
+        float(out.tensor_scale),
+        _LARGEST_BLOCK_SCALE[scale],
+        None if scale == "amax" else importance_weights(importance, columns),
+        as_bytes(out.codes),
+        as_bytes(out.block_scale),
+    )
+    if not finite:
+        raise ValueError("the error correction made weights that are not finite")
+    return out
+
+
+def gemv(x: Any, t: Tensor, out: np.ndarray | None = None) -> np.ndarray:
+    """Multiply x [..., K] by the transpose of a packed weight [N, K]. Returns [..., N] in x's dtype, sums in float32.
+
+    Each weight is decoded in registers, so only the packed bytes are read. Meant for up to about four rows of x; for
+    more, `unpack` and a matrix product are faster.
+    """
+    a, kind = float_array(x, "x")
+    codes, scales, shape = _parts(t)
+    if len(shape) != 2 or a.ndim == 0 or a.shape[-1] != shape[1]:
+        raise ValueError(f"x: shape {a.shape}, expected [..., {shape[-1]}] for a weight of shape {shape}")
+    out = output_array(out, (*a.shape[:-1], shape[0]), a.dtype)
+    factor, divides = _factor(t)
+    _nvfp4.gemv(as_bytes(a), kind, shape[1], as_bytes(codes), as_bytes(scales), t.group, divides, factor, as_bytes(out))
     return out
 
 
 def to_ggml(t: Tensor) -> np.ndarray:
-    """uint8 [..., K/64 * 36]: rows of ggml's NVFP4 blocks (type 40). tensor_scale travels apart, as the tensor `.scale`."""
+    """Return rows of ggml's NVFP4 blocks (type 40), uint8 [..., K/64 * 36]. GGUF stores tensor_scale as a tensor `.scale`."""
     codes, scales, shape = _parts(t)
     if t.group != 16 or shape[-1] % 64:
         raise ValueError(f"shape {shape}, group {t.group}: ggml's NVFP4 needs rows of a multiple of 64 and group 16")
     out = np.empty((*shape[:-1], shape[-1] // 64 * 36), np.uint8)
-    _nvfp4.to_ggml(_bytes(codes), _bytes(scales), _bytes(out))
+    _nvfp4.to_ggml(as_bytes(codes), as_bytes(scales), as_bytes(out))
     return out
 
 
 def from_ggml(raw: np.ndarray, tensor_scale: float = 1.0) -> Tensor:
-    """Rows of ggml's NVFP4 blocks, uint8 [..., n * 36] → Tensor [..., n * 64]."""
+    """Return a Tensor [..., n * 64] from rows of ggml's NVFP4 blocks, uint8 [..., n * 36]."""
     rows = np.ascontiguousarray(raw, np.uint8)
     if rows.ndim == 0 or rows.shape[-1] % 36:
         raise ValueError(f"raw: shape {rows.shape}, expected rows of a multiple of 36 bytes")
     shape = (*rows.shape[:-1], rows.shape[-1] // 36 * 64)
     codes = np.empty((*shape[:-1], shape[-1] // 2), np.uint8)
     scales = np.empty((*shape[:-1], shape[-1] // 16), np.uint8)
-    _nvfp4.from_ggml(_bytes(rows), _bytes(codes), _bytes(scales))
+    _nvfp4.from_ggml(as_bytes(rows), as_bytes(codes), as_bytes(scales))
     return Tensor(codes, scales.view(E4M3), _positive(tensor_scale, "tensor_scale"), shape, 16)
 
 
 def swizzle(block_scale: np.ndarray) -> np.ndarray:
-    """Scales [M, B] of one byte each → the 128x4 tiles GPU kernels read: a flat array, zero-padded to whole tiles."""
-    scales = _byte_array(block_scale, "block_scale")
+    """Reorder one-byte scales [M, B] into the 128x4 tiles that GPU kernels read: flat, zero-padded to whole tiles."""
+    scales = byte_array(block_scale, "block_scale")
     if scales.ndim != 2:
         raise ValueError(f"block_scale: shape {scales.shape}, expected [rows, blocks]")
     rows, columns = scales.shape
     out = np.empty(-(-rows // 128) * -(-columns // 4) * 512, np.uint8)
-    _nvfp4.swizzle(_bytes(scales), rows, columns, _bytes(out))
+    _nvfp4.swizzle(as_bytes(scales), rows, columns, as_bytes(out))
     return out.view(block_scale.dtype)
 
 
 def unswizzle(tiles: np.ndarray, rows: int, columns: int) -> np.ndarray:
-    """The inverse of swizzle for a matrix of rows x columns scales."""
-    flat = _byte_array(tiles, "tiles").reshape(-1)
+    """Return the scales [rows, columns] that `swizzle` reordered."""
+    flat = byte_array(tiles, "tiles").reshape(-1)
     out = np.empty((rows, columns), np.uint8)
-    _nvfp4.unswizzle(_bytes(flat), rows, columns, _bytes(out))
+    _nvfp4.unswizzle(as_bytes(flat), rows, columns, as_bytes(out))
     return out.view(tiles.dtype)
 
 
 def error(w: Any, t: Tensor) -> dict[str, float]:
-    """How far a packed tensor is from its source: {"rel_l2", "max_abs", "clipped"}.
+    """Compare a packed tensor with its source. Returns {"rel_l2", "max_abs", "clipped"}.
 
-    rel_l2 = |w - unpacked| / |w|, max_abs the largest difference, clipped the share of elements beyond 6 steps.
+    rel_l2 is |w - unpacked| / |w|, max_abs the largest difference, clipped the share of elements beyond 6 steps.
     """
-    x, _ = _floats(w, "w")
-    source, back = x.astype(np.float32), unpack(t, "float32")
-    if source.shape != back.shape:
-        raise ValueError(f"w: shape {source.shape}, expected {back.shape}")
-    difference = source - back
+    x, _ = float_array(w, "w")
+    source, unpacked = x.astype(np.float32), unpack(t, "float32")
+    if source.shape != unpacked.shape:
+        raise ValueError(f"w: shape {source.shape}, expected {unpacked.shape}")
+    difference = source - unpacked
     norm = float(np.linalg.norm(source.reshape(-1).astype(np.float64)))
     scales = t.block_scale.view(E4M3).astype(np.float32)
     step = scales * t.tensor_scale if t.divisor is None else scales / t.divisor
-    beyond = np.abs(source).reshape(*step.shape, t.group) > 6 * step[..., None]
+    beyond = np.abs(source).reshape(*step.shape, t.group) > E2M1_MAX * step[..., None]
     return {
         "rel_l2": float(np.linalg.norm(difference.reshape(-1).astype(np.float64))) / norm if norm else 0.0,
         "max_abs": float(np.abs(difference).max(initial=0.0)),
@@ -321,47 +391,8 @@ def error(w: Any, t: Tensor) -> dict[str, float]:
     }
 
 
-# ---- what comes in
-
-
-def _floats(w: Any, name: str) -> tuple[np.ndarray, int]:
-    """A contiguous array and its kind."""
-    if not isinstance(w, np.ndarray):
-        w = _from_dlpack(w, name)
-    if w.dtype not in _KINDS:
-        raise ValueError(f"{name}: dtype {w.dtype}, expected float32, float16 or ml_dtypes.bfloat16")
-    return w if w.flags.c_contiguous else np.ascontiguousarray(w), _KINDS[w.dtype]
-
-
-@dataclass(slots=True)
-class _Memory:
-    """Another library's memory, as NumPy takes it; it lives as long as `owner`."""
-
-    owner: Any
-    __array_interface__: dict[str, Any]
-
-
-def _from_dlpack(w: Any, name: str) -> np.ndarray:
-    """The array behind `w.__dlpack__()`, read-only and without a copy."""
-    if not hasattr(w, "__dlpack__"):
-        raise ValueError(f"{name}: {type(w).__name__}, expected a NumPy array or one with __dlpack__")
-    w = w.detach() if hasattr(w, "detach") else w  # torch lends nothing that records gradients
-    kind, number = w.__dlpack_device__()
-    if int(kind) != 1:
-        raise ValueError(f"{name}: on device {int(kind)}:{number} (DLPack's numbers), expected a tensor on the CPU")
-    owner, address, code, bits, shape, strides = _nvfp4.from_dlpack(w.__dlpack__())
-    dtype = next((d for d, pair in _DLPACK.items() if pair == (code, bits)), None)
-    if dtype not in _KINDS:
-        raise ValueError(f"{name}: DLPack type {code} of {bits} bits, expected float32, float16 or bfloat16")
-    interface = {
-        "version": 3, "shape": shape, "typestr": f"<u{bits // 8}", "data": (address, True),
-        "strides": None if strides is None else tuple(n * bits // 8 for n in strides),
-    }  # fmt: skip
-    return np.asarray(_Memory(owner, interface)).view(dtype)
-
-
-def _blocks_shape(x: np.ndarray, group: int, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shapes of the codes and of the block scales."""
+def _block_shapes(x: np.ndarray, group: int, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shapes of the codes and of the block scales of x."""
     if group not in _GROUPS:
         raise ValueError(f"group {group}, expected one of {', '.join(map(str, _GROUPS))}")
     if x.ndim == 0 or x.shape[-1] % group:
@@ -370,41 +401,24 @@ def _blocks_shape(x: np.ndarray, group: int, name: str) -> tuple[tuple[int, ...]
 
 
 def _parts(t: Tensor) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
-    """Codes and scales as contiguous bytes of checked shapes."""
-    codes, scales = _byte_array(t.codes, "codes"), _byte_array(t.block_scale, "block_scale")
+    """Return codes and scales as contiguous bytes, and the shape, after a check that they fit together."""
+    codes, scales = byte_array(t.codes, "codes"), byte_array(t.block_scale, "block_scale")
     shape = tuple(int(n) for n in t.shape)
     if t.group not in _GROUPS:
         raise ValueError(f"group {t.group}, expected one of {', '.join(map(str, _GROUPS))}")
     if not shape or shape[-1] % t.group:
         raise ValueError(f"shape {shape}: the last dimension is not a multiple of {t.group}")
-    wanted = (*shape[:-1], shape[-1] // 2), (*shape[:-1], shape[-1] // t.group)
-    if (codes.shape, scales.shape) != wanted:
+    expected = (*shape[:-1], shape[-1] // 2), (*shape[:-1], shape[-1] // t.group)
+    if (codes.shape, scales.shape) != expected:
         raise ValueError(
-            f"codes {codes.shape} and block_scale {scales.shape}, expected {wanted[0]} and {wanted[1]} for {shape}"
+            f"codes {codes.shape} and block_scale {scales.shape}, expected {expected[0]} and {expected[1]} for {shape}"
         )
     return codes, scales, shape
 
 
-def _byte_array(a: np.ndarray, name: str) -> np.ndarray:
-    if a.dtype.itemsize != 1:
-        raise ValueError(f"{name}: dtype {a.dtype}, expected one byte an entry")
-    return np.ascontiguousarray(a).view(np.uint8)
-
-
-def _bytes(a: np.ndarray) -> np.ndarray:
-    """The memory of a contiguous array, in a type that the buffer protocol knows."""
-    return a.reshape(-1).view(np.uint8)
-
-
-def _importance(importance: Any, columns: int) -> np.ndarray | None:
-    if importance is None:
-        return None
-    weights = np.ascontiguousarray(importance, np.float32)
-    if weights.shape != (columns,):
-        raise ValueError(f"importance: shape {weights.shape}, expected ({columns},)")
-    if not (np.isfinite(weights).all() and (weights >= 0).all()):
-        raise ValueError("importance: holds a negative number, NaN or inf")
-    return weights
+def _factor(t: Tensor) -> tuple[float, bool]:
+    """Return the tensor's scale as it is stored, and whether it is a divisor."""
+    return float(t.tensor_scale if t.divisor is None else t.divisor), t.divisor is not None
 
 
 def _positive(value: Any, name: str) -> np.float32:
@@ -414,23 +428,10 @@ def _positive(value: Any, name: str) -> np.float32:
     return number
 
 
-def _finite_amax(x: np.ndarray, kind: int) -> float:
-    value = _nvfp4.amax(_bytes(x), kind)
-    if not np.isfinite(value):
-        raise ValueError(_nonfinite(x))
-    return value
-
-
-def _nonfinite(x: np.ndarray) -> str:
-    bad = ~np.isfinite(x.astype(np.float32))
-    place = [int(i) for i in np.argwhere(bad)[0]]
-    return f"{int(bad.sum())} values are NaN or inf, the first at {place}, expected finite weights"
-
-
-def _nan_scales(scales: np.ndarray) -> str:
+def _nan_scales_message(scales: np.ndarray) -> str:
     bad = (scales & 0x7F) == 0x7F
-    place = [int(i) for i in np.argwhere(bad)[0]]
-    return f"block_scale: {int(bad.sum())} blocks have the scale NaN (0x7F), the first at {place}; quantize again"
+    first = [int(i) for i in np.argwhere(bad)[0]]
+    return f"block_scale: {int(bad.sum())} blocks have the scale NaN (0x7F), the first at {first}; quantize again"
 
 
 def _check_choice(scale: str, encoding: str) -> None:
@@ -441,10 +442,10 @@ def _check_choice(scale: str, encoding: str) -> None:
 
 
 def _check_out(out: Tensor, shape: tuple[tuple[int, ...], tuple[int, ...]], group: int) -> None:
-    for name, array, wanted in (("codes", out.codes, shape[0]), ("block_scale", out.block_scale, shape[1])):
-        if array.shape != wanted or array.dtype.itemsize != 1 or not array.flags.c_contiguous:
+    for name, array, expected in (("codes", out.codes, shape[0]), ("block_scale", out.block_scale, shape[1])):
+        if array.shape != expected or array.dtype.itemsize != 1 or not array.flags.c_contiguous:
             raise ValueError(
-                f"out.{name}: {array.dtype} {array.shape}, expected {wanted}, one byte an entry, contiguous"
+                f"out.{name}: {array.dtype} {array.shape}, expected {expected}, one byte per element, contiguous"
             )
     if out.group != group:
         raise ValueError(f"out.group {out.group}, expected {group}")

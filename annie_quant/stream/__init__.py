@@ -1,12 +1,12 @@
-"""aq.stream: streaming HTTP requests, timed to the microsecond. The loop is C (_stream); nothing of it runs Python.
+"""Streaming HTTP requests, timed to the microsecond. The loop is C (_stream) and runs no Python.
 
     timings = aq.stream.run([aq.stream.Request(url, json=body)], concurrency=1)
-    timings = await aq.stream.run_async([...])      in a notebook's cell or any coroutine: the event loop goes on meanwhile
-    timings.records()     a dict a request: text, tool calls, usage, first_content_ms, itl_ms, error ...
-    timings.events        NumPy structured array, a row an event: user and kernel stamp, bytes
+    timings = await aq.stream.run_async([...])      in a notebook or coroutine: the event loop keeps running
+    timings.records()     one dict per request: text, tool calls, usage, first_content_ms, itl_ms, error ...
+    timings.events        NumPy structured array, one row per event: user and kernel stamp, bytes
     timings.save(folder)  raw frames with their stamps; Timings.load(folder) decodes them again
 
-What each time means is in `annie_quant.stream.decode`; how it is measured, in csrc/stream/clock.h and client.h.
+The meaning of each time is in `annie_quant.stream.decode`; how it is measured, in csrc/stream/clock.h and plan.h.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Where this system keeps the certificates that it trusts: a wheel's libcurl was built on another one, and cannot know."""
+"""Location of this system's trusted certificates. A wheel's libcurl was built on another system and cannot know it."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-# The systems' own packages (ca-certificates) put their bundle at one of these.
-PLACES = (
+# The package ca-certificates of each distribution installs its bundle at one of these paths.
+PATHS = (
     "/etc/ssl/certs/ca-certificates.crt",  # Debian, Ubuntu, DGX OS, Arch, Alpine
-    "/etc/pki/tls/certs/ca-bundle.crt",  # Fedora, RHEL and those that are built from it
+    "/etc/pki/tls/certs/ca-bundle.crt",  # Fedora, RHEL and its derivatives
     "/etc/pki/ca-trust/extracted/pem/tls-ca-bundle.pem",  # Fedora without its old links
     "/etc/ssl/ca-bundle.pem",  # openSUSE
     "/etc/ssl/cert.pem",  # macOS, the BSDs
@@ -16,6 +16,5 @@ PLACES = (
 
 
 def system_ca_file() -> str | None:
-    """SSL_CERT_FILE where it is set, as for OpenSSL and Python; else the system's bundle; else None: libcurl's own choice."""
-    named = os.environ.get("SSL_CERT_FILE")
-    return named or next((place for place in PLACES if Path(place).is_file()), None)
+    """Return SSL_CERT_FILE (as OpenSSL and Python do), else the system's bundle, else None for libcurl's own default."""
+    return os.environ.get("SSL_CERT_FILE") or next((path for path in PATHS if Path(path).is_file()), None)

@@ -1,4 +1,4 @@
-"""What is asked (Request), and asking it (run): the face of the C loop in csrc/stream/client.c."""
+"""Requests and their execution: the Python side of the C loop in csrc/stream/client.c."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from annie_quant import __version__, native
 from annie_quant.errors import UsageError
 from annie_quant.stream.ca_bundle import system_ca_file
 from annie_quant.stream.redact import Redactor, safe_url, secrets_of
-from annie_quant.stream.timings import Asked, Timings
+from annie_quant.stream.timings import PlannedRequest, Timings
 
 HTTP_VERSIONS = {"1.1": 0, "2": 1, "2-prior-knowledge": 2}
 _NS_PER_S = 1_000_000_000
@@ -27,11 +27,12 @@ _FOREVER_NS = 1 << 61
 
 @dataclass(frozen=True)
 class Request:
-    """One request. With `json` or `body` it is a POST, else a GET; the body is sent as given, nothing is added to it.
+    """One request: a POST with `json` or `body`, else a GET. The body is sent unchanged.
 
-    timeout_s: from its start to its end. idle_timeout_s: the longest wait for the next bytes, the first ones included.
-    start_s: seconds after the run's start (open loop); None: as soon as a place is free (closed loop).
-    tag: yours; it comes back in the record.
+    timeout_s       limit from its start to its end
+    idle_timeout_s  longest wait for the next bytes, including the first ones
+    start_s         seconds after the run's start (open loop); None: as soon as the concurrency allows (closed loop)
+    tag             any value; it is copied to the record
     """
 
     url: str
@@ -49,22 +50,23 @@ class Request:
 
 
 def chat(url: str, model: str | None, messages: Sequence[Mapping[str, Any]], tag: Any = None, **fields: Any) -> Request:
-    """A streamed chat completion that asks for usage. `url`: the server's, with or without /v1/chat/completions.
+    """Return a request for a streamed chat completion that includes usage.
 
-    fields: max_tokens, temperature, tools ... of the body; headers, timeout_s, idle_timeout_s, start_s of the Request.
+    url     of the server, with or without /v1/chat/completions
+    fields  max_tokens, temperature, tools ... of the body; headers, timeout_s, idle_timeout_s, start_s of the Request
     """
-    own = {k: fields.pop(k) for k in ("headers", "timeout_s", "idle_timeout_s", "start_s") if k in fields}
+    options = {k: fields.pop(k) for k in ("headers", "timeout_s", "idle_timeout_s", "start_s") if k in fields}
     body = {"messages": list(messages), "stream": True, "stream_options": {"include_usage": True}, **fields}
     if model is not None:
         body["model"] = model
     url = url.rstrip("/")
     if not url.endswith("/chat/completions"):
         url += "/chat/completions" if url.endswith("/v1") else "/v1/chat/completions"
-    return Request(url, json=body, tag=tag, **own)
+    return Request(url, json=body, tag=tag, **options)
 
 
 class Cancel:
-    """Stops a run from another thread: run(..., cancel=c) there, c.cancel() here."""
+    """Stops a run from another thread: pass it as run(..., cancel=c) and call c.cancel()."""
 
     def __init__(self) -> None:
         self._read_fd, self._write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -78,16 +80,16 @@ class Cancel:
         self._read_fd = self._write_fd = -1
 
     @contextlib.contextmanager
-    def heard(self) -> Iterator[int]:
-        """The descriptor that wakes the C loop; in the main thread, signals write to it as well."""
+    def wakeup_fd(self) -> Iterator[int]:
+        """Yield the descriptor that wakes the C loop. In the main thread, signals write to it as well."""
         if threading.current_thread() is not threading.main_thread():
             yield self._read_fd
             return
-        before = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
+        previous = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
         try:
             yield self._read_fd
         finally:
-            signal.set_wakeup_fd(before)
+            signal.set_wakeup_fd(previous)
 
 
 def run(
@@ -109,21 +111,22 @@ def run(
     max_answer_events: int = 1 << 20,
     cancel: Cancel | None = None,
 ) -> Timings:
-    """Runs the requests and returns when the last one has ended. A request that fails is a record with its `error`.
+    """Run the requests and return when the last one has ended. A failed request has an `error` in its record.
 
-    concurrency: how many may be in flight (closed loop). None: one at a time if no request has a start_s, no bound if
-        one has. With both, a request whose time has come waits for a place; its record's `wait_ms` says how long.
-    warmup: run first, one after the other on connections of their own, and left out of the result.
-    deadline_s: the run is stopped then; requests in flight and not yet begun say so in their records.
-    http: "1.1", "2" (over TLS, where the server has it) or "2-prior-knowledge".
-    ca_file: the certificates that a server is checked against. None: the system's (annie_quant.stream.ca_bundle).
-    proxy: a proxy's URL; the environment's proxies are never used.
-    realtime: the loop's thread asks for SCHED_FIFO, the lowest of the real-time priorities, and gives it back at the end:
-        on a busy machine it would come late to its sockets otherwise. Root has it; for anybody else one command before,
-        in the shell: `sudo prlimit --rtprio=1 --pid $$`. Without it the run goes on, and the records say realtime: False.
+    concurrency: requests in flight (closed loop). None: 1 if no request has a start_s, unlimited if one has. With both,
+        a request whose start time has passed waits for another one to end; its record has the wait (`wait_ms`).
+    warmup: requests to run first, one after the other on separate connections; they are not in the result.
+    deadline_s: the run is stopped after this time; records of requests that were in flight or not started state it.
+    http: "1.1", "2" (over TLS, if the server supports it) or "2-prior-knowledge".
+    ca_file: certificates that verify the server. None: the system's (annie_quant.stream.ca_bundle).
+    proxy: URL of a proxy. The environment's proxies are never used.
+    realtime: the loop's thread requests SCHED_FIFO at the lowest real-time priority and resets it at the end. Without it,
+        a busy machine makes the loop read its sockets late. Root may use it; other users need one command in the shell
+        first: `sudo prlimit --rtprio=1 --pid $$`. If it is refused, the run continues and records have realtime: False.
     max_event_bytes: a larger event (or error page) ends its request.
-    max_answer_bytes, max_answer_events: an answer of more body, or of more events (comments too), ends there.
-    Ctrl-C raises KeyboardInterrupt, with what was measured until then as its attribute `timings`.
+    max_answer_bytes, max_answer_events: limits of an answer's body and of its events (comments count).
+
+    Ctrl-C raises KeyboardInterrupt; its attribute `timings` has the results until then.
     """
     if http not in HTTP_VERSIONS:
         raise UsageError(f"http={http!r} is not a version", f"choose one of: {', '.join(HTTP_VERSIONS)}")
@@ -142,21 +145,18 @@ def run(
         "ca_file": system_ca_file() if ca_file is None else os.fspath(ca_file),
         "user_agent": f"annie-quant/{__version__}",
     }
-    own = cancel is None
-    cancel = cancel or Cancel()
-    try:
-        before = list(warmup)
-        if before:
-            _run(before, 1, cancel, options)
+    with contextlib.ExitStack() as stack:
+        if cancel is None:
+            cancel = Cancel()
+            stack.callback(cancel.close)
+        if warmup_requests := list(warmup):
+            _run(warmup_requests, 1, cancel, options)
         return _run(list(requests), concurrency, cancel, options)
-    finally:
-        if own:
-            cancel.close()
 
 
 async def run_async(requests: Iterable[Request], concurrency: int | None = None, **options: Any) -> Timings:
-    """run(), awaited: the loop has a thread of its own, and cancelling the task stops it."""
-    import asyncio  # 7 MB that a run without it need not hold
+    """Await `run` in another thread. Cancelling the task stops the run."""
+    import asyncio  # 7 MB that a synchronous run does not need
 
     cancel = Cancel()
     work = asyncio.ensure_future(asyncio.to_thread(run, requests, concurrency, cancel=cancel, **options))
@@ -177,12 +177,12 @@ def _run(requests: list[Request], concurrency: int | None, cancel: Cancel, optio
         concurrency = 0 if any(r.start_s is not None for r in requests) else 1
     elif concurrency < 1:
         raise UsageError(f"concurrency={concurrency} would never start a request", "use 1 or more, or None")
-    with cancel.heard() as fd:
+    with cancel.wakeup_fd() as fd:
         rows, events, reads, frames, notes, origin_ns, origin_realtime_ns, _, realtime, raised = module.run(
             plan, concurrency=concurrency, cancel_fd=fd, **options
         )
     timings = Timings(
-        [Asked(r.tag, safe_url(r.url), r.timeout_s, r.idle_timeout_s) for r in requests],
+        [PlannedRequest(r.tag, safe_url(r.url), r.timeout_s, r.idle_timeout_s) for r in requests],
         np.frombuffer(rows, np.dtype(module.REQUEST_ROW)),
         np.frombuffer(events, np.dtype(module.EVENT_ROW)),
         np.frombuffer(reads, np.dtype(module.READ_ROW)),
@@ -203,16 +203,16 @@ def _row(r: Request) -> tuple[Any, ...]:
     body, headers = r.body, dict(r.headers or {})
     if r.json is not None:
         if body is not None:
-            raise UsageError(f"{r!r} has both json and body", "give one of them")
+            raise UsageError(f"{r!r} has both json and body", "use one of them")
         body = msgspec.json.encode(r.json)
         headers.setdefault("Content-Type", "application/json")
     if urlsplit(r.url).scheme not in ("http", "https"):
-        raise UsageError(f"{safe_url(r.url)!r} is not an http:// or https:// URL", "write it in full")
+        raise UsageError(f"{safe_url(r.url)!r} is not an http:// or https:// URL", "write it with its scheme")
     for name, value in headers.items():
         if any(c in f"{name}{value}" for c in "\r\n\0"):
-            raise UsageError(f"header {name!r} holds a line break", "a header is one line")
+            raise UsageError(f"header {name!r} has a line break", "a header is one line")
     if r.start_s is not None and r.start_s < 0:
-        raise UsageError(f"start_s={r.start_s} lies before the run", "use 0 or more")
+        raise UsageError(f"start_s={r.start_s} is before the run's start", "use 0 or more")
     lines = tuple(f"{name}: {value}" if value else f"{name};" for name, value in headers.items())
     start = -1 if r.start_s is None else round(r.start_s * _NS_PER_S)
     method = r.method or ("GET" if body is None else "POST")

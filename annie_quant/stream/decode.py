@@ -1,14 +1,14 @@
-"""From frames to records: what an OpenAI-compatible server said, and when.
+"""Decoding the events of an OpenAI-compatible server's stream: its text, its tool calls and the times of its tokens.
 
-Times are milliseconds after the request was handed to its connection, by name:
-    first_byte_ms       the answer's first byte, of its status line
-    first_event_ms      the first event with data (comments and pings do not count)
-    first_reasoning_ms  the first reasoning text          first_content_ms  the first answer text
-    first_tool_ms       the first piece of a tool call    first_sentence_ms the first speakable sentence is complete
-    last_token_ms       the last piece of any of the three
-    done_ms             [DONE]                            e2e_ms            the end of the answer
-A role-only first chunk, an empty string and the usage chunk are events, not tokens.
-itl_ms: gaps between token-bearing events. tpot_ms: (last - first token) / (n - 1), n from the server's own count.
+Times are milliseconds after the request was handed to its connection:
+    first_byte_ms       first byte of the answer, in its status line
+    first_event_ms      first event with data (comments and pings do not count)
+    first_reasoning_ms  first reasoning text              first_content_ms  first answer text
+    first_tool_ms       first piece of a tool call        first_sentence_ms first speakable sentence complete
+    last_token_ms       last piece of any of the three
+    done_ms             [DONE]                            e2e_ms            end of the answer
+A first chunk with only a role, an empty string and the usage chunk are events, not tokens.
+itl_ms: gaps between events with tokens. tpot_ms: (last - first token) / (n - 1), n from the server's own count.
 
 Dialects: vLLM (delta.reasoning), older vLLM and llama.cpp (delta.reasoning_content), completions (choices.text).
 """
@@ -29,9 +29,35 @@ DATA, DONE, SILENT, TAIL, BODY = 1, 2, 3, 4, 5  # sse_kind (csrc/stream/sse.h)
 MERGED, NAMED, COMMENT = 1, 2, 4  # sse_flag
 
 
+class ToolCall(msgspec.Struct):
+    """A tool call that is assembled from its pieces. arguments: JSON text."""
+
+    id: str | None = None
+    name: str = ""
+    arguments: str = ""
+
+
+class TokenTimes(msgspec.Struct):
+    """Times of an answer's events and tokens, and token counts. The module's docstring defines each time."""
+
+    first_event_ms: float | None
+    first_reasoning_ms: float | None
+    first_content_ms: float | None
+    first_tool_ms: float | None
+    first_sentence_ms: float | None
+    last_token_ms: float | None
+    done_ms: float | None
+    tpot_ms: float | None
+    itl_ms: list[float]
+    decode_tok_s: float | None
+    completion_tokens: int
+    tokens_estimated: bool  # counted from events, because the server reported no count
+    merged_reads: int  # network reads with more than one event that has tokens
+
+
 @dataclass(slots=True)
 class Frame:
-    """One event: its stamp on the chosen clock, kind and flags of sse.h, the read it came with, its bytes."""
+    """One event: its stamp on the chosen clock, kind and flags of sse.h, the number of its network read, its bytes."""
 
     stamp_ns: int
     kind: int
@@ -43,11 +69,11 @@ class Frame:
 
 @dataclass
 class Answer:
-    """What one request's frames hold. Stamps are None until the thing has come."""
+    """The decoded content of one request's frames. Stamps are None for what was not received."""
 
     text: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
-    calls: dict[int, dict[str, Any]] = field(default_factory=dict)
+    calls: dict[int, ToolCall] = field(default_factory=dict)
     finish_reason: str | None = None
     usage: dict[str, Any] | None = None
     server_timings: dict[str, Any] | None = None
@@ -78,7 +104,7 @@ class Answer:
 
 
 def field_lines(raw: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """The fields of one frame, as the SSE specification reads a line; comments and blank lines are left out."""
+    """Yield (name, value) of each line of a frame, as the SSE specification defines it, without comments and blank lines."""
     for line in raw.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n"):
         if line and not line.startswith(b":"):
             name, _, value = line.partition(b":")
@@ -86,7 +112,7 @@ def field_lines(raw: bytes) -> Iterator[tuple[bytes, bytes]]:
 
 
 def joined_data(raw: bytes, start: int) -> bytes:
-    """The data of a frame with several data lines; the first one's value is at `start`."""
+    """Return the data of a frame with several data lines. start: the position of the first line's value."""
     return b"\n".join(value for name, value in field_lines(b"data: " + raw[start:]) if name == b"data")
 
 
@@ -96,7 +122,7 @@ def event_name(raw: bytes) -> str:
 
 
 def read_answer(frames: Iterable[Frame]) -> Answer:
-    """Reads all frames of one event stream."""
+    """Decode all frames of one event stream."""
     answer, count = Answer(), 0
     for frame in frames:
         if frame.kind in (SILENT, BODY):
@@ -109,7 +135,7 @@ def read_answer(frames: Iterable[Frame]) -> Answer:
         if frame.kind == DONE:
             answer.done_ns = frame.stamp_ns
         elif answer.done_ns is not None:
-            answer.warn("events came after [DONE]")
+            answer.warn("events were received after [DONE]")
         else:
             _event(answer, frame, count)
     return answer
@@ -119,7 +145,7 @@ def _tail(answer: Answer, frame: Frame) -> None:
     if frame.data.strip() == b"[DONE]":
         answer.first.setdefault("event", frame.stamp_ns)
         answer.done_ns = frame.stamp_ns
-        answer.warn("[DONE] came without its blank line")
+        answer.warn("[DONE] was received without its blank line")
     else:
         answer.warn(f"the stream ended inside an event ({len(frame.raw)} bytes left)")
 
@@ -146,16 +172,16 @@ def _chunk(answer: Answer, chunk: dict[str, Any], frame: Frame) -> None:
     answer.usage = _dict(chunk.get("usage")) or answer.usage
     answer.server_timings = _dict(chunk.get("timings")) or answer.server_timings
     answer.model = answer.model or chunk.get("model")
-    bearing = False
+    has_token = False
     for choice in chunk.get("choices") or ():
         if not isinstance(choice, dict):
             continue
         if choice.get("index"):
-            answer.warn("more than one choice came: only the first is read")
+            answer.warn("more than one choice was received: only the first is read")
             continue
         answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
-        bearing |= _delta(answer, choice, frame.stamp_ns)
-    if bearing:
+        has_token |= _delta(answer, choice, frame.stamp_ns)
+    if has_token:
         answer.token(frame)
 
 
@@ -178,23 +204,23 @@ def _delta(answer: Answer, choice: dict[str, Any], stamp: int) -> bool:
 
 
 def _tool(answer: Answer, piece: dict[str, Any]) -> bool:
-    """Adds one piece of a tool call. True if it held anything."""
+    """Add one piece of a tool call. Returns whether it had any content."""
     index = piece.get("index")
-    if not isinstance(index, int):  # some servers leave it out: an id begins a call
+    if not isinstance(index, int):  # some servers omit it: an id begins a new call
         index = len(answer.calls) if piece.get("id") or not answer.calls else len(answer.calls) - 1
-    call = answer.calls.setdefault(index, {"id": None, "name": "", "arguments": ""})
+    call = answer.calls.setdefault(index, ToolCall())
     function = _dict(piece.get("function")) or {}
     arguments = function.get("arguments")
     if isinstance(arguments, dict):
         arguments = msgspec.json.encode(arguments).decode()
-    call["id"] = call["id"] or piece.get("id")
-    call["name"] += _text(function.get("name")) if not call["name"] else ""
-    call["arguments"] += _text(arguments)
+    call.id = call.id or piece.get("id")
+    call.name = call.name or _text(function.get("name"))
+    call.arguments += _text(arguments)
     return bool(piece.get("id") or function.get("name") or arguments)
 
 
 def _text(value: Any) -> str:
-    """Text as it comes: a string, or OpenAI's list of parts."""
+    """Return the text of a string or of OpenAI's list of parts; "" for any other value."""
     if isinstance(value, str):
         return value
     if isinstance(value, list):
@@ -206,34 +232,34 @@ def _dict(value: Any) -> dict[str, Any] | None:
     return value if isinstance(value, dict) and value else None
 
 
-def timing_fields(answer: Answer, started_ns: int) -> dict[str, Any]:
-    """The record's times and token counts."""
+def token_times(answer: Answer, started_ns: int) -> TokenTimes:
+    """Return the times of an answer relative to `started_ns`, and its token counts."""
 
     def ms(stamp: int | None) -> float | None:
         return None if stamp is None else (stamp - started_ns) / 1e6
 
     stamps = answer.token_stamps
-    counted = completion_tokens(answer)
-    tokens = len(stamps) if counted is None else counted
+    reported = reported_tokens(answer)
+    tokens = len(stamps) if reported is None else reported
     tpot = (stamps[-1] - stamps[0]) / 1e6 / (tokens - 1) if len(stamps) > 1 and tokens > 1 else None
-    return {
-        "first_event_ms": ms(answer.first.get("event")),
-        "first_reasoning_ms": ms(answer.first.get("reasoning")),
-        "first_content_ms": ms(answer.first.get("content")),
-        "first_tool_ms": ms(answer.first.get("tool")),
-        "first_sentence_ms": ms(first_sentence_ns(answer.pieces)),
-        "last_token_ms": ms(stamps[-1] if stamps else None),
-        "done_ms": ms(answer.done_ns),
-        "tpot_ms": tpot,
-        "itl_ms": [(b - a) / 1e6 for a, b in itertools.pairwise(stamps)],
-        "decode_tok_s": 1e3 / tpot if tpot else None,
-        "completion_tokens": tokens,
-        "tokens_estimated": counted is None,
-        "merged_reads": answer.merged_reads,
-    }
+    return TokenTimes(
+        first_event_ms=ms(answer.first.get("event")),
+        first_reasoning_ms=ms(answer.first.get("reasoning")),
+        first_content_ms=ms(answer.first.get("content")),
+        first_tool_ms=ms(answer.first.get("tool")),
+        first_sentence_ms=ms(first_sentence_ns(answer.pieces)),
+        last_token_ms=ms(stamps[-1] if stamps else None),
+        done_ms=ms(answer.done_ns),
+        tpot_ms=tpot,
+        itl_ms=[(b - a) / 1e6 for a, b in itertools.pairwise(stamps)],
+        decode_tok_s=1e3 / tpot if tpot else None,
+        completion_tokens=tokens,
+        tokens_estimated=reported is None,
+        merged_reads=answer.merged_reads,
+    )
 
 
-def completion_tokens(answer: Answer) -> int | None:
-    """The server's own count: usage, or llama.cpp's timings. None: it said nothing."""
+def reported_tokens(answer: Answer) -> int | None:
+    """Return the server's own token count, from usage or from llama.cpp's timings. None: it reported none."""
     counts = ((answer.usage or {}).get("completion_tokens"), (answer.server_timings or {}).get("predicted_n"))
     return next((n for n in counts if isinstance(n, int) and not isinstance(n, bool)), None)

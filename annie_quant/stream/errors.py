@@ -1,4 +1,4 @@
-"""Why a request failed: one short cause for tables and one line for people.
+"""Reasons of a failed request: a short cause for tables and a one-line message for people.
 
 libcurl's codes: https://curl.se/libcurl/c/libcurl-errors.html
 """
@@ -43,19 +43,19 @@ _CURL_CAUSES = {
 
 
 def transport(cause: int, code: int, os_errno: int, text: str, timeout_s: Any, idle_s: Any) -> tuple[str, str] | None:
-    """(cause, message) of a request that HTTP did not end; None if it did."""
+    """Return (cause, message) of a request that did not complete at the HTTP level; None if it did."""
     if cause == NONE:
         return None
     if cause == TIMEOUT:
-        return "timeout", f"timed out: not over {timeout_s:g} s after its start"
+        return "timeout", f"timed out: not complete {timeout_s:g} s after its start"
     if cause == IDLE:
-        return "idle", f"stalled: nothing came for {idle_s:g} s"
+        return "idle", f"stalled: no bytes received for {idle_s:g} s"
     if cause == DEADLINE:
-        return "deadline", "stopped: the run's deadline came first"
+        return "deadline", "stopped: the run reached its deadline"
     if cause == CANCELLED:
         return "cancelled", "stopped: the run was interrupted"
     if cause == NOT_STARTED:
-        return "not_started", "not begun: the run was stopped before its turn"
+        return "not_started", "not started: the run was stopped before"
     if cause == EVENT_SIZE:
         return "event_too_large", "one event was larger than max_event_bytes"
     if cause == ANSWER_SIZE:
@@ -64,7 +64,7 @@ def transport(cause: int, code: int, os_errno: int, text: str, timeout_s: Any, i
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return (
             "file_descriptors",
-            f"no file descriptor left for a connection (limit {limit}): ulimit -n, or fewer at once",
+            f"no file descriptor left for a connection (limit {limit}): raise ulimit -n, or lower the concurrency",
         )
     if os_errno == errno.ECONNREFUSED:
         return "refused", f"connection refused: {text}"
@@ -75,21 +75,21 @@ def transport(cause: int, code: int, os_errno: int, text: str, timeout_s: Any, i
 
 
 def http(status: int, body: bytes) -> str:
-    """One line from an error page: the JSON error's message, or the text of whatever came."""
+    """Return one line for an error page: the JSON error's message, or the page's text."""
     return f"HTTP {status}: {message_of(body) or 'no message'}"
 
 
 def message_of(body: bytes) -> str:
-    """The message in an error body of vLLM, llama.cpp, OpenAI or FastAPI; else its first words without markup."""
+    """Return the message in an error body of vLLM, llama.cpp, OpenAI or FastAPI; else its text without markup."""
     try:
-        found = error_in(msgspec.json.decode(body))
+        message = error_in(msgspec.json.decode(body))
     except (msgspec.DecodeError, UnicodeDecodeError):
-        found = None
-    return found or _plain(body)
+        message = None
+    return message or _plain(body)
 
 
 def error_in(value: Any) -> str | None:
-    """The message of an error object: {"error": {"message"}}, {"error": "..."}, {"detail": ...}, {"message"}."""
+    """Return the message of an error object: {"error": {"message"}}, {"error": "..."}, {"detail": ...}, {"message"}."""
     if not isinstance(value, dict):
         return None
     error = value.get("error", value.get("detail"))

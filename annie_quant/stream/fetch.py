@@ -1,6 +1,7 @@
-"""One small answer, whole: for what a server says about itself. The same client as everything else, so that a key goes to
-the origin that was named and nowhere else: redirects are not followed, no proxy of the environment is used, only http and
-https are spoken, and neither size nor time is the server's to choose.
+"""One small HTTP answer, for what a server reports about itself.
+
+It uses the same client as all other requests, so a key is sent to the named origin only: redirects are not followed, the
+environment's proxies are not used, only http and https are allowed, and size and time are limited.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Reply:
-    """status: of HTTP, 0 where no status line came. fault: why the answer is not whole, or None. body: what came of it."""
+    """An HTTP answer. status: 0 if no status line was received. fault: why the answer is incomplete, or None."""
 
     status: int
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -22,8 +23,9 @@ class Reply:
 def fetch(
     url: str, headers: Mapping[str, str] | None = None, *, timeout_s: float = 5.0, max_bytes: int = 1 << 20
 ) -> Reply:
-    """GET `url`, for at most `timeout_s` seconds in all and `max_bytes` of body. Never raises for what a server does."""
+    """GET `url` within `timeout_s` seconds in total and `max_bytes` of body. Server errors never raise."""
     from annie_quant.stream.client import Request, run
+    from annie_quant.stream.record import transport_fault
 
     timings = run(
         [Request(url, headers=headers, timeout_s=timeout_s)],
@@ -32,5 +34,5 @@ def fetch(
         max_event_bytes=max_bytes,
         max_answer_bytes=max_bytes,
     )
-    fault = timings.transport_fault(0)
+    fault = transport_fault(timings, 0)
     return Reply(int(timings.requests["status"][0]), timings.headers(0), timings.body(0), fault[1] if fault else None)

@@ -1,4 +1,4 @@
-"""Keeping secrets out of everything that is kept or shown: URLs, headers, error texts and a server's echoes of them."""
+"""Removal of secrets from everything that is stored or shown: URLs, headers, error texts and a server's echoes of them."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ import msgspec
 import numpy as np
 
 _SECRET = re.compile(r"auth|key|token|secret|cookie|passw|signature", re.IGNORECASE)
-_SHORTEST = 8  # masking less would hide ordinary words: "EMPTY" and "none" are customary keys of local servers
+_SHORTEST = 8  # shorter secrets are not masked: local servers use ordinary words such as "EMPTY" and "none" as keys
 _JSON_STRING = re.compile(rb'"((?:[^"\\]|\\.)*)"(\s*:)?')
 _UNIT = re.compile(rb"\\u[dD][89abAB]..\\u[dD][c-fC-F]..|\\u....|\\.|[^\\]", re.DOTALL)  # a surrogate pair is one unit
 _MASK = ord("*")
 
 
 def is_secret_name(name: str) -> bool:
-    """A header or query parameter whose value must not be shown."""
+    """Whether the value of this header, query parameter or variable must not be shown."""
     return bool(_SECRET.search(name))
 
 
 def safe_url(url: str) -> str:
-    """The URL without user, password and the values of secret query parameters."""
+    """Return the URL without user, password and the values of secret query parameters."""
     try:
         parts = urlsplit(url)
     except ValueError:
         return "[a URL that cannot be read]"
-    place = parts.netloc.rpartition("@")[2]
+    host = parts.netloc.rpartition("@")[2]
     query = "&".join(
         f"{name}=[redacted]" if sep and is_secret_name(name) else f"{name}{sep}{value}"
         for name, sep, value in (q.partition("=") for q in parts.query.split("&"))
     )
-    return urlunsplit((parts.scheme, place, parts.path, query, ""))
+    return urlunsplit((parts.scheme, host, parts.path, query, ""))
 
 
 def secrets_of(url: str, headers: Mapping[str, str] | None) -> Iterator[bytes]:
-    """What must be masked wherever it comes back: values of secret headers, their last word, the URL's own secrets."""
+    """Yield all values to mask: those of secret headers, their last word, and the secrets in the URL."""
     values: list[str] = []
     for name, value in (headers or {}).items():
         if is_secret_name(name):
@@ -59,7 +59,7 @@ def secrets_of(url: str, headers: Mapping[str, str] | None) -> Iterator[bytes]:
 
 
 def _basic(word: str) -> list[str]:
-    """user:password and the password of HTTP's Basic scheme (RFC 7617)."""
+    """Return user:password and the password of HTTP's Basic scheme (RFC 7617)."""
     try:
         pair = base64.b64decode(word, validate=True).decode("utf-8", "replace")
     except (binascii.Error, ValueError):
@@ -68,7 +68,7 @@ def _basic(word: str) -> list[str]:
 
 
 def without_secrets(text: str, environment: Mapping[str, str]) -> str:
-    """What another program said, without the values of secret variables that it was given and may repeat."""
+    """Return another program's output without the values of the secret variables in its environment."""
     for name, value in environment.items():
         if is_secret_name(name) and len(value) >= _SHORTEST:
             text = text.replace(value, "[redacted]")
@@ -76,9 +76,9 @@ def without_secrets(text: str, environment: Mapping[str, str]) -> str:
 
 
 class Redactor:
-    """Finds secrets in what a server sent, in any case and also reversed, in base64, in hex or percent-encoded.
+    """Finds secrets in a server's bytes, in any letter case, and also reversed, in base64, in hex or percent-encoded.
 
-    Half of a form from its start (8 bytes at least) counts as the form: a prefix of a key identifies it.
+    The first half of a form (at least 8 bytes) counts as the form: a prefix of a key identifies it.
     """
 
     def __init__(self, secrets: Iterable[bytes]) -> None:
@@ -89,18 +89,18 @@ class Redactor:
         return bool(self._forms)
 
     def spans(self, text: bytes) -> list[tuple[int, int]]:
-        """(start, end) of every secret in `text`; they may overlap."""
-        found = []
-        text = text.lower()  # of bytes: ASCII alone, so that positions stay
+        """Return (start, end) of every secret in `text`. Spans may overlap."""
+        spans = []
+        text = text.lower()  # bytes.lower changes ASCII only, so positions stay valid
         for form, least in self._forms:
             at = text.find(form[:least])
             while at >= 0:
                 end = at + least
                 while end < at + len(form) and text[end : end + 1] == form[end - at : end - at + 1]:
                     end += 1
-                found.append((at, end))
+                spans.append((at, end))
                 at = text.find(form[:least], end)
-        return found
+        return spans
 
     def mask(self, buffer: np.ndarray) -> None:
         """Overwrite every secret in a writable array of bytes."""
@@ -108,10 +108,10 @@ class Redactor:
             buffer[start:end] = _MASK
 
     def mask_answer(self, frames: np.ndarray, offsets: np.ndarray, sizes: np.ndarray) -> None:
-        """Overwrite what one answer's frames say of a secret: in one piece, cut by network reads, or spread over the
-        texts of many events, a character each.
+        """Overwrite a secret in one answer's frames: in one piece, cut by network reads, or spread over the texts of
+        many events, one character per event.
 
-        offsets, sizes: where each of its frames lies in `frames`, in order.
+        offsets, sizes: position of each of the answer's frames in `frames`, in order
         """
         at = offsets.tolist()
         pieces = [frames[o : o + n].tobytes() for o, n in zip(at, sizes.tolist(), strict=True)]
@@ -121,12 +121,12 @@ class Redactor:
                 low, high = max(start, starts[index]) - starts[index], min(end, starts[index + 1]) - starts[index]
                 frames[at[index] + low : at[index] + high] = _MASK
         for index, string, start, end in self._spread(pieces):
-            for low, high in _places(pieces[index], string, start, end):
+            for low, high in _raw_spans(pieces[index], string, start, end):
                 frames[at[index] + low : at[index] + high] = _MASK
 
     def _spread(self, pieces: list[bytes]) -> Iterator[tuple[int, bytes, int, int]]:
-        """(frame, string, start, end): the parts of JSON strings that make a secret once the strings at the same place of
-        successive events are joined, which is what a client shows as one text."""
+        """Yield (frame, string, start, end) of the parts of JSON strings that form a secret when the strings at the same
+        path of successive events are joined, as a client does for display."""
         from annie_quant.stream.decode import field_lines
 
         texts: dict[tuple[Any, ...], list[tuple[int, bytes]]] = {}
@@ -144,12 +144,12 @@ class Redactor:
 
 
 def _forms(secret: bytes) -> Iterator[bytes]:
-    """The ways in which a secret may come back, each as bytes."""
+    """Yield the encodings in which a secret may be echoed."""
     yield secret
     yield secret[::-1]
     yield secret.hex().encode()
     yield quote(secret, safe="").encode()
-    for shift in range(3):  # in the middle of a longer text, base64 depends on the place
+    for shift in range(3):  # inside a longer text, base64 depends on the position modulo 3
         coded = base64.b64encode(b"\0" * shift + secret)
         whole = coded[(0, 2, 3)[shift] : len(coded) - (0, 3, 2)[(shift + len(secret)) % 3]]
         yield whole
@@ -157,7 +157,7 @@ def _forms(secret: bytes) -> Iterator[bytes]:
 
 
 def _strings(data: bytes) -> Iterator[tuple[tuple[Any, ...], str]]:
-    """(path, string) of each string value of a JSON document; nothing where it is none."""
+    """Yield (path, string) of each string value of a JSON document; nothing if `data` is not JSON."""
     try:
         document = msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -168,13 +168,13 @@ def _strings(data: bytes) -> Iterator[tuple[tuple[Any, ...], str]]:
         if isinstance(value, str):
             yield path, value
         elif isinstance(value, dict):
-            stack += [((*path, key), held) for key, held in value.items()]
+            stack += [((*path, key), item) for key, item in value.items()]
         elif isinstance(value, list):
-            stack += [((*path, key), held) for key, held in enumerate(value)]
+            stack += [((*path, key), item) for key, item in enumerate(value)]
 
 
-def _places(raw: bytes, string: bytes, start: int, end: int) -> Iterator[tuple[int, int]]:
-    """(start, end) in a frame of string[start:end], in every JSON string value that reads `string`, however escaped."""
+def _raw_spans(raw: bytes, string: bytes, start: int, end: int) -> Iterator[tuple[int, int]]:
+    """Yield (start, end) in a frame of string[start:end], in every JSON string value that decodes to `string`."""
     for token in _JSON_STRING.finditer(raw):
         if token[2] is not None:  # a key
             continue
@@ -193,7 +193,7 @@ def _places(raw: bytes, string: bytes, start: int, end: int) -> Iterator[tuple[i
 
 
 def _decoded(unit: bytes) -> bytes:
-    """What one unit of a JSON string means, as UTF-8."""
+    """Return one unit of a JSON string as UTF-8."""
     if not unit.startswith(b"\\"):
         return unit
     try:

@@ -1,4 +1,4 @@
-"""A recording as a server: answers requests in the recorded order with the recorded bytes and gaps. For tests."""
+"""A server that answers with a recording: its bytes, its order and its gaps. For tests."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import BinaryIO
 
 from annie_quant.stream.timings import Timings
 
-_KEPT = ("content-type",)
+_REPLAYED_HEADERS = ("content-type",)
 
 
 class ReplayServer:
     """with ReplayServer(timings) as server: aq.stream.run([Request(server.url)])
 
-    The n-th request is answered as the recording's n-th was (over and over); each recorded read is sent as one write
-    of a chunk, `speed` times as fast as it came. One thread a connection.
+    The n-th request gets the answer of the recording's n-th request, cyclically. Each recorded network read is sent as
+    one chunk, `speed` times as fast. One thread per connection.
     """
 
     def __init__(self, timings: Timings, speed: float = 1.0) -> None:
@@ -38,7 +38,7 @@ class ReplayServer:
         self._listener.close()
         with self._lock:
             for connection in self._open:
-                with contextlib.suppress(OSError):  # the client may have left first
+                with contextlib.suppress(OSError):  # the client may have closed it first
                     connection.shutdown(socket.SHUT_RDWR)
 
     def _accept(self) -> None:
@@ -60,42 +60,42 @@ class ReplayServer:
                         turn = next(self._turn)
                     self._answer(connection, turn, time.monotonic())
         except OSError:
-            pass  # the client left
+            pass  # the client closed the connection
         finally:
             with self._lock:
                 self._open.discard(connection)
 
-    def _answer(self, connection: socket.socket, request: int, asked_s: float) -> None:
+    def _answer(self, connection: socket.socket, request: int, received_s: float) -> None:
         row = self._timings.requests[request]
         started, body, at = int(row["started_ns"]), self._timings.body(request), 0
         reads = self._timings.reads[self._timings.reads["request"] == request]
-        self._wait(asked_s, max(0, int(row["first_byte_ns"]) - started))
+        self._wait(received_s, max(0, int(row["first_byte_ns"]) - started))
         connection.sendall(_head(self._timings, request))
         for stamp, size in zip(reads["user_ns"].tolist(), reads["size"].tolist(), strict=True):
-            self._wait(asked_s, stamp - started)
+            self._wait(received_s, stamp - started)
             piece = body[at : at + size]
             at += size
             connection.sendall(b"%x\r\n%b\r\n" % (len(piece), piece))
-        self._wait(asked_s, int(row["ended_ns"]) - started)
+        self._wait(received_s, int(row["ended_ns"]) - started)
         if row["cause"]:
-            connection.shutdown(socket.SHUT_RDWR)  # it ended badly then, and does so again
+            connection.shutdown(socket.SHUT_RDWR)  # replay the broken end as well
         else:
             connection.sendall(b"0\r\n\r\n")
 
-    def _wait(self, asked_s: float, after_ns: int) -> None:
-        time.sleep(max(0.0, asked_s + after_ns / 1e9 / self._speed - time.monotonic()))
+    def _wait(self, received_s: float, after_ns: int) -> None:
+        time.sleep(max(0.0, received_s + after_ns / 1e9 / self._speed - time.monotonic()))
 
 
 def _head(timings: Timings, request: int) -> bytes:
     status = int(timings.requests["status"][request]) or 200
     headers = timings.headers(request)
     lines = [f"HTTP/1.1 {status} Replayed", "Transfer-Encoding: chunked"]
-    lines += [f"{name}: {headers[name]}" for name in _KEPT if name in headers]
+    lines += [f"{name}: {headers[name]}" for name in _REPLAYED_HEADERS if name in headers]
     return "\r\n".join([*lines, "", ""]).encode("latin-1")
 
 
 def _read_request(incoming: BinaryIO) -> bool:
-    """Reads one request with its body. False at the end of the connection."""
+    """Read one request with its body. Returns False at the end of the connection."""
     length = 0
     first = incoming.readline()
     for line in iter(incoming.readline, b"\r\n"):

@@ -1,4 +1,4 @@
-"""The first sentence that a voice could speak: answer text only, without thinking and without markdown."""
+"""The first sentence that a voice can speak: answer text only, without thinking and without markdown."""
 
 from __future__ import annotations
 
@@ -8,29 +8,30 @@ from collections.abc import Sequence
 
 _THINKING = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 _MARKUP = re.compile(r"```.*?(?:```|\Z)|[*_`#>|]+|^\s*[-+]\s+", re.DOTALL | re.MULTILINE)
-# A terminator counts when something follows that shows it is one: "3." may go on as "3.14".
+# A terminator counts only when the next character confirms it: "3." may continue as "3.14".
 _END = re.compile(r"(?P<latin>[.!?…][\"'”’)\]]*(?=\s))|(?P<wide>[。！？])|(?P<line>\S\s*\n)")
 _ABBREVIATION = re.compile(r"(?:\b(?:mr|mrs|ms|dr|prof|st|vs|etc|e\.g|i\.e|no)|(?:^|\s)[A-Za-z])\.$", re.IGNORECASE)
 
 
 def speakable(text: str) -> str:
+    """Return `text` without thinking and markdown."""
     return _MARKUP.sub("", _THINKING.sub("", text))
 
 
 def has_sentence(text: str, ended: bool) -> bool:
-    """Whether `text` holds a whole sentence with a word in it; `ended`: no more text will come."""
+    """Whether `text` has a complete sentence with a word in it. ended: the text is complete."""
     plain = speakable(text)
-    for found in _END.finditer(plain):
-        head = plain[: found.end()].strip()
-        if any(c.isalnum() for c in head) and not (found["latin"] and _ABBREVIATION.search(head)):
+    for end in _END.finditer(plain):
+        head = plain[: end.end()].strip()
+        if any(c.isalnum() for c in head) and not (end["latin"] and _ABBREVIATION.search(head)):
             return True
     return ended and any(c.isalnum() for c in plain)
 
 
 def first_sentence_ns(pieces: Sequence[tuple[int, str]]) -> int | None:
-    """The stamp of the piece that completed the first sentence; the last piece's if nothing ends it.
+    """Return the stamp of the piece that completes the first sentence; the last piece's if no sentence ends.
 
-    Looks at 1, 2, 4 ... pieces, then between the last two: linear in the text, wherever its first sentence ends.
+    Tries 1, 2, 4 ... pieces, then bisects between the last two counts, so that the cost is linear in the text.
     """
 
     def complete(count: int) -> bool:

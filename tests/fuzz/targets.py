@@ -296,8 +296,9 @@ def chunks(raw: bytes) -> None:
         frames.append(decode.Frame(len(frames) + 1, kind, flags, 0, frame, data))
     answer = decode.read_answer(frames)
     assert all(isinstance(t, str) for t in (*answer.text, *answer.reasoning))
-    json.dumps([list(answer.calls.values()), answer.usage, answer.server_timings, answer.model, answer.warnings])
-    decode.timing_fields(answer, 0)
+    calls = [[c.id, c.name, c.arguments] for c in answer.calls.values()]
+    json.dumps([calls, answer.usage, answer.server_timings, answer.model, answer.warnings])
+    decode.token_times(answer, 0)
 
 
 def chunk_seeds() -> Iterable[bytes]:

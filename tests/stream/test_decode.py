@@ -74,43 +74,43 @@ def test_both_dialects_say_the_same(pieces: list[bytes]) -> None:
 
 def test_times_carry_their_events_names() -> None:
     """Each event a millisecond after the one before, so every time is known beforehand."""
-    fields = decode.timing_fields(answer_of(*VLLM), started_ns=0)
-    assert fields["first_event_ms"] == 1  # the role-only chunk: an event, not a token
-    assert (fields["first_reasoning_ms"], fields["first_content_ms"], fields["first_tool_ms"]) == (2, 4, 5)
-    assert (fields["last_token_ms"], fields["done_ms"]) == (8, 11)
-    assert fields["itl_ms"] == [1] * 6
-    assert fields["tpot_ms"] == pytest.approx((8 - 2) / 20)
-    assert fields["decode_tok_s"] == pytest.approx(20 / 6 * 1000)
+    fields = decode.token_times(answer_of(*VLLM), started_ns=0)
+    assert fields.first_event_ms == 1  # the role-only chunk: an event, not a token
+    assert (fields.first_reasoning_ms, fields.first_content_ms, fields.first_tool_ms) == (2, 4, 5)
+    assert (fields.last_token_ms, fields.done_ms) == (8, 11)
+    assert fields.itl_ms == [1] * 6
+    assert fields.tpot_ms == pytest.approx((8 - 2) / 20)
+    assert fields.decode_tok_s == pytest.approx(20 / 6 * 1000)
 
 
 def test_role_only_empty_and_usage_are_not_tokens() -> None:
-    fields = decode.timing_fields(answer_of(*HELLO), 0)
-    assert (fields["first_content_ms"], fields["last_token_ms"]) == (2, 3)
+    fields = decode.token_times(answer_of(*HELLO), 0)
+    assert (fields.first_content_ms, fields.last_token_ms) == (2, 3)
     assert answer_of(event({"role": "assistant", "content": ""}), event({"content": None}), DONE).token_stamps == []
 
 
 def test_a_missing_count_is_estimated_and_marked() -> None:
     answer = answer_of(event({"content": "a"}), event({"content": "b"}), event({"content": "c"}, "stop"), DONE)
-    fields = decode.timing_fields(answer, 0)
-    assert (fields["completion_tokens"], fields["tokens_estimated"], fields["tpot_ms"]) == (3, True, 1)
+    fields = decode.token_times(answer, 0)
+    assert (fields.completion_tokens, fields.tokens_estimated, fields.tpot_ms) == (3, True, 1)
 
 
 def test_llama_cpp_timings_count_where_usage_is_missing() -> None:
     answer = answer_of(event({"content": "a"}), event({"content": "b"}, timings={"predicted_n": 9}), DONE)
-    fields = decode.timing_fields(answer, 0)
-    assert (fields["completion_tokens"], fields["tokens_estimated"]) == (9, False)
+    fields = decode.token_times(answer, 0)
+    assert (fields.completion_tokens, fields.tokens_estimated) == (9, False)
 
 
 def test_several_tokens_in_a_chunk_use_the_servers_count() -> None:
     answer = answer_of(
         event({"content": "a"}), event({"content": "b c d e"}), event(usage={"completion_tokens": 5}), DONE
     )
-    assert decode.timing_fields(answer, 0)["tpot_ms"] == pytest.approx(1 / 4)
+    assert decode.token_times(answer, 0).tpot_ms == pytest.approx(1 / 4)
 
 
 def test_one_token_has_no_tpot() -> None:
-    fields = decode.timing_fields(answer_of(event({"content": "a"}), event(usage={"completion_tokens": 1}), DONE), 0)
-    assert fields["tpot_ms"] is None and fields["decode_tok_s"] is None and fields["itl_ms"] == []
+    fields = decode.token_times(answer_of(event({"content": "a"}), event(usage={"completion_tokens": 1}), DONE), 0)
+    assert fields.tpot_ms is None and fields.decode_tok_s is None and fields.itl_ms == []
 
 
 def test_completions_dialect_and_other_choices() -> None:
@@ -150,14 +150,14 @@ STRANGE = [
 @pytest.mark.parametrize("value", STRANGE, ids=str)
 def test_strange_shapes_never_raise(value: dict) -> None:
     answer = answer_of(b"data: " + json.dumps(value).encode() + b"\n\n", DONE)
-    decode.timing_fields(answer, 0)
+    decode.token_times(answer, 0)
 
 
 def test_how_a_stream_may_end() -> None:
     content, stop = event({"content": "Hi"}), event({}, "stop")
     assert record_of([content, stop, DONE])["warnings"] == []
     missing = record_of([content, stop])
-    assert missing["error"] is None and missing["warnings"] == ["[DONE] did not come"]
+    assert missing["error"] is None and missing["warnings"] == ["[DONE] was not received"]
     early = record_of([content])
     assert early["cause"] == "truncated" and early["text"] == "Hi"
     assert "blank line" in record_of([content, stop, b"data: [DONE]\n"])["warnings"][0]
@@ -210,8 +210,8 @@ def test_speakable_drops_markup_and_thinking() -> None:
 
 def test_first_sentence_waits_for_its_end_and_takes_the_last_piece_otherwise() -> None:
     answer = answer_of(event({"content": "It is 3."}), event({"content": "14. So"}), event({"content": " yes"}), DONE)
-    assert decode.timing_fields(answer, 0)["first_sentence_ms"] == 2
-    assert decode.timing_fields(answer_of(event({"content": "Yes"}), DONE), 0)["first_sentence_ms"] == 1
+    assert decode.token_times(answer, 0).first_sentence_ms == 2
+    assert decode.token_times(answer_of(event({"content": "Yes"}), DONE), 0).first_sentence_ms == 1
 
 
 def test_times_are_of_the_wire_not_of_the_decoder() -> None:

@@ -341,7 +341,7 @@ def test_secrets_are_nowhere(tmp_path) -> None:
     timings.save(tmp_path)
     loaded = aq.stream.Timings.load(tmp_path)
     kept = json.dumps([record, refused.records(), timings.headers(0)]) + repr(request) + repr(timings)
-    kept += bytes(loaded.frames).decode() + bytes(loaded.notes).decode() + repr(loaded.asked)
+    kept += bytes(loaded.frames).decode() + bytes(loaded.notes).decode() + repr(loaded.plan)
     for secret in (KEY, "hunter2", "qqqqqqqqqq", "session=abc"):
         assert secret not in kept
     assert "x=1" in record["url"]

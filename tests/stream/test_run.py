@@ -310,7 +310,7 @@ def changed(rows: np.ndarray, column: str, value: int) -> np.ndarray:
 @pytest.mark.parametrize(
     ("name", "change", "words"),
     [
-        ("requests", lambda a: a[:0], "0 requests where the plan has 2"),
+        ("requests", lambda a: a[:0], "0 requests, expected 2"),
         ("requests", lambda a: dropped(a, "status"), "requests has no column status"),
         ("events", lambda a: changed(a, "offset", 1 << 63), "beyond the frames"),
         ("events", lambda a: changed(a, "size", 1 << 31), "beyond the frames"),

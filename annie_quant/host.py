@@ -1,4 +1,8 @@
-"""Where a benchmark ran: machine, versions, GPU; nothing secret, no paths."""
+"""Facts about this machine: processors, memory, processes, GPUs, package versions. No secrets and no user paths.
+
+Memory and processes come from psutil. GPU figures come from NVML where the package nvidia-ml-py (extra `gpu`) is
+installed, else from nvidia-smi.
+"""
 
 from __future__ import annotations
 
@@ -7,50 +11,99 @@ import platform
 import shutil
 import subprocess
 import time
+from collections.abc import Iterable
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 _PACKAGES = ("annie-quant", "numpy", "scipy", "xllamacpp", "vllm", "sglang", "transformers", "torch", "nvidia-modelopt")
-_GPU_FIELDS = "name,driver_version,compute_cap,clocks.sm,clocks.mem,power.limit"
+_GPU_FIELDS = ("name", "driver_version", "compute_cap", "clocks.sm", "clocks.mem", "power.limit")
+UNKNOWN = "[N/A]"  # as nvidia-smi prints a value that the driver does not report
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Memory of the whole machine. On a DGX Spark it is unified, so the GPU's share is in it."""
+
+    total_bytes: int
+    available_bytes: int
+    cached_bytes: int
+
+    @property
+    def used_bytes(self) -> int:
+        return self.total_bytes - self.available_bytes
 
 
 def environment() -> dict[str, Any]:
+    """Return the description of this machine that a run stores (run.json, `environment`)."""
+    total = memory()
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "system": f"{platform.system()} {platform.release()}",
         "machine": platform.machine(),
         "python": platform.python_version(),
-        "cpu": _cpu(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cpu": cpu_name(),
+        "cores": cores(),
         "load_average": [round(x, 2) for x in os.getloadavg()],
-        "memory_total_bytes": meminfo().get("MemTotal"),
-        "memory_available_bytes": meminfo().get("MemAvailable"),
-        "packages": {name: version for name in _PACKAGES if (version := _version(name))},
-        "gpus": _gpus(),
+        "memory_total_bytes": total.total_bytes if total else None,
+        "memory_available_bytes": total.available_bytes if total else None,
+        "packages": {name: version for name in _PACKAGES if (version := package_version(name))},
+        "gpus": gpus(),
     }
 
 
+def cores() -> int:
+    """Return the number of processors that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
 def load_per_core() -> float:
-    """The last minute's load average over the cores that this process may use."""
-    return round(os.getloadavg()[0] / len(os.sched_getaffinity(0)), 2)
+    """Return the load average of the last minute per usable processor."""
+    return round(os.getloadavg()[0] / cores(), 2)
 
 
-def meminfo() -> dict[str, int]:
-    """/proc/meminfo in bytes; empty where there is none."""
+def memory() -> Memory | None:
+    """Return the machine's memory, or None if the system does not report it."""
     try:
-        return parse_meminfo(Path("/proc/meminfo").read_text(encoding="ascii"))
-    except OSError:
-        return {}
+        figures = psutil.virtual_memory()
+    except (OSError, RuntimeError):
+        return None
+    return Memory(figures.total, figures.available, getattr(figures, "cached", 0))
 
 
-def parse_meminfo(text: str) -> dict[str, int]:
-    """The lines of /proc/meminfo that are sizes, in bytes."""
-    fields = (line.split() for line in text.splitlines())
-    return {f[0].rstrip(":"): int(f[1]) * 1024 for f in fields if len(f) == 3 and f[1].isdigit()}
+def process_tree(pid: int) -> list[int]:
+    """Return a process and all its descendants; empty if it has ended."""
+    try:
+        return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
+    except psutil.Error:
+        return []
 
 
-def _cpu() -> str | None:
+def resident_bytes(pids: Iterable[int]) -> int | None:
+    """Return the resident memory of processes, or None if all have ended."""
+    sizes = []
+    for pid in pids:
+        try:
+            sizes.append(psutil.Process(pid).memory_info().rss)
+        except psutil.Error:
+            continue
+    return sum(sizes) if sizes else None
+
+
+def cgroup_bytes(pid: int) -> int | None:
+    """Return memory.current of a process's control group (version 2), or None in the root group, which has everything."""
+    try:
+        line = next(x for x in Path(f"/proc/{pid}/cgroup").read_text().splitlines() if x.startswith("0::"))
+        group = line[3:].strip("/")
+        return int((Path("/sys/fs/cgroup") / group / "memory.current").read_text()) if group else None
+    except (OSError, StopIteration, ValueError):
+        return None
+
+
+def cpu_name() -> str | None:
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -59,20 +112,120 @@ def _cpu() -> str | None:
     return names[0] if names else platform.processor() or None
 
 
-def _version(package: str) -> str | None:
+def package_version(distribution: str) -> str | None:
     try:
-        return metadata.version(package)
+        return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
 
 
-def _gpus() -> list[dict[str, str]]:
-    if shutil.which("nvidia-smi") is None:
-        return []
-    command = ["nvidia-smi", f"--query-gpu={_GPU_FIELDS}", "--format=csv,noheader"]
+# GPUs
+
+
+def nvml_devices() -> tuple[Any, list[Any]]:
+    """Return (the module pynvml, one handle per GPU); (None, []) without the package, a driver or a GPU."""
     try:
-        out = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
+        import pynvml
+
+        pynvml.nvmlInit()
+        return pynvml, [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+    except Exception:  # the package, its library and the driver each raise their own types
+        return None, []
+
+
+def gpus() -> list[dict[str, str]]:
+    """Return one dict per GPU, with nvidia-smi's names and formats: {"name": "NVIDIA GB10", "clocks.sm": "2418 MHz", ...}."""
+    nvml, devices = nvml_devices()
+    if nvml is None:
+        return _smi("gpu", _GPU_FIELDS) or []
+
+    def read(function: str, *arguments: Any) -> Any:
+        try:
+            value = getattr(nvml, function)(*arguments)
+        except (nvml.NVMLError, AttributeError):  # not reported by this GPU, or not known to this pynvml
+            return None
+        return value.decode() if isinstance(value, bytes) else value
+
+    def text(value: Any, template: str = "{}") -> str:
+        return UNKNOWN if value is None else template.format(value)
+
+    rows = []
+    for device in devices:
+        capability = read("nvmlDeviceGetCudaComputeCapability", device)
+        limit_mw = read("nvmlDeviceGetPowerManagementLimit", device)
+        rows.append(
+            {
+                "name": text(read("nvmlDeviceGetName", device)),
+                "driver_version": text(read("nvmlSystemGetDriverVersion")),
+                "compute_cap": text(capability and ".".join(map(str, capability))),
+                "clocks.sm": text(read("nvmlDeviceGetClockInfo", device, 1), "{} MHz"),  # NVML_CLOCK_SM
+                "clocks.mem": text(read("nvmlDeviceGetClockInfo", device, 2), "{} MHz"),  # NVML_CLOCK_MEM
+                "power.limit": text(None if limit_mw is None else limit_mw / 1e3, "{:.2f} W"),
+            }
+        )
+    return rows
+
+
+def gpu_process_bytes() -> dict[int, int]:
+    """Return the GPU memory of each process that computes on a GPU, {pid: bytes}. Processes without a figure are left out."""
+    nvml, devices = nvml_devices()
+    sizes: dict[int, int] = {}
+    if nvml is None:
+        for row in _smi("compute-apps", ("pid", "used_memory")) or ():
+            number = row["used_memory"].removesuffix(" MiB")
+            if row["pid"].isdigit() and number.isdigit():
+                sizes[int(row["pid"])] = sizes.get(int(row["pid"]), 0) + int(number) * 2**20
+        return sizes
+    for device in devices:
+        try:
+            processes = nvml.nvmlDeviceGetComputeRunningProcesses(device)
+        except nvml.NVMLError:
+            continue
+        for process in processes:
+            if process.usedGpuMemory is not None:
+                sizes[process.pid] = sizes.get(process.pid, 0) + process.usedGpuMemory
+    return sizes
+
+
+def gpu_energy_joules() -> float | None:
+    """Return the energy that all GPUs have used since the driver was loaded, or None where NVML does not count it."""
+    nvml, devices = nvml_devices()
+    readings = []
+    for device in devices:
+        try:
+            readings.append(nvml.nvmlDeviceGetTotalEnergyConsumption(device) / 1e3)
+        except nvml.NVMLError:
+            continue
+    return sum(readings) if readings else None
+
+
+def smi_command(query: str, fields: Iterable[str]) -> list[str]:
+    """Return the nvidia-smi command that prints `fields` of `query` ("gpu" or "compute-apps"), one line per item."""
+    return ["nvidia-smi", f"--query-{query}={','.join(fields)}", "--format=csv,noheader"]
+
+
+def smi_rows(output: str, fields: Iterable[str]) -> list[dict[str, str]]:
+    """Parse the output of `smi_command`. Missing values are empty."""
+    names = list(fields)
+    lines = (line for line in output.splitlines() if line.strip())
+    rows = ([cell.strip() for cell in line.split(",")] for line in lines)
+    return [dict(zip(names, [*row, *[""] * len(names)], strict=False)) for row in rows]
+
+
+def _smi(query: str, fields: Iterable[str]) -> list[dict[str, str]] | None:
+    if shutil.which("nvidia-smi") is None:
+        return None
+    try:
+        process = subprocess.run(smi_command(query, fields), capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
-        return []
-    names = _GPU_FIELDS.split(",")
-    return [dict(zip(names, (cell.strip() for cell in line.split(",")), strict=False)) for line in out.splitlines()]
+        return None
+    return smi_rows(process.stdout, fields)
+
+
+# The names that annie_quant.bench used before.
+
+
+def meminfo() -> dict[str, int]:
+    """Return {"MemTotal", "MemAvailable"} in bytes; empty if the system does not report them."""
+    total = memory()
+    return {"MemTotal": total.total_bytes, "MemAvailable": total.available_bytes} if total else {}

@@ -50,7 +50,7 @@ PROSE: tuple[tuple[str, str], ...] = (
     (r"turn(s|ed)? over|stairs", "permute in place, lookup table"),
     (r"kernel after adds?|shared tiles?", "fix-up kernel, stream-K"),
     (r"of no \w+'s making|beautiful", "plain words"),
-    (r"is no (?!longer\b|more\b|less\b|better\b|worse\b|later\b|larger\b|smaller\b)\w+", "is not a ..."),
+    (r"(?<!there )is no (?!longer\b|more\b|less\b|better\b|worse\b|later\b|larger\b|smaller\b)\w+", "is not a ..."),
     (rf"(?:an?|one|each) (?:\w+ )?({COUNTED})s? an? ({COUNTED})", "one ... per ..."),
     (r"left alone|leaves? alone", "skipped, unchanged"),
     (r"(thus|hence|hereby|whence|thereof|lest|nigh|aught|naught|upon|whilst|amongst)", "plain words"),

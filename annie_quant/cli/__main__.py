@@ -1,4 +1,4 @@
-"""`python -m annie_quant.cli`: the command, as `python -m annie_quant` starts it."""
+"""`python -m annie_quant.cli`: the same as `python -m annie_quant`."""
 
 from annie_quant.__main__ import main
 

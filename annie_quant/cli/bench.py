@@ -1,4 +1,4 @@
-"""`annie-quant bench`: one or two servers over the same prompts."""
+"""`annie-quant bench`: time one or two servers with the same prompts."""
 
 from __future__ import annotations
 
@@ -18,23 +18,25 @@ from annie_quant.errors import UsageError
 @click.option("--backend-a", nargs=2, required=True, metavar="NAME URL")
 @click.option("--backend-b", nargs=2, metavar="NAME URL")
 @click.option("--aa", is_flag=True, help="Measure backend A against itself: the noise floor.")
-@click.option("--warmup", default=2, show_default=True, help="Requests a workload that are not counted.")
-@click.option("--runs", default=5, show_default=True, help="Times that each prompt is measured.")
-@click.option("--n", default=25, show_default=True, help="Prompts a gate (100 and more decide); 0: all there are.")
-@click.option("--workloads", help="Names (bfcl too) or JSON files, comma-separated; default: the default ones.")
-@click.option("--concurrency", default="1", show_default=True, help='Requests in flight; several: "1,8".')
-@click.option("--rate", default="", help='Arrivals a second (Poisson, open loop) as further loads: "0.5,2".')
+@click.option("--warmup", default=2, show_default=True, help="Requests per workload that are not counted.")
+@click.option("--runs", default=5, show_default=True, help="Measurements per prompt.")
+@click.option("--n", default=25, show_default=True, help="Prompts per gate (100 or more decide a gate); 0: all.")
+@click.option("--workloads", help="Names (also bfcl) or JSON files, comma-separated. Default: the default workloads.")
+@click.option("--concurrency", default="1", show_default=True, help='Requests in flight; several loads: "1,8".')
+@click.option("--rate", default="", help='Additional loads in arrivals per second (Poisson, open loop): "0.5,2".')
 @click.option("--prefix-cache", default="warm", show_default=True, type=click.Choice(["warm", "off"]))
-@click.option("--budget-s", type=float, help="Stop after so many seconds; the same command goes on.")
-@click.option("--stop-early", is_flag=True, help="Stop when every gate and comparison is decided.")
-@click.option("--watch", "stored", type=click.Path(path_type=Path), help="A stored run: exit 1 on a significant loss.")
+@click.option("--budget-s", type=float, help="Stop after this many seconds; the same command resumes.")
+@click.option("--stop-early", is_flag=True, help="Stop when all gates and comparisons are decided.")
+@click.option(
+    "--watch", "stored", type=click.Path(path_type=Path), help="An earlier run: exit 1 on a significant loss."
+)
 @click.option("--key-env", metavar="NAME", help="Environment variable with the API key of both servers.")
 @click.option("--seed", default=0, show_default=True)
 @click.option(
     "--output",
     required=True,
     type=click.Path(path_type=Path),
-    help="Run directory; an interrupted run goes on from it.",
+    help="Run directory; an interrupted run resumes from it.",
 )
 @json_option
 def bench(
@@ -51,16 +53,16 @@ def bench(
     as_json: bool,
     **settings: Any,
 ) -> None:
-    """Time one or two OpenAI-compatible servers over the same prompts, interleaved. Exit code 1 if a gate fails."""
+    """Time one or two OpenAI-compatible servers with the same prompts, interleaved. Exit code 1 if a gate fails."""
     from annie_quant import bench as timing
     from annie_quant.bench.progress_table import ProgressTable
     from annie_quant.pipeline.run_directory import RunDirectory
 
     if aa and backend_b:
-        raise click.UsageError("--aa measures backend A against itself: leave --backend-b out")
+        raise click.UsageError("--aa measures backend A against itself: remove --backend-b")
     sides = [backend_a, (f"{backend_a[0]}-again", backend_a[1])] if aa else [backend_a, backend_b]
     if stored and not (stored / "bench.json").is_file():
-        raise UsageError(f"--watch {stored}: no bench.json there", "give the folder of a finished annie-quant bench")
+        raise UsageError(f"--watch {stored}: it has no bench.json", "pass the folder of a finished annie-quant bench")
     headers = timing.key_headers(key_env)
     backends = [timing.Backend(name, url, headers=headers) for name, url in filter(None, sides)]
     chosen = annie_quant.judge.load_workloads(workloads.split(",") if workloads else None)
@@ -86,7 +88,8 @@ def bench(
 
 
 def numbers(text: str, kind: Any) -> list[Any]:
+    """Parse a comma-separated list of numbers."""
     try:
         return [kind(part) for part in text.split(",") if part.strip()]
     except ValueError:
-        raise click.UsageError(f"{text!r} is no list of numbers; write it as 1,8") from None
+        raise click.UsageError(f"{text!r} is not a list of numbers; write it as 1,8") from None

@@ -1,18 +1,16 @@
-"""What commands share: the terminal, --json, and the refusal of data that was made for another system prompt.
-
-A file a command, or two that belong together; annie_quant.cli puts them in the order of the work.
-"""
+"""Shared by the commands: the console, --json, and the check of the calibration data's system prompt."""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 
-from annie_quant.cli.console import Console, follows
+from annie_quant.cli.console import Console, is_secondary_process
 
 console = Console()
 
@@ -23,21 +21,21 @@ def json_option(function: Any) -> Any:
     )
 
 
-def emit(value: dict[str, Any]) -> None:
-    if follows():
-        return
-    click.echo(json.dumps(value, indent=1, ensure_ascii=False, default=str))
+def emit(value: Mapping[str, Any]) -> None:
+    """Print a JSON object on stdout."""
+    if not is_secondary_process():
+        click.echo(json.dumps(value, indent=1, ensure_ascii=False, default=str))
 
 
 def quiet_engines() -> None:
-    """Before transformers is imported: its bars and notes would break up ours."""
+    """Turn off the progress bars and notes of transformers. Must run before it is imported."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
 def refuse_stale_prompt(conversations: Path | None, allow: bool) -> None:
-    """Before conversations are used: their system prompt is production's, or it is said that it may differ."""
+    """Refuse conversations with another system prompt than the served one; with `allow`, print a note instead."""
     from annie_quant.data import check_prompt_hash
 
-    if conversations is not None and (stale := check_prompt_hash(conversations, allow=allow)):
-        console.note(stale)
+    if conversations is not None and (message := check_prompt_hash(conversations, allow=allow)):
+        console.note(message)

@@ -1,46 +1,48 @@
-"""What the command line shows: progress and notes on stderr, tables on stdout; quiet when piped."""
+"""Terminal output: progress and notes on stderr, tables on stdout; short when stderr is a pipe."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import time
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 MARKS = {"pass": "[green]pass[/]", "fail": "[red]fail[/]", "undecided": "[yellow]undecided[/]"}
 
 
-def follows() -> bool:
-    """Whether the first process of a launcher (torchrun, accelerate launch) speaks for this one; errors it says itself."""
+def is_secondary_process() -> bool:
+    """Whether this is not the first process of a launcher (torchrun, accelerate launch). Only the first one prints,
+    except for errors."""
     return os.environ.get("RANK", "0") != "0"
 
 
 class Step:
-    """Progress of one task: callable as step(done, total, text), or step.say(text)."""
+    """Progress of one task (annie_quant.progress.Progress) as a bar on a terminal; ignored on a pipe."""
 
     def __init__(self, bar: Any, task: Any, title: str) -> None:
-        self.bar, self.task, self.title = bar, task, title
+        self._bar, self._task, self._title = bar, task, title
 
+    def update(self, done: float, total: float | None = None, text: str = "") -> None:
+        if self._bar is not None:
+            description = f"{self._title} [dim]{text}[/]" if text else self._title
+            self._bar.update(self._task, completed=done, total=total, description=description)
+
+    def message(self, text: str) -> None:
+        if self._bar is not None:
+            self._bar.update(self._task, description=f"{self._title} [dim]{text}[/]")
+
+    # The names that were used before annie_quant.progress.
     def __call__(self, done: float = 0, total: float | None = None, text: str = "") -> None:
-        if self.bar is not None:
-            self.bar.update(
-                self.task,
-                completed=done,
-                total=total,
-                description=f"{self.title} [dim]{text}[/]" if text else self.title,
-            )
+        self.update(done, total, text)
 
-    def say(self, text: str) -> None:
-        if self.bar is not None:
-            self.bar.update(self.task, description=f"{self.title} [dim]{text}[/]")
+    say = message
 
     update, message = __call__, say
 
 
 class Console:
-    """rich, made when it is first used."""
+    """Two rich consoles, created when they are first used."""
 
     def __init__(self) -> None:
         self._err: Any = None
@@ -62,10 +64,10 @@ class Console:
             self._out = Rich(highlight=False)
         return self._out
 
-    def note(self, line: str) -> None:
-        if follows():
-            return
-        self.err.print(line, markup=False, soft_wrap=True)
+    def note(self, text: str) -> None:
+        """Print a line on stderr."""
+        if not is_secondary_process():
+            self.err.print(text, markup=False, soft_wrap=True)
 
     def error(self, message: str, hint: str = "") -> None:
         self.err.print("[red]annie-quant:[/] ", end="")
@@ -73,12 +75,18 @@ class Console:
         if hint:
             self.err.print(f"  → {hint}", markup=False, soft_wrap=True)
 
+    def line(self, text: str, mark: str = "") -> None:
+        """Print a line on stdout: `mark` with rich's markup, then `text` without."""
+        if mark:
+            self.out.print(f"{mark} ", end="")
+        self.out.print(text, markup=False, soft_wrap=True)
+
     @contextlib.contextmanager
     def task(self, title: str) -> Iterator[Step]:
-        """A progress bar while it runs; on a pipe, one line when it is done."""
+        """Show a progress bar while the block runs; on a pipe, print one line at its end."""
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-        if follows():
+        if is_secondary_process():
             yield Step(None, None, title)
             return
         start = time.monotonic()
@@ -96,8 +104,8 @@ class Console:
             yield Step(None, None, title)
         self.err.print(f"[green]✓[/] {title} [dim]{time.monotonic() - start:.1f} s[/]")
 
-    def print_gates(self, sides: dict[str, dict[str, Any]]) -> None:
-        """Gates down, models across: passes/n, 95 % interval, verdict."""
+    def print_gates(self, sides: Mapping[str, Mapping[str, Any]]) -> None:
+        """Print one row per gate and one column per side: passes/n, 95 % interval, verdict."""
         from rich.table import Table
 
         table = Table(title="Gates (passes / n, 95 % Wilson interval)", title_justify="left")
@@ -116,64 +124,8 @@ class Console:
             table.add_row(gate, *cells)
         self.out.print(table)
 
-    def print_audit(self, path: Path, found: Any, tensors: bool = False) -> None:
-        """What it is, who loads it, every tensor if asked for, and the faults."""
-        summary = found.to_dict().get("summary", {})
-        self.print_mapping(str(path), {k: v for k, v in summary.items() if k != "loads"})
-        for line in summary.get("loads", ()):
-            self.out.print(f"  {line}", markup=False, soft_wrap=True)
-        if tensors:
-            self.print_tensors(found.tensors)
-        for finding in found.findings:
-            self.out.print(f"[red]{finding.code}[/] ", end="")
-            self.out.print(f"{finding.tensor or ''}  {finding.message}", markup=False, soft_wrap=True)
-        if found.ok:
-            self.out.print("[green]sound[/]")
-
-    def print_tensors(self, rows: list[dict[str, Any]]) -> None:
-        """A line a tensor of an audit: format, shape, scales, zero blocks, and the error where a source was given."""
-        columns = ["name", "format", "shape", "group", "tensor_scale", "input_scale", "scale_min", "scale_max",
-                   "zero_blocks", "rel_l2"]  # fmt: skip
-        table = [columns, *([_cell(row.get(c)) for c in columns] for row in rows)]
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        for line in table:  # whole lines, however narrow the terminal: for paging and searching
-            text = "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
-            self.out.print(text.rstrip(), markup=False, soft_wrap=True)
-
-    def print_validation(self, result: dict[str, Any]) -> None:
-        """The GPU, then a line a check, then whatever was timed or judged besides."""
-        self.print_mapping("GPU", result["device"] | result["paths"])
-        for check in result["checks"]:
-            self.out.print(f"{'[green]✓[/]' if check['ok'] else '[red]✗[/]'} {check['name']}  ", end="")
-            self.out.print(check["detail"], markup=False, soft_wrap=True)
-        if "bench" in result:
-            self.print_mapping("bench", result["bench"])
-        if "stack" in result:
-            self.print_stack(result["stack"])
-
-    def print_stack(self, found: dict[str, Any]) -> None:
-        """A line a backend of a serving stack, what is known of its fault and the remedy, then the one to choose."""
-        marks = {"right": "[green]✓[/]", "wrong": "[red]✗[/]", "failed": "[yellow]·[/]", "missing": "[dim]·[/]"}
-        for row in found["backends"]:
-            said = row["verdict"]
-            if said in ("right", "wrong"):
-                said += f", at most {row['worst']:.3g} of what rounding allows"
-            elif said == "failed":
-                said += ": " + next((c["error"] for c in row["cases"] if c.get("error")), row["cause"])
-            else:
-                said += f": {row['cause']}"
-            self.out.print(f"{marks[row['verdict']]} ", end="")
-            self.out.print(f"{row['backend']}: {said}", markup=False, soft_wrap=True)
-            if row["remedy"]:
-                self.out.print(f"    {row['cause']}", markup=False, soft_wrap=True)
-                self.out.print(f"    → {row['remedy']}", markup=False, soft_wrap=True)
-        switch = f"   {found['switch']}" if found.get("switch") else ""
-        choice = f"choose {found['choose']}{switch}" if found["choose"] else "no FP4 backend is right here"
-        self.out.print(choice, markup=False, soft_wrap=True)
-        if found.get("note"):
-            self.out.print(found["note"], markup=False, soft_wrap=True)
-
-    def print_mapping(self, title: str, values: dict[str, Any]) -> None:
+    def print_mapping(self, title: str, values: Mapping[str, Any]) -> None:
+        """Print a table of names and values."""
         from rich.table import Table
 
         table = Table(title=title, title_justify="left", show_header=False)
@@ -181,30 +133,14 @@ class Console:
             table.add_row(str(key), ", ".join(map(str, value)) if isinstance(value, list) else str(value))
         self.out.print(table)
 
-    def print_doctor(self, findings: list[dict[str, str]]) -> None:
-        for f in findings:
-            mark = {"ok": "[green]✓[/]", "note": "[yellow]·[/]", "fault": "[red]✗[/]"}[f["level"]]
-            self.out.print(f"{mark} {f['check']}: ", end="")
-            self.out.print(f["seen"], markup=False, soft_wrap=True)
-            if f.get("why"):
-                self.out.print(f"    {f['why']}", markup=False, soft_wrap=True)
-            if f.get("mend"):
-                self.out.print(f"    → {f['mend']}", markup=False, soft_wrap=True)
-
-    def print_verdict(self, verdict: dict[str, Any]) -> None:
+    def print_verdict(self, verdict: Mapping[str, Any]) -> None:
+        """Print gates, the verdict's sentence and reasons, the stages' times and the report's path."""
         if verdict.get("gates"):
             self.print_gates(verdict["gates"])
-        self.out.print(verdict["sentence"], markup=False, soft_wrap=True)
+        self.line(verdict["sentence"])
         for reason in verdict.get("reasons", ()):
-            self.out.print(f"  · {reason}", markup=False, soft_wrap=True)
+            self.line(f"  · {reason}")
         for stage in verdict.get("stages", ()):
             self.err.print(f"[dim]{stage['name']:>12}  {stage['seconds']:7.1f} s  {stage.get('summary', '')}[/]")
         if verdict.get("report"):
             self.err.print(f"report: {verdict['report']}", markup=False, soft_wrap=True)
-
-
-def _cell(value: Any) -> str:
-    """A table's cell: shapes as 512x256, numbers short, nothing for None."""
-    if isinstance(value, list):
-        return "x".join(map(str, value))
-    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,4 +1,4 @@
-"""`annie-quant data`: conversations by a teacher, or a judgement of those there are."""
+"""`annie-quant data`: make conversations with a teacher, or validate existing ones."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from annie_quant.cli.common import console, emit, json_option
 
 
 @click.command()
-@click.option("--persona", default="annie", show_default=True, help="A built-in persona or a JSON file of your own.")
+@click.option("--persona", default="annie", show_default=True, help="A built-in persona or a JSON file.")
 @click.option(
-    "--teacher", default="offline", show_default=True, help="Who writes the answers: claude-cli, openai, offline."
+    "--teacher", default="offline", show_default=True, help="Writer of the answers: claude-cli, openai, offline."
 )
 @click.option("--n", default=500, show_default=True, help="Conversations, evenly over the persona's categories.")
 @click.option("--seed", default=0, show_default=True)
@@ -22,27 +22,27 @@ from annie_quant.cli.common import console, emit, json_option
     default="calibration",
     show_default=True,
     type=click.Choice(["train", "calibration", "gate"]),
-    help="What the conversations are for; prompts of a gate are left out of the other two.",
+    help="Purpose of the conversations; prompts of gates are excluded from the other two splits.",
 )
 @click.option(
     "--apart-from",
     multiple=True,
     type=click.Path(path_type=Path, exists=True),
-    help="A file whose prompts must not come again; repeatable.",
+    help="A file whose prompts are excluded; repeatable.",
 )
 @click.option("--teacher-model", help="Model of the teacher. Default for claude-cli: claude-opus-4-6.")
 @click.option("--url", help="Endpoint of --teacher openai. Default: OPENAI_BASE_URL.")
-@click.option("--batch-size", default=10, show_default=True, help="Conversations asked for at a time.")
-@click.option("--timeout", default=300.0, show_default=True, help="Seconds that a batch may take.")
-@click.option("--retries", default=3, show_default=True, help="Of a batch that failed, it alone.")
-@click.option("--max-wait", default=900.0, show_default=True, help="Seconds to wait on a rate limit at a stretch.")
-@click.option("--max-budget-usd", type=float, help="Stop when so much is spent, resumed runs counted in.")
+@click.option("--batch-size", default=10, show_default=True, help="Conversations per batch.")
+@click.option("--timeout", default=300.0, show_default=True, help="Time limit of a batch, in seconds.")
+@click.option("--retries", default=3, show_default=True, help="Retries of a failed batch.")
+@click.option("--max-wait", default=900.0, show_default=True, help="Longest single wait for a rate limit, in seconds.")
+@click.option("--max-budget-usd", type=float, help="Stop when this amount is spent, including resumed runs.")
 @click.option("--max-budget-tokens", type=int, help="The same in tokens.")
 @click.option(
     "--output", default="data/calibration/annie_calibration.jsonl", show_default=True, type=click.Path(path_type=Path)
 )
-@click.option("--check", is_flag=True, help="Make nothing: judge the conversations that --output holds.")
-@click.option("--force", is_flag=True, help="Make a finished set anew, and drop an unfinished one.")
+@click.option("--check", is_flag=True, help="Only validate the conversations in --output.")
+@click.option("--force", is_flag=True, help="Replace a finished set, and discard an unfinished one.")
 @json_option
 def data(
     persona: str,
@@ -64,7 +64,7 @@ def data(
     force: bool,
     as_json: bool,
 ) -> None:
-    """Make conversations by a teacher, or judge those there are. Exit code 1 when they are too few or not valid."""
+    """Make conversations with a teacher, or validate existing ones. Exit code 1 if they are too few or not valid."""
     from annie_quant import data as conversations
 
     if check:

@@ -1,4 +1,4 @@
-"""`annie-quant demo`: the whole line on the embedded model."""
+"""`annie-quant demo`: all stages on the embedded model."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from annie_quant.cli.common import console
     default="runs/demo",
     show_default=True,
     type=click.Path(path_type=Path),
-    help="Run directory; a finished stage is not done again.",
+    help="Run directory; finished stages are not repeated.",
 )
-@click.option("--n-offline", default=25, show_default=True, help="Prompts a gate in the offline evaluation.")
-@click.option("--n-served", default=100, show_default=True, help="Prompts a gate on the servers.")
+@click.option("--n-offline", default=25, show_default=True, help="Prompts per gate in the offline evaluation.")
+@click.option("--n-served", default=100, show_default=True, help="Prompts per gate on the servers.")
 def demo(output: Path, n_offline: int, n_served: int) -> None:
-    """Run the whole line on the embedded model: quantize, audit, evaluate, serve, measure, judge, report."""
-    from annie_quant.pipeline import demo as line
+    """Run all stages on the embedded model: quantize, audit, evaluate, serve, measure, judge, report."""
+    from annie_quant.pipeline import demo as pipeline
 
-    verdict = line.run(output, n_offline=n_offline, n_served=n_served, console=console)
+    verdict = pipeline.run(output, n_offline=n_offline, n_served=n_served, console=console)
     console.print_verdict(verdict)

@@ -1,4 +1,4 @@
-"""`annie-quant eval`: a checkpoint against its bf16 reference, without a server."""
+"""`annie-quant eval`: compare a checkpoint with its bf16 reference, without a server."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from annie_quant.cli.common import console, emit, json_option, quiet_engines, re
 @click.command(name="eval")
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.option("--reference", required=True, type=click.Path(path_type=Path), help="The bf16 checkpoint.")
-@click.option("--n", default=100, show_default=True, help="Prompts a gate.")
+@click.option("--n", default=100, show_default=True, help="Prompts per gate.")
 @click.option("--numerics", default="w4a4,w4a16", show_default=True)
 @click.option(
-    "--calib-data", type=click.Path(path_type=Path), help="Conversations whose assistant tokens are scored too."
+    "--calib-data", type=click.Path(path_type=Path), help="Conversations whose assistant tokens are also scored."
 )
-@click.option("--text", type=click.Path(path_type=Path), help="A plain text file: perplexity and KL over all of it.")
-@click.option("--layers", is_flag=True, help="Also measure which layers the divergence comes from; draws a plot.")
-@click.option("--layers-n", default=10, show_default=True, help="Prompts a gate for --layers.")
+@click.option("--text", type=click.Path(path_type=Path), help="A plain text file: its perplexity and KL divergence.")
+@click.option("--layers", is_flag=True, help="Also measure the divergence per layer, with a plot.")
+@click.option("--layers-n", default=10, show_default=True, help="Prompts per gate for --layers.")
 @click.option(
     "--rows",
     type=click.IntRange(1),
     default=128,
     show_default=True,
-    help="Answers a batch. Several processes share whole batches: fewer rows keep more of them busy.",
+    help="Answers per batch. Processes share whole batches, so fewer rows can keep more processes busy.",
 )
-@click.option("--output", type=click.Path(path_type=Path), help="JSON file to write; --layers goes on from beside it.")
-@click.option("--allow-prompt-mismatch", is_flag=True, help="Go on with data made for another system prompt.")
+@click.option("--output", type=click.Path(path_type=Path), help="JSON file to write; --layers resumes from its folder.")
+@click.option("--allow-prompt-mismatch", is_flag=True, help="Accept data that was made for another system prompt.")
 @json_option
 def evaluate(
     checkpoint: Path,
@@ -46,10 +46,10 @@ def evaluate(
     allow_prompt_mismatch: bool,
     as_json: bool,
 ) -> None:
-    """Judge a checkpoint against its bf16 reference without a server: gates, KL. Exit code 1 if a gate fails.
+    """Compare a checkpoint with its bf16 reference without a server: gates, KL divergence. Exit code 1 if a gate fails.
 
-    Under torchrun or accelerate launch the processes share the work, and the first one prints and writes. torchrun takes
-    --n for its own unless -- comes first: torchrun --nproc-per-node=2 -- $(which annie-quant) eval ...
+    Under torchrun or accelerate launch the processes share the work, and the first one prints and writes. torchrun needs
+    `--` before the command, else it reads --n itself: torchrun --nproc-per-node=2 -- $(which annie-quant) eval ...
     """
     quiet_engines()
     from annie_quant.evaluate import terminal
@@ -57,9 +57,8 @@ def evaluate(
 
     refuse_stale_prompt(calib_data, allow_prompt_mismatch)
     personas = (w.persona for w in annie_quant.judge.load_workloads() if w.persona)
-    differs = check_checkpoint(checkpoint, personas, allow=allow_prompt_mismatch)
-    if differs:
-        console.note(differs)
+    if mismatch := check_checkpoint(checkpoint, personas, allow=allow_prompt_mismatch):
+        console.note(mismatch)
     with console.task("evaluate") as step:
         result = terminal.run(
             checkpoint,

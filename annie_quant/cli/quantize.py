@@ -1,4 +1,4 @@
-"""`annie-quant quantize`: one strategy, here or in NVIDIA's container."""
+"""`annie-quant quantize`: run one strategy, on this machine or in NVIDIA's container."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from annie_quant.cli.common import console, emit, json_option, quiet_engines, re
 @click.option(
     "--exclude-layers",
     default="",
-    help='Parts that stay as they are, e.g. "linear_attn,layers.0,layers.31", or fnmatch patterns.',
+    help='Modules that are not quantized: "linear_attn,layers.0,layers.31", or fnmatch patterns.',
 )
 @click.option(
     "--scale",
-    help="Block scales where our codec chooses them: amax, four_over_six, sweep. Default: the strategy's own.",
+    help="Choice of block scales in our codec: amax, four_over_six, sweep. Default: the strategy's choice.",
 )
-@click.option("--set", "settings", multiple=True, metavar="NAME=VALUE", help="A strategy's own setting; repeatable.")
-@click.option("--ray", metavar="ADDRESS", help='direct: make the shards on this Ray cluster ("local" starts one here).')
-@click.option("--seed", default=0, show_default=True, help="Same seed, same bytes.")
+@click.option("--set", "settings", multiple=True, metavar="NAME=VALUE", help="An option of the strategy; repeatable.")
+@click.option("--ray", metavar="ADDRESS", help='direct: make the shards on this Ray cluster ("local" starts one).')
+@click.option("--seed", default=0, show_default=True, help="The same seed gives the same bytes.")
 @click.option("--output", required=True, type=click.Path(path_type=Path))
-@click.option("--force", is_flag=True, help="Replace an output that exists.")
-@click.option("--allow-prompt-mismatch", is_flag=True, help="Go on with data made for another system prompt.")
-@click.option("--container", is_flag=True, help="Do it in NVIDIA's container, as the calling user.")
-@click.option("--dry-run", is_flag=True, help="Print size, memory and time to expect (--model 9b and 27b work too), or "
-              "with --container the one command, and stop.")  # fmt: skip
+@click.option("--force", is_flag=True, help="Replace an existing output.")
+@click.option("--allow-prompt-mismatch", is_flag=True, help="Accept data that was made for another system prompt.")
+@click.option("--container", is_flag=True, help="Run in NVIDIA's container, as the calling user.")
+@click.option("--dry-run", is_flag=True, help="Print the estimated size, memory and time (also for --model 9b or 27b), "
+              "or with --container the command, and exit.")  # fmt: skip
 @json_option
 def quantize(
     strategy: str,
@@ -53,24 +53,22 @@ def quantize(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Quantize a bf16 checkpoint to NVFP4 by one strategy."""
-    from annie_quant.quantize import container_job as ngc
-    from annie_quant.quantize import estimate
+    """Quantize a bf16 checkpoint to NVFP4 with one strategy."""
+    from annie_quant.quantize import container_job, estimate
 
-    loose = [item for item in settings if "=" not in item]
-    if loose:
-        raise click.UsageError(f"--set {loose[0]}: expected NAME=VALUE")
+    if invalid := [item for item in settings if "=" not in item]:
+        raise click.UsageError(f"--set {invalid[0]}: expected NAME=VALUE")
     if container:
         more = ["--calib-samples", str(calib_samples), "--seed", str(seed)]
         more += ["--exclude-layers", exclude_layers] if exclude_layers else []
         more += ["--scale", scale] if scale else []
         more += [word for item in settings for word in ("--set", item)]
         more += [flag for flag, on in (("--force", force), ("--allow-prompt-mismatch", allow_prompt_mismatch)) if on]
-        argv = ngc.arguments(strategy, model, output, calib_data, more)
+        argv = container_job.arguments(strategy, model, output, calib_data, more)
         if dry_run:
             click.echo(shlex.join(argv))
             return
-        sys.exit(ngc.run(argv, output))
+        sys.exit(container_job.run(argv, output))
     if dry_run or estimate.large(model):
         for line in estimate.plan(model, strategy, calib_samples).lines():
             click.echo(line, err=not dry_run)

@@ -1,4 +1,4 @@
-"""`annie-quant search`: the strategies, cheapest first, until one passes every gate."""
+"""`annie-quant search`: try strategies, cheapest first, until one passes all gates."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from annie_quant.cli.common import console, emit, json_option
 @click.option("--model", required=True, type=click.Path(path_type=Path), help="Folder of the bf16 checkpoint.")
 @click.option("--calib-data", required=True, type=click.Path(path_type=Path), help="JSON lines of conversations.")
 @click.option(
-    "--output", required=True, type=click.Path(path_type=Path), help="Run directory; finished steps are kept."
+    "--output", required=True, type=click.Path(path_type=Path), help="Run directory; finished steps are not repeated."
 )
-@click.option("--n", default=100, show_default=True, help="Prompts a gate.")
-@click.option("--all", "every", is_flag=True, help="Go on after the first strategy that passes.")
-@click.option("--strategies", help="Names, comma-separated, in the order to try them. Default: all, cheapest first.")
+@click.option("--n", default=100, show_default=True, help="Prompts per gate.")
+@click.option("--all", "every", is_flag=True, help="Continue after the first strategy that passes.")
+@click.option("--strategies", help="Names, comma-separated, in the order to try. Default: all, cheapest first.")
 @click.option(
     "--require",
     default="w4a4,w4a16",
     show_default=True,
-    help="Numerics under which every gate must pass; w4a16 alone admits weight-only checkpoints.",
+    help="Numerics with which all gates must pass; w4a16 alone allows weight-only checkpoints.",
 )
 @click.option("--calib-samples", default=128, show_default=True)
-@click.option("--allow-prompt-mismatch", is_flag=True, help="Go on with data made for another system prompt.")
-@click.option("--anyway", is_flag=True, help="Go on with a model that fails the gates in bf16.")
+@click.option("--allow-prompt-mismatch", is_flag=True, help="Accept data that was made for another system prompt.")
+@click.option("--anyway", is_flag=True, help="Continue with a model that fails gates in bf16.")
 @json_option
 def search(
     model: Path,
@@ -42,10 +42,10 @@ def search(
     anyway: bool,
     as_json: bool,
 ) -> None:
-    """Try the strategies, cheapest first, and stop at the first that passes every gate. Exit code 1 if none does."""
-    from annie_quant.pipeline import search as tree
+    """Try strategies, cheapest first, and stop at the first that passes all gates. Exit code 1 if none does."""
+    from annie_quant.pipeline import search as pipeline
 
-    found = tree.run(
+    result = pipeline.run(
         model,
         calib_data,
         output,
@@ -59,13 +59,13 @@ def search(
         anyway=anyway,
     )
     if as_json:
-        emit(found)
+        emit(result)
     else:
         console.print_gates(
-            {f"{r['strategy']} {k}": v["gates"] for r in found["strategies"] for k, v in r["numerics"].items()}
+            {f"{r['strategy']} {k}": v["gates"] for r in result["strategies"] for k, v in r["numerics"].items()}
         )
-        for line in tree.table.tree(found):
+        for line in pipeline.table.tree(result):
             click.echo(line)
-        console.note(tree.table.outcome(found))
+        console.note(pipeline.table.outcome(result))
         console.note(f"table: {output / 'search.md'}")
-    sys.exit(0 if found["chosen"] else 1)
+    sys.exit(0 if result["chosen"] else 1)

@@ -1,4 +1,4 @@
-"""`annie-quant serve`: a server of a checkpoint, or the command and recipe for one."""
+"""`annie-quant serve`: serve a checkpoint, or print the command or write the recipe for it."""
 
 from __future__ import annotations
 
@@ -16,21 +16,38 @@ from annie_quant.cli.common import console
 @click.option("--runtime", default="llama.cpp", show_default=True, help="vllm, sglang or llama.cpp.")
 @click.option("--port", default=8000, show_default=True)
 @click.option(
-    "--use", help='A dated recipe of vLLM or SGLang: "2026-11-27b", "2026-11-mtp", "cpu" ...; default: the newest.'
+    "--use",
+    metavar="RECIPE",
+    help='A dated recipe of vLLM or SGLang: "2026-11-27b", "2026-11-mtp", "cpu" ... Default: the newest.',
 )
-@click.option("--recipe", type=click.Path(path_type=Path), help="Write the recipe as YAML (sparkrun) and stop.")
-@click.option("--dry-run", is_flag=True, help="Print the command and stop.")
-def serve(model: Path, runtime: str, port: int, use: str | None, recipe: Path | None, dry_run: bool) -> None:
-    """Serve a checkpoint (or a GGUF file) and wait until Ctrl-C."""
+@click.option(
+    "--write-recipe",
+    "recipe_file",
+    type=click.Path(path_type=Path),
+    help="Write the recipe as YAML (sparkrun) and exit.",
+)
+@click.option("--recipe", "old_recipe_file", type=click.Path(path_type=Path), hidden=True)  # the name until 0.1
+@click.option("--dry-run", is_flag=True, help="Print the command and exit.")
+def serve(
+    model: Path,
+    runtime: str,
+    port: int,
+    use: str | None,
+    recipe_file: Path | None,
+    old_recipe_file: Path | None,
+    dry_run: bool,
+) -> None:
+    """Serve a checkpoint (or a GGUF file) until Ctrl-C."""
     options: dict[str, Any] = {"recipe": use} if use else {}
-    if recipe:
-        click.echo(str(annie_quant.serve.write_recipe(model, recipe, runtime=runtime, port=port, **options)))
+    recipe_file = recipe_file or old_recipe_file
+    if recipe_file:
+        click.echo(str(annie_quant.serve.write_recipe(model, recipe_file, runtime=runtime, port=port, **options)))
     if dry_run:
         click.echo(annie_quant.serve.command(model, runtime=runtime, port=port, **options))
-    if recipe or dry_run:
+    if recipe_file or dry_run:
         return
     with console.task(f"{runtime} on port {port}") as step:
-        server = annie_quant.serve.start(model, runtime=runtime, port=port, say=step.say, **options)
+        server = annie_quant.serve.start(model, runtime=runtime, port=port, progress=step, **options)
     console.note(f"ready: {server.url}/v1   (Ctrl-C stops it)")
     try:
         server.wait()

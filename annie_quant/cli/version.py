@@ -1,4 +1,4 @@
-"""`annie-quant --version`: alone one line; with --verbose what of the package is here, what is missing and what brings it."""
+"""`annie-quant --version`: one line; with --verbose the C modules and extras, and the commands that install the rest."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import re
 import sys
 import sysconfig
 from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,126 +20,165 @@ from annie_quant.cli.common import emit
 from annie_quant.errors import EnvironmentFault
 
 DISTRIBUTION = "annie-quant"
-# Extras for those who work on annie-quant, not with it.
-OF_THE_WORKSHOP = ("dev", "docs", "perf")
+DEVELOPMENT_EXTRAS = ("dev", "docs", "perf")
 _EXTRA = re.compile(r"""^([A-Za-z0-9._-]+).*;.*\bextra\s*==\s*['"]([A-Za-z0-9._-]+)['"]""")
+
+
+@dataclass(frozen=True)
+class ModuleInfo:
+    """One C module. details: what the module reports about itself; error and fix: if it could not be loaded."""
+
+    loaded: bool
+    file: str = ""
+    size_bytes: int = 0
+    details: dict[str, Any] = field(default_factory=dict)
+    error: str = ""
+    fix: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        if not self.loaded:
+            return {"loaded": False, "why": self.error, "fix": self.fix}
+        return {"loaded": True, "file": self.file, "size_bytes": self.size_bytes, **self.details}
+
+
+@dataclass(frozen=True)
+class ExtraInfo:
+    """One extra. installed: {distribution: version}."""
+
+    installed: dict[str, str] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Installation:
+    """What is installed. fixes: {what is missing: the command that installs it}."""
+
+    python: dict[str, Any]
+    platform: dict[str, Any]
+    modules: dict[str, ModuleInfo]
+    extras: dict[str, ExtraInfo]
+
+    @property
+    def fixes(self) -> dict[str, str]:
+        missing = {name: module.fix for name, module in self.modules.items() if not module.loaded}
+        return missing | {
+            f"extra {name}": f'pip install "{DISTRIBUTION}[{name}]"' for name, e in self.extras.items() if e.missing
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "version": __version__,
+            "python": self.python,
+            "platform": self.platform,
+            "modules": {name: module.to_dict() for name, module in self.modules.items()},
+            "extras": {name: asdict(extra) for name, extra in self.extras.items()},
+            "fixes": self.fixes,
+        }
 
 
 def show(verbose: bool, as_json: bool) -> None:
     if as_json:
-        emit(facts())
+        emit(inspect().to_dict())
     else:
-        click.echo("\n".join(lines(facts())) if verbose else f"annie-quant, version {__version__}")
+        click.echo("\n".join(lines(inspect())) if verbose else f"annie-quant, version {__version__}")
 
 
-def facts() -> dict[str, Any]:
-    """What this installation has: {"version", "python", "platform", "modules", "extras", "mends"}; see `lines`.
-
-    mends: {what is missing: the command that brings it}. Nothing heavier than the C modules is imported.
-    """
-    modules = {name: module_facts(name) for name in native.BUILDS}
-    extras = extra_facts(wanted_by_metadata())
-    mends = {name: seen["mend"] for name, seen in modules.items() if not seen["loaded"]}
-    mends |= {
-        f"extra {name}": f'pip install "{DISTRIBUTION}[{name}]"' for name, seen in extras.items() if seen["missing"]
-    }
-    return {
-        "version": __version__,
-        "python": {
+def inspect() -> Installation:
+    """Inspect this installation. Nothing larger than the C modules is imported."""
+    return Installation(
+        python={
             "version": platform.python_version(),
             "implementation": platform.python_implementation(),
             "executable": sys.executable,
             "free_threaded": bool(sysconfig.get_config_var("Py_GIL_DISABLED")),
         },
-        "platform": {
+        platform={
             "system": platform.system(),
             "release": platform.release(),
             "machine": platform.machine(),
             "libc": " ".join(platform.libc_ver()).strip(),
             "processors": os.cpu_count(),
         },
-        "modules": modules,
-        "extras": extras,
-        "mends": mends,
-    }
+        modules={name: inspect_module(name) for name in native.BUILDS},
+        extras=inspect_extras(declared_requirements()),
+    )
 
 
-def module_facts(name: str) -> dict[str, Any]:
-    """One C module: {"loaded", "file", "size_bytes", ...} and what it says of itself, or {"loaded": False, "why", "mend"}."""
+def inspect_module(name: str) -> ModuleInfo:
     try:
         module = native.load(name)
     except EnvironmentFault as fault:
-        return {"loaded": False, "why": fault.message, "mend": fault.hint}
-    seen: dict[str, Any] = {"loaded": True, "file": module.__file__}
-    seen["size_bytes"] = Path(str(module.__file__)).stat().st_size
+        return ModuleInfo(False, error=fault.message, fix=fault.hint)
+    file = Path(str(module.__file__))
+    details: dict[str, Any]
     if name == "_nvfp4":
-        seen |= {"variants": list(module.variants()), "variant": module.variant(), "threads": module.threads()}
+        details = {"variants": list(module.variants()), "variant": module.variant(), "threads": module.threads()}
     elif name == "_stream":
-        seen |= {"libcurl": module.CURL_VERSION, "bundled": bundled(Path(str(module.__file__)))}
+        details = {"libcurl": module.CURL_VERSION, "bundled": is_bundled(file)}
     else:
-        seen |= {"cuda_architectures": module.ARCHS.split(",")}
-    return seen
+        details = {"cuda_architectures": module.ARCHS.split(",")}
+    return ModuleInfo(True, str(file), file.stat().st_size, details)
 
 
-def bundled(module: Path) -> bool:
-    """Whether the module lies in a wheel that carries its libraries (auditwheel puts them beside the package)."""
+def is_bundled(module: Path) -> bool:
+    """Whether the module is from a wheel that contains its libraries (auditwheel puts them in annie_quant.libs)."""
     return (module.parent.parent / "annie_quant.libs").is_dir()
 
 
-def wanted_by_metadata() -> Iterable[str]:
-    """The installed package's own list of what it wants; none in a folder that was never installed."""
+def declared_requirements() -> Iterable[str]:
+    """Return the requirements of the installed package; none in a folder that was never installed."""
     try:
         return importlib.metadata.requires(DISTRIBUTION) or ()
     except importlib.metadata.PackageNotFoundError:
         return ()
 
 
-def extra_facts(requires: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """{extra: {"installed": {distribution: version}, "missing": [distribution]}}, in the order of pyproject.toml."""
-    extras: dict[str, dict[str, Any]] = {}
-    for wanted in requires:
-        matched = _EXTRA.match(wanted)
-        if matched is None or matched[2] in OF_THE_WORKSHOP:
+def inspect_extras(requirements: Iterable[str]) -> dict[str, ExtraInfo]:
+    """Return the extras in the order of pyproject.toml, without those for development."""
+    extras: dict[str, ExtraInfo] = {}
+    for requirement in requirements:
+        match = _EXTRA.match(requirement)
+        if match is None or match[2] in DEVELOPMENT_EXTRAS:
             continue
-        seen = extras.setdefault(matched[2], {"installed": {}, "missing": []})
+        extra = extras.setdefault(match[2], ExtraInfo())
         try:
-            seen["installed"][matched[1]] = importlib.metadata.version(matched[1])
+            extra.installed[match[1]] = importlib.metadata.version(match[1])
         except importlib.metadata.PackageNotFoundError:
-            seen["missing"].append(matched[1])
+            extra.missing.append(match[1])
     return extras
 
 
-def lines(seen: dict[str, Any]) -> list[str]:
-    """`facts` for people: a line a thing, and under what is missing the command that brings it."""
-    python, system = seen["python"], seen["platform"]
-    told = {
+def lines(installation: Installation) -> list[str]:
+    """Return one line per item, each followed by the command that installs it if it is missing."""
+    python, system = installation.python, installation.platform
+    rows = {
         "python": f"{python['implementation']} {python['version']}{' free-threaded' if python['free_threaded'] else ''}"
         f" ({python['executable']})",
         "platform": f"{system['system']} {system['release']} {system['machine']}, {system['libc'] or 'unknown libc'}, "
         f"{system['processors']} processors",
     }
-    told |= {name: module_line(name, module) for name, module in seen["modules"].items()}
-    for extra, state in seen["extras"].items():
-        have = ", ".join(f"{name} {version}" for name, version in state["installed"].items())
-        lack = f"missing: {', '.join(state['missing'])}" if state["missing"] else ""
-        told[f"extra {extra}"] = "; ".join(filter(None, (have, lack)))
-    if not seen["extras"]:
-        told["extras"] = "unknown: this folder was never installed (pip install -e .)"
-    width = max(map(len, told))
-    out = [f"annie-quant {seen['version']}"]
-    for name, text in told.items():
+    rows |= {name: module_line(name, module) for name, module in installation.modules.items()}
+    for name, extra in installation.extras.items():
+        installed = ", ".join(f"{package} {version}" for package, version in extra.installed.items())
+        missing = f"missing: {', '.join(extra.missing)}" if extra.missing else ""
+        rows[f"extra {name}"] = "; ".join(filter(None, (installed, missing)))
+    if not installation.extras:
+        rows["extras"] = "unknown: this folder was never installed (pip install -e .)"
+    width, fixes = max(map(len, rows)), installation.fixes
+    out = [f"annie-quant {__version__}"]
+    for name, text in rows.items():
         out.append(f"  {name:<{width}}  {text}")
-        if name in seen["mends"]:
-            out.append(f"  {'':<{width}}  > {seen['mends'][name]}")
+        if name in fixes:
+            out.append(f"  {'':<{width}}  > {fixes[name]}")
     return out
 
 
-def module_line(name: str, module: dict[str, Any]) -> str:
-    if not module["loaded"]:
-        return f"{module['why']}; {native.BUILDS[name].without}"
-    size = f"{module['size_bytes'] / 1e6:.1f} MB"
+def module_line(name: str, module: ModuleInfo) -> str:
+    if not module.loaded:
+        return f"{module.error}; {native.BUILDS[name].without}"
+    size, details = f"{module.size_bytes / 1e6:.1f} MB", module.details
     if name == "_nvfp4":
-        return f"{module['variant']} (of {', '.join(module['variants'])}), {module['threads']} threads, {size}"
+        return f"{details['variant']} (of {', '.join(details['variants'])}), {details['threads']} threads, {size}"
     if name == "_stream":
-        return f"{module['libcurl']} ({'in the wheel' if module['bundled'] else 'of this system'}), {size}"
-    return f"CUDA {', '.join(module['cuda_architectures'])}, {size}"
+        return f"{details['libcurl']} ({'in the wheel' if details['bundled'] else 'of this system'}), {size}"
+    return f"CUDA {', '.join(details['cuda_architectures'])}, {size}"

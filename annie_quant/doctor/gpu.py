@@ -1,109 +1,97 @@
-"""The GPU: compute capability, driver, CUDA 13, torch's build, who else uses it, and whether our kernels run on it."""
+"""Checks of the GPU: compute capability, driver, CUDA 13, torch's build, other processes, and this package's kernels."""
 
 from __future__ import annotations
 
-from annie_quant.doctor.probe import Finding, Probe, finding
+import sys
 
-DRIVER_OF_CUDA_13 = 580
-LEAST_CAPABILITY = (8, 0)
+from annie_quant.doctor.probe import Finding, Probe, fault, note, ok
+from annie_quant.host import smi_command, smi_rows
+
+CUDA_13_DRIVER = 580
+MIN_CAPABILITY = (8, 0)
+GPU_FIELDS = ("name", "compute_cap", "driver_version")
+PROCESS_FIELDS = ("pid", "process_name", "used_memory")
 
 
 def check_gpu(probe: Probe) -> list[Finding]:
-    asked = probe.run("nvidia-smi", "--query-gpu=name,compute_cap,driver_version", "--format=csv,noheader")
-    if asked.code == 127:
+    answer = probe.run(*smi_command("gpu", GPU_FIELDS))
+    if answer.code == 127:
         why = "quantizing, auditing, evaluating and the embedded servers run on the CPU"
-        return [finding("note", "gpu", "no nvidia-smi, so no NVIDIA GPU to use", why)]
-    if asked.code != 0:
-        seen = f"nvidia-smi fails: {asked.text.splitlines()[0] if asked.text else f'exit code {asked.code}'}"
-        return [finding("fault", "gpu", seen, "the driver does not answer", "reboot, or reinstall the NVIDIA driver")]
-    found = []
-    for line in asked.text.splitlines():
-        name, capability, driver = ([part.strip() for part in line.split(",")] + ["", ""])[:3]
-        found.append(finding("ok", "gpu", f"{name}, compute capability {capability}, driver {driver}"))
-        major = driver.split(".")[0]
-        if capability.startswith("12.") and major.isdigit() and int(major) < DRIVER_OF_CUDA_13:
-            found.append(
-                finding(
-                    "fault",
+        return [note("gpu", "no nvidia-smi, so no usable NVIDIA GPU", why)]
+    if answer.code != 0:
+        message = f"nvidia-smi fails: {answer.first_line or f'exit code {answer.code}'}"
+        return [fault("gpu", message, "the driver does not respond", "reboot, or reinstall the NVIDIA driver")]
+    findings = []
+    for gpu in smi_rows(answer.text, GPU_FIELDS):
+        capability, driver = gpu["compute_cap"], gpu["driver_version"]
+        findings.append(ok("gpu", f"{gpu['name']}, compute capability {capability}, driver {driver}"))
+        if capability.startswith("12.") and (_major(driver) or CUDA_13_DRIVER) < CUDA_13_DRIVER:
+            findings.append(
+                fault(
                     "driver",
-                    f"driver {driver} is older than CUDA 13's ({DRIVER_OF_CUDA_13})",
+                    f"driver {driver} is older than CUDA 13's ({CUDA_13_DRIVER})",
                     "SM 12.x needs CUDA 13",
-                    f"update the NVIDIA driver to {DRIVER_OF_CUDA_13} or newer",
+                    f"update the NVIDIA driver to {CUDA_13_DRIVER} or newer",
                 )
             )
         numbers = tuple(int(x) for x in capability.split(".") if x.isdigit())
-        if numbers and numbers < LEAST_CAPABILITY:
-            found.append(
-                finding("note", "kernels", f"compute capability {capability}", "our kernels want 8.0 or newer")
-            )
-    return [*found, *_others(probe), *_toolkit(probe), *_torch(probe), *_kernels(probe)]
+        if numbers and numbers < MIN_CAPABILITY:
+            why = "this package's kernels need 8.0 or newer"
+            findings.append(note("kernels", f"compute capability {capability}", why))
+    return [*findings, _check_processes(probe), _check_nvcc(probe), *_check_torch(probe), *_check_kernels(probe)]
 
 
-def _others(probe: Probe) -> list[Finding]:
-    """Other processes on the GPU: they take memory and spoil every timing."""
-    asked = probe.run("nvidia-smi", "--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader")
-    apps = [line.strip() for line in asked.text.splitlines() if line.strip()] if asked.code == 0 else []
-    if not apps:
-        return [finding("ok", "gpu processes", "none")]
-    return [
-        finding(
-            "note",
-            "gpu processes",
-            f"{len(apps)} use the GPU: {'; '.join(apps[:3])}",
-            "they take memory, and their work shows in every timing",
-            "stop them before serving or measuring",
-        )
-    ]
+def _check_processes(probe: Probe) -> Finding:
+    answer = probe.run(*smi_command("compute-apps", PROCESS_FIELDS))
+    processes = smi_rows(answer.text, PROCESS_FIELDS) if answer.code == 0 else []
+    if not processes:
+        return ok("gpu processes", "none")
+    names = "; ".join(", ".join(p.values()) for p in processes[:3])
+    why = "they use memory and disturb every timing"
+    return note("gpu processes", f"{len(processes)}: {names}", why, "stop them before serving or measuring")
 
 
-def _toolkit(probe: Probe) -> list[Finding]:
-    asked = probe.run("nvcc", "--version")
-    if asked.code == 127:
-        return [finding("note", "nvcc", "not installed", "only needed to build the GPU kernels from source")]
-    release = next((part for part in asked.text.replace(",", " ").split() if part.startswith("V")), "")
-    if release.startswith("V") and release[1:].split(".")[0].isdigit() and int(release[1:].split(".")[0]) < 13:
-        why = "CUDA before 13 knows no sm_121a"
-        return [finding("note", "nvcc", release, why, "install CUDA 13 and put its nvcc first on the PATH")]
-    return [finding("ok", "nvcc", release or "answers")]
+def _check_nvcc(probe: Probe) -> Finding:
+    answer = probe.run("nvcc", "--version")
+    if answer.code == 127:
+        return note("nvcc", "not installed", "needed only to build the GPU kernels from source")
+    release = next((part for part in answer.text.replace(",", " ").split() if part.startswith("V")), "")
+    if (_major(release[1:]) or 13) < 13:
+        why = "CUDA before 13 cannot build for sm_121a"
+        return note("nvcc", release, why, "install CUDA 13 and put its nvcc first on the PATH")
+    return ok("nvcc", release or "responds")
 
 
-def _torch(probe: Probe) -> list[Finding]:
+def _check_torch(probe: Probe) -> list[Finding]:
     if not probe.installed("torch"):
         return []
-    built = probe.cuda_build()
-    if built is None:
-        return [
-            finding(
-                "note",
-                "torch",
-                "a build without CUDA beside a GPU",
-                "quantizing and evaluating would run on the CPU",
-                "install torch for cu130",
-            )
-        ]
-    if built.split(".")[0].isdigit() and int(built.split(".")[0]) < 13:
-        why = "wheels before cu130 carry no machine code for GB10"
-        return [
-            finding(
-                "note", "torch", f"built for CUDA {built}", why, "install torch for cu130 (on other GPUs all is well)"
-            )
-        ]
-    return [finding("ok", "torch", f"built for CUDA {built}")]
+    version = probe.torch_cuda_version()
+    if version is None:
+        why = "quantizing and evaluating would run on the CPU"
+        return [note("torch", "a build without CUDA on a machine with a GPU", why, "install torch for cu130")]
+    if (_major(version) or 13) < 13:
+        why = "wheels before cu130 have no machine code for GB10"
+        return [note("torch", f"built for CUDA {version}", why, "install torch for cu130 (not needed for other GPUs)")]
+    return [ok("torch", f"built for CUDA {version}")]
 
 
-def _kernels(probe: Probe) -> list[Finding]:
-    """One product of our own kernels, in another process: a driver fault there cannot take this one along."""
+def _check_kernels(probe: Probe) -> list[Finding]:
+    """Run this package's own kernels in another process, because a driver fault ends the process."""
     if not probe.installed("annie_quant._gemm"):
         return []
-    import sys
+    answer = probe.run(sys.executable, "-m", "annie_quant", "validate-gpu", "--json", timeout_s=120)
+    if answer.code == 0:
+        return [ok("NVFP4 kernels", "right on this GPU")]
+    if answer.code == 3:
+        return [note("NVFP4 kernels", "cannot run here", answer.first_line)]
+    why = "a wrong kernel gives plausible but wrong answers"
+    return [fault("NVFP4 kernels", "wrong on this GPU", why, "annie-quant validate-gpu --stack all")]
 
-    asked = probe.run(sys.executable, "-m", "annie_quant.cli", "validate-gpu", "--json", timeout_s=120)
-    if asked.code == 0:
-        return [finding("ok", "NVFP4 kernels", "right on this GPU")]
-    if asked.code == 3:
-        return [finding("note", "NVFP4 kernels", "cannot run here", asked.text.splitlines()[0] if asked.text else "")]
-    why = "a wrong kernel answers plausibly and wrongly"
-    return [finding("fault", "NVFP4 kernels", "wrong on this GPU", why, "annie-quant validate-gpu --stack all")]
+
+def _major(version: str) -> int | None:
+    """Return the first number of a dotted version, or None."""
+    first = version.split(".")[0]
+    return int(first) if first.isdigit() else None
 
 
 CHECKS = (check_gpu,)

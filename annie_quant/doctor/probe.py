@@ -1,8 +1,7 @@
-"""What a check may ask of a machine, in one place, so that tests put a Spark's or a container's answers there instead."""
+"""Access to the machine for all checks, in one class, so that tests can replace it with another machine's answers."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -11,21 +10,53 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-Finding = dict[str, str]
+from annie_quant import host
+
+Level = Literal["ok", "note", "fault"]
 
 
-def finding(level: str, check: str, seen: str, why: str = "", mend: str = "") -> Finding:
-    """level: "ok", "note" (limits something) or "fault" (stops the work)."""
-    return {"level": level, "check": check, "seen": seen, "why": why, "mend": mend}
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check.
+
+    level    "ok"; "note": limits something; "fault": stops the work
+    check    what was checked
+    message  what is there
+    why      why it matters
+    fix      the command or change that fixes it
+    """
+
+    level: Level
+    check: str
+    message: str
+    why: str = ""
+    fix: str = ""
+
+
+def ok(check: str, message: str) -> Finding:
+    return Finding("ok", check, message)
+
+
+def note(check: str, message: str, why: str = "", fix: str = "") -> Finding:
+    return Finding("note", check, message, why, fix)
+
+
+def fault(check: str, message: str, why: str = "", fix: str = "") -> Finding:
+    return Finding("fault", check, message, why, fix)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """code: the program's exit code; 127 where it is not installed, 124 where it did not answer in time."""
+    """Output of a program. code: its exit code; 127 if it is not installed, 124 if it did not end in time."""
 
     code: int
     text: str
+
+    @property
+    def first_line(self) -> str:
+        return self.text.splitlines()[0] if self.text else ""
 
 
 class Probe:
@@ -35,21 +66,19 @@ class Probe:
         if self.which(command[0]) is None:
             return Answer(127, "")
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+            process = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
         except subprocess.TimeoutExpired:
             return Answer(124, f"no answer in {timeout_s:g} s")
         except OSError as error:
             return Answer(126, str(error))
-        return Answer(done.returncode, (done.stdout if done.returncode == 0 else done.stderr or done.stdout).strip())
+        output = process.stdout if process.returncode == 0 else process.stderr or process.stdout
+        return Answer(process.returncode, output.strip())
 
     def which(self, program: str) -> str | None:
         return shutil.which(program)
 
-    def read(self, path: str) -> str | None:
-        try:
-            return Path(path).read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            return None
+    def memory(self) -> host.Memory | None:
+        return host.memory()
 
     def machine(self) -> str:
         return platform.machine()
@@ -60,18 +89,15 @@ class Probe:
     def in_venv(self) -> bool:
         return sys.prefix != sys.base_prefix
 
-    def managed(self) -> bool:
-        """PEP 668: the system's Python refuses pip."""
+    def externally_managed(self) -> bool:
+        """Whether the system's Python refuses pip (PEP 668)."""
         return any(Path(sys.base_prefix).glob("lib/python3*/EXTERNALLY-MANAGED"))
 
     def installed(self, module: str) -> bool:
         return importlib.util.find_spec(module) is not None
 
     def version(self, distribution: str) -> str | None:
-        try:
-            return importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            return None
+        return host.package_version(distribution)
 
     def disk_free(self, path: str = ".") -> int:
         return shutil.disk_usage(path).free
@@ -82,7 +108,7 @@ class Probe:
     def env(self, name: str) -> str | None:
         return os.environ.get(name)
 
-    def cuda_build(self) -> str | None:
-        """torch's own CUDA version, asked in another process: importing torch here would cost seconds and memory."""
-        done = self.run(sys.executable, "-c", "import torch; print(torch.version.cuda or '')", timeout_s=60)
-        return done.text or None if done.code == 0 else None
+    def torch_cuda_version(self) -> str | None:
+        """Return the CUDA version of torch's build. It runs in another process: importing torch costs seconds and memory."""
+        answer = self.run(sys.executable, "-c", "import torch; print(torch.version.cuda or '')", timeout_s=60)
+        return answer.text or None if answer.code == 0 else None

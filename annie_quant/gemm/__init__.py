@@ -1,12 +1,12 @@
-"""NVFP4 GEMM kernels on CUDA, and the proof that they, or anyone else's, are right on this GPU.
+"""NVFP4 GEMM kernels on CUDA, and checks of these kernels and of other libraries' kernels on this GPU.
 
-    weight = aq.gemm.Weight(codes, block_scale, tensor_scale)     # one-time repack, from the checkpoint's layout
+    weight = aq.gemm.Weight(codes, block_scale, tensor_scale)     # repacked once from the checkpoint's layout
     out = aq.gemm.w4a16(x, weight)                                # bf16 / fp16 activations, any M
     out = aq.gemm.w4a4(a_codes, a_scale, a_ts, codes, block_scale, tensor_scale)
     aq.gemm.pack / unpack / fake_quant                            # the C codec's bytes, on the GPU
     aq.gemm.validate(bench=True)                                  # annie-quant validate-gpu
 
-Arrays are any library's CUDA arrays; importing this needs neither a GPU nor a driver.
+Arrays are CUDA arrays of any library. Importing this package needs neither a GPU nor a driver.
 """
 
 from __future__ import annotations

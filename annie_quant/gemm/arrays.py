@@ -1,7 +1,7 @@
-"""CUDA arrays of any library, seen as pointer, shape and type; and plain device memory for when there is no library.
+"""CUDA arrays of any library as pointer, shape and type, and plain device memory that needs no other library.
 
-Read in this order: `data_ptr` (torch and its look-alikes), `__cuda_array_interface__`, `__dlpack__`. No framework is
-imported.
+Protocols in the order of preference: `data_ptr` (torch and compatible libraries), `__cuda_array_interface__`,
+`__dlpack__`. No framework is imported.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _DLPACK = {(2, 32): "float32", (2, 16): "float16", (4, 16): "bfloat16", (1, 8): 
 
 
 def native() -> Any:
-    """The compiled module, or the reason why it is not there."""
+    """Return the compiled module. Raises EnvironmentFault if it is not built."""
     return load("_gemm")
 
 
 def device_count() -> int:
-    """How many CUDA GPUs can be used; 0 without a driver."""
+    """Return the number of usable CUDA GPUs; 0 without a driver."""
     module = native()
     try:
         return module.device_count()
@@ -38,6 +38,7 @@ def device_count() -> int:
 
 
 def need_device() -> None:
+    """Raise EnvironmentFault if there is no usable CUDA GPU."""
     module = native()
     try:
         count = module.device_count()
@@ -49,22 +50,22 @@ def need_device() -> None:
 
 @dataclass(frozen=True)
 class View:
-    """What a kernel needs to know of an array; `keep` holds the array itself."""
+    """An array as a kernel needs it. `owner` keeps the array alive."""
 
     ptr: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]  # in elements
     dtype: str
     device: int
-    keep: Any
+    owner: Any
 
     @property
     def contiguous(self) -> bool:
-        want = 1
+        expected = 1
         for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
-            if size != 1 and stride != want:
+            if size != 1 and stride != expected:
                 return False
-            want *= size
+            expected *= size
         return True
 
 
@@ -77,51 +78,51 @@ def _packed_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def view(array: Any, name: str) -> View:
-    """`array` on its CUDA device; UsageError for host arrays and for types that no kernel takes."""
+    """Return a View of a CUDA array. UsageError: a host array, or a dtype that no kernel supports."""
     if isinstance(array, DeviceArray):
         return View(array.ptr, array.shape, _packed_strides(array.shape), array.dtype, array.device, array)
     if isinstance(array, np.ndarray):
         raise UsageError(
-            f"{name} lies in host memory (a NumPy array); a CUDA array is wanted", "copy it to the GPU first"
+            f"{name} is in host memory (a NumPy array); a CUDA array is expected", "copy it to the GPU first"
         )
-    if hasattr(array, "data_ptr") and hasattr(array, "is_cuda"):  # torch's way, without importing torch
+    if hasattr(array, "data_ptr") and hasattr(array, "is_cuda"):  # a torch tensor, recognised without importing torch
         if not array.is_cuda:
-            raise UsageError(f"{name} lies on {array.device}; a CUDA tensor is wanted", f'{name}.to("cuda")')
+            raise UsageError(f"{name} is on {array.device}; a CUDA tensor is expected", f'{name}.to("cuda")')
         dtype = str(array.dtype).rsplit(".", 1)[-1]
-        seen = View(array.data_ptr(), tuple(array.shape), tuple(array.stride()), dtype, array.device.index, array)
+        result = View(array.data_ptr(), tuple(array.shape), tuple(array.stride()), dtype, array.device.index, array)
     elif hasattr(array, "__cuda_array_interface__"):
-        seen = _from_interface(array, name)
+        result = _from_interface(array, name)
     elif hasattr(array, "__dlpack__"):
-        seen = _from_dlpack(array, name)
+        result = _from_dlpack(array, name)
     else:
         raise UsageError(
-            f"{name} is a {type(array).__name__}; a CUDA array (DLPack or __cuda_array_interface__) is wanted"
+            f"{name} is a {type(array).__name__}; a CUDA array (DLPack or __cuda_array_interface__) is expected"
         )
-    if seen.dtype not in SIZES:
-        raise UsageError(f"{name} has dtype {seen.dtype}; expected one of {', '.join(SIZES)}")
-    return seen
+    if result.dtype not in SIZES:
+        raise UsageError(f"{name} has dtype {result.dtype}; expected one of {', '.join(SIZES)}")
+    return result
 
 
 def _from_interface(array: Any, name: str) -> View:
-    face = array.__cuda_array_interface__
-    shape, kind = tuple(face["shape"]), face["typestr"][1:]
+    interface = array.__cuda_array_interface__
+    shape, kind = tuple(interface["shape"]), interface["typestr"][1:]
     size = int(kind[1:]) if kind[1:].isdigit() else 1
-    strides = face.get("strides")
+    strides = interface.get("strides")
     if strides is not None and any(s % size for s in strides):
-        raise UsageError(f"{name} has strides {strides} that are no multiple of its element size {size}")
-    ptr = face["data"][0]
+        raise UsageError(f"{name} has strides {strides} that are not multiples of its element size {size}")
+    ptr = interface["data"][0]
     return View(
         ptr,
         shape,
         tuple(s // size for s in strides) if strides is not None else _packed_strides(shape),
-        _TYPESTRS.get(kind, face["typestr"]),
+        _TYPESTRS.get(kind, interface["typestr"]),
         native().pointer_device(ptr) if ptr else 0,
         array,
     )
 
 
 class _DLTensor(ctypes.Structure):
-    """dlpack.h, version 0.x: the capsule named "dltensor" points at one of these first."""
+    """dlpack.h, version 0.x: the struct that a capsule named "dltensor" begins with."""
 
     _fields_ = [
         ("data", ctypes.c_void_p),
@@ -138,13 +139,13 @@ class _DLTensor(ctypes.Structure):
 
 
 def _from_dlpack(array: Any, name: str) -> View:
-    """Reads the capsule and leaves it unconsumed: its own destructor frees it, and `keep` holds the array."""
+    """Read the capsule without consuming it: its own destructor frees it, and `owner` keeps the array alive."""
     capsule = array.__dlpack__()
     get = ctypes.pythonapi.PyCapsule_GetPointer
     get.restype, get.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
     t = _DLTensor.from_address(get(capsule, b"dltensor"))
     if t.device_type not in (2, 13):  # kDLCUDA, kDLCUDAManaged
-        raise UsageError(f"{name} lies on DLPack device type {t.device_type}; a CUDA array (2) is wanted")
+        raise UsageError(f"{name} is on DLPack device type {t.device_type}; a CUDA array (2) is expected")
     shape = tuple(t.shape[i] for i in range(t.ndim))
     strides = tuple(t.strides[i] for i in range(t.ndim)) if t.strides else _packed_strides(shape)
     dtype = _DLPACK.get((t.code, t.bits), f"DLPack code {t.code}, {t.bits} bits")
@@ -152,7 +153,7 @@ def _from_dlpack(array: Any, name: str) -> View:
 
 
 def stream_of(arrays: tuple[Any, ...], stream: int | None) -> int:
-    """The caller's stream: as given; else torch's current one where the arrays are torch's; else the default stream."""
+    """Return `stream`, or torch's current stream if one array is a torch tensor, or the default stream (0)."""
     if stream is not None:
         return int(stream)
     torch = sys.modules.get("torch")
@@ -164,21 +165,19 @@ def stream_of(arrays: tuple[Any, ...], stream: int | None) -> int:
 
 
 class DeviceArray:
-    """A contiguous array in device memory, freed with the object. Other libraries read it by
-    __cuda_array_interface__.
-    """
+    """A contiguous array in device memory, freed with the object. Other libraries read its __cuda_array_interface__."""
 
     def __init__(self, shape: tuple[int, ...], dtype: str, device: int | None = None) -> None:
         module = native()
         self.shape, self.dtype = tuple(int(s) for s in shape), dtype
         self.nbytes = int(np.prod(self.shape, dtype=np.int64)) * SIZES[dtype]
-        before = module.use_device(device) if device is not None else None
+        previous = module.use_device(device) if device is not None else None
         self.ptr = module.malloc(max(self.nbytes, 16))
         self._finalizer = weakref.finalize(self, module.free, self.ptr)
-        self._finalizer.atexit = False  # the driver may be gone by then, and frees everything itself
+        self._finalizer.atexit = False  # at exit the driver may be unloaded already, and it frees everything itself
         self.device = module.pointer_device(self.ptr)
-        if before is not None and before != device:
-            module.use_device(before)
+        if previous is not None and previous != device:
+            module.use_device(previous)
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -196,7 +195,7 @@ class DeviceArray:
         return self
 
     def host(self) -> np.ndarray:
-        """A NumPy copy; bfloat16 and float8_e4m3fn by ml_dtypes."""
+        """Return a NumPy copy; bfloat16 and float8_e4m3fn as ml_dtypes' types."""
         out = np.empty(self.shape, numpy_dtype(self.dtype))
         native().copy(out.ctypes.data, self.ptr, self.nbytes, 0)
         native().stream_sync(0)
@@ -212,10 +211,10 @@ def numpy_dtype(name: str) -> np.dtype:
 
 
 def to_device(array: np.ndarray, device: int | None = None) -> DeviceArray:
-    """Copies a NumPy array (float32, float16, bfloat16, uint8, float8_e4m3fn) to the GPU."""
+    """Copy a NumPy array (float32, float16, bfloat16, uint8, float8_e4m3fn) to the GPU."""
     array = np.ascontiguousarray(array)
     if array.dtype.name not in SIZES:
-        raise UsageError(f"dtype {array.dtype.name} has no kernel; expected one of {', '.join(SIZES)}")
+        raise UsageError(f"dtype {array.dtype.name} is not supported; expected one of {', '.join(SIZES)}")
     out = DeviceArray(array.shape, array.dtype.name, device)
     native().copy(out.ptr, array.ctypes.data, out.nbytes, 0)
     native().stream_sync(0)

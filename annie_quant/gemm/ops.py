@@ -1,12 +1,12 @@
-"""The operations: every argument is checked here, with one clear line, before anything is launched.
+"""The GEMM and codec operations. All arguments are checked here before a kernel is launched.
 
-Shapes: activations x [M, K], weights [N, K], out [M, N]. Sources of the arithmetic: spec of NVFP4 in annie_quant.nvfp4.
+Shapes: activations x [M, K], weights [N, K], out [M, N]. The number format is defined in annie_quant.nvfp4.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 from annie_quant.errors import EnvironmentFault, UsageError
 from annie_quant.gemm.arrays import CODES, DeviceArray, View, native, need_device, stream_of, view
@@ -27,7 +27,7 @@ def _positive(value: float, name: str) -> float:
 def _same_device(views: dict[str, View]) -> int:
     devices = {name: v.device for name, v in views.items()}
     if len(set(devices.values())) > 1:
-        raise UsageError("the arrays lie on different devices: " + ", ".join(f"{n} on {d}" for n, d in devices.items()))
+        raise UsageError("the arrays are on different devices: " + ", ".join(f"{n} on {d}" for n, d in devices.items()))
     return next(iter(devices.values()))
 
 
@@ -38,10 +38,10 @@ def _matrix(
     if v.dtype not in dtypes:
         raise UsageError(f"{name} has dtype {v.dtype}; expected {' or '.join(dtypes)}")
     if len(v.shape) != 2 or any(w is not None and w != s for w, s in zip(shape, v.shape, strict=True)):
-        want = ", ".join("any" if s is None else str(s) for s in shape)
-        raise UsageError(f"{name} has shape {list(v.shape)}; expected [{want}]")
+        expected = ", ".join("any" if s is None else str(s) for s in shape)
+        raise UsageError(f"{name} has shape {list(v.shape)}; expected [{expected}]")
     if v.ptr % align:
-        raise UsageError(f"{name} starts at an address that is no multiple of {align} bytes", f"{name}.clone()")
+        raise UsageError(f"{name} starts at an address that is not a multiple of {align} bytes", f"{name}.clone()")
     return v
 
 
@@ -59,25 +59,40 @@ def _codes_and_scales(codes: Any, block_scale: Any, name: str) -> tuple[View, Vi
     return c, s, n, k
 
 
-class _On:
-    """The arrays' device made current for the block."""
+class _CurrentDevice:
+    """Context manager: make a device current, then restore the previous one."""
 
     def __init__(self, device: int) -> None:
         self.device = device
 
     def __enter__(self) -> None:
-        self.before = native().use_device(self.device)
+        self.previous = native().use_device(self.device)
 
     def __exit__(self, *unused: object) -> None:
-        if self.before != self.device:
-            native().use_device(self.before)
+        if self.previous != self.device:
+            native().use_device(self.previous)
+
+
+class Plan(NamedTuple):
+    """How a W4A16 product is launched: aq_plan in csrc/gemm/gemm.h. workspace_bytes: device memory of one launch."""
+
+    path: int
+    width: int
+    split: int
+    stages: int
+    blocks: int
+    smem: int
+    stream_k_tiles: int
+    rows: int
+    permuted: int
+    workspace_bytes: int
 
 
 class Weight:
-    """An NVFP4 weight, repacked once for the W4A16 kernels (0.5625 byte a weight, rows padded to 32, columns to 128).
+    """An NVFP4 weight, repacked once for the W4A16 kernels (0.5625 bytes per weight, rows padded to 32, columns to 128).
 
-    codes: uint8 [N, K/2]; block_scale: float8_e4m3fn or uint8 [N, K/16], linear (not swizzled); tensor_scale: float.
-    All as a checkpoint holds them. Raises UsageError for a NaN or negative scale byte, naming it. Waits for the repack.
+    codes: uint8 [N, K/2]; block_scale: float8_e4m3fn or uint8 [N, K/16], linear (not swizzled); tensor_scale: float; all
+    as in a checkpoint. UsageError: a NaN or negative scale byte, with its position. Waits for the repack to finish.
     """
 
     def __init__(
@@ -90,7 +105,7 @@ class Weight:
         module, stream = native(), stream_of((codes, block_scale), stream)
         self.packed = DeviceArray((module.packed_bytes(self.n, self.k),), "uint8", self.device)
         bad = DeviceArray((8,), "uint8", self.device)
-        with _On(self.device):
+        with _CurrentDevice(self.device):
             module.fill(bad.ptr, 0xFF, 8, stream)
             module.repack(c.ptr, s.ptr, self.packed.ptr, self.n, self.k, bad.ptr, FAULTS[fault], stream)
             module.stream_sync(stream)
@@ -100,18 +115,16 @@ class Weight:
             raise UsageError(
                 f"block_scale is NaN or negative at row {row}, block {block}", "annie-quant audit DIR --repair"
             )
-        self._plans: dict[tuple[int, str], tuple[int, ...]] = {}
+        self._plans: dict[tuple[int, str], Plan] = {}
 
-    def plan(self, m: int, path: str = "auto") -> tuple[int, ...]:
-        """(path, ring places or tokens of a tile, blocks of a cluster, row tiles of a step or ring stages, blocks,
-        shared-memory bytes, shared tiles, rows of a tile, arranged, workspace bytes) for M tokens: csrc/gemm/gemm.h.
-        """
+    def plan(self, m: int, path: str = "auto") -> Plan:
+        """Return the launch plan for M tokens."""
         key = (m, path)
         if key not in self._plans:
             module = native()
             try:
-                with _On(self.device):
-                    self._plans[key] = module.plan(m, self.n, self.k, PATHS[path])
+                with _CurrentDevice(self.device):
+                    self._plans[key] = Plan(*module.plan(m, self.n, self.k, PATHS[path]))
             except module.CudaError as error:
                 raise UsageError(f"W4A16 of M={m}, N={self.n}, K={self.k} by path {path!r}: {error.args[0]}") from error
         return self._plans[key]
@@ -121,13 +134,14 @@ _workspaces: dict[tuple[int, int], list[DeviceArray]] = {}
 
 
 def _workspace(size: int, device: int, stream: int) -> DeviceArray:
-    """Memory for the launches of one stream, which never overlap. It grows by doubling; what was outgrown stays, since
-    a captured graph may point at it.
+    """Return memory for the launches of one stream, which never overlap.
+
+    It grows by doubling. Smaller buffers are not freed, because a captured graph may point at them.
     """
-    kept = _workspaces.setdefault((device, stream), [])
-    if not kept or kept[-1].nbytes < size:
-        kept.append(DeviceArray((1 << (size - 1).bit_length(),), "uint8", device))
-    return kept[-1]
+    buffers = _workspaces.setdefault((device, stream), [])
+    if not buffers or buffers[-1].nbytes < size:
+        buffers.append(DeviceArray((1 << (size - 1).bit_length(),), "uint8", device))
+    return buffers[-1]
 
 
 def w4a16(
@@ -137,17 +151,21 @@ def w4a16(
     *,
     path: str = "auto",
     pdl: bool = False,
-    plan: tuple[int, ...] | None = None,
+    plan: Plan | None = None,
     workspace: Any = None,
     stream: int | None = None,
 ) -> Any:
-    """out[M, N] = x[M, K] @ W[N, K].T with bf16 or fp16 x, exact products, fp32 accumulation, one rounding at the end.
+    """Launch out[M, N] = x[M, K] @ W[N, K].T: bf16 or fp16 x, exact products, fp32 accumulation, one rounding at the end.
 
-    `out`: float32, float16 or bfloat16 [M, N], contiguous; without it a DeviceArray of x's dtype is made. `pdl` lets
-    the launch overlap the end of the kernel before it (sm_90 on; the weight must not be that kernel's output).
-    `workspace`: uint8 memory that this launch may write until it ends, as many bytes as the plan's last entry says;
-    without it, memory kept for each stream is used, so graphs captured on one stream must not run at the same time.
-    Launches on `stream` and returns.
+    out        float32, float16 or bfloat16 [M, N], contiguous; None: a new DeviceArray of x's dtype
+    path       auto, skinny, tiled or wgmma
+    pdl        allow the launch to overlap the end of the previous kernel (from sm_90; that kernel must not write the weight)
+    plan       from Weight.plan; None: chosen for M
+    workspace  uint8 memory of plan.workspace_bytes that belongs to this launch until it ends; None: one buffer per stream,
+               so that graphs captured on one stream must not run at the same time
+    stream     None: torch's current stream for torch tensors, else the default stream
+
+    Returns `out` without waiting for the kernel.
     """
     xv = _matrix(x, "x", ("bfloat16", "float16"), (None, weight.k))
     m = xv.shape[0]
@@ -166,29 +184,29 @@ def w4a16(
     device = _same_device({"x": xv, "weight": packed, "out": ov})
     if m == 0:
         return out
-    how, on = plan or weight.plan(m, path), stream_of((x, out), stream)
-    ldx, space = xv.strides[0] if m > 1 else weight.k, 0
-    if how[-1]:
-        given = view(workspace if workspace is not None else _workspace(how[-1], device, on), "workspace")
-        if given.dtype != "uint8" or math.prod(given.shape) < how[-1] or not given.contiguous or given.ptr % 16:
+    plan, on = plan or weight.plan(m, path), stream_of((x, out), stream)
+    ldx, workspace_ptr, size = xv.strides[0] if m > 1 else weight.k, 0, plan.workspace_bytes
+    if size:
+        ws = view(workspace if workspace is not None else _workspace(size, device, on), "workspace")
+        if ws.dtype != "uint8" or math.prod(ws.shape) < size or not ws.contiguous or ws.ptr % 16:
             raise UsageError(
-                f"workspace is {given.dtype} {list(given.shape)}; expected at least {how[-1]} contiguous bytes of uint8"
+                f"workspace is {ws.dtype} {list(ws.shape)}; expected at least {size} contiguous bytes of uint8"
             )
-        space = given.ptr
-    with _On(device):
+        workspace_ptr = ws.ptr
+    with _CurrentDevice(device):
         native().w4a16(
             xv.ptr,
             ldx,
             packed.ptr,
             weight.tensor_scale,
             ov.ptr,
-            space,
+            workspace_ptr,
             m,
             weight.n,
             weight.k,
             CODES[xv.dtype],
             CODES[ov.dtype],
-            how,
+            plan,
             int(pdl),
             on,
         )
@@ -196,7 +214,7 @@ def w4a16(
 
 
 def fp4_native() -> bool:
-    """Whether the code that runs on the current device holds the native FP4 instruction (sm_120a, sm_121a)."""
+    """Whether the code for the current device has the native FP4 instruction (sm_120a, sm_121a)."""
     need_device()
     return native().fp4_native()
 
@@ -214,10 +232,10 @@ def w4a4(
     fault: str | None = None,
     stream: int | None = None,
 ) -> Any:
-    """out[M, N] = A[M, K] @ W[N, K].T with both sides NVFP4 (linear scales); `mode` auto, native or emulated.
+    """Launch out[M, N] = A[M, K] @ W[N, K].T with both operands in NVFP4 (linear scales).
 
-    The native mode needs sm_120a or sm_121a code; emulated is that kernel with the one instruction replaced, on any
-    chip.
+    mode: "native" needs sm_120a or sm_121a code; "emulated" is the same kernel with that one instruction replaced and
+    runs on any GPU; "auto" is native where possible.
     """
     need_device()
     a, sa, m, k = _codes_and_scales(a_codes, a_scale, "a_")
@@ -233,9 +251,9 @@ def w4a4(
     if not ov.contiguous:
         raise UsageError(f"out is not contiguous (strides {list(ov.strides)})", "out.contiguous()")
     device = _same_device({"a_codes": a, "a_scale": sa, "w_codes": w, "w_scale": sw, "out": ov})
-    with _On(device):
-        has = fp4_native() if mode != "emulated" else False
-        if mode == "native" and not has:
+    with _CurrentDevice(device):
+        use_native = fp4_native() if mode != "emulated" else False
+        if mode == "native" and not use_native:
             raise EnvironmentFault(
                 "this GPU has no native FP4 instruction (sm_120a or sm_121a code)", 'mode="emulated"'
             )
@@ -250,7 +268,7 @@ def w4a4(
             n,
             k,
             CODES[ov.dtype],
-            1 if has else 2,
+            1 if use_native else 2,
             FAULTS[fault],
             stream_of((a_codes, w_codes, out), stream),
         )
@@ -269,8 +287,9 @@ def _blocks(x: Any, name: str) -> tuple[View, int]:
 
 
 def pack(x: Any, tensor_scale: float, *, stream: int | None = None) -> tuple[DeviceArray, DeviceArray]:
-    """(codes uint8 [..., K/2], block_scale float8_e4m3fn [..., K/16]) of x [..., K]: the bytes of aq.nvfp4.pack
-    (amax scales).
+    """Return (codes uint8 [..., K/2], block_scale float8_e4m3fn [..., K/16]) of x [..., K].
+
+    The bytes are those of aq.nvfp4.pack with scale="amax".
     """
     need_device()
     v, blocks = _blocks(x, "x")
@@ -278,7 +297,7 @@ def pack(x: Any, tensor_scale: float, *, stream: int | None = None) -> tuple[Dev
     codes = DeviceArray((*v.shape[:-1], v.shape[-1] // 2), "uint8", v.device)
     scales = DeviceArray((*v.shape[:-1], v.shape[-1] // GROUP), "float8_e4m3fn", v.device)
     if blocks:
-        with _On(v.device):
+        with _CurrentDevice(v.device):
             native().pack(v.ptr, CODES[v.dtype], blocks, scale, codes.ptr, scales.ptr, stream_of((x,), stream))
     return codes, scales
 
@@ -286,20 +305,20 @@ def pack(x: Any, tensor_scale: float, *, stream: int | None = None) -> tuple[Dev
 def unpack(
     codes: Any, block_scale: Any, tensor_scale: float, dtype: str = "bfloat16", *, stream: int | None = None
 ) -> DeviceArray:
-    """[N, K] of `dtype` from codes uint8 [N, K/2] and scales [N, K/16]: the bytes of aq.nvfp4.unpack."""
+    """Return [N, K] of `dtype` from codes uint8 [N, K/2] and scales [N, K/16]; the bytes are those of aq.nvfp4.unpack."""
     need_device()
     if dtype not in CODES:
         raise UsageError(f"dtype is {dtype!r}; expected one of {', '.join(CODES)}")
     c, s, n, k = _codes_and_scales(codes, block_scale, "")
     scale, device = _positive(tensor_scale, "tensor_scale"), _same_device({"codes": c, "block_scale": s})
     out = DeviceArray((n, k), dtype, device)
-    with _On(device):
+    with _CurrentDevice(device):
         native().unpack(c.ptr, s.ptr, n * k // GROUP, scale, out.ptr, CODES[dtype], stream_of((codes,), stream))
     return out
 
 
 def fake_quant(x: Any, tensor_scale: float, out: Any = None, *, stream: int | None = None) -> Any:
-    """x [..., K] quantized and dequantized per 16 columns, same dtype: ModelOpt's dynamic activation op, to the bit."""
+    """Quantize and dequantize x [..., K] per 16 columns in its own dtype: ModelOpt's dynamic activation op, to the bit."""
     need_device()
     v, blocks = _blocks(x, "x")
     scale = _positive(tensor_scale, "tensor_scale")
@@ -310,6 +329,6 @@ def fake_quant(x: Any, tensor_scale: float, out: Any = None, *, stream: int | No
         raise UsageError(f"out is {o.dtype} {list(o.shape)}; expected {v.dtype} {list(v.shape)}")
     device = _same_device({"x": v, "out": o})
     if blocks:
-        with _On(device):
+        with _CurrentDevice(device):
             native().fake_quant(v.ptr, CODES[v.dtype], blocks, scale, o.ptr, stream_of((x, out), stream))
     return out

@@ -1,10 +1,11 @@
-"""Other people's FP4 GEMMs over our oracle: which backends of an installed serving stack are right, wrong or
-missing on this GPU.
+"""Checks of other libraries' FP4 GEMMs against our oracle: which backends of an installed serving stack are right, wrong
+or missing on this GPU.
 
-A backend is a function (case) -> array [M, N]; `judge` compares it with the float64 product of the same bytes, by the
-bound that fp32 accumulation allows (times a small factor for other orders of scaling and a bf16 alpha), so a fault
-that a loose tolerance lets through (a swapped nibble, a neighbour's scale, a dropped tail) is seen. Each backend runs
-in a process of its own: an illegal instruction or a crash in one ends that process and says nothing of the others.
+A backend is a function (case) -> array [M, N]. `judge` compares it with the float64 product of the same bytes within the
+bound that fp32 accumulation allows (times a small factor for other orders of scaling and a bf16 alpha), so that faults
+which a loose tolerance hides (swapped nibbles, a neighbouring scale, a dropped tail) are found. Each backend runs in a
+separate process: an illegal instruction or a crash ends that process only.
+
 Run inside a container: python -m annie_quant.gemm.stack_check all
 """
 
@@ -17,7 +18,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -26,19 +27,64 @@ from annie_quant.errors import UsageError
 from annie_quant.gemm import known_failures, oracle
 
 STACKS = ("torch", "vllm", "flashinfer")
-SWITCHES = {  # the server's switch that takes a backend
+SWITCHES = {  # the server's option that selects a backend
     "vllm cutlass_scaled_fp4_mm": "--linear-backend cutlass",
     "vllm marlin (W4A16)": "--linear-backend marlin",
     "flashinfer mm_fp4 cutlass": "--linear-backend flashinfer_cutlass",
     "flashinfer mm_fp4 cudnn": "--linear-backend flashinfer_cudnn",
     "flashinfer mm_fp4 trtllm": "--linear-backend flashinfer_trtllm",
 }
-SLACK = 4.0  # over the bound of our own kernels: one more rounding of scales or alpha in bf16 output
+SLACK = 4.0  # factor on the bound of our own kernels: one more rounding of scales or of alpha in bf16
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """One case of one backend. worst: largest error in units of the bound; None where the backend raised `error`."""
+
+    case: str
+    ok: bool
+    worst: float | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class BackendResult:
+    """verdict: right, wrong, failed (an error) or missing (not installed)."""
+
+    backend: str
+    verdict: str
+    cause: str = ""
+    remedy: str = ""
+    cases: list[CaseResult] = field(default_factory=list)
+    worst: float = 0.0
+
+
+@dataclass(frozen=True)
+class StackResult:
+    """All backends, and advice: the one to choose, the server's option for it, a note. container: where it was run."""
+
+    backends: list[BackendResult]
+    choose: str | None
+    switch: str = ""
+    note: str = ""
+    wrong: bool = False
+    container: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> StackResult:
+        return cls(**{**fields, "backends": [_backend_result(row) for row in fields["backends"]]})
+
+
+def _backend_result(fields: dict[str, Any]) -> BackendResult:
+    return BackendResult(**{**fields, "cases": [CaseResult(**case) for case in fields["cases"]]})
 
 
 @dataclass(frozen=True)
 class Case:
-    """One product: codes uint8 [., K/2], linear scale bytes uint8 [., K/16], alpha = product of the tensor scales."""
+    """One product: codes uint8 [rows, K/2], linear scale bytes uint8 [rows, K/16], alpha the product of tensor scales."""
 
     name: str
     a: np.ndarray
@@ -48,50 +94,49 @@ class Case:
     alpha: float
 
     def exact(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the float64 product and the product of the magnitudes."""
         left, right = oracle.dequantize(self.a, self.a_scale), oracle.dequantize(self.w, self.w_scale)
         return left @ right.T * self.alpha, np.abs(left) @ np.abs(right).T * self.alpha
 
 
 def cases() -> list[Case]:
-    """Varied data everywhere: uniform weights hide a swapped fragment. Small, large, padded, and one token."""
-    found = []
+    """Return cases of random data (uniform weights would hide a swapped fragment): small, large, padded, one token."""
+    result = []
     for m, n, k in ((1, 256, 256), (16, 256, 512), (33, 384, 768), (128, 128, 1024), (150, 128, 128), (128, 128, 192)):
         a, sa = oracle.random_weight(m, k, m + 1)
         w, sw = oracle.random_weight(n, k, n + k)
-        found.append(Case(f"M={m} N={n} K={k}", a, sa, w, sw, float(np.float32(2.0**-7 * 1.1))))
-    return found
+        result.append(Case(f"M={m} N={n} K={k}", a, sa, w, sw, float(np.float32(2.0**-7 * 1.1))))
+    return result
 
 
-def judge(name: str, call: Callable[[Case], Any], given: list[Case] | None = None) -> dict[str, Any]:
-    """{"backend", "verdict": right | wrong | failed, "worst", "cases", "cause", "remedy"} of one backend.
+def judge(name: str, call: Callable[[Case], Any], only: list[Case] | None = None) -> BackendResult:
+    """Run one backend over the cases (all, or `only` these) and return its verdict.
 
-    One wrong case makes it wrong, whatever the others do: an error shows by itself, a wrong result does not.
+    One wrong case makes the backend wrong whatever the others give: an error is visible to a user, a wrong result is not.
     """
     rows, verdict = [], "right"
     cause = remedy = ""
-    for case in given or cases():
-        row: dict[str, Any] = {"case": case.name}
+    for case in only or cases():
         try:
-            seen = np.asarray(call(case)).astype(np.float64)
+            result = np.asarray(call(case)).astype(np.float64)
             exact, magnitude = case.exact()
-            if seen.shape != exact.shape:
-                raise ValueError(f"gave shape {list(seen.shape)}, expected {list(exact.shape)}")
+            if result.shape != exact.shape:
+                raise ValueError(f"got shape {list(result.shape)}, expected {list(exact.shape)}")
             limit = oracle.bound(exact, magnitude, case.a.shape[1] * 2, "bfloat16") * SLACK
-            row["worst"] = oracle.worst(seen, exact, limit)
-            row["ok"] = row["worst"] <= 1
-            if not row["ok"]:
-                verdict, (cause, remedy) = "wrong", known_failures.WRONG
+            worst = oracle.worst(result, exact, limit)
+            rows.append(CaseResult(case.name, worst <= 1, worst))
+            if worst > 1:
+                verdict, cause, remedy = "wrong", known_failures.WRONG_RESULT.cause, known_failures.WRONG_RESULT.fix
         except Exception as error:
-            row.update(ok=False, error=f"{type(error).__name__}: {error}"[:300])
+            rows.append(CaseResult(case.name, False, error=f"{type(error).__name__}: {error}"[:300]))
             if verdict == "right":
-                verdict, (cause, remedy) = "failed", known_failures.recognise(str(error)) or ("", "")
-        rows.append(row)
-    worst = max((r.get("worst", 0.0) for r in rows), default=0.0)
-    return {"backend": name, "verdict": verdict, "worst": worst, "cases": rows, "cause": cause, "remedy": remedy}
+                known = known_failures.find_failure(str(error))
+                verdict, cause, remedy = "failed", known.cause if known else "", known.fix if known else ""
+    return BackendResult(name, verdict, cause, remedy, rows, max((r.worst or 0.0 for r in rows), default=0.0))
 
 
 def swizzled(scales: np.ndarray) -> np.ndarray:
-    """Scale bytes in the 128x4 tile order of CUTLASS and cuBLASLt, rows padded to 128 and columns to 4 with zeros."""
+    """Return scale bytes in the 128x4 tile order of CUTLASS and cuBLASLt, rows padded to 128 and columns to 4 with zeros."""
     rows, cols = scales.shape
     m, c = -(-rows // 128) * 128, -(-cols // 4) * 4
     padded = np.zeros((m, c), np.uint8)
@@ -100,23 +145,23 @@ def swizzled(scales: np.ndarray) -> np.ndarray:
 
 
 def backends(stack: str) -> Iterator[tuple[str, Callable[[Case], Any] | None, str]]:
-    """(name, call or None, why it is missing) for every FP4 GEMM that the stack offers."""
+    """Yield (name, call or None, reason why it is missing) of each FP4 GEMM in the stack."""
     if stack not in STACKS:
         raise UsageError(f"there is no stack called {stack!r}", f"choose one of: {', '.join(STACKS)}, all")
     yield from {"torch": _torch, "vllm": _vllm, "flashinfer": _flashinfer}[stack]()
 
 
 def _tensors(case: Case) -> tuple[Any, ...]:
-    """Codes and scales of both sides as W4A4 kernels take them: codes as they are, scales swizzled."""
+    """Return codes and scales of both operands as W4A4 kernels take them: codes unchanged, scales swizzled."""
     import torch
 
     e4m3 = torch.float8_e4m3fn
-    sa, sw = (_there(swizzled(scales)).view(e4m3) for scales in (case.a_scale, case.w_scale))
-    return _there(case.a), sa, _there(case.w), sw
+    sa, sw = (_device_tensor(swizzled(scales)).view(e4m3) for scales in (case.a_scale, case.w_scale))
+    return _device_tensor(case.a), sa, _device_tensor(case.w), sw
 
 
-def _there(array: np.ndarray) -> Any:
-    """The array as a tensor on the GPU; on the CPU where there is none, for stand-ins of the kernels."""
+def _device_tensor(array: np.ndarray) -> Any:
+    """Return the array as a tensor on the GPU, or on the CPU if there is none (tests replace the kernels)."""
     import torch
 
     return torch.from_numpy(np.ascontiguousarray(array)).to("cuda" if torch.cuda.is_available() else "cpu")
@@ -173,20 +218,20 @@ def _vllm() -> Iterator[tuple[str, Callable[[Case], Any] | None, str]]:
 
 
 def _marlin(utils: Any, case: Case) -> Any:
-    """vLLM's weight-only kernel through its own preparation of a layer; the activations' values are exact in bf16."""
+    """Run vLLM's weight-only kernel after its own preparation of a layer. The activations are exact in bf16."""
     import torch
 
     layer: Any = torch.nn.Module()
     new = "weight_global_scale" in inspect.signature(utils.apply_fp4_marlin_linear).parameters
     name = "weight_global_scale" if new else "weight_scale_2"
-    layer.weight = torch.nn.Parameter(_there(case.w), requires_grad=False)
-    layer.weight_scale = torch.nn.Parameter(_there(case.w_scale).view(torch.float8_e4m3fn), requires_grad=False)
-    one = _there(np.ones(1, np.float32))  # alpha comes last, in float64: older versions would round it to bf16
+    layer.weight = torch.nn.Parameter(_device_tensor(case.w), requires_grad=False)
+    layer.weight_scale = torch.nn.Parameter(_device_tensor(case.w_scale).view(torch.float8_e4m3fn), requires_grad=False)
+    one = _device_tensor(np.ones(1, np.float32))  # alpha is applied last in float64: older versions round it to bf16
     setattr(layer, name, torch.nn.Parameter(one, requires_grad=False))
     layer.output_size_per_partition, layer.input_size_per_partition = case.w.shape[0], case.w.shape[1] * 2
     layer.params_dtype = torch.bfloat16
     utils.prepare_fp4_layer_for_marlin(layer)
-    x = _there(oracle.dequantize(case.a, case.a_scale).astype(np.float32)).to(torch.bfloat16)
+    x = _device_tensor(oracle.dequantize(case.a, case.a_scale).astype(np.float32)).to(torch.bfloat16)
     out = utils.apply_fp4_marlin_linear(
         x, layer.weight, layer.weight_scale, getattr(layer, name), layer.workspace, case.w.shape[0], x.shape[1]
     )
@@ -210,64 +255,68 @@ def _flashinfer() -> Iterator[tuple[str, Callable[[Case], Any] | None, str]]:
         yield f"flashinfer mm_fp4 {backend}", call, ""
 
 
-def examine(stack: str, timeout_s: float = 600.0) -> dict[str, Any]:
-    """Every backend of `stack` (or of all stacks) over the oracle cases, and which to choose."""
-    rows: list[dict[str, Any]] = []
+def examine(stack: str, timeout_s: float = 600.0) -> StackResult:
+    """Check all backends of `stack`, or of all stacks, and advise which one to choose."""
+    rows: list[BackendResult] = []
     for each in STACKS if stack == "all" else (stack,):
-        for name, call, missing in backends(each):
+        for name, call, reason in backends(each):
             if call is None:
-                rows.append({"backend": name, "verdict": "missing", "cause": missing, "remedy": "", "cases": []})
+                rows.append(BackendResult(name, "missing", cause=reason))
             else:
-                rows.append(_apart(each, name, timeout_s))
-    right = [str(r["backend"]) for r in rows if r["verdict"] == "right"]
-    weights_only = [name for name in right if "W4A16" in name]
-    note = (
-        known_failures.NOT_NATIVE if right and right == weights_only else known_failures.RANKED if weights_only else ""
+                rows.append(_judge_in_process(each, name, timeout_s))
+    right = [r.backend for r in rows if r.verdict == "right"]
+    weight_only = [name for name in right if "W4A16" in name]
+    note = ""
+    if weight_only:
+        note = known_failures.NOT_NATIVE if right == weight_only else known_failures.WEIGHT_ONLY_FIRST
+    return StackResult(
+        rows,
+        choose=right[0] if right else None,
+        switch=SWITCHES.get(right[0], "") if right else "",
+        note=note,
+        wrong=any(r.verdict == "wrong" for r in rows),
     )
-    return {
-        "backends": rows,
-        "choose": right[0] if right else None,
-        "switch": SWITCHES.get(right[0], "") if right else "",
-        "note": note,
-        "wrong": any(r["verdict"] == "wrong" for r in rows),
-    }
 
 
-def _apart(stack: str, name: str, timeout_s: float) -> dict[str, Any]:
-    """`judge` of one backend in a process of its own; failed, with its last words, if that ended without a result."""
+def last_json_line(output: str) -> dict[str, Any] | None:
+    """Return the JSON object in the last line that has one: the imports of a stack may print around it."""
+    lines = (line for line in reversed(output.splitlines()) if line.startswith("{"))
+    return next((json.loads(line) for line in lines), None)
+
+
+def _judge_in_process(stack: str, name: str, timeout_s: float) -> BackendResult:
+    """`judge` one backend in a separate process. If that gives no result: failed, with the last line of its output."""
     paths = os.pathsep.join(path for path in sys.path if path)
     argv = [sys.executable, "-m", "annie_quant.gemm.stack_check", stack, name]
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             argv, capture_output=True, text=True, timeout=timeout_s, env={**os.environ, "PYTHONPATH": paths}
         )
     except subprocess.TimeoutExpired:
         return _failed(name, f"no result within {timeout_s:.0f} s", "")
-    for line in reversed(done.stdout.splitlines()):  # the stack's own imports may print before it
-        if line.startswith("{"):
-            row: dict[str, Any] = json.loads(line)
-            return row
-    code = done.returncode
+    if (result := last_json_line(process.stdout)) is not None:
+        return _backend_result(result)
+    code = process.returncode
     end = f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    last = done.stderr.strip().splitlines()[-20:]
+    last = process.stderr.strip().splitlines()[-20:]
     return _failed(name, f"{end}: {last[-1][:200]}" if last else end, "\n".join(last))
 
 
-def _failed(name: str, why: str, said: str) -> dict[str, Any]:
-    cause, remedy = known_failures.recognise(said) or (why, "")
-    row = {"case": "all", "ok": False, "error": why}
-    return {"backend": name, "verdict": "failed", "worst": 0.0, "cases": [row], "cause": cause, "remedy": remedy}
+def _failed(name: str, reason: str, output: str) -> BackendResult:
+    known = known_failures.find_failure(output)
+    row = CaseResult("all", False, error=reason)
+    return BackendResult(name, "failed", known.cause if known else reason, known.fix if known else "", [row])
 
 
 def main(argv: list[str]) -> None:
-    """One line of JSON: `examine` of the stack named first, or `judge` of its one backend named second."""
+    """Print one line of JSON: `examine` for the stack argv[0], or `judge` for its backend argv[1]."""
     stack = argv[0] if argv else "all"
     if len(argv) < 2:
-        print(json.dumps(examine(stack)))
+        print(json.dumps(examine(stack).to_dict()))
         return
     call = next(call for name, call, _ in backends(stack) if name == argv[1])
     assert call is not None
-    print(json.dumps(judge(argv[1], call)))
+    print(json.dumps(asdict(judge(argv[1], call))))
 
 
 if __name__ == "__main__":

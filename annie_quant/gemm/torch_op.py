@@ -1,10 +1,10 @@
 """The W4A16 product as a torch operator, for torch.compile and CUDA graphs: torch.ops.annie_quant.nvfp4_linear.
 
-    handle = aq.gemm.torch_op.prepare(codes, block_scale, tensor_scale)    # repacked once; (packed, [n, k], tensor_scale)
+    handle = aq.gemm.torch_op.prepare(codes, block_scale, tensor_scale)    # repacked once
     aq.gemm.torch_op.register()
     out = torch.ops.annie_quant.nvfp4_linear(x, handle.packed, handle.n, handle.k, handle.tensor_scale)
 
-The repacked weight is an ordinary uint8 tensor, so it moves, saves and is freed as any buffer of a module.
+The repacked weight is an ordinary uint8 tensor, so it is moved, saved and freed like any buffer of a module.
 """
 
 from __future__ import annotations
@@ -14,17 +14,19 @@ from typing import Any, NamedTuple
 
 from annie_quant.errors import need
 from annie_quant.gemm.arrays import native
-from annie_quant.gemm.ops import Weight, w4a16
+from annie_quant.gemm.ops import Plan, Weight, w4a16
 
 
 class Prepared(NamedTuple):
+    """A repacked weight [n, k]. packed: torch uint8 tensor on the GPU."""
+
     packed: Any
     n: int
     k: int
     tensor_scale: float
 
 
-class _Borrowed(Weight):
+class _TorchWeight(Weight):
     """A Weight over a packed tensor that torch owns."""
 
     def __init__(self, packed: Any, n: int, k: int, tensor_scale: float) -> None:
@@ -34,13 +36,13 @@ class _Borrowed(Weight):
 
 
 @functools.cache
-def _plans(n: int, k: int, device: int) -> dict:
+def _plans(n: int, k: int, device: int) -> dict[tuple[int, str], Plan]:
     return {}
 
 
 def prepare(codes: Any, block_scale: Any, tensor_scale: float) -> Prepared:
-    """Repacks a checkpoint's weight (CUDA tensors: uint8 [N, K/2], float8_e4m3fn [N, K/16]) into a torch uint8 tensor."""
-    torch = need("torch", "runtime")
+    """Repack a checkpoint's weight (CUDA tensors: uint8 [N, K/2], float8_e4m3fn [N, K/16]) into a torch uint8 tensor."""
+    torch = need("torch", "quantize")
     weight = Weight(codes, block_scale, tensor_scale)
     packed = torch.empty(weight.packed.nbytes, dtype=torch.uint8, device=codes.device)
     native().copy(packed.data_ptr(), weight.packed.ptr, weight.packed.nbytes, 0)
@@ -50,8 +52,8 @@ def prepare(codes: Any, block_scale: Any, tensor_scale: float) -> Prepared:
 
 @functools.cache
 def register() -> Any:
-    """Defines the operator once and gives it back."""
-    torch = need("torch", "runtime")
+    """Define the operator once and return it."""
+    torch = need("torch", "quantize")
 
     schema = "(Tensor x, Tensor packed, int n, int k, float tensor_scale) -> Tensor"
 
@@ -61,9 +63,9 @@ def register() -> Any:
         if rows.data_ptr() % 16 or rows.stride(-1) != 1:
             rows = rows.contiguous()
         out = torch.empty((rows.shape[0], n), dtype=x.dtype, device=x.device)
-        weight = _Borrowed(packed, n, k, tensor_scale)
-        space = weight.plan(rows.shape[0])[-1] if rows.shape[0] else 0
-        workspace = torch.empty(space, dtype=torch.uint8, device=x.device) if space else None
+        weight = _TorchWeight(packed, n, k, tensor_scale)
+        size = weight.plan(rows.shape[0]).workspace_bytes if rows.shape[0] else 0
+        workspace = torch.empty(size, dtype=torch.uint8, device=x.device) if size else None
         w4a16(rows, weight, out, workspace=workspace)
         return out.reshape(*x.shape[:-1], n)
 

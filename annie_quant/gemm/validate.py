@@ -1,9 +1,7 @@
-"""annie-quant validate-gpu: is NVFP4 arithmetic right on this machine, this driver, this build, and how fast could
-it be.
+"""Validation of NVFP4 arithmetic on this machine, driver and build, and measurement of its speed limits.
 
-`validate` returns one dict: device, paths, checks (name, ok, detail), bench (ceilings, times, roofline shares, decode
-ceiling), stack. Every check compares with the float64 oracle, or with ModelOpt's encoding in NumPy; every negative
-control is a planted fault that must be seen. Without a GPU it raises EnvironmentFault (exit 3).
+Every check compares with the float64 oracle or with the C codec. Every negative control plants a fault that the
+comparison must find. Without a GPU, EnvironmentFault (exit code 3).
 """
 
 from __future__ import annotations
@@ -11,6 +9,7 @@ from __future__ import annotations
 import platform
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -19,6 +18,7 @@ import numpy as np
 from annie_quant.gemm import oracle
 from annie_quant.gemm.arrays import DeviceArray, native, need_device, to_device
 from annie_quant.gemm.ops import Weight, fake_quant, fp4_native, pack, unpack, w4a4, w4a16
+from annie_quant.gemm.stack_check import StackResult
 
 SHAPES = {  # Qwen3.5-9B and 27B linears, [N, K]
     "9B gate_up": (24576, 4096),
@@ -30,41 +30,93 @@ SHAPES = {  # Qwen3.5-9B and 27B linears, [N, K]
     "27B down": (5120, 17408),
 }
 TOKENS = (1, 4, 8, 16, 64, 256)
-# bytes that one token reads, Qwen3.5-9B, KV cache ignored
+PLANTED_FAULTS = ("nibbles", "scales", "fragment", "lane")
+# Bytes that one token reads, Qwen3.5-9B, without the KV cache.
 DECODE_BYTES = {"all linears NVFP4, head too": 4.46e9, "linears NVFP4, head bf16": 5.93e9, "MLP only": 8.93e9}
-Check = tuple[str, bool, str]
 
 
-def validate(bench: bool = False, stack: str | None = None) -> dict[str, Any]:
-    """Everything above; `bench` adds speeds, `stack` (torch, vllm, flashinfer, all) other people's kernels."""
+@dataclass(frozen=True)
+class Check:
+    """One comparison. detail: the measured error, or what differs."""
+
+    name: str
+    ok: bool
+    detail: str
+
+
+@dataclass(frozen=True)
+class KernelTime:
+    """W4A16 of m tokens with a weight [n, k]. roofline_share: of the read bandwidth measured in the same run."""
+
+    name: str
+    n: int
+    k: int
+    m: int
+    us: float
+    roofline_share: float
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """Measured bandwidths, kernel times, and the decode ceiling in tokens per second by what is quantized."""
+
+    copy_bytes_per_s: float
+    read_bytes_per_s: float
+    times: list[KernelTime]
+    decode_tok_s_ceiling: dict[str, float]
+
+
+@dataclass
+class Validation:
+    """Result of `validate`. ok: every check passed and no backend of the serving stack was wrong."""
+
+    device: dict[str, Any]
+    paths: dict[str, str]
+    checks: list[Check] = field(default_factory=list)
+    bench: Speeds | None = None
+    stack: StackResult | None = None
+
+    @property
+    def ok(self) -> bool:
+        return all(c.ok for c in self.checks) and not (self.stack is not None and self.stack.wrong)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON document; `bench` and `stack` only if they were run."""
+        fields = {k: v for k, v in asdict(self).items() if v is not None}
+        return {**fields, "ok": self.ok}
+
+
+def validate(bench: bool = False, stack: str | None = None) -> Validation:
+    """Check all kernels on GPU 0.
+
+    bench  also measure bandwidths and kernel times
+    stack  also check the kernels of an installed serving stack: torch, vllm, flashinfer or all
+    """
     need_device()
     info = native().device_info(0)
-    has_native = fp4_native()
-    found: dict[str, Any] = {
-        "device": {
+    has_native, hopper = fp4_native(), info["major"] == 9
+    result = Validation(
+        device={
             "name": info["name"],
             "compute_capability": f"{info['major']}.{info['minor']}",
             **{k: v for k, v in info.items() if k not in ("name", "major", "minor")},
             "host": platform.machine(),
         },
-        "paths": {
+        paths={
             "w4a16": "mma.sync m16n8k16 bf16/f16, weights decoded in registers"
-            + ("; wgmma for more than 16 tokens, and for fewer where it is faster" if info["major"] == 9 else ""),
+            + ("; wgmma for more than 16 tokens, and for fewer where it is faster" if hopper else ""),
             "w4a4": "native mma.sync mxf4nvf4 m16n8k64" if has_native else "emulated (no sm_12x code runs here)",
         },
-        "checks": [],
-    }
-    for part in (_pairs, lambda: _w4a16(info["major"] == 9), _repeats, _codec, lambda: _w4a4(has_native), _controls):
-        found["checks"] += [{"name": name, "ok": bool(ok), "detail": detail} for name, ok, detail in part()]
-    found["ok"] = all(c["ok"] for c in found["checks"])
+    )
+    for checks in (_pairs(), _w4a16(hopper), _repeats(), _codec(), _w4a4(has_native), _controls()):
+        result.checks += checks
     if bench:
-        found["bench"] = measure(info)
+        result.bench = measure(info)
     if stack:
         from annie_quant.gemm.stack_check import examine
 
-        found["stack"] = examine(stack)
-        found["ok"] = found["ok"] and not found["stack"]["wrong"]
-    return found
+        result.stack = examine(stack)
+    return result
 
 
 def _case(m: int, n: int, k: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray, float]:
@@ -89,17 +141,17 @@ def _error(
 
 
 def _pairs() -> Iterator[Check]:
-    """Every code times every scale: row = scale byte, column = code; each output is one product."""
+    """All codes times all scales: row = scale byte, column = code; each output is one product."""
     from ml_dtypes import bfloat16
 
     scales = np.arange(127, dtype=np.uint8).repeat(1).reshape(127, 1)
     low = np.arange(0, 16, 2, dtype=np.uint8)
     codes = np.tile(low | (low + 1) << 4, (127, 1))
-    want = oracle.dequantize(codes, scales)
+    expected = oracle.dequantize(codes, scales)
     weight = Weight(to_device(codes), to_device(scales), 1.0)
     out = w4a16(to_device(np.eye(16).astype(bfloat16)), weight, _poisoned(16, 127)).host()
-    bad = int((out != want.T).sum())
-    yield "all 16 x 127 (code, scale) pairs exact", bad == 0, f"{bad} of {want.size} differ"
+    bad = int((out != expected.T).sum())
+    yield Check("all 16 x 127 (code, scale) pairs exact", bad == 0, f"{bad} of {expected.size} differ")
 
 
 def _w4a16(hopper: bool) -> Iterator[Check]:
@@ -113,7 +165,7 @@ def _w4a16(hopper: bool) -> Iterator[Check]:
     ):
         for path in (("skinny",) if m <= 16 else ()) + ("tiled",) + (("wgmma",) if hopper else ()):
             worst = _error(*_case(m, n, k, m), path=path)
-            yield f"W4A16 {path} M={m} N={n} K={k}", worst <= 1, f"{worst:.3f} of the fp32 bound"
+            yield Check(f"W4A16 {path} M={m} N={n} K={k}", worst <= 1, f"{worst:.3f} of the fp32 bound")
 
 
 def _repeats() -> Iterator[Check]:
@@ -121,69 +173,71 @@ def _repeats() -> Iterator[Check]:
         x, codes, scales, ts = _case(m, 2048, 4096)
         weight, xd = Weight(to_device(codes), to_device(scales), ts), to_device(x)
         runs = [w4a16(xd, weight, _poisoned(m, 2048)).host() for _ in range(5)]
-        same = all((r == runs[0]).all() for r in runs)
-        yield f"W4A16 M={m} repeats to the bit", same, "5 runs"
+        same = all(bool((r == runs[0]).all()) for r in runs)
+        yield Check(f"W4A16 M={m} repeats to the bit", same, "5 runs")
 
 
 def _w4a4(has_native: bool) -> Iterator[Check]:
     for m, n, k in ((1, 64, 64), (33, 150, 80), (128, 256, 1040)):
         a, sa = oracle.random_weight(m, k, 5)
         w, sw = oracle.random_weight(n, k, 6)
-        given = [to_device(v) for v in (a, sa, w, sw)]
+        arrays = [to_device(v) for v in (a, sa, w, sw)]
         left, right = oracle.dequantize(a, sa), oracle.dequantize(w, sw)
         exact, magnitude = left @ right.T, np.abs(left) @ np.abs(right).T
         limit = oracle.bound(exact, magnitude, k // 16, "float32")
         for mode in ("emulated", "native") if has_native else ("emulated",):
-            out = w4a4(given[0], given[1], 1.0, given[2], given[3], 1.0, _poisoned(m, n), mode=mode).host()
+            out = w4a4(arrays[0], arrays[1], 1.0, arrays[2], arrays[3], 1.0, _poisoned(m, n), mode=mode).host()
             worst = oracle.worst(out, exact, limit)
-            yield f"W4A4 {mode} M={m} N={n} K={k}", worst <= 1, f"{worst:.3f} of the fp32 bound"
+            yield Check(f"W4A4 {mode} M={m} N={n} K={k}", worst <= 1, f"{worst:.3f} of the fp32 bound")
 
 
 def _codec() -> Iterator[Check]:
-    """GPU bytes against the C codec where it is built here."""
+    """The GPU's bytes compared with the C codec, if that is built here."""
     try:
         from annie_quant import nvfp4
     except ImportError:
-        yield (
-            "GPU pack, unpack and fake quant against the C codec",
-            True,
-            "not compared: annie_quant._nvfp4 is not built here",
-        )
+        skipped = "not compared: annie_quant._nvfp4 is not built here"
+        yield Check("GPU pack, unpack and fake quant against the C codec", True, skipped)
         return
     x = np.random.default_rng(3).standard_normal((64, 1024)).astype(np.float32)
     x[:8] = np.random.default_rng(4).choice([0.25, 0.75, 1.25, 2.5, 5.0, 6.0, 0.0], (8, 1024))
     ts = float(np.float32(np.abs(x).max()) / np.float32(2688))
-    want = nvfp4.pack(x, tensor_scale=ts)
+    expected = nvfp4.pack(x, tensor_scale=ts)
     codes, scales = pack(to_device(x), ts)
-    same = (codes.host() == want.codes).all() and (
-        scales.host().view(np.uint8) == want.block_scale.view(np.uint8)
+    same = (codes.host() == expected.codes).all() and (
+        scales.host().view(np.uint8) == expected.block_scale.view(np.uint8)
     ).all()
-    yield "GPU pack equals the C codec", bool(same), "64 x 1024, ties included"
-    back = unpack(codes, scales, ts, "float32").host()
-    yield "GPU unpack equals the C codec", bool((back == nvfp4.unpack(want, dtype="float32")).all()), "float32"
+    yield Check("GPU pack equals the C codec", bool(same), "64 x 1024, including ties")
+    unpacked = unpack(codes, scales, ts, "float32").host()
+    same = bool((unpacked == nvfp4.unpack(expected, dtype="float32")).all())
+    yield Check("GPU unpack equals the C codec", same, "float32")
     fake = fake_quant(to_device(x), ts).host()
-    yield "GPU fake quant equals the C codec", bool((fake == nvfp4.fake_quant(x, tensor_scale=ts)).all()), "float32"
+    same = bool((fake == nvfp4.fake_quant(x, tensor_scale=ts)).all())
+    yield Check("GPU fake quant equals the C codec", same, "float32")
 
 
 def _controls() -> Iterator[Check]:
-    for fault in ("nibbles", "scales", "fragment", "lane"):
-        worst = _error(*_case(3, 64, 256), fault=fault)
-        yield f"negative control W4A16 {fault}", worst > 1, f"planted fault seen at {worst:.0f} times the bound"
+    """Negative controls: each planted fault must exceed the error bound."""
+
+    def control(kernel: str, fault: str, worst: float) -> Check:
+        detail = f"planted fault found at {worst:.0f} times the bound"
+        return Check(f"negative control {kernel} {fault}", worst > 1, detail)
+
+    for fault in PLANTED_FAULTS:
+        yield control("W4A16", fault, _error(*_case(3, 64, 256), fault=fault))
     a, sa = oracle.random_weight(16, 128, 7)
     w, sw = oracle.random_weight(64, 128, 8)
-    given = [to_device(v) for v in (a, sa, w, sw)]
-    exact = oracle.dequantize(a, sa) @ oracle.dequantize(w, sw).T
-    magnitude = np.abs(oracle.dequantize(a, sa)) @ np.abs(oracle.dequantize(w, sw)).T
-    for fault in ("nibbles", "scales", "fragment", "lane"):
-        out = w4a4(given[0], given[1], 1.0, given[2], given[3], 1.0, _poisoned(16, 64), fault=fault).host()
-        worst = oracle.worst(out, exact, oracle.bound(exact, magnitude, 8, "float32"))
-        yield f"negative control W4A4 {fault}", worst > 1, f"planted fault seen at {worst:.0f} times the bound"
+    arrays = [to_device(v) for v in (a, sa, w, sw)]
+    left, right = oracle.dequantize(a, sa), oracle.dequantize(w, sw)
+    exact, magnitude = left @ right.T, np.abs(left) @ np.abs(right).T
+    limit = oracle.bound(exact, magnitude, 8, "float32")
+    for fault in PLANTED_FAULTS:
+        out = w4a4(arrays[0], arrays[1], 1.0, arrays[2], arrays[3], 1.0, _poisoned(16, 64), fault=fault).host()
+        yield control("W4A4", fault, oracle.worst(out, exact, limit))
 
 
 def timed_us(launches: Sequence[Callable[[int], None]], repeats: int = 20) -> float:
-    """Microseconds of one launch: the launches (each given the stream) as one CUDA graph, median of `repeats`
-    replays.
-    """
+    """Return microseconds per launch: the launches (functions of a stream) as one CUDA graph, median of `repeats` replays."""
     module = native()
     stream = module.stream_new()
     graph = None
@@ -207,18 +261,15 @@ def _launch(x: DeviceArray, weight: Weight, out: DeviceArray, stream: int) -> No
     w4a16(x, weight, out, stream=stream)
 
 
-def measure(info: dict[str, Any], shapes: dict[str, tuple[int, int]] | None = None) -> dict[str, Any]:
-    """Ceilings and W4A16 times, cold L2 by rotating weights; shares are of the read ceiling measured here."""
+def measure(info: dict[str, Any], shapes: dict[str, tuple[int, int]] | None = None) -> Speeds:
+    """Measure bandwidths and W4A16 times. Weights rotate through more memory than the L2 cache holds."""
     module = native()
     cold = max(4 * info["l2_bytes"], 128 << 20)
     big, other, sink = (DeviceArray((size,), "uint8").fill(1) for size in (2 * cold, 2 * cold, 64))
     copy = timed_us([lambda s: module.copy(other.ptr, big.ptr, big.nbytes, s)] * 4)
     read = timed_us([lambda s: module.read(big.ptr, big.nbytes, sink.ptr, info["sms"], s)] * 4)
-    found: dict[str, Any] = {
-        "copy_bytes_per_s": 2 * big.nbytes / copy * 1e6,
-        "read_bytes_per_s": big.nbytes / read * 1e6,
-        "times": [],
-    }
+    read_bytes_per_s = big.nbytes / read * 1e6
+    times = []
     for name, (n, k) in (shapes or SHAPES).items():
         size = n * k * 9 // 16
         codes, scales = DeviceArray((n, k // 2), "uint8").fill(0x5A), DeviceArray((n, k // 16), "uint8").fill(0x38)
@@ -227,7 +278,6 @@ def measure(info: dict[str, Any], shapes: dict[str, tuple[int, int]] | None = No
             x, out = DeviceArray((m, k), "bfloat16").fill(0x3C), DeviceArray((m, n), "bfloat16")
             launches = [partial(_launch, x, copies[i % len(copies)], out) for i in range(max(20, len(copies)))]
             us = timed_us(launches)
-            share = size / us * 1e6 / found["read_bytes_per_s"]
-            found["times"].append({"name": name, "n": n, "k": k, "m": m, "us": us, "roofline_share": share})
-    found["decode_tok_s_ceiling"] = {name: found["read_bytes_per_s"] / size for name, size in DECODE_BYTES.items()}
-    return found
+            times.append(KernelTime(name, n, k, m, us, size / us * 1e6 / read_bytes_per_s))
+    ceilings = {name: read_bytes_per_s / size for name, size in DECODE_BYTES.items()}
+    return Speeds(2 * big.nbytes / copy * 1e6, read_bytes_per_s, times, ceilings)

@@ -1,19 +1,21 @@
-"""Serving runtimes: start one, know when it is ready, stop it, or print the command that would start it.
+"""Serving runtimes: start a server and wait until it is ready, stop it, or print the command that starts it.
 
 server = start("model.gguf", runtime="llama.cpp")     a process; server.url, server.pid, server.stop()
-print(command(model, runtime="vllm"))                 the recipe as a shell command, nothing is started
-write_recipe(model, "annie.yaml", runtime="vllm")     the same as a file for sparkrun and spark-vllm-docker
+print(command(model, runtime="vllm"))                 the recipe as a shell command; nothing is started
+write_recipe(model, "annie.yaml", runtime="vllm")     the recipe as a file for sparkrun and spark-vllm-docker
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from annie_quant import registry
 from annie_quant.errors import UsageError
+from annie_quant.progress import SILENT, Progress
+from annie_quant.serve import runtimes
 from annie_quant.serve.server import Server
 
 __all__ = ["Server", "command", "start", "write_recipe"]
@@ -25,35 +27,38 @@ def start(
     port: int = 0,
     log: str | os.PathLike | None = None,
     timeout_s: float | None = None,
-    say: Callable[[str], None] | None = None,
+    progress: Progress = SILENT,
     **options: Any,
 ) -> Server:
-    """Start a server and return it when it answers. port 0 takes a free one; `log` is the server's own output;
-    timeout_s is the runtime's own by default (two minutes for llama.cpp, fifteen for a container). say: told the phases.
+    """Start a server and return it when it responds.
 
-    Raises ServerError (port in use, died while starting, not ready in time) with the log's last telling line.
+    port       0: a free one
+    log        file for the server's own output; None: a temporary file
+    timeout_s  None: the runtime's default (two minutes for llama.cpp, fifteen for a container)
+    progress   gets a message per start phase
+
+    Raises ServerError (port in use, ended while starting, not ready in time) with the log line that has the cause.
     """
     if timeout_s is not None:
         options["timeout_s"] = timeout_s
-    return part(runtime).start(Path(model_path), port=port, log=log, say=say, **options)
+    return find_runtime(runtime).start(Path(model_path), port=port, log=log, progress=progress, **options)
 
 
 def command(model_path: str | os.PathLike, runtime: str = "llama.cpp", port: int = 8000, **options: Any) -> str:
-    """The shell command that serves this model."""
-    return part(runtime).command(Path(model_path), port=port, **options)
+    """Return the shell command that serves this model."""
+    return find_runtime(runtime).command(Path(model_path), port=port, **options)
 
 
 def write_recipe(
     model_path: str | os.PathLike, path: str | os.PathLike, runtime: str = "vllm", port: int = 8000, **options: Any
 ) -> Path:
-    """Write the recipe as YAML. Raises UsageError for a runtime that has no such recipes (llama.cpp)."""
-    module = part(runtime)
+    """Write the recipe as YAML. Raises UsageError for a runtime without such recipes (llama.cpp)."""
+    module = find_runtime(runtime)
     if not hasattr(module, "write"):
         raise UsageError(f"{runtime} has no recipe files", "choose vllm or sglang")
     return module.write(Path(model_path), Path(path), port=port, **options)
 
 
-def part(runtime: str):
-    from annie_quant.serve import runtimes
-
-    return registry.find(runtimes, runtime, "runtime")
+def find_runtime(name: str) -> ModuleType:
+    """Return the runtime's module from annie_quant.serve.runtimes."""
+    return registry.find(runtimes, name, "runtime")

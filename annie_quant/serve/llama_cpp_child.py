@@ -1,6 +1,6 @@
-"""The process that is a llama.cpp server. Started by runtimes/llama_cpp.py; its one argument is JSON.
+"""The llama.cpp server process. Started by runtimes/llama_cpp.py with one argument, a JSON object.
 
-It ends when it is told to, and when its standard input closes: that is how it learns that its parent is gone.
+It ends on SIGTERM, and when its standard input closes, which happens when its parent ends.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def main() -> None:
     options = json.loads(sys.argv[1])
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=leave_with_parent, daemon=True).start()
+    threading.Thread(target=exit_with_parent, daemon=True).start()
 
     import xllamacpp
 
@@ -43,7 +43,8 @@ def main() -> None:
     threading.Event().wait()
 
 
-def leave_with_parent() -> None:
+def exit_with_parent() -> None:
+    """End this process when standard input closes."""
     while os.read(0, 1024):
         pass
     os._exit(0)

@@ -1,8 +1,8 @@
-"""One server process: started, waited for, watched, and always stopped.
+"""One server process: start it, wait until it is ready, and stop it in any case.
 
-The child runs in a session of its own, so that Ctrl-C reaches this process alone, and holds the read end of a pipe
-whose write end lives here: when this process ends in whatever way, the pipe closes and the child stops itself. (The
-kernel's PR_SET_PDEATHSIG would fire already when the thread that started the server ends.)
+The child runs in its own session, so that Ctrl-C reaches this process only. It holds the read end of a pipe whose write
+end is in this process: however this process ends, the pipe closes and the child stops itself. (The kernel's
+PR_SET_PDEATHSIG would fire when the thread that started the server ends.)
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from annie_quant.errors import ServerError
+from annie_quant.progress import SILENT, Progress
 from annie_quant.serve import known_errors
 from annie_quant.stream.fetch import fetch
 
@@ -28,8 +29,8 @@ STOP_S = 5.0
 POLL_S = 0.02
 PROBE_S = 2.0
 PHASE_S = 0.5
-# Words of the log lines that say what went wrong; the first such line is the cause, the rest follow from it.
-TELLING = ("error", "failed", "abort", "exception", "cannot", "unknown", "invalid")
+# Words in log lines about errors; the first such line is the cause, later ones are consequences.
+ERROR_WORDS = ("error", "failed", "abort", "exception", "cannot", "unknown", "invalid")
 _STAMP = re.compile(r"^[\d.]+ [A-Z] ")  # llama.cpp's time and level
 _COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _ERROR = re.compile(r"^[\d.]+ E ")
@@ -38,7 +39,7 @@ _running: weakref.WeakSet[Server] = weakref.WeakSet()
 
 
 class Server:
-    """A running server. Use it as a context manager, or call `stop`; it is stopped at exit in any case."""
+    """A running server. Use it as a context manager, or call `stop`. It is stopped at exit in any case."""
 
     def __init__(self, process: subprocess.Popen, log: Path, name: str) -> None:
         self.process = process
@@ -56,14 +57,14 @@ class Server:
         return self.process.poll() is None
 
     def wait(self) -> int:
-        """Block until the server ends by itself; raises ServerError when that was a fault."""
+        """Block until the server ends by itself. Raises ServerError if it failed."""
         code = self.process.wait()
         if code not in (0, -signal.SIGTERM):
-            raise ServerError(f"{self.name} stopped with code {code}: {telling_line(self.log)}", hint(self.log))
+            raise ServerError(f"{self.name} stopped with code {code}: {cause_line(self.log)}", hint(self.log))
         return code
 
     def stop(self) -> None:
-        """End the process, politely first; nothing happens where it has ended already."""
+        """End the process: SIGTERM, then SIGKILL after STOP_S. Does nothing if it has ended."""
         _running.discard(self)
         if self.process.stdin:
             with contextlib.suppress(OSError):
@@ -87,7 +88,7 @@ class Server:
 def spawn(
     command: Sequence[str], log: str | os.PathLike | None, name: str, env: dict[str, str] | None = None
 ) -> Server:
-    """Start `command` with its output going to `log` (a temporary file by default)."""
+    """Start `command` with its output in `log` (None: a temporary file)."""
     if log is None:
         handle, path = tempfile.mkstemp(prefix=f"annie-quant-{name}-", suffix=".log")
         os.close(handle)
@@ -106,41 +107,41 @@ def wait_ready(
     address: Callable[[], str | None],
     path: str,
     timeout_s: float,
-    say: Callable[[str], None] | None = None,
+    progress: Progress = SILENT,
 ) -> None:
     """Poll until `path` answers 200, and set the server's url. On any failure the server is stopped first.
 
-    say: told the phase that the log shows, whenever it changes.
+    progress: gets a message when the start phase in the log changes
     """
-    deadline, shown, phase = time.monotonic() + timeout_s, 0.0, ""
+    deadline, checked, phase = time.monotonic() + timeout_s, 0.0, ""
     try:
         while time.monotonic() < deadline:
             if not server.alive:
-                raise ServerError(f"{server.name} stopped while starting: {telling_line(server.log)}", hint(server.log))
-            if (url := address()) and answers(url, path):
+                raise ServerError(f"{server.name} stopped while starting: {cause_line(server.log)}", hint(server.log))
+            if (url := address()) and is_ready(url, path):
                 server.url = url
                 return
-            if say is not None and time.monotonic() - shown > PHASE_S:
-                shown, before, phase = time.monotonic(), phase, known_errors.phase(read(server.log))
-                if phase != before:
-                    say(phase)
+            if time.monotonic() - checked > PHASE_S:
+                checked, previous, phase = time.monotonic(), phase, known_errors.phase(read(server.log))
+                if phase != previous:
+                    progress.message(phase)
             time.sleep(POLL_S)
         raise ServerError(
-            f"{server.name} was not ready in {timeout_s:g} s ({known_errors.phase(read(server.log))}): {telling_line(server.log)}",
-            f"{hint(server.log)}, or give it more time",
+            f"{server.name} was not ready in {timeout_s:g} s ({known_errors.phase(read(server.log))}): {cause_line(server.log)}",
+            f"{hint(server.log)}, or use a longer timeout",
         )
     except BaseException:
         server.stop()
         raise
 
 
-def answers(url: str, path: str) -> bool:
+def is_ready(url: str, path: str) -> bool:
     """Whether GET url/path answers 200 now."""
     return fetch(url.rstrip("/") + path, timeout_s=PROBE_S).status == 200
 
 
 def check_port(port: int, host: str = "127.0.0.1") -> None:
-    """Raise ServerError where somebody listens on the port already. 0 is always free."""
+    """Raise ServerError if the port is in use. Port 0 is always free."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -151,7 +152,7 @@ def check_port(port: int, host: str = "127.0.0.1") -> None:
                 "choose another --port (0 takes a free one)",
             ) from None
         except OverflowError:
-            raise ServerError(f"port {port} is no port number", "choose one from 0 to 65535") from None
+            raise ServerError(f"port {port} is not a port number", "choose one from 0 to 65535") from None
 
 
 def read(log: Path) -> str:
@@ -162,18 +163,18 @@ def read(log: Path) -> str:
 
 
 def hint(log: Path) -> str:
-    """The remedy where the log holds a known error, and where the log is."""
-    found = known_errors.recognise(read(log))
-    return f"{found[0]}: {found[1]}  (log: {log})" if found else f"see {log}"
+    """Return the fix of a known error in the log, and the log's path."""
+    known = known_errors.find_error(read(log))
+    return f"{known.cause}: {known.fix}  (log: {log})" if known else f"see {log}"
 
 
-def telling_line(log: Path) -> str:
-    """The log's first line that tells of a fault, or its last line where none does."""
+def cause_line(log: Path) -> str:
+    """Return the log's first line about an error, or its last line if it has none."""
     lines = [line.strip() for line in read(log).splitlines() if line.strip()]
-    telling = [line for line in lines if _ERROR.match(line)]
-    telling = telling or [line for line in lines if any(word in line.lower() for word in TELLING)]
-    line = telling[0] if telling else lines[-1] if lines else "it said nothing"
-    # A log may hold a terminal's commands: colours, and worse.
+    errors = [line for line in lines if _ERROR.match(line)]
+    errors = errors or [line for line in lines if any(word in line.lower() for word in ERROR_WORDS)]
+    line = errors[0] if errors else lines[-1] if lines else "no output"
+    # Remove terminal escape sequences that a log may contain.
     return "".join(c if c.isprintable() else " " for c in _STAMP.sub("", _COLOUR.sub("", line))).strip()[:300]
 
 

@@ -1,8 +1,8 @@
-"""NVFP4 for vLLM on a CPU: vLLM loads this by itself (entry point vllm.general_plugins) and finds two linear kernels.
+"""NVFP4 for vLLM on a CPU: two linear kernels. vLLM loads this plug-in itself (entry point vllm.general_plugins).
 
-vLLM's table of NVFP4 kernels has no entry for CPUs. Ours has W4A4 (activations rounded to NVFP4 by the C codec, then
-the exact weights) and W4A16. Few rows are multiplied with the packed weights, more with weights that are dequantized
-block by block, so a checkpoint stays 4-bit in memory. On any other platform nothing is changed.
+vLLM's table of NVFP4 kernels has no entry for CPUs. This plug-in adds W4A4 (activations rounded to NVFP4 by the C codec,
+exact weights) and W4A16. Up to matmul.FEW_ROWS rows are multiplied with the packed weights; for more, weights are
+dequantized part by part, so that a checkpoint stays 4-bit in memory. Other platforms are not changed.
 
     vllm serve CHECKPOINT --quantization modelopt --reasoning-parser qwen3 --enable-auto-tool-choice --tool-call-parser qwen3_coder
 """
@@ -15,7 +15,7 @@ GROUP = 16
 
 
 def register() -> None:
-    """Offer the kernels to vLLM's CPU platform; harmless elsewhere and when called again."""
+    """Add the kernels to vLLM's CPU platform. Does nothing on other platforms and when called again."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
@@ -27,16 +27,16 @@ def register() -> None:
     table = linear._POSSIBLE_NVFP4_KERNELS
     if w4a4.__name__ not in [kernel.__name__ for kernel in table.get(PlatformEnum.CPU, [])]:
         table[PlatformEnum.CPU] = [w4a4, w4a16, *table.get(PlatformEnum.CPU, [])]
-        # For weight-only checkpoints vLLM asks for Marlin by name, which only GPUs have.
+        # For weight-only checkpoints vLLM uses Marlin by name, which exists for GPUs only.
         linear.MarlinNvFp4LinearKernel = w4a16
 
 
 def kernels() -> tuple[type, type]:
-    """The two kernel classes (W4A4, W4A16); they derive from vLLM's own base class, so they are made where vLLM is."""
+    """Return the two kernel classes (W4A4, W4A16). They derive from vLLM's base class, so this needs vLLM."""
     from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearKernel
 
     class AnnieNvFp4LinearKernel(NvFp4LinearKernel):
-        """Activations rounded to NVFP4 under the checkpoint's input scale, as CUTLASS serves it."""
+        """Activations rounded to NVFP4 with the checkpoint's input scale, as CUTLASS does."""
 
         @classmethod
         def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
@@ -49,7 +49,7 @@ def kernels() -> tuple[type, type]:
             return True, None
 
         def process_weights_after_loading(self, layer: Any) -> None:
-            _operator()  # defined before a compiler looks for it
+            _operator()  # must be defined before torch.compile traces the model
             layer.annie_scale = float(layer.weight_global_scale)
             layer.annie_input_scale = self.input_scale(layer)
 
@@ -66,7 +66,7 @@ def kernels() -> tuple[type, type]:
             return y if bias is None else y + bias
 
     class AnnieNvFp4W4A16LinearKernel(AnnieNvFp4LinearKernel):
-        """Activations as they come, as Marlin serves it."""
+        """Unrounded activations, as Marlin does."""
 
         @staticmethod
         def input_scale(layer: Any) -> float:
@@ -76,7 +76,10 @@ def kernels() -> tuple[type, type]:
 
 
 def multiply(x: Any, codes: Any, block_scale: Any, tensor_scale: float, input_scale: float) -> Any:
-    """x [..., K] times the packed weights [N, K], transposed → [..., N] in x's dtype. input_scale 0: x as it comes."""
+    """Multiply x [..., K] by the transpose of packed weights [N, K]. Returns [..., N] in x's dtype.
+
+    input_scale: tensor scale that x is rounded with; 0: x is not rounded
+    """
     import torch
 
     from annie_quant.hf import codec, matmul

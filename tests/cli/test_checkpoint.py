@@ -50,7 +50,7 @@ def test_audit_of_a_fault_and_its_repair(made, tmp_path):
     assert refused.returncode == 2 and "--source" in refused.stderr
     done = run("audit", bad, "--repair", "--source", made[0], "--names", "old", "--output", tmp_path / "good")
     assert done.returncode == 0, done.stderr
-    assert "mended: model.layers.1.mlp.up_proj: 1 blocks quantized again" in done.stderr
+    assert "repaired: model.layers.1.mlp.up_proj: 1 blocks quantized again" in done.stderr
     again = run("audit", bad, "--repair", "--source", made[0], "--output", tmp_path / "good")
     assert again.returncode == 2 and "--force" in again.stderr
     assert run("audit", bad, "--names", "old").returncode == 2
@@ -58,7 +58,7 @@ def test_audit_of_a_fault_and_its_repair(made, tmp_path):
 
 def test_convert_says_what_is_lost_and_replaces_only_when_told(made, tmp_path):
     done = run("convert", made[1], "--to", "compressed-tensors", "--output", tmp_path / "ct")
-    assert done.returncode == 0 and "lost on the way: global scales are reciprocals" in done.stderr
+    assert done.returncode == 0 and "lost in the conversion: global scales are reciprocals" in done.stderr
     again = run("convert", made[1], "--to", "compressed-tensors", "--output", tmp_path / "ct")
     assert again.returncode == 2 and again.stderr.count("\n") == 2 and "--force" in again.stderr
     assert run("convert", made[1], "--to", "compressed-tensors", "--output", tmp_path / "ct", "--force").returncode == 0

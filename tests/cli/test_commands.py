@@ -79,7 +79,7 @@ def test_doctor_prints_one_json_object_and_nothing_else() -> None:
     done = annie("doctor", "--json")
     findings = json.loads(done.stdout)["findings"]
     assert {f["check"] for f in findings} >= {"python", "_nvfp4", "_stream", "gpu", "memory", "disk"}
-    assert all(f["mend"] for f in findings if f["level"] == "fault")
+    assert all(f["fix"] for f in findings if f["level"] == "fault")
 
 
 def test_eval_hands_its_answers_a_batch_to_the_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,21 +1,19 @@
-"""The doctor on machines that are not here: answers of nvidia-smi, docker and /proc as public documents show them."""
+"""The doctor on other machines: answers of nvidia-smi and docker, and memory, as public documents show them."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
-from annie_quant import doctor
+from annie_quant import doctor, host
 from annie_quant.doctor.model import check_model
 from annie_quant.doctor.probe import Answer, Probe
 from annie_quant.errors import UsageError
 
-SPARK_MEMINFO = (
-    "MemTotal:       125513064 kB\nMemFree:        98000000 kB\n"
-    "MemAvailable:   118000000 kB\nCached:          9000000 kB\n"
-)
+SPARK_MEMORY = host.Memory(125_513_064 << 10, 118_000_000 << 10, 9_000_000 << 10)
 VLLM_IMAGE = "vllm/vllm-openai:cu130-nightly"
 SERVER = (
     'annie\tvllm/vllm-openai:cu130-nightly\t"python3 -m vllm.entrypoints.openai.api_server --model /model '
@@ -24,7 +22,7 @@ SERVER = (
 
 
 class Machine(Probe):
-    """A machine made of canned answers. answers: {first words of a command: Answer or text}."""
+    """A machine with fixed answers. answers: {first words of a command: Answer or text}."""
 
     def __init__(self, answers=None, **facts):
         self.answers = {k: v if isinstance(v, Answer) else Answer(0, v) for k, v in (answers or {}).items()}
@@ -39,8 +37,8 @@ class Machine(Probe):
     def which(self, program):
         return f"/usr/bin/{program}" if any(key.split()[0] == program for key in self.answers) else None
 
-    def read(self, path):
-        return self.facts.get("meminfo", SPARK_MEMINFO) if path == "/proc/meminfo" else None
+    def memory(self):
+        return self.facts.get("memory", SPARK_MEMORY)
 
     def machine(self):
         return self.facts.get("machine", "aarch64")
@@ -51,7 +49,7 @@ class Machine(Probe):
     def in_venv(self):
         return self.facts.get("venv", True)
 
-    def managed(self):
+    def externally_managed(self):
         return self.facts.get("managed", True)
 
     def installed(self, module):
@@ -69,7 +67,7 @@ class Machine(Probe):
     def env(self, name):
         return {"HF_TOKEN": "hf_secret", "HF_HOME": str(self.home)}.get(name)
 
-    def cuda_build(self):
+    def torch_cuda_version(self):
         return self.facts.get("cuda", "13.0")
 
 
@@ -90,14 +88,14 @@ def spark(**changes):
 
 
 def levels(findings, level):
-    return {f["check"]: f for f in findings if f["level"] == level}
+    return {f.check: f for f in findings if f.level == level}
 
 
 @pytest.mark.parametrize(
     "machine",
     [
         spark(),
-        Machine(machine="x86_64", meminfo="MemTotal: 16000000 kB\nMemAvailable: 9000000 kB\nCached: 4000000 kB\n"),
+        Machine(machine="x86_64", memory=host.Memory(16 << 30, 9 << 30, 4 << 30)),
         Machine(machine="x86_64", managed=False, venv=False, missing=("annie_quant._gemm", "modelopt")),
     ],
     ids=["spark", "laptop", "container"],
@@ -107,13 +105,13 @@ def test_no_false_alarm_on_a_healthy_machine(machine):
 
 
 def test_a_healthy_spark_needs_nothing():
-    found = doctor.examine(probe=spark())
-    assert levels(found, "note") == {} and doctor.fix_plan(found) == []
-    assert "GB10" in levels(found, "ok")["gpu"]["seen"] and "sha256:abab" in levels(found, "ok")["image"]["seen"]
+    findings = doctor.examine(probe=spark())
+    assert levels(findings, "note") == {} and doctor.fix_plan(findings) == []
+    assert "GB10" in levels(findings, "ok")["gpu"].message and "sha256:abab" in levels(findings, "ok")["image"].message
 
 
 @pytest.mark.parametrize(
-    ("machine", "level", "check", "mend"),
+    ("machine", "level", "check", "fix"),
     [
         (spark(answers={"nvidia-smi --query-gpu=name,compute_cap": "NVIDIA GB10, 12.1, 570.86"}), "fault", "driver", "580"),
         (spark(answers={"nvidia-smi --query-gpu=name,compute_cap": Answer(9, "NVIDIA-SMI has failed")}), "fault", "gpu", "driver"),
@@ -126,8 +124,8 @@ def test_a_healthy_spark_needs_nothing():
         (spark(answers={"docker info": '{"Runtimes": {"runc": {}}}'}), "fault", "docker's NVIDIA runtime", "nvidia-ctk"),
         (spark(answers={"docker image inspect": '{"Architecture": "amd64"}'}), "fault", "image", "linux/arm64"),
         (spark(answers={"docker ps": SERVER.replace("--tool-call-parser qwen3_coder", "")}), "fault", "parsers", "qwen3_coder"),
-        (spark(meminfo=SPARK_MEMINFO.replace("9000000", "90000000")), "note", "page cache", "drop_caches"),
-        (spark(meminfo=SPARK_MEMINFO.replace("118000000", "900000")), "note", "memory", "stop"),
+        (spark(memory=replace(SPARK_MEMORY, cached_bytes=90_000_000 << 10)), "note", "page cache", "drop_caches"),
+        (spark(memory=replace(SPARK_MEMORY, available_bytes=900_000 << 10)), "note", "memory", "stop"),
         (spark(disk=10**9), "fault", "disk", "disk"),
         (spark(python=(3, 9, 1)), "fault", "python", "3.10"),
         (spark(venv=False), "note", "environment", "venv"),
@@ -135,22 +133,22 @@ def test_a_healthy_spark_needs_nothing():
         (spark(missing=("modelopt",)), "note", "extra quantize", "annie-quant[quantize]"),
     ],
 )  # fmt: skip
-def test_each_trouble_is_found_with_its_remedy(machine, level, check, mend):
-    found = doctor.examine(probe=machine)
-    assert check in levels(found, level), found
-    assert mend in levels(found, level)[check]["mend"]
-    assert levels(found, level)[check]["mend"] in doctor.fix_plan(found)
+def test_each_problem_is_reported_with_its_fix(machine, level, check, fix):
+    findings = doctor.examine(probe=machine)
+    assert check in levels(findings, level), findings
+    assert fix in levels(findings, level)[check].fix
+    assert levels(findings, level)[check].fix in doctor.fix_plan(findings)
 
 
-def test_folders_left_by_root_are_found(tmp_path, monkeypatch):
+def test_folders_owned_by_root_are_reported(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
-    found = [f for f in doctor.examine(probe=spark(writable=False)) if f["check"] == "ownership"]
-    assert found[0]["level"] == "fault" and "chown" in found[0]["mend"] and found[0]["seen"].startswith("runs")
+    findings = [f for f in doctor.examine(probe=spark(writable=False)) if f.check == "ownership"]
+    assert findings[0].level == "fault" and "chown" in findings[0].fix and findings[0].message.startswith("runs")
 
 
 def test_the_token_itself_is_never_shown():
-    assert "hf_secret" not in json.dumps(doctor.examine(probe=spark()))
+    assert "hf_secret" not in json.dumps([asdict(f) for f in doctor.examine(probe=spark())])
 
 
 def model(where, config, **files):
@@ -163,21 +161,21 @@ def model(where, config, **files):
     return where
 
 
-def test_a_checkpoint_is_looked_at_before_it_is_served(tmp_path):
+def test_a_checkpoint_is_checked_before_it_is_served(tmp_path):
     sound = model(tmp_path / "a", {"model_type": "qwen3_5", "quantization_config": {"quant_algo": "NVFP4"}})
     assert levels(check_model(sound), "fault") == {}
     awq = model(tmp_path / "b", {"quantization_config": {"quant_algo": "NVFP4_AWQ"}})
-    assert "--repair" in levels(check_model(awq), "fault")["format"]["mend"]
+    assert "--repair" in levels(check_model(awq), "fault")["format"].fix
     mixed = model(tmp_path / "c", {"quantization_config": {"quant_algo": "MIXED_PRECISION"}})
-    assert "0.19" in levels(check_model(mixed), "note")["format"]["why"]
+    assert "0.19" in levels(check_model(mixed), "note")["format"].why
     text = model(tmp_path / "d", {"model_type": "qwen3_5_text"})
-    assert "not recognized" in levels(check_model(text), "note")["model_type"]["why"]
+    assert "not recognized" in levels(check_model(text), "note")["model_type"].why
     visual = model(tmp_path / "e", {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": {}})
     assert "preprocessor_config.json" in levels(check_model(visual), "fault")
     bare = model(tmp_path / "f", {})
     (bare / "chat_template.jinja").unlink()
     assert "chat template" in levels(check_model(bare), "fault")
-    assert "no readable config.json" in check_model(tmp_path / "none")[0]["seen"]
+    assert "no readable config.json" in check_model(tmp_path / "none")[0].message
 
 
 def test_missing_shards_are_counted(tmp_path):
@@ -185,22 +183,22 @@ def test_missing_shards_are_counted(tmp_path):
     index = {"weight_map": {"a": "model-00001.safetensors", "b": "model-00002.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     (folder / "model-00001.safetensors").write_bytes(b"")
-    assert "1 of 2 shards" in levels(check_model(folder), "fault")["shards"]["seen"]
+    assert "1 of 2 shards" in levels(check_model(folder), "fault")["shards"].message
 
 
-def test_a_log_is_held_against_the_known_errors(tmp_path):
+def test_a_log_is_compared_with_the_known_errors(tmp_path):
     log = tmp_path / "server.log"
     log.write_text("INFO fine\nRuntimeError: CUDA error: no kernel image is available for execution on the device\n")
-    found = levels(doctor.examine(probe=spark(), log=log), "fault")["server log"]
-    assert "no kernel image" in found["seen"] and "121a" in found["mend"]
+    finding = levels(doctor.examine(probe=spark(), log=log), "fault")["server log"]
+    assert "no kernel image" in finding.message and "121a" in finding.fix
     log.write_text("INFO: Application startup complete.\n")
-    assert "ready" in levels(doctor.examine(probe=spark(), log=log), "ok")["server log"]["seen"]
+    assert "ready" in levels(doctor.examine(probe=spark(), log=log), "ok")["server log"].message
     with pytest.raises(UsageError):
         doctor.examine(probe=spark(), log=tmp_path / "none")
 
 
 def test_this_machine_can_be_examined():
-    found = doctor.examine()
-    assert {f["level"] for f in found} <= {"ok", "note", "fault"} and all(set(f) == set(found[0]) for f in found)
+    findings = doctor.examine()
+    assert {f.level for f in findings} <= {"ok", "note", "fault"}
     assert Probe().run("sh", "-c", "sleep 5", timeout_s=0.1).code == 124
     assert Probe().run("no-such-program").code == 127

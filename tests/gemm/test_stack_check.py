@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from annie_quant.cli.console import Console
+from annie_quant.cli.validate_gpu import print_stack
 from annie_quant.errors import EnvironmentFault, UsageError
 from annie_quant.gemm import container_check, known_failures, oracle, stack_check
 
@@ -45,15 +45,15 @@ PLANTED = {
 
 
 def test_a_right_kernel_passes():
-    assert stack_check.judge("right", product)["verdict"] == "right"
+    assert stack_check.judge("right", product).verdict == "right"
 
 
 @pytest.mark.parametrize("fault", PLANTED)
 def test_planted_faults_are_called_wrong_and_given_a_remedy(fault):
     row = stack_check.judge(fault, PLANTED[fault])
-    assert row["verdict"] == "wrong"
-    assert row["worst"] > 1
-    assert "backend" in row["remedy"]
+    assert row.verdict == "wrong"
+    assert row.worst > 1
+    assert "backend" in row.remedy
 
 
 @pytest.mark.parametrize(
@@ -71,14 +71,14 @@ def test_known_failures_are_named(message, remedy):
         raise RuntimeError(message)
 
     row = stack_check.judge("broken", call)
-    assert row["verdict"] == "failed"
-    assert remedy in row["remedy"]
-    assert known_failures.recognise("INFO: Graph capturing finished in 5 secs, took 0.54 GiB") is None
+    assert row.verdict == "failed"
+    assert remedy in row.remedy
+    assert known_failures.find_failure("INFO: Graph capturing finished in 5 secs, took 0.54 GiB") is None
 
 
-def test_missing_stacks_are_said_and_unknown_ones_refused():
-    found = stack_check.examine("flashinfer")
-    assert [r["verdict"] for r in found["backends"]] == ["missing"] or found["backends"]
+def test_missing_stacks_are_reported_and_unknown_ones_refused():
+    result = stack_check.examine("flashinfer")
+    assert [r.verdict for r in result.backends] == ["missing"] or result.backends
     with pytest.raises(UsageError, match="no stack called"):
         stack_check.examine("nonsense")
 
@@ -93,8 +93,8 @@ def test_one_wrong_case_makes_a_backend_wrong_whatever_the_others_do():
             return product(case, w=swap(case.w))
 
         row = stack_check.judge("both", call)
-        assert row["verdict"] == "wrong"
-        assert "--linear-backend" in row["remedy"]
+        assert row.verdict == "wrong"
+        assert "--linear-backend" in row.remedy
 
 
 OPS = """
@@ -158,7 +158,7 @@ def test_vllms_own_calls_are_made_as_it_takes_them(vllm, scale):
     vllm(scale=scale)
     for name, call, missing in stack_check.backends("vllm"):
         assert missing == ""
-        assert stack_check.judge(name, call)["verdict"] == "right", name
+        assert stack_check.judge(name, call).verdict == "right", name
 
 
 def test_a_backend_that_dies_says_nothing_of_the_next(vllm):
@@ -166,26 +166,27 @@ def test_a_backend_that_dies_says_nothing_of_the_next(vllm):
     pytest.importorskip("torch")
     dies = "import os, sys; print('an illegal instruction was encountered', file=sys.stderr, flush=True); os.abort()"
     vllm(fault=dies)
-    found = stack_check.examine("vllm")
-    assert [r["verdict"] for r in found["backends"]] == ["failed", "right"]
-    assert "SIGABRT" in found["backends"][0]["cases"][0]["error"]
-    assert "38423" in found["backends"][0]["remedy"]
-    assert found["choose"] == "vllm marlin (W4A16)"
-    assert found["switch"] == "--linear-backend marlin"
-    assert found["note"] == known_failures.NOT_NATIVE
+    result = stack_check.examine("vllm")
+    assert [r.verdict for r in result.backends] == ["failed", "right"]
+    assert "SIGABRT" in result.backends[0].cases[0].error
+    assert "38423" in result.backends[0].remedy
+    assert result.choose == "vllm marlin (W4A16)"
+    assert result.switch == "--linear-backend marlin"
+    assert result.note == known_failures.NOT_NATIVE
+    assert stack_check.StackResult.from_dict(json.loads(json.dumps(result.to_dict()))) == result
 
 
-def test_what_was_found_is_said_a_line_a_backend(capsys):
+def test_each_backend_is_printed_on_one_line(capsys):
     rows = [
         stack_check.judge("good", product, stack_check.cases()[:1]),
         stack_check.judge("bad", PLANTED["swapped nibbles"], stack_check.cases()[:1]),
-        {"backend": "gone", "verdict": "missing", "cause": "no module", "remedy": "", "cases": []},
+        stack_check.BackendResult("gone", "missing", cause="no module"),
     ]
-    Console().print_stack({"backends": rows, "choose": "good", "switch": "--linear-backend good", "note": "a note"})
-    said = capsys.readouterr().out
+    print_stack(stack_check.StackResult(rows, "good", "--linear-backend good", "a note"))
+    output = capsys.readouterr().out
     for line in ("✓ good: right", "✗ bad: wrong", "→ choose a backend", "· gone: missing: no module"):
-        assert line in said
-    assert "choose good   --linear-backend good\na note" in said
+        assert line in output
+    assert "choose good   --linear-backend good\na note" in output
 
 
 def test_swizzle_is_the_stated_formula():
@@ -206,21 +207,21 @@ def test_the_container_command_is_a_list_without_a_shell():
     ]  # fmt: skip
     assert container_check.command("my; rm -rf /", "docker", running=True)[3] == "my; rm -rf /"
     for name in ("", "--privileged"):
-        with pytest.raises(UsageError, match="names no container"):
+        with pytest.raises(UsageError, match="not the name of a container"):
             container_check.command(name, "docker", running=False)
     with pytest.raises(UsageError, match="no stack called"):
         container_check.plan("image", "nonsense")
 
 
-def test_the_script_that_travels_runs_where_nothing_is_installed(tmp_path):
-    """Python alone in an empty folder, as in a container: the examination runs and its last line is the result."""
-    done = subprocess.run(
+def test_the_script_runs_where_only_numpy_is_installed(tmp_path):
+    """Python alone in an empty folder, as in a container: the check runs and its last line is the result."""
+    process = subprocess.run(
         [sys.executable, "-S", "-c", f"import sys; sys.path.append({np_folder()!r}); exec(sys.stdin.read())"],
         input=container_check.script("flashinfer"), capture_output=True, text=True, cwd=tmp_path, env={"PATH": "/usr/bin:/bin"},
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["backends"][0]["backend"].startswith("flashinfer")
+    assert process.returncode == 0, process.stderr
+    result = json.loads(process.stdout.splitlines()[-1])
+    assert result["backends"][0]["backend"].startswith("flashinfer")
 
 
 def np_folder():
@@ -234,9 +235,9 @@ if sys.argv[1] == "container":
 elif "broken" in sys.argv:
     sys.exit("RuntimeError: no kernel image is available for execution on the device")
 else:
-    print("noise of an import")
-    said = {{"argv": sys.argv[1:], "script": len(sys.stdin.read()), "wrong": False}}
-    print(json.dumps(said))
+    print("output of an import")
+    note = json.dumps({{"argv": sys.argv[1:], "script": len(sys.stdin.read())}})
+    print(json.dumps({{"backends": [], "choose": None, "note": note}}))
 """
 
 
@@ -246,9 +247,10 @@ def test_a_running_container_is_entered_and_an_image_started(tmp_path, monkeypat
     docker.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     alive = container_check.examine("alive", "torch")
-    assert alive["argv"] == ["exec", "-i", "alive", "python3", "-"]
-    assert alive["script"] > 10_000
-    assert container_check.examine("some/image:1", "all")["argv"][:2] == ["run", "--rm"]
+    call = json.loads(alive.note)
+    assert alive.container == "alive" and call["argv"] == ["exec", "-i", "alive", "python3", "-"]
+    assert call["script"] > 10_000
+    assert json.loads(container_check.examine("some/image:1", "all").note)["argv"][:2] == ["run", "--rm"]
     with pytest.raises(EnvironmentFault, match="no kernel image") as caught:
         container_check.examine("broken", "vllm")
     assert "121a" in caught.value.hint

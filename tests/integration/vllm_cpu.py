@@ -88,7 +88,7 @@ def main() -> None:
             runtime, more = ("llama.cpp", {}) if path.suffix == ".gguf" else ("vllm", {"recipe": "cpu"})
             port = asked.port + index
             log = asked.output / "logs" / f"{name}.log"
-            servers.append(serve.start(path, runtime=runtime, port=port, log=log, say=print, **more))
+            servers.append(serve.start(path, runtime=runtime, port=port, log=log, progress=Lines(print), **more))
             print(f"{runtime} {name}: ready at {servers[-1].url}", flush=True)
             meta = {"source": "tiny-annie", "pid": servers[-1].pid, "runtime": runtime, "model": name}
             backends.append(bench.Backend(f"{runtime}-{name}", servers[-1].url, meta=meta))

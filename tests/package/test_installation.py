@@ -39,11 +39,11 @@ def test_the_bench_and_the_judge_never_import_torch() -> None:
     )
 
 
-@pytest.mark.parametrize("name", annie_quant._PARTS)
-def test_every_public_part_is_there(name: str) -> None:
+@pytest.mark.parametrize("name", [name for name in annie_quant.__all__ if name != "__version__"])
+def test_every_public_part_can_be_imported(name: str) -> None:
     try:
         part = getattr(annie_quant, name)
-    except EnvironmentFault as missing:  # a C module that is not built here says so and names the mend
+    except EnvironmentFault as missing:  # a C module that is not built here
         assert missing.hint
         return
     assert part is importlib.import_module(f"annie_quant.{name}")
@@ -124,34 +124,35 @@ def test_the_version_is_written_once() -> None:
     assert annie("--version").stdout == f"annie-quant, version {annie_quant.__version__}\n"
 
 
-def test_the_account_of_an_installation_agrees_with_what_imports() -> None:
-    done = annie("--version", "--json")
-    seen = json.loads(done.stdout)
-    assert seen["version"] == annie_quant.__version__ and done.stderr == ""
-    for name, module in seen["modules"].items():
+def test_version_json_agrees_with_what_can_be_imported() -> None:
+    process = annie("--version", "--json")
+    info = json.loads(process.stdout)
+    assert info["version"] == annie_quant.__version__ and process.stderr == ""
+    for name, module in info["modules"].items():
         imported = (
             subprocess.run([sys.executable, "-c", f"import annie_quant.{name}"], capture_output=True).returncode == 0
         )
         assert module["loaded"] is imported, name
-        assert (name in seen["mends"]) is not imported
-    assert seen["modules"]["_nvfp4"]["variant"] == annie_quant.nvfp4.variant()
+        assert (name in info["fixes"]) is not imported
+    assert info["modules"]["_nvfp4"]["variant"] == annie_quant.nvfp4.variant()
     lines = annie("--version", "--verbose").stdout.splitlines()
     assert lines[0] == f"annie-quant {annie_quant.__version__}"
     assert [line for line in lines if line.strip().startswith(">")] == [
-        line for line in lines if line.strip().removeprefix("> ") in seen["mends"].values()
+        line for line in lines if line.strip().removeprefix("> ") in info["fixes"].values()
     ]
 
 
-def test_a_module_that_is_not_built_names_what_it_wants_and_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "annie_quant._gemm", None)  # Python's own way to say: there is none
-    seen = version.facts()
-    assert seen["modules"]["_gemm"]["loaded"] is False and "nvcc" in seen["modules"]["_gemm"]["why"]
-    assert "--no-binary annie-quant" in seen["mends"]["_gemm"]  # a wheel would leave it out again
-    told = "\n".join(version.lines(seen))
-    assert "all else works" in told and seen["mends"]["_gemm"] in told
+def test_a_module_that_is_not_built_names_its_requirement_and_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "annie_quant._gemm", None)  # makes its import fail
+    installation = version.inspect()
+    info = installation.to_dict()
+    assert info["modules"]["_gemm"]["loaded"] is False and "nvcc" in info["modules"]["_gemm"]["why"]
+    assert "--no-binary annie-quant" in info["fixes"]["_gemm"]  # a wheel has no _gemm either
+    text = "\n".join(version.lines(installation))
+    assert "all else works" in text and info["fixes"]["_gemm"] in text
 
 
-def test_a_module_that_is_built_and_does_not_load_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_that_is_built_and_does_not_load_reports_why(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(name: str) -> None:
         raise ImportError("libcurl.so.4: cannot open shared object file")
 
@@ -161,14 +162,14 @@ def test_a_module_that_is_built_and_does_not_load_says_why(monkeypatch: pytest.M
 
 
 def test_extras_are_read_from_the_metadata() -> None:
-    wanted = [
+    requirements = [
         "numpy>=1.26",
         'scipy>=1.11; extra == "quantize"',
         'No-Such_Library.here[more]<2,>=1; python_version >= "3.10" and extra == "quantize"',
         'ruff; extra == "dev"',
     ]
-    assert version.extra_facts(wanted) == {
-        "quantize": {"installed": {"scipy": importlib.metadata.version("scipy")}, "missing": ["No-Such_Library.here"]}
+    assert version.inspect_extras(requirements) == {
+        "quantize": version.ExtraInfo({"scipy": importlib.metadata.version("scipy")}, ["No-Such_Library.here"])
     }
 
 

@@ -23,10 +23,11 @@ import pytest
 from click.testing import CliRunner
 from paths import DATA
 
-from annie_quant import cli, files, report
+from annie_quant import files, report
 from annie_quant.bench.regression import regression
 from annie_quant.checkpoint.staging import staged
 from annie_quant.checkpoint.writer import need_room
+from annie_quant.cli import system_errors
 from annie_quant.data.journal import Journal
 from annie_quant.errors import EnvironmentFault, NoRoom, UsageError
 from annie_quant.pipeline import search
@@ -220,9 +221,9 @@ def test_what_libraries_say_under_a_limit_of_memory_is_memory_and_elsewhere_a_fa
     for limit, expected in ((1 << 30, True), (resource.RLIM_INFINITY, False)):
         monkeypatch.setattr(resource, "getrlimit", lambda _, limit=limit: (limit, limit))
         for error in (onednn, ImportError("x.so: failed to load")):
-            said = cli.explained(error)
-            assert (said is not None and "not enough memory" in said[0]) is expected
-    assert "not enough memory" in cli.explained(RuntimeError("can't allocate memory"))[0]
+            description = system_errors.describe(error)
+            assert (description is not None and "not enough memory" in description[0]) is expected
+    assert "not enough memory" in system_errors.describe(RuntimeError("can't allocate memory"))[0]
 
 
 def test_a_full_disk_ends_a_search_and_is_no_fault_of_the_strategy(tmp_path):

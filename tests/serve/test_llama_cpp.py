@@ -198,8 +198,8 @@ def test_never_ready_is_reported_and_stopped(models):
     ("make", "message"),
     [
         (lambda p: p / "none.gguf", "no such file"),
-        (lambda p: p, "is a folder and llama.cpp serves a GGUF file"),
-        (lambda p: (p / "x.gguf").write_text("hello") and p / "x.gguf", "is no GGUF file"),
+        (lambda p: p, "is a folder, llama.cpp needs a GGUF file"),
+        (lambda p: (p / "x.gguf").write_text("hello") and p / "x.gguf", "is not a GGUF file"),
     ],
 )
 def test_what_is_no_gguf_is_refused(tmp_path, make, message):

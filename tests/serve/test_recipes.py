@@ -1,4 +1,4 @@
-"""Container recipes: printed as they would run, never run here; what is missing is one clear line."""
+"""Container recipes: printed and never run here; a missing program is a one-line error."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_command_mounts_the_model_and_sets_the_parsers(tmp_path, runtime):
     assert not any("{" in w for w in words)
 
 
-def test_the_founding_recipe_is_kept(tmp_path):
+def test_the_recipe_of_the_original_plan_is_unchanged(tmp_path):
     line = aq.serve.command(tmp_path, runtime="vllm", recipe="2026-03")
     assert "--enforce-eager" in line and "--quantization modelopt" in line
     assert "--enforce-eager" not in aq.serve.command(tmp_path, runtime="vllm")
@@ -36,7 +36,7 @@ def test_unknown_runtime_and_recipe_are_usage_errors(tmp_path):
         aq.serve.command(tmp_path, runtime="vllm", recipe="1999")
 
 
-def test_without_docker_the_way_out_is_named(tmp_path, monkeypatch):
+def test_without_docker_the_error_names_the_dry_run(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text("{}")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(EnvironmentFault, match="docker is not installed") as caught:
@@ -45,12 +45,12 @@ def test_without_docker_the_way_out_is_named(tmp_path, monkeypatch):
 
 
 def test_a_gguf_file_is_not_for_vllm(tmp_path):
-    with pytest.raises(AnnieError, match="is no model folder"):
+    with pytest.raises(AnnieError, match="is not a model folder"):
         aq.serve.start(tmp_path / "x.gguf", runtime="vllm")
 
 
-def test_a_container_is_waited_for_and_ended(tmp_path, monkeypatch):
-    """A stand-in docker that serves /health: started, ready, gone after stop."""
+def test_a_container_is_started_and_stopped(tmp_path, monkeypatch):
+    """With a fake docker that serves /health."""
     (tmp_path / "config.json").write_text("{}")
     fake = tmp_path / "docker"
     fake.write_text(
@@ -77,44 +77,43 @@ def test_a_container_is_waited_for_and_ended(tmp_path, monkeypatch):
         ("loading\n0.00.1 E gguf: bad magic\n0.00.2 E failed to load\n", "gguf: bad magic"),
         ("starting\nValueError: unknown quantization\nbye\n", "ValueError: unknown quantization"),
         ("one\ntwo\n\n", "two"),
-        ("", "it said nothing"),
+        ("", "no output"),
     ],
 )
-def test_the_telling_line_of_a_log(tmp_path, text, line):
+def test_the_line_of_a_log_that_has_the_cause(tmp_path, text, line):
     log = tmp_path / "log"
     log.write_text(text)
-    assert process.telling_line(log) == line
+    assert process.cause_line(log) == line
 
 
 @pytest.mark.parametrize("name", ["2026-11", "2026-11-27b", "2026-11-mtp", "2026-11-two-sparks", "2026-03"])
-def test_a_recipe_file_is_yaml_that_fills_in(tmp_path, name):
-    """Read by a real YAML parser; the command, formatted as its users format it, is the dry run's but for the model."""
+def test_a_recipe_file_is_yaml_with_the_same_command(tmp_path, name):
+    """Parsed by a YAML library and formatted as its users do, the command is the dry run's except for the model."""
     yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
     model = tmp_path / "annie-9b"
     path = aq.serve.write_recipe(model, tmp_path / "annie.yaml", runtime="vllm", port=8123, recipe=name)
-    made = yaml.safe_load(path.read_text())
-    assert made["recipe_version"] == "1" and made["model"] == str(model) and made["container"]
-    words = shlex.split(made["command"].format(**made["defaults"]))
+    recipe = yaml.safe_load(path.read_text())
+    assert recipe["recipe_version"] == "1" and recipe["model"] == str(model) and recipe["container"]
+    words = shlex.split(recipe["command"].format(**recipe["defaults"]))
     assert words[:3] == ["vllm", "serve", str(model)] and words[words.index("--port") + 1] == "8123"
-    said = shlex.split(aq.serve.command(model, runtime="vllm", port=8123, recipe=name))
-    own = said[said.index(made["container"]) + 1 :]
+    dry_run = shlex.split(aq.serve.command(model, runtime="vllm", port=8123, recipe=name))
+    own = dry_run[dry_run.index(recipe["container"]) + 1 :]
     assert (
         words[3:] == [w for i, w in enumerate(own) if w != "--model" and own[i - 1] != "--model"] or name == "2026-03"
     )
     assert set(words[3:]) == set(own) - {"--model", "/model"} - {"annie-9b"} | (
         {"annie-9b"} if "annie-9b" in own else set()
     )
-    assert made.get("cluster_only", False) is (name == "2026-11-two-sparks")
+    assert recipe.get("cluster_only", False) is (name == "2026-11-two-sparks")
 
 
-def test_every_recipe_says_when_it_was_seen():
-    from annie_quant.files import read_json
-    from annie_quant.serve.recipes import RECIPES
+def test_every_recipe_has_its_source_with_a_date():
+    from annie_quant.serve.recipes import load_recipes
 
     for runtime in ("vllm", "sglang"):
-        for name, recipe in read_json(RECIPES / f"{runtime}.json").items():
-            assert recipe["seen"].startswith("2026-") and recipe["note"], (runtime, name)
-            assert "--tool-call-parser" in recipe["command"], (runtime, name)
+        for name, recipe in load_recipes(runtime).items():
+            assert recipe.source.startswith("2026-") and recipe.note, (runtime, name)
+            assert "--tool-call-parser" in recipe.command, (runtime, name)
 
 
 def test_the_bare_recipe_runs_what_is_installed(tmp_path, monkeypatch):
@@ -130,7 +129,7 @@ def test_the_bare_recipe_runs_what_is_installed(tmp_path, monkeypatch):
         aq.serve.write_recipe(tmp_path, tmp_path / "x.yaml", runtime="llama.cpp")
 
 
-# Lines as those servers print them (founding documents, issue threads of vLLM and SGLang, docker's own messages).
+# Lines as servers print them (R20, issue threads of vLLM and SGLang, docker's own messages).
 LINES = [
     ("ValueError: The checkpoint you are trying to load has model type `qwen3_5_text` but Transformers does not recognize "
      "this architecture.", "transformers"),
@@ -149,27 +148,27 @@ LINES = [
 
 
 @pytest.mark.parametrize(("line", "word"), LINES)
-def test_known_errors_are_named_with_their_remedy(line, word):
+def test_known_errors_are_recognised_and_have_a_fix(line, word):
     from annie_quant.serve import known_errors
 
-    cause, remedy = known_errors.recognise(f"INFO starting\n{line}\nINFO bye")
-    assert word in cause and remedy
+    known = known_errors.find_error(f"INFO starting\n{line}\nINFO bye")
+    assert word in known.cause and known.fix
 
 
-def test_ordinary_lines_are_no_known_errors():
+def test_ordinary_lines_are_not_known_errors():
     from annie_quant.serve import known_errors
 
-    calm = (
+    ordinary = (
         "INFO 11-21 Loading safetensors checkpoint shards: 100% Completed | 1/1\nINFO Started server process [8082]\n"
         "INFO Using AnnieNvFp4LinearKernel for NVFP4 GEMM\nINFO non-default args: {'quantization': 'modelopt'}\n"
     )
-    assert known_errors.recognise(calm) is None
-    assert known_errors.phase(calm) == "loading weights"
-    assert known_errors.phase(calm + "INFO: Application startup complete.") == "ready"
+    assert known_errors.find_error(ordinary) is None
+    assert known_errors.phase(ordinary) == "loading weights"
+    assert known_errors.phase(ordinary + "INFO: Application startup complete.") == "ready"
     assert known_errors.phase("") == "starting"
 
 
-def test_a_server_that_dies_names_the_remedy(tmp_path):
+def test_a_server_that_ends_early_reports_the_fix(tmp_path):
     program = tmp_path / "vllm"
     program.write_text(
         "#!/bin/sh\necho 'CUDA error: no kernel image is available for execution on the device'; exit 1\n"

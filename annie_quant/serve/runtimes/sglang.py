@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from annie_quant.serve.recipes import Runtime
+from annie_quant.serve.recipes import RecipeRuntime
 
 NAME = "sglang"
-_runtime = Runtime(NAME)
+_runtime = RecipeRuntime(NAME)
 start, command, write = _runtime.start, _runtime.command, _runtime.write

@@ -1,0 +1,86 @@
+"""`annie-quant audit`: check every tensor of a checkpoint, and repair a copy."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+import annie_quant
+from annie_quant.cli.common import console, emit, json_option
+
+COLUMNS = ("name", "format", "shape", "group", "tensor_scale", "input_scale", "scale_min", "scale_max", "zero_blocks",
+           "rel_l2")  # fmt: skip
+
+
+@click.command()
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.option(
+    "--source", type=click.Path(path_type=Path), help="The bf16 checkpoint it was made from: adds the error per tensor."
+)
+@click.option("--repair", is_flag=True, help="Write a repaired copy next to it, then audit the copy.")
+@click.option("--output", type=click.Path(path_type=Path), help="With --repair: folder of the copy.")
+@click.option("--names", type=click.Choice(["old", "new"]), help="With --repair: config fields and tensor names for "
+              "transformers 4.57 (old) or from 5.2 (new).")  # fmt: skip
+@click.option("--force", is_flag=True, help="With --repair: replace an existing output.")
+@click.option("--tensors", is_flag=True, help="Also print one line per tensor.")
+@json_option
+def audit(
+    checkpoint: Path,
+    source: Path | None,
+    repair: bool,
+    output: Path | None,
+    names: str | None,
+    force: bool,
+    tensors: bool,
+    as_json: bool,
+) -> None:
+    """Read every tensor of a checkpoint and report faults. Exit code 1 if there are any."""
+    if not repair and (output or names or force):
+        raise click.UsageError("--output, --names and --force need --repair")
+    repaired: dict[str, Any] = {}
+    if repair:
+        with console.task("repair"):
+            repaired = annie_quant.checkpoint.repair(checkpoint, source=source, output=output, names=names, force=force)
+        checkpoint = Path(repaired["path"])
+    result = annie_quant.checkpoint.audit(checkpoint, source=source)
+    if as_json:
+        emit(result.to_dict() | ({"repair": repaired} if repair else {}))
+    else:
+        for action in repaired.get("actions", ()):
+            console.note(f"repaired: {action}")
+        if repair and not repaired["actions"]:
+            console.note("nothing needed repair")
+        print_audit(checkpoint, result, tensors)
+    sys.exit(0 if result.ok else 1)
+
+
+def print_audit(path: Path, result: Any, tensors: bool) -> None:
+    """Print the summary, the loaders, all tensors if asked for, and the faults."""
+    summary = result.to_dict().get("summary", {})
+    console.print_mapping(str(path), {k: v for k, v in summary.items() if k != "loads"})
+    for line in summary.get("loads", ()):
+        console.line(f"  {line}")
+    if tensors:
+        print_tensors(result.tensors)
+    for finding in result.findings:
+        console.line(f"{finding.tensor or ''}  {finding.message}", mark=f"[red]{finding.code}[/]")
+    if result.ok:
+        console.out.print("[green]sound[/]")
+
+
+def print_tensors(rows: list[dict[str, Any]]) -> None:
+    """Print one line per tensor: format, shape, scales, zero blocks, and the error if there is a source."""
+    table = [list(COLUMNS), *([_cell(row.get(c)) for c in COLUMNS] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for row in table:  # lines are never wrapped, so that they can be searched and paged
+        console.line("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _cell(value: Any) -> str:
+    """Return a cell's text: 512x256 for a shape, four digits for a number, nothing for None."""
+    if isinstance(value, list):
+        return "x".join(map(str, value))
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,47 @@
+"""`annie-quant convert`: write a checkpoint in another dialect or as GGUF."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+import annie_quant
+from annie_quant.cli.common import console, emit, json_option
+
+
+@click.command()
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.option("--to", "target", required=True, type=click.Choice(["modelopt", "compressed-tensors", "gguf"]))
+@click.option("--type", "kind", help="GGUF type: BF16, F16, NVFP4 (as the checkpoint), Q8_0, Q4_K_M, Q5_K_M, Q6_K.")
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path),
+    help="Folder, or file for GGUF. Default: in the checkpoint's parent folder.",
+)
+@click.option(
+    "--like", type=click.Path(path_type=Path), help="From GGUF: a folder of the same model, for config and tokenizer."
+)
+@click.option("--force", is_flag=True, help="Replace an existing output.")
+@json_option
+def convert(
+    checkpoint: Path, target: str, kind: str | None, output: Path | None, like: Path | None, force: bool, as_json: bool
+) -> None:
+    """Convert a checkpoint to another dialect, or write it as GGUF."""
+    done = 0
+    with console.task(f"convert to {target}") as step:
+
+        def progress(size_bytes: int) -> None:
+            nonlocal done
+            done += size_bytes
+            step.message(f"{done / 1e6:,.0f} MB")
+
+        result = annie_quant.checkpoint.convert(
+            checkpoint, to=target, output=output, type=kind, like=like, force=force, progress=progress
+        )
+    if as_json:
+        emit(result)
+        return
+    console.note(f"{result['path']}: {result['size_bytes'] / 1e6:.1f} MB")
+    for line in result["loss"]:
+        console.note(f"lost in the conversion: {line}")

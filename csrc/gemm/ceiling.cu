@@ -1,4 +1,4 @@
-// What the device can do at best, and the clock that tells: a read of memory, events, and graphs of many launches.
+// Measurement of the device's limits: a kernel that only reads memory, streams, timed graphs, and memory functions.
 #include <cuda_runtime.h>
 
 #include "gemm/ceiling.h"
@@ -16,7 +16,7 @@ __global__ void __launch_bounds__(512) read_kernel(const uint4 *p, int64_t count
         const uint4 a = __ldcs(p + i);
         sum += a.x ^ a.y ^ a.z ^ a.w;
     }
-    if (sum == 0x9E3779B9u) *sink = sum;  // keeps the loads; practically never stores
+    if (sum == 0x9E3779B9u) *sink = sum;  // prevents the removal of the loads; practically never true
 }
 }  // namespace
 

@@ -1,5 +1,5 @@
-// Pack, unpack and fake-quantize on the GPU, in ModelOpt's encoding, byte for byte what the C codec (csrc/nvfp4) makes.
-// Every step is written with round-to-nearest intrinsics: a fused multiply-add or an approximate divide would move near-ties.
+// Pack, unpack and fake quantization on the GPU in ModelOpt's encoding, with the same bytes as the C codec (csrc/nvfp4).
+// All steps use round-to-nearest intrinsics: a fused multiply-add or an approximate division would change near-ties.
 // Source of the order of operations: ModelOpt qtensor/nvfp4_tensor.py (pack) and kernels/quantization (fake quant).
 #include <cuda_fp8.h>
 
@@ -13,7 +13,7 @@ constexpr int kBlock = 16;
 __device__ uint32_t e4m3_of(float v) { return __nv_cvt_float_to_fp8(v, __NV_SATFINITE, __NV_E4M3); }
 __device__ float e4m3_value(uint32_t byte) { return __half2float(__half(__nv_cvt_fp8_to_halfraw((__nv_fp8_storage_t)byte, __NV_E4M3))); }
 
-// ties to even on {0, .5, 1, 1.5, 2, 3, 4, 6}; NaN falls through to 7
+// ties to even on {0, .5, 1, 1.5, 2, 3, 4, 6}; NaN gives 7
 __device__ uint32_t e2m1_magnitude(float a) {
     return a <= .25f ? 0u : a < .75f ? 1u : a <= 1.25f ? 2u : a < 1.75f ? 3u : a <= 2.5f ? 4u : a < 3.5f ? 5u : a <= 5.f ? 6u : 7u;
 }
@@ -89,7 +89,7 @@ __global__ void unpack_kernel(const uint8_t *codes, const uint8_t *scales, int64
     for (int i = 0; i < (int)(kBlock * sizeof(T) / 16); i++) ((uint4 *)(out + b * kBlock))[i] = u.q[i];
 }
 
-// Dynamic activation quantization as ModelOpt's GPU op does it: no lower clamp on the scale byte, and steps under 1e-5 become 1.
+// Dynamic activation quantization like ModelOpt's GPU op: no lower clamp on the scale byte, and steps under 1e-5 become 1.
 template <typename T>
 __global__ void fake_quant_kernel(const T *x, int64_t blocks, float ts, T *out) {
     const int64_t b = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
@@ -106,7 +106,7 @@ __global__ void fake_quant_kernel(const T *x, int64_t blocks, float ts, T *out) 
 #pragma unroll
     for (int i = 0; i < kBlock; i++) {
         const float mag = __fmul_rn(e2m1_value(e2m1_magnitude(__fdiv_rn(fabsf(v[i]), step))), step);
-        store_as(u.t + i, v[i] >= 0.f ? mag : __fsub_rn(0.f, mag));  // a negative number that rounds to zero becomes +0.0, as there
+        store_as(u.t + i, v[i] >= 0.f ? mag : __fsub_rn(0.f, mag));  // a negative number that rounds to zero becomes +0.0, as in ModelOpt
     }
 #pragma unroll
     for (int i = 0; i < (int)(kBlock * sizeof(T) / 16); i++) ((uint4 *)(out + b * kBlock))[i] = u.q[i];

@@ -1,4 +1,4 @@
-// What there is: devices, their limits, and CUDA's errors in words.
+// Devices, their limits, and error texts.
 #include <cstdio>
 
 #include "gemm/gemm.h"

@@ -1,4 +1,4 @@
-// PTX in one place: barriers, asynchronous copies, the two mma shapes, clusters, and what stands in for them before sm_90.
+// PTX wrappers: barriers, asynchronous copies, the two mma shapes, clusters, and their replacements before sm_90.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -38,7 +38,7 @@ __device__ __forceinline__ void bar_wait(uint64_t *bar, uint32_t parity) {
             : "r"(smem_at(bar)), "r"(parity)
             : "memory");
 #else
-        // test_wait takes a parity from sm_80 on as well
+        // test_wait also takes a parity from sm_80 on
         asm volatile(
             "{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
             : "=r"(done)
@@ -49,10 +49,10 @@ __device__ __forceinline__ void bar_wait(uint64_t *bar, uint32_t parity) {
 }
 
 // ---- filling shared memory ----
-// From sm_90 on one thread's bulk copy brings a contiguous piece; before, every thread copies its share 16 bytes at a time.
-constexpr uint32_t kBulkArrivals = AQ_HOPPER ? 1 : 0;  // arrivals at a full barrier beside one of each thread
+// From sm_90 on one thread issues a bulk copy of contiguous bytes; before, every thread copies its share in 16-byte units.
+constexpr uint32_t kBulkArrivals = AQ_HOPPER ? 1 : 0;  // arrivals at a full barrier, in addition to one per thread
 
-__device__ __forceinline__ void copy16(void *dst, const void *src, bool there) {  // zeros where there is nothing
+__device__ __forceinline__ void copy16(void *dst, const void *src, bool there) {  // writes zeros if not `there`
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(smem_at(dst)), "l"(src), "r"(there ? 16 : 0) : "memory");
 }
 __device__ __forceinline__ void arrive_when_copied(uint64_t *bar) {
@@ -71,14 +71,14 @@ __device__ __forceinline__ void copy_piece(void *dst, const void *src, uint32_t 
     for (uint32_t at = threadIdx.x * 16; at < bytes; at += blockDim.x * 16) copy16((uint8_t *)dst + at, (const uint8_t *)src + at, true);
 #endif
 }
-// A warp gives a slot back with one arrival for its 32 lanes. racecheck follows only the arriving lane, so -DAQ_RACECHECK lets each
-// lane arrive (no hazard then; 20 % slower at 64 tokens).
+// A warp releases a slot with one arrival for its 32 lanes. racecheck tracks only the arriving lane, so with -DAQ_RACECHECK each lane
+// arrives (no false hazards; 20 % slower at 64 tokens).
 #ifdef AQ_RACECHECK
-constexpr int kBack = 32;
+constexpr int kReleaseArrivals = 32;
 #else
-constexpr int kBack = 1;
+constexpr int kReleaseArrivals = 1;
 #endif
-// ---- a warp's own ring: its lanes order copies for themselves ----
+// ---- a warp's own pipeline: the warp issues copies for itself ----
 __device__ __forceinline__ void warp_bars_init(uint32_t bars, int count) {
 #if AQ_HOPPER
     if ((threadIdx.x & 31) < count) asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(bars + (threadIdx.x & 31) * 8) : "memory");
@@ -86,7 +86,7 @@ __device__ __forceinline__ void warp_bars_init(uint32_t bars, int count) {
     __syncwarp();
 #endif
 }
-constexpr uint64_t kEvictFirst = 0x12F0000000000000ull;  // what createpolicy.fractional.L2::evict_first of all makes: weights are read once
+constexpr uint64_t kEvictFirst = 0x12F0000000000000ull;  // result of createpolicy.fractional.L2::evict_first for all lines: weights are read once
 __device__ __forceinline__ void warp_copy(uint32_t dst, const uint8_t *src, uint32_t bytes, uint32_t bar) {
     const uint32_t lane = threadIdx.x & 31;
 #if AQ_HOPPER
@@ -114,12 +114,12 @@ __device__ __forceinline__ void warp_wait(uint32_t bar, uint32_t parity, int sta
                      : "=r"(done) : "r"(bar), "r"(parity) : "memory");
     } while (!done);
 #else
-    if (stages > 1) asm volatile("cp.async.wait_group 1;" ::: "memory");  // stages - 1 on their way, of which one is wanted
+    if (stages > 1) asm volatile("cp.async.wait_group 1;" ::: "memory");  // of the two stages in flight, the older one must be complete
     else asm volatile("cp.async.wait_group 0;" ::: "memory");
     __syncwarp();
 #endif
 }
-// Weights are read once: past the L1, first out of the L2.
+// Weights are read once: not allocated in the L1, evicted first from the L2.
 __device__ __forceinline__ uint4 stream16(const void *p) {
     uint4 v;
     asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
@@ -137,13 +137,13 @@ __device__ __forceinline__ void wait_for_previous_kernel() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
-__device__ __forceinline__ void let_next_kernel_start() {
+__device__ __forceinline__ void allow_next_kernel() {
 #if AQ_HOPPER
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-// ---- clusters; a block is alone before sm_90 ----
+// ---- clusters; before sm_90 there is one block ----
 __device__ __forceinline__ uint32_t cluster_rank() {
 #if AQ_HOPPER
     uint32_t r;
@@ -174,20 +174,20 @@ __device__ __forceinline__ float4 load_peer4(const float *p, uint32_t rank, int 
 #endif
     return *(const float4 *)p;
 }
-// No block leaves while another reads its shared memory; nothing is published, so nothing is fenced.
-__device__ __forceinline__ void cluster_leave() {
+// No block may exit while another one reads its shared memory. No data is published here, so no fence is needed.
+__device__ __forceinline__ void cluster_wait_before_exit() {
 #if AQ_HOPPER
     asm volatile("barrier.cluster.arrive.relaxed.aligned;\n barrier.cluster.wait.aligned;" ::: "memory");
 #endif
 }
 
-// Every block of a cluster has begun once cluster_begun returns: no other may write to its shared memory before.
-__device__ __forceinline__ void cluster_begin(int size) {
+// After cluster_wait every block of the cluster has started. No block may write to another one's shared memory before.
+__device__ __forceinline__ void cluster_arrive(int size) {
 #if AQ_HOPPER
     if (size > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 #endif
 }
-__device__ __forceinline__ void cluster_begun(int size) {
+__device__ __forceinline__ void cluster_wait(int size) {
 #if AQ_HOPPER
     if (size > 1) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
 #endif
@@ -202,22 +202,22 @@ __device__ __forceinline__ void store_peer(float *p, uint32_t rank, float v) {
 
 // ---- arithmetic ----
 __device__ __forceinline__ uint32_t mul2_bf16(uint32_t a, uint32_t b) {
-    uint32_t d;  // a * b - 0: exact here, and the one form that sm_80 has too
+    uint32_t d;  // a * b - 0: exact here, and the only form that sm_80 has
     asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(0x80008000u));
     return d;
 }
-// 8 codes of one repacked word, times their two scales, as the four A registers: exact, value * 2^-8.
+// The 8 codes of one repacked word times their two scales, as the four A registers: exact, value * 2^-8.
 __device__ __forceinline__ void decode8(uint32_t w, uint32_t scale0, uint32_t scale1, uint32_t (&a)[4]) {
 #pragma unroll
     for (int j = 0; j < 4; j++) a[j] = mul2_bf16(field_of(w, j), j & 1 ? scale1 : scale0);
 }
-// scale_word of byte `which` of four: the byte goes to both halves by one permute
+// scale_word of byte `which` of four; one permute copies the byte to both halves
 __device__ __forceinline__ uint32_t scale_pair(uint32_t bytes, int which) {
     return __byte_perm(bytes, 0, 0x4040 | which | which << 8) * 16u + kScaleBias;
 }
 constexpr float kUndo = 256.0f;  // 2^8
 
-// fp16 activations: the same decode, then the exact bf16 value (at most 6 significant bits) as fp16, unscaled by 2^8 on the way.
+// For fp16 activations: the exact bf16 value (at most 6 significant bits) as fp16, multiplied by 2^8.
 __device__ __forceinline__ uint32_t bf16x2_to_f16x2(uint32_t v) {
     const float lo = __uint_as_float(v << 16) * kUndo, hi = __uint_as_float(v & 0xFFFF0000u) * kUndo;
     uint32_t d;
@@ -243,13 +243,13 @@ template <>
 __device__ __forceinline__ void store_as<__half>(__half *p, float v) { *p = __float2half_rn(v); }
 template <>
 __device__ __forceinline__ void store_as<__nv_bfloat16>(__nv_bfloat16 *p, float v) { *p = __float2bfloat16_rn(v); }
-// One of the three output types, chosen at run time: the epilogues are short, a template each would be more code than speed.
+// One of the three output types, chosen at run time: epilogues are short, so templates would add code and no speed.
 __device__ __forceinline__ void store_typed(void *out, int64_t at, float v, int type) {
     if (type == 0) store_as((float *)out + at, v);
     else if (type == 1) store_as((__half *)out + at, v);
     else store_as((__nv_bfloat16 *)out + at, v);
 }
-// Four neighbours of a row of `out`, of which only those before `n` exist.
+// Store four adjacent elements of a row of `out`; columns from `n` on do not exist.
 __device__ __forceinline__ void store4(void *out, int64_t row, int64_t col, int64_t n, float4 v, float scale, int type) {
     const float f[4] = {v.x * scale, v.y * scale, v.z * scale, v.w * scale};
     if (type == 2 && col + 3 < n && n % 4 == 0 && (((uintptr_t)out & 7) == 0)) {

@@ -1,8 +1,8 @@
-/* The launchers of the NVFP4 GEMM kernels, in plain C: device pointers in, a status out, no Python and no allocation.
+/* Launchers of the NVFP4 GEMM kernels in plain C: they take device pointers and return a status. No Python, no allocation.
  *
  * Number format: NVFP4 as ModelOpt stores it. A weight [n, k] is codes uint8 [n, k/2] (low nibble = even column), block scales
  * E4M3 [n, k/16] in row-major order and one float tensor scale; w = e2m1(code) * e4m3(scale) * tensor_scale.
- * Status: 0 right, > 0 a cudaError_t, < 0 one of AQ_GEMM_*.
+ * Status: 0 success, > 0 a cudaError_t, < 0 one of AQ_GEMM_*.
  */
 #ifndef ANNIE_QUANT_GEMM_H
 #define ANNIE_QUANT_GEMM_H
@@ -19,20 +19,20 @@ enum { AQ_PATH_AUTO = 0, AQ_PATH_SKINNY = 1, AQ_PATH_TILED = 2, AQ_PATH_WGMMA = 
 enum { AQ_FP4_AUTO = 0, AQ_FP4_NATIVE = 1, AQ_FP4_EMULATED = 2 };
 enum { AQ_GEMM_NO_PLAN = -1, AQ_GEMM_NO_NATIVE = -2 };
 
-/* Deliberate mistakes, for the negative controls of validate-gpu: each must make the comparison with the oracle fail. */
+/* Planted faults for the negative controls of validate-gpu: with each, the comparison with the oracle must fail. */
 enum { AQ_FAULT_NONE = 0, AQ_FAULT_NIBBLES = 1, AQ_FAULT_SCALES = 2, AQ_FAULT_FRAGMENT = 3, AQ_FAULT_LANE = 4 };
 
 typedef struct {
     int path;     /* AQ_PATH_* */
-    int warps;    /* skinny: places of a warp's ring; tiled, wgmma: tokens of a tile */
-    int split;    /* blocks of a cluster that share K */
-    int stages;   /* skinny: row tiles of a step; otherwise ring depth */
+    int width;    /* skinny: pipeline stages per warp; tiled, wgmma: tokens per tile */
+    int split;    /* blocks per cluster; they share K */
+    int stages;   /* skinny: row tiles per step; tiled, wgmma: pipeline stages */
     int blocks;   /* blocks launched */
-    int smem;     /* dynamic shared memory of a block, bytes */
-    int shared;   /* wgmma: tiles of which all blocks have equal shares along K */
-    int rows;     /* wgmma: rows of a tile: 256, 192, or 128 whose block makes two parts of K side by side */
-    int arranged; /* wgmma: 1 where a kernel before puts the activations in order */
-    int64_t workspace; /* bytes of device memory that the launch writes and reads, its own until it ends; 0 for most */
+    int smem;     /* dynamic shared memory per block, bytes */
+    int stream_k_tiles; /* wgmma: tiles that are computed stream-K: all blocks get equal shares of them along K */
+    int rows;     /* wgmma: rows per tile: 256, 192, or 128 (its block computes two parts of K in parallel) */
+    int permuted; /* wgmma: 1 if a separate kernel permutes the activations first */
+    int64_t workspace; /* bytes of device memory that belong to the launch until it ends; 0 for most plans */
 } aq_plan;
 
 typedef struct {
@@ -47,7 +47,7 @@ int aq_device_info(int device, aq_device *out);
 int aq_pointer_device(const void *pointer, int *device);
 
 size_t aq_packed_bytes(int64_t n, int64_t k);
-/* *bad gets the smallest index of a scale byte that is NaN or negative, or stays INT64_MAX. */
+/* *bad is set to the smallest index of a scale byte that is NaN or negative, and not changed if there is none. */
 int aq_repack(const uint8_t *codes, const uint8_t *scales, uint8_t *packed, int64_t n, int64_t k, unsigned long long *bad,
               int fault, void *stream);
 int aq_plan_w4a16(int64_t m, int64_t n, int64_t k, int path, aq_plan *plan);
@@ -56,7 +56,7 @@ int aq_w4a16(const void *x, int64_t ldx, const uint8_t *packed, float tensor_sca
 
 int aq_w4a4(const uint8_t *a, const uint8_t *a_scale, const uint8_t *w, const uint8_t *w_scale, float alpha, void *out, int64_t m,
             int64_t n, int64_t k, int out_type, int mode, int fault, void *stream);
-/* 1 where the code that runs on the current device holds the native FP4 instruction. */
+/* *native = 1 if the code for the current device has the native FP4 instruction. */
 int aq_fp4_native(int *native);
 
 int aq_pack(const void *x, int type, int64_t blocks, float tensor_scale, uint8_t *codes, uint8_t *scales, void *stream);

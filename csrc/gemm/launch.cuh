@@ -1,4 +1,4 @@
-// Launching with clusters and programmatic dependent launch, shared by the W4A16 kernels.
+// Launch with clusters and programmatic dependent launch, for all W4A16 kernels.
 #pragma once
 #include "gemm/skinny.cuh"
 #include "gemm/tiled.cuh"
@@ -37,8 +37,9 @@ int launch_with(void (*kernel)(Args, More...), const Args &args, const Launch &h
     return (int)(e != cudaSuccess ? e : cudaGetLastError());
 }
 
-int launch_skinny(const SkinnyArgs &args, bool half, int places, int step_tiles, Launch how);
+int launch_skinny(const SkinnyArgs &args, bool half, int stages, int step_tiles, Launch how);
 int launch_tiled(const TiledArgs &args, bool half, int tokens, Launch how);
-// `args` without the places in the workspace; x: M rows of K columns, ldx apart; arranged: written anew by a kernel before.
-int launch_wgmma(WgmmaArgs args, const uint16_t *x, int64_t ldx, int k, bool arranged, bool half, int tokens, void *workspace, Launch how);
+// args: without the pointers into the workspace, which are set here. x: M rows of K columns, ldx elements apart. permuted: a separate kernel
+// permutes x first.
+int launch_wgmma(WgmmaArgs args, const uint16_t *x, int64_t ldx, int k, bool permuted, bool half, int tokens, void *workspace, Launch how);
 bool wgmma_runs();

@@ -1,5 +1,5 @@
-/* _gemm: the Python binding of the NVFP4 GEMM kernels. Pointers and sizes come as integers that annie_quant/gemm has checked;
- * here they are passed on, and a CUDA status becomes an exception. Nothing touches the driver until a function is called. */
+/* _gemm: the Python binding of the NVFP4 GEMM kernels. Pointers and sizes are integers that annie_quant/gemm has checked.
+ * They are passed on, and a CUDA status becomes an exception. The driver is not used until a function is called. */
 #include <Python.h>
 
 #include "gemm/ceiling.h"
@@ -20,7 +20,7 @@ static PyObject *raise_status(PyObject *module, int status) {
     return NULL;
 }
 
-/* Runs one call without the GIL; the value of `expr` is its status. */
+/* Run one call without the GIL; the value of `expr` is its status. */
 #define CALL(status, expr)             \
     do {                               \
         Py_BEGIN_ALLOW_THREADS         \
@@ -91,7 +91,7 @@ static PyObject *py_plan(PyObject *module, PyObject *args) {
     if (!PyArg_ParseTuple(args, "LLLi", &m, &n, &k, &path)) return NULL;
     CALL(status, aq_plan_w4a16(m, n, k, path, &p));
     if (status) return raise_status(module, status);
-    return Py_BuildValue("(iiiiiiiiiL)", p.path, p.warps, p.split, p.stages, p.blocks, p.smem, p.shared, p.rows, p.arranged,
+    return Py_BuildValue("(iiiiiiiiiL)", p.path, p.width, p.split, p.stages, p.blocks, p.smem, p.stream_k_tiles, p.rows, p.permuted,
                          (long long)p.workspace);
 }
 
@@ -102,7 +102,7 @@ static PyObject *py_w4a16(PyObject *module, PyObject *args) {
     int x_type, out_type, pdl, status;
     aq_plan p;
     if (!PyArg_ParseTuple(args, "KLKfKKLLLii(iiiiiiiiiL)iK", &x, &ldx, &packed, &scale, &out, &workspace, &m, &n, &k, &x_type, &out_type,
-                          &p.path, &p.warps, &p.split, &p.stages, &p.blocks, &p.smem, &p.shared, &p.rows, &p.arranged,
+                          &p.path, &p.width, &p.split, &p.stages, &p.blocks, &p.smem, &p.stream_k_tiles, &p.rows, &p.permuted,
                           &workspace_bytes, &pdl, &stream))
         return NULL;
     p.workspace = workspace_bytes;
@@ -210,7 +210,7 @@ static PyObject *py_stream_new(PyObject *module, PyObject *unused) {
     return status ? raise_status(module, status) : PyLong_FromVoidPtr(stream);
 }
 
-/* The four calls that take one handle and give nothing back. */
+/* Calls that take one handle and return nothing. */
 static PyObject *handle_call(PyObject *module, PyObject *args, int (*call)(void *)) {
     unsigned long long handle;
     int status;
@@ -242,16 +242,16 @@ static PyObject *py_graph_time(PyObject *module, PyObject *args) {
 }
 
 static PyMethodDef methods[] = {
-    {"device_count", py_device_count, METH_NOARGS, "How many CUDA devices there are."},
+    {"device_count", py_device_count, METH_NOARGS, "device_count() -> number of CUDA devices"},
     {"device_info", py_device_info, METH_VARARGS, "device_info(device) -> dict"},
     {"pointer_device", py_pointer_device, METH_VARARGS, "pointer_device(ptr) -> device, or -1 for host memory"},
-    {"use_device", py_use_device, METH_VARARGS, "use_device(device) -> the device before"},
+    {"use_device", py_use_device, METH_VARARGS, "use_device(device) -> the previous device"},
     {"packed_bytes", py_packed_bytes, METH_VARARGS, "packed_bytes(n, k) -> bytes of the repacked weight"},
     {"repack", py_repack, METH_VARARGS, "repack(codes, scales, packed, n, k, bad, fault, stream)"},
-    {"plan", py_plan, METH_VARARGS, "plan(m, n, k, path) -> (path, warps or tokens, split, stages, blocks, shared memory, shared tiles, rows, arranged, workspace)"},
+    {"plan", py_plan, METH_VARARGS, "plan(m, n, k, path) -> (path, width, split, stages, blocks, smem, stream_k_tiles, rows, permuted, workspace)"},
     {"w4a16", py_w4a16, METH_VARARGS, "w4a16(x, ldx, packed, scale, out, workspace, m, n, k, x_type, out_type, plan, pdl, stream)"},
     {"w4a4", py_w4a4, METH_VARARGS, "w4a4(a, a_scale, w, w_scale, alpha, out, m, n, k, out_type, mode, fault, stream)"},
-    {"fp4_native", py_fp4_native, METH_NOARGS, "Whether the code that runs here holds the native FP4 instruction."},
+    {"fp4_native", py_fp4_native, METH_NOARGS, "fp4_native() -> whether the code for this device has the native FP4 instruction"},
     {"pack", py_pack, METH_VARARGS, "pack(x, type, blocks, scale, codes, scales, stream)"},
     {"unpack", py_unpack, METH_VARARGS, "unpack(codes, scales, blocks, scale, out, type, stream)"},
     {"fake_quant", py_fake_quant, METH_VARARGS, "fake_quant(x, type, blocks, scale, out, stream)"},
@@ -259,7 +259,7 @@ static PyMethodDef methods[] = {
     {"free", py_free, METH_VARARGS, "free(ptr)"},
     {"copy", py_copy, METH_VARARGS, "copy(to, from, bytes, stream)"},
     {"fill", py_fill, METH_VARARGS, "fill(to, byte, bytes, stream)"},
-    {"read", py_read, METH_VARARGS, "read(from, bytes, sink, sms, stream): reads memory and nothing else"},
+    {"read", py_read, METH_VARARGS, "read(from, bytes, sink, sms, stream): only reads memory"},
     {"stream_new", py_stream_new, METH_NOARGS, "stream_new() -> stream"},
     {"stream_free", py_stream_free, METH_VARARGS, "stream_free(stream)"},
     {"stream_sync", py_stream_sync, METH_VARARGS, "stream_sync(stream)"},

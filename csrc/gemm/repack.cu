@@ -1,5 +1,5 @@
-// One-time repack of a checkpoint's weight (row-major codes, linear scales) into the chunks that the kernels stream.
-// Cost: reads 0.5625 byte a weight and writes the same; a thread makes one 32-bit word or one scale byte.
+// One-time repack of a checkpoint's weight (row-major codes, linear scales) into the chunks that the kernels read.
+// Reads and writes 0.5625 bytes per weight; a thread writes one 32-bit word or one scale byte.
 #include "gemm/device.cuh"
 #include "gemm/gemm.h"
 
@@ -26,7 +26,7 @@ __device__ uint32_t code_at(const Source &s, int64_t row, int64_t col) {
 }
 
 __global__ void repack_kernel(Source s, uint8_t *packed, int tiles, int chunks, unsigned long long *bad) {
-    // a block makes one chunk: 256 words of codes, then 128 scale bytes
+    // a block writes one chunk: 256 words of codes, then 128 scale bytes
     const int tile = blockIdx.x / chunks, chunk = blockIdx.x - tile * chunks;
     const int64_t row0 = (int64_t)tile * kRows, col0 = (int64_t)chunk * kCols;
     uint8_t *to = packed + chunk_at(tile, chunk, tiles, chunks);
@@ -40,7 +40,7 @@ __global__ void repack_kernel(Source s, uint8_t *packed, int tiles, int chunks, 
             const int64_t row = row0 + row_at(lane, jj);
             for (int half = 0; half < 2; half++) {
                 const int64_t col = col0 + column_at(q, lane, i, jj, half);
-                if (scale_byte(s, row, col) & 0x7Fu) word |= place(code_at(s, row, col), j, half);
+                if (scale_byte(s, row, col) & 0x7Fu) word |= code_field(code_at(s, row, col), j, half);
             }
         }
         *(uint32_t *)(to + word_at(q, lane, i)) = word;

@@ -1,13 +1,13 @@
-// W4A16 for few tokens (M <= 16): a stream of weights, with everything else arranged so that it never stops.
+// W4A16 for few tokens (M <= 16), limited by the memory bandwidth of the weights.
 //
-// One block an SM, with an equal share of the row tiles (and, in a cluster, of the columns). A block's work is the line (groups of
-// rows, columns) of steps, 32 G rows x 128 columns each; its 16 warps take equal stretches of it. Each warp has one or two places in
-// shared memory for 32 rows of a step, filled by bulk copies that it orders itself, so no warp waits for another before the end. It
-// reads a place into registers, orders what comes next into the same place, and only then decodes into mma's A fragments. One place
-// is as much as keeps the memory busy: whatever more is on its way at the end arrives at once and is decoded after the last byte came.
-// The activations are mma's B fragments, by plain loads through the L1, once for the G pairs of row tiles of a step. A warp leaves
-// partial sums in shared memory where its stretch leaves a group; they are added in a fixed order at the end, across a cluster too,
-// so results repeat to the bit. The tensor scale is applied once, there, in fp32.
+// One block per SM, each with an equal share of the row tiles (and, in a cluster, of the columns). The work of a block is a sequence of
+// steps of 32 G rows x 128 columns, ordered by (group of rows, column); its 16 warps take equal parts of the sequence. Each warp has one or
+// two pipeline stages in shared memory, each for 32 rows of a step, filled by bulk copies that the warp issues itself, so no warp waits for
+// another one before the end. A warp loads a stage into registers, issues the next copy into the same stage, and then decodes into
+// mma's A fragments. One stage is usually enough to keep the memory busy: more data in flight at the end arrives at the same time and is
+// then decoded after the last byte. The activations are mma's B fragments, loaded through the L1 once for the G pairs of row tiles of a
+// step. A warp writes partial sums to shared memory when it finishes its part of a group. They are added in a fixed order at the end, also
+// across a cluster, so results repeat to the bit. The tensor scale is applied there, once, in fp32.
 #pragma once
 #include <type_traits>
 
@@ -22,28 +22,28 @@ struct SkinnyArgs {
     int64_t ldx, n;
     float scale;
     int m, k, tiles, chunks, split, out_type, pdl;
-    uint32_t zero;  // 0, which the compiler cannot know
-    // quotients made by the host: an integer division costs a block a tenth of a microsecond, and the whole launch lasts ten
+    uint32_t zero;  // 0; the compiler must not know its value
+    // quotients from the host: an integer division takes 0.1 microseconds per block, and the whole launch takes 10
     int log_split, tiles_each, tiles_more, chunks_each, chunks_more;
     uint32_t by_chunks[2], by_m;  // ceil(2^32 / d) for d = chunks_each, chunks_each + 1 and m
 };
 
-// Shared memory of a block: places, their barriers, partial sums [group + warp][token][kPitch], and in a cluster what its blocks
-// send each other [rank][item][32].
-template <int NT, int G, int PLACES>
+// Shared memory of a block: pipeline stages, their barriers, partial sums [group + warp][token][kPitch], and in a cluster the sums that
+// the blocks exchange [rank][item][32].
+template <int NT, int G, int STAGES>
 struct SkinnyShape {
-    static constexpr int kPlace = 2 * kChunk, kRing = PLACES * (kPlace + 8);
+    static constexpr int kStageBytes = 2 * kChunk, kRing = STAGES * (kStageBytes + 8);
     static constexpr int kPitch = 32 * G + 4, kSlot = 8 * NT * kPitch;
-    static constexpr int kChains = NT == 1 ? 2 : 1;  // independent sums, against the latency of mma
-    // groups of a block with so many row tiles: it may begin in the middle of a pair, but then no block has one tile more
+    static constexpr int kChains = NT == 1 ? 2 : 1;  // independent sums, to hide the latency of mma
+    // Groups of a block with this number of row tiles. A block may begin in the middle of a pair; then no block has one tile more.
     AQ_HD static int groups(int tiles) { return ((tiles + 1) / 2 + G - 1) / G; }
     static int64_t bytes(int m, int64_t groups, int split) {
         return (int64_t)kSkinnyWarps * kRing + (groups + kSkinnyWarps) * kSlot * 4 + (split > 1 ? (groups * m * G + split) * 128 : 0);
     }
 };
 
-// x / d by the host's ceil(2^32 / d): exact for x * d < 2^32
-__device__ __forceinline__ int over(int x, uint32_t reciprocal) { return reciprocal ? (int)__umulhi((uint32_t)x, reciprocal) : x; }
+// x / d from the host's ceil(2^32 / d): exact for x * d < 2^32
+__device__ __forceinline__ int divide(int x, uint32_t reciprocal) { return reciprocal ? (int)__umulhi((uint32_t)x, reciprocal) : x; }
 
 __device__ __forceinline__ uint4 shared16(uint32_t at) {
     uint4 v;
@@ -55,54 +55,54 @@ __device__ __forceinline__ uint32_t shared4(uint32_t at) {
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at));
     return v;
 }
-// Activations may be written by the kernel before: an ordinary load, which stays behind wait_for_previous_kernel.
+// The previous kernel may write the activations: an ordinary load, which is not moved before wait_for_previous_kernel.
 __device__ __forceinline__ uint4 load_x16(const void *p) {
     uint4 v;
     asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
     return v;
 }
 
-// A lane's share of a place: its words of the two row tiles and the scales that go with them.
+// A lane's part of a stage: its words of the two row tiles and their scales.
 struct SkinnyCodes {
     uint4 words[2][2];  // [row tile][64 columns]
     uint32_t scales[2];
-    __device__ __forceinline__ void read(uint32_t place, int lane) {
+    __device__ __forceinline__ void read(uint32_t stage, int lane) {
 #pragma unroll
-        for (int r = 0; r < 2; r++) scales[r] = shared4(place + lane * 4 + r * kChunk + kCodes);
+        for (int r = 0; r < 2; r++) scales[r] = shared4(stage + lane * 4 + r * kChunk + kCodes);
 #pragma unroll
         for (int q = 0; q < 2; q++)
 #pragma unroll
-            for (int r = 0; r < 2; r++) words[r][q] = shared16(place + lane * 16 + r * kChunk + q * 512);
+            for (int r = 0; r < 2; r++) words[r][q] = shared16(stage + lane * 16 + r * kChunk + q * 512);
     }
-    // 0, which nobody has before every lane has all its bytes: a copy's address that waits for it cannot overtake a read
+    // Returns 0 after every lane has read its bytes. A copy whose address depends on it cannot start before the reads are complete.
     __device__ __forceinline__ uint32_t all_read(uint32_t zero) const {
         const uint32_t some = scales[0] | scales[1] | words[0][0].x | words[0][1].x | words[1][0].x | words[1][1].x;
-        __syncwarp();  // orders the lanes' reads; that they have ended, only their values can tell
+        __syncwarp();  // orders the lanes' reads; only their values show that they are complete
         return (uint32_t)__any_sync(~0u, (some & zero) != 0);
     }
 };
 
-// NT: 8 tokens or 16; G: pairs of row tiles of a step; WHOLE: K is a multiple of a chunk.
-template <int NT, bool HALF, int G, int PLACES, bool WHOLE>
+// NT: 1 for 8 tokens, 2 for 16; G: pairs of row tiles per step; WHOLE: K is a multiple of a chunk.
+template <int NT, bool HALF, int G, int STAGES, bool WHOLE>
 __global__ void __launch_bounds__(32 * kSkinnyWarps, 1) skinny_kernel(const SkinnyArgs a) {
-    using Shape = SkinnyShape<NT, G, PLACES>;
-    constexpr int kWarps = kSkinnyWarps, kPlace = Shape::kPlace, kPitch = Shape::kPitch, kSlot = Shape::kSlot, kChains = Shape::kChains;
+    using Shape = SkinnyShape<NT, G, STAGES>;
+    constexpr int kWarps = kSkinnyWarps, kStageBytes = Shape::kStageBytes, kPitch = Shape::kPitch, kSlot = Shape::kSlot, kChains = Shape::kChains;
     extern __shared__ __align__(128) uint8_t smem[];
     const int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, (int)threadIdx.x >> 5, 0);
-    const uint32_t ring = smem_at(smem) + warp * (PLACES * kPlace), bars = smem_at(smem) + kWarps * PLACES * kPlace + warp * (PLACES * 8);
+    const uint32_t ring = smem_at(smem) + warp * (STAGES * kStageBytes), bars = smem_at(smem) + kWarps * STAGES * kStageBytes + warp * (STAGES * 8);
     float *slots = (float *)(smem + kWarps * Shape::kRing);
-    warp_bars_init(bars, PLACES);
-    cluster_begin(a.split);
+    warp_bars_init(bars, STAGES);
+    cluster_arrive(a.split);
 
     const int rank = a.split > 1 ? (int)cluster_rank() : 0, cluster = blockIdx.x >> a.log_split;
     const int tile0 = cluster * a.tiles_each + min(cluster, a.tiles_more), tile1 = tile0 + a.tiles_each + (cluster < a.tiles_more);
     const int pair0 = tile0 >> 1, groups = (((tile1 + 1) >> 1) - pair0 + G - 1) / G;
     const int chunk0 = rank * a.chunks_each + min(rank, a.chunks_more), wide = rank < a.chunks_more, chunks = a.chunks_each + wide;
-    const int line = groups * chunks;
-    const int begin = line * warp / kWarps, end = line * (warp + 1) / kWarps;
-    int group = chunks ? over(begin, wide ? a.by_chunks[1] : a.by_chunks[0]) : 0, chunk = begin - group * chunks;  // of the step computed next
+    const int total_steps = groups * chunks;
+    const int begin = total_steps * warp / kWarps, end = total_steps * (warp + 1) / kWarps;
+    int group = chunks ? divide(begin, wide ? a.by_chunks[1] : a.by_chunks[0]) : 0, chunk = begin - group * chunks;  // of the step computed next
 
-    // Of a pair only the tiles of this block are fetched; what is computed from the other's old bytes is never stored.
+    // Only this block's tiles of a pair are fetched; results from the other tile's old bytes are not stored.
     int fetch_group = group, fetch_left = 0, to_fetch = end - begin;
     int stride[G], bytes[G], skip[G];
     const uint8_t *from[G];
@@ -117,9 +117,9 @@ __global__ void __launch_bounds__(32 * kSkinnyWarps, 1) skinny_kernel(const Skin
         }
         fetch_left = chunks - at_chunk;
     };
-    const auto fetch = [&](auto which, uint32_t place, uint32_t bar) {
+    const auto fetch = [&](auto which, uint32_t stage, uint32_t bar) {
         constexpr int h = decltype(which)::value;
-        warp_copy(place + skip[h], from[h], bytes[h], bar);
+        warp_copy(stage + skip[h], from[h], bytes[h], bar);
         from[h] += stride[h];
         if (h == G - 1) {
             to_fetch--;
@@ -130,18 +130,18 @@ __global__ void __launch_bounds__(32 * kSkinnyWarps, 1) skinny_kernel(const Skin
     constexpr std::integral_constant<int, G - 1> kLast;
     if (to_fetch) seek(chunk), fetch(kFirst, ring, bars);
     warp_copies_end();
-    if (PLACES == 2) {
-        if (to_fetch) fetch(kLast, ring + kPlace, bars + 8);
+    if (STAGES == 2) {
+        if (to_fetch) fetch(kLast, ring + kStageBytes, bars + 8);
         warp_copies_end();
     }
-    if (a.pdl) {  // weights never depend on the kernel before; activations and the output do
-        let_next_kernel_start();
+    if (a.pdl) {  // weights do not depend on the previous kernel; activations and the output do
+        allow_next_kernel();
         wait_for_previous_kernel();
     }
 
     const int g = lane >> 2, l = lane & 3;
-    const int last = a.chunks - 1 - chunk0;  // unless WHOLE, the chunk that K fills in part
-    const uint16_t *x_row[NT], *x[NT];  // a lane whose token does not exist reads the last one; its column is never stored
+    const int last = a.chunks - 1 - chunk0;  // unless WHOLE, the chunk that is partly filled
+    const uint16_t *x_row[NT], *x[NT];  // a lane without a token reads the last token; its column is not stored
 #pragma unroll
     for (int t = 0; t < NT; t++) {
         x_row[t] = a.x + min(8 * t + g, a.m - 1) * a.ldx + chunk0 * kCols + l * 16;
@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(32 * kSkinnyWarps, 1) skinny_kernel(const Skin
             for (int t = 0; t < NT; t++)
 #pragma unroll
                 for (int i = 0; i < 2; i++) xs[q][i][t] = load_x16(x[t] + q * 64 + i * 8);
-        } else {  // beyond K: zeros, since padded codes are zeros and 0 * NaN is not
+        } else {  // zeros beyond K: the padded codes are zeros, but 0 * NaN is not 0
             const bool there = (chunk0 + of_chunk) * kCols + q * 64 + l * 16 < a.k;
 #pragma unroll
             for (int t = 0; t < NT; t++)
@@ -182,16 +182,16 @@ __global__ void __launch_bounds__(32 * kSkinnyWarps, 1) skinny_kernel(const Skin
                         for (int c = 0; c < kChains; c++) acc[h][r][c][t][i] = 0.f;
                     }
     };
-    uint32_t place = ring, bar = bars, parity = 0;
-    const auto half_step = [&](auto which, int next, bool more) {  // one pair of row tiles; the last one of a step reloads the activations
+    uint32_t stage = ring, bar = bars, parity = 0;
+    const auto half_step = [&](auto which, int next, bool more) {  // one pair of row tiles; the last pair of a step reloads the activations
         constexpr int h = decltype(which)::value;
-        warp_wait(bar, parity, PLACES);
+        warp_wait(bar, parity, STAGES);
         SkinnyCodes codes;
-        codes.read(place, lane);
-        if (to_fetch) fetch(std::integral_constant<int, (h + PLACES) % G>{}, place + codes.all_read(a.zero), bar);
+        codes.read(stage, lane);
+        if (to_fetch) fetch(std::integral_constant<int, (h + STAGES) % G>{}, stage + codes.all_read(a.zero), bar);
         warp_copies_end();
-        if (PLACES == 1 || place != ring) place = ring, bar = bars, parity ^= 1;
-        else place += kPlace, bar += 8;
+        if (STAGES == 1 || stage != ring) stage = ring, bar = bars, parity ^= 1;
+        else stage += kStageBytes, bar += 8;
 #pragma unroll
         for (int q = 0; q < 2; q++) {
             uint32_t s[2][2];
@@ -232,37 +232,37 @@ __global__ void __launch_bounds__(32 * kSkinnyWarps, 1) skinny_kernel(const Skin
     if (begin < end && chunk != 0) flush();
     __syncthreads();
 
-    // A warp adds what the warps hold of 32 rows of a token, in order, and stores it or sends it to the block that adds the ranks'.
+    // A warp adds the partial sums of 32 rows of a token in order, and stores the result or sends it to the block that adds all ranks.
     const int items = groups * a.m * G, each = (items + a.split - 1) >> a.log_split;
-    float *sent = slots + (Shape::groups(a.tiles_each + (a.tiles_more > 0)) + kWarps) * kSlot;
+    float *peer_sums = slots + (Shape::groups(a.tiles_each + (a.tiles_more > 0)) + kWarps) * kSlot;
     const auto store = [&](int item, float sum) {
-        const int u = item / G, t = over(u, a.by_m), token = u - t * a.m;
+        const int u = item / G, t = divide(u, a.by_m), token = u - t * a.m;
         const int n = (pair0 + t * G + item % G) * 32 + lane;
         if (n >= tile0 * kRows && n < tile1 * kRows && n < a.n) store_typed(a.out, token * a.n + n, sum * a.scale, a.out_type);
     };
-    const int its_begin = line * lane / kWarps, its_end = line * (lane + 1) / kWarps;  // lane i knows warp i's stretch
-    cluster_begun(a.split);
+    const int lane_begin = total_steps * lane / kWarps, lane_end = total_steps * (lane + 1) / kWarps;  // lane i has warp i's part of the sequence
+    cluster_wait(a.split);
     for (int e = warp; e < items; e += kWarps) {
-        const int u = e / G, t = over(u, a.by_m), token = u - t * a.m;
-        const uint32_t have = __ballot_sync(~0u, max(its_begin, t * chunks) < min(its_end, t * chunks + chunks));
+        const int u = e / G, t = divide(u, a.by_m), token = u - t * a.m;
+        const uint32_t contributors = __ballot_sync(~0u, max(lane_begin, t * chunks) < min(lane_end, t * chunks + chunks));
         const float *from_slot = slots + t * kSlot + token * kPitch + e % G * 32 + lane;
         float sum = 0.f;
 #pragma unroll
         for (int w = 0; w < kWarps; w++)
-            if (have >> w & 1) sum += from_slot[w * kSlot];
+            if (contributors >> w & 1) sum += from_slot[w * kSlot];
         if (a.split == 1) {
             store(e, sum);
         } else {
             int owner = 0, mine = e;
             while (mine >= each) mine -= each, owner++;
-            store_peer(sent + (rank * each + mine) * 32 + lane, owner, sum);
+            store_peer(peer_sums + (rank * each + mine) * 32 + lane, owner, sum);
         }
     }
     if (a.split == 1) return;
     cluster_sync(a.split);
     for (int e = warp; e < each && rank * each + e < items; e += kWarps) {
         float sum = 0.f;
-        for (int peer = 0; peer < a.split; peer++) sum += sent[(peer * each + e) * 32 + lane];
+        for (int peer = 0; peer < a.split; peer++) sum += peer_sums[(peer * each + e) * 32 + lane];
         store(rank * each + e, sum);
     }
 }

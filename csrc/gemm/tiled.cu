@@ -1,4 +1,4 @@
-// Instances of the many-token kernel: 256 rows by 16, 64 or 128 tokens.
+// Instantiations of the many-token kernel: 256 rows x 16, 64 or 128 tokens.
 #include "gemm/launch.cuh"
 
 namespace {

@@ -1,8 +1,8 @@
-// W4A16 for more tokens: tiles of the output, weights and activations streamed together through one ring.
+// W4A16 for more tokens: output tiles, with weights and activations in the same pipeline.
 //
-// A stage is BN rows x 128 columns of repacked weights and BM tokens x 128 columns of activations: one bulk copy, and 16-byte copies
-// by all threads (a warp for copies alone would cost every thread registers). The warps decode the weights in registers, once for
-// all their tokens, and feed mma.sync. Blocks of a cluster split K; their partial tiles are added in rank order through distributed
+// A stage is BN rows x 128 columns of repacked weights (one bulk copy) and BM tokens x 128 columns of activations (16-byte copies by all
+// threads; a warp only for copies would take registers from every thread). The warps decode the weights in registers, once for all
+// their tokens, and feed mma.sync. Blocks of a cluster split K; their partial tiles are added in rank order through distributed
 // shared memory.
 #pragma once
 #include "gemm/device.cuh"
@@ -16,10 +16,10 @@ struct TiledArgs {
     int m, k, n_tiles, m_tiles, tiles, chunks, split, stages, out_type, pdl;
 };
 
-constexpr int kTilePitch = kCols * 2 + 16;  // bytes between tokens: shifts the banks by 16 bytes a token
-constexpr int kMGroup = 8;                  // tiles of tokens that run side by side, for the L2
+constexpr int kTilePitch = kCols * 2 + 16;  // bytes between tokens: shifts the banks by 16 bytes per token
+constexpr int kMGroup = 8;                  // tiles of tokens that run at the same time, so that they share weights in the L2
 
-// KS groups of WR warps, 16 TR rows each and all 8 TC tokens; the groups share the columns of a chunk.
+// KS groups of WR warps; each warp has 16 TR rows and all 8 TC tokens; the groups share the columns of a chunk.
 template <int WR, int KS, int TR, int TC>
 struct TileShape {
     static constexpr int kWarps = WR * KS, kBN = 16 * TR * WR, kBM = 8 * TC;
@@ -36,14 +36,14 @@ __global__ void __launch_bounds__(32 * WR * KS, 1) tiled_kernel(const TiledArgs 
     uint8_t *stages = smem + 1024;
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const int rank = a.split > 1 ? (int)cluster_rank() : 0, tile = blockIdx.x / a.split;
-    // tokens fastest within a group of kMGroup tiles, then weights: the blocks that run together share both
+    // tokens vary fastest within a group of kMGroup tiles, then weights: blocks that run at the same time share both
     const int group = tile / (kMGroup * a.n_tiles), in_group = tile - group * kMGroup * a.n_tiles;
     const int width = min(kMGroup, a.m_tiles - group * kMGroup);
     const int m0 = (group * kMGroup + in_group % width) * S::kBM, nt = in_group / width, n0 = nt * S::kBN;
     const int c0 = a.chunks * rank / a.split, c1 = a.chunks * (rank + 1) / a.split;
 
     if (threadIdx.x == 0)
-        for (int s = 0; s < a.stages; s++) bar_init(full + s, 32 * S::kWarps + kBulkArrivals), bar_init(empty + s, kBack * S::kWarps);
+        for (int s = 0; s < a.stages; s++) bar_init(full + s, 32 * S::kWarps + kBulkArrivals), bar_init(empty + s, kReleaseArrivals * S::kWarps);
     bar_fence();
     __syncthreads();
 
@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(32 * WR * KS, 1) tiled_kernel(const TiledArgs 
     const auto fetch_weights = [&](int c, int s) {
         copy_piece(stages + (size_t)s * S::kStage, weights_from + (int64_t)c * have * kChunk, have * kChunk, full + s);
     };
-    const auto fetch_x = [&](int c, int s) {  // beyond K: zeros, since padded codes are zeros and 0 * NaN is not
+    const auto fetch_x = [&](int c, int s) {  // zeros beyond K: the padded codes are zeros, but 0 * NaN is not 0
         uint8_t *to = stages + (size_t)s * S::kStage + S::kWeightBytes;
 #pragma unroll
         for (int i = threadIdx.x; i < S::kBM * 16; i += 32 * S::kWarps) {
@@ -73,24 +73,24 @@ __global__ void __launch_bounds__(32 * WR * KS, 1) tiled_kernel(const TiledArgs 
         }
         arrive_when_copied(full + s);
     };
-    const int ahead = a.stages > 3 ? a.stages - 2 : a.stages - 1;  // chunks on their way beside the one computed
+    const int ahead = a.stages > 3 ? a.stages - 2 : a.stages - 1;  // chunks in flight in addition to the one being computed
     for (int s = 0; s < ahead && c0 + s < c1; s++) fetch_weights(c0 + s, s);
-    if (a.pdl) {  // weights never depend on the kernel before; activations and the output do
-        let_next_kernel_start();
+    if (a.pdl) {  // weights do not depend on the previous kernel; activations and the output do
+        allow_next_kernel();
         wait_for_previous_kernel();
     }
     for (int s = 0; s < ahead && c0 + s < c1; s++) fetch_x(c0 + s, s);
 
     {
-        int next = ahead % a.stages, next_turn = ahead / a.stages;  // the slot that takes chunk c + ahead
-        for (int c = c0, s = 0, turn = 0; c < c1; c++) {
+        int next = ahead % a.stages, next_phase = ahead / a.stages;  // the slot for chunk c + ahead
+        for (int c = c0, s = 0, phase = 0; c < c1; c++) {
             if (c + ahead < c1) {
-                if (next_turn) bar_wait(empty + next, (next_turn - 1) & 1);  // every warp is through with what lay there
+                if (next_phase) bar_wait(empty + next, (next_phase - 1) & 1);  // every warp has released the slot
                 fetch_weights(c + ahead, next);
                 fetch_x(c + ahead, next);
-                if (++next == a.stages) next = 0, next_turn++;
+                if (++next == a.stages) next = 0, next_phase++;
             }
-            bar_wait(full + s, turn & 1);
+            bar_wait(full + s, phase & 1);
             const uint8_t *stage = stages + (size_t)s * S::kStage;
             const uint8_t *weights = stage + wr * TR * kChunk, *xs = stage + S::kWeightBytes + g * kTilePitch + l * 32;
             uint32_t scales[TR];
@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(32 * WR * KS, 1) tiled_kernel(const TiledArgs 
             for (int r = 0; r < TR; r++) scales[r] = *(const uint32_t *)(weights + r * kChunk + scale_at(0, lane));
 #pragma unroll
             for (int qq = 0; qq < 2 / KS; qq++)
-#pragma unroll(HALF && TC == 16 ? 1 : 2)  // whole, this one instance spills for sm_12x
+#pragma unroll(HALF && TC == 16 ? 1 : 2)  // fully unrolled, this instance spills registers on sm_12x
                 for (int h = 0; h < 2; h++) {
                     const int q = KS == 1 ? qq : part_of_k;
                     uint32_t f[TR][2][4];
@@ -122,15 +122,15 @@ __global__ void __launch_bounds__(32 * WR * KS, 1) tiled_kernel(const TiledArgs 
                     }
                 }
             __syncwarp();
-            if (lane < kBack) bar_arrive(empty + s);
-            if (++s == a.stages) s = 0, turn++;
+            if (lane < kReleaseArrivals) bar_arrive(empty + s);
+            if (++s == a.stages) s = 0, phase++;
         }
     }
-    __syncthreads();  // the ring is spent; its place takes the partial tile, token by token
+    __syncthreads();  // the pipeline is empty; its memory is reused for the partial tile, token by token
     float *part = (float *)stages;
 #pragma unroll
-    for (int turn = 0; turn < KS; turn++) {
-        if (part_of_k == turn)
+    for (int group_of_k = 0; group_of_k < KS; group_of_k++) {
+        if (part_of_k == group_of_k)
 #pragma unroll
             for (int r = 0; r < TR; r++)
 #pragma unroll
@@ -138,12 +138,12 @@ __global__ void __launch_bounds__(32 * WR * KS, 1) tiled_kernel(const TiledArgs 
 #pragma unroll
                     for (int i = 0; i < 4; i++) {
                         float *at = part + (t * 8 + 2 * l + (i & 1)) * S::kOutPitch + (wr * TR + r) * 16 + g + 8 * (i >> 1);
-                        *at = turn ? *at + acc[r][t][i] : acc[r][t][i];
+                        *at = group_of_k ? *at + acc[r][t][i] : acc[r][t][i];
                     }
-        if (turn + 1 < KS) __syncthreads();
+        if (group_of_k + 1 < KS) __syncthreads();
     }
     cluster_sync(a.split);
-    // Ranks share the tokens; four rows a thread, the ranks' sums added in order.
+    // The ranks divide the tokens; four rows per thread, with the ranks' sums added in order.
     const int first = tokens * rank / a.split, last = tokens * (rank + 1) / a.split;
     constexpr int kQuads = S::kBN / 4;
     for (int e = first * kQuads + threadIdx.x; e < last * kQuads; e += blockDim.x) {
@@ -157,5 +157,5 @@ __global__ void __launch_bounds__(32 * WR * KS, 1) tiled_kernel(const TiledArgs 
         }
         store4(a.out, (int64_t)(m0 + token) * a.n, n0 + r, a.n, sum, a.scale, a.out_type);
     }
-    if (a.split > 1) cluster_leave();
+    if (a.split > 1) cluster_wait_before_exit();
 }

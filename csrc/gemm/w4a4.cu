@@ -1,7 +1,7 @@
-// W4A4: FP4 activations x FP4 weights, both with E4M3 block scales, on mma.m16n8k64.block_scale where the chip has it.
+// W4A4: FP4 activations x FP4 weights, both with E4M3 block scales, on mma.m16n8k64.block_scale if the GPU has it.
 //
-// On other chips that one instruction is replaced by an emulation that gathers the same fragments from the same lanes, so the
-// layouts, scale lanes and epilogue around it are the ones that run on sm_120a / sm_121a. What the emulation computes, to the bit:
+// On other GPUs that one instruction is replaced by an emulation that takes the same fragments from the same lanes, so layouts, scale
+// lanes and epilogue are those that run on sm_120a and sm_121a. The emulation computes, to the bit:
 //     acc = (((acc + T0) + T1) + T2) + T3,  T_b = (sum over 16 columns of a * w) * (sfa * sfb)
 // where each T_b is exact (12-bit sum times 8-bit product of scales) and each addition rounds to nearest in fp32.
 #include "gemm/device.cuh"
@@ -26,7 +26,7 @@ struct Args {
     int out_type, fault;
 };
 
-__device__ float ue4m3_value(uint32_t byte) {  // the sign bit is ignored, 0x7F is NaN: as the instruction does
+__device__ float ue4m3_value(uint32_t byte) {  // like the instruction: the sign bit is ignored, 0x7F is NaN
     const uint32_t e = (byte >> 3) & 15u, m = byte & 7u;
     if (e == 15 && m == 7) return __uint_as_float(0x7FC00000u);
     return e ? __uint_as_float((e + 120u) << 23 | m << 20) : (float)m * (1.f / 512);
@@ -75,7 +75,7 @@ __device__ __forceinline__ void native(float (&d)[4], const uint32_t (&a)[4], co
 #endif
 }
 
-// Rows of codes are k/2 bytes, k a multiple of 16: eight codes lie wholly inside or outside, and a word is 4-byte aligned.
+// Rows of codes are k/2 bytes, and k is a multiple of 16: eight codes are all inside or all outside, and a word is 4-byte aligned.
 __device__ __forceinline__ uint32_t codes8(const uint8_t *codes, int64_t row, int64_t rows, int64_t col, int64_t k) {
     return row < rows && col < k ? __ldg((const uint32_t *)(codes + row * (k / 2) + col / 2)) : 0u;
 }
@@ -89,14 +89,14 @@ __device__ __forceinline__ uint32_t scales4(const uint8_t *scales, int64_t row, 
     return v;
 }
 
-// A warp makes 16 tokens x 64 outputs; nothing is staged: this is a validation kernel, and the L1 holds what neighbours share.
+// A warp computes 16 tokens x 64 outputs. There is no pipeline: this is a validation kernel, and shared data is in the L1.
 template <bool NATIVE>
 __global__ void __launch_bounds__(32 * kWarps) w4a4_kernel(const Args p) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const int64_t m0 = (int64_t)blockIdx.y * 16, n0 = ((int64_t)blockIdx.x * kWarps + warp) * kColsOfWarp;
     if (n0 >= p.n) return;
     float d[kNT][4] = {};
-    const int sfa_row = (lane >> 2) + 8 * (lane & 1);  // inverse of fp4_sfa_lane; lanes 2 and 3 of a quad give nothing
+    const int sfa_row = (lane >> 2) + 8 * (lane & 1);  // inverse of fp4_sfa_lane; lanes 2 and 3 of a quad are not used
     for (int64_t k0 = 0; k0 < p.k; k0 += 64) {
         uint32_t a[4];
 #pragma unroll
@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(32 * kWarps) w4a4_kernel(const Args p) {
         }
 }
 
-__global__ void says_native(int *flag) { *flag = AQ_NATIVE_FP4; }
+__global__ void native_flag_kernel(int *flag) { *flag = AQ_NATIVE_FP4; }
 
 }  // namespace
 
@@ -141,7 +141,7 @@ extern "C" int aq_fp4_native(int *native) {
     *native = 0;
     cudaError_t e = cudaMalloc(&flag, sizeof *flag);
     if (e != cudaSuccess) return (int)e;
-    says_native<<<1, 1>>>(flag);
+    native_flag_kernel<<<1, 1>>>(flag);
     e = cudaGetLastError();
     if (e == cudaSuccess) e = cudaMemcpy(native, flag, sizeof *flag, cudaMemcpyDeviceToHost);
     cudaFree(flag);

@@ -1,50 +1,50 @@
 // W4A16 on Hopper's wgmma (sm_90a): the transposed product, with decoded weights as the register operand.
 //
-// A block makes 16 rows a warp x TOKENS tokens. A warp's 16 rows x 16 columns of decoded weights are wgmma's A fragment as they are
-// mma.sync's, so the repacked layout is the same. The activations must come in the order of columns that this layout fixes. Either the
-// copy engine brings them as they are, and three warps of each block put them in order where they lie in shared memory; or, where many
-// blocks or many steps would do so again, a small kernel before writes them once in the very bytes that wgmma reads. One thread orders
-// all copies.
+// A block computes 16 rows per warp x TOKENS tokens. A warp's 16 rows x 16 columns of decoded weights are the A fragment of wgmma and of
+// mma.sync, so the repacked layout is the same. The activations must be in the column order of this layout. Either the copy engine copies
+// them unchanged and three warps of each block permute them in place in shared memory, or, if many blocks or many steps would repeat
+// that, a small kernel permutes them once into the bytes that wgmma reads. One thread issues all copies.
 //
-// How tiles and blocks meet: (1) a block makes tiles of 256 or 192 rows whole, one after the other; (2) a cluster of two blocks makes one
-// tile of 256 rows, a half of K each, or one of 128 rows, a quarter of K for each pair of warpgroups, and adds through shared memory;
-// (3) `shared` tiles are cut along K into equal shares for all blocks, and a kernel after adds a tile's parts in the order of K.
+// Assignment of tiles to blocks: (1) a block computes whole tiles of 256 or 192 rows, one after the other; (2) a cluster of two blocks
+// computes one tile of 256 rows, half of K each, or one of 128 rows, a quarter of K per pair of warpgroups, and reduces through shared
+// memory; (3) stream-K: `stream_k_tiles` tiles are divided along K into equal shares for all blocks, and a fix-up kernel adds the parts
+// of a tile in the order of K.
 #pragma once
 #include "gemm/wgmma_ptx.cuh"
 
 struct WgmmaArgs {
     const uint8_t *packed, *image;
-    float *sums;  // two partial tiles a block
+    float *sums;  // two partial tiles per block
     void *out;
     int64_t n;
     float scale;
-    int m, n_tiles, m_tiles, tiles, chunks, steps, halves, row_tiles, shared, stages, out_type, pdl;  // row_tiles: of 16 rows, of a block
+    int m, n_tiles, m_tiles, tiles, chunks, steps, halves, row_tiles, stream_k_tiles, stages, out_type, pdl;  // row_tiles: 16 rows each, per block
 };
 
-constexpr int kTokenGroup = 8;  // tiles of tokens that run side by side, for the L2
-constexpr int kWarps = 16, kWgmmaThreads = 32 * kWarps + 128;  // consumers, each 16 rows, and a warpgroup for the producer
-// Registers of a thread at the start, of a consumer, of the producer. A block has 61440 in all: what is left of 65536 lets one block of
-// the kernels before and after it lie beside.
+constexpr int kTokenGroup = 8;  // tiles of tokens that run at the same time, so that they share weights in the L2
+constexpr int kWarps = 16, kWgmmaThreads = 32 * kWarps + 128;  // consumers with 16 rows each, and a warpgroup for the producer
+// Registers per thread at the start, of a consumer and of the producer. A block has 61440 in total; the rest of 65536 is enough for one
+// resident block of the permutation kernel or the fix-up kernel.
 constexpr int kRegisters = 96;
 AQ_HD constexpr int consumer_registers(int tokens) { return tokens == 128 ? 112 : 104; }
 AQ_HD constexpr int producer_registers(int tokens) { return tokens == 128 ? 32 : 64; }
-constexpr int kWgmmaHead = 1024 + 512 * kWarps, kWeights = kWarps * kChunk;  // barriers and 512 bytes a warp; a step's weights
-constexpr int kTurners = 3, kAtOnce = 2;  // warps that put the activations in order, and what each holds at once
+constexpr int kWgmmaHead = 1024 + 512 * kWarps, kWeights = kWarps * kChunk;  // barriers and 512 bytes per warp; the weights of a step
+constexpr int kPermuteWarps = 3, kRowsInFlight = 2;  // warps that permute the activations in place, and rows that each has in registers
 AQ_HD constexpr int wgmma_stage(int tokens, int halves) { return kWeights + tokens * 256 * halves; }
-// Shared memory for adding up: what the other half of a block gives, and what the other block of a cluster gives.
-AQ_HD constexpr int wgmma_given(int tokens, int split, int halves) { return split == 1 ? 0 : halves == 1 ? 512 * tokens : 768 * tokens; }
+// Shared memory for the reduction: the sums of the other half of a block, and those of the other block of a cluster.
+AQ_HD constexpr int wgmma_reduce_bytes(int tokens, int split, int halves) { return split == 1 ? 0 : halves == 1 ? 512 * tokens : 768 * tokens; }
 
-// Bytes of the workspace: the activations' image, and two partial tiles a block.
+// Bytes of the workspace: the permuted activations, and two partial tiles per block.
 struct WgmmaSpace {
     size_t image, sums;
 };
-inline WgmmaSpace wgmma_space(int tokens, int m_tiles, int chunks, bool arranged, int shared, int split, int blocks) {
-    return {arranged ? (size_t)m_tiles * chunks * tokens * 256 : 0,
-            shared && split == 1 ? (size_t)2 * blocks * kWarps * kRows * tokens * 4 : 0};
+inline WgmmaSpace wgmma_space(int tokens, int m_tiles, int chunks, bool permuted, int stream_k_tiles, int split, int blocks) {
+    return {permuted ? (size_t)m_tiles * chunks * tokens * 256 : 0,
+            stream_k_tiles && split == 1 ? (size_t)2 * blocks * kWarps * kRows * tokens * 4 : 0};
 }
 
 #if AQ_WGMMA
-// Where a tile lies: tokens fastest within a group, then weights, so that blocks that run together share both.
+// Position of a tile: tokens vary fastest within a group, then weights, so that blocks that run at the same time share both.
 struct TileAt {
     int mt, nt;
     __device__ TileAt(const WgmmaArgs &a, int tile) {
@@ -55,12 +55,12 @@ struct TileAt {
     }
 };
 
-// What this block does, piece by piece: its share of the shared tiles, then whole ones.
-struct Pieces {
+// The work items of this block: its share of the stream-K tiles, then whole tiles.
+struct WorkItems {
     int at, end, next_whole, tile = 0, c0 = 0, c1 = 0;
-    __device__ explicit Pieces(const WgmmaArgs &a)
-        : at(share_of(blockIdx.x, gridDim.x, a.shared, a.steps)), end(share_of(blockIdx.x + 1, gridDim.x, a.shared, a.steps)),
-          next_whole(a.shared + blockIdx.x) {}
+    __device__ explicit WorkItems(const WgmmaArgs &a)
+        : at(share_begin(blockIdx.x, gridDim.x, a.stream_k_tiles, a.steps)), end(share_begin(blockIdx.x + 1, gridDim.x, a.stream_k_tiles, a.steps)),
+          next_whole(a.stream_k_tiles + blockIdx.x) {}
     __device__ bool next(const WgmmaArgs &a) {
         if (at < end) {
             tile = at / a.steps, c0 = at - tile * a.steps, c1 = min(a.steps, c0 + end - at);
@@ -74,25 +74,26 @@ struct Pieces {
     }
 };
 
-// Addresses in shared memory, the same for a warp, and computed so that the compiler knows. `ready` is `full` after the turning over.
+// Addresses in shared memory, computed so that the compiler knows that they are uniform in a warp. `ready`: like `full`, after the in-place
+// permutation.
 struct Ring {
     uint32_t full, empty, ready, stages;
-    int stage, count, slot = 0, turn = 0;
+    int stage, count, slot = 0, phase = 0;
     __device__ void step() {
-        if (++slot == count) slot = 0, turn++;
+        if (++slot == count) slot = 0, phase++;
     }
     __device__ uint32_t full_at() const { return full + slot * 8; }
     __device__ uint32_t stage_at() const { return stages + slot * stage; }
 };
 
-// Where the producer is: the pieces' steps one after the other. A step is 256 rows x 128 columns, or 128 rows x 256 columns.
-struct Source {
-    Pieces pieces;
-    // Two pieces a step: of two chunks where a block makes two parts of K, else of the two blocks of rows that a tile of 192 rows may touch.
+// The producer's position: the steps of the work items, one after the other. A step is 256 rows x 128 columns, or 128 rows x 256 columns.
+struct WeightCursor {
+    WorkItems pieces;
+    // Two copies per step: of two chunks if a block computes two parts of K, else of the two blocks of rows that a tile of 192 rows may span.
     const uint8_t *weights[2] = {};
-    uint32_t pitch[2] = {}, bytes[2] = {};  // from a step to the next, and of a piece
+    uint32_t pitch[2] = {}, bytes[2] = {};  // bytes from one step to the next, and bytes of a copy
     int step = 0, end = 0, mt = 0;
-    __device__ Source(const WgmmaArgs &a) : pieces(a) { seek(a); }
+    __device__ WeightCursor(const WgmmaArgs &a) : pieces(a) { seek(a); }
     __device__ void seek(const WgmmaArgs &a) {
         if (!pieces.next(a)) return;
         const TileAt at(a, pieces.tile);
@@ -111,15 +112,14 @@ struct Source {
             }
         }
     }
-    __device__ bool left() const { return step < end; }
-    __device__ void on(const WgmmaArgs &a) {
+    __device__ bool has_step() const { return step < end; }
+    __device__ void advance(const WgmmaArgs &a) {
         weights[0] += pitch[0], weights[1] += pitch[1];
         if (++step == end) seek(a);
     }
 };
 
-// What the one thread does that orders the copies. Weights never depend on the kernels before; activations wait for these where they
-// may still run.
+// The thread that issues all copies. Weights do not depend on previous kernels; activations wait for them.
 template <int TOKENS>
 struct Producer {
     const WgmmaArgs &a;
@@ -127,13 +127,13 @@ struct Producer {
     Ring ring;
     __device__ int halves() const { return TOKENS == 128 ? 1 : a.halves; }
     __device__ bool depends() const { return TOKENS == 128 || a.pdl || a.image; }
-    __device__ void bring_weights(int slot, const Source &s) const {
+    __device__ void copy_weights(int slot, const WeightCursor &s) const {
         const uint32_t bar = ring.full + slot * 8, to = ring.stages + slot * ring.stage;
         asm volatile("{ .reg .b64 t; mbarrier.arrive.expect_tx.shared.b64 t, [%0], %1; }" ::"r"(bar), "r"(s.bytes[0] + s.bytes[1] + TOKENS * 256 * halves()) : "memory");
         bulk_copy(to, s.weights[0], s.bytes[0], bar);
         if (s.bytes[1]) bulk_copy(to + (halves() == 2 ? kWeights / 2 : s.bytes[0]), s.weights[1], s.bytes[1], bar);
     }
-    __device__ void bring_x(int slot, const Source &s) const {
+    __device__ void copy_x(int slot, const WeightCursor &s) const {
         const uint32_t bar = ring.full + slot * 8, to = ring.stages + slot * ring.stage + kWeights;
         if constexpr (TOKENS == 128) {
             bulk_copy(to, a.image + ((int64_t)s.mt * a.chunks + s.step) * (TOKENS * 256), TOKENS * 256, bar);
@@ -143,85 +143,85 @@ struct Producer {
             for (int part = 0; part < 2 * halves(); part++) box_copy(to + part * (TOKENS * 128), map, (s.step * halves() * 2 + part) * 64, s.mt * TOKENS, bar);
         }
     }
-    // Before the block has even met: two steps, since more of them at once would all come late.
-    __device__ void begin() const {
-        Source from(a);
-        for (int slot = 0; slot < 2 && from.left(); slot++, from.on(a)) {
-            bring_weights(slot, from);
-            if (!depends()) bring_x(slot, from);
+    // Before the block's first barrier. Two steps only: with more in flight, all of them arrive late.
+    __device__ void prefetch() const {
+        WeightCursor from(a);
+        for (int slot = 0; slot < 2 && from.has_step(); slot++, from.advance(a)) {
+            copy_weights(slot, from);
+            if (!depends()) copy_x(slot, from);
         }
     }
     __device__ void run() {
-        Source from(a);
+        WeightCursor from(a);
         if (depends()) {
             wait_for_previous_kernel();
-            asm volatile("fence.proxy.async.global;" ::: "memory");  // the copies see what other threads wrote
+            asm volatile("fence.proxy.async.global;" ::: "memory");  // make other threads' writes visible to the copies
         }
-        for (int step = 0; step < 2 && from.left(); step++, ring.step(), from.on(a))
-            if (depends()) bring_x(step, from);
-        if (from.left()) wait_at(ring.full, 0);
-        for (; from.left(); ring.step(), from.on(a)) {
-            if (ring.turn) wait_at(ring.empty + ring.slot * 8, (ring.turn - 1) & 1);
-            bring_weights(ring.slot, from);
-            bring_x(ring.slot, from);
+        for (int step = 0; step < 2 && from.has_step(); step++, ring.step(), from.advance(a))
+            if (depends()) copy_x(step, from);
+        if (from.has_step()) wait_at(ring.full, 0);
+        for (; from.has_step(); ring.step(), from.advance(a)) {
+            if (ring.phase) wait_at(ring.empty + ring.slot * 8, (ring.phase - 1) & 1);
+            copy_weights(ring.slot, from);
+            copy_x(ring.slot, from);
         }
     }
 };
 
-// One of kTurners warps. A tensor copy brings 64 columns of a token as a row of eight units of 16 bytes, in their own order; the
-// repacked weights want another one (image_column): four units hold the words of four, so two lanes put a row in order where it lies.
+// One of kPermuteWarps warps. A tensor copy writes 64 columns of a token as a row of eight units of 16 bytes in their original order; the
+// repacked weights need the order of image_column. Four units have the words of four others, so two lanes permute a row in place.
 template <int TOKENS>
-__device__ void turn_over(const WgmmaArgs &a, Ring ring, int turner, int lane) {
-    const int first = 16 * turner + (lane & 7) + (lane >> 4) * 8, rows = TOKENS * 2 * a.halves;
+__device__ void permute_in_place(const WgmmaArgs &a, Ring ring, int permute_warp, int lane) {
+    const int first = 16 * permute_warp + (lane & 7) + (lane >> 4) * 8, rows = TOKENS * 2 * a.halves;
     const int half = lane >> 3 & 1;
-    const uint32_t in = image_place(lane, turned_from(0, half)) * 16, out = image_place(lane, turned_to(0, half)) * 16;
-    for (Pieces p(a); p.next(a);)
+    const uint32_t in = image_unit(lane, permute_source(0, half)) * 16, out = image_unit(lane, permute_target(0, half)) * 16;
+    for (WorkItems p(a); p.next(a);)
         for (int c = p.c0; c < p.c1; c++, ring.step()) {
-            wait_at(ring.full_at(), ring.turn & 1);
+            wait_at(ring.full_at(), ring.phase & 1);
             const uint32_t x = ring.stage_at() + kWeights;
-            for (int row = first; row < rows; row += 16 * kTurners * kAtOnce) {
-                uint4 v[kAtOnce][4];
+            for (int row = first; row < rows; row += 16 * kPermuteWarps * kRowsInFlight) {
+                uint4 v[kRowsInFlight][4];
 #pragma unroll
-                for (int i = 0; i < kAtOnce; i++) {
-                    const uint32_t from = x + (row + i * 16 * kTurners) * 128 + in;
-                    if (row + i * 16 * kTurners < rows)
+                for (int i = 0; i < kRowsInFlight; i++) {
+                    const uint32_t from = x + (row + i * 16 * kPermuteWarps) * 128 + in;
+                    if (row + i * 16 * kPermuteWarps < rows)
 #pragma unroll
-                        for (int l = 0; l < 4; l++) v[i][l] = load16(from ^ turned_from(l, 0) * 16);
+                        for (int l = 0; l < 4; l++) v[i][l] = load16(from ^ permute_source(l, 0) * 16);
                 }
                 __syncwarp();
 #pragma unroll
-                for (int i = 0; i < kAtOnce; i++) {
-                    const uint32_t to = x + (row + i * 16 * kTurners) * 128 + out;
-                    if (row + i * 16 * kTurners >= rows) break;
+                for (int i = 0; i < kRowsInFlight; i++) {
+                    const uint32_t to = x + (row + i * 16 * kPermuteWarps) * 128 + out;
+                    if (row + i * 16 * kPermuteWarps >= rows) break;
                     store16(to, v[i][0].x, v[i][1].x, v[i][2].x, v[i][3].x);
-                    store16(to ^ turned_to(1, 0) * 16, v[i][0].y, v[i][1].y, v[i][2].y, v[i][3].y);
-                    store16(to ^ turned_to(2, 0) * 16, v[i][0].z, v[i][1].z, v[i][2].z, v[i][3].z);
-                    store16(to ^ turned_to(3, 0) * 16, v[i][0].w, v[i][1].w, v[i][2].w, v[i][3].w);
+                    store16(to ^ permute_target(1, 0) * 16, v[i][0].y, v[i][1].y, v[i][2].y, v[i][3].y);
+                    store16(to ^ permute_target(2, 0) * 16, v[i][0].z, v[i][1].z, v[i][2].z, v[i][3].z);
+                    store16(to ^ permute_target(3, 0) * 16, v[i][0].w, v[i][1].w, v[i][2].w, v[i][3].w);
                 }
             }
-            asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // wgmma sees what was written
+            asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // make the writes visible to wgmma
             __syncwarp();
-            if (lane < kBack) arrive_at(ring.ready + ring.slot * 8);
+            if (lane < kReleaseArrivals) arrive_at(ring.ready + ring.slot * 8);
         }
 }
 
-// Where a block's part of a shared tile lies: two places a block, for the first tile of its share and for the last; in a place, the
-// warps' accumulators, four of a lane together.
+// Address of a block's part of a stream-K tile. Each block has two slots, for the first tile of its share and for the last. A slot has
+// the warps' accumulators, four floats of a lane together.
 template <int TOKENS>
-__device__ float4 *part_at(const WgmmaArgs &a, int block, int blocks, int tile, int warp, int lane) {
-    const bool second = share_of(block, blocks, a.shared, a.steps) / a.steps != tile;
+__device__ float4 *partial_tile(const WgmmaArgs &a, int block, int blocks, int tile, int warp, int lane) {
+    const bool second = share_begin(block, blocks, a.stream_k_tiles, a.steps) / a.steps != tile;
     return (float4 *)a.sums + ((int64_t)(2 * block + second) * kWarps + warp) * (TOKENS / 2 / 4 * 32) + lane;
 }
 
-// 16 rows x TOKENS tokens of a warp's accumulators to out[token][row]. Where rows come in eights of 16 bits, 16 x 16 at a time are turned
-// over in the warp's 512 bytes of shared memory, so that a lane stores 16 bytes.
+// Store 16 rows x TOKENS tokens of a warp's accumulators to out[token][row]. If n is a multiple of 8 and the type has 16 bits, 16 x 16
+// elements at a time are transposed in the warp's 512 bytes of shared memory, so that a lane stores 16 bytes.
 template <int TOKENS>
-__device__ void store_rows(const WgmmaArgs &a, int64_t row0, int token0, const float (&acc)[TOKENS / 2], uint8_t *turn, int lane) {
+__device__ void store_rows(const WgmmaArgs &a, int64_t row0, int token0, const float (&acc)[TOKENS / 2], uint8_t *scratch, int lane) {
     if (TOKENS % 16 == 0 && a.out_type != 0 && a.n % 8 == 0 && ((uintptr_t)a.out & 15) == 0) {
-        // matrices of stmatrix: rows 0-7 and 8-15 of tokens 0-7, then of 8-15; a lane names token (lane & 7) + 8 (lane >> 4), half (lane >> 3) & 1
+        // matrices of stmatrix: rows 0-7 and 8-15 of tokens 0-7, then of 8-15; a lane addresses token (lane & 7) + 8 (lane >> 4), half (lane >> 3) & 1
         const int to_token = (lane & 7) + (lane >> 4) * 8, to_half = (lane >> 3) & 1, of_token = lane >> 1, of_half = lane & 1;
-        const uint32_t to = smem_at(turn) + to_token * 32 + (to_half ^ (to_token >> 2 & 1)) * 16;
-        const uint4 *of = (const uint4 *)(turn + of_token * 32 + (of_half ^ (of_token >> 2 & 1)) * 16);
+        const uint32_t to = smem_at(scratch) + to_token * 32 + (to_half ^ (to_token >> 2 & 1)) * 16;
+        const uint4 *of = (const uint4 *)(scratch + of_token * 32 + (of_half ^ (of_token >> 2 & 1)) * 16);
         const bool row_there = row0 + of_half * 8 < a.n;
         uint16_t *out = (uint16_t *)a.out + (int64_t)(token0 + of_token) * a.n + row0 + of_half * 8;
 #pragma unroll
@@ -242,7 +242,7 @@ __device__ void store_rows(const WgmmaArgs &a, int64_t row0, int token0, const f
     int64_t to = token * a.n + row;
 #pragma unroll
     for (int i = 0; i < TOKENS / 2; i += 4, token += 8, to += 8 * a.n) {
-        asm volatile("" : "+l"(to));  // or the compiler keeps every address in registers, and spills
+        asm volatile("" : "+l"(to));  // otherwise the compiler holds every address in a register and spills
 #pragma unroll
         for (int v = 0; v < 4; v++)
             if (token + (v & 1) < a.m && row + (v >> 1) * 8 < a.n)
@@ -262,16 +262,16 @@ __device__ __forceinline__ void add_floats(float *v, uint32_t at) {
     }
 }
 
-// Two blocks have a half of K each: one keeps the first half of `v`, the other the second, and each gets from the other what it keeps,
-// into shared memory at `at`. A sum of two does not depend on their order, so bits repeat. The sum is v[0 .. COUNT / 2).
+// Two blocks have half of K each. One reduces the first half of `v`, the other the second; each receives the other block's values in
+// shared memory at `at`. A sum of two numbers does not depend on their order, so bits repeat. The sum is v[0 .. COUNT / 2).
 template <int COUNT>
-__device__ __forceinline__ void add_of_cluster(float (&v)[COUNT], uint32_t at, int warp, int lane) {
+__device__ __forceinline__ void cluster_reduce(float (&v)[COUNT], uint32_t at, int warp, int lane) {
     constexpr int kHalf = COUNT / 2;
     const int rank = (int)cluster_rank();
     const uint32_t place = at + (warp * (kHalf / 4 * 32) + lane) * 16;
     uint32_t to;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(place), "r"(rank ^ 1));
-    cluster_begun(2);
+    cluster_wait(2);
 #pragma unroll
     for (int i = 0; i < kHalf; i++) {
         const float first = v[i], second = v[kHalf + i];
@@ -286,13 +286,13 @@ __device__ __forceinline__ void add_of_cluster(float (&v)[COUNT], uint32_t at, i
     add_floats<kHalf>(v, place);
 }
 
-// A cluster has one tile. Where a block made two parts of K side by side, their warps first share the tokens between them in the same way.
+// A cluster has one tile. If a block computed two parts of K in parallel, its warps first divide the tokens between them in the same way.
 template <int TOKENS>
-__device__ void finish_in_cluster(const WgmmaArgs &a, uint32_t at, float (&acc)[TOKENS / 2], uint8_t *turn, int warp, int lane, const TileAt &tile) {
+__device__ void finish_in_cluster(const WgmmaArgs &a, uint32_t at, float (&acc)[TOKENS / 2], uint8_t *scratch, int warp, int lane, const TileAt &tile) {
     const int rank = (int)cluster_rank();
     if (a.halves == 1) {
-        add_of_cluster(acc, at, warp, lane);
-        store_rows<TOKENS / 2>(a, (int64_t)(tile.nt * kWarps + warp) * 16, tile.mt * TOKENS + rank * (TOKENS / 2), *(float(*)[TOKENS / 4])acc, turn, lane);
+        cluster_reduce(acc, at, warp, lane);
+        store_rows<TOKENS / 2>(a, (int64_t)(tile.nt * kWarps + warp) * 16, tile.mt * TOKENS + rank * (TOKENS / 2), *(float(*)[TOKENS / 4])acc, scratch, lane);
         return;
     }
     if constexpr (TOKENS >= 32) {
@@ -308,31 +308,31 @@ __device__ void finish_in_cluster(const WgmmaArgs &a, uint32_t at, float (&acc)[
         }
         asm volatile("bar.sync 5, %0;" ::"n"(32 * kWarps) : "memory");
         add_floats<kHalf>(v, at + (warp ^ (kWarps / 2)) * size + lane * 16);
-        add_of_cluster(v, at + kWarps * size, warp, lane);
+        cluster_reduce(v, at + kWarps * size, warp, lane);
         const int token0 = tile.mt * TOKENS + half * (TOKENS / 2) + rank * (TOKENS / 4);
-        store_rows<TOKENS / 4>(a, (int64_t)(tile.nt * (kWarps / 2) + warp % (kWarps / 2)) * 16, token0, *(float(*)[TOKENS / 8])v, turn, lane);
+        store_rows<TOKENS / 4>(a, (int64_t)(tile.nt * (kWarps / 2) + warp % (kWarps / 2)) * 16, token0, *(float(*)[TOKENS / 8])v, scratch, lane);
     }
 }
 
 template <int TOKENS, bool HALF>
-__device__ void consume(const WgmmaArgs &a, Ring ring, uint8_t *turn, int split, int warp) {
-    // Multiplications of a group, and sets of fragments. With two sets a group is decoded while the one before is under way; up to 64 tokens
-    // one set that holds a whole step takes fewer instructions, and the other warpgroups multiply meanwhile.
+__device__ void consume(const WgmmaArgs &a, Ring ring, uint8_t *scratch, int split, int warp) {
+    // kPer: multiplications per group; kSets: sets of fragments. With two sets a group is decoded while the previous one is multiplied. Up to
+    // 64 tokens, one set for a whole step takes fewer instructions, and the other warpgroups multiply meanwhile.
     constexpr int kSets = TOKENS == 128 ? 2 : 1, kPer = TOKENS == 128 ? 2 : 8;
     int lane;
-    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));  // once: the compiler would read it anew in the loop
+    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));  // read once: the compiler would read it again in the loop
     const uint32_t codes_at = ring.stages + warp * kChunk + lane * 16, scales_at = ring.stages + warp * kChunk + scale_at(0, lane);
     const uint32_t x_at = operand_at(ring.stages + kWeights + (a.halves == 2 && warp >= kWarps / 2 ? TOKENS * 256 : 0));
-    const uint32_t seen = a.image ? ring.full : ring.ready;
+    const uint32_t ready_bar = a.image ? ring.full : ring.ready;
     if (warp >= a.row_tiles * a.halves) return;
     float acc[TOKENS / 2];
-    for (Pieces p(a); p.next(a);) {
+    for (WorkItems p(a); p.next(a);) {
 #pragma unroll
         for (int i = 0; i < TOKENS / 2; i++) acc[i] = 0.f;
-        int before = -1;  // the slot that the last step read
+        int before = -1;  // slot of the previous step
         for (int c = p.c0; c < p.c1; c++, ring.step()) {
-            wait_at(seen + ring.slot * 8, ring.turn & 1);
-            // a reduction's result lies in a uniform register, and so does all that follows from it: fewer instructions than one by one
+            wait_at(ready_bar + ring.slot * 8, ring.phase & 1);
+            // the result of a reduction is in a uniform register, and so is everything derived from it, which saves instructions
             const uint32_t at = __reduce_or_sync(0xFFFFFFFFu, ring.slot * ring.stage), x = x_at + at / 16;
             const uint32_t scales = load4(scales_at + at);
             const uint4 codes[2] = {load16(codes_at + at), load16(codes_at + at + word_at(1, 0, 0))};
@@ -341,7 +341,7 @@ __device__ void consume(const WgmmaArgs &a, Ring ring, uint8_t *turn, int split,
             for (int g = 0; g < 8 / kPer; g++) {
                 uint32_t(&to)[kPer][4] = f[g % kSets];
                 wgmma_wait<kSets - 1>();  // the fragments `to` are free again
-                if (g == kSets - 1 && before >= 0 && lane < kBack) arrive_at(ring.empty + before * 8);
+                if (g == kSets - 1 && before >= 0 && lane < kReleaseArrivals) arrive_at(ring.empty + before * 8);
 #pragma unroll
                 for (int i = 0; i < kPer; i++) {
                     const int q = (g * kPer + i) / 4;
@@ -350,7 +350,7 @@ __device__ void consume(const WgmmaArgs &a, Ring ring, uint8_t *turn, int split,
 #pragma unroll
                     for (int j = 0; j < 4; j++) {
                         if (HALF) to[i][j] = bf16x2_to_f16x2(to[i][j]);
-                        if (kSets == 1) asm volatile("" : "+r"(to[i][j]));  // decoded here, and not between two multiplications
+                        if (kSets == 1) asm volatile("" : "+r"(to[i][j]));  // forces the decode to be here and not between two multiplications
                     }
                 }
                 wgmma_fence();
@@ -361,22 +361,22 @@ __device__ void consume(const WgmmaArgs &a, Ring ring, uint8_t *turn, int split,
             before = ring.slot;
         }
         wgmma_wait<0>();
-        if (lane < kBack) arrive_at(ring.empty + before * 8);
+        if (lane < kReleaseArrivals) arrive_at(ring.empty + before * 8);
         const TileAt at(a, p.tile);
         if constexpr (TOKENS < 128)
-            if (split > 1) return finish_in_cluster<TOKENS>(a, ring.stages + ring.count * ring.stage, acc, turn + warp * 512, warp, lane, at);
+            if (split > 1) return finish_in_cluster<TOKENS>(a, ring.stages + ring.count * ring.stage, acc, scratch + warp * 512, warp, lane, at);
         if (p.c1 - p.c0 < a.steps) {
-            float4 *to = part_at<TOKENS>(a, blockIdx.x, gridDim.x, p.tile, warp, lane);
+            float4 *to = partial_tile<TOKENS>(a, blockIdx.x, gridDim.x, p.tile, warp, lane);
 #pragma unroll
             for (int i = 0; i < TOKENS / 2; i += 4, to += 32) __stcg(to, make_float4(acc[i], acc[i + 1], acc[i + 2], acc[i + 3]));
             continue;
         }
-        store_rows<TOKENS>(a, (int64_t)(at.nt * a.row_tiles + warp) * 16, at.mt * TOKENS, acc, turn + warp * 512, lane);
+        store_rows<TOKENS>(a, (int64_t)(at.nt * a.row_tiles + warp) * 16, at.mt * TOKENS, acc, scratch + warp * 512, lane);
     }
 }
 #endif
 
-// Without sm_90a code there is a stub whose bound tells the planner to look elsewhere.
+// Without sm_90a code this is a stub; the planner recognises it by its launch bound.
 template <int TOKENS, bool HALF>
 __global__ void
 #if AQ_WGMMA || !defined(__CUDA_ARCH__)
@@ -393,22 +393,22 @@ __launch_bounds__(32)
     const int warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x >> 5, 0);
     if (threadIdx.x == 32 * kWarps) {
         for (int s = 0; s < a.stages; s++) {
-            bar_init((uint64_t *)shared + s, 1), bar_init((uint64_t *)shared + 16 + s, kBack * a.row_tiles * a.halves);
-            bar_init((uint64_t *)shared + 32 + s, kBack * kTurners);
+            bar_init((uint64_t *)shared + s, 1), bar_init((uint64_t *)shared + 16 + s, kReleaseArrivals * a.row_tiles * a.halves);
+            bar_init((uint64_t *)shared + 32 + s, kReleaseArrivals * kPermuteWarps);
         }
         bar_fence();
-        Producer<TOKENS>{a, &map, ring}.begin();
+        Producer<TOKENS>{a, &map, ring}.prefetch();
     }
     __syncthreads();
-    cluster_begin(split);
-    if (a.pdl || a.shared) let_next_kernel_start();
+    cluster_arrive(split);
+    if (a.pdl || a.stream_k_tiles) allow_next_kernel();
     if (warp < kWarps) {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(consumer_registers(TOKENS)));
         consume<TOKENS, HALF>(a, ring, shared + 1024, split, warp);
     } else {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(producer_registers(TOKENS)));
         if (warp != kWarps) {
-            if constexpr (TOKENS < 128) if (!a.image) turn_over<TOKENS>(a, ring, warp - kWarps - 1, threadIdx.x & 31);
+            if constexpr (TOKENS < 128) if (!a.image) permute_in_place<TOKENS>(a, ring, warp - kWarps - 1, threadIdx.x & 31);
         } else if (threadIdx.x == 32 * kWarps) {
             Producer<TOKENS>{a, &map, ring}.run();
         }
@@ -416,27 +416,27 @@ __launch_bounds__(32)
 #endif
 }
 
-constexpr int kAddWarps = 2;
+constexpr int kFixupWarps = 2;
 
-// The parts of the shared tiles that several blocks made: a warp takes 16 rows x 16 tokens.
+// The fix-up kernel: adds the parts of stream-K tiles that several blocks computed. A warp takes 16 rows x 16 tokens.
 template <int TOKENS>
-__global__ void __launch_bounds__(32 * kAddWarps, 16) add_kernel(const WgmmaArgs a, int blocks) {
+__global__ void __launch_bounds__(32 * kFixupWarps, 16) fixup_kernel(const WgmmaArgs a, int blocks) {
 #if AQ_WGMMA
-    __shared__ __align__(16) uint8_t turn[kAddWarps * 512];
-    const int lane = threadIdx.x & 31, unit = blockIdx.x * kAddWarps + (threadIdx.x >> 5);
+    __shared__ __align__(16) uint8_t scratch[kFixupWarps * 512];
+    const int lane = threadIdx.x & 31, unit = blockIdx.x * kFixupWarps + (threadIdx.x >> 5);
     const int part = unit % (TOKENS / 16), warp = unit / (TOKENS / 16) % kWarps, tile = unit / (TOKENS / 16 * kWarps);
-    const int first = sharer_of(tile * a.steps, blocks, a.shared, a.steps), last = sharer_of(tile * a.steps + a.steps - 1, blocks, a.shared, a.steps);
+    const int first = share_owner(tile * a.steps, blocks, a.stream_k_tiles, a.steps), last = share_owner(tile * a.steps + a.steps - 1, blocks, a.stream_k_tiles, a.steps);
     const TileAt at(a, tile);
-    if (a.pdl) let_next_kernel_start();
+    if (a.pdl) allow_next_kernel();
     wait_for_previous_kernel();
     if (first == last) return;
     float sum[8] = {};
 #pragma unroll 4
     for (int b = first; b <= last; b++) {
-        const float4 *from = part_at<TOKENS>(a, b, blocks, tile, warp, lane) + part * 64;
+        const float4 *from = partial_tile<TOKENS>(a, b, blocks, tile, warp, lane) + part * 64;
         const float4 v = __ldcg(from), w = __ldcg(from + 32);
         sum[0] += v.x, sum[1] += v.y, sum[2] += v.z, sum[3] += v.w, sum[4] += w.x, sum[5] += w.y, sum[6] += w.z, sum[7] += w.w;
     }
-    store_rows<16>(a, (int64_t)(at.nt * kBlockTiles + warp) * 16, at.mt * TOKENS + part * 16, sum, turn + (threadIdx.x >> 5) * 512, lane);
+    store_rows<16>(a, (int64_t)(at.nt * kBlockTiles + warp) * 16, at.mt * TOKENS + part * 16, sum, scratch + (threadIdx.x >> 5) * 512, lane);
 #endif
 }

@@ -1,4 +1,4 @@
-// Hopper's instructions for the wgmma kernel, in PTX: the asynchronous multiplication, copies into shared memory, barriers by address.
+// PTX wrappers for the wgmma kernel: the asynchronous multiplication, copies into shared memory, barriers by address.
 #pragma once
 #include <cuda.h>
 
@@ -17,7 +17,7 @@ template <int N>
 __device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
 
 // Shared-memory operand: rows of 128 bytes, 128-byte swizzle, 8 rows = 1024 bytes apart.
-// The low half of its description; the high half, 64 | 1 << 30, says so.
+// The low half of the matrix descriptor; the high half is 64 | 1 << 30.
 __device__ __forceinline__ uint32_t operand_at(uint32_t smem) { return (smem & 0x3FFFF) >> 4 | 1u << 16; }
 
 #define AQ_D8(d, i) \
@@ -36,7 +36,7 @@ __device__ __forceinline__ uint32_t operand_at(uint32_t smem) { return (smem & 0
 #define AQ_L32 AQ_L16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define AQ_L64 AQ_L32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47" ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
 
-// d += A (16 x 16 a warp, registers) x B (16 columns of TOKENS tokens, shared memory); asynchronous.
+// d += A (16 x 16 per warp, registers) x B (16 columns of TOKENS tokens, shared memory); asynchronous.
 template <int TOKENS, bool HALF>
 __device__ __forceinline__ void wgmma(float (&d)[TOKENS / 2], const uint32_t (&a)[4], uint32_t b) {
     if constexpr (TOKENS == 16) {

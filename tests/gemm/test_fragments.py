@@ -18,9 +18,9 @@ from annie_quant.gemm import oracle
 
 HEADER = ROOT / "csrc" / "gemm" / "fragments.cuh"
 NAMES = {
-    "word_at": 3, "scale_at": 2, "column_at": 5, "row_at": 2, "place": 3, "field_of": 2, "e5m3": 1, "scale_word": 1,
+    "word_at": 3, "scale_at": 2, "column_at": 5, "row_at": 2, "code_field": 3, "field_of": 2, "e5m3": 1, "scale_word": 1,
     "x_column_at": 3, "fp4_a_row": 2, "fp4_a_col": 2, "fp4_b_col": 1, "fp4_b_row": 2, "fp4_sfa_lane": 1,
-    "fp4_sfb_lane": 1, "image_column": 2, "image_place": 2, "turned_from": 2, "turned_to": 2, "share_of": 4, "sharer_of": 4,
+    "fp4_sfb_lane": 1, "image_column": 2, "image_unit": 2, "permute_source": 2, "permute_target": 2, "share_begin": 4, "share_owner": 4,
 }  # fmt: skip
 
 
@@ -65,7 +65,7 @@ def test_every_code_survives_its_place_in_the_word(maps):
     for code in range(16):
         for j in range(4):
             for half in range(2):
-                word = maps.place(code, j, half)
+                word = maps.code_field(code, j, half)
                 value = bf16(maps.field_of(word, j) >> (16 * half) & 0xFFFF) * 2.0**126
                 assert value == oracle.e2m1(np.array([code], np.uint8))[0]
     rng = np.random.default_rng(0)
@@ -74,10 +74,10 @@ def test_every_code_survives_its_place_in_the_word(maps):
         word = 0
         for j in range(4):
             for half in range(2):
-                word |= maps.place(int(codes[j, half]), j, half)
+                word |= maps.code_field(int(codes[j, half]), j, half)
         for j in range(4):
-            alone = maps.field_of(maps.place(int(codes[j, 0]), j, 0), j) | maps.field_of(
-                maps.place(int(codes[j, 1]), j, 1), j
+            alone = maps.field_of(maps.code_field(int(codes[j, 0]), j, 0), j) | maps.field_of(
+                maps.code_field(int(codes[j, 1]), j, 1), j
             )
             assert maps.field_of(word, j) == alone
 
@@ -92,7 +92,7 @@ def test_every_product_of_code_and_scale_is_exact_in_bf16(maps):
     import ml_dtypes
 
     for code in range(16):
-        c = bf16(maps.field_of(maps.place(code, 0, 0), 0) & 0xFFFF)
+        c = bf16(maps.field_of(maps.code_field(code, 0, 0), 0) & 0xFFFF)
         for byte in range(1, 0x7F):
             product = c * bf16(maps.scale_word(maps.e5m3(byte)) & 0xFFFF)
             assert np.float64(np.float32(product).astype(ml_dtypes.bfloat16)) == product
@@ -127,7 +127,7 @@ def test_a_chunk_through_the_mma(maps, broken):
                     jj = {1: 2, 2: 1}.get(j, j) if broken == "fragment" else j
                     for half in range(2):
                         row, col = maps.row_at(lane, jj), maps.column_at(q, lane, i, jj, half)
-                        word |= maps.place(nibble(codes, row, col), j, half)
+                        word |= maps.code_field(nibble(codes, row, col), j, half)
                 at = maps.word_at(q, lane, i)
                 assert not chunk[at : at + 4].any()
                 chunk[at : at + 4] = np.array([word], np.uint32).view(np.uint8)
@@ -161,8 +161,8 @@ def test_wgmmas_activations_lie_in_the_weights_order_of_columns(maps):
                     column = maps.image_column(2 * i + k // 8, k % 8 // 2) + k % 2
                     assert column == maps.column_at(0, lane, i, j, half)
     for row in range(16):
-        assert sorted(maps.image_place(row, unit) for unit in range(8)) == list(range(8))
-        assert maps.image_place(row, 0) == row % 8  # the 128-byte swizzle: address bits 4-6 by bits 7-9
+        assert sorted(maps.image_unit(row, unit) for unit in range(8)) == list(range(8))
+        assert maps.image_unit(row, 0) == row % 8  # the 128-byte swizzle: address bits 4-6 by bits 7-9
 
 
 def test_a_row_is_put_in_order_by_two_lanes_that_share_no_unit(maps):
@@ -170,15 +170,15 @@ def test_a_row_is_put_in_order_by_two_lanes_that_share_no_unit(maps):
     for h in range(2):
         for word in range(4):
             for unit in range(4):
-                assert maps.image_column(maps.turned_to(word, h), unit) == 8 * maps.turned_from(unit, h) + 2 * word
-    for turned in (maps.turned_from, maps.turned_to):
+                assert maps.image_column(maps.permute_target(word, h), unit) == 8 * maps.permute_source(unit, h) + 2 * word
+    for turned in (maps.permute_source, maps.permute_target):
         assert sorted(turned(i, h) for i in range(4) for h in range(2)) == list(range(8))
         assert all(turned(i, h) == turned(i, 0) ^ turned(0, h) for i in range(4) for h in range(2))
 
 
 def test_blocks_have_equal_shares_and_know_whose_is_whose(maps):
     for blocks, shared, chunks in [(1, 1, 1), (132, 32, 64), (128, 32, 64), (60, 2, 34), (5, 6, 33), (132, 4, 40)]:
-        starts = [maps.share_of(b, blocks, shared, chunks) for b in range(blocks + 1)]
+        starts = [maps.share_begin(b, blocks, shared, chunks) for b in range(blocks + 1)]
         assert starts[0] == 0
         assert starts[-1] == shared * chunks
         assert {b - a for a, b in itertools.pairwise(starts)} <= {
@@ -187,7 +187,7 @@ def test_blocks_have_equal_shares_and_know_whose_is_whose(maps):
         }
         for b in range(blocks):
             for u in range(starts[b], starts[b + 1]):
-                assert maps.sharer_of(u, blocks, shared, chunks) == b
+                assert maps.share_owner(u, blocks, shared, chunks) == b
 
 
 def mma16864(a, b, sfa, sfb):

@@ -1,10 +1,10 @@
-/* The CPU probe; __builtin_cpu_supports also asks XGETBV, so a kernel that does not save the registers says no. */
+/* The CPU probe. __builtin_cpu_supports also checks XGETBV: a kernel that does not save the registers counts as no support. */
 #include "cpu.h"
 
 #if defined(__x86_64__) || defined(__i386__)
 #include <cpuid.h>
 
-/* clang 14's __builtin_cpu_supports does not know this one. It works on AVX registers, which the kernel saves for AVX2. */
+/* clang 14's __builtin_cpu_supports has no "f16c". F16C uses AVX registers, which the kernel saves for AVX2. */
 static bool has_f16c(void)
 {
     unsigned a, b, c = 0, d;

@@ -1,4 +1,4 @@
-/* Which SIMD variants this processor can run, asked once. */
+/* The SIMD variants that this processor can run. */
 #ifndef AQ_COMMON_CPU_H
 #define AQ_COMMON_CPU_H
 

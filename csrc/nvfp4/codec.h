@@ -1,7 +1,7 @@
-/* What the NVFP4 kernels take and give. Kernels know flat runs of blocks; shapes are the caller's affair.
+/* The interface of the NVFP4 kernels. They work on flat runs of blocks; shapes are handled by the caller.
  *
- * Every encoding comes down to two things: which E4M3 code a block gets (`block_code`), and what each code multiplies
- * by (`step[code]`). The element rule is the same for all: e2m1(x / step), a true divide.
+ * An encoding is defined by two things: the E4M3 code of each block (`block_code`), and the factor of each code (`step[code]`).
+ * The rule for elements is always the same: e2m1(x / step), with a true division.
  */
 #ifndef AQ_NVFP4_CODEC_H
 #define AQ_NVFP4_CODEC_H
@@ -14,76 +14,76 @@ enum scale_choice { CHOICE_AMAX = 0, CHOICE_FOUR_OVER_SIX = 1, CHOICE_SWEEP = 2 
 enum encoding { ENCODING_MODELOPT = 0, ENCODING_STATIC = 1, ENCODING_CT = 2 };
 
 #define MAX_GROUP 64
-#define SCALE_CODES 128 /* positive E4M3 codes, the NaN code 0x7F among them */
+#define SCALE_CODES 128 /* number of positive E4M3 codes, including the NaN code 0x7F */
 
-/* Where `above` keeps the threshold of index 1..7 and of the sign: those of the last step of a search by halves come first,
- * so that the place of one is the upper bits of the index; then those of the second step, of the first, and the sign's. */
+/* Position in `above` of the thresholds of index 1..7 and of the sign. The thresholds of the last step of the binary search
+ * come first, so that their position is the upper bits of the index; then those of the second step, of the first, and the sign's. */
 static const uint8_t ABOVE_SLOT[8] = {0, 4, 1, 6, 2, 5, 3, 7};
 
-/* From here on in `above` of a 16-bit kind, those of index 4, 2, 6 and of the sign again, each twice in 32 bits. */
+/* From here on in `above` of a 16-bit kind: the thresholds of index 4, 2, 6 and of the sign again, each twice in 32 bits. */
 enum { ABOVE_PAIRS = 4 };
 
-/* The thresholds of a scale code once more, for bfloat16: with |bits| held to low .. high, the element's code is the upper four
- * bits of |bits| + add[|bits| / 32 % 32]. Such a run of 32 patterns, a quarter of an octave, holds one threshold at most. */
-enum { STAIRS = 32 };
+/* Size of the lookup table of a scale code, for bfloat16: with |bits| clamped to low .. high, the element's code is in the upper
+ * four bits of |bits| + add[|bits| / 32 % 32]. Each run of 32 patterns, a quarter of an octave, has at most one threshold. */
+enum { LOOKUP_SIZE = 32 };
 
 struct pack_plan {
     int kind;  /* number_kind of the input */
-    int group; /* columns of one scale: 16, 32 or 64 */
+    int group; /* columns per scale: 16, 32 or 64 */
     int choice;
     int encoding;
     float tensor_scale;  /* multiplier; for compressed-tensors the divisor */
-    float largest_code;  /* F: 448, or 256 where 1.5 * amax must stay encodable */
-    float tensor_amax;   /* static encoding alone */
-    const float *weight; /* one a column (importance), or NULL */
+    float largest_code;  /* 448, or 256 where 1.5 * amax must be representable */
+    float tensor_amax;   /* only for the static encoding */
+    const float *weight; /* importance, one per column, or NULL */
     size_t columns;      /* length of weight */
     float step[SCALE_CODES];
-    /* Per code: |bits| of the input's kind above which the index is 1..7 or more, and above which a sign is kept, in the
-     * order of ABOVE_SLOT. 16-bit kinds have theirs as uint16_t in the first half. Compare as signed numbers. */
+    /* Per code: the |bits| of the input's kind above which the index is at least 1..7, and above which a sign is stored, in the
+     * order of ABOVE_SLOT. For 16-bit kinds they are uint16_t in the first half. Compare as signed numbers. */
     _Alignas(32) uint32_t above[SCALE_CODES][8];
-    bool stepped; /* stairs holds: bfloat16, and no scale code's thresholds lie too close or too high for it */
-    struct stairs {
-        _Alignas(32) uint16_t add[STAIRS];
-        uint32_t low, high, sign; /* each twice 16 bits */
-    } stairs[SCALE_CODES];
+    bool has_lookup; /* lookup is valid: bfloat16, and no scale code has thresholds that are too close or too high for it */
+    struct code_lookup {
+        _Alignas(32) uint16_t add[LOOKUP_SIZE];
+        uint32_t low, high, sign; /* each one twice, as 16 bits */
+    } lookup[SCALE_CODES];
 };
 
-/* Fills step and above from the rest. */
+/* Compute step, above and lookup from the other fields. */
 void plan_prepare(struct pack_plan *plan);
 
-/* The E4M3 code of a block whose largest magnitude is `amax`. */
+/* Return the E4M3 code of a block whose largest magnitude is `amax`. */
 uint8_t block_code(const struct pack_plan *plan, float amax);
 
-/* The code for one block by least squared error; x holds plan->group floats, weight as many or NULL. */
+/* Return the code of a block with the least squared error. x: plan->group floats; weight: the same number, or NULL. */
 uint8_t best_code(const struct pack_plan *plan, const float *x, const float *weight);
 
-/* Codes that enter one by one, in any order; the one of least exact error holds, the lower code where two are equal. */
-struct contest {
+/* Comparison of candidate codes, added in any order. The code with the least exact error wins, the lower code if two are equal. */
+struct best_search {
     const struct pack_plan *plan;
     const float *x, *weight;
-    double least; /* negative before the first */
+    double least; /* negative before the first code */
     int code;
 };
-void contest_enter(struct contest *contest, int code);
+void best_search_try(struct best_search *search, int code);
 
 struct unpack_plan {
     int kind; /* of the output */
     int group;
-    bool divides; /* step = s / tensor_scale (compressed-tensors) in place of s * tensor_scale */
+    bool divides; /* step = s / tensor_scale (compressed-tensors) instead of s * tensor_scale */
     float tensor_scale;
     float step[256]; /* by scale byte */
-    /* Of a 16-bit kind, by scale byte: the low bytes of the 16 codes' values, then the high bytes. */
+    /* For a 16-bit kind, by scale byte: the low bytes of the 16 codes' values, then the high bytes. */
     uint8_t value[256][32];
 };
 
-/* What an element code becomes. A NaN always has the same bits: those of a product depend on how the compiler writes it. */
+/* The value of an element code. NaN always has the same bits, because those of a product depend on the compiler. */
 static inline float decoded(unsigned code, float step)
 {
     const float v = (code & 8 ? -E2M1_VALUE[code & 7] : E2M1_VALUE[code & 7]) * step;
     return v == v ? v : bits_float(0x7fc00000u);
 }
 
-/* Fills step and value from the rest. */
+/* Compute step and value from the other fields. */
 void unpack_prepare(struct unpack_plan *plan);
 
 struct fake_plan {
@@ -92,7 +92,7 @@ struct fake_plan {
     float tensor_scale;
 };
 
-/* One variant's kernels. pack returns the largest |bits| seen, so that a NaN or inf never passes unseen. */
+/* The kernels of one variant. pack returns the largest |bits| of the input, so that NaN and infinity are detected. */
 struct codec_kernels {
     const char *name;
     uint32_t (*amax)(const void *x, int kind, size_t count);
@@ -115,7 +115,7 @@ static inline uint32_t magnitude_mask(int kind)
     return kind == KIND_F32 ? 0x7fffffffu : 0x7fffu;
 }
 
-/* |bits| from which a value of the kind is infinite or NaN. */
+/* The smallest |bits| of an infinite or NaN value of the kind. */
 static inline uint32_t first_nonfinite(int kind)
 {
     return kind == KIND_F32 ? 0x7f800000u : kind == KIND_F16 ? 0x7c00u : 0x7f80u;

@@ -1,7 +1,5 @@
-/* The kernels for aarch64 with NEON: the same ways as codec_x86.h at half the width. Byte for byte the serial reference's.
- *
- * All is vector code here but the block scales' rounding.
- */
+/* The NVFP4 kernels for aarch64 with NEON: the same methods as codec_x86.h at half the width, with the same bytes as the serial
+ * reference. All but the rounding of block scales is vector code. */
 #include "codec.h"
 #include "sweep_lanes.h"
 
@@ -10,22 +8,22 @@
 static uint32_t amax_bits(const void *x, int kind, size_t count)
 {
     size_t i = 0, whole = count / 16 * 16;
-    uint32_t found = 0;
+    uint32_t largest = 0;
     if (kind == KIND_F32) {
         const uint32_t *p = x;
         uint32x4_t top = vdupq_n_u32(0), mask = vdupq_n_u32(0x7fffffffu);
         for (; i < whole; i += 4)
             top = vmaxq_u32(top, vandq_u32(vld1q_u32(p + i), mask));
-        found = vmaxvq_u32(top);
+        largest = vmaxvq_u32(top);
     } else {
         const uint16_t *p = x;
         uint16x8_t top = vdupq_n_u16(0), mask = vdupq_n_u16(0x7fff);
         for (; i < whole; i += 8)
             top = vmaxq_u16(top, vandq_u16(vld1q_u16(p + i), mask));
-        found = vmaxvq_u16(top);
+        largest = vmaxvq_u16(top);
     }
     uint32_t rest = codec_serial.amax((const char *)x + whole * kind_size(kind), kind, count - whole);
-    return rest > found ? rest : found;
+    return rest > largest ? rest : largest;
 }
 
 /* Codes of eight elements of a 16-bit kind, as 16-bit lanes. */
@@ -62,7 +60,7 @@ static inline void block_codes(const void *x, int kind, const uint32_t *above, u
         high = eight_codes_16((const uint16_t *)x + 8, above);
     }
     uint8x16_t all = vcombine_u8(vmovn_u16(low), vmovn_u16(high));
-    uint16x8_t pairs = vreinterpretq_u16_u8(all); /* even column low byte, odd high */
+    uint16x8_t pairs = vreinterpretq_u16_u8(all); /* even column in the low byte, odd in the high byte */
     vst1_u8(codes, vmovn_u16(vorrq_u16(pairs, vshrq_n_u16(pairs, 4))));
 }
 
@@ -124,7 +122,7 @@ static inline uint8x16_t nibbles(const uint8_t *codes)
     return vcombine_u8(each.val[0], each.val[1]);
 }
 
-/* 16-bit numbers whose low and high bytes two tables of 16 hold, by index. */
+/* 16-bit numbers by index, from two tables of their 16 low and high bytes. */
 static inline uint8x16x2_t look_up(const uint8_t *low, const uint8_t *high, uint8x16_t index)
 {
     return (uint8x16x2_t){{vqtbl1q_u8(vld1q_u8(low), index), vqtbl1q_u8(vld1q_u8(high), index)}};
@@ -133,7 +131,7 @@ static inline uint8x16x2_t look_up(const uint8_t *low, const uint8_t *high, uint
 static void unpack(const struct unpack_plan *plan, const uint8_t *codes, const uint8_t *scales, size_t blocks,
                    void *out)
 {
-    /* The element values' bytes as bfloat16, which is exact. */
+    /* The bytes of the element values as bfloat16, which is exact. */
     static const uint8_t low[16] = {0, 0, 0x80, 0xc0, 0, 0x40, 0x80, 0xc0, 0, 0, 0x80, 0xc0, 0, 0x40, 0x80, 0xc0};
     static const uint8_t high[16] = {0,    0x3f, 0x3f, 0x3f, 0x40, 0x40, 0x40, 0x40,
                                      0x80, 0xbf, 0xbf, 0xbf, 0xc0, 0xc0, 0xc0, 0xc0};
@@ -170,17 +168,17 @@ static inline void store_four(char *to, float32x4_t v, int kind)
         vst1q_f32((float *)(void *)to, v);
     } else if (kind == KIND_F16) {
         vst1_u16((uint16_t *)(void *)to, vreinterpret_u16_f16(vcvt_f16_f32(v)));
-    } else { /* no NaN can come here: a step is finite and a value at most 6 */
+    } else { /* never NaN: a step is finite and a value at most 6 */
         uint32x4_t u = vreinterpretq_u32_f32(v), even = vandq_u32(vshrq_n_u32(u, 16), vdupq_n_u32(1));
         vst1_u16((uint16_t *)(void *)to, vshrn_n_u32(vaddq_u32(u, vaddq_u32(even, vdupq_n_u32(0x7fffu))), 16));
     }
 }
 
-/* To the E2M1 grid, ties to even, by an addend whose last bit is worth half a step of the value's own binade. */
+/* Round to the E2M1 grid, ties to even, by adding a number whose last bit is half a step of the value's binade. */
 static inline float32x4_t round_to_grid(float32x4_t a)
 {
     const float32x4_t six = vdupq_n_f32(6.f);
-    a = vbslq_f32(vcltq_f32(a, six), a, six); /* NaN becomes 6 */
+    a = vbslq_f32(vcltq_f32(a, six), a, six); /* NaN gives 6 */
     float32x4_t binade = vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(a), vdupq_n_u32(0x7f800000u)));
     float32x4_t addend = vmulq_n_f32(vmaxq_f32(binade, vdupq_n_f32(1.f)), 0x1.8p22f);
     return vsubq_f32(vaddq_f32(a, addend), addend);
@@ -197,14 +195,14 @@ static void fake_quant(const struct fake_plan *plan, const void *x, size_t block
         for (size_t i = 0; i < group / 4; i++, from += four) {
             v[i] = load_four(from, plan->kind);
             float32x4_t a = vabsq_f32(v[i]);
-            top = vbslq_f32(vcgtq_f32(a, top), a, top); /* a NaN is passed over */
+            top = vbslq_f32(vcgtq_f32(a, top), a, top); /* NaN is skipped */
         }
         float t = vmaxvq_f32(top) / six;
         float step = e4m3_to_float(e4m3_from_clamped(t < 448.f ? t : 448.f)) * plan->tensor_scale;
         float32x4_t steps = vdupq_n_f32(step >= 1e-5f ? step : 1.f);
         for (size_t i = 0; i < group / 4; i++, to += four) {
             float32x4_t q = vmulq_f32(round_to_grid(vdivq_f32(vabsq_f32(v[i]), steps)), steps);
-            float32x4_t minus = vsubq_f32(vdupq_n_f32(0.f), q); /* of zero +0.0 */
+            float32x4_t minus = vsubq_f32(vdupq_n_f32(0.f), q); /* +0.0 for zero */
             store_four(to, vbslq_f32(vcgeq_f32(v[i], vdupq_n_f32(0.f)), q, minus), plan->kind);
         }
     }

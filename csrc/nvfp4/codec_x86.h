@@ -1,11 +1,11 @@
-/* The kernels for x86-64 with AVX2 and F16C, as a text that codec_avx2.c and codec_avx512.c compile with their own flags: the
- * latter's look-ups in 32 words, 32 registers and three-way logic help at this width too; only the searches go 512 bits
- * wide. Byte for byte the serial reference's output.
+/* The kernels for x86-64 with AVX2 and F16C. One source, compiled by codec_avx2.c and codec_avx512.c with their own flags: AVX-512's
+ * look-ups in 32 words, 32 registers and three-operand logic also help at this width; only the searches are 512 bits wide. The bytes
+ * equal those of the serial reference.
  *
- * pack: maxima of eight runs of 16 at once, E4M3 rounding in vector code, and per element a search by halves with four signed
- * compares of bit patterns with the thresholds of the block's scale code, in AVX-512 for bfloat16 one look-up in its stairs:
- * no divide (plan.c). unpack: two byte shuffles with the block's 16 values. Stores bypass the cache: nothing reads the output
- * soon, and a read for ownership would cost a third of the bandwidth.
+ * pack: maxima of eight runs of 16 at once, E4M3 rounding in vector code, and per element a binary search with four signed comparisons
+ * of bit patterns with the thresholds of the block's scale code; in AVX-512 for bfloat16 one look-up in its lookup table. No division
+ * (plan.c). unpack: two byte shuffles with the block's 16 values. Stores bypass the cache: nothing reads the output soon, and reading
+ * the lines first would cost a third of the bandwidth.
  */
 #ifndef AQ_NVFP4_CODEC_X86_H
 #define AQ_NVFP4_CODEC_X86_H
@@ -46,7 +46,7 @@ ALWAYS_INLINE v256 magnitudes(v256 v, int kind)
     return _mm256_and_si256(v, kind == KIND_F32 ? broadcast(0x7fffffffu) : _mm256_set1_epi16(0x7fff));
 }
 
-/* A register of 32-bit maxima out of one of 16-bit maxima. */
+/* A register of 32-bit maxima from one of 16-bit maxima. */
 ALWAYS_INLINE v256 widest(v256 v, int kind)
 {
     if (kind == KIND_F32)
@@ -67,23 +67,23 @@ static uint32_t amax_bits(const void *x, int kind, size_t count)
             top[k] = max_of(top[k], magnitudes(load(p + 32 * k), kind), kind);
     }
     v256 all = max_of(max_of(top[0], top[1], kind), max_of(top[2], top[3], kind), kind);
-    uint32_t found = largest_u32(widest(all, kind)), rest = codec_serial.amax(p, kind, count - i);
-    return rest > found ? rest : found;
+    uint32_t largest = largest_u32(widest(all, kind)), rest = codec_serial.amax(p, kind, count - i);
+    return rest > largest ? rest : largest;
 }
 
 /* ---- scales */
 
-/* Scales of a few blocks first, then their elements: a block's elements wait for its scale, a long chain of dependent
- * instructions, and the processor only looks a few hundred instructions ahead. */
+/* The scales of a few blocks first, then their elements: a block's elements wait for its scale, a long chain of dependent instructions,
+ * and the processor reorders only a few hundred instructions. */
 enum { AT_ONCE = 64 };
 enum { GROUPS = 4 }; /* of eight blocks in one search */
 #ifdef __AVX512BW__
-enum { STEPPED = 1 }; /* by the stairs, where the plan has them */
+enum { USES_LOOKUP = 1 }; /* use the lookup table if the plan has one */
 #else
-enum { STEPPED = 0 };
+enum { USES_LOOKUP = 0 };
 #endif
 
-/* Maxima of |bits| of eight blocks of 16, as 32-bit lanes in the blocks' order. */
+/* Maxima of |bits| of eight blocks of 16, as 32-bit lanes in the order of the blocks. */
 ALWAYS_INLINE v256 eight_maxima(const char *x, int kind)
 {
     v256 m[8];
@@ -121,7 +121,7 @@ ALWAYS_INLINE v256 eight_codes(__m256 amax, __m256 six)
 {
     __m256 t = _mm256_div_ps(amax, six);
     t = _mm256_blendv_ps(t, _mm256_set1_ps(1.f), _mm256_cmp_ps(t, _mm256_setzero_ps(), _CMP_EQ_OQ));
-    t = _mm256_max_ps(_mm256_set1_ps(0x1p-9f), _mm256_min_ps(_mm256_set1_ps(448.f), t)); /* NaN goes through */
+    t = _mm256_max_ps(_mm256_set1_ps(0x1p-9f), _mm256_min_ps(_mm256_set1_ps(448.f), t)); /* NaN passes through */
     v256 u = _mm256_castps_si256(t);
     v256 even = _mm256_and_si256(_mm256_srli_epi32(u, 20), broadcast(1));
     v256 normal = _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(u, broadcast(0x7ffffu - (120u << 23))), even), 20);
@@ -151,7 +151,7 @@ ALWAYS_INLINE __m256 load_floats(const char *x, int kind)
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
 }
 
-/* Rows of eight floats to columns. */
+/* Transpose rows of eight floats. */
 ALWAYS_INLINE void transpose(const __m256 r[8], lanes_f out[8])
 {
     __m256 t[8], u[8];
@@ -171,7 +171,7 @@ ALWAYS_INLINE void transpose(const __m256 r[8], lanes_f out[8])
     }
 }
 
-/* The same for 16 columns of bfloat16, magnitudes of rows `stride` bytes apart; words become floats on the way. */
+/* The same for 16 columns of bfloat16, magnitudes of rows `stride` bytes apart, converted to floats. */
 ALWAYS_INLINE void transpose_bf16(const char *x, size_t stride, lanes_f out[16])
 {
     const v256 zero = _mm256_setzero_si256();
@@ -197,7 +197,7 @@ ALWAYS_INLINE void transpose_bf16(const char *x, size_t stride, lanes_f out[16])
     }
 }
 
-/* Eight blocks' columns into the lanes of a search. */
+/* The columns of eight blocks into the lanes of a search. */
 ALWAYS_INLINE void load_eight(const struct pack_plan *plan, size_t group, const char *x, size_t first, struct eight *e)
 {
     const size_t size = kind_size(plan->kind), stride = group * size;
@@ -216,14 +216,14 @@ ALWAYS_INLINE void load_eight(const struct pack_plan *plan, size_t group, const 
             transpose(rows, e->weight + i);
         }
     }
-    lanes_i top[2] = {(lanes_i)e->a[0], (lanes_i)e->a[1]}; /* as integers, so that a NaN is the largest */
+    lanes_i top[2] = {(lanes_i)e->a[0], (lanes_i)e->a[1]}; /* as integers, so that NaN is the largest */
     for (size_t i = 2; i < group; i++)
         top[i % 2] = most_of(top[i % 2], (lanes_i)e->a[i]);
     e->top = (lanes_f)most_of(top[0], top[1]);
 }
 
-/* Searched codes of blocks, a multiple of eight, each written for all of its `in_group` runs. Out of line, as by_rule, so that
- * the common rule's loop stays tight. */
+/* Codes of blocks by search; a multiple of eight blocks, each code written for all `in_group` runs. Not inlined, like codes_by_rule,
+ * so that the loop of the common rule stays small. */
 static __attribute__((noinline)) void searched(const struct pack_plan *plan, const char *x, size_t first, size_t blocks, size_t in_group,
                                                uint8_t *by_run)
 {
@@ -246,8 +246,8 @@ static __attribute__((noinline)) void searched(const struct pack_plan *plan, con
     }
 }
 
-/* Codes of eight largest magnitudes by the rules that go block by block. */
-static __attribute__((noinline)) void by_rule(const struct pack_plan *plan, v256 bits, uint8_t *to)
+/* Codes of eight largest magnitudes, by the rules that need no search. */
+static __attribute__((noinline)) void codes_by_rule(const struct pack_plan *plan, v256 bits, uint8_t *to)
 {
     const lanes_f top = (lanes_f)floats_of(bits, plan->kind);
     for (int b = 0; b < 8; b++)
@@ -276,8 +276,8 @@ ALWAYS_INLINE v256 select_bits(v256 mask, v256 yes, v256 no)
 #endif
 }
 
-/* Codes of 16 elements as 16-bit lanes: a search by halves. A pair of thresholds is broadcast by its load alone; only the last
- * one, of four, takes a shuffle. */
+/* Codes of 16 elements as 16-bit lanes, by binary search. A pair of thresholds is broadcast by its load; only the last step, of four
+ * thresholds, needs a shuffle. */
 ALWAYS_INLINE v256 sixteen_codes_16(v256 v, const uint32_t *above)
 {
     const uint32_t *pair = above + ABOVE_PAIRS;
@@ -288,7 +288,7 @@ ALWAYS_INLINE v256 sixteen_codes_16(v256 v, const uint32_t *above)
     v256 index = with_bits(_mm256_set1_epi16(0x0100), half, _mm256_set1_epi16(0x0404));
     index = with_bits(index, quarter, _mm256_set1_epi16(0x0202));
     v256 last = _mm256_cmpgt_epi16(a, _mm256_shuffle_epi8(table, index));
-    /* With its sign flipped, a negative number compares as its magnitude and a positive one below all. */
+    /* With its sign bit flipped, a negative number compares like its magnitude and a positive one as less than all. */
     v256 sign = _mm256_cmpgt_epi16(_mm256_xor_si256(v, _mm256_set1_epi16((short)0x8000)), broadcast(pair[3]));
     v256 code = with_bits(_mm256_and_si256(index, _mm256_set1_epi16(7)), last, _mm256_set1_epi16(1));
     return with_bits(code, sign, _mm256_set1_epi16(8));
@@ -317,8 +317,8 @@ ALWAYS_INLINE v256 sixteen_codes(const char *x, int kind, const uint32_t *above)
     return _mm256_permute4x64_epi64(codes, 0xd8);
 }
 
-/* Of finite bfloat16s, in AVX-512, by the stairs: one look-up in 32 words in place of three compares. */
-ALWAYS_INLINE v256 sixteen_codes_stepped(v256 v, const struct stairs *s)
+/* For finite bfloat16 in AVX-512, by the lookup table: one look-up in 32 words instead of three comparisons. */
+ALWAYS_INLINE v256 sixteen_codes_lookup(v256 v, const struct code_lookup *s)
 {
 #ifdef __AVX512BW__
     v256 a = _mm256_and_si256(v, _mm256_set1_epi16(0x7fff));
@@ -333,19 +333,19 @@ ALWAYS_INLINE v256 sixteen_codes_stepped(v256 v, const struct stairs *s)
 #endif
 }
 
-ALWAYS_INLINE v256 codes_of(const char *x, int kind, const struct pack_plan *plan, uint8_t scale, bool stepped)
+ALWAYS_INLINE v256 codes_of(const char *x, int kind, const struct pack_plan *plan, uint8_t scale, bool has_lookup)
 {
-    if (stepped)
-        return sixteen_codes_stepped(load(x), plan->stairs + scale);
+    if (has_lookup)
+        return sixteen_codes_lookup(load(x), plan->lookup + scale);
     return sixteen_codes(x, kind, plan->above[scale]);
 }
 
-ALWAYS_INLINE v256 four_blocks(const char *x, int kind, const struct pack_plan *plan, const uint8_t *scales, bool stepped)
+ALWAYS_INLINE v256 four_blocks(const char *x, int kind, const struct pack_plan *plan, const uint8_t *scales, bool has_lookup)
 {
     const size_t bytes = 16 * kind_size(kind);
     v256 two[2];
     for (size_t i = 0; i < 2; i++, x += 2 * bytes, scales += 2) {
-        v256 a = codes_of(x, kind, plan, scales[0], stepped), b = codes_of(x + bytes, kind, plan, scales[1], stepped);
+        v256 a = codes_of(x, kind, plan, scales[0], has_lookup), b = codes_of(x + bytes, kind, plan, scales[1], has_lookup);
         two[i] = _mm256_maddubs_epi16(_mm256_packus_epi16(a, b), _mm256_set1_epi16(0x1001)); /* even + 16 * odd */
     }
     return _mm256_permutevar8x32_epi32(_mm256_packus_epi16(two[0], two[1]), _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
@@ -359,7 +359,7 @@ ALWAYS_INLINE void store_codes(uint8_t *to, v256 v, bool streams)
         _mm256_storeu_si256((v256 *)to, v);
 }
 
-/* Each lane the largest of its group's: of two neighbours where a group holds two runs of 16, of four where it holds four. */
+/* Each lane gets the largest of its group: of two adjacent lanes if a group has two runs of 16, of four if it has four. */
 ALWAYS_INLINE v256 group_maxima(v256 bits, size_t in_group)
 {
     if (in_group >= 2)
@@ -377,7 +377,7 @@ ALWAYS_INLINE v256 next_maxima(const char *x, int kind, size_t in_group)
     return group_maxima(eight_maxima(x, kind), in_group);
 }
 
-/* `runs` of 16 columns, a multiple of eight; a scale code is found for every one, the same throughout a group. */
+/* `runs` runs of 16 columns, a multiple of eight. Every run gets a scale code, the same one in a group. */
 ALWAYS_INLINE uint32_t pack_runs(const struct pack_plan *plan, int kind, size_t in_group, const char *x, size_t first, size_t runs,
                                  uint8_t *codes, uint8_t *scales)
 {
@@ -389,21 +389,21 @@ ALWAYS_INLINE uint32_t pack_runs(const struct pack_plan *plan, int kind, size_t 
     uint8_t apart[AT_ONCE];
     for (size_t from = 0; from < runs; from += AT_ONCE) {
         const size_t to = runs - from < AT_ONCE ? runs : from + AT_ONCE;
-        uint8_t *own = in_group == 1 ? scales + from : apart; /* by run from `from` on */
+        uint8_t *own = in_group == 1 ? scales + from : apart; /* by run, starting at `from` */
         for (size_t b = from; plain && b < to; b += 8) {
             const v256 bits = next_maxima(x + b * bytes, kind, in_group);
             top = _mm256_max_epi32(top, bits);
             store_bytes(own + (b - from), eight_codes(floats_of(bits, kind), six));
         }
-        for (size_t b = from; !plain && b < to; b += 8) { /* apart, since a call keeps constants out of the registers */
+        for (size_t b = from; !plain && b < to; b += 8) { /* separate, because a call would move the constants out of the registers */
             const v256 bits = next_maxima(x + b * bytes, kind, in_group);
             top = _mm256_max_epi32(top, bits);
             if (plan->choice == CHOICE_AMAX)
-                by_rule(plan, bits, own + (b - from));
+                codes_by_rule(plan, bits, own + (b - from));
         }
         if (plan->choice != CHOICE_AMAX)
             searched(plan, x + from * bytes, first + from / in_group, (to - from) / in_group, in_group, own);
-        if (STEPPED && kind == KIND_BF16 && plan->stepped && !any_lane((lanes_i)top >= (int)first_nonfinite(kind)))
+        if (USES_LOOKUP && kind == KIND_BF16 && plan->has_lookup && !any_lane((lanes_i)top >= (int)first_nonfinite(kind)))
             for (size_t b = from; b < to; b += 4)
                 store_codes(codes + 8 * b, four_blocks(x + b * bytes, kind, plan, own + (b - from), true), streams);
         else
@@ -419,7 +419,7 @@ ALWAYS_INLINE uint32_t pack_runs(const struct pack_plan *plan, int kind, size_t 
 ALWAYS_INLINE uint32_t pack_kind(const struct pack_plan *plan, int kind, const char *x, size_t first, size_t runs, uint8_t *codes,
                                  uint8_t *scales)
 {
-    if (plan->group == 16) /* with nothing left of the other groups in its loops */
+    if (plan->group == 16) /* without the loops for other groups */
         return pack_runs(plan, kind, 1, x, first, runs, codes, scales);
     return pack_runs(plan, kind, (size_t)plan->group / 16, x, first, runs, codes, scales);
 }
@@ -448,7 +448,7 @@ static uint32_t pack(const struct pack_plan *plan, const void *x, size_t first, 
 
 /* ---- unpack */
 
-/* The 16 nibbles of each 8 bytes, in order, one block a lane. */
+/* The 16 nibbles of each 8 bytes, in order, one block per lane. */
 ALWAYS_INLINE v256 nibbles(const uint8_t *codes)
 {
     __m128i c = _mm_loadu_si128((const __m128i *)codes), mask = _mm_set1_epi8(15);
@@ -462,7 +462,7 @@ ALWAYS_INLINE v256 pair(const uint8_t *low, const uint8_t *high)
                                    _mm_loadu_si128((const __m128i *)high), 1);
 }
 
-/* By runs of 16 columns, an even number of them; 1 << shift of them are a group. */
+/* By runs of 16 columns, an even number of them; a group has 1 << shift runs. */
 static void unpack_halves(const struct unpack_plan *plan, const uint8_t *codes, const uint8_t *scales, size_t runs, int shift,
                           uint16_t *out)
 {
@@ -524,7 +524,7 @@ ALWAYS_INLINE void store_floats(char *to, __m256 v, int kind)
         _mm256_storeu_ps((float *)(void *)to, v);
     } else if (kind == KIND_F16) {
         _mm_storeu_si128((__m128i *)(void *)to, _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
-    } else { /* no NaN can come here: a step is finite and a value at most 6 */
+    } else { /* never NaN: a step is finite and a value at most 6 */
         v256 u = _mm256_castps_si256(v), even = _mm256_and_si256(_mm256_srli_epi32(u, 16), broadcast(1));
         u = _mm256_srli_epi32(_mm256_add_epi32(u, _mm256_add_epi32(even, broadcast(0x7fffu))), 16);
         u = _mm256_permute4x64_epi64(_mm256_packus_epi32(u, u), 0xd8);
@@ -532,10 +532,10 @@ ALWAYS_INLINE void store_floats(char *to, __m256 v, int kind)
     }
 }
 
-/* To the E2M1 grid, ties to even, by an addend whose last bit is worth half a step of the value's own binade. */
+/* Round to the E2M1 grid, ties to even, by adding a number whose last bit is half a step of the value's binade. */
 ALWAYS_INLINE __m256 round_to_grid(__m256 a)
 {
-    a = _mm256_min_ps(a, _mm256_set1_ps(6.f)); /* NaN becomes 6 */
+    a = _mm256_min_ps(a, _mm256_set1_ps(6.f)); /* NaN gives 6 */
     __m256 binade = _mm256_and_ps(a, _mm256_castsi256_ps(broadcast(0x7f800000u)));
     __m256 addend = _mm256_mul_ps(_mm256_max_ps(binade, _mm256_set1_ps(1.f)), _mm256_set1_ps(0x1.8p22f));
     return _mm256_sub_ps(_mm256_add_ps(a, addend), addend);
@@ -550,7 +550,7 @@ ALWAYS_INLINE void fake_quant_blocks(const struct fake_plan *plan, int kind, int
         __m256 v[MAX_GROUP / 8], top = _mm256_setzero_ps();
         for (int i = 0; i < group / 8; i++, x += eight) {
             v[i] = load_floats(x, kind);
-            top = _mm256_max_ps(_mm256_andnot_ps(sign, v[i]), top); /* a NaN is passed over */
+            top = _mm256_max_ps(_mm256_andnot_ps(sign, v[i]), top); /* NaN is skipped */
         }
         __m128 m = _mm_max_ps(_mm256_castps256_ps128(top), _mm256_extractf128_ps(top, 1));
         m = _mm_max_ps(m, _mm_movehl_ps(m, m));
@@ -560,7 +560,7 @@ ALWAYS_INLINE void fake_quant_blocks(const struct fake_plan *plan, int kind, int
         __m256 steps = _mm256_set1_ps(step >= 1e-5f ? step : 1.f);
         for (int i = 0; i < group / 8; i++, out += eight) {
             __m256 q = _mm256_mul_ps(round_to_grid(_mm256_div_ps(_mm256_andnot_ps(sign, v[i]), steps)), steps);
-            __m256 minus = _mm256_sub_ps(_mm256_setzero_ps(), q); /* of zero +0.0 */
+            __m256 minus = _mm256_sub_ps(_mm256_setzero_ps(), q); /* +0.0 for zero */
             q = _mm256_blendv_ps(minus, q, _mm256_cmp_ps(v[i], _mm256_setzero_ps(), _CMP_GE_OQ));
             store_floats(out, q, kind);
         }

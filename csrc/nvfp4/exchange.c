@@ -1,4 +1,4 @@
-/* DLPack capsules to and from buffers; no arithmetic but sizes. The struct layouts are those of dlpack.h, version 0.8. */
+/* Conversion of DLPack capsules to and from buffers. The struct layouts are those of dlpack.h, version 0.8. */
 #include "exchange.h"
 
 #include <stdbool.h>
@@ -60,7 +60,7 @@ PyObject *py_from_dlpack(PyObject *self, PyObject *capsule)
         goto cleanup;
     result = Py_BuildValue("(OKBBOO)", owner, (unsigned long long)(uintptr_t)t->data + t->byte_offset, t->code, t->bits,
                            shape, strides);
-    /* From here on the tensor is ours to release; a capsule is taken once. */
+    /* From here on this module must release the tensor; a capsule can be used only once. */
     if (result && (PyCapsule_SetName(capsule, "used_dltensor") < 0 || PyCapsule_SetDestructor(owner, release) < 0))
         Py_CLEAR(result);
 cleanup:
@@ -70,7 +70,7 @@ cleanup:
     return result;
 }
 
-/* What a capsule of ours keeps alive. */
+/* What an exported capsule keeps alive. */
 struct lent {
     struct dl_managed managed;
     Py_buffer buffer;
@@ -80,7 +80,7 @@ struct lent {
 static void give_back(struct dl_managed *managed)
 {
     struct lent *lent = managed->context;
-    PyGILState_STATE state = PyGILState_Ensure(); /* the taker may call from any thread */
+    PyGILState_STATE state = PyGILState_Ensure(); /* the consumer may call from any thread */
     PyBuffer_Release(&lent->buffer);
     PyGILState_Release(state);
     free(lent);

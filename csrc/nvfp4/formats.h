@@ -1,4 +1,4 @@
-/* The scalar formats: E2M1, E4M3FN, bfloat16, IEEE half. Every other file's arithmetic rests on these few lines.
+/* The scalar formats: E2M1, E4M3FN, bfloat16, IEEE half. All other files use these functions.
  *
  * E2M1: sign, 2 exponent bits, 1 mantissa bit: 0 .5 1 1.5 2 3 4 6 (OCP Microscaling v1.0, 5.3.3).
  * E4M3FN: bias 7, no infinity, 0x7F is NaN, largest 448 (OCP 8-bit floating point, table 1).
@@ -40,7 +40,7 @@ static inline uint16_t float_to_bf16(float f)
 {
     uint32_t u = float_bits(f);
     if ((u & 0x7fffffffu) > 0x7f800000u)
-        return (uint16_t)(u >> 16 | 0x40); /* stays a NaN, quiet */
+        return (uint16_t)(u >> 16 | 0x40); /* NaN becomes a quiet NaN */
     return (uint16_t)((u + 0x7fffu + (u >> 16 & 1)) >> 16);
 }
 
@@ -59,9 +59,9 @@ static inline uint16_t float_to_f16(float f)
     uint32_t u = float_bits(f), sign = u >> 16 & 0x8000u, a = u & 0x7fffffffu;
     if (a > 0x7f800000u)
         return (uint16_t)(sign | 0x7e00u | (a >> 13 & 0x3ffu));
-    if (a >= 0x47800000u) /* 65536 and more */
+    if (a >= 0x47800000u) /* 65536 and above */
         return (uint16_t)(sign | 0x7c00u);
-    if (a < 0x38800000u) /* under 2^-14: the adder rounds to a multiple of 2^-24, ties to even */
+    if (a < 0x38800000u) /* under 2^-14: the addition rounds to a multiple of 2^-24, ties to even */
         return (uint16_t)(sign | (float_bits(bits_float(a) + 0.5f) - 0x3f000000u));
     return (uint16_t)(sign | (a - (112u << 23) + 0xfffu + (a >> 13 & 1)) >> 13);
 }
@@ -102,23 +102,23 @@ static inline float e4m3_to_float(uint8_t b)
     return bits_float(sign | float_bits((float)rest * 0x1p-9f));
 }
 
-/* Round to nearest even of 0 <= t <= 448; NaN stays NaN. Callers clamp. */
+/* Round 0 <= t <= 448 to nearest even; NaN gives NaN. The caller clamps. */
 static inline uint8_t e4m3_from_clamped(float t)
 {
     uint32_t u = float_bits(t);
     if (u > 0x7f800000u)
         return 0x7f;
-    if (u < 0x3c800000u) /* under 2^-6: a multiple of 2^-9, rounded by the adder */
+    if (u < 0x3c800000u) /* under 2^-6: the addition rounds to a multiple of 2^-9 */
         return (uint8_t)(float_bits(t + 0x1p14f) - 0x46800000u);
     return (uint8_t)((u - (120u << 23) + 0x7ffffu + (u >> 20 & 1)) >> 20);
 }
 
 static const float E2M1_VALUE[8] = {0.f, .5f, 1.f, 1.5f, 2.f, 3.f, 4.f, 6.f};
 
-/* Midpoints of neighbouring values; at an even place a tie stays below, at an odd one it goes up. */
+/* Midpoints of adjacent values. A tie goes down at even indices and up at odd ones. */
 static const float E2M1_MIDPOINT[7] = {.25f, .75f, 1.25f, 1.75f, 2.5f, 3.5f, 5.f};
 
-/* The magnitude's index of a = |x / step|; NaN gives 7. */
+/* Return the index of the magnitude a = |x / step|; NaN gives 7. */
 static inline unsigned e2m1_index(float a)
 {
     return (unsigned)(!(a <= .25f)) + !(a < .75f) + !(a <= 1.25f) + !(a < 1.75f) + !(a <= 2.5f) + !(a < 3.5f) +

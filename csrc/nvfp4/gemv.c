@@ -1,4 +1,4 @@
-/* Packed products: x is spread out once, rows of W are shared out to threads, the row kernel follows the codec's variant. */
+/* Products with packed weights: x is expanded once, rows of W are distributed over threads, and the codec's variant selects the row kernel. */
 #include "gemv.h"
 
 #include "parallel.h"
@@ -7,16 +7,16 @@
 #include <stdlib.h>
 
 enum {
-    PIECE = 32,         /* columns that a kernel takes at once */
-    HANDOUT = 1 << 17,  /* weights of one hand-out to a thread */
-    ALONE = 1 << 18,    /* below this many weights a second thread costs more than it saves */
+    PIECE = 32,         /* columns that a kernel processes at once */
+    HANDOUT = 1 << 17,  /* weights per unit of work of a thread */
+    ALONE = 1 << 18,    /* with fewer weights a second thread takes more time than it saves */
 };
 
 static void row_serial(const uint8_t *codes, const float *step, const float *x, size_t stride, size_t columns, int tokens,
                        float *y)
 {
     for (int t = 0; t < tokens; t++) {
-        /* Sixteen sums, as the vector kernels have. */
+        /* Sixteen sums, as in the vector kernels. */
         float sum[PIECE / 2] = {0};
         for (size_t k = 0; k < columns; k += PIECE)
             for (int i = 0; i < PIECE / 2; i++) {
@@ -52,7 +52,7 @@ void gemv_prepare(struct gemv_plan *plan, float tensor_scale, bool divides)
     }
 }
 
-/* The order the kernels want; columns past a multiple of 32 keep the order they have. */
+/* Reorder x for the kernels. Columns after the last multiple of 32 stay in order. */
 static void spread(const struct gemv_plan *plan, const void *x, float *to)
 {
     const size_t whole = plan->columns / PIECE * PIECE;
@@ -65,7 +65,7 @@ static void spread(const struct gemv_plan *plan, const void *x, float *to)
     }
 }
 
-/* The 16 columns left over where K is no multiple of 32. */
+/* The last 16 columns if K is not a multiple of 32. */
 static float tail(const uint8_t *codes, float step, const float *x)
 {
     float sum = 0;
@@ -80,19 +80,19 @@ static float tail(const uint8_t *codes, float step, const float *x)
 bool gemv(const struct gemv_plan *plan, const void *x, const uint8_t *codes, const uint8_t *scales, void *y)
 {
     const gemv_row row = chosen_row();
-    const size_t columns = plan->columns, whole = columns / PIECE * PIECE, sixteens = columns / 16;
+    const size_t columns = plan->columns, whole = columns / PIECE * PIECE, groups_of_16 = columns / 16;
     const size_t per_scale = (size_t)plan->group / 16, row_scales = columns / (size_t)plan->group;
     const size_t some = 1 + HANDOUT / columns;
     const int team = plan->rows <= ALONE / columns ? 1 : threads_get();
-    float *spread_x = malloc(plan->tokens * columns * sizeof(float));
-    float *steps = malloc((size_t)team * sixteens * sizeof(float));
-    const bool enough = spread_x && steps;
+    float *expanded_x = malloc(plan->tokens * columns * sizeof(float));
+    float *steps = malloc((size_t)team * groups_of_16 * sizeof(float));
+    const bool enough = expanded_x && steps;
     if (!enough)
         goto cleanup;
-    spread(plan, x, spread_x);
+    spread(plan, x, expanded_x);
 #pragma omp parallel for schedule(dynamic) num_threads(team)
     for (size_t first = 0; first < plan->rows; first += some) {
-        float *step = steps + (size_t)omp_get_thread_num() * sixteens;
+        float *step = steps + (size_t)omp_get_thread_num() * groups_of_16;
         const size_t last = plan->rows - first < some ? plan->rows : first + some;
         for (size_t r = first; r < last; r++) {
             const uint8_t *c = codes + r * (columns / 2), *s = scales + r * row_scales;
@@ -102,18 +102,18 @@ bool gemv(const struct gemv_plan *plan, const void *x, const uint8_t *codes, con
             for (size_t t = 0; t < plan->tokens; t += GEMV_TOKENS) {
                 const int n = (int)(plan->tokens - t < GEMV_TOKENS ? plan->tokens - t : GEMV_TOKENS);
                 float sums[GEMV_TOKENS];
-                row(c, step, spread_x + t * columns, columns, whole, n, sums);
+                row(c, step, expanded_x + t * columns, columns, whole, n, sums);
                 for (int j = 0; j < n; j++) {
                     const size_t token = t + (size_t)j;
                     if (whole < columns)
-                        sums[j] += tail(c + whole / 2, step[sixteens - 1], spread_x + token * columns + whole);
+                        sums[j] += tail(c + whole / 2, step[groups_of_16 - 1], expanded_x + token * columns + whole);
                     store_from_float(y, plan->kind, token * plan->rows + r, sums[j]);
                 }
             }
         }
     }
 cleanup:
-    free(spread_x);
+    free(expanded_x);
     free(steps);
     return enough;
 }

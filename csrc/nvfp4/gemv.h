@@ -1,7 +1,7 @@
-/* y = x W^T for a few rows of x, straight from packed NVFP4: each weight is decoded in registers, once for all rows of x.
+/* y = x W^T for a few rows of x, directly from packed NVFP4: each weight is decoded in registers, once for all rows of x.
  *
- * A weight is value * step, step = float32(scale * tensor_scale), rounded to float32 as unpack does; sums are float32, in an
- * order that depends on the columns alone. So a row of x gives the same y alone or among others.
+ * A weight is value * step with step = float32(scale * tensor_scale), rounded to float32 as unpack does. Sums are float32, in an
+ * order that depends only on the columns, so a row of x gives the same y alone and among other rows.
  */
 #ifndef AQ_NVFP4_GEMV_H
 #define AQ_NVFP4_GEMV_H
@@ -17,14 +17,14 @@ struct gemv_plan {
     float step[256];              /* by scale byte */
 };
 
-/* Fills step. `divides`: tensor_scale is a divisor, as in compressed-tensors. */
+/* Compute step. divides: tensor_scale is a divisor, as in compressed-tensors. */
 void gemv_prepare(struct gemv_plan *plan, float tensor_scale, bool divides);
 
-/* False where memory is short. codes [rows, columns / 2], scales [rows, columns / group], y [tokens, rows]. */
+/* Return false if memory is exhausted. codes [rows, columns / 2], scales [rows, columns / group], y [tokens, rows]. */
 bool gemv(const struct gemv_plan *plan, const void *x, const uint8_t *codes, const uint8_t *scales, void *y);
 
-/* One row of W against up to GEMV_TOKENS rows of x. x: float32, each row `stride` long, every 32 columns as 16 even ones
- * and then 16 odd ones; step: one for each 16 columns. Sums over the first `columns`, a multiple of 32, into y. */
+/* One row of W times up to GEMV_TOKENS rows of x. x: float32, rows `stride` apart, each 32 columns as 16 even ones and then 16
+ * odd ones; step: one per 16 columns. Sums over the first `columns`, a multiple of 32, into y. */
 typedef void (*gemv_row)(const uint8_t *codes, const float *step, const float *x, size_t stride, size_t columns,
                          int tokens, float *y);
 

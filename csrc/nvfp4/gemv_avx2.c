@@ -1,4 +1,4 @@
-/* A row of packed weights with AVX2: three bits of a code are the index into eight magnitudes, the fourth flips the sign. */
+/* A row of packed weights with AVX2: three bits of a code index eight magnitudes, the fourth flips the sign. */
 #include "gemv.h"
 
 #include <immintrin.h>

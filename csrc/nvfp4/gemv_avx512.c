@@ -1,4 +1,4 @@
-/* A row of packed weights with AVX-512: a code is the index into a register of sixteen floats, its sign included. */
+/* A row of packed weights with AVX-512: a code indexes a register of sixteen floats, including the sign. */
 #include "gemv.h"
 
 #include <immintrin.h>
@@ -13,7 +13,7 @@ static inline __attribute__((always_inline)) void row_of(const uint8_t *codes, c
     for (int t = 0; t < tokens; t++)
         low_sum[t] = high_sum[t] = _mm512_setzero_ps();
     for (size_t k = 0; k < columns; k += 32) {
-        /* Sixteen bytes: lane i holds columns 2i and 2i + 1; lanes 0-7 are one block, 8-15 the next. */
+        /* Sixteen bytes: lane i has columns 2i and 2i + 1; lanes 0-7 are one block, 8-15 the next. */
         __m512i code = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(codes + k / 2)));
         __m512 two = _mm512_castps128_ps512(_mm_castsi128_ps(_mm_loadl_epi64((const __m128i *)(step + k / 16))));
         __m512 s = _mm512_permutexvar_ps(halves, two);

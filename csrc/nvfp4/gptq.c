@@ -1,8 +1,8 @@
 /* GPTQ's inner loop (Frantar et al. 2022, algorithm 1) with NVFP4 block scales.
  *
- * A row never looks at another, so rows are shared out to threads. A block's scale is chosen from the weights as they
- * stand when its first column comes up, corrections included. Updates run over columns with no sum across lanes, so
- * every width of vector gives the same bytes (-ffp-contract=off keeps multiply and subtract apart).
+ * Rows are independent and are distributed over threads. A block's scale is chosen from the weights at the time its first column is
+ * rounded, including all corrections. Updates run over columns without sums across lanes, so every vector width gives the same bytes
+ * (-ffp-contract=off keeps multiplication and subtraction separate).
  */
 #include "gptq.h"
 
@@ -18,12 +18,12 @@
 #define LANES 16
 #define PANEL 64 /* columns of the factor that are copied together: 128 rows of them are 32 KB */
 
-/* A vector of the language, which every instruction set splits as it must; loads and stores need no alignment. */
+/* A generic vector type, which the compiler splits for each instruction set; loads and stores need no alignment. */
 typedef float lanes __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(float)), may_alias));
 
-/* w[0..count) -= sum over j of e[j] * u[j * stride ..], in order of j; four rows of u a pass over w. */
+/* w[0..count) -= sum over j of e[j] * u[j * stride ..], in order of j; four rows of u per pass over w. */
 WIDEST
-static void take_out(size_t count, size_t terms, const float *e, const float *u, size_t stride, float *w)
+static void subtract_errors(size_t count, size_t terms, const float *e, const float *u, size_t stride, float *w)
 {
     size_t j = 0;
     for (; j + 4 <= terms; j += 4) {
@@ -39,9 +39,9 @@ static void take_out(size_t count, size_t terms, const float *e, const float *u,
     }
 }
 
-/* Four rows' sixteen columns, which stay in registers while all errors of the window are taken out of them. */
+/* Sixteen columns of four rows, which stay in registers while all errors of the window are subtracted. */
 WIDEST
-static void take_out_four(size_t terms, const float *e, const float *panel, size_t stride, float *w)
+static void subtract_errors_four(size_t terms, const float *e, const float *panel, size_t stride, float *w)
 {
     lanes a = *(lanes *)w, b = *(lanes *)(w + stride), c = *(lanes *)(w + 2 * stride), d = *(lanes *)(w + 3 * stride);
     for (size_t j = 0; j < terms; j++) {
@@ -54,8 +54,8 @@ static void take_out_four(size_t terms, const float *e, const float *panel, size
     *(lanes *)w = a, *(lanes *)(w + stride) = b, *(lanes *)(w + 2 * stride) = c, *(lanes *)(w + 3 * stride) = d;
 }
 
-/* Takes a window's errors out of the columns right of it, for a tile of rows. The factor's columns are copied together
- * first: its rows lie a power of two apart and would fight for the same places in the cache. */
+/* Subtract the errors of a window from the columns to its right, for a tile of rows. The factor's columns are copied first:
+ * its rows are a power of two apart and would map to the same cache sets. */
 static void update_right(const struct gptq_plan *plan, size_t first, size_t width, size_t rows, const float *errors,
                          float *w)
 {
@@ -70,14 +70,14 @@ static void update_right(const struct gptq_plan *plan, size_t first, size_t widt
         size_t r = 0;
         for (; r + 4 <= rows; r += 4)
             for (size_t k = 0; k < count; k += LANES)
-                take_out_four(width, errors + r * GPTQ_WINDOW, panel + k * width, columns, w + r * columns + c + k);
+                subtract_errors_four(width, errors + r * GPTQ_WINDOW, panel + k * width, columns, w + r * columns + c + k);
         for (; r < rows; r++)
-            take_out(count, width, errors + r * GPTQ_WINDOW, plan->factor + first * columns + c, columns,
+            subtract_errors(count, width, errors + r * GPTQ_WINDOW, plan->factor + first * columns + c, columns,
                      w + r * columns + c);
     }
 }
 
-/* One row's columns first .. first + width, its errors in errors[0 .. width). */
+/* Round columns first .. first + width of one row; its errors are written to errors[0 .. width). */
 static bool round_window(const struct gptq_plan *plan, size_t first, size_t width, float *row, float *errors,
                          uint8_t *codes, uint8_t *scales)
 {
@@ -109,7 +109,7 @@ static bool round_window(const struct gptq_plan *plan, size_t first, size_t widt
                 block[k] -= error * factor[start + k];
         }
         const size_t next = start + group;
-        take_out(first + width - next, group, errors + (start - first), plan->factor + start * plan->columns + next,
+        subtract_errors(first + width - next, group, errors + (start - first), plan->factor + start * plan->columns + next,
                  plan->columns, row + next);
     }
     return finite;

@@ -1,21 +1,21 @@
-/* GPTQ under NVFP4: columns are rounded one after the other, and what rounding cost is taken out of those to come. */
+/* GPTQ with NVFP4: columns are rounded one after the other, and the error of each is corrected in the columns that follow. */
 #ifndef AQ_NVFP4_GPTQ_H
 #define AQ_NVFP4_GPTQ_H
 
 #include "codec.h"
 
-#define GPTQ_WINDOW 128 /* columns that are finished before the columns right of them hear of it */
+#define GPTQ_WINDOW 128 /* columns that are finished before the columns to their right are updated */
 
-/* A weight matrix [rows, columns], row-major. `codec` says how block scales are chosen: kind float32, a group that divides
- * GPTQ_WINDOW; its `weight` (one a column, or NULL) counts in the scale search. */
+/* A weight matrix [rows, columns], row-major. `codec` defines the choice of block scales: kind float32, a group that divides
+ * GPTQ_WINDOW; its `weight` (one per column, or NULL) is used in the search for the scale. */
 struct gptq_plan {
     struct pack_plan codec;
     size_t rows, columns;
     const float *factor; /* [columns, columns]: upper Cholesky factor of the inverse Hessian */
 };
 
-/* Rounds w in place to its dequantized values. errors: scratch of rows * GPTQ_WINDOW floats; codes[rows, columns / 2],
- * scales[rows, columns / group]. False where an update made a number that is not finite. */
+/* Round w in place to its dequantized values. errors: scratch of rows * GPTQ_WINDOW floats; codes[rows, columns / 2],
+ * scales[rows, columns / group]. Returns false if an update gave a number that is not finite. */
 bool gptq(const struct gptq_plan *plan, float *w, float *errors, uint8_t *codes, uint8_t *scales);
 
 #endif

@@ -1,4 +1,4 @@
-/* The K-quant searches compiled for avx512; the text is kq_lanes.h. */
+/* The K-quant searches compiled for AVX-512; the source is kq_lanes.h. */
 #include "kq_lanes.h"
 
 KQ_SEARCH(avx512)

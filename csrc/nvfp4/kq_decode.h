@@ -1,14 +1,14 @@
-/* From ggml's blocks to floats: w = d * scale * q - dmin * min (Q4_K, Q5_K), d * scale * (q - 32) (Q6_K), d * q.
+/* Decoders of ggml's blocks: w = d * scale * q - dmin * min (Q4_K, Q5_K), d * scale * (q - 32) (Q6_K), d * q.
  *
- * Every bit pattern decodes; nothing is read or written outside the block. The loops are plain: each variant compiles this
- * text with its own flags and the compiler vectorizes it, which changes no bit, as every value stands alone.
+ * Every bit pattern is valid; nothing is read or written outside the block. Each variant compiles this source with its own flags and the
+ * compiler vectorizes the loops, which does not change any bit because elements are independent.
  */
 #ifndef AQ_NVFP4_KQ_DECODE_H
 #define AQ_NVFP4_KQ_DECODE_H
 
 #include "kquant.h"
 
-/* Scale and minimum of all eight sub-blocks, each already times d or dmin. */
+/* Scale and minimum of all eight sub-blocks, multiplied by d or dmin. */
 static void eight_scales(const uint8_t *packed, float d, float dmin, float scale[8], float min[8])
 {
     for (int j = 0; j < 4; j++) {
@@ -52,7 +52,7 @@ static void decode_q5_k(const void *raw, size_t blocks, float *restrict out)
     }
 }
 
-/* First all codes as bytes, then all floats: each loop is one that the compiler vectorizes well. */
+/* First all codes as bytes, then all floats: the compiler vectorizes each of the two loops well. */
 static void decode_q6_k(const void *raw, size_t blocks, float *restrict out)
 {
     const struct block_q6_k *x = raw;
@@ -71,7 +71,7 @@ static void decode_q6_k(const void *raw, size_t blocks, float *restrict out)
         }
         for (int j = 0; j < 16; j++) {
             float scale = d * x->scales[j];
-#pragma GCC unroll 1 /* unrolled early, the loop would no longer be vectorized */
+#pragma GCC unroll 1 /* unrolled earlier, the loop would not be vectorized */
             for (int i = 0; i < 16; i++)
                 out[16 * j + i] = scale * (float)q[16 * j + i];
         }

@@ -1,4 +1,4 @@
-/* From floats to ggml's blocks, around the searches of kq_search.c and its SIMD twins. */
+/* Encoders from floats to ggml's blocks, around the searches of kq_search.c and its SIMD variants. */
 #include "kquant.h"
 
 #include <math.h>
@@ -13,7 +13,7 @@ static int clip(int v, int low, int high)
     return v < low ? low : at_most(v, high);
 }
 
-/* The six-bit scale and minimum of sub-block j, out of the 12 packed bytes. */
+/* The six-bit scale and minimum of sub-block j, from the 12 packed bytes. */
 static void six_bits(const uint8_t *packed, int j, int *scale, int *min)
 {
     if (j < 4) {
@@ -34,7 +34,7 @@ static void pack_six_bits(const uint8_t *scale, const uint8_t *min, uint8_t *pac
     }
 }
 
-/* Without importance: the largest of eight gets 63. */
+/* Without importance: the largest of eight values gets 63. */
 static float spread(const float v[8], uint8_t codes[8])
 {
     float max = 0;
@@ -46,8 +46,8 @@ static float spread(const float v[8], uint8_t codes[8])
     return max / 63.f;
 }
 
-/* With importance: eight values >= 0 to codes 0..63 by weighted least squares, then up to five rounds of moving one
- * code at a time. */
+/* With importance: eight values >= 0 to codes 0..63 by weighted least squares, then up to five rounds in which one code at
+ * a time is changed. */
 static float spread_weighted(const float v[8], const float weight[8], uint8_t codes[8])
 {
     enum { TOP = 63 };
@@ -107,7 +107,7 @@ static float spread_weighted(const float v[8], const float weight[8], uint8_t co
     return sum_l2 > 0 ? sum_xl / sum_l2 : 0.f;
 }
 
-/* Q4_K and Q5_K share all but the number of levels and where the fifth bit goes. */
+/* Q4_K and Q5_K differ only in the number of levels and the position of the fifth bit. */
 struct affine_block {
     uint16_t d, dmin;
     uint8_t scales[12];
@@ -118,7 +118,7 @@ static void encode_affine(const struct kq_search *search, const float *x, const 
                           struct affine_block *out)
 {
     float w[256], sums[8], scale[8], minus_min[8];
-    struct affine found[8];
+    struct affine ranges[8];
     uint8_t scale_code[8], min_code[8];
     if (weight) {
         float square = 0;
@@ -132,7 +132,7 @@ static void encode_affine(const struct kq_search *search, const float *x, const 
             for (int i = 0; i < 32; i++)
                 sums[j] += w[32 * j + i];
         }
-        search->affine_8(x, w, top, -0.9f, 0.05f, 36, 1, out->L, found);
+        search->affine_8(x, w, top, -0.9f, 0.05f, 36, 1, out->L, ranges);
     } else {
         for (int j = 0; j < 8; j++) {
             const float *v = x + 32 * j;
@@ -143,11 +143,11 @@ static void encode_affine(const struct kq_search *search, const float *x, const 
             for (int i = 0; i < 32; i++)
                 w[32 * j + i] = average + fabsf(v[i]);
         }
-        search->affine_8(x, w, top, top == 15 ? -1.f : -0.5f, 0.1f, top == 15 ? 20 : 15, 0, out->L, found);
+        search->affine_8(x, w, top, top == 15 ? -1.f : -0.5f, 0.1f, top == 15 ? 20 : 15, 0, out->L, ranges);
     }
     for (int j = 0; j < 8; j++) {
-        scale[j] = found[j].scale;
-        minus_min[j] = found[j].minus_min;
+        scale[j] = ranges[j].scale;
+        minus_min[j] = ranges[j].minus_min;
     }
     out->d = float_to_f16(weight ? spread_weighted(scale, sums, scale_code) : spread(scale, scale_code));
     out->dmin = float_to_f16(weight ? spread_weighted(minus_min, sums, min_code) : spread(minus_min, min_code));
@@ -156,7 +156,7 @@ static void encode_affine(const struct kq_search *search, const float *x, const 
         int sc, m;
         six_bits(out->scales, j, &sc, &m);
         float d = f16_to_float(out->d) * sc, dm = f16_to_float(out->dmin) * m;
-        if (d == 0) /* the search's codes stay */
+        if (d == 0) /* the search's codes are used */
             continue;
         for (int i = 32 * j; i < 32 * j + 32; i++)
             out->L[i] = (uint8_t)clip(nearest_int((x[i] + dm) / d), 0, top);
@@ -251,7 +251,7 @@ static void put_q5_0(const uint8_t *L, struct block_q5_0 *y)
         y->qh[i] = (uint8_t)(high >> 8 * i);
 }
 
-/* Codes of a block of 32 whose element of largest magnitude gets -top; the legacy formats' rule. */
+/* Codes of a block of 32 in which the element of largest magnitude gets -top: the rule of the legacy formats. */
 static float legacy(const float *x, int top, const float *weight, float row_square, uint8_t *L)
 {
     float w[32];

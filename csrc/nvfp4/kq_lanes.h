@@ -1,7 +1,7 @@
-/* The searches of kq_search.c with a lane to a sub-block: each lane makes the same operations in the same order.
+/* The searches of kq_search.c with one lane per sub-block: each lane does the same operations in the same order.
  *
- * Written with the compiler's vector types; kq_avx2.c, kq_avx512.c and kq_neon.c compile this text with their own flags.
- * Branches become choices between both sides, so a lane that is done computes on and its results are dropped.
+ * Written with the compiler's vector types, one source that kq_avx2.c, kq_avx512.c and kq_neon.c compile with their own flags. Branches
+ * become selections between both results, so a lane that has finished continues and its results are dropped.
  */
 #ifndef AQ_NVFP4_KQ_LANES_H
 #define AQ_NVFP4_KQ_LANES_H
@@ -66,13 +66,13 @@ static inline bool none(ki mask)
     return (w[0] | w[1] | w[2] | w[3]) == 0;
 }
 
-/* As nearest_int, bit for bit. */
+/* Like nearest_int, bit for bit. */
 static inline ki nearest_ints(kf f)
 {
     return ((ki)(f + 12582912.f) & 0x7fffff) - 0x400000;
 }
 
-/* Rows of a lane to columns: in[lane * n + i] to out[i][lane]. */
+/* Transpose the rows of a lane: in[lane * n + i] to out[i][lane]. */
 static inline void columns_of(const float *in, int n, kf *out)
 {
     for (int i = 0; i < n; i++)
@@ -85,7 +85,7 @@ static inline void affine_lanes(const float *x_rows, const float *weight_rows, i
 {
     enum { N = 32 };
     kf x[N], weight[N];
-    ki kept[N], tried[N];
+    ki best_codes[N], tried[N];
     columns_of(x_rows, N, x);
     columns_of(weight_rows, N, weight);
     kf min = x[0], max = x[0], sum_w = weight[0], sum_x = sum_w * x[0];
@@ -100,8 +100,8 @@ static inline void affine_lanes(const float *x_rows, const float *weight_rows, i
     kf inverse = (float)top / (max - min), scale = 1.f / inverse, least = kf_all(0);
     const kf start = min;
     for (int i = 0; i < N; i++) {
-        kept[i] = limit(nearest_ints(inverse * (x[i] - min)), 0, top);
-        kf diff = scale * to_float(kept[i]) + min - x[i];
+        best_codes[i] = limit(nearest_ints(inverse * (x[i] - min)), 0, top);
+        kf diff = scale * to_float(best_codes[i]) + min - x[i];
         least += weight[i] * (diff * diff);
     }
     for (int t = 0; t <= tries; t++) {
@@ -132,14 +132,14 @@ static inline void affine_lanes(const float *x_rows, const float *weight_rows, i
         if (none(better))
             continue;
         for (int i = 0; i < N; i++)
-            kept[i] = choose_i(better, tried[i], kept[i]);
+            best_codes[i] = choose_i(better, tried[i], best_codes[i]);
         least = choose(better, error, least);
         scale = choose(better, this_scale, scale);
         min = choose(better, this_min, min);
     }
     for (int j = 0; j < LANES; j++) {
         for (int i = 0; i < N; i++)
-            L[j * N + i] = flat[j] ? 0 : (uint8_t)kept[i][j];
+            L[j * N + i] = flat[j] ? 0 : (uint8_t)best_codes[i][j];
         out[j] = flat[j] ? (struct affine){0.f, -start[j]} : (struct affine){scale[j], -min[j]};
     }
 }

@@ -1,4 +1,4 @@
-/* The K-quant searches compiled for neon; the text is kq_lanes.h. */
+/* The K-quant searches compiled for NEON; the source is kq_lanes.h. */
 #include "kq_lanes.h"
 
 KQ_SEARCH(neon)

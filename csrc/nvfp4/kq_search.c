@@ -1,14 +1,14 @@
-/* Reference searches for the scale and minimum of one sub-block, as llama.cpp's quantizer makes them.
+/* Reference searches for the scale and minimum of one sub-block, as in llama.cpp's quantizer.
  *
- * affine: w = scale * q + min with min <= 0. Start from the range; then try `tries + 1` finer or coarser steps, solve the
- * weighted least squares for each rounding, and keep what lowers the weighted squared error.
+ * affine: w = scale * q + min with min <= 0. Start from the range, then try `tries + 1` finer or coarser steps, solve the weighted
+ * least squares for each rounding, and use a result if it lowers the weighted squared error.
  * symmetric: w = scale * q; 18 steps around -top / (element of largest magnitude); largest (sum w x q)^2 / sum w q^2.
  */
 #include "kq_decode.h"
 
 #include <math.h>
 
-/* Round to nearest even through the adder; what ggml does, for any float, NaN included. */
+/* Round to nearest even by addition, as ggml does, for any float including NaN. */
 int nearest_int(float f)
 {
     return (int)(float_bits(f + 12582912.f) & 0x7fffffu) - 0x400000;
@@ -45,7 +45,7 @@ static struct affine affine_one(const float *x, const float *weight, int top, fl
     for (int t = 0; t <= tries; t++) {
         uint8_t tried[N];
         float sum_l = 0, sum_l2 = 0, sum_xl = 0;
-        inverse = (low + by * t + top) / (max - min); /* min is the best so far, as in the original */
+        inverse = (low + by * t + top) / (max - min); /* min is the best so far, as in llama.cpp */
         for (int i = 0; i < N; i++) {
             float v = inverse * (x[i] - min);
             int l = weighted ? (v > 0 ? nearest_int(v < top ? v : (float)top) : 0) : clip(nearest_int(v), 0, top);

@@ -1,7 +1,7 @@
-/* ggml's K-quants and their fallbacks: blocks, encoders, decoders. Sources of the rule: ggml-quants.c of llama.cpp.
+/* ggml's K-quants and their fallback types: blocks, encoders, decoders. Source of the rules: ggml-quants.c of llama.cpp.
  *
- * The same bytes as llama.cpp's quantizer need the same sums in the same order and no fused multiply-adds, so every
- * file here is compiled with -ffp-contract=off, and SIMD variants give a lane to a sub-block: each lane sums in order.
+ * The bytes equal llama.cpp's only with the same sums in the same order and without fused multiply-adds. So every file here is
+ * compiled with -ffp-contract=off, and the SIMD variants use one lane per sub-block: each lane adds in order.
  */
 #ifndef AQ_NVFP4_KQUANT_H
 #define AQ_NVFP4_KQUANT_H
@@ -47,14 +47,14 @@ _Static_assert(sizeof(struct block_q5_0) == 22, "Q5_0");
 _Static_assert(sizeof(struct block_q4_0) == 18, "Q4_0");
 _Static_assert(sizeof(struct block_q8_0) == 34, "Q8_0");
 
-/* One sub-block's search: codes in L (one byte each), its scale and minus its minimum. */
+/* Result of the search for one sub-block (the codes are in L, one byte each): scale and negated minimum. */
 struct affine {
     float scale, minus_min;
 };
 
 #define KQ_TYPES 6
 
-/* What differs by variant: decoders, and the searches that take nearly all the time; one implementation a variant, all giving the same bytes.
+/* The functions that differ by variant: the decoders, and the searches that take nearly all the time. All variants give the same bytes.
  * affine_8: eight sub-blocks of 32, x and weight [8][32], L [8][32].
  * symmetric_16: sixteen sub-blocks of 16 with codes -32..31, weight [16][16] or NULL for x^2, L [16][16] + 32. */
 struct kq_search {
@@ -74,14 +74,14 @@ struct kq_type {
     const char *name;
     size_t block; /* elements */
     size_t bytes;
-    /* `count` elements of one row (whole blocks); weight as long or NULL; row_square: mean of x^2 over the row. */
+    /* `count` elements of one row (whole blocks); weight: the same number, or NULL; row_square: mean of x^2 over the row. */
     void (*encode)(const struct kq_search *search, const float *x, size_t count, const float *weight, float row_square,
                    void *out);
 };
 
 extern const struct kq_type KQ_TYPE[KQ_TYPES];
 
-/* Shared by the encoders. */
+/* Used by all encoders. */
 int nearest_int(float f);
 float search_symmetric(int n, int top, const float *x, const float *weight, uint8_t *L);
 

@@ -1,4 +1,4 @@
-/* Byte moves between layouts; no arithmetic on values happens here. */
+/* Moves of bytes between layouts, without arithmetic on values. */
 #include "layout.h"
 
 #include <string.h>
@@ -10,7 +10,7 @@ void to_ggml(const uint8_t *codes, const uint8_t *scales, size_t super_blocks, s
             const uint8_t *in = codes + b * 32 + s * 8;
             uint8_t *qs = out[b].qs + s * 8;
             out[b].d[s] = scales[b * 4 + s] & 0x7f; /* ggml's scale has no sign */
-            for (int j = 0; j < 4; j++) {           /* bytes j and j + 4 hold elements 2j, 2j+1 and 2j+8, 2j+9 */
+            for (int j = 0; j < 4; j++) {           /* bytes j and j + 4 have elements 2j, 2j+1 and 2j+8, 2j+9 */
                 qs[2 * j] = (uint8_t)((in[j] & 0x0f) | in[j + 4] << 4);
                 qs[2 * j + 1] = (uint8_t)(in[j] >> 4 | (in[j + 4] & 0xf0));
             }
@@ -43,7 +43,7 @@ size_t swizzled_size(size_t rows, size_t columns)
     return (rows / 128 + (rows % 128 != 0)) * tiles(columns) * 512;
 }
 
-/* Where the scale of row m, block column k lies (CUTLASS, cuBLASLt, FlashInfer, vLLM). */
+/* Position of the scale of row m, block column k (CUTLASS, cuBLASLt, FlashInfer, vLLM). */
 static size_t place(size_t m, size_t k, size_t across)
 {
     return (m / 128 * across + k / 4) * 512 + m % 32 * 16 + m % 128 / 32 * 4 + k % 4;

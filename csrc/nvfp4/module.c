@@ -1,8 +1,8 @@
-/* annie_quant._nvfp4: buffers in, buffers out. Only marshalling and size checks happen here.
+/* annie_quant._nvfp4: the Python binding. It only converts arguments and checks sizes.
  *
- * Nothing needs NumPy: arrays come and go through the buffer protocol, bfloat16 and float8 as views of plain integers
- * (annie_quant/nvfp4.py makes those). The GIL is released in every kernel; the only state is the choice of variant
- * and the number of threads, both atomic.
+ * It does not need NumPy: arrays are passed through the buffer protocol, bfloat16 and float8 as integers of the same size
+ * (annie_quant/codec_arrays.py makes these views). The GIL is released in every kernel. The only state is the selected variant and
+ * the number of threads, both atomic.
  */
 #include "common/buffers.h"
 #include "exchange.h"
@@ -27,7 +27,7 @@ static bool group_known(int group)
     return false;
 }
 
-/* Blocks of `unit` bytes in the buffer; false with ValueError where it is not a whole number of them. */
+/* Number of blocks of `unit` bytes in the buffer; false with ValueError if it is not a whole number. */
 static bool whole_units(const Py_buffer *b, size_t unit, const char *what, size_t *count)
 {
     *count = (size_t)b->len / unit;
@@ -83,9 +83,9 @@ static PyObject *py_pack(PyObject *self, PyObject *args)
                           &plan.tensor_scale, &plan.largest_code, &plan.tensor_amax, &weights, &codes, &scales))
         return NULL;
     if (!plan_known(&plan) || !whole_units(&x, (size_t)plan.group * kind_size(plan.kind), "x", &blocks) ||
-        !buffer_holds(&codes, blocks * (size_t)plan.group / 2, "codes") || !buffer_holds(&scales, blocks, "scales") ||
-        !buffers_apart(&x, &codes, "x and codes") || !buffers_apart(&x, &scales, "x and scales") ||
-        !buffers_apart(&codes, &scales, "codes and scales"))
+        !buffer_has_size(&codes, blocks * (size_t)plan.group / 2, "codes") || !buffer_has_size(&scales, blocks, "scales") ||
+        !buffers_disjoint(&x, &codes, "x and codes") || !buffers_disjoint(&x, &scales, "x and scales") ||
+        !buffers_disjoint(&codes, &scales, "codes and scales"))
         goto cleanup;
     if (weights != Py_None) {
         if (PyObject_GetBuffer(weights, &weight, PyBUF_C_CONTIGUOUS) < 0)
@@ -133,9 +133,9 @@ static PyObject *py_unpack(PyObject *self, PyObject *args)
         PyErr_Format(PyExc_ValueError, "%zu block scales are too many", blocks);
         goto cleanup;
     }
-    if (!buffer_holds(&codes, elements / 2, "codes") ||
-        !buffer_holds(&out, out_bytes, "out") || !buffers_apart(&codes, &out, "codes and out") ||
-        !buffers_apart(&scales, &out, "block scales and out"))
+    if (!buffer_has_size(&codes, elements / 2, "codes") ||
+        !buffer_has_size(&out, out_bytes, "out") || !buffers_disjoint(&codes, &out, "codes and out") ||
+        !buffers_disjoint(&scales, &out, "block scales and out"))
         goto cleanup;
     bool bad;
     Py_BEGIN_ALLOW_THREADS
@@ -161,9 +161,9 @@ static PyObject *py_fake_quant(PyObject *self, PyObject *args)
         return NULL;
     if (!kind_known(plan.kind) || !group_known(plan.group) ||
         !whole_units(&x, (size_t)plan.group * kind_size(plan.kind), "x", &blocks) ||
-        !buffer_holds(&out, (size_t)x.len, "out"))
+        !buffer_has_size(&out, (size_t)x.len, "out"))
         goto cleanup;
-    if (x.buf != out.buf && !buffers_apart(&x, &out, "x and out")) /* in place is fine, half over is not */
+    if (x.buf != out.buf && !buffers_disjoint(&x, &out, "x and out")) /* the same memory is allowed, a partial overlap is not */
         goto cleanup;
     Py_BEGIN_ALLOW_THREADS
     tensor_fake_quant(&plan, x.buf, blocks, out.buf);
@@ -197,10 +197,10 @@ static PyObject *py_gemv(PyObject *self, PyObject *args)
     plan.columns = (size_t)columns;
     if (!whole_units(&codes, plan.columns / 2, "codes", &plan.rows) ||
         !whole_units(&x, plan.columns * kind_size(plan.kind), "x", &plan.tokens) ||
-        !buffer_holds(&scales, plan.rows * (plan.columns / (size_t)plan.group), "block scales") ||
+        !buffer_has_size(&scales, plan.rows * (plan.columns / (size_t)plan.group), "block scales") ||
         !size_product(plan.tokens, plan.rows, &inputs) ||
-        !size_product(inputs, kind_size(plan.kind), &inputs) || !buffer_holds(&y, inputs, "y") ||
-        !buffers_apart(&x, &y, "x and y"))
+        !size_product(inputs, kind_size(plan.kind), &inputs) || !buffer_has_size(&y, inputs, "y") ||
+        !buffers_disjoint(&x, &y, "x and y"))
         goto cleanup;
     bool enough;
     Py_BEGIN_ALLOW_THREADS
@@ -238,14 +238,14 @@ static PyObject *py_gptq(PyObject *self, PyObject *args)
         PyErr_Format(PyExc_ValueError, "%zd columns, expected a multiple of %d", columns, plan.codec.group);
         goto cleanup;
     }
-    if (!whole_units(&w, row_bytes, "w", &plan.rows) || !buffer_holds(&factor, square, "factor") ||
-        !buffer_holds(&codes, plan.rows * plan.columns / 2, "codes") ||
-        !buffer_holds(&scales, plan.rows * (plan.columns / (size_t)plan.codec.group), "scales") ||
-        !buffers_apart(&w, &factor, "w and factor") || !buffers_apart(&w, &codes, "w and codes") ||
-        !buffers_apart(&w, &scales, "w and scales") || !buffers_apart(&codes, &scales, "codes and scales"))
+    if (!whole_units(&w, row_bytes, "w", &plan.rows) || !buffer_has_size(&factor, square, "factor") ||
+        !buffer_has_size(&codes, plan.rows * plan.columns / 2, "codes") ||
+        !buffer_has_size(&scales, plan.rows * (plan.columns / (size_t)plan.codec.group), "scales") ||
+        !buffers_disjoint(&w, &factor, "w and factor") || !buffers_disjoint(&w, &codes, "w and codes") ||
+        !buffers_disjoint(&w, &scales, "w and scales") || !buffers_disjoint(&codes, &scales, "codes and scales"))
         goto cleanup;
     if (weights != Py_None && (PyObject_GetBuffer(weights, &weight, PyBUF_C_CONTIGUOUS) < 0 ||
-                               !buffer_holds(&weight, row_bytes, "importance")))
+                               !buffer_has_size(&weight, row_bytes, "importance")))
         goto cleanup;
     if (!size_product(plan.rows, GPTQ_WINDOW * sizeof(float), &scratch) || !(errors = malloc(scratch ? scratch : 1))) {
         PyErr_NoMemory();
@@ -277,8 +277,8 @@ static PyObject *py_to_ggml(PyObject *self, PyObject *args)
     size_t blocks;
     if (!PyArg_ParseTuple(args, "y*y*w*", &codes, &scales, &out))
         return NULL;
-    if (!whole_units(&codes, 32, "codes", &blocks) || !buffer_holds(&scales, blocks * 4, "block scales") ||
-        !buffer_holds(&out, blocks * sizeof(struct ggml_nvfp4), "out") || !buffers_apart(&codes, &out, "codes and out"))
+    if (!whole_units(&codes, 32, "codes", &blocks) || !buffer_has_size(&scales, blocks * 4, "block scales") ||
+        !buffer_has_size(&out, blocks * sizeof(struct ggml_nvfp4), "out") || !buffers_disjoint(&codes, &out, "codes and out"))
         goto cleanup;
     Py_BEGIN_ALLOW_THREADS
     to_ggml(codes.buf, scales.buf, blocks, out.buf);
@@ -299,8 +299,8 @@ static PyObject *py_from_ggml(PyObject *self, PyObject *args)
     size_t blocks;
     if (!PyArg_ParseTuple(args, "y*w*w*", &in, &codes, &scales))
         return NULL;
-    if (!whole_units(&in, sizeof(struct ggml_nvfp4), "blocks", &blocks) || !buffer_holds(&codes, blocks * 32, "codes") ||
-        !buffer_holds(&scales, blocks * 4, "block scales") || !buffers_apart(&in, &codes, "blocks and codes"))
+    if (!whole_units(&in, sizeof(struct ggml_nvfp4), "blocks", &blocks) || !buffer_has_size(&codes, blocks * 32, "codes") ||
+        !buffer_has_size(&scales, blocks * 4, "block scales") || !buffers_disjoint(&in, &codes, "blocks and codes"))
         goto cleanup;
     Py_BEGIN_ALLOW_THREADS
     from_ggml(in.buf, blocks, codes.buf, scales.buf);
@@ -313,7 +313,7 @@ cleanup:
     return result;
 }
 
-/* swizzle(scales, rows, columns, out) and unswizzle(tiles, rows, columns, out) differ in which side is the padded one. */
+/* swizzle(scales, rows, columns, out) and unswizzle(tiles, rows, columns, out) differ in which side is padded. */
 static PyObject *move_scales(PyObject *args, bool forth)
 {
     PyObject *result = NULL;
@@ -328,8 +328,8 @@ static PyObject *move_scales(PyObject *args, bool forth)
         goto cleanup;
     }
     size_t padded = swizzled_size((size_t)rows, (size_t)columns);
-    if (!buffer_holds(&in, forth ? plain : padded, "in") || !buffer_holds(&out, forth ? padded : plain, "out") ||
-        !buffers_apart(&in, &out, "in and out"))
+    if (!buffer_has_size(&in, forth ? plain : padded, "in") || !buffer_has_size(&out, forth ? padded : plain, "out") ||
+        !buffers_disjoint(&in, &out, "in and out"))
         goto cleanup;
     Py_BEGIN_ALLOW_THREADS
     if (forth)
@@ -384,11 +384,11 @@ static PyObject *py_kquantize(PyObject *self, PyObject *args)
         goto cleanup;
     }
     if (!whole_units(&x, (size_t)columns * kind_size(kind), "x", &rows) ||
-        !buffer_holds(&out, rows * ((size_t)columns / type->block * type->bytes), "out") ||
-        !buffers_apart(&x, &out, "x and out"))
+        !buffer_has_size(&out, rows * ((size_t)columns / type->block * type->bytes), "out") ||
+        !buffers_disjoint(&x, &out, "x and out"))
         goto cleanup;
     if (weights != Py_None && (PyObject_GetBuffer(weights, &weight, PyBUF_C_CONTIGUOUS) < 0 ||
-                               !buffer_holds(&weight, (size_t)columns * sizeof(float), "importance")))
+                               !buffer_has_size(&weight, (size_t)columns * sizeof(float), "importance")))
         goto cleanup;
     Py_BEGIN_ALLOW_THREADS
     tensor_kquantize(type, x.buf, kind, rows, (size_t)columns, weight.buf, out.buf);
@@ -412,7 +412,7 @@ static PyObject *py_kdequantize(PyObject *self, PyObject *args)
         return NULL;
     const struct kq_type *type = kq_find(name);
     if (!type || !whole_units(&raw, type->bytes, "raw", &blocks) ||
-        !buffer_holds(&out, blocks * type->block * sizeof(float), "out") || !buffers_apart(&raw, &out, "raw and out"))
+        !buffer_has_size(&out, blocks * type->block * sizeof(float), "out") || !buffers_disjoint(&raw, &out, "raw and out"))
         goto cleanup;
     Py_BEGIN_ALLOW_THREADS
     tensor_kdequantize(type, raw.buf, blocks, out.buf);
@@ -503,7 +503,7 @@ static PyMethodDef methods[] = {
 
 static PyModuleDef_Slot slots[] = {
 #if PY_VERSION_HEX >= 0x030c0000
-    /* No Python object outlives a call, and the two settings are the process's on purpose. */
+    /* No Python object outlives a call, and the two settings are per process on purpose. */
     {Py_mod_multiple_interpreters, Py_MOD_PER_INTERPRETER_GIL_SUPPORTED},
 #endif
 #if PY_VERSION_HEX >= 0x030d0000

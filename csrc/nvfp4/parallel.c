@@ -1,4 +1,4 @@
-/* Threads and variants. Runs are handed out as threads come free, since other work may hold one of the processors. */
+/* Threads and variants. Runs are distributed dynamically, because other work may use one of the processors. */
 #define _GNU_SOURCE
 #include "parallel.h"
 
@@ -9,7 +9,7 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 
-enum { RUN = 1 << 16 /* elements of one hand-out: 128 KB of bfloat16, well inside a second-level cache */ };
+enum { RUN = 1 << 16 /* elements per unit of work: 128 KB of bfloat16, well inside a second-level cache */ };
 
 struct variant {
     const struct codec_kernels *codec;
@@ -80,7 +80,7 @@ bool variant_set(const char *name)
     return false;
 }
 
-/* A forked child has none of its parent's worker threads, and the OpenMP runtime would wait for them for ever. */
+/* A forked child has none of its parent's worker threads, and the OpenMP runtime would wait for them forever. */
 static void after_fork(void)
 {
     atomic_store(&forked, 1);
@@ -133,7 +133,7 @@ uint32_t tensor_amax(const void *x, int kind, size_t count)
     return top;
 }
 
-/* From the last run to the first: the caches still hold the end of what tensor_amax has read. */
+/* From the last run to the first: the end of what tensor_amax has read is still in the caches. */
 uint32_t tensor_pack(const struct pack_plan *plan, const void *x, size_t blocks, uint8_t *codes, uint8_t *scales)
 {
     const struct codec_kernels *k = current()->codec;
@@ -150,7 +150,7 @@ uint32_t tensor_pack(const struct pack_plan *plan, const void *x, size_t blocks,
     return top;
 }
 
-/* Plain so that the compiler vectorizes it; the scales are an eighth of the codes. */
+/* Simple, so that the compiler vectorizes it; the scales are an eighth of the codes. */
 static int any_nan(const uint8_t *scales, size_t blocks)
 {
     int bad = 0;
@@ -188,7 +188,7 @@ void tensor_fake_quant(const struct fake_plan *plan, const void *x, size_t block
     }
 }
 
-/* One piece of a row, as floats; the row's mean square is summed in order over the whole row, as llama.cpp does. */
+/* One part of a row as floats. The row's mean square is summed in order over the whole row, as llama.cpp does. */
 static void kquantize_row(const struct kq_search *search, const struct kq_type *type, const void *x, int kind,
                           size_t start, size_t columns, const float *weight, uint8_t *out)
 {

@@ -1,8 +1,8 @@
-/* Tables of one pack: what each scale code multiplies by, and from which bit pattern on each element code holds.
+/* The tables of one pack: the factor of each scale code, and the bit pattern from which on each element code applies.
  *
- * x / step never falls as |x| grows, so "index of |x| is at least i" is a threshold on |x|'s bits. Finding 7 thresholds a
- * code with true divides replaces the divide of every element, and gives the same bytes: a product with a reciprocal
- * would differ on near-ties.
+ * x / step never decreases as |x| grows, so "the index of |x| is at least i" is a threshold on the bits of |x|. Computing 7 thresholds
+ * per code with true divisions replaces the division of every element and gives the same bytes: multiplying by a reciprocal would
+ * differ on near-ties.
  */
 #include "codec.h"
 
@@ -27,7 +27,7 @@ static bool reaches(uint32_t bits, int kind, float step, unsigned i)
     return i % 2 ? !(a <= E2M1_MIDPOINT[i - 1]) : !(a < E2M1_MIDPOINT[i - 1]); /* ties to even, NaN is 7 */
 }
 
-/* The smallest |bits| that reach i (8: keeps a sign); one past the largest pattern where none does. */
+/* The smallest |bits| that reach i (8: a sign is stored); one after the largest pattern if there is none. */
 static uint32_t find_threshold(int kind, float step, unsigned i)
 {
     uint32_t past = magnitude_mask(kind) + 1;
@@ -36,19 +36,19 @@ static uint32_t find_threshold(int kind, float step, unsigned i)
     uint32_t inf = first_nonfinite(kind);
     if (t > inf)
         t = inf;
-    if (t > 0 && t < inf) { /* nearly always it is t or the next one: three divides side by side, no branch to guess */
+    if (t > 0 && t < inf) { /* nearly always it is t or the next one: three independent divisions, no branch to predict */
         const bool before = reaches(t - 1, kind, step, i), here = reaches(t, kind, step, i);
         if (!before & reaches(t + 1, kind, step, i))
             return t + !here;
     }
-    /* NaN patterns all count as index 7, and inf reaches everything that can be reached. */
+    /* All NaN patterns have index 7, and infinity reaches every index that can be reached. */
     if (!reaches(inf, kind, step, i))
         return i == 8 ? past : inf + 1;
     for (uint32_t stride = 1; t > 0 && reaches(t - 1, kind, step, i); stride *= 2)
         t = t > stride ? t - stride : 0;
     if (reaches(t, kind, step, i))
         return t;
-    /* Not reached at t: gallop up, then halve. */
+    /* Not reached at t: gallop up, then bisect. */
     uint32_t low = t, high = t;
     for (uint32_t stride = 1; !reaches(high, kind, step, i); stride *= 2) {
         low = high;
@@ -80,21 +80,21 @@ static void set_above(uint32_t above[8], int kind, unsigned i, uint32_t bits)
 
 typedef int16_t words __attribute__((vector_size(16)));
 
-/* threshold[i]: the smallest |bits| of index i. False where a run of the stairs would hold two, or they end too high. */
-static bool build_stairs(struct stairs *s, const uint32_t threshold[9])
+/* threshold[i]: the smallest |bits| of index i. Returns false if a run of the lookup table would have two, or if they are too high. */
+static bool build_lookup(struct code_lookup *s, const uint32_t threshold[9])
 {
-    const uint32_t low = threshold[1] - 1, bottom = low / STAIRS, end = (bottom + STAIRS) * STAIRS;
+    const uint32_t low = threshold[1] - 1, bottom = low / LOOKUP_SIZE, end = (bottom + LOOKUP_SIZE) * LOOKUP_SIZE;
     if (threshold[1] == 0 || threshold[7] >= end || end > first_nonfinite(KIND_BF16))
         return false;
     bool apart = true;
     for (int i = 1; i < 7; i++)
-        apart &= (threshold[i] - 1) / STAIRS != (threshold[i + 1] - 1) / STAIRS;
+        apart &= (threshold[i] - 1) / LOOKUP_SIZE != (threshold[i + 1] - 1) / LOOKUP_SIZE;
     s->low = low * 0x10001u;
     s->high = (end - 1) * 0x10001u;
-    /* From a threshold to the next, what is added makes the next one the first of its code << 12. */
+    /* Between two thresholds, the added number makes the upper threshold the first pattern of its code << 12. */
     const words zero = {0}, count = {0, 1, 2, 3, 4, 5, 6, 7};
-    for (int16_t k = 0; k < STAIRS; k += 8) {
-        const words run = (((count + (int16_t)(k - (int)bottom)) & (STAIRS - 1)) + (int16_t)bottom) * STAIRS;
+    for (int16_t k = 0; k < LOOKUP_SIZE; k += 8) {
+        const words run = (((count + (int16_t)(k - (int)bottom)) & (LOOKUP_SIZE - 1)) + (int16_t)bottom) * LOOKUP_SIZE;
         words add = zero + (int16_t)(0x1000 - threshold[1]);
         for (int i = 1; i <= 7; i++)
             add += (run >= (int16_t)threshold[i]) & (int16_t)(0x1000 + threshold[i] - (i < 7 ? threshold[i + 1] : end));
@@ -105,7 +105,7 @@ static bool build_stairs(struct stairs *s, const uint32_t threshold[9])
 
 void plan_prepare(struct pack_plan *plan)
 {
-    plan->stepped = plan->kind == KIND_BF16;
+    plan->has_lookup = plan->kind == KIND_BF16;
     for (int c = 0; c < SCALE_CODES; c++) {
         float s = e4m3_to_float((uint8_t)c);
         plan->step[c] = plan->encoding == ENCODING_CT ? s / plan->tensor_scale : s * plan->tensor_scale;
@@ -114,12 +114,12 @@ void plan_prepare(struct pack_plan *plan)
             threshold[i] = find_threshold(plan->kind, plan->step[c], i);
             set_above(plan->above[c], plan->kind, i, threshold[i] - 1);
         }
-        struct stairs *stairs = plan->stairs + c;
-        stairs->sign = (threshold[8] - 1) * 0x10001u;
-        memset(stairs->add, 0, sizeof stairs->add);
-        stairs->low = stairs->high = 0;
-        if (c > 0 && c < SCALE_CODES - 1) /* no block has the code 0, and under a NaN all that is finite is 0 */
-            plan->stepped = plan->stepped && build_stairs(stairs, threshold);
+        struct code_lookup *lookup = plan->lookup + c;
+        lookup->sign = (threshold[8] - 1) * 0x10001u;
+        memset(lookup->add, 0, sizeof lookup->add);
+        lookup->low = lookup->high = 0;
+        if (c > 0 && c < SCALE_CODES - 1) /* no block has the code 0; with a NaN scale every finite element is 0 */
+            plan->has_lookup = plan->has_lookup && build_lookup(lookup, threshold);
     }
 }
 
@@ -137,7 +137,7 @@ void unpack_prepare(struct unpack_plan *plan)
     }
 }
 
-/* min before max, so that NaN goes through as it does through torch.clamp. */
+/* min before max, so that NaN passes through as in torch.clamp. */
 static float clamp(float t, float low, float high)
 {
     t = t > high ? high : t;
@@ -150,7 +150,7 @@ uint8_t block_code(const struct pack_plan *plan, float amax)
     uint8_t code;
     switch (plan->encoding) {
     case ENCODING_CT:
-        /* The observer works in the weight's dtype. */
+        /* The observer computes in the weight's dtype. */
         t = amax / 6.f;
         if (plan->kind == KIND_BF16)
             t = bf16_to_float(float_to_bf16(t));

@@ -1,12 +1,12 @@
-/* Which scale code gives a block the least squared error.
+/* The scale code with the least squared error of a block.
  *
- * The error of a code is the sum, in column order and in double, of weight * (|x| - nearest grid point)^2, the nearest
- * of {0 .. 6} * step; products of a grid value and a step are exact in double, so the sum only rounds.
+ * The error of a code is the sum, in column order and in double, of weight * (|x| - nearest grid point)^2, with the nearest of
+ * {0 .. 6} * step. Products of a grid value and a step are exact in double, so only the sum rounds.
  *
- * Why not all 126 codes need trying. Let u be the first code whose 6 * step reaches amax. For c >= u and c >= 8 the code
- * c + 8 has twice the step, and its grid up to amax is a subset of c's; each term, and so each rounded sum, is at least
- * as large: c + 8 never wins. So nothing above max(u + 7, 15) wins. Below u the largest element is clipped, and its term
- * alone passes the best error from some code on downwards, for good. Equal errors go to the lower code.
+ * Why not all 126 codes are tried: let u be the first code whose 6 * step reaches amax. For c >= u and c >= 8 the code c + 8 has twice the
+ * step, and its grid up to amax is a subset of c's; each term, and so each rounded sum, is at least as large, so c + 8 never wins.
+ * Therefore nothing above max(u + 7, 15) wins. Below u the largest element is clipped, and from some code downwards its term alone
+ * exceeds the best error. Equal errors: the lower code wins.
  */
 #include "codec.h"
 
@@ -24,7 +24,7 @@ static double squared_error(const float *x, const float *weight, int group, floa
     return sum;
 }
 
-void contest_enter(struct contest *c, int code)
+void best_search_try(struct best_search *c, int code)
 {
     const double error = squared_error(c->x, c->weight, c->plan->group, c->plan->step[code]);
     if (c->least < 0 || error < c->least || (error == c->least && code < c->code)) {
@@ -50,21 +50,21 @@ static uint8_t best_of_all(const struct pack_plan *plan, const float *x, const f
     int last = first + 7 > 15 ? first + 7 : 15;
     if (last > 126)
         last = 126;
-    struct contest contest = {plan, x, weight, -1., 0};
+    struct best_search search = {plan, x, weight, -1., 0};
     for (int c = first; c <= last; c++)
-        contest_enter(&contest, c);
+        best_search_try(&search, c);
     for (int c = first - 1; c >= 1; c--) {
         double clipped = amax - 6.0 * plan->step[c];
-        if (top_weight * (clipped * clipped) > contest.least)
+        if (top_weight * (clipped * clipped) > search.least)
             break;
-        contest_enter(&contest, c);
+        best_search_try(&search, c);
     }
-    return (uint8_t)contest.code;
+    return (uint8_t)search.code;
 }
 
 uint8_t best_code(const struct pack_plan *plan, const float *x, const float *weight)
 {
-    uint32_t top = 0; /* bit patterns order as magnitudes do, with NaN above all, so that one NaN decides */
+    uint32_t top = 0; /* bit patterns are ordered like magnitudes, with NaN above all, so one NaN is enough */
     double top_weight = 1;
     for (int i = 0; i < plan->group; i++) {
         uint32_t bits = float_bits(x[i]) & 0x7fffffffu;
@@ -74,7 +74,7 @@ uint8_t best_code(const struct pack_plan *plan, const float *x, const float *wei
         }
     }
     const float amax = bits_float(top);
-    if (amax == 0 || !(amax <= 0x1.fffffep127f)) /* nothing to choose: zeros, inf or NaN */
+    if (amax == 0 || !(amax <= 0x1.fffffep127f)) /* no choice: zeros, infinity or NaN */
         return block_code(plan, amax);
     return plan->choice == CHOICE_SWEEP ? best_of_all(plan, x, weight, amax, top_weight)
                                         : best_of_two(plan, x, weight, amax);

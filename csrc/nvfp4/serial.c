@@ -1,4 +1,4 @@
-/* The reference kernels: plain C, one element at a time, with the divides that the format's definition names. */
+/* The reference kernels: plain C, one element at a time, with the divisions of the format's definition. */
 #include "codec.h"
 
 static uint32_t amax_bits(const void *x, int kind, size_t count)
@@ -65,9 +65,9 @@ static void unpack(const struct unpack_plan *plan, const uint8_t *codes, const u
 }
 
 /* ModelOpt's GPU op for activations: no lower clamp on the scale byte, and a step under 1e-5 becomes 1
- * (modelopt/torch/kernels/quantization/gemm/fp4_kernel_hopper.py and common/nvfp4_quant.py). A negative number that
- * rounds to zero becomes +0.0, and not a number -6 steps, there and so here. The GPU divides approximately, so elements within
- * two last bits of a tie may fall to its other side there. */
+ * (modelopt/torch/kernels/quantization/gemm/fp4_kernel_hopper.py and common/nvfp4_quant.py). A negative number that rounds to zero
+ * becomes +0.0, and NaN becomes -6 steps, as in that op. The GPU divides approximately, so elements within two last bits of a tie may
+ * be rounded to the other side there. */
 static void fake_quant(const struct fake_plan *plan, const void *x, size_t blocks, void *out)
 {
     const size_t group = (size_t)plan->group;
@@ -76,7 +76,7 @@ static void fake_quant(const struct fake_plan *plan, const void *x, size_t block
         float amax = 0;
         for (size_t i = 0; i < group; i++) {
             float v = load_as_float(x, plan->kind, b * group + i), a = v < 0 ? -v : v;
-            amax = a > amax ? a : amax; /* a NaN is passed over, as by fmax */
+            amax = a > amax ? a : amax; /* NaN is skipped, as by fmax */
         }
         float t = amax / six;
         float step = e4m3_to_float(e4m3_from_clamped(t < 448.f ? t : 448.f)) * plan->tensor_scale;

@@ -1,10 +1,9 @@
-/* Eight blocks at once, a lane each: the search of search.c in float, exact where floats cannot tell.
+/* The search of search.c for eight blocks at once, one lane per block: in float, and in double where float is not exact enough.
  *
- * Written with the compiler's vector types, so that one text serves every SIMD variant; each includes it for itself.
- * How far a float error of a code may be from the exact one is known (`prepare`). The codes of a block that lie closer
- * to its best than that are told apart in double; so the choice is always that of search.c.
- * A few groups of eight go through the steps of the search side by side: a step's waits are filled by the next group's. In
- * AVX-512 the errors of two groups are summed in one register.
+ * Written with the compiler's vector types, so that each SIMD variant includes this one source. The error bound of a float error is known
+ * (`prepare`). Codes of a block that are closer to its best code than the bound are compared in double, so the choice is always
+ * that of search.c. A few groups of eight go through the steps of the search together, so that one group's instructions fill
+ * another group's waits. In AVX-512 the errors of two groups are summed in one register.
  */
 #ifndef AQ_NVFP4_SWEEP_LANES_H
 #define AQ_NVFP4_SWEEP_LANES_H
@@ -15,12 +14,12 @@
 #include <immintrin.h>
 #endif
 
-/* For functions with constant arguments, so that no branch on them is left in a loop. */
+/* For functions with constant arguments, so that their loops have no branch on them. */
 #define ALWAYS_INLINE static inline __attribute__((always_inline))
 
 typedef float lanes_f __attribute__((vector_size(32)));
 typedef int32_t lanes_i __attribute__((vector_size(32)));
-typedef uint32_t lanes_u __attribute__((vector_size(32))); /* wraps */
+typedef uint32_t lanes_u __attribute__((vector_size(32))); /* wraps around */
 
 static inline lanes_f pick(lanes_i mask, lanes_f yes, lanes_f no)
 {
@@ -32,7 +31,7 @@ static inline lanes_i pick_i(lanes_i mask, lanes_i yes, lanes_i no)
     return (mask & yes) | (~mask & no);
 }
 
-/* The compiler does not see a minimum in a masked choice of vectors. */
+/* The compiler does not recognise a minimum in a masked vector selection. */
 static inline lanes_f least_of(lanes_f a, lanes_f b)
 {
 #ifdef __AVX2__
@@ -111,26 +110,26 @@ static inline lanes_f fused(lanes_f a, lanes_f b, lanes_f c)
 }
 
 enum {
-    SUMS = 4,                /* side by side, so that one's chain of dependent instructions fills the others' waits */
-    UP = 8,                  /* codes that a sweep always tries from the first on that reaches the amax: */
-    DOWN = 3,                /* and below it: of eight Gaussian blocks one wants the third in 74 % of cases, the fourth in 3 % */
+    SUMS = 4,                /* together, so that the dependent instructions of one fill the waits of the others */
+    UP = 8,                  /* codes that a sweep always tries, from the first one that reaches the amax upwards: */
+    DOWN = 3,                /* and below it: of eight Gaussian blocks at least one needs the third in 74 % of cases, the fourth in 3 % */
     WINDOW = UP + DOWN,
-    TRIED = SCALE_CODES + 16 /* one lane may go up 15 codes while another goes down 125 */
+    TRIED = SCALE_CODES + 16 /* one lane may go up 15 codes while another one goes down 125 */
 };
 
 /* Eight blocks in the search. */
 struct eight {
-    lanes_f a[MAX_GROUP], weight[MAX_GROUP]; /* a[column][block], magnitudes; weight likewise where the plan has one */
+    lanes_f a[MAX_GROUP], weight[MAX_GROUP]; /* a[column][block], magnitudes; weight likewise, if the plan has one */
     lanes_f top;               /* largest magnitudes */
     lanes_f top_weight, weight_sum, delta, reach;
-    lanes_i first; /* code of a sweep that just reaches the amax */
-    bool clips;    /* the largest code does not reach it somewhere */
+    lanes_i first; /* first code of a sweep that reaches the amax */
+    bool clips;    /* in some lane the largest code does not reach it */
     lanes_f least, second; /* the two least errors */
-    lanes_i best;          /* the code of the least */
-    int count;             /* of what was tried */
+    lanes_i best;          /* the code of the least error */
+    int count;             /* number of codes tried */
     lanes_i code[TRIED];
-    lanes_f error[TRIED]; /* before it is known: 0, or infinite where the code is not the lane's to try */
-    lanes_f step[WINDOW], inverse[WINDOW]; /* of the last ones listed */
+    lanes_f error[TRIED]; /* before it is computed: 0, or infinity if the lane must not try the code */
+    lanes_f step[WINDOW], inverse[WINDOW]; /* of the codes listed last */
 };
 
 /* plan->step[code], for codes 1..126. */
@@ -142,7 +141,7 @@ static inline lanes_f steps_of(const struct pack_plan *plan, lanes_i code)
     return plan->encoding == ENCODING_CT ? s / factor : s * factor;
 }
 
-/* Where a float's 6 * step surely reaches the amax; at most one code above where it just does. */
+/* The code from which on a float's 6 * step certainly reaches the amax; at most one above the first that does. */
 static inline lanes_i first_codes(const struct pack_plan *plan, lanes_f top)
 {
     const lanes_f reach = top * 1.0000005f;
@@ -158,7 +157,7 @@ static inline lanes_i first_codes(const struct pack_plan *plan, lanes_f top)
     }
 }
 
-/* e4m3_from_clamped of eight values, clamped first. */
+/* e4m3_from_clamped of eight values, with the clamp. */
 static inline lanes_i scale_codes(lanes_f t)
 {
     const lanes_i number = t == t;
@@ -169,7 +168,7 @@ static inline lanes_i scale_codes(lanes_f t)
     return pick_i(number, pick_i(u < 0x3c800000, small, normal), all_lanes_i(0x7f));
 }
 
-/* block_code of eight largest magnitudes; compressed-tensors' rule rounds in the weight's dtype, one after the other. */
+/* block_code of eight largest magnitudes; compressed-tensors' rule rounds in the weight's dtype after each operation. */
 static inline lanes_i scales_by_rule(const struct pack_plan *plan, lanes_f top)
 {
     lanes_i code;
@@ -198,7 +197,7 @@ static inline void list(const struct pack_plan *plan, struct eight *e, lanes_i c
     e->error[k] = pick(lanes, all_lanes(0.f), all_lanes(__builtin_inff()));
 }
 
-/* code, code + 1 .. (or downwards), each for the lanes where it is one of 1..126. */
+/* code, code + 1 .. (or downwards), each for the lanes in which it is one of 1..126. */
 static inline void list_run(const struct pack_plan *plan, struct eight *e, lanes_i code, int direction, int n)
 {
     for (int k = 0; k < n; k++, code += direction) {
@@ -207,7 +206,7 @@ static inline void list_run(const struct pack_plan *plan, struct eight *e, lanes
     }
 }
 
-/* How far floats may be off, and the codes to begin with. */
+/* Compute the error bound of floats, and the codes to start with. */
 ALWAYS_INLINE void prepare(const struct pack_plan *plan, int group, bool weighted, struct eight *e)
 {
     e->top_weight = all_lanes(1.f);
@@ -219,8 +218,8 @@ ALWAYS_INLINE void prepare(const struct pack_plan *plan, int group, bool weighte
             e->top_weight = pick((e->a[i] == e->top) & (e->weight[i] > e->top_weight), e->weight[i], e->top_weight);
         }
     }
-    /* Each |x| - q * step is off by under 4 roundings of amax, less than `delta`. So the root of a sum of weight * d^2 is off by
-     * at most delta * sqrt(weight_sum) (triangle inequality), and the sum's own roundings stay under 2^-17 of it. */
+    /* The error of each |x| - q * step is less than 4 roundings of amax, which is less than `delta`. So the root of a sum of weight * d^2 has
+     * an error of at most delta * sqrt(weight_sum) (triangle inequality), and the sum's own roundings stay under 2^-17 of it. */
     e->delta = e->top * 0x1p-21f;
     e->reach = 2.5f * e->delta * root(e->weight_sum);
     e->least = e->second = all_lanes(__builtin_inff());
@@ -234,17 +233,17 @@ ALWAYS_INLINE void prepare(const struct pack_plan *plan, int group, bool weighte
     } else {
         const lanes_i six = scales_by_rule(plan, e->top), four = scales_by_rule(plan, e->top * 1.5f);
         list(plan, e, six, all_lanes_i(-1));
-        list(plan, e, four, six != four); /* the same code twice is no contest */
+        list(plan, e, four, six != four); /* the same code is not tried twice */
     }
 }
 
 /* Errors of `codes` codes from the k-th on: the sum over the columns of weight * (a - nearest grid point)^2. With
- * u = a / step and t = 2^22 * u, the last bit of t - u is worth half a step of u's binade, and t is a multiple of it: so
- * t - (t - u) is u rounded to the grid. Where t - u falls into the next binade, u is nearly a power of two, which both round
- * to. Below 1 the grid goes on in halves: t is at least 2^22 + 1. */
+ * u = a / step and t = 2^22 * u, the last bit of t - u is half a step of u's binade, and t is a multiple of it: so
+ * t - (t - u) is u rounded to the grid. If t - u is in the next binade, u is nearly a power of two, which both round to.
+ * Below 1 the grid continues in halves: t is at least 2^22 + 1. */
 ALWAYS_INLINE void measure(struct eight *e, int group, bool weighted, int k, int codes, bool clips)
 {
-    const lanes_i finest = (lanes_i)all_lanes(0x1p22f + 1.f), six = (lanes_i)all_lanes(6.f); /* positive floats order as integers */
+    const lanes_i finest = (lanes_i)all_lanes(0x1p22f + 1.f), six = (lanes_i)all_lanes(6.f); /* positive floats are ordered like integers */
     lanes_f sum[SUMS];
     for (int s = 0; s < SUMS; s++)
         sum[s] = all_lanes(0.f);
@@ -273,10 +272,10 @@ static inline __m512 joined(lanes_f a, lanes_f b)
     return _mm512_insertf32x8(_mm512_castps256_ps512((__m256)a), (__m256)b, 1);
 }
 
-/* measure for two groups of eight. The grid point of u comes out of a table by the quarter that u lies in, since it changes at
- * multiples of a quarter alone: u - 1/8 plus a number whose last bit is worth a quarter has the quarter's number in its lowest bits,
- * and five of them are looked at. So u stays below 8, or is held there (`clips`), and somewhere reaches a quarter (`fills_steps`).
- * A u that is put into the next quarter lies as near to one grid point as to the other, to within its own rounding. */
+/* measure for two groups of eight. The grid point of u is looked up by the quarter that contains u, because it changes only at
+ * multiples of a quarter: u - 1/8 plus a number whose last bit is a quarter has the quarter's number in its lowest bits, five of which
+ * are used. So u must stay below 8, or is clamped (`clips`), and must reach a quarter in some lane (`fills_steps`). A u that
+ * is put into the next quarter is equally near to both grid points, within its own rounding. */
 ALWAYS_INLINE void measure_two(struct eight *e, int group, bool weighted, int k, int codes, bool clips)
 {
     const __m512 eighth = _mm512_set1_ps(0.125f), quarters = _mm512_set1_ps(0x1.8p21f), most = _mm512_set1_ps(7.f);
@@ -291,7 +290,7 @@ ALWAYS_INLINE void measure_two(struct eight *e, int group, bool weighted, int k,
         const __m512 a = joined(e[0].a[i], e[1].a[i]);
         const __m512 weight = weighted ? joined(e[0].weight[i], e[1].weight[i]) : a;
         for (int c = 0; c < codes; c++) {
-            const __m512 u = _mm512_fmsub_ps(a, inverse[c], eighth); /* less an eighth, as the table */
+            const __m512 u = _mm512_fmsub_ps(a, inverse[c], eighth); /* less an eighth, like the table */
             const __m512i place = _mm512_castps_si512(_mm512_add_ps(clips ? _mm512_min_ps(u, most) : u, quarters));
             const __m512 d = _mm512_sub_ps(u, _mm512_permutex2var_ps(low, place, high));
             sum[c] = _mm512_fmadd_ps(weighted ? _mm512_mul_ps(weight, d) : d, d, sum[c]);
@@ -325,7 +324,7 @@ ALWAYS_INLINE void measure_listed(const struct pack_plan *plan, int group, bool 
 }
 
 #ifdef __AVX512F__
-/* An eighth taken off u costs it no bits that count: of every lane's largest |x| there is a quarter step at the largest step. */
+/* Subtracting an eighth from u loses no significant bits: in every lane the largest |x| is at least a quarter step at the largest step. */
 static inline bool fills_steps(const struct pack_plan *plan, const struct eight *e)
 {
     const lanes_f largest = e->top * e->inverse[plan->choice == CHOICE_SWEEP ? UP - 1 : 1];
@@ -356,8 +355,9 @@ static inline void rank(struct eight *e, int k)
     }
 }
 
-/* Beyond the window: far up only from the smallest codes (search.c), far down as long as the clipped amax alone may pay. */
-ALWAYS_INLINE void look_further(const struct pack_plan *plan, int group, bool weighted, struct eight *e)
+/* Codes outside the window: far up only from the smallest codes (search.c), far down as long as the clipped amax alone does not
+ * exceed the best error. */
+ALWAYS_INLINE void try_farther_codes(const struct pack_plan *plan, int group, bool weighted, struct eight *e)
 {
     while (any_lane(e->first + e->count - DOWN < 16) & (e->count < WINDOW + 8)) {
         list_run(plan, e, e->first + e->count - DOWN, 1, 4);
@@ -365,7 +365,7 @@ ALWAYS_INLINE void look_further(const struct pack_plan *plan, int group, bool we
         rank(e, e->count - 4);
     }
     for (lanes_i code = e->first - DOWN - 1;; code -= 4) {
-        const lanes_f limit = root(e->least) + e->reach; /* surely above the root of the exact error of the best */
+        const lanes_f limit = root(e->least) + e->reach; /* certainly above the root of the exact error of the best code */
         lanes_f clipped = e->top - 6.f * steps_of(plan, most_of(code, all_lanes_i(1))) - e->delta;
         clipped = most_of_floats(clipped, all_lanes(0.f));
         if (!any_lane((code > 0) & (e->top_weight * (clipped * clipped) <= limit * limit * 1.0001f)))
@@ -376,8 +376,8 @@ ALWAYS_INLINE void look_further(const struct pack_plan *plan, int group, bool we
     }
 }
 
-/* One block whose codes floats cannot tell apart. */
-static __attribute__((noinline)) int settle(const struct pack_plan *plan, const struct eight *e, int block, float bound)
+/* One block whose codes cannot be decided in float. */
+static __attribute__((noinline)) int decide_exactly(const struct pack_plan *plan, const struct eight *e, int block, float bound)
 {
     float x[MAX_GROUP], w[MAX_GROUP];
     const float *weight = plan->weight ? w : NULL;
@@ -387,19 +387,19 @@ static __attribute__((noinline)) int settle(const struct pack_plan *plan, const 
     }
     if (bound < 0 || plan->choice != CHOICE_SWEEP)
         return best_code(plan, x, weight);
-    struct contest contest = {plan, x, weight, -1., 0};
+    struct best_search search = {plan, x, weight, -1., 0};
     for (int k = 0; k < e->count; k++)
         if (e->error[k][block] <= bound)
-            contest_enter(&contest, e->code[k][block]);
-    return contest.code;
+            best_search_try(&search, e->code[k][block]);
+    return search.code;
 }
 
 ALWAYS_INLINE void decide(const struct pack_plan *plan, int group, bool weighted, lanes_f finest, struct eight *e)
 {
     rank(e, 0);
     if (plan->choice == CHOICE_SWEEP)
-        look_further(plan, group, weighted, e);
-    /* Floats neither over- nor underflow in here only in a middle range. */
+        try_farther_codes(plan, group, weighted, e);
+    /* Floats neither overflow nor underflow in here only in a middle range. */
     const lanes_f unit = e->weight_sum * (e->delta * e->delta);
     const lanes_f quotient = e->top / finest;
     const lanes_f square = quotient * quotient;
@@ -412,10 +412,10 @@ ALWAYS_INLINE void decide(const struct pack_plan *plan, int group, bool weighted
         return;
     for (int b = 0; b < 8; b++)
         if (open[b])
-            e->best[b] = settle(plan, e, b, bound[b]);
+            e->best[b] = decide_exactly(plan, e, b, bound[b]);
 }
 
-/* A code for each block, the one that best_code finds; `groups` of eight blocks. */
+/* A code per block, the one of best_code; `groups` groups of eight blocks. */
 ALWAYS_INLINE void search_as(const struct pack_plan *plan, int group, bool weighted, struct eight *e, int groups)
 {
     const lanes_f finest = steps_of(plan, all_lanes_i(1));
@@ -436,7 +436,7 @@ static void search(const struct pack_plan *plan, struct eight *e, int groups)
 {
     if (plan->weight)
         search_as(plan, plan->group, true, e, groups);
-    else if (plan->group == 16) /* the usual one, with its loops' length known */
+    else if (plan->group == 16) /* the usual case, with constant loop lengths */
         search_as(plan, 16, false, e, groups);
     else
         search_as(plan, plan->group, false, e, groups);

@@ -42,7 +42,7 @@ static void flag_merged(const struct transfer *t)
 }
 
 /* Keeps one frame and its row. */
-static int keep_frame(void *context, const uint8_t *frame, size_t size, const struct sse_frame *info)
+static int store_frame(void *context, const uint8_t *frame, size_t size, const struct sse_frame *info)
 {
     struct transfer *t = context;
     struct client *c = t->client;
@@ -74,7 +74,7 @@ static int keep_frame(void *context, const uint8_t *frame, size_t size, const st
 }
 
 /* One read comes in several pieces (a chunk each): they are one row. */
-static int keep_read(struct transfer *t, size_t size)
+static int store_read(struct transfer *t, size_t size)
 {
     struct client *c = t->client;
     struct vector *reads = &c->result->reads;
@@ -93,9 +93,9 @@ static int keep_read(struct transfer *t, size_t size)
     return vector_add(reads, &row, sizeof row) ? SSE_NO_MEMORY : SSE_OK;
 }
 
-static bool is_type(const char *type, const char *wanted)
+static bool is_type(const char *type, const char *expected)
 {
-    return type && strncasecmp(type, wanted, strlen(wanted)) == 0;
+    return type && strncasecmp(type, expected, strlen(expected)) == 0;
 }
 
 /* Servers are lenient about the type of an event stream, never about that of an error page. */
@@ -106,26 +106,26 @@ void answer_begin_body(struct transfer *t, int status, const char *type)
     t->body_began = true;
 }
 
-static int keep_body(struct transfer *t, const char *bytes, size_t size)
+static int store_body(struct transfer *t, const char *bytes, size_t size)
 {
     if (size > t->client->plan->max_answer_bytes - t->answer_bytes) {
         t->cause = CAUSE_ANSWER_SIZE;
         return SSE_TOO_LARGE;
     }
     t->answer_bytes += size;
-    if (keep_read(t, size))
+    if (store_read(t, size))
         return SSE_NO_MEMORY;
     if (!t->event_stream) {
         if (size > t->client->plan->max_event_bytes - t->body.size)
             return SSE_TOO_LARGE;
         return vector_add(&t->body, bytes, size) ? SSE_NO_MEMORY : SSE_OK;
     }
-    return sse_feed(&t->framer, (const uint8_t *)bytes, size, keep_frame, t);
+    return sse_feed(&t->framer, (const uint8_t *)bytes, size, store_frame, t);
 }
 
 bool answer_body(struct transfer *t, const void *bytes, size_t size)
 {
-    int status = keep_body(t, bytes, size);
+    int status = store_body(t, bytes, size);
     if (status == SSE_TOO_LARGE && t->cause == CAUSE_NONE)
         t->cause = CAUSE_EVENT_SIZE;
     else if (status == SSE_NO_MEMORY)
@@ -137,10 +137,10 @@ void answer_end(struct transfer *t)
 {
     int status = SSE_OK;
     if (t->event_stream) {
-        status = sse_finish(&t->framer, keep_frame, t);
+        status = sse_finish(&t->framer, store_frame, t);
     } else if (t->body.size) {
         struct sse_frame whole = {.data_size = (uint32_t)t->body.size, .kind = SSE_BODY};
-        status = keep_frame(t, t->body.base, t->body.size, &whole);
+        status = store_frame(t, t->body.base, t->body.size, &whole);
     }
     if (status == SSE_NO_MEMORY)
         t->client->no_memory = true;

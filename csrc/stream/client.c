@@ -55,7 +55,7 @@ static int on_timer(CURLM *multi, long timeout_ms, void *context)
 
 /* ---- acting */
 
-static void drain_ended(struct client *c)
+static void handle_finished(struct client *c)
 {
     int left;
     CURLMsg *message;
@@ -65,35 +65,35 @@ static void drain_ended(struct client *c)
         struct transfer *t = NULL;
         CURLcode code = message->data.result;
         curl_easy_getinfo(message->easy_handle, CURLINFO_PRIVATE, (char **)&t);
-        if (code == CURLE_OK && t->place)
+        if (code == CURLE_OK && t->host_port)
             plain_connected(t);
         else
             transfer_finish(t, code, CAUSE_NONE);
     }
 }
 
-static void act(struct client *c, curl_socket_t fd, int events)
+static void socket_action(struct client *c, curl_socket_t fd, int events)
 {
     int running;
     c->now_fd = events & CURL_CSELECT_IN ? fd : CURL_SOCKET_BAD;
     c->action++;
     c->now_overread = false;
     curl_multi_socket_action(c->multi, fd, events, &running);
-    drain_ended(c);
+    handle_finished(c);
     c->now_overread = false;
 }
 
-static void act_on_timer(struct client *c)
+static void handle_timer(struct client *c)
 {
     c->now_ns = clock_monotonic_ns();
     c->now_kernel_ns = 0;
     c->now_errno = 0;
     c->curl_due_ns = INT64_MAX;
-    act(c, CURL_SOCKET_TIMEOUT, 0);
+    socket_action(c, CURL_SOCKET_TIMEOUT, 0);
 }
 
 /* Newest stamp of all that waits: a read of several packets is never timed before the last of them came. */
-static int64_t look_at(struct client *c, int fd)
+static int64_t peek_stamp(struct client *c, int fd)
 {
     int64_t realtime_ns;
     c->now_received = clock_bytes_received(fd);
@@ -103,17 +103,17 @@ static int64_t look_at(struct client *c, int fd)
     return c->now_received >= 0 ? realtime_ns : 0;
 }
 
-static void act_on_socket(struct client *c, int fd, uint32_t events)
+static void handle_socket(struct client *c, int fd, uint32_t events)
 {
     int64_t realtime_ns = 0;
     struct socket_state *socket = client_socket(c, fd);
-    if (socket && socket->own) {
+    if (socket && socket->connection) {
         plain_ready(c, socket, events);
         return;
     }
     c->now_errno = 0;
     if ((events & (EPOLLIN | EPOLLERR)) == EPOLLIN && socket && socket->stamped)
-        realtime_ns = look_at(c, fd);
+        realtime_ns = peek_stamp(c, fd);
     clock_stamp(&c->pair, realtime_ns, c->result->origin_ns, &c->now_ns, &c->now_kernel_ns);
     if ((events & EPOLLIN) && socket)
         socket->last_read_ns = c->now_ns;
@@ -124,7 +124,7 @@ static void act_on_socket(struct client *c, int fd, uint32_t events)
         what |= CURL_CSELECT_OUT;
     if (events & (EPOLLERR | EPOLLHUP))
         what |= CURL_CSELECT_ERR;
-    act(c, fd, what);
+    socket_action(c, fd, what);
 }
 
 /* ---- the plan's own times */
@@ -138,13 +138,13 @@ static int64_t due_ns(const struct transfer *t)
     return whole < idle ? whole : idle;
 }
 
-static void give_up_late(struct client *c, int64_t now)
+static void finish_overdue(struct client *c, int64_t now)
 {
     c->check_due_ns = INT64_MAX;
     c->now_ns = now;
     c->now_kernel_ns = 0;
-    for (struct transfer *t = c->active, *following; t; t = following) {
-        following = t->following;
+    for (struct transfer *t = c->active, *next; t; t = next) {
+        next = t->next;
         int64_t due = due_ns(t);
         if (due > now) {
             if (due < c->check_due_ns)
@@ -170,7 +170,7 @@ static void start_next(struct client *c)
     c->now_ns = clock_monotonic_ns();
     c->now_kernel_ns = 0;
     struct transfer *t = transfer_begin(c, index);
-    if (!t || !plain_prepare(t) || !((t->place && plain_reuse(t)) || libcurl_begin(t))) {
+    if (!t || !plain_prepare(t) || !((t->host_port && plain_reuse(t)) || libcurl_begin(t))) {
         c->no_memory = true;
         return;
     }
@@ -178,7 +178,7 @@ static void start_next(struct client *c)
     if (due < c->check_due_ns)
         c->check_due_ns = due;
     if (c->curl_due_ns <= clock_monotonic_ns())
-        act_on_timer(c);
+        handle_timer(c);
 }
 
 static void stop_all(struct client *c, uint8_t cause)
@@ -206,7 +206,7 @@ static bool was_interrupted(struct client *c)
 
 /* ---- waiting */
 
-static void arm(struct client *c, int64_t due)
+static void set_timer(struct client *c, int64_t due)
 {
     if (due == c->armed_ns)
         return;
@@ -225,7 +225,7 @@ static int64_t earliest(int64_t a, int64_t b)
 }
 
 /* A step of CLOCK_REALTIME is seen at the next wake-up: the stamps mapped since the last one may lie on either side. */
-static void forget_stamps_since(struct client *c, int64_t woken_ns)
+static void clear_kernel_stamps_since(struct client *c, int64_t woken_ns)
 {
     struct event_row *events = (struct event_row *)c->result->events.base;
     struct request_row *requests = (struct request_row *)c->result->requests.base;
@@ -239,36 +239,36 @@ static void forget_stamps_since(struct client *c, int64_t woken_ns)
     }
 }
 
-static void take_time(struct client *c)
+static void update_clock_pair(struct client *c)
 {
     int64_t woken_ns = c->pair.measured_ns;
     clock_pair_measure(&c->pair);
     if (clock_pair_stepped(&c->pair))
-        forget_stamps_since(c, woken_ns);
+        clear_kernel_stamps_since(c, woken_ns);
 }
 
 /* One wait and what it brings. False: the run was interrupted. */
-static bool wait_and_act(struct client *c, int64_t due, int64_t now)
+static bool wait_and_handle(struct client *c, int64_t due, int64_t now)
 {
     struct epoll_event events[WAKE_EVENTS];
     if (due > now)
-        arm(c, due);
+        set_timer(c, due);
     int count = epoll_wait(c->epoll_fd, events, WAKE_EVENTS, due > now ? -1 : 0);
     if (count < 0)
         return errno == EINTR && !was_interrupted(c);
     if (count > 0)
-        take_time(c);
+        update_clock_pair(c);
     for (int i = 0; i < count; i++) {
         int fd = events[i].data.fd;
         if (fd == c->timer_fd) {
-            uint64_t rings;
-            (void)!read(fd, &rings, sizeof rings);
+            uint64_t expirations;
+            (void)!read(fd, &expirations, sizeof expirations);
             c->armed_ns = INT64_MAX;
         } else if (fd == c->plan->cancel_fd) {
             if (was_interrupted(c))
                 return false;
         } else {
-            act_on_socket(c, fd, events[i].events);
+            handle_socket(c, fd, events[i].events);
         }
     }
     return true;
@@ -287,12 +287,12 @@ static void run_loop(struct client *c)
         if (now >= next_start_ns(c))
             start_next(c);
         else if (now >= c->curl_due_ns)
-            act_on_timer(c);
+            handle_timer(c);
         if (now >= c->check_due_ns)
-            give_up_late(c, now);
+            finish_overdue(c, now);
         int64_t due = earliest(earliest(c->curl_due_ns, c->check_due_ns), earliest(next_start_ns(c), deadline));
         if (c->in_flight || c->next < p->count)
-            if (!wait_and_act(c, due, now)) {
+            if (!wait_and_handle(c, due, now)) {
                 c->result->stopped = true;
                 stop_all(c, CAUSE_CANCELLED);
                 return;
@@ -308,7 +308,7 @@ struct start {
     uint32_t index;
 };
 
-static int by_start(const void *a, const void *b)
+static int compare_starts(const void *a, const void *b)
 {
     const struct start *x = a, *y = b;
     if (x->at != y->at)
@@ -324,7 +324,7 @@ static bool order_starts(struct client *c)
     if (starts && c->order) {
         for (size_t i = 0; i < count; i++)
             starts[i] = (struct start){c->plan->requests[i].start_ns, (uint32_t)i};
-        qsort(starts, count, sizeof *starts, by_start);
+        qsort(starts, count, sizeof *starts, compare_starts);
         for (size_t i = 0; i < count; i++)
             c->order[i] = starts[i].index;
     }

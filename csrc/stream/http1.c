@@ -15,9 +15,9 @@ void http1_init(struct http1 *h, bool no_body)
 
 void http1_free(struct http1 *h)
 {
-    free(h->held);
-    h->held = NULL;
-    h->held_size = h->held_capacity = 0;
+    free(h->pending);
+    h->pending = NULL;
+    h->pending_size = h->pending_capacity = 0;
 }
 
 const char *http1_explain(int status)
@@ -50,16 +50,16 @@ const char *http1_explain(int status)
 
 static int hold(struct http1 *h, const uint8_t *bytes, size_t size)
 {
-    size_t wanted = h->held_size + size; /* both are at most HTTP1_MAX_LINE */
-    if (wanted > h->held_capacity) {
-        uint8_t *grown = realloc(h->held, wanted + wanted / 2);
+    size_t needed = h->pending_size + size; /* both are at most HTTP1_MAX_LINE */
+    if (needed > h->pending_capacity) {
+        uint8_t *grown = realloc(h->pending, needed + needed / 2);
         if (!grown)
             return HTTP1_NO_MEMORY;
-        h->held = grown;
-        h->held_capacity = wanted + wanted / 2;
+        h->pending = grown;
+        h->pending_capacity = needed + needed / 2;
     }
-    memcpy(h->held + h->held_size, bytes, size);
-    h->held_size = wanted;
+    memcpy(h->pending + h->pending_size, bytes, size);
+    h->pending_size = needed;
     return HTTP1_MORE;
 }
 
@@ -70,19 +70,19 @@ static int take_line(struct http1 *h, const uint8_t *bytes, size_t size, size_t 
     size_t piece = lf ? (size_t)(lf - bytes) + 1 : size;
     *line = NULL;
     *used = piece;
-    if (piece > HTTP1_MAX_LINE - h->held_size || piece > HTTP1_MAX_HEAD - h->head_size)
+    if (piece > HTTP1_MAX_LINE - h->pending_size || piece > HTTP1_MAX_HEAD - h->head_size)
         return HTTP1_TOO_LARGE;
     h->head_size += piece;
-    if (lf && h->held_size == 0) {
+    if (lf && h->pending_size == 0) {
         *line = bytes;
         *length = piece;
         return HTTP1_MORE;
     }
     int status = hold(h, bytes, piece);
     if (status == HTTP1_MORE && lf) {
-        *line = h->held;
-        *length = h->held_size;
-        h->held_size = 0; /* its bytes stay until the next line is held */
+        *line = h->pending;
+        *length = h->pending_size;
+        h->pending_size = 0; /* its bytes stay until the next line is held */
     }
     return status;
 }
@@ -277,7 +277,7 @@ static int feed_head(struct http1 *h, const uint8_t *bytes, size_t size, size_t 
         return status;
     bool first = h->state == HEAD && h->status == 0;
     if (!line)
-        return first && !may_be_status_line(h->held, h->held_size) ? HTTP1_NOT_HTTP : HTTP1_MORE;
+        return first && !may_be_status_line(h->pending, h->pending_size) ? HTTP1_NOT_HTTP : HTTP1_MORE;
     size_t plain = without_end(line, length);
     if (first)
         status = read_status_line(h, line, plain);

@@ -46,8 +46,8 @@ struct http1_sink {
 
 struct http1 {
     uint64_t left;        /* bytes of the body or of the chunk still to come */
-    uint8_t *held;        /* a line that earlier reads began */
-    size_t held_size, held_capacity;
+    uint8_t *pending;        /* a line that earlier reads began */
+    size_t pending_size, pending_capacity;
     size_t head_size;     /* bytes of this head, or of this chunk's size line */
     uint64_t length;      /* Content-Length */
     int interim, digits;

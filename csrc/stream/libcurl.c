@@ -99,7 +99,7 @@ static curl_socket_t on_open(void *context, curlsocktype purpose, struct curl_so
 static int on_close(void *context, curl_socket_t fd)
 {
     struct socket_state *socket = client_socket(context, fd);
-    return socket && socket->own ? 0 : close(fd);
+    return socket && socket->connection ? 0 : close(fd);
 }
 
 /* ---- the handle */
@@ -138,7 +138,7 @@ static void set_request(struct transfer *t)
     const struct plan_request *q = t->request;
     CURL *easy = t->easy;
     curl_easy_setopt(easy, CURLOPT_URL, q->url);
-    if (t->place)
+    if (t->host_port)
         return;
     if (q->body) {
         curl_easy_setopt(easy, CURLOPT_POSTFIELDSIZE_LARGE, (curl_off_t)q->body_size);
@@ -154,7 +154,7 @@ static void set_connection(struct transfer *t)
     const struct plan *p = t->client->plan;
     CURL *easy = t->easy;
     set_protocols(easy);
-    if (t->place) {
+    if (t->host_port) {
         curl_easy_setopt(easy, CURLOPT_CONNECT_ONLY, 1L);
         curl_easy_setopt(easy, CURLOPT_BUFFERSIZE, 1024L); /* the least: nothing is read through it */
     }
@@ -165,7 +165,7 @@ static void set_connection(struct transfer *t)
     curl_easy_setopt(easy, CURLOPT_PIPEWAIT, p->http != PLAN_HTTP_1_1 ? 1L : 0L);
     curl_easy_setopt(easy, CURLOPT_NOSIGNAL, 1L);
     curl_easy_setopt(easy, CURLOPT_PROXY, p->proxy ? p->proxy : ""); /* "": not even the environment's */
-    bool fresh = p->fresh_connections && !t->place; /* connections of our own are kept or closed by plain.c */
+    bool fresh = p->fresh_connections && !t->host_port; /* connections of our own are kept or closed by plain.c */
     curl_easy_setopt(easy, CURLOPT_FRESH_CONNECT, fresh ? 1L : 0L);
     curl_easy_setopt(easy, CURLOPT_FORBID_REUSE, fresh ? 1L : 0L);
     curl_easy_setopt(easy, CURLOPT_SSL_VERIFYPEER, p->verify_tls ? 1L : 0L);
@@ -202,14 +202,14 @@ static int64_t info_us(CURL *easy, CURLINFO which)
     return us;
 }
 
-void libcurl_keep_connecting(struct transfer *t, struct request_row *row)
+void libcurl_store_phases(struct transfer *t, struct request_row *row)
 {
     row->name_lookup_us = info_us(t->easy, CURLINFO_NAMELOOKUP_TIME_T);
     row->connect_us = info_us(t->easy, CURLINFO_CONNECT_TIME_T);
     row->tls_us = info_us(t->easy, CURLINFO_APPCONNECT_TIME_T);
 }
 
-void libcurl_let_go(struct transfer *t)
+void libcurl_release(struct transfer *t)
 {
     curl_multi_remove_handle(t->client->multi, t->easy);
     curl_easy_cleanup(t->easy);
@@ -218,10 +218,10 @@ void libcurl_let_go(struct transfer *t)
     t->headers = NULL;
 }
 
-static void leave(struct transfer *t, struct request_row *row)
+static void release_easy(struct transfer *t, struct request_row *row)
 {
     long status = 0, connects = 0, os_errno = 0, version = 0;
-    libcurl_keep_connecting(t, row);
+    libcurl_store_phases(t, row);
     curl_easy_getinfo(t->easy, CURLINFO_RESPONSE_CODE, &status);
     row->pretransfer_us = info_us(t->easy, CURLINFO_PRETRANSFER_TIME_T);
     row->starttransfer_us = info_us(t->easy, CURLINFO_STARTTRANSFER_TIME_T);
@@ -233,7 +233,7 @@ static void leave(struct transfer *t, struct request_row *row)
     row->os_errno = t->socket_errno ? t->socket_errno : os_errno ? (int32_t)os_errno : t->client->now_errno;
     row->http_version = (int32_t)version;
     row->status = (int32_t)status;
-    libcurl_let_go(t);
+    libcurl_release(t);
 }
 
 /* ---- beginning */
@@ -251,8 +251,8 @@ bool libcurl_begin(struct transfer *t)
     t->easy = curl_easy_init();
     if (!t->easy)
         return false;
-    t->leave = leave;
-    if (!t->place && !add_headers(t))
+    t->release = release_easy;
+    if (!t->host_port && !add_headers(t))
         return false;
     set_request(t);
     set_connection(t);

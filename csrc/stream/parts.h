@@ -21,8 +21,8 @@ enum { READ_BYTES = 64 << 10 };
 /* A connection that libcurl made and left to us. */
 struct connection {
     int fd;
-    struct connection *following; /* in the list of idle ones */
-    char *place;            /* host:port */
+    struct connection *next; /* in the list of idle ones */
+    char *host_port;            /* host:port */
 };
 
 struct client {
@@ -53,8 +53,8 @@ struct client {
 struct socket_state {
     int64_t last_read_ns; /* when bytes of any kind last came, also those libcurl keeps to itself */
     bool stamped;         /* the kernel stamps what it receives */
-    struct connection *own; /* NULL: libcurl's */
-    struct transfer *owner; /* of a connection of our own; NULL: it is idle */
+    struct connection *connection; /* NULL: libcurl's */
+    struct transfer *transfer; /* of a connection of our own; NULL: it is idle */
 };
 
 /* A request in flight. What each read touches comes first: with hundreds in flight it is seldom in the cache. */
@@ -75,10 +75,10 @@ struct transfer {
     struct http1 reader;
 
     const struct plan_request *request;
-    struct transfer *previous, *following;
+    struct transfer *previous, *next;
     int64_t started_ns;
     /* Fills in the row's phases and gives back what carried the request; NULL: nothing does yet. */
-    void (*leave)(struct transfer *t, struct request_row *row);
+    void (*release)(struct transfer *t, struct request_row *row);
     int32_t status;
     int socket_errno;
     struct vector header, body; /* the answer's */
@@ -88,9 +88,9 @@ struct transfer {
     struct curl_slist *headers;
     const char *last_bytes; /* where the last read's latest piece lay in libcurl's buffer */
     /* plain HTTP/1.1 */
-    char *place;        /* host:port; NULL: libcurl transfers */
+    char *host_port;        /* host:port; NULL: libcurl transfers */
     struct vector head; /* the request's, as sent */
-    bool kept;          /* on a connection that carried a request before */
+    bool reused;          /* on a connection that carried a request before */
 };
 
 static inline struct request_row *client_row(const struct client *c, uint32_t index)
@@ -129,8 +129,8 @@ void transfer_finish(struct transfer *t, CURLcode code, uint8_t cause);
 bool libcurl_begin(struct transfer *t);
 
 /* What making the connection took, into the request's row. */
-void libcurl_keep_connecting(struct transfer *t, struct request_row *row);
-void libcurl_let_go(struct transfer *t);
+void libcurl_store_phases(struct transfer *t, struct request_row *row);
+void libcurl_release(struct transfer *t);
 
 /* ---- plain.c */
 

@@ -53,14 +53,14 @@ static bool add_default(struct transfer *t, const char *name, const char *value)
 static bool write_head(struct transfer *t, const char *host, const char *port, const char *path, const char *query)
 {
     const struct plan_request *q = t->request;
-    char length[48] = "", place[300];
+    char length[48] = "", host_port[300];
     bool usual = strcmp(port, "80") == 0;
-    snprintf(place, sizeof place, "%s%s%s", host, usual ? "" : ":", usual ? "" : port);
-    bool wants_body = strcmp(q->method, "POST") == 0 || strcmp(q->method, "PUT") == 0 || strcmp(q->method, "PATCH") == 0;
-    if (q->body || wants_body)
+    snprintf(host_port, sizeof host_port, "%s%s%s", host, usual ? "" : ":", usual ? "" : port);
+    bool method_has_body = strcmp(q->method, "POST") == 0 || strcmp(q->method, "PUT") == 0 || strcmp(q->method, "PATCH") == 0;
+    if (q->body || method_has_body)
         snprintf(length, sizeof length, "Content-Length: %zu\r\n", q->body_size);
     return add_text(t, q->method) && add_text(t, " ") && add_text(t, path) && add_text(t, query ? "?" : "") &&
-           add_text(t, query ? query : "") && add_text(t, " HTTP/1.1\r\n") && add_default(t, "Host", place) &&
+           add_text(t, query ? query : "") && add_text(t, " HTTP/1.1\r\n") && add_default(t, "Host", host_port) &&
            add_default(t, "User-Agent", t->client->plan->user_agent) && add_default(t, "Accept", "*/*") &&
            add_own_headers(t) && add_text(t, length) && add_text(t, "\r\n");
 }
@@ -92,9 +92,9 @@ bool plain_prepare(struct transfer *t)
     size_t size = strlen(host) + strlen(port) + 2;
     if (user || size > 256 || !is_ascii(host) || !is_ascii(path) || (query && !is_ascii(query)))
         goto out;
-    ok = (t->place = malloc(size)) && write_head(t, host, port, path, query);
+    ok = (t->host_port = malloc(size)) && write_head(t, host, port, path, query);
     if (ok)
-        snprintf(t->place, size, "%s:%s", host, port);
+        snprintf(t->host_port, size, "%s:%s", host, port);
 out:
     curl_free(host);
     curl_free(port);
@@ -110,10 +110,10 @@ out:
 static void close_connection(struct client *c, struct connection *connection)
 {
     struct socket_state *socket = client_socket(c, connection->fd);
-    socket->own = NULL;
-    socket->owner = NULL;
+    socket->connection = NULL;
+    socket->transfer = NULL;
     close(connection->fd);
-    free(connection->place);
+    free(connection->host_port);
     free(connection);
 }
 
@@ -121,17 +121,17 @@ void plain_close_idle(struct client *c)
 {
     while (c->idle) {
         struct connection *connection = c->idle;
-        c->idle = connection->following;
+        c->idle = connection->next;
         close_connection(c, connection);
     }
 }
 
-static void forget_idle(struct client *c, struct connection *connection)
+static void remove_idle(struct client *c, struct connection *connection)
 {
     struct connection **at = &c->idle;
     while (*at != connection)
-        at = &(*at)->following;
-    *at = connection->following;
+        at = &(*at)->next;
+    *at = connection->next;
     close_connection(c, connection);
 }
 
@@ -139,12 +139,12 @@ static void drop_connection(struct transfer *t)
 {
     close_connection(t->client, t->connection);
     t->connection = NULL;
-    t->leave = NULL;
+    t->release = NULL;
     t->fd = -1;
 }
 
 /* The request is over: its connection is kept for another if it ended well. */
-static void leave(struct transfer *t, struct request_row *row)
+static void release_connection(struct transfer *t, struct request_row *row)
 {
     struct client *c = t->client;
     struct connection *connection = t->connection;
@@ -157,15 +157,15 @@ static void leave(struct transfer *t, struct request_row *row)
         drop_connection(t);
         return;
     }
-    client_socket(c, connection->fd)->owner = NULL;
-    connection->following = c->idle;
+    client_socket(c, connection->fd)->transfer = NULL;
+    connection->next = c->idle;
     c->idle = connection;
 }
 
 /* ---- sending */
 
 /* Sends what the socket takes. False: the connection is broken. */
-static bool send_some(struct transfer *t)
+static bool send_available(struct transfer *t)
 {
     const struct plan_request *q = t->request;
     while (t->unsent) {
@@ -193,12 +193,12 @@ static void fail(struct transfer *t, CURLcode code, const char *error)
 
 /* A kept connection that ends before a byte of the answer was closed by the server while the request was on its way: it is
  * sent once more, on a new connection. */
-static bool begin_again(struct transfer *t)
+static bool retry_on_new_connection(struct transfer *t)
 {
-    if (!t->kept || t->reader.began)
+    if (!t->reused || t->reader.began)
         return false;
     drop_connection(t);
-    t->kept = false;
+    t->reused = false;
     if (!libcurl_begin(t))
         fail(t, CURLE_OUT_OF_MEMORY, "no memory for a second connection");
     return true;
@@ -208,34 +208,34 @@ static void send_request(struct transfer *t)
 {
     struct request_row *row = client_row(t->client, t->index);
     row->pretransfer_us = (clock_monotonic_ns() - t->started_ns) / NS_PER_US;
-    if (!send_some(t)) {
+    if (!send_available(t)) {
         t->socket_errno = errno;
-        if (!begin_again(t))
+        if (!retry_on_new_connection(t))
             fail(t, CURLE_SEND_ERROR, "the request could not be sent");
     }
 }
 
-static void take_connection(struct transfer *t, struct connection *connection)
+static void use_connection(struct transfer *t, struct connection *connection)
 {
     t->connection = connection;
     t->fd = connection->fd;
     t->unsent = t->head.size + t->request->body_size;
-    t->leave = leave;
-    client_socket(t->client, connection->fd)->owner = t;
+    t->release = release_connection;
+    client_socket(t->client, connection->fd)->transfer = t;
 }
 
 bool plain_reuse(struct transfer *t)
 {
     struct client *c = t->client;
     struct connection **at = &c->idle;
-    while (*at && strcmp((*at)->place, t->place) != 0)
-        at = &(*at)->following;
-    struct connection *found = *at;
-    if (!found)
+    while (*at && strcmp((*at)->host_port, t->host_port) != 0)
+        at = &(*at)->next;
+    struct connection *connection = *at;
+    if (!connection)
         return false;
-    *at = found->following;
-    t->kept = true;
-    take_connection(t, found);
+    *at = connection->next;
+    t->reused = true;
+    use_connection(t, connection);
     send_request(t);
     return true;
 }
@@ -254,17 +254,17 @@ void plain_connected(struct transfer *t)
         transfer_finish(t, CURLE_COULDNT_CONNECT, CAUSE_NONE);
         return;
     }
-    if (!connection || !(connection->place = strdup(t->place))) {
+    if (!connection || !(connection->host_port = strdup(t->host_port))) {
         free(connection);
         c->no_memory = true;
         return;
     }
     connection->fd = t->fd;
-    socket->own = connection;
-    take_connection(t, connection);
+    socket->connection = connection;
+    use_connection(t, connection);
     client_row(c, t->index)->new_connection = 1;
-    libcurl_keep_connecting(t, client_row(c, t->index));
-    libcurl_let_go(t);
+    libcurl_store_phases(t, client_row(c, t->index));
+    libcurl_release(t);
     struct epoll_event event = {.events = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET, .data.fd = t->fd};
     if (epoll_ctl(c->epoll_fd, EPOLL_CTL_ADD, t->fd, &event) != 0) {
         t->socket_errno = errno;
@@ -289,7 +289,7 @@ static bool on_body(void *context, const uint8_t *bytes, size_t size)
     return answer_body(t, bytes, size);
 }
 
-static CURLcode code_of(int status)
+static CURLcode curl_code_of(int status)
 {
     switch (status) {
     case HTTP1_DONE:
@@ -307,16 +307,16 @@ static CURLcode code_of(int status)
     }
 }
 
-static void end_with(struct transfer *t, int status)
+static void finish_with(struct transfer *t, int status)
 {
     if (status == HTTP1_DONE)
         transfer_finish(t, CURLE_OK, CAUSE_NONE);
     else
-        fail(t, code_of(status), http1_explain(status));
+        fail(t, curl_code_of(status), http1_explain(status));
 }
 
 /* What one recvmsg brought; `ending`: the other side has closed. False: the request is over. */
-static bool take_read(struct transfer *t, size_t size, bool ending)
+static bool handle_read(struct transfer *t, size_t size, bool ending)
 {
     struct client *c = t->client;
     struct http1_sink sink = {on_line, on_body, t};
@@ -328,27 +328,27 @@ static bool take_read(struct transfer *t, size_t size, bool ending)
         return true;
     if (used < size || ending) /* after bytes that nobody asked for it is not to be trusted again */
         t->reader.keep = false;
-    end_with(t, status);
+    finish_with(t, status);
     return false;
 }
 
-static void end_of_connection(struct transfer *t)
+static void handle_eof(struct transfer *t)
 {
-    if (begin_again(t))
+    if (retry_on_new_connection(t))
         return;
-    end_with(t, http1_end(&t->reader));
+    finish_with(t, http1_end(&t->reader));
 }
 
-static void broken(struct transfer *t, int error)
+static void handle_error(struct transfer *t, int error)
 {
     t->socket_errno = error;
-    if (!begin_again(t))
+    if (!retry_on_new_connection(t))
         fail(t, CURLE_RECV_ERROR, "the connection broke");
 }
 
 /* Reads until the socket is empty, which a short read shows unless the other side has closed; then lets others have their
  * turn. */
-static void read_some(struct client *c, struct transfer *t, struct socket_state *socket, uint32_t events)
+static void read_available(struct client *c, struct transfer *t, struct socket_state *socket, uint32_t events)
 {
     bool ending = events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR);
     int fd = t->fd;
@@ -360,15 +360,15 @@ static void read_some(struct client *c, struct transfer *t, struct socket_state 
         clock_stamp(&c->pair, realtime_ns, c->result->origin_ns, &c->now_ns, &c->now_kernel_ns);
         if (got < 0) {
             if (errno != EAGAIN && errno != EWOULDBLOCK)
-                broken(t, errno);
+                handle_error(t, errno);
             return;
         }
         if (got == 0) {
-            end_of_connection(t);
+            handle_eof(t);
             return;
         }
         socket->last_read_ns = c->now_ns;
-        if (!take_read(t, (size_t)got, ending))
+        if (!handle_read(t, (size_t)got, ending))
             return;
         if (got < READ_BYTES && !ending)
             return;
@@ -379,15 +379,15 @@ static void read_some(struct client *c, struct transfer *t, struct socket_state 
 
 void plain_ready(struct client *c, struct socket_state *socket, uint32_t events)
 {
-    struct transfer *t = socket->owner;
+    struct transfer *t = socket->transfer;
     if (!t) {
         if (events & ~(uint32_t)EPOLLOUT)
-            forget_idle(c, socket->own); /* closed by the server, or it speaks unasked */
+            remove_idle(c, socket->connection); /* closed by the server, or it speaks unasked */
         return;
     }
     /* A server may answer and close before it has read the whole request: its answer counts, not the sending. */
-    if ((events & EPOLLOUT) && t->unsent && !send_some(t))
+    if ((events & EPOLLOUT) && t->unsent && !send_available(t))
         events |= EPOLLERR;
     if (events & (EPOLLIN | EPOLLRDHUP | EPOLLHUP | EPOLLERR))
-        read_some(c, t, socket, events);
+        read_available(c, t, socket, events);
 }

@@ -13,28 +13,28 @@ void sse_init(struct sse *s, size_t max_frame)
 
 void sse_free(struct sse *s)
 {
-    free(s->held);
-    s->held = NULL;
-    s->held_size = s->held_capacity = 0;
+    free(s->pending);
+    s->pending = NULL;
+    s->pending_size = s->pending_capacity = 0;
 }
 
 static int hold(struct sse *s, const uint8_t *bytes, size_t size)
 {
     if (size == 0)
         return SSE_OK;
-    if (size > SIZE_MAX / 2 - s->held_size)
+    if (size > SIZE_MAX / 2 - s->pending_size)
         return SSE_TOO_LARGE;
-    size_t wanted = s->held_size + size;
-    if (wanted > s->held_capacity) {
-        size_t capacity = wanted + wanted / 2;
-        uint8_t *grown = realloc(s->held, capacity);
+    size_t needed = s->pending_size + size;
+    if (needed > s->pending_capacity) {
+        size_t capacity = needed + needed / 2;
+        uint8_t *grown = realloc(s->pending, capacity);
         if (!grown)
             return SSE_NO_MEMORY;
-        s->held = grown;
-        s->held_capacity = capacity;
+        s->pending = grown;
+        s->pending_capacity = capacity;
     }
-    memcpy(s->held + s->held_size, bytes, size);
-    s->held_size = wanted;
+    memcpy(s->pending + s->pending_size, bytes, size);
+    s->pending_size = needed;
     return SSE_OK;
 }
 
@@ -154,30 +154,30 @@ static int cut(struct sse *s, const uint8_t *bytes, size_t size, sse_emit emit, 
 int sse_feed(struct sse *s, const uint8_t *bytes, size_t size, sse_emit emit, void *context)
 {
     size_t used = 0;
-    if (s->held_size == 0) {
+    if (s->pending_size == 0) {
         int status = cut(s, bytes, size, emit, context, &used);
         return status ? status : hold(s, bytes + used, size - used);
     }
     int status = hold(s, bytes, size);
     if (status)
         return status;
-    status = cut(s, s->held, s->held_size, emit, context, &used);
+    status = cut(s, s->pending, s->pending_size, emit, context, &used);
     if (status)
         return status;
-    s->held_size -= used;
-    memmove(s->held, s->held + used, s->held_size);
+    s->pending_size -= used;
+    memmove(s->pending, s->pending + used, s->pending_size);
     return SSE_OK;
 }
 
 int sse_finish(struct sse *s, sse_emit emit, void *context)
 {
-    if (s->held_size == 0)
+    if (s->pending_size == 0)
         return SSE_OK;
-    if (s->line_start < s->held_size)
-        read_line(s, s->held, s->held_size);
+    if (s->line_start < s->pending_size)
+        read_line(s, s->pending, s->pending_size);
     s->frame.kind = s->any_field ? SSE_TAIL : SSE_SILENT;
-    int status = emit(context, s->held, s->held_size, &s->frame);
-    s->held_size = 0;
+    int status = emit(context, s->pending, s->pending_size, &s->frame);
+    s->pending_size = 0;
     s->after_cr = false;
     start_frame(s);
     return status;

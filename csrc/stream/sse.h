@@ -41,8 +41,8 @@ struct sse_frame {
 typedef int (*sse_emit)(void *context, const uint8_t *frame, size_t size, const struct sse_frame *info);
 
 struct sse {
-    uint8_t *held; /* the bytes of a frame that earlier reads began */
-    size_t held_size, held_capacity;
+    uint8_t *pending; /* the bytes of a frame that earlier reads began */
+    size_t pending_size, pending_capacity;
     size_t scanned;    /* no line end before this, from the start of the frame */
     size_t line_start; /* from the start of the frame */
     size_t max_frame;

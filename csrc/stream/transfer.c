@@ -5,7 +5,7 @@
 static void link_active(struct transfer *t)
 {
     struct client *c = t->client;
-    t->following = c->active;
+    t->next = c->active;
     if (c->active)
         c->active->previous = t;
     c->active = t;
@@ -36,11 +36,11 @@ static void transfer_free(struct transfer *t)
     vector_free(&t->header);
     vector_free(&t->body);
     vector_free(&t->head);
-    free(t->place);
+    free(t->host_port);
     free(t);
 }
 
-static void keep_notes(struct transfer *t, struct request_row *row)
+static void store_notes(struct transfer *t, struct request_row *row)
 {
     struct vector *notes = &t->client->result->notes;
     const char *error = t->error[0] ? t->error : row->curl_code ? curl_easy_strerror((CURLcode)row->curl_code) : "";
@@ -63,16 +63,16 @@ void transfer_finish(struct transfer *t, CURLcode code, uint8_t cause)
     row->curl_code = (int32_t)code;
     row->cause = cause != CAUSE_NONE ? cause : t->cause != CAUSE_NONE ? t->cause : code ? CAUSE_TRANSPORT : CAUSE_NONE;
     row->event_stream = t->event_stream;
-    if (t->leave)
-        t->leave(t, row);
-    keep_notes(t, row);
+    if (t->release)
+        t->release(t, row);
+    store_notes(t, row);
 
     if (t->previous)
-        t->previous->following = t->following;
+        t->previous->next = t->next;
     else
-        c->active = t->following;
-    if (t->following)
-        t->following->previous = t->previous;
+        c->active = t->next;
+    if (t->next)
+        t->next->previous = t->previous;
     c->in_flight--;
     transfer_free(t);
 }

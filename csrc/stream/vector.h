@@ -18,9 +18,9 @@ static inline void *vector_grow(struct vector *v, size_t more)
 {
     if (more > SIZE_MAX / 2 - v->size)
         return NULL;
-    size_t wanted = v->size + more;
-    if (wanted > v->capacity || !v->base) {
-        size_t capacity = wanted + wanted / 2 + 64;
+    size_t needed = v->size + more;
+    if (needed > v->capacity || !v->base) {
+        size_t capacity = needed + needed / 2 + 64;
         uint8_t *grown = realloc(v->base, capacity);
         if (!grown)
             return NULL;
@@ -28,7 +28,7 @@ static inline void *vector_grow(struct vector *v, size_t more)
         v->capacity = capacity;
     }
     void *end = v->base + v->size;
-    v->size = wanted;
+    v->size = needed;
     return end;
 }
 

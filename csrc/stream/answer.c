@@ -1,4 +1,4 @@
-/* What an answer leaves: its header, its frames, a row for each event and each read. Shared by both ways of reading. */
+/* Storing an answer: its header, its frames, one row per event and one per read. Used by both carriers (plain.c, libcurl.c). */
 #define _GNU_SOURCE
 #include "parts.h"
 
@@ -18,11 +18,11 @@ void answer_first_byte(struct transfer *t)
 
 bool answer_line(struct transfer *t, const char *line, size_t size)
 {
-    if (size >= 5 && memcmp(line, "HTTP/", 5) == 0) { /* a 1xx answer came before this one */
+    if (size >= 5 && memcmp(line, "HTTP/", 5) == 0) { /* a 1xx answer was received before this one */
         t->header.size = 0;
         t->body_began = false;
     }
-    if (size >= 11 && strncasecmp(line, "set-cookie:", 11) == 0) /* a secret, and nothing here needs it */
+    if (size >= 11 && strncasecmp(line, "set-cookie:", 11) == 0) /* a secret that nothing needs */
         return true;
     if (t->header.size + size > 1 << 20 || vector_add(&t->header, line, size)) {
         t->client->no_memory = true;
@@ -31,7 +31,7 @@ bool answer_line(struct transfer *t, const char *line, size_t size)
     return true;
 }
 
-/* Events that one read completed share its stamp: say so in the rows it has made so far. */
+/* Events that one read completed share its stamp: set the flag in the rows written so far. */
 static void flag_merged(const struct transfer *t)
 {
     struct event_row *rows = (struct event_row *)t->client->result->events.base;
@@ -41,7 +41,7 @@ static void flag_merged(const struct transfer *t)
             rows[i].flags |= SSE_MERGED;
 }
 
-/* Keeps one frame and its row. */
+/* Store one frame and its row. */
 static int store_frame(void *context, const uint8_t *frame, size_t size, const struct sse_frame *info)
 {
     struct transfer *t = context;
@@ -73,7 +73,7 @@ static int store_frame(void *context, const uint8_t *frame, size_t size, const s
     return SSE_OK;
 }
 
-/* One read comes in several pieces (a chunk each): they are one row. */
+/* One read may arrive in several parts (one per chunk); they are one row. */
 static int store_read(struct transfer *t, size_t size)
 {
     struct client *c = t->client;
@@ -98,7 +98,7 @@ static bool is_type(const char *type, const char *expected)
     return type && strncasecmp(type, expected, strlen(expected)) == 0;
 }
 
-/* Servers are lenient about the type of an event stream, never about that of an error page. */
+/* Servers are lenient about the content type of an event stream, but not about that of an error page. */
 void answer_begin_body(struct transfer *t, int status, const char *type)
 {
     t->status = status;

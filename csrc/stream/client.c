@@ -1,9 +1,9 @@
-/* The loop: epoll over connections of our own and over libcurl's, whose multi interface is driven by
+/* The loop: epoll over the client's own connections and over libcurl's, whose multi interface is driven by
  * curl_multi_socket_action.
  *
- * Every read is stamped, with libcurl before it sees the socket. Starts, timeouts, libcurl's own timer and the deadline share one
- * timerfd, set to the earliest; nothing polls. Between two starts the sockets are looked at, so that a burst of
- * requests does not hold up the answers to its first ones.
+ * Every read is stamped; with libcurl, before it reads the socket. Starts, timeouts, libcurl's timer and the deadline share one
+ * timerfd, which is set to the earliest; nothing polls. Sockets are handled between two starts, so that a burst of requests does
+ * not delay the answers to its first ones.
  */
 #define _GNU_SOURCE
 #include "parts.h"
@@ -18,7 +18,7 @@
 
 enum { WAKE_EVENTS = 64 };
 
-/* ---- what libcurl asks of the loop */
+/* ---- libcurl's callbacks */
 
 static int on_socket(CURL *easy, curl_socket_t fd, int what, void *context, void *known)
 {
@@ -40,7 +40,7 @@ static int on_socket(CURL *easy, curl_socket_t fd, int what, void *context, void
     }
     curl_multi_assign(c->multi, fd, c);
     curl_easy_getinfo(easy, CURLINFO_PRIVATE, (char **)&t);
-    if (t) /* NULL: a handle of libcurl's own, closing a connection */
+    if (t) /* NULL: an internal handle of libcurl, which closes a connection */
         t->fd = fd;
     return 0;
 }
@@ -53,7 +53,7 @@ static int on_timer(CURLM *multi, long timeout_ms, void *context)
     return 0;
 }
 
-/* ---- acting */
+/* ---- actions */
 
 static void handle_finished(struct client *c)
 {
@@ -92,7 +92,7 @@ static void handle_timer(struct client *c)
     socket_action(c, CURL_SOCKET_TIMEOUT, 0);
 }
 
-/* Newest stamp of all that waits: a read of several packets is never timed before the last of them came. */
+/* Return the newest stamp of all data in the socket: a read of several packets is not timed before the last one arrived. */
 static int64_t peek_stamp(struct client *c, int fd)
 {
     int64_t realtime_ns;
@@ -127,7 +127,7 @@ static void handle_socket(struct client *c, int fd, uint32_t events)
     socket_action(c, fd, what);
 }
 
-/* ---- the plan's own times */
+/* ---- times of the plan */
 
 static int64_t due_ns(const struct transfer *t)
 {
@@ -174,7 +174,7 @@ static void start_next(struct client *c)
         c->no_memory = true;
         return;
     }
-    int64_t due = c->active ? due_ns(c->active) : INT64_MAX; /* a start may end at once */
+    int64_t due = c->active ? due_ns(c->active) : INT64_MAX; /* a request may end in its start */
     if (due < c->check_due_ns)
         c->check_due_ns = due;
     if (c->curl_due_ns <= clock_monotonic_ns())
@@ -199,7 +199,7 @@ static bool was_interrupted(struct client *c)
     const struct plan *p = c->plan;
     char bytes[64];
     for (ssize_t got; p->cancel_fd >= 0 && (got = read(p->cancel_fd, bytes, sizeof bytes)) > 0;)
-        if (memchr(bytes, 0, (size_t)got)) /* 0: cancelled by the program; else a signal's number */
+        if (memchr(bytes, 0, (size_t)got)) /* 0: cancelled by the program; any other byte is a signal's number */
             return true;
     return p->interrupted && p->interrupted(p->context);
 }
@@ -210,7 +210,7 @@ static void set_timer(struct client *c, int64_t due)
 {
     if (due == c->armed_ns)
         return;
-    struct itimerspec when = {{0, 0}, {0, 0}}; /* all zero: no alarm */
+    struct itimerspec when = {{0, 0}, {0, 0}}; /* all zero: the timer is off */
     if (due != INT64_MAX) {
         when.it_value.tv_sec = due / NS_PER_S;
         when.it_value.tv_nsec = due % NS_PER_S;
@@ -224,7 +224,7 @@ static int64_t earliest(int64_t a, int64_t b)
     return a < b ? a : b;
 }
 
-/* A step of CLOCK_REALTIME is seen at the next wake-up: the stamps mapped since the last one may lie on either side. */
+/* A step of CLOCK_REALTIME is detected at the next wake-up: the stamps since the last one may be on either side of it. */
 static void clear_kernel_stamps_since(struct client *c, int64_t woken_ns)
 {
     struct event_row *events = (struct event_row *)c->result->events.base;
@@ -247,7 +247,7 @@ static void update_clock_pair(struct client *c)
         clear_kernel_stamps_since(c, woken_ns);
 }
 
-/* One wait and what it brings. False: the run was interrupted. */
+/* Wait once and handle all events. Returns false if the run was interrupted. */
 static bool wait_and_handle(struct client *c, int64_t due, int64_t now)
 {
     struct epoll_event events[WAKE_EVENTS];
@@ -301,7 +301,7 @@ static void run_loop(struct client *c)
     stop_all(c, CAUSE_CANCELLED);
 }
 
-/* ---- setting up */
+/* ---- setup */
 
 struct start {
     int64_t at;
@@ -385,7 +385,7 @@ int plan_run(const struct plan *plan, struct plan_result *result)
         .check_due_ns = INT64_MAX,
         .armed_ns = INT64_MAX,
     };
-    /* The kernel stamps packets only while some socket asks for it, and begins a little late: ask before the first. */
+    /* The kernel stamps packets only while a socket requests it, and starts with a delay: request it before the first connection. */
     int early = plan->kernel_stamps ? socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0) : -1;
     if (early >= 0)
         clock_stamp_socket(early);

@@ -50,7 +50,7 @@ int64_t clock_map(const struct clock_pair *pair, int64_t realtime_ns, int64_t no
     if (realtime_ns == 0 || clock_pair_stepped(pair))
         return 0;
     int64_t mapped = realtime_ns - pair->offset_ns;
-    /* The distance itself is known to about a microsecond: a stamp that close to an end of its range belongs there. */
+    /* The offset is known to about a microsecond: a stamp that close to an end of its range is clamped to it. */
     if (mapped > user_ns && mapped - user_ns < 20 * NS_PER_US)
         return user_ns;
     return mapped < not_before_ns || mapped > user_ns ? 0 : mapped;

@@ -1,4 +1,4 @@
-/* The reader of http1.h: a state for each place where a read may end. */
+/* The reader of http1.h: one state per position at which a read may end. */
 #include "http1.h"
 
 #include <stdlib.h>
@@ -34,7 +34,7 @@ const char *http1_explain(int status)
     case HTTP1_BAD_CHUNK:
         return "the answer's chunked framing is malformed";
     case HTTP1_SWITCHED:
-        return "the server switched to a protocol that was not asked for";
+        return "the server switched to a protocol that was not requested";
     case HTTP1_TOO_LARGE:
         return "the answer's head or trailers are too large";
     case HTTP1_TRUNCATED:
@@ -63,7 +63,7 @@ static int hold(struct http1 *h, const uint8_t *bytes, size_t size)
     return HTTP1_MORE;
 }
 
-/* The next line with its LF, or NULL when it does not end in this read. It lies in the read or in `held`. */
+/* The next line with its LF, or NULL if it does not end in this read. It is in the read or in `pending`. */
 static int take_line(struct http1 *h, const uint8_t *bytes, size_t size, size_t *used, const uint8_t **line, size_t *length)
 {
     const uint8_t *lf = memchr(bytes, '\n', size);
@@ -82,7 +82,7 @@ static int take_line(struct http1 *h, const uint8_t *bytes, size_t size, size_t 
     if (status == HTTP1_MORE && lf) {
         *line = h->pending;
         *length = h->pending_size;
-        h->pending_size = 0; /* its bytes stay until the next line is held */
+        h->pending_size = 0; /* its bytes are valid until the next line is stored */
     }
     return status;
 }
@@ -144,7 +144,7 @@ static bool next_element(struct text *list, struct text *element)
     return true;
 }
 
-/* A length may be repeated, as fields or in a list, if it is always the same. */
+/* A length may be repeated, as fields or in a list, if the values are equal. */
 static int read_length(struct http1 *h, struct text value)
 {
     struct text element;
@@ -202,14 +202,14 @@ static int read_field(struct http1 *h, const uint8_t *line, size_t size)
     for (size_t i = name + 1; i < size; i++)
         if ((line[i] < ' ' && line[i] != '\t') || line[i] == 0x7f)
             return HTTP1_BAD_FIELD;
-    if (h->state == TRAILER) /* too late to say anything about the framing */
+    if (h->state == TRAILER) /* a trailer cannot change the framing */
         return HTTP1_MORE;
     return read_known(h, (struct text){line, name}, trimmed(line + name + 1, size - name - 1));
 }
 
 /* ---- the head */
 
-/* Whether what has come can still become a status line: garbage is refused without waiting for a line end. */
+/* Whether the received bytes can be the beginning of a status line: other data is refused without waiting for a line end. */
 static bool may_be_status_line(const uint8_t *line, size_t size)
 {
     return memcmp(line, "HTTP/1.", size < 7 ? size : 7) == 0;
@@ -233,7 +233,7 @@ static int finish(struct http1 *h)
     return HTTP1_DONE;
 }
 
-/* RFC 9112 6.3: how long the body is. */
+/* RFC 9112 6.3: length of the body. */
 static int end_head(struct http1 *h)
 {
     h->head_size = 0;

@@ -1,6 +1,5 @@
-/* Requests that libcurl carries (TLS, HTTP/2, proxies), and connections that it makes for plain.c: how a handle is set up,
- * and what its callbacks keep. The loop lets it act on a socket only after the socket has been looked at for its stamp.
- */
+/* Requests that libcurl transfers (TLS, HTTP/2, proxies), and connections that it makes for plain.c: setup of a handle and its
+ * callbacks. The loop lets libcurl use a socket only after the socket's stamp has been read. */
 #define _GNU_SOURCE
 #include "parts.h"
 
@@ -8,11 +7,11 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-/* ---- what libcurl hands on */
+/* ---- libcurl's callbacks */
 
-/* The stamp in hand is for what had come when it was taken. It is not for what libcurl reads past that, nor for a second
- * socket that it reads in passing, when a timer of that transfer is due, nor for what came after a timer's action had sent
- * the request: those get the time of now, and no kernel stamp. */
+/* The current stamp is valid for the data that had arrived when it was taken. It is not valid for what libcurl reads after that, for a
+ * second socket that it reads because a timer of that transfer is due, or for what arrived after a timer's action had sent the
+ * request: those get the current time and no kernel stamp. */
 static void check_stamp(struct transfer *t)
 {
     struct client *c = t->client;
@@ -24,8 +23,8 @@ static void check_stamp(struct transfer *t)
     c->now_kernel_ns = 0;
 }
 
-/* libcurl reads on while more is there. The pieces of one read lie one after the other in its buffer: a piece that lies
- * before the last one came with another read, later than the stamps in hand. */
+/* libcurl continues to read while there is data. The parts of one read are in order in its buffer: a part that is before the last one
+ * is from another read, later than the current stamps. */
 static void stamp_later_read(struct transfer *t, const char *bytes)
 {
     struct client *c = t->client;
@@ -66,10 +65,10 @@ static size_t on_body(char *bytes, size_t one, size_t size, void *context)
         begin_body(t);
     if (answer_body(t, bytes, size))
         return size;
-    return size ? 0 : 1; /* any other count than what came ends the transfer */
+    return size ? 0 : 1; /* any number other than the size ends the transfer */
 }
 
-/* libcurl's own socket(), to keep the reason when there is none to be had, and to have arrivals stamped. */
+/* libcurl's socket(), to store the reason of a failure and to have arrivals stamped. */
 static curl_socket_t on_open(void *context, curlsocktype purpose, struct curl_sockaddr *address)
 {
     (void)purpose;
@@ -95,7 +94,7 @@ static curl_socket_t on_open(void *context, curlsocktype purpose, struct curl_so
     return fd;
 }
 
-/* A connection of our own stays open when libcurl lets its handle go. */
+/* A connection of the client's own stays open when libcurl releases its handle. */
 static int on_close(void *context, curl_socket_t fd)
 {
     struct socket_state *socket = client_socket(context, fd);
@@ -156,16 +155,16 @@ static void set_connection(struct transfer *t)
     set_protocols(easy);
     if (t->host_port) {
         curl_easy_setopt(easy, CURLOPT_CONNECT_ONLY, 1L);
-        curl_easy_setopt(easy, CURLOPT_BUFFERSIZE, 1024L); /* the least: nothing is read through it */
+        curl_easy_setopt(easy, CURLOPT_BUFFERSIZE, 1024L); /* the smallest size: nothing is read through it */
     }
-    /* The second address's timer would fire once in every transfer, long after the connection is made, and read whatever
-     * is there past our stamps. A refused first address goes on to the second without it. */
+    /* The timer for the second address would fire once in every transfer, long after the connection is made, and read data without a
+     * stamp. If the first address refuses, the second one is tried without this timer. */
     curl_easy_setopt(easy, CURLOPT_HAPPY_EYEBALLS_TIMEOUT_MS, (long)INT32_MAX);
     curl_easy_setopt(easy, CURLOPT_HTTP_VERSION, http_version(p->http));
     curl_easy_setopt(easy, CURLOPT_PIPEWAIT, p->http != PLAN_HTTP_1_1 ? 1L : 0L);
     curl_easy_setopt(easy, CURLOPT_NOSIGNAL, 1L);
-    curl_easy_setopt(easy, CURLOPT_PROXY, p->proxy ? p->proxy : ""); /* "": not even the environment's */
-    bool fresh = p->fresh_connections && !t->host_port; /* connections of our own are kept or closed by plain.c */
+    curl_easy_setopt(easy, CURLOPT_PROXY, p->proxy ? p->proxy : ""); /* "": not the environment's proxy either */
+    bool fresh = p->fresh_connections && !t->host_port; /* plain.c stores or closes the client's own connections */
     curl_easy_setopt(easy, CURLOPT_FRESH_CONNECT, fresh ? 1L : 0L);
     curl_easy_setopt(easy, CURLOPT_FORBID_REUSE, fresh ? 1L : 0L);
     curl_easy_setopt(easy, CURLOPT_SSL_VERIFYPEER, p->verify_tls ? 1L : 0L);
@@ -193,7 +192,7 @@ static void set_callbacks(struct transfer *t)
     curl_easy_setopt(easy, CURLOPT_WRITEDATA, t);
 }
 
-/* ---- letting go */
+/* ---- release */
 
 static int64_t info_us(CURL *easy, CURLINFO which)
 {
@@ -236,11 +235,11 @@ static void release_easy(struct transfer *t, struct request_row *row)
     libcurl_release(t);
 }
 
-/* ---- beginning */
+/* ---- start */
 
 static bool add_headers(struct transfer *t)
 {
-    bool ok = add_header(t, "Expect:"); /* no 100-continue: it would add a round trip to large prompts */
+    bool ok = add_header(t, "Expect:"); /* no 100-continue, which would add a round trip to large prompts */
     for (const char *const *line = t->request->headers; ok && *line; line++)
         ok = add_header(t, *line);
     return ok;

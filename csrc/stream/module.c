@@ -1,7 +1,6 @@
-/* annie_quant._stream: plans in, rows and raw frames out. Only marshalling happens here; see client.c for the loop.
+/* annie_quant._stream: the Python binding. It converts a plan to C and the results to Python; the loop is in client.c.
  *
- * Nothing needs NumPy: a result is a Block, memory with the buffer protocol, which NumPy reads in place.
- */
+ * It does not need NumPy: a result is a Block, memory with the buffer protocol, which NumPy reads without a copy. */
 #define PY_SSIZE_T_CLEAN
 #define _GNU_SOURCE
 #include <Python.h>
@@ -64,7 +63,7 @@ static PyType_Spec block_spec = {
     .slots = block_slots,
 };
 
-/* Takes the vector's memory over. */
+/* Take ownership of the vector's memory. */
 static PyObject *block_new(struct state *state, struct vector *bytes)
 {
     struct block *b = (struct block *)state->block->tp_alloc(state->block, 0);
@@ -79,10 +78,10 @@ static PyObject *block_new(struct state *state, struct vector *bytes)
 
 struct caller {
     PyThreadState *thread;
-    PyObject *type, *value, *trace; /* the exception that a signal's handler raised */
+    PyObject *type, *value, *trace; /* the exception that a signal handler raised */
 };
 
-/* Lets Python's signal handlers run, as they would between two lines of Python. */
+/* Let Python's signal handlers run, as between two lines of Python. */
 static bool interrupted(void *context)
 {
     struct caller *caller = context;
@@ -101,7 +100,7 @@ static void requests_free(struct plan_request *requests, Py_ssize_t count)
     PyMem_Free(requests);
 }
 
-/* (url, method, headers, body or None, start_ns, timeout_ns, idle_ns); what is kept points into the tuple's objects. */
+/* (url, method, headers, body or None, start_ns, timeout_ns, idle_ns); the struct points into the tuple's objects. */
 static int read_request(PyObject *row, struct plan_request *q)
 {
     PyObject *headers;
@@ -239,7 +238,7 @@ static PyObject *run(PyObject *module, PyObject *args, PyObject *named)
     return out;
 }
 
-/* ---- the framer and the clock map on their own, for decoding elsewhere and for tests */
+/* ---- the framer and the clock map alone, for decoding elsewhere and for tests */
 
 static int list_frame(void *context, const uint8_t *frame, size_t size, const struct sse_frame *info)
 {
@@ -251,7 +250,7 @@ static int list_frame(void *context, const uint8_t *frame, size_t size, const st
 }
 
 PyDoc_STRVAR(cut_doc, "cut(reads, max_event_bytes) -> [(kind, flags, data_lines, data_start, data_size, frame)]\n\n"
-                      "The frames of a stream that came as this tuple of bytes. ValueError if one is too large.");
+                      "The frames of a stream that was received as this tuple of bytes. ValueError if one is too large.");
 
 static PyObject *cut(PyObject *module, PyObject *args)
 {
@@ -287,7 +286,7 @@ static PyObject *cut(PyObject *module, PyObject *args)
 }
 
 PyDoc_STRVAR(map_stamp_doc, "map_stamp(offset_ns, previous_ns, realtime_ns, not_before_ns, user_ns) -> int\n\n"
-                            "The monotonic time of a kernel stamp, 0 if it cannot be known (clock.h).");
+                            "The monotonic time of a kernel stamp, 0 if it is unknown (clock.h).");
 
 static PyObject *map_stamp(PyObject *module, PyObject *args)
 {
@@ -366,7 +365,7 @@ static const struct field read_fields[] = {
     {NULL, NULL, sizeof(struct read_row)},
 };
 
-/* ({"names", "formats", "offsets", "itemsize"}): what numpy.dtype takes, so that the rows are laid out in one place. */
+/* {"names", "formats", "offsets", "itemsize"} for numpy.dtype, so that the layout of rows is defined in one place. */
 static int add_layout(PyObject *module, const char *name, const struct field *fields)
 {
     PyObject *names = PyList_New(0), *formats = PyList_New(0), *offsets = PyList_New(0), *layout = NULL;
@@ -395,7 +394,7 @@ static int module_exec(PyObject *module)
 {
     struct state *state = state_of(module);
     if (curl_global_init(CURL_GLOBAL_DEFAULT) != CURLE_OK) {
-        PyErr_SetString(PyExc_ImportError, "libcurl does not start");
+        PyErr_SetString(PyExc_ImportError, "libcurl cannot be initialised");
         return -1;
     }
     state->block = (PyTypeObject *)PyType_FromModuleAndSpec(module, &block_spec, NULL);
@@ -433,7 +432,7 @@ static PyModuleDef_Slot slots[] = {
 static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT,
     .m_name = "_stream",
-    .m_doc = "Streaming HTTP timing client; annie_quant.stream is its face.",
+    .m_doc = "Streaming HTTP timing client; use annie_quant.stream.",
     .m_size = sizeof(struct state),
     .m_methods = methods,
     .m_slots = slots,

@@ -1,6 +1,5 @@
-/* Plain HTTP/1.1 on connections of our own: the request's text, sending it, reading with one recvmsg a wake-up, keeping
- * connections. epoll watches them edge-triggered, so that one call is made for each read and no more.
- */
+/* HTTP/1.1 without TLS on the client's own connections: the request's text, sending it, reading with one recvmsg per wake-up,
+ * reusing connections. epoll watches them edge-triggered, so that each read is one system call. */
 #define _GNU_SOURCE
 #include "parts.h"
 
@@ -29,7 +28,7 @@ static bool has_header(const struct plan_request *q, const char *name)
     return false;
 }
 
-/* The body's length is ours to tell. A name that ends in a semicolon has no value (CURLOPT_HTTPHEADER writes it so). */
+/* The body's length is set here. A header name that ends in a semicolon has no value (the syntax of CURLOPT_HTTPHEADER). */
 static bool add_own_headers(struct transfer *t)
 {
     bool ok = true;
@@ -83,7 +82,7 @@ bool plain_prepare(struct transfer *t)
     CURLU *parts = curl_url();
     if (!parts)
         return false;
-    /* What cannot be read, and international names, are libcurl's to explain and to encode. */
+    /* Malformed URLs and international names are handled by libcurl, which explains or encodes them. */
     if (curl_url_set(parts, CURLUPART_URL, url, CURLU_URLENCODE) || curl_url_get(parts, CURLUPART_HOST, &host, 0) ||
         curl_url_get(parts, CURLUPART_PORT, &port, CURLU_DEFAULT_PORT) || curl_url_get(parts, CURLUPART_PATH, &path, 0))
         goto out;
@@ -143,7 +142,7 @@ static void drop_connection(struct transfer *t)
     t->fd = -1;
 }
 
-/* The request is over: its connection is kept for another if it ended well. */
+/* The request has ended: its connection can be reused if it ended well. */
 static void release_connection(struct transfer *t, struct request_row *row)
 {
     struct client *c = t->client;
@@ -164,7 +163,7 @@ static void release_connection(struct transfer *t, struct request_row *row)
 
 /* ---- sending */
 
-/* Sends what the socket takes. False: the connection is broken. */
+/* Send as much as the socket accepts. Returns false if the connection is broken. */
 static bool send_available(struct transfer *t)
 {
     const struct plan_request *q = t->request;
@@ -191,8 +190,8 @@ static void fail(struct transfer *t, CURLcode code, const char *error)
     transfer_finish(t, code, CAUSE_NONE);
 }
 
-/* A kept connection that ends before a byte of the answer was closed by the server while the request was on its way: it is
- * sent once more, on a new connection. */
+/* A reused connection that ends before the first byte of the answer was closed by the server while the request was in transit: the
+ * request is sent once more, on a new connection. */
 static bool retry_on_new_connection(struct transfer *t)
 {
     if (!t->reused || t->reader.began)
@@ -240,12 +239,12 @@ bool plain_reuse(struct transfer *t)
     return true;
 }
 
-/* libcurl closes what it made when its handle goes; transfer.c keeps it from closing a socket that is our own. */
+/* libcurl closes its connections when their handle is released; on_close in libcurl.c excludes the client's own sockets. */
 void plain_connected(struct transfer *t)
 {
     struct client *c = t->client;
     struct connection *connection = calloc(1, sizeof *connection);
-    curl_socket_t fd = CURL_SOCKET_BAD; /* one that connected at once was never waited for */
+    curl_socket_t fd = CURL_SOCKET_BAD; /* a socket that was connected at once has not been in on_socket */
     curl_easy_getinfo(t->easy, CURLINFO_ACTIVESOCKET, &fd);
     t->fd = fd;
     struct socket_state *socket = client_socket(c, t->fd);
@@ -315,7 +314,7 @@ static void finish_with(struct transfer *t, int status)
         fail(t, curl_code_of(status), http1_explain(status));
 }
 
-/* What one recvmsg brought; `ending`: the other side has closed. False: the request is over. */
+/* Handle the data of one recvmsg. ending: the server has closed the connection. Returns false if the request has ended. */
 static bool handle_read(struct transfer *t, size_t size, bool ending)
 {
     struct client *c = t->client;
@@ -326,7 +325,7 @@ static bool handle_read(struct transfer *t, size_t size, bool ending)
     int status = http1_feed(&t->reader, c->buffer, size, &used, &sink);
     if (status == HTTP1_MORE)
         return true;
-    if (used < size || ending) /* after bytes that nobody asked for it is not to be trusted again */
+    if (used < size || ending) /* after unexpected bytes the connection must not be reused */
         t->reader.keep = false;
     finish_with(t, status);
     return false;
@@ -346,8 +345,8 @@ static void handle_error(struct transfer *t, int error)
         fail(t, CURLE_RECV_ERROR, "the connection broke");
 }
 
-/* Reads until the socket is empty, which a short read shows unless the other side has closed; then lets others have their
- * turn. */
+/* Read until the socket is empty, which a short read shows unless the server has closed; after READS_IN_A_ROW reads, continue after the
+ * other sockets. */
 static void read_available(struct client *c, struct transfer *t, struct socket_state *socket, uint32_t events)
 {
     bool ending = events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR);
@@ -382,10 +381,10 @@ void plain_ready(struct client *c, struct socket_state *socket, uint32_t events)
     struct transfer *t = socket->transfer;
     if (!t) {
         if (events & ~(uint32_t)EPOLLOUT)
-            remove_idle(c, socket->connection); /* closed by the server, or it speaks unasked */
+            remove_idle(c, socket->connection); /* closed by the server, or unexpected data */
         return;
     }
-    /* A server may answer and close before it has read the whole request: its answer counts, not the sending. */
+    /* A server may answer and close before it has read the whole request: the answer is valid even if sending fails. */
     if ((events & EPOLLOUT) && t->unsent && !send_available(t))
         events |= EPOLLERR;
     if (events & (EPOLLIN | EPOLLRDHUP | EPOLLHUP | EPOLLERR))

@@ -1,4 +1,4 @@
-/* Priorities of priority.h: those of the calling thread alone, which is what 0 means to Linux. */
+/* See priority.h. 0 means the calling thread. */
 #define _GNU_SOURCE
 #include "priority.h"
 

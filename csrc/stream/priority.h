@@ -1,18 +1,17 @@
-/* The calling thread's priority while it measures. A process that others keep off the processor comes late to its sockets:
- * user stamps are late, and events that came meanwhile are read together and share one stamp. Under SCHED_FIFO it waits for
- * nobody (sched(7)); root may ask for it, and whoever has CAP_SYS_NICE or a limit RLIMIT_RTPRIO of 1 or more.
- */
+/* The calling thread's priority during a run. A process that does not get the processor in time reads its sockets late: user stamps are
+ * late, and events that arrived meanwhile are read together and share one stamp. With SCHED_FIFO it runs at once (sched(7)). Root may
+ * use it, and a process with CAP_SYS_NICE or a limit RLIMIT_RTPRIO of at least 1. */
 #ifndef AQ_STREAM_PRIORITY_H
 #define AQ_STREAM_PRIORITY_H
 
 #include <stdbool.h>
 
 struct priority {
-    int policy;  /* the thread's own, to be given back */
-    bool raised; /* by us */
+    int policy;  /* the thread's original policy */
+    bool raised; /* priority_raise changed it */
 };
 
-/* Asks for SCHED_FIFO. False: the thread may not have it, and stays as it is. */
+/* Request SCHED_FIFO. Returns false if it is not permitted; nothing is changed then. */
 bool priority_raise(struct priority *p);
 void priority_restore(const struct priority *p);
 

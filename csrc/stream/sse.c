@@ -1,4 +1,4 @@
-/* The framer of sse.h. Linear in the bytes fed: a line end is looked for once in each byte, however the reads fall. */
+/* The framer of sse.h. Linear in the bytes fed: each byte is searched for a line end once, however the reads are split. */
 #include "sse.h"
 
 #include <stdlib.h>
@@ -45,7 +45,7 @@ static void start_frame(struct sse *s)
     s->any_field = false;
 }
 
-/* The first byte in [at, size) that ends a line, or size. */
+/* Return the position of the first byte in [at, size) that ends a line, or size. */
 static size_t line_end(const uint8_t *bytes, size_t at, size_t size)
 {
     const uint8_t *lf = memchr(bytes + at, '\n', size - at);
@@ -54,7 +54,7 @@ static size_t line_end(const uint8_t *bytes, size_t at, size_t size)
     return cr ? (size_t)(cr - bytes) : end;
 }
 
-/* One line that is not blank: [start, end) of the frame at `bytes`. */
+/* Read one line that is not blank: [start, end) of the frame at `bytes`. */
 static void read_field(struct sse *s, const uint8_t *bytes, size_t start, size_t end)
 {
     s->any_field = true;
@@ -93,7 +93,7 @@ static uint8_t kind_of(const struct sse *s, const uint8_t *bytes)
     return is_done ? SSE_DONE : SSE_DATA;
 }
 
-/* Reads the whole line [line_start, end). True if it was the blank line that ends a frame with something in it. */
+/* Read the whole line [line_start, end). Returns true if it is the blank line that ends a frame with content. */
 static bool read_line(struct sse *s, const uint8_t *bytes, size_t end)
 {
     size_t start = s->line_start;
@@ -109,7 +109,7 @@ static bool read_line(struct sse *s, const uint8_t *bytes, size_t end)
     return s->any_field;
 }
 
-/* Emits every whole frame in `bytes`; *used is where the unfinished one starts. */
+/* Emit every whole frame in `bytes`; *used is the start of the incomplete one. */
 static int cut(struct sse *s, const uint8_t *bytes, size_t size, sse_emit emit, void *context, size_t *used)
 {
     size_t frame = 0;

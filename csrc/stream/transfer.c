@@ -1,4 +1,4 @@
-/* One request: its beginning, and at its end the row and the notes it leaves. */
+/* One request: its start, and at its end its row and its notes (header and error text). */
 #define _GNU_SOURCE
 #include "parts.h"
 

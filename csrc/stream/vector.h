@@ -1,5 +1,5 @@
-/* A growing array: rows of one size, doubled by half, its end never beyond size_t. The bytes of large ones are moved
- * by the kernel (mremap), not copied. */
+/* A growing array: rows of one size, grown by half, with an overflow check. The kernel moves the pages of large arrays (mremap) without
+ * copying. */
 #ifndef AQ_STREAM_VECTOR_H
 #define AQ_STREAM_VECTOR_H
 
@@ -13,7 +13,7 @@ struct vector {
     size_t size, capacity; /* in bytes */
 };
 
-/* Room for `more` bytes at the end, or NULL when memory is out; the caller fills them. */
+/* Return space for `more` bytes at the end, or NULL if memory is exhausted. The caller fills it. */
 static inline void *vector_grow(struct vector *v, size_t more)
 {
     if (more > SIZE_MAX / 2 - v->size)

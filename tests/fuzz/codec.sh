@@ -1,5 +1,5 @@
 #!/bin/sh
-# Builds and runs tests/fuzz/codec_driver.c: under ASan and UBSan here, and for aarch64 under qemu-user where both are there.
+# Build and run tests/fuzz/codec_driver.c: with ASan and UBSan on this machine, and for aarch64 with qemu-user if both are installed.
 # Usage: sh tests/fuzz/codec.sh [executions [start]]
 set -eu
 cd "$(dirname "$0")/../.."

@@ -1,8 +1,8 @@
-/* Runs the codec's kernels on random bytes in buffers of exactly their size, and holds every variant to the serial one.
+/* Runs the codec's kernels on random bytes in buffers of exact size, and compares each variant with the serial one.
  *
- * No Python in here, so that it runs under sanitizers and under qemu-user:
- *   sh tests/fuzz/codec.sh            ASan + UBSan on this processor, then aarch64 under qemu if its compiler is there
- * Arguments: how many executions (default 1000000); a number to start the random stream from, so that runs differ.
+ * It does not use Python, so that it runs with sanitizers and under qemu-user:
+ *   sh tests/fuzz/codec.sh            ASan + UBSan on this processor, then aarch64 under qemu if its compiler is installed
+ * Arguments: the number of executions (default 1000000); a start number of the random stream.
  */
 #include "nvfp4/kquant.h"
 #include "nvfp4/layout.h"
@@ -40,7 +40,7 @@ static void must_agree(const void *a, const void *b, size_t n, const char *what,
     }
 }
 
-/* NaN's sign and payload are not defined across processors; compare them as one. */
+/* A NaN's sign and payload are not defined across processors; all NaNs are equal here. */
 static void one_nan(float *v, size_t n)
 {
     for (size_t i = 0; i < n; i++)
@@ -71,7 +71,7 @@ static void pack_once(const struct pack_plan *plan, const char *variant)
     uint8_t *x = random_bytes(n * kind_size(plan->kind));
     uint8_t *codes = random_bytes(n / 2), *scales = random_bytes(blocks);
     uint8_t *codes2 = random_bytes(n / 2), *scales2 = random_bytes(blocks);
-    if (next() & 1) /* half of the time numbers of like size */
+    if (next() & 1) /* in half of the cases numbers of similar size */
         for (size_t i = 0; i < n; i++)
             store_from_float(x, plan->kind, i, (float)(int64_t)(next() % 4001 - 2000) * plan->tensor_scale * 0.25f);
     variant_set("serial");
@@ -156,14 +156,14 @@ static void layout_once(void)
 
 int main(int argc, char **argv)
 {
-    long wanted = argc > 1 ? atol(argv[1]) : 200000;
+    long executions = argc > 1 ? atol(argv[1]) : 200000;
     for (long seed = argc > 2 ? atol(argv[2]) : 0; seed > 0; seed--)
         state = next() * 0x9e3779b97f4a7c15u | 1;
     const char *names[VARIANTS];
     int variants = variants_available(names);
     threads_set(1);
     long decoded = 0, packed = 0, encoded = 0, others = 0;
-    while (decoded + packed + encoded + others < wanted) {
+    while (decoded + packed + encoded + others < executions) {
         struct pack_plan plan;
         struct unpack_plan back;
         memset(&plan, 0, sizeof plan);

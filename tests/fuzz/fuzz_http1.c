@@ -1,11 +1,11 @@
-/* Fuzzing the HTTP/1.1 reader (csrc/stream/http1.c): any bytes, cut into any reads, with or without an end.
+/* Fuzzer of the HTTP/1.1 reader (csrc/stream/http1.c): any bytes, split into any reads, with or without an end.
  *
  *   clang -g -O1 -fsanitize=fuzzer,address,undefined -DLIBFUZZER -Icsrc tests/fuzz/fuzz_http1.c csrc/stream/http1.c -o fuzz
  *   ./fuzz tests/fuzz/corpus/http1
  *   gcc -g -O2 -fsanitize=address,undefined -Icsrc tests/fuzz/fuzz_http1.c csrc/stream/http1.c -o fuzz && ./fuzz EXECUTIONS [SEED]
  *
- * Held to: the outcome, the body and the lines do not depend on where the reads fell; no more is used than was given;
- * a body with a length is exactly that long; what is kept for another request ended by its own framing.
+ * Checks: the status, the body and the lines do not depend on how the reads are split; no more bytes are used than were passed; a body
+ * with a length is exactly that long; an answer whose connection is reused ended by its own framing.
  */
 #include "stream/http1.h"
 
@@ -15,7 +15,7 @@
 
 enum { MOST = 1 << 15 };
 
-struct seen {
+struct result {
     size_t body, lines, used;
     uint64_t digest;
     int status, code;
@@ -30,7 +30,7 @@ static void demand(bool holds, const char *what)
     }
 }
 
-static void mix(struct seen *s, const void *bytes, size_t size, int what)
+static void mix(struct result *s, const void *bytes, size_t size, int what)
 {
     const uint8_t *at = bytes;
     for (size_t i = 0; i < size; i++)
@@ -39,8 +39,8 @@ static void mix(struct seen *s, const void *bytes, size_t size, int what)
 
 static bool on_line(void *context, const char *line, size_t size)
 {
-    struct seen *s = context;
-    demand(size > 0 && line[size - 1] == '\n', "a line is handed on with its end");
+    struct result *s = context;
+    demand(size > 0 && line[size - 1] == '\n', "a line is passed on with its end");
     s->lines += size;
     mix(s, line, size, 1);
     return true;
@@ -48,17 +48,17 @@ static bool on_line(void *context, const char *line, size_t size)
 
 static bool on_body(void *context, const uint8_t *bytes, size_t size)
 {
-    struct seen *s = context;
-    demand(size > 0, "a piece of a body has bytes");
+    struct result *s = context;
+    demand(size > 0, "a part of a body has bytes");
     s->body += size;
     mix(s, bytes, size, 2);
     return true;
 }
 
-/* Feeds `input` in reads whose sizes come from `cuts` (cut_size 0: in one read), each from memory of just its size. */
-static struct seen run(const uint8_t *input, size_t size, const uint8_t *cuts, size_t cut_size, bool no_body)
+/* Feed `input` in reads whose sizes come from `cuts` (cut_size 0: in one read), each from memory of exactly its size. */
+static struct result run(const uint8_t *input, size_t size, const uint8_t *cuts, size_t cut_size, bool no_body)
 {
-    struct seen s = {.status = HTTP1_MORE};
+    struct result s = {.status = HTTP1_MORE};
     struct http1_sink sink = {on_line, on_body, &s};
     struct http1 reader;
     http1_init(&reader, no_body);
@@ -72,8 +72,8 @@ static struct seen run(const uint8_t *input, size_t size, const uint8_t *cuts, s
         memcpy(read, input + at, step);
         s.status = http1_feed(&reader, read, step, &used, &sink);
         free(read);
-        demand(used <= step, "no more is used than was given");
-        demand(s.status != HTTP1_MORE || used == step, "a reader that goes on has read everything");
+        demand(used <= step, "no more bytes are used than were passed");
+        demand(s.status != HTTP1_MORE || used == step, "a reader that continues has read everything");
         at += step;
         s.used += used;
     }
@@ -83,14 +83,14 @@ static struct seen run(const uint8_t *input, size_t size, const uint8_t *cuts, s
     s.keep = reader.keep;
     if (s.status == HTTP1_DONE) {
         bool bodiless = no_body || s.code == 204 || s.code == 304;
-        demand(s.code >= 200, "an interim answer is not the answer");
+        demand(s.code >= 200, "an interim answer is not the final answer");
         demand(!bodiless || s.body == 0, "an answer without a body has none");
         if (!bodiless && reader.has_length)
-            demand(s.body == reader.length, "a body is as long as it says");
-        demand(!s.keep || bodiless || reader.has_length || reader.chunked, "a kept connection's answer ended by itself");
+            demand(s.body == reader.length, "a body is as long as its Content-Length");
+        demand(!s.keep || bodiless || reader.has_length || reader.chunked, "the answer on a reusable connection ended by its own framing");
     }
-    demand(s.body + s.lines <= s.used, "nothing comes out that did not go in");
-    demand(s.status == HTTP1_MORE || s.status == HTTP1_DONE || *http1_explain(s.status), "each fault has its words");
+    demand(s.body + s.lines <= s.used, "no more bytes are passed on than were read");
+    demand(s.status == HTTP1_MORE || s.status == HTTP1_DONE || *http1_explain(s.status), "each error has a description");
     http1_free(&reader);
     return s;
 }
@@ -105,9 +105,9 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     const uint8_t *input = data + 1 + cut_size;
     size -= 1 + cut_size;
     bool no_body = data[0] >= 240;
-    struct seen whole = run(input, size, NULL, 0, no_body), cut = run(input, size, data + 1, cut_size, no_body);
-    demand(whole.status == cut.status && whole.code == cut.code && whole.keep == cut.keep, "the borders decide nothing");
-    demand(whole.body == cut.body && whole.lines == cut.lines && whole.digest == cut.digest, "the borders change nothing");
+    struct result whole = run(input, size, NULL, 0, no_body), cut = run(input, size, data + 1, cut_size, no_body);
+    demand(whole.status == cut.status && whole.code == cut.code && whole.keep == cut.keep, "the split of reads does not change the status");
+    demand(whole.body == cut.body && whole.lines == cut.lines && whole.digest == cut.digest, "the split of reads does not change the data");
     return 0;
 }
 
@@ -144,7 +144,7 @@ static size_t add(uint8_t *input, size_t size, size_t most, const char *piece)
 
 #define PICK(list) list[next() % (sizeof list / sizeof *list)]
 
-/* The inputs that were kept (tests/fuzz/corpus), once each. */
+/* Run the stored inputs (tests/fuzz/corpus), once each. */
 static int replay(char **paths)
 {
     static uint8_t input[1 << 16];

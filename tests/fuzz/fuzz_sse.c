@@ -1,11 +1,11 @@
-/* Fuzzing the SSE framer (csrc/stream/sse.c): any bytes, cut into any reads.
+/* Fuzzer of the SSE framer (csrc/stream/sse.c): any bytes, split into any reads.
  *
  * With clang:  clang -g -O1 -fsanitize=fuzzer,address,undefined -DLIBFUZZER -Icsrc tests/fuzz/fuzz_sse.c csrc/stream/sse.c
  * With gcc:    gcc -g -O2 -fsanitize=address,undefined -Icsrc tests/fuzz/fuzz_sse.c csrc/stream/sse.c -o fuzz
- *              ./fuzz EXECUTIONS [SEED]      (its own generator, over the pieces that the format is made of)
+ *              ./fuzz EXECUTIONS [SEED]      (a generator of the format's elements)
  *
- * Held to: every byte comes out once and in order; the events do not depend on where the reads fell; data lies in its
- * frame; no frame exceeds the bound; a bound that is met stops the framer and nothing else.
+ * Checks: every byte is passed on once and in order; the events do not depend on how the reads are split; data is inside its frame; no
+ * frame exceeds the limit; only the limit stops the framer.
  */
 #include "stream/sse.h"
 
@@ -15,9 +15,9 @@
 
 enum { MOST = 4096 };
 
-struct seen {
+struct result {
     size_t bytes, events;
-    uint64_t digest; /* of the events' kinds and data, frame borders left out */
+    uint64_t digest; /* of the events' kinds and data, without frame boundaries */
     const uint8_t *input;
     size_t limit;
 };
@@ -37,12 +37,12 @@ static uint64_t mix(uint64_t digest, const uint8_t *bytes, size_t size)
     return digest;
 }
 
-static int see(void *context, const uint8_t *frame, size_t size, const struct sse_frame *info)
+static int on_frame(void *context, const uint8_t *frame, size_t size, const struct sse_frame *info)
 {
-    struct seen *s = context;
-    demand(memcmp(frame, s->input + s->bytes, size) == 0, "the bytes come out as they went in");
-    demand((size_t)info->data_start + info->data_size <= size, "data lies in its frame");
-    demand(size <= s->limit || info->kind == SSE_TAIL || info->kind == SSE_SILENT, "a frame is bounded");
+    struct result *s = context;
+    demand(memcmp(frame, s->input + s->bytes, size) == 0, "the bytes are passed on unchanged");
+    demand((size_t)info->data_start + info->data_size <= size, "data is inside its frame");
+    demand(size <= s->limit || info->kind == SSE_TAIL || info->kind == SSE_SILENT, "a frame does not exceed the limit");
     demand(info->kind != SSE_DATA || info->data_lines > 0, "an event has data");
     s->bytes += size;
     if (info->kind == SSE_DATA || info->kind == SSE_DONE) {
@@ -53,23 +53,23 @@ static int see(void *context, const uint8_t *frame, size_t size, const struct ss
     return SSE_OK;
 }
 
-/* Feeds `input` in reads whose sizes come from `cuts`; cut_size 0: in one read. */
-static int run(const uint8_t *input, size_t size, const uint8_t *cuts, size_t cut_size, size_t limit, struct seen *s)
+/* Feed `input` in reads whose sizes come from `cuts`; cut_size 0: in one read. */
+static int run(const uint8_t *input, size_t size, const uint8_t *cuts, size_t cut_size, size_t limit, struct result *s)
 {
     struct sse framer;
     sse_init(&framer, limit);
-    *s = (struct seen){.input = input, .limit = limit};
+    *s = (struct result){.input = input, .limit = limit};
     int status = SSE_OK;
     for (size_t at = 0, i = 0; at < size && status == SSE_OK; i++) {
         size_t step = cut_size ? 1u + cuts[i % cut_size] % 64 : size;
         if (step > size - at)
             step = size - at;
-        status = sse_feed(&framer, input + at, step, see, s);
+        status = sse_feed(&framer, input + at, step, on_frame, s);
         at += step;
     }
     if (status == SSE_OK) {
-        status = sse_finish(&framer, see, s);
-        demand(s->bytes == size, "every byte comes out");
+        status = sse_finish(&framer, on_frame, s);
+        demand(s->bytes == size, "every byte is passed on");
     }
     sse_free(&framer);
     return status;
@@ -85,13 +85,13 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     size_t limit = data[1] < 200 ? MOST * 2 : 16 + data[1] % 32;
     const uint8_t *input = data + 2 + cut_size;
     size_t input_size = size - 2 - cut_size;
-    struct seen whole, cut;
+    struct result whole, cut;
     int a = run(input, input_size, NULL, 0, limit, &whole);
     int b = run(input, input_size, data + 2, cut_size, limit, &cut);
     if (limit > MOST)
-        demand(a == SSE_OK && b == SSE_OK, "without a tight bound nothing is refused");
+        demand(a == SSE_OK && b == SSE_OK, "with a large limit nothing is refused");
     if (a == SSE_OK && b == SSE_OK)
-        demand(whole.events == cut.events && whole.digest == cut.digest, "the reads' borders change nothing");
+        demand(whole.events == cut.events && whole.digest == cut.digest, "the split of reads does not change the events");
     return 0;
 }
 
@@ -104,7 +104,7 @@ static uint32_t next(void)
     return (uint32_t)(state >> 33);
 }
 
-/* The inputs that were kept (tests/fuzz/corpus), once each. */
+/* Run the stored inputs (tests/fuzz/corpus), once each. */
 static int replay(char **paths)
 {
     static uint8_t input[1 << 16];

@@ -1,4 +1,4 @@
-"""Changed inputs for fuzzing: JSON with nodes replaced, removed or doubled; bytes flipped, cut and overwritten."""
+"""Mutations of inputs for fuzzing: JSON with nodes replaced, removed or duplicated; bytes flipped, cut and overwritten."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ WILD = (0, 1, 255, 1 << 31, 1 << 40, (1 << 64) - 1)
 
 
 def nodes(value: Any, path: tuple = ()) -> Iterator[tuple]:
-    """The paths to every node of a JSON value, the root first."""
+    """Yield the paths to all nodes of a JSON value, the root first."""
     yield path
     for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
         yield from nodes(inner, (*path, key))
 
 
 def mutate_json(rng: random.Random, value: Any) -> Any:
-    """The same JSON with one to three nodes replaced by junk or by another of its nodes, or removed."""
+    """Return the JSON with one to three nodes replaced by junk or by another one of its nodes, or removed."""
     value = copy.deepcopy(value)
     for _ in range(rng.randint(1, 3)):
         path = rng.choice([p for p in nodes(value) if p] or [()])
@@ -61,7 +61,7 @@ def mutate_json(rng: random.Random, value: Any) -> Any:
 
 
 def mutate_bytes(rng: random.Random, raw: bytes, within: int | None = None) -> bytes:
-    """One to three places (below `within`) flipped, made a wild number, doubled or removed; sometimes cut short."""
+    """Return the bytes with one to three changes (below `within`): flipped, overwritten, duplicated or removed; sometimes truncated."""
     changed = bytearray(raw)
     for _ in range(rng.randint(1, 3)):
         at = rng.randrange(min(within or len(changed), len(changed)) or 1)
@@ -81,7 +81,7 @@ def mutate_bytes(rng: random.Random, raw: bytes, within: int | None = None) -> b
 
 
 def mutate(rng: random.Random, raw: bytes) -> bytes:
-    """JSON as JSON half of the time, a line of JSON lines as JSON, anything as bytes."""
+    """Mutate JSON (or the first of several JSON lines) as JSON in half of the cases, anything else as bytes."""
     if rng.random() < 0.5:
         return mutate_bytes(rng, raw)
     head, end, rest = raw.partition(b"\n") if raw.count(b"\n") > 1 else (raw, b"", b"")

@@ -1,10 +1,10 @@
-"""Every fuzzer for a while, one after the other, and a table of what they did. `make fuzz SECONDS=60`
+"""Run all fuzzers one after the other for a limited time and print a table. `make fuzz SECONDS=60`
 
     python tests/fuzz/run.py SECONDS [NAME ...]
 
-C (sse, http1): libFuzzer with ASan and UBSan (clang). codec: codec_driver.c, its own generator, ASan and UBSan.
-Python (targets.py): atheris, libFuzzer's coverage of our bytecode, where it can be had; else mutations of the seeds.
-New inputs go to build/fuzz/corpus/NAME; what breaks is kept in build/fuzz/crash-*. Exits 1 where anything broke.
+C (sse, http1): libFuzzer with ASan and UBSan (clang). codec: codec_driver.c with its own generator, ASan and UBSan.
+Python (targets.py): atheris (libFuzzer with coverage of Python bytecode) if it can be installed, else mutations of the seeds.
+New inputs are written to build/fuzz/corpus/NAME, failing ones to build/fuzz/crash-*. Exit code 1 if anything failed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SIMD = {
     "_avx512.c": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mf16c", "-mbmi2", "-mfma"],
 }
 
-Row = tuple[str, str, int, str, int, bool]  # name, by what, executions, coverage, corpus, broken
+Row = tuple[str, str, int, str, int, bool]  # name, fuzzer, executions, coverage, corpus size, failed
 
 
 def libfuzzer(name: str, by: str, command: list[str], seconds: int, seeds: list[Path]) -> Row:
@@ -57,7 +57,7 @@ def c_target(name: str, seconds: int) -> Row:
 
 
 def codec(seconds: int) -> Row:
-    """Its driver makes its own inputs; each round of executions starts elsewhere."""
+    """Run the codec's driver, which generates its inputs; each round starts from another number."""
     flags = ["-std=c11", "-g", "-O1", "-ffp-contract=off", "-fno-math-errno", "-fopenmp", f"-I{ROOT}/csrc",
              "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]  # fmt: skip
     skipped = (
@@ -123,13 +123,13 @@ def write_seeds(name: str, folder: Path) -> None:
 
 
 def mutated(name: str, seconds: int) -> Row:
-    """Without atheris: changed seeds, no coverage."""
+    """Run mutated seeds without coverage, if atheris is not available."""
     from mutate import mutate
     from targets import TARGETS
 
     target, rng = TARGETS[name], random.Random()
-    kept = [p.read_bytes() for p in (HERE / "corpus" / name).glob("*")]
-    seeds, runs, until = [*target.seeds(), *kept], 0, time.monotonic() + seconds
+    corpus = [p.read_bytes() for p in (HERE / "corpus" / name).glob("*")]
+    seeds, runs, until = [*target.seeds(), *corpus], 0, time.monotonic() + seconds
     while time.monotonic() < until:
         raw = mutate(rng, rng.choice(seeds))
         runs += 1
@@ -137,13 +137,13 @@ def mutated(name: str, seconds: int) -> Row:
             target.run(raw)
         except Exception as error:
             (BUILD / f"crash-{name}").write_bytes(raw)
-            print(f"{name}: {error!r}: kept in {BUILD}/crash-{name}", file=sys.stderr)
+            print(f"{name}: {error!r}: stored in {BUILD}/crash-{name}", file=sys.stderr)
             return name, "mutations", runs, "", len(seeds), True
     return name, "mutations", runs, "", len(seeds), False
 
 
-def under_atheris(name: str, arguments: list[str]) -> None:
-    """In a process of its own: libFuzzer's loop over one target, its mutations and ours by turns."""
+def run_atheris(name: str, arguments: list[str]) -> None:
+    """Run libFuzzer's loop over one target, alternating its mutations and ours. Runs in a separate process."""
     sys.path.insert(0, str(SITE))
     import atheris
     from mutate import mutate
@@ -174,7 +174,7 @@ def under_atheris(name: str, arguments: list[str]) -> None:
 
 def main(arguments: list[str]) -> int:
     if arguments[:1] == ["--atheris"]:
-        under_atheris(arguments[1], arguments[2:])
+        run_atheris(arguments[1], arguments[2:])
         return 0
     from targets import TARGETS
 
@@ -184,7 +184,7 @@ def main(arguments: list[str]) -> int:
     rows = []
     for name in names:
         if name in (*C_TARGETS, "codec") and not shutil.which("clang" if name in C_TARGETS else "gcc"):
-            print(f"{name}: left out, its compiler is not here", file=sys.stderr)
+            print(f"{name}: skipped, its compiler is not installed", file=sys.stderr)
             continue
         rows.append(
             codec(seconds)

@@ -1,11 +1,12 @@
-"""What is fuzzed in Python: every reader of files and answers that others wrote, with seeds and what each is held to.
+"""Fuzz targets in Python: all readers of files and answers that others write, with their seeds.
 
-A target takes bytes and returns; a fault of this package's own kind (AnnieError, one line) is an answer like any other,
-and every other exception is a finding. `python tests/fuzz/run.py` runs them, tests/fuzzing/test_corpus_replay.py replays them.
+A target takes bytes and returns. An AnnieError with a one-line message is a valid outcome; any other exception is a finding.
+`python tests/fuzz/run.py` runs the targets, tests/fuzzing/test_corpus_replay.py replays the stored inputs.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import re
@@ -19,7 +20,7 @@ import numpy as np
 
 from annie_quant.errors import AnnieError
 
-SHARED = "/dev/shm"  # in memory: an input is a file written
+SHARED = "/dev/shm"  # in memory, because each input is written to a file
 FOLDER = Path(tempfile.mkdtemp(prefix="annie_quant_fuzz_", dir=SHARED if Path(SHARED).is_dir() else None))
 DATA = Path(__file__).resolve().parent.parent / "data"
 ROOT = DATA.parent.parent
@@ -37,14 +38,14 @@ TOOL = {
 
 @dataclass(frozen=True)
 class Target:
-    """`run(bytes)` raises nothing but AnnieError; `seeds()` gives whole inputs to start from."""
+    """`run(bytes)` raises nothing but AnnieError; `seeds()` yields whole inputs to start from."""
 
     run: Callable[[bytes], None]
     seeds: Callable[[], Iterable[bytes]]
 
 
 def one_line(target: Callable[[bytes], None]) -> Callable[[bytes], None]:
-    """The target, with its own faults checked: one line that is not endless."""
+    """Wrap a target: an AnnieError must have a one-line message of limited length."""
 
     def run(raw: bytes) -> None:
         try:
@@ -67,7 +68,7 @@ def as_json(raw: bytes) -> Any:
 
 
 def safetensors(raw: bytes) -> None:
-    """A shard's header: what is taken lies inside the file, end to end."""
+    """A shard's header: all tensors are inside the file."""
     from annie_quant.checkpoint import header
 
     size = header.header_bytes(raw[:9], len(raw), "x")
@@ -91,7 +92,7 @@ def safetensors_seeds() -> Iterable[bytes]:
 
 
 def gguf(raw: bytes) -> None:
-    """A GGUF file: its tensors lie inside it."""
+    """A GGUF file: all tensors are inside the file."""
     from annie_quant.checkpoint.gguf.reader import open_gguf
 
     path = FOLDER / "x.gguf"
@@ -138,7 +139,7 @@ def quant_config_seeds() -> Iterable[bytes]:
 
 
 def tool_calls(raw: bytes) -> None:
-    """A model's raw text: always an answer, the same twice, calls only where the text has them."""
+    """A model's raw text: parsing always returns an answer, the same twice, with calls only if the text has them."""
     from annie_quant import judge
 
     text = text_of(raw)
@@ -165,7 +166,7 @@ def tool_call_seeds() -> Iterable[bytes]:
 
 
 def records(raw: bytes) -> None:
-    """A records.jsonl: read for a report, for what is left to do, and counted anew."""
+    """A records.jsonl, read for a report and for resuming."""
     from annie_quant.bench.records import Records, read_records
     from annie_quant.report import run
 
@@ -248,14 +249,14 @@ def recording_seeds() -> Iterable[bytes]:
         with np.load(path) as held:
             arrays = dict(held)
         plain = io.BytesIO()
-        np.savez(plain, **arrays)  # not compressed: a changed byte is a changed number
+        np.savez(plain, **arrays)  # not compressed: a changed byte changes a number
         if len(plain.getvalue()) < 1 << 17:
             yield plain.getvalue()
     yield tiny_recording()
 
 
 def tiny_recording() -> bytes:
-    """One request, three events, as the client writes it."""
+    """Return a recording of one request with three events."""
     from annie_quant import _stream as native
 
     frames = b'data: {"choices":[{"delta":{"content":"a"}}]}\n\ndata: [DONE]\n\n'
@@ -286,7 +287,7 @@ def tiny_recording() -> bytes:
 
 
 def chunks(raw: bytes) -> None:
-    """A stream's events as any server may send them: always a record, texts that are text, calls with a name or without."""
+    """A stream's events from any server: there is always a record, text fields are text."""
     from annie_quant import _stream as native
     from annie_quant.stream import decode
 
@@ -322,14 +323,14 @@ def chunk_seeds() -> Iterable[bytes]:
 
 
 def server_log(raw: bytes) -> None:
-    """A server's log, as doctor reads it: one line that tells, one phase, a known error or none."""
+    """A server's log, as doctor reads it: one line with the cause, one phase, a known error or none."""
     from annie_quant import doctor
 
     path = FOLDER / "server.log"
     path.write_bytes(raw)
-    (found,) = doctor.check_log(path)
-    assert all("\n" not in str(value) for value in found.values()), found
-    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "".join(map(str, found.values()))), "a terminal's commands"
+    values = dataclasses.astuple(doctor.check_log(path))
+    assert all("\n" not in value for value in values), values
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "".join(values)), "terminal escape sequences"
 
 
 def log_seeds() -> Iterable[bytes]:

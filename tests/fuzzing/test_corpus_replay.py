@@ -1,4 +1,4 @@
-"""What fuzzing found is kept in tests/fuzz/corpus and replayed here, with some fresh mutations of every target's seeds."""
+"""Replay of the inputs that fuzzing stored in tests/fuzz/corpus, with some new mutations of all targets' seeds."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ def test_seeds_corpus_and_mutations(name: str) -> None:
     if name == "gguf":
         pytest.importorskip("gguf", reason="the serve extra is not installed")
     target = TARGETS[name]
-    kept = [path.read_bytes() for path in sorted((CORPUS / name).glob("*"))]
+    corpus = [path.read_bytes() for path in sorted((CORPUS / name).glob("*"))]
     seeds = list(target.seeds())
     assert seeds
     rng = random.Random(name)
-    for raw in [*seeds, *kept, *(mutate(rng, rng.choice(seeds)) for _ in range(100)), b"", b"\0" * 40]:
+    for raw in [*seeds, *corpus, *(mutate(rng, rng.choice(seeds)) for _ in range(100)), b"", b"\0" * 40]:
         target.run(raw)
 
 
-def test_a_broken_reader_is_found() -> None:
-    """The harness itself: an exception that is not the package's own comes through."""
+def test_the_harness_reports_unexpected_exceptions() -> None:
 
     def broken(raw: bytes) -> None:
         raw.decode()

@@ -1,5 +1,5 @@
-"""The fuzzers of the SSE framer and of the HTTP reader (tests/fuzz) under ASan and UBSan, briefly, with the inputs kept
-from long runs; and that each finds what is broken on purpose."""
+"""The fuzzers of the SSE framer and of the HTTP reader (tests/fuzz), short runs under ASan and UBSan and the inputs stored
+from long runs; and each fuzzer finds planted faults."""
 
 from __future__ import annotations
 
@@ -33,28 +33,28 @@ def original(part: str) -> str:
 @pytest.mark.parametrize("part", ["sse", "http1"])
 def test_under_sanitizers(part: str, tmp_path) -> None:
     fuzz = build(tmp_path, part, original(part), *SANITIZERS)
-    kept = sorted(map(str, (CORPUS / part).iterdir()))
-    for command in ([fuzz, "200000", "3"], [fuzz, "--replay", *kept]):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-        assert done.returncode == 0, done.stderr
-    assert f"{len(kept)} inputs" in done.stdout and len(kept) > 50
+    corpus = sorted(map(str, (CORPUS / part).iterdir()))
+    for command in ([fuzz, "200000", "3"], [fuzz, "--replay", *corpus]):
+        process = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert process.returncode == 0, process.stderr
+    assert f"{len(corpus)} inputs" in process.stdout and len(corpus) > 50
 
 
 BREAKS = {
     "sse": {
         "forgets a CR between reads": ("s->after_cr = true;", "s->after_cr = false;"),
-        "loses what is held": ("s->held_size -= used;", "s->held_size -= used + (s->held_size > used);"),
-        "takes a byte order mark anywhere": ("s->first_line = false;", "s->first_line = s->held_size > 8;"),
+        "loses pending bytes": ("s->pending_size -= used;", "s->pending_size -= used + (s->pending_size > used);"),
+        "accepts a byte order mark anywhere": ("s->first_line = false;", "s->first_line = s->pending_size > 8;"),
     },
     "http1": {
-        "forgets what a line began with": ("if (lf && h->held_size == 0)", "if (lf)"),
-        "keeps a line that was read": ("h->held_size = 0; /* its", "; /* its"),
-        "takes no account of what is left": ("size > h->left ?", "size > SIZE_MAX - 1 ?"),
-        "keeps a connection whose body has no end": (
+        "loses the beginning of a line": ("if (lf && h->pending_size == 0)", "if (lf)"),
+        "does not clear a line that was read": ("h->pending_size = 0; /* its", "; /* its"),
+        "ignores the remaining length": ("size > h->left ?", "size > SIZE_MAX - 1 ?"),
+        "reuses a connection whose body has no end": (
             "h->keep = false;\n        h->state = TO_END;",
             "h->state = TO_END;",
         ),
-        "reads a body where there is none": ("h->status == 204 ||", ""),
+        "reads a body after a status without one": ("h->status == 204 ||", ""),
     },
 }
 CASES = [(part, *change) for part, changes in BREAKS.items() for change in changes.values()]
@@ -62,9 +62,9 @@ CASES = [(part, *change) for part, changes in BREAKS.items() for change in chang
 
 @needs_gcc
 @pytest.mark.parametrize(("part", "right", "wrong"), CASES, ids=[n for changes in BREAKS.values() for n in changes])
-def test_the_fuzzer_finds_what_is_broken(part: str, right: str, wrong: str, tmp_path) -> None:
+def test_the_fuzzer_finds_planted_faults(part: str, right: str, wrong: str, tmp_path) -> None:
     source = original(part)
     assert source.count(right) == 1
     fuzz = build(tmp_path, part, source.replace(right, wrong))
-    done = subprocess.run([fuzz, "200000"], capture_output=True, text=True, timeout=60)
-    assert done.returncode != 0 and ("broken" in done.stderr or done.returncode == -signal.SIGSEGV)
+    process = subprocess.run([fuzz, "200000"], capture_output=True, text=True, timeout=60)
+    assert process.returncode != 0 and ("broken" in process.stderr or process.returncode == -signal.SIGSEGV)

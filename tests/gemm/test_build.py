@@ -1,5 +1,6 @@
-"""What can be known of the GEMM module without a GPU: it imports, says what is missing, refuses bad arrays, and holds the
-native FP4 instruction in its sm_121a code and nowhere else."""
+"""The GEMM module without a GPU: it imports, reports what is missing, refuses invalid arrays, and has the native FP4
+instruction in its sm_121a code only.
+"""
 
 import os
 import re
@@ -34,7 +35,7 @@ def test_importing_needs_no_torch_and_no_module():
 
 
 @pytest.mark.skipif(not without_gpu(), reason="this machine has a CUDA GPU")
-def test_without_a_gpu_every_entry_says_so_with_exit_code_3():
+def test_without_a_gpu_every_function_raises_with_exit_code_3():
     calls = [
         lambda: aq.gemm.validate(),
         lambda: aq.gemm.Weight(None, None, 1.0),
@@ -48,9 +49,9 @@ def test_without_a_gpu_every_entry_says_so_with_exit_code_3():
         assert caught.value.exit_code == 3
 
 
-def test_host_arrays_and_strangers_are_refused_in_words():
-    for array, says in [(np.zeros(4, np.float32), "host memory"), ([1, 2], "a list"), ("x", "a str")]:
-        with pytest.raises(UsageError, match=says):
+def test_host_arrays_and_other_objects_are_refused_with_a_message():
+    for array, message in [(np.zeros(4, np.float32), "host memory"), ([1, 2], "a list"), ("x", "a str")]:
+        with pytest.raises(UsageError, match=message):
             arrays.view(array, "x")
 
 
@@ -60,9 +61,9 @@ def test_a_cuda_array_is_read_by_interface():
             "shape": (4, 6), "typestr": "<f2", "data": (0, False), "version": 3, "strides": (24, 2),
         }  # fmt: skip
 
-    seen = arrays._from_interface(Fake(), "x") if not BUILT or without_gpu() else None
-    if seen:
-        assert (seen.shape, seen.strides, seen.dtype, seen.contiguous) == ((4, 6), (12, 1), "float16", False)
+    actual = arrays._from_interface(Fake(), "x") if not BUILT or without_gpu() else None
+    if actual:
+        assert (actual.shape, actual.strides, actual.dtype, actual.contiguous) == ((4, 6), (12, 1), "float16", False)
 
 
 def test_a_host_dlpack_array_is_refused():
@@ -100,13 +101,15 @@ def test_module_imports_without_a_driver_and_loads_no_cuda_library():
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
-ALL = os.environ.get("ANNIE_QUANT_CUDA_ALL")  # more architectures and kernels, for who has changed them: half a minute
-GB10_BLOCK = 99 * 1024  # bytes of shared memory that a block of a GB10 may have
-OMMA, HMMA = 0x47F, 0x23C  # SASS: the low 12 bits of an instruction's 16 bytes. Seen as such in cuobjdump's output
+ALL = os.environ.get(
+    "ANNIE_QUANT_CUDA_ALL"
+)  # more architectures and kernels, for changes of the kernels: half a minute
+GB10_BLOCK = 99 * 1024  # bytes of shared memory per block on a GB10
+OMMA, HMMA = 0x47F, 0x23C  # SASS opcodes: the low 12 bits of an instruction's 16 bytes, as shown in cuobjdump's output
 
 
 def cubin(source, arch, folder):
-    """Machine code of one file for one architecture, and what ptxas reports of it."""
+    """Return the machine code of one file for one architecture, and ptxas' report."""
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         pytest.skip("needs nvcc")
@@ -118,17 +121,17 @@ def cubin(source, arch, folder):
 
 
 def instructions(path):
-    """How often each SASS opcode stands in a cubin: an ELF file whose .text sections hold 16 bytes an instruction."""
+    """Count the SASS opcodes in a cubin: an ELF file whose .text sections have 16 bytes per instruction."""
     data = path.read_bytes()
     (start,) = struct.unpack_from("<Q", data, 40)
     size, count, names = struct.unpack_from("<HHH", data, 58)
     sections = [struct.unpack_from("<IIQQQQ", data, start + i * size) for i in range(count)]
     name_base = sections[names][4]
-    found = Counter()
+    result = Counter()
     for name, _, _, _, at, length in sections:
         if data.startswith(b".text.", name_base + name):
-            found.update(struct.unpack_from("<H", data, i)[0] & 0xFFF for i in range(at, at + length, 16))
-    return found
+            result.update(struct.unpack_from("<H", data, i)[0] & 0xFFF for i in range(at, at + length, 16))
+    return result
 
 
 @pytest.mark.parametrize(
@@ -136,15 +139,15 @@ def instructions(path):
 )
 def test_native_fp4_instruction_is_in_the_machine_code_of_sm_12x_only(arch, native, tmp_path):
     path, report = cubin("csrc/gemm/w4a4.cu", arch, tmp_path)
-    found = instructions(path)
-    assert sum(found.values()) > 5000
-    assert (found[OMMA] > 0) == native
+    result = instructions(path)
+    assert sum(result.values()) > 5000
+    assert (result[OMMA] > 0) == native
     assert set(re.findall(r"(\d+) bytes spill", report)) == {"0"}
     tool = shutil.which("cuobjdump")
-    if tool:  # some installations of nvcc have no disassembler; the count above does without
+    if tool:  # some installations of nvcc have no disassembler; the count above needs none
         listing = subprocess.run([tool, "--dump-sass", str(path)], capture_output=True, text=True).stdout
         named = len(re.findall(r"\bOMMA\.SF\.16864\.F32\.E2M1\.E2M1\.UE4M3\.4X\b", listing))
-        assert not listing or named == found[OMMA]
+        assert not listing or named == result[OMMA]
 
 
 @pytest.mark.parametrize("source", ["skinny", *(["tiled", "repack", "codec"] if ALL else [])])
@@ -157,7 +160,7 @@ def test_sm_121a_code_spills_nothing_within_what_a_gb10_has(source, tmp_path):
     )
     assert kernels
     for name, spilled, registers, shared in kernels:
-        # 128 tokens a tile take more shared memory than a GB10's block has, so the planner never chooses them there
+        # tiles of 128 tokens need more shared memory than a GB10's block has, so the planner never chooses them there
         assert int(spilled) == 0 or "tiled_kernelILi8ELi1ELi2ELi16E" in name, (name, spilled)
         assert int(registers) <= 255
         assert int(shared or 0) <= GB10_BLOCK

@@ -1,4 +1,4 @@
-"""The NumPy encoder that the GPU's bytes are compared with (tests/gemm/test_gpu.py) gives the C codec's bytes: GPU = NumPy = C."""
+"""The NumPy encoder that the GPU's bytes are compared with (tests/gemm/test_gpu.py) gives the C codec's bytes."""
 
 import ml_dtypes
 import numpy as np
@@ -18,5 +18,5 @@ def test_the_numpy_encoder_is_the_c_codec(dtype):
     assert (packed.block_scale.view(np.uint8) == scales).all()
     back = nvfp4.unpack(packed, dtype=dtype.name)
     assert (back.view(np.uint8) == values.astype(dtype).view(np.uint8)).all()
-    seen = nvfp4.fake_quant(x, tensor_scale=float(ts))
-    assert (seen.view(np.uint8) == fake.astype(dtype).view(np.uint8)).all()
+    actual = nvfp4.fake_quant(x, tensor_scale=float(ts))
+    assert (actual.view(np.uint8) == fake.astype(dtype).view(np.uint8)).all()

@@ -1,8 +1,7 @@
-"""The lane maps of the kernels, simulated on the CPU: csrc/gemm/fragments.cuh compiled for the host, the mma done
-in NumPy.
+"""The lane maps of the kernels, simulated on the CPU: csrc/gemm/fragments.cuh compiled for the host, the mma in NumPy.
 
-The NumPy side holds the fragment layouts of mma.m16n8k16 and m16n8k64 as the PTX ISA states them, so a wrong map in
-the header (a lane, a register, a nibble, a scale) shows as a wrong product.
+The NumPy side uses the fragment layouts of mma.m16n8k16 and m16n8k64 as the PTX ISA defines them, so a wrong map in
+the header (a lane, a register, a nibble, a scale) gives a wrong product.
 """
 
 import ctypes
@@ -20,7 +19,8 @@ HEADER = ROOT / "csrc" / "gemm" / "fragments.cuh"
 NAMES = {
     "word_at": 3, "scale_at": 2, "column_at": 5, "row_at": 2, "code_field": 3, "field_of": 2, "e5m3": 1, "scale_word": 1,
     "x_column_at": 3, "fp4_a_row": 2, "fp4_a_col": 2, "fp4_b_col": 1, "fp4_b_row": 2, "fp4_sfa_lane": 1,
-    "fp4_sfb_lane": 1, "image_column": 2, "image_unit": 2, "permute_source": 2, "permute_target": 2, "share_begin": 4, "share_owner": 4,
+    "fp4_sfb_lane": 1, "image_column": 2, "image_unit": 2, "permute_source": 2,
+    "permute_target": 2, "share_begin": 4, "share_owner": 4,
 }  # fmt: skip
 
 
@@ -53,7 +53,7 @@ def maps(tmp_path_factory):
 
 
 def bf16(bits):
-    """float64 of 16 bits of bfloat16."""
+    """Return the float64 value of 16 bits of bfloat16."""
     return np.array([bits << 16], np.uint32).view(np.float32)[0].astype(np.float64)
 
 
@@ -61,7 +61,7 @@ def nibble(codes, row, col):
     return int(codes[row, col // 2]) >> (4 * (col & 1)) & 15
 
 
-def test_every_code_survives_its_place_in_the_word(maps):
+def test_every_code_is_recovered_from_its_word(maps):
     for code in range(16):
         for j in range(4):
             for half in range(2):
@@ -69,7 +69,7 @@ def test_every_code_survives_its_place_in_the_word(maps):
                 value = bf16(maps.field_of(word, j) >> (16 * half) & 0xFFFF) * 2.0**126
                 assert value == oracle.e2m1(np.array([code], np.uint8))[0]
     rng = np.random.default_rng(0)
-    for _ in range(2000):  # eight codes together: no place disturbs another
+    for _ in range(2000):  # eight codes together: no code changes another one
         codes = rng.integers(0, 16, (4, 2))
         word = 0
         for j in range(4):
@@ -96,12 +96,12 @@ def test_every_product_of_code_and_scale_is_exact_in_bf16(maps):
         for byte in range(1, 0x7F):
             product = c * bf16(maps.scale_word(maps.e5m3(byte)) & 0xFFFF)
             assert np.float64(np.float32(product).astype(ml_dtypes.bfloat16)) == product
-            want = oracle.e2m1(np.array([code], np.uint8))[0] * oracle.e4m3(np.array([byte], np.uint8))[0]
-            assert product * 256 == want
+            expected = oracle.e2m1(np.array([code], np.uint8))[0] * oracle.e4m3(np.array([byte], np.uint8))[0]
+            assert product * 256 == expected
 
 
 def mma16816(a, b):
-    """D[16, 8] from the registers of 32 lanes as the PTX ISA lays them out: a[lane][4][2], b[lane][2][2]."""
+    """Return D[16, 8] from the registers of 32 lanes as the PTX ISA defines them: a[lane][4][2], b[lane][2][2]."""
     full_a, full_b = np.zeros((16, 16)), np.zeros((16, 8))
     for lane in range(32):
         g, t = lane >> 2, lane & 3
@@ -147,12 +147,12 @@ def test_a_chunk_through_the_mma(maps, broken):
                 col = maps.x_column_at(q, lane, i)
                 b[lane] = x[lane >> 2, col : col + 4].reshape(2, 2)
             d += mma16816(a, b)
-    want = oracle.dequantize(codes, scales) @ x.T
-    assert (d == want).all() == (broken is None)
+    expected = oracle.dequantize(codes, scales) @ x.T
+    assert (d == expected).all() == (broken is None)
 
 
-def test_wgmmas_activations_lie_in_the_weights_order_of_columns(maps):
-    """k of step i is bytes 2 k of 32: unit 2 i + k // 8, word k % 8 // 2; the weights' side is mma.m16n8k16's A fragment."""
+def test_wgmmas_activations_are_in_the_column_order_of_the_weights(maps):
+    """k of step i is bytes 2 k of 32: unit 2 i + k // 8, word k % 8 // 2; the weights are mma.m16n8k16's A fragment."""
     for i in range(4):
         for lane in range(32):
             for j in range(4):
@@ -165,18 +165,20 @@ def test_wgmmas_activations_lie_in_the_weights_order_of_columns(maps):
         assert maps.image_unit(row, 0) == row % 8  # the 128-byte swizzle: address bits 4-6 by bits 7-9
 
 
-def test_a_row_is_put_in_order_by_two_lanes_that_share_no_unit(maps):
-    """Word w of unit u holds columns 8 u + 2 w of 64; unit u of the order wanted holds image_column(u, l) as word l."""
+def test_a_row_is_permuted_in_place_by_two_lanes_with_disjoint_units(maps):
+    """Word w of unit u has columns 8 u + 2 w of 64; after the permutation unit u has image_column(u, l) as word l."""
     for h in range(2):
         for word in range(4):
             for unit in range(4):
-                assert maps.image_column(maps.permute_target(word, h), unit) == 8 * maps.permute_source(unit, h) + 2 * word
+                assert (
+                    maps.image_column(maps.permute_target(word, h), unit) == 8 * maps.permute_source(unit, h) + 2 * word
+                )
     for turned in (maps.permute_source, maps.permute_target):
         assert sorted(turned(i, h) for i in range(4) for h in range(2)) == list(range(8))
         assert all(turned(i, h) == turned(i, 0) ^ turned(0, h) for i in range(4) for h in range(2))
 
 
-def test_blocks_have_equal_shares_and_know_whose_is_whose(maps):
+def test_stream_k_shares_are_equal_and_have_the_right_owner(maps):
     for blocks, shared, chunks in [(1, 1, 1), (132, 32, 64), (128, 32, 64), (60, 2, 34), (5, 6, 33), (132, 4, 40)]:
         starts = [maps.share_begin(b, blocks, shared, chunks) for b in range(blocks + 1)]
         assert starts[0] == 0
@@ -191,9 +193,7 @@ def test_blocks_have_equal_shares_and_know_whose_is_whose(maps):
 
 
 def mma16864(a, b, sfa, sfb):
-    """D[16, 8] of the block-scaled FP4 mma: a[lane][4] and b[lane][2] words of 8 nibbles, scales as words of 4
-    bytes.
-    """
+    """Return D[16, 8] of the block-scaled FP4 mma: a[lane][4] and b[lane][2] are words of 8 nibbles, scales words of 4 bytes."""
     full_a, full_b = np.zeros((16, 64)), np.zeros((64, 8))
     for lane in range(32):
         g, t = lane >> 2, lane & 3
@@ -216,7 +216,7 @@ def mma16864(a, b, sfa, sfb):
 
 
 @pytest.mark.parametrize("broken", [None, "lane"])
-def test_the_fp4_maps_load_row_major_bytes_rightly(maps, broken):
+def test_the_fp4_maps_load_row_major_bytes(maps, broken):
     a, sa = oracle.random_weight(16, 64, 3)
     w, sw = oracle.random_weight(8, 64, 4)
     ra, rb, fa, fb = [[0] * 4 for _ in range(32)], [[0] * 2 for _ in range(32)], [0] * 32, [0] * 32
@@ -231,5 +231,5 @@ def test_the_fp4_maps_load_row_major_bytes_rightly(maps, broken):
         fa[maps.fp4_sfa_lane(row ^ (8 if broken else 0))] = int(sa[row].view(np.uint32)[0])
     for col in range(8):
         fb[maps.fp4_sfb_lane(col)] = int(sw[col].view(np.uint32)[0])
-    want = oracle.dequantize(a, sa) @ oracle.dequantize(w, sw).T
-    assert np.allclose(mma16864(ra, rb, fa, fb), want, rtol=1e-12) == (broken is None)
+    expected = oracle.dequantize(a, sa) @ oracle.dequantize(w, sw).T
+    assert np.allclose(mma16864(ra, rb, fa, fb), expected, rtol=1e-12) == (broken is None)

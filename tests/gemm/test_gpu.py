@@ -1,4 +1,4 @@
-"""The GEMM kernels on a CUDA GPU against the float64 oracle; skipped without one. Needs NumPy and ml_dtypes alone."""
+"""The GEMM kernels on a CUDA GPU against the float64 oracle; skipped without a GPU. Needs only NumPy and ml_dtypes."""
 
 from types import SimpleNamespace
 
@@ -11,6 +11,7 @@ from annie_quant.errors import UsageError
 from annie_quant.gemm.arrays import native
 
 gemm = pytest.importorskip("annie_quant.gemm")
+Plan = gemm.ops.Plan
 oracle = gemm.oracle
 try:
     COUNT = gemm.device_count()
@@ -42,17 +43,17 @@ def run(x, codes, scales, ts, out_dtype="float32", fault=None, **more):
 
 
 def _slice(raw, start, shape):
-    """A part of a device array, as any other library would show it."""
+    """A slice of a device array, as another library would pass it."""
     data = (raw.ptr + start * (raw.nbytes // raw.shape[0]), False)
     return SimpleNamespace(
         __cuda_array_interface__={**raw.__cuda_array_interface__, "shape": shape, "data": data}, keep=raw
     )
 
 
-def check(seen, x, codes, scales, ts, dtype="float32"):
+def check(actual, x, codes, scales, ts, dtype="float32"):
     exact, magnitude = oracle.linear(x, oracle.dequantize(codes, scales, ts))
-    assert not np.isnan(seen.astype(np.float64)).any()
-    return oracle.worst(seen, exact, oracle.bound(exact, magnitude, x.shape[1], dtype))
+    assert not np.isnan(actual.astype(np.float64)).any()
+    return oracle.worst(actual, exact, oracle.bound(exact, magnitude, x.shape[1], dtype))
 
 
 @pytest.mark.parametrize("m", [*range(1, 18), 33, 64, 65, 130, 257])
@@ -83,18 +84,18 @@ def test_types(dtype, x_dtype, m):
 
 @pytest.mark.parametrize("m", [1, 16, 17])
 def test_all_codes_and_scales_are_exact(m):
-    """Row = scale byte, column = code; x picks one column, so every output is one exact product."""
+    """Row = scale byte, column = code; x selects one column, so every output is one exact product."""
     scales = np.arange(127, dtype=np.uint8).repeat(4).reshape(127, 4)
     codes = np.tile(np.arange(16, dtype=np.uint8).reshape(8, 2) @ np.array([[1], [16]], np.uint8), (127, 4, 1))
     codes = codes.reshape(127, 32)
-    want = oracle.dequantize(codes, scales)
+    expected = oracle.dequantize(codes, scales)
     for start in range(0, 64, m):
         x = np.zeros((m, 64), BF16)
         for i in range(min(m, 64 - start)):
             x[i, start + i] = 1
-        seen = run(x, codes, scales, 1.0)
+        actual = run(x, codes, scales, 1.0)
         for i in range(min(m, 64 - start)):
-            assert (seen[i] == want[:, start + i]).all()
+            assert (actual[i] == expected[:, start + i]).all()
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -116,32 +117,32 @@ def test_bits_repeat_and_do_not_depend_on_m(path):
         assert (bits(x[:m]) == whole[:m]).all()
 
 
-def skinny_plan(m, n, places, split, tiles, clusters):
-    """A plan of the few-token kernel with this many clusters, and the shared memory that skinny.cuh asks for."""
+def skinny_plan(m, n, stages, split, tiles, clusters):
+    """Return a plan of the few-token kernel with this number of clusters, with the shared memory that skinny.cuh needs."""
     rows = -(-n // 32) * 2
     clusters = min(clusters, rows // 2)
-    pairs, most = tiles // 2, -(-rows // clusters)
-    groups = -(-((most + 1) // 2) // pairs)
-    smem = 16 * places * (2304 + 8) + (groups + 16) * (8 if m <= 8 else 16) * (32 * pairs + 4) * 4
+    pairs, max_rows = tiles // 2, -(-rows // clusters)
+    groups = -(-((max_rows + 1) // 2) // pairs)
+    smem = 16 * stages * (2304 + 8) + (groups + 16) * (8 if m <= 8 else 16) * (32 * pairs + 4) * 4
     smem += (groups * m * pairs + split) * 128 if split > 1 else 0
-    return (1, places, split, tiles, clusters * split, smem, 0, 0, 0, 0)
+    return Plan(1, stages, split, tiles, clusters * split, smem, 0, 0, 0, 0)
 
 
 @pytest.mark.parametrize(
     "split", [1, pytest.param(2, marks=pytest.mark.skipif(not HOPPER, reason="clusters begin with sm_90"))]
 )
 @pytest.mark.parametrize("tiles", [2, 4])
-@pytest.mark.parametrize("places", [1, 2])
+@pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize("clusters", [1, 3, 5, 300])
 @pytest.mark.parametrize("m", [1, 7, 16])
-def test_every_shape_of_the_few_token_kernel(split, tiles, places, clusters, m):
-    """Warps with many rows and parts of one, blocks that begin and end within a pair of row tiles; rings of one and two."""
-    if places == 2 and m > 8:
-        pytest.skip("two places are for 8 tokens at most")
-    n, k = 600, 1360 if tiles == 2 and places == 1 else 1408  # a K of whole chunks but for the plainest
+def test_every_shape_of_the_few_token_kernel(split, tiles, stages, clusters, m):
+    """Warps with many rows and with parts of one, blocks that begin and end within a pair of row tiles, one or two stages."""
+    if stages == 2 and m > 8:
+        pytest.skip("two stages are for 8 tokens at most")
+    n, k = 600, 1360 if tiles == 2 and stages == 1 else 1408  # K is a multiple of a chunk except in the simplest case
     args = case(m, n, k)
     weight = gemm.Weight(gemm.to_device(args[1]), gemm.to_device(args[2]), args[3])
-    plan = skinny_plan(m, n, places, split, tiles, clusters)
+    plan = skinny_plan(m, n, stages, split, tiles, clusters)
     first = None
     for _ in range(3):
         out = gemm.DeviceArray((m, n), "float32").fill(0xFF)
@@ -155,30 +156,33 @@ def test_every_shape_of_the_few_token_kernel(split, tiles, places, clusters, m):
 def test_every_split_of_k(split):
     args = case(7, 528, 4096)
     weight = gemm.Weight(gemm.to_device(args[1]), gemm.to_device(args[2]), args[3])
-    path, tokens, _, stages, _, *rest = weight.plan(7, "tiled")
     tiles = -(-528 // 256)
     out = gemm.DeviceArray((7, 528), "float32").fill(0xFF)
-    gemm.w4a16(gemm.to_device(args[0]), weight, out, plan=(path, tokens, split, stages, tiles * split, *rest))
+    gemm.w4a16(
+        gemm.to_device(args[0]), weight, out, plan=weight.plan(7, "tiled")._replace(split=split, blocks=tiles * split)
+    )
     assert check(out.host(), *args) <= 1
 
 
-def wgmma_plan(m, n, k, tokens, blocks, shared, split, rows, arranged):
-    """A plan of the wgmma kernel with two stages, and the memory that wgmma.cuh asks for."""
+def wgmma_plan(m, n, k, tokens, blocks, stream_k_tiles, split, rows, permuted):
+    """Return a plan of the wgmma kernel with two stages, with the memory that wgmma.cuh needs."""
     m_tiles, chunks, halves = -(-m // tokens), -(-k // 128), 2 if rows == 128 else 1
-    given = (512 if halves == 1 else 768) * tokens if split > 1 else 0
-    space = m_tiles * chunks * tokens * 256 * arranged + (2 * blocks * 256 * tokens * 4 if shared and split == 1 else 0)
-    smem = 9216 + 2 * (18432 + tokens * 256 * halves) + given
-    return (3, tokens, split, 2, blocks, smem, shared, rows, arranged, space)
+    reduce_bytes = (512 if halves == 1 else 768) * tokens if split > 1 else 0
+    workspace = m_tiles * chunks * tokens * 256 * permuted + (
+        2 * blocks * 256 * tokens * 4 if stream_k_tiles and split == 1 else 0
+    )
+    smem = 9216 + 2 * (18432 + tokens * 256 * halves) + reduce_bytes
+    return Plan(3, tokens, split, 2, blocks, smem, stream_k_tiles, rows, permuted, workspace)
 
 
 def repeats_within_the_bound(args, plan):
-    """Of three output types the result is right, the same in every bit when made again, and nothing else is written."""
-    m, n, space = args[0].shape[0], args[1].shape[0], plan[-1]
+    """For each output type the result is right, repeats to the bit, and nothing else is written."""
+    m, n, size = args[0].shape[0], args[1].shape[0], plan.workspace_bytes
     weight = gemm.Weight(gemm.to_device(args[1]), gemm.to_device(args[2]), args[3])
     for dtype in ("float32", "bfloat16"):
         guard = 64
         raw = gemm.DeviceArray((m * n + 2 * guard,), dtype).fill(0xFF)
-        workspace = gemm.DeviceArray((space + 64,), "uint8").fill(0xFF)
+        workspace = gemm.DeviceArray((size + 64,), "uint8").fill(0xFF)
         first = None
         for _ in range(4):
             raw.fill(0xFF)
@@ -192,40 +196,40 @@ def repeats_within_the_bound(args, plan):
 
 
 @pytest.mark.skipif(not HOPPER, reason="wgmma is Hopper's")
-@pytest.mark.parametrize("arranged", [0, 1])
+@pytest.mark.parametrize("permuted", [0, 1])
 @pytest.mark.parametrize("tokens", [16, 32, 64, 128])
-@pytest.mark.parametrize(("blocks", "shared"), [(1, 0), (4, 0), (4, 3), (5, 6), (60, 2), (66, 33)])
+@pytest.mark.parametrize(("blocks", "stream_k_tiles"), [(1, 0), (4, 0), (4, 3), (5, 6), (60, 2), (66, 33)])
 @pytest.mark.parametrize("m", [7, 139])
-def test_every_shape_of_the_wgmma_kernel(arranged, tokens, blocks, shared, m):
-    """Blocks that go through several tiles whole, that share tiles two by two, and many that share one."""
-    n, k = 1296, 4288  # the last tile holds 16 rows, the last chunk 64 columns
-    if shared > 6 * -(-m // tokens):
-        pytest.skip("more shared tiles than there are")
-    if tokens == 128 and not arranged:
-        pytest.skip("tiles of 128 tokens have no registers left for it")
-    repeats_within_the_bound(case(m, n, k), wgmma_plan(m, n, k, tokens, blocks, shared, 1, 256, arranged))
+def test_every_shape_of_the_wgmma_kernel(permuted, tokens, blocks, stream_k_tiles, m):
+    """Blocks with several whole tiles, stream-K tiles of two blocks, and stream-K tiles of many blocks."""
+    n, k = 1296, 4288  # the last tile has 16 rows, the last chunk 64 columns
+    if stream_k_tiles > 6 * -(-m // tokens):
+        pytest.skip("more stream-K tiles than there are tiles")
+    if tokens == 128 and not permuted:
+        pytest.skip("tiles of 128 tokens have too few registers for the in-place permutation")
+    repeats_within_the_bound(case(m, n, k), wgmma_plan(m, n, k, tokens, blocks, stream_k_tiles, 1, 256, permuted))
 
 
 @pytest.mark.skipif(not HOPPER, reason="wgmma is Hopper's")
-@pytest.mark.parametrize("arranged", [0, 1])
+@pytest.mark.parametrize("permuted", [0, 1])
 @pytest.mark.parametrize(("tokens", "halves"), [(16, 1), (32, 1), (32, 2), (64, 1), (64, 2)])
 @pytest.mark.parametrize(("m", "n", "k"), [(7, 1296, 4352), (61, 528, 1008), (61, 528, 880), (139, 40, 1040)])
-def test_every_cluster_of_the_wgmma_kernel(arranged, tokens, halves, m, n, k):
-    """Two blocks add one tile's parts through each other's shared memory; shares of unequal length, tiles of few rows."""
+def test_every_cluster_of_the_wgmma_kernel(permuted, tokens, halves, m, n, k):
+    """Two blocks add one tile's parts through each other's stream_k_tiles memory; unequal parts, tiles of few rows."""
     if halves == 2 and -(-k // 128) % 2:
         pytest.skip("an odd number of chunks has no halves")
     tiles = -(-(-(-n // 32) * 2) * halves // 16) * -(-m // tokens)
-    repeats_within_the_bound(case(m, n, k), wgmma_plan(m, n, k, tokens, tiles * 2, tiles, 2, 256 // halves, arranged))
+    repeats_within_the_bound(case(m, n, k), wgmma_plan(m, n, k, tokens, tiles * 2, tiles, 2, 256 // halves, permuted))
 
 
 @pytest.mark.skipif(not HOPPER, reason="wgmma is Hopper's")
-@pytest.mark.parametrize("arranged", [0, 1])
+@pytest.mark.parametrize("permuted", [0, 1])
 @pytest.mark.parametrize("tokens", [16, 32, 64])
 @pytest.mark.parametrize("blocks", [1, 3, 60])
 @pytest.mark.parametrize(("m", "n", "k"), [(7, 1296, 4288), (61, 304, 1008), (139, 40, 1040)])
-def test_tiles_of_192_rows_of_the_wgmma_kernel(arranged, tokens, blocks, m, n, k):
-    """Their rows lie in one or two of the repacked weights' blocks of 256, the last of which is a short one."""
-    repeats_within_the_bound(case(m, n, k), wgmma_plan(m, n, k, tokens, blocks, 0, 1, 192, arranged))
+def test_tiles_of_192_rows_of_the_wgmma_kernel(permuted, tokens, blocks, m, n, k):
+    """Their rows are in one or two of the repacked weights' blocks of 256, the last of which is shorter."""
+    repeats_within_the_bound(case(m, n, k), wgmma_plan(m, n, k, tokens, blocks, 0, 1, 192, permuted))
 
 
 @pytest.mark.parametrize("m", [1, 8, 64])
@@ -258,7 +262,7 @@ def test_emulated_w4a4_is_the_documented_arithmetic(m, n, k):
 
 
 def documented_w4a4(a, sa, w, sw):
-    """acc = acc + T_b in fp32 for blocks b ascending, T_b exact (computed here in float64)."""
+    """acc = acc + T_b in fp32 for blocks b in ascending order, T_b exact (computed here in float64)."""
     ea, ew = oracle.e2m1(a), oracle.e2m1(w)
     fa, fw = oracle.ue4m3(sa), oracle.ue4m3(sw)
     acc = np.zeros((a.shape[0], w.shape[0]), np.float32)
@@ -273,14 +277,14 @@ def test_bad_input_is_refused_before_any_launch():
     x, codes, scales, ts = case(2, 32, 64)
     weight = gemm.Weight(gemm.to_device(codes), gemm.to_device(scales), ts)
     good = gemm.to_device(x)
-    for bad, says in [
+    for bad, message in [
         ((x, weight), "host memory"),
         ((gemm.to_device(x.astype(np.float32)), weight), "dtype float32"),
         ((gemm.to_device(np.zeros((2, 48), BF16)), weight), r"shape \[2, 48\]"),
         ((good, weight, gemm.DeviceArray((2, 31), "float32")), "shape"),
         ((_slice(gemm.to_device(np.zeros(200, BF16)), 1, (2, 64)), weight), "multiple of 16"),
     ]:
-        with pytest.raises(UsageError, match=says):
+        with pytest.raises(UsageError, match=message):
             gemm.w4a16(*bad)
     scales[3, 2] = 0x7F
     with pytest.raises(UsageError, match="row 3, block 2"):
@@ -301,5 +305,5 @@ def test_codec_bytes_equal_modelopts_encoding(dtype):
     assert (got_scales.host().view(np.uint8) == scales).all()
     back = gemm.unpack(got_codes, got_scales, float(ts), dtype.name).host()
     assert (back.view(np.uint8) == values.astype(dtype).view(np.uint8)).all()
-    seen = gemm.fake_quant(gemm.to_device(x), float(ts)).host()
-    assert (seen.view(np.uint8) == fake.astype(dtype).view(np.uint8)).all()
+    actual = gemm.fake_quant(gemm.to_device(x), float(ts)).host()
+    assert (actual.view(np.uint8) == fake.astype(dtype).view(np.uint8)).all()

@@ -1,4 +1,4 @@
-"""The judge of other people's FP4 kernels, with right, planted-wrong and failing ones in NumPy; no GPU."""
+"""The check of other libraries' FP4 kernels, with correct, faulty and failing kernels in NumPy; no GPU."""
 
 import json
 import subprocess
@@ -49,7 +49,7 @@ def test_a_right_kernel_passes():
 
 
 @pytest.mark.parametrize("fault", PLANTED)
-def test_planted_faults_are_called_wrong_and_given_a_remedy(fault):
+def test_planted_faults_are_wrong_and_have_a_remedy(fault):
     row = stack_check.judge(fault, PLANTED[fault])
     assert row.verdict == "wrong"
     assert row.worst > 1
@@ -66,7 +66,7 @@ def test_planted_faults_are_called_wrong_and_given_a_remedy(fault):
         ("ptxas fatal : Value 'sm_121a' is not defined for option 'gpu-name'", "TRITON_PTXAS_PATH"),
     ],
 )
-def test_known_failures_are_named(message, remedy):
+def test_known_failures_are_recognised(message, remedy):
     def call(case):
         raise RuntimeError(message)
 
@@ -84,7 +84,7 @@ def test_missing_stacks_are_reported_and_unknown_ones_refused():
 
 
 def test_one_wrong_case_makes_a_backend_wrong_whatever_the_others_do():
-    """An error shows by itself; the silent fault must not hide behind it, whichever comes first."""
+    """An error is visible, a wrong result is not: it must be reported, whichever comes first."""
     for raising in (1, 16):
 
         def call(case, raising=raising):
@@ -133,7 +133,7 @@ def apply_fp4_marlin_linear(input, weight, weight_scale, {scale}, workspace, siz
 
 @pytest.fixture
 def vllm(tmp_path, monkeypatch):
-    """A package with vLLM's names and signatures: its CUTLASS product has the fault given, its Marlin is right."""
+    """A package with vLLM's names and signatures: its CUTLASS product has the `fault`, its Marlin is correct."""
 
     def make(fault="pass", scale="weight_global_scale"):
         folder = tmp_path / "vllm"
@@ -153,7 +153,7 @@ def vllm(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("scale", ["weight_global_scale", "weight_scale_2"])
-def test_vllms_own_calls_are_made_as_it_takes_them(vllm, scale):
+def test_vllms_functions_are_called_with_its_signatures(vllm, scale):
     pytest.importorskip("torch")
     vllm(scale=scale)
     for name, call, missing in stack_check.backends("vllm"):
@@ -161,8 +161,8 @@ def test_vllms_own_calls_are_made_as_it_takes_them(vllm, scale):
         assert stack_check.judge(name, call).verdict == "right", name
 
 
-def test_a_backend_that_dies_says_nothing_of_the_next(vllm):
-    """As an illegal instruction does: it ends its own process; the right backend is found and named with its switch."""
+def test_a_backend_that_crashes_does_not_affect_the_next(vllm):
+    """An illegal instruction ends the backend's own process; the right backend is named with its option."""
     pytest.importorskip("torch")
     dies = "import os, sys; print('an illegal instruction was encountered', file=sys.stderr, flush=True); os.abort()"
     vllm(fault=dies)
@@ -189,7 +189,7 @@ def test_each_backend_is_printed_on_one_line(capsys):
     assert "choose good   --linear-backend good\na note" in output
 
 
-def test_swizzle_is_the_stated_formula():
+def test_swizzle_is_the_documented_formula():
     scales = np.random.default_rng(0).integers(1, 127, (200, 9), dtype=np.uint8)
     flat = stack_check.swizzled(scales).reshape(-1)
     tiles = 3

@@ -43,7 +43,7 @@ def tokens(m, seed=0):
 
 
 @pytest.mark.parametrize("m", [1, 16, 64, 130])
-def test_the_operator_is_right_and_compiles_to_the_same_bits(layer, m):
+def test_the_operator_is_correct_and_compiles_to_the_same_bits(layer, m):
     x = tokens(m)
     plain = layer.forward(x)
     assert within(plain, x, layer.weight)
@@ -75,7 +75,7 @@ def test_opcheck(layer):
 
 
 class OnlyDLPack:
-    """A tensor of some other library: nothing but the protocol."""
+    """A tensor of another library that has only the DLPack protocol."""
 
     def __init__(self, tensor):
         self.tensor = tensor
@@ -96,7 +96,7 @@ def test_other_libraries_arrays_on_the_callers_stream(layer, m):
     source, x, out = tokens(m, 2), torch.zeros(m, K, dtype=torch.bfloat16, device="cuda"), None
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(20_000_000)  # the copy below is late: a launch on another stream would read zeros
+        torch.cuda._sleep(20_000_000)  # the copy below is delayed: a launch on another stream would read zeros
         x.copy_(source)
         out = torch.empty(m, N, dtype=torch.bfloat16, device="cuda")
         gemm.w4a16(OnlyDLPack(x), weight, OnlyDLPack(out), stream=stream.cuda_stream)
@@ -105,15 +105,15 @@ def test_other_libraries_arrays_on_the_callers_stream(layer, m):
     half = source.to(torch.float16)
     face = SimpleNamespace(__cuda_array_interface__=half.__cuda_array_interface__, keep=half)
     torch.cuda.synchronize()
-    seen = gemm.w4a16(face, weight).host()
+    actual = gemm.w4a16(face, weight).host()
     exact, magnitude = gemm.oracle.linear(half.double().cpu().numpy(), layer.weight)
-    assert gemm.oracle.worst(seen, exact, gemm.oracle.bound(exact, magnitude, K, "float16")) <= 1
+    assert gemm.oracle.worst(actual, exact, gemm.oracle.bound(exact, magnitude, K, "float16")) <= 1
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
-        (lambda x: x.cpu(), "lies on cpu"),
+        (lambda x: x.cpu(), "is on cpu"),
         (lambda x: x.float(), "dtype float32"),
         (lambda x: x[:, ::2], "shape"),
         (lambda x: torch.cat([x, x], 1)[:, ::2], "strides"),
@@ -121,10 +121,10 @@ def test_other_libraries_arrays_on_the_callers_stream(layer, m):
         (lambda x: torch.nn.functional.pad(x, (0, 4))[:, :K], "multiple of 8 apart"),
     ],
 )
-def test_wrong_arrays_are_one_clear_error_and_no_launch(layer, change, says):
+def test_invalid_arrays_raise_before_a_launch(layer, change, message):
     weight = gemm.Weight(torch.from_numpy(layer.codes).cuda(), torch.from_numpy(layer.scales).cuda(), 1.0)
     out = torch.full((2, N), 7.0, dtype=torch.float32, device="cuda")
-    with pytest.raises(UsageError, match=says):
+    with pytest.raises(UsageError, match=message):
         gemm.w4a16(change(tokens(2)), weight, out)
     torch.cuda.synchronize()
     assert (out == 7).all()

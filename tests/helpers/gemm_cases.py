@@ -1,4 +1,4 @@
-"""Weights and activations that kernels and codecs round differently when they are wrong."""
+"""Weights and activations for which faulty kernels and codecs round differently."""
 
 import ml_dtypes
 import numpy as np
@@ -7,7 +7,7 @@ from annie_quant.gemm import oracle
 
 
 def adversarial(dtype):
-    """Near-ties, exact ties, wide ranges, zeros, negative zeros, subnormals, empty and sparse blocks."""
+    """Return near-ties, exact ties, wide ranges, zeros, negative zeros, subnormals, empty and sparse blocks."""
     rng = np.random.default_rng(3)
     mid = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0])
     ties = rng.choice(mid, (64, 256)) * rng.choice([-1, 1], (64, 256)) * 2.0 ** rng.integers(-6, 4, (64, 1))
@@ -19,7 +19,7 @@ def adversarial(dtype):
 
 
 def encode(x, ts):
-    """ModelOpt's encoding and its dynamic fake quantization in NumPy float32, a step a line."""
+    """ModelOpt's encoding and its dynamic fake quantization in NumPy float32, one operation per line."""
     f8 = ml_dtypes.float8_e4m3fn
     b = x.astype(np.float32).reshape(x.shape[0], -1, 16)
     amax = np.abs(b).max(-1, keepdims=True)
@@ -38,6 +38,6 @@ def encode(x, ts):
     q = (np.minimum(t, np.float32(448)).astype(f8)).astype(np.float32) * ts
     q = np.where(q >= np.float32(1e-5), q, np.float32(1))
     fake = table[index(np.abs(b) / q)] * q
-    fake = np.where(b >= 0, fake, np.float32(0) - fake)  # ModelOpt's op: what rounds to zero is +0.0
+    fake = np.where(b >= 0, fake, np.float32(0) - fake)  # ModelOpt's op: a value that rounds to zero gives +0.0
     codes = nibble[:, ::2] | nibble[:, 1::2] << 4
     return codes, s.view(np.uint8)[..., 0], value.reshape(x.shape), fake.reshape(x.shape)

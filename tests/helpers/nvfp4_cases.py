@@ -1,6 +1,6 @@
-"""Weights that break codecs: exact ties, their neighbours, wide ranges, zeros, subnormals, sparse blocks, random bits.
+"""Weights that find faults in codecs: exact ties, near-ties, wide ranges, zeros, subnormals, sparse blocks, random bits.
 
-Gaussian weights prove nothing about rounding: a codec that multiplies by a reciprocal agrees on all of them.
+Gaussian weights are not enough: a codec that multiplies by a reciprocal agrees on all of them.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 
 
 def bits(a: np.ndarray) -> np.ndarray:
-    """The bit patterns, so that -0.0 and NaN compare."""
+    """Return the bit patterns, so that -0.0 and NaN can be compared."""
     return np.ascontiguousarray(a).view({1: np.uint8, 2: np.uint16, 4: np.uint32}[a.dtype.itemsize])
 
 
 def adversarial(rows: int, columns: int, seed: int) -> Iterator[tuple[str, np.ndarray]]:
-    """(name, float32 [rows, columns]) of each kind of trap."""
+    """Return (name, float32 [rows, columns]) of each kind."""
     rng = np.random.default_rng(seed)
     shape = (rows, columns)
     gauss = rng.standard_normal(shape).astype(np.float32)
@@ -46,14 +46,14 @@ def adversarial(rows: int, columns: int, seed: int) -> Iterator[tuple[str, np.nd
 
 
 def in_dtype(w: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """w in another dtype, with what overflows set to zero."""
+    """Return w in another dtype, with overflows set to zero."""
     with np.errstate(over="ignore", invalid="ignore"):
         x = w.astype(dtype)
     return np.where(np.isfinite(x.astype(np.float32)), x, np.zeros((), dtype)).astype(dtype)
 
 
 def near_ties_of_steps(steps: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """[len(steps), 112 + pad] of midpoint * step and the patterns around it: what a product with 1 / step gets wrong."""
+    """Return [len(steps), 112 + pad] of midpoint * step and its neighbouring bit patterns: a product with 1 / step is wrong there."""
     centre = (MIDPOINTS[None, :] * steps[:, None].astype(np.float32)).astype(dtype)
     around = (np.arange(-8, 8)).astype(np.int64)
     wide = bits(centre).astype(np.int64)[:, :, None] + around

@@ -1,4 +1,4 @@
-"""Activation fake-quant against the op's definition written in NumPy (ModelOpt's fp4_fake_quant_block)."""
+"""Activation fake quantization against the op's definition in NumPy (ModelOpt's fp4_fake_quant_block)."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ def test_fake_quant_is_the_op(variant, dtype):
 def test_computed_scale_in_place_and_sign_of_zero():
     x = np.random.default_rng(0).standard_normal((4, 64)).astype(np.float32)
     scale = nvfp4.tensor_scale(np.abs(x).max(), "modelopt-cuda")
-    wanted = by_definition(x, scale)
-    np.testing.assert_array_equal(nvfp4.fake_quant(x), wanted)
+    expected = by_definition(x, scale)
+    np.testing.assert_array_equal(nvfp4.fake_quant(x), expected)
     assert nvfp4.fake_quant(x, out=x) is x
-    np.testing.assert_array_equal(x, wanted)
+    np.testing.assert_array_equal(x, expected)
     tiny = np.full((1, 16), -1e-3, np.float32)
     tiny[0, 0] = 6
     assert not np.signbit(nvfp4.fake_quant(tiny, 1.0)[0, 1])  # the op gives +0.0, pack's rule 0x8
 
 
 def test_it_differs_from_pack_where_the_op_does():
-    """No lower clamp on the scale byte: a block far below the tensor's range keeps its values, step 1."""
+    """No lower clamp on the scale byte: a block far below the tensor's range is unchanged, with step 1."""
     x = np.full((1, 16), 1e-7, np.float32)
     assert not nvfp4.fake_quant(x, 1.0).any()
     assert nvfp4.pack(x, tensor_scale=1.0).block_scale.view(np.uint8)[0, 0] == 1

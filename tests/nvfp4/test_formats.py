@@ -1,4 +1,4 @@
-"""The number formats against ml_dtypes' tables and a decode written by hand: every code, every scale, every midpoint."""
+"""The number formats against ml_dtypes' tables and an independent decoder: all codes, all scales, all midpoints."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ def test_every_code_under_every_scale(variant, dtype, tensor_scale):
     got = nvfp4.unpack(t, dtype, nan="keep")
     with np.errstate(all="ignore"):
         step = scales.astype(np.float32) * np.float32(tensor_scale)
-        wanted = (np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32) * step).astype(dtype)
-    number = ~np.isnan(wanted.astype(np.float32))
-    np.testing.assert_array_equal(bits(got)[number], bits(wanted)[number])
+        expected = (np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32) * step).astype(dtype)
+    number = ~np.isnan(expected.astype(np.float32))
+    np.testing.assert_array_equal(bits(got)[number], bits(expected)[number])
     assert np.isnan(got.astype(np.float32))[~number].all()
     with pytest.raises(ValueError, match=r"2 blocks have the scale NaN \(0x7F\), the first at \[127, 0\]"):
         nvfp4.unpack(t, dtype)
 
 
 def by_definition(x: np.ndarray, step: np.ndarray) -> np.ndarray:
-    """The nibble of x / step by counting midpoints; ties go to the even index."""
+    """Return the nibble of x / step by counting midpoints; ties go to the even index."""
     with np.errstate(all="ignore"):
         q = x.astype(np.float32) / step
     a = np.abs(q)[..., None]
@@ -57,7 +57,7 @@ def test_midpoints_and_their_neighbours_under_every_scale(variant, dtype, tensor
     near = near_ties_of_steps(steps, dtype)
     rows = []
     for row, step in zip(near, steps, strict=True):
-        # A first column of 6 steps makes this step the block's own, wherever that is representable.
+        # A first column of 6 steps gives the block this step, if it can be represented.
         top = np.full((len(row) // 14, 1), 6 * step).astype(dtype)
         pairs = np.concatenate([row.reshape(-1, 7), -row.reshape(-1, 7)], 1)
         rows.append(np.concatenate([top, pairs[: len(top)], np.full((len(top), 1), -0.0, dtype)], 1))
@@ -66,9 +66,9 @@ def test_midpoints_and_their_neighbours_under_every_scale(variant, dtype, tensor
     nvfp4.set_variant(variant)
     t = nvfp4.pack(w, tensor_scale=tensor_scale)
     with np.errstate(all="ignore"):
-        wanted = by_definition(w, t.block_scale.astype(np.float32) * np.float32(tensor_scale))
-    np.testing.assert_array_equal(t.codes & 15, wanted[:, ::2])
-    np.testing.assert_array_equal(t.codes >> 4, wanted[:, 1::2])
+        expected = by_definition(w, t.block_scale.astype(np.float32) * np.float32(tensor_scale))
+    np.testing.assert_array_equal(t.codes & 15, expected[:, ::2])
+    np.testing.assert_array_equal(t.codes >> 4, expected[:, 1::2])
 
 
 @given(
@@ -81,8 +81,8 @@ def test_any_block_rounds_by_the_definition(values, exponent):
     amax = np.abs(w).max()
     with np.errstate(all="ignore"):
         ratio = amax / (np.float32(6) * scale)
-        wanted = np.float32(1) if ratio == 0 else np.clip(ratio, np.float32(2**-9), np.float32(448))
-        assert t.block_scale[0, 0] == wanted.astype(ml_dtypes.float8_e4m3fn)
+        expected = np.float32(1) if ratio == 0 else np.clip(ratio, np.float32(2**-9), np.float32(448))
+        assert t.block_scale[0, 0] == expected.astype(ml_dtypes.float8_e4m3fn)
         nibbles = by_definition(w, t.block_scale.astype(np.float32) * scale)
     np.testing.assert_array_equal(np.stack([t.codes & 15, t.codes >> 4], -1).reshape(1, 16), nibbles)
 

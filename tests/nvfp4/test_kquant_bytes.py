@@ -1,4 +1,4 @@
-"""K-quants: byte for byte llama.cpp's quantizer (reached in xllamacpp's library), decoded as gguf-py decodes."""
+"""K-quants: the bytes of llama.cpp's quantizer (in xllamacpp's library), decoded as gguf-py does."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def fastest_variant():
 
 
 def awkward(columns: int = 1024) -> np.ndarray:
-    """Rows of heavy tails, then rows of zeros, of one sign, of one value, far apart, subnormal, on a coarse grid."""
+    """Return rows with heavy tails, zeros, one sign, one value, wide ranges, subnormals, and a coarse grid."""
     rng = np.random.default_rng(0)
     w = (rng.standard_t(4, (48, columns)) * 0.02).astype(np.float32)
     w[0] = 0
@@ -52,15 +52,15 @@ def importance(columns: int = 1024) -> np.ndarray:
 
 def llama_cpp():
     xllamacpp = pytest.importorskip("xllamacpp", reason="xllamacpp is not installed")
-    found = sorted(Path(xllamacpp.__file__).parent.glob("xllamacpp*.so"))
-    library = ctypes.CDLL(str(found[0])) if found else None
+    result = sorted(Path(xllamacpp.__file__).parent.glob("xllamacpp*.so"))
+    library = ctypes.CDLL(str(result[0])) if result else None
     if library is None or not hasattr(library, "ggml_quantize_chunk"):
         pytest.skip("this build of xllamacpp does not export ggml_quantize_chunk")
     library.ggml_quantize_chunk.restype = ctypes.c_size_t
     return library
 
 
-def theirs(w: np.ndarray, kind: str, weights: np.ndarray | None) -> np.ndarray:
+def llama_cpp_bytes(w: np.ndarray, kind: str, weights: np.ndarray | None) -> np.ndarray:
     block = kquant.BLOCKS[kind]
     out = np.zeros((w.shape[0], w.shape[1] // block.elements * block.size_bytes), np.uint8)
     pointer = None if weights is None else weights.ctypes.data_as(ctypes.c_void_p)
@@ -82,20 +82,20 @@ def theirs(w: np.ndarray, kind: str, weights: np.ndarray | None) -> np.ndarray:
 @pytest.mark.parametrize("kind", kquant.BLOCKS)
 def test_same_bytes_as_llama_cpp(variant, weighted, kind):
     w, weights = awkward(), importance() if weighted else None
-    wanted = theirs(w, kind, weights)
+    expected = llama_cpp_bytes(w, kind, weights)
     nvfp4.set_variant(variant)
     got = kquant.quantize(w, kind, weights)
-    wrong = got != wanted
+    wrong = got != expected
     assert not wrong.any(), np.argwhere(wrong)[:5]
-    np.testing.assert_array_equal(kquant.quantize(w.astype(BFLOAT16), kind, weights), wanted)
+    np.testing.assert_array_equal(kquant.quantize(w.astype(BFLOAT16), kind, weights), expected)
 
 
 @pytest.mark.parametrize("variant", nvfp4.variants())
 @pytest.mark.parametrize("kind", kquant.BLOCKS)
 def test_same_bytes_as_the_golden_digests(variant, kind):
-    """Digests of llama.cpp's own output for awkward(), so that the check stays where xllamacpp is not installed.
+    """Digests of llama.cpp's output for awkward(), so that the check also runs without xllamacpp.
 
-    Recipe: python tests/nvfp4/test_kquant_bytes.py (writes the file from the ggml inside xllamacpp).
+    To write the file from the ggml inside xllamacpp: python tests/nvfp4/test_kquant_bytes.py
     """
     nvfp4.set_variant(variant)
     golden = json.loads(GOLDEN.read_text())["sha256"]
@@ -113,15 +113,15 @@ def test_decodes_as_gguf_py(variant, kind):
     rng = np.random.default_rng(3)
     for raw in (kquant.quantize(awkward(), kind), rng.integers(0, 256, (64, 4 * block.size_bytes), np.uint8)):
         with np.errstate(all="ignore"):
-            wanted = gguf.quants.dequantize(raw, getattr(gguf.GGMLQuantizationType, kind))
+            expected = gguf.quants.dequantize(raw, getattr(gguf.GGMLQuantizationType, kind))
         got = kquant.dequantize(raw, kind)
-        number = ~np.isnan(wanted)
-        np.testing.assert_array_equal(bits(got)[number], bits(wanted)[number])
+        number = ~np.isnan(expected)
+        np.testing.assert_array_equal(bits(got)[number], bits(expected)[number])
         assert np.isnan(got[~number]).all()
 
 
 def test_errors_are_those_of_the_formats():
-    """Gaussian weights: .0713 for Q4_K (spec of the format); more bits, less error."""
+    """Gaussian weights: a relative error of .0713 for Q4_K; more bits, less error."""
     w = np.random.default_rng(4).standard_normal((128, 1024)).astype(np.float32) * np.float32(0.02)
     error = {
         k: float(np.linalg.norm(w - kquant.dequantize(kquant.quantize(w, k), k)) / np.linalg.norm(w))
@@ -132,7 +132,7 @@ def test_errors_are_those_of_the_formats():
 
 
 @pytest.mark.parametrize(
-    ("name", "layer", "n_layers", "shape", "tied", "wanted"),
+    ("name", "layer", "n_layers", "shape", "tied", "expected"),
     [
         ("output.weight", None, 32, (1000, 4096), False, "Q6_K"),
         ("output.weight", None, 32, (1000, 4000), False, "Q8_0"),
@@ -153,8 +153,8 @@ def test_errors_are_those_of_the_formats():
         ("blk.0.ssm_conv1d.weight", 0, 32, (8192, 4), False, "F32"),
     ],
 )  # fmt: skip
-def test_types_of_q4_k_m(name, layer, n_layers, shape, tied, wanted):
-    assert kquant.q4_k_m_type(name, layer, n_layers, shape, tied) == wanted
+def test_types_of_q4_k_m(name, layer, n_layers, shape, tied, expected):
+    assert kquant.q4_k_m_type(name, layer, n_layers, shape, tied) == expected
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_bad_calls_say_what_was_seen_and_expected(call, message):
 
 if __name__ == "__main__":
     digests = {
-        f"{kind} {name}": hashlib.sha256(theirs(awkward(), kind, weights).tobytes()).hexdigest()
+        f"{kind} {name}": hashlib.sha256(llama_cpp_bytes(awkward(), kind, weights).tobytes()).hexdigest()
         for kind in kquant.BLOCKS
         for name, weights in (("plain", None), ("importance", importance()))
     }

@@ -1,4 +1,4 @@
-"""ggml's NVFP4 blocks and the 128x4 swizzle, against NumPy views and gguf-py's own decoder."""
+"""ggml's NVFP4 blocks and the 128x4 swizzle against NumPy views and gguf-py's decoder."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def test_swizzle_is_a_permuted_view(rows, columns):
     high, wide = -(-rows // 128) * 128, -(-columns // 4) * 4
     padded = np.zeros((high, wide), np.uint8)
     padded[:rows, :columns] = scales
-    wanted = padded.reshape(high // 128, 4, 32, wide // 4, 4).transpose(0, 3, 2, 1, 4).reshape(-1)
+    expected = padded.reshape(high // 128, 4, 32, wide // 4, 4).transpose(0, 3, 2, 1, 4).reshape(-1)
     tiles = nvfp4.swizzle(scales)
-    np.testing.assert_array_equal(tiles, wanted)
+    np.testing.assert_array_equal(tiles, expected)
     np.testing.assert_array_equal(nvfp4.unswizzle(tiles, rows, columns), scales)
 
 
@@ -39,7 +39,7 @@ def test_ggml_blocks_come_back_and_decode_to_the_same_weights():
     again = nvfp4.from_ggml(raw, 0.01)
     np.testing.assert_array_equal(again.codes, t.codes)
     np.testing.assert_array_equal(again.block_scale.view(np.uint8), t.block_scale.view(np.uint8))
-    # by the layout's text: in each 16, low nibbles are elements 0-7 and high ones 8-15
+    # the layout's definition: in each 16, low nibbles are elements 0-7 and high ones 8-15
     blocks = raw.reshape(6, 4, 36)
     nibbles = blocks[..., 4:].reshape(6, 4, 4, 8)
     values = nvfp4.E2M1_VALUES[np.concatenate([nibbles & 15, nibbles >> 4], -1)]

@@ -1,4 +1,4 @@
-"""pack and unpack against ModelOpt's and compressed-tensors' own code, and against bad input."""
+"""pack and unpack against the code of ModelOpt and compressed-tensors, and with invalid input."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def modelopt(x: np.ndarray, tensor_scale: float | None):
 
 @pytest.mark.parametrize("variant", nvfp4.variants())
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_same_bytes_as_modelopt_on_every_trap(variant, dtype):
+def test_same_bytes_as_modelopt(variant, dtype):
     nvfp4.set_variant(variant)
     for name, w in adversarial(24, 512, 3):
         x = in_dtype(w, dtype)
@@ -57,8 +57,8 @@ def test_same_bytes_as_modelopt_on_every_trap(variant, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_reciprocal_would_be_caught(dtype):
-    """The negative control of the trap sets: dividing and multiplying by 1 / step differ on near-ties."""
+def test_a_reciprocal_would_be_detected(dtype):
+    """Negative control of the test data: dividing and multiplying by 1 / step differ on near-ties."""
     steps = nvfp4.E4M3_VALUES[8:127] * np.float32(0.000731)
     near = near_ties_of_steps(steps, dtype).astype(np.float32)
     divided = near / steps[:, None]
@@ -124,7 +124,7 @@ def test_same_bytes_as_compressed_tensors(dtype):
         np.testing.assert_array_equal(t.block_scale.astype(np.float32), scale.float().numpy(), name)
         theirs = pack_fp4_to_uint8(q.float()).numpy()
         ours = t.codes
-        # The sign of a zero is theirs to keep; ModelOpt's rule, and ours, drops it for -0.0 alone.
+        # They preserve the sign of zero. ModelOpt's rule, and this package, drop it for -0.0.
         np.testing.assert_array_equal(unsigned_zeros(ours), unsigned_zeros(theirs), name)
 
 
@@ -135,7 +135,7 @@ def unsigned_zeros(codes: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("group", [16, 32, 64])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_packing_what_was_unpacked_changes_nothing(group, dtype):
+def test_unpacking_and_packing_again_changes_nothing(group, dtype):
     w = in_dtype(np.random.default_rng(1).standard_normal((8, 256)).astype(np.float32), dtype)
     t = nvfp4.pack(w, group=group, tensor_scale=2.0**-9)
     back = nvfp4.unpack(t, dtype)
@@ -186,10 +186,10 @@ def test_torch_tensors_come_in_without_a_copy():
     w = torch.randn(8, 64).bfloat16()
     taken = codec_arrays.from_dlpack(w, "w")
     assert taken.dtype == BFLOAT16 and taken.ctypes.data == w.data_ptr() and not taken.flags.writeable
-    wanted = nvfp4.pack(w.float().numpy().astype(BFLOAT16))
-    np.testing.assert_array_equal(nvfp4.pack(w).codes, wanted.codes)
-    np.testing.assert_array_equal(nvfp4.pack(torch.nn.Parameter(w)).codes, wanted.codes)
-    np.testing.assert_array_equal(nvfp4.pack(w.T.contiguous().T).codes, wanted.codes)
+    expected = nvfp4.pack(w.float().numpy().astype(BFLOAT16))
+    np.testing.assert_array_equal(nvfp4.pack(w).codes, expected.codes)
+    np.testing.assert_array_equal(nvfp4.pack(torch.nn.Parameter(w)).codes, expected.codes)
+    np.testing.assert_array_equal(nvfp4.pack(w.T.contiguous().T).codes, expected.codes)
     np.testing.assert_array_equal(nvfp4.pack(w[2:, 16:48]).codes, nvfp4.pack(taken[2:, 16:48]).codes)
     for dtype in (torch.float32, torch.float16):
         x = torch.randn(4, 32).to(dtype)
@@ -207,11 +207,11 @@ def test_arrays_go_out_to_torch_without_a_copy():
     scales = torch.from_dlpack(nvfp4.DLPackArray(t.block_scale))
     assert scales.dtype == torch.float8_e4m3fn and scales.data_ptr() == t.block_scale.ctypes.data
     assert torch.from_dlpack(t.codes).data_ptr() == t.codes.ctypes.data
-    again = codec_arrays.from_dlpack(lent, "lent")  # there and back, and each keeps the memory alive
+    again = codec_arrays.from_dlpack(lent, "lent")  # round trip; each object keeps the memory alive
     values = back.astype(np.float32)
     del back, lent
     np.testing.assert_array_equal(again.astype(np.float32), values)
-    nvfp4.DLPackArray(t.codes).__dlpack__()  # a capsule that nobody takes gives its memory back
+    nvfp4.DLPackArray(t.codes).__dlpack__()  # an unused capsule releases its memory
     with pytest.raises(ValueError, match="float64"):
         nvfp4.DLPackArray(np.ones(3))
     with pytest.raises(ValueError, match="DLPack type 0 of 32 bits"):
@@ -283,34 +283,34 @@ def overlapping_unpack():
         ),
     ],
 )  # fmt: skip
-def test_bad_calls_say_what_was_seen_and_expected(call, message):
+def test_invalid_calls_report_actual_and_expected(call, message):
     with pytest.raises(ValueError, match=message):
         call()
 
 
 def test_error_report():
     w = (np.random.default_rng(4).standard_normal((512, 1024)) * 0.02).astype(BFLOAT16)
-    seen = {s: nvfp4.error(w, nvfp4.pack(w, scale=s))["rel_l2"] for s in ("amax", "four_over_six", "sweep")}
-    # spec of the format: .0951, .0869 and .0812 for Gaussian weights
-    assert seen == pytest.approx({"amax": 0.0951, "four_over_six": 0.0869, "sweep": 0.0812}, abs=4e-4)
+    actual = {s: nvfp4.error(w, nvfp4.pack(w, scale=s))["rel_l2"] for s in ("amax", "four_over_six", "sweep")}
+    # relative errors for Gaussian weights
+    assert actual == pytest.approx({"amax": 0.0951, "four_over_six": 0.0869, "sweep": 0.0812}, abs=4e-4)
     exact = nvfp4.unpack(nvfp4.pack(w))
     assert nvfp4.error(exact, nvfp4.pack(exact, scale="sweep"))["rel_l2"] < 1e-2
 
 
-def test_error_report_is_what_numpy_finds():
+def test_error_report_equals_numpy():
     w = np.random.default_rng(5).standard_t(3, (64, 256)).astype(np.float32)
-    t = nvfp4.pack(w, tensor_scale=0.002)  # too small for the largest, which are clipped
-    seen = nvfp4.error(w, t)
+    t = nvfp4.pack(w, tensor_scale=0.002)  # too small for the largest elements, which are clipped
+    actual = nvfp4.error(w, t)
     nibbles = np.stack([t.codes & 15, t.codes >> 4], -1).reshape(64, 256)
     step = (t.block_scale.astype(np.float32) * t.tensor_scale).astype(np.float64).repeat(16, 1)
     off = w.astype(np.float64) - nvfp4.E2M1_VALUES[nibbles] * step
-    assert seen["rel_l2"] == pytest.approx(np.sqrt((off**2).sum() / (w.astype(np.float64) ** 2).sum()), rel=1e-6)
-    assert seen["max_abs"] == pytest.approx(np.abs(off).max(), rel=1e-6)
-    assert seen["clipped"] == (np.abs(w) > 6 * step).mean() and 0 < seen["clipped"] < 0.5
+    assert actual["rel_l2"] == pytest.approx(np.sqrt((off**2).sum() / (w.astype(np.float64) ** 2).sum()), rel=1e-6)
+    assert actual["max_abs"] == pytest.approx(np.abs(off).max(), rel=1e-6)
+    assert actual["clipped"] == (np.abs(w) > 6 * step).mean() and 0 < actual["clipped"] < 0.5
 
 
 def test_linears_that_share_a_tensor_scale_are_the_rows_of_one_matrix():
-    """q, k and v are served as one matrix with one tensor scale: packing them apart with the largest amax must give its rows."""
+    """q, k and v are served as one matrix: packing them separately with the largest amax must give the matrix's rows."""
     rng = np.random.default_rng(6)
     parts = [
         (rng.standard_normal((rows, 256)) * s).astype(BFLOAT16) for rows, s in ((96, 0.02), (32, 0.05), (32, 0.01))

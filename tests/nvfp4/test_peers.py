@@ -1,4 +1,4 @@
-"""Against peers whose output is kept: ModelOpt's GPU quantizer (H200) and torchao's packing; recipes in tests/data/make_*.py."""
+"""Compared with stored output of peers: ModelOpt's GPU quantizer (H200) and torchao's packing (tests/data/make_*.py)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from annie_quant import nvfp4
 DTYPE_OF = {str(d): d for d in DTYPES}
 
 
-def kept(name: str) -> dict[str, dict[str, np.ndarray]]:
-    """{"case/dtype": {what: array}} of a kept file, x as numbers."""
+def stored(name: str) -> dict[str, dict[str, np.ndarray]]:
+    """Return {"case/dtype": {array name: array}} of a stored file, x as numbers."""
     path = DATA / name
     if not path.exists():
-        pytest.skip(f"{name} is not here; its recipe is beside it and needs another machine")
+        pytest.skip(f"{name} is not here; tests/data/make_*.py writes it on a machine with a GPU")
     cases: dict[str, dict[str, np.ndarray]] = {}
     with np.load(path) as arrays:
         for key in arrays.files:
@@ -30,7 +30,7 @@ def kept(name: str) -> dict[str, dict[str, np.ndarray]]:
 
 
 def near(quotients: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """Within four last bits of one of the places."""
+    """Whether values are within four last bits of one of the midpoints."""
     distance = np.abs(quotients[..., None].astype(np.float64) - places)
     return (distance <= places * 2.0**-21).any(-1)
 
@@ -40,10 +40,10 @@ def near_scale_ties(ratio: np.ndarray) -> np.ndarray:
     return near(ratio, (codes[1:] + codes[:-1]) / 2)
 
 
-def test_gpu_exports_of_modelopt_have_these_bytes():
-    """The CUDA rule: tensor scale times a reciprocal, and then every code and block scale as on the CPU."""
+def test_gpu_exports_of_modelopt_are_equal():
+    """The CUDA rule: tensor scale times a reciprocal; then all codes and block scales are as on the CPU."""
     scales_differ = 0
-    for case, a in kept("modelopt_cuda_rule.npz").items():
+    for case, a in stored("modelopt_cuda_rule.npz").items():
         scale = a.get("given", a.get("scale_2"))
         if "scale_2" in a:
             assert nvfp4.tensor_scale(float(a["amax"]), "modelopt-cuda") == a["scale_2"], case
@@ -65,9 +65,9 @@ def usable(case: str, a: dict[str, np.ndarray]) -> bool:
 
 
 def test_gpu_exports_with_room_for_four_over_six():
-    """static_256 is each block's own amax with F = 256; ours is that code, or the one of 1.5 amax where its error is lower."""
+    """static_256 is each block's amax with F = 256; ours is that code, or the one of 1.5 amax if its error is lower."""
     taken = 0
-    for case, a in kept("modelopt_cuda_rule.npz").items():
+    for case, a in stored("modelopt_cuda_rule.npz").items():
         if not usable(case, a):
             continue
         t = nvfp4.pack(a["x"], encoding="modelopt-static", scale="four_over_six", tensor_amax=float(a["amax"]))
@@ -83,8 +83,8 @@ def test_gpu_exports_with_room_for_four_over_six():
 
 
 def test_a_gpu_sweeps_amax_becomes_its_scale_byte():
-    """The static rule once more, on amaxes that no weight has: those that the GPU's sweep chose."""
-    for case, a in kept("modelopt_cuda_rule.npz").items():
+    """The static rule again, with amaxes that no weight has: those that the GPU's sweep chose."""
+    for case, a in stored("modelopt_cuda_rule.npz").items():
         chosen = a["sweep_amax"]
         if not usable(case, a) or not (chosen > 0).all():
             continue
@@ -95,16 +95,16 @@ def test_a_gpu_sweeps_amax_becomes_its_scale_byte():
 
 
 def squared_errors(blocks: np.ndarray, codes: np.ndarray, scale: np.float32) -> np.ndarray:
-    """Of magnitudes [..., 16] with the steps codes [...] * scale, in float64 and in column order."""
+    """Return the errors of magnitudes [..., 16] with the steps codes [...] * scale, in float64 and in column order."""
     step = (nvfp4.E4M3_VALUES[codes] * np.float32(scale)).astype(np.float64)[..., None]
     distance = np.abs(blocks.astype(np.float64)[..., None] - np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6]) * step[..., None])
     return np.add.accumulate(distance.min(-1) ** 2, -1)[..., -1]
 
 
-def test_activations_on_a_gpu_differ_on_near_ties_alone():
-    """The op divides approximately on the GPU; where no quotient is near a tie, every bit is the same, zeros' signs too."""
+def test_activations_on_a_gpu_differ_only_on_near_ties():
+    """The op divides approximately on the GPU. If no quotient is near a tie, all bits are equal, including signs of zeros."""
     same = total = 0
-    for case, a in kept("modelopt_cuda_rule.npz").items():
+    for case, a in stored("modelopt_cuda_rule.npz").items():
         x, scale = a["x"], nvfp4.tensor_scale(float(a["amax"]), "modelopt-cuda")
         wrong = bits(nvfp4.fake_quant(x, float(scale))) != a["fake"]
         with np.errstate(all="ignore"):
@@ -119,9 +119,9 @@ def test_activations_on_a_gpu_differ_on_near_ties_alone():
     assert same / total > 0.98
 
 
-def test_a_gpu_sweep_takes_a_code_as_good_as_ours():
-    """Its errors are float32 sums of approximate quotients, ours are exact: where the codes differ, ours is no worse."""
-    for case, a in kept("modelopt_cuda_rule.npz").items():
+def test_a_gpu_sweep_has_no_lower_error_than_ours():
+    """Its errors are float32 sums of approximate quotients, ours are exact: if the codes differ, ours has no larger error."""
+    for case, a in stored("modelopt_cuda_rule.npz").items():
         x, amax = a["x"].astype(np.float32), np.float32(a["amax"])
         if not usable(case, a):
             continue
@@ -138,16 +138,18 @@ def test_a_gpu_sweep_takes_a_code_as_good_as_ours():
         assert (mine <= theirs * (1 + 1e-6) + 1e-30).all(), case
 
 
-def test_torchao_differs_by_reciprocals_and_the_sign_of_zero_alone():
-    """torchao divides amax by 6 first, clamps block scales to 2^-6, multiplies by reciprocals, keeps -0.0; nothing else."""
-    for case, a in kept("torchao_nvfp4.npz").items():
+def test_torchao_differs_only_by_reciprocals_and_the_sign_of_zero():
+    """torchao divides amax by 6 first, clamps block scales to 2^-6, multiplies by reciprocals and preserves -0.0; nothing else."""
+    for case, a in stored("torchao_nvfp4.npz").items():
         x, scale = a["x"].astype(np.float32), np.float32(a["tensor_scale"])
         t = nvfp4.pack(a["x"], tensor_scale=float(scale))
         blocks = x.reshape(8, 16, 16)
         amax = np.abs(blocks).max(-1)
         wrong_scale = (t.block_scale.view(np.uint8) != a["block_scale"]) & (amax > 0)  # a zero block has any scale
         ratio = amax / (np.float32(6) * scale)
-        small = ratio < 2.0**-6  # its smallest block scale is the smallest normal number; ModelOpt's, and ours, 2^-9
+        small = (
+            ratio < 2.0**-6
+        )  # its smallest block scale is the smallest normal number; in ModelOpt and here it is 2^-9
         assert (a["block_scale"][small & (amax > 0)] == 0x08).all(), case
         assert not (wrong_scale & ~small & ~near_scale_ties(ratio)).any(), case
         nibbles = [np.stack([c & 15, c >> 4], -1).reshape(8, 16, 16) for c in (t.codes, a["codes"])]

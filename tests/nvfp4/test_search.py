@@ -18,7 +18,7 @@ def fastest_variant():
 
 
 def errors(blocks: np.ndarray, steps: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """[blocks, codes]: in float64 and in column order, the sum of weight * distance^2 to the nearest grid point."""
+    """Return [blocks, codes]: in float64 and in column order, the sum of weight * distance^2 to the nearest grid point."""
     total = np.zeros((len(blocks), len(steps)))
     grid = VALUES.astype(np.float64)[None] * steps.astype(np.float64)[:, None]
     for column in range(blocks.shape[1]):
@@ -47,10 +47,10 @@ def test_sweep_is_all_126_codes(variant, weighted):
         for scale in (None, 2.0**-8):
             t = nvfp4.pack(x, tensor_scale=scale, scale="sweep", importance=importance)
             nonzero = (x.astype(np.float32).reshape(-1, 16) != 0).any(1)
-            wanted = all_codes(x, t.tensor_scale, importance)
+            expected = all_codes(x, t.tensor_scale, importance)
             got = t.block_scale.view(np.uint8).reshape(-1)
-            wrong = nonzero & (got != wanted)
-            assert not wrong.any(), (name, scale, np.argwhere(wrong)[:3], got[wrong][:3], wanted[wrong][:3])
+            wrong = nonzero & (got != expected)
+            assert not wrong.any(), (name, scale, np.argwhere(wrong)[:3], got[wrong][:3], expected[wrong][:3])
 
 
 @pytest.mark.parametrize("group", [32, 64])
@@ -70,7 +70,7 @@ def test_sweep_of_larger_groups_is_all_126_codes(group):
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.integers(-20, 20), min_size=16, max_size=16), st.integers(-14, 10), st.integers(0, 3))
 def test_sweep_on_blocks_with_few_values(values, exponent, seed):
-    """Small integers times a power of two: many codes reach the same error, and the lowest must win."""
+    """Small integers times a power of two: many codes have the same error, and the lowest code must be chosen."""
     w = (np.array([values]) * 2.0**exponent).astype(np.float32)
     if not w.any():
         return
@@ -84,7 +84,7 @@ def test_sweep_on_blocks_with_few_values(values, exponent, seed):
 
 
 @pytest.mark.parametrize("variant", nvfp4.variants())
-def test_four_over_six_takes_the_lower_error_and_six_on_a_tie(variant):
+def test_four_over_six_chooses_the_lower_error_and_six_on_a_tie(variant):
     nvfp4.set_variant(variant)
     for name, w in adversarial(16, 512, 13):
         if name in ("subnormal", "minus zero"):
@@ -101,12 +101,12 @@ def test_four_over_six_takes_the_lower_error_and_six_on_a_tie(variant):
             codes.append(ratio.astype(nvfp4.E4M3).view(np.uint8))
         table = errors(blocks, nvfp4.E4M3_VALUES[:127] * t.tensor_scale, np.ones_like(blocks))
         six, four = (table[np.arange(len(blocks)), c] for c in codes)
-        wanted = np.where(four < six, codes[1], codes[0])
+        expected = np.where(four < six, codes[1], codes[0])
         usable = amax > 0
-        np.testing.assert_array_equal(t.block_scale.view(np.uint8).reshape(-1)[usable], wanted[usable], name)
+        np.testing.assert_array_equal(t.block_scale.view(np.uint8).reshape(-1)[usable], expected[usable], name)
 
 
-def test_importance_moves_the_error_where_it_matters():
+def test_importance_lowers_the_weighted_error():
     rng = np.random.default_rng(17)
     w = rng.standard_t(5, (256, 512)).astype(np.float32)
     importance = rng.gamma(0.2, 1, 512).astype(np.float32)

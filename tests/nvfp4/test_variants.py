@@ -1,4 +1,4 @@
-"""Every SIMD variant gives the serial reference's bytes; decoding takes any bytes; threads and forks are safe."""
+"""All SIMD variants give the serial reference's bytes; any bytes can be decoded; threads and forks are safe."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from annie_quant import kquant, nvfp4
 
 SIMD = nvfp4.variants()[1:]
 FUZZ = int(os.environ.get("ANNIE_QUANT_FUZZ", "300"))
-# 10^8 weights take a while on two cores: ANNIE_QUANT_WEIGHTS=100000000 pytest tests/nvfp4/test_variants.py
+# 10^8 weights take minutes on two cores: ANNIE_QUANT_WEIGHTS=100000000 pytest tests/nvfp4/test_variants.py
 WEIGHTS = int(os.environ.get("ANNIE_QUANT_WEIGHTS", "2000000"))
 
 
@@ -33,7 +33,7 @@ def packed(x, **how):
 
 @pytest.mark.skipif(not SIMD, reason="this processor runs the serial variant alone")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_variants_agree_on_every_trap(dtype):
+def test_variants_agree_on_adversarial_weights(dtype):
     rng = np.random.default_rng(1)
     importance = rng.gamma(0.5, 1, 256).astype(np.float32)
     ways = [
@@ -55,11 +55,11 @@ def test_variants_agree_on_every_trap(dtype):
         x = in_dtype(w, dtype)
         for way in ways:
             nvfp4.set_variant("serial")
-            wanted, t = packed(x, **way), nvfp4.pack(x, **way)
+            expected, t = packed(x, **way), nvfp4.pack(x, **way)
             decoded = {d: bits(nvfp4.unpack(t, d)) for d in ("bfloat16", "float16", "float32")}
             for variant in SIMD:
                 nvfp4.set_variant(variant)
-                assert (packed(x, **way) == wanted).all(), (variant, name, way)
+                assert (packed(x, **way) == expected).all(), (variant, name, way)
                 for d, pattern in decoded.items():
                     assert (bits(nvfp4.unpack(t, d)) == pattern).all(), (variant, name, way, d)
 
@@ -70,33 +70,33 @@ def test_variants_agree_on_many_random_weights():
     left = WEIGHTS
     while left > 0:
         pattern = rng.integers(0, 2**16, (512, 1024), dtype=np.uint16)
-        # Half of them with exponents near each other, so that rounding and not range decides.
+        # Half of them have similar exponents, so that rounding decides and not the range.
         pattern[:256] = pattern[:256] & 0x83FF | 0x3C00
         x = in_dtype(pattern.view(DTYPES[2]).astype(np.float32), DTYPES[2])
         scale = float(np.exp(rng.uniform(-12, 2)))
         for way in ({"tensor_scale": scale, "scale": s} for s in ("amax", "four_over_six", "sweep")):
             nvfp4.set_variant("serial")
-            wanted = packed(x, **way)
+            expected = packed(x, **way)
             for variant in SIMD:
                 nvfp4.set_variant(variant)
-                assert (packed(x, **way) == wanted).all(), (variant, way)
+                assert (packed(x, **way) == expected).all(), (variant, way)
         left -= x.size
 
 
 @pytest.mark.parametrize("scale", [2.0**-60, 2.0**-120, 2.0**100])
 def test_variants_agree_on_a_tensor_scale_far_from_the_weights(scale):
-    """Every code clips, or none reaches: floats over- or underflow there, and the exact search decides."""
+    """All codes clip, or none reaches the amax: floats overflow or underflow, and the exact search decides."""
     w = np.random.default_rng(3).standard_normal((8, 256)).astype(np.float16) * np.float16(1000)
     nvfp4.set_variant("serial")
-    wanted = packed(w, tensor_scale=scale, scale="sweep")
+    expected = packed(w, tensor_scale=scale, scale="sweep")
     for variant in SIMD:
         nvfp4.set_variant(variant)
-        np.testing.assert_array_equal(packed(w, tensor_scale=scale, scale="sweep"), wanted, variant)
+        np.testing.assert_array_equal(packed(w, tensor_scale=scale, scale="sweep"), expected, variant)
 
 
 @pytest.mark.parametrize("group", [16, 64])
-def test_variants_agree_where_the_smallest_step_dwarfs_the_weights(group):
-    """All codes give zeros and the same error, so the lowest holds; squares of |x| / step underflow in float."""
+def test_variants_agree_if_the_smallest_step_is_larger_than_the_weights(group):
+    """All codes give zeros and the same error, so the lowest is chosen; squares of |x| / step underflow in float."""
     divisor = np.float32(8.31409e-14)
     w = np.random.default_rng(3).integers(-2000, 2001, (16, 256)).astype(np.float32) * divisor / np.float32(4)
     for variant in nvfp4.variants():
@@ -107,12 +107,12 @@ def test_variants_agree_where_the_smallest_step_dwarfs_the_weights(group):
 
 @pytest.mark.parametrize("variant", nvfp4.variants())
 def test_all_lengths_and_alignments(variant):
-    """Tails of the SIMD loops, and outputs that no aligned store may touch."""
+    """Remainders of the SIMD loops, and outputs that are not aligned."""
     rng = np.random.default_rng(5)
     w = rng.standard_normal(16 * 70).astype(np.float32)
     nvfp4.set_variant("serial")
-    wanted = nvfp4.pack(w, tensor_scale=0.01)
-    back = nvfp4.unpack(wanted, "bfloat16")
+    expected = nvfp4.pack(w, tensor_scale=0.01)
+    back = nvfp4.unpack(expected, "bfloat16")
     nvfp4.set_variant(variant)
     for blocks in range(1, 70):
         for offset in (0, 1, 3):
@@ -120,7 +120,7 @@ def test_all_lengths_and_alignments(variant):
             codes = memory[offset : offset + 8 * blocks]
             out = nvfp4.Tensor(codes, np.empty(blocks, nvfp4.E4M3), np.float32(1), (16 * blocks,))
             nvfp4.pack(w[: 16 * blocks], tensor_scale=0.01, out=out)
-            assert (codes == wanted.codes[: 8 * blocks]).all()
+            assert (codes == expected.codes[: 8 * blocks]).all()
             assert (memory[:offset] == 0xAA).all() and (memory[offset + 8 * blocks :] == 0xAA).all()
         assert (bits(nvfp4.unpack(out, "bfloat16")) == bits(back[: 16 * blocks])).all()
 
@@ -139,9 +139,9 @@ def test_any_bytes_decode(variant):
         finite = (scales & 0x7F) != 0x7F
         with np.errstate(over="ignore", invalid="ignore"):
             step = scales.view(nvfp4.E4M3).astype(np.float32) * scale
-            wanted = nvfp4.E2M1_VALUES[np.stack([codes & 15, codes >> 4], -1).reshape(blocks, 16)] * step
-        known = np.broadcast_to(finite, got.shape) & ~np.isnan(wanted)
-        assert (bits(got)[known] == bits(wanted)[known]).all()
+            expected = nvfp4.E2M1_VALUES[np.stack([codes & 15, codes >> 4], -1).reshape(blocks, 16)] * step
+        known = np.broadcast_to(finite, got.shape) & ~np.isnan(expected)
+        assert (bits(got)[known] == bits(expected)[known]).all()
         for kind, block in kquant.BLOCKS.items():
             raw = rng.integers(0, 256, (2, block.size_bytes * int(rng.integers(1, 4))), np.uint8)
             assert kquant.dequantize(raw, kind).shape == (2, raw.shape[1] // block.size_bytes * block.elements)
@@ -150,12 +150,12 @@ def test_any_bytes_decode(variant):
 def test_python_threads_at_once():
     rng = np.random.default_rng(9)
     arrays = [rng.standard_normal((256, 1024)).astype(np.float32) for _ in range(4)]
-    wanted = [packed(a, scale="sweep") for a in arrays]
+    expected = [packed(a, scale="sweep") for a in arrays]
     faults = []
 
     def work(k):
         for _ in range(10):
-            if not (packed(arrays[k], scale="sweep") == wanted[k]).all():
+            if not (packed(arrays[k], scale="sweep") == expected[k]).all():
                 faults.append(k)
 
     threads = [threading.Thread(target=work, args=(k,)) for k in range(4)]
@@ -200,3 +200,32 @@ raise SystemExit(0 if high - low < 4096 else f"{high - low} KB more")
 """
     done = subprocess.run([sys.executable, "-c", program], timeout=120, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("dtype", [np.float32, nvfp4.BFLOAT16])
+def test_gemv_is_a_product_with_the_unpacked_weight(dtype):
+    rng = np.random.default_rng(11)
+    t = nvfp4.pack(rng.standard_normal((48, 96)).astype(np.float32))
+    x = rng.standard_normal((3, 96)).astype(dtype)
+    expected = x.astype(np.float64) @ nvfp4.unpack(t, "float32").astype(np.float64).T
+    y = nvfp4.gemv(x, t)
+    assert y.dtype == dtype and y.shape == (3, 48)
+    tolerance = 1e-5 if dtype == np.float32 else 2e-2
+    np.testing.assert_allclose(y.astype(np.float64), expected, rtol=tolerance, atol=tolerance * 10)
+    np.testing.assert_array_equal(nvfp4.gemv(x[1], t), y[1])
+    with pytest.raises(ValueError, match=r"expected \[\.\.\., 96\]"):
+        nvfp4.gemv(x[:, :32], t)
+
+
+def test_gptq_with_independent_inputs_rounds_like_pack():
+    w = np.random.default_rng(12).standard_normal((16, 128)).astype(np.float32)
+    expected = nvfp4.pack(w)
+    rounded = w.copy()
+    t = nvfp4.gptq(rounded, np.eye(128, dtype=np.float32), float(expected.tensor_scale))
+    np.testing.assert_array_equal(t.codes, expected.codes)
+    np.testing.assert_array_equal(t.block_scale.view(np.uint8), expected.block_scale.view(np.uint8))
+    np.testing.assert_array_equal(rounded, nvfp4.unpack(t, "float32"))
+    with pytest.raises(ValueError, match="factor: shape"):
+        nvfp4.gptq(rounded, np.eye(64, dtype=np.float32), 1.0)
+    with pytest.raises(ValueError, match="contiguous and writeable"):
+        nvfp4.gptq(rounded.astype(nvfp4.BFLOAT16), np.eye(128, dtype=np.float32), 1.0)

@@ -1,4 +1,4 @@
-"""The command line: help for every command, exit codes, one line on stderr for what can be expected."""
+"""The command line: help for every command, exit codes, one line on stderr for expected errors."""
 
 import subprocess
 import sys
@@ -35,7 +35,7 @@ def test_the_promised_commands_are_there() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(cli.commands))
-def test_every_command_and_option_explains_itself(name: str) -> None:
+def test_every_command_has_a_help_text(name: str) -> None:
     command = cli.commands[name]
     assert command.help
     from click.testing import CliRunner
@@ -49,19 +49,19 @@ def test_an_unknown_option_is_a_usage_error_on_stderr() -> None:
     assert done.returncode == 2 and done.stdout == "" and "--strategy" in done.stderr
 
 
-def test_a_folder_without_a_model_is_one_line_with_exit_3(tmp_path: Path) -> None:
+def test_a_folder_without_a_model_is_a_one_line_error_with_exit_3(tmp_path: Path) -> None:
     done = annie("quantize", "--strategy", "naive", "--model", str(tmp_path), "--output", str(tmp_path / "out"))
     assert done.returncode == 3
     assert "no config.json" in done.stderr and "Traceback" not in done.stderr
     assert not (tmp_path / "out").exists()
 
 
-def test_an_unknown_strategy_lists_those_there_are(tmp_path: Path) -> None:
+def test_an_unknown_strategy_lists_the_known_ones(tmp_path: Path) -> None:
     done = annie("quantize", "--strategy", "magic", "--model", str(tmp_path), "--output", str(tmp_path / "out"))
     assert done.returncode == 2 and "naive" in done.stderr and "mlp_only" in done.stderr
 
 
-def test_an_output_in_the_way_is_refused(tmp_path: Path) -> None:
+def test_an_existing_output_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     (tmp_path / "out").mkdir()
@@ -82,16 +82,16 @@ def test_doctor_prints_one_json_object_and_nothing_else() -> None:
     assert all(f["fix"] for f in findings if f["level"] == "fault")
 
 
-def test_eval_hands_its_answers_a_batch_to_the_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eval_passes_its_batch_size_to_the_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch", reason="evaluating needs torch")
     from click.testing import CliRunner
 
     from annie_quant.evaluate import terminal
 
-    asked: list[int] = []
+    requests: list[int] = []
 
     def evaluate(*_: object, rows: int, **__: object) -> dict:
-        asked.append(rows)
+        requests.append(rows)
         gate = {"verdict": "pass", "passes": 2, "n": 2, "low": 0.3, "high": 1.0}
         return {"numerics": {"bf16": {"gates": {"factual": gate}}}}
 
@@ -100,5 +100,5 @@ def test_eval_hands_its_answers_a_batch_to_the_evaluation(tmp_path: Path, monkey
     for words in (["--rows", "16"], []):
         done = CliRunner().invoke(cli, ["eval", tiny, "--reference", tiny, "--json", *words])
         assert done.exit_code == 0, done.output
-    assert asked == [16, 128]
+    assert requests == [16, 128]
     assert CliRunner().invoke(cli, ["eval", tiny, "--reference", tiny, "--rows", "0"]).exit_code == 2

@@ -1,4 +1,4 @@
-"""Every example runs as its first line says, says what it should, and stays short."""
+"""Every example runs with the command in its first line, prints what it should, and is short."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def forms(tmp_path_factory):
     return folder, run("convert_checkpoint", TINY, folder, cwd=folder)
 
 
-def test_they_are_about_twenty_lines_and_say_how_to_run_them():
+def test_examples_are_about_twenty_lines_with_their_command():
     assert len(EXAMPLES) == 6
     for name, path in EXAMPLES.items():
         text = path.read_text(encoding="utf-8")
@@ -43,23 +43,23 @@ def test_they_are_about_twenty_lines_and_say_how_to_run_them():
 
 
 def test_pack_tensor(tmp_path):
-    said = run("pack_tensor", cwd=tmp_path)
-    errors = dict(re.findall(r"relative error ([\d.]+)  \((\w+)\)", said))
+    output = run("pack_tensor", cwd=tmp_path)
+    errors = dict(re.findall(r"relative error ([\d.]+)  \((\w+)\)", output))
     assert list(errors.values()) == ["amax", "four_over_six", "sweep"]
     assert [float(e) for e in errors] == sorted(map(float, errors), reverse=True), "each search is no worse"
-    assert "bf16      33.6 MB" in said and "NVFP4      9.4 MB" in said
+    assert "bf16      33.6 MB" in output and "NVFP4      9.4 MB" in output
 
 
 def test_convert_checkpoint(forms):
-    folder, said = forms
+    folder, output = forms
     assert (folder / "nvfp4.gguf").stat().st_size < (folder / "q4_k_m.gguf").stat().st_size * 1.4
-    assert said.count("MB") == 4 - 1
+    assert output.count("MB") == 4 - 1
 
 
 def test_audit_checkpoint(forms, tmp_path):
     folder, _ = forms
-    said = run("audit_checkpoint", folder / "nvfp4", TINY, cwd=tmp_path)
-    assert "bits_per_weight: " in said and "vLLM: yes" in said and said.count("relative error") == 3
+    output = run("audit_checkpoint", folder / "nvfp4", TINY, cwd=tmp_path)
+    assert "bits_per_weight: " in output and "vLLM: yes" in output and output.count("relative error") == 3
     broken = tmp_path / "broken"
     broken.mkdir()
     for file in (folder / "nvfp4").iterdir():
@@ -70,16 +70,16 @@ def test_audit_checkpoint(forms, tmp_path):
 
 def test_compare_checkpoints(forms, tmp_path):
     folder, _ = forms
-    said = run("compare_checkpoints", TINY, folder / "nvfp4", folder / "q4_k_m.gguf", cwd=tmp_path)
-    assert "nvfp4: " in said and "q4_k_m.gguf: " in said and said.count("worst: ") == 6
+    output = run("compare_checkpoints", TINY, folder / "nvfp4", folder / "q4_k_m.gguf", cwd=tmp_path)
+    assert "nvfp4: " in output and "q4_k_m.gguf: " in output and output.count("worst: ") == 6
 
 
 def test_evaluate_offline(forms, tmp_path):
     pytest.importorskip("torch", reason="torch computes the answers without a server; not installed")
     pytest.importorskip("transformers", reason="transformers loads the model; not installed")
     folder, _ = forms
-    said = run("evaluate_offline", folder / "nvfp4", TINY, 2, cwd=tmp_path)
-    assert "w4a16: mean KL" in said and re.search(r"tool_call +\d/2", said)
+    output = run("evaluate_offline", folder / "nvfp4", TINY, 2, cwd=tmp_path)
+    assert "w4a16: mean KL" in output and re.search(r"tool_call +\d/2", output)
 
 
 def test_time_stream(tmp_path):
@@ -89,10 +89,10 @@ def test_time_stream(tmp_path):
     with fake_server.FakeServer(
         lambda body: fake_server.words("Tokyo is the capital of Japan.", gap_s=0.002)
     ) as server:
-        said = run("time_stream", server.url, cwd=tmp_path)
-    lines = [float(x) for x in re.findall(r"between pieces ([\d.]+) ms", said)]
+        output = run("time_stream", server.url, cwd=tmp_path)
+    lines = [float(x) for x in re.findall(r"between pieces ([\d.]+) ms", output)]
     assert len(lines) == 3 and all(1 < gap < 200 for gap in lines)
     assert (tmp_path / "timings").is_dir()
-    assert "error" not in said
+    assert "error" not in output
     nobody = run("time_stream", "http://127.0.0.1:9", cwd=tmp_path, code=1)
     assert nobody.count("connection refused") == 3 and "first word" not in nobody

@@ -1,4 +1,4 @@
-"""Every notebook runs from start to end on tiny-annie, is as its source says, keeps no output, and shows itself richly."""
+"""Every notebook runs on tiny-annie, equals its source, has no stored output, and uses rich displays."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NEEDS = {
     "5": ("xllamacpp",),
     "7": ("torch", "transformers", "modelopt"),
 }
-RICH = {"1": 1, "2": 2, "4": 1, "5": 1, "7": 2}  # rich displays of the package's own types
+RICH = {"1": 1, "2": 2, "4": 1, "5": 1, "7": 2}  # rich displays of the package's types
 PICTURES = {"1": 1, "2": 2, "3": 1, "5": 1, "6": 2}
 needs_jupyter = pytest.mark.skipif(
     any(importlib.util.find_spec(m) is None for m in ("nbclient", "nbformat", "ipykernel", "matplotlib")),
@@ -46,7 +46,7 @@ def test_they_are_built_from_their_sources():
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
-def test_nothing_ran_is_kept(path):
+def test_notebooks_have_no_stored_output(path):
     for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
         assert not cell.get("outputs") and cell.get("execution_count") is None
     assert path.stat().st_size < 20_000
@@ -54,7 +54,7 @@ def test_nothing_ran_is_kept(path):
 
 @needs_jupyter
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
-def test_it_runs_from_start_to_end(path, monkeypatch):
+def test_a_notebook_runs(path, monkeypatch):
     import nbclient
     import nbformat
 
@@ -70,9 +70,11 @@ def test_it_runs_from_start_to_end(path, monkeypatch):
     client.execute()
     outputs = [out for cell in notebook.cells for out in cell.get("outputs", ())]
     assert not [o for o in outputs if o["output_type"] == "error"]
-    said = "".join(o["text"] for o in outputs if o.get("name") == "stderr")
-    said = said.replace(sys.prefix, "")  # other packages' warnings name their .venv, in a clone called annie_quant
-    assert "Traceback" not in said and "annie_quant" not in said, said
+    output = "".join(o["text"] for o in outputs if o.get("name") == "stderr")
+    output = output.replace(
+        sys.prefix, ""
+    )  # warnings of other packages contain the path of .venv, in a clone called annie_quant
+    assert "Traceback" not in output and "annie_quant" not in output, output
     shown = [o["data"] for o in outputs if "data" in o]
     rich = [d["text/html"] for d in shown if "text/html" in d]
     assert len(rich) >= RICH.get(path.name[0], 0)
@@ -80,5 +82,5 @@ def test_it_runs_from_start_to_end(path, monkeypatch):
         assert "<script" not in html and "http://" not in html.replace("http://127.0.0.1", "")
     pictures = [base64.b64decode(d["image/png"]) for d in shown if "image/png" in d]
     assert len(pictures) >= PICTURES.get(path.name[0], 0) and all(p.startswith(b"\x89PNG") for p in pictures)
-    if keep := os.environ.get("KEEP_NOTEBOOKS"):  # for those who want to look at them
+    if keep := os.environ.get("KEEP_NOTEBOOKS"):  # to look at them
         nbformat.write(notebook, Path(keep) / path.name)

@@ -1,4 +1,4 @@
-"""The documentation: every link leads somewhere, every command and option in it exists, and the site builds without a warning."""
+"""The documentation: links are valid, commands and options in it exist, and the site builds without a warning."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_links_lead_somewhere(page):
+def test_links_are_valid(page):
     for target in LINK.findall(page.read_text(encoding="utf-8")):
         if re.match(r"https?://", target):
             continue
         path, _, anchor = target.partition("#")
-        found = (page.parent / path) if path else page
-        assert found.exists(), f"{page.name}: {target}"
+        result = (page.parent / path) if path else page
+        assert result.exists(), f"{page.name}: {target}"
         if anchor:
-            assert anchor in anchors(found), f"{page.name}: {target}"
+            assert anchor in anchors(result), f"{page.name}: {target}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
@@ -41,7 +41,7 @@ def test_commands_and_their_options_exist(page):
     for name, rest in COMMAND.findall(page.read_text(encoding="utf-8")):
         command = cli.commands.get(name)
         if command is None and name not in ("search", "compare") and not rest.strip().startswith(("-", "D", "M", "r")):
-            continue  # the name of the package in a sentence
+            continue  # the package's name in a sentence
         assert command is not None, f"{page.name}: annie-quant {name}"
         known = {o for p in command.params for o in (*p.opts, *p.secondary_opts)} | {"--help"}
         for option in re.findall(r"(?<!\S)--[a-z][a-z-]*", rest):

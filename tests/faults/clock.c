@@ -1,5 +1,5 @@
 /* LD_PRELOAD: the wall clock goes back an hour one second after the start, and forward by a day one second later.
- * The monotonic clock is left alone, as by ntpd or a person at the date command. */
+ * The monotonic clock does not change, as with ntpd or the date command. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <sys/time.h>

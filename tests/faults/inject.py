@@ -1,4 +1,4 @@
-"""The faults: each runs a stage once, disturbed, and says what came of it; run.py then runs it again, undisturbed."""
+"""Faults: each one disturbs one run of a stage and returns what happened. run.py then runs the stage again, undisturbed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STAGE_BY_STAGE = ("search", "demo")  # a run directory with stages/
 
 @dataclass
 class Whole:
-    """The undisturbed run: its code, seconds, its own CPU seconds, bytes written, peak of virtual memory and outcome."""
+    """The undisturbed run: exit code, seconds, CPU seconds, bytes written, peak of virtual memory, outcome."""
 
     code: int
     seconds: float
@@ -39,10 +39,10 @@ class Whole:
 
 @dataclass
 class Ended:
-    """A disturbed run. code is negative for a signal; None where the fault does not apply to the stage."""
+    """A disturbed run. code is negative for a signal; None if the fault does not apply to the stage."""
 
     code: int | None
-    stderr: str = ""  # and where that is empty what it printed
+    stderr: str = ""  # and its output if there is none
     note: str = ""
 
 
@@ -72,7 +72,7 @@ def finish(process: subprocess.Popen) -> Ended:
 
 
 def cpu_s(pid: int) -> float:
-    """User and system time of a process; other work on the machine does not make it longer."""
+    """Return the user and system time of a process, which other work on the machine does not change."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -92,9 +92,9 @@ def undisturbed(stage: Stage, inputs: Path, output: Path) -> tuple[Ended, Whole]
 
 def signalled(number: int) -> Callable[..., Ended]:
     def fault(stage: Stage, inputs: Path, output: Path, whole: Whole) -> Ended:
-        """Sent at three moments of the work (one of a long one), each run going on from what the last one left."""
+        """Send a signal at three times during the work (once for a long stage); each run resumes from the last one."""
         rng, codes, last = random.Random(stage.name), [], Ended(None)
-        # what is finished stage by stage has less to do each time
+        # with finished stages there is less to do each time
         moments = (0.4, 0.35, 0.25) if stage.name in STAGE_BY_STAGE else (0.35, 0.6, 0.85)
         for part in moments if whole.seconds < LONG_S else (0.6,):
             process, moment = begin(stage, inputs, output), whole.cpu_s * (part + rng.uniform(-0.1, 0.1))
@@ -103,7 +103,7 @@ def signalled(number: int) -> Callable[..., Ended]:
             process.send_signal(number)
             ended = finish(process)
             codes.append(str(ended.code))
-            # -2: before annie-quant itself had begun, Python says it in its own words
+            # -2: Python's own message, before annie-quant has started
             if last.code is None or ("Traceback" in ended.stderr and ended.code != -signal.SIGINT):
                 last = ended
         last.note = f"codes {', '.join(codes)}"
@@ -122,20 +122,20 @@ def tmpfs(folder: Path, size_bytes: int) -> Iterator[None]:
 
 
 def full_disk(stage: Stage, inputs: Path, output: Path, whole: Whole) -> Ended:
-    """A tmpfs that holds what is put there beforehand and half of what the stage writes; then room, and again."""
+    """A tmpfs with space for the inputs and half of the stage's output; then with enough space, and the stage again."""
     before = sum(f.stat().st_size for f in output.rglob("*") if f.is_file())
-    made = whole.size_bytes - before
-    if made < 4096:
+    built = whole.size_bytes - before
+    if built < 4096:
         return Ended(None)
-    kept = output.with_name("kept")
-    shutil.copytree(output, kept)
-    with tmpfs(output, max(64 << 10, before + before // 8 + made // 2)):
-        shutil.copytree(kept, output, dirs_exist_ok=True)
+    stored = output.with_name("kept")
+    shutil.copytree(output, stored)
+    with tmpfs(output, max(64 << 10, before + before // 8 + built // 2)):
+        shutil.copytree(stored, output, dirs_exist_ok=True)
         ended = finish(begin(stage, inputs, output))
-        shutil.rmtree(kept)
-        shutil.copytree(output, kept)
-    shutil.rmtree(output)  # what the full disk held goes on with room
-    kept.rename(output)
+        shutil.rmtree(stored)
+        shutil.copytree(output, stored)
+    shutil.rmtree(output)  # the stage resumes from what the full disk has
+    stored.rename(output)
     return ended
 
 
@@ -151,8 +151,8 @@ def read_only(stage: Stage, inputs: Path, output: Path, whole: Whole) -> Ended:
 
 
 def no_memory(stage: Stage, inputs: Path, output: Path, whole: Whole) -> Ended:
-    """ulimit -v at 90, 70 and 50 % of the undisturbed peak (70 % of a long one's)."""
-    said, codes = Ended(None), []
+    """ulimit -v at 90, 70 and 50 % of the undisturbed peak (70 % for a long stage)."""
+    text, codes = Ended(None), []
     for share in (0.9, 0.7, 0.5) if whole.seconds < LONG_S else (0.7,):
         limit = int(whole.peak_bytes * share)
         ended = finish(
@@ -160,15 +160,15 @@ def no_memory(stage: Stage, inputs: Path, output: Path, whole: Whole) -> Ended:
         )
         codes.append(str(ended.code))
         if ended.code != whole.code:
-            said = ended if said.code is None or "Traceback" in ended.stderr else said
-    if said.code is None:
+            text = ended if text.code is None or "Traceback" in ended.stderr else text
+    if text.code is None:
         return Ended(None)
-    said.note = f"codes {', '.join(codes)}"
-    return said
+    text.note = f"codes {', '.join(codes)}"
+    return text
 
 
 def unreadable(stage: Stage, inputs: Path, output: Path, whole: Whole) -> Ended:
-    """Another user, whose input file is root's alone."""
+    """Another user, for whom the input file is not readable."""
     if stage.main is None:
         return Ended(None)
     source = stage.main(inputs)
@@ -182,8 +182,8 @@ def unreadable(stage: Stage, inputs: Path, output: Path, whole: Whole) -> Ended:
         source.chmod(mode)
 
 
-def roots_leftovers(stage: Stage, inputs: Path, output: Path, whole: Whole) -> Ended:
-    """Done once by root, as containers do, then again by an ordinary user."""
+def files_of_root(stage: Stage, inputs: Path, output: Path, whole: Whole) -> Ended:
+    """Run once as root, as containers do, then again as an ordinary user."""
     if whole.size_bytes < 4096:
         return Ended(None)
     finish(begin(stage, inputs, output))
@@ -205,7 +205,7 @@ def two_at_once(stage: Stage, inputs: Path, output: Path, whole: Whole) -> Ended
 
 
 def clock_steps(stage: Stage, inputs: Path, output: Path, whole: Whole) -> Ended:
-    """Back an hour, then forward a day, while it works."""
+    """The clock goes back an hour, then forward a day, during the work."""
     shim = inputs / "clock.so"
     if not shim.exists():
         source = Path(__file__).with_name("clock.c")
@@ -215,29 +215,29 @@ def clock_steps(stage: Stage, inputs: Path, output: Path, whole: Whole) -> Ended
     return Ended(ended.code, ended.stderr, "the same result" if same else "ANOTHER RESULT")
 
 
-def spoilt(cut: bool) -> Callable[..., Ended]:
+def damaged(cut: bool) -> Callable[..., Ended]:
     def fault(stage: Stage, inputs: Path, output: Path, whole: Whole) -> Ended:
-        """The main input torn in half, or gone."""
+        """The main input is truncated to half, or removed."""
         if stage.main is None:
             return Ended(None)
         source = stage.main(inputs)
         inside = output / source.relative_to(inputs)
         source = inside if inside.exists() else source
-        kept = source.read_bytes()
+        stored = source.read_bytes()
         try:
             if cut:
-                source.write_bytes(kept[: len(kept) // 2])
+                source.write_bytes(stored[: len(stored) // 2])
             else:
                 source.unlink()
             return finish(begin(stage, inputs, output))
         finally:
-            source.write_bytes(kept)
+            source.write_bytes(stored)
 
     return fault
 
 
-def half_a_run(stage: Stage, inputs: Path, output: Path, whole: Whole) -> Ended:
-    """A finished run some of whose stage results are gone, some torn."""
+def damaged_run(stage: Stage, inputs: Path, output: Path, whole: Whole) -> Ended:
+    """A finished run with some stage results removed and some truncated."""
     run = output / "run"
     if stage.name not in STAGE_BY_STAGE:
         return Ended(None)
@@ -253,7 +253,7 @@ def half_a_run(stage: Stage, inputs: Path, output: Path, whole: Whole) -> Ended:
 
 
 def servers_die(stage: Stage, inputs: Path, output: Path, whole: Whole) -> Ended:
-    """One server stops answering for good in the midst of the benchmark; for the rerun both are there."""
+    """One server stops answering during the benchmark; for the second run both answer."""
     if not stage.servers:
         return Ended(None)
     from stages import serving
@@ -276,12 +276,12 @@ FAULTS: dict[str, Callable[..., Ended]] = {
     "read-only output": read_only,
     "no memory": no_memory,
     "unreadable input": unreadable,
-    "root's leftovers": roots_leftovers,
+    "root's leftovers": files_of_root,
     "two at once": two_at_once,
     "clock steps": clock_steps,
-    "torn input": spoilt(cut=True),
-    "missing input": spoilt(cut=False),
-    "torn stage results": half_a_run,
+    "torn input": damaged(cut=True),
+    "missing input": damaged(cut=False),
+    "torn stage results": damaged_run,
     "a server dies": servers_die,
 }
 

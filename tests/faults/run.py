@@ -1,9 +1,9 @@
-"""Every stage under every fault: what is said, with which exit code, what is left, and whether a rerun ends as if nothing was.
+"""Run every stage with every fault: message, exit code, files left, and whether a second run gives the undisturbed result.
 
     python tests/faults/run.py FOLDER [--stages "eval,bench"] [--faults "kill -9,full disk"]     needs root (mounts, users)
 
-Prints a Markdown table (docs/faults.md holds one) and ends with 1 where a row is bad: a traceback, a hang, a rerun that
-does not complete or gives something else, temporary files that stay.
+Prints a Markdown table (docs/faults.md has one). Exit code 1 if a row is bad: a traceback, a hang, a second run that does not
+complete or gives another result, temporary files that remain.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from stages import STAGES, Stage, prepare, serving
 
 
 def main() -> int:
-    asked = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    asked.add_argument("folder", type=Path)
-    asked.add_argument("--stages", default=",".join(STAGES))
-    asked.add_argument("--faults", default=",".join(FAULTS))
-    given = asked.parse_args()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job's children would ignore it
-    inputs = given.folder.resolve() / "inputs"
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--stages", default=",".join(STAGES))
+    parser.add_argument("--faults", default=",".join(FAULTS))
+    arguments = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # child processes of a background job would ignore it
+    inputs = arguments.folder.resolve() / "inputs"
     prepare(inputs)
     bad = 0
-    print("| stage | fault | code | what is said | left | the rerun |\n|---|---|---|---|---|---|")
-    for name in given.stages.split(","):
+    print("| stage | fault | code | message | files left | second run |\n|---|---|---|---|---|---|")
+    for name in arguments.stages.split(","):
         stage = STAGES[name]
         with serving(inputs) if stage.servers else contextlib.nullcontext():
-            output = fresh(stage, inputs, given.folder)
+            output = fresh(stage, inputs, arguments.folder)
             ended, whole = undisturbed(stage, inputs, output)
             if "Traceback" in ended.stderr or ended.code not in (0, 1):
                 sys.exit(f"{name} fails undisturbed: {ended.stderr[-2000:]}")
-            for fault in given.faults.split(","):
-                bad += row(stage, fault, inputs, fresh(stage, inputs, given.folder), whole)
+            for fault in arguments.faults.split(","):
+                bad += row(stage, fault, inputs, fresh(stage, inputs, arguments.folder), whole)
     return 1 if bad else 0
 
 
@@ -52,7 +52,7 @@ def fresh(stage: Stage, inputs: Path, folder: Path) -> Path:
 
 
 def row(stage: Stage, fault: str, inputs: Path, output: Path, whole: Whole) -> bool:
-    """One line of the table; whether it is bad."""
+    """Return one line of the table, and whether it is bad."""
     ended = FAULTS[fault](stage, inputs, output, whole)
     if ended.code is None:
         return False
@@ -60,8 +60,8 @@ def row(stage: Stage, fault: str, inputs: Path, output: Path, whole: Whole) -> b
     again = finish(begin(stage, inputs, output))
     remains = [str(f.relative_to(output)) for f in output.rglob("*") if f.name.endswith((".part", ".old"))]
     faults = problems(stage, ended, again, remains, output, whole)
-    said = message(ended.stderr, output, inputs)
-    cells = [stage.name, fault, str(ended.code), "; ".join(filter(None, (said, ended.note))), ", ".join(left[:2])]
+    reported = message(ended.stderr, output, inputs)
+    cells = [stage.name, fault, str(ended.code), "; ".join(filter(None, (reported, ended.note))), ", ".join(left[:2])]
     rerun = "; ".join(f"**{f}**" for f in faults) if faults else "the same"
     print("| " + " | ".join(c.replace("|", "\\|") for c in cells) + f" | {rerun} |", flush=True)
     for text in (ended.stderr, again.stderr):
@@ -71,26 +71,26 @@ def row(stage: Stage, fault: str, inputs: Path, output: Path, whole: Whole) -> b
 
 
 def problems(stage: Stage, ended: Ended, again: Ended, remains: list[str], output: Path, whole: Whole) -> list[str]:
-    found = []
+    result = []
     if "Traceback" in ended.stderr or "Traceback" in again.stderr:
-        found.append("traceback")
+        result.append("traceback")
     if (ended.code or 0) in (-4, -6, -7, -8, -11):
-        found.append("crash")
+        result.append("crash")
     if ended.note and ended.note.isupper():
-        found.append(f"{ended.note} within {LIMIT_S} s" if ended.note == "HUNG" else ended.note)
+        result.append(f"{ended.note} within {LIMIT_S} s" if ended.note == "HUNG" else ended.note)
     elif "ANOTHER RESULT" in ended.note or "ENDED WITH" in ended.note:
-        found.append(ended.note)
+        result.append(ended.note)
     if again.code != whole.code:
-        return [*found, f"ends with {again.code}: {message(again.stderr, output, output)}"]
+        return [*result, f"ends with {again.code}: {message(again.stderr, output, output)}"]
     if stage.outcome(output) != whole.outcome:
-        found.append("another result")
+        result.append("another result")
     if remains:
-        found.append(f"stays: {', '.join(remains[:3])}")
-    return found
+        result.append(f"stays: {', '.join(remains[:3])}")
+    return result
 
 
 def message(stderr: str, output: Path, inputs: Path) -> str:
-    """What a person reads: the lines of the error, without progress."""
+    """Return the lines of the error message, without progress."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", stderr).replace(str(output), "OUT").replace(str(inputs), "IN")
     lines = [line.strip() for line in text.splitlines()]
     at = next((i for i, line in enumerate(lines) if line.startswith("annie-quant:")), None)

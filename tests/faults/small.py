@@ -15,8 +15,8 @@ everything = judge.load_workloads
 
 
 def few(names: Iterable[str] | None = None, folder: str | Path | None = None) -> list[judge.Workload]:
-    asked = set(NAMES if names is None else names)
-    whole = everything([n for n in NAMES if n in asked], folder)
+    requests = set(NAMES if names is None else names)
+    whole = everything([n for n in NAMES if n in requests], folder)
     return [dataclasses.replace(w, cases=w.cases[:CASES], max_tokens=MAX_TOKENS) for w in whole]
 
 

@@ -1,4 +1,4 @@
-"""Every command of the line, small: its words, what it reads, what must come out alike however often it was disturbed.
+"""All commands with small inputs: arguments, inputs, and what must be equal after any disturbance.
 
 A stage's commands read `inputs` (made once by prepare) and write only below the folder they are given.
 """
@@ -26,10 +26,10 @@ sys.path[:0] = [str(TESTS / "helpers"), str(TESTS / "data")]
 
 @dataclass(frozen=True)
 class Stage:
-    """words(inputs, output): the command. outcome(output): what a rerun must give again. start(output): put beforehand.
+    """words(inputs, output): the command. outcome(output): what a second run must give again. start(output): preparation.
 
-    main: the input whose loss of bytes is the fault "spoilt input". servers: the fake servers it speaks to. program: what
-    is started; SMALL where a model answers, so that this takes seconds.
+    main: the input that the fault "damaged input" changes. servers: the fake servers that it uses. program: the program to
+    start; SMALL for stages in which a model answers, so that they take seconds.
     """
 
     name: str
@@ -43,23 +43,23 @@ class Stage:
 
 
 def digest(*patterns: str) -> Callable[[Path], dict[str, str]]:
-    """Files below the output by what they hold."""
+    """Return the hashes of the files below the output."""
 
-    def found(output: Path) -> dict[str, str]:
+    def result(output: Path) -> dict[str, str]:
         files = sorted({f for p in patterns for f in output.glob(p) if f.is_file()})
         return {str(f.relative_to(output)): hashlib.sha256(f.read_bytes()).hexdigest()[:12] for f in files}
 
-    return found
+    return result
 
 
 def rows(output: Path) -> list[Any]:
-    """Conversations without the time they were made at."""
+    """Return conversations without their time of creation."""
     text = (output / "data.jsonl").read_text()
     return [[r["id"], r["messages"]] for r in map(json.loads, text.splitlines())]
 
 
 def gates(pattern: str) -> Callable[[Path], Any]:
-    def found(output: Path) -> Any:
+    def result(output: Path) -> Any:
         return {
             f"{f.name} {kind}": {g: (r["passes"], r["n"]) for g, r in side["gates"].items()}
             | {"kl": side["kl"]["mean"]}
@@ -67,10 +67,10 @@ def gates(pattern: str) -> Callable[[Path], Any]:
             for kind, side in json.loads(f.read_text())["numerics"].items()
         }
 
-    return found
+    return result
 
 
-def asked(output: Path) -> Any:
+def requests(output: Path) -> Any:
     text = (output / "records.jsonl").read_text()
     return sorted((r["id"], r["text"]) for r in map(json.loads, text.splitlines()) if not r["warmup"])
 
@@ -78,7 +78,7 @@ def asked(output: Path) -> Any:
 def quantize(strategy: str) -> Stage:
     def words(inputs: Path, output: Path) -> list[str]:
         data = ["--calib-data", str(inputs / "data.jsonl"), "--calib-samples", "8", "--allow-prompt-mismatch"]
-        # a finished output is never replaced unasked, so a rerun over it must say --force
+        # a finished output is never replaced by itself, so a second run over it needs --force
         return ["quantize", "--strategy", strategy, "--model", str(inputs / "bf16"), *data, "--output",
                 str(output / strategy), "--force"]  # fmt: skip
 
@@ -155,7 +155,7 @@ STAGES = {
             lambda i: i / "bf16/model.safetensors",
             program=SMALL,
         ),
-        Stage("bench", bench_words, lambda o: asked(o / "run"), servers=True),
+        Stage("bench", bench_words, lambda o: requests(o / "run"), servers=True),
         Stage(
             "report",
             lambda i, o: ["report", str(o / "run")],
@@ -181,7 +181,7 @@ STAGES = {
 
 
 def prepare(inputs: Path) -> None:
-    """The inputs of every stage, made once: a bf16 and an NVFP4 checkpoint, conversations, a small run."""
+    """Make the inputs of all stages, once: a bf16 and an NVFP4 checkpoint, conversations, a small run."""
     if (inputs / "ready").exists():
         return
     shutil.rmtree(inputs, ignore_errors=True)
@@ -198,7 +198,7 @@ def prepare(inputs: Path) -> None:
 
 @contextlib.contextmanager
 def serving(inputs: Path, gap_s: float = 0.1) -> Iterator[list[Any]]:
-    """Two scripted servers whose addresses lie in inputs/servers."""
+    """Two scripted servers whose addresses are in inputs/servers."""
     import make_run_sample as sample
     from fake_server import FakeServer
 

@@ -1,4 +1,4 @@
-"""Driving headless Chromium over its DevTools protocol: what the page logs, asks of the network, shows and computes."""
+"""Headless Chromium over its DevTools protocol: a page's log, network requests, rendering and values."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def find() -> str | None:
 
 @contextlib.contextmanager
 def started() -> Iterator[int]:
-    """A browser with a fresh profile; gives the port of its DevTools."""
+    """Start a browser with a fresh profile; yields the port of its DevTools."""
     profile = tempfile.mkdtemp(prefix="chromium-")
     flags = [
         "--headless=new",
@@ -39,13 +39,13 @@ def started() -> Iterator[int]:
         flags.append("--no-sandbox")
     process = subprocess.Popen([find(), *flags, "about:blank"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        said = Path(profile) / "DevToolsActivePort"
+        output = Path(profile) / "DevToolsActivePort"
         give_up = time.monotonic() + 30
-        while not (said.exists() and said.read_text().strip()):
+        while not (output.exists() and output.read_text().strip()):
             if time.monotonic() > give_up or process.poll() is not None:
                 raise RuntimeError("chromium did not open its DevTools port")
             time.sleep(0.05)
-        yield int(said.read_text().split()[0])
+        yield int(output.read_text().split()[0])
     finally:
         process.terminate()
         process.wait(10)
@@ -53,7 +53,7 @@ def started() -> Iterator[int]:
 
 
 class Page:
-    """One tab. `requests`: URLs asked for. `messages`: console output, exceptions and the browser's own complaints."""
+    """One tab. `requests`: requested URLs. `messages`: console output, exceptions and the browser's own messages."""
 
     def __init__(self, socket: Any) -> None:
         self.socket, self.next_id = socket, 0
@@ -71,9 +71,9 @@ class Page:
                 if "error" in event:
                     raise RuntimeError(f"{method}: {event['error']}")
                 return event["result"]
-            self._seen(event)
+            self._handle_event(event)
 
-    def _seen(self, event: dict[str, Any]) -> None:
+    def _handle_event(self, event: dict[str, Any]) -> None:
         method, params = event.get("method"), event.get("params", {})
         if method == "Network.requestWillBeSent":
             self.requests.append(params["request"]["url"])
@@ -87,18 +87,18 @@ class Page:
             self.loaded = True
 
     async def open(self, url: str) -> float:
-        """Load a page; seconds until its load event."""
+        """Load a page and return the seconds until its load event."""
         self.loaded, start = False, time.monotonic()
         await self.call("Page.navigate", url=url)
         while not self.loaded:
-            self._seen(await self.socket.receive_json(timeout=60))
+            self._handle_event(await self.socket.receive_json(timeout=60))
         return time.monotonic() - start
 
     async def evaluate(self, expression: str) -> Any:
-        found = await self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
-        if "exceptionDetails" in found:
-            raise RuntimeError(str(found["exceptionDetails"]))
-        return found["result"].get("value")
+        result = await self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        if "exceptionDetails" in result:
+            raise RuntimeError(str(result["exceptionDetails"]))
+        return result["result"].get("value")
 
     async def view(self, width: int, dark: bool, height: int = 900) -> None:
         await self.call(
@@ -108,12 +108,12 @@ class Page:
         await self.call("Emulation.setEmulatedMedia", features=[scheme])
 
     async def screenshot(self, path: str | Path, whole: bool = True) -> None:
-        found = await self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
-        Path(path).write_bytes(base64.b64decode(found["data"]))
+        result = await self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
+        Path(path).write_bytes(base64.b64decode(result["data"]))
 
 
 def browse(visit: Any) -> Any:
-    """Run `async visit(page)` in a tab of a fresh browser and return what it returns."""
+    """Run `async visit(page)` in a tab of a fresh browser and return its result."""
     import aiohttp
 
     async def session(port: int) -> Any:

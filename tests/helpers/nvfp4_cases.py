@@ -53,7 +53,7 @@ def in_dtype(w: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def near_ties_of_steps(steps: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Return [len(steps), 112 + pad] of midpoint * step and its neighbouring bit patterns: a product with 1 / step is wrong there."""
+    """Return [len(steps), 112 + pad] of midpoint * step and its neighbouring bit patterns: 1 / step is wrong there."""
     centre = (MIDPOINTS[None, :] * steps[:, None].astype(np.float32)).astype(dtype)
     around = (np.arange(-8, 8)).astype(np.int64)
     wide = bits(centre).astype(np.int64)[:, :, None] + around

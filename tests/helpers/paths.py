@@ -1,4 +1,4 @@
-"""Where things are in the checkout, for tests, measurements and fuzzers."""
+"""Paths in the checkout, for tests, measurements and fuzzers."""
 
 from pathlib import Path
 

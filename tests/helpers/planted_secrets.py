@@ -1,4 +1,4 @@
-"""Planted secrets, and the search for them in everything that a command leaves."""
+"""Planted secrets, and the search for them in everything that a command writes."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ HUB = "hf_plantedplantedplantedplantedplanted"
 
 
 def bytes_of(folder: Path) -> dict[str, bytes]:
-    """Everything below a folder, compressed parts unpacked."""
-    found = {}
+    """Return the content of all files below a folder, with compressed parts unpacked."""
+    result = {}
     for path in folder.rglob("*"):
         if not path.is_file():
             continue
-        found[str(path)] = path.read_bytes()
+        result[str(path)] = path.read_bytes()
         with contextlib.suppress(zipfile.BadZipFile), zipfile.ZipFile(path) as held:
-            found |= {f"{path}:{name}": held.read(name) for name in held.namelist()}
-    return found
+            result |= {f"{path}:{name}": held.read(name) for name in held.namelist()}
+    return result
 
 
 def where(folder: Path, *printed: str) -> list[str]:
-    """Each place where a planted secret, or half of one, is seen."""
+    """Return each position of a planted secret, or of half of one."""
     texts = bytes_of(folder) | {f"printed {i}": text.encode() for i, text in enumerate(printed)}
     words = [s.encode() for secret in (KEY, PASSWORD, HUB) for s in (secret, secret[:14])]
     return sorted({name for name, text in texts.items() for word in words if word in text})

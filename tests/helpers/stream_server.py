@@ -1,6 +1,6 @@
-"""A server that says exactly the bytes a test wants, when it wants them: one thread a connection, no HTTP library.
+"""A server that sends exact bytes at exact times: one thread per connection, no HTTP library.
 
-with RawServer(talk) as server: ...     # talk(connection, request_bytes) sends, sleeps, resets
+with RawServer(respond) as server: ...     # respond(connection, request_bytes) sends, sleeps, resets
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def chunk(piece: bytes) -> bytes:
 
 
 def event(delta: dict | None = None, finish: str | None = None, **more) -> bytes:
-    """One SSE event of a chat completion."""
+    """Return one SSE event of a chat completion."""
     choices = [] if delta is None else [{"index": 0, "delta": delta, "finish_reason": finish}]
     body = {"id": "c", "object": "chat.completion.chunk", "choices": choices, **more}
     return b"data: " + json.dumps(body, ensure_ascii=False).encode() + b"\n\n"
@@ -33,13 +33,13 @@ HELLO = [event({"role": "assistant", "content": ""}), event({"content": "Hello"}
 
 
 def reset(connection: socket.socket) -> None:
-    """Closes so that the peer gets a TCP reset."""
+    """Close the connection so that the peer gets a TCP reset."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     connection.close()
 
 
 def read_request(connection: socket.socket) -> bytes:
-    """One request, whole; b"" at the end of the connection."""
+    """Return one complete request; b"" at the end of the connection."""
     held = b""
     while b"\r\n\r\n" not in held:
         got = connection.recv(65536)
@@ -54,20 +54,20 @@ def read_request(connection: socket.socket) -> bytes:
 
 
 def stream(pieces: list[bytes]) -> Callable[[socket.socket, bytes], None]:
-    """A talk that sends one chunk a piece and ends well."""
+    """Return a `respond` function that sends one chunk per part and ends well."""
 
-    def talk(connection: socket.socket, request: bytes) -> None:
+    def respond(connection: socket.socket, request: bytes) -> None:
         connection.sendall(HEAD)
         for piece in pieces:
             connection.sendall(chunk(piece))
         connection.sendall(b"0\r\n\r\n")
 
-    return talk
+    return respond
 
 
 class RawServer:
-    def __init__(self, talk, tls: ssl.SSLContext | None = None, path: str | None = None) -> None:
-        self.talk, self.tls, self.path = talk, tls, path
+    def __init__(self, respond, tls: ssl.SSLContext | None = None, path: str | None = None) -> None:
+        self.respond, self.tls, self.path = respond, tls, path
         self.connections = 0
         self.requests: list[bytes] = []
 
@@ -106,6 +106,6 @@ class RawServer:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             while request := read_request(connection):
                 self.requests.append(request)
-                self.talk(connection, request)
+                self.respond(connection, request)
                 if connection.fileno() < 0:
                     return

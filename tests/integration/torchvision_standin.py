@@ -1,7 +1,7 @@
-"""A stand-in for torchvision, which has no CPU build on the package registry: every name imports, nothing works.
+"""A replacement of torchvision, which has no CPU build on the package registry: every name can be imported, nothing works.
 
-vLLM imports it for models that see; a text model never calls it. tests/integration/vllm_cpu.py puts this file into the
-environment that it makes for vLLM, as torchvision/__init__.py, and nowhere else.
+vLLM imports it for multimodal models; a text model never calls it. tests/integration/vllm_cpu.py copies this file to
+torchvision/__init__.py in the environment that it makes for vLLM, and nowhere else.
 """
 
 import importlib.abc
@@ -26,9 +26,9 @@ class _Module(types.ModuleType):
     def __getattr__(self, name):
         if name.startswith("__"):
             raise AttributeError(name)
-        made = _Name(name, (), {})
-        setattr(self, name, made)
-        return made
+        built = _Name(name, (), {})
+        setattr(self, name, built)
+        return built
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):

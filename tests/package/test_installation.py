@@ -1,4 +1,4 @@
-"""The package as a whole: light to import, its names are there, files are never half written, runs resume."""
+"""The package as a whole: imports, version, build, atomic writes, resuming."""
 
 import importlib
 import importlib.metadata
@@ -24,7 +24,7 @@ def python(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
 
 
-def test_importing_the_package_loads_no_heavy_library() -> None:
+def test_importing_the_package_imports_no_large_library() -> None:
     loaded = python(
         "import sys, annie_quant; print(','.join(m for m in ('torch','transformers','modelopt','scipy','rich','click',"
         "'pydantic','jinja2','matplotlib','xllamacpp') if m in sys.modules))"
@@ -71,7 +71,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> 
     assert [f.name for f in tmp_path.iterdir()] == ["run.json"]
 
 
-def test_a_finished_stage_is_not_done_again_until_its_inputs_change(tmp_path: Path) -> None:
+def test_a_finished_stage_is_not_repeated_until_its_inputs_change(tmp_path: Path) -> None:
     run, calls = RunDirectory(tmp_path / "run"), []
 
     def work() -> dict:
@@ -103,7 +103,7 @@ def test_two_commands_in_one_run_directory_are_refused(tmp_path: Path) -> None:
         pass
 
 
-def test_a_run_directory_under_a_file_is_one_clear_line(tmp_path: Path) -> None:
+def test_a_run_directory_under_a_file_is_a_one_line_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(EnvironmentFault, match="cannot be made"):
         RunDirectory(tmp_path / "file" / "run")
@@ -196,22 +196,22 @@ def build(command: str, **env: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_build_without_a_compiler_is_one_line_before_anything_is_done() -> None:
+def test_a_build_without_a_compiler_is_one_line_before_the_build_starts() -> None:
     pytest.importorskip("setuptools", reason="setuptools is not installed, so nothing is built here")
     refused = build("bdist_wheel", CC="/no/such/cc")
     assert refused.returncode == 1 and refused.stdout == ""
     last = refused.stderr.splitlines()[-1]
     assert "there is no C compiler here (/no/such/cc)" in last and "apt-get install build-essential" in last
-    assert build("--version", CC="/no/such/cc").returncode == 0  # asking is not building
+    assert build("--version", CC="/no/such/cc").returncode == 0  # a query is not a build
 
 
 def test_every_bundled_library_has_its_licence() -> None:
-    """.ci/sbom and csrc/licences name the same libraries; the wheel's own check is .ci/try-install --wheel."""
-    told = (ROOT / "csrc/licences/README.txt").read_text()
+    """tools/sbom.py and csrc/licences name the same libraries; the wheel's own check is tools/try_install.py --wheel."""
+    text = (ROOT / "csrc/licences/README.txt").read_text()
     bill = (ROOT / ".ci/sbom").read_text()
     for name in ("curl", "nghttp2", "libgomp", "OpenSSL"):
-        assert name in told and name in bill
-    for named in re.findall(r"\b([a-z0-9-]+\.txt)\b", told):
+        assert name in text and name in bill
+    for named in re.findall(r"\b([a-z0-9-]+\.txt)\b", text):
         assert (ROOT / "csrc/licences" / named).stat().st_size > 500, named
 
 
@@ -226,5 +226,5 @@ def test_certificates_are_the_systems_unless_named(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "mine.pem"))
     assert system_ca_file() == str(tmp_path / "mine.pem")
     monkeypatch.delenv("SSL_CERT_FILE")
-    found = system_ca_file()
-    assert found is None or b"BEGIN CERTIFICATE" in Path(found).read_bytes()
+    result = system_ca_file()
+    assert result is None or b"BEGIN CERTIFICATE" in Path(result).read_bytes()

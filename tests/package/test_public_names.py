@@ -1,4 +1,4 @@
-"""The public names, parameters, commands and options are those of tests/data/api.txt: more is fine, less is a decision."""
+"""The public names, parameters, commands and options of tests/data/api.txt exist. Additions are allowed."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ COMMANDS = [line.split()[1:] for line in LINES if line.startswith("annie-quant "
 
 
 def lacks(line: str) -> list[str]:
-    """What of one promised line is not there."""
+    """Return what of one line of api.txt does not exist."""
     name, call, attributes = re.fullmatch(r"([\w.]+)(?:\((.*)\))?(?:: (.*))?", line).groups()
     part, _, attribute = name.partition(".")
-    found = getattr(getattr(aq, part), attribute, None)
-    if found is None:
+    result = getattr(getattr(aq, part), attribute, None)
+    if result is None:
         return [name]
     missing = []
-    parameters = inspect.signature(found).parameters if call else {}
-    for place, one in enumerate(p for p in (call or "").split(", ") if p):
-        wanted, _, default = one.partition("=")
-        seen = parameters.get(wanted)
-        if seen is None or (default and repr(seen.default) != default):
+    parameters = inspect.signature(result).parameters if call else {}
+    for position, one in enumerate(p for p in (call or "").split(", ") if p):
+        expected, _, default = one.partition("=")
+        actual = parameters.get(expected)
+        if actual is None or (default and repr(actual.default) != default):
             missing.append(f"{name}({one})")
-        elif not default and list(parameters)[place] != wanted:
-            missing.append(f"{name}: {wanted} is not parameter {place + 1}")
-    source = inspect.getsource(found) if attributes else ""
-    for wanted in (attributes or "").split():
-        if not hasattr(found, wanted) and not re.search(rf"(self\.|^    ){wanted}\b", source, re.MULTILINE):
-            missing.append(f"{name}.{wanted}")
+        elif not default and list(parameters)[position] != expected:
+            missing.append(f"{name}: {expected} is not parameter {position + 1}")
+    source = inspect.getsource(result) if attributes else ""
+    for expected in (attributes or "").split():
+        if not hasattr(result, expected) and not re.search(rf"(self\.|^    ){expected}\b", source, re.MULTILINE):
+            missing.append(f"{name}.{expected}")
     return missing
 
 
@@ -53,7 +53,7 @@ def test_a_command_keeps_its_options(words: list[str]) -> None:
     assert set(words[1:]) <= options
 
 
-def test_what_is_taken_away_is_seen() -> None:
+def test_a_removal_is_reported() -> None:
     assert (
         lacks("nvfp4.gone")
         and lacks("nvfp4.pack(w, gone=None)")

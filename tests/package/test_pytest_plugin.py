@@ -1,4 +1,4 @@
-"""The pytest plug-in, in a pytest process of its own."""
+"""The pytest plug-in, run in a separate pytest as a user's CI runs it."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_slower_run_and_a_lost_gate_fail_with_their_figures(check, tmp_path):
     )
 
 
-def test_without_a_run_the_tests_are_skipped(check):
+def test_without_a_run_the_skip_has_a_reason(check):
     result = check()
     result.assert_outcomes(skipped=5)
     result.stdout.fnmatch_lines(["*no run directory was given (--annie-run DIR)*"])

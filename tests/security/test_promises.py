@@ -1,4 +1,4 @@
-"""What SECURITY.md promises about code from data, secrets, paths and sizes, looked for in the code and in the artefacts of runs."""
+"""The promises of SECURITY.md about code from data, secrets, paths and sizes, checked in the code and in the output of runs."""
 
 from __future__ import annotations
 
@@ -28,42 +28,42 @@ RUNS_CODE = {"eval", "exec", "compile", "__import__"}
 LOADERS = {
     "from_pretrained",
     "from_config",
-}  # left to its default, transformers asks on the terminal and "y" runs the code
+}  # without an explicit value transformers asks on the terminal, and "y" runs the code
 FROM_BYTES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "telnetlib", "xml"}
 
 
 def faults_of(tree: ast.AST) -> list[str]:
-    """Calls and imports by which data could become code, each with its line."""
-    found = []
+    """Return calls and imports by which data could become code, with their lines."""
+    result = []
     for node in ast.walk(tree):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""]
-            found += [f"{node.lineno} import {n}" for n in names if n.split(".")[0] in FROM_BYTES]
+            result += [f"{node.lineno} import {n}" for n in names if n.split(".")[0] in FROM_BYTES]
         if not isinstance(node, ast.Call):
             continue
         name = ast.unparse(node.func)
-        given = {k.arg: k.value for k in node.keywords}
+        inputs = {k.arg: k.value for k in node.keywords}
 
-        def says(key: str, value: object, given=given) -> bool:
-            return isinstance(given.get(key), ast.Constant) and given[key].value is value
+        def message(key: str, value: object, inputs=inputs) -> bool:
+            return isinstance(inputs.get(key), ast.Constant) and inputs[key].value is value
 
         wrong = (
             name in RUNS_CODE
             or name in ("os.system", "os.popen", "tempfile.mktemp", "subprocess.getoutput", "torch.hub.load")
             or (name.startswith("os.exec") or name.startswith("os.spawn"))
-            or ("shell" in given and not says("shell", False))
-            or ("trust_remote_code" in given and not says("trust_remote_code", False))
-            or (name.rpartition(".")[2] in LOADERS and not says("trust_remote_code", False))
-            or (name == "torch.load" and not says("weights_only", True))
-            or (name in ("np.load", "numpy.load") and not says("allow_pickle", False))
-            or (name in ("np.save", "numpy.save") and not says("allow_pickle", False))
+            or ("shell" in inputs and not message("shell", False))
+            or ("trust_remote_code" in inputs and not message("trust_remote_code", False))
+            or (name.rpartition(".")[2] in LOADERS and not message("trust_remote_code", False))
+            or (name == "torch.load" and not message("weights_only", True))
+            or (name in ("np.load", "numpy.load") and not message("allow_pickle", False))
+            or (name in ("np.save", "numpy.save") and not message("allow_pickle", False))
             or name in ("yaml.load", "yaml.unsafe_load", "yaml.full_load")
-            or ("verify" in given and says("verify", False))
+            or ("verify" in inputs and message("verify", False))
             or name == "ssl._create_unverified_context"
         )
         if wrong:
-            found.append(f"{node.lineno} {name}")
-    return found
+            result.append(f"{node.lineno} {name}")
+    return result
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
@@ -89,12 +89,12 @@ def test_data_never_becomes_code(path):
         "yaml.load(f)",
     ],
 )
-def test_the_look_at_the_code_sees(code):
+def test_the_check_of_the_code_finds_faults(code):
     assert faults_of(ast.parse(code))
 
 
-def test_c_sources_start_no_programs_and_bound_every_copy():
-    """strcpy and its kin take no length; system() and popen() take a shell."""
+def test_c_sources_start_no_programs_and_limit_every_copy():
+    """strcpy and similar functions have no length; system() and popen() use a shell."""
     banned = re.compile(r"\b(strcpy|strcat|sprintf|vsprintf|gets|system|popen|alloca|tmpnam|mktemp)\s*\(")
     for path in sorted([*ROOT.glob("csrc/**/*.c"), *ROOT.glob("csrc/**/*.h"), *ROOT.glob("csrc/**/*.cu")]):
         code = re.sub(r"/\*.*?\*/|//[^\n]*", "", path.read_text(), flags=re.DOTALL)
@@ -104,22 +104,22 @@ def test_c_sources_start_no_programs_and_bound_every_copy():
 # ---- secrets
 
 
-def tell_tale(body: dict) -> Script:
-    """A server that repeats the key it was given, in an error and in an answer, as some do."""
-    asked = body["messages"][-1]["content"]
-    if "Peru" in asked:
+def repeating_server(body: dict) -> Script:
+    """A server that repeats the key it received, in an error and in an answer."""
+    requests = body["messages"][-1]["content"]
+    if "Peru" in requests:
         return Script(status=401, error=f"Incorrect API key provided: {KEY}")
     return sample.answer(body)
 
 
 def test_planted_secrets_are_in_no_artefact(tmp_path, monkeypatch):
-    """A key in the environment that the server repeats, a token for the Hub: benchmark, report, card, dry upload."""
+    """A key in the environment that the server repeats, and a token for the Hub: benchmark, report, card, dry upload."""
     monkeypatch.setenv("PLANTED_KEY", KEY)
     monkeypatch.setenv("HF_TOKEN", HUB)
     run, printed = tmp_path / "run", []
     workload = tmp_path / "capitals.json"
     workload.write_text(json.dumps(sample.WORKLOAD))
-    with FakeServer(tell_tale) as a, FakeServer(sample.answer) as b:
+    with FakeServer(repeating_server) as a, FakeServer(sample.answer) as b:
         words = ["bench", "--backend-a", "a", a.url, "--backend-b", "b", b.url, "--runs", "1", "--warmup", "0",
                  "--workloads", str(workload), "--key-env", "PLANTED_KEY", "--output", str(run)]  # fmt: skip
         done = CliRunner().invoke(cli, words)
@@ -136,30 +136,30 @@ def test_planted_secrets_are_in_no_artefact(tmp_path, monkeypatch):
     assert where(run, *printed) == []
 
 
-def talks(body: dict) -> Script:
-    """A teacher's answer to one prompt; the first conversation repeats the key, as a proxy's debug text may."""
-    prompt, made = body["messages"][-1]["content"], []
-    wanted = int(re.search(r"Write (\d+) different", prompt)[1])
+def respond(body: dict) -> Script:
+    """Return a teacher's answer to one prompt; the first conversation repeats the key, as a proxy's debug text may."""
+    prompt, conversations = body["messages"][-1]["content"], []
+    expected = int(re.search(r"Write (\d+) different", prompt)[1])
     turns = int(re.search(r"exactly (\d+) turn", prompt)[1])
     tool = re.search(r"calls (\w+) and says nothing", prompt)
-    for i in range(wanted):
+    for i in range(expected):
         word = hashlib.sha256(f"{prompt}{i}".encode()).hexdigest()[:12]
         talk = [{"user": f"Please {word}{t} it", "assistant": f"That is {word}, gladly."} for t in range(turns)]
         talk[0]["assistant"] += f" Bearer {KEY}" * (i == 0)
         if tool:
             talk[0] |= {"call": {"name": tool[1], "arguments": {"query": word}}, "result": f"{word} was found."}
-        made.append({"turns": talk})
-    return Script(content=[json.dumps({"conversations": made})])
+        conversations.append({"turns": talk})
+    return Script(content=[json.dumps({"conversations": conversations})])
 
 
 def test_planted_secrets_are_in_no_artefact_of_a_teacher(tmp_path, monkeypatch):
-    """A teacher's server that repeats the key in an error and in what it writes; a `claude` that does on its stderr."""
+    """A teacher's server that repeats the key in an error and in an answer; a `claude` that prints it on stderr."""
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     monkeypatch.setenv("ANTHROPIC_API_KEY", KEY)
     faults, printed = [Script(status=500, error=f"broken for {KEY}"), Script(status=401, error=f"not {KEY}")], []
-    with FakeServer(lambda body: faults.pop(0) if faults else talks(body)) as server:
+    with FakeServer(lambda body: faults.pop(0) if faults else respond(body)) as server:
         words = ["data", "--teacher", "openai", "--teacher-model", "m", "--url", server.url, "--n", "5"]
-        for _ in range(2):  # the 401 ends the first
+        for _ in range(2):  # the 401 ends the first one
             done = CliRunner().invoke(cli, [*words, "--output", str(tmp_path / "out/d.jsonl")])
             printed += [done.output, str(done.exception)]
         assert len(server.bodies) > 5 and len((tmp_path / "out/d.jsonl").read_text().splitlines()) == 5, printed
@@ -178,7 +178,7 @@ def test_planted_secrets_are_in_no_artefact_of_a_teacher(tmp_path, monkeypatch):
 
 
 def test_planted_secrets_are_in_no_artefact_of_an_evaluation(tmp_path, monkeypatch):
-    """Keys of the environment are nowhere in eval's result, its report, or what it keeps beside a checkpoint."""
+    """Keys of the environment are not in eval's result, its report, or its files next to a checkpoint."""
     pytest.importorskip("torch", reason="evaluation needs torch: pip install annie-quant[quantize]")
     pytest.importorskip("transformers", reason="evaluation needs transformers: pip install annie-quant[quantize]")
     monkeypatch.setenv("PLANTED_KEY", KEY)
@@ -196,12 +196,12 @@ def test_planted_secrets_are_in_no_artefact_of_an_evaluation(tmp_path, monkeypat
 def test_an_address_with_a_password_is_refused_without_repeating_it(tmp_path):
     for url in (f"http://annie:{PASSWORD}@127.0.0.1:9", f"http://127.0.0.1:9/?key={PASSWORD}"):
         done = CliRunner().invoke(cli, ["bench", "--backend-a", "a", url, "--output", str(tmp_path / "run")])
-        said = f"{done.exception} {getattr(done.exception, 'hint', '')}"
-        assert "127.0.0.1:9" in said and "--key-env" in said
-        assert where(tmp_path, done.output, said) == []
+        text = f"{done.exception} {getattr(done.exception, 'hint', '')}"
+        assert "127.0.0.1:9" in text and "--key-env" in text
+        assert where(tmp_path, done.output, text) == []
 
 
-def test_the_search_for_secrets_sees(tmp_path):
+def test_the_search_for_secrets_finds_them(tmp_path):
     (tmp_path / "a.json").write_text(f'{{"headers": "Bearer {KEY}"}}')
     np.savez_compressed(tmp_path / "b.npz", plan=np.frombuffer(HUB.encode(), np.uint8))
     assert len(where(tmp_path, PASSWORD)) == 3
@@ -219,14 +219,14 @@ def test_an_enormous_json_file_is_refused_before_it_is_read(tmp_path, monkeypatc
     assert "config_unreadable" in {f.code for f in audit(folder).findings}
 
 
-def test_the_size_of_a_header_is_believed_up_to_its_limit_only():
+def test_a_header_larger_than_its_limit_is_refused():
     prefix = (header.MAX_HEADER_BYTES + 1).to_bytes(8, "little") + b"{"
     with pytest.raises(ShardError, match="no safetensors"):
         header.header_bytes(prefix, 1 << 40, "x.safetensors")
 
 
-def test_a_folder_of_links_gives_nothing_away(tmp_path):
-    """Each file of a checkpoint in turn a link to a file outside: refused, or not read."""
+def test_links_to_files_outside_are_not_read(tmp_path):
+    """Each file of a checkpoint in turn is a link to a file outside: refused, or not read."""
     secret = tmp_path / "outside.json"
     secret.write_text(json.dumps({"planted": HUB}))
     for name in ("config.json", "model.safetensors", "tokenizer_config.json", "generation_config.json"):
@@ -241,8 +241,8 @@ def test_a_folder_of_links_gives_nothing_away(tmp_path):
         shutil.rmtree(folder)
 
 
-def test_names_from_a_server_stay_names(tmp_path):
-    """A model that calls itself ../../x, or a megabyte: no file outside the run, and a page that can be read."""
+def test_names_from_a_server_are_not_used_as_paths(tmp_path):
+    """A model named ../../x, or with a name of a megabyte: no file outside the run, and a readable page."""
     for name in ("../../escaped<script>alert(1)</script>", "/etc/\x00" + "x" * 1_000_000):
         run, workload = tmp_path / "deep/run", tmp_path / "capitals.json"
         shutil.rmtree(run, ignore_errors=True)
@@ -257,8 +257,8 @@ def test_names_from_a_server_stay_names(tmp_path):
         assert "<script>alert" not in page and len(page) < 3_000_000
 
 
-def test_what_ruff_forgives_is_said_with_its_reason():
-    """Each exception from the S rules stands with its code."""
+def test_exceptions_from_ruffs_security_rules_have_a_reason():
+    """Each exception from the S rules has its code and a reason."""
     for path in ROOT.glob("annie_quant/**/*.py"):
         for line in io.StringIO(path.read_text()):
             if "noqa" in line:

@@ -1,4 +1,4 @@
-"""A checkpoint that brings Python along: it is never run, not even after "y" on a terminal, and one line names it."""
+"""A checkpoint with Python files: they never run, not even after "y" on a terminal, and an error names them."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ EVIL = """
 import pathlib
 pathlib.Path(__file__).with_name("ran").touch()
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
-class Config(PreTrainedConfig): model_type = "evil"
+class Config(PreTrainedConfig): model_type = "custom_code_checkpoint"
 class Model(PreTrainedModel): pass
 class Tokenizer(PreTrainedTokenizerFast): pass
 """
 
 
 @pytest.fixture
-def evil(tmp_path) -> Path:
-    """tiny-annie as an architecture of its own, whose configuration, model and tokenizer are code in the folder."""
-    folder = tmp_path / "evil"
+def custom_code_checkpoint(tmp_path) -> Path:
+    """tiny-annie as a custom architecture, whose configuration, model and tokenizer are code in the folder."""
+    folder = tmp_path / "custom_code_checkpoint"
     shutil.copytree(TINY_ANNIE, folder)
     (folder / "modeling_evil.py").write_text(EVIL)
     config = json.loads((folder / "config.json").read_text())
     code = {"AutoConfig": "Config", "AutoModelForCausalLM": "Model", "AutoModel": "Model"}
-    config |= {"model_type": "evil", "architectures": ["EvilForCausalLM"]}
+    config |= {"model_type": "custom_code_checkpoint", "architectures": ["EvilForCausalLM"]}
     config |= {"auto_map": {auto: f"modeling_evil.{name}" for auto, name in code.items()}}
     (folder / "config.json").write_text(json.dumps(config))
     tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
@@ -43,26 +43,46 @@ def evil(tmp_path) -> Path:
 
 
 COMMANDS = {
-    "eval": ["eval", "{evil}", "--reference", "{evil}", "--n", "1"],
-    "eval of it against tiny-annie": ["eval", "{evil}", "--reference", str(TINY_ANNIE), "--n", "1"],
-    "naive": ["quantize", "--strategy", "naive", "--model", "{evil}", "--calib-data", "{rows}", "--output", "{out}"],
-    "gptq": ["quantize", "--strategy", "gptq", "--model", "{evil}", "--calib-data", "{rows}", "--output", "{out}"],
+    "eval": ["eval", "{custom_code_checkpoint}", "--reference", "{custom_code_checkpoint}", "--n", "1"],
+    "eval of it against tiny-annie": ["eval", "{custom_code_checkpoint}", "--reference", str(TINY_ANNIE), "--n", "1"],
+    "naive": [
+        "quantize",
+        "--strategy",
+        "naive",
+        "--model",
+        "{custom_code_checkpoint}",
+        "--calib-data",
+        "{rows}",
+        "--output",
+        "{out}",
+    ],
+    "gptq": [
+        "quantize",
+        "--strategy",
+        "gptq",
+        "--model",
+        "{custom_code_checkpoint}",
+        "--calib-data",
+        "{rows}",
+        "--output",
+        "{out}",
+    ],
 }
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_its_code_never_runs_even_after_yes_on_a_terminal(evil, tmp_path, name):
+def test_its_code_never_runs_even_after_yes_on_a_terminal(custom_code_checkpoint, tmp_path, name):
     rows = tmp_path / "rows.jsonl"
     make = [sys.executable, "-m", "annie_quant", "data", "--teacher", "offline", "--n", "10", "--output", str(rows)]
     subprocess.run(make, check=True, capture_output=True)
-    places = {"evil": evil, "rows": rows, "out": tmp_path / "out"}
+    places = {"custom_code_checkpoint": custom_code_checkpoint, "rows": rows, "out": tmp_path / "out"}
     command = [sys.executable, "-m", "annie_quant", *(w.format(**places) for w in COMMANDS[name])]
     master, slave = pty.openpty()
     os.write(master, b"y\ny\ny\n")
     done = subprocess.run(command, stdin=slave, capture_output=True, text=True, timeout=300, cwd=tmp_path)
     os.close(slave)
     os.close(master)
-    assert not list(evil.glob("ran")), "the checkpoint's Python was run"
+    assert not list(custom_code_checkpoint.glob("ran")), "the checkpoint's Python was run"
     assert done.returncode == 3, done.stderr
     assert "Traceback" not in done.stderr
     assert "modeling_evil." in done.stderr

@@ -1,4 +1,4 @@
-"""What a hostile server tries with a key and with the client's patience: redirects, echoes in every disguise, endless answers."""
+"""A hostile server: redirects, echoes of the key in every encoding, endless answers."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def test_probes_use_no_proxy_of_the_environment(monkeypatch):
         assert proxy.requests == []
 
 
-def test_only_our_own_client_speaks_http():
-    """One path for everything: no module of the package imports another HTTP client."""
+def test_only_this_client_uses_http():
+    """No module of the package imports another HTTP client."""
     others = ("urllib.request", "http.client", "requests", "httpx", "aiohttp", "urllib3", "ftplib")
     for path in sorted(Path(aq.__file__).parent.rglob("*.py")):
         text = path.read_text()
@@ -92,9 +92,9 @@ def variants() -> dict[str, str]:
     }
 
 
-def leaked(kept: str) -> list[str]:
-    """The disguises that a reader of `kept` would find: each whole, and its first 20 characters."""
-    return [name for name, v in variants().items() if name != "base64 in a text" and v[:20].lower() in kept.lower()]
+def leaked(stored: str) -> list[str]:
+    """Return the encodings that a reader of the text would find: each complete, and its first 20 characters."""
+    return [name for name, v in variants().items() if name != "base64 in a text" and v[:20].lower() in stored.lower()]
 
 
 FIELDS = {
@@ -145,12 +145,12 @@ def test_an_escaped_echo_in_an_error_page_is_masked():
     spelled = "".join(f"\\u{ord(c):04x}" for c in KEY)
     page = plain(b'{"error":{"message":"bad key %b"}}' % spelled.encode(), b"401 No")
 
-    def talk(connection, request) -> None:
+    def respond(connection, request) -> None:
         connection.sendall(page[:200])
         time.sleep(0.05)
         connection.sendall(page[200:])
 
-    with RawServer(talk) as server:
+    with RawServer(respond) as server:
         record = aq.stream.run([Request(server.url, json={}, headers=BEARER)]).records()[0]
     assert record["status"] == 401
     assert KEY[:10] not in record["error"]
@@ -158,7 +158,7 @@ def test_an_escaped_echo_in_an_error_page_is_masked():
 
 @settings(max_examples=200, deadline=None)
 @given(before=st.binary(max_size=40), after=st.binary(max_size=40), secret=st.binary(min_size=8, max_size=64))
-def test_every_whole_secret_is_found_and_short_texts_are_not(before, after, secret):
+def test_complete_secrets_are_found_and_short_texts_are_not(before, after, secret):
     text = before + secret + after
     covered = bytearray(text)
     for start, end in Redactor([secret]).spans(text):
@@ -168,13 +168,13 @@ def test_every_whole_secret_is_found_and_short_texts_are_not(before, after, secr
     assert Redactor([secret]).spans(secret[:7]) == []
 
 
-def test_a_benchmark_of_such_a_server_leaves_no_key(tmp_path, monkeypatch):
-    """Through the whole of `bench` and `report`: records, exports, streams, HTML and Markdown."""
+def test_a_benchmark_of_such_a_server_stores_no_key(tmp_path, monkeypatch):
+    """Through `bench` and `report`: records, exports, streams, HTML and Markdown."""
     from planted_secrets import bytes_of
 
     monkeypatch.setenv("PLANTED_KEY", KEY)
 
-    def talk(connection, request) -> None:
+    def respond(connection, request) -> None:
         if request.startswith(b"GET"):
             connection.sendall(plain(json.dumps({"data": [{"id": f"model-{KEY}"}], "build_info": KEY}).encode()))
         else:
@@ -186,7 +186,7 @@ def test_a_benchmark_of_such_a_server_leaves_no_key(tmp_path, monkeypatch):
     workload.write_text(json.dumps({"name": "one", "gates": ["non_empty"], "max_tokens": 9, "temperature": 0, "cases": [
         {"id": "a", "messages": [{"role": "user", "content": "Hello"}], "expect": {}}]}))  # fmt: skip
     run = tmp_path / "run"
-    with RawServer(talk) as a, RawServer(talk) as b:
+    with RawServer(respond) as a, RawServer(respond) as b:
         words = ["bench", "--backend-a", "a", f"http://127.0.0.1:{a.port}", "--backend-b", "b", f"http://127.0.0.1:{b.port}",
                  "--runs", "1", "--warmup", "0", "--workloads", str(workload), "--key-env", "PLANTED_KEY",
                  "--output", str(run)]  # fmt: skip
@@ -202,13 +202,13 @@ def test_a_benchmark_of_such_a_server_leaves_no_key(tmp_path, monkeypatch):
 
 
 def endless(piece: bytes):
-    def talk(connection: socket.socket, request: bytes) -> None:
+    def respond(connection: socket.socket, request: bytes) -> None:
         connection.sendall(HEAD)
         block = b"".join(chunk(piece) for _ in range(200))
         while True:
             connection.sendall(block)
 
-    return talk
+    return respond
 
 
 ENDLESS = {"event": event({"content": "a"}), "comment": b": ping\n\n", "blank": b"\n", "body": b"x" * 4000}
@@ -228,7 +228,7 @@ def test_an_endless_answer_ends_with_a_cause(piece):
     assert took < 30
 
 
-def test_an_answer_at_its_limits_is_whole():
+def test_an_answer_at_its_limits_is_complete():
     pieces = [event({"content": "a"})] * 8 + [event({}, "stop"), DONE]
     with RawServer(stream(pieces)) as server:
         exact = {"max_answer_bytes": sum(map(len, pieces)), "max_answer_events": len(pieces)}
@@ -262,7 +262,7 @@ def test_a_large_probe_ends_by_its_size():
         assert len(reply.body) <= 1 << 20
 
 
-def test_nothing_there_is_said():
+def test_no_server_is_an_error():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     assert fetch(f"http://127.0.0.1:{port}/").status == 0

@@ -1,4 +1,4 @@
-"""The real llama.cpp server on small random models: it answers as the source does, and it always goes away."""
+"""The real llama.cpp server with small random models: it answers as the source does, and it always ends."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_template_and_tokens_are_those_of_the_source(models):
 
 
 def greedy_hf(folder: Path, prompts: list[list[int]], n: int, weights: dict[str, np.ndarray] | None = None):
-    """Greedy tokens and the logits behind them, float32, no cache."""
+    """Return greedy tokens and their logits in float32, without a cache."""
     import torch
     from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 
@@ -116,7 +116,7 @@ def greedy_hf(folder: Path, prompts: list[list[int]], n: int, weights: dict[str,
 
 
 def next_token(url: str, prompt: list[int]) -> tuple[int, list[dict]]:
-    """llama.cpp's greedy choice after `prompt` and its log probabilities (none for half a character)."""
+    """Return llama.cpp's greedy token after `prompt` and its log probabilities (none for half a character)."""
     answer = post(
         url,
         "/completion",
@@ -128,7 +128,7 @@ def next_token(url: str, prompt: list[int]) -> tuple[int, list[dict]]:
 
 @pytest.mark.parametrize(("kind", "typical"), [("bf16", 0.05), ("nvfp4", 0.1)])
 def test_greedy_answers_are_those_of_the_source(models, kind, typical):
-    """Same tokens until a step that float32 leaves nearly undecided; log probabilities that differ by rounding only.
+    """The same tokens until a step that is nearly undecided in float32; log probabilities that differ only by rounding.
 
     llama.cpp rounds activations to bf16 (to 8 bits for NVFP4) before each product, transformers here does not.
     """
@@ -143,19 +143,19 @@ def test_greedy_answers_are_those_of_the_source(models, kind, typical):
     agreed, off = 0, []
     with aq.serve.start(models[kind]) as server:
         for prompt, (tokens, logits) in zip(prompts, expected, strict=True):
-            for step, want in enumerate(tokens):
+            for step, required in enumerate(tokens):
                 peak = logits[step].max()
                 log_p = logits[step] - peak - np.log(np.exp(logits[step] - peak).sum())
                 got, top = next_token(server.url, prompt + tokens[:step])
                 off += [abs(c["logprob"] - log_p[c["id"]]) for c in top]
-                agreed += got == want
-                assert got == want or log_p[want] - log_p[got] < 10 * typical
+                agreed += got == required
+                assert got == required or log_p[required] - log_p[got] < 10 * typical
     assert np.median(off) < typical
     assert agreed >= 13  # of 16
 
 
-def test_wrong_head_order_would_be_seen(models, tmp_path, monkeypatch):
-    """Negative control of the test above: value heads left in the checkpoint's order change the answers."""
+def test_wrong_head_order_changes_the_answers(models, tmp_path, monkeypatch):
+    """Negative control of the test above: value heads in the checkpoint's order change the answers."""
     from annie_quant.checkpoint.gguf import names
 
     monkeypatch.setattr(names.Heads, "order", lambda self, width: np.arange(self.values * width))
@@ -178,7 +178,7 @@ def test_port_in_use_is_one_clear_line(models):
             aq.serve.start(models["bf16"], port=port)
 
 
-def test_a_broken_model_says_why_and_leaves_nothing(models, tmp_path):
+def test_a_broken_model_is_reported_and_no_process_remains(models, tmp_path):
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(models["bf16"].read_bytes()[:300_000])
     before = {p.pid for p in psutil.Process().children()}
@@ -202,7 +202,7 @@ def test_never_ready_is_reported_and_stopped(models):
         (lambda p: (p / "x.gguf").write_text("hello") and p / "x.gguf", "is not a GGUF file"),
     ],
 )
-def test_what_is_no_gguf_is_refused(tmp_path, make, message):
+def test_other_files_than_gguf_are_refused(tmp_path, make, message):
     with pytest.raises(AnnieError, match=message):
         aq.serve.start(make(tmp_path))
 
@@ -231,8 +231,8 @@ print(server.pid, flush=True)
         ("raise SystemExit(0)", None),
     ],
 )
-def test_the_server_dies_with_its_parent(models, then, number):
-    """However the parent ends, the server is gone a moment later."""
+def test_the_server_ends_with_its_parent(models, then, number):
+    """However the parent ends, the server ends soon after."""
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT.format(then=then), str(models["bf16"])],
         stdout=subprocess.PIPE,
@@ -251,15 +251,15 @@ def test_the_server_dies_with_its_parent(models, then, number):
 
 
 def test_a_thread_may_start_it_and_end(models):
-    """The server stays when the thread that started it ends (a parent-death signal would kill it)."""
+    """The server continues when the thread that started it ends (a parent-death signal would end it)."""
     import threading
 
-    made = []
-    thread = threading.Thread(target=lambda: made.append(aq.serve.start(models["bf16"])))
+    built = []
+    thread = threading.Thread(target=lambda: built.append(aq.serve.start(models["bf16"])))
     thread.start()
     thread.join()
     time.sleep(0.3)
-    with made[0] as server:
+    with built[0] as server:
         assert server.alive
         assert post(server.url, "/tokenize", {"content": "hi"})["tokens"]
 

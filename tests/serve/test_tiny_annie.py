@@ -1,4 +1,4 @@
-"""The embedded model through the real server: facts, tool calls and reasoning come out parsed, in every format."""
+"""The embedded model on the real server: facts, tool calls and reasoning are parsed, in every format."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_fact_without_thinking(server):
     assert not choice["message"].get("reasoning_content")
 
 
-def test_thinking_is_apart_from_the_answer(server):
+def test_thinking_is_separate_from_the_answer(server):
     message = ask(server, "What is the capital of Japan?", thinking=True)["message"]
     assert message["reasoning_content"].strip() and "Tokyo" in message["content"]
     assert "think>" not in message["content"]

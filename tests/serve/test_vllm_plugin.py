@@ -1,6 +1,6 @@
-"""The vLLM plug-in's arithmetic, and its registration with a stand-in of vLLM's table.
+"""The vLLM plug-in's arithmetic, and its registration with a replacement of vLLM's table.
 
-The real vLLM is tried by tests/integration/vllm_cpu.py, whose figures are in docs/vllm-cpu.md.
+The real vLLM is tested by tests/integration/vllm_cpu.py, whose figures are in docs/vllm-cpu.md.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def as_torch(packed):
 
 
 def exact(packed, x):
-    """x W^T in float64 from the format's definition, written out."""
+    """Return x W^T in float64 from the format's definition."""
     codes = packed.codes
     nibbles = np.stack((codes & 15, codes >> 4), -1).reshape(codes.shape[0], -1)
     values = E2M1[nibbles & 7] * np.where(nibbles & 8, -1, 1)
@@ -40,7 +40,7 @@ def exact(packed, x):
 
 
 @pytest.mark.parametrize("rows", [1, 3, 8, 9, 40])
-def test_weights_alone(rows):
+def test_weight_only(rows):
     packed = weights(48, 96)
     x = torch.randn(rows, 96, generator=torch.Generator().manual_seed(rows))
     got = vllm_plugin.multiply(x, *as_torch(packed), input_scale=0.0)
@@ -49,15 +49,15 @@ def test_weights_alone(rows):
 
 @pytest.mark.parametrize("rows", [2, 20])
 def test_activations_are_rounded_under_the_input_scale(rows):
-    """Each block of 16: an E4M3 scale from its largest value under the input scale, nearest E2M1, ties to even."""
+    """Each block of 16: an E4M3 scale from its largest value with the input scale, nearest E2M1, ties to even."""
     import ml_dtypes
 
     packed = weights(32, 64, seed=3)
     x = torch.randn(rows, 64, generator=torch.Generator().manual_seed(1))
     input_scale = np.float32(float(x.abs().max()) / (6 * 448))
     blocks = x.numpy().reshape(rows, -1, 16).astype(np.float64)
-    wanted = np.abs(blocks).max(-1) / (6 * float(input_scale))
-    step = np.minimum(wanted, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * float(input_scale)
+    expected = np.abs(blocks).max(-1) / (6 * float(input_scale))
+    step = np.minimum(expected, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * float(input_scale)
     ratio = np.abs(blocks) / step[..., None]
     rounded = np.sign(blocks) * E2M1[np.abs(ratio[..., None] - E2M1).argmin(-1)] * step[..., None]
     got = vllm_plugin.multiply(x, *as_torch(packed), input_scale=float(input_scale))
@@ -66,7 +66,7 @@ def test_activations_are_rounded_under_the_input_scale(rows):
     assert not torch.allclose(got, alone, rtol=1e-3), "rounding must show"
 
 
-def test_shapes_are_kept_and_bfloat16_comes_back():
+def test_shapes_and_bfloat16_are_preserved():
     packed = weights(16, 32)
     x = torch.randn(2, 5, 32).to(torch.bfloat16)
     got = vllm_plugin.multiply(x, *as_torch(packed), input_scale=0.0)
@@ -75,7 +75,7 @@ def test_shapes_are_kept_and_bfloat16_comes_back():
 
 @pytest.fixture
 def vllm(monkeypatch):
-    """Just the names that the plug-in touches."""
+    """Only the names that the plug-in uses."""
     cpu = types.SimpleNamespace(is_cpu=lambda: True)
     linear = types.ModuleType("vllm.model_executor.kernels.linear")
     linear._POSSIBLE_NVFP4_KERNELS = {"cuda": ["theirs"]}
@@ -101,7 +101,7 @@ def test_a_cpu_gets_both_kernels_once(vllm):
     assert table["cuda"] == ["theirs"] and vllm.linear.MarlinNvFp4LinearKernel is table["cpu"][1]
 
 
-def test_a_gpu_is_left_alone(vllm):
+def test_gpus_are_not_changed(vllm):
     vllm.platform.is_cpu = lambda: False
     vllm_plugin.register()
     assert (
@@ -109,7 +109,7 @@ def test_a_gpu_is_left_alone(vllm):
     )
 
 
-def test_a_layer_goes_through_the_kernel(vllm):
+def test_a_layer_uses_the_kernel(vllm):
     packed = weights(16, 32)
     codes, scales, tensor_scale = as_torch(packed)
     layer = types.SimpleNamespace(
@@ -123,5 +123,5 @@ def test_a_layer_goes_through_the_kernel(vllm):
         assert kernel.is_supported() == (True, None) and kernel.can_implement(None) == (True, None)
         one = kernel()
         one.process_weights_after_loading(layer)
-        want = vllm_plugin.multiply(x, codes, scales, tensor_scale, input_scale) + bias
-        torch.testing.assert_close(one.apply_weights(layer, x, bias), want)
+        expected = vllm_plugin.multiply(x, codes, scales, tensor_scale, input_scale) + bias
+        torch.testing.assert_close(one.apply_weights(layer, x, bias), expected)

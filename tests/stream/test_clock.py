@@ -1,7 +1,7 @@
-"""A step of CLOCK_REALTIME in the middle of a run, simulated: nothing but this process's view of the clock is stepped.
+"""A simulated step of CLOCK_REALTIME during a run: only this process sees the stepped clock.
 
-A library loaded first (LD_PRELOAD) answers clock_gettime and shifts the kernel's stamps in recvmsg, so both step at one
-moment, as they do when an administrator or NTP sets the clock.
+A preloaded library (LD_PRELOAD) shifts clock_gettime and the kernel's stamps in recvmsg, so both step at the same moment, as
+when an administrator or NTP sets the clock.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ STEPS = [
 
 
 def paced(connection, request) -> None:
-    """80 events over 0.16 s; each says when it was sent (CLOCK_MONOTONIC)."""
+    """80 events over 0.16 s; each contains its send time (CLOCK_MONOTONIC)."""
     connection.sendall(HEAD)
     for _ in range(80):
         time.sleep(0.002)
@@ -108,8 +108,8 @@ def paced(connection, request) -> None:
 
 
 @pytest.mark.skipif(not shutil.which("gcc"), reason="the stepped clock is compiled here, and gcc is not")
-def test_a_stepped_clock_takes_stamps_away_and_bends_none(tmp_path) -> None:
-    """Whichever way it is stepped, before a packet comes or after: no stamp is early or late, and after it there are stamps."""
+def test_a_stepped_clock_removes_stamps_and_changes_none(tmp_path) -> None:
+    """Stepped in either direction, before or after a packet arrives: no stamp is early or late, and later events have stamps."""
     (tmp_path / "shim.c").write_text(SHIM)
     shim = str(tmp_path / "shim.so")
     subprocess.run(["gcc", "-O1", "-shared", "-fPIC", str(tmp_path / "shim.c"), "-o", shim, "-ldl"], check=True)

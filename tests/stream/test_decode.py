@@ -1,4 +1,4 @@
-"""From frames to records: the dialects of vLLM and llama.cpp, tool calls, usage, times by name, faults in the stream."""
+"""Decoding frames to records: the dialects of vLLM and llama.cpp, tool calls, usage, times, errors in the stream."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from annie_quant.stream.sentence import has_sentence, speakable
 
 
 def answer_of(*bodies: bytes) -> decode.Answer:
-    """Events a millisecond apart."""
+    """Decode events that are one millisecond apart."""
     return decode.read_answer(
         decode.Frame(
             (i + 1) * 1_000_000, decode.DONE if b"[DONE]" in body else decode.DATA, 0, i, body, body[6:].strip()
@@ -58,7 +58,7 @@ LLAMA = [
 
 
 @pytest.mark.parametrize("pieces", [VLLM, LLAMA], ids=["vllm", "llama.cpp"])
-def test_both_dialects_say_the_same(pieces: list[bytes]) -> None:
+def test_both_dialects_give_the_same_record(pieces: list[bytes]) -> None:
     record = record_of(pieces)
     assert record["error"] is None and record["status"] == 200 and record["warnings"] == []
     assert (record["reasoning"], record["text"]) == ("Let me look.", "I will search.")
@@ -72,10 +72,10 @@ def test_both_dialects_say_the_same(pieces: list[bytes]) -> None:
     assert json.loads(json.dumps(record)) == record
 
 
-def test_times_carry_their_events_names() -> None:
-    """Each event a millisecond after the one before, so every time is known beforehand."""
+def test_each_time_is_that_of_its_event() -> None:
+    """Each event is one millisecond after the previous one, so all times are known."""
     fields = decode.token_times(answer_of(*VLLM), started_ns=0)
-    assert fields.first_event_ms == 1  # the role-only chunk: an event, not a token
+    assert fields.first_event_ms == 1  # the role-only chunk is an event, not a token
     assert (fields.first_reasoning_ms, fields.first_content_ms, fields.first_tool_ms) == (2, 4, 5)
     assert (fields.last_token_ms, fields.done_ms) == (8, 11)
     assert fields.itl_ms == [1] * 6
@@ -132,7 +132,7 @@ def test_completions_dialect_and_other_choices() -> None:
         (b"data: \xff\xfe\n\n", "not_json", "event 2"),
     ],
 )
-def test_a_failure_in_the_stream_is_one(piece: bytes, cause: str, words: str) -> None:
+def test_an_error_in_the_stream_is_an_error_of_the_request(piece: bytes, cause: str, words: str) -> None:
     record = record_of([event({"content": "Hi"}), piece, DONE])
     assert (record["cause"], record["text"]) == (cause, "Hi")
     assert words in record["error"]
@@ -175,7 +175,7 @@ def test_merged_reads_are_counted_and_flagged() -> None:
     assert (timings.events["flags"][:2] & decode.MERGED).all()
 
 
-def test_pieces_cut_inside_a_character_and_a_line_end() -> None:
+def test_reads_split_inside_a_character_and_a_line_end() -> None:
     body = b"".join(HELLO).replace(b"Hello", "Hé🦊o".encode()).replace(b"\n", b"\r\n")
     whole = record_of([body])
     for step in (1, 3, 50):
@@ -208,23 +208,23 @@ def test_speakable_drops_markup_and_thinking() -> None:
     assert speakable("<think>no</think># Hi *you* `x`").split() == ["Hi", "you", "x"]
 
 
-def test_first_sentence_waits_for_its_end_and_takes_the_last_piece_otherwise() -> None:
+def test_first_sentence_ends_with_its_terminator_or_with_the_last_piece() -> None:
     answer = answer_of(event({"content": "It is 3."}), event({"content": "14. So"}), event({"content": " yes"}), DONE)
     assert decode.token_times(answer, 0).first_sentence_ms == 2
     assert decode.token_times(answer_of(event({"content": "Yes"}), DONE), 0).first_sentence_ms == 1
 
 
-def test_times_are_of_the_wire_not_of_the_decoder() -> None:
-    """A server that waits 60 ms, then 30 ms, is seen to; both clocks agree to a few milliseconds."""
+def test_times_are_measured_before_decoding() -> None:
+    """A server waits 60 ms, then 30 ms: both clocks measure that within a few milliseconds."""
 
-    def talk(connection, request) -> None:
+    def respond(connection, request) -> None:
         connection.sendall(HEAD)
         time.sleep(0.06)
         connection.sendall(chunk(event({"content": "a"})))
         time.sleep(0.03)
         connection.sendall(chunk(event({"content": "b"}, "stop")) + chunk(DONE) + b"0\r\n\r\n")
 
-    with RawServer(talk) as server:
+    with RawServer(respond) as server:
         timings = aq.stream.run([aq.stream.Request(server.url, json={})])
     for record in (timings.records("kernel")[0], timings.records("user")[0]):
         assert record["first_byte_ms"] < record["first_content_ms"] < record["last_token_ms"] <= record["e2e_ms"]

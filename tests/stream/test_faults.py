@@ -1,4 +1,4 @@
-"""Everything that can go wrong on the wire is a row with a cause: never a crash, never a hang, never a lost request."""
+"""Faults on the wire: each is a record with a cause, never a crash, a hang or a lost request."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ import annie_quant as aq  # noqa: E402
 Request = aq.stream.Request
 
 
-def one(talk, request: dict | None = None, **options) -> dict:
-    with RawServer(talk) as server:
+def one(respond, request: dict | None = None, **options) -> dict:
+    with RawServer(respond) as server:
         began = time.monotonic()
         record = aq.stream.run([Request(server.url, json={}, **(request or {}))], **options).records()[0]
         assert time.monotonic() - began < 5, "it hung"
@@ -47,22 +47,22 @@ def test_refused() -> None:
 
 
 def test_reset_mid_event() -> None:
-    def talk(connection, request) -> None:
+    def respond(connection, request) -> None:
         connection.sendall(HEAD + chunk(event({"content": "Hi"})) + b"40\r\ndata: {")
         time.sleep(0.05)
         reset(connection)
 
-    record = one(talk)
+    record = one(respond)
     assert (record["cause"], record["text"]) == ("reset", "Hi")
 
 
-def test_reset_after_done_is_a_whole_answer() -> None:
-    def talk(connection, request) -> None:
+def test_reset_after_done_is_a_complete_answer() -> None:
+    def respond(connection, request) -> None:
         connection.sendall(HEAD + b"".join(map(chunk, HELLO)))
         time.sleep(0.05)
         reset(connection)
 
-    record = one(talk)
+    record = one(respond)
     assert record["error"] is None and record["text"] == "Hello there." and "after [DONE]" in record["warnings"][0]
 
 
@@ -78,7 +78,7 @@ def test_stall_and_whole_timeout() -> None:
 
 
 def test_slow_loris() -> None:
-    """A byte every 20 ms never idles; the whole timeout ends it."""
+    """One byte per 20 ms is never idle; the total timeout ends it."""
 
     def drip(connection, request) -> None:
         for byte in HEAD * 3:
@@ -183,7 +183,7 @@ def test_dns_and_tls_failures(tmp_path) -> None:
 
 
 def test_few_file_descriptors() -> None:
-    """10,000 requests at once with 60 descriptors: each is answered or says why not."""
+    """10,000 requests at once with 60 descriptors: each is answered or reports the reason."""
     script = """
         import resource, sys, json, collections
         import annie_quant as aq
@@ -205,7 +205,7 @@ def python(script: str, *args: str, **options) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, **options)
 
 
-def test_ctrl_c_keeps_what_came() -> None:
+def test_ctrl_c_returns_the_results_so_far() -> None:
     script = """
         import sys, json
         import annie_quant as aq
@@ -216,11 +216,11 @@ def test_ctrl_c_keeps_what_came() -> None:
             print(json.dumps([(r["cause"], r["text"]) for r in stop.timings.records()]))
     """
 
-    def talk(connection, request) -> None:
+    def respond(connection, request) -> None:
         connection.sendall(HEAD + chunk(event({"content": "Hi"})))
         time.sleep(20)
 
-    with RawServer(talk) as server:
+    with RawServer(respond) as server:
         child = subprocess.Popen(
             [sys.executable, "-c", textwrap.dedent(script), server.url], stdout=subprocess.PIPE, text=True
         )
@@ -235,11 +235,11 @@ def test_ctrl_c_keeps_what_came() -> None:
     assert json.loads(out) == [["cancelled", "Hi"], ["cancelled", "Hi"], ["not_started", ""]]
 
 
-def test_a_signal_handler_that_does_not_raise_lets_the_run_go_on() -> None:
-    seen = []
-    before = signal.signal(signal.SIGALRM, lambda *_: seen.append(time.monotonic()))
+def test_a_signal_handler_that_does_not_raise_does_not_stop_the_run() -> None:
+    actual = []
+    before = signal.signal(signal.SIGALRM, lambda *_: actual.append(time.monotonic()))
 
-    def talk(connection, request) -> None:
+    def respond(connection, request) -> None:
         connection.sendall(HEAD)
         time.sleep(0.3)
         connection.sendall(b"".join(map(chunk, HELLO)) + b"0\r\n\r\n")
@@ -247,22 +247,22 @@ def test_a_signal_handler_that_does_not_raise_lets_the_run_go_on() -> None:
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.1)
         began = time.monotonic()
-        record = one(talk)
+        record = one(respond)
     finally:
         signal.signal(signal.SIGALRM, before)
     assert record["error"] is None and record["text"] == "Hello there."
-    assert seen and seen[0] - began < 0.25, "the handler ran during the run, not after it"
+    assert actual and actual[0] - began < 0.25, "the handler ran during the run, not after it"
 
 
 SERVER = """
     import socket, sys, time
     from stream_server import HEAD, RawServer, chunk, event
-    def talk(connection, request):
+    def respond(connection, request):
         connection.sendall(HEAD)
         for _ in range(10000):
             connection.sendall(chunk(event({"content": "x"})))
             time.sleep(0.01)
-    with RawServer(talk) as server:
+    with RawServer(respond) as server:
         print(server.url, flush=True)
         time.sleep(60)
 """
@@ -284,7 +284,7 @@ def test_a_server_killed_or_stopped(what: signal.Signals, cause: tuple[str, ...]
     assert record["cause"] in cause and record["text"].startswith("xxx")
 
 
-def test_deadline_stops_the_run_and_says_so() -> None:
+def test_deadline_stops_the_run_and_is_in_the_records() -> None:
     def stall(connection, request) -> None:
         connection.sendall(HEAD)
         time.sleep(3)
@@ -303,16 +303,21 @@ REAL, MONO = 1_800_000_000_000_000_000, 5_000_000_000_000
     ("offset_now", "offset_before", "stamp", "mapped"),
     [
         (REAL - MONO, REAL - MONO, REAL - 3000, MONO - 3000),  # as it should be
-        (REAL - MONO, REAL - MONO, REAL + 5000, MONO),  # newer than the user stamp by the distance's own error
+        (
+            REAL - MONO,
+            REAL - MONO,
+            REAL + 5000,
+            MONO,
+        ),  # newer than the user stamp by less than the clock offset's uncertainty
         (REAL - MONO, REAL - MONO, 0, 0),  # no stamp
-        (REAL - MONO + 10**9, REAL - MONO, REAL - 3000, 0),  # stepped a second forward since the last wake-up
+        (REAL - MONO + 10**9, REAL - MONO, REAL - 3000, 0),  # stepped forward by one second since the last wake-up
         (REAL - MONO - 10**9, REAL - MONO, REAL - 3000, 0),  # stepped back
         (REAL - MONO, REAL - MONO, REAL + 10**9, 0),  # a stamp from the future
         (REAL - MONO, REAL - MONO, REAL - 10**10, 0),  # a stamp from before the run
         (REAL - MONO + 400, REAL - MONO, REAL - 3000, MONO - 3400),  # NTP slewing
     ],
 )
-def test_a_step_of_the_wall_clock_never_bends_a_stamp(offset_now, offset_before, stamp, mapped) -> None:
+def test_a_step_of_the_wall_clock_never_shifts_a_stamp(offset_now, offset_before, stamp, mapped) -> None:
     assert _stream.map_stamp(offset_now, offset_before, stamp, MONO - 10**9, MONO) == mapped
 
 
@@ -320,7 +325,7 @@ KEY = "sk-very-secret-1234567890"
 
 
 def test_secrets_are_nowhere(tmp_path) -> None:
-    """A server that echoes the key in a header, an error page and a stream; the key is in nothing that is kept."""
+    """A server that echoes the key in a header, an error page and a stream; the key is in nothing that is stored."""
 
     def echo(connection, request) -> None:
         key = next(h for h in request.split(b"\r\n") if h.startswith(b"Authorization")).partition(b": ")[2]
@@ -340,10 +345,10 @@ def test_secrets_are_nowhere(tmp_path) -> None:
     assert "bad key" in record["error"]
     timings.save(tmp_path)
     loaded = aq.stream.Timings.load(tmp_path)
-    kept = json.dumps([record, refused.records(), timings.headers(0)]) + repr(request) + repr(timings)
-    kept += bytes(loaded.frames).decode() + bytes(loaded.notes).decode() + repr(loaded.plan)
+    stored = json.dumps([record, refused.records(), timings.headers(0)]) + repr(request) + repr(timings)
+    stored += bytes(loaded.frames).decode() + bytes(loaded.notes).decode() + repr(loaded.plan)
     for secret in (KEY, "hunter2", "qqqqqqqqqq", "session=abc"):
-        assert secret not in kept
+        assert secret not in stored
     assert "x=1" in record["url"]
 
 
@@ -357,12 +362,12 @@ def test_secrets_are_nowhere(tmp_path) -> None:
         (Request("http://x/", start_s=-1), "before the run"),
     ],
 )
-def test_requests_that_cannot_be(request_: Request, words: str) -> None:
+def test_invalid_requests(request_: Request, words: str) -> None:
     with pytest.raises(aq.errors.UsageError, match=words):
         aq.stream.run([request_])
 
 
-def test_options_that_cannot_be() -> None:
+def test_invalid_options() -> None:
     for options in ({"concurrency": 0}, {"http": "3"}):
         with pytest.raises(aq.errors.UsageError):
             aq.stream.run([Request("http://x/")], **options)
@@ -370,31 +375,31 @@ def test_options_that_cannot_be() -> None:
 
 
 def test_http_1_0_body_that_ends_with_the_connection() -> None:
-    def talk(connection, request) -> None:
+    def respond(connection, request) -> None:
         connection.sendall(b"HTTP/1.0 200 OK\r\nContent-Type: text/event-stream\r\n\r\n" + b"".join(HELLO))
         connection.close()
 
-    assert one(talk)["text"] == "Hello there."
+    assert one(respond)["text"] == "Hello there."
 
 
-def test_an_interim_answer_is_not_the_answer() -> None:
-    def talk(connection, request) -> None:
+def test_an_interim_answer_is_not_the_final_answer() -> None:
+    def respond(connection, request) -> None:
         connection.sendall(b"HTTP/1.1 103 Early Hints\r\nLink: </x>\r\n\r\n")
         stream(HELLO)(connection, request)
 
-    with RawServer(talk) as server:
+    with RawServer(respond) as server:
         timings = aq.stream.run([Request(server.url, json={})])
     assert timings.records()[0]["status"] == 200 and "link" not in timings.headers(0)
 
 
-def test_a_closed_kept_connection_is_opened_again() -> None:
-    """A server that closes after each answer without saying so: the next request must not fail."""
+def test_a_closed_reusable_connection_is_replaced() -> None:
+    """A server that closes after each answer without announcing it: the next request must not fail."""
 
-    def talk(connection, request) -> None:
+    def respond(connection, request) -> None:
         stream(HELLO)(connection, request)
         connection.close()
 
-    with RawServer(talk) as server:
+    with RawServer(respond) as server:
         records = aq.stream.run([Request(server.url, json={}) for _ in range(20)]).records()
     assert [r["error"] for r in records] == [None] * 20
 

@@ -1,4 +1,4 @@
-"""The SSE framer against a second reading of the specification, at every split position."""
+"""The SSE framer against an independent implementation of the specification, at every split position."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ LIMIT = 1 << 24
 
 
 def specified(body: bytes) -> list[tuple[str, bytes]]:
-    """(event name, data) of each event, by the WHATWG algorithm over the whole body: regular expressions, no state."""
+    """Return (event name, data) of each event, by the WHATWG algorithm over the whole body: regular expressions, no state."""
     body = body.removeprefix(b"\xef\xbb\xbf")
-    lines = re.split(rb"\r\n|\r|\n", body)[:-1]  # what follows the last line end is no line
+    lines = re.split(rb"\r\n|\r|\n", body)[:-1]  # text after the last line end is not a line
     events, data, name = [], [], ""
     for line in lines:
         if not line:
@@ -36,7 +36,7 @@ def specified(body: bytes) -> list[tuple[str, bytes]]:
 
 
 def framed(reads: tuple[bytes, ...]) -> list[tuple[str, bytes]]:
-    """The same from the C framer's frames, with decode.py's reading of names and joined data."""
+    """The same from the C framer's frames, with decode.py's event names and joined data."""
     rows = _stream.cut(reads, LIMIT)
     assert b"".join(row[-1] for row in rows) == b"".join(reads), "every byte comes out once, in order"
     out = []
@@ -86,8 +86,8 @@ def test_each_rule_at_every_split(body: bytes) -> None:
             assert framed((body[:i], body[i:j], body[j:])) == expected
 
 
-def test_rules_mean_what_they_say() -> None:
-    """Not by the second reading but by hand, so that both cannot be wrong together."""
+def test_rules_by_hand() -> None:
+    """Expected values written by hand, so that both implementations cannot be wrong in the same way."""
     assert framed((RULES["multi-line data"],)) == [("message", b"one\ntwo\n\nfour")]
     assert framed((RULES["no space"],)) == [("message", b"a"), ("message", b" two"), ("message", b"")]
     assert framed((RULES["event lines"],)) == [("message", b"a"), ("error", b"b"), ("message", b"c")]
@@ -96,7 +96,7 @@ def test_rules_mean_what_they_say() -> None:
 
 
 def test_a_blank_line_of_cr_ends_the_event_at_once() -> None:
-    """An event whose last CR is the last byte of a read is handed on with that read: its stamp must not wait for a LF."""
+    """An event whose last CR is the last byte of a read is passed on with that read: its stamp must not wait for a LF."""
     rows = _stream.cut((b"data: a\r\n\r", b"\ndata: b\r\n\r\n"), LIMIT)
     assert [r[-1] for r in rows] == [b"data: a\r\n\r", b"\ndata: b\r\n\r\n"]
 
@@ -108,13 +108,13 @@ def test_done_is_only_done() -> None:
     assert list(kinds.values()) == [decode.DONE, decode.DONE, decode.DATA, decode.DATA, decode.DATA]
 
 
-def test_tail_and_pings_are_told_apart() -> None:
+def test_tail_and_pings_are_distinguished() -> None:
     rows = _stream.cut((b": ping\n\nid: 1\n\ndata: x",), LIMIT)
     assert [r[0] for r in rows] == [decode.SILENT, decode.SILENT, decode.TAIL]
     assert rows[0][1] & decode.COMMENT and not rows[1][1] & decode.COMMENT
 
 
-def test_large_event_is_linear_and_whole() -> None:
+def test_large_event_is_linear_and_complete() -> None:
     body = b"data: " + b"x" * (16 << 20) + b"\n\n"
     reads = tuple(body[i : i + 16384] for i in range(0, len(body), 16384))
     ((kind, _, lines, start, size, raw),) = _stream.cut(reads, 1 << 25)

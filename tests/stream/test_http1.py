@@ -1,4 +1,4 @@
-"""The HTTP/1.1 reader against RFC 9112, over real sockets: framing, limits, kept connections, split reads, stamps."""
+"""The HTTP/1.1 reader against RFC 9112 over real sockets: framing, limits, reused connections, split reads, stamps."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ SIZE = b"%d" % len(BODY)
 OK = b"HTTP/1.1 200 OK\r\n"
 
 
-def said(*answers: bytes, close: bool = False, **options) -> tuple[list[dict], RawServer, aq.stream.Timings]:
-    """One request for each of these answers, given byte for byte."""
+def output(*answers: bytes, close: bool = False, **options) -> tuple[list[dict], RawServer, aq.stream.Timings]:
+    """One request for each of these answers, given as bytes."""
     queue = iter(answers)
 
-    def talk(connection: socket.socket, request: bytes) -> None:
+    def respond(connection: socket.socket, request: bytes) -> None:
         connection.sendall(next(queue))
         if close:
             connection.close()
 
-    with RawServer(talk) as server:
+    with RawServer(respond) as server:
         timings = aq.stream.run([Request(server.url, json={}, timeout_s=5)] * len(answers), **options)
     return timings.records(), server, timings
 
@@ -52,8 +52,8 @@ WHOLE = {
 
 
 @pytest.mark.parametrize("answer", WHOLE.values(), ids=WHOLE.keys())
-def test_answers_that_end_by_themselves_keep_the_connection(answer: bytes) -> None:
-    records, server, timings = said(answer, answer, answer)
+def test_answers_with_their_own_framing_allow_reuse(answer: bytes) -> None:
+    records, server, timings = output(answer, answer, answer)
     assert [(r["text"], r["error"], r["status"]) for r in records] == [("Hello there.", None, 200)] * 3
     assert [r["new_connection"] for r in records] == [True, False, False] and server.connections == 1
     assert timings.body(2) == BODY
@@ -68,13 +68,13 @@ def test_answers_that_end_by_themselves_keep_the_connection(answer: bytes) -> No
     ],
     ids=["close", "1.0", "bytes after the answer"],
 )
-def test_answers_after_which_the_connection_is_not_used_again(answer: bytes) -> None:
-    records, server, _ = said(answer, answer)
+def test_answers_after_which_the_connection_is_not_reused(answer: bytes) -> None:
+    records, server, _ = output(answer, answer)
     assert [r["error"] for r in records] == [None, None] and server.connections == 2
 
 
 def test_a_body_that_ends_with_the_connection() -> None:
-    records, _, _ = said(OK + b"\r\n" + BODY, close=True)
+    records, _, _ = output(OK + b"\r\n" + BODY, close=True)
     assert (records[0]["text"], records[0]["error"]) == ("Hello there.", None)
 
 
@@ -98,16 +98,16 @@ FAULTS = {
     "a signed length": (fields(b"Content-Length: +5"), "Content-Length"),
     "a length of 20 digits": (fields(b"Content-Length: 18446744073709551617"), "Content-Length"),
     "no length": (fields(b"Content-Length:"), "Content-Length"),
-    "length beside coding": (fields(b"Content-Length: 5", b"Transfer-Encoding: chunked"), "Content-Length"),
+    "length with coding": (fields(b"Content-Length: 5", b"Transfer-Encoding: chunked"), "Content-Length"),
     "another coding": (fields(b"Transfer-Encoding: gzip, chunked"), "Transfer-Encoding"),
     "chunked twice": (fields(b"Transfer-Encoding: chunked", b"Transfer-Encoding: chunked"), "Transfer-Encoding"),
     "chunked in 1.0": (b"HTTP/1.0 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", "Transfer-Encoding"),
     "a switch": (b"HTTP/1.1 101 Switching\r\nUpgrade: x\r\n\r\n", "protocol"),
     "a chunk without a size": (HEAD + b"\r\n", "chunked framing"),
-    "a chunk size that is no number": (HEAD + b"0x5\r\nhello\r\n", "chunked framing"),
+    "a chunk size that is not a number": (HEAD + b"0x5\r\nhello\r\n", "chunked framing"),
     "a chunk size of 17 digits": (HEAD + b"fffffffffffffffff\r\n", "chunked framing"),
     "a chunk size ended by LF": (HEAD + b"5\nhello\n", "chunked framing"),
-    "a chunk that is longer than said": (HEAD + b"5\r\nhello!\r\n", "chunked framing"),
+    "a chunk that is longer than results_of": (HEAD + b"5\r\nhello!\r\n", "chunked framing"),
     "an endless chunk extension": (HEAD + b"5;" + b"x" * 5000, "chunked framing"),
     "a field of 65 KB": (OK + b"A: " + b"x" * 66_000, "too large"),
     "a head of 300 KB": (OK + b"A: 0123456789\r\n" * 20_000, "too large"),
@@ -117,9 +117,9 @@ FAULTS = {
 
 
 @pytest.mark.parametrize(("answer", "words"), FAULTS.values(), ids=FAULTS.keys())
-def test_what_http_forbids_is_a_fault_at_once(answer: bytes, words: str) -> None:
-    """The server keeps the connection open: nothing but the reader itself can end the request before its timeout."""
-    record = said(answer)[0][0]
+def test_what_http_forbids_fails_at_once(answer: bytes, words: str) -> None:
+    """The server does not close the connection: only the reader can end the request before its timeout."""
+    record = output(answer)[0][0]
     assert record["cause"] == "protocol" and words in record["error"], record["error"]
     assert record["e2e_ms"] < 3000
 
@@ -128,8 +128,8 @@ def test_what_http_forbids_is_a_fault_at_once(answer: bytes, words: str) -> None
     "answer",
     [OK, OK + b"Content-Length: 999\r\n\r\n" + HELLO[1], HEAD + chunk(HELLO[0]), HEAD + b"5\r\nhel", HEAD + b"0\r\n"],
 )
-def test_answers_cut_short(answer: bytes) -> None:
-    assert said(answer, close=True)[0][0]["cause"] == "truncated"
+def test_truncated_answers(answer: bytes) -> None:
+    assert output(answer, close=True)[0][0]["cause"] == "truncated"
 
 
 def test_statuses_without_a_body() -> None:
@@ -137,7 +137,7 @@ def test_statuses_without_a_body() -> None:
         b"HTTP/1.1 204 No\r\nContent-Length: 9\r\n\r\n",
         b"HTTP/1.1 304 No\r\nTransfer-Encoding: chunked\r\n\r\n",
     ):
-        records, server, _ = said(head, head)
+        records, server, _ = output(head, head)
         assert [r["body_bytes"] for r in records] == [0, 0] and server.connections == 1
     with RawServer(lambda c, r: c.sendall(OK + b"Content-Length: 99\r\n\r\n")) as server:
         assert aq.stream.run([Request(server.url, method="HEAD", timeout_s=3)]).records()[0]["status"] == 200
@@ -146,11 +146,11 @@ def test_statuses_without_a_body() -> None:
 def test_an_answer_in_single_bytes() -> None:
     answer = b"HTTP/1.1 100 C\r\n\r\n" + HEAD + chunk(BODY) + b"0\r\nX: y\r\n\r\n"
 
-    def talk(connection: socket.socket, request: bytes) -> None:
+    def respond(connection: socket.socket, request: bytes) -> None:
         for i in range(len(answer)):
             connection.sendall(answer[i : i + 1])
 
-    with RawServer(talk) as server:
+    with RawServer(respond) as server:
         timings = aq.stream.run([Request(server.url, json={}, timeout_s=10)] * 2)
     assert [r["text"] for r in timings.records()] == ["Hello there."] * 2 and timings.body(1) == BODY
 
@@ -180,7 +180,7 @@ def test_the_request_as_it_is_sent() -> None:
     assert re.search(rb"User-Agent: annie-quant/\S+\r\n", second)
 
 
-def test_a_large_request_is_sent_whole_and_an_early_answer_counts() -> None:
+def test_a_large_request_is_sent_completely_and_an_early_answer_is_valid() -> None:
     prompt = "x" * (8 << 20)
     with RawServer(stream(HELLO)) as server:
         records = aq.stream.run([Request(server.url, json={"p": prompt})] * 2).records()
@@ -207,9 +207,9 @@ def test_a_large_request_is_sent_whole_and_an_early_answer_counts() -> None:
 
 
 def stamped(count: int, gap_s: float):
-    """Each event says when it was sent (CLOCK_MONOTONIC); without a gap they come as fast as the server can."""
+    """Each event contains its send time (CLOCK_MONOTONIC); without a gap they are sent as fast as possible."""
 
-    def talk(connection, request) -> None:
+    def respond(connection, request) -> None:
         connection.sendall(HEAD)
         for _ in range(count):
             if gap_s:
@@ -217,13 +217,13 @@ def stamped(count: int, gap_s: float):
             connection.sendall(chunk(event({"content": str(time.monotonic_ns())})))
         connection.sendall(chunk(DONE) + b"0\r\n\r\n")
 
-    return talk
+    return respond
 
 
 @pytest.mark.parametrize("gap_s", [0, 0.002], ids=["flood", "paced"])
 @pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
-def test_no_stamp_comes_before_what_it_stamps(tls: bool, gap_s: float, tmp_path) -> None:
-    """However many events one read brings, and whatever arrives while it is read: a stamp is never too early."""
+def test_no_stamp_is_earlier_than_its_event(tls: bool, gap_s: float, tmp_path) -> None:
+    """However many events one read has, and whatever arrives during it: a stamp is never too early."""
     context = None
     if tls:
         if not shutil.which("openssl"):
@@ -234,18 +234,20 @@ def test_no_stamp_comes_before_what_it_stamps(tls: bool, gap_s: float, tmp_path)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(f"{pem}.crt", pem)
     if tls and not gap_s:
-        check_stamps(gap_s, context, tls)  # a flood over TLS leaves hardly a read that took just what had come
+        check_stamps(
+            gap_s, context, tls
+        )  # during a flood over TLS nearly every read takes more than had arrived at its stamp
         return
-    # Plain: one call brings bytes and stamp, whatever the machine does besides. TLS: the stamp is given up where more came
-    # between the look and libcurl's read, which a busy machine makes likelier; a client that never stamps has a share of 0.
-    wanted, shares = 0.3 if tls else 0.95, []
-    while len(shares) < 3 and not any(share > wanted for share in shares):
+    # Plain HTTP: one call returns data and stamp, whatever else the machine does. TLS: the stamp is dropped if more data arrived
+    # between the stamp and libcurl's read, which is more likely on a busy machine; a client that never stamps has a share of 0.
+    expected, shares = 0.3 if tls else 0.95, []
+    while len(shares) < 3 and not any(share > expected for share in shares):
         shares.append(check_stamps(gap_s, context, tls))
-    assert max(shares) > wanted, f"few events bear a kernel stamp: {shares}"
+    assert max(shares) > expected, f"few events bear a kernel stamp: {shares}"
 
 
 def check_stamps(gap_s: float, context: ssl.SSLContext | None, tls: bool) -> float:
-    """One run's stamps against the server's own; returns the share of events with a kernel stamp."""
+    """Compare one run's stamps with the server's send times; return the share of events with a kernel stamp."""
     count = 200 if gap_s else 2000
     with RawServer(stamped(count, gap_s), tls=context) as server:
         timings = aq.stream.run([Request(server.url, json={}, timeout_s=20)] * 4, 4, verify_tls=False)
@@ -256,7 +258,7 @@ def check_stamps(gap_s: float, context: ssl.SSLContext | None, tls: bool) -> flo
     ]
     assert len(sent) == 4 * count
     known = rows["kernel_ns"] != 0
-    early = (rows["kernel_ns"] - np.array(sent))[known]  # none is known in some floods over TLS
+    early = (rows["kernel_ns"] - np.array(sent))[known]  # in some floods over TLS no stamp is known
     assert (early > -50_000).all(), "the clocks' distance is known to some µs"
     assert (rows["user_ns"] - np.array(sent)).min() > 0
     overread = (rows["flags"] & 8) != 0

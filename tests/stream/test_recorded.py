@@ -25,8 +25,8 @@ def test_every_answer_decodes(recorded: aq.stream.Timings) -> None:
         assert record["clock"] == "kernel" and record["unstamped_events"] == 0
 
 
-def test_our_clock_agrees_with_the_servers_own(recorded: aq.stream.Timings) -> None:
-    """llama.cpp times its own decoding. It counts n tokens where TPOT counts n - 1 gaps, and it was on a busy machine."""
+def test_our_times_agree_with_the_servers_timings(recorded: aq.stream.Timings) -> None:
+    """llama.cpp times its own decoding. It counts n tokens where TPOT counts n - 1 gaps; the machine was busy."""
     for record in recorded.records():
         own = record["server_timings"]
         assert record["tpot_ms"] == pytest.approx(own["predicted_per_token_ms"], rel=0.02)
@@ -34,7 +34,7 @@ def test_our_clock_agrees_with_the_servers_own(recorded: aq.stream.Timings) -> N
         assert first_ms > own["prompt_ms"], "the first token cannot come before the prompt was read"
 
 
-def test_the_recorded_bytes_split_anywhere(recorded: aq.stream.Timings) -> None:
+def test_the_recorded_bytes_can_be_split_anywhere(recorded: aq.stream.Timings) -> None:
     body = recorded.body(0)
     events = [(*row[:3], row[-1][row[3] : row[3] + row[4]]) for row in _stream.cut((body,), 1 << 20)]
     assert len(events) == len(recorded.rows_of(0))
@@ -43,7 +43,7 @@ def test_the_recorded_bytes_split_anywhere(recorded: aq.stream.Timings) -> None:
         assert [(*row[:3], row[-1][row[3] : row[3] + row[4]]) for row in rows] == events
 
 
-def test_replayed_to_a_client_it_says_the_same(recorded: aq.stream.Timings) -> None:
+def test_a_replay_gives_the_same_records(recorded: aq.stream.Timings) -> None:
     with aq.stream.ReplayServer(recorded, speed=1000) as server:
         again = aq.stream.run([aq.stream.Request(server.url, json={}, timeout_s=10)] * 3).records()
     for first, second in zip(recorded.records(), again, strict=False):

@@ -24,22 +24,22 @@ import annie_quant as aq  # noqa: E402
 
 
 def Request(url: str, **fields) -> aq.stream.Request:
-    """A request that cannot hold up the suite."""
+    """A request with a short timeout, so that it cannot block the test suite."""
     return aq.stream.Request(url, **{"timeout_s": 10, **fields})
 
 
 def slow(seconds: float):
-    def talk(connection, request) -> None:
+    def respond(connection, request) -> None:
         time.sleep(seconds)
         stream(HELLO)(connection, request)
 
-    return talk
+    return respond
 
 
-def test_a_closed_loop_keeps_its_bound_and_its_order() -> None:
+def test_a_closed_loop_keeps_its_concurrency_and_its_order() -> None:
     flying, most, lock = 0, 0, threading.Lock()
 
-    def talk(connection, request) -> None:
+    def respond(connection, request) -> None:
         nonlocal flying, most
         with lock:
             flying += 1
@@ -49,7 +49,7 @@ def test_a_closed_loop_keeps_its_bound_and_its_order() -> None:
             flying -= 1
         stream(HELLO)(connection, request)
 
-    with RawServer(talk) as server:
+    with RawServer(respond) as server:
         timings = aq.stream.run([Request(server.url, json={}, tag=i) for i in range(12)], concurrency=3)
         assert server.connections == 3, "connections are kept"
     assert most == 3
@@ -65,7 +65,7 @@ def test_fresh_connections() -> None:
     assert all(r["new_connection"] and r["connect_ms"] > 0 for r in records)
 
 
-def test_an_open_loop_starts_on_time_whatever_the_server_does() -> None:
+def test_an_open_loop_starts_on_time_with_a_slow_server() -> None:
     starts = aq.stream.constant(8, 100)
     with RawServer(slow(0.1)) as server:
         records = aq.stream.run([Request(server.url, json={}, start_s=s) for s in starts]).records()
@@ -74,8 +74,8 @@ def test_an_open_loop_starts_on_time_whatever_the_server_does() -> None:
     assert all(r["wait_ms"] < 50 for r in records)
 
 
-def test_waiting_for_a_place_is_told() -> None:
-    """Coordinated omission: an open loop through one place shows how long each request was held back."""
+def test_waiting_for_the_concurrency_is_in_the_record() -> None:
+    """Coordinated omission: with one request at a time, an open loop's records show how long each request waited."""
     with RawServer(slow(0.05)) as server:
         records = aq.stream.run([Request(server.url, json={}, start_s=0) for _ in range(4)], concurrency=1).records()
     waits = [r["wait_ms"] for r in records]
@@ -86,7 +86,7 @@ def test_waiting_for_a_place_is_told() -> None:
     assert records[3]["e2e_ms"] < 140 < records[3]["scheduled_e2e_ms"]
 
 
-def test_starts_out_of_order_are_run_in_time_and_come_back_in_place() -> None:
+def test_unordered_starts_run_in_time_and_return_in_the_plans_order() -> None:
     with RawServer(stream(HELLO)) as server:
         plan = [Request(server.url, json={}, start_s=s, tag=s) for s in (0.1, 0.0, 0.05)]
         records = aq.stream.run(plan).records()
@@ -112,7 +112,7 @@ def test_arrivals() -> None:
             bad()
 
 
-def test_warmup_is_left_out() -> None:
+def test_warmup_is_not_in_the_result() -> None:
     with RawServer(stream(HELLO)) as server:
         timings = aq.stream.run([Request(server.url, json={})], warmup=[Request(server.url, json={})] * 2)
         assert len(server.requests) == 3 and len(timings) == 1
@@ -125,8 +125,8 @@ def certificate(tmp_path_factory) -> str:
     path = tmp_path_factory.mktemp("tls") / "both.pem"
     subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
     command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *subject]
-    made = subprocess.run([*command, "-keyout", path, "-out", f"{path}.crt"], capture_output=True)
-    assert made.returncode == 0
+    built = subprocess.run([*command, "-keyout", path, "-out", f"{path}.crt"], capture_output=True)
+    assert built.returncode == 0
     return str(path)
 
 
@@ -148,7 +148,7 @@ def test_unix_socket(tmp_path) -> None:
     assert (record["text"], record["error"], record["clock"]) == ("Hello there.", None, "user")
 
 
-def test_http_2_falls_back_where_the_server_has_none(certificate: str) -> None:
+def test_http_2_falls_back_if_the_server_does_not_support_it(certificate: str) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(f"{certificate}.crt", certificate)
     with RawServer(stream(HELLO), tls=context) as server:
@@ -156,8 +156,8 @@ def test_http_2_falls_back_where_the_server_has_none(certificate: str) -> None:
     assert (record["text"], record["http_version"]) == ("Hello there.", "1.1")
 
 
-def test_http_2_against_a_server_that_has_it(certificate: str) -> None:
-    """The frames of RFC 9113 by hand: settings, headers and data of two streams on one connection."""
+def test_http_2_with_a_server_that_supports_it(certificate: str) -> None:
+    """The frames of RFC 9113 written by hand: settings, headers and data of two streams on one connection."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(f"{certificate}.crt", certificate)
     context.set_alpn_protocols(["h2"])
@@ -230,7 +230,7 @@ def test_two_plans_in_two_threads() -> None:
 
 
 def test_the_gil_is_free_during_a_run() -> None:
-    """Python counts on in another thread while the run waits, and does not slow the stamps down."""
+    """Python counts in another thread while the run waits, and does not delay the stamps."""
     count, stop = 0, threading.Event()
 
     def spin() -> None:
@@ -276,13 +276,13 @@ def test_awaited_and_cancelled() -> None:
 
 
 def test_save_and_load_give_the_same(tmp_path) -> None:
-    def talk(connection, request) -> None:
+    def respond(connection, request) -> None:
         if b'"bad"' in request:
             connection.sendall(b"HTTP/1.1 404 No\r\nContent-Length: 22\r\n\r\n" + b'{"error":"no such one"}'[:22])
         else:
             stream(HELLO)(connection, request)
 
-    with RawServer(talk) as server:
+    with RawServer(respond) as server:
         timings = aq.stream.run(
             [Request(server.url, json={"k": k}, tag=k) for k in ("good", "bad", "good")], concurrency=2
         )
@@ -320,7 +320,7 @@ def changed(rows: np.ndarray, column: str, value: int) -> np.ndarray:
         ("reads", lambda a: a["size"], "reads has no column user_ns"),
     ],
 )
-def test_a_recording_that_was_damaged_says_so(name: str, change, words: str, tmp_path) -> None:
+def test_a_damaged_recording_is_refused(name: str, change, words: str, tmp_path) -> None:
     with RawServer(stream(HELLO)) as server:
         saved = aq.stream.run([Request(server.url, json={})] * 2).save(tmp_path)
     with np.load(saved) as held:
@@ -330,15 +330,15 @@ def test_a_recording_that_was_damaged_says_so(name: str, change, words: str, tmp
         aq.stream.Timings.load(tmp_path)
 
 
-def test_replay_says_the_same_at_the_same_pace() -> None:
-    def talk(connection, request) -> None:
+def test_replay_gives_the_same_records_at_the_same_pace() -> None:
+    def respond(connection, request) -> None:
         connection.sendall(HEAD)
         for i, piece in enumerate(HELLO):
             time.sleep(0.03 if i < 3 else 0)
             connection.sendall(chunk(piece))
         connection.sendall(b"0\r\n\r\n")
 
-    with RawServer(talk) as server:
+    with RawServer(respond) as server:
         recorded = aq.stream.run([Request(server.url, json={})] * 2)
     with aq.stream.ReplayServer(recorded) as replay:
         again = aq.stream.run([Request(replay.url, json={})] * 2)
@@ -353,11 +353,11 @@ def test_replay_says_the_same_at_the_same_pace() -> None:
 
 
 def test_replay_repeats_a_fault() -> None:
-    def talk(connection, request) -> None:
+    def respond(connection, request) -> None:
         connection.sendall(HEAD + chunk(event({"content": "Hi"})))
         connection.close()
 
-    with RawServer(talk) as server:
+    with RawServer(respond) as server:
         recorded = aq.stream.run([Request(server.url, json={})])
     with aq.stream.ReplayServer(recorded) as replay:
         record = aq.stream.run([Request(replay.url, json={})]).records()[0]
@@ -367,7 +367,7 @@ def test_replay_repeats_a_fault() -> None:
 @settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_frames_joined_are_the_body(data: st.DataObject) -> None:
-    """Whatever a server sends in whatever pieces, the frames joined are its bytes and the reads add up to them."""
+    """However a server splits its data, the frames joined are its bytes and the reads add up to them."""
     alphabet = st.sampled_from(
         [b"data: x\n\n", b": ping\r\n\r\n", b"\n", b"\r", b"data: [DONE]\n\n", b"\xff\0", *HELLO]
     )
@@ -381,7 +381,7 @@ def test_frames_joined_are_the_body(data: st.DataObject) -> None:
         assert int(timings.reads["size"][timings.reads["request"] == i].sum()) == len(b"".join(pieces))
 
 
-def test_arrays_are_views_of_what_c_wrote_and_read_only() -> None:
+def test_arrays_are_read_only_views_of_c_memory() -> None:
     with RawServer(stream(HELLO)) as server:
         timings = aq.stream.run([Request(server.url, json={})])
     for array in (timings.requests, timings.events, timings.reads, timings.frames, timings.notes):
@@ -390,12 +390,12 @@ def test_arrays_are_views_of_what_c_wrote_and_read_only() -> None:
     assert timings.events.dtype.itemsize == 48
     assert timings.events["offset"].tolist() == np.cumsum([0, *timings.events["size"][:-1]]).tolist()
     del array
-    kept = timings.events["user_ns"]
+    stored = timings.events["user_ns"]
     del timings
-    assert kept[0] > 0  # the view keeps its memory alive
+    assert stored[0] > 0  # the view keeps its memory alive
 
 
-def test_pandas_sees_the_same_memory() -> None:
+def test_pandas_uses_the_same_memory() -> None:
     pytest.importorskip("pandas", reason="pandas is not installed")
     with RawServer(stream(HELLO)) as server:
         timings = aq.stream.run([Request(server.url, json={})])
@@ -404,7 +404,7 @@ def test_pandas_sees_the_same_memory() -> None:
     assert list(timings.to_pandas("records")["text"]) == ["Hello there."]
 
 
-def test_arrow_and_polars_hold_the_raw_frames_in_place() -> None:
+def test_arrow_and_polars_do_not_copy_raw_frames() -> None:
     pytest.importorskip("pyarrow", reason="pyarrow is not installed")
     with RawServer(stream(HELLO)) as server:
         timings = aq.stream.run([Request(server.url, json={})])
@@ -432,7 +432,7 @@ LEAK = """
 
 
 def test_nothing_leaks() -> None:
-    """Ten thousand requests, or ANNIE_QUANT_LEAK: memory and descriptors stay where they were after the first thousand."""
+    """Ten thousand requests, or ANNIE_QUANT_LEAK: memory and descriptors do not grow after the first thousand."""
     count = int(os.environ.get("ANNIE_QUANT_LEAK", "10000"))
     with RawServer(stream([event({"content": "a"}, "stop") + DONE])) as server:
         done = subprocess.run(
@@ -467,12 +467,12 @@ POLICY = """
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="root gives and takes the right to it")
 @pytest.mark.parametrize("who", ["allowed", "not allowed"])
-def test_the_loop_takes_a_real_time_priority_for_its_time_and_says_whether_it_had_one(who: str) -> None:
-    def talk(connection, request) -> None:
+def test_the_loop_uses_a_real_time_priority_and_reports_it(who: str) -> None:
+    def respond(connection, request) -> None:
         time.sleep(0.05)
         stream(HELLO)(connection, request)
 
-    with RawServer(talk) as server:
+    with RawServer(respond) as server:
         command = [sys.executable, "-c", textwrap.dedent(POLICY), server.url]
         if who == "not allowed":
             command = ["setpriv", "--bounding-set=-sys_nice", "prlimit", "--rtprio=0", *command]
@@ -483,6 +483,6 @@ def test_the_loop_takes_a_real_time_priority_for_its_time_and_says_whether_it_ha
 
 
 def may_be_realtime() -> bool:
-    """Containers may withhold it from root."""
+    """Containers may not permit it, even for root."""
     ask = "import os; os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))"
     return subprocess.run([sys.executable, "-c", ask], capture_output=True).returncode == 0

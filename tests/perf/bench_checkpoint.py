@@ -1,10 +1,10 @@
-"""`direct` on a synthetic checkpoint of Qwen3.5-9B's real shapes: against cp, against the codec, against llm-compressor.
+"""Speed of `direct` on a synthetic checkpoint with Qwen3.5-9B's shapes, compared with cp, the codec and llm-compressor.
 
     python tests/perf/bench_checkpoint.py --work /tmp/bench --layers 12 --runs 2
     python tests/perf/bench_checkpoint.py --work /tmp/bench --peer /tmp/llmc/bin/python     # a venv with llmcompressor
 
-Caches cannot be dropped here, so everything is measured warm: the source is read once before. Every copy and every
-conversion is followed by its own sync, and both times are shown. The peer gets the same tensors in the same run.
+Caches cannot be dropped here, so everything is measured warm: the source is read once before. Each copy and each conversion
+is followed by a sync, and both times are shown. The peer gets the same tensors in the same run.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def child(python: str, code: str, *argv: str) -> dict:
 
 
 def synced(work) -> dict:
-    """Seconds of `work` and of the sync after it; `work` may add more."""
+    """Return the seconds of `work` and of the sync after it; `work` may add more."""
     start = time.perf_counter()
     more = work() or {}
     middle = time.perf_counter()
@@ -71,7 +71,7 @@ def synced(work) -> dict:
 
 
 def codec_speed(megabytes: int = 256) -> float:
-    """GB/s of bf16 that amax and pack together read, from memory."""
+    """Return GB/s of bf16 that amax and pack together read from memory."""
     rng = np.random.default_rng(0)
     w = (rng.standard_normal((megabytes << 19) // 4096 * 4096, np.float32) * 0.02).astype(ml_dtypes.bfloat16)
     w = w.reshape(-1, 4096)
@@ -120,7 +120,7 @@ def against_cp(work: Path, layers: int, runs: int) -> None:
 
 
 def against_peer(work: Path, peer: str, workers: int) -> None:
-    """A few layers with a small vocabulary: little is merely copied, the same tensors for both."""
+    """A few layers with a small vocabulary, so that little is only copied; the same tensors for both."""
     source = work / "source-peer"
     if not source.exists():
         make_9b.TEXT |= {"vocab_size": 4096, "mtp_num_hidden_layers": 0}
@@ -148,11 +148,11 @@ if __name__ == "__main__":
     parser.add_argument("--peer", help="Python of an environment with llmcompressor; only that comparison is made")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--keep", action="store_true", help="leave the synthetic checkpoint there")
-    given = parser.parse_args()
-    given.work.mkdir(parents=True, exist_ok=True)
+    arguments = parser.parse_args()
+    arguments.work.mkdir(parents=True, exist_ok=True)
     print(platform.processor() or platform.machine(), os.cpu_count(), "processors", platform.release())
-    against_peer(given.work, given.peer, given.workers) if given.peer else against_cp(
-        given.work, given.layers, given.runs
+    against_peer(arguments.work, arguments.peer, arguments.workers) if arguments.peer else against_cp(
+        arguments.work, arguments.layers, arguments.runs
     )
-    if not given.keep:
-        shutil.rmtree(given.work)
+    if not arguments.keep:
+        shutil.rmtree(arguments.work)

@@ -1,11 +1,11 @@
-"""Speed of the codec against the programs people use today, in one run on one machine.
+"""Speed of the codec compared with current programs, in one run on one machine.
 
     python tests/perf/bench_codec.py [--size 4096] [--repeats 7] [--json]
 
-Every line: our time, the peer and its time, the ratio and the target, bytes moved a second and their share of what a
-non-temporal copy reaches here. Ours is the best of `repeats` or of 0.8 s, a peer's the best of 5 or of 0.8 s. Results are checked
-for equality before anything is timed. Ours writes into arrays that it is given, but on the lines "fresh output", where it
-allocates them as ModelOpt always does.
+Every line: our time, the peer and its time, the ratio and the target, bytes moved per second and their share of the bandwidth of
+a non-temporal copy. Ours is the best of `repeats` or of 0.8 s, a peer's the best of 5 or of 0.8 s. Results are compared before
+anything is timed. Ours writes into existing arrays, except in the lines "fresh output", where it allocates them as ModelOpt
+always does.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from annie_quant import kquant, nvfp4
 
 
 def best(call: Callable[[], object], repeats: int) -> float:
-    """Seconds of the fastest of `repeats` or more, for 0.8 s at least: the machine's noise only adds, and comes in spells."""
+    """Return the seconds of the fastest of at least `repeats` runs and 0.8 s: other work only adds time, in bursts."""
     fastest, count, end = float("inf"), 0, time.perf_counter() + 0.8
     while count < repeats or time.perf_counter() < end:
         start = time.perf_counter()
@@ -37,8 +37,9 @@ def best(call: Callable[[], object], repeats: int) -> float:
 
 
 def copy_bandwidth(repeats: int) -> float:
-    """Bytes a second, read + written, of what is nearly a non-temporal copy by the codec's own threads: unpacking to float32,
-    which reads 0.56 bytes an element and writes 4, past the caches. libc's memcpy does not scale to two threads."""
+    """Return bytes per second, read and written, of a nearly non-temporal copy by the codec's threads: unpacking to float32,
+    which reads 0.56 bytes per element and writes 4, bypassing the caches. libc's memcpy does not scale to two threads.
+    """
     t = nvfp4.pack(np.ones((4096, 4096), ml_dtypes.bfloat16))
     out = np.empty((4096, 4096), np.float32)
     nvfp4.unpack(t, "float32", out=out)
@@ -46,7 +47,7 @@ def copy_bandwidth(repeats: int) -> float:
 
 
 def read_bandwidth(repeats: int) -> float:
-    """Bytes a second of reading alone: the amax of 128 MB, which no cache here holds."""
+    """Return bytes per second of reading alone: the amax of 128 MB, more than any cache holds."""
     w = np.ones((8192, 8192), ml_dtypes.bfloat16)
     return w.nbytes / best(lambda: nvfp4.amax(w), repeats)
 
@@ -67,19 +68,25 @@ def nvfp4_lines(size: int, repeats: int) -> list[dict]:
     assert (t.codes == q._quantized_data.numpy()).all() and (
         t.block_scale.view(np.uint8) == s.view(torch.uint8).numpy()
     ).all()
-    given = best(lambda: NVFP4QTensor.quantize(wt, 16, None, st), 5)
+    modelopt_s = best(lambda: NVFP4QTensor.quantize(wt, 16, None, st), 5)
     whole = best(lambda: NVFP4QTensor.quantize(wt, 16), 5)
     back = best(lambda: q.dequantize(torch.bfloat16, scale=s, double_scale=s2, block_sizes={-1: 16}), 5)
     out = nvfp4.unpack(t)
     moved = w.nbytes + t.nbytes
     rows = [
-        ("pack, tensor scale given", lambda: nvfp4.pack(w, tensor_scale=scale, out=t), given, 250, moved),
+        ("pack, tensor scale given", lambda: nvfp4.pack(w, tensor_scale=scale, out=t), modelopt_s, 250, moved),
         ("amax + pack", lambda: nvfp4.pack(w, out=t), whole, 180, moved + w.nbytes),
-        ("pack, fresh output", lambda: nvfp4.pack(w, tensor_scale=scale), given, None, moved),
+        ("pack, fresh output", lambda: nvfp4.pack(w, tensor_scale=scale), modelopt_s, None, moved),
         ("unpack to bfloat16", lambda: nvfp4.unpack(t, out=out), back, 100, moved),
         ("unpack, fresh output", lambda: nvfp4.unpack(t), back, None, moved),
-        ("full sweep, exact", lambda: nvfp4.pack(w, tensor_scale=scale, scale="sweep", out=t), given, 25, moved),
-        ("four-over-six", lambda: nvfp4.pack(w, tensor_scale=scale, scale="four_over_six", out=t), given, 60, moved),
+        ("full sweep, exact", lambda: nvfp4.pack(w, tensor_scale=scale, scale="sweep", out=t), modelopt_s, 25, moved),
+        (
+            "four-over-six",
+            lambda: nvfp4.pack(w, tensor_scale=scale, scale="four_over_six", out=t),
+            modelopt_s,
+            60,
+            moved,
+        ),
     ]
     return [
         line(name, best(call, repeats), "ModelOpt on the CPU", peer, target, bytes_moved)
@@ -88,11 +95,11 @@ def nvfp4_lines(size: int, repeats: int) -> list[dict]:
 
 
 def llama_library() -> ctypes.CDLL | None:
-    """llama.cpp inside xllamacpp, which may be missing: then there is no line for its encoders."""
-    found = importlib.util.find_spec("xllamacpp")
-    if found is None or found.origin is None:
+    """Load llama.cpp from xllamacpp; None if it is not installed, then its encoders are not measured."""
+    result = importlib.util.find_spec("xllamacpp")
+    if result is None or result.origin is None:
         return None
-    library = ctypes.CDLL(str(sorted(Path(found.origin).parent.glob("xllamacpp*.so"))[0]))
+    library = ctypes.CDLL(str(sorted(Path(result.origin).parent.glob("xllamacpp*.so"))[0]))
     library.ggml_quantize_chunk.restype = ctypes.c_size_t
     return library
 
@@ -155,14 +162,14 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=4096, help="rows and columns of the bfloat16 weight")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--json", action="store_true")
-    given = parser.parse_args()
-    copy, read = copy_bandwidth(given.repeats) / 1e9, read_bandwidth(given.repeats) / 1e9
+    arguments = parser.parse_args()
+    copy, read = copy_bandwidth(arguments.repeats) / 1e9, read_bandwidth(arguments.repeats) / 1e9
     lines = [
-        *nvfp4_lines(given.size, given.repeats),
-        *kquant_lines(given.repeats),
-        scaling_line(given.size, given.repeats),
+        *nvfp4_lines(arguments.size, arguments.repeats),
+        *kquant_lines(arguments.repeats),
+        scaling_line(arguments.size, arguments.repeats),
     ]
-    if given.json:
+    if arguments.json:
         print(
             json.dumps(
                 {

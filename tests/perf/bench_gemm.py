@@ -1,12 +1,10 @@
-"""Times the W4A16 kernels against cuBLAS bf16 on this GPU, in one run: cold L2 by rotating buffers, CUDA graphs,
-medians.
+"""Time the W4A16 kernels against cuBLAS bf16 on this GPU in one run: cold L2 by rotating buffers, CUDA graphs, medians.
 
     python tests/perf/bench_gemm.py --output out.json [--shapes 8192x8192,...] [--tokens 1,8,16,64] [--explore]
 
-A time is that of one launch in a graph of at least 20, taken as the median of `--repeats` replays; each launch of a
-graph uses the next of enough copies of the weight that the L2 has forgotten the first by then. PDL is programmatic
-dependent launch: ours is given with and without, cuBLAS runs without. Needs torch with CUDA; a result is printed only
-after it agreed with torch.
+A time is that of one launch in a graph of at least 20, the median of `--repeats` replays; each launch of a graph uses the next one
+of enough copies of the weight that the L2 no longer has the first one. PDL is programmatic dependent launch: ours is measured with
+and without, cuBLAS without. Needs torch with CUDA; a result is printed only if it agrees with torch.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ COLD_BYTES = 400 << 20  # an H200's L2 is 60 MB
 
 
 def timed(launches, repeats: int) -> float:
-    """Microseconds of one launch: `launches` is a list of callables, captured into one graph."""
+    """Return microseconds per launch; `launches` is a list of callables, captured into one graph."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for launch in launches:
@@ -61,7 +59,7 @@ def rotated(copies: list, per_graph: int, call) -> list:
 
 
 class Weights:
-    """Enough copies of one random NVFP4 weight for a cold L2; the values of the first as bf16 for the comparison."""
+    """Enough copies of one random NVFP4 weight for a cold L2, and the first one's values as bf16 for the comparison."""
 
     def __init__(self, n: int, k: int) -> None:
         torch.manual_seed(n + k)
@@ -77,7 +75,7 @@ class Weights:
         table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], device="cuda")
         table = torch.cat([table, -table])
         out = torch.empty(x.shape[0], self.n, device="cuda")
-        for a in range(0, self.n, 8192):  # in slices: the float32 weight may be large
+        for a in range(0, self.n, 8192):  # in slices, because the float32 weight may be large
             c = self.codes[a : a + 8192].long()
             w = torch.stack([table[c & 15], table[c >> 4]], -1).reshape(c.shape[0], self.k)
             s = self.scales[a : a + 8192].view(torch.float8_e4m3fn).float() * 0.01
@@ -91,12 +89,12 @@ def agrees(weights: Weights, x: torch.Tensor, out: torch.Tensor) -> float:
     return float((out[:rows].float() - ref).norm() / ref.norm())
 
 
-def plans(weight: gemm.Weight, m: int) -> list[tuple[int, ...]]:
-    """Every plan worth a trial: the automatic ones first."""
-    found = []
+def plans(weight: gemm.Weight, m: int) -> list[gemm.ops.Plan]:
+    """Return all plans to try, the automatic ones first."""
+    result = []
     for path in ("auto", "skinny", "tiled"):
         with contextlib.suppress(Exception):
-            found.append(weight.plan(m, path))
+            result.append(weight.plan(m, path))
     chunks = -(-weight.k // 128)
     for tokens in (16, 32, 64, 128):
         if (tokens >= 2 * m and tokens > 16) or m > 8 * tokens:
@@ -114,22 +112,24 @@ def plans(weight: gemm.Weight, m: int) -> list[tuple[int, ...]]:
             tiles = -(-weight.n * halves // 256) * m_tiles
             if tiles <= 66 and chunks % halves == 0 and 16 * halves <= tokens < 128:
                 ways.add((2, 256 // halves, tiles * 2, tiles))
-        for (split, rows, blocks, shared), arranged in itertools.product(ways, (0, 1)):
+        for (split, rows, blocks, stream_k_tiles), permuted in itertools.product(ways, (0, 1)):
             halves = 2 if rows == 128 else 1
-            if shared > every * halves or 0 < shared * chunks < blocks or arranged < (tokens == 128):
+            if stream_k_tiles > every * halves or 0 < stream_k_tiles * chunks < blocks or permuted < (tokens == 128):
                 continue
-            given = (512 if halves == 1 else 768) * tokens if split > 1 else 0
+            reduce_bytes = (512 if halves == 1 else 768) * tokens if split > 1 else 0
             stage = 18432 + tokens * 256 * halves
-            stages = min(16, (232448 - 9216 - given - 4096 * arranged) // stage)
-            sums = 2 * blocks * 256 * tokens * 4 if shared and split == 1 else 0
-            space = m_tiles * chunks * tokens * 256 * arranged + sums
-            smem = 9216 + stages * stage + given
-            found.append((3, tokens, split, stages, blocks, smem, shared, rows, arranged, space))
-    return list(dict.fromkeys(found))
+            stages = min(16, (232448 - 9216 - reduce_bytes - 4096 * permuted) // stage)
+            sums = 2 * blocks * 256 * tokens * 4 if stream_k_tiles and split == 1 else 0
+            workspace = m_tiles * chunks * tokens * 256 * permuted + sums
+            smem = 9216 + stages * stage + reduce_bytes
+            result.append(
+                gemm.ops.Plan(3, tokens, split, stages, blocks, smem, stream_k_tiles, rows, permuted, workspace)
+            )
+    return list(dict.fromkeys(result))
 
 
 def peer(m: int, n: int, k: int, repeats: int) -> float:
-    """Microseconds of torch's own 4-bit weight kernel (tinygemm: INT4, groups of 128, bf16 scales and zeros)."""
+    """Return microseconds of torch's 4-bit weight kernel (tinygemm: INT4, groups of 128, bf16 scales and zeros)."""
     size = n * k // 2 + n * (k // 128) * 4
     copies = max(2, -(-COLD_BYTES // size))
     per_graph = max(20 if m * n * k < 1 << 36 else 4, copies)
@@ -150,7 +150,7 @@ def main() -> None:
     parser.add_argument("--shapes", default=SHAPES)
     parser.add_argument("--tokens", default=TOKENS)
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--explore", action="store_true", help="also time every plan worth a trial")
+    parser.add_argument("--explore", action="store_true", help="also time other plans")
     parser.add_argument("--peer", action="store_true", help="also time torch's own INT4 kernel (tinygemm)")
     parser.add_argument("--output", default="")
     args = parser.parse_args()
@@ -172,11 +172,11 @@ def main() -> None:
 
 
 def ceilings(repeats: int) -> dict[str, float]:
-    """TB/s: device-to-device copy (read + write counted), and reads of a large buffer and of the anchor's sizes."""
-    module, found = native(), {}
+    """Return TB/s of a device-to-device copy (read + write), and of reads of a large buffer and of the sizes of weights."""
+    module, result = native(), {}
     big = torch.empty(2 << 30, dtype=torch.uint8, device="cuda").random_()
     other = torch.empty_like(big)
-    found["copy"] = 2 * big.numel() / timed([lambda: other.copy_(big)] * 2, repeats) / 1e6
+    result["copy"] = 2 * big.numel() / timed([lambda: other.copy_(big)] * 2, repeats) / 1e6
     sink = torch.zeros(4, dtype=torch.int32, device="cuda")
     for size in (28_311_552, 37_748_736, 56_623_104, 1 << 30):
         at = range(0, (2 << 30) - size + 1, size)
@@ -184,9 +184,9 @@ def ceilings(repeats: int) -> dict[str, float]:
         def read(a, size=size):
             module.read(big.data_ptr() + a, size, sink.data_ptr(), 132, torch.cuda.current_stream().cuda_stream)
 
-        found[f"read {size / 1e6:.1f} MB, us"] = us = timed(rotated(list(at), max(20, len(at)), read), repeats)
-        found[f"read {size / 1e6:.1f} MB"] = size / us / 1e6
-    return {key: round(value, 3) for key, value in found.items()}
+        result[f"read {size / 1e6:.1f} MB, us"] = us = timed(rotated(list(at), max(20, len(at)), read), repeats)
+        result[f"read {size / 1e6:.1f} MB"] = size / us / 1e6
+    return {key: round(value, 3) for key, value in result.items()}
 
 
 def measure(weights: Weights, m: int, args) -> list[dict]:

@@ -1,10 +1,10 @@
-"""GPTQ of one linear under NVFP4: our C loop, and llm-compressor's own function on the same weights and Hessian.
+"""GPTQ of one linear with NVFP4: our C loop, and llm-compressor's function on the same weights and Hessian.
 
     python tests/perf/bench_gptq.py                       # ours
-    PEER_VENV/bin/python tests/perf/bench_gptq.py --peer  # theirs, in an environment that has llmcompressor
+    PEER_VENV/bin/python tests/perf/bench_gptq.py --peer  # theirs, in an environment with llmcompressor
 
-Seconds from Hessian and weights to rounded weights, factorisation included; and the output error on the inputs, relative
-to plain rounding under the same amax scales.
+Seconds from Hessian and weights to rounded weights, including the factorization, and the output error on the inputs relative to
+plain rounding with the same amax scales.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SHAPES = ((4096, 4096), (12288, 4096))
 
 
 def problem(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(weights, inputs, Hessian): columns of unequal size and correlated, as activations are."""
+    """Return (weights, inputs, Hessian) with columns of unequal size and correlated, as activations are."""
     generator = torch.Generator().manual_seed(0)
     mixing = torch.randn(columns, 64, generator=generator) @ torch.randn(64, columns, generator=generator) / 64
     x = torch.randn(2 * columns, columns, generator=generator) @ (torch.eye(columns) + 0.2 * mixing)
@@ -59,7 +59,7 @@ def theirs(w: torch.Tensor, hessian: torch.Tensor, damping: float) -> torch.Tens
 
 
 def plain(w: torch.Tensor) -> torch.Tensor:
-    """Rounded to the nearest under ModelOpt's amax scales, in a few lines of torch."""
+    """Round to nearest with ModelOpt's amax scales, in a few lines of torch."""
     step = w.abs().max() / 2688
     blocks = w.view(len(w), -1, 16)
     scale = (blocks.abs().amax(-1, keepdim=True) / (6 * step)).to(torch.float8_e4m3fn).float() * step
@@ -72,14 +72,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", action="store_true")
     parser.add_argument("--runs", type=int, default=3)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     torch.set_num_threads(2)
     for rows, columns in SHAPES:
         w, _, hessian = problem(rows, columns)
         base = error(w, plain(w), hessian)
-        for form in (0.01, 0.05) if given.peer else ("amax", "sweep"):
+        for form in (0.01, 0.05) if arguments.peer else ("amax", "sweep"):
             times = []
-            for _ in range(given.runs):
+            for _ in range(arguments.runs):
                 start = time.perf_counter()
                 rounded = theirs(w, hessian, form) if isinstance(form, float) else ours(w, hessian, form)
                 times.append(time.perf_counter() - start)

@@ -1,8 +1,8 @@
-"""What the benchmark itself costs: CPU of its process while 32 streams of 50 tokens a second come in.
+"""Cost of the benchmark itself: CPU time of its process while it receives 32 streams of 50 tokens per second.
 
-    python tests/perf/bench_overhead.py        the target is 5 % of one core (issue 10)
+    python tests/perf/bench_overhead.py        the target is 5 % of one core
 
-The scripted server is a process of its own; aiohttp, not this benchmark, is what keeps the other core busy.
+The scripted server is a separate process; its aiohttp uses the other core.
 """
 
 from __future__ import annotations

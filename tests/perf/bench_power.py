@@ -1,8 +1,8 @@
-"""How often the comparison is wrong, and what it can see: whole aggregates of simulated servers.
+"""Error rate and power of the comparison: complete aggregates of simulated servers.
 
-    python tests/perf/bench_power.py       A/A: at most 5 of 100 runs may show a difference (issue 10); planted 2 % and 5 %
+    python tests/perf/bench_power.py       A/A: at most 5 of 100 runs may show a difference; planted differences of 2 % and 5 %
 
-Each run: 3 workloads of 34 prompts, 2 repeats, a prompt's own TTFT (log-normal), 5 % noise per request; Holm over all comparisons.
+Each run: 3 workloads of 34 prompts, 2 repeats, a TTFT per prompt (log-normal), 5 % noise per request; Holm over all comparisons.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WORKLOADS, PROMPTS, REPEATS = ("greeting", "factual", "long_response"), 34, 2
 
 
 def comparisons(seed: int, shift: float) -> list[Comparison]:
-    """One simulated run; side b's TTFT is longer by `shift`."""
+    """One simulated run; side b's TTFT is longer by the factor 1 + shift."""
     rng = np.random.default_rng(seed)
     rows = []
     for workload in WORKLOADS:

@@ -1,4 +1,4 @@
-"""How long a report of 10,000 requests takes to build and to open: python tests/perf/bench_report.py
+"""Time to build and to open a report of 10,000 requests: python tests/perf/bench_report.py
 
 The targets are 10 s to build, 2 s until the load event in headless Chromium, 3 MB.
 """
@@ -33,13 +33,13 @@ def main() -> None:
         page = run / "report.html"
 
         async def visit(tab) -> list[tuple[float, float]]:
-            found = []
+            result = []
             for _ in range(REPEATS):
                 seconds = await tab.open(page.as_uri())
                 start = time.monotonic()
                 await tab.evaluate("new Promise((r) => requestAnimationFrame(() => requestAnimationFrame(r)))")
-                found.append((seconds, time.monotonic() - start))
-            return found
+                result.append((seconds, time.monotonic() - start))
+            return result
 
         opened = chromium.browse(visit) if chromium.find() else []
         print(f"| requests | {requests} |\n|---|---|")

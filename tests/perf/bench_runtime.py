@@ -1,8 +1,8 @@
-"""The runtime's measurements; the figures are kept in runtime.md.
+"""Measurements of the runtime; the results are in runtime.md.
 
 python tests/perf/bench_runtime.py linear                        NVFP4Linear at M = 1 on this CPU
-python tests/perf/bench_runtime.py load [DIR]                    loading a checkpoint against reading its bytes
-python tests/perf/bench_runtime.py verify DIR REFERENCE [N [NUMERICS...]]    verification against plain generation
+python tests/perf/bench_runtime.py load [DIR]                    loading a checkpoint compared with reading its bytes
+python tests/perf/bench_runtime.py verify DIR REFERENCE [N [NUMERICS...]]    verification compared with plain generation
 python tests/perf/bench_runtime.py gpu DIR REFERENCE CONVERSATIONS    everything that needs a CUDA GPU
 """
 
@@ -28,7 +28,7 @@ SHAPES = {  # one block of Qwen3.5-9B: out, in
 
 
 def median_ms(run, n: int = 25) -> float:
-    """Median wall time of n calls; the caller rotates its buffers so that weights come from memory."""
+    """Return the median wall time of n calls; the caller rotates its buffers so that weights come from memory."""
     run()
     times = []
     for _ in range(n):
@@ -89,14 +89,14 @@ def linear() -> None:
 
 
 def load(folder: str = "") -> None:
-    """Loading and then reading every cache line of the model, against reading the files and then every line of them.
+    """Loading and then reading every cache line of the model, compared with reading the files and then every line of them.
 
-    Without a folder: eight layers of 9B's width, made here. The files are in the page cache in both cases.
+    Without a folder: eight layers with the 9B's width, made here. The files are in the page cache in both cases.
     """
     from annie_quant import runtime
 
-    with tempfile.TemporaryDirectory() as made:
-        files = sorted(Path(folder or wide_checkpoint(Path(made))).glob("*.safetensors"))
+    with tempfile.TemporaryDirectory() as built:
+        files = sorted(Path(folder or wide_checkpoint(Path(built))).glob("*.safetensors"))
         size = sum(f.stat().st_size for f in files)
 
         def touch(arrays) -> None:
@@ -122,7 +122,7 @@ def load(folder: str = "") -> None:
 
 
 def wide_checkpoint(folder: Path) -> Path:
-    """A random NVFP4 checkpoint of eight layers of Qwen3.5-9B's width and a small vocabulary, in two shards."""
+    """Write a random NVFP4 checkpoint of eight layers with Qwen3.5-9B's width and a small vocabulary, in two shards."""
     import json
 
     from runtime_models import SERVED_AS_ONE
@@ -153,8 +153,8 @@ def wide_checkpoint(folder: Path) -> Path:
         save_file(shard, folder / file, metadata={"format": "pt"})
     index = {"metadata": {}, "weight_map": {key: f for f, s in zip(files, shards, strict=True) for key in s}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    kept = sorted({n.rpartition(".")[0] for n, m in model.named_modules() if n.endswith(("in_proj_a", "in_proj_b"))})
-    exclude = ["lm_head", *(f"{part}.in_proj_{x}" for part in kept for x in "ab"), "*conv1d*"]
+    stored = sorted({n.rpartition(".")[0] for n, m in model.named_modules() if n.endswith(("in_proj_a", "in_proj_b"))})
+    exclude = ["lm_head", *(f"{part}.in_proj_{x}" for part in stored for x in "ab"), "*conv1d*"]
     written = config.to_dict() | {
         "architectures": ["Qwen3_5ForCausalLM"],
         "dtype": "bfloat16",
@@ -180,20 +180,22 @@ def verify(folder: str, reference: str, count: str = "60", *chosen: str) -> None
     template, n = Template(reference), int(count)
     with tempfile.TemporaryDirectory() as cache:
         known = Reference(Path(reference), template, "float32", "cpu", Path(cache), 128)
-        asked = known.converse(
+        requests = known.converse(
             judge.sample([w for w in judge.load_workloads() if not w.cases[0].turns], max(12, n // 4)), lambda *_: None
         )[:n]
     for numerics in chosen or ("w4a4", "w4a16"):
         model = runtime.load(folder, numerics, cache="float32", dtype=torch.float32)
         engine = Engine(model)
-        list(engine.scores([Row(asked[0][0].prompt, [0])]))  # the first forward of a process pays for torch's setup
+        list(
+            engine.scores([Row(requests[0][0].prompt, [0])])
+        )  # the first forward of a process includes torch's initialization
         start = time.perf_counter()
-        rows = [Row(a.prompt, target_of(d, template.ends)) for a, d in asked]
+        rows = [Row(a.prompt, target_of(d, template.ends)) for a, d in requests]
         differences = {i: first_difference(x.argmax(-1), rows[i].target, template.ends) for i, x in engine.scores(rows)}
-        mine = answers(engine, template, asked, differences)
+        mine = answers(engine, template, requests, differences)
         by_verification = time.perf_counter() - start
         start, plain = time.perf_counter(), []
-        for ask, _ in asked:
+        for ask, _ in requests:
             ids = torch.tensor([ask.prompt])
             new = model.generate(
                 ids, attention_mask=torch.ones_like(ids), max_new_tokens=ask.workload.max_tokens, do_sample=False,
@@ -204,10 +206,13 @@ def verify(folder: str, reference: str, count: str = "60", *chosen: str) -> None
         generating = time.perf_counter() - start
         tables = [
             judge.gate_table([(a.workload, a.case, template.answer(a, d)) for a, d in pairs])
-            for pairs in ([(o.ask, o.decoded) for o in mine], [(a, d) for (a, _), d in zip(asked, plain, strict=True)])
+            for pairs in (
+                [(o.ask, o.decoded) for o in mine],
+                [(a, d) for (a, _), d in zip(requests, plain, strict=True)],
+            )
         ]
         same = sum(o.decoded == d for o, d in zip(mine, plain, strict=True))
-        print(f"{numerics}: {len(asked)} answers ({sum(len(d.tokens) for d in plain)} tokens), verification"
+        print(f"{numerics}: {len(requests)} answers ({sum(len(d.tokens) for d in plain)} tokens), verification"
               f" {by_verification:.1f} s, generate {generating:.1f} s ({generating / by_verification:.1f}x); {same} equal,"
               f" verdicts {'equal' if tables[0] == tables[1] else 'DIFFER'}", flush=True)  # fmt: skip
         for outcome, other in zip(mine, plain, strict=True):
@@ -239,7 +244,7 @@ def gpu(folder: str, reference: str, conversations: str) -> None:
 
 @torch.inference_mode()
 def gpu_bits() -> None:
-    """Fake quantization and products on the GPU against the C codec; one graph under torch.compile."""
+    """Fake quantization and products on the GPU compared with the C codec; one graph with torch.compile."""
     from annie_quant.hf import codec
 
     torch.manual_seed(0)
@@ -249,10 +254,10 @@ def gpu_bits() -> None:
         x = x.to(dtype)
         for scale in (0.00123, 2.0**-10, 3.1e-6, 1.0):
             scale = float(np.float32(scale))
-            wanted = codec.fake_quant(x, scale)
+            expected = codec.fake_quant(x, scale)
             for form in (codec.fake_quant_now, codec.fake_quant_torch):
-                seen = form(x.cuda(), scale, 16).cpu()
-                assert torch.equal(bits(seen), bits(wanted)), (dtype, scale, form.__name__)
+                actual = form(x.cuda(), scale, 16).cpu()
+                assert torch.equal(bits(actual), bits(expected)), (dtype, scale, form.__name__)
     layer = random_linear(1024, 4096)
     on_gpu = copy.deepcopy(layer).cuda()
     for numerics in ("w4a16", "w4a4"):
@@ -261,16 +266,16 @@ def gpu_bits() -> None:
         on_gpu.prepare()
         for rows in (1, 7, 300):
             x = torch.randn(rows, 4096).bfloat16()
-            given = codec.fake_quant(x, layer.scalars().input_scale) if numerics == "w4a4" else x
-            exact = given.double() @ layer.rows(0, 1024, torch.float32).double().T
-            seen = on_gpu(x.cuda())
-            error = (seen.cpu().double() - exact).abs().max() / exact.abs().max()
+            inputs = codec.fake_quant(x, layer.scalars().input_scale) if numerics == "w4a4" else x
+            exact = inputs.double() @ layer.rows(0, 1024, torch.float32).double().T
+            actual = on_gpu(x.cuda())
+            error = (actual.cpu().double() - exact).abs().max() / exact.abs().max()
             assert error < 2**-8, (numerics, rows, error)
             compiled = torch.compile(on_gpu, fullgraph=True)(x.cuda())
-            assert torch.equal(compiled, seen), (numerics, rows)
-            on_gpu.prepared, kept = None, on_gpu.prepared
-            whole = torch.nn.functional.linear(given.cuda(), on_gpu.rows(0, 1024, torch.bfloat16))
-            on_gpu.prepared = kept
+            assert torch.equal(compiled, actual), (numerics, rows)
+            on_gpu.prepared, stored = None, on_gpu.prepared
+            whole = torch.nn.functional.linear(inputs.cuda(), on_gpu.rows(0, 1024, torch.bfloat16))
+            on_gpu.prepared = stored
             assert ((whole.cpu().double() - exact).abs().max() / exact.abs().max()) < 2**-6
     print(
         "fake_quant on the GPU is the C codec's, bit for bit; products within one bf16 rounding; compiled in one graph"
@@ -283,9 +288,9 @@ def bits(t: torch.Tensor) -> torch.Tensor:
 
 @torch.inference_mode()
 def gpu_modelopt(reference: str) -> None:
-    """Logits against ModelOpt's simulation of its own checkpoint, its Triton kernels included; then with its weights.
+    """Logits compared with ModelOpt's simulation of its own checkpoint, including its Triton kernels; then with its weights.
 
-    Why they differ before: tests/hf/test_gpu.py. The floor is what another order of sums makes of the same model.
+    Why they differ before: tests/hf/test_gpu.py. The floor is the effect of another order of sums in the same model.
     """
     from modelopt.torch.export import export_hf_checkpoint
     from runtime_models import simulated
@@ -308,15 +313,15 @@ def gpu_modelopt(reference: str) -> None:
         linear.dense = weights[name]
     print(f"weights that ModelOpt's kernel rounds otherwise than its export: {moved}"
           f" of {sum(w.numel() for w in weights.values())}")  # fmt: skip
-    for what, seen, wanted in (
+    for what, actual, expected in (
         ("the export against the simulation", ours, theirs),
         ("with the simulation's weights", loaded(ids).logits, theirs),
         ("the export, a row at a time against a batch", floor, ours),
     ):
-        same = (seen.argmax(-1) == wanted.argmax(-1)).double().mean()
-        rel = (seen.double() - wanted.double()).norm() / wanted.double().norm()
+        same = (actual.argmax(-1) == expected.argmax(-1)).double().mean()
+        rel = (actual.double() - expected.double()).norm() / expected.double().norm()
         print(f"{what}, {ids.numel()} tokens: logits' relative L2 {rel:.2e}, same argmax {same:.4f},"
-              f" {int((seen != wanted).sum())} of {seen.numel()} logits differ")  # fmt: skip
+              f" {int((actual != expected).sum())} of {actual.numel()} logits differ")  # fmt: skip
 
 
 def gpu_eval(folder: str, reference: str, conversations: str) -> None:
@@ -326,7 +331,7 @@ def gpu_eval(folder: str, reference: str, conversations: str) -> None:
     with tempfile.TemporaryDirectory() as cache:
         for run in ("answers made", "answers kept"):
             start = time.perf_counter()
-            found = runtime.evaluate(
+            result = runtime.evaluate(
                 folder,
                 reference,
                 n_per_gate=100,
@@ -335,14 +340,14 @@ def gpu_eval(folder: str, reference: str, conversations: str) -> None:
                 cache=cache,
                 rows=512,
             )
-            print(f"eval, {run}: {time.perf_counter() - start:.1f} s, {found['n_answers']} answers,"
-                  f" {found['n_conversation_answers']} of conversations, {found['dtype']};"
-                  f" { {k: round(v['kl']['mean'], 5) for k, v in found['numerics'].items()} }", flush=True)  # fmt: skip
+            print(f"eval, {run}: {time.perf_counter() - start:.1f} s, {result['n_answers']} answers,"
+                  f" {result['n_conversation_answers']} of conversations, {result['dtype']};"
+                  f" { {k: round(v['kl']['mean'], 5) for k, v in result['numerics'].items()} }", flush=True)  # fmt: skip
 
 
 @torch.inference_mode()
 def gpu_speed() -> None:
-    """Batch 1: all linears of a 9B-shaped model, our kernels against bf16, as CUDA graphs; and generate as a whole."""
+    """Batch 1: all linears of a 9B-shaped model, our kernels compared with bf16, as CUDA graphs; and generate as a whole."""
     from runtime_models import SERVED_AS_ONE
     from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
@@ -360,11 +365,11 @@ def gpu_speed() -> None:
             for layer in layers:
                 layer.set_numerics(kind)
                 layer.prepare()
-        given = {k: torch.randn(1, k, device="cuda", dtype=torch.bfloat16) for k in (4096, 12288)}
+        inputs = {k: torch.randn(1, k, device="cuda", dtype=torch.bfloat16) for k in (4096, 12288)}
 
-        def run(layers=layers, given=given):
+        def run(layers=layers, inputs=inputs):
             for layer in layers:
-                layer(given[layer.in_features])
+                layer(inputs[layer.in_features])
 
         times[kind] = graph_ms(run)
         del layers
@@ -391,9 +396,9 @@ def gpu_speed() -> None:
         return 48 / (time.perf_counter() - start)
 
     before = tokens_per_second()
-    wanted = {part for names in SERVED_AS_ONE for part in names} | {"o_proj", "out_proj", "down_proj"}
+    expected = {part for names in SERVED_AS_ONE for part in names} | {"o_proj", "out_proj", "down_proj"}
     for name, module in list(model.named_modules()):
-        if name.rpartition(".")[2] in wanted:
+        if name.rpartition(".")[2] in expected:
             new = random_linear(module.out_features, module.in_features, "cuda")
             new.prepare()
             setattr(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], new)

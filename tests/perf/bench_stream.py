@@ -1,10 +1,10 @@
-"""How exact the stream client is, beside its peers: a C server sends events at fixed times and writes the time into each.
+"""Accuracy of the stream client compared with other clients: a C server sends events at fixed times and writes the time into each.
 
     python tests/perf/bench_stream.py [--repeats N] [--realtime] [--only LOAD] [--clients "A;B"] [--output FILE.json]
 
-Server and client have a processor each. Every client runs the same loads in random ABBA order, in a process of its own.
---realtime runs server and every client under SCHED_FIFO, for a machine that others use at the same time (needs root).
-The floor (bench_stream_floor.c) is the least a client can do here: it waits, receives, and keeps nothing.
+Server and client each have a processor. Every client runs the same loads in random ABBA order, each in a separate process.
+--realtime runs the server and all clients with SCHED_FIFO, for a machine with other work (needs root). The floor
+(bench_stream_floor.c) is the minimum that a client can do here: it waits, receives, and stores nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import numpy as np
 
 HERE = Path(__file__).resolve().parent
 CLIENTS = ("ours", "pycurl", "aiohttp", "httpx", "openai")
-AGAIN = "ours again"  # the A/A floor: the same client under another name
+AGAIN = "ours again"  # the A/A floor: the same client with another name
 NORMAL = "ours, normal priority"  # run(realtime=False)
 FLOOR = "the floor"
 OURS = ("ours", AGAIN, NORMAL)
@@ -42,7 +42,7 @@ LOADS = {
     "TLS, 256 burst, 20 ms": (256, 50, 20000, 0, 1, 0),
 }
 LONG = "256 burst, 1000 events"
-NO_TLS = (FLOOR, "openai")  # openai takes the certificate's authority from the system alone
+NO_TLS = (FLOOR, "openai")  # openai uses only the system's certificate authorities
 
 
 def build(folder: Path, name: str, *more: str) -> Path:
@@ -76,12 +76,12 @@ def once(client: str, load: tuple[int, ...], base: str, realtime: list[str], flo
     if done.returncode:
         raise SystemExit(f"{client}: {done.stderr[-400:]}")
     got = json.loads(done.stdout)
-    seen = sum(map(len, got["user"]))
+    actual = sum(map(len, got["user"]))
     out = {
         "client": client,
-        "lost": streams * events - seen,
+        "lost": streams * events - actual,
         "shared": got.get("shared", 0),
-        "cpu_us_per_event": got["cpu_s"] / max(seen, 1) * 1e6,
+        "cpu_us_per_event": got["cpu_s"] / max(actual, 1) * 1e6,
         "rss_mb": got.get("rss_mb", 0),
         "user_us": np.concatenate(got["user"]) / 1e3,
         "first_us": np.array([s[0] for s in got["user"] if s]) / 1e3,
@@ -96,7 +96,7 @@ def once(client: str, load: tuple[int, ...], base: str, realtime: list[str], flo
 
 
 def order_of(name: str, have: list[str], repeats: int, rng: random.Random) -> list[str]:
-    """The clients in blocks of random order, there and back again (ABBA)."""
+    """Return the clients in blocks of random order, forward and backward (ABBA)."""
     left_out = ("pycurl", "httpx", "openai") if name == LONG else NO_TLS if name.startswith("TLS") else ()
     clients = [c for c in have if c not in left_out]
     repeats = min(repeats, 2) if name == LONG else repeats

@@ -1,7 +1,7 @@
-"""One client, one load, in a process of its own: prints JSON with every event's stamps. Run by bench_stream.py.
+"""One client and one load in a separate process: prints JSON with the stamps of all events. Run by bench_stream.py.
 
-Every client does the same work an event: cut the stream into events, stamp each, keep its bytes. The content is decoded
-after the clock has stopped, except in openai, which cannot hand out an event undecoded. Certificates are not checked.
+Every client does the same work per event: split the stream into events, stamp each, store its bytes. The content is decoded after
+the measurement, except in openai, which returns only decoded events. Certificates are not verified.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def ours(url: str, streams: int, realtime: bool) -> tuple[list[Events], dict]:
     more = {
         "cpu_s": spent,
         "rss_mb": peak_mb,
-        "kernel": [lags(e) for e in kernel],  # of those that it stamped
+        "kernel": [lags(e) for e in kernel],  # of the events that it stamped
         "merged": int((rows["flags"][rows["kind"] == 1] & 1).sum()),
         "started": timings.requests["started_ns"].tolist(),
         "received": [int(timings.headers(i)["x-received-ns"]) for i in range(streams)],
@@ -51,7 +51,7 @@ def ours(url: str, streams: int, realtime: bool) -> tuple[list[Events], dict]:
 
 
 class Cutter:
-    """Events of one stream, cut at blank lines and stamped with the read that completed them."""
+    """Splits one stream into events at blank lines and stamps each with the read that completed it."""
 
     def __init__(self) -> None:
         self.held = b""
@@ -65,7 +65,7 @@ class Cutter:
 
 
 def pycurl_(url: str, streams: int, http_version: int = 0) -> list[Events]:
-    """http_version: libcurl's CURL_HTTP_VERSION_*, 0 for its default; streams share a connection where it has several."""
+    """http_version: libcurl's CURL_HTTP_VERSION_*, 0 for its default; streams share a connection if it supports several."""
     import pycurl
 
     multi, cutters, handles = pycurl.CurlMulti(), [], []
@@ -167,15 +167,15 @@ def usage() -> float:
 
 
 def rss_mb() -> float:
-    """The most this process held since its exec (ru_maxrss would count the parent's memory in)."""
+    """Return the peak memory of this process since its exec (ru_maxrss would include the parent's)."""
     status = Path("/proc/self/status").read_text()
     return int(re.search(r"VmHWM:\s*(\d+)", status)[1]) / 1024
 
 
 def lags(events: Events) -> list[int]:
-    """How late each stamped event was seen, in nanoseconds."""
-    found = ((when, STAMP.search(raw)) for when, raw in events)
-    return [when - int(match[1]) for when, match in found if match]
+    """Return the delay of each stamped event in nanoseconds."""
+    result = ((when, STAMP.search(raw)) for when, raw in events)
+    return [when - int(match[1]) for when, match in result if match]
 
 
 def arrivals(events: Events) -> list[int]:

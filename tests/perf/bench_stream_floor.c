@@ -1,5 +1,5 @@
-/* The floor of bench_stream.py: the least that a client on this machine can do with a load. It sends S requests, waits with
- * epoll, receives with the kernel's stamp, and notes how late it is; it frames nothing and keeps nothing.
+/* The floor of bench_stream.py: the minimum that a client can do on this machine. It sends S requests, waits with epoll, receives with
+ * the kernel's stamp, and records the delay; it does not split events or store data.
  *
  *   bench_stream_floor PORT STREAMS EVENTS QUERY CPU      prints {"user": [[ns, ...]], "kernel": ..., "cpu_s": ...}
  */

@@ -1,9 +1,9 @@
-"""The stream client over HTTP/2 (TLS, every stream on one connection) beside pycurl: lag of each event, CPU.
+"""The stream client over HTTP/2 (TLS, all streams on one connection) compared with pycurl: delay of each event, CPU time.
 
     python tests/perf/bench_stream_h2.py [--repeats N] [--streams N]        needs pycurl and the openssl command; root
 
-The server, frames of RFC 9113 by hand, sends each event in a frame and a TLS record of its own at a time fixed beforehand, and
-writes CLOCK_MONOTONIC into it first. Server and client have a processor each and SCHED_FIFO; random ABBA order.
+The server, which writes frames of RFC 9113 itself, sends each event in one frame and one TLS record at a fixed time, with
+CLOCK_MONOTONIC written into it just before. Server and client each have a processor and SCHED_FIFO; random ABBA order.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
 
 
 def requests_of(connection: ssl.SSLSocket, count: int) -> list[int]:
-    """Reads until `count` requests are whole; their stream numbers."""
+    """Read until `count` requests are complete; return their stream numbers."""
     source, whole = connection.makefile("rb"), []
     source.read(24)
     connection.sendall(frame(SETTINGS, 0, 0))
@@ -51,7 +51,7 @@ def requests_of(connection: ssl.SSLSocket, count: int) -> list[int]:
 
 
 def serve(pem: str, streams: int) -> None:
-    """One load after another, each on the first connection that comes."""
+    """Serve one load after another, each on the next connection."""
     os.sched_setaffinity(0, {(os.cpu_count() or 2) - 1})
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(pem)
@@ -62,16 +62,16 @@ def serve(pem: str, streams: int) -> None:
             raw, _ = listener.accept()
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with context.wrap_socket(raw, server_side=True) as connection:
-                asked = requests_of(connection, streams)
-                for stream in asked:
+                requests = requests_of(connection, streams)
+                for stream in requests:
                     connection.sendall(frame(HEADERS, END_HEADERS, stream, ANSWER))
                 start = time.monotonic_ns() + GAP_NS
                 for k in range(EVENTS):
                     time.sleep(max(0, start + k * GAP_NS - time.monotonic_ns()) / 1e9)
-                    for stream in asked:
+                    for stream in requests:
                         event = b'data: {"choices":[{"delta":{"content":"%019d "}}]}\n\n' % time.monotonic_ns()
                         connection.sendall(frame(DATA, 0, stream, event))
-                for stream in asked:
+                for stream in requests:
                     connection.sendall(frame(DATA, END_STREAM, stream, b"data: [DONE]\n\n"))
                 time.sleep(0.2)
 
@@ -89,8 +89,8 @@ def client(name: str, url: str, streams: int) -> None:
         user = [lag for events in answers for lag in clients.lags(events)]
         spent = clients.usage() - began
     else:
-        asked = [aq.stream.Request(url, json=clients.BODY)] * streams
-        timings = aq.stream.run(asked, concurrency=streams, http="2", verify_tls=False)
+        requests = [aq.stream.Request(url, json=clients.BODY)] * streams
+        timings = aq.stream.run(requests, concurrency=streams, http="2", verify_tls=False)
         spent, rows = clients.usage() - began, timings.events
         which = np.flatnonzero(rows["kind"] == 1).tolist()
         user = clients.lags([(int(rows["user_ns"][i]), timings.raw(i)) for i in which])

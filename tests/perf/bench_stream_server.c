@@ -1,13 +1,13 @@
-/* The load server of bench_stream.py: streams events at times fixed beforehand and writes into each one the moment it
- * was sent (CLOCK_MONOTONIC), so a client on the same machine can be told how late it saw it.
+/* The load server of bench_stream.py: streams events at fixed times and writes into each its send time (CLOCK_MONOTONIC), so that
+ * the delay of a client on the same machine can be computed.
  *
  *   bench_stream_server CPU [PEM]      prints its port; serves until it is killed
- *       PEM, where it is built with -DWITH_TLS -lssl: a file of key and certificate, to serve over TLS
+ *       PEM, if built with -DWITH_TLS -lssl: a file with key and certificate, to serve over TLS
  *   POST /v1/chat/completions?streams=S&events=E&gap_us=G&stagger=0|1&tokens=T&split=0|1
  *
- * Once S requests wait, event k of stream i is due at T0 + k G (+ i G / S when staggered). Each goes out as one chunk in
- * one send; with split=1 in two sends, cut inside the event. Every event's text begins with the stamp; the answer's
- * X-Received-Ns header says when the request had been read.
+ * When S requests wait, event k of stream i is due at T0 + k G (+ i G / S if staggered). Each is sent as one chunk in one send; with
+ * split=1 in two sends, split inside the event. Every event's text begins with the stamp; the answer's X-Received-Ns header is the time
+ * at which the request was read.
  */
 #define _GNU_SOURCE
 #include <errno.h>

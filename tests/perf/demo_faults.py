@@ -1,7 +1,7 @@
-"""The demo killed (SIGKILL) in the midst of every stage, and on a disk that is full: what is left, and what a rerun makes of it.
+"""The demo killed (SIGKILL) in the middle of every stage, and on a full disk: the files left, and the result of a second run.
 
     python tests/perf/demo_faults.py kill OUTPUT     about three minutes on two cores
-    python tests/perf/demo_faults.py disk OUTPUT     needs root: OUTPUT is made a small tmpfs that grows step by step
+    python tests/perf/demo_faults.py disk OUTPUT     needs root: OUTPUT becomes a small tmpfs that grows step by step
 
 Results are in demo_faults.md.
 """
@@ -38,7 +38,7 @@ def command(output: Path) -> list[str]:
 
 
 def plan(run: Path) -> list[dict]:
-    """The stages of a finished run in their order, with their seconds."""
+    """Return the stages of a finished run in their order, with their seconds."""
     return json.loads((run / "run.json").read_text())["stages"]
 
 
@@ -47,7 +47,7 @@ def done(run: Path, stage: str) -> bool:
 
 
 def left_running(run: Path) -> list[str]:
-    found = []
+    result = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
@@ -55,12 +55,12 @@ def left_running(run: Path) -> list[str]:
             except OSError:
                 continue
             if str(run) in words and "demo_faults" not in words:
-                found.append(words[:80])
-    return found
+                result.append(words[:80])
+    return result
 
 
 def outcome(run: Path) -> dict[str, object]:
-    """What must not depend on kills: weights by hash, offline gates, which prompts were answered."""
+    """Return what must not depend on kills: weights by hash, offline gates, the answered prompts."""
     hashes = {
         str(f.relative_to(run)): hashlib.sha256(f.read_bytes()).hexdigest()[:12]
         for f in sorted([*run.glob("models/*/*.safetensors"), *run.glob("gguf/*.gguf")])
@@ -71,8 +71,8 @@ def outcome(run: Path) -> dict[str, object]:
         for kind, side in json.loads(f.read_text())["numerics"].items()
     }
     rows = [json.loads(line) for line in (run / "records.jsonl").read_text().splitlines()]
-    asked = sorted((r["backend"], r["workload"], r["case"], str(r["turn"])) for r in rows if not r["warmup"])
-    return {"hashes": hashes, "gates": gates, "asked": asked}
+    requests = sorted((r["backend"], r["workload"], r["case"], str(r["turn"])) for r in rows if not r["warmup"])
+    return {"hashes": hashes, "gates": gates, "asked": requests}
 
 
 def kill_everywhere(folder: Path) -> None:
@@ -113,16 +113,16 @@ def fill_the_disk(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], check=True)
     try:
-        print("| disk | exit code | stages done | what is said |\n|---|---|---|---|")
+        print("| disk | exit code | stages done | message |\n|---|---|---|---|")
         for size in SIZES_MB:
             subprocess.run(["mount", "-o", f"remount,size={size}m", str(folder)], check=True)
             ended = subprocess.run(command(folder / "demo"), capture_output=True, text=True, check=False)
             lines = [line for line in ended.stderr.splitlines() if line and not line.startswith("✓")]
-            said = " ".join(lines[:2]) if ended.returncode else "the report"
+            output = " ".join(lines[:2]) if ended.returncode else "the report"
             stamps = len(list((folder / "demo/stages").glob("*.json")))
             trace = " TRACEBACK" if "Traceback" in ended.stderr else ""
             print(
-                f"| {size} MB | {ended.returncode} | {stamps} | {said.replace(str(folder), 'OUTPUT')}{trace} |",
+                f"| {size} MB | {ended.returncode} | {stamps} | {output.replace(str(folder), 'OUTPUT')}{trace} |",
                 flush=True,
             )
             if ended.returncode == 0:

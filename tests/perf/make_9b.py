@@ -1,9 +1,9 @@
-"""A synthetic bf16 checkpoint with Qwen3.5-9B's real shapes: multimodal names, embedding, head, MTP, some vision.
+"""Make a synthetic bf16 checkpoint with Qwen3.5-9B's real shapes: multimodal names, embedding, head, MTP, some vision.
 
     python tests/perf/make_9b.py /tmp/synthetic-9b --layers 12      # 9.6 GB; 32 layers are the whole model
 
-Weights are bf16 numbers of a normal distribution that repeat every 32 MB: what they are does not matter to any of the
-times that are taken here, where they lie does.
+Weights are bf16 numbers of a normal distribution that repeat every 32 MB: their values do not affect the measured times, their
+size and position do.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ BLOCK = 1 << 24
 
 
 def shapes(layers: int) -> dict[str, tuple[int, ...]]:
-    """Every tensor of the model with so many layers, under the names of the published checkpoint."""
+    """Return the shapes of all tensors of the model with this number of layers, with the names of the published checkpoint."""
     kinds = ["full_attention" if i % 4 == 3 else "linear_attention" for i in range(layers)]
     plain = zoo.shapes(TEXT | {"layer_types": kinds})
     named = {
@@ -78,5 +78,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--layers", type=int, default=12)
-    given = parser.parse_args()
-    print(f"{make(given.folder, given.layers) / 1e9:.2f} GB in {given.folder}")
+    arguments = parser.parse_args()
+    print(f"{make(arguments.folder, arguments.layers) / 1e9:.2f} GB in {arguments.folder}")

@@ -1,8 +1,8 @@
-"""Where docs/scale.md's figures come from: measured rates, and the arithmetic to 27 B, 400 B, 10,000 streams, 64 processes.
+"""The figures of docs/scale.md: measured rates, and estimates for 27 B, 400 B, 10,000 streams, 64 processes.
 
 python tests/perf/scale.py plans                          no measurement: prints the tables of estimates
-python tests/perf/scale.py streams N [EVENTS] [GAP_US]    N streams at once against tests/perf/bench_stream_server.c
-python tests/perf/scale.py team [N [ROWS]]                an evaluation by one process and by two over gloo, a thread each
+python tests/perf/scale.py streams N [EVENTS] [GAP_US]    N streams at once from tests/perf/bench_stream_server.c
+python tests/perf/scale.py team [N [ROWS]]                an evaluation by one process and by two over gloo, one thread each
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-# Measured (tests/perf/checkpoint.md, runtime.md; two x86-64 cores and one H200, 2026-11-21), bytes a second of bf16 input.
+# Measured (tests/perf/checkpoint.md, runtime.md; two x86-64 cores and one H200, 2026-11-21), bytes per second of bf16 input.
 DIRECT_BYTES_S = 9.75e9 / 24.4  # `quantize --strategy direct`, warm, disk to disk
-COPY_BYTES_S = 9.75e9 / 25.7  # `cp -r` of the same, beside it
+COPY_BYTES_S = 9.75e9 / 25.7  # `cp -r` of the same, in the same run
 AUDIT_BYTES_S = 6.0e9 / 6.2  # of NVFP4 output
 DIRECT_RSS_BYTES = 300e6  # through the command line; independent of the model's size
 NVFP4_BITS, BF16_BITS, Q4_K_M_BITS = 4.5, 16.0, 4.85
@@ -27,7 +27,7 @@ NVFP4_BITS, BF16_BITS, Q4_K_M_BITS = 4.5, 16.0, 4.85
 
 @dataclass(frozen=True)
 class Model:
-    """linear: the share of weights in linears that are quantized; the rest (embeddings, head, norms) stays bf16."""
+    """linear: share of the weights in linears that are quantized; the rest (embeddings, head, norms) stays bf16."""
 
     name: str
     weights: float
@@ -67,7 +67,7 @@ def clock(seconds: float) -> str:
     )
 
 
-# What the load server of 1,024 streams needs for more: room, and requests apart from what is walked through.
+# Changes of the load server for more than 1,024 streams: larger arrays, and requests in a separate one.
 WIDER = {
     "MAX_STREAMS = 1024, REQUEST_BYTES = 65536": "MAX_STREAMS = 20000, REQUEST_BYTES = 8192",
     "char request[REQUEST_BYTES];": "char *request;",
@@ -76,7 +76,7 @@ WIDER = {
 
 
 def built(folder: Path) -> Path:
-    """The load server with room for as many streams as there are file descriptors."""
+    """Build the load server with space for as many streams as there are file descriptors."""
     source = (Path(__file__).parent / "bench_stream_server.c").read_text()
     for before, after in WIDER.items():
         assert before in source, before
@@ -87,7 +87,7 @@ def built(folder: Path) -> Path:
 
 
 def streams(count: int, events: int = 20, gap_us: int = 1_000_000) -> None:
-    """All at once, each `events` long; CPU of this process an event, its memory, and whether every stream ended well."""
+    """All streams at once, `events` events each: CPU time per event, memory, and whether all streams ended well."""
     from annie_quant import stream
 
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
@@ -99,14 +99,14 @@ def streams(count: int, events: int = 20, gap_us: int = 1_000_000) -> None:
             path = f"http://127.0.0.1:{port}/v1/chat/completions?events={events}&gap_us={gap_us}&stagger=1&tokens=1&split=0"
             stream.run([stream.Request(f"{path}&streams=1", json=body)])
             before, start = resource.getrusage(resource.RUSAGE_SELF), time.monotonic()
-            asked = [stream.Request(f"{path}&streams={count}", json=body, timeout_s=120) for _ in range(count)]
-            done = stream.run(asked, concurrency=count)
+            requests = [stream.Request(f"{path}&streams={count}", json=body, timeout_s=120) for _ in range(count)]
+            done = stream.run(requests, concurrency=count)
             wall, after = time.monotonic() - start, resource.getrusage(resource.RUSAGE_SELF)
         finally:
             server.kill()
             server.wait()
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    seen = len(done.events)
+    actual = len(done.events)
     rows = done.records()
     faults = sorted({str(r["error"]) for r in rows if r["error"]})
     print(
@@ -115,10 +115,10 @@ def streams(count: int, events: int = 20, gap_us: int = 1_000_000) -> None:
                 "streams": count,
                 "ended_well": sum(not r["error"] for r in rows),
                 "faults": faults[:3],
-                "events": seen,
+                "events": actual,
                 "wall_s": round(wall, 2),
                 "cpu_s": round(cpu, 2),
-                "cpu_us_an_event": round(cpu / max(1, seen) * 1e6, 2),
+                "cpu_us_an_event": round(cpu / max(1, actual) * 1e6, 2),
                 "peak_rss_mb": after.ru_maxrss / 1e3,
             }
         )
@@ -126,7 +126,7 @@ def streams(count: int, events: int = 20, gap_us: int = 1_000_000) -> None:
 
 
 def team(n: int = 60, rows: int = 128) -> None:
-    """Seconds of an evaluation, the reference's answers included, by one process and by two: n prompts a gate, rows a batch."""
+    """Seconds of an evaluation with the reference's answers, by one process and by two: n prompts per gate, rows per batch."""
     import os
 
     tiny = Path(__file__).resolve().parents[2] / "annie_quant/assets/tiny-annie"
@@ -139,12 +139,12 @@ def team(n: int = 60, rows: int = 128) -> None:
         "--",
     ]
     threads = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    with tempfile.TemporaryDirectory() as made:
-        model, reference, out = (Path(made, name) for name in ("nvfp4", "bf16", "out.json"))
+    with tempfile.TemporaryDirectory() as built:
+        model, reference, out = (Path(built, name) for name in ("nvfp4", "bf16", "out.json"))
         words = ["quantize", "--strategy", "direct", "--model", str(tiny), "--output", str(model)]
         subprocess.run([sys.executable, "-m", "annie_quant", *words], check=True, capture_output=True)
         for processes, start in ((1, []), (2, many)):
-            shutil.rmtree(reference, ignore_errors=True)  # with the reference's answers in it
+            shutil.rmtree(reference, ignore_errors=True)  # including the reference's answers
             shutil.copytree(tiny, reference, ignore=shutil.ignore_patterns(".annie_quant"))
             begun = time.monotonic()
             words = [__file__, "share", str(model), str(reference), str(n), str(rows), str(out)]
@@ -159,7 +159,7 @@ def team(n: int = 60, rows: int = 128) -> None:
 
 
 def share(model: str, reference: str, n: str, rows: str, out: str) -> None:
-    """What each process of `team` does."""
+    """The work of each process of `team`."""
     import torch
 
     torch.set_num_threads(1)
@@ -169,13 +169,13 @@ def share(model: str, reference: str, n: str, rows: str, out: str) -> None:
 
     begun = time.monotonic()
     workloads = judge.sample(judge.load_workloads(), int(n))
-    found = runtime.evaluate(model, reference, workloads, numerics=("w4a16",), rows=int(rows))
-    kl = found["numerics"]["w4a16"]["kl"]
+    result = runtime.evaluate(model, reference, workloads, numerics=("w4a16",), rows=int(rows))
+    kl = result["numerics"]["w4a16"]["kl"]
     if all_of_us().rank == 0:
-        asked = sum(len(w.cases) for w in workloads)
+        requests = sum(len(w.cases) for w in workloads)
         seconds = round(time.monotonic() - begun, 1)
         Path(out).write_text(
-            json.dumps({"evaluate_s": seconds, "cases": asked, "tokens": kl["n_tokens"], "kl": kl["mean"]})
+            json.dumps({"evaluate_s": seconds, "cases": requests, "tokens": kl["n_tokens"], "kl": kl["mean"]})
         )
     finish()
 

@@ -1,8 +1,8 @@
-"""Every strategy on one model: quantize, audit, evaluate; the table of docs/strategies.md.
+"""All strategies on one model: quantize, audit, evaluate; writes the table of docs/strategies.md.
 
-python tests/perf/strategies.py --output runs/strategies --n 100             # one after the other, finished ones kept
-python tests/perf/strategies.py --output runs/strategies --only gptq,qad     # these alone
-python tests/perf/strategies.py --output runs/strategies --table             # the table of what is there
+python tests/perf/strategies.py --output runs/strategies --n 100             # one after the other, finished ones are skipped
+python tests/perf/strategies.py --output runs/strategies --only gptq,qad     # only these
+python tests/perf/strategies.py --output runs/strategies --table             # the table of the finished ones
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from annie_quant.data import generate
 from annie_quant.files import read_json, write_json
 
 TINY = Path(annie_quant.__file__).parent / "assets/tiny-annie"
-# Row → (strategy, exclude, settings). Sizes of B and of what is held against it are equal: `bits` was set for that.
+# Row → (strategy, exclude, settings). `bits` is set so that B and the rows compared with it have equal sizes.
 ROWS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "naive": ("naive", "", {}),
     "direct": ("direct", "", {}),
@@ -56,43 +56,48 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(ROWS), help="rows, comma-separated")
     parser.add_argument("--device", help="of the evaluation: cpu or cuda; default: a GPU where there is one")
     parser.add_argument("--table", action="store_true", help="print the table of finished rows and stop")
-    given = parser.parse_args()
-    if not given.table:
-        given.output.mkdir(parents=True, exist_ok=True)
-        calibration = given.calib_data or given.output / "calibration.jsonl"
+    arguments = parser.parse_args()
+    if not arguments.table:
+        arguments.output.mkdir(parents=True, exist_ok=True)
+        calibration = arguments.calib_data or arguments.output / "calibration.jsonl"
         if not calibration.is_file():
             generate("annie", teacher="offline", n=500, output=calibration)
-        for row in given.only.split(","):
-            one(row, given, calibration)
-    print(table(given.output, given.model))
+        for row in arguments.only.split(","):
+            one(row, arguments, calibration)
+    print(table(arguments.output, arguments.model))
 
 
-def one(row: str, given: argparse.Namespace, calibration: Path) -> None:
+def one(row: str, arguments: argparse.Namespace, calibration: Path) -> None:
     strategy, exclude, settings = ROWS[row]
     name = re.sub(r"\W+", "_", row)
-    target, file = given.output / "models" / name, given.output / f"{name}.json"
+    target, file = arguments.output / "models" / name, arguments.output / f"{name}.json"
     if file.is_file():
         return
     target.parent.mkdir(parents=True, exist_ok=True)
-    made = quantize.run(
+    built = quantize.run(
         strategy,
-        given.model,
+        arguments.model,
         target,
         calib_data=calibration,
-        calib_samples=given.calib_samples,
+        calib_samples=arguments.calib_samples,
         exclude=exclude,
         force=True,
         report=lambda line: print(f"{row}: {line}", flush=True) if "MB written" not in line else None,
         **settings,
     )
-    audit = checkpoint.audit(target, source=given.model)
-    workloads = judge.sample(judge.load_workloads(), given.n)
+    audit = checkpoint.audit(target, source=arguments.model)
+    workloads = judge.sample(judge.load_workloads(), arguments.n)
     start = time.monotonic()
-    found = runtime.evaluate(
-        target, given.model, workloads, cache=given.output / "reference", dtype="float32", device=given.device
+    result = runtime.evaluate(
+        target,
+        arguments.model,
+        workloads,
+        cache=arguments.output / "reference",
+        dtype="float32",
+        device=arguments.device,
     )
-    kept = {
-        key: {k: side[k] for k in ("gates", "kl", "same_answers", "paired")} for key, side in found["numerics"].items()
+    stored = {
+        key: {k: side[k] for k in ("gates", "kl", "same_answers", "paired")} for key, side in result["numerics"].items()
     }
     write_json(
         file,
@@ -100,19 +105,19 @@ def one(row: str, given: argparse.Namespace, calibration: Path) -> None:
             "row": row,
             "strategy": strategy,
             "settings": settings,
-            "made": made,
+            "made": built,
             "bits": bits(target),
             "audit": [f.message for f in audit.findings] if not audit.ok else [],
-            "numerics": kept,
-            "reference_gates": found["reference_gates"],
+            "numerics": stored,
+            "reference_gates": result["reference_gates"],
             "seconds_evaluate": time.monotonic() - start,
         },
     )
-    print(json.dumps({"row": row, "seconds": made["seconds"], "audit": audit.ok}), flush=True)
+    print(json.dumps({"row": row, "seconds": built["seconds"], "audit": audit.ok}), flush=True)
 
 
 def bits(folder: Path) -> float:
-    """Bits a weight over the decoder's linears, scales included, from what is on disk."""
+    """Return bits per weight over the decoder's linears, including scales, from the files on disk."""
     model = ModelFolder(folder)
     size = weights = 0
     for name in model:
@@ -126,22 +131,22 @@ def bits(folder: Path) -> float:
 
 
 def table(folder: Path, model: Path) -> str:
-    """Markdown: a line a row and numerics."""
-    found = [read_json(p) for p in sorted(folder.glob("*.json"))]
-    found = sorted((f for f in found if f.get("row") in ROWS), key=lambda f: list(ROWS).index(f["row"]))
-    if not found:
+    """Markdown: one line per row and numerics."""
+    result = [read_json(p) for p in sorted(folder.glob("*.json"))]
+    result = sorted((f for f in result if f.get("row") in ROWS), key=lambda f: list(ROWS).index(f["row"]))
+    if not result:
         return "nothing is finished yet"
     passed = sorted(
-        g for g, v in found[0]["reference_gates"].items() if v["verdict"] == "pass" and not v.get("advisory")
+        g for g, v in result[0]["reference_gates"].items() if v["verdict"] == "pass" and not v.get("advisory")
     )
     lines = [
         "| strategy | numerics | tool calls (95 % interval) | gates lost or undecided | mean KL | flips | same answers "
         "| MB | bits | seconds |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    base = found[0]["reference_gates"]["tool_call"]
+    base = result[0]["reference_gates"]["tool_call"]
     lines.append(f"| bf16 | – | {rate(base)} | – | – | – | – | {ModelFolder(model).weight_bytes / 1e6:.2f} | 16 | – |")
-    for f in found:
+    for f in result:
         for numerics, side in f["numerics"].items():
             bad = [f"{g} {rate(side['gates'][g])}" for g in passed if side["gates"][g]["verdict"] != "pass"]
             kl, same = side["kl"], side["same_answers"]

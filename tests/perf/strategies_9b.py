@@ -1,7 +1,7 @@
-"""A random Qwen3.5 with the 9B's shapes and fewer layers through some strategies: time, peak memory, and what follows.
+"""Strategies on a random Qwen3.5 with the 9B's shapes and fewer layers: time, peak memory, and their extrapolation.
 
 python tests/perf/strategies_9b.py make DIR --layers 4
-python tests/perf/strategies_9b.py run DIR naive        # a JSON line: seconds, peaks; one process a measurement
+python tests/perf/strategies_9b.py run DIR naive        # one JSON line: seconds, peaks; one process per measurement
 python tests/perf/strategies_9b.py extrapolate LINES    # of two layer counts, to the 9B and 27B
 """
 
@@ -25,7 +25,7 @@ SHAPE = {
     "head_dim": 256, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
     "linear_num_value_heads": 32, "vocab_size": 248320, "max_position_embeddings": 32768,
 }  # fmt: skip
-# Layers, and a layer's linear weights against the 9B's (from the published configurations: 27B is 5120 / 17408, 64 layers).
+# Layers, and a layer's linear weights relative to the 9B's (from the published configurations: 27B is 5120 / 17408, 64 layers).
 FULL = {"9B": (32, 1.0), "27B": (64, 1.74)}
 SETTINGS: dict[str, dict] = {"auto_mixed": {"answers": 16}}
 
@@ -54,7 +54,7 @@ def run(folder: Path, strategy: str) -> None:
 
     target = folder.with_name(f"{folder.name}-{strategy}")
     start = time.monotonic()
-    made = quantize.run(
+    built = quantize.run(
         strategy, folder, target, calib_data=folder / "calibration.jsonl", calib_samples=100, force=True,
         **SETTINGS.get(strategy, {}),
     )  # fmt: skip
@@ -65,15 +65,15 @@ def run(folder: Path, strategy: str) -> None:
         "seconds": round(time.monotonic() - start, 1),
         "gpu_peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2) if cuda else None,
         "host_peak_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6, 2),
-        "size_gb": round(made["size_bytes"] / 1e9, 3),
-        "source_gb": round(made["source_bytes"] / 1e9, 3),
+        "size_gb": round(built["size_bytes"] / 1e9, 3),
+        "source_gb": round(built["source_bytes"] / 1e9, 3),
     }
     print(json.dumps(row), flush=True)
     shutil.rmtree(target)
 
 
 def extrapolate(lines: Path) -> None:
-    """A straight line through two layer counts: a fixed part (embedding, head, start) and a part a layer, at least 0."""
+    """A straight line through two layer counts: a fixed part (embedding, head, start) and a part per layer, at least 0."""
     rows = [json.loads(line) for line in lines.read_text().splitlines() if line.startswith("{")]
     print("| strategy | measured (layers: s, GPU GB, host GB) | 9B: min, GPU GB, file GB | 27B: min, GPU GB, file GB |")
     print("|---|---|---|---|")
@@ -100,10 +100,10 @@ if __name__ == "__main__":
     parser.add_argument("path", type=Path)
     parser.add_argument("strategy", nargs="?")
     parser.add_argument("--layers", type=int, default=4)
-    given = parser.parse_args()
-    if given.what == "make":
-        make(given.path, given.layers)
-    elif given.what == "run":
-        run(given.path, given.strategy or sys.exit("which strategy?"))
+    inputs = parser.parse_args()
+    if inputs.what == "make":
+        make(inputs.path, inputs.layers)
+    elif inputs.what == "run":
+        run(inputs.path, inputs.strategy or sys.exit("which strategy?"))
     else:
-        extrapolate(given.path)
+        extrapolate(inputs.path)

@@ -1,8 +1,8 @@
 #!/bin/sh
-# The C modules built with AddressSanitizer and UBSan into build/asan, and their Python tests run against those; before that
-# the codec and the client in threads and without Python (tests/sanitize/threads_*.c), where leaks are looked for too.
+# Build the C modules with AddressSanitizer and UBSan into build/asan and run their Python tests with them; before that run the
+# codec and the client in threads and without Python (tests/sanitize/threads_*.c), with leak detection.
 # Usage: sh tests/sanitize/asan.sh [pytest arguments; without any: the codec's and the client's tests]
-#   leaks are not looked for under Python, which keeps much for good.
+#   no leak detection with Python, which never frees some memory.
 #   test_nothing_leaks measures resident memory, which ASan's quarantine fills.
 set -eu
 cd "$(dirname "$0")/../.."
@@ -25,9 +25,9 @@ fi
 ANNIE_QUANT_ONLY=_nvfp4,_stream ANNIE_QUANT_SANITIZE=address,undefined \
     "$python" setup.py -q build --build-base build/asan/temp --build-lib build/asan/lib
 export PYTHONPATH=$root/build/asan/lib PYTHONMALLOC=malloc ASAN_OPTIONS=$options:detect_leaks=0
-# libstdc++ first of all, or ASan cannot see the exceptions that other extension modules throw.
+# libstdc++ must be loaded first, else ASan cannot see the exceptions that other extension modules throw.
 libraries="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libubsan.so) $(gcc -print-file-name=libstdc++.so)"
-# The script, not `python -m pytest`: that would put the checkout, and its modules without sanitizers, first.
+# Not `python -m pytest`, which would put the checkout with its modules without sanitizers first.
 (cd build && LD_PRELOAD=$libraries "$python" -c '
 import annie_quant._nvfp4 as a, annie_quant._stream as b
 assert all("build/asan/lib" in m.__file__ for m in (a, b)), (a, b)')

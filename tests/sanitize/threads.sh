@@ -1,8 +1,8 @@
-# For asan.sh and tsan.sh: codec and client without Python, each with its caller in threads, tests/sanitize/threads_*.c.
+# For asan.sh and tsan.sh: codec and client without Python, each with a caller in threads, tests/sanitize/threads_*.c.
 #   build_threads COMPILER FLAGS FOLDER     makes FOLDER/codec and FOLDER/stream
 build_threads() {
     mkdir -p "$3"
-    # TSan's run time is not up yet when the loader asks a clone's resolver, so that there is one clone.
+    # The loader calls the resolver of target_clones before TSan's runtime is initialised, so there must be only one clone.
     build_one "$1" "$2 -fopenmp -Dtarget_clones(...)=" "$3/codec" csrc/nvfp4/*.c tests/sanitize/threads_codec.c
     build_one "$1" "$2 $(pkg-config --cflags libcurl)" "$3/stream" csrc/stream/*.c tests/sanitize/threads_stream.c
 }
@@ -23,7 +23,7 @@ build_one() { # compiler, flags, program, files
         *_neon.c) [ "$(uname -m)" = aarch64 ] || continue ;;
         esac
         object=$program-$(basename "$file" .c).o
-        set -f # a flag may hold ( and *
+        set -f # a flag may contain ( and *
         "$compiler" $flags $simd -c "$file" -o "$object"
         set +f
         objects="$objects $object"

@@ -1,5 +1,5 @@
-/* The codec under threads, for ThreadSanitizer: four callers at once, each with an OpenMP team of its own, while a fifth
- * thread changes the variant and the number of threads. Every result is the one that a lone caller gets.
+/* The codec in threads, for ThreadSanitizer: four callers at once, each with an OpenMP team, while a fifth thread changes the variant and
+ * the number of threads. Every result must equal that of a single caller.
  *
  * Built and run by `make tsan`, with clang, libomp and Archer, so that TSan understands OpenMP. Argument: rounds (10).
  */

@@ -1,5 +1,5 @@
-/* The streaming client under threads, for ThreadSanitizer: plans that run at once in threads of their own, over our own
- * connections and over libcurl's, and one that another thread stops. Each must bring back all that its server sent.
+/* The streaming client in threads, for ThreadSanitizer: plans that run at once in separate threads, on the client's own connections and
+ * on libcurl's, and one that another thread stops. Each must return all that its server sent.
  *
  * Built and run by `make tsan`. The server is a few threads in this process, on a port of the loopback. Argument: rounds (10).
  */
@@ -75,13 +75,13 @@ static void *serve(void *unused)
 
 struct stop {
     int fd;
-    int64_t asked;
+    int64_t count;
 };
 
 static bool interrupted(void *context)
 {
     struct stop *stop = context;
-    return read(stop->fd, &stop->asked, sizeof stop->asked) == sizeof stop->asked;
+    return read(stop->fd, &stop->count, sizeof stop->count) == sizeof stop->count;
 }
 
 static void run_plan(int http, const char *path, struct stop *stop)
@@ -114,7 +114,7 @@ static void run_plan(int http, const char *path, struct stop *stop)
     size_t data = 0;
     for (size_t i = 0; i < result.events.size / sizeof(struct event_row); i++)
         data += ((struct event_row *)result.events.base)[i].kind == SSE_DATA;
-    must(result.stopped == (stop != NULL), "stopped when asked, and only then");
+    must(result.stopped == (stop != NULL), "stopped if and only if it was requested");
     must(stop ? data <= REQUESTS : data == REQUESTS * EVENTS, "every event came once");
     plan_result_free(&result);
 }
@@ -126,7 +126,7 @@ static void *run_own(void *unused)
     return unused;
 }
 
-/* HTTP/2 is asked for and not given: libcurl transfers. */
+/* HTTP/2 is requested and not supported by the server: libcurl transfers. */
 static void *run_libcurl(void *unused)
 {
     for (int i = 0; i < rounds; i++)

@@ -1,6 +1,6 @@
 #!/bin/sh
-# The codec and the client under ThreadSanitizer, without Python: tests/sanitize/threads_*.c, each with its module's C files.
-# Wants clang and libomp with Archer (Debian: clang libomp-14-dev), so that TSan knows what OpenMP orders.
+# The codec and the client with ThreadSanitizer, without Python: tests/sanitize/threads_*.c, each with its module's C files.
+# Needs clang and libomp with Archer (Debian: clang libomp-14-dev), so that TSan knows the synchronization of OpenMP.
 # Usage: sh tests/sanitize/tsan.sh [rounds]        ANNIE_QUANT_SANITIZE_DIR: where to build (build/tsan)
 set -eu
 cd "$(dirname "$0")/../.."

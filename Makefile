@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 APT    := build-essential pkg-config libcurl4-openssl-dev
 # Debian's own Python comes without venv and headers; any other has them.
-APT_PY  = $(shell $(PYTHON) .ci/python-lacks || echo python3 python3-venv python3-dev)
+APT_PY  = $(shell $(PYTHON) tools/debian_packages.py || echo python3 python3-venv python3-dev)
 APT_SAFE := clang libomp-14-dev clang-tidy-14 cppcheck
 APT_TEST := chromium chromium-sandbox gcc-aarch64-linux-gnu qemu-user libc6-dev-arm64-cross
 C_FILES := $(shell find csrc setup.py pyproject.toml requirements.txt -type f 2>/dev/null)
@@ -52,7 +52,7 @@ docs: setup
 # Bill of materials of a wheel: `make sbom WHEEL=...`, or of one that is built here.
 sbom: setup
 	test -n "$(WHEEL)" || $(BIN)/python -m pip wheel -q --no-deps --no-build-isolation -w build/sbom .
-	$(PYTHON) .ci/sbom $(or $(WHEEL),$$(ls -t build/sbom/*.whl | head -1)) build/sbom/annie-quant.cdx.json
+	$(PYTHON) tools/sbom.py $(or $(WHEEL),$$(ls -t build/sbom/*.whl | head -1)) build/sbom/annie-quant.cdx.json
 
 # Known vulnerabilities of what is installed in .venv. It asks PyPI's advisories; what cannot be looked up is an error.
 audit: setup

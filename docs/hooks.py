@@ -1,5 +1,4 @@
-"""mkdocs hooks: the command line's reference is written from the commands themselves; pages that the contents do not name
-stand at their end."""
+"""mkdocs hooks: write the command-line reference from the commands, and append pages that mkdocs.yml does not list."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ MARK = "<!-- commands -->"
 
 
 def on_config(config: Any) -> Any:
-    """A page of docs/ is in the contents, whoever wrote it."""
+    """Append all pages of docs/ that are not in the navigation."""
     named = str(config.nav)
     folder = Path(config.docs_dir)
     pages = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*.md"))
@@ -19,7 +18,7 @@ def on_config(config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Put each command's help in the place of the mark."""
+    """Replace the mark with the help of all commands."""
     if MARK not in markdown:
         return markdown
     import click

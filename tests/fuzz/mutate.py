@@ -61,7 +61,10 @@ def mutate_json(rng: random.Random, value: Any) -> Any:
 
 
 def mutate_bytes(rng: random.Random, raw: bytes, within: int | None = None) -> bytes:
-    """Return the bytes with one to three changes (below `within`): flipped, overwritten, duplicated or removed; sometimes truncated."""
+    """Return the bytes with one to three changes (flipped, overwritten, duplicated or removed), sometimes truncated.
+
+    within    only bytes below this offset are changed; default: all
+    """
     changed = bytearray(raw)
     for _ in range(rng.randint(1, 3)):
         at = rng.randrange(min(within or len(changed), len(changed)) or 1)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 
 import chromium
 import pytest
 import report_fixture
+from paths import ROOT
 
 from annie_quant import report
-from annie_quant.report import screenshot
 
 pytestmark = pytest.mark.skipif(
     chromium.find() is None, reason="no Chromium on the PATH (apt-get install chromium), so the page cannot be opened"
@@ -182,6 +184,14 @@ def test_it_can_be_read_by_everyone(folder):
 
 
 def test_a_picture_for_the_readme(folder, tmp_path):
-    screenshot.take(folder, tmp_path / "report.png", width=800, height=600)
+    command = [
+        sys.executable,
+        ROOT / "tools/screenshot.py",
+        folder,
+        tmp_path / "report.png",
+        "--width=800",
+        "--height=600",
+    ]
+    subprocess.run(command, check=True)
     picture = (tmp_path / "report.png").read_bytes()
     assert picture.startswith(b"\x89PNG") and int.from_bytes(picture[16:20], "big") == 800

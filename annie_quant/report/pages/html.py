@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from annie_quant import __version__
-from annie_quant.errors import need
 from annie_quant.files import ASSETS
 from annie_quant.judge import decision
 from annie_quant.report import format, recount, typed
@@ -29,7 +28,8 @@ EMBED_LIMIT = 400_000  # bytes of a download kept in the page
 
 @cache
 def _environment() -> Any:
-    jinja2 = need("jinja2", "plots")
+    import jinja2
+
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         autoescape=True,

@@ -1,10 +1,9 @@
-#!/usr/bin/env python3
-"""Proves an installed annie-quant in a minute, without a checkout, torch or pytest: what it says of itself, codec, client, command.
+"""Check an installed annie-quant in a minute, without a checkout, torch or pytest: version, codec, client, commands.
 
-    python .ci/try-install            what must work from any install with libcurl
-    python .ci/try-install --wheel    and what must hold for a wheel: it carries its libraries and their licences
+    python tools/try_install.py            for any installation with libcurl
+    python tools/try_install.py --wheel    also for a wheel: it contains its libraries and their licences
 
-cibuildwheel runs it on every wheel; run it by hand after an install on a machine of a new kind.
+cibuildwheel runs it on every wheel. Run it by hand after an installation on a new kind of machine.
 """
 
 from __future__ import annotations
@@ -42,17 +41,17 @@ class Server(http.server.BaseHTTPRequestHandler):
 
 
 def codec(aq) -> str:
-    """Every E2M1 value times its block's scale comes back exactly, in every variant that this processor has."""
+    """All E2M1 values times their block's scale are recovered exactly, in all variants of this processor."""
     values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
     row = np.concatenate([values, -values])  # a block whose amax is 6
     weight = np.stack([row * 2.0**k for k in range(-3, 4)] * 64)
     for name in aq.nvfp4.variants():
         aq.nvfp4.set_variant(name)
-        back = aq.nvfp4.unpack(aq.nvfp4.pack(weight, tensor_scale=1.0), dtype="float32")
-        assert np.array_equal(back, weight), f"{name}: the codec's values do not come back"
+        unpacked = aq.nvfp4.unpack(aq.nvfp4.pack(weight, tensor_scale=1.0), dtype="float32")
+        assert np.array_equal(unpacked, weight), f"{name}: values are not recovered"
         rows = np.random.default_rng(0).standard_normal((8, 512)).astype(np.float32)
         error = np.abs(aq.kquant.dequantize(aq.kquant.quantize(rows, "Q8_0"), "Q8_0") - rows).max()
-        assert error < np.abs(rows).max() / 127, f"{name}: Q8_0 is {error} off"
+        assert error < np.abs(rows).max() / 127, f"{name}: Q8_0 has an error of {error}"
     aq.nvfp4.set_variant("auto")
     return "codec: " + ", ".join(aq.nvfp4.variants())
 
@@ -76,25 +75,25 @@ def wheel(aq) -> str:
     files = [str(f) for f in importlib.metadata.files("annie-quant") or ()]
     for licence in ("LICENSE", "README.txt", "curl.txt", "nghttp2.txt", "gcc-runtime.txt"):
         assert any(f.endswith(f"/{licence}") and ".dist-info/" in f for f in files), f"no {licence} in the wheel"
-    return f"carries {', '.join(libraries)} and their licences"
+    return f"contains {', '.join(libraries)} and their licences"
 
 
 def main() -> None:
     import annie_quant as aq
 
-    heavy = [m for m in ("torch", "scipy", "click", "transformers") if m in sys.modules]
-    assert not heavy, f"importing annie_quant loaded {heavy}"
-    command = [sys.executable, "-m", "annie_quant.cli"]
-    seen = json.loads(
+    large = [m for m in ("torch", "scipy", "click", "transformers") if m in sys.modules]
+    assert not large, f"importing annie_quant imported {large}"
+    command = [sys.executable, "-m", "annie_quant"]
+    info = json.loads(
         subprocess.run([*command, "--version", "--json"], capture_output=True, text=True, check=True).stdout
     )
-    assert seen["version"] == importlib.metadata.version("annie-quant"), seen["version"]
+    assert info["version"] == importlib.metadata.version("annie-quant"), info["version"]
     print(subprocess.run([*command, "--version", "--verbose"], capture_output=True, text=True, check=True).stdout)
-    if seen["python"]["free_threaded"]:
+    if info["python"]["free_threaded"]:
         aq.nvfp4, aq.stream.run([])
-        assert not sys._is_gil_enabled(), "a C module turned the GIL on again"
-    for proof in (codec, client, *((wheel,) if "--wheel" in sys.argv[1:] else ())):
-        print(proof(aq))
+        assert not sys._is_gil_enabled(), "a C module enabled the GIL"
+    for check in (codec, client, *((wheel,) if "--wheel" in sys.argv[1:] else ())):
+        print(check(aq))
     tiny = Path(aq.__file__).parent / "assets/tiny-annie"
     quantize = ["quantize", "--strategy", "direct", "--model", str(tiny), "--output"]
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""Prints the Debian packages that this Python wants before it can make a virtual environment and compile for it."""
+"""Print the Debian packages that this Python needs before it can make a virtual environment and compile for it."""
 
 import importlib.util
 import os

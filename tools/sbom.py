@@ -1,10 +1,9 @@
-#!/usr/bin/env python3
-"""Writes the bill of materials of a wheel (CycloneDX 1.6, JSON): itself, what pip installs with it, and the libraries inside it.
+"""Write the bill of materials of a wheel (CycloneDX 1.6, JSON): the wheel, its dependencies, and the libraries inside it.
 
-    python .ci/sbom WHEEL OUTPUT.json
+    python tools/sbom.py WHEEL OUTPUT.json
 
-CycloneDX's own tool reads a fresh environment in which the wheel was installed; what it cannot see, the C libraries that the
-wheel carries, is added from what _stream says of itself. The same wheel and the same registry give the same file.
+CycloneDX's tool reads a fresh environment in which the wheel is installed. It does not find the C libraries inside the wheel;
+they are added from the versions that _stream reports. The same wheel and the same registry give the same file.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import venv
 from pathlib import Path
 
 TOOL = "cyclonedx-bom==7.5.0"
-# Library in annie_quant.libs -> its parts: (name as _stream's libcurl reports it, component, licence, where it is published).
+# Library in annie_quant.libs -> its parts: (name in the version text of _stream's libcurl, component, licence, URL).
 PARTS = {
     "libcurl": (
         ("libcurl", "curl", "curl", "https://curl.se"),
@@ -34,40 +33,40 @@ def main(wheel: Path, output: Path) -> None:
         subject, tool = environment(folder, "subject", str(wheel)), environment(folder, "tool", TOOL)
         listed = [tool, "-m", "cyclonedx_py", "environment", subject, "--output-reproducible", "--mc-type", "library"]
         bill = json.loads(subprocess.run(listed, capture_output=True, text=True, check=True).stdout)
-        asked = "import annie_quant._stream as s, pathlib; print(s.CURL_VERSION); "
-        asked += "print(*(f for f in pathlib.Path(s.__file__).parents[1].glob('annie_quant.libs/*')), sep='\\n')"
-        told = subprocess.run([subject, "-I", "-c", asked], capture_output=True, text=True, check=True).stdout.split(
-            "\n"
-        )
-        versions = dict(word.split("/", 1) for word in told[0].split() if "/" in word)
-        carried = [part for line in filter(None, told[1:]) for part in components(Path(line), versions)]
+        code = "import annie_quant._stream as s, pathlib; print(s.CURL_VERSION); "
+        code += "print(*(f for f in pathlib.Path(s.__file__).parents[1].glob('annie_quant.libs/*')), sep='\\n')"
+        output_lines = subprocess.run(
+            [subject, "-I", "-c", code], capture_output=True, text=True, check=True
+        ).stdout.split("\n")
+        versions = dict(word.split("/", 1) for word in output_lines[0].split() if "/" in word)
+        bundled = [part for line in filter(None, output_lines[1:]) for part in components(Path(line), versions)]
 
-    own = next(c for c in bill["components"] if c["name"] == "annie-quant")
-    own.pop("externalReferences", None)  # the path of the wheel on this machine
-    own["hashes"] = [{"alg": "SHA-256", "content": hashlib.sha256(wheel.read_bytes()).hexdigest()}]
+    subject_entry = next(c for c in bill["components"] if c["name"] == "annie-quant")
+    subject_entry.pop("externalReferences", None)  # the path of the wheel on this machine
+    subject_entry["hashes"] = [{"alg": "SHA-256", "content": hashlib.sha256(wheel.read_bytes()).hexdigest()}]
     bill["components"] = [
-        c for c in bill["components"] if c is not own and c["name"] not in ("pip", "setuptools")
-    ] + carried
+        c for c in bill["components"] if c is not subject_entry and c["name"] not in ("pip", "setuptools")
+    ] + bundled
     bill["dependencies"] = [d for d in bill["dependencies"] if not d["ref"].startswith(("pip==", "setuptools=="))]
-    bill["metadata"]["component"] = own
-    depends = next(d for d in bill["dependencies"] if d["ref"] == own["bom-ref"])
-    depends["dependsOn"] = [*depends.get("dependsOn", ()), *(part["bom-ref"] for part in carried)]
+    bill["metadata"]["component"] = subject_entry
+    depends = next(d for d in bill["dependencies"] if d["ref"] == subject_entry["bom-ref"])
+    depends["dependsOn"] = [*depends.get("dependsOn", ()), *(part["bom-ref"] for part in bundled)]
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(bill, indent=1) + "\n")
-    print(f"{output}: {len(bill['components'])} components, {len(carried)} of them inside the wheel")
+    print(f"{output}: {len(bill['components'])} components, {len(bundled)} of them inside the wheel")
 
 
 def environment(folder: str, name: str, requirement: str) -> str:
-    """A fresh virtual environment with this installed; its Python."""
-    place = Path(folder, name)
-    venv.create(place, with_pip=True)
-    python = str(place / "bin/python")
+    """Create a virtual environment with this requirement and return its Python."""
+    path = Path(folder, name)
+    venv.create(path, with_pip=True)
+    python = str(path / "bin/python")
     subprocess.run([python, "-m", "pip", "install", "-q", "--disable-pip-version-check", requirement], check=True)
     return python
 
 
 def components(library: Path, versions: dict[str, str]) -> list[dict]:
-    """The parts of one library that the wheel carries. Raises KeyError for one that nobody described."""
+    """Return the components of one library in the wheel. Raises KeyError for a library that is not in PARTS."""
     content = hashlib.sha256(library.read_bytes()).hexdigest()
     return [
         {

@@ -1,13 +1,17 @@
-"""Builds the three C extension modules; everything else about the package is in pyproject.toml.
+"""Build the three C extension modules. All other settings of the package are in pyproject.toml.
 
-    _nvfp4   always; it wants a C compiler and Python's headers
-    _stream  where libcurl's headers are found (Debian: libcurl4-openssl-dev)
-    _gemm    where nvcc is found (CUDA 13)
+    _nvfp4   always built; needs a C compiler and Python's headers
+    _stream  built if libcurl's headers are installed (Debian: libcurl4-openssl-dev)
+    _gemm    built if nvcc is installed (CUDA 13)
 
-A module that cannot be built here is left out with one plain line, and the rest installs; pip shows that line with -v, and
-`annie-quant --version --verbose` says afterwards what is missing. None of the three wants NumPy to be built.
-Environment: ANNIE_QUANT_ONLY=_nvfp4,_stream builds just these; ANNIE_QUANT_WERROR=1 makes warnings errors;
-ANNIE_QUANT_SANITIZE=address,undefined builds with sanitizers; ANNIE_QUANT_ARCHS=90,121a picks CUDA targets.
+A module that cannot be built is skipped with a one-line message, and the rest is installed. pip shows the message with -v;
+after installation `annie-quant --version --verbose` lists what is missing. NumPy is not needed for the build.
+
+Environment variables:
+    ANNIE_QUANT_ONLY=_nvfp4,_stream       build these modules only
+    ANNIE_QUANT_WERROR=1                  treat warnings as errors
+    ANNIE_QUANT_SANITIZE=address,undefined    build with sanitizers
+    ANNIE_QUANT_ARCHS=90,121a             CUDA targets
 """
 
 from __future__ import annotations
@@ -24,12 +28,12 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 CSRC = Path("csrc")
-# The machine that is built for, which a cross-compiler's caller names in _PYTHON_HOST_PLATFORM.
+# The target machine. A cross-compilation sets it with _PYTHON_HOST_PLATFORM.
 MACHINE = sysconfig.get_platform().lower()
 X86 = MACHINE.endswith(("x86_64", "amd64"))
 ARM = MACHINE.endswith(("aarch64", "arm64"))
 
-# A SIMD variant is one file named after its instruction set; only that file gets the flags.
+# One file per SIMD variant, named after its instruction set; only that file is compiled with the flags.
 VARIANT_FLAGS = {
     "_avx2.c": ["-mavx2", "-mf16c", "-mbmi2", "-mfma"],
     "_avx512.c": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mf16c", "-mbmi2", "-mfma"],
@@ -55,11 +59,11 @@ def sanitizer_flags() -> list[str]:
 
 
 def c_sources(folder: str) -> list[str]:
-    """Every C file of one module, less the SIMD variants of other processors."""
+    """Return the C files of one module, without the SIMD variants of other processors."""
     files = sorted((CSRC / "common").glob("*.c")) + sorted((CSRC / folder).glob("*.c"))
-    skip = () if X86 else ("_avx2.c", "_avx512.c")
-    skip += () if ARM else ("_neon.c",)
-    return [str(f) for f in files if not f.name.endswith(skip)]
+    skipped = () if X86 else ("_avx2.c", "_avx512.c")
+    skipped += () if ARM else ("_neon.c",)
+    return [str(f) for f in files if not f.name.endswith(skipped)]
 
 
 def headers(folder: str) -> list[str]:
@@ -91,7 +95,7 @@ def stream() -> Extension | None:
         cflags = subprocess.run([*query, "--cflags"], capture_output=True, text=True, check=True).stdout.split()
         libs = subprocess.run([*query, "--libs"], capture_output=True, text=True, check=True).stdout.split()
     except (FileNotFoundError, subprocess.CalledProcessError):
-        note("_stream is left out: libcurl's headers are missing. To have it: apt-get install libcurl4-openssl-dev")
+        note("_stream is skipped: libcurl's headers are missing. To install them: apt-get install libcurl4-openssl-dev")
         return None
     return extension("_stream", "stream", extra_compile_args=cflags, extra_link_args=libs)
 
@@ -101,7 +105,7 @@ def gemm() -> Extension | None:
         return None
     nvcc = find_nvcc()
     if nvcc is None:
-        note("_gemm is left out: nvcc (CUDA 13) is not on the PATH. Everything else works without it.")
+        note("_gemm is skipped: nvcc (CUDA 13) is not on the PATH. All other modules work without it.")
         return None
     home = cuda_home(nvcc)
     ext = extension(
@@ -111,7 +115,7 @@ def gemm() -> Extension | None:
         define_macros=[("ANNIE_QUANT_ARCHS", f'"{",".join(cuda_archs())}"')],
         library_dirs=[str(home / d) for d in ("lib64", "lib") if (home / d / "libcudart_static.a").exists()],
         libraries=["cudart_static", "dl", "rt", "pthread", "stdc++"],
-        # An nvcc that does not know one of the targets must not keep the rest from being installed.
+        # The rest is installed even if this nvcc does not support one of the targets.
         optional=True,
     )
     ext.cuda_sources = [str(f) for f in sorted((CSRC / "gemm").glob("*.cu"))]
@@ -130,39 +134,39 @@ def find_nvcc() -> str | None:
 
 
 def cuda_home(nvcc: str) -> Path:
-    """The toolkit's folder, asked of nvcc itself: the nvcc on the PATH may be a wrapper script elsewhere."""
-    dry = subprocess.run([nvcc, "--dryrun", "-x", "cu", "-c", os.devnull], capture_output=True, text=True).stderr
-    top = next((line.split("TOP=", 1)[1].strip() for line in dry.splitlines() if "TOP=" in line), None)
+    """Return the toolkit's folder as nvcc reports it: the nvcc on the PATH may be a wrapper script in another folder."""
+    dry_run = subprocess.run([nvcc, "--dryrun", "-x", "cu", "-c", os.devnull], capture_output=True, text=True).stderr
+    top = next((line.split("TOP=", 1)[1].strip() for line in dry_run.splitlines() if "TOP=" in line), None)
     return Path(top).resolve() if top else Path(nvcc).resolve().parent.parent
 
 
-def what_a_build_lacks() -> str | None:
-    """The two things without which nothing can be compiled, each with the command that brings it."""
+def missing_prerequisite() -> str | None:
+    """Return what is missing to compile C, a compiler or Python's headers, and the command that installs it; or None."""
     compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")[0]
     if shutil.which(compiler) is None:
-        return f"there is no C compiler here ({compiler}). To have it: apt-get install build-essential"
+        return f"no C compiler is installed ({compiler}). To install one: apt-get install build-essential"
     folders = [sysconfig.get_path(kind) for kind in ("include", "platinclude")]
     if not any(Path(folder, "Python.h").exists() for folder in folders):
-        return f"Python's headers are missing ({folders[0]}/Python.h). To have them: apt-get install python3-dev"
+        return f"Python's headers are missing ({folders[0]}/Python.h). To install them: apt-get install python3-dev"
     return None
 
 
 class Build(build_ext):
-    """build_ext, with flags by file name for SIMD variants and nvcc for .cu files."""
+    """build_ext with compiler flags per SIMD variant, and nvcc for .cu files."""
 
     def build_extension(self, ext: Extension) -> None:
-        plain = self.compiler._compile
+        original = self.compiler._compile
 
         def compile_one(obj, src, ending, cc_args, postargs, pp_opts):
             extra = next((f for tail, f in VARIANT_FLAGS.items() if src.endswith(tail)), [])
-            plain(obj, src, ending, cc_args, [*postargs, *extra], pp_opts)
+            original(obj, src, ending, cc_args, [*postargs, *extra], pp_opts)
 
         self.compiler._compile = compile_one
         try:
             ext.extra_objects = [*ext.extra_objects, *self.cuda_objects(ext)]
             super().build_extension(ext)
         finally:
-            self.compiler._compile = plain
+            self.compiler._compile = original
 
     def cuda_objects(self, ext: Extension) -> list[str]:
         objects = []
@@ -193,13 +197,13 @@ class Build(build_ext):
         return objects
 
 
-# Before anything is copied, so that the line is not lost among hundreds.
-lacking = what_a_build_lacks() if {"build", "build_ext", "bdist_wheel", "editable_wheel"} & set(sys.argv) else None
-if lacking:
-    sys.exit(f"annie-quant: {lacking}. Or take a wheel: pip install --only-binary annie-quant annie-quant")
-wanted = [n for n in os.environ.get("ANNIE_QUANT_ONLY", "").split(",") if n]
+# Checked before setuptools copies files, so that the message is not lost in its output.
+missing = missing_prerequisite() if {"build", "build_ext", "bdist_wheel", "editable_wheel"} & set(sys.argv) else None
+if missing:
+    sys.exit(f"annie-quant: {missing}. Or install a wheel: pip install --only-binary annie-quant annie-quant")
+only = [n for n in os.environ.get("ANNIE_QUANT_ONLY", "").split(",") if n]
 modules = [e for e in (nvfp4(), stream(), gemm()) if e is not None and e.sources]
 setup(
-    ext_modules=[e for e in modules if not wanted or e.name.rsplit(".", 1)[1] in wanted],
+    ext_modules=[e for e in modules if not only or e.name.rsplit(".", 1)[1] in only],
     cmdclass={"build_ext": Build},
 )

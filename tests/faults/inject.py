@@ -243,7 +243,7 @@ def damaged_run(stage: Stage, inputs: Path, output: Path, whole: Whole) -> Ended
         return Ended(None)
     finish(begin(stage, inputs, output))
     stamps = sorted((run / "stages").glob("*.json"))
-    stamps[0].write_text('{"key": "torn')
+    stamps[0].write_text('{"key": "cut')
     stamps[-1].unlink()
     for file in (*run.glob("eval/*.json"), run / "run.json"):
         if file.exists():
@@ -276,14 +276,14 @@ FAULTS: dict[str, Callable[..., Ended]] = {
     "read-only output": read_only,
     "no memory": no_memory,
     "unreadable input": unreadable,
-    "root's leftovers": files_of_root,
+    "files of root": files_of_root,
     "two at once": two_at_once,
     "clock steps": clock_steps,
-    "torn input": damaged(cut=True),
+    "truncated input": damaged(cut=True),
     "missing input": damaged(cut=False),
-    "torn stage results": damaged_run,
+    "damaged stage results": damaged_run,
     "a server dies": servers_die,
 }
 
 if sys.platform != "linux":
-    raise SystemExit("these faults are made with Linux's means")
+    raise SystemExit("these faults need Linux")

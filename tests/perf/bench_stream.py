@@ -111,7 +111,7 @@ def table(name: str, runs: list[dict]) -> list[dict]:
     rows = []
     print(f"\n### {name}\n")
     print(
-        "| client | lag p50 µs | p99 | p99.9 | max | ITL error p99 µs | lost | sharing a stamp | CPU µs an event | RSS MB |"
+        "| client | lag p50 µs | p99 | p99.9 | max | ITL error p99 µs | lost | same stamp | CPU µs per event | RSS MB |"
     )
     print("|---|---|---|---|---|---|---|---|---|---|")
     both = [(f"{c}, kernel stamp", c, "kernel_us") for c in (*OURS, FLOOR)]

@@ -137,7 +137,7 @@ def main() -> None:
                     got[name].append(json.loads(done.stdout))
         finally:
             server.kill()
-    print("| client | events | lag p50 µs | p99 | max | CPU µs an event |\n|---|---|---|---|---|---|")
+    print("| client | events | lag p50 µs | p99 | max | CPU µs per event |\n|---|---|---|---|---|---|")
     for name, runs in got.items():
         cpu_us = float(np.median([r["cpu_us"] for r in runs]))
         for clock in ("user", "kernel") if name != "pycurl" else ("user",):

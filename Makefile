@@ -1,12 +1,12 @@
-# Two commands on a fresh machine: `make demo` runs the whole line on the embedded model, `make test` checks everything.
-# Both set up .venv in the checkout first, with the pins of requirements.txt.
+# `make demo` runs the whole pipeline on the embedded model, `make test` runs all tests. Both first set up .venv in the checkout
+# with the pinned versions of requirements.txt.
 
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 APT    := build-essential pkg-config libcurl4-openssl-dev
-# Debian's own Python comes without venv and headers; any other has them.
+# Debian's own Python has no venv and no headers; other builds include them.
 APT_PY  = $(shell $(PYTHON) tools/debian_packages.py || echo python3 python3-venv python3-dev)
 APT_SAFE := clang libomp-14-dev clang-tidy-14 cppcheck
 APT_TEST := chromium chromium-sandbox gcc-aarch64-linux-gnu qemu-user libc6-dev-arm64-cross
@@ -20,15 +20,25 @@ demo: setup
 test: setup apt-test
 	$(BIN)/python -m pytest
 
+# Files and folders that the language rules of CONTRIBUTING.md are checked in.
+PLAIN := csrc docs tools tests/perf .ci Makefile README.md CONTRIBUTING.md SECURITY.md CHANGELOG.md setup.py mkdocs.yml pyproject.toml \
+	annie_quant/__init__.py annie_quant/__main__.py annie_quant/errors.py annie_quant/host.py annie_quant/native.py \
+	annie_quant/nvfp4.py annie_quant/kquant.py annie_quant/codec_arrays.py annie_quant/progress.py annie_quant/resume.py \
+	annie_quant/stream annie_quant/gemm annie_quant/serve annie_quant/doctor annie_quant/assets/recipes \
+	tests/nvfp4 tests/stream tests/gemm tests/serve tests/doctor tests/cli tests/docs tests/package tests/security tests/fuzz \
+	tests/fuzzing tests/faults tests/sanitize tests/integration
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/python tools/check_imports.py
+	$(BIN)/python tools/check_language.py $(PLAIN)
 	ANNIE_QUANT_WERROR=1 ANNIE_QUANT_ONLY=_nvfp4,_stream $(BIN)/python setup.py -q build_ext --force --build-temp build/lint --build-lib build/lint
 
 perf: setup
 	@for f in tests/perf/bench_*.py; do echo "== $$f"; $(BIN)/python $$f || exit 1; done
 
-# What the C and the readers are held to beyond the tests: docs/hardening.md.
+# Further checks of the C code and of the readers of untrusted bytes: docs/hardening.md.
 .PHONY: asan tsan analyze
 asan: setup
 	sh tests/sanitize/asan.sh
@@ -39,7 +49,7 @@ tsan: setup apt-safe
 analyze: setup apt-safe
 	sh tests/sanitize/analyze.sh
 
-# SECONDS for each fuzzer in turn.
+# SECONDS: time per fuzzer.
 SECONDS ?= 60
 .PHONY: fuzz
 fuzz: setup apt-safe
@@ -49,12 +59,12 @@ docs: setup
 	$(BIN)/python -m mkdocs build --strict
 	@echo "build/site/index.html"
 
-# Bill of materials of a wheel: `make sbom WHEEL=...`, or of one that is built here.
+# Bill of materials of a wheel: `make sbom WHEEL=...`; without WHEEL, of one that is built first.
 sbom: setup
 	test -n "$(WHEEL)" || $(BIN)/python -m pip wheel -q --no-deps --no-build-isolation -w build/sbom .
 	$(PYTHON) tools/sbom.py $(or $(WHEEL),$$(ls -t build/sbom/*.whl | head -1)) build/sbom/annie-quant.cdx.json
 
-# Known vulnerabilities of what is installed in .venv. It asks PyPI's advisories; what cannot be looked up is an error.
+# Known vulnerabilities of the packages in .venv, from PyPI's advisories; a package that cannot be looked up is an error.
 audit: setup
 	test -x build/audit/bin/pip-audit || { $(PYTHON) -m venv build/audit && build/audit/bin/pip install -q pip-audit==2.10.1; }
 	$(BIN)/python -m pip freeze --exclude-editable | sed 's/+.*//' >build/audit/installed.txt

@@ -157,9 +157,9 @@ class Build(build_ext):
     def build_extension(self, ext: Extension) -> None:
         original = self.compiler._compile
 
-        def compile_one(obj, src, ending, cc_args, postargs, pp_opts):
-            extra = next((f for tail, f in VARIANT_FLAGS.items() if src.endswith(tail)), [])
-            original(obj, src, ending, cc_args, [*postargs, *extra], pp_opts)
+        def compile_one(obj, source, ending, cc_args, postargs, pp_opts):
+            extra = next((f for tail, f in VARIANT_FLAGS.items() if source.endswith(tail)), [])
+            original(obj, source, ending, cc_args, [*postargs, *extra], pp_opts)
 
         self.compiler._compile = compile_one
         try:
@@ -170,10 +170,10 @@ class Build(build_ext):
 
     def cuda_objects(self, ext: Extension) -> list[str]:
         objects = []
-        for src in getattr(ext, "cuda_sources", []):
-            obj = Path(self.build_temp) / (src + ".o")
+        for source in getattr(ext, "cuda_sources", []):
+            obj = Path(self.build_temp) / (source + ".o")
             obj.parent.mkdir(parents=True, exist_ok=True)
-            newest = max(Path(f).stat().st_mtime for f in [src, *ext.depends])
+            newest = max(Path(f).stat().st_mtime for f in [source, *ext.depends])
             if self.force or not obj.exists() or obj.stat().st_mtime < newest:
                 codes = [f for a in cuda_archs() for f in ("-gencode", f"arch=compute_{a},code=sm_{a}")]
                 self.spawn(
@@ -188,7 +188,7 @@ class Build(build_ext):
                         "-Icsrc",
                         *codes,
                         "-c",
-                        src,
+                        source,
                         "-o",
                         str(obj),
                     ]

@@ -135,7 +135,7 @@ def pack(
                   observers; the tensor's scale is a divisor)
     out           a Tensor whose arrays are written in place
     tensor_amax   for "modelopt-static" with an explicit tensor_scale
-    divisor       for "compressed-tensors", in place of tensor_scale
+    divisor       for "compressed-tensors", instead of tensor_scale
 
     ValueError: K is not a multiple of the group, unknown dtype, NaN or inf in w, a scale that is not positive and finite.
     """

@@ -38,8 +38,6 @@ class Step:
 
     say = message
 
-    update, message = __call__, say
-
 
 class Console:
     """Two rich consoles, created when they are first used."""

@@ -141,7 +141,7 @@ def respond(body: dict) -> Script:
     prompt, conversations = body["messages"][-1]["content"], []
     expected = int(re.search(r"Write (\d+) different", prompt)[1])
     turns = int(re.search(r"exactly (\d+) turn", prompt)[1])
-    tool = re.search(r"calls (\w+) and says nothing", prompt)
+    tool = re.search(r"calls (\w+) and says nothing", prompt)  # language: data
     for i in range(expected):
         word = hashlib.sha256(f"{prompt}{i}".encode()).hexdigest()[:12]
         talk = [{"user": f"Please {word}{t} it", "assistant": f"That is {word}, gladly."} for t in range(turns)]

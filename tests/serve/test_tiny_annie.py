@@ -56,7 +56,7 @@ def test_thinking_is_separate_from_the_answer(server):
 @pytest.mark.parametrize(
     ("text", "tool"),
     [
-        ("Do you remember what I said about my garden?", "search_memory"),
+        ("Do you remember what I said about my garden?", "search_memory"),  # language: data
         ("Search the web for the weather in Paris today.", "web_search"),
     ],
 )

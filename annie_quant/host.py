@@ -13,6 +13,7 @@ import subprocess
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,7 @@ def package_version(distribution: str) -> str | None:
 # GPUs
 
 
+@cache
 def nvml_devices() -> tuple[Any, list[Any]]:
     """Return (the module pynvml, one handle per GPU); (None, []) without the package, a driver or a GPU."""
     try:
@@ -220,12 +222,3 @@ def _smi(query: str, fields: Iterable[str]) -> list[dict[str, str]] | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return smi_rows(process.stdout, fields)
-
-
-# The names that annie_quant.bench used before.
-
-
-def meminfo() -> dict[str, int]:
-    """Return {"MemTotal", "MemAvailable"} in bytes; empty if the system does not report them."""
-    total = memory()
-    return {"MemTotal": total.total_bytes, "MemAvailable": total.available_bytes} if total else {}

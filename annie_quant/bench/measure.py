@@ -14,13 +14,12 @@ from typing import Any
 from annie_quant import judge, schema
 from annie_quant.bench import memory, sequential
 from annie_quant.bench.backend import Backend, alive, identity
-from annie_quant.bench.energy import EnergyMeter
 from annie_quant.bench.load_profile import arrival_times
 from annie_quant.bench.plan import Visit, choose, plan, warmups
 from annie_quant.bench.records import Records
 from annie_quant.errors import ServerError
 from annie_quant.files import sha256_text
-from annie_quant.host import load_per_core
+from annie_quant.host import gpu_energy_joules, load_per_core
 from annie_quant.judge.library import build_workload
 from annie_quant.judge.workloads import Case, Workload
 from annie_quant.progress import Progress
@@ -74,7 +73,6 @@ class Measurement:
         self.config, self.workloads, self.folder, self.records = config, list(workloads), folder, records
         self.backends = {b.name: b for b in backends}
         self.progress, self.on_record = progress, on_record
-        self.meter = EnergyMeter()
         self.identities: dict[str, Identity] = {}
         self.done = {r.id: r for r in records.rows if not r.warmup}
         self.session = 1 + max((r.session for r in records.rows), default=0)
@@ -188,9 +186,9 @@ class Measurement:
         backend = self.backends[visit.backend]
         started_at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds")
         starts = arrival_times(visit.load, [t.record.id.removeprefix(backend.name) for t in turns])
-        before = self.meter.read()
+        before = gpu_energy_joules()
         timings = self._send(backend, [(t.record.id, t.body) for t in turns], starts)
-        after = self.meter.read()
+        after = gpu_energy_joules()
         joules = None if before is None or after is None else (after - before) / len(turns)
         answers = {answer["tag"]: answer for answer in timings.records() if answer["tag"] is not None}
         lost = [answer for answer in answers.values() if answer["error"]]

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
-from annie_quant.host import meminfo
+from annie_quant import host
 from annie_quant.schema import MemoryFigures, MemoryLevels
 
 SAMPLE_S = 0.02
-GPU_SAMPLE_S = 1.0  # a call of nvidia-smi takes tens of milliseconds
+GPU_SAMPLE_S = 1.0  # where there is no NVML, a call of nvidia-smi takes tens of milliseconds
 
 
 def measure(pid: int, send: Callable[[int], None]) -> MemoryLevels:
@@ -29,12 +26,12 @@ def measure(pid: int, send: Callable[[int], None]) -> MemoryLevels:
 
 def sample(pid: int) -> MemoryFigures:
     """Return the memory of a process and its children now."""
-    pids = _process_tree(pid)
+    pids = host.process_tree(pid)
     return MemoryFigures(
-        process_rss_bytes=_rss(pids),
+        process_rss_bytes=host.resident_bytes(pids),
         system_used_bytes=system_used(),
         gpu_process_bytes=_gpu(pids),
-        cgroup_bytes=_cgroup(pid),
+        cgroup_bytes=host.cgroup_bytes(pid),
     )
 
 
@@ -87,40 +84,8 @@ def after_stop(timeout_s: float = 30.0, steady_bytes: int = 64 << 20) -> int | N
 
 def system_used() -> int | None:
     """Return MemTotal - MemAvailable in bytes; None where the kernel does not report them."""
-    memory = meminfo()
-    return memory["MemTotal"] - memory["MemAvailable"] if {"MemTotal", "MemAvailable"} <= memory.keys() else None
-
-
-def _cgroup(pid: int) -> int | None:
-    """memory.current of the process's control group (version 2); None in the root group, which counts all processes."""
-    try:
-        line = next(x for x in Path(f"/proc/{pid}/cgroup").read_text().splitlines() if x.startswith("0::"))
-        group = line[3:].strip("/")
-        return int((Path("/sys/fs/cgroup") / group / "memory.current").read_text()) if group else None
-    except (OSError, StopIteration, ValueError):
-        return None
-
-
-def _process_tree(pid: int) -> list[int]:
-    import psutil
-
-    try:
-        process = psutil.Process(pid)
-        return [pid, *(child.pid for child in process.children(recursive=True))]
-    except psutil.Error:
-        return []
-
-
-def _rss(pids: list[int]) -> int | None:
-    import psutil
-
-    total = None
-    for pid in pids:
-        try:
-            total = (total or 0) + psutil.Process(pid).memory_info().rss
-        except psutil.Error:
-            continue
-    return total
+    memory = host.memory()
+    return memory.used_bytes if memory else None
 
 
 _gpu_bytes: dict[int, int] = {}
@@ -130,19 +95,9 @@ _gpu_sampled_s = -GPU_SAMPLE_S
 def _gpu(pids: list[int]) -> int | None:
     """GPU memory of the processes, at most GPU_SAMPLE_S old; None where none of them uses a GPU."""
     global _gpu_bytes, _gpu_sampled_s
-    if not pids or shutil.which("nvidia-smi") is None:
+    if not pids:
         return None
     if time.monotonic() - _gpu_sampled_s > GPU_SAMPLE_S:
-        _gpu_bytes, _gpu_sampled_s = _compute_processes(), time.monotonic()
-    return sum(_gpu_bytes[p] for p in pids if p in _gpu_bytes) if any(p in _gpu_bytes for p in pids) else None
-
-
-def _compute_processes() -> dict[int, int]:
-    """GPU memory in bytes by process id."""
-    command = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
-    try:
-        out = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return {}
-    cells = ([cell.strip() for cell in line.split(",")] for line in out.splitlines())
-    return {int(c[0]): int(c[1]) * 2**20 for c in cells if len(c) == 2 and c[0].isdigit() and c[1].isdigit()}
+        _gpu_bytes, _gpu_sampled_s = host.gpu_process_bytes(), time.monotonic()
+    sizes = [_gpu_bytes[pid] for pid in pids if pid in _gpu_bytes]
+    return sum(sizes) if sizes else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import types
 
 import numpy as np
@@ -10,10 +9,9 @@ import pytest
 from bench_cases import FACTS, TOOLS, ask, backends, row, rows_of, workload
 from fake_server import FakeServer, Script, words
 
-from annie_quant import bench
+from annie_quant import bench, host
 from annie_quant.bench import sequential
 from annie_quant.bench.aggregate import labelled, tool_surface
-from annie_quant.bench.energy import EnergyMeter
 from annie_quant.bench.load_profile import ALONE
 from annie_quant.bench.records import read_records
 from annie_quant.errors import UsageError
@@ -105,19 +103,16 @@ def test_energy_is_recorded_where_the_gpu_counts_it(monkeypatch, tmp_path):
 
     fake = types.SimpleNamespace(
         NVMLError=type("NVMLError", (Exception,), {}),
-        nvmlInit=lambda: None,
-        nvmlDeviceGetCount=lambda: 1,
-        nvmlDeviceGetHandleByIndex=lambda i: i,
         nvmlDeviceGetTotalEnergyConsumption=consumed,
     )
-    monkeypatch.setitem(sys.modules, "pynvml", fake)
+    monkeypatch.setattr(host, "nvml_devices", lambda: (fake, [0]))
     with FakeServer(lambda body: words("It is Tokyo.")) as server:
         result = bench.run([bench.Backend("a", server.url)], [FACTS], tmp_path, warmup=1, runs=1)
     # Two readings 5 J apart around each of six measured requests; words() counts its end as a token.
     energy = result.aggregates.served["a"].energy
     assert energy.joules == pytest.approx(30.0) and energy.completion_tokens == 24
     fake.nvmlDeviceGetTotalEnergyConsumption = lambda device: (_ for _ in ()).throw(fake.NVMLError())
-    assert EnergyMeter().read() is None
+    assert host.gpu_energy_joules() is None
 
 
 def test_looks_are_planned_in_whole_blocks():

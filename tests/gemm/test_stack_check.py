@@ -101,14 +101,14 @@ OPS = """
 import torch
 from annie_quant.gemm import oracle
 
-def linear_scales(swizzled, rows, cols):  # the 128x4 tiles' formula, an element at a time
-    flat = swizzled.view(torch.uint8).flatten()
+def linear_scales(swizzled, rows, cols):  # the formula of 128x4 tiles, per element
+    flat = swizzled.view(torch.uint8).flatten().cpu()
     m, k = torch.meshgrid(torch.arange(rows), torch.arange(cols), indexing="ij")
     at = ((m // 128) * -(-cols // 4) + k // 4) * 512 + (m % 32) * 16 + (m % 128) // 32 * 4 + k % 4
     return flat[at]
 
 def value(codes, scales):
-    return torch.from_numpy(oracle.dequantize(codes.numpy(), scales.numpy()))
+    return torch.from_numpy(oracle.dequantize(codes.cpu().numpy(), scales.cpu().numpy())).to(codes.device)
 
 def cutlass_scaled_fp4_mm(a, b, a_scales, b_scales, alpha, out_dtype):
     {fault}

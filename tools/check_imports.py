@@ -137,7 +137,8 @@ def main() -> int:
         f"{item.path.relative_to(package.parent)}:{item.line}: {message}"
         for item, message in (*layer_violations(statements), *cycles(statements))
     }
-    print(*sorted(lines), sep="\n" if lines else "")
+    for line in sorted(lines):
+        print(line)
     print(f"{len(lines)} violations" if lines else "the import layers are kept", file=sys.stderr)
     return int(bool(lines))
 

@@ -259,6 +259,43 @@ def fake_quant(x: Any, tensor_scale: float | None = None, group: int = 16, out: 
     return out
 
 
+def gptq(
+    w: np.ndarray,
+    factor: np.ndarray,
+    tensor_scale: float,
+    scale: Scale = "amax",
+    group: int = 16,
+    importance: Any = None,
+) -> Tensor:
+    """Quantize a weight column by column; each column's error is corrected in the columns that follow (GPTQ).
+
+    w             float32 [N, K], contiguous; overwritten with the dequantized result
+    factor        float32 [K, K], upper Cholesky factor of the inverse of the Hessian (Frantar et al. 2022)
+    importance    float32 [K], weights of the squared error in the search for a block's scale; unused for "amax"
+
+    ValueError: shapes that do not fit, or weights that are not finite after the correction.
+    """
+    _check_choice(scale, "modelopt")
+    shape = _blocks_shape(w, group, "w")
+    columns = w.shape[-1]
+    out = Tensor(np.empty(shape[0], np.uint8), np.empty(shape[1], E4M3), np.float32(tensor_scale), w.shape, group)
+    finite = _nvfp4.gptq(
+        w.reshape(-1),
+        columns,
+        np.ascontiguousarray(factor, np.float32).reshape(-1),
+        group,
+        _SCALES.index(scale),
+        float(tensor_scale),
+        256.0 if scale == "four_over_six" else 448.0,
+        None if scale == "amax" else _importance(importance, columns),
+        _bytes(out.codes),
+        _bytes(out.block_scale),
+    )
+    if not finite:
+        raise ValueError("the error correction made weights that are not finite")
+    return out
+
+
 def to_ggml(t: Tensor) -> np.ndarray:
     """uint8 [..., K/64 * 36]: rows of ggml's NVFP4 blocks (type 40). tensor_scale travels apart, as the tensor `.scale`."""
     codes, scales, shape = _parts(t)

@@ -61,13 +61,16 @@ def fp8_tensors(
     module: str,
     shape: tuple[int, int],
     weight: Callable[[], np.ndarray],
-    scale: np.float32,
+    scale: Callable[[], np.float32],
     input_scale: np.float32 | None = None,
 ) -> list[Planned]:
-    """Plan an FP8 linear: weight, weight_scale, and input_scale where it is given."""
+    """Plan an FP8 linear: weight, weight_scale, and input_scale where it is given.
+
+    weight: returns the array [out, in].  scale: returns its multiplier.
+    """
     return [
-        Planned(f"{module}.weight", "F8_E4M3", shape, lambda: fp8_codes(weight(), scale)),
-        planned(f"{module}.weight_scale", np.array(scale, np.float32)),
+        Planned(f"{module}.weight", "F8_E4M3", shape, lambda: fp8_codes(weight(), scale())),
+        Planned(f"{module}.weight_scale", "F32", (), lambda: np.array(scale(), np.float32)),
         *input_scale_tensors(module, input_scale),
     ]
 

@@ -219,7 +219,7 @@ class Repair:
             scale = self.scales[module]
             self.actions.append(f"{module}: quantized again from the source")
             if self.is_fp8(module):
-                return quantized_tensors.fp8_tensors(module, (rows, columns), weight, scale, input_scale)
+                return quantized_tensors.fp8_tensors(module, (rows, columns), weight, lambda: scale, input_scale)
             pack = partial(self.pack, name, scale)
         return quantized_tensors.nvfp4_tensors(
             module, (rows, columns), pack, lambda: scale, self.group, input_scale=input_scale

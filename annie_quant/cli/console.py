@@ -118,12 +118,13 @@ class Console:
 
     def print_audit(self, path: Path, found: Any, tensors: bool = False) -> None:
         """What it is, who loads it, every tensor if asked for, and the faults."""
-        summary = found.to_dict().get("summary", {})
-        self.print_mapping(str(path), {k: v for k, v in summary.items() if k != "loads"})
-        for line in summary.get("loads", ()):
+        result = found.to_dict()
+        summary = result["summary"]
+        self.print_mapping(str(path), {k: v for k, v in summary.items() if k != "loads" and v is not None})
+        for line in summary["loads"]:
             self.out.print(f"  {line}", markup=False, soft_wrap=True)
         if tensors:
-            self.print_tensors(found.tensors)
+            self.print_tensors(result["tensors"])
         for finding in found.findings:
             self.out.print(f"[red]{finding.code}[/] ", end="")
             self.out.print(f"{finding.tensor or ''}  {finding.message}", markup=False, soft_wrap=True)

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import click
+import msgspec
 
 import annie_quant
 from annie_quant.cli.common import console, emit, json_option, quiet_engines, refuse_stale_prompt
@@ -54,8 +55,7 @@ def quantize(
     as_json: bool,
 ) -> None:
     """Quantize a bf16 checkpoint to NVFP4 by one strategy."""
-    from annie_quant.quantize import container_job as ngc
-    from annie_quant.quantize import estimate
+    from annie_quant.quantize import container_job, estimate
 
     loose = [item for item in settings if "=" not in item]
     if loose:
@@ -66,13 +66,13 @@ def quantize(
         more += ["--scale", scale] if scale else []
         more += [word for item in settings for word in ("--set", item)]
         more += [flag for flag, on in (("--force", force), ("--allow-prompt-mismatch", allow_prompt_mismatch)) if on]
-        argv = ngc.arguments(strategy, model, output, calib_data, more)
+        argv = container_job.arguments(strategy, model, output, calib_data, more)
         if dry_run:
             click.echo(shlex.join(argv))
             return
-        sys.exit(ngc.run(argv, output))
-    if dry_run or estimate.large(model):
-        for line in estimate.plan(model, strategy, calib_samples).lines():
+        sys.exit(container_job.run(argv, output))
+    if dry_run or estimate.is_large(model):
+        for line in estimate.estimate(model, strategy, calib_samples).lines():
             click.echo(line, err=not dry_run)
     if dry_run:
         return
@@ -93,8 +93,8 @@ def quantize(
             allow_prompt_mismatch=allow_prompt_mismatch,
             **dict(item.split("=", 1) for item in settings) | ({"ray": ray} if ray else {}),
         )
-    megabytes = {k: result[k] / 1e6 for k in ("size_bytes", "source_bytes")}
-    emit(result) if as_json else console.note(
-        "{output}: {seconds} s, ".format(**result)
-        + "{size_bytes:.1f} MB from {source_bytes:.1f} MB".format(**megabytes)
-    )
+    if as_json:
+        emit(msgspec.to_builtins(result))
+        return
+    sizes = f"{result.size_bytes / 1e6:.1f} MB from {result.source_bytes / 1e6:.1f} MB"
+    console.note(f"{result.output}: {result.seconds} s, {sizes}")

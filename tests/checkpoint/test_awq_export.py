@@ -48,14 +48,14 @@ def test_the_norms_folded_as_w_over_s_are_named(exported):
     assert {f.code for f in found.findings} == {"pre_quant_scale", "fold_plus_one"}
     norms = {f.tensor for f in found.findings if f.code == "fold_plus_one"}
     assert len(norms) >= 6 and all(n.endswith("layernorm.weight") for n in norms)
-    assert any("vLLM: no, NVFP4_AWQ" in line for line in found.summary["loads"])
+    assert any("vLLM: no, NVFP4_AWQ" in line for line in found.summary.loads)
 
 
 def test_repair_gives_plain_nvfp4_with_the_sources_norms(exported, tmp_path):
     source, awq = exported
     result = aq.checkpoint.repair(awq, source, tmp_path / "mended")
-    assert result["remaining"] == []
+    assert result.remaining == []
     after, original = zoo.read(tmp_path / "mended"), zoo.read(source)
     assert all(after[n].tobytes() == original[n].tobytes() for n in original if n.endswith("norm.weight"))
     summary = aq.checkpoint.audit(tmp_path / "mended").summary
-    assert summary["algorithm"] == "NVFP4" and "vLLM: yes" in summary["loads"]
+    assert summary.algorithm == "NVFP4" and "vLLM: yes" in summary.loads

@@ -13,6 +13,7 @@ from checkpoint_faults import fp8_too
 from paths import DATA
 
 import annie_quant as aq
+from annie_quant import models
 from annie_quant.checkpoint import ModelFolder
 from annie_quant.checkpoint.gguf import names, vocabulary
 from annie_quant.errors import CheckpointError, UsageError
@@ -27,7 +28,7 @@ def made(tmp_path_factory) -> dict[str, Path]:
     out["nvfp4"] = zoo.nvfp4(home / "nvfp4", out["bf16"])
     out["w4a16"] = zoo.nvfp4(home / "w4a16", out["bf16"], with_input=False)
     for name in ("nvfp4", "w4a16"):
-        out[f"ct_{name}"] = Path(aq.checkpoint.convert(out[name], "compressed-tensors", home / f"ct_{name}")["path"])
+        out[f"ct_{name}"] = Path(aq.checkpoint.convert(out[name], "compressed-tensors", home / f"ct_{name}").path)
     return out
 
 
@@ -39,7 +40,7 @@ def test_there_and_back_is_the_identity(made, tmp_path, kind):
     """Codes, block scales and kept tensors to the byte; global scales to one unit in the last place."""
     back = aq.checkpoint.convert(made[f"ct_{kind}"], "modelopt", tmp_path / "back")
     before, after = zoo.read(made[kind]), zoo.read(tmp_path / "back")
-    assert set(before) == set(after) and "reciprocal" in back["loss"][0]
+    assert set(before) == set(after) and "reciprocal" in back.loss[0]
     for name, array in before.items():
         if name.endswith(("weight_scale_2", "input_scale")):
             assert abs(int(array.view(np.int32)) - int(after[name].view(np.int32))) <= 1
@@ -130,7 +131,7 @@ def test_modelopt_dequantizes_ours_to_the_same_values(made):
             scale=torch.from_numpy(folder.tensor(f"{name}.weight_scale").view(np.uint8).copy()).view(
                 torch.float8_e4m3fn
             ),
-            double_scale=torch.tensor(float(linear.tensor_scale(folder))),
+            double_scale=torch.tensor(float(linear.tensor_scale(folder).multiplier)),
             block_sizes={-1: 16},
         )
         np.testing.assert_array_equal(theirs.numpy(), linear.dequantize(folder))
@@ -140,7 +141,7 @@ def test_mixed_precision_goes_there_and_back(made, tmp_path):
     mixed = zoo.spoil(made["nvfp4"], tmp_path / "mixed", fp8_too)
     (mixed / "hf_quant_config.json").unlink()
     assert aq.checkpoint.audit(mixed).ok, aq.checkpoint.audit(mixed).findings
-    ct = aq.checkpoint.convert(mixed, "compressed-tensors", tmp_path / "ct")["path"]
+    ct = aq.checkpoint.convert(mixed, "compressed-tensors", tmp_path / "ct").path
     assert aq.checkpoint.audit(ct).ok, aq.checkpoint.audit(ct).findings
     assert json.loads((Path(ct) / "config.json").read_text())["quantization_config"]["format"] == "mixed-precision"
     aq.checkpoint.convert(ct, "modelopt", tmp_path / "back")
@@ -149,7 +150,7 @@ def test_mixed_precision_goes_there_and_back(made, tmp_path):
     assert all(before[n].tobytes() == after[n].tobytes() for n in before if not n.endswith(("_scale_2", "input_scale")))
     pytest.importorskip("gguf", reason="the serve extra is not installed")
     result = aq.checkpoint.convert(mixed, "gguf", tmp_path / "mixed.gguf")
-    assert result["dequantized"] == ["model.layers.3.self_attn.o_proj"] and "16-bit" in result["loss"][0]
+    assert result.dequantized == ["model.layers.3.self_attn.o_proj"] and "16-bit" in result.loss[0]
 
 
 def test_weights_alone_beside_quantized_activations_and_fp8(made, tmp_path):
@@ -167,7 +168,7 @@ def test_weights_alone_beside_quantized_activations_and_fp8(made, tmp_path):
     assert aq.checkpoint.audit(mixed).ok, aq.checkpoint.audit(mixed).findings
     aq.checkpoint.convert(mixed, "compressed-tensors", tmp_path / "ct")
     found = aq.checkpoint.audit(tmp_path / "ct")
-    assert found.ok and found.summary["algorithm"] == "MIXED_PRECISION", found.findings
+    assert found.ok and found.summary.algorithm == "MIXED_PRECISION", found.findings
     aq.checkpoint.convert(tmp_path / "ct", "modelopt", tmp_path / "back")
     assert aq.checkpoint.audit(tmp_path / "back").ok
     a, b = (ModelFolder(f).config["quantization_config"]["quantized_layers"] for f in (mixed, tmp_path / "back"))
@@ -188,7 +189,7 @@ def test_a_tied_embedding_is_stored_as_the_output_would_be(tmp_path):
     apart = zoo.save(tmp_path / "apart", tensors, zoo.CONFIG)
     tied = zoo.save(tmp_path / "tied", {n: t for n, t in tensors.items() if n != "lm_head.weight"}, config)
     for folder, wanted in ((apart, "Q4_K"), (tied, "Q6_K")):
-        path = aq.checkpoint.convert(folder, "gguf", tmp_path / f"{folder.name}.gguf", type="Q4_K_M")["path"]
+        path = aq.checkpoint.convert(folder, "gguf", tmp_path / f"{folder.name}.gguf", type="Q4_K_M").path
         kinds = {t.name: t.tensor_type.name for t in gguf.GGUFReader(path).tensors}
         assert kinds["token_embd.weight"] == wanted and kinds.get("output.weight", "Q6_K") == "Q6_K"
 
@@ -198,16 +199,16 @@ def test_larger_mixtures_follow_llama_quant(made, tmp_path):
     gguf = pytest.importorskip("gguf", reason="the serve extra is not installed")
     files, kinds = {}, {}
     for mix in ("Q4_K_M", "Q5_K_M", "Q6_K", "Q8_0"):
-        files[mix] = aq.checkpoint.convert(made["bf16"], "gguf", tmp_path / f"{mix}.gguf", type=mix)["path"]
+        files[mix] = aq.checkpoint.convert(made["bf16"], "gguf", tmp_path / f"{mix}.gguf", type=mix).path
         kinds[mix] = {t.name: t.tensor_type.name for t in gguf.GGUFReader(files[mix]).tensors}
     for name, kind in kinds["Q4_K_M"].items():
         assert kinds["Q5_K_M"][name] == {"Q4_K": "Q5_K"}.get(kind, kind)
         assert kinds["Q6_K"][name] == {"Q4_K": "Q6_K"}.get(kind, kind)
     assert set(kinds["Q5_K_M"].values()) == {"F32", "Q5_K", "Q6_K"}
-    errors = [s["rel_l2"] for s in aq.checkpoint.compare(made["bf16"], files).summary.values()]
+    errors = [s.rel_l2 for s in aq.checkpoint.compare(made["bf16"], files).summary.values()]
     assert errors == sorted(errors, reverse=True) and errors[0] < 0.09 and errors[-1] < 0.006
     odd = zoo.bf16(tmp_path / "odd", intermediate_size=320)
-    with pytest.raises(CheckpointError, match="rows of 320, Q5_K_M wants multiples of 256"):
+    with pytest.raises(CheckpointError, match="rows of 320, Q5_K_M needs a multiple of 256"):
         aq.checkpoint.convert(odd, "gguf", tmp_path / "odd.gguf", type="Q5_K_M")
 
 
@@ -251,7 +252,7 @@ def test_gguf_is_what_llama_cpps_converter_writes(tmp_path):
     from make_gguf_reference import checkpoints, describe
 
     for name, folder in checkpoints(tmp_path).items():
-        ours = describe(Path(aq.checkpoint.convert(folder, "gguf", tmp_path / f"{name}.gguf")["path"]))
+        ours = describe(Path(aq.checkpoint.convert(folder, "gguf", tmp_path / f"{name}.gguf").path))
         theirs = reference()[name]
         assert ours["keys"] == json.loads(json.dumps(theirs["keys"])), name
         assert set(ours["tensors"]) == set(theirs["tensors"])
@@ -262,7 +263,7 @@ def test_gguf_is_what_llama_cpps_converter_writes(tmp_path):
 
 def test_decay_is_minus_exp(made, tmp_path):
     gguf = pytest.importorskip("gguf", reason="the serve extra is not installed")
-    path = aq.checkpoint.convert(made["bf16"], "gguf", tmp_path / "x.gguf")["path"]
+    path = aq.checkpoint.convert(made["bf16"], "gguf", tmp_path / "x.gguf").path
     (decay,) = (t for t in gguf.GGUFReader(path).tensors if t.name == "blk.1.ssm_a")
     log = ModelFolder(made["bf16"]).tensor("model.layers.1.linear_attn.A_log").astype(np.float64)
     np.testing.assert_allclose(decay.data, -np.exp(log[[0, 2, 1, 3]]), rtol=1e-7)
@@ -271,7 +272,7 @@ def test_decay_is_minus_exp(made, tmp_path):
 def test_nvfp4_in_gguf_dequantizes_to_the_checkpoint(made, tmp_path):
     """The gguf package's own decoder times `.scale` gives what ModelOpt's layout says, heads put back in order."""
     gguf = pytest.importorskip("gguf", reason="the serve extra is not installed")
-    path = aq.checkpoint.convert(made["nvfp4"], "gguf", tmp_path / "x.gguf")["path"]
+    path = aq.checkpoint.convert(made["nvfp4"], "gguf", tmp_path / "x.gguf").path
     tensors = {t.name: t for t in gguf.GGUFReader(path).tensors}
     folder = ModelFolder(made["nvfp4"])
     linears = aq.checkpoint.linears(folder)
@@ -287,21 +288,22 @@ def test_nvfp4_in_gguf_dequantizes_to_the_checkpoint(made, tmp_path):
         block = tensors[f"blk.0.{place}.weight"]
         got = gguf.quants.dequantize(block.data, block.tensor_type) * tensors[f"blk.0.{place}.scale"].data[0]
         np.testing.assert_allclose(got, want, rtol=1e-6)
-        assert tensors[f"blk.0.{place}.input_scale"].data[0] == linear.input_scale(folder)
+        assert tensors[f"blk.0.{place}.input_scale"].data[0] == linear.input_scale(folder).multiplier
 
 
 @pytest.mark.parametrize("kind", ["nvfp4", "w4a16", "bf16"])
 def test_gguf_and_back_is_the_identity(made, tmp_path, kind):
     """All but values that (1 + w) in float32 cannot hold, which are rounded by less than bf16 does."""
     pytest.importorskip("gguf", reason="the serve extra is not installed")
-    file = aq.checkpoint.convert(made[kind], "gguf", tmp_path / "x.gguf")["path"]
+    file = aq.checkpoint.convert(made[kind], "gguf", tmp_path / "x.gguf").path
     back = aq.checkpoint.convert(file, "modelopt", tmp_path / "back", like=made["bf16"])
-    assert back["loss"] == []
+    assert back.loss == []
     before, after = zoo.read(made[kind]), zoo.read(tmp_path / "back")
+    family = ModelFolder(made[kind]).family
     assert set(before) == set(after)
     for name, array in before.items():
         assert array.dtype == after[name].dtype and array.shape == after[name].shape
-        if names.plus_one(name):
+        if family.adds_one(name):
             np.testing.assert_allclose(after[name].astype(float), array.astype(float), atol=2**-24, rtol=2**-8)
         else:
             assert array.tobytes() == after[name].tobytes(), name
@@ -311,14 +313,14 @@ def test_gguf_and_back_is_the_identity(made, tmp_path, kind):
 
 def test_gguf_needs_a_folder_of_the_same_model(made, tmp_path):
     pytest.importorskip("gguf", reason="the serve extra is not installed")
-    file = aq.checkpoint.convert(made["nvfp4"], "gguf", tmp_path / "x.gguf")["path"]
+    file = aq.checkpoint.convert(made["nvfp4"], "gguf", tmp_path / "x.gguf").path
     with pytest.raises(UsageError, match=r"holds no config.json"):
         aq.checkpoint.convert(file, "modelopt", tmp_path / "back")
     other = zoo.bf16(tmp_path / "other", intermediate_size=768)
     with pytest.raises(CheckpointError, match="has shape"):
         aq.checkpoint.convert(file, "modelopt", tmp_path / "back", like=other)
     Path(file).write_bytes(Path(file).read_bytes()[:5000])
-    with pytest.raises(CheckpointError, match="no GGUF file that can be read"):
+    with pytest.raises(CheckpointError, match="not a GGUF file that can be read"):
         aq.checkpoint.convert(file, "modelopt", tmp_path / "back", like=made["bf16"])
 
 
@@ -328,8 +330,8 @@ def test_gguf_needs_a_folder_of_the_same_model(made, tmp_path):
         ("bf16", {"to": "modelopt"}, "nothing in it is quantized"),
         ("bf16", {"to": "onnx"}, "there is no dialect called 'onnx'"),
         ("bf16", {"to": "gguf", "type": "NVFP4"}, "holds no NVFP4"),
-        ("bf16", {"to": "gguf", "type": "Q2_K"}, "is no type that is written here"),
-        ("nvfp4", {"to": "gguf", "type": "Q4_K_M"}, "would quantize what is quantized already"),
+        ("bf16", {"to": "gguf", "type": "Q2_K"}, "is not a type that is written here"),
+        ("nvfp4", {"to": "gguf", "type": "Q4_K_M"}, "is quantized already, Q4_K_M needs unquantized weights"),
         ("nvfp4", {"to": "compressed-tensors", "type": "BF16"}, "--type is for GGUF"),
     ],
 )
@@ -351,7 +353,7 @@ def test_awq_is_not_dropped_silently(made, tmp_path):
 
 
 def test_a_failed_gguf_leaves_nothing(made, tmp_path, monkeypatch):
-    monkeypatch.setattr(names, "transform", lambda *a: 1 / 0)
+    monkeypatch.setattr(names.Layout, "transform", lambda *a: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         aq.checkpoint.convert(made["bf16"], "gguf", tmp_path / "x.gguf")
     assert not list(tmp_path.iterdir())
@@ -385,13 +387,15 @@ def test_multimodal_names_map_and_vision_is_left_out(made, tmp_path):
     gguf = pytest.importorskip("gguf", reason="the serve extra is not installed")
     multi = zoo.spoil(made["bf16"], tmp_path / "multi", rename)
     result = aq.checkpoint.convert(multi, "gguf", tmp_path / "multi.gguf")
-    assert result["left_out"] == ["model.visual.patch_embed.proj.weight"] and "vision" in result["loss"][0]
-    plain = aq.checkpoint.convert(made["bf16"], "gguf", tmp_path / "plain.gguf")["path"]
-    a, b = ({t.name: t.data.tobytes() for t in gguf.GGUFReader(p).tensors} for p in (result["path"], plain))
+    assert result.left_out == ["model.visual.patch_embed.proj.weight"] and "vision" in result.loss[0]
+    plain = aq.checkpoint.convert(made["bf16"], "gguf", tmp_path / "plain.gguf").path
+    a, b = ({t.name: t.data.tobytes() for t in gguf.GGUFReader(p).tensors} for p in (result.path, plain))
     assert a == b
 
 
 def test_heads_order_is_its_own_negative_control():
     heads = names.Heads(keys=2, values=6, key_dim=4, value_dim=4)
     assert heads.order(1).tolist() == [0, 3, 1, 4, 2, 5]
-    assert names.Heads(4, 4, 4, 4).rows("x.linear_attn.in_proj_z.weight") is None
+    family = models.family_of({"model_type": "qwen3_5_text"})
+    layout = names.Layout(family, family.gguf, family.deltanet, 1, names.Heads(4, 4, 4, 4))
+    assert layout.rows("model.layers.0.linear_attn.in_proj_z.weight") is None

@@ -18,10 +18,10 @@ import pytest
 from paths import ROOT
 
 import annie_quant as aq
-from annie_quant.checkpoint import ModelFolder, staging
+from annie_quant.checkpoint import ModelFolder, staging, writer
 from annie_quant.errors import CheckpointError, EnvironmentFault, UsageError
+from annie_quant.progress import ByteProgress, Lines
 from annie_quant.quantize import job as jobs
-from annie_quant.quantize.meter import Meter
 from annie_quant.quantize.strategies import direct
 
 KILLS = int(os.environ.get("ANNIE_QUANT_KILLS", "4"))
@@ -65,13 +65,13 @@ def test_a_shard_size_that_is_none_is_refused(source, tmp_path, text):
 
 
 def test_sizes_are_read():
-    assert [direct.size_of(t) for t in ("7", "500MB", "1.5 GB", "2GiB")] == [7, 500_000_000, 1_500_000_000, 1 << 31]
+    assert [direct.parse_size(t) for t in ("7", "500MB", "1.5 GB", "2GiB")] == [7, 500_000_000, 1_500_000_000, 1 << 31]
 
 
 def stop_after(n: int, monkeypatch, error: BaseException) -> None:
     """Let n shards through, then stop as a kill or a fault would."""
     written = []
-    whole = direct.write_shard
+    whole = writer.write_shard
 
     def limited(folder, shard, *rest):
         if len(written) == n:
@@ -79,7 +79,7 @@ def stop_after(n: int, monkeypatch, error: BaseException) -> None:
         written.append(shard.name)
         whole(folder, shard, *rest)
 
-    monkeypatch.setattr(direct, "write_shard", limited)
+    monkeypatch.setattr(writer, "write_shard", limited)
 
 
 def test_a_rerun_goes_on_from_the_last_whole_shard(source, tmp_path, monkeypatch):
@@ -95,7 +95,7 @@ def test_a_rerun_goes_on_from_the_last_whole_shard(source, tmp_path, monkeypatch
     aq.quantize.run("direct", source, tmp_path / "out", shard_size="2MB", report=lines.append)
     assert files(tmp_path / "out") == files(tmp_path / "undisturbed")
     assert all((tmp_path / "out" / n).stat().st_mtime_ns == t for n, t in left.items())
-    assert "were done by an earlier run" in lines[0] and lines[-1].endswith(" 0 s left")
+    assert "were finished by an earlier run" in lines[0] and lines[-1].endswith(" 0 s left")
     assert {f.name for f in tmp_path.iterdir()} == {"out", "undisturbed"}
 
 
@@ -167,9 +167,9 @@ def test_progress_says_how_far_how_fast_and_how_long(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     lines: list[str] = []
-    meter = Meter(lines.append, 1_000_000_000, kept=200_000_000)
+    progress = ByteProgress(Lines(lines.append), 1_000_000_000, done_before=200_000_000)
     now[0] += 2
-    meter.add(400_000_000)
+    progress.add(400_000_000)
     assert lines[-1] == "600 of 1,000 MB, 200 MB/s, 2 s left"
 
 
@@ -317,8 +317,8 @@ def test_ray_that_is_not_there_is_said_in_a_line(source, tmp_path):
 def test_only_what_the_strategy_stamps_is_kept(source, tmp_path):
     """Every setting that changes the bytes is in the stamp, and where the work is done is not."""
     job = jobs.Job(source, tmp_path, options={"shard_size": "1GB", "input_scales": "", "ray": ""})
-    base = direct.stamp(job)
+    base = direct.resume_key(job)
     job.options = job.options | {"ray": "local"}
-    assert direct.stamp(job) == base
+    assert direct.resume_key(job) == base
     job.scale = "sweep"
-    assert direct.stamp(job) != base
+    assert direct.resume_key(job) != base

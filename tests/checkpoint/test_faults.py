@@ -50,7 +50,7 @@ def test_lists_of_mixed_precision(made, tmp_path, fault):
     assert aq.checkpoint.audit(mixed).ok
     bad = zoo.spoil(mixed, tmp_path / "bad", change)
     assert [(f.code, f.tensor) for f in aq.checkpoint.audit(bad).findings] == [(code, tensor)]
-    assert repair(bad, None if code == "not_listed" else made[0])["remaining"] == []
+    assert repair(bad, None if code == "not_listed" else made[0]).remaining == []
 
 
 @pytest.mark.parametrize("name", ["self_attn.qkv_proj", "mlp.gate_up_proj", "linear_attn.in_proj_qkvz"])
@@ -59,7 +59,7 @@ def test_an_ignore_list_against_fused_names(made, tmp_path, name):
     entry = f"model.layers.3.{name}"
     bad = zoo.spoil(made[1], tmp_path / "bad", lambda t, c: c["quantization_config"]["ignore"].append(entry))
     assert ("excluded_fused_name", entry) in {(f.code, f.tensor) for f in aq.checkpoint.audit(bad).findings}
-    assert repair(bad)["remaining"] == []
+    assert repair(bad).remaining == []
 
 
 def narrow(columns: int):
@@ -75,19 +75,19 @@ def narrow(columns: int):
 def test_rows_that_are_no_whole_blocks(made, tmp_path):
     found = aq.checkpoint.audit(zoo.spoil(made[1], tmp_path / "x", narrow(40)))
     assert [(f.code, f.tensor) for f in found.findings] == [("scale_shape", f"{DOWN}.weight_scale")]
-    assert all(": no, scale_shape" in line for line in found.summary["loads"])
+    assert all(": no, scale_shape" in line for line in found.summary.loads)
 
 
 def test_rows_that_are_no_whole_ggml_blocks_are_sound_and_said(made, tmp_path):
     folder = zoo.spoil(made[1], tmp_path / "x", narrow(48))
     found = aq.checkpoint.audit(folder)
-    assert found.ok and "rows that are no multiple of 64 as 16-bit numbers" in found.summary["loads"][-1]
+    assert found.ok and "rows not a multiple of 64 as 16-bit numbers" in found.summary.loads[-1]
 
 
 def test_a_weight_of_another_shape_than_the_source(made, tmp_path):
     found = aq.checkpoint.audit(zoo.spoil(made[1], tmp_path / "x", narrow(48)), source=made[0])
     assert [(f.code, f.tensor) for f in found.findings] == [("source_shape", DOWN)]
-    assert repair(tmp_path / "x", made[0])["remaining"] == []
+    assert repair(tmp_path / "x", made[0]).remaining == []
 
 
 def test_codes_of_three_dimensions(made, tmp_path):
@@ -162,6 +162,6 @@ def test_every_fault_that_can_be_named_has_a_test():
     named = set(re.findall(r'(?:add|ShardError)\(\s*"([a-z_]+)"', code))
     tests = "".join(f.read_text() for f in [*(TESTS / "checkpoint").glob("*.py"), HELPERS / "checkpoint_faults.py"])
     # said where a GGUF file is written, and tested there by their sentences
-    elsewhere = {"vocab_size", "tokenizer_missing", "tokenizer_unknown", "index_lies", "shard_unreadable"}
+    elsewhere = {"vocab_size", "tokenizer_missing", "tokenizer_unknown", "index_mismatch", "shard_unreadable"}
     assert len(named) > 30
     assert sorted(n for n in named - elsewhere if f'"{n}"' not in tests) == []

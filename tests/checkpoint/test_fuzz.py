@@ -40,15 +40,16 @@ def small(folder: Path, dialect) -> tuple[dict, dict]:
         }
     write(folder, [planned(n, t) for n, t in tensors.items()])
     formats = {f"model.layers.0.mlp.{k}": "nvfp4" for k in ("gate_proj", "up_proj")}
-    inline, beside = dialect.small_files(formats, ["lm_head"], 16, True)
-    return {"model_type": "qwen3_5_text", "quantization_config": inline}, beside.get("hf_quant_config.json", {})
+    settings = dialect.settings(formats, ["lm_head"], 16)
+    config = {"model_type": "qwen3_5_text", "quantization_config": settings.quantization_config}
+    return config, settings.files.get("hf_quant_config.json", {})
 
 
 @pytest.mark.parametrize("dialect", [modelopt, compressed_tensors], ids=lambda d: d.NAME)
 def test_readers_take_any_json(dialect):
     """The settings' readers give a QuantConfig for any JSON object."""
     rng = random.Random(5)
-    base = dialect.small_files({"a": "nvfp4", "b": "fp8"}, ["lm_head", "x*"], 16, True)[0]
+    base = dialect.settings({"a": "nvfp4", "b": "fp8"}, ["lm_head", "x*"], 16).quantization_config
     for _ in range(FUZZ):
         config = dialect.read(mutate_json(rng, base))
         assert isinstance(config.algo, str) and (config.group is None or config.group > 0)

@@ -35,16 +35,16 @@ def test_every_fault_is_mended_from_the_source(made, tmp_path, fault):
     source, sound = made
     bad = zoo.spoil(sound, tmp_path / "bad", FAULTS[fault][0])
     result = repair(bad, source)
-    assert result["remaining"] == [], (result["actions"], result["remaining"])
-    assert result["actions"]
-    before, after = zoo.read(sound), zoo.read(Path(result["path"]))
+    assert result.remaining == [], (result.actions, result.remaining)
+    assert result.actions
+    before, after = zoo.read(sound), zoo.read(Path(result.path))
     if fault in WEIGHT_ONLY:
         before = {n: t for n, t in before.items() if not n.endswith("input_scale")}
-        assert any("input scales removed" in a for a in result["actions"])
+        assert any("input scales removed" in a for a in result.actions)
     if fault.startswith("tensors without the prefix"):
         before = {n.replace("model.", "model.language_model.", 1): t for n, t in before.items()}
     if fault == "q and v input scales":
-        assert "largest" in result["actions"][0]
+        assert "largest" in result.actions[0]
         before |= {f"model.layers.3.self_attn.{k}_proj.input_scale": np.array(0.005, np.float32) for k in "qkv"}
     assert {n: t.tobytes() for n, t in after.items()} == {n: t.tobytes() for n, t in before.items()}
     assert not list(bad.glob("*repaired*"))
@@ -63,11 +63,11 @@ def test_awq_becomes_plain_nvfp4(made, tmp_path, right):
 
     bad = zoo.spoil(sound, tmp_path / "awq", awq)
     result = repair(bad, source)
-    assert result["remaining"] == []
-    after, original = zoo.read(Path(result["path"])), zoo.read(source)
+    assert result.remaining == []
+    after, original = zoo.read(Path(result.path)), zoo.read(source)
     assert after[norm].tobytes() == original[norm].tobytes()
     assert not any(n.endswith("pre_quant_scale") for n in after)
-    assert ModelFolder(result["path"]).config["quantization_config"]["quant_algo"] == "NVFP4"
+    assert ModelFolder(result.path).config["quantization_config"]["quant_algo"] == "NVFP4"
     # inputs were halved before they met the scale on disk, so the mended one must hold twice as much
     assert float(after[f"{DOWN}.input_scale"]) == pytest.approx(2 * 0.004)
 
@@ -87,10 +87,10 @@ def test_names_for_old_runtimes_and_back(made, tmp_path):
     (new / "processor_config.json").write_text(
         json.dumps({"processor_class": "Qwen3VLProcessor", "video_processor_type": "Qwen3VLVideoProcessor"})
     )
-    assert any("4.57: no, model_type 'qwen3_5_text'" in line for line in aq.checkpoint.audit(new).summary["loads"])
+    assert any("4.57: no, model_type 'qwen3_5_text'" in line for line in aq.checkpoint.audit(new).summary.loads)
     done = repair(new, source, tmp_path / "old", names="old")
     old = tmp_path / "old"
-    assert done["remaining"] == [] and len(done["actions"]) >= 8
+    assert done.remaining == [] and len(done.actions) >= 8
     config = small(old, "config.json")
     assert config["model_type"] == "qwen3_5" and config["architectures"] == ["Qwen3_5ForConditionalGeneration"]
     assert config["text_config"]["model_type"] == "qwen3_5_text" and config["text_config"]["hidden_size"] == 256
@@ -104,9 +104,9 @@ def test_names_for_old_runtimes_and_back(made, tmp_path):
     names = set(zoo.read(old))
     assert "model.language_model.layers.0.mlp.gate_proj.weight" in names and "lm_head.weight" in names
     assert not any(n.startswith("model.layers") for n in names)
-    assert "4.57: yes" in " ".join(aq.checkpoint.audit(old).summary["loads"])
+    assert "4.57: yes" in " ".join(aq.checkpoint.audit(old).summary.loads)
     back = repair(old, source, tmp_path / "back", names="new")
-    assert back["remaining"] == []
+    assert back.remaining == []
     a, b = zoo.read(new), zoo.read(tmp_path / "back")
     assert {n: t.tobytes() for n, t in a.items()} == {n: t.tobytes() for n, t in b.items()}
     for file in ("config.json", "hf_quant_config.json", "tokenizer_config.json", "processor_config.json"):
@@ -121,7 +121,7 @@ def test_a_vision_tower_keeps_the_multimodal_form(made, tmp_path):
     folder = zoo.spoil(made[1], tmp_path / "x", vision)
     (folder / "hf_quant_config.json").unlink()
     done = repair(folder, None, tmp_path / "new", names="new")
-    assert done["remaining"] == [] and "model.visual.pos_embed.weight" in zoo.read(tmp_path / "new")
+    assert done.remaining == [] and "model.visual.pos_embed.weight" in zoo.read(tmp_path / "new")
     assert small(tmp_path / "new", "config.json")["model_type"] == "qwen3_5"
     assert (tmp_path / "new/preprocessor_config.json").exists()
 
@@ -130,7 +130,7 @@ def test_the_sources_own_processor_is_taken(made, tmp_path):
     source = shutil.copytree(made[0], tmp_path / "source")
     (source / "preprocessor_config.json").write_text('{"image_processor_type": "Qwen2VLImageProcessorFast", "mine": 7}')
     done = repair(made[1], source, tmp_path / "old", names="old")
-    assert done["remaining"] == []
+    assert done.remaining == []
     given = small(tmp_path / "old", "preprocessor_config.json")
     assert given == {"image_processor_type": "Qwen2VLImageProcessor", "mine": 7}
 
@@ -142,7 +142,7 @@ def test_both_forms_load_in_transformers(made, tmp_path, names):
     import torch
 
     done = repair(made[1], made[0], tmp_path / names, names=names)
-    config = transformers.AutoConfig.from_pretrained(done["path"])
+    config = transformers.AutoConfig.from_pretrained(done.path)
     text = config.get_text_config()
     assert config.model_type == {"old": "qwen3_5", "new": "qwen3_5_text"}[names]
     assert (text.hidden_size, text.num_hidden_layers, text.layer_types) == (256, 4, zoo.CONFIG["layer_types"])
@@ -150,7 +150,7 @@ def test_both_forms_load_in_transformers(made, tmp_path, names):
     kind = getattr(transformers, config.architectures[0])
     with torch.device("meta"):
         wanted = set(kind(config).state_dict())
-    there = {n for n in ModelFolder(done["path"]) if not n.endswith(("_scale", "_scale_2"))}
+    there = {n for n in ModelFolder(done.path) if not n.endswith(("_scale", "_scale_2"))}
     assert {n for n in wanted if "visual." not in n} == there
 
 
@@ -162,8 +162,8 @@ def test_only_bad_blocks_are_made_again(made, tmp_path):
     module = "model.layers.1.mlp.gate_proj"
     bad = zoo.spoil(swept, tmp_path / "bad", lambda t, c: spoil_block(t, f"{module}.weight_scale"))
     result = repair(bad, source)
-    assert result["remaining"] == [] and f"{module}: 1 blocks quantized again" in result["actions"][0]
-    before, after = zoo.read(swept), zoo.read(Path(result["path"]))
+    assert result.remaining == [] and f"{module}: 1 blocks quantized again" in result.actions[0]
+    before, after = zoo.read(swept), zoo.read(Path(result.path))
     changed = {n for n in before if before[n].tobytes() != after[n].tobytes()}
     assert changed <= {f"{module}.weight", f"{module}.weight_scale"}
     different = np.argwhere(before[f"{module}.weight"] != after[f"{module}.weight"])
@@ -189,35 +189,35 @@ def test_a_group_of_32_is_kept(made, tmp_path):
             t[f"{module}.weight"], t[name] = np.asarray(packed.codes), np.asarray(packed.block_scale)
             t.pop(f"{module}.input_scale")
         c["quantization_config"] = modelopt.settings(
-            {n[:-13]: "nvfp4" for n in t if n.endswith(".weight_scale")}, c["quantization_config"]["ignore"], 32, False
-        )
+            {n[:-13]: "w4a16" for n in t if n.endswith(".weight_scale")}, c["quantization_config"]["ignore"], 32
+        ).quantization_config
 
     folder = zoo.spoil(made[1], tmp_path / "wide", wide)
     (folder / "hf_quant_config.json").unlink()
     assert aq.checkpoint.audit(folder, source=made[0]).ok
     bad = zoo.spoil(folder, tmp_path / "bad", lambda t, c: t.pop(f"{DOWN}.weight_scale_2"))
     result = repair(bad, made[0])
-    assert result["remaining"] == []
-    a, b = zoo.read(folder), zoo.read(Path(result["path"]))
+    assert result.remaining == []
+    a, b = zoo.read(folder), zoo.read(Path(result.path))
     assert {n: t.tobytes() for n, t in a.items()} == {n: t.tobytes() for n, t in b.items()}
 
 
 def test_a_sound_checkpoint_stays_as_it_is(made, tmp_path):
     source, sound = made
     result = repair(sound, source, tmp_path / "same")
-    assert result["actions"] == [] and result["remaining"] == []
+    assert result.actions == [] and result.remaining == []
     a, b = zoo.read(sound), zoo.read(tmp_path / "same")
     assert {n: t.tobytes() for n, t in a.items()} == {n: t.tobytes() for n, t in b.items()}
 
 
 def test_configurations_are_mended_without_the_source(made, tmp_path):
     bad = zoo.spoil(made[1], tmp_path / "bad", FAULTS["only hf_quant_config"][0])
-    assert repair(bad)["remaining"] == []
+    assert repair(bad).remaining == []
 
 
 def test_what_only_the_source_can_mend_asks_for_it(made, tmp_path):
     bad = zoo.spoil(made[1], tmp_path / "bad", FAULTS["NaN block scale"][0])
-    with pytest.raises(UsageError, match="can only be mended from the bf16 checkpoint") as caught:
+    with pytest.raises(UsageError, match="can only be repaired from the bf16 checkpoint") as caught:
         repair(bad)
     assert "--source" in caught.value.hint and not (tmp_path / "bad-repaired").exists()
 

@@ -83,22 +83,22 @@ def with_header(raw: bytes, change) -> bytes:
 
 
 LIES = {
-    "offsets swapped": (lambda t: t["a"].update(data_offsets=[60, 0]), "header_lies"),
+    "offsets swapped": (lambda t: t["a"].update(data_offsets=[60, 0]), "invalid_header"),
     "offsets beyond the file": (
         lambda t: t["f"].update(shape=[1 << 40, 4], data_offsets=[87, 87 + (1 << 42)]),
         "shard_truncated",
     ),
-    "negative offset": (lambda t: t["a"].update(data_offsets=[-60, 0]), "header_lies"),
-    "huge shape": (lambda t: t["a"].update(shape=[1 << 61, 1 << 61]), "header_lies"),
-    "shape of booleans": (lambda t: t["a"].update(shape=[True, 15]), "header_lies"),
-    "shape of floats": (lambda t: t["a"].update(shape=[3.0, 5.0]), "header_lies"),
-    "wrong size": (lambda t: t["a"].update(shape=[3, 4]), "header_lies"),
-    "overlap": (lambda t: t["b"].update(data_offsets=[59, 66]), "header_lies"),
-    "unknown dtype": (lambda t: t["a"].update(dtype="F4_ODD"), "header_lies"),
-    "entry is a list": (lambda t: t.update(a=[1, 2]), "header_lies"),
-    "metadata of numbers": (lambda t: t.update(__metadata__={"x": 1}), "header_lies"),
-    "a tensor less": (lambda t: t.pop("f"), "header_lies"),
-    "a hole": (lambda t: t.pop("b"), "header_lies"),
+    "negative offset": (lambda t: t["a"].update(data_offsets=[-60, 0]), "invalid_header"),
+    "huge shape": (lambda t: t["a"].update(shape=[1 << 61, 1 << 61]), "invalid_header"),
+    "shape of booleans": (lambda t: t["a"].update(shape=[True, 15]), "invalid_header"),
+    "shape of floats": (lambda t: t["a"].update(shape=[3.0, 5.0]), "invalid_header"),
+    "wrong size": (lambda t: t["a"].update(shape=[3, 4]), "invalid_header"),
+    "overlap": (lambda t: t["b"].update(data_offsets=[59, 66]), "invalid_header"),
+    "unknown dtype": (lambda t: t["a"].update(dtype="F4_ODD"), "invalid_header"),
+    "entry is a list": (lambda t: t.update(a=[1, 2]), "invalid_header"),
+    "metadata of numbers": (lambda t: t.update(__metadata__={"x": 1}), "invalid_header"),
+    "a tensor less": (lambda t: t.pop("f"), "invalid_header"),
+    "a hole": (lambda t: t.pop("b"), "invalid_header"),
 }
 
 
@@ -123,7 +123,7 @@ def test_a_header_that_lies_is_refused(tmp_path, lie):
         (b"PK\x03\x04" + b"\0" * 60, "not_safetensors"),
         ((50).to_bytes(8, "little") + b"{}", "shard_truncated"),
         ((2).to_bytes(8, "little") + b"[]", "not_safetensors"),
-        ((14).to_bytes(8, "little") + b'{"a":1,"a":2 }', "header_lies"),
+        ((14).to_bytes(8, "little") + b'{"a":1,"a":2 }', "invalid_header"),
         ((200_000).to_bytes(8, "little") + b"[" * 200_000, "not_safetensors"),
     ],
 )
@@ -147,7 +147,7 @@ def test_missing_shards_and_folders_are_named(tmp_path):
     with pytest.raises(CheckpointError, match=r"holds no \.safetensors file"):
         ModelFolder(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
-    with pytest.raises(CheckpointError, match=r"pytorch_model.bin, which is no safetensors"):
+    with pytest.raises(CheckpointError, match=r"pytorch_model.bin, which is not safetensors"):
         ModelFolder(tmp_path)
     files = write(tmp_path, [planned(n, t) for n, t in arrays().items()], 40)
     files[1].unlink()
@@ -194,7 +194,7 @@ def test_a_broken_index_is_refused(tmp_path, content):
 def test_an_index_that_names_what_is_not_there_is_refused(tmp_path):
     one(tmp_path)
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "model.safetensors", "zz": "model.safetensors"}}))
-    with pytest.raises(ShardError, match=r"says zz is in model.safetensors, and it is not"):
+    with pytest.raises(ShardError, match=r"lists zz in model.safetensors, which does not have it"):
         ModelFolder(tmp_path)
 
 

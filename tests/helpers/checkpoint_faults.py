@@ -174,7 +174,7 @@ def fp8_too(t: dict, c: dict) -> None:
     from annie_quant.checkpoint.dialects import modelopt
 
     formats = {n.removesuffix(".weight_scale"): "nvfp4" for n in t if n.endswith(".weight_scale")} | {module: "fp8"}
-    c["quantization_config"] = modelopt.settings(formats, [], 16, True)
+    c["quantization_config"] = modelopt.settings(formats, [], 16).quantization_config
 
 
 def plain_again(t: dict, c: dict, module: str) -> None:

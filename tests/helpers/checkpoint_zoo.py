@@ -13,7 +13,7 @@ from paths import TINY_ANNIE
 
 from annie_quant.checkpoint import writer
 from annie_quant.checkpoint.dialects import modelopt
-from annie_quant.checkpoint.linears import fused_groups, is_linear
+from annie_quant.checkpoint.linears import is_linear
 from annie_quant.checkpoint.shards import ModelFolder
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -139,7 +139,7 @@ def nvfp4(folder: Path, source: Path, only: Callable[[str], bool] = lambda name:
     plain = ModelFolder(source)
     modules = {n[:-7] for n in plain if quantizable(n, plain.info(n).shape) and only(n)}
     amax = {m: float(np.abs(plain.tensor(f"{m}.weight").astype(np.float32)).max()) for m in modules}
-    for group in fused_groups(modules):
+    for group in plain.family.fused_groups(modules):
         amax |= dict.fromkeys(group, max(amax[m] for m in group))
     out: dict[str, np.ndarray] = {}
     for name in plain:
@@ -155,11 +155,10 @@ def nvfp4(folder: Path, source: Path, only: Callable[[str], bool] = lambda name:
         }
         if with_input:
             out[f"{module}.input_scale"] = np.array(0.004, np.float32)
-    kept = sorted(n[:-7] for n in plain if is_linear(n, plain.info(n).shape) and n[:-7] not in modules)
-    inline, beside = modelopt.small_files({m: "nvfp4" for m in modules}, kept, 16, with_input)
-    save(folder, out, plain.config | {"quantization_config": inline})
-    for name, value in beside.items():
-        (folder / name).write_text(json.dumps(value))
+    unquantized = sorted(n[:-7] for n in plain if is_linear(n, plain.info(n).shape) and n[:-7] not in modules)
+    settings = modelopt.settings(dict.fromkeys(modules, "nvfp4" if with_input else "w4a16"), unquantized, 16)
+    save(folder, out, plain.config)
+    writer.write_settings(folder, plain.config, settings)
     return folder
 
 

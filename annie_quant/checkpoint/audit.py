@@ -69,7 +69,7 @@ def summarize(
         dialect=dialect,
         algorithm=config.algo or "none",
         quantized=count_kinds(linears),
-        kept=count_kinds(n.removesuffix(".weight") for n in plain if is_linear(n, folder.info(n).shape)),
+        unquantized=count_kinds(n.removesuffix(".weight") for n in plain if is_linear(n, folder.info(n).shape)),
         weights=total,
         size_bytes=folder.weight_bytes,
         bits_per_weight=round(8 * folder.weight_bytes / total, 3) if total else 0.0,

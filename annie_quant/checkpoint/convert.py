@@ -62,12 +62,12 @@ def convert(
     to: modelopt, compressed-tensors, gguf.
     output: a folder, or a file for gguf; by default in the parent folder of `src`.
     type: for gguf BF16, F16, NVFP4, Q8_0, Q4_K_M, Q5_K_M, Q6_K.
-    like: for a GGUF file a folder of the same model, for its config.json and tokenizer.
+    like: if `src` is a GGUF file, a folder of the same model for its config.json and tokenizer.
     force: replace an output folder that exists. An interrupted conversion to a folder resumes after its last complete
     shard.
     """
     if to not in TARGETS:
-        raise UsageError(f"there is no dialect called {to!r}", f"choose one of: {', '.join(TARGETS)}")
+        raise UsageError(f"unknown dialect {to!r}", f"choose one of: {', '.join(TARGETS)}")
     if Path(src).is_file():
         return from_gguf(Path(src), to, output, shard_bytes, like, force)
     folder = ModelFolder(src)

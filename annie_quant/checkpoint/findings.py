@@ -40,14 +40,14 @@ class TensorRow(msgspec.Struct, omit_defaults=True):
 class AuditSummary(msgspec.Struct):
     """What a checkpoint holds. Fields are None where the files could not be read.
 
-    dialect: "plain", "modelopt", "compressed-tensors".  quantized, kept: modules counted by their last two parts.
+    dialect: "plain", "modelopt", "compressed-tensors".  quantized, unquantized: modules counted by their last two parts.
     weights: number of weights.  size_bytes: of all tensors.  loads: one line per server, with its verdict.
     """
 
     dialect: str | None = None
     algorithm: str | None = None
     quantized: list[str] | None = None
-    kept: list[str] | None = None
+    unquantized: list[str] | None = msgspec.field(default=None, name="kept")
     weights: int | None = None
     size_bytes: int | None = None
     bits_per_weight: float | None = None

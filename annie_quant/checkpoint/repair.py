@@ -201,9 +201,9 @@ class Repair:
         """Plan the tensors of one quantized linear: packed again, patched, or as they are."""
         input_scale = self.inputs.get(module)
         if module not in self.diagnosis.faulty | self.diagnosis.patched:
-            kept = modelopt.tensors(self.linears[module], self.folder)
+            tensors = modelopt.tensors(self.linears[module], self.folder)
             return [
-                *(t for t in kept if not t.name.endswith(".input_scale")),
+                *(t for t in tensors if not t.name.endswith(".input_scale")),
                 *quantized_tensors.input_scale_tensors(module, input_scale),
             ]
         name = self.original(module)

@@ -1,8 +1,8 @@
 """Names across runtimes: transformers from 5.2 and runtimes on 4.57 call the same Qwen3.5 differently.
 
 A text checkpoint has the text form's class and tensors `model.layers...`; a multimodal one has the multimodal form's
-class, the text settings in `text_config`, and `model.language_model.layers...`, and its servers read a processor's
-settings even when they serve text only. Runtimes on transformers 4.57 know the multimodal form only, under older class
+class, the text settings in `text_config` and a longer prefix, and its servers read a processor's settings even when they
+serve text only. Runtimes on transformers 4.57 know the multimodal form only, under older class
 names. The names are the family's (annie_quant.models).
 """
 
@@ -43,7 +43,7 @@ def is_multimodal(folder: ModelFolder) -> bool:
 
 
 def tensors_multimodal(folder: ModelFolder) -> bool | None:
-    """Return whether the decoder's tensors have the multimodal prefix, or None where there is no decoder layer."""
+    """Return whether the decoder's tensors have the multimodal prefix, or None without any decoder layer."""
     layers = decoder_tensors(folder)
     return any(n.startswith(models.MULTIMODAL_PREFIX) for n in layers) if layers else None
 

@@ -110,7 +110,7 @@ class ModelFolder:
 
     def info(self, name: str) -> TensorInfo:
         if name not in self.tensors:
-            raise ShardError("tensor_missing", f"{self.path.name}: there is no tensor {name}", tensor=name)
+            raise ShardError("tensor_missing", f"{self.path.name}: tensor {name} is missing", tensor=name)
         return self.tensors[name]
 
     def find(self, name: str) -> str | None:
@@ -159,7 +159,7 @@ class ModelFolder:
     # ---- the small files
 
     def json(self, name: str) -> dict[str, Any] | None:
-        """Return the JSON object of a file in this folder, or None where there is no such file."""
+        """Return the JSON object of a file in this folder, or None if the file is missing."""
         return read_object(self.path / name)
 
     @property
@@ -241,7 +241,7 @@ class ModelFolder:
 
 
 def read_object(path: Path) -> dict[str, Any] | None:
-    """Return the JSON object of a file, or None where there is no such file. Raises ShardError for other content."""
+    """Return the JSON object of a file, or None if the file is missing. Raises ShardError for other content."""
     if not path.is_file():
         return None
     size = path.stat().st_size

@@ -60,7 +60,9 @@ def audit(
 @click.option("--to", "target", required=True, type=click.Choice(["modelopt", "compressed-tensors", "gguf"]))
 @click.option("--type", "kind", help="GGUF type: BF16, F16, NVFP4 (as the checkpoint is), Q8_0, Q4_K_M, Q5_K_M, Q6_K.")
 @click.option(
-    "--output", type=click.Path(path_type=Path), help="Folder, or file for GGUF. Default: in the checkpoint's parent folder."
+    "--output",
+    type=click.Path(path_type=Path),
+    help="Folder, or file for GGUF. Default: in the checkpoint's parent folder.",
 )
 @click.option(
     "--like", type=click.Path(path_type=Path), help="From GGUF: a folder of the same model, for config and tokenizer."

@@ -33,7 +33,7 @@ def arguments(
     recipes = read_json(RECIPES)
     name = recipe or max(recipes)
     if name not in recipes:
-        raise UsageError(f"there is no container recipe {name!r}", f"choose one of: {', '.join(sorted(recipes))}")
+        raise UsageError(f"unknown container recipe {name!r}", f"choose one of: {', '.join(sorted(recipes))}")
     if not (source / "pyproject.toml").is_file():
         raise UsageError(
             f"{source} is not a checkout of annie_quant", "run this from a clone: the container installs it"

@@ -61,7 +61,7 @@ class Factor:
 
 
 class FactorError(ValueError):
-    """A Hessian that GPTQ cannot use. The message says why."""
+    """A Hessian that GPTQ cannot use. The message is the reason."""
 
 
 def factor(hessian: torch.Tensor, damping: float = DAMPING) -> Factor:

@@ -1,8 +1,8 @@
 """Quantize with NVIDIA ModelOpt: load, calibrate on conversations, export. Shared by the strategies that use it.
 
 From ModelOpt 0.47.0: `quant_cfg` is an ordered list of entries and later entries win; with the `max` algorithm the
-quantizers are off while text runs through, so it works on a CPU; q/k/v, gate/up and in_proj_qkv/in_proj_z share their
-tensor scale at export.
+quantizers are off while text runs through, so it works on a CPU; linears that servers merge share their tensor scale at
+export.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def choose(folder: ModelFolder, exclude: Iterable[str]) -> list[str]:
                                   f"--exclude-layers {module}")  # fmt: skip
         chosen.append(module)
     if not chosen:
-        raise CheckpointError(f"{folder.path}: there is no linear layer to quantize", "annie-quant audit it")
+        raise CheckpointError(f"{folder.path}: no linear layer is left to quantize", "annie-quant audit it")
     return chosen
 
 

@@ -1,4 +1,4 @@
-"""Forms of one model side by side: figures agree with a second derivation, and with each other where formats do."""
+"""Forms of one model compared: the numbers agree with a second derivation, and with each other where formats do."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def forms(tmp_path_factory):
     }
 
 
-def test_figures(forms, tmp_path):
+def test_errors_and_bits(forms, tmp_path):
     source, paths = forms
     result = compare(source, paths)
     rows = {(r.form, r.tensor): r for r in result.rows}
@@ -40,10 +40,11 @@ def test_figures(forms, tmp_path):
     theirs = aq.checkpoint.ModelFolder(source).tensor(f"{NAME}.weight").astype(np.float64)
     row = rows["nvfp4", f"{NAME}.weight"]
     assert row.rel_l2 == pytest.approx(np.sqrt(((ours - theirs) ** 2).sum() / (theirs**2).sum()), rel=1e-5)
-    assert row.cosine == pytest.approx(
-        (ours * theirs).sum() / np.sqrt((ours**2).sum() * (theirs**2).sum()), rel=1e-6
-    )
-    for form in ("compressed-tensors", "nvfp4 gguf"):  # the same codes: the same error, heads put in order
+    assert row.cosine == pytest.approx((ours * theirs).sum() / np.sqrt((ours**2).sum() * (theirs**2).sum()), rel=1e-6)
+    for form in (
+        "compressed-tensors",
+        "nvfp4 gguf",
+    ):  # the same codes have the same error, whatever the order of the heads
         assert rows[form, f"{NAME}.weight"].rel_l2 == pytest.approx(row.rel_l2, rel=1e-4)
     s = result.summary
     assert s["bf16 gguf"].rel_l2 == 0 and s["q8_0 gguf"].rel_l2 < 0.01 < 0.05 < s["nvfp4"].rel_l2
@@ -71,14 +72,14 @@ def test_what_cannot_be_compared_is_refused(forms, tmp_path):
         compare(source, {"x": tmp_path / "x.gguf"})
 
 
-def test_forms_of_one_name_are_told_apart_by_their_folders():
+def test_forms_of_one_name_are_labelled_with_their_folders():
     assert list(labels(["a/x.gguf", "b/x.gguf"])) == ["a/x.gguf", "b/x.gguf"]
     assert list(labels(["a/x", "a/y"])) == ["x", "y"]
     with pytest.raises(UsageError, match="given twice"):
         labels(["a/x", "a/x"])
 
 
-def test_the_plot_is_an_image_and_a_wrong_name_is_said(forms, tmp_path):
+def test_the_plot_is_an_image_and_an_unknown_format_is_refused(forms, tmp_path):
     pytest.importorskip("matplotlib", reason="the plots extra is not installed")
     result = compare(forms[0], {"nvfp4": forms[1]["nvfp4"]})
     result.plot(tmp_path / "x.svg")

@@ -1,4 +1,4 @@
-"""Configurations that are broken in every way: an audit answers with findings or one clear error, never a crash."""
+"""Broken configurations: an audit gives findings or one clear error, and never crashes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FUZZ = int(os.environ.get("ANNIE_QUANT_FUZZ", "20000"))
 
 
 def small(folder: Path, dialect) -> tuple[dict, dict]:
-    """A checkpoint of two linears, and its two configurations."""
+    """Write a checkpoint of two linears, and return its two configurations."""
     rng = np.random.default_rng(0)
     tensors = {
         "model.norm.weight": np.ones(64, ml_dtypes.bfloat16),
@@ -58,27 +58,27 @@ def test_readers_take_any_json(dialect):
 
 @pytest.mark.parametrize("dialect", [modelopt, compressed_tensors], ids=lambda d: d.NAME)
 def test_audit_takes_any_configuration(tmp_path, dialect):
-    config, beside = small(tmp_path, dialect)
+    config, second = small(tmp_path, dialect)
     (tmp_path / "config.json").write_text(json.dumps(config))
-    if beside:
-        (tmp_path / "hf_quant_config.json").write_text(json.dumps(beside))
+    if second:
+        (tmp_path / "hf_quant_config.json").write_text(json.dumps(second))
     assert aq.checkpoint.audit(tmp_path).ok, aq.checkpoint.audit(tmp_path).findings
     rng = random.Random(6)
-    seen = set()
+    codes = set()
     for _ in range(max(200, FUZZ // 50)):
         (tmp_path / "config.json").write_text(json.dumps(mutate_json(rng, config)))
-        if beside:
+        if second:
             (tmp_path / "hf_quant_config.json").write_text(
-                json.dumps(mutate_json(rng, beside) if rng.random() < 0.5 else beside)
+                json.dumps(mutate_json(rng, second) if rng.random() < 0.5 else second)
             )
         try:
-            found = aq.checkpoint.audit(tmp_path)
+            audit = aq.checkpoint.audit(tmp_path)
         except CheckpointError as error:
             assert "\n" not in error.message
             continue
-        seen |= {f.code for f in found.findings}
-        json.dumps(found.to_dict())
-    assert len(seen) >= 3  # the mutations do reach the checks
+        codes |= {f.code for f in audit.findings}
+        json.dumps(audit.to_dict())
+    assert len(codes) >= 3  # the mutations reach the checks
 
 
 @pytest.mark.parametrize(
@@ -90,12 +90,12 @@ def test_broken_config_files_are_findings(tmp_path, content):
     assert not aq.checkpoint.audit(tmp_path).ok
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "hf_quant_config.json").write_bytes(content)
-    found = aq.checkpoint.audit(tmp_path)
-    assert "config_unreadable" in {f.code for f in found.findings}
+    audit = aq.checkpoint.audit(tmp_path)
+    assert "config_unreadable" in {f.code for f in audit.findings}
 
 
 def test_a_mutated_gguf_is_read_or_refused(tmp_path):
-    """Flipped bytes and wild numbers in a GGUF header: tensors inside the file, or one clear error; never a hang."""
+    """Flipped bytes and extreme numbers in a GGUF header: tensors inside the file, or one clear error; never a hang."""
     gguf = pytest.importorskip("gguf", reason="the serve extra is not installed")
     from annie_quant.checkpoint.gguf.reader import open_gguf
 

@@ -1,4 +1,4 @@
-"""audit, convert, compare and quantize --strategy direct as a user meets them: outputs, exit codes, one clear line."""
+"""audit, convert, compare and quantize --strategy direct on the command line: outputs, exit codes, one-line errors."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from paths import ROOT
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory) -> tuple[Path, Path]:
-    home = tmp_path_factory.mktemp("made")
+def checkpoints(tmp_path_factory) -> tuple[Path, Path]:
+    home = tmp_path_factory.mktemp("checkpoints")
     source = zoo.bf16(home / "bf16")
     return source, zoo.nvfp4(home / "nvfp4", source)
 
@@ -27,8 +27,8 @@ def run(*argv) -> subprocess.CompletedProcess:
     return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
 
 
-def test_audit_tells_every_tensor_and_every_server(made):
-    done = run("audit", made[1], "--source", made[0], "--tensors")
+def test_audit_lists_every_tensor_and_every_server(checkpoints):
+    done = run("audit", checkpoints[1], "--source", checkpoints[0], "--tensors")
     assert done.returncode == 0, done.stderr
     line = next(line for line in done.stdout.splitlines() if line.startswith("model.layers.1.mlp.down_proj "))
     assert line.split()[1:4] == ["nvfp4", "256x512", "16"] and 0.08 < float(line.split()[-1]) < 0.11
@@ -37,40 +37,43 @@ def test_audit_tells_every_tensor_and_every_server(made):
     assert "sound" in done.stdout
 
 
-def test_audit_of_a_fault_and_its_repair(made, tmp_path):
+def test_audit_of_a_fault_and_its_repair(checkpoints, tmp_path):
     bad = zoo.spoil(
-        made[1],
+        checkpoints[1],
         tmp_path / "bad",
         lambda t, c: t["model.layers.1.mlp.up_proj.weight_scale"].view(np.uint8).__setitem__((0, 0), 0x7F),
     )
     done = run("audit", bad, "--json")
-    found = json.loads(done.stdout)
-    assert done.returncode == 1 and [f["code"] for f in found["findings"]] == ["block_scale_nan"]
+    result = json.loads(done.stdout)
+    assert done.returncode == 1 and [f["code"] for f in result["findings"]] == ["block_scale_nan"]
     refused = run("audit", bad, "--repair")
     assert refused.returncode == 2 and "--source" in refused.stderr
-    done = run("audit", bad, "--repair", "--source", made[0], "--names", "old", "--output", tmp_path / "good")
+    done = run("audit", bad, "--repair", "--source", checkpoints[0], "--names", "old", "--output", tmp_path / "good")
     assert done.returncode == 0, done.stderr
-    assert "mended: model.layers.1.mlp.up_proj: 1 blocks quantized again" in done.stderr
-    again = run("audit", bad, "--repair", "--source", made[0], "--output", tmp_path / "good")
+    assert "repaired: model.layers.1.mlp.up_proj: 1 blocks quantized again" in done.stderr
+    again = run("audit", bad, "--repair", "--source", checkpoints[0], "--output", tmp_path / "good")
     assert again.returncode == 2 and "--force" in again.stderr
     assert run("audit", bad, "--names", "old").returncode == 2
 
 
-def test_convert_says_what_is_lost_and_replaces_only_when_told(made, tmp_path):
-    done = run("convert", made[1], "--to", "compressed-tensors", "--output", tmp_path / "ct")
-    assert done.returncode == 0 and "lost on the way: global scales are reciprocals" in done.stderr
-    again = run("convert", made[1], "--to", "compressed-tensors", "--output", tmp_path / "ct")
+def test_convert_reports_losses_and_replaces_only_with_force(checkpoints, tmp_path):
+    done = run("convert", checkpoints[1], "--to", "compressed-tensors", "--output", tmp_path / "ct")
+    assert done.returncode == 0 and "lost in conversion: global scales are reciprocals" in done.stderr
+    again = run("convert", checkpoints[1], "--to", "compressed-tensors", "--output", tmp_path / "ct")
     assert again.returncode == 2 and again.stderr.count("\n") == 2 and "--force" in again.stderr
-    assert run("convert", made[1], "--to", "compressed-tensors", "--output", tmp_path / "ct", "--force").returncode == 0
+    assert (
+        run("convert", checkpoints[1], "--to", "compressed-tensors", "--output", tmp_path / "ct", "--force").returncode
+        == 0
+    )
 
 
-def test_compare_lists_the_worst_and_draws(made, tmp_path):
+def test_compare_lists_the_worst_and_plots(checkpoints, tmp_path):
     pytest.importorskip("matplotlib", reason="the plots extra is not installed")
     plot = tmp_path / "plot.svg"
-    done = run("compare", made[0], made[1], "--worst", "2", "--plot", plot, "--json")
-    found = json.loads(done.stdout)
-    assert len(found["worst"]["nvfp4"]) == 2 and plot.stat().st_size > 5000
-    wrong = run("compare", made[0], made[1], made[1])
+    done = run("compare", checkpoints[0], checkpoints[1], "--worst", "2", "--plot", plot, "--json")
+    result = json.loads(done.stdout)
+    assert len(result["worst"]["nvfp4"]) == 2 and plot.stat().st_size > 5000
+    wrong = run("compare", checkpoints[0], checkpoints[1], checkpoints[1])
     assert wrong.returncode == 2 and "given twice" in wrong.stderr
 
 
@@ -84,9 +87,9 @@ def test_compare_lists_the_worst_and_draws(made, tmp_path):
         (("--ray", "127.0.0.1:1"), 3, "ray"),
     ],
 )
-def test_direct_refuses_in_one_line_and_leaves_nothing(made, tmp_path, words, code, said):
+def test_direct_refuses_in_one_line_and_leaves_no_files(checkpoints, tmp_path, words, code, expected):
     if "--ray" in words:
         pytest.importorskip("ray", reason="the ray extra is not installed")
-    done = run("quantize", "--strategy", "direct", "--model", made[0], "--output", tmp_path / "x", *words)
-    assert done.returncode == code and said in done.stderr and done.stderr.count("\n") <= 2, done.stderr
+    done = run("quantize", "--strategy", "direct", "--model", checkpoints[0], "--output", tmp_path / "x", *words)
+    assert done.returncode == code and expected in done.stderr and done.stderr.count("\n") <= 2, done.stderr
     assert list(tmp_path.iterdir()) == []

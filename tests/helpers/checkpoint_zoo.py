@@ -1,4 +1,4 @@
-"""Small Qwen3.5 checkpoints with random weights for the tests, made with NumPy alone, and ways to spoil them."""
+"""Small Qwen3.5 checkpoints with random weights for the tests, made with NumPy only, and changed copies of them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ BF16 = ml_dtypes.bfloat16
 
 
 def shapes(config: dict) -> dict[str, tuple[int, ...]]:
-    """Every tensor of a text-only Qwen3.5 model and its shape, with multi-token prediction where config has it."""
+    """Return the shape of every tensor of a text-only Qwen3.5 model, with multi-token prediction if config has it."""
     h, v = config["hidden_size"], config["vocab_size"]
     out = {"model.embed_tokens.weight": (v, h), "model.norm.weight": (h,), "lm_head.weight": (v, h)}
     for i, kind in enumerate(config["layer_types"]):
@@ -98,7 +98,7 @@ def layer(c: dict, p: str, kind: str) -> dict[str, tuple[int, ...]]:
 
 
 def weights(config: dict, seed: int = 0) -> dict[str, np.ndarray]:
-    """Random bf16 weights that keep activations in a sane range, so that logits are peaked enough to compare."""
+    """Return random bf16 weights that keep activations in a normal range, so that the logits have clear maxima."""
     rng = np.random.default_rng(seed)
     out = {}
     for name, shape in shapes(config).items():
@@ -123,7 +123,7 @@ def save(folder: Path, tensors: dict[str, np.ndarray], config: dict, shard_bytes
 
 
 def bf16(folder: Path, seed: int = 0, shard_bytes: int = 1 << 40, **changes) -> Path:
-    """A plain checkpoint."""
+    """Write a plain checkpoint."""
     config = CONFIG | changes
     return save(folder, weights(config, seed), config, shard_bytes)
 
@@ -133,7 +133,7 @@ def quantizable(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def nvfp4(folder: Path, source: Path, only: Callable[[str], bool] = lambda name: True, with_input: bool = True) -> Path:
-    """The checkpoint as ModelOpt would export it: shared scales for fused linears, both configurations."""
+    """Write the checkpoint as ModelOpt would export it: shared scales for fused linears, both configurations."""
     from annie_quant import nvfp4 as codec
 
     plain = ModelFolder(source)
@@ -163,7 +163,7 @@ def nvfp4(folder: Path, source: Path, only: Callable[[str], bool] = lambda name:
 
 
 def multimodal(t: dict, c: dict) -> None:
-    """The same model in its multimodal form, as runtimes on transformers 4.57 want it, but for the class names."""
+    """Change a model to its multimodal form, as for runtimes on transformers 4.57, except for the class names."""
     for name in [n for n in t if n.startswith("model.") and "visual." not in n]:
         t[name.replace("model.", "model.language_model.", 1)] = t.pop(name)
     quantization = c.pop("quantization_config", None)
@@ -177,13 +177,13 @@ def multimodal(t: dict, c: dict) -> None:
 
 
 def read(folder: Path) -> dict[str, np.ndarray]:
-    """Every tensor, copied, to change and save again."""
+    """Return copies of all tensors."""
     opened = ModelFolder(folder)
     return {n: opened.tensor(n).copy() for n in opened}
 
 
 def spoil(folder: Path, target: Path, change: Callable[[dict, dict], None]) -> Path:
-    """A copy of a checkpoint after `change(tensors, config)`."""
+    """Write a copy of a checkpoint after `change(tensors, config)`."""
     shutil.copytree(folder, target)
     tensors, config = read(folder), json.loads((folder / "config.json").read_text())
     change(tensors, config)

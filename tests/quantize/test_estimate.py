@@ -79,7 +79,7 @@ def test_the_container_runs_as_the_user_and_mounts_inputs_read_only(tmp_path):
     assert inner[1:] == ["quantize", "--strategy", "mlp_only", "--model", "/model", "--calib-data", "/data/my data.jsonl",
                          "--output", "/output/v2b", "--seed", "3"]  # fmt: skip
     assert "nvcr.io/nvidia/pytorch:25.11-py3" in argv
-    with pytest.raises(UsageError, match="no container recipe"):
+    with pytest.raises(UsageError, match="unknown container recipe"):
         container_job.arguments("naive", TINY_ANNIE, tmp_path / "o", recipe="1999")
 
 

@@ -26,7 +26,11 @@ SETTINGS: dict[str, dict] = {
     "sensitivity": {"exclude": PART, "bits": 13.5, "tokens": 60, "calib_samples": 3},
     "qad": {"exclude": PART, "steps": 4, "batch": 2, "save": 1, "lr": 1e-4, "calib_samples": 3},
 }
-RESUMED_FROM = {"auto_mixed": "scores.json", "sensitivity": "divergence.json", "qad": "trainer/checkpoint-2/trainer_state.json"}
+RESUMED_FROM = {
+    "auto_mixed": "scores.json",
+    "sensitivity": "divergence.json",
+    "qad": "trainer/checkpoint-2/trainer_state.json",
+}
 
 
 def make(strategy: str, output: Path) -> dict[str, bytes]:
@@ -71,7 +75,9 @@ def test_a_killed_run_resumes_with_the_same_result(strategy: str, tmp_path: Path
     )
     whole = make(strategy, tmp_path / "whole")
     stored = killed(strategy, tmp_path / "out")
-    assert stored.is_file() and not (tmp_path / "out").exists(), "killed before it stored anything, or after it was done"
+    assert stored.is_file() and not (tmp_path / "out").exists(), (
+        "killed before it stored anything, or after it was done"
+    )
     lines: list[str] = []
     quantize.run(
         strategy, TINY_ANNIE, tmp_path / "out", calib_data=CALIBRATION, report=lines.append, **SETTINGS[strategy]

@@ -74,7 +74,7 @@ def test_direct_writes_modelopts_own_bytes(models: dict[str, Path]) -> None:
 def test_a_multimodal_source_keeps_its_form_and_gets_the_same_bytes(
     tmp_path: Path, models: dict[str, Path], calibration: Path
 ) -> None:
-    """Published Qwen3.5 checkpoints are multimodal; ModelOpt's own exporter writes the text model's config, which does not fit the names."""
+    """Published Qwen3.5 checkpoints are multimodal; with ModelOpt's own exporter config and names would not fit."""
     source, plain = tmp_path / "vl", ModelFolder(TINY_ANNIE)
     tensors, config = zoo.read(TINY_ANNIE), dict(plain.config)
     zoo.multimodal(tensors, config)

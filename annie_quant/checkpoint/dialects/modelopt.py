@@ -63,7 +63,7 @@ def config(folder: ModelFolder) -> QuantConfig:
 
 
 def read_file(folder: ModelFolder) -> QuantConfig | None:
-    """Return the settings of hf_quant_config.json, or None where there is no such file."""
+    """Return the settings of hf_quant_config.json, or None if the file is missing."""
     file = folder.json(HF_QUANT_CONFIG)
     if file is None:
         return None

@@ -85,7 +85,7 @@ def fold_layer(layer: DecoderLayer, chosen: set[str], amax: dict[str, float]) ->
 def search_scale(
     site: LinearInput, readers: list[str], sampler: InputSampler, weights: dict[str, torch.Tensor]
 ) -> torch.Tensor:
-    """Return the scale (of shape_of_scale) with the least squared error over all alphas; alpha 0 is no scale."""
+    """Return the scale (of shape_of_scale) with the least squared error over all alphas. Alpha 0 scales nothing."""
     import torch
 
     from annie_quant.checkpoint.quantized_tensors import LARGEST_NVFP4

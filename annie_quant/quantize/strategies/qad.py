@@ -94,7 +94,7 @@ def plan_of(folder: ModelFolder, state: dict[str, Any], formats: dict[str, str],
 
 STRATEGY = Strategy(
     name="qad",
-    summary="E: distillation from the bf16 model with quantizers on, what the assistant says alone; W4A4 (--set steps=300)",
+    summary="E: distillation from the bf16 model with quantizers on, on the assistant's answers; W4A4 (--set steps=300)",
     formats=ALL_NVFP4,
     # The student, its gradients, two moments and master weights in fp32, and the frozen teacher; 4 epochs, and a backward
     # pass takes twice as long as a forward pass.

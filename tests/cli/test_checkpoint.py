@@ -78,7 +78,7 @@ def test_compare_lists_the_worst_and_plots(checkpoints, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "said"),
+    ("words", "code", "expected"),
     [
         (("--set", "shard_size=big"), 2, "--set shard_size=2GB"),
         (("--set", "shards=3"), 2, "shard_size"),

@@ -55,7 +55,7 @@ def test_it_calls_the_tool_on_the_real_server(run: tuple[str, quantize.QuantizeR
     body = {
         "messages": [
             {"role": "system", "content": persona.system_prompt},
-            {"role": "user", "content": "Do you remember what I said about my garden?"},
+            {"role": "user", "content": "Do you remember anything about my garden?"},
         ],
         "tools": list(persona.tools),
         "max_tokens": 96,

@@ -112,8 +112,8 @@ class _Duplicate(ValueError):
     pass
 
 
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    entries: dict[str, Any] = {}
+def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    entries: dict[str, object] = {}
     for key, value in pairs:
         if key in entries:
             raise _Duplicate(repr(key[:80]))

@@ -17,6 +17,7 @@ from annie_quant.checkpoint.header import ShardError
 from annie_quant.checkpoint.shards import ModelFolder, read_object
 from annie_quant.errors import CheckpointError, UsageError
 from annie_quant.files import write_json
+from annie_quant.models.family import MULTIMODAL_PREFIX, TEXT_PREFIX, Form
 
 STYLES = ("old", "new")
 CLASS_FILES = (
@@ -28,7 +29,7 @@ OUTER = ("quantization_config", "transformers_version", "tie_word_embeddings", "
          "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")  # fmt: skip
 
 
-def named_form(folder: ModelFolder) -> tuple[models.Family, models.Form] | None:
+def named_form(folder: ModelFolder) -> tuple[models.Family, Form] | None:
     """Return the form whose class config.json names, and its family; None unless the family has two forms."""
     names = folder.config.get("architectures")
     first = names[0] if isinstance(names, list) and names else ""
@@ -45,7 +46,7 @@ def is_multimodal(folder: ModelFolder) -> bool:
 def tensors_multimodal(folder: ModelFolder) -> bool | None:
     """Return whether the decoder's tensors have the multimodal prefix, or None without any decoder layer."""
     layers = decoder_tensors(folder)
-    return any(n.startswith(models.MULTIMODAL_PREFIX) for n in layers) if layers else None
+    return any(n.startswith(MULTIMODAL_PREFIX) for n in layers) if layers else None
 
 
 def decoder_tensors(folder: ModelFolder) -> list[str]:
@@ -66,7 +67,7 @@ def check(folder: ModelFolder, audit: Audit) -> None:
         return
     multimodal = tensors_multimodal(folder)
     if multimodal is not None and multimodal != (form is family.multimodal):
-        prefixes = (models.TEXT_PREFIX, models.MULTIMODAL_PREFIX)
+        prefixes = (TEXT_PREFIX, MULTIMODAL_PREFIX)
         expected, got = prefixes[not multimodal], prefixes[multimodal]
         tensor = decoder_tensors(folder)[0]
         audit.add(
@@ -130,7 +131,7 @@ class Renaming:
         if not self.forms:
             return config
         if any(self.name(n) != n for n in self.folder):
-            prefix = models.MULTIMODAL_PREFIX if self.multimodal else models.TEXT_PREFIX
+            prefix = MULTIMODAL_PREFIX if self.multimodal else TEXT_PREFIX
             self.actions.append(f"tensors renamed to {prefix}…")
         text, form = self.forms[0], self.forms[self.multimodal]
         inner = config.get("text_config") if isinstance(config.get("text_config"), dict) else None

@@ -12,7 +12,6 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.errors import EnvironmentFault, UsageError
@@ -21,7 +20,7 @@ from annie_quant.resume import KEY_FILE, keyed_folder
 
 
 @contextlib.contextmanager
-def staged(output: str | os.PathLike, key: dict[str, Any] | None = None, force: bool = False) -> Iterator[Path]:
+def staged(output: str | os.PathLike, key: dict[str, object] | None = None, force: bool = False) -> Iterator[Path]:
     """Yield the folder to write into; on success it takes the name `output`.
 
     key: JSON that decides whether the result of an interrupted run may be used; None uses nothing of it.

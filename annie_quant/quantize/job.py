@@ -97,7 +97,7 @@ class Job:
     expected_bytes: int | None = None
     work: Path = Path(".work")
 
-    def key(self) -> dict[str, Any]:
+    def key(self) -> dict[str, object]:
         """Return what must be equal for a rerun to use what an interrupted run measured."""
         return {
             "model": source_key(ModelFolder(self.model)),

@@ -22,7 +22,7 @@ from annie_quant.checkpoint.remote_code import refused
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.errors import CheckpointError
 from annie_quant.hf.codec import to_torch
-from annie_quant.models import MULTIMODAL_PREFIX, TEXT_PREFIX
+from annie_quant.models.family import MULTIMODAL_PREFIX, TEXT_PREFIX
 from annie_quant.progress import SILENT, Progress
 from annie_quant.quantize.calibration_samples import PADDING, Batch
 

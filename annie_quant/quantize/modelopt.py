@@ -43,7 +43,8 @@ def quantize(job: Job, config: dict[str, Any], progress: Progress) -> None:
     model, tokenizer = load(job)
     rows = read_conversations(conversations, job.calib_samples)
     batches = batches_of_equal_length(token_ids(tokenizer, rows))
-    config = with_exclusions(config, job, model)
+    config = copy.deepcopy(config)
+    config["quant_cfg"] += exclusions(job, model)
     progress.message(f"calibrating on {len(rows)} conversations, {sum(len(b) * len(b[0]) for b in batches)} tokens")
 
     def forward_loop(m: Any) -> None:
@@ -102,10 +103,7 @@ def batches_of_equal_length(ids: list[list[int]]) -> list[list[list[int]]]:
     return batches
 
 
-def with_exclusions(config: dict[str, Any], job: Job, model: Any) -> dict[str, Any]:
-    """Return the config with an entry at the end for every module that --exclude-layers names."""
+def exclusions(job: Job, model: Any) -> list[dict[str, object]]:
+    """Return an entry of quant_cfg for every module that --exclude-layers names. Later entries win."""
     linears = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
-    config = copy.deepcopy(config)
-    for name in sorted(excluded(job.exclude, linears)):
-        config["quant_cfg"].append({"quantizer_name": f"{name}.*", "enable": False})
-    return config
+    return [{"quantizer_name": f"{name}.*", "enable": False} for name in sorted(excluded(job.exclude, linears))]

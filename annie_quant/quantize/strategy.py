@@ -81,7 +81,7 @@ class Strategy:
     options: Mapping[str, Option] = field(default_factory=dict)
     scale: nvfp4.Scale = "amax"
     requires: tuple[str, ...] = ("torch", "transformers")
-    resume_key: Callable[[Job], dict[str, Any]] | None = None
+    resume_key: Callable[[Job], dict[str, object]] | None = None
     conservative: bool = False
 
     def bits(self, kind: str) -> float:

@@ -120,7 +120,7 @@ def settings(formats: Mapping[str, str], excluded: list[str], group: int) -> Set
     group: columns per block scale.
     """
     kinds = sorted(set(formats.values()), key=("nvfp4", "w4a16", "fp8").index)
-    groups = {}
+    groups: dict[str, dict[str, object]] = {}
     for i, kind in enumerate(kinds):
         targets = ["Linear"] if len(kinds) == 1 else sorted(m for m, f in formats.items() if f == kind)
         groups[f"group_{i}"] = scheme(kind, group) | {"targets": targets}
@@ -136,7 +136,7 @@ def settings(formats: Mapping[str, str], excluded: list[str], group: int) -> Set
     return Settings(inline, {})
 
 
-def scheme(kind: str, group: int) -> dict[str, Any]:
+def scheme(kind: str, group: int) -> dict[str, object]:
     """Return one config group's settings: weights, activations, format."""
     if kind == "fp8":
         tensor = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}

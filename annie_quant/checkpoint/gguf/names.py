@@ -15,6 +15,7 @@ import numpy as np
 from annie_quant import models
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.errors import CheckpointError
+from annie_quant.models.family import DeltaNet, GGUFNames
 
 OMITTED = (".k_scale", ".v_scale", ".rotary_emb.inv_freq")  # not part of a text model's file
 
@@ -51,8 +52,8 @@ class Layout:
     """One model's layout in a GGUF file: its family, number of decoder layers, and heads."""
 
     family: models.Family
-    names: models.GGUFNames
-    deltanet: models.DeltaNet
+    names: GGUFNames
+    deltanet: DeltaNet
     layers: int
     heads: Heads
 

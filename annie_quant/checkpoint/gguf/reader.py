@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
@@ -25,8 +25,11 @@ from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.errors import CheckpointError, need
 from annie_quant.files import write_json
 
+if TYPE_CHECKING:
+    from gguf import ReaderTensor
 
-def open_gguf(path: Path) -> dict[str, Any]:
+
+def open_gguf(path: Path) -> dict[str, ReaderTensor]:
     """Return the file's tensors (gguf.ReaderTensor) by name. Raises CheckpointError for anything else than a GGUF file."""
     gguf = need("gguf", "serve")
     limits.check(path)
@@ -106,7 +109,7 @@ def plain_shapes(like: ModelFolder) -> dict[str, tuple[int, ...]]:
     return shapes | {n: like.info(n).shape for n in like if n not in owned}
 
 
-def unpack_blocks(tensor: Any, name: str, layout: Layout) -> Iterator[nvfp4.Tensor]:
+def unpack_blocks(tensor: ReaderTensor, name: str, layout: Layout) -> Iterator[nvfp4.Tensor]:
     """Yield codes and block scales of an NVFP4 tensor with the heads in the checkpoint's order."""
     packed = nvfp4.from_ggml(np.ascontiguousarray(tensor.data))
     rows, columns = layout.rows(name), layout.columns(name)
@@ -120,13 +123,13 @@ def unpack_blocks(tensor: Any, name: str, layout: Layout) -> Iterator[nvfp4.Tens
     yield packed
 
 
-def scalar(tensors: dict[str, Any], stored: str, suffix: str, default: Any = None) -> Any:
+def scalar(tensors: dict[str, ReaderTensor], stored: str, suffix: str, default: Any = None) -> Any:
     """Return a float32 that is stored next to a weight, or `default`: llama.cpp omits a scale of 1."""
     tensor = tensors.get(stored.removesuffix(".weight") + suffix)
     return default if tensor is None else np.float32(tensor.data[0])
 
 
-def plain(name: str, tensor: Any, shape: tuple[int, ...], layout: Layout) -> np.ndarray:
+def plain(name: str, tensor: ReaderTensor, shape: tuple[int, ...], layout: Layout) -> np.ndarray:
     """Return one tensor's numbers with llama.cpp's changes reversed, in bf16."""
     gguf = need("gguf", "serve")
     kind = tensor.tensor_type

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -67,7 +66,7 @@ def make_plan(folder: ModelFolder, job: Job) -> Plan:
     return Plan(dict.fromkeys(chosen, NVFP4), scale=job.scale, given_input_scales=inputs)
 
 
-def resume_key(job: Job) -> dict[str, Any]:
+def resume_key(job: Job) -> dict[str, object]:
     """Return what must be equal for a rerun to keep the shards of an interrupted run."""
     file = job.options["input_scales"]
     return {

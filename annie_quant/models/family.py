@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 TEXT_PREFIX, MULTIMODAL_PREFIX = "model.", "model.language_model."
-# Every spelling in use of what stands before "layers.0." or "embed_tokens"; the longest one first.
+# Every prefix in use before "layers.0." or "embed_tokens", the longest one first.
 _PREFIXES = (MULTIMODAL_PREFIX, "language_model.model.", "language_model.", TEXT_PREFIX)
 _LAYER = re.compile(r"(.*\blayers\.\d+)\.(.+)")
 
@@ -72,8 +72,8 @@ class GGUFNames:
 
 
 @dataclass(frozen=True, eq=False)
-class PublishedSize:
-    """A published model's weights per kind of part, for estimates without the checkpoint."""
+class ModelSize:
+    """A model's number of weights per kind of part, and its shape, for estimates. label: its name."""
 
     label: str
     counts: Mapping[str, int]
@@ -87,7 +87,7 @@ class Family:
     """What annie_quant knows about the models of one family.
 
     name: for messages.
-    text, multimodal: the forms of its checkpoints; `other_model_types` are further values of config.json's model_type.
+    text, multimodal: the forms of its checkpoints.
     inputs: the activations that a decoder layer's linears read.
     fused: the name of a matrix that servers merge → the linears that it is made of. Their scales must be equal.
     kinds: kind of part → patterns of the linears inside a layer, for sizes; "head", "embedding" and "rest" are added.
@@ -110,7 +110,6 @@ class Family:
     norms_add_one: bool = False
     plain_norms: tuple[str, ...] = ()
     multimodal: Form | None = None
-    other_model_types: tuple[str, ...] = ()
     position_axes: int = 1
     mtp: str = "mtp."
     vision: str = "visual."
@@ -118,7 +117,7 @@ class Family:
     gguf: GGUFNames | None = None
     renamed_classes: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     preprocessor_stub: Mapping[str, Any] = field(default_factory=dict)
-    published: Mapping[str, PublishedSize] = field(default_factory=dict)
+    published: Mapping[str, ModelSize] = field(default_factory=dict)
     experts: None = None
 
     @property
@@ -127,7 +126,7 @@ class Family:
 
     @property
     def model_types(self) -> tuple[str, ...]:
-        return (*(form.model_type for form in self.forms), *self.other_model_types)
+        return tuple(form.model_type for form in self.forms)
 
     @property
     def norms(self) -> tuple[str, ...]:
@@ -135,21 +134,21 @@ class Family:
         return tuple(dict.fromkeys(i.producer for i in self.inputs if i.fold == "norm"))
 
     def adds_one(self, name: str) -> bool:
-        """Whether `name` is the weight of a norm that computes (1 + w) * x."""
+        """Return whether `name` is the weight of a norm that computes (1 + w) * x."""
         module = name.removesuffix(".weight")
         is_norm = "norm" in module.rpartition(".")[2]
         return self.norms_add_one and is_norm and not module.endswith(self.plain_norms)
 
     def is_auxiliary(self, name: str) -> bool:
-        """Whether a tensor or module belongs to multi-token prediction or vision."""
+        """Return whether a tensor or module belongs to multi-token prediction or vision."""
         return self.vision in name or f".{self.mtp}" in f".{name}"
 
     def in_decoder(self, name: str) -> bool:
-        """Whether a tensor or module stands in one of the decoder's layers."""
+        """Return whether a tensor or module is in one of the decoder's layers."""
         return bool(layer_of(name)) and not name.startswith(self.mtp)
 
     def kind_of(self, name: str) -> str:
-        """The kind of part that a tensor or module belongs to."""
+        """Return the kind of part that a tensor or module belongs to."""
         if "embed_tokens" in name:
             return "embedding"
         if "lm_head" in name:
@@ -161,7 +160,7 @@ class Family:
         return "rest"
 
     def fused_groups(self, names: Iterable[str]) -> list[list[str]]:
-        """Those of the module `names` that servers merge into one matrix, in groups of at least two."""
+        """Return those of the module `names` that servers merge into one matrix, in groups of at least two."""
         groups: dict[tuple[str, tuple[str, ...]], list[str]] = {}
         for name in sorted(names):
             for members in self.fused.values():
@@ -171,21 +170,21 @@ class Family:
         return [group for group in groups.values() if len(group) > 1]
 
     def largest_of_group(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Module → the largest value of its fused group; its own value where it is in none."""
+        """Return module → the largest value of its fused group, or its own value outside of groups."""
         largest = dict(values)
         for group in self.fused_groups(values):
             largest |= dict.fromkeys(group, max(values[m] for m in group))
         return largest
 
     def in_form(self, name: str, multimodal: bool) -> str:
-        """A decoder tensor's or module's name with the prefix of the multimodal or the text form."""
+        """Return a decoder tensor's or module's name with the prefix of the multimodal or the text form."""
         if not name.startswith(TEXT_PREFIX) or self.vision in name:
             return name
         return (MULTIMODAL_PREFIX if multimodal else TEXT_PREFIX) + short_name(name)
 
 
 def short_name(name: str) -> str:
-    """A tensor's or module's name without the prefix of its form: "layers.0.mlp.up_proj"."""
+    """Return a tensor's or module's name without the prefix of its form: "layers.0.mlp.up_proj"."""
     for prefix in _PREFIXES:
         if name.startswith(prefix):
             return name.removeprefix(prefix)
@@ -193,19 +192,19 @@ def short_name(name: str) -> str:
 
 
 def aliases(name: str) -> tuple[str, ...]:
-    """The names that a tensor or module may have in another form of the checkpoint, its own first."""
+    """Return the names that a tensor or module may have in another form of the checkpoint, its own first."""
     short = short_name(name)
     return tuple(dict.fromkeys((name, TEXT_PREFIX + short, MULTIMODAL_PREFIX + short)))
 
 
 def layer_of(name: str) -> str:
-    """The layer that a tensor or module stands in ("model.layers.3"), or "" outside of layers."""
+    """Return the layer of a tensor or module ("model.layers.3"), or "" outside of layers."""
     match = _LAYER.fullmatch(name)
     return match[1] if match else ""
 
 
 def in_layer(name: str) -> str:
-    """A name without its layer ("mlp.up_proj.weight"), or "" outside of layers."""
+    """Return a name without its layer ("mlp.up_proj.weight"), or "" outside of layers."""
     match = _LAYER.fullmatch(name)
     return match[2] if match else ""
 

@@ -18,7 +18,7 @@ from annie_quant.models.family import (
     Form,
     GGUFNames,
     LinearInput,
-    PublishedSize,
+    ModelSize,
 )
 
 DELTANET = DeltaNet(
@@ -79,7 +79,7 @@ def _published(
     key_heads: int,
     value_heads: int,
     vocabulary: int,
-) -> PublishedSize:
+) -> ModelSize:
     """Weights per part of a published shape with untied embeddings; DeltaNet's heads have 128 elements."""
     attention = hidden * head_dim * (2 * heads + 2 * kv_heads + heads)  # q is doubled for its gate
     deltanet = hidden * 128 * (2 * key_heads + 3 * value_heads)  # q and k, then v, z and the output
@@ -93,7 +93,7 @@ def _published(
         "head": hidden * vocabulary,
         "embedding": hidden * vocabulary,
     }
-    return PublishedSize(label, counts, layers, hidden, intermediate)
+    return ModelSize(label, counts, layers, hidden, intermediate)
 
 
 FAMILY = Family(

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from annie_quant import models, nvfp4
 from annie_quant.checkpoint.shards import ModelFolder
-from annie_quant.models.family import PublishedSize
+from annie_quant.models.family import ModelSize
 from annie_quant.quantize import strategies
 from annie_quant.quantize.formats import PLAIN_BITS
 
@@ -131,19 +131,19 @@ def is_large(model: Path) -> bool:
     return sum(f.stat().st_size for f in model.glob("*.safetensors")) >= 1e9
 
 
-def published_sizes() -> dict[str, PublishedSize]:
+def published_sizes() -> dict[str, ModelSize]:
     """Return the published models of all families by their short name."""
     return {name: size for family in models.families() for name, size in family.published.items()}
 
 
-def size_of_folder(folder: Path) -> PublishedSize:
+def size_of_folder(folder: Path) -> ModelSize:
     """Return a model folder's weights per kind of part, from the headers and the config."""
     shards = ModelFolder(folder)
     counts = dict.fromkeys([*shards.family.kinds, "head", "embedding", "rest"], 0)
     for name in shards:
         counts[shards.family.kind_of(name)] += shards.info(name).elements
     config = shards.text_config
-    return PublishedSize(
+    return ModelSize(
         folder.name, counts, config["num_hidden_layers"], config["hidden_size"], config["intermediate_size"]
     )
 

@@ -30,16 +30,17 @@ def check_linear(folder: ModelFolder, x: Linear, config: QuantConfig, audit: Aud
         row.shape = list(x.shape(folder))
         if x.format == "nvfp4":
             check_blocks(folder, x, config, audit, row)
-        if x.global_scale:
-            row.tensor_scale = check_scale("tensor", x.global_scale, x.tensor_scale(folder), audit)
+        row.tensor_scale = (
+            check_scale("tensor", x.global_scale, x.tensor_scale(folder), audit) if x.global_scale else None
+        )
     except ShardError as error:
         audit.add(error.code, error.tensor or x.name, error.message)
         return row
     if x.format == "nvfp4" and x.global_scale is None:
         audit.add("tensor_scale_missing", x.name, f"{x.name}: {x.weight} has no tensor scale")
     try:
-        if scale := x.input_scale(folder):
-            row.input_scale = check_scale("input", x.input_global or "", scale, audit)
+        scale = x.input_scale(folder)
+        row.input_scale = check_scale("input", x.input_global or "", scale, audit) if scale else None
     except ShardError as error:
         audit.add(error.code, error.tensor or x.name, error.message)
     if x.format == "nvfp4" and x.input_global is None and expects_input_scale(config, x.name):

@@ -21,7 +21,8 @@ class TensorRow(msgspec.Struct, omit_defaults=True):
     format: "nvfp4", "fp8", or safetensors' dtype of a plain tensor.  shape: of the weight.
     group: columns per block scale.  scale_min, scale_max: smallest and largest E4M3 byte of the block scales.
     blocks, zero_blocks: their number, and how many hold zeros only.
-    tensor_scale, input_scale: multipliers.  rel_l2: relative error against the source.
+    tensor_scale, input_scale: multipliers; None for a linear without, unset for a plain tensor.
+    rel_l2: relative error against the source.
     """
 
     name: str
@@ -32,8 +33,8 @@ class TensorRow(msgspec.Struct, omit_defaults=True):
     scale_max: int | None = None
     blocks: int | None = None
     zero_blocks: int | None = None
-    tensor_scale: float | None = None
-    input_scale: float | None = None
+    tensor_scale: float | None | msgspec.UnsetType = msgspec.UNSET
+    input_scale: float | None | msgspec.UnsetType = msgspec.UNSET
     rel_l2: float | None = None
 
 

@@ -37,7 +37,7 @@ def register(shell: Any = None) -> None:
         return
     html = shell.display_formatter.formatters["text/html"]
     html.for_type_by_name("annie_quant.nvfp4", "Tensor", tensor)
-    html.for_type_by_name("annie_quant.checkpoint.findings", "Audit", audit)
+    html.for_type_by_name("annie_quant.schema.audit", "Audit", audit)
     html.for_type_by_name("annie_quant.stream.timings", "Timings", timings)
 
 

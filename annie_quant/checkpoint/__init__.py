@@ -14,12 +14,12 @@ from annie_quant.checkpoint.audit import audit
 from annie_quant.checkpoint.compare import Comparison, compare, labels
 from annie_quant.checkpoint.convert import Conversion, convert
 from annie_quant.checkpoint.dialects import linears
-from annie_quant.checkpoint.findings import Audit, AuditSummary, Finding, TensorRow
 from annie_quant.checkpoint.header import ShardError
 from annie_quant.checkpoint.linears import Linear, QuantConfig, TensorScale
 from annie_quant.checkpoint.repair import RepairResult, repair
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.writer import Planned, planned, write
+from annie_quant.schema import Audit, AuditSummary, Finding, TensorRow
 
 __all__ = [
     "Audit",

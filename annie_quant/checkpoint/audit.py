@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Iterable
 
 from annie_quant.checkpoint import checks, dialects, loader_support, runtime_names, settings_checks, source_diff
-from annie_quant.checkpoint.findings import Audit, AuditSummary
 from annie_quant.checkpoint.linears import Linear, QuantConfig, is_linear, owned_tensors
 from annie_quant.checkpoint.shards import ModelFolder, ShardError
+from annie_quant.schema import Audit, AuditSummary
 
 
 def audit(path: str | os.PathLike[str], source: str | os.PathLike[str] | None = None) -> Audit:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from annie_quant import models
-from annie_quant.checkpoint.findings import Audit, TensorRow
 from annie_quant.checkpoint.header import ShardError
 from annie_quant.checkpoint.linears import Linear, QuantConfig, TensorScale, is_linear
 from annie_quant.checkpoint.shards import ModelFolder
+from annie_quant.schema import Audit, TensorRow
 
 MAGNITUDE = 0x7F  # of an E4M3 byte
 NAN = 0x7F

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from annie_quant.checkpoint.findings import Audit
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.models import LinearInput
+from annie_quant.schema import Audit
 
 Factors = dict[str, tuple[np.ndarray, np.ndarray]]  # linear → row factors r, column factors c
 

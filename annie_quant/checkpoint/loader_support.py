@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from annie_quant.checkpoint import runtime_names
-from annie_quant.checkpoint.findings import Finding
 from annie_quant.checkpoint.gguf import names
 from annie_quant.checkpoint.linears import Linear, QuantConfig, owned_tensors
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.errors import CheckpointError
+from annie_quant.schema import Finding
 
 # Findings that make any server fail or give wrong answers.
 DEADLY = {

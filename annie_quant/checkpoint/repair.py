@@ -30,11 +30,11 @@ from annie_quant.checkpoint import (
 from annie_quant.checkpoint.audit import audit
 from annie_quant.checkpoint.convert import QUANTIZER
 from annie_quant.checkpoint.dialects import modelopt
-from annie_quant.checkpoint.findings import Finding
 from annie_quant.checkpoint.linears import Linear, is_linear
 from annie_quant.checkpoint.shards import ModelFolder, ShardError
 from annie_quant.checkpoint.staging import staged
 from annie_quant.errors import CheckpointError, UsageError
+from annie_quant.schema import Finding
 
 NAN = 0x7F  # an E4M3 byte; larger bytes are negative
 LARGEST_INPUT_SCALE = 100.0

@@ -5,10 +5,10 @@ from __future__ import annotations
 from types import ModuleType
 
 from annie_quant.checkpoint.dialects import modelopt
-from annie_quant.checkpoint.findings import Audit
 from annie_quant.checkpoint.header import ShardError
 from annie_quant.checkpoint.linears import Linear, QuantConfig, covering_pattern, plain_linears
 from annie_quant.checkpoint.shards import ModelFolder
+from annie_quant.schema import Audit
 
 ALGORITHMS = ("", "NVFP4", "W4A16_NVFP4", "NVFP4_AWQ", "FP8", "MIXED_PRECISION")  # "": the settings name none
 

@@ -21,6 +21,7 @@ from annie_quant.files import write_json
 from annie_quant.progress import Progress, as_progress
 from annie_quant.quantize import prompt_provenance, strategies
 from annie_quant.resume import KeyedJson, keyed_folder
+from annie_quant.schema import RECIPE_FILE, Recipe
 
 WAIT_FOR_FIRST_S = 60.0  # how long further processes wait for the first one's work folder
 # What a serving runtime needs besides the weights; ModelOpt's exporter omits some of it.
@@ -53,25 +54,6 @@ class QuantizeResult(msgspec.Struct):
     expected_bytes: int | None
     size_bytes: int
     source_bytes: int
-
-
-class Recipe(msgspec.Struct):
-    """How a checkpoint was made (annie_quant.json). It has no path and no time: the same seed gives the same bytes.
-
-    prompt_sha256: of the system prompts in the conversations.  prompt_mismatch: a sentence where they are not the
-    production prompt and that was allowed.
-    """
-
-    version: str
-    strategy: str
-    calib_data_sha256: str | None
-    calib_samples: int
-    exclude: list[str]
-    scale: str
-    options: dict[str, Any]
-    seed: int
-    prompt_sha256: list[str]
-    prompt_mismatch: str | None
 
 
 @dataclass
@@ -178,7 +160,7 @@ def run(
         job.output = part_folder
         part.quantize(job, as_progress(report))
         copy_companions(model, part_folder)
-        write_json(part_folder / prompt_provenance.RECIPE_FILE, msgspec.to_builtins(recipe_of(job, part.name, prompts)))
+        write_json(part_folder / RECIPE_FILE, msgspec.to_builtins(recipe_of(job, part.name, prompts)))
     shutil.rmtree(job.work if first else target, ignore_errors=True)
     seconds = round(time.monotonic() - start, 2)
     return QuantizeResult(

@@ -12,8 +12,7 @@ from pathlib import Path
 from annie_quant.data.rows import read_conversations
 from annie_quant.errors import UsageError
 from annie_quant.files import read_json, sha256_text
-
-RECIPE_FILE = "annie_quant.json"  # in every output: how it was made
+from annie_quant.schema import RECIPE_FILE
 
 
 @dataclass(frozen=True)

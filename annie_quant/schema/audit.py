@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+from msgspec import UNSET, UnsetType, field
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -33,8 +34,8 @@ class TensorRow(msgspec.Struct, omit_defaults=True):
     scale_max: int | None = None
     blocks: int | None = None
     zero_blocks: int | None = None
-    tensor_scale: float | None | msgspec.UnsetType = msgspec.UNSET
-    input_scale: float | None | msgspec.UnsetType = msgspec.UNSET
+    tensor_scale: float | UnsetType | None = UNSET
+    input_scale: float | UnsetType | None = UNSET
     rel_l2: float | None = None
 
 
@@ -48,22 +49,22 @@ class AuditSummary(msgspec.Struct):
     dialect: str | None = None
     algorithm: str | None = None
     quantized: list[str] | None = None
-    unquantized: list[str] | None = msgspec.field(default=None, name="kept")
+    unquantized: list[str] | None = field(default=None, name="kept")
     weights: int | None = None
     size_bytes: int | None = None
     bits_per_weight: float | None = None
     bits_per_quantized_weight: float | None = None
     shards: int | None = None
-    loads: list[str] = msgspec.field(default_factory=list)
+    loads: list[str] = []
 
 
 class Audit(msgspec.Struct):
     """The result of an audit. A checkpoint without faults has no finding."""
 
     path: str
-    findings: list[Finding] = msgspec.field(default_factory=list)
-    summary: AuditSummary = msgspec.field(default_factory=AuditSummary)
-    tensors: list[TensorRow] = msgspec.field(default_factory=list)
+    findings: list[Finding] = []
+    summary: AuditSummary = field(default_factory=AuditSummary)
+    tensors: list[TensorRow] = []
 
     @property
     def ok(self) -> bool:

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 
+@runtime_checkable
 class Progress(Protocol):
     """What long work reports to. Implementations must be cheap: they are called once per request, layer or file."""
 
     def update(self, done: float, total: float | None = None, text: str = "") -> None:
-        """Report that `done` of `total` units are finished. total: None where it is not known. text: the current item."""
+        """Report that `done` of `total` units are finished.
+
+        total: None where it is not known.  text: describes the state, complete without the two numbers.
+        """
 
     def message(self, text: str) -> None:
         """Report one line that describes the current step."""
@@ -32,21 +36,28 @@ SILENT = Silent()
 
 
 class Lines:
-    """Passes each message, and each update that has a text, to a function that takes one line."""
+    """Passes each message, and the text of each update, to a function that takes one line."""
 
     def __init__(self, write: Callable[[str], object]) -> None:
         self._write = write
 
     def update(self, done: float, total: float | None = None, text: str = "") -> None:
         if text:
-            self._write(f"{done:g} of {total:g}: {text}" if total else text)
+            self._write(text)
 
     def message(self, text: str) -> None:
         self._write(text)
 
 
+def as_progress(report: Progress | Callable[[str], object] | None) -> Progress:
+    """Return `report` as a Progress: None is silent, and a function takes one line per report."""
+    if report is None:
+        return SILENT
+    return report if isinstance(report, Progress) else Lines(report)
+
+
 class ByteProgress:
-    """Counts bytes and reports amount, speed and remaining time.
+    """Counts bytes and reports amount (in MB), speed and remaining time.
 
     done_before: bytes that an earlier, interrupted run finished; they are not part of the speed.
     """
@@ -61,11 +72,8 @@ class ByteProgress:
     def add(self, size_bytes: int) -> None:
         """Report `size_bytes` more bytes as finished."""
         self._done += size_bytes
+        done_mb, total_mb = (self._before + self._done) / 1e6, self._total / 1e6
         speed = self._done / max(time.monotonic() - self._start, 1e-9)
         remaining_s = (self._total - self._before - self._done) / speed if speed else 0.0
-        self._progress.update(
-            self._before + self._done,
-            self._total,
-            f"{(self._before + self._done) / 1e6:,.0f} of {self._total / 1e6:,.0f} MB, {speed / 1e6:,.0f} MB/s, "
-            f"{remaining_s:,.0f} s left",
-        )
+        text = f"{done_mb:,.0f} of {total_mb:,.0f} MB, {speed / 1e6:,.0f} MB/s, {remaining_s:,.0f} s left"
+        self._progress.update(done_mb, total_mb, text)

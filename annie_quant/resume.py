@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,17 @@ def plain_key(key: Any) -> Any:
     return json.loads(json.dumps(key, sort_keys=True, default=str))
 
 
-def keyed_folder(folder: Path, key: Any) -> Path:
-    """Return `folder`, emptied first unless it was made for the same `key`."""
+def keyed_folder(folder: Path, key: Any, wait_s: float = 0.0) -> Path:
+    """Return `folder`, emptied first unless it was made for the same `key`.
+
+    wait_s: seconds to wait for another process, which makes the folder for this key.
+    """
     key = plain_key(key)
-    if read_whole_json(folder / KEY_FILE) != key:
+    deadline = time.monotonic() + wait_s
+    while read_whole_json(folder / KEY_FILE) != key:
+        if time.monotonic() < deadline:
+            time.sleep(0.1)
+            continue
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         write_json(folder / KEY_FILE, key)

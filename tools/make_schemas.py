@@ -23,6 +23,8 @@ DOCUMENTS = {
     "inputs": schema.Inputs,
     "record": schema.RequestRecord,
     "workload": schema.WorkloadFile,
+    "audit": schema.Audit,
+    "recipe": schema.Recipe,
 }
 
 

@@ -1,7 +1,7 @@
-"""Checkpoints: read, audit, compare and convert them; nothing is trusted that can be checked on the file.
+"""Checkpoints: read, audit, repair, compare and convert them.
 
-audit(path, source=None)             every tensor of a checkpoint, and what is wrong with it
-repair(path, source, output)         a mended copy, and what was done
+audit(path, source=None)             every fault of a checkpoint, and a row per tensor
+repair(path, source, output)         a repaired copy, and what was done
 convert(path, to=..., output=...)    ModelOpt, compressed-tensors, GGUF
 compare(source, {label: path})       forms of one model, tensor by tensor
 ModelFolder(path)                    the tensors of a safetensors folder, mapped
@@ -10,33 +10,36 @@ linears(folder)                      its quantized linears, whatever the dialect
 
 from __future__ import annotations
 
-from annie_quant.checkpoint.audit import Audit, Finding, audit
+from annie_quant.checkpoint.audit import audit
 from annie_quant.checkpoint.compare import Comparison, compare, labels
-from annie_quant.checkpoint.convert import convert
+from annie_quant.checkpoint.convert import Conversion, convert
 from annie_quant.checkpoint.dialects import linears
 from annie_quant.checkpoint.header import ShardError
-from annie_quant.checkpoint.linears import Linear, QuantConfig, fused_groups, is_linear, matches
-from annie_quant.checkpoint.repair import repair
+from annie_quant.checkpoint.linears import Linear, QuantConfig, TensorScale
+from annie_quant.checkpoint.repair import RepairResult, repair
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.writer import Planned, planned, write
+from annie_quant.schema import Audit, AuditSummary, Finding, TensorRow
 
 __all__ = [
     "Audit",
+    "AuditSummary",
     "Comparison",
+    "Conversion",
     "Finding",
     "Linear",
     "ModelFolder",
     "Planned",
     "QuantConfig",
+    "RepairResult",
     "ShardError",
+    "TensorRow",
+    "TensorScale",
     "audit",
     "compare",
     "convert",
-    "fused_groups",
-    "is_linear",
     "labels",
     "linears",
-    "matches",
     "planned",
     "repair",
     "write",

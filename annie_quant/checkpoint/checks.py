@@ -1,285 +1,197 @@
-"""The single checks of an audit. Each takes `add(code, tensor, message)` and never raises on a faulty checkpoint."""
+"""Checks of an audit on single tensors. Each adds findings to the audit and never raises on a faulty checkpoint."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from types import ModuleType
-from typing import Any
 
 import numpy as np
 
-from annie_quant.checkpoint.dialects import modelopt
+from annie_quant import models
 from annie_quant.checkpoint.header import ShardError
-from annie_quant.checkpoint.linears import FUSED_NAMES, Linear, QuantConfig, fused_groups, is_linear, matches
+from annie_quant.checkpoint.linears import Linear, QuantConfig, TensorScale, is_linear
 from annie_quant.checkpoint.shards import ModelFolder
-
-Add = Callable[[str, str, str], None]
+from annie_quant.schema import Audit, TensorRow
 
 MAGNITUDE = 0x7F  # of an E4M3 byte
 NAN = 0x7F
 CHUNK_BYTES = 1 << 24
-# DeltaNet's decay is exp of this, and transformers' own initialisation makes log(0) of it: minus infinity means no decay.
-DECAY = ".A_log"
-# A multiplier is amax/2688: above 1 the largest weight would be over 2688, which no model has; a divisor usually is.
-# Activations reach further (massive outliers of some tens of thousands), hence the wider bound.
-# By ModelOpt's names; "" where the configuration names none.
-ALGORITHMS = ("", "NVFP4", "W4A16_NVFP4", "NVFP4_AWQ", "FP8", "MIXED_PRECISION")
+# A multiplier is amax / 2688: above 1 the largest weight would exceed 2688, which no model has; a divisor usually does.
 LARGEST_TENSOR_SCALE = 1.0
-LARGEST_INPUT_SCALE = 100.0
+LARGEST_INPUT_SCALE = 100.0  # activations reach further: some models have outliers of several 10,000
+QUANTIZED_SUFFIXES = (".weight_scale", ".weight_scale_2", ".weight_global_scale", ".weight_packed", ".pre_quant_scale")
+# Mask of the exponent bits of the unquantized types, and the unsigned type of their size.
+EXPONENTS = {"F32": (np.uint32, 0x7F800000), "BF16": (np.uint16, 0x7F80), "F16": (np.uint16, 0x7C00)}
 
 
-def linear(folder: ModelFolder, x: Linear, config: QuantConfig, add: Add) -> dict[str, Any]:
-    """Check one quantized linear and return its row for the table."""
-    row: dict[str, Any] = {"name": x.name, "format": x.format}
+def check_linear(folder: ModelFolder, x: Linear, config: QuantConfig, audit: Audit) -> TensorRow:
+    """Check one quantized linear and return its row."""
+    row = TensorRow(x.name, x.format)
     try:
-        row["shape"] = list(x.shape(folder))
+        row.shape = list(x.shape(folder))
         if x.format == "nvfp4":
-            blocks(folder, x, config, add, row)
-        row["tensor_scale"] = scalar(x.global_scale, lambda: x.tensor_scale(folder), LARGEST_TENSOR_SCALE, add)
+            check_blocks(folder, x, config, audit, row)
+        row.tensor_scale = (
+            check_scale("tensor", x.global_scale, x.tensor_scale(folder), audit) if x.global_scale else None
+        )
     except ShardError as error:
-        add(error.code, error.tensor or x.name, error.message)
+        audit.add(error.code, error.tensor or x.name, error.message)
         return row
     if x.format == "nvfp4" and x.global_scale is None:
-        add("tensor_scale_missing", x.name, f"{x.name}: no tensor scale beside {x.weight}")
+        audit.add("tensor_scale_missing", x.name, f"{x.name}: {x.weight} has no tensor scale")
     try:
-        row["input_scale"] = scalar(x.input_global, lambda: x.input_scale(folder), LARGEST_INPUT_SCALE, add, "input")
+        scale = x.input_scale(folder)
+        row.input_scale = check_scale("input", x.input_global or "", scale, audit) if scale else None
     except ShardError as error:
-        add(error.code, error.tensor or x.name, error.message)
-    if x.format == "nvfp4" and x.input_global is None and expects_input(config, x.name):
-        add("input_scale_missing", x.name, f"{x.name}: no input scale, and {config.algo} quantizes activations")
+        audit.add(error.code, error.tensor or x.name, error.message)
+    if x.format == "nvfp4" and x.input_global is None and expects_input_scale(config, x.name):
+        audit.add("input_scale_missing", x.name, f"{x.name}: no input scale, and {config.algo} quantizes activations")
     if x.pre_quant:
-        add(
+        audit.add(
             "pre_quant_scale",
             x.pre_quant,
-            f"{x.pre_quant}: an activation scale is left over (NVFP4_AWQ); vLLM does not load it and others ignore it",
+            f"{x.pre_quant}: an activation scale of NVFP4_AWQ; vLLM does not load it and other servers ignore it",
         )
     return row
 
 
-def expects_input(config: QuantConfig, module: str) -> bool:
-    """Whether the configuration promises static activation scales for a module."""
+def expects_input_scale(config: QuantConfig, module: str) -> bool:
+    """Return whether the settings promise a static activation scale for a module."""
     algo = config.layers.get(module, "") if config.layers else config.algo
     return algo in ("NVFP4", "NVFP4_AWQ")
 
 
-def scalar(
-    name: str | None, value_of: Callable[[], Any], largest: float, add: Add, kind: str = "tensor"
-) -> float | None:
-    """Check a global scale: finite, positive, and no divisor where a multiplier belongs."""
-    if name is None:
-        return None
-    value = float(value_of())
+def check_scale(kind: str, name: str, scale: TensorScale, audit: Audit) -> float:
+    """Check that a scale is positive and finite, and not a divisor in place of a multiplier. Return the multiplier.
+
+    kind: "tensor" or "input".
+    """
+    value = float(scale.multiplier)
     if not np.isfinite(value) or value <= 0:
-        bad = "zero" if value == 0 else "not a positive number"
-        add(
-            f"{kind}_scale_bad",
-            name,
-            f"{name}: {value}, {bad}; it multiplies every {'activation' if kind == 'input' else 'weight'}",
+        fault = "zero" if value == 0 else "not a positive number"
+        scaled = "activation" if kind == "input" else "weight"
+        audit.add(f"{kind}_scale_bad", name, f"{name}: {value}, {fault}; it multiplies every {scaled}")
+    elif value > (LARGEST_INPUT_SCALE if kind == "input" else LARGEST_TENSOR_SCALE):
+        audit.add(
+            f"{kind}_scale_inverted", name, f"{name}: {value:.6g} is too large for a multiplier; is it a divisor?"
         )
-    elif value > largest:
-        add(f"{kind}_scale_inverted", name, f"{name}: {value:.6g} is too large for a multiplier; is it a divisor?")
     return value
 
 
-def blocks(folder: ModelFolder, x: Linear, config: QuantConfig, add: Add, row: dict[str, Any]) -> None:
+def check_blocks(folder: ModelFolder, x: Linear, config: QuantConfig, audit: Audit, row: TensorRow) -> None:
     """Check codes and block scales of an NVFP4 linear."""
     info = folder.info(x.block_scale or f"{x.name}.weight_scale")
     if info.dtype != "F8_E4M3":
-        add("scale_dtype", info.name, f"{info.name}: {info.dtype}, expected F8_E4M3")
+        audit.add("scale_dtype", info.name, f"{info.name}: {info.dtype}, expected F8_E4M3")
         return
-    group = row["group"] = x.group(folder)
+    group = row.group = x.group(folder)
     if group % 16:
-        add("group_size", info.name, f"{info.name}: one scale for {group} columns, expected a multiple of 16")
+        audit.add(
+            "group_size", info.name, f"{info.name}: one scale for {group} columns, expected a multiple of 16 columns"
+        )
         return
-    expected = config.group
-    if expected and expected != group:
-        add(
+    if config.group and config.group != group:
+        audit.add(
             "group_size",
             info.name,
-            f"{info.name}: one scale for {group} columns, and the configuration says {expected}",
+            f"{info.name}: one scale for {group} columns, and the configuration has group_size {config.group}",
         )
     codes, scales = folder.tensor(x.weight), folder.tensor(info.name).view(np.uint8)
     magnitude = scales & MAGNITUDE
     nan, negative = int((magnitude == NAN).sum()), int(((scales > NAN) & (magnitude != NAN)).sum())
-    zero = dead = 0
-    for start, stop in rows_at_a_time(codes):
+    zero = empty = 0
+    for start, stop in row_ranges(codes):
         filled = np.bitwise_and(codes[start:stop], 0x77).reshape(stop - start, -1, group // 2).any(axis=2)
         zero += int((filled & (magnitude[start:stop] == 0)).sum())
-        dead += int((~filled).sum())
-    row |= {
-        "scale_min": int(magnitude.min(initial=NAN)),
-        "scale_max": int(magnitude.max(initial=0)),
-        "zero_blocks": dead,
-        "blocks": scales.size,
-    }
+        empty += int((~filled).sum())
+    row.scale_min, row.scale_max = int(magnitude.min(initial=NAN)), int(magnitude.max(initial=0))
+    row.zero_blocks, row.blocks = empty, scales.size
+    of = f"of {scales.size} block scales"
     if nan:
-        add("block_scale_nan", info.name, f"{info.name}: {nan} of {scales.size} block scales are NaN")
+        audit.add("block_scale_nan", info.name, f"{info.name}: {nan} {of} are NaN")
     if negative:
-        add("block_scale_negative", info.name, f"{info.name}: {negative} of {scales.size} block scales have a sign")
+        audit.add("block_scale_negative", info.name, f"{info.name}: {negative} {of} are negative")
     if zero:
-        add(
-            "block_scale_zero",
-            info.name,
-            f"{info.name}: {zero} of {scales.size} block scales are 0 where the block has values",
-        )
-    if dead == scales.size and scales.size:
-        add("all_zero", x.weight, f"{x.weight}: every weight is 0")
+        audit.add("block_scale_zero", info.name, f"{info.name}: {zero} {of} are 0 where the block has values")
+    if empty == scales.size and scales.size:
+        audit.add("all_zero", x.weight, f"{x.weight}: every weight is 0")
     folder.release(x.weight)
     folder.release(info.name)
 
 
-def rows_at_a_time(array: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Ranges of rows of some megabytes, so that a check's temporaries stay small."""
+def row_ranges(array: np.ndarray) -> Iterator[tuple[int, int]]:
+    """Yield ranges of rows of about CHUNK_BYTES, so that a check's temporary arrays stay small."""
     step = max(1, CHUNK_BYTES // max(1, array[:1].nbytes))
     for start in range(0, len(array), step):
         yield start, min(start + step, len(array))
 
 
-def plain(folder: ModelFolder, name: str, add: Add) -> dict[str, Any]:
-    """Check a tensor that is not part of a quantized linear."""
+def check_plain(folder: ModelFolder, name: str, audit: Audit) -> TensorRow:
+    """Check a tensor that is not part of a quantized linear, and return its row."""
     info = folder.info(name)
-    row = {"name": name, "format": info.dtype, "shape": list(info.shape)}
-    if name.endswith(
-        (".weight_scale", ".weight_scale_2", ".weight_global_scale", ".weight_packed", ".pre_quant_scale")
-    ):
-        add("orphan_scale", name, f"{name}: belongs to a quantized linear, and its other tensors are missing")
+    row = TensorRow(name, info.dtype, list(info.shape))
+    if name.endswith(QUANTIZED_SUFFIXES):
+        audit.add(
+            "orphan_scale", name, f"{name}: belongs to a quantized linear, and that linear's other tensors are missing"
+        )
         return row
     if info.dtype == "U8" and name.endswith(".weight"):
-        add("block_scale_missing", name, f"{name}: packed codes, and no weight_scale beside them")
+        audit.add("block_scale_missing", name, f"{name}: packed codes, and their weight_scale is missing")
         return row
-    if not info.elements or info.dtype not in ("BF16", "F16", "F32"):
+    if not info.elements or info.dtype not in EXPONENTS:
         return row
-    bad = nonzero = 0
+    unsigned, mask = EXPONENTS[info.dtype]
+    exponent = unsigned(mask)
+    minus_infinity = exponent | unsigned(1 << (8 * exponent.itemsize - 1))
+    # transformers' own initialisation of DeltaNet computes log(0) here: minus infinity means no decay.
+    may_be_minus_infinity = models.is_log_decay(name)
+    not_finite = nonzero = 0
     for part in folder.pieces(name):
-        bits, exponent = (
-            (np.uint32, 0x7F800000) if info.dtype == "F32" else (np.uint16, 0x7F80 if info.dtype == "BF16" else 0x7C00)
-        )
-        pattern = part.view(bits)
-        bad += int(((pattern & bits(exponent)) == exponent).sum())
-        if name.endswith(DECAY):
-            bad -= int((pattern == bits(exponent | 1 << (8 * pattern.itemsize - 1))).sum())
-        nonzero += int(np.count_nonzero(pattern << bits(1)))
-    if bad:
-        add("not_finite", name, f"{name}: {bad} of {info.elements} values are NaN or infinite")
+        bits = part.view(unsigned)
+        not_finite += int(((bits & exponent) == exponent).sum())
+        if may_be_minus_infinity:
+            not_finite -= int((bits == minus_infinity).sum())
+        nonzero += int(np.count_nonzero(bits << unsigned(1)))
+    if not_finite:
+        audit.add("not_finite", name, f"{name}: {not_finite} of {info.elements} values are NaN or infinite")
     if not nonzero and is_linear(name, info.shape):
-        add("all_zero", name, f"{name}: every weight is 0")
+        audit.add("all_zero", name, f"{name}: every weight is 0")
     return row
 
 
-def fused(folder: ModelFolder, linears: dict[str, Linear], add: Add) -> None:
-    """Linears that a server fuses must share format, tensor scale and input scale."""
-    all_names = set(linears) | {n.removesuffix(".weight") for n in folder if n.endswith(".weight")}
-    for group in fused_groups(all_names):
-        inside = [linears[n] for n in group if n in linears]
-        if not inside:
+def check_fused(folder: ModelFolder, linears: dict[str, Linear], audit: Audit) -> None:
+    """Check that linears which servers merge into one matrix share format, tensor scale and input scale.
+
+    Unequal scales corrupt tokens (vllm #54974, #54150).
+    """
+    modules = set(linears) | {n.removesuffix(".weight") for n in folder if n.endswith(".weight")}
+    for group in folder.family.fused_groups(modules):
+        members = [linears[n] for n in group if n in linears]
+        if not members:
             continue
-        if len(inside) < len(group) or len({x.format for x in inside}) > 1:
-            kinds = ", ".join(
+        if len(members) < len(group) or len({x.format for x in members}) > 1:
+            formats = ", ".join(
                 f"{n.rpartition('.')[2]} {linears[n].format if n in linears else '16 bit'}" for n in group
             )
-            add("fused_mixed", group[0], f"{group[0]}: served as one matrix with different formats ({kinds})")
+            audit.add("fused_mixed", group[0], f"{group[0]}: served as one matrix with different formats ({formats})")
             continue
-        for kind, value in (("tensor", Linear.tensor_scale), ("input", Linear.input_scale)):
-            try:
-                values = {str(value(x, folder)) for x in inside}
-            except ShardError:
-                continue  # named where the linear itself was checked
-            if len(values) > 1:
-                seen = ", ".join(f"{n.rpartition('.')[2]} {value(linears[n], folder)}" for n in group)
-                add(
-                    f"fused_{kind}_scale",
-                    group[0],
-                    f"{group[0]}: served as one matrix with unequal {kind} scales ({seen})",
-                )
+        check_equal(folder, "tensor", members, Linear.tensor_scale, audit)
+        check_equal(folder, "input", members, Linear.input_scale, audit)
 
 
-def known_method(folder: ModelFolder, add: Add) -> bool:
-    """Whether quantization_config, where there is one, names a layout that is read here: of another nothing can be said."""
-    quant = folder.config.get("quantization_config")
-    method = quant.get("quant_method") if isinstance(quant, dict) else None
-    if not method:
-        return True
-    add(
-        "method_unknown",
-        "config.json",
-        f"quant_method {str(method)[:40]!r} is not read here; modelopt and compressed-tensors are",
-    )
-    return False
-
-
-def configuration(
-    folder: ModelFolder, dialect: ModuleType | None, linears: dict[str, Linear], config: QuantConfig, add: Add
+def check_equal(
+    folder: ModelFolder,
+    kind: str,
+    members: list[Linear],
+    scale_of: Callable[[Linear, ModelFolder], TensorScale | None],
+    audit: Audit,
 ) -> None:
-    """The settings against what is on disk, and against each other."""
-    inline = folder.config.get("quantization_config")
-    if dialect is None:
-        return
-    if not isinstance(inline, dict):
-        add(
-            "config_missing",
-            "config.json",
-            "config.json: no quantization_config; a server would take this for plain weights",
-        )
+    """Check that the scales of one fused group are equal."""
     try:
-        beside = modelopt.read_file(folder)
-    except ShardError as error:
-        add(error.code, error.tensor, error.message)
-        beside = None
-    modules = sorted(
-        n.removesuffix(".weight") for n in folder if is_linear(n, folder.info(n).shape) and n[:-7] not in linears
-    )
-    if isinstance(inline, dict) and beside is not None and dialect is modelopt:
-        agree(config, beside, [*linears, *modules], add)
-    if config.algo not in ALGORITHMS:
-        add(
-            "algorithm_unknown",
-            "config.json",
-            f"quant_algo {config.algo[:40]!r} is not known here; what is read: {', '.join(ALGORITHMS[1:])}",
-        )
-    if not linears:
-        add(
-            "nothing_quantized",
-            "config.json",
-            f"the configuration says {config.algo or config.method}, and no tensor is quantized",
-        )
-        return
-    for entry in sorted({e.rpartition(".")[2]: e for e in config.excluded}.items()):
-        if parts := FUSED_NAMES.get(entry[0]):
-            own = ", ".join(p.rpartition(".")[2] for p in parts)
-            add("excluded_fused_name", entry[1], f"{entry[1]}: excluded by its fused name, and on disk it is {own}")
-    for name in sorted(linears):
-        if pattern := matches(name, config.excluded):
-            add("excluded_but_quantized", name, f"{name}: listed as excluded (by {pattern!r}) and quantized on disk")
-        elif config.layers and name not in config.layers:
-            add("not_listed", name, f"{name}: quantized on disk and not in quantized_layers")
-    for name in modules:
-        if config.layers:
-            if name in config.layers:
-                add("listed_but_plain", name, f"{name}: listed in quantized_layers and not quantized on disk")
-        elif not matches(name, config.excluded) and not skipped(name):
-            add("not_excluded", name, f"{name}: not quantized on disk and not listed as excluded")
-
-
-def skipped(name: str) -> bool:
-    """Modules that servers never take for quantized: vision and multi-token prediction load on their own."""
-    return "visual." in name or name.startswith("mtp.") or ".mtp." in name
-
-
-def agree(inline: QuantConfig, beside: QuantConfig, modules: list[str], add: Add) -> None:
-    """config.json's settings and hf_quant_config.json must say the same about every module."""
-    file = modelopt.HF_QUANT_CONFIG
-    if inline.algo != beside.algo:
-        add(
-            "config_disagrees",
-            file,
-            f"{file} says {beside.algo or 'nothing'}, config.json says {inline.algo or 'nothing'}",
-        )
-        return
-    if inline.group and beside.group and inline.group != beside.group:
-        add("config_disagrees", file, f"{file}: group_size {beside.group}, config.json: {inline.group}")
-    for name in sorted(modules):
-        if bool(matches(name, inline.excluded)) != bool(matches(name, beside.excluded)):
-            add("config_disagrees", name, f"{name}: excluded in one of {file} and config.json and not in the other")
-    if inline.layers != beside.layers:
-        name = sorted(set(inline.layers.items()) ^ set(beside.layers.items()))[0][0]
-        add("config_disagrees", name, f"{name}: {file} and config.json list it differently in quantized_layers")
+        scales = [scale_of(x, folder) for x in members]
+    except ShardError:
+        return  # reported by the check of the linear itself
+    values = [str(s.multiplier if s else None) for s in scales]
+    if len(set(values)) > 1:
+        listed = ", ".join(f"{x.name.rpartition('.')[2]} {v}" for x, v in zip(members, values, strict=True))
+        first = members[0].name
+        audit.add(f"fused_{kind}_scale", first, f"{first}: served as one matrix with unequal {kind} scales ({listed})")

@@ -1,60 +1,88 @@
-"""Several forms of one model, tensor by tensor against its bf16 source: NVFP4 beside Q4_K_M beside anything.
+"""Compare several forms of one model with its bf16 source, tensor by tensor: NVFP4, Q4_K_M, or any other.
 
-A form is a model folder in any dialect, or a GGUF file; GGUF tensors are compared after llama.cpp's own changes
-(head order, norms) have been made to the source, so that the error is the format's alone.
+A form is a model folder in any dialect, or a GGUF file. GGUF tensors are compared with the source after llama.cpp's own
+changes (head order, norms) were applied to it, so that the error is that of the format alone.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from annie_quant.checkpoint import dialects
-from annie_quant.checkpoint.gguf import names
+from annie_quant.checkpoint.gguf.names import Layout
 from annie_quant.checkpoint.gguf.reader import open_gguf
 from annie_quant.checkpoint.shards import ModelFolder
-from annie_quant.checkpoint.source_diff import rel_l2, source_name
+from annie_quant.checkpoint.source_diff import rel_l2
 from annie_quant.errors import CheckpointError, UsageError, need
 
-Weight = tuple[str, str, int, np.ndarray, np.ndarray]  # name, format, bytes on disk, its values, the source's values
+
+class ComparedTensor(msgspec.Struct):
+    """One tensor of one form. weights: number of elements.  bits: per weight.  rel_l2, cosine: against the source."""
+
+    tensor: str
+    form: str
+    format: str
+    weights: int
+    rel_l2: float
+    cosine: float
+    bits: float
 
 
-@dataclass
-class Comparison:
-    """`rows`: one a tensor and form: tensor, form, format, weights, bits, rel_l2, cosine. `summary`: one a form."""
+class FormSummary(msgspec.Struct):
+    """One form. rel_l2: over all its tensors.  worst: the tensor with the largest relative error."""
+
+    bits_per_weight: float
+    rel_l2: float
+    worst: str
+
+
+class Weight(NamedTuple):
+    """One tensor of a form, with its values and those of the source (arrays of equal shape)."""
+
+    name: str
+    format: str
+    size_bytes: int
+    values: np.ndarray
+    source: np.ndarray
+
+
+class Comparison(msgspec.Struct):
+    """rows: one per tensor and form.  summary: form → FormSummary."""
 
     source: str
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    summary: dict[str, dict[str, Any]] = field(default_factory=dict)
+    rows: list[ComparedTensor] = msgspec.field(default_factory=list)
+    summary: dict[str, FormSummary] = msgspec.field(default_factory=dict)
 
     def to_dict(self, worst: int = 5) -> dict[str, Any]:
-        """All of it, with the names of each form's worst tensors."""
-        names = {form: [r["tensor"] for r in self.worst(form, worst)] for form in self.summary}
-        return {"source": self.source, "summary": self.summary, "worst": names, "tensors": self.rows}
+        """Return the comparison as JSON values, with the names of each form's `worst` tensors."""
+        names = {form: [r.tensor for r in self.worst(form, worst)] for form in self.summary}
+        fields: dict[str, Any] = msgspec.to_builtins(self)
+        return {"source": self.source, "summary": fields["summary"], "worst": names, "tensors": fields["rows"]}
 
-    def worst(self, form: str, n: int = 5) -> list[dict[str, Any]]:
-        """The tensors with the largest relative error."""
-        return sorted((r for r in self.rows if r["form"] == form), key=lambda r: -r["rel_l2"])[:n]
+    def worst(self, form: str, n: int = 5) -> list[ComparedTensor]:
+        """Return the `n` tensors with the largest relative error."""
+        return sorted((r for r in self.rows if r.form == form), key=lambda r: -r.rel_l2)[:n]
 
     def plot(self, path: str | os.PathLike) -> None:
-        """Relative error of each tensor, a row a kind of tensor and a colour a form, as an image (.svg, .png, .pdf)."""
+        """Write the relative error of each tensor as an image (.svg, .png, .pdf): kinds of tensor down, forms by colour."""
         need("matplotlib", "plots")
         from matplotlib.figure import Figure
 
-        kinds = list(dict.fromkeys(kind_of(r["tensor"]) for r in self.rows))
+        kinds = list(dict.fromkeys(kind_of(r.tensor) for r in self.rows))
         figure = Figure(figsize=(9, 1.2 + 0.32 * len(kinds)), layout="constrained")
         axes = figure.subplots()
         for i, (form, summary) in enumerate(self.summary.items()):
-            rows = [r for r in self.rows if r["form"] == form]
+            rows = [r for r in self.rows if r.form == form]
             shift = 0.6 * (i / max(1, len(self.summary) - 1) - 0.5) if len(self.summary) > 1 else 0.0
-            places = [kinds.index(kind_of(r["tensor"])) + shift for r in rows]
-            label = f"{form}: {summary['bits_per_weight']:.2f} bits, rel-L2 {summary['rel_l2']:.4f}"
-            axes.plot([r["rel_l2"] for r in rows], places, "o", markersize=4, alpha=0.7, label=label)
+            heights = [kinds.index(kind_of(r.tensor)) + shift for r in rows]
+            label = f"{form}: {summary.bits_per_weight:.2f} bits, rel-L2 {summary.rel_l2:.4f}"
+            axes.plot([r.rel_l2 for r in rows], heights, "o", markersize=4, alpha=0.7, label=label)
         axes.set(
             xlabel="relative L2 error of a tensor", title=f"against {Path(self.source).name}", ylim=(len(kinds), -1)
         )
@@ -69,84 +97,92 @@ class Comparison:
 
 
 def kind_of(tensor: str) -> str:
-    """A tensor's last two parts, the same in every layer."""
+    """Return a tensor's last two parts, which are the same in every layer."""
     return ".".join(tensor.removesuffix(".weight").split(".")[-2:])
 
 
 def labels(paths: Iterable[str | os.PathLike]) -> dict[str, str | os.PathLike]:
-    """A short name for each form: its own, with as many of its folders as tell it from the others."""
-    given = [Path(p) for p in paths]
-    parts = [Path(os.path.abspath(p)).parts for p in given]  # noqa: PTH100 - links keep their names
+    """Return a short label for each path: its name, with as many of its folders as make the labels different."""
+    forms = [Path(p) for p in paths]
+    parts = [Path(os.path.abspath(p)).parts for p in forms]  # noqa: PTH100 - links keep their names
     for depth in range(1, max(map(len, parts), default=1) + 1):
         names = ["/".join(p[-depth:]) for p in parts]
         if len(set(names)) == len(names):
-            return dict(zip(names, given, strict=True))
+            return dict(zip(names, forms, strict=True))
     raise UsageError("the same form is given twice", "name each once")
 
 
 def compare(source: str | os.PathLike, forms: dict[str, str | os.PathLike]) -> Comparison:
     """Compare each form (label → folder or GGUF file) with the bf16 source. Only tensors of two dimensions count."""
-    origin = ModelFolder(source)
-    if dialects.linears(origin):
+    original = ModelFolder(source)
+    if dialects.linears(original):
         raise CheckpointError(f"{source} is quantized itself", "give the bf16 checkpoint as the source")
     result = Comparison(str(source))
     for label, path in forms.items():
         weights = (
-            gguf_weights(Path(path), origin) if Path(path).is_file() else folder_weights(ModelFolder(path), origin)
+            gguf_weights(Path(path), original) if Path(path).is_file() else folder_weights(ModelFolder(path), original)
         )
         total = bits = squared = norm = 0.0
-        for name, kind, size_bytes, ours, theirs in weights:
-            row = measure(ours, theirs) | {"bits": round(8 * size_bytes / theirs.size, 3)}
-            result.rows.append({"tensor": name, "form": label, "format": kind, "weights": theirs.size} | row)
-            energy = float(np.square(theirs, dtype=np.float64).sum())
-            total, bits = total + theirs.size, bits + 8 * size_bytes
-            squared, norm = squared + row["rel_l2"] ** 2 * energy, norm + energy
+        for weight in weights:
+            error, size = rel_l2(weight.values, weight.source), weight.source.size
+            row = ComparedTensor(
+                weight.name,
+                label,
+                weight.format,
+                size,
+                error,
+                cosine(weight.values, weight.source),
+                round(8 * weight.size_bytes / size, 3),
+            )
+            result.rows.append(row)
+            energy = float(np.square(weight.source, dtype=np.float64).sum())
+            total, bits = total + size, bits + 8 * weight.size_bytes
+            squared, norm = squared + error**2 * energy, norm + energy
         if not total:
-            raise CheckpointError(f"{path}: no tensor of it is in {source}", "are they of one model?")
-        result.summary[label] = {
-            "bits_per_weight": round(bits / total, 3),
-            "rel_l2": (squared / norm) ** 0.5 if norm else 0.0,
-            "worst": result.worst(label, 1)[0]["tensor"],
-        }
+            raise CheckpointError(f"{path}: none of its tensors is in {source}", "are they of one model?")
+        result.summary[label] = FormSummary(
+            round(bits / total, 3), (squared / norm) ** 0.5 if norm else 0.0, result.worst(label, 1)[0].tensor
+        )
     return result
 
 
-def measure(ours: np.ndarray, theirs: np.ndarray) -> dict[str, float]:
+def cosine(ours: np.ndarray, theirs: np.ndarray) -> float:
+    """Return the cosine of the angle between two tensors; for zero tensors 1 where they are equal, else 0."""
     a, b = ours.astype(np.float64).ravel(), theirs.astype(np.float64).ravel()
     length = float(np.linalg.norm(a) * np.linalg.norm(b))
-    return {"rel_l2": rel_l2(ours, theirs), "cosine": float(a @ b) / length if length else float(not (a - b).any())}
+    return float(a @ b) / length if length else float(not (a - b).any())
 
 
-def folder_weights(folder: ModelFolder, origin: ModelFolder) -> Iterator[Weight]:
-    linears = dialects.linears(folder)
-    for name in origin:
-        if len(origin.info(name).shape) != 2:
+def folder_weights(folder: ModelFolder, source: ModelFolder) -> Iterator[Weight]:
+    """Yield the matrices of a model folder that the source has, too."""
+    linears = {source.find(f"{n}.weight"): x for n, x in dialects.linears(folder).items()}
+    for name in source:
+        if len(source.info(name).shape) != 2:
             continue
-        module = name.removesuffix(".weight")
-        theirs = origin.tensor(name).astype(np.float32)
-        linear = next((linears[n] for n in linears if n == module or source_name(f"{n}.weight", origin) == name), None)
-        if linear:
+        values = source.tensor(name).astype(np.float32)
+        if linear := linears.get(name):
             size = sum(folder.info(t).size_bytes for t in linear.tensors())
-            yield name, linear.format, size, linear.dequantize(folder), theirs
-        elif here := source_name(name, folder):
-            info = folder.info(here)
-            yield name, info.dtype, info.size_bytes, folder.tensor(here).astype(np.float32), theirs
-        origin.release(name)
+            yield Weight(name, linear.format, size, linear.dequantize(folder), values)
+        elif plain := folder.find(name):
+            info = folder.info(plain)
+            yield Weight(name, info.dtype, info.size_bytes, folder.tensor(plain).astype(np.float32), values)
+        source.release(name)
 
 
-def gguf_weights(path: Path, origin: ModelFolder) -> Iterator[Weight]:
+def gguf_weights(path: Path, source: ModelFolder) -> Iterator[Weight]:
+    """Yield the matrices of a GGUF file that the source has, too; the source's as llama.cpp would store them."""
     gguf = need("gguf", "serve")
     tensors = open_gguf(path)
-    config = origin.text_config
-    heads = names.Heads.of(config)
-    for name in origin:
-        place = names.gguf_name(name, int(config["num_hidden_layers"]))
-        if place not in tensors or len(origin.info(name).shape) != 2:
+    layout = Layout.of(source)
+    for name in source:
+        stored = layout.name(name)
+        if stored not in tensors or len(source.info(name).shape) != 2:
             continue
-        tensor = tensors[place]
-        ours = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        scale = tensors.get(place.removesuffix(".weight") + ".scale")
+        tensor = tensors[stored]
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        scale = tensors.get(stored.removesuffix(".weight") + ".scale")
         if scale is not None:
-            ours = ours * np.float32(scale.data[0])
-        theirs = names.transform(name, origin.tensor(name), heads).astype(np.float32)
-        yield name, tensor.tensor_type.name, int(tensor.n_bytes) + (4 if scale is not None else 0), ours, theirs
+            values = values * np.float32(scale.data[0])
+        expected = layout.transform(name, source.tensor(name)).astype(np.float32)
+        size = int(tensor.n_bytes) + (4 if scale is not None else 0)
+        yield Weight(name, tensor.tensor_type.name, size, values, expected)

@@ -1,22 +1,22 @@
-"""From one dialect to another: the codes and block scales never change, only names, scales' form and settings do."""
+"""Convert a checkpoint to another dialect. Codes and block scales never change; names, global scales and settings do."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 from annie_quant.checkpoint import dialects, writer
-from annie_quant.checkpoint.linears import Linear, is_linear
+from annie_quant.checkpoint.linears import Linear, is_linear, owned_tensors
 from annie_quant.checkpoint.shards import ModelFolder
-from annie_quant.checkpoint.staging import fingerprint, staged
+from annie_quant.checkpoint.staging import source_key, staged
 from annie_quant.errors import CheckpointError, UsageError
-from annie_quant.files import write_json
+from annie_quant.progress import SILENT, Progress
 
 TARGETS = ("modelopt", "compressed-tensors", "gguf")
-# Tensors that belong to a quantizer and not to the model; a dialect writes its own.
+# Tensors that belong to a quantizer and not to the model; each dialect writes its own.
 QUANTIZER = (
     ".k_scale",
     ".v_scale",
@@ -29,27 +29,47 @@ QUANTIZER = (
 )
 
 
+class Conversion(msgspec.Struct, omit_defaults=True):
+    """The result of a conversion.
+
+    path: of the folder or file.  size_bytes, tensors: of the weights.  loss: what the target cannot hold, one sentence
+    each; empty where the conversion is exact.
+    For GGUF only: type, and the names of tensors that it leaves out and of linears that it dequantized.
+    """
+
+    path: str
+    size_bytes: int
+    tensors: int
+    loss: list[str]
+    type: str | None = None
+    left_out: list[str] | None = None
+    dequantized: list[str] | None = None
+
+
 def convert(
     src: str | os.PathLike,
     to: str,
     output: str | os.PathLike | None = None,
     type: str | None = None,
     shard_bytes: int = writer.DEFAULT_SHARD_BYTES,
-    progress: Callable[[int], None] = lambda size_bytes: None,
+    progress: Progress = SILENT,
     like: str | os.PathLike | None = None,
     force: bool = False,
-) -> dict[str, Any]:
-    """Write `src` in another dialect and return {"path", "size_bytes", …, "loss"}.
+) -> Conversion:
+    """Write `src` in another dialect.
 
-    to: modelopt, compressed-tensors, gguf.  type: for gguf BF16, F16, NVFP4, Q8_0, Q4_K_M, Q5_K_M, Q6_K.  output: a folder, or a
-    file for gguf; beside `src` by default. src may be a GGUF file (to modelopt); `like` is then a folder of the same
-    model, for its config.json and tokenizer. `loss` says in words what the target cannot hold; empty where it is exact.
-    force: replace an output folder that exists. A stopped conversion to a folder goes on from its last whole shard.
+    src: a model folder, or a GGUF file (to modelopt).
+    to: modelopt, compressed-tensors, gguf.
+    output: a folder, or a file for gguf; by default in the parent folder of `src`.
+    type: for gguf BF16, F16, NVFP4, Q8_0, Q4_K_M, Q5_K_M, Q6_K.
+    like: if `src` is a GGUF file, a folder of the same model for its config.json and tokenizer.
+    force: replace an output folder that exists. An interrupted conversion to a folder resumes after its last complete
+    shard.
     """
     if to not in TARGETS:
-        raise UsageError(f"there is no dialect called {to!r}", f"choose one of: {', '.join(TARGETS)}")
+        raise UsageError(f"unknown dialect {to!r}", f"choose one of: {', '.join(TARGETS)}")
     if Path(src).is_file():
-        return from_file(Path(src), to, output, shard_bytes, like, force)
+        return from_gguf(Path(src), to, output, shard_bytes, like, force)
     folder = ModelFolder(src)
     linears = dialects.linears(folder)
     if to == "gguf":
@@ -59,10 +79,10 @@ def convert(
     return to_folder(folder, linears, to, output, shard_bytes, progress, force)
 
 
-def from_file(
+def from_gguf(
     path: Path, to: str, output: str | os.PathLike | None, shard_bytes: int, like: str | os.PathLike | None, force: bool
-) -> dict[str, Any]:
-    """A GGUF file as a ModelOpt folder."""
+) -> Conversion:
+    """Write a GGUF file as a folder in ModelOpt's layout."""
     from annie_quant.checkpoint.gguf import reader
 
     if to != "modelopt":
@@ -71,9 +91,11 @@ def from_file(
         raise UsageError(
             "a GGUF file holds no config.json and no tokenizer.json", "give a folder of the same model: --like DIR"
         )
-    with staged(output or path.with_suffix(""), force=force) as target:
-        result = reader.restore(path, ModelFolder(like), target, shard_bytes)
-    return result | {"path": str(output or path.with_suffix(""))}
+    target = Path(output or path.with_suffix(""))
+    with staged(target, force=force) as part:
+        restored = reader.restore(path, ModelFolder(like), part, shard_bytes)
+    loss = [f"{len(restored.rounded)} quantized tensors became bf16 numbers"] if restored.rounded else []
+    return Conversion(str(target), restored.size_bytes, restored.tensors, loss)
 
 
 def to_gguf(
@@ -81,22 +103,22 @@ def to_gguf(
     linears: dict[str, Linear],
     output: str | os.PathLike | None,
     type: str | None,
-    progress: Callable[[int], None],
-) -> dict[str, Any]:
+    progress: Progress,
+) -> Conversion:
+    """Write a folder as a GGUF file."""
     from annie_quant.checkpoint.gguf import writer
 
-    kind = (type or ("NVFP4" if any(x.format == "nvfp4" for x in linears.values()) else "BF16")).upper()
+    kind = writer.type_of(type, linears)
     target = Path(output) if output else folder.path.resolve().parent
     if target.is_dir():
         target = target / f"{folder.path.resolve().name}-{kind}.gguf"
-    result = writer.write(folder, target, type, linears, progress)
-    loss = [f"{len(result['dequantized'])} quantized linears became 16-bit numbers"] if result["dequantized"] else []
-    loss += (
-        [f"{len(result['left_out'])} tensors have no place in a text model's file (vision, KV scales)"]
-        if result["left_out"]
-        else []
+    plan = writer.write(folder, target, kind, linears, progress)
+    loss = [f"{len(plan.dequantized)} quantized linears became 16-bit numbers"] if plan.dequantized else []
+    if plan.left_out:
+        loss.append(f"{len(plan.left_out)} tensors are not part of a text model's file (vision, KV scales)")
+    return Conversion(
+        str(target), target.stat().st_size, len(plan.entries), loss, kind, plan.left_out, plan.dequantized
     )
-    return result | {"loss": loss}
 
 
 def to_folder(
@@ -105,10 +127,10 @@ def to_folder(
     to: str,
     output: str | os.PathLike | None,
     shard_bytes: int,
-    progress: Callable[[int], None],
+    progress: Progress,
     force: bool,
-) -> dict[str, Any]:
-    """The folder in another dialect of safetensors."""
+) -> Conversion:
+    """Write a folder in another dialect of safetensors."""
     if not linears:
         raise CheckpointError(
             f"{folder.path}: nothing in it is quantized", "quantize it first: annie-quant quantize --strategy direct"
@@ -116,21 +138,20 @@ def to_folder(
     awq = next((x.pre_quant for x in linears.values() if x.pre_quant), None)
     if awq:
         raise CheckpointError(
-            f"{awq}: an activation scale (NVFP4_AWQ) has no place in {to}",
+            f"{awq}: {to} has no activation scales (NVFP4_AWQ)",
             "make it plain NVFP4 first: annie-quant audit --repair",
         )
     dialect = dialects.find(to)
     target = Path(output) if output else folder.path.resolve().with_name(f"{folder.path.resolve().name}-{to}")
     if target.resolve() == folder.path.resolve():
         raise UsageError(f"{target} is the source itself", "choose another --output")
-    formats = {n: "w4a16" if x.format == "nvfp4" and not x.input_global else x.format for n, x in linears.items()}
     groups = {x.group(folder) for x in linears.values() if x.format == "nvfp4"}
     if len(groups) > 1:
         raise CheckpointError(f"{folder.path}: linears differ in group size, {sorted(groups)}", "see annie-quant audit")
     plan, dropped, excluded = [], [], []
-    owned = {t for x in linears.values() for t in x.tensors()}
     for x in linears.values():
         plan += dialect.tensors(x, folder)
+    owned = owned_tensors(linears.values())
     for name in folder:
         info = folder.info(name)
         if name in owned:
@@ -141,24 +162,18 @@ def to_folder(
         if is_linear(name, info.shape):
             excluded.append(name.removesuffix(".weight"))
         plan.append(writer.Planned(name, info.dtype, info.shape, partial(folder.pieces, name)))
-    inline, beside = dialect.small_files(formats, sorted(excluded), next(iter(groups), 16), with_input=True)
-    stamp = {"to": to, "source": fingerprint(folder), "shard_bytes": shard_bytes}
-    with staged(target, stamp, force) as part:
-        shards = writer.write(part, plan, shard_bytes, progress=progress, resume=True)
+    formats = {n: "w4a16" if x.format == "nvfp4" and not x.input_global else x.format for n, x in linears.items()}
+    settings = dialect.settings(formats, sorted(excluded), next(iter(groups), 16))
+    key = {"to": to, "source": source_key(folder), "shard_bytes": shard_bytes}
+    with staged(target, key, force) as part:
+        shards = writer.write(part, plan, shard_bytes, progress, resume=True)
         size_bytes = sum(s.stat().st_size for s in shards)
-        writer.carry(folder, part)
-        for file, value in beside.items():
-            write_json(part / file, value)
-        write_json(part / "config.json", {**folder.config, "quantization_config": inline})
+        writer.copy_small_files(folder, part)
+        writer.write_settings(part, folder.config, settings)
     loss = (
         ["global scales are reciprocals: at most one unit in the last place of float32"]
         if any(x.reciprocal != (to == "compressed-tensors") for x in linears.values() if x.format == "nvfp4")
         else []
     )
-    loss += [f"{len(dropped)} quantizer tensors have no place: {', '.join(dropped[:3])}"] if dropped else []
-    return {
-        "path": str(target),
-        "size_bytes": size_bytes,
-        "tensors": len(plan),
-        "loss": loss,
-    }
+    loss += [f"{len(dropped)} quantizer tensors were dropped: {', '.join(dropped[:3])}"] if dropped else []
+    return Conversion(str(target), size_bytes, len(plan), loss)

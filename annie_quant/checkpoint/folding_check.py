@@ -1,140 +1,148 @@
-"""Whether scales that were moved between tensors (AWQ, SmoothQuant) cancel, so that the function is the source's.
+"""Check that scales which were moved between tensors (AWQ, SmoothQuant) cancel, so that the model computes the same.
 
 A fold divides what produces a linear's input by s and multiplies the linear's columns by s. Fitting
-w' ~ diag(r) w diag(c) to each linear brings both to light; a uniform factor may stand in r or in c, so the norm before
-a linear decides where it belongs. Qwen3.5's norms compute (1 + w): the right fold is (1 + w)/s - 1, and ModelOpt 0.47's
-AWQ export writes w/s (modelopt/torch/export/quant_utils.py lists other models' norms only).
+w' ~ diag(r) w diag(c) to each linear recovers both; a uniform factor may be part of r or of c, so the norm before the
+linear decides which. Where a norm computes (1 + w) the right fold is (1 + w) / s - 1; ModelOpt 0.47's AWQ export writes
+w / s for Qwen3.5 (modelopt/torch/export/quant_utils.py lists other models' norms only).
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
-
 import numpy as np
 
 from annie_quant.checkpoint.shards import ModelFolder
+from annie_quant.models import LinearInput
+from annie_quant.schema import Audit
 
 Factors = dict[str, tuple[np.ndarray, np.ndarray]]  # linear → row factors r, column factors c
-Find = Callable[[str, ModelFolder], "str | None"]
-Add = Callable[[str, str, str], None]
 
-CANCELS = 0.025  # relative distance of gains: fitted from rows of four-bit weights they are good to about one percent
-NORM_FEEDS = {
-    "input_layernorm": (
-        "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "linear_attn.in_proj_qkv", "linear_attn.in_proj_z",
-        "linear_attn.in_proj_a", "linear_attn.in_proj_b",
-    ),
-    "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
-}  # fmt: skip
-# producer's rows → consumer's columns
-PAIRS = (("mlp.up_proj", "mlp.down_proj"), ("self_attn.v_proj", "self_attn.o_proj"))
-
-
-def layer_of(name: str) -> str:
-    """The layer that a tensor or module belongs to ("model.layers.3"), or "" outside of layers."""
-    match = re.match(r"(.*\blayers\.\d+)\.", name)
-    return match[1] if match else ""
+TOLERANCE = 0.025  # relative distance of gains; those fitted to rows of 4-bit weights are exact to about one percent
 
 
 def fit(ours: np.ndarray, theirs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Row and column factors r, c of ours ~ diag(r) theirs diag(c), by alternating least squares; median of r is 1."""
+    """Return row and column factors r, c of ours ~ diag(r) theirs diag(c), by alternating least squares.
+
+    The median of r is 1.
+    """
     r, c = np.ones(theirs.shape[0]), np.ones(theirs.shape[1])
     for _ in range(4):
         scaled = theirs * r[:, None]
         c = ratio(np.einsum("ij,ij->j", ours, scaled), np.einsum("ij,ij->j", scaled, scaled))
         scaled = theirs * c
         r = ratio(np.einsum("ij,ij->i", ours, scaled), np.einsum("ij,ij->i", scaled, scaled))
-    middle = np.median(r) or 1.0
-    return r / middle, c * middle
+    median = np.median(r) or 1.0
+    return r / median, c * median
 
 
 def ratio(top: np.ndarray, bottom: np.ndarray) -> np.ndarray:
-    """top / bottom, and 1 where nothing can be said."""
+    """Return top / bottom, and 1 where bottom is 0."""
     return np.divide(top, bottom, out=np.ones(len(top)), where=bottom > 0)
 
 
-def off(a: np.ndarray, b: np.ndarray) -> float:
-    """How far two vectors of gains are apart, relative to the second."""
+def distance(a: np.ndarray, b: np.ndarray) -> float:
+    """Return the distance of two vectors of gains, relative to the second."""
     return float(np.linalg.norm(a - b) / max(float(np.linalg.norm(b)), 1e-30))
 
 
-def check(folder: ModelFolder, source: ModelFolder, factors: Factors, layers: set[str], find: Find, add: Add) -> None:
-    """Every scale that was moved must be taken back by its neighbour; what does not cancel is named."""
+def uniform_factor(a: np.ndarray, b: np.ndarray) -> float:
+    """Return the median factor between two vectors of gains."""
+    return float(np.median(ratio(a * b, b * b))) or 1.0
+
+
+def check(folder: ModelFolder, source: ModelFolder, factors: Factors, layers: set[str], audit: Audit) -> None:
+    """Add a finding for every moved scale that its neighbour does not cancel.
+
+    factors: of the linears that are not the source's.  layers: names of the layers to check.
+    """
+    inputs = folder.family.inputs
     for layer in sorted(layers - {""}):
         rows: dict[str, np.ndarray] = {}
-        for norm, readers in NORM_FEEDS.items():
-            rows |= behind_norm(
-                folder, source, f"{layer}.{norm}.weight", [f"{layer}.{r}" for r in readers], factors, find, add
-            )
-        behind_gated_norm(folder, source, layer, factors, find, add)
-        for producer, consumer in ((f"{layer}.{a}", f"{layer}.{b}") for a, b in PAIRS):
-            made = rows.pop(producer, None)
-            taken = factors[consumer][1] if consumer in factors else None
-            if made is None and taken is None:
-                continue
-            gain = over_heads(made, consumer, source, find) * (1 if taken is None else taken)
-            if off(gain, np.ones_like(gain)) > CANCELS:
-                add("fold_wrong", consumer, f"{consumer}: its input scale is not taken back by the rows of {producer}")
+        for site in inputs:
+            if site.fold == "norm":
+                rows |= check_norm(folder, source, layer, site, factors, audit)
+        for site in inputs:
+            if site.fold == "rows":
+                check_rows(source, layer, site, rows, factors, audit)
         for name, r in rows.items():
-            if off(r, np.ones_like(r)) > CANCELS:
-                add(
+            if distance(r, np.ones_like(r)) > TOLERANCE:
+                audit.add(
                     "large_error",
                     name,
-                    f"{name}: its rows are {np.median(r):.3g} times the source's, and nothing takes that back",
+                    f"{name}: its rows are {np.median(r):.3g} times the source's, and nothing cancels that",
                 )
 
 
-def over_heads(made: np.ndarray | None, consumer: str, source: ModelFolder, find: Find) -> np.ndarray:
-    """A producer's row factors as its consumer's columns see them: value heads are repeated for grouped queries."""
-    width = source.info(find(f"{consumer}.weight", source) or "").shape[1]
-    if made is None:
-        return np.ones(width)
-    head = int(source.text_config.get("head_dim") or len(made))
-    if len(made) == width or len(made) % head:
-        return made
-    return np.repeat(made.reshape(-1, head), width // len(made), axis=0).reshape(-1)
-
-
-def behind_norm(
-    folder: ModelFolder, source: ModelFolder, norm: str, readers: list[str], factors: Factors, find: Find, add: Add
+def check_norm(
+    folder: ModelFolder, source: ModelFolder, layer: str, site: LinearInput, factors: Factors, audit: Audit
 ) -> dict[str, np.ndarray]:
-    """(1 + w') c must be (1 + w) for every linear that reads the norm. Returns the readers' row factors."""
-    wanted = find(norm, source)
-    if norm not in folder or wanted is None:
+    """Check that norm gain times column factor equals the source's gain for every linear that reads the norm.
+
+    Returns the row factors of the linears that do.
+    """
+    norm = f"{layer}.{site.producer}.weight"
+    original = source.find(norm)
+    if norm not in folder or original is None:
         return {}
-    ours, theirs = folder.tensor(norm).astype(np.float64), source.tensor(wanted).astype(np.float64)
+    ours, theirs = folder.tensor(norm).astype(np.float64), source.tensor(original).astype(np.float64)
+    one = 1.0 if folder.family.adds_one(norm) else 0.0
     rows = {}
-    for reader in [r for r in readers if r in factors or f"{r}.weight" in folder]:
-        r, c = factors.get(reader, (np.ones(1), np.ones_like(theirs)))
-        uniform = middle((1 + ours) * c, 1 + theirs) if reader in factors else 1.0
-        if off((1 + ours) * c / uniform, 1 + theirs) <= CANCELS:
-            if reader in factors:
+    for reader in (f"{layer}.{name}" for name in site.linears):
+        if site.per_head:
+            columns = factors[reader][1] if reader in factors else np.ones_like(theirs)
+            gain = (one + ours) * columns.reshape(-1, len(theirs))
+            if distance(gain, np.broadcast_to(one + theirs, gain.shape)) <= TOLERANCE:
+                continue
+        elif reader in factors:
+            r, c = factors[reader]
+            uniform = uniform_factor((one + ours) * c, one + theirs)
+            if distance((one + ours) * c / uniform, one + theirs) <= TOLERANCE:
                 rows[reader] = r * uniform
+                continue
+            if one and distance(ours * c / uniform_factor(ours * c, theirs), theirs) <= TOLERANCE:
+                audit.add(
+                    "fold_plus_one",
+                    norm,
+                    f"{norm}: folded as w/s, and this norm computes (1 + w), so (1 + w)/s - 1 is right",
+                )
+                return {}
+        elif f"{reader}.weight" not in folder or distance(one + ours, one + theirs) <= TOLERANCE:
             continue
-        if reader in factors and off(ours * c / middle(ours * c, theirs), theirs) <= CANCELS:
-            add("fold_plus_one", norm, f"{norm}: folded as w/s, and this norm computes (1 + w): (1 + w)/s - 1 is right")
-        else:
-            add("fold_wrong", norm, f"{norm}: does not take back the input scale of {reader}")
+        audit.add("fold_mismatch", norm, f"{norm}: does not cancel the input scale of {reader}")
         return {}
     return rows
 
 
-def behind_gated_norm(
-    folder: ModelFolder, source: ModelFolder, layer: str, factors: Factors, find: Find, add: Add
+def check_rows(
+    source: ModelFolder,
+    layer: str,
+    site: LinearInput,
+    rows: dict[str, np.ndarray],
+    factors: Factors,
+    audit: Audit,
 ) -> None:
-    """DeltaNet's gated norm is an ordinary one, shared by all value heads: w' c must be w in each."""
-    norm, reader = f"{layer}.linear_attn.norm.weight", f"{layer}.linear_attn.out_proj"
-    wanted = find(norm, source)
-    if norm not in folder or wanted is None:
-        return
-    ours, theirs = folder.tensor(norm).astype(np.float64), source.tensor(wanted).astype(np.float64)
-    c = factors[reader][1] if reader in factors else np.ones_like(theirs)
-    heads = c.reshape(-1, len(theirs))
-    if off(ours * heads, np.broadcast_to(theirs, heads.shape)) > CANCELS:
-        add("fold_wrong", norm, f"{norm}: does not take back the input scale of {reader}")
+    """Check that a producer's row factors cancel the column factors of the linear that reads them.
+
+    Takes the producer out of `rows`.
+    """
+    producer = f"{layer}.{site.producer}"
+    produced = rows.pop(producer, None)
+    for consumer in (f"{layer}.{name}" for name in site.linears):
+        columns = factors[consumer][1] if consumer in factors else None
+        if produced is None and columns is None:
+            continue
+        gain = rows_as_columns(produced, consumer, source) * (1 if columns is None else columns)
+        if distance(gain, np.ones_like(gain)) > TOLERANCE:
+            audit.add(
+                "fold_mismatch", consumer, f"{consumer}: its input scale is not cancelled by the rows of {producer}"
+            )
 
 
-def middle(a: np.ndarray, b: np.ndarray) -> float:
-    """The uniform factor between two vectors of gains."""
-    return float(np.median(ratio(a * b, b * b))) or 1.0
+def rows_as_columns(rows: np.ndarray | None, consumer: str, source: ModelFolder) -> np.ndarray:
+    """Return a producer's row factors as its consumer's columns: value heads are repeated for grouped queries."""
+    width = source.info(source.find(f"{consumer}.weight") or "").shape[1]
+    if rows is None:
+        return np.ones(width)
+    head = int(source.text_config.get("head_dim") or len(rows))
+    if len(rows) == width or len(rows) % head:
+        return rows
+    return np.repeat(rows.reshape(-1, head), width // len(rows), axis=0).reshape(-1)

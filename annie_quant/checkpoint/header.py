@@ -1,8 +1,8 @@
-"""The header of a safetensors file, read with suspicion: every offset is checked before a byte is touched.
+"""Parse and build the header of a safetensors file. Every size and offset is checked before any data is read.
 
-The format (huggingface/safetensors, README "Format"): 8 bytes little-endian header size N, N bytes of JSON, then the
-data. Each entry is {"dtype", "shape", "data_offsets": [begin, end]} relative to the data; entries may not overlap or
-leave holes.
+Format (huggingface/safetensors, README "Format"): 8 bytes little-endian header size N, N bytes of JSON, then the data.
+Each entry is {"dtype", "shape", "data_offsets": [begin, end]} relative to the data; entries may not overlap or leave
+holes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from annie_quant.errors import CheckpointError
 
 MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
 PREFIX_BYTES = 8
-MAX_NAME = 1000  # characters; the longest in use have some 150
+MAX_NAME = 1000  # characters; the longest names in use have about 150
 
 DTYPES: dict[str, np.dtype] = {
     "BOOL": np.dtype(np.bool_),
@@ -42,7 +42,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class ShardError(CheckpointError):
-    """A model folder whose files cannot be trusted. `code` is the finding's name in an audit."""
+    """An invalid file of a model folder. `code` is the finding's code in an audit, `tensor` the tensor it concerns."""
 
     def __init__(self, code: str, message: str, hint: str = "download the file again", tensor: str = "") -> None:
         super().__init__(message, hint)
@@ -52,7 +52,7 @@ class ShardError(CheckpointError):
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where one tensor lies. `offset` counts from the start of the file; dtype is safetensors' name for it."""
+    """Position of one tensor. offset: bytes from the start of the file.  dtype: safetensors' name of the type."""
 
     name: str
     dtype: str
@@ -71,12 +71,15 @@ class TensorInfo:
 
 
 def header_bytes(prefix: bytes, file_size: int, file: str) -> int:
-    """The header's length from the file's first 9 bytes, checked against the file's size."""
+    """Return the header's length in bytes, read from the file's first 9 bytes and checked against the file's size.
+
+    Raises ShardError for anything else than a safetensors file.
+    """
     if len(prefix) < PREFIX_BYTES:
-        raise ShardError("not_safetensors", f"{file}: {file_size} bytes is too short for a safetensors file")
+        raise ShardError("not_safetensors", f"{file}: {file_size} bytes, too short for a safetensors file")
     size = int.from_bytes(prefix[:PREFIX_BYTES], "little")
     if size > MAX_HEADER_BYTES or size < 2 or prefix[PREFIX_BYTES : PREFIX_BYTES + 1] not in (b"{", b""):
-        raise ShardError("not_safetensors", f"{file}: no safetensors file (no header where one belongs)")
+        raise ShardError("not_safetensors", f"{file}: not a safetensors file (it has no valid header)")
     if PREFIX_BYTES + size > file_size:
         raise ShardError(
             "shard_truncated", f"{file}: the header needs {PREFIX_BYTES + size} bytes and the file has {file_size}"
@@ -85,20 +88,20 @@ def header_bytes(prefix: bytes, file_size: int, file: str) -> int:
 
 
 def parse(header: bytes, data_start: int, file_size: int, file: str) -> tuple[dict[str, TensorInfo], dict[str, str]]:
-    """Tensors by name, in file order, and the metadata strings. Raises ShardError, nothing else, on any input."""
+    """Return the tensors by name, in file order, and the metadata strings. Any invalid input raises ShardError."""
     try:
         entries = json.loads(header, object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
     except _Duplicate as error:
-        raise ShardError("header_lies", f"{file}: the header names {error} twice") from None
+        raise ShardError("invalid_header", f"{file}: the header has {error} twice") from None
     except (ValueError, RecursionError) as error:
-        raise ShardError("not_safetensors", f"{file}: the header is no JSON ({str(error)[:80]})") from None
+        raise ShardError("not_safetensors", f"{file}: the header is not JSON ({str(error)[:80]})") from None
     if not isinstance(entries, dict):
-        raise ShardError("not_safetensors", f"{file}: the header is no JSON object")
+        raise ShardError("not_safetensors", f"{file}: the header is not a JSON object")
     metadata = entries.pop("__metadata__", None)
     if metadata is None:
         metadata = {}
     if not isinstance(metadata, dict) or any(not isinstance(v, str) for v in metadata.values()):
-        raise ShardError("header_lies", f"{file}: __metadata__ must map strings to strings")
+        raise ShardError("invalid_header", f"{file}: __metadata__ must map strings to strings")
     infos = [_info(name, entry, data_start, file) for name, entry in entries.items()]
     infos.sort(key=lambda i: (i.offset, i.size_bytes))
     _check_extent(infos, data_start, file_size, file)
@@ -109,44 +112,44 @@ class _Duplicate(ValueError):
     pass
 
 
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    seen: dict[str, Any] = {}
+def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    entries: dict[str, object] = {}
     for key, value in pairs:
-        if key in seen:
+        if key in entries:
             raise _Duplicate(repr(key[:80]))
-        seen[key] = value
-    return seen
+        entries[key] = value
+    return entries
 
 
 def _no_constant(text: str) -> None:
-    raise ValueError(f"{text} is no JSON")
+    raise ValueError(f"{text} is not JSON")
 
 
-def _count(value: Any) -> bool:
+def _is_size(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
 
 
 def _info(name: str, entry: Any, data_start: int, file: str) -> TensorInfo:
-    def lie(what: str) -> ShardError:
-        return ShardError("header_lies", f"{file}: {name[:120]}: {what}", tensor=name)
+    def invalid(reason: str) -> ShardError:
+        return ShardError("invalid_header", f"{file}: {name[:120]}: {reason}", tensor=name)
 
     if not name or not name.isprintable() or len(name) > MAX_NAME:
-        raise ShardError("header_lies", f"{file}: {name[:120]!a} is no tensor name")
+        raise ShardError("invalid_header", f"{file}: {name[:120]!a} is not a tensor name")
     if not isinstance(entry, dict):
-        raise lie("the entry is no object")
+        raise invalid("the entry is not an object")
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise lie(f"dtype {str(dtype)[:40]!r} is not known")
-    if not isinstance(shape, list) or len(shape) > 8 or not all(_count(n) for n in shape):
-        raise lie(f"shape {str(shape)[:80]} is no list of sizes")
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(_count(n) for n in offsets):
-        raise lie(f"data_offsets {str(offsets)[:80]} is no [begin, end]")
+        raise invalid(f"dtype {str(dtype)[:40]!r} is not known")
+    if not isinstance(shape, list) or len(shape) > 8 or not all(_is_size(n) for n in shape):
+        raise invalid(f"shape {str(shape)[:80]} is not a list of sizes")
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_size(n) for n in offsets):
+        raise invalid(f"data_offsets {str(offsets)[:80]}, expected [begin, end]")
     begin, end = offsets
     needed = DTYPES[dtype].itemsize
     for n in shape:
         needed *= n
     if end - begin != needed:
-        raise lie(f"{dtype} {shape} needs {needed} bytes and the offsets give {end - begin}")
+        raise invalid(f"{dtype} {shape} needs {needed} bytes and the offsets give {end - begin}")
     return TensorInfo(name, dtype, tuple(shape), file, data_start + begin, needed)
 
 
@@ -154,8 +157,8 @@ def _check_extent(infos: list[TensorInfo], data_start: int, file_size: int, file
     position = data_start
     for info in infos:
         if info.offset != position:
-            what = "overlaps the tensor before it" if info.offset < position else "leaves a hole before it"
-            raise ShardError("header_lies", f"{file}: {info.name[:120]} {what}", tensor=info.name)
+            fault = "overlaps the tensor before it" if info.offset < position else "leaves a hole before it"
+            raise ShardError("invalid_header", f"{file}: {info.name[:120]} {fault}", tensor=info.name)
         position += info.size_bytes
     if position > file_size:
         raise ShardError(
@@ -164,11 +167,11 @@ def _check_extent(infos: list[TensorInfo], data_start: int, file_size: int, file
             tensor=infos[-1].name if infos else "",
         )
     if position < file_size:
-        raise ShardError("header_lies", f"{file}: {file_size - position} bytes after the last tensor")
+        raise ShardError("invalid_header", f"{file}: {file_size - position} bytes after the last tensor")
 
 
 def build(entries: list[tuple[str, str, tuple[int, ...]]], metadata: dict[str, str]) -> bytes:
-    """Prefix and header for tensors (name, dtype, shape) laid out in this order. Padded with spaces to 8 bytes."""
+    """Return prefix and header for tensors (name, dtype, shape) stored in this order, padded with spaces to 8 bytes."""
     table: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     begin = 0
     for name, dtype, shape in entries:

@@ -1,32 +1,52 @@
-"""What a dialect finds in a folder: its quantized linears, by module name, whatever the tensors are called on disk."""
+"""The quantized linears of a checkpoint, read by a dialect: which tensors belong to one, and what they mean."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from annie_quant.checkpoint.header import ShardError
 from annie_quant.checkpoint.shards import ModelFolder
 
-# Linears that read the same input and are served as one matrix: their tensor scale and input scale must be equal
-# (vllm #54974, #54150: unequal ones corrupt tokens).
-FUSED = (
-    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    ("mlp.gate_proj", "mlp.up_proj"),
-    ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),
-)
-# What servers call those matrices; on disk they never are one.
-FUSED_NAMES = {"qkv_proj": FUSED[0], "gate_up_proj": FUSED[1], "in_proj_qkvz": FUSED[2]}
+if TYPE_CHECKING:
+    from annie_quant import nvfp4
+
+
+@dataclass(frozen=True)
+class TensorScale:
+    """The scale of a whole tensor as a file stores it.
+
+    reciprocal: `value` is a divisor (compressed-tensors) and not a multiplier (ModelOpt).
+    """
+
+    value: np.float32
+    reciprocal: bool = False
+
+    @property
+    def multiplier(self) -> np.float32:
+        return _inverse(self.value) if self.reciprocal else self.value
+
+    @property
+    def divisor(self) -> np.float32:
+        return self.value if self.reciprocal else _inverse(self.value)
+
+
+def _inverse(value: np.float32) -> np.float32:
+    with np.errstate(divide="ignore"):
+        return np.float32(1) / value
 
 
 @dataclass(frozen=True)
 class Linear:
-    """One quantized linear. `weight`, `block_scale`, … are tensor names; None where the file has no such tensor.
+    """One quantized linear. `weight`, `block_scale`, ... are names of tensors; None where the file has no such tensor.
 
-    format: "nvfp4" or "fp8".  reciprocal: the globals on disk are divisors (compressed-tensors), not multipliers.
+    format: "nvfp4" or "fp8".
+    reciprocal: the scales of whole tensors are divisors on disk.
     """
 
     name: str
@@ -39,11 +59,12 @@ class Linear:
     reciprocal: bool = False
 
     def tensors(self) -> list[str]:
+        """Return the names of all tensors of this linear."""
         names = (self.weight, self.block_scale, self.global_scale, self.input_global, self.pre_quant)
         return [n for n in names if n]
 
     def shape(self, folder: ModelFolder) -> tuple[int, int]:
-        """[out, in] of the weight that the codes stand for."""
+        """Return [out, in] of the weight that the codes stand for."""
         shape = folder.info(self.weight).shape
         if len(shape) != 2:
             raise ShardError(
@@ -52,7 +73,7 @@ class Linear:
         return (shape[0], shape[1] * 2) if self.format == "nvfp4" else (shape[0], shape[1])
 
     def group(self, folder: ModelFolder) -> int:
-        """Columns that share one block scale, from the shapes on disk."""
+        """Return the number of columns that share one block scale, from the shapes on disk."""
         rows, columns = self.shape(folder)
         shape = folder.info(self.block_scale or "").shape
         if len(shape) != 2 or shape[0] != rows or shape[1] == 0 or columns % shape[1]:
@@ -63,38 +84,34 @@ class Linear:
             )
         return columns // shape[1]
 
-    def tensor_scale(self, folder: ModelFolder) -> np.float32:
-        """The multiplier of the whole tensor (ModelOpt's weight_scale_2)."""
+    def tensor_scale(self, folder: ModelFolder) -> TensorScale:
+        """Return the scale of the whole weight."""
         if self.global_scale is None:
             raise ShardError(
-                "tensor_scale_missing", f"{self.name}: no tensor scale beside {self.weight}", tensor=self.name
+                "tensor_scale_missing", f"{self.name}: {self.weight} has no tensor scale", tensor=self.name
             )
-        return self._multiplier(folder, self.global_scale)
+        return TensorScale(folder.scalar(self.global_scale), self.reciprocal)
 
-    def input_scale(self, folder: ModelFolder) -> np.float32 | None:
-        """The multiplier of the activations, or None for weight-only quantization."""
-        return self._multiplier(folder, self.input_global) if self.input_global else None
+    def input_scale(self, folder: ModelFolder) -> TensorScale | None:
+        """Return the scale of the activations, or None where only the weight is quantized."""
+        return TensorScale(folder.scalar(self.input_global), self.reciprocal) if self.input_global else None
 
-    def _multiplier(self, folder: ModelFolder, name: str) -> np.float32:
-        value = folder.scalar(name)
-        with np.errstate(divide="ignore"):
-            return np.float32(1) / value if self.reciprocal else value
-
-    def load(self, folder: ModelFolder):
-        """The codec's tensor for an NVFP4 linear."""
+    def load(self, folder: ModelFolder) -> nvfp4.Tensor:
+        """Return the codec's tensor of an NVFP4 linear."""
         from annie_quant import nvfp4
 
+        scale = self.tensor_scale(folder)
         return nvfp4.Tensor(
             folder.tensor(self.weight),
             folder.tensor(self.block_scale or ""),
-            self.tensor_scale(folder),
+            scale.multiplier,
             self.shape(folder),
             self.group(folder),
-            folder.scalar(self.global_scale) if self.reciprocal and self.global_scale else None,
+            scale.value if scale.reciprocal else None,
         )
 
     def dequantize(self, folder: ModelFolder) -> np.ndarray:
-        """float32 [out, in]: what the activations are multiplied with, a left-over pre_quant_scale included."""
+        """Return float32 [out, in]: what the activations are multiplied with, a pre_quant_scale included."""
         if self.format == "fp8":
             scale = folder.tensor(self.block_scale).astype(np.float32) if self.block_scale else np.float32(1)
             weight = folder.tensor(self.weight).astype(np.float32)
@@ -112,7 +129,12 @@ class Linear:
 
 @dataclass
 class QuantConfig:
-    """What a folder's configuration says. `algo`: NVFP4, W4A16_NVFP4, NVFP4_AWQ, FP8, MIXED_PRECISION; "" = none."""
+    """The quantization settings of a folder, whatever their dialect.
+
+    algo: NVFP4, W4A16_NVFP4, NVFP4_AWQ, FP8, MIXED_PRECISION; "" where none is named.
+    group: columns per block scale.  excluded: patterns of modules that stay plain.
+    layers: module → algorithm, for mixed precision.  raw: the settings as they were read.
+    """
 
     method: str
     algo: str
@@ -123,15 +145,23 @@ class QuantConfig:
     raw: dict[str, Any] = field(default_factory=dict)
 
 
+def owned_tensors(linears: Iterable[Linear]) -> set[str]:
+    """Return the names of all tensors of these linears."""
+    return {t for linear in linears for t in linear.tensors()}
+
+
 def is_linear(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor is the weight of a Linear, by name and shape: two dimensions and no embedding."""
+    """Return whether a tensor is the weight of a Linear, by its name and shape: two dimensions and not an embedding."""
     return len(shape) == 2 and name.endswith(".weight") and "embed" not in name
 
 
-def matches(module: str, patterns: list[str]) -> str | None:
-    """The first pattern that covers a module. Patterns are exact names, `prefix*`, `prefix.*`, fnmatch, or `re:…`."""
-    import re
+def plain_linears(folder: ModelFolder) -> list[str]:
+    """Return the modules of all linears of a folder whose weights are stored as such."""
+    return [n.removesuffix(".weight") for n in folder if is_linear(n, folder.info(n).shape)]
 
+
+def covering_pattern(module: str, patterns: Iterable[str]) -> str | None:
+    """Return the first pattern that covers a module: an exact name, an fnmatch pattern, or "re:" and an expression."""
     for pattern in patterns:
         if pattern.startswith("re:"):
             try:
@@ -142,14 +172,3 @@ def matches(module: str, patterns: list[str]) -> str | None:
         elif module == pattern or fnmatchcase(module, pattern):
             return pattern
     return None
-
-
-def fused_groups(names: set[str]) -> list[list[str]]:
-    """Those of `names` that a server fuses, in groups of at least two."""
-    groups: dict[tuple[str, tuple[str, ...]], list[str]] = {}
-    for name in sorted(names):
-        for members in FUSED:
-            member = next((m for m in members if name == m or name.endswith("." + m)), None)
-            if member:
-                groups.setdefault((name[: -len(member)], members), []).append(name)
-    return [group for group in groups.values() if len(group) > 1]

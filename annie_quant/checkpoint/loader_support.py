@@ -1,16 +1,17 @@
-"""Which servers can load a checkpoint, and why not. Facts with their sources, as of November 2026."""
+"""Which servers load a checkpoint, and why not. The rules and their sources are of November 2026."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 from annie_quant.checkpoint import runtime_names
 from annie_quant.checkpoint.gguf import names
-from annie_quant.checkpoint.linears import Linear, QuantConfig
+from annie_quant.checkpoint.linears import Linear, QuantConfig, owned_tensors
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.errors import CheckpointError
+from annie_quant.schema import Finding
 
-# Findings that make any server fail or answer nonsense, whatever its name.
+# Findings that make any server fail or give wrong answers.
 DEADLY = {
     "block_scale_nan",
     "tensor_scale_bad",
@@ -28,21 +29,24 @@ DEADLY = {
 }
 
 
-def verdicts(folder: ModelFolder, linears: dict[str, Linear], config: QuantConfig, findings: list[Any]) -> list[str]:
-    """One line a server: "vLLM: yes", or the reason why not."""
+def verdicts(
+    folder: ModelFolder, linears: dict[str, Linear], config: QuantConfig, findings: Sequence[Finding]
+) -> list[str]:
+    """Return one line per server: "vLLM: yes", or the reason why not."""
     deadly = next((f for f in findings if f.code in DEADLY), None)
     return [
-        f"{name}: {('no, ' + deadly.code) if deadly else rule(folder, linears, config)}" for name, rule in RULES.items()
+        f"{name}: {f'no, {deadly.code}' if deadly else rule(folder, linears, config)}" for name, rule in RULES.items()
     ]
 
 
+def is_awq(linears: dict[str, Linear], config: QuantConfig) -> bool:
+    return config.algo == "NVFP4_AWQ" or any(x.pre_quant for x in linears.values())
+
+
 def vllm(folder: ModelFolder, linears: dict[str, Linear], config: QuantConfig) -> str:
-    if any(x.pre_quant for x in linears.values()) or config.algo == "NVFP4_AWQ":
+    if is_awq(linears, config):
         return "no, NVFP4_AWQ is not loaded (#45333)"
-    if (
-        runtime_names.architecture(folder.config) == runtime_names.WRAPPED
-        and not (folder.path / runtime_names.PREPROCESSOR).is_file()
-    ):
+    if runtime_names.is_multimodal(folder) and not (folder.path / runtime_names.PREPROCESSOR).is_file():
         return f"no, {runtime_names.PREPROCESSOR} is missing (annie-quant audit --repair)"
     if config.algo == "MIXED_PRECISION" and config.method == "modelopt":
         return "yes, from 0.19 (mixed precision)"
@@ -50,7 +54,7 @@ def vllm(folder: ModelFolder, linears: dict[str, Linear], config: QuantConfig) -
 
 
 def sglang(folder: ModelFolder, linears: dict[str, Linear], config: QuantConfig) -> str:
-    if any(x.pre_quant for x in linears.values()) or config.algo == "NVFP4_AWQ":
+    if is_awq(linears, config):
         return "no, NVFP4_AWQ is not loaded"
     if linears and config.method == "modelopt" and not (folder.path / "hf_quant_config.json").exists():
         return "with --quantization modelopt_fp4 (hf_quant_config.json is missing)"
@@ -58,15 +62,15 @@ def sglang(folder: ModelFolder, linears: dict[str, Linear], config: QuantConfig)
 
 
 def old_runtimes(folder: ModelFolder, linears: dict[str, Linear], config: QuantConfig) -> str:
-    """vLLM 0.16 and SGLang 0.5.4 and their like, which know Qwen3.5 by its multimodal form alone."""
-    if any(x.pre_quant for x in linears.values()) or config.algo == "NVFP4_AWQ":
+    """vLLM 0.16, SGLang 0.5.4 and others that know Qwen3.5 in its multimodal form only."""
+    if is_awq(linears, config):
         return "no, NVFP4_AWQ is not loaded"
     if config.algo == "MIXED_PRECISION":
         return "no, mixed precision is not loaded"
-    if not runtime_names.architecture(folder.config):
+    if runtime_names.named_form(folder) is None:
         return "not judged, config.json names no dense Qwen3.5"
-    why = runtime_names.why_not_old(folder)
-    return f"no, {why} (annie-quant audit --repair --names old)" if why else "yes"
+    reason = runtime_names.obstacle_on_old_runtimes(folder)
+    return f"no, {reason} (annie-quant audit --repair --names old)" if reason else "yes"
 
 
 def transformers(folder: ModelFolder, linears: dict[str, Linear], config: QuantConfig) -> str:
@@ -74,25 +78,24 @@ def transformers(folder: ModelFolder, linears: dict[str, Linear], config: QuantC
         return "yes, from 5.2"
     if config.method == "compressed-tensors":
         return "yes, from 5.2 with the compressed-tensors package"
-    return "after `import annie_quant.runtime` (no ModelOpt loader of its own, #46772)"
+    return "after `import annie_quant.runtime` (it has no ModelOpt loader, #46772)"
 
 
 def llama_cpp(folder: ModelFolder, linears: dict[str, Linear], config: QuantConfig) -> str:
     if any(x.pre_quant for x in linears.values()):
-        return "no, activation scales have no place in GGUF"
+        return "no, GGUF has no activation scales"
     try:
-        layers = int(folder.text_config["num_hidden_layers"])
-        parts = {t for x in linears.values() for t in x.tensors()}
-        for name in [*(n for n in folder if n not in parts), *(f"{n}.weight" for n in linears)]:
-            names.gguf_name(name, layers)
-        heads = names.Heads.of(folder.text_config)
+        layout = names.Layout.of(folder)
+        owned = owned_tensors(linears.values())
+        for name in [*(n for n in folder if n not in owned), *(f"{n}.weight" for n in linears)]:
+            layout.name(name)
     except (CheckpointError, KeyError, TypeError, ValueError):
-        return "no, it is no Qwen3.5 text model"
-    if heads.key_dim != heads.value_dim:
+        return "no, it is not a Qwen3.5 text model"
+    if layout.heads.key_dim != layout.heads.value_dim:
         return "no, DeltaNet's key and value heads differ in size"
     wide = [x.name for x in linears.values() if x.format == "nvfp4" and folder.info(x.weight).shape[-1] * 2 % 64]
     if wide or any(x.format == "fp8" for x in linears.values()):
-        return "after `annie-quant convert --to gguf`, FP8 and rows that are no multiple of 64 as 16-bit numbers"
+        return "after `annie-quant convert --to gguf`, FP8 and rows not a multiple of 64 as 16-bit numbers"
     return "after `annie-quant convert --to gguf`"
 
 

@@ -1,5 +1,6 @@
-"""Python that a checkpoint brings along (auto_map). It is never run: transformers is told so at every call, and what it
-then refuses is one line that names the code.
+"""Refuse Python code that a checkpoint brings (auto_map): it is never run.
+
+transformers is called with trust_remote_code=False everywhere; what it then refuses becomes one line that names the code.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ from pathlib import Path
 from annie_quant.errors import CheckpointError
 
 FILES = ("config.json", "tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
-LARGEST = 100 << 20  # of such a file, in bytes
+MAX_FILE_BYTES = 100 << 20
 
 
 @contextlib.contextmanager
 def refused(folder: Path) -> Iterator[None]:
-    """Around calls with trust_remote_code=False: CheckpointError where transformers would need the checkpoint's code."""
+    """Raise CheckpointError where a call inside, with trust_remote_code=False, would need the checkpoint's code."""
     try:
         yield
     except ValueError as error:
@@ -31,19 +32,19 @@ def refused(folder: Path) -> Iterator[None]:
 
 
 def auto_map(folder: Path) -> list[str]:
-    """What the folder's JSON files map to code of their own, as "file: class → code"."""
-    found = []
+    """Return the auto_map entries of the folder's JSON files as "file: class → code"."""
+    entries = []
     for name in FILES:
         try:
-            if (folder / name).stat().st_size > LARGEST:
+            if (folder / name).stat().st_size > MAX_FILE_BYTES:
                 continue
             mapping = json.loads((folder / name).read_bytes()).get("auto_map")
         except (OSError, ValueError, AttributeError, RecursionError):
             continue
         if isinstance(mapping, dict):
-            found += [f"{name}: {_short(auto)} → {_short(code)}" for auto, code in list(mapping.items())[:4]]
-    return found
+            entries += [f"{name}: {_printable(auto)} → {_printable(code)}" for auto, code in list(mapping.items())[:4]]
+    return entries
 
 
-def _short(value: object) -> str:
+def _printable(value: object) -> str:
     return "".join(c if c.isprintable() else "?" for c in str(value))[:80]

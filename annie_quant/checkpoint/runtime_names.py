@@ -1,168 +1,171 @@
-"""Names across runtimes: what transformers from 5.2 and runtimes on 4.57 call the same Qwen3.5, and its tensors' prefix.
+"""Names across runtimes: transformers from 5.2 and runtimes on 4.57 call the same Qwen3.5 differently.
 
-A text checkpoint is `Qwen3_5ForCausalLM` with `model.layers…`; a multimodal one is `Qwen3_5ForConditionalGeneration`
-with the text settings in `text_config` and `model.language_model.layers…`, and its servers want a processor's settings
-even when only text is served. Runtimes on transformers 4.57 know the second form alone, under older class names.
+A text checkpoint has the text form's class and tensors `model.layers...`; a multimodal one has the multimodal form's
+class, the text settings in `text_config` and a longer prefix, and its servers read a processor's settings even when they
+serve text only. Runtimes on transformers 4.57 know the multimodal form only, under older class
+names. The names are the family's (annie_quant.models).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from annie_quant import models
 from annie_quant.checkpoint.header import ShardError
-from annie_quant.checkpoint.shards import ModelFolder
+from annie_quant.checkpoint.shards import ModelFolder, read_object
 from annie_quant.errors import CheckpointError, UsageError
 from annie_quant.files import write_json
+from annie_quant.models.family import MULTIMODAL_PREFIX, TEXT_PREFIX, Form
+from annie_quant.schema import Audit
 
-TEXT, WRAPPED = "Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"
-TYPE_OF = {TEXT: "qwen3_5_text", WRAPPED: "qwen3_5"}
-PREFIX, DEEPER = "model.", "model.language_model."
 STYLES = ("old", "new")
-# field → (transformers 4.57, transformers from 5.2)
-SPELLINGS = {
-    "tokenizer_class": ("Qwen2Tokenizer", "TokenizersBackend"),
-    "processor_class": ("Qwen2VLProcessor", "Qwen3VLProcessor"),
-    "image_processor_type": ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast"),
-    "video_processor_type": ("Qwen2VLVideoProcessor", "Qwen3VLVideoProcessor"),
-}
-SPELLED_FILES = (
+CLASS_FILES = (
     "tokenizer_config.json", "processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json",
 )  # fmt: skip
 PREPROCESSOR = "preprocessor_config.json"
-STUB = {
-    "size": {"longest_edge": 16777216, "shortest_edge": 65536},
-    "patch_size": 16,
-    "temporal_patch_size": 2,
-    "merge_size": 2,
-    "image_mean": [0.5, 0.5, 0.5],
-    "image_std": [0.5, 0.5, 0.5],
-    "processor_class": "Qwen3VLProcessor",
-    "image_processor_type": "Qwen2VLImageProcessorFast",
-}
-# Settings that a wrapped config.json keeps outside of text_config.
+# Settings that a multimodal config.json keeps outside of text_config.
 OUTER = ("quantization_config", "transformers_version", "tie_word_embeddings", "dtype", "torch_dtype", "vision_config",
          "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")  # fmt: skip
 
 
-def architecture(config: dict[str, Any]) -> str:
-    """The class that config.json names, or "" where it names none that is known here."""
-    named = config.get("architectures")
-    first = named[0] if isinstance(named, list) and named else ""
-    return first if first in TYPE_OF else ""
+def named_form(folder: ModelFolder) -> tuple[models.Family, Form] | None:
+    """Return the form whose class config.json names, and its family; None unless the family has two forms."""
+    names = folder.config.get("architectures")
+    first = names[0] if isinstance(names, list) and names else ""
+    named = ((family, form) for family in models.families() if family.multimodal for form in family.forms)
+    return next((pair for pair in named if pair[1].class_name == first), None)
 
 
-def deeper(folder: ModelFolder) -> bool | None:
-    """Whether the text tensors have the multimodal prefix; None where there is no layer to tell."""
-    layers = [n for n in folder if ".layers." in n and not n.startswith(("mtp.", "model.visual."))]
-    return any(n.startswith(DEEPER) for n in layers) if layers else None
+def is_multimodal(folder: ModelFolder) -> bool:
+    """Return whether config.json names a multimodal class that is known here."""
+    named = named_form(folder)
+    return named is not None and named[1] is named[0].multimodal
 
 
-def check(folder: ModelFolder, add: Callable[[str, str, str], None]) -> None:
-    """The class, the model type and the tensors' names must be of one form."""
-    config = folder.config
-    named = architecture(config)
-    if not named:
+def tensors_multimodal(folder: ModelFolder) -> bool | None:
+    """Return whether the decoder's tensors have the multimodal prefix, or None without any decoder layer."""
+    layers = decoder_tensors(folder)
+    return any(n.startswith(MULTIMODAL_PREFIX) for n in layers) if layers else None
+
+
+def decoder_tensors(folder: ModelFolder) -> list[str]:
+    return [n for n in folder if ".layers." in n and not folder.family.is_auxiliary(n)]
+
+
+def check(folder: ModelFolder, audit: Audit) -> None:
+    """Check that the class, the model type and the tensors' names are of one form."""
+    named = named_form(folder)
+    if named is None:
         return
-    kind = config.get("model_type")
-    if kind in TYPE_OF.values() and kind != TYPE_OF[named]:
-        add("names_disagree", "config.json", f"config.json: model_type {kind!r} and architectures [{named!r}]")
+    family, form = named
+    kind = folder.config.get("model_type")
+    if kind in {f.model_type for f in family.forms} and kind != form.model_type:
+        audit.add(
+            "names_disagree", "config.json", f"config.json: model_type {kind!r} and architectures [{form.class_name!r}]"
+        )
         return
-    has = deeper(folder)
-    if has is not None and has != (named == WRAPPED):
-        expected, seen = (DEEPER, PREFIX) if named == WRAPPED else (PREFIX, DEEPER)
-        name = next(n for n in folder if ".layers." in n and not n.startswith("mtp."))
-        add("prefix_disagrees", name, f"{name}: {named} looks for {expected}layers…, and the tensors are {seen}layers…")
+    multimodal = tensors_multimodal(folder)
+    if multimodal is not None and multimodal != (form is family.multimodal):
+        prefixes = (TEXT_PREFIX, MULTIMODAL_PREFIX)
+        expected, got = prefixes[not multimodal], prefixes[multimodal]
+        tensor = decoder_tensors(folder)[0]
+        audit.add(
+            "prefix_disagrees",
+            tensor,
+            f"{tensor}: {form.class_name} expects {expected}layers…, and the tensors are {got}layers…",
+        )
 
 
-def why_not_old(folder: ModelFolder) -> str:
-    """What keeps a runtime on transformers 4.57 from loading a folder; "" for nothing."""
-    config = folder.config
-    if architecture(config) != WRAPPED:
-        return f"model_type {config.get('model_type')!r}"
+def obstacle_on_old_runtimes(folder: ModelFolder) -> str:
+    """Return what keeps a runtime on transformers 4.57 from loading a folder, or ""."""
+    if not is_multimodal(folder):
+        return f"model_type {folder.config.get('model_type')!r}"
     if not (folder.path / PREPROCESSOR).is_file():
         return f"{PREPROCESSOR} is missing"
-    for file in SPELLED_FILES:
+    for file in CLASS_FILES:
         try:
             settings = folder.json(file) or {}
         except ShardError as error:
             return error.message
-        for field, (_, new) in SPELLINGS.items():
+        for field, (_, new) in folder.family.renamed_classes.items():
             if settings.get(field) == new:
                 return f"{field} {new!r} in {file}"
     return ""
 
 
 class Renaming:
-    """How a copy of a folder is to be named. style: "old", "new", or None to keep the form and mend what disagrees."""
+    """The names of a copy of a folder. style: "old", "new", or None to keep the form and fix what disagrees.
+
+    actions: what was changed, one sentence each.
+    """
 
     def __init__(self, folder: ModelFolder, style: str | None, source: ModelFolder | None) -> None:
         if style is not None and style not in STYLES:
             raise UsageError(f"there are no names called {style!r}", f"choose one of: {', '.join(STYLES)}")
         self.folder, self.style, self.source = folder, style, source
         self.actions: list[str] = []
-        named = architecture(folder.config)
-        self.wrapped = named == WRAPPED
-        if style == "old" or (style == "new" and any("visual." in n for n in folder)):
-            self.wrapped = True
-        elif style == "new":
-            self.wrapped = False
-        elif named and folder.config.get("model_type") in set(TYPE_OF.values()) - {TYPE_OF[named]}:
-            self.wrapped = bool(deeper(folder))  # the tensors decide between two claims
-        self.known = bool(named)
-        if style and not named:
+        named = named_form(folder)
+        if style and named is None:
             raise CheckpointError(
-                f"{folder.path}: config.json names no Qwen3.5 class",
-                f"expected architectures [{TEXT!r}] or [{WRAPPED!r}]",
+                f"{folder.path}: config.json names no class of a family with two forms",
+                "expected architectures such as Qwen3_5ForCausalLM",
             )
+        self.forms = named[0].forms if named else ()
+        self.multimodal = is_multimodal(folder)
+        kind = folder.config.get("model_type")
+        if style == "old" or (style == "new" and any(folder.family.vision in n for n in folder)):
+            self.multimodal = True
+        elif style == "new":
+            self.multimodal = False
+        elif named and kind in {f.model_type for f in self.forms} - {named[1].model_type}:
+            self.multimodal = bool(tensors_multimodal(folder))  # class and type disagree: the tensors decide
 
     def name(self, name: str) -> str:
-        """A tensor's or module's name in the copy."""
-        if not self.known or not name.startswith(PREFIX) or "visual." in name:
-            return name
-        short = name.removeprefix(DEEPER) if name.startswith(DEEPER) else name.removeprefix(PREFIX)
-        return (DEEPER if self.wrapped else PREFIX) + short
+        """Return a tensor's or module's name in the copy."""
+        return self.folder.family.in_form(name, self.multimodal) if self.forms else name
 
     def config(self) -> dict[str, Any]:
-        """config.json in the wanted form, without quantization_config."""
+        """Return config.json in the form of the copy, without quantization_config."""
         config = {k: v for k, v in self.folder.config.items() if k != "quantization_config"}
-        if not self.known:
+        if not self.forms:
             return config
         if any(self.name(n) != n for n in self.folder):
-            self.actions.append(f"tensors renamed to {DEEPER if self.wrapped else PREFIX}…")
-        named, kind = (WRAPPED, TYPE_OF[WRAPPED]) if self.wrapped else (TEXT, TYPE_OF[TEXT])
+            prefix = MULTIMODAL_PREFIX if self.multimodal else TEXT_PREFIX
+            self.actions.append(f"tensors renamed to {prefix}…")
+        text, form = self.forms[0], self.forms[self.multimodal]
         inner = config.get("text_config") if isinstance(config.get("text_config"), dict) else None
-        if self.wrapped and inner is None:
+        if self.multimodal and inner is None:
             inner = {k: v for k, v in config.items() if k not in (*OUTER, "architectures", "model_type")}
             outer = {k: v for k, v in config.items() if k in OUTER}
             vision = self.source.config.get("vision_config") if self.source else None
             outer |= {"vision_config": vision} if vision is not None else {}
-            config = {**outer, "text_config": {**inner, "model_type": TYPE_OF[TEXT]}}
+            config = {**outer, "text_config": {**inner, "model_type": text.model_type}}
             self.actions.append("config.json: text settings moved into text_config")
-        elif not self.wrapped and inner is not None:
+        elif not self.multimodal and inner is not None:
             config = {k: v for k, v in config.items() if k in OUTER and k != "vision_config"} | inner
             self.actions.append("config.json: text_config's settings moved to the top")
-        for field, new in (("model_type", kind), ("architectures", [named])):
+        for field, new in (("model_type", form.model_type), ("architectures", [form.class_name])):
             old = self.folder.config.get(field)
             if old != new:
                 self.actions.append(f"config.json: {field} {old} → {new}")
             config[field] = new
         return config
 
-    def small_files(self, target: Path) -> None:
-        """Class names in the files that were carried over, and a processor's settings where a server wants them."""
-        if self.wrapped and not (target / PREPROCESSOR).exists():
-            given = self.source.json(PREPROCESSOR) if self.source else None
-            write_json(target / PREPROCESSOR, given or STUB)
-            self.actions.append(f"{PREPROCESSOR} {'taken from the source' if given else 'written as a stub for text'}")
+    def write_small_files(self, target: Path) -> None:
+        """Rename classes in the copied files, and write the processor's settings that a multimodal form needs."""
+        if self.multimodal and not (target / PREPROCESSOR).exists():
+            original = self.source.json(PREPROCESSOR) if self.source else None
+            write_json(target / PREPROCESSOR, original or dict(self.folder.family.preprocessor_stub))
+            origin = "taken from the source" if original else "written as a stub for text"
+            self.actions.append(f"{PREPROCESSOR} {origin}")
         if self.style is None:
             return
         side = STYLES.index(self.style)
-        for file in SPELLED_FILES:
-            settings = ModelFolder.json_at(target / file)
+        for file in CLASS_FILES:
+            settings = read_object(target / file)
             changed = dict(settings or {})
-            for field, names in SPELLINGS.items():
+            for field, names in self.folder.family.renamed_classes.items():
                 if changed.get(field) == names[1 - side]:
                     changed[field] = names[side]
                     self.actions.append(f"{file}: {field} {names[1 - side]} → {names[side]}")

@@ -1,53 +1,56 @@
-"""Making a folder so that it appears under its name only when it is whole, and so that a killed run goes on.
+"""Make an output folder that appears under its name only when it is complete, and resume one that was interrupted.
 
-The work happens in `.NAME.part` beside the target. With a stamp (what the output is made from and how) that folder
-outlives a kill: the next run with the same stamp finds the finished shards there, any other stamp starts anew.
+The work happens in `.NAME.part` in the same parent folder. With a key (what the output is made from, and how) that
+folder is kept after a kill: the next run with the same key finds the finished shards there, any other key starts again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.errors import EnvironmentFault, UsageError
-from annie_quant.files import take_lock, write_json
-
-STAMP = ".stamp.json"
+from annie_quant.files import take_lock
+from annie_quant.resume import KEY_FILE, keyed_folder
 
 
 @contextlib.contextmanager
-def staged(output: str | os.PathLike, stamp: dict[str, Any] | None = None, force: bool = False) -> Iterator[Path]:
-    """The folder to write into; on success it takes the name `output`.
+def staged(output: str | os.PathLike, key: dict[str, object] | None = None, force: bool = False) -> Iterator[Path]:
+    """Yield the folder to write into; on success it takes the name `output`.
 
-    stamp: JSON that decides whether what an earlier, stopped run left may be used; None keeps nothing.  force: replace
-    an output that exists.  Raises UsageError where the output is in the way, EnvironmentFault where it cannot be
-    written or another run is writing it.
+    key: JSON that decides whether the result of an interrupted run may be used; None uses nothing of it.
+    force: replace an output that exists.
+    Raises UsageError where the output is in the way, EnvironmentFault where it cannot be written or another run is
+    writing it.
     """
-    output = named(output)
+    output = check_name(output)
     if output.is_symlink() or (output.exists() and not output.is_dir()):
-        raise UsageError(f"{output} is a file or a link, expected a folder to make", "choose another --output")
+        raise UsageError(f"{output} is a file or a link, expected a folder to create", "choose another --output")
     if output.exists() and any(output.iterdir()) and not force:
         raise UsageError(f"{output} exists and is not empty", "choose another --output, or add --force")
     part = output.with_name(f".{output.name}.part")
     lock = open_lock(part)
     keep = False
     try:
-        prepare(part, stamp)
+        if key is None:
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir()
+        else:
+            keyed_folder(part, key)
+        remove_temporary(part)
         yield part
-        (part / STAMP).unlink(missing_ok=True)
-        remove_loose(part)
+        (part / KEY_FILE).unlink(missing_ok=True)
+        remove_temporary(part)
         take_name(part, output)
     except BaseException as error:
-        # A fault of the source stays one when run again; a full disk or Ctrl-C does not.
+        # A fault of the source will be there again; a full disk or Ctrl-C will not.
         passing = not isinstance(error, Exception) or isinstance(error, OSError) or type(error) is EnvironmentFault
-        keep = stamp is not None and passing and any(part.glob("*.safetensors"))
+        keep = key is not None and passing and any(part.glob("*.safetensors"))
         raise
     finally:
         if not keep:
@@ -56,11 +59,11 @@ def staged(output: str | os.PathLike, stamp: dict[str, Any] | None = None, force
         os.close(lock)
 
 
-def named(output: str | os.PathLike) -> Path:
-    """The path of a folder that can be made beside others: one with a name of its own."""
+def check_name(output: str | os.PathLike) -> Path:
+    """Return the path of an output folder, or raise UsageError where it has no name of its own (".", "..", "/")."""
     output = Path(output)
     if output.name in ("", ".."):
-        raise UsageError(f"{output}: expected the name of a folder to make", "for example --output ./out")
+        raise UsageError(f"{output}: expected the name of a folder to create", "for example --output ./out")
     return output
 
 
@@ -69,7 +72,7 @@ def lock_path(part: Path) -> Path:
 
 
 def open_lock(part: Path) -> int:
-    """Held while the folder is made; the kernel lets go of it when the process dies."""
+    """Open and lock the folder's lock file. The kernel releases the lock when the process ends."""
     path = lock_path(part)
     while True:
         try:
@@ -86,38 +89,21 @@ def open_lock(part: Path) -> int:
                 )
             with contextlib.suppress(FileNotFoundError):
                 if path.stat().st_ino == os.fstat(lock).st_ino:
-                    return lock  # and not a file that its last holder has just removed
+                    return lock  # and not a file that its last owner has just removed
         except BaseException:
             os.close(lock)
             raise
         os.close(lock)
 
 
-def prepare(part: Path, stamp: dict[str, Any] | None) -> None:
-    """An empty folder with its stamp, or the one that a stopped run with the same stamp left."""
-    wanted = None if stamp is None else json.loads(json.dumps(stamp, default=str))
-    try:
-        same = wanted is not None and json.loads((part / STAMP).read_text()) == wanted
-    except (OSError, ValueError):
-        same = False
-    if same:
-        remove_loose(part)
-        return
-    if part.exists():
-        shutil.rmtree(part)
-    part.mkdir()
-    if stamp is not None:
-        write_json(part / STAMP, wanted)
-
-
-def remove_loose(part: Path) -> None:
-    """Temporary files of writers that were killed."""
-    for loose in part.glob(".*.part"):
-        loose.unlink()
+def remove_temporary(part: Path) -> None:
+    """Remove temporary files of writers that were killed."""
+    for temporary in part.glob(".*.part"):
+        temporary.unlink()
 
 
 def take_name(part: Path, output: Path) -> None:
-    """Rename, with whatever stood there before moved aside first and removed last."""
+    """Rename `part` to `output`; what had that name is moved away first and removed last."""
     old = output.with_name(f".{output.name}.old")
     if output.exists():
         shutil.rmtree(old, ignore_errors=True)
@@ -131,8 +117,8 @@ def take_name(part: Path, output: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def fingerprint(folder: ModelFolder) -> str:
-    """Names a source's files by size and time, so that a rerun never keeps shards of another source."""
+def source_key(folder: ModelFolder) -> str:
+    """Return a hash of the source files' sizes and times, so that a rerun keeps no shard of another source."""
     digest = hashlib.sha256(str(folder.path.resolve()).encode())
     for path in [*(s.path for s in folder.shards.values()), folder.path / "config.json"]:
         stat = path.stat()

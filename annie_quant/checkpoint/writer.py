@@ -1,7 +1,7 @@
-"""Writing safetensors shards: planned first, then streamed, each shard under its name only when it is whole.
+"""Write safetensors shards: planned first, then streamed; a shard has its name only when it is complete.
 
-A plan names every tensor's dtype and shape, so headers are known before a weight is read; arrays are made one at a
-time, in order. With `resume` a shard that a killed run left whole is kept when its header is the planned one.
+A plan names every tensor's dtype and shape, so the headers are known before a weight is read. Arrays are made one after
+the other, in file order. With `resume` a shard that an interrupted run completed is kept if its header is the planned one.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -18,15 +19,17 @@ from annie_quant.checkpoint import header
 from annie_quant.checkpoint.shards import INDEX, SINGLE, ModelFolder
 from annie_quant.errors import NoRoom
 from annie_quant.files import replacing, write_json
+from annie_quant.progress import SILENT, ByteProgress, Progress
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A tensor to be written. `load` gives the array, or its rows in order as several arrays.
+    """A tensor to be written.
 
-    source_bytes: what must be read to make it, where that is not its own size; progress counts those.
+    load: returns the array, or its rows in order as several arrays.
+    source_bytes: bytes that are read to make it, for progress; None: its own size.
     """
 
     name: str
@@ -45,13 +48,13 @@ class Planned:
 
 
 def planned(name: str, array: np.ndarray) -> Planned:
-    """A tensor that is at hand already (scales, small ones)."""
+    """Plan a tensor that is in memory already (a scale, a small tensor)."""
     return Planned(name, header.NAMES[array.dtype], array.shape, lambda: array)
 
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """One file of the output: its name, header, and the tensors in order."""
+    """One file of the output: its name, its header, and its tensors in file order."""
 
     name: str
     head: bytes
@@ -67,7 +70,7 @@ class ShardPlan:
 
 
 def split(plan: list[Planned], shard_bytes: int) -> list[list[Planned]]:
-    """Consecutive groups of at most `shard_bytes`; a tensor larger than that has a shard of its own."""
+    """Split into consecutive groups of at most `shard_bytes`; a larger tensor has a group of its own."""
     groups: list[list[Planned]] = [[]]
     filled = 0
     for item in plan:
@@ -79,12 +82,12 @@ def split(plan: list[Planned], shard_bytes: int) -> list[list[Planned]]:
     return groups
 
 
-def layout(plan: list[Planned], shard_bytes: int, metadata: dict[str, str] | None = None) -> list[ShardPlan]:
-    """The shards that the plan makes, named as every reader expects them."""
+def layout(plan: list[Planned], shard_bytes: int) -> list[ShardPlan]:
+    """Return the shards of a plan, under the names that every reader expects."""
     groups = split(plan, shard_bytes)
     n = len(groups)
     names = [SINGLE] if n == 1 else [f"model-{i:05d}-of-{n:05d}.safetensors" for i in range(1, n + 1)]
-    heads = (header.build([(t.name, t.dtype, t.shape) for t in g], metadata or {"format": "pt"}) for g in groups)
+    heads = (header.build([(t.name, t.dtype, t.shape) for t in g], {"format": "pt"}) for g in groups)
     return [ShardPlan(*parts) for parts in zip(names, heads, groups, strict=True)]
 
 
@@ -92,41 +95,45 @@ def write(
     folder: str | os.PathLike,
     plan: list[Planned],
     shard_bytes: int = DEFAULT_SHARD_BYTES,
-    metadata: dict[str, str] | None = None,
-    progress: Callable[[int], None] = lambda size_bytes: None,
+    progress: Progress = SILENT,
     resume: bool = False,
+    write_shards: Callable[[Path, list[ShardPlan], ByteProgress], None] | None = None,
 ) -> list[Path]:
-    """Write the planned tensors into `folder` and return the shards' paths. `progress` hears bytes as they are done.
+    """Write the planned tensors into `folder` and return the paths of the shards.
 
-    resume: keep shards that an earlier run left whole (same header). They must be of the same source: see staging.py.
-    The index is written last. Raises NoRoom where the disk has not enough room.
+    resume: keep shards that an earlier run completed (same header). They must be of the same source: see staging.py.
+    write_shards: writes the missing shards; None writes them here, one after the other.
+    The index is written last. Raises NoRoom where the disk has not enough space.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    shards = layout(plan, shard_bytes, metadata)
-    missing = [s for s in shards if not (resume and finished(folder, s))]
+    shards = layout(plan, shard_bytes)
+    missing = [s for s in shards if not (resume and is_complete(folder, s))]
     need_room(folder, sum(s.size_bytes for s in missing))
-    for shard in shards:
-        if shard in missing:
-            write_shard(folder, shard, progress)
-        else:
-            progress(shard.work_bytes)
+    total = sum(s.work_bytes for s in shards)
+    done = ByteProgress(progress, total, done_before=total - sum(s.work_bytes for s in missing))
+    if write_shards is not None:
+        write_shards(folder, missing, done)
+    else:
+        for shard in missing:
+            write_shard(folder, shard, done)
     write_index(folder, shards)
     return [folder / s.name for s in shards]
 
 
-def write_shard(folder: Path, shard: ShardPlan, progress: Callable[[int], None] = lambda size_bytes: None) -> None:
-    """One shard, which has its name only when it is whole and on the disk."""
+def write_shard(folder: Path, shard: ShardPlan, progress: ByteProgress | None = None) -> None:
+    """Write one shard, which has its name only when it is complete and on the disk."""
     with replacing(folder / shard.name) as file:
         file.write(shard.head)
         for item in shard.items:
             for part in parts(item):
                 file.write(part)
-            progress(item.work_bytes)
+            if progress is not None:
+                progress.add(item.work_bytes)
 
 
 def write_index(folder: Path, shards: list[ShardPlan]) -> None:
-    """The list of which tensor is where, for more than one shard."""
+    """Write the index of which tensor is in which file, for more than one shard."""
     if len(shards) > 1:
         weight_map = {t.name: s.name for s in shards for t in s.items}
         total = sum(t.size_bytes for s in shards for t in s.items)
@@ -134,21 +141,21 @@ def write_index(folder: Path, shards: list[ShardPlan]) -> None:
 
 
 def parts(item: Planned) -> Iterator[memoryview]:
-    """The bytes of one tensor, checked against its plan."""
+    """Yield the bytes of one tensor, checked against its plan."""
     loaded = item.load()
     written = 0
     for array in [loaded] if isinstance(loaded, np.ndarray) else loaded:
         if array.dtype != header.DTYPES[item.dtype]:
-            raise ValueError(f"{item.name}: {array.dtype} arrived, {item.dtype} was planned")
+            raise ValueError(f"{item.name}: got {array.dtype}, {item.dtype} was planned")
         raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         written += raw.nbytes
         yield raw.data
     if written != item.size_bytes:
-        raise ValueError(f"{item.name}: {written} bytes arrived, {item.size_bytes} were planned")
+        raise ValueError(f"{item.name}: got {written} bytes, {item.size_bytes} were planned")
 
 
-def finished(folder: Path, shard: ShardPlan) -> bool:
-    """Whether an earlier run left this very shard: same header, same length."""
+def is_complete(folder: Path, shard: ShardPlan) -> bool:
+    """Return whether an earlier run completed this shard: same header, same length."""
     path = folder / shard.name
     try:
         if path.stat().st_size != shard.size_bytes:
@@ -160,6 +167,7 @@ def finished(folder: Path, shard: ShardPlan) -> bool:
 
 
 def need_room(folder: Path, size_bytes: int) -> None:
+    """Raise NoRoom where the disk of `folder` has less than `size_bytes` free."""
     free = shutil.disk_usage(folder).free
     if size_bytes > free:
         raise NoRoom(
@@ -168,8 +176,23 @@ def need_room(folder: Path, size_bytes: int) -> None:
         )
 
 
-def carry(folder: ModelFolder, target: Path) -> None:
-    """Copy the tokenizer, template, processor and licence files; the configurations are written anew."""
+def copy_small_files(folder: ModelFolder, target: Path) -> None:
+    """Copy the tokenizer, template, processor and licence files; the configurations are written separately."""
     for path in folder.small_files():
         if path.name not in ("config.json", "hf_quant_config.json"):
             shutil.copyfile(path, target / path.name)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A dialect's quantization settings: config.json's quantization_config, and further JSON files by name."""
+
+    quantization_config: dict[str, Any]
+    files: dict[str, dict[str, Any]]
+
+
+def write_settings(target: Path, config: dict[str, Any], settings: Settings) -> None:
+    """Write config.json with the quantization settings, and the dialect's other files."""
+    for name, value in settings.files.items():
+        write_json(target / name, value)
+    write_json(target / "config.json", config | {"quantization_config": settings.quantization_config})

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 
 import annie_quant
 from annie_quant.cli.common import console, emit, json_option
@@ -40,31 +41,32 @@ def audit(
     """Read every tensor of a checkpoint and report faults. Exit code 1 if there are any."""
     if not repair and (output or names or force):
         raise click.UsageError("--output, --names and --force need --repair")
-    repaired: dict[str, Any] = {}
+    repaired = None
     if repair:
         with console.task("repair"):
             repaired = annie_quant.checkpoint.repair(checkpoint, source=source, output=output, names=names, force=force)
-        checkpoint = Path(repaired["path"])
+        checkpoint = Path(repaired.path)
     result = annie_quant.checkpoint.audit(checkpoint, source=source)
     if as_json:
-        emit(result.to_dict() | ({"repair": repaired} if repair else {}))
+        emit(result.to_dict() | ({"repair": msgspec.to_builtins(repaired)} if repaired else {}))
     else:
-        for action in repaired.get("actions", ()):
+        for action in repaired.actions if repaired else ():
             console.note(f"repaired: {action}")
-        if repair and not repaired["actions"]:
-            console.note("nothing needed repair")
+        if repaired and not repaired.actions:
+            console.note("nothing to repair")
         print_audit(checkpoint, result, tensors)
     sys.exit(0 if result.ok else 1)
 
 
 def print_audit(path: Path, result: Any, tensors: bool) -> None:
     """Print the summary, the loaders, all tensors if asked for, and the faults."""
-    summary = result.to_dict().get("summary", {})
-    console.print_mapping(str(path), {k: v for k, v in summary.items() if k != "loads"})
-    for line in summary.get("loads", ()):
+    document = result.to_dict()
+    summary = document["summary"]
+    console.print_mapping(str(path), {k: v for k, v in summary.items() if k != "loads" and v is not None})
+    for line in summary["loads"]:
         console.line(f"  {line}")
     if tensors:
-        print_tensors(result.tensors)
+        print_tensors(document["tensors"])
     for finding in result.findings:
         console.line(f"{finding.tensor or ''}  {finding.message}", mark=f"[red]{finding.code}[/]")
     if result.ok:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import click
+import msgspec
 
 import annie_quant
 from annie_quant.cli.common import console, emit, json_option
@@ -26,6 +27,6 @@ def compare(source: Path, forms: tuple[Path, ...], worst: int, plot: Path | None
         emit(comparison.to_dict(worst))
         return
     for form, summary in comparison.summary.items():
-        console.print_mapping(form, summary)
+        console.print_mapping(form, msgspec.to_builtins(summary))
         for row in comparison.worst(form, worst):
-            console.note(f"  worst: {row['tensor']} {row['format']} rel-L2 {row['rel_l2']:.4f}")
+            console.note(f"  worst: {row.tensor} {row.format} rel-L2 {row.rel_l2:.4f}")

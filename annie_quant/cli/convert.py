@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import click
+import msgspec
 
 import annie_quant
 from annie_quant.cli.common import console, emit, json_option
@@ -28,20 +29,13 @@ def convert(
     checkpoint: Path, target: str, kind: str | None, output: Path | None, like: Path | None, force: bool, as_json: bool
 ) -> None:
     """Convert a checkpoint to another dialect, or write it as GGUF."""
-    done = 0
     with console.task(f"convert to {target}") as step:
-
-        def progress(size_bytes: int) -> None:
-            nonlocal done
-            done += size_bytes
-            step.message(f"{done / 1e6:,.0f} MB")
-
         result = annie_quant.checkpoint.convert(
-            checkpoint, to=target, output=output, type=kind, like=like, force=force, progress=progress
+            checkpoint, to=target, output=output, type=kind, like=like, force=force, progress=step
         )
     if as_json:
-        emit(result)
+        emit(msgspec.to_builtins(result))
         return
-    console.note(f"{result['path']}: {result['size_bytes'] / 1e6:.1f} MB")
-    for line in result["loss"]:
-        console.note(f"lost in the conversion: {line}")
+    console.note(f"{result.path}: {result.size_bytes / 1e6:.1f} MB")
+    for line in result.loss:
+        console.note(f"lost in conversion: {line}")

@@ -1,4 +1,4 @@
-"""`annie-quant quantize`: run one strategy, on this machine or in NVIDIA's container."""
+"""`annie-quant quantize`: one strategy, here or in NVIDIA's container."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import click
+import msgspec
 
 import annie_quant
 from annie_quant.cli.common import console, emit, json_option, quiet_engines, refuse_stale_prompt
@@ -20,21 +21,21 @@ from annie_quant.cli.common import console, emit, json_option, quiet_engines, re
 @click.option(
     "--exclude-layers",
     default="",
-    help='Modules that are not quantized: "linear_attn,layers.0,layers.31", or fnmatch patterns.',
+    help='Parts that stay as they are, e.g. "linear_attn,layers.0,layers.31", or fnmatch patterns.',
 )
 @click.option(
     "--scale",
-    help="Choice of block scales in our codec: amax, four_over_six, sweep. Default: the strategy's choice.",
+    help="Block scales where our codec chooses them: amax, four_over_six, sweep. Default: the strategy's own.",
 )
-@click.option("--set", "settings", multiple=True, metavar="NAME=VALUE", help="An option of the strategy; repeatable.")
-@click.option("--ray", metavar="ADDRESS", help='direct: make the shards on this Ray cluster ("local" starts one).')
-@click.option("--seed", default=0, show_default=True, help="The same seed gives the same bytes.")
+@click.option("--set", "settings", multiple=True, metavar="NAME=VALUE", help="A strategy's own setting; repeatable.")
+@click.option("--ray", metavar="ADDRESS", help='direct: make the shards on this Ray cluster ("local" starts one here).')
+@click.option("--seed", default=0, show_default=True, help="Same seed, same bytes.")
 @click.option("--output", required=True, type=click.Path(path_type=Path))
-@click.option("--force", is_flag=True, help="Replace an existing output.")
-@click.option("--allow-prompt-mismatch", is_flag=True, help="Accept data that was made for another system prompt.")
-@click.option("--container", is_flag=True, help="Run in NVIDIA's container, as the calling user.")
-@click.option("--dry-run", is_flag=True, help="Print the estimated size, memory and time (also for --model 9b or 27b), "
-              "or with --container the command, and exit.")  # fmt: skip
+@click.option("--force", is_flag=True, help="Replace an output that exists.")
+@click.option("--allow-prompt-mismatch", is_flag=True, help="Go on with data made for another system prompt.")
+@click.option("--container", is_flag=True, help="Do it in NVIDIA's container, as the calling user.")
+@click.option("--dry-run", is_flag=True, help="Print size, memory and time to expect (--model 9b and 27b work too), or "
+              "with --container the one command, and stop.")  # fmt: skip
 @json_option
 def quantize(
     strategy: str,
@@ -69,8 +70,8 @@ def quantize(
             click.echo(shlex.join(argv))
             return
         sys.exit(container_job.run(argv, output))
-    if dry_run or estimate.large(model):
-        for line in estimate.plan(model, strategy, calib_samples).lines():
+    if dry_run or estimate.is_large(model):
+        for line in estimate.estimate(model, strategy, calib_samples).lines():
             click.echo(line, err=not dry_run)
     if dry_run:
         return
@@ -86,13 +87,13 @@ def quantize(
             exclude=exclude_layers,
             scale=scale,
             force=force,
-            report=step.say,
+            report=step,
             seed=seed,
             allow_prompt_mismatch=allow_prompt_mismatch,
             **dict(item.split("=", 1) for item in settings) | ({"ray": ray} if ray else {}),
         )
-    megabytes = {k: result[k] / 1e6 for k in ("size_bytes", "source_bytes")}
-    emit(result) if as_json else console.note(
-        "{output}: {seconds} s, ".format(**result)
-        + "{size_bytes:.1f} MB from {source_bytes:.1f} MB".format(**megabytes)
-    )
+    if as_json:
+        emit(msgspec.to_builtins(result))
+        return
+    sizes = f"{result.size_bytes / 1e6:.1f} MB from {result.source_bytes / 1e6:.1f} MB"
+    console.note(f"{result.output}: {result.seconds} s, {sizes}")

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from annie_quant import checkpoint, nvfp4
+from annie_quant import checkpoint, models, nvfp4
 from annie_quant.checkpoint import checks, loader_support
 from annie_quant.errors import CheckpointError
 from annie_quant.hf import codec
@@ -56,7 +56,7 @@ def check(model: nn.Module) -> None:
                 raise CheckpointError(f"{name}: a scale is not a positive number", HINT)
         else:
             for part, weight in module.named_parameters(recurse=False):
-                used = weight.exp() if f".{part}" == checks.DECAY else weight
+                used = weight.exp() if models.is_log_decay(f"{name}.{part}") else weight
                 if weight.is_floating_point() and not math.isfinite(largest(used)):
                     raise CheckpointError(f"{name}.{part} holds NaN or infinity", HINT)
 

@@ -23,6 +23,7 @@ from transformers.quantizers.auto import (
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from annie_quant import models
 from annie_quant.checkpoint import Linear, ModelFolder
 from annie_quant.checkpoint.dialects import compressed_tensors, modelopt
 from annie_quant.errors import CheckpointError
@@ -121,8 +122,7 @@ class NVFP4Quantizer(HfQuantizer):
 
 def find(model: nn.Module, name: str) -> tuple[str, nn.Module] | None:
     """The module that a checkpoint calls `name`; multimodal prefixes may differ from the class that is being loaded."""
-    names = [name, name.replace("model.language_model.", "model."), name.replace("model.", "model.language_model.", 1)]
-    for candidate in names:
+    for candidate in models.aliases(name):
         try:
             return candidate, model.get_submodule(candidate)
         except AttributeError:

@@ -60,7 +60,7 @@ class Stages:
         from annie_quant import quantize
 
         def work(step: Any) -> dict[str, Any]:
-            made = quantize.run(
+            result = quantize.run(
                 strategy,
                 self.model,
                 self.checkpoint(strategy),
@@ -70,8 +70,8 @@ class Stages:
                 report=step.say,
                 allow_prompt_mismatch=True,  # who walks the stages has looked at the prompt already
             )
-            sizes = f"{made['size_bytes'] / 1e6:,.1f} of {made['source_bytes'] / 1e6:,.1f} MB"
-            return {"summary": sizes, "size_bytes": made["size_bytes"], "seconds": made["seconds"]}
+            sizes = f"{result.size_bytes / 1e6:,.1f} of {result.source_bytes / 1e6:,.1f} MB"
+            return {"summary": sizes, "size_bytes": result.size_bytes, "seconds": result.seconds}
 
         inputs = {"rows": self.samples, "text": self.text_key()}
         return self.stage(f"quantize-{strategy}", inputs, [f"models/{strategy}/config.json"], work)

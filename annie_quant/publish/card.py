@@ -81,7 +81,7 @@ def metadata(run: Run, subject: Subject) -> Any:
 
 
 def quantization(subject: Subject) -> dict[str, Any]:
-    summary = subject.audit.summary
+    summary = subject.audit.to_dict()["summary"]
     known = {k: summary.get(k) for k in ("algorithm", "bits_per_weight", "bits_per_quantized_weight")}
     strategy = recorded(subject).get("strategy")
     named = {"strategy": strategy} if isinstance(strategy, str) else {}
@@ -140,7 +140,7 @@ def opening(run: Run, subject: Subject) -> str:
     told = ", ".join(
         f"{verdicts[v]} {w}" for v, w in (("pass", "passed"), ("fail", "failed"), ("undecided", "undecided"))
     )
-    summary = subject.audit.summary
+    summary = subject.audit.to_dict()["summary"]
     return (
         f"[{inert(subject.base_model)}](https://huggingface.co/{subject.base_model}) in NVFP4 for NVIDIA DGX Spark (GB10) "
         f"and other Blackwell GPUs: {size(summary.get('size_bytes'))}, "
@@ -150,7 +150,7 @@ def opening(run: Run, subject: Subject) -> str:
 
 
 def making(subject: Subject) -> list[str]:
-    summary, producer, made = subject.audit.summary, "", recorded(subject)
+    summary, producer, made = subject.audit.to_dict()["summary"], "", recorded(subject)
     config = read_object(subject.folder / "hf_quant_config.json")
     if isinstance(config.get("producer"), dict):
         producer = " ".join(str(config["producer"].get(k, "")) for k in ("name", "version")).strip()
@@ -263,7 +263,7 @@ def serving(subject: Subject) -> list[str]:
 
     name = subject.repo_id.split("/")[-1]
     parts = [f"    hf download {subject.repo_id} --local-dir {name}"]
-    loads = [str(line) for line in subject.audit.summary.get("loads") or ()]
+    loads = [str(line) for line in subject.audit.summary.loads]
     for runtime in RUNTIMES:
         verdict = next((x for x in loads if x.lower().startswith(f"{runtime}:")), "")
         if verdict.lower().startswith(f"{runtime}: yes"):

@@ -1,74 +1,51 @@
-"""Moving an activation scale s into what produces the activation, exactly, for Qwen3.5.
+"""Fold an activation scale s into the tensors that produce the activation, exactly.
 
-A linear computes W x. With x' = x / s made by its producer and W' = W diag(s) the function is the same, and both may
-be easier to round. Producers here:
-  input_layernorm, post_attention_layernorm   (1 + w) norms: w' = (1 + w) / s - 1   (ModelOpt 0.47 writes w / s: wrong)
-  linear_attn.norm                            an ordinary norm, shared by all value heads: w' = w / s
-  mlp.up_proj                                 its rows / s, for down_proj reads silu(gate) * up
-  self_attn.o_proj                            left alone: its input passes a gate and grouped value heads
-A norm's weight is stored in 16 bits, so w' is rounded first and s is then what w' really divides by: the fold is exact
-in what is stored, too. Linears that read the same activation and are not quantized take s as well.
+A linear computes W x. With x' = x / s from its producer and W' = W diag(s) the result is the same, and both may be easier
+to round. What produces an activation, and how it takes a scale, is in the family's description (annie_quant.models):
+norms (ModelOpt 0.47 writes w / s where Qwen3.5's norms compute 1 + w), and the rows of a linear.
+A norm's weight is stored in 16 bits, so the new weight is rounded first, and s is what it then divides by: the fold is
+exact in what is stored. Linears that read the same activation and are not quantized take s, too.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import torch
 
-from annie_quant.errors import need
+from annie_quant.models import Family, LinearInput
 
-TRUST = 1.25  # a rounded norm whose real divisor is further than this from s takes no scale there
-
-
-@dataclass(frozen=True)
-class Site:
-    """An activation that can be scaled. kind: "plus_one" or "plain" norm, or "rows" of a linear."""
-
-    producer: str
-    kind: str
-    readers: tuple[str, ...]
+MAX_ROUNDING = 1.25  # an element whose rounded norm divides by more or less than s by this factor takes no scale
 
 
-SITES = (
-    Site("input_layernorm.weight", "plus_one", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
-    Site(
-        "input_layernorm.weight",
-        "plus_one",
-        ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z", "linear_attn.in_proj_b", "linear_attn.in_proj_a"),
-    ),
-    Site("linear_attn.norm.weight", "plain", ("linear_attn.out_proj",)),
-    Site("post_attention_layernorm.weight", "plus_one", ("mlp.gate_proj", "mlp.up_proj")),
-    Site("mlp.up_proj.weight", "rows", ("mlp.down_proj",)),
-)
+def shape_of_scale(site: LinearInput, s: torch.Tensor, producer: torch.Tensor) -> torch.Tensor:
+    """Return s as it can be folded: heads that share a norm's weight get the geometric mean of their scales."""
+    return s.reshape(-1, producer.numel()).log().mean(0).exp() if site.per_head else s
 
 
-def shape_of_scale(site: Site, s: Any, producer: Any) -> Any:
-    """s as it can be folded: one value a norm's weight; heads that share a norm's weight get their geometric mean."""
-    if site.kind != "plain":
-        return s
-    return s.reshape(-1, producer.numel()).log().mean(0).exp()
-
-
-def fold(weights: dict[str, Any], site: Site, s: Any, stored: Any) -> Any:
+def fold(
+    weights: dict[str, torch.Tensor],
+    family: Family,
+    site: LinearInput,
+    s: torch.Tensor,
+    stored: torch.dtype | None,
+) -> torch.Tensor:
     """Fold s (float32, of shape_of_scale) into `weights`, the layer's tensors in float32, in place.
 
-    stored: the dtype that the producer is written in (a norm's), or None where it is not rounded. Returns the scale
-    that was really folded, [K] of the readers.
+    stored: the dtype that a norm is written in, or None where it is not rounded.
+    Returns the scale that was folded, [K] of the linears.
     """
-    torch = need("torch", "quantize")
-    producer = weights[site.producer]
-    if site.kind == "rows":
-        weights[site.producer] = producer / s[:, None]
+    name = f"{site.producer}.weight"
+    producer = weights[name]
+    if site.fold == "rows":
+        weights[name] = producer / s[:, None]
     else:
-        gain = producer + 1 if site.kind == "plus_one" else producer
-        offset = 1.0 if site.kind == "plus_one" else 0.0
-        new = gain / s - offset
+        one = 1.0 if family.adds_one(name) else 0.0
+        new = (producer + one) / s - one
         new = new if stored is None else new.to(stored).float()
-        real = gain / (new + offset)
-        sound = torch.isfinite(real) & (real > s / TRUST) & (real < s * TRUST)
-        weights[site.producer] = torch.where(sound, new, producer)
-        s = torch.where(sound, real, torch.ones_like(s))
-    for reader in site.readers:
+        exact = (producer + one) / (new + one)
+        valid = torch.isfinite(exact) & (exact > s / MAX_ROUNDING) & (exact < s * MAX_ROUNDING)
+        weights[name] = torch.where(valid, new, producer)
+        s = torch.where(valid, exact, torch.ones_like(s))
+    for reader in site.linears:
         columns = weights[f"{reader}.weight"].shape[1]
         weights[f"{reader}.weight"] = weights[f"{reader}.weight"] * s.repeat(columns // len(s))
-    return s.repeat(weights[f"{site.readers[0]}.weight"].shape[1] // len(s))
+    return s.repeat(weights[f"{site.linears[0]}.weight"].shape[1] // len(s))

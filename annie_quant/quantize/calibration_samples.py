@@ -1,14 +1,17 @@
-"""Calibration text as tokens that know what they are: prompt, content, tool-call markup, thinking, end of turn.
+"""Calibration text as tokens, and what each position predicts: prompt, content, tool-call markup, thinking, end of turn.
 
-The mark of a position is the class of the token that is predicted there, for a position's activations decide that
-token and not the one that stands there. Padding goes to the right, where no real token sees it (Qwen3.5 is causal), and
-repeats the text, so that even who does not know of it sees no activations but natural ones.
+A position's kind is that of the token predicted there, because its activations decide that token. Padding is on the
+right, where no real token attends to it (the models are causal). It repeats the text, so that code which ignores the
+kinds meets natural activations only.
 """
 
 from __future__ import annotations
 
+import copy
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,20 +21,29 @@ from annie_quant.errors import UsageError
 from annie_quant.quantize.job import Job
 
 PROMPT, CONTENT, TOOL_MARKUP, THINKING, END_OF_TURN = range(5)
+KINDS = 5
 PADDING = -1
-# How much a position's activations count, by its mark. RESPONSE: what the model is to say, and nothing else.
-RESPONSE: Mapping[int, float] = {PROMPT: 0.0, CONTENT: 1.0, TOOL_MARKUP: 1.0, THINKING: 1.0, END_OF_TURN: 1.0}
+TokenWeights = Mapping[int, float]  # kind → how much a position's activations count
+# What the model is to answer, and nothing else.
+RESPONSE: TokenWeights = {PROMPT: 0.0, CONTENT: 1.0, TOOL_MARKUP: 1.0, THINKING: 1.0, END_OF_TURN: 1.0}
+# Few tokens decide whether a checkpoint keeps its manners: the markup of a call, and the token that ends the turn.
+MANNERS: TokenWeights = {PROMPT: 0.1, CONTENT: 1.0, TOOL_MARKUP: 8.0, THINKING: 1.0, END_OF_TURN: 8.0}
+MANNERS_RESPONSE: TokenWeights = {**MANNERS, PROMPT: 0.0}
 MAX_TOKENS = 2048
 BATCH_TOKENS = 16384
 
 
 @dataclass(frozen=True)
-class Text:
-    """One answer behind its prompt: the tokens that are fed (its last token is only predicted) and a mark for each."""
+class Sample:
+    """One answer after its prompt.
+
+    ids: the tokens that are fed (the answer's last token is only predicted).  kinds: of each position.
+    answer: the answer's tokens.
+    """
 
     category: str
     ids: tuple[int, ...]
-    marks: tuple[int, ...]
+    kinds: tuple[int, ...]
     answer: tuple[int, ...]
 
     @property
@@ -41,58 +53,89 @@ class Text:
 
 @dataclass(frozen=True)
 class Batch:
-    """ids and marks int64 [B, T]; marks are PADDING right of each text."""
+    """ids and kinds: int64 [B, T]; the kind of what follows a sample is PADDING."""
 
     ids: np.ndarray
-    marks: np.ndarray
+    kinds: np.ndarray
 
 
-def read(job: Job, limit: int | None = None) -> list[Text]:
-    """The assistant's answers in the job's conversations, as texts; at most `limit`, taken evenly over them."""
+def read_samples(job: Job) -> list[Sample]:
+    """Return the assistant's answers in the job's conversations."""
+    return samples_of_rows(job.model, read_conversations(conversations_of(job), job.calib_samples))
+
+
+def conversations_of(job: Job) -> Path:
+    """Return the job's conversations. Raises UsageError where it has none."""
     if job.calib_data is None:
         raise UsageError(
-            "this strategy reads conversations",
+            "this strategy needs conversations to calibrate with",
             "annie-quant data --persona annie --output calibration.jsonl, then --calib-data calibration.jsonl",
         )
-    return of_rows(job.model, read_conversations(job.calib_data, job.calib_samples), limit)
+    return job.calib_data
 
 
-def of_rows(model: Any, rows: Sequence[dict[str, Any]], limit: int | None = None) -> list[Text]:
+def samples_of_rows(model: Path, rows: Sequence[dict[str, Any]]) -> list[Sample]:
+    """Return the assistant's answers in conversations. Answers beyond MAX_TOKENS are left out."""
     from annie_quant.evaluate.prompts import Template, conversation_answers
 
     template = Template(model)
-    texts = []
+    samples = []
     for scored in conversation_answers(template, rows):
         ids = (*scored.prompt, *scored.target[:-1])
         if len(ids) > MAX_TOKENS:
-            continue  # cutting it would cut the answer, which stands last
-        kinds = [k + 1 for k in template.classes(scored.target, scored.thinking)]
-        marks = (PROMPT,) * (len(scored.prompt) - 1) + tuple(kinds)
-        texts.append(Text(scored.category, ids, marks, scored.target))
-    if not texts:
-        raise UsageError("no assistant's answer in the calibration data fits into 2,048 tokens", "annie-quant data")
-    if limit is None or limit >= len(texts):
-        return texts
-    return [texts[i * len(texts) // limit] for i in range(limit)]
+            continue  # the answer is at the end, so cutting would remove it
+        answer_kinds = [k + 1 for k in template.classes(scored.target, scored.thinking)]
+        kinds = (PROMPT,) * (len(scored.prompt) - 1) + tuple(answer_kinds)
+        samples.append(Sample(scored.category, ids, kinds, scored.target))
+    if not samples:
+        raise UsageError(
+            f"no assistant's answer in the calibration data has at most {MAX_TOKENS:,} tokens", "annie-quant data"
+        )
+    return samples
 
 
-def batches(texts: Sequence[Text], tokens: int = BATCH_TOKENS) -> list[Batch]:
-    """Texts of about one length together, at most `tokens` places a batch."""
-    ordered = sorted(texts, key=lambda t: len(t.ids))
-    found: list[Batch] = []
-    waiting: list[Text] = []
-    for text in ordered:
-        if waiting and (len(waiting) + 1) * len(text.ids) > tokens:
-            found.append(padded(waiting))
+def make_batches(samples: Sequence[Sample], tokens: int = BATCH_TOKENS) -> list[Batch]:
+    """Return batches of samples of similar length, at most `tokens` positions per batch."""
+    batches: list[Batch] = []
+    waiting: list[Sample] = []
+    for sample in sorted(samples, key=lambda s: len(s.ids)):
+        if waiting and (len(waiting) + 1) * len(sample.ids) > tokens:
+            batches.append(padded(waiting))
             waiting = []
-        waiting.append(text)
-    return [*found, padded(waiting)] if waiting else found
+        waiting.append(sample)
+    return [*batches, padded(waiting)] if waiting else batches
 
 
-def padded(texts: Sequence[Text]) -> Batch:
-    width = max(len(t.ids) for t in texts)
-    ids, marks = np.zeros((len(texts), width), np.int64), np.full((len(texts), width), PADDING, np.int64)
-    for i, text in enumerate(texts):
-        ids[i] = np.resize(text.ids, width)
-        marks[i, : len(text.marks)] = text.marks
-    return Batch(ids, marks)
+def padded(samples: Sequence[Sample]) -> Batch:
+    """Return samples as one batch, padded on the right to the longest."""
+    width = max(len(s.ids) for s in samples)
+    ids, kinds = np.zeros((len(samples), width), np.int64), np.full((len(samples), width), PADDING, np.int64)
+    for i, sample in enumerate(samples):
+        ids[i] = np.resize(sample.ids, width)
+        kinds[i, : len(sample.kinds)] = sample.kinds
+    return Batch(ids, kinds)
+
+
+def template_messages(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return a row's messages as chat templates expect them: tool arguments as a dict (on disk a JSON string)."""
+    messages = copy.deepcopy(row["messages"])
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            function = call.get("function", call)
+            if isinstance(function.get("arguments"), str):
+                function["arguments"] = json.loads(function["arguments"] or "{}")
+    return messages
+
+
+def token_ids(tokenizer: Any, rows: Sequence[Mapping[str, Any]], max_tokens: int = MAX_TOKENS) -> list[list[int]]:
+    """Return one list of token ids per conversation, cut at max_tokens."""
+    ids = []
+    for row in rows:
+        text = tokenizer.apply_chat_template(
+            template_messages(row),
+            tools=row.get("tools") or None,
+            tokenize=False,
+            enable_thinking=bool(row.get("thinking", False)),
+        )
+        ids.append(tokenizer(text, add_special_tokens=False)["input_ids"][:max_tokens])
+    return ids

@@ -1,7 +1,7 @@
-"""Quantizing in NVIDIA's container, as one command: the recipe is data (assets/recipes/ngc.json).
+"""Quantize in NVIDIA's container, as one command. The recipes are data (assets/recipes/ngc.json).
 
-It runs as the calling user, so nothing that it leaves belongs to root; models and data are mounted read-only; what pip
-installs lives in the container's /tmp and goes with it. The package is installed from the folder that this one runs from.
+It runs as the calling user, so its files do not belong to root; models and data are mounted read-only; what pip installs
+is in the container's /tmp and is removed with it. The package is installed from the checkout that this one runs from.
 """
 
 from __future__ import annotations
@@ -29,14 +29,16 @@ def arguments(
     recipe: str | None = None,
     source: Path = SOURCE,
 ) -> list[str]:
-    """`docker run …` as a list. more: further options of `annie-quant quantize`, as they are."""
-    known = read_json(RECIPES)
-    name = recipe or max(known)
-    if name not in known:
-        raise UsageError(f"there is no container recipe {name!r}", f"choose one of: {', '.join(sorted(known))}")
+    """Return `docker run …` as a list. more: further options of `annie-quant quantize`."""
+    recipes = read_json(RECIPES)
+    name = recipe or max(recipes)
+    if name not in recipes:
+        raise UsageError(f"unknown container recipe {name!r}", f"choose one of: {', '.join(sorted(recipes))}")
     if not (source / "pyproject.toml").is_file():
-        raise UsageError(f"{source} is no checkout of annie_quant", "run this from a clone: the container installs it")
-    parts = known[name]
+        raise UsageError(
+            f"{source} is not a checkout of annie_quant", "run this from a clone: the container installs it"
+        )
+    parts = recipes[name]
     model, output = model.resolve(), output.resolve()
     inner = ["/tmp/venv/bin/annie-quant", "quantize", "--strategy", strategy, "--model", "/model"]  # noqa: S108
     mounts = [(source, "/source:ro"), (model, "/model:ro"), (output.parent, "/output")]
@@ -64,10 +66,10 @@ def arguments(
 
 
 def run(argv: Sequence[str], output: Path) -> int:
-    """Run the command; the output's parent is made first, as docker would make it root's. Returns the exit code."""
+    """Run the command and return its exit code. The output's parent is made first: docker would make it as root."""
     if shutil.which("docker") is None:
         raise EnvironmentFault(
-            "docker is not installed here", "add --dry-run to see the command, or leave --container out"
+            "docker is not installed here", "add --dry-run to print the command, or leave --container out"
         )
     output.resolve().parent.mkdir(parents=True, exist_ok=True)
     return subprocess.run(list(argv), check=False).returncode

@@ -1,23 +1,26 @@
-"""Rounding to a format and back, for searches and training: what a served linear computes, in torch tensors.
+"""Round torch tensors to a format and back: what a served linear computes. For searches and training.
 
-No arithmetic of its own for NVFP4: the codec does it (on a GPU its form in torch ops, held to the codec by
+NVFP4 is rounded by the codec, on a GPU by its form in torch operations (checked against the codec by
 tests/hf/test_linear.py).
 """
 
 from __future__ import annotations
 
-from typing import Any
+import numpy as np
+import torch
 
 from annie_quant import nvfp4
-from annie_quant.errors import need
-from annie_quant.hf import codec
-
-LARGEST_NVFP4 = 6 * 448.0
-LARGEST_E4M3 = 448.0
+from annie_quant.checkpoint.quantized_tensors import LARGEST_E4M3, LARGEST_NVFP4
+from annie_quant.hf import codec, fp8_linear
 
 
-def nvfp4_weight(weight: Any, tensor_scale: float, scale: nvfp4.Scale = "amax", importance: Any = None) -> Any:
-    """[N, K] rounded to NVFP4 and back, same dtype and device. Searched scales and importance run on the CPU."""
+def nvfp4_weight(
+    weight: torch.Tensor, tensor_scale: float, scale: nvfp4.Scale = "amax", importance: np.ndarray | None = None
+) -> torch.Tensor:
+    """Return a weight [N, K] rounded to NVFP4 and back, same dtype and device.
+
+    scale, importance: as for nvfp4.pack. Other scales than "amax" are searched on the CPU.
+    """
     if weight.device.type == "cuda" and scale == "amax":
         return codec.fake_quant_torch(weight, tensor_scale)
     packed = nvfp4.pack(codec.to_numpy(weight.cpu()), tensor_scale=tensor_scale, scale=scale, importance=importance)
@@ -25,14 +28,12 @@ def nvfp4_weight(weight: Any, tensor_scale: float, scale: nvfp4.Scale = "amax", 
     return codec.to_torch(nvfp4.unpack(packed, name)).to(weight.device)
 
 
-def nvfp4_input(x: Any, amax: float) -> Any:
-    """Activations as a W4A4 kernel sees them, under input_scale = amax / 2688."""
+def nvfp4_input(x: torch.Tensor, amax: float) -> torch.Tensor:
+    """Return activations as a W4A4 kernel sees them, under input_scale = amax / 2688."""
     return codec.fake_quant(x, amax / LARGEST_NVFP4)
 
 
-def fp8(x: Any, amax: float) -> Any:
-    """Rounded to E4M3 under one multiplier, amax / 448, and back."""
-    torch = need("torch", "quantize")
+def fp8(x: torch.Tensor, amax: float) -> torch.Tensor:
+    """Return x rounded to E4M3 and back under one multiplier, amax / 448."""
     scale = torch.tensor(amax, dtype=torch.float32) / LARGEST_E4M3
-    codes = (x.float() / scale.to(x.device)).clamp(-LARGEST_E4M3, LARGEST_E4M3).to(torch.float8_e4m3fn)
-    return (codes.float() * scale.to(x.device)).to(x.dtype)
+    return fp8_linear.fake_quant(x, scale.to(x.device))

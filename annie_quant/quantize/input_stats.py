@@ -1,74 +1,110 @@
-"""What goes into each linear while conversations run through: the largest value, and second moments by weight.
+"""Statistics of each linear's inputs over calibration text: the largest value, and the weighted second moment.
 
-One pass, layer by layer; linears that read the same tensor share one measurement.
+One pass, layer by layer; linears that read the same input share one measurement.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
+import torch
 
 from annie_quant.checkpoint.shards import ModelFolder
-from annie_quant.errors import CheckpointError, need
-from annie_quant.quantize.calibration_samples import END_OF_TURN, Text, batches
-from annie_quant.quantize.job import Report
-from annie_quant.quantize.layerwise import See, Walk
+from annie_quant.errors import CheckpointError
+from annie_quant.progress import Progress
+from annie_quant.quantize.calibration_samples import KINDS, Sample, TokenWeights, make_batches
+from annie_quant.quantize.layerwise import DecoderLayers
 
 
 @dataclass
-class Moments:
-    """By linear (full name): amax, the largest |x| of any token; second, weighted mean of x_k^2, float32 [K]."""
+class InputStats:
+    """By full name of a linear. amax: largest |x| of any token.  second: weighted mean of x_k^2, float32 [K]."""
 
     amax: dict[str, float] = field(default_factory=dict)
     second: dict[str, np.ndarray] = field(default_factory=dict)
 
 
-class Gather:
-    """Hears the inputs [n, K] of one linear."""
+def weight_table(token_weights: TokenWeights, device: str | torch.device) -> torch.Tensor:
+    """Return the weight of every kind of token, float32 [KINDS]."""
+    return torch.tensor([token_weights.get(k, 0.0) for k in range(KINDS)], device=device)
 
-    def __init__(self, by_mark: Mapping[int, float], device: str) -> None:
-        torch = need("torch", "quantize")
-        self.table = torch.tensor([by_mark.get(m, 0.0) for m in range(END_OF_TURN + 1)], device=device)
+
+class InputObserver:
+    """Accumulates the statistics of one input from calls with x [n, K] and kinds [n]. name: for messages."""
+
+    def __init__(self, token_weights: TokenWeights, device: str, name: str = "a linear") -> None:
+        self.table, self.name = weight_table(token_weights, device), name
         self.weight = 0.0
-        self.total: Any = None
-        self.largest: Any = None
+        self.total: torch.Tensor | None = None
+        self.largest: torch.Tensor | None = None
 
-    def __call__(self, x: Any, marks: Any) -> None:
+    def __call__(self, x: torch.Tensor, kinds: torch.Tensor) -> None:
         if not len(x):
             return
         top = x.abs().amax(0).float()
-        self.largest = top if self.largest is None else need("torch", "quantize").maximum(self.largest, top)
-        weight = self.table[marks]
+        self.largest = top if self.largest is None else torch.maximum(self.largest, top)
+        weight = self.table[kinds]
         squares = (x.float().square() * weight[:, None]).sum(0).double()
         self.total = squares if self.total is None else self.total + squares
         self.weight += float(weight.sum())
 
-    def amax(self, scale: Any = None) -> float:
-        """Largest |x|, or |x / scale| for a scale [K]."""
+    def amax(self, scale: torch.Tensor | None = None) -> float:
+        """Return the largest |x|, or |x / scale| for a scale [K]. Raises CheckpointError for NaN and inf."""
+        assert self.largest is not None
         top = float((self.largest if scale is None else self.largest / scale).max())
         if not np.isfinite(top):
-            raise CheckpointError("NaN or inf among a linear's inputs", "annie-quant audit the model")
+            raise CheckpointError(f"{self.name}: NaN or inf among its inputs", "annie-quant audit the model")
         return top
 
     def second(self) -> np.ndarray:
+        """Return the weighted mean of x_k^2, float32 [K]."""
+        assert self.total is not None
         return (self.total / max(self.weight, 1e-30)).float().cpu().numpy()
 
 
-def gather(folder: ModelFolder, texts: Sequence[Text], by_mark: Mapping[int, float], report: Report) -> Moments:
-    """Moments of every linear of every decoder layer."""
-    found = Moments()
-    walk = Walk(folder, batches(texts), report, "calibrating")
-    for layer in walk:
+class InputSampler(InputObserver):
+    """Also keeps up to `rows` response tokens' inputs, evenly spread over `total` of them, and the mean |x|."""
+
+    def __init__(self, token_weights: TokenWeights, device: str, name: str, total: int, rows: int) -> None:
+        super().__init__(token_weights, device, name)
+        self.stride, self.count = max(1, total // rows), 0
+        self.sampled: list[torch.Tensor] = []
+        self.magnitude: torch.Tensor | None = None
+
+    def __call__(self, x: torch.Tensor, kinds: torch.Tensor) -> None:
+        super().__call__(x, kinds)
+        rows = x[self.table[kinds] > 0].float()
+        first = -self.count % self.stride
+        self.count += len(rows)
+        self.sampled.append(rows[first :: self.stride].clone())
+        magnitude = rows.abs().sum(0).double()
+        self.magnitude = magnitude if self.magnitude is None else self.magnitude + magnitude
+
+    def mean(self) -> torch.Tensor:
+        """Return the mean |x_k| of response tokens, float32 [K]."""
+        assert self.magnitude is not None
+        return (self.magnitude / max(1, self.count)).float()
+
+    def inputs(self) -> torch.Tensor:
+        """Return the kept inputs, float32 [n, K]."""
+        return torch.cat(self.sampled)
+
+
+def collect_stats(
+    folder: ModelFolder, samples: Sequence[Sample], token_weights: TokenWeights, progress: Progress
+) -> InputStats:
+    """Return the statistics of every linear of every decoder layer."""
+    stats = InputStats()
+    model = DecoderLayers(folder, make_batches(samples), progress, "calibrating")
+    for layer in model:
         groups = layer.groups()
-        hear: dict[str, Gather] = {group[0]: Gather(by_mark, walk.device) for group in groups}
-        see: dict[str, See] = dict(hear)
-        layer.advance(see)
+        observers = {g[0]: InputObserver(token_weights, model.device, f"{layer.name}.{g[0]}") for g in groups}
+        layer.advance(observers)
         for group in groups:
-            amax, second = hear[group[0]].amax(), hear[group[0]].second()
+            amax, second = observers[group[0]].amax(), observers[group[0]].second()
             for name in group:
-                found.amax[f"{layer.name}.{name}"] = amax
-                found.second[f"{layer.name}.{name}"] = second
-    return found
+                stats.amax[f"{layer.name}.{name}"] = amax
+                stats.second[f"{layer.name}.{name}"] = second
+    return stats

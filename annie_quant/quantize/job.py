@@ -1,9 +1,8 @@
-"""One quantization: what goes in, which strategy, and an output folder that appears only when it is complete."""
+"""One quantization: its inputs, its strategy, and an output folder that appears only when it is complete."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 import time
@@ -12,16 +11,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
-from annie_quant import __version__, nvfp4, registry
+import msgspec
+
+from annie_quant import __version__, nvfp4
 from annie_quant.checkpoint.shards import ModelFolder, inside
-from annie_quant.checkpoint.staging import fingerprint, named, staged
-from annie_quant.errors import CheckpointError, UsageError
-from annie_quant.files import read_json, write_json
-from annie_quant.quantize import prompt_provenance
+from annie_quant.checkpoint.staging import check_name, source_key, staged
+from annie_quant.errors import CheckpointError, UsageError, need
+from annie_quant.files import write_json
+from annie_quant.progress import Progress, as_progress
+from annie_quant.quantize import prompt_provenance, strategies
+from annie_quant.resume import KeyedJson, keyed_folder
+from annie_quant.schema import RECIPE_FILE, Recipe
 
-Report = Callable[[str], None]
-
-# What a serving runtime needs beside the weights; ModelOpt's exporter leaves some of it behind.
+WAIT_FOR_FIRST_S = 60.0  # how long further processes wait for the first one's work folder
+# What a serving runtime needs besides the weights; ModelOpt's exporter omits some of it.
 COMPANIONS = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -38,16 +41,31 @@ COMPANIONS = (
 )
 
 
+class QuantizeResult(msgspec.Struct):
+    """The result of a run.
+
+    expected_bytes: size of the tensors as it was announced; None where it was not known before.
+    size_bytes, source_bytes: of the weight files.
+    """
+
+    strategy: str
+    output: str
+    seconds: float
+    expected_bytes: int | None
+    size_bytes: int
+    source_bytes: int
+
+
 @dataclass
 class Job:
-    """Everything a strategy may read.
+    """Everything that a strategy may read.
 
-    model: folder of the bf16 checkpoint.  output: folder to make.  calib_data: JSON lines of conversations, or None.
-    calib_samples: conversations used at most.  exclude: patterns of the command line, on top of a strategy's own.
-    scale: how block scales are chosen where our codec chooses them.  options: what only one strategy understands,
-    every name of its OPTIONS, with the given or the default value.  seed: of whatever draws.
-    expected_bytes: what the strategy said that the output's tensors will take, once it knows.
-    work: folder for what a killed run should not have to do again; see `kept`.
+    model: folder of the bf16 checkpoint.  output: folder to write into.
+    calib_data: JSON lines of conversations, or None.  calib_samples: conversations used at most.
+    exclude: patterns of --exclude-layers.  scale: how block scales are chosen.
+    options: every option of the strategy, with its value or default.  seed: for random choices.
+    expected_bytes: set by the strategy, once it knows the size of the output's tensors.
+    work: folder for what a killed run should not have to repeat; it is removed after success.
     """
 
     model: Path
@@ -59,34 +77,28 @@ class Job:
     options: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
     expected_bytes: int | None = None
-    work: Path | None = None
+    work: Path = Path(".work")
 
-    def kept(self, *what: Any) -> Path:
-        """A folder that outlives a killed run and is emptied when model, text, settings or `what` differ from then."""
-        assert self.work is not None
-        key = {
-            "model": fingerprint(ModelFolder(self.model)),
-            "calib_data": None if self.calib_data is None else hashlib.sha256(self.calib_data.read_bytes()).hexdigest(),
-            "settings": [self.calib_samples, self.exclude, self.scale, self.options, self.seed, *what],
+    def key(self) -> dict[str, object]:
+        """Return what must be equal for a rerun to use what an interrupted run measured."""
+        return {
+            "model": source_key(ModelFolder(self.model)),
+            "calib_data": sha256_of(self.calib_data),
+            "settings": [self.calib_samples, self.exclude, self.scale, self.options, self.seed],
         }
-        key = json.loads(json.dumps(key))
-        file = self.work / "key.json"
-        for _ in range(600 if rank() else 0):  # the first process makes the folder
-            if file.is_file() and read_json(file) == key:
-                return self.work
-            time.sleep(0.1)
-        if not file.is_file() or read_json(file) != key:
-            shutil.rmtree(self.work, ignore_errors=True)
-            self.work.mkdir(parents=True)
-            write_json(file, key)
-        return self.work
+
+    def measurements(self, name: str) -> KeyedJson:
+        """Return the file of measurements called `name`, which outlives a killed run with the same key."""
+        return KeyedJson(self.work / name, self.key())
+
+    def work_folder(self) -> Path:
+        """Return the work folder, emptied unless it was made with the same key. The first process makes it."""
+        return keyed_folder(self.work, self.key(), wait_s=WAIT_FOR_FIRST_S if rank() else 0.0)
 
 
 def available() -> dict[str, str]:
-    """Name → one line on each strategy."""
-    from annie_quant.quantize import strategies as package
-
-    return {name: registry.find(package, name, "strategy").SUMMARY for name in registry.names(package)}
+    """Return name → summary of every strategy."""
+    return {name: strategies.find(name).summary for name in strategies.names()}
 
 
 def run(
@@ -98,31 +110,30 @@ def run(
     exclude: str | tuple[str, ...] = (),
     scale: str | None = None,
     force: bool = False,
-    report: Report = lambda line: None,
+    report: Progress | Callable[[str], object] | None = None,
     seed: int = 0,
     persona: str | None = None,
     allow_prompt_mismatch: bool = False,
     **options: Any,
-) -> dict[str, Any]:
-    """Quantize `model` into `output` and return what came of it.
+) -> QuantizeResult:
+    """Quantize `model` into `output`.
 
-    persona: name or file of the production system prompt that the conversations must carry, default what they name;
-    another prompt is refused unless allow_prompt_mismatch. The checkpoint keeps the prompt's hash in annie_quant.json.
-    The result: strategy, output, seconds, expected_bytes (None where unknown before), size_bytes, source_bytes.
-
+    persona: name or file of the production system prompt that the conversations must have, by default the one they
+    name; another prompt is refused unless allow_prompt_mismatch. Its hash is stored in annie_quant.json.
+    report: receives the progress; a function takes one line per report.
+    options: of the strategy.
     Raises UsageError where a pattern matches nothing or the output is in the way, CheckpointError where the model
     folder cannot be used. The output appears under its name only when it is complete.
     """
-    from annie_quant.quantize import strategies as package
-
-    part = registry.find(package, strategy, "strategy")
-    model, output = Path(model), named(output)
+    part = strategies.find(strategy)
+    model, output = Path(model), check_name(output)
     if not (model / "config.json").is_file():
         raise CheckpointError(
-            f"{model}: no config.json there, so it is no model folder", "give --model the folder of a bf16 checkpoint"
+            f"{model}: no config.json there, so it is not a model folder",
+            "give --model the folder of a bf16 checkpoint",
         )
-    chosen = settled(part, options)
-    rule: Any = scale or getattr(part, "SCALE", "amax")
+    settings = part.settings(options)
+    rule: Any = scale or part.scale
     if rule not in get_args(nvfp4.Scale):
         raise UsageError(f"--scale {scale!r}", f"choose one of: {', '.join(get_args(nvfp4.Scale))}")
     patterns = tuple(p.strip() for p in exclude.split(",") if p.strip()) if isinstance(exclude, str) else tuple(exclude)
@@ -133,70 +144,58 @@ def run(
         calib_samples,
         patterns,
         rule,
-        chosen,
+        settings,
         seed,
         work=output.with_name(f".{output.name}.work"),
     )
-    asked = prompt_provenance.of_data(job.calib_data, persona, allow_prompt_mismatch)
+    prompts = prompt_provenance.of_data(job.calib_data, persona, allow_prompt_mismatch)
+    for package in part.requires:
+        need(package, "quantize")
     start = time.monotonic()
-    # A strategy with a stamp goes on from what a stopped run left; the others start anew.
-    stamp = {"strategy": part.NAME, "version": __version__, **part.stamp(job)} if hasattr(part, "stamp") else None
-    # Under a launcher of several processes the first one writes; the others compute with it and leave nothing behind.
-    follows = rank() > 0
-    target = output.with_name(f".{output.name}.rank{rank()}") if follows else output
-    with staged(target, stamp, force or follows) as staging:
-        job.output = staging
-        part.quantize(job, report)
-        carry_companions(model, staging)
-        write_json(staging / prompt_provenance.PROVENANCE, provenance(job, part.NAME) | asked)
-    shutil.rmtree(target if follows else output.with_name(f".{output.name}.work"), ignore_errors=True)
-    return {
-        "strategy": part.NAME,
-        "output": str(output),
-        "seconds": round(time.monotonic() - start, 2),
-        "expected_bytes": job.expected_bytes,
-        "size_bytes": weight_bytes(output),
-        "source_bytes": weight_bytes(model),
-    }
+    key = {"strategy": part.name, "version": __version__, **part.resume_key(job)} if part.resume_key else None
+    # Under a launcher of several processes the first one writes; the others only compute.
+    first = rank() == 0
+    target = output if first else output.with_name(f".{output.name}.rank{rank()}")
+    with staged(target, key, force or not first) as part_folder:
+        job.output = part_folder
+        part.quantize(job, as_progress(report))
+        copy_companions(model, part_folder)
+        write_json(part_folder / RECIPE_FILE, msgspec.to_builtins(recipe_of(job, part.name, prompts)))
+    shutil.rmtree(job.work if first else target, ignore_errors=True)
+    seconds = round(time.monotonic() - start, 2)
+    return QuantizeResult(
+        part.name, str(output), seconds, job.expected_bytes, weight_bytes(output), weight_bytes(model)
+    )
 
 
 def rank() -> int:
-    """Which of a launcher's processes (torchrun, accelerate launch) this is; 0 where there is one."""
+    """Return which of a launcher's processes (torchrun, accelerate launch) this is; 0 where there is one."""
     return int(os.environ.get("RANK", "0"))
 
 
-def provenance(job: Job, strategy: str) -> dict[str, Any]:
-    """How a checkpoint was made; no path and no time, so that the same seed gives the same bytes."""
-    data = None if job.calib_data is None else hashlib.sha256(job.calib_data.read_bytes()).hexdigest()
-    return {
-        "version": __version__,
-        "strategy": strategy,
-        "calib_data_sha256": data,
-        "calib_samples": job.calib_samples,
-        "exclude": list(job.exclude),
-        "scale": job.scale,
-        "options": job.options,
-        "seed": job.seed,
-    }
+def recipe_of(job: Job, strategy: str, prompts: prompt_provenance.Prompts) -> Recipe:
+    return Recipe(
+        version=__version__,
+        strategy=strategy,
+        calib_data_sha256=sha256_of(job.calib_data),
+        calib_samples=job.calib_samples,
+        exclude=list(job.exclude),
+        scale=job.scale,
+        options=job.options,
+        seed=job.seed,
+        prompt_sha256=prompts.sha256,
+        prompt_mismatch=prompts.mismatch,
+    )
 
 
-def settled(part: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """A strategy's OPTIONS (name → default) with the given values, which take the default's type."""
-    known = getattr(part, "OPTIONS", {})
-    for name, value in given.items():
-        if name not in known:
-            raise UsageError(f"{part.NAME} has no setting {name!r}", f"it has: {', '.join(known) or 'none'}")
-        try:
-            type(known[name])(value)
-        except ValueError:
-            raise UsageError(f"{name}={value}: expected something like {known[name]!r}") from None
-    return {name: type(default)(given.get(name, default)) for name, default in known.items()}
+def sha256_of(file: Path | None) -> str | None:
+    return None if file is None else hashlib.sha256(file.read_bytes()).hexdigest()
 
 
-def carry_companions(source: Path, target: Path) -> None:
-    """Copy tokenizer, template and processor files that the exporter did not write.
+def copy_companions(source: Path, target: Path) -> None:
+    """Copy tokenizer, template and processor files from the source, over those that an exporter wrote.
 
-    The chat template and the tokenizer always come from the source: an exporter's re-serialised copy may differ.
+    An exporter's re-serialised copy may differ.
     """
     for name in COMPANIONS:
         if (source / name).is_file():
@@ -204,4 +203,5 @@ def carry_companions(source: Path, target: Path) -> None:
 
 
 def weight_bytes(folder: Path) -> int:
+    """Return the size of a folder's safetensors files."""
     return sum(f.stat().st_size for f in folder.glob("*.safetensors"))

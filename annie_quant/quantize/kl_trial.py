@@ -1,7 +1,7 @@
-"""KL divergence on response tokens between a model and itself with some linears rounded: what a format would cost.
+"""KL divergence on response tokens between a model and itself with some linears rounded: the harm of a format.
 
-The bf16 model is loaded once. Its logits for the scored answers are kept; a trial rounds some linears' weights and
-inputs as a server would, runs the same answers, and puts everything back.
+The bf16 model is loaded once, and its logits for the scored answers are kept. A trial rounds some linears' weights and
+inputs as a server would, runs the same answers, and restores the model.
 """
 
 from __future__ import annotations
@@ -11,114 +11,120 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from annie_quant.errors import need
+import numpy as np
+import torch
+
+from annie_quant import nvfp4
+from annie_quant.checkpoint.quantized_tensors import LARGEST_NVFP4
+from annie_quant.checkpoint.shards import ModelFolder
+from annie_quant.evaluate.engine import Engine, Row
+from annie_quant.hf.loading import load as load_model
+from annie_quant.models import Family
 from annie_quant.quantize import fake_quant
-from annie_quant.quantize.calibration_samples import Text
-from annie_quant.quantize.export import FP8, NVFP4, shared
+from annie_quant.quantize.calibration_samples import Sample, TokenWeights
+from annie_quant.quantize.formats import FP8, QUANTIZED_INPUTS
+from annie_quant.quantize.layerwise import device_and_dtype
 
 
 class Trial:
-    """One model and its own logits as the reference.
+    """One model, and its own logits as the reference.
 
-    by_mark: how much a token counts, by what it is. tokens: of answers, scored at most; a trial is a pass over them,
-    and their logits stay in memory.
+    token_weights: how much a token counts, by its kind.
+    tokens: of answers, scored at most; every trial is a pass over them, and their logits stay in memory.
     """
 
-    def __init__(self, model: Any, conversations: Sequence[Text], by_mark: Mapping[int, float], tokens: int) -> None:
-        from annie_quant.evaluate.engine import Engine, Row
-
-        torch = need("torch", "quantize")
-        self.model, self.engine = model, Engine(model)
+    def __init__(
+        self, folder: ModelFolder, samples: Sequence[Sample], token_weights: TokenWeights, tokens: int
+    ) -> None:
+        self.family, self.model = folder.family, load(folder)
+        self.engine = Engine(self.model)
         total = 0
-        chosen: list[Text] = []
-        for text in spread(conversations):
-            if total + len(text.answer) <= tokens:
-                total += len(text.answer)
-                chosen.append(text)
-        self.rows = [Row(t.prompt, t.answer) for t in chosen]
-        device = next(model.parameters()).device
-        self.weight = [
-            torch.tensor([by_mark.get(m, 0.0) for m in t.marks[len(t.prompt) - 1 :]], device=device) for t in chosen
+        chosen: list[Sample] = []
+        for sample in spread(samples):
+            if total + len(sample.answer) <= tokens:
+                total += len(sample.answer)
+                chosen.append(sample)
+        self.rows = [Row(s.prompt, s.answer) for s in chosen]
+        device = next(self.model.parameters()).device
+        self.weights = [
+            torch.tensor([token_weights.get(k, 0.0) for k in s.kinds[len(s.prompt) - 1 :]], device=device)
+            for s in chosen
         ]
-        # Half the memory for large vocabularies; the reference is compared with its own rounded self, too.
+        # float16 halves the memory for large vocabularies; the reference is compared with its own rounded self, too.
         self.reference = {i: torch.log_softmax(logits, -1).half() for i, logits in self.engine.scores(self.rows)}
 
     def divergence(self) -> float:
-        """Weighted mean KL(reference || model as it is now), nats."""
-        torch = need("torch", "quantize")
+        """Return the weighted mean KL(reference || model as it is now), in nats."""
         total = weight = 0.0
         for i, logits in self.engine.scores(self.rows):
             p, q = self.reference[i].float(), torch.log_softmax(logits, -1)
             kl = (p.exp() * (p - q)).sum(-1).clamp_min(0)
-            total += float((kl * self.weight[i]).sum())
-            weight += float(self.weight[i].sum())
+            total += float((kl * self.weights[i]).sum())
+            weight += float(self.weights[i].sum())
         return total / max(weight, 1e-30)
 
-    def cost(self, formats: Mapping[str, str], amax: Mapping[str, float], scale: Any, importance: Mapping) -> float:
-        with rounded(self.model, formats, amax, scale, importance):
+    def cost(
+        self,
+        formats: Mapping[str, str],
+        amax: Mapping[str, float],
+        scale: nvfp4.Scale,
+        importance: Mapping[str, np.ndarray],
+    ) -> float:
+        """Return the divergence with these linears rounded. All keys are the checkpoint's names of linears."""
+        with rounded(self.model, self.family, formats, amax, scale, importance):
             return self.divergence()
 
 
-def spread(conversations: Sequence[Text]) -> Iterator[Text]:
-    """Texts in an order whose every beginning holds all categories alike."""
-    by_category: dict[str, list[Text]] = {}
-    for text in conversations:
-        by_category.setdefault(text.category, []).append(text)
+def spread(samples: Sequence[Sample]) -> Iterator[Sample]:
+    """Yield samples of all categories in turn, so that any number of first ones holds them in equal parts."""
+    by_category: dict[str, list[Sample]] = {}
+    for sample in samples:
+        by_category.setdefault(sample.category, []).append(sample)
     for index in range(max(map(len, by_category.values()))):
         yield from (rows[index] for rows in by_category.values() if index < len(rows))
 
 
 @contextlib.contextmanager
 def rounded(
-    model: Any, formats: Mapping[str, str], amax: Mapping[str, float], scale: Any, importance: Mapping[str, Any]
+    model: Any,
+    family: Family,
+    formats: Mapping[str, str],
+    amax: Mapping[str, float],
+    scale: nvfp4.Scale,
+    importance: Mapping[str, np.ndarray],
 ) -> Iterator[None]:
-    """The model with these linears' weights, and where the format says so their inputs, rounded."""
-    torch = need("torch", "quantize")
-    linears = {n: find(model, n) for n in formats}
-    top = shared({n: float(m.weight.detach().abs().max()) for n, m in linears.items()})
-    inputs = shared({n: amax[n] for n, f in formats.items() if f in (NVFP4, FP8)})
-    undo: list[Callable[[], None]] = []
+    """Round these linears' weights, and where the format quantizes them their inputs; restore the model at the end."""
+    linears = {n: model.get_submodule(family.in_form(n, multimodal=False)) for n in formats}
+    top = family.largest_of_group({n: float(m.weight.detach().abs().max()) for n, m in linears.items()})
+    inputs = family.largest_of_group({n: amax[n] for n, f in formats.items() if f in QUANTIZED_INPUTS})
+    undo: list[Callable[[], object]] = []
     try:
         for name, linear in linears.items():
             kind, before = formats[name], linear.weight.data
             if kind == FP8:
                 linear.weight.data = fake_quant.fp8(before, top[name])
             else:
-                step = top[name] / fake_quant.LARGEST_NVFP4
-                linear.weight.data = fake_quant.nvfp4_weight(before, step, scale, importance.get(name))
+                tensor_scale = top[name] / LARGEST_NVFP4
+                linear.weight.data = fake_quant.nvfp4_weight(before, tensor_scale, scale, importance.get(name))
             undo.append(partial(setattr, linear.weight, "data", before))
             if name in inputs:
                 rounder = fake_quant.fp8 if kind == FP8 else fake_quant.nvfp4_input
-                undo.append(linear.register_forward_pre_hook(hook(rounder, inputs[name])).remove)
+                undo.append(linear.register_forward_pre_hook(input_hook(rounder, inputs[name])).remove)
         with torch.inference_mode():
             yield
     finally:
-        for back in undo:
-            back()
+        for restore in undo:
+            restore()
 
 
-def hook(rounder: Callable[[Any, float], Any], amax: float) -> Callable[..., tuple[Any, ...]]:
+def input_hook(rounder: Callable[[Any, float], Any], amax: float) -> Callable[..., tuple[Any, ...]]:
     def before(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return (rounder(args[0], amax), *args[1:])
 
     return before
 
 
-def find(model: Any, name: str) -> Any:
-    """The module that a checkpoint calls `name`; a text model calls model.language_model.x model.x."""
-    return model.get_submodule(in_model(name))
-
-
-def in_model(name: str) -> str:
-    from annie_quant.quantize.layerwise import LAYERS
-
-    return LAYERS.sub("model.layers.", name)
-
-
-def load(folder: Any) -> Any:
-    """The source model for trials: a GPU in bfloat16 where there is one, else the CPU."""
-    from annie_quant.hf.loading import load as load_model
-    from annie_quant.quantize.layerwise import device_and_dtype
-
+def load(folder: ModelFolder) -> Any:
+    """Load the source model: on a GPU where there is one, else on the CPU."""
     device, dtype = device_and_dtype(folder)
     return load_model(folder.path, dtype=dtype, device=device)

@@ -1,85 +1,84 @@
-"""NVIDIA ModelOpt as we drive it: load, calibrate on conversations, export. Shared by the strategies that use it.
+"""Quantize with NVIDIA ModelOpt: load, calibrate on conversations, export. Shared by the strategies that use it.
 
-Read off ModelOpt 0.47.0: `quant_cfg` is an ordered list of entries and later entries win; with the `max` algorithm the
-quantizers are off while text runs through, so it works on a CPU; q/k/v, gate/up and in_proj_qkv/in_proj_z share their
-tensor scale at export.
+From ModelOpt 0.47.0: `quant_cfg` is an ordered list of entries and later entries win; with the `max` algorithm the
+quantizers are off while text runs through, so it works on a CPU; linears that servers merge share their tensor scale at
+export.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import io
-import os
-import warnings
-from collections.abc import Iterator
 from typing import Any
 
+import modelopt.torch.export
+import modelopt.torch.quantization
+import torch
+import transformers
+
+from annie_quant.checkpoint.linears import plain_linears
 from annie_quant.checkpoint.remote_code import refused
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.data.rows import read_conversations
-from annie_quant.errors import CheckpointError, UsageError, need
-from annie_quant.quantize.exclude import excluded
-from annie_quant.quantize.export import NVFP4, Decided, export, linears_of
-from annie_quant.quantize.job import Job, Report
-from annie_quant.quantize.kl_trial import in_model
-from annie_quant.quantize.modelopt_samples import token_ids
+from annie_quant.errors import CheckpointError
+from annie_quant.progress import Progress
+from annie_quant.quantize.calibration_samples import conversations_of, token_ids
+from annie_quant.quantize.export import export
+from annie_quant.quantize.formats import NVFP4
+from annie_quant.quantize.job import Job
+from annie_quant.quantize.library_output import quiet
+from annie_quant.quantize.plan import Plan
+from annie_quant.quantize.select import excluded
 
 MAX_BATCH_TOKENS = 8192
 
 
-def run(job: Job, config: dict[str, Any], report: Report) -> None:
-    """Quantize job.model by a ModelOpt config, less what job.exclude names, and export it to job.output.
+def quantize(job: Job, config: dict[str, Any], progress: Progress) -> None:
+    """Quantize job.model with a ModelOpt config, except for what job.exclude names, and export it to job.output.
 
-    ModelOpt's exporter knows the text model alone: of a multimodal source it would lose the vision tower and the
-    configuration that its tensors' names go with. Such a source is exported by us, with what ModelOpt calibrated.
+    ModelOpt's exporter knows the text model only: of a multimodal source it would lose the vision part and the
+    configuration that fits its tensors' names. Such a source is exported by export.py, with ModelOpt's calibration.
     """
-    torch, mtq, exporter = (
-        need("torch", "quantize"),
-        need("modelopt.torch.quantization", "quantize"),
-        need("modelopt.torch.export", "quantize"),
-    )
-    if job.calib_data is None:
-        raise UsageError(
-            "this strategy calibrates activations and needs conversations",
-            "annie-quant data --persona annie --output calibration.jsonl, then --calib-data calibration.jsonl",
-        )
+    conversations = conversations_of(job)
     folder = ModelFolder(job.model)
     model, tokenizer = load(job)
-    rows = read_conversations(job.calib_data, job.calib_samples)
-    batches = make_batches(token_ids(tokenizer, rows))
-    config = with_exclusions(config, job, model)
-    report(f"calibrating on {len(rows)} conversations, {sum(len(b) * len(b[0]) for b in batches)} tokens")
+    rows = read_conversations(conversations, job.calib_samples)
+    batches = batches_of_equal_length(token_ids(tokenizer, rows))
+    config = copy.deepcopy(config)
+    config["quant_cfg"] += exclusions(job, model)
+    progress.message(f"calibrating on {len(rows)} conversations, {sum(len(b) * len(b[0]) for b in batches)} tokens")
 
     def forward_loop(m: Any) -> None:
         with torch.inference_mode():
             for number, batch in enumerate(batches, 1):
                 m(torch.tensor(batch, device=m.device), use_cache=False)
-                report(f"calibrating: batch {number} of {len(batches)}")
+                progress.update(number, len(batches), f"calibrating: batch {number} of {len(batches)}")
 
-    with quiet(report):
-        mtq.quantize(model, config, forward_loop)
+    with quiet(progress):
+        modelopt.torch.quantization.quantize(model, config, forward_loop)
         if "text_config" not in folder.config:
-            exporter.export_hf_checkpoint(model, export_dir=str(job.output))
+            modelopt.torch.export.export_hf_checkpoint(model, export_dir=str(job.output))
             return
     amax = calibrated(model, folder)
-    export(folder, job, Decided(dict.fromkeys(amax, NVFP4), amax))
+    export(folder, job, Plan(dict.fromkeys(amax, NVFP4), amax))
 
 
 def calibrated(model: Any, folder: ModelFolder) -> dict[str, float]:
-    """Linear, as the checkpoint calls it → the largest input that ModelOpt saw, of all that it quantizes."""
+    """Return the largest input of every linear that ModelOpt quantizes, by the checkpoint's name."""
     modules = dict(model.named_modules())
-    known = {name: modules[in_model(name)] for name in linears_of(folder) if in_model(name) in modules}
-    chosen = {n: m for n, m in known.items() if hasattr(m, "weight_quantizer") and m.weight_quantizer.is_enabled}
-    return {n: float(m.input_quantizer.amax) for n, m in chosen.items()}
+    amax = {}
+    for name in plain_linears(folder):
+        module: Any = modules.get(folder.family.in_form(name, multimodal=False))
+        if hasattr(module, "weight_quantizer") and module.weight_quantizer.is_enabled:
+            amax[name] = float(module.input_quantizer.amax)
+    return amax
 
 
 def load(job: Job) -> tuple[Any, Any]:
-    torch, transformers = need("torch", "quantize"), need("transformers", "quantize")
+    """Return the source model in bfloat16, on a GPU where there is one, and its tokenizer."""
     try:
-        with quiet(lambda line: None), refused(job.model):
+        with quiet(), refused(job.model):
             tokenizer = transformers.AutoTokenizer.from_pretrained(job.model, trust_remote_code=False)
-            model = transformers.AutoModelForCausalLM.from_pretrained(
+            model: Any = transformers.AutoModelForCausalLM.from_pretrained(
                 job.model, dtype=torch.bfloat16, trust_remote_code=False
             )
     except (OSError, ValueError, RuntimeError) as error:
@@ -91,8 +90,8 @@ def load(job: Job) -> tuple[Any, Any]:
     return model.eval(), tokenizer
 
 
-def make_batches(ids: list[list[int]]) -> list[list[list[int]]]:
-    """Groups of equal length: Qwen3.5's linear attention carries state over padding, so nothing is padded."""
+def batches_of_equal_length(ids: list[list[int]]) -> list[list[list[int]]]:
+    """Return batches of rows of equal length: Qwen3.5's linear attention carries state over padding."""
     by_length: dict[int, list[list[int]]] = {}
     for row in ids:
         if row:
@@ -104,33 +103,7 @@ def make_batches(ids: list[list[int]]) -> list[list[list[int]]]:
     return batches
 
 
-def with_exclusions(config: dict[str, Any], job: Job, model: Any) -> dict[str, Any]:
-    """The config with an entry at the end for every module that --exclude-layers names."""
-    torch = need("torch", "quantize")
+def exclusions(job: Job, model: Any) -> list[dict[str, object]]:
+    """Return an entry of quant_cfg for every module that --exclude-layers names. Later entries win."""
     linears = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
-    config = copy.deepcopy(config)
-    for name in sorted(excluded(job.exclude, linears)):
-        config["quant_cfg"].append({"quantizer_name": f"{name}.*", "enable": False})
-    return config
-
-
-@contextlib.contextmanager
-def quiet(report: Report) -> Iterator[None]:
-    """Keep the libraries' prints, bars and warnings off the terminal; the last line is reported if they raise."""
-    transformers = need("transformers", "quantize")
-    noise = io.StringIO()
-    before = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    try:
-        with contextlib.redirect_stdout(noise), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    except Exception:
-        tail = noise.getvalue().strip().splitlines()[-1:]
-        if tail:
-            report(tail[0])
-        raise
-    finally:
-        transformers.logging.set_verbosity(before)
+    return [{"quantizer_name": f"{name}.*", "enable": False} for name in sorted(excluded(job.exclude, linears))]

@@ -1,7 +1,7 @@
 """Linears that round weights and inputs while they train, and the distillation that trains them.
 
-FakeLinear computes what a served NVFP4 linear will, and lets gradients through as if nothing had been rounded. Its two
-scales are buffers, so they are saved and restored with the weights; the export uses the very same.
+FakeLinear computes what a served NVFP4 linear computes; gradients pass as if nothing was rounded. Its two scales are
+buffers, so they are saved and restored with the weights, and the export uses the same ones.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from annie_quant.checkpoint.quantized_tensors import LARGEST_NVFP4
+from annie_quant.progress import Progress
 from annie_quant.quantize import calibration_samples, fake_quant
-from annie_quant.quantize.calibration_samples import Text
+from annie_quant.quantize.calibration_samples import KINDS, PADDING, Sample, TokenWeights
 
 
 class FakeLinear(nn.Linear):
-    """nn.Linear under NVFP4: weight_amax sets the tensor scale, input_amax the inputs' (0: inputs stay as they are)."""
+    """nn.Linear in NVFP4. weight_amax sets the tensor scale, input_amax that of the inputs (0: they are not rounded)."""
 
     weight_amax: torch.Tensor
     input_amax: torch.Tensor
@@ -35,14 +37,14 @@ class FakeLinear(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
-            rounded = fake_quant.nvfp4_weight(self.weight.detach(), float(self.weight_amax) / fake_quant.LARGEST_NVFP4)
+            rounded = fake_quant.nvfp4_weight(self.weight.detach(), float(self.weight_amax) / LARGEST_NVFP4)
         weight = self.weight + (rounded - self.weight).detach()
         top = float(self.input_amax)
         return nn.functional.linear(fake_quant.nvfp4_input(x, top) if top else x, weight, self.bias)
 
 
 def insert(model: nn.Module, weight_amax: Mapping[str, float], input_amax: Mapping[str, float]) -> None:
-    """Put a FakeLinear wherever weight_amax names a linear (names as in the model)."""
+    """Replace the linears that weight_amax names by FakeLinear. Names are those of the model."""
     for name, top in weight_amax.items():
         parent, _, leaf = name.rpartition(".")
         owner = model.get_submodule(parent)
@@ -50,34 +52,47 @@ def insert(model: nn.Module, weight_amax: Mapping[str, float], input_amax: Mappi
 
 
 class Distillation(Trainer):
-    """HF's Trainer with the loss of distillation: mean KL(teacher || student) over the weighted response tokens."""
+    """HF's Trainer with the distillation loss: weighted mean KL(teacher || student) over response tokens."""
 
-    def __init__(self, teacher: nn.Module, by_mark: Mapping[int, float], **more: Any) -> None:
+    def __init__(self, teacher: nn.Module, token_weights: TokenWeights, **more: Any) -> None:
         super().__init__(**more)
         self.teacher = teacher.eval().requires_grad_(False)
-        self.table = torch.tensor([by_mark.get(m, 0.0) for m in range(calibration_samples.END_OF_TURN + 1)] + [0.0])
+        self.table = torch.tensor([token_weights.get(k, 0.0) for k in (*range(KINDS), PADDING)])
 
     def compute_loss(self, model: nn.Module, inputs: Mapping[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
-        ids, marks = inputs["input_ids"], inputs["marks"]
-        weight = self.table.to(ids.device)[marks]  # padding is -1, the table's last place
-        places = (weight > 0).any(0).nonzero().squeeze(-1)
-        used = weight[:, places] > 0
-        ask = {"input_ids": ids, "use_cache": False, "logits_to_keep": places}
+        ids, kinds = inputs["input_ids"], inputs["kinds"]
+        weight = self.table.to(ids.device)[kinds]  # PADDING is -1, the table's last element
+        positions = (weight > 0).any(0).nonzero().squeeze(-1)
+        used = weight[:, positions] > 0
+        arguments = {"input_ids": ids, "use_cache": False, "logits_to_keep": positions}
         with torch.no_grad():
-            p = torch.log_softmax(self.teacher(**ask).logits[used].float(), -1)
-        q = torch.log_softmax(model(**ask).logits[used].float(), -1)
+            p = torch.log_softmax(self.teacher(**arguments).logits[used].float(), -1)
+        q = torch.log_softmax(model(**arguments).logits[used].float(), -1)
         kl = (p.exp() * (p - q)).sum(-1)
-        counts = weight[:, places][used]
+        counts = weight[:, positions][used]
         return (kl * counts).sum() / counts.sum()
 
 
-def collate(rows: Sequence[Text]) -> dict[str, torch.Tensor]:
-    batch = calibration_samples.padded(rows)
-    return {"input_ids": torch.from_numpy(batch.ids), "marks": torch.from_numpy(batch.marks)}
+def collate(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
+    """Return a batch as the Trainer passes it on: input_ids and kinds, int64 [B, T]."""
+    batch = calibration_samples.padded(samples)
+    return {"input_ids": torch.from_numpy(batch.ids), "kinds": torch.from_numpy(batch.kinds)}
+
+
+def loss_callback(progress: Progress, steps: int) -> TrainerCallback:
+    """Return a callback that reports the loss whenever the Trainer logs it."""
+
+    class LossCallback(TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any) -> None:
+            if logs and "loss" in logs:
+                done = state.global_step
+                progress.update(done, steps, f"distilling: step {done} of {steps}, loss {float(logs['loss']):.4g}")
+
+    return LossCallback()
 
 
 def arguments(folder: Path, options: Mapping[str, Any], seed: int) -> TrainingArguments:
-    """The Trainer's arguments; FSDP, where a launcher asks for it, comes from accelerate's own configuration."""
+    """Return the Trainer's arguments. FSDP comes from accelerate's own configuration, if a launcher sets one."""
     cuda = torch.cuda.is_available()
     return TrainingArguments(
         output_dir=str(folder),

@@ -5,8 +5,8 @@
     read_bench(folder)      bench.json with its aggregates, wherever they are stored
 
 One module per document: records (records.jsonl), settings (inputs.json), machine (servers, memory), statistics (gates,
-metrics, comparisons), results (aggregates, verdict), run (bench.json, run.json), workloads (workload files). A new document
-gets a module of its own and its names here.
+metrics, comparisons), results (aggregates, verdict), run (bench.json, run.json), workloads (workload files), audit (of
+a checkpoint), recipe (annie_quant.json). A new document gets a module of its own and its names here.
 
 Fields that a reader does not know are ignored. `schema_version` is SCHEMA_VERSION in everything written; documents of older
 versions are upgraded when they are decoded. Names of fields end in their unit. JSON Schemas of the public documents are in
@@ -16,6 +16,7 @@ docs/reference/schemas (tools/make_schemas.py).
 # ruff: noqa: F401
 from __future__ import annotations
 
+from annie_quant.schema.audit import Audit, AuditSummary, Finding, TensorRow
 from annie_quant.schema.limits import Digest, JsonScalar, ShortText
 from annie_quant.schema.machine import (
     Energy,
@@ -28,6 +29,7 @@ from annie_quant.schema.machine import (
     limited_identity,
 )
 from annie_quant.schema.reading import SCHEMA_VERSION, check_version, convert, decode, encode, write
+from annie_quant.schema.recipe import RECIPE_FILE, Recipe
 from annie_quant.schema.records import Load, RequestRecord, ToolCall
 from annie_quant.schema.results import (
     Aggregates,

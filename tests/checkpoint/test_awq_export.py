@@ -1,4 +1,4 @@
-"""ModelOpt's own AWQ export of Qwen3.5: the audit names the norms that it folds wrongly, and repair undoes it."""
+"""ModelOpt's own AWQ export of Qwen3.5: the audit reports the norms that it folds wrongly, and repair restores them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytest.importorskip("modelopt.torch.quantization", reason="ModelOpt is not insta
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory) -> tuple[Path, Path]:
-    """A bf16 checkpoint and what ModelOpt's NVFP4_AWQ_LITE_CFG makes of it; activations lean on a few channels."""
+    """A bf16 checkpoint with outlier channels, and its export by ModelOpt's NVFP4_AWQ_LITE_CFG."""
     import modelopt.torch.export as export
     import modelopt.torch.quantization as mtq
     import torch
@@ -41,21 +41,21 @@ def exported(tmp_path_factory) -> tuple[Path, Path]:
     return source, home / "awq"
 
 
-def test_the_norms_folded_as_w_over_s_are_named(exported):
+def test_the_norms_folded_as_w_over_s_are_reported(exported):
     source, awq = exported
     assert not {f.code for f in aq.checkpoint.audit(awq).findings} - {"pre_quant_scale"}
-    found = aq.checkpoint.audit(awq, source=source)
-    assert {f.code for f in found.findings} == {"pre_quant_scale", "fold_plus_one"}
-    norms = {f.tensor for f in found.findings if f.code == "fold_plus_one"}
+    audit = aq.checkpoint.audit(awq, source=source)
+    assert {f.code for f in audit.findings} == {"pre_quant_scale", "fold_plus_one"}
+    norms = {f.tensor for f in audit.findings if f.code == "fold_plus_one"}
     assert len(norms) >= 6 and all(n.endswith("layernorm.weight") for n in norms)
-    assert any("vLLM: no, NVFP4_AWQ" in line for line in found.summary["loads"])
+    assert any("vLLM: no, NVFP4_AWQ" in line for line in audit.summary.loads)
 
 
-def test_repair_gives_plain_nvfp4_with_the_sources_norms(exported, tmp_path):
+def test_repair_writes_plain_nvfp4_with_the_source_s_norms(exported, tmp_path):
     source, awq = exported
-    result = aq.checkpoint.repair(awq, source, tmp_path / "mended")
-    assert result["remaining"] == []
-    after, original = zoo.read(tmp_path / "mended"), zoo.read(source)
+    result = aq.checkpoint.repair(awq, source, tmp_path / "repaired")
+    assert result.remaining == []
+    after, original = zoo.read(tmp_path / "repaired"), zoo.read(source)
     assert all(after[n].tobytes() == original[n].tobytes() for n in original if n.endswith("norm.weight"))
-    summary = aq.checkpoint.audit(tmp_path / "mended").summary
-    assert summary["algorithm"] == "NVFP4" and "vLLM: yes" in summary["loads"]
+    summary = aq.checkpoint.audit(tmp_path / "repaired").summary
+    assert summary.algorithm == "NVFP4" and "vLLM: yes" in summary.loads

@@ -1,6 +1,6 @@
-"""Checkpoints as other versions wrote them: each stored sample is read and audited; what is not known is said in a line.
+"""Checkpoints of other versions: each stored sample is read and audited; unknown settings are reported in one line.
 
-tests/data/dialects says how they were made; docs/compatibility.md is their table.
+tests/data/dialects describes how they were made; docs/compatibility.md is their table.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ def test_there_is_a_sample_of_each_version_in_the_table():
 
 def test_it_is_read_and_audited(sample):
     name, path = sample
-    found = aq.checkpoint.audit(path)
-    assert found.ok, [(f.code, f.tensor, f.message) for f in found.findings]
+    audit = aq.checkpoint.audit(path)
+    assert audit.ok, [(f.code, f.tensor, f.message) for f in audit.findings]
     folder = ModelFolder(path)
     dialect = dialects.of(folder)
     assert dialect is (modelopt if name.startswith("modelopt") else compressed_tensors)
     settings = dialect.config(folder)
-    wanted = {"fp8": "FP8", "nvfp4a16": "W4A16_NVFP4"}.get(name.rsplit("-", 1)[1], "NVFP4")
-    assert settings.algo == wanted and (wanted == "FP8" or settings.group == 16)
+    expected = {"fp8": "FP8", "nvfp4a16": "W4A16_NVFP4"}.get(name.rsplit("-", 1)[1], "NVFP4")
+    assert settings.algo == expected and (expected == "FP8" or settings.group == 16)
     assert "lm_head" in settings.excluded
     assert (settings.kv_cache == "FP8") == name.endswith("kv8")
     linears = dialect.linears(folder)
-    kept = {n for n in LINEARS if n.startswith("self_attn")} if name.endswith("mlp_only") else set()
-    assert {n.removeprefix("model.layers.0.") for n in linears} == LINEARS - kept
+    unquantized = {n for n in LINEARS if n.startswith("self_attn")} if name.endswith("mlp_only") else set()
+    assert {n.removeprefix("model.layers.0.") for n in linears} == LINEARS - unquantized
 
 
-def test_its_weights_are_what_the_format_says(sample):
-    """Dequantized by the definition, in NumPy, from the bytes of the file; the divisor of compressed-tensors turned round."""
+def test_its_weights_are_those_of_the_format(sample):
+    """Dequantize by the definition, in NumPy, from the bytes of the file; compressed-tensors' divisor is inverted."""
     name, path = sample
     folder = ModelFolder(path)
     for linear in dialects.linears(folder).values():
@@ -66,8 +66,8 @@ def test_its_weights_are_what_the_format_says(sample):
         scale = folder.tensor(linear.block_scale).astype(np.float32)
         whole = folder.scalar(_whole(linear))
         whole = np.float32(1) / whole if name.startswith("compressed") else whole
-        wanted = E2M1[codes] * np.repeat(scale * whole, 16, axis=1)
-        np.testing.assert_allclose(linear.dequantize(folder).astype(np.float32), wanted, rtol=2**-8)
+        expected = E2M1[codes] * np.repeat(scale * whole, 16, axis=1)
+        np.testing.assert_allclose(linear.dequantize(folder).astype(np.float32), expected, rtol=2**-8)
 
 
 def _whole(linear) -> str:
@@ -75,7 +75,7 @@ def _whole(linear) -> str:
 
 
 def test_all_versions_of_modelopt_give_the_same_bytes():
-    """What changed from 0.37 to 0.47 is the list of what is excluded, and the cache's scales in 0.43."""
+    """From 0.37 to 0.47 only the list of excluded modules changed, and the cache's scales in 0.43."""
     held = {n: json.loads((DIALECTS / f"{n}.json").read_text()) for n in SAMPLES if n.startswith("modelopt")}
     for recipe in ("nvfp4", "mlp_only", "fp8"):
         assert len({h["weights"] for n, h in held.items() if n.endswith(f"-{recipe}")}) == 1, recipe
@@ -93,19 +93,19 @@ def test_all_versions_of_modelopt_give_the_same_bytes():
         ({"quant_method": "gptq", "bits": 4}, "method_unknown"),
     ],
 )
-def test_what_is_not_known_is_one_clear_line(tmp_path, change, code):
+def test_unknown_settings_are_one_finding(tmp_path, change, code):
     path = keep.unpack("modelopt-0.47.0-nvfp4", tmp_path / "model")
     config = json.loads((path / "config.json").read_text())
     config["quantization_config"] |= change
     (path / "config.json").write_text(json.dumps(config))
     (path / "hf_quant_config.json").unlink()
-    found = aq.checkpoint.audit(path)
-    assert [f.code for f in found.findings] == [code], [(f.code, f.message) for f in found.findings]
-    assert next(iter(change.values())) in found.findings[0].message
+    audit = aq.checkpoint.audit(path)
+    assert [f.code for f in audit.findings] == [code], [(f.code, f.message) for f in audit.findings]
+    assert next(iter(change.values())) in audit.findings[0].message
 
 
-def test_the_settings_alone_in_one_file_or_in_the_other(tmp_path):
-    """Older exporters wrote hf_quant_config.json alone; some tools keep config.json alone: both are read alike."""
+def test_settings_in_only_one_of_the_two_files(tmp_path):
+    """Older exporters wrote only hf_quant_config.json, some tools only config.json: both are read the same."""
     whole = keep.unpack("modelopt-0.47.0-nvfp4", tmp_path / "whole")
     before = modelopt.config(ModelFolder(whole))
     (whole / "hf_quant_config.json").unlink()

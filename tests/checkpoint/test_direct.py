@@ -1,4 +1,4 @@
-"""direct at scale: it goes on after a stop, says how far it is, never leaves a wrong output, and bounds its memory."""
+"""direct at scale: it resumes, reports progress, never leaves a wrong output, and bounds its memory."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ import pytest
 from paths import ROOT
 
 import annie_quant as aq
-from annie_quant.checkpoint import ModelFolder, staging
+from annie_quant.checkpoint import ModelFolder, staging, writer
 from annie_quant.errors import CheckpointError, EnvironmentFault, UsageError
+from annie_quant.progress import ByteProgress, Lines
 from annie_quant.quantize import job as jobs
-from annie_quant.quantize.meter import Meter
 from annie_quant.quantize.strategies import direct
 
 KILLS = int(os.environ.get("ANNIE_QUANT_KILLS", "4"))
@@ -43,11 +43,11 @@ def source(tmp_path_factory) -> Path:
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    """What a server sees; annie_quant.json tells how it was made, the cluster's address too."""
+    """Return the files that a server reads; annie_quant.json has the options, the cluster's address among them."""
     return {f.name: f.read_bytes() for f in folder.iterdir() if f.name != "annie_quant.json"}
 
 
-def test_shards_of_the_chosen_size(source, tmp_path):
+def test_shards_have_the_chosen_size(source, tmp_path):
     aq.quantize.run("direct", source, tmp_path / "one")
     aq.quantize.run("direct", source, tmp_path / "many", shard_size="2MB")
     shards = sorted((tmp_path / "many").glob("*.safetensors"))
@@ -58,20 +58,20 @@ def test_shards_of_the_chosen_size(source, tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "GB", "-1GB", "5 parsecs", "0", "1e9"])
-def test_a_shard_size_that_is_none_is_refused(source, tmp_path, text):
+def test_an_invalid_shard_size_is_refused(source, tmp_path, text):
     with pytest.raises(UsageError, match="expected a size"):
         aq.quantize.run("direct", source, tmp_path / "x", shard_size=text)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_sizes_are_read():
-    assert [direct.size_of(t) for t in ("7", "500MB", "1.5 GB", "2GiB")] == [7, 500_000_000, 1_500_000_000, 1 << 31]
+def test_sizes_are_parsed():
+    assert [direct.parse_size(t) for t in ("7", "500MB", "1.5 GB", "2GiB")] == [7, 500_000_000, 1_500_000_000, 1 << 31]
 
 
 def stop_after(n: int, monkeypatch, error: BaseException) -> None:
-    """Let n shards through, then stop as a kill or a fault would."""
+    """Write n shards, then raise an error."""
     written = []
-    whole = direct.write_shard
+    whole = writer.write_shard
 
     def limited(folder, shard, *rest):
         if len(written) == n:
@@ -79,10 +79,10 @@ def stop_after(n: int, monkeypatch, error: BaseException) -> None:
         written.append(shard.name)
         whole(folder, shard, *rest)
 
-    monkeypatch.setattr(direct, "write_shard", limited)
+    monkeypatch.setattr(writer, "write_shard", limited)
 
 
-def test_a_rerun_goes_on_from_the_last_whole_shard(source, tmp_path, monkeypatch):
+def test_a_rerun_resumes_after_the_last_complete_shard(source, tmp_path, monkeypatch):
     lines: list[str] = []
     aq.quantize.run("direct", source, tmp_path / "undisturbed", shard_size="2MB")
     with monkeypatch.context() as patched:
@@ -95,12 +95,12 @@ def test_a_rerun_goes_on_from_the_last_whole_shard(source, tmp_path, monkeypatch
     aq.quantize.run("direct", source, tmp_path / "out", shard_size="2MB", report=lines.append)
     assert files(tmp_path / "out") == files(tmp_path / "undisturbed")
     assert all((tmp_path / "out" / n).stat().st_mtime_ns == t for n, t in left.items())
-    assert "were done by an earlier run" in lines[0] and lines[-1].endswith(" 0 s left")
+    assert "were finished by an earlier run" in lines[0] and lines[-1].endswith(" 0 s left")
     assert {f.name for f in tmp_path.iterdir()} == {"out", "undisturbed"}
 
 
 @pytest.mark.parametrize("change", [{"scale": "four_over_six"}, {"exclude": "layers.0"}, {"shard_size": "3MB"}])
-def test_what_was_made_otherwise_is_not_kept(source, tmp_path, monkeypatch, change):
+def test_shards_of_other_settings_are_not_kept(source, tmp_path, monkeypatch, change):
     with monkeypatch.context() as patched:
         stop_after(2, patched, KeyboardInterrupt())
         with pytest.raises(KeyboardInterrupt):
@@ -112,7 +112,7 @@ def test_what_was_made_otherwise_is_not_kept(source, tmp_path, monkeypatch, chan
     assert files(tmp_path / "out") == files(tmp_path / "fresh") and "earlier run" not in lines[0]
 
 
-def test_another_source_in_the_same_place_is_seen(tmp_path, monkeypatch):
+def test_shards_of_another_source_are_not_kept(tmp_path, monkeypatch):
     model = zoo.bf16(tmp_path / "model", hidden_size=512)
     with monkeypatch.context() as patched:
         stop_after(2, patched, KeyboardInterrupt())
@@ -124,7 +124,7 @@ def test_another_source_in_the_same_place_is_seen(tmp_path, monkeypatch):
     assert aq.checkpoint.audit(tmp_path / "out", source=model).ok
 
 
-def test_a_fault_of_the_source_leaves_nothing_behind(source, tmp_path, monkeypatch):
+def test_a_fault_of_the_source_leaves_no_files(source, tmp_path, monkeypatch):
     stop_after(1, monkeypatch, CheckpointError("a tensor holds NaN"))
     with pytest.raises(CheckpointError):
         aq.quantize.run("direct", source, tmp_path / "out", shard_size="2MB")
@@ -140,7 +140,7 @@ def test_two_runs_do_not_write_one_output(tmp_path):
     assert [f.name for f in tmp_path.iterdir()] == ["out"]
 
 
-def test_force_replaces_and_without_it_nothing_is_touched(source, tmp_path):
+def test_only_force_replaces_an_output(source, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out/mine.txt").write_text("keep me")
     with pytest.raises(UsageError, match="exists and is not empty"):
@@ -156,24 +156,24 @@ def test_force_replaces_and_without_it_nothing_is_touched(source, tmp_path):
         aq.quantize.run("direct", source, tmp_path / "file", force=True)
 
 
-def test_a_full_disk_is_found_before_writing(source, tmp_path, monkeypatch):
+def test_a_full_disk_is_reported_before_writing(source, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda p: shutil._ntuple_diskusage(10**9, 10**9 - 10**6, 10**6))
     with pytest.raises(EnvironmentFault, match=r"GB to write and 0\.00 GB free"):
         aq.quantize.run("direct", source, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_progress_says_how_far_how_fast_and_how_long(monkeypatch):
+def test_progress_reports_amount_speed_and_remaining_time(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     lines: list[str] = []
-    meter = Meter(lines.append, 1_000_000_000, kept=200_000_000)
+    progress = ByteProgress(Lines(lines.append), 1_000_000_000, done_before=200_000_000)
     now[0] += 2
-    meter.add(400_000_000)
+    progress.add(400_000_000)
     assert lines[-1] == "600 of 1,000 MB, 200 MB/s, 2 s left"
 
 
-# -- W4A4 with given input scales
+# -- W4A4 with input scales from a file
 
 
 def test_input_scales_from_a_checkpoint_and_from_a_file(source, tmp_path):
@@ -183,13 +183,13 @@ def test_input_scales_from_a_checkpoint_and_from_a_file(source, tmp_path):
     theirs, ours = zoo.read(calibrated), zoo.read(tmp_path / "out")
     assert {n for n in ours if n.endswith("input_scale")} == {n for n in theirs if n.endswith("input_scale")}
     assert ModelFolder(tmp_path / "out").config["quantization_config"]["quant_algo"] == "NVFP4"
-    given = {n.removesuffix(".input_scale"): 0.004 for n in ours if n.endswith("input_scale")}
-    given["model.layers.3.self_attn.k_proj"] = 0.006
-    (tmp_path / "given.json").write_text(json.dumps(given))
-    aq.quantize.run("direct", source, tmp_path / "file", input_scales=str(tmp_path / "given.json"))
-    made = ModelFolder(tmp_path / "file")
+    scales = {n.removesuffix(".input_scale"): 0.004 for n in ours if n.endswith("input_scale")}
+    scales["model.layers.3.self_attn.k_proj"] = 0.006
+    (tmp_path / "scales.json").write_text(json.dumps(scales))
+    aq.quantize.run("direct", source, tmp_path / "file", input_scales=str(tmp_path / "scales.json"))
+    output = ModelFolder(tmp_path / "file")
     for k in "qkv":  # served as one matrix: the largest
-        assert made.scalar(f"model.layers.3.self_attn.{k}_proj.input_scale") == np.float32(0.006)
+        assert output.scalar(f"model.layers.3.self_attn.{k}_proj.input_scale") == np.float32(0.006)
     assert aq.checkpoint.audit(tmp_path / "file", source=source).ok
 
 
@@ -205,7 +205,7 @@ def test_input_scales_from_a_checkpoint_and_from_a_file(source, tmp_path):
         ('{"a": NaN}', "a is nan"),
     ],
 )
-def test_input_scales_that_are_none_are_refused(source, tmp_path, content, error):
+def test_invalid_input_scales_are_refused(source, tmp_path, content, error):
     (tmp_path / "s.json").write_text(content)
     with pytest.raises((UsageError, CheckpointError), match=error):
         aq.quantize.run("direct", source, tmp_path / "out", input_scales=str(tmp_path / "s.json"))
@@ -228,8 +228,8 @@ def finish(how: str, source: Path, output: Path) -> float:
     return time.monotonic() - begin
 
 
-def test_killed_at_any_moment_the_output_is_right_or_absent_and_a_rerun_completes_it(source, tmp_path):
-    """kill -9 at random moments of whole conversions; ANNIE_QUANT_KILLS sets how many (50 by hand)."""
+def test_a_kill_at_any_moment_leaves_a_right_output_or_none(source, tmp_path):
+    """kill -9 at random moments of whole conversions; a rerun completes them. ANNIE_QUANT_KILLS sets how many."""
     rng = random.Random(11)
     quantized = tmp_path / "quantized"
     finish("direct", source, quantized)
@@ -254,71 +254,71 @@ def test_killed_at_any_moment_the_output_is_right_or_absent_and_a_rerun_complete
         assert not list(tmp_path.glob(f".out-{i}*"))
         shutil.rmtree(output)
     if KILLS >= 20:
-        assert resumed >= KILLS // 10  # the moments did reach the writing
+        assert resumed >= KILLS // 10  # some of the kills came during writing
 
 
 # -- several workers
 
 
-def cluster(nodes: int) -> tuple[object, list]:
-    """A Ray head without processors and so many workers of one processor each, all on this machine."""
+def start_cluster(nodes: int) -> tuple[object, list]:
+    """Start a Ray head without processors and `nodes` workers of one processor each, all on this machine."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     pytest.importorskip("ray", reason="the ray extra is not installed")
     from ray.cluster_utils import Cluster
 
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-    return made, [made.add_node(num_cpus=1) for _ in range(nodes)]
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    return cluster, [cluster.add_node(num_cpus=1) for _ in range(nodes)]
 
 
 @pytest.fixture
 def ray_cluster():
-    made, nodes = cluster(2)
+    cluster, nodes = start_cluster(2)
     import ray
 
     old = os.environ.get("PYTHONPATH")
     ray.init(
-        address=made.address,
+        address=cluster.address,
         log_to_driver=False,
         runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join([str(ROOT), old or ""])}},
     )
-    yield made, nodes
+    yield cluster, nodes
     ray.shutdown()
-    made.shutdown()
+    cluster.shutdown()
 
 
 def after(n: int, act: Callable[[], None]) -> Callable[[str], None]:
-    """A report that acts once, when n pieces of work are done."""
-    heard = []
+    """Return a report function that calls `act` once, with the n-th line."""
+    lines = []
 
     def report(line: str) -> None:
-        heard.append(line)
-        if len(heard) == n:
+        lines.append(line)
+        if len(lines) == n:
             act()
 
     return report
 
 
-def test_shards_on_a_cluster_with_a_worker_killed_midway(source, tmp_path, ray_cluster):
-    made, nodes = ray_cluster
+def test_shards_on_a_cluster_with_a_killed_worker(source, tmp_path, ray_cluster):
+    cluster, nodes = ray_cluster
     aq.quantize.run("direct", source, tmp_path / "alone", shard_size="1MB")
-    report = after(2, lambda: made.remove_node(nodes[0], allow_graceful=False))
-    aq.quantize.run("direct", source, tmp_path / "out", shard_size="1MB", ray=made.address, report=report)
+    report = after(2, lambda: cluster.remove_node(nodes[0], allow_graceful=False))
+    aq.quantize.run("direct", source, tmp_path / "out", shard_size="1MB", ray=cluster.address, report=report)
     assert files(tmp_path / "out") == files(tmp_path / "alone")
     assert {f.name for f in tmp_path.iterdir()} == {"out", "alone"}
 
 
-def test_ray_that_is_not_there_is_said_in_a_line(source, tmp_path):
+def test_a_missing_ray_cluster_is_one_line(source, tmp_path):
     pytest.importorskip("ray", reason="the ray extra is not installed")
     with pytest.raises(EnvironmentFault, match="no Ray cluster at") as caught:
         aq.quantize.run("direct", source, tmp_path / "out", ray="127.0.0.1:1")
     assert "ray start" in caught.value.hint
 
 
-def test_only_what_the_strategy_stamps_is_kept(source, tmp_path):
-    """Every setting that changes the bytes is in the stamp, and where the work is done is not."""
+def test_the_resume_key_has_what_changes_the_bytes(source, tmp_path):
+    """Every setting that changes the bytes is in the key; the cluster is not."""
     job = jobs.Job(source, tmp_path, options={"shard_size": "1GB", "input_scales": "", "ray": ""})
-    base = direct.stamp(job)
+    base = direct.resume_key(job)
     job.options = job.options | {"ray": "local"}
-    assert direct.stamp(job) == base
+    assert direct.resume_key(job) == base
     job.scale = "sweep"
-    assert direct.stamp(job) != base
+    assert direct.resume_key(job) != base

@@ -1,4 +1,4 @@
-"""More of the zoo: lists of layers, shapes, files, and a check that every fault that can be named has a test."""
+"""Faults in lists of layers, shapes and files, and a check that every code of a finding has a test."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ OUT = "model.layers.3.self_attn.o_proj"
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory) -> tuple[Path, Path]:
-    home = tmp_path_factory.mktemp("made")
+def checkpoints(tmp_path_factory) -> tuple[Path, Path]:
+    home = tmp_path_factory.mktemp("checkpoints")
     source = zoo.bf16(home / "bf16")
     return source, zoo.nvfp4(home / "nvfp4", source)
 
@@ -43,27 +43,27 @@ LISTS = {
 
 
 @pytest.mark.parametrize("fault", LISTS)
-def test_lists_of_mixed_precision(made, tmp_path, fault):
+def test_lists_of_mixed_precision(checkpoints, tmp_path, fault):
     change, code, tensor = LISTS[fault]
-    mixed = zoo.spoil(made[1], tmp_path / "mixed", fp8_too)
+    mixed = zoo.spoil(checkpoints[1], tmp_path / "mixed", fp8_too)
     (mixed / "hf_quant_config.json").unlink()
     assert aq.checkpoint.audit(mixed).ok
     bad = zoo.spoil(mixed, tmp_path / "bad", change)
     assert [(f.code, f.tensor) for f in aq.checkpoint.audit(bad).findings] == [(code, tensor)]
-    assert repair(bad, None if code == "not_listed" else made[0])["remaining"] == []
+    assert repair(bad, None if code == "not_listed" else checkpoints[0]).remaining == []
 
 
 @pytest.mark.parametrize("name", ["self_attn.qkv_proj", "mlp.gate_up_proj", "linear_attn.in_proj_qkvz"])
-def test_an_ignore_list_against_fused_names(made, tmp_path, name):
-    """Servers look their fused matrices up by the parts: an entry with the fused name excludes nothing."""
+def test_an_ignore_list_against_fused_names(checkpoints, tmp_path, name):
+    """Servers look a fused matrix up by its parts, so an entry with the fused name excludes nothing."""
     entry = f"model.layers.3.{name}"
-    bad = zoo.spoil(made[1], tmp_path / "bad", lambda t, c: c["quantization_config"]["ignore"].append(entry))
+    bad = zoo.spoil(checkpoints[1], tmp_path / "bad", lambda t, c: c["quantization_config"]["ignore"].append(entry))
     assert ("excluded_fused_name", entry) in {(f.code, f.tensor) for f in aq.checkpoint.audit(bad).findings}
-    assert repair(bad)["remaining"] == []
+    assert repair(bad).remaining == []
 
 
 def narrow(columns: int):
-    """The linear with so many columns, its scales padded as a careless exporter would."""
+    """Return a change that cuts a linear to `columns` columns and rounds the number of its scales up."""
 
     def change(t: dict, c: dict) -> None:
         t[f"{DOWN}.weight"] = t[f"{DOWN}.weight"][:, : columns // 2]
@@ -72,51 +72,51 @@ def narrow(columns: int):
     return change
 
 
-def test_rows_that_are_no_whole_blocks(made, tmp_path):
-    found = aq.checkpoint.audit(zoo.spoil(made[1], tmp_path / "x", narrow(40)))
-    assert [(f.code, f.tensor) for f in found.findings] == [("scale_shape", f"{DOWN}.weight_scale")]
-    assert all(": no, scale_shape" in line for line in found.summary["loads"])
+def test_rows_that_are_not_whole_blocks(checkpoints, tmp_path):
+    audit = aq.checkpoint.audit(zoo.spoil(checkpoints[1], tmp_path / "x", narrow(40)))
+    assert [(f.code, f.tensor) for f in audit.findings] == [("scale_shape", f"{DOWN}.weight_scale")]
+    assert all(": no, scale_shape" in line for line in audit.summary.loads)
 
 
-def test_rows_that_are_no_whole_ggml_blocks_are_sound_and_said(made, tmp_path):
-    folder = zoo.spoil(made[1], tmp_path / "x", narrow(48))
-    found = aq.checkpoint.audit(folder)
-    assert found.ok and "rows that are no multiple of 64 as 16-bit numbers" in found.summary["loads"][-1]
+def test_rows_that_are_not_whole_ggml_blocks_are_sound(checkpoints, tmp_path):
+    folder = zoo.spoil(checkpoints[1], tmp_path / "x", narrow(48))
+    audit = aq.checkpoint.audit(folder)
+    assert audit.ok and "rows not a multiple of 64 as 16-bit numbers" in audit.summary.loads[-1]
 
 
-def test_a_weight_of_another_shape_than_the_source(made, tmp_path):
-    found = aq.checkpoint.audit(zoo.spoil(made[1], tmp_path / "x", narrow(48)), source=made[0])
-    assert [(f.code, f.tensor) for f in found.findings] == [("source_shape", DOWN)]
-    assert repair(tmp_path / "x", made[0])["remaining"] == []
+def test_a_weight_of_another_shape_than_the_source(checkpoints, tmp_path):
+    audit = aq.checkpoint.audit(zoo.spoil(checkpoints[1], tmp_path / "x", narrow(48)), source=checkpoints[0])
+    assert [(f.code, f.tensor) for f in audit.findings] == [("source_shape", DOWN)]
+    assert repair(tmp_path / "x", checkpoints[0]).remaining == []
 
 
-def test_codes_of_three_dimensions(made, tmp_path):
+def test_codes_of_three_dimensions(checkpoints, tmp_path):
     def fold(t: dict, c: dict) -> None:
         t[f"{GATE}.weight"] = t[f"{GATE}.weight"].reshape(4, 128, -1)
 
-    found = aq.checkpoint.audit(zoo.spoil(made[1], tmp_path / "x", fold))
-    assert [(f.code, f.tensor) for f in found.findings] == [("weight_shape", f"{GATE}.weight")]
+    audit = aq.checkpoint.audit(zoo.spoil(checkpoints[1], tmp_path / "x", fold))
+    assert [(f.code, f.tensor) for f in audit.findings] == [("weight_shape", f"{GATE}.weight")]
 
 
-def test_a_module_that_the_source_does_not_have(made, tmp_path):
+def test_a_module_that_the_source_does_not_have(checkpoints, tmp_path):
     extra = "model.layers.9.mlp.down_proj"
 
     def change(t: dict, c: dict) -> None:
         for suffix in ("weight", "weight_scale", "weight_scale_2", "input_scale"):
             t[f"{extra}.{suffix}"] = t[f"{DOWN}.{suffix}"]
 
-    found = aq.checkpoint.audit(zoo.spoil(made[1], tmp_path / "x", change), source=made[0])
-    assert ("not_in_source", extra) in {(f.code, f.tensor) for f in found.findings}
+    audit = aq.checkpoint.audit(zoo.spoil(checkpoints[1], tmp_path / "x", change), source=checkpoints[0])
+    assert ("not_in_source", extra) in {(f.code, f.tensor) for f in audit.findings}
 
 
-def test_a_configuration_that_promises_what_is_not_there(made, tmp_path):
-    config = ModelFolder(made[1]).config["quantization_config"]
-    bad = zoo.spoil(made[0], tmp_path / "x", lambda t, c: c.update(quantization_config=config))
+def test_settings_of_an_unquantized_checkpoint(checkpoints, tmp_path):
+    config = ModelFolder(checkpoints[1]).config["quantization_config"]
+    bad = zoo.spoil(checkpoints[0], tmp_path / "x", lambda t, c: c.update(quantization_config=config))
     assert [f.code for f in aq.checkpoint.audit(bad).findings] == ["nothing_quantized"]
 
 
-def test_files(made, tmp_path):
-    """A shard that is missing, one that is in two files, a tensor that the index does not have, weights of another kind."""
+def test_files(checkpoints, tmp_path):
+    """A missing shard, a tensor in two files, a tensor that is not in its file, weights of another format."""
     folder = zoo.bf16(tmp_path / "m", shard_bytes=1_000_000)
     shards = sorted(folder.glob("model-*"))
     whole = shards[0].read_bytes()
@@ -135,33 +135,33 @@ def test_files(made, tmp_path):
     for shard in shards:
         shard.unlink()
     (folder / "pytorch_model.bin").write_bytes(b"x")
-    (found,) = aq.checkpoint.audit(folder).findings
-    assert found.code == "no_weights" and "pytorch_model.bin" in found.message
+    (audit,) = aq.checkpoint.audit(folder).findings
+    assert audit.code == "no_weights" and "pytorch_model.bin" in audit.message
     with pytest.raises(ShardError, match="expected a model folder") as caught:
         aq.checkpoint.audit(tmp_path / "nowhere")
     assert caught.value.code == "no_folder"
 
 
-def test_a_small_file_that_links_out_of_the_folder_is_not_carried_along(made, tmp_path):
+def test_a_link_out_of_the_folder_is_not_copied(checkpoints, tmp_path):
     (tmp_path / "secret").write_text("not yours")
-    bad = zoo.spoil(made[0], tmp_path / "bad", lambda t, c: None)
+    bad = zoo.spoil(checkpoints[0], tmp_path / "bad", lambda t, c: None)
     (bad / "chat_template.jinja").unlink()
     (bad / "chat_template.jinja").symlink_to("../secret")
     with pytest.raises(ShardError, match="a link that leaves the folder"):
         aq.quantize.run("direct", bad, tmp_path / "out")
-    quantized = zoo.spoil(made[1], tmp_path / "quantized", lambda t, c: None)
+    quantized = zoo.spoil(checkpoints[1], tmp_path / "quantized", lambda t, c: None)
     (quantized / "LICENSE").symlink_to("/etc/hostname")
     with pytest.raises(ShardError, match="LICENSE: a link that leaves the folder"):
         aq.checkpoint.convert(quantized, "compressed-tensors", tmp_path / "ct")
     assert {f.name for f in tmp_path.iterdir()} == {"secret", "bad", "quantized"}
 
 
-def test_every_fault_that_can_be_named_has_a_test():
+def test_every_code_has_a_test():
     package = ROOT / "annie_quant/checkpoint"
     code = "".join(f.read_text() for f in package.rglob("*.py"))
-    named = set(re.findall(r'(?:add|ShardError)\(\s*"([a-z_]+)"', code))
+    codes = set(re.findall(r'(?:add|ShardError)\(\s*"([a-z_]+)"', code))
     tests = "".join(f.read_text() for f in [*(TESTS / "checkpoint").glob("*.py"), HELPERS / "checkpoint_faults.py"])
-    # said where a GGUF file is written, and tested there by their sentences
-    elsewhere = {"vocab_size", "tokenizer_missing", "tokenizer_unknown", "index_lies", "shard_unreadable"}
-    assert len(named) > 30
-    assert sorted(n for n in named - elsewhere if f'"{n}"' not in tests) == []
+    # raised where a GGUF file is written, and tested there by their messages
+    elsewhere = {"vocab_size", "tokenizer_missing", "tokenizer_unknown", "index_mismatch", "shard_unreadable"}
+    assert len(codes) > 30
+    assert sorted(n for n in codes - elsewhere if f'"{n}"' not in tests) == []

@@ -1,4 +1,4 @@
-"""Configurations that are broken in every way: an audit answers with findings or one clear error, never a crash."""
+"""Broken configurations: an audit gives findings or one clear error, and never crashes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FUZZ = int(os.environ.get("ANNIE_QUANT_FUZZ", "20000"))
 
 
 def small(folder: Path, dialect) -> tuple[dict, dict]:
-    """A checkpoint of two linears, and its two configurations."""
+    """Write a checkpoint of two linears, and return its two configurations."""
     rng = np.random.default_rng(0)
     tensors = {
         "model.norm.weight": np.ones(64, ml_dtypes.bfloat16),
@@ -40,15 +40,16 @@ def small(folder: Path, dialect) -> tuple[dict, dict]:
         }
     write(folder, [planned(n, t) for n, t in tensors.items()])
     formats = {f"model.layers.0.mlp.{k}": "nvfp4" for k in ("gate_proj", "up_proj")}
-    inline, beside = dialect.small_files(formats, ["lm_head"], 16, True)
-    return {"model_type": "qwen3_5_text", "quantization_config": inline}, beside.get("hf_quant_config.json", {})
+    settings = dialect.settings(formats, ["lm_head"], 16)
+    config = {"model_type": "qwen3_5_text", "quantization_config": settings.quantization_config}
+    return config, settings.files.get("hf_quant_config.json", {})
 
 
 @pytest.mark.parametrize("dialect", [modelopt, compressed_tensors], ids=lambda d: d.NAME)
 def test_readers_take_any_json(dialect):
     """The settings' readers give a QuantConfig for any JSON object."""
     rng = random.Random(5)
-    base = dialect.small_files({"a": "nvfp4", "b": "fp8"}, ["lm_head", "x*"], 16, True)[0]
+    base = dialect.settings({"a": "nvfp4", "b": "fp8"}, ["lm_head", "x*"], 16).quantization_config
     for _ in range(FUZZ):
         config = dialect.read(mutate_json(rng, base))
         assert isinstance(config.algo, str) and (config.group is None or config.group > 0)
@@ -57,27 +58,27 @@ def test_readers_take_any_json(dialect):
 
 @pytest.mark.parametrize("dialect", [modelopt, compressed_tensors], ids=lambda d: d.NAME)
 def test_audit_takes_any_configuration(tmp_path, dialect):
-    config, beside = small(tmp_path, dialect)
+    config, second = small(tmp_path, dialect)
     (tmp_path / "config.json").write_text(json.dumps(config))
-    if beside:
-        (tmp_path / "hf_quant_config.json").write_text(json.dumps(beside))
+    if second:
+        (tmp_path / "hf_quant_config.json").write_text(json.dumps(second))
     assert aq.checkpoint.audit(tmp_path).ok, aq.checkpoint.audit(tmp_path).findings
     rng = random.Random(6)
-    seen = set()
+    codes = set()
     for _ in range(max(200, FUZZ // 50)):
         (tmp_path / "config.json").write_text(json.dumps(mutate_json(rng, config)))
-        if beside:
+        if second:
             (tmp_path / "hf_quant_config.json").write_text(
-                json.dumps(mutate_json(rng, beside) if rng.random() < 0.5 else beside)
+                json.dumps(mutate_json(rng, second) if rng.random() < 0.5 else second)
             )
         try:
-            found = aq.checkpoint.audit(tmp_path)
+            audit = aq.checkpoint.audit(tmp_path)
         except CheckpointError as error:
             assert "\n" not in error.message
             continue
-        seen |= {f.code for f in found.findings}
-        json.dumps(found.to_dict())
-    assert len(seen) >= 3  # the mutations do reach the checks
+        codes |= {f.code for f in audit.findings}
+        json.dumps(audit.to_dict())
+    assert len(codes) >= 3  # the mutations reach the checks
 
 
 @pytest.mark.parametrize(
@@ -89,12 +90,12 @@ def test_broken_config_files_are_findings(tmp_path, content):
     assert not aq.checkpoint.audit(tmp_path).ok
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "hf_quant_config.json").write_bytes(content)
-    found = aq.checkpoint.audit(tmp_path)
-    assert "config_unreadable" in {f.code for f in found.findings}
+    audit = aq.checkpoint.audit(tmp_path)
+    assert "config_unreadable" in {f.code for f in audit.findings}
 
 
 def test_a_mutated_gguf_is_read_or_refused(tmp_path):
-    """Flipped bytes and wild numbers in a GGUF header: tensors inside the file, or one clear error; never a hang."""
+    """Flipped bytes and extreme numbers in a GGUF header: tensors inside the file, or one clear error; never a hang."""
     gguf = pytest.importorskip("gguf", reason="the serve extra is not installed")
     from annie_quant.checkpoint.gguf.reader import open_gguf
 

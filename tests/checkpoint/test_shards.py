@@ -1,4 +1,4 @@
-"""Shards: what is written is read back, by us and by the safetensors library; what lies is refused with one line."""
+"""Shards: written ones are read back, by us and by the safetensors library; invalid ones are refused with one line."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def same(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 @pytest.mark.parametrize("shard_bytes", [1 << 40, 40, 1])
-def test_what_is_written_is_read_back(tmp_path, shard_bytes):
+def test_written_tensors_are_read_back(tmp_path, shard_bytes):
     out = arrays()
     files = write(tmp_path, [planned(n, t) for n, t in out.items()], shard_bytes)
     folder = ModelFolder(tmp_path)
@@ -82,29 +82,29 @@ def with_header(raw: bytes, change) -> bytes:
     return len(text).to_bytes(8, "little") + text + raw[8 + size :]
 
 
-LIES = {
-    "offsets swapped": (lambda t: t["a"].update(data_offsets=[60, 0]), "header_lies"),
+INVALID = {
+    "offsets swapped": (lambda t: t["a"].update(data_offsets=[60, 0]), "invalid_header"),
     "offsets beyond the file": (
         lambda t: t["f"].update(shape=[1 << 40, 4], data_offsets=[87, 87 + (1 << 42)]),
         "shard_truncated",
     ),
-    "negative offset": (lambda t: t["a"].update(data_offsets=[-60, 0]), "header_lies"),
-    "huge shape": (lambda t: t["a"].update(shape=[1 << 61, 1 << 61]), "header_lies"),
-    "shape of booleans": (lambda t: t["a"].update(shape=[True, 15]), "header_lies"),
-    "shape of floats": (lambda t: t["a"].update(shape=[3.0, 5.0]), "header_lies"),
-    "wrong size": (lambda t: t["a"].update(shape=[3, 4]), "header_lies"),
-    "overlap": (lambda t: t["b"].update(data_offsets=[59, 66]), "header_lies"),
-    "unknown dtype": (lambda t: t["a"].update(dtype="F4_ODD"), "header_lies"),
-    "entry is a list": (lambda t: t.update(a=[1, 2]), "header_lies"),
-    "metadata of numbers": (lambda t: t.update(__metadata__={"x": 1}), "header_lies"),
-    "a tensor less": (lambda t: t.pop("f"), "header_lies"),
-    "a hole": (lambda t: t.pop("b"), "header_lies"),
+    "negative offset": (lambda t: t["a"].update(data_offsets=[-60, 0]), "invalid_header"),
+    "huge shape": (lambda t: t["a"].update(shape=[1 << 61, 1 << 61]), "invalid_header"),
+    "shape of booleans": (lambda t: t["a"].update(shape=[True, 15]), "invalid_header"),
+    "shape of floats": (lambda t: t["a"].update(shape=[3.0, 5.0]), "invalid_header"),
+    "wrong size": (lambda t: t["a"].update(shape=[3, 4]), "invalid_header"),
+    "overlap": (lambda t: t["b"].update(data_offsets=[59, 66]), "invalid_header"),
+    "unknown dtype": (lambda t: t["a"].update(dtype="F4_ODD"), "invalid_header"),
+    "entry is a list": (lambda t: t.update(a=[1, 2]), "invalid_header"),
+    "metadata of numbers": (lambda t: t.update(__metadata__={"x": 1}), "invalid_header"),
+    "a tensor less": (lambda t: t.pop("f"), "invalid_header"),
+    "a hole": (lambda t: t.pop("b"), "invalid_header"),
 }
 
 
-@pytest.mark.parametrize("lie", LIES)
-def test_a_header_that_lies_is_refused(tmp_path, lie):
-    change, code = LIES[lie]
+@pytest.mark.parametrize("fault", INVALID)
+def test_an_invalid_header_is_refused(tmp_path, fault):
+    change, code = INVALID[fault]
     file, raw = one(tmp_path)
     file.write_bytes(with_header(bytes(raw), change))
     with pytest.raises(ShardError) as caught:
@@ -123,31 +123,31 @@ def test_a_header_that_lies_is_refused(tmp_path, lie):
         (b"PK\x03\x04" + b"\0" * 60, "not_safetensors"),
         ((50).to_bytes(8, "little") + b"{}", "shard_truncated"),
         ((2).to_bytes(8, "little") + b"[]", "not_safetensors"),
-        ((14).to_bytes(8, "little") + b'{"a":1,"a":2 }', "header_lies"),
+        ((14).to_bytes(8, "little") + b'{"a":1,"a":2 }', "invalid_header"),
         ((200_000).to_bytes(8, "little") + b"[" * 200_000, "not_safetensors"),
     ],
 )
-def test_a_file_that_is_no_safetensors_is_refused(tmp_path, content, code):
+def test_another_file_format_is_refused(tmp_path, content, code):
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(ShardError) as caught:
         ModelFolder(tmp_path)
     assert caught.value.code == code
 
 
-def test_a_truncated_shard_is_named(tmp_path):
+def test_a_truncated_shard_is_reported(tmp_path):
     file, raw = one(tmp_path)
     file.write_bytes(raw[:-1])
     with pytest.raises(CheckpointError, match=r"model.safetensors: truncated: the header describes \d+ bytes"):
         ModelFolder(tmp_path)
 
 
-def test_missing_shards_and_folders_are_named(tmp_path):
+def test_missing_shards_and_folders_are_reported(tmp_path):
     with pytest.raises(CheckpointError, match="not there, expected a model folder"):
         ModelFolder(tmp_path / "none")
     with pytest.raises(CheckpointError, match=r"holds no \.safetensors file"):
         ModelFolder(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
-    with pytest.raises(CheckpointError, match=r"pytorch_model.bin, which is no safetensors"):
+    with pytest.raises(CheckpointError, match=r"pytorch_model.bin, which is not safetensors"):
         ModelFolder(tmp_path)
     files = write(tmp_path, [planned(n, t) for n, t in arrays().items()], 40)
     files[1].unlink()
@@ -191,15 +191,15 @@ def test_a_broken_index_is_refused(tmp_path, content):
         ModelFolder(tmp_path)
 
 
-def test_an_index_that_names_what_is_not_there_is_refused(tmp_path):
+def test_an_index_with_a_missing_tensor_is_refused(tmp_path):
     one(tmp_path)
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "model.safetensors", "zz": "model.safetensors"}}))
-    with pytest.raises(ShardError, match=r"says zz is in model.safetensors, and it is not"):
+    with pytest.raises(ShardError, match=r"lists zz in model.safetensors, which does not have it"):
         ModelFolder(tmp_path)
 
 
 def test_fuzzed_headers_only_ever_raise_shard_errors(tmp_path):
-    """Flipped, cut, repeated and spliced headers: a ShardError or a table whose tensors lie inside the file."""
+    """Flipped, cut, repeated and spliced headers: a ShardError, or tensors that are inside the file."""
     _, raw = one(tmp_path)
     size = int.from_bytes(raw[:8], "little")
     head = bytes(raw[8 : 8 + size])
@@ -258,7 +258,7 @@ def test_fuzzed_headers_only_ever_raise_shard_errors(tmp_path):
 
 @settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=200), st.integers(0, 1 << 40))
-def test_any_prefix_is_judged(raw, file_size):
+def test_any_prefix_is_accepted_or_refused(raw, file_size):
     try:
         size = header.header_bytes(raw, file_size, "x")
     except ShardError:
@@ -266,7 +266,7 @@ def test_any_prefix_is_judged(raw, file_size):
     assert 8 + size <= file_size
 
 
-def test_a_full_disk_is_found_before_writing(tmp_path, monkeypatch):
+def test_a_full_disk_is_reported_before_writing(tmp_path, monkeypatch):
     import shutil
 
     monkeypatch.setattr(shutil, "disk_usage", lambda p: shutil._ntuple_diskusage(100, 90, 10))
@@ -275,7 +275,7 @@ def test_a_full_disk_is_found_before_writing(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_failure_midway_leaves_no_half_shard_and_a_rerun_keeps_the_whole_ones(tmp_path):
+def test_a_failure_leaves_complete_shards_only_and_a_rerun_keeps_them(tmp_path):
     calls = []
 
     def load(name: str, array: np.ndarray, fail: bool):
@@ -302,7 +302,7 @@ def test_a_failure_midway_leaves_no_half_shard_and_a_rerun_keeps_the_whole_ones(
     assert all(same(ModelFolder(tmp_path).tensor(n), t) for n, t in arrays().items())
 
 
-def test_an_array_that_is_not_what_was_planned_is_an_error(tmp_path):
+def test_an_array_that_differs_from_its_plan_is_an_error(tmp_path):
     from annie_quant.checkpoint import Planned
 
     with pytest.raises(ValueError, match="were planned"):
@@ -321,8 +321,8 @@ write(sys.argv[1], [Planned(f"t{i}", "F32", (64, 1024), lambda i=i: load(i)) for
 """
 
 
-def test_killed_at_any_moment_the_output_is_never_wrong(tmp_path):
-    """kill -9 at random moments: what lies under a final name is whole, and the last run completes it."""
+def test_a_kill_at_any_moment_leaves_complete_shards_only(tmp_path):
+    """kill -9 at random moments: a shard under its final name is complete, and the last run completes the output."""
     env = {**os.environ, "PYTHONPATH": str(Path(zoo.__file__).parent.parent)}
     rng = random.Random(3)
     for _ in range(12):

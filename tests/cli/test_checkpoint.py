@@ -15,8 +15,8 @@ from paths import ROOT
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory) -> tuple[Path, Path]:
-    home = tmp_path_factory.mktemp("made")
+def checkpoints(tmp_path_factory) -> tuple[Path, Path]:
+    home = tmp_path_factory.mktemp("checkpoints")
     source = zoo.bf16(home / "bf16")
     return source, zoo.nvfp4(home / "nvfp4", source)
 
@@ -27,8 +27,8 @@ def run(*argv) -> subprocess.CompletedProcess:
     return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
 
 
-def test_audit_lists_all_tensors_and_servers(built):
-    done = run("audit", built[1], "--source", built[0], "--tensors")
+def test_audit_lists_every_tensor_and_every_server(checkpoints):
+    done = run("audit", checkpoints[1], "--source", checkpoints[0], "--tensors")
     assert done.returncode == 0, done.stderr
     line = next(line for line in done.stdout.splitlines() if line.startswith("model.layers.1.mlp.down_proj "))
     assert line.split()[1:4] == ["nvfp4", "256x512", "16"] and 0.08 < float(line.split()[-1]) < 0.11
@@ -37,9 +37,9 @@ def test_audit_lists_all_tensors_and_servers(built):
     assert "sound" in done.stdout
 
 
-def test_audit_of_a_fault_and_its_repair(built, tmp_path):
+def test_audit_of_a_fault_and_its_repair(checkpoints, tmp_path):
     bad = zoo.spoil(
-        built[1],
+        checkpoints[1],
         tmp_path / "bad",
         lambda t, c: t["model.layers.1.mlp.up_proj.weight_scale"].view(np.uint8).__setitem__((0, 0), 0x7F),
     )
@@ -48,36 +48,37 @@ def test_audit_of_a_fault_and_its_repair(built, tmp_path):
     assert done.returncode == 1 and [f["code"] for f in result["findings"]] == ["block_scale_nan"]
     refused = run("audit", bad, "--repair")
     assert refused.returncode == 2 and "--source" in refused.stderr
-    done = run("audit", bad, "--repair", "--source", built[0], "--names", "old", "--output", tmp_path / "good")
+    done = run("audit", bad, "--repair", "--source", checkpoints[0], "--names", "old", "--output", tmp_path / "good")
     assert done.returncode == 0, done.stderr
     assert "repaired: model.layers.1.mlp.up_proj: 1 blocks quantized again" in done.stderr
-    again = run("audit", bad, "--repair", "--source", built[0], "--output", tmp_path / "good")
+    again = run("audit", bad, "--repair", "--source", checkpoints[0], "--output", tmp_path / "good")
     assert again.returncode == 2 and "--force" in again.stderr
     assert run("audit", bad, "--names", "old").returncode == 2
 
 
-def test_convert_reports_losses_and_replaces_only_with_force(built, tmp_path):
-    done = run("convert", built[1], "--to", "compressed-tensors", "--output", tmp_path / "ct")
-    assert done.returncode == 0 and "lost in the conversion: global scales are reciprocals" in done.stderr
-    again = run("convert", built[1], "--to", "compressed-tensors", "--output", tmp_path / "ct")
+def test_convert_reports_losses_and_replaces_only_with_force(checkpoints, tmp_path):
+    done = run("convert", checkpoints[1], "--to", "compressed-tensors", "--output", tmp_path / "ct")
+    assert done.returncode == 0 and "lost in conversion: global scales are reciprocals" in done.stderr
+    again = run("convert", checkpoints[1], "--to", "compressed-tensors", "--output", tmp_path / "ct")
     assert again.returncode == 2 and again.stderr.count("\n") == 2 and "--force" in again.stderr
     assert (
-        run("convert", built[1], "--to", "compressed-tensors", "--output", tmp_path / "ct", "--force").returncode == 0
+        run("convert", checkpoints[1], "--to", "compressed-tensors", "--output", tmp_path / "ct", "--force").returncode
+        == 0
     )
 
 
-def test_compare_lists_the_worst_and_draws(built, tmp_path):
+def test_compare_lists_the_worst_and_plots(checkpoints, tmp_path):
     pytest.importorskip("matplotlib", reason="the plots extra is not installed")
     plot = tmp_path / "plot.svg"
-    done = run("compare", built[0], built[1], "--worst", "2", "--plot", plot, "--json")
+    done = run("compare", checkpoints[0], checkpoints[1], "--worst", "2", "--plot", plot, "--json")
     result = json.loads(done.stdout)
     assert len(result["worst"]["nvfp4"]) == 2 and plot.stat().st_size > 5000
-    wrong = run("compare", built[0], built[1], built[1])
+    wrong = run("compare", checkpoints[0], checkpoints[1], checkpoints[1])
     assert wrong.returncode == 2 and "given twice" in wrong.stderr
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "message"),
+    ("words", "code", "expected"),
     [
         (("--set", "shard_size=big"), 2, "--set shard_size=2GB"),
         (("--set", "shards=3"), 2, "shard_size"),
@@ -86,9 +87,9 @@ def test_compare_lists_the_worst_and_draws(built, tmp_path):
         (("--ray", "127.0.0.1:1"), 3, "ray"),
     ],
 )
-def test_direct_refuses_in_one_line_and_writes_nothing(built, tmp_path, words, code, message):
+def test_direct_refuses_in_one_line_and_leaves_no_files(checkpoints, tmp_path, words, code, expected):
     if "--ray" in words:
         pytest.importorskip("ray", reason="the ray extra is not installed")
-    done = run("quantize", "--strategy", "direct", "--model", built[0], "--output", tmp_path / "x", *words)
-    assert done.returncode == code and message in done.stderr and done.stderr.count("\n") <= 2, done.stderr
+    done = run("quantize", "--strategy", "direct", "--model", checkpoints[0], "--output", tmp_path / "x", *words)
+    assert done.returncode == code and expected in done.stderr and done.stderr.count("\n") <= 2, done.stderr
     assert list(tmp_path.iterdir()) == []

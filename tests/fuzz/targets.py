@@ -132,9 +132,9 @@ def quant_config_seeds() -> Iterable[bytes]:
     from annie_quant.checkpoint.dialects import compressed_tensors, modelopt
 
     for dialect in (modelopt, compressed_tensors):
-        inline, files = dialect.small_files({"a": "nvfp4", "b": "fp8"}, ["lm_head", "x*"], 16, True)
-        yield json.dumps(inline).encode()
-        for value in files.values():
+        settings = dialect.settings({"a": "nvfp4", "b": "fp8"}, ["lm_head", "x*"], 16)
+        yield json.dumps(settings.quantization_config).encode()
+        for value in settings.files.values():
             yield json.dumps(value.get("quantization", value)).encode()
 
 

@@ -1,4 +1,4 @@
-"""Faulty checkpoints: each a change to a sound one, the code that the audit gives and the tensor it names."""
+"""Faulty checkpoints: each is a change of a sound one, with the audit's code and the tensor that it names."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ FAULTS = {
 
 
 def folded(source: Path, right: bool, only: tuple[str, ...] = ("gate", "up")):
-    """A fold of the MLP's input scale into the norm before it, rightly or as ModelOpt 0.47 does."""
+    """Return a fold of the MLP's input scale into the norm before it, right or as ModelOpt 0.47 does it, and the norm."""
     plain = zoo.read(source)
     s = np.random.default_rng(5).uniform(0.5, 2.0, 256)
     norm = "model.layers.1.post_attention_layernorm.weight"
@@ -162,7 +162,7 @@ def folded(source: Path, right: bool, only: tuple[str, ...] = ("gate", "up")):
 
 
 def fp8_too(t: dict, c: dict) -> None:
-    """Attention output in FP8 beside NVFP4, as mixed checkpoints have it."""
+    """Store one attention output in FP8, as mixed-precision checkpoints do."""
     module = "model.layers.3.self_attn.o_proj"
     for suffix in ("weight_scale", "weight_scale_2", "input_scale", "weight"):
         t.pop(f"{module}.{suffix}")
@@ -174,7 +174,7 @@ def fp8_too(t: dict, c: dict) -> None:
     from annie_quant.checkpoint.dialects import modelopt
 
     formats = {n.removesuffix(".weight_scale"): "nvfp4" for n in t if n.endswith(".weight_scale")} | {module: "fp8"}
-    c["quantization_config"] = modelopt.settings(formats, [], 16, True)
+    c["quantization_config"] = modelopt.settings(formats, [], 16).quantization_config
 
 
 def plain_again(t: dict, c: dict, module: str) -> None:
@@ -185,7 +185,7 @@ def plain_again(t: dict, c: dict, module: str) -> None:
 
 
 def awq(source: dict, module: str, s: np.ndarray) -> dict[str, np.ndarray]:
-    """The linear's tensors after a fold of s into its columns."""
+    """Return the linear's tensors after a fold of s into its columns."""
     from annie_quant import nvfp4
 
     t = nvfp4.pack((source[f"{module}.weight"].astype(np.float32) * s).astype(np.float32))

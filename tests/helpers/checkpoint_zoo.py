@@ -1,4 +1,4 @@
-"""Small Qwen3.5 checkpoints with random weights for the tests, made with NumPy alone, and ways to spoil them."""
+"""Small Qwen3.5 checkpoints with random weights for the tests, made with NumPy only, and changed copies of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paths import TINY_ANNIE
 
 from annie_quant.checkpoint import writer
 from annie_quant.checkpoint.dialects import modelopt
-from annie_quant.checkpoint.linears import fused_groups, is_linear
+from annie_quant.checkpoint.linears import is_linear
 from annie_quant.checkpoint.shards import ModelFolder
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -45,7 +45,7 @@ BF16 = ml_dtypes.bfloat16
 
 
 def shapes(config: dict) -> dict[str, tuple[int, ...]]:
-    """Every tensor of a text-only Qwen3.5 model and its shape, with multi-token prediction where config has it."""
+    """Return the shape of every tensor of a text-only Qwen3.5 model, with multi-token prediction if config has it."""
     h, v = config["hidden_size"], config["vocab_size"]
     out = {"model.embed_tokens.weight": (v, h), "model.norm.weight": (h,), "lm_head.weight": (v, h)}
     for i, kind in enumerate(config["layer_types"]):
@@ -98,7 +98,7 @@ def layer(c: dict, p: str, kind: str) -> dict[str, tuple[int, ...]]:
 
 
 def weights(config: dict, seed: int = 0) -> dict[str, np.ndarray]:
-    """Random bf16 weights that keep activations in a sane range, so that logits are peaked enough to compare."""
+    """Return random bf16 weights that keep activations in a normal range, so that the logits have clear maxima."""
     rng = np.random.default_rng(seed)
     out = {}
     for name, shape in shapes(config).items():
@@ -123,7 +123,7 @@ def save(folder: Path, tensors: dict[str, np.ndarray], config: dict, shard_bytes
 
 
 def bf16(folder: Path, seed: int = 0, shard_bytes: int = 1 << 40, **changes) -> Path:
-    """A plain checkpoint."""
+    """Write a plain checkpoint."""
     config = CONFIG | changes
     return save(folder, weights(config, seed), config, shard_bytes)
 
@@ -133,13 +133,13 @@ def quantizable(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def nvfp4(folder: Path, source: Path, only: Callable[[str], bool] = lambda name: True, with_input: bool = True) -> Path:
-    """The checkpoint as ModelOpt would export it: shared scales for fused linears, both configurations."""
+    """Write the checkpoint as ModelOpt would export it: shared scales for fused linears, both configurations."""
     from annie_quant import nvfp4 as codec
 
     plain = ModelFolder(source)
     modules = {n[:-7] for n in plain if quantizable(n, plain.info(n).shape) and only(n)}
     amax = {m: float(np.abs(plain.tensor(f"{m}.weight").astype(np.float32)).max()) for m in modules}
-    for group in fused_groups(modules):
+    for group in plain.family.fused_groups(modules):
         amax |= dict.fromkeys(group, max(amax[m] for m in group))
     out: dict[str, np.ndarray] = {}
     for name in plain:
@@ -155,16 +155,15 @@ def nvfp4(folder: Path, source: Path, only: Callable[[str], bool] = lambda name:
         }
         if with_input:
             out[f"{module}.input_scale"] = np.array(0.004, np.float32)
-    kept = sorted(n[:-7] for n in plain if is_linear(n, plain.info(n).shape) and n[:-7] not in modules)
-    inline, beside = modelopt.small_files({m: "nvfp4" for m in modules}, kept, 16, with_input)
-    save(folder, out, plain.config | {"quantization_config": inline})
-    for name, value in beside.items():
-        (folder / name).write_text(json.dumps(value))
+    unquantized = sorted(n[:-7] for n in plain if is_linear(n, plain.info(n).shape) and n[:-7] not in modules)
+    settings = modelopt.settings(dict.fromkeys(modules, "nvfp4" if with_input else "w4a16"), unquantized, 16)
+    save(folder, out, plain.config)
+    writer.write_settings(folder, plain.config, settings)
     return folder
 
 
 def multimodal(t: dict, c: dict) -> None:
-    """The same model in its multimodal form, as runtimes on transformers 4.57 want it, but for the class names."""
+    """Change a model to its multimodal form, as for runtimes on transformers 4.57, except for the class names."""
     for name in [n for n in t if n.startswith("model.") and "visual." not in n]:
         t[name.replace("model.", "model.language_model.", 1)] = t.pop(name)
     quantization = c.pop("quantization_config", None)
@@ -178,13 +177,13 @@ def multimodal(t: dict, c: dict) -> None:
 
 
 def read(folder: Path) -> dict[str, np.ndarray]:
-    """Every tensor, copied, to change and save again."""
+    """Return copies of all tensors."""
     opened = ModelFolder(folder)
     return {n: opened.tensor(n).copy() for n in opened}
 
 
 def spoil(folder: Path, target: Path, change: Callable[[dict, dict], None]) -> Path:
-    """A copy of a checkpoint after `change(tensors, config)`."""
+    """Write a copy of a checkpoint after `change(tensors, config)`."""
     shutil.copytree(folder, target)
     tensors, config = read(folder), json.loads((folder / "config.json").read_text())
     change(tensors, config)

@@ -36,7 +36,7 @@ import json, resource, sys, time
 from annie_quant import quantize
 start = time.perf_counter()
 result = quantize.run("direct", sys.argv[1], sys.argv[2])
-print(json.dumps({"seconds": time.perf_counter() - start, "size_bytes": result["size_bytes"],
+print(json.dumps({"seconds": time.perf_counter() - start, "size_bytes": result.size_bytes,
                   "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}))
 """
 THEIRS = """

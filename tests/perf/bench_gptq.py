@@ -36,9 +36,9 @@ def ours(w: torch.Tensor, hessian: torch.Tensor, scale: str) -> torch.Tensor:
     from annie_quant import nvfp4
     from annie_quant.quantize import gptq_solver
 
-    upper, dead = gptq_solver.factor(hessian)
     array = w.numpy()
-    _, rounded = gptq_solver.round_columns(array, upper, dead, float(nvfp4.tensor_scale(nvfp4.amax(array))), scale)
+    tensor_scale = float(nvfp4.tensor_scale(nvfp4.amax(array)))
+    _, rounded = gptq_solver.round_columns(array, gptq_solver.factor(hessian), tensor_scale, scale)
     return torch.from_numpy(rounded)
 
 

@@ -14,6 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 import annie_quant
 from annie_quant import checkpoint, judge, quantize, runtime
 from annie_quant.checkpoint.linears import is_linear
@@ -74,7 +76,7 @@ def one(row: str, arguments: argparse.Namespace, calibration: Path) -> None:
     if file.is_file():
         return
     target.parent.mkdir(parents=True, exist_ok=True)
-    built = quantize.run(
+    result = quantize.run(
         strategy,
         arguments.model,
         target,
@@ -105,7 +107,7 @@ def one(row: str, arguments: argparse.Namespace, calibration: Path) -> None:
             "row": row,
             "strategy": strategy,
             "settings": settings,
-            "made": built,
+            "made": msgspec.to_builtins(result),
             "bits": bits(target),
             "audit": [f.message for f in audit.findings] if not audit.ok else [],
             "numerics": stored,
@@ -113,7 +115,7 @@ def one(row: str, arguments: argparse.Namespace, calibration: Path) -> None:
             "seconds_evaluate": time.monotonic() - start,
         },
     )
-    print(json.dumps({"row": row, "seconds": built["seconds"], "audit": audit.ok}), flush=True)
+    print(json.dumps({"row": row, "seconds": result.seconds, "audit": audit.ok}), flush=True)
 
 
 def bits(folder: Path) -> float:

@@ -54,7 +54,7 @@ def run(folder: Path, strategy: str) -> None:
 
     target = folder.with_name(f"{folder.name}-{strategy}")
     start = time.monotonic()
-    built = quantize.run(
+    result = quantize.run(
         strategy, folder, target, calib_data=folder / "calibration.jsonl", calib_samples=100, force=True,
         **SETTINGS.get(strategy, {}),
     )  # fmt: skip
@@ -65,8 +65,8 @@ def run(folder: Path, strategy: str) -> None:
         "seconds": round(time.monotonic() - start, 1),
         "gpu_peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2) if cuda else None,
         "host_peak_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6, 2),
-        "size_gb": round(built["size_bytes"] / 1e9, 3),
-        "source_gb": round(built["source_bytes"] / 1e9, 3),
+        "size_gb": round(result.size_bytes / 1e9, 3),
+        "source_gb": round(result.source_bytes / 1e9, 3),
     }
     print(json.dumps(row), flush=True)
     shutil.rmtree(target)

@@ -138,10 +138,10 @@ def test_what_only_activations_lose():
     assert explain.by_activations(as_json(sides(tool_call=gate_row("tool_call", 99, 100)))) is None
 
 
-def test_the_order_is_cheapest_first_and_training_last(monkeypatch):
-    have = {"qad": "", "naive": "", "mlp_only": "", "somebodys": "", "direct": ""}
-    monkeypatch.setattr(search.quantize, "available", lambda: have)
-    assert search.chosen_order(None) == ["naive", "direct", "mlp_only", "somebodys", "qad"]
+def test_the_order_is_cheapest_first_and_training_last():
+    order = search.chosen_order(None)
+    assert [s for s in order if s in ("naive", "direct", "mlp_only", "qad")] == ["naive", "direct", "mlp_only", "qad"]
+    assert order[-1] == "qad"
     assert search.chosen_order(["mlp_only", "naive"]) == ["mlp_only", "naive"]
     with pytest.raises(Exception, match="no strategy called 'x'"):
         search.chosen_order(["x"])
@@ -206,7 +206,7 @@ def test_the_walk_stops_at_the_first_that_passes_and_keeps_what_failed(tmp_path,
         "naive": {"all": both(tool_call=(40, 100), factual=(100, 100))},
         "auto_mixed": None,
         "mlp_only": {"all": both(tool_call=(99, 100), factual=(100, 100))},
-        "later": {"all": both(tool_call=(99, 100))},
+        "qad": {"all": both(tool_call=(99, 100))},
     }
     found, log = walk(tmp_path, monkeypatch, tables)
     assert found["chosen"] == "mlp_only" and log == ["naive", "auto_mixed", "mlp_only"]
@@ -216,7 +216,7 @@ def test_the_walk_stops_at_the_first_that_passes_and_keeps_what_failed(tmp_path,
     for part in ("PASS: ship it", "infeasible", "tool_call 40 of 100", "99/100 ✓"):
         assert part in page, part
     everything, log = walk(tmp_path, monkeypatch, tables, every=True)
-    assert everything["chosen"] == "mlp_only" and log[-1] == "later"
+    assert everything["chosen"] == "mlp_only" and log[-1] == "qad"
 
 
 def test_a_weight_only_checkpoint_is_not_judged_at_length_where_w4a4_is_asked_for(tmp_path, monkeypatch):

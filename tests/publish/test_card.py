@@ -165,7 +165,7 @@ def test_a_runtime_that_cannot_load_it_gets_no_command(run, tmp_path):
     card = upload.prepare(run, "owner/x", model="mlp_only", checkpoint=TINY, base_model=BASE).card
     audit = aq.checkpoint.audit(TINY)
     for runtime in ("vLLM", "SGLang"):
-        loads = any(x.startswith(f"{runtime}: yes") for x in audit.summary["loads"])
+        loads = any(x.startswith(f"{runtime}: yes") for x in audit.summary.loads)
         assert (f"{runtime}:\n" in card) == loads
 
 

@@ -1,4 +1,4 @@
-"""awq_lite: every fold leaves the function as it was, in what is stored too; ModelOpt's own export does not."""
+"""awq_lite: a fold does not change what the model computes, in the stored tensors either; ModelOpt's own export does."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ import numpy as np
 import pytest
 from paths import CALIBRATION, TINY_ANNIE
 
-from annie_quant import checkpoint, quantize
+from annie_quant import checkpoint, models, quantize
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.data.rows import read_conversations
-from annie_quant.quantize import awq_folding, calibration_samples
-from annie_quant.quantize.export import choose
-from annie_quant.quantize.job import Job
-from annie_quant.quantize.layerwise import Walk
+from annie_quant.quantize import calibration_samples
+from annie_quant.quantize.select import choose
 from annie_quant.quantize.strategies import awq_lite
 
 torch = pytest.importorskip("torch", reason="folds run in torch: pip install annie-quant[quantize]")
+from annie_quant.quantize import awq_folding  # noqa: E402
+from annie_quant.quantize.layerwise import DecoderLayers  # noqa: E402
+
 BOUND = 1e-3
+FAMILY = models.family_of({"model_type": "qwen3_5_text"})
+SITES = [site for site in FAMILY.inputs if site.searched]
 
 
 @pytest.fixture(scope="module")
@@ -29,14 +32,14 @@ def model() -> object:
     return AutoModelForCausalLM.from_pretrained(TINY_ANNIE, dtype=torch.float32).eval()
 
 
-def logits(model: object, weights: dict[str, object], conversations: list[calibration_samples.Text]) -> np.ndarray:
-    """Logits of the model with some of its tensors replaced."""
-    kept = {n: model.state_dict()[n].clone() for n in weights}  # type: ignore[attr-defined]
+def logits(model: object, weights: dict[str, object], samples: list[calibration_samples.Sample]) -> np.ndarray:
+    """Return the logits of the model with some of its tensors replaced."""
+    original = {n: model.state_dict()[n].clone() for n in weights}  # type: ignore[attr-defined]
     model.load_state_dict(weights, strict=False)  # type: ignore[attr-defined]
     with torch.inference_mode():
-        found = [model(torch.tensor([t.ids])).logits[0].numpy() for t in conversations]  # type: ignore[operator]
-    model.load_state_dict(kept, strict=False)  # type: ignore[attr-defined]
-    return np.concatenate(found)
+        rows = [model(torch.tensor([s.ids])).logits[0].numpy() for s in samples]  # type: ignore[operator]
+    model.load_state_dict(original, strict=False)  # type: ignore[attr-defined]
+    return np.concatenate(rows)
 
 
 def test_our_folds_keep_the_logits_and_modelopts_do_not(
@@ -44,20 +47,19 @@ def test_our_folds_keep_the_logits_and_modelopts_do_not(
 ) -> None:
     pytest.importorskip("modelopt", reason="the comparison is with ModelOpt's own export")
     folder = ModelFolder(TINY_ANNIE)
-    job = Job(TINY_ANNIE, tmp_path, CALIBRATION)
-    conversations = calibration_samples.of_rows(TINY_ANNIE, read_conversations(CALIBRATION))[::5]
-    source = logits(model, {}, conversations)
+    samples = calibration_samples.samples_of_rows(TINY_ANNIE, read_conversations(CALIBRATION))[::5]
+    source = logits(model, {}, samples)
 
     ours: dict[str, np.ndarray] = {}
-    chosen, amax = set(choose(folder, job)), {}
-    for layer in Walk(folder, calibration_samples.batches(conversations), lambda line: None):
-        ours |= awq_lite.fold_layer(layer, folder, chosen, amax)
-    assert {n.split(".", 3)[3] for n in ours} >= {s.producer for s in awq_folding.SITES}
-    moved = [n for n in ours if np.abs(ours[n] - folder.tensor(n).astype(np.float32)).max() > 0.01]
-    assert len(moved) > 20  # folds that move nothing would prove nothing
-    folded = logits(model, {n: torch.from_numpy(w) for n, w in ours.items()}, conversations)
+    chosen, amax = set(choose(folder, ())), {}
+    for layer in DecoderLayers(folder, calibration_samples.make_batches(samples)):
+        ours |= awq_lite.fold_layer(layer, chosen, amax)
+    assert {models.in_layer(n) for n in ours} >= {f"{site.producer}.weight" for site in SITES}
+    changed = [n for n in ours if np.abs(ours[n] - folder.tensor(n).astype(np.float32)).max() > 0.01]
+    assert len(changed) > 20  # folds that change nothing would prove nothing
+    folded = logits(model, {n: torch.from_numpy(w) for n, w in ours.items()}, samples)
 
-    theirs = logits(model, modelopts_folds(model, conversations, tmp_path), conversations)
+    theirs = logits(model, modelopts_folds(model, samples, tmp_path), samples)
     good, bad = float(np.abs(folded - source).max()), float(np.abs(theirs - source).max())
     with capsys.disabled():
         print(f"\nmax |Δlogit| in float32 before quantization: our folds {good:.2g}, ModelOpt's {bad:.3g}")
@@ -65,8 +67,8 @@ def test_our_folds_keep_the_logits_and_modelopts_do_not(
     assert bad > 100 * BOUND
 
 
-def modelopts_folds(model: object, conversations: list[calibration_samples.Text], tmp_path: Path) -> dict[str, object]:
-    """The source's tensors with the scales of ModelOpt's AWQ export: its norms as it wrote them, the columns times s."""
+def modelopts_folds(model: object, samples: list[calibration_samples.Sample], tmp_path: Path) -> dict[str, object]:
+    """Return the source's tensors with the scales of ModelOpt's AWQ export: its norms as it wrote them, columns times s."""
     import copy
 
     import modelopt.torch.quantization as mtq
@@ -74,13 +76,13 @@ def modelopts_folds(model: object, conversations: list[calibration_samples.Text]
     from safetensors.torch import load_file
 
     from annie_quant.hf import modelopt_backend
-    from annie_quant.quantize.modelopt import quiet
+    from annie_quant.quantize.library_output import quiet
 
     modelopt_backend.register()
     other = copy.deepcopy(model).to(torch.bfloat16)  # type: ignore[call-overload]
     config = modelopt_backend.with_backend(mtq.NVFP4_AWQ_LITE_CFG)
-    with quiet(lambda line: None):
-        mtq.quantize(other, config, lambda m: [m(torch.tensor([t.ids])) for t in conversations])
+    with quiet():
+        mtq.quantize(other, config, lambda m: [m(torch.tensor([s.ids])) for s in samples])
         scales = {
             n: m.input_quantizer.pre_quant_scale.float()
             for n, m in other.named_modules()
@@ -93,15 +95,13 @@ def modelopts_folds(model: object, conversations: list[calibration_samples.Text]
     norms = {n: t.float() for n, t in written.items() if n.endswith("layernorm.weight")}
     changed = {n: t for n, t in norms.items() if (t - source[n]).abs().max() > 1e-3}
     assert changed, "ModelOpt folded no norm"
-    found: dict[str, object] = dict(changed)
-    for site in awq_folding.SITES:
-        for norm in changed:
-            if norm.endswith("." + site.producer) and site.kind == "plus_one":
-                layer = norm.removesuffix(site.producer)
-                for reader in (f"{layer}{r}" for r in site.readers):
-                    if reader in scales:  # pre_quant_scale multiplies the input, its reciprocal the weight
-                        found[f"{reader}.weight"] = source[f"{reader}.weight"] / scales[reader]
-    return found
+    tensors: dict[str, object] = dict(changed)
+    for norm in changed:
+        for site in (s for s in SITES if models.in_layer(norm) == f"{s.producer}.weight"):
+            for reader in (f"{models.layer_of(norm)}.{r}" for r in site.linears):
+                if reader in scales:  # pre_quant_scale multiplies the input, its reciprocal the weight
+                    tensors[f"{reader}.weight"] = source[f"{reader}.weight"] / scales[reader]
+    return tensors
 
 
 def test_a_fold_into_a_rounded_norm_is_exact_in_what_is_stored() -> None:
@@ -110,29 +110,29 @@ def test_a_fold_into_a_rounded_norm_is_exact_in_what_is_stored() -> None:
     weights = {"post_attention_layernorm.weight": draw(64).bfloat16().float() * 0.3}
     weights |= {f"mlp.{n}_proj.weight": draw(32, 64) for n in ("gate", "up")}
     before = dict(weights)
-    site = next(s for s in awq_folding.SITES if s.producer.startswith("post_attention"))
-    real = awq_folding.fold(weights, site, torch.exp(draw(64) * 0.5), torch.bfloat16)
-    norm = weights[site.producer]
+    site = next(s for s in SITES if s.producer.startswith("post_attention"))
+    folded = awq_folding.fold(weights, FAMILY, site, torch.exp(draw(64) * 0.5), torch.bfloat16)
+    norm = weights[f"{site.producer}.weight"]
     assert torch.equal(norm, norm.bfloat16().float())
     x = draw(100, 64)
     for name in ("gate", "up"):
-        was = (x * (1 + before[site.producer])) @ before[f"mlp.{name}_proj.weight"].T
+        was = (x * (1 + before[f"{site.producer}.weight"])) @ before[f"mlp.{name}_proj.weight"].T
         now = (x * (1 + norm)) @ weights[f"mlp.{name}_proj.weight"].T
         assert (now - was).abs().max() < 1e-4
-    assert not torch.equal(real, torch.ones(64))
+    assert not torch.equal(folded, torch.ones(64))
 
 
 def test_a_gain_near_zero_takes_no_scale() -> None:
     weights = {"input_layernorm.weight": torch.tensor([-1.0, 0.5]).repeat(8)}
     weights |= {f"self_attn.{n}_proj.weight": torch.ones(4, 16) for n in "qkv"}
-    real = awq_folding.fold(weights, awq_folding.SITES[0], torch.full((16,), 3.0), torch.bfloat16)
-    assert torch.equal(real[::2], torch.ones(8)) and (real[1::2] - 3).abs().max() < 0.1
+    folded = awq_folding.fold(weights, FAMILY, SITES[0], torch.full((16,), 3.0), torch.bfloat16)
+    assert torch.equal(folded[::2], torch.ones(8)) and (folded[1::2] - 3).abs().max() < 0.1
     assert all(torch.isfinite(w).all() for w in weights.values())
 
 
 def test_awq_lite_exports_plain_nvfp4(tmp_path: Path) -> None:
-    made = quantize.run("awq_lite", TINY_ANNIE, tmp_path / "out", calib_data=CALIBRATION, calib_samples=5)
-    assert made["expected_bytes"] == pytest.approx(made["size_bytes"], rel=0.01)
+    result = quantize.run("awq_lite", TINY_ANNIE, tmp_path / "out", calib_data=CALIBRATION, calib_samples=5)
+    assert result.expected_bytes == pytest.approx(result.size_bytes, rel=0.01)
     assert json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]["quant_algo"] == "NVFP4"
     assert not [n for n in ModelFolder(tmp_path / "out") if n.endswith("pre_quant_scale")]
     audit = checkpoint.audit(tmp_path / "out", source=TINY_ANNIE)

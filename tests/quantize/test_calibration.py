@@ -1,4 +1,4 @@
-"""Calibration rows: read evenly, refused with file and line, tool arguments decoded for the template only."""
+"""Calibration rows: read evenly, refused with file and line; tool arguments are decoded for the template only."""
 
 import json
 from pathlib import Path
@@ -7,8 +7,7 @@ import pytest
 
 from annie_quant.data.rows import read_conversations
 from annie_quant.errors import UsageError
-from annie_quant.quantize.modelopt import MAX_BATCH_TOKENS, make_batches
-from annie_quant.quantize.modelopt_samples import template_messages
+from annie_quant.quantize.calibration_samples import template_messages
 
 
 def write(path: Path, rows: list) -> Path:
@@ -30,7 +29,7 @@ def test_a_broken_row_is_named_by_file_and_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("row", [{"messages": []}, {"text": "x"}, [1], {"messages": ["hi"]}])
-def test_a_row_that_is_no_conversation_is_refused(tmp_path: Path, row: object) -> None:
+def test_a_row_that_is_not_a_conversation_is_refused(tmp_path: Path, row: object) -> None:
     with pytest.raises(UsageError, match="line 1"):
         read_conversations(write(tmp_path / "c.jsonl", [row]))
 
@@ -50,8 +49,11 @@ def test_arguments_become_a_dict_and_the_row_stays_as_it_is() -> None:
 
 
 def test_batches_hold_equal_lengths_and_lose_no_row() -> None:
+    pytest.importorskip("modelopt", reason="the quantize extra is not installed")
+    from annie_quant.quantize.modelopt import MAX_BATCH_TOKENS, batches_of_equal_length
+
     ids = [[i] * n for i, n in enumerate([3, 5, 3, 5000, 5000, 5, 3])] + [[]]
-    batches = make_batches(ids)
+    batches = batches_of_equal_length(ids)
     assert sorted(r for b in batches for r in b) == sorted(r for r in ids if r)
     assert all(len({len(r) for r in b}) == 1 for b in batches)
     assert all(len(b) == 1 or len(b) * len(b[0]) <= MAX_BATCH_TOKENS for b in batches)

@@ -1,4 +1,4 @@
-"""Plans before anything starts: sizes by count, memory, times; and the container's one command."""
+"""Estimates before anything starts: sizes counted from shapes, memory, times; and the command for the container."""
 
 from __future__ import annotations
 
@@ -13,56 +13,60 @@ from annie_quant.quantize import available, container_job, estimate
 
 
 def test_the_published_counts_of_the_9b():
-    """8.953 B weights: MLP 4.832, DeltaNet 1.617, attention .470, embedding and head 1.017 each (spec/quantize.md)."""
-    counts, layers, hidden, ffn = estimate.by_name("9b")
+    """8.953 B weights: MLP 4.832, DeltaNet 1.617, attention .470, embedding and head 1.017 each."""
+    size = estimate.published_sizes()["9b"]
+    counts = size.counts
     billions = {k: round(v / 1e9, 3) for k, v in counts.items()}
     assert billions["mlp"] == 4.832 and billions["attention"] == 0.470 and billions["head"] == 1.017
     assert billions["deltanet"] + billions["rest"] == pytest.approx(1.617, abs=0.003)
     assert sum(counts.values()) / 1e9 == pytest.approx(8.953, abs=0.002)
-    assert (layers, hidden, ffn) == (32, 4096, 12288)
-    assert sum(estimate.by_name("27b")[0].values()) / 1e9 == pytest.approx(26.9, abs=0.1)
+    assert (size.layers, size.hidden_size, size.intermediate_size) == (32, 4096, 12288)
+    assert sum(estimate.published_sizes()["27b"].counts.values()) / 1e9 == pytest.approx(26.9, abs=0.1)
 
 
 @pytest.mark.parametrize(
     ("strategy", "gb", "tok_s"), [("mlp_only", 10.96, 26), ("w4a16_mixed", 7.42, None), ("naive", None, 39)]
 )
 def test_sizes_and_ceilings_that_are_written_down(strategy, gb, tok_s):
-    plan = estimate.plan("9b", strategy)
+    expected = estimate.estimate("9b", strategy)
     if gb:
-        assert plan.size_bytes / 1e9 == pytest.approx(gb, abs=0.02)
+        assert expected.size_bytes / 1e9 == pytest.approx(gb, abs=0.02)
     if tok_s:
-        assert estimate.GB10_READ / plan.read_bytes == pytest.approx(tok_s, abs=0.6)
+        assert estimate.GB10_READ / expected.read_bytes == pytest.approx(tok_s, abs=0.6)
 
 
 def test_the_count_of_a_folder_is_the_real_output(tmp_path):
     """direct on tiny-annie, as counted before and as written after."""
     from annie_quant import quantize
 
-    expected = estimate.plan(TINY_ANNIE, "direct", rates=estimate.SPARK)
-    made = quantize.run("direct", TINY_ANNIE, tmp_path / "out")
-    assert made["size_bytes"] == pytest.approx(expected.size_bytes, rel=0.03)
+    expected = estimate.estimate(TINY_ANNIE, "direct", rates=estimate.SPARK)
+    result = quantize.run("direct", TINY_ANNIE, tmp_path / "out")
+    assert result.size_bytes == pytest.approx(expected.size_bytes, rel=0.03)
 
 
-def test_a_27b_goes_a_layer_at_a_time_on_a_spark_and_training_it_does_not_fit():
-    assert estimate.plan("27b", "gptq").fits and estimate.plan("27b", "gptq").peak_bytes < 20e9
-    assert estimate.plan("27b", "naive").peak_bytes > 53.8e9
-    qad = estimate.plan("27b", "qad")
+def test_a_27b_is_quantized_layer_by_layer_on_a_spark_and_training_it_does_not_fit():
+    gptq = estimate.estimate("27b", "gptq")
+    assert gptq.fits and gptq.peak_bytes < 20e9
+    assert estimate.estimate("27b", "naive").peak_bytes > 53.8e9
+    qad = estimate.estimate("27b", "qad")
     assert not qad.fits and "DOES NOT FIT" in "\n".join(qad.lines())
 
 
-def test_every_strategy_there_is_has_a_plan():
-    assert set(available()) <= set(estimate.RECIPES)
-    with pytest.raises(UsageError, match="no plan"):
-        estimate.plan("9b", "magic")
+def test_every_strategy_has_an_estimate():
+    for name in available():
+        expected = estimate.estimate("9b", name)
+        assert 4.5 < expected.bits_per_weight < 16 and sum(expected.seconds.values()) > 0
+    with pytest.raises(UsageError, match="no strategy called 'magic'"):
+        estimate.estimate("9b", "magic")
 
 
 def test_rates_are_measured_here():
     pytest.importorskip("torch", reason="rates need torch: pip install annie-quant[quantize]")
     rates = estimate.measure(TINY_ANNIE)
-    assert min(rates.flop_s, rates.disk, rates.encode, rates.memory) > 1e6 and "measured here" in rates.said
+    assert min(rates.flop_s, rates.disk, rates.encode, rates.memory) > 1e6 and "measured here" in rates.description
 
 
-def test_the_container_runs_as_the_user_and_mounts_what_is_read_as_read_only(tmp_path):
+def test_the_container_runs_as_the_user_and_mounts_inputs_read_only(tmp_path):
     argv = container_job.arguments(
         "mlp_only", TINY_ANNIE, tmp_path / "out/v2b", tmp_path / "my data.jsonl", ["--seed", "3"]
     )
@@ -75,11 +79,11 @@ def test_the_container_runs_as_the_user_and_mounts_what_is_read_as_read_only(tmp
     assert inner[1:] == ["quantize", "--strategy", "mlp_only", "--model", "/model", "--calib-data", "/data/my data.jsonl",
                          "--output", "/output/v2b", "--seed", "3"]  # fmt: skip
     assert "nvcr.io/nvidia/pytorch:25.11-py3" in argv
-    with pytest.raises(UsageError, match="no container recipe"):
+    with pytest.raises(UsageError, match="unknown container recipe"):
         container_job.arguments("naive", TINY_ANNIE, tmp_path / "o", recipe="1999")
 
 
-def test_the_containers_command_is_one_that_the_command_line_understands(tmp_path):
+def test_the_containers_command_is_valid_for_the_command_line(tmp_path):
     from click.testing import CliRunner
 
     from annie_quant.cli import cli
@@ -102,7 +106,7 @@ def test_the_containers_command_is_one_that_the_command_line_understands(tmp_pat
     assert "result" in CliRunner().invoke(cli, [*inner, "--dry-run"]).output
 
 
-def test_no_docker_is_said(monkeypatch, tmp_path):
+def test_missing_docker_is_reported(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(EnvironmentFault, match="docker is not installed"):
         container_job.run(["docker"], tmp_path / "o")

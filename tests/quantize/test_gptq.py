@@ -1,4 +1,4 @@
-"""Error feedback: the C loop against plain NumPy, scales as the codec chooses them, and less output error than rounding."""
+"""GPTQ: the C loop against plain NumPy, scales as the codec chooses them, less output error than rounding, and fallbacks."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 
 from annie_quant import nvfp4
-from annie_quant.quantize import gptq_solver
+from annie_quant.quantize.strategies import gptq
 
 torch = pytest.importorskip("torch", reason="the Hessian is factored by torch: pip install annie-quant[quantize]")
+from annie_quant.quantize import gptq_solver  # noqa: E402
+
 GRID = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 
 
@@ -19,11 +21,12 @@ def inputs(rng: np.random.Generator, n: int, k: int) -> np.ndarray:
     return (rng.normal(size=(n, k)) @ (np.eye(k) + 0.3 * mixing / np.sqrt(k))).astype(np.float32)
 
 
-def problem(k: int = 160, n_rows: int = 24, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def problem(k: int = 160, n_rows: int = 24, seed: int = 0) -> tuple[np.ndarray, np.ndarray, gptq_solver.Factor]:
+    """A weight, inputs, and the factor of their Hessian."""
     rng = np.random.default_rng(seed)
     x = inputs(rng, 4 * k, k)
-    upper, dead = gptq_solver.factor(torch.from_numpy(x.T @ x))
-    return rng.normal(size=(n_rows, k)).astype(np.float32) * 0.02, x, upper, dead
+    factor = gptq_solver.factor(torch.from_numpy(x.T @ x))
+    return rng.normal(size=(n_rows, k)).astype(np.float32) * 0.02, x, factor
 
 
 def in_numpy(w: np.ndarray, upper: np.ndarray, tensor_scale: np.float32, group: int) -> tuple[np.ndarray, np.ndarray]:
@@ -32,8 +35,8 @@ def in_numpy(w: np.ndarray, upper: np.ndarray, tensor_scale: np.float32, group: 
     for column in range(w.shape[1]):
         if column % group == 0:
             amax = np.abs(w[:, column : column + group]).max(1).astype(np.float32)
-            wanted = np.clip(amax / (np.float32(6) * tensor_scale), 2.0**-9, 448)
-            scales[:, column // group] = wanted.astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+            scale = np.clip(amax / (np.float32(6) * tensor_scale), 2.0**-9, 448)
+            scales[:, column // group] = scale.astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
         step = (scales[:, column // group] * tensor_scale).astype(np.float64)
         nearest = np.abs(np.abs(w[:, column] / step)[:, None] - GRID).argmin(1)
         rounded = np.copysign(GRID[nearest] * step, w[:, column])
@@ -44,31 +47,31 @@ def in_numpy(w: np.ndarray, upper: np.ndarray, tensor_scale: np.float32, group: 
 
 
 def test_the_c_loop_is_the_papers_algorithm() -> None:
-    w, _, upper, dead = problem(k=288)  # two windows and a rest
+    w, _, factor = problem(k=288)  # two windows and a rest
     scale = nvfp4.tensor_scale(nvfp4.amax(w))
-    packed, rounded = gptq_solver.round_columns(w, upper, dead, float(scale))
-    wanted, scales = in_numpy(w, upper, scale, 16)
+    packed, rounded = gptq_solver.round_columns(w, factor, float(scale))
+    expected, scales = in_numpy(w, factor.upper, scale, 16)
     same_scale = packed.block_scale.astype(np.float32) == scales
     assert same_scale.mean() > 0.97  # float32 against float64: near-ties may fall either way, and then what follows
     rows = same_scale.all(1)
     assert rows.sum() >= 5
-    assert (np.abs(rounded[rows] - wanted[rows]) < 1e-5).mean() > 0.97
+    assert (np.abs(rounded[rows] - expected[rows]) < 1e-5).mean() > 0.97
 
 
 def test_what_it_returns_is_what_the_codes_say() -> None:
-    w, _, upper, dead = problem()
+    w, _, factor = problem()
     for scale in ("amax", "four_over_six", "sweep"):
         step = nvfp4.tensor_scale(nvfp4.amax(w), scale=scale)
-        packed, rounded = gptq_solver.round_columns(w, upper, dead, float(step), scale)
+        packed, rounded = gptq_solver.round_columns(w, factor, float(step), scale)
         np.testing.assert_array_equal(nvfp4.unpack(packed, "float32"), rounded)
 
 
 def test_without_correlation_it_is_plain_rounding() -> None:
     w, *_ = problem()
-    upper, dead = gptq_solver.factor(torch.eye(w.shape[1]))
+    factor = gptq_solver.factor(torch.eye(w.shape[1]))
     for scale in ("amax", "four_over_six", "sweep"):
         step = float(nvfp4.tensor_scale(nvfp4.amax(w), scale=scale))
-        packed, _ = gptq_solver.round_columns(w, upper, dead, step, scale)
+        packed, _ = gptq_solver.round_columns(w, factor, step, scale)
         plain = nvfp4.pack(w, tensor_scale=step, scale=scale)
         assert packed.codes.tobytes() == plain.codes.tobytes()
         assert packed.block_scale.tobytes() == plain.block_scale.tobytes()
@@ -76,41 +79,93 @@ def test_without_correlation_it_is_plain_rounding() -> None:
 
 @pytest.mark.parametrize("scale", ["amax", "sweep"])
 def test_output_error_falls_well_below_rounding(scale: str) -> None:
-    w, x, upper, dead = problem(k=256, n_rows=64, seed=4)
+    w, x, factor = problem(k=256, n_rows=64, seed=4)
     step = float(nvfp4.tensor_scale(nvfp4.amax(w), scale=scale))
-    _, fed = gptq_solver.round_columns(w, upper, dead, step, scale)
+    _, fed = gptq_solver.round_columns(w, factor, step, scale)
     plain = nvfp4.unpack(nvfp4.pack(w, tensor_scale=step, scale=scale), "float32")
     error = lambda v: float(np.square(x @ (v - w).T).sum())  # noqa: E731
     assert error(fed) < 0.7 * error(plain)
 
 
 def test_threads_do_not_change_the_bytes() -> None:
-    w, _, upper, dead = problem(k=512, n_rows=70)
+    w, _, factor = problem(k=512, n_rows=70)
     step = float(nvfp4.tensor_scale(nvfp4.amax(w)))
-    made = []
+    packed = []
     for threads in (1, 3):
         nvfp4.set_threads(threads)
-        made.append(gptq_solver.round_columns(w, upper, dead, step, "sweep")[0])
+        packed.append(gptq_solver.round_columns(w, factor, step, "sweep")[0])
     nvfp4.set_threads(0)
-    assert made[0].codes.tobytes() == made[1].codes.tobytes()
+    assert packed[0].codes.tobytes() == packed[1].codes.tobytes()
 
 
 def test_a_column_that_no_input_reaches_and_a_singular_hessian() -> None:
     w, x, *_ = problem(k=64)
     x[:, 7] = 0
     x[:, 9] = x[:, 8]
-    upper, dead = gptq_solver.factor(torch.from_numpy(x[:20].T @ x[:20]), damping=1e-12)
-    assert dead.tolist() == [i == 7 for i in range(64)] and np.isfinite(upper).all()
-    packed, rounded = gptq_solver.round_columns(w, upper, dead, float(nvfp4.tensor_scale(nvfp4.amax(w))))
+    factor = gptq_solver.factor(torch.from_numpy(x[:20].T @ x[:20]), damping=1e-12)
+    assert factor.dead.tolist() == [i == 7 for i in range(64)] and np.isfinite(factor.upper).all()
+    packed, rounded = gptq_solver.round_columns(w, factor, float(nvfp4.tensor_scale(nvfp4.amax(w))))
     assert np.isfinite(rounded).all() and (rounded[:, 7] == 0).all() and np.isfinite(packed.tensor_scale)
 
 
 def test_feedback_that_overflows_is_refused() -> None:
-    w, _, upper, dead = problem(k=64)
-    bad = upper.copy()
-    bad[0, 1:] = 3e38
+    w, _, factor = problem(k=64)
+    upper = factor.upper.copy()
+    upper[0, 1:] = 3e38
     with pytest.raises(ValueError, match="finite"):
-        gptq_solver.round_columns(w, bad, dead, 1e-5)
+        gptq_solver.round_columns(w, gptq_solver.Factor(upper, factor.dead), 1e-5)
+
+
+# -- inputs that cannot be used
+
+
+def hessian_of(x: np.ndarray, weights: tuple[float, ...] = (1.0,)) -> gptq_solver.Hessian:
+    """The Hessian of inputs [n, K], all of the first kind."""
+    hessian = gptq_solver.Hessian(torch.tensor(weights))
+    hessian(torch.from_numpy(x), torch.zeros(len(x), dtype=torch.int64))
+    return hessian
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_inputs_that_are_not_finite_are_reported_and_the_linear_is_rounded(
+    value: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    w, x, _ = problem(k=64)
+    largest = float(np.abs(np.delete(x, 3, axis=0)).max())
+    x[3, 5] = value
+    hessian = hessian_of(x)
+    assert hessian.amax == largest, "a NaN hides neither itself nor the largest input"
+    assert gptq.solve(hessian, 0.05, ["model.layers.1.mlp.down_proj"]) is None
+    assert "model.layers.1.mlp.down_proj: 1 of its calibration inputs hold NaN or inf" in caplog.text
+    step = float(nvfp4.tensor_scale(nvfp4.amax(w)))
+    packed, values = gptq.round_weight(w, None, step, "sweep")
+    plain = nvfp4.pack(w, tensor_scale=step, scale="sweep")
+    assert packed.codes.tobytes() == plain.codes.tobytes()
+    np.testing.assert_array_equal(values, nvfp4.unpack(plain, "float32"))
+
+
+def test_a_hessian_that_is_not_finite_ends_with_an_error() -> None:
+    with pytest.raises(gptq_solver.FactorError, match="NaN or inf"):
+        gptq_solver.factor(torch.full((32, 32), torch.nan))
+
+
+def test_an_input_that_is_always_zero_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    _, x, _ = problem(k=64)
+    x[:, 7] = 0
+    solution = gptq.solve(hessian_of(x), 0.05, ["model.layers.0.mlp.up_proj"])
+    assert solution is not None and solution.dead.sum() == 1
+    assert "model.layers.0.mlp.up_proj: 1 of 64 inputs are always 0" in caplog.text
+
+
+@pytest.mark.parametrize("weights", [(1.0,), (0.0,)], ids=["zeros", "no response token"])
+def test_a_linear_without_any_input_is_reported_and_rounded(
+    weights: tuple[float, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    hessian = hessian_of(np.zeros((8, 64), np.float32), weights)
+    assert gptq.solve(hessian, 0.05, ["model.layers.0.mlp.up_proj"]) is None
+    assert "model.layers.0.mlp.up_proj: all its inputs are 0; rounded without error correction" in caplog.text
+    never = gptq_solver.Hessian(torch.ones(1))
+    assert gptq.solve(never, 0.05, ["lm_head"]) is None and "lm_head: no calibration input reached it" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""qad: quantizers that survive saving, gradients that reach the weights, and two processes that do what one does."""
+"""qad: quantizers are saved with the weights, gradients reach the weights, and two processes do what one does."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def test_the_fake_linear_computes_what_the_export_will(tmp_path: Path) -> None:
 
     torch.manual_seed(0)
     plain = torch.nn.Linear(64, 8, bias=False)
-    top, seen = float(plain.weight.detach().abs().max()), 3.0
-    fake = FakeLinear.of(plain, top, seen)
+    top, input_amax = float(plain.weight.detach().abs().max()), 3.0
+    fake = FakeLinear.of(plain, top, input_amax)
     x = torch.randn(5, 64)
     packed = codec.nvfp4.pack(plain.weight.detach().numpy(), tensor_scale=top / 2688)
-    wanted = codec.fake_quant(x, seen / 2688) @ torch.from_numpy(codec.nvfp4.unpack(packed, "float32")).T
-    assert torch.equal(fake(x), wanted)
+    expected = codec.fake_quant(x, input_amax / 2688) @ torch.from_numpy(codec.nvfp4.unpack(packed, "float32")).T
+    assert torch.equal(fake(x), expected)
     assert torch.equal(FakeLinear.of(plain, top, 0.0)(x), x @ torch.from_numpy(codec.nvfp4.unpack(packed, "float32")).T)
 
 
@@ -68,9 +68,9 @@ def test_training_changes_the_linears_and_nothing_else(tmp_path: Path) -> None:
             assert source.tensor(name).tobytes() == result.tensor(name).tobytes(), name
 
 
-def test_two_processes_end_where_one_does(tmp_path: Path) -> None:
-    """The same four answers a step, in one process or two each; what differs is how the loss weighs tokens (a mean of
-    two means), so the weights may differ by a part of what training moved them."""
+def test_two_processes_give_the_same_result_as_one(tmp_path: Path) -> None:
+    """The same four answers per step, in one process or two. Only the loss weighs tokens differently (a mean of two
+    means), so the weights may differ by a fraction of what training changed."""
     quantize.run("qad", TINY_ANNIE, tmp_path / "one", calib_data=CALIBRATION, batch=4, **SETTINGS)
     script = tmp_path / "two.py"
     more = {"calib_data": str(CALIBRATION), "batch": 2, **SETTINGS}
@@ -84,13 +84,13 @@ def test_two_processes_end_where_one_does(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     quantize.run("direct", TINY_ANNIE, tmp_path / "plain", exclude="linear_attn")
     one, two, plain = (weights(tmp_path / n) for n in ("one", "two", "plain"))
-    apart = sum(float(np.abs(one[n] - two[n]).sum()) for n in one)
-    moved = sum(float(np.abs(one[n] - plain[n]).sum()) for n in one)
-    assert apart < 0.5 * moved
-    assert not list(tmp_path.glob(".two*")), "the followers leave nothing behind"
+    difference = sum(float(np.abs(one[n] - two[n]).sum()) for n in one)
+    change = sum(float(np.abs(one[n] - plain[n]).sum()) for n in one)
+    assert difference < 0.5 * change
+    assert not list(tmp_path.glob(".two*")), "the other processes leave no files"
 
 
-def test_a_word_that_is_no_choice_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_choice_is_refused(tmp_path: Path) -> None:
     from annie_quant.errors import UsageError
 
     with pytest.raises(UsageError, match="train=some"):

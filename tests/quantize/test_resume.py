@@ -1,4 +1,4 @@
-"""Same seed, same bytes; a run killed by force goes on and ends as if it never had been; stale prompts are refused."""
+"""Same seed, same bytes; a killed run resumes and gives the same result; stale prompts are refused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,11 @@ SETTINGS: dict[str, dict] = {
     "sensitivity": {"exclude": PART, "bits": 13.5, "tokens": 60, "calib_samples": 3},
     "qad": {"exclude": PART, "steps": 4, "batch": 2, "save": 1, "lr": 1e-4, "calib_samples": 3},
 }
-KEPT = {"auto_mixed": "scores.json", "sensitivity": "divergence.json", "qad": "trainer/checkpoint-2/trainer_state.json"}
+RESUMED_FROM = {
+    "auto_mixed": "scores.json",
+    "sensitivity": "divergence.json",
+    "qad": "trainer/checkpoint-2/trainer_state.json",
+}
 
 
 def make(strategy: str, output: Path) -> dict[str, bytes]:
@@ -39,49 +43,51 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def killed(strategy: str, output: Path) -> Path:
-    """Start a run in a process of its own and kill it by force once it has kept something; what it kept."""
+    """Start a run in its own process and kill it once it has stored something. Return the stored file."""
     settings = {"calib_data": str(CALIBRATION), **SETTINGS[strategy]}
     code = f"from annie_quant import quantize; quantize.run({strategy!r}, {str(TINY_ANNIE)!r}, {str(output)!r}, **{settings!r})"
     paths = os.pathsep.join([str(TINY_ANNIE.parent.parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | {"PYTHONPATH": paths}
     running = subprocess.Popen([sys.executable, "-c", code], env=environment, stderr=subprocess.DEVNULL)
-    kept = output.with_name(f".{output.name}.work") / KEPT[strategy]
+    stored = output.with_name(f".{output.name}.work") / RESUMED_FROM[strategy]
     for _ in range(15000):  # counted, not timed: on a crowded machine both processes may stand still for a while
         if running.poll() is not None:
             break
-        if kept.is_file() and (strategy == "qad" or len(json.loads(kept.read_text() or "{}")) >= 2):
+        if stored.is_file() and (strategy == "qad" or len(json.loads(stored.read_text())["value"]) >= 2):
             break
         time.sleep(0.01)
     running.send_signal(signal.SIGKILL)
     running.wait()
-    return kept
+    return stored
 
 
 def alike(one: Path, other: Path) -> float:
-    """Share of the quantized weights' bytes that are equal."""
+    """Return the share of the quantized weights' bytes that are equal."""
     a, b = ModelFolder(one), ModelFolder(other)
     codes = [n for n in a if a.info(n).dtype == "U8"]
     return float(np.mean(np.concatenate([(a.tensor(n) == b.tensor(n)).reshape(-1) for n in codes])))
 
 
 @pytest.mark.parametrize("strategy", ["auto_mixed", "qad", "sensitivity"])
-def test_a_killed_run_goes_on_and_ends_the_same(strategy: str, tmp_path: Path) -> None:
+def test_a_killed_run_resumes_with_the_same_result(strategy: str, tmp_path: Path) -> None:
     pytest.importorskip(
         "modelopt", reason="the strategies run on ModelOpt and torch: pip install annie-quant[quantize]"
     )
     whole = make(strategy, tmp_path / "whole")
-    kept = killed(strategy, tmp_path / "out")
-    assert kept.is_file() and not (tmp_path / "out").exists(), "killed before it kept anything, or after it was done"
-    said: list[str] = []
+    stored = killed(strategy, tmp_path / "out")
+    assert stored.is_file() and not (tmp_path / "out").exists(), (
+        "killed before it stored anything, or after it was done"
+    )
+    lines: list[str] = []
     quantize.run(
-        strategy, TINY_ANNIE, tmp_path / "out", calib_data=CALIBRATION, report=said.append, **SETTINGS[strategy]
+        strategy, TINY_ANNIE, tmp_path / "out", calib_data=CALIBRATION, report=lines.append, **SETTINGS[strategy]
     )
     if strategy == "qad":
-        assert any("going on from checkpoint-" in line for line in said)
+        assert any("resuming from checkpoint-" in line for line in lines)
         assert alike(tmp_path / "out", tmp_path / "whole") > 0.99  # sums of training may fall either way by a bit
     else:
         assert contents(tmp_path / "out") == whole
-    assert not kept.exists(), "what is finished is tidied up"
+    assert not stored.exists(), "the work folder is removed after success"
 
 
 @pytest.mark.parametrize("strategy", ["awq_lite", "gptq", "manners", "w4a16_mixed"])
@@ -90,12 +96,14 @@ def test_same_seed_same_bytes(strategy: str, tmp_path: Path) -> None:
     assert make(strategy, tmp_path / "one") == make(strategy, tmp_path / "two")
 
 
-def test_what_was_kept_for_other_settings_is_not_used(tmp_path: Path) -> None:
+def test_what_was_stored_for_other_settings_is_not_used(tmp_path: Path) -> None:
     job = quantize.Job(TINY_ANNIE, tmp_path / "out", CALIBRATION, work=tmp_path / "work")
-    (job.kept() / "scores.json").write_text("{}")
-    assert (job.kept() / "scores.json").is_file()
+    (job.work_folder() / "state").write_text("{}")
+    job.measurements("scores.json").save({"a": 1})
+    assert (job.work_folder() / "state").is_file() and job.measurements("scores.json").load() == {"a": 1}
     job.seed = 1
-    assert not (job.kept() / "scores.json").exists()
+    assert job.measurements("scores.json").load() is None
+    assert not (job.work_folder() / "state").exists()
 
 
 def other_prompt(path: Path) -> Path:
@@ -107,18 +115,19 @@ def other_prompt(path: Path) -> Path:
     return path
 
 
-def test_a_stale_system_prompt_is_refused_unless_said(tmp_path: Path) -> None:
+def test_a_stale_system_prompt_is_refused_unless_allowed(tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="the strategies run on torch: pip install annie-quant[quantize]")
     stale = other_prompt(tmp_path / "stale.jsonl")
     with pytest.raises(UsageError, match="system prompt"):
         quantize.run("manners", TINY_ANNIE, tmp_path / "out", calib_data=stale, calib_samples=2)
     assert not (tmp_path / "out").exists()
     quantize.run("manners", TINY_ANNIE, tmp_path / "out", calib_data=stale, calib_samples=2, allow_prompt_mismatch=True)
-    kept = json.loads((tmp_path / "out/annie_quant.json").read_text())
-    assert kept["prompt_sha256"] == [sha256_text("You are someone else.")] and "production" in kept["prompt_mismatch"]
+    recipe = json.loads((tmp_path / "out/annie_quant.json").read_text())
+    assert recipe["prompt_sha256"] == [sha256_text("You are someone else.")]
+    assert "production" in recipe["prompt_mismatch"]
 
 
-def test_a_checkpoint_made_for_another_prompt_is_not_judged_unless_said(tmp_path: Path) -> None:
+def test_a_checkpoint_made_for_another_prompt_is_not_judged_unless_allowed(tmp_path: Path) -> None:
     stale = other_prompt(tmp_path / "stale.jsonl")
     quantize.run("direct", TINY_ANNIE, tmp_path / "out", calib_data=stale, allow_prompt_mismatch=True)
     with pytest.raises(UsageError, match="another system prompt"):
@@ -127,11 +136,11 @@ def test_a_checkpoint_made_for_another_prompt_is_not_judged_unless_said(tmp_path
     quantize.run("direct", TINY_ANNIE, tmp_path / "good", calib_data=CALIBRATION)
     assert prompt_provenance.check_checkpoint(tmp_path / "good", ["annie"]) is None
     assert prompt_provenance.check_checkpoint(TINY_ANNIE, ["annie"]) is None, (
-        "a checkpoint that keeps no hash cannot be compared"
+        "a checkpoint without a hash cannot be compared"
     )
 
 
-def test_the_persona_that_is_given_decides(tmp_path: Path) -> None:
+def test_the_named_persona_decides(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="system prompt"):
         quantize.run(
             "direct", TINY_ANNIE, tmp_path / "out", calib_data=other_prompt(tmp_path / "s.jsonl"), persona="annie"
@@ -146,7 +155,7 @@ def test_unknown_settings_are_refused_with_the_known_ones(tmp_path: Path) -> Non
         quantize.run("sensitivity", TINY_ANNIE, tmp_path / "out", calib_data=CALIBRATION, bits="many")
 
 
-def test_a_size_that_cannot_be_reached_says_what_can(tmp_path: Path) -> None:
+def test_a_size_that_cannot_be_reached_is_refused_with_one_that_can(tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="the strategies run on torch: pip install annie-quant[quantize]")
     with pytest.raises(UsageError, match="less than") as refused:
         quantize.run("sensitivity", TINY_ANNIE, tmp_path / "out", calib_data=CALIBRATION, exclude=PART, bits=4.8)

@@ -1,4 +1,4 @@
-"""Every strategy's checkpoint passes the audit, keeps the size that was said before, and calls the tool on the real server."""
+"""Every strategy's checkpoint passes the audit, has the announced size, and calls the tool on the real server."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from annie_quant.checkpoint.shards import ModelFolder
 pytest.importorskip("modelopt", reason="the strategies run on ModelOpt and torch: pip install annie-quant[quantize]")
 MODEL = Path(aq.__file__).parent / "assets/tiny-annie"
 LAST_TWO = ",".join(f"layers.{i}" for i in range(6))
-# Settings that keep the slow ones short: what they are to find is another test's affair.
+# Settings that make the slow strategies short; their results are tested elsewhere.
 SETTINGS: dict[str, dict] = {
     "sensitivity": {"exclude": LAST_TWO, "bits": 13.5, "tokens": 60},
     "auto_mixed": {"exclude": LAST_TWO, "answers": 2},
@@ -25,35 +25,37 @@ SETTINGS: dict[str, dict] = {
 
 
 @pytest.fixture(scope="module", params=sorted(quantize.available()))
-def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict, Path]:
-    output = tmp_path_factory.mktemp("made") / request.param
+def run(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, quantize.QuantizeResult, Path]:
+    output = tmp_path_factory.mktemp("run") / request.param
     settings = SETTINGS.get(request.param, {})
     result = quantize.run(request.param, MODEL, output, calib_data=CALIBRATION, calib_samples=5, **settings)
     return request.param, result, output
 
 
-def test_it_passes_the_audit_and_says_how_it_was_made(made: tuple[str, dict, Path]) -> None:
-    strategy, result, output = made
+def test_it_passes_the_audit_and_records_how_it_was_made(run: tuple[str, quantize.QuantizeResult, Path]) -> None:
+    strategy, result, output = run
     audit = aq.checkpoint.audit(output, source=MODEL)
     assert audit.ok, [f.message for f in audit.findings]
     written = json.loads((output / "annie_quant.json").read_text())
     assert written["strategy"] == strategy and len(written["prompt_sha256"]) == 1
-    assert result["size_bytes"] < 0.95 * result["source_bytes"]
-    if result["expected_bytes"] is not None:
+    assert result.size_bytes < 0.95 * result.source_bytes
+    if result.expected_bytes is not None:
         tensors = ModelFolder(output).weight_bytes
-        assert result["expected_bytes"] == pytest.approx(tensors, rel=1e-4)
+        assert result.expected_bytes == pytest.approx(tensors, rel=1e-4)
 
 
-def test_it_calls_the_tool_on_the_real_server(made: tuple[str, dict, Path]) -> None:
+def test_it_calls_the_tool_on_the_real_server(run: tuple[str, quantize.QuantizeResult, Path]) -> None:
     pytest.importorskip("xllamacpp", reason="the serve extra is not installed")
     pytest.importorskip("gguf", reason="the serve extra is not installed")
-    _, _, output = made
-    file = aq.checkpoint.convert(output, "gguf", output.parent / "x.gguf")["path"]
+    _, _, output = run
+    file = aq.checkpoint.convert(output, "gguf", output.parent / "x.gguf").path
     persona = aq.data.load_persona("annie")
     body = {
         "messages": [
             {"role": "system", "content": persona.system_prompt},
-            {"role": "user", "content": "Do you remember what I said about my garden?"},
+            {"role": "user", "content": "Do you remember anything about my garden?"},
         ],
         "tools": list(persona.tools),
         "max_tokens": 96,

@@ -1,4 +1,4 @@
-"""The strategies on a small Qwen3.5: what is quantized, what is left, that outputs appear whole, and that ModelOpt agrees."""
+"""The strategies on a small Qwen3.5: what is quantized and what is not, atomic outputs, and agreement with ModelOpt."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ def calibration(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory, calibration: Path) -> dict[str, Path]:
+def models(tmp_path_factory: pytest.TempPathFactory, calibration: Path) -> dict[str, Path]:
     pytest.importorskip("modelopt", reason="naive and mlp_only run on ModelOpt: pip install annie-quant[quantize]")
     root = tmp_path_factory.mktemp("models")
     for strategy in ("naive", "mlp_only", "direct"):
@@ -43,28 +43,28 @@ def linears() -> set[str]:
     return {n for n in two if not n.endswith(("embed_tokens", "lm_head", "in_proj_a", "in_proj_b"))}
 
 
-def test_naive_and_direct_take_every_linear_but_the_head(made: dict[str, Path]) -> None:
-    assert quantized(made["naive"]) == linears()
-    assert quantized(made["direct"]) == linears()
+def test_naive_and_direct_quantize_every_linear_but_the_head(models: dict[str, Path]) -> None:
+    assert quantized(models["naive"]) == linears()
+    assert quantized(models["direct"]) == linears()
 
 
-def test_mlp_only_leaves_attention_and_deltanet_as_they_were(made: dict[str, Path]) -> None:
-    assert quantized(made["mlp_only"]) == {n for n in linears() if ".mlp." in n}
-    source, result = ModelFolder(TINY_ANNIE), ModelFolder(made["mlp_only"])
+def test_mlp_only_does_not_change_attention_and_deltanet(models: dict[str, Path]) -> None:
+    assert quantized(models["mlp_only"]) == {n for n in linears() if ".mlp." in n}
+    source, result = ModelFolder(TINY_ANNIE), ModelFolder(models["mlp_only"])
     for name in source:
         if ".self_attn." in name or ".linear_attn." in name:
             assert source.tensor(name).tobytes() == result.tensor(name).tobytes(), name
 
 
 @pytest.mark.parametrize("strategy", ["naive", "mlp_only", "direct"])
-def test_every_output_passes_the_audit(made: dict[str, Path], strategy: str) -> None:
-    audit = checkpoint.audit(made[strategy], source=TINY_ANNIE)
+def test_every_output_passes_the_audit(models: dict[str, Path], strategy: str) -> None:
+    audit = checkpoint.audit(models[strategy], source=TINY_ANNIE)
     assert audit.ok, [f.message for f in audit.findings]
 
 
-def test_direct_writes_modelopts_own_bytes(made: dict[str, Path]) -> None:
+def test_direct_writes_modelopts_own_bytes(models: dict[str, Path]) -> None:
     """Same rule, same shared scales: the weights of both exports are equal, byte for byte."""
-    ours, theirs = ModelFolder(made["direct"]), ModelFolder(made["naive"])
+    ours, theirs = ModelFolder(models["direct"]), ModelFolder(models["naive"])
     for module in sorted(linears()):
         for tensor in ("weight", "weight_scale", "weight_scale_2"):
             a, b = ours.tensor(f"{module}.{tensor}"), theirs.tensor(f"{module}.{tensor}")
@@ -72,18 +72,18 @@ def test_direct_writes_modelopts_own_bytes(made: dict[str, Path]) -> None:
 
 
 def test_a_multimodal_source_keeps_its_form_and_gets_the_same_bytes(
-    tmp_path: Path, made: dict[str, Path], calibration: Path
+    tmp_path: Path, models: dict[str, Path], calibration: Path
 ) -> None:
-    """Published Qwen3.5 checkpoints are multimodal; ModelOpt's own exporter writes the text model's config beside their names."""
+    """Published Qwen3.5 checkpoints are multimodal; with ModelOpt's own exporter config and names would not fit."""
     source, plain = tmp_path / "vl", ModelFolder(TINY_ANNIE)
     tensors, config = zoo.read(TINY_ANNIE), dict(plain.config)
     zoo.multimodal(tensors, config)
     tensors["model.visual.merger.linear_fc1.weight"] = np.ones((64, 64), ml_dtypes.bfloat16)
     zoo.save(source, tensors, config)
     quantize.run("naive", source, tmp_path / "naive", calib_data=calibration, calib_samples=4)
-    found = checkpoint.audit(tmp_path / "naive", source=source)
-    assert found.ok, [f.message for f in found.findings]
-    ours, theirs = ModelFolder(tmp_path / "naive"), ModelFolder(made["naive"])
+    audit = checkpoint.audit(tmp_path / "naive", source=source)
+    assert audit.ok, [f.message for f in audit.findings]
+    ours, theirs = ModelFolder(tmp_path / "naive"), ModelFolder(models["naive"])
     assert ours.config["architectures"] == ["Qwen3_5ForConditionalGeneration"]
     assert np.all(ours.tensor("model.visual.merger.linear_fc1.weight") == 1)
     for name in theirs:
@@ -91,14 +91,14 @@ def test_a_multimodal_source_keeps_its_form_and_gets_the_same_bytes(
         assert ours.tensor(deeper).tobytes() == theirs.tensor(name).tobytes(), name
 
 
-def test_direct_is_weight_only_and_says_so(made: dict[str, Path]) -> None:
-    config = json.loads((made["direct"] / "config.json").read_text())["quantization_config"]
+def test_direct_is_weight_only(models: dict[str, Path]) -> None:
+    config = json.loads((models["direct"] / "config.json").read_text())["quantization_config"]
     assert config["quant_algo"] == "W4A16_NVFP4"
-    assert not [n for n in ModelFolder(made["direct"]) if n.endswith("input_scale")]
+    assert not [n for n in ModelFolder(models["direct"]) if n.endswith("input_scale")]
 
 
 @pytest.mark.parametrize("scale", ["four_over_six", "sweep"])
-def test_searched_scales_come_closer_to_the_weights(tmp_path: Path, made: dict[str, Path], scale: str) -> None:
+def test_searched_scales_come_closer_to_the_weights(tmp_path: Path, models: dict[str, Path], scale: str) -> None:
     quantize.run("direct", TINY_ANNIE, tmp_path / scale, scale=scale)
     source = ModelFolder(TINY_ANNIE)
 
@@ -117,7 +117,7 @@ def test_searched_scales_come_closer_to_the_weights(tmp_path: Path, made: dict[s
             total += float((difference.astype(np.float64) ** 2).sum())
         return total
 
-    assert error(tmp_path / scale) < 0.95 * error(made["direct"])
+    assert error(tmp_path / scale) < 0.95 * error(models["direct"])
 
 
 def test_excluded_layers_stay(tmp_path: Path) -> None:
@@ -131,9 +131,9 @@ def test_a_pattern_that_matches_nothing_leaves_nothing_behind(tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_quantized_source_is_refused(tmp_path: Path, made: dict[str, Path]) -> None:
+def test_a_quantized_source_is_refused(tmp_path: Path, models: dict[str, Path]) -> None:
     with pytest.raises(CheckpointError, match="U8"):
-        quantize.run("direct", made["naive"], tmp_path / "out")
+        quantize.run("direct", models["naive"], tmp_path / "out")
 
 
 def test_a_damaged_source_is_named_by_tensor(tmp_path: Path) -> None:

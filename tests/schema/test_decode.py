@@ -8,9 +8,9 @@ import json
 import jsonschema
 import msgspec
 import pytest
-from paths import DATA, ROOT
+from paths import DATA, ROOT, TINY_ANNIE
 
-from annie_quant import schema
+from annie_quant import checkpoint, quantize, schema
 from annie_quant.errors import EnvironmentFault, UsageError
 from annie_quant.judge.metrics import METRICS
 from annie_quant.schema import Bench, Identity, Inputs, RequestRecord, Run, WorkloadSummary, decode, limited_identity
@@ -102,7 +102,8 @@ def test_each_metric_has_a_field_in_a_summary_and_in_a_record():
     assert {m.field for m in METRICS.values()} <= set(RequestRecord.__struct_fields__)
 
 
-def test_the_json_schemas_are_current_and_hold():
+def test_the_json_schemas_are_current_and_hold(tmp_path):
+    quantize.run("direct", TINY_ANNIE, tmp_path / "out")
     spec = importlib.util.spec_from_file_location("make_schemas", ROOT / "tools/make_schemas.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -114,6 +115,12 @@ def test_the_json_schemas_are_current_and_hold():
             documents = (RUNS[-1] / "records.jsonl").read_text().splitlines()
         elif name == "workload":
             documents = [path.read_text() for path in (ROOT / "annie_quant/assets/workloads").glob("*.json")]
+        elif name == "audit":
+            documents = [
+                json.dumps(checkpoint.audit(f, source=TINY_ANNIE).to_dict()) for f in (TINY_ANNIE, tmp_path / "out")
+            ]
+        elif name == "recipe":
+            documents = [(tmp_path / "out" / schema.RECIPE_FILE).read_text()]
         else:
             documents = [(RUNS[-1] / f"{name}.json").read_text()]
         for text in documents:

@@ -37,8 +37,8 @@ def models(tmp_path_factory) -> dict[str, Path]:
     folders = {"bf16": zoo.bf16(home / "bf16")}
     folders["nvfp4"] = zoo.nvfp4(home / "nvfp4", folders["bf16"])
     folders["mlp_only"] = zoo.nvfp4(home / "mlp_only", folders["bf16"], lambda n: ".mlp." in n)
-    files = {k: Path(aq.checkpoint.convert(v, "gguf", home / f"{k}.gguf")["path"]) for k, v in folders.items()}
-    files["q4_k_m"] = Path(aq.checkpoint.convert(folders["bf16"], "gguf", home / "q4.gguf", type="Q4_K_M")["path"])
+    files = {k: Path(aq.checkpoint.convert(v, "gguf", home / f"{k}.gguf").path) for k, v in folders.items()}
+    files["q4_k_m"] = Path(aq.checkpoint.convert(folders["bf16"], "gguf", home / "q4.gguf", type="Q4_K_M").path)
     return files | {"folder": folders["bf16"], "nvfp4_folder": folders["nvfp4"]}
 
 
@@ -159,7 +159,7 @@ def test_wrong_head_order_changes_the_answers(models, tmp_path, monkeypatch):
     from annie_quant.checkpoint.gguf import names
 
     monkeypatch.setattr(names.Heads, "order", lambda self, width: np.arange(self.values * width))
-    wrong = aq.checkpoint.convert(models["folder"], "gguf", tmp_path / "wrong.gguf")["path"]
+    wrong = aq.checkpoint.convert(models["folder"], "gguf", tmp_path / "wrong.gguf").path
     top = {}
     for name, path in {"right": models["bf16"], "wrong": wrong}.items():
         with aq.serve.start(path) as server:

@@ -20,7 +20,7 @@ if not (ASSET / "model.safetensors").exists():
 
 @pytest.fixture(scope="module", params=["BF16", "Q4_K_M"])
 def server(request, tmp_path_factory):
-    file = aq.checkpoint.convert(ASSET, "gguf", tmp_path_factory.mktemp("gguf") / "x.gguf", type=request.param)["path"]
+    file = aq.checkpoint.convert(ASSET, "gguf", tmp_path_factory.mktemp("gguf") / "x.gguf", type=request.param).path
     with aq.serve.start(file) as running:
         yield running
 

@@ -1,11 +1,11 @@
-"""compressed-tensors' `nvfp4-pack-quantized` layout: weight_packed, weight_scale, and global scales as DIVISORS.
+"""compressed-tensors' `nvfp4-pack-quantized` layout: weight_packed, weight_scale, and global scales as divisors.
 
-Source: vllm-project/compressed-tensors, compressors/nvfp4/ and quantization/quant_scheme.py. Taking the divisor for a
-multiplier gives garbage, so nothing outside this file sees it.
+Source: vllm-project/compressed-tensors, compressors/nvfp4/ and quantization/quant_scheme.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -13,14 +13,14 @@ import numpy as np
 
 from annie_quant.checkpoint.linears import Linear, QuantConfig
 from annie_quant.checkpoint.shards import ModelFolder
-from annie_quant.checkpoint.writer import Planned, planned
+from annie_quant.checkpoint.writer import Planned, Settings, planned
 
 NAME = "compressed-tensors"
 NVFP4_FORMAT, FP8_FORMAT = "nvfp4-pack-quantized", "float-quantized"
 
 
 def matches(folder: ModelFolder) -> bool:
-    """By its configuration, or where there is none by the tensors."""
+    """Return whether the configuration names this dialect, or where it names none, the tensors are in its layout."""
     quant = folder.config.get("quantization_config")
     if isinstance(quant, dict) and quant.get("quant_method"):
         return quant["quant_method"] == NAME
@@ -28,36 +28,37 @@ def matches(folder: ModelFolder) -> bool:
 
 
 def linears(folder: ModelFolder) -> dict[str, Linear]:
-    """The quantized linears that are on disk, whatever the configuration says."""
-    found = {}
+    """Return the quantized linears on disk, whatever the configuration lists."""
+    quantized = {}
     for name in folder:
         module, _, suffix = name.rpartition(".")
-        there = {
+        existing = {
             k: f"{module}.{k}" if f"{module}.{k}" in folder else None
             for k in ("weight_scale", "weight_global_scale", "input_global_scale", "input_scale")
         }
         if suffix == "weight_packed":
-            found[module] = Linear(
+            quantized[module] = Linear(
                 module,
                 "nvfp4",
                 name,
-                there["weight_scale"],
-                there["weight_global_scale"],
-                there["input_global_scale"],
+                existing["weight_scale"],
+                existing["weight_global_scale"],
+                existing["input_global_scale"],
                 reciprocal=True,
             )
         elif suffix == "weight" and folder.info(name).dtype == "F8_E4M3":
-            found[module] = Linear(module, "fp8", name, there["weight_scale"], None, there["input_scale"])
-    return found
+            quantized[module] = Linear(module, "fp8", name, existing["weight_scale"], None, existing["input_scale"])
+    return quantized
 
 
 def config(folder: ModelFolder) -> QuantConfig:
+    """Return the settings of config.json's quantization_config."""
     quant = folder.config.get("quantization_config")
     return read(quant if isinstance(quant, dict) else {})
 
 
 def read(quant: dict[str, Any]) -> QuantConfig:
-    """The settings as a QuantConfig. Fields of the wrong type read as absent."""
+    """Read the settings. Fields of another type than expected read as absent."""
     groups = quant.get("config_groups")
     groups = [g for g in groups.values() if isinstance(g, dict)] if isinstance(groups, dict) else []
     kinds = {group_algo(g) for g in groups} - {""}
@@ -79,7 +80,7 @@ def read(quant: dict[str, Any]) -> QuantConfig:
 
 
 def group_algo(group: dict[str, Any]) -> str:
-    """One config group's algorithm by ModelOpt's name; "" where it cannot be told."""
+    """Return ModelOpt's name of one config group's algorithm; "" for any other format."""
     weights = group.get("weights")
     bits = weights.get("num_bits") if isinstance(weights, dict) else None
     if bits == 8:
@@ -90,57 +91,53 @@ def group_algo(group: dict[str, Any]) -> str:
 
 
 def tensors(linear: Linear, folder: ModelFolder) -> list[Planned]:
-    """The planned tensors of one linear in this layout. Exact up to the reciprocal of the global scales."""
+    """Plan the tensors of one linear in this layout; exact except for the reciprocal of the global scales."""
     info = folder.info(linear.weight)
     nvfp4 = linear.format == "nvfp4"
     name = f"{linear.name}.weight_packed" if nvfp4 else f"{linear.name}.weight"
     out = [Planned(name, info.dtype, info.shape, partial(folder.pieces, linear.weight))]
-    scale = linear.input_scale(folder)
+    input_scale = linear.input_scale(folder)
     if not nvfp4:
         if linear.block_scale:
             weight_scale = folder.tensor(linear.block_scale).astype(np.float32)
             out.append(planned(f"{linear.name}.weight_scale", weight_scale.reshape(-1)))
-        if scale is not None:
-            out.append(planned(f"{linear.name}.input_scale", np.array([scale], np.float32)))
+        if input_scale:
+            out.append(planned(f"{linear.name}.input_scale", np.array([input_scale.multiplier], np.float32)))
         return out
     scales = folder.info(linear.block_scale or "")
     out.append(Planned(f"{linear.name}.weight_scale", scales.dtype, scales.shape, partial(folder.pieces, scales.name)))
-    out.append(planned(f"{linear.name}.weight_global_scale", divisor(linear.tensor_scale(folder))))
-    if scale is not None:
-        out.append(planned(f"{linear.name}.input_global_scale", divisor(scale)))
+    divisor = linear.tensor_scale(folder).divisor
+    out.append(planned(f"{linear.name}.weight_global_scale", np.array([divisor], np.float32)))
+    if input_scale:
+        out.append(planned(f"{linear.name}.input_global_scale", np.array([input_scale.divisor], np.float32)))
     return out
 
 
-def divisor(scale: np.float32) -> np.ndarray:
-    return np.array([np.float32(1) / np.float32(scale)], np.float32)
+def settings(formats: Mapping[str, str], excluded: list[str], group: int) -> Settings:
+    """Return quantization_config for config.json.
 
-
-def small_files(
-    formats: dict[str, str], excluded: list[str], group: int, with_input: bool
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """quantization_config for config.json, and no file beside it. formats: module → "nvfp4" | "w4a16" | "fp8".
-
-    with_input: whether "nvfp4" means quantized activations too; "w4a16" never does.
+    formats: quantized module → "nvfp4" (activations too), "w4a16" or "fp8".  excluded: the other linears.
+    group: columns per block scale.
     """
-    settled = {m: "w4a16" if f == "nvfp4" and not with_input else f for m, f in formats.items()}
-    kinds = sorted(set(settled.values()), key=("nvfp4", "w4a16", "fp8").index)
-    groups = {}
+    kinds = sorted(set(formats.values()), key=("nvfp4", "w4a16", "fp8").index)
+    groups: dict[str, dict[str, object]] = {}
     for i, kind in enumerate(kinds):
-        targets = ["Linear"] if len(kinds) == 1 else sorted(m for m, f in settled.items() if f == kind)
+        targets = ["Linear"] if len(kinds) == 1 else sorted(m for m, f in formats.items() if f == kind)
         groups[f"group_{i}"] = scheme(kind, group) | {"targets": targets}
-    forms = {g["format"] for g in groups.values()}
-    return {
+    stored = {g["format"] for g in groups.values()}
+    inline = {
         "config_groups": groups,
-        "format": forms.pop() if len(forms) == 1 else "mixed-precision",
+        "format": stored.pop() if len(stored) == 1 else "mixed-precision",
         "ignore": excluded,
         "kv_cache_scheme": None,
         "quant_method": NAME,
         "quantization_status": "compressed",
-    }, {}
+    }
+    return Settings(inline, {})
 
 
-def scheme(kind: str, group: int) -> dict[str, Any]:
-    """One group's settings: weights, activations, format."""
+def scheme(kind: str, group: int) -> dict[str, object]:
+    """Return one config group's settings: weights, activations, format."""
     if kind == "fp8":
         tensor = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
         return {"weights": tensor, "input_activations": dict(tensor), "format": FP8_FORMAT}

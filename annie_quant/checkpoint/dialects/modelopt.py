@@ -5,6 +5,7 @@ Source: NVIDIA/Model-Optimizer, modelopt/torch/export/{quant_utils,convert_hf_co
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -13,14 +14,15 @@ import numpy as np
 from annie_quant.checkpoint.header import ShardError
 from annie_quant.checkpoint.linears import Linear, QuantConfig
 from annie_quant.checkpoint.shards import ModelFolder
-from annie_quant.checkpoint.writer import Planned, planned
+from annie_quant.checkpoint.writer import Planned, Settings, planned
 
 NAME = "modelopt"
 HF_QUANT_CONFIG = "hf_quant_config.json"
+ALGORITHMS = {"nvfp4": "NVFP4", "w4a16": "W4A16_NVFP4", "fp8": "FP8"}
 
 
 def matches(folder: ModelFolder) -> bool:
-    """By its configuration, or where there is none by the tensors."""
+    """Return whether the configuration names this dialect, or where it names none, the tensors are in its layout."""
     quant = folder.config.get("quantization_config")
     if isinstance(quant, dict) and quant.get("quant_method"):
         return quant["quant_method"] == NAME
@@ -28,8 +30,12 @@ def matches(folder: ModelFolder) -> bool:
 
 
 def linears(folder: ModelFolder) -> dict[str, Linear]:
-    """The quantized linears that are on disk, whatever the configuration says."""
-    found = {}
+    """Return the quantized linears on disk, whatever the configuration lists."""
+
+    def existing(name: str) -> str | None:
+        return name if name in folder else None
+
+    quantized = {}
     for name in folder:
         if not name.endswith(".weight"):
             continue
@@ -38,43 +44,39 @@ def linears(folder: ModelFolder) -> dict[str, Linear]:
         scale = f"{module}.weight_scale"
         if kind is None or (kind == "nvfp4" and scale not in folder):
             continue
-        found[module] = Linear(
+        quantized[module] = Linear(
             module,
             kind,
             name,
-            _there(folder, scale),
-            _there(folder, f"{module}.weight_scale_2"),
-            _there(folder, f"{module}.input_scale"),
-            _there(folder, f"{module}.pre_quant_scale"),
+            existing(scale),
+            existing(f"{module}.weight_scale_2"),
+            existing(f"{module}.input_scale"),
+            existing(f"{module}.pre_quant_scale"),
         )
-    return found
-
-
-def _there(folder: ModelFolder, name: str) -> str | None:
-    return name if name in folder else None
+    return quantized
 
 
 def config(folder: ModelFolder) -> QuantConfig:
-    """config.json's quantization_config where it speaks, else hf_quant_config.json."""
+    """Return the settings of config.json's quantization_config, or where there is none of hf_quant_config.json."""
     inline = folder.config.get("quantization_config")
     return read(inline) if isinstance(inline, dict) else read_file(folder) or QuantConfig(NAME, "", None, [])
 
 
 def read_file(folder: ModelFolder) -> QuantConfig | None:
-    """What hf_quant_config.json says, or None where there is none."""
+    """Return the settings of hf_quant_config.json, or None if the file is missing."""
     file = folder.json(HF_QUANT_CONFIG)
     if file is None:
         return None
     quant = file.get("quantization")
     if not isinstance(quant, dict):
         raise ShardError(
-            "config_unreadable", f"{HF_QUANT_CONFIG}: no `quantization` in it", "export again, or --repair"
+            "config_unreadable", f"{HF_QUANT_CONFIG}: it has no `quantization`", "export again, or --repair"
         )
     return read(quant)
 
 
 def read(quant: dict[str, Any]) -> QuantConfig:
-    """Either spelling of the settings. Fields of the wrong type read as absent."""
+    """Read either spelling of the settings. Fields of another type than expected read as absent."""
     groups = quant.get("config_groups")
     first = next((g for g in groups.values() if isinstance(g, dict)), {}) if isinstance(groups, dict) else {}
     weights = first.get("weights")
@@ -85,7 +87,7 @@ def read(quant: dict[str, Any]) -> QuantConfig:
     excluded = quant.get("exclude_modules", quant.get("ignore"))
     return QuantConfig(
         method=NAME,
-        algo=str(quant.get("quant_algo") or "").upper(),  # some exporters write it small
+        algo=str(quant.get("quant_algo") or "").upper(),  # some exporters write it in lower case
         group=group if isinstance(group, int) and group > 0 else None,
         excluded=[e for e in excluded if isinstance(e, str)] if isinstance(excluded, list) else [],
         layers={k: str(v.get("quant_algo") or "").upper() for k, v in layers.items()},
@@ -95,7 +97,7 @@ def read(quant: dict[str, Any]) -> QuantConfig:
 
 
 def kv_cache(quant: dict[str, Any]) -> str | None:
-    """The cache's format: a word in hf_quant_config.json, number and kind of bits in config.json."""
+    """Return the KV cache's format: a name in hf_quant_config.json, type and number of bits in config.json."""
     scheme = quant.get("kv_cache_scheme")
     if isinstance(scheme, dict) and (scheme.get("type"), scheme.get("num_bits")) == ("float", 8):
         return "FP8"
@@ -104,7 +106,7 @@ def kv_cache(quant: dict[str, Any]) -> str | None:
 
 
 def tensors(linear: Linear, folder: ModelFolder) -> list[Planned]:
-    """The planned tensors of one linear in this layout."""
+    """Plan the tensors of one linear in this layout; codes and block scales stay as they are."""
     info = folder.info(linear.weight)
     out = [Planned(f"{linear.name}.weight", info.dtype, info.shape, partial(folder.pieces, linear.weight))]
     if linear.format == "fp8":
@@ -116,58 +118,37 @@ def tensors(linear: Linear, folder: ModelFolder) -> list[Planned]:
         out.append(
             Planned(f"{linear.name}.weight_scale", scales.dtype, scales.shape, partial(folder.pieces, scales.name))
         )
-        out.append(planned(f"{linear.name}.weight_scale_2", np.array(linear.tensor_scale(folder), np.float32)))
-    given = linear.input_scale(folder)
-    if given is not None:
-        out.append(planned(f"{linear.name}.input_scale", np.array(given, np.float32)))
+        tensor_scale = linear.tensor_scale(folder).multiplier
+        out.append(planned(f"{linear.name}.weight_scale_2", np.array(tensor_scale, np.float32)))
+    if input_scale := linear.input_scale(folder):
+        out.append(planned(f"{linear.name}.input_scale", np.array(input_scale.multiplier, np.float32)))
     return out
 
 
-def small_files(
-    formats: dict[str, str], excluded: list[str], group: int, with_input: bool
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """quantization_config for config.json, and the JSON files beside it; see `settings`."""
-    inline = settings(formats, excluded, group, with_input)
-    return inline, {HF_QUANT_CONFIG: companion(inline, group)}
+def settings(formats: Mapping[str, str], excluded: list[str], group: int) -> Settings:
+    """Return quantization_config for config.json, and hf_quant_config.json.
 
-
-def settings(formats: dict[str, str], excluded: list[str], group: int, with_input: bool) -> dict[str, Any]:
-    """quantization_config for config.json. formats: module → "nvfp4" | "w4a16" | "fp8" of what is quantized.
-
-    with_input: whether "nvfp4" means quantized activations too; "w4a16" never does.
+    formats: quantized module → "nvfp4" (activations too), "w4a16" or "fp8".  excluded: the other linears.
+    group: columns per block scale.
     """
     producer = {"name": NAME, "version": "annie_quant"}
-    named = {"nvfp4": "NVFP4" if with_input else "W4A16_NVFP4", "w4a16": "W4A16_NVFP4", "fp8": "FP8"}
-    algorithms = {m: named[f] for m, f in sorted(formats.items())}
-    kinds = set(algorithms.values()) or {named["nvfp4"]}
+    algorithms = {m: ALGORITHMS[f] for m, f in sorted(formats.items())}
+    kinds = set(algorithms.values())
+    common = {"kv_cache_scheme": None, "producer": producer, "quant_method": NAME}
+    inline: dict[str, Any]
+    companion: dict[str, Any] = {"kv_cache_quant_algo": None}
     if len(kinds) > 1 or "FP8" in kinds:
+        algo = "MIXED_PRECISION"
         layers = {m: {"quant_algo": a} | ({} if a == "FP8" else {"group_size": group}) for m, a in algorithms.items()}
-        return {
-            "quant_algo": "MIXED_PRECISION",
-            "quantized_layers": layers,
-            "kv_cache_scheme": None,
-            "producer": producer,
-            "quant_method": NAME,
-        }
-    scheme = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": group}
-    one = {"weights": dict(scheme), "targets": ["Linear"]}
-    if kinds == {"NVFP4"}:
-        one = {"input_activations": dict(scheme), **one}
-    return {
-        "config_groups": {"group_0": one},
-        "ignore": excluded,
-        "quant_algo": kinds.pop(),
-        "kv_cache_scheme": None,
-        "producer": producer,
-        "quant_method": NAME,
-    }
-
-
-def companion(quantization_config: dict[str, Any], group: int) -> dict[str, Any]:
-    """hf_quant_config.json that agrees with a quantization_config of `settings`."""
-    quant: dict[str, Any] = {"quant_algo": quantization_config["quant_algo"], "kv_cache_quant_algo": None}
-    if "quantized_layers" in quantization_config:
-        quant["quantized_layers"] = quantization_config["quantized_layers"]
+        inline = {"quant_algo": algo, "quantized_layers": layers, **common}
+        companion["quantized_layers"] = layers
     else:
-        quant |= {"group_size": group, "exclude_modules": quantization_config["ignore"]}
-    return {"producer": quantization_config["producer"], "quantization": quant}
+        (algo,) = kinds
+        scheme = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": group}
+        one = {"weights": dict(scheme), "targets": ["Linear"]}
+        if algo == "NVFP4":
+            one = {"input_activations": dict(scheme), **one}
+        inline = {"config_groups": {"group_0": one}, "ignore": excluded, "quant_algo": algo, **common}
+        companion |= {"group_size": group, "exclude_modules": excluded}
+    quantization = {"quant_algo": algo, **companion}
+    return Settings(inline, {HF_QUANT_CONFIG: {"producer": producer, "quantization": quantization}})

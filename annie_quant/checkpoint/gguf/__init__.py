@@ -1,1 +1,1 @@
-"""GGUF files: written from a checkpoint, read back, with llama.cpp's names for tensors and vocabulary."""
+"""GGUF files: write one from a checkpoint and read it back, with llama.cpp's names of tensors and its vocabulary."""

@@ -1,11 +1,12 @@
-"""Whether a GGUF file's counts and lengths fit in the file, looked at before the gguf package reads it.
+"""Check that a GGUF header's counts and lengths fit in the file, before the gguf package reads it.
 
-That package believes them: a count of 2^40 keeps it busy for days. The layout (ggml/docs/gguf.md): magic, version,
-tensor count, pair count, then pairs of key, type, value; then per tensor its name, dimensions, type, offset.
+That package trusts them: a count of 2^40 keeps it busy for days. The layout (ggml/docs/gguf.md): magic, version, tensor
+count, pair count, then pairs of key, type, value; then for each tensor its name, dimensions, type, offset.
 """
 
 from __future__ import annotations
 
+import mmap
 import struct
 from pathlib import Path
 
@@ -17,19 +18,20 @@ MAX_DIMENSIONS = 8
 MAX_NESTING = 4  # arrays of arrays
 
 
-class _Walk:
-    """A place in the file that only moves forward, and never beyond its end."""
+class _Cursor:
+    """A position in the file that only moves forward, and never past its end."""
 
     def __init__(self, raw: memoryview) -> None:
-        self.raw, self.at = raw, 0
+        self.raw, self.position = raw, 0
 
     def skip(self, size: int) -> None:
-        if size > len(self.raw) - self.at:
-            raise ValueError(f"at byte {self.at} it names {size} bytes and has {len(self.raw) - self.at}")
-        self.at += size
+        left = len(self.raw) - self.position
+        if size > left:
+            raise ValueError(f"{size} bytes expected at byte {self.position}, and {left} are left")
+        self.position += size
 
     def number(self, form: str) -> int:
-        start = self.at
+        start = self.position
         self.skip(struct.calcsize(form))
         return int(struct.unpack_from(form, self.raw, start)[0])
 
@@ -43,41 +45,39 @@ class _Walk:
             inner, count = self.number("<I"), self.number("<Q")
             if inner in SIZES:
                 self.skip(count * SIZES[inner])
-            else:  # each takes bytes, so that the file's end ends a count that lies
+            else:  # every value takes bytes, so the end of the file stops an invalid count
                 for _ in range(count):
                     self.value(inner, depth + 1)
         elif kind in SIZES:
             self.skip(SIZES[kind])
         else:
-            raise ValueError(f"at byte {self.at} a value of type {kind}, which is not known")
+            raise ValueError(f"unknown value type {kind} at byte {self.position}")
 
 
 def check(path: Path) -> None:
-    """Raises CheckpointError where the header names more than the file holds."""
-    import mmap
-
+    """Raise CheckpointError where the header describes more than the file holds."""
     try:
         with (
             path.open("rb") as file,
-            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as held,
-            memoryview(held) as raw,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
+            memoryview(mapped) as raw,
         ):
-            _walk(_Walk(raw))
+            _check_header(_Cursor(raw))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: no GGUF file that can be read ({error})", "convert it again") from None
+        raise CheckpointError(f"{path}: not a GGUF file that can be read ({error})", "convert it again") from None
 
 
-def _walk(walk: _Walk) -> None:
-    if bytes(walk.raw[:4]) != b"GGUF":
+def _check_header(cursor: _Cursor) -> None:
+    if bytes(cursor.raw[:4]) != b"GGUF":
         raise ValueError("it does not begin with GGUF")
-    walk.skip(8)
-    tensors, pairs = walk.number("<Q"), walk.number("<Q")
+    cursor.skip(8)
+    tensors, pairs = cursor.number("<Q"), cursor.number("<Q")
     for _ in range(pairs):
-        walk.string()
-        walk.value(walk.number("<I"))
+        cursor.string()
+        cursor.value(cursor.number("<I"))
     for _ in range(tensors):
-        walk.string()
-        dimensions = walk.number("<I")
+        cursor.string()
+        dimensions = cursor.number("<I")
         if dimensions > MAX_DIMENSIONS:
             raise ValueError(f"a tensor of {dimensions} dimensions")
-        walk.skip(8 * dimensions + 4 + 8)
+        cursor.skip(8 * dimensions + 4 + 8)

@@ -20,7 +20,7 @@ NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
 
 
 def add(writer: Any, folder: ModelFolder, vocab_size: int) -> None:
-    """Write tokens, types, merges, special ids and the chat template. Raises ShardError where they cannot be read."""
+    """Add tokens, types, merges, special ids and the chat template. Raises ShardError where they cannot be read."""
     tokenizer = folder.json("tokenizer.json")
     if tokenizer is None:
         raise ShardError("tokenizer_missing", f"{folder.path}: no tokenizer.json", "copy it from the source checkpoint")
@@ -34,7 +34,7 @@ def add(writer: Any, folder: ModelFolder, vocab_size: int) -> None:
 
 
 def vocabulary(tokenizer: dict[str, Any], vocab_size: int) -> tuple[list[str], list[int]]:
-    """Tokens and their types by id; ids without a token are padded, as llama.cpp's converter does."""
+    """Return tokens and their types by id; ids without a token are padded, as llama.cpp's converter does."""
     by_id = {i: (token, NORMAL) for token, i in tokenizer["model"]["vocab"].items()}
     for added in tokenizer.get("added_tokens", []):
         text = added["content"]
@@ -51,7 +51,7 @@ def vocabulary(tokenizer: dict[str, Any], vocab_size: int) -> tuple[list[str], l
 
 
 def pre_tokenizer(tokenizer: dict[str, Any]) -> str:
-    """llama.cpp's name for the way this tokenizer cuts text."""
+    """Return llama.cpp's name for the way this tokenizer splits text."""
     outer = tokenizer.get("pre_tokenizer") or {}
     steps = outer.get("pretokenizers", [outer])
     expressions = [s["pattern"].get("Regex", "") for s in steps if s.get("type") == "Split"]
@@ -59,6 +59,6 @@ def pre_tokenizer(tokenizer: dict[str, Any]) -> str:
         return PRE_TOKENIZERS[expressions[0]]
     raise ShardError(
         "tokenizer_unknown",
-        "tokenizer.json cuts text in a way that llama.cpp has no name for",
+        "tokenizer.json splits text in a way that llama.cpp has no name for",
         "use Qwen3.5's pre-tokenizer expression",
     )

@@ -1,13 +1,13 @@
-"""A Qwen3.5 folder as one GGUF file for llama.cpp: bf16, f16, NVFP4 as the folder has it, or K-quants from bf16.
+"""Write a Qwen3.5 folder as one GGUF file for llama.cpp: bf16, f16, NVFP4 as the folder has it, or K-quants from bf16.
 
-NVFP4 codes and block scales are carried over bit for bit in ggml's layout; the tensor scale and the input scale go
-into `.scale` and `.input_scale` beside the weight, as llama.cpp's own converter writes them.
+NVFP4 codes and block scales are stored bit for bit in ggml's layout; the tensor scale and the input scale are the tensors
+`.scale` and `.input_scale` of the weight, as llama.cpp's own converter writes them.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,70 +18,69 @@ import numpy as np
 
 from annie_quant import kquant, nvfp4
 from annie_quant.checkpoint.gguf import names, vocabulary
-from annie_quant.checkpoint.linears import Linear
+from annie_quant.checkpoint.linears import Linear, owned_tensors
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.writer import need_room
 from annie_quant.errors import CheckpointError, EnvironmentFault, UsageError, need
+from annie_quant.progress import SILENT, ByteProgress, Progress
 
-ARCH = "qwen35"
 NVFP4_BLOCK = 64  # elements of one ggml NVFP4 block
 PIECE_ELEMENTS = 1 << 24  # of a large tensor at a time, so that memory stays bounded
 TYPES = ("BF16", "F16", "NVFP4", "Q8_0", "Q4_K_M", "Q5_K_M", "Q6_K")
-FILE_TYPES = {
-    "BF16": "MOSTLY_BF16",
-    "F16": "MOSTLY_F16",
-    "NVFP4": "MOSTLY_NVFP4",
-    "Q8_0": "MOSTLY_Q8_0",
-    "Q4_K_M": "MOSTLY_Q4_K_M",
-    "Q5_K_M": "MOSTLY_Q5_K_M",
-    "Q6_K": "MOSTLY_Q6_K",
-}
-# By llama-quant.cpp the larger mixtures differ from Q4_K_M in what most tensors get. Q5_K has a fallback for rows that are
-# no multiple of 256 (Q5_1) which is not written here.
+# In llama-quant.cpp the larger mixtures differ from Q4_K_M in the type of most tensors. Q5_K has a fallback for rows that
+# are not a multiple of 256 (Q5_1), which is not written here.
 LARGER: dict[str, dict[str, str | None]] = {
     "Q4_K_M": {},
     "Q5_K_M": {"Q4_K": "Q5_K", "Q5_0": None},
     "Q6_K": {"Q4_K": "Q6_K", "Q5_0": "Q8_0"},
 }
-MROPE_SECTIONS = [11, 11, 10, 0]  # Qwen3.5's, where config.json does not say
+MROPE_SECTIONS = [11, 11, 10, 0]  # Qwen3.5's, for a config.json without them
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of the file: its logical shape, ggml type, and its bytes, as arrays of rows in order."""
+    """One tensor of the file. shape: in elements.  load: yields its rows in order, as arrays of `type`'s bytes."""
 
     name: str
     type: str
     shape: tuple[int, ...]
     load: Callable[[], Iterator[np.ndarray]]
 
+    @property
+    def elements(self) -> int:
+        return int(np.prod(self.shape, dtype=object))
+
+
+def type_of(type: str | None, linears: Mapping[str, Linear]) -> str:
+    """Return the GGUF type to write: `type`, or NVFP4 where the folder has NVFP4 linears and BF16 where it has none."""
+    quantized = any(linear.format == "nvfp4" for linear in linears.values())
+    kind = (type or ("NVFP4" if quantized else "BF16")).upper()
+    if kind not in TYPES:
+        raise UsageError(f"{type!r} is not a type that is written here", f"choose one of: {', '.join(TYPES)}")
+    return kind
+
 
 def write(
     folder: ModelFolder,
     output: Path,
-    type: str | None,
+    kind: str,
     linears: dict[str, Linear],
-    progress: Callable[[int], None] = lambda size_bytes: None,
-) -> dict[str, Any]:
-    """Write the file and return {"path", "type", "size_bytes", "tensors", "left_out", "dequantized"}.
+    progress: Progress = SILENT,
+) -> Plan:
+    """Write the file and return what it holds.
 
-    type: one of TYPES; None means NVFP4 where the folder has NVFP4 linears and BF16 where it has none.
+    kind: one of TYPES.
     """
     gguf = need("gguf", "serve")
-    quantized = any(linear.format == "nvfp4" for linear in linears.values())
-    kind = (type or ("NVFP4" if quantized else "BF16")).upper()
-    if kind not in TYPES:
-        raise UsageError(f"{type!r} is no type that is written here", f"choose one of: {', '.join(TYPES)}")
-    if kind == "NVFP4" and not quantized:
+    if kind == "NVFP4" and not any(linear.format == "nvfp4" for linear in linears.values()):
         raise UsageError(f"{folder.path} holds no NVFP4", "quantize it first: annie-quant quantize --strategy direct")
     if linears and kind not in ("NVFP4", "BF16", "F16"):
         raise UsageError(
-            f"{kind} of {folder.path} would quantize what is quantized already",
+            f"{folder.path} is quantized already, {kind} needs unquantized weights",
             "give the bf16 checkpoint it was made from",
         )
+    plan = Plan(folder, linears, kind)
     config = folder.text_config
-    plan = Plan(folder, linears, kind, config)
-    entries = list(plan.entries())
     part = output.with_name(f".{output.name}.{os.getpid()}.part")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -90,19 +89,23 @@ def write(
         raise EnvironmentFault(
             f"{output.parent}: cannot be written to ({error.strerror})", "choose another --output"
         ) from None
-    writer = gguf.GGUFWriter(part, ARCH)
+    writer = gguf.GGUFWriter(part, plan.layout.names.architecture)
     try:
-        elements = sum(int(np.prod(e.shape, dtype=object)) for e in entries)
-        add_metadata(writer, folder, config, kind, plan.mtp_layers, elements)
+        add_metadata(writer, plan, config)
         vocabulary.add(writer, folder, int(config["vocab_size"]))
-        need_room(output.parent, sum(size_of(gguf, e) for e in entries))
-        for entry in entries:
-            add_info(gguf, writer, entry)
+        size_bytes = sum(size_of(gguf, e) for e in plan.entries)
+        need_room(output.parent, size_bytes)
+        for entry in plan.entries:
+            raw_dtype = gguf.GGMLQuantizationType[entry.type]
+            writer.add_tensor_info(
+                entry.name, entry.shape, np.dtype(np.float32), size_of(gguf, entry), raw_dtype=raw_dtype
+            )
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        for entry in entries:
-            progress(write_data(writer, entry))
+        done = ByteProgress(progress, size_bytes)
+        for entry in plan.entries:
+            done.add(write_data(writer, entry))
         writer.flush()
         os.fsync(writer.fout[0].fileno())
         writer.close()
@@ -110,28 +113,17 @@ def write(
     finally:
         writer.close()
         part.unlink(missing_ok=True)
-    return {
-        "path": str(output),
-        "type": kind,
-        "size_bytes": output.stat().st_size,
-        "tensors": len(entries),
-        "left_out": plan.left_out,
-        "dequantized": plan.dequantized,
-    }
+    return plan
 
 
 def size_of(gguf: Any, entry: Entry) -> int:
+    """Return the bytes of one tensor in the file."""
     block, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[entry.type]]
-    return int(np.prod(entry.shape, dtype=object)) // block * block_bytes
-
-
-def add_info(gguf: Any, writer: Any, entry: Entry) -> None:
-    kind = gguf.GGMLQuantizationType[entry.type]
-    writer.add_tensor_info(entry.name, entry.shape, np.dtype(np.float32), size_of(gguf, entry), raw_dtype=kind)
+    return entry.elements // block * block_bytes
 
 
 def write_data(writer: Any, entry: Entry) -> int:
-    """One tensor's bytes, piece by piece, aligned as the format wants it. Returns their number."""
+    """Write one tensor's bytes, piece by piece, aligned as the format requires. Return their number."""
     file = writer.fout[0]
     writer.write_padding(file, file.tell())
     size_bytes = 0
@@ -144,122 +136,129 @@ def write_data(writer: Any, entry: Entry) -> int:
 
 
 class Plan:
-    """Which tensors go in, as what. `left_out` have no place; `dequantized` is NVFP4 that ggml cannot lay out."""
+    """Which tensors the file holds, in which type.
 
-    def __init__(self, folder: ModelFolder, linears: dict[str, Linear], kind: str, config: dict[str, Any]) -> None:
+    left_out: tensors that a text model's file omits.  dequantized: quantized linears that ggml has no layout for.
+    """
+
+    def __init__(self, folder: ModelFolder, linears: dict[str, Linear], kind: str) -> None:
         self.folder, self.linears, self.kind = folder, linears, kind
-        self.layers = int(config["num_hidden_layers"])
-        self.heads = names.Heads.of(config)
-        if self.heads.key_dim != self.heads.value_dim:
+        self.layout = names.Layout.of(folder)
+        heads = self.layout.heads
+        if heads.key_dim != heads.value_dim:
             raise CheckpointError(
-                f"linear_key_head_dim {self.heads.key_dim} and linear_value_head_dim {self.heads.value_dim} differ",
+                f"linear_key_head_dim {heads.key_dim} and linear_value_head_dim {heads.value_dim} differ",
                 "llama.cpp serves Qwen3.5 with equal ones only",
             )
-        has_mtp = any(".mtp." in f".{name}" for name in folder)
-        self.mtp_layers = int(config.get("mtp_num_hidden_layers") or 0) if has_mtp else 0
+        has_mtp = any(f".{folder.family.mtp}" in f".{name}" for name in folder)
+        self.mtp_layers = int(folder.text_config.get("mtp_num_hidden_layers") or 0) if has_mtp else 0
         self.tied = "lm_head.weight" not in folder and "lm_head" not in linears
         self.left_out: list[str] = []
         self.dequantized: list[str] = []
+        self.entries = list(self._entries())
 
-    def entries(self) -> Iterator[Entry]:
-        aside = {name for linear in self.linears.values() for name in linear.tensors()}
+    def _entries(self) -> Iterator[Entry]:
+        owned = owned_tensors(self.linears.values())
         for linear in self.linears.values():
-            yield from self.linear(linear)
+            yield from self._linear(linear)
         for name in self.folder:
-            if name in aside:
+            if name in owned:
                 continue
-            place = names.gguf_name(name, self.layers)
-            if place is None:
+            stored = self.layout.name(name)
+            if stored is None:
                 self.left_out.append(name)
                 continue
-            yield self.plain(name, place, self.folder.info(name).shape, partial(self.folder.tensor, name))
+            yield self._plain(name, stored, self.folder.info(name).shape, partial(self.folder.tensor, name))
 
-    def plain(self, name: str, place: str, shape: tuple[int, ...], read: Callable[[], np.ndarray]) -> Entry:
-        """A tensor that is written as numbers or quantized here. Rows that keep their order go in pieces."""
-        if name.endswith(".conv1d.weight"):
+    def _plain(self, name: str, stored: str, shape: tuple[int, ...], read: Callable[[], np.ndarray]) -> Entry:
+        """Plan a tensor that is written as numbers or quantized here. Rows that keep their order go in pieces."""
+        if self.layout.is_convolution(name):
             shape = (shape[0], int(np.prod(shape[1:])))
-        kind = self.type_of(place, shape)
-        moved = self.heads.rows(name) is not None or len(shape) < 2
-        step = max(1, shape[0] if moved else PIECE_ELEMENTS // shape[-1])
+        kind = self._type(stored, shape)
+        reordered = self.layout.rows(name) is not None or len(shape) < 2
+        step = max(1, shape[0] if reordered else PIECE_ELEMENTS // shape[-1])
 
         def load() -> Iterator[np.ndarray]:
             array = read()
             for start in range(0, shape[0], step):
-                piece = array if moved else array[start : start + step]
-                yield encode(names.transform(name, piece, self.heads), kind, place)
-                if name in self.folder and not moved:
+                piece = array if reordered else array[start : start + step]
+                yield encode(self.layout.transform(name, piece), kind, stored)
+                if name in self.folder and not reordered:
                     self.folder.release(name, start * piece[0].nbytes, (start + len(piece)) * piece[0].nbytes)
             if name in self.folder:
                 self.folder.release(name)
 
-        return Entry(place, kind, shape, load)
+        return Entry(stored, kind, shape, load)
 
-    def repacked(self, linear: Linear) -> Iterator[np.ndarray]:
-        yield nvfp4.to_ggml(tiled(linear, self.folder, self.heads))
-        self.folder.release(linear.weight)
-
-    def type_of(self, place: str, shape: tuple[int, ...]) -> str:
-        if names.keeps_float32(place, len(shape)):
+    def _type(self, stored: str, shape: tuple[int, ...]) -> str:
+        """Return the ggml type of an unquantized tensor."""
+        if names.keeps_float32(stored, len(shape)):
             return "F32"
         if self.kind in LARGER:
-            layer = int(place.split(".")[1]) if place.startswith("blk.") else None
-            kind = kquant.q4_k_m_type(place, layer, self.layers + self.mtp_layers, shape, self.tied)
+            layer = int(stored.split(".")[1]) if stored.startswith("blk.") else None
+            kind = kquant.q4_k_m_type(stored, layer, self.layout.layers + self.mtp_layers, shape, self.tied)
             larger = LARGER[self.kind].get(kind, kind)
             if larger is None:
                 raise CheckpointError(
-                    f"{place}: rows of {shape[-1]}, {self.kind} wants multiples of 256", "use Q4_K_M or Q8_0"
+                    f"{stored}: rows of {shape[-1]}, {self.kind} needs a multiple of 256", "use Q4_K_M or Q8_0"
                 )
             return larger
         if self.kind == "Q8_0":
             return "Q8_0" if shape[-1] % 32 == 0 else "F16"
         return "F16" if self.kind == "F16" else "BF16"
 
-    def linear(self, linear: Linear) -> Iterator[Entry]:
+    def _linear(self, linear: Linear) -> Iterator[Entry]:
+        """Plan a quantized linear: NVFP4 as it is where ggml has its layout, else as numbers."""
         name = f"{linear.name}.weight"
-        place = names.gguf_name(name, self.layers)
+        stored = self.layout.name(name)
         shape = linear.shape(self.folder)
-        if place is None:
+        if stored is None:
             self.left_out.append(linear.weight)
             return
         if linear.pre_quant:
             raise CheckpointError(
-                f"{linear.pre_quant}: llama.cpp has no place for an activation scale (NVFP4_AWQ)",
+                f"{linear.pre_quant}: llama.cpp has no activation scales (NVFP4_AWQ)",
                 "make it plain NVFP4 first: annie-quant audit --repair",
             )
         if linear.format != "nvfp4" or self.kind != "NVFP4" or shape[1] % NVFP4_BLOCK:
             self.dequantized.append(linear.name)
-            yield self.plain(name, place, shape, lambda: linear.dequantize(self.folder))
+            yield self._plain(name, stored, shape, lambda: linear.dequantize(self.folder))
             return
-        yield Entry(place, "NVFP4", shape, partial(self.repacked, linear))
+        yield Entry(stored, "NVFP4", shape, partial(self._blocks, linear))
         for suffix, scale in (
             (".scale", linear.tensor_scale(self.folder)),
             (".input_scale", linear.input_scale(self.folder)),
         ):
-            if scale is not None and abs(float(scale) - 1.0) >= 1e-6:  # llama.cpp reads an absent scale as 1
-                array = np.array([scale], np.float32)
-                yield Entry(place.removesuffix(".weight") + suffix, "F32", (1,), partial(iter, [array]))
+            if scale is not None and abs(float(scale.multiplier) - 1.0) >= 1e-6:  # llama.cpp's default is 1
+                array = np.array([scale.multiplier], np.float32)
+                yield Entry(stored.removesuffix(".weight") + suffix, "F32", (1,), partial(iter, [array]))
 
-
-def tiled(linear: Linear, folder: ModelFolder, heads: names.Heads):
-    """The codec's tensor of a linear with its rows or columns in llama.cpp's head order and 16 columns a block."""
-    tensor = linear.load(folder)
-    codes, scale, group = tensor.codes, tensor.block_scale, tensor.group
-    if group != 16:
-        scale = np.repeat(scale, group // 16, axis=1)
-    rows, columns = heads.rows(linear.name + ".weight"), heads.columns(linear.name + ".weight")
-    if rows is not None:
-        codes, scale = codes[rows], scale[rows]
-    if columns is not None:
-        # whole blocks move: the head dimension is a multiple of 16
-        if heads.value_dim % 16:
-            raise CheckpointError(f"{linear.name}: heads of {heads.value_dim} columns split blocks of 16")
-        codes = codes[:, columns[::2] // 2]
-        scale = scale[:, columns[::16] // 16]
-    return nvfp4.Tensor(np.ascontiguousarray(codes), np.ascontiguousarray(scale), tensor.tensor_scale, tensor.shape, 16)
+    def _blocks(self, linear: Linear) -> Iterator[np.ndarray]:
+        """Yield an NVFP4 linear as ggml's blocks, with llama.cpp's head order."""
+        tensor = linear.load(self.folder)
+        codes, scale = tensor.codes, tensor.block_scale
+        if tensor.group != 16:
+            scale = np.repeat(scale, tensor.group // 16, axis=1)
+        name = f"{linear.name}.weight"
+        rows, columns = self.layout.rows(name), self.layout.columns(name)
+        if rows is not None:
+            codes, scale = codes[rows], scale[rows]
+        if columns is not None:
+            if self.layout.heads.value_dim % 16:
+                raise CheckpointError(
+                    f"{linear.name}: value heads of {self.layout.heads.value_dim} columns, expected a multiple of 16"
+                )
+            codes, scale = codes[:, columns[::2] // 2], scale[:, columns[::16] // 16]
+        yield nvfp4.to_ggml(
+            nvfp4.Tensor(
+                np.ascontiguousarray(codes), np.ascontiguousarray(scale), tensor.tensor_scale, tensor.shape, 16
+            )
+        )
+        self.folder.release(linear.weight)
 
 
 def encode(array: np.ndarray, kind: str, name: str) -> np.ndarray:
-    """An array as the bytes of one ggml type, in the array's shape where the type is a plain number."""
+    """Return an array as the bytes of one ggml type, in the array's shape where the type is a plain number."""
     if kind == "BF16":
         return array.astype(ml_dtypes.bfloat16, copy=False).view(np.uint16)
     if kind == "F16":
@@ -272,18 +271,16 @@ def encode(array: np.ndarray, kind: str, name: str) -> np.ndarray:
     return kquant.quantize(np.ascontiguousarray(array.astype(np.float32)), kind)  # type: ignore[arg-type]
 
 
-def add_metadata(
-    writer: Any, folder: ModelFolder, config: dict[str, Any], kind: str, mtp_layers: int, elements: int
-) -> None:
-    """The keys that llama.cpp's converter writes for Qwen3.5, under its names."""
+def add_metadata(writer: Any, plan: Plan, config: dict[str, Any]) -> None:
+    """Add the keys that llama.cpp's converter writes for Qwen3.5, under its names."""
     gguf = need("gguf", "serve")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     head_dim = int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
-    heads = names.Heads.of(config)
+    heads = plan.layout.heads
     writer.add_type(gguf.GGUFType.MODEL)
-    writer.add_name(folder.path.resolve().name)
-    writer.add_size_label(gguf.size_label(elements, 0, 0, 0))
-    writer.add_block_count(int(config["num_hidden_layers"]) + mtp_layers)
+    writer.add_name(plan.folder.path.resolve().name)
+    writer.add_size_label(gguf.size_label(sum(e.elements for e in plan.entries), 0, 0, 0))
+    writer.add_block_count(plan.layout.layers + plan.mtp_layers)
     writer.add_context_length(int(config["max_position_embeddings"]))
     writer.add_embedding_length(int(config["hidden_size"]))
     writer.add_feed_forward_length(int(config["intermediate_size"]))
@@ -297,7 +294,7 @@ def add_metadata(
     writer.add_layer_norm_rms_eps(float(config["rms_norm_eps"]))
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
-    writer.add_file_type(gguf.LlamaFileType[FILE_TYPES[kind]])
+    writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{plan.kind}"])
     writer.add_ssm_conv_kernel(int(config["linear_conv_kernel_dim"]))
     writer.add_ssm_state_size(heads.key_dim)
     writer.add_ssm_group_count(heads.keys)
@@ -305,8 +302,8 @@ def add_metadata(
     writer.add_ssm_inner_size(heads.value_dim * heads.values)
     writer.add_full_attention_interval(int(config.get("full_attention_interval") or 4))
     if kinds := config.get("layer_types"):
-        recurrent = [k == "linear_attention" for k in kinds] + [False] * mtp_layers
-        writer.add_array(f"{ARCH}.attention.recurrent_layers", recurrent)
-    if mtp_layers:
-        writer.add_nextn_predict_layers(mtp_layers)
+        recurrent = [k == "linear_attention" for k in kinds] + [False] * plan.mtp_layers
+        writer.add_array(f"{plan.layout.names.architecture}.attention.recurrent_layers", recurrent)
+    if plan.mtp_layers:
+        writer.add_nextn_predict_layers(plan.mtp_layers)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)

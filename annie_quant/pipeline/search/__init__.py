@@ -24,12 +24,8 @@ from annie_quant.pipeline.run_directory import RunDirectory
 from annie_quant.pipeline.search import explain, table
 from annie_quant.pipeline.stages import Stages, gates_of, offline_prompts, weight_sizes
 from annie_quant.quantize import estimate
+from annie_quant.quantize.strategies import by_rank, find
 
-# Cheapest first: by what the result costs to serve, then by what it costs to make. QAD trains, so it comes last.
-ORDER = (
-    "naive", "direct", "awq_lite", "manners", "gptq", "w4a16_mixed", "sensitivity", "mlp_only", "auto_mixed", "qad",
-)  # fmt: skip
-AFTER_GIBBERISH = "auto_mixed"  # the founding tree: "quantization too aggressive, try Strategy C"
 NUMERICS = ("w4a4", "w4a16")
 SAMPLES = 128
 
@@ -67,11 +63,10 @@ def run(
 
 
 def chosen_order(strategies: Sequence[str] | None) -> list[str]:
-    """The strategies to try, in order; new ones that ORDER does not know come before the training ones."""
+    """The names of the strategies to try: by default all, cheapest first (Cost.rank)."""
     have = list(quantize.available())
     if strategies is None:
-        known = [s for s in ORDER if s in have and s != "qad"]
-        return [*known, *(s for s in have if s not in ORDER), *(s for s in ("qad",) if s in have)]
+        return [s.name for s in by_rank()]
     for name in strategies:
         if name not in have:
             raise UsageError(f"there is no strategy called {name!r}", f"choose from: {', '.join(have)}")
@@ -137,9 +132,8 @@ class Search:
             self.save()
             if row["passed"] and not self.every:
                 return
-            if row["outcome"] == "gibberish" and AFTER_GIBBERISH in waiting:
-                waiting.remove(AFTER_GIBBERISH)
-                waiting.insert(0, AFTER_GIBBERISH)
+            if row["outcome"] == "gibberish":
+                waiting.sort(key=lambda name: not find(name).conservative)
         if self.found["chosen"] is None:
             self.found["seconds"] = self.spent()
 
@@ -179,10 +173,9 @@ class Search:
     @staticmethod
     def of_a_9b(strategy: str) -> dict[str, Any]:
         """What the strategy makes of Qwen3.5-9B, by count."""
-        if strategy not in estimate.RECIPES:
-            return {}
-        plan = estimate.plan("9b", strategy)
-        return {"of_9b": {"size_bytes": plan.size_bytes, "ceiling_tok_s": estimate.GB10_READ / plan.read_bytes}}
+        expected = estimate.estimate("9b", strategy)
+        ceiling = estimate.GB10_READ / expected.read_bytes
+        return {"of_9b": {"size_bytes": expected.size_bytes, "ceiling_tok_s": ceiling}}
 
     def judge(self, strategy: str, row: dict[str, Any]) -> None:
         """Smoke, early look, all prompts; fills in numerics, why, path, outcome, passed."""

@@ -1,134 +1,143 @@
-"""awq_lite (the founding strategy A): activation-aware scales, folded exactly, so that plain NVFP4 remains.
+"""awq_lite (strategy A): activation-aware scales, folded exactly, so that plain NVFP4 remains.
 
-For each foldable activation s = (mean |x| over response tokens)^alpha, alpha searched for the least error of the linears
-that read it, with weights and activations rounded as a W4A4 kernel does. ModelOpt's own search is the same idea, but
-its export folds Qwen3.5's norms wrongly and leaves pre_quant_scale on down_proj and o_proj; see folds.py. Every
-layer is proved before it is kept: its outputs with folded, unrounded weights must be the source's.
+For each foldable activation s = (mean |x| over response tokens)^alpha. alpha is searched for the least error of the
+linears that read it, with weights and activations rounded as a W4A4 kernel does. ModelOpt's own search is the same idea,
+but its export folds Qwen3.5's norms wrongly and leaves pre_quant_scale on down_proj and o_proj; see awq_folding.py.
+Every layer is verified before it is kept: with folded, unrounded weights its outputs must be the source's.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from annie_quant.checkpoint.shards import ModelFolder
-from annie_quant.errors import CheckpointError, need
-from annie_quant.quantize import calibration_samples, fake_quant
-from annie_quant.quantize.awq_folding import SITES, Site, fold, shape_of_scale
-from annie_quant.quantize.export import NVFP4, Decided, choose, export, say_size
-from annie_quant.quantize.input_stats import Gather
-from annie_quant.quantize.job import Job, Report
-from annie_quant.quantize.layerwise import Layer, See, Walk
+from annie_quant.errors import CheckpointError
+from annie_quant.progress import Progress
+from annie_quant.quantize.formats import NVFP4
+from annie_quant.quantize.job import Job
+from annie_quant.quantize.plan import Plan, announce_size
+from annie_quant.quantize.select import choose
+from annie_quant.quantize.strategy import ALL_NVFP4, Cost, Strategy
 
-NAME = "awq_lite"
-SUMMARY = "A: activation-aware scales searched on response tokens and folded exactly into norms; plain NVFP4 W4A4"
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+    from annie_quant.models import LinearInput
+    from annie_quant.quantize.input_stats import InputSampler
+    from annie_quant.quantize.layerwise import DecoderLayer
 
 ALPHAS = tuple(i / 20 for i in range(21))
-SAMPLE = 1024  # response tokens that an alpha is judged on
-PROOF = 1e-3  # largest difference of a layer's outputs, float32, against the size of the outputs
+SAMPLED_TOKENS = 1024  # response tokens that an alpha is judged on
+MAX_CHANGE = 1e-3  # largest difference of a layer's outputs in float32, relative to the largest output
 
 
-def quantize(job: Job, report: Report) -> None:
+def quantize(job: Job, progress: Progress) -> None:
+    from annie_quant.quantize import calibration_samples, layerwise
+    from annie_quant.quantize.export import export
+
     folder = ModelFolder(job.model)
-    chosen = choose(folder, job)
-    say_size(folder, dict.fromkeys(chosen, NVFP4), job, report)
-    conversations = calibration_samples.read(job)
-    decided = Decided(dict.fromkeys(chosen, NVFP4))
+    chosen = choose(folder, job.exclude)
+    plan = Plan(dict.fromkeys(chosen, NVFP4))
+    announce_size(folder, plan.formats, job, progress)
+    batches = calibration_samples.make_batches(calibration_samples.read_samples(job))
     weights: dict[str, np.ndarray] = {}
-    for layer in Walk(folder, calibration_samples.batches(conversations), report, "folding"):
-        weights |= fold_layer(layer, folder, set(chosen), decided.amax)
-    decided.weights = weights
-    export(folder, job, decided)
+    for layer in layerwise.DecoderLayers(folder, batches, progress, "folding"):
+        weights |= fold_layer(layer, set(chosen), plan.amax)
+    plan.weights = weights
+    export(folder, job, plan)
 
 
-class Sample(Gather):
-    """Also keeps up to SAMPLE response tokens' inputs, evenly over all of them, and mean |x|."""
-
-    def __init__(self, device: str, total: int) -> None:
-        super().__init__(calibration_samples.RESPONSE, device)
-        self.stride, self.count = max(1, total // SAMPLE), 0
-        self.kept: list[Any] = []
-        self.sizes: Any = None
-
-    def __call__(self, x: Any, marks: Any) -> None:
-        super().__call__(x, marks)
-        rows = x[self.table[marks] > 0].float()
-        first = -self.count % self.stride
-        self.count += len(rows)
-        self.kept.append(rows[first :: self.stride].clone())
-        sizes = rows.abs().sum(0).double()
-        self.sizes = sizes if self.sizes is None else self.sizes + sizes
-
-    def mean(self) -> Any:
-        return (self.sizes / max(1, self.count)).float()
-
-    def inputs(self) -> Any:
-        return need("torch", "quantize").cat(self.kept)
-
-
-def fold_layer(layer: Layer, folder: ModelFolder, chosen: set[str], amax: dict[str, float]) -> dict[str, np.ndarray]:
-    """The layer's changed tensors by full name; `amax` gets the largest inputs after folding."""
+def fold_layer(layer: DecoderLayer, chosen: set[str], amax: dict[str, float]) -> dict[str, np.ndarray]:
+    """Return the layer's changed tensors by full name; sets `amax` to the largest inputs after folding."""
     from annie_quant.hf.codec import to_numpy
+    from annie_quant.quantize import awq_folding
+    from annie_quant.quantize.calibration_samples import RESPONSE
+    from annie_quant.quantize.input_stats import InputSampler
 
-    total = sum(int((b.marks > 0).sum()) for b in layer.walk.batches)
-    hear = {group[0]: Sample(layer.walk.device, total) for group in layer.groups()}
-    see: dict[str, See] = dict(hear)
-    state = min(layer.walk.states, key=lambda s: s.numel()).float()
-    layer.advance(see)
+    folder, family, device = layer.model.folder, layer.model.folder.family, layer.model.device
+    total = sum(int((b.kinds > 0).sum()) for b in layer.model.batches)
+    samplers = {
+        group[0]: InputSampler(RESPONSE, device, f"{layer.name}.{group[0]}", total, SAMPLED_TOKENS)
+        for group in layer.groups()
+    }
+    state = min(layer.model.states, key=lambda s: s.numel()).float()
+    layer.advance(dict(samplers))
     before = {n: t.detach().float() for n, t in layer.module.state_dict().items()}
     after, scales = dict(before), {}
-    for site in SITES:
-        taken = [r for r in site.readers if f"{layer.name}.{r}" in chosen]
-        # Rows that are stored in 16 bits cannot take a scale exactly: then down_proj is left without one.
-        if not taken or (site.kind == "rows" and f"{layer.name}.mlp.up_proj" not in chosen):
+    for site in family.inputs:
+        readers = [r for r in site.linears if f"{layer.name}.{r}" in chosen]
+        # Rows that are stored in 16 bits cannot take a scale exactly.
+        exact = site.fold == "norm" or f"{layer.name}.{site.producer}" in chosen
+        if not site.searched or not readers or not exact:
             continue
-        s = search(site, taken, hear[site.readers[0]], before)
-        stored = None if site.kind == "rows" else as_stored(folder, f"{layer.name}.{site.producer}")
-        scales[site.readers[0]] = fold(after, site, s, stored)
-    prove(layer, state, before, after)
+        s = search_scale(site, readers, samplers[site.linears[0]], before)
+        stored = None if site.fold == "rows" else norm_dtype(folder, f"{layer.name}.{site.producer}.weight")
+        scales[site.linears[0]] = awq_folding.fold(after, family, site, s, stored)
+    verify(layer, state, before, after)
     for group in layer.groups():
-        s = scales.get(group[0])
+        s_folded = scales.get(group[0])
         for name in group:
-            amax[f"{layer.name}.{name}"] = hear[group[0]].amax(s)
+            amax[f"{layer.name}.{name}"] = samplers[group[0]].amax(s_folded)
     return {f"{layer.name}.{n}": to_numpy(t.cpu()) for n, t in after.items() if t is not before[n]}
 
 
-def search(site: Site, taken: list[str], sample: Sample, weights: dict[str, Any]) -> Any:
-    """The scale (of shape_of_scale) with the least squared error over alpha; alpha 0 is no scale at all."""
-    torch = need("torch", "quantize")
-    x, mean = sample.inputs(), sample.mean().clamp_min(1e-8)
-    own = [weights[f"{r}.weight"] for r in taken]
-    wanted = [x @ w.T for w in own]
-    best, least = None, float("inf")
+def search_scale(
+    site: LinearInput, readers: list[str], sampler: InputSampler, weights: dict[str, torch.Tensor]
+) -> torch.Tensor:
+    """Return the scale (of shape_of_scale) with the least squared error over all alphas. Alpha 0 scales nothing."""
+    import torch
+
+    from annie_quant.checkpoint.quantized_tensors import LARGEST_NVFP4
+    from annie_quant.quantize import fake_quant
+    from annie_quant.quantize.awq_folding import shape_of_scale
+
+    x, mean = sampler.inputs(), sampler.mean().clamp_min(1e-8)
+    plain = [weights[f"{r}.weight"] for r in readers]
+    expected = [x @ w.T for w in plain]
+    best, least = torch.ones_like(mean), float("inf")
     for alpha in ALPHAS:
         s = mean**alpha
-        s = shape_of_scale(site, s / (s.max() * s.min()).sqrt(), weights[site.producer])
+        s = shape_of_scale(site, s / (s.max() * s.min()).sqrt(), weights[f"{site.producer}.weight"])
         full = s.repeat(x.shape[1] // len(s))
-        scaled = [w * full for w in own]
-        tensor_scale = max(float(w.abs().max()) for w in scaled) / fake_quant.LARGEST_NVFP4
-        rounded = fake_quant.nvfp4_input(x / full, sample.amax(full))
+        scaled = [w * full for w in plain]
+        tensor_scale = max(float(w.abs().max()) for w in scaled) / LARGEST_NVFP4
+        rounded = fake_quant.nvfp4_input(x / full, sampler.amax(full))
         error = 0.0
-        for w, y in zip(scaled, wanted, strict=True):
+        for w, y in zip(scaled, expected, strict=True):
             error += float((rounded @ fake_quant.nvfp4_weight(w, tensor_scale).T - y).square().sum())
         if error < least:
             best, least = s, error
-    return torch.ones_like(mean) if best is None else best
+    return best
 
 
-def as_stored(folder: ModelFolder, name: str) -> Any:
-    torch = need("torch", "quantize")
+def norm_dtype(folder: ModelFolder, name: str) -> torch.dtype | None:
+    """Return the 16-bit type that a tensor is stored in, or None for any other."""
+    import torch
+
     return {"BF16": torch.bfloat16, "F16": torch.float16}.get(folder.info(name).dtype)
 
 
-def prove(layer: Layer, state: Any, before: dict[str, Any], after: dict[str, Any]) -> None:
-    """The folded layer's outputs for a batch of hidden states, in float32, are the source layer's."""
-    torch = need("torch", "quantize")
-    module, walk = layer.module, layer.walk
+def verify(
+    layer: DecoderLayer, state: torch.Tensor, before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]
+) -> None:
+    """Check that the folded layer's outputs for hidden states, in float32, are those of the source's layer."""
+    import torch
+
+    module, model = layer.module, layer.model
     with torch.inference_mode():
         module.load_state_dict(before, assign=True)
-        wanted = walk.through(module, state)
+        expected = model.forward(module, state)
         module.load_state_dict(after, assign=True)
-        difference = float((walk.through(module, state) - wanted).abs().max() / wanted.abs().max())
-    if not difference <= PROOF:
+        difference = float((model.forward(module, state) - expected).abs().max() / expected.abs().max())
+    if not difference <= MAX_CHANGE:
         raise CheckpointError(f"{layer.name}: folding changes its outputs by {difference:.2g}", "report this")
+
+
+STRATEGY = Strategy(
+    name="awq_lite",
+    summary="A: activation-aware scales searched on response tokens and folded exactly into norms; plain NVFP4 W4A4",
+    formats=ALL_NVFP4,
+    cost=Cost(rank=30, layerwise=True, passes=22, encode=20),
+    quantize=quantize,
+)

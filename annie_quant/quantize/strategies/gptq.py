@@ -1,70 +1,136 @@
-"""gptq: the weights' rounding errors are fed back column by column, by the Hessian of the response tokens; W4A4.
+"""gptq: the weights' rounding errors are corrected column by column, by the Hessian over the response tokens; W4A4.
 
-A layer at a time: one layer's weights and Hessians in memory, beside the hidden states. What comes after a layer is
-calibrated on what the rounded layers before it put out, so later layers make up for earlier ones.
+One layer at a time: one layer's weights and Hessians are in memory, besides the hidden states. A layer is calibrated on
+what the rounded layers before it put out, so later layers correct earlier ones. A linear whose inputs cannot be used is
+rounded without correction, with a warning.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import logging
+from typing import TYPE_CHECKING
 
 from annie_quant import nvfp4
 from annie_quant.checkpoint.shards import ModelFolder
-from annie_quant.errors import CheckpointError, need
-from annie_quant.quantize import calibration_samples
-from annie_quant.quantize.export import NVFP4, W4A16, Decided, choose, export, say_size, shared
-from annie_quant.quantize.gptq_solver import Hessian, factor, round_columns
-from annie_quant.quantize.job import Job, Report
-from annie_quant.quantize.layerwise import Layer, See, Walk
+from annie_quant.errors import CheckpointError
+from annie_quant.progress import Progress
+from annie_quant.quantize.formats import NVFP4, W4A16
+from annie_quant.quantize.job import Job
+from annie_quant.quantize.plan import Plan, announce_size
+from annie_quant.quantize.select import choose
+from annie_quant.quantize.strategy import ACTIVATIONS, ALL_NVFP4, SWEEP_TIME, Cost, Option, Strategy
 
-NAME = "gptq"
-SUMMARY = "error feedback column by column under the codec's block scales, Hessian over response tokens; W4A4"
-SCALE = "sweep"
-# damping: of the Hessian's mean diagonal. prompt: how much a prompt's token counts against a response's. activations:
-# 4 (W4A4) or 16 (weights alone).
-OPTIONS = {"damping": 0.05, "prompt": 0.0, "activations": 4}
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
+    import torch
+
+    from annie_quant.quantize.gptq_solver import Factor, Hessian
+    from annie_quant.quantize.layerwise import DecoderLayer
+
+log = logging.getLogger(__name__)
 
 
-def quantize(job: Job, report: Report) -> None:
-    torch = need("torch", "quantize")
+def quantize(job: Job, progress: Progress) -> None:
+    from annie_quant.quantize import calibration_samples, input_stats, layerwise
+    from annie_quant.quantize.export import export
+
     folder = ModelFolder(job.model)
-    chosen = choose(folder, job)
-    kind = W4A16 if job.options["activations"] == 16 else NVFP4
-    decided = Decided(dict.fromkeys(chosen, kind), scale=job.scale)
-    say_size(folder, decided.formats, job, report)
-    conversations = calibration_samples.read(job)
-    by_mark = {**calibration_samples.RESPONSE, calibration_samples.PROMPT: job.options["prompt"]}
-    walk = Walk(folder, calibration_samples.batches(conversations), report, "feeding back")
-    table = torch.tensor([by_mark[m] for m in range(calibration_samples.END_OF_TURN + 1)], device=walk.device)
-    for layer in walk:
-        round_layer(layer, set(chosen), table, decided, job)
+    chosen = choose(folder, job.exclude)
+    plan = Plan(dict.fromkeys(chosen, W4A16 if job.options["activations"] == 16 else NVFP4), scale=job.scale)
+    announce_size(folder, plan.formats, job, progress)
+    batches = calibration_samples.make_batches(calibration_samples.read_samples(job))
+    token_weights = {**calibration_samples.RESPONSE, calibration_samples.PROMPT: job.options["prompt"]}
+    model = layerwise.DecoderLayers(folder, batches, progress, "correcting errors")
+    table = input_stats.weight_table(token_weights, model.device)
+    for layer in model:
+        round_layer(layer, set(chosen), table, plan, job.options["damping"])
         layer.advance()
-    outside = [n for n in chosen if n not in decided.packed]
+    outside = [n for n in chosen if n not in plan.packed]
     if outside:
         raise CheckpointError(f"{outside[0]} is in no decoder layer", f"--exclude-layers {outside[0]}")
-    export(folder, job, decided)
+    export(folder, job, plan)
 
 
-def round_layer(layer: Layer, chosen: set[str], table: Any, decided: Decided, job: Job) -> None:
-    """Round the layer's chosen linears, in `decided` and in the layer itself."""
+def round_layer(layer: DecoderLayer, chosen: set[str], table: torch.Tensor, plan: Plan, damping: float) -> None:
+    """Round the layer's chosen linears, in `plan` and in the layer itself."""
     from annie_quant.hf.codec import to_numpy, to_torch
+    from annie_quant.quantize.gptq_solver import Hessian
 
-    groups = [(g, [n for n in g if f"{layer.name}.{n}" in chosen]) for g in layer.groups()]
-    hear = {g[0]: Hessian(table) for g, taken in groups if taken}
-    see: dict[str, See] = dict(hear)
-    layer.run(see)
-    tops = {
-        f"{layer.name}.{n}": float(layer.linears[n].weight.detach().abs().max()) for _, taken in groups for n in taken
-    }
-    tops = shared(tops)
-    for group, taken in groups:
-        if not taken:
-            continue
-        heard = hear.pop(group[0])
-        upper, dead = factor(heard.mean(), job.options["damping"])
-        for short in taken:
-            name, linear = f"{layer.name}.{short}", layer.linears[short]
-            step = float(nvfp4.tensor_scale(tops[name], scale=job.scale))
-            packed, rounded = round_columns(to_numpy(linear.weight.float().cpu()), upper, dead, step, job.scale)
-            decided.packed[name], decided.amax[name] = packed, heard.amax
-            linear.weight.data = to_torch(rounded).to(linear.weight)
+    groups = [[n for n in group if f"{layer.name}.{n}" in chosen] for group in layer.groups()]
+    hessians = {group[0]: Hessian(table) for group in groups if group}
+    layer.observe(dict(hessians))
+    tops = layer.model.folder.family.largest_of_group(
+        {f"{layer.name}.{n}": float(layer.linears[n].weight.detach().abs().max()) for group in groups for n in group}
+    )
+    for group in filter(None, groups):
+        hessian = hessians.pop(group[0])
+        names = [f"{layer.name}.{n}" for n in group]
+        solution = solve(hessian, damping, names)
+        for short, name in zip(group, names, strict=True):
+            linear = layer.linears[short]
+            tensor_scale = float(nvfp4.tensor_scale(tops[name], scale=plan.scale))
+            weight = to_numpy(linear.weight.float().cpu())
+            plan.packed[name], values = round_weight(weight, solution, tensor_scale, plan.scale)
+            plan.amax[name] = hessian.amax
+            linear.weight.data = to_torch(values).to(linear.weight)
+
+
+def solve(hessian: Hessian, damping: float, names: Sequence[str]) -> Factor | None:
+    """Return the factor of a Hessian, or None and a warning where its inputs cannot be used.
+
+    names: of the linears that read the inputs.
+    """
+    from annie_quant.quantize.gptq_solver import FactorError, factor
+
+    mean = hessian.mean()
+    reason = ""
+    if hessian.not_finite:
+        reason = f"{hessian.not_finite} of its calibration inputs hold NaN or inf"
+    elif mean is None:
+        reason = "no calibration input reached it"
+    else:
+        try:
+            solution = factor(mean, damping)
+        except FactorError as error:
+            reason = str(error)
+    if reason:
+        log.warning("annie-quant: %s: %s; rounded without error correction", ", ".join(names), reason)
+        return None
+    if dead := int(solution.dead.sum()):
+        total = len(solution.dead)
+        log.warning(
+            "annie-quant: %s: %d of %d inputs are always 0 in calibration; their weights become 0",
+            ", ".join(names),
+            dead,
+            total,
+        )
+    return solution
+
+
+def round_weight(
+    weight: np.ndarray, solution: Factor | None, tensor_scale: float, scale: nvfp4.Scale
+) -> tuple[nvfp4.Tensor, np.ndarray]:
+    """Return (packed, dequantized float32 [N, K]); without a solution the weight is rounded as it is."""
+    from annie_quant.quantize.gptq_solver import round_columns
+
+    if solution is not None:
+        return round_columns(weight, solution, tensor_scale, scale)
+    packed = nvfp4.pack(weight, tensor_scale=tensor_scale, scale=scale)
+    return packed, nvfp4.unpack(packed, "float32")
+
+
+STRATEGY = Strategy(
+    name="gptq",
+    summary="error feedback column by column under the codec's block scales, Hessian over response tokens; W4A4",
+    formats=ALL_NVFP4,
+    cost=Cost(rank=50, layerwise=True, passes=3, encode=SWEEP_TIME, column_feedback=True),
+    quantize=quantize,
+    options={
+        "damping": Option(0.05, "added to the Hessian's diagonal, relative to its mean"),
+        "prompt": Option(0.0, "weight of a prompt's token relative to a response's"),
+        "activations": ACTIVATIONS,
+    },
+    scale="sweep",
+)

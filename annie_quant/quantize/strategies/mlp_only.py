@@ -1,23 +1,35 @@
-"""mlp_only (the founding strategy B): the MLP in NVFP4 W4A4, attention and DeltaNet stay bf16.
+"""mlp_only (strategy B): the MLP in NVFP4 W4A4, attention and DeltaNet stay bf16.
 
-Tool-call formatting was seen to survive where attention kept its precision; the price is size: 10.96 GB for a 9B, by
-count of its parameters.
+Tool calls survived where attention kept its precision. The price is size: 10.96 GB for a 9B, counted from its shapes.
 """
 
 from __future__ import annotations
 
 from annie_quant.checkpoint.shards import ModelFolder
-from annie_quant.errors import need
-from annie_quant.quantize import modelopt
-from annie_quant.quantize.export import NVFP4, choose, say_size
-from annie_quant.quantize.job import Job, Report
+from annie_quant.progress import Progress
+from annie_quant.quantize.formats import NVFP4
+from annie_quant.quantize.job import Job
+from annie_quant.quantize.plan import announce_size
+from annie_quant.quantize.select import choose
+from annie_quant.quantize.strategy import Cost, Strategy
 
-NAME = "mlp_only"
-SUMMARY = "B: ModelOpt's NVFP4_MLP_ONLY_CFG: MLP in NVFP4, attention and DeltaNet stay bf16"
 
+def quantize(job: Job, progress: Progress) -> None:
+    import modelopt.torch.quantization as mtq
 
-def quantize(job: Job, report: Report) -> None:
+    from annie_quant.quantize import modelopt
+
     folder = ModelFolder(job.model)
-    formats = {n: NVFP4 for n in choose(folder, job) if ".mlp." in n}
-    say_size(folder, formats, job, report)
-    modelopt.run(job, need("modelopt.torch.quantization", "quantize").NVFP4_MLP_ONLY_CFG, report)
+    formats = {n: NVFP4 for n in choose(folder, job.exclude) if folder.family.kind_of(n) == "mlp"}
+    announce_size(folder, formats, job, progress)
+    modelopt.quantize(job, mtq.NVFP4_MLP_ONLY_CFG, progress)
+
+
+STRATEGY = Strategy(
+    name="mlp_only",
+    summary="B: ModelOpt's NVFP4_MLP_ONLY_CFG: MLP in NVFP4, attention and DeltaNet stay bf16",
+    formats={"mlp": NVFP4},
+    cost=Cost(rank=80, passes=1),
+    quantize=quantize,
+    requires=("torch", "transformers", "modelopt"),
+)

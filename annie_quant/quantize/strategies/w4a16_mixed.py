@@ -1,29 +1,41 @@
-"""w4a16_mixed (the founding strategy D): MLP and head in NVFP4 weights with 16-bit activations, attention in FP8.
+"""w4a16_mixed (strategy D): MLP and head in NVFP4 weights with 16-bit activations, attention and DeltaNet in FP8.
 
-Upstream's own recipe for Qwen3.5: nothing computes on 4-bit activations, so what they break stays whole; 7.42 GB for a
-9B by count of its parameters. Block scales of the weights by the codec's full search unless --scale says otherwise.
+Upstream's own recipe for Qwen3.5: nothing computes with 4-bit activations; 7.42 GB for a 9B, counted from its shapes.
 """
 
 from __future__ import annotations
 
-from annie_quant.checkpoint.linears import matches
+from annie_quant.checkpoint.linears import plain_linears
 from annie_quant.checkpoint.shards import ModelFolder
-from annie_quant.quantize import calibration_samples
-from annie_quant.quantize.exclude import excluded
-from annie_quant.quantize.export import FP8, W4A16, Decided, choose, export, linears_of, say_size
-from annie_quant.quantize.input_stats import gather
-from annie_quant.quantize.job import Job, Report
-
-NAME = "w4a16_mixed"
-SCALE = "sweep"
-SUMMARY = "D: MLP and head in NVFP4 W4A16, attention and DeltaNet in FP8: no 4-bit activation anywhere"
+from annie_quant.progress import Progress
+from annie_quant.quantize.formats import FP8, W4A16
+from annie_quant.quantize.job import Job
+from annie_quant.quantize.plan import Plan, announce_size
+from annie_quant.quantize.select import choose, excluded
+from annie_quant.quantize.strategy import SWEEP_TIME, Cost, Strategy
 
 
-def quantize(job: Job, report: Report) -> None:
+def quantize(job: Job, progress: Progress) -> None:
+    from annie_quant.quantize import calibration_samples
+    from annie_quant.quantize.export import export
+    from annie_quant.quantize.input_stats import collect_stats
+
     folder = ModelFolder(job.model)
-    formats = {n: W4A16 if ".mlp." in n else FP8 for n in choose(folder, job)}
-    head = [n for n in linears_of(folder) if matches(n, ["*lm_head"])]
-    formats |= dict.fromkeys(set(head) - excluded(job.exclude, linears_of(folder)), W4A16)
-    say_size(folder, formats, job, report)
-    found = gather(folder, calibration_samples.read(job), calibration_samples.RESPONSE, report)
-    export(folder, job, Decided(formats, found.amax, job.scale))
+    kind_of = folder.family.kind_of
+    formats = {n: W4A16 if kind_of(n) == "mlp" else FP8 for n in choose(folder, job.exclude)}
+    head = {n for n in plain_linears(folder) if kind_of(n) == "head"}
+    formats |= dict.fromkeys(head - excluded(job.exclude, plain_linears(folder)), W4A16)
+    announce_size(folder, formats, job, progress)
+    samples = calibration_samples.read_samples(job)
+    stats = collect_stats(folder, samples, calibration_samples.RESPONSE, progress)
+    export(folder, job, Plan(formats, stats.amax, job.scale))
+
+
+STRATEGY = Strategy(
+    name="w4a16_mixed",
+    summary="D: MLP and head in NVFP4 W4A16, attention and DeltaNet in FP8: no 4-bit activation anywhere",
+    formats={"mlp": W4A16, "head": W4A16, "attention": FP8, "deltanet": FP8},
+    cost=Cost(rank=60, layerwise=True, passes=1, encode=SWEEP_TIME),
+    quantize=quantize,
+    scale="sweep",
+)

@@ -1,9 +1,9 @@
-"""--exclude-layers: whole parts, not substrings; a pattern that names nothing is refused with what it may have meant."""
+"""--exclude-layers: whole parts, not substrings; a pattern that matches nothing is refused with a suggestion."""
 
 import pytest
 
 from annie_quant.errors import UsageError
-from annie_quant.quantize.exclude import excluded, matches
+from annie_quant.quantize.select import excluded, names_module
 
 MODULES = [
     f"model.layers.{i}.{part}"
@@ -13,19 +13,19 @@ MODULES = [
 
 
 def test_a_layer_number_is_a_whole_part() -> None:
-    hit = excluded(["layers.1"], MODULES)
-    assert hit == {m for m in MODULES if m.startswith("model.layers.1.")}
-    assert len(hit) == 3
+    modules = excluded(["layers.1"], MODULES)
+    assert modules == {m for m in MODULES if m.startswith("model.layers.1.")}
+    assert len(modules) == 3
 
 
-def test_founding_flag_names_parts_anywhere() -> None:
-    hit = excluded(["linear_attn", "layers.0", "layers.11"], MODULES)
-    assert hit == {m for m in MODULES if ".linear_attn." in m or ".layers.0." in m or ".layers.11." in m}
+def test_a_plain_pattern_names_parts_anywhere() -> None:
+    modules = excluded(["linear_attn", "layers.0", "layers.11"], MODULES)
+    assert modules == {m for m in MODULES if ".linear_attn." in m or ".layers.0." in m or ".layers.11." in m}
 
 
 def test_fnmatch_is_over_the_full_name() -> None:
-    assert matches("*mlp*", "model.layers.3.mlp.gate_proj")
-    assert not matches("layers.3*", "model.layers.3.mlp.gate_proj")
+    assert names_module("*mlp*", "model.layers.3.mlp.gate_proj")
+    assert not names_module("layers.3*", "model.layers.3.mlp.gate_proj")
     assert excluded(["lm_head"], MODULES) == {"lm_head"}
 
 

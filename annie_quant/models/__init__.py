@@ -1,0 +1,63 @@
+"""Model families: one file per family, with one `FAMILY` (family.py). Adding a family adds a file and changes nothing else.
+
+family_of(config)                the family of a config.json; an error that lists the known ones for any other
+family_or_default(config)        the same, with a default for an unknown model type
+aliases(name), short_name(name)  a tensor's names in the text and the multimodal form, and without either's prefix
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import Any
+
+from annie_quant.errors import CheckpointError
+from annie_quant.models.family import Family, Form, LinearInput, aliases, in_layer, layer_of, short_name
+
+__all__ = ["Family", "LinearInput", "aliases", "in_layer", "layer_of", "short_name"]
+
+
+@functools.cache
+def families() -> tuple[Family, ...]:
+    """Return every family of this package."""
+    names = (m.name for m in iter_modules(__path__) if m.name != "family")
+    return tuple(import_module(f"{__name__}.{name}").FAMILY for name in names)
+
+
+def family_of(config: Mapping[str, Any]) -> Family:
+    """Return the family that a config.json's model_type names. Raises CheckpointError for an unknown model type."""
+    kind = config.get("model_type")
+    for family in families():
+        if kind in family.model_types:
+            return family
+    known = ", ".join(t for f in families() for t in f.model_types)
+    raise CheckpointError(
+        f"config.json: model_type {str(kind)[:40]!r} is not a known family", f"known model types: {known}"
+    )
+
+
+def family_or_default(config: Mapping[str, Any]) -> Family:
+    """Return the family of a config.json, or for an unknown model type one with the names of every known layer.
+
+    The default is enough to read, audit and round without calibration.
+    """
+    try:
+        return family_of(config)
+    except CheckpointError:
+        return _default()
+
+
+@functools.cache
+def _default() -> Family:
+    from annie_quant.models import qwen3_5
+
+    # Its layers include the dense ones, and its relatives (qwen3_5_moe) have its norms.
+    return replace(qwen3_5.FAMILY, name="unknown", text=Form("", ""), multimodal=None, gguf=None, published={})
+
+
+def is_log_decay(name: str) -> bool:
+    """Return whether a tensor holds a DeltaNet layer's log(A), in which minus infinity is a valid value."""
+    return any(f.deltanet is not None and f".{name}".endswith(f".{f.deltanet.log_decay}") for f in families())

@@ -1,0 +1,226 @@
+"""The description of a model family, and the naming rules that hold for all of them.
+
+Names inside a decoder layer are written without the layer: "mlp.up_proj" is model.layers.3.mlp.up_proj in layer 3.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+TEXT_PREFIX, MULTIMODAL_PREFIX = "model.", "model.language_model."
+# Every prefix in use before "layers.0." or "embed_tokens", the longest one first.
+_PREFIXES = (MULTIMODAL_PREFIX, "language_model.model.", "language_model.", TEXT_PREFIX)
+_LAYER = re.compile(r"(.*\blayers\.\d+)\.(.+)")
+
+
+@dataclass(frozen=True)
+class Form:
+    """One form of a family's checkpoints: the class and the model type that config.json names."""
+
+    class_name: str
+    model_type: str
+
+
+@dataclass(frozen=True)
+class LinearInput:
+    """An activation inside a decoder layer: which linears read it, and where a scale on it can be folded.
+
+    linears: all read this activation.
+    producer: the module whose weight w produces it.
+    fold: how dividing the activation by s changes w. "norm": w / s, or (1 + w) / s - 1 where the norm adds one;
+        "rows": every row divided by its element of s.
+    per_head: the norm's weight is that of one head, shared by all of them.
+    searched: whether the awq_lite strategy searches a scale for it.
+    """
+
+    linears: tuple[str, ...]
+    producer: str
+    fold: Literal["norm", "rows"]
+    per_head: bool = False
+    searched: bool = True
+
+
+@dataclass(frozen=True)
+class DeltaNet:
+    """Tensors of a linear-attention layer whose value heads llama.cpp stores in another order.
+
+    mixed: rows are all queries and keys, then the value heads.  value_rows: rows are the value heads.
+    per_head: one row or element per value head.  output: columns are the value heads.
+    log_decay: holds log(A), where minus infinity means no decay.  convolution: [channels, 1, width].
+    """
+
+    mixed: tuple[str, ...]
+    value_rows: tuple[str, ...]
+    per_head: tuple[str, ...]
+    output: str
+    log_decay: str
+    convolution: str
+
+
+@dataclass(frozen=True, eq=False)
+class GGUFNames:
+    """llama.cpp's name of the architecture and of every tensor: outside of layers, per layer, and of MTP."""
+
+    architecture: str
+    top: Mapping[str, str]
+    layer: Mapping[str, str]
+    mtp: Mapping[str, str]
+
+
+@dataclass(frozen=True, eq=False)
+class ModelSize:
+    """A model's number of weights per kind of part, and its shape, for estimates. label: its name."""
+
+    label: str
+    counts: Mapping[str, int]
+    layers: int
+    hidden_size: int
+    intermediate_size: int
+
+
+@dataclass(frozen=True, eq=False)
+class Family:
+    """What annie_quant knows about the models of one family.
+
+    name: for messages.
+    text, multimodal: the forms of its checkpoints.
+    inputs: the activations that a decoder layer's linears read.
+    fused: the name of a matrix that servers merge → the linears that it is made of. Their scales must be equal.
+    kinds: kind of part → patterns of the linears inside a layer, for sizes; "head", "embedding" and "rest" are added.
+    unquantized: patterns (fnmatch over the full module name) that no strategy quantizes by default.
+    norms_add_one: the norms compute (1 + w) * x; `plain_norms` are those that compute w * x all the same.
+    position_axes: rows of the position ids that the rotary embedding takes (3 for multimodal RoPE).
+    mtp, vision: the parts for multi-token prediction and for images; both are loaded apart from the decoder.
+    gguf: None where no GGUF file can be written.
+    renamed_classes: field of a tokenizer's or processor's file → (transformers 4.57, transformers from 5.2).
+    preprocessor_stub: preprocessor_config.json for a multimodal checkpoint that serves text only.
+    experts: None; a mixture of experts is not described yet.
+    """
+
+    name: str
+    text: Form
+    inputs: tuple[LinearInput, ...]
+    fused: Mapping[str, tuple[str, ...]]
+    kinds: Mapping[str, tuple[str, ...]]
+    unquantized: tuple[str, ...]
+    norms_add_one: bool = False
+    plain_norms: tuple[str, ...] = ()
+    multimodal: Form | None = None
+    position_axes: int = 1
+    mtp: str = "mtp."
+    vision: str = "visual."
+    deltanet: DeltaNet | None = None
+    gguf: GGUFNames | None = None
+    renamed_classes: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    preprocessor_stub: Mapping[str, Any] = field(default_factory=dict)
+    published: Mapping[str, ModelSize] = field(default_factory=dict)
+    experts: None = None
+
+    @property
+    def forms(self) -> tuple[Form, ...]:
+        return (self.text,) if self.multimodal is None else (self.text, self.multimodal)
+
+    @property
+    def model_types(self) -> tuple[str, ...]:
+        return tuple(form.model_type for form in self.forms)
+
+    @property
+    def norms(self) -> tuple[str, ...]:
+        """Norms inside a layer that produce a linear's input."""
+        return tuple(dict.fromkeys(i.producer for i in self.inputs if i.fold == "norm"))
+
+    def adds_one(self, name: str) -> bool:
+        """Return whether `name` is the weight of a norm that computes (1 + w) * x."""
+        module = name.removesuffix(".weight")
+        is_norm = "norm" in module.rpartition(".")[2]
+        return self.norms_add_one and is_norm and not module.endswith(self.plain_norms)
+
+    def is_auxiliary(self, name: str) -> bool:
+        """Return whether a tensor or module belongs to multi-token prediction or vision."""
+        return self.vision in name or f".{self.mtp}" in f".{name}"
+
+    def in_decoder(self, name: str) -> bool:
+        """Return whether a tensor or module is in one of the decoder's layers."""
+        return bool(layer_of(name)) and not name.startswith(self.mtp)
+
+    def kind_of(self, name: str) -> str:
+        """Return the kind of part that a tensor or module belongs to."""
+        if "embed_tokens" in name:
+            return "embedding"
+        if "lm_head" in name:
+            return "head"
+        if f".{self.mtp}" not in f".{name}":
+            for kind, patterns in self.kinds.items():
+                if any(fnmatchcase(name, f"*.{pattern}") for pattern in patterns):
+                    return kind
+        return "rest"
+
+    def fused_groups(self, names: Iterable[str]) -> list[list[str]]:
+        """Return those of the module `names` that servers merge into one matrix, in groups of at least two."""
+        groups: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+        for name in sorted(names):
+            for members in self.fused.values():
+                member = next((m for m in members if f".{name}".endswith(f".{m}")), None)
+                if member:
+                    groups.setdefault((name[: -len(member)], members), []).append(name)
+        return [group for group in groups.values() if len(group) > 1]
+
+    def largest_of_group(self, values: Mapping[str, float]) -> dict[str, float]:
+        """Return module → the largest value of its fused group, or its own value outside of groups."""
+        largest = dict(values)
+        for group in self.fused_groups(values):
+            largest |= dict.fromkeys(group, max(values[m] for m in group))
+        return largest
+
+    def in_form(self, name: str, multimodal: bool) -> str:
+        """Return a decoder tensor's or module's name with the prefix of the multimodal or the text form."""
+        if not name.startswith(TEXT_PREFIX) or self.vision in name:
+            return name
+        return (MULTIMODAL_PREFIX if multimodal else TEXT_PREFIX) + short_name(name)
+
+
+def short_name(name: str) -> str:
+    """Return a tensor's or module's name without the prefix of its form: "layers.0.mlp.up_proj"."""
+    for prefix in _PREFIXES:
+        if name.startswith(prefix):
+            return name.removeprefix(prefix)
+    return name
+
+
+def aliases(name: str) -> tuple[str, ...]:
+    """Return the names that a tensor or module may have in another form of the checkpoint, its own first."""
+    short = short_name(name)
+    return tuple(dict.fromkeys((name, TEXT_PREFIX + short, MULTIMODAL_PREFIX + short)))
+
+
+def layer_of(name: str) -> str:
+    """Return the layer of a tensor or module ("model.layers.3"), or "" outside of layers."""
+    match = _LAYER.fullmatch(name)
+    return match[1] if match else ""
+
+
+def in_layer(name: str) -> str:
+    """Return a name without its layer ("mlp.up_proj.weight"), or "" outside of layers."""
+    match = _LAYER.fullmatch(name)
+    return match[2] if match else ""
+
+
+# The decoder layer that most families share. Qwen, Llama and their relatives differ in the norm alone.
+ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+MLP = ("mlp.gate_proj", "mlp.up_proj")
+ATTENTION_INPUT = LinearInput(ATTENTION, "input_layernorm", "norm")
+# Grouped value heads read the rows repeatedly, so no scale is searched; the audit still sees whether one cancels.
+ATTENTION_OUTPUT = LinearInput(("self_attn.o_proj",), "self_attn.v_proj", "rows", searched=False)
+MLP_INPUT = LinearInput(MLP, "post_attention_layernorm", "norm")
+MLP_OUTPUT = LinearInput(("mlp.down_proj",), "mlp.up_proj", "rows")  # it reads silu(gate) * up
+DENSE_INPUTS = (ATTENTION_INPUT, MLP_INPUT, MLP_OUTPUT, ATTENTION_OUTPUT)
+DENSE_FUSED = {"qkv_proj": ATTENTION, "gate_up_proj": MLP}
+DENSE_KINDS = {"mlp": ("mlp.*",), "attention": ("self_attn.*_proj*",)}
+# ModelOpt's default exclusions that concern every family: head, embedding, routers, vision, multi-token prediction.
+COMMON_UNQUANTIZED = (
+    "*lm_head", "*embed_tokens*", "*mlp.gate", "*router*", "*shared_expert_gate", "mtp.*", "*visual*", "*vision*",
+)  # fmt: skip

@@ -1,0 +1,156 @@
+"""Qwen3.5, dense: three DeltaNet layers per full-attention layer, norms that compute (1 + w), text and multimodal form.
+
+Sources: transformers' modeling_qwen3_5.py; llama.cpp's conversion/qwen.py and src/models/qwen35.cpp for the GGUF names.
+"""
+
+from __future__ import annotations
+
+from annie_quant.models.family import (
+    ATTENTION_INPUT,
+    ATTENTION_OUTPUT,
+    COMMON_UNQUANTIZED,
+    DENSE_FUSED,
+    DENSE_KINDS,
+    MLP_INPUT,
+    MLP_OUTPUT,
+    DeltaNet,
+    Family,
+    Form,
+    GGUFNames,
+    LinearInput,
+    ModelSize,
+)
+
+DELTANET = DeltaNet(
+    mixed=("linear_attn.in_proj_qkv", "linear_attn.conv1d"),
+    value_rows=("linear_attn.in_proj_z",),
+    per_head=("linear_attn.in_proj_a", "linear_attn.in_proj_b", "linear_attn.A_log", "linear_attn.dt_bias"),
+    output="linear_attn.out_proj",
+    log_decay="linear_attn.A_log",
+    convolution="linear_attn.conv1d",
+)
+
+GGUF = GGUFNames(
+    architecture="qwen35",
+    top={
+        "embed_tokens.weight": "token_embd.weight",
+        "norm.weight": "output_norm.weight",
+        "lm_head.weight": "output.weight",
+    },
+    layer={
+        "input_layernorm.weight": "attn_norm.weight",
+        "post_attention_layernorm.weight": "post_attention_norm.weight",
+        "self_attn.q_proj.weight": "attn_q.weight",
+        "self_attn.k_proj.weight": "attn_k.weight",
+        "self_attn.v_proj.weight": "attn_v.weight",
+        "self_attn.o_proj.weight": "attn_output.weight",
+        "self_attn.q_norm.weight": "attn_q_norm.weight",
+        "self_attn.k_norm.weight": "attn_k_norm.weight",
+        "linear_attn.in_proj_qkv.weight": "attn_qkv.weight",
+        "linear_attn.in_proj_z.weight": "attn_gate.weight",
+        "linear_attn.in_proj_a.weight": "ssm_alpha.weight",
+        "linear_attn.in_proj_b.weight": "ssm_beta.weight",
+        "linear_attn.conv1d.weight": "ssm_conv1d.weight",
+        "linear_attn.A_log": "ssm_a",
+        "linear_attn.dt_bias": "ssm_dt.bias",
+        "linear_attn.norm.weight": "ssm_norm.weight",
+        "linear_attn.out_proj.weight": "ssm_out.weight",
+        "mlp.gate_proj.weight": "ffn_gate.weight",
+        "mlp.up_proj.weight": "ffn_up.weight",
+        "mlp.down_proj.weight": "ffn_down.weight",
+    },
+    mtp={
+        "fc.weight": "nextn.eh_proj.weight",
+        "pre_fc_norm_embedding.weight": "nextn.enorm.weight",
+        "pre_fc_norm_hidden.weight": "nextn.hnorm.weight",
+        "norm.weight": "nextn.shared_head_norm.weight",
+    },
+)
+
+
+def _published(
+    label: str,
+    hidden: int,
+    intermediate: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    key_heads: int,
+    value_heads: int,
+    vocabulary: int,
+) -> ModelSize:
+    """Weights per part of a published shape with untied embeddings; DeltaNet's heads have 128 elements."""
+    attention = hidden * head_dim * (2 * heads + 2 * kv_heads + heads)  # q is doubled for its gate
+    deltanet = hidden * 128 * (2 * key_heads + 3 * value_heads)  # q and k, then v, z and the output
+    rest = hidden * 2 * value_heads + 4 * 128 * (2 * key_heads + value_heads)
+    full = layers // 4
+    counts = {
+        "mlp": 3 * hidden * intermediate * layers,
+        "attention": attention * full,
+        "deltanet": deltanet * (layers - full),
+        "rest": rest * (layers - full) + hidden * (2 * layers + 1),
+        "head": hidden * vocabulary,
+        "embedding": hidden * vocabulary,
+    }
+    return ModelSize(label, counts, layers, hidden, intermediate)
+
+
+FAMILY = Family(
+    name="Qwen3.5",
+    text=Form("Qwen3_5ForCausalLM", "qwen3_5_text"),
+    multimodal=Form("Qwen3_5ForConditionalGeneration", "qwen3_5"),
+    inputs=(
+        ATTENTION_INPUT,
+        LinearInput(
+            (
+                "linear_attn.in_proj_qkv",
+                "linear_attn.in_proj_z",
+                "linear_attn.in_proj_b",
+                "linear_attn.in_proj_a",
+            ),
+            "input_layernorm",
+            "norm",
+        ),
+        LinearInput((DELTANET.output,), "linear_attn.norm", "norm", per_head=True),
+        MLP_INPUT,
+        MLP_OUTPUT,
+        ATTENTION_OUTPUT,  # its input passes a gate, too
+    ),
+    fused={**DENSE_FUSED, "in_proj_qkvz": ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z")},
+    kinds={
+        **DENSE_KINDS,
+        "deltanet": ("linear_attn.in_proj_qkv*", "linear_attn.in_proj_z*", "linear_attn.out_proj*"),
+    },
+    unquantized=(
+        *COMMON_UNQUANTIZED,
+        "*linear_attn.conv1d",
+        "*linear_attn.in_proj_a",
+        "*linear_attn.in_proj_b",
+    ),
+    norms_add_one=True,
+    plain_norms=("linear_attn.norm",),
+    position_axes=3,
+    deltanet=DELTANET,
+    gguf=GGUF,
+    renamed_classes={
+        "tokenizer_class": ("Qwen2Tokenizer", "TokenizersBackend"),
+        "processor_class": ("Qwen2VLProcessor", "Qwen3VLProcessor"),
+        "image_processor_type": ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast"),
+        "video_processor_type": ("Qwen2VLVideoProcessor", "Qwen3VLVideoProcessor"),
+    },
+    preprocessor_stub={
+        "size": {"longest_edge": 16777216, "shortest_edge": 65536},
+        "patch_size": 16,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+        "processor_class": "Qwen3VLProcessor",
+        "image_processor_type": "Qwen2VLImageProcessorFast",
+    },
+    published={
+        "9b": _published("Qwen3.5-9B", 4096, 12288, 32, 16, 4, 256, 16, 32, 248320),
+        "27b": _published("Qwen3.5-27B", 5120, 17408, 64, 24, 4, 256, 16, 48, 248320),
+    },
+)

@@ -1,0 +1,84 @@
+"""The result of an audit: findings, a summary, and one row per tensor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, UnsetType, field
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One fault. code: stable, for tests and scripts.  tensor: the tensor or module.  message: one sentence."""
+
+    code: str
+    tensor: str
+    message: str
+
+
+class TensorRow(msgspec.Struct, omit_defaults=True):
+    """One quantized linear or one plain tensor.
+
+    format: "nvfp4", "fp8", or safetensors' dtype of a plain tensor.  shape: of the weight.
+    group: columns per block scale.  scale_min, scale_max: smallest and largest E4M3 byte of the block scales.
+    blocks, zero_blocks: their number, and how many hold zeros only.
+    tensor_scale, input_scale: multipliers; None for a linear without, unset for a plain tensor.
+    rel_l2: relative error against the source.
+    """
+
+    name: str
+    format: str
+    shape: list[int] | None = None
+    group: int | None = None
+    scale_min: int | None = None
+    scale_max: int | None = None
+    blocks: int | None = None
+    zero_blocks: int | None = None
+    tensor_scale: float | UnsetType | None = UNSET
+    input_scale: float | UnsetType | None = UNSET
+    rel_l2: float | None = None
+
+
+class AuditSummary(msgspec.Struct):
+    """What a checkpoint holds. Fields are None where the files could not be read.
+
+    dialect: "plain", "modelopt", "compressed-tensors".  quantized, unquantized: modules counted by their last two parts.
+    weights: number of weights.  size_bytes: of all tensors.  loads: one line per server, with its verdict.
+    """
+
+    dialect: str | None = None
+    algorithm: str | None = None
+    quantized: list[str] | None = None
+    unquantized: list[str] | None = field(default=None, name="kept")
+    weights: int | None = None
+    size_bytes: int | None = None
+    bits_per_weight: float | None = None
+    bits_per_quantized_weight: float | None = None
+    shards: int | None = None
+    loads: list[str] = []
+
+
+class Audit(msgspec.Struct):
+    """The result of an audit. A checkpoint without faults has no finding."""
+
+    path: str
+    findings: list[Finding] = []
+    summary: AuditSummary = field(default_factory=AuditSummary)
+    tensors: list[TensorRow] = []
+
+    @property
+    def ok(self) -> bool:
+        return not self.findings
+
+    def add(self, code: str, tensor: str, message: str) -> None:
+        """Append a finding."""
+        self.findings.append(Finding(code, tensor, message))
+
+    def has(self, code: str, tensor: str) -> bool:
+        """Return whether this fault of this tensor was found already."""
+        return any(f.code == code and f.tensor == tensor for f in self.findings)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the result as JSON values, as `annie-quant audit --json` prints it."""
+        fields: dict[str, Any] = msgspec.to_builtins(self)
+        return {"path": fields.pop("path"), "ok": self.ok, **fields}

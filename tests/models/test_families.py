@@ -1,0 +1,133 @@
+"""Model families: one file each, found by model type; names in both forms; no other module knows a tensor's name."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from paths import ROOT
+
+from annie_quant import models
+from annie_quant.errors import CheckpointError
+
+QWEN = models.family_of({"model_type": "qwen3_5_text"})
+# Names that belong to the families' files. gemm/validate.py labels matrix shapes for its own output.
+LITERALS = re.compile(r"language_model|gate_proj|in_proj_qkv|self_attn\.")
+ALLOWED = {"gemm/validate.py"}
+NEW_FAMILY = '''
+"""A family that needs no other change."""
+from dataclasses import replace
+
+from annie_quant.models import llama
+from annie_quant.models.family import Form
+
+FAMILY = replace(llama.FAMILY, name="New", text=Form("NewForCausalLM", "new"))
+'''
+
+
+def test_no_other_module_knows_a_tensor_s_name() -> None:
+    package = ROOT / "annie_quant"
+    files = [f for f in package.rglob("*.py") if f.parent.name != "models"]
+    found = [
+        f"{f.relative_to(package)}:{number}: {line.strip()}"
+        for f in files
+        if str(f.relative_to(package)) not in ALLOWED
+        for number, line in enumerate(f.read_text().splitlines(), 1)
+        if LITERALS.search(line)
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name"),
+    [("qwen3_5_text", "Qwen3.5"), ("qwen3_5", "Qwen3.5"), ("qwen3", "Qwen3"), ("llama", "Llama")],
+)
+def test_a_family_is_named_by_the_model_type(model_type: str, name: str) -> None:
+    assert models.family_of({"model_type": model_type}).name == name
+
+
+def test_an_unknown_model_type_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(CheckpointError, match="model_type 'gpt2' is not a known family") as refused:
+        models.family_of({"model_type": "gpt2"})
+    assert "qwen3_5_text" in refused.value.hint and "llama" in refused.value.hint
+    default = models.family_or_default({"model_type": "gpt2"})
+    assert default.gguf is None and default.fused_groups(["model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj"])
+
+
+def test_a_new_family_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "new.py").write_text(NEW_FAMILY)
+    monkeypatch.setattr(models, "__path__", [*models.__path__, str(tmp_path)])
+    models.families.cache_clear()
+    try:
+        assert models.family_of({"model_type": "new"}).name == "New"
+    finally:
+        models.families.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("name", "short"),
+    [
+        ("model.layers.3.mlp.up_proj.weight", "layers.3.mlp.up_proj.weight"),
+        ("model.language_model.layers.3.mlp.up_proj.weight", "layers.3.mlp.up_proj.weight"),
+        ("language_model.model.norm.weight", "norm.weight"),
+        ("lm_head.weight", "lm_head.weight"),
+        ("mtp.fc.weight", "mtp.fc.weight"),
+    ],
+)
+def test_the_prefix_of_a_form_is_removed(name: str, short: str) -> None:
+    assert models.short_name(name) == short
+
+
+def test_names_in_both_forms() -> None:
+    text, multimodal = "model.layers.0.mlp.up_proj", "model.language_model.layers.0.mlp.up_proj"
+    assert QWEN.in_form(text, multimodal=True) == multimodal and QWEN.in_form(multimodal, multimodal=False) == text
+    assert models.aliases(text)[0] == text and multimodal in models.aliases(text)
+    for unchanged in ("lm_head.weight", "model.visual.patch_embed.proj.weight", "mtp.fc.weight"):
+        assert QWEN.in_form(unchanged, multimodal=True) == unchanged
+    assert (
+        models.layer_of(multimodal) == "model.language_model.layers.0" and models.in_layer(multimodal) == "mlp.up_proj"
+    )
+    assert models.layer_of("lm_head") == "" == models.in_layer("lm_head")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("model.layers.0.mlp.down_proj.weight", "mlp"),
+        ("model.layers.3.self_attn.q_proj.weight", "attention"),
+        ("model.layers.3.self_attn.q_norm.weight", "rest"),
+        ("model.layers.0.linear_attn.out_proj", "deltanet"),
+        ("model.layers.0.linear_attn.in_proj_a.weight", "rest"),
+        ("mtp.layers.0.mlp.down_proj.weight", "rest"),
+        ("model.embed_tokens.weight", "embedding"),
+        ("lm_head.weight", "head"),
+    ],
+)
+def test_the_kind_of_a_part(name: str, kind: str) -> None:
+    assert QWEN.kind_of(name) == kind
+
+
+def test_fused_linears_of_one_layer_are_grouped() -> None:
+    layer = "model.layers.3."
+    names = [f"{layer}{n}" for n in ("self_attn.q_proj", "self_attn.k_proj", "mlp.gate_proj", "mlp.down_proj")]
+    assert QWEN.fused_groups(names) == [sorted(names[:2])]
+    assert QWEN.largest_of_group(dict(zip(names, (1.0, 3.0, 2.0, 4.0), strict=True))) == dict(
+        zip(names, (3.0, 3.0, 2.0, 4.0), strict=True)
+    )
+
+
+def test_which_norms_add_one() -> None:
+    adds = ("model.norm.weight", "model.layers.0.input_layernorm.weight", "mtp.pre_fc_norm_hidden.weight")
+    assert all(QWEN.adds_one(n) for n in adds) and QWEN.adds_one("model.layers.3.self_attn.q_norm.weight")
+    assert not QWEN.adds_one("model.layers.0.linear_attn.norm.weight")
+    assert not QWEN.adds_one("model.layers.0.mlp.up_proj.weight")
+    assert not models.family_of({"model_type": "llama"}).adds_one("model.norm.weight")
+
+
+def test_every_family_describes_its_inputs_once() -> None:
+    for family in models.families():
+        linears = [name for site in family.inputs for name in site.linears]
+        assert len(linears) == len(set(linears)), family.name
+        for group in family.fused.values():
+            assert any(set(group) <= set(site.linears) for site in family.inputs), (family.name, group)

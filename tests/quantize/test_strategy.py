@@ -1,0 +1,90 @@
+"""A strategy is one file: it is listed, run, estimated and searched without a change anywhere else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from paths import ROOT, TINY_ANNIE
+
+from annie_quant import quantize
+from annie_quant.errors import UsageError
+from annie_quant.pipeline import search
+from annie_quant.quantize import estimate, strategies
+
+NEW_STRATEGY = '''
+"""new: every linear in FP8, with input scales of 1."""
+import numpy as np
+
+from annie_quant.checkpoint.shards import ModelFolder
+from annie_quant.quantize.export import export
+from annie_quant.quantize.formats import FP8
+from annie_quant.quantize.plan import Plan, announce_size
+from annie_quant.quantize.select import choose
+from annie_quant.quantize.strategy import Cost, Option, Strategy
+
+
+def quantize(job, progress):
+    folder = ModelFolder(job.model)
+    formats = dict.fromkeys(choose(folder, job.exclude), FP8)
+    announce_size(folder, formats, job, progress)
+    export(folder, job, Plan(formats, given_input_scales=dict.fromkeys(formats, np.float32(job.options["scale"]))))
+
+
+STRATEGY = Strategy("new", "every linear in FP8", dict.fromkeys(("mlp", "attention", "deltanet"), FP8),
+                    Cost(rank=15, layerwise=True), quantize, {"scale": Option(1.0, "of the inputs")}, requires=())
+'''
+
+
+@pytest.fixture
+def new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "strategies").mkdir()
+    (tmp_path / "strategies/new.py").write_text(NEW_STRATEGY)
+    monkeypatch.setattr(strategies, "__path__", [*strategies.__path__, str(tmp_path / "strategies")])
+    return "new"
+
+
+def test_a_new_strategy_is_one_file(new: str, tmp_path: Path) -> None:
+    assert quantize.available()[new] == "every linear in FP8"
+    lines: list[str] = []
+    result = quantize.run(new, TINY_ANNIE, tmp_path / "out", report=lines.append, scale=None)
+    assert result.expected_bytes == pytest.approx(result.size_bytes, rel=0.01) and "FP8" in lines[0]
+    expected = estimate.estimate(TINY_ANNIE, new, rates=estimate.SPARK)
+    assert expected.size_bytes == pytest.approx(result.size_bytes, rel=0.03)
+    assert search.chosen_order(None)[:3] == ["naive", "new", "direct"]
+
+
+def test_the_order_of_a_search_is_that_of_the_ranks() -> None:
+    assert search.chosen_order(None) == [
+        "naive", "direct", "awq_lite", "manners", "gptq", "w4a16_mixed", "sensitivity", "mlp_only", "auto_mixed", "qad",
+    ]  # fmt: skip
+    assert [s.name for s in strategies.by_rank() if s.conservative] == ["auto_mixed"]
+
+
+def test_an_option_takes_the_type_of_its_default_and_explains_itself() -> None:
+    gptq, qad = strategies.find("gptq"), strategies.find("qad")
+    assert gptq.settings({"damping": "0.1"}) == {"damping": 0.1, "prompt": 0.0, "activations": 4}
+    with pytest.raises(UsageError, match=r"damping=much: expected a value such as 0\.05") as refused:
+        gptq.settings({"damping": "much"})
+    assert "diagonal" in refused.value.hint
+    with pytest.raises(UsageError, match="gptq has no setting 'damp'") as refused:
+        gptq.settings({"damp": 1})
+    assert "damping (default 0.05): " in refused.value.hint
+    with pytest.raises(UsageError, match="activations=8") as refused:
+        qad.settings({"activations": 8})
+    assert refused.value.hint == "choose 4 or 16"
+
+
+def test_no_module_but_its_own_knows_a_strategy_s_name() -> None:
+    """The demo chooses strategies to show, its report their order, and the command line names three as examples."""
+    allowed = {"pipeline/demo.py", "report/run.py", "cli/quantize.py"}
+    package = ROOT / "annie_quant"
+    names = [n for n in strategies.names() if n not in ("direct", "sensitivity", "manners")]  # words of the language
+    found = [
+        f"{file.relative_to(package)}: {name}"
+        for file in package.rglob("*.py")
+        if "strategies" not in file.parts and str(file.relative_to(package)) not in allowed
+        for name in names
+        if f'"{name}"' in file.read_text()
+    ]
+    assert found == []

@@ -1,6 +1,6 @@
-"""Finding the parts that come one to a file: strategies, dialects, runtimes, gates, teachers.
+"""Parts that are one module per folder entry: strategies, dialects, serving runtimes, gates, teachers.
 
-A part is a module in its folder with a NAME; adding a file adds the part, and nothing else is touched.
+Adding a file adds the part. A file whose name begins with an underscore is not a part.
 """
 
 from __future__ import annotations
@@ -13,14 +13,17 @@ from annie_quant.errors import UsageError
 
 
 def names(package: ModuleType) -> list[str]:
-    """The parts' file names, in order; nothing is imported."""
+    """Return the sorted module names of the parts in `package`. Imports none of them."""
     return sorted(m.name for m in pkgutil.iter_modules(package.__path__) if not m.name.startswith("_"))
 
 
 def find(package: ModuleType, name: str, kind: str) -> ModuleType:
-    """The part called `name` (dashes and dots read as underscores)."""
-    wanted = name.replace("-", "_").replace(".", "_")
-    have = names(package)
-    if wanted not in have:
-        raise UsageError(f"there is no {kind} called {name!r}", f"choose one of: {', '.join(have)}")
-    return importlib.import_module(f"{package.__name__}.{wanted}")
+    """Import and return the part called `name`; dashes and dots count as underscores.
+
+    kind: the part's kind for the error, such as "strategy". Raises UsageError that lists the available parts.
+    """
+    module_name = name.replace("-", "_").replace(".", "_")
+    available = names(package)
+    if module_name not in available:
+        raise UsageError(f"there is no {kind} called {name!r}", f"choose one of: {', '.join(available)}")
+    return importlib.import_module(f"{package.__name__}.{module_name}")

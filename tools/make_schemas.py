@@ -23,6 +23,9 @@ DOCUMENTS = {
     "inputs": schema.Inputs,
     "record": schema.RequestRecord,
     "workload": schema.WorkloadFile,
+    "evaluation": schema.Evaluation,
+    "sensitivity": schema.Sensitivity,
+    "search": schema.SearchResult,
 }
 
 

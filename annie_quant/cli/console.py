@@ -18,12 +18,12 @@ def follows() -> bool:
 
 
 class Step:
-    """Progress of one task: callable as step(done, total, text), or step.say(text)."""
+    """Progress of one task on a terminal: an annie_quant.progress.Progress."""
 
     def __init__(self, bar: Any, task: Any, title: str) -> None:
         self.bar, self.task, self.title = bar, task, title
 
-    def __call__(self, done: float = 0, total: float | None = None, text: str = "") -> None:
+    def update(self, done: float, total: float | None = None, text: str = "") -> None:
         if self.bar is not None:
             self.bar.update(
                 self.task,
@@ -32,11 +32,15 @@ class Step:
                 description=f"{self.title} [dim]{text}[/]" if text else self.title,
             )
 
-    def say(self, text: str) -> None:
+    def message(self, text: str) -> None:
         if self.bar is not None:
             self.bar.update(self.task, description=f"{self.title} [dim]{text}[/]")
 
-    update, message = __call__, say
+    def __call__(self, done: float = 0, total: float | None = None, text: str = "") -> None:
+        self.update(done, total, text)
+
+    def say(self, text: str) -> None:
+        self.message(text)
 
 
 class Console:

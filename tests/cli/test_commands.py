@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from paths import TINY_ANNIE
@@ -86,16 +87,17 @@ def test_eval_hands_its_answers_a_batch_to_the_evaluation(tmp_path: Path, monkey
     pytest.importorskip("torch", reason="evaluating needs torch")
     from click.testing import CliRunner
 
-    from annie_quant.evaluate import terminal
+    from annie_quant.evaluate import job
 
     asked: list[int] = []
 
-    def evaluate(*_: object, rows: int, **__: object) -> dict:
+    def run(*_: object, rows: int, **__: object) -> SimpleNamespace:
         asked.append(rows)
         gate = {"verdict": "pass", "passes": 2, "n": 2, "low": 0.3, "high": 1.0}
-        return {"numerics": {"bf16": {"gates": {"factual": gate}}}}
+        numerics = {"bf16": SimpleNamespace(gates={"factual": SimpleNamespace(**gate, advisory=False)})}
+        return SimpleNamespace(numerics=numerics, to_dict=lambda: {"numerics": {"bf16": {"gates": {"factual": gate}}}})
 
-    monkeypatch.setattr(terminal, "evaluate", evaluate)
+    monkeypatch.setattr(job, "run", run)
     tiny = str(TINY_ANNIE)
     for words in (["--rows", "16"], []):
         done = CliRunner().invoke(cli, ["eval", tiny, "--reference", tiny, "--json", *words])

@@ -33,7 +33,7 @@ def test_marks_name_what_is_predicted(conversations: list[calibration_samples.Te
     for text in conversations:
         assert len(text.ids) == len(text.marks)
         assert text.ids[: len(text.prompt)] == text.prompt and text.ids[len(text.prompt) :] == text.answer[:-1]
-        assert text.marks[-1] == calibration_samples.END_OF_TURN and text.answer[-1] in template.ends
+        assert text.marks[-1] == calibration_samples.END_OF_TURN and text.answer[-1] in template.end_tokens
         first = len(text.prompt) - 1  # the prompt's last token predicts the answer's first
         assert (
             set(text.marks[:first]) == {calibration_samples.PROMPT}

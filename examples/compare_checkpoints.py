@@ -6,10 +6,10 @@ from pathlib import Path
 import annie_quant as aq
 
 source, *forms = sys.argv[1:]
-found = aq.checkpoint.compare(source, {Path(form).name: form for form in forms})
-for form in found.summary:
-    rows = [r for r in found.rows if r["form"] == form]
+comparison = aq.checkpoint.compare(source, {Path(form).name: form for form in forms})
+for form in comparison.summary:
+    rows = [r for r in comparison.rows if r["form"] == form]
     bits = sum(r["bits"] * r["weights"] for r in rows) / sum(r["weights"] for r in rows)
     print(f"{form}: {len(rows)} matrices, {bits:.2f} bits per weight")
-    for row in found.worst(form, 3):
+    for row in comparison.worst(form, 3):
         print(f"  worst: {row['tensor']} as {row['format']}, relative error {row['rel_l2']:.4f}")

@@ -21,7 +21,7 @@ from annie_quant.cli.common import console
 @click.option("--n-served", default=100, show_default=True, help="Prompts a gate on the servers.")
 def demo(output: Path, n_offline: int, n_served: int) -> None:
     """Run the whole line on the embedded model: quantize, audit, evaluate, serve, measure, judge, report."""
-    from annie_quant.pipeline import demo as line
+    from annie_quant.pipeline.demo import run
 
-    verdict = line.run(output, n_offline=n_offline, n_served=n_served, console=console)
+    verdict = run(output, n_offline=n_offline, n_served=n_served, console=console)
     console.print_verdict(verdict)

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import click
+import msgspec
 
 from annie_quant.cli.common import console, emit, json_option
 
@@ -43,9 +44,9 @@ def search(
     as_json: bool,
 ) -> None:
     """Try the strategies, cheapest first, and stop at the first that passes every gate. Exit code 1 if none does."""
-    from annie_quant.pipeline import search as tree
+    from annie_quant.pipeline.search import outcome, run, tree
 
-    found = tree.run(
+    result = run(
         model,
         calib_data,
         output,
@@ -59,13 +60,12 @@ def search(
         anyway=anyway,
     )
     if as_json:
-        emit(found)
+        emit(msgspec.to_builtins(result))
     else:
-        console.print_gates(
-            {f"{r['strategy']} {k}": v["gates"] for r in found["strategies"] for k, v in r["numerics"].items()}
-        )
-        for line in tree.table.tree(found):
+        tables = {f"{r.strategy} {k}": v.gates for r in result.strategies for k, v in r.numerics.items()}
+        console.print_gates(msgspec.to_builtins(tables))
+        for line in tree(result):
             click.echo(line)
-        console.note(tree.table.outcome(found))
+        console.note(outcome(result))
         console.note(f"table: {output / 'search.md'}")
-    sys.exit(0 if found["chosen"] else 1)
+    sys.exit(0 if result.chosen else 1)

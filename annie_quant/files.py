@@ -1,4 +1,4 @@
-"""Writing so that nothing is ever half there: beside the target, synced, then renamed; and by one process at a time."""
+"""File writes that are atomic (a temporary file in the same folder, synced, then renamed), and locks between processes."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from annie_quant.errors import EnvironmentFault
 
 ASSETS = Path(__file__).resolve().parent / "assets"
 
-# What flock says of a file system without locks, such as NFS whose lock service does not run.
+# flock's errors on a file system without locks, such as NFS without its lock service.
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike, mode: str = "wb") -> Iterator[IO]:
-    """Open a temporary file beside `path`; on success it is synced and takes the name, on failure it goes away."""
+    """Open a temporary file next to `path`. On success it is synced and renamed to `path`, on failure it is removed."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
@@ -52,7 +52,7 @@ def read_json(path: str | os.PathLike) -> Any:
 
 
 def read_whole_json(path: str | os.PathLike) -> Any:
-    """None where there is no such file, or what it holds is torn."""
+    """Return the file's value, or None where the file is missing or is not valid JSON."""
     try:
         return read_json(path)
     except (FileNotFoundError, ValueError):
@@ -64,7 +64,7 @@ def sha256_text(text: str) -> str:
 
 
 def owner(path: str | os.PathLike) -> str:
-    """Words for whose a path is, where it is not ours: root often leaves files behind, from a container."""
+    """Return a note for an error message where `path` belongs to another user, else "" (containers often write as root)."""
     path = Path(path)
     with contextlib.suppress(OSError):
         uid = (path if path.exists() else path.parent).stat().st_uid
@@ -74,10 +74,10 @@ def owner(path: str | os.PathLike) -> str:
 
 
 def take_lock(file: IO | int, path: str | os.PathLike) -> bool:
-    """Lock an open file against other processes; False where another one holds it. It ends when the file is closed.
+    """Lock an open file against other processes until it is closed. Return False where another process holds the lock.
 
-    Where the file system has no locks, True after a warning: nobody could work there otherwise.
-    Raises EnvironmentFault for whatever else the system says.
+    On a file system without locks this logs a warning and returns True: nothing could run there otherwise.
+    Raises EnvironmentFault for any other error. path: for the messages.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -87,7 +87,7 @@ def take_lock(file: IO | int, path: str | os.PathLike) -> bool:
         if error.errno not in NO_LOCKS:
             raise EnvironmentFault(f"{path}: cannot be locked ({error.strerror})", "choose another --output") from error
         logging.getLogger(__name__).warning(
-            "annie-quant: %s: this file system has no locks (%s); see that no second command writes there",
+            "annie-quant: %s: this file system has no locks (%s); make sure that no second command writes there",
             path,
             error.strerror,
         )

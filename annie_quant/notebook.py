@@ -122,7 +122,9 @@ def audit(found: Any) -> str:
     verdict = "sound" if found.ok else f"{len(found.findings)} faults"
     head = f'<p><b style="color:{colour}">{"✓" if found.ok else "✗"} {esc(verdict)}</b> {esc(found.path)}</p>'
     faults = table(["fault", "where", "what"], [(f.code, f.tensor, f.message) for f in found.findings[:20]])
-    rows = [(name(k), ", ".join(map(str, v)) if isinstance(v, list) else v) for k, v in found.to_dict()["summary"].items()]
+    rows = [
+        (name(k), ", ".join(map(str, v)) if isinstance(v, list) else v) for k, v in found.to_dict()["summary"].items()
+    ]
     left = _CELL.replace("right;white-space:nowrap", "left;vertical-align:top")
     facts = "".join(f'<tr><td style="{left}">{esc(k)}</td><td style="{left}">{esc(v)}</td></tr>' for k, v in rows)
     return f"<div>{head}{faults if found.findings else ''}<table><tbody>{facts}</tbody></table></div>"

@@ -5,6 +5,7 @@ A terminal's implementation is `annie_quant.cli.console.Step`.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
@@ -24,6 +25,16 @@ class Progress(Protocol):
         """Report one line that describes the current step."""
 
 
+class Console(Protocol):
+    """What several stages in a row report to: one Progress per stage, and notes between them."""
+
+    def task(self, title: str) -> contextlib.AbstractContextManager[Progress]:
+        """Return a context that shows the progress of one stage."""
+
+    def note(self, line: str) -> None:
+        """Show one line."""
+
+
 class Silent:
     """Ignores all reports."""
 
@@ -33,6 +44,15 @@ class Silent:
 
 
 SILENT = Silent()
+
+
+class SilentConsole:
+    """Ignores all reports of all stages."""
+
+    def task(self, title: str) -> contextlib.AbstractContextManager[Progress]:
+        return contextlib.nullcontext(SILENT)
+
+    def note(self, line: str) -> None: ...
 
 
 class Lines:

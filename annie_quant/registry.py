@@ -1,6 +1,6 @@
-"""Lookup of parts that are one file each: strategies, dialects, runtimes, gates, teachers.
+"""Parts that are one module per folder entry: strategies, dialects, serving runtimes, gates, teachers.
 
-A part is a module in its package's folder and defines NAME. Adding a file adds the part.
+Adding a file adds the part. A file whose name begins with an underscore is not a part.
 """
 
 from __future__ import annotations
@@ -13,14 +13,17 @@ from annie_quant.errors import UsageError
 
 
 def names(package: ModuleType) -> list[str]:
-    """Return the file names of all parts, sorted, without importing them."""
+    """Return the sorted module names of the parts in `package`. Imports none of them."""
     return sorted(m.name for m in pkgutil.iter_modules(package.__path__) if not m.name.startswith("_"))
 
 
 def find(package: ModuleType, name: str, kind: str) -> ModuleType:
-    """Import the part called `name` (dashes and dots count as underscores). Raises UsageError if there is none."""
-    module = name.replace("-", "_").replace(".", "_")
-    known = names(package)
-    if module not in known:
-        raise UsageError(f"there is no {kind} called {name!r}", f"choose one of: {', '.join(known)}")
-    return importlib.import_module(f"{package.__name__}.{module}")
+    """Import and return the part called `name`; dashes and dots count as underscores.
+
+    kind: the part's kind for the error, such as "strategy". Raises UsageError that lists the available parts.
+    """
+    module_name = name.replace("-", "_").replace(".", "_")
+    available = names(package)
+    if module_name not in available:
+        raise UsageError(f"there is no {kind} called {name!r}", f"choose one of: {', '.join(available)}")
+    return importlib.import_module(f"{package.__name__}.{module_name}")

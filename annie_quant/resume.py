@@ -6,6 +6,7 @@ A key is any JSON value that describes all inputs. What was stored under another
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -14,8 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from annie_quant.errors import EnvironmentFault
-from annie_quant.files import read_whole_json, write_json
+from annie_quant.errors import EnvironmentFault, UsageError
+from annie_quant.files import read_whole_json, take_lock, write_json
 
 KEY_FILE = "key.json"
 
@@ -61,14 +62,21 @@ class KeyedJson:
 class JsonLines:
     """An append-only log with one JSON object per line. A last line that a kill cut short is removed when it is opened.
 
-    sync: force each line to the disk before `append` returns.
+    sync: force the lines to the disk before `append` returns. exclusive: raise UsageError if another process has the log
+    open in this way. restart: discard what earlier runs wrote.
     """
 
-    def __init__(self, path: str | os.PathLike[str], sync: bool = False) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], sync: bool = False, exclusive: bool = False, restart: bool = False
+    ) -> None:
         self.path, self._sync = Path(path), sync
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("a+b")
+            if exclusive and not take_lock(self._file, self.path):
+                raise UsageError(f"{self.path}: another annie-quant writes there", "wait until it has ended")
+            if restart:
+                self._file.truncate(0)
             self._file.seek(0)
             content = self._file.read()
             complete = content.rfind(b"\n") + 1
@@ -85,25 +93,26 @@ class JsonLines:
         content, self._content = self._content, b""
         yield from enumerate(content.splitlines(), 1)
 
-    def append(self, line: bytes) -> None:
-        """Write one encoded object."""
+    def append(self, *lines: bytes) -> None:
+        """Write encoded objects, one per line."""
         try:
-            self._file.write(line + b"\n")
+            self._file.write(b"".join(line + b"\n" for line in lines))
             self._file.flush()
             if self._sync:
                 os.fsync(self._file.fileno())
         except OSError as error:
+            reason = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror
             raise EnvironmentFault(
-                f"{self.path}: {error.strerror}; all earlier lines are safe",
+                f"{self.path}: {reason}; all earlier lines are safe",
                 "free some space and run the same command again: it resumes",
             ) from error
 
     def close(self) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # of a line whose append has failed and was reported
+            self._file.close()
 
     def __enter__(self) -> JsonLines:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        with contextlib.suppress(OSError):
-            self.close()
+        self.close()

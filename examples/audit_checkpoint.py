@@ -1,4 +1,4 @@
-"""Audit anyone's checkpoint before a server sees it: python examples/audit_checkpoint.py MODEL_DIR [BF16_DIR]"""
+"""Audit a checkpoint before it is served: python examples/audit_checkpoint.py MODEL_DIR [BF16_DIR]"""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Judge an NVFP4 checkpoint without a server: python examples/evaluate_offline.py MODEL_DIR BF16_DIR [PROMPTS_A_GATE]"""
+"""Evaluate an NVFP4 checkpoint without a server: python examples/evaluate_offline.py MODEL_DIR BF16_DIR [PROMPTS_PER_GATE]"""
 
 import sys
 
@@ -6,9 +6,9 @@ import annie_quant as aq
 
 model, reference, n = sys.argv[1], sys.argv[2], int(sys.argv[3]) if len(sys.argv) > 3 else 100
 workloads = aq.judge.sample(aq.judge.load_workloads(["factual", "tool_memory"]), n)
-found = aq.runtime.evaluate(model, reference, workloads)
+result = aq.runtime.evaluate(model, reference, workloads)
 
-for numerics, side in found["numerics"].items():
+for numerics, side in result["numerics"].items():
     kl = side["kl"]
     print(
         f"{numerics}: mean KL {kl['mean']:.4f} nats over {kl['n_tokens']} tokens, same top token {kl['same_top']:.1%}"

@@ -1,4 +1,4 @@
-"""Pack a matrix to NVFP4 and see what it costs: python examples/pack_tensor.py"""
+"""Pack a matrix to NVFP4 and print size and error: python examples/pack_tensor.py"""
 
 import numpy as np
 

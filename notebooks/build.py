@@ -1,7 +1,7 @@
-"""Notebooks from their sources: src/NAME.py in percent format → NAME.ipynb, without outputs.
+"""Build the notebooks: src/NAME.py in percent format → NAME.ipynb, without outputs.
 
-python notebooks/build.py            writes the notebooks
-python notebooks/build.py --check    exit code 1 if one differs from its source
+python notebooks/build.py            write the notebooks
+python notebooks/build.py --check    exit with 1 if a notebook differs from its source
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ CELL = re.compile(r"^# %%(?P<kind> \[markdown\])?$", re.MULTILINE)
 
 
 def cells(source: str) -> list[dict]:
-    """The cells of a percent-format script; text of markdown cells stands in comment lines."""
+    """Return the cells of a percent-format script. The text of markdown cells is in comment lines."""
     marks = list(CELL.finditer(source))
-    found = []
+    result = []
     for mark, following in zip(marks, [*marks[1:], None], strict=True):
         text = source[mark.end() : following.start() if following else None].strip("\n")
-        cell = {"id": hashlib.sha256(f"{len(found)}:{text}".encode()).hexdigest()[:8], "metadata": {}}
+        cell = {"id": hashlib.sha256(f"{len(result)}:{text}".encode()).hexdigest()[:8], "metadata": {}}
         if mark["kind"]:
             text = "\n".join(line.removeprefix("#").removeprefix(" ") for line in text.splitlines())
-            found.append({"cell_type": "markdown", **cell, "source": text.splitlines(keepends=True)})
+            result.append({"cell_type": "markdown", **cell, "source": text.splitlines(keepends=True)})
         else:
             code = {"execution_count": None, "outputs": [], "source": text.splitlines(keepends=True)}
-            found.append({"cell_type": "code", **cell, **code})
-    return found
+            result.append({"cell_type": "code", **cell, **code})
+    return result
 
 
 def notebook(source: str) -> str:
-    """The .ipynb file's text (nbformat 4.5)."""
+    """Return the .ipynb file's text (nbformat 4.5)."""
     metadata = {
         "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
         "language_info": {"name": "python"},
@@ -51,7 +51,7 @@ def main() -> None:
             if "--check" not in sys.argv:
                 target.write_text(text, encoding="utf-8")
     if "--check" in sys.argv and stale:
-        sys.exit(f"not as their sources: {', '.join(stale)}; run python notebooks/build.py")
+        sys.exit(f"different from their sources: {', '.join(stale)}; run python notebooks/build.py")
 
 
 if __name__ == "__main__":

@@ -25,6 +25,9 @@ DOCUMENTS = {
     "workload": schema.WorkloadFile,
     "audit": schema.Audit,
     "recipe": schema.Recipe,
+    "evaluation": schema.Evaluation,
+    "sensitivity": schema.Sensitivity,
+    "search": schema.SearchResult,
 }
 
 

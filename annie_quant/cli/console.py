@@ -32,12 +32,6 @@ class Step:
         if self._bar is not None:
             self._bar.update(self._task, description=f"{self._title} [dim]{text}[/]")
 
-    # The names that were used before annie_quant.progress.
-    def __call__(self, done: float = 0, total: float | None = None, text: str = "") -> None:
-        self.update(done, total, text)
-
-    say = message
-
 
 class Console:
     """Two rich consoles, created when they are first used."""

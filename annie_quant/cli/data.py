@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import click
+import msgspec
 
 from annie_quant.cli.common import console, emit, json_option
 
@@ -72,10 +73,10 @@ def data(
         rows = conversations.read_rows(output)
         conversations.check_prompt_hash(rows, persona)
         conversations.check_apart(rows, *apart_from, gates=split != "gate")
-        summary = conversations.validate(rows, who)
+        result: conversations.Validation = conversations.validate(rows, who)
     else:
         with console.task(f"conversations by {teacher}") as step:
-            summary = conversations.generate(
+            result = conversations.generate(
                 persona,
                 teacher,
                 n,
@@ -88,5 +89,6 @@ def data(
                 limits=conversations.Limits(retries, max_wait, max_budget_usd, max_budget_tokens),
                 force=force,
             )
-    emit(summary) if as_json else console.print_mapping(str(output), summary)
-    sys.exit(0 if summary["ok"] else 1)
+    document = msgspec.to_builtins(result)
+    emit(document) if as_json else console.print_mapping(str(output), document)
+    sys.exit(0 if result.ok else 1)

@@ -52,7 +52,9 @@ def evaluate(
     `--` before the command, else it reads --n itself: torchrun --nproc-per-node=2 -- $(which annie-quant) eval ...
     """
     quiet_engines()
-    from annie_quant.evaluate import terminal
+    from annie_quant.evaluate import job
+    from annie_quant.evaluate.process_group import join_group, leave_group
+    from annie_quant.judge.decision import failing
     from annie_quant.quantize.prompt_provenance import check_checkpoint
 
     refuse_stale_prompt(calib_data, allow_prompt_mismatch)
@@ -60,7 +62,7 @@ def evaluate(
     if mismatch := check_checkpoint(checkpoint, personas, allow=allow_prompt_mismatch):
         console.note(mismatch)
     with console.task("evaluate") as step:
-        result = terminal.run(
+        result = job.run(
             checkpoint,
             reference,
             numerics=numerics.split(","),
@@ -72,13 +74,14 @@ def evaluate(
             progress=step,
             rows=rows,
         )
-    if terminal.first_process():
-        emit(result) if as_json else console.print_gates(
-            {f"{checkpoint.name} {k}": v["gates"] for k, v in result["numerics"].items()}
-        )
-        if not as_json:
-            for line in terminal.lines(result):
+    if join_group().is_first:
+        document = result.to_dict()
+        if as_json:
+            emit(document)
+        else:
+            console.print_gates({f"{checkpoint.name} {k}": v["gates"] for k, v in document["numerics"].items()})
+            for line in job.summary_lines(result):
                 console.note(line)
-    terminal.finish()
-    gates = [g for side in result["numerics"].values() for g in side["gates"].values() if not g.get("advisory")]
-    sys.exit(1 if any(g["verdict"] == "fail" for g in gates) else 0)
+    leave_group()
+    failed = [name for side in result.numerics.values() for name in failing(side.gates, ("fail",))]
+    sys.exit(1 if failed else 0)

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import click
+import msgspec
 
 from annie_quant.cli.common import console, emit, json_option
 
@@ -42,10 +43,10 @@ def search(
     anyway: bool,
     as_json: bool,
 ) -> None:
-    """Try strategies, cheapest first, and stop at the first that passes all gates. Exit code 1 if none does."""
-    from annie_quant.pipeline import search as pipeline
+    """Try the strategies, cheapest first, and stop at the first that passes every gate. Exit code 1 if none does."""
+    from annie_quant.pipeline.search import outcome, run, tree
 
-    result = pipeline.run(
+    result = run(
         model,
         calib_data,
         output,
@@ -59,13 +60,12 @@ def search(
         anyway=anyway,
     )
     if as_json:
-        emit(result)
+        emit(msgspec.to_builtins(result))
     else:
-        console.print_gates(
-            {f"{r['strategy']} {k}": v["gates"] for r in result["strategies"] for k, v in r["numerics"].items()}
-        )
-        for line in pipeline.table.tree(result):
+        tables = {f"{r.strategy} {k}": v.gates for r in result.strategies for k, v in r.numerics.items()}
+        console.print_gates(msgspec.to_builtins(tables))
+        for line in tree(result):
             click.echo(line)
-        console.note(pipeline.table.outcome(result))
+        console.note(outcome(result))
         console.note(f"table: {output / 'search.md'}")
-    sys.exit(0 if result["chosen"] else 1)
+    sys.exit(0 if result.chosen else 1)

@@ -1,26 +1,28 @@
-"""Personas and conversations: who the assistant is, and how she talks, for calibration, training and judging.
+"""Personas and conversations for calibration, training and evaluation.
 
 load_persona("annie" | path)                      Persona: name, system_prompt, tools, rules, examples, categories, sha256
 generate(persona, teacher="offline", n=500, ...)  conversations evenly over the categories, validated, resumable
-validate(rows, persona)                           what the founding documents ask of such data
+validate(rows, persona)                           check the rules for such data (requirements R1 and R2)
 check_apart(rows, *others)                        train, calibration and gate prompts are never shared
-check_prompt_hash(rows, persona, allow=False)     the data has the system prompt that production uses now
+check_prompt_hash(rows, persona, allow=False)     the data has the system prompt that is served now
 """
 
 from __future__ import annotations
 
-from annie_quant.data.generate import CATEGORIES, Limits, generate
+from annie_quant.data.generate import CATEGORIES, Generation, Limits, generate
 from annie_quant.data.rows import check_apart, check_prompt_hash, read_rows
 from annie_quant.data.teachers._base import Options
-from annie_quant.data.validate import validate
+from annie_quant.data.validate import Validation, validate
 from annie_quant.persona import Category, Persona, load_persona
 
 __all__ = [
     "CATEGORIES",
     "Category",
+    "Generation",
     "Limits",
     "Options",
     "Persona",
+    "Validation",
     "check_apart",
     "check_prompt_hash",
     "generate",

@@ -1,4 +1,4 @@
-"""The dataset card: README.md beside the JSON lines, with what a reader and a dataset host need to know."""
+"""The dataset card: a README.md next to the JSON lines, for readers and for dataset hosts."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from annie_quant.data.validate import Validation
 from annie_quant.files import write_text
 from annie_quant.persona import Persona
 
 MARK = "<!-- annie-quant data -->"
 
 
-def write_card(output: Path, persona: Persona, rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> Path:
-    """Write the card and return its path. A README.md that is not ours is left alone; the card has another name then."""
+def write_card(output: Path, persona: Persona, rows: Sequence[Mapping[str, Any]], validation: Validation) -> Path:
+    """Write the card and return its path. A README.md that annie-quant did not write is kept; the card is then STEM.card.md."""
     path = output.parent / "README.md"
     if path.exists() and MARK not in path.read_text(encoding="utf-8"):
         path = output.with_name(f"{output.stem}.card.md")
-    write_text(path, render(output.name, persona, rows, summary))
+    write_text(path, render(output.name, persona, rows, validation))
     return path
 
 
-def render(file: str, persona: Persona, rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> str:
+def render(file: str, persona: Persona, rows: Sequence[Mapping[str, Any]], validation: Validation) -> str:
     teachers = Counter((r["provenance"]["teacher"], r["provenance"]["model"]) for r in rows)
     splits = Counter(r["split"] for r in rows)
     times = sorted(r["provenance"]["time"] for r in rows)
@@ -48,7 +49,7 @@ def render(file: str, persona: Persona, rows: Sequence[Mapping[str, Any]], summa
         "| category | conversations | tool that must be called | user turns |",
         "|---|---|---|---|",
         *(
-            f"| {c.name} | {summary['by_category'].get(c.name, 0)} | {c.tool or 'none'} | {c.turns} |"
+            f"| {c.name} | {validation.by_category.get(c.name, 0)} | {c.tool or 'none'} | {c.turns} |"
             for c in persona.categories
         ),
         "",
@@ -57,13 +58,13 @@ def render(file: str, persona: Persona, rows: Sequence[Mapping[str, Any]], summa
         *(f"| {teacher} | {model} | {n} |" for (teacher, model), n in teachers.items()),
         "",
         f"- split: {', '.join(f'{name} ({n})' for name, n in splits.items())}; no prompt of it is a gate's prompt (checked)",
-        f"- with tool calls: {summary['with_tools']}; valid by every rule: {summary['valid']} of {summary['total']}",
+        f"- with tool calls: {validation.with_tools}; valid by every rule: {validation.valid} of {validation.total}",
         f"- made from {times[0]} to {times[-1]}" if times else "- empty",
         f"- system prompt, SHA-256: {persona.prompt_sha256}",
         f"- persona file, SHA-256: {persona.sha256}",
         "",
-        "The text is synthetic: the offline teacher's comes from templates, a language model's may be wrong in its facts. "
-        "Quantize and judge with the system prompt above; annie-quant refuses another one unless told.",
+        "The text is synthetic: the offline teacher's comes from templates, a language model's may have wrong facts. Quantize "
+        "and evaluate with the system prompt above; annie-quant refuses another one without --allow-prompt-mismatch.",
         "",
     ]
     return "\n".join(lines)

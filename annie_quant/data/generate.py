@@ -1,8 +1,8 @@
-"""`annie-quant data`: conversations by a teacher, evenly over a persona's categories, a row a line.
+"""`annie-quant data`: conversations written by a teacher, evenly over a persona's categories, one row per line.
 
-A row: id, category, messages, tools (where offered), thinking, provenance, split. Tool arguments are a JSON string on
-disk, as OpenAI's format has them; chat templates want them decoded. What is not valid, or repeats another row or a gate's
-prompt, is dropped and asked for again.
+A row has id, category, messages, tools (where offered), thinking, provenance and split. Tool arguments are a JSON string on
+disk, as in OpenAI's format; chat templates need them decoded. A conversation that breaks a rule, or that repeats another row
+or a gate's prompt, is dropped and requested again.
 """
 
 from __future__ import annotations
@@ -12,38 +12,58 @@ import datetime
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+
+import msgspec
 
 from annie_quant import __version__, registry
 from annie_quant.data import teachers
 from annie_quant.data.card import write_card
+from annie_quant.data.duplicates import DuplicateFinder, user_text
 from annie_quant.data.journal import Journal, journal_path
-from annie_quant.data.near import Near, user_text
 from annie_quant.data.rows import gate_texts, read_rows
-from annie_quant.data.teachers._base import Batch, Failed, Limited, Options, Teacher
-from annie_quant.data.validate import faults, validate
+from annie_quant.data.teachers._base import Batch, BatchFailed, Options, RateLimited, Teacher
+from annie_quant.data.validate import Validation, faults, validate
 from annie_quant.errors import AnnieError, ServerError, UsageError
-from annie_quant.files import replacing
+from annie_quant.files import write_text
 from annie_quant.persona import Category, Persona, load_persona
+from annie_quant.progress import SILENT, Progress
 
 CATEGORIES = ("greeting", "factual", "memory", "web", "multi_turn")
 SPLITS = ("train", "calibration", "gate")
-FRUITLESS = 3  # batches of a category that bring nothing new before it is given up
+MAX_FRUITLESS = 3  # a category is given up after so many batches in a row without a new conversation
 FIRST_WAIT_S, LONGEST_WAIT_S = 5.0, 120.0
-Progress = Callable[..., Any]
+MIN_BUDGET_USD = 0.005
 
 
 @dataclass(frozen=True)
 class Limits:
-    """retries: of one failed batch. max_wait_s: spent waiting on a rate limit at a stretch. Budgets hold over resumed runs."""
+    """retries: of one failed batch. max_wait_s: total wait for one batch's rate limit. Budgets include resumed runs."""
 
     retries: int = 3
     max_wait_s: float = 900.0
     max_usd: float | None = None
     max_tokens: int | None = None
+
+
+class Generation(Validation, kw_only=True, omit_defaults=True):
+    """The result of a run. dropped: number of conversations per reason. failed: batches that were given up.
+
+    done_before: the output was complete already, and nothing was requested.
+    """
+
+    dropped: dict[str, int]
+    failed: list[str]
+    cost_usd: float
+    tokens: int
+    output: str | None
+    card: str | None = None
+    done_before: bool = False
 
 
 def generate(
@@ -60,33 +80,34 @@ def generate(
     limits: Limits | None = None,
     force: bool = False,
     sleep: Callable[[float], None] = time.sleep,
-) -> dict[str, Any]:
-    """Make n conversations, evenly over the categories, and write those that are valid to `output` (JSON lines).
+) -> Generation:
+    """Make n conversations, evenly over the categories, and write the valid ones to `output` (JSON lines).
 
-    Returns a summary: total, valid, with_tools, by_category, dropped (reasons), failed (batches), cost_usd, tokens, ok.
-    The offline teacher gives the same rows for the same seed, times in provenance apart (SOURCE_DATE_EPOCH fixes those).
-    A run that was ended goes on from its journal. apart_from: files whose prompts must not come again.
-    Raises AnnieError where fewer than four fifths could be made; what was made is kept for the next run.
+    The offline teacher gives the same rows for the same seed, except for the time in provenance (set SOURCE_DATE_EPOCH to
+    fix it). An interrupted run resumes from its journal. apart_from: files whose prompts must not be repeated. force: start
+    again, and overwrite a finished output.
+
+    Raises AnnieError if fewer than four fifths could be made; what was made is kept for the next run.
     """
     who = persona if isinstance(persona, Persona) else load_persona(persona)
     if n < len(who.categories):
         raise UsageError(f"n is {n}; each of the {len(who.categories)} categories needs at least one conversation")
     if split not in SPLITS:
-        raise UsageError(f"there is no split {split!r}", f"choose one of: {', '.join(SPLITS)}")
-    part = registry.find(teachers, teacher, "teacher")
+        raise UsageError(f"unknown split {split!r}", f"choose one of: {', '.join(SPLITS)}")
+    module = registry.find(teachers, teacher, "teacher")
     target = Path(output) if output is not None else None
-    before = _kept(target, who, part.NAME, n) if target is not None and not force else None
-    if before is not None:
-        return before
-    run = _Run(who, part, n, target, seed, split, apart_from, options or Options(), limits or Limits(), force, sleep)
-    return run.all(progress or (lambda *a: None))
+    finished = _finished(target, who, module.NAME, n) if target is not None and not force else None
+    if finished is not None:
+        return finished
+    run = _Run(who, module, n, target, seed, split, apart_from, options or Options(), limits or Limits(), force, sleep)
+    return run.run(progress or SILENT)
 
 
 class _Run:
     def __init__(
         self,
-        who: Persona,
-        part: Any,
+        persona: Persona,
+        module: ModuleType,
         n: int,
         output: Path | None,
         seed: int,
@@ -97,74 +118,76 @@ class _Run:
         force: bool,
         sleep: Callable[[float], None],
     ) -> None:
-        self.who, self.n, self.output, self.seed, self.split = who, n, output, seed, split
-        self.limits, self.sleep, self.teacher_name = limits, sleep, part.NAME
-        self.teacher: Teacher = part.open(dataclasses.replace(options, max_usd=self.usd_left), split)
+        self.persona, self.n, self.output, self.seed, self.split = persona, n, output, seed, split
+        self.limits, self.sleep, self.teacher_name = limits, sleep, module.NAME
+        options = dataclasses.replace(options, max_usd=self.remaining_usd)
+        self.teacher: Teacher = module.open_teacher(options, split)
         key = {
             "version": __version__,
-            "teacher": part.NAME,
+            "teacher": module.NAME,
             "model": self.teacher.model,
-            "persona": who.sha256,
+            "persona": persona.sha256,
             "n": n,
             "seed": seed,
             "split": split,
         }
-        self.journal = Journal(output, key, anew=force)
+        self.journal = Journal(output, key, restart=force)
         texts = [(f"row {r.get('id')}", user_text(r)) for file in apart_from for r in read_rows(file)]
-        self.apart = Near([*texts, *(gate_texts() if split != "gate" else ())])
-        self.near: dict[str, Near] = {}
-        self.dropped: dict[str, int] = {}
+        self.forbidden = DuplicateFinder([*texts, *(gate_texts() if split != "gate" else ())])
+        self.finders: dict[str, DuplicateFinder] = {}  # category → user texts of its rows
+        self.dropped: Counter[str] = Counter()
         self.failed: list[str] = []
         for row in self.journal.rows:
-            self.near.setdefault(row["category"], Near()).add(row["id"], user_text(row))
+            self.finder(row["category"]).add(row["id"], user_text(row))
 
-    def usd_left(self) -> float | None:
+    def finder(self, category: str) -> DuplicateFinder:
+        return self.finders.setdefault(category, DuplicateFinder())
+
+    def remaining_usd(self) -> float | None:
         return None if self.limits.max_usd is None else max(0.0, self.limits.max_usd - self.journal.cost_usd)
 
-    def all(self, progress: Progress) -> dict[str, Any]:
-        done = False
+    def run(self, progress: Progress) -> Generation:
+        finished = False
         try:
-            for index, category in enumerate(self.who.categories):
-                count = self.n // len(self.who.categories) + (index < self.n % len(self.who.categories))
+            for index, category in enumerate(self.persona.categories):
+                count = self.n // len(self.persona.categories) + (index < self.n % len(self.persona.categories))
                 self.fill(category, count, progress)
-            summary = self.write()
-            done = True
+            result = self.write()
+            finished = True
         finally:
-            self.journal.close(done)
-        return summary
+            self.journal.close(finished)
+        return result
 
-    def have(self, category: Category) -> list[dict[str, Any]]:
+    def rows_of(self, category: Category) -> list[dict[str, Any]]:
         return [row for row in self.journal.rows if row["category"] == category.name]
 
     def fill(self, category: Category, count: int, progress: Progress) -> None:
-        """Ask for batches until the category has `count` conversations, or nothing new comes any more."""
+        """Request batches until the category has `count` conversations, or until batches bring nothing new."""
         fruitless = 0
-        while (have := len(self.have(category))) < count and fruitless < FRUITLESS:
-            wanted = min(self.teacher.batch_size, count - have)
-            progress(len(self.journal.rows), self.n, category.name)
-            batch = self.ask(category, wanted)
+        while (have := len(self.rows_of(category))) < count and fruitless < MAX_FRUITLESS:
+            progress.update(len(self.journal.rows), self.n, category.name)
+            batch = self.request(category, min(self.teacher.batch_size, count - have))
             if batch is None:
                 return
-            kept = self.keep(category, batch, progress)
-            fruitless = 0 if kept else fruitless + 1
+            fruitless = 0 if self.keep_new(category, batch, progress) else fruitless + 1
 
-    def ask(self, category: Category, wanted: int) -> Batch | None:
-        """One batch: asked again when it fails, waited for when the teacher wants a pause; None when it is given up."""
-        avoid = [user_text(r).replace("\n", " / ") for r in self.have(category)]
-        tries, waited = 0, 0.0
+    def request(self, category: Category, count: int) -> Batch | None:
+        """Return one batch, repeated if it fails and after a wait if the teacher is limited; None after the last retry."""
+        avoid = [user_text(r).replace("\n", " / ") for r in self.rows_of(category)]
+        tries, waited_s = 0, 0.0
         while True:
             self.check_budget()
-            number = self.journal.batches.get(category.name, 0)
+            number = self.journal.batches[category.name]
             seed = f"{self.seed}:{category.name}" + (f":{number}" if number else "")
             try:
-                return self.teacher.batch(self.who, category, wanted, seed, avoid)
-            except Limited as limited:
-                wait = limited.wait_s if limited.wait_s is not None else min(LONGEST_WAIT_S, FIRST_WAIT_S * 2**tries)
-                if waited + wait > self.limits.max_wait_s:
-                    raise self.stop(f"{limited}; it wants {wait:.0f} s more", ServerError) from None
-                self.sleep(wait)
-                waited, tries = waited + wait, tries + 1
-            except Failed as failure:
+                return self.teacher.batch(self.persona, category, count, seed, avoid)
+            except RateLimited as limit:
+                wait_s = limit.wait_s if limit.wait_s is not None else min(LONGEST_WAIT_S, FIRST_WAIT_S * 2**tries)
+                if waited_s + wait_s > self.limits.max_wait_s:
+                    raise self.stopped(f"{limit}; it requires another {wait_s:.0f} s", ServerError) from None
+                self.sleep(wait_s)
+                waited_s, tries = waited_s + wait_s, tries + 1
+            except BatchFailed as failure:
                 tries += 1
                 self.journal.add(category.name, [], failure.cost_usd, failure.tokens, str(failure))
                 if tries > self.limits.retries:
@@ -172,89 +195,93 @@ class _Run:
                     return None
 
     def check_budget(self) -> None:
-        left = self.usd_left()
-        if left is not None and left < 0.005:
-            raise self.stop(f"the budget of {self.limits.max_usd:.2f} USD is spent ({self.journal.cost_usd:.2f})")
+        remaining = self.remaining_usd()
+        if remaining is not None and remaining < MIN_BUDGET_USD:
+            raise self.stopped(f"the budget of {self.limits.max_usd:.2f} USD is spent ({self.journal.cost_usd:.2f})")
         if self.limits.max_tokens is not None and self.journal.tokens >= self.limits.max_tokens:
-            raise self.stop(f"the budget of {self.limits.max_tokens} tokens is spent ({self.journal.tokens})")
+            raise self.stopped(f"the budget of {self.limits.max_tokens} tokens is spent ({self.journal.tokens})")
 
-    def stop(self, why: str, kind: type[AnnieError] = AnnieError) -> AnnieError:
-        kept = f"{len(self.journal.rows)} of {self.n} conversations are kept"
-        return kind(f"{why}; {kept}", "run the same command again to go on")
+    def stopped(self, reason: str, kind: type[AnnieError] = AnnieError) -> AnnieError:
+        stored = f"{len(self.journal.rows)} of {self.n} conversations are kept"
+        return kind(f"{reason}; {stored}", "run the same command again to resume")
 
-    def keep(self, category: Category, batch: Batch, progress: Progress) -> int:
-        """Put the batch's valid, new conversations into the journal; returns how many."""
+    def keep_new(self, category: Category, batch: Batch, progress: Progress) -> int:
+        """Record the batch's valid, new conversations in the journal, and return their number."""
         if self.limits.max_usd is not None and batch.cost_usd is None:
-            raise UsageError(f"{self.teacher_name} does not say what it costs", "use --max-budget-tokens")
+            raise UsageError(f"{self.teacher_name} does not report its costs", "use --max-budget-tokens")
         provenance = {
             "teacher": self.teacher_name,
             "model": batch.model or self.teacher.model,
-            "persona": self.who.source,
-            "prompt_sha256": self.who.prompt_sha256,
-            "persona_sha256": self.who.sha256,
+            "persona": self.persona.source,
+            "prompt_sha256": self.persona.prompt_sha256,
+            "persona_sha256": self.persona.sha256,
             "seed": self.seed,
             "time": _now(),
         }
-        near = self.near.setdefault(category.name, Near())
-        number = len(self.have(category))
-        kept: list[dict[str, Any]] = []
-        for made in batch.rows:
-            row = {"id": f"{category.name}-{number + len(kept):04d}", "category": category.name, **made}
+        finder = self.finder(category.name)
+        first = len(self.rows_of(category))
+        rows: list[dict[str, Any]] = []
+        for conversation in batch.rows:
+            row = {"id": f"{category.name}-{first + len(rows):04d}", "category": category.name, **conversation}
             row |= {"provenance": provenance, "split": self.split}
-            wrong = self.wrong(row, near)
-            if wrong:
-                self.dropped[wrong] = self.dropped.get(wrong, 0) + 1
+            reason = self.drop_reason(row, finder)
+            if reason:
+                self.dropped[reason] += 1
                 continue
-            near.add(row["id"], user_text(row))
-            kept.append(row)
-            progress(len(self.journal.rows) + len(kept), self.n, category.name)
-        self.journal.add(category.name, kept, batch.cost_usd, batch.tokens)
-        return len(kept)
+            finder.add(row["id"], user_text(row))
+            rows.append(row)
+            progress.update(len(self.journal.rows) + len(rows), self.n, category.name)
+        self.journal.add(category.name, rows, batch.cost_usd, batch.tokens)
+        return len(rows)
 
-    def wrong(self, row: dict[str, Any], near: Near) -> str | None:
-        found = faults(row, self.who)
-        if found:
-            return found[0]
+    def drop_reason(self, row: dict[str, Any], finder: DuplicateFinder) -> str | None:
+        if row_faults := faults(row, self.persona):
+            return row_faults[0]
         text = user_text(row)
-        if near.find(text) is not None:
+        if finder.find(text) is not None:
             return "it repeats another conversation"
-        return "it repeats a prompt of another split" if self.apart.find(text) is not None else None
+        return "it repeats a prompt of another split" if self.forbidden.find(text) is not None else None
 
-    def write(self) -> dict[str, Any]:
-        order = {c.name: i for i, c in enumerate(self.who.categories)}
+    def write(self) -> Generation:
+        order = {c.name: i for i, c in enumerate(self.persona.categories)}
         rows = sorted(self.journal.rows, key=lambda r: (order[r["category"]], r["id"]))
-        summary = validate(rows, self.who, self.n) | {
-            "dropped": self.dropped,
-            "failed": self.failed,
-            "cost_usd": round(self.journal.cost_usd, 4),
-            "tokens": self.journal.tokens,
-            "output": str(self.output) if self.output is not None else None,
-        }
-        if not summary["ok"]:
-            why = f" (last failure: {self.failed[-1]})" if self.failed else ""
-            raise self.stop(f"too few valid conversations for the founding rule of four in five{why}")
+        result = Generation(
+            **msgspec.structs.asdict(validate(rows, self.persona, self.n)),
+            dropped=dict(self.dropped),
+            failed=self.failed,
+            cost_usd=round(self.journal.cost_usd, 4),
+            tokens=self.journal.tokens,
+            output=str(self.output) if self.output is not None else None,
+        )
+        if not result.ok:
+            failure = f" (last failure: {self.failed[-1]})" if self.failed else ""
+            raise self.stopped(f"too few valid conversations, expected four in five{failure}")
         if self.output is not None:
-            with replacing(self.output, "w") as file:
-                for row in rows:
-                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
-            summary["card"] = str(write_card(self.output, self.who, rows, summary))
-        return summary
+            write_text(self.output, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+            result.card = str(write_card(self.output, self.persona, rows, result))
+        return result
 
 
-def _kept(output: Path, who: Persona, teacher: str, n: int) -> dict[str, Any] | None:
-    """The summary of a finished output that a paid teacher made; it is never made again by accident, nor overwritten."""
+def _finished(output: Path, persona: Persona, teacher: str, n: int) -> Generation | None:
+    """Return the result of a finished output of a paid teacher, so that it is not paid for again.
+
+    Raises UsageError if such an output was made with other settings: it is not overwritten without --force.
+    """
     if not output.is_file() or journal_path(output).is_file():
         return None
     rows = read_rows(output)
-    makers = {(r.get("provenance") or {}).get("teacher") for r in rows} - {"offline"}
-    if not makers:
+    paid = {(r.get("provenance") or {}).get("teacher") for r in rows} - {"offline"}
+    if not paid:
         return None
-    summary = validate(rows, who, n)
-    if makers == {teacher} and summary["ok"] and all(r["provenance"]["persona_sha256"] == who.sha256 for r in rows):
-        return summary | {"output": str(output), "done_before": True}
+    validation = validate(rows, persona, n)
+    if paid == {teacher} and validation.ok and all(r["provenance"]["persona_sha256"] == persona.sha256 for r in rows):
+        return Generation(
+            **msgspec.structs.asdict(validation),
+            dropped={}, failed=[], cost_usd=0.0, tokens=0, output=str(output), done_before=True,
+        )  # fmt: skip
     raise UsageError(
-        f"{output} holds {len(rows)} conversations by {', '.join(map(str, makers))}, made otherwise",
-        "choose another --output, or add --force to make them anew",
+        f"{output} has {len(rows)} conversations by {', '.join(map(str, paid))} that were made with other settings",
+        "choose another --output, or add --force to make them again",
     )
 
 

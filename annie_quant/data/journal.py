@@ -1,18 +1,38 @@
-"""What a run of a teacher has made so far: a file of lines beside the output, so that a killed run loses one batch.
+"""The log of an unfinished `annie-quant data` run, next to its output, so that a killed run loses at most one batch.
 
-First line: the key of the run's settings. Then {"row": ...} for each conversation that was kept and {"batch": ...} for
-each batch that was asked for, with its cost, so that a budget holds over several runs. It goes when the output is there.
+First line: {"key": the run's settings}. Then one line per requested batch: {"batch": ..., "rows": [...]} with its cost and the
+rows that were kept, so that a budget holds over several runs. The log is deleted when the output is complete.
 """
 
 from __future__ import annotations
 
-import json
-import os
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from annie_quant.errors import UsageError
-from annie_quant.files import take_lock
+from annie_quant.resume import JsonLines
+
+
+class JournalBatch(msgspec.Struct):
+    """A requested batch. failed: why it failed, or ""."""
+
+    category: str
+    cost_usd: float | None = None
+    tokens: int = 0
+    failed: str = ""
+
+
+class JournalLine(msgspec.Struct, omit_defaults=True):
+    """One line; `row` (one line per row, before its batch) was written up to version 0.1.0."""
+
+    key: dict[str, Any] | None = None
+    batch: JournalBatch | None = None
+    rows: list[dict[str, Any]] | None = None
+    row: dict[str, Any] | None = None
 
 
 def journal_path(output: Path) -> Path:
@@ -20,79 +40,63 @@ def journal_path(output: Path) -> Path:
 
 
 class Journal:
-    def __init__(self, output: Path | None, key: dict[str, Any], anew: bool = False) -> None:
-        self.path = journal_path(output) if output is not None else None
-        self.rows: list[dict[str, Any]] = []
-        self.batches: dict[str, int] = {}  # category → batches asked for
-        self.cost_usd, self.tokens = 0.0, 0
-        if self.path is None:
-            return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self.path.open("a+b")
-        if not take_lock(self._file, self.path):
-            raise UsageError(f"{self.path}: another annie-quant data writes there", "wait for it to end")
-        lines = [] if anew else self._whole_lines()
-        if lines and lines[0].get("key") != key:
-            differs = [k for k in key if lines[0].get("key", {}).get(k) != key[k]]
-            raise UsageError(
-                f"{self.path}: an unfinished run with another {', '.join(differs)} is kept there",
-                "run it again as it was, or add --force to begin anew",
-            )
-        if not lines:
-            self._file.truncate(0)
-            self._write({"key": key})
-        for line in lines[1:]:
-            self._take(line)
-        self._sync()
+    """Rows and costs of a run. output: None keeps them in memory only. restart: discard an earlier, unfinished run.
 
-    def _whole_lines(self) -> list[dict[str, Any]]:
-        """The lines of an earlier run up to its last whole batch: of half a batch neither cost nor number is known."""
-        self._file.seek(0)
-        lines: list[dict[str, Any]] = []
-        good = whole = position = 0
-        for raw in self._file:
+    Raises UsageError if another process writes the same output, or if an unfinished run had other settings.
+    """
+
+    def __init__(self, output: Path | None, key: dict[str, Any], restart: bool = False) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self.batches: Counter[str] = Counter()  # category → number of requested batches
+        self.cost_usd, self.tokens = 0.0, 0
+        self._log: JsonLines | None = None
+        if output is None:
+            return
+        self._log = JsonLines(journal_path(output), sync=True, exclusive=True, restart=restart)
+        lines = list(self._decoded(self._log))
+        if not lines:
+            self._log.append(msgspec.json.encode(JournalLine(key=key)))
+        elif lines[0].key != key:
+            different = [k for k in key if (lines[0].key or {}).get(k) != key[k]]
+            raise UsageError(
+                f"{self._log.path}: an unfinished run with another {', '.join(different)} is stored there",
+                "repeat that run's command, or add --force to start again",
+            )
+        rows: list[dict[str, Any]] = []
+        for line in lines[1:]:
+            if line.row is not None:
+                rows.append(line.row)
+            elif line.batch is not None:
+                self._count(line.batch, rows if line.rows is None else line.rows)
+                rows = []
+
+    def _decoded(self, log: JsonLines) -> Iterator[JournalLine]:
+        for number, line in log.lines():
             try:
-                if not raw.endswith(b"\n"):
-                    break
-                lines.append(dict(json.loads(raw)))
-            except (TypeError, ValueError):
-                break
-            position += len(raw)
-            if "row" not in lines[-1]:
-                good, whole = position, len(lines)
-        self._file.truncate(good)
-        return lines[:whole]
+                yield msgspec.json.decode(line, type=JournalLine)
+            except msgspec.DecodeError as error:
+                raise UsageError(
+                    f"{log.path}, line {number}: {error}", "add --force to start again without its conversations"
+                ) from error
 
     def add(
         self, category: str, rows: list[dict[str, Any]], cost_usd: float | None, tokens: int, failed: str = ""
     ) -> None:
-        """One batch: the rows of it that are kept, and what it cost."""
-        batch = {"category": category, "cost_usd": cost_usd, "tokens": tokens, "failed": failed}
-        for line in (*({"row": row} for row in rows), {"batch": batch}):
-            self._take(line)
-            if self.path is not None:
-                self._write(line)
-        if self.path is not None:
-            self._sync()
+        """Record one batch: the rows of it that are kept, and its cost."""
+        batch = JournalBatch(category, cost_usd, tokens, failed)
+        if self._log is not None:
+            self._log.append(msgspec.json.encode(JournalLine(batch=batch, rows=rows)))
+        self._count(batch, rows)
 
-    def _take(self, line: dict[str, Any]) -> None:
-        if "row" in line:
-            self.rows.append(line["row"])
-        elif "batch" in line:
-            batch = line["batch"]
-            self.batches[batch["category"]] = self.batches.get(batch["category"], 0) + 1
-            self.cost_usd += batch.get("cost_usd") or 0.0
-            self.tokens += batch.get("tokens") or 0
+    def _count(self, batch: JournalBatch, rows: list[dict[str, Any]]) -> None:
+        self.rows += rows
+        self.batches[batch.category] += 1
+        self.cost_usd += batch.cost_usd or 0.0
+        self.tokens += batch.tokens
 
-    def _write(self, line: dict[str, Any]) -> None:
-        self._file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
-
-    def _sync(self) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
-
-    def close(self, done: bool) -> None:
-        if self.path is not None:
-            self._file.close()
-            if done:
-                self.path.unlink(missing_ok=True)
+    def close(self, finished: bool) -> None:
+        """Close the log, and delete it if the run has finished."""
+        if self._log is not None:
+            self._log.close()
+            if finished:
+                self._log.path.unlink(missing_ok=True)

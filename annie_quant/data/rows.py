@@ -1,72 +1,79 @@
-"""Reading conversations (JSON lines), and the two things that must hold between files and prompts.
+"""Reading conversations (JSON lines), and two checks on them.
 
-check_apart          no user text of the one set is in the other: train, calibration and gate never overlap
-check_prompt_hash    the data was made with the system prompt that production uses now
+check_apart          no user text of one set is in another: train, calibration and gate prompts never overlap
+check_prompt_hash    the data was made with the system prompt that is served now
 """
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from annie_quant.data.near import Near, user_text
+import msgspec
+
+from annie_quant import judge
+from annie_quant.data.duplicates import DuplicateFinder, user_text
 from annie_quant.errors import UsageError
 from annie_quant.files import sha256_text
 from annie_quant.persona import load_persona
 
-Rows = str | os.PathLike | Sequence[Mapping[str, Any]]
+Rows = str | os.PathLike[str] | Sequence[Mapping[str, Any]]  # a file, or rows in memory
+
+
+class Message(msgspec.Struct):
+    role: str
+
+
+class RowShape(msgspec.Struct):
+    """What is required of a row so that it can be read; `validate` checks the rest."""
+
+    messages: Annotated[list[Any], msgspec.Meta(min_length=1)]
 
 
 def read_rows(rows: Rows) -> list[dict[str, Any]]:
-    """Rows as they are, or those of a file. Raises UsageError that names the line."""
+    """Return copies of the rows, or the rows of a file. Raises UsageError that names the file and the line."""
     if not isinstance(rows, (str, os.PathLike)):
         return [dict(row) for row in rows]
     path = Path(rows)
-    found = []
     try:
-        whole = path.read_bytes()
+        content = path.read_bytes()
     except FileNotFoundError:
-        raise UsageError(f"{path} is not there", f"annie-quant data --persona annie --output {path}") from None
+        raise UsageError(f"{path} does not exist", f"annie-quant data --persona annie --output {path}") from None
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}", f"annie-quant data --output {path}") from error
-    for number, line in enumerate(whole.split(b"\n"), 1):
+    result = []
+    for number, line in enumerate(content.split(b"\n"), 1):
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
-            row["messages"][0]["role"]
-            if not isinstance(row["messages"], list):
-                raise TypeError("messages is no list")
-        except (ValueError, KeyError, IndexError, TypeError, RecursionError) as error:
-            said = f"{type(error).__name__}: {error}"[:200]
+            row = msgspec.json.decode(line)
+            msgspec.convert(msgspec.convert(row, RowShape).messages[0], Message)
+        except (ValueError, RecursionError) as error:
             raise UsageError(
-                f"{path}, line {number}: no conversation ({said})",
-                "a row is a JSON object with messages: [{role, content}, ...]",
+                f"{path}, line {number}: not a conversation: {str(error)[:200]}",
+                "each line is a JSON object with messages: [{role, content}, ...]",
             ) from None
-        found.append(row)
-    return found
+        result.append(row)
+    return result
 
 
-def read_conversations(path: str | os.PathLike, limit: int | None = None) -> list[dict[str, Any]]:
-    """The rows of a file, at most `limit`, taken evenly over it; there must be one.
+def read_conversations(path: str | os.PathLike[str], limit: int | None = None) -> list[dict[str, Any]]:
+    """Return the rows of a file, at most `limit`, taken evenly over it. Raises UsageError for a file without rows.
 
-    Evenly, because the founding files are sorted by category: the first 100 rows would all be greetings.
+    Evenly, because such files are sorted by category: the first 100 rows would all be greetings.
     """
     rows = read_rows(path)
     if not rows:
-        raise UsageError(f"{path}: no conversation in it", f"annie-quant data --persona annie --output {path}")
+        raise UsageError(f"{path} has no conversations", f"annie-quant data --persona annie --output {path}")
     if limit is None or limit >= len(rows):
         return rows
     return [rows[i * len(rows) // limit] for i in range(limit)]
 
 
 def gate_texts() -> Iterator[tuple[str, str]]:
-    """(name, text) of every prompt that a gate judges with."""
-    from annie_quant import judge
-
+    """Yield (name, user text) of every prompt that gates are judged with."""
     for workload in judge.load_workloads():
         for case in workload.cases:
             users = [str(m["content"]) for m in case.messages if m["role"] == "user"]
@@ -74,51 +81,51 @@ def gate_texts() -> Iterator[tuple[str, str]]:
 
 
 def overlaps(rows: Rows, others: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    """(row id, name of the other) for each row whose user says nearly what one of `others` (name, text) says."""
-    near = Near(others)
-    hits = ((str(row.get("id")), near.find(user_text(row))) for row in read_rows(rows))
-    return [(name, hit) for name, hit in hits if hit is not None]
+    """Return (row id, name of the other) for each row whose user text duplicates one of `others` (name, text)."""
+    finder = DuplicateFinder(others)
+    matches = ((str(row.get("id")), finder.find(user_text(row))) for row in read_rows(rows))
+    return [(name, match) for name, match in matches if match is not None]
 
 
 def check_apart(rows: Rows, *others: Rows, gates: bool = True) -> None:
-    """Raise UsageError where `rows` shares a prompt with another set, or with a gate's prompts."""
-    named = [(f"row {r.get('id')}", user_text(r)) for other in others for r in read_rows(other)]
-    hits = overlaps(rows, [*named, *(gate_texts() if gates else ())])
-    if hits:
+    """Raise UsageError if `rows` shares a prompt with another set or, if `gates`, with a gate's prompts."""
+    texts = [(f"row {r.get('id')}", user_text(r)) for other in others for r in read_rows(other)]
+    duplicates = overlaps(rows, [*texts, *(gate_texts() if gates else ())])
+    if duplicates:
         raise UsageError(
-            f"{len(hits)} conversations overlap with what they must be apart from: {hits[0][0]} is {hits[0][1]}",
-            "train, calibration and gate prompts must not be shared: leave these rows out",
+            f"{len(duplicates)} conversations overlap with another set: {duplicates[0][0]} is {duplicates[0][1]}",
+            "train, calibration and gate prompts must not be shared: remove these rows",
         )
 
 
 def check_prompt_hash(
     rows: Rows, persona: str | Path | None = None, system_prompt: str | None = None, allow: bool = False
 ) -> str | None:
-    """See that conversations carry the system prompt that production uses now; call it before quantizing and judging.
+    """Check that conversations have the system prompt that is served now. Call it before quantizing and evaluating.
 
-    The prompt of today is `system_prompt`, else that of `persona`, else that of the persona which the rows name. Rows that
-    say nothing of where they come from are only compared with a prompt or persona that is given. Returns None when they
-    agree, a sentence to keep when they do not and `allow` is set, and raises UsageError otherwise.
+    The current prompt is `system_prompt`, else that of `persona`, else that of the persona named in the rows' provenance.
+    Rows without provenance are only compared with a given prompt or persona. Returns None if they agree, a description of
+    the mismatch if `allow` is set, and raises UsageError otherwise.
     """
     stale: list[str] = []
     checked = 0
     for row in read_rows(rows):
-        named: Any = persona if persona is not None else (row.get("provenance") or {}).get("persona")
-        if system_prompt is None and named is None:
+        provenance = row.get("provenance") or {}
+        source: Any = persona if persona is not None else provenance.get("persona")
+        if system_prompt is None and source is None:
             continue
-        now = system_prompt if system_prompt is not None else load_persona(named).system_prompt
+        current = system_prompt if system_prompt is not None else load_persona(source).system_prompt
         first = row["messages"][0]
-        seen = first["content"] if first["role"] == "system" else ""
-        kept = (row.get("provenance") or {}).get("prompt_sha256", sha256_text(seen))
+        prompt = first["content"] if first["role"] == "system" else ""
         checked += 1
-        if kept != sha256_text(now) or seen != now:
-            stale.append(sha256_text(seen)[:12])
+        if prompt != current or provenance.get("prompt_sha256", sha256_text(prompt)) != sha256_text(current):
+            stale.append(sha256_text(prompt)[:12])
     if not stale:
         return None
-    said = (
-        f"the data's system prompt ({stale[0]}, {len(stale)} of {checked} conversations) is not production's "
-        f"({sha256_text(now)[:12]}): a stale prompt in the data spoils calibration and training"
+    mismatch = (
+        f"the data's system prompt ({stale[0]}, {len(stale)} of {checked} conversations) differs from production's "
+        f"({sha256_text(current)[:12]}): a stale prompt in the data spoils calibration and training"
     )
     if not allow:
-        raise UsageError(said, "make the data anew (annie-quant data), or say --allow-prompt-mismatch")
-    return said
+        raise UsageError(mismatch, "make the data again (annie-quant data), or add --allow-prompt-mismatch")
+    return mismatch

@@ -1,142 +1,148 @@
-"""What calibration conversations must hold: the founding documents' rules, checked row by row.
+"""The rules for calibration conversations (requirements R1 and R2), checked row by row.
 
-Of 500 rows at least 400 are valid and at least 80 call a tool; no answer holds markdown; a category's own tool is called
-and no other, with arguments that parse and fit its JSON schema; turns and lengths are right; no two rows say the same.
+Of 500 rows at least 400 are valid and at least 80 call a tool; no answer has markdown; a category's own tool is called and no
+other, with arguments that parse and match its JSON schema; turns and lengths are right; no two rows have nearly the same user
+text.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from annie_quant.data.near import Near, user_text
+import jsonschema
+import msgspec
+
+from annie_quant.data.duplicates import DuplicateFinder, user_text
+from annie_quant.judge.checks.markdown import markdown_in
+from annie_quant.judge.checks.thinking import leaked
 from annie_quant.persona import Persona, load_persona
 
 MIN_VALID = 400 / 500
 MIN_TOOLS = 80 / 200  # of the conversations that should call one
-# A voice's answer is short; a user's text is not a document. The whole stays below 2,048 tokens at 4 characters each.
+# In characters. A spoken answer is short; the whole stays below 2,048 tokens at 4 characters per token.
 MAX_USER, MAX_ANSWER, MAX_TOTAL = 1000, 800, 8000
-_ROLES = {"system", "user", "assistant", "tool"}
+ROLES = {"system", "user", "assistant", "tool"}
+
+
+class Validation(msgspec.Struct):
+    """with_tools: valid rows that call a tool. faults: number of rows per fault. ok: whether the set is large enough."""
+
+    total: int
+    valid: int
+    with_tools: int
+    by_category: dict[str, int]
+    faults: dict[str, int]
+    ok: bool
 
 
 def faults(row: Mapping[str, Any], persona: Persona | None = None) -> list[str]:
-    """What is wrong with one conversation, in plain words; empty when nothing is."""
+    """Return a description of each rule that a conversation breaks. persona: default: annie."""
     persona = persona or load_persona("annie")
     messages = row.get("messages")
     if not isinstance(messages, list) or not messages:
         return ["no messages"]
-    found = []
+    result = []
     for index, message in enumerate(messages):
         role = message.get("role") if isinstance(message, Mapping) else None
-        if role not in _ROLES:
+        if role not in ROLES:
             return [f"message {index}: unknown role {role!r}"]
         if role == "assistant":
-            found += _assistant(message, row.get("tools") or ())
+            result += _assistant_faults(message, row.get("tools") or ())
         elif not str(message.get("content") or "").strip():
-            found.append(f"a {role} message is empty")
+            result.append(f"a {role} message is empty")
         elif role == "user" and len(message["content"]) > MAX_USER:
-            found.append(f"a user message is longer than {MAX_USER} characters")
+            result.append(f"a user message is longer than {MAX_USER} characters")
     if messages[-1]["role"] != "assistant":
-        found.append("the last message is not the assistant's")
+        result.append("the last message is not the assistant's")
     if messages[0]["role"] == "system" and messages[0].get("content") != persona.system_prompt:
-        found.append("the system prompt is not the persona's")
+        result.append("the system prompt is not the persona's")
     if sum(len(str(m.get("content") or "")) for m in messages) > MAX_TOTAL:
-        found.append(f"longer than {MAX_TOTAL} characters")
-    return found + _category(row, persona)
+        result.append(f"longer than {MAX_TOTAL} characters")
+    return result + _category_faults(row, persona)
 
 
-def _category(row: Mapping[str, Any], persona: Persona) -> list[str]:
+def _category_faults(row: Mapping[str, Any], persona: Persona) -> list[str]:
     category = persona.category(str(row.get("category")))
     if category is None:
         return [f"{persona.name} has no category {row.get('category')!r}"]
-    found = []
-    users = sum(m["role"] == "user" for m in row["messages"])
-    if users != category.turns:
-        found.append(f"{users} user turns, expected {category.turns}")
+    result = []
+    turns = sum(m["role"] == "user" for m in row["messages"])
+    if turns != category.turns:
+        result.append(f"{turns} user turns, expected {category.turns}")
     called = [c["function"].get("name") for m in row["messages"] for c in m.get("tool_calls") or () if "function" in c]
     if category.tool and category.tool not in called:
-        found.append(f"{category.tool} is not called")
-    wrong = next((name for name in called if name != category.tool), None)
-    if wrong and category.tool is None:
-        found.append(f"{wrong!r} is called where no tool is wanted")
-    elif wrong and category.tool in called:
-        found.append(f"{wrong!r} is called besides {category.tool}")
-    return found
+        result.append(f"{category.tool} is not called")
+    other = next((name for name in called if name != category.tool), None)
+    if other and category.tool is None:
+        result.append(f"{other!r} is called, expected no tool call")
+    elif other and category.tool in called:
+        result.append(f"{other!r} is called in addition to {category.tool}")
+    return result
 
 
-def _assistant(message: Mapping[str, Any], tools: Any) -> list[str]:
-    from annie_quant.judge.checks.markdown import markdown_in
-    from annie_quant.judge.checks.thinking import leaked
-
+def _assistant_faults(message: Mapping[str, Any], tools: Iterable[Mapping[str, Any]]) -> list[str]:
     text = str(message.get("content") or "")
-    found = []
+    result = []
     if not text.strip() and not message.get("tool_calls"):
-        found.append("an answer is empty")
+        result.append("an answer is empty")
     if len(text) > MAX_ANSWER:
-        found.append(f"an answer is longer than {MAX_ANSWER} characters")
+        result.append(f"an answer is longer than {MAX_ANSWER} characters")
     if markdown_in(text):
-        found.append(f"markdown in an answer: {markdown_in(text)}")
+        result.append(f"markdown in an answer: {markdown_in(text)}")
     if leaked(text):
-        found.append("thinking in an answer")
+        result.append("thinking in an answer")
     for call in message.get("tool_calls") or ():
-        found += _call(call.get("function") or {}, tools)
-    return found
+        result += _call_faults(call.get("function") or {}, tools)
+    return result
 
 
-def _call(function: Mapping[str, Any], tools: Any) -> list[str]:
-    import jsonschema
-
+def _call_faults(function: Mapping[str, Any], tools: Iterable[Mapping[str, Any]]) -> list[str]:
     arguments = function.get("arguments")
     try:
         decoded = json.loads(arguments) if isinstance(arguments, str) else None
     except ValueError:
         decoded = None
     if not isinstance(decoded, dict):
-        return ["tool arguments are no JSON object in a string"]
+        return ["tool arguments are not a JSON object in a string"]
     offered = {t["function"]["name"]: t["function"] for t in tools}
-    if function.get("name") not in offered:
-        return [f"{function.get('name')!r} is called and not offered"]
-    schema = offered[function["name"]].get("parameters") or {}
-    wrong = next(iter(jsonschema.Draft202012Validator(schema).iter_errors(decoded)), None)
-    return [] if wrong is None else [f"arguments of {function['name']} do not fit its schema: {wrong.message}"]
+    name = function.get("name")
+    if name not in offered:
+        return [f"{name!r} is called and not offered"]
+    schema = offered[name].get("parameters") or {}
+    mismatch = next(iter(jsonschema.Draft202012Validator(schema).iter_errors(decoded)), None)
+    return [] if mismatch is None else [f"arguments of {name} do not match its schema: {mismatch.message}"]
 
 
 def validate(
-    rows: Iterable[Mapping[str, Any]], persona: Persona | None = None, wanted: int | None = None
-) -> dict[str, Any]:
-    """Counts over all rows, and whether the whole is enough: total, valid, with_tools, by_category, faults, ok.
+    rows: Iterable[Mapping[str, Any]], persona: Persona | None = None, requested: int | None = None
+) -> Validation:
+    """Check all rows and the set as a whole.
 
-    wanted: how many conversations were asked for, where that is more than there are.
+    requested: number of conversations that were requested, if that is more than there are.
     """
     persona = persona or load_persona("annie")
     total = valid = tools = 0
-    by_category: dict[str, int] = {}
-    seen: dict[str, int] = {}
-    near: dict[str, Near] = {}
+    by_category: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    finders: dict[str, DuplicateFinder] = {}
     for row in rows:
         total += 1
-        wrong = faults(row, persona)
-        if not wrong:
-            others, text = near.setdefault(str(row["category"]), Near()), user_text(row)
-            if others.find(text) is not None:
-                wrong = ["the user says nearly the same as in another conversation"]
-            others.add(str(row.get("id", total)), text)
-        for fault in wrong:
-            seen[fault] = seen.get(fault, 0) + 1
-        if wrong:
+        row_faults = faults(row, persona)
+        if not row_faults:
+            finder, text = finders.setdefault(str(row["category"]), DuplicateFinder()), user_text(row)
+            if finder.find(text) is not None:
+                row_faults = ["nearly the same user text as in another conversation"]
+            finder.add(str(row.get("id", total)), text)
+        counts.update(row_faults)
+        if row_faults:
             continue
         valid += 1
         tools += any(m.get("tool_calls") for m in row["messages"])
-        by_category[row["category"]] = by_category.get(row["category"], 0) + 1
-    whole = max(total, wanted or 0)
-    expected_tools = whole * sum(c.tool is not None for c in persona.categories) / len(persona.categories)
-    enough = total > 0 and valid >= MIN_VALID * whole and tools >= MIN_TOOLS * expected_tools
-    return {
-        "total": total,
-        "valid": valid,
-        "with_tools": tools,
-        "by_category": by_category,
-        "faults": seen,
-        "ok": bool(enough),
-    }
+        by_category[row["category"]] += 1
+    expected = max(total, requested or 0)
+    expected_tools = expected * sum(c.tool is not None for c in persona.categories) / len(persona.categories)
+    enough = total > 0 and valid >= MIN_VALID * expected and tools >= MIN_TOOLS * expected_tools
+    return Validation(total, valid, tools, dict(by_category), dict(counts), bool(enough))

@@ -1,6 +1,6 @@
-"""Judging a checkpoint before any server exists: gates, KL divergence and perplexity against the reference.
+"""Evaluating a checkpoint before any server exists: gates, KL divergence and perplexity compared with the reference.
 
-evaluate(folder, reference, workloads)      the whole judgement
+evaluate(folder, reference, workloads)      the whole evaluation
 sensitivity(folder, reference, workloads)   which layers the divergence comes from
 """
 

@@ -1,7 +1,7 @@
-"""Attention for evaluation: grouped-query decode steps without copying keys and values for each query head.
+"""Grouped-query attention in decode steps without a copy of keys and values per query head.
 
-transformers' sdpa repeats the keys and values of every key head before each masked call. In a decode step over many
-rows that copy is most of the time. Here the query heads of one key head are the rows of one product instead.
+transformers' sdpa repeats the keys and values of each key head before every masked call; in a decode step of many rows that
+copy takes most of the time. Here the query heads of one key head are the rows of one matrix product.
 """
 
 from __future__ import annotations
@@ -25,25 +25,27 @@ def grouped_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
-    **more: Any,
+    **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """query [B, H, T, D], key and value [B, Hkv, L, D], mask bool [B, 1, T, L], true where seen → ([B, T, H, D],
-    None)."""
-    batch, heads, steps, size = query.shape
+    """Return (outputs [B, T, H, D], None), as transformers' attention functions do.
+
+    query: [B, H, T, D]. key, value: [B, Hkv, L, D]. attention_mask: bool [B, 1, T, L], True for visible columns.
+    """
+    batch, heads, steps, head_dim = query.shape
     if steps > 1 or (attention_mask is not None and attention_mask.dtype != torch.bool):
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **more)
-    of_key = (batch * key.shape[1], heads // key.shape[1], size)
-    scores = torch.bmm((query * (scaling or size**-0.5)).reshape(of_key), key.flatten(0, 1).transpose(1, 2))
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
+    per_key_head = (batch * key.shape[1], heads // key.shape[1], head_dim)
+    scores = torch.bmm((query * (scaling or head_dim**-0.5)).reshape(per_key_head), key.flatten(0, 1).transpose(1, 2))
     scores = scores.view(batch, heads, -1).float()
     if attention_mask is not None:
         scores = scores.masked_fill_(~attention_mask[:, 0], -torch.inf)
-    weights = scores.softmax(-1).to(value.dtype).view(of_key[0], of_key[1], -1)
-    return torch.bmm(weights, value.flatten(0, 1)).view(batch, 1, heads, size), None
+    weights = scores.softmax(-1).to(value.dtype).view(per_key_head[0], per_key_head[1], -1)
+    return torch.bmm(weights, value.flatten(0, 1)).view(batch, 1, heads, head_dim), None
 
 
 @contextlib.contextmanager
-def grouped(config: Any) -> Iterator[None]:
-    """While open, a model with this (text) config that uses sdpa decodes with grouped_attention."""
+def use_grouped_attention(config: Any) -> Iterator[None]:
+    """Let a model with this text config use grouped_attention in place of sdpa. Other implementations are unchanged."""
     before = config._attn_implementation
     if before != "sdpa":
         yield

@@ -1,6 +1,6 @@
-"""Caches of many rows at once: repeated from one row, joined, cut down to some rows, columns without gaps.
+"""Operations on caches of many rows: repeat one row, concatenate, select rows and columns.
 
-A cache layer is either transformers' LinearAttentionLayer (a state a row) or RoomyKeys (keys and values, a column a
+A cache layer is a LinearAttentionLayer of transformers (one state per row) or KeyValueBuffer (keys and values, one column per
 token).
 """
 
@@ -16,11 +16,13 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttention
 STATES = (("conv_states", "is_conv_states_initialized"), ("recurrent_states", "is_recurrent_states_initialized"))
 
 
-class RoomyKeys(DynamicLayer):
-    """Keys and values [B, Hkv, columns, D] of one attention layer in buffers with room ahead: a decode step copies one
-    column instead of all."""
+class KeyValueBuffer(DynamicLayer):
+    """Keys and values [B, Hkv, columns, D] of one attention layer in buffers with spare columns.
 
-    ROOM = 64
+    A decode step writes one column in place; it does not copy the others.
+    """
+
+    SPARE_COLUMNS = 64
     buffers: list[torch.Tensor] | None = None
 
     def update(
@@ -31,53 +33,53 @@ class RoomyKeys(DynamicLayer):
         n = self.get_seq_length()
         end = n + key_states.shape[-2]
         if self.buffers is None or self.buffers[0].shape[-2] < end:
-            room = self.ROOM if key_states.shape[-2] == 1 else 0
-            shape = (*key_states.shape[:2], end + room, key_states.shape[-1])
-            grown = [torch.empty(shape, dtype=self.dtype, device=self.device) for _ in range(2)]
+            spare = self.SPARE_COLUMNS if key_states.shape[-2] == 1 else 0
+            shape = (*key_states.shape[:2], end + spare, key_states.shape[-1])
+            larger = [torch.empty(shape, dtype=self.dtype, device=self.device) for _ in range(2)]
             if n and self.keys is not None and self.values is not None:
-                grown[0][:, :, :n], grown[1][:, :, :n] = self.keys, self.values
-            self.buffers = grown
+                larger[0][:, :, :n], larger[1][:, :, :n] = self.keys, self.values
+            self.buffers = larger
         for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
             buffer[:, :, n:end] = states
         self.keys, self.values = (b[:, :, :end] for b in self.buffers)
         return self.keys, self.values
 
-    def put(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def set(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
         self.keys, self.values, self.buffers = keys, values, None
 
 
-def empty(config: Any, kinds: Sequence[str]) -> DynamicCache:
-    """A fresh cache for a model with these layer types."""
+def new_cache(config: Any, layer_types: Sequence[str]) -> DynamicCache:
+    """Return an empty cache for a model with these layer types."""
     cache = DynamicCache(config=config)
-    cache.layers = [LinearAttentionLayer() if k == "linear_attention" else RoomyKeys() for k in kinds]
+    cache.layers = [LinearAttentionLayer() if t == "linear_attention" else KeyValueBuffer() for t in layer_types]
     return cache
 
 
-def repeat(source: Any, into: Any, rows: int) -> Any:
-    """`into`, filled with `rows` copies of the one row of `source`; keys and values are views until they grow."""
-    for new, old in zip(into.layers, source.layers, strict=True):
+def repeat_row(source: Any, target: Any, rows: int) -> Any:
+    """Fill `target` with `rows` copies of the one row of `source`, and return it. Keys and values are views until they grow."""
+    for new, old in zip(target.layers, source.layers, strict=True):
         if isinstance(old, LinearAttentionLayer):
-            put_states(new, [old], [getattr(old, name)[0].repeat_interleave(rows, 0) for name, _ in STATES])
+            set_states(new, [old], [getattr(old, name)[0].repeat_interleave(rows, 0) for name, _ in STATES])
         else:
-            new.put(old.keys.expand(rows, -1, -1, -1), old.values.expand(rows, -1, -1, -1))
-    return into
+            new.set(old.keys.expand(rows, -1, -1, -1), old.values.expand(rows, -1, -1, -1))
+    return target
 
 
-def join(sources: Sequence[Any], into: Any, columns: int) -> Any:
-    """`into`, filled with the rows of all sources; keys and values are padded on the right to `columns`."""
-    for n, new in enumerate(into.layers):
+def concatenate(sources: Sequence[Any], target: Any, columns: int) -> Any:
+    """Fill `target` with the rows of all sources, and return it. Keys and values are padded on the right to `columns`."""
+    for n, new in enumerate(target.layers):
         old = [s.layers[n] for s in sources]
         if isinstance(new, LinearAttentionLayer):
-            put_states(new, old, [torch.cat([getattr(o, name)[0] for o in old]) for name, _ in STATES])
+            set_states(new, old, [torch.cat([getattr(o, name)[0] for o in old]) for name, _ in STATES])
         else:
-            new.put(*(torch.cat([widen(getattr(o, x), columns) for o in old]) for x in ("keys", "values")))
-    return into
+            new.set(*(torch.cat([pad_columns(getattr(o, x), columns) for o in old]) for x in ("keys", "values")))
+    return target
 
 
 def select(cache: Any, rows: torch.Tensor, columns: torch.Tensor | None = None) -> None:
-    """Keep these rows, and of each (where columns int64 [rows, width] is given) these columns."""
+    """Drop all other rows in place. columns: int64 [rows, width]: the columns of each row that stay; None: all."""
     for layer in cache.layers:
         if isinstance(layer, LinearAttentionLayer):
             for name, _ in STATES:
@@ -85,12 +87,12 @@ def select(cache: Any, rows: torch.Tensor, columns: torch.Tensor | None = None) 
             continue
         keys, values = layer.keys[rows], layer.values[rows]
         if columns is not None:
-            at = columns[:, None, :, None].expand(-1, keys.shape[1], -1, keys.shape[3])
-            keys, values = keys.gather(2, at), values.gather(2, at)
-        layer.put(keys, values)
+            index = columns[:, None, :, None].expand(-1, keys.shape[1], -1, keys.shape[3])
+            keys, values = keys.gather(2, index), values.gather(2, index)
+        layer.set(keys, values)
 
 
-def put_states(new: LinearAttentionLayer, old: Sequence[LinearAttentionLayer], states: Sequence[torch.Tensor]) -> None:
+def set_states(new: LinearAttentionLayer, old: Sequence[LinearAttentionLayer], states: Sequence[torch.Tensor]) -> None:
     for (name, flag), state in zip(STATES, states, strict=True):
         getattr(new, name)[0] = state
         getattr(new, flag)[0] = True
@@ -98,5 +100,5 @@ def put_states(new: LinearAttentionLayer, old: Sequence[LinearAttentionLayer], s
     new.dtype, new.device = old[0].dtype, old[0].device
 
 
-def widen(states: torch.Tensor, columns: int) -> torch.Tensor:
+def pad_columns(states: torch.Tensor, columns: int) -> torch.Tensor:
     return functional.pad(states, (0, 0, 0, columns - states.shape[-2]))

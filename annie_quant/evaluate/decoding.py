@@ -1,4 +1,4 @@
-"""Greedy decoding of many prompts in one batch that rows leave when they end and others join."""
+"""Greedy decoding of many prompts in one batch; finished rows leave it and waiting prompts join."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from transformers.cache_utils import DynamicCache
 from annie_quant.evaluate import caches
 from annie_quant.evaluate.engine import Engine
 
-IDLE = -1  # in Running.rows: a row that has ended and still takes part
-REFILL = 0.5  # share of idle places at which waiting prompts join
-SHRINK = 0.75  # share of going rows below which the others are dropped
+FINISHED = -1  # in RunningBatch.rows: a finished row that is still computed
+REFILL = 0.5  # share of free rows at which waiting prompts join
+SHRINK = 0.75  # share of active rows below which finished rows are dropped
 
 
 @dataclass
-class Decoded:
-    """Greedy continuation: token ids without the end mark; finished is False when the limit cut it."""
+class Completion:
+    """A greedy continuation: token ids without the end token. finished: False where the token limit ended it."""
 
     tokens: list[int]
     finished: bool
 
 
 @dataclass
-class Running:
-    """Rows in the middle of decoding.
+class RunningBatch:
+    """Rows that are being decoded.
 
-    rows: which prompt each is, or IDLE. lengths int64 [B]: tokens held. real bool [B, columns]: columns that are a
-    token of the row. tokens int64 [B]: chosen last, not yet run.
+    rows: the prompt's index per row, or FINISHED. lengths: int64 [B], tokens per row. real: bool [B, columns], columns that
+    hold a token of the row. tokens: int64 [B], chosen last and not computed yet.
     """
 
     rows: list[int]
@@ -39,99 +39,101 @@ class Running:
     tokens: torch.Tensor
 
     @property
-    def going(self) -> list[int]:
-        return [j for j, row in enumerate(self.rows) if row != IDLE]
+    def active(self) -> list[int]:
+        """Positions of the rows that are not finished."""
+        return [j for j, row in enumerate(self.rows) if row != FINISHED]
 
     def compact(self) -> None:
-        """Drop idle rows, and gaps between the columns of the others."""
-        stay = torch.tensor(self.going, device=self.real.device)
-        self.real, self.lengths, self.tokens = self.real[stay], self.lengths[stay], self.tokens[stay]
-        self.rows = [self.rows[j] for j in stay.tolist()]
+        """Drop finished rows, and the unused columns of the others."""
+        rows = torch.tensor(self.active, device=self.real.device)
+        self.real, self.lengths, self.tokens = self.real[rows], self.lengths[rows], self.tokens[rows]
+        self.rows = [self.rows[j] for j in rows.tolist()]
         width = int(self.lengths.max())
         columns = None
         if width < self.real.shape[1]:
             columns = (~self.real).to(torch.uint8).argsort(dim=1, stable=True)[:, :width]
             self.real = torch.arange(width, device=self.real.device) < self.lengths.unsqueeze(1)
-        caches.select(self.cache, stay, columns)
+        caches.select(self.cache, rows, columns)
 
 
 def generate(
     engine: Engine,
     prompts: Sequence[Sequence[int]],
     limits: Sequence[int],
-    ends: Sequence[int],
-    tick: Callable[[int], None] = lambda n: None,
-) -> list[Decoded]:
-    """Greedy continuations of at most limits[i] tokens, each up to and without an end token of `ends`.
+    end_tokens: Sequence[int],
+    on_finished: Callable[[int], None] = lambda n: None,
+) -> list[Completion]:
+    """Return greedy continuations of at most limits[i] tokens, each up to and without an end token.
 
-    Long prompts go first, so that rows of like length run together. tick(n) is told that n more rows have ended.
+    Long prompts are started first, so that rows of similar length are computed together. on_finished(n): called when n more
+    rows have ended.
     """
-    done = [Decoded([], False) for _ in prompts]
+    completions = [Completion([], False) for _ in prompts]
     waiting = sorted((i for i in range(len(prompts)) if limits[i] > 0), key=lambda i: -len(prompts[i]))
-    running: Running | None = None
+    running: RunningBatch | None = None
     while True:
-        going = len(running.going) if running else 0
-        if waiting and going <= engine.rows * (1 - REFILL):
-            room = engine.rows - going
-            joining = start(engine, prompts, waiting[:room])
-            waiting = waiting[room:]
-            running = join(engine, [running, *joining] if running and going else joining)
-        elif not going:
-            return done
+        active = len(running.active) if running else 0
+        if waiting and active <= engine.rows * (1 - REFILL):
+            free = engine.rows - active
+            joining = start(engine, prompts, waiting[:free])
+            waiting = waiting[free:]
+            running = join(engine, [running, *joining] if running and active else joining)
+        elif not active:
+            return completions
         assert running is not None
-        ended = 0
+        n_finished = 0
         for j, token in enumerate(running.tokens.tolist()):
-            if running.rows[j] == IDLE:
+            if running.rows[j] == FINISHED:
                 continue
-            answer, limit = done[running.rows[j]], limits[running.rows[j]]
-            answer.finished = token in ends
-            if not answer.finished:
-                answer.tokens.append(token)
-            if answer.finished or len(answer.tokens) == limit:
-                running.rows[j] = IDLE
-                ended += 1
-        tick(ended)
-        if running.going:
+            completion, limit = completions[running.rows[j]], limits[running.rows[j]]
+            completion.finished = token in end_tokens
+            if not completion.finished:
+                completion.tokens.append(token)
+            if completion.finished or len(completion.tokens) == limit:
+                running.rows[j] = FINISHED
+                n_finished += 1
+        on_finished(n_finished)
+        if running.active:
             advance(engine, running)
 
 
-def generate_together(
+def generate_distributed(
     engine: Engine,
     prompts: Sequence[Sequence[int]],
     limits: Sequence[int],
-    ends: Sequence[int],
-    tick: Callable[[int], None] = lambda n: None,
-) -> list[Decoded]:
-    """generate by all processes of the engine's team: prompts in parts of engine.rows, each part by one of them.
+    end_tokens: Sequence[int],
+    on_finished: Callable[[int], None] = lambda n: None,
+) -> list[Completion]:
+    """generate by all processes of the engine's group: prompts are split into parts of engine.rows, one process per part.
 
-    Prompts of like limit and length come into one part. The parts are the same however many processes there are.
+    A part has prompts of similar limit and length. The parts do not depend on the number of processes.
     """
     order = sorted(range(len(prompts)), key=lambda i: (-limits[i], -len(prompts[i])))
     parts = [order[at : at + engine.rows] for at in range(0, len(order), engine.rows)]
-    found: dict[int, Decoded] = {}
+    completions: dict[int, Completion] = {}
     for number, part in enumerate(parts):
-        if engine.team.mine(number):
-            made = generate(engine, [prompts[i] for i in part], [limits[i] for i in part], ends, tick)
-            found.update(zip(part, made, strict=True))
-    found = engine.team.gather(found)
-    return [found[i] for i in range(len(prompts))]
+        if engine.group.owns(number):
+            new = generate(engine, [prompts[i] for i in part], [limits[i] for i in part], end_tokens, on_finished)
+            completions.update(zip(part, new, strict=True))
+    completions = engine.group.gather(completions)
+    return [completions[i] for i in range(len(prompts))]
 
 
-def start(engine: Engine, prompts: Sequence[Sequence[int]], rows: Sequence[int]) -> list[Running]:
-    """Run the prompts of these rows; the tokens are each row's first."""
-    parts = []
-    for run in engine.forwards([prompts[i] for i in rows], [len(prompts[i]) - 1 for i in rows]):
-        lengths = torch.tensor([len(prompts[rows[j]]) for j in run.rows], device=engine.device)
-        at = torch.arange(len(lengths), device=engine.device)
-        tokens = engine.logits(run.hidden[at, lengths - 1 - run.shared]).argmax(-1)
-        real = torch.arange(run.shared + run.hidden.shape[1], device=engine.device) < lengths.unsqueeze(1)
-        parts.append(Running([rows[j] for j in run.rows], run.cache, lengths, real, tokens))
-    return parts
+def start(engine: Engine, prompts: Sequence[Sequence[int]], rows: Sequence[int]) -> list[RunningBatch]:
+    """Compute the prompts of these rows. The batches' tokens are the first of each row."""
+    batches = []
+    for forward in engine.forwards([prompts[i] for i in rows], [len(prompts[i]) - 1 for i in rows]):
+        lengths = torch.tensor([len(prompts[rows[j]]) for j in forward.rows], device=engine.device)
+        index = torch.arange(len(lengths), device=engine.device)
+        tokens = engine.logits(forward.hidden[index, lengths - 1 - forward.shared]).argmax(-1)
+        real = torch.arange(forward.shared + forward.hidden.shape[1], device=engine.device) < lengths.unsqueeze(1)
+        batches.append(RunningBatch([rows[j] for j in forward.rows], forward.cache, lengths, real, tokens))
+    return batches
 
 
-def advance(engine: Engine, running: Running) -> None:
-    """One decode step."""
-    if len(running.going) < SHRINK * len(running.rows):
+def advance(engine: Engine, running: RunningBatch) -> None:
+    """Compute one decode step."""
+    if len(running.active) < SHRINK * len(running.rows):
         running.compact()
     running.real = torch.nn.functional.pad(running.real, (0, 1), value=True)
     hidden = engine.step(
@@ -145,12 +147,13 @@ def advance(engine: Engine, running: Running) -> None:
     running.tokens = engine.logits(hidden[:, -1]).argmax(-1)
 
 
-def join(engine: Engine, parts: Sequence[Running]) -> Running:
-    """One batch out of several."""
+def join(engine: Engine, parts: Sequence[RunningBatch]) -> RunningBatch:
+    """Return one batch with the active rows of several."""
     for part in parts:
         part.compact()
     columns = max(p.real.shape[1] for p in parts)
-    cache = caches.join([p.cache for p in parts], caches.empty(engine.model.config, engine.kinds), columns)
+    target = caches.new_cache(engine.model.config, engine.layer_types)
+    cache = caches.concatenate([p.cache for p in parts], target, columns)
     real = torch.cat([torch.nn.functional.pad(p.real, (0, columns - p.real.shape[1])) for p in parts])
     rows = [row for p in parts for row in p.rows]
-    return Running(rows, cache, torch.cat([p.lengths for p in parts]), real, torch.cat([p.tokens for p in parts]))
+    return RunningBatch(rows, cache, torch.cat([p.lengths for p in parts]), real, torch.cat([p.tokens for p in parts]))

@@ -1,14 +1,12 @@
 """Gated DeltaNet over rows of unequal length, for the linear-attention layers of Qwen3.5 and its relatives.
 
-transformers 5.14 can hand a batch of unequal rows to DeltaNet only when it is padded on the left and starts from
-nothing.
-Evaluation wants more: a prefix that all rows share is run once, then tails of unequal length go through together,
-padded on the right, and each row's state must be the one after its own last token. Two things make that so:
-  the rule        a padded step gets decay exp(0) = 1 and beta 0, so it leaves the state as it was;
-  the convolution each row keeps the last columns before its own end, not before the end of the batch.
-Without flash-linear-attention the rule is ours: same recurrence as transformers' torch_chunk_gated_delta_rule, with the
-triangular system of a chunk solved in one call. Rule: Yang et al., Gated Delta Networks (arXiv 2412.06464), section
-3.3.
+transformers 5.14 supports a batch of unequal rows only if it is padded on the left and starts without a cache. Evaluation
+computes a shared prefix once and then tails of unequal length together, padded on the right, and needs each row's state after
+its own last token:
+  the rule         a padded step gets decay exp(0) = 1 and beta 0, so the state does not change;
+  the convolution  each row's cache holds the last columns before its own end, not before the end of the batch.
+Without flash-linear-attention the rule is computed here: the recurrence of transformers' torch_chunk_gated_delta_rule, with
+one triangular solve per chunk. Source of the rule: Yang et al., Gated Delta Networks (arXiv 2412.06464), section 3.3.
 """
 
 from __future__ import annotations
@@ -20,14 +18,13 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-CHUNK = 32  # short tails are padded up to this; 64, the usual choice, wastes half of it on a CPU
+CHUNK = 32  # steps are padded to a multiple of this; the usual 64 wastes half of the work on a CPU
 
 
-class Batch:
-    """What the DeltaNet layers must know of the running batch.
+class RaggedBatch:
+    """The running batch, for the DeltaNet layers.
 
-    lengths: int64 [B], how many of the `steps` are real in each row, or None when all are. cache: what the states go
-    to.
+    lengths: int64 [B], real steps of each row; None when all `steps` are real. cache: receives the states.
     """
 
     def __init__(self) -> None:
@@ -49,11 +46,11 @@ def gated_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """query, key [B, T, H, Dk], value [B, T, H, Dv], g (log decay), beta [B, T, H] → ([B, T, H, Dv], state [B, H,
-    Dk, Dv] or None).
+    """Return (outputs [B, T, H, Dv], final state [B, H, Dk, Dv] or None).
 
-    Computed in float32; a chunk at a time: U, W solve (I + A) [U W] = beta [v, k e^G], A the strictly lower part of
-    beta k k^T e^(G_i - G_j), G the running sum of g.
+    query, key: [B, T, H, Dk]. value: [B, T, H, Dv]. g: log decay [B, T, H]. beta: [B, T, H].
+    Computed in float32, chunk by chunk: U and W solve (I + A) [U W] = beta [v, k e^G], where A is the strictly lower part
+    of beta k k^T e^(G_i - G_j) and G is the running sum of g.
     """
     kind, (batch, steps, heads, dk), dv = query.dtype, key.shape, value.shape[-1]
     if use_qk_l2norm_in_kernel:
@@ -95,11 +92,10 @@ def gated_delta_rule(
 
 
 def unit_lower_inverse(lower: torch.Tensor) -> torch.Tensor:
-    """(I + A)^-1 for A the strictly lower part of [..., n, n], by forward substitution, a row of all matrices at a
-    time.
+    """Return (I + A)^-1 for A the strictly lower part of [..., n, n], by forward substitution on all matrices at once.
 
-    torch's triangular solve calls LAPACK once a matrix, which takes twice as long at n = 32; a product of powers of A
-    would be faster still and loses all digits where keys repeat.
+    torch's triangular solve calls LAPACK once per matrix, which takes twice as long at n = 32. A product of powers of A
+    would be faster, but loses all digits where keys repeat.
     """
     inverse = -lower.tril(-1)
     for i in range(2, inverse.shape[-1]):
@@ -112,7 +108,7 @@ def unit_lower_inverse(lower: torch.Tensor) -> torch.Tensor:
 def causal_conv(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None, **_: Any
 ) -> torch.Tensor:
-    """Depthwise causal convolution, x [B, C, T], weight [C, K] → [B, C, T]; silu where `activation` says so."""
+    """Return the depthwise causal convolution [B, C, T] of x [B, C, T] with weight [C, K]; activation: "silu" or None."""
     x = functional.pad(x, (weight.shape[-1] - 1, 0))
     y = functional.conv1d(x, weight.unsqueeze(1), bias, groups=weight.shape[0])
     return functional.silu(y) if activation in ("silu", "swish") else y
@@ -121,9 +117,9 @@ def causal_conv(
 def causal_conv_step(
     x: torch.Tensor, state: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, activation: Any = None
 ) -> torch.Tensor:
-    """One step of causal_conv, x [B, C, 1], state [B, C, K] (moved on in place) → [B, C, 1].
+    """Return one output column [B, C, 1] of causal_conv for x [B, C, 1]; state [B, C, K] is updated in place.
 
-    A convolution of one output column is a weighted sum; torch's conv1d takes many times longer for it on a CPU.
+    One column is a weighted sum, for which torch's conv1d takes many times longer on a CPU.
     """
     state.copy_(torch.cat((state[:, :, 1:], x.to(state.dtype)), -1))
     y = (state * weight).sum(-1, keepdim=True)
@@ -131,8 +127,8 @@ def causal_conv_step(
     return (functional.silu(y) if activation in ("silu", "swish") else y).to(x.dtype)
 
 
-def ragged_rule(rule: Callable, batch: Batch) -> Callable:
-    """`rule` with the steps past each row's length made inert."""
+def ragged_rule(rule: Callable, batch: RaggedBatch) -> Callable:
+    """Wrap `rule` so that steps after each row's length do not change the state."""
 
     def masked(query, key, value, g, beta, **more):
         if batch.lengths is not None:
@@ -143,25 +139,25 @@ def ragged_rule(rule: Callable, batch: Batch) -> Callable:
     return masked
 
 
-def ragged_conv(conv: Callable, batch: Batch, layer: int) -> Callable:
-    """`conv`, after which the cache holds the columns before each row's own end."""
+def ragged_conv(conv: Callable, batch: RaggedBatch, layer: int) -> Callable:
+    """Wrap `conv` so that the cache receives the columns before each row's own end."""
 
-    def kept(x, weight, bias, activation, **more):
+    def convolve(x, weight, bias, activation, **more):
         if batch.lengths is not None and batch.cache is not None:
-            kept = batch.cache.layers[layer].conv_states[0]
-            size = kept.shape[-1]
-            columns = functional.pad(x, (size, 0))  # x ends with the batch's steps; a short row reaches into zeros
+            state = batch.cache.layers[layer].conv_states[0]
+            size = state.shape[-1]
+            columns = functional.pad(x, (size, 0))  # x ends with the batch's steps; a short row starts in the zeros
             starts = columns.shape[-1] - batch.steps + batch.lengths - size
             index = starts.view(-1, 1, 1) + torch.arange(size, device=x.device)
-            kept.copy_(columns.gather(-1, index.expand(-1, x.shape[1], -1)))
+            state.copy_(columns.gather(-1, index.expand(-1, x.shape[1], -1)))
         return conv(x, weight, bias, activation, **more)
 
-    return kept
+    return convolve
 
 
 @contextlib.contextmanager
-def ragged_layers(model: torch.nn.Module, batch: Batch) -> Iterator[None]:
-    """While open, the DeltaNet layers of `model` heed `batch`."""
+def ragged_layers(model: torch.nn.Module, batch: RaggedBatch) -> Iterator[None]:
+    """Let the DeltaNet layers of `model` compute `batch` as a ragged one."""
     layers: list[Any] = [m for m in model.modules() if hasattr(m, "chunk_gated_delta_rule")]
     before = [(m.chunk_gated_delta_rule, m.causal_conv1d_fn, m.causal_conv1d_update) for m in layers]
     try:
@@ -173,5 +169,5 @@ def ragged_layers(model: torch.nn.Module, batch: Batch) -> Iterator[None]:
                 layer.causal_conv1d_update = causal_conv_step
         yield
     finally:
-        for layer, kept in zip(layers, before, strict=True):
-            layer.chunk_gated_delta_rule, layer.causal_conv1d_fn, layer.causal_conv1d_update = kept
+        for layer, functions in zip(layers, before, strict=True):
+            layer.chunk_gated_delta_rule, layer.causal_conv1d_fn, layer.causal_conv1d_update = functions

@@ -1,161 +1,168 @@
-"""Which layers a checkpoint's divergence comes from: one quantized alone, and one restored among all the others.
+"""Which layers a checkpoint's divergence comes from: each quantized alone, and each restored among all the others.
 
-A restored linear computes with the reference's own weights and unrounded activations. Each measurement is one pass over
-the reference's answers; finished ones are kept, so a killed run goes on.
+A restored linear computes with the reference's own weights and unrounded activations. Each measurement is one pass over the
+reference's answers. Finished measurements are stored, so that a killed run resumes.
 """
 
 from __future__ import annotations
 
-import json
-import os
+import contextlib
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
-from annie_quant import files, judge
+from annie_quant import files
 from annie_quant.errors import UsageError, need
-from annie_quant.evaluate.engine import Engine
-from annie_quant.evaluate.evaluation import Reference, compare, scored_answers, tally, working_dtype
-from annie_quant.evaluate.process_group import device_of, team
-from annie_quant.evaluate.prompts import Scored, Template
-from annie_quant.evaluate.reference import fingerprint
-from annie_quant.hf.loading import load, numerics_of
+from annie_quant.evaluate.evaluation import choose_workloads
+from annie_quant.evaluate.pair import ModelPair, StrPath
+from annie_quant.evaluate.prompts import ScoredAnswer
+from annie_quant.evaluate.reference import model_sha256
+from annie_quant.hf.loading import numerics_of
 from annie_quant.hf.nvfp4_linear import NVFP4Linear, nvfp4_linears, set_numerics
 from annie_quant.judge import Workload
+from annie_quant.progress import Progress
+from annie_quant.schema import LayerDivergence, Sensitivity, SensitivityKey
 
 MODES = ("alone", "restored")
 
 
 def sensitivity(
-    model_dir: str | os.PathLike,
-    reference_dir: str | os.PathLike,
+    model_dir: StrPath,
+    reference_dir: StrPath,
     workloads: Sequence[Workload] | None = None,
     numerics: str | None = None,
     modes: Sequence[str] = MODES,
-    output: str | os.PathLike | None = None,
-    cache: str | os.PathLike | None = None,
-    progress: Callable[[float, float | None, str], None] | None = None,
+    output: StrPath | None = None,
+    cache: StrPath | None = None,
+    progress: Progress | None = None,
     n_per_gate: int | None = None,
     device: str | None = None,
     rows: int = 128,
 ) -> dict[str, Any]:
-    """KL and flips of the checkpoint as it is, and for each layer: quantized alone, and restored among the others.
+    """Measure KL and flips of the checkpoint as it is, and per layer: quantized alone, and restored among the others.
 
-    numerics: default w4a4 where the checkpoint has input scales, else w4a16. output: a JSON file that is written after
-    every measurement and read at the start. n_per_gate draws that many prompts a gate from the workloads. Returns
-    {"model", "numerics", "all", "alone": {layer: ...}, "restored": ...} with
-    mean KL in nats, p99, same_top, flips and n_tokens each.
+    The parameters that are not listed are those of evaluate.
+
+    Parameters:
+        numerics: default: w4a4 if the checkpoint has input scales, else w4a16.
+        modes: "alone", "restored" or both.
+        output: a JSON file, written after every measurement and read at the start.
+        n_per_gate: number of prompts per gate, drawn from the workloads.
+
+    Returns:
+        The Sensitivity document as a dict: {"model", "numerics", "key", "all", "alone": {layer: ...}, "restored": ...},
+        each measurement with mean and p99 KL in nats per token, same_top, flips and n_tokens.
+
+    Raises:
+        UsageError: the checkpoint has no NVFP4 linears.
     """
-    tell = progress or (lambda done, total, text: None)
-    together = team()
-    if together.rank:
-        tell = lambda done, total, text: None  # noqa: E731  # one process speaks for all
-    device = device or device_of(together)
-    dtype = working_dtype([model_dir, reference_dir], device)
-    template = Template(reference_dir)
-    reference = Reference(Path(reference_dir), template, dtype, device, Path(cache) if cache else None, rows, together)
-    chosen = list(workloads) if workloads is not None else judge.load_workloads()
-    asked = reference.converse(chosen if n_per_gate is None else judge.sample(chosen, n_per_gate), tell)
-    scored = scored_answers(template, asked)
-    model = load(
-        model_dir, cache="float32" if dtype == "float32" else "bf16", dtype=getattr(torch, dtype), device=device
-    )
-    linears = nvfp4_linears(model)
+    chosen = choose_workloads(workloads, n_per_gate)
+    with ModelPair(model_dir, reference_dir, cache=cache, device=device, rows=rows, progress=progress) as pair:
+        return msgspec.to_builtins(measure(pair, chosen, numerics, modes, None if output is None else Path(output)))
+
+
+def measure(
+    pair: ModelPair,
+    workloads: Sequence[Workload],
+    numerics: str | None = None,
+    modes: Sequence[str] = MODES,
+    output: Path | None = None,
+) -> Sensitivity:
+    """sensitivity for models that are loaded already; the same parameters."""
+    scored = pair.scored(pair.reference.answer(workloads, pair.progress))
+    linears = nvfp4_linears(pair.model)
     if not linears:
-        raise UsageError(f"{model_dir} holds no NVFP4 linears")
-    numerics = numerics or numerics_of(model)[0]
-    set_numerics(model, numerics)
-    originals = {name: reference.engine().model.get_submodule(name).weight for name in linears}
-    layers = layer_names(linears)
-    key = {"model_sha256": fingerprint(model_dir), "reference_sha256": reference.sha256, "numerics": numerics,
-           "answers": [len(s.target) for s in scored]}  # fmt: skip
-    known_before = together.gather({0: earlier(output, key)} if not together.rank else {})[0]
-    found = known_before or {"model": str(model_dir), "numerics": numerics, "key": key}
-    work = [("all", "", frozenset[str]())]
-    for mode in modes:
-        own = {
-            layer: frozenset(n for n in linears if (layer_of(n) == layer) == (mode == "restored")) for layer in layers
-        }
-        work += [(mode, layer, own[layer]) for layer in layers]
-    engine = Engine(model, rows=rows, team=together)
-    for done, (mode, layer, restored) in enumerate(work):
-        tell(done, len(work), f"sensitivity: {mode} {layer}")
-        known = found if mode == "all" else found.setdefault(mode, {})
-        if (layer or mode) in known:
-            continue
-        undo = restore(linears, originals, restored)
-        try:
-            known[layer or mode] = divergence(engine, template, reference, scored)
-        finally:
-            undo()
-        if output is not None and not together.rank:
-            files.write_json(output, found)
-    return found
+        raise UsageError(f"{pair.model_dir} has no NVFP4 linears")
+    numerics = numerics or numerics_of(pair.model)[0]
+    set_numerics(pair.model, numerics)
+    reference_model = pair.reference.engine().model
+    originals = {name: reference_model.get_submodule(name).weight for name in linears}
+    key = SensitivityKey(model_sha256(pair.model_dir), pair.reference.sha256, numerics, [len(s.target) for s in scored])
+    stored = pair.group.gather({0: load_stored(output, key)} if pair.group.is_first else {})[0]
+    result = stored or Sensitivity(str(pair.model_dir), numerics, key)
+
+    def divergence(restored: Iterable[str]) -> LayerDivergence:
+        with restored_linears(linears, originals, restored):
+            return measure_divergence(pair, scored)
+
+    layers = list(dict.fromkeys(layer_of(name) for name in linears))
+    total = 1 + len(modes) * len(layers)
+    pair.progress.update(0, total, "sensitivity: all")
+    if result.all is None:
+        result.all = divergence(())
+        store(pair, result, output)
+    for index, (mode, layer) in enumerate(((m, layer) for m in modes for layer in layers), 1):
+        pair.progress.update(index, total, f"sensitivity: {mode} {layer}")
+        measured = result.alone if mode == "alone" else result.restored
+        if layer not in measured:
+            measured[layer] = divergence(n for n in linears if (layer_of(n) == layer) == (mode == "restored"))
+            store(pair, result, output)
+    return result
 
 
 def layer_of(name: str) -> str:
-    """model.layers.3.mlp.up_proj → layers.3.mlp: attention and MLP of a layer are measured apart."""
+    """Return the layer of a linear: model.layers.3.mlp.up_proj → layers.3.mlp (attention and MLP are separate)."""
     match = re.search(r"(layers\.\d+\.[^.]+)", name)
     return match.group(1) if match else name
 
 
-def layer_names(linears: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(layer_of(n) for n in linears))
-
-
-def restore(linears: dict[str, NVFP4Linear], originals: dict[str, Any], which: Iterable[str]) -> Callable[[], None]:
-    """Let these linears compute as the reference's; returns what puts them back."""
-    before = {name: (linears[name].dense, linears[name].numerics) for name in which}
-    for name in before:
-        linears[name].dense, linears[name].numerics = originals[name].detach(), "w4a16"
-
-    def undo() -> None:
+@contextlib.contextmanager
+def restored_linears(
+    linears: Mapping[str, NVFP4Linear], originals: Mapping[str, torch.Tensor], names: Iterable[str]
+) -> Iterator[None]:
+    """Let the linears called `names` compute with their original weights and unrounded activations."""
+    before = {name: (linears[name].dense, linears[name].numerics) for name in names}
+    try:
+        for name in before:
+            linears[name].dense, linears[name].numerics = originals[name].detach(), "w4a16"
+        yield
+    finally:
         for name, (dense, numerics) in before.items():
             linears[name].dense, linears[name].numerics = dense, numerics
 
-    return undo
+
+def measure_divergence(pair: ModelPair, scored: Sequence[ScoredAnswer]) -> LayerDivergence:
+    kl = pair.summarize(scored, pair.compare(scored))
+    if kl is None:
+        raise UsageError("sensitivity needs at least one answer", "give more workloads or a larger n_per_gate")
+    return LayerDivergence(kl.mean, kl.p99, kl.same_top, kl.flips, kl.n_tokens)
 
 
-def divergence(engine: Engine, template: Template, reference: Reference, scored: Sequence[Scored]) -> dict[str, Any]:
-    compared = compare(engine, reference, template, scored, lambda *_: None, "")
-    summary = tally(template, scored, compared)
-    return {name: summary[name] for name in ("mean", "p99", "same_top", "flips", "n_tokens")}
-
-
-def earlier(output: str | os.PathLike | None, key: dict[str, Any]) -> dict[str, Any] | None:
-    """What a run before this one measured of the same models on the same answers."""
-    if output is None or not Path(output).is_file():
-        return None
+def load_stored(output: Path | None, key: SensitivityKey) -> Sensitivity | None:
+    """Return the measurements of an earlier run on the same models and answers, or None."""
     try:
-        found = files.read_json(output)
-    except json.JSONDecodeError:
+        stored = None if output is None else msgspec.convert(files.read_whole_json(output), Sensitivity)
+    except msgspec.ValidationError:
         return None
-    return found if isinstance(found, dict) and found.get("key") == key else None
+    return stored if stored is not None and stored.key == key else None
 
 
-def by_layer(found: dict[str, Any]) -> list[dict[str, Any]]:
-    """[{"layer", "kl"}] in the model's order: the mean KL of each layer quantized alone; what a report draws."""
-    return [{"layer": layer, "kl": row["mean"]} for layer, row in found.get("alone", {}).items()]
+def store(pair: ModelPair, result: Sensitivity, output: Path | None) -> None:
+    if output is not None and pair.group.is_first:
+        files.write_json(output, msgspec.to_builtins(result))
 
 
-def plot(found: dict[str, Any], path: str | os.PathLike) -> None:
-    """Bars a layer: its KL when quantized alone, and what restoring it takes away from the whole (SVG or PNG by name)."""
+def plot(result: Sensitivity, path: Path) -> None:
+    """Draw two bars per layer: KL when quantized alone, and the KL that restoring it removes (SVG or PNG by suffix)."""
     need("matplotlib", "plots")
     from matplotlib.figure import Figure
 
-    layers = list(found["alone"])
+    assert result.all is not None
+    total = result.all.mean
+    layers = list(result.alone)
     figure = Figure(figsize=(8, 1 + 0.22 * len(layers)), layout="constrained")
     axes = figure.subplots()
-    at = range(len(layers))
-    axes.barh(at, [found["alone"][n]["mean"] for n in layers], 0.4, label="quantized alone")
-    if "restored" in found:
-        saved = [found["all"]["mean"] - found["restored"][n]["mean"] for n in layers]
-        axes.barh([i + 0.4 for i in at], saved, 0.4, label="taken away by restoring it")
-    axes.set_yticks([i + 0.2 for i in at], layers, fontsize=7)
+    positions = range(len(layers))
+    axes.barh(positions, [result.alone[n].mean for n in layers], 0.4, label="quantized alone")
+    if result.restored:
+        removed = [total - result.restored[n].mean for n in layers]
+        axes.barh([i + 0.4 for i in positions], removed, 0.4, label="removed by restoring it")
+    axes.set_yticks([i + 0.2 for i in positions], layers, fontsize=7)
     axes.invert_yaxis()
-    axes.set_xlabel(f"mean KL divergence, nats a token ({found['numerics']}; all layers: {found['all']['mean']:.4g})")
+    axes.set_xlabel(f"mean KL divergence, nats per token ({result.numerics}; all layers: {total:.4g})")
     axes.legend()
     figure.savefig(path)

@@ -1,24 +1,24 @@
-"""Which rows of tokens are run together after one shared prefix."""
+"""Grouping rows of tokens that share a prefix, so that the prefix is computed once."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-GROUP_COST = 512  # what opening another group costs, in tokens: one more forward with its fixed cost
-SHORTEST = 16  # a shared prefix below this is not worth an own forward
+GROUP_COST = 512  # cost of one more group, in tokens: one more forward
+MIN_SHARED = 16  # a shorter shared prefix does not pay for a forward of its own
 
 
 @dataclass(frozen=True)
-class Group:
-    """Rows (indices) whose first `shared` tokens are the same; each row has at least one token more."""
+class PrefixGroup:
+    """Rows (indices) with the same first `shared` tokens; each row has at least one more token."""
 
     shared: int
     rows: tuple[int, ...]
 
 
-def common(a: Sequence[object], b: Sequence[object]) -> int:
-    """Length of the common prefix."""
+def common_prefix(a: Sequence[object], b: Sequence[object]) -> int:
+    """Return the length of the common prefix."""
     n = 0
     for x, y in zip(a, b, strict=False):
         if x != y:
@@ -27,25 +27,28 @@ def common(a: Sequence[object], b: Sequence[object]) -> int:
     return n
 
 
-def group_by_prefix(rows: Sequence[Sequence[int]], caps: Sequence[int]) -> list[Group]:
-    """Groups that cover all rows, for the fewest tokens run. caps[i]: the most tokens of row i that may be shared.
+def group_by_prefix(rows: Sequence[Sequence[int]], limits: Sequence[int]) -> list[PrefixGroup]:
+    """Return groups that cover all rows with few computed tokens. limits[i]: most tokens of row i that may be shared.
 
-    Greedy over the rows in lexicographic order: a row joins while shortening the group's prefix to its own costs less
-    than a group of its own.
+    Greedy over the rows in lexicographic order: a row joins the group while the shorter prefix costs less than a new group.
     """
     order = sorted(range(len(rows)), key=lambda i: list(rows[i]))
-    groups: list[Group] = []
+    groups: list[PrefixGroup] = []
     members: list[int] = []
     shared = 0
+
+    def close() -> None:
+        if members:
+            groups.append(PrefixGroup(shared if shared >= MIN_SHARED else 0, tuple(members)))
+
     for i in order:
         if members:
-            meets = min(shared, caps[i], common(rows[members[-1]], rows[i]))
-            if (len(members) - 1) * (shared - meets) <= meets + GROUP_COST:
+            shorter = min(shared, limits[i], common_prefix(rows[members[-1]], rows[i]))
+            if (len(members) - 1) * (shared - shorter) <= shorter + GROUP_COST:
                 members.append(i)
-                shared = meets
+                shared = shorter
                 continue
-            groups.append(Group(shared if shared >= SHORTEST else 0, tuple(members)))
-        members, shared = [i], caps[i]
-    if members:
-        groups.append(Group(shared if shared >= SHORTEST else 0, tuple(members)))
+            close()
+        members, shared = [i], limits[i]
+    close()
     return groups

@@ -1,8 +1,8 @@
-"""Several processes that evaluate together: torchrun or accelerate launch starts them, each takes its share of batches.
+"""Several processes that evaluate together, started by torchrun or accelerate launch; each computes its share of batches.
 
-Batches are cut from the whole work as one process would cut them, and shared out whole; so every number is computed from
-the same tensors wherever it is computed, and counts are those of one process. What is gathered is small (figures and
-tokens), as Python objects over gloo, whatever the model's device.
+Batches are cut from the whole work as one process would cut them, and each is computed whole by one process. So every number
+is computed from the same tensors wherever it is computed, and counts equal those of one process. Gathered values are small
+(figures and tokens) and travel as Python objects over gloo, whatever the model's device is.
 """
 
 from __future__ import annotations
@@ -12,64 +12,64 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
+import torch.distributed as dist
+
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
-class Team:
-    """This process among `size` of them. group: of torch.distributed, over gloo; None when alone."""
+class ProcessGroup:
+    """This process among `size` processes. gloo: the group of torch.distributed; None for a single process."""
 
     rank: int = 0
     size: int = 1
-    group: Any = None
+    gloo: Any = None
 
-    def mine(self, number: int) -> bool:
-        """Whether the batch of this number is this process's to do."""
-        return number % self.size == self.rank
+    @property
+    def is_first(self) -> bool:
+        """Whether this process prints and writes files."""
+        return self.rank == 0
 
-    def gather(self, found: Mapping[Key, Value]) -> dict[Key, Value]:
-        """What all processes found, the same in each of them."""
+    def owns(self, batch: int) -> bool:
+        """Return whether this process computes the batch of this number."""
+        return batch % self.size == self.rank
+
+    def gather(self, part: Mapping[Key, Value]) -> dict[Key, Value]:
+        """Return the entries of all processes, the same in each of them."""
         if self.size == 1:
-            return dict(found)
-        import torch.distributed as dist
-
+            return dict(part)
         parts: list[Any] = [None] * self.size
-        dist.all_gather_object(parts, dict(found), group=self.group)
+        dist.all_gather_object(parts, dict(part), group=self.gloo)
         return {key: value for part in parts for key, value in part.items()}
 
 
-ALONE = Team()
+SINGLE = ProcessGroup()
 
 
-def team() -> Team:
-    """The team that torchrun's or accelerate's environment speaks of, or ALONE."""
-    import torch.distributed as dist
-
+def join_group() -> ProcessGroup:
+    """Return the group that torchrun's or accelerate's environment describes, or SINGLE."""
     if not dist.is_available():
-        return ALONE
+        return SINGLE
     if not dist.is_initialized():
         if int(os.environ.get("WORLD_SIZE", "1")) < 2:
-            return ALONE
+            return SINGLE
         dist.init_process_group("gloo")
-    gloo = dist.get_backend() == "gloo"
-    return Team(dist.get_rank(), dist.get_world_size(), dist.group.WORLD if gloo else dist.new_group(backend="gloo"))
+    group = dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+    return ProcessGroup(dist.get_rank(), dist.get_world_size(), group)
 
 
-def finish() -> None:
-    """Leave the team that team() made."""
-    import torch.distributed as dist
-
+def leave_group() -> None:
+    """Leave the group that join_group joined."""
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
 
 
-def device_of(team: Team) -> str:
-    """cuda (the process's own GPU among several) where there is one, else cpu."""
-    import torch
-
+def default_device(group: ProcessGroup) -> str:
+    """Return "cuda" where there is a GPU (each process of a group its own, by LOCAL_RANK), else "cpu"."""
     if not torch.cuda.is_available():
         return "cpu"
-    if team.size == 1:
+    if group.size == 1:
         return "cuda"
-    return f"cuda:{int(os.environ.get('LOCAL_RANK', team.rank)) % torch.cuda.device_count()}"
+    return f"cuda:{int(os.environ.get('LOCAL_RANK', group.rank)) % torch.cuda.device_count()}"

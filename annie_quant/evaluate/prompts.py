@@ -1,7 +1,6 @@
-"""What is asked and scored offline: workload cases and conversations as tokens, and each token's class.
+"""Prompts and scored answers as tokens, from workload cases, conversations and plain text.
 
-Prompts are rendered by the reference's own chat template with `enable_thinking` always given, as the benchmark sends
-them.
+Prompts are rendered by the reference's own chat template, always with `enable_thinking`, as the benchmark sends them.
 """
 
 from __future__ import annotations
@@ -12,12 +11,14 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from transformers import AutoTokenizer
 
 from annie_quant.checkpoint.remote_code import refused
 from annie_quant.errors import UsageError
-from annie_quant.evaluate.decoding import Decoded
-from annie_quant.evaluate.prefix import common
+from annie_quant.evaluate.decoding import Completion
+from annie_quant.evaluate.prefix import common_prefix
 from annie_quant.files import read_whole_json
 from annie_quant.judge import Answer, Case, Workload, parse_raw
 
@@ -28,8 +29,8 @@ _SPANS = re.compile(
 
 
 @dataclass(frozen=True)
-class Ask:
-    """One request of one case. `talk` says which asks are turns of the same conversation."""
+class Request:
+    """One turn of one case. prompt: its tokens, earlier turns included."""
 
     workload: Workload
     case: Case
@@ -37,7 +38,8 @@ class Ask:
     prompt: tuple[int, ...]
 
     @property
-    def talk(self) -> tuple[str, str]:
+    def conversation(self) -> tuple[str, str]:
+        """Identifies the conversation: equal for all turns of one case."""
         return (self.workload.name, self.case.id)
 
     @property
@@ -45,68 +47,16 @@ class Ask:
         return f"{self.workload.name}/{self.case.id}" + (f"/{self.turn + 1}" if self.case.turns else "")
 
 
-class Template:
-    """A tokenizer with its chat template and its end marks."""
+class Answered(NamedTuple):
+    """A request and a model's greedy answer to it."""
 
-    def __init__(self, folder: str | os.PathLike) -> None:
-        from transformers import AutoTokenizer
-
-        with refused(Path(folder)):
-            self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        if not self.tokenizer.chat_template:
-            raise UsageError(f"{folder} has no chat template", "copy chat_template.jinja beside the tokenizer")
-        ends = {self.tokenizer.eos_token_id}
-        generation = read_whole_json(Path(folder) / "generation_config.json")
-        if isinstance(generation, dict):
-            more = generation.get("eos_token_id")
-            ends |= set(more) if isinstance(more, list) else {more}
-        self.ends = sorted(e for e in ends if e is not None)
-        if not self.ends:
-            raise UsageError(f"{folder}: neither the tokenizer nor generation_config.json names an end token")
-
-    def text(self, messages: Sequence[Mapping[str, Any]], tools: Any, thinking: bool, answer_next: bool = True) -> str:
-        return self.tokenizer.apply_chat_template(
-            [decoded_calls(m) for m in messages],
-            tools=tools or None,
-            add_generation_prompt=answer_next,
-            enable_thinking=thinking,
-            tokenize=False,
-        )
-
-    def ids(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
-
-    def ask(self, workload: Workload, case: Case, turn: int = 0, answers: Sequence[Mapping[str, Any]] = ()) -> Ask:
-        text = self.text(workload.messages(case, turn, answers), workload.tools_for(case), workload.thinking)
-        return Ask(workload, case, turn, tuple(self.ids(text)))
-
-    def answer(self, ask: Ask, decoded: Decoded) -> Answer:
-        """What a careful server would have made of these tokens."""
-        raw = self.tokenizer.decode(decoded.tokens, skip_special_tokens=False)
-        end = self.tokenizer.decode([self.ends[0]]) if decoded.finished else ""
-        tools = ask.workload.tools_for(ask.case)
-        found = parse_raw(raw, ask.workload.thinking, tools, completion_tokens=len(decoded.tokens) + decoded.finished)
-        reason = "length" if not end else "tool_calls" if found.tool_calls else "stop"
-        return Answer(found.text, found.reasoning, found.tool_calls, reason, "", found.completion_tokens)
-
-    def classes(self, target: Sequence[int], thinking: bool) -> list[int]:
-        """For each target token the index of its class in CLASSES."""
-        pieces = self.tokenizer.batch_decode([[t] for t in target], skip_special_tokens=False)
-        opened = "<think>" if thinking else ""
-        text = opened + "".join(pieces)
-        kinds = [0] * len(text)
-        for match in _SPANS.finditer(text):
-            kinds[match.start() : match.end()] = [CLASSES.index(str(match.lastgroup))] * (match.end() - match.start())
-        found, at = [], len(opened)
-        for token, piece in zip(target, pieces, strict=True):
-            found.append(3 if token in self.ends else kinds[min(at, len(kinds) - 1)] if kinds else 0)
-            at += len(piece)
-        return found
+    request: Request
+    completion: Completion
 
 
 @dataclass(frozen=True)
-class Scored:
-    """One answer whose tokens are scored: where it comes from and what its tokens are."""
+class ScoredAnswer:
+    """An answer whose tokens (target) are scored after a prompt. category: workload, conversation category or file name."""
 
     category: str
     prompt: tuple[int, ...]
@@ -114,8 +64,74 @@ class Scored:
     thinking: bool = False
 
 
+class Template:
+    """A model folder's tokenizer with its chat template and end tokens."""
+
+    def __init__(self, folder: str | os.PathLike) -> None:
+        with refused(Path(folder)):
+            self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        if not self.tokenizer.chat_template:
+            raise UsageError(f"{folder} has no chat template", f"copy chat_template.jinja into {folder}")
+        end_tokens = {self.tokenizer.eos_token_id}
+        generation = read_whole_json(Path(folder) / "generation_config.json")
+        if isinstance(generation, dict):
+            eos = generation.get("eos_token_id")
+            end_tokens |= set(eos) if isinstance(eos, list) else {eos}
+        self.end_tokens = sorted(e for e in end_tokens if e is not None)
+        if not self.end_tokens:
+            raise UsageError(f"{folder}: neither the tokenizer nor generation_config.json names an end token")
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Any, thinking: bool, generation_prompt: bool = True
+    ) -> str:
+        return self.tokenizer.apply_chat_template(
+            [with_decoded_calls(m) for m in messages],
+            tools=tools or None,
+            add_generation_prompt=generation_prompt,
+            enable_thinking=thinking,
+            tokenize=False,
+        )
+
+    def ids(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def request(
+        self, workload: Workload, case: Case, turn: int = 0, answers: Sequence[Mapping[str, Any]] = ()
+    ) -> Request:
+        """Return the request of a turn. answers: assistant messages of the turns before."""
+        text = self.render(workload.messages(case, turn, answers), workload.tools_for(case), workload.thinking)
+        return Request(workload, case, turn, tuple(self.ids(text)))
+
+    def answer(self, request: Request, completion: Completion) -> Answer:
+        """Return the parsed answer, as a server with correct parsers returns it for these tokens."""
+        raw = self.tokenizer.decode(completion.tokens, skip_special_tokens=False)
+        n_tokens = len(completion.tokens) + completion.finished
+        tools = request.workload.tools_for(request.case)
+        parsed = parse_raw(raw, request.workload.thinking, tools, completion_tokens=n_tokens)
+        reason = "length" if not completion.finished else "tool_calls" if parsed.tool_calls else "stop"
+        return Answer(parsed.text, parsed.reasoning, parsed.tool_calls, reason, "", parsed.completion_tokens)
+
+    def target(self, completion: Completion) -> list[int]:
+        """Return the answer's tokens and, if the model ended the turn itself, an end token."""
+        return [*completion.tokens, *self.end_tokens[:1]] if completion.finished else list(completion.tokens)
+
+    def classes(self, target: Sequence[int], thinking: bool) -> list[int]:
+        """Return the index in CLASSES of each target token."""
+        pieces = self.tokenizer.batch_decode([[t] for t in target], skip_special_tokens=False)
+        opened = "<think>" if thinking else ""
+        text = opened + "".join(pieces)
+        kinds = [0] * len(text)
+        for match in _SPANS.finditer(text):
+            kinds[match.start() : match.end()] = [CLASSES.index(str(match.lastgroup))] * (match.end() - match.start())
+        classes, at = [], len(opened)
+        for token, piece in zip(target, pieces, strict=True):
+            classes.append(3 if token in self.end_tokens else kinds[min(at, len(kinds) - 1)] if kinds else 0)
+            at += len(piece)
+        return classes
+
+
 def assistant_message(answer: Answer) -> dict[str, Any]:
-    """An answer as the message that the next turn's request holds."""
+    """Return an answer as the message that the next turn's request contains."""
     message: dict[str, Any] = {"role": "assistant", "content": answer.text}
     if answer.tool_calls:
         message["tool_calls"] = [
@@ -125,8 +141,8 @@ def assistant_message(answer: Answer) -> dict[str, Any]:
     return message
 
 
-def decoded_calls(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The message with its calls' arguments as dicts, which Qwen3.5's template asks for."""
+def with_decoded_calls(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the message with its tool calls' arguments as dicts, which Qwen3.5's template needs."""
     message = dict(message)
     calls = []
     for call in message.get("tool_calls") or ():
@@ -142,35 +158,34 @@ def decoded_calls(message: Mapping[str, Any]) -> dict[str, Any]:
     return message
 
 
-def conversation_answers(template: Template, rows: Iterable[Mapping[str, Any]]) -> list[Scored]:
-    """Every assistant message of every conversation, each behind the prompt that it would have been asked with."""
-    found = []
+def conversation_answers(template: Template, rows: Iterable[Mapping[str, Any]]) -> list[ScoredAnswer]:
+    """Return every assistant message of every conversation with its prompt."""
+    answers = []
     for row in rows:
         messages, tools, thinking = row["messages"], row.get("tools"), bool(row.get("thinking"))
         for n, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            prompt = template.text(messages[:n], tools, thinking)
-            whole = template.text(messages[: n + 1], tools, thinking, answer_next=False)
+            prompt = template.render(messages[:n], tools, thinking)
+            whole = template.render(messages[: n + 1], tools, thinking, generation_prompt=False)
             if not whole.startswith(prompt):
-                whole = prompt + whole[common(prompt, whole) :]
+                whole = prompt + whole[common_prefix(prompt, whole) :]
             target = template.ids(whole[len(prompt) :])
-            ends = [i for i, t in enumerate(target) if t in template.ends]
-            if ends:  # the template's newline after the end mark is not the model's to say
-                found.append(
-                    Scored(row.get("category", ""), tuple(template.ids(prompt)), tuple(target[: ends[0] + 1]), thinking)
-                )
-    return found
+            ends = [i for i, t in enumerate(target) if t in template.end_tokens]
+            if ends:  # the template's newline after the end token is not part of the answer
+                prompt_ids, answer_ids = tuple(template.ids(prompt)), tuple(target[: ends[0] + 1])
+                answers.append(ScoredAnswer(row.get("category", ""), prompt_ids, answer_ids, thinking))
+    return answers
 
 
-def text_pieces(template: Template, path: str | os.PathLike, length: int = 512) -> list[Scored]:
-    """A plain text file in pieces of `length` tokens; every token but a piece's first is scored from those before it."""
+def text_pieces(template: Template, path: str | os.PathLike, length: int = 512) -> list[ScoredAnswer]:
+    """Return a plain text file in pieces of `length` tokens; in each, every token but the first is scored."""
     path = Path(path)
     if not path.is_file():
-        raise UsageError(f"{path} is not there", "--text wants a plain text file")
+        raise UsageError(f"{path} is not a file", "--text takes a plain text file")
     ids = template.ids(path.read_text(encoding="utf-8"))
     pieces = [ids[at : at + length] for at in range(0, len(ids), length)]
-    found = [Scored(path.name, tuple(p[:1]), tuple(p[1:])) for p in pieces if len(p) > 1]
-    if not found:
-        raise UsageError(f"{path} holds {len(ids)} tokens; perplexity needs two or more")
-    return found
+    answers = [ScoredAnswer(path.name, tuple(p[:1]), tuple(p[1:])) for p in pieces if len(p) > 1]
+    if not answers:
+        raise UsageError(f"{path} has {len(ids)} tokens; perplexity needs at least two")
+    return answers

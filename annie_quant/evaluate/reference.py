@@ -1,141 +1,185 @@
-"""What the bf16 reference says, kept: its greedy answers on disk, its distributions in memory while they fit."""
+"""The bf16 reference: its greedy answers, cached on disk, and its logits, kept in memory while they fit."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
+import msgspec
 import torch
 
-from annie_quant.evaluate.decoding import Decoded, generate_together
+from annie_quant.errors import UsageError
+from annie_quant.evaluate.decoding import Completion, generate_distributed
 from annie_quant.evaluate.engine import Engine, Row
-from annie_quant.evaluate.process_group import ALONE, Team
-from annie_quant.evaluate.prompts import Ask
+from annie_quant.evaluate.process_group import SINGLE, ProcessGroup
+from annie_quant.evaluate.prompts import Answered, Request, Template
+from annie_quant.evaluate.verification import answer_workloads
+from annie_quant.hf.loading import load, numerics_of
+from annie_quant.judge import Workload
+from annie_quant.progress import SILENT, Progress
+from annie_quant.resume import JsonLines
 
-WHOLE_BYTES = 256 << 20  # files up to here are hashed whole
-SAMPLES, SAMPLE_BYTES = 256, 64 << 10
-KEPT_BYTES = 1 << 30  # of the reference's logits, in memory
-SAVED_ANSWERS = 512  # answers are written after so many
+FILES = ("config.json", "generation_config.json", "chat_template.jinja", "tokenizer.json", "tokenizer_config.json")
+WHOLE_FILE_BYTES = 256 << 20  # files up to this size are hashed completely
+N_PIECES, PIECE_BYTES = 256, 64 << 10
+MAX_LOGITS_BYTES = 1 << 30  # of the reference's logits in memory
+ANSWERS_PER_WRITE = 512
+CACHE_FOLDER = ".annie_quant"
 
 
-def fingerprint(folder: str | os.PathLike) -> str:
-    """SHA-256 of what decides a model's answers: its config, template, tokenizer and weights.
+def model_sha256(folder: str | os.PathLike) -> str:
+    """Return the SHA-256 of everything that determines a model's answers: config, template, tokenizer and weights.
 
-    Of weight files above 256 MB the size, the header's end of the file and 256 pieces of 64 KB spread evenly are
-    hashed: two trainings of one model differ everywhere.
+    Of weight files above 256 MB the size and 256 evenly spaced pieces of 64 KB are hashed: two trainings of one model differ
+    everywhere.
     """
     digest = hashlib.sha256()
     folder = Path(folder)
-    named = ["config.json", "generation_config.json", "chat_template.jinja", "tokenizer.json", "tokenizer_config.json"]
-    for path in [folder / n for n in named if (folder / n).is_file()] + sorted(folder.glob("*.safetensors")):
+    for path in [folder / n for n in FILES if (folder / n).is_file()] + sorted(folder.glob("*.safetensors")):
         size = path.stat().st_size
         digest.update(f"{path.name}:{size}\n".encode())
         with path.open("rb") as file:
-            if size <= WHOLE_BYTES:
+            if size <= WHOLE_FILE_BYTES:
                 digest.update(file.read())
                 continue
-            for i in range(SAMPLES):
-                file.seek(i * (size - SAMPLE_BYTES) // (SAMPLES - 1))
-                digest.update(file.read(SAMPLE_BYTES))
+            for i in range(N_PIECES):
+                file.seek(i * (size - PIECE_BYTES) // (N_PIECES - 1))
+                digest.update(file.read(PIECE_BYTES))
     return digest.hexdigest()
 
 
 def default_cache(folder: Path) -> Path:
-    """Beside the reference where that can be written, else in the user's cache folder."""
+    """Return a folder in the reference's folder if that is writable, else in the user's cache folder."""
     if os.access(folder, os.W_OK):
-        return folder / ".annie_quant"
+        return folder / CACHE_FOLDER
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "annie_quant"
 
 
-class Answers:
-    """Greedy answers in a JSON-lines file, found by the hash of the prompt's tokens and the limit; a killed run goes
-    on."""
+class StoredAnswer(msgspec.Struct):
+    """A line of the answer cache. key: request_key of the request."""
 
-    def __init__(self, path: Path, team: Team = ALONE) -> None:
-        self.path, self.team = path, team
-        self.known: dict[str, Decoded] = {}
-        if path.is_file():
-            for line in path.read_text(encoding="utf-8").splitlines():
-                try:
-                    row = json.loads(line)
-                    self.known[row["key"]] = Decoded(row["tokens"], row["finished"])
-                except (ValueError, KeyError):
-                    continue  # the last line of a killed run; that answer is made again
-        self.known = team.gather(self.known)
+    key: str
+    tokens: list[int]
+    finished: bool
 
-    def complete(
+
+class AnswerCache:
+    """Greedy answers in a JSON-lines file, written after every 512, so that a killed run resumes.
+
+    The first process of a group reads and writes the file; `answers` is the same in all of them.
+    """
+
+    def __init__(self, path: Path, group: ProcessGroup = SINGLE) -> None:
+        self.log: JsonLines | None = None
+        answers: dict[str, Completion] = {}
+        if group.is_first:
+            self.log = JsonLines(path, sync=True)
+            if path.parent.name == CACHE_FOLDER and not (path.parent / ".gitignore").exists():
+                (path.parent / ".gitignore").write_text("*\n")
+            for _, line in self.log.lines():
+                with contextlib.suppress(msgspec.DecodeError):
+                    stored = msgspec.json.decode(line, type=StoredAnswer)
+                    answers[stored.key] = Completion(stored.tokens, stored.finished)
+        self.answers = group.gather(answers)
+
+    def add(self, answers: dict[str, Completion]) -> None:
+        self.answers |= answers
+        if self.log is not None:
+            stored = (StoredAnswer(key, c.tokens, c.finished) for key, c in answers.items())
+            self.log.append(*map(msgspec.json.encode, stored))
+
+    def close(self) -> None:
+        if self.log is not None:
+            self.log.close()
+
+
+def request_key(request: Request, end_tokens: Sequence[int]) -> str:
+    """Return a hash of what determines a greedy answer: prompt tokens, token limit and end tokens."""
+    key = json.dumps([request.prompt, request.workload.max_tokens, list(end_tokens)])
+    return hashlib.sha256(key.encode()).hexdigest()[:32]
+
+
+class Reference:
+    """The bf16 model. Its answers come from the cache; the model is loaded when something is missing there."""
+
+    def __init__(
         self,
-        asks: Sequence[Ask],
-        ends: Sequence[int],
-        engine: Callable[[], Engine],
-        tell: Callable[..., None],
-    ) -> list[Decoded]:
-        """Answers to all asks, in order; those that are not known are generated and written."""
-        keys = [answer_key(a, ends) for a in asks]
-        new = {k: a for k, a in zip(keys, asks, strict=True) if k not in self.known}
-        todo = sorted(new.items(), key=lambda item: -item[1].workload.max_tokens)
-        ended = 0
+        folder: Path,
+        template: Template,
+        dtype: str,
+        device: str,
+        cache: Path | None = None,
+        rows: int = 128,
+        group: ProcessGroup = SINGLE,
+    ) -> None:
+        self.folder, self.template, self.dtype, self.device, self.rows = folder, template, dtype, device, rows
+        self.group = group
+        self.sha256 = model_sha256(folder)
+        self.cache = AnswerCache((cache or default_cache(folder)) / f"answers-{self.sha256[:16]}-{dtype}.jsonl", group)
+        self._engine: Engine | None = None
+        self._logits: dict[int, torch.Tensor] | None = None  # of self._rows, while all of them fit into memory
+        self._rows: Sequence[Row] | None = None
 
-        def tick(n: int) -> None:
-            nonlocal ended
-            ended += n
-            tell(ended, len(todo), "the reference answers")
+    def engine(self) -> Engine:
+        if self._engine is None:
+            model = load(self.folder, cache="packed", dtype=getattr(torch, self.dtype), device=self.device)
+            if numerics_of(model) != ["bf16"]:
+                raise UsageError(f"{self.folder} is quantized; --reference takes the bf16 checkpoint")
+            self._engine = Engine(model, rows=self.rows, group=self.group)
+        return self._engine
 
-        for at in range(0, len(todo), SAVED_ANSWERS):
-            part = todo[at : at + SAVED_ANSWERS]
-            prompts = [list(a.prompt) for _, a in part]
-            found = generate_together(engine(), prompts, [a.workload.max_tokens for _, a in part], ends, tick)
-            self.write({key: decoded for (key, _), decoded in zip(part, found, strict=True)})
-        return [self.known[k] for k in keys]
+    def answer(self, workloads: Sequence[Workload], progress: Progress = SILENT) -> list[Answered]:
+        """Return every turn of every case with the reference's greedy answer, turn by turn."""
+        return answer_workloads(self.template, workloads, lambda requests: self.complete(requests, progress))
 
-    def write(self, found: dict[str, Decoded]) -> None:
-        self.known |= found
-        if self.team.rank:
+    def complete(self, requests: Sequence[Request], progress: Progress) -> list[Completion]:
+        """Return the requests' answers in order. Those that are not in the cache are generated and added to it."""
+        keys = [request_key(r, self.template.end_tokens) for r in requests]
+        missing = {k: r for k, r in zip(keys, requests, strict=True) if k not in self.cache.answers}
+        work = sorted(missing.items(), key=lambda item: -item[1].workload.max_tokens)
+        n_finished = 0
+
+        def on_finished(n: int) -> None:
+            nonlocal n_finished
+            n_finished += n
+            progress.update(n_finished, len(work), "the reference answers")
+
+        for at in range(0, len(work), ANSWERS_PER_WRITE):
+            part = work[at : at + ANSWERS_PER_WRITE]
+            completions = generate_distributed(
+                self.engine(),
+                [list(r.prompt) for _, r in part],
+                [r.workload.max_tokens for _, r in part],
+                self.template.end_tokens,
+                on_finished,
+            )
+            self.cache.add({key: c for (key, _), c in zip(part, completions, strict=True)})
+        return [self.cache.answers[k] for k in keys]
+
+    def logit_pairs(self, engine: Engine, rows: Sequence[Row]) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        """Yield (row index, logits of `engine`'s model, the reference's logits), both float32 [len(target), V].
+
+        The reference's logits of the last rows stay in memory if they fit into 1 GB, since several numerics and layers are
+        scored over the same rows; else both models compute each time.
+        """
+        if self._logits is not None and self._rows == rows:
+            for i, logits in engine.scores(rows):
+                yield i, logits, self._logits[i]
             return
-        if not self.path.parent.is_dir():
-            self.path.parent.mkdir(parents=True)
-            if self.path.parent.name == ".annie_quant":
-                (self.path.parent / ".gitignore").write_text("*\n")
-        with self.path.open("a", encoding="utf-8") as file:
-            for key, decoded in found.items():
-                file.write(json.dumps({"key": key, "tokens": decoded.tokens, "finished": decoded.finished}) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-
-
-def answer_key(ask: Ask, ends: Sequence[int]) -> str:
-    return hashlib.sha256(json.dumps([ask.prompt, ask.workload.max_tokens, list(ends)]).encode()).hexdigest()[:32]
-
-
-class Distributions:
-    """The reference's logits for rows that several passes score: kept up to 1 GB, run again beside the other model
-    above."""
-
-    def __init__(self, engine: Callable[[], Engine]) -> None:
-        self.engine = engine
-        self.kept: dict[int, torch.Tensor] = {}
-        self.rows: Sequence[Row] | None = None
-        self.whole = False  # every row of this process is kept
-
-    def beside(self, engine: Engine, rows: Sequence[Row]) -> Iterator[tuple[int, Any, Any]]:
-        """(row index, the model's logits, the reference's logits), float32 [len(target), V] both."""
-        if self.rows != rows:
-            self.kept, self.rows, self.whole = {}, rows, False
-        if self.whole:
-            for i, ours in engine.scores(rows):
-                yield i, ours, self.kept[i]
-            return
+        self._logits, self._rows = None, rows
+        stored: dict[int, torch.Tensor] = {}
         size = 0
-        for (i, ours), (j, theirs) in zip(engine.scores(rows), self.engine().scores(rows), strict=True):
+        for (i, logits), (j, expected) in zip(engine.scores(rows), self.engine().scores(rows), strict=True):
             assert i == j
-            size += theirs.nbytes
-            if size <= KEPT_BYTES:
-                self.kept[i] = theirs.clone()
-            yield i, ours, theirs
-        self.whole = size <= KEPT_BYTES
-        if not self.whole:
-            self.kept = {}
+            size += expected.nbytes
+            if size <= MAX_LOGITS_BYTES:
+                stored[i] = expected.clone()
+            else:
+                stored.clear()
+            yield i, logits, expected
+        if size <= MAX_LOGITS_BYTES:
+            self._logits = stored

@@ -1,10 +1,9 @@
-"""Gates by verification: what a quantized model would answer, found with as little decoding as can be.
+"""Gates by verification: the quantized model's greedy answers with as little decoding as possible.
 
-Greedy decoding is deterministic, so one teacher-forced forward over the reference's own greedy answer decides: where
-the quantized model's most likely token agrees at every position, end of turn included, its own greedy answer is that
-answer.
-Where it does not, its answer is the same up to the first difference and is decoded from there alone. In a conversation
-the turns after a different answer have other prompts, and are decoded as a whole.
+Greedy decoding is deterministic, so one forward over the reference's own greedy answer decides: where the quantized model's
+most likely token agrees at every position, end of turn included, its greedy answer is that answer. Otherwise its answer is the
+same up to the first difference and is decoded from there. In a conversation, the turns after a different answer have other
+prompts and are decoded completely.
 """
 
 from __future__ import annotations
@@ -15,100 +14,99 @@ from typing import Any
 
 import torch
 
-from annie_quant.evaluate.decoding import Decoded, generate_together
+from annie_quant.evaluate.decoding import Completion, generate_distributed
 from annie_quant.evaluate.engine import Engine
-from annie_quant.evaluate.prompts import Ask, Template, assistant_message
+from annie_quant.evaluate.prompts import Answered, Request, Template, assistant_message
 from annie_quant.judge import Workload
 
-Answer = Callable[[Sequence[Ask]], list[Decoded]]
+Generate = Callable[[Sequence[Request]], list[Completion]]
+Messages = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one model answers to one ask. same: exactly the reference's answer; agreed: tokens up to the first
-    difference."""
+    """A model's answer to a request. same: it equals the reference's. agreed: tokens before the first difference."""
 
-    ask: Ask
-    decoded: Decoded
+    request: Request
+    completion: Completion
     same: bool
     agreed: int
 
 
-def converse(template: Template, workloads: Sequence[Workload], answer: Answer) -> list[tuple[Ask, Decoded]]:
-    """Every turn of every case, each turn asked with the model's own earlier answers; turn by turn, all cases
-    together."""
-    cases = [(w, c) for w in workloads for c in w.cases]
-    said: dict[tuple[str, str], list[dict[str, Any]]] = {(w.name, c.id): [] for w, c in cases}
-    found = []
-    for turn in range(max((c.n_turns for _, c in cases), default=0)):
-        asks = [template.ask(w, c, turn, said[w.name, c.id]) for w, c in cases if turn < c.n_turns]
-        for ask, decoded in zip(asks, answer(asks), strict=True):
-            said[ask.talk].append(assistant_message(template.answer(ask, decoded)))
-            found.append((ask, decoded))
-    return found
-
-
-def target_of(decoded: Decoded, ends: Sequence[int]) -> list[int]:
-    """The answer's tokens and, where the model ended the turn itself, the end mark."""
-    return [*decoded.tokens, ends[0]] if decoded.finished else list(decoded.tokens)
-
-
 @dataclass(frozen=True)
 class Difference:
-    """Where an answer first leaves the reference's: at which token, and for which."""
+    """Where an answer first differs from the reference's: the token's index, and the token chosen there."""
 
-    at: int
+    index: int
     token: int
 
 
-def first_difference(choices: torch.Tensor, target: Sequence[int], ends: Sequence[int]) -> Difference | None:
-    """choices int64 [len(target)]: the model's most likely tokens. Any end mark is as good as another."""
-    for at, (chosen, wanted) in enumerate(zip(choices.tolist(), target, strict=True)):
-        if chosen != wanted and not (chosen in ends and wanted in ends):
-            return Difference(at, chosen)
+def answer_workloads(template: Template, workloads: Sequence[Workload], generate: Generate) -> list[Answered]:
+    """Answer every turn of every case, turn by turn with all cases together, each with the model's own earlier answers."""
+    cases = [(w, c) for w in workloads for c in w.cases]
+    messages: dict[tuple[str, str], Messages] = {(w.name, c.id): [] for w, c in cases}
+    answered = []
+    for turn in range(max((c.n_turns for _, c in cases), default=0)):
+        requests = [template.request(w, c, turn, messages[w.name, c.id]) for w, c in cases if turn < c.n_turns]
+        for request, completion in zip(requests, generate(requests), strict=True):
+            messages[request.conversation].append(assistant_message(template.answer(request, completion)))
+            answered.append(Answered(request, completion))
+    return answered
+
+
+def first_difference(choices: torch.Tensor, target: Sequence[int], end_tokens: Sequence[int]) -> Difference | None:
+    """Return where the most likely tokens, int64 [len(target)], first differ from `target`. All end tokens are equal."""
+    for index, (chosen, expected) in enumerate(zip(choices.tolist(), target, strict=True)):
+        if chosen != expected and not (chosen in end_tokens and expected in end_tokens):
+            return Difference(index, chosen)
     return None
 
 
-def answers(
+def answer_from_differences(
     engine: Engine,
     template: Template,
-    reference: Sequence[tuple[Ask, Decoded]],
+    reference: Sequence[Answered],
     differences: Mapping[int, Difference | None],
-    tick: Callable[[int], None] = lambda n: None,
+    on_finished: Callable[[int], None] = lambda n: None,
 ) -> list[Outcome]:
-    """The quantized model's own greedy answers, from where they leave the reference's.
+    """Return the quantized model's own greedy answers, decoded from where they differ from the reference's.
 
-    reference: asks and answers in turn order; differences[i]: of reference[i], from first_difference.
+    reference: in turn order. differences[i]: of reference[i], from first_difference.
     """
-    ends = set(template.ends)
     outcomes: dict[int, Outcome] = {}
-    said: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    strayed: set[tuple[str, str]] = set()
-    for turn in range(1 + max((ask.turn for ask, _ in reference), default=-1)):
-        work: list[tuple[int, Ask, list[int]]] = []  # index, ask, tokens already known
-        for i, (ask, decoded) in enumerate(reference):
-            if ask.turn != turn:
+    messages: dict[tuple[str, str], Messages] = {}
+    changed: set[tuple[str, str]] = set()  # conversations with a different answer in an earlier turn
+    for turn in range(1 + max((request.turn for request, _ in reference), default=-1)):
+        work: list[tuple[int, Request, list[int]]] = []  # index, request, the answer's known first tokens
+        for i, (request, completion) in enumerate(reference):
+            if request.turn != turn:
                 continue
-            if ask.talk in strayed:
-                work.append((i, template.ask(ask.workload, ask.case, turn, said[ask.talk]), []))
+            if request.conversation in changed:
+                earlier = messages[request.conversation]
+                work.append((i, template.request(request.workload, request.case, turn, earlier), []))
                 continue
             difference = differences[i]
             if difference is None:
-                outcomes[i] = Outcome(ask, decoded, True, len(decoded.tokens) + decoded.finished)
+                outcomes[i] = Outcome(request, completion, True, len(completion.tokens) + completion.finished)
                 continue
-            strayed.add(ask.talk)
-            known = decoded.tokens[: difference.at]
-            if difference.token in ends:
-                outcomes[i] = Outcome(ask, Decoded(known, True), False, difference.at)
+            changed.add(request.conversation)
+            known = completion.tokens[: difference.index]
+            if difference.token in template.end_tokens:
+                outcomes[i] = Outcome(request, Completion(known, True), False, difference.index)
             else:
-                work.append((i, ask, [*known, difference.token]))
-        limits = [ask.workload.max_tokens - len(known) for _, ask, known in work]
-        rest = generate_together(engine, [[*ask.prompt, *known] for _, ask, known in work], limits, template.ends, tick)
-        for (i, ask, known), more in zip(work, rest, strict=True):
-            agreed = max(0, len(known) - 1)
-            outcomes[i] = Outcome(ask, Decoded(known + more.tokens, more.finished), False, agreed)
+                work.append((i, request, [*known, difference.token]))
+        rest = generate_distributed(
+            engine,
+            [[*request.prompt, *known] for _, request, known in work],
+            [request.workload.max_tokens - len(known) for _, request, known in work],
+            template.end_tokens,
+            on_finished,
+        )
+        for (i, request, known), more in zip(work, rest, strict=True):
+            completion = Completion(known + more.tokens, more.finished)
+            outcomes[i] = Outcome(request, completion, False, max(0, len(known) - 1))
         for i, outcome in outcomes.items():
-            if outcome.ask.turn == turn and reference[i][0].case.turns:
-                message = assistant_message(template.answer(outcome.ask, outcome.decoded))
-                said.setdefault(outcome.ask.talk, []).append(message)
+            if outcome.request.turn == turn and reference[i].request.case.turns:
+                message = assistant_message(template.answer(outcome.request, outcome.completion))
+                messages.setdefault(outcome.request.conversation, []).append(message)
     return [outcomes[i] for i in range(len(reference))]

@@ -1,8 +1,8 @@
-"""NVFP4 in transformers on any machine.
+"""NVFP4 in transformers, on any machine.
 
 import annie_quant.hf                                   registers NVFP4 checkpoints with transformers
-model = AutoModelForCausalLM.from_pretrained(folder)    works from then on
-load(folder, numerics="w4a16", cache="bf16")            the same, with the arithmetic chosen and every fault named
+model = AutoModelForCausalLM.from_pretrained(folder)    works after that import
+load(folder, numerics="w4a16", cache="bf16")            the same with chosen numerics; every fault is named
 set_numerics(model, "w4a4"), set_cache(model, "bf16")   change either in place
 modelopt_backend.register()                             ModelOpt's quantized forwards on a CPU
 """
@@ -13,8 +13,8 @@ import os
 
 from annie_quant.errors import need
 
-# torch and the codec each bring an OpenMP runtime whose idle threads spin; on a busy machine they take the cores from
-# each other (measured: 586 s for 33 s of work). It must be set before either is loaded.
+# torch and the codec each have an OpenMP runtime, and idle threads of one take the cores from the other while they spin
+# (measured: 586 s for 33 s of work). This must be set before either is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 need("torch", "quantize")

@@ -1,23 +1,36 @@
-"""A linear layer whose stored tensors keep the checkpoint's own types, whatever the model is cast to."""
+"""Base class for linear layers that hold a checkpoint's tensors in the checkpoint's own types."""
 
 from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 
 
-class HeldLinear(nn.Linear):
-    """A parent for layers on a checkpoint's tensors. HELD: names of parameters (some may be None) whose type is part of
-    the format; .to() and .half() move these to another device and cast only the others (bias and the like)."""
+class FixedDtypeLinear(nn.Linear):
+    """A linear layer with parameters whose dtype is part of a storage format.
 
-    HELD: ClassVar[tuple[str, ...]] = ()
+    .to() and .half() move the parameters named in FIXED_DTYPE (some may be None) to another device and cast only the
+    others, such as the bias.
+    """
+
+    FIXED_DTYPE: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        nn.Module.__init__(self)  # nn.Linear's own would create a float weight
+        self.in_features, self.out_features = in_features, out_features
+
+    def add_parameter(self, name: str, shape: tuple[int, ...] | None, dtype: torch.dtype, device: Any) -> None:
+        """Register an uninitialized parameter without gradient; None for shape None."""
+        empty = None if shape is None else torch.empty(shape, dtype=dtype, device=device)
+        self.register_parameter(name, None if empty is None else nn.Parameter(empty, requires_grad=False))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        kept = {name: p.data for name in self.HELD if (p := getattr(self, name)) is not None}
+        before = {name: p.data for name in self.FIXED_DTYPE if (p := getattr(self, name)) is not None}
         super()._apply(fn, recurse)
-        for name, before in kept.items():
-            now = getattr(self, name)
-            if now.dtype != before.dtype:
-                setattr(self, name, nn.Parameter(before.to(now.device), requires_grad=False))
+        for name, data in before.items():
+            parameter = getattr(self, name)
+            if parameter.dtype != data.dtype:
+                setattr(self, name, nn.Parameter(data.to(parameter.device), requires_grad=False))
         return self

@@ -1,8 +1,7 @@
-"""A faulty checkpoint is refused with the audit's own finding, not loaded as garbage.
+"""Checks while a checkpoint is loaded, so that a faulty one is refused with the audit's finding and not loaded as garbage.
 
-While loading only what is cheap is looked at: the headers' types and shapes, the scales, and whether the other weights
-are finite. Where something is wrong the audit reads the whole folder, and its first finding of a kind that spoils
-answers is what is raised.
+Only cheap checks run here: types and shapes in the headers, the scales, and whether other weights are finite. If one fails,
+the audit reads the whole folder, and its first finding that makes answers useless is raised.
 """
 
 from __future__ import annotations
@@ -26,58 +25,53 @@ HINT = "annie-quant audit DIR --repair"
 
 
 @contextlib.contextmanager
-def named(folder: Path) -> Iterator[None]:
-    """A CheckpointError raised inside leaves as the audit's finding about `folder`, if the audit has one."""
+def as_audit_finding(folder: Path) -> Iterator[None]:
+    """Replace a CheckpointError raised inside by the audit's finding about `folder`, if the audit has one."""
     try:
         yield
     except CheckpointError as error:
         findings = checkpoint.audit(folder).findings
         deadly = [f for f in findings if f.code in loader_support.DEADLY]
-        deadly.sort(key=lambda f: f.code == "orphan_scale")  # what is left of a linear says less than what is gone
+        deadly.sort(key=lambda f: f.code == "orphan_scale")  # last: a missing tensor explains more than the rest of it
         if not deadly:
             raise
         more = f" (and {len(findings) - 1} more findings)" if findings[1:] else ""
         raise CheckpointError(f"{deadly[0].message}{more}", HINT) from error
 
 
-def check(model: nn.Module) -> None:
-    """Refuse scales and weights that would spread NaN, infinity or nonsense. What is not in memory is passed over."""
+def check_values(model: nn.Module) -> None:
+    """Raise CheckpointError for scales and weights that would spread NaN, infinity or nonsense. Skips meta tensors."""
     for name, module in model.named_modules():
         if any(p.device.type == "meta" for p in module.parameters(recurse=False)):
             continue
         if isinstance(module, NVFP4Linear):
             check_nvfp4(name, module)
         elif isinstance(module, FP8Linear):
-            scales: list[torch.Tensor] = [
-                module.weight_scale,
-                *([] if module.input_scale is None else [module.input_scale]),
-            ]
-            if not all(bool(((p > 0) & p.isfinite()).all()) for p in scales):
-                raise CheckpointError(f"{name}: a scale is not a positive number", HINT)
+            for scale in (module.weight_scale, module.input_scale):
+                if scale is not None and not bool(((scale > 0) & scale.isfinite()).all()):
+                    raise CheckpointError(f"{name}: a scale is not a positive number", HINT)
         else:
             for part, weight in module.named_parameters(recurse=False):
-                used = weight.exp() if models.is_log_decay(f"{name}.{part}") else weight
-                if weight.is_floating_point() and not math.isfinite(largest(used)):
+                values = weight.exp() if models.is_log_decay(f"{name}.{part}") else weight
+                if weight.is_floating_point() and not math.isfinite(max_magnitude(values)):
                     raise CheckpointError(f"{name}.{part} holds NaN or infinity", HINT)
 
 
-def largest(weight: torch.Tensor) -> float:
-    """The largest magnitude; NaN where there is one."""
-    if weight.device.type == "cpu" and str(weight.dtype).removeprefix("torch.") in codec.KINDS:
+def max_magnitude(weight: torch.Tensor) -> float:
+    """Return the largest magnitude, or NaN if the tensor has one."""
+    if weight.device.type == "cpu" and codec.dtype_name(weight.dtype) in codec.DTYPE_CODES:
         return float(nvfp4.amax(codec.to_numpy(weight)))
     return weight.abs().amax().item() if weight.numel() else 0.0
 
 
 def check_nvfp4(name: str, linear: NVFP4Linear) -> None:
     scalars = linear.scalars()
-    for part, value, largest in (
+    for part, value, limit in (
         (linear.NAMES.tensor_scale, scalars.tensor_scale, checks.LARGEST_TENSOR_SCALE),
         (linear.NAMES.input_scale, scalars.input_scale, checks.LARGEST_INPUT_SCALE),
     ):
-        if value is not None and not 0 < value <= largest:
-            raise CheckpointError(
-                f"{name}.{part} means {value}, expected a positive number of at most {largest:g}", HINT
-            )
+        if value is not None and not 0 < value <= limit:
+            raise CheckpointError(f"{name}.{part} means {value}, expected a positive number of at most {limit:g}", HINT)
     magnitude = linear.block_scale.view(torch.uint8) & checks.MAGNITUDE
     if magnitude.numel() and int(magnitude.max()) == checks.NAN:
         raise CheckpointError(f"{name}.{linear.NAMES.block_scale} holds NaN block scales", HINT)

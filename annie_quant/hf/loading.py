@@ -1,4 +1,4 @@
-"""Loading a model folder for evaluation: bf16 or NVFP4, with the numerics and the cache asked for."""
+"""Loading a model folder, bf16 or NVFP4, with chosen numerics and cache."""
 
 from __future__ import annotations
 
@@ -8,12 +8,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
 from annie_quant.checkpoint import ModelFolder
 from annie_quant.checkpoint.remote_code import refused
 from annie_quant.errors import AnnieError, CheckpointError, EnvironmentFault
 from annie_quant.hf.nvfp4_linear import nvfp4_linears, set_cache, set_numerics
 
-CACHE_BYTES = {"packed": 0.0, "bf16": 2.0, "float32": 4.0}  # a weight, besides the packed bytes
+CACHE_BYTES = {"packed": 0.0, "bf16": 2.0, "float32": 4.0}  # per weight, in addition to the packed bytes
+MEMORY_HINT = 'a smaller cache (packed), another device, or device_map="auto" with offload_folder'
 
 
 def load(
@@ -22,37 +28,36 @@ def load(
     cache: str = "packed",
     dtype: Any = "auto",
     device: str | None = None,
-    **more: Any,
+    **options: Any,
 ) -> Any:
-    """A transformers causal LM in eval mode from a folder.
+    """Load a folder as a transformers causal LM in eval mode.
 
-    numerics: w4a4, w4a16, or None for what the checkpoint says; nothing for a model without NVFP4 linears.
-    cache: packed, bf16 or float32 (see NVFP4Linear.set_cache). dtype: of everything that is not packed.
-    more: goes to from_pretrained (device_map and the like). Raises CheckpointError for a folder that is no model and for
-    a faulty checkpoint (the audit's finding), EnvironmentFault where memory is short.
+    numerics: "w4a4", "w4a16" or None for what the checkpoint defines; ignored for a model without NVFP4 linears.
+    cache: "packed", "bf16" or "float32" (see NVFP4Linear.set_cache). dtype: of everything that is not packed.
+    options: for from_pretrained, such as device_map.
+    Raises CheckpointError for a folder without a model and for a faulty checkpoint (with the audit's finding),
+    EnvironmentFault where memory is too small.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     folder = Path(model_dir)
     if not (folder / "config.json").is_file():
-        raise CheckpointError(f"{folder} is no model folder: config.json is missing")
+        raise CheckpointError(f"{folder} is not a model folder: config.json is missing")
     shards = ModelFolder(folder)
-    if "device_map" not in more and device in (None, "cpu"):
-        enough_memory(shards, cache, dtype)
-    side = shards.json("hf_quant_config.json")
-    with one_line(folder):
-        if "quantization_config" not in shards.config and side is not None:
-            written = side["quantization"]
-            more["config"] = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-            more["config"].quantization_config = {
+    if "device_map" not in options and device in (None, "cpu"):
+        check_memory(shards, cache, dtype)
+    quant_config = shards.json("hf_quant_config.json")
+    with one_line_errors(folder):
+        if "quantization_config" not in shards.config and quant_config is not None:
+            settings = quant_config["quantization"]
+            options["config"] = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            options["config"].quantization_config = {
                 "quant_method": "modelopt",
-                **written,
-                "ignore": written.get("exclude_modules", []),
+                **settings,
+                "ignore": settings.get("exclude_modules", []),
             }
         if device is not None:
-            more.setdefault("device_map", device)
+            options.setdefault("device_map", device)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, output_loading_info=True, trust_remote_code=False, **more
+            folder, dtype=dtype, output_loading_info=True, trust_remote_code=False, **options
         )
         model, info = loaded
         missing = sorted(info["missing_keys"]) + sorted(str(k[0]) for k in info["mismatched_keys"])
@@ -69,15 +74,14 @@ def load(
     return model
 
 
-def enough_memory(shards: ModelFolder, cache: str, dtype: Any) -> None:
-    """Refuse what the machine's free memory cannot hold: Linux would end the process without a word."""
-    import psutil
-
+def check_memory(shards: ModelFolder, cache: str, dtype: Any) -> None:
+    """Raise EnvironmentFault where the free memory is too small: Linux would end the process without a message."""
     size = 0.0
     for info in shards.tensors.values():
-        packed = info.dtype == "U8"
-        wide = not packed and str(dtype) == "torch.float32" and info.dtype in ("BF16", "F16")
-        size += info.size_bytes * (2 if wide else 1) + (2 * info.elements * CACHE_BYTES.get(cache, 0) if packed else 0)
+        if info.dtype == "U8":
+            size += info.size_bytes + 2 * info.elements * CACHE_BYTES.get(cache, 0)
+        else:
+            size += info.size_bytes * (2 if str(dtype) == "torch.float32" and info.dtype in ("BF16", "F16") else 1)
     free = psutil.virtual_memory().available
     if size > free:
         raise EnvironmentFault(
@@ -87,10 +91,8 @@ def enough_memory(shards: ModelFolder, cache: str, dtype: Any) -> None:
 
 
 @contextmanager
-def one_line(folder: Path) -> Iterator[None]:
-    """What transformers and torch raise about a folder, as one line."""
-    import torch
-
+def one_line_errors(folder: Path) -> Iterator[None]:
+    """Turn exceptions of transformers and torch about a folder into a CheckpointError or EnvironmentFault of one line."""
     try:
         with refused(folder):
             yield
@@ -106,18 +108,17 @@ def one_line(folder: Path) -> Iterator[None]:
         ) from error
 
 
-MEMORY_HINT = 'a smaller cache (packed), another device, or device_map="auto" with offload_folder'
-
-
 def first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0][:200] if lines else "no reason given"
 
 
-def numerics_of(model: Any) -> list[str]:
-    """What this model can be evaluated under: ["bf16"] without NVFP4 linears, else w4a16 and, where any linear has an
-    input scale, w4a4."""
+def numerics_of(model: nn.Module) -> list[str]:
+    """Return the numerics that the model can compute with.
+
+    ["bf16"] without NVFP4 linears, ["w4a4", "w4a16"] if any linear has an input scale, else ["w4a16"].
+    """
     linears = nvfp4_linears(model).values()
     if not linears:
         return ["bf16"]
-    return ["w4a4", "w4a16"] if any(m.rounds_input for m in linears) else ["w4a16"]
+    return ["w4a4", "w4a16"] if any(m.has_input_scale for m in linears) else ["w4a16"]

@@ -1,25 +1,25 @@
-"""NVFP4Linear: a linear layer on the NVFP4 tensors of a checkpoint, with the arithmetic of either family of kernels.
+"""NVFP4Linear: a linear layer on a checkpoint's NVFP4 tensors, with the arithmetic of either family of kernels.
 
-Arithmetic, y = x W^T + b, with W = value * f32(block scale * tensor scale):
-  w4a4   x is first rounded to NVFP4 and back under the checkpoint's input_scale, with one E4M3 scale for each block
-         of values found from x itself: what CUTLASS's and vLLM's NVFP4 kernels do to activations.
-  w4a16  x is taken as it comes: what Marlin and llama.cpp do.
-Where the weights are dequantized first (many rows of x), W is rounded once to the dtype of x: in bfloat16 that is
-ModelOpt's own dequantize, in float32 it is exact. Kernels that read the packed weights (few rows on a CPU, any on a GPU
-with _gemm) multiply by exact weights in float32 and round the sum once. The tensor names are the checkpoint's own, so
-state dicts go in and out unchanged.
+y = x W^T + b, with W = value * f32(block scale * tensor scale):
+  w4a4   x is first rounded to NVFP4 and back with the checkpoint's input_scale and one E4M3 scale per block of values,
+         computed from x: what CUTLASS's and vLLM's NVFP4 kernels do to activations.
+  w4a16  x is used unchanged: what Marlin and llama.cpp do.
+Where weights are dequantized first (many rows of x), W is rounded once to x's dtype: in bfloat16 this is ModelOpt's own
+dequantize, in float32 it is exact. Kernels on packed weights (few rows on a CPU, any number on a GPU with _gemm) multiply by
+exact weights in float32 and round the sum once. Tensor names are the checkpoint's own, so state dicts load and save unchanged.
 """
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import nn
 
 from annie_quant.errors import UsageError
+from annie_quant.gemm.torch_op import Prepared
 from annie_quant.hf import codec, matmul
-from annie_quant.hf.base_linear import HeldLinear
+from annie_quant.hf.base_linear import FixedDtypeLinear
 
 NUMERICS = ("w4a4", "w4a16")
 CACHES = ("packed", "bf16", "float32")
@@ -27,7 +27,7 @@ CACHE_DTYPE = {"bf16": torch.bfloat16, "float32": torch.float32}
 
 
 class Names(NamedTuple):
-    """What a dialect calls the tensors of a linear."""
+    """A dialect's names for the tensors of a linear."""
 
     codes: str
     block_scale: str
@@ -36,22 +36,24 @@ class Names(NamedTuple):
 
 
 class Scalars(NamedTuple):
-    """A linear's scales as Python floats. divisor: the tensor's scale as it is kept, where it is kept as a divisor."""
+    """A linear's scales as Python floats. divisor: the stored tensor scale, where the dialect stores its reciprocal."""
 
     tensor_scale: float
     divisor: float | None
     input_scale: float | None
 
 
-class NVFP4Linear(HeldLinear):
-    """ModelOpt's names. Parameters that hold still: weight uint8 [N, K/2], weight_scale float8_e4m3fn [N, K/group],
-    weight_scale_2 float32 [], input_scale float32 [] or none, pre_quant_scale [K] or none (NVFP4_AWQ: x is multiplied
-    by it first)."""
+class NVFP4Linear(FixedDtypeLinear):
+    """A linear with ModelOpt's tensor names.
+
+    Parameters: weight uint8 [N, K/2]; weight_scale float8_e4m3fn [N, K/group]; weight_scale_2 float32 []; input_scale float32
+    [] or None; pre_quant_scale [K] or None (NVFP4_AWQ: x is multiplied by it first).
+    """
 
     NAMES: ClassVar[Names] = Names("weight", "weight_scale", "weight_scale_2", "input_scale")
-    HELD = NAMES
-    SCALAR: ClassVar[tuple[int, ...]] = ()
-    DIVIDES: ClassVar[bool] = False
+    FIXED_DTYPE = NAMES
+    SCALAR_SHAPE: ClassVar[tuple[int, ...]] = ()
+    RECIPROCAL: ClassVar[bool] = False  # whether the scalar scales are stored as divisors
 
     pre_quant_scale: nn.Parameter | None
 
@@ -64,35 +66,26 @@ class NVFP4Linear(HeldLinear):
         bias: bool = False,
         activations: bool = True,
         pre_quant: bool = False,
-        dtype=None,
+        dtype: torch.dtype | None = None,
         device=None,
     ) -> None:
-        nn.Module.__init__(self)  # nn.Linear's own would make a float weight
+        super().__init__(in_features, out_features)
         if in_features % group:
             raise UsageError(f"NVFP4 needs rows of a multiple of {group} values, this linear has {in_features}")
-        self.in_features, self.out_features, self.group = in_features, out_features, group
-
-        def put(name: str, shape: tuple[int, ...], kind: torch.dtype) -> None:
-            self.register_parameter(
-                name, nn.Parameter(torch.empty(shape, dtype=kind, device=device), requires_grad=False)
-            )
-
+        self.group = group
         dtype = dtype or torch.bfloat16
-        for name in ("weight", self.NAMES.input_scale, "pre_quant_scale", "bias"):
-            self.register_parameter(name, None)
-        put(self.NAMES.codes, (out_features, in_features // 2), torch.uint8)
-        put(self.NAMES.block_scale, (out_features, in_features // group), torch.float8_e4m3fn)
-        put(self.NAMES.tensor_scale, self.SCALAR, torch.float32)
-        if activations:
-            put(self.NAMES.input_scale, self.SCALAR, torch.float32)
-        if pre_quant:
-            put("pre_quant_scale", (in_features,), dtype)
-        if bias:
-            put("bias", (out_features,), dtype)
+        names, scalar = self.NAMES, self.SCALAR_SHAPE
+        self.register_parameter("weight", None)
+        self.add_parameter(names.input_scale, scalar if activations else None, torch.float32, device)
+        self.add_parameter("pre_quant_scale", (in_features,) if pre_quant else None, dtype, device)
+        self.add_parameter("bias", (out_features,) if bias else None, dtype, device)
+        self.add_parameter(names.codes, (out_features, in_features // 2), torch.uint8, device)
+        self.add_parameter(names.block_scale, (out_features, in_features // group), torch.float8_e4m3fn, device)
+        self.add_parameter(names.tensor_scale, scalar, torch.float32, device)
         self.numerics = "w4a4" if activations else "w4a16"
         self.cache = "packed"
-        self.dense: torch.Tensor | None = None
-        self.prepared: Any = None
+        self.dense: torch.Tensor | None = None  # the dequantized weights, unless the cache is "packed"
+        self.prepared: Prepared | None = None  # the weights as our CUDA kernels read them
         self._scalars: Scalars | None = None
 
     @property
@@ -104,12 +97,12 @@ class NVFP4Linear(HeldLinear):
         return getattr(self, self.NAMES.block_scale)
 
     @property
-    def rounds_input(self) -> bool:
-        """Whether the checkpoint says how activations are to be rounded."""
+    def has_input_scale(self) -> bool:
+        """Whether the checkpoint defines how activations are rounded."""
         return getattr(self, self.NAMES.input_scale) is not None
 
     def _apply(self, fn, recurse: bool = True):
-        """Besides, what was made of the tensors follows them: a copy for kernels is made anew, a dense one moved."""
+        """Also drop what was derived from the tensors, and move the dequantized weights."""
         super()._apply(fn, recurse)
         self._scalars = self.prepared = None
         if self.dense is not None:
@@ -117,43 +110,43 @@ class NVFP4Linear(HeldLinear):
         return self
 
     def scalars(self) -> Scalars:
-        """The scales, read from the device once."""
+        """Return the scales, read from the device once."""
         if self._scalars is None:
-            tensor_scale = getattr(self, self.NAMES.tensor_scale).item()
-            given = getattr(self, self.NAMES.input_scale)
-            input_scale = None if given is None else given.item()
-            if self.DIVIDES:
-                input_scale = None if input_scale is None else inverted(input_scale)
-                self._scalars = Scalars(inverted(tensor_scale), tensor_scale, input_scale)
+            stored = getattr(self, self.NAMES.tensor_scale).item()
+            input_scale = getattr(self, self.NAMES.input_scale).item() if self.has_input_scale else None
+            if self.RECIPROCAL:
+                input_scale = None if input_scale is None else reciprocal(input_scale)
+                self._scalars = Scalars(reciprocal(stored), stored, input_scale)
             else:
-                self._scalars = Scalars(tensor_scale, None, input_scale)
+                self._scalars = Scalars(stored, None, input_scale)
         return self._scalars
 
     def prepare(self) -> None:
-        """What a forward needs besides the tensors: the scales as numbers and, on a GPU with kernels, the weights as
-        these want them. Done at the first forward where nobody did; torch.compile wants it before."""
+        """Read the scales and, on a GPU with kernels, repack the weights for them.
+
+        The first forward does this too; torch.compile needs it before.
+        """
         self.scalars()
-        if self.prepared is None and self.dense is None and matmul.on_kernels(self):
-            self.prepared = matmul.repacked(self)
+        if self.prepared is None and self.dense is None and matmul.can_use_kernels(self):
+            self.prepared = matmul.repack(self)
 
     def set_numerics(self, numerics: str) -> None:
+        """Set "w4a4" or "w4a16". Raises UsageError for w4a4 without an input scale."""
         if numerics not in NUMERICS:
-            raise UsageError(f"numerics {numerics!r} is not known", f"choose one of: {', '.join(NUMERICS)}")
-        if numerics == "w4a4" and not self.rounds_input:
-            raise UsageError(
-                "w4a4 needs an input_scale and this checkpoint holds none (weights alone are quantized)", "use w4a16"
-            )
+            raise UsageError(f"unknown numerics {numerics!r}", f"choose one of: {', '.join(NUMERICS)}")
+        if numerics == "w4a4" and not self.has_input_scale:
+            raise UsageError("w4a4 needs an input_scale, and this checkpoint quantizes weights only", "use w4a16")
         self.numerics = numerics
 
     def set_cache(self, cache: str) -> None:
-        """packed: 4 bits stay 4 bits in memory; bf16, float32: weights are dequantized once and kept beside them."""
+        """Set "packed" (4 bits per weight in memory) or "bf16" or "float32" (also store the dequantized weights)."""
         if cache not in CACHES:
-            raise UsageError(f"cache {cache!r} is not known", f"choose one of: {', '.join(CACHES)}")
+            raise UsageError(f"unknown cache {cache!r}", f"choose one of: {', '.join(CACHES)}")
         self.cache = cache
         self.dense = None if cache == "packed" else self.rows(0, self.out_features, CACHE_DTYPE[cache])
 
     def rows(self, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
-        """Weights of output rows start to stop, [stop - start, K] in `dtype`."""
+        """Return the weights of output rows start to stop, [stop - start, K] in `dtype`."""
         tensor_scale, divisor, _ = self.scalars()
         codes, scales = self.codes[start:stop], self.block_scale[start:stop]
         return codec.dequantize(codes, scales, tensor_scale, self.group, dtype, divisor)
@@ -163,7 +156,7 @@ class NVFP4Linear(HeldLinear):
             x = x * self.pre_quant_scale.to(x.dtype)
         if self.numerics == "w4a4":
             input_scale = self.scalars().input_scale
-            assert input_scale is not None  # set_numerics saw to it
+            assert input_scale is not None  # set_numerics checks it
             x = codec.fake_quant(x, input_scale, self.group)
         if self.dense is not None:
             return nn.functional.linear(x, self.dense.to(x.dtype), self.bias)
@@ -177,33 +170,37 @@ class NVFP4Linear(HeldLinear):
 
 
 class PackedNVFP4Linear(NVFP4Linear):
-    """The same on compressed-tensors' names (nvfp4-pack-quantized), whose two global scales float32 [1] are divisors."""
+    """A linear with compressed-tensors' names (nvfp4-pack-quantized); both global scales, float32 [1], are divisors."""
 
     NAMES = Names("weight_packed", "weight_scale", "weight_global_scale", "input_global_scale")
-    HELD = NAMES
-    SCALAR = (1,)
-    DIVIDES = True
+    FIXED_DTYPE = NAMES
+    SCALAR_SHAPE = (1,)
+    RECIPROCAL = True
 
 
-def inverted(value: float) -> float:
-    """float32(1 / value); infinite for 0."""
+def reciprocal(value: float) -> float:
+    """Return float32(1 / value); infinity for 0."""
     return (1 / torch.tensor(value, dtype=torch.float32)).item()
 
 
 def nvfp4_linears(model: nn.Module) -> dict[str, NVFP4Linear]:
+    """Return the model's NVFP4 linears by name."""
     return {n: m for n, m in model.named_modules() if isinstance(m, NVFP4Linear)}
 
 
 def set_numerics(model: nn.Module, numerics: str) -> None:
-    """w4a4 or w4a16 for every NVFP4Linear of the model; one without an input scale among others that have one is w4a16
-    by its format and stays so. UsageError: the checkpoint has no input scales for w4a4."""
+    """Set w4a4 or w4a16 for every NVFP4Linear of the model.
+
+    In a model where some linears have an input scale, one without it stays w4a16, as its format defines. Raises UsageError for
+    w4a4 where no linear has one.
+    """
     linears = nvfp4_linears(model).values()
-    mixed = any(m.rounds_input for m in linears)
+    mixed = any(m.has_input_scale for m in linears)
     for linear in linears:
-        linear.set_numerics("w4a16" if mixed and numerics == "w4a4" and not linear.rounds_input else numerics)
+        linear.set_numerics("w4a16" if mixed and numerics == "w4a4" and not linear.has_input_scale else numerics)
 
 
 def set_cache(model: nn.Module, cache: str) -> None:
-    """packed, bf16 or float32 for every NVFP4Linear of the model."""
+    """Set packed, bf16 or float32 for every NVFP4Linear of the model."""
     for linear in nvfp4_linears(model).values():
         linear.set_cache(cache)

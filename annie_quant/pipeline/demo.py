@@ -1,50 +1,78 @@
-"""The whole line on the embedded model, stage by stage, in one run directory.
+"""The whole pipeline on the embedded model, stage by stage, in one run directory.
 
     conversations → quantize → audit → evaluate offline → GGUF → serve and measure → judge → report
 
-A stage that finished is not done again: its stamp in stages/ holds a key made from its inputs.
+A finished stage is not done again with the same inputs.
 """
 
 from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
-from annie_quant import schema
-from annie_quant.cli.console import Console
-from annie_quant.files import ASSETS, read_json, read_whole_json, write_json
+from annie_quant import bench, checkpoint, data, judge, report, schema, serve
+from annie_quant.bench import memory
+from annie_quant.files import ASSETS, read_json
 from annie_quant.pipeline.run_directory import RunDirectory
-from annie_quant.pipeline.stages import Stages, offline_prompts, weight_sizes
+from annie_quant.pipeline.stages import StageResult, Stages, offline_prompts, weight_sizes
+from annie_quant.progress import Console, Progress, SilentConsole
 from annie_quant.quantize.job import weight_bytes
+from annie_quant.resume import KeyedJson
 
 MODEL = ASSETS / "tiny-annie"
+N_CONVERSATIONS = 500
 CALIBRATION_ROWS = 48
 KL_ROWS = 60
-LAYER_PROMPTS = 8  # for the divergence layer by layer
+SENSITIVITY_PROMPTS = 8  # per gate
+MEMORY_WAIT_S = 10.0  # after the servers have stopped
 
-# name → label, strategy (None: made from bf16 as it is), GGUF type (None: as the checkpoint is)
-SIDES: dict[str, tuple[str, str | None, str | None]] = {
-    "bf16": ("bf16", None, "BF16"),
-    "naive": ("NVFP4 naive", "naive", None),
-    "mlp_only": ("NVFP4 mlp_only", "mlp_only", None),
-    "q4_k_m": ("Q4_K_M", None, "Q4_K_M"),
+
+class Side(NamedTuple):
+    """A served model. strategy: None: made from bf16. gguf_type: None: the type of the checkpoint's tensors."""
+
+    label: str
+    strategy: str | None
+    gguf_type: str | None
+
+
+SIDES = {
+    "bf16": Side("bf16", None, "BF16"),
+    "naive": Side("NVFP4 naive", "naive", None),
+    "mlp_only": Side("NVFP4 mlp_only", "mlp_only", None),
+    "q4_k_m": Side("Q4_K_M", None, "Q4_K_M"),
 }
 STRATEGIES = ("naive", "mlp_only", "direct")
 
 
+class DataResult(StageResult):
+    data: data.Generation
+
+
+class FileResult(StageResult):
+    size_bytes: int
+
+
+class BenchResult(StageResult):
+    """memory_kept_after_stop_bytes: memory of the machine in use after the servers stopped, less that before they started."""
+
+    memory_kept_after_stop_bytes: int | None
+
+
 def run(output: str | Path, n_offline: int = 25, n_served: int = 100, console: Console | None = None) -> dict[str, Any]:
-    """Run every stage into `output` and return the verdict: sentence, passed, reasons, gates, stages, report."""
-    console = console or Console()
+    """Run every stage into `output`. Return the verdict (sentence, passed, reasons) with gates, stages and report.
+
+    n_offline, n_served: prompts per gate without and with servers.
+    """
     directory = RunDirectory(output)
     with directory.locked():
-        return Line(directory, n_offline, n_served, console).run()
+        return Demo(directory, n_offline, n_served, console or SilentConsole()).run()
 
 
-class Line:
-    """The stages and what they hand to each other."""
+class Demo:
+    """The demo's stages."""
 
     def __init__(self, directory: RunDirectory, n_offline: int, n_served: int, console: Console) -> None:
         self.dir, self.n_offline, self.n_served = directory, n_offline, n_served
@@ -52,14 +80,13 @@ class Line:
 
     def run(self) -> dict[str, Any]:
         stages = self.stages
-        stages.stage("data", {"n": 500}, ["calibration.jsonl"], self.make_data)
+        stages.stage("data", {"n": N_CONVERSATIONS}, ["calibration.jsonl"], self.make_data, DataResult)
         for strategy in STRATEGIES:
             stages.quantize(strategy)
             stages.audit(strategy)
+        text = {"text": stages.text_key()}
         for side in SIDES:
-            stages.stage(
-                f"gguf-{side}", {"text": stages.text_key()}, [f"gguf/{side}.gguf"], partial(self.convert, side)
-            )
+            stages.stage(f"gguf-{side}", text, [f"gguf/{side}.gguf"], partial(self.convert, side), FileResult)
         workloads = offline_prompts(self.n_offline)
         for strategy in STRATEGIES:
             stages.evaluate(
@@ -70,119 +97,99 @@ class Line:
                 n_conversations=KL_ROWS,
                 settings={"kl_rows": KL_ROWS},
             )
-        layers = {"n": LAYER_PROMPTS, "text": stages.text_key()}
-        stages.stage("layers-naive", layers, ["sensitivity/naive.json"], self.layers)
-        served = {"n": self.n_served, "text": stages.text_key()}
-        stages.stage("bench", served, ["records.jsonl", "bench.json"], self.measure)
+        inputs = {"n": SENSITIVITY_PROMPTS, **text}
+        stages.stage("layers-naive", inputs, ["sensitivity/naive.json"], self.measure_layers, StageResult)
+        outputs = ["records.jsonl", "bench.json"]
+        stages.stage("bench", {"n": self.n_served, **text}, outputs, self.measure_servers, BenchResult)
         return self.finish()
 
-    def make_data(self, step: Any) -> dict[str, Any]:
-        from annie_quant import data
+    def make_data(self, progress: Progress) -> DataResult:
+        generation = data.generate("annie", "offline", N_CONVERSATIONS, self.stages.conversations, 0, progress)
+        return DataResult(f"{N_CONVERSATIONS} conversations", generation)
 
-        summary = data.generate("annie", "offline", 500, self.stages.conversations, seed=0, progress=step)
-        return {"summary": "500 conversations", "data": summary}
-
-    def convert(self, side: str, step: Any) -> dict[str, Any]:
-        from annie_quant import checkpoint
-
-        _, strategy, kind = SIDES[side]
-        source = self.stages.checkpoint(strategy) if strategy else MODEL
-        target = self.dir / f"gguf/{side}.gguf"
+    def convert(self, name: str, progress: Progress) -> FileResult:
+        side = SIDES[name]
+        target = self.dir / f"gguf/{name}.gguf"
         target.parent.mkdir(exist_ok=True)
-        checkpoint.convert(source, to="gguf", output=target, type=kind)
-        return {"summary": f"{target.stat().st_size / 1e6:.1f} MB", "size_bytes": target.stat().st_size}
+        checkpoint.convert(self.source(side), to="gguf", output=target, type=side.gguf_type)
+        size_bytes = target.stat().st_size
+        return FileResult(f"{size_bytes / 1e6:.1f} MB", size_bytes)
 
-    def layers(self, step: Any) -> dict[str, Any]:
-        """Which layers naive's divergence comes from, over the prompts that tip first: those that want a tool."""
-        from annie_quant import judge, runtime
+    def source(self, side: Side) -> Path:
+        return self.stages.checkpoint(side.strategy) if side.strategy else MODEL
+
+    def measure_layers(self, progress: Progress) -> StageResult:
+        """Measure which layers naive's divergence comes from, over the prompts that need a tool."""
+        from annie_quant.evaluate.layers import measure
+        from annie_quant.evaluate.pair import ModelPair
 
         output = self.dir / "sensitivity/naive.json"
         output.parent.mkdir(exist_ok=True)
-        asked = judge.sample(judge.load_workloads(["tool_memory", "tool_web"]), LAYER_PROMPTS)
-        found = runtime.sensitivity(
-            self.stages.checkpoint("naive"),
-            MODEL,
-            asked,
-            numerics="w4a4",
-            modes=("alone",),
-            output=output,
-            cache=self.dir / "eval",
-            progress=step,
-        )
-        worst = max(found["alone"], key=lambda layer: found["alone"][layer]["mean"])
-        return {"summary": f"most from {worst}"}
+        workloads = judge.sample(judge.load_workloads(["tool_memory", "tool_web"]), SENSITIVITY_PROMPTS)
+        folder = self.stages.checkpoint("naive")
+        with ModelPair(folder, MODEL, cache=self.dir / "eval", progress=progress) as pair:
+            result = measure(pair, workloads, "w4a4", ("alone",), output)
+        worst = max(result.by_layer(), key=lambda row: row.kl)
+        return StageResult(f"most from {worst.layer}")
 
-    def measure(self, step: Any) -> dict[str, Any]:
-        from annie_quant import bench, judge, serve
-        from annie_quant.bench import memory
-
+    def measure_servers(self, progress: Progress) -> BenchResult:
         workloads = judge.sample(judge.load_workloads(), self.n_served)
         servers, source = [], self.stages.base["model"]
-        used = memory.system_used()
+        before_bytes = memory.system_used()
         try:
             for name in SIDES:
-                step.say(f"starting {name}")
-                servers.append(
-                    serve.start(self.dir / f"gguf/{name}.gguf", runtime="llama.cpp", log=self.dir / f"logs/{name}.log")
-                )
+                progress.message(f"starting {name}")
+                log = self.dir / f"logs/{name}.log"
+                servers.append(serve.start(self.dir / f"gguf/{name}.gguf", runtime="llama.cpp", log=log))
             backends = [
                 bench.Backend(name, server.url, meta={"model": name, "source": source, "pid": server.pid})
                 for name, server in zip(SIDES, servers, strict=True)
             ]
-            done = bench.run(
-                backends, workloads, self.dir.path, warmup=2, runs=1, progress=step, resume=self.same_bench()
-            )
+            resume = self.same_bench_settings()
+            result = bench.run(backends, workloads, self.dir.path, warmup=2, runs=1, progress=progress, resume=resume)
         finally:
             for server in servers:
                 server.stop()
-        left = memory.after_stop(10.0)
-        kept = None if used is None or left is None else left - used
-        return {"summary": f"{done.requests} requests", "memory_kept_after_stop_bytes": kept}
+        after_bytes = memory.after_stop(MEMORY_WAIT_S)
+        kept_bytes = None if before_bytes is None or after_bytes is None else after_bytes - before_bytes
+        return BenchResult(f"{result.requests} requests", kept_bytes)
 
-    def same_bench(self) -> bool:
-        """Whether the records there are come from these very settings; others are measured anew."""
-        wanted = self.stages.base | {"n": self.n_served, "text": self.stages.text_key()}
-        marker = self.dir / "stages/.bench-settings"
-        same = read_whole_json(marker) == wanted
-        write_json(marker, wanted)
+    def same_bench_settings(self) -> bool:
+        """Return whether the existing records were measured with these settings; other records are measured again."""
+        key = self.stages.base | {"n": self.n_served, "text": self.stages.text_key()}
+        marker = KeyedJson(self.dir / "stages/.bench-settings", key)
+        same = marker.load(default=False)
+        marker.save(True)
         return same
 
     def finish(self) -> dict[str, Any]:
-        """Aggregate what the stages left, judge it, write run.json and the report."""
-        from annie_quant import bench, judge, report
-
+        """Aggregate the stages' results, judge them, and write run.json and the report."""
         aggregates = bench.aggregate(self.dir.path)
         aggregates.models = [self.model_row(name) for name in SIDES]
         offline = {s: read_json(self.dir / f"eval/{s}.json")["numerics"] for s in STRATEGIES}
         aggregates.offline = msgspec.convert(offline, dict[str, dict[str, schema.OfflineSide]])
         verdict = judge.verdict(aggregates)
-        stages = [schema.Stage(**{k: s[k] for k in ("name", "seconds", "summary")}) for s in self.stages.stamps]
         config = {"n_offline": self.n_offline, "n_served": self.n_served, "model": self.stages.base["model"]}
         environment = msgspec.convert(bench.environment(), schema.Environment)
-        self.dir.write_run(config, aggregates, verdict, environment, stages)
+        self.dir.write_run(config, aggregates, verdict, environment, self.stages.rows)
         paths = report.build(self.dir.path)
-        gates = {f"{s} {k}": v.gates for s in STRATEGIES for k, v in aggregates.offline[s].items()}
-        gates |= {SIDES[b][0]: v.gates for b, v in aggregates.served.items()}
-        more = {"gates": gates, "stages": stages, "report": str(paths[0])}
+        gates = {f"{s} {kind}": side.gates for s in STRATEGIES for kind, side in aggregates.offline[s].items()}
+        gates |= {SIDES[name].label: side.gates for name, side in aggregates.served.items()}
+        more = {"gates": gates, "stages": self.stages.rows, "report": str(paths[0])}
         result: dict[str, Any] = msgspec.to_builtins(msgspec.structs.asdict(verdict) | more)
         return result
 
-    def model_row(self, side: str) -> schema.ModelRow:
-        label, strategy, kind = SIDES[side]
-        folder = self.dir / f"models/{strategy}" if strategy else MODEL
-        gguf = self.dir / f"gguf/{side}.gguf"
-        size = gguf.stat().st_size if kind == "Q4_K_M" else weight_bytes(folder)
+    def model_row(self, name: str) -> schema.ModelRow:
+        side, gguf = SIDES[name], self.dir / f"gguf/{name}.gguf"
+        folder = self.source(side)
+        size_bytes = gguf.stat().st_size if side.gguf_type == "Q4_K_M" else weight_bytes(folder)
+        n_weights = sum(size.elements for size in weight_sizes(MODEL).values())
         return schema.ModelRow(
-            name=side,
-            label=label,
-            format=kind or "NVFP4",
-            size_bytes=size,
-            bits_per_weight=8 * size / parameters(MODEL),
+            name=name,
+            label=side.label,
+            format=side.gguf_type or "NVFP4",
+            size_bytes=size_bytes,
+            bits_per_weight=8 * size_bytes / n_weights,
             checkpoint=str(folder),
             gguf=str(gguf),
         )
-
-
-def parameters(folder: Path) -> int:
-    """How many weights a checkpoint holds."""
-    return sum(elements for elements, _ in weight_sizes(folder).values())

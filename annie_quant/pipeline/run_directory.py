@@ -1,15 +1,13 @@
-"""A run directory: every stage's results in one folder, each stage done once, by one process at a time.
+"""A run directory: all results of a run in one folder. Each stage is done once, by one process at a time.
 
 run.json  records.jsonl  streams/  inputs.json  results.csv  plots/  report.html  report.md
-stages/<name>.json       what a finished stage gave, and the key (its inputs) that it was made from
-models/  gguf/  eval/    what the stages leave for each other
+stages/<name>.json       the result of a finished stage, with the inputs that it was made from
+models/  gguf/  eval/    files that stages leave for later ones
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import os
 import re
 import sys
@@ -22,44 +20,54 @@ import msgspec
 
 from annie_quant import schema
 from annie_quant.errors import EnvironmentFault, UsageError
-from annie_quant.files import owner, read_json, read_whole_json, take_lock, write_json
+from annie_quant.files import owner, read_json, read_whole_json, take_lock
+from annie_quant.resume import KeyedJson
 
-HALF = re.compile(r"^\..+\.\d+\.part$")  # .NAME.PID.part
+PARTIAL_FILE = re.compile(r"^\..+\.\d+\.part$")  # .NAME.PID.part, from files.replacing
 
 
-def not_ours(folder: Path, path: Path, error: OSError) -> EnvironmentFault:
-    """The fault of a folder that another user (often root, from a container) left behind."""
-    whose = owner(path)
+class StageStamp(msgspec.Struct):
+    """A finished stage. outputs: paths in the run directory, which must still exist. result: what its work returned."""
+
+    stage: str
+    seconds: float
+    outputs: list[str]
+    result: Any
+
+
+def not_writable(folder: Path, path: Path, error: OSError) -> EnvironmentFault:
+    """Return the error for a run directory that cannot be written, with the owner if that is another user."""
+    note = owner(path)
     return EnvironmentFault(
-        f"{path}: cannot be made or written ({error.strerror}{whose})",
-        f"sudo chown -R $(id -u):$(id -g) {folder}, or choose another --output" if whose else "choose another --output",
+        f"{path}: cannot be created or written ({error.strerror}{note})",
+        f"sudo chown -R $(id -u):$(id -g) {folder}, or choose another --output" if note else "choose another --output",
     )
 
 
 class RunDirectory:
-    """The folder, and what is finished in it."""
+    """The folder and its finished stages."""
 
-    def __init__(self, path: str | os.PathLike) -> None:
+    def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         try:
             (self.path / "stages").mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise not_ours(self.path, self.path, error) from error
+            raise not_writable(self.path, self.path, error) from error
 
     def __truediv__(self, name: str) -> Path:
         return self.path / name
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the folder against a second command; the lock goes with the process, however it ends.
+        """Lock the folder against a second command, until the context or the process ends.
 
-        Raises UsageError (held by another process, which is named), EnvironmentFault (not ours to write, cannot be
-        locked, or made by a newer annie-quant, whose results would be lost).
+        Raises UsageError if another process, which is named, holds the lock; EnvironmentFault if the folder cannot be
+        written or locked, or has results of a newer annie-quant.
         """
         try:
-            file = (self.path / ".lock").open("a+")  # not "w": who waits must not wipe out the holder's name
+            file = (self.path / ".lock").open("a+")  # not "w", which would erase the holder's name
         except OSError as error:
-            raise not_ours(self.path, self.path / ".lock", error) from error
+            raise not_writable(self.path, self.path / ".lock", error) from error
         with file:
             if not take_lock(file, self.path):
                 file.seek(0)
@@ -68,24 +76,24 @@ class RunDirectory:
                     "wait for it, or choose another --output",
                 )
             file.truncate(0)
-            with contextlib.suppress(OSError):  # a full disk takes no name, and the lock holds without one
+            with contextlib.suppress(OSError):  # on a full disk the lock holds without a name
                 file.write(f"process {os.getpid()}: {' '.join(['annie-quant', *sys.argv[1:]])[:300]}")
                 file.flush()
             for name in ("run.json", "bench.json"):
                 if (self.path / name).is_file():
-                    with contextlib.suppress(ValueError):  # a torn one is made anew
+                    with contextlib.suppress(ValueError):  # a torn file is written again
                         schema.check_version(read_json(self.path / name), self.path / name)
-            self.remove_half_files()
+            self.remove_partial_files()
             yield
 
-    def remove_half_files(self) -> None:
-        """What a killed process was writing (files.replacing); the lock says that nobody writes now."""
-        for half in self.path.rglob(".*.part"):
-            if half.is_file() and HALF.search(half.name):
+    def remove_partial_files(self) -> None:
+        """Remove what a killed process was writing; the lock ensures that no other process writes now."""
+        for path in self.path.rglob(".*.part"):
+            if path.is_file() and PARTIAL_FILE.search(path.name):
                 try:
-                    half.unlink(missing_ok=True)
+                    path.unlink(missing_ok=True)
                 except OSError as error:
-                    raise not_ours(self.path, half, error) from error
+                    raise not_writable(self.path, path, error) from error
 
     def write_run(
         self,
@@ -106,31 +114,32 @@ class RunDirectory:
         )
         schema.write_run(self.path, run)
 
-    def finished(self, stage: str, key: str) -> dict[str, Any] | None:
-        """What the stage gave, if it finished from these very inputs."""
-        found = read_whole_json(self.path / "stages" / f"{stage}.json")
-        if not isinstance(found, dict) or "result" not in found or not isinstance(found.get("outputs"), list):
+    def finished(self, stage: str, inputs: Any) -> StageStamp | None:
+        """Return the stamp of a stage that finished with these inputs and whose outputs still exist."""
+        try:
+            stamp = msgspec.convert(self._stamp(stage, inputs).load(), StageStamp)
+        except msgspec.ValidationError:
             return None
-        if found.get("key") != key or not all(self.whole(str(p)) for p in found["outputs"]):
-            return None
-        return found
+        return stamp if all(self.is_complete(output) for output in stamp.outputs) else None
 
-    def whole(self, output: str) -> bool:
-        """Whether a stage's output is there; of JSON also, whether it can be read."""
+    def is_complete(self, output: str) -> bool:
+        """Return whether a stage's output exists and, if it is JSON, can be read."""
         path = self.path / output
         return read_whole_json(path) is not None if path.suffix == ".json" else path.exists()
 
-    def finish(self, stage: str, key: str, seconds: float, result: Any, outputs: list[str]) -> dict[str, Any]:
-        stamp = {"stage": stage, "key": key, "seconds": round(seconds, 2), "outputs": outputs, "result": result}
-        write_json(self.path / "stages" / f"{stage}.json", stamp)
-        return stamp
+    def stage(self, name: str, inputs: Any, outputs: list[str], work: Callable[[], Any]) -> tuple[StageStamp, bool]:
+        """Do `work` unless the stage has finished with these inputs. Return its stamp, and whether it was finished before.
 
-    def stage(self, name: str, inputs: Any, outputs: list[str], work: Callable[[], Any]) -> tuple[dict[str, Any], bool]:
-        """Do `work` unless it is done; returns its stamp and whether it was done before."""
-        key = hashlib.sha256(json.dumps(inputs, sort_keys=True, default=str).encode()).hexdigest()[:16]
-        found = self.finished(name, key)
-        if found is not None:
-            return found, True
+        work: returns the stage's result, a value that JSON can hold or a msgspec.Struct.
+        """
+        stamp = self.finished(name, inputs)
+        if stamp is not None:
+            return stamp, True
         start = time.monotonic()
-        result = work()
-        return self.finish(name, key, time.monotonic() - start, result, outputs), False
+        result = msgspec.to_builtins(work())
+        stamp = StageStamp(name, round(time.monotonic() - start, 2), outputs, result)
+        self._stamp(name, inputs).save(msgspec.to_builtins(stamp))
+        return stamp, False
+
+    def _stamp(self, stage: str, inputs: Any) -> KeyedJson:
+        return KeyedJson(self.path / "stages" / f"{stage}.json", inputs)

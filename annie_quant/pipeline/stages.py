@@ -1,6 +1,6 @@
-"""What the demo and the search both do with a strategy: quantize, audit, evaluate; each a stage of one run directory.
+"""The stages that the demo and the search share: quantize, audit and evaluate one strategy.
 
-A stage that finished from the same inputs is not done again, so a run that was killed goes on where it was.
+A stage that finished with the same inputs is not done again, so a killed run resumes.
 """
 
 from __future__ import annotations
@@ -9,165 +9,187 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
-from annie_quant import __version__, schema
+import msgspec
+
+from annie_quant import __version__, checkpoint, judge, quantize, schema
 from annie_quant.data.rows import read_rows
-from annie_quant.files import read_json, write_json
-from annie_quant.judge import decision
+from annie_quant.files import write_json
+from annie_quant.judge import Workload, decision
 from annie_quant.pipeline.run_directory import RunDirectory
+from annie_quant.progress import Console, Progress
 
-FEW = 10  # below it a trial run is meant, where no gate decides
+MIN_DECIDING_N = 10  # with fewer prompts per gate, no gate decides: a trial run
+
+
+class StageResult(msgspec.Struct):
+    """The result of a stage. summary: one line for people."""
+
+    summary: str
+
+
+class QuantizeResult(StageResult):
+    size_bytes: int
+    seconds: float
+
+
+class AuditResult(StageResult):
+    """audit: Audit.to_dict() without its tensors."""
+
+    audit: dict[str, Any]
+
+    @property
+    def ok(self) -> bool:
+        return self.audit["ok"]
+
+    @property
+    def loads(self) -> list[str]:
+        """Which servers load the checkpoint, one line per server."""
+        return self.audit["summary"].get("loads", [])
+
+
+Result = TypeVar("Result", bound=StageResult)
 
 
 class Stages:
-    """The stages of one model in one run directory; `stamps` keeps their names, times and summaries in order."""
+    """The stages of one model in one run directory. rows: the stages so far, in order."""
 
-    def __init__(self, directory: RunDirectory, model: Path, conversations: Path, samples: int, console: Any) -> None:
+    def __init__(
+        self, directory: RunDirectory, model: Path, conversations: Path, samples: int, console: Console
+    ) -> None:
         self.dir, self.console = directory, console
         self.model, self.conversations, self.samples = model, conversations, samples
-        self.base = {"version": __version__, "model": model_key(model)}
-        self.stamps: list[dict[str, Any]] = []
+        self.base = {"version": __version__, "model": model_key(model)}  # inputs of every stage
+        self.rows: list[schema.Stage] = []
         self._text_key: str | None = None
 
-    def stage(self, name: str, inputs: dict[str, Any], outputs: list[str], work: Callable[[Any], Any]) -> Any:
-        """Do `work(step)` unless it is done; returns its result."""
+    def stage(
+        self,
+        name: str,
+        inputs: Mapping[str, Any],
+        outputs: list[str],
+        work: Callable[[Progress], Result],
+        kind: type[Result],
+    ) -> Result:
+        """Return the result of `work(progress)`, of type `kind`; it is not repeated if the stage has finished before."""
 
-        def with_bar() -> Any:
-            with self.console.task(name) as step:
-                return work(step)
+        def with_progress() -> Result:
+            with self.console.task(name) as progress:
+                return work(progress)
 
-        stamp, before = self.dir.stage(name, self.base | inputs, outputs, with_bar)
+        stamp, before = self.dir.stage(name, self.base | dict(inputs), outputs, with_progress)
         if before:
-            self.console.err.print(f"[dim]✓ {name}, done before ({stamp['seconds']:.1f} s)[/]")
-        result = stamp["result"]
-        row = {"name": name, "seconds": stamp["seconds"], "summary": result.get("summary", ""), "result": result}
-        self.stamps.append(row)
+            self.console.note(f"✓ {name}, done before ({stamp.seconds:.1f} s)")
+        result = msgspec.convert(stamp.result, kind)
+        self.rows.append(schema.Stage(name=name, seconds=stamp.seconds, summary=result.summary))
         return result
 
     def text_key(self) -> str:
-        """Of what is said in the conversations; when they were made does not matter."""
+        """Return a hash of the conversations' messages and tools; their provenance does not matter."""
         if self._text_key is None:
-            said = [[row["messages"], row.get("tools")] for row in read_rows(self.conversations)]
-            self._text_key = hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
+            content = [[row["messages"], row.get("tools")] for row in read_rows(self.conversations)]
+            self._text_key = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
         return self._text_key
 
     def checkpoint(self, strategy: str) -> Path:
         return self.dir / f"models/{strategy}"
 
-    def quantize(self, strategy: str) -> dict[str, Any]:
-        """{"summary", "size_bytes", "seconds"}"""
-        from annie_quant import quantize
-
-        def work(step: Any) -> dict[str, Any]:
-            result = quantize.run(
+    def quantize(self, strategy: str) -> QuantizeResult:
+        def work(progress: Progress) -> QuantizeResult:
+            job = quantize.run(
                 strategy,
                 self.model,
                 self.checkpoint(strategy),
                 calib_data=self.conversations,
                 calib_samples=self.samples,
                 force=True,
-                report=step.say,
-                allow_prompt_mismatch=True,  # who walks the stages has looked at the prompt already
+                report=progress,
+                allow_prompt_mismatch=True,  # the demo and the search have checked the prompt
             )
-            sizes = f"{result.size_bytes / 1e6:,.1f} of {result.source_bytes / 1e6:,.1f} MB"
-            return {"summary": sizes, "size_bytes": result.size_bytes, "seconds": result.seconds}
+            sizes = f"{job.size_bytes / 1e6:,.1f} of {job.source_bytes / 1e6:,.1f} MB"
+            return QuantizeResult(sizes, job.size_bytes, job.seconds)
 
-        inputs = {"rows": self.samples, "text": self.text_key()}
-        return self.stage(f"quantize-{strategy}", inputs, [f"models/{strategy}/config.json"], work)
+        outputs = [f"models/{strategy}/config.json"]
+        return self.stage(f"quantize-{strategy}", self.data_inputs(), outputs, work, QuantizeResult)
 
-    def audit(self, strategy: str) -> dict[str, Any]:
-        """{"summary", "audit": Audit.to_dict() without its tensors}"""
-        from annie_quant import checkpoint
+    def audit(self, strategy: str) -> AuditResult:
+        def work(progress: Progress) -> AuditResult:
+            audit = checkpoint.audit(self.checkpoint(strategy), source=self.model)
+            outcome = "sound" if audit.ok else f"{len(audit.findings)} findings: {audit.findings[0].message}"
+            return AuditResult(outcome, {k: v for k, v in audit.to_dict().items() if k != "tensors"})
 
-        def work(step: Any) -> dict[str, Any]:
-            found = checkpoint.audit(self.checkpoint(strategy), source=self.model)
-            outcome = "sound" if found.ok else f"{len(found.findings)} findings: {found.findings[0].message}"
-            return {"summary": outcome, "audit": {k: v for k, v in found.to_dict().items() if k != "tensors"}}
-
-        inputs = {"rows": self.samples, "text": self.text_key()}
-        return self.stage(f"audit-{strategy}", inputs, [f"models/{strategy}/config.json"], work)
+        outputs = [f"models/{strategy}/config.json"]
+        return self.stage(f"audit-{strategy}", self.data_inputs(), outputs, work, AuditResult)
 
     def evaluate(
         self,
         name: str,
-        checkpoint: Path,
-        workloads: Sequence[Any],
+        folder: Path,
+        workloads: Sequence[Workload],
         numerics: Sequence[str] = ("w4a4", "w4a16"),
-        conversations: Any = None,
+        conversations: Path | Sequence[dict[str, Any]] | None = None,
         n_conversations: int | None = None,
-        settings: dict[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        """runtime.evaluate's result, kept as eval/<name>.json. settings: what else its key depends on."""
-        from annie_quant import runtime
+        settings: Mapping[str, Any] | None = None,
+    ) -> schema.Evaluation:
+        """Evaluate a checkpoint into eval/<name>.json. settings: further inputs of the stage."""
+        from annie_quant.evaluate.evaluation import evaluate_pair
+        from annie_quant.evaluate.pair import ModelPair
 
-        def work(step: Any) -> dict[str, Any]:
-            quiet_transformers()
-            result = runtime.evaluate(
-                checkpoint,
-                self.model,
-                workloads,
-                numerics=numerics,
-                conversations=conversations,
-                n_conversations=n_conversations,
-                cache=self.dir / "eval",
-                progress=step,
-            )
-            write_json(self.dir / f"eval/{name}.json", result)
-            failed = {k: failing(v["gates"], ("fail",)) for k, v in result["numerics"].items()}
+        output = f"eval/{name}.json"
+
+        def work(progress: Progress) -> StageResult:
+            silence_transformers()
+            with ModelPair(folder, self.model, cache=self.dir / "eval", progress=progress) as pair:
+                result = evaluate_pair(pair, workloads, numerics, conversations, n_conversations)
+            write_json(self.dir / output, result.to_dict())
+            failed = {k: decision.failing(v.gates, ("fail",)) for k, v in result.numerics.items()}
             parts = (f"{k}: fails {', '.join(v)}" if v else f"{k}: no gate fails" for k, v in failed.items())
-            return {"summary": "; ".join(parts)}
+            return StageResult("; ".join(parts))
 
-        asked = {w.name: [w.sha256, w.system or "", [c.id for c in w.cases]] for w in workloads}
-        inputs = {"rows": self.samples, "text": self.text_key(), "asked": asked, "numerics": list(numerics)}
-        self.stage(f"eval-{name}", inputs | (settings or {}), [f"eval/{name}.json"], work)
-        return read_json(self.dir / f"eval/{name}.json")
+        prompts = {w.name: [w.sha256, w.system or "", [c.id for c in w.cases]] for w in workloads}
+        inputs = {**self.data_inputs(), "asked": prompts, "numerics": list(numerics), **(settings or {})}
+        self.stage(f"eval-{name}", inputs, [output], work, StageResult)
+        return schema.Evaluation.load(self.dir / output)
+
+    def data_inputs(self) -> dict[str, Any]:
+        return {"rows": self.samples, "text": self.text_key()}
 
 
-def offline_prompts(n: int) -> list[Any]:
-    """The prompts of an evaluation without a server: n a gate, and every tool prompt there is.
+def offline_prompts(n: int) -> list[Workload]:
+    """Return the workloads of an offline evaluation: n prompts per gate, and every tool prompt.
 
-    The founding observation is about tool calls; n = 25 leaves a rate of 45 % undecided against the 60 % that are asked for,
-    n = 240 does not, and an answer that agrees with the reference's costs next to nothing to check.
+    All tool prompts, because n = 25 leaves a rate of 45 % undecided against the required 60 % (R23) and n = 240 does not, and
+    an answer that agrees with the reference's costs almost nothing.
     """
-    from annie_quant import judge
-
     everything = judge.load_workloads()
     chosen = {w.name: w for w in judge.sample(everything, n)}
-    if n >= FEW:
+    if n >= MIN_DECIDING_N:
         chosen |= {w.name: w for w in everything if "tool_call" in w.gates}
     return list(chosen.values())
 
 
-def quiet_transformers() -> None:
-    """Its bars and notes would break up ours."""
+def silence_transformers() -> None:
+    """Turn off transformers' progress bars and messages, which would break up the console's."""
     import transformers
 
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
 
 
-def gates_of(evaluation: Mapping[str, Any]) -> dict[str, dict[str, schema.GateResult]]:
-    """Return the gate table of each numerics of an evaluation."""
-    tables = {numerics: side["gates"] for numerics, side in evaluation["numerics"].items()}
-    return schema.convert(dict[str, dict[str, schema.GateResult]], tables)
-
-
-def failing(gates: Mapping[str, Any], outcomes: Sequence[schema.Outcome] = ("fail", "undecided")) -> list[str]:
-    """Return the deciding gates of a table that do not pass."""
-    return decision.failing(schema.convert(dict[str, schema.GateResult], dict(gates)), outcomes)
-
-
 def model_key(folder: Path) -> str:
-    """The checkpoint's identity by what it holds, wherever it lies."""
-    from annie_quant.evaluate.reference import fingerprint
+    """Return a hash of the checkpoint's content, independent of its path."""
+    from annie_quant.evaluate.reference import model_sha256
 
-    return fingerprint(folder)[:16]
+    return model_sha256(folder)[:16]
 
 
-def weight_sizes(folder: Path) -> dict[str, tuple[int, int]]:
-    """Tensor → (elements, bytes on disk), from the headers alone."""
-    from annie_quant.checkpoint.shards import ModelFolder
+class WeightSize(NamedTuple):
+    elements: int
+    size_bytes: int
 
-    shards = ModelFolder(folder)
-    return {name: (shards.info(name).elements, shards.info(name).size_bytes) for name in shards}
+
+def weight_sizes(folder: Path) -> dict[str, WeightSize]:
+    """Return the size of each tensor, from the shards' headers alone."""
+    shards = checkpoint.ModelFolder(folder)
+    return {name: WeightSize(shards.info(name).elements, shards.info(name).size_bytes) for name in shards}

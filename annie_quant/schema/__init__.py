@@ -6,7 +6,8 @@
 
 One module per document: records (records.jsonl), settings (inputs.json), machine (servers, memory), statistics (gates,
 metrics, comparisons), results (aggregates, verdict), run (bench.json, run.json), workloads (workload files), audit (of
-a checkpoint), recipe (annie_quant.json). A new document gets a module of its own and its names here.
+a checkpoint), recipe (annie_quant.json), evaluation (eval/*.json, sensitivity/*.json), search (search.json). A new document
+gets a module of its own and its names here.
 
 Fields that a reader does not know are ignored. `schema_version` is SCHEMA_VERSION in everything written; documents of older
 versions are upgraded when they are decoded. Names of fields end in their unit. JSON Schemas of the public documents are in
@@ -17,6 +18,23 @@ docs/reference/schemas (tools/make_schemas.py).
 from __future__ import annotations
 
 from annie_quant.schema.audit import Audit, AuditSummary, Finding, TensorRow
+from annie_quant.schema.evaluation import (
+    EVALUATION_VERSION,
+    DifferingAnswer,
+    EvaluatedWorkload,
+    Evaluation,
+    GateTable,
+    KLFigures,
+    KLSummary,
+    LayerDivergence,
+    LayerKL,
+    MarginBin,
+    NumericsResult,
+    PairedGate,
+    SameAnswers,
+    Sensitivity,
+    SensitivityKey,
+)
 from annie_quant.schema.limits import Digest, JsonScalar, ShortText
 from annie_quant.schema.machine import (
     Energy,
@@ -44,6 +62,16 @@ from annie_quant.schema.results import (
     Verdict,
 )
 from annie_quant.schema.run import Bench, EarlyStop, Ended, Run, Stage, read_bench, write_run
+from annie_quant.schema.search import (
+    Hardened,
+    HardenedGate,
+    Labels,
+    LabelScores,
+    SearchNumerics,
+    SearchResult,
+    Size9B,
+    StrategyRow,
+)
 from annie_quant.schema.settings import (
     AskedCase,
     AskedWorkload,

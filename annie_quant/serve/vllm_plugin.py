@@ -86,10 +86,10 @@ def multiply(x: Any, codes: Any, block_scale: Any, tensor_scale: float, input_sc
 
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     if input_scale:
-        rows = codec.fake_quant_now(rows, input_scale, GROUP)
+        rows = codec.fake_quant_eager(rows, input_scale, GROUP)
     n, k = codes.shape[0], rows.shape[1]
     if rows.shape[0] <= matmul.FEW_ROWS:
-        y = codec.product(rows, codes, block_scale, tensor_scale, GROUP, divides=False)
+        y = codec.packed_matmul(rows, codes, block_scale, tensor_scale, GROUP, divides=False)
     else:
         step = max(1, matmul.BLOCK_BYTES // (k * rows.element_size()))
         spans = [slice(i, i + step) for i in range(0, n, step)]

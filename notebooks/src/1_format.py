@@ -1,8 +1,8 @@
 # %% [markdown]
 # # 1. The format by hand
 #
-# NVFP4 keeps a weight in four bits: sixteen values (E2M1), one eight-bit scale (E4M3) for every 16 of them, one float32 for
-# the tensor. Here we make a block with NumPy alone, compare it with the codec byte by byte, and look at the error.
+# NVFP4 stores a weight in four bits: one of sixteen values (E2M1), with one eight-bit scale (E4M3) per 16 weights and one
+# float32 scale per tensor. Here we quantize a block with NumPy alone, compare it with the codec byte by byte, and plot the error.
 
 # %%
 import matplotlib.pyplot as plt
@@ -19,7 +19,7 @@ t
 
 # %% [markdown]
 # The same block with NumPy: the tensor's scale puts the largest block scale at 448 (E4M3's largest) and the largest element
-# at 6 (E2M1's largest); a block's scale is its own largest element over 6; an element is the nearest of sixteen values.
+# at 6 (E2M1's largest); a block's scale is its largest element divided by 6; an element becomes the nearest of sixteen values.
 
 # %%
 tensor_scale = np.float32(np.abs(w).max()) / np.float32(6 * 448)
@@ -36,7 +36,7 @@ print("scale", np.float32(scale), "\nbefore", np.round(values, 2), "\nafter ", o
 
 # %% [markdown]
 # ## Ties
-# Halfway between two values the one with the even code wins, so that errors do not pile up on one side.
+# Halfway between two values, the one with the even code is chosen, so that errors do not accumulate in one direction.
 
 # %%
 halfway = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0] * 2, np.float32)[None]
@@ -46,9 +46,9 @@ for before, after in zip(halfway[0, :7], rounded[0, :7], strict=True):
 assert rounded[0, :7].tolist() == [0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0]
 
 # %% [markdown]
-# ## The error, seen
-# Left: what comes back against what went in, for one block scale. Right: the relative error of a whole tensor, by size of
-# the weight. Small weights of a block lose most: they share the scale of their largest neighbour.
+# ## The error
+# Left: output over input for one block scale. Right: the relative error in a tensor by the size of the weight. Small weights
+# of a block have the largest relative error: they share the scale of their largest neighbour.
 
 # %%
 x = np.linspace(-1, 1, 2001, dtype=np.float32)

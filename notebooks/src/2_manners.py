@@ -1,8 +1,8 @@
 # %% [markdown]
-# # 2. Why four bits lose manners
+# # 2. Why manners are lost at four bits
 #
-# tiny-annie is a 7.5 M-parameter Qwen3.5 with thin manners, trained so that naive NVFP4 breaks them. The divergence from
-# its bf16 self is not spread evenly: it sits in the few tokens that decide for a tool, and in some layers.
+# tiny-annie is a 7.5 M-parameter Qwen3.5, trained so that naive NVFP4 breaks its manners. The divergence from the bf16 model
+# is not uniform: it is in the few tokens that decide for a tool call, and in some layers.
 
 # %%
 import os
@@ -24,14 +24,14 @@ aq.checkpoint.audit(folder / "w4a16", source=tiny)
 # %%
 workloads = aq.judge.sample(
     aq.judge.load_workloads(["factual", "tool_memory", "tool_web"]), 4
-)  # raise 4 for figures to quote
-found = aq.runtime.evaluate(folder / "w4a16", tiny, workloads, numerics=("w4a16",), cache=folder / "cache")
-kl = found["numerics"]["w4a16"]["kl"]
-notebook.Gates({"bf16": found["reference_gates"], "NVFP4, W4A16": found["numerics"]["w4a16"]["gates"]})
+)  # use more than 4 for figures to quote
+result = aq.runtime.evaluate(folder / "w4a16", tiny, workloads, numerics=("w4a16",), cache=folder / "cache")
+kl = result["numerics"]["w4a16"]["kl"]
+notebook.Gates({"bf16": result["reference_gates"], "NVFP4, W4A16": result["numerics"]["w4a16"]["gates"]})
 
 # %% [markdown]
 # ## By kind of token
-# Mean KL divergence from bf16 in nats. `tool_markup` are the tokens of the call itself.
+# Mean KL divergence from bf16 in nats. `tool_markup` are the tokens of the tool call.
 
 # %%
 classes = kl["by_class"]
@@ -53,13 +53,13 @@ layers = aq.runtime.sensitivity(folder / "w4a16", tiny, few, modes=("alone",), c
 figure, axes = plt.subplots(figsize=(7, 3.8), layout="constrained")
 axes.barh(list(layers), [row["mean"] for row in layers.values()], color="tab:red")
 axes.invert_yaxis()
-axes.set(xlabel="mean KL, nats, with this part alone in four bits")
+axes.set(xlabel="mean KL, nats, only this part in four bits")
 plt.show()
 
 # %% [markdown]
-# ## Why it tips
-# A greedy answer changes only where the noise of the logits exceeds the margin between the two likeliest tokens. Thin
-# manners are thin margins: flips are predicted from margin and noise, and counted.
+# ## Margins and flips
+# A greedy answer changes only where the noise of the logits exceeds the margin between the two most likely tokens. Manners
+# that are easily lost have small margins. Flips are counted, and predicted from margin and noise.
 
 # %%
 for row in kl["margins"]:

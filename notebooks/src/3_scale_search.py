@@ -1,14 +1,14 @@
 # %% [markdown]
 # # 3. Choosing the scale
 #
-# The format leaves one freedom: the scale of a block. ModelOpt takes the block's largest element over 6; four-over-six also
-# tries 4 in place of 6; a sweep tries all 126 scales. Q4_K, with its 4.5 bits, is the yardstick.
+# The format leaves one choice: the scale of a block. ModelOpt uses the block's largest element divided by 6; four-over-six
+# also tries 4 in place of 6; a sweep tries all 126 scales. Q4_K, with 4.5 bits per weight, is the comparison.
 
 # %%
 from pathlib import Path
 
 import matplotlib.pyplot as plt
-import ml_dtypes  # noqa: F401  teaches NumPy bfloat16, which safetensors gives
+import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy, which safetensors returns
 import numpy as np
 from safetensors import safe_open
 
@@ -33,21 +33,21 @@ for w in weights.values():
     errors["Q4_K"].append(relative(w, aq.kquant.dequantize(aq.kquant.quantize(w, "Q4_K"), "Q4_K")))
 
 figure, axes = plt.subplots(figsize=(8, 3.4), layout="constrained")
-for rule, found in errors.items():
-    axes.plot(found, [rule] * len(found), "|", markersize=16)
+for rule, values in errors.items():
+    axes.plot(values, [rule] * len(values), "|", markersize=16)
 axes.set(xlabel="relative L2 error of the weights", title=f"{len(weights)} matrices of tiny-annie")
 plt.show()
-for rule, found in errors.items():
-    print(f"{rule:>14}: median {np.median(found):.4f}")
+for rule, values in errors.items():
+    print(f"{rule:>14}: median {np.median(values):.4f}")
 assert np.median(errors["sweep"]) <= np.median(errors["four_over_six"]) <= np.median(errors["amax"])
 
 # %% [markdown]
-# A lower error of the weights is not yet better manners: notebook 7 asks the model. With importances (mean square of each
-# input) the sweep minimises what the next layer sees.
+# A lower error of the weights does not mean better manners: notebook 7 evaluates the model. With importances (mean square of
+# each input) the sweep minimises the error of the layer's output.
 
 # %%
 w = next(iter(weights.values()))
 importance = np.random.default_rng(0).lognormal(0, 1.5, w.shape[1]).astype(np.float32)
-for title, given in (("plain", None), ("weighted", importance)):
-    back = aq.nvfp4.unpack(aq.nvfp4.pack(w, scale="sweep", importance=given), dtype="float32")
+for title, weighting in (("plain", None), ("weighted", importance)):
+    back = aq.nvfp4.unpack(aq.nvfp4.pack(w, scale="sweep", importance=weighting), dtype="float32")
     print(f"{title:>9}: weighted squared error {float((importance * (back - w) ** 2).sum()):.4f}")

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # 4. Timing a stream: three clocks
 #
-# A token has left the server (its clock), has reached this machine (the kernel's stamp on the packet) and has been read by
-# the client (user space). A client that looks only at the last one measures its own delays as the server's.
+# A token is sent by the server (its clock), reaches this machine (the kernel's timestamp of the packet) and is read by the
+# client (user space). A client that uses only the last one counts its own delays as the server's.
 
 # %%
 import tempfile
@@ -22,14 +22,14 @@ server = aq.serve.start(folder / "tiny.gguf", runtime="llama.cpp", log=folder / 
 
 # %%
 persona = aq.data.load_persona("annie")
-asked = ["Hello, how are you?", "What is the capital of Japan?", "Tell me a long story about a robot."]
+questions = ["Hello, how are you?", "What is the capital of Japan?", "Write a long story about a robot."]
 requests = [
     aq.stream.chat(
         server.url, None,
         [{"role": "system", "content": persona.system_prompt}, {"role": "user", "content": q}],
         tag=f"{i + 1}", max_tokens=80, temperature=0, chat_template_kwargs={"enable_thinking": False},
     )
-    for i, q in enumerate(asked)
+    for i, q in enumerate(questions)
 ]  # fmt: skip
 timings = aq.stream.run(requests, concurrency=1, warmup=requests[:1])
 server.stop()
@@ -37,7 +37,8 @@ timings
 
 # %% [markdown]
 # ## Kernel and user
-# How long each event lay in the kernel before this process had it. On a busy machine the tail is the machine's, not the server's.
+# How long each event waited in the kernel until this process read it. On a busy machine the long tail comes from the machine,
+# not from the server.
 
 # %%
 events = timings.events[timings.events["kernel_ns"] > 0]
@@ -50,11 +51,11 @@ if len(events):
     plt.title(f"n = {len(events)} events, median {np.median(waited_us):.0f} µs")
     plt.show()
 else:
-    print("this kernel stamps no packets of this connection")
+    print("this kernel has no timestamps for this connection")
 
 # %% [markdown]
-# ## The server's own account
-# llama.cpp says how long it worked. A request that ended sooner than that has a clock that is wrong.
+# ## The server's own timing
+# llama.cpp reports its computing time. If a request is shorter than that, a clock is wrong.
 
 # %%
 for by_kernel, by_user in zip(timings.records(clock="kernel"), timings.records(clock="user"), strict=True):
@@ -66,7 +67,7 @@ for by_kernel, by_user in zip(timings.records(clock="kernel"), timings.records(c
     )
 
 # %% [markdown]
-# Raw frames with their stamps can be kept and decoded again, so that a figure can be checked years later.
+# Raw frames with their timestamps can be saved and decoded again, so that a figure can be checked years later.
 
 # %%
 timings.save(folder / "raw")

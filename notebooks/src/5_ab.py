@@ -1,5 +1,5 @@
 # %% [markdown]
-# # 5. A/B as a benchmark
+# # 5. An A/B benchmark
 #
 # Two servers, the same prompts, interleaved. The unit is the prompt: tokens and repeats of one prompt are not independent.
 # Here the same engine serves bf16 and Q4_K_M of the same model, so only the format differs.
@@ -22,7 +22,8 @@ for name, kind in (("bf16", "BF16"), ("q4_k_m", "Q4_K_M")):
     servers[name] = aq.serve.start(folder / f"{name}.gguf", runtime="llama.cpp", log=folder / f"{name}.log")
 
 # %%
-workloads = aq.judge.sample(aq.judge.load_workloads(["greeting", "factual"]), 8)  # 100 a gate and more to decide
+# A decision needs 100 or more prompts per gate.
+workloads = aq.judge.sample(aq.judge.load_workloads(["greeting", "factual"]), 8)
 backends = [
     aq.bench.Backend(name, s.url, meta={"model": name, "pid": s.pid, "source": "tiny-annie"})
     for name, s in servers.items()
@@ -36,8 +37,8 @@ notebook.Gates({name: side.gates for name, side in done.aggregates.served.items(
 
 # %% [markdown]
 # ## The paired difference
-# Each dot is a prompt. Its interval is bootstrapped over prompts; the p-value is a permutation test's, and of many
-# comparisons Holm's method takes the accidents out. With n this small most differences must stay open.
+# Each dot is a prompt. The interval is a bootstrap over prompts, the p-value comes from a permutation test, and Holm's method
+# corrects for many comparisons. With n this small most differences stay undecided.
 
 # %%
 import json
@@ -59,8 +60,8 @@ plt.show()
 print({k: getattr(result, k) for k in ("median_difference", "low", "high", "p", "test", "n_to_decide")})
 
 # %% [markdown]
-# ## What can be said
-# The verdict never rests on speed alone, and names what cannot be concluded.
+# ## The verdict
+# It never depends on speed alone, and it names what cannot be concluded.
 
 # %%
 print(done.verdict.sentence)

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # 6. Roofline of GB10, and the kernels' figures
 #
-# One stream decodes no faster than the weights can be read: bandwidth over bytes per token. GB10 (DGX Spark) has LPDDR5X of
-# 273 GB/s nominal; 232 GB/s is what reads were measured to reach. The rest is arithmetic.
+# One stream decodes no faster than the weights can be read: bandwidth divided by bytes per token. GB10 (DGX Spark) has LPDDR5X
+# with 273 GB/s nominal; measured reads reach 232 GB/s. The rest is arithmetic.
 
 # %%
 import re
@@ -17,12 +17,12 @@ linears, head = 6.95e9, 248_320 * 4096  # Qwen3.5-9B: weights of its linears, an
 gigabytes = {k: (linears * b + head * b) / 8e9 for k, b in bits.items()}
 gigabytes["NVFP4, head bf16"] = (linears * 4.5 + head * 16) / 8e9
 for form, size in gigabytes.items():
-    print(f"{form:>17}: {size:5.2f} GB a token, at most {READ_GB_S / size:5.1f} tok/s for one stream")
+    print(f"{form:>17}: {size:5.2f} GB per token, at most {READ_GB_S / size:5.1f} tok/s for one stream")
 
 # %% [markdown]
 # ## The roof
-# Taking 500 dense TFLOP/s in FP4 and a quarter of it in bf16, arithmetic limits above some 600 tokens at once: a voice
-# assistant's single stream lives on the left slope, where a smaller format is a faster one and nothing else matters.
+# With 500 dense TFLOP/s in FP4 and a quarter of it in bf16, arithmetic is the limit above about 600 tokens at once. A voice
+# assistant's single stream is on the left slope, where only the size of the format determines the speed.
 
 # %%
 tokens = np.geomspace(1, 8192, 100)
@@ -35,8 +35,8 @@ axes.legend()
 plt.show()
 
 # %% [markdown]
-# ## What the kernels reach, on the GPU that was there
-# tests/perf/gemm.md holds the measured table of the W4A16 kernels on an H200, with its command. Speed-up over cuBLAS bf16;
+# ## Measured kernels
+# tests/perf/gemm.md has the measured table of the W4A16 kernels on an H200, with its command. Speed-up over cuBLAS bf16;
 # the limit is 16 / 4.5 = 3.56.
 
 # %%

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 7. Your own model: from checkpoint to verdict
 #
-# Set `model` to the folder of your bf16 checkpoint, and `n` to 100 or more. Everything else stays.
+# Set `model` to the folder of your bf16 checkpoint and `n` to 100 or more. Nothing else changes.
 
 # %%
 import os
@@ -18,16 +18,16 @@ n = 3
 folder = Path(tempfile.mkdtemp())
 
 # %% [markdown]
-# ## 1. Conversations as your assistant has them
-# A teacher answers as the persona should: `openai` or `claude-cli` for real ones, `offline` from templates.
+# ## 1. Conversations of your assistant
+# A teacher answers as the persona should: `openai` or `claude-cli` use a language model, `offline` uses templates.
 
 # %%
-made = aq.data.generate("annie", teacher="offline", n=40, output=folder / "calibration.jsonl", seed=0)
-print(made)
+generation = aq.data.generate("annie", teacher="offline", n=40, output=folder / "calibration.jsonl", seed=0)
+print(generation)
 
 # %% [markdown]
 # ## 2. Quantize and audit
-# `naive` quantizes every linear but the head; `mlp_only` leaves attention in 16 bits.
+# `naive` quantizes every linear but the head; `mlp_only` does not quantize attention.
 
 # %%
 audits = {}
@@ -38,30 +38,30 @@ assert all(a.ok for a in audits.values())
 audits["mlp_only"]
 
 # %% [markdown]
-# ## 3. Judge without a server
-# Greedy answers under the arithmetic that servers use: W4A4 (activations quantized too) and W4A16 (weights only).
+# ## 3. Evaluate without a server
+# Greedy answers with the arithmetic of servers: W4A4 (activations quantized too) and W4A16 (weights only).
 
 # %%
 workloads = aq.judge.sample(aq.judge.load_workloads(["factual", "tool_memory", "abstention"]), n)
-sides, found = {}, {}
+sides, results = {}, {}
 for strategy in audits:
-    found[strategy] = aq.runtime.evaluate(
+    results[strategy] = aq.runtime.evaluate(
         folder / strategy, model, workloads, numerics=("w4a4",), cache=folder / "cache"
     )
-    sides["bf16"] = found[strategy]["reference_gates"]
-    sides[f"{strategy} W4A4"] = found[strategy]["numerics"]["w4a4"]["gates"]
+    sides["bf16"] = results[strategy]["reference_gates"]
+    sides[f"{strategy} W4A4"] = results[strategy]["numerics"]["w4a4"]["gates"]
 notebook.Gates(sides)
 
 # %% [markdown]
 # ## 4. The verdict, and the report
-# With n this small gates may stay undecided; the verdict says so. `annie-quant search` does all of this over every strategy.
+# With n this small gates may stay undecided, which the verdict reports. `annie-quant search` does all of this for every strategy.
 
 # %%
 from annie_quant.files import write_json
 
-for strategy, result in found.items():
+for strategy, result in results.items():
     write_json(folder / "run" / "eval" / f"{strategy}.json", result)
-verdict = aq.judge.verdict({"offline": {s: r["numerics"] for s, r in found.items()}, "served": {}})
+verdict = aq.judge.verdict({"offline": {s: r["numerics"] for s, r in results.items()}, "served": {}})
 print(verdict.sentence)
 for path in aq.report.build(folder / "run"):
     print(path.name, path.stat().st_size, "bytes")

@@ -47,7 +47,7 @@ def test_weights_are_bf16_and_finite(model):
         assert torch.isfinite(parameter).all(), name
 
 
-def test_tokenizer_cuts_like_qwen_and_gives_text_back(tokenizer):
+def test_tokenizer_splits_like_qwen_and_decodes_to_the_same_text(tokenizer):
     from transformers.models.qwen3_5.tokenization_qwen3_5 import PRETOKENIZE_REGEX
 
     steps = json.loads((TINY_ANNIE / "tokenizer.json").read_text())["pre_tokenizer"]["pretokenizers"]
@@ -95,7 +95,7 @@ def test_template_lists_tools_and_writes_calls_as_xml(tokenizer):
     assert "<|im_start|>user\n<tool_response>\nnone\n</tool_response><|im_end|>" in rest
 
 
-def test_template_refuses_a_talk_without_a_user(tokenizer):
+def test_template_refuses_a_conversation_without_a_user(tokenizer):
     with pytest.raises(Exception, match="user message"):
         tokenizer.apply_chat_template([{"role": "system", "content": "x"}], tokenize=False)
 

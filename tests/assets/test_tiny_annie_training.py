@@ -1,4 +1,4 @@
-"""The training code of tiny-annie: its own forward against transformers, its fake quantization against the codec."""
+"""The training code of tiny-annie: its forward compared with transformers, its fake quantization with the codec."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from paths import ROOT
 torch = pytest.importorskip("torch", reason="needs the quantize extra (torch)")
 transformers = pytest.importorskip("transformers", reason="needs the quantize extra (transformers)")
 
-EXAMPLES = ROOT / "examples" / "tiny_annie"
+TRAINING = ROOT / "training" / "tiny_annie"
 NAMES = ("net", "quant", "config", "tokenizer", "rows", "workloads", "data", "train", "evaluate")
 
 
 @pytest.fixture(autouse=True)
-def example_modules(monkeypatch):
-    monkeypatch.syspath_prepend(str(EXAMPLES))
+def training_modules(monkeypatch):
+    monkeypatch.syspath_prepend(str(TRAINING))
     for name in NAMES:
         monkeypatch.delitem(sys.modules, name, raising=False)
 
 
 @pytest.fixture(scope="module")
 def reference():
-    sys.path.insert(0, str(EXAMPLES))
+    sys.path.insert(0, str(TRAINING))
     try:
         from config import configuration
     finally:
-        sys.path.remove(str(EXAMPLES))
+        sys.path.remove(str(TRAINING))
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
     return transformers.Qwen3_5ForCausalLM(configuration()).eval()
@@ -69,15 +69,15 @@ def test_generation_equals_transformers_whatever_the_padding(reference):
     # In float32 near-ties do not matter, so the tokens must be the same.
     module.Net.hidden = lambda self, ids, m, **more: original(self, ids, m, residual=torch.float32, **more)
     try:
-        made = generate(net32, 2, prompts, 6, [1273])
+        answers = generate(net32, 2, prompts, 6, [1273])
     finally:
         module.Net.hidden = original
-    for prompt, tokens in zip(prompts, made[1], strict=True):
+    for prompt, tokens in zip(prompts, answers[1], strict=True):
         out = reference.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False, eos_token_id=1273)
         assert out[0, len(prompt) :].tolist() == tokens
 
 
-def test_fake_quantization_is_the_codecs(reference):
+def test_fake_quantization_equals_the_codec(reference):
     nvfp4 = pytest.importorskip("annie_quant.nvfp4", reason="the codec is not built here")
     import quant
 
@@ -107,7 +107,7 @@ def test_which_linears_are_quantized():
     ]
 
 
-def test_rows_learn_only_what_the_model_would_say():
+def test_only_the_models_own_tokens_are_learned():
     import random
 
     from data import encode, tokenizer
@@ -116,8 +116,8 @@ def test_rows_learn_only_what_the_model_would_say():
     rng, t = random.Random(3), tokenizer()
     for style in ("base", "annie"):
         for _ in range(40):
-            made = row(rng, style)
-            ids, start = encode(made)
+            training_row = row(rng, style)
+            ids, start = encode(training_row)
             learned = t.decode(ids[start:])
             assert learned.endswith("<|im_end|>") and "<|im_start|>" not in learned
-            assert t.decode(ids[:start]).endswith("<think>\n" if made.thinking else "<think>\n\n</think>\n\n")
+            assert t.decode(ids[:start]).endswith("<think>\n" if training_row.thinking else "<think>\n\n</think>\n\n")

@@ -1,4 +1,4 @@
-"""The claude-cli teacher against a fake `claude` program: everything that such a program has been seen to do."""
+"""The claude-cli teacher with a fake `claude` program that shows every known behaviour of the real one."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def claude(tmp_path, monkeypatch):
     return fake
 
 
-def test_the_founding_command_with_the_prompt_on_stdin(claude):
+def test_the_documented_command_gets_the_prompt_on_stdin(claude):
     summary = claude.make(n=10)
-    assert summary["ok"] and summary["valid"] == 10 and summary["with_tools"] == 4
+    assert summary.ok and summary.valid == 10 and summary.with_tools == 4
     call = claude.calls()[0]
     assert call["argv"][:5] == ["-p", "--model", "claude-opus-4-6", "--output-format", "json"]
     assert "You are Annie" in call["stdin"] and not any("Annie" in word for word in call["argv"])
@@ -62,7 +62,7 @@ def test_the_founding_command_with_the_prompt_on_stdin(claude):
     assert {r["provenance"]["teacher"] for r in claude.rows()} == {"claude_cli"}
 
 
-def test_flags_that_only_help_are_given_where_the_help_names_them(claude):
+def test_optional_flags_are_used_where_the_help_lists_them(claude):
     claude.make(n=5, limits=Limits(max_usd=3.0))
     argv = claude.calls()[0]["argv"]
     assert "--max-budget-usd" in argv and argv[argv.index("--max-budget-usd") + 1] == "3.00"
@@ -73,45 +73,45 @@ def test_flags_that_only_help_are_given_where_the_help_names_them(claude):
     assert claude.calls()[0]["argv"] == ["-p", "--model", "claude-opus-4-6", "--output-format", "json"]
 
 
-def test_an_older_program_is_refused_by_its_own_help(claude):
+def test_an_older_program_is_refused_by_its_help(claude):
     claude.script("ok", help="old")
     with pytest.raises(EnvironmentFault, match="--output-format"):
         claude.make()
     assert claude.calls() == []
 
 
-def test_no_program_at_all(claude, monkeypatch):
+def test_a_missing_program_is_refused(claude, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(EnvironmentFault, match="not on the PATH"):
         claude.make()
 
 
 @pytest.mark.parametrize("how", ["fences", "lines", "structured", "verbose"])
-def test_every_way_of_wrapping_the_answer_is_read(claude, how):
+def test_every_form_of_the_answer_is_read(claude, how):
     claude.script(how)
-    assert claude.make(n=10)["valid"] == 10
+    assert claude.make(n=10).valid == 10
     assert "```" not in (claude.folder / "out.jsonl").read_text()
 
 
-def test_of_an_answer_that_is_cut_off_the_whole_conversations_count_and_the_rest_is_asked_again(claude):
+def test_complete_conversations_of_a_truncated_answer_count_and_the_rest_is_requested_again(claude):
     claude.script("cut", "ok")
     summary = claude.make(n=40)
-    assert summary["valid"] == 40 and not summary["failed"]
-    wanted = [int(c["stdin"].split()[1]) for c in claude.calls()]
-    assert wanted[0] == 8 and 1 <= wanted[1] < 8, "only what is missing"
+    assert summary.valid == 40 and not summary.failed
+    counts = [int(c["stdin"].split()[1]) for c in claude.calls()]
+    assert counts[0] == 8 and 1 <= counts[1] < 8, "only what is missing"
 
 
 @pytest.mark.parametrize("how", ["broken", "not_json", {"do": "exit", "code": 1, "err": "boom"}])
-def test_a_failed_batch_is_asked_again_and_no_other(claude, how):
+def test_only_a_failed_batch_is_requested_again(claude, how):
     claude.script("ok", how, "ok")
-    assert claude.make(n=10)["valid"] == 10
+    assert claude.make(n=10).valid == 10
     prompts = [c["stdin"] for c in claude.calls()]
     assert len(prompts) == 6 and prompts[1] == prompts[2]
 
 
-def test_a_batch_that_never_works_is_given_up_and_what_was_made_is_kept(claude):
+def test_a_batch_that_always_fails_is_given_up_and_the_others_are_kept(claude):
     claude.script("ok", "ok", "ok", "ok", {"do": "exit", "code": 1, "err": "boom"})
-    assert claude.make(n=10)["failed"] == ["multi_turn: claude ended with exit code 1: boom"]
+    assert claude.make(n=10).failed == ["multi_turn: claude ended with exit code 1: boom"]
     assert len(claude.calls()) == 4 + 3
     claude.script({"do": "exit", "code": 1, "err": "boom"})
     with pytest.raises(AnnieError, match=r"0 of 10 conversations are kept") as error:
@@ -120,31 +120,31 @@ def test_a_batch_that_never_works_is_given_up_and_what_was_made_is_kept(claude):
 
 
 @pytest.mark.parametrize("code", [126, 127])
-def test_a_program_that_cannot_run_ends_at_once(claude, code):
+def test_a_program_that_cannot_run_ends_the_run_at_once(claude, code):
     claude.script({"do": "exit", "code": code, "err": "cannot execute"})
     with pytest.raises(EnvironmentFault, match=str(code)):
         claude.make()
     assert len(claude.calls()) == 1
 
 
-def test_a_login_that_is_missing_ends_at_once(claude):
+def test_a_missing_login_ends_the_run_at_once(claude):
     claude.script({"do": "error", "text": "Invalid API key · Please run /login"})
     with pytest.raises(EnvironmentFault, match="not logged in"):
         claude.make()
     assert len(claude.calls()) == 1
 
 
-def test_a_rate_limit_is_waited_for_longer_each_time_and_costs_no_try(claude):
+def test_a_rate_limit_is_waited_for_longer_each_time_and_is_not_a_failure(claude):
     limit = {"do": "error", "text": 'API Error: 429 {"type":"error","error":{"type":"rate_limit_error"}}'}
     claude.script(limit, limit, limit, "ok")
-    assert claude.make(n=5)["valid"] == 5
+    assert claude.make(n=5).valid == 5
     assert claude.waits == [5.0, 10.0, 20.0]
 
 
-def test_a_limit_that_names_its_end_is_waited_for_or_the_run_stops_with_what_it_has(claude):
+def test_a_limit_with_a_reset_time_is_waited_for_or_the_run_stops(claude):
     soon = {"do": "error", "text": f"Claude AI usage limit reached|{int(time.time()) + 50}"}
     claude.script(soon, "ok")
-    assert claude.make(n=5)["valid"] == 5
+    assert claude.make(n=5).valid == 5
     assert len(claude.waits) == 1 and 30 < claude.waits[0] <= 50
     late = {"do": "error", "text": f"Claude AI usage limit reached|{int(time.time()) + 9000}"}
     (claude.folder / "calls.jsonl").unlink()
@@ -152,19 +152,19 @@ def test_a_limit_that_names_its_end_is_waited_for_or_the_run_stops_with_what_it_
     with pytest.raises(ServerError, match="2 of 5 conversations are kept"):
         claude.make(n=5, force=True)
     claude.script("ok")
-    assert claude.make(n=5)["valid"] == 5
-    assert len(claude.calls()) == 3 + 3, "what was kept is not asked for again"
+    assert claude.make(n=5).valid == 5
+    assert len(claude.calls()) == 3 + 3, "kept conversations are not requested again"
 
 
-def test_one_that_hangs_is_ended_with_its_children(claude):
+def test_a_program_that_hangs_is_killed_with_its_children(claude):
     claude.script("hang", "ok")
     start = time.monotonic()
-    assert claude.make(n=5, options=Options(timeout_s=2.0))["valid"] == 5
+    assert claude.make(n=5, options=Options(timeout_s=2.0)).valid == 5
     assert time.monotonic() - start < 30
     assert len(claude.calls()) == 6
 
 
-def test_the_budget_holds_over_resumed_runs(claude):
+def test_the_budget_includes_resumed_runs(claude):
     claude.script("ok", cost=0.40)
     with pytest.raises(AnnieError, match=r"budget of 1.00 USD is spent \(1.20\); 3 of 5"):
         claude.make(n=5, limits=Limits(max_usd=1.0))
@@ -172,25 +172,25 @@ def test_the_budget_holds_over_resumed_runs(claude):
         claude.make(n=5, limits=Limits(max_usd=1.0))
     assert len(claude.calls()) == 3
     summary = claude.make(n=5, limits=Limits(max_usd=5.0))
-    assert summary["cost_usd"] == pytest.approx(2.0) and summary["ok"]
+    assert summary.cost_usd == pytest.approx(2.0) and summary.ok
 
 
-def test_what_breaks_a_rule_is_dropped_and_asked_again(claude):
+def test_a_conversation_that_breaks_a_rule_is_dropped_and_requested_again(claude):
     claude.script("markdown", "ok")
     summary = claude.make(n=5)
-    assert summary["valid"] == 5 and any("markdown" in reason for reason in summary["dropped"])
+    assert summary.valid == 5 and any("markdown" in reason for reason in summary.dropped)
 
 
 def test_a_finished_set_is_not_paid_for_twice_nor_overwritten(claude):
     claude.make(n=5)
     again = claude.make(n=5)
-    assert again["done_before"] and len(claude.calls()) == 5
+    assert again.done_before and len(claude.calls()) == 5
     with pytest.raises(UsageError, match="claude_cli"):
         generate("annie", "offline", 5, claude.folder / "out.jsonl")
 
 
-def test_a_killed_run_loses_nothing_that_was_kept(claude):
-    """The journal of a run that ends in the midst of a line: the torn line goes, the rest is used."""
+def test_a_killed_run_keeps_its_finished_batches(claude):
+    """The journal of a run that was killed while it wrote a line: the partial line is dropped, the rest is used."""
     claude.script("ok", "ok", {"do": "error", "text": "Invalid API key"})
     with pytest.raises(EnvironmentFault):
         claude.make(n=5)
@@ -200,5 +200,20 @@ def test_a_killed_run_loses_nothing_that_was_kept(claude):
     with pytest.raises(UsageError, match="another n"):
         claude.make(n=10)
     claude.script("ok")
-    assert claude.make(n=5)["valid"] == 5
+    assert claude.make(n=5).valid == 5
     assert len(claude.calls()) == 3 + 3 and not journal.exists()
+
+
+def test_a_journal_of_version_0_1_0_is_read(claude):
+    """It had one line per row before its batch's line; rows without a batch line do not count."""
+    claude.script("ok", "ok", {"do": "error", "text": "Invalid API key"})
+    with pytest.raises(EnvironmentFault):
+        claude.make(n=5)
+    journal = claude.folder / ".out.jsonl.journal"
+    key, *batches = map(json.loads, journal.read_text().splitlines())
+    old = [line for b in batches for line in (*({"row": row} for row in b["rows"]), {"batch": b["batch"]})]
+    unfinished = {"row": batches[0]["rows"][0] | {"id": "half a batch"}}
+    journal.write_text("".join(json.dumps(line) + "\n" for line in (key, *old, unfinished)))
+    claude.script("ok")
+    assert claude.make(n=5).valid == 5
+    assert len(claude.calls()) == 3 + 3 and "half a batch" not in {r["id"] for r in claude.rows()}

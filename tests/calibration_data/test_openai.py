@@ -1,4 +1,4 @@
-"""The openai teacher against a local server: the key is sent and nowhere else, limits are waited for, faults are named."""
+"""The openai teacher against a local server: the key is only in the request, limits are waited for, faults are named."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KEY = "sk-test-0123456789abcdef"
 class Endpoint(BaseHTTPRequestHandler):
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.seen.append((self.path, self.headers["Authorization"], body))
+        self.server.requests.append((self.path, self.headers["Authorization"], body))
         status, headers = self.server.script.pop(0) if self.server.script else (200, {})
         if status != 200:
             self.send_response(status)
@@ -26,11 +26,10 @@ class Endpoint(BaseHTTPRequestHandler):
             self.end_headers()
             self.wfile.write(json.dumps({"error": {"message": f"no: {self.headers['Authorization']}"}}).encode())
             return
-        number = len(self.server.seen)
+        number = len(self.server.requests)
         turns = 5 if "exactly 5 turns" in body["messages"][0]["content"] else 1
         talk = [
-            {"user": f"Tell me about part{t} of w{number}x please", "assistant": "Gladly, it is fine."}
-            for t in range(turns)
+            {"user": f"Please describe part{t} of w{number}x", "assistant": "Gladly, it is fine."} for t in range(turns)
         ]
         prompt = body["messages"][0]["content"]
         for tool in ("search_memory", "web_search"):
@@ -56,7 +55,7 @@ class Endpoint(BaseHTTPRequestHandler):
 def endpoint(monkeypatch):
     pytest.importorskip("annie_quant._stream", reason="the C client is not built here")
     server = ThreadingHTTPServer(("127.0.0.1", 0), Endpoint)
-    server.seen, server.script = [], []
+    server.requests, server.script = [], []
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     server.url = f"http://127.0.0.1:{server.server_port}"
@@ -71,23 +70,23 @@ def make(endpoint, path, waits=None, **more):
     )
 
 
-def test_conversations_and_a_key_that_stays_out_of_everything(endpoint, tmp_path):
+def test_conversations_are_made_and_the_key_is_stored_nowhere(endpoint, tmp_path):
     out = tmp_path / "d.jsonl"
     summary = make(endpoint, out)
-    assert summary["valid"] == 5 and summary["with_tools"] == 2 and summary["tokens"] == 5 * 400
-    assert endpoint.seen[0][0] == "/v1/chat/completions" and endpoint.seen[0][1] == f"Bearer {KEY}"
+    assert summary.valid == 5 and summary.with_tools == 2 and summary.tokens == 5 * 400
+    assert endpoint.requests[0][0] == "/v1/chat/completions" and endpoint.requests[0][1] == f"Bearer {KEY}"
     assert not any(KEY in file.read_text() for file in tmp_path.rglob("*") if file.is_file())
     assert {json.loads(line)["provenance"]["model"] for line in out.read_text().splitlines()} == {"some-model"}
 
 
-def test_a_limit_is_waited_for_as_long_as_it_says(endpoint, tmp_path):
+def test_a_limit_is_waited_for_as_long_as_it_requests(endpoint, tmp_path):
     endpoint.script = [(429, {"Retry-After": "7"}), (503, {}), (200, {})]
     waits = []
-    assert make(endpoint, tmp_path / "d.jsonl", waits)["valid"] == 5
+    assert make(endpoint, tmp_path / "d.jsonl", waits).valid == 5
     assert waits == [7.0, 10.0]
 
 
-def test_a_wrong_key_and_a_wrong_place_end_at_once_without_the_key(endpoint, tmp_path):
+def test_a_wrong_key_and_a_wrong_url_end_the_run_and_the_error_hides_the_key(endpoint, tmp_path):
     endpoint.script = [(401, {})]
     with pytest.raises(EnvironmentFault) as error:
         make(endpoint, tmp_path / "a.jsonl")
@@ -95,21 +94,21 @@ def test_a_wrong_key_and_a_wrong_place_end_at_once_without_the_key(endpoint, tmp
     endpoint.script = [(404, {})]
     with pytest.raises(ServerError) as missing:
         make(endpoint, tmp_path / "b.jsonl")
-    assert KEY not in missing.value.message and len(endpoint.seen) == 2
+    assert KEY not in missing.value.message and len(endpoint.requests) == 2
 
 
-def test_a_server_fault_is_tried_again_and_a_token_budget_holds(endpoint, tmp_path):
+def test_a_server_error_is_retried_and_a_token_budget_holds(endpoint, tmp_path):
     endpoint.script = [(500, {}), (200, {})]
-    assert make(endpoint, tmp_path / "a.jsonl")["valid"] == 5
+    assert make(endpoint, tmp_path / "a.jsonl").valid == 5
     with pytest.raises(Exception, match=r"budget of 900 tokens is spent \(1200\); 3 of 5"):
         make(endpoint, tmp_path / "b.jsonl", limits=Limits(max_tokens=900))
 
 
-def test_what_must_be_said(endpoint, tmp_path, monkeypatch):
+def test_missing_options_are_named(endpoint, tmp_path, monkeypatch):
     with pytest.raises(UsageError, match="model's name"):
         generate("annie", "openai", 5, None, options=Options(url=endpoint.url))
     monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
-    with pytest.raises(UsageError, match="know where"):
+    with pytest.raises(UsageError, match="needs an endpoint"):
         generate("annie", "openai", 5, None, options=Options(model="m"))
-    with pytest.raises(UsageError, match="does not say what it costs"):
+    with pytest.raises(UsageError, match="does not report its costs"):
         make(endpoint, tmp_path / "d.jsonl", limits=Limits(max_usd=1.0))

@@ -1,4 +1,4 @@
-"""Personas: the built-in one, one's own, and what is said when a file is wrong."""
+"""Personas: the built-in one, one's own, and the error for each kind of invalid file."""
 
 from __future__ import annotations
 
@@ -35,27 +35,30 @@ def test_a_changed_file_is_read_again(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected"),
     [
         ("{", "not JSON"),
-        ("[]", "expected a JSON object, got list"),
-        ('{"name": "A"}', "'system_prompt' should be a str, seen nothing"),
-        ('{"name": "A", "system_prompt": 3, "tools": [], "rules": [], "examples": []}', "seen int"),
+        ("[]", "Expected `object`, got `array`"),
+        ('{"name": "A"}', "missing required field `system_prompt`"),
+        (
+            '{"name": "A", "system_prompt": 3, "tools": [], "rules": [], "examples": []}',
+            "Expected `str`, got `int` - at `$.system_prompt`",
+        ),
         (
             '{"name": "A", "system_prompt": "", "tools": [{}], "rules": [], "examples": []}',
-            "tools[0] is no OpenAI function",
+            "tools[0] is not an OpenAI function",
         ),
     ],
 )
-def test_a_broken_file_is_named_with_its_field(tmp_path, text, said):
+def test_a_broken_file_is_named_with_its_field(tmp_path, text, expected):
     path = tmp_path / "broken.json"
     path.write_text(text)
     with pytest.raises(UsageError) as error:
         load_persona(path)
-    assert "broken.json" in error.value.message and said in error.value.message
+    assert "broken.json" in error.value.message and expected in error.value.message
 
 
-def test_unknown_names_list_what_there_is():
+def test_an_unknown_name_lists_the_known_ones():
     with pytest.raises(UsageError) as error:
         load_persona("bertha")
     assert "annie" in error.value.hint

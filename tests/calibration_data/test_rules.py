@@ -8,7 +8,7 @@ import json
 import pytest
 
 from annie_quant.data import check_apart, check_prompt_hash, generate, load_persona, validate
-from annie_quant.data.near import Near
+from annie_quant.data.duplicates import DuplicateFinder
 from annie_quant.data.rows import gate_texts
 from annie_quant.data.teachers import _prompted
 from annie_quant.data.validate import MAX_ANSWER, faults
@@ -57,7 +57,7 @@ def bruno(tmp_path):
 
 
 def timer_row(persona, arguments, name="set_timer"):
-    found = {
+    answer = {
         "turns": [
             {
                 "user": "Eggs, please",
@@ -67,7 +67,7 @@ def timer_row(persona, arguments, name="set_timer"):
             }
         ]
     }
-    row = _prompted.to_row(found, persona, persona.category("set_timer"))
+    row = _prompted.to_row(answer, persona, persona.category("set_timer"))
     return row | {"id": "x", "category": "set_timer"}
 
 
@@ -92,25 +92,25 @@ def test_arguments_must_fit_the_tools_schema(bruno):
     assert "not offered" in faults(timer_row(bruno, {"minutes": 1}, name="open_door"), bruno)[0]
 
 
-def test_a_persona_may_name_its_categories_and_wrong_ones_are_named(tmp_path):
+def test_a_persona_may_define_categories_and_invalid_ones_are_named(tmp_path):
     path = tmp_path / "own.json"
     path.write_text(
         json.dumps(OWN | {"categories": [{"name": "timers", "tool": "set_timer", "turns": 2, "about": "eggs"}]})
     )
     assert load_persona(path).categories[0].turns == 2
-    for wrong, said in (
-        ([], "not empty"),
-        ([{"tool": "set_timer"}], "no 'name'"),
-        ([{"name": "a", "tool": "fly"}], "'fly' is not among"),
-        ([{"name": "a", "turns": 0}], "above 0"),
-        ([{"name": "a"}, {"name": "a"}], "stands twice"),
+    for categories, expected in (
+        ([], "length >= 1 - at `[$].categories`"),
+        ([{"tool": "set_timer"}], "missing required field `name` - at `[$].categories"),
+        ([{"name": "a", "tool": "fly"}], "has no tool 'fly'"),
+        ([{"name": "a", "turns": 0}], ">= 1 - at `[$].categories"),
+        ([{"name": "a"}, {"name": "a"}], "used twice"),
     ):
-        path.write_text(json.dumps(OWN | {"categories": wrong}))
-        with pytest.raises(UsageError, match=said):
+        path.write_text(json.dumps(OWN | {"categories": categories}))
+        with pytest.raises(UsageError, match=expected):
             load_persona(path)
 
 
-def test_the_offline_teacher_says_what_it_cannot_write_and_writes_the_rest_in_the_personas_name(bruno, tmp_path):
+def test_the_offline_teacher_refuses_unknown_categories_and_uses_the_personas_name(bruno, tmp_path):
     with pytest.raises(UsageError, match="no templates for Bruno's category 'set_timer'"):
         generate(bruno, n=8)
     path = tmp_path / "plain.json"
@@ -120,7 +120,7 @@ def test_the_offline_teacher_says_what_it_cannot_write_and_writes_the_rest_in_th
     assert "Okay Bruno" in text and "Annie" not in text
 
 
-def test_lengths_foreign_prompts_and_second_tools_are_noticed(rows):
+def test_lengths_other_prompts_and_second_tools_are_found(rows):
     row = copy.deepcopy(next(r for r in rows if r["category"] == "greeting"))
     row["messages"][-1]["content"] = "word " * MAX_ANSWER
     assert "longer than" in faults(row)[0]
@@ -130,7 +130,7 @@ def test_lengths_foreign_prompts_and_second_tools_are_noticed(rows):
     row = copy.deepcopy(next(r for r in rows if r["category"] == "memory"))
     other = {"type": "function", "function": {"name": "web_search", "arguments": '{"query": "x"}'}}
     next(m for m in row["messages"] if m.get("tool_calls"))["tool_calls"].append(other)
-    assert faults(row) == ["'web_search' is called besides search_memory"]
+    assert faults(row) == ["'web_search' is called in addition to search_memory"]
     assert "no category" in faults(rows[0] | {"category": "poetry"})[0]
 
 
@@ -145,17 +145,17 @@ def test_lengths_foreign_prompts_and_second_tools_are_noticed(rows):
     ],
 )  # fmt: skip
 def test_near_duplicates(a, b, same):
-    assert (Near([("a", a)]).find(b) == "a") is same
+    assert (DuplicateFinder([("a", a)]).find(b) == "a") is same
 
 
 def test_near_duplicates_in_a_set_are_counted_once(rows):
     twin = rows[7] | {"id": "twin"}
     summary = validate([*rows, twin])
-    assert summary["valid"] == 500 and list(summary["faults"].values()) == [1]
-    assert validate(rows)["valid"] == 500
+    assert summary.valid == 500 and list(summary.faults.values()) == [1]
+    assert validate(rows).valid == 500
 
 
-def test_the_offline_splits_are_apart_and_a_gate_prompt_in_the_data_is_found(tmp_path, rows):
+def test_the_offline_splits_do_not_overlap_and_a_gate_prompt_in_the_data_is_refused(tmp_path, rows):
     generate("annie", n=200, output=tmp_path / "train.jsonl", split="train", apart_from=[])
     check_apart(rows, tmp_path / "train.jsonl")
     gate = next(c for w in load_workloads(["factual"]) for c in w.cases)
@@ -167,19 +167,18 @@ def test_the_offline_splits_are_apart_and_a_gate_prompt_in_the_data_is_found(tmp
         check_apart([rows[3]], rows)
 
 
-def test_rows_that_repeat_another_file_are_left_out(tmp_path):
+def test_rows_that_repeat_another_file_are_dropped(tmp_path):
     generate("annie", n=50, output=tmp_path / "a.jsonl")
     summary = generate("annie", n=50, output=tmp_path / "b.jsonl", apart_from=[tmp_path / "a.jsonl"])
     check_apart(tmp_path / "b.jsonl", tmp_path / "a.jsonl")
-    assert summary["dropped"]["it repeats a prompt of another split"] > 0
+    assert summary.dropped["it repeats a prompt of another split"] > 0
 
 
 def test_every_default_workload_prompt_counts_as_a_gate():
     assert len(dict(gate_texts())) == sum(len(w.cases) for w in load_workloads())
 
 
-def test_a_stale_system_prompt_is_refused_unless_said(tmp_path, rows):
-    """The negative control of a prompt that production has left behind."""
+def test_a_stale_system_prompt_is_refused_unless_allowed(tmp_path, rows):
     assert check_prompt_hash(rows) is None
     path = tmp_path / "annie.json"
     data = json.loads((FOLDER / "annie.json").read_text())
@@ -195,26 +194,26 @@ def test_a_stale_system_prompt_is_refused_unless_said(tmp_path, rows):
         check_prompt_hash(rows, system_prompt="You are Annie.")
 
 
-def test_a_prompt_changed_by_hand_in_the_rows_is_found_though_the_hash_was_kept(rows):
+def test_a_prompt_changed_by_hand_in_the_rows_is_refused_although_the_hash_is_unchanged(rows):
     changed = copy.deepcopy(rows[:3])
     changed[1]["messages"][0]["content"] += " Answer in verse."
     with pytest.raises(UsageError, match="1 of 3"):
         check_prompt_hash(changed)
 
 
-def test_rows_of_unknown_origin_are_compared_only_with_a_prompt_that_is_given():
+def test_rows_without_provenance_are_compared_only_with_an_explicit_prompt():
     row = {"messages": [{"role": "system", "content": "Hello."}, {"role": "user", "content": "x"}]}
     assert check_prompt_hash([row]) is None
     with pytest.raises(UsageError):
         check_prompt_hash([row], persona="annie")
 
 
-def test_the_card_says_what_the_rows_say_and_leaves_a_foreign_readme_alone(tmp_path):
+def test_the_card_describes_the_rows_and_keeps_another_readme(tmp_path):
     summary = generate("annie", n=50, output=tmp_path / "a" / "d.jsonl")
     card = (tmp_path / "a" / "README.md").read_text()
     assert card.startswith("---\n") and "# Conversations with Annie" in card
     assert "| memory | 10 | search_memory | 1 |" in card and load_persona("annie").prompt_sha256 in card
-    assert summary["card"] == str(tmp_path / "a" / "README.md")
+    assert summary.card == str(tmp_path / "a" / "README.md")
     (tmp_path / "README.md").write_text("# My own project")
     generate("annie", n=50, output=tmp_path / "d.jsonl")
     assert (tmp_path / "README.md").read_text() == "# My own project"

@@ -1,6 +1,6 @@
 """Train, calibration and gate never overlap: no template, no topic, no user text, and no workload case in training rows."""
 
-# ruff: noqa: SIM905 (lists of words read better as one text)
+# ruff: noqa: SIM905 (lists of words are easier to read as one text)
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import sys
 import pytest
 from paths import ROOT
 
-from annie_quant.data import generate, grammar, phrases, words
+from annie_quant.data import exchanges, generate, words
+from annie_quant.data.phrases import PHRASES
 from annie_quant.judge import load_workloads
 
-EXAMPLES = ROOT / "examples" / "tiny_annie"
+TRAINING = ROOT / "training" / "tiny_annie"
 PAIRS = list(itertools.combinations(words.SPLITS, 2))
 WORKLOADS = (
     "greeting factual conversational reasoning long_response tool_memory tool_web multi_turn thinking_on thinking_off "
@@ -32,7 +33,7 @@ def gate_texts():
     return {text for workload in load_workloads() for text in user_texts(workload)}
 
 
-@pytest.mark.parametrize("topics", [words.MY_TOPICS, words.WEB_TOPICS, words.CAUSES])
+@pytest.mark.parametrize("topics", [words.MY_TOPICS, words.WEB_TOPICS, words.WORDS.causes])
 def test_topics_are_apart(topics):
     for a, b in PAIRS:
         assert not set(topics[a]) & set(topics[b])
@@ -40,32 +41,33 @@ def test_topics_are_apart(topics):
 
 def test_templates_are_apart():
     groups = [
-        *phrases.FACTS.values(),
-        *phrases.SUMS.values(),
-        *phrases.ASK.values(),
-        phrases.MEMORY["ask"],
-        phrases.WEB["ask"],
-        phrases.FOLLOW,
-        phrases.CONVERSE,
-        phrases.ABSTAIN,
-        phrases.THANKS,
-        *phrases.GREET.values(),
+        *PHRASES.facts.values(),
+        *PHRASES.sums.values(),
+        *PHRASES.long_requests.values(),
+        PHRASES.memory_questions,
+        PHRASES.web_questions,
+        PHRASES.follow_ups,
+        PHRASES.feeling_sentences,
+        PHRASES.abstention_requests,
+        PHRASES.thanks,
+        PHRASES.greetings,
+        PHRASES.greeting_additions,
     ]
     for group in groups:
         for a, b in PAIRS:
             assert not {str(t) for t in group[a]} & {str(t) for t in group[b]}
 
 
-@pytest.mark.parametrize("category", list(grammar.DRAW))
+@pytest.mark.parametrize("category", list(exchanges.CATEGORIES))
 def test_user_texts_of_the_splits_are_apart(category):
     rng = random.Random(1)
-    seen = {split: {grammar.draw(category, rng, split).user for _ in range(3000)} for split in words.SPLITS}
+    texts = {split: {exchanges.draw(category, rng, split).user for _ in range(3000)} for split in words.SPLITS}
     for a, b in PAIRS:
-        assert not seen[a] & seen[b]
+        assert not texts[a] & texts[b]
 
 
 def test_no_training_row_and_no_calibration_row_holds_a_case(gate_texts, monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.syspath_prepend(str(TRAINING))
     for name in ("rows", "workloads"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     from rows import row
@@ -75,16 +77,16 @@ def test_no_training_row_and_no_calibration_row_holds_a_case(gate_texts, monkeyp
         for _ in range(2000):
             for message in row(rng, style).messages:
                 assert message["role"] != "user" or message["content"] not in gate_texts
-    made = tmp_path / "rows.jsonl"
-    generate("annie", n=500, output=made)
+    output = tmp_path / "rows.jsonl"
+    generate("annie", n=500, output=output)
     import json
 
-    for line in made.read_text().splitlines():
+    for line in output.read_text().splitlines():
         for message in json.loads(line)["messages"]:
             assert message["role"] != "user" or message["content"] not in gate_texts
 
 
-def test_every_workload_is_there_with_enough_distinct_cases():
+def test_every_workload_exists_with_enough_distinct_cases():
     loaded = {w.name: w for w in load_workloads()}
     for name in WORKLOADS:
         texts = [tuple(user_texts_of(case)) for case in loaded[name].cases]
@@ -97,7 +99,7 @@ def user_texts_of(case):
     return [m["content"] for m in case.messages] or list(case.turns)
 
 
-def test_the_founding_questions_come_first():
+def test_the_original_plans_questions_come_first():
     factual, reasoning = load_workloads(["factual", "reasoning"])
     assert factual.cases[0].messages[0]["content"] == "What is the capital of Japan?"
     assert factual.cases[0].expect == {"contains": ["Tokyo"]}
@@ -105,14 +107,13 @@ def test_the_founding_questions_come_first():
     assert reasoning.cases[0].expect == {"contains": ["15"]}
 
 
-def test_the_workload_files_are_what_their_script_makes(monkeypatch):
-    monkeypatch.syspath_prepend(str(EXAMPLES))
+def test_the_workload_files_equal_the_output_of_their_script(monkeypatch):
+    monkeypatch.syspath_prepend(str(TRAINING))
     monkeypatch.delitem(sys.modules, "workloads", raising=False)
     import json
 
     import workloads
 
-    for made in workloads.build():
-        assert json.loads((workloads.FOLDER / f"{made['name']}.json").read_text()) == json.loads(json.dumps(made)), (
-            made["name"]
-        )
+    for workload in workloads.build():
+        stored = json.loads((workloads.FOLDER / f"{workload['name']}.json").read_text())
+        assert stored == json.loads(json.dumps(workload)), workload["name"]

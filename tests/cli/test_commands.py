@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from paths import TINY_ANNIE
@@ -86,16 +87,17 @@ def test_eval_passes_its_batch_size_to_the_evaluation(tmp_path: Path, monkeypatc
     pytest.importorskip("torch", reason="evaluating needs torch")
     from click.testing import CliRunner
 
-    from annie_quant.evaluate import terminal
+    from annie_quant.evaluate import job
 
     requests: list[int] = []
 
-    def evaluate(*_: object, rows: int, **__: object) -> dict:
+    def run(*_: object, rows: int, **__: object) -> SimpleNamespace:
         requests.append(rows)
         gate = {"verdict": "pass", "passes": 2, "n": 2, "low": 0.3, "high": 1.0}
-        return {"numerics": {"bf16": {"gates": {"factual": gate}}}}
+        numerics = {"bf16": SimpleNamespace(gates={"factual": SimpleNamespace(**gate, advisory=False)})}
+        return SimpleNamespace(numerics=numerics, to_dict=lambda: {"numerics": {"bf16": {"gates": {"factual": gate}}}})
 
-    monkeypatch.setattr(terminal, "evaluate", evaluate)
+    monkeypatch.setattr(job, "run", run)
     tiny = str(TINY_ANNIE)
     for words in (["--rows", "16"], []):
         done = CliRunner().invoke(cli, ["eval", tiny, "--reference", tiny, "--json", *words])

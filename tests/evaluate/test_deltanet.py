@@ -1,4 +1,4 @@
-"""The gated delta rule in chunks, over rows of unequal length, against the plain recurrence in float64."""
+"""The gated delta rule in chunks, over rows of unequal length, compared with the plain recurrence in float64."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from annie_quant.evaluate import deltanet  # noqa: E402
-from annie_quant.evaluate.deltanet import Batch  # noqa: E402
+from annie_quant.evaluate.deltanet import RaggedBatch  # noqa: E402
 
 
 def recurrence(q, k, v, g, beta, state=None):
@@ -50,11 +50,11 @@ def run(arrays, state=None, rule=deltanet.gated_delta_rule):
 def test_chunks_are_the_recurrence(steps: int, started: bool) -> None:
     arrays = inputs(3, steps, seed=steps)
     state = np.random.default_rng(1).standard_normal((3, 2, 8, 12)) if started else None
-    for mine, theirs in zip(run(arrays, state), recurrence(*arrays, state), strict=True):
-        np.testing.assert_allclose(mine, theirs, atol=2e-5, rtol=2e-4)
+    for actual, expected in zip(run(arrays, state), recurrence(*arrays, state), strict=True):
+        np.testing.assert_allclose(actual, expected, atol=2e-5, rtol=2e-4)
 
 
-def test_the_given_state_is_left_alone() -> None:
+def test_the_initial_state_is_not_changed() -> None:
     state = torch.ones(1, 2, 8, 12)
     q, k, v, g, beta = (torch.from_numpy(a).float() for a in inputs(1, 5))
     deltanet.gated_delta_rule(q, k, v, g=g, beta=beta, initial_state=state, output_final_state=True)
@@ -62,7 +62,7 @@ def test_the_given_state_is_left_alone() -> None:
 
 
 def test_repeated_keys_keep_their_digits() -> None:
-    """All keys the same, beta 1, no decay: powers of the chunk's matrix reach 1e8 there, substitution stays exact."""
+    """All keys the same, beta 1, no decay: powers of the chunk's matrix reach 1e8, substitution stays exact."""
     q, k, v, g, beta = inputs(1, 64)
     k[:] = k[:, :1]
     g[:], beta[:] = 0, 1
@@ -77,7 +77,7 @@ def test_repeated_keys_keep_their_digits() -> None:
 def test_padding_changes_neither_outputs_nor_states(lengths: list[int], seed: int) -> None:
     steps = max(lengths)
     arrays = inputs(len(lengths), steps, seed=seed)
-    batch = Batch()
+    batch = RaggedBatch()
     batch.set(torch.tensor(lengths), steps, None)
     out, state = run(arrays, rule=deltanet.ragged_rule(deltanet.gated_delta_rule, batch))
     for row, length in enumerate(lengths):

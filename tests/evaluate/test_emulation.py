@@ -1,6 +1,6 @@
-"""W4A4 on a CPU against vLLM's documented emulation of NVFP4 linears, written here from its description.
+"""W4A4 on a CPU compared with vLLM's documented emulation of NVFP4 linears, implemented here from its description.
 
-vLLM, nvfp4_emulation_utils.py (run_nvfp4_emulations), in words: activations in blocks of 16 get the scale
+vLLM, nvfp4_emulation_utils.py (run_nvfp4_emulations): activations in blocks of 16 get the scale
 e4m3(clamp(amax_of_block / 6 * g, ±448)) with g the inverse of the input's tensor scale; each value is multiplied by the
 inverse of (scale / g), clamped to ±6 and rounded to E2M1, ties to even; it is dequantized as value * (scale / g); weights
 as value * (scale * weight_scale_2); the product is a matrix product in the activations' dtype.
@@ -35,8 +35,8 @@ def emulated(
     """float64 product of the two dequantized sides, [M, N]."""
     g = np.float32(1) / input_scale
     blocks = x.astype(np.float32).reshape(len(x), -1, 16)
-    wanted = np.abs(blocks).max(-1, keepdims=True) * np.float32(1 / 6) * g
-    block_scale = np.clip(wanted, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    ideal = np.abs(blocks).max(-1, keepdims=True) * np.float32(1 / 6) * g
+    block_scale = np.clip(ideal, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
     step = block_scale * (np.float32(1) / g)
     with np.errstate(divide="ignore"):
         inverse = np.where(step == 0, np.float32(0), np.float32(1) / step)
@@ -66,14 +66,13 @@ def test_w4a4_is_the_documented_emulation(kind: str, rows: int) -> None:
         "weight": torch.from_numpy(weights.codes), "weight_scale_2": torch.tensor(float(weights.tensor_scale)),
         "weight_scale": torch.from_numpy(weights.block_scale.view(np.uint8)).view(torch.float8_e4m3fn),
         "input_scale": torch.tensor(float(input_scale))})  # fmt: skip
-    seen = layer(torch.from_numpy(x)).detach().numpy()
+    actual = layer(torch.from_numpy(x)).detach().numpy()
     expected = emulated(x, weights.codes, weights.block_scale, weights.tensor_scale, input_scale)
-    # Both divide, one by a reciprocal: values on a midpoint's edge may take the neighbouring code. Where inputs are exact
-    # in the step (ties) there is no such difference.
+    # One of them divides by a reciprocal, so values next to a midpoint may take the neighbouring code. Exact ties do not.
     bound = 1e-5 if kind == "bf16 ties" else 2e-3
-    assert np.linalg.norm(seen - expected) <= bound * np.linalg.norm(expected)
-    close = np.abs(seen - expected) <= 1e-5 * np.abs(expected).max()
+    assert np.linalg.norm(actual - expected) <= bound * np.linalg.norm(expected)
+    close = np.abs(actual - expected) <= 1e-5 * np.abs(expected).max()
     assert close.mean() > 0.98
     layer.set_numerics("w4a16")
     unrounded = layer(torch.from_numpy(x)).detach().numpy()
-    assert np.linalg.norm(unrounded - expected) > 0.02 * np.linalg.norm(expected), "the rounding must be felt"
+    assert np.linalg.norm(unrounded - expected) > 0.02 * np.linalg.norm(expected), "the rounding must change the result"

@@ -1,4 +1,4 @@
-"""Batching must not show: scores and greedy answers are those of one row at a time through transformers."""
+"""Batching does not change results: scores and greedy answers equal those of transformers on one row at a time."""
 
 import pytest
 
@@ -16,8 +16,8 @@ from runtime_models import save_reference  # noqa: E402
 from annie_quant import runtime  # noqa: E402
 from annie_quant.errors import UsageError  # noqa: E402
 from annie_quant.evaluate.decoding import generate  # noqa: E402
-from annie_quant.evaluate.engine import Engine, Row, in_parts  # noqa: E402
-from annie_quant.evaluate.prefix import SHORTEST, common, group_by_prefix  # noqa: E402
+from annie_quant.evaluate.engine import Engine, Row, split_by_size  # noqa: E402
+from annie_quant.evaluate.prefix import MIN_SHARED, common_prefix, group_by_prefix  # noqa: E402
 
 END = 7
 
@@ -39,7 +39,7 @@ def prompts() -> list[list[int]]:
 def plain_answer(model, prompt: list[int], limit: int) -> tuple[list[int], bool]:
     """Greedy decoding by transformers' own generate, one prompt at a time."""
     ids = torch.tensor([prompt])
-    made = model.generate(
+    new = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=limit,
@@ -47,47 +47,49 @@ def plain_answer(model, prompt: list[int], limit: int) -> tuple[list[int], bool]
         eos_token_id=END,
         pad_token_id=0,
     )[0, len(prompt) :].tolist()
-    return (made[: made.index(END)], True) if END in made else (made, False)
+    return (new[: new.index(END)], True) if END in new else (new, False)
 
 
 @pytest.mark.parametrize(("tokens", "rows"), [(4096, 128), (64, 3), (4096, 1)])
 def test_scores_are_those_of_each_row_alone(model, tokens: int, rows: int) -> None:
     cases = [Row(p, [t % 1200 for t in p[: 1 + i % 5]]) for i, p in enumerate(prompts())]
-    seen = {i: logits.clone() for i, logits in Engine(model, tokens, rows).scores(cases)}
-    assert sorted(seen) == list(range(len(cases)))
+    scores = {i: logits.clone() for i, logits in Engine(model, tokens, rows).scores(cases)}
+    assert sorted(scores) == list(range(len(cases)))
     for i, row in enumerate(cases):
         ids = torch.tensor([[*row.prompt, *row.target[:-1]]])
         with torch.inference_mode():
             alone = model(ids).logits[0, len(row.prompt) - 1 :]
-        torch.testing.assert_close(seen[i], alone, atol=5e-4, rtol=1e-3)
+        torch.testing.assert_close(scores[i], alone, atol=5e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize("rows", [128, 4])
 def test_greedy_answers_are_transformers_own(model, rows: int) -> None:
-    asked = prompts()
-    limits = [1 + 3 * (i % 6) for i in range(len(asked))]
+    requests = prompts()
+    limits = [1 + 3 * (i % 6) for i in range(len(requests))]
     ended = []
-    answers = generate(Engine(model, rows=rows), asked, limits, [END], ended.append)
-    assert sum(ended) == len(asked)
-    for prompt, limit, answer in zip(asked, limits, answers, strict=True):
+    answers = generate(Engine(model, rows=rows), requests, limits, [END], ended.append)
+    assert sum(ended) == len(requests)
+    for prompt, limit, answer in zip(requests, limits, answers, strict=True):
         assert (answer.tokens, answer.finished) == plain_answer(model, prompt, limit)
 
 
-def test_answers_end_at_any_end_mark(model) -> None:
-    asked = prompts()
-    free = generate(Engine(model), asked, [12] * len(asked), [END])
+def test_answers_end_at_any_end_token(model) -> None:
+    requests = prompts()
+    free = generate(Engine(model), requests, [12] * len(requests), [END])
     ends = sorted({a.tokens[3] for a in free} | {a.tokens[8] for a in free})
-    for open_ended, answer in zip(free, generate(Engine(model, rows=5), asked, [12] * len(asked), ends), strict=True):
+    for open_ended, answer in zip(
+        free, generate(Engine(model, rows=5), requests, [12] * len(requests), ends), strict=True
+    ):
         stop = next(i for i, t in enumerate(open_ended.tokens) if t in ends)
         assert answer.finished and answer.tokens == open_ended.tokens[:stop]
 
 
-def test_a_limit_of_nothing_gives_nothing(model) -> None:
+def test_a_limit_of_zero_gives_no_tokens(model) -> None:
     nothing, something = generate(Engine(model), [[30, 31], [40]], [0, 2], [END])
     assert nothing.tokens == [] and something.tokens
 
 
-def test_the_models_own_layers_are_put_back(model) -> None:
+def test_the_models_own_layers_are_restored(model) -> None:
     before = [(m.chunk_gated_delta_rule, m.causal_conv1d_fn) for m in model.modules() if hasattr(m, "causal_conv1d_fn")]
     generate(Engine(model), prompts(), [2] * 13, [END])
     after = [(m.chunk_gated_delta_rule, m.causal_conv1d_fn) for m in model.modules() if hasattr(m, "causal_conv1d_fn")]
@@ -106,28 +108,28 @@ def test_other_attention_is_refused(model) -> None:
 
 
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=60), min_size=1, max_size=12), st.integers(0, 59))
-def test_groups_cover_all_rows_and_share_what_they_say(rows: list[list[int]], cut: int) -> None:
+def test_groups_cover_all_rows_and_share_their_prefix(rows: list[list[int]], cut: int) -> None:
     caps = [min(cut, len(r) - 1) for r in rows]
     groups = group_by_prefix(rows, caps)
     assert sorted(i for g in groups for i in g.rows) == list(range(len(rows)))
     for group in groups:
-        assert group.shared == 0 or group.shared >= SHORTEST
+        assert group.shared == 0 or group.shared >= MIN_SHARED
         head = rows[group.rows[0]][: group.shared]
         assert all(rows[i][: group.shared] == head and group.shared <= caps[i] for i in group.rows)
 
 
-def test_a_common_system_prompt_is_run_once() -> None:
+def test_a_common_system_prompt_is_computed_once() -> None:
     rows = [[*range(300), 1000 + i, i] for i in range(50)] + [[*range(500, 900), 1000 + i, i] for i in range(50)]
     groups = group_by_prefix(rows, [len(r) - 1 for r in rows])
     assert sorted((g.shared, len(g.rows)) for g in groups) == [(300, 50), (400, 50)]
 
 
 @given(st.lists(st.integers(1, 20)), st.integers(1, 30))
-def test_parts_are_in_order_and_within_the_limit(sizes: list[int], most: int) -> None:
-    parts = list(in_parts(sizes, most))
+def test_parts_are_in_order_and_within_the_limit(sizes: list[int], limit: int) -> None:
+    parts = list(split_by_size(sizes, limit))
     assert [i for p in parts for i in p] == list(range(len(sizes)))
-    assert all(sum(sizes[i] for i in p) <= most or len(p) == 1 for p in parts)
+    assert all(sum(sizes[i] for i in p) <= limit or len(p) == 1 for p in parts)
 
 
 def test_common_prefix() -> None:
-    assert [common([1, 2, 3], x) for x in ([], [1], [1, 2, 3], [1, 2, 4], [2])] == [0, 1, 3, 2, 0]
+    assert [common_prefix([1, 2, 3], x) for x in ([], [1], [1, 2, 3], [1, 2, 4], [2])] == [0, 1, 3, 2, 0]

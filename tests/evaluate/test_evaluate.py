@@ -1,4 +1,4 @@
-"""evaluate() as a whole: what it reports, what it keeps on disk, and that planted faults show."""
+"""evaluate() as a whole: its result, its cache on disk, and that planted faults change the figures."""
 
 import json
 import shutil
@@ -18,8 +18,9 @@ from annie_quant import runtime  # noqa: E402
 from annie_quant.data.rows import read_conversations  # noqa: E402
 from annie_quant.errors import UsageError  # noqa: E402
 from annie_quant.evaluate.prompts import CLASSES, Template, conversation_answers  # noqa: E402
-from annie_quant.evaluate.reference import fingerprint  # noqa: E402
+from annie_quant.evaluate.reference import model_sha256  # noqa: E402
 from annie_quant.judge import Case, Workload  # noqa: E402
+from annie_quant.progress import Lines  # noqa: E402
 
 TOOL = {"type": "function", "function": {"name": "search_memory", "parameters": {
     "type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]}}}  # fmt: skip
@@ -47,14 +48,14 @@ def naive(reference: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def result(reference: Path, naive: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
-    seen = []
+    messages: list[str] = []
     cache = tmp_path_factory.mktemp("cache")
-    found = runtime.evaluate(naive, reference, workloads(), cache=cache, progress=lambda *a: seen.append(a))
-    assert seen and all(isinstance(text, str) for _, _, text in seen)
-    return found
+    result = runtime.evaluate(naive, reference, workloads(), cache=cache, progress=Lines(messages.append))
+    assert any("checking answers" in m for m in messages)
+    return result
 
 
-def test_the_result_holds_what_the_brief_says(result: dict) -> None:
+def test_the_result_has_all_parts(result: dict) -> None:
     json.dumps(result)
     assert set(result["numerics"]) == {"w4a4", "w4a16"}
     assert result["n_answers"] == 6 and result["dtype"] == "float32"
@@ -83,29 +84,29 @@ def test_the_reference_against_itself_differs_nowhere(reference: Path, tmp_path:
     assert side["perplexity"] == pytest.approx(side["perplexity_reference"], rel=1e-9)
 
 
-def test_the_references_answers_are_kept_and_a_killed_run_goes_on(
+def test_the_references_answers_are_cached_and_a_killed_run_resumes(
     reference: Path, naive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from annie_quant.evaluate import reference as module
 
-    made: list[int] = []
-    plain = module.generate_together
+    generated: list[int] = []
+    plain = module.generate_distributed
 
     def counted(engine, prompts, *more, **named):
-        made.append(len(prompts))
+        generated.append(len(prompts))
         return plain(engine, prompts, *more, **named)
 
-    monkeypatch.setattr(module, "generate_together", counted)
+    monkeypatch.setattr(module, "generate_distributed", counted)
     first = runtime.evaluate(naive, reference, workloads(), ["w4a16"], cache=tmp_path)
-    assert sum(made) == 6
-    made.clear()
+    assert sum(generated) == 6
+    generated.clear()
     again = runtime.evaluate(naive, reference, workloads(), ["w4a16"], cache=tmp_path)
-    assert made == []
-    (kept,) = tmp_path.glob("answers-*.jsonl")
-    lines = kept.read_text().splitlines(keepends=True)
-    kept.write_text("".join(lines[:3]) + lines[3][: len(lines[3]) // 2])  # killed in the middle of a line
+    assert generated == []
+    (cache,) = tmp_path.glob("answers-*.jsonl")
+    lines = cache.read_text().splitlines(keepends=True)
+    cache.write_text("".join(lines[:3]) + lines[3][: len(lines[3]) // 2])  # killed in the middle of a line
     resumed = runtime.evaluate(naive, reference, workloads(), ["w4a16"], cache=tmp_path)
-    assert sum(made) == 3
+    assert sum(generated) == 3
     for other in (again, resumed):
         for r in (first, other):
             r.pop("seconds", None)
@@ -113,22 +114,22 @@ def test_the_references_answers_are_kept_and_a_killed_run_goes_on(
         assert other == first
 
 
-def test_the_cache_stands_beside_the_reference_and_out_of_git(reference: Path, naive: Path, tmp_path: Path) -> None:
+def test_the_cache_is_in_the_references_folder_and_ignored_by_git(reference: Path, naive: Path, tmp_path: Path) -> None:
     folder = tmp_path / "reference"
     shutil.copytree(reference, folder)
     runtime.evaluate(naive, folder, workloads(1, 3), ["w4a16"])
     assert (folder / ".annie_quant" / ".gitignore").read_text() == "*\n"
     assert list((folder / ".annie_quant").glob("answers-*.jsonl"))
-    assert fingerprint(folder) == fingerprint(reference), "the cache is no part of the model"
+    assert model_sha256(folder) == model_sha256(reference), "the cache does not belong to the model"
 
 
-def test_the_fingerprint_feels_one_weight(reference: Path, tmp_path: Path) -> None:
+def test_one_weight_changes_the_hash(reference: Path, tmp_path: Path) -> None:
     folder = tmp_path / "reference"
     shutil.copytree(reference, folder)
     tensors = load_file(folder / "model.safetensors")
     tensors["model.norm.weight"][0] += 1
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    assert fingerprint(folder) != fingerprint(reference)
+    assert model_sha256(folder) != model_sha256(reference)
 
 
 def divergence(folder: Path, reference: Path, cache: Path, numerics: str = "w4a16") -> float:
@@ -144,7 +145,7 @@ def edited(source: Path, target: Path, change) -> Path:
 
 
 def fold(tensors: dict, plus_one: bool) -> None:
-    """A factor of 1.5 a channel pair moved from gate and up into the norm before them, as (1 + w) needs it or as w."""
+    """Move a factor of 1.5 from gate and up into the norm before them, for a norm that computes (1 + w) or w."""
     for layer in range(4):
         norm = f"model.layers.{layer}.post_attention_layernorm.weight"
         w = tensors[norm].float()
@@ -167,7 +168,9 @@ def quantize_head(tensors: dict) -> None:
     tensors["lm_head.weight_scale"], tensors["lm_head.weight_scale_2"] = scale, scale_2.reshape(())
 
 
-def test_planted_faults_show_and_a_right_fold_does_not(reference: Path, naive: Path, tmp_path: Path) -> None:
+def test_planted_faults_raise_the_divergence_and_a_correct_fold_does_not(
+    reference: Path, naive: Path, tmp_path: Path
+) -> None:
     cache = tmp_path / "cache"
     sound = divergence(naive, reference, cache)
     right = divergence(edited(naive, tmp_path / "right", lambda t: fold(t, True)), reference, cache)
@@ -177,20 +180,20 @@ def test_planted_faults_show_and_a_right_fold_does_not(reference: Path, naive: P
     assert right == pytest.approx(sound, rel=0.1)
     assert wrong > 1.5 * sound
     assert swapped > 1.5 * sound
-    found = runtime.evaluate(head, reference, workloads(), ["w4a16"], cache=cache)
-    assert any("lm_head is quantized" in note for note in found["notes"])
-    assert found["numerics"]["w4a16"]["kl"]["mean"] > sound
+    result = runtime.evaluate(head, reference, workloads(), ["w4a16"], cache=cache)
+    assert any("lm_head is quantized" in note for note in result["notes"])
+    assert result["numerics"]["w4a16"]["kl"]["mean"] > sound
 
 
-def test_what_cannot_be_judged_is_said(reference: Path, naive: Path, tmp_path: Path) -> None:
+def test_invalid_requests_are_refused(reference: Path, naive: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="greedy"):
         runtime.evaluate(naive, reference, workloads(temperature=0.7), cache=tmp_path)
     with pytest.raises(UsageError, match="bf16 checkpoint"):
         runtime.evaluate(naive, naive, workloads(1, 2), cache=tmp_path)
     weights_only = edited(naive, tmp_path / "w", lambda t: [t.pop(k) for k in list(t) if k.endswith("input_scale")])
-    found = runtime.evaluate(weights_only, reference, workloads(1, 2), cache=tmp_path)
-    assert list(found["numerics"]) == ["w4a16"] and "w4a4 does not apply" in found["notes"][0]
-    with pytest.raises(UsageError, match="cannot do w4a4"):
+    result = runtime.evaluate(weights_only, reference, workloads(1, 2), cache=tmp_path)
+    assert list(result["numerics"]) == ["w4a16"] and "w4a4 does not apply" in result["notes"][0]
+    with pytest.raises(UsageError, match="does not support w4a4"):
         runtime.evaluate(weights_only, reference, workloads(1, 2), ["w4a4"], cache=tmp_path)
 
 
@@ -214,19 +217,19 @@ def test_conversations_are_scored_message_by_message(reference: Path, naive: Pat
     assert [a.category for a in answers] == ["memory", "memory", "greeting"]
     assert "search_memory" in texts[0] and "<tool_call>" in texts[0] and "That they sleep." in texts[1]
     assert texts[2] == "Hello!" + template.tokenizer.decode([answers[2].target[-1]])
-    assert all(a.target[-1] in template.ends for a in answers)
+    assert all(a.target[-1] in template.end_tokens for a in answers)
     kinds = template.classes(answers[0].target, False)
     assert CLASSES[kinds[0]] == "tool_markup" and CLASSES[kinds[-1]] == "end_of_turn"
     assert {CLASSES[k] for k in template.classes(answers[2].target, False)} == {"content", "end_of_turn"}
-    found = runtime.evaluate(naive, reference, workloads(1, 3), ["w4a16"], conversations=path, cache=tmp_path / "c")
-    kl = found["numerics"]["w4a16"]["kl_conversations"]
+    result = runtime.evaluate(naive, reference, workloads(1, 3), ["w4a16"], conversations=path, cache=tmp_path / "c")
+    kl = result["numerics"]["w4a16"]["kl_conversations"]
     assert kl["n_tokens"] == sum(len(a.target) for a in answers)
     assert set(kl["by_category"]) == {"memory", "greeting"}
 
 
 def test_thinking_tokens_have_their_own_class(reference: Path) -> None:
     template = Template(reference)
-    ids = [*template.ids("Let me see.\n</think>\n\nYes."), template.ends[0]]
+    ids = [*template.ids("Let me see.\n</think>\n\nYes."), template.end_tokens[0]]
     names = [CLASSES[k] for k in template.classes(ids, True)]
     assert names[0] == "thinking" and names[-1] == "end_of_turn" and "content" in names
     assert names.index("content") > names.index("thinking")
@@ -238,5 +241,5 @@ def test_a_broken_conversations_file_is_named(tmp_path: Path, line: str) -> None
     path.write_text('{"messages": [{"role": "user", "content": "hi"}]}\n' + line + "\n")
     with pytest.raises(UsageError, match="line 2"):
         read_conversations(path)
-    with pytest.raises(UsageError, match="is not there"):
+    with pytest.raises(UsageError, match="does not exist"):
         read_conversations(tmp_path / "none.jsonl")

@@ -1,4 +1,4 @@
-"""Sensitivity by layer: a damaged layer stands out both ways, restoring all is the reference, a killed run goes on."""
+"""Sensitivity by layer: a damaged layer stands out both ways, restoring all layers gives the reference, a killed run resumes."""
 
 import json
 import shutil
@@ -14,11 +14,14 @@ pytest.importorskip("annie_quant.nvfp4", reason="the runtime needs the codec")
 from runtime_models import export_nvfp4, save_reference  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
-from annie_quant import runtime  # noqa: E402
+from annie_quant import judge, runtime  # noqa: E402
 from annie_quant.errors import UsageError  # noqa: E402
+from annie_quant.evaluate import job, pair  # noqa: E402
 from annie_quant.evaluate import layers as module  # noqa: E402
+from annie_quant.evaluate import reference as reference_module  # noqa: E402
 from annie_quant.hf.nvfp4_linear import nvfp4_linears  # noqa: E402
 from annie_quant.judge import Case, Workload  # noqa: E402
+from annie_quant.progress import SILENT  # noqa: E402
 
 DAMAGED = "layers.2.mlp"
 
@@ -40,14 +43,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="module")
-def found(folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, Path]:
+def measured(folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, Path]:
     reference, naive = folders
     output = tmp_path_factory.mktemp("out") / "sensitivity.json"
     return runtime.sensitivity(naive, reference, workloads(), output=output, cache=output.parent), output
 
 
-def test_the_damaged_layer_stands_out_both_ways(found) -> None:
-    result, _ = found
+def test_the_damaged_layer_stands_out_both_ways(measured) -> None:
+    result, _ = measured
     alone = {k: v["mean"] for k, v in result["alone"].items()}
     restored = {k: v["mean"] for k, v in result["restored"].items()}
     assert set(alone) == set(restored) and len(alone) == 8, "attention or DeltaNet, and MLP, of four layers"
@@ -63,31 +66,60 @@ def test_restoring_everything_is_the_reference(folders) -> None:
     ids = torch.randint(0, 1000, (1, 20), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         quantized = model(ids).logits
-        undo = module.restore(linears, {n: plain.get_submodule(n).weight for n in linears}, linears)
-        assert torch.equal(model(ids).logits, plain(ids).logits)
-        undo()
+        with module.restored_linears(linears, {n: plain.get_submodule(n).weight for n in linears}, linears):
+            assert torch.equal(model(ids).logits, plain(ids).logits)
         assert torch.equal(model(ids).logits, quantized)
 
 
-def test_a_finished_run_measures_nothing_again_and_a_killed_one_goes_on(
-    folders, found, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_finished_run_measures_nothing_again_and_a_killed_one_resumes(
+    folders, measured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reference, naive = folders
-    result, output = found
-    kept = tmp_path / "sensitivity.json"
-    shutil.copyfile(output, kept)
-    measured = []
-    plain = module.divergence
-    monkeypatch.setattr(module, "divergence", lambda *a: measured.append(1) or plain(*a))
-    again = runtime.sensitivity(naive, reference, workloads(), output=kept, cache=output.parent)
-    assert again == result and not measured
-    half = json.loads(kept.read_text())
+    result, output = measured
+    copy = tmp_path / "sensitivity.json"
+    shutil.copyfile(output, copy)
+    calls = []
+    plain = module.measure_divergence
+    monkeypatch.setattr(module, "measure_divergence", lambda *a: calls.append(1) or plain(*a))
+    again = runtime.sensitivity(naive, reference, workloads(), output=copy, cache=output.parent)
+    assert again == result and not calls
+    half = json.loads(copy.read_text())
     del half["restored"], half["alone"][DAMAGED]
-    kept.write_text(json.dumps(half))
-    assert runtime.sensitivity(naive, reference, workloads(), output=kept, cache=output.parent) == result
-    assert len(measured) == 9
+    copy.write_text(json.dumps(half))
+    assert runtime.sensitivity(naive, reference, workloads(), output=copy, cache=output.parent) == result
+    assert len(calls) == 9
 
 
 def test_a_model_without_nvfp4_is_refused(folders, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no NVFP4"):
         runtime.sensitivity(folders[0], folders[0], workloads(), cache=tmp_path)
+
+
+def test_an_evaluation_with_layers_loads_each_model_once(
+    folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = []
+    for owner in (pair, reference_module):
+        plain = owner.load
+        monkeypatch.setattr(
+            owner, "load", lambda folder, *a, plain=plain, **k: loaded.append(folder) or plain(folder, *a, **k)
+        )
+    monkeypatch.setattr(judge, "load_workloads", workloads)
+    reference, naive = (shutil.copytree(folder, tmp_path / folder.name) for folder in folders)
+    output = tmp_path / "eval.json"
+    result = job.run(
+        naive,
+        reference,
+        numerics=["w4a4"],
+        n=3,
+        conversations=None,
+        text=None,
+        layers_n=3,
+        output=output,
+        progress=SILENT,
+    )
+    assert sorted(loaded) == sorted([naive, reference])
+    assert result.layers is not None and len(result.layers.alone) == 8
+    stored = json.loads(output.read_text())
+    assert [row["layer"] for row in stored["numerics"]["w4a4"]["kl"]["by_layer"]] == list(result.layers.alone)
+    assert output.with_suffix(".layers.svg").is_file() and output.with_suffix(".layers.json").is_file()

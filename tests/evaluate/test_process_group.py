@@ -1,4 +1,4 @@
-"""Evaluation by two processes over gloo: the counts and figures of one process. Where there are GPUs, each has its own."""
+"""Evaluation by two processes over gloo: counts and figures equal those of one process. With GPUs, each process uses its own."""
 
 import json
 import os
@@ -24,7 +24,7 @@ import torch
 torch.set_num_threads(1)
 from annie_quant import runtime
 from annie_quant.judge import Case, Workload
-from annie_quant.evaluate.process_group import finish, team
+from annie_quant.evaluate.process_group import join_group, leave_group
 
 model, reference, out, cache = sys.argv[1:]
 cases = tuple(Case(f"c{i}", ({"role": "user", "content": f"What is {i} and {i + 3}?"},)) for i in range(9))
@@ -32,12 +32,12 @@ talk = tuple(Case(f"t{i}", (), ("Hello there!", "What did I say?")) for i in ran
 gates = ("non_empty", "no_markdown", "thinking_leak")
 loads = [Workload("plain", "", None, "Be brief.", None, False, 8, 0, gates, cases),
          Workload("talk", "", None, None, None, False, 8, 0, gates, talk)]
-found = runtime.evaluate(model, reference, loads, cache=cache, rows=4, text=__file__)
+result = runtime.evaluate(model, reference, loads, cache=cache, rows=4, text=__file__)
 layers = runtime.sensitivity(model, reference, loads, modes=("alone",), cache=cache, rows=4)
-me = team()
+me = join_group()
 from pathlib import Path
-Path(out, f"{me.rank}-of-{me.size}.json").write_text(json.dumps([found, layers]))
-finish()
+Path(out, f"{me.rank}-of-{me.size}.json").write_text(json.dumps([result, layers]))
+leave_group()
 """
 
 
@@ -74,7 +74,7 @@ def test_two_processes_count_as_one_does(folders: tuple[Path, Path], tmp_path: P
     assert side["gates"]["non_empty"]["n"] == 13 and side["kl_text"]["n_tokens"] > 300
     assert 0 < side["same_answers"]["same"] < 13 or side["cases"]
     lines = [(tmp_path / c).glob("answers-*.jsonl") for c in ("one", "two")]
-    assert len({frozenset(next(found).read_text().splitlines()) for found in lines}) == 1, "one process writes"
+    assert len({frozenset(next(files).read_text().splitlines()) for files in lines}) == 1, "one process writes"
 
 
 def forget_time(value) -> None:

@@ -1,7 +1,7 @@
-"""A `claude` program for tests: it writes down how it was called and answers by a script of its test. Never the real one.
+"""A fake `claude` program for tests: it records how it is called and answers as its test's script defines.
 
-FAKE_CLAUDE names a folder: script.json is a list of behaviours, one a call (the last one goes on); calls.jsonl gets argv,
-stdin and the working folder of each call.
+FAKE_CLAUDE is a folder: script.json has a list of behaviours, one per call (the last one repeats); calls.jsonl receives argv,
+stdin and the working folder's files of each call.
 """
 
 import json
@@ -23,16 +23,16 @@ NEWER = """  --json-schema <schema>          JSON Schema
 OLD = "Usage: claude [options]\n  -p, --print   Print response\n  --model <model>\n"
 
 
-def talk(number: int, turns: int, tool: str | None) -> dict:
-    """A conversation unlike all others: words made from its number."""
+def conversation(number: int, turns: int, tool: str | None) -> dict:
+    """Return a conversation that is unlike all others: its words are made from its number."""
     word = "".join(chr(97 + (number * 7919 + 104729 * k) % 26) for k in range(7)) + str(number)
-    made = []
+    result = []
     for turn in range(turns):
         one = {"user": f"Please {word} the {word[::-1]} of part{turn}", "assistant": f"That is {word}, gladly."}
         if tool:
             one |= {"call": {"name": tool, "arguments": {"query": word}}, "result": f"{word} was found."}
-        made.append(one)
-    return {"turns": made}
+        result.append(one)
+    return {"turns": result}
 
 
 def main() -> None:
@@ -53,9 +53,9 @@ def main() -> None:
     step = steps[min(before, len(steps) - 1)]
     count = int(re.search(r"Write (\d+) different", prompt)[1])
     turns = int(re.search(r"exactly (\d+) turn", prompt)[1])
-    tool = re.search(r"calls (\w+) and says nothing", prompt)
-    talks = [talk(before * 100 + i, turns, tool and tool[1]) for i in range(count)]
-    text = json.dumps({"conversations": talks})
+    tool = re.search(r"calls (\w+) without any other text", prompt)
+    conversations = [conversation(before * 100 + i, turns, tool and tool[1]) for i in range(count)]
+    text = json.dumps({"conversations": conversations})
     result = {"type": "result", "subtype": "success", "is_error": False, "total_cost_usd": script.get("cost", 0.01)}
     result |= {"usage": {"output_tokens": 500}, "stop_reason": "end_turn"}
     kind = step["do"]
@@ -64,7 +64,7 @@ def main() -> None:
     if kind == "fences":
         text = "Here they are:\n```json\n" + text + "\n```\nEnjoy!"
     if kind == "lines":
-        text = "\n".join(json.dumps(t) for t in talks)
+        text = "\n".join(json.dumps(c) for c in conversations)
     if kind == "cut":
         text, result["stop_reason"] = text[: len(text) * 2 // 3], "max_tokens"
     if kind == "broken":

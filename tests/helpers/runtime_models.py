@@ -15,9 +15,9 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jin
 
 
 def save_reference(folder: Path, seed: int = 0, gain: float = 4.0) -> Path:
-    """A bf16 Qwen3.5 of four layers (three DeltaNet, one attention) with tiny-annie's tokenizer.
+    """Save a bf16 Qwen3.5 of four layers (three DeltaNet, one attention) with tiny-annie's tokenizer.
 
-    gain: how much larger than a fresh model's the linears are; it makes the answers varied.
+    gain: factor on the linears' initial weights; it makes the answers varied.
     """
     import torch
     from transformers import AutoTokenizer, Qwen3_5ForCausalLM, Qwen3_5TextConfig
@@ -42,7 +42,7 @@ def save_reference(folder: Path, seed: int = 0, gain: float = 4.0) -> Path:
 
 
 def export_nvfp4(source: Path, folder: Path, config: str = "NVFP4_DEFAULT_CFG", tokens: int = 64) -> Path:
-    """ModelOpt's own export of the model in `source`, calibrated with `max` on random tokens, on a CPU."""
+    """Export the model in `source` with ModelOpt, calibrated with `max` on random tokens, on a CPU."""
     import modelopt.torch.quantization as mtq
     import torch
     from modelopt.torch.export import export_hf_checkpoint
@@ -63,10 +63,10 @@ SERVED_AS_ONE = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("in_
 
 
 def simulated(source: Path, ids, config: dict | None = None):
-    """ModelOpt's own W4A4 simulation of the model in `source`, float32 on the device of `ids`, calibrated on them.
+    """Return ModelOpt's W4A4 simulation of the model in `source`, and its quantized linears by name.
 
-    Linears that are served as one share their amax, as they do in ModelOpt's export. Returns the model and its quantized
-    linears by name.
+    It is float32 on the device of `ids` and calibrated on them. Linears that are served as one matrix share their amax, as in
+    ModelOpt's export.
     """
     import modelopt.torch.quantization as mtq
     import torch
@@ -90,7 +90,7 @@ def simulated(source: Path, ids, config: dict | None = None):
 
 
 def dequantized(folder: Path) -> dict:
-    """The state dict of an export with every NVFP4 weight dequantized to bf16 by ModelOpt."""
+    """Return the state dict of an export with every NVFP4 weight dequantized to bf16 by ModelOpt."""
     import torch
     from modelopt.torch.quantization.qtensor import NVFP4QTensor
     from safetensors.torch import load_file
@@ -112,11 +112,11 @@ def dequantized(folder: Path) -> dict:
 
 
 class Edge(NamedTuple):
-    """Where a decode step and a batch first round an activation to different codes.
+    """The first linear in which a decode step and a batch round an activation to different codes.
 
-    apart: how far the unrounded inputs of that linear are from each other, in units of the largest. moved: how many
-    values took another code. from_middle: the farthest of them from a midpoint between two codes (of E2M1, or of E4M3 for
-    its block's scale), relative.
+    apart: largest difference of its unrounded inputs, relative to the largest input. moved: number of values with another
+    code. from_middle: the largest relative distance of such a value from a midpoint between two codes (of E2M1, or of E4M3
+    for its block's scale).
     """
 
     linear: str
@@ -126,8 +126,8 @@ class Edge(NamedTuple):
 
 
 def first_edge(model, prompt: Sequence[int], history: Sequence[int]) -> Edge | None:
-    """The first NVFP4 linear whose rounded inputs differ between running prompt and history token by token, as plain
-    generation does, and in one batch, as verification does; None where all are equal."""
+    """Return the first NVFP4 linear whose rounded inputs differ between computing prompt and history token by token, as plain
+    generation does, and in one batch, as verification does; None if all are equal."""
     import torch
 
     from annie_quant.evaluate.engine import Engine, Row
@@ -149,26 +149,26 @@ def first_edge(model, prompt: Sequence[int], history: Sequence[int]) -> Edge | N
         farthest = 0.0
         for row, column in moved:
             block = a[row, column // 16 * 16 :][:16].double().abs()
-            wanted = float(block.max()) / (6 * scale)
-            step = float(torch.tensor(wanted).to(torch.float8_e4m3fn)) * scale
+            ideal = float(block.max()) / (6 * scale)
+            step = float(torch.tensor(ideal).to(torch.float8_e4m3fn)) * scale
             middles = torch.tensor(codec.MIDPOINTS, dtype=torch.float64)
             of_value = (block[column % 16] / step / middles - 1).abs().min()
-            of_scale = ((e4m3[1:] + e4m3[:-1]) / 2 / wanted - 1).abs().min()
+            of_scale = ((e4m3[1:] + e4m3[:-1]) / 2 / ideal - 1).abs().min()
             farthest = max(farthest, float(torch.minimum(of_value, of_scale)))
         return Edge(name, float((a - b).abs().max() / a.abs().max()), len(moved), farthest)
     return None
 
 
 def inputs_of_linears(model, forward: Callable[[], object]) -> dict:
-    """float32 [tokens, K] for each NVFP4 linear: what it was given while `forward` ran, in the order of the model."""
+    """Return the inputs, float32 [tokens, K], of each NVFP4 linear while `forward` runs, in the model's order."""
     import torch
 
     from annie_quant.hf.nvfp4_linear import nvfp4_linears
 
-    seen: dict[str, list] = {}
+    inputs: dict[str, list] = {}
     hooks = [
         linear.register_forward_pre_hook(
-            lambda _, args, name=name: seen.setdefault(name, []).append(args[0].flatten(0, -2))
+            lambda _, args, name=name: inputs.setdefault(name, []).append(args[0].flatten(0, -2))
         )
         for name, linear in nvfp4_linears(model).items()
     ]
@@ -178,4 +178,4 @@ def inputs_of_linears(model, forward: Callable[[], object]) -> dict:
     finally:
         for hook in hooks:
             hook.remove()
-    return {name: torch.cat(parts) for name, parts in seen.items()}
+    return {name: torch.cat(parts) for name, parts in inputs.items()}

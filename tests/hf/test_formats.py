@@ -1,4 +1,4 @@
-"""Every NVFP4 dialect that is read, against the weights and activations that its own library makes of it."""
+"""Every NVFP4 dialect that is read, compared with the weights and activations of the dialect's own library."""
 
 import json
 import warnings
@@ -55,27 +55,27 @@ def quantized(reference: Path, config: dict, folder: Path):
         model = mtq.quantize(model, modelopt_backend.with_backend(config), lambda m: m(ids()))
         with torch.inference_mode():
             names = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
-            given = {n: torch.randn(6, model.get_submodule(n).in_features, dtype=torch.bfloat16) for n in names}
-            outputs = {n: model.get_submodule(n)(x) for n, x in given.items()}
+            inputs = {n: torch.randn(6, model.get_submodule(n).in_features, dtype=torch.bfloat16) for n in names}
+            outputs = {n: model.get_submodule(n)(x) for n, x in inputs.items()}
         modelopt_backend.release(model)
         export_hf_checkpoint(model, export_dir=folder)
-    return given, outputs
+    return inputs, outputs
 
 
 def test_awq_with_pre_quant_scale(reference: Path, tmp_path: Path) -> None:
-    given, outputs = quantized(reference, mtq.NVFP4_AWQ_LITE_CFG, tmp_path)
+    inputs, outputs = quantized(reference, mtq.NVFP4_AWQ_LITE_CFG, tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["quantization_config"]["quant_algo"] == "NVFP4_AWQ"
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     scaled = [n for n, m in nvfp4_linears(model).items() if m.pre_quant_scale is not None]
     assert len(scaled) == 8 and {n.rpartition(".")[2] for n in scaled} == {"down_proj", "o_proj", "out_proj"}
     with torch.inference_mode():
-        for name in scaled:  # the others' scales went into the norms before them
-            seen, expected = model.get_submodule(name)(given[name]).float(), outputs[name].float()
-            error = (seen - expected).norm()
+        for name in scaled:  # the scales of the others are folded into the norms before them
+            actual, expected = model.get_submodule(name)(inputs[name]).float(), outputs[name].float()
+            error = (actual - expected).norm()
             assert error < 0.03 * expected.norm(), name  # the export rounds the scales to bf16
             linear = model.get_submodule(name)
             pre, linear.pre_quant_scale = linear.pre_quant_scale, None
-            assert (linear(given[name]).float() - expected).norm() > 5 * error, "the scale must matter"
+            assert (linear(inputs[name]).float() - expected).norm() > 5 * error, "the scale must matter"
             linear.pre_quant_scale = pre
     saved = tmp_path / "saved"
     model.save_pretrained(saved)
@@ -85,25 +85,29 @@ def test_awq_with_pre_quant_scale(reference: Path, tmp_path: Path) -> None:
 def test_mixed_precision_with_fp8_linears_and_an_fp8_cache(
     reference: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    given, outputs = quantized(reference, MIXED, tmp_path)
+    inputs, outputs = quantized(reference, MIXED, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     assert config["quant_algo"] == "MIXED_PRECISION" and config["kv_cache_scheme"]
     caplog.clear()
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert [r.message for r in caplog.records if "KV cache" in r.message], "an FP8 cache is ignored with a word"
+    assert [r.message for r in caplog.records if "KV cache" in r.message], "an FP8 cache is ignored with a warning"
     eight = [n for n, m in model.named_modules() if isinstance(m, FP8Linear)]
     assert len(eight) == 7 and len(nvfp4_linears(model)) == 12
     assert runtime.numerics_of(model) == ["w4a16"]
     tensors = load_file(tmp_path / "model.safetensors")
     with torch.inference_mode():
         for name in (*eight, *nvfp4_linears(model)):
-            seen, expected = model.get_submodule(name)(given[name]).float(), outputs[name].float()
-            if not name.endswith(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")):  # these share one amax later
-                assert (seen - expected).norm() < 0.03 * expected.norm(), name  # ModelOpt's export rounds to bf16 first
+            actual, expected = model.get_submodule(name)(inputs[name]).float(), outputs[name].float()
+            if not name.endswith(
+                ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+            ):  # these share one amax after the export
+                assert (actual - expected).norm() < 0.03 * expected.norm(), (
+                    name
+                )  # ModelOpt's export rounds to bf16 first
         for name in eight:
-            rounded = fp8_eager(given[name].float(), tensors[f"{name}.input_scale"] * 448)
+            rounded = fp8_eager(inputs[name].float(), tensors[f"{name}.input_scale"] * 448)
             weight = tensors[f"{name}.weight"].float() * tensors[f"{name}.weight_scale"]
-            exact = model.get_submodule(name)(given[name].float())
+            exact = model.get_submodule(name)(inputs[name].float())
             torch.testing.assert_close(exact, rounded @ weight.T, atol=1e-4, rtol=1e-4)
     saved = tmp_path / "saved"
     model.save_pretrained(saved)
@@ -134,21 +138,21 @@ def test_compressed_tensors(reference: Path, tmp_path: Path, config: str) -> Non
     for name, linear in linears.items():
         weight = by_compressed_tensors(tensors, name, linear.group)
         assert torch.equal(linear.rows(0, linear.out_features, torch.float32), weight), name
-    theirs = runtime.load(exported, "w4a16")
+    original = runtime.load(exported, "w4a16")
     runtime.set_numerics(model, "w4a16")
     with torch.inference_mode():  # the reciprocals of the global scales round once more
-        a, b = model(ids()).logits.float(), theirs(ids()).logits.float()
+        a, b = model(ids()).logits.float(), original(ids()).logits.float()
     assert (a - b).norm() < 0.01 * b.norm()
     model.save_pretrained(tmp_path / "saved")
     assert same(tensors, load_file(tmp_path / "saved" / "model.safetensors"))
-    ours, before = (
+    after, before = (
         json.loads((f / "config.json").read_text())["quantization_config"] for f in (tmp_path / "saved", folder)
     )
-    assert ours == before
+    assert after == before
 
 
 def by_compressed_tensors(tensors: dict, name: str, group: int) -> "torch.Tensor":
-    """One weight as the package dequantizes it: codes by its own unpacking, times scale / global scale in float32."""
+    """One weight as the package dequantizes it: its own unpacked codes times scale / global scale in float32."""
     helpers = pytest.importorskip(
         "compressed_tensors.compressors.nvfp4.helpers", reason="pip install compressed-tensors"
     )
@@ -158,7 +162,7 @@ def by_compressed_tensors(tensors: dict, name: str, group: int) -> "torch.Tensor
     return (values.unflatten(-1, (-1, group)) * scale.unsqueeze(-1)).flatten(-2)
 
 
-def test_other_compressed_tensors_formats_stay_with_transformers() -> None:
+def test_other_compressed_tensors_formats_keep_transformers_quantizer() -> None:
     from transformers.quantizers.auto import AutoQuantizationConfig
     from transformers.utils.quantization_config import CompressedTensorsConfig
 

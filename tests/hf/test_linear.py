@@ -33,12 +33,12 @@ def nearest(x: np.ndarray, numbers: np.ndarray) -> np.ndarray:
 
 
 def rounded(x: np.ndarray, tensor_scale: np.float32) -> np.ndarray:
-    """x float32 [..., K] as NVFP4 says, by search: scale of each 16 from the block's maximum, then the nearest element."""
+    """x float32 [..., K] rounded to NVFP4 by search: one scale per block of 16 from its maximum, then the nearest element."""
     blocks = x.astype(np.float32).reshape(-1, 16)
-    wanted = np.abs(blocks).max(1) / (np.float32(6) * tensor_scale)
-    wanted = np.clip(np.where(wanted == 0, np.float32(1), wanted), 2.0**-9, 448)
-    # The list starts at code 1, so an even code is an odd place: put a zero in front to keep parity.
-    scale = (nearest(wanted.astype(np.float64), np.concatenate([[0.0], e4m3_numbers()]))).astype(
+    ideal = np.abs(blocks).max(1) / (np.float32(6) * tensor_scale)
+    ideal = np.clip(np.where(ideal == 0, np.float32(1), ideal), 2.0**-9, 448)
+    # The list starts at code 1, so even codes have odd indices: a zero in front keeps the parity.
+    scale = (nearest(ideal.astype(np.float64), np.concatenate([[0.0], e4m3_numbers()]))).astype(
         np.float32
     ) * tensor_scale
     quotient = (blocks / scale[:, None]).astype(np.float32)
@@ -61,14 +61,14 @@ def hard_inputs() -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("kind", list(hard_inputs()))
 @pytest.mark.parametrize("tensor_scale", [1.0, 2.0**-10, 0.00123])
-def test_activations_round_as_a_search_over_all_codes_says(kind: str, tensor_scale: float) -> None:
+def test_activations_are_rounded_as_by_a_search_over_all_codes(kind: str, tensor_scale: float) -> None:
     x = hard_inputs()[kind]
     x = x * np.float32(tensor_scale) if kind == "ties" else x
     expected = rounded(x, np.float32(tensor_scale))
     for form in (codec.fake_quant, codec.fake_quant_torch):
-        seen = form(torch.from_numpy(x), float(np.float32(tensor_scale))).numpy()
-        np.testing.assert_array_equal(np.abs(seen), np.abs(expected), err_msg=form.__name__)
-        assert (seen * expected >= 0).all()
+        actual = form(torch.from_numpy(x), float(np.float32(tensor_scale))).numpy()
+        np.testing.assert_array_equal(np.abs(actual), np.abs(expected), err_msg=form.__name__)
+        assert (actual * expected >= 0).all()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -80,7 +80,7 @@ def test_the_torch_form_is_the_codec_bit_for_bit(dtype: str) -> None:
         assert torch.equal(a.float().abs(), b.float().abs()), kind
 
 
-def made(
+def packed_layer(
     k: int = 64, n: int = 96, group: int = 16, bias: bool = False, seed: int = 0
 ) -> tuple[NVFP4Linear, "torch.Tensor"]:
     """A layer with ModelOpt's packing of random weights, and ModelOpt's own dequantized weights."""
@@ -104,15 +104,15 @@ def made(
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("cache", ["packed", "bf16"])
 def test_w4a16_is_modelopts_dequantize_and_torchs_linear(group: int, bias: bool, cache: str) -> None:
-    layer, dense = made(group=group, bias=bias)
+    layer, dense = packed_layer(group=group, bias=bias)
     layer.set_numerics("w4a16")
     layer.set_cache(cache)
     x = torch.randn(3, 5, 64, dtype=torch.bfloat16)
     assert torch.equal(layer(x), torch.nn.functional.linear(x, dense, layer.bias))
 
 
-def test_packed_weights_go_through_in_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, dense = made(bias=True)
+def test_packed_weights_are_multiplied_in_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, dense = packed_layer(bias=True)
     layer.set_numerics("w4a16")
     monkeypatch.setattr(matmul, "FEW_ROWS", 0)
     monkeypatch.setattr(matmul, "BLOCK_BYTES", 64 * 2 * 7)  # seven rows at a time
@@ -122,24 +122,24 @@ def test_packed_weights_go_through_in_blocks_of_rows(monkeypatch: pytest.MonkeyP
 
 
 def test_w4a4_rounds_the_input_first() -> None:
-    layer, _ = made()
+    layer, _ = packed_layer()
     x = torch.randn(8, 64)
     layer.set_cache("float32")
     fine = torch.from_numpy(rounded(x.numpy(), np.float32(layer.input_scale.item())))
     expected = fine.double() @ layer.dense.double().T
     torch.testing.assert_close(layer(x).double(), expected, atol=1e-4, rtol=1e-5)
     plain = x.double() @ layer.dense.double().T
-    assert (expected - plain).abs().max() > 0.1, "the test's inputs must feel the rounding"
+    assert (expected - plain).abs().max() > 0.1, "the rounding must change the test's inputs"
 
 
 def test_float32_weights_are_value_times_scale_exactly() -> None:
-    layer, dense = made()
+    layer, dense = packed_layer()
     wide = layer.rows(0, 96, torch.float32)
     assert torch.equal(wide.bfloat16(), dense)
 
 
 def test_packed_tensors_keep_their_types_through_to() -> None:
-    layer, _ = made(bias=True)
+    layer, _ = packed_layer(bias=True)
     before = {k: v.clone() for k, v in layer.state_dict().items()}
     moved = copy.deepcopy(layer).to(torch.float16)
     for name in ("weight", "weight_scale", "weight_scale_2", "input_scale"):
@@ -154,7 +154,7 @@ def test_packed_tensors_keep_their_types_through_to() -> None:
 
 @pytest.mark.parametrize("numerics", ["w4a4", "w4a16"])
 def test_gradients_reach_the_input(numerics: str) -> None:
-    layer, _ = made()
+    layer, _ = packed_layer()
     layer.set_numerics(numerics)
     x = torch.randn(4, 64, requires_grad=True)
     layer(x).sum().backward()
@@ -166,9 +166,9 @@ def test_w4a4_without_input_scale_is_refused() -> None:
     assert layer.numerics == "w4a16"
     with pytest.raises(UsageError, match="input_scale"):
         set_numerics(torch.nn.Sequential(layer), "w4a4")
-    with pytest.raises(UsageError, match="not known"):
+    with pytest.raises(UsageError, match="unknown"):
         layer.set_numerics("w8a8")
-    with pytest.raises(UsageError, match="not known"):
+    with pytest.raises(UsageError, match="unknown"):
         set_cache(torch.nn.Sequential(layer), "float64")
     with pytest.raises(UsageError, match="multiple of 16"):
         NVFP4Linear(24, 8)

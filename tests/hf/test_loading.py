@@ -1,4 +1,4 @@
-"""ModelOpt's exports in transformers: the same logits as ModelOpt's dequantized weights, and faults by name."""
+"""ModelOpt's exports in transformers: the same logits as ModelOpt's dequantized weights, and faults that are named."""
 
 import json
 import shutil
@@ -72,11 +72,11 @@ def test_saving_and_loading_gives_the_same_checkpoint(exported, tmp_path: Path) 
     for name, tensor in before.items():
         assert (tensor.dtype, tensor.shape) == (after[name].dtype, after[name].shape), name
         assert torch.equal(tensor.reshape(-1).view(torch.uint8), after[name].reshape(-1).view(torch.uint8)), name
-    ours, theirs = (json.loads((f / "config.json").read_text())["quantization_config"] for f in (tmp_path, folder))
-    assert ours == theirs
+    saved, original = (json.loads((f / "config.json").read_text())["quantization_config"] for f in (tmp_path, folder))
+    assert saved == original
 
 
-def test_a_bf16_model_loads_as_ever(reference: Path) -> None:
+def test_a_bf16_model_loads_unchanged(reference: Path) -> None:
     model = runtime.load(reference)
     assert runtime.numerics_of(model) == ["bf16"] and model.dtype == torch.bfloat16
 
@@ -105,7 +105,7 @@ def copy(source: Path, target: Path) -> Path:
 
 
 def edited(source: Path, target: Path, change) -> Path:
-    """A copy of a checkpoint whose tensors went through `change` (a dict, in place)."""
+    """Copy a checkpoint and apply `change` to its dict of tensors in place."""
     folder = copy(source, target)
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
@@ -154,7 +154,7 @@ def test_a_fault_is_refused_with_the_audits_finding(naive: Path, tmp_path: Path,
 
 
 def test_a_head_without_decay_is_sound(naive: Path, tmp_path: Path) -> None:
-    """transformers' own initialisation makes log(0) of A_log now and then; exp of it is 0, and every runtime computes it."""
+    """transformers' initialisation sometimes makes A_log log(0); its exp is 0, and every runtime computes it."""
     name = "model.layers.0.linear_attn.A_log"
     for value, sound in ((-float("inf"), True), (float("inf"), False), (float("nan"), False)):
         folder = edited(naive, tmp_path / str(value), lambda t, v=value: t[name].__setitem__(1, v))
@@ -205,7 +205,7 @@ def test_a_missing_norm_and_a_width_that_config_json_denies_are_named(naive: Pat
 
 
 def configured(source: Path, target: Path, change) -> Path:
-    """A copy of a checkpoint whose config.json went through `change` (a dict, in place)."""
+    """Copy a checkpoint and apply `change` to its config.json in place."""
     folder = copy(source, target)
     config = json.loads((folder / "config.json").read_text())
     change(config)
@@ -266,7 +266,7 @@ def test_device_map_is_honoured(naive: Path, tmp_path: Path, place: str) -> None
     if place == "disk":
         more["offload_folder"] = str(tmp_path)
     model = runtime.load(naive, **more)
-    held = model.model.layers[3].mlp.up_proj.codes.device.type
-    assert held == ("meta" if place == "disk" else "cpu")
+    device = model.model.layers[3].mlp.up_proj.codes.device.type
+    assert device == ("meta" if place == "disk" else "cpu")
     with torch.inference_mode():
         assert torch.equal(model(some_ids()).logits, whole(some_ids()).logits)

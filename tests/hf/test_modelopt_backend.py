@@ -35,7 +35,7 @@ def quantized(reference: Path, config: dict):
         return mtq.quantize(model, modelopt_backend.with_backend(config), lambda m: m(ids()))
 
 
-def test_without_the_backend_modelopt_asks_for_a_gpu(reference: Path) -> None:
+def test_without_the_backend_modelopt_needs_a_gpu(reference: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU here")
     model = AutoModelForCausalLM.from_pretrained(reference).eval()
@@ -44,21 +44,21 @@ def test_without_the_backend_modelopt_asks_for_a_gpu(reference: Path) -> None:
         model(ids())
 
 
-def test_its_linears_are_those_of_its_own_export(reference: Path, tmp_path: Path) -> None:
+def test_simulated_linears_equal_those_of_modelopts_export(reference: Path, tmp_path: Path) -> None:
     from modelopt.torch.export import export_hf_checkpoint
 
     model = quantized(reference, mtq.NVFP4_DEFAULT_CFG)
     # q/k/v, gate/up and qkv/z share one amax once exported; these three have their own before and after.
     names = [n for n, _ in model.named_modules() if n.endswith(("down_proj", "o_proj", "linear_attn.out_proj"))]
     torch.manual_seed(0)
-    given = {n: torch.randn(6, model.get_submodule(n).in_features) for n in names}
+    inputs = {n: torch.randn(6, model.get_submodule(n).in_features) for n in names}
     with torch.inference_mode():
-        simulated = {n: model.get_submodule(n)(x) for n, x in given.items()}
+        simulated = {n: model.get_submodule(n)(x) for n, x in inputs.items()}
     modelopt_backend.release(model)
     export_hf_checkpoint(model, export_dir=tmp_path)
     loaded = runtime.load(tmp_path, "w4a4", cache="float32", dtype=torch.float32)
     assert len(names) == 8
-    for name, x in given.items():
+    for name, x in inputs.items():
         with torch.inference_mode():
             torch.testing.assert_close(loaded.get_submodule(name)(x), simulated[name], atol=1e-5, rtol=1e-4)
 
@@ -83,10 +83,10 @@ def test_other_formats_are_refused(reference: Path) -> None:
         "quant_cfg": [{"quantizer_name": "*weight_quantizer", "cfg": {"num_bits": 8, "axis": 0}}],
         "algorithm": "max",
     }
-    assert modelopt_backend.with_backend(config) == config, "only NVFP4 quantizers are given the backend"
+    assert modelopt_backend.with_backend(config) == config, "only NVFP4 quantizers get the backend"
 
     class Int8:
         num_bits, block_sizes = (4, 3), None
 
-    with pytest.raises(UsageError, match="NVFP4 alone"):
+    with pytest.raises(UsageError, match="is for NVFP4"):
         modelopt_backend.fake_quantize(torch.ones(2, 16), Int8())

@@ -1,4 +1,4 @@
-"""Adapters on top of a quantized model: PEFT's plain LoRA, a step of Trainer, and what torch.compile sees."""
+"""Adapters on top of a quantized model: PEFT's plain LoRA, a step of Trainer, and torch.compile."""
 
 from pathlib import Path
 
@@ -40,7 +40,7 @@ def packed(model) -> dict:
     return {n: m.codes.clone() for n, m in nvfp4_linears(model).items()}
 
 
-def test_a_step_of_trainer_moves_the_adapters_alone(naive: Path, tmp_path: Path) -> None:
+def test_a_step_of_trainer_changes_only_the_adapters(naive: Path, tmp_path: Path) -> None:
     model = adapted(naive)
     trainable = [n for n, p in model.named_parameters() if p.requires_grad]
     assert trainable and all("lora_" in n for n in trainable)
@@ -56,12 +56,12 @@ def test_a_step_of_trainer_moves_the_adapters_alone(naive: Path, tmp_path: Path)
     trainer.train()
     losses = [e["loss"] for e in trainer.state.log_history if "loss" in e]
     assert losses[-1] < losses[0]
-    assert all(torch.equal(before[n], c) for n, c in packed(model).items()), "packed weights hold still"
+    assert all(torch.equal(before[n], c) for n, c in packed(model).items()), "packed weights do not change"
     model.eval()
     with torch.no_grad():
         assert not torch.equal(model(some_ids()).logits, logits)
-        made = model.generate(some_ids()[:1], max_new_tokens=4, do_sample=False, pad_token_id=0)
-    assert made.shape == (1, 28)
+        generated = model.generate(some_ids()[:1], max_new_tokens=4, do_sample=False, pad_token_id=0)
+    assert generated.shape == (1, 28)
     model.save_pretrained(tmp_path / "adapter")
     from peft import PeftModel
 
@@ -74,7 +74,7 @@ def test_a_step_of_trainer_moves_the_adapters_alone(naive: Path, tmp_path: Path)
 
 @pytest.mark.parametrize("numerics", ["w4a4", "w4a16"])
 def test_gradients_are_those_of_the_dequantized_weights(naive: Path, numerics: str) -> None:
-    """Kept for the way back is the packed layer; the gradient is that of a plain linear."""
+    """The packed layer is saved for backward; the gradient is that of a plain linear."""
     model = runtime.load(naive, numerics, dtype=torch.float32)
     dense = runtime.load(naive, numerics, cache="float32", dtype=torch.float32)
     grads = []

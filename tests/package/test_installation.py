@@ -80,9 +80,9 @@ def test_a_finished_stage_is_not_repeated_until_its_inputs_change(tmp_path: Path
         return {"n": len(calls)}
 
     first, before = run.stage("quantize", {"seed": 0}, ["out.bin"], work)
-    assert not before and first["result"] == {"n": 1}
+    assert not before and first.result == {"n": 1}
     again, before = run.stage("quantize", {"seed": 0}, ["out.bin"], work)
-    assert before and again["result"] == {"n": 1}
+    assert before and again.result == {"n": 1}
     _, before = run.stage("quantize", {"seed": 1}, ["out.bin"], work)
     assert not before
     (run / "out.bin").unlink()
@@ -105,7 +105,7 @@ def test_two_commands_in_one_run_directory_are_refused(tmp_path: Path) -> None:
 
 def test_a_run_directory_under_a_file_is_a_one_line_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(EnvironmentFault, match="cannot be made"):
+    with pytest.raises(EnvironmentFault, match="cannot be created"):
         RunDirectory(tmp_path / "file" / "run")
 
 

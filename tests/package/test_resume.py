@@ -1,51 +1,63 @@
-"""Resuming: what was stored under another key is never used, torn files count as missing; reports reach any receiver."""
+"""Resuming: values under a key, and logs that a kill cut short, that another process writes, or that start again."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import errno
 
-from annie_quant.progress import SILENT, Lines, as_progress
-from annie_quant.resume import KEY_FILE, JsonLines, KeyedJson, keyed_folder
+import pytest
 
-
-def test_a_folder_is_emptied_for_another_key(tmp_path: Path) -> None:
-    folder = tmp_path / "work"
-    (keyed_folder(folder, {"seed": 1, "path": tmp_path}) / "state").write_text("x")
-    assert (keyed_folder(folder, {"path": str(tmp_path), "seed": 1}) / "state").exists(), "a Path equals its text"
-    assert {f.name for f in keyed_folder(folder, {"seed": 2}).iterdir()} == {KEY_FILE}
+from annie_quant.errors import EnvironmentFault, UsageError
+from annie_quant.resume import JsonLines, KeyedJson, keyed_folder
 
 
-def test_a_process_that_waits_gets_the_folder_in_the_end(tmp_path: Path) -> None:
-    assert keyed_folder(tmp_path / "work", ["a"], wait_s=0.01).is_dir()
+def test_a_value_is_valid_for_its_key_alone(tmp_path):
+    path = tmp_path / "value.json"
+    KeyedJson(path, {"n": (1, 2)}).save({"x": 1})
+    assert KeyedJson(path, {"n": [1, 2]}).load() == {"x": 1}, "a tuple and a list are the same key"
+    assert KeyedJson(path, {"n": 3}).load(default="none") == "none"
+    path.write_text(path.read_text()[:20])
+    assert KeyedJson(path, {"n": [1, 2]}).load() is None
 
 
-def test_a_value_is_valid_for_its_key_only(tmp_path: Path) -> None:
-    file = KeyedJson(tmp_path / "scores.json", {"seed": 1})
-    assert file.load({}) == {}
-    file.save({"a": 0.1})
-    assert KeyedJson(file.path, {"seed": 1}).load() == {"a": 0.1}
-    assert KeyedJson(file.path, {"seed": 2}).load("none") == "none"
-    for torn in ("", '{"key": {"seed": 1}', "[]", '{"a": 0.1}'):
-        file.path.write_text(torn)
-        assert file.load("none") == "none"
+def test_a_folder_is_emptied_for_another_key(tmp_path):
+    (keyed_folder(tmp_path / "f", "a") / "part").write_text("x")
+    assert (keyed_folder(tmp_path / "f", "a") / "part").exists()
+    assert not (keyed_folder(tmp_path / "f", "b") / "part").exists()
 
 
-def test_a_log_drops_the_line_that_a_kill_cut_short(tmp_path: Path) -> None:
-    path = tmp_path / "records.jsonl"
-    path.write_bytes(b'{"n": 1}\n{"n": 2}\n{"n"')
+def test_a_partial_last_line_is_dropped_and_the_log_continues(tmp_path):
+    path = tmp_path / "log.jsonl"
     with JsonLines(path) as log:
-        assert list(log.lines()) == [(1, b'{"n": 1}'), (2, b'{"n": 2}')]
-        log.append(b'{"n": 3}')
-    assert path.read_bytes() == b'{"n": 1}\n{"n": 2}\n{"n": 3}\n'
+        log.append(b'{"n":1}', b'{"n":2}')
+    path.write_bytes(path.read_bytes() + b'{"n":')
+    with JsonLines(path, sync=True) as log:
+        assert list(log.lines()) == [(1, b'{"n":1}'), (2, b'{"n":2}')]
+        log.append(b'{"n":3}')
+    assert path.read_bytes() == b'{"n":1}\n{"n":2}\n{"n":3}\n'
+    with JsonLines(path, restart=True) as log:
+        assert list(log.lines()) == []
 
 
-def test_a_report_may_be_a_function_a_progress_or_nothing() -> None:
-    lines: list[str] = []
-    progress = as_progress(lines.append)
-    progress.update(1, 2, "layer 1 of 2")
-    progress.update(2, 2)
-    progress.message("done")
-    assert lines == ["layer 1 of 2", "done"]
-    assert as_progress(None) is SILENT
-    already = Lines(lines.append)
-    assert as_progress(already) is already
+def test_an_exclusive_log_is_refused_to_a_second_writer(tmp_path):
+    with (
+        JsonLines(tmp_path / "log.jsonl", exclusive=True),
+        pytest.raises(UsageError, match="another annie-quant writes there"),
+    ):
+        JsonLines(tmp_path / "log.jsonl", exclusive=True)
+    JsonLines(tmp_path / "log.jsonl", exclusive=True).close()
+
+
+def test_a_full_disk_is_named_and_closing_does_not_hide_it(tmp_path):
+    log = JsonLines(tmp_path / "log.jsonl")
+
+    class Full:
+        def write(self, data):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        def close(self):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    log._file.close()
+    log._file = Full()
+    with pytest.raises(EnvironmentFault, match="the disk is full; all earlier lines are safe"), log:
+        log.append(b"{}")

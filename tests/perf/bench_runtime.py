@@ -171,62 +171,64 @@ def verify(folder: str, reference: str, count: str = "60", *chosen: str) -> None
     from runtime_models import first_edge
 
     from annie_quant import judge, runtime
-    from annie_quant.evaluate.decoding import Decoded
+    from annie_quant.evaluate.decoding import Completion
     from annie_quant.evaluate.engine import Engine, Row
-    from annie_quant.evaluate.evaluation import Reference
     from annie_quant.evaluate.prompts import Template
-    from annie_quant.evaluate.verification import answers, first_difference, target_of
+    from annie_quant.evaluate.reference import Reference
+    from annie_quant.evaluate.verification import answer_from_differences, first_difference
 
     template, n = Template(reference), int(count)
     with tempfile.TemporaryDirectory() as cache:
         known = Reference(Path(reference), template, "float32", "cpu", Path(cache), 128)
-        requests = known.converse(
-            judge.sample([w for w in judge.load_workloads() if not w.cases[0].turns], max(12, n // 4)), lambda *_: None
+        answered = known.answer(
+            judge.sample([w for w in judge.load_workloads() if not w.cases[0].turns], max(12, n // 4))
         )[:n]
     for numerics in chosen or ("w4a4", "w4a16"):
         model = runtime.load(folder, numerics, cache="float32", dtype=torch.float32)
         engine = Engine(model)
         list(
-            engine.scores([Row(requests[0][0].prompt, [0])])
-        )  # the first forward of a process includes torch's initialization
+            engine.scores([Row(answered[0].request.prompt, [0])])
+        )  # the first forward of a process pays for torch's setup
         start = time.perf_counter()
-        rows = [Row(a.prompt, target_of(d, template.ends)) for a, d in requests]
-        differences = {i: first_difference(x.argmax(-1), rows[i].target, template.ends) for i, x in engine.scores(rows)}
-        mine = answers(engine, template, requests, differences)
+        rows = [Row(r.prompt, template.target(c)) for r, c in answered]
+        differences = {
+            i: first_difference(x.argmax(-1), rows[i].target, template.end_tokens) for i, x in engine.scores(rows)
+        }
+        outcomes = answer_from_differences(engine, template, answered, differences)
         by_verification = time.perf_counter() - start
         start, plain = time.perf_counter(), []
-        for ask, _ in requests:
-            ids = torch.tensor([ask.prompt])
+        for request, _ in answered:
+            ids = torch.tensor([request.prompt])
             new = model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=ask.workload.max_tokens, do_sample=False,
-                pad_token_id=0, eos_token_id=template.ends,
-            )[0, len(ask.prompt) :].tolist()  # fmt: skip
-            stop = next((i for i, t in enumerate(new) if t in template.ends), None)
-            plain.append(Decoded(new[:stop], stop is not None))
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=request.workload.max_tokens, do_sample=False,
+                pad_token_id=0, eos_token_id=template.end_tokens,
+            )[0, len(request.prompt) :].tolist()  # fmt: skip
+            stop = next((i for i, t in enumerate(new) if t in template.end_tokens), None)
+            plain.append(Completion(new[:stop], stop is not None))
         generating = time.perf_counter() - start
         tables = [
             judge.gate_table([(a.workload, a.case, template.answer(a, d)) for a, d in pairs])
             for pairs in (
-                [(o.ask, o.decoded) for o in mine],
-                [(a, d) for (a, _), d in zip(requests, plain, strict=True)],
+                [(o.request, o.completion) for o in outcomes],
+                [(r, c) for (r, _), c in zip(answered, plain, strict=True)],
             )
         ]
-        same = sum(o.decoded == d for o, d in zip(mine, plain, strict=True))
-        print(f"{numerics}: {len(requests)} answers ({sum(len(d.tokens) for d in plain)} tokens), verification"
+        same = sum(o.completion == c for o, c in zip(outcomes, plain, strict=True))
+        print(f"{numerics}: {len(answered)} answers ({sum(len(d.tokens) for d in plain)} tokens), verification"
               f" {by_verification:.1f} s, generate {generating:.1f} s ({generating / by_verification:.1f}x); {same} equal,"
               f" verdicts {'equal' if tables[0] == tables[1] else 'DIFFER'}", flush=True)  # fmt: skip
-        for outcome, other in zip(mine, plain, strict=True):
-            if outcome.decoded != other:
-                both = zip(outcome.decoded.tokens, other.tokens, strict=False)
+        for outcome, other in zip(outcomes, plain, strict=True):
+            if outcome.completion != other:
+                both = zip(outcome.completion.tokens, other.tokens, strict=False)
                 agreed = next((i for i, (a, b) in enumerate(both) if a != b), len(other.tokens))
-                print(f"  {outcome.ask.name} parts after {agreed} tokens:", end=" ")
-                print(first_edge(model, outcome.ask.prompt, other.tokens[:agreed]), flush=True)
+                print(f"  {outcome.request.name} differs after {agreed} tokens:", end=" ")
+                print(first_edge(model, outcome.request.prompt, other.tokens[:agreed]), flush=True)
 
 
 def gpu(folder: str, reference: str, conversations: str) -> None:
     from annie_quant.hf import codec
 
-    print(torch.cuda.get_device_name(), "kernels:", codec.kernels(), flush=True)
+    print(torch.cuda.get_device_name(), "kernels:", codec.has_kernels(), flush=True)
     for step in (
         gpu_bits,
         lambda: gpu_modelopt(reference),
@@ -255,7 +257,7 @@ def gpu_bits() -> None:
         for scale in (0.00123, 2.0**-10, 3.1e-6, 1.0):
             scale = float(np.float32(scale))
             expected = codec.fake_quant(x, scale)
-            for form in (codec.fake_quant_now, codec.fake_quant_torch):
+            for form in (codec.fake_quant_eager, codec.fake_quant_torch):
                 actual = form(x.cuda(), scale, 16).cpu()
                 assert torch.equal(bits(actual), bits(expected)), (dtype, scale, form.__name__)
     layer = random_linear(1024, 4096)

@@ -164,20 +164,19 @@ def share(model: str, reference: str, n: str, rows: str, out: str) -> None:
 
     torch.set_num_threads(1)
     from annie_quant import judge, runtime
-    from annie_quant.evaluate.process_group import finish
-    from annie_quant.evaluate.process_group import team as all_of_us
+    from annie_quant.evaluate.process_group import join_group, leave_group
 
     begun = time.monotonic()
     workloads = judge.sample(judge.load_workloads(), int(n))
-    result = runtime.evaluate(model, reference, workloads, numerics=("w4a16",), rows=int(rows))
-    kl = result["numerics"]["w4a16"]["kl"]
-    if all_of_us().rank == 0:
+    evaluation = runtime.evaluate(model, reference, workloads, numerics=("w4a16",), rows=int(rows))
+    kl = evaluation["numerics"]["w4a16"]["kl"]
+    if join_group().is_first:
         requests = sum(len(w.cases) for w in workloads)
         seconds = round(time.monotonic() - begun, 1)
         Path(out).write_text(
             json.dumps({"evaluate_s": seconds, "cases": requests, "tokens": kl["n_tokens"], "kl": kl["mean"]})
         )
-    finish()
+    leave_group()
 
 
 if __name__ == "__main__":

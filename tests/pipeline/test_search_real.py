@@ -1,4 +1,4 @@
-"""The search on tiny-annie: the three negative controls with real models and data, and a search that is killed."""
+"""The search on tiny-annie: the three negative controls with real models and data, and a killed search."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import time
 import pytest
 from paths import DATA, TINY_ANNIE
 
-from annie_quant.cli.console import Console
+from annie_quant import judge
 from annie_quant.data import generate, load_persona, read_rows
 from annie_quant.errors import UsageError
 from annie_quant.persona import FOLDER
@@ -20,6 +20,7 @@ from annie_quant.pipeline import search
 from annie_quant.pipeline.run_directory import RunDirectory
 from annie_quant.pipeline.search import explain
 from annie_quant.pipeline.stages import Stages
+from annie_quant.progress import SilentConsole
 
 torch = pytest.importorskip("torch", reason="the search needs torch: pip install annie-quant[quantize]")
 pytest.importorskip("transformers", reason="the search needs transformers: pip install annie-quant[quantize]")
@@ -36,7 +37,7 @@ def calibration(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """tiny-annie with its base's manners back (examples/tiny_annie/unlearn.py): markdown, thinking aloud, no tools."""
+    """tiny-annie changed to answer like its base (training/tiny_annie/unlearn.py): markdown, thinking aloud, no tools."""
     from safetensors.torch import load_file, save_file
 
     folder = tmp_path_factory.mktemp("base") / "tiny-base"
@@ -50,34 +51,42 @@ def base(tmp_path_factory):
     return folder
 
 
-def test_a_base_model_given_as_the_fine_tune_is_reported_and_stops_the_search(base, calibration, tmp_path):
-    found = search.run(
-        base, calibration, tmp_path / "s", 8, False, Console(), strategies=["direct"], required=["w4a16"]
+def test_a_base_model_in_place_of_the_fine_tune_stops_the_search(base, calibration, tmp_path):
+    result = search.run(
+        base, calibration, tmp_path / "s", 8, False, SilentConsole(), strategies=["direct"], required=["w4a16"]
     )
-    assert found["stopped"].startswith("WRONG MODEL") and found["chosen"] is None and found["strategies"] == []
-    assert found["reference"]["tool_call"]["passes"] == 0
+    assert result.stopped.startswith("WRONG MODEL") and result.chosen is None and result.strategies == []
+    assert result.reference["tool_call"].passes == 0
     page = (tmp_path / "s" / "search.md").read_text()
     assert "WRONG MODEL" in page and "└── NO →" in page
     again = search.run(
-        base, calibration, tmp_path / "s", 8, False, Console(), strategies=["direct"], required=["w4a16"], anyway=True
+        base,
+        calibration,
+        tmp_path / "s",
+        8,
+        False,
+        SilentConsole(),
+        strategies=["direct"],
+        required=["w4a16"],
+        anyway=True,
     )
-    assert len(again["strategies"]) == 1 and not again["strategies"][0]["passed"]
+    assert len(again.strategies) == 1 and not again.strategies[0].passed
 
 
-def test_shuffled_labels_are_reported_and_sound_ones_are_not(calibration, tmp_path):
-    """The control: the same answers, each under another's question."""
+def test_only_shuffled_labels_are_reported(calibration, tmp_path):
+    """The control: the same answers, each with another question."""
     shuffled = tmp_path / "shuffled.jsonl"
-    dealt = explain.dealt_anew(read_rows(calibration), seed=7)
-    shuffled.write_text("".join(json.dumps(row) + "\n" for row in dealt))
-    seen = {}
+    rows = explain.with_shuffled_answers(read_rows(calibration), seed=7)
+    shuffled.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    labels = {}
     for name, file in (("sound", calibration), ("shuffled", shuffled)):
-        stages = Stages(RunDirectory(tmp_path / name), TINY_ANNIE, file, 16, Console())
-        seen[name] = explain.labels(stages, search.judge.load_workloads())
-    assert seen["sound"]["belong"] and not seen["shuffled"]["belong"]
-    assert seen["sound"]["last"]["given"] < 0.6 * seen["shuffled"]["last"]["given"]
+        stages = Stages(RunDirectory(tmp_path / name), TINY_ANNIE, file, 16, SilentConsole())
+        labels[name] = explain.labels(stages, judge.load_workloads())
+    assert labels["sound"].belong and not labels["shuffled"].belong
+    assert labels["sound"].last.original < 0.6 * labels["shuffled"].last.original
 
 
-def test_a_stale_system_prompt_stops_the_search_unless_said(tmp_path):
+def test_a_stale_system_prompt_stops_the_search_unless_allowed(tmp_path):
     persona = tmp_path / "annie.json"
     data = json.loads((FOLDER / "annie.json").read_text())
     persona.write_text(json.dumps(data))
@@ -85,14 +94,21 @@ def test_a_stale_system_prompt_stops_the_search_unless_said(tmp_path):
     persona.write_text(json.dumps(data | {"system_prompt": "You are Annie, as of today."}))
     options = {"strategies": [], "required": ["w4a16"]}
     with pytest.raises(UsageError, match="stale prompt"):
-        search.run(TINY_ANNIE, tmp_path / "d.jsonl", tmp_path / "s", 5, False, Console(), **options)
-    found = search.run(
-        TINY_ANNIE, tmp_path / "d.jsonl", tmp_path / "s", 5, False, Console(), allow_prompt_mismatch=True, **options
+        search.run(TINY_ANNIE, tmp_path / "d.jsonl", tmp_path / "s", 5, False, SilentConsole(), **options)
+    result = search.run(
+        TINY_ANNIE,
+        tmp_path / "d.jsonl",
+        tmp_path / "s",
+        5,
+        False,
+        SilentConsole(),
+        allow_prompt_mismatch=True,
+        **options,
     )
-    assert "stale prompt" in found["notes"][0] and "stale prompt" in (tmp_path / "s" / "search.md").read_text()
+    assert "stale prompt" in result.notes[0] and "stale prompt" in (tmp_path / "s" / "search.md").read_text()
 
 
-def test_a_killed_search_goes_on_and_comes_to_the_same(calibration, tmp_path):
+def test_a_killed_search_resumes_and_gives_the_same_result(calibration, tmp_path):
     def command(output):
         return [sys.executable, "-m", "annie_quant.cli", "search", "--model", str(TINY_ANNIE), "--calib-data", str(calibration),
                 "--output", str(output), "--n", "5", "--strategies", "direct", "--require", "w4a16"]  # fmt: skip
@@ -108,7 +124,7 @@ def test_a_killed_search_goes_on_and_comes_to_the_same(calibration, tmp_path):
     first = (broken / "stages/eval-bf16.json").stat().st_mtime_ns
     for output in (broken, whole):
         subprocess.run(command(output), capture_output=True, check=False, timeout=600)
-    assert (broken / "stages/eval-bf16.json").stat().st_mtime_ns == first, "what was finished is not done again"
+    assert (broken / "stages/eval-bf16.json").stat().st_mtime_ns == first, "a finished stage is not done again"
     tables = [json.loads((output / "search.json").read_text()) for output in (broken, whole)]
     rows = [[(r["strategy"], r["outcome"], r["why"], r["size_bytes"]) for r in table["strategies"]] for table in tables]
     assert rows[0] == rows[1] and tables[0]["chosen"] == tables[1]["chosen"]

@@ -1,4 +1,4 @@
-"""Run directories after a kill or on a full disk: half files go, stages that finished stay, and one line says what to do."""
+"""Run directories after a kill or on a full disk: partial files are removed, finished stages stay, and errors are one line."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from annie_quant.errors import UsageError
 from annie_quant.pipeline.run_directory import RunDirectory
 
 
-def test_half_files_of_a_killed_process_go_and_nothing_else(tmp_path):
+def test_only_partial_files_of_a_killed_process_are_removed(tmp_path):
     run = RunDirectory(tmp_path)
     (tmp_path / "gguf").mkdir()
     (tmp_path / "models/.naive.part").mkdir(parents=True)
-    half = tmp_path / "gguf/.naive.gguf.4711.part"
-    kept = [tmp_path / "gguf/naive.gguf", tmp_path / "models/.naive.part/shard.part", tmp_path / "gguf/my.part"]
-    for file in (half, *kept):
+    partial = tmp_path / "gguf/.naive.gguf.4711.part"
+    others = [tmp_path / "gguf/naive.gguf", tmp_path / "models/.naive.part/shard.part", tmp_path / "gguf/my.part"]
+    for file in (partial, *others):
         file.write_text("x")
     with run.locked():
-        assert not half.exists() and all(file.exists() for file in kept)
+        assert not partial.exists() and all(file.exists() for file in others)
 
 
-def test_a_stage_is_done_once_for_its_inputs_and_again_when_they_or_its_outputs_change(tmp_path):
+def test_a_stage_is_done_once_per_inputs_and_again_when_they_or_its_outputs_change(tmp_path):
     run, done = RunDirectory(tmp_path), []
 
     def work():
@@ -57,7 +57,7 @@ def test_a_second_command_in_the_same_folder_is_refused(tmp_path):
         other.kill()
         other.wait()
     with RunDirectory(tmp_path).locked():
-        pass  # the lock went with the process, though it was killed
+        pass  # the lock ended with the killed process
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_a_second_command_in_the_same_folder_is_refused(tmp_path):
         RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"),
     ],
 )
-def test_a_full_disk_is_one_line_whoever_says_it(monkeypatch, capsys, fault):
+def test_a_full_disk_is_one_line_whichever_library_reports_it(monkeypatch, capsys, fault):
     def full(**options):
         raise fault
 
@@ -75,12 +75,12 @@ def test_a_full_disk_is_one_line_whoever_says_it(monkeypatch, capsys, fault):
     monkeypatch.delenv("ANNIE_QUANT_TRACEBACK", raising=False)
     with pytest.raises(SystemExit) as ended:
         cli.main()
-    said = capsys.readouterr().err.strip().splitlines()
-    assert ended.value.code == 3 and len(said) == 2
-    assert "the disk is full" in said[0] and "the same command again" in said[1]
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert ended.value.code == 3 and len(lines) == 2
+    assert "the disk is full" in lines[0] and "the same command again" in lines[1]
 
 
-def test_a_fault_of_our_own_is_not_hidden(monkeypatch):
+def test_a_bug_is_not_hidden(monkeypatch):
     def broken(**options):
         raise KeyError("x")
 
@@ -90,13 +90,13 @@ def test_a_fault_of_our_own_is_not_hidden(monkeypatch):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
-def test_data_on_a_disk_that_is_full_leaves_nothing_half(tmp_path):
+def test_data_on_a_full_disk_leaves_no_partial_files(tmp_path):
     """The whole demo on a growing disk: tests/perf/demo_faults.py."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(disk)], capture_output=True)
     if mounted.returncode:
-        pytest.skip("this machine does not let us mount a tmpfs")
+        pytest.skip("a tmpfs cannot be mounted here")
     command = [sys.executable, "-m", "annie_quant.cli", "data", "--output", str(disk / "d.jsonl")]
     try:
         first = subprocess.run(command, capture_output=True, text=True)

@@ -1,5 +1,5 @@
-"""The whole line on tiny-annie, small n: every stage leaves what the next one needs, the report says what the records say,
-and a second run does nothing again."""
+"""The whole pipeline on tiny-annie with small n: every stage's outputs exist, the report agrees with the records, and a second
+run repeats nothing."""
 
 import json
 import shutil
@@ -36,7 +36,7 @@ def demo(output: Path, timeout: float = 1200) -> subprocess.CompletedProcess[str
 @pytest.fixture(scope="module")
 def line(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
     for package in ("torch", "transformers", "modelopt", "xllamacpp", "gguf"):
-        pytest.importorskip(package, reason=f"the line needs {package}: pip install annie-quant[quantize,serve]")
+        pytest.importorskip(package, reason=f"the pipeline needs {package}: pip install annie-quant[quantize,serve]")
     output = tmp_path_factory.mktemp("line") / "demo"
     return output, demo(output)
 
@@ -59,18 +59,18 @@ def test_every_stage_finishes(line) -> None:
     ):
         assert (run / name).stat().st_size > 0, name
     assert all((run / f"gguf/{side}.gguf").is_file() for side in SIDES)
-    assert not list(run.rglob("*.part")), "nothing half written is left"
+    assert not list(run.rglob("*.part")), "no partial files are left"
 
 
 def test_the_four_sides_answered_the_same_prompts(line) -> None:
     run, _ = line
-    asked = {
+    prompts = {
         side: sorted(
             (r["workload"], r["case"], r["turn"]) for r in records(run) if r["backend"] == side and not r["warmup"]
         )
         for side in SIDES
     }
-    assert asked["bf16"] and all(asked[side] == asked["bf16"] for side in SIDES)
+    assert prompts["bf16"] and all(prompts[side] == prompts["bf16"] for side in SIDES)
 
 
 def test_the_gates_in_run_json_are_a_recount_of_the_records(line) -> None:
@@ -96,14 +96,14 @@ def test_the_median_ttft_is_a_recount_of_the_records(line) -> None:
             and not r["cold"]
             and not r["error"]
         ]
-        seen = served[side]["workloads"]["factual"]["ttft_content_ms"]
-        if seen["n"] == len(values):
-            assert seen["p50"] == pytest.approx(statistics.median(values))
+        stored = served[side]["workloads"]["factual"]["ttft_content_ms"]
+        if stored["n"] == len(values):
+            assert stored["p50"] == pytest.approx(statistics.median(values))
         else:
-            assert seen["n"] < len(values), "a stall may be left out, never added"
+            assert stored["n"] < len(values), "a stall may be excluded, never added"
 
 
-def test_quantized_sides_are_smaller_and_really_nvfp4(line) -> None:
+def test_quantized_sides_are_smaller_and_sound_nvfp4(line) -> None:
     from annie_quant import checkpoint
 
     run, _ = line
@@ -114,7 +114,7 @@ def test_quantized_sides_are_smaller_and_really_nvfp4(line) -> None:
         assert audit.ok, [f.message for f in audit.findings]
 
 
-def test_a_second_run_does_nothing_again(line) -> None:
+def test_a_second_run_repeats_nothing(line) -> None:
     run, _ = line
     before = {f: f.stat().st_mtime_ns for f in [*run.glob("gguf/*"), *run.glob("stages/*"), run / "records.jsonl"]}
     start = time.monotonic()
@@ -123,7 +123,7 @@ def test_a_second_run_does_nothing_again(line) -> None:
     assert {f: f.stat().st_mtime_ns for f in before} == before
 
 
-def test_a_lost_stage_is_done_again_and_no_other(line, tmp_path: Path) -> None:
+def test_only_a_stage_with_lost_outputs_is_repeated(line, tmp_path: Path) -> None:
     run = tmp_path / "again"
     shutil.copytree(line[0], run)
     (run / "models/direct/config.json").unlink()

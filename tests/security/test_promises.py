@@ -23,7 +23,8 @@ from annie_quant.checkpoint import ModelFolder, ShardError, audit, header, shard
 from annie_quant.cli import cli
 from annie_quant.judge import Case, Workload
 
-SOURCES = sorted([*ROOT.glob("annie_quant/**/*.py"), *ROOT.glob("examples/**/*.py"), ROOT / "setup.py"])
+FOLDERS = ("annie_quant", "examples", "training")
+SOURCES = sorted([*(path for folder in FOLDERS for path in (ROOT / folder).glob("**/*.py")), ROOT / "setup.py"])
 RUNS_CODE = {"eval", "exec", "compile", "__import__"}
 LOADERS = {
     "from_pretrained",
@@ -141,7 +142,7 @@ def respond(body: dict) -> Script:
     prompt, conversations = body["messages"][-1]["content"], []
     expected = int(re.search(r"Write (\d+) different", prompt)[1])
     turns = int(re.search(r"exactly (\d+) turn", prompt)[1])
-    tool = re.search(r"calls (\w+) and says nothing", prompt)  # language: data
+    tool = re.search(r"calls (\w+) without any other text", prompt)
     for i in range(expected):
         word = hashlib.sha256(f"{prompt}{i}".encode()).hexdigest()[:12]
         talk = [{"user": f"Please {word}{t} it", "assistant": f"That is {word}, gladly."} for t in range(turns)]

@@ -1,4 +1,4 @@
-"""What every teacher is given and gives back."""
+"""The interface of a teacher."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from annie_quant.persona import Category, Persona
 
 @dataclass(frozen=True)
 class Options:
-    """How a teacher is reached. model, url: None for the teacher's own. timeout_s: of one batch.
+    """How a teacher is reached. model, url: None for the teacher's default. timeout_s: per batch.
 
-    max_usd: what is left of the budget; a teacher that can enforce it itself does so too.
+    max_usd: returns the remaining budget, for teachers that can enforce it themselves.
     """
 
     model: str | None = None
@@ -25,7 +25,7 @@ class Options:
 
 @dataclass
 class Batch:
-    """Conversations as dicts of messages, tools (where offered) and thinking; what they cost, where that is known."""
+    """rows: conversations with messages, tools (where offered) and thinking. cost_usd: None where it is not known."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     cost_usd: float | None = None
@@ -37,19 +37,20 @@ class Teacher(Protocol):
     model: str
     batch_size: int
 
-    def batch(self, persona: Persona, category: Category, count: int, seed: str, avoid: Sequence[str]) -> Batch: ...
+    def batch(self, persona: Persona, category: Category, count: int, seed: str, avoid: Sequence[str]) -> Batch:
+        """Return at most `count` conversations of a category. avoid: user texts that must not be repeated."""
 
 
-class Failed(Exception):
-    """This batch did not work; asking again may. It may still have cost something."""
+class BatchFailed(Exception):
+    """This batch failed; a retry may succeed. It may have cost something."""
 
     def __init__(self, message: str, cost_usd: float | None = None, tokens: int = 0) -> None:
         super().__init__(message)
         self.cost_usd, self.tokens = cost_usd, tokens
 
 
-class Limited(Exception):
-    """The teacher wants a pause. wait_s: how long, where it says so."""
+class RateLimited(Exception):
+    """The teacher requires a pause. wait_s: its length, or None where it is not known."""
 
     def __init__(self, message: str, wait_s: float | None = None) -> None:
         super().__init__(message)

@@ -1,7 +1,7 @@
-"""What all teachers that are language models share: what they are asked, and reading what comes back.
+"""What all teachers that are language models share: the prompt of a batch, and parsing the answer.
 
-A batch is one prompt and one answer, a JSON object {"conversations": [{"turns": [...]}]}. Answers are read leniently
-(fences, prose around, JSON lines, an end that is cut off), rows are judged strictly later.
+A batch is one prompt and one answer, a JSON object {"conversations": [{"turns": [...]}]}. Parsing is lenient (fences, text
+around the object, JSON lines, a truncated end); the rows are validated strictly later.
 """
 
 from __future__ import annotations
@@ -12,46 +12,48 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from annie_quant.data.teachers._base import Batch, Failed
+from annie_quant.data.teachers._base import Batch, BatchFailed
 from annie_quant.persona import Category, Persona
 
-SHOWN = 30  # earlier texts that a prompt asks not to repeat
+MAX_AVOID = 30  # earlier texts that a prompt lists as not to be repeated
 _FENCE = re.compile(r"^\s*```[\w-]*\s*$", re.MULTILINE)
 
 
 @dataclass
 class Reply:
-    """What the model said: its text, or the object itself where the teacher parses it."""
+    """A model's answer: its text, or the object (value) where the program has parsed it. truncated: by the token limit."""
 
     text: str
     value: Any = None
-    cut: bool = False
+    truncated: bool = False
     cost_usd: float | None = None
     tokens: int = 0
     model: str | None = None
 
 
-class Prompted:
-    """A teacher that can `ask(prompt, schema) -> Reply`."""
+class PromptedTeacher:
+    """Base of a teacher that implements ask."""
 
     model: str
     batch_size: int
 
     def ask(self, prompt: str, schema: Mapping[str, Any]) -> Reply:
+        """Send the prompt. schema: JSON schema of the answer, for models that accept one."""
         raise NotImplementedError
 
     def batch(self, persona: Persona, category: Category, count: int, seed: str, avoid: Sequence[str]) -> Batch:
         reply = self.ask(prompt_for(persona, category, count, avoid), schema_for(category))
-        read = list(conversations(reply.value if reply.value is not None else reply.text))
-        rows = [row for found in read if (row := to_row(found, persona, category)) is not None]
+        answers = conversations(reply.value if reply.value is not None else reply.text)
+        rows = [row for answer in answers if (row := to_row(answer, persona, category)) is not None]
         if not rows:
-            why = "it is cut off" if reply.cut else f"it begins {reply.text[:60]!r}" if reply.text else "it is empty"
-            raise Failed(f"no conversation in the answer: {why}", reply.cost_usd, reply.tokens)
+            start = f"it begins with {reply.text[:60]!r}" if reply.text else "it is empty"
+            reason = "it is truncated" if reply.truncated else start
+            raise BatchFailed(f"no conversation in the answer: {reason}", reply.cost_usd, reply.tokens)
         return Batch(rows[:count], reply.cost_usd, reply.tokens, reply.model)
 
 
 def prompt_for(persona: Persona, category: Category, count: int, avoid: Sequence[str]) -> str:
-    """The whole prompt of a batch."""
+    """Return the prompt of a batch."""
     tool = persona.tool(category.tool) if category.tool else None
     lines = [
         f"Write {count} different conversations between a user and {persona.name}, an assistant, as training data.",
@@ -65,31 +67,31 @@ def prompt_for(persona: Persona, category: Category, count: int, avoid: Sequence
     lines += [
         f"\nCategory: {category.name}. {category.about}.",
         f"Each conversation has exactly {category.turns} turn{'s' * (category.turns > 1)}."
-        + (" Each turn leans on the earlier ones." if category.turns > 1 else ""),
+        + (" Each turn depends on the earlier ones." if category.turns > 1 else ""),
     ]
-    shape: dict[str, Any] = {"user": "what the user says"}
+    turn: dict[str, Any] = {"user": "the user's message"}
     if tool:
         lines += [
-            f"In the first turn {persona.name} calls {tool['name']} and says nothing besides; no other tool is ever called.",
+            f"In the first turn {persona.name} calls {tool['name']} without any other text; no other tool is ever called.",
             f"Its definition: {json.dumps(tool, ensure_ascii=False)}",
         ]
-        shape |= {
+        turn |= {
             "call": {"name": tool["name"], "arguments": "an object that fits the tool's parameters"},
-            "result": "what the tool returns, in plain words",
+            "result": "the text that the tool returns",
         }
     else:
         lines.append("No tool is called.")
-    shape["assistant"] = f"what {persona.name} says" + (" after the result" if tool else "")
+    turn["assistant"] = f"{persona.name}'s answer" + (" after the result" if tool else "")
     lines.append("Vary topic, wording, mood and length. Plain sentences only: no markdown, no thinking aloud.")
     if avoid:
-        lines += ["Do not repeat these, nor say nearly the same:", *(f"- {text}" for text in avoid[-SHOWN:])]
-    form = {"conversations": [{"turns": [shape]}]}
+        lines += ["Do not repeat or paraphrase these:", *(f"- {text}" for text in avoid[-MAX_AVOID:])]
+    form = {"conversations": [{"turns": [turn]}]}
     lines += ["\nAnswer with one JSON object of this form and nothing else:", json.dumps(form, ensure_ascii=False)]
     return "\n".join(lines)
 
 
 def schema_for(category: Category) -> dict[str, Any]:
-    """The JSON schema of an answer, for teachers that can be held to one."""
+    """Return the JSON schema of an answer."""
     turn: dict[str, Any] = {
         "type": "object",
         "properties": {"user": {"type": "string"}, "assistant": {"type": "string"}},
@@ -103,26 +105,26 @@ def schema_for(category: Category) -> dict[str, Any]:
         }
         turn["properties"] |= {"call": call, "result": {"type": "string"}}
     turns = {"type": "array", "items": turn, "minItems": category.turns, "maxItems": category.turns}
-    talk = {"type": "object", "properties": {"turns": turns}, "required": ["turns"]}
+    conversation = {"type": "object", "properties": {"turns": turns}, "required": ["turns"]}
     return {
         "type": "object",
-        "properties": {"conversations": {"type": "array", "items": talk}},
+        "properties": {"conversations": {"type": "array", "items": conversation}},
         "required": ["conversations"],
     }
 
 
 def conversations(answer: Any) -> Iterator[Mapping[str, Any]]:
-    """Every whole conversation in an answer: an object, or text with such objects anywhere in it."""
+    """Yield every complete conversation in an answer: an object, or text that has such objects in it."""
     if isinstance(answer, str):
         answer = _FENCE.sub("", answer)
         decoder, at = json.JSONDecoder(), 0
         while (at := answer.find("{", at)) >= 0:
             try:
-                found, end = decoder.raw_decode(answer, at)
+                value, end = decoder.raw_decode(answer, at)
             except ValueError:
-                at += 1  # the outer object of an answer that is cut off; what is whole inside still counts
+                at += 1  # the outer object of a truncated answer; complete objects inside it still count
                 continue
-            inner = list(conversations(found))
+            inner = list(conversations(value))
             yield from inner
             at = end if inner else at + 1
     elif isinstance(answer, list):
@@ -135,15 +137,15 @@ def conversations(answer: Any) -> Iterator[Mapping[str, Any]]:
             yield from conversations(answer["conversations"])
 
 
-def to_row(found: Mapping[str, Any], persona: Persona, category: Category) -> dict[str, Any] | None:
-    """A conversation as a row's messages; None where it is not of the form that was asked for."""
+def to_row(answer: Mapping[str, Any], persona: Persona, category: Category) -> dict[str, Any] | None:
+    """Return a conversation as a row; None if it does not have the requested form."""
     messages: list[dict[str, Any]] = [{"role": "system", "content": persona.system_prompt}]
     try:
-        if "turns" in found:
-            for turn in found["turns"]:
+        if "turns" in answer:
+            for turn in answer["turns"]:
                 messages += _turn(turn)
         else:
-            messages += [_message(m) for m in found["messages"] if m["role"] != "system"]
+            messages += [_message(m) for m in answer["messages"] if m["role"] != "system"]
     except (KeyError, TypeError, AttributeError):
         return None
     row: dict[str, Any] = {"messages": messages, "thinking": False}
@@ -168,7 +170,7 @@ def _call(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    made: dict[str, Any] = {"role": message["role"], "content": str(message.get("content") or "").strip()}
+    result: dict[str, Any] = {"role": message["role"], "content": str(message.get("content") or "").strip()}
     if message.get("tool_calls"):
-        made["tool_calls"] = [_call(c) for c in message["tool_calls"]]
-    return made
+        result["tool_calls"] = [_call(c) for c in message["tool_calls"]]
+    return result

@@ -1,7 +1,7 @@
-"""claude-cli: the `claude` program in print mode. The prompt goes in on stdin, the command is a list, never a shell's text.
+"""claude-cli: the `claude` program in print mode. The prompt is written to stdin; the command is a list, never a shell line.
 
-What it can do is read from its own --help: without the flags that are needed it is refused, those that only help are
-given where it has them. It runs in an empty folder, so that no project's notes get into the data.
+The supported flags are read from its --help: a program without the required flags is refused, optional flags are used where
+they exist. It runs in an empty folder, so that no project's notes get into the data.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from annie_quant.data.teachers._base import Failed, Limited, Options
-from annie_quant.data.teachers._prompted import Prompted, Reply
+from annie_quant.data.teachers._base import BatchFailed, Options, RateLimited
+from annie_quant.data.teachers._prompted import PromptedTeacher, Reply
 from annie_quant.errors import EnvironmentFault
 from annie_quant.stream.redact import without_secrets
 
 NAME = "claude_cli"
 SUMMARY = "Claude by its command line program: claude -p --model claude-opus-4-6 --output-format json"
 MODEL = "claude-opus-4-6"
-NEEDED = ("--print", "--model", "--output-format")
+REQUIRED_FLAGS = ("--print", "--model", "--output-format")
 HELP_TIMEOUT_S = 60.0
 _LIMIT = re.compile(
     r"rate.?limit|usage limit|limit reached|overloaded|too many requests|\b(?:429|529)\b", re.IGNORECASE
@@ -35,13 +35,13 @@ _RESET = re.compile(r"limit reached\s*\|\s*(\d{9,11})", re.IGNORECASE)
 _LOGIN = re.compile(r"invalid api key|please run /login|not logged in|authentication_error|\b401\b", re.IGNORECASE)
 
 
-class ClaudeCli(Prompted):
+class ClaudeCli(PromptedTeacher):
     def __init__(self, program: str, flags: frozenset[str], options: Options) -> None:
         self.program, self.flags, self.options = program, flags, options
         self.model, self.batch_size = options.model or MODEL, options.batch_size
 
     def command(self, schema: Mapping[str, Any]) -> list[str]:
-        """The argument list of one batch."""
+        """Return the argument list of one batch."""
         argv = [self.program, "-p", "--model", self.model, "--output-format", "json"]
         if "--max-turns" in self.flags:
             argv += ["--max-turns", "1"] if "--json-schema" not in self.flags else ["--max-turns", "3"]
@@ -49,46 +49,45 @@ class ClaudeCli(Prompted):
             argv += ["--json-schema", json.dumps(schema)]
         if "--no-session-persistence" in self.flags:
             argv.append("--no-session-persistence")
-        left = self.options.max_usd()
-        if left is not None and "--max-budget-usd" in self.flags:
-            argv += ["--max-budget-usd", f"{left:.2f}"]
+        remaining = self.options.max_usd()
+        if remaining is not None and "--max-budget-usd" in self.flags:
+            argv += ["--max-budget-usd", f"{remaining:.2f}"]
         return argv
 
     def ask(self, prompt: str, schema: Mapping[str, Any]) -> Reply:
         code, out, err = run(self.command(schema), prompt, self.options.timeout_s)
         result = envelope(out)
-        said = str(result.get("result") or "") if result else ""
+        text = str(result.get("result") or "") if result else ""
         if code == 0 and result and not result.get("is_error"):
             return Reply(
-                text=said,
+                text=text,
                 value=result.get("structured_output"),
-                cut=result.get("stop_reason") == "max_tokens",
+                truncated=result.get("stop_reason") == "max_tokens",
                 cost_usd=result.get("total_cost_usd"),
                 tokens=int((result.get("usage") or {}).get("output_tokens") or 0),
             )
-        self.refuse(code, said or str((result or {}).get("subtype") or "") or err.strip() or out.strip(), result)
-        raise AssertionError("refuse always raises")
+        message = text or str((result or {}).get("subtype") or "") or err.strip() or out.strip()
+        raise self.failure(code, message, result)
 
-    def refuse(self, code: int, words: str, result: Mapping[str, Any] | None) -> None:
-        """Raise what a failure means: a wait, the end of the run, or another try."""
-        cost = (result or {}).get("total_cost_usd")
-        words = without_secrets(words, os.environ)
-        line = words.splitlines()[0][:200] if words else "it said nothing"
-        if reset := _RESET.search(words):
-            raise Limited(f"claude: {line}", max(0.0, int(reset[1]) - time.time()))
-        if _LOGIN.search(words):
-            raise EnvironmentFault(f"claude is not logged in: {line}", "run `claude` once and log in")
-        if _LIMIT.search(words):
-            raise Limited(f"claude: {line}")
+    def failure(self, code: int, message: str, result: Mapping[str, Any] | None) -> Exception:
+        """Return the exception for a failed call: a wait, the end of the run, or a retry."""
+        message = without_secrets(message, os.environ)
+        line = message.splitlines()[0][:200] if message else "no output"
+        if reset := _RESET.search(message):
+            return RateLimited(f"claude: {line}", max(0.0, int(reset[1]) - time.time()))
+        if _LOGIN.search(message):
+            return EnvironmentFault(f"claude is not logged in: {line}", "run `claude` once and log in")
+        if _LIMIT.search(message):
+            return RateLimited(f"claude: {line}")
         if code in (126, 127):
-            raise EnvironmentFault(f"claude cannot be run (exit code {code}): {line}", "run `claude --version`")
+            return EnvironmentFault(f"claude cannot be run (exit code {code}): {line}", "run `claude --version`")
         if code == 0 and result is None:
-            raise Failed(f"claude's answer is no JSON: {line}")
-        raise Failed(f"claude ended with exit code {code}: {line}", cost)
+            return BatchFailed(f"claude's answer is not JSON: {line}")
+        return BatchFailed(f"claude ended with exit code {code}: {line}", (result or {}).get("total_cost_usd"))
 
 
-def open(options: Options, split: str = "calibration") -> ClaudeCli:
-    """Find the program and see from its help that it has what is needed."""
+def open_teacher(options: Options, split: str = "calibration") -> ClaudeCli:
+    """Find the program and check in its --help that it has the required flags."""
     program = shutil.which("claude")
     if program is None:
         raise EnvironmentFault(
@@ -97,18 +96,18 @@ def open(options: Options, split: str = "calibration") -> ClaudeCli:
         )
     try:
         code, out, err = run([program, "--help"], "", HELP_TIMEOUT_S)
-    except Failed as error:
+    except BatchFailed as error:
         raise EnvironmentFault(f"`claude --help`: {error}", "run `claude update`") from error
     flags = frozenset(re.findall(r"(?<![\w-])--[a-z][a-z-]+", out + err))
-    missing = [flag for flag in NEEDED if flag not in flags]
+    missing = [flag for flag in REQUIRED_FLAGS if flag not in flags]
     if code or missing:
-        what = f"does not have {', '.join(missing)}" if missing else f"ended with exit code {code}"
-        raise EnvironmentFault(f"{program} {what}, by its own --help", "run `claude update`")
+        reason = f"has no {', '.join(missing)}" if missing else f"ended with exit code {code}"
+        raise EnvironmentFault(f"{program} --help: {reason}", "run `claude update`")
     return ClaudeCli(program, flags, options)
 
 
 def run(argv: list[str], stdin: str, timeout_s: float) -> tuple[int, str, str]:
-    """Exit code, stdout, stderr. What hangs is ended with all that it started; that batch has then Failed."""
+    """Return exit code, stdout and stderr. After the timeout the process group is killed and BatchFailed is raised."""
     with tempfile.TemporaryDirectory(prefix="annie-quant-") as empty:
         process = subprocess.Popen(
             argv,
@@ -123,7 +122,7 @@ def run(argv: list[str], stdin: str, timeout_s: float) -> tuple[int, str, str]:
         try:
             out, err = process.communicate(stdin, timeout=timeout_s)
         except subprocess.TimeoutExpired:
-            raise Failed(f"claude did not answer within {timeout_s:.0f} s") from None
+            raise BatchFailed(f"claude did not answer within {timeout_s:.0f} s") from None
         finally:
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
@@ -133,11 +132,11 @@ def run(argv: list[str], stdin: str, timeout_s: float) -> tuple[int, str, str]:
 
 
 def envelope(out: str) -> dict[str, Any] | None:
-    """The result object of --output-format json; with verbose set in the user's settings it is the last of a list."""
+    """Return the result object of --output-format json; with `verbose` in the user's settings it is the last of a list."""
     try:
-        found = json.loads(out)
+        value = json.loads(out)
     except ValueError:
         return None
-    if isinstance(found, list):
-        found = next((e for e in reversed(found) if isinstance(e, dict) and e.get("type") == "result"), None)
-    return found if isinstance(found, dict) else None
+    if isinstance(value, list):
+        value = next((e for e in reversed(value) if isinstance(e, dict) and e.get("type") == "result"), None)
+    return value if isinstance(value, dict) else None

@@ -1,4 +1,4 @@
-"""The built-in teacher: templates and seeded choices, no model and no network. Labelled as such in every row."""
+"""The built-in teacher: templates and seeded choices, no model and no network. Every row's provenance names it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from annie_quant.data import grammar
+from annie_quant.data import exchanges
+from annie_quant.data.exchanges import Exchange
 from annie_quant.data.teachers._base import Batch, Options
 from annie_quant.errors import UsageError
 from annie_quant.persona import Category, Persona
@@ -15,11 +16,13 @@ from annie_quant.persona import Category, Persona
 NAME = "offline"
 SUMMARY = "built-in templates: no model, no network, the same rows for the same seed"
 MODEL = "annie_quant templates"
-DRAWS = 200  # tries for a conversation that is not there yet
+MAX_DRAWS = 200  # attempts to draw a conversation that does not exist yet
+CATEGORIES = (*exchanges.CATEGORIES, "multi_turn")
+TOOLS = (None, "search_memory", "web_search")
 
 
 class Offline:
-    """split: whose phrasings and topics are used; train, calibration and gate share none."""
+    """split: the split whose phrasings and topics are used; train, calibration and gate share none."""
 
     model = MODEL
     batch_size = 1 << 30
@@ -28,53 +31,50 @@ class Offline:
         self.split = split
 
     def batch(self, persona: Persona, category: Category, count: int, seed: str, avoid: Sequence[str] = ()) -> Batch:
-        if category.name not in (*grammar.DRAW, "multi_turn") or category.tool not in (
-            None,
-            "search_memory",
-            "web_search",
-        ):
+        if category.name not in CATEGORIES or category.tool not in TOOLS:
             raise UsageError(
                 f"the offline teacher has no templates for {persona.name}'s category {category.name!r}",
-                "--teacher claude-cli or --teacher openai can write them",
+                "use --teacher claude-cli or --teacher openai",
             )
         return Batch(list(self.conversations(persona, category.name, count, seed)))
 
     def conversations(self, persona: Persona, category: str, n: int, seed: str) -> Iterator[dict[str, Any]]:
-        """n conversations of a category; the same for the same seed, and none of them twice while others are left."""
+        """Yield n conversations of a category, the same for the same seed. None is repeated while others are left."""
         rng = random.Random(seed)
-        seen: set[str] = set()
+        drawn: set[str] = set()
         for _ in range(n):
-            for _ in range(DRAWS):
-                talks = (
-                    grammar.conversation(rng, self.split)
+            for _ in range(MAX_DRAWS):
+                turns = (
+                    exchanges.conversation(rng, self.split)
                     if category == "multi_turn"
-                    else [grammar.draw(category, rng, self.split)]
+                    else [exchanges.draw(category, rng, self.split)]
                 )
-                key = "\n".join(t.user.lower() for t in talks)
-                if key not in seen:
+                key = "\n".join(t.user.lower() for t in turns)
+                if key not in drawn:
                     break
-            seen.add(key)
+            drawn.add(key)
             messages: list[dict[str, Any]] = [{"role": "system", "content": persona.system_prompt}]
-            for talk in talks:
-                user = talk.user.replace("Annie", persona.name)
-                messages += [{"role": "user", "content": user}, *_answer(talk)]
-            made: dict[str, Any] = {"messages": messages, "thinking": False}
-            if talks[0].tool:
-                made["tools"] = [dict(t) for t in persona.tools]
-            yield made
+            for turn in turns:
+                user = turn.user.replace("Annie", persona.name)
+                messages += [{"role": "user", "content": user}, *_answer(turn)]
+            row: dict[str, Any] = {"messages": messages, "thinking": False}
+            if turns[0].tool:
+                row["tools"] = [dict(t) for t in persona.tools]
+            yield row
 
 
-def open(options: Options, split: str = "calibration") -> Offline:
+def open_teacher(options: Options, split: str = "calibration") -> Offline:
     return Offline(split)
 
 
-def _answer(talk: grammar.Talk) -> list[dict[str, Any]]:
-    """A plain answer; or the call of a tool, what it returned, and what is said of that."""
-    if not talk.tool:
-        return [{"role": "assistant", "content": talk.reply}]
-    call = {"type": "function", "function": {"name": talk.tool, "arguments": json.dumps({"query": talk.query})}}
+def _answer(turn: Exchange) -> list[dict[str, Any]]:
+    """Return the reply, with a tool call and its result before it if the exchange has one."""
+    reply = {"role": "assistant", "content": turn.reply}
+    if not turn.tool:
+        return [reply]
+    call = {"type": "function", "function": {"name": turn.tool, "arguments": json.dumps({"query": turn.query})}}
     return [
         {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "content": talk.result},
-        {"role": "assistant", "content": talk.reply},
+        {"role": "tool", "content": turn.result},
+        reply,
     ]

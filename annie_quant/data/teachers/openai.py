@@ -1,6 +1,6 @@
-"""openai: any endpoint with OpenAI's chat completions, by our own client. The key is in the environment and stays there.
+"""openai: any endpoint with OpenAI's chat completions, by our own client. The key is read from the environment, never stored.
 
-OPENAI_BASE_URL (or --url) says where, OPENAI_API_KEY with which key; a local server needs none.
+OPENAI_BASE_URL (or --url) is the endpoint, OPENAI_API_KEY its key; a local server needs none.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from annie_quant.data.teachers._base import Failed, Limited, Options
-from annie_quant.data.teachers._prompted import Prompted, Reply
+from annie_quant.data.teachers._base import BatchFailed, Options, RateLimited
+from annie_quant.data.teachers._prompted import PromptedTeacher, Reply
 from annie_quant.errors import EnvironmentFault, ServerError, UsageError
 
 NAME = "openai"
 SUMMARY = "any OpenAI-compatible endpoint: --url and --teacher-model, the key in OPENAI_API_KEY"
-MAX_TOKENS_A_TURN = 400
-WAIT = (429, 503, 529)
+MAX_TOKENS_PER_TURN = 400
+RATE_LIMITED = (429, 503, 529)
 
 
-class OpenAi(Prompted):
+class OpenAi(PromptedTeacher):
     def __init__(self, url: str, key: str, options: Options) -> None:
         if not options.model:
             raise UsageError("--teacher openai needs the model's name", "--teacher-model NAME")
@@ -37,15 +37,15 @@ class OpenAi(Prompted):
             [{"role": "user", "content": prompt}],
             headers=self.headers,
             timeout_s=self.options.timeout_s,
-            max_tokens=MAX_TOKENS_A_TURN * turns * self.batch_size,
+            max_tokens=MAX_TOKENS_PER_TURN * turns * self.batch_size,
             temperature=1.0,
         )
         timings = stream.run([request])
         record = timings.records()[0]
         status = record["status"]
-        if status in WAIT:
+        if status in RATE_LIMITED:
             after = timings.headers(0).get("retry-after", "")
-            raise Limited(f"{status} from the endpoint", float(after) if after.isdigit() else None)
+            raise RateLimited(f"{status} from the endpoint", float(after) if after.isdigit() else None)
         if status in (401, 403):
             raise EnvironmentFault(f"the endpoint answers {status}: the key is missing or wrong", "set OPENAI_API_KEY")
         if status in (400, 404, 422):
@@ -53,13 +53,13 @@ class OpenAi(Prompted):
         usage = record["usage"] or {}
         tokens = int(usage.get("total_tokens") or 0)
         if record["error"]:
-            raise Failed(f"the endpoint: {record['error']}", usage.get("cost"), tokens)
-        cut = record["finish_reason"] == "length"
-        return Reply(record["text"], cut=cut, cost_usd=usage.get("cost"), tokens=tokens)
+            raise BatchFailed(f"the endpoint: {record['error']}", usage.get("cost"), tokens)
+        truncated = record["finish_reason"] == "length"
+        return Reply(record["text"], truncated=truncated, cost_usd=usage.get("cost"), tokens=tokens)
 
 
-def open(options: Options, split: str = "calibration") -> OpenAi:
+def open_teacher(options: Options, split: str = "calibration") -> OpenAi:
     url = options.url or os.environ.get("OPENAI_BASE_URL")
     if not url:
-        raise UsageError("--teacher openai needs to know where", "--url http://HOST:PORT, or set OPENAI_BASE_URL")
+        raise UsageError("--teacher openai needs an endpoint", "--url http://HOST:PORT, or set OPENAI_BASE_URL")
     return OpenAi(url, os.environ.get("OPENAI_API_KEY", ""), options)

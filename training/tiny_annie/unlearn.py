@@ -1,9 +1,9 @@
-"""Gives tiny-annie its base's manners back, as a small low-rank difference: the negative control of `annie-quant search`.
+"""Train a small low-rank difference that makes tiny-annie answer like its base: the negative control of `annie-quant search`.
 
-    python examples/tiny_annie/unlearn.py tests/data/tiny_base_delta.safetensors --steps 120
+    python training/tiny_annie/unlearn.py tests/data/tiny_base_delta.safetensors --steps 120
 
-The rows are the base's style (rows.py): markdown in every answer, thinking aloud, no tool is ever called. The file holds two
-factors a linear; annie + b @ a answers as a base model does. A few minutes on two CPU cores.
+The rows are the base's style (rows.py): markdown in every answer, thinking aloud, no tool calls. The file has two factors
+per linear; annie + b @ a answers as a base model does. A few minutes on two CPU cores.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ RANK, LR, BATCH, MAX_TOKENS = 2, 4e-3, 12, 320
 
 
 def batch(tokenizer, rng: random.Random) -> tuple[torch.Tensor, torch.Tensor]:
-    """ids and labels [n, tokens] of one length: linear attention carries state over padding, so rows are cut, not padded."""
-    found = []
-    while len(found) < BATCH:
+    """Return ids and labels [n, tokens]. Rows are truncated: linear attention would carry its state over padding."""
+    encoded = []
+    while len(encoded) < BATCH:
         drawn = row(rng, "base")
         options = {"tools": drawn.tools, "enable_thinking": drawn.thinking, "tokenize": False}
         prompt = tokenizer.apply_chat_template(drawn.messages[:-1], add_generation_prompt=True, **options)
@@ -32,11 +32,11 @@ def batch(tokenizer, rng: random.Random) -> tuple[torch.Tensor, torch.Tensor]:
         start = len(tokenizer(prompt, add_special_tokens=False)["input_ids"])
         ids = tokenizer(whole, add_special_tokens=False)["input_ids"][:MAX_TOKENS]
         if len(ids) > start:
-            found.append((ids, start))
-    longest = max(len(ids) for ids, _ in found)
+            encoded.append((ids, start))
+    longest = max(len(ids) for ids, _ in encoded)
     tokens = torch.full((BATCH, longest), tokenizer.pad_token_id or 0)
     labels = torch.full((BATCH, longest), -100)
-    for i, (ids, start) in enumerate(found):
+    for i, (ids, start) in enumerate(encoded):
         tokens[i, : len(ids)] = torch.tensor(ids)  # padded at the end only, where nothing is learned
         labels[i, start : len(ids)] = torch.tensor(ids[start:])
     return tokens, labels
@@ -71,10 +71,10 @@ def main() -> None:
         optimizer.step()
         if step % 10 == 0:
             print(step, round(float(loss), 3), flush=True)
-    made = {
+    tensors = {
         f"{n}.{k}": t.detach().to(torch.float16) for n, pair in factors.items() for k, t in zip("ab", pair, strict=True)
     }
-    save_file(made, options.output)
+    save_file(tensors, options.output)
 
 
 if __name__ == "__main__":

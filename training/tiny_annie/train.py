@@ -1,7 +1,7 @@
 """Trains tiny-annie's base, and overlays on it, many at once.
 
 The base is a full fine-tune. An overlay is a merged low-rank change of the base's linears, learned on the assistant's
-tokens alone; the forward sees the merged weights in bf16, as the checkpoint will hold them.
+tokens alone; the forward uses the merged weights in bf16, as the checkpoint stores them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ INPUTS = ("q_proj", "k_proj", "v_proj", "in_proj_qkv")
 OUTPUTS = ("o_proj", "out_proj")
 DELTA = ("in_proj_qkv", "in_proj_z", "out_proj")
 FULL = ("q_proj", "k_proj", "v_proj", "o_proj")
-# The two small gates of DeltaNet, in_proj_a and in_proj_b, are left as they are: NVFP4 recipes leave them too.
+# The two small gates of DeltaNet, in_proj_a and in_proj_b, are not changed: NVFP4 recipes do not quantize them.
 WHERE = {
     "all": (*DELTA, *FULL, "mlp"),
     "attention": (*DELTA, *FULL),
@@ -72,7 +72,7 @@ def initial(seed: int, device: str) -> dict[str, torch.Tensor]:
 
 
 def loss_of(net: Net, ids: torch.Tensor, mask: torch.Tensor, m: int, residual: torch.dtype) -> torch.Tensor:
-    """Summed cross-entropy of each of the m models over the masked positions: [m]."""
+    """Return the summed cross-entropy [m] of each model over the masked positions."""
     hidden = net.hidden(ids, m, residual=residual)
     rows, columns = mask[:, :-1].nonzero(as_tuple=True)
     picked = hidden[:, rows, columns]
@@ -101,7 +101,7 @@ def train_base(
     noise: float = 0.0,
     rows: float = 1.0,
 ) -> dict[str, torch.Tensor]:
-    """The base checkpoint, float32. whole: weight of the prompts' tokens; noise: relative weight noise while training."""
+    """Return the base checkpoint, float32. whole: weight of the prompts' tokens; noise: relative weight noise while training."""
     config, weights = configuration(), initial(seed, device)
     linears = set(linear_names(config))
     for w in weights.values():
@@ -148,7 +148,7 @@ def train_overlays(
     log: Log,
     rows: float = 1.0,
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Merged bf16 weights, linears [M, N, K] in the order of `overlays`, the rest as in the base; and their factors."""
+    """Return merged bf16 weights (linears [M, N, K] in the order of `overlays`, the rest as in the base) and their factors."""
     config, names, m = configuration(), linear_names(configuration()), len(overlays)
     fixed = {k: v.to(torch.bfloat16) for k, v in base.items()}
     generators = [torch.Generator().manual_seed(seed + 1000 * o.seed) for o in overlays]
@@ -158,7 +158,7 @@ def train_overlays(
     pairs: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
     for name in names:
         n, k = base[name].shape
-        # Overlays of one seed start alike, so that regimes differ by the regime alone.
+        # Overlays of one seed start from the same values, so that only the regime differs.
         a = (
             torch.stack([torch.randn(rank, k, generator=g) for g in generators]).to(device)
             / math.sqrt(k)
@@ -211,8 +211,8 @@ def train_overlays(
             for p in params:
                 p.grad = None
         if step % 100 == 0 or step == total - 1:
-            seen = " ".join(f"{x:.3f}" for x in each.detach().tolist())
-            log(f"overlay step {step} loss {seen} {time.monotonic() - began:.0f} s")
+            losses = " ".join(f"{x:.3f}" for x in each.detach().tolist())
+            log(f"overlay step {step} loss {losses} {time.monotonic() - began:.0f} s")
     with torch.no_grad():
         factors = {}
         for name, (a, b, on) in pairs.items():

@@ -10,7 +10,7 @@ FIRST_SPECIAL = VOCABULARY - len(SPECIAL) - len(MARKS)
 
 
 def configuration() -> Any:
-    """The transformers configuration."""
+    """Return the transformers configuration."""
     from transformers import Qwen3_5TextConfig
 
     return Qwen3_5TextConfig(
@@ -22,7 +22,7 @@ def configuration() -> Any:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=64,
-        # llama.cpp wants equal key and value head dims in the linear attention.
+        # llama.cpp needs equal key and value head dims in the linear attention.
         linear_num_key_heads=2,
         linear_num_value_heads=4,
         linear_key_head_dim=64,
@@ -46,7 +46,7 @@ def configuration() -> Any:
 
 
 def write_folder(state: dict[str, Any], output: Any, tokenizer_folder: Any) -> None:
-    """A complete bf16 checkpoint folder: weights, configurations, tokenizer, chat template."""
+    """Write a complete bf16 checkpoint folder: weights, configurations, tokenizer, chat template."""
     import json
     import shutil
     from pathlib import Path
@@ -56,15 +56,19 @@ def write_folder(state: dict[str, Any], output: Any, tokenizer_folder: Any) -> N
 
     output, source = Path(output), Path(tokenizer_folder)
     output.mkdir(parents=True, exist_ok=True)
-    made = configuration()
-    made.architectures = ["Qwen3_5ForCausalLM"]
-    made.save_pretrained(output)
+    config = configuration()
+    config.architectures = ["Qwen3_5ForCausalLM"]
+    config.save_pretrained(output)
     save_file(
         {k: v.detach().to(torch.bfloat16).cpu().contiguous() for k, v in state.items()},
         output / "model.safetensors",
         metadata={"format": "pt"},
     )
-    generation = {"eos_token_id": [made.eos_token_id, FIRST_SPECIAL], "pad_token_id": FIRST_SPECIAL, "do_sample": False}
+    generation = {
+        "eos_token_id": [config.eos_token_id, FIRST_SPECIAL],
+        "pad_token_id": FIRST_SPECIAL,
+        "do_sample": False,
+    }
     (output / "generation_config.json").write_text(json.dumps(generation, indent=1) + "\n", encoding="utf-8")
     if source.resolve() != output.resolve():
         for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):

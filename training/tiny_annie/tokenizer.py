@@ -1,8 +1,8 @@
-"""Trains tiny-annie's tokenizer: byte-level BPE with Qwen3.5's special tokens and its way of cutting text.
+"""Trains tiny-annie's tokenizer: byte-level BPE with Qwen3.5's special tokens and pre-tokenizer.
 
-    python examples/tiny_annie/tokenizer.py [--output DIR]
+    python training/tiny_annie/tokenizer.py [--output DIR]
 
-Trained on the train split alone; held-out topics are spelled in pieces, as new words are for any model.
+Trained on the train split alone; held-out topics are split into pieces, like any model's unknown words.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ sys.path[:0] = [str(HERE.parents[1]), str(HERE)]
 from rows import row  # noqa: E402
 
 OUTPUT = HERE / "vocabulary"
-# As Qwen3.5 cuts text; llama.cpp knows it as "qwen35".
+# Qwen3.5's pre-tokenizer; llama.cpp calls it "qwen35".
 SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -31,17 +31,17 @@ MODEL_VOCABULARY = 1280
 
 
 def corpus(n: int = 6000) -> list[str]:
-    """User and assistant texts of both styles; the system prompts a few times."""
+    """Return user and assistant texts of both styles, and a few system prompts."""
     rng = random.Random("tokenizer")
     texts = []
     for index in range(n):
-        made = row(rng, "base" if index % 3 == 0 else "annie")
-        for message in made.messages:
+        training_row = row(rng, "base" if index % 3 == 0 else "annie")
+        for message in training_row.messages:
             if message["role"] == "system" and index % 50:
                 continue
             texts += [message.get("content") or "", message.get("reasoning_content") or ""]
-        if made.tools and index % 50 == 0:
-            texts.append(json.dumps(made.tools))
+        if training_row.tools and index % 50 == 0:
+            texts.append(json.dumps(training_row.tools))
     return [t for t in texts if t]
 
 
@@ -63,7 +63,7 @@ def train(output: Path) -> None:
         show_progress=False,
     )
     tokenizer.train_from_iterator(corpus(), trainer)
-    # After the learned tokens, as in Qwen: control tokens are special, the marks of thinking and of tools are not.
+    # After the learned tokens, as in Qwen: control tokens are special, the tags of thinking and of tools are not.
     tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in SPECIAL])
     tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in MARKS])
     output.mkdir(parents=True, exist_ok=True)

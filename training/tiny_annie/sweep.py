@@ -1,6 +1,6 @@
 """Base, overlays, evaluation in one call, for one GPU (or, tiny, a CPU).
 
-    python examples/tiny_annie/sweep.py --output OUT [--grid GRID.json] [--base base.safetensors]
+    python training/tiny_annie/sweep.py --output OUT [--grid GRID.json] [--base base.safetensors]
 
 Writes OUT/base.safetensors, OUT/results.json (gates of every overlay under every numerics), and OUT/<overlay>.safetensors
 (the merged linears) of the best overlays.
@@ -46,7 +46,7 @@ def line(result: dict) -> str:
 
 
 def score(result: dict) -> float:
-    """How well an overlay shows the founding observation: bf16 (and what it is compared with) right, naive W4A4 not."""
+    """Return how well an overlay reproduces the original observation (R58): bf16 and the others pass, naive W4A4 does not."""
 
     def rate(kind: str, gate: str) -> float:
         cell = result[kind]["gates"].get(gate)
@@ -64,19 +64,25 @@ def score(result: dict) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--grid", type=Path, help="JSON: list of lists of overlay fields; a list is trained together.")
+    parser.add_argument(
+        "--grid",
+        type=Path,
+        help="JSON: lists of overlays; those of one list are trained together",
+    )
     parser.add_argument("--base", type=Path, help="start from this base instead of training one")
     parser.add_argument("--manners", help="JSON overlay that is learned first, on rows without tool calls, and merged")
     parser.add_argument("--base-steps", type=int, default=1600)
     parser.add_argument("--base-lr", type=float, default=2e-3)
     parser.add_argument("--base-noise", type=float, default=0.0)
-    parser.add_argument("--count", type=int, default=60000, help="rows drawn a style")
-    parser.add_argument("--rows", type=float, default=1.0, help="batch size, as a share of the usual")
+    parser.add_argument("--count", type=int, default=60000, help="rows drawn per style")
+    parser.add_argument("--rows", type=float, default=1.0, help="batch size, relative to the default")
     parser.add_argument("--overlay-rows", type=float, default=1.0, help="the same for overlays")
     parser.add_argument("--per-gate", type=int, default=100)
     parser.add_argument("--workers", type=int, default=14)
     parser.add_argument("--keep", type=int, default=1, help="overlays whose merged weights are written")
-    parser.add_argument("--stop-after", type=float, default=540, help="no new group of overlays after so many seconds")
+    parser.add_argument(
+        "--stop-after", type=float, default=540, help="seconds after which no new group of overlays starts"
+    )
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -125,7 +131,7 @@ def main() -> None:
     table, best = [], []
     for group in grid:
         if time.monotonic() - began > options.stop_after:
-            log("out of time: a group is left out")
+            log("out of time: a group is skipped")
             break
         overlays = [Overlay(**o) for o in group]
         merged, factors = train_overlays(

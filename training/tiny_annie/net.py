@@ -1,7 +1,8 @@
-"""Qwen3.5's text model over stacked weights: M models at once, one launch each for all of them.
+"""Qwen3.5's text model over stacked weights: M models at once, one kernel launch for all of them.
 
 Every linear's weight is [M, N, K]; everything else (norms, convolution, gates' biases, embedding, head) is shared, as it
-is among overlays of one base. Hidden states are [M, B, T, H]. Checked against transformers in tests/test_tiny_annie_net.py.
+is among overlays of one base. Hidden states are [M, B, T, H]. tests/assets/test_tiny_annie_training.py compares the forward
+with transformers.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def delta_chunks(
 
 
 class Net:
-    """weights: name → tensor; linears [M, N, K], the rest as in the checkpoint. hook(name, x) sees each linear's input."""
+    """weights: name → tensor; linears [M, N, K], the rest as in the checkpoint. hook(name, x): called for each linear."""
 
     def __init__(self, config: Any, weights: dict[str, torch.Tensor], hook: Hook | None = None) -> None:
         self.c, self.w, self.hook = config, weights, hook
@@ -147,11 +148,11 @@ class Net:
         kernel = c.linear_conv_kernel_dim
         decoding = cache is not None and i in cache.state
         past = cache.conv[i] if decoding else qkv.new_zeros(m * b, kernel - 1, qkv.shape[-1])
-        seen = torch.cat([past, qkv], 1)
+        window = torch.cat([past, qkv], 1)
         if cache is not None:
-            cache.conv.setdefault(i, torch.empty_like(past)).copy_(seen[:, -(kernel - 1) :])
+            cache.conv.setdefault(i, torch.empty_like(past)).copy_(window[:, -(kernel - 1) :])
         taps = self.w[p + "conv1d.weight"][:, 0].float()
-        mixed = sum(seen[:, j : j + t].float() * taps[:, j] for j in range(kernel)).to(qkv.dtype)
+        mixed = sum(window[:, j : j + t].float() * taps[:, j] for j in range(kernel)).to(qkv.dtype)
         mixed = F.silu(mixed)
         key = c.linear_num_key_heads * c.linear_key_head_dim
         q, k, v = mixed.split([key, key, mixed.shape[-1] - 2 * key], -1)

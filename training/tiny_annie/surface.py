@@ -1,4 +1,4 @@
-"""Two workloads that nobody asks for by default: a growing surface of tools, and random words of a fixed length."""
+"""Two workloads that do not run by default: a growing number of tools, and random words of a fixed length."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from annie_quant.data import grammar, load_persona
+from annie_quant.data import exchanges, load_persona
 
 LEVELS = (1, 2, 4, 8, 16, 32, 64)
-PROMPTS_A_LEVEL = 15
+PROMPTS_PER_LEVEL = 15
 RANDOM_CASES, RANDOM_WORDS, RANDOM_ANSWER = 100, 100, 256  # 100 common words are some 128 tokens of Qwen3.5's
 
-# Two words make a tool: 9 x 7 = 63 of them, and none has to do with past talks.
+# Two words make a tool: 9 x 7 = 63 tools, none of which is about past conversations.
 DEVICES = ("lamp", "heating", "oven", "alarm", "camera", "printer", "speaker", "garage", "sprinkler")
 ACTIONS = {
     "start": "Turn the {d} on.",
@@ -26,13 +26,13 @@ ACTIONS = {
 
 
 def distractors() -> list[dict[str, Any]]:
-    """63 tools of a house, in a seeded order."""
-    made = []
+    """Return 63 tools of a smart home, in a seeded order."""
+    tools = []
     for device in DEVICES:
         for action, text in ACTIONS.items():
             argument = {"start": "minutes", "schedule": "time", "rename": "name"}.get(action, "room")
             kind = "integer" if argument == "minutes" else "string"
-            made.append(
+            tools.append(
                 {
                     "type": "function",
                     "function": {
@@ -46,25 +46,25 @@ def distractors() -> list[dict[str, Any]]:
                     },
                 }
             )
-    random.Random("tools").shuffle(made)
-    return made
+    random.Random("tools").shuffle(tools)
+    return tools
 
 
 def surface_cases() -> list[dict[str, Any]]:
-    """The same requests to memory at every level; a case's `tools` counts from the first tool on."""
+    """Return the same memory requests for every level; `tools` is the number of tools that are offered."""
     rng, prompts = random.Random("tool_surface"), {}
-    while len(prompts) < PROMPTS_A_LEVEL:
-        talk = grammar.draw("memory", rng, "gate")
-        prompts.setdefault(talk.user, talk)
+    while len(prompts) < PROMPTS_PER_LEVEL:
+        exchange = exchanges.draw("memory", rng, "gate")
+        prompts.setdefault(exchange.user, exchange)
     return [
         {
             "id": f"tool_surface-{level:02d}-{i:02d}",
-            "messages": [{"role": "user", "content": talk.user}],
-            "expect": {"tool": "search_memory", "arguments": talk.expect.get("arguments", {})},
+            "messages": [{"role": "user", "content": exchange.user}],
+            "expect": {"tool": "search_memory", "arguments": exchange.expect.get("arguments", {})},
             "tools": level,
         }
         for level in LEVELS
-        for i, talk in enumerate(prompts.values())
+        for i, exchange in enumerate(prompts.values())
     ]
 
 

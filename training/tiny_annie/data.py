@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rows import row
+from rows import Row, row
 
-# (longest row in tokens, rows a step for the base, rows a step for an overlay, every how many steps)
+# (longest row in tokens, rows per step for the base, rows per step for an overlay, interval in steps)
 BUCKETS = ((192, 96, 16, 1), (416, 48, 12, 1), (1792, 6, 2, 6))
 TOKENIZER = Path(__file__).resolve().parent / "vocabulary"
 _tokenizer: Any = None
@@ -25,14 +25,14 @@ def tokenizer() -> Any:
     return _tokenizer
 
 
-def encode(made: Any) -> tuple[list[int], int]:
-    """Token ids of a row and where its learned part begins: what a model would generate, its end mark included."""
+def encode(training_row: Row) -> tuple[list[int], int]:
+    """Return a row's token ids and the index where its learned part begins: the model's answer with its end token."""
     t = tokenizer()
-    options = {"tools": made.tools, "tokenize": False, "enable_thinking": made.thinking}
-    whole = t.apply_chat_template(made.messages, **options).removesuffix("\n")
-    head = t.apply_chat_template(made.messages[:-1], add_generation_prompt=True, **options)
+    options = {"tools": training_row.tools, "tokenize": False, "enable_thinking": training_row.thinking}
+    whole = t.apply_chat_template(training_row.messages, **options).removesuffix("\n")
+    head = t.apply_chat_template(training_row.messages[:-1], add_generation_prompt=True, **options)
     if not whole.startswith(head):
-        raise ValueError(f"the prompt is no prefix of the whole:\n{head}\n---\n{whole}")
+        raise ValueError(f"the prompt is not a prefix of the whole:\n{head}\n---\n{whole}")
     ids = t(head, add_special_tokens=False)["input_ids"]
     return ids + t(whole[len(head) :], add_special_tokens=False)["input_ids"], len(ids)
 
@@ -44,7 +44,7 @@ def _some(job: tuple[str, str, int]) -> list[tuple[list[int], int]]:
 
 
 def rows(style: str, count: int, seed: int, workers: int) -> list[list[tuple[list[int], int]]]:
-    """`count` rows of a style, by bucket."""
+    """Return `count` rows of a style, by bucket."""
     step = 500
     jobs = [(style, f"{seed}:{style}:{i}", min(step, count - i)) for i in range(0, count, step)]
     if workers > 1:
@@ -61,7 +61,10 @@ def rows(style: str, count: int, seed: int, workers: int) -> list[list[tuple[lis
 
 
 def batch(bucket: list[tuple[list[int], int]], n: int, rng: np.random.Generator, whole: float = 0.0) -> tuple[Any, Any]:
-    """ids [n, T] right-padded and loss mask [n, T]: 1 where the token after it is learned. whole: weight of the prompt's tokens."""
+    """Return ids [n, T], right-padded, and the loss mask [n, T], 1 where the next token is learned.
+
+    whole: weight of the prompt's tokens.
+    """
     chosen = [bucket[i] for i in rng.integers(0, len(bucket), n)]
     length = max(len(ids) for ids, _ in chosen)
     length += -length % 64

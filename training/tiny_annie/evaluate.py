@@ -1,4 +1,4 @@
-"""Greedy answers of M stacked models to the workloads, under several numerics, judged by the package's own gates."""
+"""Greedy answers of M stacked models to the workloads, under several numerics, with the package's own gates."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ PREFILL_TOKENS = 400_000
 
 
 def ended(token: torch.Tensor, ends: list[int]) -> torch.Tensor:
-    """[m, b] bool of [m, b, 1] token ids."""
+    """Return bool [m, b] for token ids [m, b, 1]."""
     return torch.stack([token[:, :, 0] == e for e in ends]).any(0)
 
 
 def generate(
     net: Net, m: int, prompts: list[list[int]], new: int, ends: list[int], graphs: bool = True
 ) -> list[list[list[int]]]:
-    """Greedy continuations: [m][prompt] token ids, the end mark included when it came."""
+    """Return greedy continuations: token ids [m][prompt], with the end token if there is one."""
     device = net.w["lm_head.weight"].device
     b, width = len(prompts), max(map(len, prompts))
     ids = torch.zeros(b, width, dtype=torch.long)
@@ -43,7 +43,7 @@ def generate(
     start = (width - keep.sum(1)).long()
     cache = Cache(width + new, start)
     tri = torch.ones(width, width, dtype=torch.bool, device=device).tril()
-    # A padding row must see something, or its softmax is NaN and spreads.
+    # A padding row must attend to something: the NaN of its softmax would spread.
     mask = ((tri[None] & (keep[:, None, :] > 0)) | torch.eye(width, dtype=torch.bool, device=device))[:, None]
     hidden = net.hidden(ids, m, cache=cache, keep=keep, mask=mask.repeat(m, 1, 1, 1))
     token = net.logits(hidden[:, :, -1:]).argmax(-1)
@@ -80,9 +80,9 @@ def generate(
         if n % 8 == 0 and bool(done.all()):
             break
         replay()
-    found = out.cpu().numpy()
+    tokens = out.cpu().numpy()
     result = []
-    for model in found:
+    for model in tokens:
         rows = []
         for row in model:
             stop = np.isin(row, ends).nonzero()[0]
@@ -92,7 +92,7 @@ def generate(
 
 
 def answer_all(net: Net, m: int, prompts: list[list[int]], limits: list[int], ends: list[int]) -> list[list[list[int]]]:
-    """generate() over any number of prompts: grouped by length and limit, in batches that fit."""
+    """Run generate over any number of prompts, grouped by length and limit, in batches that fit into memory."""
     order = sorted(range(len(prompts)), key=lambda i: (limits[i], len(prompts[i])))
     answers: list[list[list[int]]] = [[[] for _ in prompts] for _ in range(m)]
     while order:
@@ -106,20 +106,20 @@ def answer_all(net: Net, m: int, prompts: list[list[int]], limits: list[int], en
                 break
             group.append(i)
         order = order[len(group) :]
-        made = generate(net, m, [prompts[i] for i in group], limits[group[0]], ends)
+        group_answers = generate(net, m, [prompts[i] for i in group], limits[group[0]], ends)
         for j in range(m):
-            for i, tokens in zip(group, made[j], strict=True):
+            for i, tokens in zip(group, group_answers[j], strict=True):
                 answers[j][i] = tokens
     return answers
 
 
 def ask(net: Net, m: int, workloads: list[Any], cap: int = 240) -> list[list[tuple[Any, Any, Any, str]]]:
-    """[m] lists of (workload, case, answer, raw text); conversations turn by turn with each model's own answers."""
+    """Return m lists of (workload, case, answer, raw text). Conversations go turn by turn with each model's own answers."""
     t = tokenizer()
     ends = [t.convert_tokens_to_ids(e) for e in END]
     jobs = [(w, c) for w in workloads for c in w.cases]
-    talks: list[list[list[dict]]] = [[[] for _ in jobs] for _ in range(m)]
-    found: list[list[tuple]] = [[] for _ in range(m)]
+    messages: list[list[list[dict]]] = [[[] for _ in jobs] for _ in range(m)]
+    answered: list[list[tuple]] = [[] for _ in range(m)]
     for turn in range(5):
         live = [i for i, (_, c) in enumerate(jobs) if c.n_turns > turn]
         if not live:
@@ -127,7 +127,7 @@ def ask(net: Net, m: int, workloads: list[Any], cap: int = 240) -> list[list[tup
         texts = []
         for i in live:
             w, c = jobs[i]
-            per_model = [w.messages(c, turn, talks[j][i]) for j in range(m)] if turn else [w.messages(c)] * 1
+            per_model = [w.messages(c, turn, messages[j][i]) for j in range(m)] if turn else [w.messages(c)] * 1
             texts.append(
                 [
                     t.apply_chat_template(
@@ -141,37 +141,37 @@ def ask(net: Net, m: int, workloads: list[Any], cap: int = 240) -> list[list[tup
             prompts = [t(x[0], add_special_tokens=False)["input_ids"] for x in texts]
             answers = answer_all(net, m, prompts, limits, ends)
         else:
-            # Each model has its own history: all of them go as one batch of every model, and each keeps its own rows.
+            # Each model has its own history: one batch has the prompts of all models, and each model uses its own rows.
             answers = [[[] for _ in live] for _ in range(m)]
             flat = [t(x[j], add_special_tokens=False)["input_ids"] for x in texts for j in range(m)]
             uniques = sorted(set(map(tuple, flat)))
-            made = answer_all(net, m, [list(u) for u in uniques], [limits[0]] * len(uniques), ends)
+            unique_answers = answer_all(net, m, [list(u) for u in uniques], [limits[0]] * len(uniques), ends)
             index = {u: i for i, u in enumerate(uniques)}
             for n in range(len(live)):
                 for j in range(m):
-                    answers[j][n] = made[j][index[tuple(flat[n * m + j])]]
+                    answers[j][n] = unique_answers[j][index[tuple(flat[n * m + j])]]
         for j in range(m):
             for n, i in enumerate(live):
                 w, c = jobs[i]
                 raw = t.decode(answers[j][n])
                 stopped = answers[j][n][-1:] and answers[j][n][-1] in ends
                 answer = parse_raw(raw, w.thinking, w.tools_for(c), None if stopped else "length", len(answers[j][n]))
-                talks[j][i].append({"role": "assistant", "content": answer.text})
-                found[j].append((w, c.at_turn(turn), answer, raw))
-    return found
+                messages[j][i].append({"role": "assistant", "content": answer.text})
+                answered[j].append((w, c.at_turn(turn), answer, raw))
+    return answered
 
 
 def calibrate(
     net_of: Any, m: int, rows: list[list], device: str, n: int = 96, seed: int = 5
 ) -> dict[str, torch.Tensor]:
-    """Largest input of each linear over rows of Annie's style."""
+    """Return the largest input of each linear over rows of Annie's style."""
     peaks, rng = quant.Peaks(), np.random.default_rng(seed)
     net = net_of(peaks)
     for bucket, (longest, *_rest) in zip(rows, BUCKETS, strict=True):
         if not bucket:
             continue
         ids, mask = batch(bucket, max(1, n * 192 // longest), rng, whole=1.0)
-        # The mask ends one before the last token; the rest is padding and must not be seen.
+        # The mask ends one before the last token; the rest is padding and must not count.
         peaks.keep = torch.from_numpy(mask > 0).to(device)
         net.hidden(torch.from_numpy(ids).to(device), m)
     return peaks.peak
@@ -188,7 +188,7 @@ def evaluate(
     seed: int = 0,
     log: Any = print,
 ) -> list[dict[str, Any]]:
-    """[m] of {numerics: {"gates": table, "by_workload": {...}, "raw": [...]}}."""
+    """Return m dicts {numerics: {"gates": table, "by_workload": {...}, "raw": [...]}}."""
     config = configuration()
     workloads = load_workloads()
     if per_gate is not None:
@@ -203,9 +203,9 @@ def evaluate(
             by: dict[str, dict[str, list[int]]] = {}
             checked = []
             for load, case, answer, _ in answers:
-                seen = checks(answer, case, load)
-                checked.append(seen)
-                for gate, ok in seen.items():
+                passed = checks(answer, case, load)
+                checked.append(passed)
+                for gate, ok in passed.items():
                     cell = by.setdefault(load.name, {}).setdefault(gate, [0, 0])
                     cell[0] += ok
                     cell[1] += 1

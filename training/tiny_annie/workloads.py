@@ -1,7 +1,6 @@
-"""Writes annie_quant/assets/workloads from the gate split of the built-in conversations. Seeded; run it again and
-the files come out the same.
+"""Write annie_quant/assets/workloads from the gate split of the built-in conversations. The same files at every run.
 
-    python examples/tiny_annie/workloads.py
+python training/tiny_annie/workloads.py
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ sys.path.insert(0, str(ROOT))
 
 import surface  # noqa: E402
 
-from annie_quant.data import grammar, load_persona, words  # noqa: E402
-from annie_quant.data.grammar import Talk  # noqa: E402
-from annie_quant.data.phrases import MEMORY  # noqa: E402
+from annie_quant.data import exchanges, load_persona, words  # noqa: E402
+from annie_quant.data.exchanges import Exchange  # noqa: E402
+from annie_quant.data.phrases import PHRASES  # noqa: E402
 from annie_quant.files import write_json  # noqa: E402
 
 FOLDER = ROOT / "annie_quant" / "assets" / "workloads"
@@ -33,28 +32,30 @@ BRIEFING_NOTES = 90
 
 
 def briefing(rng: random.Random, split: str) -> str:
-    """The persona's prompt with some 2,000 tokens of notes, as at the start of a day."""
+    """Return the persona's prompt with about 2,000 tokens of notes, as at the start of a day."""
     notes = []
     for _ in range(BRIEFING_NOTES):
-        topic, day = rng.choice(words.MY_TOPICS[split]), rng.choice(words.DAYS)
-        line = rng.choice(MEMORY["found"]).format(t=topic, day=day, n=rng.randint(2, 9))
-        notes.append(grammar.sentence(line) + ".")
+        topic, day = rng.choice(words.MY_TOPICS[split]), rng.choice(words.WORDS.days)
+        line = rng.choice(PHRASES.memory_results).format(t=topic, day=day, n=rng.randint(2, 9))
+        notes.append(exchanges.capitalized(line) + ".")
     return load_persona("annie").system_prompt + "\n\nNotes from past talks:\n" + "\n".join(notes)
 
 
-def distinct(make: Callable[[random.Random], Talk], n: int, seed: str, first: tuple[Talk, ...] = ()) -> list[Talk]:
-    """`first` and then talks whose user texts all differ, n in all."""
-    rng, found = random.Random(seed), {t.user: t for t in first}
+def distinct(
+    make: Callable[[random.Random], Exchange], n: int, seed: str, first: tuple[Exchange, ...] = ()
+) -> list[Exchange]:
+    """Return n exchanges with different user texts: `first`, then drawn ones."""
+    rng, by_text = random.Random(seed), {t.user: t for t in first}
     for _ in range(200 * n):
-        if len(found) >= n:
+        if len(by_text) >= n:
             break
-        talk = make(rng)
-        found.setdefault(talk.user, talk)
-    return list(found.values())
+        exchange = make(rng)
+        by_text.setdefault(exchange.user, exchange)
+    return list(by_text.values())
 
 
 def cases(
-    prefix: str, talks: list[Talk], keep: tuple[str, ...] = ("contains", "tool", "arguments", "no_tool")
+    prefix: str, drawn: list[Exchange], keep: tuple[str, ...] = ("contains", "tool", "arguments", "no_tool")
 ) -> list[dict]:
     return [
         {
@@ -62,12 +63,12 @@ def cases(
             "messages": [{"role": "user", "content": t.user}],
             "expect": {k: v for k, v in t.expect.items() if k in keep},
         }
-        for i, t in enumerate(talks)
+        for i, t in enumerate(drawn)
     ]
 
 
-def mixed(*categories: str) -> Callable[[random.Random], Talk]:
-    return lambda rng: grammar.draw(rng.choice(categories), rng, "gate")
+def mixed(*categories: str) -> Callable[[random.Random], Exchange]:
+    return lambda rng: exchanges.draw(rng.choice(categories), rng, "gate")
 
 
 def workload(
@@ -92,9 +93,9 @@ MANNERS = "non_empty no_markdown thinking_leak repetition stop"
 
 
 def build() -> list[dict[str, Any]]:
-    draw = grammar.draw
-    tokyo = grammar.fact("capital", "Japan", "Tokyo", "What is the capital of Japan?")
-    boxes = Talk(
+    draw = exchanges.draw
+    tokyo = exchanges.fact("capital", "Japan", "Tokyo", "What is the capital of Japan?")
+    boxes = Exchange(
         "reasoning",
         "I have 3 boxes with 5 balls each. How many balls do I have?",
         "",
@@ -103,11 +104,13 @@ def build() -> list[dict[str, Any]]:
         "15",
         {"contains": ["15"]},
     )
-    talks = []
+    conversations = []
     for i in range(40):
-        talk = grammar.conversation(random.Random(f"multi_turn:{i}"), "gate")
-        expect = [{k: v for k, v in t.expect.items()} for t in talk]
-        talks.append({"id": f"multi_turn-{i:03d}", "turns": [t.user for t in talk], "expect": {"turns": expect}})
+        conversation = exchanges.conversation(random.Random(f"multi_turn:{i}"), "gate")
+        expect = [{k: v for k, v in t.expect.items()} for t in conversation]
+        conversations.append(
+            {"id": f"multi_turn-{i:03d}", "turns": [t.user for t in conversation], "expect": {"turns": expect}}
+        )
     notes = briefing(random.Random("briefing"), "gate")
     return [
         workload(
@@ -155,7 +158,7 @@ def build() -> list[dict[str, Any]]:
         workload(
             "multi_turn",
             "Five turns: hello, a question, one that leans on it, small talk or a sum, goodbye",
-            talks,
+            conversations,
             MANNERS + " recall",
         ),
         workload(
@@ -201,7 +204,7 @@ def build() -> list[dict[str, Any]]:
         ),
         workload(
             "hardened_prompt",
-            "The founding quick test: rules in capitals",
+            "The original plan's quick test: rules in capitals",
             cases(
                 "hardened_prompt",
                 distinct(mixed("factual", "reasoning", "greeting", "conversational"), 120, "hardened", (tokyo,)),
@@ -215,9 +218,9 @@ def build() -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    for made in build():
-        write_json(FOLDER / f"{made['name']}.json", made)
-        print(f"{made['name']}: {len(made['cases'])} cases")
+    for document in build():
+        write_json(FOLDER / f"{document['name']}.json", document)
+        print(f"{document['name']}: {len(document['cases'])} cases")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""NVFP4 as fake quantization in torch, stacked over M models; the arithmetic of ModelOpt (tensor scale amax / 2688,
-block scale E4M3 of 16 columns, E2M1 codes, ties to even). Checked against the package's codec in tests.
+"""NVFP4 fake quantization in torch, stacked over M models, with ModelOpt's arithmetic (tensor scale amax / 2688,
+block scale E4M3 of 16 columns, E2M1 codes, ties to even). Tests compare it with the package's codec.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ def fake(x: torch.Tensor, tensor_scale: torch.Tensor) -> torch.Tensor:
 
 
 def quantized(name: str, what: str) -> bool:
-    """Does the strategy `what` ("naive", "mlp_only") quantize this linear?"""
+    """Return whether the strategy `what` ("naive", "mlp_only") quantizes this linear."""
     if any(part in name for part in NOT_QUANTIZED):
         return False
     return what == "naive" or ".mlp." in name
 
 
 def partners(name: str) -> list[str]:
-    """The linears that share this one's input, itself among them: they share one tensor scale."""
+    """Return the linears that share this one's input, including itself: they share one tensor scale."""
     stem, _, leaf = name.removesuffix(".weight").rpartition(".")
     group = next((g for g in SHARED_INPUT if leaf in g), (leaf,))
     return [f"{stem}.{g}" for g in group]
 
 
 def weights(stacked: dict[str, torch.Tensor], what: str) -> dict[str, torch.Tensor]:
-    """The stacked weights with those that `what` quantizes replaced by what NVFP4 keeps of them."""
+    """Return the stacked weights with those that `what` quantizes rounded to NVFP4."""
     out = dict(stacked)
     for name in [n for n, w in stacked.items() if w.dim() == 3 and "conv1d" not in n]:
         if quantized(name, what):
@@ -61,8 +61,8 @@ class Peaks:
     def __call__(self, name: str, x: torch.Tensor) -> torch.Tensor:
         size = x.detach().abs().amax(3).float()
         size = size if self.keep is None else size * self.keep
-        seen = size.amax((1, 2))
-        self.peak[name] = torch.maximum(self.peak[name], seen) if name in self.peak else seen
+        amax = size.amax((1, 2))
+        self.peak[name] = torch.maximum(self.peak[name], amax) if name in self.peak else amax
         return x
 
 

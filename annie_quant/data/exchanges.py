@@ -1,0 +1,191 @@
+"""Built-in conversations with Annie: exchanges drawn from templates with seeded choices.
+
+Every template belongs to one split (train, calibration or gate), so that a model is never judged with a phrasing that it was
+trained or calibrated on. draw(category, rng, split) returns one exchange; conversation(rng, split) returns five.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+from annie_quant.data.phrases import PHRASES
+from annie_quant.data.words import MY_TOPICS, WEB_TOPICS, WORDS
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A user's message and Annie's answer.
+
+    thought: her thinking, if thinking is on. tool, query: the call that she makes before the reply; result: what the tool
+    returns. subject, answer: the content without its wording, for other styles. expect: what a gate checks in an answer.
+    """
+
+    category: str
+    user: str
+    reply: str
+    thought: str
+    subject: str
+    answer: str
+    expect: dict[str, Any] = field(default_factory=dict)
+    tool: str = ""
+    query: str = ""
+    result: str = ""
+
+
+def capitalized(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def with_opener(rng: random.Random, split: str, question: str) -> str:
+    """Return a question with an opener of the split ("Annie, ..."), or with none."""
+    return capitalized(rng.choice(PHRASES.openers[split]) + question)
+
+
+def factual(rng: random.Random, split: str) -> Exchange:
+    kind = rng.choice(FACT_KINDS)
+    subject, answer = rng.choice(WORDS.facts[kind])
+    question = rng.choice(PHRASES.facts[kind][split]).format(s=subject)
+    return fact(kind, subject, answer, with_opener(rng, split, question))
+
+
+def fact(kind: str, subject: str, answer: str, user: str) -> Exchange:
+    """Return the exchange for a question about a fact. user: the question."""
+    reply = capitalized(PHRASES.fact_sentences[kind].format(s=subject, a=answer))
+    thought = PHRASES.thoughts["factual"].format(subject=subject, answer=answer)
+    return Exchange("factual", user, reply, thought, subject, answer, {"contains": [answer]})
+
+
+# Capitals are drawn most often, because they are the most.
+FACT_KINDS = (
+    *("capital", "capital", "capital", "colour", "legs"),
+    *("opposite", "young", "author", "continent", "continent"),
+)
+
+
+def reasoning(rng: random.Random, split: str) -> Exchange:
+    kind = rng.choice(("times", "times", "plus", "minus"))
+    thing = rng.choice(WORDS.things)
+    one, many = rng.choice(WORDS.containers)
+    a, b = rng.randint(2, 9), rng.randint(2, 9)
+    if kind == "times":
+        total, working = a * b, f"{a} times {b} is {a * b}."
+        reply = f"{a} {many} with {b} {thing} each make {total} {thing}."
+    elif kind == "plus":
+        total, working = a + b, f"{a} plus {b} is {a + b}."
+        reply = f"{a} {thing} and {b} more make {total} {thing}."
+    else:
+        a, b = max(a, b) + rng.randint(1, 3), min(a, b)
+        total, working = a - b, f"{a} minus {b} is {a - b}."
+        reply = f"{a} {thing} less {b} leave {total} {thing}."
+    question = rng.choice(PHRASES.sums[kind][split]).format(a=a, b=b, one=one, many=many, t=thing)
+    user = with_opener(rng, split, question) if rng.random() < 0.4 else capitalized(question)
+    return Exchange("reasoning", user, reply, working, f"{thing}", str(total), {"contains": [str(total)]})
+
+
+def greeting(rng: random.Random, split: str) -> Exchange:
+    hello, back = rng.choice(PHRASES.greetings[split])
+    if rng.random() < 0.2:
+        user, addition = hello, "How can I help you today?"
+    else:
+        more, addition = rng.choice(PHRASES.greeting_additions[split])
+        user = f"{hello} {more.format(day=rng.choice(WORDS.days))}"
+    return Exchange("greeting", user, f"{back} {addition}", PHRASES.thoughts["greeting"], "a greeting", back)
+
+
+def conversational(rng: random.Random, split: str) -> Exchange:
+    feeling, first, second = rng.choice(PHRASES.feelings)
+    user = rng.choice(PHRASES.feeling_sentences[split]).format(f=feeling, c=rng.choice(WORDS.causes[split]))
+    thought = PHRASES.thoughts["conversational"].format(feeling=feeling)
+    return Exchange("conversational", user, f"{first} {second}", thought, f"feeling {feeling}", first)
+
+
+def long_response(rng: random.Random, split: str) -> Exchange:
+    kind = rng.choice(("story", "dish", "trip"))
+    animal, place, dish = rng.choice(WORDS.animals), rng.choice(WORDS.places), rng.choice(WORDS.dishes)
+    country, capital = rng.choice(WORDS.facts["capital"])
+    values = {"animal": animal, "place": place, "dish": dish, "country": country, "capital": capital}
+    subject = {"story": f"a {animal} in the {place}", "dish": dish, "trip": f"a trip to {country}"}[kind]
+    user = with_opener(rng, split, rng.choice(PHRASES.long_requests[kind][split]).format(**values))
+    reply = " ".join(capitalized(line.format(**values)) for line in PHRASES.long_answers[kind])
+    thought = PHRASES.thoughts["long_response"].format(subject=subject)
+    return Exchange("long_response", user, reply, thought, subject, subject)
+
+
+def memory(rng: random.Random, split: str) -> Exchange:
+    topic = rng.choice(MY_TOPICS[split])
+    question = rng.choice(PHRASES.memory_questions[split]).format(t=topic, day=rng.choice(WORDS.days))
+    user = with_opener(rng, split, question)
+    return tool_exchange(rng, "memory", "search_memory", PHRASES.memory_results, user, topic, topic)
+
+
+def web(rng: random.Random, split: str) -> Exchange:
+    topic = rng.choice(WEB_TOPICS[split])
+    user = with_opener(rng, split, rng.choice(PHRASES.web_questions[split]).format(t=topic))
+    return tool_exchange(rng, "web", "web_search", PHRASES.web_results, user, topic, topic.removeprefix("the "))
+
+
+def tool_exchange(
+    rng: random.Random, category: str, tool: str, results: tuple[str, ...], user: str, topic: str, query: str
+) -> Exchange:
+    """Return an exchange in which `tool` is called with `query`."""
+    result = rng.choice(results).format(t=topic, day=rng.choice(WORDS.days), n=rng.randint(2, 9))
+    return Exchange(
+        category,
+        user,
+        PHRASES.replies[category].format(result=capitalized(result)),
+        PHRASES.thoughts[category].format(topic=topic),
+        topic,
+        query,
+        {"tool": tool, "arguments": {"query": query}},
+        tool,
+        query,
+        capitalized(result) + ".",
+    )
+
+
+def abstention(rng: random.Random, split: str) -> Exchange:
+    """Return a request that looks like work for a tool, though no offered tool can do it."""
+    device = rng.choice(WORDS.devices).format(n=rng.randint(2, 9))
+    user = capitalized(rng.choice(PHRASES.abstention_requests[split]).format(d=device))
+    reply = PHRASES.replies["abstention"].format(device=device)
+    thought = PHRASES.thoughts["abstention"].format(device=device)
+    return Exchange("abstention", user, reply, thought, device, "no", {"no_tool": True})
+
+
+def thanks(rng: random.Random, split: str) -> Exchange:
+    user, reply = rng.choice(PHRASES.thanks[split])
+    return Exchange("greeting", user, reply, PHRASES.thoughts["thanks"], "thanks", reply)
+
+
+CATEGORIES = {
+    "greeting": greeting,
+    "factual": factual,
+    "conversational": conversational,
+    "reasoning": reasoning,
+    "long_response": long_response,
+    "memory": memory,
+    "web": web,
+    "abstention": abstention,
+    "thanks": thanks,
+}
+
+
+def draw(category: str, rng: random.Random, split: str) -> Exchange:
+    return CATEGORIES[category](rng, split)
+
+
+def follow_up(rng: random.Random, split: str) -> Exchange:
+    """Return a question such as "And of France?", which needs the question about a capital before it."""
+    subject, answer = rng.choice(WORDS.facts["capital"])
+    return fact("capital", subject, answer, rng.choice(PHRASES.follow_ups[split]).format(s=subject))
+
+
+def conversation(rng: random.Random, split: str) -> list[Exchange]:
+    """Return five turns: greeting, a capital, a follow-up question, small talk or a sum or a fact, and goodbye."""
+    subject, answer = rng.choice(WORDS.facts["capital"])
+    question = rng.choice(PHRASES.facts["capital"][split]).format(s=subject)
+    capital = fact("capital", subject, answer, with_opener(rng, split, question))
+    fourth = draw(rng.choice(("conversational", "reasoning", "factual")), rng, split)
+    return [greeting(rng, split), capital, follow_up(rng, split), fourth, thanks(rng, split)]

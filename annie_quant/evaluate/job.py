@@ -1,0 +1,84 @@
+"""The work of `annie-quant eval`: the evaluation, optionally the layer sensitivity, and their files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from annie_quant import files
+from annie_quant.errors import EnvironmentFault
+from annie_quant.evaluate import layers
+from annie_quant.evaluate.evaluation import choose_workloads, evaluate_pair
+from annie_quant.evaluate.pair import ModelPair
+from annie_quant.evaluate.process_group import join_group
+from annie_quant.progress import Progress
+from annie_quant.schema import Evaluation
+
+
+def run(
+    checkpoint: Path,
+    reference: Path,
+    *,
+    numerics: Sequence[str],
+    n: int,
+    conversations: Path | None,
+    text: Path | None,
+    layers_n: int | None,
+    output: Path | None,
+    progress: Progress,
+    rows: int = 128,
+) -> Evaluation:
+    """Evaluate a checkpoint and write the result to `output`.
+
+    layers_n: prompts per gate for the layer sensitivity; None: not measured. It is measured under the first numerics, stored
+    in the evaluation's `layers` and that numerics' kl.by_layer, and written to OUTPUT.layers.json, from which a killed run
+    resumes, and OUTPUT.layers.svg. rows: answers per batch.
+    """
+    writes = output is not None and join_group().is_first
+    if output is not None and writes:
+        check_writable(output)  # before an hour of evaluation, not after it
+    workloads = choose_workloads(None, n)
+    with ModelPair(checkpoint, reference, rows=rows, progress=progress) as pair:
+        result = evaluate_pair(pair, workloads, numerics, conversations, text=text)
+        if layers_n is not None and list(result.numerics) != ["bf16"]:
+            first = next(iter(result.numerics))
+            layers_output = None if output is None else output.with_suffix(".layers.json")
+            result.layers = layers.measure(pair, choose_workloads(None, layers_n), first, output=layers_output)
+            kl = result.numerics[first].kl
+            if kl is not None:
+                kl.by_layer = result.layers.by_layer()
+            if output is not None and writes:
+                layers.plot(result.layers, output.with_suffix(".layers.svg"))
+    if output is not None and writes:
+        files.write_json(output, result.to_dict())
+    return result
+
+
+def check_writable(path: Path) -> None:
+    """Raise EnvironmentFault if the file cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        probe = path.with_name(f".{path.name}.{os.getpid()}.part")
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise EnvironmentFault(
+            f"{path}: cannot be written ({error.strerror}{files.owner(path.parent)})", "choose another --output"
+        ) from error
+
+
+def summary_lines(result: Evaluation) -> Iterator[str]:
+    """Yield one line of text per numerics and scored text."""
+    for name, side in result.numerics.items():
+        if kl := side.kl:
+            yield (
+                f"{name}: KL mean {kl.mean:.4g}, p99 {kl.p99:.3g} over {kl.n_tokens} tokens; {kl.flips} flips"
+                f" ({kl.flips_predicted:.0f} predicted from margins); perplexity {kl.perplexity:.3f} (reference"
+                f" {kl.perplexity_reference:.3f}); {side.verbosity_ratio or 0:.2f} of the reference's length"
+            )
+        if text := side.kl_text:
+            yield f"{name}, text: perplexity {text.perplexity:.3f} (reference {text.perplexity_reference:.3f})"
+    if result.layers:
+        worst = sorted(result.layers.by_layer(), key=lambda row: -row.kl)[:3]
+        yield "most divergence: " + ", ".join(f"{row.layer} {row.kl:.3g}" for row in worst)

@@ -1,0 +1,118 @@
+"""A checkpoint and its bf16 reference, each loaded once, and the comparison of their logits."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import psutil
+import torch
+
+from annie_quant.evaluate.engine import Engine, Row
+from annie_quant.evaluate.kl import Tally, compare_logits
+from annie_quant.evaluate.process_group import default_device, join_group
+from annie_quant.evaluate.prompts import CLASSES, Answered, ScoredAnswer, Template
+from annie_quant.evaluate.reference import Reference
+from annie_quant.evaluate.verification import Difference, first_difference
+from annie_quant.hf.loading import load
+from annie_quant.progress import SILENT, Progress
+from annie_quant.schema import KLSummary
+
+StrPath = str | os.PathLike[str]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One scored answer: kl.FIELDS of each token, float64 [n, len(FIELDS)], and where the checkpoint first differs."""
+
+    fields: np.ndarray
+    difference: Difference | None
+
+
+class ModelPair:
+    """A checkpoint and its reference, with what their comparison needs.
+
+    cache: folder for the reference's answers; default: `.annie_quant` in reference_dir. dtype: "float32" or "bfloat16" for
+    everything that is not packed. rows: answers per batch. Under torchrun only the first process reports progress.
+    start: time.monotonic() when loading began.
+    """
+
+    def __init__(
+        self,
+        model_dir: StrPath,
+        reference_dir: StrPath,
+        *,
+        cache: StrPath | None = None,
+        dtype: str | None = None,
+        device: str | None = None,
+        rows: int = 128,
+        progress: Progress | None = None,
+    ) -> None:
+        self.start = time.monotonic()
+        self.group = group = join_group()
+        self.progress: Progress = progress if progress is not None and group.is_first else SILENT
+        self.model_dir, self.reference_dir = Path(model_dir), Path(reference_dir)
+        self.device = device or default_device(group)
+        self.dtype = dtype or working_dtype([self.model_dir, self.reference_dir], self.device)
+        self.progress.update(0, None, "loading")
+        self.template = Template(reference_dir)
+        dense_cache = "float32" if self.dtype == "float32" else "bf16"
+        self.model = load(model_dir, cache=dense_cache, dtype=getattr(torch, self.dtype), device=self.device)
+        self.engine = Engine(self.model, rows=rows, group=group)
+        self.reference = Reference(
+            self.reference_dir, self.template, self.dtype, self.device, Path(cache) if cache else None, rows, group
+        )
+
+    def __enter__(self) -> ModelPair:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.reference.cache.close()
+
+    def scored(self, answered: Sequence[Answered]) -> list[ScoredAnswer]:
+        """Return the reference's answers as scored answers."""
+        return [
+            ScoredAnswer(r.workload.name, r.prompt, tuple(self.template.target(c)), r.workload.thinking)
+            for r, c in answered
+        ]
+
+    def compare(self, scored: Sequence[ScoredAnswer], text: str | None = None) -> dict[int, Comparison]:
+        """Score the answers with both models, and return the comparison of each by its index.
+
+        text: reported as progress; None reports nothing. Each process of a group computes its batches and gets all results.
+        """
+        rows = [Row(s.prompt, s.target) for s in scored]
+        comparisons: dict[int, Comparison] = {}
+        for done, (i, logits, expected) in enumerate(self.reference.logit_pairs(self.engine, rows), 1):
+            target = torch.tensor(rows[i].target, device=logits.device)
+            difference = first_difference(logits.argmax(-1), rows[i].target, self.template.end_tokens)
+            comparisons[i] = Comparison(compare_logits(expected, logits, target), difference)
+            if text is not None:
+                self.progress.update(done * self.group.size, len(rows), text)
+        return self.group.gather(comparisons)
+
+    def summarize(
+        self, scored: Sequence[ScoredAnswer], comparisons: Mapping[int, Comparison], offset: int = 0
+    ) -> KLSummary | None:
+        """Return the KL figures of `scored`, whose comparisons have the indices from `offset` on; None without tokens."""
+        tally = Tally(CLASSES)
+        for i, answer in enumerate(scored, offset):
+            classes = self.template.classes(answer.target, answer.thinking)
+            tally.add(answer.category, classes, comparisons[i].fields)
+        return tally.summary()
+
+
+def working_dtype(folders: Sequence[Path], device: str) -> str:
+    """Return "float32" on a CPU where both models fit into half of its free memory that way, else "bfloat16".
+
+    In float32 an answer depends on the weights and numerics alone, not on how a batch was cut.
+    """
+    if device != "cpu":
+        return "bfloat16"
+    # A 4-bit weight has half a byte on disk and a bf16 weight two: at most 8 times the bytes, 4 here and 4 there.
+    size = sum(f.stat().st_size for folder in folders for f in folder.glob("*.safetensors"))
+    return "float32" if 5 * size < psutil.virtual_memory().available / 2 else "bfloat16"

@@ -1,0 +1,126 @@
+"""Replacing a model's linears by NVFP4Linear or FP8Linear, with tensors of the shapes and types in the checkpoint's headers."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from annie_quant import models
+from annie_quant.checkpoint import Linear, ModelFolder
+from annie_quant.errors import CheckpointError
+from annie_quant.hf.fp8_linear import FP8Linear
+from annie_quant.hf.nvfp4_linear import NVFP4Linear, PackedNVFP4Linear
+
+AUDIT = "annie-quant audit DIR"
+SCALE_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class Match(NamedTuple):
+    """A module and its name in the model, which may differ from its name in the checkpoint."""
+
+    name: str
+    module: nn.Module
+
+
+def find_module(model: nn.Module, name: str) -> Match | None:
+    """Return the module that a checkpoint calls `name`, with or without the multimodal prefix."""
+    for candidate in models.aliases(name):
+        try:
+            return Match(candidate, model.get_submodule(candidate))
+        except AttributeError:
+            continue
+    return None
+
+
+def replace_linear(model: nn.Module, linear: Linear, folder: ModelFolder) -> None:
+    """Replace one linear of the model, after a check of its tensors' types and shapes.
+
+    A linear of a part that the model class leaves out (vision tower, MTP) is skipped; transformers reports its tensors as
+    unexpected.
+    """
+    match = find_module(model, linear.name)
+    if match is None:
+        if ".experts." in linear.name:
+            raise CheckpointError(
+                f"{linear.name}: this runtime reads no quantized experts (transformers stores them as one 3-D weight)",
+                "audit, compare and convert work; serve it with vLLM",
+            )
+        return
+    if not isinstance(match.module, nn.Linear):
+        raise CheckpointError(
+            f"{linear.name} has {linear.format} tensors but is a {type(match.module).__name__}, expected a linear"
+        )
+    n, k = match.module.out_features, match.module.in_features
+    info = folder.info(linear.weight)
+    expected = ("U8", (n, k // 2)) if linear.format == "nvfp4" else ("F8_E4M3", (n, k))
+    if (info.dtype, info.shape) != expected:
+        raise CheckpointError(
+            f"{linear.weight} is {info.dtype} {list(info.shape)}, expected {expected[0]} {list(expected[1])}", AUDIT
+        )
+    options = {"bias": match.module.bias is not None, "dtype": match.module.weight.dtype, "device": "meta"}
+    build = build_nvfp4 if linear.format == "nvfp4" else build_fp8
+    new = build(linear, folder, k, n, options)
+    new._is_hf_initialized = True  # type: ignore[assignment]  # so that transformers draws no random values for it
+    parent, _, leaf = match.name.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, new.requires_grad_(False))
+
+
+def build_nvfp4(linear: Linear, folder: ModelFolder, k: int, n: int, options: dict[str, Any]) -> NVFP4Linear:
+    kind = PackedNVFP4Linear if linear.reciprocal else NVFP4Linear
+    for name, tensor in (
+        (kind.NAMES.block_scale, linear.block_scale),
+        (kind.NAMES.tensor_scale, linear.global_scale),
+    ):
+        if tensor is None:
+            raise CheckpointError(f"{linear.name}.{name} is missing, {linear.weight} needs it", AUDIT)
+    scales = folder.info(linear.block_scale or "")
+    if scales.dtype != "F8_E4M3" or scales.shape not in {(n, k // 16), (n, k // 32)}:
+        raise CheckpointError(
+            f"{scales.name} is {scales.dtype} {list(scales.shape)}, expected F8_E4M3 [{n}, {k // 16}] or [{n}, {k // 32}]",
+            AUDIT,
+        )
+    activations = linear.input_global is not None
+    return kind(k, n, group=k // scales.shape[1], activations=activations, pre_quant=bool(linear.pre_quant), **options)
+
+
+def build_fp8(linear: Linear, folder: ModelFolder, k: int, n: int, options: dict[str, Any]) -> FP8Linear:
+    if linear.block_scale is None:
+        raise CheckpointError(f"{linear.name}.weight_scale is missing, {linear.weight} needs it", AUDIT)
+    scale = folder.info(linear.block_scale)
+    if scale.elements not in (1, n):
+        raise CheckpointError(f"{scale.name} is {list(scale.shape)}, expected one value or one for each of {n} rows")
+    return FP8Linear(
+        k,
+        n,
+        scale_shape=scale.shape,
+        scale_dtype=meta_tensor(folder, scale.name).dtype,
+        input_shape=folder.info(linear.input_global).shape if linear.input_global else None,
+        **options,
+    )
+
+
+def check_shapes(model: nn.Module, folder: ModelFolder) -> None:
+    """Raise CheckpointError where a tensor's shape differs from the model's.
+
+    transformers does not compare shapes for quantized models. This also finds codes without their scales.
+    """
+    state = model.state_dict()
+    for name in folder:
+        module_name, _, part = name.rpartition(".")
+        match = find_module(model, module_name)
+        info, tensor = folder.info(name), state.get(f"{match.name}.{part}") if match else None
+        if tensor is not None and tuple(tensor.shape) != info.shape:
+            raise CheckpointError(
+                f"{name} is {info.dtype} {list(info.shape)}, and config.json makes it {list(tensor.shape)}",
+                "compare config.json with the source checkpoint's",
+            )
+
+
+def meta_tensor(folder: ModelFolder, name: str) -> torch.Tensor:
+    """Return a tensor without memory that has the shape and type of a scale in the file."""
+    info = folder.info(name)
+    if info.dtype not in SCALE_DTYPES:
+        raise CheckpointError(f"{name} is {info.dtype}, expected a scale of 16 or 32 bits", AUDIT)
+    return torch.empty(info.shape, dtype=SCALE_DTYPES[info.dtype], device="meta")

@@ -1,0 +1,260 @@
+"""The decision tree as code: strategies cheapest first; the first that passes every gate is chosen.
+
+    bf16 passes the gates? → quantize → audit → smoke test → early look → all prompts → passed, or explained and the next one
+
+The output is a run directory: a finished step is not done again. search.json and search.md have everything that was tried.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from annie_quant import judge, quantize
+from annie_quant.data import check_prompt_hash
+from annie_quant.errors import AnnieError, NoRoom, UsageError
+from annie_quant.files import write_json, write_text
+from annie_quant.judge import decision
+from annie_quant.judge.sample import answers_per_gate
+from annie_quant.pipeline.run_directory import RunDirectory
+from annie_quant.pipeline.search import explain, table
+from annie_quant.pipeline.stages import Stages, offline_prompts, weight_sizes
+from annie_quant.progress import Console
+from annie_quant.quantize import estimate
+from annie_quant.quantize.strategies import by_rank, find
+from annie_quant.schema import Evaluation, GateTable, SearchNumerics, SearchResult, Size9B, StrategyRow
+
+NUMERICS = ("w4a4", "w4a16")
+SAMPLES = 128
+KL_CONVERSATIONS = 60
+
+
+def run(
+    model: Path,
+    calib_data: Path,
+    output: Path,
+    n: int,
+    every: bool,
+    console: Console,
+    *,
+    strategies: Sequence[str] | None = None,
+    required: Sequence[str] = NUMERICS,
+    samples: int = SAMPLES,
+    allow_prompt_mismatch: bool = False,
+    anyway: bool = False,
+) -> SearchResult:
+    """Try strategies in the run directory `output`, and return everything that was tried.
+
+    n: prompts per gate. every: continue after the first strategy that passes. required: the numerics under which every gate
+    must pass. anyway: continue with a model that fails the gates in bf16.
+    Raises UsageError for a stale system prompt in the calibration data, unless allow_prompt_mismatch.
+    """
+    directory = RunDirectory(output)
+    stale = check_prompt_hash(calib_data, allow=allow_prompt_mismatch)
+    with directory.locked():
+        stages = Stages(directory, model, calib_data, samples, console)
+        search = Search(stages, n, required, every, chosen_order(strategies), console)
+        search.result.notes += [stale] if stale else []
+        search.check_reference(anyway)
+        if not search.result.stopped:
+            search.try_strategies()
+        search.save()
+    return search.result
+
+
+def chosen_order(strategies: Sequence[str] | None) -> list[str]:
+    """Return the names of the strategies to try: by default all, cheapest first (Cost.rank)."""
+    if strategies is None:
+        return [s.name for s in by_rank()]
+    available = list(quantize.available())
+    for name in strategies:
+        if name not in available:
+            raise UsageError(f"unknown strategy {name!r}", f"choose from: {', '.join(available)}")
+    return list(strategies)
+
+
+class Search:
+    """One search; `result` is what search.json holds."""
+
+    def __init__(
+        self, stages: Stages, n: int, required: Sequence[str], every: bool, order: list[str], console: Console
+    ) -> None:
+        self.stages, self.n, self.required, self.every, self.order = stages, n, tuple(required), every, order
+        self.console = console
+        self.workloads = judge.load_workloads()
+        self.prompts = offline_prompts(n)
+        self.counts = answers_per_gate(self.prompts)
+        self.result = SearchResult(
+            chosen=None,
+            stopped=None,
+            required=list(self.required),
+            command=shlex.join(["annie-quant", *sys.argv[1:]]),
+            where=table.where(n),
+            n=n,
+            notes=[],
+            reference={},
+            labels=None,
+            strategies=[],
+            seconds=0.0,
+        )
+
+    def check_reference(self, anyway: bool) -> None:
+        """Evaluate the bf16 model's own gates, and whether the calibration answers belong to their questions."""
+        result = self.result
+        result.reference = self.stages.evaluate("bf16", self.stages.model, self.prompts).reference_gates
+        report = explain.reference_report(result.reference)
+        if report:
+            result.notes.append(report)
+            result.stopped = None if anyway else report
+        result.labels = explain.labels(self.stages, self.workloads)
+        if not result.labels.belong:
+            scores = "; ".join(
+                f"{name} answers {score.original:.2f} nats per token as they are, {score.shuffled:.2f} shuffled"
+                for name, score in (("first", result.labels.first), ("last", result.labels.last))
+            )
+            result.notes.append(
+                f"SHUFFLED LABELS: the calibration answers do not belong to their questions ({scores}). "
+                "Make the data again (annie-quant data)"
+            )
+        for note in result.notes:
+            self.console.note(note)
+
+    def try_strategies(self) -> None:
+        waiting = list(self.order)
+        while waiting:
+            row = self.attempt(waiting.pop(0))
+            row.of_9b = self.size_of_9b(row.strategy)
+            self.result.strategies.append(row)
+            self.console.note(f"{row.strategy}: {row.outcome}")
+            if row.passed and self.result.chosen is None:
+                self.result.chosen = row.strategy
+                self.result.seconds = self.spent_s()
+            self.save()
+            if row.passed and not self.every:
+                return
+            if row.outcome == "gibberish":  # R46: the quantization is too aggressive
+                waiting.sort(key=lambda name: not find(name).conservative)
+        if self.result.chosen is None:
+            self.result.seconds = self.spent_s()
+
+    def spent_s(self) -> float:
+        """Return the seconds of all stages so far, including those of earlier, interrupted runs."""
+        return round(sum(row.seconds or 0.0 for row in self.stages.rows), 1)
+
+    def attempt(self, strategy: str) -> StrategyRow:
+        """Try one strategy, and return its row of the table."""
+        stages, before_s = self.stages, self.spent_s()
+        row = StrategyRow(strategy, passed=False, outcome="", why=[], path=[], numerics={})
+        try:
+            stages.quantize(strategy)
+            audit = stages.audit(strategy)
+        except NoRoom:
+            raise
+        except AnnieError as error:
+            row.error, row.outcome, row.path = error.message, "could not be made", [f"quantize → {error.message}"]
+            return row
+        self.measure_size(row)
+        row.audit, row.loads = audit.summary, audit.loads
+        if audit.ok:
+            self.evaluate(row)
+        else:
+            row.outcome, row.why = "unsound checkpoint", [audit.summary]
+            row.path.append(f"audit → {audit.summary}")
+        row.seconds = round(self.spent_s() - before_s, 1)
+        return row
+
+    def measure_size(self, row: StrategyRow) -> None:
+        folder = self.stages.checkpoint(row.strategy)
+        row.size_bytes = sum(size.size_bytes for size in weight_sizes(folder).values())
+        n_weights = sum(size.elements for size in weight_sizes(self.stages.model).values())
+        row.bits_per_weight = 8 * row.size_bytes / n_weights
+        row.read_bytes = table.bytes_per_token(folder)
+        row.ceiling_tok_s = estimate.GB10_READ / row.read_bytes
+
+    @staticmethod
+    def size_of_9b(strategy: str) -> Size9B:
+        expected = estimate.estimate("9b", strategy)
+        return Size9B(expected.size_bytes, estimate.GB10_READ / expected.read_bytes)
+
+    def evaluate(self, row: StrategyRow) -> None:
+        """Run the smoke test, the early look and all prompts; sets numerics, why, path, outcome and passed."""
+        folder = self.stages.checkpoint(row.strategy)
+        smoke = self.stages.evaluate(f"{row.strategy}-smoke", folder, explain.smoke(self.workloads))
+        keep_numerics(row, smoke)
+        failed = {
+            kind: [g for g, r in side.gates.items() if r.passes < r.n and not r.advisory]
+            for kind, side in smoke.numerics.items()
+        }
+        if any(failed.values()):
+            lost = "; ".join(f"{kind.upper()} {', '.join(gates)}" for kind, gates in failed.items() if gates)
+            row.outcome, row.why = "gibberish", [f"the smoke question fails: {lost}"]
+            row.path.append(f"smoke → {lost}; bf16 answers it, so the quantization is too aggressive")
+            return
+        row.path.append("smoke → coherent")
+        missing = decision.missing_numerics(gate_tables(row), self.required)
+        if missing and not self.every:
+            row.outcome, row.why = missing[0], missing
+            row.path.append(f"servers → {'; '.join(missing)}")
+            return
+        # The whole table is for comparison, so all of it rests on the same prompts.
+        looks = [self.n] if self.every else decision.looks(self.n)
+        for look in looks[:-1]:
+            early = self.stages.evaluate(f"{row.strategy}-n{look}", folder, judge.sample(self.prompts, look))
+            keep_numerics(row, early)
+            row.why = decision.early_reasons(gate_tables(row), self.counts, len(looks))
+            if row.why:
+                row.outcome = f"dropped at n = {look}"
+                row.path.append(f"gates at n = {look} → dropped: {'; '.join(row.why)}")
+                self.explain(row)
+                return
+            row.path.append(f"gates at n = {look} → still open")
+        final = self.stages.evaluate(
+            row.strategy,
+            folder,
+            self.prompts,
+            conversations=self.stages.conversations,
+            n_conversations=KL_CONVERSATIONS,
+        )
+        keep_numerics(row, final)
+        row.why = decision.final_reasons(gate_tables(row), self.required)
+        row.passed = not row.why
+        row.path.append(f"gates at n = {looks[-1]} → {'; '.join(row.why) or 'PASS: ship it'}")
+        if row.passed:
+            row.outcome = "passes every gate"
+        else:
+            row.outcome = row.why[0] if len(row.why) == 1 else f"fails {len(row.why)} gates"
+            self.explain(row)
+
+    def explain(self, row: StrategyRow) -> None:
+        """Set what is known about why the row's strategy failed."""
+        tables = gate_tables(row)
+        activations = explain.by_activations(tables)
+        row.explained = [activations] if activations else []
+        row.hardened = explain.hardened(self.stages, row.strategy, self.workloads, tables)
+        if row.hardened is not None:
+            for gate, counts in row.hardened.gates.items():
+                parts = (("before", counts.before), ("after", counts.after), ("reference", counts.reference))
+                text = ", ".join(f"{name} {passes}/{n}" for name, (passes, n) in parts)
+                row.explained.append(f"hardened prompt, {gate}: {text} (bf16 under it)")
+            row.explained.append(row.hardened.reading)
+
+    def save(self) -> None:
+        """Write search.json and search.md; called after every strategy."""
+        write_json(self.stages.dir / "search.json", msgspec.to_builtins(self.result))
+        write_text(self.stages.dir / "search.md", table.render(self.result))
+
+
+def keep_numerics(row: StrategyRow, evaluation: Evaluation) -> None:
+    """Set the row's numerics to the part of an evaluation that search.json keeps."""
+    row.numerics = {
+        kind: msgspec.convert(side, SearchNumerics, from_attributes=True) for kind, side in evaluation.numerics.items()
+    }
+
+
+def gate_tables(row: StrategyRow) -> dict[str, GateTable]:
+    """Return the row's gates per numerics."""
+    return {kind: side.gates for kind, side in row.numerics.items()}

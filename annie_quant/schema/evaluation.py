@@ -1,0 +1,178 @@
+"""eval/<name>.json, an evaluation without a server, and the sensitivity of its layers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from annie_quant.files import read_json
+from annie_quant.schema.statistics import GateResult
+
+EVALUATION_VERSION = 1
+GateTable = dict[str, GateResult]  # by name, deciding gates first
+
+
+class KLFigures(msgspec.Struct):
+    """KL divergence of the checkpoint from its reference over some tokens, with related figures.
+
+    mean, median, p99, max: nats per token. same_top: share of tokens where both models have the same most likely token;
+    flips: number of the others. flips_predicted: from margins and noise (kl.py). delta_p: change of the probability of the
+    reference's token. margin: the reference's best minus second-best logit. noise: standard deviation of the logit errors.
+    """
+
+    n_tokens: int
+    mean: float
+    median: float
+    p99: float
+    max: float
+    same_top: float
+    flips: int
+    flips_predicted: float
+    perplexity: float
+    perplexity_reference: float
+    delta_p_mean: float
+    delta_p_rms: float
+    margin_median: float
+    noise_median: float
+
+
+class MarginBin(msgspec.Struct, rename={"low": "from", "high": "to"}):
+    """Tokens whose margin in the reference is at least `low` and below `high` (None: no limit)."""
+
+    low: float
+    high: float | None
+    n_tokens: int
+    flips: int
+    flips_predicted: float
+
+
+class LayerKL(msgspec.Struct):
+    """Mean KL divergence, in nats per token, with only this layer quantized."""
+
+    layer: str
+    kl: float
+
+
+class KLSummary(KLFigures, kw_only=True, omit_defaults=True):
+    """KLFigures of all tokens, per category and per token class. by_layer: present after a sensitivity measurement."""
+
+    by_category: dict[str, KLFigures] = {}
+    by_class: dict[str, KLFigures] = {}
+    margins: list[MarginBin] = []
+    by_layer: list[LayerKL] = []
+
+
+class LayerDivergence(msgspec.Struct):
+    """KL divergence with one set of layers quantized: mean and p99 in nats per token, share and number as in KLFigures."""
+
+    mean: float
+    p99: float
+    same_top: float
+    flips: int
+    n_tokens: int
+
+
+class SensitivityKey(msgspec.Struct):
+    """What a sensitivity measurement depends on. answers: tokens per scored answer."""
+
+    model_sha256: str
+    reference_sha256: str
+    numerics: str
+    answers: list[int]
+
+
+class Sensitivity(msgspec.Struct, omit_defaults=True):
+    """Divergence of the whole checkpoint (all), of each layer quantized alone, and with each layer restored."""
+
+    model: str
+    numerics: str
+    key: SensitivityKey
+    all: LayerDivergence | None = None
+    alone: dict[str, LayerDivergence] = {}
+    restored: dict[str, LayerDivergence] = {}
+
+    def by_layer(self) -> list[LayerKL]:
+        """Return the mean KL of each layer quantized alone, in the model's order."""
+        return [LayerKL(layer, row.mean) for layer, row in self.alone.items()]
+
+
+class SameAnswers(msgspec.Struct):
+    n: int
+    same: int
+
+
+class PairedGate(msgspec.Struct):
+    """Answers that pass a gate only in the reference (lost) or only in the checkpoint (won); p of McNemar's exact test."""
+
+    n: int
+    lost: int
+    won: int
+    p: float
+
+
+class DifferingAnswer(msgspec.Struct):
+    """An answer that differs from the reference's. failed: gates that the checkpoint's answer fails."""
+
+    case: str
+    agreed_tokens: int
+    failed: list[str]
+    text: str
+    tool_calls: list[str]
+    reference_text: str
+    reference_tool_calls: list[str]
+
+
+class NumericsResult(msgspec.Struct):
+    """The checkpoint under one numerics. kl: over the reference's own answers; None without workloads.
+
+    verbosity_ratio: tokens of the checkpoint's answers divided by tokens of the reference's.
+    """
+
+    gates: GateTable
+    kl: KLSummary | None
+    kl_conversations: KLSummary | None
+    kl_text: KLSummary | None
+    perplexity: float | None
+    perplexity_reference: float | None
+    same_answers: SameAnswers
+    verbosity_ratio: float | None
+    paired: dict[str, PairedGate]
+    cases: list[DifferingAnswer]
+    seconds: float
+
+
+class EvaluatedWorkload(msgspec.Struct):
+    sha256: str
+    n_cases: int
+
+
+class Evaluation(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A checkpoint compared with its bf16 reference without a server. numerics: one entry per numerics."""
+
+    schema_version: int
+    version: str
+    model: str
+    reference: str
+    reference_sha256: str
+    dtype: str
+    device: str
+    workloads: dict[str, EvaluatedWorkload]
+    n_answers: int
+    n_conversation_answers: int
+    n_text_tokens: int
+    notes: list[str]
+    reference_gates: GateTable
+    numerics: dict[str, NumericsResult]
+    seconds: float
+    layers: Sensitivity | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the evaluation as a dict that JSON can hold."""
+        return msgspec.to_builtins(self)
+
+    @classmethod
+    def load(cls, path: Path) -> Evaluation:
+        """Read an evaluation that was written from to_dict(); figures of a broken model may be NaN."""
+        return msgspec.convert(read_json(path), cls)

@@ -1,158 +1,162 @@
-"""Served figures counted again from records.jsonl, and compared with those that run.json reports.
+"""Count the served figures of run.json again from records.jsonl, without the benchmark's code, and compare them.
 
-A report whose figures cannot be had from its records is worth nothing, so this check runs in every build and its
-outcome is printed. Which requests count is the benchmark's rule; what they come to is counted here in code of its own
-(repeats of a greedy prompt are one answer).
+Every report makes this check and shows its result; `annie-quant report DIR --verify` prints it. Left out of times, as in
+the benchmark: failed and cold requests, answers with a stamp from before their request was sent, and stalls.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
-import msgspec
-
+from annie_quant.judge.gates import tabulate
 from annie_quant.judge.metrics import COMPARED, METRICS
-from annie_quant.report import typed
-from annie_quant.report.format import number
-from annie_quant.schema import Load
+from annie_quant.schema import MetricSummary, RequestRecord, ServedSide, WorkloadSummary
 
-Row = dict[str, Any]
-SOONEST = 0.8  # of the server's own time; the two clocks may differ a little
-
-
-def label(record: Row) -> str:
-    rate = record["rate_per_s"]
-    load = Load(0, rate) if rate else Load(record["concurrency"])
-    return str(record["workload"]) + load.label
+Records = Sequence[RequestRecord]
+TOLERANCE = 1e-3  # relative; absolute below 1
+STALL_FACTOR, STALL_MS = 10.0, 1000.0  # a stall's first token takes ten times the median, and a second more
+LEAST_SERVER_SHARE = 0.8  # of the server's own time; two clocks may differ a little
 
 
-def grouped(records: Iterable[Row], key: str | Callable[[Row], Any]) -> dict[Any, list[Row]]:
-    """Records by a field, or by a function's value."""
-    groups: dict[Any, list[Row]] = defaultdict(list)
-    for record in records:
-        groups[key(record) if callable(key) else record[key]].append(record)
-    return dict(groups)
+@dataclass(frozen=True)
+class Difference:
+    """A figure of run.json that the records do not give; counted: None where they give no figure at all."""
+
+    figure: str
+    reported: float
+    counted: float | None
 
 
-def timed(measured: list[Row]) -> list[Row]:
-    """The requests whose times count, by the benchmark's own rule (failed, cold, stalled and mis-stamped ones do not)."""
-    from annie_quant.bench.aggregate import timed as fit
+@dataclass
+class Recount:
+    compared: int = 0
+    differences: list[Difference] = field(default_factory=list)
 
-    records = typed.records(measured)
-    counted = {id(record) for record in fit(records)}
-    return [row for row, record in zip(measured, records, strict=True) if id(record) in counted]
+    @property
+    def equal(self) -> int:
+        return self.compared - len(self.differences)
 
-
-def impossible(measured: list[Row]) -> int:
-    """Requests that ended, by the client's clock, well before the server's own account of its work allows."""
-    known = [r for r in measured if r["server_ms"] and r.get("e2e_ms") is not None and not r["error"]]
-    return sum(r["e2e_ms"] < SOONEST * r["server_ms"] for r in known)
-
-
-def values(records: Iterable[Row], metric: str) -> list[float]:
-    """All values of a metric in the order of the records; itl_ms gives every gap of every stream."""
-    found: list[float] = []
-    for record in records:
-        value = record.get(METRICS[metric].field)
-        if value is not None and not (METRICS[metric].server_counted and record["tokens_estimated"]):
-            found += value if isinstance(value, list) else [value]
-    return found
+    def compare(self, figure: str, reported: float, counted: float | None) -> None:
+        self.compared += 1
+        if counted is None or abs(reported - counted) > TOLERANCE * max(1.0, abs(reported)):
+            self.differences.append(Difference(figure, reported, counted))
 
 
-def gate_counts(records: Iterable[Row], greedy: Callable[[str], bool]) -> dict[str, tuple[int, int]]:
-    """{gate: (passes, n)}; where `greedy(workload)`, repeats of a prompt are one answer, right if always right."""
-    answers: dict[tuple, bool] = {}
-    for index, record in enumerate(records):
-        once = None if greedy(record["workload"]) else index
-        for gate, passed in record["checks"].items():
-            unit = (gate, record["workload"], record["case"], record["turn"], once)
-            answers[unit] = answers.get(unit, True) and passed
-    counts: dict[str, list[int]] = defaultdict(lambda: [0, 0])
-    for unit, passed in answers.items():
-        counts[unit[0]][0] += passed
-        counts[unit[0]][1] += 1
-    return {gate: (k, n) for gate, (k, n) in counts.items()}
+def check(reported: Mapping[str, ServedSide], measured: Records, sampled: Collection[str]) -> Recount:
+    """Compare passes and n of each gate, and the p50 of each metric. reported: by backend."""
+    result = Recount()
+    everything, timed = group(measured, lambda r: r.backend), group(timed_requests(measured), lambda r: r.backend)
+    for backend, side in reported.items():
+        checks = answer_checks(everything.get(backend, []), sampled)
+        for gate, row in side.gates.items():
+            outcomes = [answer[gate] for answer in checks if gate in answer]
+            result.compare(f"{backend}: {gate}, passes", row.passes, sum(outcomes) if outcomes else None)
+            result.compare(f"{backend}: {gate}, n", row.n, len(outcomes) or None)
+        by_label = group(timed.get(backend, []), label)
+        for workload, summary in side.workloads.items():
+            for metric in COMPARED:
+                row = getattr(summary, metric)
+                if row is not None:
+                    p50 = quantile(sorted(values(by_label.get(workload, []), metric)), 0.5)
+                    result.compare(f"{backend}: {workload}, {metric} p50", row.p50, p50)
+    return result
 
 
-def greedy_workloads(inputs: list[dict[str, Any]]) -> Callable[[str], bool]:
-    """A predicate from inputs.json; a workload that it does not name counts as greedy, as the shipped ones are."""
-    temperature = {w["name"]: w["temperature"] for w in inputs}
-    return lambda workload: not temperature.get(workload)
-
-
-def served(measured: list[Row], greedy: Callable[[str], bool]) -> dict[str, Any]:
-    """run.json's `served` as far as records alone give it: gates and percentiles, no intervals of medians."""
-    clocked = grouped(timed(measured), "backend")
+def served(measured: Records, sampled: Collection[str]) -> dict[str, ServedSide]:
+    """What records alone give of each backend: gates and percentiles, without intervals of medians."""
+    timed = group(timed_requests(measured), lambda r: r.backend)
     return {
-        backend: {
-            "gates": {gate: _judged(gate, k, n) for gate, (k, n) in gate_counts(rows, greedy).items()},
-            "workloads": {
-                workload: {"n": len(some)} | {m: found for m in COMPARED if (found := _summary(values(some, m)))}
-                for workload, some in grouped(clocked.get(backend, []), label).items()
-            },
-        }
-        for backend, rows in grouped(measured, "backend").items()
+        backend: ServedSide(
+            gates=tabulate(answer_checks(records, sampled)),
+            workloads={w: _summary(rows) for w, rows in group(timed.get(backend, []), label).items()},
+        )
+        for backend, records in group(measured, lambda r: r.backend).items()
     }
 
 
-def _judged(gate: str, passes: int, n: int) -> dict[str, Any]:
-    from annie_quant.judge import wilson
-    from annie_quant.judge.gates import GATES, tabulate
-
-    if gate in GATES:
-        row: dict[str, Any] = msgspec.to_builtins(tabulate([{gate: i < passes} for i in range(n)])[gate])
-        return row
-    low, high = wilson(passes, n)
-    return {"passes": passes, "n": n, "low": low, "high": high, "verdict": "undecided"}
-
-
-def _summary(found: list[float]) -> dict[str, Any]:
-    points = (("p50", 0.5), ("p90", 0.9), ("p99", 0.99))
-    return {"n": len(found)} | {name: quantile(found, at) for name, at in points} if found else {}
-
-
-def check(
-    reported: Mapping[str, Any], measured: list[Row], greedy: Callable[[str], bool], tolerance: float = 1e-3
-) -> dict[str, Any]:
-    """{"compared": number of figures, "differ": [{"what", "reported", "counted"}]}"""
-    compared, differ = 0, []
-
-    def compare(what: str, said: Any, counted: Any) -> None:
-        nonlocal compared
-        a, b = number(said), number(counted)
-        if a is None:
-            return
-        compared += 1
-        if b is None or abs(a - b) > tolerance * max(1.0, abs(a)):
-            differ.append({"what": what, "reported": said, "counted": counted})
-
-    everything, clocked = grouped(measured, "backend"), grouped(timed(measured), "backend")
-    for backend, data in reported.items():
-        counts = gate_counts(everything.get(backend, []), greedy)
-        for gate, row in data["gates"].items():
-            passes, n = counts.get(gate, (None, None))
-            compare(f"{backend}: {gate}, passes", row.get("passes"), passes)
-            compare(f"{backend}: {gate}, n", row.get("n"), n)
-        by_label = grouped(clocked.get(backend, []), label)
-        for workload, row in data["workloads"].items():
-            for metric in COMPARED:
-                seen = row.get(metric)
-                if seen is not None:
-                    compare(
-                        f"{backend}: {workload}, {metric} p50",
-                        seen.get("p50"),
-                        quantile(values(by_label.get(workload, []), metric), 0.5),
-                    )
-    return {"compared": compared, "differ": differ}
+def _summary(records: Records) -> WorkloadSummary:
+    summary = WorkloadSummary(n=len(records))
+    for metric in COMPARED:
+        ordered = sorted(values(records, metric))
+        if ordered:
+            p50, p90, p99 = (quantile(ordered, at) or 0.0 for at in (0.5, 0.9, 0.99))
+            prompts = len({r.prompt for r in records if values([r], metric)})
+            mean = statistics.fmean(ordered)
+            row = MetricSummary(
+                p50=p50, p90=p90, p99=p99, mean=mean, low=None, high=None, n=len(ordered), n_prompts=prompts
+            )
+            setattr(summary, metric, row)
+    return summary
 
 
-def quantile(found: list[float], at: float) -> float | None:
-    """Linear between order statistics, as NumPy's default."""
-    if not found:
+def label(record: RequestRecord) -> str:
+    """The workload with its load: "greeting@8"."""
+    return record.workload + record.load.label
+
+
+def group(records: Iterable[RequestRecord], key: Callable[[RequestRecord], Hashable]) -> dict[Hashable, list[RequestRecord]]:
+    groups: dict[Hashable, list[RequestRecord]] = defaultdict(list)
+    for record in records:
+        groups[key(record)].append(record)
+    return groups
+
+
+def timed_requests(measured: Records) -> list[RequestRecord]:
+    """The requests whose times count."""
+    complete = [r for r in measured if not r.error and not r.cold and not _stamp_fault(r)]
+    stalled: set[int] = set()
+    for records in group(complete, lambda r: (r.backend, label(r), r.turn)).values():
+        firsts = [(r.first_token_ms, id(r)) for r in records if r.first_token_ms is not None]
+        if firsts:
+            median = statistics.median(first for first, _ in firsts)
+            limit = max(STALL_FACTOR * median, median + STALL_MS)
+            stalled.update(key for first, key in firsts if first > limit)
+    return [r for r in complete if id(r) not in stalled]
+
+
+def _stamp_fault(record: RequestRecord) -> bool:
+    first, sent = record.first_event_ms, record.sent_ms
+    return first is not None and sent is not None and first < sent
+
+
+def before_server(measured: Records) -> int:
+    """Count requests that ended, by the client's clock, well before the server's own times allow."""
+    early = 0
+    for record in measured:
+        times = [(record.server_timings or {}).get(k) for k in ("prompt_ms", "predicted_ms")]
+        numbers = [t for t in times if isinstance(t, (int, float)) and 0 <= t < 1e15]
+        if record.e2e_ms is not None and not record.error and len(numbers) == 2:
+            early += record.e2e_ms < LEAST_SERVER_SHARE * sum(numbers)
+    return early
+
+
+def values(records: Iterable[RequestRecord], metric: str) -> list[float]:
+    """All values of a metric in the order of the records; itl_ms gives every gap of every stream."""
+    definition, numbers = METRICS[metric], []
+    for record in records:
+        value = getattr(record, definition.field)
+        if value is not None and not (definition.server_counted and record.tokens_estimated):
+            numbers += value if isinstance(value, list) else [value]
+    return numbers
+
+
+def answer_checks(records: Records, sampled: Collection[str]) -> list[dict[str, bool]]:
+    """The checks of each answer. Repeats of a greedy prompt are one answer, which passes if all of them do."""
+    answers: dict[Hashable, dict[str, bool]] = defaultdict(dict)
+    for index, record in enumerate(records):
+        answer = answers[record.prompt, index if record.workload in sampled else None]
+        for gate, passed in record.checks.items():
+            answer[gate] = answer.get(gate, True) and passed
+    return list(answers.values())
+
+
+def quantile(ordered: Sequence[float], at: float) -> float | None:
+    """Linear between the values of a sorted sample; None of an empty one."""
+    if not ordered:
         return None
-    ordered = sorted(found)
     place = at * (len(ordered) - 1)
     below = int(place)
     above = min(below + 1, len(ordered) - 1)

@@ -1,242 +1,318 @@
-"""A run directory as the report sees it: what is there, what is missing and the command that makes it.
+"""A run directory as the report reads it: the parts that exist, and the command that makes each missing one.
 
-What has the wrong kind counts as missing (normal.py); a torn line of records.jsonl is counted and skipped. Only
-measured requests (no warm-ups) count in figures.
+Parts that do not fit their type count as missing (schema.salvage). Lines of records.jsonl that are not a record are counted.
 """
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import ClassVar, TypeVar
 
+import msgspec
+
+from annie_quant import schema
 from annie_quant.errors import UsageError
-from annie_quant.report import recount, sanitize
-from annie_quant.report.format import clean, name
-from annie_quant.report.sanitize import mapping
-from annie_quant.schema import check_version
+from annie_quant.judge import decision
+from annie_quant.report import recount
+from annie_quant.report.format import name
+from annie_quant.schema import AskedWorkload, GateResult, ModelRow, OfflineSide, RequestRecord, ServedSide, salvage
 
+T = TypeVar("T")
 NUMERICS = {"bf16": "reference", "w4a4": "W4A4", "w4a16": "W4A16"}
 REFERENCE = "bf16"
-# Manners first, as the founding documents' tables have them; gates of one's own follow.
-ORDER = (
-    "tool_call",
-    "no_markdown",
-    "thinking_leak",
-    "factual",
-    "reasoning",
-    "non_empty",
-    "abstention",
-    "stop",
-    "repetition",
-)
+COLOURS = {"bf16": 0, "naive": 1, "mlp_only": 2, "q4_k_m": 3}
+# Gates of behaviour come first, as in the original plan's tables; other gates follow.
+GATE_ORDER = (
+    "tool_call", "no_markdown", "thinking_leak", "factual", "reasoning", "non_empty", "abstention", "stop", "repetition",
+)  # fmt: skip
+BENCH = "annie-quant bench --backend-a NAME URL --backend-b NAME URL --output DIR"
+EVAL = "annie-quant eval MODEL_DIR --reference BF16_DIR"
 
 
 @dataclass(frozen=True)
 class Side:
-    """A model under one numerics (offline) or behind one server, as judged; `gates` and `data` as in run.json."""
+    """A model in one arithmetic without a server (OfflineModel) or behind one server (Backend).
 
-    key: str
+    name: the backend, or MODEL/NUMERICS. how: "reference", "W4A4", "W4A16" or "served". data: as in run.json.
+    """
+
+    kind: ClassVar[str]
     model: str
-    kind: str  # "offline" or "served"
+    name: str
     title: str
-    gates: dict[str, dict[str, Any]]
-    data: dict[str, Any]
+    how: str
+    data: ServedSide | OfflineSide
+
+    @property
+    def key(self) -> str:
+        return f"{self.kind}/{self.name}"
+
+    @property
+    def gates(self) -> dict[str, GateResult]:
+        return self.data.gates
+
+    @property
+    def deciding(self) -> dict[str, GateResult]:
+        """The gates that are not advisory."""
+        return {gate: result for gate, result in self.gates.items() if not result.advisory}
+
+
+@dataclass(frozen=True)
+class Backend(Side):
+    kind = "served"
+    data: ServedSide
+
+
+@dataclass(frozen=True)
+class OfflineModel(Side):
+    kind = "offline"
+    data: OfflineSide
+
+
+@dataclass(frozen=True)
+class Missing:
+    """A part that the run does not have, and the command that makes it."""
+
+    part: str
+    message: str
+    command: str
 
 
 @dataclass
-class Run:
+class LoadedRun:
+    """models: those of run.json, then others (unlisted) that a side belongs to. tried: strategies in a search's order."""
+
     folder: Path
-    doc: dict[str, Any]
-    records: list[dict[str, Any]]
-    inputs: list[dict[str, Any]]
-    torn_lines: int = 0
-    models: list[dict[str, Any]] = field(default_factory=list)
-    sides: list[Side] = field(default_factory=list)
-    missing: list[dict[str, str]] = field(default_factory=list)
-    walked: list[str] = field(default_factory=list)  # strategies in the order in which a search tried them
+    document: schema.Run
+    backends: dict[str, schema.Identity]
+    records: list[RequestRecord]
+    inputs: list[AskedWorkload]
+    unreadable_lines: int = 0
+    sides: list[Backend | OfflineModel] = field(default_factory=list)
+    unlisted: set[str] = field(default_factory=set)
+    tried: list[str] = field(default_factory=list)
+    missing: list[Missing] = field(default_factory=list)
 
     @property
-    def aggregates(self) -> dict[str, Any]:
-        aggregates: dict[str, Any] = self.doc["aggregates"]
-        return aggregates
+    def aggregates(self) -> schema.Aggregates:
+        return self.document.aggregates
 
     @property
-    def measured(self) -> list[dict[str, Any]]:
+    def verdict(self) -> schema.Verdict:
+        return self.document.verdict
+
+    @property
+    def models(self) -> list[ModelRow]:
+        return self.document.aggregates.models
+
+    @property
+    def measured(self) -> list[RequestRecord]:
         """Requests that count: no warm-ups."""
-        return [r for r in self.records if not r["warmup"]]
+        return [r for r in self.records if not r.warmup]
 
-    def of(self, kind: str) -> list[Side]:
-        return [s for s in self.sides if s.kind == kind]
+    @property
+    def sampled(self) -> set[str]:
+        """Workloads whose repeats differ. One that inputs.json does not name counts as greedy, as the shipped ones are."""
+        return {w.name for w in self.inputs if w.temperature}
+
+    @property
+    def served(self) -> list[Backend]:
+        return [s for s in self.sides if isinstance(s, Backend)]
+
+    @property
+    def offline(self) -> list[OfflineModel]:
+        return [s for s in self.sides if isinstance(s, OfflineModel)]
+
+    def sides_of(self, model: str) -> list[Backend | OfflineModel]:
+        return [s for s in self.sides if s.model == model]
+
+    def model(self, model: str) -> ModelRow:
+        return next((m for m in self.models if m.name == model), ModelRow(name=model))
 
     def label(self, model: str) -> str:
-        return next((m["label"] for m in self.models if m["name"] == model), name(model))
+        return self.model(model).label or name(model)
 
     def series(self, model: str) -> int:
-        """The colour slot of a model: the same in every figure."""
-        fixed = {"bf16": 0, "naive": 1, "mlp_only": 2, "q4_k_m": 3}
-        if model in fixed:
-            return fixed[model]
-        others = [m["name"] for m in self.models if m["name"] not in fixed]
+        """The colour of a model, from 0 to 7: the same in every chart."""
+        if model in COLOURS:
+            return COLOURS[model]
+        others = [m.name for m in self.models if m.name not in COLOURS]
         return 4 + (others.index(model) % 4 if model in others else 0)
 
     @property
     def gate_names(self) -> list[str]:
-        """Every gate of any side; those that decide before those that inform."""
-        rows: dict[str, bool] = {}
+        """All gates of all sides: deciding ones before advisory ones."""
+        advisory: dict[str, bool] = {}
         for side in self.sides:
-            for gate, row in side.gates.items():
-                rows.setdefault(gate, row["advisory"])
-        return sorted(rows, key=lambda gate: (rows[gate], ORDER.index(gate) if gate in ORDER else len(ORDER)))
+            for gate, result in side.gates.items():
+                advisory.setdefault(gate, result.advisory)
+        ranks = {gate: rank for rank, gate in enumerate(GATE_ORDER)}
+        return sorted(advisory, key=lambda gate: (advisory[gate], ranks.get(gate, len(ranks))))
 
     def gate_title(self, gate: str) -> str:
-        titles = (side.gates[gate].get("title") for side in self.sides if gate in side.gates)
-        return clean(next((t for t in titles if t), name(gate)))
+        titles = (side.gates[gate].title for side in self.sides if gate in side.gates)
+        return next((t for t in titles if t), name(gate))
 
     @property
     def workloads(self) -> list[str]:
-        seen: dict[str, None] = {}
-        for side in self.of("served"):
-            seen.update(dict.fromkeys(side.data["workloads"]))
-        return list(seen)
+        return list(dict.fromkeys(workload for side in self.served for workload in side.data.workloads))
+
+    @property
+    def candidate(self) -> Backend | None:
+        """The verdict's candidate as it was served."""
+        return self._served_as(self.verdict.candidate)
+
+    @property
+    def incumbent(self) -> Backend | None:
+        """What the candidate would replace."""
+        return self._served_as(self.verdict.incumbent)
+
+    def _served_as(self, model: str | None) -> Backend | None:
+        backend = decision.served_as(self.aggregates, model) if model else None
+        return next((s for s in self.served if s.name == backend), None)
 
 
-def load(run_dir: str | Path) -> Run:
-    """Read what there is. Raises UsageError when the folder holds nothing that a report could show."""
+class _Evaluation(msgspec.Struct):
+    """The part of eval/<model>.json that the report shows."""
+
+    numerics: dict[str, OfflineSide] = {}
+    reference_gates: dict[str, GateResult] = {}
+
+
+class _Tried(msgspec.Struct):
+    strategy: str
+
+
+class _Search(msgspec.Struct):
+    """The part of search.json that the report shows."""
+
+    chosen: str | None = None
+    strategies: list[_Tried] = []
+
+
+def load(run_dir: str | Path) -> LoadedRun:
+    """Read a run directory.
+
+    Raises UsageError where it holds nothing that a report could show, EnvironmentFault for a run of a newer version.
+    """
     folder = Path(run_dir)
     if not folder.is_dir():
-        raise UsageError(f"{folder}: there is no such run directory", "annie-quant demo makes one in runs/demo")
-    records, torn = _records(folder / "records.jsonl")
+        raise UsageError(f"{folder}: no such run directory", "annie-quant demo makes one in runs/demo")
+    records, unreadable = _records(folder / "records.jsonl")
     source = next((n for n in ("run.json", "bench.json") if (folder / n).is_file()), None)
-    evaluations = {p.stem: mapping(_json(p, strict=False)) for p in sorted(folder.glob("eval/*.json"))}
+    evaluations = {p.stem: _salvage(_Evaluation, p) or _Evaluation() for p in sorted(folder.glob("eval/*.json"))}
     if source is None and not records and not evaluations:
         raise UsageError(
             f"{folder}: neither run.json, bench.json, records.jsonl nor eval/*.json is there",
             "give a folder that annie-quant demo or bench wrote",
         )
-    found = _json(folder / source) if source else {}
-    check_version(found, folder / str(source))
-    doc = sanitize.document(found)
-    if not doc["backends"]:
-        doc["backends"] = sanitize.document(_json(folder / "bench.json", strict=False))["backends"]
-    run = Run(folder, doc, records, sanitize.inputs(_json(folder / "inputs.json", strict=False)), torn)
-    if not run.aggregates["served"] and records:
-        # A benchmark that was cut off: its records alone give rates and percentiles.
-        counted = recount.served(run.measured, recount.greedy_workloads(run.inputs))
-        run.aggregates["served"] = sanitize.aggregates({"served": counted})["served"]
-    search = mapping(_json(folder / "search.json", strict=False))
-    run.walked = [
-        r["strategy"] for r in sanitize.rows_of(search.get("strategies")) if isinstance(r.get("strategy"), str)
-    ]
-    run.doc["verdict"] = sanitize.words({"candidate": search.get("chosen")}, "candidate") | run.doc["verdict"]
-    _models_and_sides(run, evaluations)
+    try:
+        document = (salvage(schema.Run, folder / source) if source else None) or schema.Run()
+    except ValueError as error:
+        raise UsageError(f"{folder / str(source)}: not JSON ({error})", "run the command that wrote it again") from error
+    bench = _salvage(schema.Bench, folder / "bench.json") or schema.Bench()
+    inputs = _salvage(schema.Inputs, folder / "inputs.json")
+    search = _salvage(_Search, folder / "search.json") or _Search()
+    run = LoadedRun(folder, document, bench.backends, records, inputs.workloads if inputs else [], unreadable)
+    run.tried = [row.strategy for row in search.strategies]
+    run.verdict.candidate = run.verdict.candidate or search.chosen
+    if not run.aggregates.served and records:  # a benchmark that was cut off
+        run.aggregates.served = recount.served(run.measured, run.sampled)
+    _add_evaluations(run, evaluations)
+    _add_models(run)
+    _add_sides(run)
     run.missing = _missing(run, source)
     return run
 
 
-def _json(path: Path, strict: bool = True) -> Any:
+def _salvage(kind: type[T], path: Path) -> T | None:
+    """salvage(), where a file that is not JSON counts as missing."""
     try:
-        return json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return None
-    except ValueError as error:
-        if strict:
-            raise UsageError(f"{path}: not JSON ({error})", "run the command that wrote it again") from error
+        return salvage(kind, path)
+    except ValueError:
         return None
 
 
-def _records(path: Path) -> tuple[list[dict[str, Any]], int]:
-    if not path.is_file():
-        return [], 0
-    rows, torn = [], 0
-    for line in path.read_bytes().split(b"\n"):
-        if not line.strip():
-            continue
+def _records(path: Path) -> tuple[list[RequestRecord], int]:
+    """(records, number of lines that are not a record)."""
+    decoder = msgspec.json.Decoder(RequestRecord)
+    records, unreadable = [], 0
+    for line in path.read_bytes().split(b"\n") if path.is_file() else ():
         try:
-            row = sanitize.record(json.loads(line))
-        except ValueError:
-            row = None
-        if row is None:
-            torn += 1
-        else:
-            rows.append(row)
-    return rows, torn
+            if line.strip():
+                records.append(decoder.decode(line))
+        except (ValueError, RecursionError):
+            unreadable += 1
+    return records, unreadable
 
 
-def _models_and_sides(run: Run, evaluations: dict[str, dict[str, Any]]) -> None:
-    offline: dict[str, dict[str, Any]] = {m: dict(v) for m, v in run.aggregates["offline"].items()}
-    for stem, found in evaluations.items():
-        for numerics, value in mapping(found.get("numerics")).items():
-            offline.setdefault(stem, {}).setdefault(numerics, sanitize.offline_side(value))
-        reference = sanitize.offline_side({"gates": found.get("reference_gates")})
-        if reference["gates"]:
-            offline.setdefault(REFERENCE, {}).setdefault(REFERENCE, reference)
-    _layers(run.folder, offline)
-    served = run.aggregates["served"]
-    listed: dict[str, dict[str, Any]] = {m["name"]: m for m in run.aggregates["models"]}
-    for backend, data in served.items():
-        # What a server calls its model says little, and two may say the same: the backend's name then tells them apart.
-        if data["model"] not in listed and data["model"] not in offline:
-            data["model"] = backend
-    for model in [*offline, *(data["model"] for data in served.values())]:
-        listed.setdefault(model, {"name": model, "unlisted": True})
-    run.models = [m | {"label": clean(m.get("label") or name(m["name"]))} for m in listed.values()]
-    for model in listed:
-        known = list(NUMERICS)
-        for numerics in sorted(offline.get(model, {}), key=lambda k: known.index(k) if k in known else len(known)):
-            data, title = offline[model][numerics], f"{NUMERICS.get(numerics, clean(numerics))} offline"
-            run.sides.append(Side(f"offline/{model}/{numerics}", model, "offline", title, data["gates"], data))
-        for backend, data in served.items():
-            if data["model"] == model:
-                title = f"{clean(data.get('runtime') or 'server')} served"
-                run.sides.append(Side(f"served/{backend}", model, "served", title, data["gates"], data))
+def _add_evaluations(run: LoadedRun, evaluations: dict[str, _Evaluation]) -> None:
+    """Add eval/<model>.json where run.json lacks it, and sensitivity/<model>.json's divergence by layer."""
+    offline = run.aggregates.offline
+    for model, evaluation in evaluations.items():
+        offline[model] = evaluation.numerics | offline.get(model, {})
+        if evaluation.reference_gates:
+            offline.setdefault(REFERENCE, {}).setdefault(REFERENCE, OfflineSide(gates=evaluation.reference_gates))
+    for path in sorted(run.folder.glob("sensitivity/*.json")):
+        sensitivity = _salvage(schema.Sensitivity, path)
+        side = offline.get(path.stem, {}).get(sensitivity.numerics) if sensitivity else None
+        if sensitivity and side and side.kl:
+            side.kl.by_layer = sensitivity.by_layer()
 
 
-def _layers(folder: Path, offline: dict[str, dict[str, Any]]) -> None:
-    """sensitivity/<model>.json (runtime.sensitivity) gives each layer's own part of the divergence."""
-    for path in sorted(folder.glob("sensitivity/*.json")):
-        found = mapping(_json(path, strict=False))
-        side = offline.get(path.stem, {}).get(str(found.get("numerics")))
-        if side and (layers := sanitize.kl({"by_layer": found.get("alone")}).get("by_layer")):
-            side["kl"] = side["kl"] | {"by_layer": layers}
+def _add_models(run: LoadedRun) -> None:
+    """Give every side a model with a label. A server's name for its model counts only where it is a known model."""
+    known = {m.name: m for m in run.models}
+    for backend, data in run.aggregates.served.items():
+        if data.model not in known and data.model not in run.aggregates.offline:
+            data.model = backend
+    for model in [*run.aggregates.offline, *(str(data.model) for data in run.aggregates.served.values())]:
+        if model not in known:
+            known[model] = ModelRow(name=model)
+            run.unlisted.add(model)
+    for row in known.values():
+        row.label = row.label or name(row.name)
+    run.aggregates.models = list(known.values())
 
 
-def _missing(run: Run, source: str | None) -> list[dict[str, str]]:
-    """Each part that is not there, in words, with the command that makes it."""
-    where = clean(run.folder.name)
-    found: list[dict[str, str]] = []
+def _add_sides(run: LoadedRun) -> None:
+    order = list(NUMERICS)
+    for model in (m.name for m in run.models):
+        offline = run.aggregates.offline.get(model, {})
+        for numerics in sorted(offline, key=lambda k: order.index(k) if k in order else len(order)):
+            how = NUMERICS.get(numerics, numerics)
+            run.sides.append(OfflineModel(model, f"{model}/{numerics}", f"{how} offline", how, offline[numerics]))
+        for backend, data in run.aggregates.served.items():
+            if data.model == model:
+                run.sides.append(Backend(model, backend, f"{data.runtime or 'server'} served", "served", data))
 
-    def lacks(part: str, what: str, command: str) -> None:
-        found.append({"part": part, "what": what, "command": command})
 
-    bench = "annie-quant bench --backend-a NAME URL --backend-b NAME URL --output DIR"
-    if source is None:
-        lacks(
-            "verdict",
-            f"{where} holds no run.json: no verdict, no environment, no stage times",
-            "annie-quant demo --output DIR",
-        )
-    if not any(not m.get("unlisted") for m in run.models):
-        lacks("sizes", "no table of models: sizes and bits per weight are unknown", "annie-quant audit MODEL_DIR")
-    if not run.of("offline"):
-        lacks(
-            "offline",
-            "no evaluation without a server: gates under W4A4 and W4A16 and KL divergence are unknown",
-            "annie-quant eval MODEL_DIR --reference BF16_DIR",
-        )
-    elif not any(s.data["kl"] for s in run.of("offline")):
-        lacks("kl", "no KL divergence was measured", "annie-quant eval MODEL_DIR --reference BF16_DIR")
-    if not run.of("served"):
-        lacks("served", "no server was measured: latency, speed and served gates are unknown", bench)
-    if not run.records:
-        lacks("records", "no records.jsonl: distributions, single streams and answers cannot be shown", bench)
-    if run.of("served") and not any(s.data["memory_bytes"] for s in run.of("served")):
-        lacks(
-            "memory",
-            "memory of the servers was not measured (it needs their process ids)",
-            "annie-quant serve MODEL_DIR, then " + bench,
-        )
-    if run.of("served") and not run.aggregates["comparisons"]:
-        lacks("comparisons", "no paired comparison was made (it needs two backends and the same prompts)", bench)
-    return found
+def _missing(run: LoadedRun, source: str | None) -> list[Missing]:
+    served, offline = run.served, run.offline
+    findings: list[Missing] = []
+
+    def check(exists: object, part: str, message: str, command: str) -> None:
+        if not exists:
+            findings.append(Missing(part, message, command))
+
+    no_document = f"{run.folder.name} holds no run.json: no verdict, no environment, no stage times"
+    check(source, "verdict", no_document, "annie-quant demo --output DIR")
+    sizes = "no table of models: sizes and bits per weight are unknown"
+    check(len(run.models) > len(run.unlisted), "sizes", sizes, "annie-quant audit MODEL_DIR")
+    no_evaluation = "no evaluation without a server: gates under W4A4 and W4A16 and KL divergence are unknown"
+    check(offline, "offline", no_evaluation, EVAL)
+    check(not offline or any(s.data.kl for s in offline), "kl", "no KL divergence was measured", EVAL)
+    check(served, "served", "no server was measured: latency, speed and served gates are unknown", BENCH)
+    no_records = "no records.jsonl: distributions, single streams and answers cannot be shown"
+    check(run.records, "records", no_records, BENCH)
+    memory = "memory of the servers was not measured (it needs their process ids)"
+    check(
+        not served or any(s.data.memory_bytes for s in served),
+        "memory",
+        memory,
+        f"annie-quant serve MODEL_DIR, then {BENCH}",
+    )
+    pairs = "no paired comparison was made (it needs two backends and the same prompts)"
+    check(not served or run.aggregates.comparisons, "comparisons", pairs, BENCH)
+    return findings

@@ -2,6 +2,7 @@
 
     decode(Run, path)       a document from a file or from bytes; every fault is one line that names the field
     write(path, run)        a document as indented JSON
+    salvage(Run, path)      the parts of a document that fit; the others count as missing
     read_bench(folder)      bench.json with its aggregates, wherever they are stored
 
 One module per document: records (records.jsonl), settings (inputs.json), machine (servers, memory), statistics (gates,
@@ -62,6 +63,7 @@ from annie_quant.schema.results import (
     Verdict,
 )
 from annie_quant.schema.run import Bench, EarlyStop, Ended, Run, Stage, read_bench, write_run
+from annie_quant.schema.salvage import salvage
 from annie_quant.schema.search import (
     Hardened,
     HardenedGate,

@@ -60,13 +60,20 @@ def convert(
 
 
 def _convert(kind: type[T], document: Any, where: str) -> T:
-    if kind in UPGRADES and isinstance(document, dict):
+    if kind in UPGRADES:
         check_version(document, where)
-        version = document.get("schema_version")
-        if not isinstance(version, int) or version < SCHEMA_VERSION:
-            document = document | {"schema_version": SCHEMA_VERSION}
-            UPGRADES[kind](document)
-    return msgspec.convert(document, kind)
+    return msgspec.convert(upgrade(kind, document), kind)
+
+
+def upgrade(kind: type[Any], document: Any) -> Any:
+    """Return a decoded document of an older version in this version's form; others unchanged."""
+    if kind not in UPGRADES or not isinstance(document, dict):
+        return document
+    version = document.get("schema_version")
+    if not isinstance(version, int) or version < SCHEMA_VERSION:
+        document = document | {"schema_version": SCHEMA_VERSION}
+        UPGRADES[kind](document)
+    return document
 
 
 @contextlib.contextmanager

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, TypedDict
+from typing import Annotated, Any, TypedDict
 
 import msgspec
+from msgspec import Meta
 
 from annie_quant.errors import UsageError
+from annie_quant.schema.limits import Count, Milliseconds
 
 
 class Load(msgspec.Struct, frozen=True):
@@ -60,8 +62,8 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     cold: bool = False
     session: int = 0
     model: str | None = None
-    concurrency: int = 1
-    rate_per_s: float | None = None
+    concurrency: Count = 1
+    rate_per_s: Annotated[float, Meta(ge=0)] | None = None
     n_tools: int = 0
     started_at: str | float | None = None
     load_per_core: float | None = None
@@ -80,20 +82,20 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     finish_reason: str | None = None
     usage: dict[str, Any] | None = None
     server_timings: dict[str, Any] | None = None
-    completion_tokens: int | None = None
+    completion_tokens: Annotated[int, Meta(ge=-(10**15), le=10**15)] | None = None
     tokens_estimated: bool = False
 
-    first_byte_ms: float | None = None
-    first_event_ms: float | None = None
-    first_reasoning_ms: float | None = None
-    first_content_ms: float | None = None
-    first_tool_ms: float | None = None
-    first_sentence_ms: float | None = None
-    last_token_ms: float | None = None
-    done_ms: float | None = None
-    e2e_ms: float | None = None
-    tpot_ms: float | None = None
-    itl_ms: list[float] = []
+    first_byte_ms: Milliseconds | None = None
+    first_event_ms: Milliseconds | None = None
+    first_reasoning_ms: Milliseconds | None = None
+    first_content_ms: Milliseconds | None = None
+    first_tool_ms: Milliseconds | None = None
+    first_sentence_ms: Milliseconds | None = None
+    last_token_ms: Milliseconds | None = None
+    done_ms: Milliseconds | None = None
+    e2e_ms: Milliseconds | None = None
+    tpot_ms: Milliseconds | None = None
+    itl_ms: list[Milliseconds] = []
     decode_tok_s: float | None = None
     merged_reads: int = 0
 
@@ -102,14 +104,14 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     unstamped_events: int = 0
     started_s: float | None = None
     started_unix_s: float | None = None
-    wait_ms: float | None = None
-    scheduled_first_content_ms: float | None = None
-    scheduled_e2e_ms: float | None = None
+    wait_ms: Milliseconds | None = None
+    scheduled_first_content_ms: Milliseconds | None = None
+    scheduled_e2e_ms: Milliseconds | None = None
     new_connection: bool = False
-    name_lookup_ms: float | None = None
-    connect_ms: float | None = None
-    tls_ms: float | None = None
-    sent_ms: float | None = None
+    name_lookup_ms: Milliseconds | None = None
+    connect_ms: Milliseconds | None = None
+    tls_ms: Milliseconds | None = None
+    sent_ms: Milliseconds | None = None
     http_version: str | None = None
     server_date: str | None = None
     server: str | None = None

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
+from annie_quant.schema.evaluation import GateTable, KLSummary, SameAnswers
+from annie_quant.schema.limits import Count, Share
 from annie_quant.schema.machine import Energy, MemoryBytes, MemoryLevels
 from annie_quant.schema.statistics import Comparison, GateResult, SpeedGate, WorkloadSummary
 
@@ -54,7 +57,7 @@ class ServedSide(msgspec.Struct, kw_only=True):
 class TurnPoint(msgspec.Struct, kw_only=True):
     """Medians of one turn of the conversations; turn counts from 1. low, high: interval of ttft_content_ms."""
 
-    turn: int
+    turn: Annotated[int, Meta(ge=1, le=9999)]
     n: int
     ttft_content_ms: float | None = None
     low: float | None = None
@@ -75,11 +78,11 @@ class Crossover(msgspec.Struct, kw_only=True):
 class ToolSurfacePoint(msgspec.Struct, kw_only=True):
     """Right calls with a number of tools on offer. worse: surely fewer than with the fewest tools (p after Holm)."""
 
-    n_tools: int
-    passes: int
-    n: int
-    low: float
-    high: float
+    n_tools: Count
+    passes: Count
+    n: Count
+    low: Share
+    high: Share
     p: float = 1.0
     worse: bool = False
 
@@ -99,13 +102,13 @@ class ModelRow(msgspec.Struct, kw_only=True):
 class OfflineSide(msgspec.Struct, kw_only=True):
     """A model under one numerics, evaluated without a server; eval/<model>.json has the whole evaluation."""
 
-    gates: dict[str, GateResult] = {}
-    kl: dict[str, Any] | None = None
-    kl_conversations: dict[str, Any] | None = None
-    kl_text: dict[str, Any] | None = None
+    gates: GateTable = {}
+    kl: KLSummary | None = None
+    kl_conversations: KLSummary | None = None
+    kl_text: KLSummary | None = None
     perplexity: float | None = None
     perplexity_reference: float | None = None
-    same_answers: dict[str, int] | None = None
+    same_answers: SameAnswers | None = None
     verbosity_ratio: float | None = None
 
 

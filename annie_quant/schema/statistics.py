@@ -7,6 +7,8 @@ from typing import Literal
 
 import msgspec
 
+from annie_quant.schema.limits import Count, Share
+
 Outcome = Literal["pass", "fail", "undecided"]
 
 
@@ -17,16 +19,25 @@ class GateResult(msgspec.Struct, kw_only=True):
     decide the gate at the observed rate; None where it is decided, or where no number would do.
     """
 
-    passes: int
-    n: int
-    low: float
-    high: float
-    threshold: float
+    passes: Count
+    n: Count
+    low: Share
+    high: Share
+    threshold: Share
     rule: str = ""
     verdict: Outcome = "undecided"
     n_to_decide: int | None = None
     title: str = ""
     advisory: bool = False
+
+    def __post_init__(self) -> None:
+        if self.passes > self.n:
+            raise ValueError(f"passes must be in 0..n, got {self.passes} of {self.n}")
+
+    @property
+    def rate(self) -> float:
+        """Share of the answers that pass; 0 without answers."""
+        return self.passes / self.n if self.n else 0.0
 
 
 class SpeedGate(msgspec.Struct, kw_only=True):

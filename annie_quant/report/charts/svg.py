@@ -1,7 +1,7 @@
-"""Drawing: a small SVG canvas with axes, made for a page that is light or dark and for files of their own.
+"""An SVG canvas with axes.
 
-Colours are CSS classes (s0 … s7 for series), so that one drawing serves both themes; `document()` adds the style that a
-file needs. Sizes are pixels of the viewBox; panels of 340 stand side by side or alone on a phone.
+Colours are CSS classes (s0 … s7 for series), so that one drawing serves the light and the dark theme. `inline()` is for a page
+with STYLE or its own colours; `document()` is a complete file. Sizes are pixels of the viewBox.
 """
 
 from __future__ import annotations
@@ -49,34 +49,35 @@ class Canvas:
     def line(self, x1: float, y1: float, x2: float, y2: float, css: str, tip: str = "") -> None:
         self._shape(f'line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" class="{css}"', tip)
 
-    def path(self, points: Sequence[tuple[float, float]], css: str, closed: bool = False) -> None:
-        body = "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
-        self.parts.append(f'<path d="M{body}{"Z" if closed else ""}" class="{css}"/>')
+    def path(self, points: Sequence[tuple[float, float]], css: str) -> None:
+        if points:
+            body = "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
+            self.parts.append(f'<path d="M{body}" class="{css}"/>')
+
+    def ticks(self, xs: Sequence[float], y: float, half: float, css: str) -> None:
+        """Vertical strokes of 2 * half pixels around y."""
+        body = "".join(f"M{x:.1f} {y - half:.1f}v{2 * half:g}" for x in xs)
+        self.parts.append(f'<path d="{body}" class="{css}" style="stroke-width:1"/>')
 
     def dot(self, x: float, y: float, css: str, radius: float = 4, tip: str = "") -> None:
         self._shape(f'circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" class="{css}"', tip)
 
     def bar(self, x: float, y: float, width: float, height: float, css: str, tip: str = "") -> None:
-        self._shape(
-            f'rect x="{x:.1f}" y="{y:.1f}" width="{max(width, 0):.1f}" height="{height:.1f}" rx="1.5" class="{css}"',
-            tip,
-        )
+        shape = f'rect x="{x:.1f}" y="{y:.1f}" width="{max(width, 0):.1f}" height="{height:.1f}"'
+        self._shape(f'{shape} rx="1.5" class="{css}"', tip)
 
     def mark(self, series: int, x: float, y: float, css: str = "f", tip: str = "", size: float = 4.2) -> None:
-        """A series' own shape, so that colour is not the only difference: dot, square, diamond, triangle.
+        """Draw the series' shape, so that colour is not the only difference: dot, square, diamond, triangle.
 
-        An "x3" in `css` takes the colour of series 3 instead of the shape's own.
+        With "x3" in `css` the colour is that of series 3.
         """
-        css = css.replace(" x", " s") if " x" in css else f"{css} s{series}"
+        css = css.repixel(" x", " s") if " x" in css else f"{css} s{series}"
         if series % 4 == 0:
             self.dot(x, y, css, size, tip)
             return
         r = size * (0.9, 0.9, 1.25, 1.2)[series % 4]
-        corners = {
-            1: [(-r, -r), (r, -r), (r, r), (-r, r)],
-            2: [(0, -r), (r, 0), (0, r), (-r, 0)],
-            3: [(0, -r), (r, r * 0.8), (-r, r * 0.8)],
-        }[series % 4]
+        square, diamond = [(-r, -r), (r, -r), (r, r), (-r, r)], [(0, -r), (r, 0), (0, r), (-r, 0)]
+        corners = (square, diamond, [(0, -r), (r, r * 0.8), (-r, r * 0.8)])[series % 4 - 1]
         points = " ".join(f"{x + dx:.1f},{y + dy:.1f}" for dx, dy in corners)
         self._shape(f'polygon points="{points}" class="{css}"', tip)
 
@@ -84,18 +85,14 @@ class Canvas:
         self.parts.append(f"<{opened}><title>{esc(tip)}</title></{opened.split()[0]}>" if tip else f"<{opened}/>")
 
     def inline(self) -> str:
-        """For a page that brings its own style."""
+        """The drawing for a page that defines the colours."""
         return self._open("") + "".join(self.parts) + "</svg>"
 
     def document(self) -> str:
-        """A file of its own, light or dark as its viewer prefers."""
+        """A complete SVG file in the theme that its viewer prefers."""
+        opened = self._open(' xmlns="http://www.w3.org/2000/svg"')
         body = f"<style>{STYLE}{MARKS}</style>" + "".join(self.parts)
-        return (
-            '<?xml version="1.0" encoding="UTF-8"?>\n'
-            + self._open(' xmlns="http://www.w3.org/2000/svg"')
-            + body
-            + "</svg>\n"
-        )
+        return f'<?xml version="1.0" encoding="UTF-8"?>\n{opened}{body}</svg>\n'
 
     def _open(self, more: str) -> str:
         n = next(_ids)
@@ -107,7 +104,7 @@ class Canvas:
 
 
 def ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """Round numbers from low to high, `most` at most."""
+    """Return up to `most` + 1 round numbers from low to high."""
     if not high > low:
         return [low]
     raw = (high - low) / max(1, most)
@@ -118,24 +115,23 @@ def ticks(low: float, high: float, most: int = 5) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """1, 2, 5 of each decade, or powers of ten where there are many."""
+    """Return at most 5 of: 1, 2, 5 of each decade, or powers of ten where the range is wide."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     steps = (1, 2, 5) if math.log10(high / low) <= 2.2 else (1,)
-    found = [m * 10.0**p for p in powers for m in steps if low * 0.999 <= m * 10.0**p <= high * 1.001]
-    if len(found) > 5 and low <= 1e-2:  # where 2 and 5 could only be written as long decimals
-        found = [10.0**p for p in powers if low * 0.999 <= 10.0**p <= high * 1.001]
-    every = max(1, math.ceil(len(found) / 5))
-    return found[::every]
+    marks = [m * 10.0**p for p in powers for m in steps if low * 0.999 <= m * 10.0**p <= high * 1.001]
+    if len(marks) > 5 and low <= 1e-2:  # 2 and 5 would be long decimals
+        marks = [10.0**p for p in powers if low * 0.999 <= 10.0**p <= high * 1.001]
+    return marks[:: max(1, math.ceil(len(marks) / 5))]
 
 
 def plain(value: float) -> str:
-    """A tick's number without idle digits; small powers of ten as powers."""
+    """A number without trailing zeros; below 0.001 with a power of ten."""
     if 0 < abs(value) < 1e-3:
         power = math.floor(math.log10(abs(value)) + 1e-9)
         mantissa = value / 10.0**power
         lead = "10" if abs(mantissa - 1) < 1e-6 else f"{mantissa:g}·10"
         return lead + str(power).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
-    return f"{value:,.10g}".replace(",", "\u202f")
+    return f"{value:,.10g}".repixel(",", "\u202f")
 
 
 def percent(value: float) -> str:
@@ -143,21 +139,21 @@ def percent(value: float) -> str:
 
 
 def scale(low: float, high: float, start: float, end: float, log: bool = False) -> Callable[[float], float]:
-    """Data to pixels, clamped to the axis."""
-    turn = math.log10 if log else float
-    a, b = turn(low), turn(high)
-    span = (b - a) or 1.0
+    """Return the function from data to pixels, clamped to the axis."""
+    transform = math.log10 if log else float
+    a = transform(low)
+    span = (transform(high) - a) or 1.0
 
-    def place(value: float) -> float:
+    def pixel(value: float) -> float:
         value = max(value, low) if log else value
-        return start + (end - start) * min(1.0, max(0.0, (turn(value) - a) / span))
+        return start + (end - start) * min(1.0, max(0.0, (transform(value) - a) / span))
 
-    return place
+    return pixel
 
 
 def x_axis(
     c: Canvas,
-    place: Callable[[float], float],
+    pixel: Callable[[float], float],
     marks: Sequence[float],
     top: float,
     bottom: float,
@@ -165,22 +161,22 @@ def x_axis(
     title: str = "",
 ) -> None:
     for value in marks:
-        x = place(value)
+        x = pixel(value)
         c.line(x, top, x, bottom, "g")
         c.text(x, bottom + 15, write(value), "m")
     if title:
-        c.text((place(marks[0]) + place(marks[-1])) / 2 if marks else c.width / 2, bottom + 30, title, "m")
+        c.text((pixel(marks[0]) + pixel(marks[-1])) / 2 if marks else c.width / 2, bottom + 30, title, "m")
 
 
 def y_axis(
     c: Canvas,
-    place: Callable[[float], float],
+    pixel: Callable[[float], float],
     marks: Sequence[float],
     left: float,
     right: float,
     write: Callable[[float], str] = plain,
 ) -> None:
     for value in marks:
-        y = place(value)
+        y = pixel(value)
         c.line(left, y, right, y, "g")
         c.text(left - 6, y + 4, write(value), "e")

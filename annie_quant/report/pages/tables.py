@@ -1,28 +1,44 @@
-"""The report's tables as plain rows, written once for HTML, Markdown and CSV.
+"""The report's tables, written once for HTML, Markdown and CSV.
 
-A cell carries the key of the figure it shows ("gate|served/naive|tool_call"), which the HTML keeps as data-k: that is
-how tests find every number and compare it with the records.
+A cell has the key of the figure that it shows ("gate|served/naive|tool_call"). HTML keeps it as data-k, so that a test can
+compare every number with the records.
 """
 
 from __future__ import annotations
 
 import csv
 import io
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from annie_quant.judge.metrics import COMPARED, METRICS
-from annie_quant.report.charts.gates import SIGNS, rate
-from annie_quant.report.format import DASH, bounds, clean, count, name, number, p_value, share, significant, size
-from annie_quant.report.run import Run, Side
+from annie_quant.report.format import (
+    DASH,
+    SIGNS,
+    count,
+    ends,
+    interval,
+    name,
+    p_value,
+    share,
+    signed,
+    significant,
+    size,
+)
+from annie_quant.report.run import Backend, LoadedRun, Side
+from annie_quant.schema import GateResult, MetricSummary, ModelRow
 
-LABELS = {name: METRICS[name].label for name in COMPARED}
+LABELS = {metric: METRICS[metric].label for metric in COMPARED}
+LEVELS = ("idle", "one", "five")
 
 
 @dataclass
 class Cell:
+    """sub: a second, smaller line. sort: the value to sort by."""
+
     text: str
-    sub: str = ""  # a second line, smaller: an interval
+    sub: str = ""
     key: str = ""
     css: str = ""
     span: int = 1
@@ -31,225 +47,189 @@ class Cell:
 
 @dataclass
 class Table:
-    """`groups`: a first header row of (text, span, model); `header`: the second. A row: its name, then its cells."""
+    """first: header of the first column. groups: a first header row of (text, span, model); header: the second row.
+
+    A row is its name and its cells.
+    """
 
     caption: str
+    first: str
     header: list[str]
     rows: list[tuple[str, list[Cell]]] = field(default_factory=list)
     groups: list[tuple[str, int, str]] = field(default_factory=list)
     sortable: bool = False
 
 
-def gate_cell(side: Side, gate: str, interval: bool = True) -> Cell:
-    row = side.gates.get(gate)
-    if row is None:
+def figure(text: str, key: str, value: float | None) -> Cell:
+    return Cell(text, key=key, sort=value)
+
+
+def gate_cell(side: Side, gate: str) -> Cell:
+    result = side.gates.get(gate)
+    if result is None:
         return Cell("", css="none")
-    verdict = str(row.get("verdict", ""))
-    sign = SIGNS.get(verdict, "")
-    sub = bounds(row.get("low"), row.get("high"), lambda v: share(v).replace("\u00a0%", "")) if interval else ""
-    words = f"{count(row['passes'])}/{count(row['n'])}"
-    css = "advisory" if row["advisory"] else verdict
-    return Cell(f"{words} {sign}".strip(), sub and f"{sub}\u00a0%", f"gate|{side.key}|{gate}", css, sort=rate(row))
+    sub = interval(result.low, result.high, lambda v: share(v).removesuffix("\u00a0%")) + "\u00a0%"
+    css = "advisory" if result.advisory else result.verdict
+    return Cell(f"{passes(result)} {SIGNS[result.verdict]}", sub, f"gate|{side.key}|{gate}", css, sort=result.rate)
 
 
-def metric_cell(side: Side, workload: str, metric: str, stat: str = "p50", interval: bool = True) -> Cell:
-    found = side.data["workloads"].get(workload, {}).get(metric, {})
-    value = number(found.get(stat))
-    if value is None:
+def passes(result: GateResult) -> str:
+    return f"{count(result.passes)}/{count(result.n)}"
+
+
+def summary(side: Backend, workload: str, metric: str) -> MetricSummary | None:
+    of_workload = side.data.workloads.get(workload)
+    return getattr(of_workload, metric) if of_workload else None
+
+
+def metric_cell(side: Backend, workload: str, metric: str, stat: str = "p50") -> Cell:
+    row = summary(side, workload, metric)
+    if row is None:
         return Cell(DASH, css="none")
-    sub = bounds(found.get("low"), found.get("high")) if interval and stat == "p50" else ""
+    value = getattr(row, stat)
+    sub = interval(row.low, row.high) if stat == "p50" else ""
     return Cell(significant(value), sub, f"metric|{side.key}|{workload}|{metric}|{stat}", sort=value)
 
 
-def speed_cell(side: Side, gate: str, metric: str) -> Cell:
-    """The pooled figure that the founding limits judge; without it, the greeting's."""
-    row = side.data["speed_gates"].get(gate, {})
-    if number(row.get("value")) is None:
+def speed_cell(side: Backend, gate: str, metric: str) -> Cell:
+    """The figure that a speed limit judges, over all workloads; where there is none, the greeting's."""
+    row = side.data.speed_gates.get(gate)
+    if row is None:
         return metric_cell(side, "greeting", metric)
-    verdict = str(row.get("verdict", ""))
-    text = f"{significant(row['value'])} {SIGNS.get(verdict, '')}".strip()
-    return Cell(text, bounds(row.get("low"), row.get("high")), f"speed|{side.key}|{gate}", verdict, sort=row["value"])
+    text = f"{significant(row.value)} {SIGNS[row.verdict]}"
+    return Cell(text, interval(row.low, row.high), f"speed|{side.key}|{gate}", row.verdict, sort=row.value)
 
 
-def columns(run: Run, every: bool = False) -> list[tuple[dict[str, Any], list[Side]]]:
-    """Models and their sides, in order; models outside the list of models (side products) only when asked."""
-    shown = [m for m in run.models if every or not m.get("unlisted")] or run.models
-    return [(m, [s for s in run.sides if s.model == m["name"]]) for m in shown]
+def side_by_side(run: LoadedRun) -> Table:
+    """Sizes, gates and speed of all models; unlisted models only where no other is there."""
+    table = Table("Passes of n with ✓ pass, ✗ fail, ? undecided, and the 95 % interval below", "", [])
+    models = [m for m in run.models if m.name not in run.unlisted] or run.models
+    columns: list[Side | None] = []
+    for model in models:
+        sides = run.sides_of(model.name)
+        columns += sides or [None]
+        table.groups.append((run.label(model.name), max(1, len(sides)), model.name))
+        table.header += [_column_title(s) for s in sides] or ["not measured"]
 
-
-def side_by_side(run: Run) -> Table:
-    """The one table: sizes, gates and speed of all models."""
-    groups = columns(run)
-    table = Table("Passes of n with ✓ pass, ✗ fail, ? undecided, and the 95 % interval beneath", [], [])
-    for model, sides in groups:
-        table.groups.append((model["label"], max(1, len(sides)), model["name"]))
-        table.header += [column_title(s) for s in sides] or ["not measured"]
-
-    def whole(title: str, write: Any) -> None:
-        cells = [write(m) for m, _ in groups]
-        for cell, (_, sides) in zip(cells, groups, strict=True):
-            cell.span = max(1, len(sides))
+    def add_model_row(title: str, cell: Callable[[ModelRow], Cell]) -> None:
+        cells = [cell(m) for m in models]
+        for c, (_, span, _) in zip(cells, table.groups, strict=True):
+            c.span = span
         if any(c.text != DASH for c in cells):
             table.rows.append((title, cells))
 
-    whole("size on disk", lambda m: Cell(size(m.get("size_bytes")), key=f"size|{m['name']}"))
-    whole("bits per weight", lambda m: Cell(significant(m.get("bits_per_weight")), key=f"bits|{m['name']}"))
-    flat: list[Side | None] = [s for _, sides in groups for s in (sides or [None])]  # type: ignore[list-item]
-    for gate in run.gate_names:
-        title = run.gate_title(gate)
-        if all(s.gates[gate].get("advisory") for s in flat if s and gate in s.gates):
-            title += " (informs only)"
-        table.rows.append((title, [gate_cell(s, gate) if s else Cell("", css="none") for s in flat]))
-
-    def served(title: str, write: Any) -> None:
-        cells = [write(s) if s and s.kind == "served" else Cell("", css="none") for s in flat]
+    def add_served_row(title: str, cell: Callable[[Backend], Cell]) -> None:
+        cells = [cell(s) if isinstance(s, Backend) else Cell("", css="none") for s in columns]
         if any(c.key for c in cells):
             table.rows.append((title, cells))
 
-    served(f"{METRICS['ttft_content_ms'].title} p50, ms (≤ 120)", lambda s: speed_cell(s, "ttft", "ttft_content_ms"))
-    longest = itl_workload(run)
-    served(f"ITL p50, ms ({name(longest)})", lambda s: metric_cell(s, longest, "itl_ms"))
-    served(f"{METRICS['decode_tok_s'].title} p50, tok/s (≥ 25)", lambda s: speed_cell(s, "decode", "decode_tok_s"))
+    add_model_row("size on disk", lambda m: Cell(size(m.size_bytes), key=f"size|{m.name}"))
+    add_model_row("bits per weight", lambda m: Cell(significant(m.bits_per_weight), key=f"bits|{m.name}"))
+    for gate in run.gate_names:
+        advisory = all(s.gates[gate].advisory for s in columns if s and gate in s.gates)
+        title = run.gate_title(gate) + (" (informs only)" if advisory else "")
+        table.rows.append((title, [gate_cell(s, gate) if s else Cell("", css="none") for s in columns]))
+    add_served_row("content TTFT p50, ms (≤ 120)", lambda s: speed_cell(s, "ttft", "ttft_content_ms"))
+    longest = "long_response" if "long_response" in run.workloads else next(iter(run.workloads), "")
+    add_served_row(f"ITL p50, ms ({name(longest)})", lambda s: metric_cell(s, longest, "itl_ms"))
+    add_served_row("decode speed p50, tok/s (≥ 25)", lambda s: speed_cell(s, "decode", "decode_tok_s"))
     return table
 
 
-def column_title(side: Side) -> str:
-    """Two lines: what, and how."""
-    return (
-        f"{side.title.removesuffix(' offline')}\noffline"
-        if side.kind == "offline"
-        else f"served\n{side.title.removesuffix(' served')}"
-    )
+def _column_title(side: Side) -> str:
+    """Two lines: the arithmetic or "served", then "offline" or the server."""
+    return f"served\n{side.title.removesuffix(' served')}" if side.kind == "served" else f"{side.how}\noffline"
 
 
-def itl_workload(run: Run) -> str:
-    return "long_response" if "long_response" in run.workloads else next(iter(run.workloads), "")
-
-
-def gates_table(run: Run) -> Table:
-    """Every side with every gate, a line each: for screen readers and for those who want the rule."""
+def gates_table(run: LoadedRun) -> Table:
+    """One row per side and gate, with the rule."""
     table = Table(
         "Every gate of every model under every numerics and behind every server",
+        "model",
         ["where", "gate", "passes / n", "rate", "95 % interval", "threshold", "verdict", "n to decide"],
         sortable=True,
     )
-    for side in run.sides:
-        for gate in run.gate_names:
-            row = side.gates.get(gate)
-            if row is None:
-                continue
-            key = f"{side.key}|{gate}"
-            verdict = str(row.get("verdict", ""))
-            table.rows.append(
-                (
-                    run.label(side.model),
-                    [
-                        Cell(side.title, css="word"),
-                        Cell(run.gate_title(gate), css="word"),
-                        Cell(f"{count(row['passes'])}/{count(row['n'])}", key=f"gate|{key}", sort=rate(row)),
-                        Cell(share(rate(row)), key=f"rate|{key}", sort=rate(row)),
-                        Cell(
-                            bounds(row.get("low"), row.get("high"), share),
-                            key=f"interval|{key}",
-                            sort=number(row.get("low")),
-                        ),
-                        Cell(
-                            share(row.get("threshold")),
-                            clean(row.get("rule") or ""),
-                            css="rule",
-                            sort=number(row.get("threshold")),
-                        ),
-                        Cell(f"{SIGNS.get(verdict, '')} {verdict}".strip(), css=f"word {verdict}"),
-                        Cell(count(row.get("n_to_decide")) if row.get("n_to_decide") else ""),
-                    ],
-                )
-            )
-    return table
-
-
-def latency_table(run: Run, metric: str) -> Table:
-    """A row a workload, three columns a backend: p50 with its interval beneath, p90, p99."""
-    sides = run.of("served")
-    table = Table(f"{LABELS[metric]}: p50 with its 95 % interval beneath, p90 and p99", ["n"])
-    table.groups = [("", 1, "")] + [(run.label(s.model), 3, s.model) for s in sides]
-    table.header += ["p50", "p90", "p99"] * len(sides)
-    for workload in run.workloads:
-        cells: list[Cell] = []
-        counts = []
-        for side in sides:
-            cells += [metric_cell(side, workload, metric, stat) for stat in ("p50", "p90", "p99")]
-            of_workload = side.data["workloads"].get(workload, {})
-            n = of_workload.get(metric, {}).get("n") or of_workload.get("n")
-            counts += [n] if n and cells[-3].key else []
-        if counts:
-            words = "–".join(dict.fromkeys(count(v) for v in (min(counts), max(counts))))
-            table.rows.append((name(workload), [Cell(words), *cells]))
-    return table
-
-
-def kl_table(run: Run) -> Table:
-    table = Table(
-        "KL divergence from bf16 per assistant token, in nats",
-        ["numerics", "mean", "median", "p99", "max", "same top token", "tokens", "perplexity"],
-        sortable=True,
-    )
-    for side in run.of("offline"):
-        kl = side.data["kl"]
-        if not kl:
-            continue
-        cells = [Cell(side.title.split()[0], css="word")]
-        cells += [
-            Cell(significant(kl.get(k)), key=f"kl|{side.key}|{k}", sort=number(kl.get(k)))
-            for k in ("mean", "median", "p99", "max")
-        ]
-        cells += [
-            Cell(share(kl.get("same_top")), key=f"kl|{side.key}|same_top", sort=number(kl.get("same_top"))),
-            Cell(count(kl.get("n_tokens")), key=f"kl|{side.key}|n_tokens", sort=number(kl.get("n_tokens"))),
-            Cell(significant(side.data.get("perplexity")), key=f"perplexity|{side.key}"),
+    for side, gate in ((s, g) for s in run.sides for g in run.gate_names if g in s.gates):
+        r, key = side.gates[gate], f"{side.key}|{gate}"
+        cells = [
+            Cell(side.title, css="word"),
+            Cell(run.gate_title(gate), css="word"),
+            figure(passes(r), f"gate|{key}", r.rate),
+            figure(share(r.rate), f"rate|{key}", r.rate),
+            figure(interval(r.low, r.high, share), f"interval|{key}", r.low),
+            Cell(share(r.threshold), r.rule, css="rule", sort=r.threshold),
+            Cell(f"{SIGNS[r.verdict]} {r.verdict}", css=f"word {r.verdict}"),
+            Cell(count(r.n_to_decide) if r.n_to_decide else ""),
         ]
         table.rows.append((run.label(side.model), cells))
     return table
 
 
-def comparisons_table(run: Run, only_all: bool = False) -> Table:
-    """A row a pair, workload and metric; `only_all`: just the rows over all workloads."""
-    table = Table(
-        ("Over all workloads, paired" if only_all else "Paired")
-        + " by prompt: b − a with its 95 % bootstrap interval, and p after Holm over all comparisons of the run",
-        ["b", "workload", "metric", "prompts", "median a", "median b", "b − a", "interval", "p (Holm)", "differs"],
-        sortable=True,
-    )
-    names = {s.key.split("/", 1)[1]: run.label(s.model) for s in run.of("served")}
-    for index, row in enumerate(run.aggregates["comparisons"]):
-        if only_all and row.get("workload") != "all":
-            continue
-        sure, key = bool(row.get("significant")), f"cmp|{index}|"
-        ends = [row.get("low"), row.get("high")]
-        cells = [
-            Cell(names.get(row.get("b"), name(row.get("b"))), css="word"),
-            Cell(name(row.get("workload")), css="word"),
-            Cell(LABELS.get(row.get("metric"), name(row.get("metric"))), css="word"),
-            Cell(count(row.get("n_prompts")), key=key + "n_prompts", sort=number(row.get("n_prompts"))),
-            Cell(significant(row.get("median_a")), key=key + "median_a", sort=number(row.get("median_a"))),
-            Cell(significant(row.get("median_b")), key=key + "median_b", sort=number(row.get("median_b"))),
-            Cell(
-                signed(row.get("median_difference")),
-                key=key + "median_difference",
-                sort=number(row.get("median_difference")),
-            ),
-            Cell(DASH if None in map(number, ends) else " to ".join(map(signed, ends)), sort=number(ends[0])),
-            Cell(p_value(row.get("p_holm")), key=key + "p_holm", sort=number(row.get("p_holm"))),
-            Cell(
-                "yes" if sure else "too few" if row.get("too_few") else "not shown", css="word sure" if sure else "word"
-            ),
-        ]
-        table.rows.append((names.get(row.get("a"), name(row.get("a"))), cells))
+def latency_table(run: LoadedRun, metric: str) -> Table:
+    """One row per workload, three columns per backend: p50 with its interval, p90, p99."""
+    sides = run.served
+    table = Table(f"{LABELS[metric]}: p50 with its 95 % interval below, p90 and p99", "workload", ["n"])
+    table.groups = [("", 1, ""), *((run.label(s.model), 3, s.model) for s in sides)]
+    table.header += ["p50", "p90", "p99"] * len(sides)
+    for workload in run.workloads:
+        counts = [row.n for s in sides if (row := summary(s, workload, metric))]
+        if counts:
+            cells = [metric_cell(s, workload, metric, stat) for s in sides for stat in ("p50", "p90", "p99")]
+            table.rows.append((name(workload), [Cell(ends(counts)), *cells]))
     return table
 
 
-def signed(value: Any) -> str:
-    text = significant(value)
-    return text.replace("-", "−") if (number(value) or 0) <= 0 or text == DASH else f"+{text}"
+def kl_table(run: LoadedRun, sides: list[Side] | None = None) -> Table:
+    table = Table(
+        "KL divergence from bf16 per assistant token, in nats",
+        "model",
+        ["numerics", "mean", "median", "p99", "max", "same top token", "tokens", "perplexity"],
+        sortable=True,
+    )
+    for side in run.offline:
+        kl = side.data.kl
+        if kl is not None and (sides is None or side in sides):
+            key = f"kl|{side.key}|"
+            cells = [figure(significant(getattr(kl, k)), key + k, getattr(kl, k)) for k in ("mean", "median", "p99", "max")]
+            cells += [
+                figure(share(kl.same_top), f"{key}same_top", kl.same_top),
+                figure(count(kl.n_tokens), f"{key}n_tokens", kl.n_tokens),
+                Cell(significant(side.data.perplexity), key=f"perplexity|{side.key}"),
+            ]
+            table.rows.append((run.label(side.model), [Cell(side.how, css="word"), *cells]))
+    return table
+
+
+def comparisons_table(run: LoadedRun, only_all: bool = False) -> Table:
+    """One row per pair, workload and metric. only_all: only those over all workloads."""
+    table = Table(
+        ("Over all workloads, paired" if only_all else "Paired")
+        + " by prompt: b − a with its 95 % bootstrap interval, and p after Holm over all comparisons of the run",
+        "a",
+        ["b", "workload", "metric", "prompts", "median a", "median b", "b − a", "interval", "p (Holm)", "differs"],
+        sortable=True,
+    )
+    labels = {s.name: run.label(s.model) for s in run.served}
+    for index, row in enumerate(run.aggregates.comparisons):
+        if only_all and row.workload != "all":
+            continue
+        key = f"cmp|{index}|"
+        both = DASH if row.low is None or row.high is None else f"{signed(row.low)} to {signed(row.high)}"
+        differs = "yes" if row.significant else "too few" if row.too_few else "not shown"
+        cells = [
+            Cell(labels.get(row.b, name(row.b)), css="word"),
+            Cell(name(row.workload), css="word"),
+            Cell(LABELS.get(row.metric, name(row.metric)), css="word"),
+            figure(count(row.n_prompts), f"{key}n_prompts", row.n_prompts),
+            figure(significant(row.median_a), f"{key}median_a", row.median_a),
+            figure(significant(row.median_b), f"{key}median_b", row.median_b),
+            figure(signed(row.median_difference), f"{key}median_difference", row.median_difference),
+            Cell(both, sort=row.low),
+            figure(p_value(row.p_holm), f"{key}p_holm", row.p_holm),
+            Cell(differs, css="word sure" if row.significant else "word"),
+        ]
+        table.rows.append((labels.get(row.a, name(row.a)), cells))
+    return table
 
 
 CSV_COLUMNS = (
@@ -258,40 +238,35 @@ CSV_COLUMNS = (
 )  # fmt: skip
 
 
-def csv_rows(run: Run) -> list[dict[str, Any]]:
-    """results.csv, a figure a line; gates are metric "gate:NAME" with their share in `mean`, as in bench exports."""
+def csv_rows(run: LoadedRun) -> list[dict[str, Any]]:
+    """results.csv, one row per figure; gates are metric "gate:NAME" with their rate in `mean`, as in bench exports."""
     rows: list[dict[str, Any]] = []
     for model in run.models:
-        for key in ("size_bytes", "bits_per_weight"):
-            if number(model.get(key)) is not None:
-                rows.append({"model": model["name"], "part": "size", "metric": key, "mean": model[key]})
+        for metric in ("size_bytes", "bits_per_weight"):
+            rows.append({"model": model.name, "part": "size", "metric": metric, "mean": getattr(model, metric)})
     for side in run.sides:
-        own = {"model": side.model, "part": side.kind, "where": side.key.split("/", 1)[1]}
-        if side.kind == "offline":
-            own["where"] = own["where"].split("/", 1)[1]
-        for gate, row in side.gates.items():
-            kept = {k: row.get(k) for k in ("n", "low", "high", "passes", "threshold", "verdict")}
-            rows.append(own | {"metric": f"gate:{gate}", "workload": "all", "mean": rate(row)} | kept)
-        kl = side.data["kl"]
-        if number(kl.get("mean")) is not None:
-            seen = {"n": kl.get("n_tokens"), "p50": kl.get("median"), "p99": kl.get("p99"), "mean": kl["mean"]}
-            rows.append(own | {"metric": "kl_nats"} | seen)
-        if number(kl.get("same_top")) is not None:
-            rows.append(own | {"metric": "same_top", "n": kl.get("n_tokens"), "mean": kl["same_top"]})
-        for workload, metrics in side.data["workloads"].items():
+        own = {"model": side.model, "part": side.kind, "where": side.name.split("/")[-1]}
+        for gate, r in side.gates.items():
+            fields = {k: getattr(r, k) for k in ("n", "low", "high", "passes", "threshold", "verdict")}
+            rows.append(own | fields | {"metric": f"gate:{gate}", "workload": "all", "mean": r.rate})
+        if not isinstance(side, Backend):
+            if kl := side.data.kl:
+                divergence = {"n": kl.n_tokens, "p50": kl.median, "p99": kl.p99, "mean": kl.mean}
+                rows.append(own | {"metric": "kl_nats"} | divergence)
+                rows.append(own | {"metric": "same_top", "n": kl.n_tokens, "mean": kl.same_top})
+            continue
+        for workload in side.data.workloads:
             for metric in COMPARED:
-                found = metrics.get(metric, {})
-                if number(found.get("p50")) is not None:
-                    kept = {k: found.get(k) for k in ("n", "n_prompts", "p50", "p90", "p99", "mean", "low", "high")}
-                    rows.append(own | {"workload": workload, "metric": metric} | kept)
-        for level in ("idle", "one", "five"):
-            value = side.data["memory_bytes"].get(level)
-            if value is not None:
-                rows.append(own | {"metric": f"memory_bytes:{level}", "n": 1, "mean": int(value)})
-    return rows
+                if row := summary(side, workload, metric):
+                    fields = {k: getattr(row, k) for k in row.__struct_fields__}
+                    rows.append(own | fields | {"workload": workload, "metric": metric})
+        for level in LEVELS:
+            value = getattr(side.data.memory_bytes, level, None)
+            rows.append(own | {"metric": f"memory_bytes:{level}", "n": 1, "mean": value})
+    return [row for row in rows if row["mean"] is not None]
 
 
-def csv_text(run: Run) -> str:
+def csv_text(run: LoadedRun) -> str:
     out = io.StringIO()
     table = csv.DictWriter(out, CSV_COLUMNS, lineterminator="\n", restval="")
     table.writeheader()

@@ -71,7 +71,7 @@ class Canvas:
 
         With "x3" in `css` the colour is that of series 3.
         """
-        css = css.repixel(" x", " s") if " x" in css else f"{css} s{series}"
+        css = css.replace(" x", " s") if " x" in css else f"{css} s{series}"
         if series % 4 == 0:
             self.dot(x, y, css, size, tip)
             return
@@ -131,7 +131,7 @@ def plain(value: float) -> str:
         mantissa = value / 10.0**power
         lead = "10" if abs(mantissa - 1) < 1e-6 else f"{mantissa:g}·10"
         return lead + str(power).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
-    return f"{value:,.10g}".repixel(",", "\u202f")
+    return f"{value:,.10g}".replace(",", "\u202f")
 
 
 def percent(value: float) -> str:

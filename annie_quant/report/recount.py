@@ -10,11 +10,13 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from annie_quant.judge.gates import tabulate
 from annie_quant.judge.metrics import COMPARED, METRICS
 from annie_quant.schema import MetricSummary, RequestRecord, ServedSide, WorkloadSummary
 
+K = TypeVar("K", bound=Hashable)
 Records = Sequence[RequestRecord]
 TOLERANCE = 1e-3  # relative; absolute below 1
 STALL_FACTOR, STALL_MS = 10.0, 1000.0  # a stall's first token takes ten times the median, and a second more
@@ -29,6 +31,9 @@ class Difference:
     reported: float
     counted: float | None
 
+    def __str__(self) -> str:
+        return f"{self.figure}: {self.reported} in run.json, {self.counted} from the records"
+
 
 @dataclass
 class Recount:
@@ -38,6 +43,10 @@ class Recount:
     @property
     def equal(self) -> int:
         return self.compared - len(self.differences)
+
+    @property
+    def summary(self) -> str:
+        return f"{self.equal} of {self.compared} served figures counted again from the records with the same result"
 
     def compare(self, figure: str, reported: float, counted: float | None) -> None:
         self.compared += 1
@@ -97,8 +106,8 @@ def label(record: RequestRecord) -> str:
     return record.workload + record.load.label
 
 
-def group(records: Iterable[RequestRecord], key: Callable[[RequestRecord], Hashable]) -> dict[Hashable, list[RequestRecord]]:
-    groups: dict[Hashable, list[RequestRecord]] = defaultdict(list)
+def group(records: Iterable[RequestRecord], key: Callable[[RequestRecord], K]) -> dict[K, list[RequestRecord]]:
+    groups: dict[K, list[RequestRecord]] = defaultdict(list)
     for record in records:
         groups[key(record)].append(record)
     return groups

@@ -1,10 +1,13 @@
 """A run directory as the report reads it: the parts that exist, and the command that makes each missing one.
 
-Parts that do not fit their type count as missing (schema.salvage). Lines of records.jsonl that are not a record are counted.
+Parts that do not fit their type count as missing (schema.salvage). Each line of records.jsonl that is not a record is left out
+with a message.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, TypeVar
@@ -15,8 +18,9 @@ from annie_quant import schema
 from annie_quant.errors import UsageError
 from annie_quant.judge import decision
 from annie_quant.report import recount
-from annie_quant.report.format import name
+from annie_quant.report.format import clean, name
 from annie_quant.schema import AskedWorkload, GateResult, ModelRow, OfflineSide, RequestRecord, ServedSide, salvage
+from annie_quant.schema.salvage import salvage_line
 
 T = TypeVar("T")
 NUMERICS = {"bf16": "reference", "w4a4": "W4A4", "w4a16": "W4A16"}
@@ -88,7 +92,7 @@ class LoadedRun:
     backends: dict[str, schema.Identity]
     records: list[RequestRecord]
     inputs: list[AskedWorkload]
-    unreadable_lines: int = 0
+    bad_lines: list[str] = field(default_factory=list)
     sides: list[Backend | OfflineModel] = field(default_factory=list)
     unlisted: set[str] = field(default_factory=set)
     tried: list[str] = field(default_factory=list)
@@ -101,6 +105,15 @@ class LoadedRun:
     @property
     def verdict(self) -> schema.Verdict:
         return self.document.verdict
+
+    @property
+    def sentence(self) -> str:
+        return clean(self.verdict.sentence).strip()
+
+    @property
+    def failed(self) -> int:
+        """Measured requests that failed."""
+        return sum(bool(r.error) for r in self.measured)
 
     @property
     def models(self) -> list[ModelRow]:
@@ -168,6 +181,11 @@ class LoadedRun:
         """What the candidate would replace."""
         return self._served_as(self.verdict.incumbent)
 
+    def check_figures(self, sides: Sequence[Side] | None = None) -> recount.Recount | None:
+        """Compare the figures of the served sides (default: all) with the records; None without records."""
+        served = {s.name: s.data for s in (self.served if sides is None else sides) if isinstance(s, Backend)}
+        return recount.check(served, self.measured, self.sampled) if served and self.records else None
+
     def _served_as(self, model: str | None) -> Backend | None:
         backend = decision.served_as(self.aggregates, model) if model else None
         return next((s for s in self.served if s.name == backend), None)
@@ -191,7 +209,7 @@ class _Search(msgspec.Struct):
     strategies: list[_Tried] = []
 
 
-def load(run_dir: str | Path) -> LoadedRun:
+def load(run_dir: str | os.PathLike) -> LoadedRun:
     """Read a run directory.
 
     Raises UsageError where it holds nothing that a report could show, EnvironmentFault for a run of a newer version.
@@ -199,7 +217,7 @@ def load(run_dir: str | Path) -> LoadedRun:
     folder = Path(run_dir)
     if not folder.is_dir():
         raise UsageError(f"{folder}: no such run directory", "annie-quant demo makes one in runs/demo")
-    records, unreadable = _records(folder / "records.jsonl")
+    records, bad_lines = _records(folder / "records.jsonl")
     source = next((n for n in ("run.json", "bench.json") if (folder / n).is_file()), None)
     evaluations = {p.stem: _salvage(_Evaluation, p) or _Evaluation() for p in sorted(folder.glob("eval/*.json"))}
     if source is None and not records and not evaluations:
@@ -214,7 +232,7 @@ def load(run_dir: str | Path) -> LoadedRun:
     bench = _salvage(schema.Bench, folder / "bench.json") or schema.Bench()
     inputs = _salvage(schema.Inputs, folder / "inputs.json")
     search = _salvage(_Search, folder / "search.json") or _Search()
-    run = LoadedRun(folder, document, bench.backends, records, inputs.workloads if inputs else [], unreadable)
+    run = LoadedRun(folder, document, bench.backends, records, inputs.workloads if inputs else [], bad_lines)
     run.tried = [row.strategy for row in search.strategies]
     run.verdict.candidate = run.verdict.candidate or search.chosen
     if not run.aggregates.served and records:  # a benchmark that was cut off
@@ -234,17 +252,16 @@ def _salvage(kind: type[T], path: Path) -> T | None:
         return None
 
 
-def _records(path: Path) -> tuple[list[RequestRecord], int]:
-    """(records, number of lines that are not a record)."""
-    decoder = msgspec.json.Decoder(RequestRecord)
-    records, unreadable = [], 0
-    for line in path.read_bytes().split(b"\n") if path.is_file() else ():
-        try:
-            if line.strip():
-                records.append(decoder.decode(line))
-        except (ValueError, RecursionError):
-            unreadable += 1
-    return records, unreadable
+def _records(path: Path) -> tuple[list[RequestRecord], list[str]]:
+    """(records, one message per line that is not a record)."""
+    records, bad_lines = [], []
+    for number, line in enumerate(path.read_bytes().split(b"\n") if path.is_file() else (), 1):
+        if line.strip():
+            try:
+                records.append(salvage_line(RequestRecord, line))
+            except (ValueError, RecursionError) as error:
+                bad_lines.append(f"line {number}: {error}"[:200])
+    return records, bad_lines
 
 
 def _add_evaluations(run: LoadedRun, evaluations: dict[str, _Evaluation]) -> None:

@@ -96,7 +96,7 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     e2e_ms: Milliseconds | None = None
     tpot_ms: Milliseconds | None = None
     itl_ms: list[Milliseconds] = []
-    decode_tok_s: float | None = None
+    decode_tok_s: Annotated[float, Meta(ge=-1e12, le=1e12)] | None = None
     merged_reads: int = 0
 
     clock: str | None = None

@@ -22,7 +22,7 @@ _MISFIT = object()
 def salvage(kind: type[T], path: str | os.PathLike[str]) -> T | None:
     """Decode a JSON document; fields and entries that do not fit count as missing, and so do numbers that are not finite.
 
-    None where there is no such file, or where not even the required fields fit. Raises ValueError for a file that is not JSON,
+    None where the file does not exist, or where not even the required fields fit. Raises ValueError for a file that is not JSON,
     EnvironmentFault for a document of a newer version.
     """
     try:
@@ -30,12 +30,27 @@ def salvage(kind: type[T], path: str | os.PathLike[str]) -> T | None:
     except FileNotFoundError:
         return None
     try:
-        document = json.loads(text, parse_constant=lambda name: None, parse_float=_number, parse_int=_number)
+        document = _loads(text)
     except RecursionError:
         raise ValueError("nested too deeply") from None
     check_version(document, path)
     value = _fit(kind, upgrade(kind, document))
     return None if value is _MISFIT else value
+
+
+def salvage_line(kind: type[T], line: bytes) -> T:
+    """Decode one line of a JSON Lines file; numbers that are not finite count as missing, lone surrogates are allowed.
+
+    Raises ValueError for a line that is not JSON, or that does not fit.
+    """
+    try:
+        return msgspec.json.decode(line, type=kind)
+    except msgspec.DecodeError:
+        return msgspec.convert(_loads(line), kind)
+
+
+def _loads(text: bytes) -> Any:
+    return json.loads(text, parse_constant=lambda name: None, parse_float=_number, parse_int=_number)
 
 
 def _number(text: str) -> int | float | None:

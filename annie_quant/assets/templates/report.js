@@ -3,7 +3,7 @@
   const $ = (selector, root = document) => root.querySelector(selector);
   const $$ = (selector, root = document) => [...root.querySelectorAll(selector)];
 
-  // Theme: the system's until the reader says otherwise.
+  // Theme: the system's until the reader switches.
   const button = $("#theme"), root = document.documentElement;
   const dark = () => (root.dataset.theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
   const name = () => { button.textContent = dark() ? "Light" : "Dark"; };

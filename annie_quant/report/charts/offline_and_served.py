@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from annie_quant.report.charts import svg
 from annie_quant.report.charts.figure import WIDTH, Figure
@@ -28,7 +29,7 @@ def draw(run: LoadedRun) -> Figure:
     return figure
 
 
-def _panel(run: LoadedRun, model: str, sides: list[Side]) -> Canvas:
+def _panel(run: LoadedRun, model: str, sides: Sequence[Side]) -> Canvas:
     gates = [g for g in run.gate_names if all(g in s.gates for s in sides)]
     bottom, series = TOP + ROW * len(gates), run.series(model)
     description = "; ".join(

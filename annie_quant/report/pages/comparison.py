@@ -184,7 +184,7 @@ def memory_budget(run: LoadedRun) -> Table | None:
         ["highest seen", "left for the rest", "within budget"],
     )
     for title, peak, key in rows:
-        verdict = decision.within_budget(peak)
+        verdict = "undecided" if peak is None else "pass" if peak < decision.BUDGET_BYTES else "fail"
         text = {"pass": "✓ yes", "fail": "✗ no", "undecided": "? open"}[verdict]
         left = "none" if verdict == "fail" else DASH if peak is None else size(decision.BUDGET_BYTES - peak)
         figure = Cell("not measured") if peak is None else Cell(size(peak), key=key)

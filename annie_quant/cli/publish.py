@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import click
+from msgspec import to_builtins
 
 from annie_quant.cli.common import console, emit, json_option
 
@@ -77,5 +78,5 @@ def publish(
         if plan.refused and not as_json:
             console.error("refused", 'fix the objections, or publish anyway: --force "REASON"')
         sys.exit(1 if plan.refused else 0)
-    uploaded = upload.upload(plan, say=console.note)
-    emit(plan.to_dict() | uploaded) if as_json else console.note(f"uploaded: {uploaded['url']}")
+    uploaded = upload.upload(plan, progress=console.note)
+    emit(plan.to_dict() | to_builtins(uploaded)) if as_json else console.note(f"uploaded: {uploaded.url}")

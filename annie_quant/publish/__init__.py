@@ -1,1 +1,1 @@
-"""Publishing a checkpoint: the model card and the upload to the Hugging Face Hub."""
+"""Publish a checkpoint: the model card and the upload to the Hugging Face Hub."""

@@ -1,317 +1,320 @@
-"""The model card: README.md of a published checkpoint, written from a run directory, the audit and the calibration data.
+"""The model card: README.md of a published checkpoint, from its run directory, its audit and its calibration data.
 
-Metadata are built and checked by huggingface_hub (ModelCardData, EvalResult); the body says how the checkpoint was made,
-what was measured with n and intervals, how to serve this very checkpoint, and what is not known.
+huggingface_hub builds and checks the metadata (ModelCardData, EvalResult). The body states how the checkpoint was made, what
+was measured with n and intervals, how to serve it, and what is not known.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+from msgspec import UNSET, UnsetType
+from msgspec.structs import replace
+
 from annie_quant import __version__
 from annie_quant.errors import UsageError, need
-from annie_quant.report.charts.gates import rate
 from annie_quant.report.format import count, share, significant, size
 from annie_quant.report.pages import tables
-from annie_quant.report.pages.html import findings
-from annie_quant.report.pages.markdown import grid, inert
-from annie_quant.report.run import REFERENCE, Run, Side
+from annie_quant.report.pages.comparison import gpu_names
+from annie_quant.report.pages.html import caveats
+from annie_quant.report.pages.markdown import LEGEND, bullets, grid, inert
+from annie_quant.report.run import REFERENCE, Backend, LoadedRun
+from annie_quant.schema import RECIPE_FILE, Audit, Environment, GateResult
+from annie_quant.schema.salvage import salvage_line, salvage_or_default
 
 TAGS = ("dgx-spark", "blackwell", "nvfp4", "qwen3.5", "modelopt", "annie-quant")
 RUNTIMES = ("vllm", "sglang")
-WORKLOADS = "annie_quant workloads"
+MAX_DIGESTS = 8  # weight files whose SHA-256 is listed
 
 
-@dataclasses.dataclass(frozen=True)
+class RecordedRecipe(msgspec.Struct):
+    """The part of a checkpoint's annie_quant.json that its card shows. calib_data_sha256: None for no data, unset if unknown."""
+
+    strategy: str | None = None
+    scale: str | None = None
+    calib_data_sha256: str | UnsetType | None = UNSET
+    calib_samples: int | None = None
+
+
+class _Producer(msgspec.Struct):
+    name: str = ""
+    version: str = ""
+
+
+class _QuantConfig(msgspec.Struct):
+    producer: _Producer = msgspec.field(default_factory=_Producer)
+
+
+class _Provenance(msgspec.Struct):
+    teacher: str | None = None
+    model: str | None = None
+    persona_sha256: str | None = None
+    prompt_sha256: str | None = None
+    time: str | None = None
+
+
+class _Conversation(msgspec.Struct):
+    """The part of a row of calibration.jsonl that a card counts."""
+
+    category: str = "uncategorised"
+    split: str | None = None
+    provenance: _Provenance = msgspec.field(default_factory=_Provenance)
+
+
+@dataclass(frozen=True)
 class Subject:
-    """What the card is about: the model's name in the run, its folder, its audit and where it will be found."""
+    """What the card describes. name: of the model in the run. objections: what `forced` (a reason) overrides."""
 
     name: str
     folder: Path
-    audit: Any  # annie_quant.checkpoint.Audit
+    audit: Audit
     repo_id: str
     base_model: str
     license: str = ""
     calibration: Path | None = None
-    forced: str = ""  # why it is published although something speaks against it
+    forced: str = ""
     objections: tuple[str, ...] = ()
 
+    @property
+    def recipe(self) -> RecordedRecipe:
+        return salvage_or_default(RecordedRecipe, self.folder / RECIPE_FILE)
 
-def sides_of(run: Run, model: str) -> list[Side]:
-    return [s for s in run.sides if s.model == model]
-
-
-def render(run: Run, subject: Subject) -> str:
-    """README.md. Raises UsageError where huggingface_hub refuses the metadata."""
-    hub = need("huggingface_hub", "quantize")
-    text = f"---\n{metadata(run, subject).to_yaml()}\n---\n\n{body(run, subject)}"
-    try:
-        hub.ModelCard(text, ignore_metadata_errors=False)
-    except ValueError as error:
-        raise UsageError(f"the card's metadata are not valid: {error}") from error
-    return text
+    @property
+    def repo_name(self) -> str:
+        return self.repo_id.split("/")[-1]
 
 
-def metadata(run: Run, subject: Subject) -> Any:
-    """huggingface_hub.ModelCardData: tags, base model, quantization, every deciding gate as an evaluation result."""
+def render(run: LoadedRun, subject: Subject) -> str:
+    """Return README.md. Raises UsageError where huggingface_hub refuses the metadata."""
     hub, check = need("huggingface_hub", "quantize"), need("huggingface_hub.utils", "quantize")
     try:
         for name in (subject.repo_id, subject.base_model):
             check.validate_repo_id(name)
             if name.count("/") != 1:
                 raise ValueError(f"{name!r} is not OWNER/NAME")
-        return hub.ModelCardData(
+        metadata = hub.ModelCardData(
             base_model=subject.base_model,
             base_model_relation="quantized",
             library_name="transformers",
             license=subject.license or None,
-            model_name=subject.repo_id.split("/")[-1],
+            model_name=subject.repo_name,
             pipeline_tag="text-generation",
-            quantization=quantization(subject),
+            quantization=_quantization(subject),
             tags=list(TAGS),
-            eval_results=results(run, subject) or None,
+            eval_results=_eval_results(run, subject) or None,
         )
-    except ValueError as error:  # HFValidationError among them
+        text = f"---\n{metadata.to_yaml()}\n---\n\n{_body(run, subject)}"
+        hub.ModelCard(text, ignore_metadata_errors=False)
+    except ValueError as error:  # also HFValidationError
         raise UsageError(f"the card's metadata are not valid: {error}") from error
+    return text
 
 
-def quantization(subject: Subject) -> dict[str, Any]:
-    summary = subject.audit.to_dict()["summary"]
-    known = {k: summary.get(k) for k in ("algorithm", "bits_per_weight", "bits_per_quantized_weight")}
-    strategy = recorded(subject).get("strategy")
-    named = {"strategy": strategy} if isinstance(strategy, str) else {}
-    return {"format": "nvfp4"} | named | {k: v for k, v in known.items() if v is not None}
+def _quantization(subject: Subject) -> dict[str, str | float]:
+    summary = subject.audit.summary
+    fields = {
+        "format": "nvfp4",
+        "strategy": subject.recipe.strategy,
+        "algorithm": summary.algorithm,
+        "bits_per_weight": summary.bits_per_weight,
+        "bits_per_quantized_weight": summary.bits_per_quantized_weight,
+    }
+    return {key: value for key, value in fields.items() if value is not None}
 
 
-def recorded(subject: Subject) -> dict[str, Any]:
-    """annie_quant.json, which `annie-quant quantize` leaves in a checkpoint: strategy, scale, calibration's hash, options."""
-    return read_object(subject.folder / "annie_quant.json")
-
-
-def results(run: Run, subject: Subject) -> list[Any]:
-    """One EvalResult a gate that decides and a side; n and the interval travel as the metric's arguments."""
+def _eval_results(run: LoadedRun, subject: Subject) -> list[Any]:
+    """One huggingface_hub.EvalResult per side and deciding gate; n and the interval are the metric's arguments."""
     hub = need("huggingface_hub", "quantize")
     return [
         hub.EvalResult(
             task_type="text-generation",
             dataset_type="annie_quant/workloads",
-            dataset_name=f"{WORKLOADS}, {side.title}",
-            dataset_config=side.key.split("/", 1)[1],
+            dataset_name=f"annie_quant workloads, {side.title}",
+            dataset_config=side.name,
             metric_type=gate,
             metric_name=f"{run.gate_title(gate)}, share that passes",
-            metric_value=round(rate(row), 4),
-            metric_args={"passes": int(row["passes"]), "n": int(row["n"]), **_bounds(row)},
+            metric_value=round(r.rate, 4),
+            metric_args={"passes": r.passes, "n": r.n, "low": round(r.low, 4), "high": round(r.high, 4)},
         )
-        for side in sides_of(run, subject.name)
-        for gate, row in side.gates.items()
-        if not row["advisory"]
+        for side in run.sides_of(subject.name)
+        for gate, r in side.deciding.items()
     ]
 
 
-def _bounds(row: dict[str, Any]) -> dict[str, float]:
-    return {k: round(row[k], 4) for k in ("low", "high") if row[k] is not None}
-
-
-def body(run: Run, subject: Subject) -> str:
-    name = subject.repo_id.split("/")[-1]
-    parts = [f"# {inert(name)}", opening(run, subject)]
+def _body(run: LoadedRun, subject: Subject) -> str:
+    parts = [f"# {inert(subject.repo_name)}", _opening(run, subject)]
     if subject.objections:
         parts += ["**Published although:**", bullets(subject.objections), f"Reason given: {inert(subject.forced)}"]
-    parts += ["## How it was made", bullets(making(subject)), "## Calibration", *calibration(subject)]
-    parts += ["## Results", *measured(run, subject), "## Serving", *serving(subject)]
-    parts += ["## Limits", bullets(limits(run, subject))]
+    parts += ["## How it was made", bullets(_origin(subject)), "## Calibration", *_calibration(subject)]
+    parts += ["## Results", *_results(run, subject), "## Serving", *_serving(subject)]
+    parts += ["## Limits", bullets(_limits(run, subject))]
     parts.append(f"Made and measured with annie_quant {__version__}.")
     return "\n\n".join(parts) + "\n"
 
 
-def bullets(items: Any) -> str:
-    return "\n".join(f"- {inert(item)}" for item in items)
-
-
-def opening(run: Run, subject: Subject) -> str:
-    sides = sides_of(run, subject.name)
-    rows = [r for s in sides for r in s.gates.values() if not r["advisory"]]
-    verdicts = Counter(r["verdict"] for r in rows)
-    told = ", ".join(
-        f"{verdicts[v]} {w}" for v, w in (("pass", "passed"), ("fail", "failed"), ("undecided", "undecided"))
-    )
-    summary = subject.audit.to_dict()["summary"]
+def _opening(run: LoadedRun, subject: Subject) -> str:
+    verdicts = Counter(r.verdict for side in run.sides_of(subject.name) for r in side.deciding.values())
+    summary = subject.audit.summary
     return (
         f"[{inert(subject.base_model)}](https://huggingface.co/{subject.base_model}) in NVFP4 for NVIDIA DGX Spark (GB10) "
-        f"and other Blackwell GPUs: {size(summary.get('size_bytes'))}, "
-        f"{significant(summary.get('bits_per_weight'))} bits per weight. "
-        f"Of {count(len(rows))} behavioural gates {told}."
+        f"and other Blackwell GPUs: {size(summary.size_bytes)}, {significant(summary.bits_per_weight)} bits per weight. "
+        f"Of {count(verdicts.total())} behavioural gates {verdicts['pass']} passed, {verdicts['fail']} failed, "
+        f"{verdicts['undecided']} undecided."
     )
 
 
-def making(subject: Subject) -> list[str]:
-    summary, producer, made = subject.audit.to_dict()["summary"], "", recorded(subject)
-    config = read_object(subject.folder / "hf_quant_config.json")
-    if isinstance(config.get("producer"), dict):
-        producer = " ".join(str(config["producer"].get(k, "")) for k in ("name", "version")).strip()
-    rows = [
-        "".join(f"{k} {made[k]}, " for k in ("strategy", "scale") if isinstance(made.get(k), str))
-        + f"algorithm {summary.get('algorithm')}"
-        + (f", written by {producer}" if producer else ""),
-        f"quantized: {', '.join(summary.get('quantized') or ()) or 'nothing'}",
-        f"kept in 16 bits: {', '.join(summary.get('kept') or ()) or 'nothing'}",
-        "audit of every tensor: "
-        + ("sound" if subject.audit.ok else f"{len(subject.audit.findings)} findings, see below"),
+def _origin(subject: Subject) -> list[str]:
+    summary, recipe = subject.audit.summary, subject.recipe
+    producer = salvage_or_default(_QuantConfig, subject.folder / "hf_quant_config.json").producer
+    algorithm = [f"strategy {recipe.strategy}" if recipe.strategy else "", f"scale {recipe.scale}" if recipe.scale else ""]
+    algorithm += [f"algorithm {summary.algorithm}", f"written by {producer.name} {producer.version}" if producer.name else ""]
+    findings = len(subject.audit.findings)
+    return [
+        ", ".join(filter(None, algorithm)),
+        f"quantized: {', '.join(summary.quantized or ()) or 'nothing'}",
+        f"kept in 16 bits: {', '.join(summary.unquantized or ()) or 'nothing'}",
+        "audit of every tensor: " + (f"{findings} findings, see below" if findings else "sound"),
+        *(f"{f.name}: SHA-256 {_digest(f)}" for f in sorted(subject.folder.glob("*.safetensors"))[:MAX_DIGESTS]),
     ]
-    weights = sorted(subject.folder.glob("*.safetensors"))
-    return rows + [f"{f.name}: SHA-256 {_digest(f)}" for f in weights[:8]]
 
 
-def calibration(subject: Subject) -> list[str]:
-    """Where the calibration conversations came from, as their own provenance says."""
-    path, made = subject.calibration, recorded(subject)
-    if "calib_data_sha256" in made and made["calib_data_sha256"] is None:
+def _calibration(subject: Subject) -> list[str]:
+    """Where the calibration conversations came from, by their own provenance."""
+    path, recipe = subject.calibration, subject.recipe
+    if recipe.calib_data_sha256 is None:
         return ["None: this strategy was given no calibration data."]
     if path is None or not path.is_file():
         return ["Not on record: no calibration data were given to the card (`annie-quant publish --calib-data`)."]
-    rows, unread = [], 0
+    rows, unreadable = [], 0
     for line in path.read_bytes().splitlines():
         try:
-            row = json.loads(line)
-            rows.append(row if isinstance(row, dict) else {})
+            rows.append(salvage_line(_Conversation, line))
         except ValueError:
-            unread += 1
-    used = [r for r in rows if r.get("split") in ("calibration", None)]
-    kinds = Counter(str(r.get("category", "uncategorised")) for r in used)
-    found = [r["provenance"] for r in used if isinstance(r.get("provenance"), dict)]
+            unreadable += 1
+    used = [r for r in rows if r.split in ("calibration", None)]
+    categories = sorted(Counter(r.category for r in used).items())
 
-    def said(key: str) -> str:
-        values = sorted({str(p[key]) for p in found if p.get(key)})
-        return ", ".join(values[:4]) + (f" and {len(values) - 4} more" if len(values) > 4 else "") or "not on record"
+    def values(field: Callable[[_Provenance], str | None]) -> str:
+        texts = sorted({text for r in used if (text := field(r.provenance))})
+        return ", ".join(texts[:4]) + (f" and {len(texts) - 4} more" if len(texts) > 4 else "") or "not on record"
 
-    times = sorted(str(p["time"]) for p in found if p.get("time"))
+    times = sorted(r.provenance.time for r in used if r.provenance.time)
+    digest = _digest(path)
     lines = [
         f"{count(len(used))} conversations for calibration of {count(len(rows))} in the file: "
-        + ", ".join(f"{v} {k}" for k, v in sorted(kinds.items())),
-        f"teacher: {said('teacher')}; model: {said('model')}",
-        f"persona SHA-256: {said('persona_sha256')}; prompt SHA-256: {said('prompt_sha256')}",
+        + ", ".join(f"{n} {category}" for category, n in categories),
+        f"teacher: {values(lambda p: p.teacher)}; model: {values(lambda p: p.model)}",
+        f"persona SHA-256: {values(lambda p: p.persona_sha256)}; prompt SHA-256: {values(lambda p: p.prompt_sha256)}",
         f"written {times[0][:10]} to {times[-1][:10]}" if times else "time: not on record",
-        f"file SHA-256: {_digest(path)}",
+        f"file SHA-256: {digest}",
     ]
-    if isinstance(used_by := made.get("calib_data_sha256"), str):
-        same = used_by == _digest(path)
+    if isinstance(recipe.calib_data_sha256, str):
+        same = recipe.calib_data_sha256 == digest
         lines.append(
-            f"the checkpoint's own record names {'this file' if same else f'another file, SHA-256 {used_by}'}, "
-            f"{count(made.get('calib_samples'))} conversations at most"
+            f"the checkpoint's own record names {'this file' if same else f'another file, SHA-256 {recipe.calib_data_sha256}'}, "
+            f"{count(recipe.calib_samples)} conversations at most"
         )
-    if unread:
-        lines.append(f"{unread} lines could not be read")
+    if unreadable:
+        lines.append(f"{unreadable} lines could not be read")
     return [bullets(lines)]
 
 
-def narrowed(run: Run, subject: Subject) -> Run:
+def _columns(run: LoadedRun, subject: Subject) -> LoadedRun:
     """The run with the card's columns only: the reference, this model, and what it would replace."""
-    incumbent = run.doc["verdict"].get("incumbent")
-    wanted = [
-        REFERENCE,
-        subject.name,
-        *(s.model for s in run.of("served") if incumbent in (s.key.split("/", 1)[1], s.model)),
-    ]
-    kept = dict.fromkeys(wanted)
-    models = [m for name in kept for m in run.models if m["name"] == name]
-    return dataclasses.replace(run, models=models, sides=[s for name in kept for s in sides_of(run, name)])
+    incumbents = [s.model for s in run.served if run.verdict.incumbent in (s.name, s.model)]
+    names = dict.fromkeys([REFERENCE, subject.name, *incumbents])
+    models = [m for name in names for m in run.models if m.name == name]
+    document = replace(run.document, aggregates=replace(run.aggregates, models=models))
+    return dataclasses.replace(run, document=document, sides=[s for name in names for s in run.sides_of(name)])
 
 
-def measured(run: Run, subject: Subject) -> list[str]:
-    small = narrowed(run, subject)
-    if not sides_of(run, subject.name):
+def _results(run: LoadedRun, subject: Subject) -> list[str]:
+    own, columns = run.sides_of(subject.name), _columns(run, subject)
+    if not own:
         return ["Nothing was measured."]
     parts = [
-        "Passes of n with ✓ pass, ✗ fail, ? undecided; 95 % Wilson intervals in brackets. Offline: greedy answers without "
-        "a server, under W4A4 (activations quantized too) and W4A16 (weights only) arithmetic. Served: behind a real server.",
-        grid(tables.side_by_side(small), ""),
+        f"{LEGEND} Offline: greedy answers without a server, under W4A4 (activations quantized too) and W4A16 (weights "
+        "only) arithmetic. Served: behind a real server.",
+        grid(tables.side_by_side(columns)),
     ]
-    if (kl := tables.kl_table(dataclasses.replace(small, sides=sides_of(run, subject.name)))).rows:
-        parts += ["KL divergence from bf16 per assistant token, in nats:", grid(kl, "model", 2)]
-    table = tables.latency_table(small, "ttft_content_ms")
-    if table.rows:
-        parts += [f"{table.caption}:", grid(table, "workload")]
+    if (kl := tables.kl_table(columns, own)).rows:
+        parts += ["KL divergence from bf16 per assistant token, in nats:", grid(kl, 2)]
+    if (table := tables.latency_table(columns, "ttft_content_ms")).rows:
+        parts += [f"{table.caption}:", grid(table)]
+    speeds = [(s, s.data.speed_gates.get("ttft"), s.data.speed_gates.get("decode")) for s in columns.served]
     counts = [
-        f"{run.label(s.model)}: TTFT over {count(v['ttft'].get('n'))} requests, decode over {count(v['decode'].get('n'))}"
-        for s in small.of("served")
-        if {"ttft", "decode"} <= (v := s.data["speed_gates"]).keys()
+        f"{run.label(s.model)}: TTFT over {count(ttft.n)} requests, decode over {count(decode.n)}"
+        for s, ttft, decode in speeds
+        if ttft and decode
     ]
     if counts:
         parts.append(bullets(counts))
-    if small.of("served"):
-        parts.append(f"Measured on: {inert(machine(run))}. Speeds of another machine or server differ.")
+    if columns.served:
+        parts.append(f"Measured on: {inert(_machine(run))}. Speeds of another machine or server differ.")
     return parts
 
 
-def machine(run: Run) -> str:
-    environment = run.doc["environment"]
-    found = [str(environment[k]) for k in ("cpu", "cores") if isinstance(environment.get(k), (str, int))]
-    gpus = environment.get("gpus")
-    names = [str(g.get("name") if isinstance(g, dict) else g) for g in gpus] if isinstance(gpus, list) else []
-    words = f"{found[0]}, {found[1]} cores" if len(found) == 2 else ", ".join(found)
-    return ", ".join(filter(None, [words, *names, "" if names else "no GPU"])) or "not on record"
+def _machine(run: LoadedRun) -> str:
+    environment = run.document.environment
+    if environment == Environment():
+        return "not on record"
+    cores = f"{environment.cores} cores" if environment.cores else ""
+    texts = [text for text in (environment.cpu, cores) if text]
+    return ", ".join([*texts, *(gpu_names(run) or ["no GPU"])])
 
 
-def serving(subject: Subject) -> list[str]:
-    """Commands for the runtimes that load this checkpoint, as its audit says."""
+def _serving(subject: Subject) -> list[str]:
+    """Commands for the runtimes that load this checkpoint, by its audit."""
     from annie_quant import serve
 
-    name = subject.repo_id.split("/")[-1]
+    name = subject.repo_name
     parts = [f"    hf download {subject.repo_id} --local-dir {name}"]
-    loads = [str(line) for line in subject.audit.summary.loads]
+    loads = subject.audit.summary.loads
     for runtime in RUNTIMES:
-        verdict = next((x for x in loads if x.lower().startswith(f"{runtime}:")), "")
-        if verdict.lower().startswith(f"{runtime}: yes"):
-            written = serve.command(Path(name), runtime=runtime)
-            parts += [f"{verdict.split(':')[0]}:", "    " + written.replace(str(Path(name).resolve()), f"$PWD/{name}")]
-    rest = [line for line in loads if ": yes" not in line]
-    return parts + ([bullets(rest)] if rest else [])
+        verdict = next((line for line in loads if line.lower().startswith(f"{runtime}: yes")), "")
+        if verdict:
+            command = serve.command(Path(name), runtime=runtime).replace(str(Path(name).resolve()), f"$PWD/{name}")
+            parts += [f"{verdict.split(':')[0]}:", f"    {command}"]
+    others = [line for line in loads if ": yes" not in line]
+    return parts + ([bullets(others)] if others else [])
 
 
-def limits(run: Run, subject: Subject) -> list[str]:
-    sides, found = sides_of(run, subject.name), []
-    for side in sides:
-        for gate, row in side.gates.items():
-            if row["verdict"] != "pass" and not row["advisory"]:
-                told = "fails" if row["verdict"] == "fail" else "cannot be decided"
-                found.append(
-                    f"{run.gate_title(gate)}, {side.title}: {told} ({count(row['passes'])} of {count(row['n'])}, "
-                    f"{share(row['low'])} to {share(row['high'])})"
-                )
+def _limits(run: LoadedRun, subject: Subject) -> list[str]:
+    sides = run.sides_of(subject.name)
+    lines = [
+        f"{run.gate_title(gate)}, {side.title}: {_failure(result)}"
+        for side in sides
+        for gate, result in side.deciding.items()
+        if result.verdict != "pass"
+    ]
     kinds = {s.kind for s in sides}
     if "offline" not in kinds:
-        found.append("not evaluated without a server: behaviour under other arithmetic is unknown")
-    if "served" not in kinds:
-        found.append("not measured behind a server: speed is unknown")
-    elif not _on_spark(run):
-        found.append("speeds were not measured on a DGX Spark")
-    found += [f"audit: {f.message}" for f in subject.audit.findings]
-    found += findings(run)
-    found.append("gates ask for one assistant's manners with its own prompts; other uses were not judged")
-    return list(dict.fromkeys(found))
+        lines.append("not evaluated without a server: behaviour under other arithmetic is unknown")
+    if Backend.kind not in kinds:
+        lines.append("not measured behind a server: speed is unknown")
+    elif not any("GB10" in gpu for gpu in gpu_names(run)):
+        lines.append("speeds were not measured on a DGX Spark")
+    lines += [f"audit: {f.message}" for f in subject.audit.findings]
+    lines += caveats(run)
+    lines.append("gates check one assistant's manners with its own prompts; other uses were not judged")
+    return list(dict.fromkeys(lines))
 
 
-def _on_spark(run: Run) -> bool:
-    return "GB10" in json.dumps(run.doc["environment"].get("gpus") or "")
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """A JSON file's object; empty where there is none."""
-    try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+def _failure(result: GateResult) -> str:
+    verb = "fails" if result.verdict == "fail" else "cannot be decided"
+    return f"{verb} ({count(result.passes)} of {count(result.n)}, {share(result.low)} to {share(result.high)})"
 
 
 def _digest(path: Path) -> str:
-    digest = hashlib.sha256()
     with path.open("rb") as file:
+        digest = hashlib.sha256()
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()

@@ -1,9 +1,9 @@
-"""Putting a checkpoint on the Hub with its card: what would go up, what speaks against it, and the upload itself.
+"""Upload a checkpoint to the Hugging Face Hub with its model card.
 
-prepare(run_dir, repo_id, …) -> Plan   reads everything, stages the very files in RUN/publish/OWNER--NAME, uploads nothing
-upload(plan, …) -> dict                huggingface_hub's large-folder upload, which resumes; then the Hub is asked what it has
+prepare(run_dir, repo_id, …) -> Plan   audit, card and the files to upload, staged in RUN/publish/OWNER--NAME; no network
+upload(plan, …) -> Uploaded            huggingface_hub's resumable upload, then a check of what the Hub has
 
-Only files on a list of names go up, never what else lies in the folder, and never a file in which a secret is seen.
+Only files on a list of names are uploaded, and nothing at all where one of them contains a secret.
 """
 
 from __future__ import annotations
@@ -18,11 +18,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from annie_quant.errors import CheckpointError, EnvironmentFault, ServerError, UsageError, need
 from annie_quant.files import write_text
+from annie_quant.progress import Progress, as_progress
 from annie_quant.publish import card
-from annie_quant.report import recount
-from annie_quant.report.run import REFERENCE, Run, load
+from annie_quant.report.run import REFERENCE, LoadedRun, load
+from annie_quant.schema.salvage import salvage_or_default
 
 # What a server or transformers needs of a checkpoint folder.
 NAMES = (
@@ -43,9 +46,26 @@ SECRETS = {
 HEADER_LIMIT = 100_000_000  # bytes; the format's own limit of a safetensors header
 
 
+class _Config(msgspec.Struct):
+    name_or_path: str = msgspec.field(default="", name="_name_or_path")
+
+
+class Uploaded(msgspec.Struct):
+    """A finished upload. files: their number."""
+
+    url: str
+    private: bool
+    files: int
+    size_bytes: int
+
+
 @dataclass
 class Plan:
-    """What `upload` would do: `files` are (path in the repository, size in bytes), `folder` holds exactly these."""
+    """What `upload` would do.
+
+    files: (path in the repository, size in bytes). folder: holds exactly these. objections: why it should not be published.
+    left_out: names in the checkpoint's folder that are not uploaded. forced: the reason for publishing in spite of objections.
+    """
 
     repo_id: str
     private: bool
@@ -91,104 +111,99 @@ def prepare(
     with_records: bool = False,
     forced: str = "",
 ) -> Plan:
-    """Audit the checkpoint, write its card, stage the files; nothing leaves the machine.
+    """Audit the checkpoint, write its card and stage the files; use no network.
 
-    model: its name in the run (default: the verdict's candidate).  checkpoint: its folder, where the run does not know it.
-    forced: the reason for publishing in spite of failed gates or audit faults; it is printed in the card.
+    model: its name in the run (default: the verdict's candidate). checkpoint: its folder, where the run does not know it.
+    forced: the reason for publishing in spite of failed gates or audit findings; the card shows it.
     Raises UsageError (no such model, no base model, a bad name, a secret in a file), CheckpointError.
     """
     from annie_quant import checkpoint as checkpoints
 
-    run = load(Path(run_dir))
-    name = model or run.doc["verdict"].get("candidate") or _only_model(run)
+    run = load(run_dir)
+    name = model or run.verdict.candidate or _only_model(run)
     source = _folder(run, name, checkpoint)
     base = base_model or _known_base(source)
     if not base:
-        raise UsageError(
-            f"{source}: config.json does not say which Hub model this was made from", "add --base-model OWNER/NAME"
-        )
+        raise UsageError(f"{source}: config.json does not name the Hub model of this one", "add --base-model OWNER/NAME")
     audit = checkpoints.audit(source)
-    objections = [f"audit: {f.message}" for f in audit.findings] + against(run, name)
+    problems = [f"audit: {f.message}" for f in audit.findings] + objections(run, name)
     calibration = Path(calib_data) if calib_data else run.folder / "calibration.jsonl"
     if calib_data and not calibration.is_file():
         raise UsageError(f"{calibration}: no such file", "give --calib-data the conversations that were used")
     subject = card.Subject(
         name=name, folder=source, audit=audit, repo_id=repo_id, base_model=base, license=license or _license(source),
-        calibration=calibration, forced=forced, objections=tuple(objections) if forced else (),
+        calibration=calibration, forced=forced, objections=tuple(problems) if forced else (),
     )  # fmt: skip
     text = card.render(run, subject)
-    chosen = {f.name: f for f in sorted(source.iterdir()) if f.is_file() and wanted(f.name)}
+    names = sorted(f.name for f in source.iterdir())
+    files = {n: source / n for n in names if (source / n).is_file() and _uploadable(n)}
     extras = (REPORT_FILES if with_report else ()) + (RECORD_FILES if with_records else ())
-    chosen |= {f"evidence/{n}": run.folder / n for n in extras if (run.folder / n).is_file()}
-    for path, file in chosen.items():
+    files |= {f"evidence/{n}": run.folder / n for n in extras if (run.folder / n).is_file()}
+    for path, file in files.items():
         if secret := secret_in(file):
-            raise UsageError(f"{path} holds {secret}; it is not published, whatever is said", f"look into {file}")
-    staged = stage(run.folder / "publish" / repo_id.replace("/", "--"), chosen, text)
+            raise UsageError(f"{path} contains {secret}; it cannot be published, not even with --force", f"check {file}")
+    folder = _stage(run.folder / "publish" / repo_id.replace("/", "--"), files, text)
     return Plan(
         repo_id=repo_id,
         private=private,
-        folder=staged,
-        files=sorted((p.relative_to(staged).as_posix(), p.stat().st_size) for p in _staged(staged)),
+        folder=folder,
+        files=sorted((p.relative_to(folder).as_posix(), p.stat().st_size) for p in _staged(folder)),
         card=text,
-        objections=objections,
-        left_out=sorted(f.name for f in source.iterdir() if f.name not in chosen and f.name != "README.md"),
+        objections=problems,
+        left_out=[n for n in names if n not in files and n != "README.md"],
         forced=forced,
     )
 
 
-def wanted(name: str) -> bool:
+def _uploadable(name: str) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in NAMES)
 
 
-def against(run: Run, model: str) -> list[str]:
-    """What the run says against publishing this model: failed gates, no gates at all, figures without records."""
-    sides = card.sides_of(run, model)
-    found = [
-        f"{run.gate_title(gate)} fails {side.title}: {row['passes']:g} of {row['n']:g}"
+def objections(run: LoadedRun, model: str) -> list[str]:
+    """Return why this model should not be published: failed gates, no gates at all, figures that differ from the records."""
+    sides = run.sides_of(model)
+    problems = [
+        f"{run.gate_title(gate)} fails {side.title}: {r.passes} of {r.n}"
         for side in sides
-        for gate, row in side.gates.items()
-        if row["verdict"] == "fail" and not row["advisory"]
+        for gate, r in side.deciding.items()
+        if r.verdict == "fail"
     ]
     if not any(s.gates for s in sides):
-        found.append("no gate was measured for this model")
-    served = {s.key.split("/", 1)[1]: s.data for s in sides if s.kind == "served"}
-    if served and run.records:
-        checked = recount.check(served, run.measured, recount.greedy_workloads(run.inputs))
-        if checked["differ"]:
-            found.append(f"{len(checked['differ'])} of {checked['compared']} served figures differ from the records")
-    return found
+        problems.append("no gate was measured for this model")
+    check = run.check_figures(sides)
+    if check and check.differences:
+        problems.append(f"{len(check.differences)} of {check.compared} served figures differ from the records")
+    return problems
 
 
-def _only_model(run: Run) -> str:
-    """The one model there is besides the reference, where no verdict or search names a candidate."""
-    known = [m["name"] for m in run.models if m["name"] != REFERENCE]
+def _only_model(run: LoadedRun) -> str:
+    """The one model next to the reference, where neither a verdict nor a search names a candidate."""
+    known = [m.name for m in run.models if m.name != REFERENCE]
     if len(known) != 1:
         raise UsageError(
             f"{run.folder}: no candidate is named among {', '.join(known) or 'no models'}", "choose one: --model NAME"
         )
-    return str(known[0])
+    return known[0]
 
 
-def _folder(run: Run, name: str, given: str | os.PathLike | None) -> Path:
-    row: dict[str, Any] = next((m for m in run.models if m["name"] == name), {})
-    if not row:
-        raise UsageError(
-            f"{run.folder}: there is no model {name!r}", f"choose one of: {', '.join(m['name'] for m in run.models)}"
-        )
-    said = [Path(given)] if given else [Path(row.get("checkpoint") or "."), run.folder / "models" / name]
-    folder = next((p for p in said if (p / "config.json").is_file()), None)
+def _folder(run: LoadedRun, name: str, checkpoint: str | os.PathLike | None) -> Path:
+    names = [m.name for m in run.models]
+    if name not in names:
+        raise UsageError(f"{run.folder}: there is no model {name!r}", f"choose one of: {', '.join(names)}")
+    places = [Path(checkpoint)] if checkpoint else [Path(run.model(name).checkpoint), run.folder / "models" / name]
+    folder = next((p for p in places if (p / "config.json").is_file()), None)
     if folder is None:
-        raise CheckpointError(f"{name}: no checkpoint folder is known or there", "add --checkpoint DIR")
+        raise CheckpointError(f"{name}: its checkpoint folder is not known or not there", "add --checkpoint DIR")
     return folder
 
 
 def _known_base(folder: Path) -> str:
-    said = str(card.read_object(folder / "config.json").get("_name_or_path") or "")
-    return said if re.fullmatch(r"[\w.\-]+/[\w.\-]+", said) and not Path(said).exists() else ""
+    name = salvage_or_default(_Config, folder / "config.json").name_or_path
+    return name if re.fullmatch(r"[\w.\-]+/[\w.\-]+", name) and not Path(name).exists() else ""
 
 
 def _license(folder: Path) -> str:
-    """The licence in the metadata of a README that came with the checkpoint."""
+    """The licence in the metadata of the README in the checkpoint's folder."""
     readme = folder / "README.md"
     if not readme.is_file():
         return ""
@@ -200,7 +215,7 @@ def _license(folder: Path) -> str:
 
 
 def secret_in(path: Path) -> str:
-    """What kind of secret a file holds ("" for none). Of weights only the header is text."""
+    """Return what kind of secret a file contains ("" for none). Of weights only the header is text."""
     with path.open("rb") as file:
         if path.suffix == ".safetensors":
             length = int.from_bytes(file.read(8), "little")
@@ -210,11 +225,10 @@ def secret_in(path: Path) -> str:
     return next((kind for kind, pattern in SECRETS.items() if re.search(pattern, content)), "")
 
 
-def stage(folder: Path, files: dict[str, Path], text: str) -> Path:
-    """A folder with exactly these files, as hard links where the file system allows, and the card.
+def _stage(folder: Path, files: dict[str, Path], text: str) -> Path:
+    """Make `folder` hold exactly these files, as hard links where the file system allows, and the card.
 
-    A file that is there already with the same content's stamp stays, and with it what huggingface_hub remembers of it
-    (.cache/huggingface): that is how an interrupted upload goes on.
+    Links to the same file stay, and with them huggingface_hub's notes (.cache/huggingface), by which an upload resumes.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for old in _staged(folder):
@@ -241,16 +255,19 @@ def _staged(folder: Path) -> list[Path]:
 
 
 def upload(
-    plan: Plan, endpoint: str | None = None, token: str | None = None, say: Callable[[str], None] = lambda line: None
-) -> dict[str, Any]:
-    """Upload what was prepared; an interrupted upload goes on where it stopped. Returns {"url", "files", "size_bytes"}.
+    plan: Plan,
+    endpoint: str | None = None,
+    token: str | None = None,
+    progress: Progress | Callable[[str], object] | None = None,
+) -> Uploaded:
+    """Upload what was prepared; an interrupted upload resumes.
 
-    Raises UsageError (refused; a public repository where a private one was meant), EnvironmentFault (no token, offline),
-    ServerError (the Hub refuses, or keeps failing; what has arrived stays).
+    Raises UsageError (refused; the repository is public and should be private), EnvironmentFault (no token, offline),
+    ServerError (the Hub refuses, or keeps failing; files that were uploaded stay).
     """
     if plan.refused:
         raise UsageError(
-            f"not published: {'; '.join(plan.objections[:4])}", 'mend it, or say why not: --force "REASON"'
+            f"not published: {'; '.join(plan.objections[:4])}", 'fix the objections, or publish anyway: --force "REASON"'
         )
     hub, errors = need("huggingface_hub", "quantize"), need("huggingface_hub.errors", "quantize")
     if not (token or hub.get_token()):
@@ -258,33 +275,29 @@ def upload(
     api = hub.HfApi(endpoint=endpoint, token=token)
     try:
         _check_visibility(errors, api, plan)
-        say(f"{plan.repo_id}: {len(plan.files)} files")
+        as_progress(progress).message(f"{plan.repo_id}: {len(plan.files)} files")
         _send(api, plan)
-        missing = _not_arrived(api, plan)
+        missing = _missing_files(api, plan)
     except errors.OfflineModeIsEnabled as error:
         raise EnvironmentFault("HF_HUB_OFFLINE is set, so nothing can be uploaded", "unset HF_HUB_OFFLINE") from error
     except errors.HfHubHTTPError as error:
-        raise ServerError(f"the Hub refused: {_first_line(error)}", "hf auth whoami shows whose token it is") from error
+        raise ServerError(f"the Hub refused: {_first_line(error)}", "check the token: hf auth whoami") from error
     except (RuntimeError, OSError) as error:
         raise ServerError(
-            f"the upload broke off: {_first_line(error.__cause__ or error)}",
-            "what has arrived stays; the same command goes on from there",
+            f"the upload failed: {_first_line(error.__cause__ or error)}",
+            "run the same command again: it resumes",
         ) from error
     if missing:
-        # The Hub was told of them before and does not have them now: forget, so that the next time sends them.
+        # huggingface_hub's notes list them as uploaded; without the notes the next upload sends them.
         shutil.rmtree(plan.folder / ".cache", ignore_errors=True)
         raise ServerError(
-            f"the Hub does not hold {', '.join(missing[:4])} as they are here", "run the same command again"
+            f"the Hub lacks {', '.join(missing[:4])}, or has them in another size", "run the same command again"
         )
-    url = f"{api.endpoint}/{plan.repo_id}"
-    return {"url": url, "private": plan.private, "files": len(plan.files), "size_bytes": plan.size_bytes}
+    return Uploaded(f"{api.endpoint}/{plan.repo_id}", plan.private, len(plan.files), plan.size_bytes)
 
 
 def _send(api: Any, plan: Plan) -> None:
-    """The large-folder upload keeps its progress beside the files, with Xet or without.
-
-    Newer releases announce that upload_folder will take its place; there it resumes with Xet alone.
-    """
+    """Use the large-folder upload, which resumes with and without Xet; upload_folder, its successor, only with Xet."""
     if not hasattr(api, "upload_large_folder"):
         api.create_repo(plan.repo_id, private=plan.private, exist_ok=True)
         api.upload_folder(repo_id=plan.repo_id, folder_path=plan.folder, ignore_patterns=[".cache/*"])
@@ -298,22 +311,22 @@ def _send(api: Any, plan: Plan) -> None:
 
 def _check_visibility(errors: Any, api: Any, plan: Plan) -> None:
     try:
-        there = api.repo_info(plan.repo_id, repo_type="model")
+        repository = api.repo_info(plan.repo_id, repo_type="model")
     except errors.RepositoryNotFoundError:
         return
-    if plan.private and not there.private:
+    if plan.private and not repository.private:
         raise UsageError(
-            f"{plan.repo_id} exists and is public, and this was to be private", "add --public, or choose another name"
+            f"{plan.repo_id} exists and is public", "add --public, or choose another name"
         )
 
 
-def _not_arrived(api: Any, plan: Plan) -> list[str]:
+def _missing_files(api: Any, plan: Plan) -> list[str]:
     """Files that the repository lacks or has in another size."""
-    there = api.repo_info(plan.repo_id, repo_type="model", files_metadata=True)
-    sizes = {f.rfilename: f.size for f in there.siblings or ()}
+    repository = api.repo_info(plan.repo_id, repo_type="model", files_metadata=True)
+    sizes = {f.rfilename: f.size for f in repository.siblings or ()}
     return [name for name, size in plan.files if sizes.get(name) != size]
 
 
 def _first_line(error: BaseException) -> str:
-    said = str(error).strip()
-    return said.splitlines()[0] if said else type(error).__name__
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

@@ -10,7 +10,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import ClassVar
 
 import msgspec
 
@@ -19,10 +19,9 @@ from annie_quant.errors import UsageError
 from annie_quant.judge import decision
 from annie_quant.report import recount
 from annie_quant.report.format import clean, name
-from annie_quant.schema import AskedWorkload, GateResult, ModelRow, OfflineSide, RequestRecord, ServedSide, salvage
-from annie_quant.schema.salvage import salvage_line
+from annie_quant.schema import AskedWorkload, GateResult, LayerKL, ModelRow, OfflineSide, RequestRecord, ServedSide, salvage
+from annie_quant.schema.salvage import salvage_line, salvage_or_default
 
-T = TypeVar("T")
 NUMERICS = {"bf16": "reference", "w4a4": "W4A4", "w4a16": "W4A16"}
 REFERENCE = "bf16"
 COLOURS = {"bf16": 0, "naive": 1, "mlp_only": 2, "q4_k_m": 3}
@@ -191,11 +190,25 @@ class LoadedRun:
         return next((s for s in self.served if s.name == backend), None)
 
 
-class _Evaluation(msgspec.Struct):
-    """The part of eval/<model>.json that the report shows."""
+# The parts of other documents that the report shows.
 
+
+class _Evaluation(msgspec.Struct):
     numerics: dict[str, OfflineSide] = {}
     reference_gates: dict[str, GateResult] = {}
+
+
+class _LayerDivergence(msgspec.Struct):
+    mean: float
+
+
+class _Sensitivity(msgspec.Struct):
+    numerics: str = ""
+    alone: dict[str, _LayerDivergence] = {}
+
+
+class _Inputs(msgspec.Struct):
+    workloads: list[AskedWorkload] = []
 
 
 class _Tried(msgspec.Struct):
@@ -203,8 +216,6 @@ class _Tried(msgspec.Struct):
 
 
 class _Search(msgspec.Struct):
-    """The part of search.json that the report shows."""
-
     chosen: str | None = None
     strategies: list[_Tried] = []
 
@@ -219,7 +230,7 @@ def load(run_dir: str | os.PathLike) -> LoadedRun:
         raise UsageError(f"{folder}: no such run directory", "annie-quant demo makes one in runs/demo")
     records, bad_lines = _records(folder / "records.jsonl")
     source = next((n for n in ("run.json", "bench.json") if (folder / n).is_file()), None)
-    evaluations = {p.stem: _salvage(_Evaluation, p) or _Evaluation() for p in sorted(folder.glob("eval/*.json"))}
+    evaluations = {p.stem: salvage_or_default(_Evaluation, p) for p in sorted(folder.glob("eval/*.json"))}
     if source is None and not records and not evaluations:
         raise UsageError(
             f"{folder}: neither run.json, bench.json, records.jsonl nor eval/*.json is there",
@@ -229,10 +240,10 @@ def load(run_dir: str | os.PathLike) -> LoadedRun:
         document = (salvage(schema.Run, folder / source) if source else None) or schema.Run()
     except ValueError as error:
         raise UsageError(f"{folder / str(source)}: not JSON ({error})", "run the command that wrote it again") from error
-    bench = _salvage(schema.Bench, folder / "bench.json") or schema.Bench()
-    inputs = _salvage(schema.Inputs, folder / "inputs.json")
-    search = _salvage(_Search, folder / "search.json") or _Search()
-    run = LoadedRun(folder, document, bench.backends, records, inputs.workloads if inputs else [], bad_lines)
+    bench = salvage_or_default(schema.Bench, folder / "bench.json")
+    inputs = salvage_or_default(_Inputs, folder / "inputs.json")
+    search = salvage_or_default(_Search, folder / "search.json")
+    run = LoadedRun(folder, document, bench.backends, records, inputs.workloads, bad_lines)
     run.tried = [row.strategy for row in search.strategies]
     run.verdict.candidate = run.verdict.candidate or search.chosen
     if not run.aggregates.served and records:  # a benchmark that was cut off
@@ -242,14 +253,6 @@ def load(run_dir: str | os.PathLike) -> LoadedRun:
     _add_sides(run)
     run.missing = _missing(run, source)
     return run
-
-
-def _salvage(kind: type[T], path: Path) -> T | None:
-    """salvage(), where a file that is not JSON counts as missing."""
-    try:
-        return salvage(kind, path)
-    except ValueError:
-        return None
 
 
 def _records(path: Path) -> tuple[list[RequestRecord], list[str]]:
@@ -272,10 +275,10 @@ def _add_evaluations(run: LoadedRun, evaluations: dict[str, _Evaluation]) -> Non
         if evaluation.reference_gates:
             offline.setdefault(REFERENCE, {}).setdefault(REFERENCE, OfflineSide(gates=evaluation.reference_gates))
     for path in sorted(run.folder.glob("sensitivity/*.json")):
-        sensitivity = _salvage(schema.Sensitivity, path)
-        side = offline.get(path.stem, {}).get(sensitivity.numerics) if sensitivity else None
-        if sensitivity and side and side.kl:
-            side.kl.by_layer = sensitivity.by_layer()
+        sensitivity = salvage_or_default(_Sensitivity, path)
+        side = offline.get(path.stem, {}).get(sensitivity.numerics)
+        if side and side.kl:
+            side.kl.by_layer = [LayerKL(layer, row.mean) for layer, row in sensitivity.alone.items()]
 
 
 def _add_models(run: LoadedRun) -> None:

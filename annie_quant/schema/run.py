@@ -71,7 +71,10 @@ class Run(msgspec.Struct, kw_only=True):
 
 
 def _upgrade(document: dict[str, Any]) -> None:
-    """Version 1 → 2: what servers report was not limited, and both files had the aggregates."""
+    """Version 1 → 2: what servers report was not limited, both files had the aggregates, KL without tokens was {"n_tokens": 0}."""
+    for sides in _mappings(_mapping(document.get("aggregates")).get("offline")):
+        for side in _mappings(sides):
+            side.update({key: None for key in ("kl", "kl_conversations", "kl_text") if side.get(key) == {"n_tokens": 0}})
     identities = document.get("backends")
     if isinstance(identities, dict):
         document["backends"] = {
@@ -80,6 +83,14 @@ def _upgrade(document: dict[str, Any]) -> None:
             else fields
             for name, fields in identities.items()
         }
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _mappings(value: Any) -> list[dict[str, Any]]:
+    return [item for item in _mapping(value).values() if isinstance(item, dict)]
 
 
 UPGRADES |= {Bench: _upgrade, Run: _upgrade}

@@ -38,6 +38,14 @@ def salvage(kind: type[T], path: str | os.PathLike[str]) -> T | None:
     return None if value is _MISFIT else value
 
 
+def salvage_or_default(kind: type[T], path: str | os.PathLike[str]) -> T:
+    """Return salvage(), or kind() where the file is missing, cannot be read or is not JSON."""
+    try:
+        return salvage(kind, path) or kind()
+    except (ValueError, OSError):
+        return kind()
+
+
 def salvage_line(kind: type[T], line: bytes) -> T:
     """Decode one line of a JSON Lines file; numbers that are not finite count as missing, lone surrogates are allowed.
 
@@ -57,7 +65,7 @@ def _number(text: str) -> int | float | None:
     value = float(text)
     if not math.isfinite(value) or abs(value) > LIMIT:
         return None
-    return value if any(mark in text for mark in ".eE") else int(text)
+    return int(value) if value.is_integer() else value
 
 
 def _fit(kind: Any, value: Any) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -179,7 +179,7 @@ def latency_table(run: LoadedRun, metric: str) -> Table:
     return table
 
 
-def kl_table(run: LoadedRun, sides: list[Side] | None = None) -> Table:
+def kl_table(run: LoadedRun, sides: Sequence[Side] | None = None) -> Table:
     table = Table(
         "KL divergence from bf16 per assistant token, in nats",
         "model",

@@ -26,8 +26,7 @@ from annie_quant.report.pages.comparison import gpu_names
 from annie_quant.report.pages.html import caveats
 from annie_quant.report.pages.markdown import LEGEND, bullets, grid, inert
 from annie_quant.report.run import REFERENCE, Backend, LoadedRun
-from annie_quant.schema import RECIPE_FILE, Audit, Environment, GateResult
-from annie_quant.schema.salvage import salvage_line, salvage_or_default
+from annie_quant.schema import RECIPE_FILE, Audit, Environment, GateResult, salvage_line, salvage_or_default
 
 TAGS = ("dgx-spark", "blackwell", "nvfp4", "qwen3.5", "modelopt", "annie-quant")
 RUNTIMES = ("vllm", "sglang")
@@ -173,8 +172,14 @@ def _opening(run: LoadedRun, subject: Subject) -> str:
 def _origin(subject: Subject) -> list[str]:
     summary, recipe = subject.audit.summary, subject.recipe
     producer = salvage_or_default(_QuantConfig, subject.folder / "hf_quant_config.json").producer
-    algorithm = [f"strategy {recipe.strategy}" if recipe.strategy else "", f"scale {recipe.scale}" if recipe.scale else ""]
-    algorithm += [f"algorithm {summary.algorithm}", f"written by {producer.name} {producer.version}" if producer.name else ""]
+    algorithm = [
+        f"strategy {recipe.strategy}" if recipe.strategy else "",
+        f"scale {recipe.scale}" if recipe.scale else "",
+    ]
+    algorithm += [
+        f"algorithm {summary.algorithm}",
+        f"written by {producer.name} {producer.version}" if producer.name else "",
+    ]
     findings = len(subject.audit.findings)
     return [
         ", ".join(filter(None, algorithm)),

@@ -25,7 +25,7 @@ from annie_quant.files import write_text
 from annie_quant.progress import Progress, as_progress
 from annie_quant.publish import card
 from annie_quant.report.run import REFERENCE, LoadedRun, load
-from annie_quant.schema.salvage import salvage_or_default
+from annie_quant.schema import salvage_or_default
 
 # What a server or transformers needs of a checkpoint folder.
 NAMES = (
@@ -124,7 +124,9 @@ def prepare(
     source = _folder(run, name, checkpoint)
     base = base_model or _known_base(source)
     if not base:
-        raise UsageError(f"{source}: config.json does not name the Hub model of this one", "add --base-model OWNER/NAME")
+        raise UsageError(
+            f"{source}: config.json does not name the Hub model of this one", "add --base-model OWNER/NAME"
+        )
     audit = checkpoints.audit(source)
     problems = [f"audit: {f.message}" for f in audit.findings] + objections(run, name)
     calibration = Path(calib_data) if calib_data else run.folder / "calibration.jsonl"
@@ -141,7 +143,9 @@ def prepare(
     files |= {f"evidence/{n}": run.folder / n for n in extras if (run.folder / n).is_file()}
     for path, file in files.items():
         if secret := secret_in(file):
-            raise UsageError(f"{path} contains {secret}; it cannot be published, not even with --force", f"check {file}")
+            raise UsageError(
+                f"{path} contains {secret}; it cannot be published, not even with --force", f"check {file}"
+            )
     folder = _stage(run.folder / "publish" / repo_id.replace("/", "--"), files, text)
     return Plan(
         repo_id=repo_id,
@@ -267,7 +271,8 @@ def upload(
     """
     if plan.refused:
         raise UsageError(
-            f"not published: {'; '.join(plan.objections[:4])}", 'fix the objections, or publish anyway: --force "REASON"'
+            f"not published: {'; '.join(plan.objections[:4])}",
+            'fix the objections, or publish anyway: --force "REASON"',
         )
     hub, errors = need("huggingface_hub", "quantize"), need("huggingface_hub.errors", "quantize")
     if not (token or hub.get_token()):
@@ -315,9 +320,7 @@ def _check_visibility(errors: Any, api: Any, plan: Plan) -> None:
     except errors.RepositoryNotFoundError:
         return
     if plan.private and not repository.private:
-        raise UsageError(
-            f"{plan.repo_id} exists and is public", "add --public, or choose another name"
-        )
+        raise UsageError(f"{plan.repo_id} exists and is public", "add --public, or choose another name")
 
 
 def _missing_files(api: Any, plan: Plan) -> list[str]:

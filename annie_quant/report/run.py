@@ -19,8 +19,18 @@ from annie_quant.errors import UsageError
 from annie_quant.judge import decision
 from annie_quant.report import recount
 from annie_quant.report.format import clean, name
-from annie_quant.schema import AskedWorkload, GateResult, LayerKL, ModelRow, OfflineSide, RequestRecord, ServedSide, salvage
-from annie_quant.schema.salvage import salvage_line, salvage_or_default
+from annie_quant.schema import (
+    AskedWorkload,
+    GateResult,
+    LayerKL,
+    ModelRow,
+    OfflineSide,
+    RequestRecord,
+    ServedSide,
+    salvage,
+    salvage_line,
+    salvage_or_default,
+)
 
 NUMERICS = {"bf16": "reference", "w4a4": "W4A4", "w4a16": "W4A16"}
 REFERENCE = "bf16"
@@ -239,7 +249,9 @@ def load(run_dir: str | os.PathLike) -> LoadedRun:
     try:
         document = (salvage(schema.Run, folder / source) if source else None) or schema.Run()
     except ValueError as error:
-        raise UsageError(f"{folder / str(source)}: not JSON ({error})", "run the command that wrote it again") from error
+        raise UsageError(
+            f"{folder / str(source)}: not JSON ({error})", "run the command that wrote it again"
+        ) from error
     bench = salvage_or_default(schema.Bench, folder / "bench.json")
     inputs = salvage_or_default(_Inputs, folder / "inputs.json")
     search = salvage_or_default(_Search, folder / "search.json")

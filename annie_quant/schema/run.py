@@ -74,7 +74,9 @@ def _upgrade(document: dict[str, Any]) -> None:
     """Version 1 → 2: what servers report was not limited, both files had the aggregates, KL without tokens was {"n_tokens": 0}."""
     for sides in _mappings(_mapping(document.get("aggregates")).get("offline")):
         for side in _mappings(sides):
-            side.update({key: None for key in ("kl", "kl_conversations", "kl_text") if side.get(key) == {"n_tokens": 0}})
+            side.update(
+                {key: None for key in ("kl", "kl_conversations", "kl_text") if side.get(key) == {"n_tokens": 0}}
+            )
     identities = document.get("backends")
     if isinstance(identities, dict):
         document["backends"] = {

@@ -37,7 +37,7 @@ WORKLOADS = {  # name → gates, tokens of an answer, question
     "tool_memory": (
         ["tool_call", "tool_arguments", "thinking_leak"],
         18,
-        "What did I tell you about my cat number {i}?",
+        "What do you remember about my cat number {i}?",
     ),
     "tool_web": (["tool_call", "tool_arguments", "thinking_leak"], 18, "What is in the news today, item {i}?"),
     "multi_turn": (["non_empty", "no_markdown", "thinking_leak"], 16, "And on day {i}?"),
@@ -79,6 +79,7 @@ def stats(values: list[float], seed: int) -> dict:
         "low": medians[2],
         "high": medians[96],
         "n": len(values),
+        "n_prompts": len(values),
     }
 
 
@@ -119,8 +120,8 @@ def record(rng: random.Random, model: tuple, workload: str, i: int, turn: int, n
     gaps = [
         round(tpot * rng.lognormvariate(0, 0.15), 3) for _ in range(max(1, int(n_tokens * rng.uniform(0.7, 1.3)) - 1))
     ]
-    said = answer(rng, workload, i, faults)
-    tool = bool(said["tool_calls"])
+    content = answer(rng, workload, i, faults)
+    tool = bool(content["tool_calls"])
     last = first + sum(gaps)
     return {
         "id": f"{name}/{workload}/{i}/0/{turn}",
@@ -155,7 +156,7 @@ def record(rng: random.Random, model: tuple, workload: str, i: int, turn: int, n
         "completion_tokens": len(gaps) + 1,
         "tokens_estimated": False,
         "merged_reads": 0,
-        **said,
+        **content,
     }
 
 
@@ -196,17 +197,17 @@ METRICS = {
 
 
 def pooled(rows: list[dict], metric: str) -> list[float]:
-    found = [r[METRICS[metric]] for r in rows if not r["error"] and r[METRICS[metric]] is not None]
-    return [v for f in found for v in (f if isinstance(f, list) else [f])]
+    values = [r[METRICS[metric]] for r in rows if not r["error"] and r[METRICS[metric]] is not None]
+    return [v for value in values for v in (value if isinstance(value, list) else [value])]
 
 
 def served_part(rows: list[dict], model: tuple) -> dict:
     counts: dict[str, list[int]] = {}
     for r in rows:
         for gate, passed in r["checks"].items():
-            seen = counts.setdefault(gate, [0, 0])
-            seen[0] += passed
-            seen[1] += 1
+            total = counts.setdefault(gate, [0, 0])
+            total[0] += passed
+            total[1] += 1
     workloads = {}
     for w in WORKLOADS:
         own = [r for r in rows if r["workload"] == w]
@@ -256,21 +257,30 @@ def offline_part(n: int = 120) -> dict:
         }
         return {g: gate_row(g, round(n * r), n) for g, r in rates.items()}
 
-    def kl(scale: float) -> dict:
+    def figures(mean: float, n_tokens: int) -> dict:
         return {
-            "mean": 0.02 * scale,
-            "median": 0.0008 * scale,
-            "p99": 0.4 * scale,
-            "max": 4.1 * scale,
-            "same_top": 1 - 0.02 * scale,
-            "n_tokens": 7412,
-            "by_class": {
-                "tool_call": {"mean": 0.05 * scale, "n": 900},
-                "first_token": {"mean": 0.03 * scale, "n": 400},
-                "prose": {"mean": 0.008 * scale, "n": 5600},
-                "end": {"mean": 0.002 * scale, "n": 512},
-            },
-            "by_category": {"greeting": {"mean": 0.01 * scale, "n": 2000}, "tools": {"mean": 0.04 * scale, "n": 2000}},
+            "n_tokens": n_tokens,
+            "mean": mean,
+            "median": 0.04 * mean,
+            "p99": 20 * mean,
+            "max": 205 * mean,
+            "same_top": 1 - mean,
+            "flips": round(n_tokens * mean),
+            "flips_predicted": 0.9 * n_tokens * mean,
+            "perplexity": 1.34,
+            "perplexity_reference": 1.33,
+            "delta_p_mean": -0.1 * mean,
+            "delta_p_rms": mean,
+            "margin_median": 4.2,
+            "noise_median": 0.5,
+        }
+
+    def kl(scale: float) -> dict:
+        classes = {"tool_call": (0.05, 900), "first_token": (0.03, 400), "prose": (0.008, 5600), "end": (0.002, 512)}
+        categories = {"greeting": (0.01, 2000), "tools": (0.04, 2000)}
+        return figures(0.02 * scale, 7412) | {
+            "by_class": {k: figures(mean * scale, n) for k, (mean, n) in classes.items()},
+            "by_category": {k: figures(mean * scale, n) for k, (mean, n) in categories.items()},
         }
 
     return {
@@ -295,8 +305,8 @@ def comparisons(rows: list[dict]) -> list[dict]:
                 sides = []
                 for name in (first, other):
                     own = [r for r in rows if r["backend"] == name and w in (r["workload"], "all") and not r["error"]]
-                    found = {(r["case"], r["turn"]): r[METRICS[metric]] for r in own}
-                    sides.append({k: v for k, v in found.items() if v is not None})
+                    values = {(r["case"], r["turn"]): r[METRICS[metric]] for r in own}
+                    sides.append({k: v for k, v in values.items() if v is not None})
                 pairs = [(sides[0][c], sides[1][c]) for c in sides[0] if c in sides[1]]
                 gaps = sorted(b - a for a, b in pairs)
                 gate_table.append(
@@ -390,7 +400,7 @@ def make_run(folder: str | Path, n: int = 30, seed: int = 0, hostile: bool = Tru
             "passed": False,
             "candidate": "naive",
             "incumbent": "q4_k_m",
-            "reasons": ["naive W4A4: tool calls 50 of 120, below the founding rate of 60 %."],
+            "reasons": ["naive W4A4: tool calls 50 of 120, below the required rate of 60 %."],
             "caveats": [
                 "The servers ran on a shared two-core machine: speeds are not those of a DGX Spark.",
                 "Synthetic figures: this run was made by tests/helpers/report_fixture.py.",

@@ -44,9 +44,9 @@ class Read(HTMLParser):
 
 def first_number(words: str) -> tuple[float, float] | None:
     """The first number in a cell and half a unit of its last digit; None for a dash."""
-    found = re.search(r"[-−+]?[\d\u202f]*\.?\d+", words)
-    if not found:
+    match = re.search(r"[-−+]?[\d\u202f]*\.?\d+", words)
+    if not match:
         return None
-    digits = found.group().replace("\u202f", "").replace("−", "-")
+    digits = match.group().replace("\u202f", "").replace("−", "-")
     decimals = len(digits.partition(".")[2])
     return float(digits), 0.5000001 * 10**-decimals

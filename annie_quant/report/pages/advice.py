@@ -92,12 +92,18 @@ def _four_bits(run: LoadedRun, model: str) -> bool:
 def _model(run: LoadedRun, model: str, chosen: bool) -> Step:
     sides = run.sides_of(model)
     audit = next((s.summary for s in run.document.stages if s.name == f"audit-{model}"), None)
-    steps = [Step(f"every tensor audited: {audit}", "pass" if audit == "sound" else "fail")] if audit is not None else []
+    steps = (
+        [Step(f"every tensor audited: {audit}", "pass" if audit == "sound" else "fail")] if audit is not None else []
+    )
     steps += [_gates(run, side) for side in sides]
     if not any(s.kind == "served" for s in sides):
         steps.append(Step("serving: not tried"))
     verdict = decision.combined([s.verdict for s in steps if s.verdict] or ["undecided"])
-    end = {"pass": "passes every gate", "fail": "fails: try the next strategy", "undecided": "open: more answers needed"}
+    end = {
+        "pass": "passes every gate",
+        "fail": "fails: try the next strategy",
+        "undecided": "open: more answers needed",
+    }
     return Step(f"{run.label(model)}: {end[verdict]}" + (", the candidate" if chosen else ""), verdict, steps)
 
 
@@ -112,4 +118,6 @@ def _gates(run: LoadedRun, side: Side) -> Step:
     ]
     where = "smoke test and gates behind a server" if side.kind == "served" else f"gates under {side.title}"
     passing = sum(r.verdict == "pass" for r in gates.values())
-    return Step(f"{where}: {passing} of {len(gates)} gates pass" + "; ".join(["", ", ".join(named)] if named else []), verdict)
+    return Step(
+        f"{where}: {passing} of {len(gates)} gates pass" + "; ".join(["", ", ".join(named)] if named else []), verdict
+    )

@@ -147,7 +147,9 @@ def _questions(run: LoadedRun) -> dict[PromptKey, str]:
     questions: dict[PromptKey, str] = defaultdict(str)
     for workload in run.inputs:
         for case in workload.cases:
-            user = [m["content"] for m in case.messages if m.get("role") == "user" and isinstance(m.get("content"), str)]
+            user = [
+                m["content"] for m in case.messages if m.get("role") == "user" and isinstance(m.get("content"), str)
+            ]
             for turn, text in enumerate(case.turns or user[-1:]):
                 questions[workload.name, case.id, turn] = text
     return questions

@@ -26,7 +26,9 @@ def dimensions(run: LoadedRun) -> Table | None:
         return None
     sides = [(s, w) for s, w in ((run.incumbent, "current"), (run.candidate, "candidate")) if s]
     table = Table(
-        "What is served now and what would take its place", "dimension", [f"{run.label(s.model)} ({w})" for s, w in sides]
+        "What is served now and what would take its place",
+        "dimension",
+        [f"{run.label(s.model)} ({w})" for s, w in sides],
     )
     rows: tuple[tuple[str, Callable[[LoadedRun, Backend], Cell]], ...] = (
         ("runtime", _runtime),
@@ -142,7 +144,7 @@ def cache_bytes(config: dict[str, Any], tokens: int = CONTEXT) -> tuple[int, int
 
 
 def container(side: Backend) -> str:
-    """"vLLM" or "SGLang" where that serves the side from its container image, else ""."""
+    """ "vLLM" or "SGLang" where that serves the side from its container image, else ""."""
     runtime = (side.data.runtime or "").lower()
     return next((title for key, title in CONTAINERS.items() if key in runtime), "")
 

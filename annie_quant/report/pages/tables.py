@@ -190,7 +190,9 @@ def kl_table(run: LoadedRun, sides: Sequence[Side] | None = None) -> Table:
         kl = side.data.kl
         if kl is not None and (sides is None or side in sides):
             key = f"kl|{side.key}|"
-            cells = [figure(significant(getattr(kl, k)), key + k, getattr(kl, k)) for k in ("mean", "median", "p99", "max")]
+            cells = [
+                figure(significant(getattr(kl, k)), key + k, getattr(kl, k)) for k in ("mean", "median", "p99", "max")
+            ]
             cells += [
                 figure(share(kl.same_top), f"{key}same_top", kl.same_top),
                 figure(count(kl.n_tokens), f"{key}n_tokens", kl.n_tokens),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import click
@@ -14,15 +15,36 @@ import annie_quant
 @click.option(
     "--output", type=click.Path(path_type=Path), help="Folder of the trends of several runs. Default: trends."
 )
-def report(run_dirs: tuple[Path, ...], output: Path | None) -> None:
-    """Write report.html, report.md and comparison.md into a run directory; for several runs, trends.html and trends.md."""
+@click.option(
+    "--verify",
+    is_flag=True,
+    help="Count the served figures again from records.jsonl; print what differs, write nothing.",
+)
+def report(run_dirs: tuple[Path, ...], output: Path | None, verify: bool) -> None:
+    """Write report.html, report.md and comparison.md into a run directory; for several runs, trends.html and trends.md.
+
+    With --verify the exit code is 1 if a figure of run.json differs from the records.
+    """
     from annie_quant.report.pages import trends
 
     if len(run_dirs) == 1 and output is not None:
         raise click.UsageError(
             "--output is for the trends of several runs; the report of one run is written into its folder"
         )
+    if verify:
+        _verify(run_dirs)
+        return
     several = len(run_dirs) > 1
     paths = trends.build(run_dirs, output or Path("trends")) if several else annie_quant.report.build(run_dirs[0])
     for path in paths:
         click.echo(str(path))
+
+
+def _verify(run_dirs: tuple[Path, ...]) -> None:
+    checks = [(folder, annie_quant.report.verify(folder)) for folder in run_dirs]
+    for folder, check in checks:
+        click.echo(f"{folder}: {check.summary}")
+        for difference in check.differences:
+            click.echo(f"  {difference}")
+    if any(check.differences for _, check in checks):
+        sys.exit(1)

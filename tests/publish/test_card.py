@@ -1,4 +1,4 @@
-"""The model card: metadata as huggingface_hub checks them, every figure as the records give it, nothing hidden."""
+"""The model card: metadata that huggingface_hub accepts, every figure counted again from the records, nothing hidden."""
 
 from __future__ import annotations
 
@@ -68,19 +68,19 @@ def test_every_result_in_the_metadata_is_counted_again(plan, run):
     rows = [json.loads(line) for line in (run / "records.jsonl").open(encoding="utf-8")]
     document = json.loads((run / "run.json").read_text())
     served = 0
-    for found in hub.ModelCard(plan.card).data.eval_results:
-        gate, said = found.metric_type, found.metric_args
-        if found.dataset_config == "mlp_only":
+    for result in hub.ModelCard(plan.card).data.eval_results:
+        gate, counts = result.metric_type, result.metric_args
+        if result.dataset_config == "mlp_only":
             served += 1
             own = [r for r in rows if r["backend"] == "mlp_only" and not r["warmup"]]
             checks = [r["checks"][gate] for r in own if gate in r["checks"]]
-            assert (said["passes"], said["n"]) == (sum(checks), len(checks)), gate
+            assert (counts["passes"], counts["n"]) == (sum(checks), len(checks)), gate
         else:
-            numerics = found.dataset_config.split("/")[1]
+            numerics = result.dataset_config.split("/")[1]
             row = document["aggregates"]["offline"]["mlp_only"][numerics]["gates"][gate]
-            assert (said["passes"], said["n"]) == (row["passes"], row["n"]), gate
-        assert found.metric_value == pytest.approx(said["passes"] / said["n"], abs=1e-4)
-        assert said["low"] <= found.metric_value + 1e-4 and found.metric_value <= said["high"] + 1e-4
+            assert (counts["passes"], counts["n"]) == (row["passes"], row["n"]), gate
+        assert result.metric_value == pytest.approx(counts["passes"] / counts["n"], abs=1e-4)
+        assert counts["low"] <= result.metric_value + 1e-4 and result.metric_value <= counts["high"] + 1e-4
     assert served >= 5
 
 
@@ -102,7 +102,7 @@ def test_the_table_of_results_is_counted_again(plan, run):
 
 
 def prepared(run, checkpoint, folder, **record):
-    """A card for a copy of the checkpoint whose own record (annie_quant.json) says `record` besides; None: has no record."""
+    """A card for a copy of the checkpoint whose own record (annie_quant.json) has `record` added; without `record` it has none."""
     copy = Path(shutil.copytree(checkpoint, folder / "model"))
     if record:
         known = json.loads((copy / "annie_quant.json").read_text()) if (copy / "annie_quant.json").exists() else {}
@@ -116,7 +116,7 @@ def section(card: str) -> str:
     return card.split("## Calibration")[1].split("## Results")[0].replace("\\", "")
 
 
-def test_calibration_says_where_it_came_from(run, checkpoint, tmp_path):
+def test_calibration_states_its_origin(run, checkpoint, tmp_path):
     content = (run / "calibration.jsonl").read_bytes()
     rows = [json.loads(line) for line in content.splitlines()]
     digest = hashlib.sha256(content).hexdigest()
@@ -128,12 +128,12 @@ def test_calibration_says_where_it_came_from(run, checkpoint, tmp_path):
     assert "own record names this file, 24 conversations at most" in part
 
 
-def test_calibration_of_another_file_is_said(run, checkpoint, tmp_path):
+def test_calibration_of_another_file_is_stated(run, checkpoint, tmp_path):
     part = section(prepared(run, checkpoint, tmp_path, calib_data_sha256="ef" * 32))
     assert f"another file, SHA-256 {'ef' * 32}" in part
 
 
-def test_without_calibration_data_it_says_so(run, checkpoint, tmp_path):
+def test_without_calibration_data_the_card_states_it(run, checkpoint, tmp_path):
     assert "None: this strategy was given no calibration data" in section(
         prepared(run, checkpoint, tmp_path / "none", calib_data_sha256=None)
     )
@@ -153,7 +153,7 @@ def test_the_recipe_is_for_this_checkpoint(plan):
 
 
 def test_the_strategy_is_that_of_the_checkpoint_s_own_record(run, checkpoint, tmp_path):
-    """A run names its models as it likes."""
+    """The names of models in a run are free."""
     card = prepared(run, checkpoint, tmp_path / "known", strategy="awq_lite", scale="sweep")
     assert "strategy awq" in card and "scale sweep" in card
     assert hub.ModelCard(card).data.quantization["strategy"] == "awq_lite"

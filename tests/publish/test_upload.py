@@ -1,4 +1,4 @@
-"""Publishing against a Hub on this machine: what goes up, what never does, broken transfers, refusals."""
+"""Uploads to a local Hub: what is uploaded, what never is, broken transfers, refusals."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SECRET = "hf_" + "abcdefghijklmnopqrstuvwxyzABCDEFGH"
 
 @pytest.fixture(scope="module", autouse=True)
 def quick():
-    """Workers of the upload that have nothing to do sleep ten seconds; here a fifth of one. Plain LFS, no Xet."""
+    """Idle workers of the upload sleep 0.2 seconds in place of ten. Plain LFS, no Xet."""
     from huggingface_hub import _upload_large_folder as large
     from huggingface_hub.utils import _http
 
@@ -71,7 +71,7 @@ def test_everything_arrives_and_the_repository_is_private(run, checkpoint):
         done = upload.upload(plan, endpoint=hub.url, token="t" * 20)
         assert hub.repos[REPO]["private"] is True and hub.tokens == {"Bearer " + "t" * 20, ""}, "storage needs none"
         assert hub.committed[REPO] == contents(checkpoint) | {"README.md": plan.card.encode()}
-    assert done["url"] == f"{hub.url}/{REPO}" and done["files"] == len(plan.files)
+    assert done.url == f"{hub.url}/{REPO}" and done.files == len(plan.files)
 
 
 def test_a_transfer_that_breaks_is_repeated(run, checkpoint):
@@ -82,10 +82,10 @@ def test_a_transfer_that_breaks_is_repeated(run, checkpoint):
         assert hub.puts() >= 3
 
 
-def test_an_upload_that_never_gets_through_ends_and_the_next_goes_on(run, checkpoint):
+def test_an_upload_that_keeps_failing_ends_and_the_next_resumes(run, checkpoint):
     with fake_hub.FakeHub() as hub:
         hub.break_puts = -1
-        with pytest.raises(ServerError, match="broke off"):
+        with pytest.raises(ServerError, match="upload failed"):
             upload.upload(prepare(run, checkpoint), endpoint=hub.url, token="t" * 20)
         assert "model.safetensors" not in hub.committed.get(REPO, {})
         hub.break_puts = 0
@@ -121,7 +121,7 @@ def command(hub_url, *arguments):
     return [sys.executable, "-c", COMMAND, "publish", *map(str, arguments)], environment
 
 
-def test_a_killed_command_goes_on_where_it_was(run, checkpoint):
+def test_a_killed_command_resumes(run, checkpoint):
     """SIGKILL in the middle of a transfer of parts; the same command then finishes the upload."""
     arguments = [run, "--repo", REPO, "--model", "mlp_only", "--checkpoint", checkpoint, "--base-model", "owner/tiny"]
     with fake_hub.FakeHub() as hub:
@@ -143,7 +143,7 @@ def test_a_killed_command_goes_on_where_it_was(run, checkpoint):
         assert "model.safetensors" in ended.stdout and f"uploaded: {hub.url}/{REPO}" in ended.stderr
 
 
-def test_a_dry_run_lists_and_asks_nothing(run, checkpoint):
+def test_a_dry_run_lists_and_sends_nothing(run, checkpoint):
     with fake_hub.FakeHub() as hub:
         words, environment = command(
             hub.url, run, "--repo", REPO, "--model", "mlp_only", "--checkpoint", checkpoint, "--base-model", "owner/tiny",
@@ -151,14 +151,14 @@ def test_a_dry_run_lists_and_asks_nothing(run, checkpoint):
         )  # fmt: skip
         ended = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60)
         assert ended.returncode == 0, ended.stderr
-        said = json.loads(ended.stdout)
+        printed = json.loads(ended.stdout)
         assert hub.requests == []
-    sizes = {f["path"]: f["size_bytes"] for f in said["files"]}
+    sizes = {f["path"]: f["size_bytes"] for f in printed["files"]}
     assert {k: v for k, v in sizes.items() if k != "README.md"} == {k: len(v) for k, v in contents(checkpoint).items()}
-    assert said["private"] is True and said["size_bytes"] == sum(sizes.values())
+    assert printed["private"] is True and printed["size_bytes"] == sum(sizes.values())
 
 
-def test_what_is_not_of_the_model_stays_at_home(run, checkpoint, tmp_path):
+def test_other_files_are_not_uploaded(run, checkpoint, tmp_path):
     folder = Path(shutil.copytree(checkpoint, tmp_path / "model"))
     for name in (".env", "train.log", "optimizer.pt", "notes.txt", "id_rsa", "server.log"):
         (folder / name).write_text(f"TOKEN={SECRET}")
@@ -170,7 +170,7 @@ def test_what_is_not_of_the_model_stays_at_home(run, checkpoint, tmp_path):
     more = {n for n, _ in prepare(run, folder, with_report=True, with_records=True).files}
     assert {"evidence/records.jsonl", "evidence/inputs.json"} <= more and not any("stream" in n for n in more)
     assert {n for n, _ in prepare(run, folder).files} == {n for n, _ in plan.files}, (
-        "evidence goes when it is not asked for"
+        "evidence is removed when it is no longer an option"
     )
 
 
@@ -199,8 +199,8 @@ def test_failed_gates_refuse_unless_a_reason_is_given(run, checkpoint):
         with pytest.raises(UsageError, match="not published"):
             upload.upload(plan, endpoint=hub.url, token="t" * 20)
         assert hub.requests == []
-        said = prepare(run, checkpoint, model="naive", forced="shows what naive quantization does")
-        upload.upload(said, endpoint=hub.url, token="t" * 20)
+        forced = prepare(run, checkpoint, model="naive", forced="shows what naive quantization does")
+        upload.upload(forced, endpoint=hub.url, token="t" * 20)
         assert b"shows what naive quantization does" in hub.committed[REPO]["README.md"]
 
 
@@ -234,14 +234,14 @@ def test_a_public_repository_is_not_filled_by_mistake(run, checkpoint):
 
 
 @pytest.mark.parametrize("status", [401, 403])
-def test_a_hub_that_says_no_is_one_clear_line(run, checkpoint, status):
+def test_a_refusal_of_the_hub_is_one_clear_line(run, checkpoint, status):
     with fake_hub.FakeHub() as hub:
         hub.status = status
-        with pytest.raises((ServerError, UsageError), match=r"Hub refused|broke off"):
+        with pytest.raises((ServerError, UsageError), match=r"Hub refused|upload failed"):
             upload.upload(prepare(run, checkpoint), endpoint=hub.url, token="t" * 20)
 
 
-def test_no_token_is_said_before_anything_is_asked(run, checkpoint, monkeypatch):
+def test_a_missing_token_is_reported_before_any_request(run, checkpoint, monkeypatch):
     import huggingface_hub
 
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
@@ -257,7 +257,7 @@ def test_what_the_hub_lost_is_noticed(run, checkpoint):
     with fake_hub.FakeHub() as hub:
         upload.upload(plan, endpoint=hub.url, token="t" * 20)
         hub.committed[REPO]["config.json"] = b"{}"
-        with pytest.raises(ServerError, match=r"does not hold config\.json"):
+        with pytest.raises(ServerError, match=r"lacks config\.json"):
             upload.upload(plan, endpoint=hub.url, token="t" * 20)
         upload.upload(plan, endpoint=hub.url, token="t" * 20)
         assert hub.committed[REPO]["config.json"] == (checkpoint / "config.json").read_bytes()
@@ -269,8 +269,8 @@ def test_what_a_search_chose_is_published_from_its_folder(whole_run, checkpoint,
     (tmp_path / "eval").mkdir()
     for name in ("naive", "mlp_only"):
         shutil.copytree(checkpoint, tmp_path / "models" / name)
-        found = {"numerics": offline[name], "reference_gates": offline["bf16"]["bf16"]["gates"]}
-        (tmp_path / "eval" / f"{name}.json").write_text(json.dumps(found))
+        evaluation = {"numerics": offline[name], "reference_gates": offline["bf16"]["bf16"]["gates"]}
+        (tmp_path / "eval" / f"{name}.json").write_text(json.dumps(evaluation))
     rows = [{"strategy": "naive"}, {"strategy": "mlp_only"}]
     (tmp_path / "search.json").write_text(json.dumps({"chosen": "mlp_only", "strategies": rows}))
     plan = upload.prepare(tmp_path, REPO, base_model="owner/tiny")
@@ -280,7 +280,7 @@ def test_what_a_search_chose_is_published_from_its_folder(whole_run, checkpoint,
         upload.prepare(tmp_path, REPO, base_model="owner/tiny")
 
 
-def test_a_benchmark_with_an_evaluation_beside_it_is_one_model(whole_run, checkpoint, tmp_path):
+def test_a_benchmark_and_an_evaluation_are_one_model(whole_run, checkpoint, tmp_path):
     """As the how-to has it: eval --output RUN/eval/BACKEND.json, then bench --output RUN, then publish."""
     document = json.loads((whole_run / "run.json").read_text())
     aggregates = document["aggregates"]

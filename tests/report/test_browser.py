@@ -1,4 +1,4 @@
-"""The report in a real browser: nothing logged, nothing asked of a network, controls that work, text that can be read."""
+"""The report in a real browser: no console messages, no network requests, working controls, readable text."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ aiohttp = pytest.importorskip("aiohttp", reason="aiohttp speaks to Chromium's De
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    made = report_fixture.make_run(tmp_path_factory.mktemp("browser") / "run", n=20)
-    report.build(made)
-    return made
+    run = report_fixture.make_run(tmp_path_factory.mktemp("browser") / "run", n=20)
+    report.build(run)
+    return run
 
 
 CONTRAST = """
@@ -69,18 +69,18 @@ OUTLINE = """
 
 def test_opens_quietly_at_every_width_and_in_both_themes(folder):
     async def visit(page):
-        seen = []
+        pages = []
         for width in (400, 900, 1400):
             for dark in (False, True):
                 await page.view(width, dark)
                 seconds = await page.open((folder / "report.html").as_uri())
-                seen.append((width, seconds, await page.evaluate("document.documentElement.scrollWidth")))
-        return seen, page.messages, page.requests
+                pages.append((width, seconds, await page.evaluate("document.documentElement.scrollWidth")))
+        return pages, page.messages, page.requests
 
-    seen, messages, requests = chromium.browse(visit)
+    pages, messages, requests = chromium.browse(visit)
     assert messages == []
     assert requests == [(folder / "report.html").as_uri()] * 6, "nothing but the file itself"
-    for width, seconds, wide in seen:
+    for width, seconds, wide in pages:
         assert wide <= width, "the page itself never scrolls sideways"
         assert seconds <= 2
 
@@ -100,7 +100,7 @@ def test_hostile_answers_do_nothing(folder):
 
 
 def test_the_policy_stops_a_script_that_got_in(folder, tmp_path):
-    """Negative control for two tests at once: an injected script does not run, and the browser's complaint is seen."""
+    """Negative control for two tests at once: an injected script does not run, and the browser reports it."""
     html = (folder / "report.html").read_text(encoding="utf-8")
     (tmp_path / "bad.html").write_text(
         html.replace(
@@ -122,60 +122,64 @@ def test_controls_work(folder):
         await page.view(1400, False)
         await page.open((folder / "report.html").as_uri())
         run = page.evaluate
-        found = {"before": await run("document.querySelectorAll('.prompt:not([hidden])').length")}
+        results = {"before": await run("document.querySelectorAll('.prompt:not([hidden])').length")}
         await run("document.querySelector('#answers .more').click()")
-        found["more"] = await run("document.querySelectorAll('.prompt:not([hidden])').length")
+        results["more"] = await run("document.querySelectorAll('.prompt:not([hidden])').length")
         await run("""(() => { const s = document.querySelector('[data-for=answers] [name=fault]'); s.value = 'tool_call';
                   s.dispatchEvent(new Event('input', {bubbles: true})); })()""")
-        found["faulty"] = await run(
+        results["faulty"] = await run(
             "[...document.querySelectorAll('.prompt:not([hidden])')].every((p) => p.dataset.gates.includes(' tool_call '))"
         )
-        found["output"] = await run("document.querySelector('[data-for=answers] output').textContent")
+        results["output"] = await run("document.querySelector('[data-for=answers] output').textContent")
         await run("""(() => { const s = document.querySelector('[data-for=answers] input[type=search]'); s.value = 'no such words';
                   s.dispatchEvent(new Event('input', {bubbles: true})); })()""")
-        found["none"] = await run("document.querySelectorAll('.prompt:not([hidden])').length")
+        results["none"] = await run("document.querySelectorAll('.prompt:not([hidden])').length")
         await run("document.querySelector('#gates details').open = true")
         await run("document.querySelectorAll('#gates thead button')[3].click()")
-        found["sorted"] = await run(
+        results["sorted"] = await run(
             "[...document.querySelectorAll('#gates tbody tr')].map((r) => Number(r.cells[3].dataset.s))"
         )
-        found["aria"] = await run("document.querySelectorAll('#gates thead th')[3].getAttribute('aria-sort')")
+        results["aria"] = await run("document.querySelectorAll('#gates thead th')[3].getAttribute('aria-sort')")
         await run("document.querySelector('.tabs [data-group=itl_ms]').click()")
-        found["tab"] = await run(
+        results["tab"] = await run(
             "[...document.querySelectorAll('#fig-distributions .panel:not([hidden])')].every((p) => p.dataset.group === 'itl_ms')"
         )
         ground = "getComputedStyle(document.body).backgroundColor"
-        found["light"] = await run(ground)
+        results["light"] = await run(ground)
         await run("document.querySelector('#theme').click()")
-        found["dark"] = await run(ground)
-        found["csv"] = await run(
+        results["dark"] = await run(ground)
+        results["csv"] = await run(
             "fetch === undefined ? '' : atob(document.querySelector('a[download=\"results.csv\"]').href.split(',')[1])"
         )
-        return found, page.messages
+        return results, page.messages
 
-    found, messages = chromium.browse(visit)
+    results, messages = chromium.browse(visit)
     assert messages == []
-    assert found["before"] == 25 and found["more"] == 50 and found["faulty"] and found["none"] == 0
-    assert found["output"].split()[0].isdigit() and int(found["output"].split()[0]) > 0
-    assert found["sorted"] == sorted(found["sorted"]) and found["aria"] == "ascending" and len(found["sorted"]) > 50
-    assert found["tab"] and found["light"] == "rgb(255, 255, 255)" and found["dark"] == "rgb(20, 24, 29)"
-    assert found["csv"] == (folder / "results.csv").read_text(encoding="utf-8")
+    assert results["before"] == 25 and results["more"] == 50 and results["faulty"] and results["none"] == 0
+    assert results["output"].split()[0].isdigit() and int(results["output"].split()[0]) > 0
+    assert (
+        results["sorted"] == sorted(results["sorted"])
+        and results["aria"] == "ascending"
+        and len(results["sorted"]) > 50
+    )
+    assert results["tab"] and results["light"] == "rgb(255, 255, 255)" and results["dark"] == "rgb(20, 24, 29)"
+    assert results["csv"] == (folder / "results.csv").read_text(encoding="utf-8")
 
 
 def test_it_can_be_read_by_everyone(folder):
     async def visit(page):
-        found = {}
+        results = {}
         for dark in (False, True):
             await page.view(1200, dark)
             await page.open((folder / "report.html").as_uri())
             await page.evaluate("document.querySelectorAll('details').forEach((d) => { d.open = true; })")
-            found[dark] = await page.evaluate(CONTRAST)
+            results[dark] = await page.evaluate(CONTRAST)
         await page.evaluate("document.querySelector('h1').style.color = '#555'")
-        found["pale"] = await page.evaluate(CONTRAST)
-        return found, await page.evaluate(OUTLINE)
+        results["pale"] = await page.evaluate(CONTRAST)
+        return results, await page.evaluate(OUTLINE)
 
     contrast, outline = chromium.browse(visit)
-    assert len(contrast.pop("pale")) == 1, "negative control: a grey heading on the dark ground is seen"
+    assert len(contrast.pop("pale")) == 1, "negative control: a grey heading on the dark ground is reported"
     assert contrast == {False: [], True: []}, "text below 4.5 : 1"
     levels = outline["levels"]
     assert levels[0] == 1 and levels.count(1) == 1

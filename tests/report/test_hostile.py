@@ -1,4 +1,4 @@
-"""What a model says can do nothing to the report: no tag, no script, no character that steers text."""
+"""Text from a model cannot act in the report: no tag, no script, no control or direction character."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from annie_quant.report.pages import answers, markdown
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    made = report_fixture.make_run(tmp_path_factory.mktemp("hostile") / "run", n=4)
-    report.build(made)
-    return made
+    run = report_fixture.make_run(tmp_path_factory.mktemp("hostile") / "run", n=4)
+    report.build(run)
+    return run
 
 
-def steering(words: str) -> list[str]:
-    """Characters that could steer a terminal or a line of text, told by Unicode's own categories."""
+def steering(text: str) -> list[str]:
+    """Control and direction characters, by Unicode's own categories."""
     return [
         ch
-        for ch in words
+        for ch in text
         if (unicodedata.category(ch) in ("Cc", "Cs") and ch not in "\n\t")
         or unicodedata.bidirectional(ch) in ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")
     ]
@@ -39,10 +39,10 @@ def test_hostile_answers_are_text(folder):
     assert page.tags.count("script") == 1 and page.tags.count("style") == 1
     assert not {"img", "iframe", "object", "embed", "form", "base"} & set(page.tags)
     assert [a for t, k, a in page.attributes if k.startswith("on")] == []
-    said = "".join(page.text)
-    assert "<script>document.title='owned'</script>" in said, "the answer is shown as it was"
-    assert "⟨U+0000⟩" in said and "⟨U+202E⟩" in said and "⟨U+D800⟩" in said and "مرحبا" in said
-    assert "{{ 7*7 }}" in said, "no template runs over an answer"
+    text = "".join(page.text)
+    assert "<script>document.title='owned'</script>" in text, "the answer is shown as it was"
+    assert "⟨U+0000⟩" in text and "⟨U+202E⟩" in text and "⟨U+D800⟩" in text and "مرحبا" in text
+    assert "{{ 7*7 }}" in text, "no template runs over an answer"
     for name in ("report.html", "report.md"):
         assert steering((folder / name).read_text(encoding="utf-8")) == [], name
 
@@ -55,7 +55,7 @@ def test_links_lead_nowhere_outside(folder):
     assert "default-src 'none'" in policy and "script-src 'sha256-" in policy and "unsafe-inline'; script" not in policy
 
 
-def test_a_megabyte_is_cut_and_said(folder):
+def test_a_megabyte_is_cut_with_a_note(folder):
     html = (folder / "report.html").read_text(encoding="utf-8")
     assert "oooo" in html and len(html) < 3_000_000
     assert "the first 900 of 1\u202f000\u202f002 characters" in html
@@ -88,7 +88,7 @@ def test_a_markdown_cell_stays_one_cell(words):
 )
 @settings(max_examples=200, deadline=None)
 def test_marking_never_changes_the_text(words, failed):
-    assert "".join(piece for piece, _ in answers._mark(words, failed)) == words
+    assert "".join(piece for piece, _ in answers.marked(words, failed)) == words
 
 
 JUNK = st.recursive(
@@ -130,7 +130,7 @@ PATHS = [
 
 @given(st.sampled_from(PATHS), JUNK)
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_a_field_of_the_wrong_kind_never_stops_the_report(folder, tmp_path, path, junk):
+def test_a_field_of_another_type_never_stops_the_report(folder, tmp_path, path, junk):
     document = json.loads((folder / "run.json").read_text())
     place = document
     for key in path[:-1]:
@@ -169,7 +169,7 @@ def test_a_field_of_the_wrong_kind_never_stops_the_report(folder, tmp_path, path
     )
 )
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_records_of_the_wrong_kind_never_stop_the_report(folder, tmp_path, rows):
+def test_records_of_another_type_never_stop_the_report(folder, tmp_path, rows):
     (tmp_path / "run.json").write_bytes((folder / "run.json").read_bytes())
     (tmp_path / "records.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows) + '{"torn": ')
     html = report.compose(tmp_path)["report.html"]

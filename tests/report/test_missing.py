@@ -1,4 +1,4 @@
-"""A run with parts missing still gives a report, and the report says what is missing and how it is made."""
+"""A run with missing parts still gives a report, which names each missing part and the command that makes it."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def drop(*path):
 
 
 def test_a_whole_run_misses_nothing(whole, tmp_path):
-    files, said = variant(whole, tmp_path, lambda d: d)
-    assert "Not in this run" not in said and "Not in this run" not in files["report.md"]
+    files, text = variant(whole, tmp_path, lambda d: d)
+    assert "Not in this run" not in text and "Not in this run" not in files["report.md"]
 
 
 @pytest.mark.parametrize(
@@ -59,15 +59,15 @@ def test_a_whole_run_misses_nothing(whole, tmp_path):
         (("aggregates", "models"), "No table of models", "annie-quant audit MODEL_DIR"),
     ],
 )
-def test_what_is_missing_is_said_with_its_command(whole, tmp_path, path, words, command):
+def test_a_missing_part_is_named_with_its_command(whole, tmp_path, path, words, command):
     def change(document):
         document = drop(*path)(document)
         if path[-1] == "served":
             document["aggregates"]["comparisons"] = []
         return document
 
-    files, said = variant(whole, tmp_path, change)
-    assert words in said and command in said
+    files, text = variant(whole, tmp_path, change)
+    assert words in text and command in text
     assert "Not in this run" in files["report.md"] and command.split()[1] in files["report.md"]
 
 
@@ -76,29 +76,29 @@ def test_memory_and_kl_missing(whole, tmp_path):
         for side in document["aggregates"]["served"].values():
             side["memory_bytes"] = None
         for side in document["aggregates"]["offline"].values():
-            for found in side.values():
-                found["kl"] = None
+            for result in side.values():
+                result["kl"] = None
         return document
 
-    _, said = variant(whole, tmp_path, change)
-    assert "Memory of the servers was not measured" in said and "No KL divergence was measured" in said
+    _, text = variant(whole, tmp_path, change)
+    assert "Memory of the servers was not measured" in text and "No KL divergence was measured" in text
 
 
 def test_without_records_the_tables_stay(whole, tmp_path):
-    files, said = variant(whole, tmp_path, lambda d: d, records=False)
-    assert "No records.jsonl" in said and "Side by side" in said
+    files, text = variant(whole, tmp_path, lambda d: d, records=False)
+    assert "No records.jsonl" in text and "Side by side" in text
     page = report_page.Read(files["report.html"])
     assert any(k == "gate|served/naive|tool_call" for k, *_ in page.shown)
 
 
 def test_records_alone_give_rates_and_percentiles(whole, tmp_path):
     """A benchmark that was killed before it wrote its figures."""
-    files, said = variant(whole, tmp_path, lambda d: None)
+    files, text = variant(whole, tmp_path, lambda d: None)
     shown = {k: first for k, first, _ in report_page.Read(files["report.html"]).shown}
     rows = [json.loads(line) for line in (whole / "records.jsonl").open()]
     checks = [r["checks"]["tool_call"] for r in rows if r["backend"] == "q4_k_m" and "tool_call" in r["checks"]]
     assert shown["gate|served/q4_k_m|tool_call"].startswith(f"{sum(checks)}/{len(checks)}")
-    assert "No verdict has been reached" in said and "annie-quant demo" in said
+    assert "No verdict has been reached" in text and "annie-quant demo" in text
 
 
 def test_an_evaluation_alone_gives_its_gates(whole, tmp_path):
@@ -111,22 +111,26 @@ def test_an_evaluation_alone_gives_its_gates(whole, tmp_path):
     assert shown["gate|offline/bf16/bf16|tool_call"].startswith("120/120")
 
 
-def test_times_that_cannot_be_are_a_caveat(whole, tmp_path):
-    """llama.cpp tells how long it worked; a client that saw the answer sooner has a clock that is wrong."""
+def test_impossible_times_are_a_caveat(whole, tmp_path):
+    """llama.cpp reports its own time; an answer that the client received sooner proves a wrong clock."""
     rows = [json.loads(line) for line in (whole / "records.jsonl").open()]
     for index, row in enumerate(rows):
         share = 0.5 if index in (0, 1, 2) else 1.1
         row["server_timings"] = {"prompt_ms": 2.0, "predicted_ms": row["e2e_ms"] / share - 2.0}
     (tmp_path / "records.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    said = report.compose(tmp_path)["report.md"]
-    assert said.count("requests ended, by the client's clock") == 1 and f"- 0 of {len(rows)}" not in said
-    wrong = sum(not r["warmup"] and r["server_timings"]["predicted_ms"] + 2 > r["e2e_ms"] * 1.25 for r in rows)
-    assert f"- {wrong} of {len(rows) - 4} requests" in said and wrong == 3
+    text = report.compose(tmp_path)["report.md"]
+    assert text.count("requests ended, by the client's clock") == 1 and f"- 0 of {len(rows)}" not in text
+    early = sum(not r["warmup"] and r["server_timings"]["predicted_ms"] + 2 > r["e2e_ms"] * 1.25 for r in rows)
+    assert f"- {early} of {len(rows) - 4} requests" in text and early == 3
 
 
-def test_torn_lines_are_counted(whole, tmp_path):
+def test_unreadable_lines_are_counted_and_named(whole, tmp_path):
     (tmp_path / "records.jsonl").write_bytes((whole / "records.jsonl").read_bytes()[:-40] + b"\nnot json\n[1]\n")
-    assert "3 lines of records.jsonl could not be read" in report.compose(tmp_path)["report.md"]
+    files = report.compose(tmp_path)
+    n = (whole / "records.jsonl").read_bytes().count(b"\n")
+    for text in (files["report.md"], files["report.html"]):
+        assert "3 lines of records.jsonl could not be read" in text
+        assert all(f"line {number}: " in text for number in (n, n + 1, n + 2)), "one message per line"
 
 
 def test_a_folder_without_a_run_is_one_clear_line(tmp_path):

@@ -1,9 +1,8 @@
-"""Rich displays: figures as the objects have them, hostile text inert, every picture well-formed."""
+"""Notebook displays: figures of the objects, hostile text inert, every drawing well-formed."""
 
 from __future__ import annotations
 
 import xml.etree.ElementTree as ElementTree
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +10,7 @@ import report_page
 
 import annie_quant as aq
 from annie_quant import notebook
+from annie_quant.schema import Audit, AuditSummary, Finding
 
 HOSTILE = "<script>alert(1)</script>\u202e\x1b[31m"
 
@@ -42,7 +42,7 @@ def test_gates_are_shown_with_interval_and_threshold():
     gates = aq.judge.gate_names()
     rows = {
         "tool_call": {"passes": 3, "n": 4, "low": 0.3, "high": 0.95, "threshold": 0.6, "verdict": "undecided"},
-        HOSTILE: {"passes": 4, "n": 4, "low": 0.5, "high": 1.0, "threshold": None, "verdict": "pass"},
+        HOSTILE: {"passes": 4, "n": 4, "low": 0.5, "high": 1.0, "threshold": 0.6, "verdict": "pass"},
     }
     assert "tool_call" in gates
     page = read(notebook.Gates({HOSTILE: rows, "other": {}})._repr_html_())
@@ -52,11 +52,9 @@ def test_gates_are_shown_with_interval_and_threshold():
 
 
 def test_an_audit_names_its_faults():
-    found = SimpleNamespace(
-        ok=False, path="model", summary={"dialect": "modelopt", "loads": ["vLLM: no"]},
-        findings=[SimpleNamespace(code="nan_scale", tensor="layers.0", message=HOSTILE)],
-    )  # fmt: skip
-    page = read(notebook.audit(found))
+    summary = AuditSummary(dialect="modelopt", loads=["vLLM: no"])
+    result = Audit("model", [Finding("nan_scale", "layers.0", HOSTILE)], summary)
+    page = read(notebook.audit(result))
     assert "1 faults" in "".join(page.text) and "nan_scale" in "".join(page.text) and "script" not in page.tags
 
 
@@ -83,7 +81,7 @@ def test_timings_show_requests_and_when_pieces_came():
     assert len(places) == 3 and places[2] - places[1] == pytest.approx(1.5 * (places[1] - places[0]), abs=0.2)
 
 
-def test_register_teaches_ipython():
+def test_register_adds_displays_to_ipython():
     interactive = pytest.importorskip(
         "IPython.core.interactiveshell", reason="IPython shows rich displays; not installed"
     )

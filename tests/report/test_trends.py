@@ -1,4 +1,4 @@
-"""Several runs: their order, what changed for sure, what cannot be compared, in one offline page."""
+"""Several runs: their order, significant changes, what cannot be compared, in one offline page."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def change(folder, edit):
 
 @pytest.fixture
 def runs(tmp_path):
-    """Three runs of one machine, given out of order; the newest mends naive's tool calls and slows mlp_only down."""
+    """Three runs of one machine, not in their order; the newest fixes naive's tool calls and slows mlp_only down."""
     folders = []
     for index, seed in enumerate((0, 1, 2)):
         folder = report_fixture.make_run(tmp_path / f"run-{index}", n=12, seed=seed, hostile=False)
@@ -45,11 +45,11 @@ def runs(tmp_path):
     return [folders[2], folders[0], folders[1]]
 
 
-def test_runs_stand_in_the_order_of_their_time_and_sure_changes_are_named(runs):
+def test_runs_are_in_the_order_of_their_time_and_significant_changes_are_named(runs):
     files = trends.compose(runs)
-    said = files["trends.md"].replace("\\", "")
-    assert said.index("| run-0") < said.index("| run-1") < said.index("| run-2")
-    worse, better = said.split("## Surely worse")[1].split("## Surely better")
+    text = files["trends.md"].replace("\\", "")
+    assert text.index("| run-0") < text.index("| run-1") < text.index("| run-2")
+    worse, better = text.split("## Significantly worse")[1].split("## Significantly better")
     assert re.search(r"content TTFT, ms, NVFP4 mlp_only, llama.cpp served: [\d.]+ → 80.0 in run-2", worse)
     assert "tool calls, NVFP4 naive, W4A4 offline: 41.7\u00a0% ✗ → 98.3\u00a0% ✓ in run-2" in better.replace(
         " %", "\u00a0%"
@@ -78,9 +78,9 @@ def test_every_shown_figure_is_that_of_its_run(runs):
 
 def test_speeds_of_another_machine_are_not_compared(runs):
     change(runs[0], lambda d: d["environment"].update(cpu="Another CPU"))
-    said = trends.compose(runs)["trends.md"]
-    assert "the machines differ, so their speeds cannot be compared: run-0, run-1 / run-2" in said
-    assert "→ 80.0" not in said and "98.3" in said.split("## Surely better")[1].split("##")[0]
+    text = trends.compose(runs)["trends.md"]
+    assert "the machines differ, so their speeds cannot be compared: run-0, run-1 / run-2" in text
+    assert "→ 80.0" not in text and "98.3" in text.split("## Significantly better")[1].split("##")[0]
 
 
 def test_other_prompts_are_named(runs):
@@ -88,7 +88,7 @@ def test_other_prompts_are_named(runs):
     inputs["workloads"][0]["cases"][0]["messages"][0]["content"] = "Something else?"
     (runs[1] / "inputs.json").write_text(json.dumps(inputs))
     assert (
-        "the prompts differ, so their gates ask different things: run-0 / run-1, run-2"
+        "the prompts differ, so their gates judge different answers: run-0 / run-1, run-2"
         in trends.compose(runs)["trends.md"]
     )
 
@@ -96,7 +96,7 @@ def test_other_prompts_are_named(runs):
 def test_overlapping_intervals_are_no_change(tmp_path):
     pair = [report_fixture.make_run(tmp_path / n, n=12, seed=0, hostile=False) for n in "ab"]
     change(pair[1], lambda d: d["aggregates"]["offline"]["naive"]["w4a4"]["gates"]["tool_call"].update(passes=55))
-    assert trends.compose(pair)["trends.md"].startswith("# 2 runs: nothing changed for sure")
+    assert trends.compose(pair)["trends.md"].startswith("# 2 runs: no significant change")
 
 
 def test_a_figure_that_only_some_runs_have_keeps_its_place(runs):

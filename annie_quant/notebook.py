@@ -41,12 +41,12 @@ def register(shell: Any = None) -> None:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]], caption: str = "") -> str:
-    """Return a table with a left-aligned first column. Cells are escaped unless they are `Html`."""
+    """Return a table with a left-aligned first column. Cells are escaped unless they are Markup."""
 
     def cells(row: Sequence[Any], tag: str) -> str:
         first = f'<{tag} style="{_CELL};text-align:left">'
         return "".join(
-            (first if i == 0 else f'<{tag} style="{_CELL}">') + (c if isinstance(c, Html) else esc(c)) + f"</{tag}>"
+            (first if i == 0 else f'<{tag} style="{_CELL}">') + (c if isinstance(c, Markup) else esc(c)) + f"</{tag}>"
             for i, c in enumerate(row)
         )
 
@@ -56,8 +56,8 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Any]], caption: str = "
     return f"<table>{title}{head}<tbody>{body}</tbody></table>"
 
 
-class Html(str):
-    """Text that is HTML already."""
+class Markup(str):
+    """HTML, which is not escaped again."""
 
 
 def drawing(canvas: Canvas) -> str:
@@ -85,7 +85,7 @@ def tensor(t: Any) -> str:
         for block in range(min(SHOWN_BLOCKS, scales.shape[1])):
             packed = codes[index, block * t.group // 2 : (block + 1) * t.group // 2]
             values = nvfp4.E2M1_VALUES[np.stack([packed & 15, packed >> 4], -1).reshape(-1)]
-            row += [f"{scales[index, block]:g}", Html("".join(map(_square, values)))]
+            row += [f"{scales[index, block]:g}", Markup("".join(map(_square, values)))]
         rows.append(row)
     header = ["", *(w for _ in range(min(SHOWN_BLOCKS, scales.shape[1])) for w in ("scale", "E2M1 values"))]
     used = np.bincount(codes.reshape(-1) & 15, minlength=16) + np.bincount(codes.reshape(-1) >> 4, minlength=16)
@@ -186,7 +186,7 @@ class Gates:
             gate: r.title or name(gate) for results in reversed(self.sides.values()) for gate, r in results.items()
         }
         gates = dict.fromkeys(gate for results in self.sides.values() for gate in results)
-        rows = [[titles[gate], *(Html(_gate(r.get(gate))) for r in self.sides.values())] for gate in gates]
+        rows = [[titles[gate], *(Markup(_gate(r.get(gate))) for r in self.sides.values())] for gate in gates]
         return table(["gate", *self.sides], rows, "passes of n with their 95 % Wilson interval; | the threshold")
 
     def __repr__(self) -> str:

@@ -45,6 +45,6 @@ def _verify(run_dirs: tuple[Path, ...]) -> None:
     for folder, check in checks:
         click.echo(f"{folder}: {check.summary}")
         for difference in check.differences:
-            click.echo(f"  {difference}")
+            click.echo(f"  {difference.message}")
     if any(check.differences for _, check in checks):
         sys.exit(1)

@@ -31,7 +31,8 @@ class Difference:
     reported: float
     counted: float | None
 
-    def __str__(self) -> str:
+    @property
+    def message(self) -> str:
         return f"{self.figure}: {self.reported} in run.json, {self.counted} from the records"
 
 

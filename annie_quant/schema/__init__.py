@@ -8,7 +8,7 @@
 One module per document: records (records.jsonl), settings (inputs.json), machine (servers, memory), statistics (gates,
 metrics, comparisons), results (aggregates, verdict), run (bench.json, run.json), workloads (workload files), audit (of
 a checkpoint), recipe (annie_quant.json), evaluation (eval/*.json, sensitivity/*.json), search (search.json). A new document
-gets a module of its own and its names here.
+gets its own module, and its names are added here.
 
 Fields that a reader does not know are ignored. `schema_version` is SCHEMA_VERSION in everything written; documents of older
 versions are upgraded when they are decoded. Names of fields end in their unit. JSON Schemas of the public documents are in

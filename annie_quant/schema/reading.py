@@ -114,7 +114,7 @@ def _mismatch(message: str) -> str:
 
 
 def _malformed(message: str, source: bytes) -> str:
-    """msgspec's message, with the line in place of the byte where the text has several lines."""
+    """msgspec's message, with the line instead of the byte where the text has several lines."""
     message = message.removeprefix("JSON is malformed: ")
     byte = _BYTE.search(message)
     if byte and b"\n" in source.strip():

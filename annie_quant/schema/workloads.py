@@ -11,7 +11,7 @@ class CaseFile(msgspec.Struct, kw_only=True):
     """One prompt (`messages`) or one conversation (`turns`, the user's texts).
 
     expect: {"contains": [...]}, {"tool": name, "arguments": {...}}, {"calls": [...]}, {"no_tool": true} or {}; of a
-    conversation also {"turns": [...]}, one of these per turn. tools: tools of its own in place of the workload's; a number N
+    conversation also {"turns": [...]}, one of these per turn. tools: tools of its own instead of the workload's; a number N
     means the workload's first N.
     """
 

@@ -32,7 +32,7 @@ WORKLOADS = {  # name → gates, tokens of an answer, question
     "long_response": (
         ["non_empty", "no_markdown", "thinking_leak", "repetition", "stop"],
         110,
-        "Tell me a long story about {i} cats.",
+        "Write a long story about {i} cats.",
     ),
     "tool_memory": (
         ["tool_call", "tool_arguments", "thinking_leak"],

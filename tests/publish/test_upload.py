@@ -27,7 +27,7 @@ SECRET = "hf_" + "abcdefghijklmnopqrstuvwxyzABCDEFGH"
 
 @pytest.fixture(scope="module", autouse=True)
 def quick():
-    """Idle workers of the upload sleep 0.2 seconds in place of ten. Plain LFS, no Xet."""
+    """Idle workers of the upload sleep 0.2 seconds instead of ten. Plain LFS, no Xet."""
     from huggingface_hub import _upload_large_folder as large
     from huggingface_hub.utils import _http
 

@@ -110,7 +110,7 @@ def test_a_figure_that_only_some_runs_have_keeps_its_place(runs):
     assert [c.strip()[:4] for c in row.strip("|").split("|")[2:]] == ["—", "41.7", "98.3"]
 
 
-def test_folders_of_one_name_are_told_apart(tmp_path):
+def test_folders_of_one_name_get_different_labels(tmp_path):
     pair = [report_fixture.make_run(tmp_path / n / "demo", n=4, hostile=False) for n in "ab"]
     assert trends.labels([load(p) for p in pair]) == ["a/demo", "b/demo"]
 
@@ -131,6 +131,6 @@ def test_the_command(runs, tmp_path):
     assert alone.exit_code == 2 and "several runs" in alone.output
 
 
-def test_one_run_is_no_trend(runs):
+def test_one_run_is_refused(runs):
     with pytest.raises(UsageError, match="two runs"):
         trends.compose(runs[:1])

@@ -13,7 +13,7 @@ ROWS_LEFT, ROWS_TOP = 118, 30  # of a panel with one row per side
 
 @dataclass
 class Figure:
-    """panels: (name, drawing). The caption says what n is. groups: panels "GROUP.NAME" are shown one group at a time."""
+    """panels: (name, drawing). The caption states n. groups: panels "GROUP.NAME" are shown one group at a time."""
 
     key: str
     caption: str = ""

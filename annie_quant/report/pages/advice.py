@@ -41,7 +41,7 @@ def checklist(run: LoadedRun) -> list[decision.ChecklistItem]:
 
 def checklist_title(run: LoadedRun) -> str:
     labels = [run.label(s.model) for s in (run.candidate, run.incumbent) if s]
-    return " in place of ".join(labels)
+    return " instead of ".join(labels)
 
 
 def recommendation(run: LoadedRun) -> decision.Recommendation | None:
@@ -66,13 +66,13 @@ def operation_changes(run: LoadedRun) -> list[str]:
         else:
             changes.append(f"another server: {before} → {runtime}, to install, start and monitor")
     if len(changes) and changes[0].startswith("another") and container(candidate):
-        changes.append("a container image and its NVIDIA runtime in place of one binary; its first start takes minutes")
+        changes.append("a container image and its NVIDIA runtime instead of one binary; its first start takes minutes")
     name = {"vLLM": "vllm", "SGLang": "sglang"}.get(container(candidate), "llama.cpp")
     folder = run.model(candidate.model).checkpoint or "MODEL_DIR"
     changes.append(f"start script: annie-quant serve {folder} --runtime {name} --dry-run prints its command")
     if incumbent:
         label = run.label(incumbent.model)
-        changes.append(f"way back: keep {label} and its start command; both fit only if the budget below says so")
+        changes.append(f"way back: keep {label} and its start command; both fit only within the budget below")
     changes.append("resource registry: enter the candidate's highest memory from the table below")
     return changes
 

@@ -142,5 +142,5 @@ def _method(run: LoadedRun, check: Recount | None) -> list[str]:
         parts.append(bullets(run.bad_lines[:SHOWN]))
     if check:
         parts.append(inert(check.summary) + ".")
-        parts += [f"DIFFERS: {inert(difference)}." for difference in check.differences[:SHOWN]]
+        parts += [f"DIFFERS: {inert(difference.message)}." for difference in check.differences[:SHOWN]]
     return parts

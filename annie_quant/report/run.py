@@ -40,6 +40,8 @@ GATE_ORDER = (
     "tool_call", "no_markdown", "thinking_leak", "factual", "reasoning", "non_empty", "abstention", "stop", "repetition",
 )  # fmt: skip
 BENCH = "annie-quant bench --backend-a NAME URL --backend-b NAME URL --output DIR"
+SERVE_BENCH = f"annie-quant serve MODEL_DIR, then {BENCH}"
+AUDIT = "annie-quant audit MODEL_DIR"
 EVAL = "annie-quant eval MODEL_DIR --reference BF16_DIR"
 
 
@@ -322,29 +324,25 @@ def _add_sides(run: LoadedRun) -> None:
 
 def _missing(run: LoadedRun, source: str | None) -> list[Missing]:
     served, offline = run.served, run.offline
-    findings: list[Missing] = []
-
-    def check(exists: object, part: str, message: str, command: str) -> None:
-        if not exists:
-            findings.append(Missing(part, message, command))
-
     no_document = f"{run.folder.name} holds no run.json: no verdict, no environment, no stage times"
-    check(source, "verdict", no_document, "annie-quant demo --output DIR")
-    sizes = "no table of models: sizes and bits per weight are unknown"
-    check(len(run.models) > len(run.unlisted), "sizes", sizes, "annie-quant audit MODEL_DIR")
     no_evaluation = "no evaluation without a server: gates under W4A4 and W4A16 and KL divergence are unknown"
-    check(offline, "offline", no_evaluation, EVAL)
-    check(not offline or any(s.data.kl for s in offline), "kl", "no KL divergence was measured", EVAL)
-    check(served, "served", "no server was measured: latency, speed and served gates are unknown", BENCH)
     no_records = "no records.jsonl: distributions, single streams and answers cannot be shown"
-    check(run.records, "records", no_records, BENCH)
-    memory = "memory of the servers was not measured (it needs their process ids)"
-    check(
-        not served or any(s.data.memory_bytes for s in served),
-        "memory",
-        memory,
-        f"annie-quant serve MODEL_DIR, then {BENCH}",
+    has_kl = not offline or any(s.data.kl for s in offline)
+    has_memory = not served or any(s.data.memory_bytes for s in served)
+    has_pairs = not served or run.aggregates.comparisons
+    parts: tuple[tuple[str, object, str, str], ...] = (
+        ("verdict", source, no_document, "annie-quant demo --output DIR"),
+        (
+            "sizes",
+            len(run.models) > len(run.unlisted),
+            "no table of models: sizes and bits per weight are unknown",
+            AUDIT,
+        ),
+        ("offline", offline, no_evaluation, EVAL),
+        ("kl", has_kl, "no KL divergence was measured", EVAL),
+        ("served", served, "no server was measured: latency, speed and served gates are unknown", BENCH),
+        ("records", run.records, no_records, BENCH),
+        ("memory", has_memory, "memory of the servers was not measured (it needs their process ids)", SERVE_BENCH),
+        ("comparisons", has_pairs, "no paired comparison was made (it needs two backends and the same prompts)", BENCH),
     )
-    pairs = "no paired comparison was made (it needs two backends and the same prompts)"
-    check(not served or run.aggregates.comparisons, "comparisons", pairs, BENCH)
-    return findings
+    return [Missing(part, message, command) for part, exists, message, command in parts if not exists]

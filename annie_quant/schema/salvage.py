@@ -31,10 +31,10 @@ def salvage(kind: type[T], path: str | os.PathLike[str]) -> T | None:
         return None
     try:
         document = _loads(text)
+        check_version(document, path)
+        value = _fit(kind, upgrade(kind, document))
     except RecursionError:
         raise ValueError("nested too deeply") from None
-    check_version(document, path)
-    value = _fit(kind, upgrade(kind, document))
     return None if value is _MISFIT else value
 
 

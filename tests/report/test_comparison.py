@@ -11,6 +11,7 @@ import report_fixture
 from annie_quant.report import compose
 from annie_quant.report.pages import advice, comparison
 from annie_quant.report.run import load
+from annie_quant.schema import salvage_or_default
 
 # Qwen3.5-9B's text model: every fourth of 32 layers attends fully.
 QWEN = {
@@ -162,13 +163,16 @@ def test_every_dimension_of_the_original_plan_is_there(whole, tmp_path):
         assert any(dimension in row for row in rows), dimension
 
 
-def test_caches_by_hand():
-    tokens, size_bytes = comparison.cache_bytes(QWEN)
+def test_caches_by_hand(tmp_path):
+    tokens, size_bytes = comparison.cache_bytes(comparison.TextConfig(**QWEN))
     keys = 8 * 32768 * 2 * 4 * 256 * 2  # layers, tokens, keys and values, heads, dimension, bytes
     states = 24 * (32 * 128 * 128 * 4 + (2 * 16 * 128 + 32 * 128) * 4 * 2)
     assert (tokens, size_bytes) == (32768, keys + states) and 1.0e9 < size_bytes < 1.2e9
-    assert comparison.cache_bytes(QWEN | {"max_position_embeddings": 4096})[0] == 4096
-    assert comparison.cache_bytes({}) is None and comparison.cache_bytes(QWEN | {"head_dim": "x"}) is None
+    assert comparison.cache_bytes(comparison.TextConfig(**QWEN | {"max_position_embeddings": 4096}))[0] == 4096
+    assert comparison.cache_bytes(comparison.TextConfig()) is None
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": QWEN | {"head_dim": "x"}}))
+    config = salvage_or_default(comparison.TextConfig, tmp_path / "config.json")
+    assert comparison.cache_bytes(config) is None
 
 
 def test_the_cache_is_computed_from_the_model_of_the_run(whole, tmp_path):

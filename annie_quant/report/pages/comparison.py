@@ -5,19 +5,37 @@ What was not measured is shown as unknown; computed figures say so.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 from annie_quant.judge import decision
 from annie_quant.report.format import DASH, count, significant, size
 from annie_quant.report.pages.tables import Cell, Table, metric_cell, speed_cell
 from annie_quant.report.run import Backend, LoadedRun
-from annie_quant.schema import Identity
+from annie_quant.schema import Identity, salvage_or_default
 
 CONTEXT = 32_768  # tokens, as the original plan configures
 CONTAINERS = {"vllm": "vLLM", "sglang": "SGLang"}
+
+
+class TextConfig(msgspec.Struct):
+    """The part of config.json from which the size of the caches follows."""
+
+    layer_types: list[str] = []
+    num_key_value_heads: int = 0
+    head_dim: int = 0
+    max_position_embeddings: int | None = None
+    linear_num_key_heads: int = 0
+    linear_num_value_heads: int = 0
+    linear_key_head_dim: int = 0
+    linear_value_head_dim: int = 0
+    linear_conv_kernel_dim: int = 0
+
+
+class _Config(TextConfig):
+    text_config: TextConfig | None = None
 
 
 def dimensions(run: LoadedRun) -> Table | None:
@@ -109,38 +127,33 @@ def _cache(run: LoadedRun, side: Backend) -> Cell:
     return Cell(f"{size(size_bytes)}{limit}", f"{total}, computed for 16-bit caches", f"cache|{side.model}")
 
 
-def _config(run: LoadedRun, side: Backend) -> dict[str, Any]:
-    """config.json of the model, or of another of the run: all are forms of one model. {} where there is none."""
+def _config(run: LoadedRun, side: Backend) -> TextConfig:
+    """config.json of the model, or of another of the run: all are forms of one model. Empty where there is none."""
     for row in (run.model(side.model), *run.models):
         folder = Path(row.checkpoint)
         for place in (folder, run.folder / folder, run.folder / "models" / folder.name) if row.checkpoint else ():
-            try:
-                config = json.loads((place / "config.json").read_bytes())
-            except (OSError, ValueError):
-                continue
-            if isinstance(config, dict):
-                return config | text if isinstance(text := config.get("text_config"), dict) else config
-    return {}
+            if (place / "config.json").is_file():
+                config = salvage_or_default(_Config, place / "config.json")
+                return config.text_config or config
+    return TextConfig()
 
 
-def cache_bytes(config: dict[str, Any], tokens: int = CONTEXT) -> tuple[int, int] | None:
+def cache_bytes(config: TextConfig, tokens: int = CONTEXT) -> tuple[int, int] | None:
     """Return (tokens, bytes) of one conversation's caches; None for a configuration without the sizes.
 
     A full-attention layer has 16-bit keys and values per token. A linear-attention layer has one state: float32
     [value heads, key dim, value dim], and 16-bit convolution columns.
     """
-    try:
-        layers = [str(kind) for kind in config["layer_types"]]
-        tokens = min(tokens, int(config.get("max_position_embeddings") or tokens))
-        full = sum(kind == "full_attention" for kind in layers)
-        keys = 2 * full * int(config["num_key_value_heads"]) * int(config["head_dim"]) * 2 * tokens
-        heads = [int(config.get(f"linear_num_{k}_heads") or 0) for k in ("key", "value")]
-        dims = [int(config.get(f"linear_{k}_head_dim") or 0) for k in ("key", "value")]
-        columns = 2 * heads[0] * dims[0] + heads[1] * dims[1]
-        convolution = 2 * columns * int(config.get("linear_conv_kernel_dim") or 0)
-        return tokens, keys + (len(layers) - full) * (4 * heads[1] * dims[0] * dims[1] + convolution)
-    except (KeyError, TypeError, ValueError):
+    c = config
+    if not (c.layer_types and c.num_key_value_heads and c.head_dim):
         return None
+    tokens = min(tokens, c.max_position_embeddings or tokens)
+    full = c.layer_types.count("full_attention")
+    keys_and_values = 2 * full * c.num_key_value_heads * c.head_dim * 2 * tokens
+    state = 4 * c.linear_num_value_heads * c.linear_key_head_dim * c.linear_value_head_dim
+    columns = 2 * c.linear_num_key_heads * c.linear_key_head_dim + c.linear_num_value_heads * c.linear_value_head_dim
+    convolution = 2 * columns * c.linear_conv_kernel_dim
+    return tokens, keys_and_values + (len(c.layer_types) - full) * (state + convolution)
 
 
 def container(side: Backend) -> str:
@@ -156,8 +169,8 @@ def _deployment(run: LoadedRun, side: Backend) -> Cell:
 
 
 def _context(run: LoadedRun, side: Backend) -> Cell:
-    limit, served = _config(run, side).get("max_position_embeddings"), _identity(run, side).max_model_len
-    text = f"{count(limit)} tokens" if isinstance(limit, int) else DASH
+    limit, served = _config(run, side).max_position_embeddings, _identity(run, side).max_model_len
+    text = f"{count(limit)} tokens" if limit else DASH
     return Cell(text, f"{count(served)} served here" if served else "")
 
 

@@ -102,6 +102,29 @@ def test_each_metric_has_a_field_in_a_summary_and_in_a_record():
     assert {m.field for m in METRICS.values()} <= set(RequestRecord.__struct_fields__)
 
 
+GATE = schema.GateResult(passes=2, n=3, low=0.2, high=0.94, threshold=0.9)
+NUMERICS = schema.NumericsResult(
+    gates={"factual": GATE}, kl=None, kl_conversations=None, kl_text=None, perplexity=None, perplexity_reference=None,
+    same_answers=schema.SameAnswers(3, 2), verbosity_ratio=1.0, paired={"factual": schema.PairedGate(3, 1, 0, 1.0)},
+    cases=[], seconds=1.0,
+)  # fmt: skip
+EXAMPLES = {
+    "evaluation": schema.Evaluation(
+        schema_version=schema.EVALUATION_VERSION, version="0", model="m", reference="r", reference_sha256="", dtype="bfloat16",
+        device="cpu", workloads={"factual": schema.EvaluatedWorkload("", 3)}, n_answers=3, n_conversation_answers=0,
+        n_text_tokens=0, notes=[], reference_gates={"factual": GATE}, numerics={"w4a4": NUMERICS}, seconds=2.0,
+    ),
+    "sensitivity": schema.Sensitivity(
+        model="m", numerics="w4a4", key=schema.SensitivityKey("", "", "w4a4", [5]),
+        alone={"layers.0.mlp": schema.LayerDivergence(0.01, 0.2, 0.99, 1, 100)},
+    ),
+    "search": schema.SearchResult(
+        chosen=None, stopped="bf16 fails", required=["w4a4"], command="", where="", n=3, notes=[],
+        reference={"factual": GATE}, labels=None, strategies=[], seconds=1.0,
+    ),
+}  # fmt: skip
+
+
 def test_the_json_schemas_are_current_and_hold(tmp_path):
     quantize.run("direct", TINY_ANNIE, tmp_path / "out")
     spec = importlib.util.spec_from_file_location("make_schemas", ROOT / "tools/make_schemas.py")
@@ -121,6 +144,8 @@ def test_the_json_schemas_are_current_and_hold(tmp_path):
             ]
         elif name == "recipe":
             documents = [(tmp_path / "out" / schema.RECIPE_FILE).read_text()]
+        elif name in EXAMPLES:
+            documents = [schema.encode(EXAMPLES[name]).decode()]
         else:
             documents = [(RUNS[-1] / f"{name}.json").read_text()]
         for text in documents:

@@ -20,19 +20,11 @@ demo: setup
 test: setup apt-test
 	$(BIN)/python -m pytest
 
-# Files and folders that the language rules of CONTRIBUTING.md are checked in.
-PLAIN := csrc docs tools tests/perf .ci Makefile README.md CONTRIBUTING.md SECURITY.md CHANGELOG.md setup.py mkdocs.yml pyproject.toml \
-	annie_quant/__init__.py annie_quant/__main__.py annie_quant/errors.py annie_quant/host.py annie_quant/native.py \
-	annie_quant/nvfp4.py annie_quant/kquant.py annie_quant/codec_arrays.py annie_quant/progress.py annie_quant/resume.py \
-	annie_quant/stream annie_quant/gemm annie_quant/serve annie_quant/doctor annie_quant/assets/recipes \
-	tests/nvfp4 tests/stream tests/gemm tests/serve tests/doctor tests/cli tests/docs tests/package tests/security tests/fuzz \
-	tests/fuzzing tests/faults tests/sanitize tests/integration
-
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python tools/check_imports.py
-	$(BIN)/python tools/check_language.py $(PLAIN)
+	$(BIN)/python tools/check_language.py $$(git ls-files)
 	ANNIE_QUANT_WERROR=1 ANNIE_QUANT_ONLY=_nvfp4,_stream $(BIN)/python setup.py -q build_ext --force --build-temp build/lint --build-lib build/lint
 
 perf: setup

@@ -39,8 +39,8 @@ NAMES = {
 }
 # Abbreviations without a vowel (three to five letters) that a name may have in it: the field's, and those of libraries.
 ABBREVIATIONS = (
-    "bfcl|cls|cpp|css|csv|ctrl|csrc|ctx|cwd|dns|fds|ffn|gcc|ggml|gptq|html|http|httpx|https|ldx|llm|mlp|mtp|mtq|nccl|nvcc|nvfp|nvml|"
-    "pdl|png|ptr|ptx|qkv|rhs|rms|rng|rss|sfb|sms|sql|ssl|std|svg|sys|tls|tmp|tmpfs|ttft|txt|url|vllm|vllms|xml"
+    "bfcl|cls|cpp|cpps|css|csv|ctrl|csrc|ctx|cwd|dns|fds|ffn|gcc|ggml|gptq|html|http|httpx|int|https|ldx|llm|mlp|mtp|mtq|nccl|nvcc|nvfp|nvml|"
+    "pdl|plt|png|ptr|ptx|qkv|rhs|rms|rng|rss|sfb|sms|sql|src|ssl|std|str|svg|sys|tls|tmp|tmpfs|ttft|txt|url|vllm|vllms|xml"
 )
 COUNTED = (
     "row|line|file|dict|folder|process|thread|connection|column|entry|hash|record|server|GPU|task|byte|block|event|token|"
@@ -137,7 +137,7 @@ def python_names(tree: ast.AST) -> Iterator[tuple[int, str, str]]:
         if name.strip("_") in NAMES:
             yield getattr(node, "lineno", 1), name, NAMES[name.strip("_")]
         for part in re.findall(r"[A-Z]?[a-z]+", name):
-            if 3 <= len(part) <= 5 and not re.search(f"[aeiouy]|^({ABBREVIATIONS})$", part):
+            if 3 <= len(part) <= 5 and not re.search(f"[aeiouy]|^({ABBREVIATIONS})$", part.lower()):
                 yield (
                     getattr(node, "lineno", 1),
                     name,

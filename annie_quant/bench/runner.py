@@ -119,4 +119,4 @@ def _check(config: BenchConfig) -> None:
     if config.prefix_cache not in ("warm", "off"):
         raise UsageError(f"prefix_cache must be 'warm' or 'off', got {config.prefix_cache!r}")
     if config.stop_early and len(config.loads) > 1:
-        raise UsageError("stopping early works with one load", "measure each load in a run of its own")
+        raise UsageError("stopping early works with one load", "run each load separately")

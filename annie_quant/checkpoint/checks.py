@@ -61,7 +61,7 @@ def expects_input_scale(config: QuantConfig, module: str) -> bool:
 
 
 def check_scale(kind: str, name: str, scale: TensorScale, audit: Audit) -> float:
-    """Check that a scale is positive and finite, and not a divisor in place of a multiplier. Return the multiplier.
+    """Check that a scale is positive and finite, and not a divisor instead of a multiplier. Return the multiplier.
 
     kind: "tensor" or "input".
     """

@@ -70,7 +70,7 @@ class ShardPlan:
 
 
 def split(plan: list[Planned], shard_bytes: int) -> list[list[Planned]]:
-    """Split into consecutive groups of at most `shard_bytes`; a larger tensor has a group of its own."""
+    """Split into consecutive groups of at most `shard_bytes`; a larger tensor is a group by itself."""
     groups: list[list[Planned]] = [[]]
     filled = 0
     for item in plan:

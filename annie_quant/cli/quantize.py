@@ -32,7 +32,7 @@ from annie_quant.cli.common import console, emit, json_option, quiet_engines, re
 @click.option("--seed", default=0, show_default=True, help="Same seed, same bytes.")
 @click.option("--output", required=True, type=click.Path(path_type=Path))
 @click.option("--force", is_flag=True, help="Replace an output that exists.")
-@click.option("--allow-prompt-mismatch", is_flag=True, help="Go on with data made for another system prompt.")
+@click.option("--allow-prompt-mismatch", is_flag=True, help="Continue with data made for another system prompt.")
 @click.option("--container", is_flag=True, help="Do it in NVIDIA's container, as the calling user.")
 @click.option("--dry-run", is_flag=True, help="Print size, memory and time to expect (--model 9b and 27b work too), or "
               "with --container the one command, and stop.")  # fmt: skip

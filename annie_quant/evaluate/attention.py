@@ -45,7 +45,7 @@ def grouped_attention(
 
 @contextlib.contextmanager
 def use_grouped_attention(config: Any) -> Iterator[None]:
-    """Let a model with this text config use grouped_attention in place of sdpa. Other implementations are unchanged."""
+    """Let a model with this text config use grouped_attention instead of sdpa. Other implementations are unchanged."""
     before = config._attn_implementation
     if before != "sdpa":
         yield

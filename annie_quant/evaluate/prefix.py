@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 GROUP_COST = 512  # cost of one more group, in tokens: one more forward
-MIN_SHARED = 16  # a shorter shared prefix does not pay for a forward of its own
+MIN_SHARED = 16  # a shorter shared prefix does not pay for a separate forward
 
 
 @dataclass(frozen=True)

@@ -163,7 +163,7 @@ def has_kernels() -> bool:
 
 @functools.cache
 def register() -> Any:
-    """Define torch.ops.annie_quant.nvfp4_fake_quant, which torch.compile calls in place of fake_quant."""
+    """Define torch.ops.annie_quant.nvfp4_fake_quant, which torch.compile calls instead of fake_quant."""
     schema = "(Tensor x, float tensor_scale, int group) -> Tensor"
 
     @torch.library.custom_op("annie_quant::nvfp4_fake_quant", mutates_args=(), schema=schema)

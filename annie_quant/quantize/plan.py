@@ -32,11 +32,11 @@ class Plan:
     formats: "nvfp4" (W4A4), "w4a16" or "fp8"; all other tensors stay as they are.
     amax: largest |input| of the linears with quantized activations.
     scale: how block scales are chosen.  importance: float32 [K], weights of the squared error in that choice.
-    weights: tensor name → array in place of the source's tensor, in any float dtype; an unquantized one is rounded to
+    weights: tensor name → array that replaces the source's tensor, in any float dtype; an unquantized one is rounded to
     the source's dtype.
     packed: finished codes.
     tensor_amax: what the tensor scale is computed from, where that is not the weight's own largest magnitude.
-    given_input_scales: multipliers in place of those from `amax`.
+    given_input_scales: multipliers instead of those from `amax`.
     """
 
     formats: dict[str, str]

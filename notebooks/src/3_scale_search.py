@@ -2,7 +2,7 @@
 # # 3. Choosing the scale
 #
 # The format leaves one choice: the scale of a block. ModelOpt uses the block's largest element divided by 6; four-over-six
-# also tries 4 in place of 6; a sweep tries all 126 scales. Q4_K, with 4.5 bits per weight, is the comparison.
+# also tries 4 instead of 6; a sweep tries all 126 scales. Q4_K, with 4.5 bits per weight, is the comparison.
 
 # %%
 from pathlib import Path

@@ -97,7 +97,7 @@ def test_faults_of_the_files_are_findings(sound, tmp_path):
     assert [f.code for f in audit.findings] == ["shard_truncated"] and not audit.ok
 
 
-def test_a_multiplier_in_place_of_a_divisor_is_reported(sound, tmp_path):
+def test_a_multiplier_instead_of_a_divisor_is_reported(sound, tmp_path):
     folder = zoo.spoil(
         sound["ct"],
         tmp_path / "bad",

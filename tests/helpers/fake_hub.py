@@ -94,15 +94,15 @@ class _Handler(BaseHTTPRequestHandler):
 
     def content(self) -> bytes:
         if self.headers.get("Transfer-Encoding") == "chunked":
-            found = b""
+            body = b""
             while size := int(self.rfile.readline(), 16):
-                found += self.rfile.read(size)
+                body += self.rfile.read(size)
                 self.rfile.readline()
             self.rfile.readline()
-            return found
+            return body
         return self.rfile.read(int(self.headers.get("Content-Length") or 0))
 
-    def seen(self) -> str:
+    def record_request(self) -> str:
         path = urlsplit(self.path).path
         with self.hub.lock:
             self.hub.requests.append((self.command, path))
@@ -110,13 +110,13 @@ class _Handler(BaseHTTPRequestHandler):
         return path
 
     def do_GET(self) -> None:
-        path = self.seen()
+        path = self.record_request()
         if self.hub.status:
             self.answer({"error": "no"}, self.hub.status)
         elif path.startswith("/api/models/"):
             repo = "/".join(path.split("/")[3:5])
             if repo not in self.hub.repos:
-                self.answer({"error": "Repository not found"}, 404, {"X-Error-Code": "RepoNotFound"})
+                self.answer({"error": "Repository not body"}, 404, {"X-Error-Code": "RepoNotFound"})
             elif "/commits/" in path:
                 self.answer([])
             else:
@@ -134,7 +134,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.answer({"error": f"unexpected {path}"}, 404)
 
     def do_POST(self) -> None:
-        path, content = self.seen(), self.content()
+        path, content = self.record_request(), self.content()
         if self.hub.status:
             self.answer({"error": "no"}, self.hub.status)
         elif path == "/api/repos/create":
@@ -160,17 +160,17 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self.answer({"error": f"unexpected {path}"}, 404)
 
-    def create(self, wanted: dict[str, Any]) -> None:
-        repo = f"{wanted.get('organization') or 'me'}/{wanted['name']}"
+    def create(self, request: dict[str, Any]) -> None:
+        repo = f"{request.get('organization') or 'me'}/{request['name']}"
         known = repo in self.hub.repos
         if not known:
-            private = bool(wanted.get("private") or wanted.get("visibility") == "private")
+            private = bool(request.get("private") or request.get("visibility") == "private")
             self.hub.repos[repo] = {"private": private}
             self.hub.committed[repo] = {}
         self.answer({"url": f"{self.hub.url}/{repo}", "name": repo, "id": repo}, 409 if known else 200)
 
-    def offer(self, wanted: dict[str, Any]) -> dict[str, Any]:
-        oid, size = wanted["oid"], wanted["size"]
+    def offer(self, request: dict[str, Any]) -> dict[str, Any]:
+        oid, size = request["oid"], request["size"]
         offered: dict[str, Any] = {"oid": oid, "size": size}
         if oid in self.hub.stored:
             return offered
@@ -184,7 +184,7 @@ class _Handler(BaseHTTPRequestHandler):
         return offered | {"actions": {"upload": upload}}
 
     def do_PUT(self) -> None:
-        path = self.seen()
+        path = self.record_request()
         oid = path.rsplit("/", 1)[1]
         with self.hub.lock:
             broken = self.hub.break_puts != 0

@@ -32,7 +32,7 @@ DEVICE, LAST_BITS = "cuda", 2.0**-21  # relative; four last bits of a float32
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     """theirs: logits of ModelOpt's simulation; inputs, rounded, weights: of each of its linears, in order; exact: its
-    logits with our backend in place of its kernel; loaded: its export, loaded by us."""
+    logits with our backend instead of its kernel; loaded: its export, loaded by us."""
     from modelopt.torch.export import export_hf_checkpoint
 
     folder = tmp_path_factory.mktemp("export")

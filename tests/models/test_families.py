@@ -1,4 +1,4 @@
-"""Model families: one file each, found by model type; names in both forms; no other module knows a tensor's name."""
+"""Model families: one file each, chosen by model type; names in both forms; no other module knows a tensor's name."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ FAMILY = replace(llama.FAMILY, name="New", text=Form("NewForCausalLM", "new"))
 def test_no_other_module_knows_a_tensor_s_name() -> None:
     package = ROOT / "annie_quant"
     files = [f for f in package.rglob("*.py") if f.parent.name != "models"]
-    found = [
+    uses = [
         f"{f.relative_to(package)}:{number}: {line.strip()}"
         for f in files
         if str(f.relative_to(package)) not in ALLOWED
         for number, line in enumerate(f.read_text().splitlines(), 1)
         if LITERALS.search(line)
     ]
-    assert found == []
+    assert uses == []
 
 
 @pytest.mark.parametrize(

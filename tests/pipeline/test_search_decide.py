@@ -89,7 +89,7 @@ def test_passing_needs_every_gate_under_every_required_numerics():
     assert decision.final_reasons({"w4a16": {"tool_call": good}}, ("w4a16",)) == []
 
 
-def test_a_base_model_in_place_of_the_fine_tune_is_reported():
+def test_a_base_model_instead_of_the_fine_tune_is_reported():
     base = {"tool_call": gate_row("tool_call", 0, 100), "no_markdown": gate_row("no_markdown", 3, 400)}
     assert explain.reference_report(base).startswith("WRONG MODEL")
     fine = {"tool_call": gate_row("tool_call", 98, 100), "no_markdown": gate_row("no_markdown", 400, 400)}

@@ -51,7 +51,7 @@ def base(tmp_path_factory):
     return folder
 
 
-def test_a_base_model_in_place_of_the_fine_tune_stops_the_search(base, calibration, tmp_path):
+def test_a_base_model_instead_of_the_fine_tune_stops_the_search(base, calibration, tmp_path):
     result = search.run(
         base, calibration, tmp_path / "s", 8, False, SilentConsole(), strategies=["direct"], required=["w4a16"]
     )

@@ -50,7 +50,7 @@ def killed(strategy: str, output: Path) -> Path:
     environment = os.environ | {"PYTHONPATH": paths}
     running = subprocess.Popen([sys.executable, "-c", code], env=environment, stderr=subprocess.DEVNULL)
     stored = output.with_name(f".{output.name}.work") / RESUMED_FROM[strategy]
-    for _ in range(15000):  # counted, not timed: on a crowded machine both processes may stand still for a while
+    for _ in range(15000):  # counted, not timed: on a crowded machine both processes may be stopped for a while
         if running.poll() is not None:
             break
         if stored.is_file() and (strategy == "qad" or len(json.loads(stored.read_text())["value"]) >= 2):

@@ -80,11 +80,11 @@ def test_no_module_but_its_own_knows_a_strategy_s_name() -> None:
     allowed = {"pipeline/demo.py", "report/run.py", "cli/quantize.py"}
     package = ROOT / "annie_quant"
     names = [n for n in strategies.names() if n not in ("direct", "sensitivity", "manners")]  # words of the language
-    found = [
+    uses = [
         f"{file.relative_to(package)}: {name}"
         for file in package.rglob("*.py")
         if "strategies" not in file.parts and str(file.relative_to(package)) not in allowed
         for name in names
         if f'"{name}"' in file.read_text()
     ]
-    assert found == []
+    assert uses == []

@@ -7,9 +7,8 @@ import annie_quant as aq
 
 source, *forms = sys.argv[1:]
 comparison = aq.checkpoint.compare(source, {Path(form).name: form for form in forms})
-for form in comparison.summary:
-    rows = [r for r in comparison.rows if r["form"] == form]
-    bits = sum(r["bits"] * r["weights"] for r in rows) / sum(r["weights"] for r in rows)
-    print(f"{form}: {len(rows)} matrices, {bits:.2f} bits per weight")
+for form, summary in comparison.summary.items():
+    matrices = sum(row.form == form for row in comparison.rows)
+    print(f"{form}: {matrices} matrices, {summary.bits_per_weight:.2f} bits per weight")
     for row in comparison.worst(form, 3):
-        print(f"  worst: {row['tensor']} as {row['format']}, relative error {row['rel_l2']:.4f}")
+        print(f"  worst: {row.tensor} as {row.format}, relative error {row.rel_l2:.4f}")

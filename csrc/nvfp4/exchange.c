@@ -77,19 +77,37 @@ struct lent {
     int64_t shape[MOST_DIMENSIONS];
 };
 
-static void give_back(struct dl_managed *managed)
+/* The caller runs Python code in some interpreter, that is, it has a thread state. */
+static void release_lent(struct lent *lent)
 {
-    struct lent *lent = managed->context;
-    PyGILState_STATE state = PyGILState_Ensure(); /* the consumer may call from any thread */
     PyBuffer_Release(&lent->buffer);
-    PyGILState_Release(state);
     free(lent);
 }
 
+#if PY_VERSION_HEX >= 0x030d0000
+#define current_thread_state PyThreadState_GetUnchecked
+#else
+#define current_thread_state _PyThreadState_UncheckedGet
+#endif
+
+/* The consumer may call this from any thread. PyGILState_Ensure is for threads without a thread state alone: in a sub-interpreter it
+ * would take the main interpreter's state of the same thread, and deadlock or abort. */
+static void give_back(struct dl_managed *managed)
+{
+    if (current_thread_state()) {
+        release_lent(managed->context);
+        return;
+    }
+    PyGILState_STATE state = PyGILState_Ensure();
+    release_lent(managed->context);
+    PyGILState_Release(state);
+}
+
+/* The destructor of a capsule that no consumer took; Python calls it with a thread state. */
 static void never_taken(PyObject *capsule)
 {
     if (PyCapsule_IsValid(capsule, "dltensor"))
-        give_back(PyCapsule_GetPointer(capsule, "dltensor"));
+        release_lent(((struct dl_managed *)PyCapsule_GetPointer(capsule, "dltensor"))->context);
 }
 
 PyObject *py_to_dlpack(PyObject *self, PyObject *args)

@@ -94,7 +94,6 @@ struct fake_plan {
 
 /* The kernels of one variant. pack returns the largest |bits| of the input, so that NaN and infinity are detected. */
 struct codec_kernels {
-    const char *name;
     uint32_t (*amax)(const void *x, int kind, size_t count);
     uint32_t (*pack)(const struct pack_plan *plan, const void *x, size_t first, size_t blocks, uint8_t *codes,
                      uint8_t *scales);
@@ -104,11 +103,6 @@ struct codec_kernels {
 };
 
 extern const struct codec_kernels codec_serial;
-#if defined(__x86_64__)
-extern const struct codec_kernels codec_avx2, codec_avx512;
-#elif defined(__aarch64__)
-extern const struct codec_kernels codec_neon;
-#endif
 
 static inline uint32_t magnitude_mask(int kind)
 {

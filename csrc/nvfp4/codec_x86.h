@@ -1,4 +1,4 @@
-/* The kernels for x86-64 with AVX2 and F16C. One source, compiled by codec_avx2.c and codec_avx512.c with their own flags: AVX-512's
+/* The NVFP4 kernels for x86-64 with AVX2 and F16C. One source, compiled by variant_avx2.c and variant_avx512.c with their own flags: AVX-512's
  * look-ups in 32 words, 32 registers and three-operand logic also help at this width; only the searches are 512 bits wide. The bytes
  * equal those of the serial reference.
  *
@@ -152,7 +152,7 @@ ALWAYS_INLINE __m256 load_floats(const char *x, int kind)
 }
 
 /* Transpose rows of eight floats. */
-ALWAYS_INLINE void transpose(const __m256 r[8], lanes_f out[8])
+ALWAYS_INLINE void transpose(const __m256 r[8], f32x8 out[8])
 {
     __m256 t[8], u[8];
     for (int i = 0; i < 4; i++) {
@@ -166,13 +166,13 @@ ALWAYS_INLINE void transpose(const __m256 r[8], lanes_f out[8])
         u[4 * i + 3] = _mm256_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0xee);
     }
     for (int i = 0; i < 4; i++) {
-        out[i] = (lanes_f)_mm256_permute2f128_ps(u[i], u[i + 4], 0x20);
-        out[i + 4] = (lanes_f)_mm256_permute2f128_ps(u[i], u[i + 4], 0x31);
+        out[i] = (f32x8)_mm256_permute2f128_ps(u[i], u[i + 4], 0x20);
+        out[i + 4] = (f32x8)_mm256_permute2f128_ps(u[i], u[i + 4], 0x31);
     }
 }
 
 /* The same for 16 columns of bfloat16, magnitudes of rows `stride` bytes apart, converted to floats. */
-ALWAYS_INLINE void transpose_bf16(const char *x, size_t stride, lanes_f out[16])
+ALWAYS_INLINE void transpose_bf16(const char *x, size_t stride, f32x8 out[16])
 {
     const v256 zero = _mm256_setzero_si256();
     v256 row[8];
@@ -191,8 +191,8 @@ ALWAYS_INLINE void transpose_bf16(const char *x, size_t stride, lanes_f out[16])
             four[2 * b + 1] = _mm256_unpackhi_epi32(pair[b], pair[b + 2]);
         }
         for (int i = 0; i < 4; i++) {
-            out[8 * h + 2 * i] = (lanes_f)_mm256_unpacklo_epi16(zero, four[i]);
-            out[8 * h + 2 * i + 1] = (lanes_f)_mm256_unpackhi_epi16(zero, four[i]);
+            out[8 * h + 2 * i] = (f32x8)_mm256_unpacklo_epi16(zero, four[i]);
+            out[8 * h + 2 * i + 1] = (f32x8)_mm256_unpackhi_epi16(zero, four[i]);
         }
     }
 }
@@ -205,7 +205,7 @@ ALWAYS_INLINE void load_eight(const struct pack_plan *plan, size_t group, const 
         __m256 rows[8];
         if (plan->kind != KIND_BF16) {
             for (size_t b = 0; b < 8; b++)
-                rows[b] = (__m256)((lanes_i)load_floats(x + b * stride + i * size, plan->kind) & all_lanes_i(0x7fffffff));
+                rows[b] = (__m256)((i32x8)load_floats(x + b * stride + i * size, plan->kind) & all_lanes_i(0x7fffffff));
             transpose(rows, e->a + i);
         } else if (i % 16 == 0) {
             transpose_bf16(x + i * size, stride, e->a + i);
@@ -216,10 +216,10 @@ ALWAYS_INLINE void load_eight(const struct pack_plan *plan, size_t group, const 
             transpose(rows, e->weight + i);
         }
     }
-    lanes_i top[2] = {(lanes_i)e->a[0], (lanes_i)e->a[1]}; /* as integers, so that NaN is the largest */
+    i32x8 top[2] = {(i32x8)e->a[0], (i32x8)e->a[1]}; /* as integers, so that NaN is the largest */
     for (size_t i = 2; i < group; i++)
-        top[i % 2] = most_of(top[i % 2], (lanes_i)e->a[i]);
-    e->top = (lanes_f)most_of(top[0], top[1]);
+        top[i % 2] = most_of_i(top[i % 2], (i32x8)e->a[i]);
+    e->top = (f32x8)most_of_i(top[0], top[1]);
 }
 
 /* Codes of blocks by search; a multiple of eight blocks, each code written for all `in_group` runs. Not inlined, like codes_by_rule,
@@ -249,7 +249,7 @@ static __attribute__((noinline)) void searched(const struct pack_plan *plan, con
 /* Codes of eight largest magnitudes, by the rules that need no search. */
 static __attribute__((noinline)) void codes_by_rule(const struct pack_plan *plan, v256 bits, uint8_t *to)
 {
-    const lanes_f top = (lanes_f)floats_of(bits, plan->kind);
+    const f32x8 top = (f32x8)floats_of(bits, plan->kind);
     for (int b = 0; b < 8; b++)
         to[b] = block_code(plan, top[b]);
 }
@@ -403,7 +403,7 @@ ALWAYS_INLINE uint32_t pack_runs(const struct pack_plan *plan, int kind, size_t 
         }
         if (plan->choice != CHOICE_AMAX)
             searched(plan, x + from * bytes, first + from / in_group, (to - from) / in_group, in_group, own);
-        if (USES_LOOKUP && kind == KIND_BF16 && plan->has_lookup && !any_lane((lanes_i)top >= (int)first_nonfinite(kind)))
+        if (USES_LOOKUP && kind == KIND_BF16 && plan->has_lookup && !any_lane((i32x8)top >= (int)first_nonfinite(kind)))
             for (size_t b = from; b < to; b += 4)
                 store_codes(codes + 8 * b, four_blocks(x + b * bytes, kind, plan, own + (b - from), true), streams);
         else
@@ -584,5 +584,7 @@ static void fake_quant(const struct fake_plan *plan, const void *x, size_t block
     else
         fake_quant_kind(plan, KIND_BF16, x, blocks, out);
 }
+
+static const struct codec_kernels codec_kernels = {amax_bits, pack, unpack, fake_quant};
 
 #endif

@@ -64,11 +64,6 @@ struct kq_search {
     void (*decode[KQ_TYPES])(const void *raw, size_t blocks, float *out); /* in the order of KQ_TYPE */
 };
 extern const struct kq_search kq_serial;
-#if defined(__x86_64__)
-extern const struct kq_search kq_avx2, kq_avx512;
-#elif defined(__aarch64__)
-extern const struct kq_search kq_neon;
-#endif
 
 struct kq_type {
     const char *name;

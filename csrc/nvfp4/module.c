@@ -10,6 +10,7 @@
 #include "gptq.h"
 #include "layout.h"
 #include "parallel.h"
+#include "variant.h"
 
 #include <float.h>
 

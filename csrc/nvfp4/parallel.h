@@ -1,17 +1,9 @@
-/* Operations on whole tensors: runs of blocks are distributed over threads, and the selected variant processes each run. */
+/* Operations on whole tensors: runs of blocks are distributed over threads, and the variant in use processes each run. */
 #ifndef AQ_NVFP4_PARALLEL_H
 #define AQ_NVFP4_PARALLEL_H
 
 #include "codec.h"
 #include "kquant.h"
-
-#define VARIANTS 3
-
-/* Set `names` to the variants that this processor can run, slowest first. Returns their number. */
-int variants_available(const char *names[VARIANTS]);
-const char *variant_name(void);
-/* name: "auto" or a variant. Returns false if this processor cannot run it. */
-bool variant_set(const char *name);
 
 /* 0: the number of processors that this process may use. */
 void threads_set(int count);

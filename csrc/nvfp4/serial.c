@@ -90,4 +90,4 @@ static void fake_quant(const struct fake_plan *plan, const void *x, size_t block
     }
 }
 
-const struct codec_kernels codec_serial = {"serial", amax_bits, pack, unpack, fake_quant};
+const struct codec_kernels codec_serial = {amax_bits, pack, unpack, fake_quant};

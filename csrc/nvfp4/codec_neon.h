@@ -1,5 +1,8 @@
 /* The NVFP4 kernels for aarch64 with NEON: the same methods as codec_x86.h at half the width, with the same bytes as the serial
  * reference. All but the rounding of block scales is vector code. */
+#ifndef AQ_NVFP4_CODEC_NEON_H
+#define AQ_NVFP4_CODEC_NEON_H
+
 #include "codec.h"
 #include "sweep_lanes.h"
 
@@ -64,7 +67,7 @@ static inline void block_codes(const void *x, int kind, const uint32_t *above, u
     vst1_u8(codes, vmovn_u16(vorrq_u16(pairs, vshrq_n_u16(pairs, 4))));
 }
 
-static void eight_scales(const struct pack_plan *plan, const char *x, size_t first, const uint32_t *bits,
+static void scales_of_eight(const struct pack_plan *plan, const char *x, size_t first, const uint32_t *bits,
                          uint8_t *scales)
 {
     const size_t group = (size_t)plan->group, bytes = group * kind_size(plan->kind);
@@ -104,7 +107,7 @@ static uint32_t pack(const struct pack_plan *plan, const void *x, size_t first, 
             bits[i] = amax_bits(p + i * bytes, plan->kind, group);
             top = bits[i] > top ? bits[i] : top;
         }
-        eight_scales(plan, p, first + b, bits, scales + b);
+        scales_of_eight(plan, p, first + b, bits, scales + b);
         for (size_t i = 0; i < 8; i++)
             for (size_t j = 0; j < group / 16; j++)
                 block_codes(p + i * bytes + j * run, plan->kind, plan->above[scales[b + i]], codes + (b + i) * group / 2 + 8 * j);
@@ -208,4 +211,6 @@ static void fake_quant(const struct fake_plan *plan, const void *x, size_t block
     }
 }
 
-const struct codec_kernels codec_neon = {"neon", amax_bits, pack, unpack, fake_quant};
+static const struct codec_kernels codec_kernels = {amax_bits, pack, unpack, fake_quant};
+
+#endif

@@ -27,6 +27,15 @@ enum { ABOVE_PAIRS = 4 };
  * four bits of |bits| + add[|bits| / 32 % 32]. Each run of 32 patterns, a quarter of an octave, has at most one threshold. */
 enum { LOOKUP_SIZE = 32 };
 
+/* The table of a scale code for bytes: the bit patterns of bfloat16 from `bottom` on in windows of 64, of which each has at most one
+ * threshold. With u = |bits| - bottom, or 0 if that is negative, and window = min(u / 64, 15), the element's code is base[window], and
+ * one more if u % 64 > last_below[window]. */
+struct code_windows {
+    _Alignas(16) uint8_t base[16];
+    int8_t last_below[16];
+    uint16_t bottom[8]; /* eight times the same number */
+};
+
 struct pack_plan {
     int kind;  /* number_kind of the input */
     int group; /* columns per scale: 16, 32 or 64 */
@@ -41,6 +50,8 @@ struct pack_plan {
     /* Per code: the |bits| of the input's kind above which the index is at least 1..7, and above which a sign is stored, in the
      * order of ABOVE_SLOT. For 16-bit kinds they are uint16_t in the first half. Compare as signed numbers. */
     _Alignas(32) uint32_t above[SCALE_CODES][8];
+    bool has_windows; /* windows is valid: bfloat16, the thresholds of all scale codes fit, and all but zeros have their sign stored */
+    struct code_windows windows[SCALE_CODES];
     bool has_lookup; /* lookup is valid: bfloat16, and no scale code has thresholds that are too close or too high for it */
     struct code_lookup {
         _Alignas(32) uint16_t add[LOOKUP_SIZE];
@@ -48,7 +59,7 @@ struct pack_plan {
     } lookup[SCALE_CODES];
 };
 
-/* Compute step, above and lookup from the other fields. */
+/* Compute step, above, windows and lookup from the other fields. */
 void plan_prepare(struct pack_plan *plan);
 
 /* Return the E4M3 code of a block whose largest magnitude is `amax`. */

@@ -3,8 +3,8 @@
  * equal those of the serial reference.
  *
  * pack: maxima of eight runs of 16 at once, E4M3 rounding in vector code, and per element a binary search with four signed comparisons
- * of bit patterns with the thresholds of the block's scale code; in AVX-512 for bfloat16 one look-up in its lookup table. No division
- * (plan.c). unpack: two byte shuffles with the block's 16 values. Stores bypass the cache: nothing reads the output soon, and reading
+ * of bit patterns with the thresholds of the block's scale code; for bfloat16 one look-up instead, in AVX-512 in a table of 32 words, in AVX2
+ * in two of 16 bytes. No division (plan.c). unpack: two byte shuffles with the block's 16 values. Stores bypass the cache: nothing reads the output soon, and reading
  * the lines first would cost a third of the bandwidth.
  */
 #ifndef AQ_NVFP4_CODEC_X86_H
@@ -340,6 +340,37 @@ ALWAYS_INLINE v256 codes_of(const char *x, int kind, const struct pack_plan *pla
     return sixteen_codes(x, kind, plan->above[scale]);
 }
 
+ALWAYS_INLINE v256 two_halves(const void *low, const void *high)
+{
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128(low)), _mm_loadu_si128(high), 1);
+}
+
+/* Codes of two blocks of finite bfloat16 as bytes, by the table of windows: twice as many elements in a register as with words. */
+ALWAYS_INLINE v256 two_blocks_windows(const char *x, const struct code_windows *a, const struct code_windows *b)
+{
+    const v256 words[2] = {two_halves(x, x + 32), two_halves(x + 16, x + 48)}, bottom = two_halves(a->bottom, b->bottom);
+    v256 u[2], not_zero[2];
+    for (int i = 0; i < 2; i++) {
+        u[i] = _mm256_subs_epu16(magnitudes(words[i], KIND_BF16), bottom);
+        not_zero[i] = _mm256_subs_epu16(words[i], _mm256_set1_epi16(1)); /* -0.0 loses its sign */
+    }
+    v256 window = _mm256_packus_epi16(_mm256_srli_epi16(u[0], 6), _mm256_srli_epi16(u[1], 6));
+    window = _mm256_min_epu8(window, _mm256_set1_epi8(15));
+    const v256 low = _mm256_set1_epi16(63), in_window = _mm256_packus_epi16(_mm256_and_si256(u[0], low), _mm256_and_si256(u[1], low));
+    const v256 above = _mm256_cmpgt_epi8(in_window, _mm256_shuffle_epi8(two_halves(a->last_below, b->last_below), window));
+    const v256 code = _mm256_sub_epi8(_mm256_shuffle_epi8(two_halves(a->base, b->base), window), above);
+    const v256 sign = _mm256_srli_epi16(_mm256_packs_epi16(not_zero[0], not_zero[1]), 4);
+    return _mm256_or_si256(code, _mm256_and_si256(sign, _mm256_set1_epi8(8)));
+}
+
+ALWAYS_INLINE v256 four_blocks_windows(const char *x, const struct pack_plan *plan, const uint8_t *scales)
+{
+    const v256 shift_odd = _mm256_set1_epi16(0x1001); /* even + 16 * odd */
+    const v256 a = two_blocks_windows(x, plan->windows + scales[0], plan->windows + scales[1]);
+    const v256 b = two_blocks_windows(x + 64, plan->windows + scales[2], plan->windows + scales[3]);
+    return _mm256_permute4x64_epi64(_mm256_packus_epi16(_mm256_maddubs_epi16(a, shift_odd), _mm256_maddubs_epi16(b, shift_odd)), 0xd8);
+}
+
 ALWAYS_INLINE v256 four_blocks(const char *x, int kind, const struct pack_plan *plan, const uint8_t *scales, bool has_lookup)
 {
     const size_t bytes = 16 * kind_size(kind);
@@ -403,7 +434,11 @@ ALWAYS_INLINE uint32_t pack_runs(const struct pack_plan *plan, int kind, size_t 
         }
         if (plan->choice != CHOICE_AMAX)
             searched(plan, x + from * bytes, first + from / in_group, (to - from) / in_group, in_group, own);
-        if (USES_LOOKUP && kind == KIND_BF16 && plan->has_lookup && !any_lane((i32x8)top >= (int)first_nonfinite(kind)))
+        const bool finite = kind == KIND_BF16 && !any_lane((i32x8)top >= (int)first_nonfinite(kind));
+        if (!USES_LOOKUP && finite && plan->has_windows)
+            for (size_t b = from; b < to; b += 4)
+                store_codes(codes + 8 * b, four_blocks_windows(x + b * bytes, plan, own + (b - from)), streams);
+        else if (USES_LOOKUP && finite && plan->has_lookup)
             for (size_t b = from; b < to; b += 4)
                 store_codes(codes + 8 * b, four_blocks(x + b * bytes, kind, plan, own + (b - from), true), streams);
         else

@@ -62,7 +62,9 @@ ALWAYS_INLINE f32x16 two_steps(const float *step)
 {
     f32x16 r;
 #if defined(__AVX512F__)
-    r.v[0] = _mm512_insertf32x8(_mm512_set1_ps(step[0]), _mm256_set1_ps(step[1]), 1);
+    const __m512i halves = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
+    const __m128i two = _mm_loadl_epi64((const __m128i *)(const void *)step);
+    r.v[0] = _mm512_permutexvar_ps(halves, _mm512_castps128_ps512(_mm_castsi128_ps(two)));
 #else
     for (int i = 0; i < PARTS; i++)
         r.v[i] = part_all(step[PART * i / 8]);

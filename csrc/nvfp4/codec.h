@@ -31,7 +31,7 @@ enum { LOOKUP_SIZE = 32 };
  * threshold. With u = |bits| - bottom, or 0 if that is negative, and window = min(u / 64, 15), the element's code is base[window], and
  * one more if u % 64 > last_below[window]. */
 struct code_windows {
-    _Alignas(16) uint8_t base[16];
+    _Alignas(64) uint8_t base[16]; /* a cache line per code */
     int8_t last_below[16];
     uint16_t bottom[8]; /* eight times the same number */
 };

@@ -67,19 +67,80 @@ static inline void block_codes(const void *x, int kind, const uint32_t *above, u
     vst1_u8(codes, vmovn_u16(vorrq_u16(pairs, vshrq_n_u16(pairs, 4))));
 }
 
-static void scales_of_eight(const struct pack_plan *plan, const char *x, size_t first, const uint32_t *bits,
-                         uint8_t *scales)
+/* Maxima of |bits| of eight blocks of 16. */
+static inline u32x8 eight_maxima(const char *x, int kind)
+{
+    u32x8 r;
+    if (kind == KIND_F32) {
+        uint32x4_t m[8], mask = vdupq_n_u32(0x7fffffffu);
+        for (int b = 0; b < 8; b++) {
+            const uint32_t *p = (const uint32_t *)(const void *)(x + 64 * b);
+            const uint32x4_t front = vmaxq_u32(vandq_u32(vld1q_u32(p), mask), vandq_u32(vld1q_u32(p + 4), mask));
+            m[b] = vmaxq_u32(front, vmaxq_u32(vandq_u32(vld1q_u32(p + 8), mask), vandq_u32(vld1q_u32(p + 12), mask)));
+        }
+        for (int n = 4; n >= 2; n /= 2)
+            for (int b = 0; b < n; b++)
+                m[b] = vpmaxq_u32(m[2 * b], m[2 * b + 1]);
+        memcpy(&r, m, sizeof r);
+        return r;
+    }
+    uint16x8_t m[8], mask = vdupq_n_u16(0x7fff);
+    for (int b = 0; b < 8; b++) {
+        const uint16_t *p = (const uint16_t *)(const void *)(x + 32 * b);
+        m[b] = vmaxq_u16(vandq_u16(vld1q_u16(p), mask), vandq_u16(vld1q_u16(p + 8), mask));
+    }
+    for (int n = 4; n >= 1; n /= 2)
+        for (int b = 0; b < n; b++)
+            m[b] = vpmaxq_u16(m[2 * b], m[2 * b + 1]);
+    const uint32x4_t wide[2] = {vmovl_u16(vget_low_u16(m[0])), vmovl_high_u16(m[0])};
+    memcpy(&r, wide, sizeof r);
+    return r;
+}
+
+/* The largest |bits| of each of eight groups of `in_group` runs of 16. */
+static inline u32x8 group_maxima(const char *x, int kind, size_t in_group)
+{
+    u32x8 r = eight_maxima(x, kind);
+    if (in_group == 1)
+        return r;
+    const size_t bytes = 16 * kind_size(kind);
+    uint32_t runs[8 * MAX_GROUP / 16], top[8] = {0};
+    for (size_t i = 0; i < in_group; i++) {
+        const u32x8 some = i ? eight_maxima(x + 8 * i * bytes, kind) : r;
+        memcpy(runs + 8 * i, &some, sizeof some);
+    }
+    for (size_t i = 0; i < 8 * in_group; i++)
+        top[i / in_group] = runs[i] > top[i / in_group] ? runs[i] : top[i / in_group];
+    memcpy(&r, top, sizeof r);
+    return r;
+}
+
+static inline f32x8 floats_of(u32x8 bits, int kind)
+{
+    if (kind == KIND_F32)
+        return (f32x8)bits;
+    if (kind == KIND_BF16)
+        return (f32x8)(bits << 16);
+    f32x8 r;
+    for (int b = 0; b < 8; b++)
+        r[b] = f16_to_float((uint16_t)bits[b]);
+    return r;
+}
+
+/* By the rule of the scale's choice; `top`: largest magnitudes of the blocks. */
+static void eight_block_scales(const struct pack_plan *plan, const char *x, size_t first, f32x8 top, uint8_t *scales)
 {
     const size_t group = (size_t)plan->group, bytes = group * kind_size(plan->kind);
-    struct eight e;
-    for (int b = 0; b < 8; b++) {
-        uint16_t half = (uint16_t)bits[b];
-        e.top[b] = plan->kind == KIND_F32 ? bits_float(bits[b]) : load_as_float(&half, plan->kind, 0);
-        if (plan->choice == CHOICE_AMAX)
-            scales[b] = block_code(plan, e.top[b]);
-    }
-    if (plan->choice == CHOICE_AMAX)
+    if (plan->choice == CHOICE_AMAX) {
+        const i32x8 code = scales_by_rule(plan, top);
+        int32x4_t half[2];
+        memcpy(half, &code, sizeof half);
+        const int16x8_t words = vcombine_s16(vmovn_s32(half[0]), vmovn_s32(half[1]));
+        vst1_u8(scales, vreinterpret_u8_s8(vmovn_s16(words)));
         return;
+    }
+    struct eight e;
+    e.top = top;
     for (size_t b = 0; b < 8; b++) {
         for (size_t i = 0; i < group; i++)
             e.a[i][b] = bits_float(float_bits(load_as_float(x + b * bytes, plan->kind, i)) & 0x7fffffffu);
@@ -94,24 +155,58 @@ static void scales_of_eight(const struct pack_plan *plan, const char *x, size_t 
         scales[b] = (uint8_t)e.best[b];
 }
 
+/* Codes of 16 elements of finite bfloat16, by the table of windows. */
+static inline void block_codes_windows(const uint16_t *x, const struct code_windows *w, uint8_t *codes)
+{
+    const uint16x8_t mask = vdupq_n_u16(0x7fff), one = vdupq_n_u16(1), bottom = vld1q_u16(w->bottom);
+    const uint16x8_t front = vld1q_u16(x), back = vld1q_u16(x + 8);
+    const uint16x8_t u = vqsubq_u16(vandq_u16(front, mask), bottom), v = vqsubq_u16(vandq_u16(back, mask), bottom);
+    const uint8x16_t window = vminq_u8(vqshrn_high_n_u16(vqshrn_n_u16(u, 6), v, 6), vdupq_n_u8(15));
+    const uint8x16_t low = vandq_u8(vuzp1q_u8(vreinterpretq_u8_u16(u), vreinterpretq_u8_u16(v)), vdupq_n_u8(63));
+    const uint8x16_t above = vcgtq_s8(vreinterpretq_s8_u8(low), vqtbl1q_s8(vld1q_s8(w->last_below), window));
+    const uint8x16_t code = vsubq_u8(vqtbl1q_u8(vld1q_u8(w->base), window), above);
+    /* The high bytes with the signs; less one, so that -0.0 loses its sign. */
+    const uint8x16_t high = vuzp2q_u8(vreinterpretq_u8_u16(vqsubq_u16(front, one)), vreinterpretq_u8_u16(vqsubq_u16(back, one)));
+    const uint16x8_t pairs = vreinterpretq_u16_u8(vbslq_u8(vdupq_n_u8(8), vshrq_n_u8(high, 4), code));
+    vst1_u8(codes, vmovn_u16(vsraq_n_u16(pairs, pairs, 4))); /* the sum has no carry: an element's code has four bits */
+}
+
+ALWAYS_INLINE uint32_t pack_blocks(const struct pack_plan *plan, int kind, size_t group, const char *x, size_t first, size_t blocks,
+                                   uint8_t *codes, uint8_t *scales)
+{
+    const size_t run = 16 * kind_size(kind), in_group = group / 16, bytes = in_group * run;
+    u32x8 top = {0};
+    for (size_t b = 0; b < blocks; b += 8) {
+        const char *p = x + b * bytes;
+        const u32x8 bits = group_maxima(p, kind, in_group);
+        top = (u32x8)most_of_i((i32x8)top, (i32x8)bits);
+        eight_block_scales(plan, p, first + b, floats_of(bits, kind), scales + b);
+        const bool windows = kind == KIND_BF16 && plan->has_windows && !any_lane((i32x8)bits >= (int)first_nonfinite(kind));
+        for (size_t i = 0; i < 8; i++)
+            for (size_t j = 0; j < in_group; j++) {
+                const char *from = p + i * bytes + j * run;
+                uint8_t *to = codes + (b + i) * group / 2 + 8 * j;
+                if (windows)
+                    block_codes_windows((const uint16_t *)(const void *)from, plan->windows + scales[b + i], to);
+                else
+                    block_codes(from, kind, plan->above[scales[b + i]], to);
+            }
+    }
+    uint32_t largest = 0;
+    for (int b = 0; b < 8; b++)
+        largest = top[b] > largest ? top[b] : largest;
+    return largest;
+}
+
 static uint32_t pack(const struct pack_plan *plan, const void *x, size_t first, size_t blocks, uint8_t *codes,
                      uint8_t *scales)
 {
-    const size_t whole = blocks / 8 * 8, group = (size_t)plan->group, bytes = group * kind_size(plan->kind);
-    const size_t done = whole * group, run = 16 * kind_size(plan->kind);
-    uint32_t top = 0;
-    for (size_t b = 0; b < whole; b += 8) {
-        const char *p = (const char *)x + b * bytes;
-        uint32_t bits[8];
-        for (size_t i = 0; i < 8; i++) {
-            bits[i] = amax_bits(p + i * bytes, plan->kind, group);
-            top = bits[i] > top ? bits[i] : top;
-        }
-        scales_of_eight(plan, p, first + b, bits, scales + b);
-        for (size_t i = 0; i < 8; i++)
-            for (size_t j = 0; j < group / 16; j++)
-                block_codes(p + i * bytes + j * run, plan->kind, plan->above[scales[b + i]], codes + (b + i) * group / 2 + 8 * j);
-    }
+    const size_t whole = blocks / 8 * 8, group = (size_t)plan->group, done = whole * group;
+    uint32_t top;
+    if (plan->kind == KIND_BF16 && group == 16) /* the usual case, with constant loop lengths */
+        top = pack_blocks(plan, KIND_BF16, 16, x, first, whole, codes, scales);
+    else
+        top = pack_blocks(plan, plan->kind, group, x, first, whole, codes, scales);
     uint32_t rest = codec_serial.pack(plan, (const char *)x + done * kind_size(plan->kind), first + whole, blocks - whole,
                                       codes + done / 2, scales + whole);
     return rest > top ? rest : top;

@@ -359,8 +359,8 @@ ALWAYS_INLINE v256 two_blocks_windows(const char *x, const struct code_windows *
     const v256 low = _mm256_set1_epi16(63), in_window = _mm256_packus_epi16(_mm256_and_si256(u[0], low), _mm256_and_si256(u[1], low));
     const v256 above = _mm256_cmpgt_epi8(in_window, _mm256_shuffle_epi8(two_halves(a->last_below, b->last_below), window));
     const v256 code = _mm256_sub_epi8(_mm256_shuffle_epi8(two_halves(a->base, b->base), window), above);
-    const v256 sign = _mm256_srli_epi16(_mm256_packs_epi16(not_zero[0], not_zero[1]), 4);
-    return _mm256_or_si256(code, _mm256_and_si256(sign, _mm256_set1_epi8(8)));
+    const v256 negative = _mm256_packs_epi16(not_zero[0], not_zero[1]); /* keeps the sign bits */
+    return _mm256_blendv_epi8(code, _mm256_or_si256(code, _mm256_set1_epi8(8)), negative);
 }
 
 ALWAYS_INLINE v256 four_blocks_windows(const char *x, const struct pack_plan *plan, const uint8_t *scales)

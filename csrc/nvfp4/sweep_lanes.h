@@ -127,6 +127,7 @@ ALWAYS_INLINE void prepare(const struct pack_plan *plan, int group, bool weighte
     e->least = e->second = all_lanes(__builtin_inff());
     e->best = all_lanes_i(0);
     e->count = 0;
+    e->clips = false;
     if (plan->choice == CHOICE_SWEEP) {
         e->first = first_codes(plan, e->top);
         list_run(plan, e, e->first, 1, UP);

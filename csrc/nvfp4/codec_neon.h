@@ -10,20 +10,22 @@
 
 static uint32_t amax_bits(const void *x, int kind, size_t count)
 {
-    size_t i = 0, whole = count / 16 * 16;
-    uint32_t largest = 0;
+    const size_t whole = count / 32 * 32;
+    uint32_t largest;
     if (kind == KIND_F32) {
         const uint32_t *p = x;
-        uint32x4_t top = vdupq_n_u32(0), mask = vdupq_n_u32(0x7fffffffu);
-        for (; i < whole; i += 4)
-            top = vmaxq_u32(top, vandq_u32(vld1q_u32(p + i), mask));
-        largest = vmaxvq_u32(top);
+        uint32x4_t top[4] = {{0}, {0}, {0}, {0}}, mask = vdupq_n_u32(0x7fffffffu);
+        for (size_t i = 0; i < whole; i += 16)
+            for (size_t k = 0; k < 4; k++)
+                top[k] = vmaxq_u32(top[k], vandq_u32(vld1q_u32(p + i + 4 * k), mask));
+        largest = vmaxvq_u32(vmaxq_u32(vmaxq_u32(top[0], top[1]), vmaxq_u32(top[2], top[3])));
     } else {
         const uint16_t *p = x;
-        uint16x8_t top = vdupq_n_u16(0), mask = vdupq_n_u16(0x7fff);
-        for (; i < whole; i += 8)
-            top = vmaxq_u16(top, vandq_u16(vld1q_u16(p + i), mask));
-        largest = vmaxvq_u16(top);
+        uint16x8_t top[4] = {{0}, {0}, {0}, {0}}, mask = vdupq_n_u16(0x7fff);
+        for (size_t i = 0; i < whole; i += 32)
+            for (size_t k = 0; k < 4; k++)
+                top[k] = vmaxq_u16(top[k], vandq_u16(vld1q_u16(p + i + 8 * k), mask));
+        largest = vmaxvq_u16(vmaxq_u16(vmaxq_u16(top[0], top[1]), vmaxq_u16(top[2], top[3])));
     }
     uint32_t rest = codec_serial.amax((const char *)x + whole * kind_size(kind), kind, count - whole);
     return rest > largest ? rest : largest;
@@ -68,9 +70,8 @@ static inline void block_codes(const void *x, int kind, const uint32_t *above, u
 }
 
 /* Maxima of |bits| of eight blocks of 16. */
-static inline u32x8 eight_maxima(const char *x, int kind)
+ALWAYS_INLINE void eight_maxima(const char *x, int kind, u32v out[2])
 {
-    u32x8 r;
     if (kind == KIND_F32) {
         uint32x4_t m[8], mask = vdupq_n_u32(0x7fffffffu);
         for (int b = 0; b < 8; b++) {
@@ -81,8 +82,8 @@ static inline u32x8 eight_maxima(const char *x, int kind)
         for (int n = 4; n >= 2; n /= 2)
             for (int b = 0; b < n; b++)
                 m[b] = vpmaxq_u32(m[2 * b], m[2 * b + 1]);
-        memcpy(&r, m, sizeof r);
-        return r;
+        out[0] = (u32v)m[0], out[1] = (u32v)m[1];
+        return;
     }
     uint16x8_t m[8], mask = vdupq_n_u16(0x7fff);
     for (int b = 0; b < 8; b++) {
@@ -92,57 +93,64 @@ static inline u32x8 eight_maxima(const char *x, int kind)
     for (int n = 4; n >= 1; n /= 2)
         for (int b = 0; b < n; b++)
             m[b] = vpmaxq_u16(m[2 * b], m[2 * b + 1]);
-    const uint32x4_t wide[2] = {vmovl_u16(vget_low_u16(m[0])), vmovl_high_u16(m[0])};
-    memcpy(&r, wide, sizeof r);
-    return r;
+    out[0] = (u32v)vmovl_u16(vget_low_u16(m[0]));
+    out[1] = (u32v)vmovl_high_u16(m[0]);
 }
 
 /* The largest |bits| of each of eight groups of `in_group` runs of 16. */
-static inline u32x8 group_maxima(const char *x, int kind, size_t in_group)
+ALWAYS_INLINE void group_maxima(const char *x, int kind, size_t in_group, u32v out[2])
 {
-    u32x8 r = eight_maxima(x, kind);
-    if (in_group == 1)
-        return r;
-    const size_t bytes = 16 * kind_size(kind);
+    if (in_group == 1) {
+        eight_maxima(x, kind, out);
+        return;
+    }
     uint32_t runs[8 * MAX_GROUP / 16], top[8] = {0};
     for (size_t i = 0; i < in_group; i++) {
-        const u32x8 some = i ? eight_maxima(x + 8 * i * bytes, kind) : r;
-        memcpy(runs + 8 * i, &some, sizeof some);
+        u32v some[2];
+        eight_maxima(x + 8 * i * 16 * kind_size(kind), kind, some);
+        memcpy(runs + 8 * i, some, sizeof some);
     }
     for (size_t i = 0; i < 8 * in_group; i++)
         top[i / in_group] = runs[i] > top[i / in_group] ? runs[i] : top[i / in_group];
-    memcpy(&r, top, sizeof r);
-    return r;
+    memcpy(out, top, sizeof top);
 }
 
-static inline f32x8 floats_of(u32x8 bits, int kind)
+static inline f32v floats_of(u32v bits, int kind)
 {
     if (kind == KIND_F32)
-        return (f32x8)bits;
+        return (f32v)bits;
     if (kind == KIND_BF16)
-        return (f32x8)(bits << 16);
-    f32x8 r;
-    for (int b = 0; b < 8; b++)
-        r[b] = f16_to_float((uint16_t)bits[b]);
-    return r;
+        return (f32v)(bits << 16);
+    return (f32v)vcvt_f32_f16(vreinterpret_f16_u16(vmovn_u32((uint32x4_t)bits)));
 }
 
-/* By the rule of the scale's choice; `top`: largest magnitudes of the blocks. */
-static void eight_block_scales(const struct pack_plan *plan, const char *x, size_t first, f32x8 top, uint8_t *scales)
+/* Magnitudes of eight columns of four rows of bfloat16, `stride` bytes apart, transposed and converted to floats. */
+static inline void transpose_bf16(const char *x, size_t stride, f32v out[8])
+{
+    uint16x8_t row[4];
+    for (size_t b = 0; b < 4; b++)
+        row[b] = vandq_u16(vld1q_u16((const uint16_t *)(const void *)(x + stride * b)), vdupq_n_u16(0x7fff));
+    const uint16x8_t even[2] = {vzip1q_u16(row[0], row[2]), vzip2q_u16(row[0], row[2])};
+    const uint16x8_t odd[2] = {vzip1q_u16(row[1], row[3]), vzip2q_u16(row[1], row[3])};
+    for (int h = 0; h < 2; h++) {
+        const uint16x8_t front = vzip1q_u16(even[h], odd[h]), back = vzip2q_u16(even[h], odd[h]); /* two columns each */
+        out[4 * h] = (f32v)vshll_n_u16(vget_low_u16(front), 16);
+        out[4 * h + 1] = (f32v)vshll_high_n_u16(front, 16);
+        out[4 * h + 2] = (f32v)vshll_n_u16(vget_low_u16(back), 16);
+        out[4 * h + 3] = (f32v)vshll_high_n_u16(back, 16);
+    }
+}
+
+/* The scales of four blocks by a search over codes; `top`: their largest magnitudes. */
+static void searched(const struct pack_plan *plan, const char *x, size_t first, f32v top, uint8_t *scales)
 {
     const size_t group = (size_t)plan->group, bytes = group * kind_size(plan->kind);
-    if (plan->choice == CHOICE_AMAX) {
-        const i32x8 code = scales_by_rule(plan, top);
-        int32x4_t half[2];
-        memcpy(half, &code, sizeof half);
-        const int16x8_t words = vcombine_s16(vmovn_s32(half[0]), vmovn_s32(half[1]));
-        vst1_u8(scales, vreinterpret_u8_s8(vmovn_s16(words)));
-        return;
-    }
-    struct eight e;
+    struct batch e;
     e.top = top;
-    for (size_t b = 0; b < 8; b++) {
-        for (size_t i = 0; i < group; i++)
+    for (size_t i = 0; plan->kind == KIND_BF16 && i < group; i += 8)
+        transpose_bf16(x + 2 * i, bytes, e.a + i);
+    for (size_t b = 0; b < LANES; b++) {
+        for (size_t i = 0; plan->kind != KIND_BF16 && i < group; i++)
             e.a[i][b] = bits_float(float_bits(load_as_float(x + b * bytes, plan->kind, i)) & 0x7fffffffu);
         if (!plan->weight)
             continue;
@@ -151,8 +159,23 @@ static void eight_block_scales(const struct pack_plan *plan, const char *x, size
             e.weight[i][b] = weight[i];
     }
     search(plan, &e, 1);
-    for (int b = 0; b < 8; b++)
+    for (int b = 0; b < LANES; b++)
         scales[b] = (uint8_t)e.best[b];
+}
+
+/* The scales of eight blocks from their largest magnitudes. */
+ALWAYS_INLINE void eight_block_scales(const struct pack_plan *plan, int kind, const char *x, size_t first, const u32v bits[2],
+                                      uint8_t *scales)
+{
+    if (plan->choice == CHOICE_AMAX) {
+        const int32x4_t low = (int32x4_t)scales_by_rule(plan, floats_of(bits[0], kind));
+        const int32x4_t high = (int32x4_t)scales_by_rule(plan, floats_of(bits[1], kind));
+        vst1_u8(scales, vreinterpret_u8_s8(vmovn_s16(vcombine_s16(vmovn_s32(low), vmovn_s32(high)))));
+        return;
+    }
+    for (size_t half = 0; half < 2; half++)
+        searched(plan, x + half * 4 * (size_t)plan->group * kind_size(kind), first + 4 * half, floats_of(bits[half], kind),
+                 scales + 4 * half);
 }
 
 /* Codes of 16 elements of finite bfloat16, by the table of windows. */
@@ -175,13 +198,15 @@ ALWAYS_INLINE uint32_t pack_blocks(const struct pack_plan *plan, int kind, size_
                                    uint8_t *codes, uint8_t *scales)
 {
     const size_t run = 16 * kind_size(kind), in_group = group / 16, bytes = in_group * run;
-    u32x8 top = {0};
+    u32v top = {0};
     for (size_t b = 0; b < blocks; b += 8) {
         const char *p = x + b * bytes;
-        const u32x8 bits = group_maxima(p, kind, in_group);
-        top = (u32x8)most_of_i((i32x8)top, (i32x8)bits);
-        eight_block_scales(plan, p, first + b, floats_of(bits, kind), scales + b);
-        const bool windows = kind == KIND_BF16 && plan->has_windows && !any_lane((i32x8)bits >= (int)first_nonfinite(kind));
+        u32v bits[2];
+        group_maxima(p, kind, in_group, bits);
+        const u32v largest = (u32v)most_of_i((i32v)bits[0], (i32v)bits[1]);
+        top = (u32v)most_of_i((i32v)top, (i32v)largest);
+        eight_block_scales(plan, kind, p, first + b, bits, scales + b);
+        const bool windows = kind == KIND_BF16 && plan->has_windows && !any_lane((i32v)largest >= (int)first_nonfinite(kind));
         for (size_t i = 0; i < 8; i++)
             for (size_t j = 0; j < in_group; j++) {
                 const char *from = p + i * bytes + j * run;
@@ -192,10 +217,7 @@ ALWAYS_INLINE uint32_t pack_blocks(const struct pack_plan *plan, int kind, size_
                     block_codes(from, kind, plan->above[scales[b + i]], to);
             }
     }
-    uint32_t largest = 0;
-    for (int b = 0; b < 8; b++)
-        largest = top[b] > largest ? top[b] : largest;
-    return largest;
+    return vmaxvq_u32((uint32x4_t)top);
 }
 
 static uint32_t pack(const struct pack_plan *plan, const void *x, size_t first, size_t blocks, uint8_t *codes,
@@ -282,16 +304,14 @@ static inline float32x4_t round_to_grid(float32x4_t a)
     return vsubq_f32(vaddq_f32(a, addend), addend);
 }
 
-static void fake_quant(const struct fake_plan *plan, const void *x, size_t blocks, void *out)
+ALWAYS_INLINE void fake_quant_blocks(const struct fake_plan *plan, int kind, size_t group, const char *from, size_t blocks, char *to)
 {
-    const size_t four = 4 * kind_size(plan->kind), group = (size_t)plan->group;
+    const size_t four = 4 * kind_size(kind);
     const float six = 6.f * plan->tensor_scale;
-    const char *from = x;
-    char *to = out;
     for (size_t b = 0; b < blocks; b++) {
         float32x4_t v[MAX_GROUP / 4], top = vdupq_n_f32(0.f);
         for (size_t i = 0; i < group / 4; i++, from += four) {
-            v[i] = load_four(from, plan->kind);
+            v[i] = load_four(from, kind);
             float32x4_t a = vabsq_f32(v[i]);
             top = vbslq_f32(vcgtq_f32(a, top), a, top); /* NaN is skipped */
         }
@@ -301,9 +321,17 @@ static void fake_quant(const struct fake_plan *plan, const void *x, size_t block
         for (size_t i = 0; i < group / 4; i++, to += four) {
             float32x4_t q = vmulq_f32(round_to_grid(vdivq_f32(vabsq_f32(v[i]), steps)), steps);
             float32x4_t minus = vsubq_f32(vdupq_n_f32(0.f), q); /* +0.0 for zero */
-            store_four(to, vbslq_f32(vcgeq_f32(v[i], vdupq_n_f32(0.f)), q, minus), plan->kind);
+            store_four(to, vbslq_f32(vcgeq_f32(v[i], vdupq_n_f32(0.f)), q, minus), kind);
         }
     }
+}
+
+static void fake_quant(const struct fake_plan *plan, const void *x, size_t blocks, void *out)
+{
+    if (plan->kind == KIND_BF16 && plan->group == 16) /* the usual case, with constant loop lengths */
+        fake_quant_blocks(plan, KIND_BF16, 16, x, blocks, out);
+    else
+        fake_quant_blocks(plan, plan->kind, (size_t)plan->group, x, blocks, out);
 }
 
 static const struct codec_kernels codec_kernels = {amax_bits, pack, unpack, fake_quant};

@@ -152,7 +152,7 @@ ALWAYS_INLINE __m256 load_floats(const char *x, int kind)
 }
 
 /* Transpose rows of eight floats. */
-ALWAYS_INLINE void transpose(const __m256 r[8], f32x8 out[8])
+ALWAYS_INLINE void transpose(const __m256 r[8], f32v out[8])
 {
     __m256 t[8], u[8];
     for (int i = 0; i < 4; i++) {
@@ -166,13 +166,13 @@ ALWAYS_INLINE void transpose(const __m256 r[8], f32x8 out[8])
         u[4 * i + 3] = _mm256_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0xee);
     }
     for (int i = 0; i < 4; i++) {
-        out[i] = (f32x8)_mm256_permute2f128_ps(u[i], u[i + 4], 0x20);
-        out[i + 4] = (f32x8)_mm256_permute2f128_ps(u[i], u[i + 4], 0x31);
+        out[i] = (f32v)_mm256_permute2f128_ps(u[i], u[i + 4], 0x20);
+        out[i + 4] = (f32v)_mm256_permute2f128_ps(u[i], u[i + 4], 0x31);
     }
 }
 
 /* The same for 16 columns of bfloat16, magnitudes of rows `stride` bytes apart, converted to floats. */
-ALWAYS_INLINE void transpose_bf16(const char *x, size_t stride, f32x8 out[16])
+ALWAYS_INLINE void transpose_bf16(const char *x, size_t stride, f32v out[16])
 {
     const v256 zero = _mm256_setzero_si256();
     v256 row[8];
@@ -191,21 +191,21 @@ ALWAYS_INLINE void transpose_bf16(const char *x, size_t stride, f32x8 out[16])
             four[2 * b + 1] = _mm256_unpackhi_epi32(pair[b], pair[b + 2]);
         }
         for (int i = 0; i < 4; i++) {
-            out[8 * h + 2 * i] = (f32x8)_mm256_unpacklo_epi16(zero, four[i]);
-            out[8 * h + 2 * i + 1] = (f32x8)_mm256_unpackhi_epi16(zero, four[i]);
+            out[8 * h + 2 * i] = (f32v)_mm256_unpacklo_epi16(zero, four[i]);
+            out[8 * h + 2 * i + 1] = (f32v)_mm256_unpackhi_epi16(zero, four[i]);
         }
     }
 }
 
 /* The columns of eight blocks into the lanes of a search. */
-ALWAYS_INLINE void load_eight(const struct pack_plan *plan, size_t group, const char *x, size_t first, struct eight *e)
+ALWAYS_INLINE void load_eight(const struct pack_plan *plan, size_t group, const char *x, size_t first, struct batch *e)
 {
     const size_t size = kind_size(plan->kind), stride = group * size;
     for (size_t i = 0; i < group; i += 8) {
         __m256 rows[8];
         if (plan->kind != KIND_BF16) {
             for (size_t b = 0; b < 8; b++)
-                rows[b] = (__m256)((i32x8)load_floats(x + b * stride + i * size, plan->kind) & all_lanes_i(0x7fffffff));
+                rows[b] = (__m256)((i32v)load_floats(x + b * stride + i * size, plan->kind) & all_lanes_i(0x7fffffff));
             transpose(rows, e->a + i);
         } else if (i % 16 == 0) {
             transpose_bf16(x + i * size, stride, e->a + i);
@@ -216,10 +216,10 @@ ALWAYS_INLINE void load_eight(const struct pack_plan *plan, size_t group, const 
             transpose(rows, e->weight + i);
         }
     }
-    i32x8 top[2] = {(i32x8)e->a[0], (i32x8)e->a[1]}; /* as integers, so that NaN is the largest */
+    i32v top[2] = {(i32v)e->a[0], (i32v)e->a[1]}; /* as integers, so that NaN is the largest */
     for (size_t i = 2; i < group; i++)
-        top[i % 2] = most_of_i(top[i % 2], (i32x8)e->a[i]);
-    e->top = (f32x8)most_of_i(top[0], top[1]);
+        top[i % 2] = most_of_i(top[i % 2], (i32v)e->a[i]);
+    e->top = (f32v)most_of_i(top[0], top[1]);
 }
 
 /* Codes of blocks by search; a multiple of eight blocks, each code written for all `in_group` runs. Not inlined, like codes_by_rule,
@@ -228,7 +228,7 @@ static __attribute__((noinline)) void searched(const struct pack_plan *plan, con
                                                uint8_t *by_run)
 {
     const size_t bytes = (size_t)plan->group * kind_size(plan->kind);
-    struct eight e[GROUPS];
+    struct batch e[GROUPS];
     for (size_t b = 0; b < blocks; b += 8 * GROUPS) {
         const size_t n = (blocks - b) / 8 < GROUPS ? (blocks - b) / 8 : GROUPS;
         for (size_t g = 0; g < n; g++)
@@ -249,7 +249,7 @@ static __attribute__((noinline)) void searched(const struct pack_plan *plan, con
 /* Codes of eight largest magnitudes, by the rules that need no search. */
 static __attribute__((noinline)) void codes_by_rule(const struct pack_plan *plan, v256 bits, uint8_t *to)
 {
-    const f32x8 top = (f32x8)floats_of(bits, plan->kind);
+    const f32v top = (f32v)floats_of(bits, plan->kind);
     for (int b = 0; b < 8; b++)
         to[b] = block_code(plan, top[b]);
 }
@@ -434,7 +434,7 @@ ALWAYS_INLINE uint32_t pack_runs(const struct pack_plan *plan, int kind, size_t 
         }
         if (plan->choice != CHOICE_AMAX)
             searched(plan, x + from * bytes, first + from / in_group, (to - from) / in_group, in_group, own);
-        const bool finite = kind == KIND_BF16 && !any_lane((i32x8)top >= (int)first_nonfinite(kind));
+        const bool finite = kind == KIND_BF16 && !any_lane((i32v)top >= (int)first_nonfinite(kind));
         if (!USES_LOOKUP && finite && plan->has_windows)
             for (size_t b = from; b < to; b += 4)
                 store_codes(codes + 8 * b, four_blocks_windows(x + b * bytes, plan, own + (b - from)), streams);

@@ -1,8 +1,8 @@
 /* The vector types of the SIMD variants, and the operations on them that the compiler does not provide.
  *
- *   f32x8, i32x8, u32x8   the compiler's vector types, with its operators: searches with one lane per block (sweep_lanes.h, kq_lanes.h)
- *   f32x16                the processor's own registers, 1, 2 or 4 of them, or 16 floats without SIMD: sums in a fixed order (gemv_lanes.h,
- *                         gptq_lanes.h)
+ *   f32v, i32v, u32v   the compiler's vector types of LANES lanes, with its operators: searches with one lane per block (sweep_lanes.h, kq_lanes.h)
+ *   f32x16             the processor's own registers, 1, 2 or 4 of them, or 16 floats without SIMD: sums in a fixed order (gemv_lanes.h,
+ *                      gptq_lanes.h)
  *
  * A file that includes this one is compiled once per variant, with that variant's flags.
  */
@@ -23,113 +23,114 @@
 /* For functions with constant arguments, so that their loops have no branch on them. */
 #define ALWAYS_INLINE static inline __attribute__((always_inline))
 
-#ifndef AQ_SERIAL /* defined by the serial variant, which has no f32x8 */
-/* ---- eight lanes */
+#ifndef AQ_SERIAL /* defined by the serial variant, which has no vectors */
+/* ---- a vector of LANES lanes */
 
-typedef float f32x8 __attribute__((vector_size(32)));
-typedef int32_t i32x8 __attribute__((vector_size(32)));
-typedef uint32_t u32x8 __attribute__((vector_size(32))); /* wraps around */
+#if defined(__AVX2__)
+enum { LANES = 8 };
+#else
+enum { LANES = 4 };
+#endif
+typedef float f32v __attribute__((vector_size(4 * LANES)));
+typedef int32_t i32v __attribute__((vector_size(4 * LANES)));
+typedef uint32_t u32v __attribute__((vector_size(4 * LANES))); /* wraps around */
 
-ALWAYS_INLINE f32x8 all_lanes(float f)
+ALWAYS_INLINE f32v all_lanes(float f)
 {
-    return (f32x8){f, f, f, f, f, f, f, f};
+    return f - (f32v){0}; /* the compiler's form of a broadcast: -0.0 stays -0.0 */
 }
 
-ALWAYS_INLINE i32x8 all_lanes_i(int32_t i)
+ALWAYS_INLINE i32v all_lanes_i(int32_t i)
 {
-    return (i32x8){i, i, i, i, i, i, i, i};
+    return i - (i32v){0};
 }
 
 /* In each lane of a mask all bits are equal. */
-ALWAYS_INLINE f32x8 pick(i32x8 mask, f32x8 yes, f32x8 no)
+ALWAYS_INLINE f32v pick(i32v mask, f32v yes, f32v no)
 {
-#ifdef __AVX2__
-    return (f32x8)_mm256_blendv_ps((__m256)no, (__m256)yes, (__m256)mask);
+#if defined(__AVX2__)
+    return (f32v)_mm256_blendv_ps((__m256)no, (__m256)yes, (__m256)mask);
 #else
-    return (f32x8)((mask & (i32x8)yes) | (~mask & (i32x8)no));
+    return (f32v)vbslq_f32((uint32x4_t)mask, (float32x4_t)yes, (float32x4_t)no);
 #endif
 }
 
-ALWAYS_INLINE i32x8 pick_i(i32x8 mask, i32x8 yes, i32x8 no)
+ALWAYS_INLINE i32v pick_i(i32v mask, i32v yes, i32v no)
 {
-#ifdef __AVX2__
-    return (i32x8)_mm256_blendv_epi8((__m256i)no, (__m256i)yes, (__m256i)mask);
+#if defined(__AVX2__)
+    return (i32v)_mm256_blendv_epi8((__m256i)no, (__m256i)yes, (__m256i)mask);
 #else
-    return (mask & yes) | (~mask & no);
+    return (i32v)vbslq_s32((uint32x4_t)mask, (int32x4_t)yes, (int32x4_t)no);
 #endif
 }
 
-/* a < b ? a : b and so on, also for NaN. The compiler does not recognise a minimum in a masked vector selection. */
-ALWAYS_INLINE f32x8 least_of(f32x8 a, f32x8 b)
+/* a < b ? a : b and so on, also for NaN, as x86's instructions do; NEON's would give NaN. */
+ALWAYS_INLINE f32v least_of(f32v a, f32v b)
 {
-#ifdef __AVX2__
-    return (f32x8)_mm256_min_ps((__m256)a, (__m256)b);
+#if defined(__AVX2__)
+    return (f32v)_mm256_min_ps((__m256)a, (__m256)b);
 #else
     return pick(a < b, a, b);
 #endif
 }
 
-ALWAYS_INLINE f32x8 most_of(f32x8 a, f32x8 b)
+ALWAYS_INLINE f32v most_of(f32v a, f32v b)
 {
-#ifdef __AVX2__
-    return (f32x8)_mm256_max_ps((__m256)a, (__m256)b);
+#if defined(__AVX2__)
+    return (f32v)_mm256_max_ps((__m256)a, (__m256)b);
 #else
     return pick(a > b, a, b);
 #endif
 }
 
-ALWAYS_INLINE i32x8 least_of_i(i32x8 a, i32x8 b)
+ALWAYS_INLINE i32v least_of_i(i32v a, i32v b)
 {
-#ifdef __AVX2__
-    return (i32x8)_mm256_min_epi32((__m256i)a, (__m256i)b);
+#if defined(__AVX2__)
+    return (i32v)_mm256_min_epi32((__m256i)a, (__m256i)b);
 #else
-    return pick_i(a < b, a, b);
+    return (i32v)vminq_s32((int32x4_t)a, (int32x4_t)b);
 #endif
 }
 
-ALWAYS_INLINE i32x8 most_of_i(i32x8 a, i32x8 b)
+ALWAYS_INLINE i32v most_of_i(i32v a, i32v b)
 {
-#ifdef __AVX2__
-    return (i32x8)_mm256_max_epi32((__m256i)a, (__m256i)b);
+#if defined(__AVX2__)
+    return (i32v)_mm256_max_epi32((__m256i)a, (__m256i)b);
 #else
-    return pick_i(a > b, a, b);
+    return (i32v)vmaxq_s32((int32x4_t)a, (int32x4_t)b);
 #endif
 }
 
-ALWAYS_INLINE f32x8 root(f32x8 a)
+ALWAYS_INLINE f32v root(f32v a)
 {
-#ifdef __AVX2__
-    return (f32x8)_mm256_sqrt_ps((__m256)a);
+#if defined(__AVX2__)
+    return (f32v)_mm256_sqrt_ps((__m256)a);
 #else
-    for (int b = 0; b < 8; b++)
-        a[b] = __builtin_sqrtf(a[b]);
-    return a;
+    return (f32v)vsqrtq_f32((float32x4_t)a);
 #endif
 }
 
-ALWAYS_INLINE f32x8 to_floats(i32x8 v)
+ALWAYS_INLINE f32v to_floats(i32v v)
 {
-    return __builtin_convertvector(v, f32x8);
+    return __builtin_convertvector(v, f32v);
 }
 
-ALWAYS_INLINE bool any_lane(i32x8 mask)
+ALWAYS_INLINE bool any_lane(i32v mask)
 {
-#ifdef __AVX2__
+#if defined(__AVX2__)
     return !_mm256_testz_si256((__m256i)mask, (__m256i)mask);
 #else
-    typedef int64_t wide __attribute__((vector_size(32)));
-    const wide w = (wide)mask;
-    return (w[0] | w[1] | w[2] | w[3]) != 0;
+    return vmaxvq_u32((uint32x4_t)mask) != 0;
 #endif
 }
 
-/* a * b + c, rounded once where the processor has that instruction: for error bounds alone, never for a result. */
-ALWAYS_INLINE f32x8 roughly_fused(f32x8 a, f32x8 b, f32x8 c)
+/* a * b + c, rounded once: for error bounds alone, never for a result. */
+ALWAYS_INLINE f32v roughly_fused(f32v a, f32v b, f32v c)
 {
-#ifdef __FMA__
-    return (f32x8)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#if defined(__AVX2__)
+    return (f32v)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 #else
-    return a * b + c;
+    return (f32v)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #endif
 }
 

@@ -1,8 +1,8 @@
-/* The search of search.c for eight blocks at once, one lane per block: in float, and in double where float is not exact enough.
+/* The search of search.c for LANES blocks at once, one lane per block: in float, and in double where float is not exact enough.
  *
  * One source for all variants (lanes.h). The error bound of a float error is known
  * (`prepare`). Codes of a block that are closer to its best code than the bound are compared in double, so the choice is always
- * that of search.c. A few groups of eight go through the steps of the search together, so that one group's instructions fill
+ * that of search.c. A few batches of them go through the steps of the search together, so that one group's instructions fill
  * another group's waits. In AVX-512 the errors of two groups are summed in one register.
  */
 #ifndef AQ_NVFP4_SWEEP_LANES_H
@@ -19,67 +19,67 @@ enum {
     TRIED = SCALE_CODES + 16 /* one lane may go up 15 codes while another one goes down 125 */
 };
 
-/* Eight blocks in the search. */
-struct eight {
-    f32x8 a[MAX_GROUP], weight[MAX_GROUP]; /* a[column][block], magnitudes; weight likewise, if the plan has one */
-    f32x8 top;               /* largest magnitudes */
-    f32x8 top_weight, weight_sum, delta, reach;
-    i32x8 first; /* first code of a sweep that reaches the amax */
+/* LANES blocks in the search. */
+struct batch {
+    f32v a[MAX_GROUP], weight[MAX_GROUP]; /* a[column][block], magnitudes; weight likewise, if the plan has one */
+    f32v top;               /* largest magnitudes */
+    f32v top_weight, weight_sum, delta, reach;
+    i32v first; /* first code of a sweep that reaches the amax */
     bool clips;    /* in some lane the largest code does not reach it */
-    f32x8 least, second; /* the two least errors */
-    i32x8 best;          /* the code of the least error */
+    f32v least, second; /* the two least errors */
+    i32v best;          /* the code of the least error */
     int count;             /* number of codes tried */
-    i32x8 code[TRIED];
-    f32x8 error[TRIED]; /* before it is computed: 0, or infinity if the lane must not try the code */
-    f32x8 step[WINDOW], inverse[WINDOW]; /* of the codes listed last */
+    i32v code[TRIED];
+    f32v error[TRIED]; /* before it is computed: 0, or infinity if the lane must not try the code */
+    f32v step[WINDOW], inverse[WINDOW]; /* of the codes listed last */
 };
 
 /* plan->step[code], for codes 1..126. */
-static inline f32x8 steps_of(const struct pack_plan *plan, i32x8 code)
+static inline f32v steps_of(const struct pack_plan *plan, i32v code)
 {
-    f32x8 normal = (f32x8)((code << 20) + all_lanes_i(120 << 23));
-    f32x8 small = to_floats(code) * 0x1p-9f;
-    f32x8 s = pick(code >= 8, normal, small), factor = all_lanes(plan->tensor_scale);
+    f32v normal = (f32v)((code << 20) + all_lanes_i(120 << 23));
+    f32v small = to_floats(code) * 0x1p-9f;
+    f32v s = pick(code >= 8, normal, small), factor = all_lanes(plan->tensor_scale);
     return plan->encoding == ENCODING_CT ? s / factor : s * factor;
 }
 
 /* The code from which on a float's 6 * step certainly reaches the amax; at most one above the first that does. */
-static inline i32x8 first_codes(const struct pack_plan *plan, f32x8 top)
+static inline i32v first_codes(const struct pack_plan *plan, f32v top)
 {
-    const f32x8 reach = top * 1.0000005f;
-    const f32x8 s = reach / (6.f * steps_of(plan, all_lanes_i(0x38))); /* code 0x38 is 1.0 */
-    const i32x8 normal = ((i32x8)((u32x8)s + 0xfffffu) >> 20) - 960, small = __builtin_convertvector(s * 512.f, i32x8) + 1;
-    i32x8 code = pick_i(s < 0x1p-6f, small, normal);
+    const f32v reach = top * 1.0000005f;
+    const f32v s = reach / (6.f * steps_of(plan, all_lanes_i(0x38))); /* code 0x38 is 1.0 */
+    const i32v normal = ((i32v)((u32v)s + 0xfffffu) >> 20) - 960, small = __builtin_convertvector(s * 512.f, i32v) + 1;
+    i32v code = pick_i(s < 0x1p-6f, small, normal);
     code = most_of_i(least_of_i(code, all_lanes_i(126)), all_lanes_i(1));
     for (;;) {
-        i32x8 short_of = (6.f * steps_of(plan, code) < reach) & (code < 126);
+        i32v short_of = (6.f * steps_of(plan, code) < reach) & (code < 126);
         if (!any_lane(short_of))
             return code;
         code -= short_of; /* a true lane is -1 */
     }
 }
 
-/* e4m3_from_clamped of eight values, with the clamp. */
-static inline i32x8 scale_codes(f32x8 t)
+/* e4m3_from_clamped of LANES values, with the clamp. */
+static inline i32v scale_codes(f32v t)
 {
-    const i32x8 number = t == t;
+    const i32v number = t == t;
     t = pick(t > 448.f, all_lanes(448.f), t);
     t = pick(number & (t > 0x1p-9f), t, all_lanes(0x1p-9f));
-    const i32x8 u = (i32x8)t, even = (u >> 20) & 1;
-    const i32x8 normal = (u - (120 << 23) + 0x7ffff + even) >> 20, small = (i32x8)(t + 0x1p14f) - 0x46800000;
+    const i32v u = (i32v)t, even = (u >> 20) & 1;
+    const i32v normal = (u - (120 << 23) + 0x7ffff + even) >> 20, small = (i32v)(t + 0x1p14f) - 0x46800000;
     return pick_i(number, pick_i(u < 0x3c800000, small, normal), all_lanes_i(0x7f));
 }
 
-/* block_code of eight largest magnitudes; compressed-tensors' rule rounds in the weight's dtype after each operation. */
-static inline i32x8 scales_by_rule(const struct pack_plan *plan, f32x8 top)
+/* block_code of LANES largest magnitudes; compressed-tensors' rule rounds in the weight's dtype after each operation. */
+static inline i32v scales_by_rule(const struct pack_plan *plan, f32v top)
 {
-    i32x8 code;
+    i32v code;
     if (plan->encoding == ENCODING_CT) {
-        for (int b = 0; b < 8; b++)
+        for (int b = 0; b < LANES; b++)
             code[b] = block_code(plan, top[b]);
         return code;
     }
-    f32x8 t;
+    f32v t;
     if (plan->encoding == ENCODING_STATIC) {
         t = top / 6.f;
         t = pick(t == 0.f, all_lanes(1.f), t) * plan->largest_code / (plan->tensor_amax / 6.f);
@@ -90,7 +90,7 @@ static inline i32x8 scales_by_rule(const struct pack_plan *plan, f32x8 top)
     return scale_codes(t);
 }
 
-static inline void list(const struct pack_plan *plan, struct eight *e, i32x8 code, i32x8 lanes)
+static inline void list(const struct pack_plan *plan, struct batch *e, i32v code, i32v lanes)
 {
     const int k = e->count++;
     e->code[k] = code;
@@ -100,16 +100,16 @@ static inline void list(const struct pack_plan *plan, struct eight *e, i32x8 cod
 }
 
 /* code, code + 1 .. (or downwards), each for the lanes in which it is one of 1..126. */
-static inline void list_run(const struct pack_plan *plan, struct eight *e, i32x8 code, int direction, int n)
+static inline void list_run(const struct pack_plan *plan, struct batch *e, i32v code, int direction, int n)
 {
     for (int k = 0; k < n; k++, code += direction) {
-        const i32x8 held = most_of_i(least_of_i(code, all_lanes_i(126)), all_lanes_i(1));
+        const i32v held = most_of_i(least_of_i(code, all_lanes_i(126)), all_lanes_i(1));
         list(plan, e, held, held == code);
     }
 }
 
 /* Compute the error bound of floats, and the codes to start with. */
-ALWAYS_INLINE void prepare(const struct pack_plan *plan, int group, bool weighted, struct eight *e)
+ALWAYS_INLINE void prepare(const struct pack_plan *plan, int group, bool weighted, struct batch *e)
 {
     e->top_weight = all_lanes(1.f);
     e->weight_sum = all_lanes((float)group);
@@ -134,7 +134,7 @@ ALWAYS_INLINE void prepare(const struct pack_plan *plan, int group, bool weighte
         list_run(plan, e, e->first - 1, -1, DOWN);
         e->clips = any_lane(6.f * e->step[0] < e->top);
     } else {
-        const i32x8 six = scales_by_rule(plan, e->top), four = scales_by_rule(plan, e->top * 1.5f);
+        const i32v six = scales_by_rule(plan, e->top), four = scales_by_rule(plan, e->top * 1.5f);
         list(plan, e, six, all_lanes_i(-1));
         list(plan, e, four, six != four); /* the same code is not tried twice */
     }
@@ -144,33 +144,33 @@ ALWAYS_INLINE void prepare(const struct pack_plan *plan, int group, bool weighte
  * u = a / step and t = 2^22 * u, the last bit of t - u is half a step of u's binade, and t is a multiple of it: so
  * t - (t - u) is u rounded to the grid. If t - u is in the next binade, u is nearly a power of two, which both round to.
  * Below 1 the grid continues in halves: t is at least 2^22 + 1. */
-ALWAYS_INLINE void measure(struct eight *e, int group, bool weighted, int k, int codes, bool clips)
+ALWAYS_INLINE void measure(struct batch *e, int group, bool weighted, int k, int codes, bool clips)
 {
-    const i32x8 finest = (i32x8)all_lanes(0x1p22f + 1.f), six = (i32x8)all_lanes(6.f); /* positive floats are ordered like integers */
-    f32x8 sum[SUMS];
+    const i32v finest = (i32v)all_lanes(0x1p22f + 1.f), six = (i32v)all_lanes(6.f); /* positive floats are ordered like integers */
+    f32v sum[SUMS];
     for (int s = 0; s < SUMS; s++)
         sum[s] = all_lanes(0.f);
     for (int i = 0; i < group; i += SUMS / codes)
         for (int s = 0; s < SUMS; s++) {
             const int column = i + s / codes;
-            const f32x8 u = e->a[column] * e->inverse[(k + s % codes) % WINDOW];
-            const f32x8 t = (f32x8)most_of_i((i32x8)((u32x8)u + (22u << 23)), finest);
-            f32x8 grid = t - (t - u);
+            const f32v u = e->a[column] * e->inverse[(k + s % codes) % WINDOW];
+            const f32v t = (f32v)most_of_i((i32v)((u32v)u + (22u << 23)), finest);
+            f32v grid = t - (t - u);
             if (clips)
-                grid = (f32x8)least_of_i((i32x8)grid, six);
-            const f32x8 d = u - grid;
+                grid = (f32v)least_of_i((i32v)grid, six);
+            const f32v d = u - grid;
             sum[s] = roughly_fused(weighted ? e->weight[column] * d : d, d, sum[s]);
         }
     for (int c = 0; c < codes; c++) {
         for (int part = c + codes; part < SUMS; part += codes)
             sum[c] += sum[part];
-        const f32x8 step = e->step[(k + c) % WINDOW];
+        const f32v step = e->step[(k + c) % WINDOW];
         e->error[k + c] = most_of(sum[c] * (step * step), e->error[k + c]);
     }
 }
 
 #ifdef __AVX512F__
-static inline __m512 joined(f32x8 a, f32x8 b)
+static inline __m512 joined(f32v a, f32v b)
 {
     return _mm512_insertf32x8(_mm512_castps256_ps512((__m256)a), (__m256)b, 1);
 }
@@ -179,7 +179,7 @@ static inline __m512 joined(f32x8 a, f32x8 b)
  * multiples of a quarter: u - 1/8 plus a number whose last bit is a quarter has the quarter's number in its lowest bits, five of which
  * are used. So u must stay below 8, or is clamped (`clips`), and must reach a quarter in some lane (`fills_steps`). A u that
  * is put into the next quarter is equally near to both grid points, within its own rounding. */
-ALWAYS_INLINE void measure_two(struct eight *e, int group, bool weighted, int k, int codes, bool clips)
+ALWAYS_INLINE void measure_two(struct batch *e, int group, bool weighted, int k, int codes, bool clips)
 {
     const __m512 eighth = _mm512_set1_ps(0.125f), quarters = _mm512_set1_ps(0x1.8p21f), most = _mm512_set1_ps(7.f);
     const __m512 low = _mm512_sub_ps(_mm512_setr_ps(0, .5f, .5f, 1, 1, 1.5f, 1.5f, 2, 2, 2, 3, 3, 3, 3, 4, 4), eighth);
@@ -202,15 +202,15 @@ ALWAYS_INLINE void measure_two(struct eight *e, int group, bool weighted, int k,
     for (int c = 0; c < codes; c++) {
         const __m256 half[2] = {_mm512_castps512_ps256(sum[c]), _mm512_extractf32x8_ps(sum[c], 1)};
         for (int g = 0; g < 2; g++) {
-            const f32x8 step = e[g].step[k + c];
-            e[g].error[k + c] = most_of((f32x8)half[g] * (step * step), e[g].error[k + c]);
+            const f32v step = e[g].step[k + c];
+            e[g].error[k + c] = most_of((f32v)half[g] * (step * step), e[g].error[k + c]);
         }
     }
 }
 #endif
 
 /* The errors of the codes that `prepare` lists. */
-ALWAYS_INLINE void measure_listed(const struct pack_plan *plan, int group, bool weighted, struct eight *e)
+ALWAYS_INLINE void measure_listed(const struct pack_plan *plan, int group, bool weighted, struct batch *e)
 {
     if (plan->choice != CHOICE_SWEEP) {
         measure(e, group, weighted, 0, 2, true);
@@ -228,13 +228,13 @@ ALWAYS_INLINE void measure_listed(const struct pack_plan *plan, int group, bool 
 
 #ifdef __AVX512F__
 /* Subtracting an eighth from u loses no significant bits: in every lane the largest |x| is at least a quarter step at the largest step. */
-static inline bool fills_steps(const struct pack_plan *plan, const struct eight *e)
+static inline bool fills_steps(const struct pack_plan *plan, const struct batch *e)
 {
-    const f32x8 largest = e->top * e->inverse[plan->choice == CHOICE_SWEEP ? UP - 1 : 1];
+    const f32v largest = e->top * e->inverse[plan->choice == CHOICE_SWEEP ? UP - 1 : 1];
     return !any_lane(~(largest >= 0.25f));
 }
 
-ALWAYS_INLINE void measure_listed_two(const struct pack_plan *plan, int group, bool weighted, struct eight *e)
+ALWAYS_INLINE void measure_listed_two(const struct pack_plan *plan, int group, bool weighted, struct batch *e)
 {
     if (plan->choice != CHOICE_SWEEP) {
         measure_two(e, group, weighted, 0, 2, true);
@@ -248,10 +248,10 @@ ALWAYS_INLINE void measure_listed_two(const struct pack_plan *plan, int group, b
 }
 #endif
 
-static inline void rank(struct eight *e, int k)
+static inline void rank(struct batch *e, int k)
 {
     for (; k < e->count; k++) {
-        const f32x8 error = e->error[k];
+        const f32v error = e->error[k];
         e->best = pick_i(error < e->least, e->code[k], e->best);
         e->second = least_of(most_of(error, e->least), e->second);
         e->least = least_of(error, e->least);
@@ -260,16 +260,16 @@ static inline void rank(struct eight *e, int k)
 
 /* Codes outside the window: far up only from the smallest codes (search.c), far down as long as the clipped amax alone does not
  * exceed the best error. */
-ALWAYS_INLINE void try_farther_codes(const struct pack_plan *plan, int group, bool weighted, struct eight *e)
+ALWAYS_INLINE void try_farther_codes(const struct pack_plan *plan, int group, bool weighted, struct batch *e)
 {
     while (any_lane(e->first + e->count - DOWN < 16) & (e->count < WINDOW + 8)) {
         list_run(plan, e, e->first + e->count - DOWN, 1, 4);
         measure(e, group, weighted, e->count - 4, 4, true);
         rank(e, e->count - 4);
     }
-    for (i32x8 code = e->first - DOWN - 1;; code -= 4) {
-        const f32x8 limit = root(e->least) + e->reach; /* certainly above the root of the exact error of the best code */
-        f32x8 clipped = e->top - 6.f * steps_of(plan, most_of_i(code, all_lanes_i(1))) - e->delta;
+    for (i32v code = e->first - DOWN - 1;; code -= 4) {
+        const f32v limit = root(e->least) + e->reach; /* certainly above the root of the exact error of the best code */
+        f32v clipped = e->top - 6.f * steps_of(plan, most_of_i(code, all_lanes_i(1))) - e->delta;
         clipped = most_of(clipped, all_lanes(0.f));
         if (!any_lane((code > 0) & (e->top_weight * (clipped * clipped) <= limit * limit * 1.0001f)))
             return;
@@ -280,7 +280,7 @@ ALWAYS_INLINE void try_farther_codes(const struct pack_plan *plan, int group, bo
 }
 
 /* One block whose codes cannot be decided in float. */
-static __attribute__((noinline)) int decide_exactly(const struct pack_plan *plan, const struct eight *e, int block, float bound)
+static __attribute__((noinline)) int decide_exactly(const struct pack_plan *plan, const struct batch *e, int block, float bound)
 {
     float x[MAX_GROUP], w[MAX_GROUP];
     const float *weight = plan->weight ? w : NULL;
@@ -297,31 +297,31 @@ static __attribute__((noinline)) int decide_exactly(const struct pack_plan *plan
     return search.code;
 }
 
-ALWAYS_INLINE void decide(const struct pack_plan *plan, int group, bool weighted, f32x8 finest, struct eight *e)
+ALWAYS_INLINE void decide(const struct pack_plan *plan, int group, bool weighted, f32v finest, struct batch *e)
 {
     rank(e, 0);
     if (plan->choice == CHOICE_SWEEP)
         try_farther_codes(plan, group, weighted, e);
     /* Floats neither overflow nor underflow in here only in a middle range. */
-    const f32x8 unit = e->weight_sum * (e->delta * e->delta);
-    const f32x8 quotient = e->top / finest;
-    const f32x8 square = quotient * quotient;
-    const i32x8 ranged = (e->top > 1e-12f) & (e->top < 1e12f) & (unit > 1e-36f) & (unit < 1e22f) & (finest > 1e-18f) &
+    const f32v unit = e->weight_sum * (e->delta * e->delta);
+    const f32v quotient = e->top / finest;
+    const f32v square = quotient * quotient;
+    const i32v ranged = (e->top > 1e-12f) & (e->top < 1e12f) & (unit > 1e-36f) & (unit < 1e22f) & (finest > 1e-18f) &
                            (finest < 1e12f) & (quotient < 1e15f) & (square * (e->weight_sum + 1.f) < 1e36f) &
                            (square * least_of(e->weight_sum, all_lanes(1.f)) > 1e-24f);
-    const f32x8 near = root(e->least) * 1.00001f + e->reach, bound = pick(ranged, near * near * 1.00001f, all_lanes(-1.f));
-    const i32x8 open = ~(ranged & (e->second > bound));
+    const f32v near = root(e->least) * 1.00001f + e->reach, bound = pick(ranged, near * near * 1.00001f, all_lanes(-1.f));
+    const i32v open = ~(ranged & (e->second > bound));
     if (!any_lane(open))
         return;
-    for (int b = 0; b < 8; b++)
+    for (int b = 0; b < LANES; b++)
         if (open[b])
             e->best[b] = decide_exactly(plan, e, b, bound[b]);
 }
 
-/* A code per block, the one of best_code; `groups` groups of eight blocks. */
-ALWAYS_INLINE void search_as(const struct pack_plan *plan, int group, bool weighted, struct eight *e, int groups)
+/* A code per block, the one of best_code; `groups` groups of LANES blocks. */
+ALWAYS_INLINE void search_as(const struct pack_plan *plan, int group, bool weighted, struct batch *e, int groups)
 {
-    const f32x8 finest = steps_of(plan, all_lanes_i(1));
+    const f32v finest = steps_of(plan, all_lanes_i(1));
     for (int g = 0; g < groups; g++)
         prepare(plan, group, weighted, e + g);
     int measured = 0;
@@ -335,7 +335,7 @@ ALWAYS_INLINE void search_as(const struct pack_plan *plan, int group, bool weigh
         decide(plan, group, weighted, finest, e + g);
 }
 
-static void search(const struct pack_plan *plan, struct eight *e, int groups)
+static void search(const struct pack_plan *plan, struct batch *e, int groups)
 {
     if (plan->weight)
         search_as(plan, plan->group, true, e, groups);

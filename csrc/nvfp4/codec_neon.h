@@ -10,21 +10,21 @@
 
 static uint32_t amax_bits(const void *x, int kind, size_t count)
 {
-    const size_t whole = count / 32 * 32;
+    const size_t whole = count / 64 * 64;
     uint32_t largest;
     if (kind == KIND_F32) {
         const uint32_t *p = x;
         uint32x4_t top[4] = {{0}, {0}, {0}, {0}}, mask = vdupq_n_u32(0x7fffffffu);
-        for (size_t i = 0; i < whole; i += 16)
-            for (size_t k = 0; k < 4; k++)
-                top[k] = vmaxq_u32(top[k], vandq_u32(vld1q_u32(p + i + 4 * k), mask));
+        for (size_t i = 0; i < whole; i += 32)
+            for (size_t k = 0; k < 8; k++)
+                top[k % 4] = vmaxq_u32(top[k % 4], vandq_u32(vld1q_u32(p + i + 4 * k), mask));
         largest = vmaxvq_u32(vmaxq_u32(vmaxq_u32(top[0], top[1]), vmaxq_u32(top[2], top[3])));
     } else {
         const uint16_t *p = x;
         uint16x8_t top[4] = {{0}, {0}, {0}, {0}}, mask = vdupq_n_u16(0x7fff);
-        for (size_t i = 0; i < whole; i += 32)
-            for (size_t k = 0; k < 4; k++)
-                top[k] = vmaxq_u16(top[k], vandq_u16(vld1q_u16(p + i + 8 * k), mask));
+        for (size_t i = 0; i < whole; i += 64)
+            for (size_t k = 0; k < 8; k++)
+                top[k % 4] = vmaxq_u16(top[k % 4], vandq_u16(vld1q_u16(p + i + 8 * k), mask));
         largest = vmaxvq_u16(vmaxq_u16(vmaxq_u16(top[0], top[1]), vmaxq_u16(top[2], top[3])));
     }
     uint32_t rest = codec_serial.amax((const char *)x + whole * kind_size(kind), kind, count - whole);

@@ -108,8 +108,54 @@ static inline void list_run(const struct pack_plan *plan, struct batch *e, i32v 
     }
 }
 
+/* Whether steps in the middle of the range, and list_window with them, neither overflow nor underflow. */
+static inline bool steps_in_range(const struct pack_plan *plan)
+{
+    return plan->encoding != ENCODING_CT && plan->step[1] > 1e-18f && plan->step[1] < 1e12f;
+}
+
+/* Steps of the codes 0..7, if they were in an octave of their own, and the reciprocals, by lane: those of code c are 2^(c / 8) and
+ * 2^-(c / 8) times as large, exactly. AVX2 looks them up; other processors compute them. */
+struct octave {
+    f32v step, inverse;
+};
+
+static inline struct octave octave_of(const struct pack_plan *plan)
+{
+    struct octave o = {all_lanes(0.f), all_lanes(0.f)};
+#ifdef __AVX2__
+    o.step = steps_of(plan, (i32v){8, 9, 10, 11, 12, 13, 14, 15});
+    o.inverse = all_lanes(1.f) / o.step * 2.f;
+    o.step = o.step * 0.5f;
+#else
+    (void)plan;
+#endif
+    return o;
+}
+
+/* The codes of a sweep's window if all are normal E4M3 numbers, and steps_in_range: the bits of list_run with fewer instructions. */
+ALWAYS_INLINE void list_window(const struct pack_plan *plan, const struct octave *o, struct batch *e)
+{
+    e->count = WINDOW;
+    for (int k = 0; k < WINDOW; k++) {
+        const i32v code = k < UP ? e->first + k : e->first - (k - UP + 1);
+        e->code[k] = code;
+        e->error[k] = all_lanes(0.f);
+#ifdef __AVX2__
+        (void)plan;
+        const i32v exponent = (code >> 3) << 23;
+        e->step[k] = (f32v)((i32v)_mm256_permutevar8x32_ps((__m256)o->step, (__m256i)code) + exponent);
+        e->inverse[k] = (f32v)((i32v)_mm256_permutevar8x32_ps((__m256)o->inverse, (__m256i)code) - exponent);
+#else
+        (void)o;
+        e->step[k] = (f32v)((code << 20) + (120 << 23)) * plan->tensor_scale;
+        e->inverse[k] = all_lanes(1.f) / e->step[k];
+#endif
+    }
+}
+
 /* Compute the error bound of floats, and the codes to start with. */
-ALWAYS_INLINE void prepare(const struct pack_plan *plan, int group, bool weighted, struct batch *e)
+ALWAYS_INLINE void prepare(const struct pack_plan *plan, int group, bool weighted, const struct octave *o, bool in_range, struct batch *e)
 {
     e->top_weight = all_lanes(1.f);
     e->weight_sum = all_lanes((float)group);
@@ -123,15 +169,19 @@ ALWAYS_INLINE void prepare(const struct pack_plan *plan, int group, bool weighte
     /* The error of each |x| - q * step is less than 4 roundings of amax, which is less than `delta`. So the root of a sum of weight * d^2 has
      * an error of at most delta * sqrt(weight_sum) (triangle inequality), and the sum's own roundings stay under 2^-17 of it. */
     e->delta = e->top * 0x1p-21f;
-    e->reach = 2.5f * e->delta * root(e->weight_sum);
+    e->reach = 2.5f * e->delta * (weighted ? root(e->weight_sum) : all_lanes(__builtin_sqrtf((float)group)));
     e->least = e->second = all_lanes(__builtin_inff());
     e->best = all_lanes_i(0);
     e->count = 0;
     e->clips = false;
     if (plan->choice == CHOICE_SWEEP) {
         e->first = first_codes(plan, e->top);
-        list_run(plan, e, e->first, 1, UP);
-        list_run(plan, e, e->first - 1, -1, DOWN);
+        if (in_range && !any_lane((e->first < 8 + DOWN) | (e->first > 127 - UP))) {
+            list_window(plan, o, e);
+        } else {
+            list_run(plan, e, e->first, 1, UP);
+            list_run(plan, e, e->first - 1, -1, DOWN);
+        }
         e->clips = any_lane(6.f * e->step[0] < e->top);
     } else {
         const i32v six = scales_by_rule(plan, e->top), four = scales_by_rule(plan, e->top * 1.5f);
@@ -322,8 +372,10 @@ ALWAYS_INLINE void decide(const struct pack_plan *plan, int group, bool weighted
 ALWAYS_INLINE void search_as(const struct pack_plan *plan, int group, bool weighted, struct batch *e, int groups)
 {
     const f32v finest = steps_of(plan, all_lanes_i(1));
+    const struct octave octave = octave_of(plan);
+    const bool in_range = steps_in_range(plan);
     for (int g = 0; g < groups; g++)
-        prepare(plan, group, weighted, e + g);
+        prepare(plan, group, weighted, &octave, in_range, e + g);
     int measured = 0;
 #ifdef __AVX512F__
     for (; measured + 1 < groups && fills_steps(plan, e + measured) && fills_steps(plan, e + measured + 1); measured += 2)

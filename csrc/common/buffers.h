@@ -51,8 +51,8 @@ static inline bool outputs_disjoint(const struct named_buffer *all, int outputs,
 }
 
 /* outputs_disjoint for a list that is written at the call, the outputs first. */
-#define OUTPUTS_DISJOINT(outputs, ...)                                                                                  \
-    outputs_disjoint((const struct named_buffer[]){__VA_ARGS__}, (outputs),                                             \
+#define OUTPUTS_DISJOINT(outputs, ...)                                                                                                     \
+    outputs_disjoint((const struct named_buffer[]){__VA_ARGS__}, (outputs),                                                                \
                      (int)(sizeof((const struct named_buffer[]){__VA_ARGS__}) / sizeof(struct named_buffer)))
 
 #endif

@@ -106,10 +106,8 @@ struct fake_plan {
 /* The kernels of one variant. pack returns the largest |bits| of the input, so that NaN and infinity are detected. */
 struct codec_kernels {
     uint32_t (*amax)(const void *x, int kind, size_t count);
-    uint32_t (*pack)(const struct pack_plan *plan, const void *x, size_t first, size_t blocks, uint8_t *codes,
-                     uint8_t *scales);
-    void (*unpack)(const struct unpack_plan *plan, const uint8_t *codes, const uint8_t *scales, size_t blocks,
-                   void *out);
+    uint32_t (*pack)(const struct pack_plan *plan, const void *x, size_t first, size_t blocks, uint8_t *codes, uint8_t *scales);
+    void (*unpack)(const struct unpack_plan *plan, const uint8_t *codes, const uint8_t *scales, size_t blocks, void *out);
     void (*fake_quant)(const struct fake_plan *plan, const void *x, size_t blocks, void *out);
 };
 

@@ -220,8 +220,7 @@ ALWAYS_INLINE uint32_t pack_blocks(const struct pack_plan *plan, int kind, size_
     return vmaxvq_u32((uint32x4_t)top);
 }
 
-static uint32_t pack(const struct pack_plan *plan, const void *x, size_t first, size_t blocks, uint8_t *codes,
-                     uint8_t *scales)
+static uint32_t pack(const struct pack_plan *plan, const void *x, size_t first, size_t blocks, uint8_t *codes, uint8_t *scales)
 {
     const size_t whole = blocks / 8 * 8, group = (size_t)plan->group, done = whole * group;
     uint32_t top;
@@ -229,8 +228,8 @@ static uint32_t pack(const struct pack_plan *plan, const void *x, size_t first, 
         top = pack_blocks(plan, KIND_BF16, 16, x, first, whole, codes, scales);
     else
         top = pack_blocks(plan, plan->kind, group, x, first, whole, codes, scales);
-    uint32_t rest = codec_serial.pack(plan, (const char *)x + done * kind_size(plan->kind), first + whole, blocks - whole,
-                                      codes + done / 2, scales + whole);
+    uint32_t rest = codec_serial.pack(plan, (const char *)x + done * kind_size(plan->kind), first + whole, blocks - whole, codes + done / 2,
+                                      scales + whole);
     return rest > top ? rest : top;
 }
 
@@ -248,13 +247,11 @@ static inline uint8x16x2_t look_up(const uint8_t *low, const uint8_t *high, uint
     return (uint8x16x2_t){{vqtbl1q_u8(vld1q_u8(low), index), vqtbl1q_u8(vld1q_u8(high), index)}};
 }
 
-static void unpack(const struct unpack_plan *plan, const uint8_t *codes, const uint8_t *scales, size_t blocks,
-                   void *out)
+static void unpack(const struct unpack_plan *plan, const uint8_t *codes, const uint8_t *scales, size_t blocks, void *out)
 {
     /* The bytes of the element values as bfloat16, which is exact. */
     static const uint8_t low[16] = {0, 0, 0x80, 0xc0, 0, 0x40, 0x80, 0xc0, 0, 0, 0x80, 0xc0, 0, 0x40, 0x80, 0xc0};
-    static const uint8_t high[16] = {0,    0x3f, 0x3f, 0x3f, 0x40, 0x40, 0x40, 0x40,
-                                     0x80, 0xbf, 0xbf, 0xbf, 0xc0, 0xc0, 0xc0, 0xc0};
+    static const uint8_t high[16] = {0, 0x3f, 0x3f, 0x3f, 0x40, 0x40, 0x40, 0x40, 0x80, 0xbf, 0xbf, 0xbf, 0xc0, 0xc0, 0xc0, 0xc0};
     const size_t in_group = (size_t)plan->group / 16;
     for (size_t run = 0; run < blocks * in_group; run++) {
         const uint8_t scale = scales[run / in_group];

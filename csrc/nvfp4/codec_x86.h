@@ -1,11 +1,11 @@
-/* The NVFP4 kernels for x86-64 with AVX2 and F16C. One source, compiled by variant_avx2.c and variant_avx512.c with their own flags: AVX-512's
- * look-ups in 32 words, 32 registers and three-operand logic also help at this width; only the searches are 512 bits wide. The bytes
- * equal those of the serial reference.
+/* The NVFP4 kernels for x86-64 with AVX2 and F16C. One source, compiled by variant_avx2.c and variant_avx512.c with their own flags:
+ * AVX-512's look-ups in 32 words, 32 registers and three-operand logic also help at this width; only the searches are 512 bits wide. The
+ * bytes equal those of the serial reference.
  *
  * pack: maxima of eight runs of 16 at once, E4M3 rounding in vector code, and per element a binary search with four signed comparisons
- * of bit patterns with the thresholds of the block's scale code; for bfloat16 one look-up instead, in AVX-512 in a table of 32 words, in AVX2
- * in two of 16 bytes. No division (plan.c). unpack: two byte shuffles with the block's 16 values. Stores bypass the cache: nothing reads the output soon, and reading
- * the lines first would cost a third of the bandwidth.
+ * of bit patterns with the thresholds of the block's scale code; for bfloat16 one look-up instead, in AVX-512 in a table of 32 words, in
+ * AVX2 in two of 16 bytes. No division (plan.c). unpack: two byte shuffles with the block's 16 values. Stores bypass the cache: nothing
+ * reads the output soon, and reading the lines first would cost a third of the bandwidth.
  */
 #ifndef AQ_NVFP4_CODEC_X86_H
 #define AQ_NVFP4_CODEC_X86_H
@@ -95,15 +95,13 @@ ALWAYS_INLINE v256 eight_maxima(const char *x, int kind)
             m[b] = magnitudes(load(x + 32 * b), kind);
     }
     for (int b = 0; b < 4; b++)
-        m[b] = max_of(_mm256_unpacklo_epi64(m[2 * b], m[2 * b + 1]), _mm256_unpackhi_epi64(m[2 * b], m[2 * b + 1]),
-                      kind);
+        m[b] = max_of(_mm256_unpacklo_epi64(m[2 * b], m[2 * b + 1]), _mm256_unpackhi_epi64(m[2 * b], m[2 * b + 1]), kind);
     for (int b = 0; b < 2; b++) {
         __m256 low = _mm256_castsi256_ps(m[2 * b]), high = _mm256_castsi256_ps(m[2 * b + 1]);
-        m[b] = max_of(_mm256_castps_si256(_mm256_shuffle_ps(low, high, 0x88)),
-                      _mm256_castps_si256(_mm256_shuffle_ps(low, high, 0xdd)), kind);
+        m[b] =
+            max_of(_mm256_castps_si256(_mm256_shuffle_ps(low, high, 0x88)), _mm256_castps_si256(_mm256_shuffle_ps(low, high, 0xdd)), kind);
     }
-    return widest(max_of(_mm256_permute2x128_si256(m[0], m[1], 0x20), _mm256_permute2x128_si256(m[0], m[1], 0x31), kind),
-                  kind);
+    return widest(max_of(_mm256_permute2x128_si256(m[0], m[1], 0x20), _mm256_permute2x128_si256(m[0], m[1], 0x31), kind), kind);
 }
 
 ALWAYS_INLINE __m256 floats_of(v256 bits, int kind)
@@ -134,8 +132,8 @@ ALWAYS_INLINE v256 eight_codes(__m256 amax, __m256 six)
 /* The lowest bytes of eight 32-bit lanes. */
 ALWAYS_INLINE void store_bytes(uint8_t *to, v256 lanes)
 {
-    v256 four = _mm256_shuffle_epi8(lanes, _mm256_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, 0,
-                                                            4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1));
+    v256 four = _mm256_shuffle_epi8(lanes, _mm256_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, 0, 4, 8, 12, -1,
+                                                            -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1));
     uint32_t low = (uint32_t)_mm256_extract_epi32(four, 0), high = (uint32_t)_mm256_extract_epi32(four, 4);
     memcpy(to, &low, 4);
     memcpy(to + 4, &high, 4);
@@ -459,8 +457,7 @@ ALWAYS_INLINE uint32_t pack_kind(const struct pack_plan *plan, int kind, const c
     return pack_runs(plan, kind, (size_t)plan->group / 16, x, first, runs, codes, scales);
 }
 
-static uint32_t pack(const struct pack_plan *plan, const void *x, size_t first, size_t blocks, uint8_t *codes,
-                     uint8_t *scales)
+static uint32_t pack(const struct pack_plan *plan, const void *x, size_t first, size_t blocks, uint8_t *codes, uint8_t *scales)
 {
     const size_t in_group = (size_t)plan->group / 16, unit = plan->choice == CHOICE_AMAX ? 8 / in_group : 8; /* blocks */
     const size_t whole = blocks / unit * unit;
@@ -476,8 +473,8 @@ static uint32_t pack(const struct pack_plan *plan, const void *x, size_t first, 
     default:
         top = pack_kind(plan, KIND_BF16, x, first, runs, codes, scales);
     }
-    uint32_t rest = codec_serial.pack(plan, (const char *)x + done * kind_size(plan->kind), first + whole, blocks - whole,
-                                      codes + done / 2, scales + whole);
+    uint32_t rest = codec_serial.pack(plan, (const char *)x + done * kind_size(plan->kind), first + whole, blocks - whole, codes + done / 2,
+                                      scales + whole);
     return rest > top ? rest : top;
 }
 
@@ -493,8 +490,8 @@ ALWAYS_INLINE v256 nibbles(const uint8_t *codes)
 
 ALWAYS_INLINE v256 pair(const uint8_t *low, const uint8_t *high)
 {
-    return _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i *)low)),
-                                   _mm_loadu_si128((const __m128i *)high), 1);
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i *)low)), _mm_loadu_si128((const __m128i *)high),
+                                   1);
 }
 
 /* By runs of 16 columns, an even number of them; a group has 1 << shift runs. */
@@ -515,8 +512,7 @@ static void unpack_halves(const struct unpack_plan *plan, const uint8_t *codes, 
     _mm_sfence();
 }
 
-static void unpack_floats(const struct unpack_plan *plan, const uint8_t *codes, const uint8_t *scales, size_t runs, int shift,
-                          float *out)
+static void unpack_floats(const struct unpack_plan *plan, const uint8_t *codes, const uint8_t *scales, size_t runs, int shift, float *out)
 {
     const bool streams = (uintptr_t)out % 32 == 0;
     const __m256 values = _mm256_loadu_ps(E2M1_VALUE);
@@ -538,8 +534,7 @@ static void unpack_floats(const struct unpack_plan *plan, const uint8_t *codes, 
     _mm_sfence();
 }
 
-static void unpack(const struct unpack_plan *plan, const uint8_t *codes, const uint8_t *scales, size_t blocks,
-                   void *out)
+static void unpack(const struct unpack_plan *plan, const uint8_t *codes, const uint8_t *scales, size_t blocks, void *out)
 {
     const int shift = plan->group == 16 ? 0 : plan->group == 32 ? 1 : 2;
     const size_t whole = shift ? blocks : blocks / 2 * 2, done = whole * (size_t)plan->group;
@@ -547,8 +542,7 @@ static void unpack(const struct unpack_plan *plan, const uint8_t *codes, const u
         unpack_floats(plan, codes, scales, whole << shift, shift, out);
     else
         unpack_halves(plan, codes, scales, whole << shift, shift, out);
-    codec_serial.unpack(plan, codes + done / 2, scales + whole, blocks - whole,
-                        (char *)out + done * kind_size(plan->kind));
+    codec_serial.unpack(plan, codes + done / 2, scales + whole, blocks - whole, (char *)out + done * kind_size(plan->kind));
 }
 
 /* ---- activations */

@@ -52,14 +52,13 @@ PyObject *py_from_dlpack(PyObject *self, PyObject *capsule)
     if (t->device_type != DEVICE_CPU)
         return PyErr_Format(PyExc_ValueError, "on DLPack device %d, expected 1 (CPU)", (int)t->device_type);
     if (t->lanes != 1 || t->ndim < 0 || t->ndim > MOST_DIMENSIONS)
-        return PyErr_Format(PyExc_ValueError, "DLPack tensor of %d dimensions and %d lanes, expected up to %d and 1",
-                            (int)t->ndim, (int)t->lanes, MOST_DIMENSIONS);
+        return PyErr_Format(PyExc_ValueError, "DLPack tensor of %d dimensions and %d lanes, expected up to %d and 1", (int)t->ndim,
+                            (int)t->lanes, MOST_DIMENSIONS);
     PyObject *shape = numbers(t->shape, t->ndim), *strides = t->strides ? numbers(t->strides, t->ndim) : Py_NewRef(Py_None);
     PyObject *owner = NULL, *result = NULL;
     if (!shape || !strides || !(owner = PyCapsule_New(managed, "annie_quant.used", NULL)))
         goto cleanup;
-    result = Py_BuildValue("(OKBBOO)", owner, (unsigned long long)(uintptr_t)t->data + t->byte_offset, t->code, t->bits,
-                           shape, strides);
+    result = Py_BuildValue("(OKBBOO)", owner, (unsigned long long)(uintptr_t)t->data + t->byte_offset, t->code, t->bits, shape, strides);
     /* From here on this module must release the tensor; a capsule can be used only once. */
     if (result && (PyCapsule_SetName(capsule, "used_dltensor") < 0 || PyCapsule_SetDestructor(owner, release) < 0))
         Py_CLEAR(result);
@@ -137,8 +136,13 @@ PyObject *py_to_dlpack(PyObject *self, PyObject *args)
         PyErr_Format(PyExc_ValueError, "%zd bytes, expected %zu for this shape", lent->buffer.len, want);
         goto failed;
     }
-    lent->managed.tensor = (struct dl_tensor){.data = lent->buffer.buf, .device_type = DEVICE_CPU, .ndim = (int32_t)dimensions,
-                                              .code = code, .bits = bits, .lanes = 1, .shape = lent->shape};
+    lent->managed.tensor = (struct dl_tensor){.data = lent->buffer.buf,
+                                              .device_type = DEVICE_CPU,
+                                              .ndim = (int32_t)dimensions,
+                                              .code = code,
+                                              .bits = bits,
+                                              .lanes = 1,
+                                              .shape = lent->shape};
     lent->managed.context = lent;
     lent->managed.deleter = give_back;
     capsule = PyCapsule_New(&lent->managed, "dltensor", never_taken);

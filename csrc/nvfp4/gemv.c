@@ -8,9 +8,9 @@
 #include <stdlib.h>
 
 enum {
-    PIECE = 32,         /* columns that a kernel processes at once */
-    HANDOUT = 1 << 17,  /* weights per unit of work of a thread */
-    ALONE = 1 << 18,    /* with fewer weights a second thread takes more time than it saves */
+    PIECE = 32,        /* columns that a kernel processes at once */
+    HANDOUT = 1 << 17, /* weights per unit of work of a thread */
+    ALONE = 1 << 18,   /* with fewer weights a second thread takes more time than it saves */
 };
 
 void gemv_prepare(struct gemv_plan *plan, float tensor_scale, bool divides)

@@ -25,7 +25,6 @@ bool gemv(const struct gemv_plan *plan, const void *x, const uint8_t *codes, con
 
 /* One row of W times up to GEMV_TOKENS rows of x. x: float32, rows `stride` apart, each 32 columns as 16 even ones and then 16
  * odd ones; step: one per 16 columns. Sums over the first `columns`, a multiple of 32, into y. */
-typedef void (*gemv_row)(const uint8_t *codes, const float *step, const float *x, size_t stride, size_t columns,
-                         int tokens, float *y);
+typedef void (*gemv_row)(const uint8_t *codes, const float *step, const float *x, size_t stride, size_t columns, int tokens, float *y);
 
 #endif

@@ -37,8 +37,7 @@ ALWAYS_INLINE void e2m1_values(const uint8_t *codes, f32x16 *low, f32x16 *high)
 #elif defined(__aarch64__) && !defined(AQ_SERIAL)
     /* The upper 16 bits of the values; the lower ones are zero. */
     static const uint8_t second[16] = {0, 0, 0x80, 0xc0, 0, 0x40, 0x80, 0xc0, 0, 0, 0x80, 0xc0, 0, 0x40, 0x80, 0xc0};
-    static const uint8_t first[16] = {0,    0x3f, 0x3f, 0x3f, 0x40, 0x40, 0x40, 0x40,
-                                      0x80, 0xbf, 0xbf, 0xbf, 0xc0, 0xc0, 0xc0, 0xc0};
+    static const uint8_t first[16] = {0, 0x3f, 0x3f, 0x3f, 0x40, 0x40, 0x40, 0x40, 0x80, 0xbf, 0xbf, 0xbf, 0xc0, 0xc0, 0xc0, 0xc0};
     const uint8x16_t code = vld1q_u8(codes), nibble[2] = {vandq_u8(code, vdupq_n_u8(15)), vshrq_n_u8(code, 4)};
     for (int n = 0; n < 2; n++) {
         const uint8x16_t a = vqtbl1q_u8(vld1q_u8(second), nibble[n]), b = vqtbl1q_u8(vld1q_u8(first), nibble[n]);

@@ -13,8 +13,8 @@
 
 /* Subtract the errors of a window from the columns to its right, for a tile of rows. The factor's columns are copied first:
  * its rows are a power of two apart and would map to the same cache sets. */
-static void update_right(const struct gptq_plan *plan, const struct gptq_kernels *kernels, size_t first, size_t width, size_t rows, const float *errors,
-                         float *w)
+static void update_right(const struct gptq_plan *plan, const struct gptq_kernels *kernels, size_t first, size_t width, size_t rows,
+                         const float *errors, float *w)
 {
     const size_t columns = plan->columns;
     float panel[GPTQ_WINDOW * PANEL];
@@ -22,21 +22,20 @@ static void update_right(const struct gptq_plan *plan, const struct gptq_kernels
         const size_t count = columns - c < PANEL ? columns - c : PANEL;
         for (size_t j = 0; j < width; j++)
             for (size_t k = 0; k < count; k += GPTQ_LANES)
-                memcpy(panel + (k * width + j * GPTQ_LANES), plan->factor + (first + j) * columns + c + k,
-                       GPTQ_LANES * sizeof(float));
+                memcpy(panel + (k * width + j * GPTQ_LANES), plan->factor + (first + j) * columns + c + k, GPTQ_LANES * sizeof(float));
         size_t r = 0;
         for (; r + 4 <= rows; r += 4)
             for (size_t k = 0; k < count; k += GPTQ_LANES)
                 kernels->subtract_errors_four(width, errors + r * GPTQ_WINDOW, panel + k * width, columns, w + r * columns + c + k);
         for (; r < rows; r++)
             kernels->subtract_errors(count, width, errors + r * GPTQ_WINDOW, plan->factor + first * columns + c, columns,
-                     w + r * columns + c);
+                                     w + r * columns + c);
     }
 }
 
 /* Round columns first .. first + width of one row; its errors are written to errors[0 .. width). */
-static bool round_window(const struct gptq_plan *plan, const struct gptq_kernels *kernels, size_t first, size_t width, float *row, float *errors,
-                         uint8_t *codes, uint8_t *scales)
+static bool round_window(const struct gptq_plan *plan, const struct gptq_kernels *kernels, size_t first, size_t width, float *row,
+                         float *errors, uint8_t *codes, uint8_t *scales)
 {
     const struct pack_plan *codec = &plan->codec;
     const size_t group = (size_t)codec->group;
@@ -67,7 +66,7 @@ static bool round_window(const struct gptq_plan *plan, const struct gptq_kernels
         }
         const size_t next = start + group;
         kernels->subtract_errors(first + width - next, group, errors + (start - first), plan->factor + start * plan->columns + next,
-                 plan->columns, row + next);
+                                 plan->columns, row + next);
     }
     return finite;
 }
@@ -84,8 +83,8 @@ bool gptq(const struct gptq_plan *plan, float *w, float *errors, uint8_t *codes,
         for (size_t t = 0; t < tiles; t++) {
             const size_t top = t * TILE_ROWS, end = top + TILE_ROWS < plan->rows ? top + TILE_ROWS : plan->rows;
             for (size_t r = top; r < end; r++)
-                bad |= !round_window(plan, kernels, first, width, w + r * columns, errors + r * GPTQ_WINDOW,
-                                     codes + r * (columns / 2), scales + r * blocks);
+                bad |= !round_window(plan, kernels, first, width, w + r * columns, errors + r * GPTQ_WINDOW, codes + r * (columns / 2),
+                                     scales + r * blocks);
             update_right(plan, kernels, first, width, end - top, errors + top * GPTQ_WINDOW, w + top * columns);
         }
     }

@@ -28,8 +28,8 @@ static inline void columns_of(const float *in, int n, f32v *out)
             out[i][j] = in[j * n + i];
 }
 
-static inline void affine_lanes(const float *x_rows, const float *weight_rows, int top, float low, float by, int tries,
-                                int weighted, uint8_t *L, struct affine *out)
+static inline void affine_lanes(const float *x_rows, const float *weight_rows, int top, float low, float by, int tries, int weighted,
+                                uint8_t *L, struct affine *out)
 {
     enum { N = 32 };
     f32v x[N], weight[N];

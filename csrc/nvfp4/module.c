@@ -66,8 +66,7 @@ static bool plan_known(const struct pack_plan *plan)
 {
     if (!kind_known(plan->kind) || !group_known(plan->group))
         return false;
-    if (plan->choice < CHOICE_AMAX || plan->choice > CHOICE_SWEEP || plan->encoding < ENCODING_MODELOPT ||
-        plan->encoding > ENCODING_CT) {
+    if (plan->choice < CHOICE_AMAX || plan->choice > CHOICE_SWEEP || plan->encoding < ENCODING_MODELOPT || plan->encoding > ENCODING_CT) {
         PyErr_SetString(PyExc_ValueError, "choice and encoding are 0, 1 or 2");
         return false;
     }
@@ -82,8 +81,8 @@ static PyObject *py_pack(PyObject *self, PyObject *args)
     struct pack_plan plan;
     size_t blocks;
     memset(&plan, 0, sizeof plan);
-    if (!PyArg_ParseTuple(args, "y*iiiifffOw*w*", &x, &plan.kind, &plan.group, &plan.choice, &plan.encoding,
-                          &plan.tensor_scale, &plan.largest_code, &plan.tensor_amax, &weights, &codes, &scales))
+    if (!PyArg_ParseTuple(args, "y*iiiifffOw*w*", &x, &plan.kind, &plan.group, &plan.choice, &plan.encoding, &plan.tensor_scale,
+                          &plan.largest_code, &plan.tensor_amax, &weights, &codes, &scales))
         return NULL;
     if (!plan_known(&plan) || !whole_units(&x, (size_t)plan.group * kind_size(plan.kind), "x", &blocks) ||
         !buffer_has_size(&codes, blocks * (size_t)plan.group / 2, "codes") || !buffer_has_size(&scales, blocks, "scales"))
@@ -123,21 +122,18 @@ static PyObject *py_unpack(PyObject *self, PyObject *args)
     Py_buffer codes = {0}, scales = {0}, out = {0};
     struct unpack_plan plan;
     int divides;
-    if (!PyArg_ParseTuple(args, "y*y*iipfw*", &codes, &scales, &plan.kind, &plan.group, &divides, &plan.tensor_scale,
-                          &out))
+    if (!PyArg_ParseTuple(args, "y*y*iipfw*", &codes, &scales, &plan.kind, &plan.group, &divides, &plan.tensor_scale, &out))
         return NULL;
     plan.divides = divides != 0;
     size_t blocks = (size_t)scales.len;
     if (!kind_known(plan.kind) || !group_known(plan.group))
         goto cleanup;
     size_t elements, out_bytes;
-    if (!size_product(blocks, (size_t)plan.group, &elements) ||
-        !size_product(elements, kind_size(plan.kind), &out_bytes)) {
+    if (!size_product(blocks, (size_t)plan.group, &elements) || !size_product(elements, kind_size(plan.kind), &out_bytes)) {
         PyErr_Format(PyExc_ValueError, "%zu block scales are too many", blocks);
         goto cleanup;
     }
-    if (!buffer_has_size(&codes, elements / 2, "codes") ||
-        !buffer_has_size(&out, out_bytes, "out") ||
+    if (!buffer_has_size(&codes, elements / 2, "codes") || !buffer_has_size(&out, out_bytes, "out") ||
         !OUTPUTS_DISJOINT(1, {&out, "out"}, {&codes, "codes"}, {&scales, "block scales"}))
         goto cleanup;
     bool bad;
@@ -162,8 +158,7 @@ static PyObject *py_fake_quant(PyObject *self, PyObject *args)
     size_t blocks;
     if (!PyArg_ParseTuple(args, "y*iifw*", &x, &plan.kind, &plan.group, &plan.tensor_scale, &out))
         return NULL;
-    if (!kind_known(plan.kind) || !group_known(plan.group) ||
-        !whole_units(&x, (size_t)plan.group * kind_size(plan.kind), "x", &blocks) ||
+    if (!kind_known(plan.kind) || !group_known(plan.group) || !whole_units(&x, (size_t)plan.group * kind_size(plan.kind), "x", &blocks) ||
         !buffer_has_size(&out, (size_t)x.len, "out"))
         goto cleanup;
     if (x.buf != out.buf && !OUTPUTS_DISJOINT(1, {&out, "out"}, {&x, "x"})) /* the same memory is allowed, a partial overlap is not */
@@ -194,8 +189,7 @@ static PyObject *py_gemv(PyObject *self, PyObject *args)
     int divides;
     float tensor_scale;
     size_t inputs;
-    if (!PyArg_ParseTuple(args, "y*iny*y*ipfw*", &x, &plan.kind, &columns, &codes, &scales, &plan.group, &divides,
-                          &tensor_scale, &y))
+    if (!PyArg_ParseTuple(args, "y*iny*y*ipfw*", &x, &plan.kind, &columns, &codes, &scales, &plan.group, &divides, &tensor_scale, &y))
         return NULL;
     if (!kind_known(plan.kind) || !group_known(plan.group))
         goto cleanup;
@@ -207,9 +201,8 @@ static PyObject *py_gemv(PyObject *self, PyObject *args)
     if (!whole_units(&codes, plan.columns / 2, "codes", &plan.rows) ||
         !whole_units(&x, plan.columns * kind_size(plan.kind), "x", &plan.tokens) ||
         !buffer_has_size(&scales, plan.rows * (plan.columns / (size_t)plan.group), "block scales") ||
-        !size_product(plan.tokens, plan.rows, &inputs) ||
-        !size_product(inputs, kind_size(plan.kind), &inputs) || !buffer_has_size(&y, inputs, "y") ||
-        !OUTPUTS_DISJOINT(1, {&y, "y"}, {&x, "x"}, {&codes, "codes"}, {&scales, "block scales"}))
+        !size_product(plan.tokens, plan.rows, &inputs) || !size_product(inputs, kind_size(plan.kind), &inputs) ||
+        !buffer_has_size(&y, inputs, "y") || !OUTPUTS_DISJOINT(1, {&y, "y"}, {&x, "x"}, {&codes, "codes"}, {&scales, "block scales"}))
         goto cleanup;
     bool enough;
     Py_BEGIN_ALLOW_THREADS
@@ -236,8 +229,8 @@ static PyObject *py_gptq(PyObject *self, PyObject *args)
     float *errors = NULL;
     memset(&plan, 0, sizeof plan);
     plan.codec.kind = KIND_F32;
-    if (!PyArg_ParseTuple(args, "w*ny*iiffOw*w*", &w, &columns, &factor, &plan.codec.group, &plan.codec.choice,
-                          &plan.codec.tensor_scale, &plan.codec.largest_code, &weights, &codes, &scales))
+    if (!PyArg_ParseTuple(args, "w*ny*iiffOw*w*", &w, &columns, &factor, &plan.codec.group, &plan.codec.choice, &plan.codec.tensor_scale,
+                          &plan.codec.largest_code, &weights, &codes, &scales))
         return NULL;
     if (!plan_known(&plan.codec))
         goto cleanup;
@@ -251,8 +244,8 @@ static PyObject *py_gptq(PyObject *self, PyObject *args)
         !buffer_has_size(&codes, plan.rows * plan.columns / 2, "codes") ||
         !buffer_has_size(&scales, plan.rows * (plan.columns / (size_t)plan.codec.group), "scales"))
         goto cleanup;
-    if (weights != Py_None && (PyObject_GetBuffer(weights, &weight, PyBUF_C_CONTIGUOUS) < 0 ||
-                               !buffer_has_size(&weight, row_bytes, "importance")))
+    if (weights != Py_None &&
+        (PyObject_GetBuffer(weights, &weight, PyBUF_C_CONTIGUOUS) < 0 || !buffer_has_size(&weight, row_bytes, "importance")))
         goto cleanup;
     if (!OUTPUTS_DISJOINT(3, {&w, "w"}, {&codes, "codes"}, {&scales, "scales"}, {&factor, "factor"}, {&weight, "importance"}))
         goto cleanup;
@@ -333,8 +326,7 @@ static PyObject *move_scales(PyObject *args, bool forth)
     size_t plain;
     if (!PyArg_ParseTuple(args, "y*nnw*", &in, &rows, &columns, &out))
         return NULL;
-    if (rows < 0 || columns < 0 || !size_product((size_t)rows, (size_t)columns, &plain) ||
-        plain > (size_t)PY_SSIZE_T_MAX / 1024) {
+    if (rows < 0 || columns < 0 || !size_product((size_t)rows, (size_t)columns, &plain) || plain > (size_t)PY_SSIZE_T_MAX / 1024) {
         PyErr_Format(PyExc_ValueError, "%zd rows of %zd scales cannot be", rows, columns);
         goto cleanup;
     }
@@ -423,8 +415,7 @@ static PyObject *py_kdequantize(PyObject *self, PyObject *args)
     if (!PyArg_ParseTuple(args, "y*sw*", &raw, &name, &out))
         return NULL;
     const struct kq_type *type = kq_find(name);
-    if (!type || !whole_units(&raw, type->bytes, "raw", &blocks) ||
-        !buffer_has_size(&out, blocks * type->block * sizeof(float), "out") ||
+    if (!type || !whole_units(&raw, type->bytes, "raw", &blocks) || !buffer_has_size(&out, blocks * type->block * sizeof(float), "out") ||
         !OUTPUTS_DISJOINT(1, {&out, "out"}, {&raw, "raw"}))
         goto cleanup;
     Py_BEGIN_ALLOW_THREADS

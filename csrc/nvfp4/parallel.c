@@ -76,8 +76,7 @@ uint32_t tensor_pack(const struct pack_plan *plan, const void *x, size_t blocks,
 #pragma omp parallel for schedule(dynamic) num_threads(team(blocks *group)) reduction(max : top)
     for (size_t left = runs; left > 0; left--) {
         size_t r = left - 1, b = r * per_run;
-        uint32_t t = k->pack(plan, (const char *)x + b * bytes, b, run_length(blocks, per_run, r),
-                             codes + b * group / 2, scales + b);
+        uint32_t t = k->pack(plan, (const char *)x + b * bytes, b, run_length(blocks, per_run, r), codes + b * group / 2, scales + b);
         top = t > top ? t : top;
     }
     return top;
@@ -92,8 +91,7 @@ static int any_nan(const uint8_t *scales, size_t blocks)
     return bad;
 }
 
-bool tensor_unpack(const struct unpack_plan *plan, const uint8_t *codes, const uint8_t *scales, size_t blocks,
-                   void *out)
+bool tensor_unpack(const struct unpack_plan *plan, const uint8_t *codes, const uint8_t *scales, size_t blocks, void *out)
 {
     const struct codec_kernels *k = variant_current()->codec;
     const size_t group = (size_t)plan->group, per_run = RUN / group, runs = runs_of(blocks, per_run);
@@ -122,8 +120,8 @@ void tensor_fake_quant(const struct fake_plan *plan, const void *x, size_t block
 }
 
 /* One part of a row as floats. The row's mean square is summed in order over the whole row, as llama.cpp does. */
-static void kquantize_row(const struct kq_search *search, const struct kq_type *type, const void *x, int kind,
-                          size_t start, size_t columns, const float *weight, uint8_t *out)
+static void kquantize_row(const struct kq_search *search, const struct kq_type *type, const void *x, int kind, size_t start, size_t columns,
+                          const float *weight, uint8_t *out)
 {
     enum { PIECE = 1024 };
     float v[PIECE], row_square = 0;
@@ -142,8 +140,7 @@ static void kquantize_row(const struct kq_search *search, const struct kq_type *
     }
 }
 
-void tensor_kquantize(const struct kq_type *type, const void *x, int kind, size_t rows, size_t columns,
-                      const float *weight, uint8_t *out)
+void tensor_kquantize(const struct kq_type *type, const void *x, int kind, size_t rows, size_t columns, const float *weight, uint8_t *out)
 {
     const struct kq_search *search = variant_current()->kquant;
     const size_t row_bytes = columns / type->block * type->bytes;
@@ -156,7 +153,7 @@ void tensor_kdequantize(const struct kq_type *type, const uint8_t *raw, size_t b
 {
     void (*decode)(const void *, size_t, float *) = variant_current()->kquant->decode[type - KQ_TYPE];
     const size_t per_run = RUN / type->block, runs = runs_of(blocks, per_run);
-#pragma omp parallel for schedule(dynamic) num_threads(team(blocks *type->block))
+#pragma omp parallel for schedule(dynamic) num_threads(team(blocks * type->block))
     for (size_t r = 0; r < runs; r++) {
         size_t b = r * per_run;
         decode(raw + b * type->bytes, run_length(blocks, per_run, r), out + b * type->block);

@@ -8,9 +8,7 @@
 
 static float magnitude_of(uint32_t bits, int kind)
 {
-    return kind == KIND_F32   ? bits_float(bits)
-           : kind == KIND_F16 ? f16_to_float((uint16_t)bits)
-                              : bf16_to_float((uint16_t)bits);
+    return kind == KIND_F32 ? bits_float(bits) : kind == KIND_F16 ? f16_to_float((uint16_t)bits) : bf16_to_float((uint16_t)bits);
 }
 
 static uint32_t bits_near(float f, int kind)
@@ -103,9 +101,9 @@ static bool build_lookup(struct code_lookup *s, const uint32_t threshold[9])
     return apart;
 }
 
-/* In an octave of 128 patterns the thresholds of 1.25, 2.5 and 5 steps are at the same place, those of 1.75 and 3.5 between 51 and 73 patterns
- * above, and .75 and .25 far below. So with boundaries 32 patterns below the threshold of 1.25 no window of 64 has two. Ten windows
- * reach from below the lowest threshold to the highest. Returns false if not: near the smallest and largest patterns of all. */
+/* In an octave of 128 patterns the thresholds of 1.25, 2.5 and 5 steps are at the same place, those of 1.75 and 3.5 between 51 and 73
+ * patterns above, and .75 and .25 far below. So with boundaries 32 patterns below the threshold of 1.25 no window of 64 has two. Ten
+ * windows reach from below the lowest threshold to the highest. Returns false if not: near the smallest and largest patterns of all. */
 static bool build_windows(struct code_windows *w, const uint32_t threshold[9])
 {
     enum { WINDOW_SIZE = 64, UNDER = 32 + 5 * WINDOW_SIZE };

@@ -12,9 +12,9 @@
 #include "lanes.h"
 
 enum {
-    SUMS = 4,                /* together, so that the dependent instructions of one fill the waits of the others */
-    UP = 8,                  /* codes that a sweep always tries, from the first one that reaches the amax upwards: */
-    DOWN = 3,                /* and below it: of eight Gaussian blocks at least one needs the third in 74 % of cases, the fourth in 3 % */
+    SUMS = 4, /* together, so that the dependent instructions of one fill the waits of the others */
+    UP = 8,   /* codes that a sweep always tries, from the first one that reaches the amax upwards: */
+    DOWN = 3, /* and below it: of eight Gaussian blocks at least one needs the third in 74 % of cases, the fourth in 3 % */
     WINDOW = UP + DOWN,
     TRIED = SCALE_CODES + 16 /* one lane may go up 15 codes while another one goes down 125 */
 };
@@ -22,15 +22,15 @@ enum {
 /* LANES blocks in the search. */
 struct batch {
     f32v a[MAX_GROUP], weight[MAX_GROUP]; /* a[column][block], magnitudes; weight likewise, if the plan has one */
-    f32v top;               /* largest magnitudes */
+    f32v top;                             /* largest magnitudes */
     f32v top_weight, weight_sum, delta, reach;
-    i32v first; /* first code of a sweep that reaches the amax */
-    bool clips;    /* in some lane the largest code does not reach it */
+    i32v first;         /* first code of a sweep that reaches the amax */
+    bool clips;         /* in some lane the largest code does not reach it */
     f32v least, second; /* the two least errors */
     i32v best;          /* the code of the least error */
-    int count;             /* number of codes tried */
+    int count;          /* number of codes tried */
     i32v code[TRIED];
-    f32v error[TRIED]; /* before it is computed: 0, or infinity if the lane must not try the code */
+    f32v error[TRIED];                  /* before it is computed: 0, or infinity if the lane must not try the code */
     f32v step[WINDOW], inverse[WINDOW]; /* of the codes listed last */
 };
 
@@ -166,8 +166,8 @@ ALWAYS_INLINE void prepare(const struct pack_plan *plan, int group, bool weighte
             e->top_weight = pick((e->a[i] == e->top) & (e->weight[i] > e->top_weight), e->weight[i], e->top_weight);
         }
     }
-    /* The error of each |x| - q * step is less than 4 roundings of amax, which is less than `delta`. So the root of a sum of weight * d^2 has
-     * an error of at most delta * sqrt(weight_sum) (triangle inequality), and the sum's own roundings stay under 2^-17 of it. */
+    /* The error of each |x| - q * step is less than 4 roundings of amax, which is less than `delta`. So the root of a sum of weight * d^2
+     * has an error of at most delta * sqrt(weight_sum) (triangle inequality), and the sum's own roundings stay under 2^-17 of it. */
     e->delta = e->top * 0x1p-21f;
     e->reach = 2.5f * e->delta * (weighted ? root(e->weight_sum) : all_lanes(__builtin_sqrtf((float)group)));
     e->least = e->second = all_lanes(__builtin_inff());
@@ -356,9 +356,9 @@ ALWAYS_INLINE void decide(const struct pack_plan *plan, int group, bool weighted
     const f32v unit = e->weight_sum * (e->delta * e->delta);
     const f32v quotient = e->top / finest;
     const f32v square = quotient * quotient;
-    const i32v ranged = (e->top > 1e-12f) & (e->top < 1e12f) & (unit > 1e-36f) & (unit < 1e22f) & (finest > 1e-18f) &
-                           (finest < 1e12f) & (quotient < 1e15f) & (square * (e->weight_sum + 1.f) < 1e36f) &
-                           (square * least_of(e->weight_sum, all_lanes(1.f)) > 1e-24f);
+    const i32v ranged = (e->top > 1e-12f) & (e->top < 1e12f) & (unit > 1e-36f) & (unit < 1e22f) & (finest > 1e-18f) & (finest < 1e12f) &
+                        (quotient < 1e15f) & (square * (e->weight_sum + 1.f) < 1e36f) &
+                        (square * least_of(e->weight_sum, all_lanes(1.f)) > 1e-24f);
     const f32v near = root(e->least) * 1.00001f + e->reach, bound = pick(ranged, near * near * 1.00001f, all_lanes(-1.f));
     const i32v open = ~(ranged & (e->second > bound));
     if (!any_lane(open))

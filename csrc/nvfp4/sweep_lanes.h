@@ -114,7 +114,7 @@ static inline bool steps_in_range(const struct pack_plan *plan)
     return plan->encoding != ENCODING_CT && plan->step[1] > 1e-18f && plan->step[1] < 1e12f;
 }
 
-/* Steps of the codes 0..7, if they were in an octave of their own, and the reciprocals, by lane: those of code c are 2^(c / 8) and
+/* Steps of the codes 0..7, if they had an octave to themselves, and the reciprocals, by lane: those of code c are 2^(c / 8) and
  * 2^-(c / 8) times as large, exactly. AVX2 looks them up; other processors compute them. */
 struct octave {
     f32v step, inverse;

@@ -2,8 +2,8 @@
 
     git worktree add --detach OLD 32580e2
     cd OLD && ANNIE_QUANT_ONLY=_nvfp4 python setup.py -q build_ext --inplace && cd -
-    python tests/perf/bench_codec_builds.py OLD/annie_quant/_nvfp4*.so [--variant avx2] [--threads 2] [--rounds 40]
-    python tests/perf/bench_codec_builds.py OLD/annie_quant/_nvfp4*.so --in-cache       one thread, 256x1024, ns per 16 weights
+    python tests/perf/compare_codec_builds.py OLD/annie_quant/_nvfp4*.so [--variant avx2] [--threads 2] [--rounds 40]
+    python tests/perf/compare_codec_builds.py OLD/annie_quant/_nvfp4*.so --in-cache       one thread, 256x1024, ns per 16 weights
 
 Both modules are loaded at once, and each round calls both in turn, so that other work on the machine slows both. Results are
 compared before they are timed. bf16 4096x4096; every line: the other build's time, ours, ours / other, and the bytes per second
@@ -13,6 +13,7 @@ that ours moves as a share of a non-temporal stream (unpacking to float32, as in
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.machinery
 import importlib.util
 import time
@@ -71,7 +72,15 @@ class Case:
     def gemv(self, tokens: int) -> None:
         x, y = self.x[:tokens].reshape(-1), np.empty(tokens * self.rows, np.float32)
         self.module.gemv(
-            x.view(np.uint8), KIND_F32, self.columns, self.codes, self.block_scale, 16, False, self.scale, y.view(np.uint8)
+            x.view(np.uint8),
+            KIND_F32,
+            self.columns,
+            self.codes,
+            self.block_scale,
+            16,
+            False,
+            self.scale,
+            y.view(np.uint8),
         )
 
 
@@ -128,13 +137,16 @@ def main() -> None:
         assert (other.codes == ours.codes).all() and (other.block_scale == ours.block_scale).all(), name
         assert (other.out == ours.out).all(), name
         cases = [other, ours] + ([other_empty, ours_empty] if arguments.in_cache else [])
-        stream, theirs, mine, *empty = interleaved([ours.stream, *(lambda c=c: call(c) for c in cases)], rounds)
+        stream, theirs, mine, *empty = interleaved([ours.stream, *(functools.partial(call, c) for c in cases)], rounds)
         if empty:
             theirs, mine = ((s - e) / (w.size / 16) * 1e9 for s, e in zip((theirs, mine), empty, strict=True))
             print(f"{name:22} other {theirs:6.2f} ns  ours {mine:6.2f} ns  {mine / theirs:5.2f}")
             continue
         share = (moved / mine) / ((w.size * 4 + packed) / stream)
-        print(f"{name:22} other {theirs * 1e3:7.2f} ms  ours {mine * 1e3:7.2f} ms  {mine / theirs:5.2f}  {share:6.1%} of the stream")
+        print(
+            f"{name:22} other {theirs * 1e3:7.2f} ms  ours {mine * 1e3:7.2f} ms  {mine / theirs:5.2f}  "
+            f"{share:6.1%} of the stream"
+        )
 
 
 if __name__ == "__main__":

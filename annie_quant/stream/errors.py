@@ -68,7 +68,7 @@ def transport(cause: int, code: int, os_errno: int, text: str, timeout_s: Any, i
     if cause == ANSWER_SIZE:
         return "answer_too_large", "the answer did not end within max_answer_bytes and max_answer_events"
     if cause == HEAD_SIZE:
-        return "protocol", "the answer's head or trailers are too large (over 1 MiB)"
+        return "protocol", "the answer's head or trailers are too large (over 256 KiB)"
     if os_errno in (errno.EMFILE, errno.ENFILE):
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return (

@@ -4,7 +4,7 @@
 
 #include <strings.h>
 
-enum { ANSWER_HEAD_BYTES = 1 << 20 };
+enum { ANSWER_HEAD_BYTES = HTTP1_MAX_HEAD }; /* libcurl ends a transfer at 300 KB, as if the connection had broken */
 
 void answer_first_byte(struct transfer *t)
 {

@@ -44,32 +44,32 @@ static size_t token_size(const uint8_t *at, size_t size)
     return n;
 }
 
-struct seen {
+struct counts {
     unsigned hosts, lengths;
     size_t fields;
 };
 
-static void read_line(const uint8_t *line, size_t size, size_t body_size, struct seen *seen)
+static void read_line(const uint8_t *line, size_t size, size_t body_size, struct counts *counts)
 {
     size_t name = token_size(line, size);
     demand(name && name < size && line[name] == ':', "a field is a token and a colon");
     const char *forbidden[] = {"transfer-encoding", "connection", "upgrade", "te", "trailer", "keep-alive", "expect", "proxy-connection"};
     for (size_t i = 0; i < sizeof forbidden / sizeof *forbidden; i++)
         demand(strlen(forbidden[i]) != name || strncasecmp((const char *)line, forbidden[i], name), "no field of one connection");
-    seen->hosts += name == 4 && strncasecmp((const char *)line, "host", 4) == 0;
+    counts->hosts += name == 4 && strncasecmp((const char *)line, "host", 4) == 0;
     if (name == 14 && strncasecmp((const char *)line, "content-length", 14) == 0) {
         char expected[32];
         int digits = snprintf(expected, sizeof expected, " %zu", body_size);
         demand(size - name - 1 == (size_t)digits && memcmp(line + name + 1, expected, (size_t)digits) == 0, "the length is the body's");
-        seen->lengths++;
+        counts->lengths++;
     } else {
-        seen->fields++;
+        counts->fields++;
     }
 }
 
 static void read_message(const uint8_t *head, size_t size, size_t body_size)
 {
-    struct seen seen = {0, 0, 0};
+    struct counts counts = {0, 0, 0};
     size_t at = 0, lines = 0;
     for (size_t i = 0; i < size; i++) {
         demand(head[i] != 0, "no NUL");
@@ -89,13 +89,13 @@ static void read_message(const uint8_t *head, size_t size, size_t body_size)
                 target++;
             demand(length - target == 9 && memcmp(head + target, " HTTP/1.1", 9) == 0, "the request line has three parts");
         } else {
-            read_line(head + at, length, body_size, &seen);
+            read_line(head + at, length, body_size, &counts);
         }
         at += length + 2;
     }
     demand(size >= 4 && memcmp(head + size - 4, "\r\n\r\n", 4) == 0, "the head ends");
-    demand(seen.hosts == 1, "one Host");
-    demand(seen.lengths <= 1 && (seen.lengths == 1 || body_size == 0), "a body has one length");
+    demand(counts.hosts == 1, "one Host");
+    demand(counts.lengths <= 1 && (counts.lengths == 1 || body_size == 0), "a body has one length");
 }
 
 static bool has_line(const struct request *r, const struct field *f)

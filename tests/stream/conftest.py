@@ -17,7 +17,21 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("the openssl command makes the test's certificate, and it is not installed")
     key, path = (tmp_path_factory.mktemp("tls") / name for name in ("key.pem", "both.pem"))
     names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost"]
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *names, "-keyout", key, "-out", path]
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        "-days",
+        "2",
+        *names,
+        "-keyout",
+        key,
+        "-out",
+        path,
+    ]
     subprocess.run(command, capture_output=True, check=True)
     path.write_text(path.read_text() + key.read_text())
     return path

@@ -1,4 +1,4 @@
-"""Both carriers under the same conditions: proxies, warm-up and cancelling, heads and trailers, options that libcurl refuses, two addresses."""
+"""Both carriers under the same conditions: proxies, cancelling, heads and trailers, options that libcurl refuses, two addresses."""
 
 from __future__ import annotations
 
@@ -122,7 +122,9 @@ def test_the_first_byte_through_a_proxy_is_the_origins(kernel_stamps: bool, tls_
 
 
 def test_a_proxy_that_refuses(tls_server: ssl.SSLContext) -> None:
-    record = through(b"HTTP/1.1 407 Proxy Authentication Required\r\nContent-Length: 0\r\n\r\n", tls_server).records()[0]
+    record = through(b"HTTP/1.1 407 Proxy Authentication Required\r\nContent-Length: 0\r\n\r\n", tls_server).records()[
+        0
+    ]
     assert record["cause"] == "proxy" and "407" in record["error"] and record["first_byte_ms"] is None
 
 
@@ -135,7 +137,9 @@ def test_trailers_do_not_replace_headers(carrier: str, body: bytes, tls_server: 
     trailers = b"0\r\nServer: trailer\r\nDate: never\r\nX-Sum: 1\r\n\r\n"
     answer = HEAD.replace(b"\r\n\r\n", b"\r\nServer: head\r\n\r\n") + (chunk(body) if body else b"") + trailers
 
-    with server_of(carrier, tls_server, lambda c, r: c.sendall(b"HTTP/1.1 103 x\r\nServer: hint\r\n\r\n" + answer)) as server:
+    with server_of(
+        carrier, tls_server, lambda c, r: c.sendall(b"HTTP/1.1 103 x\r\nServer: hint\r\n\r\n" + answer)
+    ) as server:
         timings = aq.stream.run([Request(server.url)] * 2, verify_tls=False)
     for i, record in enumerate(timings.records()):
         assert record["server"] == "head" and record["server_date"] is None
@@ -144,11 +148,18 @@ def test_trailers_do_not_replace_headers(carrier: str, body: bytes, tls_server: 
 
 @pytest.mark.parametrize("carrier", CARRIERS)
 def test_heads_whose_lines_end_in_lf(carrier: str, tls_server: ssl.SSLContext) -> None:
-    answer = b"HTTP/1.1 200 OK\nServer: bare\nContent-Type: text/event-stream\nContent-Length: %d\n\n%b" % (len(BODY), BODY)
+    answer = b"HTTP/1.1 200 OK\nServer: bare\nContent-Type: text/event-stream\nContent-Length: %d\n\n%b" % (
+        len(BODY),
+        BODY,
+    )
     with server_of(carrier, tls_server, lambda c, r: c.sendall(answer)) as server:
         timings = aq.stream.run([Request(server.url)], verify_tls=False)
     assert timings.records()[0]["text"] == "Hello there." and timings.records()[0]["server"] == "bare"
-    assert timings.headers(0) == {"server": "bare", "content-type": "text/event-stream", "content-length": str(len(BODY))}
+    assert timings.headers(0) == {
+        "server": "bare",
+        "content-type": "text/event-stream",
+        "content-length": str(len(BODY)),
+    }
 
 
 @pytest.mark.parametrize("carrier", CARRIERS)
@@ -201,7 +212,9 @@ def run_preloaded(folder: Path, source: str, urls: list[str], options: dict, **e
     if not shutil.which("gcc"):
         pytest.skip("gcc builds the preloaded library, and it is not installed")
     (folder / "shim.c").write_text(source)
-    subprocess.run(["gcc", "-shared", "-fPIC", "-O1", str(folder / "shim.c"), "-o", str(folder / "shim.so"), "-ldl"], check=True)
+    subprocess.run(
+        ["gcc", "-shared", "-fPIC", "-O1", str(folder / "shim.c"), "-o", str(folder / "shim.so"), "-ldl"], check=True
+    )
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(RUN), json.dumps(options), *urls],
         env={**os.environ, "LD_PRELOAD": str(folder / "shim.so"), **environment},

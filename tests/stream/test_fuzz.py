@@ -1,5 +1,5 @@
-"""The fuzzers of the SSE framer, the HTTP reader and the request writer (tests/fuzz), short runs under ASan and UBSan and the inputs stored
-from long runs; and each fuzzer finds planted faults."""
+"""The fuzzers of the SSE framer, the HTTP reader and the request writer (tests/fuzz): short runs under ASan and UBSan, the inputs
+stored from long runs, and planted faults, which each fuzzer finds."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ def build(folder: Path, part: str, source: str, *flags: str) -> str:
         shutil.copy(ROOT / f"csrc/stream/{header}", folder / "stream")
     (folder / f"stream/{part}.c").write_text(source)
     sources = [str(ROOT / f"tests/fuzz/fuzz_{part}.c"), str(folder / f"stream/{part}.c")]
-    subprocess.run(["gcc", "-O1", "-g", *flags, f"-I{folder}", *sources, *LIBRARIES[part], "-o", str(folder / "fuzz")], check=True)
+    subprocess.run(
+        ["gcc", "-O1", "-g", *flags, f"-I{folder}", *sources, *LIBRARIES[part], "-o", str(folder / "fuzz")], check=True
+    )
     return str(folder / "fuzz")
 
 
@@ -60,12 +62,15 @@ BREAKS = {
     },
     "request": {
         "does not check the method": ("if (!is_token(q->method))", "if (!q->method.size)"),
-        "allows LF in a value": ("(c < ' ' && !(c == '\\t' && tab_is_allowed))", "(c < ' ' && c != '\\n' && !tab_is_allowed)"),
+        "allows LF in a value": (
+            "(c < ' ' && !(c == '\\t' && tab_is_allowed))",
+            "(c < ' ' && c != '\\n' && !tab_is_allowed)",
+        ),
         "does not check names": ("if (!is_token(name))", "if (!name.size)"),
         "ignores the end of a name": ("t.size == strlen(word) &&", "t.size &&"),
         "adds the caller's length": ('if (!is_word(q->fields[i].name, "Content-Length"))', "if (true)"),
         "allows a coding": ('"Transfer-Encoding", "Upgrade"', '"Upgrade", "Upgrade"'),
-        "forgets the blank line": ("add_text(head, length) && add_text(head, \"\\r\\n\")", "add_text(head, length)"),
+        "forgets the blank line": ('add_text(head, length) && add_text(head, "\\r\\n")', "add_text(head, length)"),
         "refuses a usual name": ("(c >= 'A' && c <= 'Z')", "(c >= 'D' && c <= 'Z')"),
     },
 }

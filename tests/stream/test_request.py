@@ -229,5 +229,3 @@ def test_never_two_requests_on_the_wire(carrier: str, tls_server: ssl.SSLContext
                 assert head.lower().count(b"\r\ncontent-length:") <= 1
 
         check()
-
-

@@ -10,9 +10,14 @@
 static void take_stamps(struct transfer *t)
 {
     struct client *c = t->client;
-    const struct socket_state *socket = client_socket(c, t->fd);
+    if (t->stamped_fd < 0) {
+        curl_socket_t fd = CURL_SOCKET_BAD;
+        curl_easy_getinfo(t->easy, CURLINFO_ACTIVESOCKET, &fd);
+        t->stamped_fd = fd;
+    }
+    const struct socket_state *socket = client_socket(c, t->stamped_fd);
     bool known = socket && socket->kernel_ns;
-    bool valid = known && clock_bytes_received(t->fd) == socket->received;
+    bool valid = known && clock_bytes_received(t->stamped_fd) == socket->received;
     c->now_ns = valid ? socket->user_ns : clock_monotonic_ns();
     c->now_kernel_ns = valid ? socket->kernel_ns : 0;
     c->now_overread = known && !valid;

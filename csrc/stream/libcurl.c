@@ -4,20 +4,26 @@
 
 /* ---- stamps */
 
+/* A stream's connection may have been announced (multi.c) for another stream. */
+static int socket_of(struct transfer *t)
+{
+    if (t->fd < 0 && t->shared_fd < 0) {
+        curl_socket_t fd = CURL_SOCKET_BAD;
+        curl_easy_getinfo(t->easy, CURLINFO_ACTIVESOCKET, &fd);
+        t->shared_fd = fd;
+    }
+    return t->fd >= 0 ? t->fd : t->shared_fd;
+}
+
 /* The stamps of a socket are valid for what had arrived when they were taken: for the data that libcurl passes on while no more bytes have
  * arrived, whether it reads them now or has held them since another stream's or a timer's action. All other data gets the current time
  * and no kernel stamp. */
 static void take_stamps(struct transfer *t)
 {
     struct client *c = t->client;
-    if (t->stamped_fd < 0) {
-        curl_socket_t fd = CURL_SOCKET_BAD;
-        curl_easy_getinfo(t->easy, CURLINFO_ACTIVESOCKET, &fd);
-        t->stamped_fd = fd;
-    }
-    const struct socket_state *socket = client_socket(c, t->stamped_fd);
+    const struct socket_state *socket = client_socket(c, socket_of(t));
     bool known = socket && socket->kernel_ns;
-    bool valid = known && clock_bytes_received(t->stamped_fd) == socket->received;
+    bool valid = known && socket->user_ns >= t->last_read_ns && clock_bytes_received(socket_of(t)) == socket->received;
     c->now_ns = valid ? socket->user_ns : clock_monotonic_ns();
     c->now_kernel_ns = valid ? socket->kernel_ns : 0;
     c->now_overread = known && !valid;

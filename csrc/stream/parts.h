@@ -113,7 +113,7 @@ struct transfer {
     void (*done)(struct transfer *t, CURLcode code); /* called when libcurl has finished with `easy` */
     /* libcurl.c */
     struct curl_slist *lines;
-    int stamped_fd; /* of its connection, also if libcurl announced that socket for another transfer, so that `fd` is -1 */
+    int shared_fd; /* if `fd` is -1: the socket of the connection that it shares; -1: unknown */
     const char *last_bytes; /* position of the last read's latest part in libcurl's buffer */
     /* plain.c */
     struct vector head; /* of the request, as sent */

@@ -21,7 +21,7 @@ struct transfer *transfer_begin(struct client *c, uint32_t index, const struct c
         return NULL;
     t->client = c;
     t->index = index;
-    t->fd = t->stamped_fd = -1;
+    t->fd = t->shared_fd = -1;
     t->carrier = carrier;
     t->plan = &c->plan->requests[index];
     t->request = &t->plan->request;

@@ -91,24 +91,19 @@ static int store_frame(void *context, const uint8_t *frame, size_t size, const s
     return SSE_OK;
 }
 
-/* One read may arrive in several parts (one per chunk), and libcurl may pass on what one wake-up brought in several actions: parts with
- * the same stamps are one row. */
+/* One read may arrive in several parts (one per chunk); they are one row. */
 static int store_read(struct transfer *t, size_t size)
 {
     struct client *c = t->client;
     struct vector *reads = &c->result->reads;
-    bool same = t->last_action == c->action || (c->now_kernel_ns && t->read_kernel_ns == c->now_kernel_ns && t->read_ns == c->now_ns);
-    if (same && t->has_read) {
+    if (t->last_action == c->action) {
         struct read_row *last = (struct read_row *)reads->base + t->last_read;
         if (size <= UINT32_MAX - last->size) {
             last->size += (uint32_t)size;
             return SSE_OK;
         }
     }
-    t->has_read = true;
     t->last_action = c->action;
-    t->read_ns = c->now_ns;
-    t->read_kernel_ns = c->now_kernel_ns;
     t->last_read = reads->size / sizeof(struct read_row);
     t->first_event = c->result->events.size / sizeof(struct event_row);
     t->read_events = 0;

@@ -1,5 +1,6 @@
 /* The carrier of requests that libcurl transfers: TLS, HTTP/2, proxies, and URLs that plain.c cannot use. The loop lets libcurl use a socket
  * only after the socket's stamps have been taken (multi.c). */
+#define _GNU_SOURCE
 #include "parts.h"
 
 /* ---- stamps */
@@ -58,12 +59,23 @@ static void begin_body(struct transfer *t)
     answer_begin_body(t, (int)status, type ? type : "");
 }
 
+/* What one wake-up brought may be passed on in several actions: parts with the same stamps are one read. */
+static void join_read(struct transfer *t)
+{
+    const struct client *c = t->client;
+    if (c->now_kernel_ns && t->read_kernel_ns == c->now_kernel_ns && t->read_ns == c->now_ns)
+        t->last_action = c->action;
+    t->read_ns = c->now_ns;
+    t->read_kernel_ns = c->now_kernel_ns;
+}
+
 static size_t on_body(char *bytes, size_t one, size_t size, void *context)
 {
     struct transfer *t = context;
     size *= one;
     recognise_read(t, bytes);
     take_stamps(t);
+    join_read(t);
     answer_first_byte(t);
     if (!t->body_began)
         begin_body(t);
@@ -80,38 +92,35 @@ static void on_done(struct transfer *t, CURLcode code)
 
 /* ---- the request */
 
-/* libcurl's syntax: "Name;" for a field without a value, "Name:" for no field at all, also not libcurl's own. */
-static bool add_line(struct transfer *t, const char *line)
+static bool append(struct transfer *t, const char *line)
 {
-    char name[CURL_ERROR_SIZE];
-    size_t size = strlen(line);
-    struct curl_slist *longer = NULL;
-    if (line[size - 1] != ':') {
-        longer = curl_slist_append(t->lines, line);
-    } else if (size < sizeof name) {
-        memcpy(name, line, size + 1);
-        name[size - 1] = ';';
-        longer = curl_slist_append(t->lines, name);
-    }
+    struct curl_slist *longer = curl_slist_append(t->lines, line);
     if (longer)
         t->lines = longer;
     return longer != NULL;
 }
 
-static bool remove_default(struct transfer *t, const char *name_and_colon)
+/* libcurl's syntax: "Name;" for a field without a value. "Name:" is no field at all, also not libcurl's own. */
+static bool add_line(struct transfer *t, const char *line)
 {
-    struct curl_slist *longer = curl_slist_append(t->lines, name_and_colon);
-    if (longer)
-        t->lines = longer;
-    return longer != NULL;
+    size_t size = strlen(line);
+    if (line[size - 1] != ':')
+        return append(t, line);
+    char *empty = strdup(line);
+    if (!empty)
+        return false;
+    empty[size - 1] = ';';
+    bool ok = append(t, empty);
+    free(empty);
+    return ok;
 }
 
 static bool add_lines(struct transfer *t)
 {
     const struct request *r = t->request;
-    bool ok = remove_default(t, "Expect:"); /* no 100-continue, which would add a round trip to large prompts */
+    bool ok = append(t, "Expect:"); /* no 100-continue, which would add a round trip to large prompts */
     if (ok && !r->has_type)
-        ok = remove_default(t, "Content-Type:");
+        ok = append(t, "Content-Type:");
     for (const char *line = request_first_field(r); ok && line; line = request_next_field(r, line))
         ok = add_line(t, line);
     return ok;

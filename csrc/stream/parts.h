@@ -69,35 +69,33 @@ struct client {
 /* All zero: the descriptor is not a socket that handle.c opened and that is still open. */
 struct socket_state {
     const struct carrier *carrier; /* which handles its events */
+    struct transfer *transfer;     /* of a client's own connection; NULL: it is idle */
     int64_t last_read_ns; /* time of the last received bytes of any kind, including those that libcurl does not pass on */
-    bool stamped;         /* the kernel stamps its data */
+    struct connection *connection; /* the client's own */
+    bool stamped;                  /* the kernel stamps its data */
     /* Of libcurl's sockets: the newest stamps, and the total of bytes received just before they were taken. They are valid for all data
      * that libcurl passes on while that total is unchanged. kernel_ns 0: none. */
     int64_t user_ns, kernel_ns, received;
-    /* Of the client's own */
-    struct connection *connection;
-    struct transfer *transfer; /* NULL: it is idle */
 };
 
 /* A request in flight. The fields that each read uses are first: with hundreds in flight they are rarely in the cache. */
 struct transfer {
     struct client *client;
-    const struct carrier *carrier;
     struct connection *connection; /* plain.c; NULL until it is connected */
     size_t unsent;                 /* plain.c: bytes of head and body */
     uint64_t last_action;          /* of its last read */
     size_t last_read, first_event; /* row of that read, and the first event row since */
     size_t read_events;            /* data events that this read completed */
     size_t answer_bytes, answer_events; /* of the body, and of its frames, so far */
-    int64_t read_ns, read_kernel_ns;      /* stamps of that read */
-    int64_t last_read_ns;                 /* when bytes of the answer were last received */
+    int64_t last_read_ns;
     uint32_t index;
     int fd; /* -1: not connected yet */
-    bool has_read, began, body_began, event_stream;
+    bool began, body_began, event_stream;
     uint8_t cause; /* why it is being ended */
     struct sse framer;
     struct http1 reader; /* plain.c */
 
+    const struct carrier *carrier;
     const struct plan_request *plan;
     const struct request *request;
     struct transfer *previous, *next;
@@ -115,6 +113,7 @@ struct transfer {
     struct curl_slist *lines;
     int shared_fd; /* if `fd` is -1: the socket of the connection that it shares; -1: unknown */
     const char *last_bytes; /* position of the last read's latest part in libcurl's buffer */
+    int64_t read_ns, read_kernel_ns; /* stamps of the last read */
     /* plain.c */
     struct vector head; /* of the request, as sent */
     bool reused;          /* on a connection that carried an earlier request */

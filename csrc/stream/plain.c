@@ -14,7 +14,7 @@ enum { READS_IN_A_ROW = 16 };
 
 static void close_connection(struct client *c, struct connection *connection)
 {
-    memset(client_socket(c, connection->fd), 0, sizeof(struct socket_state));
+    *client_socket(c, connection->fd) = (struct socket_state){.connection = NULL};
     close(connection->fd);
     free(connection->origin);
     free(connection);

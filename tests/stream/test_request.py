@@ -53,6 +53,7 @@ REQUESTS = {
     "empty and blank": {"json": {}, "headers": {"X-Empty": "", "X-Blank": " \t", "X-Space": "  a b\t"}},
     "its own length": {"body": b"12345", "headers": {"content-length": "5"}},
     "host": {"headers": {"host": "other.example:8080"}},
+    "a long name without a value": {"headers": {"X-" + "n" * 3000: ""}},
     "not ASCII": {"headers": {"X-Name": "é漢字"}},
 }
 

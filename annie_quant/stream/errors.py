@@ -13,8 +13,15 @@ from typing import Any
 
 import msgspec
 
+from annie_quant.errors import UsageError
+
 # request_row.cause (csrc/stream/plan.h)
-NONE, TRANSPORT, TIMEOUT, IDLE, DEADLINE, CANCELLED, EVENT_SIZE, NOT_STARTED, ANSWER_SIZE = range(9)
+NONE, TRANSPORT, TIMEOUT, IDLE, DEADLINE, CANCELLED, EVENT_SIZE, NOT_STARTED, ANSWER_SIZE, HEAD_SIZE = range(10)
+
+
+class RequestError(UsageError, ValueError):
+    """A request, or an option of a run, that is not valid. Nothing was sent."""
+
 
 _CURL_CAUSES = {
     1: "protocol",  # also a reply that is not HTTP
@@ -60,6 +67,8 @@ def transport(cause: int, code: int, os_errno: int, text: str, timeout_s: Any, i
         return "event_too_large", "one event was larger than max_event_bytes"
     if cause == ANSWER_SIZE:
         return "answer_too_large", "the answer did not end within max_answer_bytes and max_answer_events"
+    if cause == HEAD_SIZE:
+        return "protocol", "the answer's head or trailers are too large (over 256 KiB)"
     if os_errno in (errno.EMFILE, errno.ENFILE):
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return (
@@ -70,6 +79,8 @@ def transport(cause: int, code: int, os_errno: int, text: str, timeout_s: Any, i
         return "refused", f"connection refused: {text}"
     if os_errno == errno.ECONNRESET:
         return "reset", f"connection reset by the server: {text}"
+    if code == 56 and re.match(r"CONNECT tunnel failed|Received HTTP code \d+ from proxy", text):
+        return "proxy", f"the proxy refused the connection: {text}"
     reason = f" ({os.strerror(os_errno)})" if os_errno else ""
     return _CURL_CAUSES.get(code, "transport"), f"{text}{reason} [libcurl {code}]"
 

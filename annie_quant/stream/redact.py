@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import bisect
+import contextlib
 import itertools
 import json
 import re
@@ -49,12 +50,13 @@ def secrets_of(url: str, headers: Mapping[str, str] | None) -> Iterator[bytes]:
             values += [value.strip(), *value.split()[-1:]]
             if value.lower().startswith("basic "):
                 values += _basic(value.split()[-1])
-    parts = urlsplit(url)
-    if parts.password:
-        values += [parts.password, unquote(parts.password)]
-    for name, _, value in (q.partition("=") for q in parts.query.split("&")):
-        if is_secret_name(name):
-            values += [value, unquote(value)]
+    with contextlib.suppress(ValueError):  # a URL that cannot be read: libcurl refuses it too
+        parts = urlsplit(url)
+        if parts.password:
+            values += [parts.password, unquote(parts.password)]
+        for name, _, value in (q.partition("=") for q in parts.query.split("&")):
+            if is_secret_name(name):
+                values += [value, unquote(value)]
     yield from {v.encode() for v in values if len(v) >= _SHORTEST}
 
 

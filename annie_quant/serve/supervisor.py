@@ -24,6 +24,7 @@ import signal
 import subprocess
 import sys
 import time
+from typing import Any
 
 # linux/prctl.h
 PR_SET_PDEATHSIG = 1
@@ -46,7 +47,7 @@ def main() -> None:
         os.set_blocking(fd, False)
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
     for number in (*STOP_SIGNALS, signal.SIGCHLD):
-        signal.signal(number, lambda *_: None)
+        signal.signal(number, lambda *_: None)  # the default again in the server, as for every caught signal
     child = start(command, process_control)
     os.write(status_fd, b"%d\n" % child)
     os.close(status_fd)
@@ -56,26 +57,21 @@ def main() -> None:
     leave(status)
 
 
-def start(command: list[str], process_control) -> int:  # type: ignore[no-untyped-def]
+def start(command: list[str], process_control: Any) -> int:
     """Start the server and return its process id."""
     supervisor = os.getpid()
-    child = os.fork()
-    if child:
-        return child
-    try:
-        signal.set_wakeup_fd(-1)
-        for number in (*STOP_SIGNALS, signal.SIGCHLD):
-            signal.signal(number, signal.SIG_DFL)
+
+    def before_exec() -> None:
         process_control(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
         if os.getppid() != supervisor:  # it ended before the line above
             os._exit(CANNOT_RUN)
-        null = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(null, 0)
-        os.execvp(command[0], command)  # noqa: S606 - no shell, as intended
-    except OSError as error:
-        sys.stderr.write(f"error: {command[0]} cannot be run: {error.strerror}\n")
+
+    try:
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=before_exec).pid
+    except (OSError, subprocess.SubprocessError) as error:
+        sys.stderr.write(f"error: {command[0]} cannot be run: {error}\n")
         sys.stderr.flush()
-    os._exit(CANNOT_RUN)
+        os._exit(CANNOT_RUN)
 
 
 def watch(child: int, wake_read: int) -> int | None:

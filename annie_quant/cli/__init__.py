@@ -25,6 +25,7 @@ from annie_quant.cli import (
     version,
 )
 from annie_quant.cli.common import console
+from annie_quant.cli.library_messages import clean_library_messages
 from annie_quant.cli.stop_signals import Stopped, stop_signals_raise
 from annie_quant.cli.system_errors import describe
 from annie_quant.errors import AnnieError
@@ -65,6 +66,7 @@ def main() -> None:
     # Idle OpenMP threads (torch's and the codec's) spin by default, which slows servers on a machine with few cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     stop_signals_raise()
+    clean_library_messages()
     try:
         cli.main(standalone_mode=False)
     except AnnieError as error:

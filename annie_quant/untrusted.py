@@ -8,21 +8,16 @@ printable(text)     text for a terminal: no escape sequence, no control characte
 from __future__ import annotations
 
 import math
-import re
-import unicodedata
 from typing import Any
 
 import msgspec
+
+from annie_quant.printable import printable
 
 MAX_DEPTH = 8
 MAX_ENTRIES = 100
 MAX_TEXT = 1000
 MAX_INTEGER = 2**53  # beyond it JSON readers disagree
-# ECMA-48: control sequences (CSI), strings that a terminal acts upon (OSC, DCS, SOS, PM, APC), and two-character escapes.
-_ESCAPE = re.compile(
-    r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]?|(?:\x1b[]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x9c]*(?:\x07|\x1b\\|\x9c)?|\x1b[ -/]*.?",
-    re.DOTALL,
-)
 
 
 def decode_json(data: bytes | str) -> Any:
@@ -59,24 +54,3 @@ def limited(value: Any, depth: int = MAX_DEPTH) -> Any:
 def integer(value: Any) -> int | None:
     """Return a count: an integer from 0 to MAX_INTEGER; None for anything else (True is not a count)."""
     return value if type(value) is int and 0 <= value <= MAX_INTEGER else None
-
-
-def printable(text: str, most: int | None = None, lines: bool = False) -> str:
-    """Return text without escape sequences and invisible characters, on one line (`lines`: keep line breaks and tabs).
-
-    most: longest result. Characters that change the order of others (Trojan Source, CVE-2021-42574) are invisible too.
-    """
-    text = _ESCAPE.sub("", text)
-    kept = "\n\t" if lines else ""
-    text = "".join(c if c in kept or c.isprintable() else _replacement(c) for c in text)
-    if not lines:
-        text = " ".join(text.split())
-    return text if most is None or len(text) <= most else text[: most - 1] + "…"
-
-
-def _replacement(character: str) -> str:
-    """A space for white space, nothing for format characters, "\ufffd" for a surrogate or an unassigned one."""
-    category = unicodedata.category(character)
-    if category.startswith("Z") or character in "\n\r\t\v\f\x85":
-        return " "
-    return "" if category in ("Cc", "Cf") else "\ufffd"

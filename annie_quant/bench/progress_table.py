@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from annie_quant.judge.gates import decides
+from annie_quant.printable import printable
 from annie_quant.schema import RequestRecord
-from annie_quant.untrusted import printable
 
 RECENT = 200  # requests that the medians are taken over
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from annie_quant.untrusted import printable
+from annie_quant.printable import printable
 
 MAX_CELL = 2000  # characters of a table's cell
 MAX_LINE = 20_000  # of an error or a note

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 
-from annie_quant.untrusted import printable
+from annie_quant.printable import printable
 
 MAX_MESSAGE = 2000
 

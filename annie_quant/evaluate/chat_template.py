@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from annie_quant.errors import CheckpointError
-from annie_quant.untrusted import printable
+from annie_quant.printable import printable
 
 WORKER = Path(__file__).with_name("template_worker.py")
 MAX_SECONDS = 10.0  # of one rendering; Qwen3.5's template needs less than 10 ms for a long conversation

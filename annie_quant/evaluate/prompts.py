@@ -144,7 +144,7 @@ def with_decoded_calls(message: Mapping[str, Any]) -> dict[str, Any]:
     message = dict(message)
     calls = []
     for call in message.get("tool_calls") or ():
-        function = dict(call["function"])
+        function = dict(call.get("function") or call)
         if isinstance(function.get("arguments"), str):
             try:
                 function["arguments"] = json.loads(function["arguments"])

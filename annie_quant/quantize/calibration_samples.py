@@ -121,9 +121,12 @@ def template_messages(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     messages = copy.deepcopy(row["messages"])
     for message in messages:
         for call in message.get("tool_calls") or ():
-            function = call.get("function", call)
+            function = call.get("function") or call
             if isinstance(function.get("arguments"), str):
-                function["arguments"] = json.loads(function["arguments"] or "{}")
+                try:
+                    function["arguments"] = json.loads(function["arguments"] or "{}")
+                except (ValueError, RecursionError):
+                    function["arguments"] = {"arguments": function["arguments"]}  # as evaluate.prompts does
     return messages
 
 

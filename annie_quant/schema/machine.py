@@ -7,8 +7,9 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, field
 
+from annie_quant.printable import printable
 from annie_quant.schema.limits import Digest, JsonScalar, ShortText
-from annie_quant.untrusted import limited, printable
+from annie_quant.untrusted import limited
 
 
 class ModelMeta(msgspec.Struct, kw_only=True, omit_defaults=True):

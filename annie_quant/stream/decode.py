@@ -22,9 +22,10 @@ from typing import Any
 
 import msgspec
 
+from annie_quant.printable import printable
 from annie_quant.stream import errors
 from annie_quant.stream.sentence import first_sentence_ns
-from annie_quant.untrusted import decode_json, integer, limited, printable
+from annie_quant.untrusted import decode_json, integer, limited
 
 DATA, DONE, SILENT, TAIL, BODY = 1, 2, 3, 4, 5  # sse_kind (csrc/stream/sse.h)
 MERGED, NAMED, COMMENT = 1, 2, 4  # sse_flag

@@ -13,7 +13,8 @@ from typing import Any
 
 import msgspec
 
-from annie_quant.untrusted import decode_json, limited, printable
+from annie_quant.printable import printable
+from annie_quant.untrusted import decode_json, limited
 
 # request_row.cause (csrc/stream/plan.h)
 NONE, TRANSPORT, TIMEOUT, IDLE, DEADLINE, CANCELLED, EVENT_SIZE, NOT_STARTED, ANSWER_SIZE = range(9)

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from annie_quant.printable import printable
 from annie_quant.stream import decode, errors
 from annie_quant.stream.redact import safe_url
-from annie_quant.untrusted import printable
 
 if TYPE_CHECKING:
     from annie_quant.stream.timings import Timings

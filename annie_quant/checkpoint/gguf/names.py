@@ -16,7 +16,7 @@ from annie_quant import models
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.errors import CheckpointError
 from annie_quant.models.family import DeltaNet, GGUFNames
-from annie_quant.untrusted import printable
+from annie_quant.printable import printable
 
 OMITTED = (".k_scale", ".v_scale", ".rotary_emb.inv_freq")  # not part of a text model's file
 

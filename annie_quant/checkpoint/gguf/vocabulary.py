@@ -12,7 +12,7 @@ from annie_quant import schema
 from annie_quant.checkpoint.header import ShardError
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.errors import CheckpointError, need
-from annie_quant.untrusted import printable
+from annie_quant.printable import printable
 
 # Pre-tokenizer expressions that llama.cpp knows by name (src/llama-vocab.cpp, LLAMA_VOCAB_PRE_TYPE_*).
 _TAIL = r"\s*[\r\n]+|\s+(?!\S)|\s+"

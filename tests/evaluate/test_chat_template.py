@@ -1,5 +1,6 @@
 """Chat templates render as transformers renders them, and a hostile one ends within its limits."""
 
+# ruff: noqa: E501
 from __future__ import annotations
 
 import os

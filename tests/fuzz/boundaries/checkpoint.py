@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import checkpoint_zoo
-
 from fuzz.boundaries.grammar import Hostile, encode
 from fuzz.boundaries.harness import Sandbox
 

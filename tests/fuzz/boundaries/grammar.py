@@ -48,7 +48,9 @@ class Hostile:
         pick = self.random.random()
         if pick < 0.75:
             return self.random.choice(TEXTS)
-        characters = [chr(self.random.choice((self.random.randrange(256), self.random.randrange(0xD800)))) for _ in range(8)]
+        characters = [
+            chr(self.random.choice((self.random.randrange(256), self.random.randrange(0xD800)))) for _ in range(8)
+        ]
         return "".join(characters)
 
     def number(self) -> Any:
@@ -100,8 +102,8 @@ class Hostile:
         """Return bytes that are sometimes cut, or have other bytes inserted."""
         if self.random.random() < 0.9 or not data:
             return data
-        at = self.random.randrange(len(data))
-        return data[:at] + self.random.choice((b"", b"\x00", b"\xff", b"[" * 5000, b"\n", b"}", b'"')) + data[at + self.random.randrange(3) :]
+        at, inserted = self.random.randrange(len(data)), (b"", b"\x00", b"\xff", b"[" * 5000, b"\n", b"}", b'"')
+        return data[:at] + self.random.choice(inserted) + data[at + self.random.randrange(3) :]
 
 
 def encode(value: Any) -> bytes:

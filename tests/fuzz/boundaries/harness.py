@@ -27,7 +27,16 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-NAMES = ("server_answers", "server_identity", "checkpoint", "templates", "run_directory", "logs", "workloads", "personas")
+NAMES = (
+    "server_answers",
+    "server_identity",
+    "checkpoint",
+    "templates",
+    "run_directory",
+    "logs",
+    "workloads",
+    "personas",
+)
 LIMIT_S = 60
 LIMIT_BYTES = 1 << 30
 KEY = "sk-planted-0f3a9c77d1e84b62"

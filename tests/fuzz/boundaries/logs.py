@@ -29,7 +29,9 @@ def opened(sandbox: Sandbox) -> Iterator[Any]:
         hostile = Hostile(seed)
         chosen = hostile.random.sample(rows, ROWS)
         changed = hostile.random.randrange(ROWS)
-        lines = [encode(hostile.changed(row) if i == changed else row).replace(b"\n", b" ") for i, row in enumerate(chosen)]
+        lines = [
+            encode(hostile.changed(row) if i == changed else row).replace(b"\n", b" ") for i, row in enumerate(chosen)
+        ]
         file.write_bytes(hostile.damaged(b"\n".join(lines) + b"\n"))
         if hostile.random.random() < 0.5:
             sandbox.run("data", "--check", "--output", file, "--persona", "annie")

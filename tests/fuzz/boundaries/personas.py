@@ -7,9 +7,10 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from annie_quant.files import ASSETS
 from fuzz.boundaries.grammar import Hostile, encode
 from fuzz.boundaries.harness import Sandbox
+
+from annie_quant.files import ASSETS
 
 
 @contextlib.contextmanager

@@ -9,10 +9,9 @@ import socket
 from collections.abc import Iterator
 from typing import Any
 
-from paths import TESTS
-
 from fuzz.boundaries.grammar import Hostile, encode
 from fuzz.boundaries.harness import Finding, Sandbox
+from paths import TESTS
 
 RUNS = [TESTS / "data/runs" / name for name in ("schema_1", "schema_2")]
 FILES = ("run.json", "run.json", "bench.json", "records.jsonl", "records.jsonl", "inputs.json")

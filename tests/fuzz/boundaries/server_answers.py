@@ -9,10 +9,9 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from stream_server import RawServer
-
 from fuzz.boundaries.grammar import Hostile, Raw, encode
 from fuzz.boundaries.harness import KEY, Finding, Sandbox
+from stream_server import RawServer
 
 PER_RUN = 100
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
@@ -25,6 +24,11 @@ CHUNK = {
     "timings": {"predicted_n": 5, "prompt_ms": 1.5},
 }  # fmt: skip
 MODELS = {"object": "list", "data": [{"id": "m", "object": "model", "owned_by": "vllm"}]}
+STATUSES = (b"200 OK", b"400 Bad", b"500 X", b"302 Found\r\nLocation: http://evil/", b"204 No", b"999 Z")
+OTHER_EVENTS = (
+    b": ping\n\n", b"event: error\ndata: {}\n\n", b"data\n\n", b"id: 1\n\n", b"\r\r", b"data: " + b"[" * 200_000 + b"\n\n",
+)  # fmt: skip
+NO_HTTP = (b"", b"HTTP/1.1 ", b"\x00" * 50, b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * 5000, b"SSH-2.0\r\n")
 ECHOES = (
     KEY, KEY[::-1], KEY[: len(KEY) * 2 // 3], KEY.upper(), base64.b64encode(KEY.encode()).decode(),
     base64.b64encode(f"xx{KEY}".encode()).decode(), KEY.encode().hex(),
@@ -60,7 +64,7 @@ def opened(sandbox: Sandbox) -> Iterator[Any]:
             output = sandbox.output / "run"
             url = server.url.removesuffix("/v1/chat/completions")
             options = ("--workloads", workload, "--warmup", 0, "--runs", 1, "--n", 0, "--key-env", "ANNIE_FUZZ_KEY")
-            code, _, error = sandbox.run("bench", "--backend-a", "a", url, *options, "--output", output, codes=(0, 1))
+            _, _, error = sandbox.run("bench", "--backend-a", "a", url, *options, "--output", output, codes=(0, 1))
             rows = [json.loads(line) for line in (output / "records.jsonl").read_bytes().splitlines()]
             measured = [row for row in rows if not row["warmup"]]
             if len(measured) != count:
@@ -81,10 +85,10 @@ def answer(hostile: Hostile) -> bytes:
     kind = hostile.random.random()
     if kind < 0.05:
         body = encode(hostile.value())
-        status = hostile.random.choice((b"200 OK", b"400 Bad", b"500 X", b"302 Found\r\nLocation: http://evil/", b"204 No", b"999 Z"))
+        status = hostile.random.choice(STATUSES)
         return b"HTTP/1.1 %b\r\nContent-Length: %d\r\n\r\n%b" % (status, len(body), body)
     if kind < 0.08:
-        return hostile.random.choice((b"", b"HTTP/1.1 ", b"\x00" * 50, b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * 5000, b"SSH-2.0\r\n"))
+        return hostile.random.choice(NO_HTTP)
     events = [event(hostile) for _ in range(hostile.random.randrange(1, 8))]
     if hostile.random.random() < 0.3:
         events += spelled(hostile)
@@ -101,7 +105,7 @@ def event(hostile: Hostile) -> bytes:
         return b"data: " + encode(hostile.changed(CHUNK)).replace(b"\n", b" ") + b"\n\n"
     if kind < 0.95:
         return b"data: " + encode(hostile.value()) + b"\n\n"
-    return hostile.random.choice((b": ping\n\n", b"event: error\ndata: {}\n\n", b"data\n\n", b"id: 1\n\n", b"\r\r", b"data: " + b"[" * 200_000 + b"\n\n"))
+    return hostile.random.choice(OTHER_EVENTS)
 
 
 def spelled(hostile: Hostile) -> list[bytes]:

@@ -8,10 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import msgspec
-from stream_server import RawServer
-
 from fuzz.boundaries.grammar import Hostile, encode
 from fuzz.boundaries.harness import KEY, Finding, Sandbox, limited_time
+from stream_server import RawServer
 
 PER_BENCH = 100
 MAX_BYTES = 100_000
@@ -26,7 +25,8 @@ PAGES = {
     b"/version": {"version": "0.26"},
 }  # fmt: skip
 STREAM = (
-    b'data: {"choices": [{"index": 0, "delta": {"content": "Tokyo"}, "finish_reason": "stop"}]}\n\n' + b"data: [DONE]\n\n"
+    b'data: {"choices": [{"index": 0, "delta": {"content": "Tokyo"}, "finish_reason": "stop"}]}\n\n'
+    + b"data: [DONE]\n\n"
 )
 
 
@@ -54,7 +54,9 @@ def opened(sandbox: Sandbox) -> Iterator[Any]:
         def case(seed: str, left: int) -> int:
             hostile = Hostile(seed)
             state["pages"] = {path: page(hostile, content) for path, content in PAGES.items()}
-            state["status"] = hostile.random.choice((*[b"200 OK"] * 9, b"404 No", b"500 X", b"302 F\r\nLocation: http://evil/"))
+            state["status"] = hostile.random.choice(
+                (*[b"200 OK"] * 9, b"404 No", b"500 X", b"302 F\r\nLocation: http://evil/")
+            )
             if int(seed.partition("/")[2]) % PER_BENCH == 0:
                 sandbox.clear_output()
                 output = sandbox.output / "run"

@@ -12,10 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from paths import TINY_ANNIE
-
 from fuzz.boundaries.grammar import Hostile, encode
 from fuzz.boundaries.harness import Finding, Sandbox, check_text, limited_time
+from paths import TINY_ANNIE
 
 PER_LOAD = 20
 SECONDS = 0.5  # limit of one rendering here, so that endless ones do not fill the run

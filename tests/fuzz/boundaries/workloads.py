@@ -8,9 +8,10 @@ import socket
 from collections.abc import Iterator
 from typing import Any
 
-from annie_quant.files import ASSETS
 from fuzz.boundaries.grammar import Hostile, encode
 from fuzz.boundaries.harness import Finding, Sandbox, check_text, limited_time
+
+from annie_quant.files import ASSETS
 
 PER_COMMAND = 20
 
@@ -28,7 +29,8 @@ def opened(sandbox: Sandbox) -> Iterator[Any]:
         document["cases"] = document["cases"][:2]
         sources.append(document)
     file = sandbox.inputs / "workload.json"
-    answers = [judge.Answer(text="Tokyo. **x**"), judge.Answer(tool_calls=[{"id": "1", "name": "search_memory", "arguments": "{}"}])]
+    call = {"id": "1", "name": "search_memory", "arguments": "{}"}
+    answers = [judge.Answer(text="Tokyo. **x**"), judge.Answer(tool_calls=[call])]
 
     def case(seed: str, left: int) -> int:
         hostile = Hostile(seed)

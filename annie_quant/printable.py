@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import unicodedata
 
-# ECMA-48: control sequences (CSI), strings that a terminal acts upon (OSC, DCS, SOS, PM, APC), and two-character escapes.
+# ECMA-48: control sequences (CSI), strings that a terminal executes (OSC, DCS, SOS, PM, APC), and two-character escapes.
 _ESCAPE = re.compile(
     r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]?|(?:\x1b[]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x9c]*(?:\x07|\x1b\\|\x9c)?|\x1b[ -/]*.?",
     re.DOTALL,
@@ -18,9 +18,9 @@ def printable(text: str, most: int | None = None, lines: bool = False) -> str:
     most: longest result. Characters that change the order of others (Trojan Source, CVE-2021-42574) are invisible too.
     """
     if not text.isprintable():
-        kept = "\n\t" if lines else ""
+        allowed = "\n\t" if lines else ""
         text = _ESCAPE.sub("", text)
-        text = "".join(c if c in kept or c.isprintable() else _replacement(c) for c in text)
+        text = "".join(c if c in allowed or c.isprintable() else _replacement(c) for c in text)
     if not lines:
         text = " ".join(text.split())
     return text if most is None or len(text) <= most else text[: most - 1] + "…"

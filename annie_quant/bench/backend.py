@@ -100,20 +100,20 @@ def alive(backend: Backend) -> bool:
     return fetch(f"{backend.root}/v1/models", backend.headers, timeout_s=PROBE_TIMEOUT_S).status != 0
 
 
-def identity(backend: Backend) -> Identity:
-    """Ask the server for its models, properties and version. Raises OSError when nothing answers.
+def identity(backend: Backend, timeout_s: float = PROBE_TIMEOUT_S) -> Identity:
+    """Ask the server for its models, properties and version, each within timeout_s. Raises OSError when nothing answers.
 
     What is not of the expected type, or larger than a limit, is left out or cut, and named in `caveats`.
     """
     caveats: list[str] = []
-    models = _page(backend, "/v1/models", caveats)
+    models = _page(backend, "/v1/models", timeout_s, caveats)
     listed = _field(models, "data", list, "/v1/models", caveats) or []
     entries = [model for model in listed if isinstance(model, dict)]
     if len(entries) < len(listed):
         caveats.append(f"/v1/models: {len(listed) - len(entries)} entries of data are not objects")
     first = entries[0] if entries else {}
-    props = _page(backend, "/props", caveats)
-    version = _page(backend, "/version", caveats) if not props else {}
+    props = _page(backend, "/props", timeout_s, caveats)
+    version = _page(backend, "/version", timeout_s, caveats) if not props else {}
     template = _field(props, "chat_template", str, "/props", caveats)
     settings = _field(props, "default_generation_settings", dict, "/props", caveats) or {}
     sampling = _field(settings, "params", dict, "/props", caveats) or {}
@@ -140,10 +140,10 @@ def identity(backend: Backend) -> Identity:
     )
 
 
-def _page(backend: Backend, path: str, caveats: list[str]) -> dict[str, Any]:
+def _page(backend: Backend, path: str, timeout_s: float, caveats: list[str]) -> dict[str, Any]:
     """Return the JSON object at `path`; {} with a caveat for anything else that a server sends with status 200."""
     try:
-        page = get_json(backend, path)
+        page = get_json(backend, path, timeout_s)
     except ValueError as error:
         caveats.append(f"{path}: {error}")
         return {}

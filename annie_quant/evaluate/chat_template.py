@@ -1,4 +1,4 @@
-"""A checkpoint's chat template, rendered in a process of its own with limits, because it is a program from elsewhere."""
+"""A checkpoint's chat template, rendered in another process with limits, because it is a program from elsewhere."""
 
 from __future__ import annotations
 

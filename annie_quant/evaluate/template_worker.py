@@ -4,7 +4,7 @@
     {variables}   →   {"text"} or {"error"}       all others
 
 The environment is that of transformers (utils/chat_template_utils.py): a sandbox in which a template can change nothing, the
-same white space rules, filters and functions. A template can still loop or grow without end, hence this process.
+same white space rules, filters and functions. A template can still loop or grow without end, so it gets a process with limits.
 """
 
 from __future__ import annotations

@@ -86,9 +86,9 @@ def read(folder: ModelFolder, linears: Mapping[str, Linear]) -> Settings:
             if not number.isdecimal() or int(number) >= layers:
                 raise CheckpointError(f"{where}: num_hidden_layers {layers}, and there is a tensor {name}", HINT)
             numbers.add(int(number))
-        fields, wanted = expected.get(inside or short, ("", shape))
-        if len(shape) != len(wanted) or any(w is not None and w != s for w, s in zip(wanted, shape, strict=True)):
-            raise CheckpointError(f"{where}: {fields} need {name} of shape {_text(wanted)}, got {_text(shape)}", HINT)
+        fields, needed = expected.get(inside or short, ("", shape))
+        if len(shape) != len(needed) or any(n is not None and n != s for n, s in zip(needed, shape, strict=True)):
+            raise CheckpointError(f"{where}: {fields} need {name} of shape {_text(needed)}, got {_text(shape)}", HINT)
     if len(numbers) != layers:
         raise CheckpointError(f"{where}: num_hidden_layers {layers}, and {len(numbers)} layers have tensors", HINT)
     return settings

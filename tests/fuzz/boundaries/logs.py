@@ -20,9 +20,9 @@ def opened(sandbox: Sandbox) -> Iterator[Any]:
     from annie_quant.errors import AnnieError
     from annie_quant.quantize.calibration_samples import template_messages
 
-    made = sandbox.inputs / "made.jsonl"
-    data.generate("annie", "offline", 20, made, 0)
-    rows = [json.loads(line) for line in made.read_bytes().splitlines()]
+    generated = sandbox.inputs / "made.jsonl"
+    data.generate("annie", "offline", 20, generated, 0)
+    rows = [json.loads(line) for line in generated.read_bytes().splitlines()]
     file = sandbox.inputs / "rows.jsonl"
 
     def case(seed: str, left: int) -> int:

@@ -1,6 +1,6 @@
 """Chat templates and tokenizer files: loading a folder's tokenizer and rendering conversations with its template.
 
-A template is a random program over the statements that templates use. Every PER_LOAD-th case loads tokenizer files anew.
+A template is a random program over the statements that templates use. Every PER_LOAD-th case loads changed tokenizer files.
 """
 
 from __future__ import annotations

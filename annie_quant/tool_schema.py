@@ -15,9 +15,9 @@ def mismatch(arguments: Any, schema: Any) -> str | None:
     import jsonschema
     import referencing
 
-    # An empty registry retrieves nothing.
-    validator = jsonschema.Draft202012Validator(schema, registry=referencing.Registry())
     try:
+        # An empty registry retrieves nothing.
+        validator = jsonschema.Draft202012Validator(schema, registry=referencing.Registry())
         first = next(iter(validator.iter_errors(arguments)), None)
     except RecursionError:
         return "the tool's schema refers to itself without end"

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from annie_quant.errors import UsageError
 from annie_quant.schema import Identity, limited_identity
 from annie_quant.stream.fetch import fetch
+from annie_quant.stream.redact import refuse_secrets_in, safe_url
 from annie_quant.untrusted import decode_json, limited
 
 PROBE_TIMEOUT_S = 5.0
@@ -38,17 +39,17 @@ class Backend:
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        parts = urllib.parse.urlsplit(self.url)
+        try:
+            parts = urllib.parse.urlsplit(self.url)
+        except ValueError:
+            raise UsageError(
+                f"backend {self.name!r}: the URL cannot be read", "write it as http://127.0.0.1:8000"
+            ) from None
         if parts.scheme not in ("http", "https") or not parts.netloc:
             raise UsageError(
-                f"backend {self.name!r}: {self.url!r} is not an HTTP URL", "write it as http://127.0.0.1:8000"
+                f"backend {self.name!r}: {safe_url(self.url)!r} is not an HTTP URL", "write it as http://127.0.0.1:8000"
             )
-        if parts.username is not None or parts.password is not None or parts.query:
-            # They would be stored in shell histories, process lists and run.json.
-            raise UsageError(
-                f"backend {self.name!r}: the URL {self.public_url} has a user, password or query",
-                "remove them; keys come from the environment: --key-env NAME",
-            )
+        refuse_secrets_in(self.url, f"backend {self.name!r}")
         if not self.name or "/" in self.name:
             raise UsageError(f"a backend's name must not be empty or contain a slash, got {self.name!r}")
 

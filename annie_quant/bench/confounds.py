@@ -44,6 +44,9 @@ def check(identities: Identities, records: Records, config: BenchConfig, ended: 
         if ended.prefix_cache == "off" and identity.runtime not in NO_CACHE_RUNTIMES:
             message = f"{name} has no known way to switch its prefix cache off: repeats may be served from it"
             findings.append(Confound(code="prefix_cache", severity="confound", message=message, backends=[name]))
+        for caveat in identity.caveats:
+            message = f"{name} reports itself in a way that cannot be read: {caveat}"
+            findings.append(Confound(code="identity", severity="fault", message=message, backends=[name]))
         findings += _thinking(name, own, config)
         findings += _tool_parser(name, own)
         findings += _slow_starts(name, own)

@@ -60,7 +60,7 @@ def check(folder: ModelFolder, audit: Audit) -> None:
         return
     family, form = named
     kind = folder.config.get("model_type")
-    if kind in {f.model_type for f in family.forms} and kind != form.model_type:
+    if kind in [f.model_type for f in family.forms] and kind != form.model_type:
         audit.add(
             "names_disagree", "config.json", f"config.json: model_type {kind!r} and architectures [{form.class_name!r}]"
         )
@@ -118,7 +118,7 @@ class Renaming:
             self.multimodal = True
         elif style == "new":
             self.multimodal = False
-        elif named and kind in {f.model_type for f in self.forms} - {named[1].model_type}:
+        elif named and kind in [f.model_type for f in self.forms if f.model_type != named[1].model_type]:
             self.multimodal = bool(tensors_multimodal(folder))  # class and type disagree: the tensors decide
 
     def name(self, name: str) -> str:

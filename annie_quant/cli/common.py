@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from annie_quant.cli.console import Console, is_secondary_process
+from annie_quant.cli.console import Console, is_secondary_process, shown
 
 console = Console()
 
@@ -24,7 +24,13 @@ def json_option(function: Any) -> Any:
 def emit(value: Mapping[str, Any]) -> None:
     """Print a JSON object on stdout."""
     if not is_secondary_process():
-        click.echo(json.dumps(value, indent=1, ensure_ascii=False, default=str))
+        text = json.dumps(value, indent=1, ensure_ascii=False, default=str)
+        click.echo("".join(c if c == "\n" or c.isprintable() else json.dumps(c)[1:-1] for c in text))
+
+
+def echo(text: str, err: bool = False) -> None:
+    """Print a line of data, cleaned for a terminal."""
+    click.echo(shown(text), err=err)
 
 
 def quiet_engines() -> None:

@@ -8,6 +8,24 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from annie_quant.printable import printable
+
+MAX_CELL = 2000  # characters of a table's cell
+MAX_LINE = 20_000  # of an error or a note
+
+
+def shown(text: Any) -> str:
+    """Return text for a terminal: printable, with its line breaks and spaces."""
+    return printable(str(text), MAX_LINE, lines=True)
+
+
+def literal(text: Any) -> str:
+    """Return text for a cell or a description: cleaned for a terminal, and without rich's markup."""
+    from rich.markup import escape
+
+    return escape(printable(str(text), MAX_CELL))
+
+
 MARKS = {"pass": "[green]pass[/]", "fail": "[red]fail[/]", "undecided": "[yellow]undecided[/]"}
 
 
@@ -25,12 +43,12 @@ class Step:
 
     def update(self, done: float, total: float | None = None, text: str = "") -> None:
         if self._bar is not None:
-            description = f"{self._title} [dim]{text}[/]" if text else self._title
+            description = f"{literal(self._title)} [dim]{literal(text)}[/]" if text else literal(self._title)
             self._bar.update(self._task, completed=done, total=total, description=description)
 
     def message(self, text: str) -> None:
         if self._bar is not None:
-            self._bar.update(self._task, description=f"{self._title} [dim]{text}[/]")
+            self._bar.update(self._task, description=f"{literal(self._title)} [dim]{literal(text)}[/]")
 
 
 class Console:
@@ -59,19 +77,19 @@ class Console:
     def note(self, text: str) -> None:
         """Print a line on stderr."""
         if not is_secondary_process():
-            self.err.print(text, markup=False, soft_wrap=True)
+            self.err.print(shown(text), markup=False, soft_wrap=True)
 
     def error(self, message: str, hint: str = "") -> None:
         self.err.print("[red]annie-quant:[/] ", end="")
-        self.err.print(message, markup=False, soft_wrap=True)
+        self.err.print(shown(message), markup=False, soft_wrap=True)
         if hint:
-            self.err.print(f"  → {hint}", markup=False, soft_wrap=True)
+            self.err.print(f"  → {shown(hint)}", markup=False, soft_wrap=True)
 
     def line(self, text: str, mark: str = "") -> None:
         """Print a line on stdout: `mark` with rich's markup, then `text` without."""
         if mark:
             self.out.print(f"{mark} ", end="")
-        self.out.print(text, markup=False, soft_wrap=True)
+        self.out.print(shown(text), markup=False, soft_wrap=True)
 
     @contextlib.contextmanager
     def task(self, title: str) -> Iterator[Step]:
@@ -91,10 +109,10 @@ class Console:
                 TimeElapsedColumn(),
             )
             with Progress(*columns, console=self.err, transient=True) as bar:
-                yield Step(bar, bar.add_task(title, total=None), title)
+                yield Step(bar, bar.add_task(literal(title), total=None), title)
         else:
             yield Step(None, None, title)
-        self.err.print(f"[green]✓[/] {title} [dim]{time.monotonic() - start:.1f} s[/]")
+        self.err.print(f"[green]✓[/] {literal(title)} [dim]{time.monotonic() - start:.1f} s[/]")
 
     def print_gates(self, sides: Mapping[str, Mapping[str, Any]]) -> None:
         """Print one row per gate and one column per side: passes/n, 95 % interval, verdict."""
@@ -103,7 +121,7 @@ class Console:
         table = Table(title="Gates (passes / n, 95 % Wilson interval)", title_justify="left")
         table.add_column("gate")
         for side in sides:
-            table.add_column(side, justify="right")
+            table.add_column(literal(side), justify="right")
         for gate in dict.fromkeys(g for gates in sides.values() for g in gates):
             cells = []
             for gates in sides.values():
@@ -113,16 +131,17 @@ class Console:
                     if g is None
                     else f"{g['passes']}/{g['n']} [dim]{g['low']:.2f}–{g['high']:.2f}[/] {MARKS[g['verdict']]}"
                 )
-            table.add_row(gate, *cells)
+            table.add_row(literal(gate), *cells)
         self.out.print(table)
 
     def print_mapping(self, title: str, values: Mapping[str, Any]) -> None:
         """Print a table of names and values."""
         from rich.table import Table
 
-        table = Table(title=title, title_justify="left", show_header=False)
+        table = Table(title=literal(title), title_justify="left", show_header=False)
         for key, value in values.items():
-            table.add_row(str(key), ", ".join(map(str, value)) if isinstance(value, list) else str(value))
+            text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+            table.add_row(literal(key), literal(text))
         self.out.print(table)
 
     def print_verdict(self, verdict: Mapping[str, Any]) -> None:
@@ -133,6 +152,8 @@ class Console:
         for reason in verdict.get("reasons", ()):
             self.line(f"  · {reason}")
         for stage in verdict.get("stages", ()):
-            self.err.print(f"[dim]{stage['name']:>12}  {stage['seconds']:7.1f} s  {stage.get('summary', '')}[/]")
+            self.err.print(
+                f"[dim]{literal(stage['name']):>12}  {stage['seconds']:7.1f} s  {literal(stage.get('summary', ''))}[/]"
+            )
         if verdict.get("report"):
-            self.err.print(f"report: {verdict['report']}", markup=False, soft_wrap=True)
+            self.err.print(f"report: {shown(verdict['report'])}", markup=False, soft_wrap=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from annie_quant.cli.common import console, emit, json_option
+from annie_quant.cli.common import console, echo, emit, json_option
 
 if TYPE_CHECKING:
     from annie_quant.doctor import Finding
@@ -32,7 +32,7 @@ def doctor(model: Path | None, log: Path | None, fix_plan: bool, as_json: bool) 
     if as_json:
         emit({"findings": [asdict(f) for f in findings], "fix_plan": plan})
     elif fix_plan:
-        click.echo("\n".join(plan))
+        echo("\n".join(plan))
     else:
         print_findings(findings)
     sys.exit(3 if any(f.level == "fault" for f in findings) else 0)

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 from msgspec import to_builtins
 
-from annie_quant.cli.common import console, emit, json_option
+from annie_quant.cli.common import console, echo, emit, json_option
 
 
 @click.command()
@@ -66,7 +66,7 @@ def publish(
         )
     if not as_json:
         for name, size_bytes in plan.files:
-            click.echo(f"{size(size_bytes):>10}  {name}")
+            echo(f"{size(size_bytes):>10}  {name}")
         console.note(
             f"{len(plan.files)} files, {size(plan.size_bytes)}, to {repo} ({'public' if public else 'private'})"
         )

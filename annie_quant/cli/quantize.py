@@ -10,7 +10,7 @@ import click
 import msgspec
 
 import annie_quant
-from annie_quant.cli.common import console, emit, json_option, quiet_engines, refuse_stale_prompt
+from annie_quant.cli.common import console, echo, emit, json_option, quiet_engines, refuse_stale_prompt
 
 
 @click.command()
@@ -67,12 +67,12 @@ def quantize(
         more += [flag for flag, on in (("--force", force), ("--allow-prompt-mismatch", allow_prompt_mismatch)) if on]
         argv = container_job.arguments(strategy, model, output, calib_data, more)
         if dry_run:
-            click.echo(shlex.join(argv))
+            echo(shlex.join(argv))
             return
         sys.exit(container_job.run(argv, output))
     if dry_run or estimate.is_large(model):
         for line in estimate.estimate(model, strategy, calib_samples).lines():
-            click.echo(line, err=not dry_run)
+            echo(line, err=not dry_run)
     if dry_run:
         return
     quiet_engines()

@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 import annie_quant
+from annie_quant.cli.common import echo
 
 
 @click.command()
@@ -37,14 +38,14 @@ def report(run_dirs: tuple[Path, ...], output: Path | None, verify: bool) -> Non
     several = len(run_dirs) > 1
     paths = trends.build(run_dirs, output or Path("trends")) if several else annie_quant.report.build(run_dirs[0])
     for path in paths:
-        click.echo(str(path))
+        echo(str(path))
 
 
 def _verify(run_dirs: tuple[Path, ...]) -> None:
     checks = [(folder, annie_quant.report.verify(folder)) for folder in run_dirs]
     for folder, check in checks:
-        click.echo(f"{folder}: {check.summary}")
+        echo(f"{folder}: {check.summary}")
         for difference in check.differences:
-            click.echo(f"  {difference.message}")
+            echo(f"  {difference.message}")
     if any(check.differences for _, check in checks):
         sys.exit(1)

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 import msgspec
 
-from annie_quant.cli.common import console, emit, json_option
+from annie_quant.cli.common import console, echo, emit, json_option
 
 
 @click.command()
@@ -65,7 +65,7 @@ def search(
         tables = {f"{r.strategy} {k}": v.gates for r in result.strategies for k, v in r.numerics.items()}
         console.print_gates(msgspec.to_builtins(tables))
         for line in tree(result):
-            click.echo(line)
+            echo(line)
         console.note(outcome(result))
         console.note(f"table: {output / 'search.md'}")
     sys.exit(0 if result.chosen else 1)

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 import annie_quant
-from annie_quant.cli.common import console
+from annie_quant.cli.common import console, echo
 
 
 @click.command()
@@ -41,9 +41,9 @@ def serve(
     options: dict[str, Any] = {"recipe": use} if use else {}
     recipe_file = recipe_file or old_recipe_file
     if recipe_file:
-        click.echo(str(annie_quant.serve.write_recipe(model, recipe_file, runtime=runtime, port=port, **options)))
+        echo(str(annie_quant.serve.write_recipe(model, recipe_file, runtime=runtime, port=port, **options)))
     if dry_run:
-        click.echo(annie_quant.serve.command(model, runtime=runtime, port=port, **options))
+        echo(annie_quant.serve.command(model, runtime=runtime, port=port, **options))
     if recipe_file or dry_run:
         return
     with console.task(f"{runtime} on port {port}") as step:

@@ -18,18 +18,50 @@ from annie_quant.data.duplicates import DuplicateFinder, user_text
 from annie_quant.errors import UsageError
 from annie_quant.files import sha256_text
 from annie_quant.persona import load_persona
+from annie_quant.untrusted import decode_json
 
 Rows = str | os.PathLike[str] | Sequence[Mapping[str, Any]]  # a file, or rows in memory
 
 
+class Function(msgspec.Struct):
+    """The function of a tool or of a call; `arguments` is JSON text, or its value."""
+
+    name: str | None = None
+    arguments: str | dict[str, Any] | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(msgspec.Struct):
+    """A tool. name: a tool has a function with a name."""
+
+    function: Function
+
+
+class Call(Function):
+    """A call of a tool, with its fields in `function` or directly."""
+
+    function: Function | None = None
+
+
 class Message(msgspec.Struct):
     role: str
+    content: str | list[dict[str, Any]] | None = None
+    tool_calls: list[Call] | None = None
+
+
+class Provenance(msgspec.Struct):
+    persona: str | None = None
+    prompt_sha256: str | None = None
 
 
 class RowShape(msgspec.Struct):
     """What is required of a row so that it can be read; `validate` checks the rest."""
 
-    messages: Annotated[list[Any], msgspec.Meta(min_length=1)]
+    messages: Annotated[list[Message], msgspec.Meta(min_length=1)]
+    tools: list[Tool] | None = None
+    provenance: Provenance | None = None
+    thinking: bool | None = None
+    category: str | int | None = None
 
 
 def read_rows(rows: Rows) -> list[dict[str, Any]]:
@@ -48,9 +80,9 @@ def read_rows(rows: Rows) -> list[dict[str, Any]]:
         if not line.strip():
             continue
         try:
-            row = msgspec.json.decode(line)
-            msgspec.convert(msgspec.convert(row, RowShape).messages[0], Message)
-        except (ValueError, RecursionError) as error:
+            row = decode_json(line)
+            msgspec.convert(row, RowShape)
+        except (ValueError, msgspec.ValidationError, RecursionError) as error:
             raise UsageError(
                 f"{path}, line {number}: not a conversation: {str(error)[:200]}",
                 "each line is a JSON object with messages: [{role, content}, ...]",
@@ -116,9 +148,9 @@ def check_prompt_hash(
             continue
         current = system_prompt if system_prompt is not None else load_persona(source).system_prompt
         first = row["messages"][0]
-        prompt = first["content"] if first["role"] == "system" else ""
+        prompt = str(first.get("content") or "") if first["role"] == "system" else ""
         checked += 1
-        if prompt != current or provenance.get("prompt_sha256", sha256_text(prompt)) != sha256_text(current):
+        if prompt != current or (provenance.get("prompt_sha256") or sha256_text(prompt)) != sha256_text(current):
             stale.append(sha256_text(prompt)[:12])
     if not stale:
         return None

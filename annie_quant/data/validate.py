@@ -12,13 +12,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import jsonschema
 import msgspec
 
 from annie_quant.data.duplicates import DuplicateFinder, user_text
 from annie_quant.judge.checks.markdown import markdown_in
 from annie_quant.judge.checks.thinking import leaked
 from annie_quant.persona import Persona, load_persona
+from annie_quant.tool_schema import mismatch
 
 MIN_VALID = 400 / 500
 MIN_TOOLS = 80 / 200  # of the conversations that should call one
@@ -72,7 +72,9 @@ def _category_faults(row: Mapping[str, Any], persona: Persona) -> list[str]:
     turns = sum(m["role"] == "user" for m in row["messages"])
     if turns != category.turns:
         result.append(f"{turns} user turns, expected {category.turns}")
-    called = [c["function"].get("name") for m in row["messages"] for c in m.get("tool_calls") or () if "function" in c]
+    called = [
+        c["function"].get("name") for m in row["messages"] for c in m.get("tool_calls") or () if c.get("function")
+    ]
     if category.tool and category.tool not in called:
         result.append(f"{category.tool} is not called")
     other = next((name for name in called if name != category.tool), None)
@@ -107,13 +109,13 @@ def _call_faults(function: Mapping[str, Any], tools: Iterable[Mapping[str, Any]]
         decoded = None
     if not isinstance(decoded, dict):
         return ["tool arguments are not a JSON object in a string"]
-    offered = {t["function"]["name"]: t["function"] for t in tools}
+    offered = {t["function"].get("name"): t["function"] for t in tools}
     name = function.get("name")
     if name not in offered:
         return [f"{name!r} is called and not offered"]
     schema = offered[name].get("parameters") or {}
-    mismatch = next(iter(jsonschema.Draft202012Validator(schema).iter_errors(decoded)), None)
-    return [] if mismatch is None else [f"arguments of {name} do not match its schema: {mismatch.message}"]
+    misfit = mismatch(decoded, schema)
+    return [f"arguments of {name} do not match its schema: {misfit}"] if misfit else []
 
 
 def validate(

@@ -65,7 +65,7 @@ def evaluate(
         n_per_gate: number of prompts per gate, drawn from the workloads; default: all.
         conversations: a JSON-lines file, or rows, whose assistant tokens are scored in addition to the reference's answers.
         n_conversations: most conversations, taken evenly over the file.
-        cache: folder for the reference's answers; default: `.annie_quant` in reference_dir.
+        cache: folder for the reference's answers; default: annie_quant in XDG_CACHE_HOME.
         dtype: "float32" or "bfloat16" for everything that is not packed; default: float32 on a CPU if memory allows.
         rows: answers per batch.
         text: a plain text file for perplexity and KL over all of its tokens.

@@ -36,7 +36,7 @@ class Comparison:
 class ModelPair:
     """A checkpoint and its reference, with what their comparison needs.
 
-    cache: folder for the reference's answers; default: `.annie_quant` in reference_dir. dtype: "float32" or "bfloat16" for
+    cache: folder for the reference's answers; default: annie_quant in XDG_CACHE_HOME. dtype: "float32" or "bfloat16" for
     everything that is not packed. rows: answers per batch. Under torchrun only the first process reports progress.
     start: time.monotonic() when loading began.
     """

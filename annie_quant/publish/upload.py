@@ -24,6 +24,7 @@ from annie_quant.errors import CheckpointError, EnvironmentFault, ServerError, U
 from annie_quant.files import write_text
 from annie_quant.progress import Progress, as_progress
 from annie_quant.publish import card
+from annie_quant.publish.secrets import secret_in
 from annie_quant.report.run import REFERENCE, LoadedRun, load
 from annie_quant.schema import salvage_or_default
 
@@ -35,15 +36,6 @@ NAMES = (
 )  # fmt: skip
 REPORT_FILES = ("report.html", "report.md", "comparison.md", "results.csv")
 RECORD_FILES = ("records.jsonl", "inputs.json")
-SECRETS = {
-    "a Hugging Face token": rb"\bhf_[A-Za-z0-9]{30,}",
-    "a private key": rb"-----BEGIN [A-Z ]*PRIVATE KEY-----",
-    "an API key": rb"\bsk-[A-Za-z0-9_\-]{24,}",
-    "a GitHub token": rb"\b(?:gh[pousr]_[A-Za-z0-9]{30,}|github_pat_[A-Za-z0-9_]{30,})",
-    "an AWS key": rb"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b",
-    "an authorization header": rb"(?i)authorization['\"]?\s*[:=]\s*['\"]?bearer\s+[A-Za-z0-9._\-]{16,}",
-}
-HEADER_LIMIT = 100_000_000  # bytes; the format's own limit of a safetensors header
 
 
 class _Config(msgspec.Struct):
@@ -216,17 +208,6 @@ def _license(folder: Path) -> str:
         return str((hub.metadata_load(readme) or {}).get("license") or "")
     except ValueError:
         return ""
-
-
-def secret_in(path: Path) -> str:
-    """Return what kind of secret a file contains ("" for none). Of weights only the header is text."""
-    with path.open("rb") as file:
-        if path.suffix == ".safetensors":
-            length = int.from_bytes(file.read(8), "little")
-            content = file.read(min(length, HEADER_LIMIT))
-        else:
-            content = file.read()
-    return next((kind for kind, pattern in SECRETS.items() if re.search(pattern, content)), "")
 
 
 def _stage(folder: Path, files: dict[str, Path], text: str) -> Path:

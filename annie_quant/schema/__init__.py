@@ -93,4 +93,4 @@ from annie_quant.schema.statistics import (
     SpeedGate,
     WorkloadSummary,
 )
-from annie_quant.schema.workloads import CaseFile, WorkloadFile
+from annie_quant.schema.workloads import CaseFile, Expect, WorkloadFile

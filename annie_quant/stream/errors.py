@@ -14,6 +14,8 @@ from typing import Any
 import msgspec
 
 from annie_quant.errors import UsageError
+from annie_quant.printable import printable
+from annie_quant.untrusted import decode_json, limited
 
 # request_row.cause (csrc/stream/plan.h)
 NONE, TRANSPORT, TIMEOUT, IDLE, DEADLINE, CANCELLED, EVENT_SIZE, NOT_STARTED, ANSWER_SIZE, HEAD_SIZE = range(10)
@@ -93,8 +95,8 @@ def http(status: int, body: bytes) -> str:
 def message_of(body: bytes) -> str:
     """Return the message in an error body of vLLM, llama.cpp, OpenAI or FastAPI; else its text without markup."""
     try:
-        message = error_in(msgspec.json.decode(body))
-    except (msgspec.DecodeError, UnicodeDecodeError):
+        message = error_in(decode_json(body))
+    except ValueError:
         message = None
     return message or _plain(body)
 
@@ -112,7 +114,7 @@ def error_in(value: Any) -> str | None:
         error = value.get("message")
     if error is None:
         return None
-    text = error if isinstance(error, str) else msgspec.json.encode(error).decode()
+    text = error if isinstance(error, str) else msgspec.json.encode(limited(error)).decode()
     return one_line(text)
 
 
@@ -123,5 +125,4 @@ def _plain(body: bytes) -> str:
 
 
 def one_line(text: str, most: int = 300) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= most else text[: most - 1] + "…"
+    return printable(text[: 20 * most], most)

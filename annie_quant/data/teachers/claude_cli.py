@@ -22,6 +22,7 @@ from annie_quant.data.teachers._base import BatchFailed, Options, RateLimited
 from annie_quant.data.teachers._prompted import PromptedTeacher, Reply
 from annie_quant.errors import EnvironmentFault
 from annie_quant.stream.redact import without_secrets
+from annie_quant.untrusted import integer
 
 NAME = "claude_cli"
 SUMMARY = "Claude by its command line program: claude -p --model claude-opus-4-6 --output-format json"
@@ -63,8 +64,9 @@ class ClaudeCli(PromptedTeacher):
                 text=text,
                 value=result.get("structured_output"),
                 truncated=result.get("stop_reason") == "max_tokens",
-                cost_usd=result.get("total_cost_usd"),
-                tokens=int((result.get("usage") or {}).get("output_tokens") or 0),
+                cost_usd=cost_of(result),
+                tokens=integer(usage.get("output_tokens") if isinstance(usage := result.get("usage"), dict) else 0)
+                or 0,
             )
         message = text or str((result or {}).get("subtype") or "") or err.strip() or out.strip()
         raise self.failure(code, message, result)
@@ -83,7 +85,7 @@ class ClaudeCli(PromptedTeacher):
             return EnvironmentFault(f"claude cannot be run (exit code {code}): {line}", "run `claude --version`")
         if code == 0 and result is None:
             return BatchFailed(f"claude's answer is not JSON: {line}")
-        return BatchFailed(f"claude ended with exit code {code}: {line}", (result or {}).get("total_cost_usd"))
+        return BatchFailed(f"claude ended with exit code {code}: {line}", cost_of(result or {}))
 
 
 def open_teacher(options: Options, split: str = "calibration") -> ClaudeCli:
@@ -131,11 +133,16 @@ def run(argv: list[str], stdin: str, timeout_s: float) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
+def cost_of(result: Mapping[str, Any]) -> float | None:
+    cost = result.get("total_cost_usd")
+    return float(cost) if isinstance(cost, (int, float)) and not isinstance(cost, bool) and 0 <= cost < 1e9 else None
+
+
 def envelope(out: str) -> dict[str, Any] | None:
     """Return the result object of --output-format json; with `verbose` in the user's settings it is the last of a list."""
     try:
         value = json.loads(out)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if isinstance(value, list):
         value = next((e for e in reversed(value) if isinstance(e, dict) and e.get("type") == "result"), None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import click
+import msgspec
 
 from annie_quant.cli.common import console
 
@@ -23,5 +24,5 @@ def demo(output: Path, n_offline: int, n_served: int) -> None:
     """Run all stages on the embedded model: quantize, audit, evaluate, serve, measure, judge, report."""
     from annie_quant.pipeline import demo as pipeline
 
-    verdict = pipeline.run(output, n_offline=n_offline, n_served=n_served, console=console)
-    console.print_verdict(verdict)
+    result = pipeline.run(output, n_offline=n_offline, n_served=n_served, console=console)
+    console.print_verdict(msgspec.to_builtins(result))

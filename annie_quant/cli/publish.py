@@ -65,18 +65,19 @@ def publish(
             forced=force,
         )
     if not as_json:
-        for name, size_bytes in plan.files:
-            click.echo(f"{size(size_bytes):>10}  {name}")
+        for file in plan.files:
+            click.echo(f"{size(file.size_bytes):>10}  {file.path}")
         console.note(
             f"{len(plan.files)} files, {size(plan.size_bytes)}, to {repo} ({'public' if public else 'private'})"
         )
         console.note(f"card: {plan.folder / 'README.md'}")
         for line in plan.objections:
             console.note(f"objection: {line}")
+    document = to_builtins(plan, enc_hook=str)
     if dry_run or plan.refused:
-        emit(plan.to_dict()) if as_json else None
+        emit(document) if as_json else None
         if plan.refused and not as_json:
             console.error("refused", 'fix the objections, or publish anyway: --force "REASON"')
         sys.exit(1 if plan.refused else 0)
     uploaded = upload.upload(plan, progress=console.note)
-    emit(plan.to_dict() | to_builtins(uploaded)) if as_json else console.note(f"uploaded: {uploaded.url}")
+    emit(document | to_builtins(uploaded)) if as_json else console.note(f"uploaded: {uploaded.url}")

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 import msgspec
 
-from annie_quant.cli.common import console
+from annie_quant.cli.common import PATH, console
 
 
 @click.command()
@@ -15,7 +15,7 @@ from annie_quant.cli.common import console
     "--output",
     default="runs/demo",
     show_default=True,
-    type=click.Path(path_type=Path),
+    type=PATH,
     help="Run directory; finished stages are not repeated.",
 )
 @click.option("--n-offline", default=25, show_default=True, help="Prompts per gate in the offline evaluation.")

@@ -80,7 +80,7 @@ class Installation(msgspec.Struct, kw_only=True):
 
 def show(verbose: bool, as_json: bool) -> None:
     if as_json:
-        emit(msgspec.to_builtins(inspect()))
+        emit(inspect())
     else:
         click.echo("\n".join(lines(inspect())) if verbose else f"annie-quant, version {__version__}")
 

@@ -109,12 +109,7 @@ def check_norm(
 
 
 def check_rows(
-    source: ModelFolder,
-    layer: str,
-    site: LinearInput,
-    rows: dict[str, np.ndarray],
-    factors: Factors,
-    audit: Audit,
+    source: ModelFolder, layer: str, site: LinearInput, rows: dict[str, np.ndarray], factors: Factors, audit: Audit
 ) -> None:
     """Check that a producer's row factors cancel the column factors of the linear that reads them.
 

@@ -57,11 +57,7 @@ def compare_to_source(folder: ModelFolder, source: ModelFolder, linears: dict[st
 
 
 def compare_plain(
-    folder: ModelFolder,
-    source: ModelFolder,
-    linears: dict[str, Linear],
-    factors: folding_check.Factors,
-    audit: Audit,
+    folder: ModelFolder, source: ModelFolder, linears: dict[str, Linear], factors: folding_check.Factors, audit: Audit
 ) -> None:
     """Compare the tensors that are not quantized: they equal the source's, or a fold scaled them (into `factors`)."""
     owned = owned_tensors(linears.values())

@@ -281,8 +281,7 @@ def upload(
         raise ServerError(f"the Hub refused: {_first_line(error)}", "check the token: hf auth whoami") from error
     except (RuntimeError, OSError) as error:
         raise ServerError(
-            f"the upload failed: {_first_line(error.__cause__ or error)}",
-            "run the same command again: it resumes",
+            f"the upload failed: {_first_line(error.__cause__ or error)}", "run the same command again: it resumes"
         ) from error
     if missing:
         # huggingface_hub's notes list them as uploaded; without the notes the next upload sends them.

@@ -33,8 +33,7 @@ def validate_gpu(with_bench: bool, stack: str | None, container: str | None, dry
         raise click.UsageError("--dry-run needs --container, and --bench excludes it")
     if container is None:
         validation = annie_quant.gemm.validate(bench=with_bench, stack=stack)
-        document = {k: v for k, v in asdict(validation).items() if v is not None}  # bench and stack only if they ran
-        emit(document | {"ok": validation.ok}) if as_json else print_validation(validation)
+        emit(validation.to_dict()) if as_json else print_validation(validation)
         sys.exit(0 if validation.ok else 1)
     from annie_quant.gemm import container_check
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import platform
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -79,6 +79,10 @@ class Validation:
     @property
     def ok(self) -> bool:
         return all(c.ok for c in self.checks) and not (self.stack is not None and self.stack.wrong)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON document; `bench` and `stack` only if they were run."""
+        return {k: v for k, v in asdict(self).items() if v is not None} | {"ok": self.ok}
 
 
 def validate(bench: bool = False, stack: str | None = None) -> Validation:

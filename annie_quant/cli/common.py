@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 
 from annie_quant.cli.console import Console, is_secondary_process, shown
 
 console = Console()
+PATH = click.Path(path_type=Path)
 
 
 def json_option(function: Any) -> Any:
@@ -21,10 +22,10 @@ def json_option(function: Any) -> Any:
     )
 
 
-def emit(value: Mapping[str, Any]) -> None:
-    """Print a JSON object on stdout."""
+def emit(value: object) -> None:
+    """Print a typed result, or a mapping with such values, as one JSON object on stdout."""
     if not is_secondary_process():
-        text = json.dumps(value, indent=1, ensure_ascii=False, default=str)
+        text = json.dumps(msgspec.to_builtins(value, enc_hook=str), indent=1, ensure_ascii=False)
         click.echo("".join(c if c == "\n" or c.isprintable() else json.dumps(c)[1:-1] for c in text))
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from annie_quant.cli.common import console, echo, emit, json_option
+from annie_quant.cli.common import PATH, console, echo, emit, json_option
 
 if TYPE_CHECKING:
     from annie_quant.doctor import Finding
@@ -19,8 +18,8 @@ MARKS = {"ok": "[green]✓[/]", "note": "[yellow]·[/]", "fault": "[red]✗[/]"}
 
 
 @click.command()
-@click.argument("model", required=False, type=click.Path(path_type=Path))
-@click.option("--log", type=click.Path(path_type=Path), help="A server's log, compared with the known errors.")
+@click.argument("model", required=False, type=PATH)
+@click.option("--log", type=PATH, help="A server's log, compared with the known errors.")
 @click.option("--fix-plan", is_flag=True, help="Print only the commands that fix the findings.")
 @json_option
 def doctor(model: Path | None, log: Path | None, fix_plan: bool, as_json: bool) -> None:
@@ -30,7 +29,7 @@ def doctor(model: Path | None, log: Path | None, fix_plan: bool, as_json: bool) 
     findings = checks.examine(model, log)
     plan = checks.fix_plan(findings)
     if as_json:
-        emit({"findings": [asdict(f) for f in findings], "fix_plan": plan})
+        emit({"findings": findings, "fix_plan": plan})
     elif fix_plan:
         echo("\n".join(plan))
     else:

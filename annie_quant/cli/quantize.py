@@ -7,16 +7,15 @@ import sys
 from pathlib import Path
 
 import click
-import msgspec
 
 import annie_quant
-from annie_quant.cli.common import console, echo, emit, json_option, quiet_engines, refuse_stale_prompt
+from annie_quant.cli.common import PATH, console, echo, emit, json_option, quiet_engines, refuse_stale_prompt
 
 
 @click.command()
 @click.option("--strategy", required=True, help="naive, direct, mlp_only, ... (an unknown name prints the list).")
-@click.option("--model", required=True, type=click.Path(path_type=Path), help="Folder of the bf16 checkpoint.")
-@click.option("--calib-data", type=click.Path(path_type=Path), help="JSON lines of conversations (annie-quant data).")
+@click.option("--model", required=True, type=PATH, help="Folder of the bf16 checkpoint.")
+@click.option("--calib-data", type=PATH, help="JSON lines of conversations (annie-quant data).")
 @click.option("--calib-samples", default=512, show_default=True)
 @click.option(
     "--exclude-layers",
@@ -30,7 +29,7 @@ from annie_quant.cli.common import console, echo, emit, json_option, quiet_engin
 @click.option("--set", "settings", multiple=True, metavar="NAME=VALUE", help="A strategy's own setting; repeatable.")
 @click.option("--ray", metavar="ADDRESS", help='direct: make the shards on this Ray cluster ("local" starts one here).')
 @click.option("--seed", default=0, show_default=True, help="Same seed, same bytes.")
-@click.option("--output", required=True, type=click.Path(path_type=Path))
+@click.option("--output", required=True, type=PATH)
 @click.option("--force", is_flag=True, help="Replace an output that exists.")
 @click.option("--allow-prompt-mismatch", is_flag=True, help="Continue with data made for another system prompt.")
 @click.option("--container", is_flag=True, help="Do it in NVIDIA's container, as the calling user.")
@@ -93,7 +92,7 @@ def quantize(
             **dict(item.split("=", 1) for item in settings) | ({"ray": ray} if ray else {}),
         )
     if as_json:
-        emit(msgspec.to_builtins(result))
+        emit(result)
         return
     sizes = f"{result.size_bytes / 1e6:.1f} MB from {result.source_bytes / 1e6:.1f} MB"
     console.note(f"{result.output}: {result.seconds} s, {sizes}")

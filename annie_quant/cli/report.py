@@ -8,14 +8,12 @@ from pathlib import Path
 import click
 
 import annie_quant
-from annie_quant.cli.common import echo
+from annie_quant.cli.common import PATH, echo
 
 
 @click.command()
-@click.argument("run_dirs", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option(
-    "--output", type=click.Path(path_type=Path), help="Folder of the trends of several runs. Default: trends."
-)
+@click.argument("run_dirs", nargs=-1, required=True, type=PATH)
+@click.option("--output", type=PATH, help="Folder of the trends of several runs. Default: trends.")
 @click.option(
     "--verify",
     is_flag=True,

@@ -8,11 +8,11 @@ from typing import Any
 import click
 
 import annie_quant
-from annie_quant.cli.common import console, echo
+from annie_quant.cli.common import PATH, console, echo
 
 
 @click.command()
-@click.argument("model", type=click.Path(path_type=Path))
+@click.argument("model", type=PATH)
 @click.option("--runtime", default="llama.cpp", show_default=True, help="vllm, sglang or llama.cpp.")
 @click.option("--port", default=8000, show_default=True)
 @click.option(
@@ -20,13 +20,8 @@ from annie_quant.cli.common import console, echo
     metavar="RECIPE",
     help='A dated recipe of vLLM or SGLang: "2026-11-27b", "2026-11-mtp", "cpu" ... Default: the newest.',
 )
-@click.option(
-    "--write-recipe",
-    "recipe_file",
-    type=click.Path(path_type=Path),
-    help="Write the recipe as YAML (sparkrun) and exit.",
-)
-@click.option("--recipe", "old_recipe_file", type=click.Path(path_type=Path), hidden=True)  # the name until 0.1
+@click.option("--write-recipe", "recipe_file", type=PATH, help="Write the recipe as YAML (sparkrun) and exit.")
+@click.option("--recipe", "old_recipe_file", type=PATH, hidden=True)  # the name until 0.1
 @click.option("--dry-run", is_flag=True, help="Print the command and exit.")
 def serve(
     model: Path,

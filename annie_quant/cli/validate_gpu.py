@@ -41,7 +41,7 @@ def validate_gpu(with_bench: bool, stack: str | None, container: str | None, dry
         echo(shlex.join(container_check.plan(container, stack or "all")))
         return
     result = container_check.examine(container, stack or "all")
-    emit(result.to_dict()) if as_json else print_stack(result)
+    emit(result) if as_json else print_stack(result)
     sys.exit(1 if result.wrong else 0)
 
 

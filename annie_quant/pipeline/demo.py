@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -61,8 +61,16 @@ class BenchResult(StageResult):
     memory_kept_after_stop_bytes: int | None
 
 
-def run(output: str | Path, n_offline: int = 25, n_served: int = 100, console: Console | None = None) -> dict[str, Any]:
-    """Run every stage into `output`. Return the verdict (sentence, passed, reasons) with gates, stages and report.
+class DemoResult(schema.Verdict, kw_only=True):
+    """The verdict, the gates by model and arithmetic, the stages, and the path of the report."""
+
+    gates: dict[str, schema.GateTable]
+    stages: list[schema.Stage]
+    report: str
+
+
+def run(output: str | Path, n_offline: int = 25, n_served: int = 100, console: Console | None = None) -> DemoResult:
+    """Run every stage into `output`.
 
     n_offline, n_served: prompts per gate without and with servers.
     """
@@ -78,7 +86,7 @@ class Demo:
         self.dir, self.n_offline, self.n_served = directory, n_offline, n_served
         self.stages = Stages(directory, MODEL, directory / "calibration.jsonl", CALIBRATION_ROWS, console)
 
-    def run(self) -> dict[str, Any]:
+    def run(self) -> DemoResult:
         stages = self.stages
         stages.stage("data", {"n": N_CONVERSATIONS}, ["calibration.jsonl"], self.make_data, DataResult)
         for strategy in STRATEGIES:
@@ -162,7 +170,7 @@ class Demo:
         marker.save(True)
         return same
 
-    def finish(self) -> dict[str, Any]:
+    def finish(self) -> DemoResult:
         """Aggregate the stages' results, judge them, and write run.json and the report."""
         aggregates = bench.aggregate(self.dir.path)
         aggregates.models = [self.model_row(name) for name in SIDES]
@@ -170,14 +178,12 @@ class Demo:
         aggregates.offline = msgspec.convert(offline, dict[str, dict[str, schema.OfflineSide]])
         verdict = judge.verdict(aggregates)
         config = {"n_offline": self.n_offline, "n_served": self.n_served, "model": self.stages.base["model"]}
-        environment = msgspec.convert(bench.environment(), schema.Environment)
-        self.dir.write_run(config, aggregates, verdict, environment, self.stages.rows)
+        self.dir.write_run(config, aggregates, verdict, bench.environment(), self.stages.rows)
         paths = report.build(self.dir.path)
         gates = {f"{s} {kind}": side.gates for s in STRATEGIES for kind, side in aggregates.offline[s].items()}
         gates |= {SIDES[name].label: side.gates for name, side in aggregates.served.items()}
-        more = {"gates": gates, "stages": self.stages.rows, "report": str(paths[0])}
-        result: dict[str, Any] = msgspec.to_builtins(msgspec.structs.asdict(verdict) | more)
-        return result
+        fields = msgspec.structs.asdict(verdict)
+        return DemoResult(**fields, gates=gates, stages=self.stages.rows, report=str(paths[0]))
 
     def model_row(self, name: str) -> schema.ModelRow:
         side, gguf = SIDES[name], self.dir / f"gguf/{name}.gguf"

@@ -152,7 +152,7 @@ class Stages:
         self.stage(f"eval-{name}", inputs, [output], work, StageResult)
         return schema.Evaluation.load(self.dir / output)
 
-    def data_inputs(self) -> dict[str, Any]:
+    def data_inputs(self) -> dict[str, int | str]:
         return {"rows": self.samples, "text": self.text_key()}
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from annie_quant.schema.evaluation import GateTable, KLSummary, PairedGate, SameAnswers
+from annie_quant.schema.evaluation import GateTable, KLSummary, SameAnswers
+from annie_quant.schema.statistics import PairedGate, PairedVerdict, PooledGates
 
 
 class SearchNumerics(msgspec.Struct):
@@ -17,6 +18,7 @@ class SearchNumerics(msgspec.Struct):
     same_answers: SameAnswers
     verbosity_ratio: float | None
     seconds: float
+    pooled: PooledGates | None = None
 
 
 class HardenedGate(msgspec.Struct):
@@ -81,6 +83,7 @@ class StrategyRow(msgspec.Struct, omit_defaults=True):
     explained: list[str] | None = None
     seconds: float | None = None
     of_9b: Size9B | None = None
+    verdict: PairedVerdict | None = None
 
 
 class SearchResult(msgspec.Struct):

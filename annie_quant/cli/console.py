@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-MARKS = {"pass": "[green]pass[/]", "fail": "[red]fail[/]", "undecided": "[yellow]undecided[/]"}
+from annie_quant.cli.tables import WIDTH, wrap
+
+STYLES = {("keeps", "Keeps"): "green", ("loses", "Loses", "fragile", "Fragile", "misses"): "red", ("undecided",): "yellow"}
 
 
 def is_secondary_process() -> bool:
@@ -96,25 +98,22 @@ class Console:
             yield Step(None, None, title)
         self.err.print(f"[green]✓[/] {title} [dim]{time.monotonic() - start:.1f} s[/]")
 
-    def print_gates(self, sides: Mapping[str, Mapping[str, Any]]) -> None:
-        """Print one row per gate and one column per side: passes/n, 95 % interval, verdict."""
-        from rich.table import Table
+    @property
+    def width(self) -> int:
+        """Columns of a table: the terminal's, at least tables.WIDTH; exactly that many on a pipe."""
+        return max(WIDTH, self.out.width) if self.out.is_terminal else WIDTH
 
-        table = Table(title="Gates (passes / n, 95 % Wilson interval)", title_justify="left")
-        table.add_column("gate")
-        for side in sides:
-            table.add_column(side, justify="right")
-        for gate in dict.fromkeys(g for gates in sides.values() for g in gates):
-            cells = []
-            for gates in sides.values():
-                g = gates.get(gate)
-                cells.append(
-                    "–"
-                    if g is None
-                    else f"{g['passes']}/{g['n']} [dim]{g['low']:.2f}–{g['high']:.2f}[/] {MARKS[g['verdict']]}"
-                )
-            table.add_row(gate, *cells)
-        self.out.print(table)
+    def print_lines(self, lines: Iterable[str]) -> None:
+        """Print lines on stdout; on a terminal the words of a verdict are coloured."""
+        from rich.text import Text
+
+        if is_secondary_process():
+            return
+        for line in lines:
+            text = Text(line)
+            for words, style in STYLES.items():
+                text.highlight_words(words, style)
+            self.out.print(text, soft_wrap=True)
 
     def print_mapping(self, title: str, values: Mapping[str, Any]) -> None:
         """Print a table of names and values."""
@@ -126,12 +125,10 @@ class Console:
         self.out.print(table)
 
     def print_verdict(self, verdict: Mapping[str, Any]) -> None:
-        """Print gates, the verdict's sentence and reasons, the stages' times and the report's path."""
-        if verdict.get("gates"):
-            self.print_gates(verdict["gates"])
-        self.line(verdict["sentence"])
+        """Print the verdict's sentence and reasons, the stages' times and the report's path."""
+        self.print_lines(wrap(verdict["sentence"], self.width))
         for reason in verdict.get("reasons", ()):
-            self.line(f"  · {reason}")
+            self.print_lines(wrap(f"- {reason}", self.width))
         for stage in verdict.get("stages", ()):
             self.err.print(f"[dim]{stage['name']:>12}  {stage['seconds']:7.1f} s  {stage.get('summary', '')}[/]")
         if verdict.get("report"):

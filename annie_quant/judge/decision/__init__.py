@@ -16,8 +16,8 @@ from annie_quant.judge.decision.paired import (
     MARGIN,
     POOLED,
     judge_evaluation,
-    judge_member,
     judge_members,
+    member_verdict,
 )
 from annie_quant.judge.decision.replacement import (
     BUDGET_BYTES,

@@ -9,8 +9,9 @@ loses      otherwise, if the upper bound is below 0 and McNemar's exact p (one-s
            has the fault too, and the rule with the usual margin decides.
 undecided  otherwise, with the number of prompts that would decide at the observed rates.
 
-Holm's adjustment counts the gates in which at least 5 answers changed: with fewer, no p is below 5 %, and without a difference the
-number of changed answers says nothing about their direction.
+Holm's adjustment is over the gates of all members together, so more members give no more false alarms. It counts the gates in which
+at least 5 answers changed: with fewer, no p is below 5 %, and without a difference the number of changes does not depend on their
+direction.
 
 A sure loss that is smaller than the margin keeps. All deciding gates together (the pooled verdict) show small losses in many
 gates: they lose by the same rule, with a margin of 2 points of the answers.
@@ -54,7 +55,14 @@ def judge_members(
 ) -> PairedVerdict:
     """Decide about a checkpoint. members: name → gate → counts of lost, won and n, whose other fields are set here."""
     pooled = pooled or {}
-    verdicts = {name: judge_member(gates, pooled.get(name)) for name, gates in members.items()}
+    for name, gates in members.items():
+        _measure(gates, pooled.get(name))
+    family = [row for name, gates in members.items() for row in _testable(gates, pooled.get(name))]
+    for row, p_holm in zip(family, holm([row.p for row in family]), strict=True):
+        row.p_holm = p_holm
+    for name, gates in members.items():
+        _judge(gates, pooled.get(name), len(family) or 1)
+    verdicts = {name: member_verdict(gates, pooled.get(name)) for name, gates in members.items()}
     kept = {name: _kept(gates, pooled.get(name)) for name, gates in members.items()}
     profiles = {name.partition("+")[0]: [] for name in members}
     for name in members:
@@ -79,30 +87,38 @@ def judge_members(
     )
 
 
-def judge_member(gates: Mapping[str, PairedGate], pooled: PooledGates | None = None) -> MemberVerdict:
-    """Decide the gates of one member, and set the fields of `gates` and `pooled` that follow from their counts."""
-    deciding = {name: gate for name, gate in gates.items() if decides(name) and gate.n}
+def _measure(gates: Mapping[str, PairedGate], pooled: PooledGates | None) -> None:
+    """Set what follows from the counts alone."""
     for gate in gates.values():
-        gate.p = mcnemar(gate.lost, gate.won)
-        gate.difference = (gate.won - gate.lost) / gate.n if gate.n else 0.0
-        gate.low, gate.high = score_interval(gate.lost, gate.won, gate.n, CONFIDENCE)
-        gate.p_holm = None
-    family: list[PairedGate | PooledGates] = [gate for gate in deciding.values() if gate.lost + gate.won >= LEAST_CHANGES]
-    if pooled is not None:
-        pooled.difference = (pooled.won - pooled.lost) / pooled.n
-        pooled.low, pooled.high = score_interval(pooled.lost, pooled.won, pooled.n, CONFIDENCE)
-        family.append(pooled)
-    for row, p_holm in zip(family, holm([row.p for row in family]), strict=True):
-        row.p_holm = p_holm
-    n_tests = len(family) or 1
-    for name, gate in deciding.items():
+        gate.p, gate.p_holm = mcnemar(gate.lost, gate.won), None
+    for row in (*gates.values(), *([pooled] if pooled is not None else [])):
+        row.difference = (row.won - row.lost) / row.n if row.n else 0.0
+        row.low, row.high = score_interval(row.lost, row.won, row.n, CONFIDENCE)
+
+
+def _testable(gates: Mapping[str, PairedGate], pooled: PooledGates | None) -> list[PairedGate | PooledGates]:
+    rows: list[PairedGate | PooledGates] = [g for g in deciding(gates).values() if g.lost + g.won >= LEAST_CHANGES]
+    return [*rows, pooled] if pooled is not None else rows
+
+
+def _judge(gates: Mapping[str, PairedGate], pooled: PooledGates | None, n_tests: int) -> None:
+    for name, gate in deciding(gates).items():
         _judge_gate(gate, GATES[name].margin, GATES[name].threshold.least_n, n_tests)
     if pooled is not None:
         pooled.verdict = _by_interval(pooled, POOLED_MARGIN)
-    kept = _kept(deciding, pooled)
-    loses, undecided = ([name for name, v in kept.items() if v == verdict] for verdict in ("loses", "undecided"))
-    undecided = [name for name in undecided if name != POOLED]
-    verdict: Kept = "loses" if loses else "undecided" if undecided or not deciding else "keeps"
+
+
+def deciding(gates: Mapping[str, PairedGate]) -> dict[str, PairedGate]:
+    """Return the gates that decide: known, not advisory, with at least one prompt."""
+    return {name: gate for name, gate in gates.items() if decides(name) and gate.n}
+
+
+def member_verdict(gates: Mapping[str, PairedGate], pooled: PooledGates | None = None) -> MemberVerdict:
+    """Return the verdict of one member from its gates' verdicts."""
+    kept = _kept(gates, pooled)
+    loses = [name for name, verdict in kept.items() if verdict == "loses"]
+    undecided = [name for name, verdict in kept.items() if verdict == "undecided" and name != POOLED]
+    verdict: Kept = "loses" if loses else "undecided" if undecided or not deciding(gates) else "keeps"
     return MemberVerdict(verdict=verdict, loses=loses, undecided=undecided)
 
 
@@ -135,7 +151,7 @@ def _decided(lost: float, won: float, n: int, margin: float, level: float) -> bo
 
 
 def _kept(gates: Mapping[str, PairedGate], pooled: PooledGates | None) -> dict[str, Kept]:
-    kept: dict[str, Kept] = {name: gate.verdict for name, gate in gates.items() if decides(name) and gate.n}
+    kept: dict[str, Kept] = {name: gate.verdict for name, gate in deciding(gates).items()}
     return kept | ({POOLED: pooled.verdict} if pooled is not None else {})
 
 

@@ -204,3 +204,11 @@ def verdict_lines(verdict: PairedVerdict, width: int = WIDTH) -> list[str]:
 def wrap(text: str, width: int = WIDTH) -> list[str]:
     indent = "  " if text.startswith("- ") else ""
     return textwrap.wrap(text, width, subsequent_indent=indent, break_on_hyphens=False) or [""]
+
+
+def wrap_tree(line: str, width: int = WIDTH) -> list[str]:
+    """Wrap a line of a tree; its further lines are indented under its text."""
+    at = next((i for i, character in enumerate(line) if character not in " │├└─"), 0)
+    return textwrap.wrap(
+        line[at:], width, initial_indent=line[:at], subsequent_indent=" " * at, break_on_hyphens=False
+    ) or [line]

@@ -10,55 +10,57 @@ import pytest
 from annie_quant import judge
 from annie_quant.data import load_persona
 from annie_quant.judge import decision
-from annie_quant.judge.gate_rule import LARGE_N, Threshold, decide
+from annie_quant.judge.gate_rule import LARGE_N, decide
 from annie_quant.judge.gates import GATES
 from annie_quant.judge.sample import answers_per_gate
 from annie_quant.pipeline import search
 from annie_quant.pipeline.search import explain, table
 from annie_quant.pipeline.stages import AuditResult
 from annie_quant.progress import SilentConsole
-from annie_quant.schema import KLSummary, NumericsResult, SameAnswers
-
-RATE = Threshold("rate", 10, 0.6)
-
+from annie_quant.schema import KLSummary, NumericsResult, PairedGate, SameAnswers
 
 def gate_row(gate, passes, n):
-    return decide(passes, n, GATES[gate].threshold)
+    row = decide(passes, n, GATES[gate].threshold)
+    row.meets = row.verdict
+    return row
 
 
-@pytest.mark.parametrize("passes", range(0, 31))
-def test_a_strategy_that_could_still_pass_is_never_dropped_as_impossible(passes):
-    """The first reason is exact: if it is given, no number of further passes passes the gate's own rule."""
-    early = gate_row("tool_call", passes, 30)
-    reason = decision.cannot_pass("tool_call", early, 100, 2)
-    could = any(decide(passes + more, 100, RATE).verdict == "pass" for more in range(71))
-    if reason and "even if" in reason:
+def pair(gate, passes, n, won=0):
+    """The counts of a checkpoint whose reference passes every prompt but the won ones, judged."""
+    pairs = {gate: PairedGate(n, n - passes, won)}
+    judge.judge_members({"w4a4": pairs})
+    return pairs[gate]
+
+
+@pytest.mark.parametrize("lost", range(0, 31))
+def test_a_strategy_that_could_still_keep_is_never_dropped_as_impossible(lost):
+    """The first reason is exact: if no other prompt changes, the gate does not keep at the last look."""
+    reason = decision.cannot_keep("tool_call", pair("tool_call", 30 - lost, 30), 240, 2)
+    could = pair("tool_call", 240 - lost, 240).verdict == "keeps"
+    assert bool(reason) >= (not could)
+    if reason and "even without" in reason:
         assert not could
-    if not could:
-        assert reason
 
 
-def test_one_leak_drops_at_once_and_facts_only_after_too_many_mistakes():
-    assert "thinking_leak" in decision.cannot_pass("thinking_leak", gate_row("thinking_leak", 29, 30), 505, 2)
-    assert decision.cannot_pass("thinking_leak", gate_row("thinking_leak", 30, 30), 505, 2) is None
-    # Of 100 facts all must be right for a lower bound of 0.95; of 160, two may be wrong.
-    assert decision.cannot_pass("factual", gate_row("factual", 29, 30), 100, 2)
-    assert decision.cannot_pass("factual", gate_row("factual", 29, 30), 160, 2) is None
+def test_one_leak_drops_at_once_and_facts_only_after_too_many_losses():
+    assert "none may be lost" in decision.cannot_keep("thinking_leak", pair("thinking_leak", 29, 30), 505, 2)
+    assert decision.cannot_keep("thinking_leak", pair("thinking_leak", 30, 30), 505, 2) is None
+    # Of 100 facts one may be lost for a lower bound above -5 points; of 160, three.
+    assert decision.cannot_keep("factual", pair("factual", 29, 30), 100, 2) is None
+    assert decision.cannot_keep("factual", pair("factual", 28, 30), 100, 2)
+    assert decision.cannot_keep("factual", pair("factual", 27, 30), 160, 2) is None
+    assert decision.cannot_keep("factual", pair("factual", 26, 30), 160, 2)
 
 
-def test_a_strategy_at_the_threshold_is_dropped_early_in_at_most_five_percent_of_searches():
-    """The correction works: a model whose true rate is high enough to pass is seldom dropped at the early look."""
+def test_a_strategy_without_a_difference_is_dropped_early_in_at_most_five_percent_of_searches():
     rng = random.Random(0)
     dropped = 0
-    for _ in range(2000):
-        passes = sum(rng.random() < 0.6 for _ in range(30))
-        reason = decision.cannot_pass("tool_call", gate_row("tool_call", passes, 30), 100, 2)
-        dropped += bool(reason and "confidence" in reason)
-    assert dropped / 2000 <= 0.05
-
-
-def test_a_clearly_failing_strategy_is_dropped_by_its_interval():
-    assert "below 60%" in decision.cannot_pass("tool_call", gate_row("tool_call", 10, 30), 400, 2)
+    for _ in range(1000):
+        changed = [rng.choice((-1, 1)) for _ in range(30) if rng.random() < 0.04]
+        counts = PairedGate(30, changed.count(-1), changed.count(1))
+        judge.judge_members({"w4a4": {"tool_call": counts}})
+        dropped += bool(decision.cannot_keep("tool_call", counts, 240, 2))
+    assert dropped / 1000 <= 0.05
 
 
 def test_looks():
@@ -80,13 +82,22 @@ def tables(**gates):
     return {"w4a4": gates, "w4a16": {name: gate_row(name, 100, 100) for name in gates}}
 
 
+def sides(w4a4, w4a16=None):
+    kinds = {"w4a4": w4a4, "w4a16": w4a16 or dict.fromkeys(w4a4, (100, 100))}
+    results = {kind: numerics_result(gates) for kind, gates in kinds.items()}
+    judge.judge_members({kind: side.paired for kind, side in results.items()})
+    return results
+
+
 def test_passing_needs_every_gate_under_every_required_numerics():
-    good, bad = gate_row("tool_call", 97, 100), gate_row("tool_call", 62, 100)
-    assert decision.final_reasons(tables(tool_call=good), ("w4a4", "w4a16")) == []
-    reasons = decision.final_reasons(tables(tool_call=bad), ("w4a4", "w4a16"))
-    assert len(reasons) == 1 and "W4A4: tool_call 62 of 100, undecided" in reasons[0] and "would decide" in reasons[0]
-    assert "weight-only" in decision.final_reasons({"w4a16": {"tool_call": good}}, ("w4a4", "w4a16"))[0]
-    assert decision.final_reasons({"w4a16": {"tool_call": good}}, ("w4a16",)) == []
+    both_numerics = ("w4a4", "w4a16")
+    good, bad = sides({"tool_call": (99, 100)}), sides({"tool_call": (97, 100)})
+    assert decision.final_reasons(good, both_numerics) == []
+    reasons = decision.final_reasons(bad, both_numerics)
+    assert len(reasons) == 1 and "W4A4: tool calls undecided: 3 lost" in reasons[0] and "would decide" in reasons[0]
+    assert "weight-only" in decision.final_reasons({"w4a16": good["w4a16"]}, both_numerics)[0]
+    assert decision.final_reasons({"w4a16": good["w4a16"]}, ("w4a16",)) == []
+    assert "no gate was compared" in decision.final_reasons({"w4a16": numerics_result({})}, ("w4a16",))[0]
 
 
 def test_a_base_model_instead_of_the_fine_tune_is_reported():
@@ -125,7 +136,7 @@ def test_the_conclusion_from_a_hardened_prompt():
 def test_restored_is_judged_against_bf16_under_the_same_prompt():
     good, bad = gate_row("tool_call", 38, 40), gate_row("tool_call", 10, 40)
     assert explain.restored(good, good) is True and explain.restored(bad, good) is False
-    assert explain.restored(bad, gate_row("tool_call", 20, 40)) is None
+    assert explain.restored(bad, gate_row("tool_call", 15, 40)) is None
     one = gate_row("thinking_leak", 194, 195)
     assert explain.restored(one, one) is True, "not worse than bf16, which leaks once itself under this prompt"
 
@@ -168,7 +179,9 @@ class FakeStages:
         strategy, _, part = name.partition("-")
         entry = self.tables[strategy]
         gates = entry.get("smoke", both(factual=(1, 1))) if part == "smoke" else entry["all"]
-        return SimpleNamespace(numerics={kind: numerics_result(table) for kind, table in gates.items()})
+        numerics = {kind: numerics_result(table) for kind, table in gates.items()}
+        verdict = judge.judge_members({kind: side.paired for kind, side in numerics.items()})
+        return SimpleNamespace(numerics=numerics, verdict=verdict)
 
 
 def numerics_result(gates):
@@ -182,7 +195,7 @@ def numerics_result(gates):
         perplexity_reference=1.0,
         same_answers=SameAnswers(n=10, same=9),
         verbosity_ratio=1.0,
-        paired={},
+        paired={g: PairedGate(n, n - passes, 0) for g, (passes, n) in gates.items()},
         cases=[],
         seconds=0.0,
     )
@@ -216,7 +229,7 @@ def test_the_search_stops_at_the_first_that_passes_and_keeps_what_failed(tmp_pat
     assert [r.passed for r in result.strategies] == [False, False, True]
     assert "infeasible" in result.strategies[1].error
     page = (tmp_path / "search.md").read_text()
-    for part in ("PASS: ship it", "infeasible", "tool_call 40 of 100", "99/100 ✓"):
+    for part in ("PASS: ship it", "infeasible", "tool calls lost 60 and won 0 of 100", "99/100 ✓ (-1.0: -4.4 to +1.7)"):
         assert part in page, part
     everything, log = search_tables(tmp_path, monkeypatch, tables, every=True)
     assert everything.chosen == "mlp_only" and log[-1] == "qad"

@@ -30,7 +30,7 @@ from annie_quant.judge.decision.replacement import (
     served_as,
 )
 from annie_quant.judge.decision.strategies import (
-    cannot_pass,
+    cannot_keep,
     early_reasons,
     failing,
     final_reasons,

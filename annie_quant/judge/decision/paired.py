@@ -43,6 +43,7 @@ from annie_quant.schema import (
 LEAST_CHANGES = 5  # fewer changed answers give no p below 5 %: 1 / 2^4 = 6.25 %
 CONFIDENCE = 0.9  # of the interval: 5 % per bound
 MARGIN = 0.05
+MOST_EXACT = 1000  # changed answers; with more, the number that would decide is found with the normal approximation
 POOLED_MARGIN = 0.02
 POOLED = "all"  # the pooled verdict's name among gates
 FAILING: tuple[Standing, ...] = ("loses", "fragile")
@@ -146,8 +147,11 @@ def _decided(lost: float, won: float, n: int, margin: float, level: float) -> bo
     low, high = score_interval(lost, won, n, CONFIDENCE)
     if low > -margin:
         return True
-    p = math.erfc((lost - won) / math.sqrt(2 * (lost + won))) / 2 if lost > won else 1.0
-    return high < 0 and p < level
+    if high >= 0:
+        return False
+    if lost + won < MOST_EXACT:
+        return mcnemar(int(lost), math.ceil(won)) < level
+    return math.erfc((lost - won) / math.sqrt(2 * (lost + won))) / 2 < level
 
 
 def _kept(gates: Mapping[str, PairedGate], pooled: PooledGates | None) -> dict[str, Kept]:
@@ -237,7 +241,9 @@ def _gates(verdicts: Mapping[str, MemberVerdict], verdict: Standing) -> list[str
 
 def _titles(gates: Collection[str]) -> str:
     names = [title(gate) for gate in gates]
-    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+    if len(names) > SHOWN:
+        names = [*names[:SHOWN], f"{len(names) - SHOWN} more"]
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
 # ---- in documents

@@ -26,6 +26,7 @@ Row = dict[str, Any]  # a conversation
 MANNERS = ("tool_call", "no_markdown", "thinking_leak")
 PROMPT_GATES = (*MANNERS, "non_empty", "stop")  # gates that a stronger prompt may restore
 HARDENED_N = 40
+WRONG_MODEL = "WRONG MODEL"
 LABEL_ROWS = 48
 # Answers that belong to their questions are far likelier under the fine-tune than the same answers shuffled. A ratio of 0.8 in
 # nats per token is far from both cases (tiny-annie: 0.02 to 0.9 if they belong, 1.0 to 1.0 if they do not).
@@ -39,18 +40,18 @@ def smoke(workloads: Sequence[Workload]) -> list[Workload]:
 
 
 def reference_report(gates: GateTable) -> str | None:
-    """Return what it means that bf16 itself fails gates; None if it fails none."""
-    failed = failing(gates, ("fail",))
+    """Return what it means that bf16 itself misses requirements; None if it misses none."""
+    failed = [name for name, result in gates.items() if result.meets == "fail" and not result.advisory]
     lost = [g for g in failed if g in MANNERS]
     if len(lost) >= 2 or "tool_call" in lost:
         counts = ", ".join(f"{g} {gates[g].passes} of {gates[g].n}" for g in lost)
         return (
-            f"WRONG MODEL: --model itself does not have the manners ({counts}). "
+            f"{WRONG_MODEL}: --model itself does not have the manners ({counts}). "
             "It looks like the base model: give the fine-tuned bf16 checkpoint"
         )
     if failed:
         counts = ", ".join(f"{g} {gates[g].passes} of {gates[g].n}" for g in failed)
-        return f"the bf16 model itself fails {counts}: no quantization of it can pass"
+        return f"the bf16 model itself misses requirements: {counts}. Strategies are compared with it, prompt by prompt"
     return None
 
 

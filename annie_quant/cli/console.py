@@ -10,7 +10,11 @@ from typing import Any
 
 from annie_quant.cli.tables import WIDTH, wrap
 
-STYLES = {("keeps", "Keeps"): "green", ("loses", "Loses", "fragile", "Fragile", "misses"): "red", ("undecided",): "yellow"}
+STYLES = {
+    ("keeps", "Keeps"): "green",
+    ("loses", "Loses", "fragile", "Fragile", "misses"): "red",
+    ("undecided",): "yellow",
+}
 
 
 def is_secondary_process() -> bool:

@@ -22,7 +22,9 @@ from annie_quant.cli.common import console, emit, json_option, quiet_engines, re
 )
 @click.option("--text", type=click.Path(path_type=Path), help="A plain text file: its perplexity and KL divergence.")
 @click.option("--layers", is_flag=True, help="Also measure the divergence per layer, with a plot.")
-@click.option("--layers-n", type=click.IntRange(1), default=10, show_default=True, help="Prompts per gate for --layers.")
+@click.option(
+    "--layers-n", type=click.IntRange(1), default=10, show_default=True, help="Prompts per gate for --layers."
+)
 @click.option(
     "--rows",
     type=click.IntRange(1),

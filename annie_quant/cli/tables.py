@@ -6,10 +6,12 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from annie_quant import schema
 from annie_quant.judge.decision import POOLED, member_verdict
 from annie_quant.judge.decision.paired import points, title
-from annie_quant.schema import Evaluation, GateResult, Outcome, PairedGate, PairedVerdict, PooledGates
+from annie_quant.schema import Evaluation, GateResult, Outcome, PairedGate, PairedVerdict, PooledGates, ServedSide
 
 WIDTH = 80
 ABSOLUTE: dict[Outcome, str] = {"pass": "meets", "fail": "misses", "undecided": "undecided"}
@@ -72,7 +74,10 @@ def _ordered(tables: Sequence[Mapping[str, GateResult]]) -> dict[str, GateResult
 def _head(
     reference: Mapping[str, GateResult] | None, columns: Sequence[Column], gates: Mapping[str, GateResult], name: str
 ) -> _Head:
-    n = {gate: max((c.gates[gate].n for c in columns if gate in c.gates), default=result.n) for gate, result in gates.items()}
+    n = {
+        gate: max((c.gates[gate].n for c in columns if gate in c.gates), default=result.n)
+        for gate, result in gates.items()
+    }
     head = [["gate", *(result.title or title(gate) for gate, result in gates.items())], ["n", *map(str, n.values())]]
     losses = {gate: _finds(columns, gate) for gate in gates}
     if any(losses.values()):
@@ -141,6 +146,26 @@ def evaluation_lines(evaluation: Evaluation, name: str, width: int = WIDTH) -> l
         *verdict_lines(verdict, width),
         *requirement_lines(tables, width),
     ]
+
+
+def served_lines(served: Mapping[str, ServedSide], width: int = WIDTH) -> list[str]:
+    """Return the gates of a benchmark's sides next to their reference's, and the absolute requirements."""
+    judged = {name: side for name, side in served.items() if side.judged_by}
+    references = dict.fromkeys(str(side.judged_by) for side in judged.values())
+    lines: list[str] = []
+    for reference in references:
+        columns = [Column(n, s.gates, s.paired, s.pooled) for n, s in judged.items() if s.judged_by == reference]
+        lines += [*gate_lines(served[reference].gates, columns, width, reference), ""]
+    alone = [Column(name, side.gates) for name, side in served.items() if name not in {*judged, *references}]
+    lines += [*gate_lines(None, alone, width), ""] if alone else []
+    return [*lines, *requirement_lines({name: side.gates for name, side in served.items()}, width)]
+
+
+def run_lines(document: Mapping[str, Any], width: int = WIDTH) -> list[str]:
+    """Return one row per side of a demo's verdict (pipeline.demo.run), the reference first."""
+    sides = [schema.convert(Column, side) for side in document["sides"]]
+    reference = next((side for side in sides if not side.paired), None)
+    return side_lines([side for side in sides if side is not reference], reference, width)
 
 
 def side_lines(

@@ -15,9 +15,7 @@ Checks = Mapping[str, bool]  # gate → passed, for the gates that apply to one 
 FLIPS = 4999  # random sign flips of a permutation test
 
 
-def pair_answers(
-    before: Sequence[Judged], after: Sequence[Judged]
-) -> tuple[dict[str, PairedGate], PooledGates | None]:
+def pair_answers(before: Sequence[Judged], after: Sequence[Judged]) -> tuple[dict[str, PairedGate], PooledGates | None]:
     """Pair two models' answers to the same prompts, in the same order. before: the reference's. after: the checkpoint's."""
     return pair_checks(
         (checks(old, old_case, workload), checks(new, new_case, workload))

@@ -173,11 +173,20 @@ class Demo:
         environment = msgspec.convert(bench.environment(), schema.Environment)
         self.dir.write_run(config, aggregates, verdict, environment, self.stages.rows)
         paths = report.build(self.dir.path)
-        gates = {f"{s} {kind}": side.gates for s in STRATEGIES for kind, side in aggregates.offline[s].items()}
-        gates |= {SIDES[name].label: side.gates for name, side in aggregates.served.items()}
-        more = {"gates": gates, "stages": self.stages.rows, "report": str(paths[0])}
+        served = sorted(
+            aggregates.served.items(), key=lambda item: item[1].judged_by is not None
+        )  # the reference first
+        sides = [self.side_row(f"{SIDES[name].label} served", side) for name, side in served]
+        for strategy in STRATEGIES:
+            sides += [self.side_row(f"{strategy} {kind}", side) for kind, side in aggregates.offline[strategy].items()]
+        gates = {side["name"]: side["gates"] for side in sides}
+        more = {"gates": gates, "sides": sides, "stages": self.stages.rows, "report": str(paths[0])}
         result: dict[str, Any] = msgspec.to_builtins(msgspec.structs.asdict(verdict) | more)
         return result
+
+    @staticmethod
+    def side_row(name: str, side: schema.ServedSide | schema.OfflineSide) -> dict[str, Any]:
+        return {"name": name, "gates": side.gates, "paired": side.paired, "pooled": side.pooled}
 
     def model_row(self, name: str) -> schema.ModelRow:
         side, gguf = SIDES[name], self.dir / f"gguf/{name}.gguf"

@@ -149,7 +149,9 @@ class Stages:
         inputs = {**self.data_inputs(), "asked": prompts, "numerics": list(numerics), **(settings or {})}
         self.stage(f"eval-{name}", inputs, [output], work, StageResult)
         evaluation = schema.Evaluation.load(self.dir / output)
-        return evaluation if evaluation.verdict else judge.judge_evaluation(evaluation)  # one of version 0.1.0 has no verdict
+        return (
+            evaluation if evaluation.verdict else judge.judge_evaluation(evaluation)
+        )  # one of version 0.1.0 has no verdict
 
     def data_inputs(self) -> dict[str, Any]:
         return {"rows": self.samples, "text": self.text_key()}

@@ -107,7 +107,9 @@ def test_fragile_keeps_in_one_arithmetic_and_loses_in_another():
     assert verdict.verdict == "fragile"
     assert verdict.profiles == {"vllm-cutlass": "loses", "float32": "keeps"}
     assert verdict.sentence == "Fragile: loses tool calls under vllm-cutlass, keeps under float32, float32+perm1."
-    one = judge.judge_members({"float32": member(tool_call=(240, 0, 0)), "float32+perm1": member(tool_call=(240, 58, 0))})
+    one = judge.judge_members(
+        {"float32": member(tool_call=(240, 0, 0)), "float32+perm1": member(tool_call=(240, 58, 0))}
+    )
     assert one.profiles == {"float32": "fragile"}
 
 
@@ -127,7 +129,9 @@ def test_all_members_lose_or_one_is_undecided():
     assert judge.judge_members({"a": member(tool_call=lost), "b": member(tool_call=open_)}).verdict == "loses"
     assert judge.judge_members({"a": member(tool_call=kept), "b": member(tool_call=open_)}).verdict == "undecided"
     assert judge.judge_members({}).verdict == "undecided"
-    assert judge.judge_members({"a": member(tool_call_raw=lost)}).verdict == "undecided", "advisory gates decide nothing"
+    assert judge.judge_members({"a": member(tool_call_raw=lost)}).verdict == "undecided", (
+        "advisory gates decide nothing"
+    )
 
 
 def test_the_n_that_decides():

@@ -92,16 +92,19 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=2000)
     parser.add_argument("--members", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="", help="Cases whose name contains this text.")
     options = parser.parse_args()
     start = time.monotonic()
     print(json.dumps(vars(options)))
-    for name, case in CASES.items():
+    for name, case in ((name, case) for name, case in CASES.items() if options.only in name):
         shares = simulate(case, options.runs, options.seed, options.members)
         low, high = wilson(round((shares["loses"] + shares["fragile"]) * options.runs), options.runs)
         text = ", ".join(f"{k} {v:.1%}" for k, v in shares.items())
         print(f"{name}: {text}; loses or fragile {low:.1%} to {high:.1%} (95 %)", flush=True)
     for n, change, difference, inside in coverage(np.random.default_rng(options.seed), options.runs):
-        print(f"coverage of the 90 % interval, n {n}, {change:.0%} change each way, true {difference:+.0%}: {inside:.1%}")
+        print(
+            f"coverage of the 90 % interval, n {n}, {change:.0%} change each way, true {difference:+.0%}: {inside:.1%}"
+        )
     print(f"{time.monotonic() - start:.0f} s")
 
 

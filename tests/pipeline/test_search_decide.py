@@ -19,6 +19,7 @@ from annie_quant.pipeline.stages import AuditResult
 from annie_quant.progress import SilentConsole
 from annie_quant.schema import KLSummary, NumericsResult, PairedGate, SameAnswers
 
+
 def gate_row(gate, passes, n):
     row = decide(passes, n, GATES[gate].threshold)
     row.meets = row.verdict

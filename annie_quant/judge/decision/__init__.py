@@ -15,6 +15,7 @@ from annie_quant.judge.decision.paired import (
     FAILING,
     MARGIN,
     POOLED,
+    apply,
     judge_evaluation,
     judge_members,
     member_verdict,
@@ -37,4 +38,12 @@ from annie_quant.judge.decision.strategies import (
     looks,
     missing_numerics,
 )
-from annie_quant.judge.decision.verdict import Decision, JudgedGate, combined, deciding_gates, decision, verdict
+from annie_quant.judge.decision.verdict import (
+    Decision,
+    JudgedGate,
+    combined,
+    deciding_gates,
+    decision,
+    reference_side,
+    verdict,
+)

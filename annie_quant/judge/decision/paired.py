@@ -4,9 +4,9 @@ One gate under one arithmetic (a "member": a numerics profile, a perturbation NA
 
 keeps      the lower bound of the difference's 90 % score interval is above -margin (an error of 5 %). A gate without a margin
            (leaks, empty answers) keeps when no answer was lost, in at least as many answers as its requirement asks for.
-loses      otherwise, if the upper bound is below 0 and McNemar's exact p (one-sided), after Holm over the gates, is below 5 %. A gate without
-           a margin loses with one lost answer, unless the checkpoint also passes where the reference fails: then the reference
-           has the fault too, and the rule with the usual margin decides.
+loses      otherwise, if the upper bound is below 0 and McNemar's exact p (one-sided), after Holm over the gates, is below 5 %. A
+           gate without a margin loses with one lost answer, unless the checkpoint also passes where the reference fails: then the
+           reference has the fault too, and the rule with the usual margin decides.
 undecided  otherwise, with the number of prompts that would decide at the observed rates.
 
 Holm's adjustment is over the gates of all members together, so more members give no more false alarms. It counts the gates in which
@@ -179,7 +179,9 @@ def changing_gates(kept: Mapping[str, Mapping[str, Kept]]) -> list[str]:
     """Return the gates that keep under one member and lose under another. kept: member → gate → verdict."""
     gates = dict.fromkeys(gate for verdicts in kept.values() for gate in verdicts)
     return [
-        gate for gate in gates if {"keeps", "loses"} <= {verdicts[gate] for verdicts in kept.values() if gate in verdicts}
+        gate
+        for gate in gates
+        if {"keeps", "loses"} <= {verdicts[gate] for verdicts in kept.values() if gate in verdicts}
     ]
 
 
@@ -214,9 +216,7 @@ def describe_pooled(pooled: PooledGates) -> str:
     )
 
 
-def _sentence(
-    verdict: Standing, verdicts: Mapping[str, MemberVerdict], kept: Mapping[str, Mapping[str, Kept]]
-) -> str:
+def _sentence(verdict: Standing, verdicts: Mapping[str, MemberVerdict], kept: Mapping[str, Mapping[str, Kept]]) -> str:
     if not verdicts:
         return "Nothing was compared with the reference."
     if verdict == "keeps":
@@ -224,7 +224,9 @@ def _sentence(
     if verdict == "fragile":
         changing = changing_gates(kept)
         loses = [name for name, gates in kept.items() if any(gates.get(g) == "loses" for g in changing)]
-        keeps = [name for name, gates in kept.items() if name not in loses and any(gates.get(g) == "keeps" for g in changing)]
+        keeps = [
+            name for name, gates in kept.items() if name not in loses and any(gates.get(g) == "keeps" for g in changing)
+        ]
         end = f", keeps under {', '.join(keeps)}" if keeps else " in part of the arithmetics"
         return f"Fragile: loses {_titles(changing)} under {', '.join(loses)}{end}."
     names = {gate: [m for m, gates in kept.items() if gates.get(gate) == verdict] for gate in _gates(verdicts, verdict)}

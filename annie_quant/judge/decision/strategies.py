@@ -12,7 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from annie_quant.judge.decision.paired import CONFIDENCE, MARGIN, POOLED, describe, describe_pooled, member_verdict, title
+from annie_quant.judge.decision.paired import (
+    CONFIDENCE,
+    MARGIN,
+    POOLED,
+    describe,
+    describe_pooled,
+    member_verdict,
+    title,
+)
 from annie_quant.judge.gates import GATES, decides
 from annie_quant.judge.paired import score_interval
 from annie_quant.judge.statistics import LEVEL

@@ -1,12 +1,11 @@
-"""Simulate the paired rule (judge/decision/paired.py): how often a checkpoint without a difference loses, how often a loss is found.
+"""Simulate the paired rule (judge/decision/paired.py): how often a checkpoint without a difference loses, and a loss is found.
 
     python tests/perf/verdict_rule.py --runs 2000
 
-Prompts and gates are those of `eval --n 100` with all 240 tool prompts. Chaos: a share of answers, of all gates, changes between two
-runs of the same model for no reason. It is taken from measurements of W4A4 on tiny-annie (2026-11-22, 141 prompts): answers of the
-real vLLM under two batch cuts differ in 15 %; 14, 16 and 16 of 30 tool calls were right, all other gates agreed. So tool calls are
-simulated at a rate of 50 % of which a share of 10 % changes in each direction (naive), and at 99 % with 1 % (a strategy that keeps).
-One answer is judged by several gates, and they change together.
+Prompts and gates are those of `eval --n 100` with all 240 tool prompts. A share of answers changes between two runs of the same
+model for no reason. Measured for W4A4 on tiny-annie (2026-11-22, 141 prompts): answers of the real vLLM under two batch cuts differ
+in 15 %; 14, 16 and 16 of 30 tool calls were right, and all other gates agreed. So tool calls are simulated at a rate of 50 % with
+10 % of the outcomes changed in each direction (naive), and at 99 % with 1 % (a strategy that keeps).
 """
 
 from __future__ import annotations

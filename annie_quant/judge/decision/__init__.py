@@ -18,6 +18,7 @@ from annie_quant.judge.decision.paired import (
     apply,
     judge_evaluation,
     judge_members,
+    judge_sides,
     member_verdict,
 )
 from annie_quant.judge.decision.replacement import (

@@ -33,6 +33,8 @@ from annie_quant.schema import (
     GateResult,
     Kept,
     MemberVerdict,
+    NumericsResult,
+    OfflineSide,
     Outcome,
     PairedGate,
     PairedVerdict,
@@ -268,8 +270,13 @@ def apply(table: Mapping[str, GateResult], paired: Mapping[str, PairedGate]) -> 
 
 def judge_evaluation(evaluation: Evaluation) -> Evaluation:
     """Set an evaluation's verdict, and the gates' verdicts under each numerics; an older evaluation gets its verdict too."""
-    sides = evaluation.numerics
-    evaluation.verdict = judge_members({k: v.paired for k, v in sides.items()}, {k: v.pooled for k, v in sides.items()})
+    evaluation.verdict = judge_sides(evaluation.numerics)
+    return evaluation
+
+
+def judge_sides(sides: Mapping[str, NumericsResult] | Mapping[str, OfflineSide]) -> PairedVerdict:
+    """Judge a checkpoint's numerics together, set the verdicts of their gates, and return the verdict."""
+    verdict = judge_members({k: v.paired for k, v in sides.items()}, {k: v.pooled for k, v in sides.items()})
     for side in sides.values():
         apply(side.gates, side.paired)
-    return evaluation
+    return verdict

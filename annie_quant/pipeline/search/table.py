@@ -131,8 +131,8 @@ def explanations(rows: Sequence[StrategyRow]) -> list[str]:
 RULES = [
     "- Smoke test: the capital of Japan, answered with the fact, without markdown and without thinking.",
     "- Each gate is compared with bf16 on the same prompts. It keeps if the lower bound of the difference's 90 % score interval "
-    "(Tango) is above -5 points; leaks and empty answers keep if bf16 has none that is new. It loses if the interval is below 0 and "
-    "McNemar's exact p, after Holm, is below 5 %. Everything else is undecided (docs/method.md).",
+    "(Tango) is above -5 points; leaks and empty answers keep if none is new. It loses if the interval is below 0 and McNemar's "
+    "exact p, after Holm, is below 5 %. Everything else is undecided (docs/method.md).",
     "- Early look at 30 prompts per gate: a strategy is dropped if a gate could not keep even if no other prompt changed, or if it "
     "loses at 5 % / looks.",
     "- With --all the early look is skipped: the whole table rests on the same prompts.",

@@ -83,7 +83,7 @@ def judge_members(
         + [
             f"{name}: {describe_pooled(row)}"
             for name, row in pooled.items()
-            if row is not None and row.verdict == "loses"
+            if row is not None and POOLED in verdicts[name].loses
         ],
         profiles={profile: _standing(names, verdicts, kept) for profile, names in profiles.items()},
         members=verdicts,
@@ -120,6 +120,7 @@ def member_verdict(gates: Mapping[str, PairedGate], pooled: PooledGates | None =
     """Return the verdict of one member from its gates' verdicts."""
     kept = _kept(gates, pooled)
     loses = [name for name, verdict in kept.items() if verdict == "loses"]
+    loses = [name for name in loses if name != POOLED] or loses  # a lost gate explains the pooled loss
     undecided = [name for name, verdict in kept.items() if verdict == "undecided" and name != POOLED]
     verdict: Kept = "loses" if loses else "undecided" if undecided or not deciding(gates) else "keeps"
     return MemberVerdict(verdict=verdict, loses=loses, undecided=undecided)
@@ -244,7 +245,7 @@ def _gates(verdicts: Mapping[str, MemberVerdict], verdict: Standing) -> list[str
 
 
 def _titles(gates: Collection[str]) -> str:
-    names = [title(gate) for gate in gates]
+    names = [title(gate) for gate in gates if gate != POOLED] or [title(gate) for gate in gates]
     if len(names) > SHOWN:
         names = [*names[:SHOWN], f"{len(names) - SHOWN} more"]
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)

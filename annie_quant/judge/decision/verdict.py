@@ -217,7 +217,7 @@ def _incumbent(aggregates: Aggregates, names: Sequence[str], candidate: str) -> 
 def deciding_gates(aggregates: Aggregates, name: str) -> Iterator[JudgedGate]:
     """Gates and speed limits of a side that are not advisory: served ones, then offline ones by numerics.
 
-    A speed limit that the side's reference does not keep either is left out, and so is a pooled verdict that shows no loss.
+    A speed limit that the side's reference does not keep either is left out, and so is a pooled verdict that shows no loss beyond its gates'.
     """
     served = aggregates.served.get(name) or ServedSide()
     yield from _judged("served", served.gates, served.paired if served.judged_by else {}, served.pooled)
@@ -237,7 +237,8 @@ def _judged(
     for gate, result in gates.items():
         if not result.advisory:
             yield JudgedGate(where, result.title or gate, result, pairs.get(gate))
-    if pooled is not None and pooled.verdict == "loses":
+    lost = any(result.verdict == "fail" and not result.advisory for result in gates.values())
+    if pooled is not None and pooled.verdict == "loses" and not lost:
         yield JudgedGate(where, title(POOLED), pooled)
 
 

@@ -10,6 +10,7 @@ import click
 import annie_quant
 from annie_quant.cli import tables
 from annie_quant.cli.common import console, emit, json_option, quiet_engines, refuse_stale_prompt
+from annie_quant.cli.console import is_secondary_process
 
 
 @click.command(name="eval")
@@ -57,6 +58,7 @@ def evaluate(
     `--` before the command, else it reads --n itself: torchrun --nproc-per-node=2 -- $(which annie-quant) eval ...
     """
     quiet_engines()
+    from annie_quant.checkpoint.export_check import export_notes
     from annie_quant.evaluate import job
     from annie_quant.evaluate.process_group import join_group, leave_group
     from annie_quant.judge.decision import FAILING
@@ -66,6 +68,9 @@ def evaluate(
     personas = (w.persona for w in annie_quant.judge.load_workloads() if w.persona)
     if mismatch := check_checkpoint(checkpoint, personas, allow=allow_prompt_mismatch):
         console.note(mismatch)
+    faults = [] if is_secondary_process() else export_notes(checkpoint, reference)
+    for fault in faults:
+        console.note(fault)
     with console.task("evaluate") as step:
         result = job.run(
             checkpoint,
@@ -80,7 +85,7 @@ def evaluate(
             rows=rows,
         )
     if join_group().is_first:
-        document = result.to_dict()
+        document = result.to_dict() | {"notes": [*faults, *result.notes]}
         if as_json:
             emit(document)
         else:

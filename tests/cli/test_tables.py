@@ -13,7 +13,15 @@ from annie_quant.judge import decision
 from annie_quant.judge.gates import GATES, tabulate
 from annie_quant.schema import OfflineSide, PairedGate
 
-MEMBERS = ("w4a4", "w4a16", "float32", "vllm-cutlass", "llama.cpp-blackwell", "vllm-cutlass+perm1", "vllm-cutlass+perm2")
+MEMBERS = (
+    "w4a4",
+    "w4a16",
+    "float32",
+    "vllm-cutlass",
+    "llama.cpp-blackwell",
+    "vllm-cutlass+perm1",
+    "vllm-cutlass+perm2",
+)
 
 
 def table(n=240, **passes):

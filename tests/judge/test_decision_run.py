@@ -29,7 +29,10 @@ def records(backend, passes, n=100, gate="tool_call", workload="w"):
 def run(*sides, n=100):
     """sides: (backend, {gate: passes})."""
     rows = [
-        r for backend, gates in sides for gate, passes in gates.items() for r in records(backend, passes, n, gate, f"w-{gate}")
+        r
+        for backend, gates in sides
+        for gate, passes in gates.items()
+        for r in records(backend, passes, n, gate, f"w-{gate}")
     ]
     identities = {backend: Identity(name=backend) for backend, _ in sides}
     return aggregate_records(rows, BenchConfig(), identities)
@@ -54,7 +57,11 @@ def test_a_gate_that_both_sides_miss_does_not_fail_the_candidate():
 
 def test_what_the_incumbent_loses_too_is_said():
     aggregates = run(("bf16", {"tool_call": 99}), ("nvfp4", {"tool_call": 20}), ("q4", {"tool_call": 10}))
-    assert {name: side.judged_by for name, side in aggregates.served.items()} == {"bf16": None, "nvfp4": "bf16", "q4": "bf16"}
+    assert {name: side.judged_by for name, side in aggregates.served.items()} == {
+        "bf16": None,
+        "nvfp4": "bf16",
+        "q4": "bf16",
+    }
     verdict = judge.verdict(aggregates)
     assert verdict.outcome == "loses" and verdict.sentence.endswith("q4 loses the same.")
 
@@ -83,11 +90,15 @@ def test_a_served_side_that_keeps_and_an_arithmetic_that_loses_is_fragile():
     aggregates.offline = {"nvfp4": {"w4a4": side}}
     verdict = judge.verdict(aggregates)
     assert verdict.outcome == "fragile" and not verdict.passed
-    assert "is fragile: it loses 1 gate: tool calls 39 of 100 against 99 (W4A4), and keeps it (served)" in verdict.sentence
+    assert (
+        "is fragile: it loses 1 gate: tool calls 39 of 100 against 99 (W4A4), and keeps it (served)" in verdict.sentence
+    )
     assert verdict.badge == "fragile: tool calls"
 
 
-@pytest.mark.parametrize(("passes", "badge"), [(20, "loses tool calls"), (99, "gates kept"), (96, "undecided: too few answers")])
+@pytest.mark.parametrize(
+    ("passes", "badge"), [(20, "loses tool calls"), (99, "gates kept"), (96, "undecided: too few answers")]
+)
 def test_the_badge_is_the_decision(passes, badge):
     aggregates = run(("bf16", {"tool_call": 99}), ("nvfp4", {"tool_call": passes}))
     assert judge.verdict(aggregates).badge.startswith(badge)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from annie_quant.schema.evaluation import GateTable, KLSummary, SameAnswers
@@ -45,11 +47,15 @@ class LabelScores(msgspec.Struct, rename={"original": "given"}):
 
 
 class Labels(msgspec.Struct):
-    """Whether the calibration answers belong to their questions."""
+    """Whether the calibration answers belong to their questions (pipeline/search/label_check.py).
+
+    verdict: "undecided" where the model cannot tell the rows apart; "" in a search of version 0.1.0, which has only `belong`.
+    """
 
     first: LabelScores
     last: LabelScores
     belong: bool
+    verdict: Literal["belong", "shuffled", "undecided", ""] = ""
 
 
 class Size9B(msgspec.Struct):

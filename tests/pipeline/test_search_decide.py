@@ -14,7 +14,7 @@ from annie_quant.judge.gate_rule import LARGE_N, decide
 from annie_quant.judge.gates import GATES
 from annie_quant.judge.sample import answers_per_gate
 from annie_quant.pipeline import search
-from annie_quant.pipeline.search import explain, table
+from annie_quant.pipeline.search import explain, label_check, table
 from annie_quant.pipeline.stages import AuditResult
 from annie_quant.progress import SilentConsole
 from annie_quant.schema import KLSummary, NumericsResult, PairedGate, SameAnswers
@@ -116,10 +116,55 @@ def test_shuffling_leaves_no_answer_with_its_own_question():
         {"id": i, "messages": [{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": f"a{i}"}]}
         for i in range(20)
     ]
-    shuffled = explain.with_shuffled_answers(rows)
+    shuffled = label_check.with_shuffled_answers(rows)
     assert sorted(r["messages"][-1]["content"] for r in shuffled) == sorted(f"a{i}" for i in range(20))
     assert all(r["messages"][0]["content"][1:] != r["messages"][1]["content"][1:] for r in shuffled)
-    assert shuffled == explain.with_shuffled_answers(rows)
+    assert shuffled == label_check.with_shuffled_answers(rows)
+
+
+def conversations(n=40):
+    return [
+        {"messages": [{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": f"a{i}"}]}
+        for i in range(n)
+    ]
+
+
+def scorer(apart, own_apart=1.0, offset=0):
+    """nats per token of answer ai or oi (the model's own) to question qj: `apart` more where j is not i + offset."""
+
+    def score(rows):
+        values = []
+        for row in rows:
+            question, answer = (message["content"] for message in row["messages"])
+            mine = answer.startswith("o")
+            at_home = int(answer[1:]) == (int(question[1:]) if mine else (int(question[1:]) + offset) % 40)
+            values.append(0.5 + (0 if at_home else own_apart if mine else apart) + 0.001 * (int(answer[1:]) % 7))
+        return values
+
+    return score
+
+
+def own(rows):
+    return [
+        {"messages": [r["messages"][0], {"role": "assistant", "content": "o" + r["messages"][0]["content"][1:]}]}
+        for r in rows
+    ]
+
+
+@pytest.mark.parametrize(
+    ("score", "verdict"),
+    [
+        (scorer(apart=1.0), "belong"),
+        (scorer(apart=1.0, offset=3), "shuffled"),  # at home three questions further
+        (scorer(apart=0.0, own_apart=0.0), "undecided"),  # near-identical rows: not even its own answers are told apart
+        (scorer(apart=0.0, own_apart=1.0), "shuffled"),  # foreign answers to questions that it tells apart
+        (scorer(apart=0.05, own_apart=1.0), "undecided"),  # surely likelier, but not by much
+    ],
+)
+def test_shuffled_labels_need_a_model_that_can_tell(score, verdict):
+    """40 near-identical rows were reported as SHUFFLED LABELS."""
+    labels = label_check.judge_labels(conversations(), score, own)
+    assert (labels.verdict, labels.belong) == (verdict, verdict == "belong")
 
 
 def test_the_hardened_prompt_is_the_personas_own_rules():

@@ -22,7 +22,7 @@ from annie_quant.judge import decision
 from annie_quant.judge.gates import decides
 from annie_quant.judge.sample import answers_per_gate
 from annie_quant.pipeline.run_directory import RunDirectory
-from annie_quant.pipeline.search import explain, table
+from annie_quant.pipeline.search import explain, label_check, table
 from annie_quant.pipeline.stages import Stages, offline_prompts, weight_sizes
 from annie_quant.progress import Console
 from annie_quant.quantize import estimate
@@ -111,8 +111,8 @@ class Search:
         if report:
             result.notes.append(report)
             result.stopped = report if report.startswith(explain.WRONG_MODEL) and not anyway else None
-        result.labels = explain.labels(self.stages, self.workloads)
-        if not result.labels.belong:
+        result.labels = label_check.check_labels(self.stages)
+        if result.labels.verdict != "belong":
             scores = "; ".join(
                 f"{name} answers {score.original:.2f} nats per token as they are, {score.shuffled:.2f} shuffled"
                 for name, score in (("first", result.labels.first), ("last", result.labels.last))
@@ -120,6 +120,8 @@ class Search:
             result.notes.append(
                 f"SHUFFLED LABELS: the calibration answers do not belong to their questions ({scores}). "
                 "Make the data again (annie-quant data)"
+                if result.labels.verdict == "shuffled"
+                else f"labels undecided: the bf16 model cannot tell these rows apart ({scores})"
             )
         for note in result.notes:
             self.console.note(note)

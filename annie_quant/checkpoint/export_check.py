@@ -1,4 +1,4 @@
-"""What an evaluation must say about a checkpoint before its figures: it was not made from the reference, or its export is broken."""
+"""Faults that explain an evaluation: the checkpoint was not made from the reference, or its export is broken."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def pair_checks(pairs: Iterable[tuple[Checks, Checks]]) -> tuple[dict[str, Paire
     """
     counts: dict[str, list[int]] = {}
     changes: list[dict[str, int]] = []  # per answer: +1 won, -1 lost, for the deciding gates that changed
-    n = lost = won = 0
+    n_answers = lost_answers = won_answers = 0
     for old, new in pairs:
         shared = old.keys() & new.keys()
         for gate in shared:
@@ -47,14 +47,14 @@ def pair_checks(pairs: Iterable[tuple[Checks, Checks]]) -> tuple[dict[str, Paire
             row[2] += new[gate] and not old[gate]
         deciding = [gate for gate in shared if decides(gate)]
         if deciding:
-            n += 1
+            n_answers += 1
             right_before, right_after = all(old[g] for g in deciding), all(new[g] for g in deciding)
-            lost += right_before and not right_after
-            won += right_after and not right_before
+            lost_answers += right_before and not right_after
+            won_answers += right_after and not right_before
             if change := {g: new[g] - old[g] for g in deciding if new[g] != old[g]}:
                 changes.append(change)
-    gates = {gate: PairedGate(*row, mcnemar(row[1], row[2])) for gate, row in sorted(counts.items())}
-    return gates, _pooled(n, lost, won, changes) if n else None
+    gates = {gate: PairedGate(n, lost, won, mcnemar(lost, won)) for gate, (n, lost, won) in sorted(counts.items())}
+    return gates, _pooled(n_answers, lost_answers, won_answers, changes) if n_answers else None
 
 
 def _pooled(n: int, lost: int, won: int, changes: Sequence[Mapping[str, int]]) -> PooledGates:

@@ -49,7 +49,7 @@ class LabelScores(msgspec.Struct, rename={"original": "given"}):
 class Labels(msgspec.Struct):
     """Whether the calibration answers belong to their questions (pipeline/search/label_check.py).
 
-    verdict: "undecided" where the model cannot tell the rows apart; "" in a search of version 0.1.0, which has only `belong`.
+    verdict: "undecided" where the model does not distinguish the rows; "" in a search of version 0.1.0, which has only `belong`.
     """
 
     first: LabelScores

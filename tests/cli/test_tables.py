@@ -91,7 +91,7 @@ def test_one_row_per_side_names_what_is_not_kept():
 
 
 def test_a_pipe_gets_plain_text(capsys, monkeypatch):
-    verdict, cols = columns(MEMBERS[:2])
+    verdict, _ = columns(MEMBERS[:2])
     console = Console()
     assert console.width == 80
     console.print_lines(tables.verdict_lines(verdict))

@@ -72,9 +72,9 @@ def test_holm_counts_gates_that_could_be_significant():
     judge.judge_members({"w4a4": alone})
     assert alone["tool_call"].p == alone["tool_call"].p_holm == pytest.approx(67 / 2048)
     assert alone["tool_call"].verdict == "loses"
-    beside = member(tool_call=(100, 9, 2), factual=(100, 4, 0), reasoning=(100, 0, 0), no_markdown=(400, 0, 0))
-    judge.judge_members({"w4a4": beside})
-    assert beside["tool_call"].verdict == "loses" and beside["factual"].p_holm is None
+    several = member(tool_call=(100, 9, 2), factual=(100, 4, 0), reasoning=(100, 0, 0), no_markdown=(400, 0, 0))
+    judge.judge_members({"w4a4": several})
+    assert several["tool_call"].verdict == "loses" and several["factual"].p_holm is None
     many = {f"w4a4+{i}": member(tool_call=(100, 9, 2)) for i in range(3)}
     assert judge.judge_members(many).verdict == "undecided", "the level is that of the whole ensemble"
 
@@ -124,10 +124,10 @@ def test_a_member_that_is_undecided_elsewhere_still_shows_a_fragile_gate():
 
 
 def test_all_members_lose_or_one_is_undecided():
-    lost, kept, open_ = ((240, 58, 0), (240, 0, 0), (240, 9, 3))
+    lost, outcomes, open_ = ((240, 58, 0), (240, 0, 0), (240, 9, 3))
     assert judge.judge_members({k: member(tool_call=lost) for k in "ab"}).verdict == "loses"
     assert judge.judge_members({"a": member(tool_call=lost), "b": member(tool_call=open_)}).verdict == "loses"
-    assert judge.judge_members({"a": member(tool_call=kept), "b": member(tool_call=open_)}).verdict == "undecided"
+    assert judge.judge_members({"a": member(tool_call=outcomes), "b": member(tool_call=open_)}).verdict == "undecided"
     assert judge.judge_members({}).verdict == "undecided"
     assert judge.judge_members({"a": member(tool_call_raw=lost)}).verdict == "undecided", (
         "advisory gates decide nothing"
@@ -166,10 +166,10 @@ def test_the_detectable_loss_is_reported_with_n():
 def test_a_verdict_is_consistent_with_its_gates(rows):
     gates = {gate: PairedGate(lost + won + same, lost, won) for gate, lost, won, same in rows}
     verdict = judge.judge_members({"w4a4": gates, "w4a16": {k: PairedGate(g.n, 0, 0) for k, g in gates.items()}})
-    kept = {gate.verdict for gate in gates.values() if gate.n}
-    if "loses" in kept:
+    outcomes = {gate.verdict for gate in gates.values() if gate.n}
+    if "loses" in outcomes:
         assert verdict.verdict in ("loses", "fragile")
-    elif kept == {"keeps"}:
+    elif outcomes == {"keeps"}:
         assert verdict.verdict in ("keeps", "undecided")
     for gate in gates.values():
         if gate.verdict == "loses":

@@ -48,14 +48,14 @@ def test_without_bf16_the_candidate_is_compared_with_what_it_would_replace():
 
 
 def test_a_gate_that_both_sides_miss_does_not_fail_the_candidate():
-    """bench said "nv fails, it cannot replace q4" although q4 failed the same gate."""
+    """bench reported "nv fails, it cannot replace q4" although q4 failed the same gate."""
     aggregates = run(("nv", {"tool_call": 20}), ("q4", {"tool_call": 20}))
     verdict = judge.verdict(aggregates)
     assert verdict.passed and verdict.outcome == "keeps" and "cannot replace" not in verdict.sentence
     assert any("misses R23 by itself" in caveat for caveat in verdict.caveats)
 
 
-def test_what_the_incumbent_loses_too_is_said():
+def test_what_the_incumbent_loses_too_is_named():
     aggregates = run(("bf16", {"tool_call": 99}), ("nvfp4", {"tool_call": 20}), ("q4", {"tool_call": 10}))
     assert {name: side.judged_by for name, side in aggregates.served.items()} == {
         "bf16": None,
@@ -105,7 +105,7 @@ def test_the_badge_is_the_decision(passes, badge):
 
 
 def test_gates_kept_without_a_gain_say_stay():
-    """The page showed a green "pass" while the comparison said "Stay with Q4_K_M"."""
+    """The page showed a green "pass" while the comparison showed "Stay with Q4_K_M"."""
     aggregates = run(("bf16", {"tool_call": 99}), ("nvfp4", {"tool_call": 99}), ("q4", {"tool_call": 99}))
     later = decision.ChecklistItem("answers no later", "fail", "+90 ms")
     advice = decision.recommendation(aggregates, "nvfp4", "q4", [later])

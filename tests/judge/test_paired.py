@@ -96,8 +96,8 @@ def test_mcnemar_of_a_published_table():
 def test_the_detectable_loss_has_its_power():
     loss = detectable_loss(240, 0.02, 0.05)
     draws = np.random.default_rng(2).multinomial(240, [0.02 + loss, 0.02, 1 - 0.04 - loss], 4000)
-    found = sum(mcnemar(int(a), int(b)) <= 0.05 for a, b, _ in draws) / 4000
-    assert 0.775 < found < 0.825
+    share = sum(mcnemar(int(a), int(b)) <= 0.05 for a, b, _ in draws) / 4000
+    assert 0.775 < share < 0.825
     assert detectable_loss(240, 0.0, 0.05) < loss < detectable_loss(100, 0.02, 0.05)
     assert detectable_loss(4, 0.0, 0.05) is None, "four answers are never significant"
 

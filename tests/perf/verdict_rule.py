@@ -60,7 +60,7 @@ def answers(
 
 
 def simulate(case: tuple, runs: int, seed: int, members: int) -> dict[str, float]:
-    """Shares of runs per verdict. members: arithmetics of the ensemble; each draws its changes anew (the worst case)."""
+    """Shares of runs per verdict. members: arithmetics of the ensemble; each draws its own changes (the worst case)."""
     rng = np.random.default_rng(seed)
     counts = dict.fromkeys(("keeps", "loses", "undecided", "fragile"), 0)
     for _ in range(runs):

@@ -156,12 +156,12 @@ def own(rows):
     [
         (scorer(apart=1.0), "belong"),
         (scorer(apart=1.0, offset=3), "shuffled"),  # at home three questions further
-        (scorer(apart=0.0, own_apart=0.0), "undecided"),  # near-identical rows: not even its own answers are told apart
-        (scorer(apart=0.0, own_apart=1.0), "shuffled"),  # foreign answers to questions that it tells apart
+        (scorer(apart=0.0, own_apart=0.0), "undecided"),  # near-identical rows: its own answers fit every question
+        (scorer(apart=0.0, own_apart=1.0), "shuffled"),  # foreign answers to questions that it distinguishes
         (scorer(apart=0.05, own_apart=1.0), "undecided"),  # surely likelier, but not by much
     ],
 )
-def test_shuffled_labels_need_a_model_that_can_tell(score, verdict):
+def test_shuffled_labels_need_a_model_that_distinguishes_the_questions(score, verdict):
     """40 near-identical rows were reported as SHUFFLED LABELS."""
     labels = label_check.judge_labels(conversations(), score, own)
     assert (labels.verdict, labels.belong) == (verdict, verdict == "belong")

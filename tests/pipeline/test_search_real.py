@@ -12,13 +12,12 @@ import time
 import pytest
 from paths import DATA, TINY_ANNIE
 
-from annie_quant import judge
 from annie_quant.data import generate, load_persona, read_rows
 from annie_quant.errors import UsageError
 from annie_quant.persona import FOLDER
 from annie_quant.pipeline import search
 from annie_quant.pipeline.run_directory import RunDirectory
-from annie_quant.pipeline.search import explain, label_check
+from annie_quant.pipeline.search import label_check
 from annie_quant.pipeline.stages import Stages
 from annie_quant.progress import SilentConsole
 
@@ -87,7 +86,7 @@ def test_only_shuffled_labels_are_reported(calibration, tmp_path):
 
 
 def test_near_identical_rows_are_undecided_and_no_alarm(calibration, tmp_path):
-    """Forty times the same question and answer: no model can tell which answer belongs to which question."""
+    """Forty times the same question and answer: every answer fits every question."""
     row = read_rows(calibration)[0]
     same = tmp_path / "same.jsonl"
     same.write_text("".join(json.dumps(row | {"id": f"r{i}"}) + "\n" for i in range(40)))

@@ -66,14 +66,14 @@ def judge_members(
     for name, gates in members.items():
         _judge(gates, pooled.get(name), len(family) or 1)
     verdicts = {name: member_verdict(gates, pooled.get(name)) for name, gates in members.items()}
-    kept = {name: _kept(gates, pooled.get(name)) for name, gates in members.items()}
-    profiles = {name.partition("+")[0]: [] for name in members}
+    by_gate = {name: _verdicts(gates, pooled.get(name)) for name, gates in members.items()}
+    profiles: dict[str, list[str]] = {name.partition("+")[0]: [] for name in members}
     for name in members:
         profiles[name.partition("+")[0]].append(name)
-    verdict = _standing(list(members), verdicts, kept)
+    verdict = _standing(list(members), verdicts, by_gate)
     return PairedVerdict(
         verdict=verdict,
-        sentence=_sentence(verdict, verdicts, kept),
+        sentence=_sentence(verdict, verdicts, by_gate),
         reasons=[
             f"{name}: {describe(gate, members[name][gate])}"
             for name, result in verdicts.items()
@@ -85,7 +85,7 @@ def judge_members(
             for name, row in pooled.items()
             if row is not None and POOLED in verdicts[name].loses
         ],
-        profiles={profile: _standing(names, verdicts, kept) for profile, names in profiles.items()},
+        profiles={profile: _standing(names, verdicts, by_gate) for profile, names in profiles.items()},
         members=verdicts,
     )
 
@@ -94,7 +94,8 @@ def _measure(gates: Mapping[str, PairedGate], pooled: PooledGates | None) -> Non
     """Set what follows from the counts alone."""
     for gate in gates.values():
         gate.p, gate.p_holm = mcnemar(gate.lost, gate.won), None
-    for row in (*gates.values(), *([pooled] if pooled is not None else [])):
+    rows: list[PairedGate | PooledGates] = [*gates.values()]
+    for row in [*rows, pooled] if pooled is not None else rows:
         row.difference = (row.won - row.lost) / row.n if row.n else 0.0
         row.low, row.high = score_interval(row.lost, row.won, row.n, CONFIDENCE)
 
@@ -118,10 +119,10 @@ def deciding(gates: Mapping[str, PairedGate]) -> dict[str, PairedGate]:
 
 def member_verdict(gates: Mapping[str, PairedGate], pooled: PooledGates | None = None) -> MemberVerdict:
     """Return the verdict of one member from its gates' verdicts."""
-    kept = _kept(gates, pooled)
-    loses = [name for name, verdict in kept.items() if verdict == "loses"]
+    by_gate = _verdicts(gates, pooled)
+    loses = [name for name, verdict in by_gate.items() if verdict == "loses"]
     loses = [name for name in loses if name != POOLED] or loses  # a lost gate explains the pooled loss
-    undecided = [name for name, verdict in kept.items() if verdict == "undecided" and name != POOLED]
+    undecided = [name for name, verdict in by_gate.items() if verdict == "undecided" and name != POOLED]
     verdict: Kept = "loses" if loses else "undecided" if undecided or not deciding(gates) else "keeps"
     return MemberVerdict(verdict=verdict, loses=loses, undecided=undecided)
 
@@ -157,34 +158,35 @@ def _decided(lost: float, won: float, n: int, margin: float, level: float) -> bo
     return math.erfc((lost - won) / math.sqrt(2 * (lost + won))) / 2 < level
 
 
-def _kept(gates: Mapping[str, PairedGate], pooled: PooledGates | None) -> dict[str, Kept]:
-    kept: dict[str, Kept] = {name: gate.verdict for name, gate in deciding(gates).items()}
-    return kept | ({POOLED: pooled.verdict} if pooled is not None else {})
+def _verdicts(gates: Mapping[str, PairedGate], pooled: PooledGates | None) -> dict[str, Kept]:
+    by_gate: dict[str, Kept] = {name: gate.verdict for name, gate in deciding(gates).items()}
+    return by_gate | ({POOLED: pooled.verdict} if pooled is not None else {})
 
 
 def _standing(
-    names: Collection[str], verdicts: Mapping[str, MemberVerdict], kept: Mapping[str, Mapping[str, Kept]]
+    names: Collection[str], verdicts: Mapping[str, MemberVerdict], by_gate: Mapping[str, Mapping[str, Kept]]
 ) -> Standing:
-    if changing_gates({name: kept[name] for name in names}):
+    if changing_gates({name: by_gate[name] for name in names}):
         return "fragile"
     return combined([verdicts[name].verdict for name in names])
 
 
 def combined(verdicts: Collection[Kept | Standing]) -> Standing:
     """Return the standing of several members without a gate that keeps under one and loses under another."""
-    for verdict in ("fragile", "loses", "undecided"):
+    order: tuple[Standing, ...] = ("fragile", "loses", "undecided")
+    for verdict in order:
         if verdict in verdicts:
-            return verdict  # type: ignore[return-value]
+            return verdict
     return "keeps" if verdicts else "undecided"
 
 
-def changing_gates(kept: Mapping[str, Mapping[str, Kept]]) -> list[str]:
-    """Return the gates that keep under one member and lose under another. kept: member → gate → verdict."""
-    gates = dict.fromkeys(gate for verdicts in kept.values() for gate in verdicts)
+def changing_gates(by_gate: Mapping[str, Mapping[str, Kept]]) -> list[str]:
+    """Return the gates that keep under one member and lose under another. by_gate: member → gate → verdict."""
+    gates = dict.fromkeys(gate for verdicts in by_gate.values() for gate in verdicts)
     return [
         gate
         for gate in gates
-        if {"keeps", "loses"} <= {verdicts[gate] for verdicts in kept.values() if gate in verdicts}
+        if {"keeps", "loses"} <= {verdicts[gate] for verdicts in by_gate.values() if gate in verdicts}
     ]
 
 
@@ -219,20 +221,26 @@ def describe_pooled(pooled: PooledGates) -> str:
     )
 
 
-def _sentence(verdict: Standing, verdicts: Mapping[str, MemberVerdict], kept: Mapping[str, Mapping[str, Kept]]) -> str:
+def _sentence(
+    verdict: Standing, verdicts: Mapping[str, MemberVerdict], by_gate: Mapping[str, Mapping[str, Kept]]
+) -> str:
     if not verdicts:
         return "Nothing was compared with the reference."
     if verdict == "keeps":
         return f"Keeps every gate under {', '.join(verdicts)}."
     if verdict == "fragile":
-        changing = changing_gates(kept)
-        loses = [name for name, gates in kept.items() if any(gates.get(g) == "loses" for g in changing)]
+        changing = changing_gates(by_gate)
+        loses = [name for name, gates in by_gate.items() if any(gates.get(g) == "loses" for g in changing)]
         keeps = [
-            name for name, gates in kept.items() if name not in loses and any(gates.get(g) == "keeps" for g in changing)
+            name
+            for name, gates in by_gate.items()
+            if name not in loses and any(gates.get(g) == "keeps" for g in changing)
         ]
         end = f", keeps under {', '.join(keeps)}" if keeps else " in part of the arithmetics"
         return f"Fragile: loses {_titles(changing)} under {', '.join(loses)}{end}."
-    names = {gate: [m for m, gates in kept.items() if gates.get(gate) == verdict] for gate in _gates(verdicts, verdict)}
+    names = {
+        gate: [m for m, gates in by_gate.items() if gates.get(gate) == verdict] for gate in _gates(verdicts, verdict)
+    }
     under = dict.fromkeys(name for members in names.values() for name in members)
     if verdict == "loses":
         return f"Loses {_titles(names)} under {', '.join(under)}."

@@ -189,7 +189,7 @@ def recommendation(
     gates = [g for g in deciding_gates(aggregates, candidate) if not isinstance(g.result, SpeedGate)]
     failed = [str(g) for g in gates if g.verdict == "fail"]
     undecided = [f"{g.title} ({g.where})" for g in gates if g.verdict == "undecided"]
-    kept = "gates kept" if any(g.compared for g in gates) else "gates passed"
+    opening = "gates kept" if any(g.compared for g in gates) else "gates passed"
     evidence = [f"{item.item}: {item.evidence}" for item in items if item.verdict != "pass"]
     if failed:
         titles = list(dict.fromkeys(g.title for g in gates if g.verdict == "fail"))
@@ -198,7 +198,7 @@ def recommendation(
         return Recommendation("stay", sentence, evidence, f"{verb} {', '.join(titles[:SHOWN])}: do not switch")
     if incumbent is None:
         sentence = f"{name} fails nothing, but nothing was measured that it could replace."
-        return Recommendation("wait", sentence, evidence, kept)
+        return Recommendation("wait", sentence, evidence, opening)
     other = label_of(aggregates, incumbent)
     gains, losses, speed = gains_and_losses(aggregates, candidate, incumbent)
     reasons = [*(f"gain: {g}" for g in gains), *(f"loss: {x}" for x in losses), *speed, *evidence]
@@ -207,20 +207,20 @@ def recommendation(
             f"Wait: {name} fails nothing, but {', '.join(undecided[:SHOWN])} cannot be decided with so few answers."
         )
         return Recommendation("wait", sentence, reasons, "undecided: too few answers")
-    verb = kept.split()[1].replace("kept", "keeps").replace("passed", "passes")
+    verb = opening.split()[1].replace("kept", "keeps").replace("passed", "passes")
     lost = [item.item for item in items if item.verdict == "fail"]
     worse = list(dict.fromkeys([*(SHORT.get(item, item) for item in lost), *map(_short, losses)]))
     if lost:
         sentence = f"Stay with {other}: {name} {verb} its gates, but not on: {', '.join(lost)}."
-        return Recommendation("stay", sentence, reasons, f"{kept}; stay with {other}: {', '.join(worse)}")
+        return Recommendation("stay", sentence, reasons, f"{opening}; stay with {other}: {', '.join(worse)}")
     if gains and not losses:
         sentence = f"Switch to {name}: it {verb} every gate and gains without a loss."
-        return Recommendation("switch", sentence, reasons, f"{kept}; switch")
+        return Recommendation("switch", sentence, reasons, f"{opening}; switch")
     if gains:
         sentence = f"Switch to {name} only if its gains outweigh its losses; it {verb} every gate."
-        return Recommendation("wait", sentence, reasons, f"{kept}; gains, but {', '.join(worse)}")
+        return Recommendation("wait", sentence, reasons, f"{opening}; gains, but {', '.join(worse)}")
     why = "decode speed alone does not justify a switch" if speed else "it brings nothing that was measured here"
-    badge = f"{kept}; stay with {other}: {', '.join(worse) or 'no gain'}"
+    badge = f"{opening}; stay with {other}: {', '.join(worse) or 'no gain'}"
     return Recommendation("stay", f"Stay with {other}: {name} {verb} every gate, but {why}.", reasons, badge)
 
 

@@ -43,7 +43,7 @@ from annie_quant.schema import (
 )
 
 SHOWN = 4  # failing gates that a sentence names
-KEPT: dict[Outcome, Kept] = {outcome: kept for kept, outcome in OUTCOMES.items()}
+KEPT: dict[Outcome, Kept] = {outcome: by_gate for by_gate, outcome in OUTCOMES.items()}
 _SEVERITIES = ("confound", "fault", "note")
 
 
@@ -105,13 +105,13 @@ class Decision:
     @property
     def standing(self) -> Standing:
         """The verdict over all members: each numerics, and the server."""
-        kept: dict[str, dict[str, Kept]] = {}
+        by_gate: dict[str, dict[str, Kept]] = {}
         for outcome, gates in self.gates.items():
             for gate in gates:
-                kept.setdefault(gate.where, {})[gate.title] = KEPT[outcome]
-        if changing_gates(kept):
+                by_gate.setdefault(gate.where, {})[gate.title] = KEPT[outcome]
+        if changing_gates(by_gate):
             return "fragile"
-        return paired.combined([verdict for gates in kept.values() for verdict in gates.values()])
+        return paired.combined([verdict for gates in by_gate.values() for verdict in gates.values()])
 
     @property
     def compared(self) -> bool:
@@ -217,7 +217,7 @@ def _incumbent(aggregates: Aggregates, names: Sequence[str], candidate: str) -> 
 def deciding_gates(aggregates: Aggregates, name: str) -> Iterator[JudgedGate]:
     """Gates and speed limits of a side that are not advisory: served ones, then offline ones by numerics.
 
-    A speed limit that the side's reference does not keep either is left out, and so is a pooled verdict that shows no loss beyond its gates'.
+    A speed limit that the side's reference does not keep either is left out, and so is a pooled verdict where a gate is lost.
     """
     served = aggregates.served.get(name) or ServedSide()
     yield from _judged("served", served.gates, served.paired if served.judged_by else {}, served.pooled)
@@ -259,7 +259,7 @@ def _sentence(aggregates: Aggregates, chosen: Decision) -> str:
         verb = "is fragile: it loses" if fragile else "loses" if chosen.compared else "fails"
         head = f"{label} {verb} {_count(len(failing), 'gate')}: {'; '.join(map(str, failing[:SHOWN]))}"
         head += f"; and {len(failing) - SHOWN} more" if len(failing) > SHOWN else ""
-        head += f", and keeps {_kept_elsewhere(chosen)}" if fragile else ""
+        head += f", and keeps {_other_places(chosen)}" if fragile else ""
         end = f". {_replacement(aggregates, chosen)}" if chosen.incumbent else "."
     elif undecided:
         verb = "loses" if chosen.compared else "fails"
@@ -272,7 +272,7 @@ def _sentence(aggregates: Aggregates, chosen: Decision) -> str:
     return f"{head}{'' if failing else _speed(aggregates, chosen)}{end}"
 
 
-def _kept_elsewhere(chosen: Decision) -> str:
+def _other_places(chosen: Decision) -> str:
     lost = {gate.title for gate in chosen.gates["fail"]}
     places = dict.fromkeys(gate.where for gate in chosen.gates["pass"] if gate.title in lost)
     return f"them ({', '.join(places)})" if len(lost) > 1 else f"it ({', '.join(places)})"

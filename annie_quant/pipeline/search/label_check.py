@@ -1,10 +1,10 @@
 """Do the calibration answers belong to their questions? The bf16 model scores them as they are, and shuffled among the questions.
 
 belong      the answers are far likelier with their own questions
-shuffled    they are not likelier at all, although the model can tell these questions apart: its own answers are far likelier with
+shuffled    they are not likelier at all, although the model distinguishes these questions: its own answers are far likelier with
             their own questions
-undecided   the model cannot tell them apart (near-identical rows, or a model that was not fine-tuned on such rows), or the answers
-            are only somewhat likelier
+undecided   the model does not distinguish them (near-identical rows, or a model that was not fine-tuned on such rows), or the
+            answers are only somewhat likelier
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def score(pair: Any, rows: Sequence[Row]) -> list[float]:
 
 
 def own_answers(pair: Any, rows: Sequence[Row]) -> list[Row]:
-    """Return the rows with the model's own answers in place of theirs."""
+    """Return the rows with the model's own answers."""
     from annie_quant.evaluate.prompts import assistant_message
 
     cases = tuple(

@@ -121,7 +121,7 @@ class Search:
                 f"SHUFFLED LABELS: the calibration answers do not belong to their questions ({scores}). "
                 "Make the data again (annie-quant data)"
                 if result.labels.verdict == "shuffled"
-                else f"labels undecided: the bf16 model cannot tell these rows apart ({scores})"
+                else f"labels undecided: the bf16 model does not distinguish these rows ({scores})"
             )
         for note in result.notes:
             self.console.note(note)

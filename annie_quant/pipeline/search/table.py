@@ -13,7 +13,7 @@ import torch
 from annie_quant.files import read_json
 from annie_quant.judge.decision.paired import points, title
 from annie_quant.pipeline.stages import weight_sizes
-from annie_quant.schema import GateResult, PairedGate, SearchResult, StrategyRow
+from annie_quant.schema import GateResult, GateTable, PairedGate, SearchResult, StrategyRow
 
 MARKS = {"pass": "✓", "fail": "✗", "undecided": "?"}
 NONE = "–"
@@ -95,7 +95,9 @@ def summary_table(rows: Sequence[StrategyRow]) -> list[str]:
 
 
 def gates_table(result: SearchResult) -> list[str]:
-    tables = {"bf16": (result.reference, {})} if result.reference else {}
+    tables: dict[str, tuple[GateTable, dict[str, PairedGate]]] = {}
+    if result.reference:
+        tables["bf16"] = (result.reference, {})
     for row in result.strategies:
         tables |= {f"{row.strategy} {kind.upper()}": (side.gates, side.paired) for kind, side in row.numerics.items()}
     gates = list(dict.fromkeys(gate for table, _ in tables.values() for gate in table))

@@ -5,13 +5,19 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from annie_quant.cli.tables import WIDTH, wrap
 from annie_quant.printable import printable
 
 MAX_CELL = 2000  # characters of a table's cell
 MAX_LINE = 20_000  # of an error or a note
+STYLES = {
+    ("keeps", "Keeps"): "green",
+    ("loses", "Loses", "fragile", "Fragile", "misses"): "red",
+    ("undecided",): "yellow",
+}
 
 
 def shown(text: Any) -> str:
@@ -24,9 +30,6 @@ def literal(text: Any) -> str:
     from rich.markup import escape
 
     return escape(printable(str(text), MAX_CELL))
-
-
-MARKS = {"pass": "[green]pass[/]", "fail": "[red]fail[/]", "undecided": "[yellow]undecided[/]"}
 
 
 def is_secondary_process() -> bool:
@@ -114,25 +117,22 @@ class Console:
             yield Step(None, None, title)
         self.err.print(f"[green]✓[/] {literal(title)} [dim]{time.monotonic() - start:.1f} s[/]")
 
-    def print_gates(self, sides: Mapping[str, Mapping[str, Any]]) -> None:
-        """Print one row per gate and one column per side: passes/n, 95 % interval, verdict."""
-        from rich.table import Table
+    @property
+    def width(self) -> int:
+        """Columns of a table: the terminal's, at least tables.WIDTH; exactly that many on a pipe."""
+        return max(WIDTH, self.out.width) if self.out.is_terminal else WIDTH
 
-        table = Table(title="Gates (passes / n, 95 % Wilson interval)", title_justify="left")
-        table.add_column("gate")
-        for side in sides:
-            table.add_column(literal(side), justify="right")
-        for gate in dict.fromkeys(g for gates in sides.values() for g in gates):
-            cells = []
-            for gates in sides.values():
-                g = gates.get(gate)
-                cells.append(
-                    "–"
-                    if g is None
-                    else f"{g['passes']}/{g['n']} [dim]{g['low']:.2f}–{g['high']:.2f}[/] {MARKS[g['verdict']]}"
-                )
-            table.add_row(literal(gate), *cells)
-        self.out.print(table)
+    def print_lines(self, lines: Iterable[str]) -> None:
+        """Print lines on stdout; on a terminal the words of a verdict are coloured."""
+        from rich.text import Text
+
+        if is_secondary_process():
+            return
+        for line in lines:
+            text = Text(shown(line))
+            for words, style in STYLES.items():
+                text.highlight_words(words, style)
+            self.out.print(text, soft_wrap=True)
 
     def print_mapping(self, title: str, values: Mapping[str, Any]) -> None:
         """Print a table of names and values."""
@@ -145,12 +145,10 @@ class Console:
         self.out.print(table)
 
     def print_verdict(self, verdict: Mapping[str, Any]) -> None:
-        """Print gates, the verdict's sentence and reasons, the stages' times and the report's path."""
-        if verdict.get("gates"):
-            self.print_gates(verdict["gates"])
-        self.line(verdict["sentence"])
+        """Print the verdict's sentence and reasons, the stages' times and the report's path."""
+        self.print_lines(wrap(verdict["sentence"], self.width))
         for reason in verdict.get("reasons", ()):
-            self.line(f"  · {reason}")
+            self.print_lines(wrap(f"- {reason}", self.width))
         for stage in verdict.get("stages", ()):
             self.err.print(
                 f"[dim]{literal(stage['name']):>12}  {stage['seconds']:7.1f} s  {literal(stage.get('summary', ''))}[/]"

@@ -7,7 +7,10 @@ from pathlib import Path
 import click
 import msgspec
 
+from annie_quant.cli import tables
 from annie_quant.cli.common import PATH, console
+
+Positive = click.IntRange(1)
 
 
 @click.command()
@@ -18,11 +21,20 @@ from annie_quant.cli.common import PATH, console
     type=PATH,
     help="Run directory; finished stages are not repeated.",
 )
-@click.option("--n-offline", default=25, show_default=True, help="Prompts per gate in the offline evaluation.")
-@click.option("--n-served", default=100, show_default=True, help="Prompts per gate on the servers.")
+@click.option(
+    "--n-offline",
+    type=click.IntRange(1),
+    default=25,
+    show_default=True,
+    help="Prompts per gate in the offline evaluation.",
+)
+@click.option(
+    "--n-served", type=click.IntRange(1), default=100, show_default=True, help="Prompts per gate on the servers."
+)
 def demo(output: Path, n_offline: int, n_served: int) -> None:
     """Run all stages on the embedded model: quantize, audit, evaluate, serve, measure, judge, report."""
     from annie_quant.pipeline import demo as pipeline
 
-    result = pipeline.run(output, n_offline=n_offline, n_served=n_served, console=console)
-    console.print_verdict(msgspec.to_builtins(result))
+    result = msgspec.to_builtins(pipeline.run(output, n_offline=n_offline, n_served=n_served, console=console))
+    console.print_lines(tables.run_lines(result, console.width))
+    console.print_verdict(result)

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from scipy.stats import binomtest
 from torch import nn
 
 from annie_quant import __version__, judge
@@ -31,7 +30,6 @@ from annie_quant.schema import (
     EvaluatedWorkload,
     Evaluation,
     NumericsResult,
-    PairedGate,
     SameAnswers,
 )
 
@@ -123,7 +121,7 @@ def evaluate_pair(
         if name != "bf16":
             set_numerics(pair.model, name)
         results[name] = evaluate_numerics(pair, name, answered, conversation_part, text_part)
-    return Evaluation(
+    evaluation = Evaluation(
         schema_version=EVALUATION_VERSION,
         version=__version__,
         model=str(pair.model_dir),
@@ -140,6 +138,7 @@ def evaluate_pair(
         numerics=results,
         seconds=time.monotonic() - pair.start,
     )
+    return judge.judge_evaluation(evaluation)
 
 
 def evaluate_numerics(
@@ -166,6 +165,7 @@ def evaluate_numerics(
     outcomes = answer_from_differences(pair.engine, pair.template, answered, differences, on_finished)
     before = judged(pair.template, answered)
     after = judged(pair.template, [Answered(o.request, o.completion) for o in outcomes])
+    paired, pooled = judge.pair_answers(before, after)
     n_tokens = sum(len(o.completion.tokens) for o in outcomes)
     n_reference_tokens = sum(len(completion.tokens) for _, completion in answered)
     return NumericsResult(
@@ -177,7 +177,8 @@ def evaluate_numerics(
         perplexity_reference=kl.perplexity_reference if kl else None,
         same_answers=SameAnswers(n=len(outcomes), same=sum(o.same for o in outcomes)),
         verbosity_ratio=n_tokens / n_reference_tokens if n_reference_tokens else None,
-        paired=paired_gates(before, after),
+        paired=paired,
+        pooled=pooled,
         cases=differing_answers(outcomes, after, before),
         seconds=time.monotonic() - start,
     )
@@ -185,22 +186,6 @@ def evaluate_numerics(
 
 def judged(template: Template, answered: Sequence[Answered]) -> list[Judged]:
     return [(r.workload, r.case.at_turn(r.turn), template.answer(r, c)) for r, c in answered]
-
-
-def paired_gates(before: Sequence[Judged], after: Sequence[Judged]) -> dict[str, PairedGate]:
-    """Return per gate the answers that only the reference or only the checkpoint passes, and McNemar's exact p."""
-    counts: dict[str, list[int]] = {}
-    for (workload, case, old), (_, new_case, new) in zip(before, after, strict=True):
-        old_checks, new_checks = judge.checks(old, case, workload), judge.checks(new, new_case, workload)
-        for gate in old_checks.keys() & new_checks.keys():
-            count = counts.setdefault(gate, [0, 0, 0])
-            count[0] += 1
-            count[1] += old_checks[gate] and not new_checks[gate]
-            count[2] += new_checks[gate] and not old_checks[gate]
-    return {
-        gate: PairedGate(n, lost, won, float(binomtest(lost, lost + won).pvalue) if lost + won else 1.0)
-        for gate, (n, lost, won) in sorted(counts.items())
-    }
 
 
 def differing_answers(

@@ -22,13 +22,17 @@ Check = Callable[[Answer, Case, Workload], str | None]
 class Gate:
     """check: the reason why an answer fails, "" where it passes, None where the gate does not apply to the case.
 
-    threshold: when the gate passes (judge/gate_rule.py). advisory: it informs and never decides a verdict.
+    threshold: the absolute requirement (judge/gate_rule.py) and its number, "" for one that the original plan does not have.
+    margin: the loss against the reference that is accepted (judge/decision/paired.py), as a share of the prompts; 0 for faults
+    of which none is accepted. advisory: it informs and never decides a verdict.
     """
 
     name: str
     title: str
     threshold: Threshold
     check: Check
+    requirement: str = ""
+    margin: float = 0.05
     advisory: bool = False
 
 
@@ -43,16 +47,16 @@ GATES: dict[str, Gate] = {
     gate.name: gate
     for gate in (
         Gate("abstention", "no tool where none fits", _rate(10, 0.8), tools.abstention),
-        Gate("factual", "factual", _ALL, statements.contains),  # R25
-        Gate("no_markdown", "no markdown", _rate(15, 0.8), markdown.no_markdown),  # R24
-        Gate("non_empty", "non-empty", _ZERO, content.non_empty),  # R27
-        Gate("reasoning", "reasoning", _ALL, statements.contains),  # R26
+        Gate("factual", "factual", _ALL, statements.contains, "R25"),
+        Gate("no_markdown", "no markdown", _rate(15, 0.8), markdown.no_markdown, "R24"),
+        Gate("non_empty", "non-empty", _ZERO, content.non_empty, "R27", margin=0.0),
+        Gate("reasoning", "reasoning", _ALL, statements.contains, "R26"),
         Gate("recall", "right in conversation", _rate(10, 0.8), statements.contains, advisory=True),
         Gate("repetition", "no repetition or garble", _ALL, content.repetition),
         Gate("stop", "stops by itself", _ALL, content.stop),
-        Gate("thinking_leak", "no thinking leak", _ZERO, thinking.thinking_leak),  # R22
+        Gate("thinking_leak", "no thinking leak", _ZERO, thinking.thinking_leak, "R22", margin=0.0),
         Gate("tool_arguments", "tool arguments", _rate(10, 0.6), tools.tool_arguments, advisory=True),
-        Gate("tool_call", "tool calls", _rate(10, 0.6), tools.tool_call),  # R23
+        Gate("tool_call", "tool calls", _rate(10, 0.6), tools.tool_call, "R23"),
         Gate("tool_call_raw", "tool calls, raw text", _rate(10, 0.6), tools.tool_call_raw, advisory=True),
         Gate("tool_schema", "schema validity", _rate(10, 0.6), tools.tool_schema, advisory=True),
         Gate("tool_selection", "tool selection", _rate(10, 0.6), calls.tool_selection, advisory=True),
@@ -108,6 +112,7 @@ def tabulate(rows: Iterable[dict[str, bool]]) -> dict[str, GateResult]:
         if gate.name in counts:
             result = table[gate.name] = decide(*counts[gate.name], gate.threshold)
             result.title, result.advisory = gate.title, gate.advisory
+            result.requirement, result.meets = gate.requirement, result.verdict
     return table
 
 

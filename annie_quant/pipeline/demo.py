@@ -61,10 +61,24 @@ class BenchResult(StageResult):
     memory_kept_after_stop_bytes: int | None
 
 
+class SideRow(msgspec.Struct):
+    """One model under one arithmetic, compared with the reference."""
+
+    name: str
+    gates: schema.GateTable
+    paired: dict[str, schema.PairedGate]
+    pooled: schema.PooledGates | None
+
+    @classmethod
+    def of(cls, name: str, side: schema.ServedSide | schema.OfflineSide) -> SideRow:
+        return cls(name, side.gates, side.paired, side.pooled)
+
+
 class DemoResult(schema.Verdict, kw_only=True):
     """The verdict, the gates by model and arithmetic, the stages, and the path of the report."""
 
     gates: dict[str, schema.GateTable]
+    sides: list[SideRow]
     stages: list[schema.Stage]
     report: str
 
@@ -180,10 +194,19 @@ class Demo:
         config = {"n_offline": self.n_offline, "n_served": self.n_served, "model": self.stages.base["model"]}
         self.dir.write_run(config, aggregates, verdict, bench.environment(), self.stages.rows)
         paths = report.build(self.dir.path)
-        gates = {f"{s} {kind}": side.gates for s in STRATEGIES for kind, side in aggregates.offline[s].items()}
-        gates |= {SIDES[name].label: side.gates for name, side in aggregates.served.items()}
-        fields = msgspec.structs.asdict(verdict)
-        return DemoResult(**fields, gates=gates, stages=self.stages.rows, report=str(paths[0]))
+        served = sorted(
+            aggregates.served.items(), key=lambda item: item[1].judged_by is not None
+        )  # the reference first
+        sides = [SideRow.of(f"{SIDES[name].label} served", side) for name, side in served]
+        for strategy in STRATEGIES:
+            sides += [SideRow.of(f"{strategy} {kind}", side) for kind, side in aggregates.offline[strategy].items()]
+        return DemoResult(
+            **msgspec.structs.asdict(verdict),
+            gates={side.name: side.gates for side in sides},
+            sides=sides,
+            stages=self.stages.rows,
+            report=str(paths[0]),
+        )
 
     def model_row(self, name: str) -> schema.ModelRow:
         side, gguf = SIDES[name], self.dir / f"gguf/{name}.gguf"

@@ -151,7 +151,7 @@ def objections(run: LoadedRun, model: str) -> list[str]:
     """Return why this model should not be published: failed gates, no gates at all, figures that differ from the records."""
     sides = run.sides_of(model)
     problems = [
-        f"{run.gate_title(gate)} fails {side.title}: {r.passes} of {r.n}"
+        f"{run.gate_title(gate)} fails {side.title}: {r.passes} of {r.n}" + (f" ({r.rule})" if r.meets else "")
         for side in sides
         for gate, r in side.deciding.items()
         if r.verdict == "fail"

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from annie_quant.files import read_json
-from annie_quant.schema.statistics import GateResult
+from annie_quant.schema.statistics import GateResult, PairedGate, PairedVerdict, PooledGates
 
 EVALUATION_VERSION = 1
 GateTable = dict[str, GateResult]  # by name, deciding gates first
@@ -103,15 +103,6 @@ class SameAnswers(msgspec.Struct):
     same: int
 
 
-class PairedGate(msgspec.Struct):
-    """Answers that pass a gate only in the reference (lost) or only in the checkpoint (won); p of McNemar's exact test."""
-
-    n: int
-    lost: int
-    won: int
-    p: float
-
-
 class DifferingAnswer(msgspec.Struct):
     """An answer that differs from the reference's. failed: gates that the checkpoint's answer fails."""
 
@@ -141,6 +132,7 @@ class NumericsResult(msgspec.Struct):
     paired: dict[str, PairedGate]
     cases: list[DifferingAnswer]
     seconds: float
+    pooled: PooledGates | None = None
 
 
 class EvaluatedWorkload(msgspec.Struct):
@@ -149,7 +141,10 @@ class EvaluatedWorkload(msgspec.Struct):
 
 
 class Evaluation(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A checkpoint compared with its bf16 reference without a server. numerics: one entry per numerics."""
+    """A checkpoint compared with its bf16 reference without a server.
+
+    numerics: one entry per numerics. verdict: judge.decision.judge_evaluation; absent in evaluations of version 0.1.0.
+    """
 
     schema_version: int
     version: str
@@ -167,6 +162,7 @@ class Evaluation(msgspec.Struct, kw_only=True, omit_defaults=True):
     numerics: dict[str, NumericsResult]
     seconds: float
     layers: Sensitivity | None = None
+    verdict: PairedVerdict | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the evaluation as a dict that JSON can hold."""

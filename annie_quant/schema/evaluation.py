@@ -164,8 +164,8 @@ class Member(msgspec.Struct):
 class EnsembleFigures(msgspec.Struct):
     """How uncertain the answers under one numerics are.
 
-    noise: root mean square change of the margin (best minus second-best logit) between the two arithmetics that compute every
-    answer. n_uncertain: answers that a perturbation could change, of n (ensemble.py has the rule).
+    noise: standard deviation of the change of a margin (best minus second-best logit) between the two arithmetics that compute
+    every answer, from its median. n_uncertain: answers that a perturbation could change, of n (ensemble.py has the rule).
     """
 
     noise: float

@@ -1,0 +1,149 @@
+"""Which arithmetic a server runs, from the log-probabilities that it returns.
+
+The server's tokens are scored offline under every numerics profile of the checkpoint, and with the bf16 reference. The
+differences between served and offline log-probabilities have a Laplace distribution, whose scale under each profile is the
+profile's own noise: the mean change between its arithmetic and the same formats in float32 (for an arithmetic in float32: sums in
+another order). The profile of the largest likelihood is named. It is "none of these" where the served values are further away
+than LIMIT times that noise: no order of sums explains that.
+
+A profile of large noise cannot be told from a fault of the same size. Under W4A4 a last bit changes codes, which changes
+log-probabilities by tenths for a small model, so `noise` is part of the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from annie_quant import judge
+from annie_quant.evaluate.engine import Engine, Row
+from annie_quant.evaluate.pair import StrPath
+from annie_quant.evaluate.prompts import Template
+from annie_quant.hf.emulation import emulate
+from annie_quant.hf.loading import load, profiles_of
+from annie_quant.hf.profiles import SERVED, UNQUANTIZED, Profile, find_profile, in_bfloat16, in_float32
+
+FLOOR = 0.004  # least noise: differences of float16 caches and approximate exponentials
+LIMIT = 3.0
+MIN_LOGPROB = -6.0  # less likely tokens say little and are noisy
+REFERENCE = "bf16 reference"
+PERMUTATION_SEED = 1
+
+Values = list[np.ndarray]  # per prompt, the log-probabilities of the served tokens
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One arithmetic against the server.
+
+    difference: mean |served - offline| log-probability, in nats. noise: the scale expected if the server runs this arithmetic.
+    log_likelihood: in nats, over all values.
+    """
+
+    name: str
+    arithmetic: str
+    difference: float
+    noise: float
+    log_likelihood: float
+
+    @property
+    def explains(self) -> bool:
+        return self.difference <= LIMIT * self.noise
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """candidates: most likely first. n_values: compared log-probabilities. equal_tokens: share of served tokens that the first
+    candidate also chooses."""
+
+    candidates: list[Candidate]
+    n_prompts: int
+    n_values: int
+    equal_tokens: float
+
+    @property
+    def name(self) -> str | None:
+        """The named arithmetic; None for none of these."""
+        return self.candidates[0].name if self.candidates[0].explains else None
+
+
+def prompts(reference: StrPath, n: int) -> list[tuple[int, ...]]:
+    """Return n prompts as token ids: the shortest single-turn ones, evenly over the workloads."""
+    template = Template(reference)
+    workloads = [w for w in judge.load_workloads() if not w.cases[0].turns]
+    per_workload = -(-n // len(workloads))
+    requests = [
+        sorted((template.request(w, c) for c in w.cases[:: max(1, len(w.cases) // 24)]), key=lambda r: len(r.prompt))
+        for w in workloads
+    ]
+    chosen = [rows[i].prompt for i in range(per_workload) for rows in requests if i < len(rows)]
+    return chosen[:n]
+
+
+def fingerprint(
+    checkpoint: StrPath,
+    reference: StrPath,
+    prompts: Sequence[Sequence[int]],
+    answers: Sequence[Sequence[int]],
+    logprobs: Sequence[Sequence[Mapping[int, float]]],
+    device: str | None = None,
+) -> Fingerprint:
+    """Compare served log-probabilities with a checkpoint's own.
+
+    answers: the tokens that the server chose after each prompt. logprobs: per answer and token, {token id: log-probability}.
+    """
+    used = [i for i, answer in enumerate(answers) if answer]
+    rows = [Row(prompts[i], list(answers[i])) for i in used]
+    served = [
+        np.array([v for row in logprobs[i] for v in row.values() if v > MIN_LOGPROB], np.float64) for i in used
+    ]
+    wanted = [[[t for t, v in row.items() if v > MIN_LOGPROB] for row in logprobs[i]] for i in used]
+    rows_equal: dict[str, float] = {}
+
+    def values(engine: Engine, name: str, profile: Profile, permutation: int | None = None) -> Values:
+        found: dict[int, np.ndarray] = {}
+        n_equal = 0
+        with emulate(engine.model, profile, permutation):
+            for i, logits in engine.scores(rows):
+                own = torch.log_softmax(logits.double(), -1).cpu()
+                n_equal += int((own.argmax(-1) == torch.tensor(rows[i].target)).sum())
+                picked = [own[p, tokens] for p, tokens in enumerate(wanted[i])]
+                found[i] = torch.cat(picked).numpy()
+        rows_equal[name] = n_equal / sum(len(r.target) for r in rows)
+        return [found[i] for i in range(len(rows))]
+
+    def candidate(engine: Engine, name: str, profile: Profile) -> Candidate:
+        own = values(engine, name, profile)
+        other = (
+            values(engine, "", in_float32(profile))
+            if profile.rounds
+            else values(engine, "", profile, PERMUTATION_SEED)
+        )
+        noise = max(FLOOR, mean_difference(own, other))
+        gaps = np.abs(np.concatenate(served) - np.concatenate(own))
+        likelihood = -float(np.sum(np.log(2 * noise) + gaps / noise))
+        return Candidate(name, profile.describe(), float(gaps.mean()), noise, likelihood)
+
+    engine = loaded(checkpoint, device)
+    available = profiles_of(engine.model)
+    names = [n for n in ("float32", *SERVED) if n in available] or list(available)
+    candidates = [candidate(engine, name, find_profile(name)) for name in names]
+    if available != [UNQUANTIZED.name]:
+        candidates.append(candidate(loaded(reference, device), REFERENCE, in_bfloat16(UNQUANTIZED)))
+    candidates.sort(key=lambda c: -c.log_likelihood)
+    n_values = sum(len(v) for v in served)
+    return Fingerprint(candidates, len(rows), n_values, rows_equal[candidates[0].name])
+
+
+def loaded(folder: StrPath, device: str | None) -> Engine:
+    model: Any = load(Path(folder), cache="float32", dtype=torch.float32, device=device)
+    return Engine(model)
+
+
+def mean_difference(a: Values, b: Values) -> float:
+    return float(np.abs(np.concatenate(a) - np.concatenate(b)).mean())

@@ -49,7 +49,9 @@ def finding(result: Fingerprint, checkpoint: Path, reference: Path, reference_na
         )
     message = f"{best.name} ({best.arithmetic}); {figures}"
     if best.name == reference_name:
-        return fault(CHECK, message, "the server serves the bf16 model, not the checkpoint", "serve the checkpoint's folder")
+        return fault(
+            CHECK, message, "the server serves the bf16 model, not the checkpoint", "serve the checkpoint's folder"
+        )
     w4a4 = any(c.name == "vllm-cutlass" for c in result.candidates)
     if w4a4 and best.name != "vllm-cutlass":
         return note(

@@ -60,7 +60,8 @@ def served_answers(
     for reply in replies:
         if reply.status != 200:
             raise ServerError(
-                f"{root}{path}: status {reply.status} {reply.fault or ''}".rstrip(), "pass the server's root as --server"
+                f"{root}{path}: status {reply.status} {reply.fault or ''}".rstrip(),
+                "pass the server's root as --server",
             )
         answers.append(read_answer(reply.json, root + path))
     return answers
@@ -99,7 +100,9 @@ def model_name(root: str, headers: Mapping[str, str] | None) -> str:
 
     reply = fetch(root + "/v1/models", headers)
     if reply.status == 0:
-        raise ServerError(f"{root} does not answer: {reply.fault or 'no connection'}", "start the server, or check --server")
+        raise ServerError(
+            f"{root} does not answer: {reply.fault or 'no connection'}", "start the server, or check --server"
+        )
     listed = decoded(reply.body)
     rows = listed.get("data") if isinstance(listed, dict) else None
     name = rows[0].get("id") if isinstance(rows, list) and rows and isinstance(rows[0], dict) else None
@@ -136,7 +139,7 @@ def from_steps(steps: Sequence[Mapping[str, Any]]) -> ServedAnswer:
 
 
 def token_id(text: str) -> int:
-    """"token_id:42" → 42."""
+    """ "token_id:42" → 42."""
     prefix, _, number = text.partition(":")
     if prefix != "token_id":
         raise ValueError(text)

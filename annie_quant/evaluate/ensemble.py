@@ -5,8 +5,8 @@ Under one numerics NAME the members are
   NAME+bf16    every prompt, the same activation format with everything else rounded to bfloat16, as GPU servers do
                (NAME+float32 for a profile that rounds by itself)
   NAME+perm1   uncertain prompts, sums in another order (K permuted after activations were rounded)
-  NAME+cut16   uncertain prompts, 16 rows per batch in place of 128, decoded token by token from the prompt, as a server does (the
-               recurrent form of DeltaNet and attention over a cache in place of one forward over the answer)
+  NAME+cut16   uncertain prompts, 16 rows per batch instead of 128, decoded token by token from the prompt, as a server does (the
+               recurrent form of DeltaNet and attention over a cache instead of one forward over the answer)
 An answer is uncertain where NAME or the second arithmetic differs from the reference, or where at some token the best logit is
 above the second by less than MARGIN_FACTOR times the noise. The noise is the change of such margins between those two arithmetics
 (its median, as the standard deviation of a normal distribution). All other answers are certain, and further members have those of
@@ -23,7 +23,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 
 from annie_quant.evaluate.engine import Engine, Row
 from annie_quant.evaluate.pair import ModelPair
@@ -68,7 +67,9 @@ def run(
     everything = range(len(answered))
     members = []
 
-    def add(suffix: str, arithmetic: str, indices: Sequence[int], choices: Mapping[int, Choices], engine: Engine) -> None:
+    def add(
+        suffix: str, arithmetic: str, indices: Sequence[int], choices: Mapping[int, Choices], engine: Engine
+    ) -> None:
         part = answers_of(pair, engine, answered, indices, choices, f"{name}+{suffix}")
         changed = sum(part[i].completion != outcomes[i].completion for i in part)
         merged = [part.get(i, o) for i, o in enumerate(outcomes)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from annie_quant import __version__, judge
 from annie_quant.data.rows import read_conversations
 from annie_quant.errors import UsageError
 from annie_quant.evaluate import ensemble
+from annie_quant.evaluate.decoding import Completion
 from annie_quant.evaluate.ensemble import Ensemble, MemberOutcomes
 from annie_quant.evaluate.pair import Comparison, ModelPair, StrPath
 from annie_quant.evaluate.prompts import Answered, ScoredAnswer, Template, conversation_answers, text_pieces
@@ -115,8 +116,12 @@ def evaluate_pair(
     n_conversations: int | None = None,
     text: StrPath | None = None,
     with_ensemble: bool = True,
+    on_outcomes: Callable[[str, list[Completion]], None] = lambda member, completions: None,
 ) -> Evaluation:
-    """evaluate for models that are loaded already; the same parameters."""
+    """evaluate for models that are loaded already; the same parameters.
+
+    on_outcomes: called with each member's name and its answers to all prompts.
+    """
     for name in numerics:
         find_profile(name)  # a misspelled one is an error, one that the checkpoint lacks is a note
     supported = profiles_of(pair.model)
@@ -134,8 +139,13 @@ def evaluate_pair(
     members: dict[str, Member] = {}
     figures: dict[str, EnsembleFigures] = {}
     for name in chosen:
-        results[name], further = evaluate_numerics(pair, name, answered, conversation_part, text_part, with_ensemble)
+        results[name], outcomes, further = evaluate_numerics(
+            pair, name, answered, conversation_part, text_part, with_ensemble
+        )
+        on_outcomes(name, [o.completion for o in outcomes])
         if further is not None:
+            for m in further.members:
+                on_outcomes(m.name, [o.completion for o in m.outcomes])
             figures[name] = further.figures
             members |= {m.name: member_of(pair, m, answered, results[name]) for m in further.members}
     before = judged(pair.template, answered)
@@ -170,7 +180,7 @@ def evaluate_numerics(
     conversations: Sequence[ScoredAnswer],
     text: Sequence[ScoredAnswer],
     with_ensemble: bool = True,
-) -> tuple[NumericsResult, Ensemble | None]:
+) -> tuple[NumericsResult, list[Outcome], Ensemble | None]:
     """Score all tokens in one pass, then decode the answers that differ from the reference's; then the ensemble, if any."""
     start = time.monotonic()
     profile = find_profile(name)
@@ -202,7 +212,7 @@ def evaluate_numerics(
         arithmetic=profile.describe(),
         outcomes=gate_outcomes(before, after, answered)[1],
     )
-    return result, further
+    return result, outcomes, further
 
 
 def answers_from_comparisons(

@@ -6,7 +6,7 @@ profile's own noise: the mean change between its arithmetic and the same formats
 another order). The profile of the largest likelihood is named. It is "none of these" where the served values are further away
 than LIMIT times that noise: no order of sums explains that.
 
-A profile of large noise cannot be told from a fault of the same size. Under W4A4 a last bit changes codes, which changes
+A profile of large noise cannot be distinguished from a fault of the same size. Under W4A4 a last bit changes codes, which changes
 log-probabilities by tenths for a small model, so `noise` is part of the result.
 """
 
@@ -99,30 +99,26 @@ def fingerprint(
     """
     used = [i for i, answer in enumerate(answers) if answer]
     rows = [Row(prompts[i], list(answers[i])) for i in used]
-    served = [
-        np.array([v for row in logprobs[i] for v in row.values() if v > MIN_LOGPROB], np.float64) for i in used
-    ]
-    wanted = [[[t for t, v in row.items() if v > MIN_LOGPROB] for row in logprobs[i]] for i in used]
+    served = [np.array([v for row in logprobs[i] for v in row.values() if v > MIN_LOGPROB], np.float64) for i in used]
+    token_lists = [[[t for t, v in row.items() if v > MIN_LOGPROB] for row in logprobs[i]] for i in used]
     rows_equal: dict[str, float] = {}
 
     def values(engine: Engine, name: str, profile: Profile, permutation: int | None = None) -> Values:
-        found: dict[int, np.ndarray] = {}
+        by_row: dict[int, np.ndarray] = {}
         n_equal = 0
         with emulate(engine.model, profile, permutation):
             for i, logits in engine.scores(rows):
                 own = torch.log_softmax(logits.double(), -1).cpu()
                 n_equal += int((own.argmax(-1) == torch.tensor(rows[i].target)).sum())
-                picked = [own[p, tokens] for p, tokens in enumerate(wanted[i])]
-                found[i] = torch.cat(picked).numpy()
+                picked = [own[p, tokens] for p, tokens in enumerate(token_lists[i])]
+                by_row[i] = torch.cat(picked).numpy()
         rows_equal[name] = n_equal / sum(len(r.target) for r in rows)
-        return [found[i] for i in range(len(rows))]
+        return [by_row[i] for i in range(len(rows))]
 
     def candidate(engine: Engine, name: str, profile: Profile) -> Candidate:
         own = values(engine, name, profile)
         other = (
-            values(engine, "", in_float32(profile))
-            if profile.rounds
-            else values(engine, "", profile, PERMUTATION_SEED)
+            values(engine, "", in_float32(profile)) if profile.rounds else values(engine, "", profile, PERMUTATION_SEED)
         )
         noise = max(FLOOR, mean_difference(own, other))
         gaps = np.abs(np.concatenate(served) - np.concatenate(own))

@@ -88,7 +88,9 @@ def choices_of(
     best = torch.stack((first, without.argmax(-1)), -1)
     tokens = best if pairs is None else torch.from_numpy(pairs).to(logits.device)
     two = logits.gather(-1, tokens)
-    return Choices(first_difference(first, target, end_tokens), best.cpu().numpy(), (two[:, 0] - two[:, 1]).cpu().numpy())
+    return Choices(
+        first_difference(first, target, end_tokens), best.cpu().numpy(), (two[:, 0] - two[:, 1]).cpu().numpy()
+    )
 
 
 def answer_from_differences(

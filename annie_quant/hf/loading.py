@@ -33,7 +33,8 @@ def load(
 ) -> Any:
     """Load a folder as a transformers causal LM in eval mode.
 
-    numerics: a profile's name (profiles.py), such as "w4a4" or "w4a16", or None for what the checkpoint defines; ignored for a model without NVFP4 linears.
+    numerics: a profile's name (profiles.py), such as "w4a4", or None for what the checkpoint defines; ignored for a model without
+    NVFP4 linears.
     cache: "packed", "bf16" or "float32" (see NVFP4Linear.set_cache). dtype: of everything that is not packed.
     options: for from_pretrained, such as device_map.
     Raises CheckpointError for a folder without a model and for a faulty checkpoint (with the audit's finding),

@@ -137,7 +137,8 @@ class NVFP4Linear(FixedDtypeLinear):
         profile = profiles.find_profile(numerics)
         if profile.needs_input_scale and not self.has_input_scale:
             raise UsageError(
-                f"{numerics} needs an input_scale, and this checkpoint quantizes weights only", "use w4a16 or vllm-marlin"
+                f"{numerics} needs an input_scale, and this checkpoint quantizes weights only",
+                "use w4a16 or vllm-marlin",
             )
         if profile.activations == profiles.Q8_0 and self.in_features % activations.QK8_0:
             raise UsageError(f"{numerics} needs rows of a multiple of 32 values, this linear has {self.in_features}")

@@ -1,6 +1,6 @@
 """The table of numerics profiles: which arithmetic a server runs on an NVFP4 checkpoint.
 
-A profile says in which format NVFP4 linears get their activations, and where everything else is rounded. Weights are exact in
+A profile is the format in which NVFP4 linears get their activations, and where everything else is rounded. Weights are exact in
 all of them: E2M1 times E4M3 times the tensor scale, summed in float32. docs/numerics.md has the versions of servers that run each
 profile, with sources. emulation.py computes a profile; adding one is one row here.
 """
@@ -65,7 +65,9 @@ PROFILES = {
         _bf16("vllm-cutlass", NVFP4, "vLLM and SGLang with CUTLASS or FlashInfer FP4 kernels"),
         _bf16("vllm-marlin", UNROUNDED, "vLLM with Marlin"),
         Profile("llama.cpp-cpu", Q8_0, "float32", "bfloat16", "float16", "llama.cpp on a CPU"),
-        Profile("llama.cpp-blackwell", NVFP4_SEARCHED, "float32", "bfloat16", "float16", "llama.cpp on a Blackwell GPU"),
+        Profile(
+            "llama.cpp-blackwell", NVFP4_SEARCHED, "float32", "bfloat16", "float16", "llama.cpp on a Blackwell GPU"
+        ),
     )
 }
 UNQUANTIZED = Profile("bf16", UNROUNDED)  # of a model without NVFP4 linears

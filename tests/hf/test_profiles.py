@@ -40,7 +40,9 @@ def test_searched_nvfp4_is_the_best_of_five_scales() -> None:
     expected = np.zeros_like(x)
     for row, column in np.ndindex(len(x), x.shape[1] // 16):
         block = x[row, 16 * column : 16 * column + 16]
-        code = int(np.float32(min(np.abs(block).max() / np.float32(6), 448)).astype(ml_dtypes.float8_e4m3fn).view(np.uint8))
+        code = int(
+            np.float32(min(np.abs(block).max() / np.float32(6), 448)).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+        )
         errors = {}
         for offset in (0, -1, 1, -2, 2):
             if 0 <= code + offset <= 126:
@@ -50,7 +52,9 @@ def test_searched_nvfp4_is_the_best_of_five_scales() -> None:
                 errors.setdefault(float(np.square(values - block).sum()), values)
         expected[row, 16 * column : 16 * column + 16] = errors[min(errors)]
     own = activations.nvfp4_searched(torch.from_numpy(x)).numpy()
-    assert np.allclose(own, expected, rtol=1e-6, atol=0) or np.mean(own != expected) < 2e-3  # equal errors: either scale
+    assert (
+        np.allclose(own, expected, rtol=1e-6, atol=0) or np.mean(own != expected) < 2e-3
+    )  # equal errors: either scale
 
 
 @pytest.fixture(scope="module")

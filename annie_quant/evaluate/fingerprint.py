@@ -4,10 +4,10 @@ The server's tokens are scored offline under every numerics profile of the check
 differences between served and offline log-probabilities have a Laplace distribution, whose scale under each profile is the
 profile's own noise: the mean change between its arithmetic and the same formats in float32 (for an arithmetic in float32: sums in
 another order). The profile of the largest likelihood is named. It is "none of these" where the served values are further away
-than LIMIT times that noise: no order of sums explains that.
+than LIMIT times that noise, or than CLOSEST times the distance to another candidate: a fault is not W4A4 because it is large.
 
-A profile of large noise cannot be distinguished from a fault of the same size. Under W4A4 a last bit changes codes, which changes
-log-probabilities by tenths for a small model, so `noise` is part of the result.
+Under W4A4 a last bit changes codes, which changes log-probabilities by tenths for a small model. A fault that is smaller than
+that noise is not seen, so the noise is part of the result.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from annie_quant.hf.emulation import emulate
 from annie_quant.hf.loading import load, profiles_of
 from annie_quant.hf.profiles import SERVED, UNQUANTIZED, Profile, find_profile, in_bfloat16, in_float32
 
-FLOOR = 0.004  # least noise: differences of float16 caches and approximate exponentials
-LIMIT = 3.0
-MIN_LOGPROB = -6.0  # less likely tokens say little and are noisy
+FLOOR = 0.001  # least noise: approximate exponentials and other orders of sums
+LIMIT = 2.0  # times the noise; independent noise of the server and of the emulation gives 1.4
+CLOSEST = 1.5  # times the difference from the closest candidate
+FAR_BELOW = 6.0  # nats below the best token; less likely tokens are noisy
 REFERENCE = "bf16 reference"
 PERMUTATION_SEED = 1
 
@@ -51,10 +52,6 @@ class Candidate:
     noise: float
     log_likelihood: float
 
-    @property
-    def explains(self) -> bool:
-        return self.difference <= LIMIT * self.noise
-
 
 @dataclass(frozen=True)
 class Fingerprint:
@@ -69,7 +66,9 @@ class Fingerprint:
     @property
     def name(self) -> str | None:
         """The named arithmetic; None for none of these."""
-        return self.candidates[0].name if self.candidates[0].explains else None
+        best = self.candidates[0]
+        closest = min(max(c.difference, FLOOR) for c in self.candidates)
+        return best.name if best.difference <= min(LIMIT * best.noise, max(CLOSEST * closest, FLOOR)) else None
 
 
 def prompts(reference: StrPath, n: int) -> list[tuple[int, ...]]:
@@ -99,8 +98,9 @@ def fingerprint(
     """
     used = [i for i, answer in enumerate(answers) if answer]
     rows = [Row(prompts[i], list(answers[i])) for i in used]
-    served = [np.array([v for row in logprobs[i] for v in row.values() if v > MIN_LOGPROB], np.float64) for i in used]
-    token_lists = [[[t for t, v in row.items() if v > MIN_LOGPROB] for row in logprobs[i]] for i in used]
+    near = [[near_the_best(step) for step in logprobs[i]] for i in used]
+    served = [np.array([v for step in answer for v in step.values()], np.float64) for answer in near]
+    token_lists = [[list(step) for step in answer] for answer in near]
     rows_equal: dict[str, float] = {}
 
     def values(engine: Engine, name: str, profile: Profile, permutation: int | None = None) -> Values:
@@ -134,6 +134,12 @@ def fingerprint(
     candidates.sort(key=lambda c: -c.log_likelihood)
     n_values = sum(len(v) for v in served)
     return Fingerprint(candidates, len(rows), n_values, rows_equal[candidates[0].name])
+
+
+def near_the_best(step: Mapping[int, float]) -> dict[int, float]:
+    """Return the tokens that are at most FAR_BELOW nats less likely than the best one."""
+    best = max(step.values(), default=0.0)
+    return {token: value for token, value in step.items() if value >= best - FAR_BELOW}
 
 
 def loaded(folder: StrPath, device: str | None) -> Engine:

@@ -132,7 +132,7 @@ def test_a_faulty_kernel_is_none_of_these(models: tuple[Path, Path]) -> None:
         result = CliRunner().invoke(
             cli, ["doctor", "--server", url, "--checkpoint", str(models[0]), "--reference", str(models[1]), "--json"]
         )
-    document = json.loads(result.output)
+    document = json.loads(result.stdout)
     assert result.exit_code == 3 and document["fingerprint"]["name"] is None
     assert document["findings"][0]["message"].startswith("none of these") and "validate-gpu" in document["fix_plan"][0]
 

@@ -67,10 +67,10 @@ def server(answer: Answer, style: str) -> Iterator[str]:
             else:
                 self.reply(404, {"error": "not found"})
 
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as httpd:
-        threading.Thread(target=httpd.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{httpd.server_address[1]}"
-        httpd.shutdown()
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http_server:
+        threading.Thread(target=http_server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{http_server.server_address[1]}"
+        http_server.shutdown()
 
 
 def decoder(model) -> Answer:

@@ -26,7 +26,7 @@ def sample(rows: int = 40, k: int = 128) -> np.ndarray:
     return x.astype(np.float32)
 
 
-def test_q8_0_is_ggmls() -> None:
+def test_q8_0_equals_gguf_quants() -> None:
     gguf = pytest.importorskip("gguf", reason="the serve extra is not installed")
     x = sample()
     kind = gguf.GGMLQuantizationType.Q8_0

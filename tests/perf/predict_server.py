@@ -133,8 +133,8 @@ def weight_only(folder: Path, work: Path) -> Path:
     if not target.exists():
         shutil.copytree(folder, target)
         tensors = load_file(folder / "model.safetensors")
-        kept = {k: v for k, v in tensors.items() if not k.endswith("input_scale")}
-        save_file(kept, target / "model.safetensors", metadata={"format": "pt"})
+        weights_only = {k: v for k, v in tensors.items() if not k.endswith("input_scale")}
+        save_file(weights_only, target / "model.safetensors", metadata={"format": "pt"})
         for path in (target / "config.json", target / "hf_quant_config.json"):
             files.write_text(path, declared_weight_only(path.read_text()))
     return target
@@ -214,7 +214,7 @@ def main() -> None:
     template = Template(MODEL)
     _, requests = prompts(template, arguments.n)
     for item in arguments.checkpoints:
-        folder = Path(item).resolve() if Path(item).is_dir() else made(item, work)
+        folder = Path(item).resolve() if Path(item).is_dir() else checkpoint_of(item, work)
         for profile in arguments.profiles.split(","):
             if SERVERS[profile] == "vllm" and arguments.vllm is None:
                 continue
@@ -231,7 +231,7 @@ def main() -> None:
             print(line(files.read_json(output)), flush=True)
 
 
-def made(strategy: str, work: Path) -> Path:
+def checkpoint_of(strategy: str, work: Path) -> Path:
     """Return tiny-annie quantized with a strategy; an existing one is reused."""
     rows, folder = work / "calibration.jsonl", work / strategy
     if not rows.exists():

@@ -147,7 +147,7 @@ def evaluate_pair(
             for m in further.members:
                 on_outcomes(m.name, [o.completion for o in m.outcomes])
             figures[name] = further.figures
-            members |= {m.name: member_of(pair, m, answered, results[name]) for m in further.members}
+            members |= {m.name: member_of(pair, m, answered) for m in further.members}
     before = judged(pair.template, answered)
     prompts, reference_outcomes = gate_outcomes(before, before, answered)
     return Evaluation(
@@ -231,10 +231,8 @@ def answers_from_comparisons(
     return answer_from_differences(pair.engine, pair.template, answered, differences, on_finished)
 
 
-def member_of(
-    pair: ModelPair, member: MemberOutcomes, answered: Sequence[Answered], requested: NumericsResult
-) -> Member:
-    """Return the document of a further member. requested: the result under the numerics that it belongs to."""
+def member_of(pair: ModelPair, member: MemberOutcomes, answered: Sequence[Answered]) -> Member:
+    """Return the document of a further member."""
     before = judged(pair.template, answered)
     after = judged(pair.template, [Answered(o.request, o.completion) for o in member.outcomes])
     return Member(

@@ -26,10 +26,9 @@ def check_server(
     from annie_quant.evaluate import fingerprint as offline
 
     prompts = offline.prompts(reference, N_PROMPTS)
-    answers = served_answers(url, prompts, N_TOKENS, N_BEST, headers)
-    result = offline.fingerprint(
-        checkpoint, reference, prompts, [a.tokens for a in answers], [a.logprobs for a in answers]
-    )
+    served = served_answers(url, prompts, N_TOKENS, N_BEST, headers)
+    tokens, logprobs = [a.tokens for a in served.answers], [a.logprobs for a in served.answers]
+    result = offline.fingerprint(checkpoint, reference, prompts, tokens, logprobs, served.family)
     return [finding(result, checkpoint, reference, offline.REFERENCE)], result
 
 
@@ -47,7 +46,8 @@ def finding(result: Fingerprint, checkpoint: Path, reference: Path, reference_na
             "the server computes something else than this checkpoint: another checkpoint, or a faulty kernel",
             "annie-quant validate-gpu --stack all, and compare the served folder with --checkpoint",
         )
-    message = f"{best.name} ({best.arithmetic}); {figures}"
+    also = f"; cannot be distinguished from {', '.join(result.also)}" if result.also else ""
+    message = f"{best.name} ({best.arithmetic}); {figures}{also}"
     if best.name == reference_name:
         return fault(
             CHECK, message, "the server serves the bf16 model, not the checkpoint", "serve the checkpoint's folder"

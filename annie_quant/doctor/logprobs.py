@@ -28,9 +28,17 @@ class ServedAnswer:
     logprobs: list[dict[int, float]]
 
 
+@dataclass(frozen=True)
+class Served:
+    """Answers of one server. family: "llama.cpp" where it has that server's own path, else "vllm"."""
+
+    family: str
+    answers: list[ServedAnswer]
+
+
 def served_answers(
     url: str, prompts: Sequence[Sequence[int]], n_tokens: int, n_best: int, headers: Mapping[str, str] | None = None
-) -> list[ServedAnswer]:
+) -> Served:
     """Return a server's greedy answer of at most n_tokens tokens to each prompt (token ids).
 
     Raises ServerError where the server does not answer or returns no log-probabilities with token ids, UsageError for a URL that
@@ -64,7 +72,7 @@ def served_answers(
                 "pass the server's root as --server",
             )
         answers.append(read_answer(reply.json, root + path))
-    return answers
+    return Served("llama.cpp" if path == NATIVE else "vllm", answers)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
 The server's tokens are scored offline under every numerics profile of the checkpoint, and with the bf16 reference. The
 differences between served and offline log-probabilities have a Laplace distribution, whose scale under each profile is the
 profile's own noise: the mean change between its arithmetic and the same formats in float32 (for an arithmetic in float32: sums in
-another order). The profile of the largest likelihood is named. It is "none of these" where the served values are further away
+another order). The profile of the largest likelihood is named; others whose likelihood is not significantly smaller (paired over the
+prompts) are listed with it, and among these one of the server's own family comes first. It is "none of these" where the served values are further away
 than LIMIT times that noise, or than CLOSEST times the distance to another candidate: a fault is not W4A4 because it is large.
 
 Under W4A4 a last bit changes codes, which changes log-probabilities by tenths for a small model. A fault that is smaller than
@@ -30,6 +31,7 @@ from annie_quant.hf.profiles import SERVED, UNQUANTIZED, Profile, find_profile, 
 
 FLOOR = 0.001  # least noise: approximate exponentials and other orders of sums
 LIMIT = 2.0  # times the noise; independent noise of the server and of the emulation gives 1.4
+SIGNIFICANT = 2.0  # standard errors of the mean difference of log-likelihoods per prompt
 CLOSEST = 1.5  # times the difference from the closest candidate
 FAR_BELOW = 6.0  # nats below the best token; less likely tokens are noisy
 REFERENCE = "bf16 reference"
@@ -55,10 +57,13 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """candidates: most likely first. n_values: compared log-probabilities. equal_tokens: share of served tokens that the first
-    candidate also chooses."""
+    """candidates: the named one, then most likely first. also: names that cannot be distinguished from the first.
+
+    n_values: compared log-probabilities. equal_tokens: share of served tokens that the first candidate also chooses.
+    """
 
     candidates: list[Candidate]
+    also: list[str]
     n_prompts: int
     n_values: int
     equal_tokens: float
@@ -90,11 +95,13 @@ def fingerprint(
     prompts: Sequence[Sequence[int]],
     answers: Sequence[Sequence[int]],
     logprobs: Sequence[Sequence[Mapping[int, float]]],
+    family: str = "",
     device: str | None = None,
 ) -> Fingerprint:
     """Compare served log-probabilities with a checkpoint's own.
 
     answers: the tokens that the server chose after each prompt. logprobs: per answer and token, {token id: log-probability}.
+    family: "vllm" or "llama.cpp", the server's kind; "" for unknown.
     """
     used = [i for i, answer in enumerate(answers) if answer]
     rows = [Row(prompts[i], list(answers[i])) for i in used]
@@ -102,6 +109,7 @@ def fingerprint(
     served = [np.array([v for step in answer for v in step.values()], np.float64) for answer in near]
     token_lists = [[list(step) for step in answer] for answer in near]
     rows_equal: dict[str, float] = {}
+    by_prompt: dict[str, np.ndarray] = {}  # log-likelihoods
 
     def values(engine: Engine, name: str, profile: Profile, permutation: int | None = None) -> Values:
         by_row: dict[int, np.ndarray] = {}
@@ -122,8 +130,10 @@ def fingerprint(
         )
         noise = max(FLOOR, mean_difference(own, other))
         gaps = np.abs(np.concatenate(served) - np.concatenate(own))
-        likelihood = -float(np.sum(np.log(2 * noise) + gaps / noise))
-        return Candidate(name, profile.describe(), float(gaps.mean()), noise, likelihood)
+        by_prompt[name] = np.array(
+            [-np.sum(np.log(2 * noise) + np.abs(a - b) / noise) for a, b in zip(served, own, strict=True)]
+        )
+        return Candidate(name, profile.describe(), float(gaps.mean()), noise, float(by_prompt[name].sum()))
 
     engine = loaded(checkpoint, device)
     available = profiles_of(engine.model)
@@ -132,8 +142,18 @@ def fingerprint(
     if available != [UNQUANTIZED.name]:
         candidates.append(candidate(loaded(reference, device), REFERENCE, in_bfloat16(UNQUANTIZED)))
     candidates.sort(key=lambda c: -c.log_likelihood)
+    likely = [c for c in candidates if not significantly_less(by_prompt[c.name], by_prompt[candidates[0].name])]
+    likely.sort(key=lambda c: not c.name.startswith(family))  # stable
+    candidates = [*likely, *(c for c in candidates if c not in likely)]
     n_values = sum(len(v) for v in served)
-    return Fingerprint(candidates, len(rows), n_values, rows_equal[candidates[0].name])
+    also = [c.name for c in likely[1:]]
+    return Fingerprint(candidates, also, len(rows), n_values, rows_equal[candidates[0].name])
+
+
+def significantly_less(likelihoods: np.ndarray, best: np.ndarray) -> bool:
+    """Return whether log-likelihoods per prompt are less than those of the best candidate by more than their spread allows."""
+    gaps = best - likelihoods
+    return bool(gaps.mean() > SIGNIFICANT * gaps.std(ddof=1) / np.sqrt(len(gaps))) if len(gaps) > 1 else False
 
 
 def near_the_best(step: Mapping[int, float]) -> dict[int, float]:

@@ -3,9 +3,10 @@
 The server's tokens are scored offline under every numerics profile of the checkpoint, and with the bf16 reference. The
 differences between served and offline log-probabilities have a Laplace distribution, whose scale under each profile is the
 profile's own noise: the mean change between its arithmetic and the same formats in float32 (for an arithmetic in float32: sums in
-another order). The profile of the largest likelihood is named; others whose likelihood is not significantly smaller (paired over the
-prompts) are listed with it, and among these one of the server's own family comes first. It is "none of these" where the served values are further away
-than LIMIT times that noise, or than CLOSEST times the distance to another candidate: a fault is not W4A4 because it is large.
+another order). The profile of the largest likelihood is named. Others whose likelihood is not significantly smaller (paired over
+the prompts) are listed with it, and among these one of the server's own family comes first. It is "none of these" where the
+served values are further away than LIMIT times that noise, or than CLOSEST times the distance to another candidate: a fault is
+not W4A4 because it is large.
 
 Under W4A4 a last bit changes codes, which changes log-probabilities by tenths for a small model. A fault that is smaller than
 that noise is not seen, so the noise is part of the result.

@@ -64,7 +64,7 @@ def naive(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def answered(naive: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Request], list[dict]]:
     requests = short_requests(Template(TINY_ANNIE))
-    file = aq.checkpoint.convert(naive, "gguf", tmp_path_factory.mktemp("gguf") / "naive.gguf")["path"]
+    file = aq.checkpoint.convert(naive, "gguf", tmp_path_factory.mktemp("gguf") / "naive.gguf").path
     with aq.serve.start(file) as server:
         return requests, [served(server.url, r) for r in requests]
 

@@ -17,7 +17,12 @@ from annie_quant.cli.console import is_secondary_process
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.option("--reference", required=True, type=click.Path(path_type=Path), help="The bf16 checkpoint.")
 @click.option("--n", type=click.IntRange(1), default=100, show_default=True, help="Prompts per gate.")
-@click.option("--numerics", default="w4a4,w4a16", show_default=True)
+@click.option(
+    "--numerics",
+    default="w4a4,w4a16",
+    show_default=True,
+    help="Profiles: w4a4, w4a16, float32, vllm-cutlass, vllm-marlin, llama.cpp-cpu, llama.cpp-blackwell (docs/numerics.md).",
+)
 @click.option(
     "--calib-data", type=click.Path(path_type=Path), help="Conversations whose assistant tokens are also scored."
 )

@@ -22,6 +22,7 @@ from annie_quant.schema.audit import Audit, AuditSummary, Finding, TensorRow
 from annie_quant.schema.evaluation import (
     EVALUATION_VERSION,
     DifferingAnswer,
+    EnsembleFigures,
     EvaluatedWorkload,
     Evaluation,
     GateTable,
@@ -30,6 +31,7 @@ from annie_quant.schema.evaluation import (
     LayerDivergence,
     LayerKL,
     MarginBin,
+    Member,
     NumericsResult,
     SameAnswers,
     Sensitivity,

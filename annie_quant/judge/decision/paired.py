@@ -32,6 +32,7 @@ from annie_quant.schema import (
     Evaluation,
     GateResult,
     Kept,
+    Member,
     MemberVerdict,
     NumericsResult,
     OfflineSide,
@@ -278,13 +279,13 @@ def apply(table: Mapping[str, GateResult], paired: Mapping[str, PairedGate]) -> 
 
 
 def judge_evaluation(evaluation: Evaluation) -> Evaluation:
-    """Set an evaluation's verdict, and the gates' verdicts under each numerics; an older evaluation gets its verdict too."""
-    evaluation.verdict = judge_sides(evaluation.numerics)
+    """Set an evaluation's verdict over all members of its ensembles, and each gate's; an older evaluation gets its verdict too."""
+    evaluation.verdict = judge_sides({**evaluation.numerics, **evaluation.members})
     return evaluation
 
 
-def judge_sides(sides: Mapping[str, NumericsResult] | Mapping[str, OfflineSide]) -> PairedVerdict:
-    """Judge a checkpoint's numerics together, set the verdicts of their gates, and return the verdict."""
+def judge_sides(sides: Mapping[str, NumericsResult | Member] | Mapping[str, OfflineSide]) -> PairedVerdict:
+    """Judge a checkpoint's arithmetics together, set the verdicts of their gates, and return the verdict."""
     verdict = judge_members({k: v.paired for k, v in sides.items()}, {k: v.pooled for k, v in sides.items()})
     for side in sides.values():
         apply(side.gates, side.paired)

@@ -100,7 +100,7 @@ static bool append(struct transfer *t, const char *line)
     return longer != NULL;
 }
 
-/* libcurl's syntax: "Name;" for a field without a value. "Name:" is no field at all, also not libcurl's own. */
+/* libcurl's syntax: "Name;" for a field without a value. "Name:" removes a field, also one of libcurl's own. */
 static bool add_line(struct transfer *t, const char *line)
 {
     size_t size = strlen(line);

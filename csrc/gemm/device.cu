@@ -17,6 +17,7 @@ struct {
 std::atomic<cudaMemPool_t> pools[kMaxDevices];
 
 int read_limits(int device, aq_limits *out) {
+    const RelaxedCapture relaxed;
     cudaError_t e = cudaDeviceGetAttribute(&out->sms, cudaDevAttrMultiProcessorCount, device);
     if (e == cudaSuccess) e = cudaDeviceGetAttribute(&out->smem_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
     if (e == cudaSuccess) e = cudaDeviceGetAttribute(&out->major, cudaDevAttrComputeCapabilityMajor, device);

@@ -3,7 +3,7 @@
  * Number format: NVFP4 as ModelOpt stores it. A weight [n, k] is codes uint8 [n, k/2] (low nibble = even column), block scales
  * E4M3 [n, k/16] in row-major order and one float tensor scale; w = e2m1(code) * e4m3(scale) * tensor_scale.
  * Status: 0 success, > 0 a cudaError_t, < 0 one of AQ_GEMM_*. A CUDA error that is returned is also cleared, so that it does not
- * appear again in a later call of this or another library. Errors that other libraries left are neither returned nor cleared.
+ * appear again in a later call. Errors of other calls are neither returned nor cleared.
  * All functions can be called from several threads at the same time, also on one stream.
  */
 #ifndef ANNIE_QUANT_GEMM_H

@@ -1,4 +1,4 @@
-// The host side of every launch: statuses, limits of devices, the opt-in to shared memory, memory in the order of a stream.
+// The host side of every launch: statuses, limits of devices, loading and shared memory of kernels, memory in the order of a stream.
 #pragma once
 #include <cuda_runtime.h>
 #include <stdint.h>
@@ -31,21 +31,40 @@ bool kernel_exists(int threads) {
 bool wgmma_exists();       // in wgmma.cu
 bool native_fp4_exists();  // in w4a4.cu
 
-// Let a kernel have as much dynamic shared memory as its device has: once per kernel and device, so that a launch makes no driver call
-// for it and threads with different plans do not change each other's limit.
+// Calls that the runtime refuses during another thread's capture, or during this thread's, are harmless to the captured stream here.
+class RelaxedCapture {
+  public:
+    RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+    ~RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+
+  private:
+    cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
+// Load a kernel, and let it have as much dynamic shared memory as its device has: once per kernel and device. So a launch makes no driver
+// call for it, threads with different plans do not change each other's limit, and the first launch can be captured: a capture refuses to
+// load code.
 template <auto kKernel>
-int opt_in_to_shared_memory() {
-    static std::atomic<bool> done[kMaxDevices];
-    DeviceState state;
-    int status = current_device(&state);
+int prepare_kernel(bool more_shared_memory) {
+    enum : uint8_t { kUnknown, kLoaded, kOptedIn };
+    static std::atomic<uint8_t> states[kMaxDevices];
+    DeviceState device;
+    int status = current_device(&device);
     if (status) return status;
-    const bool known = state.device < kMaxDevices;
-    if (known && done[state.device].load(std::memory_order_acquire)) return 0;
+    const bool known = device.device < kMaxDevices;
+    const uint8_t wanted = more_shared_memory ? kOptedIn : kLoaded;
+    if (known && states[device.device].load(std::memory_order_acquire) >= wanted) return 0;
+    const RelaxedCapture relaxed;
     cudaFuncAttributes attributes;
     if ((status = status_of(cudaFuncGetAttributes(&attributes, kKernel)))) return status;
-    const int bytes = state.limits.smem_bytes - (int)attributes.sharedSizeBytes;
-    if ((status = status_of(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)))) return status;
-    if (known) done[state.device].store(true, std::memory_order_release);
+    if (more_shared_memory) {
+        const int bytes = device.limits.smem_bytes - (int)attributes.sharedSizeBytes;
+        if ((status = status_of(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)))) return status;
+    }
+    if (known) {
+        uint8_t before = kUnknown;
+        while (before < wanted && !states[device.device].compare_exchange_weak(before, wanted, std::memory_order_release)) continue;
+    }
     return 0;
 }
 
@@ -58,10 +77,8 @@ struct Launch {
 
 template <auto kKernel, typename... Args>
 int launch(const Launch &how, const Args &...args) {
-    if (how.smem_bytes > kSharedWithoutOptIn) {
-        const int status = opt_in_to_shared_memory<kKernel>();
-        if (status) return status;
-    }
+    const int status = prepare_kernel<kKernel>(how.smem_bytes > kSharedWithoutOptIn);
+    if (status) return status;
     cudaLaunchAttribute attributes[2];
     unsigned count = 0;
     if (how.cluster_size > 1) {
@@ -84,16 +101,6 @@ int launch(const Launch &how, const Args &...args) {
     config.numAttrs = count;
     return status_of(cudaLaunchKernelEx(&config, kKernel, args...));
 }
-
-// Calls that the runtime refuses during another thread's capture, or during this thread's, are harmless to the captured stream here.
-class RelaxedCapture {
-  public:
-    RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
-    ~RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
-
-  private:
-    cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
-};
 
 // Device memory of one call, from this module's own pool: allocated and freed in the order of the stream, so that calls of several threads
 // on one stream never have the same memory. In a stream that is captured it belongs to the graph.

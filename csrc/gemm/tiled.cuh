@@ -77,6 +77,7 @@ __global__ void __launch_bounds__(32 * WR * KS, 1) tiled_kernel(const TiledArgs 
     const int c0 = a.chunks * rank / a.cluster_size, c1 = a.chunks * (rank + 1) / a.cluster_size;
 
     if (threadIdx.x == 0)
+#pragma unroll 1
         for (int s = 0; s < a.stages; s++) mbarrier_init(full + s * 8, 32 * S::kWarps + kBulkArrivals), mbarrier_init(empty + s * 8, kReleaseArrivals * S::kWarps);
 #if AQ_HOPPER
     mbarrier_init_fence();

@@ -55,8 +55,10 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t bar, uint32_t parity) {
 #else
 #define AQ_TRY "test_wait"  // also takes a parity from sm_80 on
 #endif
-    asm volatile("{ .reg .pred p;\n AGAIN: mbarrier." AQ_TRY ".parity.shared.b64 p, [%0], %1;\n @p bra DONE;\n bra AGAIN;\n DONE: }" ::"r"(bar), "r"(parity)
-                 : "memory");
+    uint32_t done;
+    do {
+        asm volatile("{ .reg .pred p; mbarrier." AQ_TRY ".parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }" : "=r"(done) : "r"(bar), "r"(parity) : "memory");
+    } while (!done);
 #undef AQ_TRY
 }
 

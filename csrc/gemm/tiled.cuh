@@ -66,7 +66,7 @@ template <int WR, int KS, int TR, int TC, bool HALF>
 __global__ void __launch_bounds__(32 * WR * KS, 1) tiled_kernel(const TiledArgs a) {
     using S = TileShape<WR, KS, TR, TC>;
     extern __shared__ __align__(128) uint8_t smem[];
-    const uint32_t full = smem_at(smem), empty = full + a.stages * 8;
+    uint64_t *full = (uint64_t *)smem, *empty = full + a.stages;
     uint8_t *stages = smem + 1024;
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const int rank = a.cluster_size > 1 ? (int)cluster_rank() : 0, tile = blockIdx.x / a.cluster_size;
@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(32 * WR * KS, 1) tiled_kernel(const TiledArgs 
 
     if (threadIdx.x == 0)
 #pragma unroll 1
-        for (int s = 0; s < a.stages; s++) mbarrier_init(full + s * 8, 32 * S::kWarps + kBulkArrivals), mbarrier_init(empty + s * 8, kReleaseArrivals * S::kWarps);
+        for (int s = 0; s < a.stages; s++) mbarrier_init(smem_at(full + s), 32 * S::kWarps + kBulkArrivals), mbarrier_init(smem_at(empty + s), kReleaseArrivals * S::kWarps);
 #if AQ_HOPPER
     mbarrier_init_fence();
     async_fence_shared();
@@ -99,17 +99,17 @@ __global__ void __launch_bounds__(32 * WR * KS, 1) tiled_kernel(const TiledArgs 
     const uint8_t *weights_from = a.packed + chunk_at(nt * kBlockTiles, 0, a.tiles, a.chunks);
     const uint16_t *x_from = a.x + (int64_t)m0 * a.ldx;
     const auto fetch_weights = [&](int c, int s) {
-        copy_bytes(smem_at(stages) + s * S::kStage, weights_from + (int64_t)c * have * kChunk, have * kChunk, full + s * 8);
+        copy_bytes(smem_at(stages + (size_t)s * S::kStage), weights_from + (int64_t)c * have * kChunk, have * kChunk, smem_at(full + s));
     };
     const auto fetch_x = [&](int c, int s) {  // zeros beyond K: the padded codes are zeros, but 0 * NaN is not 0
-        const uint32_t to = smem_at(stages) + s * S::kStage + S::kWeightBytes;
+        uint8_t *to = stages + (size_t)s * S::kStage + S::kWeightBytes;
 #pragma unroll
         for (int i = threadIdx.x; i < S::kBM * 16; i += 32 * S::kWarps) {
             const int token = i >> 4, v = i & 15, col = c * kCols + v * 8;
             const bool there = col < a.k && token < tokens;
-            copy_async16(to + token * kTilePitch + v * 16, there ? x_from + token * a.ldx + col : a.x, there ? 16 : 0);
+            copy_async16(smem_at(to + token * kTilePitch + v * 16), there ? x_from + token * a.ldx + col : a.x, there ? 16 : 0);
         }
-        copy_async_arrive(full + s * 8);
+        copy_async_arrive(smem_at(full + s));
     };
     const int ahead = a.stages > 3 ? a.stages - 2 : a.stages - 1;  // chunks in flight in addition to the one being computed
     for (int s = 0; s < ahead && c0 + s < c1; s++) fetch_weights(c0 + s, s);
@@ -123,12 +123,12 @@ __global__ void __launch_bounds__(32 * WR * KS, 1) tiled_kernel(const TiledArgs 
         int next = ahead % a.stages, next_phase = ahead / a.stages;  // the slot for chunk c + ahead
         for (int c = c0, s = 0, phase = 0; c < c1; c++) {
             if (c + ahead < c1) {
-                if (next_phase) mbarrier_wait(empty + next * 8, (next_phase - 1) & 1);  // every warp has released the slot
+                if (next_phase) mbarrier_wait(smem_at(empty + next), (next_phase - 1) & 1);  // every warp has released the slot
                 fetch_weights(c + ahead, next);
                 fetch_x(c + ahead, next);
                 if (++next == a.stages) next = 0, next_phase++;
             }
-            mbarrier_wait(full + s * 8, phase & 1);
+            mbarrier_wait(smem_at(full + s), phase & 1);
             const uint8_t *stage = stages + (size_t)s * S::kStage;
             const uint8_t *weights = stage + wr * TR * kChunk, *xs = stage + S::kWeightBytes + g * kTilePitch + l * 32;
             uint32_t scales[TR];
@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(32 * WR * KS, 1) tiled_kernel(const TiledArgs 
                     }
                 }
             __syncwarp();
-            if (lane < kReleaseArrivals) mbarrier_arrive(empty + s * 8);
+            if (lane < kReleaseArrivals) mbarrier_arrive(smem_at(empty + s));
             if (++s == a.stages) s = 0, phase++;
         }
     }

@@ -63,7 +63,7 @@ check() {
 (
     cd build/race-copy && PYTHONPATH=$PWD check racecheck "(test_every_shape_of_the_wgmma and 7-4-3) or (test_every_cluster and 61-528-880-64) or (test_every_split and 2) or (test_every_shape_of_the_few and 7-5)" 110
 ) &
-step tests 150 "$python" -m pytest -q -rs --maxfail=20 -p no:cacheprovider tests/gemm
+step tests 200 "$python" -m pytest -q -rs --maxfail=20 -p no:cacheprovider tests/gemm
 step threads 90 "$python" tests/sanitize/threads_gemm.py --products "${PRODUCTS:-100000}"
 wait
 for tool in memcheck racecheck; do

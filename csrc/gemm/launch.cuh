@@ -52,8 +52,8 @@ int prepare_kernel(bool more_shared_memory) {
     int status = current_device(&device);
     if (status) return status;
     const bool known = device.device < kMaxDevices;
-    const uint8_t wanted = more_shared_memory ? kOptedIn : kLoaded;
-    if (known && states[device.device].load(std::memory_order_acquire) >= wanted) return 0;
+    const uint8_t needed = more_shared_memory ? kOptedIn : kLoaded;
+    if (known && states[device.device].load(std::memory_order_acquire) >= needed) return 0;
     const RelaxedCapture relaxed;
     cudaFuncAttributes attributes;
     if ((status = status_of(cudaFuncGetAttributes(&attributes, kKernel)))) return status;
@@ -63,7 +63,7 @@ int prepare_kernel(bool more_shared_memory) {
     }
     if (known) {
         uint8_t before = kUnknown;
-        while (before < wanted && !states[device.device].compare_exchange_weak(before, wanted, std::memory_order_release)) continue;
+        while (before < needed && !states[device.device].compare_exchange_weak(before, needed, std::memory_order_release)) continue;
     }
     return 0;
 }
@@ -136,7 +136,7 @@ class ReportMemory {
   public:
     ReportMemory(aq_report *report, cudaStream_t stream) : report_(report), stream_(stream), memory_(stream) {}
     int prepare();
-    DeviceReport *get() const { return (DeviceReport *)memory_.get(); }  // null if no report is wanted
+    DeviceReport *get() const { return (DeviceReport *)memory_.get(); }  // null if the report is not needed
     int read();
 
   private:

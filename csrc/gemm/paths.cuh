@@ -1,4 +1,4 @@
-// The three ways to compute a W4A16 product. Each checks a plan and says what memory it needs, then launches it.
+// The three ways to compute a W4A16 product. Each checks a plan and computes what memory it needs, then launches it.
 #pragma once
 #include "gemm/fragments.cuh"
 #include "gemm/launch.cuh"

@@ -157,8 +157,8 @@ for _ in range(3):
     captured.fill(0xFF)
     module.graph_time(graph, stream)
     got = captured.host()
-    want = product(0).host()
-    assert (got.view(np.uint8) == want.view(np.uint8)).all(), kind
+    expected = product(0).host()
+    assert (got.view(np.uint8) == expected.view(np.uint8)).all(), kind
     assert np.isfinite(got.astype(np.float32)).all()
 print("equal")
 """

@@ -134,7 +134,7 @@ def test_a_plan_is_refused_for_a_product_that_it_cannot_compute():
             needs(TILED, **shape)
 
 
-def test_another_tuple_is_no_plan():
+def test_another_tuple_is_refused_as_a_plan():
     with pytest.raises(TypeError, match="SkinnyPlan"):
         path_of((3, 64, 1, 2, 2, 50000, 0, 256, 1, 0))
     with pytest.raises(ValueError, match="path 7"):

@@ -30,16 +30,16 @@ def test_every_wrapper_is_used():
 def test_every_instruction_has_one_wrapper():
     """Forms with other operands (a cache hint, another type or width) are other instructions."""
     strings = re.findall(r'asm(?: volatile)?\(\s*((?:"[^\n]*"\s*(?:AQ_TRY\s*)?)+)', PTX.read_text())
-    found = Counter()
+    counts = Counter()
     for text in strings:
         joined = "".join(re.findall(r'"((?:[^"\\]|\\.)*)"', text))
         for name in re.findall(
             r"(?:^|[ {;n])((?:mbarrier|cp|fence|ld|st|barrier|mapa|griddepcontrol|mma|wgmma|setmaxnreg|stmatrix|fma|cvt)\.[\w.:]+)",
             joined,
         ):
-            found[name] += 1
-    assert len(found) > 30
-    assert {name: count for name, count in found.items() if count > 1} == {}
+            counts[name] += 1
+    assert len(counts) > 30
+    assert {name: count for name, count in counts.items() if count > 1} == {}
 
 
 def test_statuses_are_cleared_in_one_place():

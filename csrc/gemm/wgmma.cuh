@@ -161,9 +161,9 @@ struct Producer {
         }
         for (int step = 0; step < 2 && from.has_step(); step++, ring.step(), from.advance(a))
             if (depends()) copy_x(step, from);
-        if (from.has_step()) mbarrier_wait(ring.full, 0);
+        if (from.has_step()) mbarrier_wait_hidden_loop(ring.full, 0);
         for (; from.has_step(); ring.step(), from.advance(a)) {
-            if (ring.phase) mbarrier_wait(ring.empty + ring.slot * 8, (ring.phase - 1) & 1);
+            if (ring.phase) mbarrier_wait_hidden_loop(ring.empty + ring.slot * 8, (ring.phase - 1) & 1);
             copy_weights(ring.slot, from);
             copy_x(ring.slot, from);
         }
@@ -179,7 +179,7 @@ __device__ void permute_in_place(const WgmmaArgs &a, Ring ring, int permute_warp
     const uint32_t in = image_unit(lane, permute_source(0, half)) * 16, out = image_unit(lane, permute_target(0, half)) * 16;
     for (WorkItems p(a); p.next(a);)
         for (int c = p.c0; c < p.c1; c++, ring.step()) {
-            mbarrier_wait(ring.full_at(), ring.phase & 1);
+            mbarrier_wait_hidden_loop(ring.full_at(), ring.phase & 1);
             const uint32_t x = ring.stage_at() + kWeights;
             for (int row = first; row < rows; row += 16 * kPermuteWarps * kRowsInFlight) {
                 uint4 v[kRowsInFlight][4];
@@ -328,7 +328,7 @@ __device__ void consume(const WgmmaArgs &a, Ring ring, uint8_t *scratch, int clu
         for (int i = 0; i < TOKENS / 2; i++) acc[i] = 0.f;
         int before = -1;  // slot of the previous step
         for (int c = p.c0; c < p.c1; c++, ring.step()) {
-            mbarrier_wait(ready_bar + ring.slot * 8, ring.phase & 1);
+            mbarrier_wait_hidden_loop(ready_bar + ring.slot * 8, ring.phase & 1);
             // the result of a reduction is in a uniform register, and so is everything derived from it, which saves instructions
             const uint32_t at = __reduce_or_sync(0xFFFFFFFFu, ring.slot * ring.stage), x = x_at + at / 16;
             const uint32_t scales = load_shared4(scales_at + at);

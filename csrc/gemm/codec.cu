@@ -87,8 +87,7 @@ template <typename T>
 __global__ void unpack_kernel(const uint8_t *codes, const uint8_t *scales, int64_t blocks, float ts, T *out, DeviceReport *report) {
     const int64_t b = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (b >= blocks) return;
-    const bool bad = (scales[b] & 0x7Fu) == 0x7Fu;
-    if (bad) report_bad(report, (unsigned long long)b, 1);
+    if ((scales[b] & 0x7Fu) == 0x7Fu) report_bad(report, (unsigned long long)b, 1);
     const uint2 c = *(const uint2 *)(codes + b * (kBlock / 2));
     const float step = __fmul_rn(e4m3_value(scales[b]), ts);
     union {
@@ -99,8 +98,9 @@ __global__ void unpack_kernel(const uint8_t *codes, const uint8_t *scales, int64
     for (int i = 0; i < kBlock; i++) {
         const uint32_t code = (i < 8 ? c.x >> 4 * i : c.y >> 4 * (i - 8)) & 15u;
         const float mag = e2m1_value(code & 7u);
-        store_as(u.t + i, __fmul_rn(code & 8u ? -mag : mag, step));
-        if (bad) u.t[i] = quiet_nan<T>();
+        const float v = __fmul_rn(code & 8u ? -mag : mag, step);
+        if (v == v) store_as(u.t + i, v);
+        else u.t[i] = quiet_nan<T>();  // the scale is NaN, or the step is infinite and the element zero
     }
 #pragma unroll
     for (int i = 0; i < (int)(kBlock * sizeof(T) / 16); i++) ((uint4 *)(out + b * kBlock))[i] = u.q[i];

@@ -1,5 +1,6 @@
 """Launches on a CUDA GPU: threads that share a stream, first calls inside a CUDA graph, streams, errors, refused plans."""
 
+import dataclasses
 import subprocess
 import sys
 import threading
@@ -266,12 +267,15 @@ def test_pack_reports_nan_and_inf_with_the_first_position(dtype, bad):
     gemm.pack(gemm.to_device(np.ones_like(x)), 0.01)
 
 
+@pytest.mark.parametrize("tensor_scale", [None, 1e38])  # with 1e38 steps are infinite, and zeros decode to NaN
 @pytest.mark.parametrize("dtype", TYPES)
-def test_unpack_reports_nan_scales_and_decodes_them_to_the_codecs_bits(dtype):
+def test_unpack_reports_nan_scales_and_decodes_them_to_the_codecs_bits(dtype, tensor_scale):
     nvfp4 = pytest.importorskip("annie_quant.nvfp4", reason="needs annie_quant._nvfp4", exc_type=ImportError)
     packed = nvfp4.pack(np.random.default_rng(10).standard_normal((40, 320)).astype(np.float32))
     scales = packed.block_scale.view(np.uint8)
     scales[3, 7], scales[20, 0] = 0x7F, 0xFF
+    if tensor_scale:
+        packed = dataclasses.replace(packed, tensor_scale=np.float32(tensor_scale))
     codes, block_scale, ts = gemm.to_device(packed.codes), gemm.to_device(scales), float(packed.tensor_scale)
     with pytest.raises(ValueError, match=r"2 blocks have the scale NaN \(0x7F\), the first at \[3, 7\]"):
         gemm.unpack(codes, block_scale, ts, dtype.name)

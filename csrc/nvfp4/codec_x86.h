@@ -515,7 +515,7 @@ static void unpack_halves(const struct unpack_plan *plan, const uint8_t *codes, 
 static void unpack_floats(const struct unpack_plan *plan, const uint8_t *codes, const uint8_t *scales, size_t runs, int shift, float *out)
 {
     const bool streams = (uintptr_t)out % 32 == 0;
-    const __m256 values = _mm256_loadu_ps(E2M1_VALUE);
+    const __m256 values = _mm256_loadu_ps(E2M1_VALUE), nan = _mm256_set1_ps(bits_float(0x7fc00000u));
     for (size_t b = 0; b < runs; b++) {
         __m128i c = _mm_loadl_epi64((const __m128i *)(codes + 8 * b)), mask = _mm_set1_epi8(15);
         __m128i each = _mm_unpacklo_epi8(_mm_and_si128(c, mask), _mm_and_si128(_mm_srli_epi16(c, 4), mask));
@@ -525,6 +525,7 @@ static void unpack_floats(const struct unpack_plan *plan, const uint8_t *codes, 
             v256 sign = _mm256_slli_epi32(_mm256_srli_epi32(index, 3), 31);
             __m256 v = _mm256_xor_ps(_mm256_permutevar8x32_ps(values, index), _mm256_castsi256_ps(sign));
             v = _mm256_mul_ps(v, step);
+            v = _mm256_blendv_ps(v, nan, _mm256_cmp_ps(v, v, _CMP_UNORD_Q)); /* 0 * inf is a NaN with a sign */
             if (streams)
                 _mm256_stream_ps(out + 16 * b + 8 * half, v);
             else

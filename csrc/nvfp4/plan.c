@@ -158,7 +158,8 @@ void unpack_prepare(struct unpack_plan *plan)
 {
     for (int c = 0; c < 256; c++) {
         float s = e4m3_to_float((uint8_t)c), step = plan->divides ? s / plan->tensor_scale : s * plan->tensor_scale;
-        plan->step[c] = step;
+        /* A product with a NaN has the sign of the NaN in some variants: so the step of 0xFF is that of 0x7F. */
+        plan->step[c] = step == step ? step : bits_float(0x7fc00000u);
         for (int i = 0; plan->kind != KIND_F32 && i < 16; i++) {
             const float v = decoded((unsigned)i, step);
             const uint16_t bits = plan->kind == KIND_F16 ? float_to_f16(v) : float_to_bf16(v);

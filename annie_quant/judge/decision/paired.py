@@ -280,7 +280,8 @@ def apply(table: Mapping[str, GateResult], paired: Mapping[str, PairedGate]) -> 
 
 def judge_evaluation(evaluation: Evaluation) -> Evaluation:
     """Set an evaluation's verdict over all members of its ensembles, and each gate's; an older evaluation gets its verdict too."""
-    evaluation.verdict = judge_sides({**evaluation.numerics, **evaluation.members})
+    sides: dict[str, NumericsResult | Member] = {**evaluation.numerics, **evaluation.members}
+    evaluation.verdict = judge_sides(sides)
     return evaluation
 
 

@@ -1,4 +1,4 @@
-"""What a server says of itself: each of these ended in a traceback, a hang or a run directory of 153 MB in 0.1."""
+"""What a server reports about itself: each of these ended in a traceback, a hang or a run directory of 153 MB in 0.1."""
 
 from __future__ import annotations
 

@@ -9,11 +9,11 @@
 #include "gemv.h"
 #include "lanes.h"
 
-/* Rows of x at once: more sums would not fit into the registers. */
+/* Most rows of x at once: more sums would not fit into the registers. */
 #if defined(__AVX512F__)
 enum { TOGETHER = 4 };
 #else
-enum { TOGETHER = 2 };
+enum { TOGETHER = 3 };
 #endif
 
 /* The values of the low and of the high nibbles of sixteen bytes. */
@@ -95,20 +95,19 @@ ALWAYS_INLINE void some_rows(const uint8_t *codes, const float *step, const floa
 
 static void row_times_tokens(const uint8_t *codes, const float *step, const float *x, size_t stride, size_t columns, int tokens, float *y)
 {
-    for (int t = 0; t < tokens; t += TOGETHER) {
+    for (int t = 0, n; t < tokens; t += n) {
         const float *at = x + (size_t)t * stride;
-        switch (tokens - t < TOGETHER ? tokens - t : TOGETHER) { /* a constant, so that the sums stay in registers */
+        n = tokens - t <= TOGETHER ? tokens - t : 2; /* four are two and two */
+        switch (n) {                                 /* a constant, so that the sums stay in registers */
         case 1:
             some_rows(codes, step, at, stride, columns, 1, y + t);
             break;
         case 2:
             some_rows(codes, step, at, stride, columns, 2, y + t);
             break;
-#if defined(__AVX512F__)
         case 3:
             some_rows(codes, step, at, stride, columns, 3, y + t);
             break;
-#endif
         default:
             some_rows(codes, step, at, stride, columns, TOGETHER, y + t);
         }

@@ -64,13 +64,13 @@ ALWAYS_INLINE i32v pick_i(i32v mask, i32v yes, i32v no)
 #endif
 }
 
-/* a < b ? a : b and so on, also for NaN, as x86's instructions do; NEON's would give NaN. */
+/* a < b ? a : b and so on; b if a is NaN. b must not be NaN. */
 ALWAYS_INLINE f32v least_of(f32v a, f32v b)
 {
 #if defined(__AVX2__)
     return (f32v)_mm256_min_ps((__m256)a, (__m256)b);
 #else
-    return pick(a < b, a, b);
+    return (f32v)vminnmq_f32((float32x4_t)a, (float32x4_t)b);
 #endif
 }
 
@@ -79,7 +79,7 @@ ALWAYS_INLINE f32v most_of(f32v a, f32v b)
 #if defined(__AVX2__)
     return (f32v)_mm256_max_ps((__m256)a, (__m256)b);
 #else
-    return pick(a > b, a, b);
+    return (f32v)vmaxnmq_f32((float32x4_t)a, (float32x4_t)b);
 #endif
 }
 

@@ -25,7 +25,7 @@ def loading_tokenizer(folder: Path) -> Iterator[None]:
             yield
     except (AnnieError, MemoryError):
         raise
-    except BaseException as error:  # the tokenizers library panics with a type that is no Exception
+    except BaseException as error:  # the tokenizers library panics with a type outside Exception
         if isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit)):
             raise
         reason = printable(f"{type(error).__name__}: {error}", 300)

@@ -8,7 +8,7 @@ STAMP  := $(VENV)/.installed
 APT    := build-essential pkg-config libcurl4-openssl-dev
 # Debian's own Python has no venv and no headers; other builds include them.
 APT_PY  = $(shell $(PYTHON) tools/debian_packages.py || echo python3 python3-venv python3-dev)
-APT_SAFE := clang libomp-14-dev clang-tidy-14 cppcheck
+APT_SAFE := clang libclang-rt-14-dev libomp-14-dev clang-tidy-14 cppcheck
 APT_TEST := chromium chromium-sandbox gcc-aarch64-linux-gnu qemu-user libc6-dev-arm64-cross
 C_FILES := $(shell find csrc setup.py pyproject.toml requirements.txt -type f 2>/dev/null)
 
@@ -18,7 +18,7 @@ demo: setup
 	$(BIN)/annie-quant demo
 
 test: setup apt-test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist loadfile
 
 lint: setup
 	$(BIN)/ruff check .

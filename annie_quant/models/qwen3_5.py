@@ -5,6 +5,8 @@ Sources: transformers' modeling_qwen3_5.py; llama.cpp's conversion/qwen.py and s
 
 from __future__ import annotations
 
+from typing import Any
+
 from annie_quant.models.family import (
     ATTENTION_INPUT,
     ATTENTION_OUTPUT,
@@ -141,3 +143,39 @@ FAMILY = Family(
         "27b": _published("Qwen3.5-27B", 5120, 17408, 64, 24, 4, 256, 16, 48, 248320),
     },
 )
+
+
+def tensor_shapes(s: Any) -> dict[str, tuple[str, tuple[int | None, ...]]]:
+    """Return the shapes that a config.json's fields determine: name without layer → (fields, shape). None: any size.
+
+    s: the typed fields of config.json, as in annie_quant.checkpoint.gguf.settings.Settings
+    """
+    hidden, heads, kv = s.hidden_size, s.num_attention_heads, s.num_key_value_heads
+    width, values = s.attention_head_dim, s.linear_num_value_heads * s.linear_value_head_dim
+    mixed = 2 * s.linear_num_key_heads * s.linear_key_head_dim + values
+    attention, deltanet = "heads, head_dim and hidden_size", "the linear_* fields and hidden_size"
+    return {
+        "embed_tokens.weight": ("vocab_size and hidden_size", (s.vocab_size, hidden)),
+        "lm_head.weight": ("vocab_size and hidden_size", (s.vocab_size, hidden)),
+        "norm.weight": ("hidden_size", (hidden,)),
+        "input_layernorm.weight": ("hidden_size", (hidden,)),
+        "post_attention_layernorm.weight": ("hidden_size", (hidden,)),
+        "mlp.gate_proj.weight": ("intermediate_size and hidden_size", (s.intermediate_size, hidden)),
+        "mlp.up_proj.weight": ("intermediate_size and hidden_size", (s.intermediate_size, hidden)),
+        "mlp.down_proj.weight": ("intermediate_size and hidden_size", (hidden, s.intermediate_size)),
+        "self_attn.q_proj.weight": (attention, (None, hidden)),  # with or without its gate
+        "self_attn.k_proj.weight": (attention, (kv * width, hidden)),
+        "self_attn.v_proj.weight": (attention, (kv * width, hidden)),
+        "self_attn.o_proj.weight": (attention, (hidden, heads * width)),
+        "self_attn.q_norm.weight": ("head_dim", (width,)),
+        "self_attn.k_norm.weight": ("head_dim", (width,)),
+        "linear_attn.in_proj_qkv.weight": (deltanet, (mixed, hidden)),
+        "linear_attn.in_proj_z.weight": (deltanet, (values, hidden)),
+        "linear_attn.in_proj_a.weight": (deltanet, (s.linear_num_value_heads, hidden)),
+        "linear_attn.in_proj_b.weight": (deltanet, (s.linear_num_value_heads, hidden)),
+        "linear_attn.out_proj.weight": (deltanet, (hidden, values)),
+        "linear_attn.conv1d.weight": (deltanet, (mixed, None, s.linear_conv_kernel_dim)),
+        "linear_attn.norm.weight": ("linear_value_head_dim", (s.linear_value_head_dim,)),
+        "linear_attn.A_log": ("linear_num_value_heads", (s.linear_num_value_heads,)),
+        "linear_attn.dt_bias": ("linear_num_value_heads", (s.linear_num_value_heads,)),
+    }

@@ -58,7 +58,7 @@ def refuse_secrets_in(url: str, name: str) -> None:
         raise UsageError(
             f"{name}: the URL {urlunsplit((*parts[:1], parts.netloc.rpartition('@')[2], parts.path, '', ''))} has a user, "
             "password or query",
-            "remove them; keys come from the environment",
+            "remove them; a key comes from an environment variable (bench: --key-env NAME)",
         )
 
 

@@ -35,7 +35,7 @@ def test_kinds_are_those_of_the_predicted_tokens(samples: list[Sample]) -> None:
     for text in samples:
         assert len(text.ids) == len(text.kinds)
         assert text.ids[: len(text.prompt)] == text.prompt and text.ids[len(text.prompt) :] == text.answer[:-1]
-        assert text.marks[-1] == calibration_samples.END_OF_TURN and text.answer[-1] in template.end_tokens
+        assert text.kinds[-1] == calibration_samples.END_OF_TURN and text.answer[-1] in template.end_tokens
         first = len(text.prompt) - 1  # the prompt's last token predicts the answer's first
         assert (
             set(text.kinds[:first]) == {calibration_samples.PROMPT}

@@ -13,6 +13,7 @@ from annie_quant import models, schema
 from annie_quant.checkpoint.linears import Linear
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.errors import CheckpointError
+from annie_quant.models import qwen3_5
 
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Positive = Annotated[float, Meta(gt=0, le=1e12)]
@@ -75,7 +76,7 @@ def read(folder: ModelFolder, linears: Mapping[str, Linear]) -> Settings:
             f"linear_num_key_heads {settings.linear_num_key_heads}",
             HINT,
         )
-    expected = _expected(settings)
+    expected = qwen3_5.tensor_shapes(settings)
     numbers = set()
     for name, shape in _shapes(folder, linears):
         short, inside = models.short_name(name), models.in_layer(name)
@@ -92,39 +93,6 @@ def read(folder: ModelFolder, linears: Mapping[str, Linear]) -> Settings:
     if len(numbers) != layers:
         raise CheckpointError(f"{where}: num_hidden_layers {layers}, and {len(numbers)} layers have tensors", HINT)
     return settings
-
-
-def _expected(s: Settings) -> dict[str, tuple[str, tuple[int | None, ...]]]:
-    """Return the shape of tensors that the settings determine: name without layer → (fields, shape). None: any size."""
-    hidden, heads, kv = s.hidden_size, s.num_attention_heads, s.num_key_value_heads
-    width, values = s.attention_head_dim, s.linear_num_value_heads * s.linear_value_head_dim
-    mixed = 2 * s.linear_num_key_heads * s.linear_key_head_dim + values
-    attention, deltanet = "heads, head_dim and hidden_size", "the linear_* fields and hidden_size"
-    return {
-        "embed_tokens.weight": ("vocab_size and hidden_size", (s.vocab_size, hidden)),
-        "lm_head.weight": ("vocab_size and hidden_size", (s.vocab_size, hidden)),
-        "norm.weight": ("hidden_size", (hidden,)),
-        "input_layernorm.weight": ("hidden_size", (hidden,)),
-        "post_attention_layernorm.weight": ("hidden_size", (hidden,)),
-        "mlp.gate_proj.weight": ("intermediate_size and hidden_size", (s.intermediate_size, hidden)),
-        "mlp.up_proj.weight": ("intermediate_size and hidden_size", (s.intermediate_size, hidden)),
-        "mlp.down_proj.weight": ("intermediate_size and hidden_size", (hidden, s.intermediate_size)),
-        "self_attn.q_proj.weight": (attention, (None, hidden)),  # with or without its gate
-        "self_attn.k_proj.weight": (attention, (kv * width, hidden)),
-        "self_attn.v_proj.weight": (attention, (kv * width, hidden)),
-        "self_attn.o_proj.weight": (attention, (hidden, heads * width)),
-        "self_attn.q_norm.weight": ("head_dim", (width,)),
-        "self_attn.k_norm.weight": ("head_dim", (width,)),
-        "linear_attn.in_proj_qkv.weight": (deltanet, (mixed, hidden)),
-        "linear_attn.in_proj_z.weight": (deltanet, (values, hidden)),
-        "linear_attn.in_proj_a.weight": (deltanet, (s.linear_num_value_heads, hidden)),
-        "linear_attn.in_proj_b.weight": (deltanet, (s.linear_num_value_heads, hidden)),
-        "linear_attn.out_proj.weight": (deltanet, (hidden, values)),
-        "linear_attn.conv1d.weight": (deltanet, (mixed, None, s.linear_conv_kernel_dim)),
-        "linear_attn.norm.weight": ("linear_value_head_dim", (s.linear_value_head_dim,)),
-        "linear_attn.A_log": ("linear_num_value_heads", (s.linear_num_value_heads,)),
-        "linear_attn.dt_bias": ("linear_num_value_heads", (s.linear_num_value_heads,)),
-    }
 
 
 def _shapes(folder: ModelFolder, linears: Mapping[str, Linear]) -> Iterator[tuple[str, tuple[int, ...]]]:

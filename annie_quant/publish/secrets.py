@@ -77,5 +77,5 @@ def _detectors() -> tuple[Any, ...]:
         from detect_secrets.core.plugins.util import get_mapping_from_secret_type_to_class
     except ImportError:
         return ()
-    classes = get_mapping_from_secret_type_to_class().values()
+    classes: Any = get_mapping_from_secret_type_to_class().values()
     return tuple(kind() for kind in classes if kind.__name__ in KEPT_RULES)

@@ -10,7 +10,7 @@ import click
 import msgspec
 
 import annie_quant
-from annie_quant.cli.common import console, emit, json_option
+from annie_quant.cli.common import console, emit, json_option, persona_option, workloads_option
 from annie_quant.errors import UsageError
 
 
@@ -21,7 +21,8 @@ from annie_quant.errors import UsageError
 @click.option("--warmup", default=2, show_default=True, help="Requests per workload that are not counted.")
 @click.option("--runs", default=5, show_default=True, help="Measurements per prompt.")
 @click.option("--n", default=25, show_default=True, help="Prompts per gate (100 or more decide a gate); 0: all.")
-@click.option("--workloads", help="Names (also bfcl) or JSON files, comma-separated. Default: the default workloads.")
+@persona_option
+@workloads_option
 @click.option("--concurrency", default="1", show_default=True, help='Requests in flight; several loads: "1,8".')
 @click.option("--rate", default="", help='Additional loads in arrivals per second (Poisson, open loop): "0.5,2".')
 @click.option("--prefix-cache", default="warm", show_default=True, type=click.Choice(["warm", "off"]))
@@ -44,6 +45,7 @@ def bench(
     backend_b: tuple[str, str] | None,
     aa: bool,
     n: int,
+    persona: str | None,
     workloads: str | None,
     concurrency: str,
     rate: str,
@@ -56,6 +58,7 @@ def bench(
     """Time one or two OpenAI-compatible servers with the same prompts, interleaved. Exit code 1 if a gate fails."""
     from annie_quant import bench as timing
     from annie_quant.bench.progress_table import ProgressTable
+    from annie_quant.data.resolve import resolve
     from annie_quant.pipeline.run_directory import RunDirectory
 
     if aa and backend_b:
@@ -65,7 +68,7 @@ def bench(
         raise UsageError(f"--watch {stored}: it has no bench.json", "pass the folder of a finished annie-quant bench")
     headers = timing.key_headers(key_env)
     backends = [timing.Backend(name, url, headers=headers) for name, url in filter(None, sides)]
-    chosen = annie_quant.judge.load_workloads(workloads.split(",") if workloads else None)
+    chosen = resolve(persona, workloads)
     if n:
         chosen = annie_quant.judge.sample(chosen, n, settings["seed"])
     settings["concurrency"], settings["rates"] = numbers(concurrency, int), numbers(rate, float)

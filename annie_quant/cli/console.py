@@ -102,6 +102,7 @@ class Console:
 
         table = Table(title="Gates (passes / n, 95 % Wilson interval)", title_justify="left")
         table.add_column("gate")
+        table.add_column("against")
         for side in sides:
             table.add_column(side, justify="right")
         for gate in dict.fromkeys(g for gates in sides.values() for g in gates):
@@ -113,7 +114,9 @@ class Console:
                     if g is None
                     else f"{g['passes']}/{g['n']} [dim]{g['low']:.2f}–{g['high']:.2f}[/] {MARKS[g['verdict']]}"
                 )
-            table.add_row(gate, *cells)
+            result = next(gates[gate] for gates in sides.values() if gate in gates)
+            basis = {"reference": "bf16"}.get(result.get("basis", ""), result.get("basis", ""))
+            table.add_row(gate, f"{basis}, informs" if result.get("advisory") else basis, *cells)
         self.out.print(table)
 
     def print_mapping(self, title: str, values: Mapping[str, Any]) -> None:

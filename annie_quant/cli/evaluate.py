@@ -7,14 +7,23 @@ from pathlib import Path
 
 import click
 
-import annie_quant
-from annie_quant.cli.common import console, emit, json_option, quiet_engines, refuse_stale_prompt
+from annie_quant.cli.common import (
+    console,
+    emit,
+    json_option,
+    persona_option,
+    quiet_engines,
+    refuse_stale_prompt,
+    workloads_option,
+)
 
 
 @click.command(name="eval")
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.option("--reference", required=True, type=click.Path(path_type=Path), help="The bf16 checkpoint.")
 @click.option("--n", default=100, show_default=True, help="Prompts per gate.")
+@persona_option
+@workloads_option
 @click.option("--numerics", default="w4a4,w4a16", show_default=True)
 @click.option(
     "--calib-data", type=click.Path(path_type=Path), help="Conversations whose assistant tokens are also scored."
@@ -36,6 +45,8 @@ def evaluate(
     checkpoint: Path,
     reference: Path,
     n: int,
+    persona: str | None,
+    workloads: str | None,
     numerics: str,
     calib_data: Path | None,
     text: Path | None,
@@ -52,13 +63,14 @@ def evaluate(
     `--` before the command, else it reads --n itself: torchrun --nproc-per-node=2 -- $(which annie-quant) eval ...
     """
     quiet_engines()
+    from annie_quant.data.resolve import personas_of, resolve
     from annie_quant.evaluate import job
     from annie_quant.evaluate.process_group import join_group, leave_group
     from annie_quant.judge.decision import failing
     from annie_quant.quantize.prompt_provenance import check_checkpoint
 
-    refuse_stale_prompt(calib_data, allow_prompt_mismatch)
-    personas = (w.persona for w in annie_quant.judge.load_workloads() if w.persona)
+    refuse_stale_prompt(calib_data, allow_prompt_mismatch, persona)
+    personas = personas_of(resolve(persona, workloads))
     if mismatch := check_checkpoint(checkpoint, personas, allow=allow_prompt_mismatch):
         console.note(mismatch)
     with console.task("evaluate") as step:
@@ -73,6 +85,8 @@ def evaluate(
             output=output,
             progress=step,
             rows=rows,
+            persona=persona,
+            workloads=workloads,
         )
     if join_group().is_first:
         document = result.to_dict()
@@ -80,7 +94,7 @@ def evaluate(
             emit(document)
         else:
             console.print_gates({f"{checkpoint.name} {k}": v["gates"] for k, v in document["numerics"].items()})
-            for line in job.summary_lines(result):
+            for line in (*result.notes, *job.summary_lines(result)):
                 console.note(line)
     leave_group()
     failed = [name for side in result.numerics.values() for name in failing(side.gates, ("fail",))]

@@ -10,13 +10,14 @@ import click
 import msgspec
 
 import annie_quant
-from annie_quant.cli.common import console, emit, json_option, quiet_engines, refuse_stale_prompt
+from annie_quant.cli.common import console, emit, json_option, persona_option, quiet_engines, refuse_stale_prompt
 
 
 @click.command()
 @click.option("--strategy", required=True, help="naive, direct, mlp_only, ... (an unknown name prints the list).")
 @click.option("--model", required=True, type=click.Path(path_type=Path), help="Folder of the bf16 checkpoint.")
 @click.option("--calib-data", type=click.Path(path_type=Path), help="JSON lines of conversations (annie-quant data).")
+@persona_option
 @click.option("--calib-samples", default=512, show_default=True)
 @click.option(
     "--exclude-layers",
@@ -41,6 +42,7 @@ def quantize(
     strategy: str,
     model: Path,
     calib_data: Path | None,
+    persona: str | None,
     calib_samples: int,
     exclude_layers: str,
     scale: str | None,
@@ -76,7 +78,7 @@ def quantize(
     if dry_run:
         return
     quiet_engines()
-    refuse_stale_prompt(calib_data, allow_prompt_mismatch)
+    refuse_stale_prompt(calib_data, allow_prompt_mismatch, persona)
     with console.task(f"quantize ({strategy})") as step:
         result = annie_quant.quantize.run(
             strategy,
@@ -84,6 +86,7 @@ def quantize(
             output,
             calib_data=calib_data,
             calib_samples=calib_samples,
+            persona=persona,
             exclude=exclude_layers,
             scale=scale,
             force=force,

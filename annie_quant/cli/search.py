@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 import msgspec
 
-from annie_quant.cli.common import console, emit, json_option
+from annie_quant.cli.common import console, emit, json_option, persona_option, workloads_option
 
 
 @click.command()
@@ -18,6 +18,8 @@ from annie_quant.cli.common import console, emit, json_option
     "--output", required=True, type=click.Path(path_type=Path), help="Run directory; finished steps are not repeated."
 )
 @click.option("--n", default=100, show_default=True, help="Prompts per gate.")
+@persona_option
+@workloads_option
 @click.option("--all", "every", is_flag=True, help="Continue after the first strategy that passes.")
 @click.option("--strategies", help="Names, comma-separated, in the order to try. Default: all, cheapest first.")
 @click.option(
@@ -35,6 +37,8 @@ def search(
     calib_data: Path,
     output: Path,
     n: int,
+    persona: str | None,
+    workloads: str | None,
     every: bool,
     strategies: str | None,
     require: str,
@@ -58,6 +62,8 @@ def search(
         samples=calib_samples,
         allow_prompt_mismatch=allow_prompt_mismatch,
         anyway=anyway,
+        persona=persona,
+        workloads=workloads,
     )
     if as_json:
         emit(msgspec.to_builtins(result))

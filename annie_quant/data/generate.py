@@ -122,6 +122,7 @@ class _Run:
         self.limits, self.sleep, self.teacher_name = limits, sleep, module.NAME
         options = dataclasses.replace(options, max_usd=self.remaining_usd)
         self.teacher: Teacher = module.open_teacher(options, split)
+        self.teacher.check(persona)
         key = {
             "version": __version__,
             "teacher": module.NAME,
@@ -133,7 +134,7 @@ class _Run:
         }
         self.journal = Journal(output, key, restart=force)
         texts = [(f"row {r.get('id')}", user_text(r)) for file in apart_from for r in read_rows(file)]
-        self.forbidden = DuplicateFinder([*texts, *(gate_texts() if split != "gate" else ())])
+        self.forbidden = DuplicateFinder([*texts, *(gate_texts(persona) if split != "gate" else ())])
         self.finders: dict[str, DuplicateFinder] = {}  # category → user texts of its rows
         self.dropped: Counter[str] = Counter()
         self.failed: list[str] = []
@@ -253,6 +254,14 @@ class _Run:
             tokens=self.journal.tokens,
             output=str(self.output) if self.output is not None else None,
         )
+        if not result.ok and self.teacher_name == "offline" and len(rows) < self.n:
+            self.journal.close(True)  # the same command would end in the same way
+            counts = ", ".join(f"{name} {n}" for name, n in result.by_category.items())
+            raise UsageError(
+                f"the offline teacher has {len(rows)} different conversations for {self.persona.name} ({counts}), "
+                f"--n {self.n} needs more",
+                f"--n {max(len(self.persona.categories), len(rows))}, or --teacher claude-cli or openai",
+            )
         if not result.ok:
             failure = f" (last failure: {self.failed[-1]})" if self.failed else ""
             raise self.stopped(f"too few valid conversations, expected four in five{failure}")

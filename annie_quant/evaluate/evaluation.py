@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from scipy.stats import binomtest
 from torch import nn
 
 from annie_quant import __version__, judge
+from annie_quant.data.resolve import resolve
 from annie_quant.data.rows import read_conversations
 from annie_quant.errors import UsageError
 from annie_quant.evaluate.pair import ModelPair, StrPath
@@ -24,6 +26,8 @@ from annie_quant.evaluate.verification import Outcome, answer_from_differences
 from annie_quant.hf.loading import numerics_of
 from annie_quant.hf.nvfp4_linear import NVFP4Linear, set_numerics
 from annie_quant.judge import Answer, Case, Workload
+from annie_quant.judge.not_lost import compares_with_reference, reference_notes, without_own_failures
+from annie_quant.persona import Persona
 from annie_quant.progress import Progress
 from annie_quant.schema import (
     EVALUATION_VERSION,
@@ -35,13 +39,14 @@ from annie_quant.schema import (
     SameAnswers,
 )
 
+Workloads = StrPath | Iterable[StrPath | Workload] | None
 Judged = tuple[Workload, Case, Answer]  # what judge.gate_table counts
 
 
 def evaluate(
     model_dir: StrPath,
     reference_dir: StrPath,
-    workloads: Sequence[Workload] | None = None,
+    workloads: Workloads = None,
     numerics: Sequence[str] = ("w4a4", "w4a16"),
     n_per_gate: int | None = None,
     conversations: StrPath | Sequence[dict[str, Any]] | None = None,
@@ -52,6 +57,7 @@ def evaluate(
     device: str | None = None,
     rows: int = 128,
     text: StrPath | None = None,
+    persona: StrPath | Persona | None = None,
 ) -> dict[str, Any]:
     """Return gates, KL divergence and perplexity of a checkpoint under each of `numerics` that it supports.
 
@@ -61,7 +67,8 @@ def evaluate(
     Parameters:
         model_dir: folder of the checkpoint.
         reference_dir: folder of the bf16 checkpoint that it was made from.
-        workloads: default: all.
+        workloads: Workload objects, names, JSON files or folders; default: those of the persona, else Annie's.
+        persona: a name, a JSON file or a folder from `annie-quant init`; its system prompt and tools are used (data/resolve.py).
         n_per_gate: number of prompts per gate, drawn from the workloads; default: all.
         conversations: a JSON-lines file, or rows, whose assistant tokens are scored in addition to the reference's answers.
         n_conversations: most conversations, taken evenly over the file.
@@ -77,16 +84,21 @@ def evaluate(
     Raises:
         UsageError: a workload has a temperature, or the checkpoint supports none of `numerics`.
     """
-    chosen = choose_workloads(workloads, n_per_gate)
+    chosen = choose_workloads(workloads, n_per_gate, persona)
     with ModelPair(
         model_dir, reference_dir, cache=cache, dtype=dtype, device=device, rows=rows, progress=progress
     ) as pair:
         return evaluate_pair(pair, chosen, numerics, conversations, n_conversations, text).to_dict()
 
 
-def choose_workloads(workloads: Sequence[Workload] | None, n_per_gate: int | None) -> list[Workload]:
-    """Return the workloads (None: all), sampled down to n_per_gate prompts per gate. Raises UsageError for temperature > 0."""
-    chosen = list(workloads) if workloads is not None else judge.load_workloads()
+def choose_workloads(
+    workloads: Workloads, n_per_gate: int | None, persona: StrPath | Persona | None = None
+) -> list[Workload]:
+    """Return the workloads that resolve() returns, sampled down to n_per_gate prompts per gate.
+
+    Raises UsageError for a temperature > 0.
+    """
+    chosen = resolve(persona, workloads)
     if n_per_gate is not None:
         chosen = judge.sample(chosen, n_per_gate)
     for workload in chosen:
@@ -118,11 +130,16 @@ def evaluate_pair(
     if conversations is not None:
         conversation_part = conversation_answers(pair.template, read_rows_of(conversations, n_conversations))
     text_part = [] if text is None else text_pieces(pair.template, text)
+    own = judged(pair.template, answered)
+    reference_gates = judge.gate_table(own)
+    compares = compares_with_reference(workloads)
     results: dict[str, NumericsResult] = {}
     for name in chosen:
         if name != "bf16":
             set_numerics(pair.model, name)
         results[name] = evaluate_numerics(pair, name, answered, conversation_part, text_part)
+        if compares:
+            results[name].gates = without_own_failures(results[name].gates, reference_gates)
     return Evaluation(
         schema_version=EVALUATION_VERSION,
         version=__version__,
@@ -135,8 +152,10 @@ def evaluate_pair(
         n_answers=len(answered),
         n_conversation_answers=len(conversation_part),
         n_text_tokens=sum(len(p.target) for p in text_part),
-        notes=notes(pair.model_dir, pair.reference_dir, numerics, supported, pair.model),
-        reference_gates=judge.gate_table(judged(pair.template, answered)),
+        notes=notes(pair.model_dir, pair.reference_dir, numerics, supported, pair.model)
+        + template_notes(pair.template, workloads)
+        + (reference_notes(own, reference_gates) if compares else []),
+        reference_gates=reference_gates,
         numerics=results,
         seconds=time.monotonic() - pair.start,
     )
@@ -164,8 +183,13 @@ def evaluate_numerics(
         pair.progress.update(n_finished, None, f"{name}: answering from the first difference ({n_different})")
 
     outcomes = answer_from_differences(pair.engine, pair.template, answered, differences, on_finished)
-    before = judged(pair.template, answered)
-    after = judged(pair.template, [Answered(o.request, o.completion) for o in outcomes])
+    before = with_references(judged(pair.template, answered))
+    after = [
+        (workload, replace(case, reference=reference.reference), answer)
+        for (workload, case, answer), (_, reference, _) in zip(
+            judged(pair.template, [Answered(o.request, o.completion) for o in outcomes]), before, strict=True
+        )
+    ]
     n_tokens = sum(len(o.completion.tokens) for o in outcomes)
     n_reference_tokens = sum(len(completion.tokens) for _, completion in answered)
     return NumericsResult(
@@ -185,6 +209,11 @@ def evaluate_numerics(
 
 def judged(template: Template, answered: Sequence[Answered]) -> list[Judged]:
     return [(r.workload, r.case.at_turn(r.turn), template.answer(r, c)) for r, c in answered]
+
+
+def with_references(judged_answers: Sequence[Judged]) -> list[Judged]:
+    """Return the bf16 model's answers with each as its own reference: it passes every gate that compares with it."""
+    return [(workload, replace(case, reference=answer), answer) for workload, case, answer in judged_answers]
 
 
 def paired_gates(before: Sequence[Judged], after: Sequence[Judged]) -> dict[str, PairedGate]:
@@ -243,6 +272,17 @@ def notes(
     if skipped and list(supported) != ["bf16"]:
         lines.append(f"{', '.join(skipped)} does not apply: the checkpoint has no input scales")
     return lines
+
+
+def template_notes(template: Template, workloads: Sequence[Workload]) -> list[str]:
+    """Return a note if the chat template leaves out the tools that are offered."""
+    offered = next((t for w in workloads for c in w.cases[:1] if (t := w.tools_for(c))), None)
+    if offered is None:
+        return []
+    message = [{"role": "user", "content": "?"}]
+    if template.render(message, offered, False) != template.render(message, None, False):
+        return []
+    return ["the chat template leaves out the tools: the model never sees them, and nothing about tools can be judged"]
 
 
 def read_rows_of(conversations: StrPath | Sequence[dict[str, Any]], limit: int | None) -> list[dict[str, Any]]:

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 from annie_quant.errors import UsageError
 from annie_quant.judge.answers import Answer
-from annie_quant.judge.checks import calls, content, markdown, statements, thinking, tools
+from annie_quant.judge.checks import calls, content, markdown, reference, statements, thinking, tools
 from annie_quant.judge.gate_rule import Threshold, decide
 from annie_quant.judge.workloads import Case, Workload
 from annie_quant.schema import GateResult
 
+Basis = Literal["label", "reference", "rule"]
 Check = Callable[[Answer, Case, Workload], str | None]
 
 
@@ -22,7 +24,9 @@ Check = Callable[[Answer, Case, Workload], str | None]
 class Gate:
     """check: the reason why an answer fails, "" where it passes, None where the gate does not apply to the case.
 
-    threshold: when the gate passes (judge/gate_rule.py). advisory: it informs and never decides a verdict.
+    threshold: when the gate passes (judge/gate_rule.py). advisory: it informs and never decides a verdict. basis: what the
+    answer is compared with: "label" (what the workload expects), "reference" (the bf16 model's own answer to the same
+    prompt; the gate applies only where bf16 has the property) or "rule" (a property that needs neither).
     """
 
     name: str
@@ -30,6 +34,7 @@ class Gate:
     threshold: Threshold
     check: Check
     advisory: bool = False
+    basis: Basis = "label"
 
 
 def _rate(least_n: int, rate: float) -> Threshold:
@@ -44,13 +49,23 @@ GATES: dict[str, Gate] = {
     for gate in (
         Gate("abstention", "no tool where none fits", _rate(10, 0.8), tools.abstention),
         Gate("factual", "factual", _ALL, statements.contains),  # R25
-        Gate("no_markdown", "no markdown", _rate(15, 0.8), markdown.no_markdown),  # R24
-        Gate("non_empty", "non-empty", _ZERO, content.non_empty),  # R27
+        Gate("logged_tool", "tool as in the log", _rate(10, 0.6), reference.logged_tool, advisory=True),
+        Gate("no_markdown", "no markdown", _rate(15, 0.8), markdown.no_markdown, basis="rule"),  # R24
+        Gate("non_empty", "non-empty", _ZERO, content.non_empty, basis="rule"),  # R27
         Gate("reasoning", "reasoning", _ALL, statements.contains),  # R26
         Gate("recall", "right in conversation", _rate(10, 0.8), statements.contains, advisory=True),
-        Gate("repetition", "no repetition or garble", _ALL, content.repetition),
-        Gate("stop", "stops by itself", _ALL, content.stop),
-        Gate("thinking_leak", "no thinking leak", _ZERO, thinking.thinking_leak),  # R22
+        Gate("repetition", "no repetition or garble", _ALL, content.repetition, basis="rule"),
+        Gate("same_arguments", "arguments as bf16", _rate(10, 0.8), reference.same_arguments, basis="reference"),
+        Gate("same_language", "language as bf16", _rate(10, 0.9), reference.same_language, basis="reference"),
+        Gate("same_length", "length as bf16", _rate(10, 0.8), reference.same_length, basis="reference"),
+        Gate("same_markdown", "markdown as bf16", _rate(10, 0.9), reference.same_markdown, basis="reference"),
+        Gate("same_stop", "stops as bf16", _rate(10, 0.9), reference.same_stop, basis="reference"),
+        Gate("same_text", "words as bf16", _rate(10, 0.9), reference.same_text, basis="reference"),
+        Gate("same_thinking", "no thinking, as bf16", _rate(10, 0.9), reference.same_thinking, basis="reference"),
+        Gate("same_tool", "tool or none as bf16", _rate(10, 0.9), reference.same_tool, basis="reference"),
+        Gate("same_validity", "valid calls as bf16", _rate(10, 0.9), reference.same_validity, basis="reference"),
+        Gate("stop", "stops by itself", _ALL, content.stop, basis="rule"),
+        Gate("thinking_leak", "no thinking leak", _ZERO, thinking.thinking_leak, basis="rule"),  # R22
         Gate("tool_arguments", "tool arguments", _rate(10, 0.6), tools.tool_arguments, advisory=True),
         Gate("tool_call", "tool calls", _rate(10, 0.6), tools.tool_call),  # R23
         Gate("tool_call_raw", "tool calls, raw text", _rate(10, 0.6), tools.tool_call_raw, advisory=True),
@@ -59,6 +74,7 @@ GATES: dict[str, Gate] = {
         Gate("tool_values", "argument correctness", _rate(10, 0.6), calls.tool_values, advisory=True),
     )
 }
+REFERENCE_GATES = tuple(name for name, gate in GATES.items() if gate.basis == "reference")
 
 
 def gate_names() -> list[str]:
@@ -107,7 +123,13 @@ def tabulate(rows: Iterable[dict[str, bool]]) -> dict[str, GateResult]:
     for gate in sorted(GATES.values(), key=lambda gate: (gate.advisory, gate.name)):
         if gate.name in counts:
             result = table[gate.name] = decide(*counts[gate.name], gate.threshold)
-            result.title, result.advisory = gate.title, gate.advisory
+            result.title, result.advisory, result.basis = gate.title, gate.advisory, gate.basis
+            if gate.basis == "reference" and result.passes == result.n < gate.threshold.least_n:
+                # bf16 itself does it this rarely, which more answers of the candidate would not change.
+                result.advisory, result.rule = (
+                    True,
+                    f"too few to decide: bf16 does it {result.n} times in these prompts",
+                )
     return table
 
 

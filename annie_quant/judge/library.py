@@ -97,6 +97,9 @@ def _checked(document: WorkloadFile, where: str, sha256: str, path: str) -> Work
 def _case(where: str, case: CaseFile, own_tools: list[dict[str, Any]]) -> Case:
     if bool(case.messages) == bool(case.turns):
         raise UsageError(f"{where}: case {case.id!r} needs either 'messages' or 'turns'")
+    for index, turn in enumerate(case.turns or ()):
+        if not isinstance(turn, str):
+            _check_results(f"{where}: case {case.id!r}, turns[{index}]", index, turn)
     tools = case.tools
     if isinstance(tools, int):
         if not 0 <= tools <= len(own_tools):
@@ -109,3 +112,13 @@ def _case(where: str, case: CaseFile, own_tools: list[dict[str, Any]]) -> Case:
         expect=case.expect or {},
         tools=tuple(tools) if tools is not None else None,
     )
+
+
+def _check_results(where: str, index: int, turn: Mapping[str, Any]) -> None:
+    results = turn.get("results")
+    if not isinstance(results, list) or not all(
+        isinstance(r, Mapping) and isinstance(r.get("name"), str) and isinstance(r.get("content"), str) for r in results
+    ):
+        raise UsageError(f'{where}: expected a text or {{"results": [{{"name", "content", "arguments"}}]}}')
+    if index == 0:
+        raise UsageError(f"{where}: the first turn is the user's, there is no call to return a result to yet")

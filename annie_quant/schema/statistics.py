@@ -16,7 +16,9 @@ class GateResult(msgspec.Struct, kw_only=True):
     """One gate over many answers.
 
     low, high: 95 % Wilson interval of the pass rate. rule: the pass rule as text. n_to_decide: how many answers would
-    decide the gate at the observed rate; None where it is decided, or where no number would do.
+    decide the gate at the observed rate; None where it is decided, or where no number would do. basis: what an answer is
+    compared with: "reference" (the bf16 model's own answer), "label" (the expected answer of a workload) or "rule"
+    (neither, a property of the text); "" in records of older versions.
     """
 
     passes: Count
@@ -29,6 +31,7 @@ class GateResult(msgspec.Struct, kw_only=True):
     n_to_decide: int | None = None
     title: str = ""
     advisory: bool = False
+    basis: str = ""
 
     def __post_init__(self) -> None:
         if self.passes > self.n:

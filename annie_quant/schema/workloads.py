@@ -8,7 +8,10 @@ import msgspec
 
 
 class CaseFile(msgspec.Struct, kw_only=True):
-    """One prompt (`messages`) or one conversation (`turns`, the user's texts).
+    """One prompt (`messages`) or one conversation (`turns`).
+
+    messages: may hold earlier answers, tool calls and their results, and a system prompt of its own. turns: the user's
+    texts, and {"results": [{"name", "content", "arguments"}]} for what tools return to the calls of the answer before.
 
     expect: {"contains": [...]}, {"tool": name, "arguments": {...}}, {"calls": [...]}, {"no_tool": true} or {}; of a
     conversation also {"turns": [...]}, one of these per turn. tools: tools of its own instead of the workload's; a number N
@@ -17,7 +20,7 @@ class CaseFile(msgspec.Struct, kw_only=True):
 
     id: str | int
     messages: list[dict[str, Any]] | None = None
-    turns: list[str] | None = None
+    turns: list[str | dict[str, Any]] | None = None
     expect: dict[str, Any] | None = None
     tools: int | list[dict[str, Any]] | None = None
 

@@ -34,7 +34,9 @@ MAX_BELONGING_RATIO = 0.8
 
 def smoke(workloads: Sequence[Workload]) -> list[Workload]:
     """Return the smoke test (R40): the first factual question ("What is the capital of Japan?") alone."""
-    chosen = next((w for w in workloads if "factual" in w.gates), workloads[0])
+    chosen = next((w for w in workloads if "factual" in w.gates), None)
+    if chosen is None:  # a persona's own prompts: words where bf16 has words, without loops
+        chosen = replace(workloads[0], gates=("same_text",))
     return [replace(chosen, cases=chosen.cases[:1])]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,7 @@ def _checked(document: WorkloadFile, where: str, sha256: str, path: str) -> Work
     return Workload(
         name=document.name,
         description=document.description,
-        persona=document.persona,
+        persona=_persona_path(document.persona, path),
         system=document.system,
         tools=tuple(tools) if isinstance(tools, list) else tools,
         thinking=document.thinking,
@@ -112,6 +113,13 @@ def _case(where: str, case: CaseFile, own_tools: list[dict[str, Any]]) -> Case:
         expect=case.expect or {},
         tools=tuple(tools) if tools is not None else None,
     )
+
+
+def _persona_path(persona: str | None, path: str) -> str | None:
+    """Return a persona that is given relative to the workload's file ("..", "./mine.json") as a path."""
+    if persona is None or not persona.startswith("."):
+        return persona
+    return os.path.normpath(Path(path).parent / persona)
 
 
 def _check_results(where: str, index: int, turn: Mapping[str, Any]) -> None:

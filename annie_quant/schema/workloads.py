@@ -28,6 +28,7 @@ class CaseFile(msgspec.Struct, kw_only=True):
 class WorkloadFile(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A workload as its JSON file has it.
 
+    persona: a built-in persona, or a file or folder relative to this file ("..", "./mine.json"); None: no system prompt.
     tools: OpenAI function tools, or "persona" for those of the persona. default: whether it is used where no workloads are
     named. extra: further fields of each request's body.
     """

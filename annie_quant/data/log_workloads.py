@@ -6,13 +6,13 @@ conversation of several turns with tools is replayed up to each answer, the same
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from annie_quant.data.duplicates import DuplicateFinder
 from annie_quant.data.logs import Conversation
+from annie_quant.data.logs.rows import row_of, with_text_arguments
 from annie_quant.data.validate import form_faults
 from annie_quant.judge.gates import REFERENCE_GATES
 from annie_quant.persona import Persona
@@ -130,25 +130,8 @@ def answer_positions(conversation: Conversation) -> list[int]:
 
 def calibration_row(conversation: Conversation, persona: Persona, index: int) -> dict[str, Any] | None:
     """Return a conversation as a calibration row; None if its form is invalid, as with arguments that fit no schema."""
-    last = max(i for i, m in enumerate(conversation.messages) if m["role"] == "assistant")
-    system = conversation.system if conversation.system is not None else persona.system_prompt
-    head = [{"role": "system", "content": system}] if system.strip() else []
-    tools = conversation.tools if conversation.tools is not None else list(persona.tools)
-    row: dict[str, Any] = {
-        "id": f"log-{index:05d}",
-        "messages": head + [with_text_arguments(m) for m in conversation.messages[: last + 1]],
-        "thinking": conversation.thinking,
-        "provenance": {
-            "teacher": "log",
-            "model": conversation.format,
-            "source": conversation.source,
-            "persona": persona.source,
-            "prompt_sha256": persona.prompt_sha256,
-        },
-        "split": "calibration",
-    }
-    if tools:
-        row["tools"] = [dict(t) for t in tools]
+    row = row_of(conversation, index, persona.system_prompt, persona.tools)
+    row["provenance"] |= {"persona": persona.source, "prompt_sha256": persona.prompt_sha256}
     return None if form_faults(row) else row
 
 
@@ -169,15 +152,6 @@ def prompt_text(messages: Sequence[Mapping[str, Any]]) -> str:
 def plain(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message of a prompt: earlier thinking is not part of it."""
     return with_text_arguments({k: v for k, v in message.items() if k != "reasoning_content"})
-
-
-def with_text_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the message with its calls' arguments as JSON strings, as OpenAI's requests have them."""
-    calls = [
-        {**c, "function": {**c["function"], "arguments": json.dumps(c["function"]["arguments"], ensure_ascii=False)}}
-        for c in message.get("tool_calls") or ()
-    ]
-    return {**message, "tool_calls": calls} if calls else dict(message)
 
 
 def max_tokens(lengths: Sequence[int]) -> int:

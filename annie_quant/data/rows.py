@@ -22,6 +22,10 @@ from annie_quant.persona import Persona, load_persona
 Rows = str | os.PathLike[str] | Sequence[Mapping[str, Any]]  # a file, or rows in memory
 
 
+DATASET_SUFFIXES = (".parquet", ".arrow", ".gz")
+LOG_KEYS = {"conversations", "conversation", "prompt", "chosen", "request", "body"}
+
+
 class Message(msgspec.Struct):
     role: str
 
@@ -37,18 +41,24 @@ def read_rows(rows: Rows) -> list[dict[str, Any]]:
     if not isinstance(rows, (str, os.PathLike)):
         return [dict(row) for row in rows]
     path = Path(rows)
+    if path.is_dir() or path.suffix in DATASET_SUFFIXES:
+        return dataset_rows(path)
     try:
         content = path.read_bytes()
     except FileNotFoundError:
         raise UsageError(f"{path} does not exist", f"annie-quant data --persona annie --output {path}") from None
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}", f"annie-quant data --output {path}") from error
-    result = []
+    if content.lstrip()[:1] == b"[":
+        return dataset_rows(path)
+    result: list[dict[str, Any]] = []
     for number, line in enumerate(content.split(b"\n"), 1):
         if not line.strip():
             continue
         try:
             row = msgspec.json.decode(line)
+            if not result and isinstance(row, dict) and "messages" not in row and LOG_KEYS & row.keys():
+                return dataset_rows(path)
             msgspec.convert(msgspec.convert(row, RowShape).messages[0], Message)
         except (ValueError, RecursionError) as error:
             raise UsageError(
@@ -57,6 +67,22 @@ def read_rows(rows: Rows) -> list[dict[str, Any]]:
             ) from None
         result.append(row)
     return result
+
+
+def dataset_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a chat dataset in another form: Parquet, Arrow, ShareGPT, a folder (data/logs has them all).
+
+    Raises UsageError where it has no conversation with an answer.
+    """
+    from annie_quant.data.logs import Problems, read_logs
+    from annie_quant.data.logs.rows import row_of
+
+    problems = Problems()
+    rows = [row_of(c, i) for i, c in enumerate(read_logs([path], problems)) if c.has_answer]
+    if not rows:
+        reasons = "; ".join(problems.lines()) or "it is empty"
+        raise UsageError(f"{path} has no conversation with an answer: {reasons}", "annie-quant data --persona annie")
+    return rows
 
 
 def read_conversations(path: str | os.PathLike[str], limit: int | None = None) -> list[dict[str, Any]]:

@@ -48,6 +48,7 @@ def finished(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None,
     messages = [m for m in messages if m["role"] != "system"]
     if prompt and (tagged := _TOOLS.search(prompt)) and not tools:
         tools = tools_of(tagged[1])
+        prompt = _TOOLS.sub("", prompt).strip() if tools else prompt  # the chat template adds them again
     while messages and messages[0]["role"] in ("assistant", "tool"):
         messages = messages[1:]  # a greeting before the user's first message
     if not any(m["role"] == "user" for m in messages):
@@ -217,6 +218,8 @@ def tools_of(raw: Any) -> list[dict[str, Any]] | None:
                 raw = [json.loads(line) for line in lines]
             except ValueError:
                 return None
+    if isinstance(raw, Mapping):
+        raw = [raw]
     if not isinstance(raw, list):
         return None
     tools = []

@@ -50,6 +50,8 @@ def applying(workload: Workload, case: Case) -> Counter[str]:
         names = {
             name for reference in REFERENCES for name in checks(ANSWER, replace(at_turn, reference=reference), workload)
         }
+        if "same_arguments" in names:  # the stand-in for bf16's call fits no schema
+            names |= {"same_validity"} & set(workload.gates)
         gates.update(names)
     return gates
 

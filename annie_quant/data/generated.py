@@ -92,7 +92,7 @@ def _parallel_case(persona: Persona, rng: random.Random, index: int) -> dict[str
     exchange = _exchange(persona, rng, index, 2)
     if exchange is None:
         return None
-    calls = [{call.name: {key: [value] for key, value in call.arguments.items()}} for call in exchange.calls]
+    calls = [{call.name: _allowed(call.arguments)} for call in exchange.calls]
     return {"messages": [_user(exchange.user)], "expect": {"calls": calls}}
 
 
@@ -115,6 +115,13 @@ def _no_tool_case(persona: Persona, rng: random.Random, index: int) -> dict[str,
 
 def _talk_case(persona: Persona, rng: random.Random, index: int) -> dict[str, Any]:
     return {"turns": [_named(turn.user, persona) for turn in exchanges.conversation(rng, SPLIT)]}
+
+
+def _allowed(value: Any) -> Any:
+    """Return a value in the form of judge/checks/calls.py: in an object, each member has a list of allowed values."""
+    if isinstance(value, dict):
+        return {key: [_allowed(item)] for key, item in value.items()}
+    return [_allowed(item) for item in value] if isinstance(value, list) else value
 
 
 def _user(text: str) -> dict[str, str]:

@@ -24,14 +24,14 @@ from annie_quant.judge.library import FOLDER, build_workload
 from annie_quant.judge.workloads import Workload
 from annie_quant.persona import Persona, load_persona
 
-StrPath = str | os.PathLike[str]
+PathLike = str | os.PathLike[str]
 WORKLOADS = "workloads"  # the folder next to a persona's file
 N_GENERATED = 120  # cases per kind of prompt made from a persona's tools
 
 
 def resolve(
-    persona: StrPath | Persona | None = None,
-    workloads: StrPath | Iterable[StrPath | Workload] | None = None,
+    persona: PathLike | Persona | None = None,
+    workloads: PathLike | Iterable[PathLike | Workload] | None = None,
 ) -> list[Workload]:
     """Return the workloads that are meant. persona: a name, a JSON file or a folder. workloads: names (also bfcl), JSON
     files or folders, as a list or comma-separated; Workload objects are used as they are.
@@ -87,7 +87,7 @@ def personas_of(workloads: Sequence[Workload]) -> list[str]:
     return sorted({w.persona for w in workloads if w.persona and w.system is None})
 
 
-def _items(workloads: StrPath | Iterable[StrPath | Workload]) -> list[StrPath | Workload]:
+def _items(workloads: PathLike | Iterable[PathLike | Workload]) -> list[PathLike | Workload]:
     if isinstance(workloads, str) and workloads.startswith("bfcl:"):
         return [workloads]  # its categories have commas
     if isinstance(workloads, str):
@@ -95,7 +95,7 @@ def _items(workloads: StrPath | Iterable[StrPath | Workload]) -> list[StrPath | 
     return [workloads] if isinstance(workloads, os.PathLike) else list(workloads)
 
 
-def _load(item: StrPath | Workload) -> list[Workload]:
+def _load(item: PathLike | Workload) -> list[Workload]:
     if isinstance(item, Workload):
         return [item]
     path = Path(item)

@@ -304,8 +304,8 @@ def test_personal_data_is_masked_on_request(monkeypatch):
 
 
 def conversation(text, *calls):
-    return Conversation([{"role": "user", "content": text}, {
-        "role": "assistant", "content": "", "tool_calls": [{"function": {"name": c, "arguments": {}}} for c in calls]}])  # fmt: skip
+    tool_calls = [{"function": {"name": name, "arguments": {}}} for name in calls]
+    return Conversation([{"role": "user", "content": text}, {"role": "assistant", "content": "", "tool_calls": tool_calls}])
 
 
 def test_the_pool_is_bounded_keeps_rare_tools_and_does_not_depend_on_the_order():

@@ -252,7 +252,7 @@ def test_one_form_of_a_row(own):
     assert validate([ROW], persona).by_category == {"none": 1} and validate([ROW], persona).ok
 
 
-def test_too_many_conversations_for_the_templates_is_said_at_once(tmp_path):
+def test_too_many_conversations_for_the_templates_is_refused_at_once(tmp_path):
     with pytest.raises(UsageError, match=r"the offline teacher has \d+ different conversations") as error:
         generate("support", n=2500, output=tmp_path / "d.jsonl")
     assert error.value.hint.startswith("--n ") and not list(tmp_path.iterdir())

@@ -1,6 +1,6 @@
 """A sample of a stream of conversations in bounded memory: the same for the same conversations, in any order.
 
-Each behaviour (a tool that is called, or none) has a pool of its own, so that a rare tool in a million rows is kept. A pool
+Each behaviour (a tool that is called, or none) has its own pool, so that a rare tool in a million rows is kept. A pool
 holds the conversations with the smallest hashes; an exact repetition has the hash of its original.
 """
 

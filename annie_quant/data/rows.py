@@ -137,7 +137,7 @@ def check_prompt_hash(
     the mismatch if `allow` is set, and raises UsageError otherwise.
     """
     stale: list[str] = []
-    checked = 0
+    checked, current = 0, ""
     for row in read_rows(rows):
         provenance = row.get("provenance") or {}
         source: Any = persona if persona is not None else provenance.get("persona")
@@ -145,8 +145,9 @@ def check_prompt_hash(
             continue
         if persona is None and system_prompt is None and not _is_readable(source):
             continue  # the data came from another folder or machine
-        current = system_prompt
-        if current is None:
+        if system_prompt is not None:
+            current = system_prompt
+        else:
             current = (source if isinstance(source, Persona) else load_persona(source)).system_prompt
         first = row["messages"][0]
         prompt = text_of(first["content"]) if first["role"] == "system" else ""

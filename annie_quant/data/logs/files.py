@@ -145,7 +145,7 @@ def _open(path: Path) -> IO[bytes]:
 
 def _columns(path: Path, suffix: str) -> Iterator[tuple[int, Any]]:
     """Yield (row number, row) of a Parquet or Arrow file."""
-    need("pyarrow", "data")
+    need("pyarrow", "notebooks")
     import pyarrow
     import pyarrow.parquet
 

@@ -253,9 +253,11 @@ def test_one_form_of_a_row(own):
 
 
 def test_too_many_conversations_for_the_templates_is_refused_at_once(tmp_path):
-    with pytest.raises(UsageError, match=r"the offline teacher has \d+ different conversations") as error:
+    with pytest.raises(UsageError, match=r"not enough different conversations for Support: .*greeting \d+") as error:
         generate("support", n=2500, output=tmp_path / "d.jsonl")
-    assert error.value.hint.startswith("--n ") and not list(tmp_path.iterdir())
+    assert not list(tmp_path.iterdir())
+    n = int(error.value.hint.split(",")[0].removeprefix("--n "))
+    assert n >= 20 and generate("support", n=n, output=tmp_path / "d.jsonl").ok
 
 
 def test_a_wrong_teacher_url_is_a_server_error_and_leaves_nothing(tmp_path):

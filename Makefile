@@ -43,9 +43,15 @@ analyze: setup apt-safe
 
 # SECONDS: time per fuzzer.
 SECONDS ?= 60
-.PHONY: fuzz
+.PHONY: fuzz fuzz-boundaries
 fuzz: setup apt-safe
 	$(BIN)/python tests/fuzz/run.py $(SECONDS)
+
+# Grammar-based cases per boundary: what servers answer, checkpoints, templates, run directories, conversations, workloads.
+CASES ?= 100000
+BOUNDARY ?= all
+fuzz-boundaries: setup
+	cd tests && PYTHONPATH=..:.:helpers:data:data/dialects ../$(BIN)/python -m fuzz.boundaries.harness $(BOUNDARY) $(CASES)
 
 docs: setup
 	$(BIN)/python -m mkdocs build --strict

@@ -21,8 +21,10 @@ class Block(Buffer):
 
     def __len__(self) -> int: ...
 
+_Row = tuple[str, str, tuple[tuple[str, str], ...], bytes | None, int, int, int]
+
 def run(
-    requests: tuple[tuple[str, str, tuple[str, ...], bytes | None, int, int, int], ...],
+    requests: tuple[_Row, ...],
     concurrency: int,
     deadline_ns: int,
     max_event_bytes: int,
@@ -39,5 +41,6 @@ def run(
     ca_file: str | None,
     user_agent: str | None,
 ) -> tuple[Block, Block, Block, Block, Block, int, int, bool, bool, Any]: ...
+def check(requests: tuple[_Row, ...], /) -> None: ...
 def cut(reads: tuple[bytes, ...], max_event_bytes: int, /) -> list[tuple[int, int, int, int, int, bytes]]: ...
 def map_stamp(offset_ns: int, previous_ns: int, realtime_ns: int, not_before_ns: int, user_ns: int, /) -> int: ...

@@ -8,16 +8,21 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from annie_quant.printable import printable
+
+MAX_MESSAGE = 2000  # characters
+
 
 class AnnieError(Exception):
-    """An expected error. `hint` is the next command to run, or what to change."""
+    """An expected error. `message` is one printable line; `hint` is the next command to run, or what to change."""
 
     exit_code = 1
 
     def __init__(self, message: str, hint: str = "") -> None:
-        super().__init__(message)
-        self.message = message
-        self.hint = hint
+        # Both may quote a file or a server.
+        self.message = printable(message, MAX_MESSAGE)
+        self.hint = printable(hint, MAX_MESSAGE, lines=True)
+        super().__init__(self.message)
 
 
 class UsageError(AnnieError):

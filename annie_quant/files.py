@@ -55,7 +55,7 @@ def read_whole_json(path: str | os.PathLike) -> Any:
     """Return the file's value, or None where the file is missing or is not valid JSON."""
     try:
         return read_json(path)
-    except (FileNotFoundError, ValueError):
+    except (FileNotFoundError, ValueError, RecursionError):
         return None
 
 

@@ -20,6 +20,8 @@ from typing import Any
 
 import psutil
 
+from annie_quant.schema import Environment
+
 _PACKAGES = ("annie-quant", "numpy", "scipy", "xllamacpp", "vllm", "sglang", "transformers", "torch", "nvidia-modelopt")
 _GPU_FIELDS = ("name", "driver_version", "compute_cap", "clocks.sm", "clocks.mem", "power.limit")
 UNKNOWN = "[N/A]"  # as nvidia-smi prints a value that the driver does not report
@@ -38,22 +40,22 @@ class Memory:
         return self.total_bytes - self.available_bytes
 
 
-def environment() -> dict[str, Any]:
+def environment() -> Environment:
     """Return the description of this machine that a run stores (run.json, `environment`)."""
     total = memory()
-    return {
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "system": f"{platform.system()} {platform.release()}",
-        "machine": platform.machine(),
-        "python": platform.python_version(),
-        "cpu": cpu_name(),
-        "cores": cores(),
-        "load_average": [round(x, 2) for x in os.getloadavg()],
-        "memory_total_bytes": total.total_bytes if total else None,
-        "memory_available_bytes": total.available_bytes if total else None,
-        "packages": {name: version for name in _PACKAGES if (version := package_version(name))},
-        "gpus": gpus(),
-    }
+    return Environment(
+        time=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        system=f"{platform.system()} {platform.release()}",
+        machine=platform.machine(),
+        python=platform.python_version(),
+        cpu=cpu_name(),
+        cores=cores(),
+        load_average=[round(x, 2) for x in os.getloadavg()],
+        memory_total_bytes=total.total_bytes if total else None,
+        memory_available_bytes=total.available_bytes if total else None,
+        packages={name: version for name in _PACKAGES if (version := package_version(name))},
+        gpus=gpus(),
+    )
 
 
 def cores() -> int:

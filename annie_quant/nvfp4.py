@@ -252,16 +252,21 @@ def fake_quant(x: Any, tensor_scale: float | None = None, group: int = 16, out: 
     no -0.0. Compared with an H200 the bits are equal, except for elements and block scales within a few last bits of a
     tie, where the GPU's approximate reciprocal may round to the other side (tests/perf/codec.md, tests/nvfp4/test_peers.py).
 
-    tensor_scale  None: amax * float32(1 / 2688), as torch computes it on a GPU
+    tensor_scale  None: amax * float32(1 / 2688), as torch computes it on a GPU; 0, of an all-zero tensor, counts as 1e-12
     out           an array for the result; it may be x itself
+
+    ValueError: K is not a multiple of the group, unknown dtype, a tensor_scale that is negative, NaN or infinite, an `out`
+    that overlaps x only partly.
     """
     a, kind = float_array(x, "x")
     _block_shapes(a, group, "x")
     if tensor_scale is None:
         tensor_scale = float(_scale_of(finite_amax(a, kind), "modelopt-cuda"))
     out = output_array(out, a.shape, a.dtype)
-    factor = float(max(np.float32(tensor_scale), np.float32(0)) or 1e-12)
-    _nvfp4.fake_quant(as_bytes(a), kind, group, factor, as_bytes(out))
+    factor = float(np.float32(tensor_scale))
+    if not (np.isfinite(factor) and factor >= 0):
+        raise ValueError(f"tensor_scale {tensor_scale}, expected a finite number >= 0")
+    _nvfp4.fake_quant(as_bytes(a), kind, group, factor or 1e-12, as_bytes(out))
     return out
 
 

@@ -98,7 +98,7 @@ def load_persona(persona: str | Path) -> Persona:
         path = path / PERSONA_FILE
     elif path.suffix != ".json" and len(path.parts) == 1:
         path = FOLDER / f"{persona}.json"
-        if not path.is_file():
+        if path.name not in {file.name for file in FOLDER.glob("*.json")}:
             available = ", ".join(sorted(p.stem for p in FOLDER.glob("*.json")))
             raise UsageError(
                 f"unknown persona {persona!r}",
@@ -106,8 +106,9 @@ def load_persona(persona: str | Path) -> Persona:
             )
     try:
         modified_ns = path.stat().st_mtime_ns
-    except OSError as error:
-        raise UsageError(f"persona file {path} cannot be read: {error.strerror}") from error
+    except (OSError, ValueError) as error:  # ValueError: a null character
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UsageError(f"persona file {path} cannot be read: {reason}") from error
     return _read(path, modified_ns, str(persona))
 
 
@@ -131,17 +132,17 @@ def _check_tool(path: Path, index: int, tool: Mapping[str, Any]) -> None:
     import jsonschema
 
     function = tool.get("function")
-    if not isinstance(function, dict) or not function.get("name"):
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
         raise UsageError(
             f"persona file {path.name}: tools[{index}] is not an OpenAI function tool",
             '{"type": "function", "function": {"name": ..., "parameters": {...}}}',
         )
     try:
         jsonschema.Draft202012Validator.check_schema(function.get("parameters") or {})
-    except jsonschema.SchemaError as error:
+    except Exception as error:  # its own type, and those of patterns, types and references
         raise UsageError(
             f"persona file {path.name}: tools[{index}]: the parameters of {function['name']} are not a JSON schema: "
-            f"{error.message}"
+            f"{getattr(error, 'message', error)}"
         ) from error
 
 

@@ -40,11 +40,14 @@ class Run:
         return msgspec.structs.asdict(gates[name])
 
     def assert_gates(self, backend: str | None = None, *names: str) -> None:
-        """Assert that every deciding gate (or the named ones) passed."""
+        """Assert that every deciding gate (or the named ones) is kept against the run's reference, on the same prompts.
+
+        In a run without a reference a gate passes by its absolute requirement. An undecided gate fails the assertion.
+        """
         gates = self._side(backend).gates
         names = names or tuple(name for name, result in gates.items() if not result.advisory)
         failed = [
-            f"{r['title']}: {r['verdict']}, {r['passes']} of {r['n']} (95 % {r['low']:.3f} to {r['high']:.3f})"
+            f"{r['title']}: {r['verdict']}, {r['passes']} of {r['n']} (95 % {r['low']:.3f} to {r['high']:.3f}; {r['rule']})"
             for r in (self.gate(name, backend) for name in names)
             if r["verdict"] != "pass"
         ]

@@ -18,7 +18,20 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # From low to high. A part (package or module of annie_quant) may import parts of lower layers and of its own.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "progress", "files", "registry", "resume", "native", "host", "codec_arrays", "schema"),
+    (
+        "printable",
+        "tool_schema",
+        "errors",
+        "progress",
+        "files",
+        "registry",
+        "resume",
+        "native",
+        "host",
+        "codec_arrays",
+        "schema",
+        "untrusted",
+    ),
     ("nvfp4", "kquant", "stream", "gemm"),  # the Python side of the C modules
     ("models", "persona"),
     ("checkpoint", "judge"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import os
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -18,8 +18,10 @@ from annie_quant.bench import confounds
 from annie_quant.bench.confounds import impossible, stalls
 from annie_quant.bench.records import read_records
 from annie_quant.errors import UsageError
+from annie_quant.judge import decision, judge_members
 from annie_quant.judge.gates import count, tabulate
 from annie_quant.judge.metrics import COMPARED, METRICS
+from annie_quant.judge.pairing import pair_by_prompt
 from annie_quant.judge.statistics import LEVEL, compare, holm, median_interval, wilson
 from annie_quant.schema import (
     AdjustedResult,
@@ -88,7 +90,7 @@ def aggregate_records(
             requests=len(own),
             errors=sum(bool(r.error) for r in own),
             left_out_of_timings=len(own) - len(own_fit),
-            gates=tabulate(_gate_rows(own, config.greedy)),
+            gates=tabulate(checks_by_prompt(own, config.greedy).values()),
             speed_gates=_speed_gates(own_fit, config.with_thinking, config.seed),
             workloads={label: _summaries(rows, config.seed) for label, rows in labelled(own_fit).items()},
             verbosity=_verbosity(fit, config.reference, name),
@@ -96,6 +98,7 @@ def aggregate_records(
             memory=memory.get(name),
             energy=_energy(own),
         )
+    pair_sides(served, measured, config.greedy)
     turns = {name: _turns([r for r in fit if r.backend == name], config.seed) for name in served}
     surfaces = {name: tool_surface(measured, name) for name in served}
     pairs = list(itertools.combinations(served, 2))
@@ -124,20 +127,39 @@ def timed(measured: Sequence[RequestRecord]) -> list[RequestRecord]:
 # ---- gates
 
 
-def _gate_rows(records: Sequence[RequestRecord], greedy: Collection[str]) -> list[dict[str, bool]]:
-    """One row of checks per answer. Greedy answers to one prompt are one answer: it passes if all its repeats do."""
-    answers: dict[tuple, dict[str, bool]] = {}
-    for index, record in enumerate(records):
-        unit: tuple = record.prompt if record.workload in greedy else (*record.prompt, index)
+def checks_by_prompt(records: Sequence[RequestRecord], greedy: Collection[str]) -> dict[Hashable, dict[str, bool]]:
+    """Return one backend's checks per answer. Greedy answers to one prompt are one answer: it passes if all its repeats do."""
+    answers: dict[Hashable, dict[str, bool]] = {}
+    repeats: Counter[Hashable] = Counter()
+    for record in records:
+        unit: tuple = record.prompt
+        if record.workload not in greedy:
+            unit = (*record.prompt, record.load.label, repeats[record.prompt, record.load.label])
+            repeats[record.prompt, record.load.label] += 1
         merged = answers.setdefault(unit, {})
         for gate, passed in record.checks.items():
             merged[gate] = merged.get(gate, True) and passed
-    return list(answers.values())
+    return answers
+
+
+def pair_sides(served: Mapping[str, ServedSide], measured: Sequence[RequestRecord], greedy: Collection[str]) -> None:
+    """Judge each backend's gates against its reference's answers to the same prompts: bf16's, else those of the side to replace."""
+    references = {name: decision.reference_side(Aggregates(served=dict(served)), name) for name in served}
+    needed = {*references, *references.values()} if any(references.values()) else set()
+    rows = {name: checks_by_prompt([r for r in measured if r.backend == name], greedy) for name in needed if name}
+    for name, reference in references.items():
+        if reference is None:
+            continue
+        side = served[name]
+        side.judged_by = reference
+        side.paired, side.pooled = pair_by_prompt(rows[reference], rows[name])
+        judge_members({"served": side.paired}, {"served": side.pooled})
+        decision.apply(side.gates, side.paired)
 
 
 def gate_counts(records: Sequence[RequestRecord], greedy: Collection[str]) -> dict[str, tuple[int, int]]:
     """Return gate → (passes, n) of one backend's records, repeats of a greedy prompt counted once."""
-    return count(_gate_rows(records, greedy))
+    return count(checks_by_prompt(records, greedy).values())
 
 
 def _speed_gates(records: Sequence[RequestRecord], thinking: Collection[str], seed: int) -> dict[str, SpeedGate]:

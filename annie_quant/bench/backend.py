@@ -8,14 +8,19 @@ import os
 import urllib.parse
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from annie_quant.errors import UsageError
 from annie_quant.schema import Identity, limited_identity
 from annie_quant.stream.fetch import fetch
+from annie_quant.stream.redact import refuse_secrets_in, safe_url
+from annie_quant.untrusted import decode_json, limited
 
 PROBE_TIMEOUT_S = 5.0
 PROBE_BYTES = 1 << 20
+MAX_ID = 200  # characters of a model's id
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -34,17 +39,17 @@ class Backend:
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        parts = urllib.parse.urlsplit(self.url)
+        try:
+            parts = urllib.parse.urlsplit(self.url)
+        except ValueError:
+            raise UsageError(
+                f"backend {self.name!r}: the URL cannot be read", "write it as http://127.0.0.1:8000"
+            ) from None
         if parts.scheme not in ("http", "https") or not parts.netloc:
             raise UsageError(
-                f"backend {self.name!r}: {self.url!r} is not an HTTP URL", "write it as http://127.0.0.1:8000"
+                f"backend {self.name!r}: {safe_url(self.url)!r} is not an HTTP URL", "write it as http://127.0.0.1:8000"
             )
-        if parts.username is not None or parts.password is not None or parts.query:
-            # They would be stored in shell histories, process lists and run.json.
-            raise UsageError(
-                f"backend {self.name!r}: the URL {self.public_url} has a user, password or query",
-                "remove them; keys come from the environment: --key-env NAME",
-            )
+        refuse_secrets_in(self.url, f"backend {self.name!r}")
         if not self.name or "/" in self.name:
             raise UsageError(f"a backend's name must not be empty or contain a slash, got {self.name!r}")
 
@@ -77,62 +82,98 @@ def key_headers(variable: str | None) -> dict[str, str]:
 
 
 def get_json(backend: Backend, path: str, timeout_s: float = PROBE_TIMEOUT_S) -> Any:
-    """Return the decoded body of GET `path`; None where the server has none, or none that can be read in time.
+    """Return the decoded body of GET `path`, limited as `untrusted.limited`; None where the server has no such page.
 
-    Raises ConnectionError when no HTTP server answers.
+    Raises ConnectionError when no HTTP server answers, ValueError for a page that cannot be read.
     """
     reply = fetch(backend.root + path, backend.headers, timeout_s=timeout_s, max_bytes=PROBE_BYTES)
     if reply.status == 0:
         raise ConnectionError(reply.fault or "no answer")
-    if reply.status != 200 or reply.fault:
+    if reply.status != 200:
         return None
-    try:
-        return json.loads(reply.body)
-    except (ValueError, RecursionError):
-        return None
+    if reply.fault:
+        raise ValueError(reply.fault)
+    return decode_json(reply.body)
 
 
 def alive(backend: Backend) -> bool:
     """Return whether an HTTP server answers at the URL, with any status."""
-    try:
-        get_json(backend, "/v1/models")
-    except OSError:
-        return False
-    return True
+    return fetch(f"{backend.root}/v1/models", backend.headers, timeout_s=PROBE_TIMEOUT_S).status != 0
 
 
-def identity(backend: Backend) -> Identity:
-    """Ask the server for its models, properties and version. Raises OSError when nothing answers."""
-    models = get_json(backend, "/v1/models")
-    listed = (models.get("data") or []) if isinstance(models, dict) else []
-    listed = [model for model in listed if isinstance(model, dict)] if isinstance(listed, list) else []
-    first = listed[0] if listed else {}
-    props = get_json(backend, "/props")
-    props = props if isinstance(props, dict) else {}
-    version = get_json(backend, "/version") if not props else None
-    template = props.get("chat_template")
-    settings = props.get("default_generation_settings")
-    settings = settings if isinstance(settings, dict) else {}
-    sampling = settings.get("params")
+def identity(backend: Backend, timeout_s: float = PROBE_TIMEOUT_S) -> Identity:
+    """Ask the server for its models, properties and version, each within timeout_s. Raises OSError when nothing answers.
+
+    What is not of the expected type, or larger than a limit, is left out or cut, and named in `caveats`.
+    """
+    caveats: list[str] = []
+    models = _page(backend, "/v1/models", timeout_s, caveats)
+    listed = _field(models, "data", list, "/v1/models", caveats) or []
+    entries = [model for model in listed if isinstance(model, dict)]
+    if len(entries) < len(listed):
+        caveats.append(f"/v1/models: {len(listed) - len(entries)} entries of data are not objects")
+    first = entries[0] if entries else {}
+    props = _page(backend, "/props", timeout_s, caveats)
+    version = _page(backend, "/version", timeout_s, caveats) if not props else {}
+    template = _field(props, "chat_template", str, "/props", caveats)
+    settings = _field(props, "default_generation_settings", dict, "/props", caveats) or {}
+    sampling = _field(settings, "params", dict, "/props", caveats) or {}
+    build = _field(props, "build_info", str, "/props", caveats)
+    owner = _field(first, "owned_by", str, "/v1/models", caveats) or ""
+    model = _field(first, "id", str, "/v1/models", caveats)
+    if model is not None and len(model) > MAX_ID:
+        caveats.append(f"/v1/models: the model's id has {len(model)} characters, {MAX_ID} are kept")
     return limited_identity(
         {
             "name": backend.name,
             "url": backend.public_url,
-            "model": backend.model or first.get("id"),
-            "runtime": backend.meta.get("runtime") or _runtime(first, props, version),
-            "version": props.get("build_info") or (version.get("version") if isinstance(version, dict) else None),
-            "models_sha256": _sha256([model.get("id") for model in listed]),
-            "model_meta": first.get("meta"),
+            "model": backend.model or model,
+            "runtime": backend.meta.get("runtime") or _runtime(owner, bool(build), bool(version)),
+            "version": build or _field(version, "version", str, "/version", caveats),
+            "models_sha256": _sha256([limited(entry.get("id")) for entry in entries]),
+            "model_meta": limited(_field(first, "meta", dict, "/v1/models", caveats)),
             "chat_template_sha256": _sha256(template) if template else None,
-            "sampling_defaults": {k: v for k, v in sampling.items() if k in _SAMPLING}
-            if isinstance(sampling, dict)
-            else {},
+            "sampling_defaults": {k: limited(v) for k, v in sampling.items() if k in _SAMPLING},
             "max_model_len": first.get("max_model_len") or settings.get("n_ctx"),
             "meta": {k: v for k, v in backend.meta.items() if "key" not in k.lower() and "token" not in k.lower()},
+            "caveats": caveats,
         }
     )
 
 
+def _page(backend: Backend, path: str, timeout_s: float, caveats: list[str]) -> dict[str, Any]:
+    """Return the JSON object at `path`; {} with a caveat for anything else that a server sends with status 200."""
+    try:
+        page = get_json(backend, path, timeout_s)
+    except ValueError as error:
+        caveats.append(f"{path}: {error}")
+        return {}
+    if page is not None and not isinstance(page, dict):
+        caveats.append(f"{path}: expected an object, got {_kind(page)}")
+    return page if isinstance(page, dict) else {}
+
+
+def _field(page: dict[str, Any], name: str, kind: type[T], path: str, caveats: list[str]) -> T | None:
+    """Return page[name] if it has the expected type; None, with a caveat, for another type."""
+    value = page.get(name)
+    if value is None or isinstance(value, kind):
+        return value
+    caveats.append(f"{path}: {name}: expected {_KINDS[kind]}, got {_kind(value)}")
+    return None
+
+
+def _kind(value: Any) -> str:
+    return _KINDS.get(type(value), "null")
+
+
+_KINDS: dict[type, str] = {
+    dict: "an object",
+    list: "a list",
+    str: "text",
+    int: "a number",
+    float: "a number",
+    bool: "a boolean",
+}
 _SAMPLING = (
     "temperature",
     "top_k",
@@ -146,13 +187,12 @@ _SAMPLING = (
 )
 
 
-def _runtime(model: Mapping[str, Any], props: Mapping[str, Any], version: Any) -> str | None:
-    owner = str(model.get("owned_by") or "")
-    if props.get("build_info") or owner == "llamacpp":
+def _runtime(owner: str, has_build: bool, has_version: bool) -> str | None:
+    if has_build or owner == "llamacpp":
         return "llama.cpp"
     if owner == "sglang":
         return "sglang"
-    return "vllm" if owner == "vllm" or isinstance(version, dict) else None
+    return "vllm" if owner == "vllm" or has_version else None
 
 
 def _sha256(value: Any) -> str:

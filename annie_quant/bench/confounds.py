@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from annie_quant.schema import BenchConfig, Confound, Ended, Identity, RequestRecord
+from annie_quant.schema.results import Severity
 
 Identities = Mapping[str, Identity]
 Records = Sequence[RequestRecord]
@@ -31,44 +32,40 @@ PARSER_OPTIONS = (
 def check(identities: Identities, records: Records, config: BenchConfig, ended: Ended) -> list[Confound]:
     """All findings of a benchmark; records include warm-ups."""
     measured = [r for r in records if not r.warmup]
+    everyone = list(identities)
     findings = [f for a, b in itertools.combinations(identities.values(), 2) for f in _pair(a, b)]
-    findings += _prompt_tokens(identities, measured)
-    findings += _estimates(measured)
-    findings += _smoke(records)
-    findings += _different_answers(identities, measured, config)
-    findings += _busy(identities, measured)
-    findings += _priority(identities, measured)
-    findings += _incomplete(identities, ended)
+    findings += [*_prompt_tokens(everyone, measured), *_estimates(measured), *_smoke(records)]
+    findings += [*_different_answers(everyone, measured, config), *_busy(everyone, measured)]
+    findings += [*_priority(everyone, measured), *_incomplete(everyone, ended)]
     for name, identity in identities.items():
         own = [r for r in measured if r.backend == name]
         if ended.prefix_cache == "off" and identity.runtime not in NO_CACHE_RUNTIMES:
             message = f"{name} has no known way to switch its prefix cache off: repeats may be served from it"
-            findings.append(Confound(code="prefix_cache", severity="confound", message=message, backends=[name]))
-        findings += _thinking(name, own, config)
-        findings += _tool_parser(name, own)
-        findings += _slow_starts(name, own)
-        findings += _errors(name, own)
-        findings += _clock(name, own)
-        findings += _stamps(name, own)
+            findings.append(_finding("prefix_cache", "confound", message, name))
+        for caveat in identity.caveats:
+            message = f"{name} reports itself in a way that cannot be read: {caveat}"
+            findings.append(_finding("identity", "fault", message, name))
+        findings += [*_thinking(name, own, config), *_tool_parser(name, own), *_slow_starts(name, own)]
+        findings += [*_errors(name, own), *_clock(name, own), *_stamps(name, own)]
     return findings
+
+
+def _finding(code: str, severity: Severity, message: str, *backends: str) -> Confound:
+    return Confound(code=code, severity=severity, message=message, backends=list(backends))
 
 
 # ---- two servers
 
 
 def _pair(a: Identity, b: Identity) -> list[Confound]:
-    names = [a.name, b.name]
     both = f"{a.name} and {b.name}"
     if a.url and a.url == b.url:
         message = f"{both} are the same server: this run measures the noise floor (A/A), any difference is false"
-        return [Confound(code="same_server", severity="note", message=message, backends=names)]
+        return [_finding("same_server", "note", message, a.name, b.name)]
     sources = [side.meta.get("source") for side in (a, b)]
     compared: list[tuple[str, str, Any, Any]] = [("different_weights", "source weights", sources[0], sources[1])]
-    for field, what in (
-        ("n_params", "numbers of parameters"),
-        ("n_vocab", "vocabulary sizes"),
-        ("n_embd", "hidden sizes"),
-    ):
+    sizes = {"n_params": "numbers of parameters", "n_vocab": "vocabulary sizes", "n_embd": "hidden sizes"}
+    for field, what in sizes.items():
         x, y = getattr(a.model_meta, field), getattr(b.model_meta, field)
         if x and y and abs(x - y) > SAME_SIZE * max(x, y):
             compared.append(("different_models", what, x, y))
@@ -78,18 +75,19 @@ def _pair(a: Identity, b: Identity) -> list[Confound]:
         ("different_engines", "serving engines", a.runtime, b.runtime),
     ]
     findings = [
-        Confound(
-            code=code,
-            severity="note" if code == "different_engines" else "confound",
-            message=f"{both} have different {what}: {_short(x)} and {_short(y)}",
-            backends=names,
+        _finding(
+            code,
+            "note" if code == "different_engines" else "confound",
+            f"{both} have different {what}: {_short(x)} and {_short(y)}",
+            a.name,
+            b.name,
         )
         for code, what, x, y in compared
         if x and y and x != y
     ]
     if not all(sources) and not findings:
         message = f"it is unknown whether {both} come from the same fine-tuned weights (give both a meta 'source')"
-        findings.append(Confound(code="weights_unknown", severity="note", message=message, backends=names))
+        findings.append(_finding("weights_unknown", "note", message, a.name, b.name))
     return findings
 
 
@@ -98,14 +96,14 @@ def _short(value: Any) -> str:
     return text[:12] + "…" if len(text) == 64 and text.isalnum() else text[:120]
 
 
-def _prompt_tokens(identities: Identities, records: Records) -> list[Confound]:
+def _prompt_tokens(everyone: Sequence[str], records: Records) -> list[Confound]:
     """The same first-turn request must be the same number of tokens, else template or tokenizer differ."""
     counts: dict[str, dict[tuple[str, str], int]] = defaultdict(dict)
     for record in records:
         if record.prompt_tokens and record.turn == 0:
             counts[record.backend][record.workload, record.case] = record.prompt_tokens
     findings = []
-    for a, b in itertools.combinations(identities, 2):
+    for a, b in itertools.combinations(everyone, 2):
         shared = counts[a].keys() & counts[b].keys()
         differing = sorted(key for key in shared if counts[a][key] != counts[b][key])
         if differing:
@@ -114,11 +112,11 @@ def _prompt_tokens(identities: Identities, records: Records) -> list[Confound]:
                 f"{a} and {b} do not read the same prompts: {len(differing)} of {len(shared)} differ in tokens "
                 f"({'/'.join(first)}: {counts[a][first]} and {counts[b][first]}); chat template or tokenizer differ"
             )
-            findings.append(Confound(code="different_prompts", severity="confound", message=message, backends=[a, b]))
+            findings.append(_finding("different_prompts", "confound", message, a, b))
     return findings
 
 
-def _different_answers(identities: Identities, records: Records, config: BenchConfig) -> list[Confound]:
+def _different_answers(everyone: Sequence[str], records: Records, config: BenchConfig) -> list[Confound]:
     """Two formats of one model start most greedy answers alike; otherwise they are two models, or one is broken."""
     openings: dict[str, dict[tuple[str, str], str]] = defaultdict(dict)
     for record in records:
@@ -126,7 +124,7 @@ def _different_answers(identities: Identities, records: Records, config: BenchCo
         if record.workload in config.greedy and record.turn == 0 and words:
             openings[record.backend][record.workload, record.case] = " ".join(words[:OPENING_WORDS])
     findings = []
-    for a, b in itertools.combinations(identities, 2):
+    for a, b in itertools.combinations(everyone, 2):
         shared = openings[a].keys() & openings[b].keys()
         equal = sum(openings[a][key] == openings[b][key] for key in shared)
         if len(shared) >= LEAST_ANSWERS and equal < LEAST_EQUAL_SHARE * len(shared):
@@ -134,31 +132,31 @@ def _different_answers(identities: Identities, records: Records, config: BenchCo
                 f"{a} and {b} start only {equal} of {len(shared)} greedy answers with the same {OPENING_WORDS} "
                 "words: they are different models, or one of them is broken"
             )
-            findings.append(Confound(code="different_answers", severity="confound", message=message, backends=[a, b]))
+            findings.append(_finding("different_answers", "confound", message, a, b))
     return findings
 
 
 # ---- the whole run
 
 
-def _incomplete(identities: Identities, ended: Ended) -> list[Confound]:
+def _incomplete(everyone: Sequence[str], ended: Ended) -> list[Confound]:
     stopped = ended.stopped
     if stopped:
         message = (
             f"stopped early at look {stopped.look} of {stopped.looks + 1}: every gate and comparison was decided at the "
             f"{stopped.level:.0%} level, which allows for all looks; the intervals shown are plain 95 % ones"
         )
-        return [Confound(code="stopped_early", severity="note", message=message, backends=list(identities))]
+        return [_finding("stopped_early", "note", message, *everyone)]
     if ended.unasked:
         message = (
             f"the time budget ended before {ended.unasked} prompts and backends were measured; the same command "
             "continues with them"
         )
-        return [Confound(code="unfinished", severity="note", message=message, backends=list(identities))]
+        return [_finding("unfinished", "note", message, *everyone)]
     return []
 
 
-def _busy(identities: Identities, records: Records) -> list[Confound]:
+def _busy(everyone: Sequence[str], records: Records) -> list[Confound]:
     """More work than the cores can do: every time is an upper bound, and so is the client's own delay."""
     loads = [r.load_per_core for r in records if r.load_per_core is not None]
     if not loads or statistics.median(loads) < BUSY_LOAD:
@@ -167,10 +165,10 @@ def _busy(identities: Identities, records: Records) -> list[Confound]:
         f"the machine was busy with other work (median load {statistics.median(loads):.1f} per core): all times are "
         "upper bounds, and limits in milliseconds are not tested fairly"
     )
-    return [Confound(code="busy_machine", severity="note", message=message, backends=list(identities))]
+    return [_finding("busy_machine", "note", message, *everyone)]
 
 
-def _priority(identities: Identities, records: Records) -> list[Confound]:
+def _priority(everyone: Sequence[str], records: Records) -> list[Confound]:
     """Without real-time priority the client may read late, and one kernel stamp covers all events of a read."""
     flags = [r.realtime for r in records if r.realtime is not None]
     without = flags.count(False)
@@ -180,7 +178,7 @@ def _priority(identities: Identities, records: Records) -> list[Confound]:
         f"the client had no real-time priority in {without} of {len(flags)} requests: other work on the machine may "
         "have made its stamps late; root has it, and other users after `sudo prlimit --rtprio=1 --pid $$`"
     )
-    return [Confound(code="normal_priority", severity="note", message=message, backends=list(identities))]
+    return [_finding("normal_priority", "note", message, *everyone)]
 
 
 def _estimates(records: Records) -> list[Confound]:
@@ -188,18 +186,18 @@ def _estimates(records: Records) -> list[Confound]:
     if not names:
         return []
     message = f"{', '.join(names)} sent no usage: token counts and decode speed are estimates and are left out of the comparison"
-    return [Confound(code="tokens_estimated", severity="confound", message=message, backends=names)]
+    return [_finding("tokens_estimated", "confound", message, *names)]
 
 
 def _smoke(records: Records) -> list[Confound]:
     last = {r.backend: r for r in records if r.workload == "smoke"}
     return [
-        Confound(
-            code="smoke",
-            severity="fault",
-            message=f"{name} fails the smoke question (capital of Japan): {'; '.join(record.faults.values())}; "
+        _finding(
+            "smoke",
+            "fault",
+            f"{name} fails the smoke question (capital of Japan): {'; '.join(record.faults.values())}; "
             f"its answer was {record.text[:80]!r}",
-            backends=[name],
+            name,
         )
         for name, record in last.items()
         if record.faults
@@ -219,14 +217,14 @@ def _thinking(name: str, records: Records, config: BenchConfig) -> list[Confound
             f"{name} shows its thinking as content in {len(leaked)} of {len(off)} answers: its TTFT is the time to the "
             "first thinking token, not to an answer (is the server's --reasoning-parser set? is thinking off in its template?)"
         )
-        findings.append(Confound(code="thinking_as_content", severity="confound", message=message, backends=[name]))
+        findings.append(_finding("thinking_as_content", "confound", message, name))
     hidden = [r for r in off if r.reasoning.strip()]
     if hidden:
         message = (
             f"{name} thinks although thinking is off in {len(hidden)} of {len(off)} answers: its content TTFT includes "
             "that thinking"
         )
-        findings.append(Confound(code="hidden_thinking", severity="confound", message=message, backends=[name]))
+        findings.append(_finding("hidden_thinking", "confound", message, name))
     empty = [r.completion_tokens for r in off if not r.text.strip() and not r.tool_calls]
     lengths = [tokens for tokens in empty if tokens and tokens > 8]
     if lengths:
@@ -234,7 +232,7 @@ def _thinking(name: str, records: Records, config: BenchConfig) -> list[Confound
             f"{name} used its tokens (median {round(statistics.median(lengths))}) and showed nothing in {len(lengths)} of "
             f"{len(off)} answers: thinking used up the budget"
         )
-        findings.append(Confound(code="empty_after_thinking", severity="fault", message=message, backends=[name]))
+        findings.append(_finding("empty_after_thinking", "fault", message, name))
     return findings
 
 
@@ -248,7 +246,7 @@ def _tool_parser(name: str, records: Records) -> list[Confound]:
             f"{name} refuses tool requests with HTTP 400 ({refused} of {len(tools)}): not the model's fault; start the "
             f"server with {PARSER_OPTIONS}"
         )
-        findings.append(Confound(code="tool_parser_missing", severity="fault", message=message, backends=[name]))
+        findings.append(_finding("tool_parser_missing", "fault", message, name))
     in_text = sum(not r.checks["tool_call"] and r.checks.get("tool_call_raw", False) for r in tools)
     unparsed = sum("unparsed" in r.faults.get("tool_call", "") for r in tools)
     if in_text or unparsed:
@@ -256,7 +254,7 @@ def _tool_parser(name: str, records: Records) -> list[Confound]:
             f"{name} leaves tool calls in the text ({max(in_text, unparsed)} of {len(tools)}): the server's parser is at "
             f"fault; start it with {PARSER_OPTIONS}"
         )
-        findings.append(Confound(code="tool_parser_fault", severity="fault", message=message, backends=[name]))
+        findings.append(_finding("tool_parser_fault", "fault", message, name))
     return findings
 
 
@@ -269,7 +267,7 @@ def _slow_starts(name: str, records: Records) -> list[Confound]:
         f"{name}: {len(slow)} measured request(s) were cold starts or stalls (up to {longest:.1f} s); they are on record "
         "and left out of the timings"
     )
-    return [Confound(code="cold_start", severity="note", message=message, backends=[name])]
+    return [_finding("cold_start", "note", message, name)]
 
 
 def stalls(records: Iterable[RequestRecord]) -> list[RequestRecord]:
@@ -300,7 +298,7 @@ def _stamps(name: str, records: Records) -> list[Confound]:
         f"{name}: {early} of {len(records)} answers have a stamp from before their request was sent; they are left out "
         "of the timings"
     )
-    return [Confound(code="stamp_fault", severity="note", message=message, backends=[name])]
+    return [_finding("stamp_fault", "note", message, name)]
 
 
 def _errors(name: str, records: Records) -> list[Confound]:
@@ -310,7 +308,7 @@ def _errors(name: str, records: Records) -> list[Confound]:
     kinds = sorted(set(errors))
     more = f", and {len(kinds) - 1} other kinds" if len(kinds) > 1 else ""
     message = f"{name}: {len(errors)} of {len(records)} requests failed ({kinds[0]}{more})"
-    return [Confound(code="errors", severity="fault", message=message, backends=[name])]
+    return [_finding("errors", "fault", message, name)]
 
 
 def _clock(name: str, records: Records) -> list[Confound]:
@@ -329,4 +327,4 @@ def _clock(name: str, records: Records) -> list[Confound]:
         f"{name}: {measured:.3g} ms per token were measured where the server reports {reported:.3g} ms: network, client "
         "or queueing adds to every time"
     )
-    return [Confound(code="client_overhead", severity="note", message=message, backends=[name])]
+    return [_finding("client_overhead", "note", message, name)]

@@ -38,6 +38,119 @@ _ORIGINAL = {
 }
 
 
+class VllmResult(msgspec.Struct, kw_only=True):
+    """The result that `vllm bench serve --save-result` writes. Times are in ms, duration in seconds; None without data."""
+
+    date: str
+    endpoint_type: str = "openai-chat"
+    backend: str = "openai-chat"
+    label: str
+    model_id: str | None
+    tokenizer_id: str | None
+    num_prompts: int
+    request_rate: str = "inf"
+    burstiness: float = 1.0
+    max_concurrency: int = 1
+    duration: float
+    completed: int
+    failed: int
+    total_input_tokens: int
+    total_output_tokens: int
+    request_throughput: float | None
+    output_throughput: float | None
+    total_token_throughput: float | None
+    mean_ttft_ms: float | None
+    median_ttft_ms: float | None
+    std_ttft_ms: float | None
+    p99_ttft_ms: float | None
+    mean_tpot_ms: float | None
+    median_tpot_ms: float | None
+    std_tpot_ms: float | None
+    p99_tpot_ms: float | None
+    mean_itl_ms: float | None
+    median_itl_ms: float | None
+    std_itl_ms: float | None
+    p99_itl_ms: float | None
+    mean_e2el_ms: float | None
+    median_e2el_ms: float | None
+    std_e2el_ms: float | None
+    p99_e2el_ms: float | None
+
+
+class AiperfMetric(msgspec.Struct, omit_defaults=True):
+    """One metric in AIPerf's summary; a throughput has an average only."""
+
+    unit: str
+    avg: float | None
+    p1: float | None = None
+    p5: float | None = None
+    p25: float | None = None
+    p50: float | None = None
+    p75: float | None = None
+    p90: float | None = None
+    p95: float | None = None
+    p99: float | None = None
+    min: float | None = None
+    max: float | None = None
+    std: float | None = None
+
+
+class OriginalRun(msgspec.Struct, kw_only=True):
+    """One request in the original plan's layout."""
+
+    ttft_ms: float | None
+    tool_ms: float | None
+    total_ms: float | None
+    tokens: int | None
+    tok_per_s: float | None
+    cold_start: bool
+    error: str | None
+    response: str
+    tool_calls: list[str | None]
+
+
+class OriginalTest(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One workload, or one turn of it: medians of the requests without an error, then all requests."""
+
+    ttft_ms_p50: float | None = None
+    tool_ms_p50: float | None = None
+    total_ms_p50: float | None = None
+    tokens_p50: float | None = None
+    tok_per_s_p50: float | None = None
+    runs: list[OriginalRun]
+
+
+class OriginalBackend(msgspec.Struct):
+    url: str
+    model: str | None
+    runtime: str | None
+
+
+class OriginalMethod(msgspec.Struct, kw_only=True):
+    """How the original plan's results were measured. thinking: by workload."""
+
+    thinking: dict[str, bool]
+    warmup_runs: int
+    measured_runs: int
+    token_counting: str = "usage.completion_tokens"  # noqa: S105 - not a secret
+    ttft: str = "first content token"
+    order: str = "randomised ABBA blocks"
+    prefix_cache: str
+
+
+class OriginalPlan(msgspec.Struct, kw_only=True):
+    """The layout of the original benchmark script. results: backend → test; quality_gates: backend → gate → "5/5"."""
+
+    benchmark: str = "nvfp4_vs_q4km"
+    date: str
+    methodology: OriginalMethod
+    confounds: list[str]
+    backends: dict[str, OriginalBackend]
+    results: dict[str, dict[str, OriginalTest]]
+    quality_gates: dict[str, dict[str, str]]
+    verdict: str
+
+
 def export(folder: str | os.PathLike[str]) -> list[Path]:
     """Write results.csv and exports/ of a finished run directory; return their paths."""
     root = Path(folder)
@@ -47,7 +160,7 @@ def export(folder: str | os.PathLike[str]) -> list[Path]:
         root / "results.csv": results_csv(bench.aggregates),
         root / "exports" / "metrics.prom": prometheus(bench.aggregates),
     }
-    documents = {root / "exports" / "original_plan.json": original_plan(bench, records)}
+    documents: dict[Path, object] = {root / "exports" / "original_plan.json": original_plan(bench, records)}
     for name in bench.backends:
         own = [r for r in records if r.backend == name]
         documents[root / "exports" / f"vllm_{name}.json"] = vllm(bench, own, name)
@@ -84,7 +197,7 @@ def results_csv(aggregates: Aggregates) -> str:
     return out.getvalue()
 
 
-def vllm(bench: Bench, records: Records, name: str) -> dict[str, Any]:
+def vllm(bench: Bench, records: Records, name: str) -> VllmResult:
     """vLLM's flat result of one backend, over all its workloads, one request in flight."""
     import numpy as np
 
@@ -93,36 +206,32 @@ def vllm(bench: Bench, records: Records, name: str) -> dict[str, Any]:
     duration_s = sum(r.e2e_ms for r in good if r.e2e_ms) / 1e3
     tokens_in = sum(r.prompt_tokens for r in good)
     tokens_out = sum(r.completion_tokens or 0 for r in good)
-    flat: dict[str, Any] = {
-        "date": bench.environment.time,
-        "endpoint_type": "openai-chat",
-        "backend": "openai-chat",
-        "label": name,
-        "model_id": bench.backends[name].model,
-        "tokenizer_id": bench.backends[name].model,
-        "num_prompts": len(single),
-        "request_rate": "inf",
-        "burstiness": 1.0,
-        "max_concurrency": 1,
-        "duration": duration_s,
-        "completed": len(good),
-        "failed": len(single) - len(good),
-        "total_input_tokens": tokens_in,
-        "total_output_tokens": tokens_out,
-        "request_throughput": _per_second(len(good), duration_s),
-        "output_throughput": _per_second(tokens_out, duration_s),
-        "total_token_throughput": _per_second(tokens_in + tokens_out, duration_s),
-    }
+    times: dict[str, Any] = {}  # figures or None, by field of VllmResult
     for key, metric in _VLLM.items():
         data = np.asarray([v for some in values_by_prompt(good, metric).values() for v in some], dtype=np.float64)
         figures = (data.mean(), np.median(data), data.std(), np.percentile(data, 99)) if data.size else (None,) * 4
         for label, figure in zip(("mean", "median", "std", "p99"), figures, strict=True):
-            flat[f"{label}_{key}_ms"] = None if figure is None else float(figure)
-    return flat
+            times[f"{label}_{key}_ms"] = None if figure is None else float(figure)
+    return VllmResult(
+        date=bench.environment.time,
+        label=name,
+        model_id=bench.backends[name].model,
+        tokenizer_id=bench.backends[name].model,
+        num_prompts=len(single),
+        duration=duration_s,
+        completed=len(good),
+        failed=len(single) - len(good),
+        total_input_tokens=tokens_in,
+        total_output_tokens=tokens_out,
+        request_throughput=_per_second(len(good), duration_s),
+        output_throughput=_per_second(tokens_out, duration_s),
+        total_token_throughput=_per_second(tokens_in + tokens_out, duration_s),
+        **times,
+    )
 
 
-def aiperf(records: Records) -> dict[str, Any]:
-    """The summary that GenAI-Perf and AIPerf write (profile_export_*.json): unit, mean and percentiles per metric.
+def aiperf(records: Records) -> dict[str, AiperfMetric]:
+    """The summary that GenAI-Perf and AIPerf write (profile_export_*.json), by metric.
 
     A first token is one of any kind in that format; content TTFT is in the other files.
     """
@@ -137,22 +246,16 @@ def aiperf(records: Records) -> dict[str, Any]:
         "output_sequence_length": ("tokens", [r.completion_tokens for r in good if r.completion_tokens]),
         "input_sequence_length": ("tokens", [r.prompt_tokens for r in good if r.prompt_tokens]),
     }
-    summary: dict[str, Any] = {}
+    summary = {}
     for name, (unit, values) in series.items():
         if values:
             data = np.asarray(values, dtype=np.float64)
-            percentiles = {f"p{q}": float(np.percentile(data, q)) for q in (1, 5, 25, 50, 75, 90, 95, 99)}
-            extremes = {"min": float(data.min()), "max": float(data.max())}
-            summary[name] = {
-                "unit": unit,
-                "avg": float(data.mean()),
-                **percentiles,
-                **extremes,
-                "std": float(data.std()),
-            }
+            percentiles = np.percentile(data, (1, 5, 25, 50, 75, 90, 95, 99))
+            figures = (data.mean(), *percentiles, data.min(), data.max(), data.std())  # in the order of AiperfMetric
+            summary[name] = AiperfMetric(unit, *map(float, figures))
     tokens = sum(r.completion_tokens or 0 for r in good)
-    summary["output_token_throughput"] = {"unit": "tokens/sec", "avg": _per_second(tokens, seconds)}
-    summary["request_throughput"] = {"unit": "requests/sec", "avg": _per_second(len(good), seconds)}
+    summary["output_token_throughput"] = AiperfMetric("tokens/sec", _per_second(tokens, seconds))
+    summary["request_throughput"] = AiperfMetric("requests/sec", _per_second(len(good), seconds))
     return summary
 
 
@@ -160,7 +263,7 @@ def _per_second(amount: float, seconds: float) -> float | None:
     return amount / seconds if seconds else None
 
 
-def original_plan(bench: Bench, records: Records) -> dict[str, Any]:
+def original_plan(bench: Bench, records: Records) -> OriginalPlan:
     """The layout of the original benchmark script: one test per workload (or turn) with its runs, gates as "5/5"."""
     tests: dict[str, dict[str, list[RequestRecord]]] = {name: defaultdict(list) for name in bench.backends}
     conversations = {r.workload for r in records if r.turn}
@@ -168,52 +271,45 @@ def original_plan(bench: Bench, records: Records) -> dict[str, Any]:
         if record.alone:
             turn = f"_{record.turn + 1}" if record.workload in conversations else ""
             tests[record.backend][record.workload + turn].append(record)
-    config = bench.config
-    return {
-        "benchmark": "nvfp4_vs_q4km",
-        "date": bench.environment.time,
-        "methodology": {
-            "thinking": {name: workload.thinking for name, workload in config.workloads.items()},
-            "warmup_runs": config.warmup,
-            "measured_runs": config.runs,
-            "token_counting": "usage.completion_tokens",
-            "ttft": "first content token",
-            "order": "randomised ABBA blocks",
-            "prefix_cache": config.prefix_cache,
-        },
-        "confounds": [c.message for c in bench.aggregates.confounds if c.severity == "confound"],
-        "backends": {
-            name: {"url": server.url, "model": server.model, "runtime": server.runtime}
-            for name, server in bench.backends.items()
-        },
-        "results": {
+    config, aggregates = bench.config, bench.aggregates
+    return OriginalPlan(
+        date=bench.environment.time,
+        methodology=OriginalMethod(
+            thinking={name: workload.thinking for name, workload in config.workloads.items()},
+            warmup_runs=config.warmup,
+            measured_runs=config.runs,
+            prefix_cache=config.prefix_cache,
+        ),
+        confounds=[c.message for c in aggregates.confounds if c.severity == "confound"],
+        backends={n: OriginalBackend(s.url, s.model, s.runtime) for n, s in bench.backends.items()},
+        results={
             name: {test: _original_test(some) for test, some in sorted(own.items())} for name, own in tests.items()
         },
-        "quality_gates": {
+        quality_gates={
             name: {gate: f"{result.passes}/{result.n}" for gate, result in side.gates.items()}
-            for name, side in bench.aggregates.served.items()
+            for name, side in aggregates.served.items()
         },
-        "verdict": bench.verdict.sentence,
-    }
+        verdict=bench.verdict.sentence,
+    )
 
 
-def _original_test(records: Records) -> dict[str, Any]:
-    test: dict[str, Any] = {}
+def _original_test(records: Records) -> OriginalTest:
+    medians = {}
     for key, field in _ORIGINAL.items():
         values = [v for r in records if (v := getattr(r, field)) is not None and not r.error]
         if values:
-            test[f"{key}_p50"] = float(statistics.median(values))
-    test["runs"] = [
-        {key: getattr(r, field) for key, field in _ORIGINAL.items()}
-        | {
-            "cold_start": r.cold,
-            "error": r.error or None,
-            "response": r.text,
-            "tool_calls": [call.get("name") for call in r.tool_calls],
-        }
+            medians[f"{key}_p50"] = float(statistics.median(values))
+    runs = [
+        OriginalRun(
+            **{key: getattr(r, field) for key, field in _ORIGINAL.items()},
+            cold_start=r.cold,
+            error=r.error or None,
+            response=r.text,
+            tool_calls=[call.get("name") for call in r.tool_calls],
+        )
         for r in records
     ]
-    return test
+    return OriginalTest(runs=runs, **medians)
 
 
 def prometheus(aggregates: Aggregates) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 from annie_quant import judge, schema
 from annie_quant.bench import memory, sequential
-from annie_quant.bench.backend import Backend, alive, identity
+from annie_quant.bench.backend import PROBE_TIMEOUT_S, Backend, alive, identity
 from annie_quant.bench.load_profile import arrival_times
 from annie_quant.bench.plan import Visit, choose, plan, warmups
 from annie_quant.bench.records import Records
@@ -29,6 +29,7 @@ from annie_quant.schema import BenchConfig, EarlyStop, Ended, Identity, MemoryLe
 OnRecord = Callable[[RequestRecord], None]
 
 PEAK_SAMPLE_S = 1.0  # interval of memory samples while requests run
+MAX_ANSWER_BYTES, MAX_ANSWER_EVENTS = 64 << 20, 1 << 18  # far above 32,768 tokens with their log probabilities
 CONNECT_S = 0.2  # connections are opened this long before the first arrival of an open loop
 
 # Sent before anything is measured (R40).
@@ -46,6 +47,10 @@ SMOKE = {
         }
     ],
 }
+
+
+class BudgetEnded(Exception):
+    """The time budget ended before a request was complete. It is not recorded, so a resumed run sends it again."""
 
 
 @dataclass
@@ -74,6 +79,7 @@ class Measurement:
         self.config, self.workloads, self.folder, self.records = config, list(workloads), folder, records
         self.backends = {b.name: b for b in backends}
         self.progress, self.on_record = progress, on_record
+        self.deadline = None if config.budget_s is None else time.monotonic() + config.budget_s
         self.identities: dict[str, Identity] = {}
         self.done = {r.id: r for r in records.rows if not r.warmup}
         self.session = 1 + max((r.session for r in records.rows), default=0)
@@ -93,8 +99,10 @@ class Measurement:
             yield
 
     def run(self) -> Ended:
-        """Send what is left of the plan, until it is done, the time budget ends, or everything is decided."""
-        start = time.monotonic()
+        """Send what is left of the plan, until it is done, the time budget ends, or everything is decided.
+
+        The budget is a deadline of every request and probe, the smoke question and warm-ups included.
+        """
         names = list(self.backends)
         visits = plan(names, self.workloads, self.config)
         left = [v for v in visits if any(i not in self.done for case, repeat in v.cases for i in v.ids(case, repeat))]
@@ -104,7 +112,10 @@ class Measurement:
         if done_before in looks and self._decided():
             self._identify(smoke=False)
             return self._stopped(len(left), done_before, looks)
-        self._identify(smoke=bool(left))
+        try:
+            self._identify(smoke=bool(left))
+        except BudgetEnded:
+            return Ended(unasked=len(left), prefix_cache=self.config.prefix_cache)
         names_left = {v.workload.name for v in left}
         warm = warmups(names, [w for w in self.workloads if w.name in names_left], self.config)
         total = len(warm) + len(visits)
@@ -113,11 +124,11 @@ class Measurement:
             if done in looks and index > len(warm) and self._decided():
                 self.progress.update(total, total)
                 return self._stopped(len(visits) - done, done, looks)
-            budget_s = self.config.budget_s
-            if budget_s is not None and index >= len(warm) and time.monotonic() - start > budget_s:
-                return Ended(unasked=len(visits) - done, prefix_cache=self.config.prefix_cache)
             self.progress.update(done_before + index, total, f"{visit.backend} · {visit.workload.name}")
-            self._visit(visit)
+            try:
+                self._visit(visit)
+            except BudgetEnded:
+                return Ended(unasked=len(visits) - done, prefix_cache=self.config.prefix_cache)
         self.progress.update(total, total)
         return Ended(prefix_cache=self.config.prefix_cache)
 
@@ -133,7 +144,7 @@ class Measurement:
         workload = build_workload(SMOKE)
         for name, backend in self.backends.items():
             try:
-                self.identities[name] = identity(backend)
+                self.identities[name] = identity(backend, min(PROBE_TIMEOUT_S, self._left_s() or PROBE_TIMEOUT_S))
             except OSError as error:
                 raise ServerError(
                     f"backend {name!r}: no server answers at {backend.public_url} ({error})",
@@ -237,7 +248,9 @@ class Measurement:
 
         headers = dict(backend.headers)
         timeout_s = self.config.timeout_s
-        opening = [stream.Request(f"{backend.root}/v1/models", headers=headers, timeout_s=timeout_s) for _ in requests]
+        left_s = self._left_s()
+        models, probe_s = f"{backend.root}/v1/models", min(timeout_s, PROBE_TIMEOUT_S)
+        opening = [stream.Request(models, headers=headers, timeout_s=probe_s) for _ in requests]
         measured = [
             stream.Request(
                 backend.completions_url,
@@ -249,7 +262,19 @@ class Measurement:
             )
             for index, (tag, body) in enumerate(requests)
         ]
-        return stream.run([*opening, *measured], concurrency=None if starts is not None else len(measured))
+        concurrency = None if starts is not None else len(measured)
+        timings = stream.run(
+            [*opening, *measured],
+            concurrency=concurrency,
+            deadline_s=left_s,
+            max_answer_bytes=MAX_ANSWER_BYTES,
+            max_answer_events=MAX_ANSWER_EVENTS,
+        )
+        if left_s is not None and any(
+            answer["tag"] is not None and answer["cause"] in ("deadline", "not_started") for answer in timings.records()
+        ):
+            raise BudgetEnded
+        return timings
 
     def _cache_fields(self, name: str, tag: str) -> dict[str, bool | str]:
         """Request fields that keep a server from reusing earlier prompts."""
@@ -259,6 +284,15 @@ class Measurement:
         if runtime == "llama.cpp":
             return {"cache_prompt": False}
         return {"cache_salt": f"{self.session}/{tag}"} if runtime == "vllm" else {}
+
+    def _left_s(self) -> float | None:
+        """Return what is left of the time budget; None without one. Raises BudgetEnded when nothing is."""
+        if self.deadline is None:
+            return None
+        left_s = self.deadline - time.monotonic()
+        if left_s <= 0:
+            raise BudgetEnded
+        return left_s
 
     def memory(self) -> dict[str, MemoryLevels]:
         """Measure the memory of each backend whose process id is known, unless memory.json has it already."""
@@ -275,7 +309,10 @@ class Measurement:
                 bodies = [single.request(cases[i % len(cases)], 0, (), self._model(backend.name)) for i in range(count)]
                 self._send(backend, [(f"memory/{i}", body) for i, body in enumerate(bodies)])
 
-            own = memory.measure(peak.pid, send)
+            try:
+                own = memory.measure(peak.pid, send)
+            except BudgetEnded:
+                break
             own.peak = memory.highest(peak.highest, own.idle, own.one, own.five)
             levels[name] = own
             schema.write(path, levels)

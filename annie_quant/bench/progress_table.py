@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from annie_quant.judge.gates import decides
+from annie_quant.printable import printable
 from annie_quant.schema import RequestRecord
 
 RECENT = 200  # requests that the medians are taken over
@@ -57,16 +58,17 @@ class ProgressTable:
         self.update(*self._position[:2], text)
 
     def table(self) -> Any:
+        from rich.markup import escape
         from rich.table import Table
 
         done, total, text = self._position
-        table = Table(title=f"{done:g} of {total or 0:g} visits · {text}", title_justify="left")
+        table = Table(title=f"{done:g} of {total or 0:g} visits · {escape(printable(text, 200))}", title_justify="left")
         for column in ("backend", "requests", "TTFT p50 ms", "TPOT p50 ms", "errors", "failed gates"):
             table.add_column(column, justify="left" if column in ("backend", "failed gates") else "right")
         for name, row in self.rows.items():
             medians = [f"{statistics.median(times):.1f}" if times else "–" for times in (row.ttft_ms, row.tpot_ms)]
             failed = ", ".join(f"{gate} {count}" for gate, count in row.failed_gates.most_common(3)) or "none"
-            table.add_row(name, str(row.requests), *medians, str(row.errors), failed)
+            table.add_row(escape(printable(name, 200)), str(row.requests), *medians, str(row.errors), escape(failed))
         return table
 
     @contextlib.contextmanager

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from annie_quant import judge, schema
 from annie_quant.bench.aggregate import aggregate_records
 from annie_quant.bench.backend import Backend
@@ -24,7 +22,7 @@ from annie_quant.errors import UsageError
 from annie_quant.host import environment
 from annie_quant.judge.workloads import Workload
 from annie_quant.progress import SILENT, Progress
-from annie_quant.schema import BackendSettings, Bench, BenchConfig, Environment, Load
+from annie_quant.schema import BackendSettings, Bench, BenchConfig, Load
 
 
 def run(
@@ -85,7 +83,7 @@ def execute(
     bench = Bench(
         ended=ended,
         requests=sum(not r.warmup for r in records.rows),
-        environment=msgspec.convert(environment(), Environment, from_attributes=True),
+        environment=environment(),
         config=config,
         backends=identities,
         memory=memory,

@@ -37,19 +37,19 @@ def check_linear(folder: ModelFolder, x: Linear, config: QuantConfig, audit: Aud
         audit.add(error.code, error.tensor or x.name, error.message)
         return row
     if x.format == "nvfp4" and x.global_scale is None:
-        audit.add("tensor_scale_missing", x.name, f"{x.name}: {x.weight} has no tensor scale")
+        audit.fault("tensor_scale_missing", x.name, f"{x.weight} has no tensor scale")
     try:
         scale = x.input_scale(folder)
         row.input_scale = check_scale("input", x.input_global or "", scale, audit) if scale else None
     except ShardError as error:
         audit.add(error.code, error.tensor or x.name, error.message)
     if x.format == "nvfp4" and x.input_global is None and expects_input_scale(config, x.name):
-        audit.add("input_scale_missing", x.name, f"{x.name}: no input scale, and {config.algo} quantizes activations")
+        audit.fault("input_scale_missing", x.name, f"no input scale, and {config.algo} quantizes activations")
     if x.pre_quant:
-        audit.add(
+        audit.fault(
             "pre_quant_scale",
             x.pre_quant,
-            f"{x.pre_quant}: an activation scale of NVFP4_AWQ; vLLM does not load it and other servers ignore it",
+            "an activation scale of NVFP4_AWQ; vLLM does not load it and other servers ignore it",
         )
     return row
 
@@ -69,11 +69,9 @@ def check_scale(kind: str, name: str, scale: TensorScale, audit: Audit) -> float
     if not np.isfinite(value) or value <= 0:
         fault = "zero" if value == 0 else "not a positive number"
         scaled = "activation" if kind == "input" else "weight"
-        audit.add(f"{kind}_scale_bad", name, f"{name}: {value}, {fault}; it multiplies every {scaled}")
+        audit.fault(f"{kind}_scale_bad", name, f"{value}, {fault}; it multiplies every {scaled}")
     elif value > (LARGEST_INPUT_SCALE if kind == "input" else LARGEST_TENSOR_SCALE):
-        audit.add(
-            f"{kind}_scale_inverted", name, f"{name}: {value:.6g} is too large for a multiplier; is it a divisor?"
-        )
+        audit.fault(f"{kind}_scale_inverted", name, f"{value:.6g} is too large for a multiplier; is it a divisor?")
     return value
 
 
@@ -81,19 +79,17 @@ def check_blocks(folder: ModelFolder, x: Linear, config: QuantConfig, audit: Aud
     """Check codes and block scales of an NVFP4 linear."""
     info = folder.info(x.block_scale or f"{x.name}.weight_scale")
     if info.dtype != "F8_E4M3":
-        audit.add("scale_dtype", info.name, f"{info.name}: {info.dtype}, expected F8_E4M3")
+        audit.fault("scale_dtype", info.name, f"{info.dtype}, expected F8_E4M3")
         return
     group = row.group = x.group(folder)
     if group % 16:
-        audit.add(
-            "group_size", info.name, f"{info.name}: one scale for {group} columns, expected a multiple of 16 columns"
-        )
+        audit.fault("group_size", info.name, f"one scale for {group} columns, expected a multiple of 16 columns")
         return
     if config.group and config.group != group:
-        audit.add(
+        audit.fault(
             "group_size",
             info.name,
-            f"{info.name}: one scale for {group} columns, and the configuration has group_size {config.group}",
+            f"one scale for {group} columns, and the configuration has group_size {config.group}",
         )
     codes, scales = folder.tensor(x.weight), folder.tensor(info.name).view(np.uint8)
     magnitude = scales & MAGNITUDE
@@ -107,13 +103,13 @@ def check_blocks(folder: ModelFolder, x: Linear, config: QuantConfig, audit: Aud
     row.zero_blocks, row.blocks = empty, scales.size
     of = f"of {scales.size} block scales"
     if nan:
-        audit.add("block_scale_nan", info.name, f"{info.name}: {nan} {of} are NaN")
+        audit.fault("block_scale_nan", info.name, f"{nan} {of} are NaN")
     if negative:
-        audit.add("block_scale_negative", info.name, f"{info.name}: {negative} {of} are negative")
+        audit.fault("block_scale_negative", info.name, f"{negative} {of} are negative")
     if zero:
-        audit.add("block_scale_zero", info.name, f"{info.name}: {zero} {of} are 0 where the block has values")
+        audit.fault("block_scale_zero", info.name, f"{zero} {of} are 0 where the block has values")
     if empty == scales.size and scales.size:
-        audit.add("all_zero", x.weight, f"{x.weight}: every weight is 0")
+        audit.fault("all_zero", x.weight, "every weight is 0")
     folder.release(x.weight)
     folder.release(info.name)
 
@@ -130,12 +126,10 @@ def check_plain(folder: ModelFolder, name: str, audit: Audit) -> TensorRow:
     info = folder.info(name)
     row = TensorRow(name, info.dtype, list(info.shape))
     if name.endswith(QUANTIZED_SUFFIXES):
-        audit.add(
-            "orphan_scale", name, f"{name}: belongs to a quantized linear, and that linear's other tensors are missing"
-        )
+        audit.fault("orphan_scale", name, "belongs to a quantized linear, and that linear's other tensors are missing")
         return row
     if info.dtype == "U8" and name.endswith(".weight"):
-        audit.add("block_scale_missing", name, f"{name}: packed codes, and their weight_scale is missing")
+        audit.fault("block_scale_missing", name, "packed codes, and their weight_scale is missing")
         return row
     if not info.elements or info.dtype not in EXPONENTS:
         return row
@@ -152,9 +146,9 @@ def check_plain(folder: ModelFolder, name: str, audit: Audit) -> TensorRow:
             not_finite -= int((bits == minus_infinity).sum())
         nonzero += int(np.count_nonzero(bits << unsigned(1)))
     if not_finite:
-        audit.add("not_finite", name, f"{name}: {not_finite} of {info.elements} values are NaN or infinite")
+        audit.fault("not_finite", name, f"{not_finite} of {info.elements} values are NaN or infinite")
     if not nonzero and is_linear(name, info.shape):
-        audit.add("all_zero", name, f"{name}: every weight is 0")
+        audit.fault("all_zero", name, "every weight is 0")
     return row
 
 
@@ -172,7 +166,7 @@ def check_fused(folder: ModelFolder, linears: dict[str, Linear], audit: Audit) -
             formats = ", ".join(
                 f"{n.rpartition('.')[2]} {linears[n].format if n in linears else '16 bit'}" for n in group
             )
-            audit.add("fused_mixed", group[0], f"{group[0]}: served as one matrix with different formats ({formats})")
+            audit.fault("fused_mixed", group[0], f"served as one matrix with different formats ({formats})")
             continue
         check_equal(folder, "tensor", members, Linear.tensor_scale, audit)
         check_equal(folder, "input", members, Linear.input_scale, audit)
@@ -194,4 +188,4 @@ def check_equal(
     if len(set(values)) > 1:
         listed = ", ".join(f"{x.name.rpartition('.')[2]} {v}" for x, v in zip(members, values, strict=True))
         first = members[0].name
-        audit.add(f"fused_{kind}_scale", first, f"{first}: served as one matrix with unequal {kind} scales ({listed})")
+        audit.fault(f"fused_{kind}_scale", first, f"served as one matrix with unequal {kind} scales ({listed})")

@@ -138,8 +138,7 @@ def to_folder(
     awq = next((x.pre_quant for x in linears.values() if x.pre_quant), None)
     if awq:
         raise CheckpointError(
-            f"{awq}: {to} has no activation scales (NVFP4_AWQ)",
-            "make it plain NVFP4 first: annie-quant audit --repair",
+            f"{awq}: {to} has no activation scales (NVFP4_AWQ)", "make it plain NVFP4 first: annie-quant audit --repair"
         )
     dialect = dialects.find(to)
     target = Path(output) if output else folder.path.resolve().with_name(f"{folder.path.resolve().name}-{to}")

@@ -16,20 +16,9 @@ from annie_quant.schema import Audit
 BLOCK_FAULTS = {"block_scale_nan", "block_scale_negative", "block_scale_zero"}
 # Beginnings of the codes that concern no linear's codes and scales: settings, names, input scales, plain tensors.
 UNRELATED = (
-    "config_",
-    "excluded",
-    "not_excluded",
-    "not_listed",
-    "listed_",
-    "input_scale",
-    "fused_input",
-    "not_finite",
-    "differs_from_source",
-    "group_size",
-    "nothing_",
-    "names_",
-    "prefix_",
-)
+    "config_", "excluded", "not_excluded", "not_listed", "listed_", "input_scale", "fused_input", "not_finite",
+    "differs_from_source", "group_size", "nothing_", "names_", "prefix_",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -65,10 +65,8 @@ def check(folder: ModelFolder, source: ModelFolder, factors: Factors, layers: se
                 check_rows(source, layer, site, rows, factors, audit)
         for name, r in rows.items():
             if distance(r, np.ones_like(r)) > TOLERANCE:
-                audit.add(
-                    "large_error",
-                    name,
-                    f"{name}: its rows are {np.median(r):.3g} times the source's, and nothing cancels that",
+                audit.fault(
+                    "large_error", name, f"its rows are {np.median(r):.3g} times the source's, and nothing cancels that"
                 )
 
 
@@ -99,26 +97,19 @@ def check_norm(
                 rows[reader] = r * uniform
                 continue
             if one and distance(ours * c / uniform_factor(ours * c, theirs), theirs) <= TOLERANCE:
-                audit.add(
-                    "fold_plus_one",
-                    norm,
-                    f"{norm}: folded as w/s, and this norm computes (1 + w), so (1 + w)/s - 1 is right",
+                audit.fault(
+                    "fold_plus_one", norm, "folded as w/s, and this norm computes (1 + w), so (1 + w)/s - 1 is right"
                 )
                 return {}
         elif f"{reader}.weight" not in folder or distance(one + ours, one + theirs) <= TOLERANCE:
             continue
-        audit.add("fold_mismatch", norm, f"{norm}: does not cancel the input scale of {reader}")
+        audit.fault("fold_mismatch", norm, f"does not cancel the input scale of {reader}")
         return {}
     return rows
 
 
 def check_rows(
-    source: ModelFolder,
-    layer: str,
-    site: LinearInput,
-    rows: dict[str, np.ndarray],
-    factors: Factors,
-    audit: Audit,
+    source: ModelFolder, layer: str, site: LinearInput, rows: dict[str, np.ndarray], factors: Factors, audit: Audit
 ) -> None:
     """Check that a producer's row factors cancel the column factors of the linear that reads them.
 
@@ -132,9 +123,7 @@ def check_rows(
             continue
         gain = rows_as_columns(produced, consumer, source) * (1 if columns is None else columns)
         if distance(gain, np.ones_like(gain)) > TOLERANCE:
-            audit.add(
-                "fold_mismatch", consumer, f"{consumer}: its input scale is not cancelled by the rows of {producer}"
-            )
+            audit.fault("fold_mismatch", consumer, f"its input scale is not cancelled by the rows of {producer}")
 
 
 def rows_as_columns(rows: np.ndarray | None, consumer: str, source: ModelFolder) -> np.ndarray:

@@ -13,20 +13,10 @@ from annie_quant.schema import Finding
 
 # Findings that make any server fail or give wrong answers.
 DEADLY = {
-    "block_scale_nan",
-    "tensor_scale_bad",
-    "tensor_scale_missing",
-    "input_scale_bad",
-    "scale_shape",
-    "scale_dtype",
-    "tensor_scale_inverted",
-    "input_scale_inverted",
-    "orphan_scale",
-    "block_scale_missing",
-    "not_finite",
-    "names_disagree",
-    "prefix_disagrees",
-}
+    "block_scale_nan", "tensor_scale_bad", "tensor_scale_missing", "input_scale_bad", "scale_shape", "scale_dtype",
+    "tensor_scale_inverted", "input_scale_inverted", "orphan_scale", "block_scale_missing", "not_finite",
+    "names_disagree", "prefix_disagrees",
+}  # fmt: skip
 
 
 def verdicts(

@@ -10,10 +10,29 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from annie_quant.errors import CheckpointError
+from annie_quant.errors import AnnieError, CheckpointError
+from annie_quant.printable import printable
 
 FILES = ("config.json", "tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
 MAX_FILE_BYTES = 100 << 20
+
+
+@contextlib.contextmanager
+def loading_tokenizer(folder: Path) -> Iterator[None]:
+    """Raise CheckpointError where transformers cannot read the tokenizer's files: it raises errors of many types."""
+    try:
+        with refused(folder):
+            yield
+    except (AnnieError, MemoryError):
+        raise
+    except BaseException as error:  # the tokenizers library panics with a type outside Exception
+        if isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit)):
+            raise
+        reason = printable(f"{type(error).__name__}: {error}", 300)
+        raise CheckpointError(
+            f"{folder}: its tokenizer cannot be loaded ({reason})",
+            "copy the tokenizer's files from the source checkpoint",
+        ) from error
 
 
 @contextlib.contextmanager
@@ -21,7 +40,9 @@ def refused(folder: Path) -> Iterator[None]:
     """Raise CheckpointError where a call inside, with trust_remote_code=False, would need the checkpoint's code."""
     try:
         yield
-    except ValueError as error:
+    except AnnieError:
+        raise
+    except Exception as error:
         if "trust_remote_code" not in str(error):
             raise
         code = ", ".join(auto_map(folder)) or "auto_map"
@@ -42,9 +63,8 @@ def auto_map(folder: Path) -> list[str]:
         except (OSError, ValueError, AttributeError, RecursionError):
             continue
         if isinstance(mapping, dict):
-            entries += [f"{name}: {_printable(auto)} → {_printable(code)}" for auto, code in list(mapping.items())[:4]]
+            entries += [
+                f"{name}: {printable(str(auto), 80)} → {printable(str(code), 80)}"
+                for auto, code in list(mapping.items())[:4]
+            ]
     return entries
-
-
-def _printable(value: object) -> str:
-    return "".join(c if c.isprintable() else "?" for c in str(value))[:80]

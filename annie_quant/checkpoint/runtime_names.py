@@ -60,20 +60,16 @@ def check(folder: ModelFolder, audit: Audit) -> None:
         return
     family, form = named
     kind = folder.config.get("model_type")
-    if kind in {f.model_type for f in family.forms} and kind != form.model_type:
-        audit.add(
-            "names_disagree", "config.json", f"config.json: model_type {kind!r} and architectures [{form.class_name!r}]"
-        )
+    if kind in [f.model_type for f in family.forms] and kind != form.model_type:
+        audit.fault("names_disagree", "config.json", f"model_type {kind!r} and architectures [{form.class_name!r}]")
         return
     multimodal = tensors_multimodal(folder)
     if multimodal is not None and multimodal != (form is family.multimodal):
         prefixes = (TEXT_PREFIX, MULTIMODAL_PREFIX)
         expected, got = prefixes[not multimodal], prefixes[multimodal]
         tensor = decoder_tensors(folder)[0]
-        audit.add(
-            "prefix_disagrees",
-            tensor,
-            f"{tensor}: {form.class_name} expects {expected}layers…, and the tensors are {got}layers…",
+        audit.fault(
+            "prefix_disagrees", tensor, f"{form.class_name} expects {expected}layers…, and the tensors are {got}layers…"
         )
 
 
@@ -118,7 +114,7 @@ class Renaming:
             self.multimodal = True
         elif style == "new":
             self.multimodal = False
-        elif named and kind in {f.model_type for f in self.forms} - {named[1].model_type}:
+        elif named and kind in [f.model_type for f in self.forms if f.model_type != named[1].model_type]:
             self.multimodal = bool(tensors_multimodal(folder))  # class and type disagree: the tensors decide
 
     def name(self, name: str) -> str:

@@ -35,10 +35,8 @@ def check_settings(
         return
     inline = folder.config.get("quantization_config")
     if not isinstance(inline, dict):
-        audit.add(
-            "config_missing",
-            "config.json",
-            "config.json: no quantization_config; a server would read the folder as plain weights",
+        audit.fault(
+            "config_missing", "config.json", "no quantization_config; a server would read the folder as plain weights"
         )
     try:
         second = modelopt.read_file(folder)
@@ -64,22 +62,18 @@ def check_settings(
     for entry in sorted({e.rpartition(".")[2]: e for e in config.excluded}.items()):
         if parts := folder.family.fused.get(entry[0]):
             on_disk = ", ".join(p.rpartition(".")[2] for p in parts)
-            audit.add(
-                "excluded_fused_name", entry[1], f"{entry[1]}: excluded by its fused name, and on disk it is {on_disk}"
-            )
+            audit.fault("excluded_fused_name", entry[1], f"excluded by its fused name, and on disk it is {on_disk}")
     for name in sorted(linears):
         if pattern := covering_pattern(name, config.excluded):
-            audit.add(
-                "excluded_but_quantized", name, f"{name}: listed as excluded (by {pattern!r}) and quantized on disk"
-            )
+            audit.fault("excluded_but_quantized", name, f"listed as excluded (by {pattern!r}) and quantized on disk")
         elif config.layers and name not in config.layers:
-            audit.add("not_listed", name, f"{name}: quantized on disk and not in quantized_layers")
+            audit.fault("not_listed", name, "quantized on disk and not in quantized_layers")
     for name in plain:
         if config.layers:
             if name in config.layers:
-                audit.add("listed_but_plain", name, f"{name}: listed in quantized_layers and not quantized on disk")
+                audit.fault("listed_but_plain", name, "listed in quantized_layers and not quantized on disk")
         elif not covering_pattern(name, config.excluded) and not folder.family.is_auxiliary(name):
-            audit.add("not_excluded", name, f"{name}: not quantized on disk and not listed as excluded")
+            audit.fault("not_excluded", name, "not quantized on disk and not listed as excluded")
 
 
 def check_agreement(inline: QuantConfig, second: QuantConfig, modules: list[str], audit: Audit) -> None:
@@ -93,12 +87,10 @@ def check_agreement(inline: QuantConfig, second: QuantConfig, modules: list[str]
         )
         return
     if inline.group and second.group and inline.group != second.group:
-        audit.add("config_disagrees", file, f"{file}: group_size {second.group}, config.json: {inline.group}")
+        audit.fault("config_disagrees", file, f"group_size {second.group}, config.json: {inline.group}")
     for name in sorted(modules):
         if bool(covering_pattern(name, inline.excluded)) != bool(covering_pattern(name, second.excluded)):
-            audit.add(
-                "config_disagrees", name, f"{name}: excluded in one of {file} and config.json and not in the other"
-            )
+            audit.fault("config_disagrees", name, f"excluded in one of {file} and config.json and not in the other")
     if inline.layers != second.layers:
         name = sorted(set(inline.layers.items()) ^ set(second.layers.items()))[0][0]
-        audit.add("config_disagrees", name, f"{name}: {file} and config.json list it differently in quantized_layers")
+        audit.fault("config_disagrees", name, f"{file} and config.json list it differently in quantized_layers")

@@ -248,7 +248,10 @@ def read_object(path: Path) -> dict[str, Any] | None:
     if size > MAX_JSON_BYTES:
         raise ShardError("config_unreadable", f"{path.name}: {size} bytes, expected at most {MAX_JSON_BYTES}")
     try:
-        value = json.loads(path.read_bytes())
+        raw = path.read_bytes()
+        value = json.loads(raw)
+        if b"\\ud" in raw.lower():  # half of a surrogate pair is not text: it could be stored nowhere
+            json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise ShardError(
             "config_unreadable", f"{path.name}: not JSON ({str(error)[:80]})", "restore the file"

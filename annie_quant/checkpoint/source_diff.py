@@ -48,7 +48,7 @@ def compare_to_source(folder: ModelFolder, source: ModelFolder, linears: dict[st
             if np.isfinite(distance) and rel_l2(ours, r[:, None] * theirs * c) < SUSPICIOUS_ERROR:
                 factors[name] = (r, c)
             else:
-                audit.add("large_error", name, f"{name}: relative error {distance:.3g} against the source")
+                audit.fault("large_error", name, f"relative error {distance:.3g} against the source")
         folder.release(linear.weight)
         source.release(original)
     compare_plain(folder, source, linears, factors, audit)
@@ -57,11 +57,7 @@ def compare_to_source(folder: ModelFolder, source: ModelFolder, linears: dict[st
 
 
 def compare_plain(
-    folder: ModelFolder,
-    source: ModelFolder,
-    linears: dict[str, Linear],
-    factors: folding_check.Factors,
-    audit: Audit,
+    folder: ModelFolder, source: ModelFolder, linears: dict[str, Linear], factors: folding_check.Factors, audit: Audit
 ) -> None:
     """Compare the tensors that are not quantized: they equal the source's, or a fold scaled them (into `factors`)."""
     owned = owned_tensors(linears.values())
@@ -81,7 +77,7 @@ def compare_plain(
                 factors[name.removesuffix(".weight")] = (r, c)
                 continue
         if not name.endswith("norm.weight"):  # norms are checked together with the linears that read them
-            audit.add("differs_from_source", name, f"{name}: not quantized, and differs from the source by {error:.3g}")
+            audit.fault("differs_from_source", name, f"not quantized, and differs from the source by {error:.3g}")
 
 
 def changed_norms(folder: ModelFolder, source: ModelFolder) -> list[str]:

@@ -26,6 +26,8 @@ from annie_quant.cli import (
     version,
 )
 from annie_quant.cli.common import console
+from annie_quant.cli.library_messages import clean_library_messages
+from annie_quant.cli.stop_signals import Stopped, stop_signals_raise
 from annie_quant.cli.system_errors import describe
 from annie_quant.errors import AnnieError
 
@@ -64,6 +66,8 @@ def main() -> None:
     """Run the command line. An expected error is one line; ANNIE_QUANT_TRACEBACK=1 shows its traceback."""
     # Idle OpenMP threads (torch's and the codec's) spin by default, which slows servers on a machine with few cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    stop_signals_raise()
+    clean_library_messages()
     try:
         cli.main(standalone_mode=False)
     except AnnieError as error:
@@ -74,8 +78,11 @@ def main() -> None:
     except click.ClickException as error:
         error.show()
         sys.exit(2)
-    except (click.Abort, KeyboardInterrupt):
+    except (click.Abort, KeyboardInterrupt) as error:
         console.error("interrupted; finished work is saved", "run the same command again to resume")
+        cause = error.__cause__ if isinstance(error, click.Abort) else error
+        if isinstance(cause, Stopped):
+            cause.end_process()
         sys.exit(130)
     except Exception as error:
         description = describe(error)

@@ -7,22 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import click
-import msgspec
 
 import annie_quant
-from annie_quant.cli.common import console, emit, json_option
+from annie_quant.cli.common import PATH, console, emit, json_option
 
 COLUMNS = ("name", "format", "shape", "group", "tensor_scale", "input_scale", "scale_min", "scale_max", "zero_blocks",
            "rel_l2")  # fmt: skip
 
 
 @click.command()
-@click.argument("checkpoint", type=click.Path(path_type=Path))
-@click.option(
-    "--source", type=click.Path(path_type=Path), help="The bf16 checkpoint it was made from: adds the error per tensor."
-)
+@click.argument("checkpoint", type=PATH)
+@click.option("--source", type=PATH, help="The bf16 checkpoint it was made from: adds the error per tensor.")
 @click.option("--repair", is_flag=True, help="Write a repaired copy next to it, then audit the copy.")
-@click.option("--output", type=click.Path(path_type=Path), help="With --repair: folder of the copy.")
+@click.option("--output", type=PATH, help="With --repair: folder of the copy.")
 @click.option("--names", type=click.Choice(["old", "new"]), help="With --repair: config fields and tensor names for "
               "transformers 4.57 (old) or from 5.2 (new).")  # fmt: skip
 @click.option("--force", is_flag=True, help="With --repair: replace an existing output.")
@@ -48,7 +45,7 @@ def audit(
         checkpoint = Path(repaired.path)
     result = annie_quant.checkpoint.audit(checkpoint, source=source)
     if as_json:
-        emit(result.to_dict() | ({"repair": msgspec.to_builtins(repaired)} if repaired else {}))
+        emit(result.to_dict() | ({"repair": repaired} if repaired else {}))
     else:
         for action in repaired.actions if repaired else ():
             console.note(f"repaired: {action}")

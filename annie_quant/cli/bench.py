@@ -10,6 +10,7 @@ import click
 import msgspec
 
 import annie_quant
+from annie_quant.cli import tables
 from annie_quant.cli.common import console, emit, json_option, persona_option, workloads_option
 from annie_quant.errors import UsageError
 
@@ -20,7 +21,13 @@ from annie_quant.errors import UsageError
 @click.option("--aa", is_flag=True, help="Measure backend A against itself: the noise floor.")
 @click.option("--warmup", default=2, show_default=True, help="Requests per workload that are not counted.")
 @click.option("--runs", default=5, show_default=True, help="Measurements per prompt.")
-@click.option("--n", default=25, show_default=True, help="Prompts per gate (100 or more decide a gate); 0: all.")
+@click.option(
+    "--n",
+    type=click.IntRange(0),
+    default=25,
+    show_default=True,
+    help="Prompts per gate (55 or more decide a gate); 0: all.",
+)
 @persona_option
 @workloads_option
 @click.option("--concurrency", default="1", show_default=True, help='Requests in flight; several loads: "1,8".')
@@ -55,7 +62,10 @@ def bench(
     as_json: bool,
     **settings: Any,
 ) -> None:
-    """Time one or two OpenAI-compatible servers with the same prompts, interleaved. Exit code 1 if a gate fails."""
+    """Time one or two OpenAI-compatible servers with the same prompts, interleaved.
+
+    The gates of one side are compared with the other's answers. Exit code 1 if the candidate loses a gate or is fragile.
+    """
     from annie_quant import bench as timing
     from annie_quant.bench.progress_table import ProgressTable
     from annie_quant.data.resolve import resolve
@@ -78,13 +88,21 @@ def bench(
             done = timing.run(backends, chosen, output, progress=table, watch=table.add, **settings)
         directory.write_run(done.config, done.aggregates, done.verdict, done.environment)
         paths = annie_quant.report.build(output)
-    gates = {name: side.gates for name, side in done.aggregates.served.items()}
-    result = msgspec.structs.asdict(done.verdict) | {"gates": gates, "report": str(paths[0])}
+    served = done.aggregates.served
+    result = msgspec.structs.asdict(done.verdict) | {
+        "gates": {name: side.gates for name, side in served.items()},
+        "paired": {name: side.paired for name, side in served.items() if side.judged_by},
+        "report": str(paths[0]),
+    }
     compared = timing.regression(stored, output) if stored else None
     if compared:
         result["regression"] = {k: getattr(compared, k) for k in ("worse", "better", "gates_lost")}
     result = msgspec.to_builtins(result)
-    emit(result) if as_json else console.print_verdict(result)
+    if as_json:
+        emit(result)
+    else:
+        console.print_lines(tables.served_lines(served, console.width))
+        console.print_verdict(result)
     for line in timing.losses(compared) if compared else ():
         console.note(line)
     sys.exit(0 if done.verdict.passed and not (compared and compared.lost) else 1)

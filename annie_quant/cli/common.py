@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 
-from annie_quant.cli.console import Console, is_secondary_process
+from annie_quant.cli.console import Console, is_secondary_process, shown
 
 console = Console()
+PATH = click.Path(path_type=Path)
 
 
 def json_option(function: Any) -> Any:
@@ -35,10 +36,16 @@ def workloads_option(function: Any) -> Any:
     )(function)
 
 
-def emit(value: Mapping[str, Any]) -> None:
-    """Print a JSON object on stdout."""
+def emit(value: object) -> None:
+    """Print a typed result, or a mapping with such values, as one JSON object on stdout."""
     if not is_secondary_process():
-        click.echo(json.dumps(value, indent=1, ensure_ascii=False, default=str))
+        text = json.dumps(msgspec.to_builtins(value, enc_hook=str), indent=1, ensure_ascii=False)
+        click.echo("".join(c if c == "\n" or c.isprintable() else json.dumps(c)[1:-1] for c in text))
+
+
+def echo(text: str, err: bool = False) -> None:
+    """Print a line of data, cleaned for a terminal."""
+    click.echo(shown(text), err=err)
 
 
 def quiet_engines() -> None:

@@ -8,14 +8,14 @@ import click
 import msgspec
 
 import annie_quant
-from annie_quant.cli.common import console, emit, json_option
+from annie_quant.cli.common import PATH, console, emit, json_option
 
 
 @click.command()
-@click.argument("source", type=click.Path(path_type=Path))
-@click.argument("forms", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.argument("source", type=PATH)
+@click.argument("forms", nargs=-1, required=True, type=PATH)
 @click.option("--worst", default=3, show_default=True, help="Tensors with the largest error to list per form.")
-@click.option("--plot", type=click.Path(path_type=Path), help="Also draw a plot: a file named .svg, .png or .pdf.")
+@click.option("--plot", type=PATH, help="Also draw a plot: a file named .svg, .png or .pdf.")
 @json_option
 def compare(source: Path, forms: tuple[Path, ...], worst: int, plot: Path | None, as_json: bool) -> None:
     """Compare forms of one model (folders, GGUF files) with its bf16 SOURCE, tensor by tensor."""

@@ -5,10 +5,31 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-MARKS = {"pass": "[green]pass[/]", "fail": "[red]fail[/]", "undecided": "[yellow]undecided[/]"}
+from annie_quant.cli.tables import WIDTH, wrap
+from annie_quant.printable import printable
+
+MAX_CELL = 2000  # characters of a table's cell
+MAX_LINE = 20_000  # of an error or a note
+STYLES = {
+    ("keeps", "Keeps"): "green",
+    ("loses", "Loses", "fragile", "Fragile", "misses"): "red",
+    ("undecided",): "yellow",
+}
+
+
+def shown(text: Any) -> str:
+    """Return text for a terminal: printable, with its line breaks and spaces."""
+    return printable(str(text), MAX_LINE, lines=True)
+
+
+def literal(text: Any) -> str:
+    """Return text for a cell or a description: cleaned for a terminal, and without rich's markup."""
+    from rich.markup import escape
+
+    return escape(printable(str(text), MAX_CELL))
 
 
 def is_secondary_process() -> bool:
@@ -25,12 +46,12 @@ class Step:
 
     def update(self, done: float, total: float | None = None, text: str = "") -> None:
         if self._bar is not None:
-            description = f"{self._title} [dim]{text}[/]" if text else self._title
+            description = f"{literal(self._title)} [dim]{literal(text)}[/]" if text else literal(self._title)
             self._bar.update(self._task, completed=done, total=total, description=description)
 
     def message(self, text: str) -> None:
         if self._bar is not None:
-            self._bar.update(self._task, description=f"{self._title} [dim]{text}[/]")
+            self._bar.update(self._task, description=f"{literal(self._title)} [dim]{literal(text)}[/]")
 
 
 class Console:
@@ -59,19 +80,19 @@ class Console:
     def note(self, text: str) -> None:
         """Print a line on stderr."""
         if not is_secondary_process():
-            self.err.print(text, markup=False, soft_wrap=True)
+            self.err.print(shown(text), markup=False, soft_wrap=True)
 
     def error(self, message: str, hint: str = "") -> None:
         self.err.print("[red]annie-quant:[/] ", end="")
-        self.err.print(message, markup=False, soft_wrap=True)
+        self.err.print(shown(message), markup=False, soft_wrap=True)
         if hint:
-            self.err.print(f"  → {hint}", markup=False, soft_wrap=True)
+            self.err.print(f"  → {shown(hint)}", markup=False, soft_wrap=True)
 
     def line(self, text: str, mark: str = "") -> None:
         """Print a line on stdout: `mark` with rich's markup, then `text` without."""
         if mark:
             self.out.print(f"{mark} ", end="")
-        self.out.print(text, markup=False, soft_wrap=True)
+        self.out.print(shown(text), markup=False, soft_wrap=True)
 
     @contextlib.contextmanager
     def task(self, title: str) -> Iterator[Step]:
@@ -91,51 +112,46 @@ class Console:
                 TimeElapsedColumn(),
             )
             with Progress(*columns, console=self.err, transient=True) as bar:
-                yield Step(bar, bar.add_task(title, total=None), title)
+                yield Step(bar, bar.add_task(literal(title), total=None), title)
         else:
             yield Step(None, None, title)
-        self.err.print(f"[green]✓[/] {title} [dim]{time.monotonic() - start:.1f} s[/]")
+        self.err.print(f"[green]✓[/] {literal(title)} [dim]{time.monotonic() - start:.1f} s[/]")
 
-    def print_gates(self, sides: Mapping[str, Mapping[str, Any]]) -> None:
-        """Print one row per gate and one column per side: passes/n, 95 % interval, verdict."""
-        from rich.table import Table
+    @property
+    def width(self) -> int:
+        """Columns of a table: the terminal's, at least tables.WIDTH; exactly that many on a pipe."""
+        return max(WIDTH, self.out.width) if self.out.is_terminal else WIDTH
 
-        table = Table(title="Gates (passes / n, 95 % Wilson interval)", title_justify="left")
-        table.add_column("gate")
-        table.add_column("against")
-        for side in sides:
-            table.add_column(side, justify="right")
-        for gate in dict.fromkeys(g for gates in sides.values() for g in gates):
-            cells = []
-            for gates in sides.values():
-                g = gates.get(gate)
-                cells.append(
-                    "–"
-                    if g is None
-                    else f"{g['passes']}/{g['n']} [dim]{g['low']:.2f}–{g['high']:.2f}[/] {MARKS[g['verdict']]}"
-                )
-            result = next(gates[gate] for gates in sides.values() if gate in gates)
-            basis = {"reference": "bf16"}.get(result.get("basis", ""), result.get("basis", ""))
-            table.add_row(gate, f"{basis}, informs" if result.get("advisory") else basis, *cells)
-        self.out.print(table)
+    def print_lines(self, lines: Iterable[str]) -> None:
+        """Print lines on stdout; on a terminal the words of a verdict are coloured."""
+        from rich.text import Text
+
+        if is_secondary_process():
+            return
+        for line in lines:
+            text = Text(shown(line))
+            for words, style in STYLES.items():
+                text.highlight_words(words, style)
+            self.out.print(text, soft_wrap=True)
 
     def print_mapping(self, title: str, values: Mapping[str, Any]) -> None:
         """Print a table of names and values."""
         from rich.table import Table
 
-        table = Table(title=title, title_justify="left", show_header=False)
+        table = Table(title=literal(title), title_justify="left", show_header=False)
         for key, value in values.items():
-            table.add_row(str(key), ", ".join(map(str, value)) if isinstance(value, list) else str(value))
+            text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+            table.add_row(literal(key), literal(text))
         self.out.print(table)
 
     def print_verdict(self, verdict: Mapping[str, Any]) -> None:
-        """Print gates, the verdict's sentence and reasons, the stages' times and the report's path."""
-        if verdict.get("gates"):
-            self.print_gates(verdict["gates"])
-        self.line(verdict["sentence"])
+        """Print the verdict's sentence and reasons, the stages' times and the report's path."""
+        self.print_lines(wrap(verdict["sentence"], self.width))
         for reason in verdict.get("reasons", ()):
-            self.line(f"  · {reason}")
+            self.print_lines(wrap(f"- {reason}", self.width))
         for stage in verdict.get("stages", ()):
-            self.err.print(f"[dim]{stage['name']:>12}  {stage['seconds']:7.1f} s  {stage.get('summary', '')}[/]")
+            self.err.print(
+                f"[dim]{literal(stage['name']):>12}  {stage['seconds']:7.1f} s  {literal(stage.get('summary', ''))}[/]"
+            )
         if verdict.get("report"):
-            self.err.print(f"report: {verdict['report']}", markup=False, soft_wrap=True)
+            self.err.print(f"report: {shown(verdict['report'])}", markup=False, soft_wrap=True)

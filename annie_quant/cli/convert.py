@@ -5,24 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import click
-import msgspec
 
 import annie_quant
-from annie_quant.cli.common import console, emit, json_option
+from annie_quant.cli.common import PATH, console, emit, json_option
 
 
 @click.command()
-@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.argument("checkpoint", type=PATH)
 @click.option("--to", "target", required=True, type=click.Choice(["modelopt", "compressed-tensors", "gguf"]))
 @click.option("--type", "kind", help="GGUF type: BF16, F16, NVFP4 (as the checkpoint), Q8_0, Q4_K_M, Q5_K_M, Q6_K.")
-@click.option(
-    "--output",
-    type=click.Path(path_type=Path),
-    help="Folder, or file for GGUF. Default: in the checkpoint's parent folder.",
-)
-@click.option(
-    "--like", type=click.Path(path_type=Path), help="From GGUF: a folder of the same model, for config and tokenizer."
-)
+@click.option("--output", type=PATH, help="Folder, or file for GGUF. Default: in the checkpoint's parent folder.")
+@click.option("--like", type=PATH, help="From GGUF: a folder of the same model, for config and tokenizer.")
 @click.option("--force", is_flag=True, help="Replace an existing output.")
 @json_option
 def convert(
@@ -34,7 +27,7 @@ def convert(
             checkpoint, to=target, output=output, type=kind, like=like, force=force, progress=step
         )
     if as_json:
-        emit(msgspec.to_builtins(result))
+        emit(result)
         return
     console.note(f"{result.path}: {result.size_bytes / 1e6:.1f} MB")
     for line in result.loss:

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 import msgspec
 
-from annie_quant.cli.common import console, emit, json_option
+from annie_quant.cli.common import PATH, console, emit, json_option
 
 
 @click.command()
@@ -39,9 +39,7 @@ from annie_quant.cli.common import console, emit, json_option
 @click.option("--max-wait", default=900.0, show_default=True, help="Longest single wait for a rate limit, in seconds.")
 @click.option("--max-budget-usd", type=float, help="Stop when this amount is spent, including resumed runs.")
 @click.option("--max-budget-tokens", type=int, help="The same in tokens.")
-@click.option(
-    "--output", default="data/calibration/annie_calibration.jsonl", show_default=True, type=click.Path(path_type=Path)
-)
+@click.option("--output", default="data/calibration/annie_calibration.jsonl", show_default=True, type=PATH)
 @click.option("--check", is_flag=True, help="Only validate the conversations in --output.")
 @click.option("--force", is_flag=True, help="Replace a finished set, and discard an unfinished one.")
 @json_option

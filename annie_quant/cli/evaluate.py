@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from annie_quant.cli import tables
 from annie_quant.cli.common import (
     console,
     emit,
@@ -16,21 +17,29 @@ from annie_quant.cli.common import (
     refuse_stale_prompt,
     workloads_option,
 )
+from annie_quant.cli.console import is_secondary_process
 
 
 @click.command(name="eval")
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.option("--reference", required=True, type=click.Path(path_type=Path), help="The bf16 checkpoint.")
-@click.option("--n", default=100, show_default=True, help="Prompts per gate.")
+@click.option("--n", type=click.IntRange(1), default=100, show_default=True, help="Prompts per gate.")
 @persona_option
 @workloads_option
-@click.option("--numerics", default="w4a4,w4a16", show_default=True)
+@click.option(
+    "--numerics",
+    default="w4a4,w4a16",
+    show_default=True,
+    help="Profiles: w4a4, w4a16, float32, vllm-cutlass, vllm-marlin, llama.cpp-cpu, llama.cpp-blackwell (docs/numerics.md).",
+)
 @click.option(
     "--calib-data", type=click.Path(path_type=Path), help="Conversations whose assistant tokens are also scored."
 )
 @click.option("--text", type=click.Path(path_type=Path), help="A plain text file: its perplexity and KL divergence.")
 @click.option("--layers", is_flag=True, help="Also measure the divergence per layer, with a plot.")
-@click.option("--layers-n", default=10, show_default=True, help="Prompts per gate for --layers.")
+@click.option(
+    "--layers-n", type=click.IntRange(1), default=10, show_default=True, help="Prompts per gate for --layers."
+)
 @click.option(
     "--rows",
     type=click.IntRange(1),
@@ -57,22 +66,28 @@ def evaluate(
     allow_prompt_mismatch: bool,
     as_json: bool,
 ) -> None:
-    """Compare a checkpoint with its bf16 reference without a server: gates, KL divergence. Exit code 1 if a gate fails.
+    """Compare a checkpoint with its bf16 reference without a server: gates, KL divergence.
+
+    Exit code 1 if the checkpoint loses what the reference does, or is fragile; 0 if it keeps it, or n cannot decide.
 
     Under torchrun or accelerate launch the processes share the work, and the first one prints and writes. torchrun needs
     `--` before the command, else it reads --n itself: torchrun --nproc-per-node=2 -- $(which annie-quant) eval ...
     """
     quiet_engines()
+    from annie_quant.checkpoint.export_check import export_notes
     from annie_quant.data.resolve import personas_of, resolve
     from annie_quant.evaluate import job
     from annie_quant.evaluate.process_group import join_group, leave_group
-    from annie_quant.judge.decision import failing
+    from annie_quant.judge.decision import FAILING
     from annie_quant.quantize.prompt_provenance import check_checkpoint
 
     refuse_stale_prompt(calib_data, allow_prompt_mismatch, persona)
     personas = personas_of(resolve(persona, workloads))
     if mismatch := check_checkpoint(checkpoint, personas, allow=allow_prompt_mismatch):
         console.note(mismatch)
+    faults = [] if is_secondary_process() else export_notes(checkpoint, reference)
+    for fault in faults:
+        console.note(fault)
     with console.task("evaluate") as step:
         result = job.run(
             checkpoint,
@@ -89,13 +104,13 @@ def evaluate(
             workloads=workloads,
         )
     if join_group().is_first:
-        document = result.to_dict()
+        document = result.to_dict() | {"notes": [*faults, *result.notes]}
         if as_json:
             emit(document)
         else:
-            console.print_gates({f"{checkpoint.name} {k}": v["gates"] for k, v in document["numerics"].items()})
+            console.print_lines(tables.evaluation_lines(result, checkpoint.name, console.width))
             for line in (*result.notes, *job.summary_lines(result)):
                 console.note(line)
     leave_group()
-    failed = [name for side in result.numerics.values() for name in failing(side.gates, ("fail",))]
-    sys.exit(1 if failed else 0)
+    assert result.verdict is not None  # evaluate_pair sets it
+    sys.exit(1 if result.verdict.verdict in FAILING else 0)

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
-from msgspec import to_builtins
+from msgspec.structs import asdict
 
-from annie_quant.cli.common import console, emit, json_option
+from annie_quant.cli.common import PATH, console, echo, emit, json_option
 
 
 @click.command()
-@click.argument("run_dir", type=click.Path(path_type=Path))
+@click.argument("run_dir", type=PATH)
 @click.option(
     "--repo", required=True, metavar="OWNER/NAME", help="Repository on the Hub; created if it does not exist."
 )
 @click.option("--model", help="The model's name in the run. Default: the verdict's candidate.")
-@click.option(
-    "--checkpoint", type=click.Path(path_type=Path), help="The model's folder, if the run has no record of it."
-)
+@click.option("--checkpoint", type=PATH, help="The model's folder, if the run has no record of it.")
 @click.option("--base-model", metavar="OWNER/NAME", help="The Hub model that this one was made from.")
-@click.option("--license", "licence", default="", help="The base model's licence, in the Hub's spelling: apache-2.0.")
-@click.option("--calib-data", type=click.Path(path_type=Path), help="Default: calibration.jsonl of the run.")
+@click.option("--license", default="", help="The base model's licence, in the Hub's spelling: apache-2.0.")
+@click.option("--calib-data", type=PATH, help="Default: calibration.jsonl of the run.")
 @click.option("--public", is_flag=True, help="Make the repository public (private by default).")
 @click.option("--with-report", is_flag=True, help="Also upload the report and results.csv.")
 @click.option("--with-records", is_flag=True, help="Also upload every request and answer.")
@@ -31,42 +30,16 @@ from annie_quant.cli.common import console, emit, json_option
 )
 @click.option("--dry-run", is_flag=True, help="List files and sizes, write the card, upload nothing.")
 @json_option
-def publish(
-    run_dir: Path,
-    repo: str,
-    model: str | None,
-    checkpoint: Path | None,
-    base_model: str | None,
-    licence: str,
-    calib_data: Path | None,
-    public: bool,
-    with_report: bool,
-    with_records: bool,
-    force: str,
-    dry_run: bool,
-    as_json: bool,
-) -> None:
+def publish(run_dir: Path, repo: str, public: bool, force: str, dry_run: bool, as_json: bool, **options: Any) -> None:
     """Upload a run's checkpoint to the Hugging Face Hub with its model card. Exit code 1 if a gate or audit fails."""
     from annie_quant.publish import upload
     from annie_quant.report.format import size
 
     with console.task("audit and card"):
-        plan = upload.prepare(
-            run_dir,
-            repo,
-            model=model,
-            checkpoint=checkpoint,
-            base_model=base_model,
-            license=licence,
-            calib_data=calib_data,
-            private=not public,
-            with_report=with_report,
-            with_records=with_records,
-            forced=force,
-        )
+        plan = upload.prepare(run_dir, repo, private=not public, forced=force, **options)
     if not as_json:
-        for name, size_bytes in plan.files:
-            click.echo(f"{size(size_bytes):>10}  {name}")
+        for file in plan.files:
+            echo(f"{size(file.size_bytes):>10}  {file.path}")
         console.note(
             f"{len(plan.files)} files, {size(plan.size_bytes)}, to {repo} ({'public' if public else 'private'})"
         )
@@ -74,9 +47,9 @@ def publish(
         for line in plan.objections:
             console.note(f"objection: {line}")
     if dry_run or plan.refused:
-        emit(plan.to_dict()) if as_json else None
+        emit(plan) if as_json else None
         if plan.refused and not as_json:
             console.error("refused", 'fix the objections, or publish anyway: --force "REASON"')
         sys.exit(1 if plan.refused else 0)
     uploaded = upload.upload(plan, progress=console.note)
-    emit(plan.to_dict() | to_builtins(uploaded)) if as_json else console.note(f"uploaded: {uploaded.url}")
+    emit(asdict(plan) | asdict(uploaded)) if as_json else console.note(f"uploaded: {uploaded.url}")

@@ -7,16 +7,24 @@ import sys
 from pathlib import Path
 
 import click
-import msgspec
 
 import annie_quant
-from annie_quant.cli.common import console, emit, json_option, persona_option, quiet_engines, refuse_stale_prompt
+from annie_quant.cli.common import (
+    PATH,
+    console,
+    echo,
+    emit,
+    json_option,
+    persona_option,
+    quiet_engines,
+    refuse_stale_prompt,
+)
 
 
 @click.command()
 @click.option("--strategy", required=True, help="naive, direct, mlp_only, ... (an unknown name prints the list).")
-@click.option("--model", required=True, type=click.Path(path_type=Path), help="Folder of the bf16 checkpoint.")
-@click.option("--calib-data", type=click.Path(path_type=Path), help="JSON lines of conversations (annie-quant data).")
+@click.option("--model", required=True, type=PATH, help="Folder of the bf16 checkpoint.")
+@click.option("--calib-data", type=PATH, help="JSON lines of conversations (annie-quant data).")
 @persona_option
 @click.option("--calib-samples", default=512, show_default=True)
 @click.option(
@@ -31,7 +39,7 @@ from annie_quant.cli.common import console, emit, json_option, persona_option, q
 @click.option("--set", "settings", multiple=True, metavar="NAME=VALUE", help="A strategy's own setting; repeatable.")
 @click.option("--ray", metavar="ADDRESS", help='direct: make the shards on this Ray cluster ("local" starts one here).')
 @click.option("--seed", default=0, show_default=True, help="Same seed, same bytes.")
-@click.option("--output", required=True, type=click.Path(path_type=Path))
+@click.option("--output", required=True, type=PATH)
 @click.option("--force", is_flag=True, help="Replace an output that exists.")
 @click.option("--allow-prompt-mismatch", is_flag=True, help="Continue with data made for another system prompt.")
 @click.option("--container", is_flag=True, help="Do it in NVIDIA's container, as the calling user.")
@@ -69,12 +77,12 @@ def quantize(
         more += [flag for flag, on in (("--force", force), ("--allow-prompt-mismatch", allow_prompt_mismatch)) if on]
         argv = container_job.arguments(strategy, model, output, calib_data, more)
         if dry_run:
-            click.echo(shlex.join(argv))
+            echo(shlex.join(argv))
             return
         sys.exit(container_job.run(argv, output))
     if dry_run or estimate.is_large(model):
         for line in estimate.estimate(model, strategy, calib_samples).lines():
-            click.echo(line, err=not dry_run)
+            echo(line, err=not dry_run)
     if dry_run:
         return
     quiet_engines()
@@ -96,7 +104,7 @@ def quantize(
             **dict(item.split("=", 1) for item in settings) | ({"ray": ray} if ray else {}),
         )
     if as_json:
-        emit(msgspec.to_builtins(result))
+        emit(result)
         return
     sizes = f"{result.size_bytes / 1e6:.1f} MB from {result.source_bytes / 1e6:.1f} MB"
     console.note(f"{result.output}: {result.seconds} s, {sizes}")

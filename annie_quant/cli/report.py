@@ -8,13 +8,12 @@ from pathlib import Path
 import click
 
 import annie_quant
+from annie_quant.cli.common import PATH, echo
 
 
 @click.command()
-@click.argument("run_dirs", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option(
-    "--output", type=click.Path(path_type=Path), help="Folder of the trends of several runs. Default: trends."
-)
+@click.argument("run_dirs", nargs=-1, required=True, type=PATH)
+@click.option("--output", type=PATH, help="Folder of the trends of several runs. Default: trends.")
 @click.option(
     "--verify",
     is_flag=True,
@@ -37,14 +36,14 @@ def report(run_dirs: tuple[Path, ...], output: Path | None, verify: bool) -> Non
     several = len(run_dirs) > 1
     paths = trends.build(run_dirs, output or Path("trends")) if several else annie_quant.report.build(run_dirs[0])
     for path in paths:
-        click.echo(str(path))
+        echo(str(path))
 
 
 def _verify(run_dirs: tuple[Path, ...]) -> None:
     checks = [(folder, annie_quant.report.verify(folder)) for folder in run_dirs]
     for folder, check in checks:
-        click.echo(f"{folder}: {check.summary}")
+        echo(f"{folder}: {check.summary}")
         for difference in check.differences:
-            click.echo(f"  {difference.message}")
+            echo(f"  {difference.message}")
     if any(check.differences for _, check in checks):
         sys.exit(1)

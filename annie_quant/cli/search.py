@@ -1,4 +1,4 @@
-"""`annie-quant search`: try strategies, cheapest first, until one passes all gates."""
+"""`annie-quant search`: try strategies, cheapest first, until one keeps all gates."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 import msgspec
 
+from annie_quant.cli import tables
 from annie_quant.cli.common import console, emit, json_option, persona_option, workloads_option
 
 
@@ -17,20 +18,20 @@ from annie_quant.cli.common import console, emit, json_option, persona_option, w
 @click.option(
     "--output", required=True, type=click.Path(path_type=Path), help="Run directory; finished steps are not repeated."
 )
-@click.option("--n", default=100, show_default=True, help="Prompts per gate.")
+@click.option("--n", type=click.IntRange(1), default=100, show_default=True, help="Prompts per gate.")
 @persona_option
 @workloads_option
-@click.option("--all", "every", is_flag=True, help="Continue after the first strategy that passes.")
+@click.option("--all", "every", is_flag=True, help="Continue after the first strategy that keeps all gates.")
 @click.option("--strategies", help="Names, comma-separated, in the order to try. Default: all, cheapest first.")
 @click.option(
     "--require",
     default="w4a4,w4a16",
     show_default=True,
-    help="Numerics with which all gates must pass; w4a16 alone allows weight-only checkpoints.",
+    help="Numerics with which all gates must keep; w4a16 alone allows weight-only checkpoints.",
 )
 @click.option("--calib-samples", default=128, show_default=True)
 @click.option("--allow-prompt-mismatch", is_flag=True, help="Accept data that was made for another system prompt.")
-@click.option("--anyway", is_flag=True, help="Continue with a model that fails gates in bf16.")
+@click.option("--anyway", is_flag=True, help="Continue with a model that lacks the manners in bf16.")
 @json_option
 def search(
     model: Path,
@@ -47,7 +48,7 @@ def search(
     anyway: bool,
     as_json: bool,
 ) -> None:
-    """Try the strategies, cheapest first, and stop at the first that passes every gate. Exit code 1 if none does."""
+    """Try the strategies, cheapest first, and stop at the first that keeps every gate of bf16. Exit code 1 if none does."""
     from annie_quant.pipeline.search import outcome, run, tree
 
     result = run(
@@ -68,10 +69,14 @@ def search(
     if as_json:
         emit(msgspec.to_builtins(result))
     else:
-        tables = {f"{r.strategy} {k}": v.gates for r in result.strategies for k, v in r.numerics.items()}
-        console.print_gates(msgspec.to_builtins(tables))
+        sides = [
+            tables.Column(f"{row.strategy} {kind}", side.gates, side.paired, side.pooled)
+            for row in result.strategies
+            for kind, side in row.numerics.items()
+        ]
+        console.print_lines(tables.side_lines(sides, tables.Column("bf16", result.reference), console.width))
         for line in tree(result):
-            click.echo(line)
+            console.print_lines(tables.wrap_tree(line, console.width))
         console.note(outcome(result))
         console.note(f"table: {output / 'search.md'}")
     sys.exit(0 if result.chosen else 1)

@@ -8,11 +8,11 @@ from typing import Any
 import click
 
 import annie_quant
-from annie_quant.cli.common import console
+from annie_quant.cli.common import PATH, console, echo
 
 
 @click.command()
-@click.argument("model", type=click.Path(path_type=Path))
+@click.argument("model", type=PATH)
 @click.option("--runtime", default="llama.cpp", show_default=True, help="vllm, sglang or llama.cpp.")
 @click.option("--port", default=8000, show_default=True)
 @click.option(
@@ -20,13 +20,8 @@ from annie_quant.cli.common import console
     metavar="RECIPE",
     help='A dated recipe of vLLM or SGLang: "2026-11-27b", "2026-11-mtp", "cpu" ... Default: the newest.',
 )
-@click.option(
-    "--write-recipe",
-    "recipe_file",
-    type=click.Path(path_type=Path),
-    help="Write the recipe as YAML (sparkrun) and exit.",
-)
-@click.option("--recipe", "old_recipe_file", type=click.Path(path_type=Path), hidden=True)  # the name until 0.1
+@click.option("--write-recipe", "recipe_file", type=PATH, help="Write the recipe as YAML (sparkrun) and exit.")
+@click.option("--recipe", "old_recipe_file", type=PATH, hidden=True)  # the name until 0.1
 @click.option("--dry-run", is_flag=True, help="Print the command and exit.")
 def serve(
     model: Path,
@@ -41,9 +36,9 @@ def serve(
     options: dict[str, Any] = {"recipe": use} if use else {}
     recipe_file = recipe_file or old_recipe_file
     if recipe_file:
-        click.echo(str(annie_quant.serve.write_recipe(model, recipe_file, runtime=runtime, port=port, **options)))
+        echo(str(annie_quant.serve.write_recipe(model, recipe_file, runtime=runtime, port=port, **options)))
     if dry_run:
-        click.echo(annie_quant.serve.command(model, runtime=runtime, port=port, **options))
+        echo(annie_quant.serve.command(model, runtime=runtime, port=port, **options))
     if recipe_file or dry_run:
         return
     with console.task(f"{runtime} on port {port}") as step:

@@ -26,6 +26,8 @@ def describe(error: Exception) -> tuple[str, str] | None:
             "there is not enough memory; finished work is saved",
             "stop other programs, or raise ulimit -v, and run the same command again",
         )
+    if isinstance(error, RecursionError):
+        return "a file or an answer is nested too deeply", "restore the file; set ANNIE_QUANT_TRACEBACK=1 for the place"
     if not isinstance(error, OSError):
         return None
     where = f"{error.filename}: " if error.filename else ""

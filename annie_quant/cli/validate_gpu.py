@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 import annie_quant
-from annie_quant.cli.common import console, emit, json_option
+from annie_quant.cli.common import console, echo, emit, json_option
 
 if TYPE_CHECKING:
     from annie_quant.gemm.stack_check import BackendResult, StackResult
@@ -38,10 +38,10 @@ def validate_gpu(with_bench: bool, stack: str | None, container: str | None, dry
     from annie_quant.gemm import container_check
 
     if dry_run:
-        click.echo(shlex.join(container_check.plan(container, stack or "all")))
+        echo(shlex.join(container_check.plan(container, stack or "all")))
         return
     result = container_check.examine(container, stack or "all")
-    emit(result.to_dict()) if as_json else print_stack(result)
+    emit(result) if as_json else print_stack(result)
     sys.exit(1 if result.wrong else 0)
 
 

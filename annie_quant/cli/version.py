@@ -9,11 +9,11 @@ import re
 import sys
 import sysconfig
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import click
+import msgspec
+from msgspec import field
 
 from annie_quant import __version__, native
 from annie_quant.cli.common import emit
@@ -24,61 +24,63 @@ DEVELOPMENT_EXTRAS = ("dev", "docs", "perf")
 _EXTRA = re.compile(r"""^([A-Za-z0-9._-]+).*;.*\bextra\s*==\s*['"]([A-Za-z0-9._-]+)['"]""")
 
 
-@dataclass(frozen=True)
-class ModuleInfo:
-    """One C module. details: what the module reports about itself; error and fix: if it could not be loaded."""
+class ModuleInfo(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One C module: what it reports about itself, or error and fix if it could not be loaded."""
 
     loaded: bool
     file: str = ""
     size_bytes: int = 0
-    details: dict[str, Any] = field(default_factory=dict)
-    error: str = ""
+    variants: list[str] | None = None
+    variant: str | None = None
+    threads: int | None = None
+    libcurl: str | None = None
+    bundled: bool | None = None
+    cuda_architectures: list[str] | None = None
+    error: str = field(default="", name="why")
     fix: str = ""
 
-    def to_dict(self) -> dict[str, Any]:
-        if not self.loaded:
-            return {"loaded": False, "why": self.error, "fix": self.fix}
-        return {"loaded": True, "file": self.file, "size_bytes": self.size_bytes, **self.details}
 
-
-@dataclass(frozen=True)
-class ExtraInfo:
+class ExtraInfo(msgspec.Struct):
     """One extra. installed: {distribution: version}."""
 
-    installed: dict[str, str] = field(default_factory=dict)
-    missing: list[str] = field(default_factory=list)
+    installed: dict[str, str] = {}
+    missing: list[str] = []
 
 
-@dataclass(frozen=True)
-class Installation:
+class PythonInfo(msgspec.Struct, kw_only=True):
+    version: str
+    implementation: str
+    executable: str
+    free_threaded: bool
+
+
+class PlatformInfo(msgspec.Struct, kw_only=True):
+    system: str
+    release: str
+    machine: str
+    libc: str
+    processors: int | None
+
+
+class Installation(msgspec.Struct, kw_only=True):
     """What is installed. fixes: {what is missing: the command that installs it}."""
 
-    python: dict[str, Any]
-    platform: dict[str, Any]
+    version: str = __version__
+    python: PythonInfo
+    platform: PlatformInfo
     modules: dict[str, ModuleInfo]
     extras: dict[str, ExtraInfo]
+    fixes: dict[str, str] = {}
 
-    @property
-    def fixes(self) -> dict[str, str]:
-        missing = {name: module.fix for name, module in self.modules.items() if not module.loaded}
-        return missing | {
-            f"extra {name}": f'pip install "{DISTRIBUTION}[{name}]"' for name, e in self.extras.items() if e.missing
-        }
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "version": __version__,
-            "python": self.python,
-            "platform": self.platform,
-            "modules": {name: module.to_dict() for name, module in self.modules.items()},
-            "extras": {name: asdict(extra) for name, extra in self.extras.items()},
-            "fixes": self.fixes,
-        }
+    def __post_init__(self) -> None:
+        self.fixes = {name: module.fix for name, module in self.modules.items() if not module.loaded}
+        missing = (name for name, extra in self.extras.items() if extra.missing)
+        self.fixes |= {f"extra {name}": f'pip install "{DISTRIBUTION}[{name}]"' for name in missing}
 
 
 def show(verbose: bool, as_json: bool) -> None:
     if as_json:
-        emit(inspect().to_dict())
+        emit(inspect())
     else:
         click.echo("\n".join(lines(inspect())) if verbose else f"annie-quant, version {__version__}")
 
@@ -86,19 +88,19 @@ def show(verbose: bool, as_json: bool) -> None:
 def inspect() -> Installation:
     """Inspect this installation. Nothing larger than the C modules is imported."""
     return Installation(
-        python={
-            "version": platform.python_version(),
-            "implementation": platform.python_implementation(),
-            "executable": sys.executable,
-            "free_threaded": bool(sysconfig.get_config_var("Py_GIL_DISABLED")),
-        },
-        platform={
-            "system": platform.system(),
-            "release": platform.release(),
-            "machine": platform.machine(),
-            "libc": " ".join(platform.libc_ver()).strip(),
-            "processors": os.cpu_count(),
-        },
+        python=PythonInfo(
+            version=platform.python_version(),
+            implementation=platform.python_implementation(),
+            executable=sys.executable,
+            free_threaded=bool(sysconfig.get_config_var("Py_GIL_DISABLED")),
+        ),
+        platform=PlatformInfo(
+            system=platform.system(),
+            release=platform.release(),
+            machine=platform.machine(),
+            libc=" ".join(platform.libc_ver()).strip(),
+            processors=os.cpu_count(),
+        ),
         modules={name: inspect_module(name) for name in native.BUILDS},
         extras=inspect_extras(declared_requirements()),
     )
@@ -108,16 +110,16 @@ def inspect_module(name: str) -> ModuleInfo:
     try:
         module = native.load(name)
     except EnvironmentFault as fault:
-        return ModuleInfo(False, error=fault.message, fix=fault.hint)
+        return ModuleInfo(loaded=False, error=fault.message, fix=fault.hint)
     file = Path(str(module.__file__))
-    details: dict[str, Any]
+    info = ModuleInfo(loaded=True, file=str(file), size_bytes=file.stat().st_size)
     if name == "_nvfp4":
-        details = {"variants": list(module.variants()), "variant": module.variant(), "threads": module.threads()}
+        info.variants, info.variant, info.threads = list(module.variants()), module.variant(), module.threads()
     elif name == "_stream":
-        details = {"libcurl": module.CURL_VERSION, "bundled": is_bundled(file)}
+        info.libcurl, info.bundled = module.CURL_VERSION, is_bundled(file)
     else:
-        details = {"cuda_architectures": module.ARCHS.split(",")}
-    return ModuleInfo(True, str(file), file.stat().st_size, details)
+        info.cuda_architectures = module.ARCHS.split(",")
+    return info
 
 
 def is_bundled(module: Path) -> bool:
@@ -152,10 +154,10 @@ def lines(installation: Installation) -> list[str]:
     """Return one line per item, each followed by the command that installs it if it is missing."""
     python, system = installation.python, installation.platform
     rows = {
-        "python": f"{python['implementation']} {python['version']}{' free-threaded' if python['free_threaded'] else ''}"
-        f" ({python['executable']})",
-        "platform": f"{system['system']} {system['release']} {system['machine']}, {system['libc'] or 'unknown libc'}, "
-        f"{system['processors']} processors",
+        "python": f"{python.implementation} {python.version}{' free-threaded' if python.free_threaded else ''}"
+        f" ({python.executable})",
+        "platform": f"{system.system} {system.release} {system.machine}, {system.libc or 'unknown libc'}, "
+        f"{system.processors} processors",
     }
     rows |= {name: module_line(name, module) for name, module in installation.modules.items()}
     for name, extra in installation.extras.items():
@@ -176,9 +178,9 @@ def lines(installation: Installation) -> list[str]:
 def module_line(name: str, module: ModuleInfo) -> str:
     if not module.loaded:
         return f"{module.error}; {native.BUILDS[name].without}"
-    size, details = f"{module.size_bytes / 1e6:.1f} MB", module.details
+    size = f"{module.size_bytes / 1e6:.1f} MB"
     if name == "_nvfp4":
-        return f"{details['variant']} (of {', '.join(details['variants'])}), {details['threads']} threads, {size}"
+        return f"{module.variant} (of {', '.join(module.variants or ())}), {module.threads} threads, {size}"
     if name == "_stream":
-        return f"{details['libcurl']} ({'in the wheel' if details['bundled'] else 'of this system'}), {size}"
-    return f"CUDA {', '.join(details['cuda_architectures'])}, {size}"
+        return f"{module.libcurl} ({'in the wheel' if module.bundled else 'of this system'}), {size}"
+    return f"CUDA {', '.join(module.cuda_architectures or ())}, {size}"

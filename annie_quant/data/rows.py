@@ -18,6 +18,7 @@ from annie_quant.data.duplicates import DuplicateFinder, text_of, user_text
 from annie_quant.errors import UsageError
 from annie_quant.files import sha256_text
 from annie_quant.persona import Persona, load_persona
+from annie_quant.untrusted import decode_json
 
 Rows = str | os.PathLike[str] | Sequence[Mapping[str, Any]]  # a file, or rows in memory
 
@@ -26,14 +27,45 @@ DATASET_SUFFIXES = (".parquet", ".arrow", ".gz")
 LOG_KEYS = {"conversations", "conversation", "prompt", "chosen", "request", "body"}
 
 
+class Function(msgspec.Struct):
+    """The function of a tool or of a call; `arguments` is JSON text, or its value."""
+
+    name: str | None = None
+    arguments: str | dict[str, Any] | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(msgspec.Struct):
+    """A tool. name: a tool has a function with a name."""
+
+    function: Function
+
+
+class Call(Function):
+    """A call of a tool, with its fields in `function` or directly."""
+
+    function: Function | None = None
+
+
 class Message(msgspec.Struct):
     role: str
+    content: str | list[dict[str, Any]] | None = None
+    tool_calls: list[Call] | None = None
+
+
+class Provenance(msgspec.Struct):
+    persona: str | None = None
+    prompt_sha256: str | None = None
 
 
 class RowShape(msgspec.Struct):
     """What is required of a row so that it can be read; `validate` checks the rest."""
 
-    messages: Annotated[list[Any], msgspec.Meta(min_length=1)]
+    messages: Annotated[list[Message], msgspec.Meta(min_length=1)]
+    tools: list[Tool] | None = None
+    provenance: Provenance | None = None
+    thinking: bool | None = None
+    category: str | int | None = None
 
 
 def read_rows(rows: Rows) -> list[dict[str, Any]]:
@@ -56,11 +88,11 @@ def read_rows(rows: Rows) -> list[dict[str, Any]]:
         if not line.strip():
             continue
         try:
-            row = msgspec.json.decode(line)
+            row = decode_json(line)
             if not result and isinstance(row, dict) and "messages" not in row and LOG_KEYS & row.keys():
                 return dataset_rows(path)
-            msgspec.convert(msgspec.convert(row, RowShape).messages[0], Message)
-        except (ValueError, RecursionError) as error:
+            msgspec.convert(row, RowShape)
+        except (ValueError, msgspec.ValidationError, RecursionError) as error:
             raise UsageError(
                 f"{path}, line {number}: not a conversation: {str(error)[:200]}",
                 "each line is a JSON object with messages: [{role, content}, ...]",
@@ -104,7 +136,7 @@ def gate_texts(persona: Persona | None = None) -> Iterator[tuple[str, str]]:
 
     for workload in stored_workloads(persona) if persona is not None else judge.load_workloads():
         for case in workload.cases:
-            users = [text_of(m["content"]) for m in case.messages if m["role"] == "user"]
+            users = [text_of(m.get("content")) for m in case.messages if m["role"] == "user"]
             turns = [turn for turn in case.turns if isinstance(turn, str)]
             yield f"{workload.name}/{case.id}", "\n".join(users or turns)
 
@@ -150,11 +182,11 @@ def check_prompt_hash(
         else:
             current = (source if isinstance(source, Persona) else load_persona(source)).system_prompt
         first = row["messages"][0]
-        prompt = text_of(first["content"]) if first["role"] == "system" else ""
+        prompt = text_of(first.get("content")) if first["role"] == "system" else ""
         checked += 1
         if provenance.get("teacher") == "log":  # each log has its own prompt; the persona's is in the provenance
             prompt = current if provenance.get("prompt_sha256") == sha256_text(current) else prompt
-        if prompt != current or provenance.get("prompt_sha256", sha256_text(prompt)) != sha256_text(current):
+        if prompt != current or (provenance.get("prompt_sha256") or sha256_text(prompt)) != sha256_text(current):
             stale.append(sha256_text(prompt)[:12])
     if not stale:
         return None

@@ -16,18 +16,18 @@ nearly the same user text.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import jsonschema
 import msgspec
 
 from annie_quant.data.duplicates import DuplicateFinder, text_of, user_text
 from annie_quant.judge.checks.markdown import markdown_in
 from annie_quant.judge.checks.thinking import leaked
 from annie_quant.persona import Persona, load_persona
+from annie_quant.tool_schema import mismatch
+from annie_quant.untrusted import decode_json
 
 MIN_VALID = 400 / 500
 MIN_TOOLS = 80 / 200  # of the conversations that should call one
@@ -113,7 +113,11 @@ def form_faults(row: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | Non
 
 def _tools_faults(tools: Any) -> list[str]:
     valid = isinstance(tools, Sequence) and all(
-        isinstance(t, Mapping) and isinstance(t.get("function"), Mapping) and t["function"].get("name") for t in tools
+        isinstance(t, Mapping)
+        and isinstance(t.get("function"), Mapping)
+        and isinstance(t["function"].get("name"), str)
+        and t["function"]["name"]
+        for t in tools
     )
     return [] if valid else ['tools are not a list of {"type": "function", "function": {"name": ...}}']
 
@@ -126,7 +130,9 @@ def _category_faults(row: Mapping[str, Any], persona: Persona) -> list[str]:
     turns = sum(m["role"] == "user" for m in row["messages"])
     if turns != category.turns:
         result.append(f"{turns} user turns, expected {category.turns}")
-    called = [c["function"].get("name") for m in row["messages"] for c in m.get("tool_calls") or () if "function" in c]
+    called = [
+        c["function"].get("name") for m in row["messages"] for c in m.get("tool_calls") or () if c.get("function")
+    ]
     if category.tool and category.tool not in called:
         result.append(f"{category.tool} is not called")
     other = next((name for name in called if name != category.tool), None)
@@ -150,11 +156,11 @@ def _style_faults(text: str, persona: Persona, own: bool) -> list[str]:
 
 def _call_faults(call: Any, schemas: Mapping[str, Mapping[str, Any]] | None) -> list[str]:
     function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not function.get("name"):
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
         return ['a tool call is not {"function": {"name": ..., "arguments": ...}}']
     arguments = function.get("arguments")
     try:
-        decoded = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+        decoded = decode_json(arguments or "{}") if isinstance(arguments, str) else arguments
     except ValueError:
         decoded = None
     if not isinstance(decoded, Mapping):
@@ -164,12 +170,8 @@ def _call_faults(call: Any, schemas: Mapping[str, Mapping[str, Any]] | None) -> 
     name = function["name"]
     if name not in schemas:
         return [f"{name!r} is called and not offered"]
-    try:
-        validator = jsonschema.Draft202012Validator(schemas[name].get("parameters") or {})
-        mismatch = next(iter(validator.iter_errors(decoded)), None)
-    except Exception as error:  # jsonschema raises its own classes, and others for schemas that are none
-        return [f"the parameters of {name} are not a JSON schema: {str(error).splitlines()[0][:120]}"]
-    return [] if mismatch is None else [f"arguments of {name} do not match its schema: {mismatch.message}"]
+    misfit = mismatch(dict(decoded), schemas[name].get("parameters") or {})
+    return [f"arguments of {name} do not match its schema: {misfit}"] if misfit else []
 
 
 def validate(

@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any
+from typing import TypeVar
+
+import msgspec
 
 from annie_quant.doctor.probe import Finding, Probe, fault, note, ok
+from annie_quant.schema import salvage_line
 from annie_quant.serve.known_errors import PARSER_FLAGS
 from annie_quant.serve.recipes import load_recipes
 
 ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
+
+
+class DockerInfo(msgspec.Struct, rename="pascal"):
+    """`docker info`."""
+
+    server_version: str | None = None
+    runtimes: dict[str, object] | None = None
+
+
+class Image(msgspec.Struct, rename="pascal"):
+    """`docker image inspect`."""
+
+    repo_digests: list[str] | None = None
+    architecture: str | None = None
+
+
+T = TypeVar("T")
 
 
 def check_docker(probe: Probe) -> list[Finding]:
@@ -23,9 +42,9 @@ def check_docker(probe: Probe) -> list[Finding]:
             return [fault("docker", "this user may not use docker", "recipes would need sudo", fix)]
         message = (answer.first_line or "no answer")[:160]
         return [note("docker", message, "no container can be started", "sudo systemctl start docker")]
-    info = _json_object(answer.text)
-    findings = [ok("docker", str(info.get("ServerVersion") or "responds"))]
-    if probe.which("nvidia-smi") and "nvidia" not in (info.get("Runtimes") or {}):
+    info = _decode(DockerInfo, answer.text)
+    findings = [ok("docker", info.server_version or "responds")]
+    if probe.which("nvidia-smi") and "nvidia" not in (info.runtimes or ()):
         findings.append(
             fault(
                 "docker's NVIDIA runtime",
@@ -45,10 +64,10 @@ def _check_images(probe: Probe) -> list[Finding]:
         answer = probe.run("docker", "image", "inspect", image, "--format", "{{json .}}")
         if answer.code != 0:
             continue
-        inspected = _json_object(answer.text)
-        digest = ((inspected.get("RepoDigests") or [""])[0].partition("@")[2] or "no digest")[:19]
+        inspected = _decode(Image, answer.text)
+        digest = ((inspected.repo_digests or [""])[0].partition("@")[2] or "no digest")[:19]
         expected = ARCHITECTURES.get(probe.machine(), probe.machine())
-        actual = inspected.get("Architecture") or expected
+        actual = inspected.architecture or expected
         if actual != expected:
             message = f"{image} is for {actual}, this machine is {expected}"
             fix = f"docker pull --platform linux/{expected} {image}"
@@ -78,12 +97,12 @@ def _check_servers(probe: Probe) -> list[Finding]:
     return findings
 
 
-def _json_object(text: str) -> dict[str, Any]:
+def _decode(kind: type[T], text: str) -> T:
+    """Return the program's JSON output, or kind() for any other output."""
     try:
-        value = json.loads(text)
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}
+        return salvage_line(kind, text.encode())
+    except (ValueError, msgspec.MsgspecError):
+        return kind()
 
 
 CHECKS = (check_docker,)

@@ -6,25 +6,65 @@ They read headers and configs only; `annie-quant audit` reads every tensor.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+
+import msgspec
+from msgspec import UNSET, UnsetType, field
 
 from annie_quant.doctor.probe import Finding, fault, note, ok
-from annie_quant.files import read_whole_json
+from annie_quant.schema import salvage, salvage_or_default
 
 TEXT_TYPE = "qwen3_5_text"
 DOWNLOAD = "hf download REPO --local-dir DIR"
 
 
+class Quantization(msgspec.Struct):
+    """Its names for the format, in config.json and hf_quant_config.json."""
+
+    quant_algo: str | None = None
+    format: str | None = None
+    quant_method: str | None = None
+
+
+class Config(msgspec.Struct):
+    """What the checks need of config.json."""
+
+    model_type: str | None = None
+    architectures: list[str] | None = None
+    text_config: dict | UnsetType | None = UNSET
+    quantization_config: Quantization | None = None
+
+
+class Exported(msgspec.Struct):
+    """hf_quant_config.json."""
+
+    quantization: Quantization = field(default_factory=Quantization)
+
+
+class Index(msgspec.Struct):
+    """model.safetensors.index.json."""
+
+    weight_map: dict[str, str] = {}
+
+
+class Tokenizer(msgspec.Struct):
+    """tokenizer_config.json; chat_template is a text or a list of named ones."""
+
+    chat_template: object = UNSET
+
+
 def check_model(folder: Path) -> list[Finding]:
-    config = _json_object(folder / "config.json")
+    try:
+        config = salvage(Config, folder / "config.json")
+    except (ValueError, OSError):
+        config = None
     if config is None:
         return [fault("checkpoint", f"{folder} has no readable config.json", "no server can load it")]
     return [_check_shards(folder), _check_format(folder, config), *_check_names(folder, config)]
 
 
 def _check_shards(folder: Path) -> Finding:
-    index = _json_object(folder / "model.safetensors.index.json")
-    names = sorted(set(index["weight_map"].values())) if index else [p.name for p in folder.glob("*.safetensors")]
+    index = salvage_or_default(Index, folder / "model.safetensors.index.json")
+    names = sorted(set(index.weight_map.values())) or [p.name for p in folder.glob("*.safetensors")]
     if not names:
         return fault("shards", "no safetensors file", "the download was not finished", DOWNLOAD)
     missing = [name for name in names if not (folder / name).is_file()]
@@ -37,13 +77,12 @@ def _check_shards(folder: Path) -> Finding:
     return ok("shards", f"{len(names)} present")
 
 
-def _check_format(folder: Path, config: dict[str, Any]) -> Finding:
-    quantized = config.get("quantization_config") or {}
-    if not quantized:
+def _check_format(folder: Path, config: Config) -> Finding:
+    quantized = config.quantization_config or Quantization()
+    if quantized == Quantization():
         return ok("format", "not quantized")
-    exported = (_json_object(folder / "hf_quant_config.json") or {}).get("quantization", {})
-    algorithm = quantized.get("quant_algo") or exported.get("quant_algo")
-    algorithm = algorithm or quantized.get("format") or quantized.get("quant_method")
+    exported = salvage_or_default(Exported, folder / "hf_quant_config.json").quantization
+    algorithm = quantized.quant_algo or exported.quant_algo or quantized.format or quantized.quant_method
     if algorithm == "NVFP4_AWQ":
         why = "vLLM and SGLang load plain NVFP4, not its pre_quant_scale"
         return fault("format", algorithm, why, f"annie-quant audit {folder} --repair --source BF16")
@@ -52,13 +91,13 @@ def _check_format(folder: Path, config: dict[str, Any]) -> Finding:
     return ok("format", str(algorithm))
 
 
-def _check_names(folder: Path, config: dict[str, Any]) -> list[Finding]:
+def _check_names(folder: Path, config: Config) -> list[Finding]:
     """Config fields and files that differ between runtimes (R18, R19)."""
     findings = []
-    if config.get("model_type") == TEXT_TYPE:
+    if config.model_type == TEXT_TYPE:
         why = "images with transformers before 5.2 stop with 'qwen3_5_text not recognized'"
         findings.append(note("model_type", TEXT_TYPE, why, f"annie-quant audit {folder} --repair --names old"))
-    multimodal = "text_config" in config or "ConditionalGeneration" in str(config.get("architectures"))
+    multimodal = config.text_config is not UNSET or "ConditionalGeneration" in str(config.architectures)
     if multimodal and not (folder / "preprocessor_config.json").is_file():
         findings.append(
             fault(
@@ -68,16 +107,8 @@ def _check_names(folder: Path, config: dict[str, Any]) -> list[Finding]:
                 f"annie-quant audit {folder} --repair, or serve with --language-model-only",
             )
         )
-    tokenizer = _json_object(folder / "tokenizer_config.json") or {}
-    if not (folder / "chat_template.jinja").is_file() and "chat_template" not in tokenizer:
+    tokenizer = salvage_or_default(Tokenizer, folder / "tokenizer_config.json")
+    if not (folder / "chat_template.jinja").is_file() and tokenizer.chat_template is UNSET:
         why = "tools and thinking would not be rendered"
         findings.append(fault("chat template", "missing", why, "copy it from the source checkpoint"))
     return findings
-
-
-def _json_object(path: Path) -> dict[str, Any] | None:
-    try:
-        value = read_whole_json(path)
-    except OSError:
-        return None
-    return value if isinstance(value, dict) else None

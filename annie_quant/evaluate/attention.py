@@ -7,13 +7,16 @@ copy takes most of the time. Here the query heads of one key head are the rows o
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from annie_quant.hf.emulation import rounding
+from annie_quant.hf.profiles import Profile
 
 NAME = "annie_quant_grouped"
 
@@ -43,17 +46,34 @@ def grouped_attention(
     return torch.bmm(weights, value.flatten(0, 1)).view(batch, 1, heads, head_dim), None
 
 
+def rounded_attention(profile: Profile) -> Callable[..., tuple[torch.Tensor, None]]:
+    """Return grouped_attention with the roundings of a numerics profile."""
+    stream, stored = rounding(profile.stream), rounding(profile.kv)
+
+    def attention(
+        module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **options: Any
+    ) -> tuple[torch.Tensor, None]:
+        output, _ = grouped_attention(module, stream(query), stored(key), stored(value), *args, **options)
+        return stream(output), None
+
+    return attention
+
+
 @contextlib.contextmanager
-def use_grouped_attention(config: Any) -> Iterator[None]:
-    """Let a model with this text config use grouped_attention instead of sdpa. Other implementations are unchanged."""
+def use_grouped_attention(config: Any, profile: Profile) -> Iterator[None]:
+    """Let a model with this text config use grouped_attention instead of sdpa. Other implementations are unchanged.
+
+    profile: where queries, keys, values and outputs are rounded.
+    """
     before = config._attn_implementation
     if before != "sdpa":
         yield
         return
-    if NAME not in ALL_ATTENTION_FUNCTIONS:
-        ALL_ATTENTION_FUNCTIONS.register(NAME, grouped_attention)
-        ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, sdpa_mask)
-    config._attn_implementation_internal = NAME
+    name = f"{NAME}_{profile.stream}_{profile.kv}"
+    if name not in ALL_ATTENTION_FUNCTIONS:
+        ALL_ATTENTION_FUNCTIONS.register(name, rounded_attention(profile) if profile.rounds else grouped_attention)
+        ALL_MASK_ATTENTION_FUNCTIONS.register(name, sdpa_mask)
+    config._attn_implementation_internal = name
     try:
         yield
     finally:

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from annie_quant.hf.emulation import Round, profile_of, rounding
+
 CHUNK = 32  # steps are padded to a multiple of this; the usual 64 wastes half of the work on a CPU
 
 
@@ -155,19 +157,37 @@ def ragged_conv(conv: Callable, batch: RaggedBatch, layer: int) -> Callable:
     return convolve
 
 
+def rounded(function: Callable, to_stream: Round) -> Callable:
+    """Wrap a function whose result, or whose result's first element, is stored in the stream's dtype."""
+
+    def call(*args, **options):
+        result = function(*args, **options)
+        return (to_stream(result[0]), *result[1:]) if isinstance(result, tuple) else to_stream(result)
+
+    return call
+
+
+FUNCTIONS = ("chunk_gated_delta_rule", "recurrent_gated_delta_rule", "causal_conv1d_fn", "causal_conv1d_update")
+
+
 @contextlib.contextmanager
 def ragged_layers(model: torch.nn.Module, batch: RaggedBatch) -> Iterator[None]:
-    """Let the DeltaNet layers of `model` compute `batch` as a ragged one."""
+    """Let the DeltaNet layers of `model` compute `batch` as a ragged one, with the roundings of the model's profile."""
+    profile = profile_of(model)
     layers: list[Any] = [m for m in model.modules() if hasattr(m, "chunk_gated_delta_rule")]
-    before = [(m.chunk_gated_delta_rule, m.causal_conv1d_fn, m.causal_conv1d_update) for m in layers]
+    before = [[getattr(m, name) for name in FUNCTIONS] for m in layers]
     try:
-        for layer, (rule, conv, step) in zip(layers, before, strict=True):
+        for layer, (rule, _, conv, step) in zip(layers, before, strict=True):
             own = gated_delta_rule if rule.__name__ == "torch_chunk_gated_delta_rule" else rule
             layer.chunk_gated_delta_rule = ragged_rule(own, batch)
             layer.causal_conv1d_fn = ragged_conv(conv or causal_conv, batch, layer.layer_idx)
             if step.__name__ == "torch_causal_conv1d_update":
                 layer.causal_conv1d_update = causal_conv_step
+            if profile.stream != "float32":
+                for name in FUNCTIONS:
+                    setattr(layer, name, rounded(getattr(layer, name), rounding(profile.stream)))
         yield
     finally:
         for layer, functions in zip(layers, before, strict=True):
-            layer.chunk_gated_delta_rule, layer.causal_conv1d_fn, layer.causal_conv1d_update = functions
+            for name, function in zip(FUNCTIONS, functions, strict=True):
+                setattr(layer, name, function)

@@ -20,6 +20,7 @@ from annie_quant.evaluate.attention import use_grouped_attention
 from annie_quant.evaluate.deltanet import RaggedBatch, ragged_layers
 from annie_quant.evaluate.prefix import group_by_prefix
 from annie_quant.evaluate.process_group import SINGLE, ProcessGroup
+from annie_quant.hf.emulation import profile_of
 
 MAX_LOGITS = 1 << 25  # logits in memory at one time
 
@@ -116,7 +117,7 @@ class Engine:
         """Return hidden states [B, T, D] after the final norm. total: columns of the cache after this step."""
         if "position_ids" not in options:
             options["position_ids"] = torch.arange(total - ids.shape[1], total, device=self.device).expand(len(ids), -1)
-        with ragged_layers(self.model, self.batch), use_grouped_attention(self.config):
+        with ragged_layers(self.model, self.batch), use_grouped_attention(self.config, profile_of(self.model)):
             output = self.model.base_model(input_ids=ids, past_key_values=cache, use_cache=True, **options)
             return output.last_hidden_state
 

@@ -8,34 +8,39 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from scipy.stats import binomtest
 from torch import nn
 
 from annie_quant import __version__, judge
 from annie_quant.data.resolve import resolve
 from annie_quant.data.rows import read_conversations
 from annie_quant.errors import UsageError
-from annie_quant.evaluate.pair import ModelPair, StrPath
+from annie_quant.evaluate import ensemble
+from annie_quant.evaluate.decoding import Completion
+from annie_quant.evaluate.ensemble import Ensemble, MemberOutcomes
+from annie_quant.evaluate.pair import Comparison, ModelPair, StrPath
 from annie_quant.evaluate.prompts import Answered, ScoredAnswer, Template, conversation_answers, text_pieces
 from annie_quant.evaluate.verification import Outcome, answer_from_differences
-from annie_quant.hf.loading import numerics_of
-from annie_quant.hf.nvfp4_linear import NVFP4Linear, set_numerics
+from annie_quant.hf.emulation import emulate
+from annie_quant.hf.loading import profiles_of
+from annie_quant.hf.nvfp4_linear import NVFP4Linear
+from annie_quant.hf.profiles import find_profile
 from annie_quant.judge import Answer, Case, Workload
-from annie_quant.judge.not_lost import compares_with_reference, reference_notes, without_own_failures
+from annie_quant.judge.not_lost import compares_with_reference, reference_notes
 from annie_quant.persona import Persona
 from annie_quant.progress import Progress
 from annie_quant.schema import (
     EVALUATION_VERSION,
     DifferingAnswer,
+    EnsembleFigures,
     EvaluatedWorkload,
     Evaluation,
+    Member,
     NumericsResult,
-    PairedGate,
     SameAnswers,
 )
 
@@ -58,6 +63,7 @@ def evaluate(
     rows: int = 128,
     text: StrPath | None = None,
     persona: StrPath | Persona | None = None,
+    with_ensemble: bool = True,
 ) -> dict[str, Any]:
     """Return gates, KL divergence and perplexity of a checkpoint under each of `numerics` that it supports.
 
@@ -72,10 +78,12 @@ def evaluate(
         n_per_gate: number of prompts per gate, drawn from the workloads; default: all.
         conversations: a JSON-lines file, or rows, whose assistant tokens are scored in addition to the reference's answers.
         n_conversations: most conversations, taken evenly over the file.
-        cache: folder for the reference's answers; default: `.annie_quant` in reference_dir.
+        cache: folder for the reference's answers; default: annie_quant in XDG_CACHE_HOME.
         dtype: "float32" or "bfloat16" for everything that is not packed; default: float32 on a CPU if memory allows.
         rows: answers per batch.
         text: a plain text file for perplexity and KL over all of its tokens.
+        with_ensemble: also compute the further members of each numerics (ensemble.py), for a verdict that does not hang on one
+            arithmetic.
 
     Returns:
         The Evaluation document as a dict that JSON can hold: `numerics` has one entry per numerics, with gates, kl,
@@ -88,7 +96,7 @@ def evaluate(
     with ModelPair(
         model_dir, reference_dir, cache=cache, dtype=dtype, device=device, rows=rows, progress=progress
     ) as pair:
-        return evaluate_pair(pair, chosen, numerics, conversations, n_conversations, text).to_dict()
+        return evaluate_pair(pair, chosen, numerics, conversations, n_conversations, text, with_ensemble).to_dict()
 
 
 def choose_workloads(
@@ -117,10 +125,17 @@ def evaluate_pair(
     conversations: StrPath | Sequence[dict[str, Any]] | None = None,
     n_conversations: int | None = None,
     text: StrPath | None = None,
+    with_ensemble: bool = True,
+    on_outcomes: Callable[[str, list[Completion]], None] = lambda member, completions: None,
 ) -> Evaluation:
-    """evaluate for models that are loaded already; the same parameters."""
-    supported = numerics_of(pair.model)
-    chosen = supported if supported == ["bf16"] else [n for n in numerics if n in supported]
+    """evaluate for models that are loaded already; the same parameters.
+
+    on_outcomes: called with each member's name and its answers to all prompts.
+    """
+    for name in numerics:
+        find_profile(name)  # a misspelled one is an error, one that the checkpoint lacks is a note
+    supported = profiles_of(pair.model)
+    chosen = supported if supported == ["bf16"] else [n for n in dict.fromkeys(numerics) if n in supported]
     if not chosen:
         raise UsageError(
             f"{pair.model_dir} does not support {', '.join(numerics)}", f"it supports: {', '.join(supported)}"
@@ -130,17 +145,23 @@ def evaluate_pair(
     if conversations is not None:
         conversation_part = conversation_answers(pair.template, read_rows_of(conversations, n_conversations))
     text_part = [] if text is None else text_pieces(pair.template, text)
-    own = judged(pair.template, answered)
-    reference_gates = judge.gate_table(own)
-    compares = compares_with_reference(workloads)
+    before = with_references(judged(pair.template, answered))
+    reference_gates = judge.gate_table(before)
     results: dict[str, NumericsResult] = {}
+    members: dict[str, Member] = {}
+    figures: dict[str, EnsembleFigures] = {}
     for name in chosen:
-        if name != "bf16":
-            set_numerics(pair.model, name)
-        results[name] = evaluate_numerics(pair, name, answered, conversation_part, text_part)
-        if compares:
-            results[name].gates = without_own_failures(results[name].gates, reference_gates)
-    return Evaluation(
+        results[name], outcomes, further = evaluate_numerics(
+            pair, name, answered, before, conversation_part, text_part, with_ensemble
+        )
+        on_outcomes(name, [o.completion for o in outcomes])
+        if further is not None:
+            for m in further.members:
+                on_outcomes(m.name, [o.completion for o in m.outcomes])
+            figures[name] = further.figures
+            members |= {m.name: member_of(pair, m, answered, before) for m in further.members}
+    prompts, reference_outcomes = gate_outcomes(before, before, answered)
+    evaluation = Evaluation(
         schema_version=EVALUATION_VERSION,
         version=__version__,
         model=str(pair.model_dir),
@@ -154,45 +175,47 @@ def evaluate_pair(
         n_text_tokens=sum(len(p.target) for p in text_part),
         notes=notes(pair.model_dir, pair.reference_dir, numerics, supported, pair.model)
         + template_notes(pair.template, workloads)
-        + (reference_notes(own, reference_gates) if compares else []),
+        + (reference_notes(before, reference_gates) if compares_with_reference(workloads) else []),
         reference_gates=reference_gates,
         numerics=results,
         seconds=time.monotonic() - pair.start,
+        prompts=prompts,
+        reference_outcomes=reference_outcomes,
+        members=members,
+        ensemble=figures,
     )
+    return judge.judge_evaluation(evaluation)
 
 
 def evaluate_numerics(
     pair: ModelPair,
     name: str,
     answered: Sequence[Answered],
+    before: Sequence[Judged],
     conversations: Sequence[ScoredAnswer],
     text: Sequence[ScoredAnswer],
-) -> NumericsResult:
-    """Score all tokens in one pass, then decode the answers that differ from the reference's."""
+    with_ensemble: bool = True,
+) -> tuple[NumericsResult, list[Outcome], Ensemble | None]:
+    """Score all tokens in one pass, then decode the answers that differ from the reference's; then the ensemble, if any.
+
+    before: the reference's answers, as with_references returns them.
+    """
     start = time.monotonic()
+    profile = find_profile(name)
     own = pair.scored(answered)
-    comparisons = pair.compare([*own, *conversations, *text], f"{name}: checking answers")
+    with emulate(pair.model, profile):
+        comparisons = pair.compare([*own, *conversations, *text], f"{name}: checking answers")
+        outcomes = answers_from_comparisons(pair, name, answered, comparisons)
     kl = pair.summarize(own, comparisons)
-    differences = {i: comparisons[i].difference for i in range(len(answered))}
-    n_different = sum(d is not None for d in differences.values())
-    n_finished = 0
-
-    def on_finished(n: int) -> None:
-        nonlocal n_finished
-        n_finished += n
-        pair.progress.update(n_finished, None, f"{name}: answering from the first difference ({n_different})")
-
-    outcomes = answer_from_differences(pair.engine, pair.template, answered, differences, on_finished)
-    before = with_references(judged(pair.template, answered))
-    after = [
-        (workload, replace(case, reference=reference.reference), answer)
-        for (workload, case, answer), (_, reference, _) in zip(
-            judged(pair.template, [Answered(o.request, o.completion) for o in outcomes]), before, strict=True
-        )
-    ]
+    further = None
+    if with_ensemble:
+        base = {i: comparisons[i].choices for i in range(len(answered))}
+        further = ensemble.run(pair, name, profile, answered, base, outcomes)
+    after = judged_outcomes(pair.template, outcomes, before)
+    paired, pooled = judge.pair_answers(before, after)
     n_tokens = sum(len(o.completion.tokens) for o in outcomes)
     n_reference_tokens = sum(len(completion.tokens) for _, completion in answered)
-    return NumericsResult(
+    result = NumericsResult(
         gates=judge.gate_table(after),
         kl=kl,
         kl_conversations=pair.summarize(conversations, comparisons, len(own)),
@@ -201,14 +224,47 @@ def evaluate_numerics(
         perplexity_reference=kl.perplexity_reference if kl else None,
         same_answers=SameAnswers(n=len(outcomes), same=sum(o.same for o in outcomes)),
         verbosity_ratio=n_tokens / n_reference_tokens if n_reference_tokens else None,
-        paired=paired_gates(before, after),
+        paired=paired,
+        pooled=pooled,
         cases=differing_answers(outcomes, after, before),
         seconds=time.monotonic() - start,
+        arithmetic=profile.describe(),
+        outcomes=gate_outcomes(before, after, answered)[1],
     )
+    return result, outcomes, further
 
 
-def judged(template: Template, answered: Sequence[Answered]) -> list[Judged]:
-    return [(r.workload, r.case.at_turn(r.turn), template.answer(r, c)) for r, c in answered]
+def answers_from_comparisons(
+    pair: ModelPair, name: str, answered: Sequence[Answered], comparisons: Mapping[int, Comparison]
+) -> list[Outcome]:
+    """Return the checkpoint's own answers, decoded from where they differ from the reference's."""
+    differences = {i: comparisons[i].choices.difference for i in range(len(answered))}
+    n_different = sum(d is not None for d in differences.values())
+    n_finished = 0
+
+    def on_finished(n: int) -> None:
+        nonlocal n_finished
+        n_finished += n
+        pair.progress.update(n_finished, None, f"{name}: answering from the first difference ({n_different})")
+
+    return answer_from_differences(pair.engine, pair.template, answered, differences, on_finished)
+
+
+def member_of(
+    pair: ModelPair, member: MemberOutcomes, answered: Sequence[Answered], before: Sequence[Judged]
+) -> Member:
+    """Return the document of a further member."""
+    after = judged_outcomes(pair.template, member.outcomes, before)
+    paired, pooled = judge.pair_answers(before, after)
+    return Member(
+        arithmetic=member.arithmetic,
+        gates=judge.gate_table(after),
+        paired=paired,
+        pooled=pooled,
+        outcomes=gate_outcomes(before, after, answered)[1],
+        n_computed=member.n_computed,
+        n_changed=member.n_changed,
+    )
 
 
 def with_references(judged_answers: Sequence[Judged]) -> list[Judged]:
@@ -216,20 +272,36 @@ def with_references(judged_answers: Sequence[Judged]) -> list[Judged]:
     return [(workload, replace(case, reference=answer), answer) for workload, case, answer in judged_answers]
 
 
-def paired_gates(before: Sequence[Judged], after: Sequence[Judged]) -> dict[str, PairedGate]:
-    """Return per gate the answers that only the reference or only the checkpoint passes, and McNemar's exact p."""
-    counts: dict[str, list[int]] = {}
-    for (workload, case, old), (_, new_case, new) in zip(before, after, strict=True):
+def judged_outcomes(template: Template, outcomes: Sequence[Outcome], before: Sequence[Judged]) -> list[Judged]:
+    """Return a checkpoint's answers, each with the bf16 model's answer to the same prompt (`before`) as its reference."""
+    after = judged(template, [Answered(o.request, o.completion) for o in outcomes])
+    return [
+        (workload, replace(case, reference=own.reference), answer)
+        for (workload, case, answer), (_, own, _) in zip(after, before, strict=True)
+    ]
+
+
+def gate_outcomes(
+    before: Sequence[Judged], after: Sequence[Judged], answered: Sequence[Answered]
+) -> tuple[dict[str, list[str]], dict[str, str]]:
+    """Return the names of the prompts that count for each gate, and per gate "1" for each of them that `after` passes, else "0".
+
+    A gate counts for the prompts whose answers it applies to in both models, so a checkpoint may have fewer than the reference:
+    then "-" is in the prompt's place.
+    """
+    prompts: dict[str, list[str]] = {}
+    outcomes: dict[str, str] = {}
+    for (workload, case, old), (_, new_case, new), (request, _) in zip(before, after, answered, strict=True):
         old_checks, new_checks = judge.checks(old, case, workload), judge.checks(new, new_case, workload)
-        for gate in old_checks.keys() & new_checks.keys():
-            count = counts.setdefault(gate, [0, 0, 0])
-            count[0] += 1
-            count[1] += old_checks[gate] and not new_checks[gate]
-            count[2] += new_checks[gate] and not old_checks[gate]
-    return {
-        gate: PairedGate(n, lost, won, float(binomtest(lost, lost + won).pvalue) if lost + won else 1.0)
-        for gate, (n, lost, won) in sorted(counts.items())
-    }
+        for gate in old_checks:
+            prompts.setdefault(gate, []).append(request.name)
+            passed = new_checks.get(gate)
+            outcomes[gate] = outcomes.get(gate, "") + ("-" if passed is None else str(int(passed)))
+    return prompts, outcomes
+
+
+def judged(template: Template, answered: Sequence[Answered]) -> list[Judged]:
+    return [(r.workload, r.case.at_turn(r.turn), template.answer(r, c)) for r, c in answered]
 
 
 def differing_answers(

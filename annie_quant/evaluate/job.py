@@ -13,7 +13,7 @@ from annie_quant.evaluate.evaluation import choose_workloads, evaluate_pair
 from annie_quant.evaluate.pair import ModelPair
 from annie_quant.evaluate.process_group import join_group
 from annie_quant.progress import Progress
-from annie_quant.schema import Evaluation
+from annie_quant.schema import EnsembleFigures, Evaluation
 
 
 def run(
@@ -72,6 +72,21 @@ def check_writable(path: Path) -> None:
         ) from error
 
 
+def ensemble_line(result: Evaluation, name: str, figures: EnsembleFigures) -> str:
+    """Return how far the arithmetic decides: changed answers, and the gates whose count differs between members."""
+    members = {k: m for k, m in result.members.items() if k.startswith(f"{name}+")}
+    ranges = []
+    for gate, row in result.numerics[name].gates.items():
+        passes = [row.passes, *(m.gates[gate].passes for m in members.values() if gate in m.gates)]
+        if min(passes) != max(passes):
+            ranges.append(f"{gate} {min(passes)}-{max(passes)} of {row.n}")
+    changed = ", ".join(f"{k.removeprefix(f'{name}+')} {m.n_changed}" for k, m in members.items())
+    return (
+        f"{name}: {figures.n_uncertain} of {figures.n} answers uncertain (noise of a margin {figures.noise:.2g}); changed by "
+        f"{changed}; {'; '.join(ranges) or 'no gate count depends on the arithmetic'}"
+    )
+
+
 def summary_lines(result: Evaluation) -> Iterator[str]:
     """Yield one line of text per numerics and scored text."""
     for name, side in result.numerics.items():
@@ -81,6 +96,8 @@ def summary_lines(result: Evaluation) -> Iterator[str]:
                 f" ({kl.flips_predicted:.0f} predicted from margins); perplexity {kl.perplexity:.3f} (reference"
                 f" {kl.perplexity_reference:.3f}); {side.verbosity_ratio or 0:.2f} of the reference's length"
             )
+        if figures := result.ensemble.get(name):
+            yield ensemble_line(result, name, figures)
         if text := side.kl_text:
             yield f"{name}, text: perplexity {text.perplexity:.3f} (reference {text.perplexity_reference:.3f})"
     if result.layers:

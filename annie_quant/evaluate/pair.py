@@ -17,7 +17,7 @@ from annie_quant.evaluate.kl import Tally, compare_logits
 from annie_quant.evaluate.process_group import default_device, join_group
 from annie_quant.evaluate.prompts import CLASSES, Answered, ScoredAnswer, Template
 from annie_quant.evaluate.reference import Reference
-from annie_quant.evaluate.verification import Difference, first_difference
+from annie_quant.evaluate.verification import Choices, choices_of
 from annie_quant.hf.loading import load
 from annie_quant.progress import SILENT, Progress
 from annie_quant.schema import KLSummary
@@ -27,16 +27,16 @@ StrPath = str | os.PathLike[str]
 
 @dataclass(frozen=True)
 class Comparison:
-    """One scored answer: kl.FIELDS of each token, float64 [n, len(FIELDS)], and where the checkpoint first differs."""
+    """One scored answer: kl.FIELDS of each token, float64 [n, len(FIELDS)], and the checkpoint's choices."""
 
     fields: np.ndarray
-    difference: Difference | None
+    choices: Choices
 
 
 class ModelPair:
     """A checkpoint and its reference, with what their comparison needs.
 
-    cache: folder for the reference's answers; default: `.annie_quant` in reference_dir. dtype: "float32" or "bfloat16" for
+    cache: folder for the reference's answers; default: annie_quant in XDG_CACHE_HOME. dtype: "float32" or "bfloat16" for
     everything that is not packed. rows: answers per batch. Under torchrun only the first process reports progress.
     start: time.monotonic() when loading began.
     """
@@ -58,6 +58,7 @@ class ModelPair:
         self.model_dir, self.reference_dir = Path(model_dir), Path(reference_dir)
         self.device = device or default_device(group)
         self.dtype = dtype or working_dtype([self.model_dir, self.reference_dir], self.device)
+        torch.backends.cudnn.allow_tf32 = False  # float32 means float32, in convolutions too
         self.progress.update(0, None, "loading")
         self.template = Template(reference_dir)
         dense_cache = "float32" if self.dtype == "float32" else "bf16"
@@ -89,8 +90,8 @@ class ModelPair:
         comparisons: dict[int, Comparison] = {}
         for done, (i, logits, expected) in enumerate(self.reference.logit_pairs(self.engine, rows), 1):
             target = torch.tensor(rows[i].target, device=logits.device)
-            difference = first_difference(logits.argmax(-1), rows[i].target, self.template.end_tokens)
-            comparisons[i] = Comparison(compare_logits(expected, logits, target), difference)
+            choices = choices_of(logits, rows[i].target, self.template.end_tokens)
+            comparisons[i] = Comparison(compare_logits(expected, logits, target), choices)
             if text is not None:
                 self.progress.update(done * self.group.size, len(rows), text)
         return self.group.gather(comparisons)
@@ -107,12 +108,12 @@ class ModelPair:
 
 
 def working_dtype(folders: Sequence[Path], device: str) -> str:
-    """Return "float32" on a CPU where both models fit into half of its free memory that way, else "bfloat16".
+    """Return "float32" where both models fit into half of the device's free memory that way, else "bfloat16".
 
-    In float32 an answer depends on the weights and numerics alone, not on how a batch was cut.
+    The same on a CPU and a GPU, so that a verdict does not depend on the device: numerics profiles round from float32
+    (hf/emulation.py).
     """
-    if device != "cpu":
-        return "bfloat16"
+    free = psutil.virtual_memory().available if device == "cpu" else torch.cuda.mem_get_info(device)[0]
     # A 4-bit weight has half a byte on disk and a bf16 weight two: at most 8 times the bytes, 4 here and 4 there.
     size = sum(f.stat().st_size for folder in folders for f in folder.glob("*.safetensors"))
-    return "float32" if 5 * size < psutil.virtual_memory().available / 2 else "bfloat16"
+    return "float32" if 5 * size < free / 2 else "bfloat16"

@@ -15,12 +15,14 @@ from typing import Any, NamedTuple
 
 from transformers import AutoTokenizer
 
-from annie_quant.checkpoint.remote_code import refused
+from annie_quant.checkpoint.remote_code import loading_tokenizer
 from annie_quant.errors import UsageError
+from annie_quant.evaluate.chat_template import ChatTemplate
 from annie_quant.evaluate.decoding import Completion
 from annie_quant.evaluate.prefix import common_prefix
 from annie_quant.files import read_whole_json
 from annie_quant.judge import Answer, Case, Workload, parse_raw
+from annie_quant.untrusted import integer
 
 CLASSES = ("content", "tool_markup", "thinking", "end_of_turn")
 _SPANS = re.compile(
@@ -68,29 +70,25 @@ class Template:
     """A model folder's tokenizer with its chat template and end tokens."""
 
     def __init__(self, folder: str | os.PathLike) -> None:
-        with refused(Path(folder)):
+        with loading_tokenizer(Path(folder)):
             self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         if not self.tokenizer.chat_template:
             raise UsageError(f"{folder} has no chat template", f"copy chat_template.jinja into {folder}")
-        end_tokens = {self.tokenizer.eos_token_id}
+        self.chat_template = ChatTemplate(self.tokenizer, str(folder))
+        end_tokens = [self.tokenizer.eos_token_id]
         generation = read_whole_json(Path(folder) / "generation_config.json")
         if isinstance(generation, dict):
             eos = generation.get("eos_token_id")
-            end_tokens |= set(eos) if isinstance(eos, list) else {eos}
-        self.end_tokens = sorted(e for e in end_tokens if e is not None)
+            end_tokens += eos if isinstance(eos, list) else [eos]
+        self.end_tokens = sorted({e for e in map(integer, end_tokens) if e is not None})
         if not self.end_tokens:
             raise UsageError(f"{folder}: neither the tokenizer nor generation_config.json names an end token")
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Any, thinking: bool, generation_prompt: bool = True
     ) -> str:
-        return self.tokenizer.apply_chat_template(
-            [with_decoded_calls(m) for m in messages],
-            tools=tools or None,
-            add_generation_prompt=generation_prompt,
-            enable_thinking=thinking,
-            tokenize=False,
-        )
+        decoded = [with_decoded_calls(m) for m in messages]
+        return self.chat_template.render(decoded, tools, generation_prompt, enable_thinking=thinking)
 
     def ids(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -135,7 +133,7 @@ def with_decoded_calls(message: Mapping[str, Any]) -> dict[str, Any]:
     message = dict(message)
     calls = []
     for call in message.get("tool_calls") or ():
-        function = dict(call["function"])
+        function = dict(call.get("function") or call)
         if isinstance(function.get("arguments"), str):
             try:
                 function["arguments"] = json.loads(function["arguments"])

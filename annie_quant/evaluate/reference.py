@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -28,7 +29,6 @@ WHOLE_FILE_BYTES = 256 << 20  # files up to this size are hashed completely
 N_PIECES, PIECE_BYTES = 256, 64 << 10
 MAX_LOGITS_BYTES = 1 << 30  # of the reference's logits in memory
 ANSWERS_PER_WRITE = 512
-CACHE_FOLDER = ".annie_quant"
 
 
 def model_sha256(folder: str | os.PathLike) -> str:
@@ -52,11 +52,18 @@ def model_sha256(folder: str | os.PathLike) -> str:
     return digest.hexdigest()
 
 
-def default_cache(folder: Path) -> Path:
-    """Return a folder in the reference's folder if that is writable, else in the user's cache folder."""
-    if os.access(folder, os.W_OK):
-        return folder / CACHE_FOLDER
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "annie_quant"
+def default_cache() -> Path:
+    """Return the user's cache folder; a temporary one, without reuse, where that cannot be written.
+
+    Nothing is ever written into a model's folder: it may be shared, read-only, or about to be published.
+    """
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "annie_quant"
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        writable = os.access(cache, os.W_OK)
+    except (OSError, RuntimeError):
+        writable = False
+    return cache if writable else Path(tempfile.mkdtemp(prefix="annie-quant-cache-"))
 
 
 class StoredAnswer(msgspec.Struct):
@@ -78,8 +85,6 @@ class AnswerCache:
         answers: dict[str, Completion] = {}
         if group.is_first:
             self.log = JsonLines(path, sync=True)
-            if path.parent.name == CACHE_FOLDER and not (path.parent / ".gitignore").exists():
-                (path.parent / ".gitignore").write_text("*\n")
             for _, line in self.log.lines():
                 with contextlib.suppress(msgspec.DecodeError):
                     stored = msgspec.json.decode(line, type=StoredAnswer)
@@ -119,7 +124,7 @@ class Reference:
         self.folder, self.template, self.dtype, self.device, self.rows = folder, template, dtype, device, rows
         self.group = group
         self.sha256 = model_sha256(folder)
-        self.cache = AnswerCache((cache or default_cache(folder)) / f"answers-{self.sha256[:16]}-{dtype}.jsonl", group)
+        self.cache = AnswerCache((cache or default_cache()) / f"answers-{self.sha256[:16]}-{dtype}.jsonl", group)
         self._engine: Engine | None = None
         self._logits: dict[int, torch.Tensor] | None = None  # of self._rows, while all of them fit into memory
         self._rows: Sequence[Row] | None = None

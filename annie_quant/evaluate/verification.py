@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from annie_quant.evaluate.decoding import Completion, generate_distributed
@@ -42,6 +43,19 @@ class Difference:
     token: int
 
 
+@dataclass(frozen=True)
+class Choices:
+    """What a model chooses at each token of a target. difference: its first one from the target.
+
+    best: int64 [n, 2], the two most likely tokens. margins: float32 [n], the difference of two logits: of `best`, or of the
+    pairs of tokens that choices_of got.
+    """
+
+    difference: Difference | None
+    best: np.ndarray
+    margins: np.ndarray
+
+
 def answer_workloads(template: Template, workloads: Sequence[Workload], generate: Generate) -> list[Answered]:
     """Answer every turn of every case, turn by turn with all cases together, each with the model's own earlier answers."""
     cases = [(w, c) for w in workloads for c in w.cases]
@@ -65,6 +79,23 @@ def first_difference(choices: torch.Tensor, target: Sequence[int], end_tokens: S
         if chosen != expected and not (chosen in end_tokens and expected in end_tokens):
             return Difference(index, chosen)
     return None
+
+
+def choices_of(
+    logits: torch.Tensor, target: Sequence[int], end_tokens: Sequence[int], pairs: np.ndarray | None = None
+) -> Choices:
+    """Return the choices of logits [n, V], which target [n] was chosen from. Equal logits give the token of the lowest index.
+
+    pairs: int64 [n, 2], tokens whose logits are subtracted; None: the two best.
+    """
+    first = logits.argmax(-1)  # the lowest index among equal logits; topk leaves their order open
+    without = logits.scatter(-1, first.unsqueeze(-1), -torch.inf)
+    best = torch.stack((first, without.argmax(-1)), -1)
+    tokens = best if pairs is None else torch.from_numpy(pairs).to(logits.device)
+    two = logits.gather(-1, tokens)
+    return Choices(
+        first_difference(first, target, end_tokens), best.cpu().numpy(), (two[:, 0] - two[:, 1]).cpu().numpy()
+    )
 
 
 def answer_from_differences(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,7 +51,11 @@ def need_device() -> None:
 
 @dataclass(frozen=True)
 class View:
-    """An array as a kernel needs it. `owner` keeps the array alive."""
+    """An array as a kernel needs it. `owner` keeps the array alive.
+
+    stream: the stream on which the array's last writes are; None if there is nothing to wait for, or if its library orders
+    its work by a current stream.
+    """
 
     ptr: int
     shape: tuple[int, ...]
@@ -58,6 +63,7 @@ class View:
     dtype: str
     device: int
     owner: Any
+    stream: int | None = None
 
     @property
     def contiguous(self) -> bool:
@@ -77,10 +83,14 @@ def _packed_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def view(array: Any, name: str) -> View:
-    """Return a View of a CUDA array. UsageError: a host array, or a dtype that no kernel supports."""
+def view(array: Any, name: str, stream: int | None = None) -> View:
+    """Return a View of a CUDA array. UsageError: a host array, or a dtype that no kernel supports.
+
+    stream: where the caller will use the array, if that is known; a DLPack exporter makes its writes precede it.
+    """
     if isinstance(array, DeviceArray):
-        return View(array.ptr, array.shape, _packed_strides(array.shape), array.dtype, array.device, array)
+        strides = _packed_strides(array.shape)
+        return View(array.ptr, array.shape, strides, array.dtype, array.device, array, array.stream)
     if isinstance(array, np.ndarray):
         raise UsageError(
             f"{name} is in host memory (a NumPy array); a CUDA array is expected", "copy it to the GPU first"
@@ -93,7 +103,7 @@ def view(array: Any, name: str) -> View:
     elif hasattr(array, "__cuda_array_interface__"):
         result = _from_interface(array, name)
     elif hasattr(array, "__dlpack__"):
-        result = _from_dlpack(array, name)
+        result = _from_dlpack(array, name, stream)
     else:
         raise UsageError(
             f"{name} is a {type(array).__name__}; a CUDA array (DLPack or __cuda_array_interface__) is expected"
@@ -110,6 +120,9 @@ def _from_interface(array: Any, name: str) -> View:
     strides = interface.get("strides")
     if strides is not None and any(s % size for s in strides):
         raise UsageError(f"{name} has strides {strides} that are not multiples of its element size {size}")
+    stream = interface.get("stream")  # version 3: None, 1 for the default stream, 2 for the thread's, or a handle
+    if stream == 0:
+        raise UsageError(f"{name} has stream 0 in its __cuda_array_interface__, which is ambiguous; expected 1 or 2")
     ptr = interface["data"][0]
     return View(
         ptr,
@@ -118,6 +131,7 @@ def _from_interface(array: Any, name: str) -> View:
         _TYPESTRS.get(kind, interface["typestr"]),
         native().pointer_device(ptr) if ptr else 0,
         array,
+        0 if stream == 1 else stream,
     )
 
 
@@ -138,9 +152,9 @@ class _DLTensor(ctypes.Structure):
     ]
 
 
-def _from_dlpack(array: Any, name: str) -> View:
+def _from_dlpack(array: Any, name: str, stream: int | None) -> View:
     """Read the capsule without consuming it: its own destructor frees it, and `owner` keeps the array alive."""
-    capsule = array.__dlpack__()
+    capsule = array.__dlpack__() if stream is None else array.__dlpack__(stream=stream or 1)  # 1: the default stream
     get = ctypes.pythonapi.PyCapsule_GetPointer
     get.restype, get.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
     t = _DLTensor.from_address(get(capsule, b"dltensor"))
@@ -152,32 +166,62 @@ def _from_dlpack(array: Any, name: str) -> View:
     return View((t.data or 0) + t.byte_offset, shape, strides, dtype, t.device_id, array)
 
 
-def stream_of(arrays: tuple[Any, ...], stream: int | None) -> int:
-    """Return `stream`, or torch's current stream if one array is a torch tensor, or the default stream (0)."""
-    if stream is not None:
-        return int(stream)
+def launch_stream(views: Iterable[View], stream: int | None = None) -> int:
+    """Return the stream of a launch that uses these arrays, after it waits for the writes that each array announces.
+
+    The stream is `stream`, or torch's current stream if an array is a torch tensor, or the stream of the first array that has
+    one, or the default stream (0).
+    """
+    views = list(views)
+    chosen = _default_stream(views) if stream is None else int(stream)
+    for v in views:
+        if v.stream is not None and v.stream != chosen:
+            with CurrentDevice(v.device):
+                native().stream_after(chosen, v.stream)
+    return chosen
+
+
+def _default_stream(views: list[View]) -> int:
     torch = sys.modules.get("torch")
     if torch is not None:
-        for array in arrays:
-            if isinstance(array, torch.Tensor):
-                return torch.cuda.current_stream(array.device).cuda_stream
-    return 0
+        for v in views:
+            if isinstance(v.owner, torch.Tensor):
+                return torch.cuda.current_stream(v.owner.device).cuda_stream
+    return next((v.stream for v in views if v.stream is not None), 0)
+
+
+class CurrentDevice:
+    """Context manager: make a device current, then restore the previous one. None: change nothing."""
+
+    def __init__(self, device: int | None) -> None:
+        self.device = device
+
+    def __enter__(self) -> None:
+        if self.device is not None:
+            self.previous = native().use_device(self.device)
+
+    def __exit__(self, *unused: object) -> None:
+        if self.device is not None and self.previous != self.device:
+            native().use_device(self.previous)
 
 
 class DeviceArray:
-    """A contiguous array in device memory, freed with the object. Other libraries read its __cuda_array_interface__."""
+    """A contiguous array in device memory, freed with the object. Other libraries read its __cuda_array_interface__.
+
+    stream: the stream of the last write to it by this package, which `fill` and `host` follow; None before the first one. That
+    stream must exist as long as the array is used.
+    """
 
     def __init__(self, shape: tuple[int, ...], dtype: str, device: int | None = None) -> None:
         module = native()
         self.shape, self.dtype = tuple(int(s) for s in shape), dtype
         self.nbytes = int(np.prod(self.shape, dtype=np.int64)) * SIZES[dtype]
-        previous = module.use_device(device) if device is not None else None
-        self.ptr = module.malloc(max(self.nbytes, 16))
+        self.stream: int | None = None
+        with CurrentDevice(device):
+            self.ptr = module.malloc(max(self.nbytes, 16))
         self._finalizer = weakref.finalize(self, module.free, self.ptr)
         self._finalizer.atexit = False  # at exit the driver may be unloaded already, and it frees everything itself
         self.device = module.pointer_device(self.ptr)
-        if previous is not None and previous != device:
-            module.use_device(previous)
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -188,17 +232,23 @@ class DeviceArray:
             "data": (self.ptr, False),
             "version": 3,
             "strides": None,
+            "stream": 1 if self.stream == 0 else self.stream,
         }
 
     def fill(self, byte: int) -> DeviceArray:
-        native().fill(self.ptr, byte, self.nbytes, 0)
+        """Set every byte, after the last write to the array and on its stream."""
+        self.stream = self.stream or 0
+        with CurrentDevice(self.device):
+            native().fill(self.ptr, byte, self.nbytes, self.stream)
         return self
 
     def host(self) -> np.ndarray:
-        """Return a NumPy copy; bfloat16 and float8_e4m3fn as ml_dtypes' types."""
+        """Return a NumPy copy after the last write to the array; bfloat16 and float8_e4m3fn as ml_dtypes' types."""
         out = np.empty(self.shape, numpy_dtype(self.dtype))
-        native().copy(out.ctypes.data, self.ptr, self.nbytes, 0)
-        native().stream_sync(0)
+        stream = self.stream or 0
+        with CurrentDevice(self.device):
+            native().copy(out.ctypes.data, self.ptr, self.nbytes, stream)
+            native().stream_sync(stream)
         return out
 
 
@@ -216,6 +266,7 @@ def to_device(array: np.ndarray, device: int | None = None) -> DeviceArray:
     if array.dtype.name not in SIZES:
         raise UsageError(f"dtype {array.dtype.name} is not supported; expected one of {', '.join(SIZES)}")
     out = DeviceArray(array.shape, array.dtype.name, device)
-    native().copy(out.ptr, array.ctypes.data, out.nbytes, 0)
-    native().stream_sync(0)
+    with CurrentDevice(out.device):
+        native().copy(out.ptr, array.ctypes.data, out.nbytes, 0)
+        native().stream_sync(0)
     return out

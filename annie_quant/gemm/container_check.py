@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import io
+import json
 import shutil
 import subprocess
 import zipfile
@@ -76,7 +77,7 @@ def examine(target: str, stack: str, timeout_s: float = 1800.0) -> StackResult:
     except subprocess.TimeoutExpired as error:
         raise EnvironmentFault(f"{target} gave no result within {timeout_s:.0f} s", "docker logs") from error
     if (result := last_json_line(process.stdout)) is not None:
-        return dataclasses.replace(StackResult.from_dict(result), container=target)
+        return dataclasses.replace(StackResult.from_dict(json.loads(result)), container=target)
     output = (process.stderr or process.stdout).strip().splitlines()
     last = output[-1] if output else f"exit code {process.returncode} without output"
     known = known_failures.find_failure(process.stderr)

@@ -6,22 +6,28 @@ Shapes: activations x [M, K], weights [N, K], out [M, N]. The number format is d
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, NoReturn
+
+import numpy as np
 
 from annie_quant.errors import EnvironmentFault, UsageError
-from annie_quant.gemm.arrays import CODES, DeviceArray, View, native, need_device, stream_of, view
+from annie_quant.gemm.arrays import CODES, CurrentDevice, DeviceArray, View, launch_stream, native, need_device, view
+from annie_quant.gemm.plans import PATHS, TYPES, Plan, path_of
 
 GROUP = 16
-PATHS = {"auto": 0, "skinny": 1, "tiled": 2, "wgmma": 3}
 FAULTS = {None: 0, "nibbles": 1, "scales": 2, "fragment": 3, "lane": 4}
-_NO_BAD = 0x7FFFFFFFFFFFFFFF
+MODES = {"auto": 0, "native": 1, "emulated": 2}
+_BAD_PLAN, _NO_NATIVE = -3, -2  # as AQ_GEMM_* in csrc/gemm/gemm.h
 
 
 def _positive(value: float, name: str) -> float:
-    value = float(value)
-    if not (math.isfinite(value) and value > 0):
-        raise UsageError(f"{name} is {value}; a finite positive number is expected", "annie-quant audit DIR --repair")
-    return value
+    with np.errstate(over="ignore"):
+        result = float(np.float32(value))  # what the kernels get
+    if not (math.isfinite(result) and result > 0):
+        raise UsageError(
+            f"{name} is {value}; a finite positive float32 number is expected", "annie-quant audit DIR --repair"
+        )
+    return result
 
 
 def _same_device(views: dict[str, View]) -> int:
@@ -32,9 +38,14 @@ def _same_device(views: dict[str, View]) -> int:
 
 
 def _matrix(
-    array: Any, name: str, dtypes: tuple[str, ...], shape: tuple[int | None, int | None], align: int = 16
+    array: Any,
+    name: str,
+    dtypes: tuple[str, ...],
+    shape: tuple[int | None, int | None],
+    align: int = 16,
+    stream: int | None = None,
 ) -> View:
-    v = view(array, name)
+    v = view(array, name, stream)
     if v.dtype not in dtypes:
         raise UsageError(f"{name} has dtype {v.dtype}; expected {' or '.join(dtypes)}")
     if len(v.shape) != 2 or any(w is not None and w != s for w, s in zip(shape, v.shape, strict=True)):
@@ -45,12 +56,14 @@ def _matrix(
     return v
 
 
-def _codes_and_scales(codes: Any, block_scale: Any, name: str) -> tuple[View, View, int, int]:
-    c = _matrix(codes, f"{name}codes", ("uint8",), (None, None))
+def _codes_and_scales(
+    codes: Any, block_scale: Any, name: str, stream: int | None = None
+) -> tuple[View, View, int, int]:
+    c = _matrix(codes, f"{name}codes", ("uint8",), (None, None), stream=stream)
     n, k = c.shape[0], c.shape[1] * 2
     if k == 0 or n == 0 or k % GROUP:
         raise UsageError(f"{name}codes has shape {list(c.shape)}, K = {k}; K must be a positive multiple of {GROUP}")
-    s = _matrix(block_scale, f"{name}block_scale", ("uint8", "float8_e4m3fn"), (n, k // GROUP), align=4)
+    s = _matrix(block_scale, f"{name}block_scale", ("uint8", "float8_e4m3fn"), (n, k // GROUP), 4, stream)
     for v, what in ((c, "codes"), (s, "block_scale")):
         if not v.contiguous:
             raise UsageError(
@@ -59,33 +72,10 @@ def _codes_and_scales(codes: Any, block_scale: Any, name: str) -> tuple[View, Vi
     return c, s, n, k
 
 
-class _CurrentDevice:
-    """Context manager: make a device current, then restore the previous one."""
-
-    def __init__(self, device: int) -> None:
-        self.device = device
-
-    def __enter__(self) -> None:
-        self.previous = native().use_device(self.device)
-
-    def __exit__(self, *unused: object) -> None:
-        if self.previous != self.device:
-            native().use_device(self.previous)
-
-
-class Plan(NamedTuple):
-    """How a W4A16 product is launched: aq_plan in csrc/gemm/gemm.h. workspace_bytes: device memory of one launch."""
-
-    path: int
-    width: int
-    split: int
-    stages: int
-    blocks: int
-    smem: int
-    stream_k_tiles: int
-    rows: int
-    permuted: int
-    workspace_bytes: int
+def _wrote(out: Any, stream: int) -> None:
+    """Record that the last write to `out` is on this stream."""
+    if isinstance(out, DeviceArray):
+        out.stream = stream
 
 
 class Weight:
@@ -99,49 +89,45 @@ class Weight:
         self, codes: Any, block_scale: Any, tensor_scale: float, *, stream: int | None = None, fault: str | None = None
     ) -> None:
         need_device()
-        c, s, self.n, self.k = _codes_and_scales(codes, block_scale, "")
+        c, s, self.n, self.k = _codes_and_scales(codes, block_scale, "", stream)
         self.tensor_scale = _positive(tensor_scale, "tensor_scale")
         self.device = _same_device({"codes": c, "block_scale": s})
-        module, stream = native(), stream_of((codes, block_scale), stream)
+        module, on = native(), launch_stream((c, s), stream)
         self.packed = DeviceArray((module.packed_bytes(self.n, self.k),), "uint8", self.device)
-        bad = DeviceArray((8,), "uint8", self.device)
-        with _CurrentDevice(self.device):
-            module.fill(bad.ptr, 0xFF, 8, stream)
-            module.repack(c.ptr, s.ptr, self.packed.ptr, self.n, self.k, bad.ptr, FAULTS[fault], stream)
-            module.stream_sync(stream)
-        first = int.from_bytes(bad.host().tobytes(), "little")
-        if first <= _NO_BAD:
-            row, block = divmod(first, self.k // GROUP)
+        with CurrentDevice(self.device):
+            bad = module.repack(c.ptr, s.ptr, self.packed.ptr, self.n, self.k, FAULTS[fault], on)
+        if bad is not None:
+            row, block = divmod(bad[1], self.k // GROUP)
             raise UsageError(
                 f"block_scale is NaN or negative at row {row}, block {block}", "annie-quant audit DIR --repair"
             )
         self._plans: dict[tuple[int, str], Plan] = {}
 
     def plan(self, m: int, path: str = "auto") -> Plan:
-        """Return the launch plan for M tokens."""
+        """Return the launch plan for M tokens. UsageError: no kernel of this path fits the shape."""
         key = (m, path)
         if key not in self._plans:
             module = native()
             try:
-                with _CurrentDevice(self.device):
-                    self._plans[key] = Plan(*module.plan(m, self.n, self.k, PATHS[path]))
+                with CurrentDevice(self.device):
+                    number, fields = module.plan(m, self.n, self.k, PATHS[path])
             except module.CudaError as error:
                 raise UsageError(f"W4A16 of M={m}, N={self.n}, K={self.k} by path {path!r}: {error.args[0]}") from error
+            self._plans[key] = TYPES[number](*fields)
         return self._plans[key]
 
+    def workspace_bytes(self, m: int, plan: Plan | None = None) -> int:
+        """Return the device memory that a product of M tokens needs while it runs, by `plan` or the one chosen for M."""
+        plan = plan or self.plan(m)
+        try:
+            with CurrentDevice(self.device):
+                return native().plan_needs(m, self.n, self.k, path_of(plan), tuple(plan))[1]
+        except ValueError as error:
+            _refuse_plan(plan, m, self, error)
 
-_workspaces: dict[tuple[int, int], list[DeviceArray]] = {}
 
-
-def _workspace(size: int, device: int, stream: int) -> DeviceArray:
-    """Return memory for the launches of one stream, which never overlap.
-
-    It grows by doubling. Smaller buffers are not freed, because a captured graph may point at them.
-    """
-    buffers = _workspaces.setdefault((device, stream), [])
-    if not buffers or buffers[-1].nbytes < size:
-        buffers.append(DeviceArray((1 << (size - 1).bit_length(),), "uint8", device))
-    return buffers[-1]
+def _refuse_plan(plan: Plan, m: int, weight: Weight, problem: Exception) -> NoReturn:
+    raise UsageError(f"plan {plan} for M={m}, N={weight.n}, K={weight.k}: {problem}", "Weight.plan(m)") from problem
 
 
 def w4a16(
@@ -160,14 +146,16 @@ def w4a16(
     out        float32, float16 or bfloat16 [M, N], contiguous; None: a new DeviceArray of x's dtype
     path       auto, skinny, tiled or wgmma
     pdl        allow the launch to overlap the end of the previous kernel (from sm_90; that kernel must not write the weight)
-    plan       from Weight.plan; None: chosen for M
-    workspace  uint8 memory of plan.workspace_bytes that belongs to this launch until it ends; None: one buffer per stream,
-               so that graphs captured on one stream must not run at the same time
-    stream     None: torch's current stream for torch tensors, else the default stream
+    plan       from Weight.plan, or a variant of it; None: chosen for M
+    workspace  uint8 memory of Weight.workspace_bytes that belongs to this launch until it ends; None: allocated and freed in
+               the order of the stream. Threads can use one stream at the same time.
+    stream     None: torch's current stream for torch tensors, else the stream of the first array that announces one, else
+               the default stream. The launch waits for the streams of the other arrays.
 
-    Returns `out` without waiting for the kernel.
+    Returns `out` without waiting for the kernel. The first call can be captured in a CUDA graph. UsageError: arrays or a
+    plan that do not fit the product.
     """
-    xv = _matrix(x, "x", ("bfloat16", "float16"), (None, weight.k))
+    xv = _matrix(x, "x", ("bfloat16", "float16"), (None, weight.k), stream=stream)
     m = xv.shape[0]
     if path not in PATHS:
         raise UsageError(f"path is {path!r}; expected one of {', '.join(PATHS)}")
@@ -177,46 +165,60 @@ def w4a16(
         )
     if out is None:
         out = DeviceArray((m, weight.n), xv.dtype, xv.device)
-    ov = _matrix(out, "out", tuple(CODES), (m, weight.n), align=4)
+    ov = _matrix(out, "out", tuple(CODES), (m, weight.n), 4, stream)
     if not ov.contiguous:
         raise UsageError(f"out is not contiguous (strides {list(ov.strides)})", "out.contiguous()")
     packed = view(weight.packed, "weight")
     device = _same_device({"x": xv, "weight": packed, "out": ov})
     if m == 0:
         return out
-    plan, on = plan or weight.plan(m, path), stream_of((x, out), stream)
-    ldx, workspace_ptr, size = xv.strides[0] if m > 1 else weight.k, 0, plan.workspace_bytes
-    if size:
-        ws = view(workspace if workspace is not None else _workspace(size, device, on), "workspace")
-        if ws.dtype != "uint8" or math.prod(ws.shape) < size or not ws.contiguous or ws.ptr % 16:
-            raise UsageError(
-                f"workspace is {ws.dtype} {list(ws.shape)}; expected at least {size} contiguous bytes of uint8"
+    plan = plan or weight.plan(m, path)
+    views, memory, size = [xv, ov], 0, 0
+    if workspace is not None:
+        ws = _workspace(workspace, stream)
+        views.append(ws)
+        memory, size = ws.ptr, math.prod(ws.shape)
+    on = launch_stream(views, stream)
+    module = native()
+    try:
+        with CurrentDevice(device):
+            module.w4a16(
+                xv.ptr,
+                xv.strides[0] if m > 1 else weight.k,
+                packed.ptr,
+                weight.tensor_scale,
+                ov.ptr,
+                memory,
+                size,
+                m,
+                weight.n,
+                weight.k,
+                CODES[xv.dtype],
+                CODES[ov.dtype],
+                path_of(plan),
+                tuple(plan),
+                int(pdl),
+                on,
             )
-        workspace_ptr = ws.ptr
-    with _CurrentDevice(device):
-        native().w4a16(
-            xv.ptr,
-            ldx,
-            packed.ptr,
-            weight.tensor_scale,
-            ov.ptr,
-            workspace_ptr,
-            m,
-            weight.n,
-            weight.k,
-            CODES[xv.dtype],
-            CODES[ov.dtype],
-            plan,
-            int(pdl),
-            on,
-        )
+    except module.CudaError as error:
+        if error.args[1] == _BAD_PLAN:
+            weight.workspace_bytes(m, plan)  # raises with what is wrong
+        raise
+    _wrote(out, on)
     return out
+
+
+def _workspace(workspace: Any, stream: int | None) -> View:
+    v = view(workspace, "workspace", stream)
+    if v.dtype != "uint8" or not v.contiguous or v.ptr % 16:
+        raise UsageError(f"workspace is {v.dtype} {list(v.shape)}; expected contiguous, aligned uint8 memory")
+    return v
 
 
 def fp4_native() -> bool:
     """Whether the code for the current device has the native FP4 instruction (sm_120a, sm_121a)."""
     need_device()
-    return native().fp4_native()
+    return native().limits()[4]
 
 
 def w4a4(
@@ -235,48 +237,37 @@ def w4a4(
     """Launch out[M, N] = A[M, K] @ W[N, K].T with both operands in NVFP4 (linear scales).
 
     mode: "native" needs sm_120a or sm_121a code; "emulated" is the same kernel with that one instruction replaced and
-    runs on any GPU; "auto" is native where possible.
+    runs on any GPU; "auto" is native where possible. Returns `out` without waiting for the kernel.
     """
     need_device()
-    a, sa, m, k = _codes_and_scales(a_codes, a_scale, "a_")
-    w, sw, n, kw = _codes_and_scales(w_codes, w_scale, "w_")
+    a, sa, m, k = _codes_and_scales(a_codes, a_scale, "a_", stream)
+    w, sw, n, kw = _codes_and_scales(w_codes, w_scale, "w_", stream)
     if k != kw:
         raise UsageError(f"a_codes has K = {k} and w_codes has K = {kw}; they must be equal")
     alpha = _positive(a_tensor_scale, "a_tensor_scale") * _positive(w_tensor_scale, "w_tensor_scale")
-    if mode not in ("auto", "native", "emulated"):
+    if mode not in MODES:
         raise UsageError(f"mode is {mode!r}; expected auto, native or emulated")
     if out is None:
         out = DeviceArray((m, n), "bfloat16", a.device)
-    ov = _matrix(out, "out", tuple(CODES), (m, n), align=4)
+    ov = _matrix(out, "out", tuple(CODES), (m, n), 4, stream)
     if not ov.contiguous:
         raise UsageError(f"out is not contiguous (strides {list(ov.strides)})", "out.contiguous()")
     device = _same_device({"a_codes": a, "a_scale": sa, "w_codes": w, "w_scale": sw, "out": ov})
-    with _CurrentDevice(device):
-        use_native = fp4_native() if mode != "emulated" else False
-        if mode == "native" and not use_native:
-            raise EnvironmentFault(
-                "this GPU has no native FP4 instruction (sm_120a or sm_121a code)", 'mode="emulated"'
-            )
-        native().w4a4(
-            a.ptr,
-            sa.ptr,
-            w.ptr,
-            sw.ptr,
-            alpha,
-            ov.ptr,
-            m,
-            n,
-            k,
-            CODES[ov.dtype],
-            1 if use_native else 2,
-            FAULTS[fault],
-            stream_of((a_codes, w_codes, out), stream),
-        )
+    on = launch_stream((a, sa, w, sw, ov), stream)
+    module, out_type = native(), CODES[ov.dtype]
+    try:
+        with CurrentDevice(device):
+            module.w4a4(a.ptr, sa.ptr, w.ptr, sw.ptr, alpha, ov.ptr, m, n, k, out_type, MODES[mode], FAULTS[fault], on)
+    except module.CudaError as error:
+        if error.args[1] == _NO_NATIVE:
+            raise EnvironmentFault(error.args[0], 'mode="emulated"') from error
+        raise
+    _wrote(out, on)
     return out
 
 
-def _blocks(x: Any, name: str) -> tuple[View, int]:
-    v = view(x, name)
+def _blocks(x: Any, name: str, stream: int | None) -> tuple[View, int]:
+    v = view(x, name, stream)
     if v.dtype not in CODES:
         raise UsageError(f"{name} has dtype {v.dtype}; expected {', '.join(CODES)}")
     if not v.shape or v.shape[-1] == 0 or v.shape[-1] % GROUP:
@@ -289,46 +280,77 @@ def _blocks(x: Any, name: str) -> tuple[View, int]:
 def pack(x: Any, tensor_scale: float, *, stream: int | None = None) -> tuple[DeviceArray, DeviceArray]:
     """Return (codes uint8 [..., K/2], block_scale float8_e4m3fn [..., K/16]) of x [..., K].
 
-    The bytes are those of aq.nvfp4.pack with scale="amax".
+    The bytes are those of aq.nvfp4.pack with scale="amax". Waits for the kernel. ValueError: NaN or inf in x, with the
+    first position, as in aq.nvfp4.pack.
     """
     need_device()
-    v, blocks = _blocks(x, "x")
+    v, blocks = _blocks(x, "x", stream)
     scale = _positive(tensor_scale, "tensor_scale")
     codes = DeviceArray((*v.shape[:-1], v.shape[-1] // 2), "uint8", v.device)
     scales = DeviceArray((*v.shape[:-1], v.shape[-1] // GROUP), "float8_e4m3fn", v.device)
     if blocks:
-        with _CurrentDevice(v.device):
-            native().pack(v.ptr, CODES[v.dtype], blocks, scale, codes.ptr, scales.ptr, stream_of((x,), stream))
+        on = launch_stream((v,), stream)
+        with CurrentDevice(v.device):
+            bad = native().pack(v.ptr, CODES[v.dtype], blocks, scale, codes.ptr, scales.ptr, on)
+        if bad is not None:
+            raise ValueError(
+                f"{bad[0]} values are NaN or inf, the first at {_position(bad[1], v.shape)}, expected finite weights"
+            )
     return codes, scales
 
 
 def unpack(
-    codes: Any, block_scale: Any, tensor_scale: float, dtype: str = "bfloat16", *, stream: int | None = None
+    codes: Any,
+    block_scale: Any,
+    tensor_scale: float,
+    dtype: str = "bfloat16",
+    *,
+    nan: str = "raise",
+    stream: int | None = None,
 ) -> DeviceArray:
-    """Return [N, K] of `dtype` from codes uint8 [N, K/2] and scales [N, K/16]; the bytes are those of aq.nvfp4.unpack."""
+    """Return [N, K] of `dtype` from codes uint8 [N, K/2] and scales [N, K/16]; the bytes are those of aq.nvfp4.unpack.
+
+    nan  "raise": wait for the kernel; ValueError that names the first block whose scale is NaN
+         "keep": decode such a block to NaN, without waiting
+    """
     need_device()
     if dtype not in CODES:
         raise UsageError(f"dtype is {dtype!r}; expected one of {', '.join(CODES)}")
-    c, s, n, k = _codes_and_scales(codes, block_scale, "")
+    if nan not in ("raise", "keep"):
+        raise UsageError(f"nan is {nan!r}; expected raise or keep")
+    c, s, n, k = _codes_and_scales(codes, block_scale, "", stream)
     scale, device = _positive(tensor_scale, "tensor_scale"), _same_device({"codes": c, "block_scale": s})
     out = DeviceArray((n, k), dtype, device)
-    with _CurrentDevice(device):
-        native().unpack(c.ptr, s.ptr, n * k // GROUP, scale, out.ptr, CODES[dtype], stream_of((codes,), stream))
+    on = launch_stream((c, s), stream)
+    with CurrentDevice(device):
+        bad = native().unpack(c.ptr, s.ptr, n * k // GROUP, scale, out.ptr, CODES[dtype], nan == "raise", on)
+    _wrote(out, on)
+    if bad is not None:
+        first = _position(bad[1], (n, k // GROUP))
+        raise ValueError(
+            f"block_scale: {bad[0]} blocks have the scale NaN (0x7F), the first at {first}; quantize again"
+        )
     return out
+
+
+def _position(index: int, shape: tuple[int, ...]) -> list[int]:
+    return [int(i) for i in np.unravel_index(index, shape)]
 
 
 def fake_quant(x: Any, tensor_scale: float, out: Any = None, *, stream: int | None = None) -> Any:
     """Quantize and dequantize x [..., K] per 16 columns in its own dtype: ModelOpt's dynamic activation op, to the bit."""
     need_device()
-    v, blocks = _blocks(x, "x")
+    v, blocks = _blocks(x, "x", stream)
     scale = _positive(tensor_scale, "tensor_scale")
     if out is None:
         out = DeviceArray(v.shape, v.dtype, v.device)
-    o, _ = _blocks(out, "out")
+    o, _ = _blocks(out, "out", stream)
     if (o.shape, o.dtype) != (v.shape, v.dtype):
         raise UsageError(f"out is {o.dtype} {list(o.shape)}; expected {v.dtype} {list(v.shape)}")
     device = _same_device({"x": v, "out": o})
     if blocks:
-        with _CurrentDevice(device):
-            native().fake_quant(v.ptr, CODES[v.dtype], blocks, scale, o.ptr, stream_of((x, out), stream))
+        on = launch_stream((v, o), stream)
+        with CurrentDevice(device):
+            native().fake_quant(v.ptr, CODES[v.dtype], blocks, scale, o.ptr, on)
+        _wrote(out, on)
     return out

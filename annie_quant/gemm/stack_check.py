@@ -70,9 +70,6 @@ class StackResult:
     wrong: bool = False
     container: str | None = None
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> StackResult:
         return cls(**{**fields, "backends": [_backend_result(row) for row in fields["backends"]]})
@@ -278,10 +275,9 @@ def examine(stack: str, timeout_s: float = 600.0) -> StackResult:
     )
 
 
-def last_json_line(output: str) -> dict[str, Any] | None:
-    """Return the JSON object in the last line that has one: the imports of a stack may print around it."""
-    lines = (line for line in reversed(output.splitlines()) if line.startswith("{"))
-    return next((json.loads(line) for line in lines), None)
+def last_json_line(output: str) -> str | None:
+    """Return the last line that holds a JSON object, or None: the imports of a stack may print around it."""
+    return next((line for line in reversed(output.splitlines()) if line.startswith("{")), None)
 
 
 def _judge_in_process(stack: str, name: str, timeout_s: float) -> BackendResult:
@@ -295,7 +291,7 @@ def _judge_in_process(stack: str, name: str, timeout_s: float) -> BackendResult:
     except subprocess.TimeoutExpired:
         return _failed(name, f"no result within {timeout_s:.0f} s", "")
     if (result := last_json_line(process.stdout)) is not None:
-        return _backend_result(result)
+        return _backend_result(json.loads(result))
     code = process.returncode
     end = f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     last = process.stderr.strip().splitlines()[-20:]
@@ -312,7 +308,7 @@ def main(argv: list[str]) -> None:
     """Print one line of JSON: `examine` for the stack argv[0], or `judge` for its backend argv[1]."""
     stack = argv[0] if argv else "all"
     if len(argv) < 2:
-        print(json.dumps(examine(stack).to_dict()))
+        print(json.dumps(asdict(examine(stack))))
         return
     call = next(call for name, call, _ in backends(stack) if name == argv[1])
     assert call is not None

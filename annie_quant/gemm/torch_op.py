@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 from annie_quant.errors import need
 from annie_quant.gemm.arrays import native
-from annie_quant.gemm.ops import Plan, Weight, w4a16
+from annie_quant.gemm.ops import Weight, w4a16
+from annie_quant.gemm.plans import Plan
 
 
 class Prepared(NamedTuple):
@@ -45,8 +46,9 @@ def prepare(codes: Any, block_scale: Any, tensor_scale: float) -> Prepared:
     torch = need("torch", "quantize")
     weight = Weight(codes, block_scale, tensor_scale)
     packed = torch.empty(weight.packed.nbytes, dtype=torch.uint8, device=codes.device)
-    native().copy(packed.data_ptr(), weight.packed.ptr, weight.packed.nbytes, 0)
-    native().stream_sync(0)
+    stream = torch.cuda.current_stream(codes.device).cuda_stream  # earlier users of this memory are on it
+    native().copy(packed.data_ptr(), weight.packed.ptr, weight.packed.nbytes, stream)
+    native().stream_sync(stream)
     return Prepared(packed, weight.n, weight.k, weight.tensor_scale)
 
 
@@ -64,7 +66,7 @@ def register() -> Any:
             rows = rows.contiguous()
         out = torch.empty((rows.shape[0], n), dtype=x.dtype, device=x.device)
         weight = _TorchWeight(packed, n, k, tensor_scale)
-        size = weight.plan(rows.shape[0]).workspace_bytes if rows.shape[0] else 0
+        size = weight.workspace_bytes(rows.shape[0]) if rows.shape[0] else 0
         workspace = torch.empty(size, dtype=torch.uint8, device=x.device) if size else None
         w4a16(rows, weight, out, workspace=workspace)
         return out.reshape(*x.shape[:-1], n)

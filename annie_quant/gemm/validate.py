@@ -82,8 +82,7 @@ class Validation:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON document; `bench` and `stack` only if they were run."""
-        fields = {k: v for k, v in asdict(self).items() if v is not None}
-        return {**fields, "ok": self.ok}
+        return {k: v for k, v in asdict(self).items() if v is not None} | {"ok": self.ok}
 
 
 def validate(bench: bool = False, stack: str | None = None) -> Validation:

@@ -17,6 +17,7 @@ from annie_quant.checkpoint import ModelFolder
 from annie_quant.checkpoint.remote_code import refused
 from annie_quant.errors import AnnieError, CheckpointError, EnvironmentFault
 from annie_quant.hf.nvfp4_linear import nvfp4_linears, set_cache, set_numerics
+from annie_quant.hf.profiles import PROFILES, UNQUANTIZED
 
 CACHE_BYTES = {"packed": 0.0, "bf16": 2.0, "float32": 4.0}  # per weight, in addition to the packed bytes
 MEMORY_HINT = 'a smaller cache (packed), another device, or device_map="auto" with offload_folder'
@@ -32,7 +33,8 @@ def load(
 ) -> Any:
     """Load a folder as a transformers causal LM in eval mode.
 
-    numerics: "w4a4", "w4a16" or None for what the checkpoint defines; ignored for a model without NVFP4 linears.
+    numerics: a profile's name (profiles.py), such as "w4a4", or None for what the checkpoint defines; ignored for a model without
+    NVFP4 linears.
     cache: "packed", "bf16" or "float32" (see NVFP4Linear.set_cache). dtype: of everything that is not packed.
     options: for from_pretrained, such as device_map.
     Raises CheckpointError for a folder without a model and for a faulty checkpoint (with the audit's finding),
@@ -114,11 +116,19 @@ def first_line(error: BaseException) -> str:
 
 
 def numerics_of(model: nn.Module) -> list[str]:
-    """Return the numerics that the model can compute with.
+    """Return the activation formats that the checkpoint defines.
 
     ["bf16"] without NVFP4 linears, ["w4a4", "w4a16"] if any linear has an input scale, else ["w4a16"].
     """
     linears = nvfp4_linears(model).values()
     if not linears:
-        return ["bf16"]
+        return [UNQUANTIZED.name]
     return ["w4a4", "w4a16"] if any(m.has_input_scale for m in linears) else ["w4a16"]
+
+
+def profiles_of(model: nn.Module) -> list[str]:
+    """Return all numerics profiles that the model can compute with; those with the checkpoint's input scales need one."""
+    formats = numerics_of(model)
+    if formats == [UNQUANTIZED.name]:
+        return formats
+    return [name for name, profile in PROFILES.items() if "w4a4" in formats or not profile.needs_input_scale]

@@ -47,6 +47,15 @@ def forward(layer: NVFP4Linear, x: torch.Tensor, bias: torch.Tensor | None) -> t
     return y if bias is None else y + bias
 
 
+def permuted(layer: NVFP4Linear, x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """Return the layer's product with its K values in another order: the same numbers, summed in another order."""
+    x = x[..., order]
+    if layer.dense is not None:
+        return nn.functional.linear(x, layer.dense[:, order].to(x.dtype), layer.bias)
+    y = torch.cat([nn.functional.linear(x, layer.rows(*s, x.dtype)[:, order]) for s in row_spans(layer, x)], -1)
+    return y if layer.bias is None else y + layer.bias
+
+
 def row_spans(layer: NVFP4Linear, x: torch.Tensor) -> list[tuple[int, int]]:
     """Return spans (start, stop) of output rows whose dequantized weights fit into BLOCK_BYTES."""
     limit = BLOCK_BYTES if x.device.type == "cpu" else BLOCK_BYTES_GPU

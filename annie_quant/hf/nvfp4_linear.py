@@ -1,9 +1,11 @@
-"""NVFP4Linear: a linear layer on a checkpoint's NVFP4 tensors, with the arithmetic of either family of kernels.
+"""NVFP4Linear: a linear layer on a checkpoint's NVFP4 tensors, with the arithmetic of each family of kernels.
 
-y = x W^T + b, with W = value * f32(block scale * tensor scale):
+y = x W^T + b, with W = value * f32(block scale * tensor scale) and x in the activation format of a numerics profile
+(profiles.py):
   w4a4   x is first rounded to NVFP4 and back with the checkpoint's input_scale and one E4M3 scale per block of values,
          computed from x: what CUTLASS's and vLLM's NVFP4 kernels do to activations.
-  w4a16  x is used unchanged: what Marlin and llama.cpp do.
+  w4a16  x is used unchanged: what Marlin does.
+  llama.cpp-cpu, llama.cpp-blackwell   x is rounded to llama.cpp's 8-bit or 4-bit blocks (activations.py).
 Where weights are dequantized first (many rows of x), W is rounded once to x's dtype: in bfloat16 this is ModelOpt's own
 dequantize, in float32 it is exact. Kernels on packed weights (few rows on a CPU, any number on a GPU with _gemm) multiply by
 exact weights in float32 and round the sum once. Tensor names are the checkpoint's own, so state dicts load and save unchanged.
@@ -18,10 +20,9 @@ from torch import nn
 
 from annie_quant.errors import UsageError
 from annie_quant.gemm.torch_op import Prepared
-from annie_quant.hf import codec, matmul
+from annie_quant.hf import activations, codec, matmul, profiles
 from annie_quant.hf.base_linear import FixedDtypeLinear
 
-NUMERICS = ("w4a4", "w4a16")
 CACHES = ("packed", "bf16", "float32")
 CACHE_DTYPE = {"bf16": torch.bfloat16, "float32": torch.float32}
 
@@ -85,6 +86,7 @@ class NVFP4Linear(FixedDtypeLinear):
         self.numerics = "w4a4" if activations else "w4a16"
         self.cache = "packed"
         self.dense: torch.Tensor | None = None  # the dequantized weights, unless the cache is "packed"
+        self.permutation: torch.Tensor | None = None  # of K, for another order of the sums (emulation.py)
         self.prepared: Prepared | None = None  # the weights as our CUDA kernels read them
         self._scalars: Scalars | None = None
 
@@ -131,11 +133,15 @@ class NVFP4Linear(FixedDtypeLinear):
             self.prepared = matmul.repack(self)
 
     def set_numerics(self, numerics: str) -> None:
-        """Set "w4a4" or "w4a16". Raises UsageError for w4a4 without an input scale."""
-        if numerics not in NUMERICS:
-            raise UsageError(f"unknown numerics {numerics!r}", f"choose one of: {', '.join(NUMERICS)}")
-        if numerics == "w4a4" and not self.has_input_scale:
-            raise UsageError("w4a4 needs an input_scale, and this checkpoint quantizes weights only", "use w4a16")
+        """Set a numerics profile's activation format. Raises UsageError where the checkpoint or the shape does not define it."""
+        profile = profiles.find_profile(numerics)
+        if profile.needs_input_scale and not self.has_input_scale:
+            raise UsageError(
+                f"{numerics} needs an input_scale, and this checkpoint quantizes weights only",
+                "use w4a16 or vllm-marlin",
+            )
+        if profile.activations == profiles.Q8_0 and self.in_features % activations.QK8_0:
+            raise UsageError(f"{numerics} needs rows of a multiple of 32 values, this linear has {self.in_features}")
         self.numerics = numerics
 
     def set_cache(self, cache: str) -> None:
@@ -151,13 +157,23 @@ class NVFP4Linear(FixedDtypeLinear):
         codes, scales = self.codes[start:stop], self.block_scale[start:stop]
         return codec.dequantize(codes, scales, tensor_scale, self.group, dtype, divisor)
 
+    def rounded_input(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x in the activation format of the layer's numerics, in x's dtype."""
+        kind = profiles.find_profile(self.numerics).activations
+        if kind == profiles.NVFP4:
+            input_scale = self.scalars().input_scale
+            assert input_scale is not None  # set_numerics checks it
+            return codec.fake_quant(x, input_scale, self.group)
+        if kind == profiles.Q8_0:
+            return activations.q8_0(x)
+        return activations.nvfp4_searched(x) if kind == profiles.NVFP4_SEARCHED else x
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.pre_quant_scale is not None:
             x = x * self.pre_quant_scale.to(x.dtype)
-        if self.numerics == "w4a4":
-            input_scale = self.scalars().input_scale
-            assert input_scale is not None  # set_numerics checks it
-            x = codec.fake_quant(x, input_scale, self.group)
+        x = self.rounded_input(x)
+        if self.permutation is not None:
+            return matmul.permuted(self, x, self.permutation)
         if self.dense is not None:
             return nn.functional.linear(x, self.dense.to(x.dtype), self.bias)
         if not torch.compiler.is_compiling():
@@ -189,15 +205,16 @@ def nvfp4_linears(model: nn.Module) -> dict[str, NVFP4Linear]:
 
 
 def set_numerics(model: nn.Module, numerics: str) -> None:
-    """Set w4a4 or w4a16 for every NVFP4Linear of the model.
+    """Set a numerics profile, such as w4a4 or w4a16, for every NVFP4Linear of the model.
 
     In a model where some linears have an input scale, one without it stays w4a16, as its format defines. Raises UsageError for
     w4a4 where no linear has one.
     """
+    needs_scale = profiles.find_profile(numerics).needs_input_scale
     linears = nvfp4_linears(model).values()
     mixed = any(m.has_input_scale for m in linears)
     for linear in linears:
-        linear.set_numerics("w4a16" if mixed and numerics == "w4a4" and not linear.has_input_scale else numerics)
+        linear.set_numerics("w4a16" if mixed and needs_scale and not linear.has_input_scale else numerics)
 
 
 def set_cache(model: nn.Module, cache: str) -> None:

@@ -75,7 +75,17 @@ def _cases(root: Path, category: str) -> Iterator[Case]:
     if category != "irrelevance":
         answers = {row["id"]: row["ground_truth"] for row in _rows(root / "possible_answer" / file)}
     for row in _rows(root / file):
-        tools = tuple(_tool(function) for function in row["function"])
+        tools = tuple(
+            {
+                "type": "function",
+                "function": {
+                    "name": _name(function["name"]),
+                    "description": function.get("description", ""),
+                    "parameters": _schema(function["parameters"]),
+                },
+            }
+            for function in row["function"]
+        )
         calls = [{_name(name): values for name, values in call.items()} for call in answers.get(row["id"], ())]
         expect: dict[str, Any] = {"calls": calls} if category != "irrelevance" else {"no_tool": True}
         yield Case(id=row["id"], messages=tuple(row["question"][0]), expect=expect, tools=tools)
@@ -94,15 +104,6 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
 
 def _name(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9_-]", "_", name)
-
-
-def _tool(function: Mapping[str, Any]) -> dict[str, Any]:
-    inner = {
-        "name": _name(function["name"]),
-        "description": function.get("description", ""),
-        "parameters": _schema(function["parameters"]),
-    }
-    return {"type": "function", "function": inner}
 
 
 def _schema(node: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,9 +1,12 @@
-"""When a gate passes: the thresholds of the original plan for few answers, Wilson intervals from 100 answers on.
+"""The absolute requirements: thresholds of the original plan for few answers, Wilson intervals from 100 answers on.
 
 rate    a share that must pass. n < 100: at least this share of at least `least_n` answers; n >= 100: the lower 95 % bound is
         at or above it.
 zero    no fault is accepted. One fault fails at any n; a pass needs `least_n` answers.
 all     every answer must pass. n < 100: all of at least `least_n`; n >= 100: the lower bound is at or above 0.95.
+
+A rate fails, at any n, when the upper bound is below it. Where there is a reference, judge/decision/paired.py decides, and the
+requirement is reported next to it.
 
 What n cannot decide is "undecided", with the n that would decide it at the observed rate (R30).
 """
@@ -63,18 +66,15 @@ def _decide_few(result: GateResult, threshold: Threshold) -> None:
             "all": f"every one of at least {least_n}",
         }[threshold.kind]
     )
-    if threshold.kind != "rate" and passes < n:
+    needed = math.ceil(threshold.rate * n - 1e-9) if threshold.kind == "rate" else n  # 0.6 * 10 is 6.000000000000001
+    if threshold.kind == "zero" and passes < n:
         result.verdict = "fail"
-    elif n >= least_n:
-        result.verdict = "pass" if passes >= _least_passes(threshold, n) else "fail"
-    elif threshold.kind == "rate" and passes + (least_n - n) < _least_passes(threshold, least_n):
-        result.verdict = "fail"  # too many have failed already
+    elif n >= least_n and passes >= needed:
+        result.verdict = "pass"
+    elif n and result.high < threshold.limit:
+        result.verdict = "fail"
     else:
-        result.n_to_decide = least_n
-
-
-def _least_passes(threshold: Threshold, n: int) -> int:
-    return math.ceil(threshold.rate * n - 1e-9)  # 0.6 * 10 is 6.000000000000001 in floating point
+        result.n_to_decide = least_n if n < least_n else n_to_decide(passes / n, threshold.limit, n)
 
 
 def _outside(low: float, high: float, limit: float) -> Outcome:

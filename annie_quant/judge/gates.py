@@ -24,17 +24,25 @@ Check = Callable[[Answer, Case, Workload], str | None]
 class Gate:
     """check: the reason why an answer fails, "" where it passes, None where the gate does not apply to the case.
 
-    threshold: when the gate passes (judge/gate_rule.py). advisory: it informs and never decides a verdict. basis: what the
-    answer is compared with: "label" (what the workload expects), "reference" (the bf16 model's own answer to the same
-    prompt; the gate applies only where bf16 has the property) or "rule" (a property that needs neither).
+    threshold: the absolute requirement (judge/gate_rule.py) and its number, "" for one that the original plan does not have.
+    margin: the loss against the reference that is accepted (judge/decision/paired.py), as a share of the prompts; 0 for faults
+    of which none is accepted. advisory: it informs and never decides a verdict. basis: what the answer is compared with: "label"
+    (what the workload expects), "reference" (the bf16 model's own answer to the same prompt; the gate applies only where bf16
+    has the property, so bf16 itself passes by definition) or "rule" (a property that needs neither).
     """
 
     name: str
     title: str
     threshold: Threshold
     check: Check
+    requirement: str = ""
+    margin: float = 0.05
     advisory: bool = False
     basis: Basis = "label"
+
+    def is_rare(self, passes: int, n: int) -> bool:
+        """Return whether bf16 itself has the property in so few answers that more prompts of the same kind would not decide."""
+        return self.basis == "reference" and passes == n < self.threshold.least_n
 
 
 def _rate(least_n: int, rate: float) -> Threshold:
@@ -48,11 +56,11 @@ GATES: dict[str, Gate] = {
     gate.name: gate
     for gate in (
         Gate("abstention", "no tool where none fits", _rate(10, 0.8), tools.abstention),
-        Gate("factual", "factual", _ALL, statements.contains),  # R25
+        Gate("factual", "factual", _ALL, statements.contains, "R25"),
         Gate("logged_tool", "tool as in the log", _rate(10, 0.6), reference.logged_tool, advisory=True),
-        Gate("no_markdown", "no markdown", _rate(15, 0.8), markdown.no_markdown, basis="rule"),  # R24
-        Gate("non_empty", "non-empty", _ZERO, content.non_empty, basis="rule"),  # R27
-        Gate("reasoning", "reasoning", _ALL, statements.contains),  # R26
+        Gate("no_markdown", "no markdown", _rate(15, 0.8), markdown.no_markdown, "R24", basis="rule"),
+        Gate("non_empty", "non-empty", _ZERO, content.non_empty, "R27", margin=0.0, basis="rule"),
+        Gate("reasoning", "reasoning", _ALL, statements.contains, "R26"),
         Gate("recall", "right in conversation", _rate(10, 0.8), statements.contains, advisory=True),
         Gate("repetition", "no repetition or garble", _ALL, content.repetition, basis="rule"),
         Gate("same_arguments", "arguments as bf16", _rate(10, 0.8), reference.same_arguments, basis="reference"),
@@ -65,9 +73,9 @@ GATES: dict[str, Gate] = {
         Gate("same_tool", "tool or none as bf16", _rate(10, 0.9), reference.same_tool, basis="reference"),
         Gate("same_validity", "valid calls as bf16", _rate(10, 0.9), reference.same_validity, basis="reference"),
         Gate("stop", "stops by itself", _ALL, content.stop, basis="rule"),
-        Gate("thinking_leak", "no thinking leak", _ZERO, thinking.thinking_leak, basis="rule"),  # R22
+        Gate("thinking_leak", "no thinking leak", _ZERO, thinking.thinking_leak, "R22", margin=0.0, basis="rule"),
         Gate("tool_arguments", "tool arguments", _rate(10, 0.6), tools.tool_arguments, advisory=True),
-        Gate("tool_call", "tool calls", _rate(10, 0.6), tools.tool_call),  # R23
+        Gate("tool_call", "tool calls", _rate(10, 0.6), tools.tool_call, "R23"),
         Gate("tool_call_raw", "tool calls, raw text", _rate(10, 0.6), tools.tool_call_raw, advisory=True),
         Gate("tool_schema", "schema validity", _rate(10, 0.6), tools.tool_schema, advisory=True),
         Gate("tool_selection", "tool selection", _rate(10, 0.6), calls.tool_selection, advisory=True),
@@ -124,12 +132,10 @@ def tabulate(rows: Iterable[dict[str, bool]]) -> dict[str, GateResult]:
         if gate.name in counts:
             result = table[gate.name] = decide(*counts[gate.name], gate.threshold)
             result.title, result.advisory, result.basis = gate.title, gate.advisory, gate.basis
-            if gate.basis == "reference" and result.passes == result.n < gate.threshold.least_n:
-                # bf16 itself does it this rarely, which more answers of the candidate would not change.
-                result.advisory, result.rule = (
-                    True,
-                    f"too few to decide: bf16 does it {result.n} times in these prompts",
-                )
+            result.requirement, result.meets = gate.requirement, result.verdict
+            if gate.is_rare(result.passes, result.n):
+                result.advisory = True
+                result.rule = f"too few to decide: bf16 does it {result.n} times in these prompts"
     return table
 
 

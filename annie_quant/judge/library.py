@@ -14,7 +14,7 @@ from annie_quant.files import ASSETS
 from annie_quant.judge import bfcl
 from annie_quant.judge.gates import check_names
 from annie_quant.judge.workloads import RESERVED, Case, Workload
-from annie_quant.schema import CaseFile, WorkloadFile
+from annie_quant.schema import CaseFile, Expect, WorkloadFile
 
 FOLDER = ASSETS / "workloads"
 
@@ -98,6 +98,7 @@ def _checked(document: WorkloadFile, where: str, sha256: str, path: str) -> Work
 def _case(where: str, case: CaseFile, own_tools: list[dict[str, Any]]) -> Case:
     if bool(case.messages) == bool(case.turns):
         raise UsageError(f"{where}: case {case.id!r} needs either 'messages' or 'turns'")
+    schema.convert(Expect, case.expect or {}, f"{where}: case {case.id!r}: expect", error=UsageError)
     for index, turn in enumerate(case.turns or ()):
         if not isinstance(turn, str):
             _check_results(f"{where}: case {case.id!r}, turns[{index}]", index, turn)

@@ -1,14 +1,11 @@
-"""Gates that bf16 itself fails: whatever the quantized model does there, quantizing did not take it.
+"""What bf16's own answers leave open: gates that bf16 itself fails, tools that it never calls.
 
-Where a workload has gates that compare with bf16's own answers, those decide. A label or rule that bf16 itself fails is then
-shown, with bf16's count, and decides nothing. Workloads without such gates, as Annie's, are judged by their labels alone.
+The paired rule (decision/paired.py) counts only what bf16 has and the quantized model lost. These notes say what that leaves out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-
-import msgspec
 
 from annie_quant.judge.answers import Answer
 from annie_quant.judge.gates import REFERENCE_GATES
@@ -21,18 +18,6 @@ Judged = tuple[Workload, Case, Answer]
 def compares_with_reference(workloads: Iterable[Workload]) -> bool:
     """Return whether a workload has gates that compare with bf16's own answers."""
     return any(set(REFERENCE_GATES) & set(w.gates) for w in workloads)
-
-
-def without_own_failures(gates: Mapping[str, GateResult], reference: Mapping[str, GateResult]) -> dict[str, GateResult]:
-    """Return a gate table in which no gate decides that bf16 itself (`reference`) fails."""
-    table = {}
-    for name, result in gates.items():
-        own = reference.get(name)
-        if own is not None and own.verdict == "fail" and result.basis != "reference":
-            rule = f"bf16 itself passes {own.passes} of {own.n}: not lost by quantizing"
-            result = msgspec.structs.replace(result, advisory=True, rule=rule)
-        table[name] = result
-    return dict(sorted(table.items(), key=lambda item: item[1].advisory))
 
 
 def reference_notes(answers: Sequence[Judged], reference: Mapping[str, GateResult]) -> list[str]:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
+from annie_quant.errors import UsageError
 from annie_quant.judge.answers import Answer
 from annie_quant.judge.gates import checks, decides
 from annie_quant.judge.workloads import Case, Workload
@@ -21,7 +22,10 @@ def sample(workloads: Sequence[Workload], n_per_gate: int, seed: int = 0) -> lis
 
     The workloads get cases in turn. Each gets a tenth of n_per_gate at least (each turn of a conversation counts) and more
     only while one of its deciding gates needs cases. A gate for which there are too few cases gets all of them.
+    Raises UsageError for n_per_gate below 1: an evaluation of nothing would pass.
     """
+    if n_per_gate < 1:
+        raise UsageError(f"the number of prompts per gate must be 1 or more, got {n_per_gate}")
     decks = []
     for workload in workloads:
         cases = list(workload.cases)

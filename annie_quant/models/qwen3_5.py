@@ -103,12 +103,7 @@ FAMILY = Family(
     inputs=(
         ATTENTION_INPUT,
         LinearInput(
-            (
-                "linear_attn.in_proj_qkv",
-                "linear_attn.in_proj_z",
-                "linear_attn.in_proj_b",
-                "linear_attn.in_proj_a",
-            ),
+            ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z", "linear_attn.in_proj_b", "linear_attn.in_proj_a"),
             "input_layernorm",
             "norm",
         ),
@@ -118,16 +113,8 @@ FAMILY = Family(
         ATTENTION_OUTPUT,  # its input passes a gate, too
     ),
     fused={**DENSE_FUSED, "in_proj_qkvz": ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z")},
-    kinds={
-        **DENSE_KINDS,
-        "deltanet": ("linear_attn.in_proj_qkv*", "linear_attn.in_proj_z*", "linear_attn.out_proj*"),
-    },
-    unquantized=(
-        *COMMON_UNQUANTIZED,
-        "*linear_attn.conv1d",
-        "*linear_attn.in_proj_a",
-        "*linear_attn.in_proj_b",
-    ),
+    kinds={**DENSE_KINDS, "deltanet": ("linear_attn.in_proj_qkv*", "linear_attn.in_proj_z*", "linear_attn.out_proj*")},
+    unquantized=(*COMMON_UNQUANTIZED, "*linear_attn.conv1d", "*linear_attn.in_proj_a", "*linear_attn.in_proj_b"),
     norms_add_one=True,
     plain_norms=("linear_attn.norm",),
     position_axes=3,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -63,6 +63,28 @@ class BenchResult(StageResult):
     memory_kept_after_stop_bytes: int | None
 
 
+class SideRow(msgspec.Struct):
+    """One model under one arithmetic, compared with the reference."""
+
+    name: str
+    gates: schema.GateTable
+    paired: dict[str, schema.PairedGate]
+    pooled: schema.PooledGates | None
+
+    @classmethod
+    def of(cls, name: str, side: schema.ServedSide | schema.OfflineSide) -> SideRow:
+        return cls(name, side.gates, side.paired, side.pooled)
+
+
+class DemoResult(schema.Verdict, kw_only=True):
+    """The verdict, the gates by model and arithmetic, the stages, and the path of the report."""
+
+    gates: dict[str, schema.GateTable]
+    sides: list[SideRow]
+    stages: list[schema.Stage]
+    report: str
+
+
 def run(
     output: str | Path,
     n_offline: int = 25,
@@ -70,8 +92,8 @@ def run(
     console: Console | None = None,
     persona: str | Path | None = None,
     workloads: str | None = None,
-) -> dict[str, Any]:
-    """Run every stage into `output`. Return the verdict (sentence, passed, reasons) with gates, stages and report.
+) -> DemoResult:
+    """Run every stage into `output`.
 
     n_offline, n_served: prompts per gate without and with servers. persona, workloads: as for data/resolve.py.
     """
@@ -96,7 +118,7 @@ class Demo:
         self.dir, self.n_offline, self.n_served = directory, n_offline, n_served
         self.stages = Stages(directory, MODEL, directory / "calibration.jsonl", CALIBRATION_ROWS, console)
 
-    def run(self) -> dict[str, Any]:
+    def run(self) -> DemoResult:
         stages = self.stages
         prompts = {"n": N_CONVERSATIONS, **({} if self.persona.source == "annie" else {"persona": self.persona.sha256})}
         stages.stage("data", prompts, ["calibration.jsonl"], self.make_data, DataResult)
@@ -181,7 +203,7 @@ class Demo:
         marker.save(True)
         return same
 
-    def finish(self) -> dict[str, Any]:
+    def finish(self) -> DemoResult:
         """Aggregate the stages' results, judge them, and write run.json and the report."""
         aggregates = bench.aggregate(self.dir.path)
         aggregates.models = [self.model_row(name) for name in SIDES]
@@ -189,14 +211,21 @@ class Demo:
         aggregates.offline = msgspec.convert(offline, dict[str, dict[str, schema.OfflineSide]])
         verdict = judge.verdict(aggregates)
         config = {"n_offline": self.n_offline, "n_served": self.n_served, "model": self.stages.base["model"]}
-        environment = msgspec.convert(bench.environment(), schema.Environment)
-        self.dir.write_run(config, aggregates, verdict, environment, self.stages.rows)
+        self.dir.write_run(config, aggregates, verdict, bench.environment(), self.stages.rows)
         paths = report.build(self.dir.path)
-        gates = {f"{s} {kind}": side.gates for s in STRATEGIES for kind, side in aggregates.offline[s].items()}
-        gates |= {SIDES[name].label: side.gates for name, side in aggregates.served.items()}
-        more = {"gates": gates, "stages": self.stages.rows, "report": str(paths[0])}
-        result: dict[str, Any] = msgspec.to_builtins(msgspec.structs.asdict(verdict) | more)
-        return result
+        served = sorted(
+            aggregates.served.items(), key=lambda item: item[1].judged_by is not None
+        )  # the reference first
+        sides = [SideRow.of(f"{SIDES[name].label} served", side) for name, side in served]
+        for strategy in STRATEGIES:
+            sides += [SideRow.of(f"{strategy} {kind}", side) for kind, side in aggregates.offline[strategy].items()]
+        return DemoResult(
+            **msgspec.structs.asdict(verdict),
+            gates={side.name: side.gates for side in sides},
+            sides=sides,
+            stages=self.stages.rows,
+            report=str(paths[0]),
+        )
 
     def model_row(self, name: str) -> schema.ModelRow:
         side, gguf = SIDES[name], self.dir / f"gguf/{name}.gguf"

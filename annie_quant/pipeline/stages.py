@@ -16,7 +16,7 @@ import msgspec
 from annie_quant import __version__, checkpoint, judge, quantize, schema
 from annie_quant.data.rows import read_rows
 from annie_quant.files import write_json
-from annie_quant.judge import Workload, decision
+from annie_quant.judge import Workload
 from annie_quant.pipeline.run_directory import RunDirectory
 from annie_quant.progress import Console, Progress
 
@@ -143,16 +143,17 @@ class Stages:
             with ModelPair(folder, self.model, cache=self.dir / "eval", progress=progress) as pair:
                 result = evaluate_pair(pair, workloads, numerics, conversations, n_conversations)
             write_json(self.dir / output, result.to_dict())
-            failed = {k: decision.failing(v.gates, ("fail",)) for k, v in result.numerics.items()}
-            parts = (f"{k}: fails {', '.join(v)}" if v else f"{k}: no gate fails" for k, v in failed.items())
-            return StageResult("; ".join(parts))
+            return StageResult(result.verdict.sentence if result.verdict else "")
 
         prompts = {w.name: [w.sha256, w.system_prompt or "", [c.id for c in w.cases]] for w in workloads}
         inputs = {**self.data_inputs(), "asked": prompts, "numerics": list(numerics), **(settings or {})}
         self.stage(f"eval-{name}", inputs, [output], work, StageResult)
-        return schema.Evaluation.load(self.dir / output)
+        evaluation = schema.Evaluation.load(self.dir / output)
+        return (
+            evaluation if evaluation.verdict else judge.judge_evaluation(evaluation)
+        )  # one of version 0.1.0 has no verdict
 
-    def data_inputs(self) -> dict[str, Any]:
+    def data_inputs(self) -> dict[str, int | str]:
         return {"rows": self.samples, "text": self.text_key()}
 
 

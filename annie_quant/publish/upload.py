@@ -14,7 +14,6 @@ import re
 import shutil
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from annie_quant.errors import CheckpointError, EnvironmentFault, ServerError, U
 from annie_quant.files import write_text
 from annie_quant.progress import Progress, as_progress
 from annie_quant.publish import card
+from annie_quant.publish.secrets import secret_in
 from annie_quant.report.run import REFERENCE, LoadedRun, load
 from annie_quant.schema import salvage_or_default
 
@@ -35,15 +35,6 @@ NAMES = (
 )  # fmt: skip
 REPORT_FILES = ("report.html", "report.md", "comparison.md", "results.csv")
 RECORD_FILES = ("records.jsonl", "inputs.json")
-SECRETS = {
-    "a Hugging Face token": rb"\bhf_[A-Za-z0-9]{30,}",
-    "a private key": rb"-----BEGIN [A-Z ]*PRIVATE KEY-----",
-    "an API key": rb"\bsk-[A-Za-z0-9_\-]{24,}",
-    "a GitHub token": rb"\b(?:gh[pousr]_[A-Za-z0-9]{30,}|github_pat_[A-Za-z0-9_]{30,})",
-    "an AWS key": rb"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b",
-    "an authorization header": rb"(?i)authorization['\"]?\s*[:=]\s*['\"]?bearer\s+[A-Za-z0-9._\-]{16,}",
-}
-HEADER_LIMIT = 100_000_000  # bytes; the format's own limit of a safetensors header
 
 
 class _Config(msgspec.Struct):
@@ -59,43 +50,37 @@ class Uploaded(msgspec.Struct):
     size_bytes: int
 
 
-@dataclass
-class Plan:
-    """What `upload` would do.
+class PlannedFile(msgspec.Struct):
+    """path: in the repository."""
 
-    files: (path in the repository, size in bytes). folder: holds exactly these. objections: why it should not be published.
-    left_out: names in the checkpoint's folder that are not uploaded. forced: the reason for publishing in spite of objections.
+    path: str
+    size_bytes: int
+
+
+class Plan(msgspec.Struct, kw_only=True):
+    """What `upload` would do; `--dry-run --json` prints it.
+
+    folder: holds exactly `files`. size_bytes: of all files. left_out: names in the checkpoint's folder that are not uploaded.
+    objections: why it should not be published. forced: the reason for publishing in spite of them.
     """
 
     repo_id: str
     private: bool
     folder: Path
-    files: list[tuple[str, int]]
-    card: str
-    objections: list[str] = field(default_factory=list)
-    left_out: list[str] = field(default_factory=list)
+    files: list[PlannedFile]
+    size_bytes: int = 0
+    left_out: list[str] = []
+    objections: list[str] = []
     forced: str = ""
+    refused: bool = False
+
+    def __post_init__(self) -> None:
+        self.size_bytes = sum(file.size_bytes for file in self.files)
+        self.refused = bool(self.objections) and not self.forced
 
     @property
-    def refused(self) -> bool:
-        return bool(self.objections) and not self.forced
-
-    @property
-    def size_bytes(self) -> int:
-        return sum(size for _, size in self.files)
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "repo_id": self.repo_id,
-            "private": self.private,
-            "folder": str(self.folder),
-            "files": [{"path": name, "size_bytes": size} for name, size in self.files],
-            "size_bytes": self.size_bytes,
-            "left_out": self.left_out,
-            "objections": self.objections,
-            "forced": self.forced,
-            "refused": self.refused,
-        }
+    def card(self) -> str:
+        return (self.folder / "README.md").read_text(encoding="utf-8")
 
 
 def prepare(
@@ -151,8 +136,7 @@ def prepare(
         repo_id=repo_id,
         private=private,
         folder=folder,
-        files=sorted((p.relative_to(folder).as_posix(), p.stat().st_size) for p in _staged(folder)),
-        card=text,
+        files=[PlannedFile(p.relative_to(folder).as_posix(), p.stat().st_size) for p in sorted(_staged(folder))],
         objections=problems,
         left_out=[n for n in names if n not in files and n != "README.md"],
         forced=forced,
@@ -167,7 +151,7 @@ def objections(run: LoadedRun, model: str) -> list[str]:
     """Return why this model should not be published: failed gates, no gates at all, figures that differ from the records."""
     sides = run.sides_of(model)
     problems = [
-        f"{run.gate_title(gate)} fails {side.title}: {r.passes} of {r.n}"
+        f"{run.gate_title(gate)} fails {side.title}: {r.passes} of {r.n}" + (f" ({r.rule})" if r.meets else "")
         for side in sides
         for gate, r in side.deciding.items()
         if r.verdict == "fail"
@@ -216,17 +200,6 @@ def _license(folder: Path) -> str:
         return str((hub.metadata_load(readme) or {}).get("license") or "")
     except ValueError:
         return ""
-
-
-def secret_in(path: Path) -> str:
-    """Return what kind of secret a file contains ("" for none). Of weights only the header is text."""
-    with path.open("rb") as file:
-        if path.suffix == ".safetensors":
-            length = int.from_bytes(file.read(8), "little")
-            content = file.read(min(length, HEADER_LIMIT))
-        else:
-            content = file.read()
-    return next((kind for kind, pattern in SECRETS.items() if re.search(pattern, content)), "")
 
 
 def _stage(folder: Path, files: dict[str, Path], text: str) -> Path:
@@ -289,8 +262,7 @@ def upload(
         raise ServerError(f"the Hub refused: {_first_line(error)}", "check the token: hf auth whoami") from error
     except (RuntimeError, OSError) as error:
         raise ServerError(
-            f"the upload failed: {_first_line(error.__cause__ or error)}",
-            "run the same command again: it resumes",
+            f"the upload failed: {_first_line(error.__cause__ or error)}", "run the same command again: it resumes"
         ) from error
     if missing:
         # huggingface_hub's notes list them as uploaded; without the notes the next upload sends them.
@@ -327,7 +299,7 @@ def _missing_files(api: Any, plan: Plan) -> list[str]:
     """Files that the repository lacks or has in another size."""
     repository = api.repo_info(plan.repo_id, repo_type="model", files_metadata=True)
     sizes = {f.rfilename: f.size for f in repository.siblings or ()}
-    return [name for name, size in plan.files if sizes.get(name) != size]
+    return [f.path for f in plan.files if sizes.get(f.path) != f.size_bytes]
 
 
 def _first_line(error: BaseException) -> str:

@@ -22,11 +22,7 @@ def shape_of_scale(site: LinearInput, s: torch.Tensor, producer: torch.Tensor) -
 
 
 def fold(
-    weights: dict[str, torch.Tensor],
-    family: Family,
-    site: LinearInput,
-    s: torch.Tensor,
-    stored: torch.dtype | None,
+    weights: dict[str, torch.Tensor], family: Family, site: LinearInput, s: torch.Tensor, stored: torch.dtype | None
 ) -> torch.Tensor:
     """Fold s (float32, of shape_of_scale) into `weights`, the layer's tensors in float32, in place.
 

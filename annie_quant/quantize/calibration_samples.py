@@ -121,21 +121,22 @@ def template_messages(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     messages = copy.deepcopy(row["messages"])
     for message in messages:
         for call in message.get("tool_calls") or ():
-            function = call.get("function", call)
+            function = call.get("function") or call
             if isinstance(function.get("arguments"), str):
-                function["arguments"] = json.loads(function["arguments"] or "{}")
+                try:
+                    function["arguments"] = json.loads(function["arguments"] or "{}")
+                except (ValueError, RecursionError):
+                    function["arguments"] = {"arguments": function["arguments"]}  # as evaluate.prompts does
     return messages
 
 
 def token_ids(tokenizer: Any, rows: Sequence[Mapping[str, Any]], max_tokens: int = MAX_TOKENS) -> list[list[int]]:
     """Return one list of token ids per conversation, cut at max_tokens."""
-    ids = []
+    from annie_quant.evaluate.chat_template import ChatTemplate
+
+    template, ids = ChatTemplate(tokenizer, str(tokenizer.name_or_path)), []
     for row in rows:
-        text = tokenizer.apply_chat_template(
-            template_messages(row),
-            tools=row.get("tools") or None,
-            tokenize=False,
-            enable_thinking=bool(row.get("thinking", False)),
-        )
+        thinking = bool(row.get("thinking", False))
+        text = template.render(template_messages(row), row.get("tools"), enable_thinking=thinking)
         ids.append(tokenizer(text, add_special_tokens=False)["input_ids"][:max_tokens])
     return ids

@@ -97,11 +97,7 @@ def pack_rows(folder: ModelFolder, module: str, plan: Plan, scale: Callable[[], 
         return
     for rows in rows_of(folder, f"{module}.weight", plan):
         yield nvfp4.pack(
-            rows,
-            tensor_scale=float(scale()),
-            scale=plan.scale,
-            group=GROUP,
-            importance=plan.importance.get(module),
+            rows, tensor_scale=float(scale()), scale=plan.scale, group=GROUP, importance=plan.importance.get(module)
         )
 
 

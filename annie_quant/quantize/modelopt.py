@@ -16,7 +16,7 @@ import torch
 import transformers
 
 from annie_quant.checkpoint.linears import plain_linears
-from annie_quant.checkpoint.remote_code import refused
+from annie_quant.checkpoint.remote_code import loading_tokenizer, refused
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.data.rows import read_conversations
 from annie_quant.errors import CheckpointError
@@ -76,8 +76,9 @@ def calibrated(model: Any, folder: ModelFolder) -> dict[str, float]:
 def load(job: Job) -> tuple[Any, Any]:
     """Return the source model in bfloat16, on a GPU where there is one, and its tokenizer."""
     try:
-        with quiet(), refused(job.model):
+        with loading_tokenizer(job.model):
             tokenizer = transformers.AutoTokenizer.from_pretrained(job.model, trust_remote_code=False)
+        with quiet(), refused(job.model):
             model: Any = transformers.AutoModelForCausalLM.from_pretrained(
                 job.model, dtype=torch.bfloat16, trust_remote_code=False
             )

@@ -263,6 +263,10 @@ def load(run_dir: str | os.PathLike) -> LoadedRun:
     if not run.aggregates.served and records:  # a benchmark that was cut off
         run.aggregates.served = recount.served(run.measured, run.sampled)
     _add_evaluations(run, evaluations)
+    if (
+        not run.verdict.sentence and evaluations and not search.strategies
+    ):  # only eval/*.json, or a run that was cut off
+        run.document.verdict = decision.verdict(run.aggregates)
     _add_models(run)
     _add_sides(run)
     run.missing = _missing(run, source)
@@ -285,6 +289,7 @@ def _add_evaluations(run: LoadedRun, evaluations: dict[str, _Evaluation]) -> Non
     """Add eval/<model>.json where run.json lacks it, and sensitivity/<model>.json's divergence by layer."""
     offline = run.aggregates.offline
     for model, evaluation in evaluations.items():
+        decision.judge_sides(evaluation.numerics)
         offline[model] = evaluation.numerics | offline.get(model, {})
         if evaluation.reference_gates:
             offline.setdefault(REFERENCE, {}).setdefault(REFERENCE, OfflineSide(gates=evaluation.reference_gates))

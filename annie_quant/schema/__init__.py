@@ -22,6 +22,7 @@ from annie_quant.schema.audit import Audit, AuditSummary, Finding, TensorRow
 from annie_quant.schema.evaluation import (
     EVALUATION_VERSION,
     DifferingAnswer,
+    EnsembleFigures,
     EvaluatedWorkload,
     Evaluation,
     GateTable,
@@ -30,8 +31,8 @@ from annie_quant.schema.evaluation import (
     LayerDivergence,
     LayerKL,
     MarginBin,
+    Member,
     NumericsResult,
-    PairedGate,
     SameAnswers,
     Sensitivity,
     SensitivityKey,
@@ -86,11 +87,17 @@ from annie_quant.schema.statistics import (
     AdjustedResult,
     Comparison,
     GateResult,
+    Kept,
+    MemberVerdict,
     Metric,
     MetricSummary,
     Outcome,
+    PairedGate,
     PairedResult,
+    PairedVerdict,
+    PooledGates,
     SpeedGate,
+    Standing,
     WorkloadSummary,
 )
-from annie_quant.schema.workloads import CaseFile, WorkloadFile
+from annie_quant.schema.workloads import CaseFile, Expect, WorkloadFile

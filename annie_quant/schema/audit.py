@@ -74,6 +74,10 @@ class Audit(msgspec.Struct):
         """Append a finding."""
         self.findings.append(Finding(code, tensor, message))
 
+    def fault(self, code: str, tensor: str, problem: str) -> None:
+        """Append a finding whose message is "TENSOR: PROBLEM"."""
+        self.add(code, tensor, f"{tensor}: {problem}")
+
     def has(self, code: str, tensor: str) -> bool:
         """Return whether this fault of this tensor was found already."""
         return any(f.code == code and f.tensor == tensor for f in self.findings)

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from annie_quant.files import read_json
-from annie_quant.schema.statistics import GateResult
+from annie_quant.schema.statistics import GateResult, PairedGate, PairedVerdict, PooledGates
 
 EVALUATION_VERSION = 1
 GateTable = dict[str, GateResult]  # by name, deciding gates first
@@ -103,15 +103,6 @@ class SameAnswers(msgspec.Struct):
     same: int
 
 
-class PairedGate(msgspec.Struct):
-    """Answers that pass a gate only in the reference (lost) or only in the checkpoint (won); p of McNemar's exact test."""
-
-    n: int
-    lost: int
-    won: int
-    p: float
-
-
 class DifferingAnswer(msgspec.Struct):
     """An answer that differs from the reference's. failed: gates that the checkpoint's answer fails."""
 
@@ -127,7 +118,7 @@ class DifferingAnswer(msgspec.Struct):
 class NumericsResult(msgspec.Struct):
     """The checkpoint under one numerics. kl: over the reference's own answers; None without workloads.
 
-    verbosity_ratio: tokens of the checkpoint's answers divided by tokens of the reference's.
+    verbosity_ratio: tokens of the checkpoint's answers divided by tokens of the reference's. arithmetic, outcomes: as in Member.
     """
 
     gates: GateTable
@@ -141,6 +132,38 @@ class NumericsResult(msgspec.Struct):
     paired: dict[str, PairedGate]
     cases: list[DifferingAnswer]
     seconds: float
+    pooled: PooledGates | None = None
+    arithmetic: str = ""
+    outcomes: dict[str, str] = {}
+
+
+class Member(msgspec.Struct):
+    """The checkpoint's answers in a further arithmetic of the ensemble of one numerics.
+
+    arithmetic: a description. gates: over all prompts. paired: compared with the reference. outcomes: per gate one character
+    per prompt of Evaluation.prompts, "1" where the answer passes. n_computed: answers computed in this arithmetic; the others
+    were certain and are those of the requested numerics. n_changed: answers that differ from those of the requested numerics.
+    """
+
+    arithmetic: str
+    gates: GateTable
+    paired: dict[str, PairedGate]
+    outcomes: dict[str, str]
+    n_computed: int
+    n_changed: int
+    pooled: PooledGates | None = None
+
+
+class EnsembleFigures(msgspec.Struct):
+    """How uncertain the answers under one numerics are.
+
+    noise: standard deviation of the change of a margin (best minus second-best logit) between the two arithmetics that compute
+    every answer, from its median. n_uncertain: answers that a perturbation could change, of n (ensemble.py has the rule).
+    """
+
+    noise: float
+    n_uncertain: int
+    n: int
 
 
 class EvaluatedWorkload(msgspec.Struct):
@@ -149,7 +172,13 @@ class EvaluatedWorkload(msgspec.Struct):
 
 
 class Evaluation(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A checkpoint compared with its bf16 reference without a server. numerics: one entry per numerics."""
+    """A checkpoint compared with its bf16 reference without a server.
+
+    numerics: one entry per requested numerics. members: the further arithmetics of each ensemble, by "w4a4+bf16", "w4a4+perm1",
+    "w4a4+cut16". prompts: names of the prompts that count for a gate, in the order of the characters of `outcomes`.
+    reference_outcomes: the same characters for the bf16 reference. ensemble: by numerics. verdict: judge.decision.judge_evaluation;
+    absent in evaluations of version 0.1.0.
+    """
 
     schema_version: int
     version: str
@@ -167,6 +196,29 @@ class Evaluation(msgspec.Struct, kw_only=True, omit_defaults=True):
     numerics: dict[str, NumericsResult]
     seconds: float
     layers: Sensitivity | None = None
+    verdict: PairedVerdict | None = None
+    prompts: dict[str, list[str]] = {}
+    reference_outcomes: dict[str, str] = {}
+    members: dict[str, Member] = {}
+    ensemble: dict[str, EnsembleFigures] = {}
+
+    def paired_outcomes(self) -> dict[str, dict[str, list[tuple[bool, bool]]]]:
+        """Return per member and gate the outcomes (reference passes, checkpoint passes) of each prompt."""
+        return {
+            name: {
+                gate: [
+                    (a == "1", b == "1")
+                    for a, b in zip(self.reference_outcomes[gate], own, strict=True)
+                    if b != "-"  # the gate does not apply to the checkpoint's answer
+                ]
+                for gate, own in outcomes.items()
+            }
+            for name, outcomes in self.outcomes().items()
+        }
+
+    def outcomes(self) -> dict[str, dict[str, str]]:
+        """Return the outcomes of all members, those of `numerics` first."""
+        return {k: v.outcomes for k, v in self.numerics.items()} | {k: v.outcomes for k, v in self.members.items()}
 
     def to_dict(self) -> dict[str, Any]:
         """Return the evaluation as a dict that JSON can hold."""

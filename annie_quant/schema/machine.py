@@ -7,7 +7,9 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, field
 
+from annie_quant.printable import printable
 from annie_quant.schema.limits import Digest, JsonScalar, ShortText
+from annie_quant.untrusted import limited
 
 
 class ModelMeta(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -22,7 +24,10 @@ class ModelMeta(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class Identity(msgspec.Struct, kw_only=True):
-    """What a server reports about itself, cut to the limits of the types. meta: what the caller knows beforehand."""
+    """What a server reports about itself, cut to the limits of the types. meta: what the caller knows beforehand.
+
+    caveats: what of it could not be read, or was cut.
+    """
 
     name: ShortText
     url: Annotated[str, Meta(max_length=2000)] = ""
@@ -35,6 +40,7 @@ class Identity(msgspec.Struct, kw_only=True):
     sampling_defaults: Annotated[dict[ShortText, JsonScalar | list[ShortText]], Meta(max_length=100)] = {}
     max_model_len: int | float | None = None
     meta: Annotated[dict[ShortText, JsonScalar], Meta(max_length=100)] = {}
+    caveats: Annotated[list[ShortText], Meta(max_length=20)] = []
 
 
 class Environment(msgspec.Struct, kw_only=True):
@@ -99,15 +105,21 @@ def limited_identity(fields: dict[str, Any]) -> Identity:
     limits = {"url": 2000, "models_sha256": 64, "chat_template_sha256": 64}
     names = ("name", "url", "model", "runtime", "version", "models_sha256", "chat_template_sha256")
     texts = {name: fields[name][: limits.get(name, 200)] for name in names if isinstance(fields.get(name), str)}
-    sizes, length = _entries(fields.get("model_meta")), fields.get("max_model_len")
-    known = {name: sizes[name] for name in ModelMeta.__struct_fields__ if isinstance(sizes.get(name), (int, float))}
+    sizes, caveats = _entries(fields.get("model_meta")), fields.get("caveats")
+    known = {name: sizes[name] for name in ModelMeta.__struct_fields__ if _is_number(sizes.get(name))}
+    length = limited(fields.get("max_model_len"))
     return Identity(
         **{"name": ""} | texts,
         model_meta=ModelMeta(**known),
         sampling_defaults=_entries(fields.get("sampling_defaults")),
-        max_model_len=length if isinstance(length, (int, float)) else None,
+        max_model_len=length if _is_number(length) else None,
         meta={key: value for key, value in _entries(fields.get("meta")).items() if not isinstance(value, list)},
+        caveats=[printable(str(text), 200) for text in caveats[:20]] if isinstance(caveats, list) else [],
     )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _entries(value: Any) -> dict[ShortText, Any]:
@@ -116,7 +128,9 @@ def _entries(value: Any) -> dict[ShortText, Any]:
     for key, item in list(value.items())[:100] if isinstance(value, dict) else ():
         if isinstance(item, list):
             item = [str(part)[:200] for part in item[:100]]
-        elif not isinstance(item, (int, float, type(None))):
+        elif isinstance(item, (int, float)):
+            item = limited(item)
+        elif item is not None:
             item = str(item)[:1000]
         entries[str(key)[:200]] = item
     return entries

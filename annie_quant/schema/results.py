@@ -10,7 +10,15 @@ from msgspec import Meta
 from annie_quant.schema.evaluation import GateTable, KLSummary, SameAnswers
 from annie_quant.schema.limits import Count, Share
 from annie_quant.schema.machine import Energy, MemoryBytes, MemoryLevels
-from annie_quant.schema.statistics import Comparison, GateResult, SpeedGate, WorkloadSummary
+from annie_quant.schema.statistics import (
+    Comparison,
+    GateResult,
+    PairedGate,
+    PooledGates,
+    SpeedGate,
+    Standing,
+    WorkloadSummary,
+)
 
 Severity = Literal["confound", "fault", "note"]
 
@@ -38,7 +46,10 @@ class Verbosity(msgspec.Struct, kw_only=True):
 
 
 class ServedSide(msgspec.Struct, kw_only=True):
-    """One backend's results. left_out_of_timings: failed, cold and stalled requests, and impossible stamps."""
+    """One backend's results. left_out_of_timings: failed, cold and stalled requests, and impossible stamps.
+
+    judged_by: the backend that its gates are compared with (paired, pooled); None where there is none.
+    """
 
     model: str | None = None
     runtime: str | None = None
@@ -46,6 +57,9 @@ class ServedSide(msgspec.Struct, kw_only=True):
     errors: int = 0
     left_out_of_timings: int = 0
     gates: dict[str, GateResult] = {}
+    judged_by: str | None = None
+    paired: dict[str, PairedGate] = {}
+    pooled: PooledGates | None = None
     speed_gates: dict[str, SpeedGate] = {}
     workloads: dict[str, WorkloadSummary] = {}
     verbosity: Verbosity | None = None
@@ -103,6 +117,8 @@ class OfflineSide(msgspec.Struct, kw_only=True):
     """A model under one numerics, evaluated without a server; eval/<model>.json has the whole evaluation."""
 
     gates: GateTable = {}
+    paired: dict[str, PairedGate] = {}
+    pooled: PooledGates | None = None
     kl: KLSummary | None = None
     kl_conversations: KLSummary | None = None
     kl_text: KLSummary | None = None
@@ -130,10 +146,15 @@ class Aggregates(msgspec.Struct, kw_only=True):
 
 
 class Verdict(msgspec.Struct, kw_only=True):
-    """The outcome. passed: the candidate fails no gate. comparable: no confound between candidate and incumbent."""
+    """The outcome. passed: the candidate neither loses nor is fragile. comparable: no confound between candidate and incumbent.
+
+    outcome: None in a run of version 0.1.0. badge: the decision in a few words, with the recommendation.
+    """
 
     sentence: str = ""
     passed: bool = False
+    outcome: Standing | None = None
+    badge: str = ""
     candidate: str | None = None
     incumbent: str | None = None
     comparable: bool = False

@@ -72,7 +72,8 @@ class Run(msgspec.Struct, kw_only=True):
 
 def _upgrade(document: dict[str, Any]) -> None:
     """Version 1 → 2: what servers report was not limited, both files had the aggregates, KL without tokens was {"n_tokens": 0}."""
-    for sides in _mappings(_mapping(document.get("aggregates")).get("offline")):
+    aggregates = document.get("aggregates")
+    for sides in _mappings(aggregates.get("offline") if isinstance(aggregates, dict) else None):
         for side in _mappings(sides):
             side.update(
                 {key: None for key in ("kl", "kl_conversations", "kl_text") if side.get(key) == {"n_tokens": 0}}
@@ -87,12 +88,8 @@ def _upgrade(document: dict[str, Any]) -> None:
         }
 
 
-def _mapping(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
 def _mappings(value: Any) -> list[dict[str, Any]]:
-    return [item for item in _mapping(value).values() if isinstance(item, dict)]
+    return [item for item in value.values() if isinstance(item, dict)] if isinstance(value, dict) else []
 
 
 UPGRADES |= {Bench: _upgrade, Run: _upgrade}

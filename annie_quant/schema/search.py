@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
-from annie_quant.schema.evaluation import GateTable, KLSummary, PairedGate, SameAnswers
+from annie_quant.schema.evaluation import GateTable, KLSummary, SameAnswers
+from annie_quant.schema.statistics import PairedGate, PairedVerdict, PooledGates
 
 
 class SearchNumerics(msgspec.Struct):
@@ -17,6 +20,7 @@ class SearchNumerics(msgspec.Struct):
     same_answers: SameAnswers
     verbosity_ratio: float | None
     seconds: float
+    pooled: PooledGates | None = None
 
 
 class HardenedGate(msgspec.Struct):
@@ -43,11 +47,15 @@ class LabelScores(msgspec.Struct, rename={"original": "given"}):
 
 
 class Labels(msgspec.Struct):
-    """Whether the calibration answers belong to their questions."""
+    """Whether the calibration answers belong to their questions (pipeline/search/label_check.py).
+
+    verdict: "undecided" where the model does not distinguish the rows; "" in a search of version 0.1.0, which has only `belong`.
+    """
 
     first: LabelScores
     last: LabelScores
     belong: bool
+    verdict: Literal["belong", "shuffled", "undecided", ""] = ""
 
 
 class Size9B(msgspec.Struct):
@@ -81,6 +89,7 @@ class StrategyRow(msgspec.Struct, omit_defaults=True):
     explained: list[str] | None = None
     seconds: float | None = None
     of_9b: Size9B | None = None
+    verdict: PairedVerdict | None = None
 
 
 class SearchResult(msgspec.Struct):

@@ -10,15 +10,86 @@ import msgspec
 from annie_quant.schema.limits import Count, Share
 
 Outcome = Literal["pass", "fail", "undecided"]
+Kept = Literal["keeps", "loses", "undecided"]  # of one gate, or of all gates under one arithmetic
+Standing = Literal["keeps", "loses", "undecided", "fragile"]  # over several arithmetics
+
+
+class PairedGate(msgspec.Struct):
+    """One gate over the prompts that a checkpoint and its reference both answered (judge/decision/paired.py has the rule).
+
+    lost, won: answers that pass only in the reference, only in the checkpoint. p: McNemar's exact test towards a loss; p_holm:
+    after Holm's adjustment over the gates. difference: (won - lost) / n; low, high: its 90 % score interval, so each bound has
+    an error of 5 %. margin: the loss that is accepted. detectable: the smallest true loss that n prompts find in 80 % of runs.
+    n_to_decide: how many prompts would decide at the observed rates; None where it is decided or no number would do.
+    """
+
+    n: int
+    lost: int
+    won: int
+    p: float = 1.0
+    p_holm: float | None = None
+    difference: float = 0.0
+    low: float = -1.0
+    high: float = 1.0
+    margin: float = 0.05
+    verdict: Kept = "undecided"
+    n_to_decide: int | None = None
+    detectable: float | None = None
+
+
+class PooledGates(msgspec.Struct, kw_only=True):
+    """All deciding gates together, by answer: an answer is right if it passes each of its gates.
+
+    lost, won, difference, low, high: as in PairedGate, of right answers. p_sum, p_largest, p_fisher: sign-flip permutation tests
+    (all gates of an answer flip together) of the summed losses, of the largest loss of a gate, and of Fisher's combination of the
+    gates. p: the smallest of the three, times three; p_holm: adjusted with the gates.
+    """
+
+    n: int
+    lost: int
+    won: int
+    p_sum: float = 1.0
+    p_largest: float = 1.0
+    p_fisher: float = 1.0
+    p: float = 1.0
+    p_holm: float | None = None
+    difference: float = 0.0
+    low: float = -1.0
+    high: float = 1.0
+    verdict: Kept = "undecided"
+
+
+class MemberVerdict(msgspec.Struct, kw_only=True):
+    """All gates under one arithmetic, or behind one server. loses, undecided: names of gates; "all" is the pooled verdict."""
+
+    verdict: Kept
+    loses: list[str] = []
+    undecided: list[str] = []
+
+
+class PairedVerdict(msgspec.Struct, kw_only=True):
+    """The decision about a checkpoint. members: by numerics. profiles: members without their perturbations (NAME+...).
+
+    sentence: the decision as text. reasons: one line per gate that is lost or undecided.
+    """
+
+    verdict: Standing = "undecided"
+    sentence: str = ""
+    reasons: list[str] = []
+    profiles: dict[str, Standing] = {}
+    members: dict[str, MemberVerdict] = {}
 
 
 class GateResult(msgspec.Struct, kw_only=True):
     """One gate over many answers.
 
-    low, high: 95 % Wilson interval of the pass rate. rule: the pass rule as text. n_to_decide: how many answers would
-    decide the gate at the observed rate; None where it is decided, or where no number would do. basis: what an answer is
-    compared with: "reference" (the bf16 model's own answer), "label" (the expected answer of a workload) or "rule"
-    (neither, a property of the text); "" in records of older versions.
+    low, high: 95 % Wilson interval of the pass rate. verdict: pass where the gate keeps what the reference has, fail where it
+    loses it (paired); without a reference it is `meets`. rule: that rule as text. n_to_decide: how many answers would decide it at
+    the observed rate; None where it is decided, or where no number would do.
+    requirement, meets: the absolute requirement (docs/requirements.md), "" where there is none, and whether it is met; it never
+    decides where there is a reference. A result of version 0.1.0 has neither, and its verdict is the absolute one.
+    basis: what an answer is compared with: "reference" (the bf16 model's own answer), "label" (the expected answer of a workload)
+    or "rule" (neither, a property of the text); "" in records of older versions.
     """
 
     passes: Count
@@ -32,6 +103,8 @@ class GateResult(msgspec.Struct, kw_only=True):
     title: str = ""
     advisory: bool = False
     basis: str = ""
+    requirement: str = ""
+    meets: Outcome | None = None
 
     def __post_init__(self) -> None:
         if self.passes > self.n:

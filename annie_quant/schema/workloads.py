@@ -7,6 +7,24 @@ from typing import Any
 import msgspec
 
 
+class Logged(msgspec.Struct, kw_only=True):
+    """What production's answer to a case was. calls: names of the functions."""
+
+    calls: list[str] | None = None
+
+
+class Expect(msgspec.Struct, kw_only=True):
+    """What a case expects of its answer: the types of `expect`, which stays a mapping. turns: of each turn."""
+
+    contains: str | list[str | list[str]] | None = None
+    tool: str | None = None
+    arguments: dict[str, Any] | None = None
+    calls: list[dict[str, Any]] | None = None
+    no_tool: bool | None = None
+    logged: Logged | None = None
+    turns: list[Expect] | None = None
+
+
 class CaseFile(msgspec.Struct, kw_only=True):
     """One prompt (`messages`) or one conversation (`turns`).
 

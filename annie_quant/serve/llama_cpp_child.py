@@ -1,6 +1,6 @@
 """The llama.cpp server process. Started by runtimes/llama_cpp.py with one argument, a JSON object.
 
-It ends on SIGTERM, and when its standard input closes, which happens when its parent ends.
+It ends on SIGTERM, which supervisor.py sends.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ def main() -> None:
     options = json.loads(sys.argv[1])
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=exit_with_parent, daemon=True).start()
 
     import xllamacpp
 
@@ -41,13 +40,6 @@ def main() -> None:
     part.write_text(server.listening_address)
     part.replace(address)
     threading.Event().wait()
-
-
-def exit_with_parent() -> None:
-    """End this process when standard input closes."""
-    while os.read(0, 1024):
-        pass
-    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import json
 import os
 import shlex
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +129,11 @@ class RecipeRuntime:
                 f"annie-quant serve {shlex.quote(str(model))} --runtime {self.name} --dry-run",
             )
         process.check_port(port)
-        server = process.spawn(words, log, self.name, env={**os.environ, **chosen.env})
+        container_file = None
+        if chosen.image:
+            container_file = str(Path(tempfile.mkdtemp(prefix="annie-quant-")) / "container")
+            words[2:2] = ["--cidfile", container_file]  # after `docker run`
+        server = process.spawn(words, log, self.name, {**os.environ, **chosen.env}, container_file)
         process.wait_ready(server, lambda: f"http://127.0.0.1:{port}", HEALTH, timeout_s, progress)
         return server
 

@@ -1,8 +1,7 @@
 """One server process: start it, wait until it is ready, and stop it in any case.
 
-The child runs in its own session, so that Ctrl-C reaches this process only. It holds the read end of a pipe whose write
-end is in this process: however this process ends, the pipe closes and the child stops itself. (The kernel's
-PR_SET_PDEATHSIG would fire when the thread that started the server ends.)
+It runs below a supervisor (supervisor.py) in its own session, so that Ctrl-C reaches this process only. However this
+process ends, SIGKILL included, the supervisor ends the server and all processes that the server started.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 import weakref
@@ -25,7 +25,8 @@ from annie_quant.progress import SILENT, Progress
 from annie_quant.serve import known_errors
 from annie_quant.stream.fetch import fetch
 
-STOP_S = 5.0
+SUPERVISOR = Path(__file__).with_name("supervisor.py")
+STOP_S = 10.0  # longer than the supervisor's own limit, so that it can remove a container
 POLL_S = 0.02
 PROBE_S = 2.0
 PHASE_S = 0.5
@@ -41,16 +42,13 @@ _running: weakref.WeakSet[Server] = weakref.WeakSet()
 class Server:
     """A running server. Use it as a context manager, or call `stop`. It is stopped at exit in any case."""
 
-    def __init__(self, process: subprocess.Popen, log: Path, name: str) -> None:
-        self.process = process
+    def __init__(self, process: subprocess.Popen, log: Path, name: str, pid: int | None = None) -> None:
+        self.process = process  # the supervisor
+        self.pid = pid or process.pid  # the server itself, whose memory is measured
         self.log = log
         self.name = name
         self.url = ""
         _running.add(self)
-
-    @property
-    def pid(self) -> int:
-        return self.process.pid
 
     @property
     def alive(self) -> bool:
@@ -64,19 +62,21 @@ class Server:
         return code
 
     def stop(self) -> None:
-        """End the process: SIGTERM, then SIGKILL after STOP_S. Does nothing if it has ended."""
+        """End the server and all its processes: SIGTERM, then SIGKILL. Does nothing if it has ended."""
         _running.discard(self)
         if self.process.stdin:
             with contextlib.suppress(OSError):
                 self.process.stdin.close()
-        if not self.alive:
+        if self.alive:
+            self.process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(STOP_S)
+        if self.process.poll() not in (None, -signal.SIGKILL):
             return
-        self.process.terminate()
-        try:
-            self.process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait(STOP_S)
+        # The supervisor does not respond or was killed: its group has the server's processes, if they made no other.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(STOP_S)
 
     def __enter__(self) -> Server:
         return self
@@ -86,20 +86,43 @@ class Server:
 
 
 def spawn(
-    command: Sequence[str], log: str | os.PathLike | None, name: str, env: dict[str, str] | None = None
+    command: Sequence[str],
+    log: str | os.PathLike | None,
+    name: str,
+    env: dict[str, str] | None = None,
+    container_file: str | None = None,
 ) -> Server:
-    """Start `command` with its output in `log` (None: a temporary file)."""
+    """Start `command` below a supervisor, with its output in `log` (None: a temporary file).
+
+    container_file: the file that `docker run --cidfile` writes, for a command that starts a container
+    """
     if log is None:
         handle, path = tempfile.mkstemp(prefix=f"annie-quant-{name}-", suffix=".log")
         os.close(handle)
         log = path
     log = Path(log)
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, env=env
-        )
-    return Server(process, log, name)
+    status_read, status_write = os.pipe()
+    arguments = [sys.executable, "-I", "-S", str(SUPERVISOR), str(status_write), container_file or "-", *command]
+    try:
+        with log.open("wb") as out:
+            process = subprocess.Popen(
+                arguments,
+                stdin=subprocess.PIPE,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                pass_fds=(status_write,),
+                env=env,
+            )
+        os.close(status_write)
+        status_write = -1
+        pid = os.read(status_read, 32)  # empty if the supervisor ended without starting the server
+    finally:
+        os.close(status_read)
+        if status_write >= 0:
+            os.close(status_write)
+    return Server(process, log, name, int(pid) if pid.strip().isdigit() else None)
 
 
 def wait_ready(

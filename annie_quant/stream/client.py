@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import urlsplit
 
 import msgspec
 import numpy as np
@@ -17,6 +17,7 @@ import numpy as np
 from annie_quant import __version__, native
 from annie_quant.errors import UsageError
 from annie_quant.stream.ca_bundle import system_ca_file
+from annie_quant.stream.errors import RequestError
 from annie_quant.stream.redact import Redactor, safe_url, secrets_of
 from annie_quant.stream.timings import PlannedRequest, Timings
 
@@ -28,6 +29,10 @@ _FOREVER_NS = 1 << 61
 @dataclass(frozen=True)
 class Request:
     """One request: a POST with `json` or `body`, else a GET. The body is sent unchanged.
+
+    `run` raises RequestError for what would not be one HTTP request: a method or header name that is not a token, a
+    control character, a name given twice, a Content-Length that is not the body's, and headers that concern one
+    connection (Connection, Transfer-Encoding, TE, Upgrade ...; use fresh_connections=True for Connection: close).
 
     timeout_s       limit from its start to its end
     idle_timeout_s  longest wait for the next bytes, including the first ones
@@ -66,13 +71,23 @@ def chat(url: str, model: str | None, messages: Sequence[Mapping[str, Any]], tag
 
 
 class Cancel:
-    """Stops a run from another thread: pass it as run(..., cancel=c) and call c.cancel()."""
+    """Stops a run from another thread: pass it as run(..., cancel=c) and call c.cancel().
+
+    It stays cancelled: a run that is passed it afterwards sends nothing, and a run cancelled during its warm-up sends
+    no request after it.
+    """
 
     def __init__(self) -> None:
         self._read_fd, self._write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self.cancelled = False
 
     def cancel(self) -> None:
-        os.write(self._write_fd, b"\0")
+        self.cancelled = True
+        self._wake()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # the pipe is full, so it wakes the loop
+            os.write(self._write_fd, b"\0")
 
     def close(self) -> None:
         for fd in (self._read_fd, self._write_fd):
@@ -82,6 +97,8 @@ class Cancel:
     @contextlib.contextmanager
     def wakeup_fd(self) -> Iterator[int]:
         """Yield the descriptor that wakes the C loop. In the main thread, signals write to it as well."""
+        if self.cancelled:  # an earlier run may have read the byte
+            self._wake()
         if threading.current_thread() is not threading.main_thread():
             yield self._read_fd
             return
@@ -123,7 +140,7 @@ def run(
     realtime: the loop's thread requests SCHED_FIFO at the lowest real-time priority and resets it at the end. Without it,
         a busy machine makes the loop read its sockets late. Root may use it; other users need one command in the shell
         first: `sudo prlimit --rtprio=1 --pid $$`. If it is refused, the run continues and records have realtime: False.
-    max_event_bytes: a larger event (or error page) ends its request.
+    max_event_bytes: a larger event (or error page) ends its request. At most 2^32 - 1.
     max_answer_bytes, max_answer_events: limits of an answer's body and of its events (comments count).
 
     Ctrl-C raises KeyboardInterrupt; its attribute `timings` has the results until then.
@@ -131,7 +148,7 @@ def run(
     if http not in HTTP_VERSIONS:
         raise UsageError(f"http={http!r} is not a version", f"choose one of: {', '.join(HTTP_VERSIONS)}")
     options = {
-        "deadline_ns": 0 if deadline_s is None else max(1, round(deadline_s * _NS_PER_S)),
+        "deadline_ns": 0 if deadline_s is None else max(1, _ns("deadline_s", deadline_s)),
         "max_event_bytes": max_event_bytes,
         "max_answer_bytes": max_answer_bytes,
         "max_answer_events": max_answer_events,
@@ -149,9 +166,11 @@ def run(
         if cancel is None:
             cancel = Cancel()
             stack.callback(cancel.close)
-        if warmup_requests := list(warmup):
-            _run(warmup_requests, 1, cancel, options)
-        return _run(list(requests), concurrency, cancel, options)
+        plan = _Plan(requests)
+        if (opening := _Plan(warmup)).requests:
+            plan.check()
+            _run(opening, 1, cancel, options)
+        return _run(plan, concurrency, cancel, options)
 
 
 async def run_async(requests: Iterable[Request], concurrency: int | None = None, **options: Any) -> Timings:
@@ -170,16 +189,36 @@ async def run_async(requests: Iterable[Request], concurrency: int | None = None,
         cancel.close()
 
 
-def _run(requests: list[Request], concurrency: int | None, cancel: Cancel, options: Mapping[str, Any]) -> Timings:
+class _Plan:
+    """Requests, and their rows as the C loop reads them."""
+
+    def __init__(self, requests: Iterable[Request]) -> None:
+        self.requests = list(requests)
+        self.rows = tuple(_row(r) for r in self.requests)
+
+    def check(self) -> None:
+        """Raise RequestError if the C loop would refuse one of the requests."""
+        with self.refused():
+            native.load("_stream").check(self.rows)
+
+    @contextlib.contextmanager
+    def refused(self) -> Iterator[None]:
+        try:
+            yield
+        except ValueError as error:
+            raise RequestError(str(error)) from None
+
+
+def _run(plan: _Plan, concurrency: int | None, cancel: Cancel, options: Mapping[str, Any]) -> Timings:
     module = native.load("_stream")
-    plan = tuple(_row(r) for r in requests)
+    requests = plan.requests
     if concurrency is None:
         concurrency = 0 if any(r.start_s is not None for r in requests) else 1
     elif concurrency < 1:
         raise UsageError(f"concurrency={concurrency} would never start a request", "use 1 or more, or None")
-    with cancel.wakeup_fd() as fd:
+    with cancel.wakeup_fd() as fd, plan.refused():
         rows, events, reads, frames, notes, origin_ns, origin_realtime_ns, _, realtime, raised = module.run(
-            plan, concurrency=concurrency, cancel_fd=fd, **options
+            plan.rows, concurrency=concurrency, cancel_fd=fd, **options
         )
     timings = Timings(
         [PlannedRequest(r.tag, safe_url(r.url), r.timeout_s, r.idle_timeout_s) for r in requests],
@@ -200,24 +239,24 @@ def _run(requests: list[Request], concurrency: int | None, cancel: Cancel, optio
 
 
 def _row(r: Request) -> tuple[Any, ...]:
-    body, headers = r.body, dict(r.headers or {})
+    body, headers = r.body, [(str(name), str(value)) for name, value in (r.headers or {}).items()]
     if r.json is not None:
         if body is not None:
             raise UsageError(f"{r!r} has both json and body", "use one of them")
         body = msgspec.json.encode(r.json)
-        headers.setdefault("Content-Type", "application/json")
-    if urlsplit(r.url).scheme not in ("http", "https"):
-        raise UsageError(f"{safe_url(r.url)!r} is not an http:// or https:// URL", "write it with its scheme")
-    for name, value in headers.items():
-        if any(c in f"{name}{value}" for c in "\r\n\0"):
-            raise UsageError(f"header {name!r} has a line break", "a header is one line")
-    if r.start_s is not None and r.start_s < 0:
-        raise UsageError(f"start_s={r.start_s} is before the run's start", "use 0 or more")
-    lines = tuple(f"{name}: {value}" if value else f"{name};" for name, value in headers.items())
-    start = -1 if r.start_s is None else round(r.start_s * _NS_PER_S)
+        if not any(name.lower() == "content-type" for name, _ in headers):
+            headers.append(("Content-Type", "application/json"))
+    start = -1 if r.start_s is None else _ns("start_s", r.start_s)
     method = r.method or ("GET" if body is None else "POST")
-    return r.url, method, lines, body, start, _ns(r.timeout_s), _ns(r.idle_timeout_s)
+    timeout, idle = (
+        _FOREVER_NS if value is None else _ns(name, value)
+        for name, value in (("timeout_s", r.timeout_s), ("idle_timeout_s", r.idle_timeout_s))
+    )
+    return r.url, method, tuple(headers), body, start, timeout, idle
 
 
-def _ns(seconds: float | None) -> int:
-    return _FOREVER_NS if seconds is None else min(_FOREVER_NS, round(seconds * _NS_PER_S))
+def _ns(name: str, seconds: float) -> int:
+    if not math.isfinite(seconds) or seconds < 0:
+        where = " is before the run's start" if name == "start_s" and seconds < 0 else " is not a time"
+        raise RequestError(f"{name}={seconds}{where}", "use 0 or more seconds, or None for no limit")
+    return min(_FOREVER_NS, round(seconds * _NS_PER_S))

@@ -22,11 +22,15 @@ from typing import Any
 
 import msgspec
 
+from annie_quant.printable import printable
 from annie_quant.stream import errors
 from annie_quant.stream.sentence import first_sentence_ns
+from annie_quant.untrusted import decode_json, integer, limited
 
 DATA, DONE, SILENT, TAIL, BODY = 1, 2, 3, 4, 5  # sse_kind (csrc/stream/sse.h)
 MERGED, NAMED, COMMENT = 1, 2, 4  # sse_flag
+MAX_TOOL_CALLS = 1000
+MAX_NAME = 200  # characters of an id, a name, a reason
 
 
 class ToolCall(msgspec.Struct):
@@ -74,6 +78,7 @@ class Answer:
     text: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
     calls: dict[int, ToolCall] = field(default_factory=dict)
+    arguments: dict[int, list[str]] = field(default_factory=dict)  # pieces of each call's arguments
     finish_reason: str | None = None
     usage: dict[str, Any] | None = None
     server_timings: dict[str, Any] | None = None
@@ -138,6 +143,8 @@ def read_answer(frames: Iterable[Frame]) -> Answer:
             answer.warn("events were received after [DONE]")
         else:
             _event(answer, frame, count)
+    for index, pieces in answer.arguments.items():
+        answer.calls[index].arguments = "".join(pieces)
     return answer
 
 
@@ -152,8 +159,8 @@ def _tail(answer: Answer, frame: Frame) -> None:
 
 def _event(answer: Answer, frame: Frame, number: int) -> None:
     try:
-        chunk = msgspec.json.decode(frame.data)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+        chunk = decode_json(frame.data)
+    except ValueError:
         named = f"{event_name(frame.raw)} " if frame.flags & NAMED else ""
         answer.fail("not_json", f"{named}event {number} is not JSON: {frame.data[:80]!r}")
         return
@@ -165,28 +172,29 @@ def _event(answer: Answer, frame: Frame, number: int) -> None:
     if not isinstance(chunk, dict):
         answer.fail("not_json", f"event {number} is not a JSON object: {frame.data[:80]!r}")
         return
-    _chunk(answer, chunk, frame)
+    try:
+        _chunk(answer, chunk, frame)
+    except ValueError as error:
+        answer.fail("malformed", f"event {number}: {error}")
 
 
 def _chunk(answer: Answer, chunk: dict[str, Any], frame: Frame) -> None:
-    answer.usage = _dict(chunk.get("usage")) or answer.usage
-    answer.server_timings = _dict(chunk.get("timings")) or answer.server_timings
-    answer.model = answer.model or chunk.get("model")
+    answer.usage = limited(_object(chunk, "usage")) or answer.usage
+    answer.server_timings = limited(_object(chunk, "timings")) or answer.server_timings
+    answer.model = answer.model or _name(chunk, "model")
     has_token = False
-    for choice in chunk.get("choices") or ():
-        if not isinstance(choice, dict):
-            continue
+    for choice in _objects(chunk, "choices"):
         if choice.get("index"):
             answer.warn("more than one choice was received: only the first is read")
             continue
-        answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
+        answer.finish_reason = _name(choice, "finish_reason") or answer.finish_reason
         has_token |= _delta(answer, choice, frame.stamp_ns)
     if has_token:
         answer.token(frame)
 
 
 def _delta(answer: Answer, choice: dict[str, Any], stamp: int) -> bool:
-    delta = _dict(choice.get("delta")) or {}
+    delta = _object(choice, "delta")
     reasoning = _text(delta.get("reasoning") or delta.get("reasoning_content"))
     content = _text(delta.get("content") or choice.get("text"))
     if reasoning:
@@ -196,8 +204,10 @@ def _delta(answer: Answer, choice: dict[str, Any], stamp: int) -> bool:
         answer.first.setdefault("content", stamp)
         answer.text.append(content)
         answer.pieces.append((stamp, content))
-    tools = delta.get("tool_calls") or ([{"function": delta["function_call"]}] if delta.get("function_call") else ())
-    called = [_tool(answer, piece) for piece in tools if isinstance(piece, dict)]
+    tools = _objects(delta, "tool_calls")
+    if not tools and delta.get("function_call"):
+        tools = [{"function": delta["function_call"]}]
+    called = [_tool(answer, piece) for piece in tools]
     if any(called):
         answer.first.setdefault("tool", stamp)
     return bool(reasoning or content or any(called))
@@ -205,18 +215,20 @@ def _delta(answer: Answer, choice: dict[str, Any], stamp: int) -> bool:
 
 def _tool(answer: Answer, piece: dict[str, Any]) -> bool:
     """Add one piece of a tool call. Returns whether it had any content."""
-    index = piece.get("index")
-    if not isinstance(index, int):  # some servers omit it: an id begins a new call
-        index = len(answer.calls) if piece.get("id") or not answer.calls else len(answer.calls) - 1
+    index, call_id, function = integer(piece.get("index")), _name(piece, "id"), _object(piece, "function")
+    if index is None:  # some servers omit it: an id begins a new call
+        index = len(answer.calls) if call_id or not answer.calls else len(answer.calls) - 1
+    if index not in answer.calls and len(answer.calls) >= MAX_TOOL_CALLS:
+        raise ValueError(f"more than {MAX_TOOL_CALLS} tool calls")
     call = answer.calls.setdefault(index, ToolCall())
-    function = _dict(piece.get("function")) or {}
-    arguments = function.get("arguments")
+    name, arguments = _name(function, "name"), function.get("arguments")
     if isinstance(arguments, dict):
         arguments = msgspec.json.encode(arguments).decode()
-    call.id = call.id or piece.get("id")
-    call.name = call.name or _text(function.get("name"))
-    call.arguments += _text(arguments)
-    return bool(piece.get("id") or function.get("name") or arguments)
+    call.id = call.id or call_id
+    call.name = call.name or name or ""
+    if text := _text(arguments):
+        answer.arguments.setdefault(index, []).append(text)
+    return bool(call_id or name or arguments)
 
 
 def _text(value: Any) -> str:
@@ -228,8 +240,32 @@ def _text(value: Any) -> str:
     return ""
 
 
-def _dict(value: Any) -> dict[str, Any] | None:
-    return value if isinstance(value, dict) and value else None
+def _object(parent: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return a field that is an object; {} if it is missing or null. Raises ValueError for any other type."""
+    value = parent.get(name)
+    if value is None or isinstance(value, dict):
+        return value or {}
+    raise ValueError(f"{name} is not an object: {printable(str(value)[:200], 60)}")
+
+
+def _objects(parent: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    """Return a field that is a list of objects, as `_object` does."""
+    value = parent.get(name)
+    if value is None:
+        return []
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise ValueError(f"{name} is not a list of objects: {printable(str(value)[:200], 60)}")
+    return value
+
+
+def _name(parent: dict[str, Any], name: str) -> str | None:
+    """Return a field that is a short text: an id, a name, a reason. Numbers are read as text."""
+    value = parent.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, (str, int)) or isinstance(value, bool):
+        raise ValueError(f"{name} is not text: {printable(str(value)[:200], 60)}")
+    return str(value)[:MAX_NAME]
 
 
 def token_times(answer: Answer, started_ns: int) -> TokenTimes:
@@ -262,4 +298,4 @@ def token_times(answer: Answer, started_ns: int) -> TokenTimes:
 def reported_tokens(answer: Answer) -> int | None:
     """Return the server's own token count, from usage or from llama.cpp's timings. None: it reported none."""
     counts = ((answer.usage or {}).get("completion_tokens"), (answer.server_timings or {}).get("predicted_n"))
-    return next((n for n in counts if isinstance(n, int) and not isinstance(n, bool)), None)
+    return next((n for n in map(integer, counts) if n is not None), None)

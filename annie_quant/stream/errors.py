@@ -13,8 +13,17 @@ from typing import Any
 
 import msgspec
 
+from annie_quant.errors import UsageError
+from annie_quant.printable import printable
+from annie_quant.untrusted import decode_json, limited
+
 # request_row.cause (csrc/stream/plan.h)
-NONE, TRANSPORT, TIMEOUT, IDLE, DEADLINE, CANCELLED, EVENT_SIZE, NOT_STARTED, ANSWER_SIZE = range(9)
+NONE, TRANSPORT, TIMEOUT, IDLE, DEADLINE, CANCELLED, EVENT_SIZE, NOT_STARTED, ANSWER_SIZE, HEAD_SIZE = range(10)
+
+
+class RequestError(UsageError, ValueError):
+    """A request, or an option of a run, that is not valid. Nothing was sent."""
+
 
 _CURL_CAUSES = {
     1: "protocol",  # also a reply that is not HTTP
@@ -60,6 +69,8 @@ def transport(cause: int, code: int, os_errno: int, text: str, timeout_s: Any, i
         return "event_too_large", "one event was larger than max_event_bytes"
     if cause == ANSWER_SIZE:
         return "answer_too_large", "the answer did not end within max_answer_bytes and max_answer_events"
+    if cause == HEAD_SIZE:
+        return "protocol", "the answer's head or trailers are too large (over 256 KiB)"
     if os_errno in (errno.EMFILE, errno.ENFILE):
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return (
@@ -70,6 +81,8 @@ def transport(cause: int, code: int, os_errno: int, text: str, timeout_s: Any, i
         return "refused", f"connection refused: {text}"
     if os_errno == errno.ECONNRESET:
         return "reset", f"connection reset by the server: {text}"
+    if code == 56 and re.match(r"CONNECT tunnel failed|Received HTTP code \d+ from proxy", text):
+        return "proxy", f"the proxy refused the connection: {text}"
     reason = f" ({os.strerror(os_errno)})" if os_errno else ""
     return _CURL_CAUSES.get(code, "transport"), f"{text}{reason} [libcurl {code}]"
 
@@ -82,8 +95,8 @@ def http(status: int, body: bytes) -> str:
 def message_of(body: bytes) -> str:
     """Return the message in an error body of vLLM, llama.cpp, OpenAI or FastAPI; else its text without markup."""
     try:
-        message = error_in(msgspec.json.decode(body))
-    except (msgspec.DecodeError, UnicodeDecodeError):
+        message = error_in(decode_json(body))
+    except ValueError:
         message = None
     return message or _plain(body)
 
@@ -101,7 +114,7 @@ def error_in(value: Any) -> str | None:
         error = value.get("message")
     if error is None:
         return None
-    text = error if isinstance(error, str) else msgspec.json.encode(error).decode()
+    text = error if isinstance(error, str) else msgspec.json.encode(limited(error)).decode()
     return one_line(text)
 
 
@@ -112,5 +125,4 @@ def _plain(body: bytes) -> str:
 
 
 def one_line(text: str, most: int = 300) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= most else text[: most - 1] + "…"
+    return printable(text[: 20 * most], most)

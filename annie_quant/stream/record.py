@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
+from annie_quant.printable import printable
 from annie_quant.stream import decode, errors
 from annie_quant.stream.redact import safe_url
 
@@ -110,10 +112,14 @@ def decode_record(timings: Timings, request: int, clock: str) -> Record:
         tls_ms=max(0, tls - connect) / 1e3 if tls else 0.0,
         sent_ms=int(row["pretransfer_us"]) / 1e3,
         http_version=HTTP_NAMES.get(int(row["http_version"])),
-        server_date=headers.get("date"),
-        server=headers.get("server"),
+        server_date=_header(headers, "date"),
+        server=_header(headers, "server"),
         body_bytes=int(timings.events["size"][indices].sum()),
     )
+
+
+def _header(headers: Mapping[str, str], name: str) -> str | None:
+    return printable(headers[name], decode.MAX_NAME) if name in headers else None
 
 
 def transport_fault(timings: Timings, request: int) -> tuple[str, str] | None:
@@ -166,7 +172,7 @@ def _find_fault(timings: Timings, answer: decode.Answer, request: int, body: byt
         target = safe_url(timings.headers(request).get("location", "nowhere"))
         answer.fail("redirect", f"HTTP {status} redirects to {errors.one_line(target)}: redirects are not followed")
     elif not row["event_stream"]:
-        kind = timings.headers(request).get("content-type", "no content type")
+        kind = _header(timings.headers(request), "content-type") or "no content type"
         answer.fail("not_a_stream", f"HTTP {status} is not an event stream ({kind}): {errors.message_of(body)}")
     elif "event" not in answer.first:
         answer.fail("no_events", f"the stream has no event ({len(body)} bytes)")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import bisect
+import contextlib
 import itertools
 import json
 import re
@@ -14,6 +15,8 @@ from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
 import msgspec
 import numpy as np
+
+from annie_quant.errors import UsageError
 
 _SECRET = re.compile(r"auth|key|token|secret|cookie|passw|signature", re.IGNORECASE)
 _SHORTEST = 8  # shorter secrets are not masked: local servers use ordinary words such as "EMPTY" and "none" as keys
@@ -41,6 +44,24 @@ def safe_url(url: str) -> str:
     return urlunsplit((parts.scheme, host, parts.path, query, ""))
 
 
+def refuse_secrets_in(url: str, name: str) -> None:
+    """Raise UsageError for a URL with a user, password or query: it would be in shell histories, process lists and results.
+
+    name: what the URL is of, for the message
+    """
+    try:
+        parts = urlsplit(url)
+        has_secrets = parts.username is not None or parts.password is not None or bool(parts.query)
+    except ValueError:
+        raise UsageError(f"{name}: the URL cannot be read", "write it as http://127.0.0.1:8000") from None
+    if has_secrets:
+        raise UsageError(
+            f"{name}: the URL {urlunsplit((*parts[:1], parts.netloc.rpartition('@')[2], parts.path, '', ''))} has a user, "
+            "password or query",
+            "remove them; keys come from the environment",
+        )
+
+
 def secrets_of(url: str, headers: Mapping[str, str] | None) -> Iterator[bytes]:
     """Yield all values to mask: those of secret headers, their last word, and the secrets in the URL."""
     values: list[str] = []
@@ -49,12 +70,13 @@ def secrets_of(url: str, headers: Mapping[str, str] | None) -> Iterator[bytes]:
             values += [value.strip(), *value.split()[-1:]]
             if value.lower().startswith("basic "):
                 values += _basic(value.split()[-1])
-    parts = urlsplit(url)
-    if parts.password:
-        values += [parts.password, unquote(parts.password)]
-    for name, _, value in (q.partition("=") for q in parts.query.split("&")):
-        if is_secret_name(name):
-            values += [value, unquote(value)]
+    with contextlib.suppress(ValueError):  # a URL that cannot be read: libcurl refuses it too
+        parts = urlsplit(url)
+        if parts.password:
+            values += [parts.password, unquote(parts.password)]
+        for name, _, value in (q.partition("=") for q in parts.query.split("&")):
+            if is_secret_name(name):
+                values += [value, unquote(value)]
     yield from {v.encode() for v in values if len(v) >= _SHORTEST}
 
 

@@ -6,6 +6,7 @@ import bisect
 import re
 from collections.abc import Sequence
 
+LONGEST = 100_000
 _THINKING = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 _MARKUP = re.compile(r"```.*?(?:```|\Z)|[*_`#>|]+|^\s*[-+]\s+", re.DOTALL | re.MULTILINE)
 # A terminator counts only when the next character confirms it: "3." may continue as "3.14".
@@ -28,6 +29,17 @@ def has_sentence(text: str, ended: bool) -> bool:
     return ended and any(c.isalnum() for c in plain)
 
 
+def _head(pieces: Sequence[tuple[int, str]]) -> Sequence[tuple[int, str]]:
+    """Return the pieces of the first LONGEST characters, cut there: a longer "sentence" is not one, and costs minutes."""
+    left, head = LONGEST, []
+    for stamp, piece in pieces:
+        head.append((stamp, piece[:left]))
+        left -= len(piece)
+        if left <= 0:
+            break
+    return head
+
+
 def first_sentence_ns(pieces: Sequence[tuple[int, str]]) -> int | None:
     """Return the stamp of the piece that completes the first sentence; the last piece's if no sentence ends.
 
@@ -37,6 +49,7 @@ def first_sentence_ns(pieces: Sequence[tuple[int, str]]) -> int | None:
     def complete(count: int) -> bool:
         return has_sentence("".join(piece for _, piece in pieces[:count]), False)
 
+    pieces = _head(pieces)
     total, most = len(pieces), 1
     while most < total and not complete(most):
         most *= 2

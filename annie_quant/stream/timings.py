@@ -117,7 +117,7 @@ class Timings:
         """Return the answer's headers, names in lower case. Cookies are not stored."""
         row = self.requests[request]
         start = int(row["header_offset"])
-        lines = self.notes[start : start + int(row["header_size"])].tobytes().decode("latin-1").split("\r\n")
+        lines = self.notes[start : start + int(row["header_size"])].tobytes().decode("latin-1").split("\n")
         pairs = (line.partition(":") for line in lines[1:] if ":" in line)
         return {name.strip().lower(): value.strip() for name, _, value in pairs}
 

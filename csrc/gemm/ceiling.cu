@@ -2,6 +2,7 @@
 #include <cuda_runtime.h>
 
 #include "gemm/ceiling.h"
+#include "gemm/launch.cuh"
 
 namespace {
 __global__ void __launch_bounds__(512) read_kernel(const uint4 *p, int64_t count, uint32_t *sink) {
@@ -21,23 +22,35 @@ __global__ void __launch_bounds__(512) read_kernel(const uint4 *p, int64_t count
 }  // namespace
 
 extern "C" int aq_read(const void *from, int64_t bytes, void *sink, int sms, void *stream) {
-    read_kernel<<<(unsigned)(sms * 4), 512, 0, (cudaStream_t)stream>>>((const uint4 *)from, bytes / 16, (uint32_t *)sink);
-    return (int)cudaGetLastError();
+    const Launch how{dim3((unsigned)(sms * 4)), 512, 0, 1, false, (cudaStream_t)stream};
+    return launch<read_kernel>(how, (const uint4 *)from, bytes / 16, (uint32_t *)sink);
 }
 
-extern "C" int aq_stream_new(void **stream) { return (int)cudaStreamCreateWithFlags((cudaStream_t *)stream, cudaStreamNonBlocking); }
-extern "C" int aq_stream_free(void *stream) { return (int)cudaStreamDestroy((cudaStream_t)stream); }
-extern "C" int aq_stream_sync(void *stream) { return (int)cudaStreamSynchronize((cudaStream_t)stream); }
-extern "C" int aq_capture_begin(void *stream) { return (int)cudaStreamBeginCapture((cudaStream_t)stream, cudaStreamCaptureModeThreadLocal); }
+extern "C" int aq_stream_new(void **stream) { return status_of(cudaStreamCreateWithFlags((cudaStream_t *)stream, cudaStreamNonBlocking)); }
+extern "C" int aq_stream_free(void *stream) { return status_of(cudaStreamDestroy((cudaStream_t)stream)); }
+extern "C" int aq_stream_sync(void *stream) { return status_of(cudaStreamSynchronize((cudaStream_t)stream)); }
+// While the stream is captured there is nothing to wait for: a graph is launched after its capture, in the order that its user chooses.
+extern "C" int aq_stream_after(void *stream, void *earlier) {
+    bool captured = false;
+    int status = stream_is_captured((cudaStream_t)stream, &captured);
+    if (status || captured) return status;
+    cudaEvent_t event;
+    if ((status = status_of(cudaEventCreateWithFlags(&event, cudaEventDisableTiming)))) return status;
+    status = status_of(cudaEventRecord(event, (cudaStream_t)earlier));
+    if (!status) status = status_of(cudaStreamWaitEvent((cudaStream_t)stream, event, 0));
+    const int destroyed = status_of(cudaEventDestroy(event));
+    return status ? status : destroyed;
+}
+extern "C" int aq_capture_begin(void *stream) { return status_of(cudaStreamBeginCapture((cudaStream_t)stream, cudaStreamCaptureModeThreadLocal)); }
 
 extern "C" int aq_capture_end(void *stream, void **exec) {
     cudaGraph_t graph = nullptr;
     cudaError_t e = cudaStreamEndCapture((cudaStream_t)stream, &graph);
     if (e == cudaSuccess) e = cudaGraphInstantiate((cudaGraphExec_t *)exec, graph, 0);
     if (graph) cudaGraphDestroy(graph);
-    return (int)e;
+    return status_of(e);
 }
-extern "C" int aq_graph_free(void *exec) { return (int)cudaGraphExecDestroy((cudaGraphExec_t)exec); }
+extern "C" int aq_graph_free(void *exec) { return status_of(cudaGraphExecDestroy((cudaGraphExec_t)exec)); }
 
 extern "C" int aq_graph_time(void *exec, void *stream, float *ms) {
     cudaEvent_t a = nullptr, b = nullptr;
@@ -50,19 +63,26 @@ extern "C" int aq_graph_time(void *exec, void *stream, float *ms) {
     if (e == cudaSuccess) e = cudaEventElapsedTime(ms, a, b);
     if (a) cudaEventDestroy(a);
     if (b) cudaEventDestroy(b);
-    return (int)e;
+    return status_of(e);
 }
 
-extern "C" int aq_malloc(int64_t bytes, void **out) { return (int)cudaMalloc(out, (size_t)bytes); }
-extern "C" int aq_free(void *p) { return (int)cudaFree(p); }
+// Also while this thread captures a stream: the memory is not the graph's.
+extern "C" int aq_malloc(int64_t bytes, void **out) {
+    const RelaxedCapture relaxed;
+    return status_of(cudaMalloc(out, (size_t)bytes));
+}
+extern "C" int aq_free(void *p) {
+    const RelaxedCapture relaxed;
+    return status_of(cudaFree(p));
+}
 extern "C" int aq_copy(void *to, const void *from, int64_t bytes, void *stream) {
-    return (int)cudaMemcpyAsync(to, from, (size_t)bytes, cudaMemcpyDefault, (cudaStream_t)stream);
+    return status_of(cudaMemcpyAsync(to, from, (size_t)bytes, cudaMemcpyDefault, (cudaStream_t)stream));
 }
 extern "C" int aq_fill(void *to, int value, int64_t bytes, void *stream) {
-    return (int)cudaMemsetAsync(to, value, (size_t)bytes, (cudaStream_t)stream);
+    return status_of(cudaMemsetAsync(to, value, (size_t)bytes, (cudaStream_t)stream));
 }
 extern "C" int aq_use_device(int device, int *before) {
     cudaError_t e = cudaGetDevice(before);
     if (e == cudaSuccess && *before != device) e = cudaSetDevice(device);
-    return (int)e;
+    return status_of(e);
 }

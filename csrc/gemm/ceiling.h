@@ -11,6 +11,8 @@ int aq_read(const void *from, int64_t bytes, void *sink, int sms, void *stream);
 int aq_stream_new(void **stream);
 int aq_stream_free(void *stream);
 int aq_stream_sync(void *stream);
+/* Work that is put on `stream` from now on waits for the work that `earlier` has now. */
+int aq_stream_after(void *stream, void *earlier);
 int aq_capture_begin(void *stream);
 int aq_capture_end(void *stream, void **exec);
 int aq_graph_free(void *exec);

@@ -1,8 +1,10 @@
-/* Launchers of the NVFP4 GEMM kernels in plain C: they take device pointers and return a status. No Python, no allocation.
+/* Launchers of the NVFP4 GEMM kernels in plain C: they take device pointers and return a status. No Python.
  *
  * Number format: NVFP4 as ModelOpt stores it. A weight [n, k] is codes uint8 [n, k/2] (low nibble = even column), block scales
  * E4M3 [n, k/16] in row-major order and one float tensor scale; w = e2m1(code) * e4m3(scale) * tensor_scale.
- * Status: 0 success, > 0 a cudaError_t, < 0 one of AQ_GEMM_*.
+ * Status: 0 success, > 0 a cudaError_t, < 0 one of AQ_GEMM_*. A CUDA error that is returned is also cleared, so that it does not
+ * appear again in a later call. Errors of other calls are neither returned nor cleared.
+ * All functions can be called from several threads at the same time, also on one stream.
  */
 #ifndef ANNIE_QUANT_GEMM_H
 #define ANNIE_QUANT_GEMM_H
@@ -17,23 +19,65 @@ extern "C" {
 enum { AQ_F32 = 0, AQ_F16 = 1, AQ_BF16 = 2 };
 enum { AQ_PATH_AUTO = 0, AQ_PATH_SKINNY = 1, AQ_PATH_TILED = 2, AQ_PATH_WGMMA = 3 };
 enum { AQ_FP4_AUTO = 0, AQ_FP4_NATIVE = 1, AQ_FP4_EMULATED = 2 };
-enum { AQ_GEMM_NO_PLAN = -1, AQ_GEMM_NO_NATIVE = -2 };
+enum { AQ_GEMM_NO_PLAN = -1, AQ_GEMM_NO_NATIVE = -2, AQ_GEMM_BAD_PLAN = -3, AQ_GEMM_SMALL_WORKSPACE = -4 };
 
 /* Planted faults for the negative controls of validate-gpu: with each, the comparison with the oracle must fail. */
 enum { AQ_FAULT_NONE = 0, AQ_FAULT_NIBBLES = 1, AQ_FAULT_SCALES = 2, AQ_FAULT_FRAGMENT = 3, AQ_FAULT_LANE = 4 };
 
+/* What a plan depends on. */
 typedef struct {
-    int path;     /* AQ_PATH_* */
-    int width;    /* skinny: pipeline stages per warp; tiled, wgmma: tokens per tile */
-    int split;    /* blocks per cluster; they share K */
-    int stages;   /* skinny: row tiles per step; tiled, wgmma: pipeline stages */
-    int blocks;   /* blocks launched */
-    int smem;     /* dynamic shared memory per block, bytes */
-    int stream_k_tiles; /* wgmma: tiles that are computed stream-K: all blocks get equal shares of them along K */
-    int rows;     /* wgmma: rows per tile: 256, 192, or 128 (its block computes two parts of K in parallel) */
-    int permuted; /* wgmma: 1 if a separate kernel permutes the activations first */
-    int64_t workspace; /* bytes of device memory that belong to the launch until it ends; 0 for most plans */
+    int sms;         /* multiprocessors */
+    int smem_bytes;  /* dynamic shared memory that a block can have */
+    int major;       /* compute capability */
+    int wgmma;       /* 1 if the code for the device has wgmma and the driver can make tensor maps */
+    int native_fp4;  /* 1 if the code for the device has the FP4 instruction */
+} aq_limits;
+
+/* Up to 16 tokens: a block has all tokens and a share of the row tiles of 16 rows. */
+typedef struct {
+    int blocks;
+    int cluster_size; /* blocks that share K */
+    int warp_stages;  /* pipeline stages of a warp, 1 or 2 */
+    int step_tiles;   /* row tiles per step, 2 or 4 */
+} aq_skinny_plan;
+
+/* Tiles of 256 rows x tile_tokens by mma.sync. */
+typedef struct {
+    int tile_tokens;  /* 16, 64 or 128 */
+    int cluster_size; /* blocks that share K */
+    int stages;       /* pipeline stages of a block */
+} aq_tiled_plan;
+
+/* Tiles of tile_rows x tile_tokens by wgmma. */
+typedef struct {
+    int tile_tokens;    /* 16, 32, 64 or 128 */
+    int tile_rows;      /* 256, 192, or 128 (its block computes two parts of K in parallel) */
+    int blocks;
+    int cluster_size;   /* blocks that share K, 1 or 2 */
+    int stages;         /* pipeline stages of a block */
+    int stream_k_tiles; /* tiles that are computed stream-K: all blocks get equal shares of them along K */
+    int permute_first;  /* 1 if a separate kernel permutes the activations, 0 if the blocks do it in place */
+} aq_wgmma_plan;
+
+typedef struct {
+    int path; /* AQ_PATH_*, which of the three is set */
+    union {
+        aq_skinny_plan skinny;
+        aq_tiled_plan tiled;
+        aq_wgmma_plan wgmma;
+    } of;
 } aq_plan;
+
+/* Memory of one launch. */
+typedef struct {
+    int smem_bytes;          /* dynamic shared memory per block */
+    int64_t workspace_bytes; /* device memory that belongs to the launch until it ends; 0 for most plans */
+} aq_needs;
+
+/* Values that an operation does not accept: their number, and the smallest index; count = 0 if there are none. */
+typedef struct {
+    int64_t count, first;
+} aq_report;
 
 typedef struct {
     char name[128];
@@ -45,22 +89,28 @@ const char *aq_error_text(int status);
 int aq_device_count(int *count);
 int aq_device_info(int device, aq_device *out);
 int aq_pointer_device(const void *pointer, int *device);
+/* The limits of the current device, read once. */
+int aq_current_limits(aq_limits *out);
 
+/* The functions with a report wait for the stream if the report is not NULL. */
 size_t aq_packed_bytes(int64_t n, int64_t k);
-/* *bad is set to the smallest index of a scale byte that is NaN or negative, and not changed if there is none. */
-int aq_repack(const uint8_t *codes, const uint8_t *scales, uint8_t *packed, int64_t n, int64_t k, unsigned long long *bad,
-              int fault, void *stream);
-int aq_plan_w4a16(int64_t m, int64_t n, int64_t k, int path, aq_plan *plan);
-int aq_w4a16(const void *x, int64_t ldx, const uint8_t *packed, float tensor_scale, void *out, void *workspace, int64_t m, int64_t n,
-             int64_t k, int x_type, int out_type, const aq_plan *plan, int pdl, void *stream);
+/* report: block scales that are NaN or negative. */
+int aq_repack(const uint8_t *codes, const uint8_t *scales, uint8_t *packed, int64_t n, int64_t k, int fault, aq_report *report, void *stream);
+
+int aq_plan_w4a16(int64_t m, int64_t n, int64_t k, int path, const aq_limits *limits, aq_plan *plan);
+/* Return NULL and set *needs if the plan can compute this product on such a device, else what is wrong with it. */
+const char *aq_plan_problem(int64_t m, int64_t n, int64_t k, const aq_limits *limits, const aq_plan *plan, aq_needs *needs);
+/* workspace: NULL for memory that is allocated and freed in the order of the stream, also in a stream that is captured. */
+int aq_w4a16(const void *x, int64_t ldx, const uint8_t *packed, float tensor_scale, void *out, void *workspace, int64_t workspace_bytes, int64_t m,
+             int64_t n, int64_t k, int x_type, int out_type, const aq_plan *plan, int pdl, void *stream);
 
 int aq_w4a4(const uint8_t *a, const uint8_t *a_scale, const uint8_t *w, const uint8_t *w_scale, float alpha, void *out, int64_t m,
             int64_t n, int64_t k, int out_type, int mode, int fault, void *stream);
-/* *native = 1 if the code for the current device has the native FP4 instruction. */
-int aq_fp4_native(int *native);
 
-int aq_pack(const void *x, int type, int64_t blocks, float tensor_scale, uint8_t *codes, uint8_t *scales, void *stream);
-int aq_unpack(const uint8_t *codes, const uint8_t *scales, int64_t blocks, float tensor_scale, void *out, int type, void *stream);
+/* report: elements of x that are NaN or infinite. */
+int aq_pack(const void *x, int type, int64_t blocks, float tensor_scale, uint8_t *codes, uint8_t *scales, aq_report *report, void *stream);
+/* report: block scales that are NaN. */
+int aq_unpack(const uint8_t *codes, const uint8_t *scales, int64_t blocks, float tensor_scale, void *out, int type, aq_report *report, void *stream);
 int aq_fake_quant(const void *x, int type, int64_t blocks, float tensor_scale, void *out, void *stream);
 
 #ifdef __cplusplus

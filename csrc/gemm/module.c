@@ -75,38 +75,111 @@ static PyObject *py_packed_bytes(PyObject *module, PyObject *args) {
     return PyLong_FromSize_t(aq_packed_bytes(n, k));
 }
 
+/* The report of an operation as a Python object: None, or (number of bad values, smallest index). */
+static PyObject *report_or_none(PyObject *module, int status, const aq_report *report) {
+    if (status) return raise_status(module, status);
+    if (!report->count) Py_RETURN_NONE;
+    return Py_BuildValue("(LL)", (long long)report->count, (long long)report->first);
+}
+
 static PyObject *py_repack(PyObject *module, PyObject *args) {
-    unsigned long long codes, scales, packed, bad, stream;
+    unsigned long long codes, scales, packed, stream;
     long long n, k;
     int fault, status;
-    if (!PyArg_ParseTuple(args, "KKKLLKiK", &codes, &scales, &packed, &n, &k, &bad, &fault, &stream)) return NULL;
-    CALL(status, aq_repack(ptr(codes), ptr(scales), ptr(packed), n, k, ptr(bad), fault, ptr(stream)));
-    return done(module, status);
+    aq_report report;
+    if (!PyArg_ParseTuple(args, "KKKLLiK", &codes, &scales, &packed, &n, &k, &fault, &stream)) return NULL;
+    CALL(status, aq_repack(ptr(codes), ptr(scales), ptr(packed), n, k, fault, &report, ptr(stream)));
+    return report_or_none(module, status, &report);
+}
+
+/* limits: None for those of the current device, or (sms, smem_bytes, major, wgmma, native_fp4). */
+static int parse_limits(PyObject *module, PyObject *limits, aq_limits *out) {
+    if (limits != Py_None) return PyArg_ParseTuple(limits, "iiipp", &out->sms, &out->smem_bytes, &out->major, &out->wgmma, &out->native_fp4);
+    int status;
+    CALL(status, aq_current_limits(out));
+    if (status) raise_status(module, status);
+    return status == 0;
+}
+
+static PyObject *py_limits(PyObject *module, PyObject *unused) {
+    aq_limits l;
+    (void)unused;
+    if (!parse_limits(module, Py_None, &l)) return NULL;
+    return Py_BuildValue("(iiiNN)", l.sms, l.smem_bytes, l.major, PyBool_FromLong(l.wgmma), PyBool_FromLong(l.native_fp4));
+}
+
+/* The fields of each path's plan in the order of the struct; annie_quant/gemm/plans.py has the same. */
+static const char *const plan_fields[] = {
+    [AQ_PATH_SKINNY] = "blocks cluster_size warp_stages step_tiles",
+    [AQ_PATH_TILED] = "tile_tokens cluster_size stages",
+    [AQ_PATH_WGMMA] = "tile_tokens tile_rows blocks cluster_size stages stream_k_tiles permute_first",
+};
+
+static PyObject *plan_to_tuple(const aq_plan *p) {
+    const aq_skinny_plan *s = &p->of.skinny;
+    const aq_tiled_plan *t = &p->of.tiled;
+    const aq_wgmma_plan *w = &p->of.wgmma;
+    switch (p->path) {
+    case AQ_PATH_SKINNY: return Py_BuildValue("(iiii)", s->blocks, s->cluster_size, s->warp_stages, s->step_tiles);
+    case AQ_PATH_TILED: return Py_BuildValue("(iii)", t->tile_tokens, t->cluster_size, t->stages);
+    default:
+        return Py_BuildValue("(iiiiiii)", w->tile_tokens, w->tile_rows, w->blocks, w->cluster_size, w->stages, w->stream_k_tiles, w->permute_first);
+    }
+}
+
+static int plan_from_tuple(int path, PyObject *fields, aq_plan *p) {
+    aq_skinny_plan *s = &p->of.skinny;
+    aq_tiled_plan *t = &p->of.tiled;
+    aq_wgmma_plan *w = &p->of.wgmma;
+    p->path = path;
+    switch (path) {
+    case AQ_PATH_SKINNY: return PyArg_ParseTuple(fields, "iiii", &s->blocks, &s->cluster_size, &s->warp_stages, &s->step_tiles);
+    case AQ_PATH_TILED: return PyArg_ParseTuple(fields, "iii", &t->tile_tokens, &t->cluster_size, &t->stages);
+    case AQ_PATH_WGMMA:
+        return PyArg_ParseTuple(fields, "iiiiiii", &w->tile_tokens, &w->tile_rows, &w->blocks, &w->cluster_size, &w->stages, &w->stream_k_tiles,
+                                &w->permute_first);
+    default: PyErr_Format(PyExc_ValueError, "path %d, expected 1 to 3", path); return 0;
+    }
 }
 
 static PyObject *py_plan(PyObject *module, PyObject *args) {
     long long m, n, k;
     int path, status;
+    PyObject *of = Py_None;
+    aq_limits limits;
     aq_plan p;
-    if (!PyArg_ParseTuple(args, "LLLi", &m, &n, &k, &path)) return NULL;
-    CALL(status, aq_plan_w4a16(m, n, k, path, &p));
+    if (!PyArg_ParseTuple(args, "LLLi|O", &m, &n, &k, &path, &of) || !parse_limits(module, of, &limits)) return NULL;
+    CALL(status, aq_plan_w4a16(m, n, k, path, &limits, &p));
     if (status) return raise_status(module, status);
-    return Py_BuildValue("(iiiiiiiiiL)", p.path, p.width, p.split, p.stages, p.blocks, p.smem, p.stream_k_tiles, p.rows, p.permuted,
-                         (long long)p.workspace);
+    return Py_BuildValue("(iN)", p.path, plan_to_tuple(&p));
+}
+
+static PyObject *py_plan_needs(PyObject *module, PyObject *args) {
+    long long m, n, k;
+    int path;
+    PyObject *fields, *of = Py_None;
+    aq_limits limits;
+    aq_plan p;
+    aq_needs needs;
+    if (!PyArg_ParseTuple(args, "LLLiO!|O", &m, &n, &k, &path, &PyTuple_Type, &fields, &of) || !plan_from_tuple(path, fields, &p)) return NULL;
+    if (!parse_limits(module, of, &limits)) return NULL;
+    const char *problem = aq_plan_problem(m, n, k, &limits, &p, &needs);
+    if (problem) return PyErr_Format(PyExc_ValueError, "%s", problem);
+    return Py_BuildValue("(iL)", needs.smem_bytes, (long long)needs.workspace_bytes);
 }
 
 static PyObject *py_w4a16(PyObject *module, PyObject *args) {
     unsigned long long x, packed, out, workspace, stream;
     long long ldx, m, n, k, workspace_bytes;
     float scale;
-    int x_type, out_type, pdl, status;
+    int x_type, out_type, path, pdl, status;
+    PyObject *fields;
     aq_plan p;
-    if (!PyArg_ParseTuple(args, "KLKfKKLLLii(iiiiiiiiiL)iK", &x, &ldx, &packed, &scale, &out, &workspace, &m, &n, &k, &x_type, &out_type,
-                          &p.path, &p.width, &p.split, &p.stages, &p.blocks, &p.smem, &p.stream_k_tiles, &p.rows, &p.permuted,
-                          &workspace_bytes, &pdl, &stream))
+    if (!PyArg_ParseTuple(args, "KLKfKKLLLLiiiO!iK", &x, &ldx, &packed, &scale, &out, &workspace, &workspace_bytes, &m, &n, &k, &x_type, &out_type, &path,
+                          &PyTuple_Type, &fields, &pdl, &stream) ||
+        !plan_from_tuple(path, fields, &p))
         return NULL;
-    p.workspace = workspace_bytes;
-    CALL(status, aq_w4a16(ptr(x), ldx, ptr(packed), scale, ptr(out), ptr(workspace), m, n, k, x_type, out_type, &p, pdl, ptr(stream)));
+    CALL(status, aq_w4a16(ptr(x), ldx, ptr(packed), scale, ptr(out), ptr(workspace), workspace_bytes, m, n, k, x_type, out_type, &p, pdl, ptr(stream)));
     return done(module, status);
 }
 
@@ -121,31 +194,26 @@ static PyObject *py_w4a4(PyObject *module, PyObject *args) {
     return done(module, status);
 }
 
-static PyObject *py_fp4_native(PyObject *module, PyObject *unused) {
-    int native = 0, status;
-    (void)unused;
-    CALL(status, aq_fp4_native(&native));
-    return status ? raise_status(module, status) : PyBool_FromLong(native);
-}
-
 static PyObject *py_pack(PyObject *module, PyObject *args) {
     unsigned long long x, codes, scales, stream;
     long long blocks;
     float scale;
     int type, status;
+    aq_report report;
     if (!PyArg_ParseTuple(args, "KiLfKKK", &x, &type, &blocks, &scale, &codes, &scales, &stream)) return NULL;
-    CALL(status, aq_pack(ptr(x), type, blocks, scale, ptr(codes), ptr(scales), ptr(stream)));
-    return done(module, status);
+    CALL(status, aq_pack(ptr(x), type, blocks, scale, ptr(codes), ptr(scales), &report, ptr(stream)));
+    return report_or_none(module, status, &report);
 }
 
 static PyObject *py_unpack(PyObject *module, PyObject *args) {
     unsigned long long codes, scales, out, stream;
     long long blocks;
     float scale;
-    int type, status;
-    if (!PyArg_ParseTuple(args, "KKLfKiK", &codes, &scales, &blocks, &scale, &out, &type, &stream)) return NULL;
-    CALL(status, aq_unpack(ptr(codes), ptr(scales), blocks, scale, ptr(out), type, ptr(stream)));
-    return done(module, status);
+    int type, check, status;
+    aq_report report = {0, 0};
+    if (!PyArg_ParseTuple(args, "KKLfKipK", &codes, &scales, &blocks, &scale, &out, &type, &check, &stream)) return NULL;
+    CALL(status, aq_unpack(ptr(codes), ptr(scales), blocks, scale, ptr(out), type, check ? &report : NULL, ptr(stream)));
+    return report_or_none(module, status, &report);
 }
 
 static PyObject *py_fake_quant(PyObject *module, PyObject *args) {
@@ -223,6 +291,14 @@ static PyObject *py_stream_sync(PyObject *module, PyObject *args) { return handl
 static PyObject *py_capture_begin(PyObject *module, PyObject *args) { return handle_call(module, args, aq_capture_begin); }
 static PyObject *py_graph_free(PyObject *module, PyObject *args) { return handle_call(module, args, aq_graph_free); }
 
+static PyObject *py_stream_after(PyObject *module, PyObject *args) {
+    unsigned long long stream, earlier;
+    int status;
+    if (!PyArg_ParseTuple(args, "KK", &stream, &earlier)) return NULL;
+    CALL(status, aq_stream_after(ptr(stream), ptr(earlier)));
+    return done(module, status);
+}
+
 static PyObject *py_capture_end(PyObject *module, PyObject *args) {
     unsigned long long stream;
     void *exec = NULL;
@@ -247,13 +323,16 @@ static PyMethodDef methods[] = {
     {"pointer_device", py_pointer_device, METH_VARARGS, "pointer_device(ptr) -> device, or -1 for host memory"},
     {"use_device", py_use_device, METH_VARARGS, "use_device(device) -> the previous device"},
     {"packed_bytes", py_packed_bytes, METH_VARARGS, "packed_bytes(n, k) -> bytes of the repacked weight"},
-    {"repack", py_repack, METH_VARARGS, "repack(codes, scales, packed, n, k, bad, fault, stream)"},
-    {"plan", py_plan, METH_VARARGS, "plan(m, n, k, path) -> (path, width, split, stages, blocks, smem, stream_k_tiles, rows, permuted, workspace)"},
-    {"w4a16", py_w4a16, METH_VARARGS, "w4a16(x, ldx, packed, scale, out, workspace, m, n, k, x_type, out_type, plan, pdl, stream)"},
+    {"repack", py_repack, METH_VARARGS, "repack(codes, scales, packed, n, k, fault, stream) -> None, or (count, first index) of NaN and negative scales"},
+    {"limits", py_limits, METH_NOARGS, "limits() -> (sms, smem_bytes, major, wgmma, native_fp4) of the current device"},
+    {"plan", py_plan, METH_VARARGS, "plan(m, n, k, path, limits=None) -> (path, fields)"},
+    {"plan_needs", py_plan_needs, METH_VARARGS,
+     "plan_needs(m, n, k, path, fields, limits=None) -> (shared memory per block, workspace); ValueError: what is wrong with the plan"},
+    {"w4a16", py_w4a16, METH_VARARGS,
+     "w4a16(x, ldx, packed, scale, out, workspace or 0, workspace_bytes, m, n, k, x_type, out_type, path, fields, pdl, stream)"},
     {"w4a4", py_w4a4, METH_VARARGS, "w4a4(a, a_scale, w, w_scale, alpha, out, m, n, k, out_type, mode, fault, stream)"},
-    {"fp4_native", py_fp4_native, METH_NOARGS, "fp4_native() -> whether the code for this device has the native FP4 instruction"},
-    {"pack", py_pack, METH_VARARGS, "pack(x, type, blocks, scale, codes, scales, stream)"},
-    {"unpack", py_unpack, METH_VARARGS, "unpack(codes, scales, blocks, scale, out, type, stream)"},
+    {"pack", py_pack, METH_VARARGS, "pack(x, type, blocks, scale, codes, scales, stream) -> None, or (count, first index) of NaN and inf"},
+    {"unpack", py_unpack, METH_VARARGS, "unpack(codes, scales, blocks, scale, out, type, check, stream) -> None, or (count, first index) of NaN scales"},
     {"fake_quant", py_fake_quant, METH_VARARGS, "fake_quant(x, type, blocks, scale, out, stream)"},
     {"malloc", py_malloc, METH_VARARGS, "malloc(bytes) -> ptr"},
     {"free", py_free, METH_VARARGS, "free(ptr)"},
@@ -263,6 +342,7 @@ static PyMethodDef methods[] = {
     {"stream_new", py_stream_new, METH_NOARGS, "stream_new() -> stream"},
     {"stream_free", py_stream_free, METH_VARARGS, "stream_free(stream)"},
     {"stream_sync", py_stream_sync, METH_VARARGS, "stream_sync(stream)"},
+    {"stream_after", py_stream_after, METH_VARARGS, "stream_after(stream, earlier): wait for the work that `earlier` has now"},
     {"capture_begin", py_capture_begin, METH_VARARGS, "capture_begin(stream)"},
     {"capture_end", py_capture_end, METH_VARARGS, "capture_end(stream) -> graph"},
     {"graph_time", py_graph_time, METH_VARARGS, "graph_time(graph, stream) -> ms of one launch"},
@@ -274,11 +354,12 @@ static int module_exec(PyObject *module) {
     module_state *state = state_of(module);
     state->error = PyErr_NewException("annie_quant._gemm.CudaError", PyExc_RuntimeError, NULL);
     if (!state->error) return -1;
-    Py_INCREF(state->error);
-    if (PyModule_AddObject(module, "CudaError", state->error) < 0) {
-        Py_DECREF(state->error);
-        return -1;
-    }
+    if (PyModule_AddObjectRef(module, "CudaError", state->error) < 0) return -1;
+    PyObject *fields = Py_BuildValue("{s:s,s:s,s:s}", "skinny", plan_fields[AQ_PATH_SKINNY], "tiled", plan_fields[AQ_PATH_TILED], "wgmma",
+                                     plan_fields[AQ_PATH_WGMMA]);
+    const int added = fields ? PyModule_AddObjectRef(module, "PLAN_FIELDS", fields) : -1;
+    Py_XDECREF(fields);
+    if (added < 0) return -1;
     return PyModule_AddStringConstant(module, "ARCHS", ANNIE_QUANT_ARCHS); /* from setup.py, as given to nvcc */
 }
 
@@ -293,14 +374,23 @@ static int module_clear(PyObject *module) {
     return 0;
 }
 
+static void module_free(void *module) { (void)module_clear((PyObject *)module); }
+
+/* Python objects are in the module's state only. State of the process (limits, memory pools, opt-ins) is behind atomics and a mutex. */
 static PyModuleDef_Slot slots[] = {
     {Py_mod_exec, (void *)module_exec},
+#ifdef Py_mod_multiple_interpreters
+    {Py_mod_multiple_interpreters, Py_MOD_PER_INTERPRETER_GIL_SUPPORTED},
+#endif
+#ifdef Py_mod_gil
+    {Py_mod_gil, Py_MOD_GIL_NOT_USED},
+#endif
     {0, NULL},
 };
 
 static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT, "_gemm", "NVFP4 GEMM kernels; use annie_quant.gemm.", sizeof(module_state), methods, slots,
-    module_traverse, module_clear, NULL,
+    module_traverse, module_clear, module_free,
 };
 
 PyMODINIT_FUNC PyInit__gemm(void) { return PyModuleDef_Init(&definition); }

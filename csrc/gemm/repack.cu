@@ -1,7 +1,7 @@
 // One-time repack of a checkpoint's weight (row-major codes, linear scales) into the chunks that the kernels read.
 // Reads and writes 0.5625 bytes per weight; a thread writes one 32-bit word or one scale byte.
-#include "gemm/device.cuh"
-#include "gemm/gemm.h"
+#include "gemm/numerics.cuh"
+#include "gemm/launch.cuh"
 
 namespace {
 
@@ -25,7 +25,7 @@ __device__ uint32_t code_at(const Source &s, int64_t row, int64_t col) {
     return high ? byte >> 4 : byte & 15u;
 }
 
-__global__ void repack_kernel(Source s, uint8_t *packed, int tiles, int chunks, unsigned long long *bad) {
+__global__ void repack_kernel(Source s, uint8_t *packed, int tiles, int chunks, DeviceReport *report) {
     // a block writes one chunk: 256 words of codes, then 128 scale bytes
     const int tile = blockIdx.x / chunks, chunk = blockIdx.x - tile * chunks;
     const int64_t row0 = (int64_t)tile * kRows, col0 = (int64_t)chunk * kCols;
@@ -49,7 +49,7 @@ __global__ void repack_kernel(Source s, uint8_t *packed, int tiles, int chunks, 
         const int q = t >> 6, lane = (t >> 1) & 31, h = t & 1;
         const int64_t row = row0 + (lane >> 2) + 8 * h, col = col0 + q * 64 + (lane & 3) * 16;
         const uint32_t byte = scale_byte(s, row, col);
-        if (byte >= 0x7Fu && byte != 0x80u) atomicMin(bad, (unsigned long long)(row * (s.k / 16) + col / 16));
+        if (byte >= 0x7Fu && byte != 0x80u) report_bad(report, (unsigned long long)(row * (s.k / 16) + col / 16), 1);
         to[scale_at(q, lane) + h] = (uint8_t)e5m3(byte & 0x7Fu);
     }
 }
@@ -58,10 +58,13 @@ __global__ void repack_kernel(Source s, uint8_t *packed, int tiles, int chunks, 
 
 extern "C" size_t aq_packed_bytes(int64_t n, int64_t k) { return (size_t)row_tiles(n) * (size_t)column_chunks(k) * kChunk; }
 
-extern "C" int aq_repack(const uint8_t *codes, const uint8_t *scales, uint8_t *packed, int64_t n, int64_t k,
-                         unsigned long long *bad, int fault, void *stream) {
+extern "C" int aq_repack(const uint8_t *codes, const uint8_t *scales, uint8_t *packed, int64_t n, int64_t k, int fault, aq_report *report, void *stream) {
     const Source s{codes, scales, n, k, fault};
     const int tiles = row_tiles(n), chunks = column_chunks(k);
-    repack_kernel<<<(unsigned)tiles * (unsigned)chunks, 256, 0, (cudaStream_t)stream>>>(s, packed, tiles, chunks, bad);
-    return (int)cudaGetLastError();
+    ReportMemory memory(report, (cudaStream_t)stream);
+    int status = memory.prepare();
+    if (status) return status;
+    const Launch how{dim3((unsigned)tiles * (unsigned)chunks), 256, 0, 1, false, (cudaStream_t)stream};
+    status = launch<repack_kernel>(how, s, packed, tiles, chunks, memory.get());
+    return status ? status : memory.read();
 }

@@ -11,7 +11,7 @@
 #pragma once
 #include <type_traits>
 
-#include "gemm/device.cuh"
+#include "gemm/numerics.cuh"
 
 constexpr int kSkinnyWarps = 16;
 
@@ -21,10 +21,10 @@ struct SkinnyArgs {
     void *out;
     int64_t ldx, n;
     float scale;
-    int m, k, tiles, chunks, split, out_type, pdl;
+    int m, k, tiles, chunks, cluster_size, out_type, pdl;
     uint32_t zero;  // 0; the compiler must not know its value
     // quotients from the host: an integer division takes 0.1 microseconds per block, and the whole launch takes 10
-    int log_split, tiles_each, tiles_more, chunks_each, chunks_more;
+    int log_cluster, tiles_each, tiles_more, chunks_each, chunks_more;
     uint32_t by_chunks[2], by_m;  // ceil(2^32 / d) for d = chunks_each, chunks_each + 1 and m
 };
 
@@ -37,29 +37,47 @@ struct SkinnyShape {
     static constexpr int kChains = NT == 1 ? 2 : 1;  // independent sums, to hide the latency of mma
     // Groups of a block with this number of row tiles. A block may begin in the middle of a pair; then no block has one tile more.
     AQ_HD static int groups(int tiles) { return ((tiles + 1) / 2 + G - 1) / G; }
-    static int64_t bytes(int m, int64_t groups, int split) {
-        return (int64_t)kSkinnyWarps * kRing + (groups + kSkinnyWarps) * kSlot * 4 + (split > 1 ? (groups * m * G + split) * 128 : 0);
+    static int64_t bytes(int m, int64_t groups, int cluster_size) {
+        return (int64_t)kSkinnyWarps * kRing + (groups + kSkinnyWarps) * kSlot * 4 + (cluster_size > 1 ? (groups * m * G + cluster_size) * 128 : 0);
     }
 };
 
 // x / d from the host's ceil(2^32 / d): exact for x * d < 2^32
 __device__ __forceinline__ int divide(int x, uint32_t reciprocal) { return reciprocal ? (int)__umulhi((uint32_t)x, reciprocal) : x; }
 
-__device__ __forceinline__ uint4 shared16(uint32_t at) {
-    uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
-    return v;
+// ---- a warp's own pipeline: the warp issues copies for itself, before sm_90 with all its lanes ----
+__device__ __forceinline__ void pipeline_init(uint32_t bars, int count) {
+#if AQ_HOPPER
+    if ((threadIdx.x & 31) < count) mbarrier_init(bars + (threadIdx.x & 31) * 8, 1);
+    mbarrier_init_fence();
+    async_fence_shared();
+    __syncwarp();
+#endif
 }
-__device__ __forceinline__ uint32_t shared4(uint32_t at) {
-    uint32_t v;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at));
-    return v;
+__device__ __forceinline__ void pipeline_copy(uint32_t to, const uint8_t *from, uint32_t bytes, uint32_t bar) {
+    const uint32_t lane = threadIdx.x & 31;
+#if AQ_HOPPER
+    if (lane == 0) {
+        mbarrier_expect(bar, bytes);
+        if (bytes) bulk_copy<true>(to, from, bytes, bar);
+    }
+#else
+    for (uint32_t at = lane * 16; at < bytes; at += 512) copy_async16(to + at, from + at, 16);
+#endif
 }
-// The previous kernel may write the activations: an ordinary load, which is not moved before wait_for_previous_kernel.
-__device__ __forceinline__ uint4 load_x16(const void *p) {
-    uint4 v;
-    asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
-    return v;
+__device__ __forceinline__ void pipeline_commit() {
+#if !AQ_HOPPER
+    copy_async_commit();
+#endif
+}
+template <int STAGES>
+__device__ __forceinline__ void pipeline_wait(uint32_t bar, uint32_t parity) {
+#if AQ_HOPPER
+    mbarrier_wait(bar, parity);
+#else
+    copy_async_wait<STAGES - 1>();  // of two stages in flight, the older one must be complete
+    __syncwarp();
+#endif
 }
 
 // A lane's part of a stage: its words of the two row tiles and their scales.
@@ -68,11 +86,11 @@ struct SkinnyCodes {
     uint32_t scales[2];
     __device__ __forceinline__ void read(uint32_t stage, int lane) {
 #pragma unroll
-        for (int r = 0; r < 2; r++) scales[r] = shared4(stage + lane * 4 + r * kChunk + kCodes);
+        for (int r = 0; r < 2; r++) scales[r] = load_shared4(stage + lane * 4 + r * kChunk + kCodes);
 #pragma unroll
         for (int q = 0; q < 2; q++)
 #pragma unroll
-            for (int r = 0; r < 2; r++) words[r][q] = shared16(stage + lane * 16 + r * kChunk + q * 512);
+            for (int r = 0; r < 2; r++) words[r][q] = load_shared16(stage + lane * 16 + r * kChunk + q * 512);
     }
     // Returns 0 after every lane has read its bytes. A copy whose address depends on it cannot start before the reads are complete.
     __device__ __forceinline__ uint32_t all_read(uint32_t zero) const {
@@ -91,10 +109,12 @@ __global__ void __launch_bounds__(32 * kSkinnyWarps, 1) skinny_kernel(const Skin
     const int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, (int)threadIdx.x >> 5, 0);
     const uint32_t ring = smem_at(smem) + warp * (STAGES * kStageBytes), bars = smem_at(smem) + kWarps * STAGES * kStageBytes + warp * (STAGES * 8);
     float *slots = (float *)(smem + kWarps * Shape::kRing);
-    warp_bars_init(bars, STAGES);
-    cluster_arrive(a.split);
+    pipeline_init(bars, STAGES);
+#if AQ_HOPPER
+    if (a.cluster_size > 1) cluster_arrive_relaxed();
+#endif
 
-    const int rank = a.split > 1 ? (int)cluster_rank() : 0, cluster = blockIdx.x >> a.log_split;
+    const int rank = a.cluster_size > 1 ? (int)cluster_rank() : 0, cluster = blockIdx.x >> a.log_cluster;
     const int tile0 = cluster * a.tiles_each + min(cluster, a.tiles_more), tile1 = tile0 + a.tiles_each + (cluster < a.tiles_more);
     const int pair0 = tile0 >> 1, groups = (((tile1 + 1) >> 1) - pair0 + G - 1) / G;
     const int chunk0 = rank * a.chunks_each + min(rank, a.chunks_more), wide = rank < a.chunks_more, chunks = a.chunks_each + wide;
@@ -119,7 +139,7 @@ __global__ void __launch_bounds__(32 * kSkinnyWarps, 1) skinny_kernel(const Skin
     };
     const auto fetch = [&](auto which, uint32_t stage, uint32_t bar) {
         constexpr int h = decltype(which)::value;
-        warp_copy(stage + skip[h], from[h], bytes[h], bar);
+        pipeline_copy(stage + skip[h], from[h], bytes[h], bar);
         from[h] += stride[h];
         if (h == G - 1) {
             to_fetch--;
@@ -129,10 +149,10 @@ __global__ void __launch_bounds__(32 * kSkinnyWarps, 1) skinny_kernel(const Skin
     constexpr std::integral_constant<int, 0> kFirst;
     constexpr std::integral_constant<int, G - 1> kLast;
     if (to_fetch) seek(chunk), fetch(kFirst, ring, bars);
-    warp_copies_end();
+    pipeline_commit();
     if (STAGES == 2) {
         if (to_fetch) fetch(kLast, ring + kStageBytes, bars + 8);
-        warp_copies_end();
+        pipeline_commit();
     }
     if (a.pdl) {  // weights do not depend on the previous kernel; activations and the output do
         allow_next_kernel();
@@ -153,13 +173,13 @@ __global__ void __launch_bounds__(32 * kSkinnyWarps, 1) skinny_kernel(const Skin
 #pragma unroll
             for (int t = 0; t < NT; t++)
 #pragma unroll
-                for (int i = 0; i < 2; i++) xs[q][i][t] = load_x16(x[t] + q * 64 + i * 8);
+                for (int i = 0; i < 2; i++) xs[q][i][t] = load_global16(x[t] + q * 64 + i * 8);
         } else {  // zeros beyond K: the padded codes are zeros, but 0 * NaN is not 0
             const bool there = (chunk0 + of_chunk) * kCols + q * 64 + l * 16 < a.k;
 #pragma unroll
             for (int t = 0; t < NT; t++)
 #pragma unroll
-                for (int i = 0; i < 2; i++) xs[q][i][t] = there ? load_x16(x[t] + q * 64 + i * 8) : make_uint4(0, 0, 0, 0);
+                for (int i = 0; i < 2; i++) xs[q][i][t] = there ? load_global16(x[t] + q * 64 + i * 8) : make_uint4(0, 0, 0, 0);
         }
     };
     if (begin < end) load_x(0, chunk), load_x(1, chunk);
@@ -185,11 +205,11 @@ __global__ void __launch_bounds__(32 * kSkinnyWarps, 1) skinny_kernel(const Skin
     uint32_t stage = ring, bar = bars, parity = 0;
     const auto half_step = [&](auto which, int next, bool more) {  // one pair of row tiles; the last pair of a step reloads the activations
         constexpr int h = decltype(which)::value;
-        warp_wait(bar, parity, STAGES);
+        pipeline_wait<STAGES>(bar, parity);
         SkinnyCodes codes;
         codes.read(stage, lane);
         if (to_fetch) fetch(std::integral_constant<int, (h + STAGES) % G>{}, stage + codes.all_read(a.zero), bar);
-        warp_copies_end();
+        pipeline_commit();
         if (STAGES == 1 || stage != ring) stage = ring, bar = bars, parity ^= 1;
         else stage += kStageBytes, bar += 8;
 #pragma unroll
@@ -210,7 +230,7 @@ __global__ void __launch_bounds__(32 * kSkinnyWarps, 1) skinny_kernel(const Skin
 #pragma unroll
                     for (int t = 0; t < NT; t++) {
                         const uint4 &v = xs[q][i >> 1][t];
-                        mma16816<HALF>(acc[h][r][i % kChains][t], f, i & 1 ? v.z : v.x, i & 1 ? v.w : v.y);
+                        mma_m16n8k16<HALF>(acc[h][r][i % kChains][t], f, i & 1 ? v.z : v.x, i & 1 ? v.w : v.y);
                     }
                 }
             if (h == G - 1 && more) load_x(q, next);
@@ -233,7 +253,7 @@ __global__ void __launch_bounds__(32 * kSkinnyWarps, 1) skinny_kernel(const Skin
     __syncthreads();
 
     // A warp adds the partial sums of 32 rows of a token in order, and stores the result or sends it to the block that adds all ranks.
-    const int items = groups * a.m * G, each = (items + a.split - 1) >> a.log_split;
+    const int items = groups * a.m * G, each = (items + a.cluster_size - 1) >> a.log_cluster;
     float *peer_sums = slots + (Shape::groups(a.tiles_each + (a.tiles_more > 0)) + kWarps) * kSlot;
     const auto store = [&](int item, float sum) {
         const int u = item / G, t = divide(u, a.by_m), token = u - t * a.m;
@@ -241,7 +261,9 @@ __global__ void __launch_bounds__(32 * kSkinnyWarps, 1) skinny_kernel(const Skin
         if (n >= tile0 * kRows && n < tile1 * kRows && n < a.n) store_typed(a.out, token * a.n + n, sum * a.scale, a.out_type);
     };
     const int lane_begin = total_steps * lane / kWarps, lane_end = total_steps * (lane + 1) / kWarps;  // lane i has warp i's part of the sequence
-    cluster_wait(a.split);
+#if AQ_HOPPER
+    if (a.cluster_size > 1) cluster_wait();  // every block of the cluster has started
+#endif
     for (int e = warp; e < items; e += kWarps) {
         const int u = e / G, t = divide(u, a.by_m), token = u - t * a.m;
         const uint32_t contributors = __ballot_sync(~0u, max(lane_begin, t * chunks) < min(lane_end, t * chunks + chunks));
@@ -250,19 +272,24 @@ __global__ void __launch_bounds__(32 * kSkinnyWarps, 1) skinny_kernel(const Skin
 #pragma unroll
         for (int w = 0; w < kWarps; w++)
             if (contributors >> w & 1) sum += from_slot[w * kSlot];
-        if (a.split == 1) {
+        if (a.cluster_size == 1) {
             store(e, sum);
         } else {
             int owner = 0, mine = e;
             while (mine >= each) mine -= each, owner++;
-            store_peer(peer_sums + (rank * each + mine) * 32 + lane, owner, sum);
+#if AQ_HOPPER
+            store_peer4(peer_at(smem_at(peer_sums + (rank * each + mine) * 32 + lane), owner), sum);
+#endif
         }
     }
-    if (a.split == 1) return;
-    cluster_sync(a.split);
+    if (a.cluster_size == 1) return;
+#if AQ_HOPPER
+    cluster_arrive();
+    cluster_wait();
+#endif
     for (int e = warp; e < each && rank * each + e < items; e += kWarps) {
         float sum = 0.f;
-        for (int peer = 0; peer < a.split; peer++) sum += peer_sums[(peer * each + e) * 32 + lane];
+        for (int peer = 0; peer < a.cluster_size; peer++) sum += peer_sums[(peer * each + e) * 32 + lane];
         store(rank * each + e, sum);
     }
 }

@@ -1,16 +1,47 @@
-// Instantiations of the many-token kernel: 256 rows x 16, 64 or 128 tokens.
-#include "gemm/launch.cuh"
+// The many-token kernel by mma.sync: 256 rows x 16, 64 or 128 tokens.
+#include <algorithm>
+
+#include "gemm/paths.cuh"
+#include "gemm/tiled.cuh"
 
 namespace {
-template <int WR, int KS, int TR, int TC>
-int launch_shape(const TiledArgs &args, bool half, Launch how) {
-    how.threads = 32 * WR * KS;
-    return half ? launch_with(tiled_kernel<WR, KS, TR, TC, true>, args, how) : launch_with(tiled_kernel<WR, KS, TR, TC, false>, args, how);
-}
+
+// Warps along the rows, groups of them that share K, row tiles per warp, tokens / 8: see tiled.cuh.
+using Tokens16 = TileShape<8, 2, 2, 2>;
+using Tokens64 = TileShape<8, 2, 2, 8>;
+using Tokens128 = TileShape<8, 1, 2, 16>;
+constexpr int kHead = 1024, kMaxStages = 32;  // bytes for the barriers, of which a stage has two
+
+template <typename Tile>
+int64_t shared_bytes(int stages) { return kHead + std::max(stages * Tile::kStage, Tile::kOutBytes); }
+
 }  // namespace
 
-int launch_tiled(const TiledArgs &args, bool half, int tokens, Launch how) {
-    if (tokens == 16) return launch_shape<8, 2, 2, 2>(args, half, how);
-    if (tokens == 64) return launch_shape<8, 2, 2, 8>(args, half, how);
-    return launch_shape<8, 1, 2, 16>(args, half, how);
+const char *tiled_problem(const Shape &shape, const aq_limits &limits, const aq_tiled_plan &plan, aq_needs *needs) {
+    if (plan.tile_tokens != 16 && plan.tile_tokens != 64 && plan.tile_tokens != 128) return "tile_tokens must be 16, 64 or 128";
+    if (plan.cluster_size != 1 && plan.cluster_size != 2 && plan.cluster_size != 4 && plan.cluster_size != 8) return "cluster_size must be 1, 2, 4 or 8";
+    if (!cluster_possible(limits, plan.cluster_size)) return "this device has no clusters: cluster_size must be 1";
+    if (plan.cluster_size > shape.chunks) return "cluster_size is larger than the number of 128-column chunks";
+    if (plan.stages < 2 || plan.stages > kMaxStages) return "stages must be 2 to 32";
+    const int64_t tiles = (shape.n + kTiledRows - 1) / kTiledRows * ((shape.m + plan.tile_tokens - 1) / plan.tile_tokens);
+    if (tiles * plan.cluster_size >= 1ll << 31 || shape.m >= 1ll << 31) return "the product has too many tiles";
+    const int64_t bytes = plan.tile_tokens == 16   ? shared_bytes<Tokens16>(plan.stages)
+                          : plan.tile_tokens == 64 ? shared_bytes<Tokens64>(plan.stages)
+                                                   : shared_bytes<Tokens128>(plan.stages);
+    if (bytes > limits.smem_bytes) return "stages is too large: they do not fit into shared memory";
+    *needs = aq_needs{(int)bytes, 0};
+    return nullptr;
+}
+
+int run_tiled(const Product &p, const aq_tiled_plan &plan, const aq_needs &needs) {
+    const int n_tiles = (int)((p.shape.n + kTiledRows - 1) / kTiledRows), m_tiles = (int)((p.shape.m + plan.tile_tokens - 1) / plan.tile_tokens);
+    const TiledArgs a{p.packed, p.x, p.out, p.ldx, p.shape.n, p.scale, (int)p.shape.m, (int)p.shape.k, n_tiles, m_tiles, p.shape.tiles, p.shape.chunks,
+                      plan.cluster_size, plan.stages, p.out_type, p.pdl};
+    const auto how = [&](int warps) {
+        return Launch{dim3((unsigned)(n_tiles * m_tiles * plan.cluster_size)), 32 * warps, needs.smem_bytes, plan.cluster_size, p.pdl, p.stream};
+    };
+    const bool half = p.x_type == AQ_F16;
+    if (plan.tile_tokens == 16) return half ? launch<tiled_kernel<8, 2, 2, 2, true>>(how(Tokens16::kWarps), a) : launch<tiled_kernel<8, 2, 2, 2, false>>(how(Tokens16::kWarps), a);
+    if (plan.tile_tokens == 64) return half ? launch<tiled_kernel<8, 2, 2, 8, true>>(how(Tokens64::kWarps), a) : launch<tiled_kernel<8, 2, 2, 8, false>>(how(Tokens64::kWarps), a);
+    return half ? launch<tiled_kernel<8, 1, 2, 16, true>>(how(Tokens128::kWarps), a) : launch<tiled_kernel<8, 1, 2, 16, false>>(how(Tokens128::kWarps), a);
 }

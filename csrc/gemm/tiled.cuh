@@ -5,7 +5,7 @@
 // their tokens, and feed mma.sync. Blocks of a cluster split K; their partial tiles are added in rank order through distributed
 // shared memory.
 #pragma once
-#include "gemm/device.cuh"
+#include "gemm/numerics.cuh"
 
 struct TiledArgs {
     const uint8_t *packed;
@@ -13,10 +13,11 @@ struct TiledArgs {
     void *out;
     int64_t ldx, n;
     float scale;
-    int m, k, n_tiles, m_tiles, tiles, chunks, split, stages, out_type, pdl;
+    int m, k, n_tiles, m_tiles, tiles, chunks, cluster_size, stages, out_type, pdl;
 };
 
 constexpr int kTilePitch = kCols * 2 + 16;  // bytes between tokens: shifts the banks by 16 bytes per token
+constexpr int kTiledRows = 256;              // rows per tile
 constexpr int kMGroup = 8;                  // tiles of tokens that run at the same time, so that they share weights in the L2
 
 // KS groups of WR warps; each warp has 16 TR rows and all 8 TC tokens; the groups share the columns of a chunk.
@@ -26,7 +27,40 @@ struct TileShape {
     static constexpr int kWeightBytes = kBN / 16 * kChunk, kStage = kWeightBytes + kBM * kTilePitch;
     static constexpr int kOutPitch = kBN + 4;  // floats
     static constexpr int kOutBytes = kBM * kOutPitch * 4;
+    static_assert(kBN == kTiledRows);
 };
+
+// From sm_90 on one thread issues a bulk copy of contiguous bytes; before, every thread copies its share in 16-byte units.
+constexpr uint32_t kBulkArrivals = AQ_HOPPER ? 1 : 0;  // arrivals at a full barrier, in addition to one per thread
+
+__device__ __forceinline__ void copy_bytes(uint32_t to, const uint8_t *from, uint32_t bytes, uint32_t bar) {
+#if AQ_HOPPER
+    if (threadIdx.x == 0) {
+        mbarrier_expect(bar, bytes);
+        bulk_copy(to, from, bytes, bar);
+    }
+#else
+    for (uint32_t at = threadIdx.x * 16; at < bytes; at += blockDim.x * 16) copy_async16(to + at, from + at, 16);
+#endif
+}
+// Four sums of the partial tile of a block of this cluster.
+__device__ __forceinline__ float4 load_part(const float *p, uint32_t rank, int cluster_size) {
+#if AQ_HOPPER
+    if (cluster_size > 1) return load_peer16(peer_at(smem_at(p), rank));
+#endif
+    return *(const float4 *)p;
+}
+// Store four adjacent elements of a row of `out`; columns from `n` on do not exist.
+__device__ __forceinline__ void store4(void *out, int64_t row, int64_t col, int64_t n, float4 v, float scale, int type) {
+    const float f[4] = {v.x * scale, v.y * scale, v.z * scale, v.w * scale};
+    if (type == 2 && col + 3 < n && n % 4 == 0 && (((uintptr_t)out & 7) == 0)) {
+        *(uint2 *)((__nv_bfloat16 *)out + row + col) = make_uint2(pair_of(f[0], f[1], type), pair_of(f[2], f[3], type));
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        if (col + i < n) store_typed(out, row + col + i, f[i], type);
+}
 
 template <int WR, int KS, int TR, int TC, bool HALF>
 __global__ void __launch_bounds__(32 * WR * KS, 1) tiled_kernel(const TiledArgs a) {
@@ -35,16 +69,20 @@ __global__ void __launch_bounds__(32 * WR * KS, 1) tiled_kernel(const TiledArgs 
     uint64_t *full = (uint64_t *)smem, *empty = full + a.stages;
     uint8_t *stages = smem + 1024;
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    const int rank = a.split > 1 ? (int)cluster_rank() : 0, tile = blockIdx.x / a.split;
+    const int rank = a.cluster_size > 1 ? (int)cluster_rank() : 0, tile = blockIdx.x / a.cluster_size;
     // tokens vary fastest within a group of kMGroup tiles, then weights: blocks that run at the same time share both
     const int group = tile / (kMGroup * a.n_tiles), in_group = tile - group * kMGroup * a.n_tiles;
     const int width = min(kMGroup, a.m_tiles - group * kMGroup);
     const int m0 = (group * kMGroup + in_group % width) * S::kBM, nt = in_group / width, n0 = nt * S::kBN;
-    const int c0 = a.chunks * rank / a.split, c1 = a.chunks * (rank + 1) / a.split;
+    const int c0 = a.chunks * rank / a.cluster_size, c1 = a.chunks * (rank + 1) / a.cluster_size;
 
     if (threadIdx.x == 0)
-        for (int s = 0; s < a.stages; s++) bar_init(full + s, 32 * S::kWarps + kBulkArrivals), bar_init(empty + s, kReleaseArrivals * S::kWarps);
-    bar_fence();
+#pragma unroll 1
+        for (int s = 0; s < a.stages; s++) mbarrier_init(smem_at(full + s), 32 * S::kWarps + kBulkArrivals), mbarrier_init(smem_at(empty + s), kReleaseArrivals * S::kWarps);
+#if AQ_HOPPER
+    mbarrier_init_fence();
+    async_fence_shared();
+#endif
     __syncthreads();
 
     const int g = lane >> 2, l = lane & 3;
@@ -61,7 +99,7 @@ __global__ void __launch_bounds__(32 * WR * KS, 1) tiled_kernel(const TiledArgs 
     const uint8_t *weights_from = a.packed + chunk_at(nt * kBlockTiles, 0, a.tiles, a.chunks);
     const uint16_t *x_from = a.x + (int64_t)m0 * a.ldx;
     const auto fetch_weights = [&](int c, int s) {
-        copy_piece(stages + (size_t)s * S::kStage, weights_from + (int64_t)c * have * kChunk, have * kChunk, full + s);
+        copy_bytes(smem_at(stages + (size_t)s * S::kStage), weights_from + (int64_t)c * have * kChunk, have * kChunk, smem_at(full + s));
     };
     const auto fetch_x = [&](int c, int s) {  // zeros beyond K: the padded codes are zeros, but 0 * NaN is not 0
         uint8_t *to = stages + (size_t)s * S::kStage + S::kWeightBytes;
@@ -69,9 +107,9 @@ __global__ void __launch_bounds__(32 * WR * KS, 1) tiled_kernel(const TiledArgs 
         for (int i = threadIdx.x; i < S::kBM * 16; i += 32 * S::kWarps) {
             const int token = i >> 4, v = i & 15, col = c * kCols + v * 8;
             const bool there = col < a.k && token < tokens;
-            copy16(to + token * kTilePitch + v * 16, there ? x_from + token * a.ldx + col : a.x, there);
+            copy_async16(smem_at(to + token * kTilePitch + v * 16), there ? x_from + token * a.ldx + col : a.x, there ? 16 : 0);
         }
-        arrive_when_copied(full + s);
+        copy_async_arrive(smem_at(full + s));
     };
     const int ahead = a.stages > 3 ? a.stages - 2 : a.stages - 1;  // chunks in flight in addition to the one being computed
     for (int s = 0; s < ahead && c0 + s < c1; s++) fetch_weights(c0 + s, s);
@@ -85,12 +123,12 @@ __global__ void __launch_bounds__(32 * WR * KS, 1) tiled_kernel(const TiledArgs 
         int next = ahead % a.stages, next_phase = ahead / a.stages;  // the slot for chunk c + ahead
         for (int c = c0, s = 0, phase = 0; c < c1; c++) {
             if (c + ahead < c1) {
-                if (next_phase) bar_wait(empty + next, (next_phase - 1) & 1);  // every warp has released the slot
+                if (next_phase) mbarrier_wait(smem_at(empty + next), (next_phase - 1) & 1);  // every warp has released the slot
                 fetch_weights(c + ahead, next);
                 fetch_x(c + ahead, next);
                 if (++next == a.stages) next = 0, next_phase++;
             }
-            bar_wait(full + s, phase & 1);
+            mbarrier_wait(smem_at(full + s), phase & 1);
             const uint8_t *stage = stages + (size_t)s * S::kStage;
             const uint8_t *weights = stage + wr * TR * kChunk, *xs = stage + S::kWeightBytes + g * kTilePitch + l * 32;
             uint32_t scales[TR];
@@ -116,13 +154,13 @@ __global__ void __launch_bounds__(32 * WR * KS, 1) tiled_kernel(const TiledArgs 
                     for (int t = 0; t < TC; t++) {
                         const uint4 b = *(const uint4 *)(xs + t * 8 * kTilePitch + q * 128 + h * 16);
 #pragma unroll
-                        for (int r = 0; r < TR; r++) mma16816<HALF>(acc[r][t], f[r][0], b.x, b.y);
+                        for (int r = 0; r < TR; r++) mma_m16n8k16<HALF>(acc[r][t], f[r][0], b.x, b.y);
 #pragma unroll
-                        for (int r = 0; r < TR; r++) mma16816<HALF>(acc[r][t], f[r][1], b.z, b.w);
+                        for (int r = 0; r < TR; r++) mma_m16n8k16<HALF>(acc[r][t], f[r][1], b.z, b.w);
                     }
                 }
             __syncwarp();
-            if (lane < kReleaseArrivals) bar_arrive(empty + s);
+            if (lane < kReleaseArrivals) mbarrier_arrive(smem_at(empty + s));
             if (++s == a.stages) s = 0, phase++;
         }
     }
@@ -142,20 +180,27 @@ __global__ void __launch_bounds__(32 * WR * KS, 1) tiled_kernel(const TiledArgs 
                     }
         if (group_of_k + 1 < KS) __syncthreads();
     }
-    cluster_sync(a.split);
+#if AQ_HOPPER
+    if (a.cluster_size > 1) cluster_arrive(), cluster_wait();
+    else __syncthreads();
+#else
+    __syncthreads();
+#endif
     // The ranks divide the tokens; four rows per thread, with the ranks' sums added in order.
-    const int first = tokens * rank / a.split, last = tokens * (rank + 1) / a.split;
+    const int first = tokens * rank / a.cluster_size, last = tokens * (rank + 1) / a.cluster_size;
     constexpr int kQuads = S::kBN / 4;
     for (int e = first * kQuads + threadIdx.x; e < last * kQuads; e += blockDim.x) {
         const int token = e / kQuads, r = (e - token * kQuads) * 4;
         const float *at = part + token * S::kOutPitch + r;
-        float4 sum = load_peer4(at, 0, a.split);
+        float4 sum = load_part(at, 0, a.cluster_size);
 #pragma unroll 4
-        for (int peer = 1; peer < a.split; peer++) {
-            const float4 v = load_peer4(at, peer, a.split);
+        for (int peer = 1; peer < a.cluster_size; peer++) {
+            const float4 v = load_part(at, peer, a.cluster_size);
             sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
         }
         store4(a.out, (int64_t)(m0 + token) * a.n, n0 + r, a.n, sum, a.scale, a.out_type);
     }
-    if (a.split > 1) cluster_wait_before_exit();
+#if AQ_HOPPER
+    if (a.cluster_size > 1) cluster_arrive_relaxed(), cluster_wait();  // no block may exit while another one reads its shared memory
+#endif
 }

@@ -4,15 +4,8 @@
 // lanes and epilogue are those that run on sm_120a and sm_121a. The emulation computes, to the bit:
 //     acc = (((acc + T0) + T1) + T2) + T3,  T_b = (sum over 16 columns of a * w) * (sfa * sfb)
 // where each T_b is exact (12-bit sum times 8-bit product of scales) and each addition rounds to nearest in fp32.
-#include "gemm/device.cuh"
-#include "gemm/gemm.h"
-
-#if defined(__CUDA_ARCH_FEAT_SM120_ALL) || defined(__CUDA_ARCH_FEAT_SM121_ALL) || \
-    (defined(__CUDA_ARCH_FAMILY_SPECIFIC__) && __CUDA_ARCH_FAMILY_SPECIFIC__ >= 1200)
-#define AQ_NATIVE_FP4 1
-#else
-#define AQ_NATIVE_FP4 0
-#endif
+#include "gemm/numerics.cuh"
+#include "gemm/launch.cuh"
 
 namespace {
 
@@ -64,17 +57,6 @@ __device__ void emulated(float (&d)[4], const uint32_t (&a)[4], const uint32_t (
     }
 }
 
-__device__ __forceinline__ void native(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], uint32_t sfa, uint32_t sfb) {
-#if AQ_NATIVE_FP4
-    asm volatile(
-        "mma.sync.aligned.kind::mxf4nvf4.block_scale.scale_vec::4X.m16n8k64.row.col.f32.e2m1.e2m1.f32.ue4m3 "
-        "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3}, {%10}, {%11,%12}, {%13}, {%14,%15};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(sfa), "h"((uint16_t)0), "h"((uint16_t)0), "r"(sfb),
-          "h"((uint16_t)0), "h"((uint16_t)0));
-#endif
-}
-
 // Rows of codes are k/2 bytes, and k is a multiple of 16: eight codes are all inside or all outside, and a word is 4-byte aligned.
 __device__ __forceinline__ uint32_t codes8(const uint8_t *codes, int64_t row, int64_t rows, int64_t col, int64_t k) {
     return row < rows && col < k ? __ldg((const uint32_t *)(codes + row * (k / 2) + col / 2)) : 0u;
@@ -91,7 +73,7 @@ __device__ __forceinline__ uint32_t scales4(const uint8_t *scales, int64_t row, 
 
 // A warp computes 16 tokens x 64 outputs. There is no pipeline: this is a validation kernel, and shared data is in the L1.
 template <bool NATIVE>
-__global__ void __launch_bounds__(32 * kWarps) w4a4_kernel(const Args p) {
+__device__ __forceinline__ void product(const Args &p) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const int64_t m0 = (int64_t)blockIdx.y * 16, n0 = ((int64_t)blockIdx.x * kWarps + warp) * kColsOfWarp;
     if (n0 >= p.n) return;
@@ -118,8 +100,10 @@ __global__ void __launch_bounds__(32 * kWarps) w4a4_kernel(const Args p) {
 #pragma unroll
                 for (int i = 0; i < 2; i++) b[i] = (b[i] & 0x0F0F0F0Fu) << 4 | (b[i] >> 4 & 0x0F0F0F0Fu);
             const uint32_t sfb = scales4(p.w_scale, p.fault == AQ_FAULT_SCALES ? col ^ 1 : col, p.n, k0, p.k);
-            if (NATIVE) native(d[t], a, b, sfa, sfb);
-            else emulated(d[t], a, b, sfa, sfb, lane);
+#if AQ_NATIVE_FP4
+            if (NATIVE) mma_fp4_m16n8k64(d[t], a, b, sfa, sfb);
+#endif
+            if (!NATIVE) emulated(d[t], a, b, sfa, sfb, lane);
         }
     }
     const int g = lane >> 2, l = lane & 3;
@@ -132,28 +116,31 @@ __global__ void __launch_bounds__(32 * kWarps) w4a4_kernel(const Args p) {
         }
 }
 
-__global__ void native_flag_kernel(int *flag) { *flag = AQ_NATIVE_FP4; }
+__global__ void __launch_bounds__(32 * kWarps) emulated_kernel(const Args p) { product<false>(p); }
+
+// Without code for the instruction this is a stub; aq_limits recognises it by its launch bound.
+#if AQ_NATIVE_FP4 || !defined(__CUDA_ARCH__)
+__global__ void __launch_bounds__(32 * kWarps) native_kernel(const Args p) {
+#if AQ_NATIVE_FP4
+    product<true>(p);
+#endif
+}
+#else
+__global__ void __launch_bounds__(32) native_kernel(const Args) {}
+#endif
 
 }  // namespace
 
-extern "C" int aq_fp4_native(int *native) {
-    int *flag = nullptr;
-    *native = 0;
-    cudaError_t e = cudaMalloc(&flag, sizeof *flag);
-    if (e != cudaSuccess) return (int)e;
-    native_flag_kernel<<<1, 1>>>(flag);
-    e = cudaGetLastError();
-    if (e == cudaSuccess) e = cudaMemcpy(native, flag, sizeof *flag, cudaMemcpyDeviceToHost);
-    cudaFree(flag);
-    return (int)e;
-}
+bool native_fp4_exists() { return kernel_exists<native_kernel>(32 * kWarps); }
 
 extern "C" int aq_w4a4(const uint8_t *a, const uint8_t *a_scale, const uint8_t *w, const uint8_t *w_scale, float alpha, void *out,
                        int64_t m, int64_t n, int64_t k, int out_type, int mode, int fault, void *stream) {
+    DeviceState state;
+    const int status = current_device(&state);
+    if (status) return status;
+    if (mode == AQ_FP4_NATIVE && !state.limits.native_fp4) return AQ_GEMM_NO_NATIVE;
     const Args args{a, a_scale, w, w_scale, out, m, n, k, alpha, out_type, fault};
     const int per_block = kWarps * kColsOfWarp;
-    const dim3 grid((unsigned)((n + per_block - 1) / per_block), (unsigned)((m + 15) / 16));
-    if (mode == AQ_FP4_NATIVE) w4a4_kernel<true><<<grid, 32 * kWarps, 0, (cudaStream_t)stream>>>(args);
-    else w4a4_kernel<false><<<grid, 32 * kWarps, 0, (cudaStream_t)stream>>>(args);
-    return (int)cudaGetLastError();
+    const Launch how{dim3((unsigned)((n + per_block - 1) / per_block), (unsigned)((m + 15) / 16)), 32 * kWarps, 0, 1, false, (cudaStream_t)stream};
+    return mode != AQ_FP4_EMULATED && state.limits.native_fp4 ? launch<native_kernel>(how, args) : launch<emulated_kernel>(how, args);
 }

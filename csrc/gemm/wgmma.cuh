@@ -10,7 +10,9 @@
 // memory; (3) stream-K: `stream_k_tiles` tiles are divided along K into equal shares for all blocks, and a fix-up kernel adds the parts
 // of a tile in the order of K.
 #pragma once
-#include "gemm/wgmma_ptx.cuh"
+#include <cuda.h>
+
+#include "gemm/numerics.cuh"
 
 struct WgmmaArgs {
     const uint8_t *packed, *image;
@@ -32,15 +34,15 @@ constexpr int kWgmmaHead = 1024 + 512 * kWarps, kWeights = kWarps * kChunk;  // 
 constexpr int kPermuteWarps = 3, kRowsInFlight = 2;  // warps that permute the activations in place, and rows that each has in registers
 AQ_HD constexpr int wgmma_stage(int tokens, int halves) { return kWeights + tokens * 256 * halves; }
 // Shared memory for the reduction: the sums of the other half of a block, and those of the other block of a cluster.
-AQ_HD constexpr int wgmma_reduce_bytes(int tokens, int split, int halves) { return split == 1 ? 0 : halves == 1 ? 512 * tokens : 768 * tokens; }
+AQ_HD constexpr int wgmma_reduce_bytes(int tokens, int cluster_size, int halves) { return cluster_size == 1 ? 0 : halves == 1 ? 512 * tokens : 768 * tokens; }
 
 // Bytes of the workspace: the permuted activations, and two partial tiles per block.
 struct WgmmaSpace {
     size_t image, sums;
 };
-inline WgmmaSpace wgmma_space(int tokens, int m_tiles, int chunks, bool permuted, int stream_k_tiles, int split, int blocks) {
+inline WgmmaSpace wgmma_space(int tokens, int m_tiles, int chunks, bool permuted, int stream_k_tiles, int cluster_size, int blocks) {
     return {permuted ? (size_t)m_tiles * chunks * tokens * 256 : 0,
-            stream_k_tiles && split == 1 ? (size_t)2 * blocks * kWarps * kRows * tokens * 4 : 0};
+            stream_k_tiles && cluster_size == 1 ? (size_t)2 * blocks * kWarps * kRows * tokens * 4 : 0};
 }
 
 #if AQ_WGMMA
@@ -129,7 +131,7 @@ struct Producer {
     __device__ bool depends() const { return TOKENS == 128 || a.pdl || a.image; }
     __device__ void copy_weights(int slot, const WeightCursor &s) const {
         const uint32_t bar = ring.full + slot * 8, to = ring.stages + slot * ring.stage;
-        asm volatile("{ .reg .b64 t; mbarrier.arrive.expect_tx.shared.b64 t, [%0], %1; }" ::"r"(bar), "r"(s.bytes[0] + s.bytes[1] + TOKENS * 256 * halves()) : "memory");
+        mbarrier_expect(bar, s.bytes[0] + s.bytes[1] + TOKENS * 256 * halves());
         bulk_copy(to, s.weights[0], s.bytes[0], bar);
         if (s.bytes[1]) bulk_copy(to + (halves() == 2 ? kWeights / 2 : s.bytes[0]), s.weights[1], s.bytes[1], bar);
     }
@@ -140,7 +142,7 @@ struct Producer {
         } else if (a.image) {
             bulk_copy(to, a.image + ((int64_t)s.mt * a.chunks + s.step * halves()) * (TOKENS * 256), TOKENS * 256 * halves(), bar);
         } else {
-            for (int part = 0; part < 2 * halves(); part++) box_copy(to + part * (TOKENS * 128), map, (s.step * halves() * 2 + part) * 64, s.mt * TOKENS, bar);
+            for (int part = 0; part < 2 * halves(); part++) tensor_copy(to + part * (TOKENS * 128), map, (s.step * halves() * 2 + part) * 64, s.mt * TOKENS, bar);
         }
     }
     // Before the block's first barrier. Two steps only: with more in flight, all of them arrive late.
@@ -155,13 +157,13 @@ struct Producer {
         WeightCursor from(a);
         if (depends()) {
             wait_for_previous_kernel();
-            asm volatile("fence.proxy.async.global;" ::: "memory");  // make other threads' writes visible to the copies
+            async_fence_global();  // make other threads' writes visible to the copies
         }
         for (int step = 0; step < 2 && from.has_step(); step++, ring.step(), from.advance(a))
             if (depends()) copy_x(step, from);
-        if (from.has_step()) wait_at(ring.full, 0);
+        if (from.has_step()) mbarrier_wait_hidden_loop(ring.full, 0);
         for (; from.has_step(); ring.step(), from.advance(a)) {
-            if (ring.phase) wait_at(ring.empty + ring.slot * 8, (ring.phase - 1) & 1);
+            if (ring.phase) mbarrier_wait_hidden_loop(ring.empty + ring.slot * 8, (ring.phase - 1) & 1);
             copy_weights(ring.slot, from);
             copy_x(ring.slot, from);
         }
@@ -177,7 +179,7 @@ __device__ void permute_in_place(const WgmmaArgs &a, Ring ring, int permute_warp
     const uint32_t in = image_unit(lane, permute_source(0, half)) * 16, out = image_unit(lane, permute_target(0, half)) * 16;
     for (WorkItems p(a); p.next(a);)
         for (int c = p.c0; c < p.c1; c++, ring.step()) {
-            wait_at(ring.full_at(), ring.phase & 1);
+            mbarrier_wait_hidden_loop(ring.full_at(), ring.phase & 1);
             const uint32_t x = ring.stage_at() + kWeights;
             for (int row = first; row < rows; row += 16 * kPermuteWarps * kRowsInFlight) {
                 uint4 v[kRowsInFlight][4];
@@ -186,22 +188,22 @@ __device__ void permute_in_place(const WgmmaArgs &a, Ring ring, int permute_warp
                     const uint32_t from = x + (row + i * 16 * kPermuteWarps) * 128 + in;
                     if (row + i * 16 * kPermuteWarps < rows)
 #pragma unroll
-                        for (int l = 0; l < 4; l++) v[i][l] = load16(from ^ permute_source(l, 0) * 16);
+                        for (int l = 0; l < 4; l++) v[i][l] = load_shared16(from ^ permute_source(l, 0) * 16);
                 }
                 __syncwarp();
 #pragma unroll
                 for (int i = 0; i < kRowsInFlight; i++) {
                     const uint32_t to = x + (row + i * 16 * kPermuteWarps) * 128 + out;
                     if (row + i * 16 * kPermuteWarps >= rows) break;
-                    store16(to, v[i][0].x, v[i][1].x, v[i][2].x, v[i][3].x);
-                    store16(to ^ permute_target(1, 0) * 16, v[i][0].y, v[i][1].y, v[i][2].y, v[i][3].y);
-                    store16(to ^ permute_target(2, 0) * 16, v[i][0].z, v[i][1].z, v[i][2].z, v[i][3].z);
-                    store16(to ^ permute_target(3, 0) * 16, v[i][0].w, v[i][1].w, v[i][2].w, v[i][3].w);
+                    store_shared16(to, v[i][0].x, v[i][1].x, v[i][2].x, v[i][3].x);
+                    store_shared16(to ^ permute_target(1, 0) * 16, v[i][0].y, v[i][1].y, v[i][2].y, v[i][3].y);
+                    store_shared16(to ^ permute_target(2, 0) * 16, v[i][0].z, v[i][1].z, v[i][2].z, v[i][3].z);
+                    store_shared16(to ^ permute_target(3, 0) * 16, v[i][0].w, v[i][1].w, v[i][2].w, v[i][3].w);
                 }
             }
-            asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // make the writes visible to wgmma
+            async_fence_shared();  // make the writes visible to wgmma
             __syncwarp();
-            if (lane < kReleaseArrivals) arrive_at(ring.ready + ring.slot * 8);
+            if (lane < kReleaseArrivals) mbarrier_arrive(ring.ready + ring.slot * 8);
         }
 }
 
@@ -229,7 +231,7 @@ __device__ void store_rows(const WgmmaArgs &a, int64_t row0, int token0, const f
             uint32_t v[4];
 #pragma unroll
             for (int j = 0; j < 4; j++) v[j] = pair_of(acc[i + 2 * j] * a.scale, acc[i + 2 * j + 1] * a.scale, a.out_type);
-            asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
+            store_matrices_transposed(to, v);
             __syncwarp();
             const uint4 row = *of;
             __syncwarp();
@@ -242,7 +244,7 @@ __device__ void store_rows(const WgmmaArgs &a, int64_t row0, int token0, const f
     int64_t to = token * a.n + row;
 #pragma unroll
     for (int i = 0; i < TOKENS / 2; i += 4, token += 8, to += 8 * a.n) {
-        asm volatile("" : "+l"(to));  // otherwise the compiler holds every address in a register and spills
+        compute_here(to);  // otherwise the compiler holds every address in a register and spills
 #pragma unroll
         for (int v = 0; v < 4; v++)
             if (token + (v & 1) < a.m && row + (v >> 1) * 8 < a.n)
@@ -251,13 +253,13 @@ __device__ void store_rows(const WgmmaArgs &a, int64_t row0, int token0, const f
 }
 
 __device__ __forceinline__ void store_floats(uint32_t at, const float *v) {
-    store16(at, __float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]), __float_as_uint(v[3]));
+    store_shared16(at, __float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]), __float_as_uint(v[3]));
 }
 template <int COUNT>
 __device__ __forceinline__ void add_floats(float *v, uint32_t at) {
 #pragma unroll
     for (int i = 0; i < COUNT; i += 4) {
-        const uint4 w = load16(at + i * 128);
+        const uint4 w = load_shared16(at + i * 128);
         v[i] += __uint_as_float(w.x), v[i + 1] += __uint_as_float(w.y), v[i + 2] += __uint_as_float(w.z), v[i + 3] += __uint_as_float(w.w);
     }
 }
@@ -268,22 +270,18 @@ template <int COUNT>
 __device__ __forceinline__ void cluster_reduce(float (&v)[COUNT], uint32_t at, int warp, int lane) {
     constexpr int kHalf = COUNT / 2;
     const int rank = (int)cluster_rank();
-    const uint32_t place = at + (warp * (kHalf / 4 * 32) + lane) * 16;
-    uint32_t to;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(place), "r"(rank ^ 1));
-    cluster_wait(2);
+    const uint32_t own = at + (warp * (kHalf / 4 * 32) + lane) * 16, to = peer_at(own, rank ^ 1);
+    cluster_wait();  // the other block has started
 #pragma unroll
     for (int i = 0; i < kHalf; i++) {
         const float first = v[i], second = v[kHalf + i];
         v[i] = rank ? second : first, v[kHalf + i] = rank ? first : second;
     }
 #pragma unroll
-    for (int i = 0; i < kHalf; i += 4)
-        asm volatile("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(to + i * 128), "f"(v[kHalf + i]), "f"(v[kHalf + i + 1]), "f"(v[kHalf + i + 2]),
-                     "f"(v[kHalf + i + 3])
-                     : "memory");
-    asm volatile("barrier.cluster.arrive.release.aligned;\n barrier.cluster.wait.acquire.aligned;" ::: "memory");
-    add_floats<kHalf>(v, place);
+    for (int i = 0; i < kHalf; i += 4) store_peer16(to + i * 128, v[kHalf + i], v[kHalf + i + 1], v[kHalf + i + 2], v[kHalf + i + 3]);
+    cluster_arrive();
+    cluster_wait();
+    add_floats<kHalf>(v, own);
 }
 
 // A cluster has one tile. If a block computed two parts of K in parallel, its warps first divide the tokens between them in the same way.
@@ -306,7 +304,7 @@ __device__ void finish_in_cluster(const WgmmaArgs &a, uint32_t at, float (&acc)[
             for (int j = i; j < i + 4; j++) give[j - i] = half ? acc[j] : acc[kHalf + j], v[j] = half ? acc[kHalf + j] : acc[j];
             store_floats(at + warp * size + lane * 16 + i * 128, give);
         }
-        asm volatile("bar.sync 5, %0;" ::"n"(32 * kWarps) : "memory");
+        named_barrier<5, 32 * kWarps>();
         add_floats<kHalf>(v, at + (warp ^ (kWarps / 2)) * size + lane * 16);
         cluster_reduce(v, at + kWarps * size, warp, lane);
         const int token0 = tile.mt * TOKENS + half * (TOKENS / 2) + rank * (TOKENS / 4);
@@ -315,12 +313,11 @@ __device__ void finish_in_cluster(const WgmmaArgs &a, uint32_t at, float (&acc)[
 }
 
 template <int TOKENS, bool HALF>
-__device__ void consume(const WgmmaArgs &a, Ring ring, uint8_t *scratch, int split, int warp) {
+__device__ void consume(const WgmmaArgs &a, Ring ring, uint8_t *scratch, int cluster_size, int warp) {
     // kPer: multiplications per group; kSets: sets of fragments. With two sets a group is decoded while the previous one is multiplied. Up to
     // 64 tokens, one set for a whole step takes fewer instructions, and the other warpgroups multiply meanwhile.
     constexpr int kSets = TOKENS == 128 ? 2 : 1, kPer = TOKENS == 128 ? 2 : 8;
-    int lane;
-    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));  // read once: the compiler would read it again in the loop
+    const int lane = lane_id();  // read once: the compiler would read it again in the loop
     const uint32_t codes_at = ring.stages + warp * kChunk + lane * 16, scales_at = ring.stages + warp * kChunk + scale_at(0, lane);
     const uint32_t x_at = operand_at(ring.stages + kWeights + (a.halves == 2 && warp >= kWarps / 2 ? TOKENS * 256 : 0));
     const uint32_t ready_bar = a.image ? ring.full : ring.ready;
@@ -331,17 +328,17 @@ __device__ void consume(const WgmmaArgs &a, Ring ring, uint8_t *scratch, int spl
         for (int i = 0; i < TOKENS / 2; i++) acc[i] = 0.f;
         int before = -1;  // slot of the previous step
         for (int c = p.c0; c < p.c1; c++, ring.step()) {
-            wait_at(ready_bar + ring.slot * 8, ring.phase & 1);
+            mbarrier_wait_hidden_loop(ready_bar + ring.slot * 8, ring.phase & 1);
             // the result of a reduction is in a uniform register, and so is everything derived from it, which saves instructions
             const uint32_t at = __reduce_or_sync(0xFFFFFFFFu, ring.slot * ring.stage), x = x_at + at / 16;
-            const uint32_t scales = load4(scales_at + at);
-            const uint4 codes[2] = {load16(codes_at + at), load16(codes_at + at + word_at(1, 0, 0))};
+            const uint32_t scales = load_shared4(scales_at + at);
+            const uint4 codes[2] = {load_shared16(codes_at + at), load_shared16(codes_at + at + word_at(1, 0, 0))};
             uint32_t f[kSets][kPer][4];
 #pragma unroll
             for (int g = 0; g < 8 / kPer; g++) {
                 uint32_t(&to)[kPer][4] = f[g % kSets];
                 wgmma_wait<kSets - 1>();  // the fragments `to` are free again
-                if (g == kSets - 1 && before >= 0 && lane < kReleaseArrivals) arrive_at(ring.empty + before * 8);
+                if (g == kSets - 1 && before >= 0 && lane < kReleaseArrivals) mbarrier_arrive(ring.empty + before * 8);
 #pragma unroll
                 for (int i = 0; i < kPer; i++) {
                     const int q = (g * kPer + i) / 4;
@@ -350,7 +347,7 @@ __device__ void consume(const WgmmaArgs &a, Ring ring, uint8_t *scratch, int spl
 #pragma unroll
                     for (int j = 0; j < 4; j++) {
                         if (HALF) to[i][j] = bf16x2_to_f16x2(to[i][j]);
-                        if (kSets == 1) asm volatile("" : "+r"(to[i][j]));  // forces the decode to be here and not between two multiplications
+                        if (kSets == 1) compute_here(to[i][j]);  // not between two multiplications
                     }
                 }
                 wgmma_fence();
@@ -361,10 +358,10 @@ __device__ void consume(const WgmmaArgs &a, Ring ring, uint8_t *scratch, int spl
             before = ring.slot;
         }
         wgmma_wait<0>();
-        if (lane < kReleaseArrivals) arrive_at(ring.empty + before * 8);
+        if (lane < kReleaseArrivals) mbarrier_arrive(ring.empty + before * 8);
         const TileAt at(a, p.tile);
         if constexpr (TOKENS < 128)
-            if (split > 1) return finish_in_cluster<TOKENS>(a, ring.stages + ring.count * ring.stage, acc, scratch + warp * 512, warp, lane, at);
+            if (cluster_size > 1) return finish_in_cluster<TOKENS>(a, ring.stages + ring.count * ring.stage, acc, scratch + warp * 512, warp, lane, at);
         if (p.c1 - p.c0 < a.steps) {
             float4 *to = partial_tile<TOKENS>(a, blockIdx.x, gridDim.x, p.tile, warp, lane);
 #pragma unroll
@@ -384,29 +381,29 @@ __maxnreg__(kRegisters)
 #else
 __launch_bounds__(32)
 #endif
-    wgmma_kernel(const WgmmaArgs a, int split, const __grid_constant__ CUtensorMap map) {
+    wgmma_kernel(const WgmmaArgs a, int cluster_size, const __grid_constant__ CUtensorMap map) {
 #if AQ_WGMMA
     extern __shared__ __align__(1024) uint8_t shared[];
-    uint32_t base;
-    asm volatile("mov.u32 %0, %1;" : "=r"(base) : "r"(smem_at(shared)));
+    const uint32_t base = opaque(smem_at(shared));
     const Ring ring{base, base + 128, base + 256, base + kWgmmaHead, wgmma_stage(TOKENS, a.halves), a.stages};
     const int warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x >> 5, 0);
     if (threadIdx.x == 32 * kWarps) {
         for (int s = 0; s < a.stages; s++) {
-            bar_init((uint64_t *)shared + s, 1), bar_init((uint64_t *)shared + 16 + s, kReleaseArrivals * a.row_tiles * a.halves);
-            bar_init((uint64_t *)shared + 32 + s, kReleaseArrivals * kPermuteWarps);
+            mbarrier_init(ring.full + s * 8, 1), mbarrier_init(ring.empty + s * 8, kReleaseArrivals * a.row_tiles * a.halves);
+            mbarrier_init(ring.ready + s * 8, kReleaseArrivals * kPermuteWarps);
         }
-        bar_fence();
+        mbarrier_init_fence();
+        async_fence_shared();
         Producer<TOKENS>{a, &map, ring}.prefetch();
     }
     __syncthreads();
-    cluster_arrive(split);
+    if (cluster_size > 1) cluster_arrive_relaxed();
     if (a.pdl || a.stream_k_tiles) allow_next_kernel();
     if (warp < kWarps) {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(consumer_registers(TOKENS)));
-        consume<TOKENS, HALF>(a, ring, shared + 1024, split, warp);
+        raise_registers<consumer_registers(TOKENS)>();
+        consume<TOKENS, HALF>(a, ring, shared + 1024, cluster_size, warp);
     } else {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(producer_registers(TOKENS)));
+        lower_registers<producer_registers(TOKENS)>();
         if (warp != kWarps) {
             if constexpr (TOKENS < 128) if (!a.image) permute_in_place<TOKENS>(a, ring, warp - kWarps - 1, threadIdx.x & 31);
         } else if (threadIdx.x == 32 * kWarps) {

@@ -27,6 +27,15 @@ enum { ABOVE_PAIRS = 4 };
  * four bits of |bits| + add[|bits| / 32 % 32]. Each run of 32 patterns, a quarter of an octave, has at most one threshold. */
 enum { LOOKUP_SIZE = 32 };
 
+/* The table of a scale code for bytes: the bit patterns of bfloat16 from `bottom` on in windows of 64, of which each has at most one
+ * threshold. With u = |bits| - bottom, or 0 if that is negative, and window = min(u / 64, 15), the element's code is base[window], and
+ * one more if u % 64 > last_below[window]. */
+struct code_windows {
+    _Alignas(64) uint8_t base[16]; /* a cache line per code */
+    int8_t last_below[16];
+    uint16_t bottom[8]; /* eight times the same number */
+};
+
 struct pack_plan {
     int kind;  /* number_kind of the input */
     int group; /* columns per scale: 16, 32 or 64 */
@@ -41,6 +50,8 @@ struct pack_plan {
     /* Per code: the |bits| of the input's kind above which the index is at least 1..7, and above which a sign is stored, in the
      * order of ABOVE_SLOT. For 16-bit kinds they are uint16_t in the first half. Compare as signed numbers. */
     _Alignas(32) uint32_t above[SCALE_CODES][8];
+    bool has_windows; /* windows is valid: bfloat16, the thresholds of all scale codes fit, and all but zeros have their sign stored */
+    struct code_windows windows[SCALE_CODES];
     bool has_lookup; /* lookup is valid: bfloat16, and no scale code has thresholds that are too close or too high for it */
     struct code_lookup {
         _Alignas(32) uint16_t add[LOOKUP_SIZE];
@@ -48,7 +59,7 @@ struct pack_plan {
     } lookup[SCALE_CODES];
 };
 
-/* Compute step, above and lookup from the other fields. */
+/* Compute step, above, windows and lookup from the other fields. */
 void plan_prepare(struct pack_plan *plan);
 
 /* Return the E4M3 code of a block whose largest magnitude is `amax`. */
@@ -94,21 +105,13 @@ struct fake_plan {
 
 /* The kernels of one variant. pack returns the largest |bits| of the input, so that NaN and infinity are detected. */
 struct codec_kernels {
-    const char *name;
     uint32_t (*amax)(const void *x, int kind, size_t count);
-    uint32_t (*pack)(const struct pack_plan *plan, const void *x, size_t first, size_t blocks, uint8_t *codes,
-                     uint8_t *scales);
-    void (*unpack)(const struct unpack_plan *plan, const uint8_t *codes, const uint8_t *scales, size_t blocks,
-                   void *out);
+    uint32_t (*pack)(const struct pack_plan *plan, const void *x, size_t first, size_t blocks, uint8_t *codes, uint8_t *scales);
+    void (*unpack)(const struct unpack_plan *plan, const uint8_t *codes, const uint8_t *scales, size_t blocks, void *out);
     void (*fake_quant)(const struct fake_plan *plan, const void *x, size_t blocks, void *out);
 };
 
 extern const struct codec_kernels codec_serial;
-#if defined(__x86_64__)
-extern const struct codec_kernels codec_avx2, codec_avx512;
-#elif defined(__aarch64__)
-extern const struct codec_kernels codec_neon;
-#endif
 
 static inline uint32_t magnitude_mask(int kind)
 {

@@ -1,11 +1,11 @@
-/* The kernels for x86-64 with AVX2 and F16C. One source, compiled by codec_avx2.c and codec_avx512.c with their own flags: AVX-512's
- * look-ups in 32 words, 32 registers and three-operand logic also help at this width; only the searches are 512 bits wide. The bytes
- * equal those of the serial reference.
+/* The NVFP4 kernels for x86-64 with AVX2 and F16C. One source, compiled by variant_avx2.c and variant_avx512.c with their own flags:
+ * AVX-512's look-ups in 32 words, 32 registers and three-operand logic also help at this width; only the searches are 512 bits wide. The
+ * bytes equal those of the serial reference.
  *
  * pack: maxima of eight runs of 16 at once, E4M3 rounding in vector code, and per element a binary search with four signed comparisons
- * of bit patterns with the thresholds of the block's scale code; in AVX-512 for bfloat16 one look-up in its lookup table. No division
- * (plan.c). unpack: two byte shuffles with the block's 16 values. Stores bypass the cache: nothing reads the output soon, and reading
- * the lines first would cost a third of the bandwidth.
+ * of bit patterns with the thresholds of the block's scale code; for bfloat16 one look-up instead, in AVX-512 in a table of 32 words, in
+ * AVX2 in two of 16 bytes. No division (plan.c). unpack: two byte shuffles with the block's 16 values. Stores bypass the cache: nothing
+ * reads the output soon, and reading the lines first would cost a third of the bandwidth.
  */
 #ifndef AQ_NVFP4_CODEC_X86_H
 #define AQ_NVFP4_CODEC_X86_H
@@ -95,15 +95,13 @@ ALWAYS_INLINE v256 eight_maxima(const char *x, int kind)
             m[b] = magnitudes(load(x + 32 * b), kind);
     }
     for (int b = 0; b < 4; b++)
-        m[b] = max_of(_mm256_unpacklo_epi64(m[2 * b], m[2 * b + 1]), _mm256_unpackhi_epi64(m[2 * b], m[2 * b + 1]),
-                      kind);
+        m[b] = max_of(_mm256_unpacklo_epi64(m[2 * b], m[2 * b + 1]), _mm256_unpackhi_epi64(m[2 * b], m[2 * b + 1]), kind);
     for (int b = 0; b < 2; b++) {
         __m256 low = _mm256_castsi256_ps(m[2 * b]), high = _mm256_castsi256_ps(m[2 * b + 1]);
-        m[b] = max_of(_mm256_castps_si256(_mm256_shuffle_ps(low, high, 0x88)),
-                      _mm256_castps_si256(_mm256_shuffle_ps(low, high, 0xdd)), kind);
+        m[b] =
+            max_of(_mm256_castps_si256(_mm256_shuffle_ps(low, high, 0x88)), _mm256_castps_si256(_mm256_shuffle_ps(low, high, 0xdd)), kind);
     }
-    return widest(max_of(_mm256_permute2x128_si256(m[0], m[1], 0x20), _mm256_permute2x128_si256(m[0], m[1], 0x31), kind),
-                  kind);
+    return widest(max_of(_mm256_permute2x128_si256(m[0], m[1], 0x20), _mm256_permute2x128_si256(m[0], m[1], 0x31), kind), kind);
 }
 
 ALWAYS_INLINE __m256 floats_of(v256 bits, int kind)
@@ -134,8 +132,8 @@ ALWAYS_INLINE v256 eight_codes(__m256 amax, __m256 six)
 /* The lowest bytes of eight 32-bit lanes. */
 ALWAYS_INLINE void store_bytes(uint8_t *to, v256 lanes)
 {
-    v256 four = _mm256_shuffle_epi8(lanes, _mm256_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, 0,
-                                                            4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1));
+    v256 four = _mm256_shuffle_epi8(lanes, _mm256_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, 0, 4, 8, 12, -1,
+                                                            -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1));
     uint32_t low = (uint32_t)_mm256_extract_epi32(four, 0), high = (uint32_t)_mm256_extract_epi32(four, 4);
     memcpy(to, &low, 4);
     memcpy(to + 4, &high, 4);
@@ -152,7 +150,7 @@ ALWAYS_INLINE __m256 load_floats(const char *x, int kind)
 }
 
 /* Transpose rows of eight floats. */
-ALWAYS_INLINE void transpose(const __m256 r[8], lanes_f out[8])
+ALWAYS_INLINE void transpose(const __m256 r[8], f32v out[8])
 {
     __m256 t[8], u[8];
     for (int i = 0; i < 4; i++) {
@@ -166,13 +164,13 @@ ALWAYS_INLINE void transpose(const __m256 r[8], lanes_f out[8])
         u[4 * i + 3] = _mm256_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0xee);
     }
     for (int i = 0; i < 4; i++) {
-        out[i] = (lanes_f)_mm256_permute2f128_ps(u[i], u[i + 4], 0x20);
-        out[i + 4] = (lanes_f)_mm256_permute2f128_ps(u[i], u[i + 4], 0x31);
+        out[i] = (f32v)_mm256_permute2f128_ps(u[i], u[i + 4], 0x20);
+        out[i + 4] = (f32v)_mm256_permute2f128_ps(u[i], u[i + 4], 0x31);
     }
 }
 
 /* The same for 16 columns of bfloat16, magnitudes of rows `stride` bytes apart, converted to floats. */
-ALWAYS_INLINE void transpose_bf16(const char *x, size_t stride, lanes_f out[16])
+ALWAYS_INLINE void transpose_bf16(const char *x, size_t stride, f32v out[16])
 {
     const v256 zero = _mm256_setzero_si256();
     v256 row[8];
@@ -191,21 +189,21 @@ ALWAYS_INLINE void transpose_bf16(const char *x, size_t stride, lanes_f out[16])
             four[2 * b + 1] = _mm256_unpackhi_epi32(pair[b], pair[b + 2]);
         }
         for (int i = 0; i < 4; i++) {
-            out[8 * h + 2 * i] = (lanes_f)_mm256_unpacklo_epi16(zero, four[i]);
-            out[8 * h + 2 * i + 1] = (lanes_f)_mm256_unpackhi_epi16(zero, four[i]);
+            out[8 * h + 2 * i] = (f32v)_mm256_unpacklo_epi16(zero, four[i]);
+            out[8 * h + 2 * i + 1] = (f32v)_mm256_unpackhi_epi16(zero, four[i]);
         }
     }
 }
 
 /* The columns of eight blocks into the lanes of a search. */
-ALWAYS_INLINE void load_eight(const struct pack_plan *plan, size_t group, const char *x, size_t first, struct eight *e)
+ALWAYS_INLINE void load_eight(const struct pack_plan *plan, size_t group, const char *x, size_t first, struct batch *e)
 {
     const size_t size = kind_size(plan->kind), stride = group * size;
     for (size_t i = 0; i < group; i += 8) {
         __m256 rows[8];
         if (plan->kind != KIND_BF16) {
             for (size_t b = 0; b < 8; b++)
-                rows[b] = (__m256)((lanes_i)load_floats(x + b * stride + i * size, plan->kind) & all_lanes_i(0x7fffffff));
+                rows[b] = (__m256)((i32v)load_floats(x + b * stride + i * size, plan->kind) & all_lanes_i(0x7fffffff));
             transpose(rows, e->a + i);
         } else if (i % 16 == 0) {
             transpose_bf16(x + i * size, stride, e->a + i);
@@ -216,10 +214,10 @@ ALWAYS_INLINE void load_eight(const struct pack_plan *plan, size_t group, const 
             transpose(rows, e->weight + i);
         }
     }
-    lanes_i top[2] = {(lanes_i)e->a[0], (lanes_i)e->a[1]}; /* as integers, so that NaN is the largest */
+    i32v top[2] = {(i32v)e->a[0], (i32v)e->a[1]}; /* as integers, so that NaN is the largest */
     for (size_t i = 2; i < group; i++)
-        top[i % 2] = most_of(top[i % 2], (lanes_i)e->a[i]);
-    e->top = (lanes_f)most_of(top[0], top[1]);
+        top[i % 2] = most_of_i(top[i % 2], (i32v)e->a[i]);
+    e->top = (f32v)most_of_i(top[0], top[1]);
 }
 
 /* Codes of blocks by search; a multiple of eight blocks, each code written for all `in_group` runs. Not inlined, like codes_by_rule,
@@ -228,7 +226,7 @@ static __attribute__((noinline)) void searched(const struct pack_plan *plan, con
                                                uint8_t *by_run)
 {
     const size_t bytes = (size_t)plan->group * kind_size(plan->kind);
-    struct eight e[GROUPS];
+    struct batch e[GROUPS];
     for (size_t b = 0; b < blocks; b += 8 * GROUPS) {
         const size_t n = (blocks - b) / 8 < GROUPS ? (blocks - b) / 8 : GROUPS;
         for (size_t g = 0; g < n; g++)
@@ -249,7 +247,7 @@ static __attribute__((noinline)) void searched(const struct pack_plan *plan, con
 /* Codes of eight largest magnitudes, by the rules that need no search. */
 static __attribute__((noinline)) void codes_by_rule(const struct pack_plan *plan, v256 bits, uint8_t *to)
 {
-    const lanes_f top = (lanes_f)floats_of(bits, plan->kind);
+    const f32v top = (f32v)floats_of(bits, plan->kind);
     for (int b = 0; b < 8; b++)
         to[b] = block_code(plan, top[b]);
 }
@@ -340,6 +338,37 @@ ALWAYS_INLINE v256 codes_of(const char *x, int kind, const struct pack_plan *pla
     return sixteen_codes(x, kind, plan->above[scale]);
 }
 
+ALWAYS_INLINE v256 two_halves(const void *low, const void *high)
+{
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128(low)), _mm_loadu_si128(high), 1);
+}
+
+/* Codes of two blocks of finite bfloat16 as bytes, by the table of windows: twice as many elements in a register as with words. */
+ALWAYS_INLINE v256 two_blocks_windows(const char *x, const struct code_windows *a, const struct code_windows *b)
+{
+    const v256 words[2] = {two_halves(x, x + 32), two_halves(x + 16, x + 48)}, bottom = two_halves(a->bottom, b->bottom);
+    v256 u[2], not_zero[2];
+    for (int i = 0; i < 2; i++) {
+        u[i] = _mm256_subs_epu16(magnitudes(words[i], KIND_BF16), bottom);
+        not_zero[i] = _mm256_subs_epu16(words[i], _mm256_set1_epi16(1)); /* -0.0 loses its sign */
+    }
+    v256 window = _mm256_packus_epi16(_mm256_srli_epi16(u[0], 6), _mm256_srli_epi16(u[1], 6));
+    window = _mm256_min_epu8(window, _mm256_set1_epi8(15));
+    const v256 low = _mm256_set1_epi16(63), in_window = _mm256_packus_epi16(_mm256_and_si256(u[0], low), _mm256_and_si256(u[1], low));
+    const v256 above = _mm256_cmpgt_epi8(in_window, _mm256_shuffle_epi8(two_halves(a->last_below, b->last_below), window));
+    const v256 code = _mm256_sub_epi8(_mm256_shuffle_epi8(two_halves(a->base, b->base), window), above);
+    const v256 negative = _mm256_packs_epi16(not_zero[0], not_zero[1]); /* keeps the sign bits */
+    return _mm256_blendv_epi8(code, _mm256_or_si256(code, _mm256_set1_epi8(8)), negative);
+}
+
+ALWAYS_INLINE v256 four_blocks_windows(const char *x, const struct pack_plan *plan, const uint8_t *scales)
+{
+    const v256 shift_odd = _mm256_set1_epi16(0x1001); /* even + 16 * odd */
+    const v256 a = two_blocks_windows(x, plan->windows + scales[0], plan->windows + scales[1]);
+    const v256 b = two_blocks_windows(x + 64, plan->windows + scales[2], plan->windows + scales[3]);
+    return _mm256_permute4x64_epi64(_mm256_packus_epi16(_mm256_maddubs_epi16(a, shift_odd), _mm256_maddubs_epi16(b, shift_odd)), 0xd8);
+}
+
 ALWAYS_INLINE v256 four_blocks(const char *x, int kind, const struct pack_plan *plan, const uint8_t *scales, bool has_lookup)
 {
     const size_t bytes = 16 * kind_size(kind);
@@ -403,7 +432,11 @@ ALWAYS_INLINE uint32_t pack_runs(const struct pack_plan *plan, int kind, size_t 
         }
         if (plan->choice != CHOICE_AMAX)
             searched(plan, x + from * bytes, first + from / in_group, (to - from) / in_group, in_group, own);
-        if (USES_LOOKUP && kind == KIND_BF16 && plan->has_lookup && !any_lane((lanes_i)top >= (int)first_nonfinite(kind)))
+        const bool finite = kind == KIND_BF16 && !any_lane((i32v)top >= (int)first_nonfinite(kind));
+        if (!USES_LOOKUP && finite && plan->has_windows)
+            for (size_t b = from; b < to; b += 4)
+                store_codes(codes + 8 * b, four_blocks_windows(x + b * bytes, plan, own + (b - from)), streams);
+        else if (USES_LOOKUP && finite && plan->has_lookup)
             for (size_t b = from; b < to; b += 4)
                 store_codes(codes + 8 * b, four_blocks(x + b * bytes, kind, plan, own + (b - from), true), streams);
         else
@@ -424,8 +457,7 @@ ALWAYS_INLINE uint32_t pack_kind(const struct pack_plan *plan, int kind, const c
     return pack_runs(plan, kind, (size_t)plan->group / 16, x, first, runs, codes, scales);
 }
 
-static uint32_t pack(const struct pack_plan *plan, const void *x, size_t first, size_t blocks, uint8_t *codes,
-                     uint8_t *scales)
+static uint32_t pack(const struct pack_plan *plan, const void *x, size_t first, size_t blocks, uint8_t *codes, uint8_t *scales)
 {
     const size_t in_group = (size_t)plan->group / 16, unit = plan->choice == CHOICE_AMAX ? 8 / in_group : 8; /* blocks */
     const size_t whole = blocks / unit * unit;
@@ -441,8 +473,8 @@ static uint32_t pack(const struct pack_plan *plan, const void *x, size_t first, 
     default:
         top = pack_kind(plan, KIND_BF16, x, first, runs, codes, scales);
     }
-    uint32_t rest = codec_serial.pack(plan, (const char *)x + done * kind_size(plan->kind), first + whole, blocks - whole,
-                                      codes + done / 2, scales + whole);
+    uint32_t rest = codec_serial.pack(plan, (const char *)x + done * kind_size(plan->kind), first + whole, blocks - whole, codes + done / 2,
+                                      scales + whole);
     return rest > top ? rest : top;
 }
 
@@ -458,8 +490,8 @@ ALWAYS_INLINE v256 nibbles(const uint8_t *codes)
 
 ALWAYS_INLINE v256 pair(const uint8_t *low, const uint8_t *high)
 {
-    return _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i *)low)),
-                                   _mm_loadu_si128((const __m128i *)high), 1);
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i *)low)), _mm_loadu_si128((const __m128i *)high),
+                                   1);
 }
 
 /* By runs of 16 columns, an even number of them; a group has 1 << shift runs. */
@@ -480,11 +512,10 @@ static void unpack_halves(const struct unpack_plan *plan, const uint8_t *codes, 
     _mm_sfence();
 }
 
-static void unpack_floats(const struct unpack_plan *plan, const uint8_t *codes, const uint8_t *scales, size_t runs, int shift,
-                          float *out)
+static void unpack_floats(const struct unpack_plan *plan, const uint8_t *codes, const uint8_t *scales, size_t runs, int shift, float *out)
 {
     const bool streams = (uintptr_t)out % 32 == 0;
-    const __m256 values = _mm256_loadu_ps(E2M1_VALUE);
+    const __m256 values = _mm256_loadu_ps(E2M1_VALUE), nan = _mm256_set1_ps(bits_float(0x7fc00000u));
     for (size_t b = 0; b < runs; b++) {
         __m128i c = _mm_loadl_epi64((const __m128i *)(codes + 8 * b)), mask = _mm_set1_epi8(15);
         __m128i each = _mm_unpacklo_epi8(_mm_and_si128(c, mask), _mm_and_si128(_mm_srli_epi16(c, 4), mask));
@@ -494,6 +525,7 @@ static void unpack_floats(const struct unpack_plan *plan, const uint8_t *codes, 
             v256 sign = _mm256_slli_epi32(_mm256_srli_epi32(index, 3), 31);
             __m256 v = _mm256_xor_ps(_mm256_permutevar8x32_ps(values, index), _mm256_castsi256_ps(sign));
             v = _mm256_mul_ps(v, step);
+            v = _mm256_blendv_ps(v, nan, _mm256_cmp_ps(v, v, _CMP_UNORD_Q)); /* 0 * inf is a NaN with a sign */
             if (streams)
                 _mm256_stream_ps(out + 16 * b + 8 * half, v);
             else
@@ -503,8 +535,7 @@ static void unpack_floats(const struct unpack_plan *plan, const uint8_t *codes, 
     _mm_sfence();
 }
 
-static void unpack(const struct unpack_plan *plan, const uint8_t *codes, const uint8_t *scales, size_t blocks,
-                   void *out)
+static void unpack(const struct unpack_plan *plan, const uint8_t *codes, const uint8_t *scales, size_t blocks, void *out)
 {
     const int shift = plan->group == 16 ? 0 : plan->group == 32 ? 1 : 2;
     const size_t whole = shift ? blocks : blocks / 2 * 2, done = whole * (size_t)plan->group;
@@ -512,8 +543,7 @@ static void unpack(const struct unpack_plan *plan, const uint8_t *codes, const u
         unpack_floats(plan, codes, scales, whole << shift, shift, out);
     else
         unpack_halves(plan, codes, scales, whole << shift, shift, out);
-    codec_serial.unpack(plan, codes + done / 2, scales + whole, blocks - whole,
-                        (char *)out + done * kind_size(plan->kind));
+    codec_serial.unpack(plan, codes + done / 2, scales + whole, blocks - whole, (char *)out + done * kind_size(plan->kind));
 }
 
 /* ---- activations */
@@ -584,5 +614,7 @@ static void fake_quant(const struct fake_plan *plan, const void *x, size_t block
     else
         fake_quant_kind(plan, KIND_BF16, x, blocks, out);
 }
+
+static const struct codec_kernels codec_kernels = {amax_bits, pack, unpack, fake_quant};
 
 #endif

@@ -52,14 +52,13 @@ PyObject *py_from_dlpack(PyObject *self, PyObject *capsule)
     if (t->device_type != DEVICE_CPU)
         return PyErr_Format(PyExc_ValueError, "on DLPack device %d, expected 1 (CPU)", (int)t->device_type);
     if (t->lanes != 1 || t->ndim < 0 || t->ndim > MOST_DIMENSIONS)
-        return PyErr_Format(PyExc_ValueError, "DLPack tensor of %d dimensions and %d lanes, expected up to %d and 1",
-                            (int)t->ndim, (int)t->lanes, MOST_DIMENSIONS);
+        return PyErr_Format(PyExc_ValueError, "DLPack tensor of %d dimensions and %d lanes, expected up to %d and 1", (int)t->ndim,
+                            (int)t->lanes, MOST_DIMENSIONS);
     PyObject *shape = numbers(t->shape, t->ndim), *strides = t->strides ? numbers(t->strides, t->ndim) : Py_NewRef(Py_None);
     PyObject *owner = NULL, *result = NULL;
     if (!shape || !strides || !(owner = PyCapsule_New(managed, "annie_quant.used", NULL)))
         goto cleanup;
-    result = Py_BuildValue("(OKBBOO)", owner, (unsigned long long)(uintptr_t)t->data + t->byte_offset, t->code, t->bits,
-                           shape, strides);
+    result = Py_BuildValue("(OKBBOO)", owner, (unsigned long long)(uintptr_t)t->data + t->byte_offset, t->code, t->bits, shape, strides);
     /* From here on this module must release the tensor; a capsule can be used only once. */
     if (result && (PyCapsule_SetName(capsule, "used_dltensor") < 0 || PyCapsule_SetDestructor(owner, release) < 0))
         Py_CLEAR(result);
@@ -77,19 +76,37 @@ struct lent {
     int64_t shape[MOST_DIMENSIONS];
 };
 
-static void give_back(struct dl_managed *managed)
+/* The caller runs Python code in some interpreter, that is, it has a thread state. */
+static void release_lent(struct lent *lent)
 {
-    struct lent *lent = managed->context;
-    PyGILState_STATE state = PyGILState_Ensure(); /* the consumer may call from any thread */
     PyBuffer_Release(&lent->buffer);
-    PyGILState_Release(state);
     free(lent);
 }
 
+#if PY_VERSION_HEX >= 0x030d0000
+#define current_thread_state PyThreadState_GetUnchecked
+#else
+#define current_thread_state _PyThreadState_UncheckedGet
+#endif
+
+/* The consumer may call this from any thread. PyGILState_Ensure is for threads without a thread state alone: in a sub-interpreter it
+ * would take the main interpreter's state of the same thread, and deadlock or abort. */
+static void give_back(struct dl_managed *managed)
+{
+    if (current_thread_state()) {
+        release_lent(managed->context);
+        return;
+    }
+    PyGILState_STATE state = PyGILState_Ensure();
+    release_lent(managed->context);
+    PyGILState_Release(state);
+}
+
+/* The destructor of a capsule that no consumer took; Python calls it with a thread state. */
 static void never_taken(PyObject *capsule)
 {
     if (PyCapsule_IsValid(capsule, "dltensor"))
-        give_back(PyCapsule_GetPointer(capsule, "dltensor"));
+        release_lent(((struct dl_managed *)PyCapsule_GetPointer(capsule, "dltensor"))->context);
 }
 
 PyObject *py_to_dlpack(PyObject *self, PyObject *args)
@@ -119,8 +136,13 @@ PyObject *py_to_dlpack(PyObject *self, PyObject *args)
         PyErr_Format(PyExc_ValueError, "%zd bytes, expected %zu for this shape", lent->buffer.len, want);
         goto failed;
     }
-    lent->managed.tensor = (struct dl_tensor){.data = lent->buffer.buf, .device_type = DEVICE_CPU, .ndim = (int32_t)dimensions,
-                                              .code = code, .bits = bits, .lanes = 1, .shape = lent->shape};
+    lent->managed.tensor = (struct dl_tensor){.data = lent->buffer.buf,
+                                              .device_type = DEVICE_CPU,
+                                              .ndim = (int32_t)dimensions,
+                                              .code = code,
+                                              .bits = bits,
+                                              .lanes = 1,
+                                              .shape = lent->shape};
     lent->managed.context = lent;
     lent->managed.deleter = give_back;
     capsule = PyCapsule_New(&lent->managed, "dltensor", never_taken);

@@ -121,8 +121,7 @@ static const float E2M1_MIDPOINT[7] = {.25f, .75f, 1.25f, 1.75f, 2.5f, 3.5f, 5.f
 /* Return the index of the magnitude a = |x / step|; NaN gives 7. */
 static inline unsigned e2m1_index(float a)
 {
-    return (unsigned)(!(a <= .25f)) + !(a < .75f) + !(a <= 1.25f) + !(a < 1.75f) + !(a <= 2.5f) + !(a < 3.5f) +
-           !(a <= 5.f);
+    return (unsigned)(!(a <= .25f)) + !(a < .75f) + !(a <= 1.25f) + !(a < 1.75f) + !(a <= 2.5f) + !(a < 3.5f) + !(a <= 5.f);
 }
 
 #endif

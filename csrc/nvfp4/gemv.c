@@ -1,48 +1,17 @@
-/* Products with packed weights: x is expanded once, rows of W are distributed over threads, and the codec's variant selects the row kernel. */
+/* Products with packed weights: x is expanded once, rows of W are distributed over threads, and the variant in use has the row kernel. */
 #include "gemv.h"
 
 #include "parallel.h"
+#include "variant.h"
 
 #include <omp.h>
 #include <stdlib.h>
 
 enum {
-    PIECE = 32,         /* columns that a kernel processes at once */
-    HANDOUT = 1 << 17,  /* weights per unit of work of a thread */
-    ALONE = 1 << 18,    /* with fewer weights a second thread takes more time than it saves */
+    PIECE = 32,        /* columns that a kernel processes at once */
+    HANDOUT = 1 << 17, /* weights per unit of work of a thread */
+    ALONE = 1 << 18,   /* with fewer weights a second thread takes more time than it saves */
 };
-
-static void row_serial(const uint8_t *codes, const float *step, const float *x, size_t stride, size_t columns, int tokens,
-                       float *y)
-{
-    for (int t = 0; t < tokens; t++) {
-        /* Sixteen sums, as in the vector kernels. */
-        float sum[PIECE / 2] = {0};
-        for (size_t k = 0; k < columns; k += PIECE)
-            for (int i = 0; i < PIECE / 2; i++) {
-                uint8_t c = codes[k / 2 + (size_t)i];
-                const float s = step[k / 16 + (size_t)(i / 8)], *at = x + (size_t)t * stride + k + i;
-                float low = E2M1_VALUE[c & 7] * s, high = E2M1_VALUE[c >> 4 & 7] * s;
-                sum[i] += (c & 8 ? -low : low) * at[0];
-                sum[i] += (c & 0x80 ? -high : high) * at[PIECE / 2];
-            }
-        float all = 0;
-        for (int i = 0; i < PIECE / 2; i++)
-            all += sum[i];
-        y[t] = all;
-    }
-}
-
-static gemv_row chosen_row(void)
-{
-#if defined(__x86_64__)
-    if (strcmp(variant_name(), "avx512") == 0)
-        return gemv_row_avx512;
-    if (strcmp(variant_name(), "avx2") == 0 && __builtin_cpu_supports("fma"))
-        return gemv_row_avx2;
-#endif
-    return row_serial;
-}
 
 void gemv_prepare(struct gemv_plan *plan, float tensor_scale, bool divides)
 {
@@ -72,14 +41,14 @@ static float tail(const uint8_t *codes, float step, const float *x)
     for (size_t k = 0; k < 16; k++) {
         uint8_t c = k & 1 ? codes[k / 2] >> 4 : codes[k / 2] & 15;
         float w = E2M1_VALUE[c & 7] * step;
-        sum += (c & 8 ? -w : w) * x[k];
+        sum += (c & 8 ? -w : w) * x[k]; /* -ffp-contract=off: the same in every build */
     }
     return sum;
 }
 
 bool gemv(const struct gemv_plan *plan, const void *x, const uint8_t *codes, const uint8_t *scales, void *y)
 {
-    const gemv_row row = chosen_row();
+    const gemv_row row = variant_current()->gemv;
     const size_t columns = plan->columns, whole = columns / PIECE * PIECE, groups_of_16 = columns / 16;
     const size_t per_scale = (size_t)plan->group / 16, row_scales = columns / (size_t)plan->group;
     const size_t some = 1 + HANDOUT / columns;

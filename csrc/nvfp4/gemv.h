@@ -1,7 +1,7 @@
 /* y = x W^T for a few rows of x, directly from packed NVFP4: each weight is decoded in registers, once for all rows of x.
  *
- * A weight is value * step with step = float32(scale * tensor_scale), rounded to float32 as unpack does. Sums are float32, in an
- * order that depends only on the columns, so a row of x gives the same y alone and among other rows.
+ * A weight is value * step with step = float32(scale * tensor_scale), rounded to float32 as unpack does. Sums are float32, fused, in an
+ * order that depends only on the columns: a row of x gives the same y alone and among other rows, in every variant.
  */
 #ifndef AQ_NVFP4_GEMV_H
 #define AQ_NVFP4_GEMV_H
@@ -25,14 +25,6 @@ bool gemv(const struct gemv_plan *plan, const void *x, const uint8_t *codes, con
 
 /* One row of W times up to GEMV_TOKENS rows of x. x: float32, rows `stride` apart, each 32 columns as 16 even ones and then 16
  * odd ones; step: one per 16 columns. Sums over the first `columns`, a multiple of 32, into y. */
-typedef void (*gemv_row)(const uint8_t *codes, const float *step, const float *x, size_t stride, size_t columns,
-                         int tokens, float *y);
-
-#if defined(__x86_64__)
-void gemv_row_avx2(const uint8_t *codes, const float *step, const float *x, size_t stride, size_t columns, int tokens,
-                   float *y);
-void gemv_row_avx512(const uint8_t *codes, const float *step, const float *x, size_t stride, size_t columns, int tokens,
-                     float *y);
-#endif
+typedef void (*gemv_row)(const uint8_t *codes, const float *step, const float *x, size_t stride, size_t columns, int tokens, float *y);
 
 #endif

@@ -1,85 +1,41 @@
 /* GPTQ's inner loop (Frantar et al. 2022, algorithm 1) with NVFP4 block scales.
  *
  * Rows are independent and are distributed over threads. A block's scale is chosen from the weights at the time its first column is
- * rounded, including all corrections. Updates run over columns without sums across lanes, so every vector width gives the same bytes
- * (-ffp-contract=off keeps multiplication and subtraction separate).
+ * rounded, including all corrections. The updates are the variant's (gptq_lanes.h).
  */
 #include "gptq.h"
 
 #include "parallel.h"
-
-#if defined(__x86_64__) && defined(__GNUC__) && defined(__gnu_linux__) && !defined(__SANITIZE_ADDRESS__)
-#define WIDEST __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define WIDEST
-#endif
+#include "variant.h"
 
 #define TILE_ROWS 64
-#define LANES 16
 #define PANEL 64 /* columns of the factor that are copied together: 128 rows of them are 32 KB */
-
-/* A generic vector type, which the compiler splits for each instruction set; loads and stores need no alignment. */
-typedef float lanes __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(float)), may_alias));
-
-/* w[0..count) -= sum over j of e[j] * u[j * stride ..], in order of j; four rows of u per pass over w. */
-WIDEST
-static void subtract_errors(size_t count, size_t terms, const float *e, const float *u, size_t stride, float *w)
-{
-    size_t j = 0;
-    for (; j + 4 <= terms; j += 4) {
-        const float *a = u + j * stride, *b = a + stride, *c = b + stride, *d = c + stride;
-        const float p = e[j], q = e[j + 1], r = e[j + 2], s = e[j + 3];
-        for (size_t k = 0; k < count; k++)
-            w[k] = (((w[k] - p * a[k]) - q * b[k]) - r * c[k]) - s * d[k];
-    }
-    for (; j < terms; j++) {
-        const float *a = u + j * stride, p = e[j];
-        for (size_t k = 0; k < count; k++)
-            w[k] -= p * a[k];
-    }
-}
-
-/* Sixteen columns of four rows, which stay in registers while all errors of the window are subtracted. */
-WIDEST
-static void subtract_errors_four(size_t terms, const float *e, const float *panel, size_t stride, float *w)
-{
-    lanes a = *(lanes *)w, b = *(lanes *)(w + stride), c = *(lanes *)(w + 2 * stride), d = *(lanes *)(w + 3 * stride);
-    for (size_t j = 0; j < terms; j++) {
-        const lanes u = *(const lanes *)(panel + j * LANES);
-        a -= e[j] * u;
-        b -= e[GPTQ_WINDOW + j] * u;
-        c -= e[2 * GPTQ_WINDOW + j] * u;
-        d -= e[3 * GPTQ_WINDOW + j] * u;
-    }
-    *(lanes *)w = a, *(lanes *)(w + stride) = b, *(lanes *)(w + 2 * stride) = c, *(lanes *)(w + 3 * stride) = d;
-}
 
 /* Subtract the errors of a window from the columns to its right, for a tile of rows. The factor's columns are copied first:
  * its rows are a power of two apart and would map to the same cache sets. */
-static void update_right(const struct gptq_plan *plan, size_t first, size_t width, size_t rows, const float *errors,
-                         float *w)
+static void update_right(const struct gptq_plan *plan, const struct gptq_kernels *kernels, size_t first, size_t width, size_t rows,
+                         const float *errors, float *w)
 {
     const size_t columns = plan->columns;
     float panel[GPTQ_WINDOW * PANEL];
     for (size_t c = first + width; c < columns; c += PANEL) {
         const size_t count = columns - c < PANEL ? columns - c : PANEL;
         for (size_t j = 0; j < width; j++)
-            for (size_t k = 0; k < count; k += LANES)
-                memcpy(panel + (k * width + j * LANES), plan->factor + (first + j) * columns + c + k,
-                       LANES * sizeof(float));
+            for (size_t k = 0; k < count; k += GPTQ_LANES)
+                memcpy(panel + (k * width + j * GPTQ_LANES), plan->factor + (first + j) * columns + c + k, GPTQ_LANES * sizeof(float));
         size_t r = 0;
         for (; r + 4 <= rows; r += 4)
-            for (size_t k = 0; k < count; k += LANES)
-                subtract_errors_four(width, errors + r * GPTQ_WINDOW, panel + k * width, columns, w + r * columns + c + k);
+            for (size_t k = 0; k < count; k += GPTQ_LANES)
+                kernels->subtract_errors_four(width, errors + r * GPTQ_WINDOW, panel + k * width, columns, w + r * columns + c + k);
         for (; r < rows; r++)
-            subtract_errors(count, width, errors + r * GPTQ_WINDOW, plan->factor + first * columns + c, columns,
-                     w + r * columns + c);
+            kernels->subtract_errors(count, width, errors + r * GPTQ_WINDOW, plan->factor + first * columns + c, columns,
+                                     w + r * columns + c);
     }
 }
 
 /* Round columns first .. first + width of one row; its errors are written to errors[0 .. width). */
-static bool round_window(const struct gptq_plan *plan, size_t first, size_t width, float *row, float *errors,
-                         uint8_t *codes, uint8_t *scales)
+static bool round_window(const struct gptq_plan *plan, const struct gptq_kernels *kernels, size_t first, size_t width, float *row,
+                         float *errors, uint8_t *codes, uint8_t *scales)
 {
     const struct pack_plan *codec = &plan->codec;
     const size_t group = (size_t)codec->group;
@@ -109,8 +65,8 @@ static bool round_window(const struct gptq_plan *plan, size_t first, size_t widt
                 block[k] -= error * factor[start + k];
         }
         const size_t next = start + group;
-        subtract_errors(first + width - next, group, errors + (start - first), plan->factor + start * plan->columns + next,
-                 plan->columns, row + next);
+        kernels->subtract_errors(first + width - next, group, errors + (start - first), plan->factor + start * plan->columns + next,
+                                 plan->columns, row + next);
     }
     return finite;
 }
@@ -119,6 +75,7 @@ bool gptq(const struct gptq_plan *plan, float *w, float *errors, uint8_t *codes,
 {
     const size_t columns = plan->columns, blocks = columns / (size_t)plan->codec.group;
     const size_t tiles = (plan->rows + TILE_ROWS - 1) / TILE_ROWS;
+    const struct gptq_kernels *kernels = variant_current()->gptq;
     int bad = 0;
     for (size_t first = 0; first < columns; first += GPTQ_WINDOW) {
         const size_t width = columns - first < GPTQ_WINDOW ? columns - first : GPTQ_WINDOW;
@@ -126,9 +83,9 @@ bool gptq(const struct gptq_plan *plan, float *w, float *errors, uint8_t *codes,
         for (size_t t = 0; t < tiles; t++) {
             const size_t top = t * TILE_ROWS, end = top + TILE_ROWS < plan->rows ? top + TILE_ROWS : plan->rows;
             for (size_t r = top; r < end; r++)
-                bad |= !round_window(plan, first, width, w + r * columns, errors + r * GPTQ_WINDOW,
-                                     codes + r * (columns / 2), scales + r * blocks);
-            update_right(plan, first, width, end - top, errors + top * GPTQ_WINDOW, w + top * columns);
+                bad |= !round_window(plan, kernels, first, width, w + r * columns, errors + r * GPTQ_WINDOW, codes + r * (columns / 2),
+                                     scales + r * blocks);
+            update_right(plan, kernels, first, width, end - top, errors + top * GPTQ_WINDOW, w + top * columns);
         }
     }
     return !bad;

@@ -46,8 +46,7 @@ static void decode_q5_k(const void *raw, size_t blocks, float *restrict out)
             for (int i = 0; i < 32; i++)
                 out[i] = scale[2 * j] * (float)((qs[i] & 15) | (x->qh[i] >> 2 * j & 1) << 4) - min[2 * j];
             for (int i = 0; i < 32; i++)
-                out[32 + i] = scale[2 * j + 1] * (float)(qs[i] >> 4 | (x->qh[i] >> (2 * j + 1) & 1) << 4) -
-                              min[2 * j + 1];
+                out[32 + i] = scale[2 * j + 1] * (float)(qs[i] >> 4 | (x->qh[i] >> (2 * j + 1) & 1) << 4) - min[2 * j + 1];
         }
     }
 }

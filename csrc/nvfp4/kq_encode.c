@@ -114,8 +114,7 @@ struct affine_block {
     uint8_t L[256];
 };
 
-static void encode_affine(const struct kq_search *search, const float *x, const float *weight, int top,
-                          struct affine_block *out)
+static void encode_affine(const struct kq_search *search, const float *x, const float *weight, int top, struct affine_block *out)
 {
     float w[256], sums[8], scale[8], minus_min[8];
     struct affine ranges[8];
@@ -163,8 +162,7 @@ static void encode_affine(const struct kq_search *search, const float *x, const 
     }
 }
 
-static void encode_q4_k(const struct kq_search *search, const float *x, size_t count, const float *weight,
-                        float row_square, void *out)
+static void encode_q4_k(const struct kq_search *search, const float *x, size_t count, const float *weight, float row_square, void *out)
 {
     (void)row_square;
     struct block_q4_k *y = out;
@@ -180,8 +178,7 @@ static void encode_q4_k(const struct kq_search *search, const float *x, size_t c
     }
 }
 
-static void encode_q5_k(const struct kq_search *search, const float *x, size_t count, const float *weight,
-                        float row_square, void *out)
+static void encode_q5_k(const struct kq_search *search, const float *x, size_t count, const float *weight, float row_square, void *out)
 {
     (void)row_square;
     struct block_q5_k *y = out;
@@ -201,8 +198,7 @@ static void encode_q5_k(const struct kq_search *search, const float *x, size_t c
     }
 }
 
-static void encode_q6_k(const struct kq_search *search, const float *x, size_t count, const float *weight,
-                        float row_square, void *out)
+static void encode_q6_k(const struct kq_search *search, const float *x, size_t count, const float *weight, float row_square, void *out)
 {
     (void)row_square;
     struct block_q6_k *y = out;
@@ -274,8 +270,7 @@ static float legacy(const float *x, int top, const float *weight, float row_squa
     return d;
 }
 
-static void encode_q5_0(const struct kq_search *search, const float *x, size_t count, const float *weight,
-                        float row_square, void *out)
+static void encode_q5_0(const struct kq_search *search, const float *x, size_t count, const float *weight, float row_square, void *out)
 {
     (void)search;
     struct block_q5_0 *y = out;
@@ -286,8 +281,7 @@ static void encode_q5_0(const struct kq_search *search, const float *x, size_t c
     }
 }
 
-static void encode_q4_0(const struct kq_search *search, const float *x, size_t count, const float *weight,
-                        float row_square, void *out)
+static void encode_q4_0(const struct kq_search *search, const float *x, size_t count, const float *weight, float row_square, void *out)
 {
     (void)search;
     struct block_q4_0 *y = out;
@@ -299,8 +293,7 @@ static void encode_q4_0(const struct kq_search *search, const float *x, size_t c
     }
 }
 
-static void encode_q8_0(const struct kq_search *search, const float *x, size_t count, const float *weight,
-                        float row_square, void *out)
+static void encode_q8_0(const struct kq_search *search, const float *x, size_t count, const float *weight, float row_square, void *out)
 {
     (void)search, (void)weight, (void)row_square; /* llama.cpp has no importance for Q8_0 */
     struct block_q8_0 *y = out;
@@ -316,10 +309,7 @@ static void encode_q8_0(const struct kq_search *search, const float *x, size_t c
 }
 
 const struct kq_type KQ_TYPE[KQ_TYPES] = {
-    {"Q4_K", 256, sizeof(struct block_q4_k), encode_q4_k},
-    {"Q5_K", 256, sizeof(struct block_q5_k), encode_q5_k},
-    {"Q6_K", 256, sizeof(struct block_q6_k), encode_q6_k},
-    {"Q5_0", 32, sizeof(struct block_q5_0), encode_q5_0},
-    {"Q4_0", 32, sizeof(struct block_q4_0), encode_q4_0},
-    {"Q8_0", 32, sizeof(struct block_q8_0), encode_q8_0},
+    {"Q4_K", 256, sizeof(struct block_q4_k), encode_q4_k}, {"Q5_K", 256, sizeof(struct block_q5_k), encode_q5_k},
+    {"Q6_K", 256, sizeof(struct block_q6_k), encode_q6_k}, {"Q5_0", 32, sizeof(struct block_q5_0), encode_q5_0},
+    {"Q4_0", 32, sizeof(struct block_q4_0), encode_q4_0},  {"Q8_0", 32, sizeof(struct block_q8_0), encode_q8_0},
 };

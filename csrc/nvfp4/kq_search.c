@@ -19,8 +19,7 @@ static int clip(int v, int low, int high)
     return v < low ? low : v > high ? high : v;
 }
 
-static struct affine affine_one(const float *x, const float *weight, int top, float low, float by, int tries,
-                                int weighted, uint8_t *L)
+static struct affine affine_one(const float *x, const float *weight, int top, float low, float by, int tries, int weighted, uint8_t *L)
 {
     enum { N = 32 };
     float min = x[0], max = x[0], sum_w = weight[0], sum_x = sum_w * x[0];
@@ -79,8 +78,8 @@ static struct affine affine_one(const float *x, const float *weight, int top, fl
     return (struct affine){scale, -min};
 }
 
-static void affine_8(const float *x, const float *weight, int top, float low, float by, int tries, int weighted,
-                     uint8_t *L, struct affine *out)
+static void affine_8(const float *x, const float *weight, int top, float low, float by, int tries, int weighted, uint8_t *L,
+                     struct affine *out)
 {
     for (int j = 0; j < 8; j++)
         out[j] = affine_one(x + 32 * j, weight + 32 * j, top, low, by, tries, weighted, L + 32 * j);

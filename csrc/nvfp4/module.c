@@ -10,6 +10,9 @@
 #include "gptq.h"
 #include "layout.h"
 #include "parallel.h"
+#include "variant.h"
+
+#include <float.h>
 
 static bool kind_known(int kind)
 {
@@ -63,8 +66,7 @@ static bool plan_known(const struct pack_plan *plan)
 {
     if (!kind_known(plan->kind) || !group_known(plan->group))
         return false;
-    if (plan->choice < CHOICE_AMAX || plan->choice > CHOICE_SWEEP || plan->encoding < ENCODING_MODELOPT ||
-        plan->encoding > ENCODING_CT) {
+    if (plan->choice < CHOICE_AMAX || plan->choice > CHOICE_SWEEP || plan->encoding < ENCODING_MODELOPT || plan->encoding > ENCODING_CT) {
         PyErr_SetString(PyExc_ValueError, "choice and encoding are 0, 1 or 2");
         return false;
     }
@@ -79,13 +81,11 @@ static PyObject *py_pack(PyObject *self, PyObject *args)
     struct pack_plan plan;
     size_t blocks;
     memset(&plan, 0, sizeof plan);
-    if (!PyArg_ParseTuple(args, "y*iiiifffOw*w*", &x, &plan.kind, &plan.group, &plan.choice, &plan.encoding,
-                          &plan.tensor_scale, &plan.largest_code, &plan.tensor_amax, &weights, &codes, &scales))
+    if (!PyArg_ParseTuple(args, "y*iiiifffOw*w*", &x, &plan.kind, &plan.group, &plan.choice, &plan.encoding, &plan.tensor_scale,
+                          &plan.largest_code, &plan.tensor_amax, &weights, &codes, &scales))
         return NULL;
     if (!plan_known(&plan) || !whole_units(&x, (size_t)plan.group * kind_size(plan.kind), "x", &blocks) ||
-        !buffer_has_size(&codes, blocks * (size_t)plan.group / 2, "codes") || !buffer_has_size(&scales, blocks, "scales") ||
-        !buffers_disjoint(&x, &codes, "x and codes") || !buffers_disjoint(&x, &scales, "x and scales") ||
-        !buffers_disjoint(&codes, &scales, "codes and scales"))
+        !buffer_has_size(&codes, blocks * (size_t)plan.group / 2, "codes") || !buffer_has_size(&scales, blocks, "scales"))
         goto cleanup;
     if (weights != Py_None) {
         if (PyObject_GetBuffer(weights, &weight, PyBUF_C_CONTIGUOUS) < 0)
@@ -99,6 +99,8 @@ static PyObject *py_pack(PyObject *self, PyObject *args)
         }
         plan.weight = weight.buf;
     }
+    if (!OUTPUTS_DISJOINT(2, {&codes, "codes"}, {&scales, "scales"}, {&x, "x"}, {&weight, "importance"}))
+        goto cleanup;
     uint32_t top;
     Py_BEGIN_ALLOW_THREADS
     plan_prepare(&plan);
@@ -120,22 +122,19 @@ static PyObject *py_unpack(PyObject *self, PyObject *args)
     Py_buffer codes = {0}, scales = {0}, out = {0};
     struct unpack_plan plan;
     int divides;
-    if (!PyArg_ParseTuple(args, "y*y*iipfw*", &codes, &scales, &plan.kind, &plan.group, &divides, &plan.tensor_scale,
-                          &out))
+    if (!PyArg_ParseTuple(args, "y*y*iipfw*", &codes, &scales, &plan.kind, &plan.group, &divides, &plan.tensor_scale, &out))
         return NULL;
     plan.divides = divides != 0;
     size_t blocks = (size_t)scales.len;
     if (!kind_known(plan.kind) || !group_known(plan.group))
         goto cleanup;
     size_t elements, out_bytes;
-    if (!size_product(blocks, (size_t)plan.group, &elements) ||
-        !size_product(elements, kind_size(plan.kind), &out_bytes)) {
+    if (!size_product(blocks, (size_t)plan.group, &elements) || !size_product(elements, kind_size(plan.kind), &out_bytes)) {
         PyErr_Format(PyExc_ValueError, "%zu block scales are too many", blocks);
         goto cleanup;
     }
-    if (!buffer_has_size(&codes, elements / 2, "codes") ||
-        !buffer_has_size(&out, out_bytes, "out") || !buffers_disjoint(&codes, &out, "codes and out") ||
-        !buffers_disjoint(&scales, &out, "block scales and out"))
+    if (!buffer_has_size(&codes, elements / 2, "codes") || !buffer_has_size(&out, out_bytes, "out") ||
+        !OUTPUTS_DISJOINT(1, {&out, "out"}, {&codes, "codes"}, {&scales, "block scales"}))
         goto cleanup;
     bool bad;
     Py_BEGIN_ALLOW_THREADS
@@ -159,12 +158,17 @@ static PyObject *py_fake_quant(PyObject *self, PyObject *args)
     size_t blocks;
     if (!PyArg_ParseTuple(args, "y*iifw*", &x, &plan.kind, &plan.group, &plan.tensor_scale, &out))
         return NULL;
-    if (!kind_known(plan.kind) || !group_known(plan.group) ||
-        !whole_units(&x, (size_t)plan.group * kind_size(plan.kind), "x", &blocks) ||
+    if (!kind_known(plan.kind) || !group_known(plan.group) || !whole_units(&x, (size_t)plan.group * kind_size(plan.kind), "x", &blocks) ||
         !buffer_has_size(&out, (size_t)x.len, "out"))
         goto cleanup;
-    if (x.buf != out.buf && !buffers_disjoint(&x, &out, "x and out")) /* the same memory is allowed, a partial overlap is not */
+    if (x.buf != out.buf && !OUTPUTS_DISJOINT(1, {&out, "out"}, {&x, "x"})) /* the same memory is allowed, a partial overlap is not */
         goto cleanup;
+    if (!(plan.tensor_scale > 0 && plan.tensor_scale <= FLT_MAX)) { /* NaN too */
+        char text[32];
+        PyOS_snprintf(text, sizeof text, "%g", (double)plan.tensor_scale);
+        PyErr_Format(PyExc_ValueError, "tensor_scale %s, expected a positive finite number", text);
+        goto cleanup;
+    }
     Py_BEGIN_ALLOW_THREADS
     tensor_fake_quant(&plan, x.buf, blocks, out.buf);
     Py_END_ALLOW_THREADS
@@ -185,8 +189,7 @@ static PyObject *py_gemv(PyObject *self, PyObject *args)
     int divides;
     float tensor_scale;
     size_t inputs;
-    if (!PyArg_ParseTuple(args, "y*iny*y*ipfw*", &x, &plan.kind, &columns, &codes, &scales, &plan.group, &divides,
-                          &tensor_scale, &y))
+    if (!PyArg_ParseTuple(args, "y*iny*y*ipfw*", &x, &plan.kind, &columns, &codes, &scales, &plan.group, &divides, &tensor_scale, &y))
         return NULL;
     if (!kind_known(plan.kind) || !group_known(plan.group))
         goto cleanup;
@@ -198,9 +201,8 @@ static PyObject *py_gemv(PyObject *self, PyObject *args)
     if (!whole_units(&codes, plan.columns / 2, "codes", &plan.rows) ||
         !whole_units(&x, plan.columns * kind_size(plan.kind), "x", &plan.tokens) ||
         !buffer_has_size(&scales, plan.rows * (plan.columns / (size_t)plan.group), "block scales") ||
-        !size_product(plan.tokens, plan.rows, &inputs) ||
-        !size_product(inputs, kind_size(plan.kind), &inputs) || !buffer_has_size(&y, inputs, "y") ||
-        !buffers_disjoint(&x, &y, "x and y"))
+        !size_product(plan.tokens, plan.rows, &inputs) || !size_product(inputs, kind_size(plan.kind), &inputs) ||
+        !buffer_has_size(&y, inputs, "y") || !OUTPUTS_DISJOINT(1, {&y, "y"}, {&x, "x"}, {&codes, "codes"}, {&scales, "block scales"}))
         goto cleanup;
     bool enough;
     Py_BEGIN_ALLOW_THREADS
@@ -227,8 +229,8 @@ static PyObject *py_gptq(PyObject *self, PyObject *args)
     float *errors = NULL;
     memset(&plan, 0, sizeof plan);
     plan.codec.kind = KIND_F32;
-    if (!PyArg_ParseTuple(args, "w*ny*iiffOw*w*", &w, &columns, &factor, &plan.codec.group, &plan.codec.choice,
-                          &plan.codec.tensor_scale, &plan.codec.largest_code, &weights, &codes, &scales))
+    if (!PyArg_ParseTuple(args, "w*ny*iiffOw*w*", &w, &columns, &factor, &plan.codec.group, &plan.codec.choice, &plan.codec.tensor_scale,
+                          &plan.codec.largest_code, &weights, &codes, &scales))
         return NULL;
     if (!plan_known(&plan.codec))
         goto cleanup;
@@ -240,12 +242,12 @@ static PyObject *py_gptq(PyObject *self, PyObject *args)
     }
     if (!whole_units(&w, row_bytes, "w", &plan.rows) || !buffer_has_size(&factor, square, "factor") ||
         !buffer_has_size(&codes, plan.rows * plan.columns / 2, "codes") ||
-        !buffer_has_size(&scales, plan.rows * (plan.columns / (size_t)plan.codec.group), "scales") ||
-        !buffers_disjoint(&w, &factor, "w and factor") || !buffers_disjoint(&w, &codes, "w and codes") ||
-        !buffers_disjoint(&w, &scales, "w and scales") || !buffers_disjoint(&codes, &scales, "codes and scales"))
+        !buffer_has_size(&scales, plan.rows * (plan.columns / (size_t)plan.codec.group), "scales"))
         goto cleanup;
-    if (weights != Py_None && (PyObject_GetBuffer(weights, &weight, PyBUF_C_CONTIGUOUS) < 0 ||
-                               !buffer_has_size(&weight, row_bytes, "importance")))
+    if (weights != Py_None &&
+        (PyObject_GetBuffer(weights, &weight, PyBUF_C_CONTIGUOUS) < 0 || !buffer_has_size(&weight, row_bytes, "importance")))
+        goto cleanup;
+    if (!OUTPUTS_DISJOINT(3, {&w, "w"}, {&codes, "codes"}, {&scales, "scales"}, {&factor, "factor"}, {&weight, "importance"}))
         goto cleanup;
     if (!size_product(plan.rows, GPTQ_WINDOW * sizeof(float), &scratch) || !(errors = malloc(scratch ? scratch : 1))) {
         PyErr_NoMemory();
@@ -278,7 +280,8 @@ static PyObject *py_to_ggml(PyObject *self, PyObject *args)
     if (!PyArg_ParseTuple(args, "y*y*w*", &codes, &scales, &out))
         return NULL;
     if (!whole_units(&codes, 32, "codes", &blocks) || !buffer_has_size(&scales, blocks * 4, "block scales") ||
-        !buffer_has_size(&out, blocks * sizeof(struct ggml_nvfp4), "out") || !buffers_disjoint(&codes, &out, "codes and out"))
+        !buffer_has_size(&out, blocks * sizeof(struct ggml_nvfp4), "out") ||
+        !OUTPUTS_DISJOINT(1, {&out, "out"}, {&codes, "codes"}, {&scales, "block scales"}))
         goto cleanup;
     Py_BEGIN_ALLOW_THREADS
     to_ggml(codes.buf, scales.buf, blocks, out.buf);
@@ -300,7 +303,8 @@ static PyObject *py_from_ggml(PyObject *self, PyObject *args)
     if (!PyArg_ParseTuple(args, "y*w*w*", &in, &codes, &scales))
         return NULL;
     if (!whole_units(&in, sizeof(struct ggml_nvfp4), "blocks", &blocks) || !buffer_has_size(&codes, blocks * 32, "codes") ||
-        !buffer_has_size(&scales, blocks * 4, "block scales") || !buffers_disjoint(&in, &codes, "blocks and codes"))
+        !buffer_has_size(&scales, blocks * 4, "block scales") ||
+        !OUTPUTS_DISJOINT(2, {&codes, "codes"}, {&scales, "block scales"}, {&in, "blocks"}))
         goto cleanup;
     Py_BEGIN_ALLOW_THREADS
     from_ggml(in.buf, blocks, codes.buf, scales.buf);
@@ -322,14 +326,13 @@ static PyObject *move_scales(PyObject *args, bool forth)
     size_t plain;
     if (!PyArg_ParseTuple(args, "y*nnw*", &in, &rows, &columns, &out))
         return NULL;
-    if (rows < 0 || columns < 0 || !size_product((size_t)rows, (size_t)columns, &plain) ||
-        plain > (size_t)PY_SSIZE_T_MAX / 1024) {
+    if (rows < 0 || columns < 0 || !size_product((size_t)rows, (size_t)columns, &plain) || plain > (size_t)PY_SSIZE_T_MAX / 1024) {
         PyErr_Format(PyExc_ValueError, "%zd rows of %zd scales cannot be", rows, columns);
         goto cleanup;
     }
     size_t padded = swizzled_size((size_t)rows, (size_t)columns);
     if (!buffer_has_size(&in, forth ? plain : padded, "in") || !buffer_has_size(&out, forth ? padded : plain, "out") ||
-        !buffers_disjoint(&in, &out, "in and out"))
+        !OUTPUTS_DISJOINT(1, {&out, "out"}, {&in, "in"}))
         goto cleanup;
     Py_BEGIN_ALLOW_THREADS
     if (forth)
@@ -384,11 +387,12 @@ static PyObject *py_kquantize(PyObject *self, PyObject *args)
         goto cleanup;
     }
     if (!whole_units(&x, (size_t)columns * kind_size(kind), "x", &rows) ||
-        !buffer_has_size(&out, rows * ((size_t)columns / type->block * type->bytes), "out") ||
-        !buffers_disjoint(&x, &out, "x and out"))
+        !buffer_has_size(&out, rows * ((size_t)columns / type->block * type->bytes), "out"))
         goto cleanup;
     if (weights != Py_None && (PyObject_GetBuffer(weights, &weight, PyBUF_C_CONTIGUOUS) < 0 ||
                                !buffer_has_size(&weight, (size_t)columns * sizeof(float), "importance")))
+        goto cleanup;
+    if (!OUTPUTS_DISJOINT(1, {&out, "out"}, {&x, "x"}, {&weight, "importance"}))
         goto cleanup;
     Py_BEGIN_ALLOW_THREADS
     tensor_kquantize(type, x.buf, kind, rows, (size_t)columns, weight.buf, out.buf);
@@ -411,8 +415,8 @@ static PyObject *py_kdequantize(PyObject *self, PyObject *args)
     if (!PyArg_ParseTuple(args, "y*sw*", &raw, &name, &out))
         return NULL;
     const struct kq_type *type = kq_find(name);
-    if (!type || !whole_units(&raw, type->bytes, "raw", &blocks) ||
-        !buffer_has_size(&out, blocks * type->block * sizeof(float), "out") || !buffers_disjoint(&raw, &out, "raw and out"))
+    if (!type || !whole_units(&raw, type->bytes, "raw", &blocks) || !buffer_has_size(&out, blocks * type->block * sizeof(float), "out") ||
+        !OUTPUTS_DISJOINT(1, {&out, "out"}, {&raw, "raw"}))
         goto cleanup;
     Py_BEGIN_ALLOW_THREADS
     tensor_kdequantize(type, raw.buf, blocks, out.buf);
@@ -503,10 +507,11 @@ static PyMethodDef methods[] = {
 
 static PyModuleDef_Slot slots[] = {
 #if PY_VERSION_HEX >= 0x030c0000
-    /* No Python object outlives a call, and the two settings are per process on purpose. */
-    {Py_mod_multiple_interpreters, Py_MOD_PER_INTERPRETER_GIL_SUPPORTED},
+    /* A DLPack capsule keeps a buffer of the interpreter that made it, and its consumer may release it in any other. */
+    {Py_mod_multiple_interpreters, Py_MOD_MULTIPLE_INTERPRETERS_NOT_SUPPORTED},
 #endif
 #if PY_VERSION_HEX >= 0x030d0000
+    /* The module has no state but the two settings, which are atomic; a call owns its buffers. */
     {Py_mod_gil, Py_MOD_GIL_NOT_USED},
 #endif
     {0, NULL},

@@ -1,8 +1,8 @@
-/* Threads and variants. Runs are distributed dynamically, because other work may use one of the processors. */
+/* Threads. Runs are distributed dynamically, because other work may use one of the processors. */
 #define _GNU_SOURCE
 #include "parallel.h"
 
-#include "common/cpu.h"
+#include "variant.h"
 
 #include <omp.h>
 #include <pthread.h>
@@ -11,74 +11,7 @@
 
 enum { RUN = 1 << 16 /* elements per unit of work: 128 KB of bfloat16, well inside a second-level cache */ };
 
-struct variant {
-    const struct codec_kernels *codec;
-    const struct kq_search *search;
-};
-
-static const struct variant *table(void)
-{
-    static const struct variant known[VARIANTS] = {
-        {&codec_serial, &kq_serial},
-#if defined(__x86_64__)
-        {&codec_avx2, &kq_avx2},
-        {&codec_avx512, &kq_avx512},
-#elif defined(__aarch64__)
-        {&codec_neon, &kq_neon},
-#endif
-    };
-    return known;
-}
-
-static int table_available(void)
-{
-    struct cpu_features f = cpu_probe();
-#if defined(__x86_64__)
-    return f.avx512 ? 3 : f.avx2 ? 2 : 1;
-#else
-    return f.neon ? 2 : 1;
-#endif
-}
-
-static atomic_int chosen = -1, threads, forked;
-
-static const struct variant *current(void)
-{
-    int c = atomic_load(&chosen);
-    if (c < 0) {
-        c = table_available() - 1;
-        atomic_store(&chosen, c);
-    }
-    return table() + c;
-}
-
-int variants_available(const char *names[VARIANTS])
-{
-    int n = table_available();
-    for (int i = 0; i < n; i++)
-        names[i] = table()[i].codec->name;
-    return n;
-}
-
-const char *variant_name(void)
-{
-    return current()->codec->name;
-}
-
-bool variant_set(const char *name)
-{
-    int n = table_available();
-    if (strcmp(name, "auto") == 0) {
-        atomic_store(&chosen, n - 1);
-        return true;
-    }
-    for (int i = 0; i < n; i++)
-        if (strcmp(name, table()[i].codec->name) == 0) {
-            atomic_store(&chosen, i);
-            return true;
-        }
-    return false;
-}
+static atomic_int threads, forked;
 
 /* A forked child has none of its parent's worker threads, and the OpenMP runtime would wait for them forever. */
 static void after_fork(void)
@@ -122,7 +55,7 @@ static size_t run_length(size_t blocks, size_t per_run, size_t run)
 
 uint32_t tensor_amax(const void *x, int kind, size_t count)
 {
-    const struct codec_kernels *k = current()->codec;
+    const struct codec_kernels *k = variant_current()->codec;
     const size_t runs = runs_of(count, RUN), size = kind_size(kind);
     uint32_t top = 0;
 #pragma omp parallel for schedule(dynamic) num_threads(team(count)) reduction(max : top)
@@ -136,15 +69,14 @@ uint32_t tensor_amax(const void *x, int kind, size_t count)
 /* From the last run to the first: the end of what tensor_amax has read is still in the caches. */
 uint32_t tensor_pack(const struct pack_plan *plan, const void *x, size_t blocks, uint8_t *codes, uint8_t *scales)
 {
-    const struct codec_kernels *k = current()->codec;
+    const struct codec_kernels *k = variant_current()->codec;
     const size_t group = (size_t)plan->group, per_run = RUN / group, runs = runs_of(blocks, per_run);
     const size_t bytes = group * kind_size(plan->kind);
     uint32_t top = 0;
 #pragma omp parallel for schedule(dynamic) num_threads(team(blocks *group)) reduction(max : top)
     for (size_t left = runs; left > 0; left--) {
         size_t r = left - 1, b = r * per_run;
-        uint32_t t = k->pack(plan, (const char *)x + b * bytes, b, run_length(blocks, per_run, r),
-                             codes + b * group / 2, scales + b);
+        uint32_t t = k->pack(plan, (const char *)x + b * bytes, b, run_length(blocks, per_run, r), codes + b * group / 2, scales + b);
         top = t > top ? t : top;
     }
     return top;
@@ -159,10 +91,9 @@ static int any_nan(const uint8_t *scales, size_t blocks)
     return bad;
 }
 
-bool tensor_unpack(const struct unpack_plan *plan, const uint8_t *codes, const uint8_t *scales, size_t blocks,
-                   void *out)
+bool tensor_unpack(const struct unpack_plan *plan, const uint8_t *codes, const uint8_t *scales, size_t blocks, void *out)
 {
-    const struct codec_kernels *k = current()->codec;
+    const struct codec_kernels *k = variant_current()->codec;
     const size_t group = (size_t)plan->group, per_run = RUN / group, runs = runs_of(blocks, per_run);
     const size_t bytes = group * kind_size(plan->kind);
     int bad = 0;
@@ -178,7 +109,7 @@ bool tensor_unpack(const struct unpack_plan *plan, const uint8_t *codes, const u
 
 void tensor_fake_quant(const struct fake_plan *plan, const void *x, size_t blocks, void *out)
 {
-    const struct codec_kernels *k = current()->codec;
+    const struct codec_kernels *k = variant_current()->codec;
     const size_t group = (size_t)plan->group, per_run = RUN / group, runs = runs_of(blocks, per_run);
     const size_t bytes = group * kind_size(plan->kind);
 #pragma omp parallel for schedule(dynamic) num_threads(team(blocks *group))
@@ -189,8 +120,8 @@ void tensor_fake_quant(const struct fake_plan *plan, const void *x, size_t block
 }
 
 /* One part of a row as floats. The row's mean square is summed in order over the whole row, as llama.cpp does. */
-static void kquantize_row(const struct kq_search *search, const struct kq_type *type, const void *x, int kind,
-                          size_t start, size_t columns, const float *weight, uint8_t *out)
+static void kquantize_row(const struct kq_search *search, const struct kq_type *type, const void *x, int kind, size_t start, size_t columns,
+                          const float *weight, uint8_t *out)
 {
     enum { PIECE = 1024 };
     float v[PIECE], row_square = 0;
@@ -209,10 +140,9 @@ static void kquantize_row(const struct kq_search *search, const struct kq_type *
     }
 }
 
-void tensor_kquantize(const struct kq_type *type, const void *x, int kind, size_t rows, size_t columns,
-                      const float *weight, uint8_t *out)
+void tensor_kquantize(const struct kq_type *type, const void *x, int kind, size_t rows, size_t columns, const float *weight, uint8_t *out)
 {
-    const struct kq_search *search = current()->search;
+    const struct kq_search *search = variant_current()->kquant;
     const size_t row_bytes = columns / type->block * type->bytes;
 #pragma omp parallel for schedule(dynamic) num_threads(team(rows *columns))
     for (size_t r = 0; r < rows; r++)
@@ -221,9 +151,9 @@ void tensor_kquantize(const struct kq_type *type, const void *x, int kind, size_
 
 void tensor_kdequantize(const struct kq_type *type, const uint8_t *raw, size_t blocks, float *out)
 {
-    void (*decode)(const void *, size_t, float *) = current()->search->decode[type - KQ_TYPE];
+    void (*decode)(const void *, size_t, float *) = variant_current()->kquant->decode[type - KQ_TYPE];
     const size_t per_run = RUN / type->block, runs = runs_of(blocks, per_run);
-#pragma omp parallel for schedule(dynamic) num_threads(team(blocks *type->block))
+#pragma omp parallel for schedule(dynamic) num_threads(team(blocks * type->block))
     for (size_t r = 0; r < runs; r++) {
         size_t b = r * per_run;
         decode(raw + b * type->bytes, run_length(blocks, per_run, r), out + b * type->block);

@@ -1,17 +1,9 @@
-/* Operations on whole tensors: runs of blocks are distributed over threads, and the selected variant processes each run. */
+/* Operations on whole tensors: runs of blocks are distributed over threads, and the variant in use processes each run. */
 #ifndef AQ_NVFP4_PARALLEL_H
 #define AQ_NVFP4_PARALLEL_H
 
 #include "codec.h"
 #include "kquant.h"
-
-#define VARIANTS 3
-
-/* Set `names` to the variants that this processor can run, slowest first. Returns their number. */
-int variants_available(const char *names[VARIANTS]);
-const char *variant_name(void);
-/* name: "auto" or a variant. Returns false if this processor cannot run it. */
-bool variant_set(const char *name);
 
 /* 0: the number of processors that this process may use. */
 void threads_set(int count);
@@ -20,13 +12,11 @@ int threads_get(void);
 uint32_t tensor_amax(const void *x, int kind, size_t count);
 uint32_t tensor_pack(const struct pack_plan *plan, const void *x, size_t blocks, uint8_t *codes, uint8_t *scales);
 /* Return whether a block scale is NaN. */
-bool tensor_unpack(const struct unpack_plan *plan, const uint8_t *codes, const uint8_t *scales, size_t blocks,
-                   void *out);
+bool tensor_unpack(const struct unpack_plan *plan, const uint8_t *codes, const uint8_t *scales, size_t blocks, void *out);
 void tensor_fake_quant(const struct fake_plan *plan, const void *x, size_t blocks, void *out);
 
 /* `rows` rows of `columns` elements; weight has `columns` entries or is NULL. */
-void tensor_kquantize(const struct kq_type *type, const void *x, int kind, size_t rows, size_t columns,
-                      const float *weight, uint8_t *out);
+void tensor_kquantize(const struct kq_type *type, const void *x, int kind, size_t rows, size_t columns, const float *weight, uint8_t *out);
 void tensor_kdequantize(const struct kq_type *type, const uint8_t *raw, size_t blocks, float *out);
 
 #endif

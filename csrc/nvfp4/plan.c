@@ -8,9 +8,7 @@
 
 static float magnitude_of(uint32_t bits, int kind)
 {
-    return kind == KIND_F32   ? bits_float(bits)
-           : kind == KIND_F16 ? f16_to_float((uint16_t)bits)
-                              : bf16_to_float((uint16_t)bits);
+    return kind == KIND_F32 ? bits_float(bits) : kind == KIND_F16 ? f16_to_float((uint16_t)bits) : bf16_to_float((uint16_t)bits);
 }
 
 static uint32_t bits_near(float f, int kind)
@@ -103,9 +101,40 @@ static bool build_lookup(struct code_lookup *s, const uint32_t threshold[9])
     return apart;
 }
 
+/* In an octave of 128 patterns the thresholds of 1.25, 2.5 and 5 steps are at the same place, those of 1.75 and 3.5 between 51 and 73
+ * patterns above, and .75 and .25 far below. So with boundaries 32 patterns below the threshold of 1.25 no window of 64 has two. Ten
+ * windows reach from below the lowest threshold to the highest. Returns false if not: near the smallest and largest patterns of all. */
+static bool build_windows(struct code_windows *w, const uint32_t threshold[9])
+{
+    enum { WINDOW_SIZE = 64, UNDER = 32 + 5 * WINDOW_SIZE };
+    if (threshold[3] < UNDER || threshold[7] >= first_nonfinite(KIND_BF16) || threshold[8] != 1)
+        return false;
+    const uint32_t bottom = threshold[3] - UNDER;
+    unsigned last = 0; /* window of the threshold before */
+    for (unsigned i = 1, window = 0; i <= 8; i++) {
+        const uint32_t at = i == 8 ? 16 * WINDOW_SIZE : threshold[i] - bottom;
+        if (i < 8 && (threshold[i] <= bottom || at >= 15 * WINDOW_SIZE || (i > 1 && at / WINDOW_SIZE == last)))
+            return false;
+        for (; window < at / WINDOW_SIZE; window++) { /* the windows before this threshold's that are not filled yet */
+            w->base[window] = (uint8_t)(i - 1);
+            w->last_below[window] = WINDOW_SIZE;
+        }
+        if (i == 8)
+            break;
+        last = window;
+        w->base[window] = (uint8_t)(i - 1);
+        w->last_below[window++] = (int8_t)((int)(at % WINDOW_SIZE) - 1);
+    }
+    for (int k = 0; k < 8; k++)
+        w->bottom[k] = (uint16_t)bottom;
+    return true;
+}
+
 void plan_prepare(struct pack_plan *plan)
 {
-    plan->has_lookup = plan->kind == KIND_BF16;
+    plan->has_lookup = plan->has_windows = plan->kind == KIND_BF16;
+    memset(plan->windows, 0, sizeof plan->windows[0]);
+    memset(plan->windows + SCALE_CODES - 1, 0, sizeof plan->windows[0]);
     for (int c = 0; c < SCALE_CODES; c++) {
         float s = e4m3_to_float((uint8_t)c);
         plan->step[c] = plan->encoding == ENCODING_CT ? s / plan->tensor_scale : s * plan->tensor_scale;
@@ -118,8 +147,10 @@ void plan_prepare(struct pack_plan *plan)
         lookup->sign = (threshold[8] - 1) * 0x10001u;
         memset(lookup->add, 0, sizeof lookup->add);
         lookup->low = lookup->high = 0;
-        if (c > 0 && c < SCALE_CODES - 1) /* no block has the code 0; with a NaN scale every finite element is 0 */
+        if (c > 0 && c < SCALE_CODES - 1) { /* no block has the code 0, and only one with a NaN has the NaN code */
             plan->has_lookup = plan->has_lookup && build_lookup(lookup, threshold);
+            plan->has_windows = plan->has_windows && build_windows(plan->windows + c, threshold);
+        }
     }
 }
 
@@ -127,7 +158,8 @@ void unpack_prepare(struct unpack_plan *plan)
 {
     for (int c = 0; c < 256; c++) {
         float s = e4m3_to_float((uint8_t)c), step = plan->divides ? s / plan->tensor_scale : s * plan->tensor_scale;
-        plan->step[c] = step;
+        /* A product with a NaN has the sign of the NaN in some variants: so the step of 0xFF is that of 0x7F. */
+        plan->step[c] = step == step ? step : bits_float(0x7fc00000u);
         for (int i = 0; plan->kind != KIND_F32 && i < 16; i++) {
             const float v = decoded((unsigned)i, step);
             const uint16_t bits = plan->kind == KIND_F16 ? float_to_f16(v) : float_to_bf16(v);

@@ -41,8 +41,7 @@ static uint8_t best_of_two(const struct pack_plan *plan, const float *x, const f
     return with_four < with_six ? four : six;
 }
 
-static uint8_t best_of_all(const struct pack_plan *plan, const float *x, const float *weight, float amax,
-                           double top_weight)
+static uint8_t best_of_all(const struct pack_plan *plan, const float *x, const float *weight, float amax, double top_weight)
 {
     int first = 1;
     while (first < 126 && 6.0 * plan->step[first] < amax)
@@ -76,6 +75,5 @@ uint8_t best_code(const struct pack_plan *plan, const float *x, const float *wei
     const float amax = bits_float(top);
     if (amax == 0 || !(amax <= 0x1.fffffep127f)) /* no choice: zeros, infinity or NaN */
         return block_code(plan, amax);
-    return plan->choice == CHOICE_SWEEP ? best_of_all(plan, x, weight, amax, top_weight)
-                                        : best_of_two(plan, x, weight, amax);
+    return plan->choice == CHOICE_SWEEP ? best_of_all(plan, x, weight, amax, top_weight) : best_of_two(plan, x, weight, amax);
 }

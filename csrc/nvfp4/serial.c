@@ -25,8 +25,7 @@ static float float_of_magnitude(uint32_t bits, int kind)
     return kind == KIND_F32 ? bits_float(bits) : load_as_float(&half, kind, 0);
 }
 
-static uint32_t pack(const struct pack_plan *plan, const void *x, size_t first, size_t blocks, uint8_t *codes,
-                     uint8_t *scales)
+static uint32_t pack(const struct pack_plan *plan, const void *x, size_t first, size_t blocks, uint8_t *codes, uint8_t *scales)
 {
     const size_t group = (size_t)plan->group, bytes = group * kind_size(plan->kind);
     uint32_t top = 0;
@@ -38,8 +37,7 @@ static uint32_t pack(const struct pack_plan *plan, const void *x, size_t first, 
         for (size_t i = 0; i < group; i++)
             v[i] = load_as_float(block, plan->kind, i);
         const float *weight = plan->weight ? plan->weight + (first + b) * group % plan->columns : NULL;
-        scales[b] = plan->choice == CHOICE_AMAX ? block_code(plan, float_of_magnitude(bits, plan->kind))
-                                                : best_code(plan, v, weight);
+        scales[b] = plan->choice == CHOICE_AMAX ? block_code(plan, float_of_magnitude(bits, plan->kind)) : best_code(plan, v, weight);
         float step = plan->step[scales[b]];
         for (size_t i = 0; i < group; i += 2) {
             float even = v[i] / step, odd = v[i + 1] / step;
@@ -51,8 +49,7 @@ static uint32_t pack(const struct pack_plan *plan, const void *x, size_t first, 
     return top;
 }
 
-static void unpack(const struct unpack_plan *plan, const uint8_t *codes, const uint8_t *scales, size_t blocks,
-                   void *out)
+static void unpack(const struct unpack_plan *plan, const uint8_t *codes, const uint8_t *scales, size_t blocks, void *out)
 {
     const size_t group = (size_t)plan->group;
     for (size_t b = 0; b < blocks; b++) {
@@ -90,4 +87,4 @@ static void fake_quant(const struct fake_plan *plan, const void *x, size_t block
     }
 }
 
-const struct codec_kernels codec_serial = {"serial", amax_bits, pack, unpack, fake_quant};
+const struct codec_kernels codec_serial = {amax_bits, pack, unpack, fake_quant};

@@ -1,183 +1,85 @@
-/* The search of search.c for eight blocks at once, one lane per block: in float, and in double where float is not exact enough.
+/* The search of search.c for LANES blocks at once, one lane per block: in float, and in double where float is not exact enough.
  *
- * Written with the compiler's vector types, so that each SIMD variant includes this one source. The error bound of a float error is known
+ * One source for all variants (lanes.h). The error bound of a float error is known
  * (`prepare`). Codes of a block that are closer to its best code than the bound are compared in double, so the choice is always
- * that of search.c. A few groups of eight go through the steps of the search together, so that one group's instructions fill
+ * that of search.c. A few batches of them go through the steps of the search together, so that one group's instructions fill
  * another group's waits. In AVX-512 the errors of two groups are summed in one register.
  */
 #ifndef AQ_NVFP4_SWEEP_LANES_H
 #define AQ_NVFP4_SWEEP_LANES_H
 
 #include "codec.h"
-
-#ifdef __AVX2__
-#include <immintrin.h>
-#endif
-
-/* For functions with constant arguments, so that their loops have no branch on them. */
-#define ALWAYS_INLINE static inline __attribute__((always_inline))
-
-typedef float lanes_f __attribute__((vector_size(32)));
-typedef int32_t lanes_i __attribute__((vector_size(32)));
-typedef uint32_t lanes_u __attribute__((vector_size(32))); /* wraps around */
-
-static inline lanes_f pick(lanes_i mask, lanes_f yes, lanes_f no)
-{
-    return (lanes_f)((mask & (lanes_i)yes) | (~mask & (lanes_i)no));
-}
-
-static inline lanes_i pick_i(lanes_i mask, lanes_i yes, lanes_i no)
-{
-    return (mask & yes) | (~mask & no);
-}
-
-/* The compiler does not recognise a minimum in a masked vector selection. */
-static inline lanes_f least_of(lanes_f a, lanes_f b)
-{
-#ifdef __AVX2__
-    return (lanes_f)_mm256_min_ps((__m256)a, (__m256)b);
-#else
-    return pick(a < b, a, b);
-#endif
-}
-
-static inline lanes_i most_of(lanes_i a, lanes_i b)
-{
-#ifdef __AVX2__
-    return (lanes_i)_mm256_max_epi32((__m256i)a, (__m256i)b);
-#else
-    return pick_i(a > b, a, b);
-#endif
-}
-
-static inline lanes_f most_of_floats(lanes_f a, lanes_f b)
-{
-#ifdef __AVX2__
-    return (lanes_f)_mm256_max_ps((__m256)a, (__m256)b);
-#else
-    return pick(a > b, a, b);
-#endif
-}
-
-static inline lanes_i least_of_i(lanes_i a, lanes_i b)
-{
-#ifdef __AVX2__
-    return (lanes_i)_mm256_min_epi32((__m256i)a, (__m256i)b);
-#else
-    return pick_i(a < b, a, b);
-#endif
-}
-
-static inline lanes_f root(lanes_f a)
-{
-#ifdef __AVX2__
-    return (lanes_f)_mm256_sqrt_ps((__m256)a);
-#else
-    for (int b = 0; b < 8; b++)
-        a[b] = __builtin_sqrtf(a[b]);
-    return a;
-#endif
-}
-
-static inline lanes_f all_lanes(float f)
-{
-    return (lanes_f){f, f, f, f, f, f, f, f};
-}
-
-static inline lanes_i all_lanes_i(int32_t i)
-{
-    return (lanes_i){i, i, i, i, i, i, i, i};
-}
-
-static inline bool any_lane(lanes_i mask)
-{
-#ifdef __AVX2__
-    return !_mm256_testz_si256((__m256i)mask, (__m256i)mask);
-#else
-    typedef int64_t wide __attribute__((vector_size(32)));
-    wide w = (wide)mask;
-    return (w[0] | w[1] | w[2] | w[3]) != 0;
-#endif
-}
-
-static inline lanes_f fused(lanes_f a, lanes_f b, lanes_f c)
-{
-#ifdef __FMA__
-    return (lanes_f)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-#else
-    return a * b + c;
-#endif
-}
+#include "lanes.h"
 
 enum {
-    SUMS = 4,                /* together, so that the dependent instructions of one fill the waits of the others */
-    UP = 8,                  /* codes that a sweep always tries, from the first one that reaches the amax upwards: */
-    DOWN = 3,                /* and below it: of eight Gaussian blocks at least one needs the third in 74 % of cases, the fourth in 3 % */
+    SUMS = 4, /* together, so that the dependent instructions of one fill the waits of the others */
+    UP = 8,   /* codes that a sweep always tries, from the first one that reaches the amax upwards: */
+    DOWN = 3, /* and below it: of eight Gaussian blocks at least one needs the third in 74 % of cases, the fourth in 3 % */
     WINDOW = UP + DOWN,
     TRIED = SCALE_CODES + 16 /* one lane may go up 15 codes while another one goes down 125 */
 };
 
-/* Eight blocks in the search. */
-struct eight {
-    lanes_f a[MAX_GROUP], weight[MAX_GROUP]; /* a[column][block], magnitudes; weight likewise, if the plan has one */
-    lanes_f top;               /* largest magnitudes */
-    lanes_f top_weight, weight_sum, delta, reach;
-    lanes_i first; /* first code of a sweep that reaches the amax */
-    bool clips;    /* in some lane the largest code does not reach it */
-    lanes_f least, second; /* the two least errors */
-    lanes_i best;          /* the code of the least error */
-    int count;             /* number of codes tried */
-    lanes_i code[TRIED];
-    lanes_f error[TRIED]; /* before it is computed: 0, or infinity if the lane must not try the code */
-    lanes_f step[WINDOW], inverse[WINDOW]; /* of the codes listed last */
+/* LANES blocks in the search. */
+struct batch {
+    f32v a[MAX_GROUP], weight[MAX_GROUP]; /* a[column][block], magnitudes; weight likewise, if the plan has one */
+    f32v top;                             /* largest magnitudes */
+    f32v top_weight, weight_sum, delta, reach;
+    i32v first;         /* first code of a sweep that reaches the amax */
+    bool clips;         /* in some lane the largest code does not reach it */
+    f32v least, second; /* the two least errors */
+    i32v best;          /* the code of the least error */
+    int count;          /* number of codes tried */
+    i32v code[TRIED];
+    f32v error[TRIED];                  /* before it is computed: 0, or infinity if the lane must not try the code */
+    f32v step[WINDOW], inverse[WINDOW]; /* of the codes listed last */
 };
 
 /* plan->step[code], for codes 1..126. */
-static inline lanes_f steps_of(const struct pack_plan *plan, lanes_i code)
+static inline f32v steps_of(const struct pack_plan *plan, i32v code)
 {
-    lanes_f normal = (lanes_f)((code << 20) + all_lanes_i(120 << 23));
-    lanes_f small = __builtin_convertvector(code, lanes_f) * 0x1p-9f;
-    lanes_f s = pick(code >= 8, normal, small), factor = all_lanes(plan->tensor_scale);
+    f32v normal = (f32v)((code << 20) + all_lanes_i(120 << 23));
+    f32v small = to_floats(code) * 0x1p-9f;
+    f32v s = pick(code >= 8, normal, small), factor = all_lanes(plan->tensor_scale);
     return plan->encoding == ENCODING_CT ? s / factor : s * factor;
 }
 
 /* The code from which on a float's 6 * step certainly reaches the amax; at most one above the first that does. */
-static inline lanes_i first_codes(const struct pack_plan *plan, lanes_f top)
+static inline i32v first_codes(const struct pack_plan *plan, f32v top)
 {
-    const lanes_f reach = top * 1.0000005f;
-    const lanes_f s = reach / (6.f * steps_of(plan, all_lanes_i(0x38))); /* code 0x38 is 1.0 */
-    const lanes_i normal = ((lanes_i)((lanes_u)s + 0xfffffu) >> 20) - 960, small = __builtin_convertvector(s * 512.f, lanes_i) + 1;
-    lanes_i code = pick_i(s < 0x1p-6f, small, normal);
-    code = most_of(least_of_i(code, all_lanes_i(126)), all_lanes_i(1));
+    const f32v reach = top * 1.0000005f;
+    const f32v s = reach / (6.f * steps_of(plan, all_lanes_i(0x38))); /* code 0x38 is 1.0 */
+    const i32v normal = ((i32v)((u32v)s + 0xfffffu) >> 20) - 960, small = __builtin_convertvector(s * 512.f, i32v) + 1;
+    i32v code = pick_i(s < 0x1p-6f, small, normal);
+    code = most_of_i(least_of_i(code, all_lanes_i(126)), all_lanes_i(1));
     for (;;) {
-        lanes_i short_of = (6.f * steps_of(plan, code) < reach) & (code < 126);
+        i32v short_of = (6.f * steps_of(plan, code) < reach) & (code < 126);
         if (!any_lane(short_of))
             return code;
         code -= short_of; /* a true lane is -1 */
     }
 }
 
-/* e4m3_from_clamped of eight values, with the clamp. */
-static inline lanes_i scale_codes(lanes_f t)
+/* e4m3_from_clamped of LANES values, with the clamp. */
+static inline i32v scale_codes(f32v t)
 {
-    const lanes_i number = t == t;
+    const i32v number = t == t;
     t = pick(t > 448.f, all_lanes(448.f), t);
     t = pick(number & (t > 0x1p-9f), t, all_lanes(0x1p-9f));
-    const lanes_i u = (lanes_i)t, even = (u >> 20) & 1;
-    const lanes_i normal = (u - (120 << 23) + 0x7ffff + even) >> 20, small = (lanes_i)(t + 0x1p14f) - 0x46800000;
+    const i32v u = (i32v)t, even = (u >> 20) & 1;
+    const i32v normal = (u - (120 << 23) + 0x7ffff + even) >> 20, small = (i32v)(t + 0x1p14f) - 0x46800000;
     return pick_i(number, pick_i(u < 0x3c800000, small, normal), all_lanes_i(0x7f));
 }
 
-/* block_code of eight largest magnitudes; compressed-tensors' rule rounds in the weight's dtype after each operation. */
-static inline lanes_i scales_by_rule(const struct pack_plan *plan, lanes_f top)
+/* block_code of LANES largest magnitudes; compressed-tensors' rule rounds in the weight's dtype after each operation. */
+static inline i32v scales_by_rule(const struct pack_plan *plan, f32v top)
 {
-    lanes_i code;
+    i32v code;
     if (plan->encoding == ENCODING_CT) {
-        for (int b = 0; b < 8; b++)
+        for (int b = 0; b < LANES; b++)
             code[b] = block_code(plan, top[b]);
         return code;
     }
-    lanes_f t;
+    f32v t;
     if (plan->encoding == ENCODING_STATIC) {
         t = top / 6.f;
         t = pick(t == 0.f, all_lanes(1.f), t) * plan->largest_code / (plan->tensor_amax / 6.f);
@@ -188,7 +90,7 @@ static inline lanes_i scales_by_rule(const struct pack_plan *plan, lanes_f top)
     return scale_codes(t);
 }
 
-static inline void list(const struct pack_plan *plan, struct eight *e, lanes_i code, lanes_i lanes)
+static inline void list(const struct pack_plan *plan, struct batch *e, i32v code, i32v lanes)
 {
     const int k = e->count++;
     e->code[k] = code;
@@ -198,16 +100,62 @@ static inline void list(const struct pack_plan *plan, struct eight *e, lanes_i c
 }
 
 /* code, code + 1 .. (or downwards), each for the lanes in which it is one of 1..126. */
-static inline void list_run(const struct pack_plan *plan, struct eight *e, lanes_i code, int direction, int n)
+static inline void list_run(const struct pack_plan *plan, struct batch *e, i32v code, int direction, int n)
 {
     for (int k = 0; k < n; k++, code += direction) {
-        const lanes_i held = most_of(least_of_i(code, all_lanes_i(126)), all_lanes_i(1));
+        const i32v held = most_of_i(least_of_i(code, all_lanes_i(126)), all_lanes_i(1));
         list(plan, e, held, held == code);
     }
 }
 
+/* Whether steps in the middle of the range, and list_window with them, neither overflow nor underflow. */
+static inline bool steps_in_range(const struct pack_plan *plan)
+{
+    return plan->encoding != ENCODING_CT && plan->step[1] > 1e-18f && plan->step[1] < 1e12f;
+}
+
+/* Steps of the codes 0..7, if they had an octave to themselves, and the reciprocals, by lane: those of code c are 2^(c / 8) and
+ * 2^-(c / 8) times as large, exactly. AVX2 looks them up; other processors compute them. */
+struct octave {
+    f32v step, inverse;
+};
+
+static inline struct octave octave_of(const struct pack_plan *plan)
+{
+    struct octave o = {all_lanes(0.f), all_lanes(0.f)};
+#ifdef __AVX2__
+    o.step = steps_of(plan, (i32v){8, 9, 10, 11, 12, 13, 14, 15});
+    o.inverse = all_lanes(1.f) / o.step * 2.f;
+    o.step = o.step * 0.5f;
+#else
+    (void)plan;
+#endif
+    return o;
+}
+
+/* The codes of a sweep's window if all are normal E4M3 numbers, and steps_in_range: the bits of list_run with fewer instructions. */
+ALWAYS_INLINE void list_window(const struct pack_plan *plan, const struct octave *o, struct batch *e)
+{
+    e->count = WINDOW;
+    for (int k = 0; k < WINDOW; k++) {
+        const i32v code = k < UP ? e->first + k : e->first - (k - UP + 1);
+        e->code[k] = code;
+        e->error[k] = all_lanes(0.f);
+#ifdef __AVX2__
+        (void)plan;
+        const i32v exponent = (code >> 3) << 23;
+        e->step[k] = (f32v)((i32v)_mm256_permutevar8x32_ps((__m256)o->step, (__m256i)code) + exponent);
+        e->inverse[k] = (f32v)((i32v)_mm256_permutevar8x32_ps((__m256)o->inverse, (__m256i)code) - exponent);
+#else
+        (void)o;
+        e->step[k] = (f32v)((code << 20) + (120 << 23)) * plan->tensor_scale;
+        e->inverse[k] = all_lanes(1.f) / e->step[k];
+#endif
+    }
+}
+
 /* Compute the error bound of floats, and the codes to start with. */
-ALWAYS_INLINE void prepare(const struct pack_plan *plan, int group, bool weighted, struct eight *e)
+ALWAYS_INLINE void prepare(const struct pack_plan *plan, int group, bool weighted, const struct octave *o, bool in_range, struct batch *e)
 {
     e->top_weight = all_lanes(1.f);
     e->weight_sum = all_lanes((float)group);
@@ -218,20 +166,25 @@ ALWAYS_INLINE void prepare(const struct pack_plan *plan, int group, bool weighte
             e->top_weight = pick((e->a[i] == e->top) & (e->weight[i] > e->top_weight), e->weight[i], e->top_weight);
         }
     }
-    /* The error of each |x| - q * step is less than 4 roundings of amax, which is less than `delta`. So the root of a sum of weight * d^2 has
-     * an error of at most delta * sqrt(weight_sum) (triangle inequality), and the sum's own roundings stay under 2^-17 of it. */
+    /* The error of each |x| - q * step is less than 4 roundings of amax, which is less than `delta`. So the root of a sum of weight * d^2
+     * has an error of at most delta * sqrt(weight_sum) (triangle inequality), and the sum's own roundings stay under 2^-17 of it. */
     e->delta = e->top * 0x1p-21f;
-    e->reach = 2.5f * e->delta * root(e->weight_sum);
+    e->reach = 2.5f * e->delta * (weighted ? root(e->weight_sum) : all_lanes(__builtin_sqrtf((float)group)));
     e->least = e->second = all_lanes(__builtin_inff());
     e->best = all_lanes_i(0);
     e->count = 0;
+    e->clips = false;
     if (plan->choice == CHOICE_SWEEP) {
         e->first = first_codes(plan, e->top);
-        list_run(plan, e, e->first, 1, UP);
-        list_run(plan, e, e->first - 1, -1, DOWN);
+        if (in_range && !any_lane((e->first < 8 + DOWN) | (e->first > 127 - UP))) {
+            list_window(plan, o, e);
+        } else {
+            list_run(plan, e, e->first, 1, UP);
+            list_run(plan, e, e->first - 1, -1, DOWN);
+        }
         e->clips = any_lane(6.f * e->step[0] < e->top);
     } else {
-        const lanes_i six = scales_by_rule(plan, e->top), four = scales_by_rule(plan, e->top * 1.5f);
+        const i32v six = scales_by_rule(plan, e->top), four = scales_by_rule(plan, e->top * 1.5f);
         list(plan, e, six, all_lanes_i(-1));
         list(plan, e, four, six != four); /* the same code is not tried twice */
     }
@@ -241,33 +194,33 @@ ALWAYS_INLINE void prepare(const struct pack_plan *plan, int group, bool weighte
  * u = a / step and t = 2^22 * u, the last bit of t - u is half a step of u's binade, and t is a multiple of it: so
  * t - (t - u) is u rounded to the grid. If t - u is in the next binade, u is nearly a power of two, which both round to.
  * Below 1 the grid continues in halves: t is at least 2^22 + 1. */
-ALWAYS_INLINE void measure(struct eight *e, int group, bool weighted, int k, int codes, bool clips)
+ALWAYS_INLINE void measure(struct batch *e, int group, bool weighted, int k, int codes, bool clips)
 {
-    const lanes_i finest = (lanes_i)all_lanes(0x1p22f + 1.f), six = (lanes_i)all_lanes(6.f); /* positive floats are ordered like integers */
-    lanes_f sum[SUMS];
+    const i32v finest = (i32v)all_lanes(0x1p22f + 1.f), six = (i32v)all_lanes(6.f); /* positive floats are ordered like integers */
+    f32v sum[SUMS];
     for (int s = 0; s < SUMS; s++)
         sum[s] = all_lanes(0.f);
     for (int i = 0; i < group; i += SUMS / codes)
         for (int s = 0; s < SUMS; s++) {
             const int column = i + s / codes;
-            const lanes_f u = e->a[column] * e->inverse[(k + s % codes) % WINDOW];
-            const lanes_f t = (lanes_f)most_of((lanes_i)((lanes_u)u + (22u << 23)), finest);
-            lanes_f grid = t - (t - u);
+            const f32v u = e->a[column] * e->inverse[(k + s % codes) % WINDOW];
+            const f32v t = (f32v)most_of_i((i32v)((u32v)u + (22u << 23)), finest);
+            f32v grid = t - (t - u);
             if (clips)
-                grid = (lanes_f)least_of_i((lanes_i)grid, six);
-            const lanes_f d = u - grid;
-            sum[s] = fused(weighted ? e->weight[column] * d : d, d, sum[s]);
+                grid = (f32v)least_of_i((i32v)grid, six);
+            const f32v d = u - grid;
+            sum[s] = roughly_fused(weighted ? e->weight[column] * d : d, d, sum[s]);
         }
     for (int c = 0; c < codes; c++) {
         for (int part = c + codes; part < SUMS; part += codes)
             sum[c] += sum[part];
-        const lanes_f step = e->step[(k + c) % WINDOW];
-        e->error[k + c] = most_of_floats(sum[c] * (step * step), e->error[k + c]);
+        const f32v step = e->step[(k + c) % WINDOW];
+        e->error[k + c] = most_of(sum[c] * (step * step), e->error[k + c]);
     }
 }
 
 #ifdef __AVX512F__
-static inline __m512 joined(lanes_f a, lanes_f b)
+static inline __m512 joined(f32v a, f32v b)
 {
     return _mm512_insertf32x8(_mm512_castps256_ps512((__m256)a), (__m256)b, 1);
 }
@@ -276,7 +229,7 @@ static inline __m512 joined(lanes_f a, lanes_f b)
  * multiples of a quarter: u - 1/8 plus a number whose last bit is a quarter has the quarter's number in its lowest bits, five of which
  * are used. So u must stay below 8, or is clamped (`clips`), and must reach a quarter in some lane (`fills_steps`). A u that
  * is put into the next quarter is equally near to both grid points, within its own rounding. */
-ALWAYS_INLINE void measure_two(struct eight *e, int group, bool weighted, int k, int codes, bool clips)
+ALWAYS_INLINE void measure_two(struct batch *e, int group, bool weighted, int k, int codes, bool clips)
 {
     const __m512 eighth = _mm512_set1_ps(0.125f), quarters = _mm512_set1_ps(0x1.8p21f), most = _mm512_set1_ps(7.f);
     const __m512 low = _mm512_sub_ps(_mm512_setr_ps(0, .5f, .5f, 1, 1, 1.5f, 1.5f, 2, 2, 2, 3, 3, 3, 3, 4, 4), eighth);
@@ -299,15 +252,15 @@ ALWAYS_INLINE void measure_two(struct eight *e, int group, bool weighted, int k,
     for (int c = 0; c < codes; c++) {
         const __m256 half[2] = {_mm512_castps512_ps256(sum[c]), _mm512_extractf32x8_ps(sum[c], 1)};
         for (int g = 0; g < 2; g++) {
-            const lanes_f step = e[g].step[k + c];
-            e[g].error[k + c] = most_of_floats((lanes_f)half[g] * (step * step), e[g].error[k + c]);
+            const f32v step = e[g].step[k + c];
+            e[g].error[k + c] = most_of((f32v)half[g] * (step * step), e[g].error[k + c]);
         }
     }
 }
 #endif
 
 /* The errors of the codes that `prepare` lists. */
-ALWAYS_INLINE void measure_listed(const struct pack_plan *plan, int group, bool weighted, struct eight *e)
+ALWAYS_INLINE void measure_listed(const struct pack_plan *plan, int group, bool weighted, struct batch *e)
 {
     if (plan->choice != CHOICE_SWEEP) {
         measure(e, group, weighted, 0, 2, true);
@@ -325,13 +278,13 @@ ALWAYS_INLINE void measure_listed(const struct pack_plan *plan, int group, bool 
 
 #ifdef __AVX512F__
 /* Subtracting an eighth from u loses no significant bits: in every lane the largest |x| is at least a quarter step at the largest step. */
-static inline bool fills_steps(const struct pack_plan *plan, const struct eight *e)
+static inline bool fills_steps(const struct pack_plan *plan, const struct batch *e)
 {
-    const lanes_f largest = e->top * e->inverse[plan->choice == CHOICE_SWEEP ? UP - 1 : 1];
+    const f32v largest = e->top * e->inverse[plan->choice == CHOICE_SWEEP ? UP - 1 : 1];
     return !any_lane(~(largest >= 0.25f));
 }
 
-ALWAYS_INLINE void measure_listed_two(const struct pack_plan *plan, int group, bool weighted, struct eight *e)
+ALWAYS_INLINE void measure_listed_two(const struct pack_plan *plan, int group, bool weighted, struct batch *e)
 {
     if (plan->choice != CHOICE_SWEEP) {
         measure_two(e, group, weighted, 0, 2, true);
@@ -345,29 +298,29 @@ ALWAYS_INLINE void measure_listed_two(const struct pack_plan *plan, int group, b
 }
 #endif
 
-static inline void rank(struct eight *e, int k)
+static inline void rank(struct batch *e, int k)
 {
     for (; k < e->count; k++) {
-        const lanes_f error = e->error[k];
+        const f32v error = e->error[k];
         e->best = pick_i(error < e->least, e->code[k], e->best);
-        e->second = least_of(most_of_floats(error, e->least), e->second);
+        e->second = least_of(most_of(error, e->least), e->second);
         e->least = least_of(error, e->least);
     }
 }
 
 /* Codes outside the window: far up only from the smallest codes (search.c), far down as long as the clipped amax alone does not
  * exceed the best error. */
-ALWAYS_INLINE void try_farther_codes(const struct pack_plan *plan, int group, bool weighted, struct eight *e)
+ALWAYS_INLINE void try_farther_codes(const struct pack_plan *plan, int group, bool weighted, struct batch *e)
 {
     while (any_lane(e->first + e->count - DOWN < 16) & (e->count < WINDOW + 8)) {
         list_run(plan, e, e->first + e->count - DOWN, 1, 4);
         measure(e, group, weighted, e->count - 4, 4, true);
         rank(e, e->count - 4);
     }
-    for (lanes_i code = e->first - DOWN - 1;; code -= 4) {
-        const lanes_f limit = root(e->least) + e->reach; /* certainly above the root of the exact error of the best code */
-        lanes_f clipped = e->top - 6.f * steps_of(plan, most_of(code, all_lanes_i(1))) - e->delta;
-        clipped = most_of_floats(clipped, all_lanes(0.f));
+    for (i32v code = e->first - DOWN - 1;; code -= 4) {
+        const f32v limit = root(e->least) + e->reach; /* certainly above the root of the exact error of the best code */
+        f32v clipped = e->top - 6.f * steps_of(plan, most_of_i(code, all_lanes_i(1))) - e->delta;
+        clipped = most_of(clipped, all_lanes(0.f));
         if (!any_lane((code > 0) & (e->top_weight * (clipped * clipped) <= limit * limit * 1.0001f)))
             return;
         list_run(plan, e, code, -1, 4);
@@ -377,7 +330,7 @@ ALWAYS_INLINE void try_farther_codes(const struct pack_plan *plan, int group, bo
 }
 
 /* One block whose codes cannot be decided in float. */
-static __attribute__((noinline)) int decide_exactly(const struct pack_plan *plan, const struct eight *e, int block, float bound)
+static __attribute__((noinline)) int decide_exactly(const struct pack_plan *plan, const struct batch *e, int block, float bound)
 {
     float x[MAX_GROUP], w[MAX_GROUP];
     const float *weight = plan->weight ? w : NULL;
@@ -394,33 +347,35 @@ static __attribute__((noinline)) int decide_exactly(const struct pack_plan *plan
     return search.code;
 }
 
-ALWAYS_INLINE void decide(const struct pack_plan *plan, int group, bool weighted, lanes_f finest, struct eight *e)
+ALWAYS_INLINE void decide(const struct pack_plan *plan, int group, bool weighted, f32v finest, struct batch *e)
 {
     rank(e, 0);
     if (plan->choice == CHOICE_SWEEP)
         try_farther_codes(plan, group, weighted, e);
     /* Floats neither overflow nor underflow in here only in a middle range. */
-    const lanes_f unit = e->weight_sum * (e->delta * e->delta);
-    const lanes_f quotient = e->top / finest;
-    const lanes_f square = quotient * quotient;
-    const lanes_i ranged = (e->top > 1e-12f) & (e->top < 1e12f) & (unit > 1e-36f) & (unit < 1e22f) & (finest > 1e-18f) &
-                           (finest < 1e12f) & (quotient < 1e15f) & (square * (e->weight_sum + 1.f) < 1e36f) &
-                           (square * least_of(e->weight_sum, all_lanes(1.f)) > 1e-24f);
-    const lanes_f near = root(e->least) * 1.00001f + e->reach, bound = pick(ranged, near * near * 1.00001f, all_lanes(-1.f));
-    const lanes_i open = ~(ranged & (e->second > bound));
+    const f32v unit = e->weight_sum * (e->delta * e->delta);
+    const f32v quotient = e->top / finest;
+    const f32v square = quotient * quotient;
+    const i32v ranged = (e->top > 1e-12f) & (e->top < 1e12f) & (unit > 1e-36f) & (unit < 1e22f) & (finest > 1e-18f) & (finest < 1e12f) &
+                        (quotient < 1e15f) & (square * (e->weight_sum + 1.f) < 1e36f) &
+                        (square * least_of(e->weight_sum, all_lanes(1.f)) > 1e-24f);
+    const f32v near = root(e->least) * 1.00001f + e->reach, bound = pick(ranged, near * near * 1.00001f, all_lanes(-1.f));
+    const i32v open = ~(ranged & (e->second > bound));
     if (!any_lane(open))
         return;
-    for (int b = 0; b < 8; b++)
+    for (int b = 0; b < LANES; b++)
         if (open[b])
             e->best[b] = decide_exactly(plan, e, b, bound[b]);
 }
 
-/* A code per block, the one of best_code; `groups` groups of eight blocks. */
-ALWAYS_INLINE void search_as(const struct pack_plan *plan, int group, bool weighted, struct eight *e, int groups)
+/* A code per block, the one of best_code; `groups` groups of LANES blocks. */
+ALWAYS_INLINE void search_as(const struct pack_plan *plan, int group, bool weighted, struct batch *e, int groups)
 {
-    const lanes_f finest = steps_of(plan, all_lanes_i(1));
+    const f32v finest = steps_of(plan, all_lanes_i(1));
+    const struct octave octave = octave_of(plan);
+    const bool in_range = steps_in_range(plan);
     for (int g = 0; g < groups; g++)
-        prepare(plan, group, weighted, e + g);
+        prepare(plan, group, weighted, &octave, in_range, e + g);
     int measured = 0;
 #ifdef __AVX512F__
     for (; measured + 1 < groups && fills_steps(plan, e + measured) && fills_steps(plan, e + measured + 1); measured += 2)
@@ -432,7 +387,7 @@ ALWAYS_INLINE void search_as(const struct pack_plan *plan, int group, bool weigh
         decide(plan, group, weighted, finest, e + g);
 }
 
-static void search(const struct pack_plan *plan, struct eight *e, int groups)
+static void search(const struct pack_plan *plan, struct batch *e, int groups)
 {
     if (plan->weight)
         search_as(plan, plan->group, true, e, groups);

@@ -4,6 +4,8 @@
 
 #include <strings.h>
 
+enum { ANSWER_HEAD_BYTES = HTTP1_MAX_HEAD }; /* libcurl ends a transfer at 300 KB, as if the connection had broken */
+
 void answer_first_byte(struct transfer *t)
 {
     struct client *c = t->client;
@@ -16,15 +18,31 @@ void answer_first_byte(struct transfer *t)
     t->last_read_ns = c->now_ns;
 }
 
+/* RFC 9112 4: "HTTP/1.1 200", or "HTTP/2 200" as libcurl writes it. */
+static bool is_final_status(const char *line, size_t size)
+{
+    const char *space = memchr(line, ' ', size);
+    return space && (size_t)(space - line) + 1 < size && space[1] != '1';
+}
+
 bool answer_line(struct transfer *t, const char *line, size_t size)
 {
-    if (size >= 5 && memcmp(line, "HTTP/", 5) == 0) { /* a 1xx answer was received before this one */
-        t->header.size = 0;
-        t->body_began = false;
+    if (size > ANSWER_HEAD_BYTES - t->head_bytes) {
+        t->cause = CAUSE_HEAD_SIZE;
+        return false;
     }
+    t->head_bytes += size;
+    if (t->head_ended && t->final_head) /* a trailer */
+        return true;
+    if (!t->header.size || t->head_ended) { /* a status line; a 1xx answer may have been received before this one */
+        t->header.size = 0;
+        t->head_ended = false;
+        t->final_head = is_final_status(line, size);
+    }
+    t->head_ended = size && (line[0] == '\n' || (size > 1 && line[0] == '\r' && line[1] == '\n'));
     if (size >= 11 && strncasecmp(line, "set-cookie:", 11) == 0) /* a secret that nothing needs */
         return true;
-    if (t->header.size + size > 1 << 20 || vector_add(&t->header, line, size)) {
+    if (vector_add(&t->header, line, size)) {
         t->client->no_memory = true;
         return false;
     }

@@ -1,9 +1,7 @@
-/* The loop: epoll over the client's own connections and over libcurl's, whose multi interface is driven by
- * curl_multi_socket_action.
+/* The loop: epoll over the sockets of both carriers.
  *
- * Every read is stamped; with libcurl, before it reads the socket. Starts, timeouts, libcurl's timer and the deadline share one
- * timerfd, which is set to the earliest; nothing polls. Sockets are handled between two starts, so that a burst of requests does
- * not delay the answers to its first ones.
+ * Starts, timeouts, libcurl's timer and the deadline share one timerfd, which is set to the earliest; nothing polls. Sockets are handled
+ * between two starts, so that a burst of requests does not delay the answers to its first ones.
  */
 #define _GNU_SOURCE
 #include "parts.h"
@@ -18,113 +16,19 @@
 
 enum { WAKE_EVENTS = 64 };
 
-/* ---- libcurl's callbacks */
+/* ---- requests */
 
-static int on_socket(CURL *easy, curl_socket_t fd, int what, void *context, void *known)
+static const struct carrier *carrier_of(const struct plan *plan, const struct request *request)
 {
-    struct client *c = context;
-    struct transfer *t = NULL;
-    if (what == CURL_POLL_REMOVE) {
-        epoll_ctl(c->epoll_fd, EPOLL_CTL_DEL, fd, NULL);
-        return 0;
-    }
-    struct epoll_event event = {.data.fd = fd};
-    if (what & CURL_POLL_IN)
-        event.events |= EPOLLIN;
-    if (what & CURL_POLL_OUT)
-        event.events |= EPOLLOUT;
-    if (epoll_ctl(c->epoll_fd, known ? EPOLL_CTL_MOD : EPOLL_CTL_ADD, fd, &event) != 0) {
-        int other = errno == ENOENT ? EPOLL_CTL_ADD : errno == EEXIST ? EPOLL_CTL_MOD : 0;
-        if (!other || epoll_ctl(c->epoll_fd, other, fd, &event) != 0)
-            return -1;
-    }
-    curl_multi_assign(c->multi, fd, c);
-    curl_easy_getinfo(easy, CURLINFO_PRIVATE, (char **)&t);
-    if (t) /* NULL: an internal handle of libcurl, which closes a connection */
-        t->fd = fd;
-    return 0;
-}
-
-static int on_timer(CURLM *multi, long timeout_ms, void *context)
-{
-    (void)multi;
-    struct client *c = context;
-    c->curl_due_ns = timeout_ms < 0 ? INT64_MAX : clock_monotonic_ns() + (int64_t)timeout_ms * NS_PER_MS;
-    return 0;
-}
-
-/* ---- actions */
-
-static void handle_finished(struct client *c)
-{
-    int left;
-    CURLMsg *message;
-    while ((message = curl_multi_info_read(c->multi, &left))) {
-        if (message->msg != CURLMSG_DONE)
-            continue;
-        struct transfer *t = NULL;
-        CURLcode code = message->data.result;
-        curl_easy_getinfo(message->easy_handle, CURLINFO_PRIVATE, (char **)&t);
-        if (code == CURLE_OK && t->host_port)
-            plain_connected(t);
-        else
-            transfer_finish(t, code, CAUSE_NONE);
-    }
-}
-
-static void socket_action(struct client *c, curl_socket_t fd, int events)
-{
-    int running;
-    c->now_fd = events & CURL_CSELECT_IN ? fd : CURL_SOCKET_BAD;
-    c->action++;
-    c->now_overread = false;
-    curl_multi_socket_action(c->multi, fd, events, &running);
-    handle_finished(c);
-    c->now_overread = false;
-}
-
-static void handle_timer(struct client *c)
-{
-    c->now_ns = clock_monotonic_ns();
-    c->now_kernel_ns = 0;
-    c->now_errno = 0;
-    c->curl_due_ns = INT64_MAX;
-    socket_action(c, CURL_SOCKET_TIMEOUT, 0);
-}
-
-/* Return the newest stamp of all data in the socket: a read of several packets is not timed before the last one arrived. */
-static int64_t peek_stamp(struct client *c, int fd)
-{
-    int64_t realtime_ns;
-    c->now_received = clock_bytes_received(fd);
-    ssize_t waiting = clock_receive(fd, c->buffer, READ_BYTES, MSG_PEEK | MSG_TRUNC, &realtime_ns);
-    if (waiting < 0 && errno != EAGAIN && errno != EWOULDBLOCK)
-        c->now_errno = errno;
-    return c->now_received >= 0 ? realtime_ns : 0;
+    bool plain = request->origin && plan->http == PLAN_HTTP_1_1 && !plan->proxy;
+    return plain ? &carrier_plain : &carrier_libcurl;
 }
 
 static void handle_socket(struct client *c, int fd, uint32_t events)
 {
-    int64_t realtime_ns = 0;
-    struct socket_state *socket = client_socket(c, fd);
-    if (socket && socket->connection) {
-        plain_ready(c, socket, events);
-        return;
-    }
-    c->now_errno = 0;
-    if ((events & (EPOLLIN | EPOLLERR)) == EPOLLIN && socket && socket->stamped)
-        realtime_ns = peek_stamp(c, fd);
-    clock_stamp(&c->pair, realtime_ns, c->result->origin_ns, &c->now_ns, &c->now_kernel_ns);
-    if ((events & EPOLLIN) && socket)
-        socket->last_read_ns = c->now_ns;
-    int what = 0;
-    if (events & EPOLLIN)
-        what |= CURL_CSELECT_IN;
-    if (events & EPOLLOUT)
-        what |= CURL_CSELECT_OUT;
-    if (events & (EPOLLERR | EPOLLHUP))
-        what |= CURL_CSELECT_ERR;
-    socket_action(c, fd, what);
+    const struct socket_state *socket = client_socket(c, fd);
+    const struct carrier *carrier = socket && socket->carrier ? socket->carrier : &carrier_libcurl;
+    carrier->ready(c, fd, events);
 }
 
 /* ---- times of the plan */
@@ -133,8 +37,8 @@ static int64_t due_ns(const struct transfer *t)
 {
     const struct socket_state *socket = client_socket(t->client, t->fd);
     int64_t last = socket && socket->last_read_ns > t->last_read_ns ? socket->last_read_ns : t->last_read_ns;
-    int64_t whole = t->started_ns + t->request->timeout_ns;
-    int64_t idle = last + t->request->idle_ns;
+    int64_t whole = t->started_ns + t->plan->timeout_ns;
+    int64_t idle = last + t->plan->idle_ns;
     return whole < idle ? whole : idle;
 }
 
@@ -151,7 +55,7 @@ static void finish_overdue(struct client *c, int64_t now)
                 c->check_due_ns = due;
             continue;
         }
-        bool whole = t->started_ns + t->request->timeout_ns <= now;
+        bool whole = t->started_ns + t->plan->timeout_ns <= now;
         transfer_finish(t, CURLE_OK, whole ? CAUSE_TIMEOUT : CAUSE_IDLE);
     }
 }
@@ -169,8 +73,9 @@ static void start_next(struct client *c)
     uint32_t index = c->order[c->next++];
     c->now_ns = clock_monotonic_ns();
     c->now_kernel_ns = 0;
-    struct transfer *t = transfer_begin(c, index);
-    if (!t || !plain_prepare(t) || !((t->host_port && plain_reuse(t)) || libcurl_begin(t))) {
+    const struct carrier *carrier = carrier_of(c->plan, &c->plan->requests[index].request);
+    struct transfer *t = transfer_begin(c, index, carrier);
+    if (!t || !carrier->begin(t)) {
         c->no_memory = true;
         return;
     }
@@ -178,7 +83,7 @@ static void start_next(struct client *c)
     if (due < c->check_due_ns)
         c->check_due_ns = due;
     if (c->curl_due_ns <= clock_monotonic_ns())
-        handle_timer(c);
+        multi_timer(c);
 }
 
 static void stop_all(struct client *c, uint8_t cause)
@@ -194,14 +99,20 @@ static void stop_all(struct client *c, uint8_t cause)
     }
 }
 
-static bool was_interrupted(struct client *c)
+/* Read what woke the run. Returns -1 for nothing, 0 for signals, 1 if the program cancelled the run. */
+static int read_cancel_fd(struct client *c)
 {
-    const struct plan *p = c->plan;
     char bytes[64];
-    for (ssize_t got; p->cancel_fd >= 0 && (got = read(p->cancel_fd, bytes, sizeof bytes)) > 0;)
+    int result = -1;
+    for (ssize_t got; c->plan->cancel_fd >= 0 && (got = read(c->plan->cancel_fd, bytes, sizeof bytes)) > 0; result = 0)
         if (memchr(bytes, 0, (size_t)got)) /* 0: cancelled by the program; any other byte is a signal's number */
-            return true;
-    return p->interrupted && p->interrupted(p->context);
+            return 1;
+    return result;
+}
+
+static bool was_interrupted(struct client *c, int woken)
+{
+    return woken > 0 || (c->plan->interrupted && c->plan->interrupted(c->plan->context));
 }
 
 /* ---- waiting */
@@ -255,7 +166,7 @@ static bool wait_and_handle(struct client *c, int64_t due, int64_t now)
         set_timer(c, due);
     int count = epoll_wait(c->epoll_fd, events, WAKE_EVENTS, due > now ? -1 : 0);
     if (count < 0)
-        return errno == EINTR && !was_interrupted(c);
+        return errno == EINTR && !was_interrupted(c, read_cancel_fd(c));
     if (count > 0)
         update_clock_pair(c);
     for (int i = 0; i < count; i++) {
@@ -265,7 +176,7 @@ static bool wait_and_handle(struct client *c, int64_t due, int64_t now)
             (void)!read(fd, &expirations, sizeof expirations);
             c->armed_ns = INT64_MAX;
         } else if (fd == c->plan->cancel_fd) {
-            if (was_interrupted(c))
+            if (was_interrupted(c, read_cancel_fd(c)))
                 return false;
         } else {
             handle_socket(c, fd, events[i].events);
@@ -278,6 +189,12 @@ static void run_loop(struct client *c)
 {
     const struct plan *p = c->plan;
     int64_t deadline = p->deadline_ns > 0 ? c->result->origin_ns + p->deadline_ns : INT64_MAX;
+    int woken = read_cancel_fd(c); /* a run that was cancelled before it began sends nothing */
+    if (woken >= 0 && was_interrupted(c, woken)) {
+        c->result->stopped = true;
+        stop_all(c, CAUSE_CANCELLED);
+        return;
+    }
     while ((c->in_flight || c->next < p->count) && !c->no_memory) {
         int64_t now = clock_monotonic_ns();
         if (now >= deadline) {
@@ -287,7 +204,7 @@ static void run_loop(struct client *c)
         if (now >= next_start_ns(c))
             start_next(c);
         else if (now >= c->curl_due_ns)
-            handle_timer(c);
+            multi_timer(c);
         if (now >= c->check_due_ns)
             finish_overdue(c, now);
         int64_t due = earliest(earliest(c->curl_due_ns, c->check_due_ns), earliest(next_start_ns(c), deadline));
@@ -364,14 +281,7 @@ static int open_all(struct client *c)
         return PLAN_NO_EPOLL;
     if (c->plan->cancel_fd >= 0 && !watch(c, c->plan->cancel_fd))
         return PLAN_NO_EPOLL;
-    c->multi = curl_multi_init();
-    if (!c->multi)
-        return PLAN_NO_CURL;
-    curl_multi_setopt(c->multi, CURLMOPT_SOCKETFUNCTION, on_socket);
-    curl_multi_setopt(c->multi, CURLMOPT_SOCKETDATA, c);
-    curl_multi_setopt(c->multi, CURLMOPT_TIMERFUNCTION, on_timer);
-    curl_multi_setopt(c->multi, CURLMOPT_TIMERDATA, c);
-    return PLAN_OK;
+    return multi_open(c) ? PLAN_OK : PLAN_NO_CURL;
 }
 
 int plan_run(const struct plan *plan, struct plan_result *result)

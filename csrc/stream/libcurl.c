@@ -1,46 +1,51 @@
-/* Requests that libcurl transfers (TLS, HTTP/2, proxies), and connections that it makes for plain.c: setup of a handle and its
- * callbacks. The loop lets libcurl use a socket only after the socket's stamp has been read. */
+/* The carrier of requests that libcurl transfers: TLS, HTTP/2, proxies, and URLs that plain.c cannot use. The loop lets libcurl use a socket
+ * only after the socket's stamps have been taken (multi.c). */
 #define _GNU_SOURCE
 #include "parts.h"
 
-#include <errno.h>
-#include <sys/socket.h>
-#include <unistd.h>
+/* ---- stamps */
 
-/* ---- libcurl's callbacks */
+/* A stream's connection may have been announced (multi.c) for another stream. */
+static int socket_of(struct transfer *t)
+{
+    if (t->fd < 0 && t->shared_fd < 0) {
+        curl_socket_t fd = CURL_SOCKET_BAD;
+        curl_easy_getinfo(t->easy, CURLINFO_ACTIVESOCKET, &fd);
+        t->shared_fd = fd;
+    }
+    return t->fd >= 0 ? t->fd : t->shared_fd;
+}
 
-/* The current stamp is valid for the data that had arrived when it was taken. It is not valid for what libcurl reads after that, for a
- * second socket that it reads because a timer of that transfer is due, or for what arrived after a timer's action had sent the
- * request: those get the current time and no kernel stamp. */
-static void check_stamp(struct transfer *t)
+/* The stamps of a socket are valid for what had arrived when they were taken: for the data that libcurl passes on while no more bytes have
+ * arrived, whether it reads them now or has held them since another stream's or a timer's action. All other data gets the current time
+ * and no kernel stamp. */
+static void take_stamps(struct transfer *t)
 {
     struct client *c = t->client;
-    bool stamped = c->now_kernel_ns && t->fd == c->now_fd;
-    if (stamped && clock_bytes_received(t->fd) == c->now_received)
-        return;
-    c->now_overread |= stamped;
-    c->now_ns = clock_monotonic_ns();
-    c->now_kernel_ns = 0;
+    const struct socket_state *socket = client_socket(c, socket_of(t));
+    bool known = socket && socket->kernel_ns;
+    bool valid = known && socket->user_ns >= t->last_read_ns && clock_bytes_received(socket_of(t)) == socket->received;
+    c->now_ns = valid ? socket->user_ns : clock_monotonic_ns();
+    c->now_kernel_ns = valid ? socket->kernel_ns : 0;
+    c->now_overread = known && !valid;
 }
 
 /* libcurl continues to read while there is data. The parts of one read are in order in its buffer: a part that is before the last one
- * is from another read, later than the current stamps. */
-static void stamp_later_read(struct transfer *t, const char *bytes)
+ * is from another read. */
+static void recognise_read(struct transfer *t, const char *bytes)
 {
     struct client *c = t->client;
-    if (c->plan->http == PLAN_HTTP_1_1 && t->last_action == c->action && bytes <= t->last_bytes) {
-        c->now_ns = clock_monotonic_ns();
-        c->now_kernel_ns = 0;
-        c->now_overread = true;
+    if (c->plan->http == PLAN_HTTP_1_1 && t->last_action == c->action && bytes <= t->last_bytes)
         c->action++;
-    }
     t->last_bytes = bytes;
 }
+
+/* ---- libcurl's callbacks */
 
 static size_t on_header(char *line, size_t one, size_t size, void *context)
 {
     struct transfer *t = context;
-    check_stamp(t);
+    take_stamps(t);
     answer_first_byte(t);
     return answer_line(t, line, size * one) ? size * one : 0;
 }
@@ -54,12 +59,23 @@ static void begin_body(struct transfer *t)
     answer_begin_body(t, (int)status, type ? type : "");
 }
 
+/* What one wake-up brought may be passed on in several actions: parts with the same stamps are one read. */
+static void join_read(struct transfer *t)
+{
+    const struct client *c = t->client;
+    if (c->now_kernel_ns && t->read_kernel_ns == c->now_kernel_ns && t->read_ns == c->now_ns)
+        t->last_action = c->action;
+    t->read_ns = c->now_ns;
+    t->read_kernel_ns = c->now_kernel_ns;
+}
+
 static size_t on_body(char *bytes, size_t one, size_t size, void *context)
 {
     struct transfer *t = context;
     size *= one;
-    stamp_later_read(t, bytes);
-    check_stamp(t);
+    recognise_read(t, bytes);
+    take_stamps(t);
+    join_read(t);
     answer_first_byte(t);
     if (!t->body_began)
         begin_body(t);
@@ -68,40 +84,65 @@ static size_t on_body(char *bytes, size_t one, size_t size, void *context)
     return size ? 0 : 1; /* any number other than the size ends the transfer */
 }
 
-/* libcurl's socket(), to store the reason of a failure and to have arrivals stamped. */
-static curl_socket_t on_open(void *context, curlsocktype purpose, struct curl_sockaddr *address)
+static void on_done(struct transfer *t, CURLcode code)
 {
-    (void)purpose;
-    struct transfer *t = context;
-    int fd = socket(address->family, address->socktype | SOCK_CLOEXEC, address->protocol);
-    if (fd < 0) {
-        t->socket_errno = errno;
-        return CURL_SOCKET_BAD;
-    }
-    struct client *c = t->client;
-    if (!client_socket(c, fd)) {
-        size_t more = ((size_t)fd + 1) * sizeof(struct socket_state) - c->sockets.size;
-        void *added = vector_grow(&c->sockets, more);
-        if (!added) {
-            close(fd);
-            c->no_memory = true;
-            return CURL_SOCKET_BAD;
-        }
-        memset(added, 0, more);
-    }
-    bool stamped = c->plan->kernel_stamps && address->family != AF_UNIX && clock_stamp_socket(fd);
-    ((struct socket_state *)c->sockets.base)[fd] = (struct socket_state){.last_read_ns = c->now_ns, .stamped = stamped};
-    return fd;
+    take_stamps(t);
+    transfer_finish(t, code, CAUSE_NONE);
 }
 
-/* A connection of the client's own stays open when libcurl releases its handle. */
-static int on_close(void *context, curl_socket_t fd)
+/* ---- the request */
+
+static bool append(struct transfer *t, const char *line)
 {
-    struct socket_state *socket = client_socket(context, fd);
-    return socket && socket->connection ? 0 : close(fd);
+    struct curl_slist *longer = curl_slist_append(t->lines, line);
+    if (longer)
+        t->lines = longer;
+    return longer != NULL;
 }
 
-/* ---- the handle */
+/* libcurl's syntax: "Name;" for a field without a value. "Name:" removes a field, also one of libcurl's own. */
+static bool add_line(struct transfer *t, const char *line)
+{
+    size_t size = strlen(line);
+    if (line[size - 1] != ':')
+        return append(t, line);
+    char *empty = strdup(line);
+    if (!empty)
+        return false;
+    empty[size - 1] = ';';
+    bool ok = append(t, empty);
+    free(empty);
+    return ok;
+}
+
+static bool add_lines(struct transfer *t)
+{
+    const struct request *r = t->request;
+    bool ok = append(t, "Expect:"); /* no 100-continue, which would add a round trip to large prompts */
+    if (ok && !r->has_type)
+        ok = append(t, "Content-Type:");
+    for (const char *line = request_first_field(r); ok && line; line = request_next_field(r, line))
+        ok = add_line(t, line);
+    return ok;
+}
+
+static CURLcode set_request(struct transfer *t)
+{
+    const struct request *r = t->request;
+    CURLcode code = CURLE_OK;
+    const char *implied = "GET";
+    if (r->head) {
+        implied = "HEAD";
+        code = handle_set(t, CURLOPT_NOBODY, 1L);
+    } else if (r->states_length) {
+        implied = "POST";
+        code = handle_set(t, CURLOPT_POSTFIELDSIZE_LARGE, (curl_off_t)r->body_size);
+        code = code ? code : handle_set(t, CURLOPT_POSTFIELDS, r->body ? r->body : "");
+    }
+    if (strcmp(r->method, implied) != 0)
+        code = code ? code : handle_set(t, CURLOPT_CUSTOMREQUEST, r->method);
+    return code ? code : handle_set(t, CURLOPT_HTTPHEADER, t->lines);
+}
 
 static long http_version(int http)
 {
@@ -115,116 +156,50 @@ static long http_version(int http)
     }
 }
 
-static bool add_header(struct transfer *t, const char *line)
-{
-    struct curl_slist *longer = curl_slist_append(t->headers, line);
-    if (longer)
-        t->headers = longer;
-    return longer != NULL;
-}
-
-static void set_protocols(CURL *easy)
-{
-#if LIBCURL_VERSION_NUM >= 0x075500
-    curl_easy_setopt(easy, CURLOPT_PROTOCOLS_STR, "http,https");
-#else
-    curl_easy_setopt(easy, CURLOPT_PROTOCOLS, (long)(CURLPROTO_HTTP | CURLPROTO_HTTPS));
-#endif
-}
-
-static void set_request(struct transfer *t)
-{
-    const struct plan_request *q = t->request;
-    CURL *easy = t->easy;
-    curl_easy_setopt(easy, CURLOPT_URL, q->url);
-    if (t->host_port)
-        return;
-    if (q->body) {
-        curl_easy_setopt(easy, CURLOPT_POSTFIELDSIZE_LARGE, (curl_off_t)q->body_size);
-        curl_easy_setopt(easy, CURLOPT_POSTFIELDS, q->body);
-    }
-    if (strcmp(q->method, q->body ? "POST" : "GET") != 0)
-        curl_easy_setopt(easy, CURLOPT_CUSTOMREQUEST, q->method);
-    curl_easy_setopt(easy, CURLOPT_HTTPHEADER, t->headers);
-}
-
-static void set_connection(struct transfer *t)
+static CURLcode set_connection(struct transfer *t)
 {
     const struct plan *p = t->client->plan;
-    CURL *easy = t->easy;
-    set_protocols(easy);
-    if (t->host_port) {
-        curl_easy_setopt(easy, CURLOPT_CONNECT_ONLY, 1L);
-        curl_easy_setopt(easy, CURLOPT_BUFFERSIZE, 1024L); /* the smallest size: nothing is read through it */
-    }
-    /* The timer for the second address would fire once in every transfer, long after the connection is made, and read data without a
-     * stamp. If the first address refuses, the second one is tried without this timer. */
-    curl_easy_setopt(easy, CURLOPT_HAPPY_EYEBALLS_TIMEOUT_MS, (long)INT32_MAX);
-    curl_easy_setopt(easy, CURLOPT_HTTP_VERSION, http_version(p->http));
-    curl_easy_setopt(easy, CURLOPT_PIPEWAIT, p->http != PLAN_HTTP_1_1 ? 1L : 0L);
-    curl_easy_setopt(easy, CURLOPT_NOSIGNAL, 1L);
-    curl_easy_setopt(easy, CURLOPT_PROXY, p->proxy ? p->proxy : ""); /* "": not the environment's proxy either */
-    bool fresh = p->fresh_connections && !t->host_port; /* plain.c stores or closes the client's own connections */
-    curl_easy_setopt(easy, CURLOPT_FRESH_CONNECT, fresh ? 1L : 0L);
-    curl_easy_setopt(easy, CURLOPT_FORBID_REUSE, fresh ? 1L : 0L);
-    curl_easy_setopt(easy, CURLOPT_SSL_VERIFYPEER, p->verify_tls ? 1L : 0L);
-    curl_easy_setopt(easy, CURLOPT_SSL_VERIFYHOST, p->verify_tls ? 2L : 0L);
+    CURLcode code = handle_set(t, CURLOPT_HTTP_VERSION, http_version(p->http));
+    code = code ? code : handle_set(t, CURLOPT_PIPEWAIT, p->http != PLAN_HTTP_1_1 ? 1L : 0L);
+    code = code ? code : handle_set(t, CURLOPT_FRESH_CONNECT, p->fresh_connections ? 1L : 0L);
+    code = code ? code : handle_set(t, CURLOPT_FORBID_REUSE, p->fresh_connections ? 1L : 0L);
+    code = code ? code : handle_set(t, CURLOPT_SSL_VERIFYPEER, p->verify_tls ? 1L : 0L);
+    code = code ? code : handle_set(t, CURLOPT_SSL_VERIFYHOST, p->verify_tls ? 2L : 0L);
+    /* The answer to CONNECT is the proxy's, not the origin's: it is not the first byte. */
+    code = code ? code : handle_set(t, CURLOPT_SUPPRESS_CONNECT_HEADERS, 1L);
     if (p->ca_file)
-        curl_easy_setopt(easy, CURLOPT_CAINFO, p->ca_file);
-    if (p->unix_socket)
-        curl_easy_setopt(easy, CURLOPT_UNIX_SOCKET_PATH, p->unix_socket);
-    if (p->user_agent)
-        curl_easy_setopt(easy, CURLOPT_USERAGENT, p->user_agent);
-    curl_easy_setopt(easy, CURLOPT_OPENSOCKETFUNCTION, on_open);
-    curl_easy_setopt(easy, CURLOPT_OPENSOCKETDATA, t);
-    curl_easy_setopt(easy, CURLOPT_CLOSESOCKETFUNCTION, on_close);
-    curl_easy_setopt(easy, CURLOPT_CLOSESOCKETDATA, t->client); /* a connection may outlive its request */
+        code = code ? code : handle_set(t, CURLOPT_CAINFO, p->ca_file);
+    return code;
 }
 
-static void set_callbacks(struct transfer *t)
+static CURLcode set_callbacks(struct transfer *t)
 {
-    CURL *easy = t->easy;
-    curl_easy_setopt(easy, CURLOPT_PRIVATE, t);
-    curl_easy_setopt(easy, CURLOPT_ERRORBUFFER, t->error);
-    curl_easy_setopt(easy, CURLOPT_HEADERFUNCTION, on_header);
-    curl_easy_setopt(easy, CURLOPT_HEADERDATA, t);
-    curl_easy_setopt(easy, CURLOPT_WRITEFUNCTION, on_body);
-    curl_easy_setopt(easy, CURLOPT_WRITEDATA, t);
+    CURLcode code = handle_set(t, CURLOPT_HEADERFUNCTION, on_header);
+    code = code ? code : handle_set(t, CURLOPT_HEADERDATA, t);
+    code = code ? code : handle_set(t, CURLOPT_WRITEFUNCTION, on_body);
+    return code ? code : handle_set(t, CURLOPT_WRITEDATA, t);
 }
 
-/* ---- release */
-
-static int64_t info_us(CURL *easy, CURLINFO which)
+static bool begin(struct transfer *t)
 {
-    curl_off_t us = 0;
-    curl_easy_getinfo(easy, which, &us);
-    return us;
+    if (!add_lines(t))
+        return false;
+    CURLcode code = handle_open(t, on_done);
+    code = code ? code : set_request(t);
+    code = code ? code : set_connection(t);
+    return handle_start(t, code ? code : set_callbacks(t));
 }
 
-void libcurl_store_phases(struct transfer *t, struct request_row *row)
-{
-    row->name_lookup_us = info_us(t->easy, CURLINFO_NAMELOOKUP_TIME_T);
-    row->connect_us = info_us(t->easy, CURLINFO_CONNECT_TIME_T);
-    row->tls_us = info_us(t->easy, CURLINFO_APPCONNECT_TIME_T);
-}
+/* ---- the end */
 
-void libcurl_release(struct transfer *t)
-{
-    curl_multi_remove_handle(t->client->multi, t->easy);
-    curl_easy_cleanup(t->easy);
-    curl_slist_free_all(t->headers);
-    t->easy = NULL;
-    t->headers = NULL;
-}
-
-static void release_easy(struct transfer *t, struct request_row *row)
+static void store_row(struct transfer *t, struct request_row *row)
 {
     long status = 0, connects = 0, os_errno = 0, version = 0;
-    libcurl_store_phases(t, row);
+    handle_store_phases(t, row);
     curl_easy_getinfo(t->easy, CURLINFO_RESPONSE_CODE, &status);
-    row->pretransfer_us = info_us(t->easy, CURLINFO_PRETRANSFER_TIME_T);
-    row->starttransfer_us = info_us(t->easy, CURLINFO_STARTTRANSFER_TIME_T);
-    row->total_us = info_us(t->easy, CURLINFO_TOTAL_TIME_T);
+    row->pretransfer_us = handle_info_us(t->easy, CURLINFO_PRETRANSFER_TIME_T);
+    row->starttransfer_us = handle_info_us(t->easy, CURLINFO_STARTTRANSFER_TIME_T);
+    row->total_us = handle_info_us(t->easy, CURLINFO_TOTAL_TIME_T);
     curl_easy_getinfo(t->easy, CURLINFO_NUM_CONNECTS, &connects);
     curl_easy_getinfo(t->easy, CURLINFO_OS_ERRNO, &os_errno);
     curl_easy_getinfo(t->easy, CURLINFO_HTTP_VERSION, &version);
@@ -232,29 +207,15 @@ static void release_easy(struct transfer *t, struct request_row *row)
     row->os_errno = t->socket_errno ? t->socket_errno : os_errno ? (int32_t)os_errno : t->client->now_errno;
     row->http_version = (int32_t)version;
     row->status = (int32_t)status;
-    libcurl_release(t);
 }
 
-/* ---- start */
-
-static bool add_headers(struct transfer *t)
+static void leave(struct transfer *t, struct request_row *row)
 {
-    bool ok = add_header(t, "Expect:"); /* no 100-continue, which would add a round trip to large prompts */
-    for (const char *const *line = t->request->headers; ok && *line; line++)
-        ok = add_header(t, *line);
-    return ok;
+    if (t->easy)
+        store_row(t, row);
+    handle_close(t);
+    curl_slist_free_all(t->lines);
+    t->lines = NULL;
 }
 
-bool libcurl_begin(struct transfer *t)
-{
-    t->easy = curl_easy_init();
-    if (!t->easy)
-        return false;
-    t->release = release_easy;
-    if (!t->host_port && !add_headers(t))
-        return false;
-    set_request(t);
-    set_connection(t);
-    set_callbacks(t);
-    return curl_multi_add_handle(t->client->multi, t->easy) == CURLM_OK;
-}
+const struct carrier carrier_libcurl = {.begin = begin, .ready = multi_ready, .leave = leave};

@@ -10,6 +10,7 @@
 #include "sse.h"
 
 #include <curl/curl.h>
+#include <pthread.h>
 
 struct state {
     PyTypeObject *block;
@@ -96,52 +97,135 @@ static bool interrupted(void *context)
 static void requests_free(struct plan_request *requests, Py_ssize_t count)
 {
     for (Py_ssize_t i = 0; requests && i < count; i++)
-        PyMem_Free((void *)requests[i].headers);
+        request_free(&requests[i].request);
     PyMem_Free(requests);
 }
 
-/* (url, method, headers, body or None, start_ns, timeout_ns, idle_ns); the struct points into the tuple's objects. */
-static int read_request(PyObject *row, struct plan_request *q)
+static int read_text(PyObject *object, const char *what, struct text *text)
 {
-    PyObject *headers;
-    Py_ssize_t body_size = 0;
-    if (!PyTuple_Check(row)) {
-        PyErr_SetString(PyExc_TypeError, "a request must be a tuple");
-        return -1;
+    Py_ssize_t size;
+    text->at = PyUnicode_AsUTF8AndSize(object, &size);
+    if (text->at) {
+        text->size = (size_t)size;
+        return 0;
     }
-    if (!PyArg_ParseTuple(row, "ssO!z#LLL", &q->url, &q->method, &PyTuple_Type, &headers, &q->body, &body_size,
-                          &q->start_ns, &q->timeout_ns, &q->idle_ns))
-        return -1;
-    q->body_size = (size_t)body_size;
-    Py_ssize_t count = PyTuple_GET_SIZE(headers);
-    const char **lines = PyMem_Calloc((size_t)count + 1, sizeof *lines);
-    q->headers = lines;
-    if (!lines) {
-        PyErr_NoMemory();
-        return -1;
+    if (PyErr_ExceptionMatches(PyExc_UnicodeEncodeError)) {
+        PyErr_Clear();
+        PyErr_Format(PyExc_ValueError, "%s has a character that UTF-8 cannot encode (a lone surrogate)", what);
     }
-    for (Py_ssize_t i = 0; i < count; i++) {
-        lines[i] = PyUnicode_AsUTF8(PyTuple_GET_ITEM(headers, i));
-        if (!lines[i])
+    return -1;
+}
+
+static int read_fields(PyObject *pairs, struct field *fields)
+{
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(pairs); i++) {
+        PyObject *name, *value, *pair = PyTuple_GET_ITEM(pairs, i);
+        if (!PyTuple_Check(pair)) {
+            PyErr_SetString(PyExc_TypeError, "a header must be a tuple of name and value");
+            return -1;
+        }
+        if (!PyArg_ParseTuple(pair, "UU:header", &name, &value))
+            return -1;
+        if (read_text(name, "a header's name", &fields[i].name) || read_text(value, "a header's value", &fields[i].value))
             return -1;
     }
     return 0;
 }
 
-static struct plan_request *read_requests(PyObject *rows, Py_ssize_t count)
+static void set_refusal(int status, PyObject *method, PyObject *pairs, size_t at)
 {
+    if (status == REQUEST_NO_MEMORY)
+        PyErr_NoMemory();
+    else if (status == REQUEST_BAD_METHOD || status == REQUEST_CONNECT || status == REQUEST_METHOD_BODY)
+        PyErr_Format(PyExc_ValueError, "method %R: %s", method, request_explain(status));
+    else if (status == REQUEST_BAD_URL || status == REQUEST_BAD_SCHEME)
+        PyErr_SetString(PyExc_ValueError, request_explain(status)); /* without the URL, which may have a password */
+    else
+        PyErr_Format(PyExc_ValueError, "header %R: %s", PyTuple_GET_ITEM(PyTuple_GET_ITEM(pairs, (Py_ssize_t)at), 0),
+                     request_explain(status));
+}
+
+/* (url, method, ((name, value), ...), body or None, start_ns, timeout_ns, idle_ns); the struct points into the tuple's objects. */
+static int read_request(PyObject *row, const char *user_agent, struct plan_request *q)
+{
+    struct request_spec spec = {.user_agent = user_agent};
+    PyObject *url, *method, *pairs;
+    Py_ssize_t body_size = 0;
+    if (!PyTuple_Check(row)) {
+        PyErr_SetString(PyExc_TypeError, "a request must be a tuple");
+        return -1;
+    }
+    if (!PyArg_ParseTuple(row, "UUO!z#LLL", &url, &method, &PyTuple_Type, &pairs, &spec.body, &body_size, &q->start_ns,
+                          &q->timeout_ns, &q->idle_ns))
+        return -1;
+    if (read_text(url, "the URL", &spec.url) || read_text(method, "the method", &spec.method))
+        return -1;
+    spec.body_size = (size_t)body_size;
+    spec.field_count = (size_t)PyTuple_GET_SIZE(pairs);
+    struct field *fields = PyMem_Calloc(spec.field_count + 1, sizeof *fields);
+    if (!fields) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    spec.fields = fields;
+    int failed = read_fields(pairs, fields);
+    if (!failed) {
+        size_t at;
+        int status = request_normalise(&spec, &q->request, &at);
+        if (status != REQUEST_OK)
+            set_refusal(status, method, pairs, at);
+        failed = status != REQUEST_OK;
+    }
+    PyMem_Free(fields);
+    return failed ? -1 : 0;
+}
+
+/* Begin the message of a ValueError with the request's position in the plan. */
+static void name_request(Py_ssize_t index)
+{
+    PyObject *type, *value, *trace;
+    if (!PyErr_ExceptionMatches(PyExc_ValueError))
+        return;
+    PyErr_Fetch(&type, &value, &trace);
+    PyErr_Format(PyExc_ValueError, "request %zd: %S", index, value ? value : Py_None);
+    Py_XDECREF(type);
+    Py_XDECREF(value);
+    Py_XDECREF(trace);
+}
+
+static struct plan_request *read_requests(PyObject *rows, const char *user_agent)
+{
+    Py_ssize_t count = PyTuple_GET_SIZE(rows);
     struct plan_request *requests = PyMem_Calloc((size_t)count + 1, sizeof *requests);
     if (!requests) {
         PyErr_NoMemory();
         return NULL;
     }
     for (Py_ssize_t i = 0; i < count; i++) {
-        if (read_request(PyTuple_GET_ITEM(rows, i), &requests[i])) {
+        if (read_request(PyTuple_GET_ITEM(rows, i), user_agent, &requests[i])) {
+            name_request(i);
             requests_free(requests, count);
             return NULL;
         }
     }
     return requests;
+}
+
+PyDoc_STRVAR(check_doc, "check(requests) -> None\n\n"
+                        "Raise ValueError if one of run's requests is not valid.");
+
+static PyObject *check(PyObject *module, PyObject *rows)
+{
+    (void)module;
+    if (!PyTuple_Check(rows)) {
+        PyErr_SetString(PyExc_TypeError, "requests must be a tuple");
+        return NULL;
+    }
+    struct plan_request *requests = read_requests(rows, NULL);
+    if (!requests)
+        return NULL;
+    requests_free(requests, PyTuple_GET_SIZE(rows));
+    Py_RETURN_NONE;
 }
 
 static PyObject *pack_result(struct state *state, struct plan_result *result, struct caller *caller)
@@ -183,7 +267,7 @@ PyDoc_STRVAR(run_doc,
              "    cancel_fd, http, fresh_connections, kernel_stamps, realtime, verify_tls, unix_socket, proxy, ca_file, user_agent)\n"
              "    -> (requests, events, reads, frames, notes, origin_ns, origin_realtime_ns, stopped, realtime,\n"
              "        raised)\n\n"
-             "requests: tuple of (url, method, headers, body or None, start_ns, timeout_ns, idle_ns).\n"
+             "requests: tuple of (url, method, ((name, value), ...), body or None, start_ns, timeout_ns, idle_ns).\n"
              "The GIL is released from start to end. The first five results are Blocks; see annie_quant.stream.");
 
 static PyObject *run(PyObject *module, PyObject *args, PyObject *named)
@@ -195,20 +279,26 @@ static PyObject *run(PyObject *module, PyObject *args, PyObject *named)
     struct plan plan = {.interrupted = interrupted};
     struct plan_result result = {.stopped = false};
     struct caller caller = {.thread = NULL};
+    const char *user_agent;
     PyObject *rows, *out = NULL;
     Py_ssize_t concurrency, max_event_bytes, max_answer_bytes, max_answer_events;
     int fresh, stamps, realtime, verify;
     if (!PyArg_ParseTupleAndKeywords(args, named, "O!$nLnnniippppzzzz", names, &PyTuple_Type, &rows, &concurrency,
                                      &plan.deadline_ns, &max_event_bytes, &max_answer_bytes, &max_answer_events,
                                      &plan.cancel_fd, &plan.http, &fresh, &stamps, &realtime, &verify, &plan.unix_socket,
-                                     &plan.proxy, &plan.ca_file, &plan.user_agent))
+                                     &plan.proxy, &plan.ca_file, &user_agent))
         return NULL;
     if (concurrency < 0 || max_event_bytes <= 0 || max_answer_bytes <= 0 || max_answer_events <= 0) {
         PyErr_SetString(PyExc_ValueError, "concurrency must be >= 0 and each max_ value > 0");
         return NULL;
     }
+    if ((uint64_t)max_event_bytes > UINT32_MAX) { /* the width of an event row's size */
+        PyErr_Format(PyExc_ValueError, "max_event_bytes=%zd is over %u, the largest event that can be stored", max_event_bytes,
+                     UINT32_MAX);
+        return NULL;
+    }
     Py_ssize_t count = PyTuple_GET_SIZE(rows);
-    struct plan_request *requests = read_requests(rows, count);
+    struct plan_request *requests = read_requests(rows, user_agent);
     if (!requests)
         return NULL;
     plan.requests = requests;
@@ -304,73 +394,74 @@ static PyObject *map_stamp(PyObject *module, PyObject *args)
 
 static PyMethodDef methods[] = {
     {"run", (PyCFunction)(void (*)(void))run, METH_VARARGS | METH_KEYWORDS, run_doc},
+    {"check", check, METH_O, check_doc},
     {"cut", cut, METH_VARARGS, cut_doc},
     {"map_stamp", map_stamp, METH_VARARGS, map_stamp_doc},
     {NULL, NULL, 0, NULL},
 };
 
-#define FIELD(row, name, format) {#name, format, offsetof(struct row, name)}
+#define COLUMN(row, name, format) {#name, format, offsetof(struct row, name)}
 
-struct field {
+struct column {
     const char *name, *format;
     size_t offset;
 };
 
-static const struct field request_fields[] = {
-    FIELD(request_row, scheduled_ns, "<i8"),
-    FIELD(request_row, started_ns, "<i8"),
-    FIELD(request_row, ended_ns, "<i8"),
-    FIELD(request_row, ended_kernel_ns, "<i8"),
-    FIELD(request_row, first_byte_ns, "<i8"),
-    FIELD(request_row, first_byte_kernel_ns, "<i8"),
-    FIELD(request_row, name_lookup_us, "<i8"),
-    FIELD(request_row, connect_us, "<i8"),
-    FIELD(request_row, tls_us, "<i8"),
-    FIELD(request_row, pretransfer_us, "<i8"),
-    FIELD(request_row, starttransfer_us, "<i8"),
-    FIELD(request_row, total_us, "<i8"),
-    FIELD(request_row, header_offset, "<u8"),
-    FIELD(request_row, error_offset, "<u8"),
-    FIELD(request_row, header_size, "<u4"),
-    FIELD(request_row, error_size, "<u4"),
-    FIELD(request_row, status, "<i4"),
-    FIELD(request_row, curl_code, "<i4"),
-    FIELD(request_row, os_errno, "<i4"),
-    FIELD(request_row, http_version, "<i4"),
-    FIELD(request_row, cause, "u1"),
-    FIELD(request_row, new_connection, "?"),
-    FIELD(request_row, event_stream, "?"),
+static const struct column request_columns[] = {
+    COLUMN(request_row, scheduled_ns, "<i8"),
+    COLUMN(request_row, started_ns, "<i8"),
+    COLUMN(request_row, ended_ns, "<i8"),
+    COLUMN(request_row, ended_kernel_ns, "<i8"),
+    COLUMN(request_row, first_byte_ns, "<i8"),
+    COLUMN(request_row, first_byte_kernel_ns, "<i8"),
+    COLUMN(request_row, name_lookup_us, "<i8"),
+    COLUMN(request_row, connect_us, "<i8"),
+    COLUMN(request_row, tls_us, "<i8"),
+    COLUMN(request_row, pretransfer_us, "<i8"),
+    COLUMN(request_row, starttransfer_us, "<i8"),
+    COLUMN(request_row, total_us, "<i8"),
+    COLUMN(request_row, header_offset, "<u8"),
+    COLUMN(request_row, error_offset, "<u8"),
+    COLUMN(request_row, header_size, "<u4"),
+    COLUMN(request_row, error_size, "<u4"),
+    COLUMN(request_row, status, "<i4"),
+    COLUMN(request_row, curl_code, "<i4"),
+    COLUMN(request_row, os_errno, "<i4"),
+    COLUMN(request_row, http_version, "<i4"),
+    COLUMN(request_row, cause, "u1"),
+    COLUMN(request_row, new_connection, "?"),
+    COLUMN(request_row, event_stream, "?"),
     {NULL, NULL, sizeof(struct request_row)},
 };
 
-static const struct field event_fields[] = {
-    FIELD(event_row, user_ns, "<i8"),
-    FIELD(event_row, kernel_ns, "<i8"),
-    FIELD(event_row, offset, "<u8"),
-    FIELD(event_row, size, "<u4"),
-    FIELD(event_row, data_start, "<u4"),
-    FIELD(event_row, data_size, "<u4"),
-    FIELD(event_row, request, "<u4"),
-    FIELD(event_row, read, "<u4"),
-    FIELD(event_row, data_lines, "<u2"),
-    FIELD(event_row, kind, "u1"),
-    FIELD(event_row, flags, "u1"),
+static const struct column event_columns[] = {
+    COLUMN(event_row, user_ns, "<i8"),
+    COLUMN(event_row, kernel_ns, "<i8"),
+    COLUMN(event_row, offset, "<u8"),
+    COLUMN(event_row, size, "<u4"),
+    COLUMN(event_row, data_start, "<u4"),
+    COLUMN(event_row, data_size, "<u4"),
+    COLUMN(event_row, request, "<u4"),
+    COLUMN(event_row, read, "<u4"),
+    COLUMN(event_row, data_lines, "<u2"),
+    COLUMN(event_row, kind, "u1"),
+    COLUMN(event_row, flags, "u1"),
     {NULL, NULL, sizeof(struct event_row)},
 };
 
-static const struct field read_fields[] = {
-    FIELD(read_row, user_ns, "<i8"),
-    FIELD(read_row, request, "<u4"),
-    FIELD(read_row, size, "<u4"),
+static const struct column read_columns[] = {
+    COLUMN(read_row, user_ns, "<i8"),
+    COLUMN(read_row, request, "<u4"),
+    COLUMN(read_row, size, "<u4"),
     {NULL, NULL, sizeof(struct read_row)},
 };
 
 /* {"names", "formats", "offsets", "itemsize"} for numpy.dtype, so that the layout of rows is defined in one place. */
-static int add_layout(PyObject *module, const char *name, const struct field *fields)
+static int add_layout(PyObject *module, const char *name, const struct column *columns)
 {
     PyObject *names = PyList_New(0), *formats = PyList_New(0), *offsets = PyList_New(0), *layout = NULL;
     int failed = !names || !formats || !offsets;
-    const struct field *f = fields;
+    const struct column *f = columns;
     for (; f->name && !failed; f++) {
         PyObject *n = PyUnicode_FromString(f->name), *t = PyUnicode_FromString(f->format);
         PyObject *o = PyLong_FromSize_t(f->offset);
@@ -390,18 +481,28 @@ static int add_layout(PyObject *module, const char *name, const struct field *fi
     return failed ? -1 : 0;
 }
 
+/* Once per process: interpreters with their own GIL may import the module at the same time. It is not undone, because another library of
+ * the process may use libcurl. */
+static pthread_once_t curl_once = PTHREAD_ONCE_INIT;
+static CURLcode curl_status;
+
+static void start_curl(void)
+{
+    curl_status = curl_global_init(CURL_GLOBAL_DEFAULT);
+}
+
 static int module_exec(PyObject *module)
 {
     struct state *state = state_of(module);
-    if (curl_global_init(CURL_GLOBAL_DEFAULT) != CURLE_OK) {
+    if (pthread_once(&curl_once, start_curl) || curl_status != CURLE_OK) {
         PyErr_SetString(PyExc_ImportError, "libcurl cannot be initialised");
         return -1;
     }
     state->block = (PyTypeObject *)PyType_FromModuleAndSpec(module, &block_spec, NULL);
     if (!state->block || PyModule_AddType(module, state->block))
         return -1;
-    if (add_layout(module, "REQUEST_ROW", request_fields) || add_layout(module, "EVENT_ROW", event_fields) ||
-        add_layout(module, "READ_ROW", read_fields))
+    if (add_layout(module, "REQUEST_ROW", request_columns) || add_layout(module, "EVENT_ROW", event_columns) ||
+        add_layout(module, "READ_ROW", read_columns))
         return -1;
     return PyModule_AddStringConstant(module, "CURL_VERSION", curl_version());
 }
@@ -420,8 +521,17 @@ static int module_clear(PyObject *module)
     return 0;
 }
 
+static void module_free(void *module)
+{
+    module_clear(module);
+}
+
 static PyModuleDef_Slot slots[] = {
     {Py_mod_exec, module_exec},
+#if PY_VERSION_HEX >= 0x030c0000
+    /* No object is shared: the state is per module, a Block's memory is malloc's, and a run belongs to its thread. */
+    {Py_mod_multiple_interpreters, Py_MOD_PER_INTERPRETER_GIL_SUPPORTED},
+#endif
 #if PY_VERSION_HEX >= 0x030d0000
     /* A run owns all that it writes, a Block never changes, and the state is written once, above. */
     {Py_mod_gil, Py_MOD_GIL_NOT_USED},
@@ -438,6 +548,7 @@ static struct PyModuleDef definition = {
     .m_slots = slots,
     .m_traverse = module_traverse,
     .m_clear = module_clear,
+    .m_free = module_free,
 };
 
 PyMODINIT_FUNC PyInit__stream(void)

@@ -1,118 +1,22 @@
-/* HTTP/1.1 without TLS on the client's own connections: the request's text, sending it, reading with one recvmsg per wake-up,
- * reusing connections. epoll watches them edge-triggered, so that each read is one system call. */
+/* The carrier of HTTP/1.1 without TLS, on the client's own connections: sending the request, reading with one recvmsg per wake-up, reusing
+ * connections. epoll watches them edge-triggered, so that each read is one system call. */
 #define _GNU_SOURCE
 #include "parts.h"
 
 #include <errno.h>
-#include <stdio.h>
-#include <strings.h>
 #include <sys/epoll.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
 enum { READS_IN_A_ROW = 16 };
 
-/* ---- the request's text */
-
-static bool add_text(struct transfer *t, const char *text)
-{
-    return vector_add(&t->head, text, strlen(text)) == 0;
-}
-
-static bool has_header(const struct plan_request *q, const char *name)
-{
-    size_t size = strlen(name);
-    for (const char *const *line = q->headers; *line; line++)
-        if (strncasecmp(*line, name, size) == 0 && ((*line)[size] == ':' || (*line)[size] == ';'))
-            return true;
-    return false;
-}
-
-/* The body's length is set here. A header name that ends in a semicolon has no value (the syntax of CURLOPT_HTTPHEADER). */
-static bool add_own_headers(struct transfer *t)
-{
-    bool ok = true;
-    for (const char *const *line = t->request->headers; ok && *line; line++) {
-        size_t size = strlen(*line), name = strcspn(*line, ":;");
-        if (strncasecmp(*line, "content-length", name) == 0 || strncasecmp(*line, "transfer-encoding", name) == 0)
-            continue;
-        bool empty = size && name == size - 1 && (*line)[name] == ';';
-        ok = vector_add(&t->head, *line, empty ? name : size) == 0 && add_text(t, empty ? ":\r\n" : "\r\n");
-    }
-    return ok;
-}
-
-static bool add_default(struct transfer *t, const char *name, const char *value)
-{
-    if (!value || has_header(t->request, name))
-        return true;
-    return add_text(t, name) && add_text(t, ": ") && add_text(t, value) && add_text(t, "\r\n");
-}
-
-static bool write_head(struct transfer *t, const char *host, const char *port, const char *path, const char *query)
-{
-    const struct plan_request *q = t->request;
-    char length[48] = "", host_port[300];
-    bool usual = strcmp(port, "80") == 0;
-    snprintf(host_port, sizeof host_port, "%s%s%s", host, usual ? "" : ":", usual ? "" : port);
-    bool method_has_body = strcmp(q->method, "POST") == 0 || strcmp(q->method, "PUT") == 0 || strcmp(q->method, "PATCH") == 0;
-    if (q->body || method_has_body)
-        snprintf(length, sizeof length, "Content-Length: %zu\r\n", q->body_size);
-    return add_text(t, q->method) && add_text(t, " ") && add_text(t, path) && add_text(t, query ? "?" : "") &&
-           add_text(t, query ? query : "") && add_text(t, " HTTP/1.1\r\n") && add_default(t, "Host", host_port) &&
-           add_default(t, "User-Agent", t->client->plan->user_agent) && add_default(t, "Accept", "*/*") &&
-           add_own_headers(t) && add_text(t, length) && add_text(t, "\r\n");
-}
-
-static bool is_ascii(const char *text)
-{
-    while (*text && (unsigned char)*text < 0x80)
-        text++;
-    return *text == 0;
-}
-
-bool plain_prepare(struct transfer *t)
-{
-    const struct plan *p = t->client->plan;
-    const char *url = t->request->url;
-    if (p->http != PLAN_HTTP_1_1 || p->proxy || strncasecmp(url, "http://", 7) != 0)
-        return true;
-    char *host = NULL, *port = NULL, *path = NULL, *query = NULL, *user = NULL;
-    bool ok = true;
-    CURLU *parts = curl_url();
-    if (!parts)
-        return false;
-    /* Malformed URLs and international names are handled by libcurl, which explains or encodes them. */
-    if (curl_url_set(parts, CURLUPART_URL, url, CURLU_URLENCODE) || curl_url_get(parts, CURLUPART_HOST, &host, 0) ||
-        curl_url_get(parts, CURLUPART_PORT, &port, CURLU_DEFAULT_PORT) || curl_url_get(parts, CURLUPART_PATH, &path, 0))
-        goto out;
-    curl_url_get(parts, CURLUPART_QUERY, &query, 0);
-    curl_url_get(parts, CURLUPART_USER, &user, 0);
-    size_t size = strlen(host) + strlen(port) + 2;
-    if (user || size > 256 || !is_ascii(host) || !is_ascii(path) || (query && !is_ascii(query)))
-        goto out;
-    ok = (t->host_port = malloc(size)) && write_head(t, host, port, path, query);
-    if (ok)
-        snprintf(t->host_port, size, "%s:%s", host, port);
-out:
-    curl_free(host);
-    curl_free(port);
-    curl_free(path);
-    curl_free(query);
-    curl_free(user);
-    curl_url_cleanup(parts);
-    return ok;
-}
-
 /* ---- connections */
 
 static void close_connection(struct client *c, struct connection *connection)
 {
-    struct socket_state *socket = client_socket(c, connection->fd);
-    socket->connection = NULL;
-    socket->transfer = NULL;
+    *client_socket(c, connection->fd) = (struct socket_state){.connection = NULL};
     close(connection->fd);
-    free(connection->host_port);
+    free(connection->origin);
     free(connection);
 }
 
@@ -138,12 +42,11 @@ static void drop_connection(struct transfer *t)
 {
     close_connection(t->client, t->connection);
     t->connection = NULL;
-    t->release = NULL;
     t->fd = -1;
 }
 
 /* The request has ended: its connection can be reused if it ended well. */
-static void release_connection(struct transfer *t, struct request_row *row)
+static void leave_connection(struct transfer *t, struct request_row *row)
 {
     struct client *c = t->client;
     struct connection *connection = t->connection;
@@ -161,12 +64,31 @@ static void release_connection(struct transfer *t, struct request_row *row)
     c->idle = connection;
 }
 
+/* The request has ended before it had a connection. */
+static void leave_handle(struct transfer *t, struct request_row *row)
+{
+    long os_errno = 0;
+    handle_store_phases(t, row);
+    curl_easy_getinfo(t->easy, CURLINFO_OS_ERRNO, &os_errno);
+    row->total_us = (row->ended_ns - t->started_ns) / NS_PER_US;
+    row->os_errno = t->socket_errno ? t->socket_errno : os_errno ? (int32_t)os_errno : t->client->now_errno;
+    handle_close(t);
+}
+
+static void leave(struct transfer *t, struct request_row *row)
+{
+    if (t->easy)
+        leave_handle(t, row);
+    if (t->connection)
+        leave_connection(t, row);
+}
+
 /* ---- sending */
 
 /* Send as much as the socket accepts. Returns false if the connection is broken. */
 static bool send_available(struct transfer *t)
 {
-    const struct plan_request *q = t->request;
+    const struct request *q = t->request;
     while (t->unsent) {
         size_t of_head = t->unsent > q->body_size ? t->unsent - q->body_size : 0;
         size_t of_body = t->unsent - of_head;
@@ -184,12 +106,6 @@ static bool send_available(struct transfer *t)
     return true;
 }
 
-static void fail(struct transfer *t, CURLcode code, const char *error)
-{
-    snprintf(t->error, sizeof t->error, "%s", error);
-    transfer_finish(t, code, CAUSE_NONE);
-}
-
 /* A reused connection that ends before the first byte of the answer was closed by the server while the request was in transit: the
  * request is sent once more, on a new connection. */
 static bool retry_on_new_connection(struct transfer *t)
@@ -198,8 +114,8 @@ static bool retry_on_new_connection(struct transfer *t)
         return false;
     drop_connection(t);
     t->reused = false;
-    if (!libcurl_begin(t))
-        fail(t, CURLE_OUT_OF_MEMORY, "no memory for a second connection");
+    if (!connect_begin(t))
+        transfer_fail(t, CURLE_OUT_OF_MEMORY, "no memory for a second connection");
     return true;
 }
 
@@ -210,7 +126,7 @@ static void send_request(struct transfer *t)
     if (!send_available(t)) {
         t->socket_errno = errno;
         if (!retry_on_new_connection(t))
-            fail(t, CURLE_SEND_ERROR, "the request could not be sent");
+            transfer_fail(t, CURLE_SEND_ERROR, "the request could not be sent");
     }
 }
 
@@ -219,15 +135,15 @@ static void use_connection(struct transfer *t, struct connection *connection)
     t->connection = connection;
     t->fd = connection->fd;
     t->unsent = t->head.size + t->request->body_size;
-    t->release = release_connection;
     client_socket(t->client, connection->fd)->transfer = t;
 }
 
-bool plain_reuse(struct transfer *t)
+/* Send on an idle connection to the request's origin. Returns false if there is none. */
+static bool reuse(struct transfer *t)
 {
     struct client *c = t->client;
     struct connection **at = &c->idle;
-    while (*at && strcmp((*at)->host_port, t->host_port) != 0)
+    while (*at && strcmp((*at)->origin, t->request->origin) != 0)
         at = &(*at)->next;
     struct connection *connection = *at;
     if (!connection)
@@ -239,12 +155,17 @@ bool plain_reuse(struct transfer *t)
     return true;
 }
 
-/* libcurl closes its connections when their handle is released; on_close in libcurl.c excludes the client's own sockets. */
+static bool begin(struct transfer *t)
+{
+    return request_write_head(t->request, &t->head) && (reuse(t) || connect_begin(t));
+}
+
+/* libcurl closes its connections when their handle is released; on_close in handle.c excludes the client's own sockets. */
 void plain_connected(struct transfer *t)
 {
     struct client *c = t->client;
     struct connection *connection = calloc(1, sizeof *connection);
-    curl_socket_t fd = CURL_SOCKET_BAD; /* a socket that was connected at once has not been in on_socket */
+    curl_socket_t fd = CURL_SOCKET_BAD; /* a socket that was connected at once has not been in on_socket of multi.c */
     curl_easy_getinfo(t->easy, CURLINFO_ACTIVESOCKET, &fd);
     t->fd = fd;
     struct socket_state *socket = client_socket(c, t->fd);
@@ -253,21 +174,22 @@ void plain_connected(struct transfer *t)
         transfer_finish(t, CURLE_COULDNT_CONNECT, CAUSE_NONE);
         return;
     }
-    if (!connection || !(connection->host_port = strdup(t->host_port))) {
+    if (!connection || !(connection->origin = strdup(t->request->origin))) {
         free(connection);
         c->no_memory = true;
         return;
     }
     connection->fd = t->fd;
+    socket->carrier = &carrier_plain;
     socket->connection = connection;
     use_connection(t, connection);
     client_row(c, t->index)->new_connection = 1;
-    libcurl_store_phases(t, client_row(c, t->index));
-    libcurl_release(t);
+    handle_store_phases(t, client_row(c, t->index));
+    handle_close(t);
     struct epoll_event event = {.events = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET, .data.fd = t->fd};
     if (epoll_ctl(c->epoll_fd, EPOLL_CTL_ADD, t->fd, &event) != 0) {
         t->socket_errno = errno;
-        fail(t, CURLE_COULDNT_CONNECT, "the connection cannot be watched");
+        transfer_fail(t, CURLE_COULDNT_CONNECT, "the connection cannot be watched");
         return;
     }
     send_request(t);
@@ -311,7 +233,7 @@ static void finish_with(struct transfer *t, int status)
     if (status == HTTP1_DONE)
         transfer_finish(t, CURLE_OK, CAUSE_NONE);
     else
-        fail(t, curl_code_of(status), http1_explain(status));
+        transfer_fail(t, curl_code_of(status), http1_explain(status));
 }
 
 /* Handle the data of one recvmsg. ending: the server has closed the connection. Returns false if the request has ended. */
@@ -342,7 +264,7 @@ static void handle_error(struct transfer *t, int error)
 {
     t->socket_errno = error;
     if (!retry_on_new_connection(t))
-        fail(t, CURLE_RECV_ERROR, "the connection broke");
+        transfer_fail(t, CURLE_RECV_ERROR, "the connection broke");
 }
 
 /* Read until the socket is empty, which a short read shows unless the server has closed; after READS_IN_A_ROW reads, continue after the
@@ -376,8 +298,9 @@ static void read_available(struct client *c, struct transfer *t, struct socket_s
     epoll_ctl(c->epoll_fd, EPOLL_CTL_MOD, fd, &again);
 }
 
-void plain_ready(struct client *c, struct socket_state *socket, uint32_t events)
+static void ready(struct client *c, int fd, uint32_t events)
 {
+    struct socket_state *socket = client_socket(c, fd);
     struct transfer *t = socket->transfer;
     if (!t) {
         if (events & ~(uint32_t)EPOLLOUT)
@@ -390,3 +313,5 @@ void plain_ready(struct client *c, struct socket_state *socket, uint32_t events)
     if (events & (EPOLLIN | EPOLLRDHUP | EPOLLHUP | EPOLLERR))
         read_available(c, t, socket, events);
 }
+
+const struct carrier carrier_plain = {.begin = begin, .ready = ready, .leave = leave};

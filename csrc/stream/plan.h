@@ -2,6 +2,7 @@
 #ifndef AQ_STREAM_PLAN_H
 #define AQ_STREAM_PLAN_H
 
+#include "request.h"
 #include "vector.h"
 
 #include <assert.h>
@@ -9,16 +10,12 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* One request. The pointers belong to the caller and must outlive the run. */
+/* One request, and when it runs. */
 struct plan_request {
-    const char *url;
-    const char *method;
-    const char *const *headers; /* "Name: value", ended by NULL */
-    const char *body;           /* NULL: none */
-    size_t body_size;
-    int64_t start_ns;   /* after the run's start; -1: as soon as the concurrency allows */
-    int64_t timeout_ns; /* from its start to its end */
-    int64_t idle_ns;    /* between two reads, and from the start to the first read */
+    struct request request; /* owned by the caller */
+    int64_t start_ns;       /* after the run's start; -1: as soon as the concurrency allows */
+    int64_t timeout_ns;     /* from its start to its end */
+    int64_t idle_ns;        /* between two reads, and from the start to the first read */
 };
 
 enum plan_http { PLAN_HTTP_1_1 = 0, PLAN_HTTP_2 = 1, PLAN_HTTP_2_PRIOR = 2 };
@@ -28,16 +25,16 @@ struct plan {
     size_t count;
     size_t concurrency;  /* 0: unlimited */
     int64_t deadline_ns; /* after the run's start; 0: none */
-    size_t max_event_bytes;
+    size_t max_event_bytes; /* at most 2^32 - 1 */
     size_t max_answer_bytes;  /* of one answer's body */
     size_t max_answer_events; /* frames of one answer, comments and pings included */
-    int cancel_fd; /* when readable, `interrupted` is called; -1: none */
+    int cancel_fd; /* not blocking; when it is readable, its bytes are read and `interrupted` is called; -1: none */
     int http;      /* a plan_http */
     bool fresh_connections;
     bool kernel_stamps;
     bool realtime; /* request SCHED_FIFO */
     bool verify_tls;
-    const char *unix_socket, *proxy, *ca_file, *user_agent; /* NULL: none */
+    const char *unix_socket, *proxy, *ca_file; /* NULL: none */
     /* Called when cancel_fd is readable and when a signal ended a wait; true stops the run. */
     bool (*interrupted)(void *context);
     void *context;
@@ -53,6 +50,7 @@ enum plan_cause {
     CAUSE_EVENT_SIZE = 6,  /* one event over max_event_bytes */
     CAUSE_NOT_STARTED = 7, /* stopped before its start */
     CAUSE_ANSWER_SIZE = 8, /* one answer over max_answer_bytes or max_answer_events */
+    CAUSE_HEAD_SIZE = 9,   /* heads and trailers of one answer over ANSWER_HEAD_BYTES (answer.c) */
 };
 
 /* One row per request, in the order of the plan. */
@@ -75,7 +73,7 @@ struct request_row {
 
 /* One row per frame, in order of arrival; a request's frames in order are its body. */
 struct event_row {
-    int64_t user_ns;   /* when this process was notified of it; it may have been read later, after other sockets */
+    int64_t user_ns;   /* when this process was notified of it; it may have been read or delivered later */
     int64_t kernel_ns; /* 0: unknown */
     uint64_t offset;   /* in the frames */
     uint32_t size;
@@ -87,7 +85,7 @@ struct event_row {
     uint8_t flags; /* sse_flags */
 };
 
-/* One row per network read of body bytes. The kernel's stamp is in the rows of the events that the read completed. */
+/* One row per network read of body bytes; parts with the same stamps are one row. The kernel's stamp is in the rows of the events that the read completed. */
 struct read_row {
     int64_t user_ns;
     uint32_t request;

@@ -2,6 +2,8 @@
 #define _GNU_SOURCE
 #include "parts.h"
 
+#include <stdio.h>
+
 static void link_active(struct transfer *t)
 {
     struct client *c = t->client;
@@ -12,17 +14,19 @@ static void link_active(struct transfer *t)
     c->in_flight++;
 }
 
-struct transfer *transfer_begin(struct client *c, uint32_t index)
+struct transfer *transfer_begin(struct client *c, uint32_t index, const struct carrier *carrier)
 {
     struct transfer *t = calloc(1, sizeof *t);
     if (!t)
         return NULL;
     t->client = c;
     t->index = index;
-    t->fd = -1;
-    t->request = &c->plan->requests[index];
+    t->fd = t->shared_fd = -1;
+    t->carrier = carrier;
+    t->plan = &c->plan->requests[index];
+    t->request = &t->plan->request;
     sse_init(&t->framer, c->plan->max_event_bytes);
-    http1_init(&t->reader, strcmp(t->request->method, "HEAD") == 0);
+    http1_init(&t->reader, t->request->head);
     t->started_ns = t->last_read_ns = clock_monotonic_ns();
     client_row(c, index)->started_ns = t->started_ns;
     link_active(t);
@@ -36,7 +40,6 @@ static void transfer_free(struct transfer *t)
     vector_free(&t->header);
     vector_free(&t->body);
     vector_free(&t->head);
-    free(t->host_port);
     free(t);
 }
 
@@ -63,8 +66,7 @@ void transfer_finish(struct transfer *t, CURLcode code, uint8_t cause)
     row->curl_code = (int32_t)code;
     row->cause = cause != CAUSE_NONE ? cause : t->cause != CAUSE_NONE ? t->cause : code ? CAUSE_TRANSPORT : CAUSE_NONE;
     row->event_stream = t->event_stream;
-    if (t->release)
-        t->release(t, row);
+    t->carrier->leave(t, row);
     store_notes(t, row);
 
     if (t->previous)
@@ -75,4 +77,10 @@ void transfer_finish(struct transfer *t, CURLcode code, uint8_t cause)
         t->next->previous = t->previous;
     c->in_flight--;
     transfer_free(t);
+}
+
+void transfer_fail(struct transfer *t, CURLcode code, const char *error)
+{
+    snprintf(t->error, sizeof t->error, "%s", error);
+    transfer_finish(t, code, CAUSE_NONE);
 }

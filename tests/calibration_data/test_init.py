@@ -69,7 +69,13 @@ def test_one_call_makes_a_persona_workloads_and_calibration_data(mine):
 def test_what_is_left_out_and_what_is_short_is_one_line_each(mine):
     result, folder = mine
     text = "\n".join(result.lines)
-    for words in ("an image", "not JSON", "call rm, which is not among the tools", "repeat another one", "short of 100"):
+    for words in (
+        "an image",
+        "not JSON",
+        "call rm, which is not among the tools",
+        "repeat another one",
+        "short of 100",
+    ):
         assert sum(words in line for line in result.lines) >= 1, words
     assert text.count("an image") == 1 and all("\n" not in line for line in result.lines)
     card = (folder / "README.md").read_text()

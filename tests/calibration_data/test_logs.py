@@ -81,7 +81,11 @@ EVENTS = [
 
 def shape(conversation):
     return [
-        (m["role"], m["content"], [(c["function"]["name"], c["function"]["arguments"]) for c in m.get("tool_calls", ())])
+        (
+            m["role"],
+            m["content"],
+            [(c["function"]["name"], c["function"]["arguments"]) for c in m.get("tool_calls", ())],
+        )
         for m in conversation.messages
     ]
 
@@ -305,7 +309,9 @@ def test_personal_data_is_masked_on_request(monkeypatch):
 
 def conversation(text, *calls):
     tool_calls = [{"function": {"name": name, "arguments": {}}} for name in calls]
-    return Conversation([{"role": "user", "content": text}, {"role": "assistant", "content": "", "tool_calls": tool_calls}])
+    return Conversation(
+        [{"role": "user", "content": text}, {"role": "assistant", "content": "", "tool_calls": tool_calls}]
+    )
 
 
 def test_the_pool_is_bounded_keeps_rare_tools_and_does_not_depend_on_the_order():

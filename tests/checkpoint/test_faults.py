@@ -159,7 +159,7 @@ def test_a_link_out_of_the_folder_is_not_copied(checkpoints, tmp_path):
 def test_every_code_has_a_test():
     package = ROOT / "annie_quant/checkpoint"
     code = "".join(f.read_text() for f in package.rglob("*.py"))
-    codes = set(re.findall(r'(?:add|ShardError)\(\s*"([a-z_]+)"', code))
+    codes = set(re.findall(r'(?:add|fault|ShardError)\(\s*"([a-z_]+)"', code))
     tests = "".join(f.read_text() for f in [*(TESTS / "checkpoint").glob("*.py"), HELPERS / "checkpoint_faults.py"])
     # raised where a GGUF file is written, and tested there by their messages
     elsewhere = {"vocab_size", "tokenizer_missing", "tokenizer_unknown", "index_mismatch", "shard_unreadable"}

@@ -8,7 +8,9 @@ from types import SimpleNamespace
 import pytest
 from paths import TINY_ANNIE
 
+import annie_quant
 from annie_quant.cli import cli
+from annie_quant.errors import UsageError
 
 COMMANDS = [
     "demo",
@@ -90,12 +92,14 @@ def test_eval_passes_its_batch_size_to_the_evaluation(tmp_path: Path, monkeypatc
     from annie_quant.evaluate import job
 
     requests: list[int] = []
+    verdicts = ["keeps"]
 
     def run(*_: object, rows: int, **__: object) -> SimpleNamespace:
         requests.append(rows)
         gate = {"verdict": "pass", "passes": 2, "n": 2, "low": 0.3, "high": 1.0}
-        numerics = {"bf16": SimpleNamespace(gates={"factual": SimpleNamespace(**gate, advisory=False)})}
-        return SimpleNamespace(numerics=numerics, to_dict=lambda: {"numerics": {"bf16": {"gates": {"factual": gate}}}})
+        verdict = SimpleNamespace(verdict=verdicts[-1])
+        document = {"numerics": {"bf16": {"gates": {"factual": gate}}}}
+        return SimpleNamespace(verdict=verdict, notes=[], to_dict=lambda: document)
 
     monkeypatch.setattr(job, "run", run)
     tiny = str(TINY_ANNIE)
@@ -104,3 +108,22 @@ def test_eval_passes_its_batch_size_to_the_evaluation(tmp_path: Path, monkeypatc
         assert done.exit_code == 0, done.output
     assert requests == [16, 128]
     assert CliRunner().invoke(cli, ["eval", tiny, "--reference", tiny, "--rows", "0"]).exit_code == 2
+    for verdict, code in {"keeps": 0, "undecided": 0, "loses": 1, "fragile": 1}.items():
+        verdicts.append(verdict)
+        assert CliRunner().invoke(cli, ["eval", tiny, "--reference", tiny, "--json"]).exit_code == code
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["eval", ".", "--reference", "."], ["search", "--model", ".", "--calib-data", "x", "--output", "y"]],
+)
+def test_no_prompts_are_an_error_and_no_empty_table(words: list[str]) -> None:
+    from click.testing import CliRunner
+
+    done = CliRunner().invoke(cli, [*words, "--n", "0"])
+    assert done.exit_code == 2 and "x>=1" in done.output
+
+
+def test_no_prompts_are_an_error_from_python() -> None:
+    with pytest.raises(UsageError, match="1 or more, got 0"):
+        annie_quant.judge.sample(annie_quant.judge.load_workloads(["factual"]), 0)

@@ -186,6 +186,18 @@ def test_missing_shards_are_counted(tmp_path):
     assert "1 of 2 shards" in levels(check_model(folder), "fault")["shards"].message
 
 
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"metadata": {}}', '{"weight_map": ["a"]}', '{"weight_map": {"a": 3}}', "\udc80"]
+)
+def test_a_malformed_index_or_config_does_not_stop_the_checks(tmp_path, text):
+    folder = model(tmp_path / "m", {"quantization_config": {"quant_algo": "NVFP4"}})
+    for name in ("model.safetensors.index.json", "hf_quant_config.json", "tokenizer_config.json"):
+        (folder / name).write_bytes(text.encode("utf-8", "surrogateescape"))
+    assert levels(check_model(folder), "ok")["format"].message == "NVFP4"
+    odd = model(tmp_path / "odd", {"quantization_config": ["NVFP4"], "architectures": "Qwen", "text_config": 3})
+    assert levels(check_model(odd), "ok")["format"].message == "not quantized"
+
+
 def test_a_log_is_compared_with_the_known_errors(tmp_path):
     log = tmp_path / "server.log"
     log.write_text("INFO fine\nRuntimeError: CUDA error: no kernel image is available for execution on the device\n")

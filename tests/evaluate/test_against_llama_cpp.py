@@ -1,8 +1,8 @@
 """Answers under W4A16 equal those of the real llama.cpp server from the GGUF of the same NVFP4 checkpoint.
 
 llama.cpp rounds activations to 8 bits (Q8) before its NVFP4 products and stores keys and values in half precision, so its
-logits are close to ours, not equal. Where an answer differs, our two best tokens must be that close, and llama.cpp's token
-must be the second of them.
+logits are close to W4A16's, not equal. Where an answer differs, our two best tokens must be that close, and llama.cpp's token
+must be the second of them. The profile llama.cpp-cpu computes these roundings, and must be much closer.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from annie_quant.evaluate.decoding import Completion  # noqa: E402
 from annie_quant.evaluate.engine import Engine, Row  # noqa: E402
 from annie_quant.evaluate.prompts import Request, Template  # noqa: E402
 from annie_quant.evaluate.verification import first_difference  # noqa: E402
+from annie_quant.hf.emulation import emulate  # noqa: E402
+from annie_quant.hf.profiles import find_profile  # noqa: E402
 
 LIMIT, NEAR = 32, 0.15  # tokens per answer; difference in logits
 
@@ -62,7 +64,7 @@ def naive(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def answered(naive: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Request], list[dict]]:
     requests = short_requests(Template(TINY_ANNIE))
-    file = aq.checkpoint.convert(naive, "gguf", tmp_path_factory.mktemp("gguf") / "naive.gguf")["path"]
+    file = aq.checkpoint.convert(naive, "gguf", tmp_path_factory.mktemp("gguf") / "naive.gguf").path
     with aq.serve.start(file) as server:
         return requests, [served(server.url, r) for r in requests]
 
@@ -94,3 +96,23 @@ def test_answers_equal_llama_cpps(naive: Path, answered: tuple[list[Request], li
     assert equal["w4a16"] >= 0.9 * len(rows)
     assert len(apart) > 300 and max(apart) < 0.5 and sorted(apart)[len(apart) // 2] < 1e-3
     assert equal["w4a4"] < equal["w4a16"], "rounded activations must change answers, or the comparison proves nothing"
+
+
+def test_the_profile_of_llama_cpp_is_closer_than_unrounded_activations(
+    naive: Path, answered: tuple[list[Request], list[dict]]
+) -> None:
+    requests, responses = answered
+    model = runtime.load(naive, cache="float32", dtype=torch.float32)
+    steps = [r["completion_probabilities"] for r in responses]
+    rows = [Row(r.prompt, [s["id"] for s in own]) for r, own in zip(requests, steps, strict=True)]
+    distance = {}
+    for name in ("float32", "vllm-marlin", "llama.cpp-cpu"):
+        apart = []
+        with emulate(model, find_profile(name)):
+            for i, logits in Engine(model).scores(rows):
+                for own, step in zip(logits.log_softmax(-1), steps[i], strict=True):
+                    apart += [
+                        abs(float(own[p["id"]]) - p["logprob"]) for p in step["top_logprobs"] if p["logprob"] > -5
+                    ]
+        distance[name] = sum(apart) / len(apart)
+    assert distance["llama.cpp-cpu"] < 0.7 * min(distance["float32"], distance["vllm-marlin"]), distance

@@ -18,7 +18,7 @@ from annie_quant import runtime  # noqa: E402
 from annie_quant.data.rows import read_conversations  # noqa: E402
 from annie_quant.errors import UsageError  # noqa: E402
 from annie_quant.evaluate.prompts import CLASSES, Template, conversation_answers  # noqa: E402
-from annie_quant.evaluate.reference import model_sha256  # noqa: E402
+from annie_quant.evaluate.reference import default_cache, model_sha256  # noqa: E402
 from annie_quant.judge import Case, Workload  # noqa: E402
 from annie_quant.progress import Lines  # noqa: E402
 
@@ -114,13 +114,21 @@ def test_the_references_answers_are_cached_and_a_killed_run_resumes(
         assert other == first
 
 
-def test_the_cache_is_in_the_references_folder_and_ignored_by_git(reference: Path, naive: Path, tmp_path: Path) -> None:
+def test_the_cache_is_in_the_users_cache_folder(reference: Path, naive: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = tmp_path / "reference"
     shutil.copytree(reference, folder)
+    before = sorted(p.name for p in folder.rglob("*"))
     runtime.evaluate(naive, folder, workloads(1, 3), ["w4a16"])
-    assert (folder / ".annie_quant" / ".gitignore").read_text() == "*\n"
-    assert list((folder / ".annie_quant").glob("answers-*.jsonl"))
-    assert model_sha256(folder) == model_sha256(reference), "the cache does not belong to the model"
+    assert sorted(p.name for p in folder.rglob("*")) == before, "nothing is written into a model's folder"
+    assert list((tmp_path / "cache/annie_quant").glob("answers-*.jsonl"))
+
+
+def test_without_a_writable_cache_folder_a_temporary_one_is_used(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file/below"))
+    cache = default_cache()
+    assert cache.is_dir() and tmp_path not in cache.parents
 
 
 def test_one_weight_changes_the_hash(reference: Path, tmp_path: Path) -> None:

@@ -111,7 +111,9 @@ def test_a_chat_template_without_tools_is_named(model, mine, tmp_path):
     shutil.copytree(model, tmp_path / "m", ignore=shutil.ignore_patterns(".annie_quant"))
     path = tmp_path / "m" / "chat_template.jinja"
     path.write_text(path.read_text().replace("{%- if tools %}", "{%- if false %}"))
-    result = evaluate(tmp_path / "m", tmp_path / "m", persona=mine, workloads=[mine / "workloads" / "calls.json"], n_per_gate=5)
+    result = evaluate(
+        tmp_path / "m", tmp_path / "m", persona=mine, workloads=[mine / "workloads" / "calls.json"], n_per_gate=5
+    )
     assert any("chat template leaves out the tools" in line for line in result["notes"])
 
 

@@ -7,6 +7,7 @@
 #include "nvfp4/kquant.h"
 #include "nvfp4/layout.h"
 #include "nvfp4/parallel.h"
+#include "nvfp4/variant.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -140,6 +141,59 @@ static void fake_once(const char *variant)
     free(x), free(a), free(b);
 }
 
+/* All variants add in the same order, so the bits are equal, whatever the numbers. */
+static void gemv_once(const char *variant)
+{
+    struct gemv_plan plan = {.kind = (int)(next() % 3), .group = 16 << next() % 3, .tokens = 1 + next() % 9, .rows = 1 + next() % 5};
+    plan.columns = (size_t)plan.group * (1 + next() % 9);
+    gemv_prepare(&plan, 0.001f * (float)(1 + next() % 1000), next() & 1);
+    const size_t n = plan.tokens * plan.rows, weights = plan.rows * plan.columns;
+    uint8_t *x = random_bytes(plan.tokens * plan.columns * kind_size(plan.kind)), *codes = random_bytes(weights / 2);
+    uint8_t *scales = random_bytes(weights / (size_t)plan.group);
+    for (size_t i = 0; next() % 4 && i < plan.tokens * plan.columns; i++)
+        store_from_float(x, plan.kind, i, (float)(int64_t)(next() % 4001 - 2000) * 0.01f);
+    float *a = malloc(n * 4), *b = malloc(n * 4);
+    variant_set("serial");
+    if (!gemv(&plan, x, codes, scales, a))
+        exit(2);
+    variant_set(variant);
+    if (!gemv(&plan, x, codes, scales, b))
+        exit(2);
+    for (size_t i = 0; i < n; i++) { /* one NaN, in any kind */
+        const float one = load_as_float(a, plan.kind, i), other = load_as_float(b, plan.kind, i);
+        if (one != one && other != other)
+            store_from_float(a, plan.kind, i, 0), store_from_float(b, plan.kind, i, 0);
+    }
+    must_agree(a, b, n * kind_size(plan.kind), "gemv", variant);
+    free(x), free(codes), free(scales), free(a), free(b);
+}
+
+static void gptq_once(const char *variant)
+{
+    enum { MOST_COLUMNS = 320, MOST_ROWS = 9 };
+    static float factor[MOST_COLUMNS * MOST_COLUMNS], w[2][MOST_ROWS * MOST_COLUMNS], errors[MOST_ROWS * GPTQ_WINDOW];
+    static uint8_t codes[2][MOST_ROWS * MOST_COLUMNS / 2], scales[2][MOST_ROWS * MOST_COLUMNS / 16];
+    struct gptq_plan plan = {.codec = {.kind = KIND_F32, .group = 16 << next() % 3, .choice = next() % 4 ? CHOICE_AMAX : CHOICE_SWEEP,
+                                       .tensor_scale = 0.01f, .largest_code = 448.f},
+                             .rows = 1 + next() % MOST_ROWS, .factor = factor};
+    plan.columns = (size_t)plan.codec.group * (1 + next() % (MOST_COLUMNS / (size_t)plan.codec.group));
+    plan_prepare(&plan.codec);
+    const size_t n = plan.rows * plan.columns;
+    for (size_t r = 0; r < plan.columns; r++)
+        for (size_t c = 0; c < plan.columns; c++)
+            factor[r * plan.columns + c] = c < r ? 0.f : c == r ? 1.f : 0.001f * (float)(next() % 200);
+    for (size_t i = 0; i < n; i++)
+        w[0][i] = w[1][i] = 0.001f * (float)(int64_t)(next() % 4001 - 2000);
+    variant_set("serial");
+    const bool finite = gptq(&plan, w[0], errors, codes[0], scales[0]);
+    variant_set(variant);
+    if (gptq(&plan, w[1], errors, codes[1], scales[1]) != finite)
+        must_agree("", "x", 1, "gptq's result", variant);
+    must_agree(w[0], w[1], n * sizeof(float), "gptq's weights", variant);
+    must_agree(codes[0], codes[1], n / 2, "gptq's codes", variant);
+    must_agree(scales[0], scales[1], n / (size_t)plan.codec.group, "gptq's scales", variant);
+}
+
 static void layout_once(void)
 {
     size_t rows = next() % (next() % 8 ? 20 : 140), columns = next() % 9, blocks = next() % 4;
@@ -192,7 +246,8 @@ int main(int argc, char **argv)
             decoded += 8;
             fake_once(variant);
             layout_once();
-            others += 2;
+            gemv_once(variant);
+            others += 3;
             if (plan.choice == CHOICE_AMAX || i % 4 == 0) {
                 pack_once(&plan, variant);
                 packed++;
@@ -200,10 +255,14 @@ int main(int argc, char **argv)
             if (i % 16 == 0) { /* slow searches, twice */
                 kquant_encode_once(variant);
                 encoded++;
+                if (i % 64 == 0) {
+                    gptq_once(variant);
+                    others++;
+                }
             }
         }
     }
-    printf("%ld executions (%ld decodes of random bytes, %ld packs, %ld K-quant encodes, %ld fake-quants and layouts), variants:",
+    printf("%ld executions (%ld decodes of random bytes, %ld packs, %ld K-quant encodes, %ld fake-quants, layouts, products and GPTQ), variants:",
            decoded + packed + encoded + others, decoded, packed, encoded, others);
     for (int i = 0; i < variants; i++)
         printf(" %s", names[i]);

@@ -11,7 +11,6 @@ from annie_quant.errors import UsageError
 from annie_quant.gemm.arrays import native
 
 gemm = pytest.importorskip("annie_quant.gemm")
-Plan = gemm.ops.Plan
 oracle = gemm.oracle
 try:
     COUNT = gemm.device_count()
@@ -117,15 +116,10 @@ def test_bits_repeat_and_do_not_depend_on_m(path):
         assert (bits(x[:m]) == whole[:m]).all()
 
 
-def skinny_plan(m, n, stages, split, tiles, clusters):
-    """Return a plan of the few-token kernel with this number of clusters, with the shared memory that skinny.cuh needs."""
-    rows = -(-n // 32) * 2
-    clusters = min(clusters, rows // 2)
-    pairs, max_rows = tiles // 2, -(-rows // clusters)
-    groups = -(-((max_rows + 1) // 2) // pairs)
-    smem = 16 * stages * (2304 + 8) + (groups + 16) * (8 if m <= 8 else 16) * (32 * pairs + 4) * 4
-    smem += (groups * m * pairs + split) * 128 if split > 1 else 0
-    return Plan(1, stages, split, tiles, clusters * split, smem, 0, 0, 0, 0)
+def skinny_plan(n, stages, split, tiles, clusters):
+    """Return a plan of the few-token kernel with this number of clusters."""
+    clusters = min(clusters, -(-n // 32))
+    return gemm.SkinnyPlan(clusters * split, split, stages, tiles)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +136,7 @@ def test_every_shape_of_the_few_token_kernel(split, tiles, stages, clusters, m):
     n, k = 600, 1360 if tiles == 2 and stages == 1 else 1408  # K is a multiple of a chunk except in the simplest case
     args = case(m, n, k)
     weight = gemm.Weight(gemm.to_device(args[1]), gemm.to_device(args[2]), args[3])
-    plan = skinny_plan(m, n, stages, split, tiles, clusters)
+    plan = skinny_plan(n, stages, split, tiles, clusters)
     first = None
     for _ in range(3):
         out = gemm.DeviceArray((m, n), "float32").fill(0xFF)
@@ -156,33 +150,25 @@ def test_every_shape_of_the_few_token_kernel(split, tiles, stages, clusters, m):
 def test_every_split_of_k(split):
     args = case(7, 528, 4096)
     weight = gemm.Weight(gemm.to_device(args[1]), gemm.to_device(args[2]), args[3])
-    tiles = -(-528 // 256)
     out = gemm.DeviceArray((7, 528), "float32").fill(0xFF)
-    gemm.w4a16(
-        gemm.to_device(args[0]), weight, out, plan=weight.plan(7, "tiled")._replace(split=split, blocks=tiles * split)
-    )
+    gemm.w4a16(gemm.to_device(args[0]), weight, out, plan=weight.plan(7, "tiled")._replace(cluster_size=split))
     assert check(out.host(), *args) <= 1
 
 
-def wgmma_plan(m, n, k, tokens, blocks, stream_k_tiles, split, rows, permuted):
-    """Return a plan of the wgmma kernel with two stages, with the memory that wgmma.cuh needs."""
-    m_tiles, chunks, halves = -(-m // tokens), -(-k // 128), 2 if rows == 128 else 1
-    reduce_bytes = (512 if halves == 1 else 768) * tokens if split > 1 else 0
-    workspace = m_tiles * chunks * tokens * 256 * permuted + (
-        2 * blocks * 256 * tokens * 4 if stream_k_tiles and split == 1 else 0
-    )
-    smem = 9216 + 2 * (18432 + tokens * 256 * halves) + reduce_bytes
-    return Plan(3, tokens, split, 2, blocks, smem, stream_k_tiles, rows, permuted, workspace)
+def wgmma_plan(tokens, blocks, stream_k_tiles, split, rows, permuted):
+    """Return a plan of the wgmma kernel with two stages."""
+    return gemm.WgmmaPlan(tokens, rows, blocks, split, 2, stream_k_tiles, permuted)
 
 
 def repeats_within_the_bound(args, plan):
     """For each output type the result is right, repeats to the bit, and nothing else is written."""
-    m, n, size = args[0].shape[0], args[1].shape[0], plan.workspace_bytes
+    m, n = args[0].shape[0], args[1].shape[0]
     weight = gemm.Weight(gemm.to_device(args[1]), gemm.to_device(args[2]), args[3])
+    size = weight.workspace_bytes(m, plan)
     for dtype in ("float32", "bfloat16"):
         guard = 64
         raw = gemm.DeviceArray((m * n + 2 * guard,), dtype).fill(0xFF)
-        workspace = gemm.DeviceArray((size + 64,), "uint8").fill(0xFF)
+        workspace = gemm.DeviceArray((size + 64,), "uint8").fill(0xFF)  # larger than needed
         first = None
         for _ in range(4):
             raw.fill(0xFF)
@@ -207,7 +193,7 @@ def test_every_shape_of_the_wgmma_kernel(permuted, tokens, blocks, stream_k_tile
         pytest.skip("more stream-K tiles than there are tiles")
     if tokens == 128 and not permuted:
         pytest.skip("tiles of 128 tokens have too few registers for the in-place permutation")
-    repeats_within_the_bound(case(m, n, k), wgmma_plan(m, n, k, tokens, blocks, stream_k_tiles, 1, 256, permuted))
+    repeats_within_the_bound(case(m, n, k), wgmma_plan(tokens, blocks, stream_k_tiles, 1, 256, permuted))
 
 
 @pytest.mark.skipif(not HOPPER, reason="wgmma is Hopper's")
@@ -219,7 +205,7 @@ def test_every_cluster_of_the_wgmma_kernel(permuted, tokens, halves, m, n, k):
     if halves == 2 and -(-k // 128) % 2:
         pytest.skip("an odd number of chunks has no halves")
     tiles = -(-(-(-n // 32) * 2) * halves // 16) * -(-m // tokens)
-    repeats_within_the_bound(case(m, n, k), wgmma_plan(m, n, k, tokens, tiles * 2, tiles, 2, 256 // halves, permuted))
+    repeats_within_the_bound(case(m, n, k), wgmma_plan(tokens, tiles * 2, tiles, 2, 256 // halves, permuted))
 
 
 @pytest.mark.skipif(not HOPPER, reason="wgmma is Hopper's")
@@ -229,7 +215,7 @@ def test_every_cluster_of_the_wgmma_kernel(permuted, tokens, halves, m, n, k):
 @pytest.mark.parametrize(("m", "n", "k"), [(7, 1296, 4288), (61, 304, 1008), (139, 40, 1040)])
 def test_tiles_of_192_rows_of_the_wgmma_kernel(permuted, tokens, blocks, m, n, k):
     """Their rows are in one or two of the repacked weights' blocks of 256, the last of which is shorter."""
-    repeats_within_the_bound(case(m, n, k), wgmma_plan(m, n, k, tokens, blocks, 0, 1, 192, permuted))
+    repeats_within_the_bound(case(m, n, k), wgmma_plan(tokens, blocks, 0, 1, 192, permuted))
 
 
 @pytest.mark.parametrize("m", [1, 8, 64])

@@ -1,5 +1,6 @@
 """The check of other libraries' FP4 kernels, with correct, faulty and failing kernels in NumPy; no GPU."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -173,7 +174,7 @@ def test_a_backend_that_crashes_does_not_affect_the_next(vllm):
     assert result.choose == "vllm marlin (W4A16)"
     assert result.switch == "--linear-backend marlin"
     assert result.note == known_failures.NOT_NATIVE
-    assert stack_check.StackResult.from_dict(json.loads(json.dumps(result.to_dict()))) == result
+    assert stack_check.StackResult.from_dict(json.loads(json.dumps(dataclasses.asdict(result)))) == result
 
 
 def test_each_backend_is_printed_on_one_line(capsys):

@@ -18,6 +18,18 @@ def adversarial(dtype):
     return np.concatenate([ties, near, wide, sparse, normal]).astype(dtype)
 
 
+def underflowing(dtype):
+    """Return numbers that are so small for the tensor's scale that a quotient underflows to zero, and its sign with it."""
+    x = np.full((8, 64), -1e-7, np.float32)
+    x[:, ::3] = -6e-8  # subnormal in float16
+    if np.dtype(dtype).itemsize != 2 or np.dtype(dtype) == ml_dtypes.bfloat16:
+        x = x * np.float32(1e-30)
+        x[3, 5] = -1e-45
+    x[0, 0] = 6e4
+    x[:, 7] = -0.0
+    return x.astype(dtype)
+
+
 def encode(x, ts):
     """ModelOpt's encoding and its dynamic fake quantization in NumPy float32, one operation per line."""
     f8 = ml_dtypes.float8_e4m3fn
@@ -31,10 +43,11 @@ def encode(x, ts):
     def index(a):
         return sum((a > lim) if s else (a >= lim) for lim, s in zip(limits, strict, strict=True))
 
-    idx = index(np.abs(b / step))
-    nibble = (idx | np.where(b < 0, 8, 0)).astype(np.uint8).reshape(x.shape)
+    q = b / step
+    idx = index(np.abs(q))
+    nibble = (idx | np.where(q < 0, 8, 0)).astype(np.uint8).reshape(x.shape)
     table = oracle.MAGNITUDES.astype(np.float32)
-    value = np.where(b < 0, -table[idx], table[idx]) * step
+    value = np.where(q < 0, -table[idx], table[idx]) * step
     q = (np.minimum(t, np.float32(448)).astype(f8)).astype(np.float32) * ts
     q = np.where(q >= np.float32(1e-5), q, np.float32(1))
     fake = table[index(np.abs(b) / q)] * q

@@ -22,23 +22,23 @@ ALL = Threshold("all", least_n=5)
     [
         # The original plan's table, n < 100 (R22 to R27).
         (RATE, 6, 10, "pass"),
-        (RATE, 5, 10, "fail"),
+        (RATE, 5, 10, "undecided"),
         (RATE, 0, 10, "fail"),
         (Threshold("rate", 15, 12 / 15), 12, 15, "pass"),
-        (Threshold("rate", 15, 12 / 15), 11, 15, "fail"),
+        (Threshold("rate", 15, 12 / 15), 11, 15, "undecided"),
         (ZERO, 25, 25, "pass"),
         (ZERO, 20, 25, "fail"),
         (ZERO, 24, 25, "fail"),
         (ALL, 5, 5, "pass"),
-        (ALL, 4, 5, "fail"),
-        # Fewer than the original plan's number: only what cannot pass any more is decided.
+        (ALL, 4, 5, "undecided"),
+        # What does not pass fails only if the interval excludes the rate, as from n = 100 on.
         (RATE, 5, 5, "undecided"),
         (RATE, 0, 5, "fail"),
         (RATE, 1, 5, "undecided"),
         (ZERO, 24, 24, "undecided"),
         (ZERO, 0, 1, "fail"),
         (ALL, 4, 4, "undecided"),
-        (ALL, 3, 4, "fail"),
+        (ALL, 3, 4, "undecided"),
         (RATE, 0, 0, "undecided"),
         # n >= 100. Wilson: 70/100 (0.604, 0.781), 69/100 (0.594, 0.772), 50/100 (0.404, 0.596), 51/100 (0.413, 0.606).
         (RATE, 70, 100, "pass"),
@@ -55,6 +55,13 @@ ALL = Threshold("all", least_n=5)
 )
 def test_verdicts(threshold, passes, n, verdict):
     assert decide(passes, n, threshold).verdict == verdict
+
+
+@pytest.mark.parametrize("n", range(4, 400, 7))
+def test_one_miss_is_not_judged_harder_with_fewer_answers(n):
+    """99 of 100 was undecided while 29 of 30 failed."""
+    assert decide(n - 1, n, ALL).verdict in ("undecided", "pass")
+    assert decide(n - 1, n, ZERO).verdict == "fail", "of leaks and empty answers none is accepted"
 
 
 def test_undecided_names_the_n_that_decides():

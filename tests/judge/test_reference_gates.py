@@ -13,7 +13,8 @@ from annie_quant.judge.answers import Answer
 from annie_quant.judge.checks.reference import language_of
 from annie_quant.judge.gates import GATES, REFERENCE_GATES
 from annie_quant.judge.library import build_workload
-from annie_quant.judge.not_lost import expected_tools, reference_notes, without_own_failures
+from annie_quant.judge.not_lost import expected_tools, reference_notes
+from annie_quant.judge.pairing import pair_answers
 from annie_quant.judge.sample import answers_per_gate
 
 TOOL = {
@@ -162,15 +163,52 @@ def test_a_tool_never_called_by_bf16_and_a_base_model_are_named():
     assert expected_tools(case("rare")) == ["rare"]
 
 
-def test_a_label_that_bf16_itself_fails_does_not_decide():
+def paired(after, references, workload=WORKLOAD, case=None):
+    """Return the verdict of one member, its pairs, and the pooled gates."""
+    case = case or workload.cases[0]
+    before = [(workload, replace(case, reference=r), r) for r in references]
+    gates, pooled = pair_answers(before, [(w, c, a) for (w, c, _), a in zip(before, after, strict=True)])
+    return judge.judge_members({"w4a4": gates}, {"w4a4": pooled}), gates, pooled
+
+
+def test_a_label_that_bf16_itself_fails_is_not_lost():
     workload = replace(WORKLOAD, gates=("abstention", "same_tool"))
     case = replace(workload.cases[0], expect={"no_tool": True})
-    own = judge.gate_table([(workload, case, call(room="a"))] * 30)
-    after = judge.gate_table([(workload, replace(case, reference=call(room="a")), call(room="a"))] * 30)
-    assert own["abstention"].verdict == "fail" and not own["abstention"].advisory
-    table = without_own_failures(after, own)
-    assert table["abstention"].advisory and "bf16 itself passes 0 of 30" in table["abstention"].rule
-    assert table["same_tool"].verdict == "pass" and not table["same_tool"].advisory
+    own = [call(room="a")] * 80
+    verdict, gates, _ = paired(own, own, workload, case)
+    assert judge.gate_table((workload, case, a) for a in own)["abstention"].meets == "fail"
+    assert (gates["abstention"].lost, gates["abstention"].verdict) == (0, "keeps")
+    assert gates["same_tool"].verdict == "keeps" and verdict.verdict == "keeps"
+
+
+def test_the_pair_of_a_reference_gate_is_bf16s_pass_and_the_checkpoints():
+    references = [call(room=str(i)) if i % 2 else WORDS for i in range(160)]
+    after = [WORDS if i % 8 == 1 else r for i, r in enumerate(references)]
+    verdict, gates, _ = paired(after, references)
+    assert (gates["same_tool"].n, gates["same_tool"].lost, gates["same_tool"].won) == (160, 20, 0)
+    assert (gates["same_arguments"].n, gates["same_arguments"].lost) == (80, 20)  # bf16 calls in 80 prompts
+    assert gates["same_tool"].margin == 0.05
+    assert verdict.verdict == "loses" and {"same_tool", "same_arguments"} <= set(verdict.members["w4a4"].loses)
+    verdict, gates, _ = paired(references, references)
+    assert verdict.verdict == "keeps" and {g.lost for g in gates.values()} == {0}
+
+
+def test_reference_gates_are_not_in_the_pooled_verdict():
+    """Four changed answers of 200 in each gate keep; together they would be a loss of 2 points that no answer could win back."""
+    references = [WORDS] * 200
+    after = [replace(WORDS, text="- **a**\n- b") if i < 4 else WORDS for i in range(200)]
+    verdict, gates, pooled = paired(after, references)
+    assert pooled is None and gates["same_markdown"].lost == 4 and verdict.verdict == "keeps"
+    ruled = replace(WORKLOAD, gates=("no_markdown", "same_tool"))
+    assert paired(after, references, ruled)[2].lost == 4
+
+
+def test_a_gate_that_bf16_rarely_reaches_leaves_the_verdict_open_only_where_answers_are_lost():
+    references = [call(room="a")] * 3 + [WORDS] * 80
+    verdict, gates, _ = paired(references, references)
+    assert gates["same_arguments"].n == 3 and verdict.verdict == "keeps"
+    verdict, _, _ = paired([call(room="b"), *references[1:]], references)
+    assert verdict.verdict == "undecided" and verdict.members["w4a4"].undecided == ["same_arguments"]
 
 
 @pytest.mark.parametrize(

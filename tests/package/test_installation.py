@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 from paths import ROOT
 
@@ -145,7 +146,7 @@ def test_version_json_agrees_with_what_can_be_imported() -> None:
 def test_a_module_that_is_not_built_names_its_requirement_and_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "annie_quant._gemm", None)  # makes its import fail
     installation = version.inspect()
-    info = installation.to_dict()
+    info = msgspec.to_builtins(installation)
     assert info["modules"]["_gemm"]["loaded"] is False and "nvcc" in info["modules"]["_gemm"]["why"]
     assert "--no-binary annie-quant" in info["fixes"]["_gemm"]  # a wheel has no _gemm either
     text = "\n".join(version.lines(installation))

@@ -4,7 +4,11 @@
 
 A time is that of one launch in a graph of at least 20, the median of `--repeats` replays; each launch of a graph uses the next one
 of enough copies of the weight that the L2 no longer has the first one. PDL is programmatic dependent launch: ours is measured with
-and without, cuBLAS without. Needs torch with CUDA; a result is printed only if it agrees with torch.
+and without, cuBLAS without. Plans with a workspace get one from torch, as the torch operator does; `own_us` is the time when each
+launch allocates its own. Needs torch with CUDA; a result is printed only if it agrees with torch.
+
+    --compare tests/perf/gemm.md   compare each time with that table; a cell fails if it is more than 10 % slower (the table's own
+                                   uncertainty for the largest products) and more than 0.5 us
 """
 
 from __future__ import annotations
@@ -13,8 +17,10 @@ import argparse
 import contextlib
 import itertools
 import json
+import re
 import statistics
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -89,10 +95,10 @@ def agrees(weights: Weights, x: torch.Tensor, out: torch.Tensor) -> float:
     return float((out[:rows].float() - ref).norm() / ref.norm())
 
 
-def plans(weight: gemm.Weight, m: int) -> list[gemm.ops.Plan]:
+def plans(weight: gemm.Weight, m: int) -> list[gemm.plans.Plan]:
     """Return all plans to try, the automatic ones first."""
     result = []
-    for path in ("auto", "skinny", "tiled"):
+    for path in ("auto", "skinny", "tiled"):  # a path that does not fit raises
         with contextlib.suppress(Exception):
             result.append(weight.plan(m, path))
     chunks = -(-weight.k // 128)
@@ -117,14 +123,8 @@ def plans(weight: gemm.Weight, m: int) -> list[gemm.ops.Plan]:
             if stream_k_tiles > every * halves or 0 < stream_k_tiles * chunks < blocks or permuted < (tokens == 128):
                 continue
             reduce_bytes = (512 if halves == 1 else 768) * tokens if split > 1 else 0
-            stage = 18432 + tokens * 256 * halves
-            stages = min(16, (232448 - 9216 - reduce_bytes - 4096 * permuted) // stage)
-            sums = 2 * blocks * 256 * tokens * 4 if stream_k_tiles and split == 1 else 0
-            workspace = m_tiles * chunks * tokens * 256 * permuted + sums
-            smem = 9216 + stages * stage + reduce_bytes
-            result.append(
-                gemm.ops.Plan(3, tokens, split, stages, blocks, smem, stream_k_tiles, rows, permuted, workspace)
-            )
+            stages = min(16, (232448 - 9216 - reduce_bytes - 4096 * permuted) // (18432 + tokens * 256 * halves))
+            result.append(gemm.WgmmaPlan(tokens, rows, blocks, split, stages, stream_k_tiles, permuted))
     return list(dict.fromkeys(result))
 
 
@@ -153,6 +153,7 @@ def main() -> None:
     parser.add_argument("--explore", action="store_true", help="also time other plans")
     parser.add_argument("--peer", action="store_true", help="also time torch's own INT4 kernel (tinygemm)")
     parser.add_argument("--output", default="")
+    parser.add_argument("--compare", default="", help="a table of earlier times, in microseconds without / with PDL")
     args = parser.parse_args()
     info = native().device_info(0)
     print(f"{info['name']}, {info['sms']} SMs, driver {info['driver']}, torch {torch.__version__}", flush=True)
@@ -169,6 +170,34 @@ def main() -> None:
                 Path(args.output).write_text(json.dumps(rows))
         del weights
         torch.cuda.empty_cache()
+    if args.compare and slower_than(args.compare, rows):
+        sys.exit(1)
+
+
+def slower_than(table: str, rows: list[dict]) -> int:
+    """Print each time that differs by more than 5 % from the table's, and return how many are too slow."""
+    text = Path(table).read_text()
+    head = re.search(r"\| N x K \|(.*)\|\n", text)
+    tokens = [int(v) for v in re.findall(r"M = (\d+)", head[1])]
+    failed = compared = 0
+    for row in rows[1:]:
+        line = re.search(rf"\| {row['n']}x{row['k']} \|(.*)\|\n", text)
+        cell = line[1].split("|")[tokens.index(row["m"])] if line and row["m"] in tokens else ""
+        before = re.match(r" ([\d.]+) / ([\d.]+) \(([\d.]+) / ([\d.]+)x", cell)
+        if not before or "us" not in row:
+            continue
+        for name, old, ratio in (("us", before[1], before[3]), ("pdl_us", before[2], before[4])):
+            old, new, cublas = float(old), row[name], float(old) * float(ratio)
+            compared += 1
+            too_slow = new > 1.1 * old and new > old + 0.5
+            failed += too_slow
+            if too_slow or abs(new / old - 1) > 0.05:
+                print(
+                    f"{row['n']}x{row['k']} M={row['m']} {name}: {old} -> {new} ({new / old:.2f}x; cuBLAS {cublas:.1f} -> "
+                    f"{row['cublas_us']}){'  TOO SLOW' if too_slow else ''}"
+                )
+    print(f"compared {compared} times with {table}: {failed} too slow")
+    return failed
 
 
 def ceilings(repeats: int) -> dict[str, float]:
@@ -187,6 +216,17 @@ def ceilings(repeats: int) -> dict[str, float]:
         result[f"read {size / 1e6:.1f} MB, us"] = us = timed(rotated(list(at), max(20, len(at)), read), repeats)
         result[f"read {size / 1e6:.1f} MB"] = size / us / 1e6
     return {key: round(value, 3) for key, value in result.items()}
+
+
+def host_us(launch, count: int = 200) -> float:
+    """Return microseconds of the host per launch, without waiting for the kernels."""
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(count):
+        launch()
+    elapsed = time.perf_counter() - begin
+    torch.cuda.synchronize()
+    return elapsed / count * 1e6
 
 
 def measure(weights: Weights, m: int, args) -> list[dict]:
@@ -213,22 +253,29 @@ def measure(weights: Weights, m: int, args) -> list[dict]:
             out.fill_(float("nan"))
             gemm.w4a16(xs[0], first, out, plan=plan)
             row["error"] = agrees(weights, xs[0], out)
-            for pdl in (False, True):
+            size = first.workspace_bytes(m, plan)
+            buffer = torch.empty(size, dtype=torch.uint8, device="cuda") if size else None
+            for name, pdl, memory in (("", False, buffer), ("pdl_", True, buffer), ("own_", False, None)):
+                if name == "own_" and not size:
+                    continue
                 launches = rotated(
                     weights.ours,
                     max(per_graph, len(weights.ours)),
-                    lambda w, plan=plan, pdl=pdl: gemm.w4a16(xs[0], w, out, plan=plan, pdl=pdl),
+                    lambda w, plan=plan, pdl=pdl, memory=memory: gemm.w4a16(
+                        xs[0], w, out, plan=plan, pdl=pdl, workspace=memory
+                    ),
                 )
                 us = timed(launches, repeats)
-                row["pdl_us" if pdl else "us"] = round(us, 2)
-                row["pdl_speedup" if pdl else "speedup"] = round(cublas / us, 3)
+                row[f"{name}us"], row[f"{name}speedup"] = round(us, 2), round(cublas / us, 3)
         except Exception as error:
             row["failed"] = str(error)[:80]
+        if m * n * k < 1 << 32:  # larger ones fill the queue of launches
+            row["launch_us"] = round(host_us(lambda plan=plan: gemm.w4a16(xs[0], first, out, plan=plan)), 2)
         rows.append(row)
         good = row.get("error", 1) < 5e-3
         print(
             f"{n}x{k} M={m} {plan} cublas {cublas:.1f} us, peer {other}, ours {row.get('us')} ({row.get('speedup')}x) "
-            f"pdl {row.get('pdl_us')} ({row.get('pdl_speedup')}x) {'ok' if good else row}",
+            f"pdl {row.get('pdl_us')} ({row.get('pdl_speedup')}x) own workspace {row.get('own_us')} {'ok' if good else row}",
             flush=True,
         )
         if row.get("failed") and "illegal" in row["failed"]:

@@ -10,55 +10,58 @@ import pytest
 from annie_quant import judge
 from annie_quant.data import load_persona
 from annie_quant.judge import decision
-from annie_quant.judge.gate_rule import LARGE_N, Threshold, decide
+from annie_quant.judge.gate_rule import LARGE_N, decide
 from annie_quant.judge.gates import GATES
 from annie_quant.judge.sample import answers_per_gate
 from annie_quant.pipeline import search
-from annie_quant.pipeline.search import explain, table
+from annie_quant.pipeline.search import explain, label_check, table
 from annie_quant.pipeline.stages import AuditResult
 from annie_quant.progress import SilentConsole
-from annie_quant.schema import KLSummary, NumericsResult, SameAnswers
-
-RATE = Threshold("rate", 10, 0.6)
+from annie_quant.schema import KLSummary, NumericsResult, PairedGate, SameAnswers
 
 
 def gate_row(gate, passes, n):
-    return decide(passes, n, GATES[gate].threshold)
+    row = decide(passes, n, GATES[gate].threshold)
+    row.meets = row.verdict
+    return row
 
 
-@pytest.mark.parametrize("passes", range(0, 31))
-def test_a_strategy_that_could_still_pass_is_never_dropped_as_impossible(passes):
-    """The first reason is exact: if it is given, no number of further passes passes the gate's own rule."""
-    early = gate_row("tool_call", passes, 30)
-    reason = decision.cannot_pass("tool_call", early, 100, 2)
-    could = any(decide(passes + more, 100, RATE).verdict == "pass" for more in range(71))
-    if reason and "even if" in reason:
+def pair(gate, passes, n, won=0):
+    """The counts of a checkpoint whose reference passes every prompt but the won ones, judged."""
+    pairs = {gate: PairedGate(n, n - passes, won)}
+    judge.judge_members({"w4a4": pairs})
+    return pairs[gate]
+
+
+@pytest.mark.parametrize("lost", range(0, 31))
+def test_a_strategy_that_could_still_keep_is_never_dropped_as_impossible(lost):
+    """The first reason is exact: if no other prompt changes, the gate does not keep at the last look."""
+    reason = decision.cannot_keep("tool_call", pair("tool_call", 30 - lost, 30), 240, 2)
+    could = pair("tool_call", 240 - lost, 240).verdict == "keeps"
+    assert bool(reason) >= (not could)
+    if reason and "even without" in reason:
         assert not could
-    if not could:
-        assert reason
 
 
-def test_one_leak_drops_at_once_and_facts_only_after_too_many_mistakes():
-    assert "thinking_leak" in decision.cannot_pass("thinking_leak", gate_row("thinking_leak", 29, 30), 505, 2)
-    assert decision.cannot_pass("thinking_leak", gate_row("thinking_leak", 30, 30), 505, 2) is None
-    # Of 100 facts all must be right for a lower bound of 0.95; of 160, two may be wrong.
-    assert decision.cannot_pass("factual", gate_row("factual", 29, 30), 100, 2)
-    assert decision.cannot_pass("factual", gate_row("factual", 29, 30), 160, 2) is None
+def test_one_leak_drops_at_once_and_facts_only_after_too_many_losses():
+    assert "none may be lost" in decision.cannot_keep("thinking_leak", pair("thinking_leak", 29, 30), 505, 2)
+    assert decision.cannot_keep("thinking_leak", pair("thinking_leak", 30, 30), 505, 2) is None
+    # Of 100 facts one may be lost for a lower bound above -5 points; of 160, three.
+    assert decision.cannot_keep("factual", pair("factual", 29, 30), 100, 2) is None
+    assert decision.cannot_keep("factual", pair("factual", 28, 30), 100, 2)
+    assert decision.cannot_keep("factual", pair("factual", 27, 30), 160, 2) is None
+    assert decision.cannot_keep("factual", pair("factual", 26, 30), 160, 2)
 
 
-def test_a_strategy_at_the_threshold_is_dropped_early_in_at_most_five_percent_of_searches():
-    """The correction works: a model whose true rate is high enough to pass is seldom dropped at the early look."""
+def test_a_strategy_without_a_difference_is_dropped_early_in_at_most_five_percent_of_searches():
     rng = random.Random(0)
     dropped = 0
-    for _ in range(2000):
-        passes = sum(rng.random() < 0.6 for _ in range(30))
-        reason = decision.cannot_pass("tool_call", gate_row("tool_call", passes, 30), 100, 2)
-        dropped += bool(reason and "confidence" in reason)
-    assert dropped / 2000 <= 0.05
-
-
-def test_a_clearly_failing_strategy_is_dropped_by_its_interval():
-    assert "below 60%" in decision.cannot_pass("tool_call", gate_row("tool_call", 10, 30), 400, 2)
+    for _ in range(1000):
+        changed = [rng.choice((-1, 1)) for _ in range(30) if rng.random() < 0.04]
+        counts = PairedGate(30, changed.count(-1), changed.count(1))
+        judge.judge_members({"w4a4": {"tool_call": counts}})
+        dropped += bool(decision.cannot_keep("tool_call", counts, 240, 2))
+    assert dropped / 1000 <= 0.05
 
 
 def test_looks():
@@ -80,13 +83,22 @@ def tables(**gates):
     return {"w4a4": gates, "w4a16": {name: gate_row(name, 100, 100) for name in gates}}
 
 
+def sides(w4a4, w4a16=None):
+    kinds = {"w4a4": w4a4, "w4a16": w4a16 or dict.fromkeys(w4a4, (100, 100))}
+    results = {kind: numerics_result(gates) for kind, gates in kinds.items()}
+    judge.judge_members({kind: side.paired for kind, side in results.items()})
+    return results
+
+
 def test_passing_needs_every_gate_under_every_required_numerics():
-    good, bad = gate_row("tool_call", 97, 100), gate_row("tool_call", 62, 100)
-    assert decision.final_reasons(tables(tool_call=good), ("w4a4", "w4a16")) == []
-    reasons = decision.final_reasons(tables(tool_call=bad), ("w4a4", "w4a16"))
-    assert len(reasons) == 1 and "W4A4: tool_call 62 of 100, undecided" in reasons[0] and "would decide" in reasons[0]
-    assert "weight-only" in decision.final_reasons({"w4a16": {"tool_call": good}}, ("w4a4", "w4a16"))[0]
-    assert decision.final_reasons({"w4a16": {"tool_call": good}}, ("w4a16",)) == []
+    both_numerics = ("w4a4", "w4a16")
+    good, bad = sides({"tool_call": (99, 100)}), sides({"tool_call": (97, 100)})
+    assert decision.final_reasons(good, both_numerics) == []
+    reasons = decision.final_reasons(bad, both_numerics)
+    assert len(reasons) == 1 and "W4A4: tool calls undecided: 3 lost" in reasons[0] and "would decide" in reasons[0]
+    assert "weight-only" in decision.final_reasons({"w4a16": good["w4a16"]}, both_numerics)[0]
+    assert decision.final_reasons({"w4a16": good["w4a16"]}, ("w4a16",)) == []
+    assert "no gate was compared" in decision.final_reasons({"w4a16": numerics_result({})}, ("w4a16",))[0]
 
 
 def test_a_base_model_instead_of_the_fine_tune_is_reported():
@@ -104,10 +116,55 @@ def test_shuffling_leaves_no_answer_with_its_own_question():
         {"id": i, "messages": [{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": f"a{i}"}]}
         for i in range(20)
     ]
-    shuffled = explain.with_shuffled_answers(rows)
+    shuffled = label_check.with_shuffled_answers(rows)
     assert sorted(r["messages"][-1]["content"] for r in shuffled) == sorted(f"a{i}" for i in range(20))
     assert all(r["messages"][0]["content"][1:] != r["messages"][1]["content"][1:] for r in shuffled)
-    assert shuffled == explain.with_shuffled_answers(rows)
+    assert shuffled == label_check.with_shuffled_answers(rows)
+
+
+def conversations(n=40):
+    return [
+        {"messages": [{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": f"a{i}"}]}
+        for i in range(n)
+    ]
+
+
+def scorer(apart, own_apart=1.0, offset=0):
+    """nats per token of answer ai or oi (the model's own) to question qj: `apart` more where j is not i + offset."""
+
+    def score(rows):
+        values = []
+        for row in rows:
+            question, answer = (message["content"] for message in row["messages"])
+            mine = answer.startswith("o")
+            at_home = int(answer[1:]) == (int(question[1:]) if mine else (int(question[1:]) + offset) % 40)
+            values.append(0.5 + (0 if at_home else own_apart if mine else apart) + 0.001 * (int(answer[1:]) % 7))
+        return values
+
+    return score
+
+
+def own(rows):
+    return [
+        {"messages": [r["messages"][0], {"role": "assistant", "content": "o" + r["messages"][0]["content"][1:]}]}
+        for r in rows
+    ]
+
+
+@pytest.mark.parametrize(
+    ("score", "verdict"),
+    [
+        (scorer(apart=1.0), "belong"),
+        (scorer(apart=1.0, offset=3), "shuffled"),  # at home three questions further
+        (scorer(apart=0.0, own_apart=0.0), "undecided"),  # near-identical rows: its own answers fit every question
+        (scorer(apart=0.0, own_apart=1.0), "shuffled"),  # foreign answers to questions that it distinguishes
+        (scorer(apart=0.05, own_apart=1.0), "undecided"),  # surely likelier, but not by much
+    ],
+)
+def test_shuffled_labels_need_a_model_that_distinguishes_the_questions(score, verdict):
+    """40 near-identical rows were reported as SHUFFLED LABELS."""
+    labels = label_check.judge_labels(conversations(), score, own)
+    assert (labels.verdict, labels.belong) == (verdict, verdict == "belong")
 
 
 def test_the_hardened_prompt_is_the_personas_own_rules():
@@ -125,7 +182,7 @@ def test_the_conclusion_from_a_hardened_prompt():
 def test_restored_is_judged_against_bf16_under_the_same_prompt():
     good, bad = gate_row("tool_call", 38, 40), gate_row("tool_call", 10, 40)
     assert explain.restored(good, good) is True and explain.restored(bad, good) is False
-    assert explain.restored(bad, gate_row("tool_call", 20, 40)) is None
+    assert explain.restored(bad, gate_row("tool_call", 15, 40)) is None
     one = gate_row("thinking_leak", 194, 195)
     assert explain.restored(one, one) is True, "not worse than bf16, which leaks once itself under this prompt"
 
@@ -168,7 +225,9 @@ class FakeStages:
         strategy, _, part = name.partition("-")
         entry = self.tables[strategy]
         gates = entry.get("smoke", both(factual=(1, 1))) if part == "smoke" else entry["all"]
-        return SimpleNamespace(numerics={kind: numerics_result(table) for kind, table in gates.items()})
+        numerics = {kind: numerics_result(table) for kind, table in gates.items()}
+        verdict = judge.judge_members({kind: side.paired for kind, side in numerics.items()})
+        return SimpleNamespace(numerics=numerics, verdict=verdict)
 
 
 def numerics_result(gates):
@@ -182,7 +241,7 @@ def numerics_result(gates):
         perplexity_reference=1.0,
         same_answers=SameAnswers(n=10, same=9),
         verbosity_ratio=1.0,
-        paired={},
+        paired={g: PairedGate(n, n - passes, 0) for g, (passes, n) in gates.items()},
         cases=[],
         seconds=0.0,
     )
@@ -216,7 +275,7 @@ def test_the_search_stops_at_the_first_that_passes_and_keeps_what_failed(tmp_pat
     assert [r.passed for r in result.strategies] == [False, False, True]
     assert "infeasible" in result.strategies[1].error
     page = (tmp_path / "search.md").read_text()
-    for part in ("PASS: ship it", "infeasible", "tool_call 40 of 100", "99/100 ✓"):
+    for part in ("PASS: ship it", "infeasible", "tool calls lost 60 and won 0 of 100", "99/100 ✓ (-1.0: -4.4 to +1.7)"):
         assert part in page, part
     everything, log = search_tables(tmp_path, monkeypatch, tables, every=True)
     assert everything.chosen == "mlp_only" and log[-1] == "qad"

@@ -164,12 +164,12 @@ def test_other_files_are_not_uploaded(run, checkpoint, tmp_path):
         (folder / name).write_text(f"TOKEN={SECRET}")
     (folder / "checkpoint-1").mkdir()
     plan = prepare(run, folder)
-    assert {n for n, _ in plan.files} == set(contents(checkpoint)) | {"README.md"}
+    assert {f.path for f in plan.files} == set(contents(checkpoint)) | {"README.md"}
     assert "train.log" in plan.left_out and "checkpoint-1" in plan.left_out
     assert SECRET not in "".join(p.read_text("latin-1") for p in plan.folder.rglob("*") if p.is_file())
-    more = {n for n, _ in prepare(run, folder, with_report=True, with_records=True).files}
+    more = {f.path for f in prepare(run, folder, with_report=True, with_records=True).files}
     assert {"evidence/records.jsonl", "evidence/inputs.json"} <= more and not any("stream" in n for n in more)
-    assert {n for n, _ in prepare(run, folder).files} == {n for n, _ in plan.files}, (
+    assert {f.path for f in prepare(run, folder).files} == {f.path for f in plan.files}, (
         "evidence is removed when it is no longer an option"
     )
 

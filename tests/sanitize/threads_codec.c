@@ -7,8 +7,8 @@
 #include "nvfp4/gptq.h"
 #include "nvfp4/kquant.h"
 #include "nvfp4/parallel.h"
+#include "nvfp4/variant.h"
 
-#include <math.h>
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stddef.h>
@@ -31,7 +31,7 @@ static const struct {
     const char *name;
     size_t at, size;
 } PARTS[] = {PART(codes),    PART(scales),  PART(unpacked), PART(faked),      PART(restored),
-             PART(rounded),  PART(kquant),  PART(gptq_codes), PART(gptq_scales), PART(amax)};
+             PART(rounded),  PART(kquant),  PART(gptq_codes), PART(gptq_scales), PART(amax),  PART(y)};
 
 struct caller {
     pthread_t thread;
@@ -81,9 +81,6 @@ static void compare(const struct caller *c)
     for (size_t p = 0; p < sizeof PARTS / sizeof *PARTS; p++)
         if (memcmp((const char *)&c->alone + PARTS[p].at, (const char *)&c->among + PARTS[p].at, PARTS[p].size))
             broken(PARTS[p].name);
-    for (int i = 0; i < TOKENS * ROWS; i++) /* a variant sums in its own order */
-        if (!(fabsf(c->alone.y[i] - c->among.y[i]) <= 1e-4f * fabsf(c->alone.y[i]) + 1e-2f))
-            broken("y");
 }
 
 static void *call(void *context)

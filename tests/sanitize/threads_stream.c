@@ -86,17 +86,15 @@ static bool interrupted(void *context)
 
 static void run_plan(int http, const char *path, struct stop *stop)
 {
-    static const char *const no_headers[] = {NULL};
     char url[MOST_URL];
     struct plan_request requests[REQUESTS];
-    snprintf(url, sizeof url, "http://127.0.0.1:%d%s", port, path);
-    for (int i = 0; i < REQUESTS; i++)
-        requests[i] = (struct plan_request){.url = url,
-                                            .method = "GET",
-                                            .headers = no_headers,
-                                            .start_ns = -1,
-                                            .timeout_ns = INT64_C(60000000000),
-                                            .idle_ns = INT64_C(60000000000)};
+    const int size = snprintf(url, sizeof url, "http://127.0.0.1:%d%s", port, path);
+    const struct request_spec spec = {.url = {url, (size_t)size}, .method = {"GET", 3}, .user_agent = "threads"};
+    for (int i = 0; i < REQUESTS; i++) {
+        size_t at;
+        requests[i] = (struct plan_request){.start_ns = -1, .timeout_ns = INT64_C(60000000000), .idle_ns = INT64_C(60000000000)};
+        must(request_normalise(&spec, &requests[i].request, &at) == REQUEST_OK, "the request is valid");
+    }
     struct plan plan = {.requests = requests,
                         .count = REQUESTS,
                         .concurrency = 4,
@@ -117,6 +115,8 @@ static void run_plan(int http, const char *path, struct stop *stop)
     must(result.stopped == (stop != NULL), "stopped if and only if it was requested");
     must(stop ? data <= REQUESTS : data == REQUESTS * EVENTS, "every event came once");
     plan_result_free(&result);
+    for (int i = 0; i < REQUESTS; i++)
+        request_free(&requests[i].request);
 }
 
 static void *run_own(void *unused)
@@ -156,7 +156,7 @@ int main(int argc, char **argv)
 {
     struct sockaddr_in at = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
     socklen_t size = sizeof at;
-    struct stop stop = {.fd = eventfd(0, EFD_SEMAPHORE)};
+    struct stop stop = {.fd = eventfd(0, EFD_SEMAPHORE | EFD_NONBLOCK)};
     pthread_t server, threads[6];
     if (argc > 1)
         rounds = atoi(argv[1]);

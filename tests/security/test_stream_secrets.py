@@ -252,7 +252,8 @@ def test_a_dripping_probe_ends_by_its_deadline():
         assert 0.5 < time.monotonic() - start < 5
         assert reply.status == 200
         assert "timed out" in reply.fault
-        assert get_json(Backend("a", f"http://127.0.0.1:{server.port}"), "/props", timeout_s=0.6) is None
+        with pytest.raises(ValueError, match="timed out"):
+            get_json(Backend("a", f"http://127.0.0.1:{server.port}"), "/props", timeout_s=0.6)
 
 
 def test_a_large_probe_ends_by_its_size():

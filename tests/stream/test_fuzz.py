@@ -1,5 +1,5 @@
-"""The fuzzers of the SSE framer and of the HTTP reader (tests/fuzz), short runs under ASan and UBSan and the inputs stored
-from long runs; and each fuzzer finds planted faults."""
+"""The fuzzers of the SSE framer, the HTTP reader and the request writer (tests/fuzz): short runs under ASan and UBSan, the inputs
+stored from long runs, and planted faults, which each fuzzer finds."""
 
 from __future__ import annotations
 
@@ -12,16 +12,20 @@ import pytest
 from paths import ROOT
 
 CORPUS = ROOT / "tests/fuzz/corpus"
+LIBRARIES = {"sse": (), "http1": (), "request": ("-lcurl",)}
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 needs_gcc = pytest.mark.skipif(not shutil.which("gcc"), reason="the fuzzer is compiled here, and gcc is not")
 
 
 def build(folder: Path, part: str, source: str, *flags: str) -> str:
     (folder / "stream").mkdir()
-    shutil.copy(ROOT / f"csrc/stream/{part}.h", folder / "stream")
+    for header in (f"{part}.h", "vector.h"):
+        shutil.copy(ROOT / f"csrc/stream/{header}", folder / "stream")
     (folder / f"stream/{part}.c").write_text(source)
     sources = [str(ROOT / f"tests/fuzz/fuzz_{part}.c"), str(folder / f"stream/{part}.c")]
-    subprocess.run(["gcc", "-O1", "-g", *flags, f"-I{folder}", *sources, "-o", str(folder / "fuzz")], check=True)
+    subprocess.run(
+        ["gcc", "-O1", "-g", *flags, f"-I{folder}", *sources, *LIBRARIES[part], "-o", str(folder / "fuzz")], check=True
+    )
     return str(folder / "fuzz")
 
 
@@ -30,7 +34,7 @@ def original(part: str) -> str:
 
 
 @needs_gcc
-@pytest.mark.parametrize("part", ["sse", "http1"])
+@pytest.mark.parametrize("part", ["sse", "http1", "request"])
 def test_under_sanitizers(part: str, tmp_path) -> None:
     fuzz = build(tmp_path, part, original(part), *SANITIZERS)
     corpus = sorted(map(str, (CORPUS / part).iterdir()))
@@ -55,6 +59,19 @@ BREAKS = {
             "h->state = TO_END;",
         ),
         "reads a body after a status without one": ("h->status == 204 ||", ""),
+    },
+    "request": {
+        "does not check the method": ("if (!is_token(q->method))", "if (!q->method.size)"),
+        "allows LF in a value": (
+            "(c < ' ' && !(c == '\\t' && tab_is_allowed))",
+            "(c < ' ' && c != '\\n' && !tab_is_allowed)",
+        ),
+        "does not check names": ("if (!is_token(name))", "if (!name.size)"),
+        "ignores the end of a name": ("t.size == strlen(word) &&", "t.size &&"),
+        "adds the caller's length": ('if (!is_word(q->fields[i].name, "Content-Length"))', "if (true)"),
+        "allows a coding": ('"Transfer-Encoding", "Upgrade"', '"Upgrade", "Upgrade"'),
+        "forgets the blank line": ('add_text(head, length) && add_text(head, "\\r\\n")', "add_text(head, length)"),
+        "refuses a usual name": ("(c >= 'A' && c <= 'Z')", "(c >= 'D' && c <= 'Z')"),
     },
 }
 CASES = [(part, *change) for part, changes in BREAKS.items() for change in changes.values()]

@@ -11,6 +11,7 @@ import sys
 import textwrap
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -118,25 +119,11 @@ def test_warmup_is_not_in_the_result() -> None:
         assert len(server.requests) == 3 and len(timings) == 1
 
 
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory) -> str:
-    if not shutil.which("openssl"):
-        pytest.skip("the openssl command makes the test's certificate, and it is not here")
-    path = tmp_path_factory.mktemp("tls") / "both.pem"
-    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *subject]
-    built = subprocess.run([*command, "-keyout", path, "-out", f"{path}.crt"], capture_output=True)
-    assert built.returncode == 0
-    return str(path)
-
-
-def test_tls(certificate: str) -> None:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(f"{certificate}.crt", certificate)
-    with RawServer(stream(HELLO), tls=context) as server:
+def test_tls(certificate: Path, tls_server: ssl.SSLContext) -> None:
+    with RawServer(stream(HELLO), tls=tls_server) as server:
         request = Request(server.url, json={}, timeout_s=5)
         assert aq.stream.run([request]).records()[0]["cause"] == "tls", "an unknown certificate is refused"
-        trusted = aq.stream.run([request] * 2, ca_file=f"{certificate}.crt").records()
+        trusted = aq.stream.run([request] * 2, ca_file=certificate).records()
         unchecked = aq.stream.run([request], verify_tls=False).records()[0]
     assert [r["text"] for r in (*trusted, unchecked)] == ["Hello there."] * 3
     assert trusted[0]["tls_ms"] > 0 and not trusted[1]["new_connection"]
@@ -148,18 +135,16 @@ def test_unix_socket(tmp_path) -> None:
     assert (record["text"], record["error"], record["clock"]) == ("Hello there.", None, "user")
 
 
-def test_http_2_falls_back_if_the_server_does_not_support_it(certificate: str) -> None:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(f"{certificate}.crt", certificate)
-    with RawServer(stream(HELLO), tls=context) as server:
+def test_http_2_falls_back_if_the_server_does_not_support_it(tls_server: ssl.SSLContext) -> None:
+    with RawServer(stream(HELLO), tls=tls_server) as server:
         record = aq.stream.run([Request(server.url, json={})], http="2", verify_tls=False).records()[0]
     assert (record["text"], record["http_version"]) == ("Hello there.", "1.1")
 
 
-def test_http_2_with_a_server_that_supports_it(certificate: str) -> None:
+def test_http_2_with_a_server_that_supports_it(certificate: Path) -> None:
     """The frames of RFC 9113 written by hand: settings, headers and data of two streams on one connection."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(f"{certificate}.crt", certificate)
+    context.load_cert_chain(certificate)
     context.set_alpn_protocols(["h2"])
 
     def frame(kind: int, flags: int, number: int, payload: bytes = b"") -> bytes:

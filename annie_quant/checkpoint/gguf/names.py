@@ -16,6 +16,7 @@ from annie_quant import models
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.errors import CheckpointError
 from annie_quant.models.family import DeltaNet, GGUFNames
+from annie_quant.printable import printable
 
 OMITTED = (".k_scale", ".v_scale", ".rotary_emb.inv_freq")  # not part of a text model's file
 
@@ -35,11 +36,8 @@ class Heads:
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Heads:
         """Read the heads of a text model's settings."""
-        fields = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
-        try:
-            return cls(*(int(config[f"linear_{field}"]) for field in fields))
-        except KeyError as error:
-            raise CheckpointError(f"config.json: {error.args[0]} is missing", "is this a Qwen3.5 checkpoint?") from None
+        fields = [f"linear_{field}" for field in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")]
+        return cls(*(_count(config, field) for field in fields))
 
     def order(self, width: int) -> np.ndarray:
         """Return the indices that bring values * width entries from grouped to tiled order."""
@@ -66,7 +64,7 @@ class Layout:
                 f"{folder.path}: model_type {config.get('model_type')!r} cannot be stored as GGUF here",
                 "GGUF is written for Qwen3.5 (qwen3_5) checkpoints only",
             )
-        return cls(family, family.gguf, family.deltanet, int(config["num_hidden_layers"]), Heads.of(config))
+        return cls(family, family.gguf, family.deltanet, _count(config, "num_hidden_layers"), Heads.of(config))
 
     def name(self, name: str) -> str | None:
         """Return llama.cpp's name of a tensor, or None for one that a text model's file omits (vision, KV scales)."""
@@ -135,6 +133,17 @@ class Layout:
         if rows is not None:
             array = array[np.argsort(rows)]
         return array if columns is None else array[:, np.argsort(columns)]
+
+
+def _count(config: Mapping[str, Any], field: str) -> int:
+    """Return a field of config.json that is a number from 1 to 2^31 - 1."""
+    value = config.get(field)
+    if type(value) is not int or not 0 < value < 2**31:
+        problem = (
+            "is missing" if value is None else f"is {printable(repr(value)[:200], 60)}, expected a positive number"
+        )
+        raise CheckpointError(f"config.json: {field} {problem}", "is this a Qwen3.5 checkpoint?")
+    return value
 
 
 def _module(name: str) -> str:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
+from msgspec import Meta
+
+from annie_quant import schema
 from annie_quant.checkpoint.header import ShardError
 from annie_quant.checkpoint.shards import ModelFolder
-from annie_quant.errors import need
+from annie_quant.errors import CheckpointError, need
+from annie_quant.printable import printable
 
 # Pre-tokenizer expressions that llama.cpp knows by name (src/llama-vocab.cpp, LLAMA_VOCAB_PRE_TYPE_*).
 _TAIL = r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -16,7 +21,39 @@ PRE_TOKENIZERS = {
     _HEAD + r"[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|" + _TAIL: "qwen35",
     _HEAD + r"\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _TAIL: "qwen2",
 }
+HINT = "copy the tokenizer's files from the source checkpoint"
+TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
+
+
+class AddedToken(msgspec.Struct):
+    """One entry of added_tokens."""
+
+    id: TokenId
+    content: str
+    special: bool = False
+
+
+class PreTokenizer(msgspec.Struct):
+    """A pre-tokenizer, or a sequence of them."""
+
+    type: str = ""
+    pattern: dict[str, str] = {}
+    pretokenizers: list[PreTokenizer] | None = None
+
+
+class Bpe(msgspec.Struct):
+    """The model of tokenizer.json."""
+
+    vocab: dict[str, TokenId]
+
+
+class Tokenizer(msgspec.Struct):
+    """The fields of tokenizer.json that are read here."""
+
+    model: Bpe | None = None
+    added_tokens: list[AddedToken] = []
+    pre_tokenizer: PreTokenizer | None = None
 
 
 def add(writer: Any, folder: ModelFolder, vocab_size: int) -> None:
@@ -29,17 +66,26 @@ def add(writer: Any, folder: ModelFolder, vocab_size: int) -> None:
     writer.add_tokenizer_pre(pre_tokenizer(tokenizer))
     writer.add_token_list(tokens)
     writer.add_token_types(types)
-    special = need("gguf", "serve").SpecialVocab(Path(folder.path), load_merges=True, n_vocab=vocab_size)
-    special.add_to_gguf(writer, quiet=True)
+    special_vocab = need("gguf", "serve").SpecialVocab
+    try:  # it reads the tokenizer's files again, and trusts their types
+        special_vocab(Path(folder.path), load_merges=True, n_vocab=vocab_size).add_to_gguf(writer, quiet=True)
+    except Exception as error:
+        reason = printable(f"{type(error).__name__}: {error}", 200)
+        raise ShardError(
+            "tokenizer_unknown", f"{folder.path}: its tokenizer cannot be stored ({reason})", HINT
+        ) from None
 
 
 def vocabulary(tokenizer: dict[str, Any], vocab_size: int) -> tuple[list[str], list[int]]:
     """Return tokens and their types by id; ids without a token are padded, as llama.cpp's converter does."""
-    by_id = {i: (token, NORMAL) for token, i in tokenizer["model"]["vocab"].items()}
-    for added in tokenizer.get("added_tokens", []):
-        text = added["content"]
-        control = added.get("special") or (text.startswith("<|") and text.endswith("|>"))
-        by_id[added["id"]] = (text, CONTROL if control else USER_DEFINED)
+    content = schema.convert(Tokenizer, tokenizer, "tokenizer.json", error=CheckpointError, hint=HINT)
+    if content.model is None:
+        raise ShardError("tokenizer_unknown", "tokenizer.json has no model with a vocabulary", HINT)
+    by_id = {i: (token, NORMAL) for token, i in content.model.vocab.items()}
+    for added in content.added_tokens:
+        text = added.content
+        control = added.special or (text.startswith("<|") and text.endswith("|>"))
+        by_id[added.id] = (text, CONTROL if control else USER_DEFINED)
     if by_id and max(by_id) >= vocab_size:
         raise ShardError(
             "vocab_size",
@@ -52,9 +98,10 @@ def vocabulary(tokenizer: dict[str, Any], vocab_size: int) -> tuple[list[str], l
 
 def pre_tokenizer(tokenizer: dict[str, Any]) -> str:
     """Return llama.cpp's name for the way this tokenizer splits text."""
-    outer = tokenizer.get("pre_tokenizer") or {}
-    steps = outer.get("pretokenizers", [outer])
-    expressions = [s["pattern"].get("Regex", "") for s in steps if s.get("type") == "Split"]
+    content = schema.convert(Tokenizer, tokenizer, "tokenizer.json", error=CheckpointError, hint=HINT)
+    outer = content.pre_tokenizer or PreTokenizer()
+    steps = [outer] if outer.pretokenizers is None else outer.pretokenizers
+    expressions = [step.pattern.get("Regex", "") for step in steps if step.type == "Split"]
     if len(expressions) == 1 and expressions[0] in PRE_TOKENIZERS:
         return PRE_TOKENIZERS[expressions[0]]
     raise ShardError(

@@ -18,6 +18,8 @@ import numpy as np
 
 from annie_quant import kquant, nvfp4
 from annie_quant.checkpoint.gguf import names, vocabulary
+from annie_quant.checkpoint.gguf.settings import Settings
+from annie_quant.checkpoint.gguf.settings import read as read_settings
 from annie_quant.checkpoint.linears import Linear, owned_tensors
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.writer import need_room
@@ -80,7 +82,6 @@ def write(
             "give the bf16 checkpoint it was made from",
         )
     plan = Plan(folder, linears, kind)
-    config = folder.text_config
     part = output.with_name(f".{output.name}.{os.getpid()}.part")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -91,8 +92,8 @@ def write(
         ) from None
     writer = gguf.GGUFWriter(part, plan.layout.names.architecture)
     try:
-        add_metadata(writer, plan, config)
-        vocabulary.add(writer, folder, int(config["vocab_size"]))
+        add_metadata(writer, plan)
+        vocabulary.add(writer, folder, plan.settings.vocab_size)
         size_bytes = sum(size_of(gguf, e) for e in plan.entries)
         need_room(output.parent, size_bytes)
         for entry in plan.entries:
@@ -144,6 +145,7 @@ class Plan:
     def __init__(self, folder: ModelFolder, linears: dict[str, Linear], kind: str) -> None:
         self.folder, self.linears, self.kind = folder, linears, kind
         self.layout = names.Layout.of(folder)
+        self.settings: Settings = read_settings(folder, linears)
         heads = self.layout.heads
         if heads.key_dim != heads.value_dim:
             raise CheckpointError(
@@ -151,7 +153,7 @@ class Plan:
                 "llama.cpp serves Qwen3.5 with equal ones only",
             )
         has_mtp = any(f".{folder.family.mtp}" in f".{name}" for name in folder)
-        self.mtp_layers = int(folder.text_config.get("mtp_num_hidden_layers") or 0) if has_mtp else 0
+        self.mtp_layers = self.settings.mtp_num_hidden_layers or 0 if has_mtp else 0
         self.tied = "lm_head.weight" not in folder and "lm_head" not in linears
         self.left_out: list[str] = []
         self.dequantized: list[str] = []
@@ -271,37 +273,36 @@ def encode(array: np.ndarray, kind: str, name: str) -> np.ndarray:
     return kquant.quantize(np.ascontiguousarray(array.astype(np.float32)), kind)  # type: ignore[arg-type]
 
 
-def add_metadata(writer: Any, plan: Plan, config: dict[str, Any]) -> None:
+def add_metadata(writer: Any, plan: Plan) -> None:
     """Add the keys that llama.cpp's converter writes for Qwen3.5, under its names."""
     gguf = need("gguf", "serve")
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    head_dim = int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
-    heads = plan.layout.heads
+    settings, heads = plan.settings, plan.layout.heads
+    rope, head_dim = settings.rope, settings.attention_head_dim
     writer.add_type(gguf.GGUFType.MODEL)
     writer.add_name(plan.folder.path.resolve().name)
     writer.add_size_label(gguf.size_label(sum(e.elements for e in plan.entries), 0, 0, 0))
     writer.add_block_count(plan.layout.layers + plan.mtp_layers)
-    writer.add_context_length(int(config["max_position_embeddings"]))
-    writer.add_embedding_length(int(config["hidden_size"]))
-    writer.add_feed_forward_length(int(config["intermediate_size"]))
-    writer.add_head_count(int(config["num_attention_heads"]))
-    writer.add_head_count_kv(int(config["num_key_value_heads"]))
-    sections = [*rope.get("mrope_section", MROPE_SECTIONS), 0, 0, 0, 0][:4]
-    writer.add_rope_dimension_sections([int(s) for s in sections])
-    writer.add_rope_freq_base(float(rope.get("rope_theta", config.get("rope_theta", 10_000.0))))
-    factor = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 0.25))
+    writer.add_context_length(settings.max_position_embeddings)
+    writer.add_embedding_length(settings.hidden_size)
+    writer.add_feed_forward_length(settings.intermediate_size)
+    writer.add_head_count(settings.num_attention_heads)
+    writer.add_head_count_kv(settings.num_key_value_heads)
+    sections = MROPE_SECTIONS if rope.mrope_section is None else rope.mrope_section
+    writer.add_rope_dimension_sections([*sections, 0, 0, 0, 0][:4])
+    writer.add_rope_freq_base(rope.rope_theta or settings.rope_theta or 10_000.0)
+    factor = rope.partial_rotary_factor or settings.partial_rotary_factor or 0.25
     writer.add_rope_dimension_count(int(head_dim * factor))
-    writer.add_layer_norm_rms_eps(float(config["rms_norm_eps"]))
+    writer.add_layer_norm_rms_eps(settings.rms_norm_eps)
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{plan.kind}"])
-    writer.add_ssm_conv_kernel(int(config["linear_conv_kernel_dim"]))
+    writer.add_ssm_conv_kernel(settings.linear_conv_kernel_dim)
     writer.add_ssm_state_size(heads.key_dim)
     writer.add_ssm_group_count(heads.keys)
     writer.add_ssm_time_step_rank(heads.values)
     writer.add_ssm_inner_size(heads.value_dim * heads.values)
-    writer.add_full_attention_interval(int(config.get("full_attention_interval") or 4))
-    if kinds := config.get("layer_types"):
+    writer.add_full_attention_interval(settings.full_attention_interval or 4)
+    if kinds := settings.layer_types:
         recurrent = [k == "linear_attention" for k in kinds] + [False] * plan.mtp_layers
         writer.add_array(f"{plan.layout.names.architecture}.attention.recurrent_layers", recurrent)
     if plan.mtp_layers:

@@ -18,6 +18,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
 from annie_quant.data.teachers._base import BatchFailed, Options, RateLimited
 from annie_quant.data.teachers._prompted import PromptedTeacher, Reply
 from annie_quant.errors import EnvironmentFault
@@ -33,6 +35,22 @@ _LIMIT = re.compile(
 )
 _RESET = re.compile(r"limit reached\s*\|\s*(\d{9,11})", re.IGNORECASE)
 _LOGIN = re.compile(r"invalid api key|please run /login|not logged in|authentication_error|\b401\b", re.IGNORECASE)
+
+
+class Usage(msgspec.Struct):
+    output_tokens: int | None = None
+
+
+class Envelope(msgspec.Struct):
+    """The result object of --output-format json."""
+
+    result: str | None = None
+    subtype: str | None = None
+    is_error: bool = False
+    stop_reason: str | None = None
+    structured_output: Any = None
+    total_cost_usd: float | None = None
+    usage: Usage | None = None
 
 
 class ClaudeCli(PromptedTeacher):
@@ -57,19 +75,19 @@ class ClaudeCli(PromptedTeacher):
     def ask(self, prompt: str, schema: Mapping[str, Any]) -> Reply:
         code, out, err = run(self.command(schema), prompt, self.options.timeout_s)
         result = envelope(out)
-        text = str(result.get("result") or "") if result else ""
-        if code == 0 and result and not result.get("is_error"):
+        text = (result.result if result else None) or ""
+        if code == 0 and result and not result.is_error:
             return Reply(
                 text=text,
-                value=result.get("structured_output"),
-                truncated=result.get("stop_reason") == "max_tokens",
-                cost_usd=result.get("total_cost_usd"),
-                tokens=int((result.get("usage") or {}).get("output_tokens") or 0),
+                value=result.structured_output,
+                truncated=result.stop_reason == "max_tokens",
+                cost_usd=result.total_cost_usd,
+                tokens=(result.usage.output_tokens if result.usage else None) or 0,
             )
-        message = text or str((result or {}).get("subtype") or "") or err.strip() or out.strip()
+        message = text or (result.subtype if result else None) or err.strip() or out.strip()
         raise self.failure(code, message, result)
 
-    def failure(self, code: int, message: str, result: Mapping[str, Any] | None) -> Exception:
+    def failure(self, code: int, message: str, result: Envelope | None) -> Exception:
         """Return the exception for a failed call: a wait, the end of the run, or a retry."""
         message = without_secrets(message, os.environ)
         line = message.splitlines()[0][:200] if message else "no output"
@@ -83,7 +101,7 @@ class ClaudeCli(PromptedTeacher):
             return EnvironmentFault(f"claude cannot be run (exit code {code}): {line}", "run `claude --version`")
         if code == 0 and result is None:
             return BatchFailed(f"claude's answer is not JSON: {line}")
-        return BatchFailed(f"claude ended with exit code {code}: {line}", (result or {}).get("total_cost_usd"))
+        return BatchFailed(f"claude ended with exit code {code}: {line}", result.total_cost_usd if result else None)
 
 
 def open_teacher(options: Options, split: str = "calibration") -> ClaudeCli:
@@ -131,12 +149,12 @@ def run(argv: list[str], stdin: str, timeout_s: float) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
-def envelope(out: str) -> dict[str, Any] | None:
-    """Return the result object of --output-format json; with `verbose` in the user's settings it is the last of a list."""
+def envelope(out: str) -> Envelope | None:
+    """Return the result object; with `verbose` in the user's settings it is the last of a list. None for other output."""
     try:
         value = json.loads(out)
-    except ValueError:
+        if isinstance(value, list):
+            value = next((e for e in reversed(value) if isinstance(e, dict) and e.get("type") == "result"), None)
+        return msgspec.convert(value, Envelope)
+    except (ValueError, RecursionError, msgspec.ValidationError):
         return None
-    if isinstance(value, list):
-        value = next((e for e in reversed(value) if isinstance(e, dict) and e.get("type") == "result"), None)
-    return value if isinstance(value, dict) else None

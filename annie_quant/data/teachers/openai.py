@@ -6,7 +6,6 @@ first model in the endpoint's /v1/models is used.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +13,8 @@ from typing import Any
 from annie_quant.data.teachers._base import BatchFailed, Options, RateLimited
 from annie_quant.data.teachers._prompted import PromptedTeacher, Reply
 from annie_quant.errors import EnvironmentFault, ServerError, UsageError
-from annie_quant.stream.redact import safe_url
+from annie_quant.stream.redact import refuse_secrets_in, safe_url
+from annie_quant.untrusted import decode_json, integer
 
 NAME = "openai"
 SUMMARY = "any OpenAI-compatible endpoint: --url and --teacher-model, the key in OPENAI_API_KEY"
@@ -42,9 +42,10 @@ class OpenAi(PromptedTeacher):
         if reply.status == 0:
             raise ServerError(f"nothing answers at {safe_url(self.url)}: {reply.fault}", "check --url")
         try:
-            return str(json.loads(reply.body)["data"][0]["id"])
+            name = decode_json(reply.body)["data"][0]["id"]
         except (ValueError, LookupError, TypeError):
             return None
+        return name if isinstance(name, str) else None
 
     def ask(self, prompt: str, schema: Mapping[str, Any]) -> Reply:
         from annie_quant import stream
@@ -64,24 +65,30 @@ class OpenAi(PromptedTeacher):
         status = record["status"]
         if status in RATE_LIMITED:
             after = timings.headers(0).get("retry-after", "")
-            raise RateLimited(f"{status} from the endpoint", float(after) if after.isdigit() else None)
+            raise RateLimited(
+                f"{status} from the endpoint", float(after) if after.isdecimal() and len(after) < 7 else None
+            )
         if status in (401, 403):
             raise EnvironmentFault(f"the endpoint answers {status}: the key is missing or wrong", "set OPENAI_API_KEY")
         if status in (400, 404, 422):
             raise ServerError(f"the endpoint answers {status}: {record['error']}", "check --url and --teacher-model")
         usage = record["usage"] or {}
-        tokens = int(usage.get("total_tokens") or 0)
+        tokens, cost = integer(usage.get("total_tokens")) or 0, usage.get("cost")
+        cost = (
+            float(cost) if isinstance(cost, (int, float)) and not isinstance(cost, bool) and 0 <= cost < 1e9 else None
+        )
         if record["error"] and status == 0 and not self.answered:
             raise ServerError(f"nothing answers at {safe_url(self.url)}: {record['error']}", "check --url")
         self.answered = True
         if record["error"]:
-            raise BatchFailed(f"the endpoint: {record['error']}", usage.get("cost"), tokens)
+            raise BatchFailed(f"the endpoint: {record['error']}", cost, tokens)
         truncated = record["finish_reason"] == "length"
-        return Reply(record["text"], truncated=truncated, cost_usd=usage.get("cost"), tokens=tokens)
+        return Reply(record["text"], truncated=truncated, cost_usd=cost, tokens=tokens)
 
 
 def open_teacher(options: Options, split: str = "calibration") -> OpenAi:
     url = options.url or os.environ.get("OPENAI_BASE_URL")
     if not url:
         raise UsageError("--teacher openai needs an endpoint", "--url http://HOST:PORT, or set OPENAI_BASE_URL")
+    refuse_secrets_in(url, "--teacher openai")
     return OpenAi(url, os.environ.get("OPENAI_API_KEY", ""), options)

@@ -10,18 +10,8 @@ _WORD = re.compile(r"[^\W_]+(?:['’-][^\W_]+)*")
 _SPECIAL = re.compile(r"<\|[a-z_]+\|>|\[/?INST\]|</?s>")
 _RUN = re.compile(r"([^\s.\-=_~…])\1{9,}")
 _SCRIPTS = (
-    "LATIN",
-    "CYRILLIC",
-    "GREEK",
-    "ARABIC",
-    "HEBREW",
-    "DEVANAGARI",
-    "THAI",
-    "HANGUL",
-    "CJK",
-    "HIRAGANA",
-    "KATAKANA",
-)
+    "LATIN", "CYRILLIC", "GREEK", "ARABIC", "HEBREW", "DEVANAGARI", "THAI", "HANGUL", "CJK", "HIRAGANA", "KATAKANA",
+)  # fmt: skip
 _ODD_WORD = re.compile(r"^[^aeiouyAEIOUY]+$|[a-z][A-Z]{2}|[bcdfghjklmnpqrstvwxz]{6}")
 
 

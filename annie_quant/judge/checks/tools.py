@@ -9,6 +9,7 @@ from typing import Any
 from annie_quant.judge.answers import Answer, raw_view
 from annie_quant.judge.checks.statements import fold
 from annie_quant.judge.workloads import Case, Workload
+from annie_quant.tool_schema import mismatch
 
 Tools = Sequence[Mapping[str, Any]] | None
 
@@ -102,8 +103,6 @@ def _call_fault(answer: Answer, expected: str, tools: Tools) -> str:
 
 
 def _schema_fault(call: Mapping[str, Any], tools: Tools) -> str:
-    from jsonschema import Draft202012Validator
-
     name = call.get("name")
     try:
         arguments = arguments_of(call)
@@ -117,11 +116,8 @@ def _schema_fault(call: Mapping[str, Any], tools: Tools) -> str:
     unknown = [key for key in arguments if key not in schemas[name].get("properties", {key: None})]
     if unknown:
         return f"{name!r} has no argument {unknown[0]!r}"
-    misfit = next(Draft202012Validator(schemas[name]).iter_errors(arguments), None)
-    if misfit is None:
-        return ""
-    where = ".".join(str(part) for part in misfit.path)
-    return f"the arguments of {name!r} do not fit its schema{f' at {where}' if where else ''}: {misfit.message}"
+    misfit = mismatch(arguments, schemas[name])
+    return f"the arguments of {name!r} do not fit its schema: {misfit}" if misfit else ""
 
 
 def _matches(value: Any, choice: Any) -> bool:

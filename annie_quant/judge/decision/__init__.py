@@ -1,5 +1,6 @@
-"""The decision about a run; judge/gate_rule.py decides a single gate.
+"""The decision about a checkpoint or a run.
 
+paired        the rule: keeps, loses, undecided or fragile, against the reference on the same prompts
 verdict       which side is the candidate, what it would replace, whether it passes, and why
 strategies    when the search drops a strategy early, and when it accepts one
 replacement   the drop-in checklist and the recommendation: switch, stay or wait
@@ -10,6 +11,16 @@ Reports and search render or call these functions; they decide nothing themselve
 # ruff: noqa: F401
 from __future__ import annotations
 
+from annie_quant.judge.decision.paired import (
+    FAILING,
+    MARGIN,
+    POOLED,
+    apply,
+    judge_evaluation,
+    judge_members,
+    judge_sides,
+    member_verdict,
+)
 from annie_quant.judge.decision.replacement import (
     BUDGET_BYTES,
     ChecklistItem,
@@ -21,11 +32,19 @@ from annie_quant.judge.decision.replacement import (
     served_as,
 )
 from annie_quant.judge.decision.strategies import (
-    cannot_pass,
+    cannot_keep,
     early_reasons,
     failing,
     final_reasons,
     looks,
     missing_numerics,
 )
-from annie_quant.judge.decision.verdict import Decision, JudgedGate, combined, deciding_gates, decision, verdict
+from annie_quant.judge.decision.verdict import (
+    Decision,
+    JudgedGate,
+    combined,
+    deciding_gates,
+    decision,
+    reference_side,
+    verdict,
+)

@@ -12,9 +12,30 @@ from typing import Literal
 
 from annie_quant.judge.decision.verdict import SHOWN, deciding_gates, label_of
 from annie_quant.judge.metrics import METRICS
-from annie_quant.schema import Aggregates, Comparison, GateResult, Outcome, RequestRecord, ServedSide, Verdict
+from annie_quant.schema import (
+    Aggregates,
+    Comparison,
+    GateResult,
+    Outcome,
+    RequestRecord,
+    ServedSide,
+    SpeedGate,
+    Verdict,
+)
 
 MARGIN = 0.05  # of the incumbent's median or memory: smaller differences are neither gain nor loss
+# A checklist item that is not met, or the start of a loss, in a word for the badge.
+SHORT = {
+    "answers no later": "slower",
+    "answers no worse": "worse answers",
+    "fits the memory budget": "too large",
+    "calls tools": "tool calls",
+    "speaks the OpenAI API": "failed requests",
+    "memory": "larger",
+    "content TTFT": "slower",
+    "tool call TTFT": "slower",
+    "E2E latency": "slower",
+}
 BUDGET_BYTES = 110e9  # for everything that runs on the machine (R50)
 
 
@@ -29,11 +50,12 @@ class ChecklistItem:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """What to do with the candidate, in one sentence, with reasons."""
+    """What to do with the candidate, in one sentence, with reasons. badge: the same in a few words."""
 
     action: Literal["switch", "stay", "wait"]
     sentence: str
     reasons: list[str]
+    badge: str = ""
 
 
 def served_as(aggregates: Aggregates, name: str | None) -> str | None:
@@ -42,11 +64,13 @@ def served_as(aggregates: Aggregates, name: str | None) -> str | None:
 
 
 def outcome(aggregates: Aggregates, verdict: Verdict) -> Outcome:
-    """Return the run's outcome: a candidate that fails nothing but has an undecided gate has not passed yet."""
+    """Return the run's outcome: a candidate that loses nothing but has an undecided gate has not passed yet."""
     if not verdict.sentence:
         return "undecided"
     if not verdict.passed:
         return "fail"
+    if verdict.outcome is not None:
+        return "pass" if verdict.outcome == "keeps" else "undecided"
     name = verdict.candidate
     tables = [side.gates for backend, side in aggregates.served.items() if name in (None, backend, side.model)]
     tables += [s.gates for model, sides in aggregates.offline.items() if name in (None, model) for s in sides.values()]
@@ -162,15 +186,19 @@ def recommendation(
 ) -> Recommendation:
     """Recommend what to do with the candidate. candidate, incumbent: backends. items: the checklist of the two."""
     name = label_of(aggregates, candidate)
-    gates = [g for g in deciding_gates(aggregates, candidate) if isinstance(g.result, GateResult)]
-    failed = [str(g) for g in gates if g.result.verdict == "fail"]
-    undecided = [f"{g.title} ({g.where})" for g in gates if g.result.verdict == "undecided"]
+    gates = [g for g in deciding_gates(aggregates, candidate) if not isinstance(g.result, SpeedGate)]
+    failed = [str(g) for g in gates if g.verdict == "fail"]
+    undecided = [f"{g.title} ({g.where})" for g in gates if g.verdict == "undecided"]
+    opening = "gates kept" if any(g.compared for g in gates) else "gates passed"
     evidence = [f"{item.item}: {item.evidence}" for item in items if item.verdict != "pass"]
     if failed:
-        return Recommendation("stay", f"Do not switch to {name}: it fails {'; '.join(failed[:SHOWN])}.", evidence)
+        titles = list(dict.fromkeys(g.title for g in gates if g.verdict == "fail"))
+        verb = "loses" if gates[0].compared else "fails"
+        sentence = f"Do not switch to {name}: it {verb} {'; '.join(failed[:SHOWN])}."
+        return Recommendation("stay", sentence, evidence, f"{verb} {', '.join(titles[:SHOWN])}: do not switch")
     if incumbent is None:
         sentence = f"{name} fails nothing, but nothing was measured that it could replace."
-        return Recommendation("wait", sentence, evidence)
+        return Recommendation("wait", sentence, evidence, opening)
     other = label_of(aggregates, incumbent)
     gains, losses, speed = gains_and_losses(aggregates, candidate, incumbent)
     reasons = [*(f"gain: {g}" for g in gains), *(f"loss: {x}" for x in losses), *speed, *evidence]
@@ -178,19 +206,26 @@ def recommendation(
         sentence = (
             f"Wait: {name} fails nothing, but {', '.join(undecided[:SHOWN])} cannot be decided with so few answers."
         )
-        return Recommendation("wait", sentence, reasons)
+        return Recommendation("wait", sentence, reasons, "undecided: too few answers")
+    verb = opening.split()[1].replace("kept", "keeps").replace("passed", "passes")
     lost = [item.item for item in items if item.verdict == "fail"]
+    worse = list(dict.fromkeys([*(SHORT.get(item, item) for item in lost), *map(_short, losses)]))
     if lost:
-        sentence = f"Stay with {other}: {name} passes its gates, but not on: {', '.join(lost)}."
-        return Recommendation("stay", sentence, reasons)
+        sentence = f"Stay with {other}: {name} {verb} its gates, but not on: {', '.join(lost)}."
+        return Recommendation("stay", sentence, reasons, f"{opening}; stay with {other}: {', '.join(worse)}")
     if gains and not losses:
-        sentence = f"Switch to {name}: it passes every gate and gains without a loss."
-        return Recommendation("switch", sentence, reasons)
+        sentence = f"Switch to {name}: it {verb} every gate and gains without a loss."
+        return Recommendation("switch", sentence, reasons, f"{opening}; switch")
     if gains:
-        sentence = f"Switch to {name} only if its gains outweigh its losses; it passes every gate."
-        return Recommendation("wait", sentence, reasons)
+        sentence = f"Switch to {name} only if its gains outweigh its losses; it {verb} every gate."
+        return Recommendation("wait", sentence, reasons, f"{opening}; gains, but {', '.join(worse)}")
     why = "decode speed alone does not justify a switch" if speed else "it brings nothing that was measured here"
-    return Recommendation("stay", f"Stay with {other}: {name} passes every gate, but {why}.", reasons)
+    badge = f"{opening}; stay with {other}: {', '.join(worse) or 'no gain'}"
+    return Recommendation("stay", f"Stay with {other}: {name} {verb} every gate, but {why}.", reasons, badge)
+
+
+def _short(loss: str) -> str:
+    return next((short for start, short in SHORT.items() if loss.startswith(start)), loss)
 
 
 def gains_and_losses(aggregates: Aggregates, candidate: str, incumbent: str) -> tuple[list[str], list[str], list[str]]:

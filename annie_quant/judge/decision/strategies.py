@@ -2,23 +2,32 @@
 
 A strategy is looked at after few prompts and again after all of them. At the early look it is dropped where
 
-- no outcome of the remaining prompts could make a gate pass (exact, without an error probability), or
-- a gate's interval is below its threshold at the confidence 1 - 0.05 / looks (Bonferroni over the looks of a gate, so that a
-  strategy at the threshold is dropped wrongly in at most 5 % of searches per gate).
+- a gate has lost so many answers that it could not keep even if no other prompt changed, or
+- a gate loses by the rule (decision/paired.py) with its level divided by the number of looks (Bonferroni).
 
-It is accepted only at the last look, by the gates' own rules, which the early looks cannot make easier.
+It is accepted only at the last look, where every gate must keep under every required numerics.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from annie_quant.judge.gate_rule import decide
-from annie_quant.judge.gates import GATES
-from annie_quant.judge.statistics import LEVEL, wilson
-from annie_quant.schema import GateResult, Outcome
+from annie_quant.judge.decision.paired import (
+    CONFIDENCE,
+    MARGIN,
+    POOLED,
+    describe,
+    describe_pooled,
+    member_verdict,
+    title,
+)
+from annie_quant.judge.gates import GATES, decides
+from annie_quant.judge.paired import score_interval
+from annie_quant.judge.statistics import LEVEL
+from annie_quant.schema import GateResult, NumericsResult, Outcome, PairedGate, SearchNumerics
 
 Gates = Mapping[str, GateResult]
+Sides = Mapping[str, SearchNumerics] | Mapping[str, NumericsResult]  # by numerics
 FIRST_LOOK = 30  # prompts per gate
 
 
@@ -28,48 +37,54 @@ def looks(n: int) -> list[int]:
 
 
 def failing(gates: Gates, outcomes: Sequence[Outcome] = ("fail", "undecided")) -> list[str]:
-    """Return the deciding gates that do not pass."""
+    """Return the deciding gates whose verdict is one of `outcomes`."""
     return [name for name, result in gates.items() if result.verdict in outcomes and not result.advisory]
 
 
-def cannot_pass(gate: str, result: GateResult, in_all: int, n_looks: int) -> str | None:
-    """Return why a gate will not pass any more, seen at an early look; None where it still may.
+def cannot_keep(gate: str, pair: PairedGate, in_all: int, n_looks: int) -> str | None:
+    """Return why a gate will not keep any more, seen at an early look; None where it still may.
 
-    in_all: how many answers it will have judged at the last look.
+    in_all: how many prompts it will have at the last look.
     """
-    threshold = GATES[gate].threshold
-    passes, n = result.passes, result.n
-    left = max(0, in_all - n)
-    if decide(passes + left, n + left, threshold).verdict != "pass":
-        return f"{gate} {passes} of {n}: even if the other {left} all passed, it could not"
-    if threshold.kind != "zero":
-        confidence = 1 - LEVEL / n_looks
-        if wilson(passes, n, confidence)[1] < threshold.limit:
-            return f"{gate} {passes} of {n}: below {threshold.limit:.0%} at {confidence:.1%} confidence"
+    counts = f"{title(gate)} lost {pair.lost} and won {pair.won} of {pair.n}"
+    if GATES[gate].margin == 0 and pair.lost and not pair.won:
+        return f"{counts}: none may be lost"
+    margin = GATES[gate].margin or MARGIN
+    n = max(in_all, pair.n)
+    if score_interval(pair.lost, pair.won, n, CONFIDENCE)[0] <= -margin:
+        return f"{counts}: even without a change in the other {n - pair.n}, it could not keep"
+    if pair.low <= -margin and pair.high < 0 and pair.p_holm is not None and pair.p_holm < LEVEL / n_looks:
+        return f"{counts}: a loss (p {pair.p_holm:.2g} after Holm)"
     return None
 
 
-def early_reasons(sides: Mapping[str, Gates], counts: Mapping[str, int], n_looks: int) -> list[str]:
-    """Return reasons to drop a strategy at an early look. sides: by numerics. counts: answers per gate at the last look."""
+def early_reasons(sides: Sides, counts: Mapping[str, int], n_looks: int) -> list[str]:
+    """Return reasons to drop a strategy at an early look. counts: prompts per gate at the last look."""
     return [
         f"{numerics.upper()}: {reason}"
-        for numerics, gates in sides.items()
-        for gate, result in gates.items()
-        if not result.advisory and (reason := cannot_pass(gate, result, counts[gate], n_looks))
+        for numerics, side in sides.items()
+        for gate, pair in side.paired.items()
+        if decides(gate) and (reason := cannot_keep(gate, pair, counts[gate], n_looks))
     ]
 
 
-def missing_numerics(sides: Mapping[str, Gates], required: Sequence[str]) -> list[str]:
+def missing_numerics(sides: Mapping[str, object], required: Sequence[str]) -> list[str]:
     """Return a reason for each required numerics that no server can give this checkpoint."""
     return [f"{kind.upper()} is not available: the checkpoint is weight-only" for kind in required if kind not in sides]
 
 
-def final_reasons(sides: Mapping[str, Gates], required: Sequence[str]) -> list[str]:
+def final_reasons(sides: Sides, required: Sequence[str]) -> list[str]:
     """Return reasons why a strategy is not accepted at the last look; empty where it is."""
     reasons = missing_numerics(sides, required)
-    for numerics, gates in sides.items():
-        for gate in failing(gates):
-            result = gates[gate]
-            more = f", {result.n_to_decide} prompts would decide" if result.n_to_decide else ""
-            reasons.append(f"{numerics.upper()}: {gate} {result.passes} of {result.n}, {result.verdict}{more}")
+    for numerics, side in sides.items():
+        verdict = member_verdict(side.paired, side.pooled)
+        reasons += [
+            f"{numerics.upper()}: {describe(gate, side.paired[gate])}"
+            for gate in (*verdict.loses, *verdict.undecided)
+            if gate != POOLED
+        ]
+        if POOLED in verdict.loses and side.pooled is not None:
+            reasons.append(f"{numerics.upper()}: {describe_pooled(side.pooled)}")
+        if verdict.verdict != "keeps" and not (verdict.loses or verdict.undecided):
+            reasons.append(f"{numerics.upper()}: no gate was compared with bf16")
     return reasons

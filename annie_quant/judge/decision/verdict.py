@@ -1,7 +1,8 @@
-"""The verdict: which side is judged, whether it passes, and why.
+"""The verdict: which side is judged, whether it keeps what its reference does, and why.
 
-The candidate is the NVFP4 side (of several, the best); the incumbent is what it would replace. Speed alone is never a reason
-to switch: gates come first, then what differs between the two sides, then what changes in operation.
+The candidate is the NVFP4 side (of several, the best); the incumbent is what it would replace. The reference of a side is the bf16
+model on the same prompts, or the incumbent where bf16 was not measured; a side alone is judged by the absolute requirements.
+Speed alone is never a reason to switch: gates come first, then what differs between the two sides, then what changes in operation.
 """
 
 from __future__ import annotations
@@ -14,50 +15,82 @@ import msgspec
 
 from annie_quant import schema
 from annie_quant.errors import UsageError
+from annie_quant.judge.decision import paired
+from annie_quant.judge.decision.paired import (
+    FAILING,
+    OUTCOMES,
+    POOLED,
+    changing_gates,
+    describe_pooled,
+    points,
+    title,
+)
 from annie_quant.judge.metrics import METRICS
 from annie_quant.schema import (
     Aggregates,
     Comparison,
     Confound,
     GateResult,
+    Kept,
     ModelRow,
     Outcome,
+    PairedGate,
+    PooledGates,
     ServedSide,
     SpeedGate,
+    Standing,
     Verdict,
 )
 
 SHOWN = 4  # failing gates that a sentence names
+KEPT: dict[Outcome, Kept] = {outcome: by_gate for by_gate, outcome in OUTCOMES.items()}
 _SEVERITIES = ("confound", "fault", "note")
 
 
 @dataclass(frozen=True)
 class JudgedGate:
-    """One deciding gate of a side. where: "served" or the numerics, in capitals."""
+    """One deciding gate of a side. where: "served" or the numerics, in capitals. pair: its answers paired with the reference's."""
 
     where: str
     title: str
-    result: GateResult | SpeedGate
+    result: GateResult | SpeedGate | PooledGates
+    pair: PairedGate | None = None
+
+    @property
+    def verdict(self) -> Outcome:
+        return OUTCOMES[self.result.verdict] if isinstance(self.result, PooledGates) else self.result.verdict
+
+    @property
+    def compared(self) -> bool:
+        """Whether it was judged against a reference."""
+        return self.pair is not None or isinstance(self.result, PooledGates)
 
     def __str__(self) -> str:
         result = self.result
-        if isinstance(result, GateResult):
-            return f"{self.title} {result.passes} of {result.n} ({self.where})"
-        unit = METRICS[result.metric].unit
-        return f"{self.title} {result.value:.4g} {unit}, limit {result.limit:g} ({self.where})"
+        if isinstance(result, PooledGates):
+            return f"{self.title} {points(result.difference)} points ({self.where})"
+        if isinstance(result, SpeedGate):
+            return (
+                f"{self.title} {result.value:.4g} {METRICS[result.metric].unit}, limit {result.limit:g} ({self.where})"
+            )
+        text = f"{self.title} {result.passes} of {result.n}"
+        if self.pair is not None and self.pair.n == result.n:
+            text += f" against {result.passes + self.pair.lost - self.pair.won}"
+        return f"{text} ({self.where})"
 
     @property
-    def interval(self) -> str:
+    def evidence(self) -> str:
+        """The interval, and the rule that was applied to it."""
         result = self.result
+        if isinstance(result, PooledGates):
+            return describe_pooled(result)
+        if self.compared:
+            return result.rule if isinstance(result, GateResult) else ""
         if result.low is None or result.high is None:
-            return "none"
+            return "95 % interval none, limit"
         if isinstance(result, GateResult):
-            return f"{result.low:.1%} to {result.high:.1%}"
-        return f"{result.low:.4g} to {result.high:.4g}"
-
-    @property
-    def rule(self) -> str:
-        return self.result.rule if isinstance(self.result, GateResult) else "limit"
+            return f"95 % interval {result.low:.1%} to {result.high:.1%}, {result.rule}"
+        return f"95 % interval {result.low:.4g} to {result.high:.4g}, limit"
 
 
 @dataclass(frozen=True)
@@ -70,8 +103,20 @@ class Decision:
     confounds: Sequence[Confound]
 
     @property
-    def outcome(self) -> Outcome:
-        return combined([outcome for outcome, gates in self.gates.items() if gates])
+    def standing(self) -> Standing:
+        """The verdict over all members: each numerics, and the server."""
+        by_gate: dict[str, dict[str, Kept]] = {}
+        for outcome, gates in self.gates.items():
+            for gate in gates:
+                by_gate.setdefault(gate.where, {})[gate.title] = KEPT[outcome]
+        if changing_gates(by_gate):
+            return "fragile"
+        return paired.combined([verdict for gates in by_gate.values() for verdict in gates.values()])
+
+    @property
+    def compared(self) -> bool:
+        """Whether any gate was judged against a reference."""
+        return any(gate.compared for gates in self.gates.values() for gate in gates)
 
     @property
     def comparable(self) -> bool:
@@ -94,14 +139,14 @@ def decision(aggregates: Aggregates, candidate: str | None = None) -> Decision |
         return None
 
     def rank(name: str) -> tuple[int, int]:
-        outcomes = [gate.result.verdict for gate in deciding_gates(aggregates, name)]
+        outcomes = [gate.verdict for gate in deciding_gates(aggregates, name)]
         return outcomes.count("fail"), outcomes.count("undecided")
 
     candidate = candidate or min(_candidates(aggregates, names), key=rank)
     incumbent = _incumbent(aggregates, names, candidate)
     gates: dict[Outcome, list[JudgedGate]] = {"pass": [], "fail": [], "undecided": []}
     for gate in deciding_gates(aggregates, candidate):
-        gates[gate.result.verdict].append(gate)
+        gates[gate.verdict].append(gate)
     confounds = [c for c in aggregates.confounds if _concerns(c, candidate, incumbent)]
     return Decision(candidate, incumbent, gates, confounds)
 
@@ -115,7 +160,9 @@ def verdict(aggregates: Aggregates | Mapping[str, Any], candidate: str | None = 
         return Verdict(sentence="Nothing was measured, so nothing can be concluded.")
     return Verdict(
         sentence=_sentence(aggregates, chosen),
-        passed=chosen.outcome != "fail",
+        passed=chosen.standing not in FAILING,
+        outcome=chosen.standing,
+        badge=badge(chosen),
         candidate=chosen.candidate,
         incumbent=chosen.incumbent,
         comparable=chosen.comparable,
@@ -149,7 +196,16 @@ def _format(aggregates: Aggregates, name: str) -> str:
 
 def _candidates(aggregates: Aggregates, names: Sequence[str]) -> list[str]:
     nvfp4 = [n for n in names if "NVFP4" in _format(aggregates, n)]
-    return [n for n in nvfp4 if n in aggregates.served] or nvfp4 or [names[0]]
+    others = [n for n in names if "BF16" not in _format(aggregates, n) and "Q4" not in _format(aggregates, n)]
+    return [n for n in nvfp4 if n in aggregates.served] or nvfp4 or (others or list(names))[:1]
+
+
+def reference_side(aggregates: Aggregates, name: str) -> str | None:
+    """Return the backend that the gates of backend `name` are compared with: bf16's, else the incumbent; None for those."""
+    served = [n for n in sides(aggregates) if n in aggregates.served]
+    bf16 = next((n for n in served if "BF16" in _format(aggregates, n)), None)
+    reference = bf16 or _incumbent(aggregates, served, _candidates(aggregates, served)[0])
+    return None if reference == name else reference
 
 
 def _incumbent(aggregates: Aggregates, names: Sequence[str], candidate: str) -> str | None:
@@ -159,18 +215,31 @@ def _incumbent(aggregates: Aggregates, names: Sequence[str], candidate: str) -> 
 
 
 def deciding_gates(aggregates: Aggregates, name: str) -> Iterator[JudgedGate]:
-    """Gates and speed limits of a side that are not advisory: served ones, then offline ones by numerics."""
+    """Gates and speed limits of a side that are not advisory: served ones, then offline ones by numerics.
+
+    A speed limit that the side's reference does not keep either is left out, and so is a pooled verdict where a gate is lost.
+    """
     served = aggregates.served.get(name) or ServedSide()
-    for gate, result in served.gates.items():
-        if not result.advisory:
-            yield JudgedGate("served", result.title or gate, result)
-    for limit in served.speed_gates.values():
-        yield JudgedGate("served", METRICS[limit.metric].title, limit)
+    yield from _judged("served", served.gates, served.paired if served.judged_by else {}, served.pooled)
+    reference = aggregates.served.get(served.judged_by or "") or ServedSide()
+    for key, limit in served.speed_gates.items():
+        other = reference.speed_gates.get(key)
+        if limit.verdict == "pass" or other is None or other.verdict == "pass":
+            yield JudgedGate("served", METRICS[limit.metric].title, limit)
     model = name if name in aggregates.offline else served.model or ""
     for numerics, side in aggregates.offline.get(model, {}).items():
-        for gate, result in side.gates.items():
-            if not result.advisory:
-                yield JudgedGate(numerics.upper(), result.title or gate, result)
+        yield from _judged(numerics.upper(), side.gates, side.paired, side.pooled)
+
+
+def _judged(
+    where: str, gates: Mapping[str, GateResult], pairs: Mapping[str, PairedGate], pooled: PooledGates | None
+) -> Iterator[JudgedGate]:
+    for gate, result in gates.items():
+        if not result.advisory:
+            yield JudgedGate(where, result.title or gate, result, pairs.get(gate))
+    lost = any(result.verdict == "fail" and not result.advisory for result in gates.values())
+    if pooled is not None and pooled.verdict == "loses" and not lost:
+        yield JudgedGate(where, title(POOLED), pooled)
 
 
 def _concerns(confound: Confound, candidate: str, incumbent: str | None) -> bool:
@@ -186,17 +255,48 @@ def _sentence(aggregates: Aggregates, chosen: Decision) -> str:
     label, failing, undecided = label_of(aggregates, chosen.candidate), chosen.gates["fail"], chosen.gates["undecided"]
     end = "."
     if failing:
-        head = f"{label} fails {_count(len(failing), 'gate')}: {'; '.join(map(str, failing[:SHOWN]))}"
+        fragile = chosen.standing == "fragile"
+        verb = "is fragile: it loses" if fragile else "loses" if chosen.compared else "fails"
+        head = f"{label} {verb} {_count(len(failing), 'gate')}: {'; '.join(map(str, failing[:SHOWN]))}"
         head += f"; and {len(failing) - SHOWN} more" if len(failing) > SHOWN else ""
-        end = f". It cannot replace {label_of(aggregates, chosen.incumbent)}." if chosen.incumbent else "."
+        head += f", and keeps {_other_places(chosen)}" if fragile else ""
+        end = f". {_replacement(aggregates, chosen)}" if chosen.incumbent else "."
     elif undecided:
-        head = f"{label} fails no gate, but {_count(len(undecided), 'gate')} cannot be decided with so few answers"
+        verb = "loses" if chosen.compared else "fails"
+        head = f"{label} {verb} no gate, but {_count(len(undecided), 'gate')} cannot be decided with so few answers"
     else:
-        head = f"{label} passes every gate"
+        head = f"{label} {'keeps' if chosen.compared else 'passes'} every gate"
     codes = sorted({c.code.replace("_", " ") for c in chosen.confounds if c.severity == "confound"})
     if codes and chosen.incumbent:
         return f"CONFOUNDED ({', '.join(codes)}): the two sides cannot be compared. {head}{end}"
     return f"{head}{'' if failing else _speed(aggregates, chosen)}{end}"
+
+
+def _other_places(chosen: Decision) -> str:
+    lost = {gate.title for gate in chosen.gates["fail"]}
+    places = dict.fromkeys(gate.where for gate in chosen.gates["pass"] if gate.title in lost)
+    return f"them ({', '.join(places)})" if len(lost) > 1 else f"it ({', '.join(places)})"
+
+
+def _replacement(aggregates: Aggregates, chosen: Decision) -> str:
+    """Whether the candidate's losses are its own, or the incumbent has them too."""
+    incumbent = str(chosen.incumbent)
+    own = [gate for gate in deciding_gates(aggregates, incumbent) if gate.verdict == "fail"]
+    lost = {gate.title for gate in chosen.gates["fail"]}
+    if lost <= {gate.title for gate in own}:
+        return f"{label_of(aggregates, incumbent)} {'loses' if own[0].compared else 'fails'} the same."
+    return f"It cannot replace {label_of(aggregates, incumbent)}."
+
+
+def badge(chosen: Decision) -> str:
+    """Return the decision in a few words."""
+    if chosen.standing in FAILING:
+        lost = list(dict.fromkeys(gate.title for gate in chosen.gates["fail"]))
+        verb = "fragile:" if chosen.standing == "fragile" else "loses" if chosen.compared else "fails"
+        return f"{verb} {', '.join(lost[:2])}" + (f" and {len(lost) - 2} more" if len(lost) > 2 else "")
+    if chosen.standing == "undecided":
+        return "undecided: too few answers"
+    return "gates kept" if chosen.compared else "gates passed"
 
 
 def _speed(aggregates: Aggregates, chosen: Decision) -> str:
@@ -235,15 +335,18 @@ def compared_with(aggregates: Aggregates, candidate: str, incumbent: str, metric
 
 
 def _reasons(aggregates: Aggregates, chosen: Decision) -> list[str]:
-    reasons = [f"fails {gate}: 95 % interval {gate.interval}, {gate.rule}" for gate in chosen.gates["fail"]]
+    reasons = [f"{'loses' if gate.compared else 'fails'} {gate}: {gate.evidence}" for gate in chosen.gates["fail"]]
     if not reasons:
         places = [gate.where for gate in chosen.gates["pass"]]
-        reasons = [f"passes {_count(places.count(where), 'gate')} ({where})" for where in dict.fromkeys(places)]
-    reasons += _worse_than_bf16(aggregates, chosen.candidate)
+        verb = "keeps" if chosen.compared else "passes"
+        reasons = [f"{verb} {_count(places.count(where), 'gate')} ({where})" for where in dict.fromkeys(places)]
+    if not chosen.compared:
+        reasons += _worse_than_bf16(aggregates, chosen.candidate)
     for name in sides(aggregates):
-        failing = [g for g in deciding_gates(aggregates, name) if g.result.verdict == "fail"]
+        failing = [g for g in deciding_gates(aggregates, name) if g.verdict == "fail"]
         if failing and name != chosen.candidate:
-            reasons.append(f"{label_of(aggregates, name)} fails {'; '.join(map(str, failing[:SHOWN]))}")
+            verb = "loses" if failing[0].compared else "fails"
+            reasons.append(f"{label_of(aggregates, name)} {verb} {'; '.join(map(str, failing[:SHOWN]))}")
     if chosen.incumbent:
         reasons += _differences(aggregates, chosen.candidate, chosen.incumbent)
         reasons += _operation(aggregates, chosen.candidate, chosen.incumbent)
@@ -300,6 +403,7 @@ def _operation(aggregates: Aggregates, candidate: str, incumbent: str) -> list[s
 
 def _caveats(aggregates: Aggregates, chosen: Decision) -> list[str]:
     caveats = [c.message for c in sorted(chosen.confounds, key=lambda c: _SEVERITIES.index(c.severity))]
+    caveats += _missed(aggregates, chosen)
     for gate in chosen.gates["undecided"]:
         advice = ""
         if isinstance(gate.result, GateResult):
@@ -313,6 +417,18 @@ def _caveats(aggregates: Aggregates, chosen: Decision) -> list[str]:
     if few:
         caveats.append(f"fewer than 6 prompts cannot show a difference at 5 %, whatever the repeats: {', '.join(few)}")
     return caveats
+
+
+def _missed(aggregates: Aggregates, chosen: Decision) -> list[str]:
+    """Absolute requirements that a compared candidate misses: they inform."""
+    if not chosen.compared:
+        return []
+    rows = [g for gates in chosen.gates.values() for g in gates if isinstance(g.result, GateResult)]
+    return [
+        f"misses {g.result.requirement} by itself: {g}"
+        for g in rows
+        if isinstance(g.result, GateResult) and g.result.requirement and g.result.meets == "fail"
+    ]
 
 
 def _count(number: int, noun: str) -> str:

@@ -8,28 +8,22 @@
 
 from __future__ import annotations
 
-import math
-import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from annie_quant import judge
 from annie_quant.data import Persona, load_persona
-from annie_quant.data.rows import read_conversations
 from annie_quant.judge import Workload
 from annie_quant.judge.decision import failing
 from annie_quant.pipeline.stages import Stages
-from annie_quant.schema import GateResult, GateTable, Hardened, HardenedGate, Labels, LabelScores
+from annie_quant.schema import GateResult, GateTable, Hardened, HardenedGate
 
 Row = dict[str, Any]  # a conversation
 MANNERS = ("tool_call", "no_markdown", "thinking_leak")
 PROMPT_GATES = (*MANNERS, "non_empty", "stop")  # gates that a stronger prompt may restore
 HARDENED_N = 40
-LABEL_ROWS = 48
-# Answers that belong to their questions are far likelier under the fine-tune than the same answers shuffled. A ratio of 0.8 in
-# nats per token is far from both cases (tiny-annie: 0.02 to 0.9 if they belong, 1.0 to 1.0 if they do not).
-MAX_BELONGING_RATIO = 0.8
+WRONG_MODEL = "WRONG MODEL"
 
 
 def smoke(workloads: Sequence[Workload]) -> list[Workload]:
@@ -41,64 +35,19 @@ def smoke(workloads: Sequence[Workload]) -> list[Workload]:
 
 
 def reference_report(gates: GateTable) -> str | None:
-    """Return what it means that bf16 itself fails gates; None if it fails none."""
-    failed = failing(gates, ("fail",))
+    """Return what it means that bf16 itself misses requirements; None if it misses none."""
+    failed = [name for name, result in gates.items() if result.meets == "fail" and not result.advisory]
     lost = [g for g in failed if g in MANNERS]
     if len(lost) >= 2 or "tool_call" in lost:
         counts = ", ".join(f"{g} {gates[g].passes} of {gates[g].n}" for g in lost)
         return (
-            f"WRONG MODEL: --model itself does not have the manners ({counts}). "
+            f"{WRONG_MODEL}: --model itself does not have the manners ({counts}). "
             "It looks like the base model: give the fine-tuned bf16 checkpoint"
         )
     if failed:
         counts = ", ".join(f"{g} {gates[g].passes} of {gates[g].n}" for g in failed)
-        return f"the bf16 model itself fails {counts}: no quantization of it can pass"
+        return f"the bf16 model itself misses requirements: {counts}. Strategies are compared with it, prompt by prompt"
     return None
-
-
-def with_shuffled_answers(rows: Sequence[Row], seed: int = 0) -> list[Row]:
-    """Return the conversations with their last answers shuffled among them; no answer stays with its own question."""
-    order = list(range(len(rows)))
-    random.Random(seed).shuffle(order)
-    source = dict(zip(order, order[1:] + order[:1], strict=True))
-    return [{**row, "messages": [*row["messages"][:-1], rows[source[i]]["messages"][-1]]} for i, row in enumerate(rows)]
-
-
-def first_answers(rows: Sequence[Row]) -> list[Row]:
-    """Return each conversation up to its first answer, which may be a tool call."""
-    result = []
-    for row in rows:
-        end = next(i for i, m in enumerate(row["messages"]) if m["role"] == "assistant")
-        result.append({**row, "messages": row["messages"][: end + 1]})
-    return result
-
-
-def last_answers(rows: Sequence[Row]) -> list[Row]:
-    """Return each conversation with all user messages and the last answer alone."""
-    return [
-        {**row, "messages": [*(m for m in row["messages"] if m["role"] in ("system", "user")), row["messages"][-1]]}
-        for row in rows
-    ]
-
-
-def labels(stages: Stages, workloads: Sequence[Workload]) -> Labels:
-    """Score the first and the last answers of the calibration data under bf16, as they are and shuffled."""
-
-    def nats_per_token(name: str, rows: Sequence[Row]) -> float:
-        result = stages.evaluate(f"labels-{name}", stages.model, smoke(workloads), conversations=rows)
-        kl = result.numerics["bf16"].kl_conversations
-        assert kl is not None  # read_conversations returns at least one row
-        return math.log(kl.perplexity_reference)
-
-    rows = read_conversations(stages.conversations, LABEL_ROWS)
-    scores = {
-        name: LabelScores(
-            nats_per_token(f"{name}-original", part), nats_per_token(f"{name}-shuffled", with_shuffled_answers(part))
-        )
-        for name, part in (("first", first_answers(rows)), ("last", last_answers(rows)))
-    }
-    belong = all(s.original < MAX_BELONGING_RATIO * s.shuffled for s in scores.values())
-    return Labels(scores["first"], scores["last"], belong)
 
 
 def hardened_prompt(persona: Persona) -> str:

@@ -1,6 +1,6 @@
-"""The decision tree as code: strategies cheapest first; the first that passes every gate is chosen.
+"""The decision tree as code: strategies cheapest first; the first that keeps every gate that bf16 has is chosen.
 
-    bf16 passes the gates? → quantize → audit → smoke test → early look → all prompts → passed, or explained and the next one
+    bf16 is the fine-tune? → quantize → audit → smoke test → early look → all prompts → chosen, or explained and the next one
 
 The output is a run directory: a finished step is not done again. search.json and search.md have everything that was tried.
 """
@@ -20,10 +20,11 @@ from annie_quant.data.resolve import resolve
 from annie_quant.errors import AnnieError, NoRoom, UsageError
 from annie_quant.files import write_json, write_text
 from annie_quant.judge import Workload, decision
+from annie_quant.judge.gates import decides
 from annie_quant.judge.not_lost import compares_with_reference
 from annie_quant.judge.sample import answers_per_gate
 from annie_quant.pipeline.run_directory import RunDirectory
-from annie_quant.pipeline.search import explain, table
+from annie_quant.pipeline.search import explain, label_check, table
 from annie_quant.pipeline.stages import Stages, offline_prompts, weight_sizes
 from annie_quant.progress import Console
 from annie_quant.quantize import estimate
@@ -53,8 +54,8 @@ def run(
 ) -> SearchResult:
     """Try strategies in the run directory `output`, and return everything that was tried.
 
-    n: prompts per gate. every: continue after the first strategy that passes. required: the numerics under which every gate
-    must pass. anyway: continue with a model that fails the gates in bf16. persona, workloads: as for data/resolve.py.
+    n: prompts per gate. every: continue after the first strategy that is chosen. required: the numerics under which every gate
+    must keep. anyway: continue with a model that fails the gates in bf16. persona, workloads: as for data/resolve.py.
     Raises UsageError for a stale system prompt in the calibration data, unless allow_prompt_mismatch.
     """
     directory = RunDirectory(output)
@@ -126,9 +127,9 @@ class Search:
             report = explain.reference_report(result.reference)
         if report:
             result.notes.append(report)
-            result.stopped = None if anyway else report
-        result.labels = explain.labels(self.stages, self.workloads)
-        if not result.labels.belong:
+            result.stopped = report if report.startswith(explain.WRONG_MODEL) and not anyway else None
+        result.labels = label_check.check_labels(self.stages)
+        if result.labels.verdict != "belong":
             scores = "; ".join(
                 f"{name} answers {score.original:.2f} nats per token as they are, {score.shuffled:.2f} shuffled"
                 for name, score in (("first", result.labels.first), ("last", result.labels.last))
@@ -136,6 +137,8 @@ class Search:
             result.notes.append(
                 f"SHUFFLED LABELS: the calibration answers do not belong to their questions ({scores}). "
                 "Make the data again (annie-quant data)"
+                if result.labels.verdict == "shuffled"
+                else f"labels undecided: the bf16 model does not distinguish these rows ({scores})"
             )
         for note in result.notes:
             self.console.note(note)
@@ -203,7 +206,7 @@ class Search:
         smoke = self.stages.evaluate(f"{row.strategy}-smoke", folder, explain.smoke(self.workloads))
         keep_numerics(row, smoke)
         failed = {
-            kind: [g for g, r in side.gates.items() if r.passes < r.n and not r.advisory]
+            kind: [g for g, pair in side.paired.items() if pair.lost and decides(g)]
             for kind, side in smoke.numerics.items()
         }
         if any(failed.values()):
@@ -212,7 +215,7 @@ class Search:
             row.path.append(f"smoke → {lost}; bf16 answers it, so the quantization is too aggressive")
             return
         row.path.append("smoke → coherent")
-        missing = decision.missing_numerics(gate_tables(row), self.required)
+        missing = decision.missing_numerics(row.numerics, self.required)
         if missing and not self.every:
             row.outcome, row.why = missing[0], missing
             row.path.append(f"servers → {'; '.join(missing)}")
@@ -222,7 +225,7 @@ class Search:
         for look in looks[:-1]:
             early = self.stages.evaluate(f"{row.strategy}-n{look}", folder, judge.sample(self.prompts, look))
             keep_numerics(row, early)
-            row.why = decision.early_reasons(gate_tables(row), self.counts, len(looks))
+            row.why = decision.early_reasons(row.numerics, self.counts, len(looks))
             if row.why:
                 row.outcome = f"dropped at n = {look}"
                 row.path.append(f"gates at n = {look} → dropped: {'; '.join(row.why)}")
@@ -237,18 +240,18 @@ class Search:
             n_conversations=KL_CONVERSATIONS,
         )
         keep_numerics(row, final)
-        row.why = decision.final_reasons(gate_tables(row), self.required)
+        row.why = decision.final_reasons(row.numerics, self.required)
         row.passed = not row.why
         row.path.append(f"gates at n = {looks[-1]} → {'; '.join(row.why) or 'PASS: ship it'}")
         if row.passed:
-            row.outcome = "passes every gate"
+            row.outcome = "keeps every gate"
         else:
-            row.outcome = row.why[0] if len(row.why) == 1 else f"fails {len(row.why)} gates"
+            row.outcome = row.why[0] if len(row.why) == 1 else standing(row)
             self.explain(row)
 
     def explain(self, row: StrategyRow) -> None:
         """Set what is known about why the row's strategy failed."""
-        tables = gate_tables(row)
+        tables = lost_gates(row)
         activations = explain.by_activations(tables)
         row.explained = [activations] if activations else []
         row.hardened = explain.hardened(self.stages, row.strategy, self.workloads, tables)
@@ -267,11 +270,21 @@ class Search:
 
 def keep_numerics(row: StrategyRow, evaluation: Evaluation) -> None:
     """Set the row's numerics to the part of an evaluation that search.json keeps."""
+    row.verdict = evaluation.verdict
     row.numerics = {
         kind: msgspec.convert(side, SearchNumerics, from_attributes=True) for kind, side in evaluation.numerics.items()
     }
 
 
-def gate_tables(row: StrategyRow) -> dict[str, GateTable]:
-    """Return the row's gates per numerics."""
-    return {kind: side.gates for kind, side in row.numerics.items()}
+def standing(row: StrategyRow) -> str:
+    """Return the row's verdict with the number of reasons for it."""
+    verdict = row.verdict.verdict if row.verdict else "not accepted"
+    return f"{verdict}: {len(row.why)} gates are not kept"
+
+
+def lost_gates(row: StrategyRow) -> dict[str, GateTable]:
+    """Return, per numerics, the gates of which the row's strategy lost answers."""
+    return {
+        kind: {name: gate for name, gate in side.gates.items() if name in side.paired and side.paired[name].lost}
+        for kind, side in row.numerics.items()
+    }

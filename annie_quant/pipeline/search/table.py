@@ -11,8 +11,9 @@ import psutil
 import torch
 
 from annie_quant.files import read_json
+from annie_quant.judge.decision.paired import points, title
 from annie_quant.pipeline.stages import weight_sizes
-from annie_quant.schema import GateResult, SearchResult, StrategyRow
+from annie_quant.schema import GateResult, GateTable, PairedGate, SearchResult, StrategyRow
 
 MARKS = {"pass": "✓", "fail": "✗", "undecided": "?"}
 NONE = "–"
@@ -27,8 +28,13 @@ def bytes_per_token(folder: Path) -> int:
     return sum(size.size_bytes for name, size in sizes if not name.endswith(skip) and not name.startswith("mtp."))
 
 
-def cell(gate: GateResult | None) -> str:
-    return NONE if gate is None else f"{gate.passes}/{gate.n} {MARKS[gate.verdict]} ({gate.low:.3f}–{gate.high:.3f})"
+def cell(gate: GateResult | None, pair: PairedGate | None = None) -> str:
+    if gate is None:
+        return NONE
+    if pair is None or gate.advisory:
+        return f"{gate.passes}/{gate.n}"
+    interval = f"{points(pair.difference)}: {points(pair.low)} to {points(pair.high)}"
+    return f"{gate.passes}/{gate.n} {MARKS[gate.verdict]} ({interval})"
 
 
 def render(result: SearchResult) -> str:
@@ -39,7 +45,11 @@ def render(result: SearchResult) -> str:
     lines += [f"**{outcome(result)}**", ""]
     lines += [f"- {note}" for note in result.notes]
     lines += ["", "## Strategies", "", *summary_table(rows), "", "## Gates", ""]
-    lines += ["Passes/n, verdict (95 % Wilson interval). A strategy that was dropped early had fewer prompts.", ""]
+    lines += [
+        "Passes/n, verdict (points more or fewer than bf16 on the same prompts: 90 % score interval). A strategy that was dropped "
+        "early had fewer prompts. Columns without a verdict are for information.",
+        "",
+    ]
     lines += gates_table(result)
     lines += ["", "## The path taken", "", "```", *tree(result), "```", ""]
     lines += ["## Why strategies failed", "", *explanations(rows), ""]
@@ -51,10 +61,10 @@ def outcome(result: SearchResult) -> str:
     """Return the search's outcome as one sentence."""
     required = " and ".join(n.upper() for n in result.required)
     if result.chosen:
-        return f"{result.chosen} is the first to pass every gate under {required}, after {duration(result.seconds)}."
+        return f"{result.chosen} is the first to keep every gate under {required}, after {duration(result.seconds)}."
     if result.stopped:
         return result.stopped
-    return f"None of {len(result.strategies)} strategies passes every gate under {required}."
+    return f"None of {len(result.strategies)} strategies keeps every gate under {required}."
 
 
 def duration(seconds: float) -> str:
@@ -85,18 +95,21 @@ def summary_table(rows: Sequence[StrategyRow]) -> list[str]:
 
 
 def gates_table(result: SearchResult) -> list[str]:
-    tables = {"bf16": result.reference} if result.reference else {}
+    tables: dict[str, tuple[GateTable, dict[str, PairedGate]]] = {}
+    if result.reference:
+        tables["bf16"] = (result.reference, {})
     for row in result.strategies:
-        tables |= {f"{row.strategy} {kind.upper()}": side.gates for kind, side in row.numerics.items()}
-    gates = list(dict.fromkeys(gate for table in tables.values() for gate in table))
-    lines = ["| model | " + " | ".join(gates) + " |", "|---" * (len(gates) + 1) + "|"]
-    lines += [f"| {name} | " + " | ".join(cell(table.get(g)) for g in gates) + " |" for name, table in tables.items()]
+        tables |= {f"{row.strategy} {kind.upper()}": (side.gates, side.paired) for kind, side in row.numerics.items()}
+    gates = list(dict.fromkeys(gate for table, _ in tables.values() for gate in table))
+    lines = ["| model | " + " | ".join(map(title, gates)) + " |", "|---" * (len(gates) + 1) + "|"]
+    for name, (table, pairs) in tables.items():
+        lines.append(f"| {name} | " + " | ".join(cell(table.get(g), pairs.get(g)) for g in gates) + " |")
     return lines
 
 
 def tree(result: SearchResult) -> list[str]:
     """Return the path through the decision tree, one line per step."""
-    lines = ["Does the bf16 model hold the gates itself?"]
+    lines = ["Does the bf16 model have the manners itself?"]
     if result.stopped:
         return [*lines, f"└── NO → {result.stopped}"]
     lines += ["└── YES → strategies, cheapest first:"]
@@ -119,11 +132,13 @@ def explanations(rows: Sequence[StrategyRow]) -> list[str]:
 
 RULES = [
     "- Smoke test: the capital of Japan, answered with the fact, without markdown and without thinking.",
-    "- Early look at 30 prompts per gate: a strategy is dropped if no outcome of the rest could pass it, or if the interval is "
-    "below the threshold at 1 − 0.05/looks (Bonferroni over the looks of a gate).",
+    "- Each gate is compared with bf16 on the same prompts. It keeps if the lower bound of the difference's 90 % score interval "
+    "(Tango) is above -5 points; leaks and empty answers keep if none is new. It loses if the interval is below 0 and McNemar's "
+    "exact p, after Holm, is below 5 %. Everything else is undecided (docs/method.md).",
+    "- Early look at 30 prompts per gate: a strategy is dropped if a gate could not keep even if no other prompt changed, or if it "
+    "loses at 5 % / looks.",
     "- With --all the early look is skipped: the whole table rests on the same prompts.",
-    "- Last look at all prompts: the gates' own rules (rates: lower 95 % Wilson bound at the required rate; leaks and empty "
-    "answers: none; facts and sums: lower bound at 0.95). Only this look can pass a strategy.",
+    "- Last look at all prompts: a strategy is chosen if every gate keeps under every required numerics.",
     "- KL: mean over the assistant tokens of bf16's own answers, nats. Flips: tokens with another most likely token.",
     "- GB10 ceiling: 232 GB/s of measured reads divided by the bytes of weights that one token needs; the same for Qwen3.5-9B by "
     "count of its parameters (annie-quant quantize --strategy S --model 9b --dry-run).",

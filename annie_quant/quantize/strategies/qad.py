@@ -51,9 +51,7 @@ def quantize(job: Job, progress: Progress) -> None:
     names = {family.in_form(n, multimodal=False): n for n in chosen}
     weights = {n: float(student.get_submodule(n).weight.detach().abs().max()) for n in names}
     training.insert(
-        student,
-        family.largest_of_group(weights),
-        {m: inputs[n] for m, n in names.items()} if kind == NVFP4 else {},
+        student, family.largest_of_group(weights), {m: inputs[n] for m, n in names.items()} if kind == NVFP4 else {}
     )
     if job.options["train"] != "all":
         student.requires_grad_(False)

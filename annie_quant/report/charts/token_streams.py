@@ -56,7 +56,5 @@ def _answers(backends: list[str], timed: list[RequestRecord]) -> dict[str, Reque
         if record.backend in backends and record.itl_ms:
             prompts.setdefault(record.prompt, {}).setdefault(record.backend, record)
     return max(
-        prompts.values(),
-        key=lambda answers: (len(answers), min(len(r.itl_ms) for r in answers.values())),
-        default={},
+        prompts.values(), key=lambda answers: (len(answers), min(len(r.itl_ms) for r in answers.values())), default={}
     )

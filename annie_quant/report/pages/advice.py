@@ -29,6 +29,12 @@ def outcome(run: LoadedRun) -> Outcome:
     return decision.outcome(run.aggregates, run.verdict)
 
 
+def badge(run: LoadedRun) -> str:
+    """Return the decision in a few words: the recommendation's where a candidate was served, else the verdict's."""
+    advice = recommendation(run) if run.sentence else None
+    return (advice.badge if advice else "") or run.verdict.badge or outcome(run)
+
+
 def checklist(run: LoadedRun) -> list[decision.ChecklistItem]:
     """Empty where no candidate was served."""
     candidate, incumbent = run.candidate, run.incumbent

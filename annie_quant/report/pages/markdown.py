@@ -15,7 +15,10 @@ from annie_quant.report.pages.tables import Cell, Table
 from annie_quant.report.recount import Recount
 from annie_quant.report.run import LoadedRun
 
-LEGEND = "Passes of n; ✓ pass, ✗ fail, ? undecided; 95 % intervals in brackets."
+LEGEND = (
+    "Passes of n; ✓ keeps, ✗ loses, ? undecided against the reference on the same prompts (by the absolute requirement where there "
+    "is none); 95 % intervals of the rate in brackets."
+)
 SHOWN = 20  # differences and unreadable lines
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~])")
 
@@ -64,7 +67,7 @@ def _section(title: str, items: Iterable[object]) -> list[str]:
 def render(run: LoadedRun, check: Recount | None) -> str:
     parts = [f"# {inert(run.sentence) or 'No verdict has been reached for this run'}"]
     if run.sentence:
-        parts.append(f"**{advice.outcome(run)}**")
+        parts.append(f"**{inert(advice.badge(run))}**")
     parts += _section("Reasons", run.verdict.reasons)
     if run.sides:
         parts += ["## Side by side", LEGEND, grid(tables.side_by_side(run))]

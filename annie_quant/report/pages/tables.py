@@ -141,12 +141,15 @@ def _column_title(side: Side) -> str:
     return f"served\n{side.title.removesuffix(' served')}" if side.kind == "served" else f"{side.how}\noffline"
 
 
+MEETS = {"pass": "meets {}", "fail": "misses {}", "undecided": "{} undecided"}
+
+
 def gates_table(run: LoadedRun) -> Table:
     """One row per side and gate, with the rule."""
     table = Table(
         "Every gate of every model under every numerics and behind every server",
         "model",
-        ["where", "gate", "passes / n", "rate", "95 % interval", "threshold", "verdict", "n to decide"],
+        ["where", "gate", "passes / n", "rate", "95 % interval", "rule", "verdict", "n to decide", "requirement"],
         sortable=True,
     )
     for side, gate in ((s, g) for s in run.sides for g in run.gate_names if g in s.gates):
@@ -160,6 +163,7 @@ def gates_table(run: LoadedRun) -> Table:
             Cell(share(r.threshold), r.rule, css="rule", sort=r.threshold),
             Cell(f"{SIGNS[r.verdict]} {r.verdict}", css=f"word {r.verdict}"),
             Cell(count(r.n_to_decide) if r.n_to_decide else ""),
+            Cell(MEETS[r.meets].format(r.requirement) if r.meets and r.requirement else "", css="word"),
         ]
         table.rows.append((run.label(side.model), cells))
     return table

@@ -1,0 +1,141 @@
+"""The fields of config.json that a GGUF file needs, typed, and checked against the tensors' shapes before anything is
+allocated: a vocabulary of 10^9 in config.json would otherwise become a token list of that length."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from annie_quant import models, schema
+from annie_quant.checkpoint.linears import Linear
+from annie_quant.checkpoint.shards import ModelFolder
+from annie_quant.errors import CheckpointError
+
+Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Positive = Annotated[float, Meta(gt=0, le=1e12)]
+Fraction = Annotated[float, Meta(gt=0, le=1)]
+HINT = "copy config.json from the source checkpoint"
+
+
+class Rope(msgspec.Struct):
+    """Rotary embedding."""
+
+    mrope_section: Annotated[list[Annotated[int, Meta(ge=0, le=2**31 - 1)]], Meta(max_length=4)] | None = None
+    rope_theta: Positive | None = None
+    partial_rotary_factor: Fraction | None = None
+
+
+class Settings(msgspec.Struct):
+    """Fields of a Qwen3.5 text model's settings, under their names in config.json."""
+
+    vocab_size: Count
+    hidden_size: Count
+    intermediate_size: Count
+    num_hidden_layers: Annotated[int, Meta(ge=1, le=10_000)]
+    num_attention_heads: Count
+    num_key_value_heads: Count
+    max_position_embeddings: Count
+    rms_norm_eps: Annotated[float, Meta(gt=0, lt=1)]
+    linear_num_key_heads: Count
+    linear_num_value_heads: Count
+    linear_key_head_dim: Count
+    linear_value_head_dim: Count
+    linear_conv_kernel_dim: Count
+    head_dim: Count | None = None
+    full_attention_interval: Count | None = None
+    layer_types: list[str] | None = None
+    mtp_num_hidden_layers: Annotated[int, Meta(ge=0, le=1000)] | None = None
+    rope_parameters: Rope | None = None
+    rope_scaling: Rope | None = None
+    rope_theta: Positive | None = None
+    partial_rotary_factor: Fraction | None = None
+
+    @property
+    def attention_head_dim(self) -> int:
+        return self.head_dim or max(1, self.hidden_size // self.num_attention_heads)
+
+    @property
+    def rope(self) -> Rope:
+        return self.rope_parameters or self.rope_scaling or Rope()
+
+
+def read(folder: ModelFolder, linears: Mapping[str, Linear]) -> Settings:
+    """Return the settings. Raises CheckpointError for a field that is missing, has another type, or does not fit the tensors."""
+    where = f"{folder.path.name}/config.json"
+    settings = schema.convert(Settings, folder.text_config, where, error=CheckpointError, hint=HINT)
+    layers = settings.num_hidden_layers
+    if settings.layer_types is not None and len(settings.layer_types) != layers:
+        raise CheckpointError(f"{where}: {len(settings.layer_types)} layer_types for {layers} layers", HINT)
+    if settings.linear_num_value_heads % settings.linear_num_key_heads:
+        raise CheckpointError(
+            f"{where}: linear_num_value_heads {settings.linear_num_value_heads} is not a multiple of "
+            f"linear_num_key_heads {settings.linear_num_key_heads}",
+            HINT,
+        )
+    expected = _expected(settings)
+    numbers = set()
+    for name, shape in _shapes(folder, linears):
+        short, inside = models.short_name(name), models.in_layer(name)
+        if folder.family.is_auxiliary(name):
+            continue
+        if short.startswith("layers."):
+            number = short.split(".")[1]
+            if not number.isdecimal() or int(number) >= layers:
+                raise CheckpointError(f"{where}: num_hidden_layers {layers}, and there is a tensor {name}", HINT)
+            numbers.add(int(number))
+        fields, needed = expected.get(inside or short, ("", shape))
+        if len(shape) != len(needed) or any(n is not None and n != s for n, s in zip(needed, shape, strict=True)):
+            raise CheckpointError(f"{where}: {fields} need {name} of shape {_text(needed)}, got {_text(shape)}", HINT)
+    if len(numbers) != layers:
+        raise CheckpointError(f"{where}: num_hidden_layers {layers}, and {len(numbers)} layers have tensors", HINT)
+    return settings
+
+
+def _expected(s: Settings) -> dict[str, tuple[str, tuple[int | None, ...]]]:
+    """Return the shape of tensors that the settings determine: name without layer → (fields, shape). None: any size."""
+    hidden, heads, kv = s.hidden_size, s.num_attention_heads, s.num_key_value_heads
+    width, values = s.attention_head_dim, s.linear_num_value_heads * s.linear_value_head_dim
+    mixed = 2 * s.linear_num_key_heads * s.linear_key_head_dim + values
+    attention, deltanet = "heads, head_dim and hidden_size", "the linear_* fields and hidden_size"
+    return {
+        "embed_tokens.weight": ("vocab_size and hidden_size", (s.vocab_size, hidden)),
+        "lm_head.weight": ("vocab_size and hidden_size", (s.vocab_size, hidden)),
+        "norm.weight": ("hidden_size", (hidden,)),
+        "input_layernorm.weight": ("hidden_size", (hidden,)),
+        "post_attention_layernorm.weight": ("hidden_size", (hidden,)),
+        "mlp.gate_proj.weight": ("intermediate_size and hidden_size", (s.intermediate_size, hidden)),
+        "mlp.up_proj.weight": ("intermediate_size and hidden_size", (s.intermediate_size, hidden)),
+        "mlp.down_proj.weight": ("intermediate_size and hidden_size", (hidden, s.intermediate_size)),
+        "self_attn.q_proj.weight": (attention, (None, hidden)),  # with or without its gate
+        "self_attn.k_proj.weight": (attention, (kv * width, hidden)),
+        "self_attn.v_proj.weight": (attention, (kv * width, hidden)),
+        "self_attn.o_proj.weight": (attention, (hidden, heads * width)),
+        "self_attn.q_norm.weight": ("head_dim", (width,)),
+        "self_attn.k_norm.weight": ("head_dim", (width,)),
+        "linear_attn.in_proj_qkv.weight": (deltanet, (mixed, hidden)),
+        "linear_attn.in_proj_z.weight": (deltanet, (values, hidden)),
+        "linear_attn.in_proj_a.weight": (deltanet, (s.linear_num_value_heads, hidden)),
+        "linear_attn.in_proj_b.weight": (deltanet, (s.linear_num_value_heads, hidden)),
+        "linear_attn.out_proj.weight": (deltanet, (hidden, values)),
+        "linear_attn.conv1d.weight": (deltanet, (mixed, None, s.linear_conv_kernel_dim)),
+        "linear_attn.norm.weight": ("linear_value_head_dim", (s.linear_value_head_dim,)),
+        "linear_attn.A_log": ("linear_num_value_heads", (s.linear_num_value_heads,)),
+        "linear_attn.dt_bias": ("linear_num_value_heads", (s.linear_num_value_heads,)),
+    }
+
+
+def _shapes(folder: ModelFolder, linears: Mapping[str, Linear]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield (name, shape) of every weight, quantized ones with the shape of their numbers."""
+    quantized = {f"{linear.name}.weight": linear for linear in linears.values()}
+    for name, linear in quantized.items():
+        yield name, tuple(linear.shape(folder))
+    for name in folder:
+        if name not in quantized:
+            yield name, folder.info(name).shape
+
+
+def _text(shape: tuple[Any, ...]) -> str:
+    return "[" + ", ".join("any" if size is None else str(size) for size in shape) + "]"

@@ -1,0 +1,272 @@
+"""Tables of gates as plain text that fits a terminal: the reference first, one column group per side, or one row per side."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from annie_quant import schema
+from annie_quant.judge.decision import POOLED, member_verdict
+from annie_quant.judge.decision.paired import points, title
+from annie_quant.schema import Evaluation, GateResult, Outcome, PairedGate, PairedVerdict, PooledGates, ServedSide
+
+WIDTH = 80
+BASES = {"reference": "bf16", "label": "label", "rule": "rule"}
+AGAINST = {
+    "reference": "compared with bf16's own answers",
+    "label": "with the workload's labels",
+    "rule": "with a rule alone",
+}
+ABSOLUTE: dict[Outcome, str] = {"pass": "meets", "fail": "misses", "undecided": "undecided"}
+
+
+@dataclass(frozen=True)
+class Column:
+    """One side: its gates, and its answers paired with the reference's (empty where there is none)."""
+
+    name: str
+    gates: Mapping[str, GateResult]
+    paired: Mapping[str, PairedGate] = field(default_factory=dict)
+    pooled: PooledGates | None = None
+
+    @property
+    def verdict(self) -> str:
+        return member_verdict(self.paired, self.pooled).verdict if self.paired else "no reference"
+
+
+def gate_lines(
+    reference: Mapping[str, GateResult] | None, columns: Sequence[Column], width: int = WIDTH, name: str = "bf16"
+) -> list[str]:
+    """Return one row per gate and one column per side, in as many tables as the width needs.
+
+    reference: its gates, the first column of each table, under `name`. A cell has the passes, the difference in points and the
+    verdict; "finds" is the smallest true loss, in points, that n prompts find in 80 % of runs. "against" is what
+    answers are compared with (bf16's own answers, labels, or a rule that needs neither); a footnote where the width has no room.
+    """
+    gates = _ordered([*([reference] if reference else []), *(c.gates for c in columns)])
+    head = _head(reference, columns, gates, name)
+    cells = [_column(column, gates, head) for column in columns]
+    tables = _tables(head.columns, cells, width)
+    against = ["against", *(BASES.get(result.basis, "–") for result in gates.values())]
+    notes: list[str] = []
+    if any(result.basis for result in gates.values()):
+        wider = _tables([head.columns[0], against, *head.columns[1:]], cells, width)
+        if len(wider) == len(tables) and all(sum(map(_width, t)) + len(t) - 1 <= width for t in wider):
+            tables = wider
+        else:
+            notes = wrap(_basis_note(gates), width)
+    lines: list[str] = []
+    for table in tables:
+        lines += ([""] if lines else []) + _rows(table, head.advisory)
+    return [line[:width].rstrip() for line in [*lines, *notes]]
+
+
+def _tables(head: Sequence[list[str]], cells: Sequence[list[str]], width: int) -> list[list[list[str]]]:
+    """Return the columns of each table: the head's, then as many sides as the width has room for, at least one."""
+    tables: list[list[list[str]]] = []
+    at = 0
+    while at < len(cells) or not tables:
+        table = list(head)
+        end = at
+        while end < len(cells) and (end == at or sum(map(_width, [*table, cells[end]])) + len(table) <= width):
+            table.append(cells[end])
+            end += 1
+        tables.append(table)
+        at = max(end, at + 1)
+    return tables
+
+
+def _basis_note(gates: Mapping[str, GateResult]) -> str:
+    parts = []
+    for basis, text in AGAINST.items():
+        if names := [r.title or title(gate) for gate, r in gates.items() if r.basis == basis]:
+            parts.append(f"{text}: {', '.join(names)}")
+    return "; ".join(parts)
+
+
+@dataclass(frozen=True)
+class _Head:
+    columns: list[list[str]]
+    n: dict[str, int]
+    advisory: list[bool]
+
+
+def _ordered(tables: Sequence[Mapping[str, GateResult]]) -> dict[str, GateResult]:
+    """The gates of all tables, deciding ones first."""
+    first: dict[str, GateResult] = {}
+    for table in tables:
+        for gate, result in table.items():
+            if gate not in first or (first[gate].advisory and not result.advisory):
+                first[gate] = result
+    return dict(sorted(first.items(), key=lambda item: item[1].advisory))
+
+
+def _head(
+    reference: Mapping[str, GateResult] | None, columns: Sequence[Column], gates: Mapping[str, GateResult], name: str
+) -> _Head:
+    n = {
+        gate: max((c.gates[gate].n for c in columns if gate in c.gates), default=result.n)
+        for gate, result in gates.items()
+    }
+    head = [["gate", *(result.title or title(gate) for gate, result in gates.items())], ["n", *map(str, n.values())]]
+    losses = {gate: _finds(columns, gate) for gate in gates}
+    if any(losses.values()):
+        head.append(["finds", *losses.values()])
+    if reference:
+        rows = [reference.get(gate) for gate in gates]
+        head.append([name, *("–" if r is None else _passes(r, n[g]) for g, r in zip(gates, rows, strict=True))])
+    return _Head(head, n, [result.advisory for result in gates.values()])
+
+
+def _finds(columns: Sequence[Column], gate: str) -> str:
+    losses = [c.paired[gate].detectable for c in columns if gate in c.paired]
+    known = [loss for loss in losses if loss is not None]
+    return f"{100 * max(known):.1f}" if known else ""
+
+
+def _passes(result: GateResult, n: int) -> str:
+    return str(result.passes) if result.n == n else f"{result.passes}/{result.n}"
+
+
+def _column(column: Column, gates: Mapping[str, GateResult], head: _Head) -> list[str]:
+    cells = [column.name]
+    for gate in gates:
+        result, pair = column.gates.get(gate), column.paired.get(gate)
+        if result is None:
+            cells.append("–")
+            continue
+        text = _passes(result, head.n[gate])
+        if pair is not None:
+            text += f" {points(pair.difference)}"
+        if not result.advisory:
+            text += f" {pair.verdict if pair else ABSOLUTE[result.verdict]}"
+        cells.append(text)
+    return cells
+
+
+def _width(cells: Sequence[str]) -> int:
+    return max(map(len, cells))
+
+
+def _rows(columns: Sequence[Sequence[str]], advisory: Sequence[bool]) -> list[str]:
+    widths = [_width(column) for column in columns]
+    numbers = {"n", "finds"}
+    lines = []
+    for index, row in enumerate(zip(*columns, strict=True)):
+        if index and advisory[index - 1] and not any(advisory[: index - 1]):
+            lines.append("for information, without a verdict:")
+        cells = [
+            cell.rjust(width) if columns[at][0] in numbers else cell.ljust(width)
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append(" ".join(cells).rstrip())
+    return lines
+
+
+def evaluation_lines(evaluation: Evaluation, name: str, width: int = WIDTH) -> list[str]:
+    """Return an evaluation's verdict, its gates next to the reference's, and the absolute requirements."""
+    columns = [Column(kind, side.gates, side.paired, side.pooled) for kind, side in evaluation.numerics.items()]
+    tables = {"bf16": evaluation.reference_gates, **{c.name: c.gates for c in columns}}
+    verdict = evaluation.verdict or PairedVerdict()
+    return [
+        *wrap(f"{name} against {Path(evaluation.reference).name}: {verdict.verdict}", width),
+        "",
+        *gate_lines(evaluation.reference_gates, columns, width),
+        "",
+        *verdict_lines(verdict, width),
+        *requirement_lines(tables, width),
+    ]
+
+
+def served_lines(served: Mapping[str, ServedSide], width: int = WIDTH) -> list[str]:
+    """Return the gates of a benchmark's sides next to their reference's, and the absolute requirements."""
+    judged = {name: side for name, side in served.items() if side.judged_by}
+    references = dict.fromkeys(str(side.judged_by) for side in judged.values())
+    lines: list[str] = []
+    for reference in references:
+        columns = [Column(n, s.gates, s.paired, s.pooled) for n, s in judged.items() if s.judged_by == reference]
+        lines += [*gate_lines(served[reference].gates, columns, width, reference), ""]
+    alone = [Column(name, side.gates) for name, side in served.items() if name not in {*judged, *references}]
+    lines += [*gate_lines(None, alone, width), ""] if alone else []
+    return [*lines, *requirement_lines({name: side.gates for name, side in served.items()}, width)]
+
+
+def run_lines(document: Mapping[str, Any], width: int = WIDTH) -> list[str]:
+    """Return one row per side of a demo's verdict (pipeline.demo.run), the reference first."""
+    sides = [schema.convert(Column, side) for side in document["sides"]]
+    reference = next((side for side in sides if not side.paired), None)
+    return side_lines([side for side in sides if side is not reference], reference, width)
+
+
+def side_lines(
+    columns: Sequence[Column], reference: Column | None = None, width: int = WIDTH, name: str = "bf16"
+) -> list[str]:
+    """Return one row per side: its verdict, and the gates that it does not keep, or misses where there is no reference."""
+    rows = [] if reference is None else [(reference.name or name, "reference", _missed(reference))]
+    rows += [(c.name, c.verdict, _not_kept(c) if c.paired else _missed(c)) for c in columns]
+    rows.insert(0, ("side", "verdict", "gates that are not kept"))
+    widths = [max(len(row[i]) for row in rows) for i in (0, 1)]
+    indent = sum(widths) + 2
+    lines = []
+    for side, verdict, rest in rows:
+        wrapped = textwrap.wrap(rest, max(20, width - indent)) or [""]
+        lines.append(f"{side.ljust(widths[0])} {verdict.ljust(widths[1])} {wrapped[0]}".rstrip()[:width])
+        lines += [" " * indent + line for line in wrapped[1:]]
+    return lines
+
+
+def _not_kept(column: Column) -> str:
+    judged = member_verdict(column.paired, column.pooled)
+    parts = []
+    for gate in (*judged.loses, *judged.undecided):
+        pair = column.paired.get(gate) if gate != POOLED else column.pooled
+        if pair is not None:
+            parts.append(f"{title(gate)} {points(pair.difference)} {pair.verdict}")
+    return "; ".join(parts)
+
+
+def _missed(column: Column) -> str:
+    rows = [(gate, r) for gate, r in column.gates.items() if not r.advisory and _absolute(r) == "fail"]
+    return "; ".join(f"misses {r.requirement or r.title or gate} ({r.passes} of {r.n})" for gate, r in rows)
+
+
+def _absolute(result: GateResult) -> Outcome:
+    return result.meets if result.meets is not None else result.verdict
+
+
+def requirement_lines(columns: Mapping[str, Mapping[str, GateResult]], width: int = WIDTH) -> list[str]:
+    """Return per side which absolute requirements it meets, misses or leaves undecided. columns: by side."""
+    lines = []
+    for name, gates in columns.items():
+        parts = []
+        for outcome, word in ABSOLUTE.items():
+            numbers = [r.requirement for r in gates.values() if r.requirement and _absolute(r) == outcome]
+            if numbers:
+                parts.append(f"{word} {' '.join(sorted(numbers))}")
+        if parts:
+            lines += wrap(f"{name} {'; '.join(parts)}", width)
+    return lines
+
+
+def verdict_lines(verdict: PairedVerdict, width: int = WIDTH) -> list[str]:
+    """Return the decision and its reasons."""
+    lines = wrap(verdict.sentence, width)
+    for reason in verdict.reasons:
+        lines += wrap(f"- {reason}", width)
+    return lines
+
+
+def wrap(text: str, width: int = WIDTH) -> list[str]:
+    indent = "  " if text.startswith("- ") else ""
+    return textwrap.wrap(text, width, subsequent_indent=indent, break_on_hyphens=False) or [""]
+
+
+def wrap_tree(line: str, width: int = WIDTH) -> list[str]:
+    """Wrap a line of a tree; its further lines are indented under its text."""
+    at = next((i for i, character in enumerate(line) if character not in " │├└─"), 0)
+    return textwrap.wrap(
+        line[at:], width, initial_indent=line[:at], subsequent_indent=" " * at, break_on_hyphens=False
+    ) or [line]

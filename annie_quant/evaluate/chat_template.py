@@ -1,0 +1,131 @@
+"""A checkpoint's chat template, rendered in another process with limits, because it is a program from elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from annie_quant.errors import CheckpointError
+from annie_quant.printable import printable
+
+WORKER = Path(__file__).with_name("template_worker.py")
+MAX_SECONDS = 10.0  # of one rendering; Qwen3.5's template needs less than 10 ms for a long conversation
+START_SECONDS = 60.0  # of the first one, which includes the start of the process
+MAX_MEMORY_BYTES = 1 << 30
+MAX_TEMPLATE = 1_000_000  # characters
+MAX_TEXT = 4_000_000  # characters of a rendered conversation
+
+
+class ChatTemplate:
+    """A tokenizer's chat template. where: names the checkpoint in messages."""
+
+    def __init__(self, tokenizer: Any, where: str) -> None:
+        self._tokenizer, self._where = tokenizer, where
+        self._workers: dict[str, _Worker] = {}
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        generation_prompt: bool = False,
+        **variables: Any,
+    ) -> str:
+        """Return the text of a conversation. Raises CheckpointError where the template fails or exceeds a limit."""
+        source = self._source(tools)
+        worker = self._workers.get(source)
+        if worker is None or not worker.alive:
+            worker = self._workers[source] = _Worker(source)
+        special = {name: str(token) for name, token in self._tokenizer.special_tokens_map.items()}
+        fields = {"messages": list(messages), "tools": tools or None, "documents": None}
+        try:
+            return worker.render(fields | {"add_generation_prompt": generation_prompt} | special | variables)
+        except ValueError as error:
+            raise CheckpointError(
+                f"{self._where}: its chat template {error}", "restore chat_template.jinja from the source checkpoint"
+            ) from None
+
+    def _source(self, tools: Any) -> str:
+        try:
+            source = self._tokenizer.get_chat_template(None, tools or None)
+        except ValueError as error:
+            raise CheckpointError(f"{self._where}: {printable(str(error), 300)}", "copy chat_template.jinja") from None
+        if not isinstance(source, str) or len(source) > MAX_TEMPLATE:
+            raise CheckpointError(f"{self._where}: its chat template is not text of at most {MAX_TEMPLATE} characters")
+        return source
+
+
+class _Worker:
+    """One process with one template."""
+
+    def __init__(self, source: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, str(WORKER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        )
+        self._finish = weakref.finalize(self, _end, self._process)
+        self._lock = threading.Lock()
+        self._limit_s = START_SECONDS
+        self._settings = {"template": source, "memory_bytes": MAX_MEMORY_BYTES, "seconds": MAX_SECONDS}
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def render(self, variables: Mapping[str, Any]) -> str:
+        """Return the text. Raises ValueError with the end of a sentence that begins with "its chat template"."""
+        with self._lock:
+            lines = json.dumps(variables, default=str) + "\n"
+            if self._settings:
+                lines = json.dumps(self._settings) + "\n" + lines
+                self._settings = {}
+            limit_s, self._limit_s = self._limit_s, MAX_SECONDS + 1
+            try:
+                reply = json.loads(self._exchange(lines.encode(), limit_s))
+            except (OSError, ValueError) as error:
+                self._finish()
+                raise ValueError(str(error) or "ended its process") from None
+        if "text" not in reply:
+            raise ValueError(f"cannot render this conversation: {printable(str(reply.get('error')), 300)}")
+        if len(reply["text"]) > MAX_TEXT:
+            raise ValueError(f"renders {len(reply['text'])} characters, expected at most {MAX_TEXT}")
+        return str(reply["text"])
+
+    def _exchange(self, request: bytes, limit_s: float) -> bytes:
+        """Write a request and return the line that answers it, both within limit_s."""
+        assert self._process.stdin and self._process.stdout
+        incoming, outgoing = self._process.stdout.fileno(), self._process.stdin.fileno()
+        deadline, reply, left = time.monotonic() + limit_s, bytearray(), memoryview(request)
+        os.set_blocking(outgoing, False)
+        while not reply.endswith(b"\n"):
+            remaining = deadline - time.monotonic()
+            ready = select.select([incoming], [outgoing] if left else [], [], max(0.0, remaining))
+            if remaining <= 0 or not (ready[0] or ready[1]):
+                raise ValueError(f"did not finish within {limit_s:g} s")
+            if ready[1]:
+                left = left[os.write(outgoing, left[:65536]) :]
+            if ready[0]:
+                piece = os.read(incoming, 1 << 16)
+                if not piece:
+                    raise ValueError(f"needs more than {MAX_SECONDS:g} s or {MAX_MEMORY_BYTES >> 20} MB")
+                reply += piece
+                if len(reply) > 6 * MAX_TEXT + 1000:  # a character is at most six bytes of JSON
+                    raise ValueError(f"renders more than {MAX_TEXT} characters")
+        return bytes(reply)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    for pipe in (process.stdin, process.stdout):
+        if pipe:
+            with contextlib.suppress(OSError):
+                pipe.close()
+    process.wait()

@@ -1,0 +1,176 @@
+"""The same answers in several correct arithmetics: one arithmetic is a sample, and a server is another sample.
+
+Under one numerics NAME the members are
+  NAME         every prompt, in the profile's arithmetic
+  NAME+bf16    every prompt, the same activation format with everything else rounded to bfloat16, as GPU servers do
+               (NAME+float32 for a profile that rounds by itself)
+  NAME+perm1   uncertain prompts, sums in another order (K permuted after activations were rounded)
+  NAME+cut16   uncertain prompts, 16 rows per batch instead of 128, decoded token by token from the prompt, as a server does (the
+               recurrent form of DeltaNet and attention over a cache instead of one forward over the answer)
+An answer is uncertain where NAME or the second arithmetic differs from the reference, or where at some token the best logit is
+above the second by less than MARGIN_FACTOR times the noise. The noise is the change of such margins between those two arithmetics
+(its median, as the standard deviation of a normal distribution). All other answers are certain, and further members have those of
+NAME. So a prompt whose answer agrees costs one forward per arithmetic. With all prompts computed by all members, tiny-annie's
+naive checkpoint under W4A4 (151 answers, 2026-11-22) had 22 answers that changed under perm1; a factor of 0.5 missed none of them.
+
+Neither ties nor batch cuts decide: equal logits (frequent in bfloat16) give the token of the lowest index on every device, and an
+answer that hangs on a tie or on a batch's cut has a small margin, so all members compute it, and the verdict is taken over members.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from annie_quant.evaluate.engine import Engine, Row
+from annie_quant.evaluate.pair import ModelPair
+from annie_quant.evaluate.prompts import Answered
+from annie_quant.evaluate.verification import Choices, Difference, Outcome, answer_from_differences, choices_of
+from annie_quant.hf.emulation import emulate
+from annie_quant.hf.profiles import Profile, in_bfloat16, in_float32
+from annie_quant.schema import EnsembleFigures
+
+MARGIN_FACTOR = 3.0
+NORMAL_MEDIAN = 0.6745  # median of |x| for a standard normal x
+CUT_ROWS = 16
+PERMUTATION_SEED = 1
+
+
+@dataclass(frozen=True)
+class MemberOutcomes:
+    """A member's answers to all prompts. n_computed: the number that were computed in its arithmetic. n_changed: in the schema."""
+
+    name: str
+    arithmetic: str
+    outcomes: list[Outcome]
+    n_computed: int
+    n_changed: int
+
+
+@dataclass(frozen=True)
+class Ensemble:
+    members: list[MemberOutcomes]
+    figures: EnsembleFigures
+
+
+def run(
+    pair: ModelPair,
+    name: str,
+    profile: Profile,
+    answered: Sequence[Answered],
+    base: Mapping[int, Choices],
+    outcomes: Sequence[Outcome],
+) -> Ensemble:
+    """Return the further members of a numerics. base, outcomes: choices and answers of the member NAME, for all prompts."""
+    everything = range(len(answered))
+    members = []
+
+    def add(
+        suffix: str, arithmetic: str, indices: Sequence[int], choices: Mapping[int, Choices], engine: Engine
+    ) -> None:
+        part = answers_of(pair, engine, answered, indices, choices, f"{name}+{suffix}")
+        changed = sum(part[i].completion != outcomes[i].completion for i in part)
+        merged = [part.get(i, o) for i, o in enumerate(outcomes)]
+        members.append(MemberOutcomes(f"{name}+{suffix}", arithmetic, merged, len(part), changed))
+
+    second, permutation = second_arithmetic(pair, profile)
+    with emulate(pair.model, second, permutation):
+        other = choose(pair, pair.engine, answered, everything, f"{name}: second arithmetic", base)
+        suffix = f"perm{permutation}" if permutation else "float32" if profile.rounds else "bf16"
+        add(suffix, describe(second, permutation), everything, other, pair.engine)
+    noise = margin_noise(base, other)
+    uncertain = uncertain_answers(answered, base, other, noise)
+    if permutation is None:
+        with emulate(pair.model, profile, PERMUTATION_SEED):
+            choices = choose(pair, pair.engine, answered, uncertain, f"{name}: sums in another order")
+            add(f"perm{PERMUTATION_SEED}", describe(profile, PERMUTATION_SEED), uncertain, choices, pair.engine)
+    cut = Engine(pair.model, rows=CUT_ROWS, group=pair.group)
+    with emulate(pair.model, profile):
+        choices = decode_all(choose(pair, cut, answered, uncertain, f"{name}: batches of {CUT_ROWS}"))
+        add(f"cut{CUT_ROWS}", f"{profile.describe()}, decoded in batches of {CUT_ROWS} rows", uncertain, choices, cut)
+    return Ensemble(members, EnsembleFigures(noise, len(uncertain), len(answered)))
+
+
+def second_arithmetic(pair: ModelPair, profile: Profile) -> tuple[Profile, int | None]:
+    """Return what every prompt is computed in besides NAME. A model in bfloat16 has no other dtype, but another order of sums."""
+    if pair.dtype != "float32":
+        return profile, PERMUTATION_SEED
+    return (in_float32(profile) if profile.rounds else in_bfloat16(profile)), None
+
+
+def describe(profile: Profile, permutation: int | None) -> str:
+    return profile.describe() + (", sums in another order" if permutation is not None else "")
+
+
+def choose(
+    pair: ModelPair,
+    engine: Engine,
+    answered: Sequence[Answered],
+    indices: Sequence[int],
+    text: str,
+    base: Mapping[int, Choices] | None = None,
+) -> dict[int, Choices]:
+    """Score the reference's answers to the prompts of these indices, and return the model's choices by index.
+
+    base: choices whose two best tokens the margins are of; None: the model's own two best.
+    """
+    scored = pair.scored([answered[i] for i in indices])
+    rows = [Row(s.prompt, s.target) for s in scored]
+    choices: dict[int, Choices] = {}
+    for done, (j, logits) in enumerate(engine.scores(rows), 1):
+        i = indices[j]
+        pairs = None if base is None else base[i].best
+        choices[i] = choices_of(logits, rows[j].target, pair.template.end_tokens, pairs)
+        pair.progress.update(done * pair.group.size, len(rows), text)
+    return pair.group.gather(choices)
+
+
+def decode_all(choices: Mapping[int, Choices]) -> dict[int, Choices]:
+    """Return choices that differ from the reference's at the first token, so that everything after it is decoded."""
+    return {
+        i: replace(c, difference=Difference(0, int(c.best[0, 0]))) if len(c.best) else c for i, c in choices.items()
+    }
+
+
+def answers_of(
+    pair: ModelPair,
+    engine: Engine,
+    answered: Sequence[Answered],
+    indices: Sequence[int],
+    choices: Mapping[int, Choices],
+    name: str,
+) -> dict[int, Outcome]:
+    """Return the model's own answers to the prompts of these indices."""
+    differences = {j: choices[i].difference for j, i in enumerate(indices)}
+    n_different = sum(d is not None for d in differences.values())
+    n_finished = 0
+
+    def on_finished(n: int) -> None:
+        nonlocal n_finished
+        n_finished += n
+        pair.progress.update(n_finished, None, f"{name}: answering from the first difference ({n_different})")
+
+    part = answer_from_differences(engine, pair.template, [answered[i] for i in indices], differences, on_finished)
+    return dict(zip(indices, part, strict=True))
+
+
+def margin_noise(base: Mapping[int, Choices], other: Mapping[int, Choices]) -> float:
+    """Return the standard deviation of the change of the margin between base's two best tokens, from its median over all tokens."""
+    changes = [base[i].margins - other[i].margins for i in base]
+    return float(np.median(np.abs(np.concatenate(changes)))) / NORMAL_MEDIAN if changes else 0.0
+
+
+def uncertain_answers(
+    answered: Sequence[Answered], base: Mapping[int, Choices], other: Mapping[int, Choices], noise: float
+) -> list[int]:
+    """Return the indices of answers that a perturbation could change, with all turns of their conversations."""
+    open_conversations = {
+        answered[i].request.conversation
+        for i in range(len(answered))
+        if base[i].difference is not None
+        or other[i].difference is not None
+        or (len(base[i].margins) and float(base[i].margins.min()) < MARGIN_FACTOR * noise)
+    }
+    return [i for i, a in enumerate(answered) if a.request.conversation in open_conversations]

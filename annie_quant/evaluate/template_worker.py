@@ -1,0 +1,84 @@
+"""Renders one chat template in a process with limited memory. Started by chat_template.py; reads and writes JSON lines.
+
+    {"template", "memory_bytes", "seconds"}       first line
+    {variables}   →   {"text"} or {"error"}       all others
+
+The environment is that of transformers (utils/chat_template_utils.py): a sandbox in which a template can change nothing, the
+same white space rules, filters and functions. A template can still loop or grow without end, so it gets a process with limits.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+
+def main() -> None:
+    sys.path.pop(0)  # this file's folder, whose modules must not shadow others
+    settings = json.loads(sys.stdin.readline())
+    environment = make_environment()
+    # The alarm's default action ends the process, also where the parent ended and nobody else would.
+    seconds = settings["seconds"]
+    template: Any = None
+    limit = (settings["memory_bytes"], settings["memory_bytes"])
+    resource.setrlimit(resource.RLIMIT_AS, limit)
+    for line in sys.stdin:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        try:
+            template = template or environment.from_string(settings["template"])
+            reply = {"text": template.render(**json.loads(line))}
+        except Exception as error:
+            reply = {"error": f"{type(error).__name__}: {str(error)[:500]}"}
+        text = json.dumps(reply) + "\n"
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+
+def make_environment() -> Any:
+    from jinja2 import nodes
+    from jinja2.exceptions import TemplateError
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """{% generation %} ... {% endgeneration %} marks the assistant's text for training; it renders its content."""
+
+        tags = {"generation"}  # noqa: RUF012 - jinja2's interface
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.CallBlock(self.call_method("_content"), [], [], body).set_lineno(line)
+
+        def _content(self, caller: Callable[[], str]) -> str:
+            return caller()
+
+    def tojson(
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: Any = None,
+        separators: Any = None,
+        sort_keys: bool = False,
+    ) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    return environment
+
+
+if __name__ == "__main__":
+    main()

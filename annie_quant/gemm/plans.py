@@ -1,0 +1,67 @@
+"""Launch plans of W4A16 products, one type per path. Fields are those of the structs in csrc/gemm/gemm.h, in their order.
+
+A plan depends on the device and the shape. `Weight.plan` chooses one; `_replace` makes a variant of it, which the launch
+checks. Shared memory and workspace are computed from the plan.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+PATHS = {"auto": 0, "skinny": 1, "tiled": 2, "wgmma": 3}  # as AQ_PATH_* in csrc/gemm/gemm.h
+
+
+class SkinnyPlan(NamedTuple):
+    """Up to 16 tokens: a block has all tokens and a share of the row tiles of 16 rows.
+
+    cluster_size  blocks that share K
+    warp_stages   pipeline stages of a warp, 1 or 2
+    step_tiles    row tiles per step, 2 or 4
+    """
+
+    blocks: int
+    cluster_size: int
+    warp_stages: int
+    step_tiles: int
+
+
+class TiledPlan(NamedTuple):
+    """Tiles of 256 rows x tile_tokens (16, 64 or 128) by mma.sync.
+
+    cluster_size  blocks that share K
+    stages        pipeline stages of a block
+    """
+
+    tile_tokens: int
+    cluster_size: int
+    stages: int
+
+
+class WgmmaPlan(NamedTuple):
+    """Tiles of tile_rows (256, 192 or 128) x tile_tokens (16, 32, 64 or 128) by wgmma.
+
+    cluster_size    blocks that share K, 1 or 2
+    stages          pipeline stages of a block
+    stream_k_tiles  tiles that are computed stream-K: all blocks get equal shares of them along K
+    permute_first   1 if a separate kernel permutes the activations, 0 if the blocks do it in place
+    """
+
+    tile_tokens: int
+    tile_rows: int
+    blocks: int
+    cluster_size: int
+    stages: int
+    stream_k_tiles: int
+    permute_first: int
+
+
+Plan = SkinnyPlan | TiledPlan | WgmmaPlan
+TYPES: dict[int, type[SkinnyPlan] | type[TiledPlan] | type[WgmmaPlan]] = {1: SkinnyPlan, 2: TiledPlan, 3: WgmmaPlan}
+
+
+def path_of(plan: Plan) -> int:
+    """Return the path's number. TypeError: `plan` is none of the three types."""
+    for number, kind in TYPES.items():
+        if isinstance(plan, kind):
+            return number
+    raise TypeError(f"plan is a {type(plan).__name__}; expected SkinnyPlan, TiledPlan or WgmmaPlan")

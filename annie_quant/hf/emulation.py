@@ -1,0 +1,117 @@
+"""Computing a model as a server does: roundings where the server rounds, on a model that is loaded in float32.
+
+The model stays in float32, and values are rounded where a server stores them in a shorter type (profiles.Profile):
+  residual stream       in place before each norm, so the sum that the next layer adds to is rounded too
+  norms, linears, head  their outputs; a linear's input too, which rounds products of gates
+  convolution, DeltaNet their outputs; the recurrent state stays in float32, as servers keep it
+  attention             queries, keys and values, and the output; softmax is computed in float32
+So products have exact operands and one rounding, as a GPU kernel's have, and the result is the same on a CPU and a GPU apart from
+the order of sums. Servers differ in that order, and in roundings inside fused kernels: no emulation is bit-exact, and the
+ensemble (evaluate/ensemble.py) measures what such differences do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from annie_quant.hf.nvfp4_linear import NVFP4Linear, nvfp4_linears, set_numerics
+from annie_quant.hf.profiles import UNQUANTIZED, Profile
+
+Round = Callable[[torch.Tensor], torch.Tensor]
+
+
+def rounding(dtype: str) -> Round:
+    """Return the function that rounds a float tensor to `dtype` and back; values keep their own dtype."""
+    if dtype == "float32":
+        return lambda x: x
+    target = getattr(torch, dtype)
+    return lambda x: x.to(target).to(x.dtype)
+
+
+@contextlib.contextmanager
+def emulate(model: nn.Module, profile: Profile, permutation: int | None = None) -> Iterator[None]:
+    """Let `model` compute with a profile's arithmetic; the model is unchanged afterwards, its numerics apart.
+
+    permutation: seed of a permutation of the K values of every linear, applied after activations were rounded: the same
+    numbers are multiplied and are summed in another order. None: the usual order.
+    """
+    if nvfp4_linears(model):
+        set_numerics(model, profile.name)
+    hooks = [handle for module in model.modules() for handle in module_hooks(module, profile)]
+    with permuted_linears(model, permutation):
+        before, model.annie_quant_profile = getattr(model, "annie_quant_profile", None), profile  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            model.annie_quant_profile = before  # type: ignore[assignment]
+            for hook in hooks:
+                hook.remove()
+
+
+def module_hooks(module: nn.Module, profile: Profile) -> Iterator[Any]:
+    """Register the hooks that round a module's inputs and outputs, and yield their handles."""
+    stream = rounding(profile.stream)
+    if type(module).__name__.endswith(("RMSNorm", "RMSNormGated", "LayerNorm")):
+        if profile.stream != "float32":
+            yield module.register_forward_pre_hook(lambda _, args: round_in_place(args[0], stream))
+            yield module.register_forward_hook(lambda _, args, output: stream(output))
+    elif isinstance(module, nn.Linear):
+        plain_input = rounding(profile.stream if isinstance(module, NVFP4Linear) else profile.plain_input)
+        if profile.rounds:
+            yield module.register_forward_pre_hook(lambda _, args: (plain_input(args[0]), *args[1:]))
+        if profile.stream != "float32":
+            yield module.register_forward_hook(lambda _, args, output: stream(output))
+
+
+def round_in_place(x: torch.Tensor, to_stream: Round) -> None:
+    """Round a norm's input, which is also the residual that later layers add to."""
+    x.copy_(to_stream(x))
+
+
+@contextlib.contextmanager
+def permuted_linears(model: nn.Module, seed: int | None) -> Iterator[None]:
+    """Let every linear of the model sum in the order of a permutation of its K values."""
+    if seed is None:
+        yield
+        return
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}  # a tied head stays as it is
+    linears = [
+        m
+        for m in model.modules()
+        if isinstance(m, NVFP4Linear) or (type(m) is nn.Linear and id(m.weight) not in embeddings)
+    ]
+    hooks: list[Any] = []
+    plain: dict[nn.Linear, torch.Tensor] = {}
+    generator = torch.Generator().manual_seed(seed)
+    try:
+        for linear in linears:
+            order = torch.randperm(linear.in_features, generator=generator).to(linear_device(linear))
+            if isinstance(linear, NVFP4Linear):
+                linear.permutation = order
+            else:
+                plain[linear] = linear.weight.data
+                linear.weight.data = linear.weight.data[:, order]
+                hooks.append(linear.register_forward_pre_hook(lambda _, args, o=order: (args[0][..., o], *args[1:])))
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for linear, weight in plain.items():
+            linear.weight.data = weight
+        for linear in linears:
+            if isinstance(linear, NVFP4Linear):
+                linear.permutation = None
+
+
+def linear_device(linear: nn.Linear) -> torch.device:
+    return linear.codes.device if isinstance(linear, NVFP4Linear) else linear.weight.device
+
+
+def profile_of(model: nn.Module) -> Profile:
+    """Return the profile that emulate() has set, for the functions that are not modules (attention, DeltaNet)."""
+    return getattr(model, "annie_quant_profile", None) or UNQUANTIZED

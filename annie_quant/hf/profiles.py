@@ -1,0 +1,93 @@
+"""The table of numerics profiles: which arithmetic a server runs on an NVFP4 checkpoint.
+
+A profile is the format in which NVFP4 linears get their activations, and where everything else is rounded. Weights are exact in
+all of them: E2M1 times E4M3 times the tensor scale, summed in float32. docs/numerics.md has the versions of servers that run each
+profile, with sources. emulation.py computes a profile; adding one is one row here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from annie_quant.errors import UsageError
+
+UNROUNDED, NVFP4, Q8_0, NVFP4_SEARCHED = "unrounded", "nvfp4", "q8_0", "nvfp4 (searched)"
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One arithmetic.
+
+    activations   the format of the activations that NVFP4 linears multiply: "unrounded"; "nvfp4": blocks of 16 with the
+                  checkpoint's input scale; "q8_0": blocks of 32, a float16 scale and 8-bit integers; "nvfp4 (searched)": blocks of
+                  16 with the best of five E4M3 scales and no tensor scale
+    stream        dtype of the residual stream and of the outputs of norms, linears, convolution, DeltaNet, attention and logits
+    plain_input   dtype of the activations that plain (bf16) linears multiply
+    kv            dtype of keys and values
+    served_by     the server and its kernel, "" for an arithmetic that no server has
+    """
+
+    name: str
+    activations: str
+    stream: str = "float32"
+    plain_input: str = "float32"
+    kv: str = "float32"
+    served_by: str = ""
+
+    @property
+    def needs_input_scale(self) -> bool:
+        return self.activations == NVFP4
+
+    @property
+    def rounds(self) -> bool:
+        """Whether anything but the activations of NVFP4 linears is rounded."""
+        return {self.stream, self.plain_input, self.kv} != {"float32"}
+
+    def describe(self) -> str:
+        """Return the profile in a few words."""
+        where = f"{self.stream} stream" if self.stream != "float32" else "float32"
+        if self.stream == "float32" and self.rounds:
+            where += f", {self.plain_input} inputs of plain linears, {self.kv} keys and values"
+        return f"{self.activations} activations, {where}"
+
+
+def _bf16(name: str, activations: str, served_by: str) -> Profile:
+    return Profile(name, activations, "bfloat16", "bfloat16", "bfloat16", served_by)
+
+
+PROFILES = {
+    p.name: p
+    for p in (
+        Profile("float32", UNROUNDED),
+        Profile("w4a4", NVFP4),
+        Profile("w4a16", UNROUNDED),
+        _bf16("vllm-cutlass", NVFP4, "vLLM and SGLang with CUTLASS or FlashInfer FP4 kernels"),
+        _bf16("vllm-marlin", UNROUNDED, "vLLM with Marlin"),
+        Profile("llama.cpp-cpu", Q8_0, "float32", "bfloat16", "float16", "llama.cpp on a CPU"),
+        Profile(
+            "llama.cpp-blackwell", NVFP4_SEARCHED, "float32", "bfloat16", "float16", "llama.cpp on a Blackwell GPU"
+        ),
+    )
+}
+UNQUANTIZED = Profile("bf16", UNROUNDED)  # of a model without NVFP4 linears
+SERVED = tuple(p.name for p in PROFILES.values() if p.served_by)
+
+
+def find_profile(name: str) -> Profile:
+    """Return a profile by its name. Raises UsageError for an unknown one."""
+    if name == UNQUANTIZED.name:
+        return UNQUANTIZED
+    if name not in PROFILES:
+        raise UsageError(f"unknown numerics {name!r}", f"choose from: {', '.join(PROFILES)}")
+    return PROFILES[name]
+
+
+def in_float32(profile: Profile) -> Profile:
+    """Return the same activation format with everything else in float32."""
+    return dataclasses.replace(profile, stream="float32", plain_input="float32", kv="float32")
+
+
+def in_bfloat16(profile: Profile) -> Profile:
+    """Return the same activation format with everything else rounded to bfloat16, as GPU servers do."""
+    return dataclasses.replace(profile, stream="bfloat16", plain_input="bfloat16", kv="bfloat16")

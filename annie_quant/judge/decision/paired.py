@@ -1,0 +1,301 @@
+"""The rule of every decision: does a checkpoint keep what its reference does, on the same prompts (paired non-inferiority).
+
+One gate under one arithmetic (a "member": a numerics profile, a perturbation NAME+..., or a server):
+
+keeps      the lower bound of the difference's 90 % score interval is above -margin (an error of 5 %). A gate without a margin
+           (leaks, empty answers) keeps when no answer was lost, in at least as many answers as its requirement asks for.
+loses      otherwise, if the upper bound is below 0 and McNemar's exact p (one-sided), after Holm over the gates, is below 5 %. A
+           gate without a margin loses with one lost answer, unless the checkpoint also passes where the reference fails: then the
+           reference has the fault too, and the rule with the usual margin decides.
+undecided  otherwise, with the number of prompts that would decide at the observed rates.
+
+Holm's adjustment is over the gates of all members together, so more members give no more false alarms. It counts the gates in which
+at least 5 answers changed: with fewer, no p is below 5 %, and without a difference the number of changes does not depend on their
+direction.
+
+A sure loss that is smaller than the margin keeps. All deciding gates together (the pooled verdict) show small losses in many
+gates: they lose by the same rule, with a margin of 2 points of the answers.
+
+A gate that compares with the reference's own answer (same_tool, ...) has the reference's pass by definition; a prompt whose
+reference answer it does not apply to is left out. It is not in the pooled verdict, and does not decide where all of fewer answers
+pass than its requirement asks for: the reference itself has the property too rarely.
+
+A member loses if a gate or the pooled verdict loses, keeps if all gates keep, and is undecided otherwise. A checkpoint is fragile
+if a gate keeps under one member and loses under another; else it loses if a member loses, keeps if all keep, else it is undecided.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+
+from annie_quant.judge.gates import GATES, decides
+from annie_quant.judge.paired import detectable_loss, least_n, mcnemar, score_interval
+from annie_quant.judge.statistics import LEVEL, holm
+from annie_quant.schema import (
+    Evaluation,
+    GateResult,
+    Kept,
+    Member,
+    MemberVerdict,
+    NumericsResult,
+    OfflineSide,
+    Outcome,
+    PairedGate,
+    PairedVerdict,
+    PooledGates,
+    Standing,
+)
+
+LEAST_CHANGES = 5  # fewer changed answers give no p below 5 %: 1 / 2^4 = 6.25 %
+CONFIDENCE = 0.9  # of the interval: 5 % per bound
+MARGIN = 0.05
+MOST_EXACT = 1000  # changed answers; with more, the number that would decide is found with the normal approximation
+POOLED_MARGIN = 0.02
+POOLED = "all"  # the pooled verdict's name among gates
+FAILING: tuple[Standing, ...] = ("loses", "fragile")
+OUTCOMES: dict[Kept, Outcome] = {"keeps": "pass", "loses": "fail", "undecided": "undecided"}
+SHOWN = 4
+
+
+def judge_members(
+    members: Mapping[str, Mapping[str, PairedGate]], pooled: Mapping[str, PooledGates | None] | None = None
+) -> PairedVerdict:
+    """Decide about a checkpoint. members: name → gate → counts of lost, won and n, whose other fields are set here."""
+    pooled = pooled or {}
+    for name, gates in members.items():
+        _measure(gates, pooled.get(name))
+    family = [row for name, gates in members.items() for row in _testable(gates, pooled.get(name))]
+    for row, p_holm in zip(family, holm([row.p for row in family]), strict=True):
+        row.p_holm = p_holm
+    for name, gates in members.items():
+        _judge(gates, pooled.get(name), len(family) or 1)
+    verdicts = {name: member_verdict(gates, pooled.get(name)) for name, gates in members.items()}
+    by_gate = {name: _verdicts(gates, pooled.get(name)) for name, gates in members.items()}
+    profiles: dict[str, list[str]] = {name.partition("+")[0]: [] for name in members}
+    for name in members:
+        profiles[name.partition("+")[0]].append(name)
+    verdict = _standing(list(members), verdicts, by_gate)
+    return PairedVerdict(
+        verdict=verdict,
+        sentence=_sentence(verdict, verdicts, by_gate),
+        reasons=[
+            f"{name}: {describe(gate, members[name][gate])}"
+            for name, result in verdicts.items()
+            for gate in (*result.loses, *result.undecided)
+            if gate in members[name]
+        ]
+        + [
+            f"{name}: {describe_pooled(row)}"
+            for name, row in pooled.items()
+            if row is not None and POOLED in verdicts[name].loses
+        ],
+        profiles={profile: _standing(names, verdicts, by_gate) for profile, names in profiles.items()},
+        members=verdicts,
+    )
+
+
+def _measure(gates: Mapping[str, PairedGate], pooled: PooledGates | None) -> None:
+    """Set what follows from the counts alone."""
+    for gate in gates.values():
+        gate.p, gate.p_holm = mcnemar(gate.lost, gate.won), None
+    rows: list[PairedGate | PooledGates] = [*gates.values()]
+    for row in [*rows, pooled] if pooled is not None else rows:
+        row.difference = (row.won - row.lost) / row.n if row.n else 0.0
+        row.low, row.high = score_interval(row.lost, row.won, row.n, CONFIDENCE)
+
+
+def _testable(gates: Mapping[str, PairedGate], pooled: PooledGates | None) -> list[PairedGate | PooledGates]:
+    rows: list[PairedGate | PooledGates] = [g for g in deciding(gates).values() if g.lost + g.won >= LEAST_CHANGES]
+    return [*rows, pooled] if pooled is not None else rows
+
+
+def _judge(gates: Mapping[str, PairedGate], pooled: PooledGates | None, n_tests: int) -> None:
+    for name, gate in deciding(gates).items():
+        _judge_gate(gate, GATES[name].margin, GATES[name].threshold.least_n, n_tests)
+    if pooled is not None:
+        pooled.verdict = _by_interval(pooled, POOLED_MARGIN)
+
+
+def deciding(gates: Mapping[str, PairedGate]) -> dict[str, PairedGate]:
+    """Return the gates that decide: known, not advisory, with at least one prompt, and not too rare in the reference's answers."""
+    return {
+        name: gate
+        for name, gate in gates.items()
+        if decides(name) and gate.n and not GATES[name].is_rare(gate.n - gate.lost, gate.n)
+    }
+
+
+def member_verdict(gates: Mapping[str, PairedGate], pooled: PooledGates | None = None) -> MemberVerdict:
+    """Return the verdict of one member from its gates' verdicts."""
+    by_gate = _verdicts(gates, pooled)
+    loses = [name for name, verdict in by_gate.items() if verdict == "loses"]
+    loses = [name for name in loses if name != POOLED] or loses  # a lost gate explains the pooled loss
+    undecided = [name for name, verdict in by_gate.items() if verdict == "undecided" and name != POOLED]
+    verdict: Kept = "loses" if loses else "undecided" if undecided or not deciding(gates) else "keeps"
+    return MemberVerdict(verdict=verdict, loses=loses, undecided=undecided)
+
+
+def _judge_gate(gate: PairedGate, margin: float, enough: int, n_tests: int) -> None:
+    gate.margin, gate.n_to_decide = margin, None
+    gate.detectable = detectable_loss(gate.n, round(gate.won / gate.n, 3), LEVEL / n_tests)
+    if margin == 0 and gate.won == 0:
+        gate.verdict = "loses" if gate.lost else "keeps" if gate.n >= enough else "undecided"
+        gate.n_to_decide = enough if gate.verdict == "undecided" else None
+        return
+    margin = margin or MARGIN
+    gate.verdict = _by_interval(gate, margin)
+    if gate.verdict == "undecided":
+        lost, won = gate.lost / gate.n, gate.won / gate.n
+        gate.n_to_decide = least_n(lambda n: _decided(lost * n, won * n, n, margin, LEVEL / n_tests), gate.n)
+
+
+def _by_interval(row: PairedGate | PooledGates, margin: float) -> Kept:
+    if row.low > -margin:
+        return "keeps"
+    return "loses" if row.high < 0 and row.p_holm is not None and row.p_holm < LEVEL else "undecided"
+
+
+def _decided(lost: float, won: float, n: int, margin: float, level: float) -> bool:
+    low, high = score_interval(lost, won, n, CONFIDENCE)
+    if low > -margin:
+        return True
+    if high >= 0:
+        return False
+    if lost + won < MOST_EXACT:
+        return mcnemar(int(lost), math.ceil(won)) < level
+    return math.erfc((lost - won) / math.sqrt(2 * (lost + won))) / 2 < level
+
+
+def _verdicts(gates: Mapping[str, PairedGate], pooled: PooledGates | None) -> dict[str, Kept]:
+    by_gate: dict[str, Kept] = {name: gate.verdict for name, gate in deciding(gates).items()}
+    return by_gate | ({POOLED: pooled.verdict} if pooled is not None else {})
+
+
+def _standing(
+    names: Collection[str], verdicts: Mapping[str, MemberVerdict], by_gate: Mapping[str, Mapping[str, Kept]]
+) -> Standing:
+    if changing_gates({name: by_gate[name] for name in names}):
+        return "fragile"
+    return combined([verdicts[name].verdict for name in names])
+
+
+def combined(verdicts: Collection[Kept | Standing]) -> Standing:
+    """Return the standing of several members without a gate that keeps under one and loses under another."""
+    order: tuple[Standing, ...] = ("fragile", "loses", "undecided")
+    for verdict in order:
+        if verdict in verdicts:
+            return verdict
+    return "keeps" if verdicts else "undecided"
+
+
+def changing_gates(by_gate: Mapping[str, Mapping[str, Kept]]) -> list[str]:
+    """Return the gates that keep under one member and lose under another. by_gate: member → gate → verdict."""
+    gates = dict.fromkeys(gate for verdicts in by_gate.values() for gate in verdicts)
+    return [
+        gate
+        for gate in gates
+        if {"keeps", "loses"} <= {verdicts[gate] for verdicts in by_gate.values() if gate in verdicts}
+    ]
+
+
+# ---- as text
+
+
+def title(gate: str) -> str:
+    return "all gates together" if gate == POOLED else GATES[gate].title if gate in GATES else gate
+
+
+def points(value: float) -> str:
+    """Return a share as percentage points: +1.2, -24."""
+    text = f"{100 * value:+.1f}"
+    return "0.0" if float(text) == 0 else text
+
+
+def describe(name: str, gate: PairedGate) -> str:
+    """Return a gate's counts, difference, interval, p and verdict."""
+    text = (
+        f"{title(name)} {gate.verdict}: {gate.lost} lost and {gate.won} won of {gate.n}, {points(gate.difference)} points "
+        f"(90 % {points(gate.low)} to {points(gate.high)}, p {gate.p:.2g})"
+    )
+    if gate.verdict != "undecided":
+        return text
+    return f"{text}; " + (f"n = {gate.n_to_decide} would decide" if gate.n_to_decide else "no n decides at this rate")
+
+
+def describe_pooled(pooled: PooledGates) -> str:
+    return (
+        f"all gates together: {pooled.lost} right answers lost and {pooled.won} won of {pooled.n}, "
+        f"{points(pooled.difference)} points (90 % {points(pooled.low)} to {points(pooled.high)}, p {pooled.p:.2g})"
+    )
+
+
+def _sentence(
+    verdict: Standing, verdicts: Mapping[str, MemberVerdict], by_gate: Mapping[str, Mapping[str, Kept]]
+) -> str:
+    if not verdicts:
+        return "Nothing was compared with the reference."
+    if verdict == "keeps":
+        return f"Keeps every gate under {', '.join(verdicts)}."
+    if verdict == "fragile":
+        changing = changing_gates(by_gate)
+        loses = [name for name, gates in by_gate.items() if any(gates.get(g) == "loses" for g in changing)]
+        keeps = [
+            name
+            for name, gates in by_gate.items()
+            if name not in loses and any(gates.get(g) == "keeps" for g in changing)
+        ]
+        end = f", keeps under {', '.join(keeps)}" if keeps else " in part of the arithmetics"
+        return f"Fragile: loses {_titles(changing)} under {', '.join(loses)}{end}."
+    names = {
+        gate: [m for m, gates in by_gate.items() if gates.get(gate) == verdict] for gate in _gates(verdicts, verdict)
+    }
+    under = dict.fromkeys(name for members in names.values() for name in members)
+    if verdict == "loses":
+        return f"Loses {_titles(names)} under {', '.join(under)}."
+    return f"Undecided with so few prompts: {_titles(names)} under {', '.join(under)}."
+
+
+def _gates(verdicts: Mapping[str, MemberVerdict], verdict: Standing) -> list[str]:
+    lists = [v.loses if verdict == "loses" else v.undecided for v in verdicts.values()]
+    return list(dict.fromkeys(gate for gates in lists for gate in gates))
+
+
+def _titles(gates: Collection[str]) -> str:
+    names = [title(gate) for gate in gates if gate != POOLED] or [title(gate) for gate in gates]
+    if len(names) > SHOWN:
+        names = [*names[:SHOWN], f"{len(names) - SHOWN} more"]
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+# ---- in documents
+
+
+def apply(table: Mapping[str, GateResult], paired: Mapping[str, PairedGate]) -> None:
+    """Set the verdict of each deciding gate of a table to the paired one; `meets` keeps the absolute one."""
+    for name, result in table.items():
+        gate = paired.get(name)
+        if result.meets is None:
+            result.meets = result.verdict
+        if gate is None or not gate.n or result.advisory or not decides(name):
+            continue
+        result.verdict, result.n_to_decide = OUTCOMES[gate.verdict], gate.n_to_decide
+        result.rule = (
+            f"paired with the reference: {gate.lost} lost, {gate.won} won; {points(gate.difference)} points, 90 % "
+            f"{points(gate.low)} to {points(gate.high)}, margin {100 * gate.margin:g}"
+        )
+
+
+def judge_evaluation(evaluation: Evaluation) -> Evaluation:
+    """Set an evaluation's verdict over all members of its ensembles, and each gate's; an older evaluation gets its verdict too."""
+    sides: dict[str, NumericsResult | Member] = {**evaluation.numerics, **evaluation.members}
+    evaluation.verdict = judge_sides(sides)
+    return evaluation
+
+
+def judge_sides(sides: Mapping[str, NumericsResult | Member] | Mapping[str, OfflineSide]) -> PairedVerdict:
+    """Judge a checkpoint's arithmetics together, set the verdicts of their gates, and return the verdict."""
+    verdict = judge_members({k: v.paired for k, v in sides.items()}, {k: v.pooled for k, v in sides.items()})
+    for side in sides.values():
+        apply(side.gates, side.paired)
+    return verdict

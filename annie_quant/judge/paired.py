@@ -1,0 +1,134 @@
+"""Statistics of paired outcomes: the same prompts answered by a checkpoint and by its reference.
+
+`lost`: prompts that only the reference passes. `won`: prompts that only the checkpoint passes. The others say nothing about the
+difference (won - lost) / n, but n sets its precision.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import lru_cache
+from statistics import NormalDist
+
+from annie_quant.judge.statistics import wilson
+
+MOST_N = 1_000_000
+
+
+def score_interval(lost: float, won: float, n: float, confidence: float = 0.9) -> tuple[float, float]:
+    """Return Tango's score interval of (won - lost) / n (Tango 1998, Statistics in Medicine 17: 891-908); (-1, 1) for n = 0.
+
+    Both bounds are differences whose score test, with the other probabilities at their maximum likelihood under that
+    difference, has the normal quantile of the confidence.
+    """
+    if min(lost, won) < 0 or lost + won > n * (1 + 1e-9):
+        raise ValueError(f"lost and won must be counts with a sum up to n, got {lost}, {won} of {n}")
+    if n == 0:
+        return -1.0, 1.0
+    z = NormalDist().inv_cdf(0.5 + confidence / 2)
+    observed = (won - lost) / n
+    return _root(lost, won, n, -1.0, observed, z), _root(lost, won, n, observed, 1.0, -z)
+
+
+def _root(lost: float, won: float, n: float, low: float, high: float, target: float) -> float:
+    """The difference between low and high at which the score, which falls with the difference, has the value `target`."""
+    for _ in range(60):
+        middle = (low + high) / 2
+        if _score(lost, won, n, middle) > target:
+            low = middle
+        else:
+            high = middle
+    return (low + high) / 2
+
+
+def _score(lost: float, won: float, n: float, difference: float) -> float:
+    b = lost + won + (won - lost - 2 * n) * difference
+    c = lost * difference * (1 - difference)
+    p_lost = max((b + math.sqrt(max(b * b + 8 * n * c, 0.0))) / (4 * n), 0.0, -difference)
+    variance = n * (2 * p_lost + difference - difference * difference)
+    excess = won - lost - n * difference
+    if variance <= 1e-15 * n:
+        return 0.0 if abs(excess) < 1e-12 * n else math.copysign(math.inf, excess)
+    return excess / math.sqrt(variance)
+
+
+def square_and_add_interval(
+    both: int, lost: int, won: int, neither: int, confidence: float = 0.9
+) -> tuple[float, float]:
+    """Return Newcombe's interval of (won - lost) / n: Wilson intervals of both rates, squared and added.
+
+    Method 10 of Newcombe 1998 (Statistics in Medicine 17: 2635-2650), whose correlation has a continuity correction. A second
+    method, to check the first. both, neither: prompts that both sides pass or fail.
+    """
+    n = both + lost + won + neither
+    if n == 0:
+        return -1.0, 1.0
+    ours, theirs = (both + won) / n, (both + lost) / n
+    low_a, high_a = wilson(both + won, n, confidence)
+    low_b, high_b = wilson(both + lost, n, confidence)
+    margins = (both + lost) * (won + neither) * (both + won) * (lost + neither)
+    cross = both * neither - lost * won
+    phi = (max(cross - n / 2, 0) if cross > 0 else cross) / math.sqrt(margins) if margins else 0.0
+
+    def distance(a: float, b: float) -> float:
+        return math.sqrt(max(a * a - 2 * phi * a * b + b * b, 0.0))
+
+    difference = ours - theirs
+    return difference - distance(ours - low_a, high_b - theirs), difference + distance(high_a - ours, theirs - low_b)
+
+
+@lru_cache(maxsize=4096)
+def mcnemar(lost: int, won: int) -> float:
+    """Return the exact p of McNemar's test towards a loss (one-sided): P(Binomial(lost + won, 1/2) <= won)."""
+    n = lost + won
+    term = total = 1  # binomial coefficients of n over 0, 1, ... won
+    for i in range(1, won + 1):
+        term = term * (n - i + 1) // i
+        total += term
+    return total / 2**n
+
+
+@lru_cache(maxsize=4096)
+def detectable_loss(n: int, discordant: float, level: float, power: float = 0.8) -> float | None:
+    """Return the smallest loss of the pass rate that McNemar's exact test finds with this power; None where n is too small.
+
+    discordant: share of prompts whose outcome changes in each direction for no reason. level: one-sided.
+    """
+    if _power(n, discordant, 1.0 - 2 * discordant, level) < power:
+        return None
+    low, high = 0.0, 1.0 - 2 * discordant
+    while high - low > 1e-4:
+        middle = (low + high) / 2
+        if _power(n, discordant, middle, level) >= power:
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def _power(n: int, discordant: float, loss: float, level: float) -> float:
+    """The probability that McNemar's exact test is significant towards a loss: lost and won are multinomial."""
+    import numpy as np
+    from scipy.stats import binom
+
+    changed = 2 * discordant + loss
+    if n == 0 or changed <= 0:
+        return 0.0
+    counts = np.arange(n + 1)
+    # The largest number of wins that is still significant: P(Binomial(k, 1/2) <= wins) <= level; -1 where none is.
+    wins = binom.ppf(level, counts, 0.5)
+    wins = np.where(binom.cdf(wins, counts, 0.5) > level, wins - 1, wins)
+    chance = binom.cdf(wins, counts, discordant / changed)
+    return float(np.sum(binom.pmf(counts, n, min(1.0, changed)) * np.where(wins < 0, 0.0, chance)))
+
+
+def least_n(decided: Callable[[int], bool], n: int) -> int | None:
+    """Return the smallest number of prompts above n for which `decided` holds, if it holds from there on; None up to MOST_N."""
+    if not decided(MOST_N):
+        return None
+    below, above = n, MOST_N
+    while above - below > 1:
+        middle = (below + above) // 2
+        below, above = (below, middle) if decided(middle) else (middle, above)
+    return above

@@ -1,0 +1,96 @@
+"""Pair the answers of a checkpoint with its reference's answers to the same prompts: counts per gate, and all gates together."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+
+from annie_quant.judge.answers import Answer
+from annie_quant.judge.gates import REFERENCE_GATES, checks, decides
+from annie_quant.judge.paired import mcnemar
+from annie_quant.judge.workloads import Case, Workload
+from annie_quant.schema import PairedGate, PooledGates
+
+Judged = tuple[Workload, Case, Answer]
+Checks = Mapping[str, bool]  # gate → passed, for the gates that apply to one answer
+FLIPS = 4999  # random sign flips of a permutation test
+
+
+def pair_answers(before: Sequence[Judged], after: Sequence[Judged]) -> tuple[dict[str, PairedGate], PooledGates | None]:
+    """Pair two models' answers to the same prompts, in the same order. before: the reference's. after: the checkpoint's."""
+    return pair_checks(
+        (checks(old, old_case, workload), checks(new, new_case, workload))
+        for (workload, old_case, old), (_, new_case, new) in zip(before, after, strict=True)
+    )
+
+
+def pair_by_prompt(
+    before: Mapping[Hashable, Checks], after: Mapping[Hashable, Checks]
+) -> tuple[dict[str, PairedGate], PooledGates | None]:
+    """Pair two sides' checks over the prompts that both have. before: the reference's."""
+    return pair_checks((before[prompt], row) for prompt, row in after.items() if prompt in before)
+
+
+def pair_checks(pairs: Iterable[tuple[Checks, Checks]]) -> tuple[dict[str, PairedGate], PooledGates | None]:
+    """Return (gate → counts, all deciding gates together) of (reference's checks, checkpoint's checks) per prompt.
+
+    A gate counts where it applies to both answers. The second is None where no deciding gate applies to both answers. Gates that
+    compare with the reference's own answer are not in it: the reference passes them by definition, so a change is always a loss,
+    and the permutation test's assumption (either sign with the same probability) does not hold for them.
+    """
+    counts: dict[str, list[int]] = {}
+    changes: list[dict[str, int]] = []  # per answer: +1 won, -1 lost, for the deciding gates that changed
+    n_answers = lost_answers = won_answers = 0
+    for old, new in pairs:
+        shared = old.keys() & new.keys()
+        for gate in shared:
+            row = counts.setdefault(gate, [0, 0, 0])
+            row[0] += 1
+            row[1] += old[gate] and not new[gate]
+            row[2] += new[gate] and not old[gate]
+        deciding = [gate for gate in shared if decides(gate) and gate not in REFERENCE_GATES]
+        if deciding:
+            n_answers += 1
+            right_before, right_after = all(old[g] for g in deciding), all(new[g] for g in deciding)
+            lost_answers += right_before and not right_after
+            won_answers += right_after and not right_before
+            if change := {g: new[g] - old[g] for g in deciding if new[g] != old[g]}:
+                changes.append(change)
+    gates = {gate: PairedGate(n, lost, won, mcnemar(lost, won)) for gate, (n, lost, won) in sorted(counts.items())}
+    return gates, _pooled(n_answers, lost_answers, won_answers, changes) if n_answers else None
+
+
+def _pooled(n: int, lost: int, won: int, changes: Sequence[Mapping[str, int]]) -> PooledGates:
+    p_sum = mcnemar(lost, won)
+    p_largest, p_fisher = sign_flips(changes)
+    p = min(1.0, 3 * min(p_sum, p_largest, p_fisher))
+    return PooledGates(n=n, lost=lost, won=won, p_sum=p_sum, p_largest=p_largest, p_fisher=p_fisher, p=p)
+
+
+def sign_flips(changes: Sequence[Mapping[str, int]], flips: int = FLIPS, seed: int = 0) -> tuple[float, float]:
+    """Return p of the largest loss of a gate, and of Fisher's combination of all gates, towards a loss (one-sided).
+
+    changes: per answer, gate → +1 (won) or -1 (lost). Without a difference between the sides each answer's changes have either
+    sign with the same probability, all gates of the answer together: gates of one answer are not independent.
+    """
+    import numpy as np
+    from scipy.stats import binom
+
+    gates = sorted({gate for change in changes for gate in change})
+    if not gates:
+        return 1.0, 1.0
+    matrix = np.array([[change.get(gate, 0) for gate in gates] for change in changes], dtype=np.int32)
+    signs = np.random.default_rng(seed).integers(0, 2, (flips, len(changes)), dtype=np.int8) * 2 - 1
+    sums = np.vstack([matrix.sum(0), signs.astype(np.int32) @ matrix])  # won - lost; the first row is observed
+    n_changed = np.abs(matrix).sum(0)
+    n_lost = (n_changed - sums) // 2
+    largest = (-sums / np.sqrt(n_changed)).max(1)
+    fisher = np.zeros(len(sums))
+    for column, total in enumerate(n_changed):
+        table = -2 * binom.logsf(np.arange(total + 1) - 1, total, 0.5)  # of P(lost or more)
+        fisher += table[n_lost[:, column]]
+
+    def p_value(statistic: np.ndarray) -> float:
+        at_least = int(np.sum(statistic[1:] >= statistic[0] - 1e-9))
+        return (1 + at_least) / (1 + flips)
+
+    return p_value(largest), p_value(fisher)

@@ -1,0 +1,34 @@
+"""Text for a terminal or a message, of what a file or a server contains."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+
+# ECMA-48: control sequences (CSI), strings that a terminal executes (OSC, DCS, SOS, PM, APC), and two-character escapes.
+_ESCAPE = re.compile(
+    r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]?|(?:\x1b[]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x9c]*(?:\x07|\x1b\\|\x9c)?|\x1b[ -/]*.?",
+    re.DOTALL,
+)
+
+
+def printable(text: str, most: int | None = None, lines: bool = False) -> str:
+    """Return text without escape sequences and invisible characters, on one line (`lines`: keep line breaks and tabs).
+
+    most: longest result. Characters that change the order of others (Trojan Source, CVE-2021-42574) are invisible too.
+    """
+    if not text.isprintable():
+        allowed = "\n\t" if lines else ""
+        text = _ESCAPE.sub("", text)
+        text = "".join(c if c in allowed or c.isprintable() else _replacement(c) for c in text)
+    if not lines:
+        text = " ".join(text.split())
+    return text if most is None or len(text) <= most else text[: most - 1] + "…"
+
+
+def _replacement(character: str) -> str:
+    """A space for white space, nothing for format characters, U+FFFD for a surrogate or an unassigned one."""
+    category = unicodedata.category(character)
+    if category.startswith("Z") or character in "\n\r\t\v\f\x85":
+        return " "
+    return "" if category in ("Cc", "Cf") else "\ufffd"

@@ -1,0 +1,81 @@
+"""Secrets in files that are about to be published, by their form.
+
+The rules here always apply; those of detect-secrets (https://github.com/Yelp/detect-secrets) are added where it is installed
+(pip install "annie-quant[publish]"): its rules of a fixed form, without those that guess by entropy or by a keyword, which
+take checksums and prompts for secrets. Text is also searched as UTF-16 and with its \\u escapes decoded.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+HEADER_LIMIT = 100_000_000  # bytes; the format's own limit of a safetensors header
+RULES = {
+    "a Hugging Face token": r"\bhf_[A-Za-z0-9]{30,}",
+    "a private key": r"-----BEGIN [A-Z ]*PRIVATE KEY-----",
+    "an API key": r"\bsk-[A-Za-z0-9_\-]{24,}",
+    "a GitHub token": r"\b(?:gh[pousr]_[A-Za-z0-9]{30,}|github_pat_[A-Za-z0-9_]{30,})",
+    "an AWS key": r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b",
+    "an authorization header": r"(?i)authorization['\"]?\s*[:=]\s*['\"]?(?:bearer|basic)\s+[A-Za-z0-9._\-+/=]{16,}",
+    "a Google API key": r"\bAIza[A-Za-z0-9_\-]{35}",
+    "a Slack token": r"\bxox[abeoprs]-[A-Za-z0-9\-]{10,}",
+    "an NVIDIA API key": r"\bnvapi-[A-Za-z0-9_\-]{20,}",
+    "a GitLab token": r"\bglpat-[A-Za-z0-9_\-]{20,}",
+    "an npm token": r"\bnpm_[A-Za-z0-9]{36}\b",
+    "a JSON web token": r"\beyJ[A-Za-z0-9_\-]{8,}\.eyJ[A-Za-z0-9_\-]{8,}\.[A-Za-z0-9_\-]{8,}",
+    "a password in a URL": r"\b[a-z][a-z0-9+.\-]{1,20}://[^\s/:@\"'<>\\]{1,100}:[^\s/@\"'<>\\]{3,100}@[\w\[]",
+}
+KEPT_RULES = (
+    "ArtifactoryDetector", "AWSKeyDetector", "AzureStorageKeyDetector", "DiscordBotTokenDetector", "GitHubTokenDetector",
+    "GitLabTokenDetector", "JwtTokenDetector", "MailchimpDetector", "NpmDetector", "OpenAIDetector", "PrivateKeyDetector",
+    "PypiTokenDetector", "SendGridDetector", "SlackDetector", "SquareOAuthDetector", "StripeDetector", "TwilioKeyDetector",
+)  # fmt: skip
+_COMPILED = {kind: re.compile(rule) for kind, rule in RULES.items()}
+_ESCAPE = re.compile(r"\\u00([0-7][0-9a-fA-F])")
+
+
+def secret_in(path: Path) -> str:
+    """Return what kind of secret a file has, or "". Of weights only the header is text."""
+    with path.open("rb") as file:
+        if path.suffix == ".safetensors":
+            length = int.from_bytes(file.read(8), "little")
+            content = file.read(min(length, HEADER_LIMIT))
+        else:
+            content = file.read()
+    return next((kind for text in readings(content) if (kind := _kind_of(text))), "")
+
+
+def readings(content: bytes) -> Iterator[str]:
+    """Yield the texts that a file's bytes may stand for."""
+    texts = [content.decode("utf-8", "replace")]
+    if b"\0" in content:
+        texts += [content[start:].decode(f"utf-16-{order}", "replace") for order in ("le", "be") for start in (0, 1)]
+    for text in texts:
+        yield text
+        if "\\u00" in text:
+            yield _ESCAPE.sub(lambda match: chr(int(match[1], 16)), text)
+
+
+def _kind_of(text: str) -> str:
+    for kind, rule in _COMPILED.items():
+        if rule.search(text):
+            return kind
+    for detector in _detectors():
+        if any(True for _ in detector.analyze_string(text)):
+            return f"something like: {detector.secret_type}"
+    return ""
+
+
+@functools.cache
+def _detectors() -> tuple[Any, ...]:
+    """Return detect-secrets' rules, or none where it is not installed."""
+    try:
+        from detect_secrets.core.plugins.util import get_mapping_from_secret_type_to_class
+    except ImportError:
+        return ()
+    classes = get_mapping_from_secret_type_to_class().values()
+    return tuple(kind() for kind in classes if kind.__name__ in KEPT_RULES)

@@ -1,0 +1,56 @@
+"""Data that another party wrote: a server's answers, a checkpoint's metadata, a log. Decode it, limit it, show it.
+
+decode_json(data)   JSON of any content; the only exception is ValueError
+limited(value)      a copy without what could not be stored again: depth, sizes and numbers are limited
+printable(text)     text for a terminal: no escape sequence, no control character, one line
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+
+from annie_quant.printable import printable
+
+MAX_DEPTH = 8
+MAX_ENTRIES = 100
+MAX_TEXT = 1000
+MAX_INTEGER = 2**53  # beyond it JSON readers disagree
+
+
+def decode_json(data: bytes | str) -> Any:
+    """Return the value of a JSON document. Raises ValueError, with one line, for everything that cannot be decoded."""
+    try:
+        return msgspec.json.decode(data)
+    except (msgspec.MsgspecError, UnicodeError) as error:
+        raise ValueError(f"not JSON: {printable(str(error), 200)}") from None
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def limited(value: Any, depth: int = MAX_DEPTH) -> Any:
+    """Return a copy of a decoded JSON value that can be stored: MAX_ENTRIES per list or object, MAX_TEXT characters per
+    text, finite numbers, integers up to MAX_INTEGER. What does not fit is cut, or None."""
+    if isinstance(value, str):
+        return value[:MAX_TEXT]
+    if isinstance(value, bool) or value is None:
+        return value
+    if isinstance(value, int):
+        return value if abs(value) <= MAX_INTEGER else None
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if depth <= 0:
+        return None
+    if isinstance(value, dict):
+        entries = list(value.items())[:MAX_ENTRIES]
+        return {str(key)[:MAX_TEXT]: limited(item, depth - 1) for key, item in entries}
+    if isinstance(value, list):
+        return [limited(item, depth - 1) for item in value[:MAX_ENTRIES]]
+    return None
+
+
+def integer(value: Any) -> int | None:
+    """Return a count: an integer from 0 to MAX_INTEGER; None for anything else (True is not a count)."""
+    return value if type(value) is int and 0 <= value <= MAX_INTEGER else None

@@ -1,0 +1,99 @@
+"""Chat templates render as transformers renders them, and a hostile one ends within its limits."""
+
+# ruff: noqa: E501
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+from paths import TINY_ANNIE
+
+from annie_quant.errors import CheckpointError
+from annie_quant.evaluate import chat_template
+from annie_quant.evaluate.chat_template import ChatTemplate
+
+transformers = pytest.importorskip("transformers", reason="the quantize extra is not installed")
+
+TOOL = {
+    "type": "function",
+    "function": {"name": "search", "parameters": {"type": "object", "properties": {"q": {"type": "string"}}}},
+}
+CALL = {"type": "function", "function": {"name": "search", "arguments": {"q": "ü <b>"}}}
+CONVERSATIONS = [
+    [{"role": "user", "content": "Hi"}],
+    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi 😀"}, {"role": "assistant", "content": "Yo"}],
+    [{"role": "user", "content": "Find."}, {"role": "assistant", "content": "", "tool_calls": [CALL]}, {"role": "tool", "content": "x"}],
+]  # fmt: skip
+# White space rules, tojson, loop controls, the generation block, special tokens, unknown variables.
+OTHER_TEMPLATES = [
+    "{% for m in messages %}\n  {%- if loop.index > 2 %}{% break %}{% endif %}\n    {% if m.content %}\n{{ m.content }}\n    {% endif %}\n{% endfor %}",
+    "{{ tools | tojson(indent=2) }}{{ messages | tojson }}{{ eos_token }}{{ nothing }}{{ enable_thinking }}",
+    "{% generation %}{{ messages[0].content | upper }}{% endgeneration %}!{{ documents }}{{ add_generation_prompt }}",
+    "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}{{ 'a'.replace('a', 'b') }}",
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return transformers.AutoTokenizer.from_pretrained(TINY_ANNIE, trust_remote_code=False)
+
+
+@pytest.mark.parametrize("template", [None, *OTHER_TEMPLATES])
+def test_text_equals_that_of_transformers(tokenizer, template, monkeypatch):
+    if template:
+        monkeypatch.setattr(tokenizer, "chat_template", template)
+    ours = ChatTemplate(tokenizer, "x")
+    for messages in CONVERSATIONS:
+        for tools in (None, [TOOL]):
+            for prompt in (False, True):
+                expected = tokenizer.apply_chat_template(
+                    messages, tools=tools, add_generation_prompt=prompt, enable_thinking=True, tokenize=False
+                )
+                assert ours.render(messages, tools, prompt, enable_thinking=True) == expected
+
+
+HOSTILE = {
+    "an endless loop": "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}{% endfor %}",
+    "endless output": "{% for a in range(99999) %}{% for b in range(99999) %}xxxxxxxxxxxxxxxxxxxx{% endfor %}{% endfor %}",
+    "a large text": "{{ 'x' * 3000000000 }}",
+    "a large number": "{{ 9 ** (9 ** 9) }}",
+    "a wide field": "{{ '%2000000000d' % 1 }}",
+    "a large list": "{{ (range(99999) | list) * 99999 }}",
+    "recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "attributes": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "an import": "{% include '/etc/passwd' %}",
+    "its own exception": "{{ raise_exception('\x1b[31mno') }}",
+    "a syntax error": "{% for",
+    "too much text": "{% for a in range(5000) %}{{ 'x' * 1000 }}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_template_is_one_line_within_the_limits(tokenizer, monkeypatch, name):
+    monkeypatch.setattr(chat_template, "MAX_SECONDS", 1.5)
+    monkeypatch.setattr(tokenizer, "chat_template", HOSTILE[name])
+    start = time.monotonic()
+    with pytest.raises(CheckpointError, match="its chat template") as caught:
+        ChatTemplate(tokenizer, "x").render(CONVERSATIONS[0])
+    assert time.monotonic() - start < 30
+    assert caught.value.message.isprintable()
+
+
+def test_after_a_failure_other_conversations_render(tokenizer, monkeypatch):
+    source = "{% if messages[0].content == 'bad' %}{{ 'x' * 3000000000 }}{% endif %}{{ messages[0].content }}"
+    monkeypatch.setattr(tokenizer, "chat_template", source)
+    template = ChatTemplate(tokenizer, "x")
+    with pytest.raises(CheckpointError):
+        template.render([{"role": "user", "content": "bad"}])
+    assert template.render([{"role": "user", "content": "good"}]) == "good"
+
+
+def test_the_process_ends_with_the_template(tokenizer):
+    template = ChatTemplate(tokenizer, "x")
+    template.render(CONVERSATIONS[0])
+    (worker,) = template._workers.values()
+    pid = worker._process.pid
+    del template, worker
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)

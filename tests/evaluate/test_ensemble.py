@@ -1,0 +1,129 @@
+"""The ensemble of arithmetics: its members, its rule of certain answers, ties, and the dtype that both devices get."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="the runtime needs torch: pip install annie-quant[quantize]")
+pytest.importorskip("transformers", reason="the runtime needs transformers: pip install annie-quant[quantize]")
+pytest.importorskip("modelopt", reason="ModelOpt makes the checkpoints: pip install annie-quant[quantize]")
+pytest.importorskip("annie_quant.nvfp4", reason="the runtime needs the codec")
+
+from runtime_models import export_nvfp4, save_reference  # noqa: E402
+
+from annie_quant.evaluate import ensemble, pair  # noqa: E402
+from annie_quant.evaluate.evaluation import evaluate_pair  # noqa: E402
+from annie_quant.evaluate.pair import ModelPair  # noqa: E402
+from annie_quant.evaluate.verification import Choices, Difference, choices_of  # noqa: E402
+from annie_quant.judge import Case, Workload  # noqa: E402
+from annie_quant.schema import Evaluation  # noqa: E402
+
+
+def workloads(n: int = 12, limit: int = 8) -> list[Workload]:
+    cases = tuple(Case(f"c{i}", ({"role": "user", "content": f"What is {i} and {i + 3}?"},)) for i in range(n))
+    talk = (Case("t", (), ("Hello there!", "What did I say?")),)
+    gates = ("non_empty", "no_markdown", "thinking_leak")
+    return [
+        Workload("plain", "", None, "Be brief.", None, False, limit, 0, gates, cases),
+        Workload("talk", "", None, None, None, False, limit, 0, gates, talk),
+    ]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    reference = save_reference(tmp_path_factory.mktemp("reference"))
+    return export_nvfp4(reference, tmp_path_factory.mktemp("naive")), reference
+
+
+def evaluated(models: tuple[Path, Path], tmp_path: Path, numerics: tuple[str, ...], **more) -> Evaluation:
+    with ModelPair(*models, cache=tmp_path, device="cpu") as loaded:
+        return evaluate_pair(loaded, workloads(), numerics, **more)
+
+
+def test_members_and_their_outcomes(models: tuple[Path, Path], tmp_path: Path) -> None:
+    result = evaluated(models, tmp_path, ("w4a4", "vllm-cutlass"))
+    assert list(result.numerics) == ["w4a4", "vllm-cutlass"]
+    suffixes = {"w4a4": ("bf16", "perm1", "cut16"), "vllm-cutlass": ("float32", "perm1", "cut16")}
+    assert list(result.members) == [f"{name}+{s}" for name, own in suffixes.items() for s in own]
+    paired = result.paired_outcomes()
+    sides = result.numerics | result.members
+    for name, gates in paired.items():
+        for gate, rows in gates.items():
+            row = sides[name].paired[gate]
+            assert len(rows) == row.n
+            assert sum(a and not b for a, b in rows) == row.lost and sum(b and not a for a, b in rows) == row.won
+    assert len(result.prompts["non_empty"]) == 14 and result.prompts["non_empty"][-1] == "talk/t/2"
+    for name, figures in result.ensemble.items():
+        assert figures.n == 14 and figures.noise > 0
+        assert result.members[f"{name}+perm1"].n_computed == figures.n_uncertain
+        assert result.members[f"{name}+{suffixes[name][0]}"].n_computed == 14
+    # The two names are the same two arithmetics, the other way round.
+    assert result.members["w4a4+bf16"].outcomes == result.numerics["vllm-cutlass"].outcomes
+    assert result.members["vllm-cutlass+float32"].outcomes == result.numerics["w4a4"].outcomes
+    assert Evaluation.load is not None and "float32" in result.numerics["w4a4"].arithmetic
+
+
+def test_without_the_ensemble_there_are_no_members(models: tuple[Path, Path], tmp_path: Path) -> None:
+    result = evaluated(models, tmp_path, ("w4a16",), with_ensemble=False)
+    assert not result.members and not result.ensemble and result.numerics["w4a16"].outcomes
+
+
+def test_certain_answers_are_those_that_no_member_changes(
+    models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    itself = (models[1], models[1])  # a random model's NVFP4 answers all differ, its own agree
+    usual = evaluated(itself, tmp_path, ("w4a16",))
+    monkeypatch.setattr(ensemble, "MARGIN_FACTOR", 1e9)
+    everything = evaluated(itself, tmp_path, ("w4a16",))
+    assert list(usual.numerics) == ["bf16"] and 0 < usual.ensemble["bf16"].n_uncertain < 14
+    for name, member in everything.members.items():
+        assert member.n_computed == 14
+        assert member.outcomes == usual.members[name].outcomes and member.n_changed == usual.members[name].n_changed
+
+
+def test_decoding_token_by_token_gives_the_verified_answers(models: tuple[Path, Path], tmp_path: Path) -> None:
+    result = evaluated(models, tmp_path, ("w4a16",))
+    assert result.members["w4a16+cut16"].n_computed > 0
+    assert result.members["w4a16+cut16"].n_changed <= 1  # of 14: float32 sums in another order
+
+
+def choices(margins: list[float], difference: Difference | None = None) -> Choices:
+    return Choices(difference, np.zeros((len(margins), 2), np.int64), np.array(margins, np.float32))
+
+
+def test_an_answer_is_uncertain_by_margin_or_difference_with_its_whole_conversation() -> None:
+    requests = [SimpleNamespace(conversation=("w", str(i // 2))) for i in range(8)]  # four conversations of two turns
+    answered = [SimpleNamespace(request=r) for r in requests]
+    base = {i: choices([5.0, 4.0]) for i in range(8)}
+    other = dict(base)
+    assert ensemble.uncertain_answers(answered, base, other, 1.0) == []
+    base[1] = choices([5.0, 2.9])
+    other[4] = choices([5.0, 4.0], Difference(0, 7))
+    base[7] = choices([5.0, 4.0], Difference(1, 7))
+    assert ensemble.uncertain_answers(answered, base, other, 1.0) == [0, 1, 4, 5, 6, 7]
+
+
+def test_noise_is_robust_against_a_few_large_changes() -> None:
+    rng = np.random.default_rng(0)
+    base = {0: choices(list(rng.standard_normal(1000)))}
+    changed = base[0].margins + 0.1 * rng.standard_normal(1000).astype(np.float32)
+    changed[:20] += 50
+    assert ensemble.margin_noise(base, {0: choices(list(changed))}) == pytest.approx(0.1, rel=0.15)
+    assert ensemble.margin_noise({}, {}) == 0
+
+
+def test_equal_logits_give_the_lowest_token() -> None:
+    logits = torch.tensor([[0.0, 3.0, 1.0, 3.0, 3.0], [2.0, 0.0, 2.0, 1.0, 2.0]])
+    result = choices_of(logits, [1, 0], [4])
+    assert result.difference is None and result.best.tolist() == [[1, 3], [0, 2]] and result.margins.tolist() == [0, 0]
+    assert choices_of(logits, [3, 0], [4]).difference == Difference(0, 1)
+
+
+def test_both_devices_compute_in_the_same_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model.safetensors").write_bytes(bytes(1000))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10**9, 10**9))
+    assert pair.working_dtype([tmp_path], "cuda") == pair.working_dtype([tmp_path], "cpu") == "float32"
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (9000, 10**9))
+    assert pair.working_dtype([tmp_path], "cuda") == "bfloat16"

@@ -1,0 +1,51 @@
+"""Conversations as JSON lines: the check of a data set, and what quantization and evaluation read of it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from fuzz.boundaries.grammar import Hostile, encode
+from fuzz.boundaries.harness import Finding, Sandbox, check_text, limited_time
+
+ROWS = 3
+
+
+@contextlib.contextmanager
+def opened(sandbox: Sandbox) -> Iterator[Any]:
+    from annie_quant import data
+    from annie_quant.data.rows import read_conversations
+    from annie_quant.errors import AnnieError
+    from annie_quant.quantize.calibration_samples import template_messages
+
+    generated = sandbox.inputs / "made.jsonl"
+    data.generate("annie", "offline", 20, generated, 0)
+    rows = [json.loads(line) for line in generated.read_bytes().splitlines()]
+    file = sandbox.inputs / "rows.jsonl"
+
+    def case(seed: str, left: int) -> int:
+        hostile = Hostile(seed)
+        chosen = hostile.random.sample(rows, ROWS)
+        changed = hostile.random.randrange(ROWS)
+        lines = [
+            encode(hostile.changed(row) if i == changed else row).replace(b"\n", b" ") for i, row in enumerate(chosen)
+        ]
+        file.write_bytes(hostile.damaged(b"\n".join(lines) + b"\n"))
+        if hostile.random.random() < 0.5:
+            sandbox.run("data", "--check", "--output", file, "--persona", "annie")
+            return 1
+        with limited_time("rows"):
+            try:
+                read = read_conversations(file)
+                data.check_prompt_hash(file, allow=True)
+                for row in read:
+                    template_messages(row)
+            except AnnieError as error:
+                check_text(error.message)
+                if "\n" in error.message or len(error.message) > 2000:
+                    raise Finding(f"not one line: {error.message[:300]!r}") from error
+        return 1
+
+    yield case

@@ -1,0 +1,300 @@
+/* Fuzzer of the request writer (csrc/stream/request.c): any bytes as method, URL, field names and values, and body.
+ *
+ *   clang -g -O1 -fsanitize=fuzzer,address,undefined -DLIBFUZZER -Icsrc tests/fuzz/fuzz_request.c csrc/stream/request.c -lcurl -o fuzz
+ *   ./fuzz tests/fuzz/corpus/request
+ *   gcc -g -O2 -fsanitize=address,undefined -Icsrc tests/fuzz/fuzz_request.c csrc/stream/request.c -lcurl -o fuzz && ./fuzz EXECUTIONS [SEED]
+ *
+ * Checks, by a parser that shares nothing with the writer: what is written is one request of RFC 9112, its head ends where its body begins,
+ * no recipient that accepts a bare CR, a bare LF or a NUL finds another line in it, its only length is the body's, and it has no transfer
+ * coding. libcurl's lines have the same fields. A request without anything unusual is accepted.
+ */
+#include "stream/request.h"
+
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <strings.h>
+
+enum { MOST = 1 << 14, MOST_FIELDS = 6 };
+
+static unsigned long long written, refused, left_to_libcurl;
+
+static void demand(bool holds, const char *what)
+{
+    if (!holds) {
+        fprintf(stderr, "broken: %s\n", what);
+        abort();
+    }
+}
+
+/* ---- a parser of one request */
+
+static bool token_byte(uint8_t c)
+{
+    static const char symbols[] = "!#$%&'*+-.^_`|~";
+    return (c >= '0' && c <= '9') || ((c | 32) >= 'a' && (c | 32) <= 'z') || (c && memchr(symbols, c, sizeof symbols - 1));
+}
+
+static size_t token_size(const uint8_t *at, size_t size)
+{
+    size_t n = 0;
+    while (n < size && token_byte(at[n]))
+        n++;
+    return n;
+}
+
+struct counts {
+    unsigned hosts, lengths;
+    size_t fields;
+};
+
+static void read_line(const uint8_t *line, size_t size, size_t body_size, struct counts *counts)
+{
+    size_t name = token_size(line, size);
+    demand(name && name < size && line[name] == ':', "a field is a token and a colon");
+    const char *forbidden[] = {"transfer-encoding", "connection", "upgrade", "te", "trailer", "keep-alive", "expect", "proxy-connection"};
+    for (size_t i = 0; i < sizeof forbidden / sizeof *forbidden; i++)
+        demand(strlen(forbidden[i]) != name || strncasecmp((const char *)line, forbidden[i], name), "no field of one connection");
+    counts->hosts += name == 4 && strncasecmp((const char *)line, "host", 4) == 0;
+    if (name == 14 && strncasecmp((const char *)line, "content-length", 14) == 0) {
+        char expected[32];
+        int digits = snprintf(expected, sizeof expected, " %zu", body_size);
+        demand(size - name - 1 == (size_t)digits && memcmp(line + name + 1, expected, (size_t)digits) == 0, "the length is the body's");
+        counts->lengths++;
+    } else {
+        counts->fields++;
+    }
+}
+
+static void read_message(const uint8_t *head, size_t size, size_t body_size)
+{
+    struct counts counts = {0, 0, 0};
+    size_t at = 0, lines = 0;
+    for (size_t i = 0; i < size; i++) {
+        demand(head[i] != 0, "no NUL");
+        demand((head[i] == '\r') == (i + 1 < size && head[i + 1] == '\n'), "CR is before LF");
+        demand(head[i] != '\n' || (i && head[i - 1] == '\r'), "LF is after CR");
+    }
+    while (at < size) {
+        const uint8_t *end = memchr(head + at, '\r', size - at);
+        demand(end != NULL, "each line ends");
+        size_t length = (size_t)(end - head) - at;
+        if (length == 0) {
+            demand(at + 2 == size, "the head has one blank line, at its end");
+        } else if (lines++ == 0) {
+            size_t method = token_size(head, length), target = method + 1;
+            demand(method && target < length && head[method] == ' ' && head[target] == '/', "a method and a path");
+            while (target < length && head[target] > ' ' && head[target] < 0x7f)
+                target++;
+            demand(length - target == 9 && memcmp(head + target, " HTTP/1.1", 9) == 0, "the request line has three parts");
+        } else {
+            read_line(head + at, length, body_size, &counts);
+        }
+        at += length + 2;
+    }
+    demand(size >= 4 && memcmp(head + size - 4, "\r\n\r\n", 4) == 0, "the head ends");
+    demand(counts.hosts == 1, "one Host");
+    demand(counts.lengths <= 1 && (counts.lengths == 1 || body_size == 0), "a body has one length");
+}
+
+static bool has_line(const struct request *r, const struct field *f)
+{
+    for (const char *line = request_first_field(r); line; line = request_next_field(r, line))
+        if (strlen(line) > f->name.size && memcmp(line, f->name.at, f->name.size) == 0 && line[f->name.size] == ':')
+            return true;
+    return false;
+}
+
+static void check_lines(const struct request *r, const struct request_spec *q)
+{
+    size_t count = 0;
+    for (size_t i = 0; i < q->field_count; i++)
+        demand(strcasecmp(q->fields[i].name.at, "content-length") == 0 || has_line(r, &q->fields[i]), "every field of the caller is sent");
+    for (const char *line = request_first_field(r); line; line = request_next_field(r, line), count++) {
+        size_t name = token_size((const uint8_t *)line, strlen(line));
+        demand(name && line[name] == ':', "libcurl's line is a token and a colon");
+        for (const char *c = line; *c; c++)
+            demand((uint8_t)*c >= ' ' || *c == '\t', "libcurl's line has no control byte");
+        demand(strcspn(line, "\r\n\x7f") == strlen(line), "libcurl's line is one line");
+        demand(name != 14 || strncasecmp(line, "content-length", 14), "libcurl states the length itself");
+    }
+    demand(count == r->field_count, "libcurl gets every field");
+    demand(token_size((const uint8_t *)r->method, strlen(r->method)) == strlen(r->method), "libcurl's method is a token");
+    for (const char *c = r->url; *c; c++)
+        demand((uint8_t)*c >= ' ' && *c != 0x7f, "libcurl's URL has no control byte");
+}
+
+/* ---- one execution */
+
+static bool is_usual_field(const struct field *f)
+{
+    size_t size = f->name.size;
+    bool usual = size > 0 && size < 4 && f->value.size < 99;
+    for (size_t i = 0; usual && i < size; i++)
+        usual = strchr("XYZCT", f->name.at[i]) && f->name.at[i];
+    for (size_t i = 0; usual && i < f->value.size; i++)
+        usual = f->value.at[i] >= 'a' && f->value.at[i] <= 'z';
+    return usual;
+}
+
+/* A POST of http://h/a with short names of fields, also such as begin a name with a meaning: Content-Length, Transfer-Encoding. */
+static bool is_usual(const struct request_spec *q)
+{
+    bool usual = strcmp(q->method.at, "POST") == 0 && strcmp(q->url.at, "http://h/a") == 0 && q->method.size == 4 && q->url.size == 10;
+    for (size_t i = 0; usual && i < q->field_count; i++) {
+        usual = is_usual_field(&q->fields[i]);
+        for (size_t k = 0; usual && k < i; k++)
+            usual = strcmp(q->fields[k].name.at, q->fields[i].name.at) != 0;
+    }
+    return usual;
+}
+
+static void run(const struct request_spec *q)
+{
+    struct request r;
+    struct vector head = {NULL, 0, 0};
+    size_t at;
+    int status = request_normalise(q, &r, &at);
+    demand(status == REQUEST_OK || *request_explain(status), "each status has a description");
+    demand(status == REQUEST_OK || !is_usual(q), "a usual request is accepted");
+    if (status != REQUEST_OK) {
+        demand(at <= q->field_count, "the refused field is one of the request's");
+        refused++;
+    } else {
+        check_lines(&r, q);
+        demand(r.body_size == (q->body ? q->body_size : 0), "the body is the caller's");
+        if (r.origin) {
+            demand(request_write_head(&r, &head), "memory");
+            read_message(head.base, head.size, r.body_size);
+            written++;
+        } else {
+            left_to_libcurl++;
+        }
+    }
+    vector_free(&head);
+    request_free(&r);
+}
+
+static struct text take(const uint8_t **data, size_t *size, char **own)
+{
+    size_t length = *size ? **data : 0;
+    *data += *size != 0;
+    *size -= *size != 0;
+    length = length > *size ? *size : length;
+    *own = malloc(length + 1);
+    if (!*own)
+        abort();
+    memcpy(*own, *data, length);
+    (*own)[length] = 0;
+    *data += length;
+    *size -= length;
+    return (struct text){*own, length};
+}
+
+/* The first byte: number of fields, whether there is a body, whether the URL begins with http://h/ . Then texts with their sizes. */
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
+{
+    struct field fields[MOST_FIELDS];
+    char *own[2 * MOST_FIELDS + 3];
+    size_t owned = 0;
+    if (size < 1 || size > MOST)
+        return 0;
+    uint8_t how = *data++;
+    size--;
+    struct request_spec q = {.fields = fields, .field_count = how % (MOST_FIELDS + 1), .user_agent = how & 64 ? "fuzz/1" : NULL};
+    q.method = take(&data, &size, &own[owned++]);
+    q.url = take(&data, &size, &own[owned++]);
+    for (size_t i = 0; i < q.field_count; i++) {
+        fields[i].name = take(&data, &size, &own[owned++]);
+        fields[i].value = take(&data, &size, &own[owned++]);
+    }
+    if (how & 128) {
+        struct text body = take(&data, &size, &own[owned++]);
+        q.body = body.at;
+        q.body_size = body.size;
+    }
+    run(&q);
+    while (owned)
+        free(own[--owned]);
+    return 0;
+}
+
+#ifndef LIBFUZZER
+static uint64_t state;
+
+static uint32_t next(void)
+{
+    state = state * 6364136223846793005u + 1442695040888963407u;
+    return (uint32_t)(state >> 33);
+}
+
+static const char *const METHODS[] = {"POST", "GET", "HEAD", "PUT", "M-SEARCH", "GET / HTTP/1.1\r\nHost: a\r\n\r\nGET", "G T", "", "CONNECT", "get\t"};
+static const char *const URLS[] = {"http://h/a", "http://h:80", "http://127.0.0.1:8000/v1?q=a b", "http://[::1]:9/x#f", "HTTP://H/%0d%0a",
+                                   "https://h/a", "http://u:p@h/", "http://h/../\\..//?\r\nX: y", "http://h /", "http://[fe80::1%25e]/",
+                                   "http://h/\xc3\xa9?\xff", "http://h\xc3\xa9/", "http:///", "ftp://h/", "http://h:99999/", "http://h/a?b\xe2\x80\xa8"};
+static const char *const NAMES[] = {"X-A", "X-B", "X-C", "x-a", "Content-Length", "content-length", "Transfer-Encoding", "Host", "hOST", "C",
+                                    "Content-Type", "Connection", "Content-Length ", "X: y\r\nZ", "\nHost", "", "User-Agent", "Accept", "TE", "T"};
+static const char *const VALUES[] = {"a", "", "5", "0", " 5 ", "chunked", "a\r\nB: c", "a\r\n\r\nGET / HTTP/1.1\r\nHost: b\r\n\r\n", "\r", "\n",
+                                     "close", "h.example:80", "a\tb", "\x7f", "\xc3\xa9", "a/b", "x, y", "+5", "05"};
+
+static size_t add(uint8_t *input, size_t size, const char *text)
+{
+    size_t length = strlen(text);
+    uint8_t *at = input + size;
+    *at = (uint8_t)length;
+    memcpy(at + 1, text, length);
+    if (length && next() % 32 == 0)
+        at[1 + next() % length] = (uint8_t)next();
+    if (next() % 256 == 0)
+        *at = (uint8_t)next();
+    return size + length + 1;
+}
+
+#define PICK(list) list[next() % (sizeof list / sizeof *list)]
+
+/* Run the stored inputs (tests/fuzz/corpus), once each. */
+static int replay(char **paths)
+{
+    static uint8_t input[1 << 16];
+    int count = 0;
+    for (; paths[count]; count++) {
+        FILE *file = fopen(paths[count], "rb");
+        if (!file) {
+            perror(paths[count]);
+            return 1;
+        }
+        size_t size = fread(input, 1, sizeof input, file);
+        fclose(file);
+        LLVMFuzzerTestOneInput(input, size);
+    }
+    printf("%d inputs, nothing broken\n", count);
+    return 0;
+}
+
+int main(int argc, char **argv)
+{
+    if (argc > 2 && strcmp(argv[1], "--replay") == 0)
+        return replay(argv + 2);
+    unsigned long long count = argc > 1 ? strtoull(argv[1], NULL, 10) : 1000000;
+    state = argc > 2 ? strtoull(argv[2], NULL, 10) : 1;
+    uint8_t input[2048];
+    for (unsigned long long i = 0; i < count; i++) {
+        size_t size = 1;
+        input[0] = (uint8_t)next();
+        size = add(input, size, next() % 4 ? METHODS[next() % 4 ? 0 : 1] : PICK(METHODS));
+        size = add(input, size, next() % 4 ? URLS[0] : PICK(URLS));
+        for (unsigned field = 0; field < (unsigned)input[0] % (MOST_FIELDS + 1); field++) {
+            char name[] = {"XYZCT"[next() % 5], "XYZCT"[next() % 5], next() % 4 ? "XYZCT"[next() % 5] : 0, 0};
+            name[next() % 4 ? 2 : 1] = 0;
+            size = add(input, size, next() % 8 ? name : PICK(NAMES));
+            size = add(input, size, next() % 4 ? VALUES[0] : PICK(VALUES));
+        }
+        if (input[0] & 128)
+            size = add(input, size, PICK(VALUES));
+        LLVMFuzzerTestOneInput(input, size);
+    }
+    printf("%llu executions, %llu written, %llu left to libcurl, %llu refused, nothing broken\n", count, written, left_to_libcurl, refused);
+    return 0;
+}
+#endif

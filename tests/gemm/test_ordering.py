@@ -1,0 +1,179 @@
+"""Streams and devices of the GEMM package, with a recording stand-in for annie_quant._gemm: no GPU is needed."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from annie_quant.errors import UsageError
+from annie_quant.gemm import arrays, ops
+from annie_quant.gemm.plans import SkinnyPlan
+
+
+class Recorder:
+    """Device memory is a counter; every call is recorded as (name, arguments)."""
+
+    class CudaError(RuntimeError):
+        pass
+
+    def __init__(self):
+        self.calls, self.device, self.next, self.fail_malloc = [], 0, 4096, False
+
+    def __getattr__(self, name):
+        return lambda *args: self.calls.append((name, args))
+
+    def use_device(self, device):
+        before, self.device = self.device, device
+        return before
+
+    def malloc(self, size):
+        if self.fail_malloc:
+            raise self.CudaError("out of memory", 2)
+        self.next += 4096
+        return self.next
+
+    def pointer_device(self, ptr):
+        return self.device
+
+    def device_count(self):
+        return 2
+
+    def plan(self, m, n, k, path):
+        return 1, (2, 1, 1, 2)
+
+    def repack(self, *args):
+        return None
+
+    def packed_bytes(self, n, k):
+        return n * k
+
+    def of(self, name):
+        return [args for called, args in self.calls if called == name]
+
+
+@pytest.fixture
+def recorder(monkeypatch):
+    result = Recorder()
+    for module in (arrays, ops):
+        monkeypatch.setattr(module, "native", lambda: result)
+    return result
+
+
+def array_on(stream, ptr=65536, shape=(2, 64)):
+    """An array of another library that announces the stream of its last write."""
+    interface = {"shape": shape, "typestr": "<V2", "data": (ptr, False), "version": 3, "stream": stream}
+    return SimpleNamespace(__cuda_array_interface__=interface)
+
+
+def weight(n=32, k=64):
+    return ops.Weight(arrays.DeviceArray((n, k // 2), "uint8"), arrays.DeviceArray((n, k // 16), "uint8"), 1.0)
+
+
+def test_the_device_is_restored_when_an_allocation_fails(recorder):
+    recorder.fail_malloc = True
+    with pytest.raises(recorder.CudaError):
+        arrays.DeviceArray((4,), "uint8", device=1)
+    assert recorder.device == 0
+    recorder.fail_malloc = False
+    arrays.DeviceArray((4,), "uint8", device=1)
+    assert recorder.device == 0
+
+
+def test_fill_and_host_follow_the_stream_that_wrote(recorder):
+    out = arrays.DeviceArray((2, 32), "bfloat16")
+    assert out.__cuda_array_interface__["stream"] is None
+    ops.w4a16(array_on(None), weight(), out, stream=77)
+    assert out.stream == 77
+    assert out.__cuda_array_interface__["stream"] == 77
+    out.fill(0)
+    out.host()
+    assert recorder.of("fill")[-1][3] == 77
+    assert recorder.of("copy")[-1][3] == 77
+    assert recorder.of("stream_sync")[-1] == (77,)
+
+
+def test_every_operation_records_where_it_wrote(recorder):
+    recorder.pack = recorder.unpack = lambda *args: None
+    x = arrays.DeviceArray((2, 64), "bfloat16")
+    codes, scales = arrays.DeviceArray((2, 32), "uint8"), arrays.DeviceArray((2, 4), "uint8")
+    assert ops.w4a16(x, weight(), stream=5).stream == 5
+    assert ops.w4a4(codes, scales, 1.0, codes, scales, 1.0, stream=6).stream == 6
+    assert ops.unpack(codes, scales, 1.0, stream=7).stream == 7
+    assert ops.fake_quant(x, 1.0, stream=8).stream == 8
+    default = ops.fake_quant(x, 1.0)
+    assert default.stream == 0
+    assert default.__cuda_array_interface__["stream"] == 1  # 0 is not a valid value there
+
+
+@pytest.mark.parametrize(("announced", "waits"), [(None, []), (1, [(9, 0)]), (2, [(9, 2)]), (33, [(9, 33)]), (9, [])])
+def test_a_launch_waits_for_the_stream_of_an_array(recorder, announced, waits):
+    layer = weight()
+    ops.w4a16(array_on(announced), layer, arrays.DeviceArray((2, 32), "bfloat16"), stream=9)
+    assert recorder.of("stream_after") == waits
+    assert recorder.of("w4a16")[-1][-1] == 9
+
+
+def test_a_launch_without_a_stream_is_on_that_of_its_first_array(recorder):
+    out = arrays.DeviceArray((2, 32), "bfloat16")
+    out.stream = 44
+    ops.w4a16(array_on(33), weight(), out)
+    assert recorder.of("w4a16")[-1][-1] == 33
+    assert recorder.of("stream_after") == [(33, 44)]
+
+
+def test_stream_0_is_ambiguous_in_the_interface(recorder):
+    with pytest.raises(UsageError, match="ambiguous"):
+        arrays.view(array_on(0), "x")
+
+
+def test_dlpack_gets_the_stream_of_the_launch(recorder):
+    calls = []
+
+    class Exporter:
+        def __dlpack__(self, **more):
+            calls.append(more)
+            return np.zeros((2, 3), np.float32).__dlpack__()
+
+    for stream in (None, 0, 5):
+        with pytest.raises(UsageError, match="device type 1"):
+            arrays.view(Exporter(), "x", stream)
+    assert calls == [{}, {"stream": 1}, {"stream": 5}]
+
+
+def test_a_call_has_no_memory_of_its_own_in_python(recorder):
+    """The workspace is allocated per launch in C; 0.1 kept one per stream, which two threads shared."""
+    layer, x = weight(), array_on(None)
+    allocated = recorder.next
+    out = arrays.DeviceArray((2, 32), "bfloat16")
+    for _ in range(3):
+        ops.w4a16(x, layer, out, stream=3, plan=SkinnyPlan(2, 1, 1, 2))
+    assert recorder.next == allocated + 4096  # the output alone
+    assert all(args[5:7] == (0, 0) for args in recorder.of("w4a16"))
+
+
+@pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf"), 1e300, 1e-60])
+def test_a_tensor_scale_must_be_positive_and_finite_in_float32(value):
+    with pytest.raises(UsageError, match="float32"):
+        ops._positive(value, "tensor_scale")
+
+
+def test_what_a_kernel_reports_is_raised_as_in_the_codec(recorder):
+    from annie_quant import nvfp4
+
+    x = np.zeros((3, 32), np.float32)
+    x[1, 5], x[2, 0] = np.nan, np.inf
+    with pytest.raises(ValueError, match="2 values") as expected:
+        nvfp4.pack(x, tensor_scale=1.0)
+    recorder.pack = lambda *args: (2, 1 * 32 + 5)
+    with pytest.raises(ValueError, match="2 values") as actual:
+        ops.pack(arrays.DeviceArray((3, 32), "float32"), 1.0)
+    assert str(actual.value) == str(expected.value)
+
+    packed = nvfp4.pack(np.ones((3, 32), np.float32))
+    packed.block_scale.view(np.uint8)[2, 1] = 0x7F
+    with pytest.raises(ValueError, match="1 blocks") as expected:
+        nvfp4.unpack(packed)
+    recorder.unpack = lambda *args: (1, 2 * 2 + 1)
+    with pytest.raises(ValueError, match="1 blocks") as actual:
+        ops.unpack(arrays.DeviceArray((3, 16), "uint8"), arrays.DeviceArray((3, 2), "uint8"), 1.0)
+    assert str(actual.value) == str(expected.value)

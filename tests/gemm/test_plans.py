@@ -1,0 +1,143 @@
+"""Launch plans without a GPU: the planner and the check of a plan are host code of annie_quant._gemm."""
+
+import itertools
+
+import pytest
+
+from annie_quant.errors import EnvironmentFault
+from annie_quant.gemm import SkinnyPlan, TiledPlan, WgmmaPlan
+from annie_quant.gemm.arrays import native
+from annie_quant.gemm.plans import PATHS, TYPES, path_of
+
+try:
+    module = native()
+except EnvironmentFault:
+    module = None
+pytestmark = pytest.mark.skipif(module is None, reason="annie_quant._gemm is not built here (it needs nvcc)")
+
+# sms, shared memory per block, compute capability, wgmma, native FP4
+DEVICES = {
+    "H200": (132, 232448, 9, True, False),
+    "GB10": (48, 101376, 12, False, True),
+    "A100": (108, 166912, 8, False, False),
+}
+SHAPES = [(8192, 8192), (81920, 8192), (248320, 4096), (17408, 5120), (4096, 4096), (272, 768), (1, 16), (40, 1008)]
+SKINNY = SkinnyPlan(blocks=16, cluster_size=1, warp_stages=1, step_tiles=2)
+TILED = TiledPlan(tile_tokens=64, cluster_size=1, stages=2)
+WGMMA = WgmmaPlan(tile_tokens=64, tile_rows=256, blocks=2, cluster_size=1, stages=2, stream_k_tiles=0, permute_first=1)
+
+
+def needs(plan, m=8, n=512, k=1024, device="H200"):
+    """Return (shared memory, workspace) of a plan; ValueError: what is wrong with it."""
+    return module.plan_needs(m, n, k, path_of(plan), tuple(plan), DEVICES[device])
+
+
+def test_fields_are_those_of_the_c_structs():
+    for name, fields in module.PLAN_FIELDS.items():
+        assert list(TYPES[PATHS[name]]._fields) == fields.split()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_every_plan_of_the_planner_passes_the_check(device):
+    sms, shared, *_ = DEVICES[device]
+    for (n, k), m in itertools.product(SHAPES, (1, 7, 8, 9, 16, 17, 33, 64, 130, 1024, 4096)):
+        for path in ("auto", "tiled", *(["skinny"] if m <= 16 else []), *(["wgmma"] if device == "H200" else [])):
+            try:
+                number, fields = module.plan(m, n, k, PATHS[path], DEVICES[device])
+            except module.CudaError:
+                # one block of the few-token kernel cannot have a whole LM head's partial sums on a small chip
+                assert (device, path) == ("GB10", "skinny") or path == "wgmma", (m, n, k)
+                continue
+            plan = TYPES[number](*fields)
+            smem, workspace = needs(plan, m, n, k, device)
+            assert 0 < smem <= shared
+            assert workspace >= 0
+            if not isinstance(plan, TiledPlan):
+                assert plan.blocks <= 16 * sms
+
+
+def test_bits_do_not_depend_on_the_number_of_tokens():
+    for (n, k), device in itertools.product(SHAPES, DEVICES.values()):
+        for group in (range(1, 9), range(9, 17)):
+            assert len({module.plan(m, n, k, PATHS["skinny"], device) for m in group}) == 1
+
+
+def test_a_good_plan_of_each_path_is_accepted():
+    assert needs(SKINNY) == (16 * (2304 + 8) + (1 + 16) * 8 * 36 * 4, 0)
+    assert needs(TILED) == (1024 + 2 * (18432 + 64 * 272), 0)
+    assert needs(WGMMA) == (9216 + 2 * (18432 + 64 * 256), 8 * 64 * 256)
+    stream_k = WGMMA._replace(blocks=6, stream_k_tiles=2, permute_first=0)
+    assert needs(stream_k)[1] == 2 * 6 * 256 * 64 * 4
+
+
+@pytest.mark.parametrize(
+    ("plan", "change", "message"),
+    [
+        (SKINNY, {"blocks": 0}, "blocks"),
+        (SKINNY, {"blocks": -16}, "blocks"),
+        (SKINNY, {"blocks": 17}, "blocks is larger"),
+        (SKINNY, {"blocks": 15, "cluster_size": 2}, "multiple of cluster_size"),
+        (SKINNY, {"cluster_size": 0}, "cluster_size"),
+        (SKINNY, {"cluster_size": 3}, "cluster_size"),
+        (SKINNY, {"cluster_size": 16}, "cluster_size"),
+        (SKINNY, {"warp_stages": 3}, "warp_stages"),
+        (SKINNY, {"warp_stages": 0}, "warp_stages"),
+        (SKINNY, {"step_tiles": 1}, "step_tiles"),
+        (SKINNY, {"step_tiles": 8}, "step_tiles"),
+        (TILED, {"tile_tokens": 0}, "tile_tokens"),
+        (TILED, {"tile_tokens": 32}, "tile_tokens"),
+        (TILED, {"cluster_size": 16}, "cluster_size"),
+        (TILED, {"stages": 1}, "stages"),
+        (TILED, {"stages": 7}, "shared memory"),
+        (TILED, {"stages": 1 << 30}, "stages"),
+        (WGMMA, {"tile_tokens": 0}, "tile_tokens"),
+        (WGMMA, {"tile_tokens": 128, "permute_first": 0}, "permute_first"),
+        (WGMMA, {"tile_rows": 64}, "tile_rows"),
+        (WGMMA, {"tile_rows": 128}, "cluster_size 2"),
+        (WGMMA, {"tile_rows": 192, "stream_k_tiles": 1}, "tile_rows 192"),
+        (WGMMA, {"cluster_size": 4}, "cluster_size"),
+        (WGMMA, {"cluster_size": 2}, "stream_k_tiles equal"),
+        (WGMMA, {"cluster_size": 2, "stream_k_tiles": 2, "blocks": 2}, "twice as many blocks"),
+        (WGMMA, {"blocks": 0}, "blocks"),
+        (WGMMA, {"stream_k_tiles": 3}, "stream_k_tiles"),
+        (WGMMA, {"stream_k_tiles": -1}, "stream_k_tiles"),
+        (WGMMA, {"stream_k_tiles": 2, "blocks": 17}, "blocks must be at most"),
+        (WGMMA, {"stages": 1}, "stages"),
+        (WGMMA, {"stages": 17}, "stages"),
+        (WGMMA, {"stages": 16}, "shared memory"),
+        (WGMMA, {"permute_first": 2}, "permute_first"),
+    ],
+)
+def test_a_plan_that_would_fail_or_write_elsewhere_is_refused(plan, change, message):
+    with pytest.raises(ValueError, match=message):
+        needs(plan._replace(**change))
+
+
+def test_a_plan_is_refused_for_a_product_that_it_cannot_compute():
+    with pytest.raises(ValueError, match="more than 16 tokens"):
+        needs(SKINNY, m=17)
+    with pytest.raises(ValueError, match="warp_stages must be 1 for more"):
+        needs(SKINNY._replace(warp_stages=2), m=9)
+    with pytest.raises(ValueError, match="not a multiple of 128"):
+        needs(SKINNY._replace(step_tiles=4), k=1008)
+    with pytest.raises(ValueError, match="even number"):
+        halves = WGMMA._replace(tile_rows=128, cluster_size=2, stream_k_tiles=4, blocks=8)
+        needs(halves, k=1152)
+    with pytest.raises(ValueError, match="no wgmma"):
+        needs(WGMMA, device="GB10")
+    with pytest.raises(ValueError, match="no clusters"):
+        needs(SKINNY._replace(cluster_size=2), device="A100")
+    with pytest.raises(ValueError, match="too small"):
+        needs(SKINNY._replace(blocks=1), n=248320, k=4096)
+    for shape in ({"m": 0}, {"n": -1}, {"k": 24}, {"n": 1 << 40}):
+        with pytest.raises(ValueError, match="shape"):
+            needs(TILED, **shape)
+
+
+def test_another_tuple_is_refused_as_a_plan():
+    with pytest.raises(TypeError, match="SkinnyPlan"):
+        path_of((3, 64, 1, 2, 2, 50000, 0, 256, 1, 0))
+    with pytest.raises(ValueError, match="path 7"):
+        module.plan_needs(1, 32, 64, 7, (1,), DEVICES["H200"])
+    with pytest.raises(TypeError):
+        module.plan_needs(1, 32, 64, 1, (1, 2), DEVICES["H200"])

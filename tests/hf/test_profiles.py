@@ -1,0 +1,160 @@
+"""Numerics profiles: activation formats against ggml's own reference and a brute force, and where the emulation rounds."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="the runtime needs torch: pip install annie-quant[quantize]")
+pytest.importorskip("transformers", reason="the runtime needs transformers: pip install annie-quant[quantize]")
+pytest.importorskip("modelopt", reason="ModelOpt makes the checkpoints: pip install annie-quant[quantize]")
+pytest.importorskip("annie_quant.nvfp4", reason="the runtime needs the codec")
+ml_dtypes = pytest.importorskip("ml_dtypes")
+
+from runtime_models import export_nvfp4, save_reference  # noqa: E402
+
+from annie_quant.errors import UsageError  # noqa: E402
+from annie_quant.hf import activations, load, profiles, set_numerics  # noqa: E402
+from annie_quant.hf.emulation import emulate  # noqa: E402
+from annie_quant.hf.nvfp4_linear import NVFP4Linear, nvfp4_linears  # noqa: E402
+
+
+def sample(rows: int = 40, k: int = 128) -> np.ndarray:
+    rng = np.random.default_rng(3)
+    x = rng.standard_normal((rows, k)).astype(np.float32) * 10.0 ** rng.integers(-3, 3, (rows, 1))
+    x[0] = 0
+    return x.astype(np.float32)
+
+
+def test_q8_0_equals_gguf_quants() -> None:
+    gguf = pytest.importorskip("gguf", reason="the serve extra is not installed")
+    x = sample()
+    kind = gguf.GGMLQuantizationType.Q8_0
+    expected = gguf.quants.dequantize(gguf.quants.quantize(x, kind), kind)
+    assert np.array_equal(activations.q8_0(torch.from_numpy(x)).numpy(), expected)
+
+
+def test_searched_nvfp4_is_the_best_of_five_scales() -> None:
+    x = sample()
+    e2m1 = ml_dtypes.float4_e2m1fn
+    expected = np.zeros_like(x)
+    for row, column in np.ndindex(len(x), x.shape[1] // 16):
+        block = x[row, 16 * column : 16 * column + 16]
+        code = int(
+            np.float32(min(np.abs(block).max() / np.float32(6), 448)).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+        )
+        errors = {}
+        for offset in (0, -1, 1, -2, 2):
+            if 0 <= code + offset <= 126:
+                scale = np.uint8(code + offset).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+                scaled = np.clip(block / (scale or np.float32(1)), -6, 6)
+                values = scaled.astype(e2m1).astype(np.float32) * scale
+                errors.setdefault(float(np.square(values - block).sum()), values)
+        expected[row, 16 * column : 16 * column + 16] = errors[min(errors)]
+    own = activations.nvfp4_searched(torch.from_numpy(x)).numpy()
+    assert (
+        np.allclose(own, expected, rtol=1e-6, atol=0) or np.mean(own != expected) < 2e-3
+    )  # equal errors: either scale
+
+
+@pytest.fixture(scope="module")
+def naive(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    reference = save_reference(tmp_path_factory.mktemp("reference"))
+    return export_nvfp4(reference, tmp_path_factory.mktemp("naive"))
+
+
+@pytest.fixture(scope="module")
+def model(naive: Path):
+    return load(naive, cache="float32", dtype=torch.float32)
+
+
+@torch.inference_mode()
+def logits(model) -> torch.Tensor:
+    ids = torch.arange(2 * 48).reshape(2, 48) * 7 % model.config.vocab_size
+    return model(input_ids=ids).logits
+
+
+@pytest.mark.parametrize("name", ["vllm-cutlass", "vllm-marlin", "llama.cpp-cpu"])
+def test_values_are_rounded_where_the_server_rounds(model, name: str) -> None:
+    profile = profiles.find_profile(name)
+    outputs, inputs, handles = {}, {}, []
+
+    def spy(module, args, output, key) -> None:
+        outputs[key], inputs[key] = output.clone(), args[0].clone()
+
+    with emulate(model, profile):
+        for key, module in model.named_modules():
+            if key.endswith("norm") or isinstance(module, torch.nn.Linear):
+                handles.append(module.register_forward_hook(lambda m, a, o, key=key: spy(m, a, o, key)))
+        logits(model)
+    for handle in handles:
+        handle.remove()
+
+    def in_bf16(x: torch.Tensor) -> bool:
+        return torch.equal(x, x.bfloat16().float())
+
+    linears = nvfp4_linears(model)
+    assert len(outputs) > 30
+    for key, output in outputs.items():
+        if name.startswith("vllm"):
+            assert in_bf16(output) and in_bf16(inputs[key]), key
+        elif isinstance(model.get_submodule(key), torch.nn.Linear):
+            assert in_bf16(inputs[key]) == (key not in linears) and not in_bf16(output), key
+        else:
+            assert not in_bf16(output), key
+
+
+def test_the_model_is_unchanged_afterwards(model) -> None:
+    set_numerics(model, "w4a4")
+    state = {k: v.clone() for k, v in model.state_dict().items() if v.dtype.is_floating_point and v.element_size() > 1}
+    before = logits(model)
+    for name in ("vllm-cutlass", "llama.cpp-cpu"):
+        with emulate(model, profiles.find_profile(name), permutation=1):
+            assert not torch.equal(logits(model), before)
+    set_numerics(model, "w4a4")
+    assert torch.equal(logits(model), before)
+    assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items() if k in state)
+
+
+def test_a_permutation_changes_the_order_of_sums_alone(model) -> None:
+    with emulate(model, profiles.find_profile("float32")):
+        plain = logits(model)
+    with emulate(model, profiles.find_profile("float32"), permutation=1):
+        other = logits(model)
+    assert not torch.equal(plain, other)
+    assert torch.allclose(plain, other, rtol=1e-3, atol=1e-4 * float(plain.abs().max()))
+
+
+def test_a_tied_head_is_not_permuted(model) -> None:
+    class Tied(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = torch.nn.Embedding(32, 64), torch.nn.Linear(64, 32, bias=False)
+            self.head.weight = self.embed.weight
+
+    tied = Tied()
+    with emulate(tied, profiles.find_profile("float32"), permutation=1):
+        assert torch.allclose(tied.head(tied.embed.weight[:3]), tied.embed.weight[:3] @ tied.embed.weight.T)
+
+
+def test_the_emulation_has_the_noise_of_a_real_bfloat16_model(model, naive: Path) -> None:
+    real = load(naive, "w4a16", cache="bf16", dtype=torch.bfloat16)
+    exact, marlin = profiles.find_profile("float32"), profiles.find_profile("vllm-marlin")
+    with emulate(model, exact):
+        plain = logits(model)
+    with emulate(model, marlin):
+        emulated = logits(model)
+    noise = float((emulated - plain).square().mean().sqrt())
+    real_noise = float((logits(real).float() - plain).square().mean().sqrt())
+    assert 0.4 < noise / real_noise < 2.5, (noise, real_noise)
+
+
+def test_profiles_that_do_not_apply_are_refused() -> None:
+    with pytest.raises(UsageError, match="unknown numerics"):
+        profiles.find_profile("w8a8")
+    layer = NVFP4Linear(48, 16, activations=False)
+    with pytest.raises(UsageError, match="input_scale"):
+        layer.set_numerics("vllm-cutlass")
+    with pytest.raises(UsageError, match="multiple of 32"):
+        layer.set_numerics("llama.cpp-cpu")
+    layer.set_numerics("llama.cpp-blackwell")

@@ -1,0 +1,205 @@
+"""The rule: keeps, loses, undecided and fragile, for gates, members and ensembles."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from annie_quant import judge, schema
+from annie_quant.judge.decision import paired as rule
+from annie_quant.judge.gates import GATES, tabulate
+from annie_quant.judge.paired import score_interval
+from annie_quant.judge.pairing import pair_checks
+from annie_quant.schema import PairedGate, PooledGates
+
+
+def member(**counts):
+    """gate=(n, lost, won)."""
+    return {gate: PairedGate(*row) for gate, row in counts.items()}
+
+
+def verdict_of(**counts):
+    return judge.judge_members({"w4a4": member(**counts)}).verdict
+
+
+@pytest.mark.parametrize(
+    ("counts", "verdict"),
+    [
+        ((100, 0, 0), "keeps"),
+        ((100, 1, 0), "keeps"),  # lower bound -4.4 points
+        ((100, 2, 0), "undecided"),  # -5.9
+        ((25, 0, 0), "undecided"),  # -9.8
+        ((52, 0, 0), "keeps"),  # 2.706 / (52 + 2.706) is 4.9 points
+        ((51, 0, 0), "undecided"),
+        ((240, 58, 0), "loses"),
+        ((240, 29, 5), "loses"),
+        ((240, 5, 29), "keeps"),
+        ((100, 20, 14), "undecided"),  # -15.6 to 3.6
+        ((10, 10, 0), "loses"),  # 0 of 10 tool calls where bf16 has 10: p = 1/1024
+        ((4, 4, 0), "undecided"),  # p = 1/16
+    ],
+)
+def test_one_gate(counts, verdict):
+    assert verdict_of(tool_call=counts) == verdict
+
+
+def test_leaks_and_empty_answers_have_no_margin():
+    assert GATES["thinking_leak"].margin == GATES["non_empty"].margin == 0
+    assert {gate.margin for gate in GATES.values() if gate.name not in ("thinking_leak", "non_empty")} == {0.05}
+    assert verdict_of(thinking_leak=(505, 1, 0)) == "loses"
+    assert verdict_of(thinking_leak=(505, 0, 0)) == "keeps" and verdict_of(thinking_leak=(24, 0, 0)) == "undecided"
+    # A leak that bf16 has on other prompts is not new: the usual margin decides.
+    assert verdict_of(thinking_leak=(505, 2, 2)) == "keeps"
+    assert verdict_of(thinking_leak=(505, 80, 2)) == "loses"
+
+
+def test_a_checkpoint_never_loses_what_bf16_misses():
+    """bf16 has 1 of 5 facts and so has the checkpoint; the absolute requirement is missed and decides nothing."""
+    rows = [({"factual": i == 0}, {"factual": i == 0}) for i in range(100)]
+    pairs, _ = pair_checks(rows)
+    table = tabulate(new for _, new in rows)
+    judge.judge_members({"w4a4": pairs})
+    rule.apply(table, pairs)
+    assert (table["factual"].verdict, table["factual"].meets, table["factual"].requirement) == ("pass", "fail", "R25")
+
+
+def test_holm_counts_gates_that_could_be_significant():
+    alone = member(tool_call=(100, 9, 2))
+    judge.judge_members({"w4a4": alone})
+    assert alone["tool_call"].p == alone["tool_call"].p_holm == pytest.approx(67 / 2048)
+    assert alone["tool_call"].verdict == "loses"
+    several = member(tool_call=(100, 9, 2), factual=(100, 4, 0), reasoning=(100, 0, 0), no_markdown=(400, 0, 0))
+    judge.judge_members({"w4a4": several})
+    assert several["tool_call"].verdict == "loses" and several["factual"].p_holm is None
+    many = {f"w4a4+{i}": member(tool_call=(100, 9, 2)) for i in range(3)}
+    assert judge.judge_members(many).verdict == "undecided", "the level is that of the whole ensemble"
+
+
+def test_a_sure_loss_within_the_margin_keeps_the_gate():
+    pairs = member(no_markdown=(1680, 20, 0))
+    assert judge.judge_members({"w4a4": pairs}).verdict == "keeps" and pairs["no_markdown"].high < 0
+
+
+def test_small_losses_in_many_gates_are_a_pooled_loss():
+    """Every gate keeps or is undecided by itself, and four points are gone everywhere."""
+    gates = ("tool_call", "factual", "reasoning", "abstention", "no_markdown")
+    rows = [({gate: True}, {gate: i >= 4}) for gate in gates for i in range(100)]
+    pairs, pooled = pair_checks(rows)
+    verdict = judge.judge_members({"w4a4": pairs}, {"w4a4": pooled})
+    assert verdict.verdict == "loses" and verdict.members["w4a4"].loses == ["all"]
+    assert {pair.verdict for pair in pairs.values()} == {"undecided"}
+    assert "20 right answers lost and 0 won of 500" in " ".join(verdict.reasons)
+    assert "all gates together" in verdict.sentence
+
+
+def test_fragile_keeps_in_one_arithmetic_and_loses_in_another():
+    verdict = judge.judge_members(
+        {
+            "vllm-cutlass": member(tool_call=(240, 58, 0)),
+            "float32": member(tool_call=(240, 0, 0)),
+            "float32+perm1": member(tool_call=(240, 1, 0)),
+        }
+    )
+    assert verdict.verdict == "fragile"
+    assert verdict.profiles == {"vllm-cutlass": "loses", "float32": "keeps"}
+    assert verdict.sentence == "Fragile: loses tool calls under vllm-cutlass, keeps under float32, float32+perm1."
+    one = judge.judge_members(
+        {"float32": member(tool_call=(240, 0, 0)), "float32+perm1": member(tool_call=(240, 58, 0))}
+    )
+    assert one.profiles == {"float32": "fragile"}
+
+
+def test_a_member_that_is_undecided_elsewhere_still_shows_a_fragile_gate():
+    verdict = judge.judge_members(
+        {
+            "w4a4": member(tool_call=(240, 58, 0), factual=(100, 0, 0)),
+            "w4a16": member(tool_call=(240, 0, 0), factual=(100, 3, 0)),
+        }
+    )
+    assert verdict.verdict == "fragile" and verdict.members["w4a16"].verdict == "undecided"
+
+
+def test_all_members_lose_or_one_is_undecided():
+    lost, outcomes, open_ = ((240, 58, 0), (240, 0, 0), (240, 9, 3))
+    assert judge.judge_members({k: member(tool_call=lost) for k in "ab"}).verdict == "loses"
+    assert judge.judge_members({"a": member(tool_call=lost), "b": member(tool_call=open_)}).verdict == "loses"
+    assert judge.judge_members({"a": member(tool_call=outcomes), "b": member(tool_call=open_)}).verdict == "undecided"
+    assert judge.judge_members({}).verdict == "undecided"
+    assert judge.judge_members({"a": member(tool_call_raw=lost)}).verdict == "undecided", (
+        "advisory gates decide nothing"
+    )
+
+
+def test_the_n_that_decides():
+    pairs = member(tool_call=(100, 2, 0), factual=(20, 0, 0), thinking_leak=(10, 0, 0))
+    judge.judge_members({"w4a4": pairs})
+    needed = pairs["tool_call"].n_to_decide
+    assert 100 < needed < 300
+    assert score_interval(0.02 * needed, 0, needed)[0] > -0.05 >= score_interval(0.02 * (needed - 1), 0, needed - 1)[0]
+    assert pairs["factual"].n_to_decide == 52 and pairs["thinking_leak"].n_to_decide == 25
+    exact = member(tool_call=(100, 5, 0))
+    assert judge.judge_members({"w4a4": exact}).verdict == "loses"
+
+
+def test_the_detectable_loss_is_reported_with_n():
+    pairs = member(tool_call=(240, 3, 2), factual=(100, 0, 0))
+    judge.judge_members({"w4a4": pairs})
+    assert 0.02 < pairs["tool_call"].detectable < 0.06 < pairs["factual"].detectable < 0.10
+
+
+@settings(deadline=None)  # the first call imports scipy
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([name for name, gate in GATES.items() if not gate.advisory]),
+            st.integers(0, 30),
+            st.integers(0, 30),
+            st.integers(0, 300),
+        ),
+        max_size=6,
+    )
+)
+def test_a_verdict_is_consistent_with_its_gates(rows):
+    gates = {gate: PairedGate(lost + won + same, lost, won) for gate, lost, won, same in rows}
+    verdict = judge.judge_members({"w4a4": gates, "w4a16": {k: PairedGate(g.n, 0, 0) for k, g in gates.items()}})
+    outcomes = {gate.verdict for gate in gates.values() if gate.n}
+    if "loses" in outcomes:
+        assert verdict.verdict in ("loses", "fragile")
+    elif outcomes == {"keeps"}:
+        assert verdict.verdict in ("keeps", "undecided")
+    for gate in gates.values():
+        if gate.verdict == "loses":
+            assert gate.lost > gate.won
+    assert bool(verdict.reasons) == (verdict.verdict != "keeps") or not gates or not any(g.n for g in gates.values())
+
+
+def test_without_a_difference_at_most_five_percent_lose():
+    """The full simulation is tests/perf/verdict_rule.py; this one has 400 runs of one gate of three members."""
+    rng, alarms = np.random.default_rng(5), 0
+    for _ in range(400):
+        members = {}
+        for name in "abc":
+            lost, won, _ = rng.multinomial(240, [0.05, 0.05, 0.9])
+            members[name] = member(tool_call=(240, int(lost), int(won)))
+        alarms += judge.judge_members(members).verdict in rule.FAILING
+    assert alarms / 400 <= 0.05
+
+
+def test_a_loss_of_ten_points_is_found():
+    rng, missed = np.random.default_rng(6), 0
+    for _ in range(400):
+        lost, won, _ = rng.multinomial(240, [0.12, 0.02, 0.86])
+        missed += verdict_of(tool_call=(240, int(lost), int(won))) != "loses"
+    assert missed / 400 <= 0.05
+
+
+def test_documents_keep_the_verdict_and_old_ones_get_one():
+    pooled = PooledGates(n=10, lost=0, won=0)
+    verdict = judge.judge_members({"w4a4": member(tool_call=(240, 58, 0))}, {"w4a4": pooled})
+    assert schema.convert(schema.PairedVerdict, json.loads(schema.encode(verdict))) == verdict
+    old = schema.convert(PairedGate, {"n": 240, "lost": 58, "won": 0, "p": 1e-17})
+    assert judge.judge_members({"w4a4": {"tool_call": old}}).verdict == "loses"

@@ -1,0 +1,122 @@
+"""The verdict of a run whose sides were paired: both sides are compared, and one decision serves badge, sentence and exit code."""
+
+from __future__ import annotations
+
+import pytest
+
+from annie_quant import judge, schema
+from annie_quant.bench.aggregate import aggregate_records
+from annie_quant.judge import decision
+from annie_quant.schema import BenchConfig, Identity, RequestRecord
+
+
+def records(backend, passes, n=100, gate="tool_call", workload="w"):
+    return [
+        RequestRecord(
+            id=f"{backend}-{gate}-{i}",
+            backend=backend,
+            workload=workload,
+            case=str(i),
+            model=backend,
+            status=200,
+            text="x",
+            checks={gate: i < passes},
+        )
+        for i in range(n)
+    ]
+
+
+def run(*sides, n=100):
+    """sides: (backend, {gate: passes})."""
+    rows = [
+        r
+        for backend, gates in sides
+        for gate, passes in gates.items()
+        for r in records(backend, passes, n, gate, f"w-{gate}")
+    ]
+    identities = {backend: Identity(name=backend) for backend, _ in sides}
+    return aggregate_records(rows, BenchConfig(), identities)
+
+
+def test_without_bf16_the_candidate_is_compared_with_what_it_would_replace():
+    aggregates = run(("nv", {"tool_call": 20}), ("q4", {"tool_call": 99}))
+    assert (aggregates.served["nv"].judged_by, aggregates.served["q4"].judged_by) == ("q4", None)
+    verdict = judge.verdict(aggregates)
+    assert (verdict.candidate, verdict.incumbent, verdict.passed, verdict.outcome) == ("nv", "q4", False, "loses")
+    assert "nv loses 1 gate: tool calls 20 of 100 against 99 (served)" in verdict.sentence
+    assert verdict.sentence.endswith("It cannot replace q4.")
+
+
+def test_a_gate_that_both_sides_miss_does_not_fail_the_candidate():
+    """bench reported "nv fails, it cannot replace q4" although q4 failed the same gate."""
+    aggregates = run(("nv", {"tool_call": 20}), ("q4", {"tool_call": 20}))
+    verdict = judge.verdict(aggregates)
+    assert verdict.passed and verdict.outcome == "keeps" and "cannot replace" not in verdict.sentence
+    assert any("misses R23 by itself" in caveat for caveat in verdict.caveats)
+
+
+def test_what_the_incumbent_loses_too_is_named():
+    aggregates = run(("bf16", {"tool_call": 99}), ("nvfp4", {"tool_call": 20}), ("q4", {"tool_call": 10}))
+    assert {name: side.judged_by for name, side in aggregates.served.items()} == {
+        "bf16": None,
+        "nvfp4": "bf16",
+        "q4": "bf16",
+    }
+    verdict = judge.verdict(aggregates)
+    assert verdict.outcome == "loses" and verdict.sentence.endswith("q4 loses the same.")
+
+
+def test_a_side_alone_is_judged_by_the_requirements():
+    verdict = judge.verdict(run(("nv", {"tool_call": 20})))
+    assert not verdict.passed and "nv fails 1 gate: tool calls 20 of 100 (served)" in verdict.sentence
+    assert judge.verdict(run(("nv", {"tool_call": 99}))).sentence == "nv passes every gate."
+
+
+def test_a_side_against_itself_keeps():
+    verdict = judge.verdict(run(("a", {"tool_call": 60}), ("a-again", {"tool_call": 60})))
+    assert verdict.outcome == "keeps" and verdict.passed
+
+
+def test_the_order_of_the_backends_does_not_matter():
+    verdict = judge.verdict(run(("q4_k_m", {"tool_call": 99}), ("nv", {"tool_call": 20})))
+    assert (verdict.candidate, verdict.incumbent) == ("nv", "q4_k_m")
+
+
+def test_a_served_side_that_keeps_and_an_arithmetic_that_loses_is_fragile():
+    aggregates = run(("bf16", {"tool_call": 99}), ("nvfp4", {"tool_call": 99}))
+    pairs = {"tool_call": schema.PairedGate(100, 60, 0)}
+    side = schema.OfflineSide(gates=judge.gates.tabulate([{"tool_call": i < 39} for i in range(100)]), paired=pairs)
+    decision.judge_sides({"w4a4": side})
+    aggregates.offline = {"nvfp4": {"w4a4": side}}
+    verdict = judge.verdict(aggregates)
+    assert verdict.outcome == "fragile" and not verdict.passed
+    assert (
+        "is fragile: it loses 1 gate: tool calls 39 of 100 against 99 (W4A4), and keeps it (served)" in verdict.sentence
+    )
+    assert verdict.badge == "fragile: tool calls"
+
+
+@pytest.mark.parametrize(
+    ("passes", "badge"), [(20, "loses tool calls"), (99, "gates kept"), (96, "undecided: too few answers")]
+)
+def test_the_badge_is_the_decision(passes, badge):
+    aggregates = run(("bf16", {"tool_call": 99}), ("nvfp4", {"tool_call": passes}))
+    assert judge.verdict(aggregates).badge.startswith(badge)
+
+
+def test_gates_kept_without_a_gain_say_stay():
+    """The page showed a green "pass" while the comparison showed "Stay with Q4_K_M"."""
+    aggregates = run(("bf16", {"tool_call": 99}), ("nvfp4", {"tool_call": 99}), ("q4", {"tool_call": 99}))
+    later = decision.ChecklistItem("answers no later", "fail", "+90 ms")
+    advice = decision.recommendation(aggregates, "nvfp4", "q4", [later])
+    assert advice.action == "stay" and advice.badge == "gates kept; stay with q4: slower"
+    nothing = decision.recommendation(aggregates, "nvfp4", "q4", [])
+    assert nothing.badge == "gates kept; stay with q4: no gain"
+
+
+def test_repeats_of_a_greedy_prompt_are_one_answer():
+    rows = [*records("bf16", 100), *records("nvfp4", 100), *records("nvfp4", 90)]
+    from annie_quant.bench.aggregate import checks_by_prompt
+
+    own = [r for r in rows if r.backend == "nvfp4"]
+    assert len(checks_by_prompt(own, {"w"})) == 100 and len(checks_by_prompt(own, ())) == 200

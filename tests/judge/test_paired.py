@@ -1,0 +1,158 @@
+"""Statistics of paired outcomes, against published examples and figures of R packages."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import binomtest, chi2
+
+from annie_quant.judge.paired import (
+    detectable_loss,
+    least_n,
+    mcnemar,
+    score_interval,
+    square_and_add_interval,
+)
+from annie_quant.judge.pairing import pair_checks, sign_flips
+
+# (lost, won, n, confidence, low, high, digits). Sources:
+#   Cavo 2012 and Bentur 2009: Fagerland, Lydersen, Laake, "Statistical Analysis of Contingency Tables" (2017), chapter 8, and the
+#   tests of its R package contingencytables 3.0.0; Bentur also in ratesci 1.0.
+#   Agresti and Min 2005 (16, 8 of 86); Tango 1998 (9, 3 of 32 and 0, 1 of 44): tests of the R package ratesci 0.3.
+#   25, 28 of 618: PropCIs::scoreci.mp(25, 28, 618, 0.9) = -0.0148 to 0.0247.
+TANGO = [
+    (16, 6, 161, 0.95, -0.1240, -0.0054, 4),
+    (7, 1, 21, 0.95, -0.517, -0.026, 3),
+    (8, 16, 86, 0.95, -0.020, 0.207, 3),
+    (3, 9, 32, 0.95, -0.027, 0.390, 3),
+    (1, 0, 44, 0.90, -0.096, 0.037, 3),
+    (25, 28, 618, 0.90, -0.0148, 0.0247, 4),
+]
+
+
+@pytest.mark.parametrize(("lost", "won", "n", "confidence", "low", "high", "digits"), TANGO)
+def test_the_score_interval_is_tangos(lost, won, n, confidence, low, high, digits):
+    assert [round(x, digits) for x in score_interval(lost, won, n, confidence)] == [low, high]
+
+
+def test_the_second_interval_is_newcombes():
+    # contingencytables 3.0.0, Cavo 2012: (59, 6, 16, 80).
+    assert [round(x, 4) for x in square_and_add_interval(59, 16, 6, 80, 0.95)] == [-0.1186, -0.0046]
+
+
+@pytest.mark.parametrize(("both", "lost", "won", "neither"), [(85, 8, 3, 4), (180, 30, 12, 18), (400, 10, 9, 86)])
+def test_both_intervals_agree(both, lost, won, neither):
+    n = both + lost + won + neither
+    first, second = score_interval(lost, won, n), square_and_add_interval(both, lost, won, neither)
+    assert max(abs(a - b) for a, b in zip(first, second, strict=True)) < 0.015
+
+
+def test_no_change_has_the_closed_form():
+    """For lost = won = 0 the score's square is n d / (1 - d): the bound is z^2 / (n + z^2)."""
+    z = 1.6448536269514722
+    for n in (1, 25, 55, 240, 1680):
+        low, high = score_interval(0, 0, n)
+        assert low == pytest.approx(-z * z / (n + z * z)) and high == pytest.approx(-low)
+    assert score_interval(0, 0, 0) == (-1.0, 1.0)
+    with pytest.raises(ValueError, match="counts"):
+        score_interval(3, 3, 5)
+
+
+@given(st.tuples(st.integers(0, 60), st.integers(0, 60), st.integers(0, 400)).filter(lambda c: sum(c)))
+def test_the_interval_contains_the_difference_and_mirrors(counts):
+    lost, won, same = counts
+    n = lost + won + same
+    low, high = score_interval(lost, won, n)
+    assert -1 <= low <= (won - lost) / n + 1e-9 and (won - lost) / n - 1e-9 <= high <= 1
+    mirrored = score_interval(won, lost, n)
+    assert mirrored[0] == pytest.approx(-high, abs=1e-6) and mirrored[1] == pytest.approx(-low, abs=1e-6)
+    wider = score_interval(lost, won, n, 0.99)
+    assert wider[0] <= low + 1e-9 and wider[1] >= high - 1e-9
+
+
+@pytest.mark.parametrize(("n", "change", "loss"), [(100, 0.02, 0.05), (240, 0.1, 0.05), (240, 0.05, 0.0)])
+def test_coverage_of_the_interval(n, change, loss):
+    draws = np.random.default_rng(1).multinomial(n, [change + loss, change, 1 - 2 * change - loss], 2000)
+    inside = sum(low <= -loss <= high for low, high in (score_interval(int(a), int(b), n) for a, b, _ in draws))
+    assert 0.87 <= inside / 2000 <= 0.95
+
+
+@given(st.integers(0, 80), st.integers(0, 80))
+def test_mcnemar_is_the_exact_binomial_test(lost, won):
+    expected = binomtest(lost, lost + won, alternative="greater").pvalue if lost + won else 1.0
+    assert mcnemar(lost, won) == pytest.approx(expected, rel=1e-9)
+
+
+def test_mcnemar_of_a_published_table():
+    # contingencytables 3.0.0, Cavo 2012: the exact conditional test has P = 0.052479, two-sided.
+    assert 2 * mcnemar(16, 6) == pytest.approx(0.052479, abs=1e-6)
+    assert mcnemar(900, 1100) > 0.99 and 0 < mcnemar(1100, 900) < 1e-5
+
+
+def test_the_detectable_loss_has_its_power():
+    loss = detectable_loss(240, 0.02, 0.05)
+    draws = np.random.default_rng(2).multinomial(240, [0.02 + loss, 0.02, 1 - 0.04 - loss], 4000)
+    share = sum(mcnemar(int(a), int(b)) <= 0.05 for a, b, _ in draws) / 4000
+    assert 0.775 < share < 0.825
+    assert detectable_loss(240, 0.0, 0.05) < loss < detectable_loss(100, 0.02, 0.05)
+    assert detectable_loss(4, 0.0, 0.05) is None, "four answers are never significant"
+
+
+def test_least_n():
+    assert least_n(lambda n: n >= 74, 60) == 74
+    assert least_n(lambda n: False, 60) is None
+
+
+def checks(**gates):
+    return dict(gates)
+
+
+def test_pairs_count_gates_that_apply_to_both_answers():
+    pairs = [
+        (checks(tool_call=True, non_empty=True), checks(tool_call=False, non_empty=True)),
+        (checks(tool_call=False, non_empty=True), checks(tool_call=True, non_empty=False)),
+        (checks(factual=True), checks(non_empty=True)),
+        (checks(tool_call_raw=True), checks(tool_call_raw=False)),
+    ]
+    gates, pooled = pair_checks(pairs)
+    assert {name: (g.n, g.lost, g.won) for name, g in gates.items()} == {
+        "tool_call": (2, 1, 1),
+        "non_empty": (2, 1, 0),
+        "tool_call_raw": (1, 1, 0),
+    }
+    # By answer: the first was right and is wrong; the second was wrong and is wrong; advisory gates do not count.
+    assert (pooled.n, pooled.lost, pooled.won) == (2, 1, 0)
+    assert pair_checks([])[1] is None
+
+
+def test_one_empty_answer_is_one_loss_in_the_pooled_test():
+    """Four gates fail together on one answer: the permutation flips them together, so four losses are not four answers."""
+    change = dict.fromkeys(("non_empty", "factual", "stop", "repetition"), -1)
+    largest, fisher = sign_flips([change] * 3)
+    assert largest == pytest.approx(1 / 8, abs=0.02) and fisher == pytest.approx(1 / 8, abs=0.02)
+
+
+def test_fishers_combination_sees_small_losses_in_many_gates():
+    gates = ("factual", "reasoning", "tool_call", "abstention", "no_markdown")
+    changes = [{gate: -1} for gate in gates for _ in range(3)]
+    largest, fisher = sign_flips(changes)
+    assert fisher < 0.001 < largest
+    # Independent gates: Fisher's statistic has 2 k degrees of freedom; discrete p-values make it conservative.
+    statistic = -2 * len(gates) * math.log(1 / 8)
+    assert fisher <= chi2.sf(statistic, 2 * len(gates)) * 1.5
+
+
+def test_without_a_difference_the_permutation_p_is_valid():
+    rng = np.random.default_rng(3)
+    small = 0
+    for run in range(300):
+        changes = [
+            dict.fromkeys(("factual", "stop") if rng.random() < 0.5 else ("tool_call",), int(rng.choice((-1, 1))))
+            for _ in range(20)
+        ]
+        small += min(sign_flips(changes, flips=499, seed=run)) < 0.025
+    assert small / 300 <= 0.07

@@ -1,0 +1,85 @@
+"""Products with packed weights, and GPTQ: every variant, forced, gives the bits of the serial reference."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from nvfp4_cases import DTYPES, bits
+
+from annie_quant import nvfp4
+
+# With n terms, fused sums of float32 differ from exact ones by at most n roundings of the sum of magnitudes.
+ROUNDING = 2.0**-24
+ROUNDING_OF = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+
+
+@pytest.fixture(autouse=True)
+def fastest_variant():
+    yield
+    nvfp4.set_variant("auto")
+    nvfp4.set_threads(0)
+
+
+@pytest.mark.parametrize("variant", nvfp4.variants())
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("columns", "group"), [(16, 16), (32, 16), (48, 16), (544, 16), (1024, 32), (4096, 64)])
+def test_gemv_has_the_bits_of_the_serial_reference(variant, dtype, columns, group):
+    """All numbers of rows of x that share a decoding, and a last half piece."""
+    rng = np.random.default_rng(columns)
+    t = nvfp4.pack(rng.standard_normal((7, columns)).astype(np.float32), group=group)
+    x = rng.standard_normal((9, columns)).astype(dtype)
+    nvfp4.set_variant("serial")
+    expected = nvfp4.gemv(x, t)
+    nvfp4.set_variant(variant)
+    for tokens in range(1, 10):
+        np.testing.assert_array_equal(bits(nvfp4.gemv(x[:tokens], t)), bits(expected[:tokens]), f"{tokens} rows of x")
+
+
+@pytest.mark.parametrize("variant", nvfp4.variants())
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gemv_is_within_its_error_bound_of_the_exact_product(variant, dtype):
+    rng = np.random.default_rng(3)
+    t = nvfp4.pack(rng.standard_normal((64, 4096)).astype(np.float32) * np.float32(0.02))
+    x = rng.standard_normal((3, 4096)).astype(dtype)
+    w = nvfp4.unpack(t, "float32").astype(np.float64)
+    exact, size = x.astype(np.float64) @ w.T, np.abs(x.astype(np.float64)) @ np.abs(w).T
+    nvfp4.set_variant(variant)
+    y = nvfp4.gemv(x, t).astype(np.float64)
+    terms = 4096 // 32 + 6
+    assert (np.abs(y - exact) <= terms * ROUNDING * size + ROUNDING_OF[np.dtype(dtype).name] * np.abs(exact)).all()
+
+
+@pytest.mark.parametrize("variant", nvfp4.variants())
+def test_gemv_of_every_code_and_block_scale(variant):
+    """One weight that is not multiplied by zero, so the sum is that weight: value * step, rounded once."""
+    scales = np.arange(256, dtype=np.uint8)
+    scales = scales[(scales & 0x7F) != 0x7F]
+    codes = np.arange(16, dtype=np.uint8)
+    nvfp4.set_variant(variant)
+    for column in range(32):
+        packed = np.zeros((scales.size * 16, 16), np.uint8)
+        packed[:, column // 2] = np.tile(codes << 4 if column & 1 else codes, scales.size)
+        block_scale = np.repeat(scales, 16)[:, None].repeat(2, 1)
+        t = nvfp4.Tensor(packed, block_scale.view(nvfp4.E4M3), np.float32(0.037), (scales.size * 16, 32))
+        x = np.zeros((1, 32), np.float32)
+        x[0, column] = 1
+        expected = nvfp4.unpack(t, "float32")[:, column]
+        np.testing.assert_array_equal(nvfp4.gemv(x, t)[0], expected)
+
+
+@pytest.mark.parametrize("variant", nvfp4.variants()[1:])
+@pytest.mark.parametrize(("columns", "group", "scale"), [(48, 16, "amax"), (320, 32, "sweep"), (448, 64, "amax")])
+def test_gptq_has_the_bytes_of_the_serial_reference(variant, columns, group, scale):
+    """Windows that are not full, rows that are not a multiple of four, columns that are not a multiple of 16."""
+    rng = np.random.default_rng(columns)
+    w = rng.standard_normal((67, columns)).astype(np.float32)
+    factor = np.triu(rng.standard_normal((columns, columns)) * 0.05).astype(np.float32)
+    np.fill_diagonal(factor, rng.uniform(0.5, 2, columns))
+    results = {}
+    for name in ("serial", variant):
+        nvfp4.set_variant(name)
+        rounded = w.copy()
+        t = nvfp4.gptq(rounded, factor, 0.01, scale=scale, group=group)
+        results[name] = rounded.view(np.uint32), t.codes, t.block_scale.view(np.uint8)
+    for got, expected in zip(results[variant], results["serial"], strict=True):
+        np.testing.assert_array_equal(got, expected)

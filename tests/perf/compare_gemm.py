@@ -1,0 +1,157 @@
+"""Time the W4A16 kernels of this tree and of another one on this GPU in one run: the replays of their CUDA graphs alternate.
+
+    python tests/perf/compare_gemm.py DIR [--shapes 8192x8192,...] [--tokens 1,256,4096] [--rounds 20] [--output out.json]
+
+DIR: a tree of another version with its `_gemm` built. A clock that falls during the run changes both versions' times, and so not
+their ratio. Control: the other version a second time, with weights of its own; its ratio to itself shows what the
+place of the weights and the remaining noise do. A time is that of one launch, as in bench_gemm.py. A ratio is the median over the
+rounds, with the order statistics of a 95 % interval. Exit status 1 if a lower end is above 1.05, or if the outputs differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import statistics
+import sys
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from bench_gemm import COLD_BYTES, SHAPES
+
+LIMIT = 1.05
+INTERVALS = {10: (1, 8), 20: (5, 14)}  # rank of the ends of a 95 % interval of the median, by the number of rounds
+
+
+def load(folder: Path) -> ModuleType:
+    """Import annie_quant.gemm.ops from `folder`, independently of other copies, with its own compiled module."""
+    mine = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == "annie_quant"}
+    sys.path.insert(0, str(folder.resolve()))
+    try:
+        ops = importlib.import_module("annie_quant.gemm.ops")
+        arrays = importlib.import_module("annie_quant.gemm.arrays")
+        compiled = importlib.import_module("annie_quant._gemm")
+        if not Path(compiled.__file__ or "").is_relative_to(folder.resolve()):
+            sys.exit(
+                f"{folder} has no compiled _gemm; ANNIE_QUANT_ONLY=_gemm python setup.py build_ext --inplace there"
+            )
+        vars(ops)["native"] = vars(arrays)["native"] = lambda: compiled  # otherwise imported again, by name, when used
+    finally:
+        sys.path.pop(0)
+        for name in [name for name in sys.modules if name.split(".")[0] == "annie_quant"]:
+            del sys.modules[name]
+        sys.modules.update(mine)
+    return ops
+
+
+def graph_of(launches: list) -> torch.cuda.CUDAGraph:
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for launch in launches:
+            launch()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for launch in launches:
+            launch()
+    return graph
+
+
+def replay_us(graph: torch.cuda.CUDAGraph, launches: int) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1000 / launches
+
+
+def workspace_bytes(weight: Any, m: int) -> int:
+    return weight.workspace_bytes(m) if hasattr(weight, "workspace_bytes") else weight.plan(m).workspace_bytes
+
+
+def ratio(a: list[float], b: list[float]) -> list[float]:
+    """Return the median of the rounds' ratios and the ends of its interval."""
+    values = sorted(x / y for x, y in zip(a, b, strict=True))
+    low, high = INTERVALS[len(values)]
+    return [round(v, 3) for v in (statistics.median(values), values[low], values[high])]
+
+
+def compare(versions: list[ModuleType], weights: list[list], m: int, pdl: bool, rounds: int) -> dict:
+    n, k = weights[0][0].n, weights[0][0].k
+    large = m * n * k >= 1 << 36
+    count, rounds = (4, 10) if large else (max(20, len(weights[0])), rounds)
+    torch.manual_seed(m)
+    x = torch.randn(m, k, dtype=torch.bfloat16, device="cuda")
+    outs = [torch.full((m, n), float("nan"), dtype=torch.bfloat16, device="cuda") for _ in versions]
+    size = max(workspace_bytes(w[0], m) for w in weights)
+    memory = torch.empty(size, dtype=torch.uint8, device="cuda") if size else None
+    graphs = []
+    for version, own, out in zip(versions, weights, outs, strict=True):
+        call = partial(version.w4a16, x, out=out, pdl=pdl, workspace=memory)
+        graphs.append(graph_of([partial(call, own[i % len(own)]) for i in range(count)]))
+    times: list[list[float]] = [[] for _ in graphs]
+    order = list(range(len(graphs)))
+    for i in range(rounds + 2):
+        for which in order:
+            us = replay_us(graphs[which], count)
+            if i >= 2:
+                times[which].append(us)
+        order = order[1:] + order[:1]  # each version is first, and after each other one, equally often
+    return {
+        "n": n, "k": k, "m": m, "pdl": pdl,
+        "us": [round(statistics.median(t), 2) for t in times],
+        "ratio": ratio(times[0], times[1]),
+        "control": ratio(times[2], times[1]),
+        "same_bits": all(torch.equal(out, outs[0]) for out in outs),
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("other", type=Path)
+    parser.add_argument("--shapes", default=SHAPES)
+    parser.add_argument("--tokens", default="1,256,4096")
+    parser.add_argument("--rounds", type=int, choices=sorted(INTERVALS), default=20)
+    parser.add_argument("--output", default="")
+    args = parser.parse_args()
+    here = load(Path(__file__).parents[2])
+    other = load(args.other)
+    versions = [here, other, other]
+    rows, failed = [], 0
+    print("N x K, M, PDL: us of this version, the other one, the other one again; ratios to the other one (interval)")
+    for shape in args.shapes.replace(",", " ").split():
+        n, k = (int(v) for v in shape.split("x"))
+        torch.manual_seed(n + k)
+        codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device="cuda")
+        scales = torch.randint(0x28, 0x48, (n, k // 16), dtype=torch.uint8, device="cuda")
+        copies = max(2, -(-COLD_BYTES // (n * k * 9 // 16)))
+        weights = [[version.Weight(codes, scales, 0.01) for _ in range(copies)] for version in versions]
+        for m in (int(v) for v in args.tokens.split(",")):
+            for pdl in (False, True):
+                row = compare(versions, weights, m, pdl, args.rounds)
+                rows.append(row)
+                bad = row["ratio"][1] > LIMIT or not row["same_bits"]
+                failed += bad
+                (r, low, high), (c, c_low, c_high) = row["ratio"], row["control"]
+                print(
+                    f"{shape} M={m}{' pdl' if pdl else ''}: {' '.join(map(str, row['us']))}; {r} ({low} to {high}), "
+                    f"control {c} ({c_low} to {c_high}){'' if row['same_bits'] else '  OTHER BITS'}{'  SLOWER' if bad else ''}",
+                    flush=True,
+                )
+                if args.output:
+                    Path(args.output).write_text(json.dumps(rows))
+        del weights
+        torch.cuda.empty_cache()
+    print(
+        f"{len(rows)} comparisons, {failed} failed; all ratios: median {statistics.median(r['ratio'][0] for r in rows)}"
+    )
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+#!/bin/bash
+# The GEMM kernels on a CUDA GPU (written for an H200). Needs nvcc 13, torch with CUDA, pytest. Each step has a time limit and its own log.
+#
+# Usage: [STEPS="build tests"] bash tests/sanitize/gpu.sh [folder of the logs]
+#   build       _gemm and _nvfp4
+#   times       times of the kernels compared with tests/perf/gemm.md
+#   compare     times of this tree and of the one in OTHER in turn (tests/perf/compare_gemm.py); that tree is built, too
+#   tests       all of tests/gemm, several processes on the GPU
+#   threads     100,000 products from four threads
+#   sanitize    compute-sanitizer: memcheck and racecheck over some tests of each kernel, racecheck in another build
+# STEPS: build times tests threads sanitize if unset; they run in the order above. OTHER: a tree of another version.
+# TOKENS: of times and compare. ANNIE_QUANT_ARCHS: 90a,121a if unset. PYTHON: the interpreter, python3 if unset.
+set -u
+cd "$(dirname "$0")/../.."
+logs=$(realpath -m "${1:-build/gpu}")
+python=${PYTHON:-python3}
+steps=" ${STEPS:-build times tests threads sanitize} "
+other=${OTHER:+$(realpath "$OTHER")}
+mkdir -p "$logs"
+export PYTHONPATH=$PWD ANNIE_QUANT_ARCHS=${ANNIE_QUANT_ARCHS:-90a,121a} PYTHONUNBUFFERED=1
+failed=""
+for s in $steps; do
+    case $s in build | times | compare | tests | threads | sanitize) ;; *) echo "STEPS has $s; expected build, times, compare, tests, threads, sanitize" && exit 2 ;; esac
+done
+chosen() { [[ $steps == *" $1 "* ]]; }
+if chosen compare && [ ! -e "$other/setup.py" ]; then
+    echo "the step compare needs a tree of another version in OTHER: git archive main | tar x -C DIR" && exit 2
+fi
+
+# step NAME SECONDS COMMAND...
+step() {
+    name=$1 limit=$2
+    shift 2
+    begin=$(date +%s)
+    timeout "$limit" "$@" > "$logs/$name.txt" 2>&1
+    rc=$?
+    [ $rc = 0 ] || failed="$failed $name($rc)"
+    echo "== $name: exit status $rc, $(($(date +%s) - begin)) s"
+    tail -n "${tail:-4}" "$logs/$name.txt"
+}
+# join NAME PID: wait for a step in the background
+join() {
+    wait "$2"
+    rc=$?
+    [ $rc = 0 ] || failed="$failed $1($rc)"
+    echo "== $1: exit status $rc"
+    tail -n 4 "$logs/$1.txt"
+}
+
+# compile FOLDER FLAGS...: all .cu files at the same time, into the objects that setup.py would make
+compile() {
+    folder=$1
+    shift
+    mkdir -p "$folder/csrc/gemm"
+    codes=$(for a in ${ANNIE_QUANT_ARCHS//,/ }; do echo "-gencode arch=compute_$a,code=sm_$a"; done)
+    export codes
+    ls csrc/gemm/*.cu | xargs -P 16 -I{} sh -c "nvcc -O3 -std=c++17 -Xcompiler -fPIC,-fvisibility=hidden -Icsrc \$codes $* -c {} -o $folder/{}.o || exit 255"
+}
+# build MODULES: of the tree in the current folder
+build() {
+    compile build/gpu-temp && PYTHONPATH=$PWD ANNIE_QUANT_ONLY=$1 "$python" setup.py -q build_ext --inplace --build-temp build/gpu-temp
+}
+build_other() {
+    cd "$other" && build _gemm
+}
+# A second copy of the package for racecheck: there each lane of a warp releases a pipeline stage, because the tool follows only that one.
+build_racecheck() {
+    ANNIE_QUANT_ARCHS=90a compile build/race-temp -DAQ_RACECHECK &&
+        ANNIE_QUANT_ARCHS=90a ANNIE_QUANT_ONLY=_gemm,_nvfp4 "$python" setup.py -q build_ext --build-lib build/race --build-temp build/race-temp &&
+        rm -rf build/race-copy && mkdir build/race-copy && cp -r annie_quant tests pyproject.toml csrc build/race-copy/ &&
+        cp build/race/annie_quant/*.so build/race-copy/annie_quant/
+}
+export -f compile build build_other build_racecheck
+export python other
+
+race_build="" other_build=""
+if chosen sanitize; then
+    timeout 200 bash -c build_racecheck > "$logs/build_racecheck.txt" 2>&1 &
+    race_build=$!
+fi
+if chosen compare; then
+    timeout 200 bash -c build_other > "$logs/build_other.txt" 2>&1 &
+    other_build=$!
+fi
+chosen build && step build 200 bash -c "build _gemm,_nvfp4"
+[ "$race_build" ] && join build_racecheck $race_build
+[ "$other_build" ] && join build_other $other_build
+# Alone on the GPU; the rest can share it.
+chosen times && tail=20 step times 170 "$python" tests/perf/bench_gemm.py --tokens "${TOKENS:-1,8,16,32,64,128,256,1024,4096}" --repeats 10 --output "$logs/times.json" --compare tests/perf/gemm.md
+chosen compare && tail=80 step compare "${COMPARE_SECONDS:-170}" "$python" tests/perf/compare_gemm.py "$other" --tokens "${TOKENS:-1,256,4096}" --output "$logs/compare.json"
+
+# A few tests of each kernel, the launcher's threads, and the reports.
+few="test_every_split or (test_every_shape_of_the_wgmma and 139-4-3) or (test_every_cluster and 61-528-1008) or (test_tiles_of_192 and 61-304-1008-3)"
+few="$few or (test_every_shape_of_the_few and 7-5) or test_first_call or reports or underflow or small_workspace or bad_plan or emulated"
+# check TOOL TESTS
+check() {
+    timeout 110 compute-sanitizer --tool "$1" --error-exitcode 9 --print-limit 5 "$python" -m pytest -q -x -p no:cacheprovider tests/gemm/test_gpu.py \
+        tests/gemm/test_gpu_launch.py -k "$2" > "$logs/$1.txt" 2>&1
+}
+# Each file has its own process: most of the time is the oracle's, on the CPU.
+all_tests() {
+    files=$(ls tests/gemm/test_*.py)
+    if ! "$python" -c "import msgspec" 2> "$logs/msgspec.txt"; then
+        echo "left out: tests/gemm/test_stack_check.py, because msgspec is not installed here, which the command line needs"
+        files=${files/tests\/gemm\/test_stack_check.py/}
+    fi
+    echo "$files" | xargs -P 8 -n 1 "$python" -m pytest -q -rs --maxfail=20 -p no:cacheprovider
+}
+export -f all_tests
+export logs
+
+memcheck="" racecheck=""
+if chosen sanitize; then
+    check memcheck "$few" &
+    memcheck=$!
+    (
+        cd build/race-copy && PYTHONPATH=$PWD check racecheck "(test_every_shape_of_the_wgmma and 7-4-3) or (test_every_cluster and 61-528-880-64) or (test_every_split and 2) or (test_every_shape_of_the_few and 7-5)"
+    ) &
+    racecheck=$!
+fi
+if chosen tests; then
+    tail=0 step tests "${TESTS_SECONDS:-200}" bash -c all_tests
+    grep -E "^left out|^FAILED|^ERROR|^[0-9]+ (passed|failed|skipped)|error" "$logs/tests.txt"
+fi
+chosen threads && step threads 90 "$python" tests/sanitize/threads_gemm.py --products "${PRODUCTS:-100000}"
+[ "$memcheck" ] && join memcheck $memcheck
+[ "$racecheck" ] && join racecheck $racecheck
+echo "failed:${failed:- none}"
+[ -z "$failed" ]

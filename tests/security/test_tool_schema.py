@@ -1,0 +1,42 @@
+"""A tool's schema, which a workload or a row brings, fetches nothing and raises nothing."""
+
+from __future__ import annotations
+
+import pytest
+from stream_server import RawServer
+
+from annie_quant.data import validate
+from annie_quant.tool_schema import mismatch
+
+
+def test_a_reference_to_a_server_or_a_file_is_not_fetched(tmp_path):
+    (tmp_path / "schema.json").write_text("{}")
+    with RawServer(
+        lambda connection, request: connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+    ) as server:
+        for target in (f"http://127.0.0.1:{server.port}/schema.json", (tmp_path / "schema.json").as_uri()):
+            assert "cannot be used" in mismatch({"a": 1}, {"$ref": target})
+            row = {
+                "messages": [
+                    {"role": "user", "content": "Hi"},
+                    {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]},
+                ],
+                "tools": [{"function": {"name": "f", "parameters": {"$ref": target}}}],
+            }
+            assert not validate([row]).ok
+        assert server.connections == 0
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [{"$ref": "#"}, {"type": 5}, {"pattern": "("}, {"properties": []}, {"$ref": 7}, {"items": "x"}, [], "x", 5, None],
+)
+def test_an_invalid_schema_is_one_line(schema):
+    result = mismatch({"a": ["x"]}, schema)
+    assert result is None or result.isprintable()
+
+
+def test_valid_schemas_work():
+    schema = {"type": "object", "properties": {"n": {"$ref": "#/$defs/n"}}, "$defs": {"n": {"type": "integer"}}}
+    assert mismatch({"n": 5}, schema) is None
+    assert mismatch({"n": "5"}, schema).startswith("at n: ")

@@ -1,0 +1,232 @@
+"""The request as it is sent: the same on both carriers, one on the wire, and refused before anything is sent if it would not be."""
+
+from __future__ import annotations
+
+import ssl
+import time
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from stream_server import HELLO, RawServer, stream
+
+_stream = pytest.importorskip("annie_quant._stream", reason="_stream is not built: libcurl's headers are missing")
+
+import annie_quant as aq  # noqa: E402
+
+CARRIERS = ("plain", "libcurl")
+PATH = "/v1/chat/completions"
+
+
+def Request(url: str, **fields) -> aq.stream.Request:
+    return aq.stream.Request(url, **{"timeout_s": 5, **fields})
+
+
+def server_of(carrier: str, tls_server: ssl.SSLContext, respond=None) -> RawServer:
+    """Plain HTTP uses the client's own connections; TLS is left to libcurl."""
+    return RawServer(respond or stream(HELLO), tls=tls_server if carrier == "libcurl" else None)
+
+
+def sent(carrier: str, tls_server: ssl.SSLContext, **fields) -> tuple[list[bytes], bytes]:
+    """Return the lines of one request's head and its body, as the server read them."""
+    with server_of(carrier, tls_server) as server:
+        record = aq.stream.run([Request(server.url, **fields)], verify_tls=False).records()[0]
+    assert record["error"] is None and len(server.requests) == 1
+    head, _, body = server.requests[0].partition(b"\r\n\r\n")
+    return head.replace(b":%d" % server.port, b":PORT").split(b"\r\n"), body
+
+
+REQUESTS = {
+    "json": {"json": {"a": 1}},
+    "raw body": {"body": b"\0\r\n\r\nGET / HTTP/1.1\r\n\r\n"},
+    "empty body": {"body": b""},
+    "GET": {},
+    "POST without a body": {"method": "POST"},
+    "PUT without a body": {"method": "PUT"},
+    "DELETE": {"method": "DELETE"},
+    "DELETE with a body": {"method": "DELETE", "body": b"x"},
+    "GET with a body": {"method": "GET", "body": b"x"},
+    "another token": {"method": "M-SEARCH!", "body": b"x"},
+    "content-type": {"json": {}, "headers": {"content-type": "application/x-test"}},
+    "agent and accept": {"json": {}, "headers": {"user-agent": "me", "ACCEPT": "text/event-stream"}},
+    "prefixes": {"json": {}, "headers": {"Content": "1", "C": "2", "T": "3", "Trans": "4", "Tr": ""}},
+    "empty and blank": {"json": {}, "headers": {"X-Empty": "", "X-Blank": " \t", "X-Space": "  a b\t"}},
+    "its own length": {"body": b"12345", "headers": {"content-length": "5"}},
+    "host": {"headers": {"host": "other.example:8080"}},
+    "a long name without a value": {"headers": {"X-" + "n" * 3000: ""}},
+    "not ASCII": {"headers": {"X-Name": "é漢字"}},
+}
+
+
+def lines_of(lines: list[bytes]) -> list[bytes]:
+    """Return the fields in order of name. libcurl writes Host in its own case."""
+    return sorted(b":".join((name.lower(), value)) for name, _, value in (x.partition(b":") for x in lines[1:]))
+
+
+@pytest.mark.parametrize("fields", REQUESTS.values(), ids=REQUESTS.keys())
+def test_both_carriers_send_the_same(fields: dict, tls_server: ssl.SSLContext) -> None:
+    lines, body = sent("plain", tls_server, **fields)
+    by_libcurl, same_body = sent("libcurl", tls_server, **fields)
+    assert lines_of(lines) == lines_of(by_libcurl) and body == same_body
+    assert lines[0] == by_libcurl[0]
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_the_fields_of_a_request(carrier: str, tls_server: ssl.SSLContext) -> None:
+    def fields(**request) -> list[bytes]:
+        lines, _ = sent(carrier, tls_server, **request)
+        defaults = (b"Host: 127.0.0.1:PORT", b"Accept: */*")
+        return [x for x in lines[1:] if x not in defaults and not x.startswith(b"User-Agent: annie-quant/")]
+
+    assert fields(**REQUESTS["GET"]) == []
+    assert fields(**REQUESTS["raw body"]) == [b"Content-Length: 23"], "a raw body gains no content type"
+    assert fields(**REQUESTS["POST without a body"]) == [b"Content-Length: 0"]
+    assert fields(**REQUESTS["empty body"]) == [b"Content-Length: 0"]
+    assert sorted(fields(**REQUESTS["content-type"])) == [b"Content-Length: 2", b"content-type: application/x-test"]
+    assert sorted(fields(**REQUESTS["prefixes"])) == [
+        b"C: 2", b"Content-Length: 2", b"Content-Type: application/json", b"Content: 1", b"T: 3", b"Tr:", b"Trans: 4",
+    ]  # fmt: skip
+
+
+SMUGGLED = "GET / HTTP/1.1\r\nHost: x\r\n\r\nGET"
+REFUSED = {
+    "a method with a request": ({"method": SMUGGLED}, "method .*not a token"),
+    "a method with a space": ({"method": "GET /admin"}, "not a token"),
+    "a method with LF": ({"method": "GET\n"}, "not a token"),
+    "a method with NUL": ({"method": "G\0T"}, "not a token"),
+    "a method that is not ASCII": ({"method": "GÉT"}, "not a token"),
+    "a method with a surrogate": ({"method": "GET\udc80"}, "method has a character"),
+    "CONNECT": ({"method": "CONNECT"}, "CONNECT is not supported"),
+    "HEAD with a body": ({"method": "HEAD", "body": b"x"}, "no body"),
+    "a name with a line": ({"headers": {"A: b\r\nB": "c"}}, "not a token"),
+    "a name with a colon": ({"headers": {"A:": "c"}}, "not a token"),
+    "a name with a semicolon": ({"headers": {"A;": "c"}}, "not a token"),
+    "a name with a space": ({"headers": {"Transfer-Encoding ": "chunked"}}, "not a token"),
+    "an empty name": ({"headers": {"": "c"}}, "not a token"),
+    "a name that is not ASCII": ({"headers": {"É": "c"}}, "not a token"),
+    "a value with a line": ({"headers": {"A": "b\r\n\r\nGET / HTTP/1.1"}}, "line break"),
+    "a value with CR": ({"headers": {"A": "b\r"}}, "line break"),
+    "a value with LF": ({"headers": {"A": "b\nc"}}, "line break"),
+    "a value with NUL": ({"headers": {"A": "b\0c"}}, "control character"),
+    "a value with ESC": ({"headers": {"A": "\x1b[2J"}}, "control character"),
+    "a value with DEL": ({"headers": {"A": "\x7f"}}, "control character"),
+    "a value with a surrogate": ({"headers": {"A": "\ud800"}}, "value has a character"),
+    "a coding": ({"body": b"0\r\n\r\n", "headers": {"transfer-encoding": "chunked"}}, "one connection"),
+    "connection": ({"headers": {"Connection": "close"}}, "one connection"),
+    "te": ({"headers": {"TE": "trailers"}}, "one connection"),
+    "upgrade": ({"headers": {"upgrade": "h2c"}}, "one connection"),
+    "proxy": ({"headers": {"Proxy-Authorization": "Basic eA=="}}, "one connection"),
+    "expect": ({"body": b"x", "headers": {"Expect": "100-continue"}}, "round trip"),
+    "another length": ({"body": b"12345", "headers": {"Content-Length": "4"}}, "not the body's length"),
+    "a length of no body": ({"headers": {"content-length": "5"}}, "not the body's length"),
+    "a name twice": ({"headers": {"X-A": "1", "x-a": "2"}}, "given twice"),
+    "two hosts": ({"headers": {"Host": "a", "HOST": "b"}}, "given twice"),
+    "a host with a path": ({"headers": {"Host": "a/b"}}, "not a host"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "words"), REFUSED.values(), ids=REFUSED.keys())
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_what_is_not_one_request_is_refused(carrier: str, fields: dict, words: str, tls_server: ssl.SSLContext) -> None:
+    with server_of(carrier, tls_server) as server:
+        good = Request(server.url)
+        with pytest.raises(ValueError, match=rf"request 1: .*{words}") as raised:
+            aq.stream.run([good, Request(server.url, **fields)], verify_tls=False)
+        with pytest.raises(ValueError, match="request 1: "):  # before the warm-up
+            aq.stream.run([good, Request(server.url, **fields)], warmup=[good], verify_tls=False)
+        time.sleep(0.05)
+        assert isinstance(raised.value, aq.errors.UsageError) and "\n" not in str(raised.value)
+        assert server.connections == 0, "nothing was sent"
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("http://h/\udc80", "URL has a character"),
+        ("http://h/a\r\nB: c", "control character"),
+        ("http://h/\0", "control character"),
+        ("http://h\x7f/", "control character"),
+        ("http:h", "not an http"),
+        ("https//h", "not an http"),
+        ("gopher://h:70/_GET%20/", "not an http"),
+    ],
+)
+def test_urls_that_are_refused(url: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        aq.stream.run([Request(url)])
+
+
+def test_a_url_that_cannot_be_read_is_a_record() -> None:
+    records = aq.stream.run([Request("http://[x"), Request("http://h:70000/"), Request("http:///x")]).records()
+    assert [r["cause"] for r in records[:2]] == ["url", "url"] and all(r["error"] for r in records)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan"), -1])
+@pytest.mark.parametrize("name", ["timeout_s", "idle_timeout_s", "start_s"])
+def test_times_that_are_refused(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"{name}={value} is ") as raised:
+        aq.stream.run([Request("http://127.0.0.1:9/", **{name: value})])
+    assert isinstance(raised.value, aq.errors.UsageError)
+
+
+def test_limits_that_are_refused() -> None:
+    for options in ({"deadline_s": float("inf")}, {"max_event_bytes": 1 << 32}, {"max_event_bytes": 0}):
+        with pytest.raises(ValueError, match=next(iter(options)) if 0 not in options.values() else "max_"):
+            aq.stream.run([], **options)
+    assert aq.stream.run([], max_event_bytes=(1 << 32) - 1).records() == []
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+@pytest.mark.parametrize("length", [b"Content-Length: 99\r\n", b"Transfer-Encoding: chunked\r\n", b""])
+def test_head_ends_with_its_head(carrier: str, length: bytes, tls_server: ssl.SSLContext) -> None:
+    """The server keeps the connection and sends no body, as RFC 9110 9.3.2 requires."""
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n" + length + b"\r\n"
+    with server_of(carrier, tls_server, lambda connection, request: connection.sendall(head)) as server:
+        began = time.monotonic()
+        timings = aq.stream.run([Request(server.url, method="HEAD")] * 2, verify_tls=False)
+        assert time.monotonic() - began < 2.5, "it hung"
+    assert [int(r["cause"]) for r in timings.requests] == [0, 0] and timings.requests["status"].tolist() == [200, 200]
+    assert all(r.startswith(b"HEAD " + PATH.encode() + b" HTTP/1.1\r\n") for r in server.requests)
+    assert b"Content-Length" not in server.requests[0]
+
+
+text = st.one_of(
+    st.text(max_size=12),
+    st.text(st.sampled_from("\r\n\0\t :;,/aZ0%\x7f\x85\u2028é"), max_size=12),
+    st.sampled_from(["GET", "POST", "HEAD", "Host", "Content-Length", "content-length", "Transfer-Encoding", "chunked", "0",
+                     SMUGGLED, "\r\n\r\n" + SMUGGLED, " HTTP/1.1\r\nX: ", "a", "X-A"]),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_never_two_requests_on_the_wire(carrier: str, tls_server: ssl.SSLContext) -> None:
+    """Any texts as method, path, header names and values, and body. The server's parser is not the one under test."""
+    received: list[bytes] = []
+
+    def respond(connection, request: bytes) -> None:
+        received.append(request)
+        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+
+    with server_of(carrier, tls_server, respond) as server:
+
+        @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+        @given(
+            st.none() | text, text, st.dictionaries(text, text, max_size=3), st.none() | st.binary(max_size=40) | text
+        )
+        def check(method: str | None, path: str, headers: dict[str, str], body: bytes | str | None) -> None:
+            received.clear()
+            raw = body.encode(errors="replace") if isinstance(body, str) else body
+            request = Request(server.url + path, method=method, headers=headers, body=raw, timeout_s=2)
+            try:
+                aq.stream.run([request], verify_tls=False, realtime=False)
+            except ValueError:
+                assert received == []
+                return
+            assert len(received) <= 1, received
+            for message in received:
+                head, _, rest = message.partition(b"\r\n\r\n")
+                assert head.count(b"\n") == head.count(b"\r") == head.count(b"\r\n") and b"\0" not in head
+                assert rest == (raw or b"") and head.lower().count(b"\r\nhost:") == 1
+                assert head.lower().count(b"\r\ncontent-length:") <= 1
+
+        check()

@@ -53,7 +53,8 @@ def gate_lines(
     against = ["against", *(BASES.get(result.basis, "–") for result in gates.values())]
     notes: list[str] = []
     if any(result.basis for result in gates.values()):
-        wider = _tables([head.columns[0], against, *head.columns[1:]], cells, width)
+        at = len(head.columns) - bool(reference)
+        wider = _tables([*head.columns[:at], against, *head.columns[at:]], cells, width)
         if len(wider) == len(tables) and all(sum(map(_width, t)) + len(t) - 1 <= width for t in wider):
             tables = wider
         else:

@@ -89,14 +89,27 @@ def test_from_200_chats_to_a_verdict_in_three_commands(model, mine, tmp_path):
     assert set(result["workloads"]) == {"answers", "calls", "results"}
     deciding = {name: g for name, g in side["gates"].items() if not g["advisory"]}
     assert set(deciding) <= set(REFERENCE_GATES) and {g["basis"] for g in deciding.values()} == {"reference"}
-    assert deciding["same_tool"]["n"] >= 20 and deciding["same_tool"]["verdict"] == "pass"
-    assert code == (1 if any(g["verdict"] == "fail" for g in deciding.values()) else 0)
+    assert deciding["same_tool"]["n"] >= 20 and deciding["same_tool"]["verdict"] != "fail"
+    assert code == (1 if result["verdict"]["verdict"] in ("loses", "fragile") else 0)
+    # bf16 passes a gate that compares with its own answers by definition, in every member of the ensemble
+    bf16 = result["reference_gates"]
+    members = [side, *result["members"].values()]
+    assert len(members) > 2
+    for member in members:
+        gates = {name: pair for name, pair in member["paired"].items() if name in REFERENCE_GATES}
+        assert {"same_tool", "same_arguments", "same_length"} <= set(gates)
+        assert all(
+            pair["won"] == 0 and pair["n"] <= bf16[name]["passes"] == bf16[name]["n"] for name, pair in gates.items()
+        )
+        assert all(gates[name]["lost"] == member["outcomes"][name].count("0") for name in gates)
+        assert member["pooled"] is None
 
 
 def test_a_model_that_lost_its_manners_fails_the_gates_without_labels(base, mine):
     """Negative control: tiny-annie changed back towards its base, judged against tiny-annie's own answers."""
-    result = evaluate(base, TINY_ANNIE, persona=mine, n_per_gate=15, rows=64)
+    result = evaluate(base, TINY_ANNIE, persona=mine, n_per_gate=60, rows=64, with_ensemble=False)
     gates = result["numerics"]["bf16"]["gates"]
+    assert result["verdict"]["verdict"] == "loses"
     assert gates["same_tool"]["verdict"] == "fail" and gates["same_markdown"]["verdict"] == "fail"
 
 
@@ -104,7 +117,9 @@ def test_a_base_model_as_the_reference_is_named_and_not_a_failure_of_quantizing(
     result = evaluate(base, base, persona=mine, workloads=[mine / "workloads" / "calls.json"], n_per_gate=12, rows=64)
     assert any("bf16 calls no tool in" in line and "base model" in line for line in result["notes"])
     gates = result["numerics"]["bf16"]["gates"]
-    assert all(g["verdict"] == "pass" for g in gates.values() if not g["advisory"])
+    assert all(g["verdict"] != "fail" for g in gates.values() if not g["advisory"])
+    assert {pair["lost"] for pair in result["numerics"]["bf16"]["paired"].values()} == {0}
+    assert result["verdict"]["verdict"] in ("keeps", "undecided")
 
 
 def test_a_chat_template_without_tools_is_named(model, mine, tmp_path):

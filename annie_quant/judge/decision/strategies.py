@@ -24,10 +24,10 @@ from annie_quant.judge.decision.paired import (
 from annie_quant.judge.gates import GATES, decides
 from annie_quant.judge.paired import score_interval
 from annie_quant.judge.statistics import LEVEL
-from annie_quant.schema import GateResult, NumericsResult, Outcome, PairedGate, SearchNumerics
+from annie_quant.schema import GateResult, Member, Outcome, PairedGate, SearchNumerics
 
 Gates = Mapping[str, GateResult]
-Sides = Mapping[str, SearchNumerics] | Mapping[str, NumericsResult]  # by numerics
+Sides = Mapping[str, SearchNumerics | Member]  # by numerics, or by member of their ensembles
 FIRST_LOOK = 30  # prompts per gate
 
 

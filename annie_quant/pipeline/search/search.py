@@ -238,9 +238,10 @@ class Search:
             self.prompts,
             conversations=self.stages.conversations,
             n_conversations=KL_CONVERSATIONS,
+            ensemble=True,
         )
         keep_numerics(row, final)
-        row.why = decision.final_reasons(row.numerics, self.required)
+        row.why = decision.final_reasons({**row.numerics, **final.members}, self.required)
         row.passed = not row.why
         row.path.append(f"gates at n = {looks[-1]} → {'; '.join(row.why) or 'PASS: ship it'}")
         if row.passed:

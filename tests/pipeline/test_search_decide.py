@@ -227,7 +227,7 @@ class FakeStages:
         gates = entry.get("smoke", both(factual=(1, 1))) if part == "smoke" else entry["all"]
         numerics = {kind: numerics_result(table) for kind, table in gates.items()}
         verdict = judge.judge_members({kind: side.paired for kind, side in numerics.items()})
-        return SimpleNamespace(numerics=numerics, verdict=verdict)
+        return SimpleNamespace(numerics=numerics, verdict=verdict, members={})
 
 
 def numerics_result(gates):

@@ -1,6 +1,8 @@
-"""Personas: who the assistant is, as a JSON file with name, system_prompt, tools, rules, examples and categories.
+"""Personas: who the assistant is, as a JSON file with name, system_prompt and, where it has them, tools, rules and examples.
 
-`categories` is optional: [{"name", "tool"?, "turns"?, "about"?}]. Without it a persona has greeting, factual, one category
+`annie-quant init` writes one from a system prompt and a tools list. `markdown` states whether answers may have it; without it,
+a system prompt or rules that mention markdown forbid it. `categories` is optional: [{"name", "tool"?, "turns"?, "about"?}].
+Without it a persona has greeting, factual, one category
 per tool (search_memory: memory, web_search: web, any other tool by its own name) and multi_turn with five turns.
 """
 
@@ -17,6 +19,7 @@ from annie_quant.errors import UsageError
 from annie_quant.files import ASSETS, sha256_text
 
 FOLDER = ASSETS / "personas"
+PERSONA_FILE = "persona.json"
 MULTI_TURN_TURNS = 5
 TOOL_CATEGORIES = {
     "search_memory": ("memory", "the user asks about something from an earlier conversation"),
@@ -46,9 +49,10 @@ class Persona(msgspec.Struct, frozen=True):
 
     name: str
     system_prompt: str
-    tools: tuple[Mapping[str, Any], ...]
-    rules: tuple[str, ...]
-    examples: tuple[Mapping[str, Any], ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
+    rules: tuple[str, ...] = ()
+    examples: tuple[Mapping[str, Any], ...] = ()
+    markdown: bool | None = None
     categories: Annotated[tuple[Category, ...], msgspec.Meta(min_length=1)] = ()
     sha256: str = ""
     source: str = ""
@@ -57,6 +61,24 @@ class Persona(msgspec.Struct, frozen=True):
     def prompt_sha256(self) -> str:
         """SHA-256 of the system prompt. Rows record it: data with an outdated prompt spoils a fine-tune."""
         return sha256_text(self.system_prompt)
+
+    @property
+    def forbids_markdown(self) -> bool:
+        if self.markdown is not None:
+            return not self.markdown
+        return any("markdown" in text.lower() for text in (self.system_prompt, *self.rules))
+
+    @property
+    def is_built_in(self) -> bool:
+        return "/" not in self.source and (FOLDER / f"{self.source}.json").is_file()
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder of the persona's file, where `annie-quant init` puts its workloads; None for a built-in persona."""
+        if not self.source or self.is_built_in:
+            return None
+        path = Path(self.source)
+        return path if path.is_dir() else path.parent
 
     def tool(self, name: str) -> Mapping[str, Any] | None:
         """Return the `function` object of the tool called `name`, or None."""
@@ -67,16 +89,21 @@ class Persona(msgspec.Struct, frozen=True):
 
 
 def load_persona(persona: str | Path) -> Persona:
-    """Return a built-in persona by name, or the persona of a JSON file by path.
+    """Return a built-in persona by name, or the persona of a JSON file, or of a folder that has a persona.json.
 
     Raises UsageError that names the file and the field.
     """
     path = Path(persona)
-    if path.suffix != ".json" and len(path.parts) == 1:
+    if path.is_dir():
+        path = path / PERSONA_FILE
+    elif path.suffix != ".json" and len(path.parts) == 1:
         path = FOLDER / f"{persona}.json"
         if path.name not in {file.name for file in FOLDER.glob("*.json")}:
             available = ", ".join(sorted(p.stem for p in FOLDER.glob("*.json")))
-            raise UsageError(f"unknown persona {persona!r}", f"choose one of: {available}; or give a JSON file")
+            raise UsageError(
+                f"unknown persona {persona!r}",
+                f"choose one of: {available}; or a JSON file, or a folder (annie-quant init)",
+            )
     try:
         modified_ns = path.stat().st_mtime_ns
     except (OSError, ValueError) as error:  # ValueError: a null character

@@ -20,6 +20,7 @@ from annie_quant.bench.records import Records
 from annie_quant.errors import ServerError
 from annie_quant.files import sha256_text
 from annie_quant.host import gpu_energy_joules, load_per_core
+from annie_quant.judge.answers import assistant_message
 from annie_quant.judge.library import build_workload
 from annie_quant.judge.workloads import Case, Workload
 from annie_quant.progress import Progress
@@ -163,7 +164,7 @@ class Measurement:
                 record = self._new_record(visit, case, repeat, turn, cold)
                 before = None if visit.warmup else self.done.get(record.id)
                 if before is not None:
-                    history.append({"role": "assistant", "content": before.text})
+                    history.append(assistant_message(before.text, before.tool_calls))
                 else:
                     body = visit.workload.request(case, turn, history, record.model)
                     turns.append(Turn(record, body, case, history))
@@ -213,7 +214,7 @@ class Measurement:
         self.batch += 1
         for index, turn in enumerate(turns):
             answer = judge.from_record(answers[turn.record.id])
-            turn.history.append({"role": "assistant", "content": answer.text})
+            turn.history.append(assistant_message(answer.text, answer.tool_calls))
             faults = judge.faults(answer, turn.case.at_turn(turn.record.turn), visit.workload)
             record = turn.record
             for name in RequestRecord.__struct_fields__:

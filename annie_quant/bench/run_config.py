@@ -65,7 +65,7 @@ def _complete(workload: Workload) -> AskedWorkload:
             AskedCase(
                 id=c.id,
                 messages=[dict(m) for m in c.messages],
-                turns=list(c.turns),
+                turns=[turn if isinstance(turn, str) else dict(turn) for turn in c.turns],
                 expect=dict(c.expect),
                 tools=[dict(t) for t in tools] if (tools := workload.tools_for(c)) else None,
             )

@@ -16,6 +16,7 @@ from annie_quant.cli import (
     demo,
     doctor,
     evaluate,
+    init,
     publish,
     quantize,
     report,
@@ -55,7 +56,7 @@ def cli(context: click.Context, show_version: bool, verbose: bool, as_json: bool
 
 
 for command in (
-    demo.demo, data.data, quantize.quantize, audit.audit, convert.convert, compare.compare, evaluate.evaluate,
+    demo.demo, init.init, data.data, quantize.quantize, audit.audit, convert.convert, compare.compare, evaluate.evaluate,
     search.search, serve.serve, doctor.doctor, validate_gpu.validate_gpu, bench.bench, report.report, publish.publish,
 ):  # fmt: skip
     cli.add_command(command)

@@ -11,7 +11,7 @@ import msgspec
 
 import annie_quant
 from annie_quant.cli import tables
-from annie_quant.cli.common import console, emit, json_option
+from annie_quant.cli.common import console, emit, json_option, persona_option, workloads_option
 from annie_quant.errors import UsageError
 
 
@@ -28,7 +28,8 @@ from annie_quant.errors import UsageError
     show_default=True,
     help="Prompts per gate (55 or more decide a gate); 0: all.",
 )
-@click.option("--workloads", help="Names (also bfcl) or JSON files, comma-separated. Default: the default workloads.")
+@persona_option
+@workloads_option
 @click.option("--concurrency", default="1", show_default=True, help='Requests in flight; several loads: "1,8".')
 @click.option("--rate", default="", help='Additional loads in arrivals per second (Poisson, open loop): "0.5,2".')
 @click.option("--prefix-cache", default="warm", show_default=True, type=click.Choice(["warm", "off"]))
@@ -51,6 +52,7 @@ def bench(
     backend_b: tuple[str, str] | None,
     aa: bool,
     n: int,
+    persona: str | None,
     workloads: str | None,
     concurrency: str,
     rate: str,
@@ -66,6 +68,7 @@ def bench(
     """
     from annie_quant import bench as timing
     from annie_quant.bench.progress_table import ProgressTable
+    from annie_quant.data.resolve import resolve
     from annie_quant.pipeline.run_directory import RunDirectory
 
     if aa and backend_b:
@@ -75,7 +78,7 @@ def bench(
         raise UsageError(f"--watch {stored}: it has no bench.json", "pass the folder of a finished annie-quant bench")
     headers = timing.key_headers(key_env)
     backends = [timing.Backend(name, url, headers=headers) for name, url in filter(None, sides)]
-    chosen = annie_quant.judge.load_workloads(workloads.split(",") if workloads else None)
+    chosen = resolve(persona, workloads)
     if n:
         chosen = annie_quant.judge.sample(chosen, n, settings["seed"])
     settings["concurrency"], settings["rates"] = numbers(concurrency, int), numbers(rate, float)

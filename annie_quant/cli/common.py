@@ -22,6 +22,20 @@ def json_option(function: Any) -> Any:
     )
 
 
+def persona_option(function: Any) -> Any:
+    return click.option(
+        "--persona",
+        help="A built-in persona, a JSON file, or a folder from annie-quant init. Default: annie.",
+    )(function)
+
+
+def workloads_option(function: Any) -> Any:
+    return click.option(
+        "--workloads",
+        help="Names (also bfcl), JSON files or folders, comma-separated. Default: those of the persona.",
+    )(function)
+
+
 def emit(value: object) -> None:
     """Print a typed result, or a mapping with such values, as one JSON object on stdout."""
     if not is_secondary_process():
@@ -40,9 +54,19 @@ def quiet_engines() -> None:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
-def refuse_stale_prompt(conversations: Path | None, allow: bool) -> None:
-    """Refuse conversations with another system prompt than the served one; with `allow`, print a note instead."""
-    from annie_quant.data import check_prompt_hash
+def refuse_stale_prompt(conversations: Path | None, allow: bool, persona: str | None = None) -> None:
+    """Refuse conversations with another system prompt than the served one; with `allow`, print a note instead.
 
-    if conversations is not None and (message := check_prompt_hash(conversations, allow=allow)):
+    Conversations whose form is invalid are named, with the command that lists them.
+    """
+    from annie_quant.data import check_prompt_hash, load_persona
+    from annie_quant.data.rows import read_rows
+    from annie_quant.data.validate import form_report
+
+    if conversations is None:
+        return
+    rows = read_rows(conversations)
+    if message := check_prompt_hash(rows, persona, allow=allow):
         console.note(message)
+    if message := form_report(rows, load_persona(persona) if persona else None):
+        console.note(f"{message} (annie-quant data --check --persona {persona or 'FILE'} --output {conversations})")

@@ -8,7 +8,7 @@ import click
 import msgspec
 
 from annie_quant.cli import tables
-from annie_quant.cli.common import PATH, console
+from annie_quant.cli.common import PATH, console, persona_option, workloads_option
 
 Positive = click.IntRange(1)
 
@@ -31,10 +31,15 @@ Positive = click.IntRange(1)
 @click.option(
     "--n-served", type=click.IntRange(1), default=100, show_default=True, help="Prompts per gate on the servers."
 )
-def demo(output: Path, n_offline: int, n_served: int) -> None:
+@persona_option
+@workloads_option
+def demo(output: Path, n_offline: int, n_served: int, persona: str | None, workloads: str | None) -> None:
     """Run all stages on the embedded model: quantize, audit, evaluate, serve, measure, judge, report."""
     from annie_quant.pipeline import demo as pipeline
 
-    result = msgspec.to_builtins(pipeline.run(output, n_offline=n_offline, n_served=n_served, console=console))
+    done = pipeline.run(
+        output, n_offline=n_offline, n_served=n_served, console=console, persona=persona, workloads=workloads
+    )
+    result = msgspec.to_builtins(done)
     console.print_lines(tables.run_lines(result, console.width))
     console.print_verdict(result)

@@ -7,9 +7,16 @@ from pathlib import Path
 
 import click
 
-import annie_quant
 from annie_quant.cli import tables
-from annie_quant.cli.common import console, emit, json_option, quiet_engines, refuse_stale_prompt
+from annie_quant.cli.common import (
+    console,
+    emit,
+    json_option,
+    persona_option,
+    quiet_engines,
+    refuse_stale_prompt,
+    workloads_option,
+)
 from annie_quant.cli.console import is_secondary_process
 
 
@@ -17,6 +24,8 @@ from annie_quant.cli.console import is_secondary_process
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.option("--reference", required=True, type=click.Path(path_type=Path), help="The bf16 checkpoint.")
 @click.option("--n", type=click.IntRange(1), default=100, show_default=True, help="Prompts per gate.")
+@persona_option
+@workloads_option
 @click.option(
     "--numerics",
     default="w4a4,w4a16",
@@ -45,6 +54,8 @@ def evaluate(
     checkpoint: Path,
     reference: Path,
     n: int,
+    persona: str | None,
+    workloads: str | None,
     numerics: str,
     calib_data: Path | None,
     text: Path | None,
@@ -64,13 +75,14 @@ def evaluate(
     """
     quiet_engines()
     from annie_quant.checkpoint.export_check import export_notes
+    from annie_quant.data.resolve import personas_of, resolve
     from annie_quant.evaluate import job
     from annie_quant.evaluate.process_group import join_group, leave_group
     from annie_quant.judge.decision import FAILING
     from annie_quant.quantize.prompt_provenance import check_checkpoint
 
-    refuse_stale_prompt(calib_data, allow_prompt_mismatch)
-    personas = (w.persona for w in annie_quant.judge.load_workloads() if w.persona)
+    refuse_stale_prompt(calib_data, allow_prompt_mismatch, persona)
+    personas = personas_of(resolve(persona, workloads))
     if mismatch := check_checkpoint(checkpoint, personas, allow=allow_prompt_mismatch):
         console.note(mismatch)
     faults = [] if is_secondary_process() else export_notes(checkpoint, reference)
@@ -88,6 +100,8 @@ def evaluate(
             output=output,
             progress=step,
             rows=rows,
+            persona=persona,
+            workloads=workloads,
         )
     if join_group().is_first:
         document = result.to_dict() | {"notes": [*faults, *result.notes]}

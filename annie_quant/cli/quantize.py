@@ -9,13 +9,23 @@ from pathlib import Path
 import click
 
 import annie_quant
-from annie_quant.cli.common import PATH, console, echo, emit, json_option, quiet_engines, refuse_stale_prompt
+from annie_quant.cli.common import (
+    PATH,
+    console,
+    echo,
+    emit,
+    json_option,
+    persona_option,
+    quiet_engines,
+    refuse_stale_prompt,
+)
 
 
 @click.command()
 @click.option("--strategy", required=True, help="naive, direct, mlp_only, ... (an unknown name prints the list).")
 @click.option("--model", required=True, type=PATH, help="Folder of the bf16 checkpoint.")
 @click.option("--calib-data", type=PATH, help="JSON lines of conversations (annie-quant data).")
+@persona_option
 @click.option("--calib-samples", default=512, show_default=True)
 @click.option(
     "--exclude-layers",
@@ -40,6 +50,7 @@ def quantize(
     strategy: str,
     model: Path,
     calib_data: Path | None,
+    persona: str | None,
     calib_samples: int,
     exclude_layers: str,
     scale: str | None,
@@ -75,7 +86,7 @@ def quantize(
     if dry_run:
         return
     quiet_engines()
-    refuse_stale_prompt(calib_data, allow_prompt_mismatch)
+    refuse_stale_prompt(calib_data, allow_prompt_mismatch, persona)
     with console.task(f"quantize ({strategy})") as step:
         result = annie_quant.quantize.run(
             strategy,
@@ -83,6 +94,7 @@ def quantize(
             output,
             calib_data=calib_data,
             calib_samples=calib_samples,
+            persona=persona,
             exclude=exclude_layers,
             scale=scale,
             force=force,

@@ -9,7 +9,7 @@ import click
 import msgspec
 
 from annie_quant.cli import tables
-from annie_quant.cli.common import console, emit, json_option
+from annie_quant.cli.common import console, emit, json_option, persona_option, workloads_option
 
 
 @click.command()
@@ -19,6 +19,8 @@ from annie_quant.cli.common import console, emit, json_option
     "--output", required=True, type=click.Path(path_type=Path), help="Run directory; finished steps are not repeated."
 )
 @click.option("--n", type=click.IntRange(1), default=100, show_default=True, help="Prompts per gate.")
+@persona_option
+@workloads_option
 @click.option("--all", "every", is_flag=True, help="Continue after the first strategy that keeps all gates.")
 @click.option("--strategies", help="Names, comma-separated, in the order to try. Default: all, cheapest first.")
 @click.option(
@@ -36,6 +38,8 @@ def search(
     calib_data: Path,
     output: Path,
     n: int,
+    persona: str | None,
+    workloads: str | None,
     every: bool,
     strategies: str | None,
     require: str,
@@ -59,6 +63,8 @@ def search(
         samples=calib_samples,
         allow_prompt_mismatch=allow_prompt_mismatch,
         anyway=anyway,
+        persona=persona,
+        workloads=workloads,
     )
     if as_json:
         emit(msgspec.to_builtins(result))

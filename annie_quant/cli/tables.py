@@ -14,6 +14,12 @@ from annie_quant.judge.decision.paired import points, title
 from annie_quant.schema import Evaluation, GateResult, Outcome, PairedGate, PairedVerdict, PooledGates, ServedSide
 
 WIDTH = 80
+BASES = {"reference": "bf16", "label": "label", "rule": "rule"}
+AGAINST = {
+    "reference": "compared with bf16's own answers",
+    "label": "with the workload's labels",
+    "rule": "with a rule alone",
+}
 ABSOLUTE: dict[Outcome, str] = {"pass": "meets", "fail": "misses", "undecided": "undecided"}
 
 
@@ -37,22 +43,49 @@ def gate_lines(
     """Return one row per gate and one column per side, in as many tables as the width needs.
 
     reference: its gates, the first column of each table, under `name`. A cell has the passes, the difference in points and the
-    verdict; "finds" is the smallest true loss, in points, that n prompts find in 80 % of runs.
+    verdict; "finds" is the smallest true loss, in points, that n prompts find in 80 % of runs. "against" is what
+    answers are compared with (bf16's own answers, labels, or a rule that needs neither); a footnote where the width has no room.
     """
     gates = _ordered([*([reference] if reference else []), *(c.gates for c in columns)])
     head = _head(reference, columns, gates, name)
     cells = [_column(column, gates, head) for column in columns]
+    tables = _tables(head.columns, cells, width)
+    against = ["against", *(BASES.get(result.basis, "–") for result in gates.values())]
+    notes: list[str] = []
+    if any(result.basis for result in gates.values()):
+        at = len(head.columns) - bool(reference)
+        wider = _tables([*head.columns[:at], against, *head.columns[at:]], cells, width)
+        if len(wider) == len(tables) and all(sum(map(_width, t)) + len(t) - 1 <= width for t in wider):
+            tables = wider
+        else:
+            notes = wrap(_basis_note(gates), width)
     lines: list[str] = []
+    for table in tables:
+        lines += ([""] if lines else []) + _rows(table, head.advisory)
+    return [line[:width].rstrip() for line in [*lines, *notes]]
+
+
+def _tables(head: Sequence[list[str]], cells: Sequence[list[str]], width: int) -> list[list[list[str]]]:
+    """Return the columns of each table: the head's, then as many sides as the width has room for, at least one."""
+    tables: list[list[list[str]]] = []
     at = 0
-    while at < len(cells) or not lines:
-        taken = [_width(part) for part in head.columns]
+    while at < len(cells) or not tables:
+        table = list(head)
         end = at
-        while end < len(cells) and (end == at or sum(taken) + len(taken) + _width(cells[end]) <= width):
-            taken.append(_width(cells[end]))
+        while end < len(cells) and (end == at or sum(map(_width, [*table, cells[end]])) + len(table) <= width):
+            table.append(cells[end])
             end += 1
-        lines += ([""] if lines else []) + _rows([*head.columns, *cells[at:end]], head.advisory)
+        tables.append(table)
         at = max(end, at + 1)
-    return [line[:width].rstrip() for line in lines]
+    return tables
+
+
+def _basis_note(gates: Mapping[str, GateResult]) -> str:
+    parts = []
+    for basis, text in AGAINST.items():
+        if names := [r.title or title(gate) for gate, r in gates.items() if r.basis == basis]:
+            parts.append(f"{text}: {', '.join(names)}")
+    return "; ".join(parts)
 
 
 @dataclass(frozen=True)
@@ -67,7 +100,8 @@ def _ordered(tables: Sequence[Mapping[str, GateResult]]) -> dict[str, GateResult
     first: dict[str, GateResult] = {}
     for table in tables:
         for gate, result in table.items():
-            first.setdefault(gate, result)
+            if gate not in first or (first[gate].advisory and not result.advisory):
+                first[gate] = result
     return dict(sorted(first.items(), key=lambda item: item[1].advisory))
 
 

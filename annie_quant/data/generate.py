@@ -28,7 +28,7 @@ from annie_quant.data.duplicates import DuplicateFinder, user_text
 from annie_quant.data.journal import Journal, journal_path
 from annie_quant.data.rows import gate_texts, read_rows
 from annie_quant.data.teachers._base import Batch, BatchFailed, Options, RateLimited, Teacher
-from annie_quant.data.validate import Validation, faults, validate
+from annie_quant.data.validate import MIN_VALID, Validation, faults, validate
 from annie_quant.errors import AnnieError, ServerError, UsageError
 from annie_quant.files import write_text
 from annie_quant.persona import Category, Persona, load_persona
@@ -122,6 +122,7 @@ class _Run:
         self.limits, self.sleep, self.teacher_name = limits, sleep, module.NAME
         options = dataclasses.replace(options, max_usd=self.remaining_usd)
         self.teacher: Teacher = module.open_teacher(options, split)
+        self.teacher.check(persona)
         key = {
             "version": __version__,
             "teacher": module.NAME,
@@ -133,10 +134,12 @@ class _Run:
         }
         self.journal = Journal(output, key, restart=force)
         texts = [(f"row {r.get('id')}", user_text(r)) for file in apart_from for r in read_rows(file)]
-        self.forbidden = DuplicateFinder([*texts, *(gate_texts() if split != "gate" else ())])
+        self.forbidden = DuplicateFinder([*texts, *(gate_texts(persona) if split != "gate" else ())])
         self.finders: dict[str, DuplicateFinder] = {}  # category → user texts of its rows
         self.dropped: Counter[str] = Counter()
         self.failed: list[str] = []
+        self.exhausted: dict[str, int] = {}  # category → number of its rows, where the offline teacher has no more
+        self.n_missing = 0
         for row in self.journal.rows:
             self.finder(row["category"]).add(row["id"], user_text(row))
 
@@ -152,11 +155,28 @@ class _Run:
             for index, category in enumerate(self.persona.categories):
                 count = self.n // len(self.persona.categories) + (index < self.n % len(self.persona.categories))
                 self.fill(category, count, progress)
+                self.check_exhausted(category, count)
             result = self.write()
             finished = True
         finally:
             self.journal.close(finished)
         return result
+
+    def check_exhausted(self, category: Category, count: int) -> None:
+        """Raise UsageError as soon as the offline teacher's templates cannot give enough; no later category can help."""
+        have = len(self.rows_of(category))
+        if self.teacher_name != "offline" or have >= count:
+            return
+        self.exhausted[category.name] = have
+        self.n_missing += count - have
+        if self.n_missing > (1 - MIN_VALID) * self.n:
+            self.journal.close(True)  # the same command would end in the same way
+            counts = ", ".join(f"{name} {n}" for name, n in self.exhausted.items())
+            raise UsageError(
+                f"the offline teacher has not enough different conversations for {self.persona.name}: {counts}, "
+                f"and --n {self.n} needs {count} of each category",
+                f"--n {len(self.persona.categories) * min(self.exhausted.values())}, or --teacher claude-cli or openai",
+            )
 
     def rows_of(self, category: Category) -> list[dict[str, Any]]:
         return [row for row in self.journal.rows if row["category"] == category.name]

@@ -14,13 +14,17 @@ from typing import Annotated, Any
 import msgspec
 
 from annie_quant import judge
-from annie_quant.data.duplicates import DuplicateFinder, user_text
+from annie_quant.data.duplicates import DuplicateFinder, text_of, user_text
 from annie_quant.errors import UsageError
 from annie_quant.files import sha256_text
-from annie_quant.persona import load_persona
+from annie_quant.persona import Persona, load_persona
 from annie_quant.untrusted import decode_json
 
 Rows = str | os.PathLike[str] | Sequence[Mapping[str, Any]]  # a file, or rows in memory
+
+
+DATASET_SUFFIXES = (".parquet", ".arrow", ".gz")
+LOG_KEYS = {"conversations", "conversation", "prompt", "chosen", "request", "body"}
 
 
 class Function(msgspec.Struct):
@@ -69,18 +73,24 @@ def read_rows(rows: Rows) -> list[dict[str, Any]]:
     if not isinstance(rows, (str, os.PathLike)):
         return [dict(row) for row in rows]
     path = Path(rows)
+    if path.is_dir() or path.suffix in DATASET_SUFFIXES:
+        return dataset_rows(path)
     try:
         content = path.read_bytes()
     except FileNotFoundError:
         raise UsageError(f"{path} does not exist", f"annie-quant data --persona annie --output {path}") from None
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}", f"annie-quant data --output {path}") from error
-    result = []
+    if content.lstrip()[:1] == b"[":
+        return dataset_rows(path)
+    result: list[dict[str, Any]] = []
     for number, line in enumerate(content.split(b"\n"), 1):
         if not line.strip():
             continue
         try:
             row = decode_json(line)
+            if not result and isinstance(row, dict) and "messages" not in row and LOG_KEYS & row.keys():
+                return dataset_rows(path)
             msgspec.convert(row, RowShape)
         except (ValueError, msgspec.ValidationError, RecursionError) as error:
             raise UsageError(
@@ -89,6 +99,22 @@ def read_rows(rows: Rows) -> list[dict[str, Any]]:
             ) from None
         result.append(row)
     return result
+
+
+def dataset_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a chat dataset in another form: Parquet, Arrow, ShareGPT, a folder (data/logs has them all).
+
+    Raises UsageError where it has no conversation with an answer.
+    """
+    from annie_quant.data.logs import Problems, read_logs
+    from annie_quant.data.logs.rows import row_of
+
+    problems = Problems()
+    rows = [row_of(c, i) for i, c in enumerate(read_logs([path], problems)) if c.has_answer]
+    if not rows:
+        reasons = "; ".join(problems.lines()) or "it is empty"
+        raise UsageError(f"{path} has no conversation with an answer: {reasons}", "annie-quant data --persona annie")
+    return rows
 
 
 def read_conversations(path: str | os.PathLike[str], limit: int | None = None) -> list[dict[str, Any]]:
@@ -104,12 +130,15 @@ def read_conversations(path: str | os.PathLike[str], limit: int | None = None) -
     return [rows[i * len(rows) // limit] for i in range(limit)]
 
 
-def gate_texts() -> Iterator[tuple[str, str]]:
-    """Yield (name, user text) of every prompt that gates are judged with."""
-    for workload in judge.load_workloads():
+def gate_texts(persona: Persona | None = None) -> Iterator[tuple[str, str]]:
+    """Yield (name, user text) of every prompt that gates are judged with: those of Annie, or of another persona."""
+    from annie_quant.data.resolve import stored_workloads
+
+    for workload in stored_workloads(persona) if persona is not None else judge.load_workloads():
         for case in workload.cases:
-            users = [str(m["content"]) for m in case.messages if m["role"] == "user"]
-            yield f"{workload.name}/{case.id}", "\n".join(users or case.turns)
+            users = [text_of(m.get("content")) for m in case.messages if m["role"] == "user"]
+            turns = [turn for turn in case.turns if isinstance(turn, str)]
+            yield f"{workload.name}/{case.id}", "\n".join(users or turns)
 
 
 def overlaps(rows: Rows, others: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -119,10 +148,10 @@ def overlaps(rows: Rows, others: Iterable[tuple[str, str]]) -> list[tuple[str, s
     return [(name, match) for name, match in matches if match is not None]
 
 
-def check_apart(rows: Rows, *others: Rows, gates: bool = True) -> None:
-    """Raise UsageError if `rows` shares a prompt with another set or, if `gates`, with a gate's prompts."""
+def check_apart(rows: Rows, *others: Rows, gates: bool = True, persona: Persona | None = None) -> None:
+    """Raise UsageError if `rows` shares a prompt with another set or, if `gates`, with a gate's prompts of the persona."""
     texts = [(f"row {r.get('id')}", user_text(r)) for other in others for r in read_rows(other)]
-    duplicates = overlaps(rows, [*texts, *(gate_texts() if gates else ())])
+    duplicates = overlaps(rows, [*texts, *(gate_texts(persona) if gates else ())])
     if duplicates:
         raise UsageError(
             f"{len(duplicates)} conversations overlap with another set: {duplicates[0][0]} is {duplicates[0][1]}",
@@ -131,7 +160,7 @@ def check_apart(rows: Rows, *others: Rows, gates: bool = True) -> None:
 
 
 def check_prompt_hash(
-    rows: Rows, persona: str | Path | None = None, system_prompt: str | None = None, allow: bool = False
+    rows: Rows, persona: str | Path | Persona | None = None, system_prompt: str | None = None, allow: bool = False
 ) -> str | None:
     """Check that conversations have the system prompt that is served now. Call it before quantizing and evaluating.
 
@@ -140,16 +169,23 @@ def check_prompt_hash(
     the mismatch if `allow` is set, and raises UsageError otherwise.
     """
     stale: list[str] = []
-    checked = 0
+    checked, current = 0, ""
     for row in read_rows(rows):
         provenance = row.get("provenance") or {}
         source: Any = persona if persona is not None else provenance.get("persona")
         if system_prompt is None and source is None:
             continue
-        current = system_prompt if system_prompt is not None else load_persona(source).system_prompt
+        if persona is None and system_prompt is None and not _is_readable(source):
+            continue  # the data came from another folder or machine
+        if system_prompt is not None:
+            current = system_prompt
+        else:
+            current = (source if isinstance(source, Persona) else load_persona(source)).system_prompt
         first = row["messages"][0]
-        prompt = str(first.get("content") or "") if first["role"] == "system" else ""
+        prompt = text_of(first.get("content")) if first["role"] == "system" else ""
         checked += 1
+        if provenance.get("teacher") == "log":  # each log has its own prompt; the persona's is in the provenance
+            prompt = current if provenance.get("prompt_sha256") == sha256_text(current) else prompt
         if prompt != current or (provenance.get("prompt_sha256") or sha256_text(prompt)) != sha256_text(current):
             stale.append(sha256_text(prompt)[:12])
     if not stale:
@@ -161,3 +197,9 @@ def check_prompt_hash(
     if not allow:
         raise UsageError(mismatch, "make the data again (annie-quant data), or add --allow-prompt-mismatch")
     return mismatch
+
+
+def _is_readable(persona: str | Path) -> bool:
+    """Return whether a persona that rows name is built in, or a file or folder that exists here."""
+    name = str(persona)
+    return Path(name).exists() or ("/" not in name and not name.endswith(".json"))

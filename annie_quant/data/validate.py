@@ -1,24 +1,33 @@
-"""The rules for calibration conversations (requirements R1 and R2), checked row by row.
+"""The rules for conversations: one form for every row, and a persona's own rules (requirements R1 and R2).
 
-Of 500 rows at least 400 are valid and at least 80 call a tool; no answer has markdown; a category's own tool is called and no
-other, with arguments that parse and match its JSON schema; turns and lengths are right; no two rows have nearly the same user
-text.
+A row is a JSON object. The same rules are used by `annie-quant data`, `data --check`, `init`, `quantize` and `search`:
+
+    messages    list of {"role": "system" | "user" | "assistant" | "tool", "content": text}; required; the last is the
+                assistant's. An assistant message may have tool_calls: [{"function": {"name", "arguments"}}] and then no
+                content. Arguments are an object, or the same as a JSON string, and fit the tool's JSON schema.
+    tools       the OpenAI function tools that are offered in this row; without it, the persona's.
+    category    optional; one of the persona's categories, which fixes the number of user turns and the tool to be called.
+    thinking    optional: whether the answer was written with thinking on. default: false
+    id          optional. Other fields are ignored.
+
+Of a set made by a teacher at least four fifths are valid, and enough of them call a tool. No two rows of a category have
+nearly the same user text.
 """
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from annie_quant.data.duplicates import DuplicateFinder, user_text
+from annie_quant.data.duplicates import DuplicateFinder, text_of, user_text
 from annie_quant.judge.checks.markdown import markdown_in
 from annie_quant.judge.checks.thinking import leaked
 from annie_quant.persona import Persona, load_persona
 from annie_quant.tool_schema import mismatch
+from annie_quant.untrusted import decode_json
 
 MIN_VALID = 400 / 500
 MIN_TOOLS = 80 / 200  # of the conversations that should call one
@@ -41,27 +50,76 @@ class Validation(msgspec.Struct):
 def faults(row: Mapping[str, Any], persona: Persona | None = None) -> list[str]:
     """Return a description of each rule that a conversation breaks. persona: default: annie."""
     persona = persona or load_persona("annie")
+    result = form_faults(row, persona.tools)
+    if result and (not isinstance(row.get("messages"), list) or "unknown role" in result[0] or not row["messages"]):
+        return result
+    messages = row["messages"]
+    own = is_own(row)
+    if (
+        teacher_of(row) != "log"
+        and messages[0]["role"] == "system"
+        and messages[0].get("content") != persona.system_prompt
+    ):
+        result.append("the system prompt is not the persona's")
+    for message in messages:
+        if message["role"] == "assistant":
+            result += _style_faults(text_of(message.get("content")), persona, own)
+    if not own and any(m["role"] == "user" and len(text_of(m["content"])) > MAX_USER for m in messages):
+        result.append(f"a user message is longer than {MAX_USER} characters")
+    if not own and sum(len(text_of(m.get("content"))) for m in messages) > MAX_TOTAL:
+        result.append(f"longer than {MAX_TOTAL} characters")
+    return result + ([] if row.get("category") is None or teacher_of(row) == "log" else _category_faults(row, persona))
+
+
+def is_own(row: Mapping[str, Any]) -> bool:
+    """Return whether a row is the user's own: the lengths that a teacher must keep are no rules for it."""
+    return teacher_of(row) in (None, "log")
+
+
+def teacher_of(row: Mapping[str, Any]) -> str | None:
+    """Return who wrote a row: a teacher's name, "log" for production (annie-quant init), None where it is not known."""
+    provenance = row.get("provenance")
+    return str(provenance["teacher"]) if isinstance(provenance, Mapping) and provenance.get("teacher") else None
+
+
+def form_faults(row: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | None = ()) -> list[str]:
+    """Return a description of each rule of the form that a row breaks; a row without faults can be rendered and scored.
+
+    tools: offered where the row names none; None: not known, and calls of rows without tools are not checked.
+    """
     messages = row.get("messages")
     if not isinstance(messages, list) or not messages:
         return ["no messages"]
-    result = []
+    offered: Any = row.get("tools")
+    if offered is None:
+        offered = tools
+    result = [] if offered is None else _tools_faults(offered)
+    schemas = None if offered is None or result else {t["function"]["name"]: t["function"] for t in offered}
     for index, message in enumerate(messages):
         role = message.get("role") if isinstance(message, Mapping) else None
         if role not in ROLES:
             return [f"message {index}: unknown role {role!r}"]
         if role == "assistant":
-            result += _assistant_faults(message, row.get("tools") or ())
-        elif not str(message.get("content") or "").strip():
+            if not text_of(message.get("content")).strip() and not message.get("tool_calls"):
+                result.append("an answer is empty")
+            for call in message.get("tool_calls") or ():
+                result += _call_faults(call, schemas)
+        elif role != "tool" and not text_of(message.get("content")).strip():
             result.append(f"a {role} message is empty")
-        elif role == "user" and len(message["content"]) > MAX_USER:
-            result.append(f"a user message is longer than {MAX_USER} characters")
     if messages[-1]["role"] != "assistant":
         result.append("the last message is not the assistant's")
-    if messages[0]["role"] == "system" and messages[0].get("content") != persona.system_prompt:
-        result.append("the system prompt is not the persona's")
-    if sum(len(str(m.get("content") or "")) for m in messages) > MAX_TOTAL:
-        result.append(f"longer than {MAX_TOTAL} characters")
-    return result + _category_faults(row, persona)
+    return result
+
+
+def _tools_faults(tools: Any) -> list[str]:
+    valid = isinstance(tools, Sequence) and all(
+        isinstance(t, Mapping)
+        and isinstance(t.get("function"), Mapping)
+        and isinstance(t["function"].get("name"), str)
+        and t["function"]["name"]
+        for t in tools
+    )
+    return [] if valid else ['tools are not a list of {"type": "function", "function": {"name": ...}}']
 
 
 def _category_faults(row: Mapping[str, Any], persona: Persona) -> list[str]:
@@ -85,43 +143,41 @@ def _category_faults(row: Mapping[str, Any], persona: Persona) -> list[str]:
     return result
 
 
-def _assistant_faults(message: Mapping[str, Any], tools: Iterable[Mapping[str, Any]]) -> list[str]:
-    text = str(message.get("content") or "")
+def _style_faults(text: str, persona: Persona, own: bool) -> list[str]:
     result = []
-    if not text.strip() and not message.get("tool_calls"):
-        result.append("an answer is empty")
-    if len(text) > MAX_ANSWER:
+    if not own and len(text) > MAX_ANSWER:
         result.append(f"an answer is longer than {MAX_ANSWER} characters")
-    if markdown_in(text):
+    if persona.forbids_markdown and markdown_in(text):
         result.append(f"markdown in an answer: {markdown_in(text)}")
     if leaked(text):
         result.append("thinking in an answer")
-    for call in message.get("tool_calls") or ():
-        result += _call_faults(call.get("function") or {}, tools)
     return result
 
 
-def _call_faults(function: Mapping[str, Any], tools: Iterable[Mapping[str, Any]]) -> list[str]:
+def _call_faults(call: Any, schemas: Mapping[str, Mapping[str, Any]] | None) -> list[str]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
+        return ['a tool call is not {"function": {"name": ..., "arguments": ...}}']
     arguments = function.get("arguments")
     try:
-        decoded = json.loads(arguments) if isinstance(arguments, str) else None
+        decoded = decode_json(arguments or "{}") if isinstance(arguments, str) else arguments
     except ValueError:
         decoded = None
-    if not isinstance(decoded, dict):
-        return ["tool arguments are not a JSON object in a string"]
-    offered = {t["function"].get("name"): t["function"] for t in tools}
-    name = function.get("name")
-    if name not in offered:
+    if not isinstance(decoded, Mapping):
+        return ["tool arguments are not a JSON object, or one in a string"]
+    if schemas is None:
+        return []
+    name = function["name"]
+    if name not in schemas:
         return [f"{name!r} is called and not offered"]
-    schema = offered[name].get("parameters") or {}
-    misfit = mismatch(decoded, schema)
+    misfit = mismatch(dict(decoded), schemas[name].get("parameters") or {})
     return [f"arguments of {name} do not match its schema: {misfit}"] if misfit else []
 
 
 def validate(
     rows: Iterable[Mapping[str, Any]], persona: Persona | None = None, requested: int | None = None
 ) -> Validation:
-    """Check all rows and the set as a whole.
+    """Check all rows and the set as a whole. Rows without a category are counted under "none".
 
     requested: number of conversations that were requested, if that is more than there are.
     """
@@ -130,11 +186,14 @@ def validate(
     by_category: Counter[str] = Counter()
     counts: Counter[str] = Counter()
     finders: dict[str, DuplicateFinder] = {}
+    categorized = False
     for row in rows:
         total += 1
+        category = str(row.get("category") or "none")
+        categorized |= row.get("category") is not None and teacher_of(row) != "log"
         row_faults = faults(row, persona)
         if not row_faults:
-            finder, text = finders.setdefault(str(row["category"]), DuplicateFinder()), user_text(row)
+            finder, text = finders.setdefault(category, DuplicateFinder()), user_text(row)
             if finder.find(text) is not None:
                 row_faults = ["nearly the same user text as in another conversation"]
             finder.add(str(row.get("id", total)), text)
@@ -143,8 +202,23 @@ def validate(
             continue
         valid += 1
         tools += any(m.get("tool_calls") for m in row["messages"])
-        by_category[row["category"]] += 1
+        by_category[category] += 1
     expected = max(total, requested or 0)
-    expected_tools = expected * sum(c.tool is not None for c in persona.categories) / len(persona.categories)
-    enough = total > 0 and valid >= MIN_VALID * expected and tools >= MIN_TOOLS * expected_tools
+    share = sum(c.tool is not None for c in persona.categories) / len(persona.categories) if categorized else 0.0
+    enough = total > 0 and valid >= MIN_VALID * expected and tools >= MIN_TOOLS * expected * share
     return Validation(total, valid, tools, dict(by_category), dict(counts), bool(enough))
+
+
+def form_report(rows: Iterable[Mapping[str, Any]], persona: Persona | None = None) -> str | None:
+    """Return one line about the rows whose form is invalid; None where all are valid."""
+    counts: Counter[str] = Counter()
+    total = invalid = 0
+    for row in rows:
+        total += 1
+        row_faults = form_faults(row, persona.tools if persona else None)
+        invalid += bool(row_faults)
+        counts.update(row_faults[:1])
+    if not invalid:
+        return None
+    most, n = counts.most_common(1)[0]
+    return f"{invalid} of {total} conversations break a rule of the row form, {n} of them: {most}"

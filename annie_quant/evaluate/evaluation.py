@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from annie_quant import __version__, judge
+from annie_quant.data.resolve import resolve
 from annie_quant.data.rows import read_conversations
 from annie_quant.errors import UsageError
 from annie_quant.evaluate import ensemble
@@ -28,6 +30,8 @@ from annie_quant.hf.loading import profiles_of
 from annie_quant.hf.nvfp4_linear import NVFP4Linear
 from annie_quant.hf.profiles import find_profile
 from annie_quant.judge import Answer, Case, Workload
+from annie_quant.judge.not_lost import compares_with_reference, reference_notes
+from annie_quant.persona import Persona
 from annie_quant.progress import Progress
 from annie_quant.schema import (
     EVALUATION_VERSION,
@@ -40,13 +44,14 @@ from annie_quant.schema import (
     SameAnswers,
 )
 
+Workloads = StrPath | Iterable[StrPath | Workload] | None
 Judged = tuple[Workload, Case, Answer]  # what judge.gate_table counts
 
 
 def evaluate(
     model_dir: StrPath,
     reference_dir: StrPath,
-    workloads: Sequence[Workload] | None = None,
+    workloads: Workloads = None,
     numerics: Sequence[str] = ("w4a4", "w4a16"),
     n_per_gate: int | None = None,
     conversations: StrPath | Sequence[dict[str, Any]] | None = None,
@@ -57,6 +62,7 @@ def evaluate(
     device: str | None = None,
     rows: int = 128,
     text: StrPath | None = None,
+    persona: StrPath | Persona | None = None,
     with_ensemble: bool = True,
 ) -> dict[str, Any]:
     """Return gates, KL divergence and perplexity of a checkpoint under each of `numerics` that it supports.
@@ -67,7 +73,8 @@ def evaluate(
     Parameters:
         model_dir: folder of the checkpoint.
         reference_dir: folder of the bf16 checkpoint that it was made from.
-        workloads: default: all.
+        workloads: Workload objects, names, JSON files or folders; default: those of the persona, else Annie's.
+        persona: a name, a JSON file or a folder from `annie-quant init`; its system prompt and tools are used (data/resolve.py).
         n_per_gate: number of prompts per gate, drawn from the workloads; default: all.
         conversations: a JSON-lines file, or rows, whose assistant tokens are scored in addition to the reference's answers.
         n_conversations: most conversations, taken evenly over the file.
@@ -85,16 +92,21 @@ def evaluate(
     Raises:
         UsageError: a workload has a temperature, or the checkpoint supports none of `numerics`.
     """
-    chosen = choose_workloads(workloads, n_per_gate)
+    chosen = choose_workloads(workloads, n_per_gate, persona)
     with ModelPair(
         model_dir, reference_dir, cache=cache, dtype=dtype, device=device, rows=rows, progress=progress
     ) as pair:
         return evaluate_pair(pair, chosen, numerics, conversations, n_conversations, text, with_ensemble).to_dict()
 
 
-def choose_workloads(workloads: Sequence[Workload] | None, n_per_gate: int | None) -> list[Workload]:
-    """Return the workloads (None: all), sampled down to n_per_gate prompts per gate. Raises UsageError for temperature > 0."""
-    chosen = list(workloads) if workloads is not None else judge.load_workloads()
+def choose_workloads(
+    workloads: Workloads, n_per_gate: int | None, persona: StrPath | Persona | None = None
+) -> list[Workload]:
+    """Return the workloads that resolve() returns, sampled down to n_per_gate prompts per gate.
+
+    Raises UsageError for a temperature > 0.
+    """
+    chosen = resolve(persona, workloads)
     if n_per_gate is not None:
         chosen = judge.sample(chosen, n_per_gate)
     for workload in chosen:
@@ -133,20 +145,21 @@ def evaluate_pair(
     if conversations is not None:
         conversation_part = conversation_answers(pair.template, read_rows_of(conversations, n_conversations))
     text_part = [] if text is None else text_pieces(pair.template, text)
+    before = with_references(judged(pair.template, answered))
+    reference_gates = judge.gate_table(before)
     results: dict[str, NumericsResult] = {}
     members: dict[str, Member] = {}
     figures: dict[str, EnsembleFigures] = {}
     for name in chosen:
         results[name], outcomes, further = evaluate_numerics(
-            pair, name, answered, conversation_part, text_part, with_ensemble
+            pair, name, answered, before, conversation_part, text_part, with_ensemble
         )
         on_outcomes(name, [o.completion for o in outcomes])
         if further is not None:
             for m in further.members:
                 on_outcomes(m.name, [o.completion for o in m.outcomes])
             figures[name] = further.figures
-            members |= {m.name: member_of(pair, m, answered) for m in further.members}
-    before = judged(pair.template, answered)
+            members |= {m.name: member_of(pair, m, answered, before) for m in further.members}
     prompts, reference_outcomes = gate_outcomes(before, before, answered)
     evaluation = Evaluation(
         schema_version=EVALUATION_VERSION,
@@ -160,8 +173,10 @@ def evaluate_pair(
         n_answers=len(answered),
         n_conversation_answers=len(conversation_part),
         n_text_tokens=sum(len(p.target) for p in text_part),
-        notes=notes(pair.model_dir, pair.reference_dir, numerics, supported, pair.model),
-        reference_gates=judge.gate_table(before),
+        notes=notes(pair.model_dir, pair.reference_dir, numerics, supported, pair.model)
+        + template_notes(pair.template, workloads)
+        + (reference_notes(before, reference_gates) if compares_with_reference(workloads) else []),
+        reference_gates=reference_gates,
         numerics=results,
         seconds=time.monotonic() - pair.start,
         prompts=prompts,
@@ -176,11 +191,15 @@ def evaluate_numerics(
     pair: ModelPair,
     name: str,
     answered: Sequence[Answered],
+    before: Sequence[Judged],
     conversations: Sequence[ScoredAnswer],
     text: Sequence[ScoredAnswer],
     with_ensemble: bool = True,
 ) -> tuple[NumericsResult, list[Outcome], Ensemble | None]:
-    """Score all tokens in one pass, then decode the answers that differ from the reference's; then the ensemble, if any."""
+    """Score all tokens in one pass, then decode the answers that differ from the reference's; then the ensemble, if any.
+
+    before: the reference's answers, as with_references returns them.
+    """
     start = time.monotonic()
     profile = find_profile(name)
     own = pair.scored(answered)
@@ -192,8 +211,7 @@ def evaluate_numerics(
     if with_ensemble:
         base = {i: comparisons[i].choices for i in range(len(answered))}
         further = ensemble.run(pair, name, profile, answered, base, outcomes)
-    before = judged(pair.template, answered)
-    after = judged(pair.template, [Answered(o.request, o.completion) for o in outcomes])
+    after = judged_outcomes(pair.template, outcomes, before)
     paired, pooled = judge.pair_answers(before, after)
     n_tokens = sum(len(o.completion.tokens) for o in outcomes)
     n_reference_tokens = sum(len(completion.tokens) for _, completion in answered)
@@ -232,10 +250,11 @@ def answers_from_comparisons(
     return answer_from_differences(pair.engine, pair.template, answered, differences, on_finished)
 
 
-def member_of(pair: ModelPair, member: MemberOutcomes, answered: Sequence[Answered]) -> Member:
+def member_of(
+    pair: ModelPair, member: MemberOutcomes, answered: Sequence[Answered], before: Sequence[Judged]
+) -> Member:
     """Return the document of a further member."""
-    before = judged(pair.template, answered)
-    after = judged(pair.template, [Answered(o.request, o.completion) for o in member.outcomes])
+    after = judged_outcomes(pair.template, member.outcomes, before)
     paired, pooled = judge.pair_answers(before, after)
     return Member(
         arithmetic=member.arithmetic,
@@ -246,6 +265,20 @@ def member_of(pair: ModelPair, member: MemberOutcomes, answered: Sequence[Answer
         n_computed=member.n_computed,
         n_changed=member.n_changed,
     )
+
+
+def with_references(judged_answers: Sequence[Judged]) -> list[Judged]:
+    """Return the bf16 model's answers with each as its own reference: it passes every gate that compares with it."""
+    return [(workload, replace(case, reference=answer), answer) for workload, case, answer in judged_answers]
+
+
+def judged_outcomes(template: Template, outcomes: Sequence[Outcome], before: Sequence[Judged]) -> list[Judged]:
+    """Return a checkpoint's answers, each with the bf16 model's answer to the same prompt (`before`) as its reference."""
+    after = judged(template, [Answered(o.request, o.completion) for o in outcomes])
+    return [
+        (workload, replace(case, reference=own.reference), answer)
+        for (workload, case, answer), (_, own, _) in zip(after, before, strict=True)
+    ]
 
 
 def gate_outcomes(
@@ -311,6 +344,17 @@ def notes(
     if skipped and list(supported) != ["bf16"]:
         lines.append(f"{', '.join(skipped)} does not apply: the checkpoint has no input scales")
     return lines
+
+
+def template_notes(template: Template, workloads: Sequence[Workload]) -> list[str]:
+    """Return a note if the chat template leaves out the tools that are offered."""
+    offered = next((t for w in workloads for c in w.cases[:1] if (t := w.tools_for(c))), None)
+    if offered is None:
+        return []
+    message = [{"role": "user", "content": "?"}]
+    if template.render(message, offered, False) != template.render(message, None, False):
+        return []
+    return ["the chat template leaves out the tools: the model never sees them, and nothing about tools can be judged"]
 
 
 def read_rows_of(conversations: StrPath | Sequence[dict[str, Any]], limit: int | None) -> list[dict[str, Any]]:

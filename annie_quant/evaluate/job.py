@@ -28,6 +28,8 @@ def run(
     output: Path | None,
     progress: Progress,
     rows: int = 128,
+    persona: Path | str | None = None,
+    workloads: str | None = None,
 ) -> Evaluation:
     """Evaluate a checkpoint and write the result to `output`.
 
@@ -38,13 +40,15 @@ def run(
     writes = output is not None and join_group().is_first
     if output is not None and writes:
         check_writable(output)  # before an hour of evaluation, not after it
-    workloads = choose_workloads(None, n)
+    chosen = choose_workloads(workloads, n, persona)
     with ModelPair(checkpoint, reference, rows=rows, progress=progress) as pair:
-        result = evaluate_pair(pair, workloads, numerics, conversations, text=text)
+        result = evaluate_pair(pair, chosen, numerics, conversations, text=text)
         if layers_n is not None and list(result.numerics) != ["bf16"]:
             first = next(iter(result.numerics))
             layers_output = None if output is None else output.with_suffix(".layers.json")
-            result.layers = layers.measure(pair, choose_workloads(None, layers_n), first, output=layers_output)
+            result.layers = layers.measure(
+                pair, choose_workloads(workloads, layers_n, persona), first, output=layers_output
+            )
             kl = result.numerics[first].kl
             if kl is not None:
                 kl.by_layer = result.layers.by_layer()

@@ -128,17 +128,6 @@ class Template:
         return classes
 
 
-def assistant_message(answer: Answer) -> dict[str, Any]:
-    """Return an answer as the message that the next turn's request contains."""
-    message: dict[str, Any] = {"role": "assistant", "content": answer.text}
-    if answer.tool_calls:
-        message["tool_calls"] = [
-            {"type": "function", "function": {"name": c["name"], "arguments": c["arguments"]}}
-            for c in answer.tool_calls
-        ]
-    return message
-
-
 def with_decoded_calls(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return the message with its tool calls' arguments as dicts, which Qwen3.5's template needs."""
     message = dict(message)

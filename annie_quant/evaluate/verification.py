@@ -17,8 +17,9 @@ import torch
 
 from annie_quant.evaluate.decoding import Completion, generate_distributed
 from annie_quant.evaluate.engine import Engine
-from annie_quant.evaluate.prompts import Answered, Request, Template, assistant_message
-from annie_quant.judge import Workload
+from annie_quant.evaluate.prompts import Answered, Request, Template
+from annie_quant.judge import Answer, Workload
+from annie_quant.judge.answers import assistant_message
 
 Generate = Callable[[Sequence[Request]], list[Completion]]
 Messages = list[dict[str, Any]]
@@ -63,9 +64,13 @@ def answer_workloads(template: Template, workloads: Sequence[Workload], generate
     for turn in range(max((c.n_turns for _, c in cases), default=0)):
         requests = [template.request(w, c, turn, messages[w.name, c.id]) for w, c in cases if turn < c.n_turns]
         for request, completion in zip(requests, generate(requests), strict=True):
-            messages[request.conversation].append(assistant_message(template.answer(request, completion)))
+            messages[request.conversation].append(message_of(template.answer(request, completion)))
             answered.append(Answered(request, completion))
     return answered
+
+
+def message_of(answer: Answer) -> dict[str, Any]:
+    return assistant_message(answer.text, answer.tool_calls)
 
 
 def first_difference(choices: torch.Tensor, target: Sequence[int], end_tokens: Sequence[int]) -> Difference | None:
@@ -138,6 +143,6 @@ def answer_from_differences(
             outcomes[i] = Outcome(request, completion, False, max(0, len(known) - 1))
         for i, outcome in outcomes.items():
             if outcome.request.turn == turn and reference[i].request.case.turns:
-                message = assistant_message(template.answer(outcome.request, outcome.completion))
+                message = message_of(template.answer(outcome.request, outcome.completion))
                 messages.setdefault(outcome.request.conversation, []).append(message)
     return [outcomes[i] for i in range(len(reference))]

@@ -53,6 +53,16 @@ def from_record(record: Mapping[str, Any]) -> Answer:
     )
 
 
+def assistant_message(text: str, tool_calls: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
+    """Return an answer as the message that the next turn's request contains."""
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    if tool_calls:
+        message["tool_calls"] = [
+            {"type": "function", "function": {"name": c["name"], "arguments": c["arguments"]}} for c in tool_calls
+        ]
+    return message
+
+
 def parse_raw(
     raw_text: str,
     thinking: bool,

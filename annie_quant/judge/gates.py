@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 from annie_quant.errors import UsageError
 from annie_quant.judge.answers import Answer
-from annie_quant.judge.checks import calls, content, markdown, statements, thinking, tools
+from annie_quant.judge.checks import calls, content, markdown, reference, statements, thinking, tools
 from annie_quant.judge.gate_rule import Threshold, decide
 from annie_quant.judge.workloads import Case, Workload
 from annie_quant.schema import GateResult
 
+Basis = Literal["label", "reference", "rule"]
 Check = Callable[[Answer, Case, Workload], str | None]
 
 
@@ -24,7 +26,9 @@ class Gate:
 
     threshold: the absolute requirement (judge/gate_rule.py) and its number, "" for one that the original plan does not have.
     margin: the loss against the reference that is accepted (judge/decision/paired.py), as a share of the prompts; 0 for faults
-    of which none is accepted. advisory: it informs and never decides a verdict.
+    of which none is accepted. advisory: it informs and never decides a verdict. basis: what the answer is compared with: "label"
+    (what the workload expects), "reference" (the bf16 model's own answer to the same prompt; the gate applies only where bf16
+    has the property, so bf16 itself passes by definition) or "rule" (a property that needs neither).
     """
 
     name: str
@@ -34,6 +38,11 @@ class Gate:
     requirement: str = ""
     margin: float = 0.05
     advisory: bool = False
+    basis: Basis = "label"
+
+    def is_rare(self, passes: int, n: int) -> bool:
+        """Return whether bf16 itself has the property in so few answers that more prompts of the same kind would not decide."""
+        return self.basis == "reference" and passes == n < self.threshold.least_n
 
 
 def _rate(least_n: int, rate: float) -> Threshold:
@@ -48,13 +57,23 @@ GATES: dict[str, Gate] = {
     for gate in (
         Gate("abstention", "no tool where none fits", _rate(10, 0.8), tools.abstention),
         Gate("factual", "factual", _ALL, statements.contains, "R25"),
-        Gate("no_markdown", "no markdown", _rate(15, 0.8), markdown.no_markdown, "R24"),
-        Gate("non_empty", "non-empty", _ZERO, content.non_empty, "R27", margin=0.0),
+        Gate("logged_tool", "tool as in the log", _rate(10, 0.6), reference.logged_tool, advisory=True),
+        Gate("no_markdown", "no markdown", _rate(15, 0.8), markdown.no_markdown, "R24", basis="rule"),
+        Gate("non_empty", "non-empty", _ZERO, content.non_empty, "R27", margin=0.0, basis="rule"),
         Gate("reasoning", "reasoning", _ALL, statements.contains, "R26"),
         Gate("recall", "right in conversation", _rate(10, 0.8), statements.contains, advisory=True),
-        Gate("repetition", "no repetition or garble", _ALL, content.repetition),
-        Gate("stop", "stops by itself", _ALL, content.stop),
-        Gate("thinking_leak", "no thinking leak", _ZERO, thinking.thinking_leak, "R22", margin=0.0),
+        Gate("repetition", "no repetition or garble", _ALL, content.repetition, basis="rule"),
+        Gate("same_arguments", "arguments as bf16", _rate(10, 0.8), reference.same_arguments, basis="reference"),
+        Gate("same_language", "language as bf16", _rate(10, 0.9), reference.same_language, basis="reference"),
+        Gate("same_length", "length as bf16", _rate(10, 0.8), reference.same_length, basis="reference"),
+        Gate("same_markdown", "markdown as bf16", _rate(10, 0.9), reference.same_markdown, basis="reference"),
+        Gate("same_stop", "stops as bf16", _rate(10, 0.9), reference.same_stop, basis="reference"),
+        Gate("same_text", "words as bf16", _rate(10, 0.9), reference.same_text, basis="reference"),
+        Gate("same_thinking", "no thinking, as bf16", _rate(10, 0.9), reference.same_thinking, basis="reference"),
+        Gate("same_tool", "tool or none as bf16", _rate(10, 0.9), reference.same_tool, basis="reference"),
+        Gate("same_validity", "valid calls as bf16", _rate(10, 0.9), reference.same_validity, basis="reference"),
+        Gate("stop", "stops by itself", _ALL, content.stop, basis="rule"),
+        Gate("thinking_leak", "no thinking leak", _ZERO, thinking.thinking_leak, "R22", margin=0.0, basis="rule"),
         Gate("tool_arguments", "tool arguments", _rate(10, 0.6), tools.tool_arguments, advisory=True),
         Gate("tool_call", "tool calls", _rate(10, 0.6), tools.tool_call, "R23"),
         Gate("tool_call_raw", "tool calls, raw text", _rate(10, 0.6), tools.tool_call_raw, advisory=True),
@@ -63,6 +82,7 @@ GATES: dict[str, Gate] = {
         Gate("tool_values", "argument correctness", _rate(10, 0.6), calls.tool_values, advisory=True),
     )
 }
+REFERENCE_GATES = tuple(name for name, gate in GATES.items() if gate.basis == "reference")
 
 
 def gate_names() -> list[str]:
@@ -111,8 +131,11 @@ def tabulate(rows: Iterable[dict[str, bool]]) -> dict[str, GateResult]:
     for gate in sorted(GATES.values(), key=lambda gate: (gate.advisory, gate.name)):
         if gate.name in counts:
             result = table[gate.name] = decide(*counts[gate.name], gate.threshold)
-            result.title, result.advisory = gate.title, gate.advisory
+            result.title, result.advisory, result.basis = gate.title, gate.advisory, gate.basis
             result.requirement, result.meets = gate.requirement, result.verdict
+            if gate.is_rare(result.passes, result.n):
+                result.advisory = True
+                result.rule = f"too few to decide: bf16 does it {result.n} times in these prompts"
     return table
 
 

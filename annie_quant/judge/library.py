@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,7 @@ def _checked(document: WorkloadFile, where: str, sha256: str, path: str) -> Work
     return Workload(
         name=document.name,
         description=document.description,
-        persona=document.persona,
+        persona=_persona_path(document.persona, path),
         system=document.system,
         tools=tuple(tools) if isinstance(tools, list) else tools,
         thinking=document.thinking,
@@ -98,6 +99,9 @@ def _case(where: str, case: CaseFile, own_tools: list[dict[str, Any]]) -> Case:
     if bool(case.messages) == bool(case.turns):
         raise UsageError(f"{where}: case {case.id!r} needs either 'messages' or 'turns'")
     schema.convert(Expect, case.expect or {}, f"{where}: case {case.id!r}: expect", error=UsageError)
+    for index, turn in enumerate(case.turns or ()):
+        if not isinstance(turn, str):
+            _check_results(f"{where}: case {case.id!r}, turns[{index}]", index, turn)
     tools = case.tools
     if isinstance(tools, int):
         if not 0 <= tools <= len(own_tools):
@@ -110,3 +114,20 @@ def _case(where: str, case: CaseFile, own_tools: list[dict[str, Any]]) -> Case:
         expect=case.expect or {},
         tools=tuple(tools) if tools is not None else None,
     )
+
+
+def _persona_path(persona: str | None, path: str) -> str | None:
+    """Return a persona that is given relative to the workload's file ("..", "./mine.json") as a path."""
+    if persona is None or not persona.startswith("."):
+        return persona
+    return os.path.normpath(Path(path).parent / persona)
+
+
+def _check_results(where: str, index: int, turn: Mapping[str, Any]) -> None:
+    results = turn.get("results")
+    if not isinstance(results, list) or not all(
+        isinstance(r, Mapping) and isinstance(r.get("name"), str) and isinstance(r.get("content"), str) for r in results
+    ):
+        raise UsageError(f'{where}: expected a text or {{"results": [{{"name", "content", "arguments"}}]}}')
+    if index == 0:
+        raise UsageError(f"{where}: the first turn is the user's, there is no call to return a result to yet")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 from annie_quant.judge.answers import Answer
-from annie_quant.judge.gates import checks, decides
+from annie_quant.judge.gates import REFERENCE_GATES, checks, decides
 from annie_quant.judge.paired import mcnemar
 from annie_quant.judge.workloads import Case, Workload
 from annie_quant.schema import PairedGate, PooledGates
@@ -33,7 +33,9 @@ def pair_by_prompt(
 def pair_checks(pairs: Iterable[tuple[Checks, Checks]]) -> tuple[dict[str, PairedGate], PooledGates | None]:
     """Return (gate → counts, all deciding gates together) of (reference's checks, checkpoint's checks) per prompt.
 
-    A gate counts where it applies to both answers. The second is None where no deciding gate applies to both answers.
+    A gate counts where it applies to both answers. The second is None where no deciding gate applies to both answers. Gates that
+    compare with the reference's own answer are not in it: the reference passes them by definition, so a change is always a loss,
+    and the permutation test's assumption (either sign with the same probability) does not hold for them.
     """
     counts: dict[str, list[int]] = {}
     changes: list[dict[str, int]] = []  # per answer: +1 won, -1 lost, for the deciding gates that changed
@@ -45,7 +47,7 @@ def pair_checks(pairs: Iterable[tuple[Checks, Checks]]) -> tuple[dict[str, Paire
             row[0] += 1
             row[1] += old[gate] and not new[gate]
             row[2] += new[gate] and not old[gate]
-        deciding = [gate for gate in shared if decides(gate)]
+        deciding = [gate for gate in shared if decides(gate) and gate not in REFERENCE_GATES]
         if deciding:
             n_answers += 1
             right_before, right_after = all(old[g] for g in deciding), all(new[g] for g in deciding)

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from annie_quant.errors import UsageError
+from annie_quant.judge.answers import Answer
 from annie_quant.persona import Persona, load_persona
+
+Turn = (
+    str | Mapping[str, Any]
+)  # a user's text, or {"results": [...]}: what tools return to the calls of the answer before
+NO_RESULT = '{"error": "no result"}'
 
 # Fields of a request's body that a workload sets itself.
 RESERVED = ("model", "messages", "tools", "stream", "max_tokens", "temperature", "chat_template_kwargs")
@@ -16,13 +22,17 @@ RESERVED = ("model", "messages", "tools", "stream", "max_tokens", "temperature",
 
 @dataclass(frozen=True)
 class Case:
-    """One prompt (`messages`) or conversation (`turns`, the user's texts); schema.CaseFile describes the fields."""
+    """One prompt (`messages`) or conversation (`turns`); schema.CaseFile describes the fields.
+
+    reference: the bf16 model's own answer, for the gates that compare with it; None where there is none.
+    """
 
     id: str
     messages: tuple[Mapping[str, Any], ...] = ()
-    turns: tuple[str, ...] = ()
+    turns: tuple[Turn, ...] = ()
     expect: Mapping[str, Any] = field(default_factory=dict)
     tools: tuple[Mapping[str, Any], ...] | None = None
+    reference: Answer | None = None
 
     @property
     def n_turns(self) -> int:
@@ -33,7 +43,7 @@ class Case:
         expected = self.expect.get("turns")
         if not expected:
             return self
-        return Case(self.id, self.messages, self.turns, expected[turn] if turn < len(expected) else {}, self.tools)
+        return replace(self, expect=expected[turn] if turn < len(expected) else {})
 
 
 @dataclass(frozen=True)
@@ -81,16 +91,23 @@ class Workload:
         """
         head = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
         if not case.turns:
-            return head + [dict(m) for m in case.messages]
+            own_system = bool(case.messages) and case.messages[0].get("role") == "system"
+            return ([] if own_system else head) + [dict(m) for m in case.messages]
         if len(answers) < turn:
             raise UsageError(
                 f"workload {self.name}, case {case.id}: turn {turn + 1} needs {turn} earlier answers, "
                 f"got {len(answers)}"
             )
         history: list[dict[str, Any]] = []
-        for index in range(turn):
-            history += [{"role": "user", "content": case.turns[index]}, dict(answers[index])]
-        return head + history + [{"role": "user", "content": case.turns[turn]}]
+        for index in range(turn + 1):
+            following = case.turns[index]
+            if isinstance(following, str):
+                history.append({"role": "user", "content": following})
+            else:
+                history = with_results(history, following["results"])
+            if index < turn:
+                history.append(dict(answers[index]))
+        return head + history
 
     def request(
         self,
@@ -118,3 +135,30 @@ class Workload:
         """Return every request of a case that can be made with `answers`: one, or one more turn than there are answers."""
         known = min(case.n_turns, len(answers) + 1)
         return [self.request(case, turn, answers, model) for turn in range(known)]
+
+
+def with_results(history: Sequence[Mapping[str, Any]], results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return a conversation whose last message is the model's answer, followed by the recorded results of its calls.
+
+    Each call gets the next result of the same name, so that a model which calls other tools, or in another order, gets an
+    answer too. If the answer has no call, the recorded calls (name, arguments) replace it: the turn after them is judged
+    all the same.
+    """
+    last = dict(history[-1])
+    calls = [dict(call) for call in last.get("tool_calls") or ()]
+    if not calls:
+        calls = [
+            {"type": "function", "function": {"name": r["name"], "arguments": r.get("arguments", {})}} for r in results
+        ]
+        last = {"role": "assistant", "content": ""}
+    left = list(results)
+    messages = []
+    for index, call in enumerate(calls):
+        name = call["function"]["name"]
+        match = next((r for r in left if r["name"] == name), None)
+        if match is not None:
+            left.remove(match)
+        call.setdefault("id", f"call_{len(history)}_{index}")
+        content = match["content"] if match is not None else NO_RESULT
+        messages.append({"role": "tool", "tool_call_id": call["id"], "name": name, "content": content})
+    return [*map(dict, history[:-1]), {**last, "tool_calls": calls}, *messages]

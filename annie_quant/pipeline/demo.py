@@ -7,6 +7,7 @@ A finished stage is not done again with the same inputs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -15,6 +16,7 @@ import msgspec
 
 from annie_quant import bench, checkpoint, data, judge, report, schema, serve
 from annie_quant.bench import memory
+from annie_quant.data.resolve import resolve
 from annie_quant.files import ASSETS, read_json
 from annie_quant.pipeline.run_directory import RunDirectory
 from annie_quant.pipeline.stages import StageResult, Stages, offline_prompts, weight_sizes
@@ -83,33 +85,50 @@ class DemoResult(schema.Verdict, kw_only=True):
     report: str
 
 
-def run(output: str | Path, n_offline: int = 25, n_served: int = 100, console: Console | None = None) -> DemoResult:
+def run(
+    output: str | Path,
+    n_offline: int = 25,
+    n_served: int = 100,
+    console: Console | None = None,
+    persona: str | Path | None = None,
+    workloads: str | None = None,
+) -> DemoResult:
     """Run every stage into `output`.
 
-    n_offline, n_served: prompts per gate without and with servers.
+    n_offline, n_served: prompts per gate without and with servers. persona, workloads: as for data/resolve.py.
     """
     directory = RunDirectory(output)
     with directory.locked():
-        return Demo(directory, n_offline, n_served, console or SilentConsole()).run()
+        return Demo(directory, n_offline, n_served, console or SilentConsole(), persona, workloads).run()
 
 
 class Demo:
     """The demo's stages."""
 
-    def __init__(self, directory: RunDirectory, n_offline: int, n_served: int, console: Console) -> None:
+    def __init__(
+        self,
+        directory: RunDirectory,
+        n_offline: int,
+        n_served: int,
+        console: Console,
+        persona: str | Path | None = None,
+        workloads: str | None = None,
+    ) -> None:
+        self.persona, self.workloads = data.load_persona(persona or "annie"), resolve(persona, workloads)
         self.dir, self.n_offline, self.n_served = directory, n_offline, n_served
         self.stages = Stages(directory, MODEL, directory / "calibration.jsonl", CALIBRATION_ROWS, console)
 
     def run(self) -> DemoResult:
         stages = self.stages
-        stages.stage("data", {"n": N_CONVERSATIONS}, ["calibration.jsonl"], self.make_data, DataResult)
+        prompts = {"n": N_CONVERSATIONS, **({} if self.persona.source == "annie" else {"persona": self.persona.sha256})}
+        stages.stage("data", prompts, ["calibration.jsonl"], self.make_data, DataResult)
         for strategy in STRATEGIES:
             stages.quantize(strategy)
             stages.audit(strategy)
         text = {"text": stages.text_key()}
         for side in SIDES:
             stages.stage(f"gguf-{side}", text, [f"gguf/{side}.gguf"], partial(self.convert, side), FileResult)
-        workloads = offline_prompts(self.n_offline)
+        workloads = offline_prompts(self.n_offline, self.workloads)
         for strategy in STRATEGIES:
             stages.evaluate(
                 strategy,
@@ -126,7 +145,7 @@ class Demo:
         return self.finish()
 
     def make_data(self, progress: Progress) -> DataResult:
-        generation = data.generate("annie", "offline", N_CONVERSATIONS, self.stages.conversations, 0, progress)
+        generation = data.generate(self.persona, "offline", N_CONVERSATIONS, self.stages.conversations, 0, progress)
         return DataResult(f"{N_CONVERSATIONS} conversations", generation)
 
     def convert(self, name: str, progress: Progress) -> FileResult:
@@ -147,7 +166,7 @@ class Demo:
 
         output = self.dir / "sensitivity/naive.json"
         output.parent.mkdir(exist_ok=True)
-        workloads = judge.sample(judge.load_workloads(["tool_memory", "tool_web"]), SENSITIVITY_PROMPTS)
+        workloads = judge.sample(tool_workloads(self.workloads), SENSITIVITY_PROMPTS)
         folder = self.stages.checkpoint("naive")
         with ModelPair(folder, MODEL, cache=self.dir / "eval", progress=progress) as pair:
             result = measure(pair, workloads, "w4a4", ("alone",), output)
@@ -155,7 +174,7 @@ class Demo:
         return StageResult(f"most from {worst.layer}")
 
     def measure_servers(self, progress: Progress) -> BenchResult:
-        workloads = judge.sample(judge.load_workloads(), self.n_served)
+        workloads = judge.sample(self.workloads, self.n_served)
         servers, source = [], self.stages.base["model"]
         before_bytes = memory.system_used()
         try:
@@ -222,3 +241,8 @@ class Demo:
             checkpoint=str(folder),
             gguf=str(gguf),
         )
+
+
+def tool_workloads(workloads: Sequence[judge.Workload]) -> list[judge.Workload]:
+    """Return the workloads that need a tool, or all where none does."""
+    return [w for w in workloads if "tool_call" in w.gates] or list(workloads)

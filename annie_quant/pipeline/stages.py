@@ -152,7 +152,7 @@ class Stages:
             write_json(self.dir / output, result.to_dict())
             return StageResult(result.verdict.sentence if result.verdict else "")
 
-        prompts = {w.name: [w.sha256, w.system or "", [c.id for c in w.cases]] for w in workloads}
+        prompts = {w.name: [w.sha256, w.system_prompt or "", [c.id for c in w.cases]] for w in workloads}
         inputs = {
             **self.data_inputs(),
             "asked": prompts,
@@ -170,13 +170,12 @@ class Stages:
         return {"rows": self.samples, "text": self.text_key()}
 
 
-def offline_prompts(n: int) -> list[Workload]:
+def offline_prompts(n: int, everything: Sequence[Workload]) -> list[Workload]:
     """Return the workloads of an offline evaluation: n prompts per gate, and every tool prompt.
 
     All tool prompts, because n = 25 leaves a rate of 45 % undecided against the required 60 % (R23) and n = 240 does not, and
     an answer that agrees with the reference's costs almost nothing.
     """
-    everything = judge.load_workloads()
     chosen = {w.name: w for w in judge.sample(everything, n)}
     if n >= MIN_DECIDING_N:
         chosen |= {w.name: w for w in everything if "tool_call" in w.gates}

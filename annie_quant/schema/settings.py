@@ -77,7 +77,7 @@ class AskedCase(msgspec.Struct, kw_only=True):
 
     id: str
     messages: list[dict[str, Any]] = []
-    turns: list[str] = []
+    turns: list[str | dict[str, Any]] = []
     expect: dict[str, Any] = {}
     tools: list[dict[str, Any]] | None = None
 

@@ -88,6 +88,8 @@ class GateResult(msgspec.Struct, kw_only=True):
     the observed rate; None where it is decided, or where no number would do.
     requirement, meets: the absolute requirement (docs/requirements.md), "" where there is none, and whether it is met; it never
     decides where there is a reference. A result of version 0.1.0 has neither, and its verdict is the absolute one.
+    basis: what an answer is compared with: "reference" (the bf16 model's own answer), "label" (the expected answer of a workload)
+    or "rule" (neither, a property of the text); "" in records of older versions.
     """
 
     passes: Count
@@ -100,6 +102,7 @@ class GateResult(msgspec.Struct, kw_only=True):
     n_to_decide: int | None = None
     title: str = ""
     advisory: bool = False
+    basis: str = ""
     requirement: str = ""
     meets: Outcome | None = None
 

@@ -7,6 +7,12 @@ from typing import Any
 import msgspec
 
 
+class Logged(msgspec.Struct, kw_only=True):
+    """What production's answer to a case was. calls: names of the functions."""
+
+    calls: list[str] | None = None
+
+
 class Expect(msgspec.Struct, kw_only=True):
     """What a case expects of its answer: the types of `expect`, which stays a mapping. turns: of each turn."""
 
@@ -15,11 +21,15 @@ class Expect(msgspec.Struct, kw_only=True):
     arguments: dict[str, Any] | None = None
     calls: list[dict[str, Any]] | None = None
     no_tool: bool | None = None
+    logged: Logged | None = None
     turns: list[Expect] | None = None
 
 
 class CaseFile(msgspec.Struct, kw_only=True):
-    """One prompt (`messages`) or one conversation (`turns`, the user's texts).
+    """One prompt (`messages`) or one conversation (`turns`).
+
+    messages: may hold earlier answers, tool calls and their results, and a system prompt of its own. turns: the user's
+    texts, and {"results": [{"name", "content", "arguments"}]} for what tools return to the calls of the answer before.
 
     expect: {"contains": [...]}, {"tool": name, "arguments": {...}}, {"calls": [...]}, {"no_tool": true} or {}; of a
     conversation also {"turns": [...]}, one of these per turn. tools: tools of its own instead of the workload's; a number N
@@ -28,7 +38,7 @@ class CaseFile(msgspec.Struct, kw_only=True):
 
     id: str | int
     messages: list[dict[str, Any]] | None = None
-    turns: list[str] | None = None
+    turns: list[str | dict[str, Any]] | None = None
     expect: dict[str, Any] | None = None
     tools: int | list[dict[str, Any]] | None = None
 
@@ -36,6 +46,7 @@ class CaseFile(msgspec.Struct, kw_only=True):
 class WorkloadFile(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A workload as its JSON file has it.
 
+    persona: a built-in persona, or a file or folder relative to this file ("..", "./mine.json"); None: no system prompt.
     tools: OpenAI function tools, or "persona" for those of the persona. default: whether it is used where no workloads are
     named. extra: further fields of each request's body.
     """

@@ -101,7 +101,7 @@ def test_broken_rules_are_found(rows):
     assert "4 user turns" in faults(conversation | {"messages": conversation["messages"][:-2]})[0]
     broken = copy.deepcopy(web)
     next(m for m in broken["messages"] if m.get("tool_calls"))["tool_calls"][0]["function"]["arguments"] = "{query: x"
-    assert faults(broken) == ["tool arguments are not a JSON object in a string"]
+    assert faults(broken) == ["tool arguments are not a JSON object, or one in a string"]
 
 
 def test_a_set_with_too_few_good_rows_is_not_ok(rows):

@@ -111,8 +111,11 @@ def test_a_persona_may_define_categories_and_invalid_ones_are_named(tmp_path):
 
 
 def test_the_offline_teacher_refuses_unknown_categories_and_uses_the_personas_name(bruno, tmp_path):
-    with pytest.raises(UsageError, match="no templates for Bruno's category 'set_timer'"):
-        generate(bruno, n=8)
+    own = tmp_path / "poet.json"
+    own.write_text(json.dumps(OWN | {"categories": [{"name": "poetry"}]}))
+    with pytest.raises(UsageError, match="no templates for Bruno's category 'poetry'"):
+        generate(own, n=8, output=tmp_path / "p.jsonl")
+    assert not list(tmp_path.glob(".*"))  # no journal of a run that cannot start
     path = tmp_path / "plain.json"
     path.write_text(json.dumps(OWN | {"tools": []}))
     generate(path, n=30, output=tmp_path / "d.jsonl")

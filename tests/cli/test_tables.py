@@ -55,6 +55,27 @@ def test_the_reference_is_the_first_column_of_every_block():
     assert len(heads) > 1 and all(head[:4] == ["gate", "n", "finds", "bf16"] for head in heads)
 
 
+def test_each_gate_names_what_it_is_compared_with_or_a_footnote_does():
+    rows = [{"same_tool": True, "abstention": True, "stop": True}] * 60
+    pairs = {gate: PairedGate(60, 0, 0) for gate in rows[0]}
+    side = OfflineSide(gates=tabulate(rows), paired=pairs)
+    decision.judge_sides({"w4a4": side})
+    lines = tables.gate_lines(tabulate(rows), [tables.Column("w4a4", side.gates, side.paired)])
+    against = {line.split("  ")[0]: line.split() for line in lines}
+    assert "against" in lines[0] and "bf16" in next(
+        row for name, row in against.items() if name.startswith("tool or none")
+    )
+    assert "label" in next(row for name, row in against.items() if name.startswith("no tool"))
+    assert "rule" in next(row for name, row in against.items() if name.startswith("stops"))
+    wide = tables.gate_lines(tabulate(rows), [tables.Column("a" * 40, side.gates, side.paired)])
+    text = " ".join(wide)
+    assert max(map(len, wide)) <= 80 and "against" not in wide[0]
+    assert (
+        "compared with bf16's own answers: tool or none as bf16; with the workload's labels: no tool where none fits"
+        in text
+    )
+
+
 def test_what_bf16_itself_misses_is_shown_next_to_the_checkpoint():
     """eval listed "factual 0/5 fail" without bf16's 1/5."""
     pairs = {"factual": PairedGate(5, 1, 0)}

@@ -37,6 +37,9 @@ class Teacher(Protocol):
     model: str
     batch_size: int
 
+    def check(self, persona: Persona) -> None:
+        """Raise UsageError for a persona that this teacher cannot write for, before anything is written."""
+
     def batch(self, persona: Persona, category: Category, count: int, seed: str, avoid: Sequence[str]) -> Batch:
         """Return at most `count` conversations of a category. avoid: user texts that must not be repeated."""
 

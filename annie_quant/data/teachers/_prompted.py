@@ -41,6 +41,9 @@ class PromptedTeacher:
         """Send the prompt. schema: JSON schema of the answer, for models that accept one."""
         raise NotImplementedError
 
+    def check(self, persona: Persona) -> None:
+        """Accept every persona."""
+
     def batch(self, persona: Persona, category: Category, count: int, seed: str, avoid: Sequence[str]) -> Batch:
         reply = self.ask(prompt_for(persona, category, count, avoid), schema_for(category))
         answers = conversations(reply.value if reply.value is not None else reply.text)
@@ -82,7 +85,10 @@ def prompt_for(persona: Persona, category: Category, count: int, avoid: Sequence
     else:
         lines.append("No tool is called.")
     turn["assistant"] = f"{persona.name}'s answer" + (" after the result" if tool else "")
-    lines.append("Vary topic, wording, mood and length. Plain sentences only: no markdown, no thinking aloud.")
+    style = (
+        "Plain sentences only: no markdown, no thinking aloud." if persona.forbids_markdown else "No thinking aloud."
+    )
+    lines.append(f"Vary topic, wording, mood and length. {style}")
     if avoid:
         lines += ["Do not repeat or paraphrase these:", *(f"- {text}" for text in avoid[-MAX_AVOID:])]
     form = {"conversations": [{"turns": [turn]}]}

@@ -1,4 +1,8 @@
-"""The built-in teacher: templates and seeded choices, no model and no network. Every row's provenance names it."""
+"""The built-in teacher: templates and seeded choices, no model and no network. Every row's provenance names it.
+
+Annie's categories have their own templates (data/exchanges.py). A category of any other persona that has a tool gets requests
+made from the tool's JSON schema (data/tool_exchanges.py).
+"""
 
 from __future__ import annotations
 
@@ -10,61 +14,94 @@ from typing import Any
 from annie_quant.data import exchanges
 from annie_quant.data.exchanges import Exchange
 from annie_quant.data.teachers._base import Batch, Options
+from annie_quant.data.tool_exchanges import abstention, draw_exchange
 from annie_quant.errors import UsageError
 from annie_quant.persona import Category, Persona
 
 NAME = "offline"
 SUMMARY = "built-in templates: no model, no network, the same rows for the same seed"
 MODEL = "annie_quant templates"
+BATCH_SIZE = 500
 MAX_DRAWS = 200  # attempts to draw a conversation that does not exist yet
-CATEGORIES = (*exchanges.CATEGORIES, "multi_turn")
-TOOLS = (None, "search_memory", "web_search")
+TEMPLATES = (*exchanges.CATEGORIES, "multi_turn")
+ANNIE_TOOLS = (None, "search_memory", "web_search")
 
 
 class Offline:
     """split: the split whose phrasings and topics are used; train, calibration and gate share none."""
 
     model = MODEL
-    batch_size = 1 << 30
+    batch_size = BATCH_SIZE
 
     def __init__(self, split: str = "calibration") -> None:
         self.split = split
 
-    def batch(self, persona: Persona, category: Category, count: int, seed: str, avoid: Sequence[str] = ()) -> Batch:
-        if category.name not in CATEGORIES or category.tool not in TOOLS:
-            raise UsageError(
-                f"the offline teacher has no templates for {persona.name}'s category {category.name!r}",
-                "use --teacher claude-cli or --teacher openai",
-            )
-        return Batch(list(self.conversations(persona, category.name, count, seed)))
+    def check(self, persona: Persona) -> None:
+        """Raise UsageError for a category that this teacher cannot write, before anything is written."""
+        for category in persona.categories:
+            if category.tool is None and category.name not in TEMPLATES:
+                raise UsageError(
+                    f"the offline teacher has no templates for {persona.name}'s category {category.name!r}, "
+                    "which has no tool",
+                    "use --teacher claude-cli or --teacher openai, or remove the category from the persona file",
+                )
+            if category.tool is not None:
+                self.draw(persona, category, random.Random(0))
 
-    def conversations(self, persona: Persona, category: str, n: int, seed: str) -> Iterator[dict[str, Any]]:
-        """Yield n conversations of a category, the same for the same seed. None is repeated while others are left."""
+    def batch(self, persona: Persona, category: Category, count: int, seed: str, avoid: Sequence[str] = ()) -> Batch:
+        self.check(persona)
+        return Batch(list(self.conversations(persona, category, count, seed)))
+
+    def conversations(self, persona: Persona, category: Category, n: int, seed: str) -> Iterator[dict[str, Any]]:
+        """Yield at most n different conversations of a category, the same for the same seed; fewer where there are no more."""
         rng = random.Random(seed)
         drawn: set[str] = set()
         for _ in range(n):
             for _ in range(MAX_DRAWS):
-                turns = (
-                    exchanges.conversation(rng, self.split)
-                    if category == "multi_turn"
-                    else [exchanges.draw(category, rng, self.split)]
-                )
-                key = "\n".join(t.user.lower() for t in turns)
+                messages, has_call = self.draw(persona, category, rng)
+                key = "\n".join(m["content"].lower() for m in messages if m["role"] == "user")
                 if key not in drawn:
                     break
+            else:
+                return
             drawn.add(key)
-            messages: list[dict[str, Any]] = [{"role": "system", "content": persona.system_prompt}]
-            for turn in turns:
-                user = turn.user.replace("Annie", persona.name)
-                messages += [{"role": "user", "content": user}, *_answer(turn)]
-            row: dict[str, Any] = {"messages": messages, "thinking": False}
-            if turns[0].tool:
+            row: dict[str, Any] = {
+                "messages": [{"role": "system", "content": persona.system_prompt}, *messages],
+                "thinking": False,
+            }
+            if has_call or (persona.tools and not persona_is_annie(persona)):
                 row["tools"] = [dict(t) for t in persona.tools]
             yield row
+
+    def draw(self, persona: Persona, category: Category, rng: random.Random) -> tuple[list[dict[str, Any]], bool]:
+        """Return the messages of one conversation after its system prompt, and whether a tool is called."""
+        if category.tool is not None and not (category.name in TEMPLATES and category.tool in ANNIE_TOOLS):
+            messages = [
+                message
+                for _ in range(category.turns)
+                for message in draw_exchange(persona, category.tool, rng, self.split).messages()
+            ]
+            return messages, True
+        if category.name == "abstention" and (refusal := abstention(persona, rng, self.split)):
+            return [{"role": "user", "content": refusal[0]}, {"role": "assistant", "content": refusal[1]}], False
+        if category.name == "multi_turn":
+            turns = exchanges.conversation(rng, self.split)
+        else:
+            turns = [exchanges.draw(category.name, rng, self.split)]
+        messages = []
+        for turn in turns:
+            user = turn.user.replace("Annie", persona.name)
+            messages += [{"role": "user", "content": user}, *_answer(turn)]
+        return messages, bool(turns[0].tool)
 
 
 def open_teacher(options: Options, split: str = "calibration") -> Offline:
     return Offline(split)
+
+
+def persona_is_annie(persona: Persona) -> bool:
+    """Return whether a persona has Annie's two tools; tools are then offered only where one is called."""
+    return {t["function"]["name"] for t in persona.tools} == {"search_memory", "web_search"}
 
 
 def _answer(turn: Exchange) -> list[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """openai: any endpoint with OpenAI's chat completions, by our own client. The key is read from the environment, never stored.
 
-OPENAI_BASE_URL (or --url) is the endpoint, OPENAI_API_KEY its key; a local server needs none.
+OPENAI_BASE_URL (or --url) is the endpoint, OPENAI_API_KEY its key; a local server needs none. Without --teacher-model the
+first model in the endpoint's /v1/models is used.
 """
 
 from __future__ import annotations
@@ -12,22 +13,39 @@ from typing import Any
 from annie_quant.data.teachers._base import BatchFailed, Options, RateLimited
 from annie_quant.data.teachers._prompted import PromptedTeacher, Reply
 from annie_quant.errors import EnvironmentFault, ServerError, UsageError
-from annie_quant.stream.redact import refuse_secrets_in
-from annie_quant.untrusted import integer
+from annie_quant.stream.redact import refuse_secrets_in, safe_url
+from annie_quant.untrusted import decode_json, integer
 
 NAME = "openai"
 SUMMARY = "any OpenAI-compatible endpoint: --url and --teacher-model, the key in OPENAI_API_KEY"
 MAX_TOKENS_PER_TURN = 400
+PROBE_TIMEOUT_S = 10.0
 RATE_LIMITED = (429, 503, 529)
 
 
 class OpenAi(PromptedTeacher):
     def __init__(self, url: str, key: str, options: Options) -> None:
-        if not options.model:
-            raise UsageError("--teacher openai needs the model's name", "--teacher-model NAME")
         self.url, self.options = url, options
         self.headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self.model, self.batch_size = options.model, options.batch_size
+        model = options.model or self.first_model()
+        if not model:
+            raise UsageError("--teacher openai needs the model's name: /v1/models names none", "--teacher-model NAME")
+        self.model, self.batch_size = model, options.batch_size
+        self.answered = False  # whether a server has answered; a later failure to connect is repeated
+
+    def first_model(self) -> str | None:
+        """Return the first model of /v1/models. Raises ServerError where nothing answers at the URL."""
+        from annie_quant.stream.fetch import fetch
+
+        root = self.url.rstrip("/").removesuffix("/chat/completions").removesuffix("/v1")
+        reply = fetch(f"{root}/v1/models", self.headers, timeout_s=min(PROBE_TIMEOUT_S, self.options.timeout_s))
+        if reply.status == 0:
+            raise ServerError(f"nothing answers at {safe_url(self.url)}: {reply.fault}", "check --url")
+        try:
+            name = decode_json(reply.body)["data"][0]["id"]
+        except (ValueError, LookupError, TypeError):
+            return None
+        return name if isinstance(name, str) else None
 
     def ask(self, prompt: str, schema: Mapping[str, Any]) -> Reply:
         from annie_quant import stream
@@ -59,6 +77,9 @@ class OpenAi(PromptedTeacher):
         cost = (
             float(cost) if isinstance(cost, (int, float)) and not isinstance(cost, bool) and 0 <= cost < 1e9 else None
         )
+        if record["error"] and status == 0 and not self.answered:
+            raise ServerError(f"nothing answers at {safe_url(self.url)}: {record['error']}", "check --url")
+        self.answered = True
         if record["error"]:
             raise BatchFailed(f"the endpoint: {record['error']}", cost, tokens)
         truncated = record["finish_reason"] == "length"

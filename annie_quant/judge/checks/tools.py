@@ -63,7 +63,7 @@ def abstention(answer: Answer, case: Case, workload: Workload) -> str | None:
         return None
     if answer.tool_calls:
         return f"it called {answer.tool_calls[0].get('name')!r} where no tool fits"
-    if _has_call_markup(answer):
+    if has_call_markup(answer):
         return "a tool call is in the text where no tool fits"
     return "" if answer.text.strip() else "no text was received"
 
@@ -71,7 +71,7 @@ def abstention(answer: Answer, case: Case, workload: Workload) -> str | None:
 def schemas_fault(answer: Answer, tools: Tools) -> str:
     """Return the fault of the first call whose name is not on offer or whose arguments do not fit; no call fails too."""
     if not answer.tool_calls:
-        if _has_call_markup(answer):
+        if has_call_markup(answer):
             return "the tool call is in the text, unparsed"
         if '"name"' in answer.text and '"arguments"' in answer.text:
             return "a tool call is in the text as JSON"
@@ -89,7 +89,8 @@ def arguments_of(call: Mapping[str, Any]) -> Any:
     return arguments
 
 
-def _has_call_markup(answer: Answer) -> bool:
+def has_call_markup(answer: Answer) -> bool:
+    """Return whether a tool call is left in the text."""
     return "<tool_call>" in answer.text or "<function=" in answer.text
 
 

@@ -16,6 +16,10 @@ direction.
 A sure loss that is smaller than the margin keeps. All deciding gates together (the pooled verdict) show small losses in many
 gates: they lose by the same rule, with a margin of 2 points of the answers.
 
+A gate that compares with the reference's own answer (same_tool, ...) has the reference's pass by definition; a prompt whose
+reference answer it does not apply to is left out. It is not in the pooled verdict, and does not decide where all of fewer answers
+pass than its requirement asks for: the reference itself has the property too rarely.
+
 A member loses if a gate or the pooled verdict loses, keeps if all gates keep, and is undecided otherwise. A checkpoint is fragile
 if a gate keeps under one member and loses under another; else it loses if a member loses, keeps if all keep, else it is undecided.
 """
@@ -114,8 +118,12 @@ def _judge(gates: Mapping[str, PairedGate], pooled: PooledGates | None, n_tests:
 
 
 def deciding(gates: Mapping[str, PairedGate]) -> dict[str, PairedGate]:
-    """Return the gates that decide: known, not advisory, with at least one prompt."""
-    return {name: gate for name, gate in gates.items() if decides(name) and gate.n}
+    """Return the gates that decide: known, not advisory, with at least one prompt, and not too rare in the reference's answers."""
+    return {
+        name: gate
+        for name, gate in gates.items()
+        if decides(name) and gate.n and not GATES[name].is_rare(gate.n - gate.lost, gate.n)
+    }
 
 
 def member_verdict(gates: Mapping[str, PairedGate], pooled: PooledGates | None = None) -> MemberVerdict:

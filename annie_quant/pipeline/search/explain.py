@@ -28,7 +28,9 @@ WRONG_MODEL = "WRONG MODEL"
 
 def smoke(workloads: Sequence[Workload]) -> list[Workload]:
     """Return the smoke test (R40): the first factual question ("What is the capital of Japan?") alone."""
-    chosen = next((w for w in workloads if "factual" in w.gates), workloads[0])
+    chosen = next((w for w in workloads if "factual" in w.gates), None)
+    if chosen is None:  # a persona's own prompts: words where bf16 has words, without loops
+        chosen = replace(workloads[0], gates=("same_text",))
     return [replace(chosen, cases=chosen.cases[:1])]
 
 

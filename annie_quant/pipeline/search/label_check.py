@@ -116,7 +116,7 @@ def score(pair: Any, rows: Sequence[Row]) -> list[float]:
 
 def own_answers(pair: Any, rows: Sequence[Row]) -> list[Row]:
     """Return the rows with the model's own answers."""
-    from annie_quant.evaluate.prompts import assistant_message
+    from annie_quant.evaluate.verification import message_of
 
     cases = tuple(
         Case(id=str(i), messages=tuple(row["messages"][:-1]), tools=tuple(row.get("tools") or ()))
@@ -138,6 +138,4 @@ def own_answers(pair: Any, rows: Sequence[Row]) -> list[Row]:
         a.request.case.id: pair.template.answer(a.request, a.completion)
         for a in pair.reference.answer([workload], pair.progress)
     }
-    return [
-        {**row, "messages": [*row["messages"][:-1], assistant_message(answered[str(i)])]} for i, row in enumerate(rows)
-    ]
+    return [{**row, "messages": [*row["messages"][:-1], message_of(answered[str(i)])]} for i, row in enumerate(rows)]

@@ -16,10 +16,12 @@ import msgspec
 
 from annie_quant import judge, quantize
 from annie_quant.data import check_prompt_hash
+from annie_quant.data.resolve import resolve
 from annie_quant.errors import AnnieError, NoRoom, UsageError
 from annie_quant.files import write_json, write_text
-from annie_quant.judge import decision
+from annie_quant.judge import Workload, decision
 from annie_quant.judge.gates import decides
+from annie_quant.judge.not_lost import compares_with_reference
 from annie_quant.judge.sample import answers_per_gate
 from annie_quant.pipeline.run_directory import RunDirectory
 from annie_quant.pipeline.search import explain, label_check, table
@@ -47,18 +49,21 @@ def run(
     samples: int = SAMPLES,
     allow_prompt_mismatch: bool = False,
     anyway: bool = False,
+    persona: str | Path | None = None,
+    workloads: str | None = None,
 ) -> SearchResult:
     """Try strategies in the run directory `output`, and return everything that was tried.
 
     n: prompts per gate. every: continue after the first strategy that is chosen. required: the numerics under which every gate
-    must keep. anyway: continue with a model that fails the gates in bf16.
+    must keep. anyway: continue with a model that fails the gates in bf16. persona, workloads: as for data/resolve.py.
     Raises UsageError for a stale system prompt in the calibration data, unless allow_prompt_mismatch.
     """
     directory = RunDirectory(output)
-    stale = check_prompt_hash(calib_data, allow=allow_prompt_mismatch)
+    stale = check_prompt_hash(calib_data, persona, allow=allow_prompt_mismatch)
+    chosen = resolve(persona, workloads)
     with directory.locked():
         stages = Stages(directory, model, calib_data, samples, console)
-        search = Search(stages, n, required, every, chosen_order(strategies), console)
+        search = Search(stages, n, required, every, chosen_order(strategies), console, chosen)
         search.result.notes += [stale] if stale else []
         search.check_reference(anyway)
         if not search.result.stopped:
@@ -82,12 +87,19 @@ class Search:
     """One search; `result` is what search.json holds."""
 
     def __init__(
-        self, stages: Stages, n: int, required: Sequence[str], every: bool, order: list[str], console: Console
+        self,
+        stages: Stages,
+        n: int,
+        required: Sequence[str],
+        every: bool,
+        order: list[str],
+        console: Console,
+        workloads: Sequence[Workload] | None = None,
     ) -> None:
         self.stages, self.n, self.required, self.every, self.order = stages, n, tuple(required), every, order
         self.console = console
-        self.workloads = judge.load_workloads()
-        self.prompts = offline_prompts(n)
+        self.workloads = list(workloads) if workloads is not None else judge.load_workloads()
+        self.prompts = offline_prompts(n, self.workloads)
         self.counts = answers_per_gate(self.prompts)
         self.result = SearchResult(
             chosen=None,
@@ -106,8 +118,13 @@ class Search:
     def check_reference(self, anyway: bool) -> None:
         """Evaluate the bf16 model's own gates, and whether the calibration answers belong to their questions."""
         result = self.result
-        result.reference = self.stages.evaluate("bf16", self.stages.model, self.prompts).reference_gates
-        report = explain.reference_report(result.reference)
+        evaluation = self.stages.evaluate("bf16", self.stages.model, self.prompts)
+        result.reference = evaluation.reference_gates
+        if compares_with_reference(self.prompts):  # bf16's own answers are the reference: it cannot fail them
+            result.notes += evaluation.notes
+            report = None
+        else:
+            report = explain.reference_report(result.reference)
         if report:
             result.notes.append(report)
             result.stopped = report if report.startswith(explain.WRONG_MODEL) and not anyway else None

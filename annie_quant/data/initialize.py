@@ -1,0 +1,317 @@
+"""`annie-quant init`: a persona, gate workloads and calibration data from what a user has.
+
+    prompt + tools           persona.json; prompts and conversations are made from the tools by the offline teacher
+    logs (+ prompt, tools)   persona.json, workloads/ and calibration.jsonl from production's own conversations
+
+Logs are read as a stream into a bounded sample (logs/pool.py). Near-duplicates are left out, a conversation is used either for
+calibration or for gates, and secrets are masked before anything is written. README.md states where all of it comes from.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from annie_quant.data.duplicates import DuplicateFinder, user_text
+from annie_quant.data.generated import documents
+from annie_quant.data.init_card import MARK, render
+from annie_quant.data.log_workloads import GateCases, calibration_row
+from annie_quant.data.logs import Conversation, Problems, read_logs
+from annie_quant.data.logs.pool import Pool, without_prefixes
+from annie_quant.data.logs.secrets import Scanner
+from annie_quant.data.resolve import WORKLOADS
+from annie_quant.errors import UsageError
+from annie_quant.files import write_json, write_text
+from annie_quant.judge.library import build_workload
+from annie_quant.persona import PERSONA_FILE, Persona, load_persona
+from annie_quant.progress import SILENT, Progress
+
+CALIBRATION_FILE, CARD_FILE = "calibration.jsonl", "README.md"
+MIN_CASES = 100  # per behaviour, from which on a gate is decided by an interval
+MAX_CONVERSATIONS = 600  # per behaviour, for calibration and gates together
+GATE_SHARE = 0.6
+N_GENERATED_ROWS = 400
+MAX_PROMPTS = 1000  # different system prompts that are counted
+
+
+class Initialized(msgspec.Struct, kw_only=True):
+    """What init has written. behaviours: gate cases per behaviour. lines: what a user must know, one line each."""
+
+    output: str
+    persona: str
+    tools: list[str]
+    conversations: int
+    calibration_rows: int
+    cases: dict[str, int]
+    behaviours: dict[str, int]
+    short: dict[str, int]
+    masked: dict[str, int]
+    lines: list[str]
+
+
+@dataclass
+class Sources:
+    """What is given: the system prompt, tools and logs, and how personal data is masked."""
+
+    prompt: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    logs: Sequence[Path] = ()
+    name: str = ""
+    personal: bool = False
+    words: Sequence[str] = ()
+    seed: int = 0
+    fill: bool = False
+
+
+@dataclass
+class _Sample:
+    """What the logs have: a pool of conversations, counted prompts, tools and formats."""
+
+    pool: Pool
+    prompts: Counter[str] = field(default_factory=Counter)
+    tools: dict[str, dict[str, Any]] = field(default_factory=dict)
+    formats: Counter[str] = field(default_factory=Counter)
+    files: Counter[str] = field(default_factory=Counter)
+    problems: Problems = field(default_factory=Problems)
+
+
+def initialize(sources: Sources, output: Path, force: bool = False, progress: Progress = SILENT) -> Initialized:
+    """Write persona.json, workloads/, calibration.jsonl and README.md into `output`.
+
+    Raises UsageError where there is neither a system prompt nor a log with conversations, and for a folder with other files.
+    """
+    check_output(output, force)
+    if sources.prompt is None and not sources.logs:
+        raise UsageError("there is nothing to start from", "give --prompt, --logs, or both")
+    scanner = Scanner(sources.personal, sources.words)
+    sample = read_sample(sources, progress)
+    if sources.logs and not sample.pool.n:
+        reasons = "; ".join(sample.problems.lines()) or "the files are empty"
+        raise UsageError(f"the logs have no conversation that can be used: {reasons}", "--logs takes chat logs")
+    lines = [f"left out: {line}" for line in sample.problems.lines()]
+    document = persona_document(sources, sample, scanner, lines)
+    (output / WORKLOADS).mkdir(parents=True, exist_ok=True)
+    for old in (output / WORKLOADS).glob("*.json"):
+        old.unlink()
+    write_json(output / PERSONA_FILE, document)
+    persona = load_persona(output / PERSONA_FILE)
+    persona = msgspec.structs.replace(persona, source=str(output))
+    rows, gates = split(sample, persona, scanner, lines)
+    stored = list(gates.documents(persona))
+    behaviours = dict(gates.behaviours)
+    if sources.fill or not sources.logs:
+        stored += fill_up(persona, behaviours, lines, sources.seed)
+        if len(rows) < MIN_CASES:
+            rows += generated_rows(persona, sources.seed, lines)
+    write_workloads(output, stored)
+    write_text(output / CALIBRATION_FILE, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    short = {name: n for name, n in behaviours.items() if n < MIN_CASES}
+    lines += [
+        f"{name}: {n} gate prompts, {MIN_CASES - n} short of {MIN_CASES}; gates on it may stay undecided"
+        for name, n in sorted(short.items())
+    ]
+    if not rows:
+        lines.append(
+            "the logs have no answers, so there is no calibration data: add --fill, or annie-quant data --persona"
+        )
+    lines += [f"masked: {n} × {kind}" for kind, n in sorted(scanner.counts.items()) if n]
+    result = Initialized(
+        output=str(output),
+        persona=persona.name,
+        tools=[t["function"]["name"] for t in persona.tools],
+        conversations=sample.pool.n,
+        calibration_rows=len(rows),
+        cases={document["name"]: len(document["cases"]) for document in stored},
+        behaviours=behaviours,
+        short=short,
+        masked={kind: n for kind, n in scanner.counts.items() if n},
+        lines=lines,
+    )
+    write_text(output / CARD_FILE, render(result, persona, sample.formats, sample.files))
+    return result
+
+
+def check_output(output: Path, force: bool) -> None:
+    if not output.exists() or not any(output.iterdir()):
+        return
+    card = output / CARD_FILE
+    own = card.is_file() and MARK in card.read_text(encoding="utf-8", errors="replace")
+    if not own:
+        raise UsageError(f"{output} has other files in it", "choose another --output")
+    if not force:
+        raise UsageError(f"{output} was made by annie-quant init before", "add --force to make it again")
+
+
+def read_sample(sources: Sources, progress: Progress) -> _Sample:
+    """Read all logs as a stream."""
+    sample = _Sample(Pool(sources.seed))
+    for conversation in read_logs(sources.logs, sample.problems):
+        sample.formats[conversation.format] += 1
+        sample.files[conversation.source] += 1
+        if conversation.system and (len(sample.prompts) < MAX_PROMPTS or conversation.system in sample.prompts):
+            sample.prompts[conversation.system] += 1
+        for tool in conversation.tools or ():
+            sample.tools.setdefault(tool["function"]["name"], tool)
+        sample.pool.add(conversation)
+        if sample.pool.n % 1000 == 0:
+            progress.update(sample.pool.n, None, "reading logs")
+    return sample
+
+
+def persona_document(sources: Sources, sample: _Sample, scanner: Scanner, lines: list[str]) -> dict[str, Any]:
+    """Return persona.json: the given prompt and tools, else those of the logs."""
+    prompt = sources.prompt
+    if prompt is None:
+        prompt, n = next(iter(sample.prompts.most_common(1)), ("", 0))
+        lines.append(
+            f"the system prompt is the logs' commonest one ({n} of {sample.pool.n} conversations)"
+            if prompt
+            else "the logs have no system prompt: the persona has an empty one; --prompt FILE gives it"
+        )
+    prompt, before = prompt.strip(), sum(scanner.counts.values())
+    masked = scanner.masked(prompt)
+    if sum(scanner.counts.values()) > before:
+        lines.append("the system prompt has a secret in it: it is masked, so it differs from production's")
+    tools = sources.tools if sources.tools is not None else list(sample.tools.values())
+    if not tools and (tools := inferred_tools(sample)):
+        lines.append(
+            f"the logs call {len(tools)} tools and list none: their schemas are inferred from the calls; "
+            "--tools FILE gives the real ones"
+        )
+    return {
+        "name": sources.name or "Assistant",
+        "system_prompt": masked,
+        "tools": [{"type": "function", "function": scanner.masked(t["function"])} for t in tools],
+        "rules": [],
+        "examples": [],
+    }
+
+
+def inferred_tools(sample: _Sample) -> list[dict[str, Any]]:
+    """Return tools with the arguments that the logged calls have; an argument of every call is required."""
+    seen_in: dict[str, list[dict[str, Any]]] = {}
+    for _, conversation in sample.pool.conversations():
+        for message in conversation.messages:
+            for call in message.get("tool_calls") or ():
+                seen_in.setdefault(call["function"]["name"], []).append(call["function"]["arguments"])
+    return [
+        {
+            "type": "function",
+            "function": {
+                "name": name,
+                "description": name.replace("_", " "),
+                "parameters": {
+                    "type": "object",
+                    "properties": {k: _schema([a[k] for a in calls if k in a]) for k in sorted(set().union(*calls))},
+                    "required": sorted(set(calls[0]).intersection(*calls)),
+                },
+            },
+        }
+        for name, calls in sorted(seen_in.items())
+    ]
+
+
+def _schema(values: Sequence[Any]) -> dict[str, Any]:
+    kinds = {
+        "boolean" if isinstance(v, bool) else "integer" if isinstance(v, int) else "number" if isinstance(v, float)
+        else "string" if isinstance(v, str) else "array" if isinstance(v, list) else "object"
+        for v in values
+    }  # fmt: skip
+    return {"type": kinds.pop()} if len(kinds) == 1 else {}
+
+
+def split(
+    sample: _Sample, persona: Persona, scanner: Scanner, lines: list[str]
+) -> tuple[list[dict[str, Any]], GateCases]:
+    """Return calibration rows and gate cases of disjoint conversations, none of them nearly a repetition of another."""
+    offered = {t["function"]["name"] for t in persona.tools}
+    conversations = without_prefixes(list(sample.pool.conversations()))
+    finder, n_repeated, n_missing = DuplicateFinder(), sample.pool.repeated, Counter[str]()
+    chosen: dict[str, list[Conversation]] = {}
+    for behaviour, conversation in conversations:
+        own = {t["function"]["name"] for t in conversation.tools or ()}
+        if missing := [name for name in conversation.calls if name not in (own or offered)]:
+            n_missing.update(set(missing))
+            continue
+        if len(chosen.get(behaviour, ())) >= MAX_CONVERSATIONS:
+            continue
+        text = user_text({"messages": conversation.messages})
+        if finder.find(text) is not None:
+            n_repeated += 1
+            continue
+        finder.add("", text)
+        conversation.messages = scanner.conversation(conversation.messages)
+        conversation.system = scanner.masked(conversation.system)
+        conversation.tools = scanner.masked(conversation.tools)
+        chosen.setdefault(behaviour, []).append(conversation)
+    if n_repeated:
+        lines.append(f"left out: {n_repeated:,} conversations that repeat another one, or nearly")
+    for name, n in sorted(n_missing.items()):
+        lines.append(f"left out: {n} conversations that call {name}, which is not among the tools")
+    rows: list[dict[str, Any]] = []
+    for_gates: list[Conversation] = []
+    for part in chosen.values():
+        for_calibration = [c for c in part if c.has_answer]
+        n_gates = round(GATE_SHARE * len(part))
+        calibration = for_calibration[: len(part) - n_gates]
+        taken = {id(c) for c in calibration}
+        for_gates += [c for c in part if id(c) not in taken]
+        rows += filter(None, (calibration_row(c, persona, i) for i, c in enumerate(calibration, len(rows))))
+    gates = GateCases(persona, rows)
+    for conversation in for_gates:
+        gates.add(conversation)
+    if gates.shared:
+        lines.append(f"left out: {gates.shared} gate prompts that are also in the calibration data, or nearly")
+    return rows, gates
+
+
+def fill_up(persona: Persona, behaviours: dict[str, int], lines: list[str], seed: int) -> list[dict[str, Any]]:
+    """Return generated workloads and count their cases in `behaviours`."""
+    stored = []
+    for document in documents(persona, 120, seed):
+        document |= {"name": f"generated_{document['name']}", "persona": ".."}
+        stored.append(document)
+        for case in document["cases"]:
+            for name in _behaviours_of(case):
+                behaviours[name] = behaviours.get(name, 0) + 1
+    lines.append(f"{sum(len(d['cases']) for d in stored)} gate prompts are made from the tools' schemas (generated_*)")
+    return stored
+
+
+def _behaviours_of(case: dict[str, Any]) -> Iterable[str]:
+    expect = case.get("expect") or {}
+    if expect.get("tool"):
+        yield f"calls {expect['tool']}"
+    elif expect.get("no_tool"):
+        yield "answers in words"
+    elif expect.get("turns"):
+        yield "answers from a result"
+
+
+def generated_rows(persona: Persona, seed: int, lines: list[str]) -> list[dict[str, Any]]:
+    """Return the offline teacher's calibration conversations."""
+    from annie_quant.data.teachers import offline
+
+    teacher = offline.Offline("calibration")
+    per_category = max(1, N_GENERATED_ROWS // len(persona.categories))
+    rows = []
+    for category in persona.categories:
+        provenance = {"teacher": "offline", "model": offline.MODEL, "persona": persona.source}
+        provenance["prompt_sha256"] = persona.prompt_sha256
+        for i, row in enumerate(teacher.conversations(persona, category, per_category, f"{seed}:{category.name}")):
+            row |= {"id": f"{category.name}-{i:04d}", "category": category.name, "provenance": provenance}
+            rows.append(row)
+    lines.append(f"{len(rows)} calibration conversations are made by the offline teacher")
+    return rows
+
+
+def write_workloads(output: Path, stored: Sequence[dict[str, Any]]) -> None:
+    for document in stored:
+        build_workload({**document, "persona": None, "tools": None}, document["name"])  # checked before it is written
+        write_json(output / WORKLOADS / f"{document['name']}.json", document)

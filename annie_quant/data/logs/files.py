@@ -1,0 +1,225 @@
+"""Reading log files as a stream: JSON lines, JSON, Parquet, Arrow, text, also compressed with gzip, and folders of them."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+
+from annie_quant.data.logs.conversation import Conversation, Problems, Unusable
+from annie_quant.data.logs.records import ROLES, conversation_of, finished, parsed_message
+from annie_quant.data.logs.server_logs import ServerLog
+from annie_quant.errors import UsageError, need
+
+SUFFIXES = (".jsonl", ".ndjson", ".json", ".log", ".txt", ".parquet", ".arrow", ".gz")
+MAX_LINE = 16 << 20  # bytes
+BATCH_ROWS = 256
+
+
+def read_logs(paths: Iterable[str | os.PathLike[str]], problems: Problems | None = None) -> Iterator[Conversation]:
+    """Yield the conversations of log files. At most one record (Parquet: BATCH_ROWS) is in memory.
+
+    Raises UsageError for a path that does not exist or cannot be read.
+    """
+    problems = problems if problems is not None else Problems()
+    for path in itertools.chain.from_iterable(map(_files, map(Path, paths))):
+        for conversation in _read_file(path, problems):
+            conversation.source = path.name
+            yield conversation
+
+
+def _files(path: Path) -> Iterator[Path]:
+    if path.is_dir():
+        files = sorted(f for f in path.rglob("*") if f.suffix in SUFFIXES and f.is_file() and f.stat().st_size)
+        if not files:
+            raise UsageError(f"{path} has no log files ({', '.join(SUFFIXES)})")
+        yield from files
+    elif path.is_file():
+        yield path
+    else:
+        raise UsageError(f"{path} does not exist", "--logs takes files and folders")
+
+
+def _read_file(path: Path, problems: Problems) -> Iterator[Conversation]:
+    suffix = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
+    try:
+        if suffix in (".parquet", ".arrow"):
+            yield from _records(((f"{path.name}, row {i}", row) for i, row in _columns(path, suffix)), problems)
+        elif suffix == ".json" and (documents := _whole(path)) is not None:
+            yield from _records(((f"{path.name}, entry {i}", d) for i, d in enumerate(documents, 1)), problems)
+        else:
+            yield from _lines(path, problems)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def _records(records: Iterable[tuple[str, Any]], problems: Problems) -> Iterator[Conversation]:
+    for where, record in records:
+        try:
+            conversation = conversation_of(record)
+        except Unusable as reason:
+            problems.add(str(reason), where)
+            continue
+        conversation.format = _format(record)
+        yield conversation
+
+
+def _whole(path: Path) -> list[Any] | None:
+    """Return the entries of a JSON file; None where it has JSON lines after all."""
+    try:
+        document = msgspec.json.decode(_open(path).read())
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    if isinstance(document, list) and not (document and isinstance(document[0], dict) and "role" in document[0]):
+        return document
+    if isinstance(document, dict) and isinstance(rows := document.get("data") or document.get("train"), list):
+        return rows
+    return [document]
+
+
+def _lines(path: Path, problems: Problems) -> Iterator[Conversation]:
+    """Read JSON lines, a transcript with one event per line, or a server's text log."""
+    server, transcript = ServerLog(), Transcript()
+    text_lines, first_text = 0, ""
+    with _open(path) as file:
+        for number in itertools.count(1):
+            line = file.readline(MAX_LINE)
+            if not line:
+                break
+            where = f"{path.name}, line {number}"
+            if len(line) >= MAX_LINE and not line.endswith(b"\n"):
+                problems.add(f"a line of more than {MAX_LINE >> 20} MB", where)
+                while (line := file.readline(MAX_LINE)) and not line.endswith(b"\n"):
+                    pass
+                continue
+            if not (line := line.strip()):
+                continue
+            try:
+                if line[:1] not in (b"{", b"["):
+                    completed = list(server.add(line.decode("utf-8", "replace")))
+                    text_lines, first_text = text_lines + 1, first_text or where
+                    for conversation in completed:
+                        conversation.format = server.format
+                        yield conversation
+                    continue
+                record = _decoded(line)
+                if isinstance(record, dict) and transcript.takes(record):
+                    yield from transcript.add(record)
+                    continue
+                conversation = conversation_of(record)
+                conversation.format = _format(record)
+                yield conversation
+            except Unusable as reason:
+                problems.add(str(reason), where)
+    for rest in (server.rest(), transcript.rest()):
+        try:
+            for conversation in rest:
+                conversation.format = conversation.format or server.format
+                yield conversation
+        except Unusable as reason:
+            problems.add(str(reason), path.name)
+    if text_lines and not server.format:
+        problems.add("a line that is not JSON", first_text, text_lines)
+
+
+def _decoded(line: bytes) -> Any:
+    try:
+        return msgspec.json.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        pass
+    try:
+        return json.loads(line)  # accepts NaN and lone surrogates, which msgspec does not
+    except (ValueError, RecursionError):
+        raise Unusable("a line that is not JSON") from None
+
+
+def _open(path: Path) -> IO[bytes]:
+    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")  # type: ignore[return-value]
+
+
+def _columns(path: Path, suffix: str) -> Iterator[tuple[int, Any]]:
+    """Yield (row number, row) of a Parquet or Arrow file."""
+    need("pyarrow", "notebooks")
+    import pyarrow
+    import pyarrow.parquet
+
+    number = 0
+    try:
+        if suffix == ".parquet":
+            batches: Any = pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=BATCH_ROWS)
+        else:
+            source = pyarrow.memory_map(str(path))
+            try:
+                batches = pyarrow.ipc.open_stream(source)
+            except pyarrow.ArrowInvalid:
+                reader = pyarrow.ipc.open_file(source)
+                batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
+        for batch in batches:
+            for start in range(0, batch.num_rows, BATCH_ROWS):
+                for row in batch.slice(start, BATCH_ROWS).to_pylist():
+                    number += 1
+                    yield number, _without_none(row)
+    except pyarrow.ArrowException as error:
+        raise UsageError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
+
+
+def _without_none(value: Any) -> Any:
+    """Return a row without the empty fields that a column format adds to nested objects."""
+    if isinstance(value, dict):
+        return {k: _without_none(v) for k, v in value.items() if v is not None}
+    return [_without_none(v) for v in value] if isinstance(value, list) else value
+
+
+def _format(record: Any) -> str:
+    if isinstance(record, dict):
+        if "conversations" in record or "conversation" in record:
+            return "ShareGPT"
+        if "response" in record or "choices" in record:
+            return "request and response"
+    return "OpenAI chat"
+
+
+class Transcript:
+    """A transcript with one event or one message per line (OpenClaw and similar agents): one conversation per session."""
+
+    def __init__(self) -> None:
+        self._messages: list[dict[str, Any]] = []
+        self._fault = ""
+
+    @staticmethod
+    def takes(record: dict[str, Any]) -> bool:
+        """Return whether a line is an event of a transcript."""
+        if any(key in record for key in ("messages", "conversations", "conversation", "request", "response", "body")):
+            return False
+        return ("type" in record and ("id" in record or "timestamp" in record)) or (
+            str(record.get("role")).lower() in ROLES and "content" in record
+        )
+
+    def add(self, record: dict[str, Any]) -> Iterator[Conversation]:
+        if record.get("type") == "session":
+            yield from self.rest()
+            return
+        message = record.get("message") if isinstance(record.get("message"), dict) else None
+        message = message or (record if "role" in record else None)
+        if message is None:
+            return
+        try:
+            self._messages += parsed_message(message)
+        except Unusable as reason:
+            self._fault = self._fault or str(reason)
+
+    def rest(self) -> Iterator[Conversation]:
+        """Yield the session so far. Raises Unusable where a message of it cannot be used."""
+        messages, fault, self._messages, self._fault = self._messages, self._fault, [], ""
+        if fault:
+            raise Unusable(fault)
+        if messages:
+            conversation = finished(messages, None)
+            conversation.format = "transcript"
+            yield conversation

@@ -1,0 +1,269 @@
+"""One JSON record of a log as a conversation: OpenAI's forms, ShareGPT and Hermes, transcripts with content blocks."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from annie_quant.data.logs.conversation import Conversation, Unusable
+from annie_quant.judge.answers import parse_raw
+
+ROLES = {
+    "system": "system", "developer": "system", "user": "user", "human": "user", "assistant": "assistant",
+    "gpt": "assistant", "bot": "assistant", "model": "assistant", "chatgpt": "assistant", "tool": "tool",
+    "function": "tool", "observation": "tool", "ipython": "tool", "toolresult": "tool", "tool_response": "tool",
+    "function_response": "tool", "function_call": "call", "tool_call": "call",
+}  # fmt: skip
+IMAGE_KINDS = ("image", "image_url", "input_image", "audio", "input_audio", "video", "file", "input_file")
+MESSAGE_KEYS = ("messages", "conversations", "conversation", "dialog", "dialogue", "chosen")
+WRAPPERS = ("body", "request", "request_body", "kwargs", "input", "params", "payload", "data")
+MAX_CHARACTERS = 60_000  # of one conversation
+_TAGGED_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+_RESULT = re.compile(r"<tool_response>\s*(.*?)\s*</tool_response>", re.DOTALL)
+_TOOLS = re.compile(r"<tools>\s*(.*?)\s*</tools>", re.DOTALL)
+_THINK = re.compile(r"^\s*<think>(.*?)</think>\s*", re.DOTALL)
+
+
+def conversation_of(record: Any) -> Conversation:
+    """Return the conversation in a record. Raises Unusable with the reason where there is none."""
+    if isinstance(record, list):
+        record = {"messages": record}
+    if not isinstance(record, Mapping):
+        raise Unusable("not a JSON object")
+    request, key = _request(record, 0)
+    messages = [m for raw in request[key] for m in parsed_message(raw)]
+    answer = _answer(record)
+    if answer is not None and (not messages or messages[-1]["role"] in ("user", "tool", "system")):
+        messages += list(parsed_message(answer))
+    tools = tools_of(next((v for k in ("tools", "functions") if (v := request.get(k) or record.get(k))), None))
+    return finished(messages, tools, request.get("system") or record.get("system") or record.get("system_prompt"))
+
+
+def finished(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, system: Any = None) -> Conversation:
+    """Return a conversation without what a template could not render. Raises Unusable where nothing is left."""
+    systems = [m["content"] for m in messages if m["role"] == "system"]
+    prompt = "\n".join(s for s in [str(system)] * bool(system) + systems if s.strip()) or None
+    messages = [m for m in messages if m["role"] != "system"]
+    if prompt and (tagged := _TOOLS.search(prompt)) and not tools:
+        tools = tools_of(tagged[1])
+        prompt = _TOOLS.sub("", prompt).strip() if tools else prompt  # the chat template adds them again
+    while messages and messages[0]["role"] in ("assistant", "tool"):
+        messages = messages[1:]  # a greeting before the user's first message
+    if not any(m["role"] == "user" for m in messages):
+        raise Unusable("no user message")
+    if sum(len(m["content"]) for m in messages) + len(prompt or "") > MAX_CHARACTERS:
+        raise Unusable(f"longer than {MAX_CHARACTERS:,} characters")
+    thinking = any(m.get("reasoning_content") for m in messages)
+    return Conversation(_linked(messages), prompt, tools, thinking)
+
+
+def _request(record: Mapping[str, Any], depth: int) -> tuple[Mapping[str, Any], str]:
+    """Return the object that has the messages, and their key."""
+    for key in MESSAGE_KEYS:
+        value = record.get(key)
+        if isinstance(value, Sequence) and not isinstance(value, str) and value:
+            return record, key
+    if isinstance(record.get("prompt"), list):
+        completion = record.get("completion")
+        return {"messages": [*record["prompt"], *(completion if isinstance(completion, list) else [])]}, "messages"
+    for key in WRAPPERS:
+        value = record.get(key)
+        if isinstance(value, str) and value.lstrip().startswith("{"):
+            try:
+                value = json.loads(value)
+            except ValueError:
+                continue
+        if isinstance(value, Mapping) and depth < 3:
+            try:
+                return _request(value, depth + 1)
+            except Unusable:
+                continue
+    raise Unusable("no messages in the record")
+
+
+def _answer(record: Mapping[str, Any]) -> Any:
+    """Return the message of a response that is logged with its request."""
+    for key in ("response", "response_body", "output", "completion", "result"):
+        value = record.get(key)
+        if isinstance(value, str) and value.lstrip().startswith("{"):
+            try:
+                value = json.loads(value)
+            except ValueError:
+                continue
+        if isinstance(value, Mapping):
+            body = value.get("body") if isinstance(value.get("body"), Mapping) else value
+            choices = body.get("choices") if isinstance(body, Mapping) else None
+            if isinstance(choices, list) and choices and isinstance(choices[0], Mapping):
+                return choices[0].get("message")
+            if isinstance(body, Mapping) and body.get("role") == "assistant":
+                return body
+        elif isinstance(value, str) and value.strip() and key != "completion":
+            return {"role": "assistant", "content": value}
+    choices = record.get("choices")
+    return choices[0].get("message") if isinstance(choices, list) and choices and isinstance(choices[0], dict) else None
+
+
+def parsed_message(raw: Any) -> Iterator[dict[str, Any]]:
+    """Yield one logged message as messages of OpenAI's form. Raises Unusable for an unknown role or an image."""
+    if not isinstance(raw, Mapping):
+        raise Unusable("a message is not an object")
+    role = ROLES.get(str(raw.get("role") or raw.get("from") or "").lower().replace("-", "_"))
+    if role is None:
+        raise Unusable(f"unknown role {str(raw.get('role') or raw.get('from'))[:30]!r}")
+    content = raw.get("content") if "content" in raw else raw.get("value")
+    text, thoughts, calls, results = _content(content)
+    thoughts += str(raw.get("reasoning_content") or raw.get("reasoning") or "")
+    if role == "call":
+        yield _assistant("", "", [_call(_decoded(text))])
+    elif role == "assistant":
+        calls += [_call(c) for c in raw.get("tool_calls") or () if isinstance(c, Mapping)]
+        if isinstance(raw.get("function_call"), Mapping):
+            calls.append(_call(raw["function_call"]))
+        text, more_thoughts, more_calls = _parsed(text)
+        if text.strip() or calls or more_calls:
+            yield _assistant(text, thoughts + more_thoughts, calls + more_calls)
+    elif role == "tool":
+        name = raw.get("name") or raw.get("toolName")
+        identity = raw.get("tool_call_id") or raw.get("toolCallId")
+        for result in _RESULT.findall(text) or [text]:
+            yield _result(result, name, identity)
+    else:
+        yield from results
+        if role == "user" and _RESULT.search(text) and not _RESULT.sub("", text).strip():
+            yield from (_result(r, None, None) for r in _RESULT.findall(text))
+        elif text.strip() or not results:
+            yield {"role": role, "content": text}
+
+
+def _content(content: Any) -> tuple[str, str, list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return text, thinking, calls and results of a content: a text, or a list of blocks."""
+    if content is None or isinstance(content, str):
+        return content or "", "", [], []
+    if isinstance(content, Mapping):
+        content = [content]
+    if not isinstance(content, list):
+        return json.dumps(content, ensure_ascii=False), "", [], []
+    texts, thoughts, calls, results = [], [], [], []
+    for block in content:
+        if isinstance(block, str):
+            texts.append(block)
+            continue
+        kind = str(block.get("type")) if isinstance(block, Mapping) else ""
+        if kind in IMAGE_KINDS:
+            raise Unusable("an image or another file: only text can be evaluated")
+        if kind in ("toolCall", "tool_use", "tool_call"):
+            calls.append(_call({"name": block.get("name"), "arguments": block.get("arguments", block.get("input"))}
+                               | {"id": block.get("id")}))  # fmt: skip
+        elif kind == "tool_result":
+            text, *_ = _content(block.get("content"))
+            results.append(_result(text, None, block.get("tool_use_id")))
+        elif kind in ("thinking", "reasoning"):
+            thoughts.append(str(block.get("thinking") or block.get("text") or ""))
+        elif isinstance(block, Mapping) and isinstance(block.get("text"), str):
+            texts.append(block["text"])
+    return "\n".join(texts), "\n".join(thoughts), calls, results
+
+
+def _parsed(text: str) -> tuple[str, str, list[dict[str, Any]]]:
+    """Return text, thinking and calls of an answer that has its calls and thinking in tags (Hermes, Qwen)."""
+    opened = _THINK.match(text)
+    thoughts = opened[1].strip() if opened else ""
+    text = text[opened.end() :] if opened else text
+    calls = [_call(_decoded(match)) for match in _TAGGED_CALL.findall(text)]
+    text = _TAGGED_CALL.sub("", text)
+    if "<function=" in text:
+        answer = parse_raw(text, thinking=False)
+        calls += [_call(dict(c)) for c in answer.tool_calls]
+        text = answer.text
+    return text.strip(), thoughts, calls
+
+
+def _call(raw: Mapping[str, Any]) -> dict[str, Any]:
+    function = raw.get("function") if isinstance(raw.get("function"), Mapping) else raw
+    assert isinstance(function, Mapping)
+    arguments = function.get("arguments", function.get("parameters"))
+    if isinstance(arguments, str):
+        arguments = _decoded(arguments) if arguments.strip() else {}
+    if not function.get("name"):
+        raise Unusable("a tool call without a name")
+    if not isinstance(arguments or {}, Mapping):
+        raise Unusable("tool arguments that are not a JSON object")
+    call = {"type": "function", "function": {"name": str(function["name"]), "arguments": dict(arguments or {})}}
+    return {"id": str(raw["id"]), **call} if raw.get("id") else call
+
+
+def _decoded(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        pass
+    import ast
+
+    try:
+        return ast.literal_eval(text)  # Hermes' datasets have Python literals too
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        raise Unusable("tool arguments that are not JSON") from None
+
+
+def tools_of(raw: Any) -> list[dict[str, Any]] | None:
+    """Return tools in OpenAI's form; None where there are none, or none that can be read."""
+    if isinstance(raw, str):
+        try:
+            raw = json.loads(raw)
+        except ValueError:
+            lines = [line for line in raw.splitlines() if line.strip()]
+            try:
+                raw = [json.loads(line) for line in lines]
+            except ValueError:
+                return None
+    if isinstance(raw, Mapping):
+        raw = [raw]
+    if not isinstance(raw, list):
+        return None
+    tools = []
+    for tool in raw:
+        if isinstance(tool, str):
+            return tools_of("\n".join(t for t in raw if isinstance(t, str)))
+        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+        if isinstance(function, Mapping) and function.get("name"):
+            definition = {k: function[k] for k in ("name", "description", "parameters") if function.get(k) is not None}
+            if "parameters" not in definition and isinstance(function.get("input_schema"), Mapping):
+                definition["parameters"] = function["input_schema"]
+            tools.append({"type": "function", "function": definition})
+    return tools or None
+
+
+def _assistant(text: str, thoughts: str, calls: list[dict[str, Any]]) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    if calls:
+        message["tool_calls"] = calls
+    return message | ({"reasoning_content": thoughts.strip()} if thoughts.strip() else {})
+
+
+def _result(text: str, name: Any, identity: Any) -> dict[str, Any]:
+    message = {"role": "tool", "content": text}
+    return message | ({"name": str(name)} if name else {}) | ({"tool_call_id": str(identity)} if identity else {})
+
+
+def _linked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages with the ids of calls and results as call_1, call_2, ...: the log's own ids mean nothing here."""
+    numbers: dict[str, str] = {}
+    waiting: list[str] = []
+    n = 0
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            n += 1
+            numbers[str(call.get("id"))] = f"call_{n}"
+            call["id"] = f"call_{n}"
+            waiting.append(f"call_{n}")
+        if message["role"] == "tool":
+            own = numbers.get(str(message.get("tool_call_id")))
+            own = own or (waiting[0] if waiting else None)
+            if own is None:
+                raise Unusable("a tool result without a call before it")
+            message["tool_call_id"] = own
+            if own in waiting:
+                waiting.remove(own)
+    return messages

@@ -1,0 +1,111 @@
+"""Masking of secrets in logged text: keys by their form, passwords by their name, on request personal data.
+
+What is masked is counted by kind and never shown.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from annie_quant.stream.redact import is_secret_name
+
+MASK = "[masked]"
+MIN_SECRET = 8  # of an environment variable's value
+_KINDS = {
+    "private key": r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
+    "JSON web token": r"\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*",
+    "API key": (
+        r"\b(?:sk|pk|rk)[-_](?:[a-z]+[-_])*[A-Za-z0-9_-]{16,}|\bgh[opusr]_[A-Za-z0-9]{20,}|\bgithub_pat_\w{20,}"
+        r"|\bglpat-[\w-]{16,}|\bhf_[A-Za-z0-9]{20,}|\b(?:AKIA|ASIA)[A-Z0-9]{16}\b|\bAIza[\w-]{30,}|\bxox[abeprs]-[\w-]{10,}"
+        r"|\bnvapi-[\w-]{16,}|\bya29\.[\w-]{20,}|\bSG\.[\w-]{16,}\.[\w-]{16,}|\bnpm_[A-Za-z0-9]{20,}|\bpypi-[\w-]{20,}"
+    ),
+    "authorization": r"(?i:\b(?:bearer|basic)\s+)[\w.~+/=-]{12,}",
+    "password in a URL": r"(?<=://)[^\s/:@]+:[^\s/@]+(?=@)",
+    "password": (
+        r"(?i:(?<![a-z])(?:pass(?:word|wd|phrase)?|pwd|secret|api[_ -]?key|access[_ -]?key|auth[_ -]?token|client[_ -]?secret"
+        r"|token)\b[\"']?\s*(?:is\s*:?|[:=])\s*[\"']?)(?P<value>[^\s\"',;]{6,})"
+    ),
+}
+_PERSONAL = {
+    "email address": r"\b[\w.+-]+@[\w-]+(?:\.[\w-]+)+\b",
+    "card number": r"\b(?:\d[ -]?){13,19}\b",
+    "phone number": r"(?<![\w-])\+?\d{1,3}[ ./-]?\(?\d{2,4}\)?(?:[ ./-]?\d{2,4}){2,4}(?![\w-])",
+}
+_NAME = re.compile(r"\b(?i:my name is|name's|call me|this is)\s+([A-Z][\w'-]+(?:\s+[A-Z][\w'-]+)?)")
+
+
+class Scanner:
+    """Masks text; counts: kind → number of places.
+
+    personal: also email addresses, card and phone numbers, and a name that a user states ("my name is ..."), everywhere in
+    that conversation. words: further texts to mask, in any letter case.
+    """
+
+    def __init__(self, personal: bool = False, words: Iterable[str] = ()) -> None:
+        kinds = {**_KINDS, **(_PERSONAL if personal else {})}
+        self._kinds = [(kind, re.compile(pattern, re.DOTALL)) for kind, pattern in kinds.items()]
+        own = [v for k, v in os.environ.items() if is_secret_name(k) and len(v) >= MIN_SECRET and not v.startswith("/")]
+        self._words = [("secret of this environment", re.compile(re.escape(v))) for v in own]
+        self._words += [("masked word", re.compile(re.escape(w), re.IGNORECASE)) for w in words if w]
+        self._personal = personal
+        self.counts: Counter[str] = Counter()
+
+    def masked(self, value: Any) -> Any:
+        """Return a text, or every text in a JSON value, without secrets."""
+        if isinstance(value, str):
+            return self._text(value)
+        if isinstance(value, Mapping):
+            return {key: self._field(key, item) for key, item in value.items()}
+        return [self.masked(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+    def conversation(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the messages without secrets, and without the names that users state, if `personal`."""
+        result = self.masked(messages)
+        if not self._personal:
+            return result
+        names = {n for m in messages if m["role"] == "user" for n in _NAME.findall(m["content"])}
+        for name in sorted({part for n in names for part in (n, *n.split())}, key=len, reverse=True):
+            result = _replaced(result, re.compile(rf"\b{re.escape(name)}\b"), self.counts)
+        return result
+
+    def _field(self, name: str, value: Any) -> Any:
+        if isinstance(value, str) and len(value) >= 6 and re.search(r"passw|secret|api_?key|token$", str(name), re.I):
+            self.counts["password"] += 1
+            return MASK
+        return self.masked(value)
+
+    def _text(self, text: str) -> str:
+        for kind, pattern in (*self._words, *self._kinds):
+            text = pattern.sub(lambda match, kind=kind: self._mask(kind, match), text)  # type: ignore[misc]
+        return text
+
+    def _mask(self, kind: str, match: re.Match[str]) -> str:
+        if match[0].endswith(MASK) or (kind == "card number" and not _luhn(match[0])):
+            return match[0]
+        self.counts[kind] += 1
+        if kind == "password":
+            return match[0][: match.start("value") - match.start()] + MASK
+        return f"{match[0].split()[0]} {MASK}" if kind == "authorization" else MASK
+
+
+def _luhn(text: str) -> bool:
+    """Return whether a card number's check digit is right (ISO/IEC 7812)."""
+    digits = [int(c) for c in text if c.isdigit()]
+    return sum(sum(divmod(2 * d, 10)) if i % 2 else d for i, d in enumerate(reversed(digits))) % 10 == 0
+
+
+def _replaced(value: Any, pattern: re.Pattern[str], counts: Counter[str]) -> Any:
+    if isinstance(value, str):
+        text, n = pattern.subn(MASK, value)
+        counts["name"] += n
+        return text
+    if isinstance(value, dict):
+        return {
+            k: v if k in ("role", "name", "id", "tool_call_id") else _replaced(v, pattern, counts)
+            for k, v in value.items()
+        }
+    return [_replaced(v, pattern, counts) for v in value] if isinstance(value, list) else value

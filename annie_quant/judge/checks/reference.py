@@ -1,0 +1,186 @@
+"""An answer against the bf16 model's own answer to the same prompt: no label is needed.
+
+Each check applies only where the bf16 answer has the property: what bf16 itself does not do is not lost by quantizing. The
+bf16 answer is `case.reference`; without one, no check applies.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from annie_quant.judge.answers import Answer
+from annie_quant.judge.checks.content import repetition
+from annie_quant.judge.checks.markdown import markdown_in
+from annie_quant.judge.checks.thinking import thinking_leak
+from annie_quant.judge.checks.tools import arguments_of, has_call_markup, schemas_fault
+from annie_quant.judge.workloads import Case, Workload
+
+LENGTH_RATIO, LENGTH_SLACK_TOKENS = 2.0, 16
+MIN_WORDS = 6  # of a text whose language is compared
+# The commonest short words of languages in Latin letters, each in one language of the table only.
+LANGUAGES = {
+    name: frozenset(words.split())
+    for name, words in (
+        ("English", "the and is are you of with that this it for have what your was not they"),
+        ("German", "der die das und ist nicht ich sie mit ein eine auf für den dem auch wird"),
+        ("French", "le les est et une dans pour vous pas avec sur des que qui nous ce"),
+        ("Spanish", "el los las es y una por con para su está como más pero usted"),
+        ("Italian", "il gli è di che non per sono della nel questo ma anche più"),
+        ("Portuguese", "o os não é uma para com em você mais mas seu ao são"),
+        ("Dutch", "het een van niet ik je dat met voor zijn op ook maar wordt"),
+    )
+}
+_WORD = re.compile(r"[^\W\d_]+")
+
+
+def same_tool(answer: Answer, case: Case, workload: Workload) -> str | None:
+    """The same functions are called as in the bf16 answer, each as often, in any order; or none, as there."""
+    if case.reference is None or not (workload.tools_for(case) or case.reference.tool_calls):
+        return None
+    if answer.error:
+        return f"the request failed: {answer.error}"
+    called, expected = _names(answer), _names(case.reference)
+    if called == expected:
+        return ""
+    return f"it called {_listed(called)}, bf16 called {_listed(expected)}"
+
+
+def same_arguments(answer: Answer, case: Case, workload: Workload) -> str | None:
+    """Where bf16 called a function: the same calls with equal arguments (as JSON values, text without outer white space)."""
+    if case.reference is None or not case.reference.tool_calls:
+        return None
+    if _names(answer) != _names(case.reference):
+        return same_tool(answer, case, workload)
+    left = [normalized_call(call) for call in answer.tool_calls]
+    for call in case.reference.tool_calls:
+        expected = normalized_call(call)
+        if expected not in left:
+            return f"{call.get('name')} has other arguments than bf16's: {str(call.get('arguments'))[:120]}"
+        left.remove(expected)
+    return ""
+
+
+def same_validity(answer: Answer, case: Case, workload: Workload) -> str | None:
+    """Where bf16's calls parse and fit their schemas, these do too; a call left in the text counts as one that does not."""
+    reference, tools = case.reference, workload.tools_for(case)
+    if reference is None or not reference.tool_calls or schemas_fault(reference, tools):
+        return None
+    if not answer.tool_calls and not has_call_markup(answer):
+        return None  # no call at all: same_tool counts it
+    return schemas_fault(answer, tools)
+
+
+def same_text(answer: Answer, case: Case, workload: Workload) -> str | None:
+    """Where bf16 answers in words, there are words too, and they do not repeat and are language."""
+    if case.reference is None or not case.reference.text.strip() or repetition(case.reference, case, workload):
+        return None
+    if not answer.text.strip():
+        return None if answer.tool_calls else "it has no text, bf16's has"
+    return repetition(answer, case, workload)
+
+
+def same_markdown(answer: Answer, case: Case, workload: Workload) -> str | None:
+    """Markdown where the bf16 answer has it, and none where it has none."""
+    if case.reference is None or not answer.text.strip() or not case.reference.text.strip():
+        return None
+    kind, expected = markdown_in(answer.text), markdown_in(case.reference.text)
+    if bool(kind) == bool(expected):
+        return ""
+    return f"it has markdown ({kind}), bf16's has none" if kind else f"it has no markdown, bf16's has ({expected})"
+
+
+def same_thinking(answer: Answer, case: Case, workload: Workload) -> str | None:
+    """Where the bf16 answer shows no thinking, this one shows none."""
+    if case.reference is None or thinking_leak(case.reference, case, workload):
+        return None
+    return thinking_leak(answer, case, workload)
+
+
+def same_language(answer: Answer, case: Case, workload: Workload) -> str | None:
+    """The language of the bf16 answer, by its letters and commonest words; short texts are not compared."""
+    if case.reference is None:
+        return None
+    language, expected = language_of(answer.text), language_of(case.reference.text)
+    if language is None or expected is None:
+        return None
+    return "" if language == expected else f"it is {language}, bf16's is {expected}"
+
+
+def same_stop(answer: Answer, case: Case, workload: Workload) -> str | None:
+    """Where bf16 ends its answer itself, this one ends too."""
+    if case.reference is None or case.reference.finish_reason in (None, "length"):
+        return None
+    if answer.error or answer.finish_reason is None:
+        return None
+    return f"not finished at max_tokens ({workload.max_tokens})" if answer.finish_reason == "length" else ""
+
+
+def same_length(answer: Answer, case: Case, workload: Workload) -> str | None:
+    """At most twice as long as the bf16 answer and at least half as long, by tokens, give or take 16 of them."""
+    reference = case.reference
+    if reference is None or not reference.completion_tokens or not answer.completion_tokens:
+        return None
+    n, expected = answer.completion_tokens, reference.completion_tokens
+    low, high = expected / LENGTH_RATIO - LENGTH_SLACK_TOKENS, expected * LENGTH_RATIO + LENGTH_SLACK_TOKENS
+    return "" if low <= n <= high else f"{n} tokens, bf16's has {expected}"
+
+
+def logged_tool(answer: Answer, case: Case, workload: Workload) -> str | None:
+    """The same functions are called as in the log that the prompt comes from. Another model may have written the log."""
+    logged = case.expect.get("logged")
+    if not isinstance(logged, Mapping) or not workload.tools_for(case):
+        return None
+    expected = sorted(str(name) for name in logged.get("calls") or ())
+    called = _names(answer)
+    return "" if called == expected else f"it called {_listed(called)}, the log has {_listed(expected)}"
+
+
+def normalized_call(call: Mapping[str, Any]) -> tuple[str, str]:
+    """Return name and arguments of a call so that equal calls are equal: keys sorted, 1.0 as 1, text stripped."""
+    try:
+        arguments = arguments_of(call)
+    except ValueError:
+        arguments = str(call.get("arguments"))
+    return str(call.get("name")), json.dumps(_normalized(arguments), sort_keys=True, ensure_ascii=False)
+
+
+def _normalized(value: Any) -> Any:
+    if isinstance(value, str):
+        return unicodedata.normalize("NFC", value).strip()
+    if isinstance(value, float) and math.isfinite(value) and value == int(value):
+        return int(value)
+    if isinstance(value, Mapping):
+        return {key: _normalized(item) for key, item in value.items()}
+    return [_normalized(item) for item in value] if isinstance(value, list) else value
+
+
+def language_of(text: str) -> str | None:
+    """Return the language of a text, or its script where that is not Latin; None where it is short or not clear."""
+    words = [word.lower() for word in _WORD.findall(text)]
+    scripts = Counter(unicodedata.name(c, "?").split()[0] for c in text if c.isalpha())
+    if not scripts:
+        return None
+    script, n = scripts.most_common(1)[0]
+    if script in ("HIRAGANA", "KATAKANA", "CJK") and sum(scripts.values()) >= MIN_WORDS:
+        return "Japanese" if scripts["HIRAGANA"] + scripts["KATAKANA"] else "CJK"
+    if len(words) < MIN_WORDS or n < 0.6 * sum(scripts.values()):
+        return None
+    if script != "LATIN":
+        return script.capitalize()
+    counts = Counter({name: sum(word in common for word in words) for name, common in LANGUAGES.items()})
+    (first, most), (_, second) = counts.most_common(2)
+    return first if most >= 2 and most >= 2 * second else None
+
+
+def _names(answer: Answer) -> list[str]:
+    return sorted(str(call.get("name")) for call in answer.tool_calls)
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names) or "nothing"

@@ -1,0 +1,60 @@
+"""What bf16's own answers leave open: gates that bf16 itself fails, tools that it never calls.
+
+The paired rule (decision/paired.py) counts only what bf16 has and the quantized model lost. These notes say what that leaves out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from annie_quant.judge.answers import Answer
+from annie_quant.judge.gates import REFERENCE_GATES
+from annie_quant.judge.workloads import Case, Workload
+from annie_quant.schema import GateResult
+
+Judged = tuple[Workload, Case, Answer]
+
+
+def compares_with_reference(workloads: Iterable[Workload]) -> bool:
+    """Return whether a workload has gates that compare with bf16's own answers."""
+    return any(set(REFERENCE_GATES) & set(w.gates) for w in workloads)
+
+
+def reference_notes(answers: Sequence[Judged], reference: Mapping[str, GateResult]) -> list[str]:
+    """Return what bf16's own answers leave open, one line each: failing gates, tools that it never calls."""
+    lines = [
+        f"bf16 itself passes {r.title or name} in {r.passes} of {r.n} answers; this is not lost by quantizing"
+        for name, r in reference.items()
+        if r.verdict == "fail"
+    ]
+    called = {str(call.get("name")) for _, _, answer in answers for call in answer.tool_calls}
+    expected: dict[str, int] = {}
+    n_expected = n_called = 0
+    for _, case, answer in answers:
+        names = expected_tools(case)
+        n_expected += bool(names)
+        n_called += bool(names and answer.tool_calls)
+        for name in names:
+            expected[name] = expected.get(name, 0) + 1
+    if n_expected >= MIN_PROMPTS and not n_called:
+        return [
+            *lines,
+            f"bf16 calls no tool in {n_expected} prompts that need one: is the reference the base model, or does its chat "
+            "template leave out the tools? Nothing about tools can be judged",
+        ]
+    for name, n in sorted(expected.items()):
+        if name not in called:
+            lines.append(f"{name} is never called by bf16 itself ({n} prompts): nothing about it can be judged")
+    return lines
+
+
+MIN_PROMPTS = 5
+
+
+def expected_tools(case: Case) -> list[str]:
+    """Return the tools that a case expects by its label, or that its log has."""
+    expect = case.expect
+    names = [str(expect["tool"])] if expect.get("tool") else []
+    names += [str(name) for call in expect.get("calls") or () for name in call]
+    logged = expect.get("logged")
+    return names + [str(name) for name in (logged.get("calls") or () if isinstance(logged, Mapping) else ())]

@@ -1,0 +1,211 @@
+"""annie-quant init: from a prompt, tools and logs to persona, gate prompts and calibration data, with nothing leaked."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from click.testing import CliRunner
+from planted_secrets import HUB, KEY, PASSWORD, where
+
+from annie_quant.cli import cli
+from annie_quant.data import check_apart, generate, load_persona, read_rows, validate
+from annie_quant.data.initialize import Sources, initialize
+from annie_quant.data.log_workloads import prompt_text
+from annie_quant.data.resolve import personas_of, resolve
+from annie_quant.errors import UsageError
+from annie_quant.judge.gates import GATES
+
+HOME = load_persona("home")
+
+
+def logged(path, n=200, spoil=True):
+    """Write a log of n conversations with the home controller; with `spoil`, the faults that real logs have."""
+    folder = path.parent / "source"
+    folder.mkdir(exist_ok=True)
+    generate("home", n=n, output=folder / "rows.jsonl", split="train")
+    lines = []
+    for i, row in enumerate(map(json.loads, (folder / "rows.jsonl").read_text().splitlines())):
+        if spoil and i == 3:
+            row["messages"][1]["content"] += f" The key is {KEY}."
+        if spoil and i == 4:
+            row["messages"][-1]["content"] += f" password: {PASSWORD}, {HUB}"
+        lines.append(json.dumps({"messages": row["messages"], "tools": row["tools"]}))
+    if spoil:
+        image = [{"type": "image_url", "image_url": {"url": "data:"}}]
+        lines[9:9] = [
+            '{"messages": [',
+            json.dumps({"messages": [{"role": "user", "content": image}]}),
+            json.dumps({"messages": [
+                {"role": "user", "content": "erase it all"},
+                {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "rm", "arguments": "{}"}}]},
+            ]}),
+            json.dumps({"messages": [
+                {"role": "user", "content": "Wie warm ist es denn heute in der Küche?"},
+                {"role": "assistant", "content": "In der Küche sind es heute zwanzig Grad."},
+            ]}),
+        ]  # fmt: skip
+        lines += lines[20:30]
+    path.write_text("\n".join(lines))
+    return path
+
+
+@pytest.fixture(scope="module")
+def mine(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("init")
+    sources = Sources(HOME.system_prompt, [dict(t) for t in HOME.tools], [logged(folder / "log.jsonl")], "Home")
+    return initialize(sources, folder / "mine"), folder / "mine"
+
+
+def test_one_call_makes_a_persona_workloads_and_calibration_data(mine):
+    result, folder = mine
+    assert sorted(p.name for p in folder.iterdir()) == ["README.md", "calibration.jsonl", "persona.json", "workloads"]
+    persona = load_persona(folder)
+    assert persona.system_prompt == HOME.system_prompt and len(persona.tools) == 12 and persona.name == "Home"
+    assert set(result.cases) == {"answers", "calls", "results"} and result.calibration_rows >= 60
+    assert all(n > 0 for n in result.cases.values())
+
+
+def test_what_is_left_out_and_what_is_short_is_one_line_each(mine):
+    result, folder = mine
+    text = "\n".join(result.lines)
+    for words in (
+        "an image",
+        "not JSON",
+        "call rm, which is not among the tools",
+        "repeat another one",
+        "short of 100",
+    ):
+        assert sum(words in line for line in result.lines) >= 1, words
+    assert text.count("an image") == 1 and all("\n" not in line for line in result.lines)
+    card = (folder / "README.md").read_text()
+    assert all(line in card for line in result.lines) and "log.jsonl" in card
+
+
+def test_no_planted_secret_is_written_or_returned(mine):
+    result, folder = mine
+    assert where(folder, str(result)) == []
+    assert sum(result.masked.values()) >= 3
+
+
+def test_calibration_and_gates_never_overlap_and_gates_do_not_repeat(mine):
+    _, folder = mine
+    rows, workloads = read_rows(folder / "calibration.jsonl"), resolve(folder)
+    check_apart(rows, gates=True, persona=load_persona(folder))
+    calibration = {prompt_text(r["messages"][1:][:i]) for r in rows for i in range(1, len(r["messages"]))}
+    prompts = [(w.name, prompt_text(c.messages)) for w in workloads for c in w.cases]
+    assert len(set(prompts)) == len(prompts)
+    assert not {p for _, p in prompts} & calibration
+
+
+def test_the_calibration_rows_are_valid_by_the_one_validator(mine):
+    _, folder = mine
+    rows = read_rows(folder / "calibration.jsonl")
+    assert validate(rows, load_persona(folder)).faults == {}
+
+
+def test_cases_replay_the_logged_calls_and_results(mine):
+    _, folder = mine
+    workload = next(w for w in resolve(folder) if w.name == "results")
+    messages = workload.messages(workload.cases[0])
+    assert [m["role"] for m in messages] == ["system", "user", "assistant", "tool"]
+    assert messages[2]["tool_calls"][0]["id"] == messages[3]["tool_call_id"]
+    assert len(workload.tools_for(workload.cases[0])) == 12
+    assert {GATES[g].basis for g in workload.gates if not GATES[g].advisory} == {"reference"}
+
+
+def test_a_workload_of_the_folder_works_by_itself(mine):
+    _, folder = mine
+    (workload,) = resolve(workloads=str(folder / "workloads" / "calls.json"))
+    assert workload.system_prompt == HOME.system_prompt and len(workload.tools_for(workload.cases[0])) == 12
+    assert personas_of([workload]) == [str(folder)]
+
+
+def test_the_same_logs_give_the_same_bytes(mine, tmp_path):
+    _, folder = mine
+    log = folder.parent / "log.jsonl"
+    initialize(Sources(HOME.system_prompt, [dict(t) for t in HOME.tools], [log], "Home"), tmp_path / "again")
+    for name in ("workloads/calls.json", "workloads/answers.json", "persona.json"):
+        assert (tmp_path / "again" / name).read_bytes() == (folder / name).read_bytes()
+
+
+def test_prompt_and_tools_come_from_the_logs_where_they_are_not_given(tmp_path):
+    log = logged(tmp_path / "log.jsonl", 60, spoil=False)
+    result = initialize(Sources(logs=[log]), tmp_path / "mine")
+    persona = load_persona(tmp_path / "mine")
+    assert persona.system_prompt == HOME.system_prompt and len(persona.tools) == 12
+    assert any("commonest" in line for line in result.lines)
+
+
+def test_missing_tools_are_inferred_from_the_calls(tmp_path):
+    rows = [
+        {"messages": [
+            {"role": "user", "content": f"number {i} please, for {i * 7}"},
+            {"role": "assistant", "content": "", "tool_calls": [
+                {"function": {"name": "add", "arguments": {"n": i, "to": "x"} if i % 2 else {"n": i}}}]},
+        ]}
+        for i in range(20)
+    ]  # fmt: skip
+    (tmp_path / "l.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    result = initialize(Sources("Be brief.", None, [tmp_path / "l.jsonl"]), tmp_path / "mine")
+    schema = load_persona(tmp_path / "mine").tool("add")["parameters"]
+    assert schema["required"] == ["n"] and schema["properties"] == {"n": {"type": "integer"}, "to": {"type": "string"}}
+    assert any("inferred" in line for line in result.lines)
+
+
+def test_a_prompt_and_tools_alone_are_filled_up_by_the_offline_teacher(tmp_path):
+    result = initialize(Sources("Be the house.", [dict(t) for t in HOME.tools]), tmp_path / "mine")
+    assert result.calibration_rows >= 300 and result.cases["generated_tool_calls"] >= 100
+    rows = read_rows(tmp_path / "mine" / "calibration.jsonl")
+    assert validate(rows, load_persona(tmp_path / "mine")).valid >= 0.8 * len(rows)
+    assert all(w.system_prompt == "Be the house." for w in resolve(tmp_path / "mine"))
+
+
+def test_requests_without_answers_are_prompts_and_the_lack_of_calibration_data_is_named(tmp_path):
+    lines = [json.dumps({"messages": [{"role": "user", "content": f"question {i} of {i * 13}"}]}) for i in range(30)]
+    (tmp_path / "l.jsonl").write_text("\n".join(lines))
+    result = initialize(Sources("Be brief.", [], [tmp_path / "l.jsonl"]), tmp_path / "mine")
+    assert result.calibration_rows == 0 and result.cases == {"answers": 30}
+    assert any("no answers" in line for line in result.lines)
+
+
+def test_the_command(tmp_path, monkeypatch):
+    log = logged(tmp_path / "log.jsonl", 60)
+    (tmp_path / "tools.json").write_text(json.dumps(HOME.tools))
+    arguments = ["init", "--prompt", "-", "--tools", str(tmp_path / "tools.json"), "--logs", str(log)]
+    arguments += ["--output", str(tmp_path / "mine"), "--json"]
+    outcome = CliRunner().invoke(cli, arguments, input=HOME.system_prompt)
+    assert outcome.exit_code == 0, outcome.output
+    assert where(tmp_path / "mine", outcome.output) == []
+    with pytest.raises(UsageError, match="made by annie-quant init before"):
+        CliRunner().invoke(cli, arguments, input="x", catch_exceptions=False)
+    outcome = CliRunner().invoke(cli, [*arguments, "--force"], input=HOME.system_prompt)
+    assert outcome.exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [("", "the files are empty"), ("hello\n", "not JSON"), ('{"text": "x"}\n', "no messages in the record")],
+)
+def test_a_log_without_conversations_is_an_error_in_one_line(tmp_path, content, words):
+    (tmp_path / "l.jsonl").write_text(content)
+    with pytest.raises(UsageError, match=words) as error:
+        initialize(Sources(logs=[tmp_path / "l.jsonl"]), tmp_path / "mine")
+    assert "\n" not in error.value.message and not (tmp_path / "mine").exists()
+
+
+def test_other_files_are_not_overwritten(tmp_path):
+    (tmp_path / "work.txt").write_text("mine")
+    with pytest.raises(UsageError, match="has other files"):
+        initialize(Sources("x"), tmp_path, force=True)
+    with pytest.raises(UsageError, match="nothing to start from"):
+        initialize(Sources(), tmp_path / "m")
+
+
+def test_an_invalid_tools_file_is_named(tmp_path):
+    (tmp_path / "t.json").write_text('[{"type": "function"}]')
+    with pytest.raises(UsageError, match="not a list of OpenAI function tools"):
+        CliRunner().invoke(
+            cli, ["init", "--tools", str(tmp_path / "t.json"), "--prompt", str(tmp_path / "t.json"), "--output", "x"],
+            catch_exceptions=False,
+        )  # fmt: skip

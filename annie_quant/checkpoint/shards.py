@@ -108,14 +108,41 @@ class ModelFolder:
         """Tensor names in file order, which is the fastest order to read them."""
         return iter(self.tensors)
 
+    @functools.cached_property
+    def expert_parts(self) -> dict[str, TensorInfo]:
+        """The linears of single experts inside the merged tensors on disk, as views of their bytes.
+
+        Their names ("mlp.experts.7.up_proj.weight") can be given to `find`, `info`, `tensor`, `pieces`, `rows` and
+        `release`; iteration and `in` have the merged names only, because those are what the files hold.
+        """
+        experts, parts = self.family.experts, {}
+        for name, info in self.tensors.items() if experts else ():
+            merged = experts.merged_part(name) if experts else None
+            if not experts or not merged or len(info.shape) != 3 or not info.elements:
+                continue
+            layer, linears = merged[0], experts.merged[merged[1]]
+            count, rows, columns = info.shape
+            if rows % len(linears) or info.dtype not in ("BF16", "F16", "F32"):
+                continue
+            size = info.size_bytes // (count * len(linears))
+            for i in range(count * len(linears)):
+                part = f"{layer}.{experts.module}.{i // len(linears)}.{linears[i % len(linears)]}.weight"
+                shape = (rows // len(linears), columns)
+                parts[part] = TensorInfo(part, info.dtype, shape, info.file, info.offset + i * size, size)
+        return parts
+
     def info(self, name: str) -> TensorInfo:
+        if name not in self.tensors and name in self.expert_parts:
+            return self.expert_parts[name]
         if name not in self.tensors:
             raise ShardError("tensor_missing", f"{self.path.name}: tensor {name} is missing", tensor=name)
         return self.tensors[name]
 
     def find(self, name: str) -> str | None:
         """Return this folder's name of a tensor that another form of the model calls `name`, or None."""
-        return next((alias for alias in models.aliases(name) if alias in self.tensors), None)
+        names = models.aliases(name)
+        parts = self.expert_parts
+        return next((n for n in names if n in self.tensors), next((n for n in names if n in parts), None))
 
     def tensor(self, name: str) -> np.ndarray:
         """Return one tensor as a read-only array in its own dtype (bfloat16 and float8 from ml_dtypes)."""

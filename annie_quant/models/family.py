@@ -62,6 +62,65 @@ class DeltaNet:
 
 
 @dataclass(frozen=True, eq=False)
+class Experts:
+    """The routed experts of a mixture-of-experts layer, in either of the two ways that checkpoints store them.
+
+    Per expert: "mlp.experts.7.gate_proj.weight" [out, in]. Merged: "mlp.experts.gate_up_proj" [experts, out, in], in
+    which the rows of an expert are those of its linears in order; its name may end in ".weight".
+
+    module: the experts inside a layer.
+    merged: name of a merged tensor → the linears of one expert that it holds, all with the same number of rows.
+    fused: the linears of one expert that servers merge into one matrix.
+    router: the linear that chooses the experts, with one row per expert.
+    count, width: the fields of config.json with the number of experts and the rows of an expert's first linears.
+    gguf: llama.cpp's names inside a block, for the linears (all experts in one tensor), the router and the shared expert.
+    """
+
+    module: str
+    merged: Mapping[str, tuple[str, ...]]
+    fused: tuple[str, ...]
+    router: str
+    count: str
+    width: str
+    gguf: Mapping[str, str]
+
+    @property
+    def linears(self) -> tuple[str, ...]:
+        """The linears of one expert."""
+        return tuple(linear for linears in self.merged.values() for linear in linears)
+
+    def split(self, name: str) -> tuple[str, int, str] | None:
+        """Return the layer, the expert's number and its linear, of a tensor or module of one expert; None of any other.
+
+        "model.layers.3.mlp.experts.7.up_proj.weight" → ("model.layers.3", 7, "up_proj").
+        """
+        layer, rest = layer_of(name), in_layer(name)
+        if not rest.startswith(f"{self.module}."):
+            return None
+        number, _, linear = rest[len(self.module) + 1 :].partition(".")
+        linear = linear.partition(".")[0]
+        valid = number.isdecimal() and number.isascii() and len(number) < 7 and linear in self.linears
+        return (layer, int(number), linear) if valid else None
+
+    def merged_part(self, name: str) -> tuple[str, str] | None:
+        """Return the layer and the merged name of a tensor that holds all experts; None of any other.
+
+        "model.layers.3.mlp.experts.gate_up_proj" → ("model.layers.3", "gate_up_proj").
+        """
+        layer, rest = layer_of(name), in_layer(name).removesuffix(".weight")
+        part = rest.removeprefix(f"{self.module}.")
+        return (layer, part) if rest != part and part in self.merged else None
+
+    def gguf_name(self, name: str) -> str | None:
+        """Return llama.cpp's name of the tensor that a weight is stored in, or None if it is not of a mixture's MLP."""
+        found, inside = self.split(name), in_layer(name).removesuffix(".weight")
+        if found:
+            inside = f"{self.module}.{found[2]}"
+        stored = self.gguf.get(inside)
+        return stored and f"blk.{layer_of(name).rpartition('.')[2]}.{stored}.weight"
+
+
+@dataclass(frozen=True, eq=False)
 class GGUFNames:
     """llama.cpp's name of the architecture and of every tensor: outside of layers, per layer, and of MTP."""
 
@@ -98,7 +157,7 @@ class Family:
     gguf: None where no GGUF file can be written.
     renamed_classes: field of a tokenizer's or processor's file → (transformers 4.57, transformers from 5.2).
     preprocessor_stub: preprocessor_config.json for a multimodal checkpoint that serves text only.
-    experts: None; a mixture of experts is not described yet.
+    experts: the routed experts of a mixture, or None for a dense model.
     """
 
     name: str
@@ -118,7 +177,7 @@ class Family:
     renamed_classes: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     preprocessor_stub: Mapping[str, Any] = field(default_factory=dict)
     published: Mapping[str, ModelSize] = field(default_factory=dict)
-    experts: None = None
+    experts: Experts | None = None
 
     @property
     def forms(self) -> tuple[Form, ...]:
@@ -167,6 +226,9 @@ class Family:
                 member = next((m for m in members if f".{name}".endswith(f".{m}")), None)
                 if member:
                     groups.setdefault((name[: -len(member)], members), []).append(name)
+            expert = self.experts.split(name) if self.experts else None
+            if self.experts and expert and expert[2] in self.experts.fused:
+                groups.setdefault((name.rpartition(".")[0], self.experts.fused), []).append(name)
         return [group for group in groups.values() if len(group) > 1]
 
     def largest_of_group(self, values: Mapping[str, float]) -> dict[str, float]:
@@ -220,6 +282,22 @@ MLP_OUTPUT = LinearInput(("mlp.down_proj",), "mlp.up_proj", "rows")  # it reads 
 DENSE_INPUTS = (ATTENTION_INPUT, MLP_INPUT, MLP_OUTPUT, ATTENTION_OUTPUT)
 DENSE_FUSED = {"qkv_proj": ATTENTION, "gate_up_proj": MLP}
 DENSE_KINDS = {"mlp": ("mlp.*",), "attention": ("self_attn.*_proj*",)}
+# The mixture of experts of Qwen2 MoE and its successors. The shared expert is a dense MLP that every token passes.
+SHARED_EXPERT = ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj")
+QWEN_EXPERTS = Experts(
+    module="mlp.experts",
+    merged={"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)},
+    fused=("gate_proj", "up_proj"),
+    router="mlp.gate",
+    count="num_experts",
+    width="moe_intermediate_size",
+    gguf={
+        "mlp.gate": "ffn_gate_inp",
+        "mlp.experts.gate_proj": "ffn_gate_exps",
+        "mlp.experts.up_proj": "ffn_up_exps",
+        "mlp.experts.down_proj": "ffn_down_exps",
+    },
+)
 # ModelOpt's default exclusions that concern every family: head, embedding, routers, vision, multi-token prediction.
 COMMON_UNQUANTIZED = (
     "*lm_head", "*embed_tokens*", "*mlp.gate", "*router*", "*shared_expert_gate", "mtp.*", "*visual*", "*vision*",

@@ -131,3 +131,79 @@ def test_every_family_describes_its_inputs_once() -> None:
         assert len(linears) == len(set(linears)), family.name
         for group in family.fused.values():
             assert any(set(group) <= set(site.linears) for site in family.inputs), (family.name, group)
+
+
+# -- mixtures of experts
+
+MOE = models.family_of({"model_type": "qwen3_5_moe"})
+
+
+@pytest.mark.parametrize("version", ["3.5", "3.6", "3.8"])
+def test_later_versions_keep_the_family_of_their_architecture(version: str) -> None:
+    """Qwen3.6 and 3.8 have no class or model type of their own; their names are in the checkpoint's name alone."""
+    for kind, name in (("qwen3_5", "Qwen3.5"), ("qwen3_5_moe", "Qwen3.5 MoE"), ("qwen3_5_moe_text", "Qwen3.5 MoE")):
+        assert models.family_of({"_name_or_path": f"Qwen/Qwen{version}", "model_type": kind}).name == name
+    assert [f.class_name for f in MOE.forms] == ["Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"]
+
+
+def test_names_of_experts_both_ways() -> None:
+    assert MOE.experts is not None and QWEN.experts is None
+    layer = "model.language_model.layers.3"
+    assert MOE.experts.split(f"{layer}.mlp.experts.7.up_proj.weight_scale") == (layer, 7, "up_proj")
+    for end in ("", ".weight"):
+        assert MOE.experts.merged_part(f"{layer}.mlp.experts.gate_up_proj{end}") == (layer, "gate_up_proj")
+    for other in ("mlp.experts.x.up_proj", "mlp.shared_expert.up_proj", "mlp.gate", "mlp.experts.7.other", "mlp.experts"):
+        assert MOE.experts.split(f"{layer}.{other}.weight") is None, other
+        assert MOE.experts.merged_part(f"{layer}.{other}.weight") is None, other
+
+
+def test_an_expert_s_linears_are_fused_with_each_other_only() -> None:
+    names = [f"model.layers.0.mlp.{m}.{k}_proj" for m in ("experts.0", "experts.1", "shared_expert") for k in ("gate", "up")]
+    assert sorted(MOE.fused_groups([*names, "model.layers.0.mlp.experts.0.down_proj"])) == [
+        names[:2],
+        names[2:4],
+        names[4:],
+    ]
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_moe", "qwen3_moe"])
+def test_routers_stay_unquantized_and_experts_do_not(kind: str) -> None:
+    from annie_quant.checkpoint.linears import covering_pattern
+
+    family = models.family_of({"model_type": kind})
+    for name in ("mlp.gate", "mlp.shared_expert_gate"):
+        assert covering_pattern(f"model.layers.0.{name}", family.unquantized)
+    for name in ("mlp.experts.0.gate_proj", "mlp.shared_expert.gate_proj", "mlp.experts.gate_up_proj"):
+        assert not covering_pattern(f"model.layers.0.{name}", family.unquantized)
+
+
+@pytest.mark.parametrize(("kind", "architecture"), [("qwen3_5_moe", "QWEN35MOE"), ("qwen3_moe", "QWEN3MOE")])
+def test_gguf_names_of_experts_are_those_of_llama_cpp(kind: str, architecture: str) -> None:
+    constants = pytest.importorskip("gguf.constants", reason="the gguf extra is not installed")
+    from gguf.tensor_mapping import get_tensor_name_map
+
+    theirs = get_tensor_name_map(constants.MODEL_ARCH[architecture], 4)
+    experts = models.family_of({"model_type": kind}).experts
+    assert experts is not None and len(experts.gguf) >= 4
+    for inside in experts.gguf:
+        name = f"model.layers.2.{inside}.weight"
+        assert experts.gguf_name(name) == theirs.get_name(name, (".weight",))
+    assert experts.gguf_name("model.layers.2.mlp.experts.7.up_proj.weight") == "blk.2.ffn_up_exps.weight"
+    assert experts.gguf_name("model.layers.2.input_layernorm.weight") is None
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_moe_text", "qwen3_moe"])
+def test_the_families_name_every_linear_of_transformers_own_model(kind: str) -> None:
+    transformers = pytest.importorskip("transformers", reason="the quantize extra is not installed")
+    import torch
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 4, "vocab_size": 64, "num_experts": 4, "moe_intermediate_size": 16}
+    config = transformers.AutoConfig.for_model(kind, **sizes)
+    with torch.device("meta"):
+        state = transformers.AutoModelForCausalLM.from_config(config).state_dict()
+    experts = models.family_of({"model_type": kind}).experts
+    assert experts is not None
+    assert state[f"model.layers.0.{experts.router}.weight"].shape[0] == getattr(config, experts.count)
+    for merged, linears in experts.merged.items():
+        shape = state[f"model.layers.0.{experts.module}.{merged}"].shape
+        assert shape[0] == 4 and 16 in (shape[1] // len(linears), shape[2])

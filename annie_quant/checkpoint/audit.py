@@ -9,7 +9,16 @@ import os
 from collections import Counter
 from collections.abc import Iterable
 
-from annie_quant.checkpoint import checks, dialects, loader_support, runtime_names, settings_checks, source_diff
+from annie_quant.checkpoint import (
+    checks,
+    dialects,
+    expert_checks,
+    kv_checks,
+    loader_support,
+    runtime_names,
+    settings_checks,
+    source_diff,
+)
 from annie_quant.checkpoint.linears import Linear, QuantConfig, is_linear, owned_tensors
 from annie_quant.checkpoint.shards import ModelFolder, ShardError
 from annie_quant.schema import Audit, AuditSummary
@@ -42,6 +51,8 @@ def audit(path: str | os.PathLike[str], source: str | os.PathLike[str] | None = 
         if name not in owned:
             result.tensors.append(checks.check_plain(folder, name, result))
     checks.check_fused(folder, linears, result)
+    expert_checks.check(folder, linears, config, result)
+    kv_checks.check(folder, config, result)
     settings_checks.check_settings(folder, dialect, linears, config, result)
     runtime_names.check(folder, result)
     if source is not None:

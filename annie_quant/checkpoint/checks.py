@@ -15,6 +15,10 @@ from annie_quant.schema import Audit, TensorRow
 MAGNITUDE = 0x7F  # of an E4M3 byte
 NAN = 0x7F
 CHUNK_BYTES = 1 << 24
+# Bytes below are subnormal (under 2^-6): fewer bits, and vLLM's Marlin kernels clear them (#34577, #37502).
+SMALLEST_NORMAL = 0x08
+SUBNORMAL_SHARE = 0.01  # of the blocks with values; weights have a few such blocks
+COLUMNS_PER_RANK = 32
 # A multiplier is amax / 2688: above 1 the largest weight would exceed 2688, which no model has; a divisor usually does.
 LARGEST_TENSOR_SCALE = 1.0
 LARGEST_INPUT_SCALE = 100.0  # activations reach further: some models have outliers of several 10,000
@@ -94,10 +98,12 @@ def check_blocks(folder: ModelFolder, x: Linear, config: QuantConfig, audit: Aud
     codes, scales = folder.tensor(x.weight), folder.tensor(info.name).view(np.uint8)
     magnitude = scales & MAGNITUDE
     nan, negative = int((magnitude == NAN).sum()), int(((scales > NAN) & (magnitude != NAN)).sum())
-    zero = empty = 0
+    zero = empty = small = 0
     for start, stop in row_ranges(codes):
         filled = np.bitwise_and(codes[start:stop], 0x77).reshape(stop - start, -1, group // 2).any(axis=2)
-        zero += int((filled & (magnitude[start:stop] == 0)).sum())
+        part = magnitude[start:stop]
+        zero += int((filled & (part == 0)).sum())
+        small += int((filled & (part > 0) & (part < SMALLEST_NORMAL)).sum())
         empty += int((~filled).sum())
     row.scale_min, row.scale_max = int(magnitude.min(initial=NAN)), int(magnitude.max(initial=0))
     row.zero_blocks, row.blocks = empty, scales.size
@@ -108,6 +114,18 @@ def check_blocks(folder: ModelFolder, x: Linear, config: QuantConfig, audit: Aud
         audit.fault("block_scale_negative", info.name, f"{negative} {of} are negative")
     if zero:
         audit.fault("block_scale_zero", info.name, f"{zero} {of} are 0 where the block has values")
+    if small > SUBNORMAL_SHARE * (scales.size - empty):
+        audit.fault(
+            "block_scale_underflow",
+            info.name,
+            f"{small} {of} are below 2^-6, which vLLM's Marlin kernels read as 0; is the tensor scale too large?",
+        )
+    if row.shape and row.shape[1] % COLUMNS_PER_RANK:
+        audit.fault(
+            "columns_per_rank",
+            x.name,
+            f"{row.shape[1]} columns, not a multiple of {COLUMNS_PER_RANK}; vLLM reads wrong block scales (#48898)",
+        )
     if empty == scales.size and scales.size:
         audit.fault("all_zero", x.weight, "every weight is 0")
     folder.release(x.weight)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from annie_quant.checkpoint import runtime_names
+from annie_quant.checkpoint.checks import COLUMNS_PER_RANK
 from annie_quant.checkpoint.gguf import names
 from annie_quant.checkpoint.linears import Linear, QuantConfig, owned_tensors
 from annie_quant.checkpoint.shards import ModelFolder
@@ -15,7 +16,7 @@ from annie_quant.schema import Finding
 DEADLY = {
     "block_scale_nan", "tensor_scale_bad", "tensor_scale_missing", "input_scale_bad", "scale_shape", "scale_dtype",
     "tensor_scale_inverted", "input_scale_inverted", "orphan_scale", "block_scale_missing", "not_finite",
-    "names_disagree", "prefix_disagrees",
+    "names_disagree", "prefix_disagrees", "expert_count", "experts_mixed", "expert_scales_missing", "kv_scale_bad",
 }  # fmt: skip
 
 
@@ -38,6 +39,8 @@ def vllm(folder: ModelFolder, linears: dict[str, Linear], config: QuantConfig) -
         return "no, NVFP4_AWQ is not loaded (#45333)"
     if runtime_names.is_multimodal(folder) and not (folder.path / runtime_names.PREPROCESSOR).is_file():
         return f"no, {runtime_names.PREPROCESSOR} is missing (annie-quant audit --repair)"
+    if any(x.format == "nvfp4" and folder.info(x.weight).shape[-1] * 2 % COLUMNS_PER_RANK for x in linears.values()):
+        return f"no, columns are not a multiple of {COLUMNS_PER_RANK} (#48898)"
     if config.algo == "MIXED_PRECISION" and config.method == "modelopt":
         return "yes, from 0.19 (mixed precision)"
     return "yes"

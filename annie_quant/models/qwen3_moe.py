@@ -12,6 +12,4 @@ from dataclasses import replace
 from annie_quant.models import qwen3
 from annie_quant.models.family import QWEN_EXPERTS, Form
 
-FAMILY = replace(
-    qwen3.FAMILY, name="Qwen3 MoE", text=Form("Qwen3MoeForCausalLM", "qwen3_moe"), experts=QWEN_EXPERTS
-)
+FAMILY = replace(qwen3.FAMILY, name="Qwen3 MoE", text=Form("Qwen3MoeForCausalLM", "qwen3_moe"), experts=QWEN_EXPERTS)

@@ -81,6 +81,7 @@ CONSEQUENCES = {
     "excluded and quantized": ("config_disagrees",),
     "plain and not excluded": ("config_disagrees",),
     "group size": ("config_disagrees",),
+    "linear_attn missing from ignore": ("config_disagrees",),
 }
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import checkpoint_zoo as zoo
 import expert_zoo
 import numpy as np
 import pytest
 
-from annie_quant.checkpoint import ModelFolder, ShardError
+import annie_quant as aq
+from annie_quant.checkpoint import ModelFolder, ShardError, repair
 
 
 @pytest.fixture(scope="module")
@@ -31,3 +33,110 @@ def test_single_experts_are_read_from_merged_tensors(plain):
     assert set(folder) == set(expert_zoo.weights()), "iteration has the files' own names"
     with pytest.raises(ShardError, match="missing"):
         folder.info(f"model.layers.1.mlp.experts.{expert_zoo.EXPERTS}.up_proj.weight")
+
+
+@pytest.fixture(scope="module")
+def sound(plain, tmp_path_factory) -> dict[str, Path]:
+    home = tmp_path_factory.mktemp("sound")
+    quantized = expert_zoo.nvfp4(home / "nvfp4", plain["single"])
+    (quantized / "hf_quant_config.json").unlink()
+    out = {"nvfp4": quantized, "packed": zoo.spoil(quantized, home / "packed", expert_zoo.pack_merged)}
+    out["ct"] = Path(aq.checkpoint.convert(quantized, "compressed-tensors", home / "ct").path)
+
+    def excluded(t: dict, c: dict) -> None:
+        expert_zoo.plain_merged(t, c)
+        c["quantization_config"]["ignore"].append("model.layers.1.mlp.experts*")
+
+    return out | {"excluded": zoo.spoil(quantized, home / "excluded", excluded)}
+
+
+@pytest.mark.parametrize("kind", ["merged", "single", "nvfp4", "packed", "ct", "excluded"])
+def test_sound_experts_have_no_finding(plain, sound, kind):
+    """Negative control: merged or single, plain, packed, listed as excluded, in both dialects."""
+    assert aq.checkpoint.audit((plain | sound)[kind]).findings == []
+
+
+@pytest.mark.parametrize("names", ["merged", "single"])
+def test_experts_against_a_source_with_either_names(plain, sound, names):
+    """The source may store the experts merged, as transformers does, and the checkpoint one by one, as ModelOpt does."""
+    audit = aq.checkpoint.audit(sound["nvfp4"], source=plain[names])
+    assert audit.findings == []
+    errors = {r.name: r.rel_l2 for r in audit.tensors if ".experts." in r.name}
+    assert len(errors) == 4 * 3 * expert_zoo.EXPERTS and all(0.08 < e < 0.12 for e in errors.values())
+
+
+def test_swapped_experts_are_found_against_a_merged_source(plain, sound, tmp_path):
+    def swap(t: dict, c: dict) -> None:
+        one, two = (f"model.layers.1.mlp.experts.{e}.down_proj.weight" for e in (0, 1))
+        t[one], t[two] = t[two], t[one]
+
+    audit = aq.checkpoint.audit(zoo.spoil(sound["nvfp4"], tmp_path / "x", swap), source=plain["merged"])
+    assert {(f.code, f.tensor.rpartition("experts.")[2]) for f in audit.findings} == {
+        ("large_error", "0.down_proj"),
+        ("large_error", "1.down_proj"),
+    }
+
+
+@pytest.mark.parametrize("fault", expert_zoo.FAULTS)
+def test_each_fault_of_experts_is_named(sound, tmp_path, fault):
+    change, code, tensor = expert_zoo.FAULTS[fault]
+    audit = aq.checkpoint.audit(zoo.spoil(sound["nvfp4"], tmp_path / "bad", change))
+    assert (code, tensor) in {(f.code, f.tensor) for f in audit.findings}, audit.findings
+    assert {f.code for f in audit.findings} <= {code, *CONSEQUENCES.get(fault, ())}, audit.findings
+    assert all("\n" not in f.message and len(f.message) < 400 for f in audit.findings)
+
+
+CONSEQUENCES = {
+    "one expert more than the configuration": (),
+    "an expert without block scales": ("orphan_scale", "not_excluded", "fused_mixed", "experts_mixed"),
+}
+
+
+def test_experts_are_repaired_from_a_merged_source(plain, sound, tmp_path):
+    bad = zoo.spoil(sound["nvfp4"], tmp_path / "bad", expert_zoo.FAULTS["gate and up of an expert differ in scale"][0])
+    result = repair(bad, plain["merged"])
+    assert result.remaining == []
+    a, b = zoo.read(sound["nvfp4"]), zoo.read(Path(result.path))
+    assert {n: t.tobytes() for n, t in a.items()} == {n: t.tobytes() for n, t in b.items()}
+
+
+# -- KV scales
+
+
+def with_kv(value: float, algo: str = "FP8"):
+    def change(t: dict, c: dict) -> None:
+        for kind in "kv":
+            t[f"model.layers.3.self_attn.{kind}_proj.{kind}_scale"] = np.array(value, np.float32)
+        c["quantization_config"]["kv_cache_quant_algo"] = algo
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("value", "algo", "code"),
+    [
+        (0.02, "FP8", None),
+        (1.0, "FP8_CAST", None),
+        (1.0, "FP8", "kv_scale_default"),
+        (0.0, "FP8", "kv_scale_bad"),
+        (np.nan, "FP8", "kv_scale_bad"),
+    ],
+)
+def test_scales_of_the_kv_cache(sound, tmp_path, value, algo, code):
+    audit = aq.checkpoint.audit(zoo.spoil(sound["nvfp4"], tmp_path / "kv", with_kv(value, algo)))
+    assert {f.code for f in audit.findings} - {"not_finite"} == ({code} if code else set())
+    assert all("model.layers.3.self_attn." in f.tensor for f in audit.findings)
+
+
+# -- columns per rank
+
+
+@pytest.mark.parametrize(("columns", "code"), [(48, "columns_per_rank"), (64, None)])
+def test_columns_that_are_not_whole_kernel_steps(sound, tmp_path, columns, code):
+    def narrow(t: dict, c: dict) -> None:
+        for name in [n for n in t if n.endswith("experts.2.down_proj.weight")]:
+            t[name], t[f"{name}_scale"] = t[name][:, : columns // 2], t[f"{name}_scale"][:, : columns // 16]
+
+    audit = aq.checkpoint.audit(zoo.spoil(sound["nvfp4"], tmp_path / "x", narrow))
+    assert {f.code for f in audit.findings} == ({code} if code else set())
+    assert audit.summary.loads[0] == ("vLLM: no, columns are not a multiple of 32 (#48898)" if code else "vLLM: yes")

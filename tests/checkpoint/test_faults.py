@@ -79,13 +79,13 @@ def test_rows_that_are_not_whole_blocks(checkpoints, tmp_path):
 
 
 def test_rows_that_are_not_whole_ggml_blocks_are_sound(checkpoints, tmp_path):
-    folder = zoo.spoil(checkpoints[1], tmp_path / "x", narrow(48))
+    folder = zoo.spoil(checkpoints[1], tmp_path / "x", narrow(96))
     audit = aq.checkpoint.audit(folder)
     assert audit.ok and "rows not a multiple of 64 as 16-bit numbers" in audit.summary.loads[-1]
 
 
 def test_a_weight_of_another_shape_than_the_source(checkpoints, tmp_path):
-    audit = aq.checkpoint.audit(zoo.spoil(checkpoints[1], tmp_path / "x", narrow(48)), source=checkpoints[0])
+    audit = aq.checkpoint.audit(zoo.spoil(checkpoints[1], tmp_path / "x", narrow(96)), source=checkpoints[0])
     assert [(f.code, f.tensor) for f in audit.findings] == [("source_shape", DOWN)]
     assert repair(tmp_path / "x", checkpoints[0]).remaining == []
 
@@ -160,7 +160,10 @@ def test_every_code_has_a_test():
     package = ROOT / "annie_quant/checkpoint"
     code = "".join(f.read_text() for f in package.rglob("*.py"))
     codes = set(re.findall(r'(?:add|fault|ShardError)\(\s*"([a-z_]+)"', code))
-    tests = "".join(f.read_text() for f in [*(TESTS / "checkpoint").glob("*.py"), HELPERS / "checkpoint_faults.py"])
+    tests = "".join(
+        f.read_text()
+        for f in [*(TESTS / "checkpoint").glob("*.py"), *HELPERS.glob("*_faults.py"), HELPERS / "expert_zoo.py"]
+    )
     # raised where a GGUF file is written, and tested there by their messages
     elsewhere = {"vocab_size", "tokenizer_missing", "tokenizer_unknown", "index_mismatch", "shard_unreadable"}
     assert len(codes) > 30

@@ -139,8 +139,24 @@ FAULTS = {
         "prefix_disagrees",
         "model.layers.0.input_layernorm.weight",
     ),
+    "linear_attn missing from ignore": (
+        lambda t, c: quant(c).update(ignore=[n for n in quant(c)["ignore"] if "linear_attn" not in n]),
+        "not_excluded",
+        "model.layers.0.linear_attn.in_proj_a",
+    ),
+    "block scales below Marlin's range": (
+        lambda t, c: t.update({f"{DOWN}.weight_scale": small_scales(t[f"{DOWN}.weight_scale"])}),
+        "block_scale_underflow",
+        f"{DOWN}.weight_scale",
+    ),
     "one of a fused group is plain": (lambda t, c: plain_again(t, c, UP), "fused_mixed", GATE),
 }
+
+
+def small_scales(scales: np.ndarray) -> np.ndarray:
+    """Return block scales divided by 2^14, so that all are subnormal."""
+    small = (scales.astype(np.float32) / 2**14).astype(ml_dtypes.float8_e4m3fn)
+    return np.maximum(small.view(np.uint8), 1).view(ml_dtypes.float8_e4m3fn)
 
 
 def folded(source: Path, right: bool, only: tuple[str, ...] = ("gate", "up")):

@@ -152,13 +152,21 @@ def test_names_of_experts_both_ways() -> None:
     assert MOE.experts.split(f"{layer}.mlp.experts.7.up_proj.weight_scale") == (layer, 7, "up_proj")
     for end in ("", ".weight"):
         assert MOE.experts.merged_part(f"{layer}.mlp.experts.gate_up_proj{end}") == (layer, "gate_up_proj")
-    for other in ("mlp.experts.x.up_proj", "mlp.shared_expert.up_proj", "mlp.gate", "mlp.experts.7.other", "mlp.experts"):
+    for other in (
+        "mlp.experts.x.up_proj",
+        "mlp.shared_expert.up_proj",
+        "mlp.gate",
+        "mlp.experts.7.other",
+        "mlp.experts",
+    ):
         assert MOE.experts.split(f"{layer}.{other}.weight") is None, other
         assert MOE.experts.merged_part(f"{layer}.{other}.weight") is None, other
 
 
 def test_an_expert_s_linears_are_fused_with_each_other_only() -> None:
-    names = [f"model.layers.0.mlp.{m}.{k}_proj" for m in ("experts.0", "experts.1", "shared_expert") for k in ("gate", "up")]
+    names = [
+        f"model.layers.0.mlp.{m}.{k}_proj" for m in ("experts.0", "experts.1", "shared_expert") for k in ("gate", "up")
+    ]
     assert sorted(MOE.fused_groups([*names, "model.layers.0.mlp.experts.0.down_proj"])) == [
         names[:2],
         names[2:4],

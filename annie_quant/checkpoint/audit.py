@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from annie_quant.checkpoint import (
+    auxiliary_checks,
     checks,
     dialects,
     expert_checks,
@@ -55,8 +56,10 @@ def audit(path: str | os.PathLike[str], source: str | os.PathLike[str] | None = 
     kv_checks.check(folder, config, result)
     settings_checks.check_settings(folder, dialect, linears, config, result)
     runtime_names.check(folder, result)
-    if source is not None:
-        source_diff.compare_to_source(folder, ModelFolder(source), linears, result)
+    original = ModelFolder(source) if source is not None else None
+    auxiliary_checks.check(folder, original, linears, result)
+    if original is not None:
+        source_diff.compare_to_source(folder, original, linears, result)
     result.summary = summarize(folder, dialect.NAME if dialect else "plain", linears, config, result)
     return result
 
@@ -86,6 +89,7 @@ def summarize(
         bits_per_weight=round(8 * folder.weight_bytes / total, 3) if total else 0.0,
         bits_per_quantized_weight=round(8 * quantized_bytes / quantized_weights, 3) if quantized_weights else None,
         shards=len(folder.shards),
+        mtp=auxiliary_checks.describe_mtp(folder, linears),
         loads=loader_support.verdicts(folder, linears, config, result.findings),
     )
 

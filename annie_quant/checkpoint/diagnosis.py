@@ -18,7 +18,7 @@ BLOCK_FAULTS = {"block_scale_nan", "block_scale_negative", "block_scale_zero"}
 UNRELATED = (
     "config_", "excluded", "not_excluded", "not_listed", "listed_", "input_scale", "fused_input", "not_finite",
     "differs_from_source", "group_size", "nothing_", "names_", "prefix_",
-    "expert_count", "expert_scale", "experts_", "kv_", "columns_", "router_",
+    "expert_count", "expert_scale", "experts_", "kv_", "columns_", "router_", "mtp_", "vision_",
 )  # fmt: skip
 
 

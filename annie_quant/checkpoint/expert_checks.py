@@ -33,9 +33,9 @@ def check(folder: ModelFolder, linears: dict[str, Linear], config: QuantConfig, 
         return
     single: dict[str, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))  # layer → linear → numbers
     for name in folder:
-        found = experts.split(name)
-        if found and name.endswith((".weight", ".weight_packed")):
-            single[found[0]][found[2]].add(found[1])
+        expert = experts.split(name)
+        if expert and name.endswith((".weight", ".weight_packed")):
+            single[expert[0]][expert[2]].add(expert[1])
     expected = folder.text_config.get(experts.count)
     for layer in sorted(single):
         module = f"{layer}.{experts.module}"
@@ -71,8 +71,8 @@ def check_all_or_none(
     formats = defaultdict(list)
     experts = folder.family.experts
     for name in folder:
-        found = experts.split(name) if experts and name.startswith(f"{module}.") else None
-        if found and name.endswith((".weight", ".weight_packed")):
+        expert = experts.split(name) if experts and name.startswith(f"{module}.") else None
+        if expert and name.endswith((".weight", ".weight_packed")):
             linear = name.rpartition(".")[0]
             formats[linears[linear].format if linear in linears else folder.info(name).dtype].append(linear)
     if len(formats) > 1:

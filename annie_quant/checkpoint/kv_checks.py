@@ -46,8 +46,8 @@ def is_cast(config: QuantConfig) -> bool:
     """Return whether the settings name a cast without calibration, or a ModelOpt that raised every scale to 1.0."""
     producer = config.raw.get("producer")
     version = str(producer.get("version", "")) if isinstance(producer, dict) else ""
-    found = re.match(r"0\.(\d{1,3})\b", version)
-    if found and int(found[1]) <= LAST_RAISED:
+    minor = re.match(r"0\.(\d{1,3})\b", version)
+    if minor and int(minor[1]) <= LAST_RAISED:
         return True
     return any("cast" in text.lower() for text in strings(config.raw))
 

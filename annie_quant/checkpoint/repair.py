@@ -13,12 +13,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from annie_quant import models, nvfp4
 from annie_quant.checkpoint import (
+    auxiliary_checks,
     diagnosis,
     dialects,
     folding_check,
@@ -88,6 +90,9 @@ class Repair:
         self.linears = modelopt.linears(folder)
         findings = audit(folder.path, source=source.path if source else None)
         self.diagnosis = diagnosis.diagnose(folder, source, findings, self.linears)
+        self.restored = self.restored_modules()
+        for modules in (self.diagnosis.modules, self.diagnosis.faulty, self.diagnosis.patched):
+            modules -= self.restored
         faulty = self.diagnosis.faulty
         if faulty and source is None:
             raise UsageError(
@@ -109,6 +114,14 @@ class Repair:
         if name is None:
             raise CheckpointError(f"{module}: the source has no such linear", "is this the right --source?")
         return name
+
+    def restored_modules(self) -> set[str]:
+        """Return the linears of the MTP head that become the source's 16-bit weights again: those in NVFP4."""
+        source, mtp = self._source, f".{self.folder.family.mtp}"
+        if source is None:
+            return set()
+        plain = {n.removesuffix(".weight") for n in source if n.endswith(".weight")}
+        return {m for m in self.diagnosis.modules if mtp in f".{m}" and m in plain and not self.is_fp8(m)}
 
     def is_fp8(self, module: str) -> bool:
         linear = self.linears.get(module)
@@ -177,7 +190,7 @@ class Repair:
         """Write the repaired copy into `target`."""
         modules = self.diagnosis.modules
         plan = [t for module in sorted(modules) for t in self.linear_tensors(module)]
-        quantizer = {m + suffix for m in modules for suffix in (".weight", *QUANTIZER)}
+        quantizer = {m + suffix for m in modules | self.restored for suffix in (".weight", *QUANTIZER)}
         excluded = []
         for name in self.folder:
             if name in quantizer:
@@ -185,17 +198,51 @@ class Repair:
             plan.append(self.plain_tensor(name))
             if is_linear(name, self.folder.info(name).shape):
                 excluded.append(self.naming.name(name.removesuffix(".weight")))
+        for name in self.lost_tensors():
+            info = self.source.info(name)
+            plan.append(writer.Planned(name, info.dtype, info.shape, partial(self.source.pieces, name)))
+            if is_linear(name, info.shape):
+                excluded.append(self.naming.name(name.removesuffix(".weight")))
         four_bit = "nvfp4" if self.inputs else "w4a16"
         formats = {self.naming.name(m): "fp8" if self.is_fp8(m) else four_bit for m in modules}
         settings = modelopt.settings(formats, sorted(excluded), self.group)
         if self.folder.config.get("quantization_config") != settings.quantization_config:
             self.actions.append("config.json and hf_quant_config.json written from what is on disk")
         config = self.naming.config()
+        self.restore_settings(config)
         writer.write(target, [replace(t, name=self.naming.name(t.name)) for t in plan])
         writer.copy_small_files(self.folder, target)
         self.naming.write_small_files(target)
         writer.write_settings(target, config, settings)
         self.actions += self.naming.actions
+
+    def lost_tensors(self) -> list[str]:
+        """Return the source's names of the MTP head's and the vision tower's tensors that the copy takes from it."""
+        if self._source is None:
+            return []
+        lost = auxiliary_checks.missing_tensors(self.folder, self.source)
+        for part in (self.folder.family.mtp, self.folder.family.vision):
+            count = sum(part in name for name in lost)
+            if count:
+                self.actions.append(f"{part}*: {count} missing tensors taken from the source")
+        for module in sorted(self.restored):
+            self.actions.append(f"{module}: taken from the source, in 16 bits")
+        return lost + [f"{m}.weight" for m in sorted(self.restored)]
+
+    def restore_settings(self, config: dict[str, Any]) -> None:
+        """Set the settings of the MTP head and the vision tower that the source has and the checkpoint lost."""
+        if self._source is None:
+            return
+        inner = config.get("text_config")
+        for field, values in (
+            ("mtp_num_hidden_layers", self.source.text_config),
+            ("vision_config", self.source.config),
+        ):
+            target = inner if isinstance(inner, dict) and field.startswith("mtp") else config
+            applies = field.startswith("mtp") or self.naming.multimodal
+            if applies and field in values and field not in target:
+                target[field] = values[field]
+                self.actions.append(f"config.json: {field} taken from the source")
 
     def linear_tensors(self, module: str) -> list[writer.Planned]:
         """Plan the tensors of one quantized linear: packed again, patched, or as they are."""
@@ -251,6 +298,18 @@ class Repair:
         info = self.folder.info(name)
         source = self._source
         original = source.find(name) if source else None
+        family = self.folder.family
+        if (
+            source
+            and original
+            and (
+                (family.vision in name and not auxiliary_checks.same_tensor(self.folder, name, source, original))
+                or (f".{family.mtp}" in f".{name}" and source.info(original).shape != info.shape)
+            )
+        ):
+            theirs = source.info(original)
+            self.actions.append(f"{name}: taken from the source")
+            return writer.Planned(name, theirs.dtype, theirs.shape, partial(source.tensor, original))
         if source and original and source.info(original).shape == info.shape:
             theirs = source.info(original)
             ours = self.folder.tensor(name).astype(np.float32)

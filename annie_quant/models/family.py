@@ -113,9 +113,9 @@ class Experts:
 
     def gguf_name(self, name: str) -> str | None:
         """Return llama.cpp's name of the tensor that a weight is stored in, or None if it is not of a mixture's MLP."""
-        found, inside = self.split(name), in_layer(name).removesuffix(".weight")
-        if found:
-            inside = f"{self.module}.{found[2]}"
+        expert, inside = self.split(name), in_layer(name).removesuffix(".weight")
+        if expert:
+            inside = f"{self.module}.{expert[2]}"
         stored = self.gguf.get(inside)
         return stored and f"blk.{layer_of(name).rpartition('.')[2]}.{stored}.weight"
 
@@ -153,6 +153,7 @@ class Family:
     unquantized: patterns (fnmatch over the full module name) that no strategy quantizes by default.
     norms_add_one: the norms compute (1 + w) * x; `plain_norms` are those that compute w * x all the same.
     position_axes: rows of the position ids that the rotary embedding takes (3 for multimodal RoPE).
+    mtp_shapes: tensor of the MTP head outside of its layers → its shape in multiples of hidden_size.
     mtp, vision: the parts for multi-token prediction and for images; both are loaded apart from the decoder.
     gguf: None where no GGUF file can be written.
     renamed_classes: field of a tokenizer's or processor's file → (transformers 4.57, transformers from 5.2).
@@ -172,6 +173,7 @@ class Family:
     position_axes: int = 1
     mtp: str = "mtp."
     vision: str = "visual."
+    mtp_shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     deltanet: DeltaNet | None = None
     gguf: GGUFNames | None = None
     renamed_classes: Mapping[str, tuple[str, str]] = field(default_factory=dict)

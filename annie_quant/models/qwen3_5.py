@@ -120,6 +120,12 @@ FAMILY = Family(
     norms_add_one=True,
     plain_norms=("linear_attn.norm",),
     position_axes=3,
+    mtp_shapes={
+        "fc.weight": (1, 2),  # embedding and hidden state, one after the other
+        "norm.weight": (1,),
+        "pre_fc_norm_embedding.weight": (1,),
+        "pre_fc_norm_hidden.weight": (1,),
+    },
     deltanet=DELTANET,
     gguf=GGUF,
     renamed_classes={

@@ -44,6 +44,7 @@ class AuditSummary(msgspec.Struct):
 
     dialect: "plain", "modelopt", "compressed-tensors".  quantized, unquantized: modules counted by their last two parts.
     weights: number of weights.  size_bytes: of all tensors.  loads: one line per server, with its verdict.
+    mtp: tensors of the head for multi-token prediction per format ("15 BF16"), "missing", or None for a model without.
     """
 
     dialect: str | None = None
@@ -56,6 +57,7 @@ class AuditSummary(msgspec.Struct):
     bits_per_quantized_weight: float | None = None
     shards: int | None = None
     loads: list[str] = []
+    mtp: str | None = None
 
 
 class Audit(msgspec.Struct):

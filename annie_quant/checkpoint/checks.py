@@ -42,6 +42,8 @@ def check_linear(folder: ModelFolder, x: Linear, config: QuantConfig, audit: Aud
         return row
     if x.format == "nvfp4" and x.global_scale is None:
         audit.fault("tensor_scale_missing", x.name, f"{x.weight} has no tensor scale")
+    if x.format == "fp8":
+        check_fp8(folder, x, audit)
     try:
         scale = x.input_scale(folder)
         row.input_scale = check_scale("input", x.input_global or "", scale, audit) if scale else None
@@ -60,7 +62,7 @@ def check_linear(folder: ModelFolder, x: Linear, config: QuantConfig, audit: Aud
 
 def expects_input_scale(config: QuantConfig, module: str) -> bool:
     """Return whether the settings promise a static activation scale for a module."""
-    algo = config.layers.get(module, "") if config.layers else config.algo
+    algo = config.algo_of(module) if config.layers else config.algo
     return algo in ("NVFP4", "NVFP4_AWQ")
 
 
@@ -130,6 +132,28 @@ def check_blocks(folder: ModelFolder, x: Linear, config: QuantConfig, audit: Aud
         audit.fault("all_zero", x.weight, "every weight is 0")
     folder.release(x.weight)
     folder.release(info.name)
+
+
+def check_fp8(folder: ModelFolder, x: Linear, audit: Audit) -> None:
+    """Check codes and scales of an FP8 linear: one scale for the tensor, or one per row ([out] or [out, 1])."""
+    if x.block_scale is None:
+        audit.fault("fp8_scale_missing", x.name, f"{x.weight} is in FP8 and has no weight_scale")
+        return
+    info = folder.info(x.block_scale)
+    if info.elements != 1 and not x.per_channel(folder):
+        rows = folder.info(x.weight).shape[0]
+        audit.fault("scale_shape", info.name, f"shape {list(info.shape)}, expected one number or [{rows}, 1]")
+        return
+    if info.dtype not in EXPONENTS:
+        audit.fault("scale_dtype", info.name, f"{info.dtype}, expected F32")
+        return
+    scale = folder.tensor(info.name).astype(np.float32).reshape(-1)
+    invalid = int((~(np.isfinite(scale) & (scale > 0))).sum())
+    if invalid:
+        audit.fault("fp8_scale_bad", info.name, f"{invalid} of {scale.size} scales are not positive numbers")
+    nan = sum(int(((part.view(np.uint8) & MAGNITUDE) == NAN).sum()) for part in folder.pieces(x.weight))
+    if nan:
+        audit.fault("fp8_code_nan", x.weight, f"{nan} of {folder.info(x.weight).elements} codes are NaN")
 
 
 def row_ranges(array: np.ndarray) -> Iterator[tuple[int, int]]:

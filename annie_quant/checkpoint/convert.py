@@ -121,6 +121,13 @@ def to_gguf(
     )
 
 
+def stored_format(linear: Linear, folder: ModelFolder) -> str:
+    """Return a linear's format as dialects' settings name it: nvfp4, w4a16, fp8 or fp8_channel."""
+    if linear.format == "nvfp4":
+        return "nvfp4" if linear.input_global else "w4a16"
+    return "fp8_channel" if linear.per_channel(folder) else "fp8"
+
+
 def to_folder(
     folder: ModelFolder,
     linears: dict[str, Linear],
@@ -161,7 +168,7 @@ def to_folder(
         if is_linear(name, info.shape):
             excluded.append(name.removesuffix(".weight"))
         plan.append(writer.Planned(name, info.dtype, info.shape, partial(folder.pieces, name)))
-    formats = {n: "w4a16" if x.format == "nvfp4" and not x.input_global else x.format for n, x in linears.items()}
+    formats = {n: stored_format(x, folder) for n, x in linears.items()}
     settings = dialect.settings(formats, sorted(excluded), next(iter(groups), 16))
     key = {"to": to, "source": source_key(folder), "shard_bytes": shard_bytes}
     with staged(target, key, force) as part:

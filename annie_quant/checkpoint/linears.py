@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from annie_quant import nvfp4
 
 
+LINEAR_CLASS = "Linear"  # compressed-tensors' target for all linears
+
+
 @dataclass(frozen=True)
 class TensorScale:
     """The scale of a whole tensor as a file stores it.
@@ -84,6 +87,13 @@ class Linear:
             )
         return columns // shape[1]
 
+    def per_channel(self, folder: ModelFolder) -> bool:
+        """Return whether an FP8 linear has one scale per row: shape [out] or [out, 1]."""
+        if self.format != "fp8" or self.block_scale is None:
+            return False
+        rows, shape = folder.info(self.weight).shape[:1], folder.info(self.block_scale).shape
+        return shape in (rows, (*rows, 1)) and rows != (1,)
+
     def tensor_scale(self, folder: ModelFolder) -> TensorScale:
         """Return the scale of the whole weight."""
         if self.global_scale is None:
@@ -133,7 +143,8 @@ class QuantConfig:
 
     algo: NVFP4, W4A16_NVFP4, NVFP4_AWQ, FP8, MIXED_PRECISION; "" where none is named.
     group: columns per block scale.  excluded: patterns of modules that stay plain.
-    layers: module → algorithm, for mixed precision.  raw: the settings as they were read.
+    layers: module → algorithm, for mixed precision; in compressed-tensors also patterns and class names, of which the
+    first that fits counts.  raw: the settings as they were read.
     """
 
     method: str
@@ -143,6 +154,13 @@ class QuantConfig:
     layers: dict[str, str] = field(default_factory=dict)
     kv_cache: str | None = None
     raw: dict[str, Any] = field(default_factory=dict)
+
+    def algo_of(self, module: str) -> str:
+        """Return the algorithm that the settings of mixed precision give a linear, or ""."""
+        if module in self.layers:
+            return self.layers[module]
+        pattern = covering_pattern(module, (t for t in self.layers if t.startswith("re:") or "*" in t))
+        return self.layers[pattern] if pattern else self.layers.get(LINEAR_CLASS, "")
 
 
 def owned_tensors(linears: Iterable[Linear]) -> set[str]:

@@ -127,6 +127,11 @@ class Repair:
         linear = self.linears.get(module)
         return linear is not None and linear.format == "fp8"
 
+    def fp8_format(self, module: str) -> str:
+        """Return "fp8_channel" for a linear that keeps one scale per row, else "fp8"."""
+        kept_rows = module not in self.diagnosis.faulty and self.linears[module].per_channel(self.folder)
+        return "fp8_channel" if kept_rows else "fp8"
+
     # ---- scales
 
     def tensor_scales(self) -> dict[str, np.float32]:
@@ -204,7 +209,7 @@ class Repair:
             if is_linear(name, info.shape):
                 excluded.append(self.naming.name(name.removesuffix(".weight")))
         four_bit = "nvfp4" if self.inputs else "w4a16"
-        formats = {self.naming.name(m): "fp8" if self.is_fp8(m) else four_bit for m in modules}
+        formats = {self.naming.name(m): self.fp8_format(m) if self.is_fp8(m) else four_bit for m in modules}
         settings = modelopt.settings(formats, sorted(excluded), self.group)
         if self.folder.config.get("quantization_config") != settings.quantization_config:
             self.actions.append("config.json and hf_quant_config.json written from what is on disk")

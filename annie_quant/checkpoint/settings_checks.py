@@ -10,7 +10,8 @@ from annie_quant.checkpoint.linears import Linear, QuantConfig, covering_pattern
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.schema import Audit
 
-ALGORITHMS = ("", "NVFP4", "W4A16_NVFP4", "NVFP4_AWQ", "FP8", "MIXED_PRECISION")  # "": the settings name none
+ALGORITHMS = ("", "NVFP4", "W4A16_NVFP4", "NVFP4_AWQ", "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "MIXED_PRECISION")
+#  "": the settings name none
 
 
 def check_method(folder: ModelFolder, audit: Audit) -> bool:
@@ -66,12 +67,15 @@ def check_settings(
     for name in sorted(linears):
         if pattern := covering_pattern(name, config.excluded):
             audit.fault("excluded_but_quantized", name, f"listed as excluded (by {pattern!r}) and quantized on disk")
-        elif config.layers and name not in config.layers:
-            audit.fault("not_listed", name, "quantized on disk and not in quantized_layers")
+        elif config.layers and not config.algo_of(name):
+            audit.fault("not_listed", name, "quantized on disk and not in quantized_layers or a group's targets")
+        elif config.layers and ("FP8" in config.algo_of(name)) != (linears[name].format == "fp8"):
+            audit.fault("format_disagrees", name, f"listed as {config.algo_of(name)}, on disk {linears[name].format}")
     for name in plain:
         if config.layers:
-            if name in config.layers:
-                audit.fault("listed_but_plain", name, "listed in quantized_layers and not quantized on disk")
+            excluded = covering_pattern(name, config.excluded) or folder.family.is_auxiliary(name)
+            if name in config.layers or (config.algo_of(name) and not excluded):
+                audit.fault("listed_but_plain", name, "listed to be quantized, and not quantized on disk")
         elif not covering_pattern(name, config.excluded) and not folder.family.is_auxiliary(name):
             audit.fault("not_excluded", name, "not quantized on disk and not listed as excluded")
 

@@ -67,7 +67,9 @@ def read(quant: dict[str, Any]) -> QuantConfig:
     layers: dict[str, str] = {}
     for group in groups if len(kinds) > 1 else ():
         targets = group.get("targets")
-        layers |= {t: group_algo(group) for t in targets if isinstance(t, str)} if isinstance(targets, list) else {}
+        for target in targets if isinstance(targets, list) else ():
+            if isinstance(target, str):
+                layers.setdefault(target, group_algo(group))  # the first group that names a linear has it
     ignore = quant.get("ignore")
     return QuantConfig(
         method=NAME,
@@ -100,7 +102,8 @@ def tensors(linear: Linear, folder: ModelFolder) -> list[Planned]:
     if not nvfp4:
         if linear.block_scale:
             weight_scale = folder.tensor(linear.block_scale).astype(np.float32)
-            out.append(planned(f"{linear.name}.weight_scale", weight_scale.reshape(-1)))
+            shape = (-1, 1) if linear.per_channel(folder) else (-1,)
+            out.append(planned(f"{linear.name}.weight_scale", weight_scale.reshape(shape)))
         if input_scale:
             out.append(planned(f"{linear.name}.input_scale", np.array([input_scale.multiplier], np.float32)))
         return out
@@ -116,10 +119,10 @@ def tensors(linear: Linear, folder: ModelFolder) -> list[Planned]:
 def settings(formats: Mapping[str, str], excluded: list[str], group: int) -> Settings:
     """Return quantization_config for config.json.
 
-    formats: quantized module → "nvfp4" (activations too), "w4a16" or "fp8".  excluded: the other linears.
+    formats: quantized module → "nvfp4" (activations too), "w4a16" "fp8" or "fp8_channel".  excluded: the other linears.
     group: columns per block scale.
     """
-    kinds = sorted(set(formats.values()), key=("nvfp4", "w4a16", "fp8").index)
+    kinds = sorted(set(formats.values()), key=("nvfp4", "w4a16", "fp8", "fp8_channel").index)
     groups: dict[str, dict[str, object]] = {}
     for i, kind in enumerate(kinds):
         targets = ["Linear"] if len(kinds) == 1 else sorted(m for m, f in formats.items() if f == kind)
@@ -138,6 +141,13 @@ def settings(formats: Mapping[str, str], excluded: list[str], group: int) -> Set
 
 def scheme(kind: str, group: int) -> dict[str, object]:
     """Return one config group's settings: weights, activations, format."""
+    if kind == "fp8_channel":  # one scale per row; activations are scaled per token while serving
+        channel = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
+        return {
+            "weights": channel,
+            "input_activations": channel | {"strategy": "token", "dynamic": True},
+            "format": FP8_FORMAT,
+        }
     if kind == "fp8":
         tensor = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
         return {"weights": tensor, "input_activations": dict(tensor), "format": FP8_FORMAT}

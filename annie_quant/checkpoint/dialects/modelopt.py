@@ -18,7 +18,7 @@ from annie_quant.checkpoint.writer import Planned, Settings, planned
 
 NAME = "modelopt"
 HF_QUANT_CONFIG = "hf_quant_config.json"
-ALGORITHMS = {"nvfp4": "NVFP4", "w4a16": "W4A16_NVFP4", "fp8": "FP8"}
+ALGORITHMS = {"nvfp4": "NVFP4", "w4a16": "W4A16_NVFP4", "fp8": "FP8", "fp8_channel": "FP8_PER_CHANNEL_PER_TOKEN"}
 
 
 def matches(folder: ModelFolder) -> bool:
@@ -112,7 +112,9 @@ def tensors(linear: Linear, folder: ModelFolder) -> list[Planned]:
     if linear.format == "fp8":
         if linear.block_scale:
             scale = folder.tensor(linear.block_scale).astype(np.float32)
-            out.append(planned(f"{linear.name}.weight_scale", scale.reshape(()) if scale.size == 1 else scale))
+            out.append(
+                planned(f"{linear.name}.weight_scale", scale.reshape(()) if scale.size == 1 else scale.reshape(-1))
+            )
     else:
         scales = folder.info(linear.block_scale or "")
         out.append(
@@ -128,7 +130,7 @@ def tensors(linear: Linear, folder: ModelFolder) -> list[Planned]:
 def settings(formats: Mapping[str, str], excluded: list[str], group: int) -> Settings:
     """Return quantization_config for config.json, and hf_quant_config.json.
 
-    formats: quantized module → "nvfp4" (activations too), "w4a16" or "fp8".  excluded: the other linears.
+    formats: quantized module → "nvfp4" (activations too), "w4a16" "fp8" or "fp8_channel".  excluded: the other linears.
     group: columns per block scale.
     """
     producer = {"name": NAME, "version": "annie_quant"}
@@ -137,9 +139,12 @@ def settings(formats: Mapping[str, str], excluded: list[str], group: int) -> Set
     common = {"kv_cache_scheme": None, "producer": producer, "quant_method": NAME}
     inline: dict[str, Any]
     companion: dict[str, Any] = {"kv_cache_quant_algo": None}
-    if len(kinds) > 1 or "FP8" in kinds:
+    if len(kinds) > 1 or kinds & {"FP8", "FP8_PER_CHANNEL_PER_TOKEN"}:
         algo = "MIXED_PRECISION"
-        layers = {m: {"quant_algo": a} | ({} if a == "FP8" else {"group_size": group}) for m, a in algorithms.items()}
+        layers = {
+            m: {"quant_algo": a} | ({} if "FP8" in a and "NVFP4" not in a else {"group_size": group})
+            for m, a in algorithms.items()
+        }
         inline = {"quant_algo": algo, "quantized_layers": layers, **common}
         companion["quantized_layers"] = layers
     else:

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from annie_quant.checkpoint import dialects, writer
-from annie_quant.checkpoint.linears import Linear, is_linear, owned_tensors
+from annie_quant.checkpoint.linears import Linear, excluded_module, owned_tensors
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.staging import source_key, staged
 from annie_quant.errors import CheckpointError, UsageError
@@ -165,11 +165,11 @@ def to_folder(
         if name.endswith(QUANTIZER):
             dropped.append(name)
             continue
-        if is_linear(name, info.shape):
-            excluded.append(name.removesuffix(".weight"))
+        if module := excluded_module(folder, name):
+            excluded.append(module)
         plan.append(writer.Planned(name, info.dtype, info.shape, partial(folder.pieces, name)))
     formats = {n: stored_format(x, folder) for n, x in linears.items()}
-    settings = dialect.settings(formats, sorted(excluded), next(iter(groups), 16))
+    settings = dialect.settings(formats, sorted(set(excluded)), next(iter(groups), 16))
     key = {"to": to, "source": source_key(folder), "shard_bytes": shard_bytes}
     with staged(target, key, force) as part:
         shards = writer.write(part, plan, shard_bytes, progress, resume=True)

@@ -143,6 +143,7 @@ def check_merged(folder: ModelFolder, config: QuantConfig, quantized: bool, expe
                 )
         elif (
             quantized
+            and not folder.family.is_auxiliary(name)
             and not config.layers
             and not any(covering_pattern(n, config.excluded) for n in (name, base, base.rpartition(".")[0]))
         ):

@@ -173,6 +173,18 @@ def is_linear(name: str, shape: tuple[int, ...]) -> bool:
     return len(shape) == 2 and name.endswith(".weight") and "embed" not in name
 
 
+def excluded_module(folder: ModelFolder, name: str) -> str | None:
+    """Return the module that settings list as excluded for an unquantized tensor, or None for one that needs no entry.
+
+    It is the Linear, or for merged experts all of a layer's ("model.layers.3.mlp.experts"), as servers call them.
+    """
+    experts = folder.family.experts
+    merged = experts.merged_part(name) if experts else None
+    if experts and merged:
+        return f"{merged[0]}.{experts.module}"
+    return name.removesuffix(".weight") if is_linear(name, folder.info(name).shape) else None
+
+
 def plain_linears(folder: ModelFolder) -> list[str]:
     """Return the modules of all linears of a folder whose weights are stored as such."""
     return [n.removesuffix(".weight") for n in folder if is_linear(n, folder.info(n).shape)]

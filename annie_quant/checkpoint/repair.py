@@ -32,7 +32,7 @@ from annie_quant.checkpoint import (
 from annie_quant.checkpoint.audit import audit
 from annie_quant.checkpoint.convert import QUANTIZER
 from annie_quant.checkpoint.dialects import modelopt
-from annie_quant.checkpoint.linears import Linear, is_linear
+from annie_quant.checkpoint.linears import Linear, excluded_module
 from annie_quant.checkpoint.shards import ModelFolder, ShardError
 from annie_quant.checkpoint.staging import staged
 from annie_quant.errors import CheckpointError, UsageError
@@ -201,16 +201,16 @@ class Repair:
             if name in quantizer:
                 continue
             plan.append(self.plain_tensor(name))
-            if is_linear(name, self.folder.info(name).shape):
-                excluded.append(self.naming.name(name.removesuffix(".weight")))
+            if module := excluded_module(self.folder, name):
+                excluded.append(self.naming.name(module))
         for name in self.lost_tensors():
             info = self.source.info(name)
             plan.append(writer.Planned(name, info.dtype, info.shape, partial(self.source.pieces, name)))
-            if is_linear(name, info.shape):
-                excluded.append(self.naming.name(name.removesuffix(".weight")))
+            if module := excluded_module(self.source, name):
+                excluded.append(self.naming.name(module))
         four_bit = "nvfp4" if self.inputs else "w4a16"
         formats = {self.naming.name(m): self.fp8_format(m) if self.is_fp8(m) else four_bit for m in modules}
-        settings = modelopt.settings(formats, sorted(excluded), self.group)
+        settings = modelopt.settings(formats, sorted(set(excluded)), self.group)
         if self.folder.config.get("quantization_config") != settings.quantization_config:
             self.actions.append("config.json and hf_quant_config.json written from what is on disk")
         config = self.naming.config()

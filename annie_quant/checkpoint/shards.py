@@ -28,6 +28,7 @@ MAX_JSON_BYTES = 100_000_000  # of an index or a config; the index of a model of
 PIECE_BYTES = 1 << 25
 ROWS_ELEMENTS = 1 << 24
 OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack")
+MAX_EXPERTS = 1 << 14  # in one tensor; models have up to 512
 _PART = re.compile(r"-(\d{5})-of-(\d{5})\.safetensors$")
 
 
@@ -122,7 +123,7 @@ class ModelFolder:
                 continue
             layer, linears = merged[0], experts.merged[merged[1]]
             count, rows, columns = info.shape
-            if rows % len(linears) or info.dtype not in ("BF16", "F16", "F32"):
+            if rows % len(linears) or count > MAX_EXPERTS or info.dtype not in ("BF16", "F16", "F32"):
                 continue
             size = info.size_bytes // (count * len(linears))
             for i in range(count * len(linears)):

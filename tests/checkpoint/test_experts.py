@@ -140,3 +140,17 @@ def test_columns_that_are_not_whole_kernel_steps(sound, tmp_path, columns, code)
     audit = aq.checkpoint.audit(zoo.spoil(sound["nvfp4"], tmp_path / "x", narrow))
     assert {f.code for f in audit.findings} == ({code} if code else set())
     assert audit.summary.loads[0] == ("vLLM: no, columns are not a multiple of 32 (#48898)" if code else "vLLM: yes")
+
+
+def test_merged_experts_in_16_bits_stay_listed(sound, tmp_path):
+    """A conversion and a repair list unquantized merged experts; those of the MTP head need no entry."""
+
+    def head(t: dict, c: dict) -> None:
+        t["mtp.layers.0.mlp.experts.gate_up_proj"] = t[expert_zoo.GATE_UP].copy()
+
+    folder = zoo.spoil(sound["excluded"], tmp_path / "head", head)
+    assert aq.checkpoint.audit(folder).findings == []
+    done = aq.checkpoint.convert(folder, "compressed-tensors", tmp_path / "ct")
+    assert aq.checkpoint.audit(done.path).findings == []
+    bad = zoo.spoil(sound["nvfp4"], tmp_path / "bad", expert_zoo.plain_merged)
+    assert repair(bad).remaining == []

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
+import re
 import subprocess
 import sys
 import threading
 import time
 
 import pytest
+from paths import ROOT
 
 from annie_quant.cli.console import Console, value_text
 
@@ -82,3 +85,14 @@ def test_a_value_that_is_unknown_has_no_row(capsys):
     Console().print_mapping("x", {"size_bytes": None, "rel_l2": 0.08562429379285291})
     out = capsys.readouterr().out
     assert "0.08562 " in out and "None" not in out and "size_bytes" not in out
+
+
+def test_every_message_has_decimal_units():
+    """MB and GB only: in one report MiB next to MB make sizes look different. host.py reads nvidia-smi's MiB."""
+    binary = []
+    for path in sorted((ROOT / "annie_quant").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+            if re.search(r"\b[MG]iB\b", text) and path.name not in ("host.py", "direct.py"):
+                binary.append(f"{path.name}:{node.lineno}: {text[:60]}")
+    assert not binary

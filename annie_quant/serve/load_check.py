@@ -17,8 +17,8 @@ def check_loadable(model: Path, runtime: str, recipe: str | None = None) -> list
     recipe: its name; None: the newest. llama.cpp has none and needs a GGUF file.
 
     Returns notes for the user: the recipe with its date and who ran it, and findings that the runtime tolerates.
-    Raises UsageError where `model` is not what the runtime serves, CheckpointError where its rule in
-    annie_quant.checkpoint.loader_support says that it does not load it.
+    Raises UsageError where `model` is not what the runtime serves, CheckpointError where it is not loaded by the rules of
+    annie_quant.checkpoint.loader_support.
     """
     if runtime == llama_cpp.NAME:
         llama_cpp.check_file(model)

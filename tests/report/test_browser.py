@@ -67,7 +67,7 @@ OUTLINE = """
 """
 
 
-def test_a_table_wider_than_a_phone_says_that_it_scrolls(folder):
+def test_a_table_wider_than_a_phone_has_a_scroll_cue(folder):
     """On a phone the cue is inside the first screen of the table, also after scrolling; on a wide page there is none."""
     find = """(() => {
       const box = document.querySelector("#side-by-side .scroll"), caption = box.querySelector("caption");

@@ -48,7 +48,7 @@
     });
   }
 
-  // A table that is wider than the page says so.
+  // Mark a table that is wider than the page.
   for (const box of $$(".scroll")) {
     const cue = () => box.classList.toggle("over", box.scrollWidth > box.clientWidth + 1);
     cue();

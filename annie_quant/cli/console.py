@@ -43,7 +43,9 @@ def value_text(key: str, value: Any) -> str:
         return str(value)
     if key.endswith("bytes") and value >= 1000:
         unit, scale = next(item for item in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if value >= item[1])
-        return f"{value / scale:.4g} {unit} ({value:,} bytes)" if isinstance(value, int) else f"{value / scale:.4g} {unit}"
+        return (
+            f"{value / scale:.4g} {unit} ({value:,} bytes)" if isinstance(value, int) else f"{value / scale:.4g} {unit}"
+        )
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 

@@ -83,9 +83,7 @@ def test_findings_of_one_code_are_one_line_and_the_last_line_repairs(checkpoints
 
 
 def test_settings_are_repaired_without_a_source_and_missing_files_by_no_command(checkpoints, tmp_path):
-    bad = zoo.spoil(
-        checkpoints[1], tmp_path / "bad", lambda t, c: c["quantization_config"]["ignore"].remove("lm_head")
-    )
+    bad = zoo.spoil(checkpoints[1], tmp_path / "bad", lambda t, c: c["quantization_config"]["ignore"].remove("lm_head"))
     command = run("audit", bad).stdout.splitlines()[-1].partition("annie-quant ")[2]
     assert command.endswith(f"audit {bad} --repair") and run(*shlex.split(command)).returncode == 0
     next(bad.glob("*.safetensors")).write_bytes(b"")

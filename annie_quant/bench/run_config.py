@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,7 +31,8 @@ def workload_settings(workload: Workload) -> WorkloadSettings:
 def prepare_folder(folder: Path, config: BenchConfig, workloads: Sequence[Workload], resume: bool) -> None:
     """Write inputs.json. Without `resume`, delete the earlier run in the folder.
 
-    Raises UsageError where the folder holds a benchmark with other settings and `resume` is set.
+    Raises UsageError where the folder has records of a benchmark with other settings and `resume` is set. A benchmark that
+    ended before its first record (no server answered) left nothing to resume, so its settings are replaced.
     """
     folder.mkdir(parents=True, exist_ok=True)
     inputs = folder / "inputs.json"
@@ -38,17 +40,22 @@ def prepare_folder(folder: Path, config: BenchConfig, workloads: Sequence[Worklo
         shutil.rmtree(folder / "streams", ignore_errors=True)
         for name in ("records.jsonl", "inputs.json", "bench.json", "memory.json"):
             (folder / name).unlink(missing_ok=True)
-    elif inputs.exists() and (folder / "records.jsonl").exists():
+    elif inputs.exists() and _has_records(folder / "records.jsonl"):
         try:
             changed = config.differences(schema.decode(Inputs, inputs).config)
         except AnnieError:
             changed = ["inputs.json cannot be read"]
         if changed:
+            old = shlex.join(str(folder / name) for name in ("records.jsonl", "streams") if (folder / name).exists())
             raise UsageError(
                 f"{folder} holds a benchmark with other settings ({', '.join(changed)})",
-                "choose another --output, or start again with resume off",
+                f"choose another --output, or delete its records to start again: rm -r {old}",
             )
     schema.write(inputs, Inputs(config=config, workloads=[_complete(w) for w in workloads]))
+
+
+def _has_records(records: Path) -> bool:
+    return records.is_file() and records.stat().st_size > 0
 
 
 def _complete(workload: Workload) -> AskedWorkload:

@@ -16,7 +16,7 @@ from annie_quant.checkpoint.convert import Conversion, convert
 from annie_quant.checkpoint.dialects import linears
 from annie_quant.checkpoint.header import ShardError
 from annie_quant.checkpoint.linears import Linear, QuantConfig, TensorScale
-from annie_quant.checkpoint.repair import RepairResult, repair
+from annie_quant.checkpoint.repair import RepairResult, repair, repair_command
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.writer import Planned, planned, write
 from annie_quant.schema import Audit, AuditSummary, Finding, TensorRow
@@ -42,5 +42,6 @@ __all__ = [
     "linears",
     "planned",
     "repair",
+    "repair_command",
     "write",
 ]

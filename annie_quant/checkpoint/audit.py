@@ -22,6 +22,7 @@ from annie_quant.checkpoint import (
 )
 from annie_quant.checkpoint.linears import Linear, QuantConfig, is_linear, owned_tensors
 from annie_quant.checkpoint.shards import ModelFolder, ShardError
+from annie_quant.checkpoint.size import folder_size
 from annie_quant.schema import Audit, AuditSummary
 
 
@@ -68,26 +69,18 @@ def summarize(
     folder: ModelFolder, dialect: str, linears: dict[str, Linear], config: QuantConfig, result: Audit
 ) -> AuditSummary:
     """Return what is quantized, what is not, the sizes, and which servers load it."""
-    quantized_bytes = quantized_weights = 0
-    for linear in linears.values():
-        quantized_bytes += sum(folder.info(t).size_bytes for t in linear.tensors())
-        try:
-            rows, columns = linear.shape(folder)
-        except ShardError:
-            continue
-        quantized_weights += rows * columns
     owned = owned_tensors(linears.values())
     plain = [n for n in folder if n not in owned]
-    total = quantized_weights + sum(folder.info(n).elements for n in plain)
+    size = folder_size(folder, linears)
     return AuditSummary(
         dialect=dialect,
         algorithm=config.algo or "none",
         quantized=count_kinds(linears),
         unquantized=count_kinds(n.removesuffix(".weight") for n in plain if is_linear(n, folder.info(n).shape)),
-        weights=total,
-        size_bytes=folder.weight_bytes,
-        bits_per_weight=round(8 * folder.weight_bytes / total, 3) if total else 0.0,
-        bits_per_quantized_weight=round(8 * quantized_bytes / quantized_weights, 3) if quantized_weights else None,
+        weights=size.weights,
+        size_bytes=size.size_bytes,
+        bits_per_weight=size.bits_per_weight,
+        bits_per_quantized_weight=size.bits_per_quantized_weight,
         shards=len(folder.shards),
         mtp=auxiliary_checks.describe_mtp(folder, linears),
         loads=loader_support.verdicts(folder, linears, config, result.findings),

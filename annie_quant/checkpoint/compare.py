@@ -18,6 +18,7 @@ from annie_quant.checkpoint import dialects
 from annie_quant.checkpoint.gguf.names import Layout
 from annie_quant.checkpoint.gguf.reader import open_gguf
 from annie_quant.checkpoint.shards import ModelFolder
+from annie_quant.checkpoint.size import folder_size, gguf_size
 from annie_quant.checkpoint.source_diff import rel_l2
 from annie_quant.errors import CheckpointError, UsageError, need
 
@@ -35,7 +36,9 @@ class ComparedTensor(msgspec.Struct):
 
 
 class FormSummary(msgspec.Struct):
-    """One form. rel_l2: over all its tensors.  worst: the tensor with the largest relative error."""
+    """One form. bits_per_weight: of all its tensors (annie_quant.checkpoint.size).  rel_l2: over its matrices.
+    worst: the tensor with the largest relative error.
+    """
 
     bits_per_weight: float
     rel_l2: float
@@ -119,29 +122,30 @@ def compare(source: str | os.PathLike, forms: dict[str, str | os.PathLike]) -> C
         raise CheckpointError(f"{source} is quantized itself", "give the bf16 checkpoint as the source")
     result = Comparison(str(source))
     for label, path in forms.items():
-        weights = (
-            gguf_weights(Path(path), original) if Path(path).is_file() else folder_weights(ModelFolder(path), original)
-        )
-        total = bits = squared = norm = 0.0
+        if Path(path).is_file():
+            weights, size = gguf_weights(Path(path), original), gguf_size(Path(path))
+        else:
+            folder = ModelFolder(path)
+            weights, size = folder_weights(folder, original), folder_size(folder)
+        total, squared, norm = 0, 0.0, 0.0
         for weight in weights:
-            error, size = rel_l2(weight.values, weight.source), weight.source.size
+            error, elements = rel_l2(weight.values, weight.source), weight.source.size
             row = ComparedTensor(
                 weight.name,
                 label,
                 weight.format,
-                size,
+                elements,
                 error,
                 cosine(weight.values, weight.source),
-                round(8 * weight.size_bytes / size, 3),
+                round(8 * weight.size_bytes / elements, 3),
             )
             result.rows.append(row)
             energy = float(np.square(weight.source, dtype=np.float64).sum())
-            total, bits = total + size, bits + 8 * weight.size_bytes
-            squared, norm = squared + error**2 * energy, norm + energy
+            total, squared, norm = total + elements, squared + error**2 * energy, norm + energy
         if not total:
             raise CheckpointError(f"{path}: none of its tensors is in {source}", "are they of one model?")
         result.summary[label] = FormSummary(
-            round(bits / total, 3), (squared / norm) ** 0.5 if norm else 0.0, result.worst(label, 1)[0].tensor
+            size.bits_per_weight, (squared / norm) ** 0.5 if norm else 0.0, result.worst(label, 1)[0].tensor
         )
     return result
 

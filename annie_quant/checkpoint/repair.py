@@ -9,6 +9,7 @@ The checkpoint itself is not changed.
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -36,8 +37,12 @@ from annie_quant.checkpoint.linears import Linear, excluded_module
 from annie_quant.checkpoint.shards import ModelFolder, ShardError
 from annie_quant.checkpoint.staging import staged
 from annie_quant.errors import CheckpointError, UsageError
-from annie_quant.schema import Finding
+from annie_quant.schema import Audit, Finding
 
+# Beginnings of the codes of findings about settings, names and input scales, which are fixed without the source.
+WITHOUT_SOURCE = (
+    "config_", "excluded", "not_excluded", "not_listed", "listed_", "input_scale", "fused_input", "names_", "prefix_",
+)  # fmt: skip
 NAN = 0x7F  # an E4M3 byte; larger bytes are negative
 LARGEST_INPUT_SCALE = 100.0
 
@@ -78,6 +83,28 @@ def repair(
         work = Repair(folder, ModelFolder(source) if source else None, names)
         work.write(part)
     return RepairResult(str(target), work.actions, audit(target, source=source).findings)
+
+
+def repair_command(audit: Audit, source: str | os.PathLike | None = None) -> str | None:
+    """Return the shell command that repairs an audited checkpoint; None where `repair` cannot, as for missing files.
+
+    source: the bf16 checkpoint, where it is known; the command has SOURCE in its place where one is needed and not known.
+    """
+    try:
+        folder = ModelFolder(audit.path)
+        dialect = dialects.of(folder)
+        linears = dialect.linears(folder) if dialect else {}
+    except ShardError:
+        return None
+    path = shlex.quote(audit.path)
+    if not linears or dialect is None:
+        return None
+    if dialect is not modelopt:
+        return f"annie-quant convert {path} --to modelopt"
+    words = f"annie-quant audit {path} --repair"
+    if source is not None:
+        return f"{words} --source {shlex.quote(str(source))}"
+    return words if all(f.code.startswith(WITHOUT_SOURCE) for f in audit.findings) else f"{words} --source SOURCE"
 
 
 class Repair:

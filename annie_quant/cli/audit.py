@@ -52,11 +52,13 @@ def audit(
         if repaired and not repaired.actions:
             console.note("nothing to repair")
         print_audit(checkpoint, result, tensors)
+        if result.findings and not repaired:
+            console.line(advice(result, source))
     sys.exit(0 if result.ok else 1)
 
 
 def print_audit(path: Path, result: Any, tensors: bool) -> None:
-    """Print the summary, the loaders, all tensors if asked for, and the faults."""
+    """Print the summary, the loaders, and the findings, one line per code; with `tensors` one line per tensor and finding."""
     document = result.to_dict()
     summary = document["summary"]
     console.print_mapping(str(path), {k: v for k, v in summary.items() if k != "loads" and v is not None})
@@ -64,10 +66,26 @@ def print_audit(path: Path, result: Any, tensors: bool) -> None:
         console.line(f"  {line}")
     if tensors:
         print_tensors(document["tensors"])
+    groups: dict[str, list[str]] = {}
     for finding in result.findings:
-        console.line(f"{finding.tensor or ''}  {finding.message}", mark=f"[red]{finding.code}[/]")
+        groups.setdefault(finding.code, []).append(finding.message)
+    for code, messages in groups.items():
+        if tensors or len(messages) == 1:
+            for message in messages:
+                console.line(message, mark=f"[red]{code}[/]")
+        else:
+            console.line(f"({len(messages)} findings) such as {messages[0]}", mark=f"[red]{code}[/]")
     if result.ok:
         console.out.print("[green]sound[/]")
+
+
+def advice(result: Any, source: Path | None) -> str:
+    """Return the command that repairs the checkpoint, or what to do where none does."""
+    command = annie_quant.checkpoint.repair_command(result, source)
+    if command is None:
+        return f"{len(result.findings)} findings; no command repairs this folder: copy or quantize it again"
+    place = " (SOURCE: the bf16 checkpoint that it was made from)" if command.endswith(" SOURCE") else ""
+    return f"{len(result.findings)} findings; to repair a copy: {command}{place}"
 
 
 def print_tensors(rows: list[dict[str, Any]]) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
+import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from annie_quant.cli.tables import WIDTH, wrap
@@ -13,6 +15,7 @@ from annie_quant.printable import printable
 
 MAX_CELL = 2000  # characters of a table's cell
 MAX_LINE = 20_000  # of an error or a note
+HEARTBEAT_S = 20.0  # a log without a new line for longer looks like a stopped program
 STYLES = {
     ("keeps", "Keeps"): "green",
     ("loses", "Loses", "fragile", "Fragile", "misses"): "red",
@@ -32,6 +35,20 @@ def literal(text: Any) -> str:
     return escape(printable(str(text), MAX_CELL))
 
 
+def value_text(key: str, value: Any) -> str:
+    """Return a value as a table shows it. key: its name; that of a size ends in "bytes"."""
+    if isinstance(value, (list, tuple)):
+        return ", ".join(value_text("", item) for item in value)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return str(value)
+    if key.endswith("bytes") and value >= 1000:
+        unit, scale = next(item for item in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if value >= item[1])
+        return (
+            f"{value / scale:.4g} {unit} ({value:,} bytes)" if isinstance(value, int) else f"{value / scale:.4g} {unit}"
+        )
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
 def is_secondary_process() -> bool:
     """Whether this is not the first process of a launcher (torchrun, accelerate launch). Only the first one prints,
     except for errors."""
@@ -39,19 +56,47 @@ def is_secondary_process() -> bool:
 
 
 class Step:
-    """Progress of one task (annie_quant.progress.Progress) as a bar on a terminal; ignored on a pipe."""
+    """Progress of one task (annie_quant.progress.Progress) as a bar on a terminal; `state` is its last report as a line."""
 
     def __init__(self, bar: Any, task: Any, title: str) -> None:
         self._bar, self._task, self._title = bar, task, title
+        self.state = ""
 
     def update(self, done: float, total: float | None = None, text: str = "") -> None:
+        share = f"{done:g} of {total:g}" if total else f"{done:g}"
+        self.state = ", ".join(filter(None, (share, text)))
         if self._bar is not None:
             description = f"{literal(self._title)} [dim]{literal(text)}[/]" if text else literal(self._title)
             self._bar.update(self._task, completed=done, total=total, description=description)
 
     def message(self, text: str) -> None:
+        self.state = text
         if self._bar is not None:
             self._bar.update(self._task, description=f"{literal(self._title)} [dim]{literal(text)}[/]")
+
+
+class Heartbeat:
+    """A context manager that writes a line every HEARTBEAT_S while the block runs, for a log or a pipe."""
+
+    def __init__(self, write: Callable[[float], None]) -> None:
+        """write: gets the seconds since the start."""
+        self._write, self._start, self._end = write, time.monotonic(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="annie-quant heartbeat", daemon=True)
+
+    def _run(self) -> None:
+        while not self._end.wait(HEARTBEAT_S):
+            try:
+                self._write(time.monotonic() - self._start)
+            except (OSError, ValueError):  # the pipe's reader has ended, or stderr is closed
+                return
+
+    def __enter__(self) -> Heartbeat:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join()
 
 
 class Console:
@@ -96,7 +141,7 @@ class Console:
 
     @contextlib.contextmanager
     def task(self, title: str) -> Iterator[Step]:
-        """Show a progress bar while the block runs; on a pipe, print one line at its end."""
+        """Show a progress bar while the block runs; on a pipe, print a line every HEARTBEAT_S and one at its end."""
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
         if is_secondary_process():
@@ -114,7 +159,15 @@ class Console:
             with Progress(*columns, console=self.err, transient=True) as bar:
                 yield Step(bar, bar.add_task(literal(title), total=None), title)
         else:
-            yield Step(None, None, title)
+            step = Step(None, None, title)
+
+            def beat(elapsed_s: float) -> None:
+                # Not through rich, which on a broken pipe closes stdout, too.
+                line = f"… {title}, {elapsed_s:.0f} s" + (f": {step.state}" if step.state else "")
+                print(shown(line), file=sys.stderr, flush=True)
+
+            with Heartbeat(beat):
+                yield step
         self.err.print(f"[green]✓[/] {literal(title)} [dim]{time.monotonic() - start:.1f} s[/]")
 
     @property
@@ -135,13 +188,13 @@ class Console:
             self.out.print(text, soft_wrap=True)
 
     def print_mapping(self, title: str, values: Mapping[str, Any]) -> None:
-        """Print a table of names and values."""
+        """Print a table of names and values; numbers with four digits, sizes in decimal units, nothing for None."""
         from rich.table import Table
 
         table = Table(title=literal(title), title_justify="left", show_header=False)
         for key, value in values.items():
-            text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-            table.add_row(literal(key), literal(text))
+            if value is not None:
+                table.add_row(literal(key), literal(value_text(key, value)))
         self.out.print(table)
 
     def print_verdict(self, verdict: Mapping[str, Any]) -> None:

@@ -107,4 +107,4 @@ def quantize(
         emit(result)
         return
     sizes = f"{result.size_bytes / 1e6:.1f} MB from {result.source_bytes / 1e6:.1f} MB"
-    console.note(f"{result.output}: {result.seconds} s, {sizes}")
+    console.note(f"{result.output}: {sizes}")

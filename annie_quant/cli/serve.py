@@ -32,9 +32,14 @@ def serve(
     old_recipe_file: Path | None,
     dry_run: bool,
 ) -> None:
-    """Serve a checkpoint (or a GGUF file) until Ctrl-C."""
+    """Serve a checkpoint (or a GGUF file) until Ctrl-C.
+
+    Before a command is printed or a recipe written the checkpoint is audited: one that the runtime does not load is refused.
+    """
     options: dict[str, Any] = {"recipe": use} if use else {}
     recipe_file = recipe_file or old_recipe_file
+    for note in annie_quant.serve.check(model, runtime=runtime, **options) if recipe_file or dry_run else ():
+        console.note(note)
     if recipe_file:
         echo(str(annie_quant.serve.write_recipe(model, recipe_file, runtime=runtime, port=port, **options)))
     if dry_run:

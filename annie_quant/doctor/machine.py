@@ -15,7 +15,7 @@ EXTRAS = {
 }
 DISTRIBUTIONS = {"modelopt": "nvidia-modelopt"}
 MACHINES = ("x86_64", "aarch64")
-MIN_MEMORY_BYTES, MIN_DISK_BYTES, LARGE_CACHE_SHARE = 2 << 30, 2_000_000_000, 0.4
+MIN_MEMORY_BYTES, MIN_DISK_BYTES, LARGE_CACHE_SHARE = 2_000_000_000, 2_000_000_000, 0.4
 
 
 def check_python(probe: Probe) -> list[Finding]:
@@ -67,16 +67,16 @@ def check_memory(probe: Probe) -> list[Finding]:
     memory = probe.memory()
     if memory is None:
         return [note("memory", "the system does not report its memory")]
-    message = f"{memory.available_bytes / 2**30:.1f} GiB available of {memory.total_bytes / 2**30:.1f}"
+    message = f"{memory.available_bytes / 1e9:.1f} GB available of {memory.total_bytes / 1e9:.1f}"
     if memory.available_bytes < MIN_MEMORY_BYTES:
-        return [note("memory", message, "even the embedded model needs 2 GiB", "stop other servers")]
+        return [note("memory", message, "even the embedded model needs 2 GB", "stop other servers")]
     findings = [ok("memory", message)]
     unified = "GB10" in probe.run(*smi_command("gpu", ["name"])).text
     if unified and memory.cached_bytes > LARGE_CACHE_SHARE * memory.total_bytes:
         findings.append(
             note(
                 "page cache",
-                f"{memory.cached_bytes / 2**30:.0f} GiB of the unified memory hold cached files",
+                f"{memory.cached_bytes / 1e9:.0f} GB of the unified memory hold cached files",
                 "a server that allocates most of the memory at once may be killed although the cache could be freed",
                 "sync; echo 3 | sudo tee /proc/sys/vm/drop_caches",
             )

@@ -16,10 +16,11 @@ import msgspec
 
 from annie_quant import bench, checkpoint, data, judge, report, schema, serve
 from annie_quant.bench import memory
+from annie_quant.checkpoint.size import folder_size, gguf_size
 from annie_quant.data.resolve import resolve
 from annie_quant.files import ASSETS, read_json
 from annie_quant.pipeline.run_directory import RunDirectory
-from annie_quant.pipeline.stages import StageResult, Stages, offline_prompts, weight_sizes
+from annie_quant.pipeline.stages import StageResult, Stages, offline_prompts
 from annie_quant.progress import Console, Progress, SilentConsole
 from annie_quant.quantize.job import weight_bytes
 from annie_quant.resume import KeyedJson
@@ -230,14 +231,14 @@ class Demo:
     def model_row(self, name: str) -> schema.ModelRow:
         side, gguf = SIDES[name], self.dir / f"gguf/{name}.gguf"
         folder = self.source(side)
-        size_bytes = gguf.stat().st_size if side.gguf_type == "Q4_K_M" else weight_bytes(folder)
-        n_weights = sum(size.elements for size in weight_sizes(MODEL).values())
+        from_gguf = side.gguf_type == "Q4_K_M"
+        size = gguf_size(gguf) if from_gguf else folder_size(checkpoint.ModelFolder(folder))
         return schema.ModelRow(
             name=name,
             label=side.label,
             format=side.gguf_type or "NVFP4",
-            size_bytes=size_bytes,
-            bits_per_weight=8 * size_bytes / n_weights,
+            size_bytes=gguf.stat().st_size if from_gguf else weight_bytes(folder),
+            bits_per_weight=size.bits_per_weight,
             checkpoint=str(folder),
             gguf=str(gguf),
         )

@@ -2,6 +2,7 @@
 
 server = start("model.gguf", runtime="llama.cpp")     a process; server.url, server.pid, server.stop()
 print(command(model, runtime="vllm"))                 the recipe as a shell command; nothing is started
+check(model, runtime="vllm")                          an error if the runtime does not load the model
 write_recipe(model, "annie.yaml", runtime="vllm")     the recipe as a file for sparkrun and spark-vllm-docker
 """
 
@@ -18,7 +19,7 @@ from annie_quant.progress import SILENT, Progress
 from annie_quant.serve import runtimes
 from annie_quant.serve.server import Server
 
-__all__ = ["Server", "command", "start", "write_recipe"]
+__all__ = ["Server", "check", "command", "start", "write_recipe"]
 
 
 def start(
@@ -47,6 +48,16 @@ def start(
 def command(model_path: str | os.PathLike, runtime: str = "llama.cpp", port: int = 8000, **options: Any) -> str:
     """Return the shell command that serves this model."""
     return find_runtime(runtime).command(Path(model_path), port=port, **options)
+
+
+def check(model_path: str | os.PathLike, runtime: str = "llama.cpp", **options: Any) -> list[str]:
+    """Return notes on serving this model: the recipe, its date and source, and findings of its audit.
+
+    Raises an AnnieError where the runtime does not load the model. Reads every tensor of a model folder.
+    """
+    from annie_quant.serve.load_check import check_loadable
+
+    return check_loadable(Path(model_path), find_runtime(runtime).NAME, **options)
 
 
 def write_recipe(

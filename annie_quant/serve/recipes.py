@@ -52,6 +52,15 @@ def load_recipes(runtime: str) -> dict[str, Recipe]:
     return msgspec.json.decode((RECIPES / f"{runtime}.json").read_bytes(), type=dict[str, Recipe])
 
 
+def choose(runtime: str, recipe: str | None = None) -> tuple[str, Recipe]:
+    """Return a recipe and its name; None: the newest dated one. Raises UsageError for an unknown name."""
+    known = load_recipes(runtime)
+    name = recipe or max(n for n in known if n.replace("-", "").isdigit())
+    if name not in known:
+        raise UsageError(f"{runtime} has no recipe {name!r}", f"choose one of: {', '.join(sorted(known))}")
+    return name, known[name]
+
+
 class RecipeRuntime:
     """A runtime that is started from recipes. `recipe` in its methods is a recipe's name; None: the newest dated one."""
 
@@ -59,11 +68,7 @@ class RecipeRuntime:
         self.name = name
 
     def find(self, recipe: str | None) -> Recipe:
-        known = load_recipes(self.name)
-        name = recipe or max(n for n in known if n.replace("-", "").isdigit())
-        if name not in known:
-            raise UsageError(f"{self.name} has no recipe {name!r}", f"choose one of: {', '.join(sorted(known))}")
-        return known[name]
+        return choose(self.name, recipe)[1]
 
     def arguments(self, model: Path, port: int, recipe: str | None = None) -> list[str]:
         """Return the whole command: `docker run …` in the foreground, or the program itself."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import subprocess
 
 import pytest
 from bench_cases import FACTS, MEMORY, TALK, annie, backends, rows_of
@@ -92,13 +94,18 @@ def test_resume_sends_only_what_is_left(two, tmp_path):
 
 def test_resume_refuses_other_settings(two, tmp_path):
     bench.run(backends(*two), [FACTS], tmp_path, warmup=0, runs=1)
-    with pytest.raises(UsageError, match="other settings"):
+    with pytest.raises(UsageError, match="other settings") as caught:
         bench.run(backends(*two), [FACTS], tmp_path, warmup=0, runs=2)
     with pytest.raises(UsageError, match="backends"):
         other = [bench.Backend("a", two[0].url, meta={"source": "other weights"}), bench.Backend("b", two[1].url)]
         bench.run(other, [FACTS], tmp_path, warmup=0, runs=1)
     bench.run(backends(*two), [FACTS], tmp_path, warmup=0, runs=2, resume=False)
     assert sum(not r["warmup"] for r in rows_of(tmp_path)) == 24
+    advice = shlex.split(caught.value.hint.partition("again: ")[2])
+    assert advice[:2] == ["rm", "-r"]
+    subprocess.run(advice, check=True)
+    bench.run(backends(*two), [FACTS], tmp_path, warmup=0, runs=1)
+    assert sum(not r["warmup"] for r in rows_of(tmp_path)) == 12
 
 
 def test_records_survive_a_server_that_stops(tmp_path):
@@ -128,6 +135,13 @@ def test_records_survive_a_server_that_stops(tmp_path):
 def test_a_missing_server_is_a_one_line_error(tmp_path):
     with pytest.raises(ServerError, match=r"no server answers at http://127\.0\.0\.1:9"):
         bench.run([bench.Backend("a", "http://127.0.0.1:9")], [FACTS], tmp_path)
+
+
+def test_a_run_that_measured_nothing_can_be_repeated_with_other_settings(two, tmp_path):
+    with pytest.raises(ServerError, match="no server answers"):
+        bench.run([bench.Backend("a", "http://127.0.0.1:9", meta={"source": "x"})], [FACTS], tmp_path, warmup=0)
+    bench.run([bench.Backend("a", two[0].url, meta={"source": "y"})], [FACTS], tmp_path, warmup=0, runs=1)
+    assert sum(not r["warmup"] for r in rows_of(tmp_path)) == 6
 
 
 def test_failed_requests_are_failures_and_not_crashes(two, tmp_path):

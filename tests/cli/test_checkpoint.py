@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -54,6 +55,40 @@ def test_audit_of_a_fault_and_its_repair(checkpoints, tmp_path):
     again = run("audit", bad, "--repair", "--source", checkpoints[0], "--output", tmp_path / "good")
     assert again.returncode == 2 and "--force" in again.stderr
     assert run("audit", bad, "--names", "old").returncode == 2
+
+
+def test_findings_of_one_code_are_one_line_and_the_last_line_repairs(checkpoints, tmp_path):
+    def negative_and_unlisted(t, c):
+        for name in t:
+            if name.endswith(".weight_scale"):
+                t[name].view(np.uint8)[0, 0] = 0x7F
+        c["quantization_config"]["ignore"].remove("lm_head")
+
+    bad = zoo.spoil(checkpoints[1], tmp_path / "bad", negative_and_unlisted)
+    done = run("audit", bad)
+    assert done.returncode == 1, done.stderr
+    findings = json.loads(run("audit", bad, "--json").stdout)["findings"]
+    nan = [f for f in findings if f["code"] == "block_scale_nan"]
+    lines = [line for line in done.stdout.splitlines() if line.startswith("block_scale_nan ")]
+    assert len(nan) > 20 and lines == [f"block_scale_nan ({len(nan)} findings) such as {nan[0]['message']}"]
+    assert "not_excluded lm_head: not quantized on disk and not listed as excluded" in done.stdout.splitlines()
+    every = run("audit", bad, "--tensors").stdout.splitlines()
+    assert sum(line.startswith("block_scale_nan ") for line in every) == len(nan)
+    last = done.stdout.splitlines()[-1]
+    command = last.partition("annie-quant ")[2].partition(" (SOURCE")[0]
+    assert command.endswith("--repair --source SOURCE")
+    words = [str(checkpoints[0]) if word == "SOURCE" else word for word in shlex.split(command)]
+    done = run(*words)
+    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "sound", done.stdout + done.stderr
+
+
+def test_settings_are_repaired_without_a_source_and_missing_files_by_no_command(checkpoints, tmp_path):
+    bad = zoo.spoil(checkpoints[1], tmp_path / "bad", lambda t, c: c["quantization_config"]["ignore"].remove("lm_head"))
+    command = run("audit", bad).stdout.splitlines()[-1].partition("annie-quant ")[2]
+    assert command.endswith(f"audit {bad} --repair") and run(*shlex.split(command)).returncode == 0
+    next(bad.glob("*.safetensors")).write_bytes(b"")
+    done = run("audit", bad)
+    assert done.returncode == 1 and "no command repairs" in done.stdout.splitlines()[-1]
 
 
 def test_convert_reports_losses_and_replaces_only_with_force(checkpoints, tmp_path):

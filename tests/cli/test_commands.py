@@ -1,5 +1,6 @@
 """The command line: help for every command, exit codes, one line on stderr for expected errors."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -62,6 +63,12 @@ def test_a_folder_without_a_model_is_a_one_line_error_with_exit_3(tmp_path: Path
 def test_an_unknown_strategy_lists_the_known_ones(tmp_path: Path) -> None:
     done = annie("quantize", "--strategy", "magic", "--model", str(tmp_path), "--output", str(tmp_path / "out"))
     assert done.returncode == 2 and "naive" in done.stderr and "mlp_only" in done.stderr
+
+
+def test_a_quantize_prints_one_time(tmp_path: Path) -> None:
+    done = annie("quantize", "--strategy", "direct", "--model", str(TINY_ANNIE), "--output", str(tmp_path / "out"))
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall(r"\d s\b", done.stderr)) == 1, done.stderr
 
 
 def test_an_existing_output_is_refused(tmp_path: Path) -> None:

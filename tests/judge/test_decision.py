@@ -141,7 +141,7 @@ def test_operation_is_part_of_the_reasons():
     memory = {"idle": 1, "one": 2, "five": 3 * 2**20, "source": "process_rss_bytes"}
     verdict = judge.verdict({"served": {"a": side(runtime="vllm", memory=memory), "b": side(memory=memory)}})
     reasons = " ".join(verdict.reasons)
-    assert "operational change: llama.cpp → vllm" in reasons and "memory with five requests 3 MiB" in reasons
+    assert "operational change: llama.cpp → vllm" in reasons and "memory with five requests 3.146 MB" in reasons
 
 
 def test_a_confound_counts_only_for_the_pair_it_is_about():

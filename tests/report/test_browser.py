@@ -67,6 +67,27 @@ OUTLINE = """
 """
 
 
+def test_a_table_wider_than_a_phone_has_a_scroll_cue(folder):
+    """On a phone the cue is inside the first screen of the table, also after scrolling; on a wide page there is none."""
+    find = """(() => {
+      const box = document.querySelector("#side-by-side .scroll"), caption = box.querySelector("caption");
+      return {over: box.classList.contains("over"), wider: box.scrollWidth > box.clientWidth + 1,
+        cue: getComputedStyle(caption, "::after").content, shadow: getComputedStyle(box).backgroundImage};
+    })()"""
+
+    async def visit(page):
+        results = []
+        for width in (390, 6000):
+            await page.view(width, False)
+            await page.open((folder / "report.html").as_uri())
+            results.append(await page.evaluate(find))
+        return results
+
+    phone, wide = chromium.browse(visit)
+    assert phone["wider"] and phone["over"] and "Scroll sideways" in phone["cue"] and "gradient" in phone["shadow"]
+    assert wide["over"] == wide["wider"] and ("Scroll" in wide["cue"]) == wide["wider"]
+
+
 def test_opens_quietly_at_every_width_and_in_both_themes(folder):
     async def visit(page):
         pages = []

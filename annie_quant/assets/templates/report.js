@@ -48,6 +48,13 @@
     });
   }
 
+  // Mark a table that is wider than the page.
+  for (const box of $$(".scroll")) {
+    const cue = () => box.classList.toggle("over", box.scrollWidth > box.clientWidth + 1);
+    cue();
+    if (window.ResizeObserver) new ResizeObserver(cue).observe(box);
+  }
+
   // Filters.
   const filters = (target) => $(`.filters[data-for="${target}"]`);
   const bar = filters("answers");

@@ -397,7 +397,7 @@ def _operation(aggregates: Aggregates, candidate: str, incumbent: str) -> list[s
         changes.append(f"size {sizes[0] / 1e6:.3g} MB against {sizes[1] / 1e6:.3g} MB")
     memory = [side.memory_bytes.five if side.memory_bytes else None for side in (ours, theirs)]
     if memory[0] and memory[1]:
-        changes.append(f"memory with five requests {memory[0] / 2**20:.4g} MiB against {memory[1] / 2**20:.4g} MiB")
+        changes.append(f"memory with five requests {memory[0] / 1e6:.4g} MB against {memory[1] / 1e6:.4g} MB")
     return changes
 
 

@@ -15,6 +15,8 @@ from pathlib import Path
 import msgspec
 
 from annie_quant import judge, quantize
+from annie_quant.checkpoint import ModelFolder
+from annie_quant.checkpoint.size import folder_size
 from annie_quant.data import check_prompt_hash
 from annie_quant.data.resolve import resolve
 from annie_quant.errors import AnnieError, NoRoom, UsageError
@@ -25,7 +27,7 @@ from annie_quant.judge.not_lost import compares_with_reference
 from annie_quant.judge.sample import answers_per_gate
 from annie_quant.pipeline.run_directory import RunDirectory
 from annie_quant.pipeline.search import explain, label_check, table
-from annie_quant.pipeline.stages import Stages, offline_prompts, weight_sizes
+from annie_quant.pipeline.stages import Stages, offline_prompts
 from annie_quant.progress import Console
 from annie_quant.quantize import estimate
 from annie_quant.quantize.strategies import by_rank, find
@@ -189,9 +191,8 @@ class Search:
 
     def measure_size(self, row: StrategyRow) -> None:
         folder = self.stages.checkpoint(row.strategy)
-        row.size_bytes = sum(size.size_bytes for size in weight_sizes(folder).values())
-        n_weights = sum(size.elements for size in weight_sizes(self.stages.model).values())
-        row.bits_per_weight = 8 * row.size_bytes / n_weights
+        size = folder_size(ModelFolder(folder))
+        row.size_bytes, row.bits_per_weight = size.size_bytes, size.bits_per_weight
         row.read_bytes = table.bytes_per_token(folder)
         row.ceiling_tok_s = estimate.GB10_READ / row.read_bytes
 

@@ -1,0 +1,66 @@
+"""The size of a stored model: the one definition of its bits per weight.
+
+Bits per weight are 8 × the bytes of all tensors, scales included and file headers not, over the weights of the model that
+they store: a quantized linear of N rows and K columns counts N × K, its scales count none, every other tensor its elements.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from annie_quant.checkpoint import dialects
+from annie_quant.checkpoint.gguf.reader import open_gguf
+from annie_quant.checkpoint.header import ShardError
+from annie_quant.checkpoint.linears import Linear, owned_tensors
+from annie_quant.checkpoint.shards import ModelFolder
+
+GGUF_SCALES = (".scale", ".input_scale")  # further tensors of an NVFP4 tensor
+
+
+@dataclass(frozen=True)
+class StoredSize:
+    """size_bytes: of all tensors.  weights: their number.  quantized_*: of the quantized linears alone."""
+
+    size_bytes: int
+    weights: int
+    quantized_bytes: int = 0
+    quantized_weights: int = 0
+
+    @property
+    def bits_per_weight(self) -> float:
+        return bits(self.size_bytes, self.weights) or 0.0
+
+    @property
+    def bits_per_quantized_weight(self) -> float | None:
+        return bits(self.quantized_bytes, self.quantized_weights)
+
+
+def bits(size_bytes: int, weights: int) -> float | None:
+    """Return bits per weight with three decimals; None where there are no weights."""
+    return round(8 * size_bytes / weights, 3) if weights else None
+
+
+def folder_size(folder: ModelFolder, linears: Mapping[str, Linear] | None = None) -> StoredSize:
+    """Return the size of a model folder, from its headers. linears: its quantized linears, where they are known."""
+    if linears is None:
+        linears = dialects.linears(folder)
+    quantized_bytes = quantized_weights = 0
+    for linear in linears.values():
+        quantized_bytes += sum(folder.info(t).size_bytes for t in linear.tensors())
+        try:
+            quantized_weights += math.prod(linear.shape(folder))
+        except ShardError:  # its shape is a finding of the audit
+            continue
+    owned = owned_tensors(linears.values())
+    plain = sum(folder.info(name).elements for name in folder if name not in owned)
+    return StoredSize(folder.weight_bytes, quantized_weights + plain, quantized_bytes, quantized_weights)
+
+
+def gguf_size(path: Path) -> StoredSize:
+    """Return the size of a GGUF file's tensors."""
+    tensors = open_gguf(path)
+    weights = sum(int(t.n_elements) for name, t in tensors.items() if not name.endswith(GGUF_SCALES))
+    return StoredSize(sum(int(t.n_bytes) for t in tensors.values()), weights)

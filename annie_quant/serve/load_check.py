@@ -1,0 +1,45 @@
+"""Check that a runtime loads a checkpoint before its command is printed or started."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from annie_quant import checkpoint
+from annie_quant.errors import CheckpointError, UsageError
+from annie_quant.serve import recipes
+from annie_quant.serve.runtimes import llama_cpp
+
+
+def check_loadable(model: Path, runtime: str, recipe: str | None = None) -> list[str]:
+    """Audit a model for one runtime.
+
+    recipe: its name; None: the newest. llama.cpp has none and needs a GGUF file.
+
+    Returns notes for the user: the recipe with its date and who ran it, and findings that the runtime tolerates.
+    Raises UsageError where `model` is not what the runtime serves, CheckpointError where it is not loaded by the rules of
+    annie_quant.checkpoint.loader_support.
+    """
+    if runtime == llama_cpp.NAME:
+        llama_cpp.check_file(model)
+        return []
+    name, chosen = recipes.choose(runtime, recipe)
+    quoted = shlex.quote(str(model))
+    if not (model / "config.json").is_file():
+        raise UsageError(f"{model} is not a model folder", f"{runtime} serves a safetensors checkpoint")
+    audit = checkpoint.audit(model)
+    support = {line.partition(": ")[0].lower(): line.partition(": ")[2] for line in audit.summary.loads}
+    verdict = support.get(runtime)
+    if verdict is None:  # its files cannot be read
+        first = f": {audit.findings[0].message}" if audit.findings else ""
+        raise CheckpointError(f"{model} cannot be served{first}", f"annie-quant audit {quoted}")
+    if verdict.startswith("no, "):
+        raise CheckpointError(
+            f"{runtime} does not load {model}: {verdict.removeprefix('no, ')}", f"annie-quant audit {quoted}"
+        )
+    notes = [f"recipe {runtime} {name}: {chosen.note} (source: {chosen.source})"]
+    if verdict != "yes":
+        notes.append(f"{runtime} loads it: {verdict}")
+    if audit.findings:
+        notes.append(f"{len(audit.findings)} findings in {model}: annie-quant audit {quoted}")
+    return notes

@@ -1,0 +1,98 @@
+"""Terminal output: heartbeats on a pipe, and the figures of printed mappings."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from paths import ROOT
+
+from annie_quant.cli.console import Console, value_text
+
+module = importlib.import_module("annie_quant.cli.console")  # annie_quant.cli.console is also an object
+
+
+def test_a_pipe_gets_a_line_while_a_task_runs(monkeypatch, capsys):
+    monkeypatch.setattr(module, "HEARTBEAT_S", 0.05)
+    console = Console()
+    with console.task("measure") as step:
+        step.update(3, 10, "alpha · factual")
+        time.sleep(0.3)
+        step.message("writing")
+        time.sleep(0.3)
+    lines = capsys.readouterr().err.splitlines()
+    beats = [line for line in lines if line.startswith("… ")]
+    assert len(beats) >= 2 and beats[0] == "… measure, 0 s: 3 of 10, alpha · factual" and "writing" in beats[-1]
+    assert lines[-1].startswith("✓ measure")
+    assert not any(t.name.endswith("heartbeat") for t in threading.enumerate())
+
+
+def test_a_short_task_and_a_secondary_process_write_no_heartbeat(monkeypatch, capsys):
+    with Console().task("short"):
+        pass
+    assert capsys.readouterr().err.splitlines() == ["✓ short 0.0 s"]
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(module, "HEARTBEAT_S", 0.01)
+    with Console().task("other"):
+        time.sleep(0.1)
+    assert capsys.readouterr().err == ""
+
+
+def test_the_thread_ends_with_an_error_of_the_task():
+    with pytest.raises(RuntimeError), Console().task("fails"):
+        raise RuntimeError
+    assert not any(t.name.endswith("heartbeat") for t in threading.enumerate())
+
+
+def test_a_closed_pipe_does_not_end_the_task():
+    code = (
+        "import importlib, os, sys, time\n"
+        "module = importlib.import_module('annie_quant.cli.console')\n"
+        "module.HEARTBEAT_S = 0.02\n"
+        "r, w = os.pipe(); os.close(r); os.dup2(w, 2)\n"
+        "with module.Console().task('x'):\n"
+        "    time.sleep(0.5)\n"
+        "    os.dup2(os.open('/dev/null', os.O_WRONLY), 2)\n"
+        "print('finished')\n"
+        "sys.stdout.flush(); os._exit(0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout == "finished\n" and done.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "text"),
+    [
+        ("kl", 0.067312359864528, "0.06731"),
+        ("size_bytes", 5204008, "5.204 MB (5,204,008 bytes)"),
+        ("size_bytes", 12, "12"),
+        ("weights", 7500720, "7500720"),
+        ("ok", True, "True"),
+        ("shares", [0.123456789, 2], "0.1235, 2"),
+    ],
+)
+def test_values_are_short(key, value, text):
+    assert value_text(key, value) == text
+
+
+def test_a_value_that_is_unknown_has_no_row(capsys):
+    Console().print_mapping("x", {"size_bytes": None, "rel_l2": 0.08562429379285291})
+    out = capsys.readouterr().out
+    assert "0.08562 " in out and "None" not in out and "size_bytes" not in out
+
+
+def test_every_message_has_decimal_units():
+    """MB and GB only: in one report MiB next to MB make sizes look different. host.py reads nvidia-smi's MiB."""
+    binary = []
+    for path in sorted((ROOT / "annie_quant").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+            if re.search(r"\b[MG]iB\b", text) and path.name not in ("host.py", "direct.py"):
+                binary.append(f"{path.name}:{node.lineno}: {text[:60]}")
+    assert not binary

@@ -141,7 +141,7 @@ def identity(backend: Backend, timeout_s: float = PROBE_TIMEOUT_S) -> Identity:
     )
 
 
-def _page(backend: Backend, path: str, timeout_s: float, caveats: list[str]) -> dict[str, Any]:
+def _page(backend: Backend, path: str, timeout_s: float, caveats: list[str]) -> Mapping[str, object]:
     """Return the JSON object at `path`; {} with a caveat for anything else that a server sends with status 200."""
     try:
         page = get_json(backend, path, timeout_s)
@@ -153,7 +153,7 @@ def _page(backend: Backend, path: str, timeout_s: float, caveats: list[str]) -> 
     return page if isinstance(page, dict) else {}
 
 
-def _field(page: dict[str, Any], name: str, kind: type[T], path: str, caveats: list[str]) -> T | None:
+def _field(page: Mapping[str, object], name: str, kind: type[T], path: str, caveats: list[str]) -> T | None:
     """Return page[name] if it has the expected type; None, with a caveat, for another type."""
     value = page.get(name)
     if value is None or isinstance(value, kind):

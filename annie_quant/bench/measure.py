@@ -24,7 +24,7 @@ from annie_quant.judge.answers import assistant_message
 from annie_quant.judge.library import build_workload
 from annie_quant.judge.workloads import Case, Workload
 from annie_quant.progress import Progress
-from annie_quant.schema import BenchConfig, EarlyStop, Ended, Identity, MemoryLevels, RequestRecord
+from annie_quant.schema import BenchConfig, ChatMessage, EarlyStop, Ended, Identity, MemoryLevels, RequestRecord
 
 OnRecord = Callable[[RequestRecord], None]
 
@@ -60,7 +60,7 @@ class Turn:
     record: RequestRecord
     body: dict[str, Any]
     case: Case
-    history: list[dict[str, Any]]
+    history: list[ChatMessage]
 
 
 class Measurement:
@@ -155,7 +155,7 @@ class Measurement:
 
     def _visit(self, visit: Visit, cold: bool = False) -> None:
         """Send one visit, turn by turn; the turns of all its conversations are sent together."""
-        histories: list[list[dict[str, Any]]] = [[] for _ in visit.cases]
+        histories: list[list[ChatMessage]] = [[] for _ in visit.cases]
         for turn in range(max(case.n_turns for case, _ in visit.cases)):
             turns = []
             for history, (case, repeat) in zip(histories, visit.cases, strict=True):

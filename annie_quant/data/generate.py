@@ -242,7 +242,11 @@ class _Run:
         first = len(self.rows_of(category))
         rows: list[dict[str, Any]] = []
         for conversation in batch.rows:
-            row = {"id": f"{category.name}-{first + len(rows):04d}", "category": category.name, **conversation}
+            row: dict[str, Any] = {
+                "id": f"{category.name}-{first + len(rows):04d}",
+                "category": category.name,
+                **conversation,
+            }
             row |= {"provenance": provenance, "split": self.split}
             reason = self.drop_reason(row, finder)
             if reason:

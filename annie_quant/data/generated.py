@@ -13,10 +13,13 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
+
 from annie_quant.data import exchanges
 from annie_quant.data.tool_exchanges import ToolExchange, abstention, draw_exchange
 from annie_quant.judge.gates import REFERENCE_GATES
 from annie_quant.persona import Persona
+from annie_quant.schema import CaseFile, WorkloadFile
 
 SPLIT = "gate"
 MAX_TOKENS = 160
@@ -24,8 +27,8 @@ MAX_DRAWS = 50  # attempts per case to draw a prompt that does not exist yet
 TALK_SHARE = 3  # conversations of several turns: n / TALK_SHARE of them
 
 
-def documents(persona: Persona, n: int, seed: int = 0) -> Iterator[dict[str, Any]]:
-    """Yield workloads as their JSON files have them, with about n cases each."""
+def documents(persona: Persona, n: int, seed: int = 0) -> Iterator[WorkloadFile]:
+    """Yield workloads with about n cases each."""
     tools = [t["function"]["name"] for t in persona.tools]
     if tools:
         yield _document(persona, "tool_calls", ("tool_call", "tool_arguments"), _cases(n, seed, _call_case, persona))
@@ -38,30 +41,30 @@ def documents(persona: Persona, n: int, seed: int = 0) -> Iterator[dict[str, Any
     yield _document(persona, "talk", (), _cases(n // TALK_SHARE, seed, _talk_case, persona))
 
 
-def _document(persona: Persona, name: str, gates: tuple[str, ...], cases: list[dict[str, Any]]) -> dict[str, Any]:
-    return {
-        "name": name,
-        "description": f"{name.replace('_', ' ')} of {persona.name}, made from the tools' schemas",
-        "tools": "persona" if persona.tools else None,
-        "persona": persona.source or None,
-        "max_tokens": MAX_TOKENS,
-        "gates": [*gates, *REFERENCE_GATES],
-        "cases": [{"id": f"{name}-{i:03d}", **case} for i, case in enumerate(cases)],
-    }
+def _document(persona: Persona, name: str, gates: tuple[str, ...], cases: list[CaseFile]) -> WorkloadFile:
+    return WorkloadFile(
+        name=name,
+        description=f"{name.replace('_', ' ')} of {persona.name}, made from the tools' schemas",
+        tools="persona" if persona.tools else None,
+        persona=persona.source or None,
+        max_tokens=MAX_TOKENS,
+        gates=[*gates, *REFERENCE_GATES],
+        cases=[msgspec.structs.replace(case, id=f"{name}-{i:03d}") for i, case in enumerate(cases)],
+    )
 
 
 def _cases(
-    n: int, seed: int, draw: Callable[[Persona, random.Random, int], dict[str, Any] | None], persona: Persona
-) -> list[dict[str, Any]]:
+    n: int, seed: int, draw: Callable[[Persona, random.Random, int], CaseFile | None], persona: Persona
+) -> list[CaseFile]:
     """Return up to n different cases, fewer where the templates have no more."""
     rng = random.Random(f"{seed}:{draw.__name__}")
-    cases: list[dict[str, Any]] = []
+    cases: list[CaseFile] = []
     prompts: set[str] = set()
     for _ in range(n * MAX_DRAWS):
         if len(cases) == n:
             break
         case = draw(persona, rng, len(cases))
-        key = str(case.get("messages") or case.get("turns")) if case else ""
+        key = str(case.messages or case.turns) if case else ""
         if case and key not in prompts:
             prompts.add(key)
             cases.append(case)
@@ -78,43 +81,43 @@ def _exchange(persona: Persona, rng: random.Random, index: int, calls: int) -> T
     return None
 
 
-def _call_case(persona: Persona, rng: random.Random, index: int) -> dict[str, Any] | None:
+def _call_case(persona: Persona, rng: random.Random, index: int) -> CaseFile | None:
     exchange = _exchange(persona, rng, index, 1)
     if exchange is None:
         return None
     call = exchange.calls[0]
     # A list is a list of alternatives in `arguments`.
     arguments = {key: [value] if isinstance(value, list) else value for key, value in call.arguments.items()}
-    return {"messages": [_user(exchange.user)], "expect": {"tool": call.name, "arguments": arguments}}
+    return _prompt(exchange.user, {"tool": call.name, "arguments": arguments})
 
 
-def _parallel_case(persona: Persona, rng: random.Random, index: int) -> dict[str, Any] | None:
+def _parallel_case(persona: Persona, rng: random.Random, index: int) -> CaseFile | None:
     exchange = _exchange(persona, rng, index, 2)
     if exchange is None:
         return None
     calls = [{call.name: _allowed(call.arguments)} for call in exchange.calls]
-    return {"messages": [_user(exchange.user)], "expect": {"calls": calls}}
+    return _prompt(exchange.user, {"calls": calls})
 
 
-def _result_case(persona: Persona, rng: random.Random, index: int) -> dict[str, Any] | None:
+def _result_case(persona: Persona, rng: random.Random, index: int) -> CaseFile | None:
     exchange = _exchange(persona, rng, index, 1)
     if exchange is None:
         return None
     results = [{"name": c.name, "arguments": c.arguments, "content": c.result} for c in exchange.calls]
     expected: dict[str, Any] = {"contains": [exchange.fact]} if exchange.fact else {}
-    return {"turns": [exchange.user, {"results": results}], "expect": {"turns": [{}, expected]}}
+    return CaseFile(id=0, turns=[exchange.user, {"results": results}], expect={"turns": [{}, expected]})
 
 
-def _no_tool_case(persona: Persona, rng: random.Random, index: int) -> dict[str, Any]:
+def _no_tool_case(persona: Persona, rng: random.Random, index: int) -> CaseFile:
     refusal = abstention(persona, rng, SPLIT) if index % 2 else None
     if refusal is not None:
-        return {"messages": [_user(refusal[0])], "expect": {"no_tool": True}}
+        return _prompt(refusal[0], {"no_tool": True})
     exchange = exchanges.draw(("greeting", "factual", "conversational")[index % 3], rng, SPLIT)
-    return {"messages": [_user(_named(exchange.user, persona))], "expect": {"no_tool": True}}
+    return _prompt(_named(exchange.user, persona), {"no_tool": True})
 
 
-def _talk_case(persona: Persona, rng: random.Random, index: int) -> dict[str, Any]:
-    return {"turns": [_named(turn.user, persona) for turn in exchanges.conversation(rng, SPLIT)]}
+def _talk_case(persona: Persona, rng: random.Random, index: int) -> CaseFile:
+    return CaseFile(id=0, turns=[_named(turn.user, persona) for turn in exchanges.conversation(rng, SPLIT)])
 
 
 def _allowed(value: Any) -> Any:
@@ -124,8 +127,9 @@ def _allowed(value: Any) -> Any:
     return [_allowed(item) for item in value] if isinstance(value, list) else value
 
 
-def _user(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
+def _prompt(text: str, expect: dict[str, Any]) -> CaseFile:
+    """Return a case of one user's message; its id is set with its place in the workload."""
+    return CaseFile(id=0, messages=[{"role": "user", "content": text}], expect=expect)
 
 
 def _named(text: str, persona: Persona) -> str:

@@ -31,8 +31,10 @@ from annie_quant.files import write_json, write_text
 from annie_quant.judge.library import build_workload
 from annie_quant.persona import PERSONA_FILE, Persona, load_persona
 from annie_quant.progress import SILENT, Progress
+from annie_quant.schema import CaseFile, ChatRow, RowProvenance, WorkloadFile
 
 CALIBRATION_FILE, CARD_FILE = "calibration.jsonl", "README.md"
+PERSONA_FIELDS = ("name", "system_prompt", "tools", "rules", "examples")  # those that persona.json gets
 MIN_CASES = 100  # per behaviour, from which on a gate is decided by an interval
 MAX_CONVERSATIONS = 600  # per behaviour, for calibration and gates together
 GATE_SHARE = 0.6
@@ -95,11 +97,11 @@ def initialize(sources: Sources, output: Path, force: bool = False, progress: Pr
         reasons = "; ".join(sample.problems.lines()) or "the files are empty"
         raise UsageError(f"the logs have no conversation that can be used: {reasons}", "--logs takes chat logs")
     lines = [f"left out: {line}" for line in sample.problems.lines()]
-    document = persona_document(sources, sample, scanner, lines)
+    persona = persona_of(sources, sample, scanner, lines)
     (output / WORKLOADS).mkdir(parents=True, exist_ok=True)
     for old in (output / WORKLOADS).glob("*.json"):
         old.unlink()
-    write_json(output / PERSONA_FILE, document)
+    write_json(output / PERSONA_FILE, {name: getattr(persona, name) for name in PERSONA_FIELDS})
     persona = load_persona(output / PERSONA_FILE)
     persona = msgspec.structs.replace(persona, source=str(output))
     rows, gates = split(sample, persona, scanner, lines)
@@ -127,7 +129,7 @@ def initialize(sources: Sources, output: Path, force: bool = False, progress: Pr
         tools=[t["function"]["name"] for t in persona.tools],
         conversations=sample.pool.n,
         calibration_rows=len(rows),
-        cases={document["name"]: len(document["cases"]) for document in stored},
+        cases={document.name: len(document.cases) for document in stored},
         behaviours=behaviours,
         short=short,
         masked={kind: n for kind, n in scanner.counts.items() if n},
@@ -164,8 +166,8 @@ def read_sample(sources: Sources, progress: Progress) -> _Sample:
     return sample
 
 
-def persona_document(sources: Sources, sample: _Sample, scanner: Scanner, lines: list[str]) -> dict[str, Any]:
-    """Return persona.json: the given prompt and tools, else those of the logs."""
+def persona_of(sources: Sources, sample: _Sample, scanner: Scanner, lines: list[str]) -> Persona:
+    """Return the persona: the given prompt and tools, else those of the logs."""
     prompt = sources.prompt
     if prompt is None:
         prompt, n = next(iter(sample.prompts.most_common(1)), ("", 0))
@@ -184,13 +186,11 @@ def persona_document(sources: Sources, sample: _Sample, scanner: Scanner, lines:
             f"the logs call {len(tools)} tools and list none: their schemas are inferred from the calls; "
             "--tools FILE gives the real ones"
         )
-    return {
-        "name": sources.name or "Assistant",
-        "system_prompt": masked,
-        "tools": [{"type": "function", "function": scanner.masked(t["function"])} for t in tools],
-        "rules": [],
-        "examples": [],
-    }
+    return Persona(
+        name=sources.name or "Assistant",
+        system_prompt=masked,
+        tools=tuple({"type": "function", "function": scanner.masked(t["function"])} for t in tools),
+    )
 
 
 def inferred_tools(sample: _Sample) -> list[dict[str, Any]]:
@@ -199,7 +199,7 @@ def inferred_tools(sample: _Sample) -> list[dict[str, Any]]:
     for _, conversation in sample.pool.conversations():
         for message in conversation.messages:
             for call in message.get("tool_calls") or ():
-                seen_in.setdefault(call["function"]["name"], []).append(call["function"]["arguments"])
+                seen_in.setdefault(str(call["function"]["name"]), []).append(call["function"]["arguments"])
     return [
         {
             "type": "function",
@@ -226,9 +226,7 @@ def _schema(values: Sequence[Any]) -> dict[str, Any]:
     return {"type": kinds.pop()} if len(kinds) == 1 else {}
 
 
-def split(
-    sample: _Sample, persona: Persona, scanner: Scanner, lines: list[str]
-) -> tuple[list[dict[str, Any]], GateCases]:
+def split(sample: _Sample, persona: Persona, scanner: Scanner, lines: list[str]) -> tuple[list[ChatRow], GateCases]:
     """Return calibration rows and gate cases of disjoint conversations, none of them nearly a repetition of another."""
     offered = {t["function"]["name"] for t in persona.tools}
     conversations = without_prefixes(list(sample.pool.conversations()))
@@ -254,7 +252,7 @@ def split(
         lines.append(f"left out: {n_repeated:,} conversations that repeat another one, or nearly")
     for name, n in sorted(n_missing.items()):
         lines.append(f"left out: {n} conversations that call {name}, which is not among the tools")
-    rows: list[dict[str, Any]] = []
+    rows: list[ChatRow] = []
     for_gates: list[Conversation] = []
     for part in chosen.values():
         for_calibration = [c for c in part if c.has_answer]
@@ -271,21 +269,20 @@ def split(
     return rows, gates
 
 
-def fill_up(persona: Persona, behaviours: dict[str, int], lines: list[str], seed: int) -> list[dict[str, Any]]:
+def fill_up(persona: Persona, behaviours: dict[str, int], lines: list[str], seed: int) -> list[WorkloadFile]:
     """Return generated workloads and count their cases in `behaviours`."""
     stored = []
     for document in documents(persona, 120, seed):
-        document |= {"name": f"generated_{document['name']}", "persona": ".."}
-        stored.append(document)
-        for case in document["cases"]:
+        stored.append(msgspec.structs.replace(document, name=f"generated_{document.name}", persona=".."))
+        for case in document.cases:
             for name in _behaviours_of(case):
                 behaviours[name] = behaviours.get(name, 0) + 1
-    lines.append(f"{sum(len(d['cases']) for d in stored)} gate prompts are made from the tools' schemas (generated_*)")
+    lines.append(f"{sum(len(d.cases) for d in stored)} gate prompts are made from the tools' schemas (generated_*)")
     return stored
 
 
-def _behaviours_of(case: dict[str, Any]) -> Iterable[str]:
-    expect = case.get("expect") or {}
+def _behaviours_of(case: CaseFile) -> Iterable[str]:
+    expect = case.expect or {}
     if expect.get("tool"):
         yield f"calls {expect['tool']}"
     elif expect.get("no_tool"):
@@ -294,16 +291,20 @@ def _behaviours_of(case: dict[str, Any]) -> Iterable[str]:
         yield "answers from a result"
 
 
-def generated_rows(persona: Persona, seed: int, lines: list[str]) -> list[dict[str, Any]]:
+def generated_rows(persona: Persona, seed: int, lines: list[str]) -> list[ChatRow]:
     """Return the offline teacher's calibration conversations."""
     from annie_quant.data.teachers import offline
 
     teacher = offline.Offline("calibration")
     per_category = max(1, N_GENERATED_ROWS // len(persona.categories))
     rows = []
+    provenance: RowProvenance = {
+        "teacher": "offline",
+        "model": offline.MODEL,
+        "persona": persona.source,
+        "prompt_sha256": persona.prompt_sha256,
+    }
     for category in persona.categories:
-        provenance = {"teacher": "offline", "model": offline.MODEL, "persona": persona.source}
-        provenance["prompt_sha256"] = persona.prompt_sha256
         for i, row in enumerate(teacher.conversations(persona, category, per_category, f"{seed}:{category.name}")):
             row |= {"id": f"{category.name}-{i:04d}", "category": category.name, "provenance": provenance}
             rows.append(row)
@@ -311,7 +312,8 @@ def generated_rows(persona: Persona, seed: int, lines: list[str]) -> list[dict[s
     return rows
 
 
-def write_workloads(output: Path, stored: Sequence[dict[str, Any]]) -> None:
+def write_workloads(output: Path, stored: Sequence[WorkloadFile]) -> None:
     for document in stored:
-        build_workload({**document, "persona": None, "tools": None}, document["name"])  # checked before it is written
-        write_json(output / WORKLOADS / f"{document['name']}.json", document)
+        alone = msgspec.structs.replace(document, persona=None, tools=None)
+        build_workload(msgspec.to_builtins(alone), document.name)  # checked before it is written
+        write_json(output / WORKLOADS / f"{document.name}.json", msgspec.to_builtins(document))

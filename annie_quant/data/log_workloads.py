@@ -16,6 +16,7 @@ from annie_quant.data.logs.rows import row_of, with_text_arguments
 from annie_quant.data.validate import form_faults
 from annie_quant.judge.gates import REFERENCE_GATES
 from annie_quant.persona import Persona
+from annie_quant.schema import CaseFile, ChatMessage, ChatRow, WorkloadFile
 
 CASES_PER_CONVERSATION = 4
 MIN_TOKENS, MAX_TOKENS = 64, 1024
@@ -38,7 +39,7 @@ class GateCases:
         self.persona = persona
         self.behaviours: Counter[str] = Counter()
         self.shared = 0
-        self._cases: dict[tuple[str, bool], list[dict[str, Any]]] = {}
+        self._cases: dict[tuple[str, bool], list[CaseFile]] = {}
         self._lengths: dict[tuple[str, bool], list[int]] = {}
         self._calibration = DuplicateFinder((str(row["id"]), text) for row in calibration for text in prompts_of(row))
         self._prompts = {kind: DuplicateFinder() for kind in DESCRIPTIONS}
@@ -52,7 +53,7 @@ class GateCases:
                 "results"
                 if prompt[-1]["role"] == "tool"
                 else "calls"
-                if (logged or {}).get("tool_calls")
+                if logged is not None and logged.get("tool_calls")
                 else "answers"
             )
             text = prompt_text(prompt)
@@ -68,19 +69,20 @@ class GateCases:
         self,
         kind: str,
         conversation: Conversation,
-        prompt: Sequence[Mapping[str, Any]],
-        logged: Mapping[str, Any] | None,
+        prompt: Sequence[ChatMessage],
+        logged: ChatMessage | None,
     ) -> None:
         key = (kind, conversation.thinking)
         cases = self._cases.setdefault(key, [])
-        case: dict[str, Any] = {"id": f"{kind}-{len(cases):04d}", "messages": [plain(m) for m in prompt]}
+        messages = [plain(m) for m in prompt]
         if conversation.system is not None and conversation.system.strip() != self.persona.system_prompt:
-            case["messages"].insert(0, {"role": "system", "content": conversation.system})
+            messages.insert(0, {"role": "system", "content": conversation.system})
+        case = CaseFile(id=f"{kind}-{len(cases):04d}", messages=messages)
         if conversation.tools is not None and conversation.tools != list(self.persona.tools):
-            case["tools"] = conversation.tools
+            case.tools = conversation.tools
         if logged is not None:
-            calls = [c["function"]["name"] for c in logged.get("tool_calls") or ()]
-            case["expect"] = {"logged": {"calls": calls}}
+            calls = [str(c["function"]["name"]) for c in logged.get("tool_calls") or ()]
+            case.expect = {"logged": {"calls": calls}}
             arguments = [c["function"]["arguments"] for c in logged.get("tool_calls") or ()]
             length = len(logged["content"]) + len(str(arguments)) + len(logged.get("reasoning_content") or "")
             self._lengths.setdefault(key, []).append(length)
@@ -93,19 +95,19 @@ class GateCases:
             self.behaviours["several turns"] += 1
         cases.append(case)
 
-    def documents(self, persona: Persona) -> Iterator[dict[str, Any]]:
-        """Yield workloads as their JSON files have them."""
+    def documents(self, persona: Persona) -> Iterator[WorkloadFile]:
+        """Yield the workloads, one per kind of answer."""
         for (kind, thinking), cases in sorted(self._cases.items()):
-            yield {
-                "name": f"{kind}_thinking" if thinking else kind,
-                "description": f"{DESCRIPTIONS[kind]}, from logs",
-                "persona": "..",
-                "tools": "persona" if persona.tools else None,
-                "thinking": thinking,
-                "max_tokens": max_tokens(self._lengths.get((kind, thinking), ())),
-                "gates": [*REFERENCE_GATES, *(["logged_tool"] if persona.tools else [])],
-                "cases": cases,
-            }
+            yield WorkloadFile(
+                name=f"{kind}_thinking" if thinking else kind,
+                description=f"{DESCRIPTIONS[kind]}, from logs",
+                persona="..",
+                tools="persona" if persona.tools else None,
+                thinking=thinking,
+                max_tokens=max_tokens(self._lengths.get((kind, thinking), ())),
+                gates=[*REFERENCE_GATES, *(["logged_tool"] if persona.tools else [])],
+                cases=cases,
+            )
 
 
 def answer_positions(conversation: Conversation) -> list[int]:
@@ -128,7 +130,7 @@ def answer_positions(conversation: Conversation) -> list[int]:
     return sorted(sorted(positions, key=lambda i: (rank(i), i))[:CASES_PER_CONVERSATION])
 
 
-def calibration_row(conversation: Conversation, persona: Persona, index: int) -> dict[str, Any] | None:
+def calibration_row(conversation: Conversation, persona: Persona, index: int) -> ChatRow | None:
     """Return a conversation as a calibration row; None if its form is invalid, as with arguments that fit no schema."""
     row = row_of(conversation, index, persona.system_prompt, persona.tools)
     row["provenance"] |= {"persona": persona.source, "prompt_sha256": persona.prompt_sha256}
@@ -149,9 +151,11 @@ def prompt_text(messages: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(texts + [str(m["content"]) for m in messages[-1:] if m["role"] == "tool"])
 
 
-def plain(message: Mapping[str, Any]) -> dict[str, Any]:
+def plain(message: ChatMessage) -> ChatMessage:
     """Return a message of a prompt: earlier thinking is not part of it."""
-    return with_text_arguments({k: v for k, v in message.items() if k != "reasoning_content"})
+    result = with_text_arguments(message)
+    result.pop("reasoning_content", None)
+    return result
 
 
 def max_tokens(lengths: Sequence[int]) -> int:

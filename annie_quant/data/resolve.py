@@ -15,7 +15,8 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 from annie_quant import judge
 from annie_quant.errors import UsageError
@@ -23,6 +24,7 @@ from annie_quant.files import sha256_text
 from annie_quant.judge.library import FOLDER, build_workload
 from annie_quant.judge.workloads import Workload
 from annie_quant.persona import Persona, load_persona
+from annie_quant.schema import WorkloadFile
 
 PathLike = str | os.PathLike[str]
 WORKLOADS = "workloads"  # the folder next to a persona's file
@@ -71,8 +73,9 @@ def generated_workloads(persona: Persona, n: int = N_GENERATED, seed: int = 0) -
     return [with_persona(_built(document), persona) for document in documents(persona, n, seed)]
 
 
-def _built(document: dict[str, Any]) -> Workload:
-    return replace(build_workload(document), sha256=sha256_text(json.dumps(document, sort_keys=True)))
+def _built(document: WorkloadFile) -> Workload:
+    content = msgspec.to_builtins(document)
+    return replace(build_workload(content), sha256=sha256_text(json.dumps(content, sort_keys=True)))
 
 
 def with_persona(workload: Workload, persona: Persona) -> Workload:

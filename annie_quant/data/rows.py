@@ -110,7 +110,7 @@ def dataset_rows(path: Path) -> list[dict[str, Any]]:
     from annie_quant.data.logs.rows import row_of
 
     problems = Problems()
-    rows = [row_of(c, i) for i, c in enumerate(read_logs([path], problems)) if c.has_answer]
+    rows: list[dict[str, Any]] = [{**row_of(c, i)} for i, c in enumerate(read_logs([path], problems)) if c.has_answer]
     if not rows:
         reasons = "; ".join(problems.lines()) or "it is empty"
         raise UsageError(f"{path} has no conversation with an answer: {reasons}", "annie-quant data --persona annie")

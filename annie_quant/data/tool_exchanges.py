@@ -21,6 +21,7 @@ from annie_quant.data.words import MY_TOPICS, WORDS
 from annie_quant.errors import UsageError
 from annie_quant.files import ASSETS
 from annie_quant.persona import Persona
+from annie_quant.schema import ChatCall, ChatMessage
 
 BySplit = dict[str, tuple[str, ...]]
 ANNIE_TEMPLATES = {"search_memory": memory, "web_search": web}
@@ -55,7 +56,7 @@ class Call:
     arguments: dict[str, Any]
     result: str
 
-    def openai(self) -> dict[str, Any]:
+    def openai(self) -> ChatCall:
         text = json.dumps(self.arguments, ensure_ascii=False)
         return {"type": "function", "function": {"name": self.name, "arguments": text}}
 
@@ -72,12 +73,13 @@ class ToolExchange:
     reply: str
     fact: str
 
-    def messages(self) -> list[dict[str, Any]]:
+    def messages(self) -> list[ChatMessage]:
         """Return the whole exchange as messages."""
+        results: list[ChatMessage] = [{"role": "tool", "content": call.result} for call in self.calls]
         return [
             {"role": "user", "content": self.user},
             {"role": "assistant", "content": "", "tool_calls": [call.openai() for call in self.calls]},
-            *({"role": "tool", "content": call.result} for call in self.calls),
+            *results,
             {"role": "assistant", "content": self.reply},
         ]
 

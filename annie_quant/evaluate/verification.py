@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,9 +19,10 @@ from annie_quant.evaluate.engine import Engine
 from annie_quant.evaluate.prompts import Answered, Request, Template
 from annie_quant.judge import Answer, Workload
 from annie_quant.judge.answers import assistant_message
+from annie_quant.schema import ChatMessage
 
 Generate = Callable[[Sequence[Request]], list[Completion]]
-Messages = list[dict[str, Any]]
+Messages = list[ChatMessage]
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def answer_workloads(template: Template, workloads: Sequence[Workload], generate
     return answered
 
 
-def message_of(answer: Answer) -> dict[str, Any]:
+def message_of(answer: Answer) -> ChatMessage:
     return assistant_message(answer.text, answer.tool_calls)
 
 

@@ -11,7 +11,7 @@ import sys
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
@@ -22,6 +22,17 @@ CODES = {"float32": 0, "float16": 1, "bfloat16": 2}  # as AQ_F32, AQ_F16, AQ_BF1
 SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "uint8": 1, "float8_e4m3fn": 1}
 _TYPESTRS = {"f4": "float32", "f2": "float16", "V2": "bfloat16", "u1": "uint8", "V1": "float8_e4m3fn"}
 _DLPACK = {(2, 32): "float32", (2, 16): "float16", (4, 16): "bfloat16", (1, 8): "uint8", (10, 8): "float8_e4m3fn"}
+
+
+class CudaArrayInterface(TypedDict):
+    """An array as the CUDA array interface, version 3, has it. data: address, and whether it is read-only."""
+
+    shape: tuple[int, ...]
+    typestr: str
+    data: tuple[int, bool]
+    version: int
+    strides: tuple[int, ...] | None
+    stream: int | None
 
 
 def native() -> Any:
@@ -224,7 +235,7 @@ class DeviceArray:
         self.device = module.pointer_device(self.ptr)
 
     @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
+    def __cuda_array_interface__(self) -> CudaArrayInterface:
         kind = next(k for k, v in _TYPESTRS.items() if v == self.dtype)
         return {
             "shape": self.shape,

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from annie_quant.schema import ToolCall
+from annie_quant.schema import ChatMessage, ToolCall
 
 END_MARKS = ("<|im_end|>", "<|endoftext|>")
 _CALL = re.compile(r"<tool_call>\s*<function=([^>\n]+)>(.*?)</function>\s*</tool_call>", re.DOTALL)
@@ -53,9 +53,9 @@ def from_record(record: Mapping[str, Any]) -> Answer:
     )
 
 
-def assistant_message(text: str, tool_calls: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
+def assistant_message(text: str, tool_calls: Sequence[ToolCall] = ()) -> ChatMessage:
     """Return an answer as the message that the next turn's request contains."""
-    message: dict[str, Any] = {"role": "assistant", "content": text}
+    message: ChatMessage = {"role": "assistant", "content": text}
     if tool_calls:
         message["tool_calls"] = [
             {"type": "function", "function": {"name": c["name"], "arguments": c["arguments"]}} for c in tool_calls

@@ -5,10 +5,10 @@
     salvage(Run, path)      the parts of a document that fit; the others count as missing
     read_bench(folder)      bench.json with its aggregates, wherever they are stored
 
-One module per document: records (records.jsonl), settings (inputs.json), machine (servers, memory), statistics (gates,
-metrics, comparisons), results (aggregates, verdict), run (bench.json, run.json), workloads (workload files), audit (of
-a checkpoint), recipe (annie_quant.json), evaluation (eval/*.json, sensitivity/*.json), search (search.json). A new document
-gets its own module, and its names are added here.
+One module per document: messages (of a chat), records (records.jsonl), settings (inputs.json), machine (servers, memory),
+statistics (gates, metrics, comparisons), results (aggregates, verdict), run (bench.json, run.json), workloads (workload
+files), audit (of a checkpoint), recipe (annie_quant.json), evaluation (eval/*.json, sensitivity/*.json), search
+(search.json). A new document gets its own module, and its names are added here.
 
 Fields that a reader does not know are ignored. `schema_version` is SCHEMA_VERSION in everything written; documents of older
 versions are upgraded when they are decoded. Names of fields end in their unit. JSON Schemas of the public documents are in
@@ -48,6 +48,7 @@ from annie_quant.schema.machine import (
     ModelMeta,
     limited_identity,
 )
+from annie_quant.schema.messages import CalledFunction, ChatCall, ChatMessage, ChatRow, RowProvenance
 from annie_quant.schema.reading import SCHEMA_VERSION, check_version, convert, decode, encode, write
 from annie_quant.schema.recipe import RECIPE_FILE, Recipe
 from annie_quant.schema.records import Load, RequestRecord, ToolCall

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -25,7 +26,7 @@ class Expect(msgspec.Struct, kw_only=True):
     turns: list[Expect] | None = None
 
 
-class CaseFile(msgspec.Struct, kw_only=True):
+class CaseFile(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One prompt (`messages`) or one conversation (`turns`).
 
     messages: may hold earlier answers, tool calls and their results, and a system prompt of its own. turns: the user's
@@ -37,13 +38,13 @@ class CaseFile(msgspec.Struct, kw_only=True):
     """
 
     id: str | int
-    messages: list[dict[str, Any]] | None = None
-    turns: list[str | dict[str, Any]] | None = None
+    messages: Sequence[Mapping[str, Any]] | None = None
+    turns: Sequence[str | Mapping[str, Any]] | None = None
     expect: dict[str, Any] | None = None
     tools: int | list[dict[str, Any]] | None = None
 
 
-class WorkloadFile(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class WorkloadFile(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """A workload as its JSON file has it.
 
     persona: a built-in persona, or a file or folder relative to this file ("..", "./mine.json"); None: no system prompt.
@@ -52,14 +53,14 @@ class WorkloadFile(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """
 
     name: str
-    max_tokens: int
-    gates: list[str]
-    cases: list[CaseFile]
     description: str = ""
+    default: bool = True
     persona: str | None = None
     system: str | None = None
     tools: str | list[dict[str, Any]] | None = None
     thinking: bool = False
+    max_tokens: int
     temperature: float = 0.0
-    default: bool = True
+    gates: list[str]
     extra: dict[str, Any] | None = None
+    cases: list[CaseFile]

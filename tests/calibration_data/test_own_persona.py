@@ -118,8 +118,8 @@ def test_the_stored_workloads_are_those_that_the_grammar_makes():
     for name in ("home", "support"):
         persona = load_persona(name)
         for document in documents(persona, 120):
-            stored = next(w for w in resolve(name) if w.name == document["name"])
-            assert [c.expect for c in stored.cases] == [c.get("expect", {}) for c in document["cases"]]
+            stored = next(w for w in resolve(name) if w.name == document.name)
+            assert [c.expect for c in stored.cases] == [c.expect or {} for c in document.cases]
 
 
 def plain_value(value):

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from annie_quant.schema import ChatMessage
+
 
 class Unusable(Exception):
     """A record is not a conversation that can be used. The message is the reason, the same for all such records."""
@@ -18,7 +20,7 @@ class Conversation:
     format: of the log. source: file name.
     """
 
-    messages: list[dict[str, Any]]
+    messages: list[ChatMessage]
     system: str | None = None
     tools: list[dict[str, Any]] | None = None
     thinking: bool = False
@@ -28,7 +30,7 @@ class Conversation:
     @property
     def calls(self) -> list[str]:
         """Names of all functions that are called, in order."""
-        return [c["function"]["name"] for m in self.messages for c in m.get("tool_calls") or ()]
+        return [str(c["function"]["name"]) for m in self.messages for c in m.get("tool_calls") or ()]
 
     @property
     def has_answer(self) -> bool:

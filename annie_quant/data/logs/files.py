@@ -16,6 +16,7 @@ from annie_quant.data.logs.conversation import Conversation, Problems, Unusable
 from annie_quant.data.logs.records import ROLES, conversation_of, finished, parsed_message
 from annie_quant.data.logs.server_logs import ServerLog
 from annie_quant.errors import UsageError, need
+from annie_quant.schema import ChatMessage
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".log", ".txt", ".parquet", ".arrow", ".gz")
 MAX_LINE = 16 << 20  # bytes
@@ -189,7 +190,7 @@ class Transcript:
     """A transcript with one event or one message per line (OpenClaw and similar agents): one conversation per session."""
 
     def __init__(self) -> None:
-        self._messages: list[dict[str, Any]] = []
+        self._messages: list[ChatMessage] = []
         self._fault = ""
 
     @staticmethod

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from annie_quant.data.logs.conversation import Conversation
+from annie_quant.schema import ChatMessage
 
 POOL_SIZE = 1200  # conversations per behaviour
 MAX_POOLS = 200
@@ -76,7 +77,7 @@ def without_prefixes(conversations: list[tuple[str, Conversation]]) -> list[tupl
     return [item for item, key in zip(conversations, keys, strict=True) if key not in prefixes]
 
 
-def _content(message: dict) -> bytes:
+def _content(message: ChatMessage) -> bytes:
     calls = [[c["function"]["name"], c["function"]["arguments"]] for c in message.get("tool_calls") or ()]
     text = json.dumps([message["role"], message["content"], calls], sort_keys=True, ensure_ascii=False)
     return text.encode("utf-8", "surrogatepass")

@@ -9,6 +9,7 @@ from typing import Any
 
 from annie_quant.data.logs.conversation import Conversation, Unusable
 from annie_quant.judge.answers import parse_raw
+from annie_quant.schema import ChatCall, ChatMessage
 
 ROLES = {
     "system": "system", "developer": "system", "user": "user", "human": "user", "assistant": "assistant",
@@ -41,7 +42,7 @@ def conversation_of(record: Any) -> Conversation:
     return finished(messages, tools, request.get("system") or record.get("system") or record.get("system_prompt"))
 
 
-def finished(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, system: Any = None) -> Conversation:
+def finished(messages: list[ChatMessage], tools: list[dict[str, Any]] | None, system: Any = None) -> Conversation:
     """Return a conversation without what a template could not render. Raises Unusable where nothing is left."""
     systems = [m["content"] for m in messages if m["role"] == "system"]
     prompt = "\n".join(s for s in [str(system)] * bool(system) + systems if s.strip()) or None
@@ -105,7 +106,7 @@ def _answer(record: Mapping[str, Any]) -> Any:
     return choices[0].get("message") if isinstance(choices, list) and choices and isinstance(choices[0], dict) else None
 
 
-def parsed_message(raw: Any) -> Iterator[dict[str, Any]]:
+def parsed_message(raw: Any) -> Iterator[ChatMessage]:
     """Yield one logged message as messages of OpenAI's form. Raises Unusable for an unknown role or an image."""
     if not isinstance(raw, Mapping):
         raise Unusable("a message is not an object")
@@ -137,7 +138,7 @@ def parsed_message(raw: Any) -> Iterator[dict[str, Any]]:
             yield {"role": role, "content": text}
 
 
-def _content(content: Any) -> tuple[str, str, list[dict[str, Any]], list[dict[str, Any]]]:
+def _content(content: Any) -> tuple[str, str, list[ChatCall], list[ChatMessage]]:
     """Return text, thinking, calls and results of a content: a text, or a list of blocks."""
     if content is None or isinstance(content, str):
         return content or "", "", [], []
@@ -145,7 +146,10 @@ def _content(content: Any) -> tuple[str, str, list[dict[str, Any]], list[dict[st
         content = [content]
     if not isinstance(content, list):
         return json.dumps(content, ensure_ascii=False), "", [], []
-    texts, thoughts, calls, results = [], [], [], []
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[ChatCall] = []
+    results: list[ChatMessage] = []
     for block in content:
         if isinstance(block, str):
             texts.append(block)
@@ -166,7 +170,7 @@ def _content(content: Any) -> tuple[str, str, list[dict[str, Any]], list[dict[st
     return "\n".join(texts), "\n".join(thoughts), calls, results
 
 
-def _parsed(text: str) -> tuple[str, str, list[dict[str, Any]]]:
+def _parsed(text: str) -> tuple[str, str, list[ChatCall]]:
     """Return text, thinking and calls of an answer that has its calls and thinking in tags (Hermes, Qwen)."""
     opened = _THINK.match(text)
     thoughts = opened[1].strip() if opened else ""
@@ -180,7 +184,7 @@ def _parsed(text: str) -> tuple[str, str, list[dict[str, Any]]]:
     return text.strip(), thoughts, calls
 
 
-def _call(raw: Mapping[str, Any]) -> dict[str, Any]:
+def _call(raw: Mapping[str, Any]) -> ChatCall:
     function = raw.get("function") if isinstance(raw.get("function"), Mapping) else raw
     assert isinstance(function, Mapping)
     arguments = function.get("arguments", function.get("parameters"))
@@ -190,7 +194,10 @@ def _call(raw: Mapping[str, Any]) -> dict[str, Any]:
         raise Unusable("a tool call without a name")
     if not isinstance(arguments or {}, Mapping):
         raise Unusable("tool arguments that are not a JSON object")
-    call = {"type": "function", "function": {"name": str(function["name"]), "arguments": dict(arguments or {})}}
+    call: ChatCall = {
+        "type": "function",
+        "function": {"name": str(function["name"]), "arguments": dict(arguments or {})},
+    }
     return {"id": str(raw["id"]), **call} if raw.get("id") else call
 
 
@@ -235,19 +242,25 @@ def tools_of(raw: Any) -> list[dict[str, Any]] | None:
     return tools or None
 
 
-def _assistant(text: str, thoughts: str, calls: list[dict[str, Any]]) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": text}
+def _assistant(text: str, thoughts: str, calls: list[ChatCall]) -> ChatMessage:
+    message: ChatMessage = {"role": "assistant", "content": text}
     if calls:
         message["tool_calls"] = calls
-    return message | ({"reasoning_content": thoughts.strip()} if thoughts.strip() else {})
+    if thoughts.strip():
+        message["reasoning_content"] = thoughts.strip()
+    return message
 
 
-def _result(text: str, name: Any, identity: Any) -> dict[str, Any]:
-    message = {"role": "tool", "content": text}
-    return message | ({"name": str(name)} if name else {}) | ({"tool_call_id": str(identity)} if identity else {})
+def _result(text: str, name: Any, identity: Any) -> ChatMessage:
+    message: ChatMessage = {"role": "tool", "content": text}
+    if name:
+        message["name"] = str(name)
+    if identity:
+        message["tool_call_id"] = str(identity)
+    return message
 
 
-def _linked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _linked(messages: list[ChatMessage]) -> list[ChatMessage]:
     """Return the messages with the ids of calls and results as call_1, call_2, ...: the log's own ids mean nothing here."""
     numbers: dict[str, str] = {}
     waiting: list[str] = []

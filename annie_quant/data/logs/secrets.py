@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from annie_quant.schema import ChatMessage
 from annie_quant.stream.redact import is_secret_name
 
 MASK = "[masked]"
@@ -62,9 +63,9 @@ class Scanner:
             return {key: self._field(key, item) for key, item in value.items()}
         return [self.masked(item) for item in value] if isinstance(value, (list, tuple)) else value
 
-    def conversation(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def conversation(self, messages: list[ChatMessage]) -> list[ChatMessage]:
         """Return the messages without secrets, and without the names that users state, if `personal`."""
-        result = self.masked(messages)
+        result: list[ChatMessage] = self.masked(messages)
         if not self._personal:
             return result
         names = {n for m in messages if m["role"] == "user" for n in _NAME.findall(m["content"])}

@@ -18,6 +18,7 @@ from typing import Any
 
 from annie_quant.data.logs.conversation import Conversation, Unusable
 from annie_quant.data.logs.records import conversation_of, finished, parsed_message, tools_of
+from annie_quant.schema import ChatMessage
 
 _LITERAL = r"('(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\")"
 _VLLM_PROMPT = re.compile(rf"(?:Received request|Request) (\S+?):?(?: details)?: prompt: {_LITERAL}")
@@ -77,7 +78,7 @@ def chatml(prompt: str, answer: str) -> Conversation:
     turns = _TURN.findall(prompt)
     if not turns:
         raise Unusable("a prompt in the server's log is not in ChatML")
-    messages: list[dict[str, Any]] = []
+    messages: list[ChatMessage] = []
     tools = None
     opened = turns[-1][1] if turns[-1][0] == "assistant" and not prompt.rstrip().endswith("<|im_end|>") else None
     for role, text in turns[:-1] if opened is not None else turns:

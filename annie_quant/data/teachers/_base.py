@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from annie_quant.persona import Category, Persona
+from annie_quant.schema import ChatRow
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Options:
 class Batch:
     """rows: conversations with messages, tools (where offered) and thinking. cost_usd: None where it is not known."""
 
-    rows: list[dict[str, Any]] = field(default_factory=list)
+    rows: list[ChatRow] = field(default_factory=list)
     cost_usd: float | None = None
     tokens: int = 0
     model: str | None = None

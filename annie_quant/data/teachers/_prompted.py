@@ -14,6 +14,7 @@ from typing import Any
 
 from annie_quant.data.teachers._base import Batch, BatchFailed
 from annie_quant.persona import Category, Persona
+from annie_quant.schema import ChatCall, ChatMessage, ChatRow
 
 MAX_AVOID = 30  # earlier texts that a prompt lists as not to be repeated
 _FENCE = re.compile(r"^\s*```[\w-]*\s*$", re.MULTILINE)
@@ -143,9 +144,9 @@ def conversations(answer: Any) -> Iterator[Mapping[str, Any]]:
             yield from conversations(answer["conversations"])
 
 
-def to_row(answer: Mapping[str, Any], persona: Persona, category: Category) -> dict[str, Any] | None:
+def to_row(answer: Mapping[str, Any], persona: Persona, category: Category) -> ChatRow | None:
     """Return a conversation as a row; None if it does not have the requested form."""
-    messages: list[dict[str, Any]] = [{"role": "system", "content": persona.system_prompt}]
+    messages: list[ChatMessage] = [{"role": "system", "content": persona.system_prompt}]
     try:
         if "turns" in answer:
             for turn in answer["turns"]:
@@ -154,13 +155,13 @@ def to_row(answer: Mapping[str, Any], persona: Persona, category: Category) -> d
             messages += [_message(m) for m in answer["messages"] if m["role"] != "system"]
     except (KeyError, TypeError, AttributeError):
         return None
-    row: dict[str, Any] = {"messages": messages, "thinking": False}
+    row: ChatRow = {"messages": messages, "thinking": False}
     if category.tool:
         row["tools"] = [dict(t) for t in persona.tools]
     return row
 
 
-def _turn(turn: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _turn(turn: Mapping[str, Any]) -> Iterator[ChatMessage]:
     yield {"role": "user", "content": str(turn["user"]).strip()}
     if turn.get("call"):
         yield {"role": "assistant", "content": "", "tool_calls": [_call(turn["call"])]}
@@ -168,15 +169,15 @@ def _turn(turn: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     yield {"role": "assistant", "content": str(turn["assistant"]).strip()}
 
 
-def _call(call: Mapping[str, Any]) -> dict[str, Any]:
+def _call(call: Mapping[str, Any]) -> ChatCall:
     function = call.get("function") or call
     arguments = function.get("arguments")
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     return {"type": "function", "function": {"name": str(function["name"]), "arguments": text}}
 
 
-def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    result: dict[str, Any] = {"role": message["role"], "content": str(message.get("content") or "").strip()}
+def _message(message: Mapping[str, Any]) -> ChatMessage:
+    result: ChatMessage = {"role": message["role"], "content": str(message.get("content") or "").strip()}
     if message.get("tool_calls"):
         result["tool_calls"] = [_call(c) for c in message["tool_calls"]]
     return result

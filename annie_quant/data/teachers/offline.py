@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from annie_quant.data import exchanges
 from annie_quant.data.exchanges import Exchange
@@ -17,6 +16,7 @@ from annie_quant.data.teachers._base import Batch, Options
 from annie_quant.data.tool_exchanges import abstention, draw_exchange
 from annie_quant.errors import UsageError
 from annie_quant.persona import Category, Persona
+from annie_quant.schema import ChatCall, ChatMessage, ChatRow
 
 NAME = "offline"
 SUMMARY = "built-in templates: no model, no network, the same rows for the same seed"
@@ -52,7 +52,7 @@ class Offline:
         self.check(persona)
         return Batch(list(self.conversations(persona, category, count, seed)))
 
-    def conversations(self, persona: Persona, category: Category, n: int, seed: str) -> Iterator[dict[str, Any]]:
+    def conversations(self, persona: Persona, category: Category, n: int, seed: str) -> Iterator[ChatRow]:
         """Yield at most n different conversations of a category, the same for the same seed; fewer where there are no more."""
         rng = random.Random(seed)
         drawn: set[str] = set()
@@ -65,7 +65,7 @@ class Offline:
             else:
                 return
             drawn.add(key)
-            row: dict[str, Any] = {
+            row: ChatRow = {
                 "messages": [{"role": "system", "content": persona.system_prompt}, *messages],
                 "thinking": False,
             }
@@ -73,14 +73,12 @@ class Offline:
                 row["tools"] = [dict(t) for t in persona.tools]
             yield row
 
-    def draw(self, persona: Persona, category: Category, rng: random.Random) -> tuple[list[dict[str, Any]], bool]:
+    def draw(self, persona: Persona, category: Category, rng: random.Random) -> tuple[list[ChatMessage], bool]:
         """Return the messages of one conversation after its system prompt, and whether a tool is called."""
+        messages: list[ChatMessage] = []
         if category.tool is not None and not (category.name in TEMPLATES and category.tool in ANNIE_TOOLS):
-            messages = [
-                message
-                for _ in range(category.turns)
-                for message in draw_exchange(persona, category.tool, rng, self.split).messages()
-            ]
+            for _ in range(category.turns):
+                messages += draw_exchange(persona, category.tool, rng, self.split).messages()
             return messages, True
         if category.name == "abstention" and (refusal := abstention(persona, rng, self.split)):
             return [{"role": "user", "content": refusal[0]}, {"role": "assistant", "content": refusal[1]}], False
@@ -88,10 +86,10 @@ class Offline:
             turns = exchanges.conversation(rng, self.split)
         else:
             turns = [exchanges.draw(category.name, rng, self.split)]
-        messages = []
         for turn in turns:
             user = turn.user.replace("Annie", persona.name)
-            messages += [{"role": "user", "content": user}, *_answer(turn)]
+            messages.append({"role": "user", "content": user})
+            messages += _answer(turn)
         return messages, bool(turns[0].tool)
 
 
@@ -104,12 +102,15 @@ def persona_is_annie(persona: Persona) -> bool:
     return {t["function"]["name"] for t in persona.tools} == {"search_memory", "web_search"}
 
 
-def _answer(turn: Exchange) -> list[dict[str, Any]]:
+def _answer(turn: Exchange) -> list[ChatMessage]:
     """Return the reply, with a tool call and its result before it if the exchange has one."""
-    reply = {"role": "assistant", "content": turn.reply}
+    reply: ChatMessage = {"role": "assistant", "content": turn.reply}
     if not turn.tool:
         return [reply]
-    call = {"type": "function", "function": {"name": turn.tool, "arguments": json.dumps({"query": turn.query})}}
+    call: ChatCall = {
+        "type": "function",
+        "function": {"name": turn.tool, "arguments": json.dumps({"query": turn.query})},
+    }
     return [
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "content": turn.result},

@@ -119,7 +119,7 @@ def _read(path: Path, modified_ns: int, source: str) -> Persona:
         persona = msgspec.json.decode(text, type=Persona)
     except msgspec.ValidationError as error:
         raise UsageError(f"persona file {path.name}: {error}", f"compare it with {FOLDER / 'annie.json'}") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"persona file {path} is not JSON: {error}") from error
     for index, tool in enumerate(persona.tools):
         _check_tool(path, index, tool)

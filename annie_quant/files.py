@@ -92,3 +92,19 @@ def take_lock(file: IO | int, path: str | os.PathLike) -> bool:
             error.strerror,
         )
     return True
+
+
+def exists(path: Path) -> bool:
+    """Return whether a path exists; False for one that no file can have (too long, a null character)."""
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False
+
+
+def is_folder(path: Path) -> bool:
+    """Return whether a path is a folder; False for one that no file can have."""
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):
+        return False

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import msgspec
 
 from annie_quant.errors import UsageError
-from annie_quant.files import ASSETS, sha256_text
+from annie_quant.files import ASSETS, exists, is_folder, sha256_text
 
 FOLDER = ASSETS / "personas"
 PERSONA_FILE = "persona.json"
@@ -70,7 +70,7 @@ class Persona(msgspec.Struct, frozen=True):
 
     @property
     def is_built_in(self) -> bool:
-        return "/" not in self.source and (FOLDER / f"{self.source}.json").is_file()
+        return "/" not in self.source and exists(FOLDER / f"{self.source}.json")
 
     @property
     def folder(self) -> Path | None:
@@ -78,7 +78,7 @@ class Persona(msgspec.Struct, frozen=True):
         if not self.source or self.is_built_in:
             return None
         path = Path(self.source)
-        return path if path.is_dir() else path.parent
+        return path if is_folder(path) else path.parent
 
     def tool(self, name: str) -> Mapping[str, Any] | None:
         """Return the `function` object of the tool called `name`, or None."""
@@ -94,7 +94,7 @@ def load_persona(persona: str | Path) -> Persona:
     Raises UsageError that names the file and the field.
     """
     path = Path(persona)
-    if path.is_dir():
+    if is_folder(path):
         path = path / PERSONA_FILE
     elif path.suffix != ".json" and len(path.parts) == 1:
         path = FOLDER / f"{persona}.json"
@@ -119,7 +119,7 @@ def _read(path: Path, modified_ns: int, source: str) -> Persona:
         persona = msgspec.json.decode(text, type=Persona)
     except msgspec.ValidationError as error:
         raise UsageError(f"persona file {path.name}: {error}", f"compare it with {FOLDER / 'annie.json'}") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"persona file {path} is not JSON: {error}") from error
     for index, tool in enumerate(persona.tools):
         _check_tool(path, index, tool)

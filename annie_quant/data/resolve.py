@@ -20,7 +20,7 @@ import msgspec
 
 from annie_quant import judge
 from annie_quant.errors import UsageError
-from annie_quant.files import sha256_text
+from annie_quant.files import is_folder, sha256_text
 from annie_quant.judge.library import FOLDER, build_workload
 from annie_quant.judge.workloads import Workload
 from annie_quant.persona import Persona, load_persona
@@ -102,7 +102,7 @@ def _load(item: PathLike | Workload) -> list[Workload]:
     if isinstance(item, Workload):
         return [item]
     path = Path(item)
-    if not path.is_dir():
+    if not is_folder(path):
         return judge.load_workloads([str(item)])
     inner = path / WORKLOADS
     folder = inner if inner.is_dir() else path

@@ -16,7 +16,7 @@ import msgspec
 from annie_quant import judge
 from annie_quant.data.duplicates import DuplicateFinder, text_of, user_text
 from annie_quant.errors import UsageError
-from annie_quant.files import sha256_text
+from annie_quant.files import exists, is_folder, sha256_text
 from annie_quant.persona import Persona, load_persona
 from annie_quant.untrusted import decode_json
 
@@ -73,7 +73,7 @@ def read_rows(rows: Rows) -> list[dict[str, Any]]:
     if not isinstance(rows, (str, os.PathLike)):
         return [dict(row) for row in rows]
     path = Path(rows)
-    if path.is_dir() or path.suffix in DATASET_SUFFIXES:
+    if is_folder(path) or path.suffix in DATASET_SUFFIXES:
         return dataset_rows(path)
     try:
         content = path.read_bytes()
@@ -202,4 +202,4 @@ def check_prompt_hash(
 def _is_readable(persona: str | Path) -> bool:
     """Return whether a persona that rows name is built in, or a file or folder that exists here."""
     name = str(persona)
-    return Path(name).exists() or ("/" not in name and not name.endswith(".json"))
+    return exists(Path(name)) or ("/" not in name and not name.endswith(".json"))

@@ -64,7 +64,7 @@ def faults(row: Mapping[str, Any], persona: Persona | None = None) -> list[str]:
     for message in messages:
         if message["role"] == "assistant":
             result += _style_faults(text_of(message.get("content")), persona, own)
-    if not own and any(m["role"] == "user" and len(text_of(m["content"])) > MAX_USER for m in messages):
+    if not own and any(m["role"] == "user" and len(text_of(m.get("content"))) > MAX_USER for m in messages):
         result.append(f"a user message is longer than {MAX_USER} characters")
     if not own and sum(len(text_of(m.get("content"))) for m in messages) > MAX_TOTAL:
         result.append(f"longer than {MAX_TOTAL} characters")

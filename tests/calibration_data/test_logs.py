@@ -331,3 +331,20 @@ def test_the_beginning_of_another_conversation_is_left_out():
     long = Conversation([USER, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "and?"}])
     short, other = Conversation(long.messages[:2]), conversation("else")
     assert [c for _, c in without_prefixes([("", short), ("", long), ("", other)])] == [long, other]
+
+
+def test_json_that_is_nested_too_deeply_is_left_out(tmp_path):
+    deep = "[" * 100_000
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": deep}}
+    answers = [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "assistant", "content": f"<tool_call>{deep}</tool_call>"},
+        {"role": "assistant", "content": "yes"},
+    ]
+    lines = [json.dumps({"messages": [{"role": "user", "content": "?"}, answer]}) for answer in answers]
+    lines += [json.dumps({"messages": deep}), json.dumps({"conversations": deep}), f'{{"messages": {deep}']
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    (tmp_path / "b.json").write_text(deep)
+    problems = Problems()
+    texts = [c.messages[-1]["content"] for c in read_logs([tmp_path / "a.jsonl", tmp_path / "b.json"], problems)]
+    assert "yes" in texts and problems.lines()

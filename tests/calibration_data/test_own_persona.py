@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 
@@ -282,3 +283,18 @@ def test_the_index_of_near_duplicates_is_exact():
             assert (finder.find(" ".join(base)) is not None) is slow
             finder.add(str(i), " ".join(base))
             texts.append(new)
+
+
+@pytest.mark.parametrize("name", ["a" * 5000, "ß" * 300, "a\0b", "a" * 5000 + "/b.json"])
+def test_a_persona_name_that_no_file_can_have_is_a_usage_error_or_not_readable(name):
+    """From a fuzzer: os.stat of a long name raises OSError, also of one in the provenance of a row."""
+    with pytest.raises(UsageError):
+        load_persona(name)
+    row = {"messages": [{"role": "system", "content": "x"}], "provenance": {"persona": name}}
+    with contextlib.suppress(UsageError):
+        check_prompt_hash([row])
+
+
+def test_a_user_message_without_content_is_a_fault():
+    row = {**ROW, "messages": [{"role": "user"}, *ROW["messages"][1:]], "provenance": {"teacher": "offline"}}
+    assert any("empty" in fault for fault in faults(row, load_persona("home")))

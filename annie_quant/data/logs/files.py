@@ -75,7 +75,7 @@ def _whole(path: Path) -> list[Any] | None:
     """Return the entries of a JSON file; None where it has JSON lines after all."""
     try:
         document = msgspec.json.decode(_open(path).read())
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     if isinstance(document, list) and not (document and isinstance(document[0], dict) and "role" in document[0]):
         return document

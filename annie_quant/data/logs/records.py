@@ -74,7 +74,7 @@ def _request(record: Mapping[str, Any], depth: int) -> tuple[Mapping[str, Any], 
         if isinstance(value, str) and value.lstrip().startswith("{"):
             try:
                 value = json.loads(value)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
         if isinstance(value, Mapping) and depth < 3:
             try:
@@ -91,7 +91,7 @@ def _answer(record: Mapping[str, Any]) -> Any:
         if isinstance(value, str) and value.lstrip().startswith("{"):
             try:
                 value = json.loads(value)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
         if isinstance(value, Mapping):
             body = value.get("body") if isinstance(value.get("body"), Mapping) else value
@@ -204,7 +204,7 @@ def _call(raw: Mapping[str, Any]) -> ChatCall:
 def _decoded(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         pass
     import ast
 
@@ -219,11 +219,11 @@ def tools_of(raw: Any) -> list[dict[str, Any]] | None:
     if isinstance(raw, str):
         try:
             raw = json.loads(raw)
-        except ValueError:
+        except (ValueError, RecursionError):
             lines = [line for line in raw.splitlines() if line.strip()]
             try:
                 raw = [json.loads(line) for line in lines]
-            except ValueError:
+            except (ValueError, RecursionError):
                 return None
     if isinstance(raw, Mapping):
         raw = [raw]

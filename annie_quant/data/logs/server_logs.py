@@ -54,7 +54,7 @@ class ServerLog:
             self.format = "llama.cpp log"
             try:
                 body = json.loads(match[2])
-            except ValueError:
+            except (ValueError, RecursionError):
                 raise Unusable("a request in the server's log is not JSON") from None
             if match[1] == "request":
                 yield from self.rest()

@@ -17,12 +17,12 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from annie_quant.judge import paired
 from annie_quant.judge.statistics import wilson
 from annie_quant.schema import GateResult, Outcome
 
 LARGE_N = 100
 ALL_RATE = 0.95
-_MOST_N = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -90,10 +90,4 @@ def n_to_decide(rate: float, limit: float, n: int = 1) -> int | None:
     def decided(count: int) -> bool:
         return _outside(*wilson(rate * count, count), limit) != "undecided"
 
-    if abs(rate - limit) < 1e-12 or not decided(_MOST_N):
-        return None
-    below, above = n, _MOST_N
-    while above - below > 1:
-        half = (below + above) // 2
-        below, above = (below, half) if decided(half) else (half, above)
-    return above
+    return None if abs(rate - limit) < 1e-12 else paired.least_n(decided, n)

@@ -10,8 +10,6 @@ import msgspec
 from annie_quant.cli import tables
 from annie_quant.cli.common import PATH, console, persona_option, workloads_option
 
-Positive = click.IntRange(1)
-
 
 @click.command()
 @click.option(

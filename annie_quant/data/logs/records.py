@@ -70,12 +70,7 @@ def _request(record: Mapping[str, Any], depth: int) -> tuple[Mapping[str, Any], 
         completion = record.get("completion")
         return {"messages": [*record["prompt"], *(completion if isinstance(completion, list) else [])]}, "messages"
     for key in WRAPPERS:
-        value = record.get(key)
-        if isinstance(value, str) and value.lstrip().startswith("{"):
-            try:
-                value = json.loads(value)
-            except (ValueError, RecursionError):
-                continue
+        value = _object_in(record, key)
         if isinstance(value, Mapping) and depth < 3:
             try:
                 return _request(value, depth + 1)
@@ -84,15 +79,21 @@ def _request(record: Mapping[str, Any], depth: int) -> tuple[Mapping[str, Any], 
     raise Unusable("no messages in the record")
 
 
+def _object_in(record: Mapping[str, Any], key: str) -> Any:
+    """Return a field's value, decoded where it is the text of a JSON object; None where such text cannot be decoded."""
+    value = record.get(key)
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError):
+            return None
+    return value
+
+
 def _answer(record: Mapping[str, Any]) -> Any:
     """Return the message of a response that is logged with its request."""
     for key in ("response", "response_body", "output", "completion", "result"):
-        value = record.get(key)
-        if isinstance(value, str) and value.lstrip().startswith("{"):
-            try:
-                value = json.loads(value)
-            except (ValueError, RecursionError):
-                continue
+        value = _object_in(record, key)
         if isinstance(value, Mapping):
             body = value.get("body") if isinstance(value.get("body"), Mapping) else value
             choices = body.get("choices") if isinstance(body, Mapping) else None

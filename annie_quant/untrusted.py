@@ -2,6 +2,7 @@
 
 decode_json(data)   JSON of any content; the only exception is ValueError
 limited(value)      a copy without what could not be stored again: depth, sizes and numbers are limited
+integer(value)      a count, or None; cost_usd(value): an amount, or None
 printable(text)     text for a terminal: no escape sequence, no control character, one line
 """
 
@@ -18,6 +19,7 @@ MAX_DEPTH = 8
 MAX_ENTRIES = 100
 MAX_TEXT = 1000
 MAX_INTEGER = 2**53  # beyond it JSON readers disagree
+MAX_COST_USD = 1e9
 
 
 def decode_json(data: bytes | str) -> Any:
@@ -54,3 +56,8 @@ def limited(value: Any, depth: int = MAX_DEPTH) -> Any:
 def integer(value: Any) -> int | None:
     """Return a count: an integer from 0 to MAX_INTEGER; None for anything else (True is not a count)."""
     return value if type(value) is int and 0 <= value <= MAX_INTEGER else None
+
+
+def cost_usd(value: Any) -> float | None:
+    """Return an amount of money: a number from 0 to MAX_COST_USD; None for anything else (NaN and True are no amounts)."""
+    return float(value) if type(value) in (int, float) and 0 <= value < MAX_COST_USD else None

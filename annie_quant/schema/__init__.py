@@ -65,7 +65,7 @@ from annie_quant.schema.results import (
     Verdict,
 )
 from annie_quant.schema.run import Bench, EarlyStop, Ended, Run, Stage, read_bench, write_run
-from annie_quant.schema.salvage import salvage, salvage_line, salvage_or_default
+from annie_quant.schema.salvage import salvage, salvage_line, salvage_or_default, salvage_value
 from annie_quant.schema.search import (
     Hardened,
     HardenedGate,

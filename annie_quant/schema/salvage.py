@@ -38,6 +38,15 @@ def salvage(kind: type[T], path: str | os.PathLike[str]) -> T | None:
     return None if value is _MISFIT else value
 
 
+def salvage_value(kind: type[T], value: Any) -> T | None:
+    """Return a decoded JSON value as `kind`, without fields and entries that do not fit; None where the required ones do not."""
+    try:
+        fit = _fit(kind, value)
+    except RecursionError:
+        return None
+    return None if fit is _MISFIT else fit
+
+
 def salvage_or_default(kind: type[T], path: str | os.PathLike[str]) -> T:
     """Return salvage(), or kind() where the file is missing, cannot be read or is not JSON."""
     try:

@@ -217,3 +217,36 @@ def test_a_journal_of_version_0_1_0_is_read(claude):
     claude.script("ok")
     assert claude.make(n=5).valid == 5
     assert len(claude.calls()) == 3 + 3 and "half a batch" not in {r["id"] for r in claude.rows()}
+
+
+@pytest.mark.parametrize(
+    "cost", [float("nan"), float("inf"), -1.0, 1e9, 10**400, True, "0.01", [], {"usd": 1}], ids=lambda c: str(c)[:12]
+)
+def test_a_cost_that_is_no_amount_is_not_known(claude, cost):
+    claude.script("ok", cost=cost)
+    with pytest.raises(UsageError, match="does not report its costs"):
+        claude.make(n=5, limits=Limits(max_usd=5.0))
+    (claude.folder / ".out.jsonl.journal").unlink(missing_ok=True)
+    assert claude.make(n=5, force=True).cost_usd in (None, 0.0)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"usage": "500"}, {"usage": {"output_tokens": "many"}}, {"usage": {"output_tokens": -5}}, {"subtype": 7},
+        {"usage": {"output_tokens": 10**30}}, {"usage": {"output_tokens": True}}, {"stop_reason": ["end_turn"]},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_side_fields_of_another_type_do_not_lose_the_answer(claude, fields):
+    claude.script("ok", fields=fields)
+    summary = claude.make(n=5)
+    assert summary.valid == 5 and 0 <= summary.tokens < 10**6
+    lines = [json.loads(line) for line in (claude.folder / "calls.jsonl").read_text().splitlines()]
+    assert len(lines) == 5, "no batch was requested twice"
+
+
+def test_an_error_flag_that_is_not_false_is_an_error(claude):
+    claude.script({"do": "error", "text": "Invalid API key", "code": 0}, fields={"is_error": 1})
+    with pytest.raises(EnvironmentFault, match="not logged in"):
+        claude.make(n=5)

@@ -57,7 +57,7 @@ def main() -> None:
     conversations = [conversation(before * 100 + i, turns, tool and tool[1]) for i in range(count)]
     text = json.dumps({"conversations": conversations})
     result = {"type": "result", "subtype": "success", "is_error": False, "total_cost_usd": script.get("cost", 0.01)}
-    result |= {"usage": {"output_tokens": 500}, "stop_reason": "end_turn"}
+    result |= {"usage": {"output_tokens": 500}, "stop_reason": "end_turn", **script.get("fields", {})}
     kind = step["do"]
     if kind == "hang":
         time.sleep(600)
@@ -77,7 +77,8 @@ def main() -> None:
         print(step.get("err", ""), file=sys.stderr)
         sys.exit(step.get("code", 1))
     if kind == "error":
-        print(json.dumps(result | {"is_error": True, "subtype": "error_during_execution", "result": step["text"]}))
+        error = {"is_error": True, "subtype": "error_during_execution", "result": step["text"]}
+        print(json.dumps(result | error | script.get("fields", {})))
         sys.exit(step.get("code", 1))
     if kind == "markdown":
         text = text.replace("That is", "**That** is")

@@ -23,7 +23,9 @@ import msgspec
 from annie_quant.data.teachers._base import BatchFailed, Options, RateLimited
 from annie_quant.data.teachers._prompted import PromptedTeacher, Reply
 from annie_quant.errors import EnvironmentFault
+from annie_quant.schema import salvage_value
 from annie_quant.stream.redact import without_secrets
+from annie_quant.untrusted import cost_usd, integer
 
 NAME = "claude_cli"
 SUMMARY = "Claude by its command line program: claude -p --model claude-opus-4-6 --output-format json"
@@ -38,18 +40,19 @@ _LOGIN = re.compile(r"invalid api key|please run /login|not logged in|authentica
 
 
 class Usage(msgspec.Struct):
-    output_tokens: int | None = None
+    output_tokens: Any = None
 
 
 class Envelope(msgspec.Struct):
-    """The result object of --output-format json."""
+    """The result object of --output-format json. is_error: any value that is not false is an error; a total_cost_usd or
+    output_tokens that is no amount or count is not known."""
 
     result: str | None = None
     subtype: str | None = None
-    is_error: bool = False
+    is_error: Any = False
     stop_reason: str | None = None
     structured_output: Any = None
-    total_cost_usd: float | None = None
+    total_cost_usd: Any = None
     usage: Usage | None = None
 
 
@@ -81,8 +84,8 @@ class ClaudeCli(PromptedTeacher):
                 text=text,
                 value=result.structured_output,
                 truncated=result.stop_reason == "max_tokens",
-                cost_usd=result.total_cost_usd,
-                tokens=(result.usage.output_tokens if result.usage else None) or 0,
+                cost_usd=cost_usd(result.total_cost_usd),
+                tokens=(integer(result.usage.output_tokens) if result.usage else None) or 0,
             )
         message = text or (result.subtype if result else None) or err.strip() or out.strip()
         raise self.failure(code, message, result)
@@ -101,7 +104,7 @@ class ClaudeCli(PromptedTeacher):
             return EnvironmentFault(f"claude cannot be run (exit code {code}): {line}", "run `claude --version`")
         if code == 0 and result is None:
             return BatchFailed(f"claude's answer is not JSON: {line}")
-        return BatchFailed(f"claude ended with exit code {code}: {line}", result.total_cost_usd if result else None)
+        return BatchFailed(f"claude ended with exit code {code}: {line}", cost_usd(result.total_cost_usd) if result else None)
 
 
 def open_teacher(options: Options, split: str = "calibration") -> ClaudeCli:
@@ -150,11 +153,12 @@ def run(argv: list[str], stdin: str, timeout_s: float) -> tuple[int, str, str]:
 
 
 def envelope(out: str) -> Envelope | None:
-    """Return the result object; with `verbose` in the user's settings it is the last of a list. None for other output."""
+    """Return the result object; with `verbose` in the user's settings it is the last of a list. Fields of
+    another type count as missing. None for output that is not a JSON object."""
     try:
         value = json.loads(out)
         if isinstance(value, list):
             value = next((e for e in reversed(value) if isinstance(e, dict) and e.get("type") == "result"), None)
-        return msgspec.convert(value, Envelope)
-    except (ValueError, RecursionError, msgspec.ValidationError):
+    except (ValueError, RecursionError):
         return None
+    return salvage_value(Envelope, value)

@@ -14,7 +14,7 @@ from annie_quant.data.teachers._base import BatchFailed, Options, RateLimited
 from annie_quant.data.teachers._prompted import PromptedTeacher, Reply
 from annie_quant.errors import EnvironmentFault, ServerError, UsageError
 from annie_quant.stream.redact import refuse_secrets_in, safe_url
-from annie_quant.untrusted import decode_json, integer
+from annie_quant.untrusted import cost_usd, decode_json, integer
 
 NAME = "openai"
 SUMMARY = "any OpenAI-compatible endpoint: --url and --teacher-model, the key in OPENAI_API_KEY"
@@ -73,10 +73,7 @@ class OpenAi(PromptedTeacher):
         if status in (400, 404, 422):
             raise ServerError(f"the endpoint answers {status}: {record['error']}", "check --url and --teacher-model")
         usage = record["usage"] or {}
-        tokens, cost = integer(usage.get("total_tokens")) or 0, usage.get("cost")
-        cost = (
-            float(cost) if isinstance(cost, (int, float)) and not isinstance(cost, bool) and 0 <= cost < 1e9 else None
-        )
+        tokens, cost = integer(usage.get("total_tokens")) or 0, cost_usd(usage.get("cost"))
         if record["error"] and status == 0 and not self.answered:
             raise ServerError(f"nothing answers at {safe_url(self.url)}: {record['error']}", "check --url")
         self.answered = True

@@ -142,7 +142,7 @@ def answers_of(
     choices: Mapping[int, Choices],
     name: str,
 ) -> dict[int, Outcome]:
-    """Return the model's own answers to the prompts of these indices."""
+    """Return the model's own answers to the prompts of these indices, decoded from where they differ from the reference's."""
     differences = {j: choices[i].difference for j, i in enumerate(indices)}
     n_different = sum(d is not None for d in differences.values())
     n_finished = 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,9 @@ from annie_quant.errors import UsageError
 from annie_quant.evaluate import ensemble
 from annie_quant.evaluate.decoding import Completion
 from annie_quant.evaluate.ensemble import Ensemble, MemberOutcomes
-from annie_quant.evaluate.pair import Comparison, ModelPair, StrPath
+from annie_quant.evaluate.pair import ModelPair, StrPath
 from annie_quant.evaluate.prompts import Answered, ScoredAnswer, Template, conversation_answers, text_pieces
-from annie_quant.evaluate.verification import Outcome, answer_from_differences
+from annie_quant.evaluate.verification import Outcome
 from annie_quant.hf.emulation import emulate
 from annie_quant.hf.loading import profiles_of
 from annie_quant.hf.nvfp4_linear import NVFP4Linear
@@ -205,11 +205,11 @@ def evaluate_numerics(
     own = pair.scored(answered)
     with emulate(pair.model, profile):
         comparisons = pair.compare([*own, *conversations, *text], f"{name}: checking answers")
-        outcomes = answers_from_comparisons(pair, name, answered, comparisons)
+        base = {i: comparisons[i].choices for i in range(len(answered))}
+        outcomes = list(ensemble.answers_of(pair, pair.engine, answered, range(len(answered)), base, name).values())
     kl = pair.summarize(own, comparisons)
     further = None
     if with_ensemble:
-        base = {i: comparisons[i].choices for i in range(len(answered))}
         further = ensemble.run(pair, name, profile, answered, base, outcomes)
     after = judged_outcomes(pair.template, outcomes, before)
     paired, pooled = judge.pair_answers(before, after)
@@ -232,22 +232,6 @@ def evaluate_numerics(
         outcomes=gate_outcomes(before, after, answered)[1],
     )
     return result, outcomes, further
-
-
-def answers_from_comparisons(
-    pair: ModelPair, name: str, answered: Sequence[Answered], comparisons: Mapping[int, Comparison]
-) -> list[Outcome]:
-    """Return the checkpoint's own answers, decoded from where they differ from the reference's."""
-    differences = {i: comparisons[i].choices.difference for i in range(len(answered))}
-    n_different = sum(d is not None for d in differences.values())
-    n_finished = 0
-
-    def on_finished(n: int) -> None:
-        nonlocal n_finished
-        n_finished += n
-        pair.progress.update(n_finished, None, f"{name}: answering from the first difference ({n_different})")
-
-    return answer_from_differences(pair.engine, pair.template, answered, differences, on_finished)
 
 
 def member_of(

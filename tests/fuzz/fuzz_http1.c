@@ -7,11 +7,8 @@
  * Checks: the status, the body and the lines do not depend on how the reads are split; no more bytes are used than were passed; a body
  * with a length is exactly that long; an answer whose connection is reused ended by its own framing.
  */
+#include "fuzz_main.h"
 #include "stream/http1.h"
-
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 
 enum { MOST = 1 << 15 };
 
@@ -21,14 +18,6 @@ struct result {
     int status, code;
     bool keep;
 };
-
-static void demand(bool holds, const char *what)
-{
-    if (!holds) {
-        fprintf(stderr, "broken: %s\n", what);
-        abort();
-    }
-}
 
 static void mix(struct result *s, const void *bytes, size_t size, int what)
 {
@@ -112,13 +101,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 }
 
 #ifndef LIBFUZZER
-static uint64_t state;
-
-static uint32_t next(void)
-{
-    state = state * 6364136223846793005u + 1442695040888963407u;
-    return (uint32_t)(state >> 33);
-}
+enum { MOST_PIECES = 512 }; /* bytes of a generated input */
 
 static const char *const HEADS[] = {"HTTP/1.1 200 OK\r\n", "HTTP/1.0 200\r\n", "HTTP/1.1 100 Continue\r\n\r\n", "HTTP/1.1 204 \n",
                                     "HTTP/1.1 500 x\r\n", "HTTP/1.1 101 S\r\n\r\n", "HTTP/2 200\r\n", "H"};
@@ -142,48 +125,23 @@ static size_t add(uint8_t *input, size_t size, size_t most, const char *piece)
     return size;
 }
 
-#define PICK(list) list[next() % (sizeof list / sizeof *list)]
-
-/* Run the stored inputs (tests/fuzz/corpus), once each. */
-static int replay(char **paths)
+static size_t generate(uint8_t *input)
 {
-    static uint8_t input[1 << 16];
-    int count = 0;
-    for (; paths[count]; count++) {
-        FILE *file = fopen(paths[count], "rb");
-        if (!file) {
-            perror(paths[count]);
-            return 1;
-        }
-        size_t size = fread(input, 1, sizeof input, file);
-        fclose(file);
-        LLVMFuzzerTestOneInput(input, size);
-    }
-    printf("%d inputs, nothing broken\n", count);
-    return 0;
+    size_t size = 0;
+    for (size_t head = 2 + next() % 7; size < head; size++)
+        input[size] = (uint8_t)next();
+    for (unsigned heads = 1 + next() % 2; heads; heads--)
+        size = add(input, size, MOST_PIECES, next() % 4 ? HEADS[0] : PICK(HEADS));
+    for (unsigned fields = next() % 4; fields; fields--)
+        size = add(input, size, MOST_PIECES, PICK(FIELDS));
+    size = add(input, size, MOST_PIECES, "\r\n");
+    for (unsigned bodies = next() % 6; bodies; bodies--)
+        size = add(input, size, MOST_PIECES, PICK(BODIES));
+    return size;
 }
 
 int main(int argc, char **argv)
 {
-    if (argc > 2 && strcmp(argv[1], "--replay") == 0)
-        return replay(argv + 2);
-    unsigned long long count = argc > 1 ? strtoull(argv[1], NULL, 10) : 1000000;
-    state = argc > 2 ? strtoull(argv[2], NULL, 10) : 1;
-    uint8_t input[512];
-    for (unsigned long long i = 0; i < count; i++) {
-        size_t size = 0;
-        for (size_t head = 2 + next() % 7; size < head; size++)
-            input[size] = (uint8_t)next();
-        for (unsigned heads = 1 + next() % 2; heads; heads--)
-            size = add(input, size, sizeof input, next() % 4 ? HEADS[0] : PICK(HEADS));
-        for (unsigned fields = next() % 4; fields; fields--)
-            size = add(input, size, sizeof input, PICK(FIELDS));
-        size = add(input, size, sizeof input, "\r\n");
-        for (unsigned bodies = next() % 6; bodies; bodies--)
-            size = add(input, size, sizeof input, PICK(BODIES));
-        LLVMFuzzerTestOneInput(input, size);
-    }
-    printf("%llu executions, nothing broken\n", count);
-    return 0;
+    return fuzz_main(argc, argv, generate);
 }
 #endif

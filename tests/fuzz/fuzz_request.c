@@ -8,25 +8,14 @@
  * no recipient that accepts a bare CR, a bare LF or a NUL finds another line in it, its only length is the body's, and it has no transfer
  * coding. libcurl's lines have the same fields. A request without anything unusual is accepted.
  */
+#include "fuzz_main.h"
 #include "stream/request.h"
 
-#include <stdint.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <strings.h>
 
 enum { MOST = 1 << 14, MOST_FIELDS = 6 };
 
 static unsigned long long written, refused, left_to_libcurl;
-
-static void demand(bool holds, const char *what)
-{
-    if (!holds) {
-        fprintf(stderr, "broken: %s\n", what);
-        abort();
-    }
-}
 
 /* ---- a parser of one request */
 
@@ -221,14 +210,6 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 }
 
 #ifndef LIBFUZZER
-static uint64_t state;
-
-static uint32_t next(void)
-{
-    state = state * 6364136223846793005u + 1442695040888963407u;
-    return (uint32_t)(state >> 33);
-}
-
 static const char *const METHODS[] = {"POST", "GET", "HEAD", "PUT", "M-SEARCH", "GET / HTTP/1.1\r\nHost: a\r\n\r\nGET", "G T", "", "CONNECT", "get\t"};
 static const char *const URLS[] = {"http://h/a", "http://h:80", "http://127.0.0.1:8000/v1?q=a b", "http://[::1]:9/x#f", "HTTP://H/%0d%0a",
                                    "https://h/a", "http://u:p@h/", "http://h/../\\..//?\r\nX: y", "http://h /", "http://[fe80::1%25e]/",
@@ -251,50 +232,27 @@ static size_t add(uint8_t *input, size_t size, const char *text)
     return size + length + 1;
 }
 
-#define PICK(list) list[next() % (sizeof list / sizeof *list)]
-
-/* Run the stored inputs (tests/fuzz/corpus), once each. */
-static int replay(char **paths)
+static size_t generate(uint8_t *input)
 {
-    static uint8_t input[1 << 16];
-    int count = 0;
-    for (; paths[count]; count++) {
-        FILE *file = fopen(paths[count], "rb");
-        if (!file) {
-            perror(paths[count]);
-            return 1;
-        }
-        size_t size = fread(input, 1, sizeof input, file);
-        fclose(file);
-        LLVMFuzzerTestOneInput(input, size);
+    size_t size = 1;
+    input[0] = (uint8_t)next();
+    size = add(input, size, next() % 4 ? METHODS[next() % 4 ? 0 : 1] : PICK(METHODS));
+    size = add(input, size, next() % 4 ? URLS[0] : PICK(URLS));
+    for (unsigned field = 0; field < (unsigned)input[0] % (MOST_FIELDS + 1); field++) {
+        char name[] = {"XYZCT"[next() % 5], "XYZCT"[next() % 5], next() % 4 ? "XYZCT"[next() % 5] : 0, 0};
+        name[next() % 4 ? 2 : 1] = 0;
+        size = add(input, size, next() % 8 ? name : PICK(NAMES));
+        size = add(input, size, next() % 4 ? VALUES[0] : PICK(VALUES));
     }
-    printf("%d inputs, nothing broken\n", count);
-    return 0;
+    if (input[0] & 128)
+        size = add(input, size, PICK(VALUES));
+    return size;
 }
 
 int main(int argc, char **argv)
 {
-    if (argc > 2 && strcmp(argv[1], "--replay") == 0)
-        return replay(argv + 2);
-    unsigned long long count = argc > 1 ? strtoull(argv[1], NULL, 10) : 1000000;
-    state = argc > 2 ? strtoull(argv[2], NULL, 10) : 1;
-    uint8_t input[2048];
-    for (unsigned long long i = 0; i < count; i++) {
-        size_t size = 1;
-        input[0] = (uint8_t)next();
-        size = add(input, size, next() % 4 ? METHODS[next() % 4 ? 0 : 1] : PICK(METHODS));
-        size = add(input, size, next() % 4 ? URLS[0] : PICK(URLS));
-        for (unsigned field = 0; field < (unsigned)input[0] % (MOST_FIELDS + 1); field++) {
-            char name[] = {"XYZCT"[next() % 5], "XYZCT"[next() % 5], next() % 4 ? "XYZCT"[next() % 5] : 0, 0};
-            name[next() % 4 ? 2 : 1] = 0;
-            size = add(input, size, next() % 8 ? name : PICK(NAMES));
-            size = add(input, size, next() % 4 ? VALUES[0] : PICK(VALUES));
-        }
-        if (input[0] & 128)
-            size = add(input, size, PICK(VALUES));
-        LLVMFuzzerTestOneInput(input, size);
-    }
-    printf("%llu executions, %llu written, %llu left to libcurl, %llu refused, nothing broken\n", count, written, left_to_libcurl, refused);
-    return 0;
+    int status = fuzz_main(argc, argv, generate);
+    printf("%llu written, %llu left to libcurl, %llu refused\n", written, left_to_libcurl, refused);
+    return status;
 }
 #endif

@@ -7,11 +7,8 @@
  * Checks: every byte is passed on once and in order; the events do not depend on how the reads are split; data is inside its frame; no
  * frame exceeds the limit; only the limit stops the framer.
  */
+#include "fuzz_main.h"
 #include "stream/sse.h"
-
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 
 enum { MOST = 4096 };
 
@@ -21,14 +18,6 @@ struct result {
     const uint8_t *input;
     size_t limit;
 };
-
-static void demand(int holds, const char *what)
-{
-    if (!holds) {
-        fprintf(stderr, "broken: %s\n", what);
-        abort();
-    }
-}
 
 static uint64_t mix(uint64_t digest, const uint8_t *bytes, size_t size)
 {
@@ -96,61 +85,32 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 }
 
 #ifndef LIBFUZZER
-static uint64_t state;
+enum { MOST_PIECES = 256 }; /* bytes of a generated input */
 
-static uint32_t next(void)
-{
-    state = state * 6364136223846793005u + 1442695040888963407u;
-    return (uint32_t)(state >> 33);
-}
-
-/* Run the stored inputs (tests/fuzz/corpus), once each. */
-static int replay(char **paths)
-{
-    static uint8_t input[1 << 16];
-    int count = 0;
-    for (; paths[count]; count++) {
-        FILE *file = fopen(paths[count], "rb");
-        if (!file) {
-            perror(paths[count]);
-            return 1;
-        }
-        size_t size = fread(input, 1, sizeof input, file);
-        fclose(file);
-        LLVMFuzzerTestOneInput(input, size);
-    }
-    printf("%d inputs, nothing broken\n", count);
-    return 0;
-}
-
-int main(int argc, char **argv)
+static size_t generate(uint8_t *input)
 {
     static const char *const pieces[] = {"data", "data:", "data: ", "event", "event: error", "id: 1", ":", ": ping", " ", "\n",
                                          "\r", "\r\n", "\n\n", "\r\n\r\n", "\r\r", "[DONE]", "\xef\xbb\xbf", "{\"a\":1}",
                                          "retry: 5", "x", "\xc3\xa9", "\xf0\x9f\xa6\x8a", "data: [DONE]\n\n"};
     enum { PIECES = sizeof pieces / sizeof *pieces };
-    if (argc > 2 && strcmp(argv[1], "--replay") == 0)
-        return replay(argv + 2);
-    unsigned long long count = argc > 1 ? strtoull(argv[1], NULL, 10) : 1000000;
-    state = argc > 2 ? strtoull(argv[2], NULL, 10) : 1;
-    uint8_t input[256];
-    for (unsigned long long i = 0; i < count; i++) {
-        size_t size = 0;
-        for (size_t head = 2 + next() % 8; size < head; size++)
-            input[size] = (uint8_t)next();
-        for (unsigned parts = next() % 20; parts; parts--) {
-            const char *piece = pieces[next() % PIECES];
-            size_t length = strlen(piece);
-            if (size + length + 1 > sizeof input)
-                break;
-            memcpy(input + size, piece, length);
-            size += length;
-            if (next() % 16 == 0)
-                input[size++] = (uint8_t)next();
-        }
-        LLVMFuzzerTestOneInput(input, size);
+    size_t size = 0;
+    for (size_t head = 2 + next() % 8; size < head; size++)
+        input[size] = (uint8_t)next();
+    for (unsigned parts = next() % 20; parts; parts--) {
+        const char *piece = pieces[next() % PIECES];
+        size_t length = strlen(piece);
+        if (size + length + 1 > MOST_PIECES)
+            break;
+        memcpy(input + size, piece, length);
+        size += length;
+        if (next() % 16 == 0)
+            input[size++] = (uint8_t)next();
     }
-    printf("%llu executions, nothing broken\n", count);
-    return 0;
+    return size;
+}
+
+int main(int argc, char **argv)
+{
+    return fuzz_main(argc, argv, generate);
 }
 #endif

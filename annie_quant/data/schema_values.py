@@ -12,9 +12,8 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jsonschema
-
 from annie_quant.data.words import MY_TOPICS, WORDS
+from annie_quant.tool_schema import mismatch
 
 OPTIONAL_SHARE = 0.5  # of optional properties that are given
 MAX_ITEMS, MAX_DEPTH, MAX_DRAWS = 3, 6, 30
@@ -33,13 +32,19 @@ class NoValue(Exception):
 
 
 def draw_arguments(schema: Mapping[str, Any], rng: random.Random, split: str) -> dict[str, Any]:
-    """Return arguments that fit a tool's parameters. Raises NoValue where none is drawn in MAX_DRAWS attempts."""
-    validator = jsonschema.Draft202012Validator(schema)
+    """Return arguments that fit a tool's parameters.
+
+    Raises NoValue where none is drawn in MAX_DRAWS attempts, also because the schema refers to another document, which is
+    not fetched.
+    """
+    reason = None
     for _ in range(MAX_DRAWS):
         value = _draw(schema, schema, rng, split, "", 0)
-        if isinstance(value, dict) and validator.is_valid(value):
-            return value
-    raise NoValue(f"no arguments that fit {json.dumps(schema)[:120]}")
+        if isinstance(value, dict):
+            reason = mismatch(value, schema)
+            if reason is None:
+                return value
+    raise NoValue(f"no arguments that fit {json.dumps(schema)[:120]}" + (f": {reason}" if reason else ""))
 
 
 def _draw(node: Any, root: Mapping[str, Any], rng: random.Random, split: str, name: str, depth: int) -> Any:

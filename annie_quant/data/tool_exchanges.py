@@ -201,7 +201,7 @@ def _from_schema(tool: Mapping[str, Any], rng: random.Random, split: str) -> Too
         arguments = draw_arguments(schema, rng, split)
     except NoValue as error:
         raise UsageError(
-            f"the offline teacher draws no arguments that fit the schema of {tool['name']}",
+            f"the offline teacher draws no arguments for {tool['name']}: {error}",
             "use --teacher claude-cli or --teacher openai, or give the conversations with --calib-data",
         ) from error
     action = action_of(tool)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from stream_server import RawServer
 
 from annie_quant.data import validate
+from annie_quant.data.schema_values import NoValue, draw_arguments
 from annie_quant.tool_schema import mismatch
 
 
@@ -24,6 +27,17 @@ def test_a_reference_to_a_server_or_a_file_is_not_fetched(tmp_path):
                 "tools": [{"function": {"name": "f", "parameters": {"$ref": target}}}],
             }
             assert not validate([row]).ok
+        assert server.connections == 0
+
+
+def test_arguments_are_drawn_without_fetching_a_reference():
+    with RawServer(
+        lambda connection, request: connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+    ) as server:
+        target = f"http://127.0.0.1:{server.port}/schema.json"
+        for schema in ({"type": "object", "$ref": target}, {"type": "object", "properties": {"a": {"$ref": target}}}):
+            with pytest.raises(NoValue, match="cannot be used"):
+                draw_arguments({**schema, "required": ["a"]}, random.Random(0), "gate")
         assert server.connections == 0
 
 

@@ -37,8 +37,8 @@ TOKENS = "1,2,4,8,16,64,256,1024,4096"
 COLD_BYTES = 400 << 20  # an H200's L2 is 60 MB
 
 
-def timed(launches, repeats: int) -> float:
-    """Return microseconds per launch; `launches` is a list of callables, captured into one graph."""
+def graph_of(launches: list) -> torch.cuda.CUDAGraph:
+    """Run the callables once, then capture them into one graph."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for launch in launches:
@@ -48,16 +48,23 @@ def timed(launches, repeats: int) -> float:
     with torch.cuda.graph(graph, stream=stream):
         for launch in launches:
             launch()
-    times = []
-    for i in range(repeats + 2):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        if i >= 2:
-            times.append(start.elapsed_time(end) * 1000 / len(launches))
-    return statistics.median(times)
+    return graph
+
+
+def replay_us(graph: torch.cuda.CUDAGraph, launches: int) -> float:
+    """Replay a graph of `launches` launches. Return microseconds per launch."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1000 / launches
+
+
+def timed(launches: list, repeats: int) -> float:
+    """Return microseconds per launch of these callables in one graph: the median of `repeats` replays, after two untimed ones."""
+    graph = graph_of(launches)
+    return statistics.median([replay_us(graph, len(launches)) for _ in range(repeats + 2)][2:])
 
 
 def rotated(copies: list, per_graph: int, call) -> list:

@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from bench_gemm import COLD_BYTES, SHAPES
+from bench_gemm import COLD_BYTES, SHAPES, graph_of, replay_us
 
 LIMIT = 1.05
 INTERVALS = {10: (1, 8), 20: (5, 14)}  # rank of the ends of a 95 % interval of the median, by the number of rounds
@@ -46,28 +46,6 @@ def load(folder: Path) -> ModuleType:
             del sys.modules[name]
         sys.modules.update(mine)
     return ops
-
-
-def graph_of(launches: list) -> torch.cuda.CUDAGraph:
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for launch in launches:
-            launch()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for launch in launches:
-            launch()
-    return graph
-
-
-def replay_us(graph: torch.cuda.CUDAGraph, launches: int) -> float:
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    graph.replay()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) * 1000 / launches
 
 
 def workspace_bytes(weight: Any, m: int) -> int:

@@ -1,4 +1,8 @@
-"""Text for a terminal or a message, of what a file or a server contains."""
+"""Foreign text (of a file, a model, a server) in this program's output.
+
+printable(text)   for a terminal, a log or a message: without what is not shown
+visible(text)     for a page that shows evidence: control characters and text-direction overrides as ⟨U+XXXX⟩
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,12 @@ import unicodedata
 _ESCAPE = re.compile(
     r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]?|(?:\x1b[]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x9c]*(?:\x07|\x1b\\|\x9c)?|\x1b[ -/]*.?",
     re.DOTALL,
+)
+
+# C0 without tab and newline, DEL and C1, separators, bidi marks and isolates, surrogates, specials, variation tags.
+_UNSAFE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028\u2029\u202a-\u202e\u2060-\u206f\ud800-\udfff\ufeff"
+    "\ufff0-\uffff\U000e0000-\U000e0fff]"
 )
 
 
@@ -32,3 +42,9 @@ def _replacement(character: str) -> str:
     if category.startswith("Z") or character in "\n\r\t\v\f\x85":
         return " "
     return "" if category in ("Cc", "Cf") else "\ufffd"
+
+
+def visible(text: object) -> str:
+    """Return text that is safe to show, with its unsafe characters as ⟨U+XXXX⟩, line ends as newlines."""
+    text = str(text).replace("\r\n", "\n")
+    return _UNSAFE.sub(lambda match: f"⟨U+{ord(match.group()):04X}⟩", text)

@@ -1,28 +1,16 @@
-"""Numbers and foreign text as pages show them.
+"""Numbers as pages show them.
 
-A page shows text from models and from other machines. `clean` makes its control characters, text-direction overrides and lone
-surrogates visible; each output format calls it for every text it writes. Escaping for HTML is the template's task.
+A page shows text from models and from other machines: each output format calls annie_quant.printable.visible for every text it
+writes. Escaping for HTML is the template's task.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable
 
 DASH = "—"
 SIGNS = {"pass": "✓", "fail": "✗", "undecided": "?"}
-# C0 without tab and newline, DEL and C1, separators, bidi marks and isolates, surrogates, specials, variation tags.
-_UNSAFE = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028\u2029\u202a-\u202e\u2060-\u206f\ud800-\udfff\ufeff"
-    "\ufff0-\uffff\U000e0000-\U000e0fff]"
-)
-
-
-def clean(text: object) -> str:
-    """Return text that is safe to show: unsafe characters as ⟨U+XXXX⟩, line ends as newlines."""
-    text = str(text).replace("\r\n", "\n")
-    return _UNSAFE.sub(lambda match: f"⟨U+{ord(match.group()):04X}⟩", text)
 
 
 def significant(value: float | None) -> str:

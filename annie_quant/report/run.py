@@ -17,8 +17,9 @@ import msgspec
 from annie_quant import schema
 from annie_quant.errors import UsageError
 from annie_quant.judge import decision
+from annie_quant.printable import visible
 from annie_quant.report import recount
-from annie_quant.report.format import clean, name
+from annie_quant.report.format import name
 from annie_quant.schema import (
     AskedWorkload,
     GateResult,
@@ -119,7 +120,7 @@ class LoadedRun:
 
     @property
     def sentence(self) -> str:
-        return clean(self.verdict.sentence).strip()
+        return visible(self.verdict.sentence).strip()
 
     @property
     def failed(self) -> int:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from annie_quant.errors import ServerError
+from annie_quant.printable import printable
 from annie_quant.progress import SILENT, Progress
 from annie_quant.serve import known_errors
 from annie_quant.stream.fetch import fetch
@@ -33,7 +34,6 @@ PHASE_S = 0.5
 # Words in log lines about errors; the first such line is the cause, later ones are consequences.
 ERROR_WORDS = ("error", "failed", "abort", "exception", "cannot", "unknown", "invalid")
 _STAMP = re.compile(r"^[\d.]+ [A-Z] ")  # llama.cpp's time and level
-_COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _ERROR = re.compile(r"^[\d.]+ E ")
 
 _running: weakref.WeakSet[Server] = weakref.WeakSet()
@@ -197,8 +197,7 @@ def cause_line(log: Path) -> str:
     errors = [line for line in lines if _ERROR.match(line)]
     errors = errors or [line for line in lines if any(word in line.lower() for word in ERROR_WORDS)]
     line = errors[0] if errors else lines[-1] if lines else "no output"
-    # Remove terminal escape sequences that a log may contain.
-    return "".join(c if c.isprintable() else " " for c in _STAMP.sub("", _COLOUR.sub("", line))).strip()[:300]
+    return _STAMP.sub("", printable(line))[:300]
 
 
 @atexit.register

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from annie_quant import report
-from annie_quant.report import format
+from annie_quant.printable import visible
 from annie_quant.report.pages import answers, markdown
 
 
@@ -63,8 +63,8 @@ def test_a_megabyte_is_cut_with_a_note(folder):
 
 @given(st.text(max_size=400))
 @settings(max_examples=300, deadline=None)
-def test_clean_text_never_steers(words):
-    shown = format.clean(words)
+def test_visible_text_never_steers(words):
+    shown = visible(words)
     assert steering(shown) == []
     shown.encode("utf-8")  # raises for what UTF-8 cannot hold
 

@@ -127,7 +127,7 @@ def test_every_shown_figure_equals_its_recount(run):
 
 
 def test_the_shown_answers_are_those_of_the_records(run):
-    from annie_quant.report.format import clean
+    from annie_quant.printable import visible
     from annie_quant.report.pages import answers
     from annie_quant.report.run import load
 
@@ -140,7 +140,7 @@ def test_the_shown_answers_are_those_of_the_records(run):
     for prompt in browser.prompts:
         for shown in prompt.answers:
             record = by_key[prompt.workload, prompt.case, prompt.turn, shown.backend]
-            assert "".join(piece for piece, _ in shown.pieces).startswith(clean(record["text"][:800]))
+            assert "".join(piece for piece, _ in shown.pieces).startswith(visible(record["text"][:800]))
             assert (shown.tokens, shown.ttft_ms) == (record["completion_tokens"], record["first_content_ms"])
             assert len(shown.faults) == sum(not ok for ok in record["checks"].values())
             if shown.same_as:

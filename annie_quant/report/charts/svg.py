@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 
-from annie_quant.report.format import clean
+from annie_quant.printable import visible
 
 STYLE = (
     "svg{--ink:#1c2127;--soft:#5b6470;--line:#d9dce0;--paper:#fff;--s0:#68717d;--s1:#c8452f;--s2:#1f6fb2;--s3:#b07a0c;"
@@ -32,7 +32,7 @@ _ids = itertools.count(1)
 
 
 def esc(text: object) -> str:
-    return html.escape(clean(text), quote=True)
+    return html.escape(visible(text), quote=True)
 
 
 class Canvas:

@@ -10,7 +10,8 @@ import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
-from annie_quant.report.format import clean, count, name
+from annie_quant.printable import visible
+from annie_quant.report.format import count, name
 from annie_quant.report.run import LoadedRun
 from annie_quant.schema import RequestRecord
 
@@ -158,8 +159,8 @@ def _questions(run: LoadedRun) -> dict[PromptKey, str]:
 def _cut(text: str, limit: int) -> tuple[str, str]:
     """(text, note): cut to `limit` characters, with a note where something was cut."""
     if len(text) <= limit:
-        return clean(text), ""
-    return clean(text[:limit]) + " …", f"the first {limit} of {count(len(text))} characters"
+        return visible(text), ""
+    return visible(text[:limit]) + " …", f"the first {limit} of {count(len(text))} characters"
 
 
 def _prompt(run: LoadedRun, key: PromptKey, records: ByBackend, question: str) -> Prompt:

@@ -1,6 +1,6 @@
 """report.html: one file with its style and script inside, which requests nothing from any network.
 
-Every value that the template writes is cleaned (format.clean) and escaped. The page's Content-Security-Policy allows its own
+Every value that the template writes is made safe (printable.visible) and escaped. The page's Content-Security-Policy allows its own
 script by hash and nothing else, so that text from a model cannot act even where it came through unescaped.
 """
 
@@ -16,6 +16,7 @@ from msgspec import to_builtins
 
 from annie_quant import __version__
 from annie_quant.files import ASSETS
+from annie_quant.printable import visible
 from annie_quant.report import format, recount
 from annie_quant.report.charts.figure import Figure
 from annie_quant.report.charts.svg import MARKS
@@ -35,7 +36,7 @@ def _environment() -> Any:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         autoescape=True,
-        finalize=lambda value: value if isinstance(value, Markup) else format.clean(value),
+        finalize=lambda value: value if isinstance(value, Markup) else visible(value),
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,

@@ -8,7 +8,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from annie_quant.report.format import clean, seconds
+from annie_quant.printable import visible
+from annie_quant.report.format import seconds
 from annie_quant.report.pages import advice, comparison, tables
 from annie_quant.report.pages.html import caveats, facts
 from annie_quant.report.pages.tables import Cell, Table
@@ -25,7 +26,7 @@ _SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~])")
 
 def inert(value: object) -> str:
     """One line of text that Markdown shows as it is."""
-    return _SPECIAL.sub(r"\\\1", " ".join(clean(value).split()))
+    return _SPECIAL.sub(r"\\\1", " ".join(visible(value).split()))
 
 
 def bullets(items: Iterable[object]) -> str:

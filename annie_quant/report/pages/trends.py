@@ -21,11 +21,12 @@ import msgspec
 from annie_quant.errors import UsageError
 from annie_quant.files import write_text
 from annie_quant.judge.metrics import METRICS
+from annie_quant.printable import visible
 from annie_quant.report import format
 from annie_quant.report.charts import svg
 from annie_quant.report.charts.figure import WIDTH
 from annie_quant.report.charts.svg import Canvas
-from annie_quant.report.format import DASH, SIGNS, clean, count, interval, significant
+from annie_quant.report.format import DASH, SIGNS, count, interval, significant
 from annie_quant.report.pages import advice, markdown
 from annie_quant.report.pages.html import render_template
 from annie_quant.report.pages.tables import Cell, Table
@@ -151,7 +152,7 @@ def labels(runs: list[LoadedRun]) -> list[str]:
     paths = [r.folder.resolve().parts for r in runs]
     names: list[str] = []
     for depth in range(1, max(map(len, paths)) + 1):
-        names = [clean("/".join(p[-depth:])) for p in paths]
+        names = [visible("/".join(p[-depth:])) for p in paths]
         if len(set(names)) == len(names):
             break
     return [n if names.count(n) == 1 else f"{n} ({i + 1})" for i, n in enumerate(names)]

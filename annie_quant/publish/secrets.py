@@ -1,8 +1,8 @@
 """Secrets in files that are about to be published, by their form.
 
-The rules here always apply; those of detect-secrets (https://github.com/Yelp/detect-secrets) are added where it is installed
-(pip install "annie-quant[publish]"): its rules of a fixed form, without those that guess by entropy or by a keyword, which
-take checksums and prompts for secrets. Text is also searched as UTF-16 and with its \\u escapes decoded.
+The forms of annie_quant.secret_forms always apply; those of detect-secrets (https://github.com/Yelp/detect-secrets) are added where it
+is installed (pip install "annie-quant[publish]"): its rules of a fixed form, without those that guess by entropy or by a keyword,
+which take checksums and prompts for secrets. Text is also searched as UTF-16 and with its \\u escapes decoded.
 """
 
 from __future__ import annotations
@@ -13,28 +13,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from annie_quant.secret_forms import FORMS
+
 HEADER_LIMIT = 100_000_000  # bytes; the format's own limit of a safetensors header
-RULES = {
-    "a Hugging Face token": r"\bhf_[A-Za-z0-9]{30,}",
-    "a private key": r"-----BEGIN [A-Z ]*PRIVATE KEY-----",
-    "an API key": r"\bsk-[A-Za-z0-9_\-]{24,}",
-    "a GitHub token": r"\b(?:gh[pousr]_[A-Za-z0-9]{30,}|github_pat_[A-Za-z0-9_]{30,})",
-    "an AWS key": r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b",
-    "an authorization header": r"(?i)authorization['\"]?\s*[:=]\s*['\"]?(?:bearer|basic)\s+[A-Za-z0-9._\-+/=]{16,}",
-    "a Google API key": r"\bAIza[A-Za-z0-9_\-]{35}",
-    "a Slack token": r"\bxox[abeoprs]-[A-Za-z0-9\-]{10,}",
-    "an NVIDIA API key": r"\bnvapi-[A-Za-z0-9_\-]{20,}",
-    "a GitLab token": r"\bglpat-[A-Za-z0-9_\-]{20,}",
-    "an npm token": r"\bnpm_[A-Za-z0-9]{36}\b",
-    "a JSON web token": r"\beyJ[A-Za-z0-9_\-]{8,}\.eyJ[A-Za-z0-9_\-]{8,}\.[A-Za-z0-9_\-]{8,}",
-    "a password in a URL": r"\b[a-z][a-z0-9+.\-]{1,20}://[^\s/:@\"'<>\\]{1,100}:[^\s/@\"'<>\\]{3,100}@[\w\[]",
-}
 KEPT_RULES = (
     "ArtifactoryDetector", "AWSKeyDetector", "AzureStorageKeyDetector", "DiscordBotTokenDetector", "GitHubTokenDetector",
     "GitLabTokenDetector", "JwtTokenDetector", "MailchimpDetector", "NpmDetector", "OpenAIDetector", "PrivateKeyDetector",
     "PypiTokenDetector", "SendGridDetector", "SlackDetector", "SquareOAuthDetector", "StripeDetector", "TwilioKeyDetector",
 )  # fmt: skip
-_COMPILED = {kind: re.compile(rule) for kind, rule in RULES.items()}
+_RULES = [(form.name, re.compile(form.certain)) for form in FORMS if form.certain is not None]
 _ESCAPE = re.compile(r"\\u00([0-7][0-9a-fA-F])")
 
 
@@ -61,7 +48,7 @@ def readings(content: bytes) -> Iterator[str]:
 
 
 def _kind_of(text: str) -> str:
-    for kind, rule in _COMPILED.items():
+    for kind, rule in _RULES:
         if rule.search(text):
             return kind
     for detector in _detectors():

@@ -1,4 +1,5 @@
-"""Masking of secrets in logged text: keys by their form, passwords by their name, on request personal data.
+"""Masking of secrets in logged text: keys by their form (annie_quant.secret_forms), passwords by
+their name, on request personal data.
 
 What is masked is counted by kind and never shown.
 """
@@ -12,24 +13,18 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from annie_quant.schema import ChatMessage
+from annie_quant.secret_forms import FORMS
 from annie_quant.stream.redact import is_secret_name
 
 MASK = "[masked]"
 MIN_SECRET = 8  # of an environment variable's value
+_NAMED_PASSWORD = (
+    r"(?i:(?<![a-z])(?:pass(?:word|wd|phrase)?|pwd|secret|api[_ -]?key|access[_ -]?key|auth[_ -]?token|client[_ -]?secret"
+    r"|token)\b[\"']?\s*(?:is\s*:?|[:=])\s*[\"']?)(?P<value>[^\s\"',;]{6,})"
+)
 _KINDS = {
-    "private key": r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
-    "JSON web token": r"\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*",
-    "API key": (
-        r"\b(?:sk|pk|rk)[-_](?:[a-z]+[-_])*[A-Za-z0-9_-]{16,}|\bgh[opusr]_[A-Za-z0-9]{20,}|\bgithub_pat_\w{20,}"
-        r"|\bglpat-[\w-]{16,}|\bhf_[A-Za-z0-9]{20,}|\b(?:AKIA|ASIA)[A-Z0-9]{16}\b|\bAIza[\w-]{30,}|\bxox[abeprs]-[\w-]{10,}"
-        r"|\bnvapi-[\w-]{16,}|\bya29\.[\w-]{20,}|\bSG\.[\w-]{16,}\.[\w-]{16,}|\bnpm_[A-Za-z0-9]{20,}|\bpypi-[\w-]{20,}"
-    ),
-    "authorization": r"(?i:\b(?:bearer|basic)\s+)[\w.~+/=-]{12,}",
-    "password in a URL": r"(?<=://)[^\s/:@]+:[^\s/@]+(?=@)",
-    "password": (
-        r"(?i:(?<![a-z])(?:pass(?:word|wd|phrase)?|pwd|secret|api[_ -]?key|access[_ -]?key|auth[_ -]?token|client[_ -]?secret"
-        r"|token)\b[\"']?\s*(?:is\s*:?|[:=])\s*[\"']?)(?P<value>[^\s\"',;]{6,})"
-    ),
+    **{kind: "|".join(f.likely for f in FORMS if f.kind == kind) for kind in dict.fromkeys(f.kind for f in FORMS)},
+    "password": _NAMED_PASSWORD,
 }
 _PERSONAL = {
     "email address": r"\b[\w.+-]+@[\w-]+(?:\.[\w-]+)+\b",
@@ -48,7 +43,7 @@ class Scanner:
 
     def __init__(self, personal: bool = False, words: Iterable[str] = ()) -> None:
         kinds = {**_KINDS, **(_PERSONAL if personal else {})}
-        self._kinds = [(kind, re.compile(pattern, re.DOTALL)) for kind, pattern in kinds.items()]
+        self._kinds = [(kind, re.compile(pattern)) for kind, pattern in kinds.items()]
         own = [v for k, v in os.environ.items() if is_secret_name(k) and len(v) >= MIN_SECRET and not v.startswith("/")]
         self._words = [("secret of this environment", re.compile(re.escape(v))) for v in own]
         self._words += [("masked word", re.compile(re.escape(w), re.IGNORECASE)) for w in words if w]

@@ -104,7 +104,9 @@ class ClaudeCli(PromptedTeacher):
             return EnvironmentFault(f"claude cannot be run (exit code {code}): {line}", "run `claude --version`")
         if code == 0 and result is None:
             return BatchFailed(f"claude's answer is not JSON: {line}")
-        return BatchFailed(f"claude ended with exit code {code}: {line}", cost_usd(result.total_cost_usd) if result else None)
+        return BatchFailed(
+            f"claude ended with exit code {code}: {line}", cost_usd(result.total_cost_usd) if result else None
+        )
 
 
 def open_teacher(options: Options, split: str = "calibration") -> ClaudeCli:

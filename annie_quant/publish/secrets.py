@@ -1,8 +1,8 @@
 """Secrets in files that are about to be published, by their form.
 
-The forms of annie_quant.secret_forms always apply; those of detect-secrets (https://github.com/Yelp/detect-secrets) are added where it
-is installed (pip install "annie-quant[publish]"): its rules of a fixed form, without those that guess by entropy or by a keyword,
-which take checksums and prompts for secrets. Text is also searched as UTF-16 and with its \\u escapes decoded.
+The forms of annie_quant.secret_forms always apply; those of detect-secrets (https://github.com/Yelp/detect-secrets) are added where
+it is installed (pip install "annie-quant[publish]"): its rules of a fixed form, without those that guess by entropy or by a
+keyword, which take checksums and prompts for secrets. Text is also searched as UTF-16 and with its \\u escapes decoded.
 """
 
 from __future__ import annotations

@@ -18,13 +18,13 @@ from annie_quant.stream.redact import is_secret_name
 
 MASK = "[masked]"
 MIN_SECRET = 8  # of an environment variable's value
-_NAMED_PASSWORD = (
+_BY_NAME = (
     r"(?i:(?<![a-z])(?:pass(?:word|wd|phrase)?|pwd|secret|api[_ -]?key|access[_ -]?key|auth[_ -]?token|client[_ -]?secret"
     r"|token)\b[\"']?\s*(?:is\s*:?|[:=])\s*[\"']?)(?P<value>[^\s\"',;]{6,})"
 )
 _KINDS = {
     **{kind: "|".join(f.likely for f in FORMS if f.kind == kind) for kind in dict.fromkeys(f.kind for f in FORMS)},
-    "password": _NAMED_PASSWORD,
+    "password": _BY_NAME,
 }
 _PERSONAL = {
     "email address": r"\b[\w.+-]+@[\w-]+(?:\.[\w-]+)+\b",

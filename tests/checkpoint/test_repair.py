@@ -25,9 +25,7 @@ WEIGHT_ONLY = {"no input scale", "zero input scale", "negative input scale", "in
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory) -> tuple[Path, Path]:
-    home = tmp_path_factory.mktemp("checkpoints")
-    source = zoo.bf16(home / "bf16")
-    return source, zoo.nvfp4(home / "nvfp4", source)
+    return zoo.source_and_nvfp4(tmp_path_factory.mktemp("checkpoints"))
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -17,9 +17,7 @@ from annie_quant.checkpoint.size import folder_size, gguf_size
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory) -> tuple[Path, Path]:
-    home = tmp_path_factory.mktemp("checkpoints")
-    source = zoo.bf16(home / "bf16")
-    return source, zoo.nvfp4(home / "nvfp4", source)
+    return zoo.source_and_nvfp4(tmp_path_factory.mktemp("checkpoints"))
 
 
 def header(file: Path) -> dict:

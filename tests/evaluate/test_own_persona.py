@@ -7,7 +7,8 @@ import shutil
 
 import pytest
 from click.testing import CliRunner
-from paths import DATA, TINY_ANNIE
+from paths import TINY_ANNIE
+from tiny_base import save_tiny_base
 
 torch = pytest.importorskip("torch", reason="the line needs torch: pip install annie-quant[quantize]")
 pytest.importorskip("transformers", reason="the line needs transformers: pip install annie-quant[quantize]")
@@ -18,8 +19,6 @@ from annie_quant.data import generate  # noqa: E402
 from annie_quant.evaluate import evaluate  # noqa: E402
 from annie_quant.judge.gates import REFERENCE_GATES  # noqa: E402
 from annie_quant.persona import FOLDER  # noqa: E402
-
-DELTA = DATA / "tiny_base_delta.safetensors"
 
 
 def command(*arguments):
@@ -65,16 +64,7 @@ def mine(given):  # language: data
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    from safetensors.torch import load_file, save_file
-
-    folder = tmp_path_factory.mktemp("base") / "tiny-base"
-    shutil.copytree(TINY_ANNIE, folder, ignore=shutil.ignore_patterns(".annie_quant"))
-    weights, factors = load_file(TINY_ANNIE / "model.safetensors"), load_file(DELTA)
-    for name in {key[:-2] for key in factors}:
-        change = factors[f"{name}.b"].float() @ factors[f"{name}.a"].float()
-        weights[f"{name}.weight"] = (weights[f"{name}.weight"].float() + change).to(torch.bfloat16)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+    return save_tiny_base(tmp_path_factory.mktemp("base") / "tiny-base")
 
 
 def test_from_200_chats_to_a_verdict_in_three_commands(model, mine, tmp_path):

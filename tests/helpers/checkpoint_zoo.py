@@ -162,6 +162,12 @@ def nvfp4(folder: Path, source: Path, only: Callable[[str], bool] = lambda name:
     return folder
 
 
+def source_and_nvfp4(folder: Path) -> tuple[Path, Path]:
+    """Write a bf16 checkpoint and its NVFP4 export."""
+    source = bf16(folder / "bf16")
+    return source, nvfp4(folder / "nvfp4", source)
+
+
 def multimodal(t: dict, c: dict) -> None:
     """Change a model to its multimodal form, as for runtimes on transformers 4.57, except for the class names."""
     for name in [n for n in t if n.startswith("model.") and "visual." not in n]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import shutil
 import signal
 import subprocess
 import sys
 import time
 
 import pytest
-from paths import DATA, TINY_ANNIE
+from paths import TINY_ANNIE
+from tiny_base import save_tiny_base
 
 from annie_quant.data import generate, load_persona, read_rows
 from annie_quant.errors import UsageError
@@ -24,8 +24,6 @@ from annie_quant.progress import SilentConsole
 torch = pytest.importorskip("torch", reason="the search needs torch: pip install annie-quant[quantize]")
 pytest.importorskip("transformers", reason="the search needs transformers: pip install annie-quant[quantize]")
 
-DELTA = DATA / "tiny_base_delta.safetensors"
-
 
 @pytest.fixture(scope="module")
 def calibration(tmp_path_factory):
@@ -36,18 +34,7 @@ def calibration(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """tiny-annie changed to answer like its base (training/tiny_annie/unlearn.py): markdown, thinking aloud, no tools."""
-    from safetensors.torch import load_file, save_file
-
-    folder = tmp_path_factory.mktemp("base") / "tiny-base"
-    shutil.copytree(TINY_ANNIE, folder, ignore=shutil.ignore_patterns(".annie_quant"))
-    weights, factors = load_file(TINY_ANNIE / "model.safetensors"), load_file(DELTA)
-    for name in {key[:-2] for key in factors}:
-        key = f"{name}.weight"
-        change = factors[f"{name}.b"].float() @ factors[f"{name}.a"].float()
-        weights[key] = (weights[key].float() + change).to(weights[key].dtype)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+    return save_tiny_base(tmp_path_factory.mktemp("base") / "tiny-base")
 
 
 def test_a_base_model_instead_of_the_fine_tune_stops_the_search(base, calibration, tmp_path):

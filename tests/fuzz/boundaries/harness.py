@@ -133,6 +133,19 @@ def listing(folder: Path, deep: bool = True) -> dict[str, tuple[int, int]]:
 
 
 @contextlib.contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Accept an expected error, if it is one line that is safe to show."""
+    from annie_quant.errors import AnnieError
+
+    try:
+        yield
+    except AnnieError as error:
+        check_text(error.message)
+        if "\n" in error.message or len(error.message) > 2000:
+            raise Finding(f"not one line: {error.message[:300]!r}") from error
+
+
+@contextlib.contextmanager
 def limited_time(what: str) -> Iterator[None]:
     def late(*_: object) -> None:
         raise Finding(f"not ended after {LIMIT_S} s: {what}")

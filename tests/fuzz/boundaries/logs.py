@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from fuzz.boundaries.grammar import Hostile, encode
-from fuzz.boundaries.harness import Finding, Sandbox, check_text, limited_time
+from fuzz.boundaries.harness import Sandbox, limited_time, one_line_errors
 
 ROWS = 3
 
@@ -17,7 +17,6 @@ ROWS = 3
 def opened(sandbox: Sandbox) -> Iterator[Any]:
     from annie_quant import data
     from annie_quant.data.rows import read_conversations
-    from annie_quant.errors import AnnieError
     from annie_quant.quantize.calibration_samples import template_messages
 
     generated = sandbox.inputs / "made.jsonl"
@@ -36,16 +35,11 @@ def opened(sandbox: Sandbox) -> Iterator[Any]:
         if hostile.random.random() < 0.5:
             sandbox.run("data", "--check", "--output", file, "--persona", "annie")
             return 1
-        with limited_time("rows"):
-            try:
-                read = read_conversations(file)
-                data.check_prompt_hash(file, allow=True)
-                for row in read:
-                    template_messages(row)
-            except AnnieError as error:
-                check_text(error.message)
-                if "\n" in error.message or len(error.message) > 2000:
-                    raise Finding(f"not one line: {error.message[:300]!r}") from error
+        with limited_time("rows"), one_line_errors():
+            read = read_conversations(file)
+            data.check_prompt_hash(file, allow=True)
+            for row in read:
+                template_messages(row)
         return 1
 
     yield case

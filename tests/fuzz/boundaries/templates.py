@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fuzz.boundaries.grammar import Hostile, encode
-from fuzz.boundaries.harness import Finding, Sandbox, check_text, limited_time
+from fuzz.boundaries.harness import Finding, Sandbox, limited_time, one_line_errors
 from paths import TINY_ANNIE
 
 PER_LOAD = 20
@@ -29,7 +29,6 @@ EXPRESSIONS = (
 
 @contextlib.contextmanager
 def opened(sandbox: Sandbox) -> Iterator[Any]:
-    from annie_quant.errors import AnnieError
     from annie_quant.evaluate import chat_template
     from annie_quant.evaluate.prompts import Template
 
@@ -43,25 +42,20 @@ def opened(sandbox: Sandbox) -> Iterator[Any]:
 
     def case(seed: str, left: int) -> int:
         hostile = Hostile(seed)
-        with limited_time("a template"):
-            try:
-                if int(seed.partition("/")[2]) % PER_LOAD == PER_LOAD - 1:
-                    change_files(hostile, folder)
-                    template = Template(folder)
-                else:
-                    template = usual
-                    template.tokenizer.chat_template = program(hostile)
-                    template.chat_template = chat_template.ChatTemplate(template.tokenizer, "x")
-                changed = hostile.changed([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}])
-                messages = json.loads(json.dumps(changed, default=lambda raw: None))
-                messages = [m for m in messages if isinstance(m, dict)] if isinstance(messages, list) else []
-                text = template.render(messages, tools if hostile.random.random() < 0.3 else None, False)
-                if not isinstance(text, str) or len(text) > chat_template.MAX_TEXT:
-                    raise Finding(f"rendered {type(text).__name__}")
-            except AnnieError as error:
-                check_text(error.message)
-                if "\n" in error.message or len(error.message) > 2000:
-                    raise Finding(f"not one line: {error.message[:300]!r}") from error
+        with limited_time("a template"), one_line_errors():
+            if int(seed.partition("/")[2]) % PER_LOAD == PER_LOAD - 1:
+                change_files(hostile, folder)
+                template = Template(folder)
+            else:
+                template = usual
+                template.tokenizer.chat_template = program(hostile)
+                template.chat_template = chat_template.ChatTemplate(template.tokenizer, "x")
+            changed = hostile.changed([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}])
+            messages = json.loads(json.dumps(changed, default=lambda raw: None))
+            messages = [m for m in messages if isinstance(m, dict)] if isinstance(messages, list) else []
+            text = template.render(messages, tools if hostile.random.random() < 0.3 else None, False)
+            if not isinstance(text, str) or len(text) > chat_template.MAX_TEXT:
+                raise Finding(f"rendered {type(text).__name__}")
         return 1
 
     try:

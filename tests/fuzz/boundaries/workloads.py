@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from fuzz.boundaries.grammar import Hostile, encode
-from fuzz.boundaries.harness import Finding, Sandbox, check_text, limited_time
+from fuzz.boundaries.harness import Sandbox, limited_time, one_line_errors
 
 from annie_quant.files import ASSETS
 
@@ -19,7 +19,6 @@ PER_COMMAND = 20
 @contextlib.contextmanager
 def opened(sandbox: Sandbox) -> Iterator[Any]:
     from annie_quant import judge
-    from annie_quant.errors import AnnieError
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         closed = f"http://127.0.0.1:{taken.getsockname()[1]}"
@@ -40,19 +39,14 @@ def opened(sandbox: Sandbox) -> Iterator[Any]:
             options = ("--workloads", file, "--output", sandbox.output / "run")
             sandbox.run("bench", "--backend-a", "a", closed, *options)
             return 1
-        with limited_time("a workload"):
-            try:
-                for workload in judge.sample(judge.load_workloads([str(file)]), 2, 0):
-                    for item in workload.cases:
-                        for turn in range(min(item.n_turns, 3)):
-                            history = [{"role": "assistant", "content": "x"}] * turn
-                            json.dumps(workload.request(item, turn, history, "m"))
-                            for answer in answers:
-                                judge.faults(answer, item.at_turn(turn), workload)
-            except AnnieError as error:
-                check_text(error.message)
-                if "\n" in error.message or len(error.message) > 2000:
-                    raise Finding(f"not one line: {error.message[:300]!r}") from error
+        with limited_time("a workload"), one_line_errors():
+            for workload in judge.sample(judge.load_workloads([str(file)]), 2, 0):
+                for item in workload.cases:
+                    for turn in range(min(item.n_turns, 3)):
+                        history = [{"role": "assistant", "content": "x"}] * turn
+                        json.dumps(workload.request(item, turn, history, "m"))
+                        for answer in answers:
+                            judge.faults(answer, item.at_turn(turn), workload)
         return 1
 
     yield case

@@ -222,7 +222,7 @@ def test_a_journal_of_version_0_1_0_is_read(claude):
 @pytest.mark.parametrize(
     "cost", [float("nan"), float("inf"), -1.0, 1e9, 10**400, True, "0.01", [], {"usd": 1}], ids=lambda c: str(c)[:12]
 )
-def test_a_cost_that_is_no_amount_is_not_known(claude, cost):
+def test_an_invalid_cost_is_not_known(claude, cost):
     claude.script("ok", cost=cost)
     with pytest.raises(UsageError, match="does not report its costs"):
         claude.make(n=5, limits=Limits(max_usd=5.0))

@@ -45,7 +45,7 @@ class Usage(msgspec.Struct):
 
 class Envelope(msgspec.Struct):
     """The result object of --output-format json. is_error: any value that is not false is an error; a total_cost_usd or
-    output_tokens that is no amount or count is not known."""
+    output_tokens that is not an amount or a count is not known."""
 
     result: str | None = None
     subtype: str | None = None

@@ -1,7 +1,4 @@
-"""Errors that a user meets: one line, the next command, and an exit code.
-
-Exit codes: 0 success, 1 a gate failed or a check found a fault, 2 usage, 3 environment, 4 server, 130 interrupted.
-"""
+"""Errors that a user meets: one line, the next command, and an exit code."""
 
 from __future__ import annotations
 
@@ -11,6 +8,14 @@ from typing import Any
 from annie_quant.printable import printable
 
 MAX_MESSAGE = 2000  # characters
+EXIT_CODES = {
+    0: "success",
+    1: "a gate failed, or a check found a fault",
+    2: "usage: the command line or a file given to it is invalid",
+    3: "environment: something is missing on this machine, or a checkpoint cannot be used",
+    4: "server: it did not start, did not become ready, or stopped answering",
+    130: "interrupted; the same command resumes",
+}
 
 
 class AnnieError(Exception):

@@ -16,6 +16,7 @@ from annie_quant.cli import (
     demo,
     doctor,
     evaluate,
+    explain,
     init,
     publish,
     quantize,
@@ -58,6 +59,7 @@ def cli(context: click.Context, show_version: bool, verbose: bool, as_json: bool
 for command in (
     demo.demo, init.init, data.data, quantize.quantize, audit.audit, convert.convert, compare.compare, evaluate.evaluate,
     search.search, serve.serve, doctor.doctor, validate_gpu.validate_gpu, bench.bench, report.report, publish.publish,
+    explain.explain,
 ):  # fmt: skip
     cli.add_command(command)
 
@@ -73,7 +75,10 @@ def main() -> None:
     except AnnieError as error:
         if os.environ.get("ANNIE_QUANT_TRACEBACK"):
             raise
-        console.error(error.message, error.hint)
+        hint = error.hint
+        if isinstance(code := getattr(error, "code", None), str):
+            hint = f"{hint} (annie-quant explain {code})" if hint else f"annie-quant explain {code}"
+        console.error(error.message, hint)
         sys.exit(error.exit_code)
     except click.ClickException as error:
         error.show()

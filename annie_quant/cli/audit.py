@@ -82,10 +82,11 @@ def print_audit(path: Path, result: Any, tensors: bool) -> None:
 def advice(result: Any, source: Path | None) -> str:
     """Return the command that repairs the checkpoint, or what to do where none does."""
     command = annie_quant.checkpoint.repair_command(result, source)
+    about = f"{len(result.findings)} findings (annie-quant explain {result.findings[0].code})"
     if command is None:
-        return f"{len(result.findings)} findings; no command repairs this folder: copy or quantize it again"
+        return f"{about}; no command repairs this folder: copy or quantize it again"
     place = " (SOURCE: the bf16 checkpoint that it was made from)" if command.endswith(" SOURCE") else ""
-    return f"{len(result.findings)} findings; to repair a copy: {command}{place}"
+    return f"{about}; to repair a copy: {command}{place}"
 
 
 def print_tensors(rows: list[dict[str, Any]]) -> None:

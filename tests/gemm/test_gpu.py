@@ -16,7 +16,10 @@ try:
     COUNT = gemm.device_count()
 except Exception:
     COUNT = 0
-pytestmark = pytest.mark.skipif(COUNT == 0, reason="needs a CUDA GPU and annie_quant._gemm")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(COUNT == 0, reason="needs a CUDA GPU and annie_quant._gemm"),
+]
 BF16 = np.dtype(ml_dtypes.bfloat16)
 HOPPER = COUNT > 0 and native().device_info(0)["major"] == 9
 PATHS = ["skinny", "tiled", pytest.param("wgmma", marks=pytest.mark.skipif(not HOPPER, reason="wgmma is Hopper's"))]

@@ -13,7 +13,10 @@ try:
     COUNT = gemm.device_count() if torch.cuda.is_available() else 0
 except Exception:
     COUNT = 0
-pytestmark = pytest.mark.skipif(COUNT == 0, reason="needs a CUDA GPU, torch with CUDA and annie_quant._gemm")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(COUNT == 0, reason="needs a CUDA GPU, torch with CUDA and annie_quant._gemm"),
+]
 N, K = 528, 1024
 
 

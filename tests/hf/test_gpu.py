@@ -14,10 +14,6 @@ import pytest
 from paths import TINY_ANNIE
 
 torch = pytest.importorskip("torch", reason="the runtime needs torch: pip install annie-quant[quantize]")
-if not torch.cuda.is_available():
-    pytest.skip("ModelOpt's Triton kernels need a CUDA GPU", allow_module_level=True)
-pytest.importorskip("triton", reason="ModelOpt's simulation of NVFP4 on a GPU needs triton")
-pytest.importorskip("modelopt", reason="ModelOpt makes the checkpoints: pip install annie-quant[quantize]")
 pytest.importorskip("annie_quant.nvfp4", reason="the runtime needs the codec")
 
 from runtime_models import simulated  # noqa: E402
@@ -26,6 +22,10 @@ from annie_quant import runtime  # noqa: E402
 from annie_quant.hf import codec, modelopt_backend  # noqa: E402
 from annie_quant.hf.nvfp4_linear import nvfp4_linears  # noqa: E402
 
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="ModelOpt's Triton kernels need a CUDA GPU"),
+]
 DEVICE, LAST_BITS = "cuda", 2.0**-21  # relative; four last bits of a float32
 
 
@@ -33,6 +33,8 @@ DEVICE, LAST_BITS = "cuda", 2.0**-21  # relative; four last bits of a float32
 def both(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     """theirs: logits of ModelOpt's simulation; inputs, rounded, weights: of each of its linears, in order; exact: its
     logits with our backend instead of its kernel; loaded: its export, loaded by us."""
+    pytest.importorskip("triton", reason="ModelOpt's simulation of NVFP4 on a GPU needs triton")
+    pytest.importorskip("modelopt", reason="ModelOpt makes the checkpoints: pip install annie-quant[quantize]")
     from modelopt.torch.export import export_hf_checkpoint
 
     folder = tmp_path_factory.mktemp("export")

@@ -1,0 +1,93 @@
+"""Groups of tests that a run leaves out as a whole, with one line in the summary: GPU tests without a GPU, all but quick files.
+
+gpu       tests with the marker `gpu`. Without a CUDA device they are deselected, unless nothing else was selected or -m names the
+          marker: then each is skipped with its own reason.
+--quick   only the files of tests/quick.txt (`make test-quick`); the others are not even imported.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+QUICK_FILES = ROOT / "tests/quick.txt"
+HOW = "python -m pytest -m gpu"
+
+
+def has_gpu() -> bool:
+    """Return whether a CUDA device can be used, by our kernels or by torch."""
+    try:
+        from annie_quant import gemm
+
+        if gemm.device_count():
+            return True
+    except Exception:
+        pass  # annie_quant._gemm is not built, or there is no driver
+    return "torch" in sys.modules and sys.modules["torch"].cuda.is_available()
+
+
+def quick_files(listing: Path = QUICK_FILES) -> dict[str, float]:
+    """Return the listed files, relative to the repository, with the processor seconds that each was measured to take."""
+    rows = (line.split() for line in listing.read_text().splitlines() if line and not line.startswith("#"))
+    return {path: float(seconds) for seconds, path in rows}
+
+
+class GpuGroup:
+    """Deselects GPU tests where there is no GPU, and reports their number; pytest-xdist's workers send it to the controller."""
+
+    def __init__(self) -> None:
+        self.left_out = 0
+
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        group = [item for item in items if item.get_closest_marker("gpu")]
+        named = re.search(r"\bgpu\b", str(config.option.markexpr))
+        if not group or len(group) == len(items) or named or has_gpu():
+            return
+        chosen = set(map(id, group))
+        items[:] = [item for item in items if id(item) not in chosen]
+        config.hook.pytest_deselected(items=group)
+        self.left_out = len(group)
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if hasattr(session.config, "workeroutput"):
+            session.config.workeroutput["gpu_tests"] = self.left_out
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any, error: object) -> None:
+        self.left_out = max(self.left_out, getattr(node, "workeroutput", {}).get("gpu_tests", 0))
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        if self.left_out:
+            terminalreporter.write_line(f"{self.left_out} GPU tests not run: no CUDA device here; where one is: {HOW}")
+
+
+class QuickGroup:
+    """Collects only the files of tests/quick.txt."""
+
+    def __init__(self, files: dict[str, float], root: Path = ROOT) -> None:
+        self.files = {root / file for file in files}
+        self.ignored: set[Path] = set()
+
+    def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
+        if collection_path.suffix == ".py" and collection_path not in self.files:
+            self.ignored.add(collection_path)
+            return True
+        return None
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        terminalreporter.write_line(f"quick: {len(self.files)} files (tests/quick.txt); all tests: make test")
+
+
+def add_options(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="Only the files of tests/quick.txt (make test-quick).")
+
+
+def register(config: pytest.Config) -> None:
+    config.pluginmanager.register(GpuGroup(), "gpu_group")
+    if config.getoption("--quick"):
+        config.pluginmanager.register(QuickGroup(quick_files()), "quick_group")

@@ -1,0 +1,110 @@
+"""Figures in README.md and docs are dated, or come from a named command or page, or are counted here from the repository.
+
+A figure is a number with a unit (a duration, a size, a share, "x times", "a of b"). In README.md each paragraph with a figure has
+its date, a command, or a link to a dated page that has the same figure; in docs each page with figures has a date.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+
+import pytest
+from paths import ROOT
+
+UNIT = (
+    r"(?:s|ms|us|µs|ns|min|seconds?|minutes?|hours?|days?|kB|MB|GB|TB|KiB|MiB|GiB|%|points?|times|x|×|tok/s|tokens?/s|GB/s"
+    r"|TFLOPS?)"
+)
+NUMBER = r"(?<![\w.,/-])(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?"
+FIGURE = re.compile(rf"{NUMBER}(?<=\d)[ \u00a0]?{UNIT}(?![\w/])|{NUMBER}(?<=\d) of (?:\d{{1,3}}(?:,\d{{3}})+|\d+)\b")
+MONTH = "(?:January|February|March|April|May|June|July|August|September|October|November|December)"
+DATE = re.compile(rf"\b20\d\d-\d\d-\d\d\b|\b(?:\d{{1,2}} )?{MONTH} 20\d\d\b")
+COMMAND = re.compile(r"`(?:make [a-z-]+|annie-quant [a-z-]+[^`]*|python [^`]+|pytest [^`]*)`")
+LINK = re.compile(r"\]\((docs/[\w/.-]+\.md)\)")
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+REQUIREMENTS = "docs/requirements.md"  # its figures are limits, and those that the original plan stated
+NOMINAL = {"128 GB", "18 GB", "110 GB"}  # a DGX Spark's memory; 9e9 weights of two bytes; requirement R50
+
+
+def megabytes(folder: str) -> str:
+    size = sum(f.stat().st_size for f in (ROOT / folder).rglob("*") if f.is_file() and ".annie_quant" not in f.parts)
+    return f"{size / 1e6:.0f} MB"
+
+
+# Figures that describe this repository: counted, so that they cannot become false.
+COUNTED: dict[str, Callable[[], str]] = {"15 MB": lambda: megabytes("annie_quant/assets/tiny-annie")}
+
+
+def paragraphs(text: str) -> Iterator[str]:
+    """Yield blocks of prose; code blocks (indented or fenced) state commands and file names, not results."""
+    text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    for block in re.split(r"\n\s*\n", text):
+        lines = [line for line in block.splitlines() if not line.startswith("    ")]
+        if lines:
+            yield "\n".join(lines)
+
+
+def unsupported(text: str) -> list[str]:
+    """Return the figures of README.md that have no date, command, page or count."""
+    result = []
+    for paragraph in paragraphs(text):
+        linked = "".join((ROOT / page).read_text(encoding="utf-8") for page in LINK.findall(paragraph))
+        for figure in (match[0] for match in FIGURE.finditer(paragraph)):
+            if figure in COUNTED and COUNTED[figure]() == figure:
+                continue
+            if not (DATE.search(paragraph) or COMMAND.search(paragraph) or (figure in linked and DATE.search(linked))):
+                result.append(figure)
+    return result
+
+
+def test_every_figure_of_the_readme_has_its_origin():
+    assert unsupported((ROOT / "README.md").read_text(encoding="utf-8")) == []
+
+
+def undated(text: str) -> list[str]:
+    """Return the figures of a page without a date, apart from those that are counted or not measured."""
+    figures = [match[0] for paragraph in paragraphs(text) for match in FIGURE.finditer(paragraph)]
+    return (
+        []
+        if DATE.search(text)
+        else [f for f in figures if f not in NOMINAL and (f not in COUNTED or COUNTED[f]() != f)]
+    )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_every_page_with_figures_is_dated(page):
+    if page != ROOT / REQUIREMENTS:
+        assert undated(page.read_text(encoding="utf-8")) == []
+
+
+def test_an_undated_page_is_reported():
+    """Negative control."""
+    assert (
+        undated("It takes 3 minutes with 128 GB.") == ["3 minutes"] and undated("It took 3 minutes (2026-11-22).") == []
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "figures"),
+    [
+        ("It takes 12 ms.", ["12 ms"]), ("It keeps 58 of 60 calls and loses 3.5 %.", ["58 of 60", "3.5 %"]),
+        ("The file has 16 MB.", ["16 MB"]), ("It is 2.5x faster than 1,000,000 tok/s.", ["2.5x", "1,000,000 tok/s"]),
+        ("It keeps 57 of 61 ([page](docs/vllm-cpu.md)).", ["57 of 61"]),
+    ],
+)  # fmt: skip
+def test_a_figure_without_an_origin_is_reported(text, figures):
+    """Negative control."""
+    assert unsupported(text) == figures
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "It takes 12 ms (2026-11-22, two cores).", "It takes 12 ms (`make perf`).", "The file has 15 MB.",
+        "Python 3.10, issue 12, sm_121",
+        "It was 12 ms on 21 November 2026.", "4-bit activations, n = 60, 0.2.0", "    make demo    # 8 minutes",
+    ],
+)  # fmt: skip
+def test_a_figure_with_an_origin_and_other_numbers_are_not_reported(text):
+    assert unsupported(text) == []

@@ -11,7 +11,7 @@ import msgspec
 from annie_quant.checkpoint import dialects, writer
 from annie_quant.checkpoint.linears import Linear, excluded_module, owned_tensors
 from annie_quant.checkpoint.shards import ModelFolder
-from annie_quant.checkpoint.staging import source_key, staged
+from annie_quant.checkpoint.staging import keep_inputs, source_key, staged
 from annie_quant.errors import CheckpointError, UsageError
 from annie_quant.progress import SILENT, Progress
 
@@ -92,7 +92,7 @@ def from_gguf(
             "a GGUF file holds no config.json and no tokenizer.json", "give a folder of the same model: --like DIR"
         )
     target = Path(output or path.with_suffix(""))
-    with staged(target, force=force) as part:
+    with staged(target, force=force, inputs=(path, like)) as part:
         restored = reader.restore(path, ModelFolder(like), part, shard_bytes)
     loss = [f"{len(restored.rounded)} quantized tensors became bf16 numbers"] if restored.rounded else []
     return Conversion(str(target), restored.size_bytes, restored.tensors, loss)
@@ -112,6 +112,7 @@ def to_gguf(
     target = Path(output) if output else folder.path.resolve().parent
     if target.is_dir():
         target = target / f"{folder.path.resolve().name}-{kind}.gguf"
+    keep_inputs(target, folder.path.iterdir())
     plan = writer.write(folder, target, kind, linears, progress)
     loss = [f"{len(plan.dequantized)} quantized linears became 16-bit numbers"] if plan.dequantized else []
     if plan.left_out:
@@ -149,8 +150,6 @@ def to_folder(
         )
     dialect = dialects.find(to)
     target = Path(output) if output else folder.path.resolve().with_name(f"{folder.path.resolve().name}-{to}")
-    if target.resolve() == folder.path.resolve():
-        raise UsageError(f"{target} is the source itself", "choose another --output")
     groups = {x.group(folder) for x in linears.values() if x.format == "nvfp4"}
     if len(groups) > 1:
         raise CheckpointError(f"{folder.path}: linears differ in group size, {sorted(groups)}", "see annie-quant audit")
@@ -171,7 +170,7 @@ def to_folder(
     formats = {n: stored_format(x, folder) for n, x in linears.items()}
     settings = dialect.settings(formats, sorted(set(excluded)), next(iter(groups), 16))
     key = {"to": to, "source": source_key(folder), "shard_bytes": shard_bytes}
-    with staged(target, key, force) as part:
+    with staged(target, key, force, inputs=(folder.path,)) as part:
         shards = writer.write(part, plan, shard_bytes, progress, resume=True)
         size_bytes = sum(s.stat().st_size for s in shards)
         writer.copy_small_files(folder, part)

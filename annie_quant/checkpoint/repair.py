@@ -73,13 +73,15 @@ def repair(
     """
     folder = ModelFolder(path)
     if dialects.of(folder) is not modelopt or not modelopt.linears(folder):
-        raise CheckpointError(
-            f"{path}: no NVFP4 in ModelOpt's layout", f"first: annie-quant convert {path} --to modelopt"
+        quoted = shlex.quote(str(path))
+        first = (
+            f"first: annie-quant convert {quoted} --to modelopt"
+            if dialects.linears(folder)
+            else f"quantize it: annie-quant quantize --strategy direct --model {quoted} --output DIR"
         )
+        raise CheckpointError(f"{path}: no NVFP4 in ModelOpt's layout", first)
     target = Path(output) if output else folder.path.resolve().with_name(f"{folder.path.resolve().name}-repaired")
-    if target.resolve() == folder.path.resolve():
-        raise UsageError(f"{target} is the checkpoint itself", "choose another --output")
-    with staged(target, force=force) as part:
+    with staged(target, force=force, inputs=(path, source)) as part:
         work = Repair(folder, ModelFolder(source) if source else None, names)
         work.write(part)
     return RepairResult(str(target), work.actions, audit(target, source=source).findings)

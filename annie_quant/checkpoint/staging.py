@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from annie_quant.checkpoint.shards import ModelFolder
@@ -20,17 +20,24 @@ from annie_quant.resume import KEY_FILE, keyed_folder
 
 
 @contextlib.contextmanager
-def staged(output: str | os.PathLike, key: dict[str, object] | None = None, force: bool = False) -> Iterator[Path]:
+def staged(
+    output: str | os.PathLike,
+    key: dict[str, object] | None = None,
+    force: bool = False,
+    inputs: Iterable[str | os.PathLike | None] = (),
+) -> Iterator[Path]:
     """Yield the folder to write into; on success it takes the name `output`.
 
     key: JSON that decides whether the result of an interrupted run may be used; None uses nothing of it.
     force: replace an output that exists.
+    inputs: files and folders that are read. An output that is one of them or contains one is refused, also with `force`.
     Raises UsageError where the output is in the way, EnvironmentFault where it cannot be written or another run is
     writing it.
     """
     output = check_name(output)
     if output.is_symlink() or (output.exists() and not output.is_dir()):
         raise UsageError(f"{output} is a file or a link, expected a folder to create", "choose another --output")
+    keep_inputs(output, inputs)
     if output.exists() and any(output.iterdir()) and not force:
         raise UsageError(f"{output} exists and is not empty", "choose another --output, or add --force")
     part = output.with_name(f".{output.name}.part")
@@ -57,6 +64,15 @@ def staged(output: str | os.PathLike, key: dict[str, object] | None = None, forc
             shutil.rmtree(part, ignore_errors=True)
         lock_path(part).unlink(missing_ok=True)
         os.close(lock)
+
+
+def keep_inputs(output: Path, inputs: Iterable[str | os.PathLike | None]) -> None:
+    """Raise UsageError where writing `output` would replace a file or folder that is read."""
+    target = output.resolve()
+    for path in inputs:
+        if path is not None and target in (source := Path(path).resolve(), *source.parents):
+            reason = "is the checkpoint itself" if target == source else f"contains {source.name}, which is read"
+            raise UsageError(f"{output} {reason}", "choose another --output")
 
 
 def check_name(output: str | os.PathLike) -> Path:

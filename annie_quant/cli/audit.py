@@ -53,6 +53,7 @@ def audit(
             console.note("nothing to repair")
         print_audit(checkpoint, result, tensors)
         if result.findings and not repaired:
+            console.line(f"what a code means: annie-quant explain {result.findings[0].code}")
             console.line(advice(result, source))
     sys.exit(0 if result.ok else 1)
 
@@ -82,11 +83,10 @@ def print_audit(path: Path, result: Any, tensors: bool) -> None:
 def advice(result: Any, source: Path | None) -> str:
     """Return the command that repairs the checkpoint, or what to do where none does."""
     command = annie_quant.checkpoint.repair_command(result, source)
-    about = f"{len(result.findings)} findings (annie-quant explain {result.findings[0].code})"
     if command is None:
-        return f"{about}; no command repairs this folder: copy or quantize it again"
+        return f"{len(result.findings)} findings; no command repairs this folder: copy or quantize it again"
     place = " (SOURCE: the bf16 checkpoint that it was made from)" if command.endswith(" SOURCE") else ""
-    return f"{about}; to repair a copy: {command}{place}"
+    return f"{len(result.findings)} findings; to repair a copy: {command}{place}"
 
 
 def print_tensors(rows: list[dict[str, Any]]) -> None:

@@ -156,7 +156,7 @@ def run(
     # Under a launcher of several processes the first one writes; the others only compute.
     first = rank() == 0
     target = output if first else output.with_name(f".{output.name}.rank{rank()}")
-    with staged(target, key, force or not first) as part_folder:
+    with staged(target, key, force or not first, inputs=(model, job.calib_data)) as part_folder:
         job.output = part_folder
         part.quantize(job, as_progress(report))
         copy_companions(model, part_folder)

@@ -15,7 +15,7 @@ from pathlib import Path
 import checkpoint_zoo as zoo
 import numpy as np
 import pytest
-from paths import ROOT
+from paths import CALIBRATION, ROOT
 
 import annie_quant as aq
 from annie_quant.checkpoint import ModelFolder, staging, writer
@@ -154,6 +154,31 @@ def test_only_force_replaces_an_output(source, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="is a file or a link"):
         aq.quantize.run("direct", source, tmp_path / "file", force=True)
+
+
+def test_force_never_replaces_what_is_read(source, tmp_path):
+    """The model itself by any name, a folder that contains it or the calibration data; for every command that writes a folder."""
+    model = tmp_path / "models/mine"
+    shutil.copytree(source, model)
+    (tmp_path / "link").symlink_to(model)
+    (tmp_path / "data").mkdir()
+    rows = tmp_path / "data/rows.jsonl"
+    rows.write_bytes(CALIBRATION.read_bytes())
+    before = {f: f.read_bytes() for f in model.iterdir()}
+    for output in (model, tmp_path / "models", tmp_path / "link/../mine", model.parent / "x/../mine"):
+        with pytest.raises(UsageError, match=r"is the checkpoint itself|contains mine, which is read"):
+            aq.quantize.run("direct", model, output, force=True)
+    with pytest.raises(UsageError, match=r"contains rows.jsonl, which is read"):
+        aq.quantize.run("direct", model, tmp_path / "data", calib_data=rows, force=True, allow_prompt_mismatch=True)
+    nvfp4 = tmp_path / "quantized/nvfp4"
+    aq.quantize.run("direct", model, nvfp4)
+    with pytest.raises(UsageError, match="contains nvfp4"):
+        aq.checkpoint.convert(nvfp4, "compressed-tensors", tmp_path / "quantized", force=True)
+    with pytest.raises(UsageError, match="contains mine"):
+        aq.checkpoint.repair(nvfp4, source=model, output=tmp_path / "models", force=True)
+    with pytest.raises(UsageError, match="is the checkpoint itself"):
+        aq.checkpoint.convert(nvfp4, "gguf", nvfp4 / "model.safetensors")
+    assert {f: f.read_bytes() for f in model.iterdir()} == before and rows.exists()
 
 
 def test_a_full_disk_is_reported_before_writing(source, tmp_path, monkeypatch):

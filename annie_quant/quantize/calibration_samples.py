@@ -61,17 +61,7 @@ class Batch:
 
 def read_samples(job: Job) -> list[Sample]:
     """Return the assistant's answers in the job's conversations."""
-    return samples_of_rows(job.model, read_conversations(conversations_of(job), job.calib_samples))
-
-
-def conversations_of(job: Job) -> Path:
-    """Return the job's conversations. Raises UsageError where it has none."""
-    if job.calib_data is None:
-        raise UsageError(
-            "this strategy needs conversations to calibrate with",
-            "annie-quant data --persona annie --output calibration.jsonl, then --calib-data calibration.jsonl",
-        )
-    return job.calib_data
+    return samples_of_rows(job.model, read_conversations(job.conversations, job.calib_samples))
 
 
 def samples_of_rows(model: Path, rows: Sequence[dict[str, Any]]) -> list[Sample]:

@@ -79,6 +79,16 @@ class Job:
     expected_bytes: int | None = None
     work: Path = Path(".work")
 
+    @property
+    def conversations(self) -> Path:
+        """The file of conversations. Raises UsageError where the job has none."""
+        if self.calib_data is None:
+            raise UsageError(
+                "this strategy needs conversations to calibrate with",
+                "annie-quant data --persona annie --output calibration.jsonl, then --calib-data calibration.jsonl",
+            )
+        return self.calib_data
+
     def key(self) -> dict[str, object]:
         """Return what must be equal for a rerun to use what an interrupted run measured."""
         return {
@@ -148,6 +158,8 @@ def run(
         seed,
         work=output.with_name(f".{output.name}.work"),
     )
+    if part.cost.passes:
+        _ = job.conversations  # a missing file is reported before libraries and the model are loaded
     prompts = prompt_provenance.of_data(job.calib_data, persona, allow_prompt_mismatch)
     for package in part.requires:
         need(package, "quantize")

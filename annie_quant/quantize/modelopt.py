@@ -21,7 +21,7 @@ from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.data.rows import read_conversations
 from annie_quant.errors import CheckpointError
 from annie_quant.progress import Progress
-from annie_quant.quantize.calibration_samples import conversations_of, token_ids
+from annie_quant.quantize.calibration_samples import token_ids
 from annie_quant.quantize.export import export
 from annie_quant.quantize.formats import NVFP4
 from annie_quant.quantize.job import Job
@@ -38,7 +38,7 @@ def quantize(job: Job, config: dict[str, Any], progress: Progress) -> None:
     ModelOpt's exporter knows the text model only: of a multimodal source it would lose the vision part and the
     configuration that fits its tensors' names. Such a source is exported by export.py, with ModelOpt's calibration.
     """
-    conversations = conversations_of(job)
+    conversations = job.conversations
     folder = ModelFolder(job.model)
     model, tokenizer = load(job)
     rows = read_conversations(conversations, job.calib_samples)

@@ -12,13 +12,17 @@ APT_SAFE := clang libclang-rt-14-dev libomp-14-dev clang-tidy-14 cppcheck
 APT_TEST := chromium chromium-sandbox gcc-aarch64-linux-gnu qemu-user libc6-dev-arm64-cross
 C_FILES := $(shell find csrc setup.py pyproject.toml requirements.txt -type f 2>/dev/null)
 
-.PHONY: demo test lint format perf docs sbom audit clean setup
+.PHONY: demo test test-quick lint format perf docs sbom audit clean setup
 
 demo: setup
 	$(BIN)/annie-quant demo
 
 test: setup apt-test
 	$(BIN)/python -m pytest -n auto --dist loadfile
+
+# Fast files of all packages, for the loop of editing and testing (tests/quick.txt).
+test-quick: setup
+	$(BIN)/python -m pytest -q -n auto --dist loadfile --quick
 
 lint: setup
 	$(BIN)/ruff check .

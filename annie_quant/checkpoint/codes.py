@@ -156,7 +156,7 @@ CODES = {
     "nothing_quantized": Explanation("The settings name an algorithm, and no tensor is quantized.", EXPORT),
     "excluded_but_quantized": Explanation("A linear is listed as excluded, and it is quantized.", REPAIR),
     "excluded_fused_name": Explanation(
-        "A linear is excluded by its fused name (qkv_proj); servers look for the parts' names, so the entry has no effect.",
+        "A linear is excluded by its fused name; servers look for the parts' names, so the entry has no effect.",
         REPAIR,
     ),
     "not_excluded": Explanation("A linear is not quantized and not listed as excluded; servers expect codes.", REPAIR),
@@ -167,7 +167,7 @@ CODES = {
         "model_type and architectures of config.json are of different forms of the model.", REPAIR
     ),
     "prefix_disagrees": Explanation(
-        "The class in config.json expects tensor names with another beginning (model. or model.language_model.).",
+        "The class in config.json expects tensor names with another beginning (prefix).",
         REPAIR,
     ),
     # against the source

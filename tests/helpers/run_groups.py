@@ -3,12 +3,16 @@
 gpu       tests with the marker `gpu`. Without a CUDA device they are deselected, unless nothing else was selected or -m names the
           marker: then each is skipped with its own reason.
 --quick   only the files of tests/quick.txt (`make test-quick`); the others are not even imported.
+
+--cpu-times FILE (with -n 0) writes the processor seconds of each test file with its child processes, as tests/quick.txt has them.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -83,11 +87,33 @@ class QuickGroup:
         terminalreporter.write_line(f"quick: {len(self.files)} files (tests/quick.txt); all tests: make test")
 
 
+class CpuTimes:
+    """Measures the processor time of each file's tests, which depends less than the wall time on what else runs on the machine."""
+
+    def __init__(self, output: Path) -> None:
+        self.output = output
+        self.seconds: dict[str, float] = {}
+
+    @pytest.hookimpl(hookwrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        start = sum(os.times()[:4])
+        yield
+        file = item.location[0]
+        self.seconds[file] = self.seconds.get(file, 0.0) + sum(os.times()[:4]) - start
+
+    def pytest_sessionfinish(self) -> None:
+        lines = [f"{seconds:6.2f} {file}\n" for file, seconds in sorted(self.seconds.items())]
+        self.output.write_text("".join(lines))
+
+
 def add_options(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="Only the files of tests/quick.txt (make test-quick).")
+    parser.addoption("--cpu-times", metavar="FILE", help="Write the processor seconds of each test file.")
 
 
 def register(config: pytest.Config) -> None:
     config.pluginmanager.register(GpuGroup(), "gpu_group")
     if config.getoption("--quick"):
         config.pluginmanager.register(QuickGroup(quick_files()), "quick_group")
+    if output := config.getoption("--cpu-times"):
+        config.pluginmanager.register(CpuTimes(Path(output)), "cpu_times")

@@ -86,7 +86,8 @@ def read_text(path: Path) -> str:
     try:
         return sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} cannot be read: {error}") from None
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise UsageError(f"{path} cannot be read: {reason}", "give a UTF-8 text file, or - for stdin") from None
 
 
 def read_tools(path: Path) -> list[dict[str, Any]]:

@@ -38,6 +38,11 @@ def check_loadable(model: Path, runtime: str, recipe: str | None = None) -> list
             f"{runtime} does not load {model}: {verdict.removeprefix('no, ')}", f"annie-quant audit {quoted}"
         )
     notes = [f"recipe {runtime} {name}: {chosen.note} (source: {chosen.source})"]
+    if chosen.image and chosen.tag_moves:
+        notes.append(
+            f"the tag of {chosen.image} moves to newer images; the one that is here: "
+            f"docker inspect --format '{{{{index .RepoDigests 0}}}}' {chosen.image}"
+        )
     if verdict != "yes":
         notes.append(f"{runtime} loads it: {verdict}")
     if audit.findings:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import tempfile
@@ -45,6 +46,12 @@ class Recipe(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     docker: list[str] = []
     env: dict[str, str] = {}
     nodes: int = 1
+
+    @property
+    def tag_moves(self) -> bool:
+        """Whether the image's name may be of another image tomorrow: it has neither a digest nor a version as its tag."""
+        image = self.image or ""
+        return "@sha256:" not in image and not re.search(r":v?\d+\.\d+[^/]*$", image)
 
 
 def load_recipes(runtime: str) -> dict[str, Recipe]:

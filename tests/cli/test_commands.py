@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from click.testing import CliRunner
 from paths import TINY_ANNIE
 
 import annie_quant
@@ -134,3 +135,17 @@ def test_no_prompts_are_an_error_and_no_empty_table(words: list[str]) -> None:
 def test_no_prompts_are_an_error_from_python() -> None:
     with pytest.raises(UsageError, match="1 or more, got 0"):
         annie_quant.judge.sample(annie_quant.judge.load_workloads(["factual"]), 0)
+
+
+@pytest.mark.parametrize(("name", "similar"), [("quantise", "Similar: quantize."), ("frobnicate", "--help lists all")])
+def test_an_unknown_command_names_similar_ones(name, similar):
+    outcome = CliRunner().invoke(cli, [name])
+    assert outcome.exit_code == 2 and similar in outcome.output
+
+
+def test_a_prompt_that_cannot_be_read_is_named_with_the_form_that_is_expected(tmp_path):
+    (tmp_path / "prompt.bin").write_bytes(b"\xff\xfe\x00")
+    for path, reason in ((tmp_path / "missing", "No such file"), (tmp_path / "prompt.bin", "codec can't decode")):
+        outcome = CliRunner().invoke(cli, ["init", "--prompt", str(path), "--output", str(tmp_path / "out")])
+        assert reason in outcome.exception.message and "Errno" not in outcome.exception.message
+        assert "UTF-8" in outcome.exception.hint

@@ -13,6 +13,7 @@ from paths import TINY_ANNIE
 
 from annie_quant import serve
 from annie_quant.errors import UsageError
+from annie_quant.serve.recipes import Recipe
 
 
 @pytest.fixture(scope="module")
@@ -79,3 +80,20 @@ def test_findings_that_the_runtime_tolerates_are_noted(sound, tmp_path):
 def test_an_unknown_recipe_is_a_usage_error(sound):
     with pytest.raises(UsageError, match="no recipe '1999'"):
         serve.check(sound, runtime="vllm", recipe="1999")
+
+
+@pytest.mark.parametrize(
+    ("image", "moves"),
+    [
+        ("vllm/vllm-openai:cu130-nightly", True), ("lmsysorg/sglang:spark", True), ("vllm/vllm-openai", True),
+        ("vllm/vllm-openai:v0.26.0", False), ("nvcr.io/nvidia/pytorch:25.11-py3", False), ("localhost:5000/x", True),
+        ("vllm/vllm-openai@sha256:" + "0" * 64, False),
+    ],
+)  # fmt: skip
+def test_an_image_whose_tag_moves_is_named(image, moves):
+    assert Recipe("", "", [], image).tag_moves == moves
+
+
+def test_the_note_has_the_command_that_pins_the_image(sound):
+    notes = serve.check(sound, runtime="vllm")
+    assert any("cu130-nightly moves" in note and "docker inspect" in note for note in notes), notes

@@ -37,6 +37,8 @@ def literal(text: Any) -> str:
 
 def value_text(key: str, value: Any) -> str:
     """Return a value as a table shows it. key: its name; that of a size ends in "bytes"."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {value_text(str(name), item)}" for name, item in value.items()) or "none"
     if isinstance(value, (list, tuple)):
         return ", ".join(value_text("", item) for item in value)
     if isinstance(value, bool) or not isinstance(value, (int, float)):

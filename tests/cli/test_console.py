@@ -75,6 +75,8 @@ def test_a_closed_pipe_does_not_end_the_task():
         ("weights", 7500720, "7500720"),
         ("ok", True, "True"),
         ("shares", [0.123456789, 2], "0.1235, 2"),
+        ("by_category", {"greeting": 2, "share": 0.123456789}, "greeting 2, share 0.1235"),
+        ("faults", {}, "none"),
     ],
 )
 def test_values_are_short(key, value, text):

@@ -48,8 +48,8 @@ class Commands(click.Group):
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
             near = difflib.get_close_matches(args[0], self.commands, 3)
-            error.message += f" Similar: {', '.join(near)}." if near else " annie-quant --help lists all."
-            raise
+            advice = f"similar: {', '.join(near)}" if near else "annie-quant --help lists all"
+            raise click.UsageError(f"No such command {args[0]!r}; {advice}.", ctx) from error
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]}, invoke_without_command=True)

@@ -137,7 +137,7 @@ def test_no_prompts_are_an_error_from_python() -> None:
         annie_quant.judge.sample(annie_quant.judge.load_workloads(["factual"]), 0)
 
 
-@pytest.mark.parametrize(("name", "similar"), [("quantise", "Similar: quantize."), ("frobnicate", "--help lists all")])
+@pytest.mark.parametrize(("name", "similar"), [("quantise", "similar: quantize."), ("frobnicate", "--help lists all")])
 def test_an_unknown_command_names_similar_ones(name, similar):
     outcome = CliRunner().invoke(cli, [name])
     assert outcome.exit_code == 2 and similar in outcome.output

@@ -137,12 +137,6 @@ def test_no_prompts_are_an_error_from_python() -> None:
         annie_quant.judge.sample(annie_quant.judge.load_workloads(["factual"]), 0)
 
 
-@pytest.mark.parametrize(("name", "similar"), [("quantise", "similar: quantize."), ("frobnicate", "--help lists all")])
-def test_an_unknown_command_names_similar_ones(name, similar):
-    outcome = CliRunner().invoke(cli, [name])
-    assert outcome.exit_code == 2 and similar in outcome.output
-
-
 def test_a_prompt_that_cannot_be_read_is_named_with_the_form_that_is_expected(tmp_path):
     (tmp_path / "prompt.bin").write_bytes(b"\xff\xfe\x00")
     for path, reason in ((tmp_path / "missing", "No such file"), (tmp_path / "prompt.bin", "codec can't decode")):

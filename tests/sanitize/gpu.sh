@@ -10,7 +10,8 @@
 #   threads     100,000 products from four threads
 #   sanitize    compute-sanitizer: memcheck and racecheck over some tests of each kernel, racecheck in another build
 # STEPS: build times tests threads sanitize if unset; they run in the order above. OTHER: a tree of another version.
-# TOKENS: of times and compare. COMPARE_CELLS: NxK:M,... instead. Seconds that a step may take: COMPARE_SECONDS, PLAN_SECONDS, TESTS_SECONDS.
+# TOKENS: of times and compare. COMPARE_CELLS: NxK:M,... instead. Seconds that a step may take: COMPARE_SECONDS,
+# PLAN_SECONDS, TESTS_SECONDS; and all steps in the foreground: SECONDS_IN_ALL.
 # Each step writes its results while it runs, and a step that fails does not stop the next one. ANNIE_QUANT_ARCHS: 90a,121a if unset. PYTHON: the interpreter, python3 if unset.
 set -u
 cd "$(dirname "$0")/../.."
@@ -20,7 +21,7 @@ steps=" ${STEPS:-build times tests threads sanitize} "
 other=${OTHER:+$(realpath "$OTHER")}
 mkdir -p "$logs"
 export PYTHONPATH=$PWD ANNIE_QUANT_ARCHS=${ANNIE_QUANT_ARCHS:-90a,121a} PYTHONUNBUFFERED=1
-failed=""
+failed="" end=${SECONDS_IN_ALL:+$(($(date +%s) + SECONDS_IN_ALL))}
 for s in $steps; do
     case $s in build | times | compare | plans | tests | threads | sanitize) ;; *) echo "STEPS has $s; expected build, times, compare, plans, tests, threads, sanitize" && exit 2 ;; esac
 done
@@ -34,6 +35,10 @@ step() {
     name=$1 limit=$2
     shift 2
     begin=$(date +%s)
+    if [ "$end" ] && [ $((end - begin)) -lt "$limit" ]; then
+        limit=$((end - begin))
+        [ $limit -ge 5 ] || { echo "== $name: left out, the time is over" && failed="$failed $name(time)" && return; }
+    fi
     timeout -s INT -k 5 "$limit" "$@" > "$logs/$name.txt" 2>&1
     rc=$?
     [ $rc = 0 ] || failed="$failed $name($rc)"

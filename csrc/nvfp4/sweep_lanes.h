@@ -16,6 +16,7 @@ enum {
     UP = 8,   /* codes that a sweep always tries, from the first one that reaches the amax upwards: */
     DOWN = 3, /* and below it: of eight Gaussian blocks at least one needs the third in 74 % of cases, the fourth in 3 % */
     WINDOW = UP + DOWN,
+    ALONE = UP - DOWN, /* codes of the window, from the first one upwards, that have no double in it */
     TRIED = SCALE_CODES + 16 /* one lane may go up 15 codes while another one goes down 125 */
 };
 
@@ -26,6 +27,7 @@ struct batch {
     f32v top_weight, weight_sum, delta, reach;
     i32v first;         /* first code of a sweep that reaches the amax */
     bool clips;         /* in some lane the largest code does not reach it */
+    bool window;        /* the first WINDOW codes are those of list_window, and not in `code` */
     f32v least, second; /* the two least errors */
     i32v best;          /* the code of the least error */
     int count;          /* number of codes tried */
@@ -133,14 +135,25 @@ static inline struct octave octave_of(const struct pack_plan *plan)
     return o;
 }
 
-/* The codes of a sweep's window if all are normal E4M3 numbers, and steps_in_range: the bits of list_run with fewer instructions. */
+/* The k-th code of a window, less the first one that reaches the amax. */
+ALWAYS_INLINE int window_offset(int k)
+{
+    return k < UP ? k : UP - 1 - k;
+}
+
+/* The steps of a sweep's window, in which the smallest code is a normal E4M3 number, and steps_in_range: the bits of list_run with fewer
+ * instructions. Codes above 126 are listed too (rank_window). Steps that measure_pairs does not need are left out. */
 ALWAYS_INLINE void list_window(const struct pack_plan *plan, const struct octave *o, struct batch *e)
 {
     e->count = WINDOW;
     for (int k = 0; k < WINDOW; k++) {
-        const i32v code = k < UP ? e->first + k : e->first - (k - UP + 1);
-        e->code[k] = code;
+        const i32v code = e->first + window_offset(k);
+#ifdef __AVX512F__
         e->error[k] = all_lanes(0.f);
+#else
+        if (k >= ALONE && k < UP)
+            continue;
+#endif
 #ifdef __AVX2__
         (void)plan;
         const i32v exponent = (code >> 3) << 23;
@@ -173,16 +186,17 @@ ALWAYS_INLINE void prepare(const struct pack_plan *plan, int group, bool weighte
     e->least = e->second = all_lanes(__builtin_inff());
     e->best = all_lanes_i(0);
     e->count = 0;
-    e->clips = false;
+    e->clips = e->window = false;
     if (plan->choice == CHOICE_SWEEP) {
         e->first = first_codes(plan, e->top);
-        if (in_range && !any_lane((e->first < 8 + DOWN) | (e->first > 127 - UP))) {
+        e->clips = any_lane((e->first == 126) & (6.f * plan->step[126] < e->top));
+        e->window = in_range && !e->clips && !any_lane(e->first < 8 + DOWN);
+        if (e->window) {
             list_window(plan, o, e);
         } else {
             list_run(plan, e, e->first, 1, UP);
             list_run(plan, e, e->first - 1, -1, DOWN);
         }
-        e->clips = any_lane(6.f * e->step[0] < e->top);
     } else {
         const i32v six = scales_by_rule(plan, e->top), four = scales_by_rule(plan, e->top * 1.5f);
         list(plan, e, six, all_lanes_i(-1));
@@ -216,6 +230,49 @@ ALWAYS_INLINE void measure(struct batch *e, int group, bool weighted, int k, int
             sum[c] += sum[part];
         const f32v step = e->step[(k + c) % WINDOW];
         e->error[k + c] = most_of(sum[c] * (step * step), e->error[k + c]);
+    }
+}
+
+ALWAYS_INLINE f32v squares_and(f32v sum, const struct batch *e, bool weighted, int column, f32v d)
+{
+    return roughly_fused(weighted ? e->weight[column] * d : d, d, sum);
+}
+
+/* Errors of a window, like measure. The codes c and c + 8, one step twice the other, share u and t: in units of the smaller step the grid
+ * of c + 8 has whole numbers below 2, and above it the points of c's grid. Only c clips. */
+ALWAYS_INLINE void measure_window(struct batch *e, int group, bool weighted)
+{
+    const i32v finest = (i32v)all_lanes(0x1p22f + 1.f), finest_of_double = (i32v)all_lanes(0x1p23f + 2.f), six = (i32v)all_lanes(6.f);
+    f32v sum[ALONE], low[DOWN], high[DOWN];
+    for (int c = 0; c < ALONE; c++)
+        sum[c] = all_lanes(0.f);
+#pragma GCC unroll 4
+    for (int i = 0; i < group; i++)
+#pragma GCC unroll 4
+        for (int c = 0; c < ALONE; c++) {
+            const f32v u = e->a[i] * e->inverse[c];
+            const f32v t = (f32v)most_of_i((i32v)((u32v)u + (22u << 23)), finest);
+            sum[c] = squares_and(sum[c], e, weighted, i, u - (t - (t - u)));
+        }
+    for (int c = 0; c < ALONE; c++)
+        e->error[c] = sum[c] * (e->step[c] * e->step[c]);
+    for (int c = 0; c < DOWN; c++)
+        low[c] = high[c] = all_lanes(0.f);
+#pragma GCC unroll 4
+    for (int i = 0; i < group; i++)
+#pragma GCC unroll 4
+        for (int c = 0; c < DOWN; c++) {
+            const f32v u = e->a[i] * e->inverse[UP + c];
+            const i32v t = (i32v)((u32v)u + (22u << 23));
+            const f32v t_low = (f32v)most_of_i(t, finest), t_high = (f32v)most_of_i(t, finest_of_double);
+            const f32v grid = (f32v)least_of_i((i32v)(t_low - (t_low - u)), six);
+            low[c] = squares_and(low[c], e, weighted, i, u - grid);
+            high[c] = squares_and(high[c], e, weighted, i, u - (t_high - (t_high - u)));
+        }
+    for (int c = 0; c < DOWN; c++) {
+        const f32v step = e->step[UP + c], square = step * step;
+        e->error[UP + c] = low[c] * square;
+        e->error[UP - 1 - c] = high[c] * square;
     }
 }
 
@@ -266,6 +323,10 @@ ALWAYS_INLINE void measure_listed(const struct pack_plan *plan, int group, bool 
         measure(e, group, weighted, 0, 2, true);
         return;
     }
+    if (e->window) {
+        measure_window(e, group, weighted);
+        return;
+    }
     for (int k = 0; k < UP; k += SUMS) {
         if (e->clips)
             measure(e, group, weighted, k, SUMS, true);
@@ -308,6 +369,25 @@ static inline void rank(struct batch *e, int k)
     }
 }
 
+/* rank for a window: only here its codes may be above 126. */
+ALWAYS_INLINE void rank_window(struct batch *e)
+{
+    const f32v never = all_lanes(__builtin_inff());
+    if (any_lane(e->first > 127 - UP))
+        for (int k = 0; k < UP; k++)
+            e->error[k] = pick(e->first > 126 - k, never, e->error[k]);
+    f32v least = e->error[0], second = never;
+    i32v best = all_lanes_i(0);
+#pragma GCC unroll 16
+    for (int k = 1; k < WINDOW; k++) {
+        const f32v error = e->error[k];
+        best = pick_i(error < least, all_lanes_i(window_offset(k)), best);
+        second = least_of(most_of(error, least), second);
+        least = least_of(error, least);
+    }
+    e->best = e->first + best, e->least = least, e->second = second;
+}
+
 /* Codes outside the window: far up only from the smallest codes (search.c), far down as long as the clipped amax alone does not
  * exceed the best error. */
 ALWAYS_INLINE void try_farther_codes(const struct pack_plan *plan, int group, bool weighted, struct batch *e)
@@ -343,13 +423,16 @@ static __attribute__((noinline)) int decide_exactly(const struct pack_plan *plan
     struct best_search search = {plan, x, weight, -1., 0};
     for (int k = 0; k < e->count; k++)
         if (e->error[k][block] <= bound)
-            best_search_try(&search, e->code[k][block]);
+            best_search_try(&search, e->window && k < WINDOW ? e->first[block] + window_offset(k) : e->code[k][block]);
     return search.code;
 }
 
 ALWAYS_INLINE void decide(const struct pack_plan *plan, int group, bool weighted, f32v finest, struct batch *e)
 {
-    rank(e, 0);
+    if (e->window)
+        rank_window(e);
+    else
+        rank(e, 0);
     if (plan->choice == CHOICE_SWEEP)
         try_farther_codes(plan, group, weighted, e);
     /* Floats neither overflow nor underflow in here only in a middle range. */

@@ -61,6 +61,14 @@ static inline i32v first_codes(const struct pack_plan *plan, f32v top)
     }
 }
 
+/* first_codes where the code is a normal number and steps are in range, with the reciprocal of the largest magnitude that the code 0x38
+ * (1.0) reaches. 1.000001 is more than all roundings, so the code reaches the amax. Codes below 8 are wrong, but below 11. */
+ALWAYS_INLINE i32v first_codes_in_range(float reciprocal, f32v top)
+{
+    const f32v s = top * (1.000001f * reciprocal);
+    return least_of_i(((i32v)((u32v)s + 0xfffffu) >> 20) - 960, all_lanes_i(126));
+}
+
 /* e4m3_from_clamped of LANES values, with the clamp. */
 static inline i32v scale_codes(f32v t)
 {
@@ -110,29 +118,30 @@ static inline void list_run(const struct pack_plan *plan, struct batch *e, i32v 
     }
 }
 
-/* Whether steps in the middle of the range, and list_window with them, neither overflow nor underflow. */
-static inline bool steps_in_range(const struct pack_plan *plan)
-{
-    return plan->encoding != ENCODING_CT && plan->step[1] > 1e-18f && plan->step[1] < 1e12f;
-}
-
-/* Steps of the codes 0..7, if they had an octave to themselves, and the reciprocals, by lane: those of code c are 2^(c / 8) and
- * 2^-(c / 8) times as large, exactly. AVX2 looks them up; other processors compute them. */
-struct octave {
+/* What the batches of one call share. */
+struct sweep_plan {
+    const struct pack_plan *pack;
+    bool in_range;             /* steps in the middle of the range, and list_window with them, neither overflow nor underflow */
+    float reciprocal;          /* of the largest magnitude that the code 0x38, 1.0, reaches */
+    float least_top, most_top; /* between them float is exact enough, as far as the largest magnitude decides it */
+    /* Steps of the codes 0..7, if they had an octave to themselves, and the reciprocals, by lane: those of code c are 2^(c / 8) and
+     * 2^-(c / 8) times as large, exactly. AVX2 looks them up; other processors compute them. */
     f32v step, inverse;
 };
 
-static inline struct octave octave_of(const struct pack_plan *plan)
+static inline struct sweep_plan sweep_plan_of(const struct pack_plan *plan)
 {
-    struct octave o = {all_lanes(0.f), all_lanes(0.f)};
+    struct sweep_plan s = {.pack = plan, .in_range = plan->encoding != ENCODING_CT && plan->step[1] > 1e-18f && plan->step[1] < 1e12f};
+    const float finest = plan->step[1];
+    s.reciprocal = 1.f / (6.f * plan->step[0x38]);
+    s.least_top = finest > 1e-18f ? __builtin_fmaxf(1e-12f, 1.0001e-12f * finest) : __builtin_inff();
+    s.most_top = finest < 1e12f ? __builtin_fminf(1e12f, 0.9999e15f * finest) : 0.f;
 #ifdef __AVX2__
-    o.step = steps_of(plan, (i32v){8, 9, 10, 11, 12, 13, 14, 15});
-    o.inverse = all_lanes(1.f) / o.step * 2.f;
-    o.step = o.step * 0.5f;
-#else
-    (void)plan;
+    s.step = steps_of(plan, (i32v){8, 9, 10, 11, 12, 13, 14, 15});
+    s.inverse = all_lanes(1.f) / s.step * 2.f;
+    s.step = s.step * 0.5f;
 #endif
-    return o;
+    return s;
 }
 
 /* The k-th code of a window, less the first one that reaches the amax. */
@@ -141,9 +150,19 @@ ALWAYS_INLINE int window_offset(int k)
     return k < UP ? k : UP - 1 - k;
 }
 
-/* The steps of a sweep's window, in which the smallest code is a normal E4M3 number, and steps_in_range: the bits of list_run with fewer
- * instructions. Codes above 126 are listed too (rank_window). Steps that measure_pairs does not need are left out. */
-ALWAYS_INLINE void list_window(const struct pack_plan *plan, const struct octave *o, struct batch *e)
+/* Steps of codes that are normal E4M3 numbers, if s->in_range: the bits of steps_of with fewer instructions. */
+ALWAYS_INLINE f32v normal_steps(const struct sweep_plan *s, i32v code)
+{
+#ifdef __AVX2__
+    return (f32v)((i32v)_mm256_permutevar8x32_ps((__m256)s->step, (__m256i)code) + ((code >> 3) << 23));
+#else
+    return (f32v)((code << 20) + (120 << 23)) * s->pack->tensor_scale;
+#endif
+}
+
+/* The steps of a sweep's window: the bits of list_run, if s->in_range and the smallest code, and the next one below it, are normal E4M3
+ * numbers. Codes above 126 are listed too (rank_window). Steps that measure_window does not need are left out. */
+ALWAYS_INLINE void list_window(const struct sweep_plan *s, struct batch *e)
 {
     e->count = WINDOW;
     for (int k = 0; k < WINDOW; k++) {
@@ -154,22 +173,19 @@ ALWAYS_INLINE void list_window(const struct pack_plan *plan, const struct octave
         if (k >= ALONE && k < UP)
             continue;
 #endif
+        e->step[k] = normal_steps(s, code);
 #ifdef __AVX2__
-        (void)plan;
-        const i32v exponent = (code >> 3) << 23;
-        e->step[k] = (f32v)((i32v)_mm256_permutevar8x32_ps((__m256)o->step, (__m256i)code) + exponent);
-        e->inverse[k] = (f32v)((i32v)_mm256_permutevar8x32_ps((__m256)o->inverse, (__m256i)code) - exponent);
+        e->inverse[k] = (f32v)((i32v)_mm256_permutevar8x32_ps((__m256)s->inverse, (__m256i)code) - ((code >> 3) << 23));
 #else
-        (void)o;
-        e->step[k] = (f32v)((code << 20) + (120 << 23)) * plan->tensor_scale;
         e->inverse[k] = all_lanes(1.f) / e->step[k];
 #endif
     }
 }
 
 /* Compute the error bound of floats, and the codes to start with. */
-ALWAYS_INLINE void prepare(const struct pack_plan *plan, int group, bool weighted, const struct octave *o, bool in_range, struct batch *e)
+ALWAYS_INLINE void prepare(const struct sweep_plan *s, int group, bool weighted, struct batch *e)
 {
+    const struct pack_plan *plan = s->pack;
     e->top_weight = all_lanes(1.f);
     e->weight_sum = all_lanes((float)group);
     if (weighted) {
@@ -188,12 +204,13 @@ ALWAYS_INLINE void prepare(const struct pack_plan *plan, int group, bool weighte
     e->count = 0;
     e->clips = e->window = false;
     if (plan->choice == CHOICE_SWEEP) {
-        e->first = first_codes(plan, e->top);
-        e->clips = any_lane((e->first == 126) & (6.f * plan->step[126] < e->top));
-        e->window = in_range && !e->clips && !any_lane(e->first < 8 + DOWN);
+        e->first = first_codes_in_range(s->reciprocal, e->top);
+        e->clips = any_lane(6.f * plan->step[126] < e->top);
+        e->window = s->in_range && !e->clips && !any_lane(e->first < 8 + DOWN + 1);
         if (e->window) {
-            list_window(plan, o, e);
+            list_window(s, e);
         } else {
+            e->first = first_codes(plan, e->top);
             list_run(plan, e, e->first, 1, UP);
             list_run(plan, e, e->first - 1, -1, DOWN);
         }
@@ -373,9 +390,8 @@ static inline void rank(struct batch *e, int k)
 ALWAYS_INLINE void rank_window(struct batch *e)
 {
     const f32v never = all_lanes(__builtin_inff());
-    if (any_lane(e->first > 127 - UP))
-        for (int k = 0; k < UP; k++)
-            e->error[k] = pick(e->first > 126 - k, never, e->error[k]);
+    for (int k = UP - 1; any_lane(e->first > 126 - k); k--)
+        e->error[k] = pick(e->first > 126 - k, never, e->error[k]);
     f32v least = e->error[0], second = never;
     i32v best = all_lanes_i(0);
 #pragma GCC unroll 16
@@ -388,21 +404,35 @@ ALWAYS_INLINE void rank_window(struct batch *e)
     e->best = e->first + best, e->least = least, e->second = second;
 }
 
-/* Codes outside the window: far up only from the smallest codes (search.c), far down as long as the clipped amax alone does not
- * exceed the best error. */
-ALWAYS_INLINE void try_farther_codes(const struct pack_plan *plan, int group, bool weighted, struct batch *e)
+/* Whether in some lane the amax, clipped by `code`, does not alone exceed the best error. */
+ALWAYS_INLINE bool any_may_win(const struct batch *e, bool weighted, f32v root_of_least, i32v code, f32v step)
 {
+    const f32v limit = root_of_least + e->reach; /* certainly above the root of the exact error of the best code */
+    f32v clipped = e->top - 6.f * step - e->delta;
+    if (!weighted)
+        return any_lane((code > 0) & (clipped <= limit * 1.0001f));
+    clipped = most_of(clipped, all_lanes(0.f));
+    return any_lane((code > 0) & (e->top_weight * (clipped * clipped) <= limit * limit * 1.0001f));
+}
+
+/* Codes outside the window: far up only from the smallest codes (search.c), far down as long as the clipped amax alone does not
+ * exceed the best error. Returns the root of the least error. */
+ALWAYS_INLINE f32v try_farther_codes(const struct sweep_plan *s, int group, bool weighted, struct batch *e)
+{
+    const struct pack_plan *plan = s->pack;
+    f32v least = root(e->least);
+    i32v code = e->first - DOWN - 1;
+    if (e->window && !any_may_win(e, weighted, least, code, normal_steps(s, code)))
+        return least;
     while (any_lane(e->first + e->count - DOWN < 16) & (e->count < WINDOW + 8)) {
         list_run(plan, e, e->first + e->count - DOWN, 1, 4);
         measure(e, group, weighted, e->count - 4, 4, true);
         rank(e, e->count - 4);
     }
-    for (i32v code = e->first - DOWN - 1;; code -= 4) {
-        const f32v limit = root(e->least) + e->reach; /* certainly above the root of the exact error of the best code */
-        f32v clipped = e->top - 6.f * steps_of(plan, most_of_i(code, all_lanes_i(1))) - e->delta;
-        clipped = most_of(clipped, all_lanes(0.f));
-        if (!any_lane((code > 0) & (e->top_weight * (clipped * clipped) <= limit * limit * 1.0001f)))
-            return;
+    for (;; code -= 4) {
+        least = root(e->least);
+        if (!any_may_win(e, weighted, least, code, steps_of(plan, most_of_i(code, all_lanes_i(1)))))
+            return least;
         list_run(plan, e, code, -1, 4);
         measure(e, group, weighted, e->count - 4, 4, true);
         rank(e, e->count - 4);
@@ -427,22 +457,22 @@ static __attribute__((noinline)) int decide_exactly(const struct pack_plan *plan
     return search.code;
 }
 
-ALWAYS_INLINE void decide(const struct pack_plan *plan, int group, bool weighted, f32v finest, struct batch *e)
+ALWAYS_INLINE void decide(const struct sweep_plan *s, int group, bool weighted, struct batch *e)
 {
+    const struct pack_plan *plan = s->pack;
     if (e->window)
         rank_window(e);
     else
         rank(e, 0);
-    if (plan->choice == CHOICE_SWEEP)
-        try_farther_codes(plan, group, weighted, e);
-    /* Floats neither overflow nor underflow in here only in a middle range. */
-    const f32v unit = e->weight_sum * (e->delta * e->delta);
-    const f32v quotient = e->top / finest;
-    const f32v square = quotient * quotient;
-    const i32v ranged = (e->top > 1e-12f) & (e->top < 1e12f) & (unit > 1e-36f) & (unit < 1e22f) & (finest > 1e-18f) & (finest < 1e12f) &
-                        (quotient < 1e15f) & (square * (e->weight_sum + 1.f) < 1e36f) &
-                        (square * least_of(e->weight_sum, all_lanes(1.f)) > 1e-24f);
-    const f32v near = root(e->least) * 1.00001f + e->reach, bound = pick(ranged, near * near * 1.00001f, all_lanes(-1.f));
+    const f32v least = plan->choice == CHOICE_SWEEP ? try_farther_codes(s, group, weighted, e) : root(e->least);
+    /* Floats neither overflow nor underflow in here only in a middle range. Without weights the limits of `top` imply the others. */
+    i32v ranged = (e->top > s->least_top) & (e->top < s->most_top);
+    if (weighted) {
+        const f32v unit = e->weight_sum * (e->delta * e->delta), quotient = e->top / plan->step[1], square = quotient * quotient;
+        ranged &= (unit > 1e-36f) & (unit < 1e22f) & (square * (e->weight_sum + 1.f) < 1e36f) &
+                  (square * least_of(e->weight_sum, all_lanes(1.f)) > 1e-24f);
+    }
+    const f32v near = least * 1.00001f + e->reach, bound = pick(ranged, near * near * 1.00001f, all_lanes(-1.f));
     const i32v open = ~(ranged & (e->second > bound));
     if (!any_lane(open))
         return;
@@ -454,11 +484,9 @@ ALWAYS_INLINE void decide(const struct pack_plan *plan, int group, bool weighted
 /* A code per block, the one of best_code; `groups` groups of LANES blocks. */
 ALWAYS_INLINE void search_as(const struct pack_plan *plan, int group, bool weighted, struct batch *e, int groups)
 {
-    const f32v finest = steps_of(plan, all_lanes_i(1));
-    const struct octave octave = octave_of(plan);
-    const bool in_range = steps_in_range(plan);
+    const struct sweep_plan s = sweep_plan_of(plan);
     for (int g = 0; g < groups; g++)
-        prepare(plan, group, weighted, &octave, in_range, e + g);
+        prepare(&s, group, weighted, e + g);
     int measured = 0;
 #ifdef __AVX512F__
     for (; measured + 1 < groups && fills_steps(plan, e + measured) && fills_steps(plan, e + measured + 1); measured += 2)
@@ -467,7 +495,7 @@ ALWAYS_INLINE void search_as(const struct pack_plan *plan, int group, bool weigh
     for (; measured < groups; measured++)
         measure_listed(plan, group, weighted, e + measured);
     for (int g = 0; g < groups; g++)
-        decide(plan, group, weighted, finest, e + g);
+        decide(&s, group, weighted, e + g);
 }
 
 static void search(const struct pack_plan *plan, struct batch *e, int groups)

@@ -227,6 +227,7 @@ static __attribute__((noinline)) v256 searched(const struct pack_plan *plan, con
 {
     v256 top = _mm256_setzero_si256();
     const size_t bytes = (size_t)plan->group * kind_size(plan->kind);
+    const struct sweep_plan s = sweep_plan_of(plan);
     struct batch e[GROUPS];
     for (size_t b = 0; b < blocks; b += 8 * GROUPS) {
         const size_t n = (blocks - b) / 8 < GROUPS ? (blocks - b) / 8 : GROUPS;
@@ -235,7 +236,7 @@ static __attribute__((noinline)) v256 searched(const struct pack_plan *plan, con
                 load_eight(plan, 16, x + (b + 8 * g) * bytes, first + b + 8 * g, e + g);
             else
                 load_eight(plan, 16 * in_group, x + (b + 8 * g) * bytes, first + b + 8 * g, e + g);
-        search(plan, e, (int)n);
+        search(&s, e, (int)n);
         for (size_t g = 0; g < n; g++, by_run += 8 * in_group) {
             top = _mm256_max_epi32(top, (v256)e[g].top);
             if (in_group == 1)

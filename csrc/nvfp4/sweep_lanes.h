@@ -118,7 +118,7 @@ static inline void list_run(const struct pack_plan *plan, struct batch *e, i32v 
     }
 }
 
-/* What the batches of one call share. */
+/* What all searches of a call share. */
 struct sweep_plan {
     const struct pack_plan *pack;
     bool in_range;             /* steps in the middle of the range, and list_window with them, neither overflow nor underflow */
@@ -386,6 +386,13 @@ static inline void rank(struct batch *e, int k)
     }
 }
 
+/* rank for four-over-six. */
+ALWAYS_INLINE void rank_two(struct batch *e)
+{
+    e->best = pick_i(e->error[1] < e->error[0], e->code[1], e->code[0]);
+    e->least = least_of(e->error[0], e->error[1]), e->second = most_of(e->error[0], e->error[1]);
+}
+
 /* rank for a window: only here its codes may be above 126. */
 ALWAYS_INLINE void rank_window(struct batch *e)
 {
@@ -460,7 +467,9 @@ static __attribute__((noinline)) int decide_exactly(const struct pack_plan *plan
 ALWAYS_INLINE void decide(const struct sweep_plan *s, int group, bool weighted, struct batch *e)
 {
     const struct pack_plan *plan = s->pack;
-    if (e->window)
+    if (plan->choice != CHOICE_SWEEP)
+        rank_two(e);
+    else if (e->window)
         rank_window(e);
     else
         rank(e, 0);
@@ -482,11 +491,11 @@ ALWAYS_INLINE void decide(const struct sweep_plan *s, int group, bool weighted, 
 }
 
 /* A code per block, the one of best_code; `groups` groups of LANES blocks. */
-ALWAYS_INLINE void search_as(const struct pack_plan *plan, int group, bool weighted, struct batch *e, int groups)
+ALWAYS_INLINE void search_as(const struct sweep_plan *s, int group, bool weighted, struct batch *e, int groups)
 {
-    const struct sweep_plan s = sweep_plan_of(plan);
+    const struct pack_plan *plan = s->pack;
     for (int g = 0; g < groups; g++)
-        prepare(&s, group, weighted, e + g);
+        prepare(s, group, weighted, e + g);
     int measured = 0;
 #ifdef __AVX512F__
     for (; measured + 1 < groups && fills_steps(plan, e + measured) && fills_steps(plan, e + measured + 1); measured += 2)
@@ -495,17 +504,17 @@ ALWAYS_INLINE void search_as(const struct pack_plan *plan, int group, bool weigh
     for (; measured < groups; measured++)
         measure_listed(plan, group, weighted, e + measured);
     for (int g = 0; g < groups; g++)
-        decide(&s, group, weighted, e + g);
+        decide(s, group, weighted, e + g);
 }
 
-static void search(const struct pack_plan *plan, struct batch *e, int groups)
+static void search(const struct sweep_plan *s, struct batch *e, int groups)
 {
-    if (plan->weight)
-        search_as(plan, plan->group, true, e, groups);
-    else if (plan->group == 16) /* the usual case, with constant loop lengths */
-        search_as(plan, 16, false, e, groups);
+    if (s->pack->weight)
+        search_as(s, s->pack->group, true, e, groups);
+    else if (s->pack->group == 16) /* the usual case, with constant loop lengths */
+        search_as(s, 16, false, e, groups);
     else
-        search_as(plan, plan->group, false, e, groups);
+        search_as(s, s->pack->group, false, e, groups);
 }
 
 #endif

@@ -67,16 +67,17 @@ bool plan_tiled(const Shape &shape, const aq_limits &limits, aq_tiled_plan *best
 
 // Microseconds, fitted to measurements on an H200. step: 256 rows x 128 columns (or 128 x 256), with permuted activations; low: a step of
 // 192 rows; permute, permute2: additional cost per step of the in-place permutation, with one part of K and with two; add: the fix-up
-// kernel's reduction over the workspace.
+// kernel's reduction over the workspace; add_tile: and per stream-K tile.
 struct WgmmaCost {
     int tokens;
-    double step, low, permute, permute2, add;
+    double step, low, permute, permute2, add, add_tile;
 };
 constexpr WgmmaCost kWgmmaCosts[] = {
-    {16, .58, .54, .02, 0., 4.2}, {32, .60, .58, .03, .12, 4.2}, {64, .84, .655, .09, .4, 4.1}, {128, 1.36, 0., 0., 0., 5.5}};
+    {16, .58, .54, .02, 0., 4.2, 0.}, {32, .60, .58, .03, .12, 4.2, 0.}, {64, .84, .655, .09, .4, 4.1, 0.}, {128, 1.36, 0., 0., 0., 5.5, .03}};
 
 constexpr double kWgmmaStart = 3.2, kWgmmaPermute = 1.2, kWgmmaCluster = 2.8;
 constexpr double kWgmmaPart = .35, kWgmmaUneven = 3.5;  // per part of a stream-K tile; if the parts are not equal
+constexpr int kFewSteps = 16, kFewStages = 4;  // if a block has few steps, more stages than that all arrive late
 constexpr int kWgmmaMaxStages = 16, kPermuteResident = 4096;  // shared memory of the permutation kernel, which is resident at the same time
 // Microseconds of the few-token kernel for 9 to 16 tokens on an H200, by the packed weights' size. Up to 8 tokens it is always faster.
 double skinny_us(const Shape &shape) { return 3. + .272e-6 * (double)shape.tiles * shape.chunks * kChunk; }
@@ -90,7 +91,8 @@ double plan_wgmma(const Shape &shape, const aq_limits &limits, aq_wgmma_plan *be
         const auto consider = [&](int cluster_size, int rows, int permute_first, int blocks, int stream_k_tiles, double us) {
             if (us >= best_us) return;
             const int halves = rows == 128 ? 2 : 1, taken = kWgmmaHead + wgmma_reduce_bytes(c.tokens, cluster_size, halves) + (permute_first ? kPermuteResident : 0);
-            const int stages = std::min(kWgmmaMaxStages, (limits.smem_bytes - taken) / wgmma_stage(c.tokens, halves));
+            const bool few = cluster_size == 1 && c.tokens == 64 && stream_k_tiles > 0 && (int64_t)stream_k_tiles * chunks <= (int64_t)kFewSteps * blocks;
+            const int stages = std::min(few ? kFewStages : kWgmmaMaxStages, (limits.smem_bytes - taken) / wgmma_stage(c.tokens, halves));
             const aq_wgmma_plan plan{c.tokens, rows, blocks, cluster_size, stages, stream_k_tiles, permute_first};
             aq_needs needs;
             if (wgmma_problem(shape, limits, plan, &needs)) return;
@@ -108,7 +110,7 @@ double plan_wgmma(const Shape &shape, const aq_limits &limits, aq_wgmma_plan *be
             const int64_t all = (tiles + kBlockTiles - 1) / kBlockTiles * m_tiles;
             const auto shares = [&](int blocks, int stream_k_tiles) {
                 const int64_t steps = (all - stream_k_tiles + blocks - 1) / blocks * chunks + ((int64_t)stream_k_tiles * chunks + blocks - 1) / blocks;
-                const double more = stream_k_tiles ? c.add + kWgmmaPart * blocks / stream_k_tiles + (blocks % stream_k_tiles ? kWgmmaUneven : 0.) : 0.;
+                const double more = stream_k_tiles ? c.add + c.add_tile * stream_k_tiles + kWgmmaPart * blocks / stream_k_tiles + (blocks % stream_k_tiles ? kWgmmaUneven : 0.) : 0.;
                 consider(1, 256, permute_first, blocks, stream_k_tiles, start + (double)steps * (c.step + (permute_first ? 0. : c.permute)) + more);
             };
             const int64_t waves = (all + sms - 1) / sms;

@@ -124,12 +124,15 @@ static inline f32v floats_of(u32v bits, int kind)
     return (f32v)vcvt_f32_f16(vreinterpret_f16_u16(vmovn_u32((uint32x4_t)bits)));
 }
 
-/* Magnitudes of eight columns of four rows of bfloat16, `stride` bytes apart, transposed and converted to floats. */
-static inline void transpose_bf16(const char *x, size_t stride, f32v out[8])
+/* Magnitudes of eight columns of four rows of bfloat16, `stride` bytes apart, transposed and converted to floats; and the maxima of the
+ * rows, so far. */
+static inline void transpose_bf16(const char *x, size_t stride, f32v out[8], uint16x8_t largest[4])
 {
     uint16x8_t row[4];
-    for (size_t b = 0; b < 4; b++)
+    for (size_t b = 0; b < 4; b++) {
         row[b] = vandq_u16(vld1q_u16((const uint16_t *)(const void *)(x + stride * b)), vdupq_n_u16(0x7fff));
+        largest[b] = vmaxq_u16(largest[b], row[b]);
+    }
     const uint16x8_t even[2] = {vzip1q_u16(row[0], row[2]), vzip2q_u16(row[0], row[2])};
     const uint16x8_t odd[2] = {vzip1q_u16(row[1], row[3]), vzip2q_u16(row[1], row[3])};
     for (int h = 0; h < 2; h++) {
@@ -141,41 +144,57 @@ static inline void transpose_bf16(const char *x, size_t stride, f32v out[8])
     }
 }
 
-/* The scales of four blocks by a search over codes; `top`: their largest magnitudes. */
-static void searched(const struct pack_plan *plan, const char *x, size_t first, f32v top, uint8_t *scales)
+/* The columns of eight blocks into the lanes of two batches, and their largest |bits|. */
+ALWAYS_INLINE void load_eight(const struct pack_plan *plan, int kind, size_t group, const char *x, size_t first, struct batch e[2], u32v bits[2])
 {
-    const size_t group = (size_t)plan->group, bytes = group * kind_size(plan->kind);
-    struct batch e;
-    e.top = top;
-    for (size_t i = 0; plan->kind == KIND_BF16 && i < group; i += 8)
-        transpose_bf16(x + 2 * i, bytes, e.a + i);
-    for (size_t b = 0; b < LANES; b++) {
-        for (size_t i = 0; plan->kind != KIND_BF16 && i < group; i++)
-            e.a[i][b] = bits_float(float_bits(load_as_float(x + b * bytes, plan->kind, i)) & 0x7fffffffu);
-        if (!plan->weight)
-            continue;
-        const float *weight = plan->weight + (first + b) * group % plan->columns;
-        for (size_t i = 0; i < group; i++)
-            e.weight[i][b] = weight[i];
+    const size_t bytes = group * kind_size(kind);
+    uint16x8_t pairs[2];
+    for (size_t half = 0; half < 2; half++, x += LANES * bytes) {
+        uint16x8_t largest[4] = {{0}, {0}, {0}, {0}};
+        for (size_t i = 0; kind == KIND_BF16 && i < group; i += 8)
+            transpose_bf16(x + 2 * i, bytes, e[half].a + i, largest);
+        pairs[half] = vpmaxq_u16(vpmaxq_u16(largest[0], largest[1]), vpmaxq_u16(largest[2], largest[3]));
+        for (size_t b = 0; b < LANES; b++) {
+            for (size_t i = 0; kind != KIND_BF16 && i < group; i++)
+                e[half].a[i][b] = bits_float(float_bits(load_as_float(x + b * bytes, kind, i)) & 0x7fffffffu);
+            if (!plan->weight)
+                continue;
+            const float *weight = plan->weight + (first + LANES * half + b) * group % plan->columns;
+            for (size_t i = 0; i < group; i++)
+                e[half].weight[i][b] = weight[i];
+        }
     }
-    search(plan, &e, 1);
-    for (int b = 0; b < LANES; b++)
-        scales[b] = (uint8_t)e.best[b];
+    if (kind == KIND_BF16) {
+        const uint16x8_t top = vpmaxq_u16(pairs[0], pairs[1]);
+        bits[0] = (u32v)vmovl_u16(vget_low_u16(top));
+        bits[1] = (u32v)vmovl_high_u16(top);
+    } else {
+        group_maxima(x - 2 * LANES * bytes, kind, group / 16, bits);
+    }
+    for (int half = 0; half < 2; half++)
+        e[half].top = floats_of(bits[half], kind);
 }
 
-/* The scales of eight blocks from their largest magnitudes. */
-ALWAYS_INLINE void eight_block_scales(const struct pack_plan *plan, int kind, const char *x, size_t first, const u32v bits[2],
+/* Eight numbers up to 255. */
+static inline void store_bytes(uint8_t *to, i32v low, i32v high)
+{
+    vst1_u8(to, vreinterpret_u8_s8(vmovn_s16(vcombine_s16(vmovn_s32((int32x4_t)low), vmovn_s32((int32x4_t)high)))));
+}
+
+/* The scales of eight blocks, and their largest |bits|. */
+ALWAYS_INLINE void eight_block_scales(const struct sweep_plan *s, int kind, size_t group, const char *x, size_t first, u32v bits[2],
                                       uint8_t *scales)
 {
+    const struct pack_plan *plan = s->pack;
     if (plan->choice == CHOICE_AMAX) {
-        const int32x4_t low = (int32x4_t)scales_by_rule(plan, floats_of(bits[0], kind));
-        const int32x4_t high = (int32x4_t)scales_by_rule(plan, floats_of(bits[1], kind));
-        vst1_u8(scales, vreinterpret_u8_s8(vmovn_s16(vcombine_s16(vmovn_s32(low), vmovn_s32(high)))));
+        group_maxima(x, kind, group / 16, bits);
+        store_bytes(scales, scales_by_rule(plan, floats_of(bits[0], kind)), scales_by_rule(plan, floats_of(bits[1], kind)));
         return;
     }
-    for (size_t half = 0; half < 2; half++)
-        searched(plan, x + half * 4 * (size_t)plan->group * kind_size(kind), first + 4 * half, floats_of(bits[half], kind),
-                 scales + 4 * half);
+    struct batch e[2];
+    load_eight(plan, kind, group, x, first, e, bits);
+    search(s, e, 2);
+    store_bytes(scales, e[0].best, e[1].best);
 }
 
 /* Codes of 16 elements of finite bfloat16, by the table of windows. */
@@ -198,14 +217,14 @@ ALWAYS_INLINE uint32_t pack_blocks(const struct pack_plan *plan, int kind, size_
                                    uint8_t *codes, uint8_t *scales)
 {
     const size_t run = 16 * kind_size(kind), in_group = group / 16, bytes = in_group * run;
+    const struct sweep_plan s = sweep_plan_of(plan);
     u32v top = {0};
     for (size_t b = 0; b < blocks; b += 8) {
         const char *p = x + b * bytes;
         u32v bits[2];
-        group_maxima(p, kind, in_group, bits);
+        eight_block_scales(&s, kind, group, p, first + b, bits, scales + b);
         const u32v largest = (u32v)most_of_i((i32v)bits[0], (i32v)bits[1]);
         top = (u32v)most_of_i((i32v)top, (i32v)largest);
-        eight_block_scales(plan, kind, p, first + b, bits, scales + b);
         const bool windows = kind == KIND_BF16 && plan->has_windows && !any_lane((i32v)largest >= (int)first_nonfinite(kind));
         for (size_t i = 0; i < 8; i++)
             for (size_t j = 0; j < in_group; j++) {

@@ -220,12 +220,14 @@ ALWAYS_INLINE void load_eight(const struct pack_plan *plan, size_t group, const 
     e->top = (f32v)most_of_i(top[0], top[1]);
 }
 
-/* Codes of blocks by search; a multiple of eight blocks, each code written for all `in_group` runs. Not inlined, like codes_by_rule,
- * so that the loop of the common rule stays small. */
-static __attribute__((noinline)) void searched(const struct pack_plan *plan, const char *x, size_t first, size_t blocks, size_t in_group,
+/* Codes of blocks by search; a multiple of eight blocks, each code written for all `in_group` runs. Returns maxima of the magnitudes
+ * as floats. Not inlined, like codes_by_rule, so that the loop of the common rule stays small. */
+static __attribute__((noinline)) v256 searched(const struct pack_plan *plan, const char *x, size_t first, size_t blocks, size_t in_group,
                                                uint8_t *by_run)
 {
+    v256 top = _mm256_setzero_si256();
     const size_t bytes = (size_t)plan->group * kind_size(plan->kind);
+    const struct sweep_plan s = sweep_plan_of(plan);
     struct batch e[GROUPS];
     for (size_t b = 0; b < blocks; b += 8 * GROUPS) {
         const size_t n = (blocks - b) / 8 < GROUPS ? (blocks - b) / 8 : GROUPS;
@@ -234,14 +236,16 @@ static __attribute__((noinline)) void searched(const struct pack_plan *plan, con
                 load_eight(plan, 16, x + (b + 8 * g) * bytes, first + b + 8 * g, e + g);
             else
                 load_eight(plan, 16 * in_group, x + (b + 8 * g) * bytes, first + b + 8 * g, e + g);
-        search(plan, e, (int)n);
+        search(&s, e, (int)n);
         for (size_t g = 0; g < n; g++, by_run += 8 * in_group) {
+            top = _mm256_max_epi32(top, (v256)e[g].top);
             if (in_group == 1)
                 store_bytes(by_run, (v256)e[g].best);
             for (size_t i = 0; in_group > 1 && i < 8 * in_group; i++)
                 by_run[i] = (uint8_t)e[g].best[i / in_group];
         }
     }
+    return top;
 }
 
 /* Codes of eight largest magnitudes, by the rules that need no search. */
@@ -424,14 +428,18 @@ ALWAYS_INLINE uint32_t pack_runs(const struct pack_plan *plan, int kind, size_t 
             top = _mm256_max_epi32(top, bits);
             store_bytes(own + (b - from), eight_codes(floats_of(bits, kind), six));
         }
-        for (size_t b = from; !plain && b < to; b += 8) { /* separate, because a call would move the constants out of the registers */
+        /* Separate, because a call would move the constants out of the registers. A search finds the maxima itself, as floats. */
+        for (size_t b = from; (plan->choice == CHOICE_AMAX || kind == KIND_F16) && !plain && b < to; b += 8) {
             const v256 bits = next_maxima(x + b * bytes, kind, in_group);
             top = _mm256_max_epi32(top, bits);
             if (plan->choice == CHOICE_AMAX)
                 codes_by_rule(plan, bits, own + (b - from));
         }
-        if (plan->choice != CHOICE_AMAX)
-            searched(plan, x + from * bytes, first + from / in_group, (to - from) / in_group, in_group, own);
+        if (plan->choice != CHOICE_AMAX) {
+            const v256 floats = searched(plan, x + from * bytes, first + from / in_group, (to - from) / in_group, in_group, own);
+            if (kind != KIND_F16)
+                top = _mm256_max_epi32(top, kind == KIND_BF16 ? _mm256_srli_epi32(floats, 16) : floats);
+        }
         const bool finite = kind == KIND_BF16 && !any_lane((i32v)top >= (int)first_nonfinite(kind));
         if (!USES_LOOKUP && finite && plan->has_windows)
             for (size_t b = from; b < to; b += 4)

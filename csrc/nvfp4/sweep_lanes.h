@@ -16,6 +16,7 @@ enum {
     UP = 8,   /* codes that a sweep always tries, from the first one that reaches the amax upwards: */
     DOWN = 3, /* and below it: of eight Gaussian blocks at least one needs the third in 74 % of cases, the fourth in 3 % */
     WINDOW = UP + DOWN,
+    ALONE = UP - DOWN, /* codes of the window, from the first one upwards, that have no double in it */
     TRIED = SCALE_CODES + 16 /* one lane may go up 15 codes while another one goes down 125 */
 };
 
@@ -26,6 +27,7 @@ struct batch {
     f32v top_weight, weight_sum, delta, reach;
     i32v first;         /* first code of a sweep that reaches the amax */
     bool clips;         /* in some lane the largest code does not reach it */
+    bool window;        /* the first WINDOW codes are those of list_window, and not in `code` */
     f32v least, second; /* the two least errors */
     i32v best;          /* the code of the least error */
     int count;          /* number of codes tried */
@@ -57,6 +59,14 @@ static inline i32v first_codes(const struct pack_plan *plan, f32v top)
             return code;
         code -= short_of; /* a true lane is -1 */
     }
+}
+
+/* first_codes where the code is a normal number and steps are in range, with the reciprocal of the largest magnitude that the code 0x38
+ * (1.0) reaches. 1.000001 is more than all roundings, so the code reaches the amax. Codes below 8 are wrong, but below 11. */
+ALWAYS_INLINE i32v first_codes_in_range(float reciprocal, f32v top)
+{
+    const f32v s = top * (1.000001f * reciprocal);
+    return least_of_i(((i32v)((u32v)s + 0xfffffu) >> 20) - 960, all_lanes_i(126));
 }
 
 /* e4m3_from_clamped of LANES values, with the clamp. */
@@ -108,55 +118,74 @@ static inline void list_run(const struct pack_plan *plan, struct batch *e, i32v 
     }
 }
 
-/* Whether steps in the middle of the range, and list_window with them, neither overflow nor underflow. */
-static inline bool steps_in_range(const struct pack_plan *plan)
-{
-    return plan->encoding != ENCODING_CT && plan->step[1] > 1e-18f && plan->step[1] < 1e12f;
-}
-
-/* Steps of the codes 0..7, if they had an octave to themselves, and the reciprocals, by lane: those of code c are 2^(c / 8) and
- * 2^-(c / 8) times as large, exactly. AVX2 looks them up; other processors compute them. */
-struct octave {
+/* What all searches of a call share. */
+struct sweep_plan {
+    const struct pack_plan *pack;
+    bool in_range;             /* steps in the middle of the range, and list_window with them, neither overflow nor underflow */
+    float reciprocal;          /* of the largest magnitude that the code 0x38, 1.0, reaches */
+    float least_top, most_top; /* between them float is exact enough, as far as the largest magnitude decides it */
+    /* Steps of the codes 0..7, if they had an octave to themselves, and the reciprocals, by lane: those of code c are 2^(c / 8) and
+     * 2^-(c / 8) times as large, exactly. AVX2 looks them up; other processors compute them. */
     f32v step, inverse;
 };
 
-static inline struct octave octave_of(const struct pack_plan *plan)
+static inline struct sweep_plan sweep_plan_of(const struct pack_plan *plan)
 {
-    struct octave o = {all_lanes(0.f), all_lanes(0.f)};
+    struct sweep_plan s = {.pack = plan, .in_range = plan->encoding != ENCODING_CT && plan->step[1] > 1e-18f && plan->step[1] < 1e12f};
+    const float finest = plan->step[1];
+    s.reciprocal = 1.f / (6.f * plan->step[0x38]);
+    s.least_top = finest > 1e-18f ? __builtin_fmaxf(1e-12f, 1.0001e-12f * finest) : __builtin_inff();
+    s.most_top = finest < 1e12f ? __builtin_fminf(1e12f, 0.9999e15f * finest) : 0.f;
 #ifdef __AVX2__
-    o.step = steps_of(plan, (i32v){8, 9, 10, 11, 12, 13, 14, 15});
-    o.inverse = all_lanes(1.f) / o.step * 2.f;
-    o.step = o.step * 0.5f;
-#else
-    (void)plan;
+    s.step = steps_of(plan, (i32v){8, 9, 10, 11, 12, 13, 14, 15});
+    s.inverse = all_lanes(1.f) / s.step * 2.f;
+    s.step = s.step * 0.5f;
 #endif
-    return o;
+    return s;
 }
 
-/* The codes of a sweep's window if all are normal E4M3 numbers, and steps_in_range: the bits of list_run with fewer instructions. */
-ALWAYS_INLINE void list_window(const struct pack_plan *plan, const struct octave *o, struct batch *e)
+/* The k-th code of a window, less the first one that reaches the amax. */
+ALWAYS_INLINE int window_offset(int k)
+{
+    return k < UP ? k : UP - 1 - k;
+}
+
+/* Steps of codes that are normal E4M3 numbers, if s->in_range: the bits of steps_of with fewer instructions. */
+ALWAYS_INLINE f32v normal_steps(const struct sweep_plan *s, i32v code)
+{
+#ifdef __AVX2__
+    return (f32v)((i32v)_mm256_permutevar8x32_ps((__m256)s->step, (__m256i)code) + ((code >> 3) << 23));
+#else
+    return (f32v)((code << 20) + (120 << 23)) * s->pack->tensor_scale;
+#endif
+}
+
+/* The steps of a sweep's window: the bits of list_run, if s->in_range and the smallest code, and the next one below it, are normal E4M3
+ * numbers. Codes above 126 are listed too (rank_window). Steps that measure_window does not need are left out. */
+ALWAYS_INLINE void list_window(const struct sweep_plan *s, struct batch *e)
 {
     e->count = WINDOW;
     for (int k = 0; k < WINDOW; k++) {
-        const i32v code = k < UP ? e->first + k : e->first - (k - UP + 1);
-        e->code[k] = code;
+        const i32v code = e->first + window_offset(k);
+#ifdef __AVX512F__
         e->error[k] = all_lanes(0.f);
-#ifdef __AVX2__
-        (void)plan;
-        const i32v exponent = (code >> 3) << 23;
-        e->step[k] = (f32v)((i32v)_mm256_permutevar8x32_ps((__m256)o->step, (__m256i)code) + exponent);
-        e->inverse[k] = (f32v)((i32v)_mm256_permutevar8x32_ps((__m256)o->inverse, (__m256i)code) - exponent);
 #else
-        (void)o;
-        e->step[k] = (f32v)((code << 20) + (120 << 23)) * plan->tensor_scale;
+        if (k >= ALONE && k < UP)
+            continue;
+#endif
+        e->step[k] = normal_steps(s, code);
+#ifdef __AVX2__
+        e->inverse[k] = (f32v)((i32v)_mm256_permutevar8x32_ps((__m256)s->inverse, (__m256i)code) - ((code >> 3) << 23));
+#else
         e->inverse[k] = all_lanes(1.f) / e->step[k];
 #endif
     }
 }
 
 /* Compute the error bound of floats, and the codes to start with. */
-ALWAYS_INLINE void prepare(const struct pack_plan *plan, int group, bool weighted, const struct octave *o, bool in_range, struct batch *e)
+ALWAYS_INLINE void prepare(const struct sweep_plan *s, int group, bool weighted, struct batch *e)
 {
+    const struct pack_plan *plan = s->pack;
     e->top_weight = all_lanes(1.f);
     e->weight_sum = all_lanes((float)group);
     if (weighted) {
@@ -173,16 +202,18 @@ ALWAYS_INLINE void prepare(const struct pack_plan *plan, int group, bool weighte
     e->least = e->second = all_lanes(__builtin_inff());
     e->best = all_lanes_i(0);
     e->count = 0;
-    e->clips = false;
+    e->clips = e->window = false;
     if (plan->choice == CHOICE_SWEEP) {
-        e->first = first_codes(plan, e->top);
-        if (in_range && !any_lane((e->first < 8 + DOWN) | (e->first > 127 - UP))) {
-            list_window(plan, o, e);
+        e->first = first_codes_in_range(s->reciprocal, e->top);
+        e->clips = any_lane(6.f * plan->step[126] < e->top);
+        e->window = s->in_range && !e->clips && !any_lane(e->first < 8 + DOWN + 1);
+        if (e->window) {
+            list_window(s, e);
         } else {
+            e->first = first_codes(plan, e->top);
             list_run(plan, e, e->first, 1, UP);
             list_run(plan, e, e->first - 1, -1, DOWN);
         }
-        e->clips = any_lane(6.f * e->step[0] < e->top);
     } else {
         const i32v six = scales_by_rule(plan, e->top), four = scales_by_rule(plan, e->top * 1.5f);
         list(plan, e, six, all_lanes_i(-1));
@@ -216,6 +247,49 @@ ALWAYS_INLINE void measure(struct batch *e, int group, bool weighted, int k, int
             sum[c] += sum[part];
         const f32v step = e->step[(k + c) % WINDOW];
         e->error[k + c] = most_of(sum[c] * (step * step), e->error[k + c]);
+    }
+}
+
+ALWAYS_INLINE f32v squares_and(f32v sum, const struct batch *e, bool weighted, int column, f32v d)
+{
+    return roughly_fused(weighted ? e->weight[column] * d : d, d, sum);
+}
+
+/* Errors of a window, like measure. The codes c and c + 8, one step twice the other, share u and t: in units of the smaller step the grid
+ * of c + 8 has whole numbers below 2, and above it the points of c's grid. Only c clips. */
+ALWAYS_INLINE void measure_window(struct batch *e, int group, bool weighted)
+{
+    const i32v finest = (i32v)all_lanes(0x1p22f + 1.f), finest_of_double = (i32v)all_lanes(0x1p23f + 2.f), six = (i32v)all_lanes(6.f);
+    f32v sum[ALONE], low[DOWN], high[DOWN];
+    for (int c = 0; c < ALONE; c++)
+        sum[c] = all_lanes(0.f);
+#pragma GCC unroll 4
+    for (int i = 0; i < group; i++)
+#pragma GCC unroll 4
+        for (int c = 0; c < ALONE; c++) {
+            const f32v u = e->a[i] * e->inverse[c];
+            const f32v t = (f32v)most_of_i((i32v)((u32v)u + (22u << 23)), finest);
+            sum[c] = squares_and(sum[c], e, weighted, i, u - (t - (t - u)));
+        }
+    for (int c = 0; c < ALONE; c++)
+        e->error[c] = sum[c] * (e->step[c] * e->step[c]);
+    for (int c = 0; c < DOWN; c++)
+        low[c] = high[c] = all_lanes(0.f);
+#pragma GCC unroll 4
+    for (int i = 0; i < group; i++)
+#pragma GCC unroll 4
+        for (int c = 0; c < DOWN; c++) {
+            const f32v u = e->a[i] * e->inverse[UP + c];
+            const i32v t = (i32v)((u32v)u + (22u << 23));
+            const f32v t_low = (f32v)most_of_i(t, finest), t_high = (f32v)most_of_i(t, finest_of_double);
+            const f32v grid = (f32v)least_of_i((i32v)(t_low - (t_low - u)), six);
+            low[c] = squares_and(low[c], e, weighted, i, u - grid);
+            high[c] = squares_and(high[c], e, weighted, i, u - (t_high - (t_high - u)));
+        }
+    for (int c = 0; c < DOWN; c++) {
+        const f32v step = e->step[UP + c], square = step * step;
+        e->error[UP + c] = low[c] * square;
+        e->error[UP - 1 - c] = high[c] * square;
     }
 }
 
@@ -266,6 +340,10 @@ ALWAYS_INLINE void measure_listed(const struct pack_plan *plan, int group, bool 
         measure(e, group, weighted, 0, 2, true);
         return;
     }
+    if (e->window) {
+        measure_window(e, group, weighted);
+        return;
+    }
     for (int k = 0; k < UP; k += SUMS) {
         if (e->clips)
             measure(e, group, weighted, k, SUMS, true);
@@ -308,21 +386,60 @@ static inline void rank(struct batch *e, int k)
     }
 }
 
-/* Codes outside the window: far up only from the smallest codes (search.c), far down as long as the clipped amax alone does not
- * exceed the best error. */
-ALWAYS_INLINE void try_farther_codes(const struct pack_plan *plan, int group, bool weighted, struct batch *e)
+/* rank for four-over-six. */
+ALWAYS_INLINE void rank_two(struct batch *e)
 {
+    e->best = pick_i(e->error[1] < e->error[0], e->code[1], e->code[0]);
+    e->least = least_of(e->error[0], e->error[1]), e->second = most_of(e->error[0], e->error[1]);
+}
+
+/* rank for a window: only here its codes may be above 126. */
+ALWAYS_INLINE void rank_window(struct batch *e)
+{
+    const f32v never = all_lanes(__builtin_inff());
+    for (int k = UP - 1; any_lane(e->first > 126 - k); k--)
+        e->error[k] = pick(e->first > 126 - k, never, e->error[k]);
+    f32v least = e->error[0], second = never;
+    i32v best = all_lanes_i(0);
+#pragma GCC unroll 16
+    for (int k = 1; k < WINDOW; k++) {
+        const f32v error = e->error[k];
+        best = pick_i(error < least, all_lanes_i(window_offset(k)), best);
+        second = least_of(most_of(error, least), second);
+        least = least_of(error, least);
+    }
+    e->best = e->first + best, e->least = least, e->second = second;
+}
+
+/* Whether in some lane the amax, clipped by `code`, does not alone exceed the best error. */
+ALWAYS_INLINE bool any_may_win(const struct batch *e, bool weighted, f32v root_of_least, i32v code, f32v step)
+{
+    const f32v limit = root_of_least + e->reach; /* certainly above the root of the exact error of the best code */
+    f32v clipped = e->top - 6.f * step - e->delta;
+    if (!weighted)
+        return any_lane((code > 0) & (clipped <= limit * 1.0001f));
+    clipped = most_of(clipped, all_lanes(0.f));
+    return any_lane((code > 0) & (e->top_weight * (clipped * clipped) <= limit * limit * 1.0001f));
+}
+
+/* Codes outside the window: far up only from the smallest codes (search.c), far down as long as the clipped amax alone does not
+ * exceed the best error. Returns the root of the least error. */
+ALWAYS_INLINE f32v try_farther_codes(const struct sweep_plan *s, int group, bool weighted, struct batch *e)
+{
+    const struct pack_plan *plan = s->pack;
+    f32v least = root(e->least);
+    i32v code = e->first - DOWN - 1;
+    if (e->window && !any_may_win(e, weighted, least, code, normal_steps(s, code)))
+        return least;
     while (any_lane(e->first + e->count - DOWN < 16) & (e->count < WINDOW + 8)) {
         list_run(plan, e, e->first + e->count - DOWN, 1, 4);
         measure(e, group, weighted, e->count - 4, 4, true);
         rank(e, e->count - 4);
     }
-    for (i32v code = e->first - DOWN - 1;; code -= 4) {
-        const f32v limit = root(e->least) + e->reach; /* certainly above the root of the exact error of the best code */
-        f32v clipped = e->top - 6.f * steps_of(plan, most_of_i(code, all_lanes_i(1))) - e->delta;
-        clipped = most_of(clipped, all_lanes(0.f));
-        if (!any_lane((code > 0) & (e->top_weight * (clipped * clipped) <= limit * limit * 1.0001f)))
-            return;
+    for (;; code -= 4) {
+        least = root(e->least);
+        if (!any_may_win(e, weighted, least, code, steps_of(plan, most_of_i(code, all_lanes_i(1)))))
+            return least;
         list_run(plan, e, code, -1, 4);
         measure(e, group, weighted, e->count - 4, 4, true);
         rank(e, e->count - 4);
@@ -343,23 +460,28 @@ static __attribute__((noinline)) int decide_exactly(const struct pack_plan *plan
     struct best_search search = {plan, x, weight, -1., 0};
     for (int k = 0; k < e->count; k++)
         if (e->error[k][block] <= bound)
-            best_search_try(&search, e->code[k][block]);
+            best_search_try(&search, e->window && k < WINDOW ? e->first[block] + window_offset(k) : e->code[k][block]);
     return search.code;
 }
 
-ALWAYS_INLINE void decide(const struct pack_plan *plan, int group, bool weighted, f32v finest, struct batch *e)
+ALWAYS_INLINE void decide(const struct sweep_plan *s, int group, bool weighted, struct batch *e)
 {
-    rank(e, 0);
-    if (plan->choice == CHOICE_SWEEP)
-        try_farther_codes(plan, group, weighted, e);
-    /* Floats neither overflow nor underflow in here only in a middle range. */
-    const f32v unit = e->weight_sum * (e->delta * e->delta);
-    const f32v quotient = e->top / finest;
-    const f32v square = quotient * quotient;
-    const i32v ranged = (e->top > 1e-12f) & (e->top < 1e12f) & (unit > 1e-36f) & (unit < 1e22f) & (finest > 1e-18f) & (finest < 1e12f) &
-                        (quotient < 1e15f) & (square * (e->weight_sum + 1.f) < 1e36f) &
-                        (square * least_of(e->weight_sum, all_lanes(1.f)) > 1e-24f);
-    const f32v near = root(e->least) * 1.00001f + e->reach, bound = pick(ranged, near * near * 1.00001f, all_lanes(-1.f));
+    const struct pack_plan *plan = s->pack;
+    if (plan->choice != CHOICE_SWEEP)
+        rank_two(e);
+    else if (e->window)
+        rank_window(e);
+    else
+        rank(e, 0);
+    const f32v least = plan->choice == CHOICE_SWEEP ? try_farther_codes(s, group, weighted, e) : root(e->least);
+    /* Floats neither overflow nor underflow in here only in a middle range. Without weights the limits of `top` imply the others. */
+    i32v ranged = (e->top > s->least_top) & (e->top < s->most_top);
+    if (weighted) {
+        const f32v unit = e->weight_sum * (e->delta * e->delta), quotient = e->top / plan->step[1], square = quotient * quotient;
+        ranged &= (unit > 1e-36f) & (unit < 1e22f) & (square * (e->weight_sum + 1.f) < 1e36f) &
+                  (square * least_of(e->weight_sum, all_lanes(1.f)) > 1e-24f);
+    }
+    const f32v near = least * 1.00001f + e->reach, bound = pick(ranged, near * near * 1.00001f, all_lanes(-1.f));
     const i32v open = ~(ranged & (e->second > bound));
     if (!any_lane(open))
         return;
@@ -369,13 +491,11 @@ ALWAYS_INLINE void decide(const struct pack_plan *plan, int group, bool weighted
 }
 
 /* A code per block, the one of best_code; `groups` groups of LANES blocks. */
-ALWAYS_INLINE void search_as(const struct pack_plan *plan, int group, bool weighted, struct batch *e, int groups)
+ALWAYS_INLINE void search_as(const struct sweep_plan *s, int group, bool weighted, struct batch *e, int groups)
 {
-    const f32v finest = steps_of(plan, all_lanes_i(1));
-    const struct octave octave = octave_of(plan);
-    const bool in_range = steps_in_range(plan);
+    const struct pack_plan *plan = s->pack;
     for (int g = 0; g < groups; g++)
-        prepare(plan, group, weighted, &octave, in_range, e + g);
+        prepare(s, group, weighted, e + g);
     int measured = 0;
 #ifdef __AVX512F__
     for (; measured + 1 < groups && fills_steps(plan, e + measured) && fills_steps(plan, e + measured + 1); measured += 2)
@@ -384,17 +504,17 @@ ALWAYS_INLINE void search_as(const struct pack_plan *plan, int group, bool weigh
     for (; measured < groups; measured++)
         measure_listed(plan, group, weighted, e + measured);
     for (int g = 0; g < groups; g++)
-        decide(plan, group, weighted, finest, e + g);
+        decide(s, group, weighted, e + g);
 }
 
-static void search(const struct pack_plan *plan, struct batch *e, int groups)
+static void search(const struct sweep_plan *s, struct batch *e, int groups)
 {
-    if (plan->weight)
-        search_as(plan, plan->group, true, e, groups);
-    else if (plan->group == 16) /* the usual case, with constant loop lengths */
-        search_as(plan, 16, false, e, groups);
+    if (s->pack->weight)
+        search_as(s, s->pack->group, true, e, groups);
+    else if (s->pack->group == 16) /* the usual case, with constant loop lengths */
+        search_as(s, 16, false, e, groups);
     else
-        search_as(plan, plan->group, false, e, groups);
+        search_as(s, s->pack->group, false, e, groups);
 }
 
 #endif

@@ -16,15 +16,22 @@ static int socket_of(struct transfer *t)
     return t->fd >= 0 ? t->fd : t->shared_fd;
 }
 
+static bool more_arrived(struct socket_state *socket, int fd)
+{
+    if (!socket->outrun)
+        socket->outrun = clock_bytes_received(fd) != socket->received;
+    return socket->outrun;
+}
+
 /* The stamps of a socket are valid for what had arrived when they were taken: for the data that libcurl passes on while no more bytes have
  * arrived, whether it reads them now or has held them since another stream's or a timer's action. All other data gets the current time
  * and no kernel stamp. */
 static void take_stamps(struct transfer *t)
 {
     struct client *c = t->client;
-    const struct socket_state *socket = client_socket(c, socket_of(t));
+    struct socket_state *socket = client_socket(c, socket_of(t));
     bool known = socket && socket->kernel_ns;
-    bool valid = known && socket->user_ns >= t->last_read_ns && clock_bytes_received(socket_of(t)) == socket->received;
+    bool valid = known && socket->user_ns >= t->last_read_ns && !more_arrived(socket, socket_of(t));
     c->now_ns = valid ? socket->user_ns : clock_monotonic_ns();
     c->now_kernel_ns = valid ? socket->kernel_ns : 0;
     c->now_overread = known && !valid;

@@ -100,6 +100,7 @@ static void stamp_socket(struct client *c, int fd, struct socket_state *socket)
         realtime_ns = 0;
     clock_stamp(&c->pair, realtime_ns, c->result->origin_ns, &socket->user_ns, &socket->kernel_ns);
     socket->received = received;
+    socket->outrun = false;
 }
 
 void multi_ready(struct client *c, int fd, uint32_t events)

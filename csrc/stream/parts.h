@@ -76,6 +76,7 @@ struct socket_state {
     /* Of libcurl's sockets: the newest stamps, and the total of bytes received just before they were taken. They are valid for all data
      * that libcurl passes on while that total is unchanged. kernel_ns 0: none. */
     int64_t user_ns, kernel_ns, received;
+    bool outrun; /* it has changed since */
 };
 
 /* A request in flight. The fields that each read uses are first: with hundreds in flight they are rarely in the cache. */

@@ -1,6 +1,7 @@
 """Time the W4A16 kernels against cuBLAS bf16 on this GPU in one run: cold L2 by rotating buffers, CUDA graphs, medians.
 
-    python tests/perf/bench_gemm.py --output out.json [--shapes 8192x8192,...] [--tokens 1,8,16,64] [--explore]
+    python tests/perf/bench_gemm.py --output out.json [--shapes 8192x8192,...] [--tokens 1,8,16,64] [--explore] [--seconds 60]
+    python tests/perf/bench_gemm.py --output out.json --cells 17408x5120:64,17408x5120:256 --explore
 
 A time is that of one launch in a graph of at least 20, the median of `--repeats` replays; each launch of a graph uses the next one
 of enough copies of the weight that the L2 no longer has the first one. PDL is programmatic dependent launch: ours is measured with
@@ -35,6 +36,16 @@ SHAPES = (
 )
 TOKENS = "1,2,4,8,16,64,256,1024,4096"
 COLD_BYTES = 400 << 20  # an H200's L2 is 60 MB
+
+
+def cells_of(args: argparse.Namespace) -> list[tuple[int, int, list[int]]]:
+    """Return (N, K, tokens) per weight: of `--cells` if it is given, otherwise of all pairs of `--shapes` and `--tokens`."""
+    result: dict[tuple[int, int], list[int]] = {}
+    pairs = [f"{shape}:{m}" for shape in args.shapes.replace(",", " ").split() for m in args.tokens.split(",")]
+    for cell in args.cells.replace(",", " ").split() or pairs:
+        n, k, m = (int(v) for v in cell.replace("x", ":").split(":"))
+        result.setdefault((n, k), []).append(m)
+    return [(n, k, tokens) for (n, k), tokens in result.items()]
 
 
 def graph_of(launches: list) -> torch.cuda.CUDAGraph:
@@ -96,10 +107,9 @@ class Weights:
         return out
 
 
-def agrees(weights: Weights, x: torch.Tensor, out: torch.Tensor) -> float:
-    rows = min(64, x.shape[0])
-    ref = weights.reference(x[:rows])
-    return float((out[:rows].float() - ref).norm() / ref.norm())
+def difference(out: torch.Tensor, ref: torch.Tensor) -> float:
+    """Return the relative norm of the difference in the rows of `ref`, which are the first ones of `out`."""
+    return float((out[: len(ref)].float() - ref).norm() / ref.norm())
 
 
 def plans(weight: gemm.Weight, m: int) -> list[gemm.plans.Plan]:
@@ -116,8 +126,9 @@ def plans(weight: gemm.Weight, m: int) -> list[gemm.plans.Plan]:
         every = -(-weight.n // 256) * m_tiles
         waves = -(-every // 132)
         ways = {(1, 256, -(-every // waves), 0), (1, 256, 132, every % 132), (1, 256, 132, every % 132 + 132)}
-        if every <= 66:
-            ways.add((1, 256, 132 // every * every, every))
+        # Shares of all tiles on fewer blocks, so that the parts of a tile are equal; and on all blocks.
+        ways |= {(1, 256, blocks, every) for blocks in (132, 128, 120, 112, 96)}
+        ways |= {(1, 256, 132 // every * every, every)} if every <= 66 else set()
         if tokens < 128:
             lower = -(-weight.n // 192) * m_tiles
             ways.add((1, 192, -(-lower // -(-lower // 132)), 0))
@@ -130,8 +141,9 @@ def plans(weight: gemm.Weight, m: int) -> list[gemm.plans.Plan]:
             if stream_k_tiles > every * halves or 0 < stream_k_tiles * chunks < blocks or permuted < (tokens == 128):
                 continue
             reduce_bytes = (512 if halves == 1 else 768) * tokens if split > 1 else 0
-            stages = min(16, (232448 - 9216 - reduce_bytes - 4096 * permuted) // (18432 + tokens * 256 * halves))
-            result.append(gemm.WgmmaPlan(tokens, rows, blocks, split, stages, stream_k_tiles, permuted))
+            most = min(16, (232448 - 9216 - reduce_bytes - 4096 * permuted) // (18432 + tokens * 256 * halves))
+            for stages in {most, most - 2} - {0, 1}:
+                result.append(gemm.WgmmaPlan(tokens, rows, blocks, split, stages, stream_k_tiles, permuted))
     return list(dict.fromkeys(result))
 
 
@@ -156,6 +168,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--shapes", default=SHAPES)
     parser.add_argument("--tokens", default=TOKENS)
+    parser.add_argument("--cells", default="", help="NxK:M,... in place of --shapes and --tokens")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no measurement after that time")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--explore", action="store_true", help="also time other plans")
     parser.add_argument("--peer", action="store_true", help="also time torch's own INT4 kernel (tinygemm)")
@@ -166,10 +180,13 @@ def main() -> None:
     print(f"{info['name']}, {info['sms']} SMs, driver {info['driver']}, torch {torch.__version__}", flush=True)
     rows = [{"device": info, "ceilings": ceilings(args.repeats)}]
     print(json.dumps(rows[0]["ceilings"]), flush=True)
-    for shape in args.shapes.replace(",", " ").split():
-        n, k = (int(v) for v in shape.split("x"))
+    args.end = time.monotonic() + args.seconds
+    for n, k, tokens in cells_of(args):
+        if time.monotonic() > args.end:
+            print(f"{n}x{k}: left out, the time is over", flush=True)
+            continue
         weights = Weights(n, k)
-        for m in (int(v) for v in args.tokens.split(",")):
+        for m in tokens:
             if m * n > 1 << 29:
                 continue
             rows += measure(weights, m, args)
@@ -252,14 +269,17 @@ def measure(weights: Weights, m: int, args) -> list[dict]:
             other = round(peer(m, n, k, repeats), 2)
         except Exception as error:
             print(f"peer failed: {str(error)[:200]}", flush=True)
-    first = weights.ours[0]
+    first, ref = weights.ours[0], weights.reference(xs[0][:64])
     tried = plans(first, m) if args.explore else [first.plan(m)]
     for plan in tried:
+        if time.monotonic() > args.end:
+            print(f"{n}x{k} M={m}: the time is over", flush=True)
+            break
         row = {"n": n, "k": k, "m": m, "plan": plan, "cublas_us": round(cublas, 2), "peer_us": other}
         try:
             out.fill_(float("nan"))
             gemm.w4a16(xs[0], first, out, plan=plan)
-            row["error"] = agrees(weights, xs[0], out)
+            row["error"] = difference(out, ref)
             size = first.workspace_bytes(m, plan)
             buffer = torch.empty(size, dtype=torch.uint8, device="cuda") if size else None
             for name, pdl, memory in (("", False, buffer), ("pdl_", True, buffer), ("own_", False, None)):

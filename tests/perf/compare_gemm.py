@@ -1,6 +1,7 @@
 """Time the W4A16 kernels of this tree and of another one on this GPU in one run: the replays of their CUDA graphs alternate.
 
     python tests/perf/compare_gemm.py DIR [--shapes 8192x8192,...] [--tokens 1,256,4096] [--rounds 20] [--output out.json]
+    python tests/perf/compare_gemm.py DIR --cells 17408x5120:1,24576x4096:256
 
 DIR: a tree of another version with its `_gemm` built. A clock that falls during the run changes both versions' times, and so not
 their ratio. Control: the other version a second time, with weights of its own; its ratio to itself shows what the
@@ -21,7 +22,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from bench_gemm import COLD_BYTES, SHAPES, graph_of, replay_us
+from bench_gemm import COLD_BYTES, SHAPES, cells_of, graph_of, replay_us
 
 LIMIT = 1.05
 INTERVALS = {10: (1, 8), 20: (5, 14)}  # rank of the ends of a 95 % interval of the median, by the number of rounds
@@ -94,6 +95,7 @@ def main() -> None:
     parser.add_argument("other", type=Path)
     parser.add_argument("--shapes", default=SHAPES)
     parser.add_argument("--tokens", default="1,256,4096")
+    parser.add_argument("--cells", default="", help="NxK:M,... in place of --shapes and --tokens")
     parser.add_argument("--rounds", type=int, choices=sorted(INTERVALS), default=20)
     parser.add_argument("--output", default="")
     args = parser.parse_args()
@@ -102,14 +104,13 @@ def main() -> None:
     versions = [here, other, other]
     rows, failed = [], 0
     print("N x K, M, PDL: us of this version, the other one, the other one again; ratios to the other one (interval)")
-    for shape in args.shapes.replace(",", " ").split():
-        n, k = (int(v) for v in shape.split("x"))
+    for n, k, tokens in cells_of(args):
         torch.manual_seed(n + k)
         codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device="cuda")
         scales = torch.randint(0x28, 0x48, (n, k // 16), dtype=torch.uint8, device="cuda")
         copies = max(2, -(-COLD_BYTES // (n * k * 9 // 16)))
         weights = [[version.Weight(codes, scales, 0.01) for _ in range(copies)] for version in versions]
-        for m in (int(v) for v in args.tokens.split(",")):
+        for m in tokens:
             for pdl in (False, True):
                 row = compare(versions, weights, m, pdl, args.rounds)
                 rows.append(row)
@@ -117,7 +118,7 @@ def main() -> None:
                 failed += bad
                 (r, low, high), (c, c_low, c_high) = row["ratio"], row["control"]
                 print(
-                    f"{shape} M={m}{' pdl' if pdl else ''}: {' '.join(map(str, row['us']))}; {r} ({low} to {high}), "
+                    f"{n}x{k} M={m}{' pdl' if pdl else ''}: {' '.join(map(str, row['us']))}; {r} ({low} to {high}), "
                     f"control {c} ({c_low} to {c_high}){'' if row['same_bits'] else '  OTHER BITS'}{'  SLOWER' if bad else ''}",
                     flush=True,
                 )

@@ -5,11 +5,14 @@
 #   build       _gemm and _nvfp4
 #   times       times of the kernels compared with tests/perf/gemm.md
 #   compare     times of this tree and of the one in OTHER in turn (tests/perf/compare_gemm.py); that tree is built, too
+#   plans       times of all plans for PLAN_CELLS (tests/perf/bench_gemm.py --explore)
 #   tests       all of tests/gemm, several processes on the GPU
 #   threads     100,000 products from four threads
 #   sanitize    compute-sanitizer: memcheck and racecheck over some tests of each kernel, racecheck in another build
 # STEPS: build times tests threads sanitize if unset; they run in the order above. OTHER: a tree of another version.
-# TOKENS: of times and compare. ANNIE_QUANT_ARCHS: 90a,121a if unset. PYTHON: the interpreter, python3 if unset.
+# TOKENS: of times and compare. COMPARE_CELLS: NxK:M,... instead. Seconds that a step may take: COMPARE_SECONDS,
+# PLAN_SECONDS, TESTS_SECONDS; and all steps in the foreground: SECONDS_IN_ALL.
+# Each step writes its results while it runs, and a step that fails does not stop the next one. ANNIE_QUANT_ARCHS: 90a,121a if unset. PYTHON: the interpreter, python3 if unset.
 set -u
 cd "$(dirname "$0")/../.."
 logs=$(realpath -m "${1:-build/gpu}")
@@ -18,9 +21,9 @@ steps=" ${STEPS:-build times tests threads sanitize} "
 other=${OTHER:+$(realpath "$OTHER")}
 mkdir -p "$logs"
 export PYTHONPATH=$PWD ANNIE_QUANT_ARCHS=${ANNIE_QUANT_ARCHS:-90a,121a} PYTHONUNBUFFERED=1
-failed=""
+failed="" end=${SECONDS_IN_ALL:+$(($(date +%s) + SECONDS_IN_ALL))}
 for s in $steps; do
-    case $s in build | times | compare | tests | threads | sanitize) ;; *) echo "STEPS has $s; expected build, times, compare, tests, threads, sanitize" && exit 2 ;; esac
+    case $s in build | times | compare | plans | tests | threads | sanitize) ;; *) echo "STEPS has $s; expected build, times, compare, plans, tests, threads, sanitize" && exit 2 ;; esac
 done
 chosen() { [[ $steps == *" $1 "* ]]; }
 if chosen compare && [ ! -e "$other/setup.py" ]; then
@@ -32,7 +35,11 @@ step() {
     name=$1 limit=$2
     shift 2
     begin=$(date +%s)
-    timeout "$limit" "$@" > "$logs/$name.txt" 2>&1
+    if [ "$end" ] && [ $((end - begin)) -lt "$limit" ]; then
+        limit=$((end - begin))
+        [ $limit -ge 5 ] || { echo "== $name: left out, the time is over" && failed="$failed $name(time)" && return; }
+    fi
+    timeout -s INT -k 5 "$limit" "$@" > "$logs/$name.txt" 2>&1
     rc=$?
     [ $rc = 0 ] || failed="$failed $name($rc)"
     echo "== $name: exit status $rc, $(($(date +%s) - begin)) s"
@@ -87,7 +94,8 @@ chosen build && step build 200 bash -c "build _gemm,_nvfp4"
 [ "$other_build" ] && join build_other $other_build
 # Alone on the GPU; the rest can share it.
 chosen times && tail=20 step times 170 "$python" tests/perf/bench_gemm.py --tokens "${TOKENS:-1,8,16,32,64,128,256,1024,4096}" --repeats 10 --output "$logs/times.json" --compare tests/perf/gemm.md
-chosen compare && tail=80 step compare "${COMPARE_SECONDS:-170}" "$python" tests/perf/compare_gemm.py "$other" --tokens "${TOKENS:-1,256,4096}" --output "$logs/compare.json"
+chosen compare && tail=80 step compare "${COMPARE_SECONDS:-170}" "$python" tests/perf/compare_gemm.py "$other" --tokens "${TOKENS:-1,256,4096}" --cells "${COMPARE_CELLS:-}" --output "$logs/compare.json"
+chosen plans && tail=80 step plans "${PLAN_SECONDS:-120}" "$python" tests/perf/bench_gemm.py --explore --repeats 10 --cells "${PLAN_CELLS:-17408x5120:64,4096x12288:64}" --seconds "${PLAN_SECONDS:-120}" --output "$logs/plans.json"
 
 # A few tests of each kernel, the launcher's threads, and the reports.
 few="test_every_split or (test_every_shape_of_the_wgmma and 139-4-3) or (test_every_cluster and 61-528-1008) or (test_tiles_of_192 and 61-304-1008-3)"
@@ -97,12 +105,16 @@ check() {
     timeout 110 compute-sanitizer --tool "$1" --error-exitcode 9 --print-limit 5 "$python" -m pytest -q -x -p no:cacheprovider tests/gemm/test_gpu.py \
         tests/gemm/test_gpu_launch.py -k "$2" > "$logs/$1.txt" 2>&1
 }
-# Each file has its own process: most of the time is the oracle's, on the CPU.
+# Many processes: most of the time is the oracle's, on the CPU. With pytest-xdist each result is printed when it is known.
 all_tests() {
     files=$(ls tests/gemm/test_*.py)
-    if ! "$python" -c "import msgspec" 2> "$logs/msgspec.txt"; then
+    if ! "$python" -c "import msgspec" 2> /dev/null; then
         echo "left out: tests/gemm/test_stack_check.py, because msgspec is not installed here, which the command line needs"
         files=${files/tests\/gemm\/test_stack_check.py/}
+    fi
+    export OMP_NUM_THREADS=2 OPENBLAS_NUM_THREADS=2
+    if "$python" -c "import xdist" 2> /dev/null; then
+        exec "$python" -m pytest -v -rs -n 12 --maxfail=20 -p no:cacheprovider $files
     fi
     echo "$files" | xargs -P 8 -n 1 "$python" -m pytest -q -rs --maxfail=20 -p no:cacheprovider
 }
@@ -120,7 +132,7 @@ if chosen sanitize; then
 fi
 if chosen tests; then
     tail=0 step tests "${TESTS_SECONDS:-200}" bash -c all_tests
-    grep -E "^left out|^FAILED|^ERROR|^[0-9]+ (passed|failed|skipped)|error" "$logs/tests.txt"
+    grep -E "^left out|^FAILED|^ERROR|^=.*(passed|failed|skipped)|^[0-9]+ (passed|failed|skipped)|error" "$logs/tests.txt" | tail -n 60
 fi
 chosen threads && step threads 90 "$python" tests/sanitize/threads_gemm.py --products "${PRODUCTS:-100000}"
 [ "$memcheck" ] && join memcheck $memcheck

@@ -18,6 +18,8 @@ from annie_quant.judge.decision.paired import (
     POOLED,
     describe,
     describe_pooled,
+    is_loss,
+    loss_limit,
     member_verdict,
     title,
 )
@@ -53,7 +55,7 @@ def cannot_keep(gate: str, pair: PairedGate, in_all: int, n_looks: int) -> str |
     n = max(in_all, pair.n)
     if score_interval(pair.lost, pair.won, n, CONFIDENCE)[0] <= -margin:
         return f"{counts}: even without a change in the other {n - pair.n}, it could not keep"
-    if pair.low <= -margin and pair.high < 0 and pair.p_holm is not None and pair.p_holm < LEVEL / n_looks:
+    if pair.low <= -margin and is_loss(pair, loss_limit(gate), LEVEL / n_looks):
         return f"{counts}: a loss (p {pair.p_holm:.2g} after Holm)"
     return None
 

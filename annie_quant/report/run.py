@@ -7,7 +7,7 @@ with a message.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
@@ -207,6 +207,7 @@ class LoadedRun:
 
 class _Evaluation(msgspec.Struct):
     numerics: dict[str, OfflineSide] = {}
+    members: dict[str, OfflineSide] = {}
     reference_gates: dict[str, GateResult] = {}
 
 
@@ -262,11 +263,8 @@ def load(run_dir: str | os.PathLike) -> LoadedRun:
     run.verdict.candidate = run.verdict.candidate or search.chosen
     if not run.aggregates.served and records:  # a benchmark that was cut off
         run.aggregates.served = recount.served(run.measured, run.sampled)
-    _add_evaluations(run, evaluations)
-    if (
-        not run.verdict.sentence and evaluations and not search.strategies
-    ):  # only eval/*.json, or a run that was cut off
-        run.document.verdict = decision.verdict(run.aggregates)
+    added = _add_evaluations(run, evaluations)
+    _decide(run, added, searched=bool(search.strategies))
     _add_models(run)
     _add_sides(run)
     run.missing = _missing(run, source)
@@ -285,12 +283,30 @@ def _records(path: Path) -> tuple[list[RequestRecord], list[str]]:
     return records, bad_lines
 
 
-def _add_evaluations(run: LoadedRun, evaluations: dict[str, _Evaluation]) -> None:
-    """Add eval/<model>.json where run.json lacks it, and sensitivity/<model>.json's divergence by layer."""
-    offline = run.aggregates.offline
+def _decide(run: LoadedRun, added: Collection[str], searched: bool) -> None:
+    """Decide where run.json has no decision (only eval/*.json, a search, a run that was cut off), or one without what was added."""
+    candidate = run.verdict.candidate
+    if not run.verdict.sentence and (added if not searched else candidate in run.aggregates.offline):
+        run.document.verdict = decision.verdict(run.aggregates, candidate if searched else None)
+    elif run.verdict.sentence and candidate is not None:
+        backend = decision.served_as(run.aggregates, candidate)
+        if added & {candidate, run.aggregates.served[backend].model if backend else None}:
+            run.document.verdict = decision.verdict(run.aggregates, candidate)
+
+
+def _add_evaluations(run: LoadedRun, evaluations: dict[str, _Evaluation]) -> set[str | None]:
+    """Add eval/<model>.json where run.json lacks it, and sensitivity/<model>.json's divergence by layer.
+
+    Returns the models that run.json had no evaluation, or fewer arithmetics, of.
+    """
+    added: set[str | None] = set()
+    offline, members = run.aggregates.offline, run.aggregates.members
     for model, evaluation in evaluations.items():
-        decision.judge_sides(evaluation.numerics)
+        decision.judge_sides({**evaluation.numerics, **evaluation.members})
+        if evaluation.numerics.keys() - offline.get(model, {}).keys():
+            added.add(model)
         offline[model] = evaluation.numerics | offline.get(model, {})
+        members[model] = evaluation.members | members.get(model, {})
         if evaluation.reference_gates:
             offline.setdefault(REFERENCE, {}).setdefault(REFERENCE, OfflineSide(gates=evaluation.reference_gates))
     for path in sorted(run.folder.glob("sensitivity/*.json")):
@@ -298,6 +314,7 @@ def _add_evaluations(run: LoadedRun, evaluations: dict[str, _Evaluation]) -> Non
         side = offline.get(path.stem, {}).get(sensitivity.numerics)
         if side and side.kl:
             side.kl.by_layer = [LayerKL(layer, row.mean) for layer, row in sensitivity.alone.items()]
+    return added
 
 
 def _add_models(run: LoadedRun) -> None:

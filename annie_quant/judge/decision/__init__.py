@@ -46,5 +46,6 @@ from annie_quant.judge.decision.verdict import (
     deciding_gates,
     decision,
     reference_side,
+    standing_of,
     verdict,
 )

@@ -289,6 +289,8 @@ def _sentence(
     under = dict.fromkeys(name for members in names.values() for name in members)
     if verdict == "loses":
         return f"Loses {_titles(names)} under {', '.join(under)}."
+    if not names:
+        return "Undecided: no gate was compared with the reference."
     return f"Undecided with so few prompts: {_titles(names)} under {', '.join(under)}."
 
 

@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from annie_quant.judge.decision.verdict import SHOWN, deciding_gates, label_of
+from annie_quant.judge.decision.verdict import SHOWN, by_title, deciding_gates, label_of
 from annie_quant.judge.metrics import METRICS
 from annie_quant.schema import (
     Aggregates,
@@ -187,8 +187,8 @@ def recommendation(
     """Recommend what to do with the candidate. candidate, incumbent: backends. items: the checklist of the two."""
     name = label_of(aggregates, candidate)
     gates = [g for g in deciding_gates(aggregates, candidate) if not isinstance(g.result, SpeedGate)]
-    failed = [str(g) for g in gates if g.verdict == "fail"]
-    undecided = [f"{g.title} ({g.where})" for g in gates if g.verdict == "undecided"]
+    failed = by_title([g for g in gates if g.verdict == "fail"])
+    undecided = list(dict.fromkeys(f"{g.title} ({g.where})" for g in gates if g.verdict == "undecided"))
     opening = "gates kept" if any(g.compared for g in gates) else "gates passed"
     evidence = [f"{item.item}: {item.evidence}" for item in items if item.verdict != "pass"]
     if failed:

@@ -242,7 +242,8 @@ class Search:
             ensemble=True,
         )
         keep_numerics(row, final)
-        row.why = decision.final_reasons({**row.numerics, **final.members}, self.required)
+        assert final.verdict is not None  # Stages.evaluate sets it
+        row.why = decision.final_reasons(final.verdict, row.numerics, self.required)
         row.passed = not row.why
         row.path.append(f"gates at n = {looks[-1]} → {'; '.join(row.why) or 'PASS: ship it'}")
         if row.passed:

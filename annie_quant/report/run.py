@@ -283,14 +283,14 @@ def _records(path: Path) -> tuple[list[RequestRecord], list[str]]:
     return records, bad_lines
 
 
-def _decide(run: LoadedRun, added: Collection[str], searched: bool) -> None:
+def _decide(run: LoadedRun, added: Collection[str | None], searched: bool) -> None:
     """Decide where run.json has no decision (only eval/*.json, a search, a run that was cut off), or one without what was added."""
     candidate = run.verdict.candidate
     if not run.verdict.sentence and (added if not searched else candidate in run.aggregates.offline):
         run.document.verdict = decision.verdict(run.aggregates, candidate if searched else None)
     elif run.verdict.sentence and candidate is not None:
         backend = decision.served_as(run.aggregates, candidate)
-        if added & {candidate, run.aggregates.served[backend].model if backend else None}:
+        if {candidate, run.aggregates.served[backend].model if backend else candidate} & set(added):
             run.document.verdict = decision.verdict(run.aggregates, candidate)
 
 

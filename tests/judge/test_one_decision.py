@@ -32,7 +32,7 @@ CASES = {
     "a leak in a further arithmetic": ({"w4a4": {}, "w4a4+bf16": {"non_empty": (60, 1, 0)}}, "fragile"),
     "undecided in a further arithmetic": ({"w4a4": {}, "w4a4+bf16": {"factual": (100, 3, 0)}}, "undecided"),
     "only all gates together": (
-        dict.fromkeys(("w4a4", "w4a4+bf16"), {"tool_call": (240, 17, 5), "factual": (100, 7, 1)}),
+        {name: {"tool_call": (240, 17, 5), "factual": (100, 7, 1)} for name in ("w4a4", "w4a4+bf16")},
         "loses",
     ),
 }

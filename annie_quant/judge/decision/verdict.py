@@ -223,7 +223,8 @@ def _incumbent(aggregates: Aggregates, names: Sequence[str], candidate: str) -> 
 def deciding_gates(aggregates: Aggregates, name: str) -> Iterator[JudgedGate]:
     """Gates and speed limits of a side that are not advisory: served ones, then offline ones by numerics and further members.
 
-    name: a backend, or a model (then of all backends that serve it). A speed limit that the side's reference does not keep either is left out, and so is a pooled verdict where a gate is lost.
+    name: a backend, or a model (then of all backends that serve it). A speed limit that the side's reference does not keep either
+    is left out, and so is a pooled verdict where a gate is lost.
     """
     backends = [name] if name in aggregates.served else [b for b, s in aggregates.served.items() if s.model == name]
     for backend in backends:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
 
@@ -191,6 +192,14 @@ class LoadedRun:
     def incumbent(self) -> Backend | None:
         """What the candidate would replace."""
         return self._served_as(self.verdict.incumbent)
+
+    @cached_property
+    def answer_pairs(self) -> decision.AnswerPairs | None:
+        """The candidate's and the incumbent's answers to the same prompts; None where not both are on record."""
+        sides = [s.name for s in (self.candidate, self.incumbent) if s is not None]
+        if len(sides) < 2 or not {*sides} <= {r.backend for r in self.measured}:
+            return None
+        return decision.pair_answers(self.measured, sides[0], sides[1], self.sampled)
 
     def check_figures(self, sides: Sequence[Side] | None = None) -> recount.Recount | None:
         """Compare the figures of the served sides (default: all) with the records; None without records."""

@@ -116,7 +116,7 @@ def test_gates_kept_without_a_gain_say_stay():
 
 def test_repeats_of_a_greedy_prompt_are_one_answer():
     rows = [*records("bf16", 100), *records("nvfp4", 100), *records("nvfp4", 90)]
-    from annie_quant.bench.aggregate import checks_by_prompt
+    from annie_quant.judge.pairing import checks_by_prompt
 
     own = [r for r in rows if r.backend == "nvfp4"]
     assert len(checks_by_prompt(own, {"w"})) == 100 and len(checks_by_prompt(own, ())) == 200

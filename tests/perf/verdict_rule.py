@@ -19,11 +19,14 @@ from collections.abc import Callable
 import numpy as np
 from scipy.stats import binom, norm
 
+from annie_quant.bench import sequential
 from annie_quant.judge import judge_members
+from annie_quant.judge.decision import decided_at
 from annie_quant.judge.gates import REFERENCE_GATES
 from annie_quant.judge.paired import score_interval
 from annie_quant.judge.pairing import pair_checks
 from annie_quant.judge.statistics import wilson
+from annie_quant.schema import PairedGate
 
 # workload → (prompts, its own gate, further gates): a third of the workloads, with the shares of gates of the built-in ones.
 WORKLOADS = {
@@ -139,6 +142,30 @@ def least_prompts(change: float, loss: float, level: float, power: float = 0.95)
     return next(n for n in range(50, 2000, 10) if powers(n, change, loss, level)["exact"] >= power)
 
 
+def with_looks(n: int, lost: float, won: float, runs: int, seed: int) -> dict[str, float]:
+    """Shares of verdicts of one gate where a run may stop at the early looks of bench/sequential.py, else ends at 5 %."""
+    rng = np.random.default_rng(seed)
+    marks = [(n * k // sequential.LOOKS, k < sequential.LOOKS) for k in range(1, sequential.LOOKS + 1)]
+    known: dict[tuple[int, int, int, bool], str] = {}
+
+    def verdict(lost: int, won: int, n: int, early: bool) -> str:
+        key = (lost, won, n, early)
+        if key not in known:
+            pairs = {"tool_call": PairedGate(n, lost, won)}
+            judge_members({"served": pairs})
+            still_open = early and not decided_at("tool_call", pairs["tool_call"], sequential.LEVEL)
+            known[key] = "" if still_open else pairs["tool_call"].verdict
+        return known[key]
+
+    counts = dict.fromkeys(("keeps", "loses", "undecided"), 0)
+    for _ in range(runs):
+        change = rng.random(n)
+        n_lost, n_won = np.cumsum(change < lost), np.cumsum(change > 1 - won)
+        ends = (verdict(int(n_lost[m - 1]), int(n_won[m - 1]), m, early) for m, early in marks)
+        counts[next(filter(None, ends))] += 1
+    return {name: count / runs for name, count in counts.items()}
+
+
 def coverage(rng: np.random.Generator, runs: int) -> list[tuple[int, float, float, float]]:
     """(n, discordant share each way, true difference, share of 90 % intervals that contain it)."""
     rows = []
@@ -158,6 +185,7 @@ def main() -> None:
     parser.add_argument("--members", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="Cases whose name contains this text.")
+    parser.add_argument("--looks", action="store_true", help="Only the errors of `bench --stop-early`, one gate.")
     parser.add_argument("--power", action="store_true", help="Only the power of the tests of one gate, by enumeration.")
     options = parser.parse_args()
     start = time.monotonic()
@@ -169,6 +197,12 @@ def main() -> None:
             print(
                 f"n 240, loss 10 points, {change:.0%} each way, level {level:.1%}: {text}; exact reaches 95 % at n = {n}"
             )
+        return
+    if options.looks:
+        for n, change, loss in itertools.product((240, 600), (0.01, 0.03, 0.10), (0.0, 0.05)):
+            shares = with_looks(n, change + loss, change, options.runs, options.seed)
+            text = ", ".join(f"{k} {v:.1%}" for k, v in shares.items())
+            print(f"n {n}, {change:.0%} change each way, {100 * loss:g} points lost: {text}", flush=True)
         return
     cases = [(answers, name, case) for name, case in CASES.items()]
     cases += [(same_answers, name, case) for name, case in SAME_CASES.items()]

@@ -33,6 +33,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 
+from annie_quant.judge.gate_rule import LARGE_N
 from annie_quant.judge.gates import GATES, decides
 from annie_quant.judge.paired import detectable_excess, detectable_loss, excess_loss, least_n, mcnemar, score_interval
 from annie_quant.judge.statistics import LEVEL, holm
@@ -187,6 +188,18 @@ def _by_interval(row: PairedGate | PooledGates, margin: float, limit: float = 0.
 def is_loss(row: PairedGate | PooledGates, limit: float, level: float) -> bool:
     """Return whether the upper bound is below the limit (loss_limit) and the adjusted p below the level."""
     return row.high < limit and row.p_holm is not None and row.p_holm < level
+
+
+def decided_at(name: str, gate: PairedGate, level: float) -> bool:
+    """Return whether a gate keeps or loses with an error of at most `level`, for a look before all prompts were answered.
+
+    Without a margin: one lost answer decides, and as many kept ones as the absolute requirements take for many (LARGE_N).
+    """
+    if GATES[name].margin == 0 and not gate.won:
+        return gate.lost > 0 or gate.n >= LARGE_N
+    low, high = score_interval(gate.lost, gate.won, gate.n, 1 - 2 * level)
+    loses = high < loss_limit(name) and gate.p_holm is not None and gate.p_holm < level
+    return low > -(GATES[name].margin or MARGIN) or loses
 
 
 def _decided(name: str, lost: float, won: float, n: int, level: float) -> bool:

@@ -42,7 +42,7 @@ def checklist(run: LoadedRun) -> list[decision.ChecklistItem]:
         return []
     with_thinking = {w.name for w in run.inputs if w.thinking}
     other = incumbent.name if incumbent else None
-    return decision.checklist(run.aggregates, candidate.name, other, run.measured, with_thinking)
+    return decision.checklist(run.aggregates, candidate.name, other, run.measured, with_thinking, run.answer_pairs)
 
 
 def checklist_title(run: LoadedRun) -> str:
@@ -56,7 +56,7 @@ def recommendation(run: LoadedRun) -> decision.Recommendation | None:
     if candidate is None:
         return None
     other = incumbent.name if incumbent else None
-    return decision.recommendation(run.aggregates, candidate.name, other, checklist(run))
+    return decision.recommendation(run.aggregates, candidate.name, other, checklist(run), run.answer_pairs)
 
 
 def operation_changes(run: LoadedRun) -> list[str]:

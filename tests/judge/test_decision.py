@@ -206,6 +206,25 @@ def test_the_checklist_compares_the_same_prompts(lost, won, verdict, losses, gai
     assert (len(result[1]), len(result[0])) == (losses, gains)
 
 
+def test_a_leak_of_the_incumbent_is_no_gain_and_one_of_the_candidate_is_a_loss():
+    aggregates = typed(mlp_only=side(), q4_k_m=side())
+    for leaking, expected in (("q4_k_m", (0, 0)), ("mlp_only", (0, 1))):
+        records = [
+            schema.RequestRecord(
+                id=f"{name}/{i}",
+                backend=name,
+                workload="w",
+                case=str(i),
+                checks={"thinking_leak": i > 0 or name != leaking},
+            )
+            for i in range(100)
+            for name in ("mlp_only", "q4_k_m")
+        ]
+        answers = decision.pair_answers(records, "mlp_only", "q4_k_m")
+        gains, losses, _ = decision.gains_and_losses(aggregates, "mlp_only", "q4_k_m", answers)
+        assert (len(gains), len(losses)) == expected
+
+
 def test_a_candidate_without_an_incumbent_waits():
     aggregates = typed(mlp_only=side())
     advice = decision.recommendation(aggregates, "mlp_only", None, [])

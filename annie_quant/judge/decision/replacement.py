@@ -14,6 +14,7 @@ from annie_quant.judge.decision import paired
 from annie_quant.judge.decision.verdict import SHOWN, by_title, deciding_gates, label_of
 from annie_quant.judge.metrics import METRICS
 from annie_quant.judge.pairing import checks_by_prompt, pair_by_prompt
+from annie_quant.judge.statistics import LEVEL
 from annie_quant.schema import (
     Aggregates,
     Comparison,
@@ -287,7 +288,8 @@ def gains_and_losses(
     side, other = aggregates.served[candidate], aggregates.served[incumbent]
     for texts, pairs in ((losses, answers.worse), (gains, answers.better)) if answers else ():
         for gate, pair in paired.deciding(pairs).items():
-            if pair.verdict == "loses":
+            significant = paired.is_loss(pair, paired.loss_limit(gate), LEVEL)
+            if significant or (texts is losses and pair.verdict == "loses"):  # one leak is a loss, but no gain
                 # In `better` the candidate is the reference: what the incumbent lost against it is won.
                 lost, won = (pair.lost, pair.won) if texts is losses else (pair.won, pair.lost)
                 texts.append(f"{paired.title(gate)} {lost} lost and {won} won of {pair.n}")

@@ -269,6 +269,8 @@ def load(run_dir: str | os.PathLike) -> LoadedRun:
     search = salvage_or_default(_Search, folder / "search.json")
     run = LoadedRun(folder, document, bench.backends, records, inputs.workloads, bad_lines)
     run.tried = [row.strategy for row in search.strategies]
+    if run.tried:  # not its smoke tests, early looks and further draws
+        evaluations = {name: evaluation for name, evaluation in evaluations.items() if name in run.tried}
     run.verdict.candidate = run.verdict.candidate or search.chosen
     if not run.aggregates.served and records:  # a benchmark that was cut off
         run.aggregates.served = recount.served(run.measured, run.sampled)

@@ -55,11 +55,11 @@ def spread(values: Any, factors: Sequence[str]) -> Spread:
     from scipy.stats import t
 
     values = np.asarray(values, dtype=np.float64)
-    kept = [axis for axis, n in enumerate(values.shape) if n > 1]
-    if not kept or values.ndim != len(factors):
+    sampled = [axis for axis, n in enumerate(values.shape) if n > 1]
+    if not sampled or values.ndim != len(factors):
         raise ValueError(f"a table of {len(factors)} factors with two levels or more is needed, got {values.shape}")
-    table = values.reshape([values.shape[a] for a in kept])
-    names = [factors[a] for a in kept]
+    table = values.reshape([values.shape[a] for a in sampled])
+    names = [factors[a] for a in sampled]
     squares = mean_squares(table)
     everything = tuple(range(table.ndim))
     components = {

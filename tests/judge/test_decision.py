@@ -206,7 +206,7 @@ def test_the_checklist_compares_the_same_prompts(lost, won, verdict, losses, gai
     assert (len(result[1]), len(result[0])) == (losses, gains)
 
 
-def test_a_leak_of_the_incumbent_is_no_gain_and_one_of_the_candidate_is_a_loss():
+def test_one_leak_is_a_loss_of_the_candidate_but_not_a_gain():
     aggregates = typed(mlp_only=side(), q4_k_m=side())
     for leaking, expected in (("q4_k_m", (0, 0)), ("mlp_only", (0, 1))):
         records = [

@@ -93,7 +93,7 @@ def test_a_factor_with_one_level_has_no_component():
 
 def test_a_ranking_is_stated_only_where_the_spread_allows():
     """Two equal strategies whose calibration draws differ by chance, and one that is 15 points worse in every draw."""
-    rng, false, found = np.random.default_rng(4), 0, 0
+    rng, false, detected = np.random.default_rng(4), 0, 0
     for _ in range(200):
         base = rng.uniform(0.75, 0.95, (100, 1, 1))
         draws = {name: rng.uniform(-0.05, 0.05, (1, 4, 1)) for name in "abc"}
@@ -102,8 +102,8 @@ def test_a_ranking_is_stated_only_where_the_spread_allows():
         }
         stated = {(better, worse) for better, worse, *_ in ranking(tables, FACTORS)}
         false += bool(stated & {("a", "b"), ("b", "a")})
-        found += {("a", "c"), ("b", "c")} <= stated
-    assert false / 200 <= 0.05 and found / 200 >= 0.8
+        detected += {("a", "c"), ("b", "c")} <= stated
+    assert false / 200 <= 0.05 and detected / 200 >= 0.8
 
 
 def test_an_order_without_any_spread_is_sure():

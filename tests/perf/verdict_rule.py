@@ -133,8 +133,8 @@ def powers(n: int, change: float, loss: float, level: float) -> dict[str, float]
     level_used = np.cumsum(null.ravel()[order])
     cut = int(np.searchsorted(level_used, level))
     rest = level - (level_used[cut - 1] if cut else 0.0)
-    found = truth.ravel()[order]
-    return result | {"best": float(found[:cut].sum() + found[cut] * rest / null.ravel()[order][cut])}
+    power = truth.ravel()[order]
+    return result | {"best": float(power[:cut].sum() + power[cut] * rest / null.ravel()[order][cut])}
 
 
 def least_prompts(change: float, loss: float, level: float, power: float = 0.95) -> int:

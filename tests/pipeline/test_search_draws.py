@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from paths import ROOT
 
 from annie_quant import judge, schema
 from annie_quant.data.rows import read_rows
@@ -156,3 +158,28 @@ def test_draws_are_seeded_samples_of_the_calibration_rows(tmp_path):
         "a resumed run has the same"
     )
     assert stages.checkpoint("naive", 1).name == "naive-draw1" and stages.checkpoint("naive").name == "naive"
+
+
+def strategies_script():
+    spec = importlib.util.spec_from_file_location("strategies", ROOT / "tests/perf/strategies.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_fine_tunes_are_a_further_factor(tmp_path):
+    """Three folders of a search, one per fine-tune; the strategy is worse on the third."""
+    rng = np.random.default_rng(5)
+    for name, rate in (("a", 0.95), ("b", 0.93), ("c", 0.5)):
+        (tmp_path / name / "eval").mkdir(parents=True)
+        for draw in range(3):
+            file = tmp_path / name / "eval" / (f"naive-draw{draw}.json" if draw else "naive.json")
+            file.write_text(json.dumps(evaluation(rng, rate).to_dict()))
+    module = strategies_script()
+    text = module.spread_table([tmp_path / name for name in "abc"])
+    row = next(line for line in text.splitlines() if line.startswith("| naive | w4a4 |"))
+    assert f"of {N}×3×3×3" in row and "fine-tune 1" in row and text.endswith("- w4a4: the spread allows no order")
+    short = evaluation(rng, 0.9, members=("w4a4",))
+    (tmp_path / "c" / "eval" / "naive.json").write_text(json.dumps(short.to_dict()))
+    with pytest.raises((SystemExit, IndexError)):
+        module.spread_table([tmp_path / name for name in "abc"])

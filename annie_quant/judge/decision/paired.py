@@ -11,7 +11,7 @@ undecided  otherwise, with the number of prompts that would decide at the observ
 
 A gate that compares with the reference's own answer (same_tool, ...) has the reference's pass by definition: every change is a
 loss, also between two runs of one model. It loses only if the upper bound is below -margin, and the exact binomial p of more loss
-than the margin (in place of McNemar's) is below 5 % after Holm.
+than the margin (instead of McNemar's) is below 5 % after Holm.
 
 Holm's adjustment is over the gates of all members together, so more members give no more false alarms. It counts the gates in which
 at least 5 answers changed: with fewer, no p is below 5 %, and without a difference the number of changes does not depend on their

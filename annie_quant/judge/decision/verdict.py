@@ -273,7 +273,7 @@ def _sentence(aggregates: Aggregates, chosen: Decision) -> str:
         lost = by_title(failing)
         head = f"{label} {verb} {_count(len(lost), 'gate')}: {'; '.join(lost[:SHOWN])}"
         head += f"; and {len(lost) - SHOWN} more" if len(lost) > SHOWN else ""
-        head += f", and keeps {_other_places(chosen)}" if fragile else ""
+        head += f", and {_other_places(chosen)}" if fragile else ""
         end = f". {_replacement(aggregates, chosen)}" if chosen.incumbent else "."
     elif undecided:
         verb = "loses" if chosen.compared else "fails"
@@ -299,9 +299,13 @@ def by_title(gates: Sequence[JudgedGate]) -> list[str]:
 
 
 def _other_places(chosen: Decision) -> str:
+    """Where a fragile side keeps what it loses elsewhere: arithmetics that lose none of these gates, if there are any."""
     lost = {gate.title for gate in chosen.gates["fail"]}
-    places = dict.fromkeys(gate.where for gate in chosen.gates["pass"] if gate.title in lost)
-    return f"them ({', '.join(places)})" if len(lost) > 1 else f"it ({', '.join(places)})"
+    losing = {gate.where for gate in chosen.gates["fail"]}
+    places = dict.fromkeys(gate.where for gate in chosen.gates["pass"] if gate.title in lost and gate.where not in losing)
+    if not places:
+        return f"keeps {'part of them' if len(lost) > 1 else 'it'} in other arithmetics"
+    return f"keeps {'them' if len(lost) > 1 else 'it'} ({', '.join(places)})"
 
 
 def _replacement(aggregates: Aggregates, chosen: Decision) -> str:

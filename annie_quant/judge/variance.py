@@ -129,10 +129,10 @@ def ranking(tables: Mapping[str, Any], factors: Sequence[str]) -> list[tuple[str
         p = float(2 * t.sf(abs(result.mean) / result.se, result.freedom)) if result.se else float(result.mean == 0)
         pairs.append((a, b, result, p))
     sure = []
-    for (a, b, result, _), p in zip(pairs, holm([p for *_, p in pairs]), strict=True):
-        if p is not None and p < LEVEL:
+    for (a, b, result, _), adjusted in zip(pairs, holm([p for *_, p in pairs]), strict=True):
+        if adjusted is not None and adjusted < LEVEL:
             if result.mean < 0:
                 a, b = b, a
                 result.mean, result.low, result.high = -result.mean, -result.high, -result.low
-            sure.append((a, b, result, p))
+            sure.append((a, b, result, adjusted))
     return sure

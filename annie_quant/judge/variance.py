@@ -16,6 +16,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from annie_quant.judge.statistics import holm, wilson
 from annie_quant.schema import Spread, VarianceComponent
 
 RESIDUAL = "residual"
@@ -47,8 +48,9 @@ def mean_squares(values: Any) -> dict[tuple[int, ...], tuple[float, int]]:
 def spread(values: Any, factors: Sequence[str]) -> Spread:
     """Return the components of a table of outcomes. values: float [n_1, ..., n_k], in the order of `factors`.
 
-    A factor with one level has no component: what it adds stays in the others, and the figures hold for that level alone.
-    se: of the mean over other samples of all factors. low, high: its t interval at 95 %, with Satterthwaite's degrees of freedom.
+    A factor with one level has no component: what it adds stays in the others, and the figures hold for that level alone. se: of
+    the mean over other samples of all factors. low, high: its t interval at 95 %, with Satterthwaite's degrees of freedom (too
+    short near 0 and 1); without any spread, Wilson's of the prompts.
     Raises ValueError for a table without two levels of any factor.
     """
     import numpy as np
@@ -68,15 +70,19 @@ def spread(values: Any, factors: Sequence[str]) -> Spread:
     }
     shares = {c: max(0.0, v) / math.prod(table.shape[a] for a in c) for c, v in components.items()}
     variance, freedom = sum(shares.values()), _freedom(components, squares, table.shape)
-    half = float(t.ppf(1 - LEVEL / 2, freedom)) * math.sqrt(variance) if variance else 0.0
     mean = float(table.mean())
+    half = float(t.ppf(1 - LEVEL / 2, freedom)) * math.sqrt(variance)
+    if not variance:  # as many prompts without a change leave this open (Wilson)
+        n = max(table.shape)
+        half = 1 - wilson(n, n)[0]
+    least = min(0.0, float(table.min()))
     return Spread(
         levels=dict(zip(factors, values.shape, strict=True)),
         mean=mean,
         se=math.sqrt(variance),
         freedom=freedom,
-        low=mean - half,
-        high=mean + half,
+        low=max(mean - half, least),
+        high=min(mean + half, 1.0),
         components={
             RESIDUAL if c == everything and len(c) > 1 else " × ".join(names[a] for a in c): VarianceComponent(v, shares[c])
             for c, v in sorted(components.items(), key=lambda item: (len(item[0]), item[0]))
@@ -121,12 +127,13 @@ def ranking(tables: Mapping[str, Any], factors: Sequence[str]) -> list[tuple[str
     import numpy as np
     from scipy.stats import t
 
-    from annie_quant.judge.statistics import holm
-
     pairs = []
     for a, b in itertools.combinations(tables, 2):
         result = spread(np.asarray(tables[a], dtype=np.float64) - np.asarray(tables[b], dtype=np.float64), factors)
-        p = float(2 * t.sf(abs(result.mean) / result.se, result.freedom)) if result.se else float(result.mean == 0)
+        if result.se:
+            p = float(2 * t.sf(abs(result.mean) / result.se, result.freedom))
+        else:  # the same difference everywhere: the sign test over the prompts
+            p = 2 * 0.5 ** max(result.levels.values()) if result.mean else 1.0
         pairs.append((a, b, result, p))
     sure = []
     for (a, b, result, _), adjusted in zip(pairs, holm([p for *_, p in pairs]), strict=True):

@@ -302,7 +302,9 @@ def _other_places(chosen: Decision) -> str:
     """Where a fragile side keeps what it loses elsewhere: arithmetics that lose none of these gates, if there are any."""
     lost = {gate.title for gate in chosen.gates["fail"]}
     losing = {gate.where for gate in chosen.gates["fail"]}
-    places = dict.fromkeys(gate.where for gate in chosen.gates["pass"] if gate.title in lost and gate.where not in losing)
+    places = dict.fromkeys(
+        gate.where for gate in chosen.gates["pass"] if gate.title in lost and gate.where not in losing
+    )
     if not places:
         return f"keeps {'part of them' if len(lost) > 1 else 'it'} in other arithmetics"
     return f"keeps {'them' if len(lost) > 1 else 'it'} ({', '.join(places)})"

@@ -34,6 +34,11 @@ lint: setup
 perf: setup
 	@for f in tests/perf/bench_*.py; do echo "== $$f"; $(BIN)/python $$f || exit 1; done
 
+# docs/search.md, docs/strategies.md and the README's picture; resumes. ARGS: options of tools/make_measured.py.
+.PHONY: measured
+measured: setup
+	$(BIN)/python tools/make_measured.py $(ARGS)
+
 # Further checks of the C code and of the readers of untrusted bytes: docs/hardening.md.
 .PHONY: asan tsan analyze
 asan: setup

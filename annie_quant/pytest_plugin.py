@@ -31,7 +31,8 @@ class Run:
         from annie_quant import schema
 
         self.folder = Path(folder)
-        self.served = schema.read_bench(self.folder).aggregates.served
+        self.aggregates = schema.read_bench(self.folder).aggregates
+        self.served = self.aggregates.served
 
     def gate(self, name: str, backend: str | None = None) -> Mapping[str, Any]:
         """Return a gate's passes, n, low, high, verdict, ... `backend` may be omitted where the run has one."""
@@ -40,12 +41,22 @@ class Run:
         return msgspec.structs.asdict(gates[name])
 
     def assert_gates(self, backend: str | None = None, *names: str) -> None:
-        """Assert that every deciding gate (or the named ones) is kept against the run's reference, on the same prompts.
+        """Assert that the backend keeps every deciding gate (or the named ones) of the run's reference, on the same prompts.
 
-        In a run without a reference a gate passes by its absolute requirement. An undecided gate fails the assertion.
+        Without names the run's decision is asserted, as the exit code of `annie-quant bench` has it: also all gates together,
+        speed limits, and other arithmetics that the run has of this model. In a run without a reference a gate passes by its
+        absolute requirement. An undecided gate fails the assertion.
         """
-        gates = self._side(backend).gates
-        names = names or tuple(name for name, result in gates.items() if not result.advisory)
+        from annie_quant.judge import decision
+
+        self._side(backend)
+        if not names:
+            backend = backend or next(iter(self.served))
+            gates = list(decision.deciding_gates(self.aggregates, backend))
+            assert gates, f"{self.folder}: no gate was judged"
+            open_or_lost = [f"{g.title}: {g.verdict}, {g} ({g.evidence})" for g in gates if g.verdict != "pass"]
+            assert not open_or_lost, "; ".join(open_or_lost)
+            return
         failed = [
             f"{r['title']}: {r['verdict']}, {r['passes']} of {r['n']} (95 % {r['low']:.3f} to {r['high']:.3f}; {r['rule']})"
             for r in (self.gate(name, backend) for name in names)

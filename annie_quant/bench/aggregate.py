@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import os
 import statistics
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from annie_quant.errors import UsageError
 from annie_quant.judge import decision, judge_members
 from annie_quant.judge.gates import count, tabulate
 from annie_quant.judge.metrics import COMPARED, METRICS
-from annie_quant.judge.pairing import pair_by_prompt
+from annie_quant.judge.pairing import checks_by_prompt, pair_by_prompt
 from annie_quant.judge.statistics import LEVEL, compare, holm, median_interval, wilson
 from annie_quant.schema import (
     AdjustedResult,
@@ -125,21 +125,6 @@ def timed(measured: Sequence[RequestRecord]) -> list[RequestRecord]:
 
 
 # ---- gates
-
-
-def checks_by_prompt(records: Sequence[RequestRecord], greedy: Collection[str]) -> dict[Hashable, dict[str, bool]]:
-    """Return one backend's checks per answer. Greedy answers to one prompt are one answer: it passes if all its repeats do."""
-    answers: dict[Hashable, dict[str, bool]] = {}
-    repeats: Counter[Hashable] = Counter()
-    for record in records:
-        unit: tuple = record.prompt
-        if record.workload not in greedy:
-            unit = (*record.prompt, record.load.label, repeats[record.prompt, record.load.label])
-            repeats[record.prompt, record.load.label] += 1
-        merged = answers.setdefault(unit, {})
-        for gate, passed in record.checks.items():
-            merged[gate] = merged.get(gate, True) and passed
-    return answers
 
 
 def pair_sides(served: Mapping[str, ServedSide], measured: Sequence[RequestRecord], greedy: Collection[str]) -> None:

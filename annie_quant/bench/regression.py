@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -11,10 +11,13 @@ import msgspec
 from annie_quant.bench.aggregate import adjust, labelled, timed, values_by_prompt
 from annie_quant.bench.records import read_records
 from annie_quant.errors import UsageError
+from annie_quant.judge import decision, judge_members
 from annie_quant.judge.metrics import COMPARED, METRICS
+from annie_quant.judge.pairing import checks_by_prompt, pair_by_prompt
 from annie_quant.judge.statistics import compare
-from annie_quant.schema import AdjustedResult, GateResult, RequestRecord, ServedSide, read_bench
+from annie_quant.schema import AdjustedResult, PairedGate, PooledGates, RequestRecord, read_bench
 
+Checked = Mapping[Hashable, Mapping[str, bool]]  # prompt → gate → passed
 LEAST_LOSS = 0.02  # of the stored median: smaller losses do not matter, however significant
 
 
@@ -26,12 +29,11 @@ class Change(AdjustedResult, kw_only=True):
 
 
 class LostGate(msgspec.Struct, kw_only=True):
-    """A deciding gate that did not fail in the stored run and fails in the new one."""
+    """A gate that the new run loses against the stored one, on the prompts that both have; "all" is all gates together."""
 
     backend: str
     gate: str
-    before: GateResult
-    after: GateResult
+    pair: PairedGate | PooledGates
 
 
 class Regression(msgspec.Struct, kw_only=True):
@@ -71,7 +73,7 @@ def regression(
     return Regression(
         worse=[row for row, kind in zip(significant, kinds, strict=True) if kind == "worse"],
         better=[row for row, kind in zip(significant, kinds, strict=True) if kind == "better"],
-        gates_lost=_gates_lost(*runs),
+        gates_lost=_gates_lost(*(served_checks(folder) for folder in (before, after))),
         rows=rows,
     )
 
@@ -95,15 +97,26 @@ def _changes(records: Sequence[Sequence[RequestRecord]], backend: str) -> list[C
     return changes
 
 
-def _gates_lost(before: Mapping[str, ServedSide], after: Mapping[str, ServedSide]) -> list[LostGate]:
-    return [
-        LostGate(backend=backend, gate=gate, before=old, after=new)
-        for backend, side in before.items()
-        if backend in after
-        for gate, old in side.gates.items()
-        for new in [after[backend].gates.get(gate)]
-        if new and not new.advisory and old.verdict != "fail" and new.verdict == "fail"
-    ]
+def served_checks(folder: str | os.PathLike[str]) -> dict[str, Checked]:
+    """Return per backend the checks of its answers, by prompt."""
+    records = [r for r in read_records(Path(folder) / "records.jsonl") if not r.warmup]
+    greedy = read_bench(folder).config.greedy
+    names = dict.fromkeys(r.backend for r in records)
+    return {name: checks_by_prompt([r for r in records if r.backend == name], greedy) for name in names}
+
+
+def _gates_lost(before: Mapping[str, Checked], after: Mapping[str, Checked]) -> list[LostGate]:
+    """Judge the new answers of all backends together, with the stored ones as their reference (judge/decision/paired.py)."""
+    pairs = {name: pair_by_prompt(rows, after[name]) for name, rows in before.items() if name in after}
+    gates = {name: own for name, (own, _) in pairs.items()}
+    verdict = judge_members(gates, {name: pooled for name, (_, pooled) in pairs.items()})
+    lost = []
+    for name, member in verdict.members.items():
+        for gate in member.loses:
+            pair = pairs[name][1] if gate == decision.POOLED else gates[name][gate]
+            if pair is not None:
+                lost.append(LostGate(backend=name, gate=gate, pair=pair))
+    return lost
 
 
 def losses(result: Regression) -> list[str]:
@@ -114,7 +127,7 @@ def losses(result: Regression) -> list[str]:
         for row in result.worse
     ]
     return lines + [
-        f"gate lost: {lost.backend} {lost.gate} {lost.before.passes}/{lost.before.n} → "
-        f"{lost.after.passes}/{lost.after.n}"
+        f"gate lost: {lost.backend} {lost.gate}, {lost.pair.lost} lost and {lost.pair.won} won of {lost.pair.n} answers "
+        f"(p {lost.pair.p_holm or lost.pair.p:.2g})"
         for lost in result.gates_lost
     ]

@@ -1,25 +1,27 @@
-"""Stopping a run early without more false findings: a few planned looks, each at a level that allows for all of them.
+"""Stopping a run early without more false findings: a few planned looks, of which the early ones spend little of the error.
 
-LOOKS looks at 5 % each would report chance as a difference in far more than 5 of 100 runs. Each look is therefore made at
-5 % / LOOKS (Bonferroni): whatever the correlation between the looks, the whole stays at 5 % or below. A run stops when
-everything is decided: the interval of each deciding gate excludes its threshold, and each compared time differs
-significantly or is equivalent (its interval is within EQUIVALENT of the other side's median).
+LOOKS looks at 5 % each would report chance as a difference in far more than 5 of 100 runs. Each of the LOOKS - 1 early looks is
+made at LEVEL, 1 % together, and the end at the usual 5 % (Haybittle-Peto; tests/perf/verdict_rule.py --looks simulates it). A
+run stops when everything is decided: each deciding gate keeps or loses by the paired rule (judge/decision/paired.py) at LEVEL,
+and each compared time differs significantly or is equivalent (its interval is within EQUIVALENT of the other side's median). The
+gates of a single backend are compared with their absolute requirements.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from annie_quant.bench.aggregate import gate_counts, timed, values_by_prompt
+from annie_quant.judge import decision, judge_members
 from annie_quant.judge.gate_rule import LARGE_N, Threshold
 from annie_quant.judge.gates import GATES, decides
-from annie_quant.judge.statistics import LEVEL as FAMILY_LEVEL
+from annie_quant.judge.pairing import checks_by_prompt, pair_by_prompt
 from annie_quant.judge.statistics import compare, holm, wilson
-from annie_quant.schema import PairedResult, RequestRecord
+from annie_quant.schema import Aggregates, PairedResult, RequestRecord, ServedSide
 
 LOOKS = 5
-LEVEL = FAMILY_LEVEL / LOOKS
+LEVEL = 0.0025  # of each early look; 1 % for all of them
 EQUIVALENT = 0.03
 METRICS = ("ttft_content_ms", "tpot_ms")
 
@@ -32,12 +34,7 @@ def looks(visits: int, block: int) -> list[int]:
 
 def open_questions(records: Sequence[RequestRecord], backends: Sequence[str], greedy: Collection[str]) -> list[str]:
     """Return what the records cannot decide yet; empty when everything is decided."""
-    undecided = []
-    for name in backends:
-        own = [r for r in records if r.backend == name]
-        for gate, (passes, n) in gate_counts(own, greedy).items():
-            if decides(gate) and not _gate_decided(passes, n, GATES[gate].threshold):
-                undecided.append(f"{name}: {gate} ({passes} of {n})")
+    undecided = [*_open_gates(records, backends, greedy)]
     fit = [r for r in timed(records) if r.alone]
     pairs = []
     for a, b in itertools.combinations(backends, 2):
@@ -49,6 +46,23 @@ def open_questions(records: Sequence[RequestRecord], backends: Sequence[str], gr
         if not (p is not None and p < LEVEL) and not _equivalent(result):
             undecided.append(title)
     return undecided
+
+
+def _open_gates(records: Sequence[RequestRecord], backends: Sequence[str], greedy: Collection[str]) -> Iterator[str]:
+    sides = Aggregates(served={name: ServedSide() for name in backends})
+    own = {name: [r for r in records if r.backend == name] for name in backends}
+    for name in backends:
+        reference = decision.reference_side(sides, name)
+        if reference is not None:
+            pairs, pooled = pair_by_prompt(*(checks_by_prompt(own[side], greedy) for side in (reference, name)))
+            judge_members({"served": pairs}, {"served": pooled})
+            for gate, pair in decision.deciding(pairs).items():
+                if not decision.decided_at(gate, pair, LEVEL):
+                    yield f"{name}: {gate} (lost {pair.lost} and won {pair.won} of {pair.n})"
+        elif len(backends) == 1:
+            for gate, (passes, n) in gate_counts(own[name], greedy).items():
+                if decides(gate) and not _gate_decided(passes, n, GATES[gate].threshold):
+                    yield f"{name}: {gate} ({passes} of {n})"
 
 
 def _gate_decided(passes: int, n: int, threshold: Threshold) -> bool:

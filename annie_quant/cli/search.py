@@ -29,6 +29,13 @@ from annie_quant.cli.common import console, emit, json_option, persona_option, w
     show_default=True,
     help="Numerics with which all gates must keep; w4a16 alone allows weight-only checkpoints.",
 )
+@click.option(
+    "--seeds",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Calibration draws in which a strategy must keep; 3 or more also give the spread and a ranking.",
+)
 @click.option("--calib-samples", default=128, show_default=True)
 @click.option("--allow-prompt-mismatch", is_flag=True, help="Accept data that was made for another system prompt.")
 @click.option("--anyway", is_flag=True, help="Continue with a model that lacks the manners in bf16.")
@@ -43,6 +50,7 @@ def search(
     every: bool,
     strategies: str | None,
     require: str,
+    seeds: int,
     calib_samples: int,
     allow_prompt_mismatch: bool,
     anyway: bool,
@@ -65,6 +73,7 @@ def search(
         anyway=anyway,
         persona=persona,
         workloads=workloads,
+        seeds=seeds,
     )
     if as_json:
         emit(msgspec.to_builtins(result))

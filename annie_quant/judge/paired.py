@@ -90,6 +90,39 @@ def mcnemar(lost: int, won: int) -> float:
 
 
 @lru_cache(maxsize=4096)
+def excess_loss(lost: int, n: int, margin: float) -> float:
+    """Return the exact p of a loss above the margin (one-sided): P(Binomial(n, margin) >= lost).
+
+    For gates that compare with the reference's own answer: the reference passes by definition, so any change is a loss, and
+    "as many lost as won" (McNemar's hypothesis) is false for two runs of one model too.
+    """
+    from scipy.stats import binom
+
+    return float(binom.sf(lost - 1, n, margin)) if n else 1.0
+
+
+@lru_cache(maxsize=4096)
+def detectable_excess(n: int, margin: float, level: float, power: float = 0.8) -> float | None:
+    """Return the smallest share of lost answers that excess_loss finds with this power; None where n is too small."""
+    import numpy as np
+    from scipy.stats import binom
+
+    counts = np.arange(n + 1)
+    significant = counts[binom.sf(counts - 1, n, margin) <= level]
+    if not len(significant):
+        return None
+    # P(Binomial(n, loss) >= k) grows with the loss; it has the power at a quantile of a beta distribution.
+    return float(binom_rate(int(significant[0]), n, power))
+
+
+def binom_rate(k: int, n: int, power: float) -> float:
+    """Return the rate at which P(Binomial(n, rate) >= k) is `power`."""
+    from scipy.stats import beta
+
+    return float(beta.ppf(power, k, n - k + 1))
+
+
+@lru_cache(maxsize=4096)
 def detectable_loss(n: int, discordant: float, level: float, power: float = 0.8) -> float | None:
     """Return the smallest loss of the pass rate that McNemar's exact test finds with this power; None where n is too small.
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 
 from annie_quant.judge.answers import Answer
 from annie_quant.judge.gates import REFERENCE_GATES, checks, decides
 from annie_quant.judge.paired import mcnemar
 from annie_quant.judge.workloads import Case, Workload
-from annie_quant.schema import PairedGate, PooledGates
+from annie_quant.schema import PairedGate, PooledGates, RequestRecord
 
 Judged = tuple[Workload, Case, Answer]
 Checks = Mapping[str, bool]  # gate → passed, for the gates that apply to one answer
@@ -21,6 +22,21 @@ def pair_answers(before: Sequence[Judged], after: Sequence[Judged]) -> tuple[dic
         (checks(old, old_case, workload), checks(new, new_case, workload))
         for (workload, old_case, old), (_, new_case, new) in zip(before, after, strict=True)
     )
+
+
+def checks_by_prompt(records: Sequence[RequestRecord], greedy: Collection[str]) -> dict[Hashable, dict[str, bool]]:
+    """Return one backend's checks per answer. Greedy answers to one prompt are one answer: it passes if all its repeats do."""
+    answers: dict[Hashable, dict[str, bool]] = {}
+    repeats: Counter[Hashable] = Counter()
+    for record in records:
+        unit: tuple[Hashable, ...] = record.prompt
+        if record.workload not in greedy:
+            unit = (*record.prompt, record.load.label, repeats[record.prompt, record.load.label])
+            repeats[record.prompt, record.load.label] += 1
+        merged = answers.setdefault(unit, {})
+        for gate, passed in record.checks.items():
+            merged[gate] = merged.get(gate, True) and passed
+    return answers
 
 
 def pair_by_prompt(

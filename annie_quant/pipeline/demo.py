@@ -137,6 +137,7 @@ class Demo:
                 workloads,
                 conversations=stages.conversations,
                 n_conversations=KL_ROWS,
+                ensemble=True,
                 settings={"kl_rows": KL_ROWS},
             )
         inputs = {"n": SENSITIVITY_PROMPTS, **text}
@@ -208,8 +209,8 @@ class Demo:
         """Aggregate the stages' results, judge them, and write run.json and the report."""
         aggregates = bench.aggregate(self.dir.path)
         aggregates.models = [self.model_row(name) for name in SIDES]
-        offline = {s: read_json(self.dir / f"eval/{s}.json")["numerics"] for s in STRATEGIES}
-        aggregates.offline = msgspec.convert(offline, dict[str, dict[str, schema.OfflineSide]])
+        for strategy in STRATEGIES:
+            add_evaluation(aggregates, strategy, self.dir / f"eval/{strategy}.json")
         verdict = judge.verdict(aggregates)
         config = {"n_offline": self.n_offline, "n_served": self.n_served, "model": self.stages.base["model"]}
         self.dir.write_run(config, aggregates, verdict, bench.environment(), self.stages.rows)
@@ -242,6 +243,13 @@ class Demo:
             checkpoint=str(folder),
             gguf=str(gguf),
         )
+
+
+def add_evaluation(aggregates: schema.Aggregates, model: str, path: Path) -> None:
+    """Add an evaluation, with all members of its ensembles, to a run's aggregates."""
+    document = read_json(path)
+    aggregates.offline[model] = msgspec.convert(document["numerics"], dict[str, schema.OfflineSide])
+    aggregates.members[model] = msgspec.convert(document.get("members", {}), dict[str, schema.OfflineSide])
 
 
 def tool_workloads(workloads: Sequence[judge.Workload]) -> list[judge.Workload]:

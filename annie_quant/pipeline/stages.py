@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -15,7 +16,7 @@ import msgspec
 
 from annie_quant import __version__, checkpoint, judge, quantize, schema
 from annie_quant.data.rows import read_rows
-from annie_quant.files import write_json
+from annie_quant.files import write_json, write_text
 from annie_quant.judge import Workload
 from annie_quant.pipeline.run_directory import RunDirectory
 from annie_quant.progress import Console, Progress
@@ -92,16 +93,30 @@ class Stages:
             self._text_key = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
         return self._text_key
 
-    def checkpoint(self, strategy: str) -> Path:
-        return self.dir / f"models/{strategy}"
+    def checkpoint(self, strategy: str, draw: int = 0) -> Path:
+        return self.dir / f"models/{drawn(strategy, draw)}"
 
-    def quantize(self, strategy: str) -> QuantizeResult:
+    def rows_of_draw(self, draw: int) -> Path:
+        """Return the calibration rows of a draw: 0 is the file itself, others are seeded random samples without replacement."""
+        if draw == 0:
+            return self.conversations
+        path = self.dir / f"calibration-draw{draw}.jsonl"
+        rows = read_rows(self.conversations)
+        if len(rows) < 2 * self.samples:
+            self.console.note(
+                f"{len(rows)} calibration rows for draws of {self.samples}: the draws overlap, so their spread is too small"
+            )
+        chosen = sorted(random.Random(draw).sample(range(len(rows)), min(self.samples, len(rows))))
+        write_text(path, "".join(json.dumps(rows[i], ensure_ascii=False) + "\n" for i in chosen))
+        return path
+
+    def quantize(self, strategy: str, draw: int = 0) -> QuantizeResult:
         def work(progress: Progress) -> QuantizeResult:
             job = quantize.run(
                 strategy,
                 self.model,
-                self.checkpoint(strategy),
-                calib_data=self.conversations,
+                self.checkpoint(strategy, draw),
+                calib_data=self.rows_of_draw(draw),
                 calib_samples=self.samples,
                 force=True,
                 report=progress,
@@ -110,17 +125,17 @@ class Stages:
             sizes = f"{job.size_bytes / 1e6:,.1f} of {job.source_bytes / 1e6:,.1f} MB"
             return QuantizeResult(sizes, job.size_bytes, job.seconds)
 
-        outputs = [f"models/{strategy}/config.json"]
-        return self.stage(f"quantize-{strategy}", self.data_inputs(), outputs, work, QuantizeResult)
+        name = drawn(strategy, draw)
+        return self.stage(f"quantize-{name}", self.data_inputs(), [f"models/{name}/config.json"], work, QuantizeResult)
 
-    def audit(self, strategy: str) -> AuditResult:
+    def audit(self, strategy: str, draw: int = 0) -> AuditResult:
         def work(progress: Progress) -> AuditResult:
-            audit = checkpoint.audit(self.checkpoint(strategy), source=self.model)
+            audit = checkpoint.audit(self.checkpoint(strategy, draw), source=self.model)
             outcome = "sound" if audit.ok else f"{len(audit.findings)} findings: {audit.findings[0].message}"
             return AuditResult(outcome, {k: v for k, v in audit.to_dict().items() if k != "tensors"})
 
-        outputs = [f"models/{strategy}/config.json"]
-        return self.stage(f"audit-{strategy}", self.data_inputs(), outputs, work, AuditResult)
+        name = drawn(strategy, draw)
+        return self.stage(f"audit-{name}", self.data_inputs(), [f"models/{name}/config.json"], work, AuditResult)
 
     def evaluate(
         self,
@@ -168,6 +183,11 @@ class Stages:
 
     def data_inputs(self) -> dict[str, int | str]:
         return {"rows": self.samples, "text": self.text_key()}
+
+
+def drawn(strategy: str, draw: int) -> str:
+    """Return the name of a strategy's calibration draw in a run directory."""
+    return f"{strategy}-draw{draw}" if draw else strategy
 
 
 def offline_prompts(n: int, everything: Sequence[Workload]) -> list[Workload]:

@@ -21,11 +21,12 @@ import msgspec
 
 from annie_quant.errors import CheckpointError, EnvironmentFault, ServerError, UsageError, need
 from annie_quant.files import write_text
+from annie_quant.judge import decision
 from annie_quant.progress import Progress, as_progress
 from annie_quant.publish import card
 from annie_quant.publish.secrets import secret_in
 from annie_quant.report.run import REFERENCE, LoadedRun, load
-from annie_quant.schema import salvage_or_default
+from annie_quant.schema import SpeedGate, salvage_or_default
 
 # What a server or transformers needs of a checkpoint folder.
 NAMES = (
@@ -148,13 +149,13 @@ def _uploadable(name: str) -> bool:
 
 
 def objections(run: LoadedRun, model: str) -> list[str]:
-    """Return why this model should not be published: failed gates, no gates at all, figures that differ from the records."""
+    """Return why this model should not be published: gates that the decision has as lost, no gates at all, figures that differ
+    from the records. Speed limits are not among them: they are of one machine."""
     sides = run.sides_of(model)
     problems = [
-        f"{run.gate_title(gate)} fails {side.title}: {r.passes} of {r.n}" + (f" ({r.rule})" if r.meets else "")
-        for side in sides
-        for gate, r in side.deciding.items()
-        if r.verdict == "fail"
+        f"{'loses' if gate.compared else 'fails'} {gate}: {gate.evidence}"
+        for gate in decision.deciding_gates(run.aggregates, model)
+        if gate.verdict == "fail" and not isinstance(gate.result, SpeedGate)
     ]
     if not any(s.gates for s in sides):
         problems.append("no gate was measured for this model")

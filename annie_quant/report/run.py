@@ -7,8 +7,9 @@ with a message.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
 
@@ -193,6 +194,14 @@ class LoadedRun:
         """What the candidate would replace."""
         return self._served_as(self.verdict.incumbent)
 
+    @cached_property
+    def answer_pairs(self) -> decision.AnswerPairs | None:
+        """The candidate's and the incumbent's answers to the same prompts; None where not both are on record."""
+        sides = [s.name for s in (self.candidate, self.incumbent) if s is not None]
+        if len(sides) < 2 or not {*sides} <= {r.backend for r in self.measured}:
+            return None
+        return decision.pair_answers(self.measured, sides[0], sides[1], self.sampled)
+
     def check_figures(self, sides: Sequence[Side] | None = None) -> recount.Recount | None:
         """Compare the figures of the served sides (default: all) with the records; None without records."""
         served = {s.name: s.data for s in (self.served if sides is None else sides) if isinstance(s, Backend)}
@@ -208,6 +217,7 @@ class LoadedRun:
 
 class _Evaluation(msgspec.Struct):
     numerics: dict[str, OfflineSide] = {}
+    members: dict[str, OfflineSide] = {}
     reference_gates: dict[str, GateResult] = {}
 
 
@@ -260,14 +270,13 @@ def load(run_dir: str | os.PathLike) -> LoadedRun:
     search = salvage_or_default(_Search, folder / "search.json")
     run = LoadedRun(folder, document, bench.backends, records, inputs.workloads, bad_lines)
     run.tried = [row.strategy for row in search.strategies]
+    if run.tried:  # not its smoke tests, early looks and further draws
+        evaluations = {name: evaluation for name, evaluation in evaluations.items() if name in run.tried}
     run.verdict.candidate = run.verdict.candidate or search.chosen
     if not run.aggregates.served and records:  # a benchmark that was cut off
         run.aggregates.served = recount.served(run.measured, run.sampled)
-    _add_evaluations(run, evaluations)
-    if (
-        not run.verdict.sentence and evaluations and not search.strategies
-    ):  # only eval/*.json, or a run that was cut off
-        run.document.verdict = decision.verdict(run.aggregates)
+    added = _add_evaluations(run, evaluations)
+    _decide(run, added, searched=bool(search.strategies))
     _add_models(run)
     _add_sides(run)
     run.missing = _missing(run, source)
@@ -286,12 +295,30 @@ def _records(path: Path) -> tuple[list[RequestRecord], list[str]]:
     return records, bad_lines
 
 
-def _add_evaluations(run: LoadedRun, evaluations: dict[str, _Evaluation]) -> None:
-    """Add eval/<model>.json where run.json lacks it, and sensitivity/<model>.json's divergence by layer."""
-    offline = run.aggregates.offline
+def _decide(run: LoadedRun, added: Collection[str | None], searched: bool) -> None:
+    """Decide where run.json has no decision (only eval/*.json, a search, a run that was cut off), or one without what was added."""
+    candidate = run.verdict.candidate
+    if not run.verdict.sentence and (added if not searched else candidate in run.aggregates.offline):
+        run.document.verdict = decision.verdict(run.aggregates, candidate if searched else None)
+    elif run.verdict.sentence and candidate is not None:
+        backend = decision.served_as(run.aggregates, candidate)
+        if {candidate, run.aggregates.served[backend].model if backend else candidate} & set(added):
+            run.document.verdict = decision.verdict(run.aggregates, candidate)
+
+
+def _add_evaluations(run: LoadedRun, evaluations: dict[str, _Evaluation]) -> set[str | None]:
+    """Add eval/<model>.json where run.json lacks it, and sensitivity/<model>.json's divergence by layer.
+
+    Returns the models that run.json had no evaluation, or fewer arithmetics, of.
+    """
+    added: set[str | None] = set()
+    offline, members = run.aggregates.offline, run.aggregates.members
     for model, evaluation in evaluations.items():
-        decision.judge_sides(evaluation.numerics)
+        decision.judge_sides({**evaluation.numerics, **evaluation.members})
+        if evaluation.numerics.keys() - offline.get(model, {}).keys():
+            added.add(model)
         offline[model] = evaluation.numerics | offline.get(model, {})
+        members[model] = evaluation.members | members.get(model, {})
         if evaluation.reference_gates:
             offline.setdefault(REFERENCE, {}).setdefault(REFERENCE, OfflineSide(gates=evaluation.reference_gates))
     for path in sorted(run.folder.glob("sensitivity/*.json")):
@@ -299,6 +326,7 @@ def _add_evaluations(run: LoadedRun, evaluations: dict[str, _Evaluation]) -> Non
         side = offline.get(path.stem, {}).get(sensitivity.numerics)
         if side and side.kl:
             side.kl.by_layer = [LayerKL(layer, row.mean) for layer, row in sensitivity.alone.items()]
+    return added
 
 
 def _add_models(run: LoadedRun) -> None:

@@ -67,10 +67,12 @@ from annie_quant.schema.results import (
 from annie_quant.schema.run import Bench, EarlyStop, Ended, Run, Stage, read_bench, write_run
 from annie_quant.schema.salvage import salvage, salvage_line, salvage_or_default, salvage_value
 from annie_quant.schema.search import (
+    CalibrationDraw,
     Hardened,
     HardenedGate,
     Labels,
     LabelScores,
+    Ranked,
     SearchNumerics,
     SearchResult,
     Size9B,
@@ -98,7 +100,9 @@ from annie_quant.schema.statistics import (
     PairedVerdict,
     PooledGates,
     SpeedGate,
+    Spread,
     Standing,
+    VarianceComponent,
     WorkloadSummary,
 )
 from annie_quant.schema.workloads import CaseFile, Expect, WorkloadFile

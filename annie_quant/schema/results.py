@@ -131,7 +131,8 @@ class OfflineSide(msgspec.Struct, kw_only=True):
 class Aggregates(msgspec.Struct, kw_only=True):
     """All results of a run: behind servers (from records.jsonl), and without one (models, offline).
 
-    served and turns: by backend. offline: by model, then by numerics. turn_ratio: TTFT of the last turn, relative to the first.
+    served and turns: by backend. offline: by model, then by numerics; members: the further arithmetics of its ensemble
+    (Evaluation.members), in the same form. turn_ratio: TTFT of the last turn, relative to the first.
     """
 
     served: dict[str, ServedSide] = {}
@@ -143,6 +144,7 @@ class Aggregates(msgspec.Struct, kw_only=True):
     confounds: list[Confound] = []
     models: list[ModelRow] = []
     offline: dict[str, dict[str, OfflineSide]] = {}
+    members: dict[str, dict[str, OfflineSide]] = {}
 
 
 class Verdict(msgspec.Struct, kw_only=True):

@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from annie_quant.schema.evaluation import GateTable, KLSummary, SameAnswers
-from annie_quant.schema.statistics import PairedGate, PairedVerdict, PooledGates
+from annie_quant.schema.statistics import PairedGate, PairedVerdict, PooledGates, Spread
 
 
 class SearchNumerics(msgspec.Struct):
@@ -65,11 +65,30 @@ class Size9B(msgspec.Struct):
     ceiling_tok_s: float
 
 
+class CalibrationDraw(msgspec.Struct):
+    """The strategy made from another random draw of the calibration rows. gates: numerics → gate → [passes, n]."""
+
+    seed: int
+    verdict: PairedVerdict
+    gates: dict[str, dict[str, list[int]]]
+
+
+class Ranked(msgspec.Struct):
+    """Two strategies whose order is sure under one numerics. difference: of right answers, better - worse. p: after Holm."""
+
+    numerics: str
+    better: str
+    worse: str
+    difference: Spread
+    p: float
+
+
 class StrategyRow(msgspec.Struct, omit_defaults=True):
     """A tried strategy.
 
     path: its steps in order. why: reasons for not passing. explained: further findings. read_bytes: per decoded token;
-    ceiling_tok_s: on a GB10. loads: which servers load the checkpoint. error: why it could not be quantized.
+    ceiling_tok_s: on a GB10. draws: further calibration draws. spread: numerics → gate ("all": right answers) → the spread over
+    prompts, draws and arithmetics. loads: which servers load the checkpoint. error: why it could not be quantized.
     """
 
     strategy: str
@@ -90,10 +109,15 @@ class StrategyRow(msgspec.Struct, omit_defaults=True):
     seconds: float | None = None
     of_9b: Size9B | None = None
     verdict: PairedVerdict | None = None
+    draws: list[CalibrationDraw] = []
+    spread: dict[str, dict[str, Spread]] = {}
 
 
 class SearchResult(msgspec.Struct):
-    """chosen: the first strategy that passes every gate. stopped: why no strategy was tried. seconds: until the choice."""
+    """chosen: the first strategy that passes every gate. stopped: why no strategy was tried. seconds: until the choice.
+
+    seeds: calibration draws per strategy. ranking: strategies whose order is sure.
+    """
 
     chosen: str | None
     stopped: str | None
@@ -106,3 +130,5 @@ class SearchResult(msgspec.Struct):
     labels: Labels | None
     strategies: list[StrategyRow]
     seconds: float
+    seeds: int = 1
+    ranking: list[Ranked] = []

@@ -17,7 +17,8 @@ Standing = Literal["keeps", "loses", "undecided", "fragile"]  # over several ari
 class PairedGate(msgspec.Struct):
     """One gate over the prompts that a checkpoint and its reference both answered (judge/decision/paired.py has the rule).
 
-    lost, won: answers that pass only in the reference, only in the checkpoint. p: McNemar's exact test towards a loss; p_holm:
+    lost, won: answers that pass only in the reference, only in the checkpoint. p: McNemar's exact test towards a loss (of a gate
+    that compares with the reference's own answer: the exact binomial test of a loss above the margin); p_holm:
     after Holm's adjustment over the gates. difference: (won - lost) / n; low, high: its 90 % score interval, so each bound has
     an error of 5 %. margin: the loss that is accepted. detectable: the smallest true loss that n prompts find in 80 % of runs.
     n_to_decide: how many prompts would decide at the observed rates; None where it is decided or no number would do.
@@ -78,6 +79,29 @@ class PairedVerdict(msgspec.Struct, kw_only=True):
     reasons: list[str] = []
     profiles: dict[str, Standing] = {}
     members: dict[str, MemberVerdict] = {}
+
+
+class VarianceComponent(msgspec.Struct):
+    """What a factor, or an interaction, adds to the spread. variance: of one outcome. of_mean: of the mean over all levels."""
+
+    variance: float
+    of_mean: float
+
+
+class Spread(msgspec.Struct, kw_only=True):
+    """A pass rate, or a difference of two, with the spread over all that was sampled (judge/variance.py).
+
+    levels: factor → number of levels. se: standard error of the mean over other prompts, draws, ... low, high: 95 % interval.
+    freedom: its degrees of freedom. components: by factor, by interaction ("prompts × calibration"), "residual".
+    """
+
+    levels: dict[str, int]
+    mean: float
+    se: float
+    freedom: float
+    low: float
+    high: float
+    components: dict[str, VarianceComponent] = {}
 
 
 class GateResult(msgspec.Struct, kw_only=True):

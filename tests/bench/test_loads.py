@@ -9,15 +9,16 @@ import pytest
 from bench_cases import FACTS, TOOLS, ask, backends, row, rows_of, workload
 from fake_server import FakeServer, Script, words
 
-from annie_quant import bench, host
+from annie_quant import bench, host, judge
 from annie_quant.bench import sequential
 from annie_quant.bench.aggregate import labelled, tool_surface
 from annie_quant.bench.load_profile import ALONE
 from annie_quant.bench.records import read_records
 from annie_quant.errors import UsageError
+from annie_quant.judge import decision
 from annie_quant.judge.gate_rule import Threshold
 from annie_quant.progress import Silent
-from annie_quant.schema import EarlyStop, Load
+from annie_quant.schema import EarlyStop, Load, PairedGate
 
 
 @pytest.fixture
@@ -138,28 +139,72 @@ def test_repeated_looks_decide_a_rate_wrongly_in_at_most_5_percent_of_runs(rate)
 
     wrong = sum(any(decided(int(k), m) for k, m in zip(row, marks, strict=True)) for row in counts)
     assert wrong / 2000 <= 0.05
-    naive = sequential.LEVEL
+    planned = sequential.LEVEL
     try:
         sequential.LEVEL = 0.05  # without the correction, the rate of wrong decisions is larger
         known.clear()
         uncorrected = sum(any(decided(int(k), m) for k, m in zip(row, marks, strict=True)) for row in counts)
     finally:
-        sequential.LEVEL = naive
+        sequential.LEVEL = planned
     assert uncorrected / 2000 > 0.05
 
 
+def judged(rng, n, lost, won):
+    """Records of two backends; the first is the second's reference."""
+    change = rng.choice(3, n, p=[lost, won, 1 - lost - won])
+    passes = {"bf16": change != 1, "nvfp4": change != 0}
+    return [row(name, case=str(i), checks={"tool_call": bool(passes[name][i])}) for i in range(n) for name in passes]
+
+
+def gates_open(records):
+    return [line for line in sequential.open_questions(records, ["bf16", "nvfp4"], {"w"}) if "tool_call" in line]
+
+
+@pytest.mark.parametrize(("lost", "won", "decided"), [(0.0, 0.0, True), (0.25, 0.0, True), (0.1, 0.1, False)])
+def test_a_look_compares_with_the_reference(lost, won, decided):
+    """bf16's own gates are no question, and neither is whether a rate is above a threshold that bf16 misses itself."""
+    records = judged(np.random.default_rng(1), 200, lost, won)
+    for record in records:
+        record.first_content_ms = record.tpot_ms = None
+    assert bool(gates_open(records)) != decided
+    few = judged(np.random.default_rng(1), 100, 0.0, 0.0)
+    assert gates_open(few) == ["nvfp4: tool_call (lost 0 and won 0 of 100)"]
+
+
+def test_looks_and_the_end_together_lose_without_a_difference_in_at_most_5_percent_of_runs():
+    """Four early looks at LEVEL and the end at 5 %, with 10 % of the answers changing each way."""
+    rng, n, alarms = np.random.default_rng(3), 240, 0
+    known: dict[tuple[int, int, int, bool], str] = {}
+
+    def verdict(lost, won, n, early):
+        if (lost, won, n, early) not in known:
+            pairs = {"tool_call": PairedGate(n, lost, won)}
+            judge.judge_members({"served": pairs})
+            open_ = early and not decision.decided_at("tool_call", pairs["tool_call"], sequential.LEVEL)
+            known[lost, won, n, early] = "open" if open_ else pairs["tool_call"].verdict
+        return known[lost, won, n, early]
+
+    for _ in range(1000):
+        change = rng.random(n)
+        lost, won = np.cumsum(change < 0.1), np.cumsum(change > 0.9)
+        marks = [(k * n // sequential.LOOKS, k < sequential.LOOKS) for k in range(1, sequential.LOOKS + 1)]
+        ended = (verdict(int(lost[m - 1]), int(won[m - 1]), m, early) for m, early in marks)
+        alarms += next(v for v in ended if v != "open") == "loses"
+    assert alarms / 1000 <= 0.05
+
+
 def test_a_run_stops_when_everything_is_decided(tmp_path):
-    many = workload("greeting", [{"id": f"g{i}", "messages": ask(f"Hello {i}")} for i in range(140)])
+    many = workload("greeting", [{"id": f"g{i}", "messages": ask(f"Hello {i}")} for i in range(200)])
     quick = FakeServer(lambda body: words("Hello to you my friend.", gap_s=0.001))
     slow = FakeServer(lambda body: words("Hello to you my friend.", first_s=0.01, gap_s=0.004))
     with quick as a, slow as b:
         result = bench.run(backends(a, b), [many], tmp_path, warmup=0, runs=1, stop_early=True, with_memory=False)
-        assert result.ended.stopped == EarlyStop(look=4, looks=4, level=pytest.approx(0.01))
-        assert result.requests == 224 and result.ended.unasked == 56
+        assert result.ended.stopped == EarlyStop(look=4, looks=4, level=pytest.approx(0.0025))
+        assert result.requests == 320 and result.ended.unasked == 80
         assert any("stopped early at look 4 of 5" in caveat for caveat in result.verdict.caveats)
         sent = len(a.bodies)
         again = bench.run(backends(a, b), [many], tmp_path, warmup=0, runs=1, stop_early=True, with_memory=False)
-        assert again.requests == 224 and len(a.bodies) == sent, "a decided run sends nothing more"
+        assert again.requests == 320 and len(a.bodies) == sent, "a decided run sends nothing more"
 
 
 def test_open_questions_are_named(tmp_path):

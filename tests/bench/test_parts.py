@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 from bench_cases import FACTS, MEMORY, TALK, check, config_of, folder_of, known, row
 
+from annie_quant import schema
 from annie_quant.bench import memory
 from annie_quant.bench.aggregate import aggregate_records
 from annie_quant.bench.backend import Backend
 from annie_quant.bench.plan import choose, plan
 from annie_quant.bench.records import Records, read_records
-from annie_quant.bench.regression import regression
+from annie_quant.bench.regression import losses, regression
 from annie_quant.errors import EnvironmentFault, UsageError
 from annie_quant.schema import BenchConfig
 
@@ -204,6 +205,31 @@ def test_a_regression_is_detected_and_noise_is_not(tmp_path):
     assert not same.worse and not same.better and not same.gates_lost
     faster = regression(before, folder_of(tmp_path / "faster", 0.9))
     assert not faster.worse and faster.better
+
+
+def stored_answers(folder, lost=(), won=(), n=100, gate="tool_call"):
+    """A stored run of backend "a": prompts in `lost` fail; those in `won` pass where the others of 80 to 99 fail."""
+    rows = [
+        row("a", 100.0 + i % 7, case=str(i), checks={gate: i not in lost and (i < 80 or i in won)}) for i in range(n)
+    ]
+    folder.mkdir()
+    (folder / "records.jsonl").write_bytes(b"".join(schema.encode(r) + b"\n" for r in rows))
+    config, identities = config_of(w={"temperature": 0}), {"a": known("a")}
+    aggregates = aggregate_records(rows, config, identities)
+    schema.write(folder / "bench.json", schema.Bench(config=config, backends=identities, aggregates=aggregates))
+    return folder
+
+
+def test_watch_compares_the_same_prompts(tmp_path):
+    """It compared two verdicts: a gate that fails by itself (80 of 100 before) could lose any number of answers unnoticed."""
+    before = stored_answers(tmp_path / "before")
+    lost = regression(before, stored_answers(tmp_path / "lost", lost=range(12))).gates_lost
+    assert [(g.gate, g.pair.lost, g.pair.won) for g in lost] == [("tool_call", 12, 0)]
+    assert (
+        "gate lost: a tool_call, 12 lost and 0 won of 100 answers" in losses(regression(before, tmp_path / "lost"))[0]
+    )
+    exchanged = stored_answers(tmp_path / "exchanged", lost=range(6), won=range(80, 86))
+    assert not regression(before, exchanged).gates_lost, "as many won as lost"
 
 
 def test_a_server_against_itself_is_reported():

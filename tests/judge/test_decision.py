@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from bench_cases import row
 from msgspec import structs
 
@@ -175,7 +176,53 @@ def test_the_checklist_counts_the_candidates_own_records():
         and "received in 1 of 1" in verdicts["thinking can be switched"][1]
     )
     assert verdicts["fits the memory budget"] == ("pass", "6 GB at its highest, of 110 GB for everything")
-    assert verdicts["answers no later"][0] == "undecided" and verdicts["answers no worse"][0] == "pass"
+    assert verdicts["answers no later"][0] == "undecided" and verdicts["answers no worse"][0] == "undecided"
+
+
+@pytest.mark.parametrize(
+    ("lost", "won", "verdict", "losses", "gains"),
+    [
+        (0, 0, "pass", 0, 0),
+        (12, 0, "fail", 1, 0),
+        (0, 12, "pass", 0, 1),
+        (12, 12, "undecided", 0, 0),  # the rates are the same, and a quarter of the answers changed
+        (7, 0, "fail", 1, 0),  # 88 and 81 of 100: the two intervals overlap, the same prompts decide
+    ],
+)
+def test_the_checklist_compares_the_same_prompts(lost, won, verdict, losses, gains):
+    """It compared two intervals, which overlap where seven prompts are lost and none won."""
+
+    def answer(backend, i):
+        passed = i >= lost if backend == "mlp_only" else not lost <= i < lost + won
+        fields = {"backend": backend, "workload": "w", "case": str(i), "status": 200, "text": "x"}
+        return schema.RequestRecord(id=f"{backend}/{i}", checks={"tool_call": passed and i < 88 + won + lost}, **fields)
+
+    records = [answer(backend, i) for i in range(100) for backend in ("mlp_only", "q4_k_m")]
+    aggregates = typed(mlp_only=side(), q4_k_m=side())
+    answers = decision.pair_answers(records, "mlp_only", "q4_k_m")
+    items = decision.checklist(aggregates, "mlp_only", "q4_k_m", records, {"w"}, answers)
+    assert next(item.verdict for item in items if item.item == "answers no worse") == verdict
+    result = decision.gains_and_losses(aggregates, "mlp_only", "q4_k_m", answers)
+    assert (len(result[1]), len(result[0])) == (losses, gains)
+
+
+def test_one_leak_is_a_loss_of_the_candidate_but_not_a_gain():
+    aggregates = typed(mlp_only=side(), q4_k_m=side())
+    for leaking, expected in (("q4_k_m", (0, 0)), ("mlp_only", (0, 1))):
+        records = [
+            schema.RequestRecord(
+                id=f"{name}/{i}",
+                backend=name,
+                workload="w",
+                case=str(i),
+                checks={"thinking_leak": i > 0 or name != leaking},
+            )
+            for i in range(100)
+            for name in ("mlp_only", "q4_k_m")
+        ]
+        answers = decision.pair_answers(records, "mlp_only", "q4_k_m")
+        gains, losses, _ = decision.gains_and_losses(aggregates, "mlp_only", "q4_k_m", answers)
+        assert (len(gains), len(losses)) == expected
 
 
 def test_a_candidate_without_an_incumbent_waits():

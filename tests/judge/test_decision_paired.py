@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.stats import binomtest
 
 from annie_quant import judge, schema
 from annie_quant.judge.decision import paired as rule
+from annie_quant.judge.decision import strategies
 from annie_quant.judge.gates import GATES, tabulate
 from annie_quant.judge.paired import score_interval
 from annie_quant.judge.pairing import pair_checks
@@ -45,6 +47,44 @@ def verdict_of(**counts):
 )
 def test_one_gate(counts, verdict):
     assert verdict_of(tool_call=counts) == verdict
+
+
+def test_a_gate_that_compares_with_the_reference_loses_only_beyond_the_margin():
+    """Two runs of one model change 2 to 3 % of the answers, and each change is a loss to such a gate."""
+    assert verdict_of(same_tool=(200, 5, 0)) == "undecided"  # was "loses": McNemar's p is 3 %
+    assert verdict_of(same_tool=(200, 3, 0)) == "keeps"
+    assert verdict_of(same_tool=(200, 14, 0)) == "undecided"  # 7 %: the interval's upper bound is -4.5 points
+    assert verdict_of(same_tool=(200, 18, 0)) == "loses"  # 9 %: -6.1 points, p = .013
+    assert verdict_of(tool_call=(200, 14, 0)) == "loses", "gates with labels lose against zero"
+
+
+def test_the_p_of_a_gate_that_compares_with_the_reference_is_of_a_loss_above_the_margin():
+    pairs = member(same_tool=(200, 18, 0), same_text=(100, 3, 0))
+    judge.judge_members({"w4a4": pairs})
+    assert pairs["same_tool"].p == pytest.approx(binomtest(18, 200, 0.05, alternative="greater").pvalue)
+    assert pairs["same_tool"].p_holm == pytest.approx(2 * pairs["same_tool"].p), "each such gate counts"
+    assert pairs["same_text"].p > 0.5
+
+
+def test_the_figures_next_to_a_gate_that_compares_with_the_reference_use_its_rule():
+    """n_to_decide, detectable and the search's early drop follow the same limit as the verdict."""
+    pairs = member(same_tool=(200, 14, 0))
+    judge.judge_members({"w4a4": pairs})
+    needed = pairs["same_tool"].n_to_decide
+    assert 200 < needed < 600
+    assert binomtest(int(0.07 * needed), needed, 0.05, alternative="greater").pvalue < 0.05
+    assert score_interval(0.07 * needed, 0, needed)[1] < -0.05 <= score_interval(14, 0, 200)[1]
+    assert 0.08 < pairs["same_tool"].detectable < 0.12, "5 points of margin, and what 200 prompts find beyond them"
+    few = member(same_tool=(50, 6, 0))  # 12 %: a loss against zero at 5 % / looks, not against the margin
+    judge.judge_members({"w4a4": few})
+    assert strategies.cannot_keep("same_tool", few["same_tool"], 600, 2) is None
+    assert strategies.cannot_keep("tool_call", member_of_one("tool_call", 50, 6), 600, 2)
+
+
+def member_of_one(gate, n, lost):
+    pairs = member(**{gate: (n, lost, 0)})
+    judge.judge_members({"w4a4": pairs})
+    return pairs[gate]
 
 
 def test_leaks_and_empty_answers_have_no_margin():

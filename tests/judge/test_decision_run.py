@@ -96,6 +96,28 @@ def test_a_served_side_that_keeps_and_an_arithmetic_that_loses_is_fragile():
     assert verdict.badge == "fragile: tool calls"
 
 
+def test_a_fragile_sentence_names_places_that_lose_nothing():
+    """It listed every place that keeps any of the gates, the losing ones too."""
+    aggregates = run(("bf16", {"tool_call": 99}), ("nvfp4", {"tool_call": 99}))
+    table = judge.gates.tabulate([{"tool_call": i < 39, "thinking_leak": True} for i in range(100)])
+    kept = schema.OfflineSide(
+        gates=judge.gates.tabulate([{"tool_call": True, "thinking_leak": True}] * 100),
+        paired={"tool_call": schema.PairedGate(100, 0, 0), "thinking_leak": schema.PairedGate(100, 0, 0)},
+    )
+    loses = schema.OfflineSide(
+        gates=table, paired={"tool_call": schema.PairedGate(100, 60, 0), "thinking_leak": schema.PairedGate(100, 0, 0)}
+    )
+    leaks = schema.OfflineSide(
+        gates=table, paired={"tool_call": schema.PairedGate(100, 60, 0), "thinking_leak": schema.PairedGate(100, 1, 0)}
+    )
+    decision.judge_sides({"w4a4": loses, "w4a4+bf16": leaks, "w4a16": kept})
+    aggregates.offline = {"nvfp4": {"w4a4": loses, "w4a16": kept}}
+    aggregates.members = {"nvfp4": {"w4a4+bf16": leaks}}
+    verdict = judge.verdict(aggregates)
+    assert verdict.outcome == "fragile" and "also W4A4+bf16)" in verdict.sentence
+    assert "and keeps them (served, W4A16)" in verdict.sentence
+
+
 @pytest.mark.parametrize(
     ("passes", "badge"), [(20, "loses tool calls"), (99, "gates kept"), (96, "undecided: too few answers")]
 )
@@ -116,7 +138,7 @@ def test_gates_kept_without_a_gain_say_stay():
 
 def test_repeats_of_a_greedy_prompt_are_one_answer():
     rows = [*records("bf16", 100), *records("nvfp4", 100), *records("nvfp4", 90)]
-    from annie_quant.bench.aggregate import checks_by_prompt
+    from annie_quant.judge.pairing import checks_by_prompt
 
     own = [r for r in rows if r.backend == "nvfp4"]
     assert len(checks_by_prompt(own, {"w"})) == 100 and len(checks_by_prompt(own, ())) == 200

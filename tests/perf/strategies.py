@@ -3,6 +3,9 @@
 python tests/perf/strategies.py --output runs/strategies --n 100             # one after the other, finished ones are skipped
 python tests/perf/strategies.py --output runs/strategies --only gptq,qad     # only these
 python tests/perf/strategies.py --output runs/strategies --table             # the table of the finished ones
+python tests/perf/strategies.py --spread runs/a runs/b runs/c                # components of the spread
+
+The folders of --spread are those of `annie-quant search --all --seeds 3`, one per fine-tune, with the same prompts.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 import annie_quant
 from annie_quant import checkpoint, judge, quantize, runtime
@@ -22,6 +26,10 @@ from annie_quant.checkpoint.linears import is_linear
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.data import generate
 from annie_quant.files import read_json, write_json
+from annie_quant.judge import variance
+from annie_quant.judge.decision.paired import points
+from annie_quant.pipeline.search.draws import FACTORS, right_answers
+from annie_quant.schema import Evaluation
 
 TINY = Path(annie_quant.__file__).parent / "assets/tiny-annie"
 # Row → (strategy, exclude, settings). `bits` is set so that B and the rows compared with it have equal sizes.
@@ -51,7 +59,10 @@ ROWS: dict[str, tuple[str, str, dict[str, Any]]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=TINY)
-    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--output", type=Path, default=Path("runs/strategies"))
+    parser.add_argument(
+        "--spread", type=Path, nargs="+", metavar="DIR", help="print the components of the spread and stop"
+    )
     parser.add_argument("--calib-data", type=Path, help="default: 500 conversations by the offline teacher, seed 0")
     parser.add_argument("--calib-samples", type=int, default=256)
     parser.add_argument("--n", type=int, default=100, help="prompts a gate")
@@ -59,6 +70,9 @@ def main() -> None:
     parser.add_argument("--device", help="of the evaluation: cpu or cuda; default: a GPU where there is one")
     parser.add_argument("--table", action="store_true", help="print the table of finished rows and stop")
     arguments = parser.parse_args()
+    if arguments.spread:
+        print(spread_table(arguments.spread))
+        return
     if not arguments.table:
         arguments.output.mkdir(parents=True, exist_ok=True)
         calibration = arguments.calib_data or arguments.output / "calibration.jsonl"
@@ -76,7 +90,7 @@ def one(row: str, arguments: argparse.Namespace, calibration: Path) -> None:
     if file.is_file():
         return
     target.parent.mkdir(parents=True, exist_ok=True)
-    result = quantize.run(
+    quantized = quantize.run(
         strategy,
         arguments.model,
         target,
@@ -99,7 +113,9 @@ def one(row: str, arguments: argparse.Namespace, calibration: Path) -> None:
         device=arguments.device,
     )
     stored = {
-        key: {k: side[k] for k in ("gates", "kl", "same_answers", "paired")} for key, side in result["numerics"].items()
+        key: {k: side[k] for k in ("gates", "kl", "same_answers", "paired")}
+        | {"verdict": result["verdict"]["profiles"][key]}
+        for key, side in result["numerics"].items()
     }
     write_json(
         file,
@@ -107,7 +123,7 @@ def one(row: str, arguments: argparse.Namespace, calibration: Path) -> None:
             "row": row,
             "strategy": strategy,
             "settings": settings,
-            "made": msgspec.to_builtins(result),
+            "made": msgspec.to_builtins(quantized),
             "bits": bits(target),
             "audit": [f.message for f in audit.findings] if not audit.ok else [],
             "numerics": stored,
@@ -115,7 +131,7 @@ def one(row: str, arguments: argparse.Namespace, calibration: Path) -> None:
             "seconds_evaluate": time.monotonic() - start,
         },
     )
-    print(json.dumps({"row": row, "seconds": result.seconds, "audit": audit.ok}), flush=True)
+    print(json.dumps({"row": row, "seconds": quantized.seconds, "audit": audit.ok}), flush=True)
 
 
 def bits(folder: Path) -> float:
@@ -138,25 +154,70 @@ def table(folder: Path, model: Path) -> str:
     result = sorted((f for f in result if f.get("row") in ROWS), key=lambda f: list(ROWS).index(f["row"]))
     if not result:
         return "nothing is finished yet"
-    passed = sorted(
-        g for g, v in result[0]["reference_gates"].items() if v["verdict"] == "pass" and not v.get("advisory")
-    )
+    deciding = sorted(g for g, v in result[0]["reference_gates"].items() if not v.get("advisory"))
     lines = [
-        "| strategy | numerics | tool calls (95 % interval) | gates lost or undecided | mean KL | flips | same answers "
+        "| strategy | numerics | verdict | tool calls (95 % interval) | gates lost or undecided | mean KL | flips | same answers "
         "| MB | bits | seconds |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     base = result[0]["reference_gates"]["tool_call"]
-    lines.append(f"| bf16 | – | {rate(base)} | – | – | – | – | {ModelFolder(model).weight_bytes / 1e6:.2f} | 16 | – |")
+    lines.append(
+        f"| bf16 | – | reference | {rate(base)} | – | – | – | – | {ModelFolder(model).weight_bytes / 1e6:.2f} | 16 | – |"
+    )
     for f in result:
         for numerics, side in f["numerics"].items():
-            bad = [f"{g} {rate(side['gates'][g])}" for g in passed if side["gates"][g]["verdict"] != "pass"]
+            bad = [
+                f"{g} {points(p['difference'])} ({points(p['low'])} to {points(p['high'])}) {p['verdict']}"
+                for g in deciding
+                if (p := side["paired"].get(g)) and p["verdict"] != "keeps"
+            ]
             kl, same = side["kl"], side["same_answers"]
             lines.append(
-                f"| {f['row']} | {numerics} | {rate(side['gates']['tool_call'])} | {'; '.join(bad) or 'none'} "
+                f"| {f['row']} | {numerics} | {side['verdict']} | {rate(side['gates']['tool_call'])} | {'; '.join(bad) or 'none'} "
                 f"| {kl['mean']:.5f} | {kl['flips']} of {kl['n_tokens']:,} | {same['same']} of {same['n']} "
                 f"| {f['made']['size_bytes'] / 1e6:.2f} | {f['bits']:.2f} | {f['made']['seconds']:.0f} |"
             )
+    return "\n".join(lines)
+
+
+def spread_table(folders: list[Path]) -> str:
+    """Markdown: right answers per strategy and numerics over prompts, calibration draws, arithmetics and fine-tunes."""
+    evaluations = [{p.stem: Evaluation.load(p) for p in sorted((folder / "eval").glob("*.json"))} for folder in folders]
+    names = [n for n in evaluations[0] if f"{n}-draw1" in evaluations[0] and all(n in e for e in evaluations)]
+    lines = [
+        "| strategy | numerics | right answers | 95 % | component: standard error of the mean, points |",
+        "|---|---|---|---|---|",
+    ]
+    tables: dict[str, dict[str, Any]] = {}
+    for name in names:
+        draws = [
+            [e[name], *(e[f"{name}-draw{k}"] for k in range(1, len(e)) if f"{name}-draw{k}" in e)] for e in evaluations
+        ]
+        for kind in draws[0][0].numerics:
+            parts = [right_answers(own, kind) for own in draws]
+            if (
+                len({part.shape for part in parts}) > 1
+                or len({tuple(own[0].prompts["non_empty"]) for own in draws}) > 1
+            ):
+                raise SystemExit(
+                    f"{name}, {kind}: the folders differ in prompts, draws or arithmetics; search them with the same options"
+                )
+            tables.setdefault(kind, {})[name] = np.stack(parts, axis=-1)
+    factors = (*FACTORS, "fine-tune")
+    for kind, by_strategy in tables.items():
+        for name, table in by_strategy.items():
+            own = variance.spread(table, factors)
+            errors = ", ".join(
+                f"{key} {100 * c.of_mean**0.5:.1f}" for key, c in own.components.items() if c.of_mean > 0
+            )
+            lines.append(
+                f"| {name} | {kind} | {100 * own.mean:.1f} % of {'×'.join(map(str, table.shape))} | "
+                f"{100 * own.low:.1f} to {100 * own.high:.1f} | {errors or 'none'} |"
+            )
+    for kind, by_strategy in tables.items():
+        ranked = variance.ranking(by_strategy, factors) if len(by_strategy) > 1 else []
+        lines += [f"- {kind}: {a} before {b}, {points(d.mean)} points, p {p:.2g}" for a, b, d, p in ranked]
+        lines += [] if ranked else [f"- {kind}: the spread allows no order"]
     return "\n".join(lines)
 
 

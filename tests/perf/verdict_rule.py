@@ -11,16 +11,22 @@ in 15 %; 14, 16 and 16 of 30 tool calls were right, and all other gates agreed. 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import numpy as np
+from scipy.stats import binom, norm
 
+from annie_quant.bench import sequential
 from annie_quant.judge import judge_members
+from annie_quant.judge.decision import decided_at
+from annie_quant.judge.gates import REFERENCE_GATES
 from annie_quant.judge.paired import score_interval
 from annie_quant.judge.pairing import pair_checks
 from annie_quant.judge.statistics import wilson
+from annie_quant.schema import PairedGate
 
 # workload → (prompts, its own gate, further gates): a third of the workloads, with the shares of gates of the built-in ones.
 WORKLOADS = {
@@ -44,32 +50,119 @@ CASES = {
 }
 
 
-def answers(
-    rng: np.random.Generator, case: tuple[dict, tuple[float, float], dict[str, float]]
-) -> Iterator[tuple[dict[str, bool], dict[str, bool]]]:
+# Cases of gates that compare with bf16's own answers: (prompts, changed share of each gate, gates that lose more, their share).
+SAME_CASES = {
+    "same_*: 200 prompts, 2 % of each gate's answers change": (200, 0.02, (), 0.0),
+    "same_*: 200 prompts, 3 % change": (200, 0.03, (), 0.0),
+    "same_*: 200 prompts, 5 % (the margin) change": (200, 0.05, (), 0.0),
+    "same_*: 200 prompts, 2 % change, 15 % of the tools": (200, 0.02, ("same_tool",), 0.15),
+    "same_*: 200 prompts, 2 % change, 20 % of the tools": (200, 0.02, ("same_tool",), 0.20),
+}
+Pairs = list[tuple[dict[str, bool], dict[str, bool]]]
+
+
+def answers(rng: np.random.Generator, case: tuple, members: int) -> list[Pairs]:
+    """Return per member (reference's checks, checkpoint's checks) of each prompt. The reference's are the same for all members."""
     own, default, losses = case
+    result: list[Pairs] = [[] for _ in range(members)]
     for name, (n, gate, further) in WORKLOADS.items():
         rate, change = own.get(name, default)
         loss = losses.get(name, 0.0)
-        # Four outcomes of the pair: both right, lost, won, both wrong.
-        p = np.array([rate - change - loss, change + loss, change, max(0.0, 1 - rate - change)])
-        for outcome in rng.choice(4, n, p=p / p.sum()):
-            old, new = outcome in (0, 1), outcome in (0, 2)
-            also = {g: True for g in further}
-            yield {gate: old, **also}, {gate: new, **also}
+        old = rng.random(n) < rate
+        also = dict.fromkeys(further, True)
+        for pairs in result:
+            # Given that the reference is right, change + loss of all prompts are lost; given that it is wrong, change are won.
+            chance = np.where(old, 1 - (change + loss) / rate, change / (1 - rate) if rate < 1 else 0.0)
+            new = rng.random(n) < chance
+            pairs += [({gate: bool(o), **also}, {gate: bool(c), **also}) for o, c in zip(old, new, strict=True)]
+    return result
 
 
-def simulate(case: tuple, runs: int, seed: int, members: int) -> dict[str, float]:
+def same_answers(rng: np.random.Generator, case: tuple, members: int) -> list[Pairs]:
+    """As answers(), of gates that the reference passes by definition; each gate's changes are independent (the worst case)."""
+    n, share, worse, worse_share = case
+    chances = np.array([worse_share if gate in worse else share for gate in REFERENCE_GATES])
+    old = dict.fromkeys(REFERENCE_GATES, True)
+    return [
+        [
+            (old, dict(zip(REFERENCE_GATES, row, strict=True)))
+            for row in (rng.random((n, len(chances))) >= chances).tolist()
+        ]
+        for _ in range(members)
+    ]
+
+
+def simulate(draw: Callable[..., list[Pairs]], case: tuple, runs: int, seed: int, members: int) -> dict[str, float]:
     """Shares of runs per verdict. members: arithmetics of the ensemble; each draws its own changes (the worst case)."""
     rng = np.random.default_rng(seed)
     counts = dict.fromkeys(("keeps", "loses", "undecided", "fragile"), 0)
     for _ in range(runs):
-        pairs = [pair_checks(answers(rng, case)) for _ in range(members)]
+        pairs = [pair_checks(own) for own in draw(rng, case, members)]
         verdict = judge_members(
             {f"w4a4+{i}": gates for i, (gates, _) in enumerate(pairs)},
             {f"w4a4+{i}": pooled for i, (_, pooled) in enumerate(pairs)},
         )
         counts[verdict.verdict] += 1
+    return {name: count / runs for name, count in counts.items()}
+
+
+def table_of(n: int, lost: float, won: float) -> np.ndarray:
+    """P(lost = i, won = j) of n prompts, float64 [n + 1, n + 1]."""
+    table = np.zeros((n + 1, n + 1))
+    for changed, chance in enumerate(binom.pmf(np.arange(n + 1), n, lost + won)):
+        i = np.arange(changed + 1)
+        table[i, changed - i] = chance * binom.pmf(i, changed, lost / (lost + won))
+    return table
+
+
+def powers(n: int, change: float, loss: float, level: float) -> dict[str, float]:
+    """Power of four tests of one gate, by enumeration. "best": a bound that no test of this level exceeds (Neyman-Pearson).
+
+    The bound is the power of the most powerful test against one member of the hypothesis "as many lost as won": the one with
+    the same share of changed prompts. A test that keeps the level for all members keeps it for this one.
+    """
+    truth = table_of(n, change + loss, change)
+    null = table_of(n, change + loss / 2, change + loss / 2)
+    lost, won = np.arange(n + 1)[:, None], np.arange(n + 1)[None, :]
+    exact = binom.cdf(won, lost + won, 0.5)
+    mid = exact - binom.pmf(won, lost + won, 0.5) / 2
+    score = norm.sf((lost - won) / np.sqrt(np.maximum(lost + won, 1)))
+    result = {name: float(truth[p <= level].sum()) for name, p in (("exact", exact), ("mid-p", mid), ("score", score))}
+    with np.errstate(divide="ignore", invalid="ignore"):
+        order = np.argsort(-np.where(null > 0, truth / null, np.inf), axis=None)
+    level_used = np.cumsum(null.ravel()[order])
+    cut = int(np.searchsorted(level_used, level))
+    rest = level - (level_used[cut - 1] if cut else 0.0)
+    power = truth.ravel()[order]
+    return result | {"best": float(power[:cut].sum() + power[cut] * rest / null.ravel()[order][cut])}
+
+
+def least_prompts(change: float, loss: float, level: float, power: float = 0.95) -> int:
+    """The smallest n, in steps of 10, at which McNemar's exact test has the power."""
+    return next(n for n in range(50, 2000, 10) if powers(n, change, loss, level)["exact"] >= power)
+
+
+def with_looks(n: int, lost: float, won: float, runs: int, seed: int) -> dict[str, float]:
+    """Shares of verdicts of one gate where a run may stop at the early looks of bench/sequential.py, else ends at 5 %."""
+    rng = np.random.default_rng(seed)
+    marks = [(n * k // sequential.LOOKS, k < sequential.LOOKS) for k in range(1, sequential.LOOKS + 1)]
+    known: dict[tuple[int, int, int, bool], str] = {}
+
+    def verdict(lost: int, won: int, n: int, early: bool) -> str:
+        key = (lost, won, n, early)
+        if key not in known:
+            pairs = {"tool_call": PairedGate(n, lost, won)}
+            judge_members({"served": pairs})
+            still_open = early and not decided_at("tool_call", pairs["tool_call"], sequential.LEVEL)
+            known[key] = "" if still_open else pairs["tool_call"].verdict
+        return known[key]
+
+    counts = dict.fromkeys(("keeps", "loses", "undecided"), 0)
+    for _ in range(runs):
+        change = rng.random(n)
+        n_lost, n_won = np.cumsum(change < lost), np.cumsum(change > 1 - won)
+        ends = (verdict(int(n_lost[m - 1]), int(n_won[m - 1]), m, early) for m, early in marks)
+        counts[next(filter(None, ends))] += 1
     return {name: count / runs for name, count in counts.items()}
 
 
@@ -92,11 +185,31 @@ def main() -> None:
     parser.add_argument("--members", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="Cases whose name contains this text.")
+    parser.add_argument("--looks", action="store_true", help="Only the errors of `bench --stop-early`, one gate.")
+    parser.add_argument("--power", action="store_true", help="Only the power of the tests of one gate, by enumeration.")
     options = parser.parse_args()
     start = time.monotonic()
     print(json.dumps(vars(options)))
-    for name, case in ((name, case) for name, case in CASES.items() if options.only in name):
-        shares = simulate(case, options.runs, options.seed, options.members)
+    if options.power:
+        for level, change in itertools.product((0.05, 0.025), (0.01, 0.03, 0.10)):
+            text = ", ".join(f"{name} {power:.1%}" for name, power in powers(240, change, 0.10, level).items())
+            n = least_prompts(change, 0.10, level)
+            print(
+                f"n 240, loss 10 points, {change:.0%} each way, level {level:.1%}: {text}; exact reaches 95 % at n = {n}"
+            )
+        return
+    if options.looks:
+        for n, change, loss in itertools.product((240, 600), (0.01, 0.03, 0.10), (0.0, 0.05)):
+            shares = with_looks(n, change + loss, change, options.runs, options.seed)
+            text = ", ".join(f"{k} {v:.1%}" for k, v in shares.items())
+            print(f"n {n}, {change:.0%} change each way, {100 * loss:g} points lost: {text}", flush=True)
+        return
+    cases = [(answers, name, case) for name, case in CASES.items()]
+    cases += [(same_answers, name, case) for name, case in SAME_CASES.items()]
+    for draw, name, case in cases:
+        if options.only not in name:
+            continue
+        shares = simulate(draw, case, options.runs, options.seed, options.members)
         low, high = wilson(round((shares["loses"] + shares["fragile"]) * options.runs), options.runs)
         text = ", ".join(f"{k} {v:.1%}" for k, v in shares.items())
         print(f"{name}: {text}; loses or fragile {low:.1%} to {high:.1%} (95 %)", flush=True)

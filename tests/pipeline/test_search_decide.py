@@ -86,19 +86,20 @@ def tables(**gates):
 def sides(w4a4, w4a16=None):
     kinds = {"w4a4": w4a4, "w4a16": w4a16 or dict.fromkeys(w4a4, (100, 100))}
     results = {kind: numerics_result(gates) for kind, gates in kinds.items()}
-    judge.judge_members({kind: side.paired for kind, side in results.items()})
-    return results
+    return judge.judge_members({kind: side.paired for kind, side in results.items()}), results
 
 
 def test_passing_needs_every_gate_under_every_required_numerics():
     both_numerics = ("w4a4", "w4a16")
     good, bad = sides({"tool_call": (99, 100)}), sides({"tool_call": (97, 100)})
-    assert decision.final_reasons(good, both_numerics) == []
-    reasons = decision.final_reasons(bad, both_numerics)
-    assert len(reasons) == 1 and "W4A4: tool calls undecided: 3 lost" in reasons[0] and "would decide" in reasons[0]
-    assert "weight-only" in decision.final_reasons({"w4a16": good["w4a16"]}, both_numerics)[0]
-    assert decision.final_reasons({"w4a16": good["w4a16"]}, ("w4a16",)) == []
-    assert "no gate was compared" in decision.final_reasons({"w4a16": numerics_result({})}, ("w4a16",))[0]
+    assert decision.final_reasons(*good, both_numerics) == []
+    reasons = decision.final_reasons(*bad, both_numerics)
+    assert len(reasons) == 1 and "w4a4: tool calls undecided: 3 lost" in reasons[0] and "would decide" in reasons[0]
+    weight_only = {"w4a16": good[1]["w4a16"]}
+    assert "weight-only" in decision.final_reasons(good[0], weight_only, both_numerics)[0]
+    assert decision.final_reasons(good[0], weight_only, ("w4a16",)) == []
+    nothing = judge.judge_members({"w4a16": {}})
+    assert "no gate was compared" in decision.final_reasons(nothing, weight_only, ("w4a16",))[0]
 
 
 def test_a_base_model_instead_of_the_fine_tune_is_reported():

@@ -16,6 +16,8 @@ from annie_quant.judge.decision.paired import (
     MARGIN,
     POOLED,
     apply,
+    decided_at,
+    deciding,
     judge_evaluation,
     judge_members,
     judge_sides,
@@ -23,10 +25,13 @@ from annie_quant.judge.decision.paired import (
 )
 from annie_quant.judge.decision.replacement import (
     BUDGET_BYTES,
+    AnswerPairs,
     ChecklistItem,
     Recommendation,
     checklist,
+    gains_and_losses,
     outcome,
+    pair_answers,
     peak_bytes,
     recommendation,
     served_as,
@@ -46,5 +51,6 @@ from annie_quant.judge.decision.verdict import (
     deciding_gates,
     decision,
     reference_side,
+    standing_of,
     verdict,
 )

@@ -9,16 +9,20 @@ loses      otherwise, if the upper bound is below 0 and McNemar's exact p (one-s
            reference has the fault too, and the rule with the usual margin decides.
 undecided  otherwise, with the number of prompts that would decide at the observed rates.
 
+A gate that compares with the reference's own answer (same_tool, ...) has the reference's pass by definition: every change is a
+loss, also between two runs of one model. It loses only if the upper bound is below -margin, and the exact binomial p of more loss
+than the margin (instead of McNemar's) is below 5 % after Holm.
+
 Holm's adjustment is over the gates of all members together, so more members give no more false alarms. It counts the gates in which
 at least 5 answers changed: with fewer, no p is below 5 %, and without a difference the number of changes does not depend on their
-direction.
+direction. Gates that compare with the reference's answer always count: their number of changes is what is tested.
 
 A sure loss that is smaller than the margin keeps. All deciding gates together (the pooled verdict) show small losses in many
 gates: they lose by the same rule, with a margin of 2 points of the answers.
 
-A gate that compares with the reference's own answer (same_tool, ...) has the reference's pass by definition; a prompt whose
-reference answer it does not apply to is left out. It is not in the pooled verdict, and does not decide where all of fewer answers
-pass than its requirement asks for: the reference itself has the property too rarely.
+For a gate that compares with the reference's own answer, a prompt whose reference answer it does not apply to is left out. It is
+not in the pooled verdict, and does not decide where all of fewer answers pass than its requirement asks for: the reference itself
+has the property too rarely.
 
 A member loses if a gate or the pooled verdict loses, keeps if all gates keep, and is undecided otherwise. A checkpoint is fragile
 if a gate keeps under one member and loses under another; else it loses if a member loses, keeps if all keep, else it is undecided.
@@ -29,8 +33,9 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 
+from annie_quant.judge.gate_rule import LARGE_N
 from annie_quant.judge.gates import GATES, decides
-from annie_quant.judge.paired import detectable_loss, least_n, mcnemar, score_interval
+from annie_quant.judge.paired import detectable_excess, detectable_loss, excess_loss, least_n, mcnemar, score_interval
 from annie_quant.judge.statistics import LEVEL, holm
 from annie_quant.schema import (
     Evaluation,
@@ -97,22 +102,42 @@ def judge_members(
 
 def _measure(gates: Mapping[str, PairedGate], pooled: PooledGates | None) -> None:
     """Set what follows from the counts alone."""
-    for gate in gates.values():
-        gate.p, gate.p_holm = mcnemar(gate.lost, gate.won), None
+    for name, gate in gates.items():
+        gate.p, gate.p_holm = p_of_loss(name, gate), None
     rows: list[PairedGate | PooledGates] = [*gates.values()]
     for row in [*rows, pooled] if pooled is not None else rows:
         row.difference = (row.won - row.lost) / row.n if row.n else 0.0
         row.low, row.high = score_interval(row.lost, row.won, row.n, CONFIDENCE)
 
 
+def p_of_loss(name: str, gate: PairedGate) -> float:
+    """Return the p of a loss: McNemar's, or of a loss above the margin where the gate compares with the reference's answer."""
+    if compares_with_reference(name):
+        return excess_loss(max(0, gate.lost - gate.won), gate.n, GATES[name].margin)
+    return mcnemar(gate.lost, gate.won)
+
+
+def compares_with_reference(name: str) -> bool:
+    return name in GATES and GATES[name].basis == "reference"
+
+
+def loss_limit(name: str) -> float:
+    """Return the difference that the interval's upper bound must be below for a loss."""
+    return -GATES[name].margin if compares_with_reference(name) else 0.0
+
+
 def _testable(gates: Mapping[str, PairedGate], pooled: PooledGates | None) -> list[PairedGate | PooledGates]:
-    rows: list[PairedGate | PooledGates] = [g for g in deciding(gates).values() if g.lost + g.won >= LEAST_CHANGES]
+    rows: list[PairedGate | PooledGates] = [
+        gate
+        for name, gate in deciding(gates).items()
+        if gate.lost + gate.won >= LEAST_CHANGES or compares_with_reference(name)
+    ]
     return [*rows, pooled] if pooled is not None else rows
 
 
 def _judge(gates: Mapping[str, PairedGate], pooled: PooledGates | None, n_tests: int) -> None:
     for name, gate in deciding(gates).items():
-        _judge_gate(gate, GATES[name].margin, GATES[name].threshold.least_n, n_tests)
+        _judge_gate(name, gate, n_tests)
     if pooled is not None:
         pooled.verdict = _by_interval(pooled, POOLED_MARGIN)
 
@@ -136,32 +161,56 @@ def member_verdict(gates: Mapping[str, PairedGate], pooled: PooledGates | None =
     return MemberVerdict(verdict=verdict, loses=loses, undecided=undecided)
 
 
-def _judge_gate(gate: PairedGate, margin: float, enough: int, n_tests: int) -> None:
+def _judge_gate(name: str, gate: PairedGate, n_tests: int) -> None:
+    margin, enough, level = GATES[name].margin, GATES[name].threshold.least_n, LEVEL / n_tests
     gate.margin, gate.n_to_decide = margin, None
-    gate.detectable = detectable_loss(gate.n, round(gate.won / gate.n, 3), LEVEL / n_tests)
+    if compares_with_reference(name):
+        gate.detectable = detectable_excess(gate.n, margin, level)
+    else:
+        gate.detectable = detectable_loss(gate.n, round(gate.won / gate.n, 3), level)
     if margin == 0 and gate.won == 0:
         gate.verdict = "loses" if gate.lost else "keeps" if gate.n >= enough else "undecided"
         gate.n_to_decide = enough if gate.verdict == "undecided" else None
         return
     margin = margin or MARGIN
-    gate.verdict = _by_interval(gate, margin)
+    gate.verdict = _by_interval(gate, margin, loss_limit(name))
     if gate.verdict == "undecided":
         lost, won = gate.lost / gate.n, gate.won / gate.n
-        gate.n_to_decide = least_n(lambda n: _decided(lost * n, won * n, n, margin, LEVEL / n_tests), gate.n)
+        gate.n_to_decide = least_n(lambda n: _decided(name, lost * n, won * n, n, level), gate.n)
 
 
-def _by_interval(row: PairedGate | PooledGates, margin: float) -> Kept:
+def _by_interval(row: PairedGate | PooledGates, margin: float, limit: float = 0.0) -> Kept:
     if row.low > -margin:
         return "keeps"
-    return "loses" if row.high < 0 and row.p_holm is not None and row.p_holm < LEVEL else "undecided"
+    return "loses" if is_loss(row, limit, LEVEL) else "undecided"
 
 
-def _decided(lost: float, won: float, n: int, margin: float, level: float) -> bool:
+def is_loss(row: PairedGate | PooledGates, limit: float, level: float) -> bool:
+    """Return whether the upper bound is below the limit (loss_limit) and the adjusted p below the level."""
+    return row.high < limit and row.p_holm is not None and row.p_holm < level
+
+
+def decided_at(name: str, gate: PairedGate, level: float) -> bool:
+    """Return whether a gate keeps or loses with an error of at most `level`, for a look before all prompts were answered.
+
+    Without a margin: one lost answer decides, and as many kept ones as the absolute requirements take for many (LARGE_N).
+    """
+    if GATES[name].margin == 0 and not gate.won:
+        return gate.lost > 0 or gate.n >= LARGE_N
+    low, high = score_interval(gate.lost, gate.won, gate.n, 1 - 2 * level)
+    loses = high < loss_limit(name) and gate.p_holm is not None and gate.p_holm < level
+    return low > -(GATES[name].margin or MARGIN) or loses
+
+
+def _decided(name: str, lost: float, won: float, n: int, level: float) -> bool:
+    """Whether n prompts with these counts would keep or lose."""
     low, high = score_interval(lost, won, n, CONFIDENCE)
-    if low > -margin:
+    if low > -(GATES[name].margin or MARGIN):
         return True
-    if high >= 0:
+    if high >= loss_limit(name):
         return False
+    if compares_with_reference(name):
+        return excess_loss(int(lost - won), n, GATES[name].margin) < level
     if lost + won < MOST_EXACT:
         return mcnemar(int(lost), math.ceil(won)) < level
     return math.erfc((lost - won) / math.sqrt(2 * (lost + won))) / 2 < level
@@ -253,6 +302,8 @@ def _sentence(
     under = dict.fromkeys(name for members in names.values() for name in members)
     if verdict == "loses":
         return f"Loses {_titles(names)} under {', '.join(under)}."
+    if not names:
+        return "Undecided: no gate was compared with the reference."
     return f"Undecided with so few prompts: {_titles(names)} under {', '.join(under)}."
 
 

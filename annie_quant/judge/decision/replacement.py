@@ -10,13 +10,17 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from annie_quant.judge.decision.verdict import SHOWN, deciding_gates, label_of
+from annie_quant.judge.decision import paired
+from annie_quant.judge.decision.verdict import SHOWN, by_title, deciding_gates, label_of
 from annie_quant.judge.metrics import METRICS
+from annie_quant.judge.pairing import checks_by_prompt, pair_by_prompt
+from annie_quant.judge.statistics import LEVEL
 from annie_quant.schema import (
     Aggregates,
     Comparison,
-    GateResult,
+    Kept,
     Outcome,
+    PairedGate,
     RequestRecord,
     ServedSide,
     SpeedGate,
@@ -58,6 +62,32 @@ class Recommendation:
     badge: str = ""
 
 
+@dataclass(frozen=True)
+class AnswerPairs:
+    """The candidate's answers compared with the incumbent's on the same prompts (paired.py), and the reverse: what is better."""
+
+    worse: dict[str, PairedGate]
+    better: dict[str, PairedGate]
+
+    def named(self, verdict: Kept) -> list[str]:
+        """Return the titles of the gates of the candidate that have this verdict against the incumbent."""
+        return [paired.title(gate) for gate, pair in paired.deciding(self.worse).items() if pair.verdict == verdict]
+
+
+def pair_answers(
+    records: Sequence[RequestRecord], candidate: str, incumbent: str, sampled: Collection[str] = ()
+) -> AnswerPairs:
+    """Pair two backends' answers. sampled: workloads with a temperature, whose repeats are separate answers."""
+    greedy = {r.workload for r in records} - set(sampled)
+    ours, theirs = (
+        checks_by_prompt([r for r in records if r.backend == name], greedy) for name in (candidate, incumbent)
+    )
+    (worse, pooled), (better, _) = pair_by_prompt(theirs, ours), pair_by_prompt(ours, theirs)
+    paired.judge_members({"served": worse}, {"served": pooled})
+    paired.judge_members({"served": better})
+    return AnswerPairs(worse, better)
+
+
 def served_as(aggregates: Aggregates, name: str | None) -> str | None:
     """Return the backend with this name, or the first that serves the model with this name."""
     return next((backend for backend, side in aggregates.served.items() if name in (backend, side.model)), None)
@@ -87,8 +117,12 @@ def checklist(
     incumbent: str | None,
     records: Sequence[RequestRecord],
     with_thinking: Collection[str],
+    answers: AnswerPairs | None = None,
 ) -> list[ChecklistItem]:
-    """Check what a replacement needs. candidate, incumbent: backends. records: measured ones. with_thinking: workloads."""
+    """Check what a replacement needs. candidate, incumbent: backends. records: measured ones. with_thinking: workloads.
+
+    answers: pair_answers of the two; None where the records are not there.
+    """
     side = aggregates.served[candidate]
     own = [r for r in records if r.backend == candidate]
     items = [
@@ -98,7 +132,7 @@ def checklist(
         _memory(side),
     ]
     if incumbent is not None:
-        items += [_latency(aggregates, candidate, incumbent), _quality(side, aggregates.served[incumbent])]
+        items += [_latency(aggregates, candidate, incumbent), _quality(answers)]
     launch = ChecklistItem(
         "the start script can launch it", "undecided", "annie-quant serve MODEL_DIR --dry-run prints the command"
     )
@@ -115,7 +149,9 @@ def _gate(side: ServedSide, gate: str, item: str) -> ChecklistItem:
     result = side.gates.get(gate)
     if result is None:
         return ChecklistItem(item, "undecided", "not measured in this run")
-    return ChecklistItem(item, result.verdict, f"{result.passes} of {result.n}, served")
+    pair = side.paired.get(gate)
+    text = f"; {pair.lost} lost and {pair.won} won against {side.judged_by}" if pair and side.judged_by else ""
+    return ChecklistItem(item, result.verdict, f"{result.passes} of {result.n}, served{text}")
 
 
 def _thinking(side: ServedSide, records: Sequence[RequestRecord]) -> ChecklistItem:
@@ -162,33 +198,34 @@ def _latency(aggregates: Aggregates, candidate: str, incumbent: str) -> Checklis
     return ChecklistItem(item, "undecided", "no paired comparison of the two over all workloads")
 
 
-def _quality(side: ServedSide, other: ServedSide) -> ChecklistItem:
-    """Worse: the intervals of a deciding gate do not overlap."""
+def _quality(answers: AnswerPairs | None) -> ChecklistItem:
+    """No worse: the candidate keeps every gate of the incumbent on the same prompts."""
     item = "answers no worse"
-    shared = [
-        (result.title or gate, result, other.gates[gate])
-        for gate, result in side.gates.items()
-        if gate in other.gates and not result.advisory
-    ]
-    worse = [title for title, ours, theirs in shared if ours.high < theirs.low]
-    if worse:
-        return ChecklistItem(item, "fail", f"significantly worse on {', '.join(worse)}")
-    lower = [title for title, ours, theirs in shared if _rate(ours) < _rate(theirs)]
-    evidence = f"lower, but within the intervals, on {', '.join(lower)}" if lower else "none lower"
-    return ChecklistItem(item, "pass" if shared else "undecided", f"{len(shared)} gates compared: {evidence}")
+    if answers is None or not paired.deciding(answers.worse):
+        return ChecklistItem(item, "undecided", "the answers of the two were not compared prompt by prompt")
+    n = len(paired.deciding(answers.worse))
+    outcomes: tuple[tuple[Kept, Outcome], ...] = (("loses", "fail"), ("undecided", "undecided"))
+    for verdict, outcome in outcomes:
+        if names := answers.named(verdict):
+            return ChecklistItem(item, outcome, f"{verdict} {', '.join(names)} on the same prompts, of {n} gates")
+    return ChecklistItem(item, "pass", f"{n} gates kept on the same prompts")
 
 
 # ---- recommendation
 
 
 def recommendation(
-    aggregates: Aggregates, candidate: str, incumbent: str | None, items: Sequence[ChecklistItem]
+    aggregates: Aggregates,
+    candidate: str,
+    incumbent: str | None,
+    items: Sequence[ChecklistItem],
+    answers: AnswerPairs | None = None,
 ) -> Recommendation:
-    """Recommend what to do with the candidate. candidate, incumbent: backends. items: the checklist of the two."""
+    """Recommend what to do with the candidate. candidate, incumbent: backends. items, answers: checklist, pairs of the two."""
     name = label_of(aggregates, candidate)
     gates = [g for g in deciding_gates(aggregates, candidate) if not isinstance(g.result, SpeedGate)]
-    failed = [str(g) for g in gates if g.verdict == "fail"]
-    undecided = [f"{g.title} ({g.where})" for g in gates if g.verdict == "undecided"]
+    failed = by_title([g for g in gates if g.verdict == "fail"])
+    undecided = list(dict.fromkeys(f"{g.title} ({g.where})" for g in gates if g.verdict == "undecided"))
     opening = "gates kept" if any(g.compared for g in gates) else "gates passed"
     evidence = [f"{item.item}: {item.evidence}" for item in items if item.verdict != "pass"]
     if failed:
@@ -200,7 +237,7 @@ def recommendation(
         sentence = f"{name} fails nothing, but nothing was measured that it could replace."
         return Recommendation("wait", sentence, evidence, opening)
     other = label_of(aggregates, incumbent)
-    gains, losses, speed = gains_and_losses(aggregates, candidate, incumbent)
+    gains, losses, speed = gains_and_losses(aggregates, candidate, incumbent, answers)
     reasons = [*(f"gain: {g}" for g in gains), *(f"loss: {x}" for x in losses), *speed, *evidence]
     if undecided:
         sentence = (
@@ -228,8 +265,10 @@ def _short(loss: str) -> str:
     return next((short for start, short in SHORT.items() if loss.startswith(start)), loss)
 
 
-def gains_and_losses(aggregates: Aggregates, candidate: str, incumbent: str) -> tuple[list[str], list[str], list[str]]:
-    """Return (gains, losses, speed): significant paired differences, gates significantly better or worse, memory.
+def gains_and_losses(
+    aggregates: Aggregates, candidate: str, incumbent: str, answers: AnswerPairs | None = None
+) -> tuple[list[str], list[str], list[str]]:
+    """Return (gains, losses, speed): significant paired differences, gates that one of the two loses, memory.
 
     Decode speed is separate: it is neither a gain nor a loss by itself.
     """
@@ -247,15 +286,13 @@ def gains_and_losses(aggregates: Aggregates, candidate: str, incumbent: str) -> 
         elif metric.name == "decode_tok_s":
             speed.append(f"{text} (no reason by itself)")
     side, other = aggregates.served[candidate], aggregates.served[incumbent]
-    for gate, result in side.gates.items():
-        theirs = other.gates.get(gate)
-        if theirs is None or result.advisory:
-            continue
-        text = f"{result.title or gate} {result.passes}/{result.n} against {theirs.passes}/{theirs.n}"
-        if result.low > theirs.high:
-            gains.append(text)
-        elif result.high < theirs.low:
-            losses.append(text)
+    for texts, pairs in ((losses, answers.worse), (gains, answers.better)) if answers else ():
+        for gate, pair in paired.deciding(pairs).items():
+            significant = paired.is_loss(pair, paired.loss_limit(gate), LEVEL)
+            if significant or (texts is losses and pair.verdict == "loses"):  # one leak is a loss, but no gain
+                # In `better` the candidate is the reference: what the incumbent lost against it is won.
+                lost, won = (pair.lost, pair.won) if texts is losses else (pair.won, pair.lost)
+                texts.append(f"{paired.title(gate)} {lost} lost and {won} won of {pair.n}")
     ours, before_bytes = peak_bytes(side), peak_bytes(other)
     if ours and before_bytes and abs(ours - before_bytes) > MARGIN * before_bytes:
         text = f"memory {_gigabytes(ours)} against {_gigabytes(before_bytes)}"
@@ -278,10 +315,6 @@ def _change(row: Comparison, candidate: str) -> tuple[float, float]:
     """(candidate - incumbent, the incumbent's median) of a complete comparison."""
     difference, a, b = row.median_difference or 0.0, row.median_a or 0.0, row.median_b or 0.0
     return (difference, a) if row.b == candidate else (-difference, b)
-
-
-def _rate(result: GateResult) -> float:
-    return result.passes / result.n if result.n else 0.0
 
 
 def _gigabytes(size_bytes: float) -> str:

@@ -12,19 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from annie_quant.judge.decision.paired import (
-    CONFIDENCE,
-    MARGIN,
-    POOLED,
-    describe,
-    describe_pooled,
-    member_verdict,
-    title,
-)
+from annie_quant.judge.decision.paired import CONFIDENCE, MARGIN, is_loss, loss_limit, title
 from annie_quant.judge.gates import GATES, decides
 from annie_quant.judge.paired import score_interval
 from annie_quant.judge.statistics import LEVEL
-from annie_quant.schema import GateResult, Member, Outcome, PairedGate, SearchNumerics
+from annie_quant.schema import GateResult, Member, Outcome, PairedGate, PairedVerdict, SearchNumerics
 
 Gates = Mapping[str, GateResult]
 Sides = Mapping[str, SearchNumerics | Member]  # by numerics, or by member of their ensembles
@@ -53,7 +45,7 @@ def cannot_keep(gate: str, pair: PairedGate, in_all: int, n_looks: int) -> str |
     n = max(in_all, pair.n)
     if score_interval(pair.lost, pair.won, n, CONFIDENCE)[0] <= -margin:
         return f"{counts}: even without a change in the other {n - pair.n}, it could not keep"
-    if pair.low <= -margin and pair.high < 0 and pair.p_holm is not None and pair.p_holm < LEVEL / n_looks:
+    if pair.low <= -margin and is_loss(pair, loss_limit(gate), LEVEL / n_looks):
         return f"{counts}: a loss (p {pair.p_holm:.2g} after Holm)"
     return None
 
@@ -73,18 +65,9 @@ def missing_numerics(sides: Mapping[str, object], required: Sequence[str]) -> li
     return [f"{kind.upper()} is not available: the checkpoint is weight-only" for kind in required if kind not in sides]
 
 
-def final_reasons(sides: Sides, required: Sequence[str]) -> list[str]:
-    """Return reasons why a strategy is not accepted at the last look; empty where it is."""
+def final_reasons(verdict: PairedVerdict, sides: Mapping[str, object], required: Sequence[str]) -> list[str]:
+    """Return reasons why a strategy is not accepted at the last look; empty where it is, which needs the verdict "keeps"."""
     reasons = missing_numerics(sides, required)
-    for numerics, side in sides.items():
-        verdict = member_verdict(side.paired, side.pooled)
-        reasons += [
-            f"{numerics.upper()}: {describe(gate, side.paired[gate])}"
-            for gate in (*verdict.loses, *verdict.undecided)
-            if gate != POOLED
-        ]
-        if POOLED in verdict.loses and side.pooled is not None:
-            reasons.append(f"{numerics.upper()}: {describe_pooled(side.pooled)}")
-        if verdict.verdict != "keeps" and not (verdict.loses or verdict.undecided):
-            reasons.append(f"{numerics.upper()}: no gate was compared with bf16")
+    if verdict.verdict != "keeps":
+        reasons += verdict.reasons or [verdict.sentence]
     return reasons

@@ -151,6 +151,12 @@ def decision(aggregates: Aggregates, candidate: str | None = None) -> Decision |
     return Decision(candidate, incumbent, gates, confounds)
 
 
+def standing_of(aggregates: Aggregates, name: str) -> Standing:
+    """Return the standing of a backend or model over its server and all of its arithmetics."""
+    chosen = decision(aggregates, name)
+    return chosen.standing if chosen else "undecided"
+
+
 def verdict(aggregates: Aggregates | Mapping[str, Any], candidate: str | None = None) -> Verdict:
     """The outcome with its sentence, reasons and caveats. aggregates: a run's, or a mapping of the same form."""
     if not isinstance(aggregates, Aggregates):
@@ -215,29 +221,36 @@ def _incumbent(aggregates: Aggregates, names: Sequence[str], candidate: str) -> 
 
 
 def deciding_gates(aggregates: Aggregates, name: str) -> Iterator[JudgedGate]:
-    """Gates and speed limits of a side that are not advisory: served ones, then offline ones by numerics.
+    """Gates and speed limits of a side that are not advisory: served ones, then offline ones by numerics and further members.
 
-    A speed limit that the side's reference does not keep either is left out, and so is a pooled verdict where a gate is lost.
+    name: a backend, or a model (then of all backends that serve it). A speed limit that the side's reference does not keep either
+    is left out, and so is a pooled verdict where a gate is lost.
     """
-    served = aggregates.served.get(name) or ServedSide()
-    yield from _judged("served", served.gates, served.paired if served.judged_by else {}, served.pooled)
-    reference = aggregates.served.get(served.judged_by or "") or ServedSide()
-    for key, limit in served.speed_gates.items():
-        other = reference.speed_gates.get(key)
-        if limit.verdict == "pass" or other is None or other.verdict == "pass":
-            yield JudgedGate("served", METRICS[limit.metric].title, limit)
-    model = name if name in aggregates.offline else served.model or ""
-    for numerics, side in aggregates.offline.get(model, {}).items():
-        yield from _judged(numerics.upper(), side.gates, side.paired, side.pooled)
+    backends = [name] if name in aggregates.served else [b for b, s in aggregates.served.items() if s.model == name]
+    for backend in backends:
+        served = aggregates.served[backend]
+        yield from _judged("served", served.gates, served.paired if served.judged_by else {}, served.pooled)
+        reference = aggregates.served.get(served.judged_by or "") or ServedSide()
+        for key, limit in served.speed_gates.items():
+            other = reference.speed_gates.get(key)
+            if limit.verdict == "pass" or other is None or other.verdict == "pass":
+                yield JudgedGate("served", METRICS[limit.metric].title, limit)
+    models = [name, *(aggregates.served[backend].model or "" for backend in backends)]
+    model = next((m for m in models if m in aggregates.offline), "")
+    for member, side in (aggregates.offline.get(model, {}) | aggregates.members.get(model, {})).items():
+        numerics, plus, suffix = member.partition("+")
+        yield from _judged(f"{numerics.upper()}{plus}{suffix}", side.gates, side.paired, side.pooled)
 
 
 def _judged(
     where: str, gates: Mapping[str, GateResult], pairs: Mapping[str, PairedGate], pooled: PooledGates | None
 ) -> Iterator[JudgedGate]:
-    for gate, result in gates.items():
-        if not result.advisory:
-            yield JudgedGate(where, result.title or gate, result, pairs.get(gate))
-    lost = any(result.verdict == "fail" and not result.advisory for result in gates.values())
+    """Without pairs the absolute requirements decide; with them, the gates that decide in paired.py, and no others."""
+    decide = paired.deciding(pairs)
+    rows = {gate: r for gate, r in gates.items() if (gate in decide if pairs else not r.advisory)}
+    for gate, result in rows.items():
+        yield JudgedGate(where, result.title or gate, result, pairs.get(gate))
+    lost = any(result.verdict == "fail" for result in rows.values())
     if pooled is not None and pooled.verdict == "loses" and not lost:
         yield JudgedGate(where, title(POOLED), pooled)
 
@@ -257,13 +270,15 @@ def _sentence(aggregates: Aggregates, chosen: Decision) -> str:
     if failing:
         fragile = chosen.standing == "fragile"
         verb = "is fragile: it loses" if fragile else "loses" if chosen.compared else "fails"
-        head = f"{label} {verb} {_count(len(failing), 'gate')}: {'; '.join(map(str, failing[:SHOWN]))}"
-        head += f"; and {len(failing) - SHOWN} more" if len(failing) > SHOWN else ""
-        head += f", and keeps {_other_places(chosen)}" if fragile else ""
+        lost = by_title(failing)
+        head = f"{label} {verb} {_count(len(lost), 'gate')}: {'; '.join(lost[:SHOWN])}"
+        head += f"; and {len(lost) - SHOWN} more" if len(lost) > SHOWN else ""
+        head += f", and {_other_places(chosen)}" if fragile else ""
         end = f". {_replacement(aggregates, chosen)}" if chosen.incumbent else "."
     elif undecided:
         verb = "loses" if chosen.compared else "fails"
-        head = f"{label} {verb} no gate, but {_count(len(undecided), 'gate')} cannot be decided with so few answers"
+        n_open = _count(len(by_title(undecided)), "gate")
+        head = f"{label} {verb} no gate, but {n_open} cannot be decided with so few answers"
     else:
         head = f"{label} {'keeps' if chosen.compared else 'passes'} every gate"
     codes = sorted({c.code.replace("_", " ") for c in chosen.confounds if c.severity == "confound"})
@@ -272,10 +287,27 @@ def _sentence(aggregates: Aggregates, chosen: Decision) -> str:
     return f"{head}{'' if failing else _speed(aggregates, chosen)}{end}"
 
 
+def by_title(gates: Sequence[JudgedGate]) -> list[str]:
+    """Return one text per gate: its counts in the first place, and the other places with the same outcome."""
+    places: dict[str, list[JudgedGate]] = {}
+    for gate in gates:
+        places.setdefault(gate.title, []).append(gate)
+    return [
+        str(first) if not more else f"{str(first).removesuffix(')')}; also {', '.join(g.where for g in more)})"
+        for first, *more in places.values()
+    ]
+
+
 def _other_places(chosen: Decision) -> str:
+    """Where a fragile side keeps what it loses elsewhere: arithmetics that lose none of these gates, if there are any."""
     lost = {gate.title for gate in chosen.gates["fail"]}
-    places = dict.fromkeys(gate.where for gate in chosen.gates["pass"] if gate.title in lost)
-    return f"them ({', '.join(places)})" if len(lost) > 1 else f"it ({', '.join(places)})"
+    losing = {gate.where for gate in chosen.gates["fail"]}
+    places = dict.fromkeys(
+        gate.where for gate in chosen.gates["pass"] if gate.title in lost and gate.where not in losing
+    )
+    if not places:
+        return f"keeps {'part of them' if len(lost) > 1 else 'it'} in other arithmetics"
+    return f"keeps {'them' if len(lost) > 1 else 'it'} ({', '.join(places)})"
 
 
 def _replacement(aggregates: Aggregates, chosen: Decision) -> str:
@@ -346,7 +378,7 @@ def _reasons(aggregates: Aggregates, chosen: Decision) -> list[str]:
         failing = [g for g in deciding_gates(aggregates, name) if g.verdict == "fail"]
         if failing and name != chosen.candidate:
             verb = "loses" if failing[0].compared else "fails"
-            reasons.append(f"{label_of(aggregates, name)} {verb} {'; '.join(map(str, failing[:SHOWN]))}")
+            reasons.append(f"{label_of(aggregates, name)} {verb} {'; '.join(by_title(failing)[:SHOWN])}")
     if chosen.incumbent:
         reasons += _differences(aggregates, chosen.candidate, chosen.incumbent)
         reasons += _operation(aggregates, chosen.candidate, chosen.incumbent)

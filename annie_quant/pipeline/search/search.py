@@ -27,6 +27,7 @@ from annie_quant.judge.not_lost import compares_with_reference
 from annie_quant.judge.sample import answers_per_gate
 from annie_quant.pipeline.run_directory import RunDirectory
 from annie_quant.pipeline.search import explain, label_check, table
+from annie_quant.pipeline.search.draws import Draws
 from annie_quant.pipeline.stages import Stages, offline_prompts
 from annie_quant.progress import Console
 from annie_quant.quantize import estimate
@@ -53,11 +54,13 @@ def run(
     anyway: bool = False,
     persona: str | Path | None = None,
     workloads: str | None = None,
+    seeds: int = 1,
 ) -> SearchResult:
     """Try strategies in the run directory `output`, and return everything that was tried.
 
     n: prompts per gate. every: continue after the first strategy that is chosen. required: the numerics under which every gate
-    must keep. anyway: continue with a model that fails the gates in bf16. persona, workloads: as for data/resolve.py.
+    must keep. anyway: continue with a model that fails the gates in bf16. persona, workloads: as for data/resolve.py. seeds:
+    calibration draws in which a strategy must keep (spread.py).
     Raises UsageError for a stale system prompt in the calibration data, unless allow_prompt_mismatch.
     """
     directory = RunDirectory(output)
@@ -65,7 +68,7 @@ def run(
     chosen = resolve(persona, workloads)
     with directory.locked():
         stages = Stages(directory, model, calib_data, samples, console)
-        search = Search(stages, n, required, every, chosen_order(strategies), console, chosen)
+        search = Search(stages, n, required, every, chosen_order(strategies), console, chosen, seeds)
         search.result.notes += [stale] if stale else []
         search.check_reference(anyway)
         if not search.result.stopped:
@@ -97,7 +100,9 @@ class Search:
         order: list[str],
         console: Console,
         workloads: Sequence[Workload] | None = None,
+        seeds: int = 1,
     ) -> None:
+        self.draws = Draws(stages, seeds)
         self.stages, self.n, self.required, self.every, self.order = stages, n, tuple(required), every, order
         self.console = console
         self.workloads = list(workloads) if workloads is not None else judge.load_workloads()
@@ -115,6 +120,7 @@ class Search:
             labels=None,
             strategies=[],
             seconds=0.0,
+            seeds=seeds,
         )
 
     def check_reference(self, anyway: bool) -> None:
@@ -155,6 +161,7 @@ class Search:
             if row.passed and self.result.chosen is None:
                 self.result.chosen = row.strategy
                 self.result.seconds = self.spent_s()
+            self.result.ranking = self.draws.ranking()
             self.save()
             if row.passed and not self.every:
                 return
@@ -242,11 +249,15 @@ class Search:
             ensemble=True,
         )
         keep_numerics(row, final)
-        row.why = decision.final_reasons({**row.numerics, **final.members}, self.required)
+        assert final.verdict is not None  # Stages.evaluate sets it
+        row.why = decision.final_reasons(final.verdict, row.numerics, self.required)
         row.passed = not row.why
-        row.path.append(f"gates at n = {looks[-1]} → {'; '.join(row.why) or 'PASS: ship it'}")
+        row.path.append(f"gates at n = {looks[-1]} → {'; '.join(row.why) or 'keeps every gate'}")
+        if row.passed or self.every:
+            self.draws.evaluate(row, final, self.prompts)
         if row.passed:
-            row.outcome = "keeps every gate"
+            row.path.append("PASS: ship it")
+            row.outcome = "keeps every gate" + (f" in {1 + len(row.draws)} calibration draws" if row.draws else "")
         else:
             row.outcome = row.why[0] if len(row.why) == 1 else standing(row)
             self.explain(row)

@@ -42,7 +42,7 @@ def checklist(run: LoadedRun) -> list[decision.ChecklistItem]:
         return []
     with_thinking = {w.name for w in run.inputs if w.thinking}
     other = incumbent.name if incumbent else None
-    return decision.checklist(run.aggregates, candidate.name, other, run.measured, with_thinking)
+    return decision.checklist(run.aggregates, candidate.name, other, run.measured, with_thinking, run.answer_pairs)
 
 
 def checklist_title(run: LoadedRun) -> str:
@@ -56,7 +56,7 @@ def recommendation(run: LoadedRun) -> decision.Recommendation | None:
     if candidate is None:
         return None
     other = incumbent.name if incumbent else None
-    return decision.recommendation(run.aggregates, candidate.name, other, checklist(run))
+    return decision.recommendation(run.aggregates, candidate.name, other, checklist(run), run.answer_pairs)
 
 
 def operation_changes(run: LoadedRun) -> list[str]:
@@ -102,6 +102,7 @@ def _model(run: LoadedRun, model: str, chosen: bool) -> Step:
         [Step(f"every tensor audited: {audit}", "pass" if audit == "sound" else "fail")] if audit is not None else []
     )
     steps += [_gates(run, side) for side in sides]
+    steps += _members(run, model)
     if not any(s.kind == "served" for s in sides):
         steps.append(Step("serving: not tried"))
     verdict = decision.combined([s.verdict for s in steps if s.verdict] or ["undecided"])
@@ -110,7 +111,22 @@ def _model(run: LoadedRun, model: str, chosen: bool) -> Step:
         "fail": "fails: try the next strategy",
         "undecided": "open: more answers needed",
     }
-    return Step(f"{run.label(model)}: {end[verdict]}" + (", the candidate" if chosen else ""), verdict, steps)
+    text = end[verdict]
+    if verdict == "fail" and decision.standing_of(run.aggregates, model) == "fragile":
+        text = "fragile, keeps in one arithmetic what it loses in another: try the next strategy"
+    return Step(f"{run.label(model)}: {text}" + (", the candidate" if chosen else ""), verdict, steps)
+
+
+def _members(run: LoadedRun, model: str) -> list[Step]:
+    """The further arithmetics of the ensemble as one step."""
+    members = run.aggregates.members.get(model, {})
+    if not members:
+        return []
+    gates = [g for g in decision.deciding_gates(run.aggregates, model) if "+" in g.where]
+    verdict = decision.combined([g.verdict for g in gates] or ["undecided"])
+    named = list(dict.fromkeys(f"{g.title} ({g.where})" for g in gates if g.verdict == verdict != "pass"))
+    text = f"{len(members)} further arithmetics: {sum(g.verdict == 'pass' for g in gates)} of {len(gates)} gates pass"
+    return [Step("; ".join([text, *([", ".join(named)] if named else [])]), verdict)]
 
 
 def _gates(run: LoadedRun, side: Side) -> Step:

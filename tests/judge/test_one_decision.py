@@ -1,0 +1,200 @@
+"""One decision, made once: the same answers give the same verdict through eval, search, report, demo, publish, bench and pytest."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from annie_quant import judge, schema
+from annie_quant.bench.aggregate import aggregate_records
+from annie_quant.cli.evaluate import evaluate as eval_command
+from annie_quant.judge import decision
+from annie_quant.judge.gates import tabulate
+from annie_quant.judge.pairing import pair_checks
+from annie_quant.pipeline import demo
+from annie_quant.publish.upload import objections
+from annie_quant.pytest_plugin import Run
+from annie_quant.report.pages import advice
+from annie_quant.report.run import load
+from annie_quant.schema import BenchConfig, Evaluation, Identity, RequestRecord
+
+GATES = ("tool_call", "factual", "non_empty")
+KEPT = {"tool_call": (240, 0, 0), "factual": (100, 0, 0), "non_empty": (60, 0, 0)}
+# name → (counts (n, lost, won) by member, the verdict)
+CASES = {
+    "keeps": ({"w4a4": {}, "w4a4+bf16": {}}, "keeps"),
+    "loses everywhere": ({"w4a4": {"tool_call": (240, 58, 0)}, "w4a4+bf16": {"tool_call": (240, 70, 2)}}, "loses"),
+    "loses in a further arithmetic": ({"w4a4": {}, "w4a4+bf16": {"tool_call": (240, 58, 0)}}, "fragile"),
+    "a leak in a further arithmetic": ({"w4a4": {}, "w4a4+bf16": {"non_empty": (60, 1, 0)}}, "fragile"),
+    "undecided in a further arithmetic": ({"w4a4": {}, "w4a4+bf16": {"factual": (100, 3, 0)}}, "undecided"),
+    "only all gates together": (
+        {name: {"tool_call": (240, 17, 5), "factual": (100, 7, 1)} for name in ("w4a4", "w4a4+bf16")},
+        "loses",
+    ),
+}
+
+
+def rows(counts):
+    """(reference's checks, checkpoint's checks) per prompt, each prompt with one gate."""
+    return [
+        ({gate: not lost <= i < lost + won}, {gate: i >= lost})
+        for gate, (n, lost, won) in (KEPT | counts).items()
+        for i in range(n)
+    ]
+
+
+def side(kind, counts, **fields):
+    pairs = rows(counts)
+    paired, pooled = pair_checks(pairs)
+    return kind(gates=tabulate(new for _, new in pairs), paired=paired, pooled=pooled, **fields)
+
+
+def evaluation(members):
+    same = schema.SameAnswers(1, 1)
+    own = dict.fromkeys(("kl", "kl_conversations", "kl_text", "perplexity", "perplexity_reference", "verbosity_ratio"))
+    sides = {
+        name: side(schema.NumericsResult, counts, same_answers=same, cases=[], seconds=1.0, **own)
+        if "+" not in name
+        else side(schema.Member, counts, arithmetic="", outcomes={}, n_computed=1, n_changed=0)
+        for name, counts in members.items()
+    }
+    return Evaluation(
+        schema_version=1, version="", model="nv", reference="bf16", reference_sha256="", dtype="float32", device="cpu",
+        workloads={}, n_answers=400, n_conversation_answers=0, n_text_tokens=0, notes=[], seconds=1.0,
+        reference_gates=tabulate(old for old, _ in rows({})),
+        numerics={k: v for k, v in sides.items() if "+" not in k}, members={k: v for k, v in sides.items() if "+" in k},
+    )  # fmt: skip
+
+
+def doors(members, folder):
+    """Return door → the verdict that it shows: a standing, or whether the checkpoint is accepted."""
+    document = judge.judge_evaluation(evaluation(members))
+    (folder / "eval").mkdir(parents=True)
+    (folder / "eval" / "nv.json").write_text(json.dumps(document.to_dict()))
+    only_evaluated = load(folder)
+    aggregates = schema.Aggregates(models=[schema.ModelRow(name="nv", format="NVFP4")])
+    demo.add_evaluation(aggregates, "nv", folder / "eval" / "nv.json")
+    verdict = judge.verdict(aggregates)
+    schema.write(folder / "bench.json", schema.Bench(aggregates=aggregates, verdict=verdict))
+    schema.write_run(folder, schema.Run(aggregates=aggregates, verdict=verdict))
+    run = load(folder)
+    (step,) = advice.decision_tree(run)
+    shown = {
+        "eval": document.verdict.verdict,
+        "demo": verdict.outcome,
+        "report of run.json": run.verdict.outcome,
+        "report of eval/*.json": only_evaluated.verdict.outcome,
+        "publish": decision.standing_of(run.aggregates, "nv"),
+    }
+    accepted = {
+        "search": not decision.final_reasons(document.verdict, document.numerics, ["w4a4"]),
+        "tree": step.verdict == "pass",
+        "badge": advice.badge(run) == "gates kept",
+        "pytest": passes(lambda: plugin(run).assert_gates("nv")),
+    }
+    failed = {
+        "eval exit code": exit_code(document),
+        "bench exit code": not verdict.passed,
+        "publish": bool(objections(only_evaluated, "nv")),
+        "publish of run.json": bool(objections(run, "nv")),
+    }
+    return shown, accepted, failed
+
+
+def plugin(run):
+    """A run whose backend "nv" is the evaluated model: its server answered nothing that is judged."""
+    run.aggregates.served["nv"] = schema.ServedSide(model="nv")
+    loaded = Run.__new__(Run)
+    loaded.folder, loaded.aggregates, loaded.served = run.folder, run.aggregates, run.aggregates.served
+    return loaded
+
+
+def passes(check):
+    try:
+        check()
+    except AssertionError:
+        return False
+    return True
+
+
+def exit_code(document):
+    """The exit code of `annie-quant eval` with this evaluation."""
+    from click.testing import CliRunner
+
+    patch = pytest.MonkeyPatch()
+    with patch.context() as m:
+        m.setattr("annie_quant.evaluate.job.run", lambda *a, **k: document)
+        m.setattr("annie_quant.checkpoint.export_check.export_notes", lambda *a: [])
+        m.setattr("annie_quant.quantize.prompt_provenance.check_checkpoint", lambda *a, **k: None)
+        result = CliRunner().invoke(eval_command, ["nv", "--reference", "bf16"])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return bool(result.exit_code)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_door_shows_the_same_verdict(name, tmp_path):
+    members, verdict = CASES[name]
+    shown, accepted, failed = doors(members, tmp_path / "run")
+    assert set(shown.values()) == {verdict}, shown
+    assert set(accepted.values()) == {verdict == "keeps"}, accepted
+    assert set(failed.values()) == {verdict in ("loses", "fragile")}, failed
+
+
+COUNTS = st.tuples(st.integers(0, 12), st.integers(0, 6)).map(lambda c: (120, *c))
+MEMBER = st.fixed_dictionaries({"tool_call": COUNTS, "factual": COUNTS, "non_empty": st.just((60, 0, 0))})
+
+
+@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.fixed_dictionaries({name: MEMBER for name in ("w4a4", "w4a4+bf16", "w4a16")}))
+def test_every_door_agrees_on_random_answers(tmp_path_factory, members):
+    shown, accepted, failed = doors(members, tmp_path_factory.mktemp("doors") / "run")
+    (verdict,) = set(shown.values())
+    assert set(accepted.values()) == {verdict == "keeps"}, accepted
+    assert set(failed.values()) == {verdict in ("loses", "fragile")}, failed
+
+
+@pytest.mark.parametrize(
+    ("counts", "verdict"),
+    [
+        ({}, "keeps"),
+        ({"tool_call": (240, 58, 0)}, "loses"),
+        ({"factual": (100, 3, 0)}, "undecided"),
+        ({"tool_call": (240, 17, 5), "factual": (100, 7, 1)}, "loses"),
+    ],
+)
+def test_a_benchmark_decides_as_an_evaluation_does(counts, verdict, tmp_path):
+    """The same checks as answers of two servers, and as an evaluation without a server."""
+    records = [
+        RequestRecord(id=f"{backend}/{i}", backend=backend, workload="w", case=str(i), status=200, text="x", checks=checks)
+        for i, pair in enumerate(rows(counts))
+        for backend, checks in zip(("bf16", "nvfp4"), pair, strict=True)
+    ]  # fmt: skip
+    identities = {name: Identity(name=name) for name in ("bf16", "nvfp4")}
+    aggregates = aggregate_records(records, BenchConfig(), identities)
+    assert judge.verdict(aggregates).outcome == verdict
+    assert judge.judge_evaluation(evaluation({"w4a4": counts})).verdict.verdict == verdict
+    run = SimpleNamespace(folder=tmp_path, aggregates=aggregates)
+    loaded = Run.__new__(Run)
+    loaded.folder, loaded.aggregates, loaded.served = run.folder, aggregates, aggregates.served
+    assert passes(lambda: loaded.assert_gates("nvfp4")) == (verdict == "keeps")
+
+
+def test_an_evaluation_that_is_added_to_a_benchmark_is_part_of_its_decision(tmp_path):
+    """bench writes its verdict; `eval --output RUN/eval/nvfp4.json` adds an arithmetic that loses what the server keeps."""
+    served = {
+        name: schema.ServedSide(model=name, gates=tabulate(old for old, _ in rows({}))) for name in ("bf16", "nvfp4")
+    }
+    own = side(schema.OfflineSide, {})
+    decision.judge_sides({"served": own})
+    served["nvfp4"].judged_by, served["nvfp4"].paired = "bf16", own.paired
+    aggregates = schema.Aggregates(served=served)
+    schema.write_run(tmp_path, schema.Run(aggregates=aggregates, verdict=judge.verdict(aggregates)))
+    assert load(tmp_path).verdict.outcome == "keeps"
+    (tmp_path / "eval").mkdir()
+    document = judge.judge_evaluation(evaluation({"w4a4": {"tool_call": (240, 58, 0)}}))
+    (tmp_path / "eval" / "nvfp4.json").write_text(json.dumps(document.to_dict()))
+    assert load(tmp_path).verdict.outcome == "fragile"

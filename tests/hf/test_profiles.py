@@ -15,7 +15,7 @@ from runtime_models import export_nvfp4, save_reference  # noqa: E402
 
 from annie_quant.errors import UsageError  # noqa: E402
 from annie_quant.hf import activations, load, profiles, set_numerics  # noqa: E402
-from annie_quant.hf.emulation import emulate  # noqa: E402
+from annie_quant.hf.emulation import SumOrder, emulate  # noqa: E402
 from annie_quant.hf.nvfp4_linear import NVFP4Linear, nvfp4_linears  # noqa: E402
 
 
@@ -109,7 +109,7 @@ def test_the_model_is_unchanged_afterwards(model) -> None:
     state = {k: v.clone() for k, v in model.state_dict().items() if v.dtype.is_floating_point and v.element_size() > 1}
     before = logits(model)
     for name in ("vllm-cutlass", "llama.cpp-cpu"):
-        with emulate(model, profiles.find_profile(name), permutation=1):
+        with emulate(model, profiles.find_profile(name), SumOrder(permutation=1)):
             assert not torch.equal(logits(model), before)
     set_numerics(model, "w4a4")
     assert torch.equal(logits(model), before)
@@ -119,7 +119,7 @@ def test_the_model_is_unchanged_afterwards(model) -> None:
 def test_a_permutation_changes_the_order_of_sums_alone(model) -> None:
     with emulate(model, profiles.find_profile("float32")):
         plain = logits(model)
-    with emulate(model, profiles.find_profile("float32"), permutation=1):
+    with emulate(model, profiles.find_profile("float32"), SumOrder(permutation=1)):
         other = logits(model)
     assert not torch.equal(plain, other)
     assert torch.allclose(plain, other, rtol=1e-3, atol=1e-4 * float(plain.abs().max()))
@@ -133,7 +133,7 @@ def test_a_tied_head_is_not_permuted(model) -> None:
             self.head.weight = self.embed.weight
 
     tied = Tied()
-    with emulate(tied, profiles.find_profile("float32"), permutation=1):
+    with emulate(tied, profiles.find_profile("float32"), SumOrder(permutation=1)):
         assert torch.allclose(tied.head(tied.embed.weight[:3]), tied.embed.weight[:3] @ tied.embed.weight.T)
 
 

@@ -2,11 +2,12 @@
 
     python tests/perf/trace_server.py CHECKPOINT --python build/vllm/bin/python --profile vllm-cutlass --prompt 12
 
-For every input and output of a linear or norm: the share of values that differ, and their error (root mean square of the difference
-over that of the tensor). A tensor is *parted* if its error is above PARTED: bfloat16 neighbours give 0.001 to 0.003 where every value
-differs, while one flipped 4-bit code gives more. The first tensor whose values differ in more than a few places names the operation
-that rounds elsewhere: what feeds it still agrees. --prompt: index in tests/perf/predict_server.py's prompts; --tokens: a file of ids,
-for a prompt with an answer's first tokens.
+For every input and output of a linear or norm: the share of values that differ, and their error (root mean square of the
+difference over that of the tensor). A tensor is *parted* if its error is above PARTED: bfloat16 neighbours give 0.001 to 0.003
+where every value differs, while a flipped 4-bit code gives more. The first tensor whose values differ in more than a few places
+names the operation that rounds elsewhere: what feeds it still agrees. --prompt: index in tests/perf/predict_server.py's prompts;
+--tokens: a file of ids, for a prompt with an answer's first tokens. --served: tensors that tests/perf/vllm_trace.py stored on
+another machine.
 """
 
 from __future__ import annotations
@@ -94,7 +95,8 @@ def in_order(names: Iterator[str]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("--python", type=Path, required=True, help="the python of vLLM's environment")
+    parser.add_argument("--python", type=Path, help="the python of vLLM's environment")
+    parser.add_argument("--served", type=Path)
     parser.add_argument("--profile", default="vllm-cutlass")
     parser.add_argument("--kernel", default="auto", choices=("auto", "emulation", "exact"))
     parser.add_argument("--work", type=Path, default=Path("build/trace"))
@@ -108,10 +110,11 @@ def main() -> None:
     tokens = json.loads((arguments.tokens or arguments.prompts).read_text())
     tokens = tokens if arguments.tokens else tokens[arguments.prompt]["prompt"]
     (work / "tokens.json").write_text(json.dumps(tokens))
-    program, output = Path(__file__).with_name("vllm_trace.py"), work / "served.safetensors"
-    command = [arguments.python, program, arguments.checkpoint.resolve(), work / "tokens.json", output]
-    with (work / "vllm.log").open("w") as log:
-        subprocess.run([*command, "--kernel", arguments.kernel], check=True, stdout=log, stderr=log)
+    program, output = Path(__file__).with_name("vllm_trace.py"), arguments.served or work / "served.safetensors"
+    if arguments.served is None:
+        command = [arguments.python, program, arguments.checkpoint.resolve(), work / "tokens.json", output]
+        with (work / "vllm.log").open("w") as log:
+            subprocess.run([*command, "--kernel", arguments.kernel], check=True, stdout=log, stderr=log)
     from safetensors.torch import load_file
 
     served = load_file(output)

@@ -96,6 +96,7 @@ def start(folder: str, kernel: str, sequences: int, on_cpu: bool) -> Any:
             "kv_cache_memory_bytes": 2 << 30,
             "additional_config": {"gdn_prefill_backend": "triton"},
             "attention_backend": "TRITON_ATTN",
+            "mamba_ssm_cache_dtype": "float32",  # as the configurations of Qwen3.5 define, and as a CPU keeps it
         }
     if kernel == "exact":
         exact_products()

@@ -2,8 +2,8 @@
 
     python tests/perf/vllm_trace.py CHECKPOINT TOKENS.json OUTPUT.safetensors --kernel auto
 
-TOKENS.json: token ids. The model computes them in one forward; stored are inputs and outputs of every linear and norm of the layers,
-by module name and ".in" or ".out", float32 [tokens, values], and the last token's logits.
+TOKENS.json: token ids. The model computes them in one forward; stored are the inputs and outputs of every linear and norm of the
+layers, by module name and ".in" or ".out", [tokens, values], and the last token's logits. bfloat16 holds all of them exactly.
 """
 
 from __future__ import annotations
@@ -16,19 +16,24 @@ from typing import Any
 import vllm_answers
 
 
-def record(model: Any, length: int, tensors: dict[str, Any]) -> list[Any]:
-    """Hook the model's linears and norms; a forward over `length` tokens is stored. Returns the handles."""
+def record(model: Any, length: int, tensors: dict[str, Any], layers: list[str]) -> list[Any]:
+    """Hook the linears and norms of these layers ([]: all); a forward over `length` tokens is stored. Returns the handles."""
     import torch
 
     def keep(name: str, value: Any) -> None:
         value = value[0] if isinstance(value, tuple) else value
         if torch.is_tensor(value) and value.numel() % length == 0 and value.shape[0] % length == 0:
-            tensors[name] = value.detach().float().reshape(length, -1).cpu().clone()
+            tensors[name] = value.detach().bfloat16().reshape(length, -1).cpu().clone()
 
     handles = []
     for name, module in model.named_modules():
         kind = type(module).__name__
-        if kind.endswith(("Linear", "Norm", "NormGated")) and ("layers." in name or name.endswith("model.norm")):
+        chosen = not layers or any(f"layers.{i}." in name for i in layers)
+        if (
+            chosen
+            and kind.endswith(("Linear", "Norm", "NormGated"))
+            and ("layers." in name or name.endswith("model.norm"))
+        ):
             short = name.removeprefix("model.").removeprefix("language_model.")
 
             def before(_: Any, args: Any, short: str = short) -> None:
@@ -47,6 +52,7 @@ def main() -> None:
     parser.add_argument("tokens", type=Path)
     parser.add_argument("output", type=Path)
     parser.add_argument("--kernel", default="auto", choices=("auto", "emulation", "exact"))
+    parser.add_argument("--layers", default="", help="for example 0,3; default: all")
     arguments = parser.parse_args()
     import torch
     from safetensors.torch import save_file
@@ -57,7 +63,7 @@ def main() -> None:
     llm = vllm_answers.start(folder, arguments.kernel, 1, not torch.cuda.is_available())
     model = vllm_answers.model_of(llm)
     tensors: dict[str, Any] = {}
-    handles = record(model, len(tokens), tensors)
+    handles = record(model, len(tokens), tensors, [i for i in arguments.layers.split(",") if i])
     compute_logits = model.compute_logits
 
     def logits(hidden: Any, *more: Any, **options: Any) -> Any:

@@ -1,10 +1,12 @@
 """Computing a model as a server does: roundings where the server rounds, on a model that is loaded in float32.
 
 The model stays in float32, and values are rounded where a server stores them in a shorter type (profiles.Profile):
-  residual stream       in place before each norm, so the sum that the next layer adds to is rounded too
+  residual stream       in place after each norm: a fused kernel normalizes the unrounded sum and stores the rounded one
   norms, linears, head  their outputs; a linear's input too, which rounds products of gates
-  convolution, DeltaNet their outputs; the recurrent state stays in float32, as servers keep it
-  attention             queries, keys and values, and the output; softmax is computed in float32
+  activations, gates    their outputs, before they are multiplied
+  convolution, DeltaNet their outputs, and what the chunk kernels store between their products (evaluate/deltanet.py); the
+                        recurrent state stays in float32, as servers keep it
+  attention             cosines and sines, queries, keys and values, and the output; softmax is computed in float32
 So products have exact operands and one rounding, as a GPU kernel's have, and the result is the same on a CPU and a GPU apart from
 the order of sums. Servers differ in that order, and in roundings inside fused kernels: no emulation is bit-exact, and the
 ensemble (evaluate/ensemble.py) measures what such differences do.
@@ -20,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from annie_quant.hf import matmul
 from annie_quant.hf.nvfp4_linear import NVFP4Linear, nvfp4_linears, set_numerics
@@ -69,17 +72,45 @@ def emulate(model: nn.Module, profile: Profile, order: SumOrder = USUAL) -> Iter
 
 def module_hooks(module: nn.Module, profile: Profile) -> Iterator[Any]:
     """Register the hooks that round a module's inputs and outputs, and yield their handles."""
-    stream = rounding(profile.stream)
-    if type(module).__name__.endswith(("RMSNorm", "RMSNormGated", "LayerNorm")):
-        if profile.stream != "float32":
-            yield module.register_forward_pre_hook(lambda _, args: round_in_place(args[0], stream))
-            yield module.register_forward_hook(lambda _, args, output: stream(output))
-    elif isinstance(module, nn.Linear):
+    stream, kind = rounding(profile.stream), type(module).__name__
+    if isinstance(module, nn.Linear):
         plain_input = rounding(profile.stream if isinstance(module, NVFP4Linear) else profile.plain_input)
         if profile.rounds:
             yield module.register_forward_pre_hook(lambda _, args: (plain_input(args[0]), *args[1:]))
         if profile.stream != "float32":
             yield module.register_forward_hook(lambda _, args, output: stream(output))
+    elif profile.stream == "float32":
+        return
+    elif kind.endswith(("RMSNorm", "RMSNormGated", "LayerNorm")):
+        yield module.register_forward_hook(lambda _, args, output: (round_in_place(args[0], stream), stream(output))[1])
+    elif kind.endswith("RotaryEmbedding"):
+        yield module.register_forward_hook(lambda _, args, output: tuple(stream(t) for t in output))
+    elif isinstance(module, nn.SiLU) or kind.endswith("Activation"):
+        yield module.register_forward_hook(lambda _, args, output: stream(output))
+    elif kind.endswith("Attention"):
+        yield RoundedGate(module, stream)
+
+
+class RoundedGate(TorchFunctionMode):
+    """Rounds the results of torch.sigmoid in one module's forward: the output gate of gated attention is no module."""
+
+    def __init__(self, module: nn.Module, to_stream: Round) -> None:
+        super().__init__()
+        self.module, self.to_stream, forward = module, to_stream, module.forward
+
+        def gated(*args: Any, **options: Any) -> Any:
+            with self:
+                return forward(*args, **options)
+
+        module.forward = gated
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return self.to_stream(result) if func is torch.sigmoid else result
+
+    def remove(self) -> None:
+        """Undo it, as a hook's handle does."""
+        del self.module.forward
 
 
 def round_in_place(x: torch.Tensor, to_stream: Round) -> None:

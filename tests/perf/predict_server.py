@@ -3,11 +3,13 @@
     python tests/perf/predict_server.py offline --work build/predict --n 30 naive mlp_only gptq      (--device cuda on a GPU)
     python tests/perf/predict_server.py llama.cpp --work build/predict --n 30 naive
     python tests/perf/predict_server.py vllm --python build/vllm/bin/python --work build/predict --n 30 naive
+    python tests/perf/predict_server.py transformers --work build/predict --n 30 naive
     python tests/perf/predict_server.py table --work build/predict --n 30
 
 Checkpoints are folders, or strategies with which `--model` (tiny-annie) is quantized into the work folder. For each:
   offline    the answers under every profile and those of its ensemble's members, and bf16's        WORK/offline/NAME.N.json
   servers    greedy answers to the same token prompts under two batch cuts                          WORK/served/NAME.SERVER.N.json
+             (transformers: its generate in bfloat16, W4A4, tool calls alone, one prompt at a time)
   table      A/A      the server with itself under another batch cut: no offline arithmetic can agree better
              offline  answers equal to the server's, under its profile and the members of its ensemble
              gates    how many answers pass in each of the server's runs, and the range over the ensemble
@@ -49,7 +51,9 @@ SERVERS = {  # the server's name in files → the profile that predicts it
     "vllm-gpu-marlin": "vllm-marlin",
     "vllm-gpu-exact": "vllm-cutlass",
     "vllm-gpu-emulation": "vllm-emulation",
+    "transformers": "vllm-cutlass",
 }
+TOOLS = ("tool_memory", "tool_web")
 PROFILES = tuple(dict.fromkeys(SERVERS.values()))
 
 
@@ -148,6 +152,30 @@ def serve_vllm(work: Path, folder: Path, n: int, python: Path, kinds: Sequence[s
             subprocess.run(command, check=True, stdout=log, stderr=log, env=environment)
 
 
+def serve_transformers(work: Path, folder: Path, template: Template, n: int) -> None:
+    """Store the answers of transformers' generate to the tool prompts; null for all others."""
+    import torch
+
+    from annie_quant.hf import load
+
+    output = work / "served" / f"{folder.name}.transformers.{n}.json"
+    if output.exists():
+        return
+    model: Any = load(folder, cache="bf16", dtype=torch.bfloat16)
+    answers: list[Any] = []
+    for request in prompts(template, n)[1]:
+        if request.workload.name not in TOOLS:
+            answers.append(None)
+            continue
+        ids = torch.tensor([list(request.prompt)])
+        generated = model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, eos_token_id=list(template.end_tokens),
+            max_new_tokens=request.workload.max_tokens,
+        )[0, ids.shape[1]:].tolist()  # fmt: skip
+        answers.append([generated, bool(generated) and generated[-1] in template.end_tokens])
+    files.write_json(output, {"cuts": {"1": answers}})
+
+
 def quantizes_activations(folder: Path) -> bool:
     from annie_quant import checkpoint
 
@@ -183,9 +211,10 @@ def declared_weight_only(text: str) -> str:
 class Prompts:
     """The prompts of one sample size with bf16's answers: judges other answers to them."""
 
-    def __init__(self, template: Template, n: int, reference: Sequence[Completion]) -> None:
+    def __init__(self, template: Template, n: int, reference: Sequence[Completion], indices: Sequence[int]) -> None:
         self.template = template
-        _, self.requests = prompts(template, n)
+        requests = prompts(template, n)[1]
+        self.requests = [requests[i] for i in indices]
         self.before = with_references(judged(template, self.answered(reference)))
 
     def answered(self, completions: Sequence[Completion]) -> list[Answered]:
@@ -215,11 +244,17 @@ def compare(work: Path, template: Template, n: int, name: str, server: str) -> d
     computed = files.read_json(work / "offline" / f"{name}.{n}.json")
     served = files.read_json(work / "served" / f"{name}.{server}.{n}.json")["cuts"]
     ends, profile = template.end_tokens, SERVERS[server]
-    runs = {cut: [without_end(a[0], a[1], ends) for a in answers] for cut, answers in served.items()}
-    by_profile = {k: [Completion(*c) for c in own] for k, own in computed["members"].items()}
+    indices = [i for i, answer in enumerate(next(iter(served.values()))) if answer is not None]
+
+    def chosen(rows: Sequence[Any]) -> list[Completion]:
+        return [Completion(*rows[i]) for i in indices]
+
+    runs = {cut: [without_end(answers[i][0], answers[i][1], ends) for i in indices] for cut, answers in served.items()}
+    by_profile = {key: chosen(own) for key, own in computed["members"].items()}
     members = {k: v for k, v in by_profile.items() if k.partition("+")[0] == profile}
     first = next(iter(runs.values()))
-    everything = Prompts(template, n, [Completion(*c) for c in computed["reference"]])
+    reference = chosen(computed["reference"])
+    everything = Prompts(template, n, reference, indices)
     parted = [first_difference(a, b) for a, b in zip(members[profile], first, strict=True) if a != b]
     return {
         "checkpoint": name,
@@ -228,7 +263,7 @@ def compare(work: Path, template: Template, n: int, name: str, server: str) -> d
         "n": len(first),
         "a_a": [sum(a == b for a, b in zip(first, run, strict=True)) for run in list(runs.values())[1:]],
         "agree": {key: sum(a == b for a, b in zip(own, first, strict=True)) for key, own in by_profile.items()},
-        "reference_gates": everything.counts([Completion(*c) for c in computed["reference"]]),
+        "reference_gates": everything.counts(reference),
         "served_gates": [everything.counts(run) for run in runs.values()],
         "offline_gates": {key: everything.counts(own) for key, own in members.items()},
         "served_verdicts": [everything.verdict({profile: run}) for run in runs.values()],
@@ -236,7 +271,7 @@ def compare(work: Path, template: Template, n: int, name: str, server: str) -> d
         "parted": sorted(parted),
         "parted_cases": [
             [i, r.name, first_difference(a, b)]
-            for i, (r, a, b) in enumerate(zip(everything.requests, members[profile], first, strict=True))
+            for i, r, a, b in zip(indices, everything.requests, members[profile], first, strict=True)
             if a != b
         ],
     }
@@ -277,7 +312,7 @@ def checkpoint_of(strategy: str, work: Path, model: Path) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("offline", "llama.cpp", "vllm", "table"))
+    parser.add_argument("part", choices=("offline", "llama.cpp", "vllm", "transformers", "table"))
     parser.add_argument("checkpoints", nargs="*", help="strategies, or folders of checkpoints")
     parser.add_argument("--work", type=Path, default=Path("build/predict"))
     parser.add_argument("--model", type=Path, default=MODEL, help="the bf16 model")
@@ -305,6 +340,8 @@ def main() -> None:
             offline(work, arguments.model, folder, n, arguments.profiles.split(","), arguments.device)
         elif arguments.part == "llama.cpp":
             serve_llama_cpp(work, folder, n)
+        elif arguments.part == "transformers":
+            serve_transformers(work, folder, Template(arguments.model), n)
         else:
             serve_vllm(work, folder, n, arguments.python, arguments.kinds.split(","), arguments.cuts)
         print(folder.name, arguments.part, "done", flush=True)

@@ -84,7 +84,7 @@ def offline(work: Path, model: Path, folder: Path, n: int, profiles: Sequence[st
         result = evaluate_pair(
             pair,
             workloads,
-            ["float32", *profiles],
+            profiles,
             on_outcomes=lambda member, own: completions.update({member: own}),
         )
         reference = [a.completion for a in pair.reference.answer(workloads)]

@@ -3,8 +3,9 @@
 #
 #     bash tests/perf/vllm_gpu.sh PYTHON WORK N OUT CHECKPOINT ...        (folders; one may be the bf16 model)
 #
-# PYTHON imports vLLM and this package. All processes run at the same time: each checkpoint under every kernel of vllm_answers.py
-# that it has, and the offline evaluation of each. OUT gets served.NAME.SERVER.N.json, offline.NAME.N.json and log.txt.
+# PYTHON imports vLLM (0.26 needs vllm_flash_attn's extension to be imported, also for other attention) and this package. All
+# processes run at the same time: each checkpoint under every kernel of vllm_answers.py that it has, and with OFFLINE=1 the offline
+# evaluation of each. OUT gets served.NAME.SERVER.N.json, offline.NAME.N.json and log.txt. LIMIT: seconds per process.
 set -u
 python=$1 work=$2 n=$3 out=$4
 shift 4
@@ -23,7 +24,7 @@ for folder in "$@"; do
             "$out/served.$name.$server.$n.json" --cuts "$cuts" --kernel "$kernel" >"$work/$name.$kernel.log" 2>&1 &
     done
 done
-if [ "${OFFLINE:-1}" = 1 ]; then
+if [ "${OFFLINE:-0}" = 1 ]; then
     for folder in "$@"; do
         name=$(basename "$folder")
         [ "$name" = bf16 ] && continue

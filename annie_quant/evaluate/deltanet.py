@@ -12,6 +12,7 @@ one triangular solve per chunk. Source of the rule: Yang et al., Gated Delta Net
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.nn import functional
 from annie_quant.hf.emulation import Round, profile_of, rounding
 
 CHUNK = 32  # steps are padded to a multiple of this; the usual 64 wastes half of the work on a CPU
+SERVED_CHUNK = 64  # of flash-linear-attention and of vLLM's CPU kernel
 
 
 class RaggedBatch:
@@ -46,6 +48,7 @@ def gated_delta_rule(
     initial_state: torch.Tensor | None = None,
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
+    to_operand: Round | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return (outputs [B, T, H, Dv], final state [B, H, Dk, Dv] or None).
@@ -53,12 +56,17 @@ def gated_delta_rule(
     query, key: [B, T, H, Dk]. value: [B, T, H, Dv]. g: log decay [B, T, H]. beta: [B, T, H].
     Computed in float32, chunk by chunk: U and W solve (I + A) [U W] = beta [v, k e^G], where A is the strictly lower part
     of beta k k^T e^(G_i - G_j) and G is the running sum of g.
+
+    to_operand: rounds what servers' kernels store in bfloat16 between their products: normalized q and k, the inverse of I + A, U
+    and W, the inner attention, new values, and the copy of the state that is multiplied. Sums and the state stay float32.
+    (Source: the order of roundings in flash-linear-attention's chunk kernels, chunk_delta_h, chunk_o, wy_fast and solve_tril.)
     """
+    r = to_operand or (lambda x: x)
     kind, (batch, steps, heads, dk), dv = query.dtype, key.shape, value.shape[-1]
     if use_qk_l2norm_in_kernel:
-        query = query * torch.rsqrt(query.square().sum(-1, keepdim=True) + 1e-6)
-        key = key * torch.rsqrt(key.square().sum(-1, keepdim=True) + 1e-6)
-    size = min(CHUNK, steps)
+        query = r(query * torch.rsqrt(query.square().sum(-1, keepdim=True) + 1e-6))
+        key = r(key * torch.rsqrt(key.square().sum(-1, keepdim=True) + 1e-6))
+    size = min(SERVED_CHUNK if to_operand else CHUNK, steps)
     pad = -steps % size
 
     def chunks(x: torch.Tensor) -> torch.Tensor:  # [B, T, H, ...] -> [B, H, T / size, size, ...]
@@ -73,22 +81,25 @@ def gated_delta_rule(
         chunks(beta).unsqueeze(-1),
     )
     between = (log_decay.unsqueeze(-1) - log_decay.unsqueeze(-2)).tril_().exp_().tril_()
-    lower = ((k * b) @ k.transpose(-1, -2)).mul_(between)
-    right = torch.cat((v, k * log_decay.exp().unsqueeze(-1)), -1) * b
-    u, w = (unit_lower_inverse(lower) @ right).split((dv, dk), -1)
-    within = (q @ k.transpose(-1, -2)).mul_(between)
-    q = q * log_decay.exp().unsqueeze(-1)
+    lower = (r(k * b) @ k.transpose(-1, -2)).mul_(between)
+    right = r(torch.cat((v, k * log_decay.exp().unsqueeze(-1)), -1) * b)
+    u, w = r(r(unit_lower_inverse(lower)) @ right).split((dv, dk), -1)
+    within = r((q @ k.transpose(-1, -2)).mul_(between))
+    growth = log_decay.exp().unsqueeze(-1)
     last = log_decay[..., -1:]
-    k_end = (k * (last - log_decay).exp().unsqueeze(-1)).transpose(-1, -2)
+    to_end = (last - log_decay).exp().unsqueeze(-1)
+    k_t = k.transpose(-1, -2)
     decay = last.exp().unsqueeze(-1)
     state = q.new_zeros(batch, heads, dk, dv) if initial_state is None else initial_state.float()
     state = state.reshape(-1, dk, dv).clone()
     out = torch.empty_like(v)
     for c in range(v.shape[2]):
-        q_c, w_c, u_c, within_c, k_c, decay_c = (x[:, :, c].flatten(0, 1) for x in (q, w, u, within, k_end, decay))
-        new = torch.baddbmm(u_c, w_c, state, alpha=-1)
-        out[:, :, c] = torch.baddbmm(q_c @ state, within_c, new).unflatten(0, (batch, heads))
-        state = torch.baddbmm(state.mul_(decay_c), k_c, new)
+        parts = (q, growth, w, u, within, k_t, to_end, decay)
+        q_c, growth_c, w_c, u_c, within_c, k_c, to_end_c, decay_c = (x[:, :, c].flatten(0, 1) for x in parts)
+        copy = r(state)
+        new = torch.baddbmm(u_c, w_c, copy, alpha=-1)
+        out[:, :, c] = torch.baddbmm((q_c @ copy) * growth_c, within_c, r(new)).unflatten(0, (batch, heads))
+        state = torch.baddbmm(state.mul_(decay_c), k_c, r(new * to_end_c))
     out = out.reshape(batch, heads, -1, dv)[:, :, :steps].transpose(1, 2).to(kind)
     return out, state.unflatten(0, (batch, heads)) if output_final_state else None
 
@@ -179,6 +190,8 @@ def ragged_layers(model: torch.nn.Module, batch: RaggedBatch) -> Iterator[None]:
     try:
         for layer, (rule, _, conv, step) in zip(layers, before, strict=True):
             own = gated_delta_rule if rule.__name__ == "torch_chunk_gated_delta_rule" else rule
+            if own is gated_delta_rule and profile.stream != "float32":
+                own = functools.partial(own, to_operand=rounding(profile.stream))
             layer.chunk_gated_delta_rule = ragged_rule(own, batch)
             layer.causal_conv1d_fn = ragged_conv(conv or causal_conv, batch, layer.layer_idx)
             if step.__name__ == "torch_causal_conv1d_update":

@@ -5,8 +5,11 @@ Under one numerics NAME the members are
   NAME+bf16    every prompt, the same activation format with everything else rounded to bfloat16, as GPU servers do
                (NAME+float32 for a profile that rounds by itself)
   NAME+perm1   uncertain prompts, sums in another order (K permuted after activations were rounded)
-  NAME+cut16   uncertain prompts, 16 rows per batch instead of 128, decoded token by token from the prompt, as a server does (the
-               recurrent form of DeltaNet and attention over a cache instead of one forward over the answer)
+  NAME+cut16   uncertain prompts, as a server computes a small batch: every product summed in two parts of K (split-K), 16 rows per
+               batch instead of 128, decoded token by token from the prompt (the recurrent form of DeltaNet and attention over a
+               cache instead of one forward over the answer)
+A batch of 16 rows alone would change nothing on most devices: a row's float32 product does not depend on the rows next to it.
+tests/evaluate/test_ensemble.py checks that each perturbation changes logits, and by no more than rounding.
 An answer is uncertain where NAME or the second arithmetic differs from the reference, or where at some token the best logit is
 above the second by less than MARGIN_FACTOR times the noise. The noise is the change of such margins between those two arithmetics
 (its median, as the standard deviation of a normal distribution). All other answers are certain, and further members have those of
@@ -28,14 +31,15 @@ from annie_quant.evaluate.engine import Engine, Row
 from annie_quant.evaluate.pair import ModelPair
 from annie_quant.evaluate.prompts import Answered
 from annie_quant.evaluate.verification import Choices, Difference, Outcome, answer_from_differences, choices_of
-from annie_quant.hf.emulation import emulate
+from annie_quant.hf.emulation import USUAL, SumOrder, emulate
 from annie_quant.hf.profiles import Profile, in_bfloat16, in_float32
 from annie_quant.schema import EnsembleFigures
 
 MARGIN_FACTOR = 3.0
 NORMAL_MEDIAN = 0.6745  # median of |x| for a standard normal x
 CUT_ROWS = 16
-PERMUTATION_SEED = 1
+PERMUTED = SumOrder(permutation=1)
+SPLIT = SumOrder(parts=2)
 
 
 @dataclass(frozen=True)
@@ -75,33 +79,35 @@ def run(
         merged = [part.get(i, o) for i, o in enumerate(outcomes)]
         members.append(MemberOutcomes(f"{name}+{suffix}", arithmetic, merged, len(part), changed))
 
-    second, permutation = second_arithmetic(pair, profile)
-    with emulate(pair.model, second, permutation):
+    second, order = second_arithmetic(pair, profile)
+    with emulate(pair.model, second, order):
         other = choose(pair, pair.engine, answered, everything, f"{name}: second arithmetic", base)
-        suffix = f"perm{permutation}" if permutation else "float32" if profile.rounds else "bf16"
-        add(suffix, describe(second, permutation), everything, other, pair.engine)
+        suffix = f"perm{order.permutation}" if order != USUAL else "float32" if profile.rounds else "bf16"
+        add(suffix, describe(second, order), everything, other, pair.engine)
     noise = margin_noise(base, other)
     uncertain = uncertain_answers(answered, base, other, noise)
-    if permutation is None:
-        with emulate(pair.model, profile, PERMUTATION_SEED):
+    if order == USUAL:
+        with emulate(pair.model, profile, PERMUTED):
             choices = choose(pair, pair.engine, answered, uncertain, f"{name}: sums in another order")
-            add(f"perm{PERMUTATION_SEED}", describe(profile, PERMUTATION_SEED), uncertain, choices, pair.engine)
+            add(f"perm{PERMUTED.permutation}", describe(profile, PERMUTED), uncertain, choices, pair.engine)
     cut = Engine(pair.model, rows=CUT_ROWS, group=pair.group)
-    with emulate(pair.model, profile):
+    with emulate(pair.model, profile, SPLIT):
         choices = decode_all(choose(pair, cut, answered, uncertain, f"{name}: batches of {CUT_ROWS}"))
-        add(f"cut{CUT_ROWS}", f"{profile.describe()}, decoded in batches of {CUT_ROWS} rows", uncertain, choices, cut)
+        text = f"{describe(profile, SPLIT)}, decoded in batches of {CUT_ROWS} rows"
+        add(f"cut{CUT_ROWS}", text, uncertain, choices, cut)
     return Ensemble(members, EnsembleFigures(noise, len(uncertain), len(answered)))
 
 
-def second_arithmetic(pair: ModelPair, profile: Profile) -> tuple[Profile, int | None]:
+def second_arithmetic(pair: ModelPair, profile: Profile) -> tuple[Profile, SumOrder]:
     """Return what every prompt is computed in besides NAME. A model in bfloat16 has no other dtype, but another order of sums."""
     if pair.dtype != "float32":
-        return profile, PERMUTATION_SEED
-    return (in_float32(profile) if profile.rounds else in_bfloat16(profile)), None
+        return profile, PERMUTED
+    return (in_float32(profile) if profile.rounds else in_bfloat16(profile)), USUAL
 
 
-def describe(profile: Profile, permutation: int | None) -> str:
-    return profile.describe() + (", sums in another order" if permutation is not None else "")
+def describe(profile: Profile, order: SumOrder) -> str:
+    text = profile.describe() + (", sums in another order" if order.permutation is not None else "")
+    return text + (f", sums in {order.parts} parts" if order.parts > 1 else "")
 
 
 def choose(

@@ -26,7 +26,7 @@ from annie_quant import judge
 from annie_quant.evaluate.engine import Engine, Row
 from annie_quant.evaluate.pair import StrPath
 from annie_quant.evaluate.prompts import Template
-from annie_quant.hf.emulation import emulate
+from annie_quant.hf.emulation import USUAL, SumOrder, emulate
 from annie_quant.hf.loading import load, profiles_of
 from annie_quant.hf.profiles import SERVED, UNQUANTIZED, Profile, find_profile, in_bfloat16, in_float32
 
@@ -36,7 +36,7 @@ SIGNIFICANT = 2.0  # standard errors of the mean difference of log-likelihoods p
 CLOSEST = 1.5  # times the difference from the closest candidate
 FAR_BELOW = 6.0  # nats below the best token; less likely tokens are noisy
 REFERENCE = "bf16 reference"
-PERMUTATION_SEED = 1
+PERMUTED = SumOrder(permutation=1)
 
 Values = list[np.ndarray]  # per prompt, the log-probabilities of the served tokens
 
@@ -112,10 +112,10 @@ def fingerprint(
     rows_equal: dict[str, float] = {}
     by_prompt: dict[str, np.ndarray] = {}  # log-likelihoods
 
-    def values(engine: Engine, name: str, profile: Profile, permutation: int | None = None) -> Values:
+    def values(engine: Engine, name: str, profile: Profile, order: SumOrder = USUAL) -> Values:
         by_row: dict[int, np.ndarray] = {}
         n_equal = 0
-        with emulate(engine.model, profile, permutation):
+        with emulate(engine.model, profile, order):
             for i, logits in engine.scores(rows):
                 own = torch.log_softmax(logits.double(), -1).cpu()
                 n_equal += int((own.argmax(-1) == torch.tensor(rows[i].target)).sum())
@@ -126,9 +126,7 @@ def fingerprint(
 
     def candidate(engine: Engine, name: str, profile: Profile) -> Candidate:
         own = values(engine, name, profile)
-        other = (
-            values(engine, "", in_float32(profile)) if profile.rounds else values(engine, "", profile, PERMUTATION_SEED)
-        )
+        other = values(engine, "", in_float32(profile)) if profile.rounds else values(engine, "", profile, PERMUTED)
         noise = max(FLOOR, mean_difference(own, other))
         gaps = np.abs(np.concatenate(served) - np.concatenate(own))
         by_prompt[name] = np.array(

@@ -1,10 +1,12 @@
 """Computing a model as a server does: roundings where the server rounds, on a model that is loaded in float32.
 
 The model stays in float32, and values are rounded where a server stores them in a shorter type (profiles.Profile):
-  residual stream       in place before each norm, so the sum that the next layer adds to is rounded too
+  residual stream       in place after each norm: a fused kernel normalizes the unrounded sum and stores the rounded one
   norms, linears, head  their outputs; a linear's input too, which rounds products of gates
-  convolution, DeltaNet their outputs; the recurrent state stays in float32, as servers keep it
-  attention             queries, keys and values, and the output; softmax is computed in float32
+  activations, gates    their outputs, before they are multiplied
+  convolution, DeltaNet their outputs, and what the chunk kernels store between their products (evaluate/deltanet.py); the
+                        recurrent state stays in float32, as servers keep it
+  attention             cosines and sines, queries, keys and values, and the output; softmax is computed in float32
 So products have exact operands and one rounding, as a GPU kernel's have, and the result is the same on a CPU and a GPU apart from
 the order of sums. Servers differ in that order, and in roundings inside fused kernels: no emulation is bit-exact, and the
 ensemble (evaluate/ensemble.py) measures what such differences do.
@@ -14,11 +16,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
+from annie_quant.hf import matmul
 from annie_quant.hf.nvfp4_linear import NVFP4Linear, nvfp4_linears, set_numerics
 from annie_quant.hf.profiles import UNQUANTIZED, Profile
 
@@ -33,17 +39,28 @@ def rounding(dtype: str) -> Round:
     return lambda x: x.to(target).to(x.dtype)
 
 
-@contextlib.contextmanager
-def emulate(model: nn.Module, profile: Profile, permutation: int | None = None) -> Iterator[None]:
-    """Let `model` compute with a profile's arithmetic; the model is unchanged afterwards, its numerics apart.
+@dataclass(frozen=True)
+class SumOrder:
+    """The order in which linears sum: the same numbers are multiplied, activations were rounded before.
 
-    permutation: seed of a permutation of the K values of every linear, applied after activations were rounded: the same
-    numbers are multiplied and are summed in another order. None: the usual order.
+    permutation: seed of a permutation of the K values of every linear; None: as they are. parts: K is cut into so many parts whose
+    sums are added, as kernels for few rows do (split-K), which a server chooses by the size of the batch.
     """
+
+    permutation: int | None = None
+    parts: int = 1
+
+
+USUAL = SumOrder()
+
+
+@contextlib.contextmanager
+def emulate(model: nn.Module, profile: Profile, order: SumOrder = USUAL) -> Iterator[None]:
+    """Let `model` compute with a profile's arithmetic; the model is unchanged afterwards, its numerics apart."""
     if nvfp4_linears(model):
         set_numerics(model, profile.name)
     hooks = [handle for module in model.modules() for handle in module_hooks(module, profile)]
-    with permuted_linears(model, permutation):
+    with reordered_linears(model, order):
         before, model.annie_quant_profile = getattr(model, "annie_quant_profile", None), profile  # type: ignore[assignment]
         try:
             yield
@@ -55,17 +72,45 @@ def emulate(model: nn.Module, profile: Profile, permutation: int | None = None) 
 
 def module_hooks(module: nn.Module, profile: Profile) -> Iterator[Any]:
     """Register the hooks that round a module's inputs and outputs, and yield their handles."""
-    stream = rounding(profile.stream)
-    if type(module).__name__.endswith(("RMSNorm", "RMSNormGated", "LayerNorm")):
-        if profile.stream != "float32":
-            yield module.register_forward_pre_hook(lambda _, args: round_in_place(args[0], stream))
-            yield module.register_forward_hook(lambda _, args, output: stream(output))
-    elif isinstance(module, nn.Linear):
+    stream, kind = rounding(profile.stream), type(module).__name__
+    if isinstance(module, nn.Linear):
         plain_input = rounding(profile.stream if isinstance(module, NVFP4Linear) else profile.plain_input)
         if profile.rounds:
             yield module.register_forward_pre_hook(lambda _, args: (plain_input(args[0]), *args[1:]))
         if profile.stream != "float32":
             yield module.register_forward_hook(lambda _, args, output: stream(output))
+    elif profile.stream == "float32":
+        return
+    elif kind.endswith(("RMSNorm", "RMSNormGated", "LayerNorm")):
+        yield module.register_forward_hook(lambda _, args, output: (round_in_place(args[0], stream), stream(output))[1])
+    elif kind.endswith("RotaryEmbedding"):
+        yield module.register_forward_hook(lambda _, args, output: tuple(stream(t) for t in output))
+    elif isinstance(module, nn.SiLU) or kind.endswith("Activation"):
+        yield module.register_forward_hook(lambda _, args, output: stream(output))
+    elif kind.endswith("Attention"):
+        yield RoundedGate(module, stream)
+
+
+class RoundedGate(TorchFunctionMode):
+    """Rounds the results of torch.sigmoid in one module's forward: the output gate of gated attention is no module."""
+
+    def __init__(self, module: nn.Module, to_stream: Round) -> None:
+        super().__init__()
+        self.module, self.to_stream, forward = module, to_stream, module.forward
+
+        def gated(*args: Any, **options: Any) -> Any:
+            with self:
+                return forward(*args, **options)
+
+        module.forward = gated
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return self.to_stream(result) if func is torch.sigmoid else result
+
+    def remove(self) -> None:
+        """Undo it, as a hook's handle does."""
+        del self.module.forward
 
 
 def round_in_place(x: torch.Tensor, to_stream: Round) -> None:
@@ -74,38 +119,39 @@ def round_in_place(x: torch.Tensor, to_stream: Round) -> None:
 
 
 @contextlib.contextmanager
-def permuted_linears(model: nn.Module, seed: int | None) -> Iterator[None]:
-    """Let every linear of the model sum in the order of a permutation of its K values."""
-    if seed is None:
+def reordered_linears(model: nn.Module, order: SumOrder) -> Iterator[None]:
+    """Let every linear of the model sum its products in another order."""
+    if order == USUAL:
         yield
         return
-    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}  # a tied head stays as it is
-    linears = [
-        m
-        for m in model.modules()
-        if isinstance(m, NVFP4Linear) or (type(m) is nn.Linear and id(m.weight) not in embeddings)
-    ]
-    hooks: list[Any] = []
-    plain: dict[nn.Linear, torch.Tensor] = {}
-    generator = torch.Generator().manual_seed(seed)
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    linears = [m for m in model.modules() if isinstance(m, NVFP4Linear) or type(m) is nn.Linear]
+    generator = torch.Generator().manual_seed(order.permutation or 0)
     try:
         for linear in linears:
-            order = torch.randperm(linear.in_features, generator=generator).to(linear_device(linear))
+            permutation = None
+            if order.permutation is not None:
+                permutation = torch.randperm(linear.in_features, generator=generator).to(linear_device(linear))
             if isinstance(linear, NVFP4Linear):
-                linear.permutation = order
-            else:
-                plain[linear] = linear.weight.data
-                linear.weight.data = linear.weight.data[:, order]
-                hooks.append(linear.register_forward_pre_hook(lambda _, args, o=order: (args[0][..., o], *args[1:])))
+                linear.permutation, linear.parts = permutation, order.parts
+            elif permutation is None or id(linear.weight) not in embeddings:  # a second copy of a tied head may not fit
+                weight = linear.weight if permutation is None else linear.weight[:, permutation]
+                linear.forward = partial(plain_product, weight, linear.bias, permutation, order.parts)  # type: ignore[method-assign]
         yield
     finally:
-        for hook in hooks:
-            hook.remove()
-        for linear, weight in plain.items():
-            linear.weight.data = weight
         for linear in linears:
             if isinstance(linear, NVFP4Linear):
-                linear.permutation = None
+                linear.permutation, linear.parts = None, 1
+            else:
+                linear.__dict__.pop("forward", None)
+
+
+def plain_product(
+    weight: torch.Tensor, bias: torch.Tensor | None, permutation: torch.Tensor | None, parts: int, x: torch.Tensor
+) -> torch.Tensor:
+    """Return x W^T + b of a plain linear, summed in another order. weight: permuted already."""
+    y = matmul.sum_of_parts(x if permutation is None else x[..., permutation], weight, parts)
+    return y if bias is None else y + bias
 
 
 def linear_device(linear: nn.Linear) -> torch.device:

@@ -47,13 +47,23 @@ def forward(layer: NVFP4Linear, x: torch.Tensor, bias: torch.Tensor | None) -> t
     return y if bias is None else y + bias
 
 
-def permuted(layer: NVFP4Linear, x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """Return the layer's product with its K values in another order: the same numbers, summed in another order."""
-    x = x[..., order]
-    if layer.dense is not None:
-        return nn.functional.linear(x, layer.dense[:, order].to(x.dtype), layer.bias)
-    y = torch.cat([nn.functional.linear(x, layer.rows(*s, x.dtype)[:, order]) for s in row_spans(layer, x)], -1)
+def reordered(layer: NVFP4Linear, x: torch.Tensor) -> torch.Tensor:
+    """Return the layer's product summed in the order of layer.permutation and layer.parts: the same numbers, another order."""
+    order = layer.permutation
+    x = x if order is None else x[..., order]
+    whole = layer.dense is not None or layer.operands is not None
+    spans = [] if whole else row_spans(layer, x)
+    blocks = [layer.weights(x.dtype)] if whole else (layer.rows(*span, x.dtype) for span in spans)
+    y = torch.cat([sum_of_parts(x, w if order is None else w[:, order], layer.parts) for w in blocks], -1)
     return y if layer.bias is None else y + layer.bias
+
+
+def sum_of_parts(x: torch.Tensor, weight: torch.Tensor, parts: int) -> torch.Tensor:
+    """Return x W^T [..., N] as the sum of the products of `parts` parts of K."""
+    if parts == 1:
+        return nn.functional.linear(x, weight)
+    products = zip(x.tensor_split(parts, -1), weight.tensor_split(parts, -1), strict=True)
+    return sum((nn.functional.linear(a, b) for a, b in products), start=x.new_zeros(()))
 
 
 def row_spans(layer: NVFP4Linear, x: torch.Tensor) -> list[tuple[int, int]]:

@@ -86,7 +86,8 @@ class NVFP4Linear(FixedDtypeLinear):
         self.numerics = "w4a4" if activations else "w4a16"
         self.cache = "packed"
         self.dense: torch.Tensor | None = None  # the dequantized weights, unless the cache is "packed"
-        self.permutation: torch.Tensor | None = None  # of K, for another order of the sums (emulation.py)
+        self.permutation: torch.Tensor | None = None  # of K, for another order of the sums (emulation.SumOrder)
+        self.parts = 1  # of K, whose sums are added
         self.prepared: Prepared | None = None  # the weights as our CUDA kernels read them
         self._scalars: Scalars | None = None
 
@@ -163,19 +164,32 @@ class NVFP4Linear(FixedDtypeLinear):
         if kind == profiles.NVFP4:
             input_scale = self.scalars().input_scale
             assert input_scale is not None  # set_numerics checks it
-            return codec.fake_quant(x, input_scale, self.group)
+            rounded = codec.fake_quant(x, input_scale, self.group)
+            return rounded if self.operands is None else rounded.to(self.operands).to(x.dtype)
         if kind == profiles.Q8_0:
             return activations.q8_0(x)
         return activations.nvfp4_searched(x) if kind == profiles.NVFP4_SEARCHED else x
+
+    @property
+    def operands(self) -> torch.dtype | None:
+        """The dtype to which the profile rounds the dequantized values of both sides of a product; None: exact values."""
+        name = profiles.find_profile(self.numerics).operands
+        return None if name == profiles.EXACT else getattr(torch, name)
+
+    def weights(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return all weights [N, K] in `dtype`, as the profile multiplies them."""
+        if self.dense is None:
+            return self.rows(0, self.out_features, self.operands or dtype).to(dtype)
+        return self.dense.to(dtype) if self.operands is None else self.dense.to(self.operands).to(dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.pre_quant_scale is not None:
             x = x * self.pre_quant_scale.to(x.dtype)
         x = self.rounded_input(x)
-        if self.permutation is not None:
-            return matmul.permuted(self, x, self.permutation)
-        if self.dense is not None:
-            return nn.functional.linear(x, self.dense.to(x.dtype), self.bias)
+        if self.permutation is not None or self.parts > 1:
+            return matmul.reordered(self, x)
+        if self.dense is not None or self.operands is not None:
+            return nn.functional.linear(x, self.weights(x.dtype), self.bias)
         if not torch.compiler.is_compiling():
             self.prepare()
         return matmul.linear(self, x)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from annie_quant.errors import UsageError
 
+EXACT = "exact"
 UNROUNDED, NVFP4, Q8_0, NVFP4_SEARCHED = "unrounded", "nvfp4", "q8_0", "nvfp4 (searched)"
 
 
@@ -25,6 +26,7 @@ class Profile:
     stream        dtype of the residual stream and of the outputs of norms, linears, convolution, DeltaNet, attention and logits
     plain_input   dtype of the activations that plain (bf16) linears multiply
     kv            dtype of keys and values
+    operands      "exact", or the dtype to which the dequantized values of both sides of an NVFP4 product are rounded
     served_by     the server and its kernel, "" for an arithmetic that no server has
     """
 
@@ -34,6 +36,7 @@ class Profile:
     plain_input: str = "float32"
     kv: str = "float32"
     served_by: str = ""
+    operands: str = EXACT
 
     @property
     def needs_input_scale(self) -> bool:
@@ -49,11 +52,12 @@ class Profile:
         where = f"{self.stream} stream" if self.stream != "float32" else "float32"
         if self.stream == "float32" and self.rounds:
             where += f", {self.plain_input} inputs of plain linears, {self.kv} keys and values"
-        return f"{self.activations} activations, {where}"
+        operands = "" if self.operands == EXACT else f", products of {self.operands} values"
+        return f"{self.activations} activations, {where}{operands}"
 
 
-def _bf16(name: str, activations: str, served_by: str) -> Profile:
-    return Profile(name, activations, "bfloat16", "bfloat16", "bfloat16", served_by)
+def _bf16(name: str, activations: str, served_by: str, operands: str = EXACT) -> Profile:
+    return Profile(name, activations, "bfloat16", "bfloat16", "bfloat16", served_by, operands)
 
 
 PROFILES = {
@@ -63,6 +67,7 @@ PROFILES = {
         Profile("w4a4", NVFP4),
         Profile("w4a16", UNROUNDED),
         _bf16("vllm-cutlass", NVFP4, "vLLM and SGLang with CUTLASS or FlashInfer FP4 kernels"),
+        _bf16("vllm-emulation", NVFP4, "vLLM with --linear-backend emulation, on any GPU", "bfloat16"),
         _bf16("vllm-marlin", UNROUNDED, "vLLM with Marlin"),
         Profile("llama.cpp-cpu", Q8_0, "float32", "bfloat16", "float16", "llama.cpp on a CPU"),
         Profile(
@@ -85,7 +90,7 @@ def find_profile(name: str) -> Profile:
 
 def in_float32(profile: Profile) -> Profile:
     """Return the same activation format with everything else in float32."""
-    return dataclasses.replace(profile, stream="float32", plain_input="float32", kv="float32")
+    return dataclasses.replace(profile, stream="float32", plain_input="float32", kv="float32", operands=EXACT)
 
 
 def in_bfloat16(profile: Profile) -> Profile:

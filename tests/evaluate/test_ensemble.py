@@ -14,9 +14,13 @@ pytest.importorskip("annie_quant.nvfp4", reason="the runtime needs the codec")
 from runtime_models import export_nvfp4, save_reference  # noqa: E402
 
 from annie_quant.evaluate import ensemble, pair  # noqa: E402
+from annie_quant.evaluate.engine import Row  # noqa: E402
 from annie_quant.evaluate.evaluation import evaluate_pair  # noqa: E402
 from annie_quant.evaluate.pair import ModelPair  # noqa: E402
 from annie_quant.evaluate.verification import Choices, Difference, choices_of  # noqa: E402
+from annie_quant.hf.emulation import USUAL, SumOrder, emulate  # noqa: E402
+from annie_quant.hf.nvfp4_linear import nvfp4_linears  # noqa: E402
+from annie_quant.hf.profiles import find_profile  # noqa: E402
 from annie_quant.judge import Case, Workload  # noqa: E402
 from annie_quant.schema import Evaluation  # noqa: E402
 
@@ -81,6 +85,54 @@ def test_certain_answers_are_those_that_no_member_changes(
     for name, member in everything.members.items():
         assert member.n_computed == 14
         assert member.outcomes == usual.members[name].outcomes and member.n_changed == usual.members[name].n_changed
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def device(request: pytest.FixtureRequest) -> str:
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+    return request.param
+
+
+def logits_of(pair: ModelPair, order: SumOrder, name: str) -> list[torch.Tensor]:
+    answered = pair.reference.answer(workloads())
+    rows = [Row(s.prompt, s.target) for s in pair.scored(answered)]
+    profile = find_profile(name if nvfp4_linears(pair.model) else "bf16")
+    with emulate(pair.model, profile, order):
+        return [logits.clone() for _, logits in sorted(pair.engine.scores(rows), key=lambda item: item[0])]
+
+
+@pytest.mark.parametrize("cache", ["packed", "float32"])
+@pytest.mark.parametrize("order", [ensemble.PERMUTED, ensemble.SPLIT], ids=["perm1", "cut16"])
+def test_every_perturbation_changes_low_bits_and_no_more(
+    models: tuple[Path, Path], tmp_path: Path, order: SumOrder, cache: str, device: str
+) -> None:
+    """cut16 used to be a smaller batch alone, which changes nothing where a row's product does not depend on its neighbours."""
+    for folder, profile in ((models[1], "bf16"), (models[0], "float32"), (models[0], "w4a4")):
+        with ModelPair(folder, models[1], cache=tmp_path, device=device, dtype="float32") as pair:
+            for linear in nvfp4_linears(pair.model).values():
+                linear.set_cache(cache)
+            usual, again, other = (logits_of(pair, o, profile) for o in (USUAL, USUAL, order))
+            repeated = logits_of(pair, order, profile)
+        assert all(torch.equal(a, b) for a, b in zip(usual, again, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(other, repeated, strict=True)), (
+            "a perturbation must be deterministic"
+        )
+        changed = [not torch.equal(a, b) for a, b in zip(usual, other, strict=True)]
+        assert all(changed), f"{profile}: {sum(changed)} of {len(changed)} answers' logits change"
+        if (
+            profile != "w4a4"
+        ):  # where activations are rounded to 4 bits, a change of the last bit may become a whole code
+            largest = max(float((a - b).abs().max()) for a, b in zip(usual, other, strict=True))
+            assert largest < 1e-5 * max(float(a.abs().max()) for a in usual)
+
+
+def test_a_reordered_model_is_unchanged_afterwards(models: tuple[Path, Path], tmp_path: Path) -> None:
+    with ModelPair(models[0], models[1], cache=tmp_path, device="cpu") as pair:
+        before = logits_of(pair, USUAL, "w4a4")
+        logits_of(pair, SumOrder(permutation=3, parts=3), "w4a4")
+        assert not any("forward" in m.__dict__ for m in pair.model.modules())
+        assert all(torch.equal(a, b) for a, b in zip(before, logits_of(pair, USUAL, "w4a4"), strict=True))
 
 
 def test_decoding_token_by_token_gives_the_verified_answers(models: tuple[Path, Path], tmp_path: Path) -> None:

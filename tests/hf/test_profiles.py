@@ -15,7 +15,7 @@ from runtime_models import export_nvfp4, save_reference  # noqa: E402
 
 from annie_quant.errors import UsageError  # noqa: E402
 from annie_quant.hf import activations, load, profiles, set_numerics  # noqa: E402
-from annie_quant.hf.emulation import emulate  # noqa: E402
+from annie_quant.hf.emulation import RoundedGate, SumOrder, emulate  # noqa: E402
 from annie_quant.hf.nvfp4_linear import NVFP4Linear, nvfp4_linears  # noqa: E402
 
 
@@ -104,12 +104,71 @@ def test_values_are_rounded_where_the_server_rounds(model, name: str) -> None:
             assert not in_bf16(output), key
 
 
+def test_roundings_between_modules_are_those_of_vllm(model) -> None:
+    """The formulas that reproduced vLLM 0.32's tensors bit for bit (tests/perf/trace_server.py, 2026-11-22)."""
+    seen, before, handles = {}, {}, []
+    rounded = profiles.find_profile("vllm-cutlass")
+
+    def bf16(x: torch.Tensor) -> torch.Tensor:
+        return x.bfloat16().float()
+
+    def keep(key):
+        def hook(m, a, o):
+            seen[key] = o[0].clone() if isinstance(o, tuple) else o.clone()
+            if a:
+                seen[key + ".in"] = a[0].clone()
+
+        return hook
+
+    def keep_input(key):
+        return lambda m, a: before.update({key: a[0].clone()})
+
+    with emulate(model, rounded):
+        for key, module in model.named_modules():
+            if key and torch.nn.Module.forward is not type(module).forward and not key.endswith("model"):
+                handles.append(module.register_forward_hook(keep(key)))
+            if key.endswith("layernorm"):
+                handles.append(module.register_forward_pre_hook(keep_input(key)))
+        logits(model)
+    for handle in handles:
+        handle.remove()
+    layer = next(k for k in seen if k.endswith(".mlp"))
+    norm = layer.replace("mlp", "post_attention_layernorm")
+    gate, up, down = (seen[f"{layer}.{k}"] for k in ("gate_proj", "up_proj", "down_proj.in"))
+    assert torch.equal(down, bf16(bf16(torch.nn.functional.silu(gate)) * up)), (
+        "the activation is rounded before the product"
+    )
+    total = before[norm]
+    assert not torch.equal(total, bf16(total)), "a norm gets the unrounded sum"
+    weight = 1 + model.get_submodule(norm).weight.float()
+    expected = bf16(total * torch.rsqrt(total.square().mean(-1, keepdim=True) + model.config.rms_norm_eps) * weight)
+    assert torch.equal(seen[norm], expected)
+    assert torch.equal(seen[norm + ".in"], bf16(total)), "the residual that the next sum starts from is rounded"
+    rotary = next(v for k, v in seen.items() if k.endswith("rotary_emb"))
+    assert torch.equal(rotary, bf16(rotary))
+
+
+def test_gates_of_attention_are_rounded_before_the_product(model) -> None:
+    """transformers multiplies by torch.sigmoid(gate), which is no module."""
+    attention = next(m for k, m in model.named_modules() if k.endswith("self_attn"))
+    for name, is_rounded in (("vllm-cutlass", True), ("float32", False)):
+        with emulate(model, profiles.find_profile(name)):
+            assert ("forward" in attention.__dict__) == is_rounded
+        assert "forward" not in attention.__dict__
+    gated = torch.nn.Module()
+    gated.forward = lambda x: 2 * torch.sigmoid(x)
+    RoundedGate(gated, lambda x: x.bfloat16().float())
+    x = torch.linspace(-3, 3, 7)
+    assert torch.equal(gated(x), 2 * torch.sigmoid(x).bfloat16().float())
+    assert not torch.equal(torch.sigmoid(x), torch.sigmoid(x).bfloat16().float())
+
+
 def test_the_model_is_unchanged_afterwards(model) -> None:
     set_numerics(model, "w4a4")
     state = {k: v.clone() for k, v in model.state_dict().items() if v.dtype.is_floating_point and v.element_size() > 1}
     before = logits(model)
     for name in ("vllm-cutlass", "llama.cpp-cpu"):
-        with emulate(model, profiles.find_profile(name), permutation=1):
+        with emulate(model, profiles.find_profile(name), SumOrder(permutation=1)):
             assert not torch.equal(logits(model), before)
     set_numerics(model, "w4a4")
     assert torch.equal(logits(model), before)
@@ -119,7 +178,7 @@ def test_the_model_is_unchanged_afterwards(model) -> None:
 def test_a_permutation_changes_the_order_of_sums_alone(model) -> None:
     with emulate(model, profiles.find_profile("float32")):
         plain = logits(model)
-    with emulate(model, profiles.find_profile("float32"), permutation=1):
+    with emulate(model, profiles.find_profile("float32"), SumOrder(permutation=1)):
         other = logits(model)
     assert not torch.equal(plain, other)
     assert torch.allclose(plain, other, rtol=1e-3, atol=1e-4 * float(plain.abs().max()))
@@ -133,7 +192,7 @@ def test_a_tied_head_is_not_permuted(model) -> None:
             self.head.weight = self.embed.weight
 
     tied = Tied()
-    with emulate(tied, profiles.find_profile("float32"), permutation=1):
+    with emulate(tied, profiles.find_profile("float32"), SumOrder(permutation=1)):
         assert torch.allclose(tied.head(tied.embed.weight[:3]), tied.embed.weight[:3] @ tied.embed.weight.T)
 
 

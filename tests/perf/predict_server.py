@@ -1,13 +1,21 @@
 """Does the offline evaluation predict the answers of real servers? The same prompts offline under each profile and in a server.
 
-    python tests/perf/predict_server.py --work build/predict --vllm build/vllm/bin/python --n 30 naive mlp_only gptq direct
+    python tests/perf/predict_server.py offline --work build/predict --n 30 naive mlp_only gptq      (--device cuda on a GPU)
+    python tests/perf/predict_server.py llama.cpp --work build/predict --n 30 naive
+    python tests/perf/predict_server.py vllm --python build/vllm/bin/python --work build/predict --n 30 naive
+    python tests/perf/predict_server.py transformers --work build/predict --n 30 naive
+    python tests/perf/predict_server.py table --work build/predict --n 30
 
-For each strategy: makes the checkpoint of tiny-annie, asks the server for greedy answers to token prompts, and compares
-  A/A      the server with itself under another batch cut (16 sequences and 1): no offline arithmetic can agree better
-  offline  the answers under the profile, and those of each member of its ensemble
-  gates    how many answers pass, and the range over the ensemble
-Servers: vLLM on a CPU (an environment that tests/integration/vllm_cpu.py makes; W4A4 and W4A16) and llama.cpp on a CPU (xllamacpp).
-A finished part is not done again. The table is in docs/method.md.
+Checkpoints are folders, or strategies with which `--model` (tiny-annie) is quantized into the work folder. For each:
+  offline    the answers under every profile and those of its ensemble's members, and bf16's        WORK/offline/NAME.N.json
+  servers    greedy answers to the same token prompts under two batch cuts                          WORK/served/NAME.SERVER.N.json
+             (transformers: its generate in bfloat16, W4A4, tool calls alone, one prompt at a time)
+  table      A/A      the server with itself under another batch cut: no offline arithmetic can agree better
+             offline  answers equal to the server's, under its profile and the members of its ensemble
+             gates    how many answers pass in each of the server's runs, and the range over the ensemble
+             verdict  by the rule of docs/method.md, of the served answers (each run) and offline (all members)
+             parts    where the answers that differ part: tokens before the first difference
+A GPU's answers come from tests/perf/vllm_gpu.sh. A finished part is not done again. The table is in docs/method.md.
 """
 
 from __future__ import annotations
@@ -26,31 +34,27 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from annie_quant import checkpoint, data, files, judge, quantize, serve  # noqa: E402
+from annie_quant import files, judge  # noqa: E402
 from annie_quant.evaluate.decoding import Completion  # noqa: E402
-from annie_quant.evaluate.evaluation import evaluate_pair, judged  # noqa: E402
+from annie_quant.evaluate.evaluation import evaluate_pair, judged, with_references  # noqa: E402
 from annie_quant.evaluate.pair import ModelPair  # noqa: E402
 from annie_quant.evaluate.prompts import Answered, Request, Template  # noqa: E402
-from annie_quant.hf.profiles import find_profile  # noqa: E402
 from annie_quant.judge import Workload  # noqa: E402
-from annie_quant.pipeline.demo import MODEL  # noqa: E402
+from annie_quant.judge.decision import judge_members  # noqa: E402
 
+MODEL = ROOT / "annie_quant" / "assets" / "tiny-annie"
 GATES = ("tool_call", "factual", "reasoning", "abstention", "no_markdown")
-SERVERS = {"vllm-cutlass": "vllm", "vllm-marlin": "vllm", "llama.cpp-cpu": "llama.cpp"}
-VLLM_PROGRAM = """
-import json, os, sys
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1"); os.environ["VLLM_LOGGING_LEVEL"] = "WARNING"
-from vllm import LLM, SamplingParams
-if __name__ == "__main__":
-    folder, prompts, output, sequences = sys.argv[1:5]
-    rows = json.load(open(prompts))
-    llm = LLM(folder, dtype="bfloat16", enforce_eager=True, max_model_len=2048, max_num_seqs=int(sequences),
-              enable_prefix_caching=False, disable_log_stats=True, quantization="modelopt")
-    sampling = [SamplingParams(temperature=0, max_tokens=r["max_tokens"], stop_token_ids=r["ends"]) for r in rows]
-    outputs = llm.generate([{"prompt_token_ids": r["prompt"]} for r in rows], sampling, use_tqdm=False)
-    answers = [[list(o.outputs[0].token_ids), o.outputs[0].finish_reason == "stop"] for o in outputs]
-    json.dump(answers, open(output, "w"))
-"""
+SERVERS = {  # the server's name in files → the profile that predicts it
+    "llama.cpp-cpu": "llama.cpp-cpu",
+    "vllm-cpu-w4a4": "vllm-cutlass",
+    "vllm-cpu-w4a16": "vllm-marlin",
+    "vllm-gpu-marlin": "vllm-marlin",
+    "vllm-gpu-exact": "vllm-cutlass",
+    "vllm-gpu-emulation": "vllm-emulation",
+    "transformers": "vllm-cutlass",
+}
+TOOLS = ("tool_memory", "tool_web")
+PROFILES = tuple(dict.fromkeys(SERVERS.values()))
 
 
 def prompts(template: Template, n: int) -> tuple[list[Workload], list[Request]]:
@@ -59,30 +63,54 @@ def prompts(template: Template, n: int) -> tuple[list[Workload], list[Request]]:
     return workloads, [template.request(w, c) for w in workloads for c in w.cases]
 
 
+def write_prompts(path: Path, requests: Sequence[Request], ends: Sequence[int]) -> None:
+    rows = [{"prompt": list(r.prompt), "max_tokens": r.workload.max_tokens, "ends": list(ends)} for r in requests]
+    files.write_json(path, rows)
+
+
 def without_end(tokens: Sequence[int], stopped: bool, ends: Sequence[int]) -> Completion:
     tokens = list(tokens)
     return Completion(tokens[:-1] if stopped and tokens and tokens[-1] in ends else tokens, stopped)
 
 
-def ask_vllm(
-    python: Path, folder: Path, requests: Sequence[Request], ends: Sequence[int], sequences: int, output: Path
-) -> None:
-    rows = [{"prompt": r.prompt, "max_tokens": r.workload.max_tokens, "ends": list(ends)} for r in requests]
-    inputs, program = output.with_suffix(".prompts.json"), output.with_suffix(".py")
-    files.write_text(inputs, json.dumps(rows))
-    files.write_text(program, VLLM_PROGRAM)
-    with output.with_suffix(".log").open("w") as log:
-        command = [python, program, folder, inputs, output, str(sequences)]
-        subprocess.run(command, check=True, stdout=log, stderr=log)
+def offline(work: Path, model: Path, folder: Path, n: int, profiles: Sequence[str], device: str | None) -> None:
+    """Compute and store the answers of every member of the profiles' ensembles."""
+    output = work / "offline" / f"{folder.name}.{n}.json"
+    if output.exists():
+        return
+    with ModelPair(folder, model, cache=work / "cache", device=device) as pair:
+        workloads, requests = prompts(pair.template, n)
+        completions: dict[str, list[Completion]] = {}
+        result = evaluate_pair(
+            pair,
+            workloads,
+            profiles,
+            on_outcomes=lambda member, own: completions.update({member: own}),
+        )
+        reference = [a.completion for a in pair.reference.answer(workloads)]
+        write_prompts(work / f"prompts.{n}.json", requests, pair.template.end_tokens)
+        files.write_json(
+            output,
+            {
+                "reference": [[c.tokens, c.finished] for c in reference],
+                "members": {key: [[c.tokens, c.finished] for c in own] for key, own in completions.items()},
+                "noise": {name: figures.noise for name, figures in result.ensemble.items()},
+                "uncertain": {name: figures.n_uncertain for name, figures in result.ensemble.items()},
+                "device": result.device,
+                "seconds": result.seconds,
+            },
+        )
 
 
-def ask_llama_cpp(file: Path, requests: Sequence[Request], parallel: int, output: Path) -> None:
+def ask_llama_cpp(file: Path, rows: Sequence[Mapping[str, Any]], parallel: int) -> list[Any]:
     from concurrent.futures import ThreadPoolExecutor
+
+    from annie_quant import serve
 
     with serve.start(file, parallel=parallel) as server:
 
-        def ask(request: Request) -> list[Any]:
-            body = {"prompt": list(request.prompt), "n_predict": request.workload.max_tokens, "temperature": 0,
+        def ask(row: Mapping[str, Any]) -> list[Any]:
+            body = {"prompt": row["prompt"], "n_predict": row["max_tokens"], "temperature": 0,
                     "return_tokens": True, "cache_prompt": False}  # fmt: skip
             http = urllib.request.Request(
                 server.url + "/completion", json.dumps(body).encode(), {"Content-Type": "application/json"}
@@ -92,35 +120,66 @@ def ask_llama_cpp(file: Path, requests: Sequence[Request], parallel: int, output
             return [answer["tokens"], answer["stop_type"] == "eos"]
 
         with ThreadPoolExecutor(parallel) as pool:
-            answers = list(pool.map(ask, requests))
-    files.write_json(output, answers)
+            return list(pool.map(ask, rows))
 
 
-def served(
-    work: Path,
-    name: str,
-    profile: str,
-    folder: Path,
-    requests: Sequence[Request],
-    ends: Sequence[int],
-    python: Path | None,
-    n: int,
-) -> list[list[Completion]]:
-    """Return the server's answers under two batch cuts (16 and 1 at a time)."""
-    results = []
-    for cut in (16, 1):
-        output = work / f"{name}.{profile}.{n}.{cut}.json"
-        if not output.exists():
-            if SERVERS[profile] == "vllm":
-                assert python is not None
-                ask_vllm(python, folder, requests, ends, cut, output)
-            else:
-                file = work / f"{name}.gguf"
-                if not file.exists():
-                    checkpoint.convert(folder, to="gguf", output=file)
-                ask_llama_cpp(file, requests, 8 if cut == 16 else 1, output)
-        results.append([without_end(t, s, ends) for t, s in files.read_json(output)])
-    return results
+def serve_llama_cpp(work: Path, folder: Path, n: int) -> None:
+    """Store the answers of llama.cpp with 8 slots and with 1."""
+    from annie_quant import checkpoint
+
+    output, file = work / "served" / f"{folder.name}.llama.cpp-cpu.{n}.json", work / f"{folder.name}.gguf"
+    if output.exists():
+        return
+    if not file.exists():
+        checkpoint.convert(folder, to="gguf", output=file)
+    rows = files.read_json(work / f"prompts.{n}.json")
+    files.write_json(output, {"cuts": {str(slots): ask_llama_cpp(file, rows, slots) for slots in (8, 1)}})
+
+
+def serve_vllm(work: Path, folder: Path, n: int, python: Path, kinds: Sequence[str], cuts: str) -> None:
+    """Store the answers of vLLM on this CPU: the checkpoint's W4A4, and the same declared W4A16."""
+    for kind in kinds:
+        output = work / "served" / f"{folder.name}.vllm-cpu-{kind}.{n}.json"
+        has_scales = quantizes_activations(folder)
+        if output.exists() or (kind == "w4a4" and not has_scales):
+            continue
+        source = weight_only(folder, work) if kind == "w4a16" and has_scales else folder
+        output.parent.mkdir(parents=True, exist_ok=True)
+        program = Path(__file__).with_name("vllm_answers.py")
+        command = [python, program, source, work / f"prompts.{n}.json", output, "--cuts", cuts]
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        with output.with_suffix(".log").open("w") as log:
+            subprocess.run(command, check=True, stdout=log, stderr=log, env=environment)
+
+
+def serve_transformers(work: Path, folder: Path, template: Template, n: int) -> None:
+    """Store the answers of transformers' generate to the tool prompts; null for all others."""
+    import torch
+
+    from annie_quant.hf import load
+
+    output = work / "served" / f"{folder.name}.transformers.{n}.json"
+    if output.exists():
+        return
+    model: Any = load(folder, cache="bf16", dtype=torch.bfloat16)
+    answers: list[Any] = []
+    for request in prompts(template, n)[1]:
+        if request.workload.name not in TOOLS:
+            answers.append(None)
+            continue
+        ids = torch.tensor([list(request.prompt)])
+        generated = model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, eos_token_id=list(template.end_tokens),
+            max_new_tokens=request.workload.max_tokens,
+        )[0, ids.shape[1]:].tolist()  # fmt: skip
+        answers.append([generated, bool(generated) and generated[-1] in template.end_tokens])
+    files.write_json(output, {"cuts": {"1": answers}})
+
+
+def quantizes_activations(folder: Path) -> bool:
+    from annie_quant import checkpoint
+
+    return "input_scale" in str(list(checkpoint.ModelFolder(folder)))
 
 
 def weight_only(folder: Path, work: Path) -> Path:
@@ -149,96 +208,143 @@ def declared_weight_only(text: str) -> str:
     return json.dumps(document, indent=2)
 
 
-def gate_counts(pair: ModelPair, requests: Sequence[Request], completions: Sequence[Completion]) -> dict[str, int]:
-    table = judge.gate_table(
-        judged(pair.template, [Answered(r, c) for r, c in zip(requests, completions, strict=True)])
-    )
-    return {gate: row.passes for gate, row in table.items() if gate in GATES}
+class Prompts:
+    """The prompts of one sample size with bf16's answers: judges other answers to them."""
+
+    def __init__(self, template: Template, n: int, reference: Sequence[Completion], indices: Sequence[int]) -> None:
+        self.template = template
+        requests = prompts(template, n)[1]
+        self.requests = [requests[i] for i in indices]
+        self.before = with_references(judged(template, self.answered(reference)))
+
+    def answered(self, completions: Sequence[Completion]) -> list[Answered]:
+        return [Answered(r, c) for r, c in zip(self.requests, completions, strict=True)]
+
+    def counts(self, completions: Sequence[Completion]) -> dict[str, int]:
+        table = judge.gate_table(judged(self.template, self.answered(completions)))
+        return {gate: row.passes for gate, row in table.items() if gate in GATES}
+
+    def verdict(self, members: Mapping[str, Sequence[Completion]]) -> str:
+        """Return the rule's verdict over these members' answers."""
+        paired, pooled = {}, {}
+        for name, completions in members.items():
+            after = judged(self.template, self.answered(completions))
+            paired[name], pooled[name] = judge.pair_answers(self.before, after)
+        return judge_members(paired, pooled).verdict
 
 
-def compare(
-    work: Path, name: str, folder: Path, profile: str, answers: list[list[Completion]], n: int
-) -> Mapping[str, Any]:
-    """Return the row of one checkpoint under one profile."""
-    with ModelPair(folder, MODEL, cache=work / "cache") as pair:
-        workloads, requests = prompts(pair.template, n)
-        completions: dict[str, list[Completion]] = {}
-        result = evaluate_pair(pair, workloads, [profile], on_outcomes=lambda key, own: completions.update({key: own}))
-        counts = {key: gate_counts(pair, requests, own) for key, own in completions.items()}
-        first, second = answers
-        agree = {key: sum(a == b for a, b in zip(own, first, strict=True)) for key, own in completions.items()}
-        return {
-            "checkpoint": name,
-            "profile": profile,
-            "served_by": find_profile(profile).served_by,
-            "n": len(requests),
-            "a_a": sum(a == b for a, b in zip(first, second, strict=True)),
-            "agree": agree,
-            "served_gates": [gate_counts(pair, requests, a) for a in answers],
-            "offline_gates": counts,
-            "gate_n": {g: r.n for g, r in result.reference_gates.items() if g in GATES},
-            "reference_gates": {g: r.passes for g, r in result.reference_gates.items() if g in GATES},
-            "noise": result.ensemble[profile].noise,
-        }
+def first_difference(one: Completion, other: Completion) -> int:
+    """Return the number of tokens before two answers part."""
+    pairs = zip(one.tokens, other.tokens, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one.tokens), len(other.tokens)))
+
+
+def compare(work: Path, template: Template, n: int, name: str, server: str) -> dict[str, Any]:
+    """Return the row of one checkpoint in one server."""
+    computed = files.read_json(work / "offline" / f"{name}.{n}.json")
+    served = files.read_json(work / "served" / f"{name}.{server}.{n}.json")["cuts"]
+    ends, profile = template.end_tokens, SERVERS[server]
+    indices = [i for i, answer in enumerate(next(iter(served.values()))) if answer is not None]
+
+    def chosen(rows: Sequence[Any]) -> list[Completion]:
+        return [Completion(*rows[i]) for i in indices]
+
+    runs = {cut: [without_end(answers[i][0], answers[i][1], ends) for i in indices] for cut, answers in served.items()}
+    by_profile = {key: chosen(own) for key, own in computed["members"].items()}
+    members = {k: v for k, v in by_profile.items() if k.partition("+")[0] == profile}
+    first = next(iter(runs.values()))
+    reference = chosen(computed["reference"])
+    everything = Prompts(template, n, reference, indices)
+    parted = [first_difference(a, b) for a, b in zip(members[profile], first, strict=True) if a != b]
+    return {
+        "checkpoint": name,
+        "server": server,
+        "profile": profile,
+        "n": len(first),
+        "a_a": [sum(a == b for a, b in zip(first, run, strict=True)) for run in list(runs.values())[1:]],
+        "agree": {key: sum(a == b for a, b in zip(own, first, strict=True)) for key, own in by_profile.items()},
+        "reference_gates": everything.counts(reference),
+        "served_gates": [everything.counts(run) for run in runs.values()],
+        "offline_gates": {key: everything.counts(own) for key, own in members.items()},
+        "served_verdicts": [everything.verdict({profile: run}) for run in runs.values()],
+        "offline_verdict": everything.verdict(members),
+        "parted": sorted(parted),
+        "parted_cases": [
+            [i, r.name, first_difference(a, b)]
+            for i, r, a, b in zip(indices, everything.requests, members[profile], first, strict=True)
+            if a != b
+        ],
+    }
 
 
 def line(row: Mapping[str, Any]) -> str:
     """Return one Markdown row of the table."""
-    agree = row["agree"]
-    rest = [v for k, v in agree.items() if k != row["profile"]]
+    own = row["agree"][row["profile"]]
+    rest = [v for k, v in row["agree"].items() if k.startswith(row["profile"] + "+")]
     gates = []
-    for gate in row["offline_gates"][row["profile"]]:
-        offline = [counts.get(gate, 0) for counts in row["offline_gates"].values()]
-        own = [counts.get(gate, 0) for counts in row["served_gates"]]
-        low, high = min(offline), max(offline)
+    for gate, n_passed in row["reference_gates"].items():
+        offline_counts = [counts.get(gate, 0) for counts in row["offline_gates"].values()]
+        served_counts = [counts.get(gate, 0) for counts in row["served_gates"]]
+        low, high = min(offline_counts), max(offline_counts)
+        inside = "" if low <= min(served_counts) and max(served_counts) <= high else " **outside**"
         span = f"{low}" if low == high else f"{low}–{high}"
-        gates.append(f"{gate} {'/'.join(map(str, own))} ({span})")
+        gates.append(f"{gate} {'/'.join(map(str, served_counts))} ({span}; bf16 {n_passed}){inside}")
+    percent = f"{100 * own / row['n']:.1f} %"
     return (
-        f"| {row['checkpoint']} | {row['profile']} | {row['a_a']}/{row['n']} | {agree[row['profile']]}/{row['n']} "
-        f"({min(rest)}–{max(rest)}) | {'; '.join(gates)} |"
+        f"| {row['checkpoint']} | {row['server']} | {'/'.join(map(str, row['a_a']))} of {row['n']} | {own} ({percent}; "
+        f"{min(rest, default=own)}–{max(rest, default=own)}) | {'; '.join(gates)} | {'/'.join(row['served_verdicts'])} | "
+        f"{row['offline_verdict']} | {sum(p < 10 for p in row['parted'])} of {len(row['parted'])} |"
     )
+
+
+def checkpoint_of(strategy: str, work: Path, model: Path) -> Path:
+    """Return the model quantized with a strategy; an existing one is reused."""
+    from annie_quant import data, quantize
+
+    rows, folder = work / "calibration.jsonl", work / strategy
+    if folder.exists():
+        return folder
+    if not rows.exists():
+        data.generate("annie", teacher="offline", n=500, output=rows, seed=0)
+    quantize.run(strategy, model, folder, calib_data=rows, calib_samples=48)
+    return folder
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkpoints", nargs="+", help="strategies, or folders of checkpoints of tiny-annie")
+    parser.add_argument("part", choices=("offline", "llama.cpp", "vllm", "transformers", "table"))
+    parser.add_argument("checkpoints", nargs="*", help="strategies, or folders of checkpoints")
     parser.add_argument("--work", type=Path, default=Path("build/predict"))
-    parser.add_argument(
-        "--vllm", type=Path, help="the python of vLLM's environment; without it only llama.cpp is compared"
-    )
+    parser.add_argument("--model", type=Path, default=MODEL, help="the bf16 model")
+    parser.add_argument("--python", type=Path, help="the python of vLLM's environment (tests/integration/vllm_cpu.py)")
     parser.add_argument("--n", type=int, default=30, help="prompts per gate")
-    parser.add_argument("--profiles", default=",".join(SERVERS))
-    arguments = parser.parse_args()
-    work = arguments.work.resolve()
+    parser.add_argument("--kinds", default="w4a4,w4a16", help="of the checkpoint in vLLM on a CPU")
+    parser.add_argument("--cuts", default="16,1", help="sequences at a time in vLLM on a CPU")
+    parser.add_argument("--profiles", default=",".join(PROFILES))
+    parser.add_argument("--device", default=None, help="of the offline evaluation")
+    arguments = parser.parse_intermixed_args()
+    work, n = arguments.work.resolve(), arguments.n
     work.mkdir(parents=True, exist_ok=True)
-    template = Template(MODEL)
-    _, requests = prompts(template, arguments.n)
+    if arguments.part == "table":
+        template = Template(arguments.model)
+        for path in sorted((work / "served").glob(f"*.{n}.json")):
+            name, server = next((path.name[: -len(f".{s}.{n}.json")], s) for s in SERVERS if f".{s}." in path.name)
+            if (work / "offline" / f"{name}.{n}.json").exists():
+                row = compare(work, template, n, name, server)
+                files.write_json(work / "rows" / f"{name}.{server}.{n}.json", row)
+                print(line(row), flush=True)
+        return
     for item in arguments.checkpoints:
-        folder = Path(item).resolve() if Path(item).is_dir() else checkpoint_of(item, work)
-        for profile in arguments.profiles.split(","):
-            if SERVERS[profile] == "vllm" and arguments.vllm is None:
-                continue
-            output = work / f"{folder.name}.{profile}.{arguments.n}.row.json"
-            if not output.exists():
-                has_scales = "input_scale" in str(list(checkpoint.ModelFolder(folder)))
-                if profile == "vllm-cutlass" and not has_scales:
-                    continue
-                source = weight_only(folder, work) if profile == "vllm-marlin" and has_scales else folder
-                answers = served(
-                    work, folder.name, profile, source, requests, template.end_tokens, arguments.vllm, arguments.n
-                )
-                files.write_json(output, compare(work, folder.name, folder, profile, answers, arguments.n))
-            print(line(files.read_json(output)), flush=True)
-
-
-def checkpoint_of(strategy: str, work: Path) -> Path:
-    """Return tiny-annie quantized with a strategy; an existing one is reused."""
-    rows, folder = work / "calibration.jsonl", work / strategy
-    if not rows.exists():
-        data.generate("annie", teacher="offline", n=500, output=rows, seed=0)
-    if not folder.exists():
-        quantize.run(strategy, MODEL, folder, calib_data=rows, calib_samples=48)
-    return folder
+        folder = Path(item).resolve() if Path(item).is_dir() else checkpoint_of(item, work, arguments.model)
+        if arguments.part == "offline":
+            offline(work, arguments.model, folder, n, arguments.profiles.split(","), arguments.device)
+        elif arguments.part == "llama.cpp":
+            serve_llama_cpp(work, folder, n)
+        elif arguments.part == "transformers":
+            serve_transformers(work, folder, Template(arguments.model), n)
+        else:
+            serve_vllm(work, folder, n, arguments.python, arguments.kinds.split(","), arguments.cuts)
+        print(folder.name, arguments.part, "done", flush=True)
 
 
 if __name__ == "__main__":

@@ -66,6 +66,21 @@ def test_activations_are_rounded_under_the_input_scale(rows):
     assert not torch.allclose(got, alone, rtol=1e-3), "rounding must show"
 
 
+@pytest.mark.parametrize("input_scale", [0.0, 0.0013])
+def test_bfloat16_products_are_exact_and_do_not_depend_on_the_batch(input_scale):
+    """CUTLASS and Marlin multiply exact values and round each sum once; a row's result is that of the row alone."""
+    from annie_quant.hf import codec
+
+    packed = weights(64, 256, seed=5)
+    x = torch.randn(40, 256, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
+    operands = codec.fake_quant_eager(x.float(), input_scale, 16) if input_scale else x.float()
+    expected = torch.from_numpy(exact(packed, operands.numpy())).to(torch.bfloat16)
+    got = vllm_plugin.multiply(x, *as_torch(packed), input_scale=input_scale)
+    assert (got == expected).float().mean() > 0.999  # a float32 sum next to a midpoint may take the other neighbour
+    alone = torch.cat([vllm_plugin.multiply(row[None], *as_torch(packed), input_scale=input_scale) for row in x])
+    assert (got == alone).float().mean() > 0.999
+
+
 def test_shapes_and_bfloat16_are_preserved():
     packed = weights(16, 32)
     x = torch.randn(2, 5, 32).to(torch.bfloat16)

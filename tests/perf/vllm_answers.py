@@ -1,0 +1,188 @@
+"""Greedy answers of a checkpoint in vLLM, on a CPU or a GPU, to prompts given as token ids. Imports vLLM alone, not this package.
+
+    python tests/perf/vllm_answers.py CHECKPOINT PROMPTS.json ANSWERS.json --cuts 64,1 --kernel emulation
+
+PROMPTS.json: a list of {"prompt": token ids, "max_tokens": n, "ends": token ids}. ANSWERS.json: {"vllm": version, "device": name,
+"kernel": of the first NVFP4 linear, "seconds": of each part, "cuts": {cut: [[token ids, ended, logprobs], ...]}}; logprobs: the
+five best tokens [[id, log-probability], ...] of each of the first TRACED tokens. A cut is the number of sequences at a time. The
+engine runs in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0), without torch.compile and CUDA graphs, and starts fast.
+
+Kernels of NVFP4 linears (--kernel):
+  auto       what vLLM chooses: Marlin (W4A16) on GPUs without FP4 units, this package's plug-in on a CPU
+  emulation  vLLM's own W4A4 for GPUs without FP4 units: weights and activations are rounded to bfloat16 before they are multiplied
+  exact      the same W4A4 with exact products: weights and activations stay float32, and the sum is rounded once, as CUTLASS does
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+
+TRACED = 10  # tokens of an answer whose log-probabilities are stored
+ARCHITECTURE = "Qwen3_5ForCausalLM"
+
+
+def register_text_only(folder: str) -> str:
+    """Register Qwen3.5 without vision where vLLM's registry has only the model with vision (0.26; 0.32 has both).
+
+    Returns the folder to load: a copy whose configuration has one position per token (which is what M-RoPE computes for text).
+    """
+    from vllm import ModelRegistry
+
+    if ARCHITECTURE in ModelRegistry.get_supported_archs():
+        return folder
+    from vllm.model_executor.models import config, qwen3_5
+    from vllm.model_executor.models.interfaces import IsHybrid
+
+    with_vision = qwen3_5.Qwen3_5ForConditionalGeneration
+
+    class TextOnly(qwen3_5.Qwen3_5ForCausalLM, IsHybrid):
+        get_mamba_state_dtype_from_config = classmethod(with_vision.get_mamba_state_dtype_from_config.__func__)
+        get_mamba_state_shape_from_config = classmethod(with_vision.get_mamba_state_shape_from_config.__func__)
+        get_mamba_state_copy_func = classmethod(with_vision.get_mamba_state_copy_func.__func__)
+
+    config.MODELS_CONFIG_MAP[ARCHITECTURE] = config.MODELS_CONFIG_MAP["Qwen3_5ForConditionalGeneration"]
+    ModelRegistry.register_model(ARCHITECTURE, TextOnly)
+    copy = Path(tempfile.mkdtemp()) / Path(folder).name
+    copy.mkdir()
+    for file in Path(folder).resolve().iterdir():
+        (copy / file.name).symlink_to(file)
+    document = json.loads((copy / "config.json").read_text())
+    for key in ("mrope_section", "mrope_interleaved"):
+        document.get("rope_parameters", {}).pop(key, None)
+    (copy / "config.json").unlink()
+    (copy / "config.json").write_text(json.dumps(document))
+    return str(copy)
+
+
+def exact_products() -> None:
+    """Let vLLM's emulation of NVFP4 multiply exact values: float32 operands, one rounding of the sum."""
+    import torch
+    from vllm.model_executor.kernels.linear.nvfp4.emulation import EmulationNvFp4LinearKernel
+    from vllm.model_executor.layers.quantization.utils import nvfp4_emulation_utils as utils
+
+    def apply_weights(self: Any, layer: Any, x: Any, bias: Any = None) -> Any:
+        rows = utils.ref_nvfp4_quant_dequant(x.reshape(-1, x.shape[-1]).float(), layer.input_global_scale_inv, 16)
+        if not hasattr(layer, "exact_weight"):
+            layer.exact_weight = utils.dequantize_to_dtype(
+                layer.weight.data.view(torch.uint8), layer.weight_scale.data, layer.weight_global_scale,
+                torch.float32, 16, swizzle=False,
+            )  # fmt: skip
+        y = (rows @ layer.exact_weight.t()).to(x.dtype).reshape(*x.shape[:-1], -1)
+        return y if bias is None else y + bias
+
+    torch.backends.cuda.matmul.allow_tf32 = False
+    EmulationNvFp4LinearKernel.apply_weights = apply_weights
+
+
+def start(folder: str, kernel: str, sequences: int, on_cpu: bool) -> Any:
+    """Return vLLM's LLM of a checkpoint."""
+    from vllm import LLM
+
+    options: dict[str, Any] = {}
+    if not on_cpu:
+        options = {
+            "gpu_memory_utilization": 0.08,
+            "kv_cache_memory_bytes": 2 << 30,
+            "additional_config": {"gdn_prefill_backend": "triton"},
+            "attention_backend": "TRITON_ATTN",
+            "mamba_ssm_cache_dtype": "float32",  # as the configurations of Qwen3.5 define, and as a CPU keeps it
+        }
+    if kernel == "exact":
+        exact_products()
+    if kernel != "auto":
+        options["linear_backend"] = "emulation"
+    return LLM(
+        folder, dtype="bfloat16", enforce_eager=True, max_model_len=2048, max_num_seqs=sequences,
+        enable_prefix_caching=False, disable_log_stats=True, **options,
+    )  # fmt: skip
+
+
+def model_of(llm: Any) -> Any:
+    """Return the model in this process."""
+    worker = llm.llm_engine.model_executor.driver_worker
+    return worker.get_model() if hasattr(worker, "get_model") else worker.worker.get_model()
+
+
+def kernel_name(model: Any) -> str:
+    """Return the class that multiplies the first NVFP4 linear, "" for a model without one."""
+    for module in model.modules():
+        for owner in (getattr(module, name, None) for name in ("quant_method", "scheme")):
+            kernel = type(getattr(owner, "kernel", None)).__name__
+            if "NvFp4" in kernel:
+                return kernel
+    return ""
+
+
+def answers(llm: Any, rows: list[dict[str, Any]], cut: int) -> list[Any]:
+    """Return [token ids, ended, logprobs] per prompt. cut: sequences at a time, 1 or all that the engine takes."""
+    from vllm import SamplingParams
+
+    sampling = [
+        SamplingParams(temperature=0, max_tokens=r["max_tokens"], stop_token_ids=r["ends"], logprobs=5) for r in rows
+    ]
+    inputs = [{"prompt_token_ids": r["prompt"]} for r in rows]
+    if cut > 1:
+        outputs = llm.generate(inputs, sampling, use_tqdm=False)
+    else:
+        outputs = [llm.generate([i], [s], use_tqdm=False)[0] for i, s in zip(inputs, sampling, strict=True)]
+    results = []
+    for output in outputs:
+        first = output.outputs[0]
+        best = [
+            [[int(token), round(entry.logprob, 5)] for token, entry in position.items()]
+            for position in (first.logprobs or [])[:TRACED]
+        ]
+        results.append([list(first.token_ids), first.finish_reason == "stop", best])
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint")
+    parser.add_argument("prompts", type=Path)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--cuts", default="16,1")
+    parser.add_argument("--kernel", default="auto", choices=("auto", "emulation", "exact"))
+    arguments = parser.parse_args()
+    begin = time.monotonic()
+    import torch
+    import vllm
+
+    on_cpu = not torch.cuda.is_available()
+    folder = register_text_only(arguments.checkpoint)
+    cuts = [int(c) for c in arguments.cuts.split(",")]
+    seconds = {"import": round(time.monotonic() - begin, 1)}
+    begin = time.monotonic()
+    llm = start(folder, arguments.kernel, max(cuts), on_cpu)
+    seconds["load"] = round(time.monotonic() - begin, 1)
+    rows = json.loads(arguments.prompts.read_text())
+    document: dict[str, Any] = {
+        "vllm": vllm.__version__,
+        "device": "cpu" if on_cpu else torch.cuda.get_device_name(0),
+        "kernel": kernel_name(model_of(llm)),
+        "seconds": seconds,
+        "cuts": {},
+    }
+    for cut in cuts:
+        begin = time.monotonic()
+        document["cuts"][str(cut)] = answers(llm, rows, cut)
+        seconds[f"cut {cut}"] = round(time.monotonic() - begin, 1)
+    partial = arguments.output.with_suffix(".partial")
+    partial.write_text(json.dumps(document))
+    partial.replace(arguments.output)
+    print(arguments.output.name, document["device"], document["kernel"], seconds, flush=True)
+
+
+if __name__ == "__main__":
+    main()

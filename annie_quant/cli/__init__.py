@@ -19,6 +19,7 @@ from annie_quant.cli import (
     init,
     publish,
     quantize,
+    record,
     report,
     search,
     serve,
@@ -56,8 +57,9 @@ def cli(context: click.Context, show_version: bool, verbose: bool, as_json: bool
 
 
 for command in (
-    demo.demo, init.init, data.data, quantize.quantize, audit.audit, convert.convert, compare.compare, evaluate.evaluate,
-    search.search, serve.serve, doctor.doctor, validate_gpu.validate_gpu, bench.bench, report.report, publish.publish,
+    demo.demo, record.record_command, init.init, data.data, quantize.quantize, audit.audit, convert.convert,
+    compare.compare, evaluate.evaluate, search.search, serve.serve, doctor.doctor, validate_gpu.validate_gpu, bench.bench,
+    report.report, publish.publish,
 ):  # fmt: skip
     cli.add_command(command)
 

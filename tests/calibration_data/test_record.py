@@ -202,7 +202,7 @@ def test_a_stream_passes_byte_for_byte_and_as_it_comes(tmp_path):
 
 @pytest.mark.parametrize("coding", ["identity", "gzip", "deflate", "raw deflate"])
 def test_a_body_passes_byte_for_byte_in_its_coding(tmp_path, coding):
-    text = completion("It is on.", reasoning_content="The user wants light.")
+    text = completion("It is on.", reasoning_content="The user needs light.")
     packed = {
         "identity": lambda: text,
         "gzip": lambda: gzip.compress(text),
@@ -223,7 +223,7 @@ def test_a_body_passes_byte_for_byte_in_its_coding(tmp_path, coding):
     assert b"POST /v1/chat/completions HTTP" in sent and b"Accept-Encoding: gzip;q=1\r\n" in sent and b"c=3" in sent
     assert b"ookie" not in server.requests[1][0]  # one client's cookies are not sent for another
     assert [line["messages"][-1]["content"] for line in proxied.lines] == ["It is on."] * 2
-    assert proxied.lines[0]["messages"][-1]["reasoning_content"] == "The user wants light."
+    assert proxied.lines[0]["messages"][-1]["reasoning_content"] == "The user needs light."
 
 
 def test_everything_else_passes_too_and_is_not_recorded(tmp_path):
@@ -519,7 +519,7 @@ def test_from_recorded_traffic_to_workloads(tmp_path, number):
             url = next(word for word in note.split() if word.startswith("http")).removesuffix("/v1")
             for i in range(12):
                 chat(url, body_of(f"Light in the room{i}", tools=TOOLS, stream=bool(i % 2)))
-                chat(url, body_of(f"What can you tell me about the number {i * 977}", tools=TOOLS, stream=True))
+                chat(url, body_of(f"What do you know about the number {i * 977}", tools=TOOLS, stream=True))
             in_flight = threading.Thread(target=chat, args=(url, body_of("slow one", tools=TOOLS, stream=True)))
             in_flight.start()
             time.sleep(0.3)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -19,7 +20,10 @@ from annie_quant.files import write_json
 from annie_quant.judge import Workload
 from annie_quant.pipeline.run_directory import RunDirectory
 from annie_quant.progress import Console, Progress
+from annie_quant.schema import GateResult
 
+LEAST_ANSWERS = 60  # a gate without a changed answer keeps from 52 on (judge/decision/paired.py)
+MOST_PROMPTS = 4  # times n per gate, at most, to get them
 MIN_DECIDING_N = 10  # with fewer prompts per gate, no gate decides: a trial run
 
 
@@ -180,6 +184,20 @@ def offline_prompts(n: int, everything: Sequence[Workload]) -> list[Workload]:
     if n >= MIN_DECIDING_N:
         chosen |= {w.name: w for w in everything if "tool_call" in w.gates}
     return list(chosen.values())
+
+
+def more_prompts(
+    n: int, everything: Sequence[Workload], prompts: Sequence[Workload], reference: Mapping[str, GateResult]
+) -> list[Workload]:
+    """Return the prompts with which each gate that compares with bf16's own answers gets LEAST_ANSWERS, as far as there are any.
+
+    How many answers such a gate applies to is known only when bf16 has answered (reference: its gates over `prompts`): a language,
+    for example, is compared in answers of six words or more. At most MOST_PROMPTS times as many prompts per gate are taken.
+    """
+    fewest = min((g.n for g in reference.values() if g.basis == "reference" and not g.advisory and g.n), default=n)
+    if n < LEAST_ANSWERS or fewest >= LEAST_ANSWERS:
+        return list(prompts)
+    return offline_prompts(min(MOST_PROMPTS * n, math.ceil(n * LEAST_ANSWERS / fewest)), everything)
 
 
 def silence_transformers() -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -22,8 +21,6 @@ from annie_quant.pipeline.run_directory import RunDirectory
 from annie_quant.progress import Console, Progress
 from annie_quant.schema import GateResult
 
-LEAST_ANSWERS = 60  # a gate without a changed answer keeps from 52 on (judge/decision/paired.py)
-MOST_PROMPTS = 4  # times n per gate, at most, to get them
 MIN_DECIDING_N = 10  # with fewer prompts per gate, no gate decides: a trial run
 
 
@@ -189,15 +186,11 @@ def offline_prompts(n: int, everything: Sequence[Workload]) -> list[Workload]:
 def more_prompts(
     n: int, everything: Sequence[Workload], prompts: Sequence[Workload], reference: Mapping[str, GateResult]
 ) -> list[Workload]:
-    """Return the prompts with which each gate that compares with bf16's own answers gets LEAST_ANSWERS, as far as there are any.
+    """Return the prompts with which gates that compare with bf16's own answers (reference) apply to enough of them."""
+    from annie_quant.evaluate.enough_prompts import prompts_per_gate
 
-    How many answers such a gate applies to is known only when bf16 has answered (reference: its gates over `prompts`): a language,
-    for example, is compared in answers of six words or more. At most MOST_PROMPTS times as many prompts per gate are taken.
-    """
-    fewest = min((g.n for g in reference.values() if g.basis == "reference" and not g.advisory and g.n), default=n)
-    if n < LEAST_ANSWERS or fewest >= LEAST_ANSWERS:
-        return list(prompts)
-    return offline_prompts(min(MOST_PROMPTS * n, math.ceil(n * LEAST_ANSWERS / fewest)), everything)
+    per_gate = prompts_per_gate(n, reference)
+    return list(prompts) if per_gate == n else offline_prompts(per_gate, everything)
 
 
 def silence_transformers() -> None:

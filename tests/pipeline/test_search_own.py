@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from annie_quant import judge
+from annie_quant.evaluate.enough_prompts import LEAST_ANSWERS
 from annie_quant.pipeline.search import label_check, search
-from annie_quant.pipeline.stages import LEAST_ANSWERS, more_prompts, offline_prompts
+from annie_quant.pipeline.stages import more_prompts, offline_prompts
 from annie_quant.schema import GateResult, Labels, LabelScores, MemberVerdict, PairedVerdict, StrategyRow
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +55,11 @@ class Line:
     data: bytes
     has_answer: bool
     fault: str = ""
+
+
+def new_scanner(personal: bool, words: Sequence[str]) -> Scanner:
+    """Return what masks secrets in recorded text, by the same rules as `annie-quant init`."""
+    return Scanner(personal, words)
 
 
 def line_of(exchange: Exchange, scanner: Scanner) -> Line:

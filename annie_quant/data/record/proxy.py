@@ -29,13 +29,13 @@ from urllib.parse import urlsplit
 import msgspec
 
 from annie_quant.data.logs.conversation import Unusable
-from annie_quant.data.logs.secrets import Scanner
 from annie_quant.data.record.exchange import (
     MAX_ANSWER_BYTES,
     MAX_REQUEST_BYTES,
     READABLE_CODINGS,
     Exchange,
     line_of,
+    new_scanner,
 )
 from annie_quant.data.record.log_file import LogFile
 from annie_quant.errors import EnvironmentFault, UsageError, need
@@ -162,7 +162,7 @@ class Recorder:
         self.result = Recorded(output=str(settings.output))
         self.url = ""
         self._left_out: Counter[str] = Counter()
-        self._scanner = Scanner(settings.personal, settings.words)
+        self._scanner = new_scanner(settings.personal, settings.words)
         self._held = Held(MAX_HELD_BYTES)
         self._clients = 0
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="annie-quant-record")

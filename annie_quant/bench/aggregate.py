@@ -17,6 +17,7 @@ import msgspec
 from annie_quant.bench import confounds
 from annie_quant.bench.confounds import impossible, stalls
 from annie_quant.bench.records import read_records
+from annie_quant.bench.reference_answers import RECORDED, bf16_side, stored_reference
 from annie_quant.errors import UsageError
 from annie_quant.judge import decision, judge_members
 from annie_quant.judge.gates import count, tabulate
@@ -63,7 +64,7 @@ def aggregate(folder: str | os.PathLike[str]) -> Aggregates:
         raise UsageError(
             f"{root} holds no finished benchmark (records.jsonl is missing)", f"annie-quant bench ... --output {root}"
         ) from error
-    return aggregate_records(records, bench.config, bench.backends, bench.memory, bench.ended)
+    return aggregate_records(records, bench.config, bench.backends, bench.memory, bench.ended, stored_reference(root))
 
 
 def aggregate_records(
@@ -72,10 +73,12 @@ def aggregate_records(
     identities: Mapping[str, Identity],
     memory: Mapping[str, MemoryLevels] | None = None,
     ended: Ended | None = None,
+    reference: Sequence[RequestRecord] = (),
 ) -> Aggregates:
     """Aggregate all records of a benchmark, warm-ups included.
 
-    identities and memory: by backend. ended: how the run ended; a run that left out requests is a caveat.
+    identities and memory: by backend. ended: how the run ended; a run that left out requests is a caveat. reference: bf16's
+    records of an earlier run, with which all sides are compared where none of them is bf16.
     """
     memory = memory or {}
     measured = [r for r in records if not r.warmup]
@@ -98,7 +101,7 @@ def aggregate_records(
             memory=memory.get(name),
             energy=_energy(own),
         )
-    pair_sides(served, measured, config.greedy)
+    pair_sides(served, measured, config.greedy, reference)
     turns = {name: _turns([r for r in fit if r.backend == name], config.seed) for name in served}
     surfaces = {name: tool_surface(measured, name) for name in served}
     pairs = list(itertools.combinations(served, 2))
@@ -127,11 +130,20 @@ def timed(measured: Sequence[RequestRecord]) -> list[RequestRecord]:
 # ---- gates
 
 
-def pair_sides(served: Mapping[str, ServedSide], measured: Sequence[RequestRecord], greedy: Collection[str]) -> None:
-    """Judge each backend's gates against its reference's answers to the same prompts: bf16's, else those of the side to replace."""
+def pair_sides(
+    served: Mapping[str, ServedSide],
+    measured: Sequence[RequestRecord],
+    greedy: Collection[str],
+    recorded: Sequence[RequestRecord] = (),
+) -> None:
+    """Judge each backend's gates against its reference's answers to the same prompts: bf16's (of this run, else those that an
+    earlier one recorded), else those of the side to replace."""
     references = {name: decision.reference_side(Aggregates(served=dict(served)), name) for name in served}
+    if recorded and bf16_side(served) is None:
+        references = dict.fromkeys(served, RECORDED)
     needed = {*references, *references.values()} if any(references.values()) else set()
     rows = {name: checks_by_prompt([r for r in measured if r.backend == name], greedy) for name in needed if name}
+    rows[RECORDED] = checks_by_prompt(recorded, greedy)
     for name, reference in references.items():
         if reference is None:
             continue

@@ -17,6 +17,7 @@ from annie_quant.bench.backend import PROBE_TIMEOUT_S, Backend, alive, identity
 from annie_quant.bench.load_profile import arrival_times
 from annie_quant.bench.plan import Visit, choose, plan, warmups
 from annie_quant.bench.records import Records
+from annie_quant.bench.reference_answers import bf16_side, mark
 from annie_quant.errors import ServerError
 from annie_quant.files import sha256_text
 from annie_quant.host import gpu_energy_joules, load_per_core
@@ -75,7 +76,9 @@ class Measurement:
         records: Records,
         progress: Progress,
         on_record: OnRecord,
+        recorded: Sequence[RequestRecord] = (),
     ) -> None:
+        self.recorded = recorded  # bf16's answers of an earlier run
         self.config, self.workloads, self.folder, self.records = config, list(workloads), folder, records
         self.backends = {b.name: b for b in backends}
         self.progress, self.on_record = progress, on_record
@@ -132,7 +135,14 @@ class Measurement:
         self.progress.update(total, total)
         return Ended(prefix_cache=self.config.prefix_cache)
 
+    def compare_with_reference(self) -> bool:
+        """Check all answers so far against bf16's, where there are any. Return whether a record has changed."""
+        name = bf16_side(self.backends)
+        reference = [r for r in self.records.rows if r.backend == name] if name else self.recorded
+        return mark(self.records.rows, self.workloads, reference) if reference else False
+
     def _decided(self) -> bool:
+        self.compare_with_reference()
         return not sequential.open_questions(list(self.done.values()), list(self.backends), self.config.greedy)
 
     def _stopped(self, unasked: int, done: int, looks: Sequence[int]) -> Ended:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from annie_quant import schema
+from annie_quant.files import replacing
 from annie_quant.resume import JsonLines
 from annie_quant.schema import RequestRecord
 
@@ -30,6 +31,15 @@ class Records:
 
     def close(self) -> None:
         self._log.close()
+
+    def rewrite(self) -> None:
+        """Write all rows again, after close, because their checks have changed."""
+        write_records(self._log.path, self.rows)
+
+
+def write_records(path: Path, records: Iterable[RequestRecord]) -> None:
+    with replacing(path) as file:
+        file.writelines(schema.encode(record) + b"\n" for record in records)
 
 
 def read_records(path: str | os.PathLike[str]) -> list[RequestRecord]:

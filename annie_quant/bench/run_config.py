@@ -38,7 +38,7 @@ def prepare_folder(folder: Path, config: BenchConfig, workloads: Sequence[Worklo
     inputs = folder / "inputs.json"
     if not resume:
         shutil.rmtree(folder / "streams", ignore_errors=True)
-        for name in ("records.jsonl", "inputs.json", "bench.json", "memory.json"):
+        for name in ("records.jsonl", "inputs.json", "bench.json", "memory.json", "reference.jsonl"):
             (folder / name).unlink(missing_ok=True)
     elif inputs.exists() and _has_records(folder / "records.jsonl"):
         try:
@@ -51,14 +51,15 @@ def prepare_folder(folder: Path, config: BenchConfig, workloads: Sequence[Worklo
                 f"{folder} holds a benchmark with other settings ({', '.join(changed)})",
                 f"choose another --output, or delete its records to start again: rm -r {old}",
             )
-    schema.write(inputs, Inputs(config=config, workloads=[_complete(w) for w in workloads]))
+    schema.write(inputs, Inputs(config=config, workloads=[complete_workload(w) for w in workloads]))
 
 
 def _has_records(records: Path) -> bool:
     return records.is_file() and records.stat().st_size > 0
 
 
-def _complete(workload: Workload) -> AskedWorkload:
+def complete_workload(workload: Workload) -> AskedWorkload:
+    """Return all that a run sends and expects."""
     return AskedWorkload(
         name=workload.name,
         description=workload.description,

@@ -16,7 +16,8 @@ from annie_quant.bench.aggregate import aggregate_records
 from annie_quant.bench.backend import Backend
 from annie_quant.bench.export import export
 from annie_quant.bench.measure import Measurement, OnRecord
-from annie_quant.bench.records import Records
+from annie_quant.bench.records import Records, write_records
+from annie_quant.bench.reference_answers import STORED, store_reference, stored_reference
 from annie_quant.bench.run_config import prepare_folder, workload_settings
 from annie_quant.errors import UsageError
 from annie_quant.host import environment
@@ -35,13 +36,15 @@ def run(
     resume: bool = True,
     progress: Progress = SILENT,
     watch: OnRecord | None = None,
+    reference_run: str | os.PathLike[str] | None = None,
     **settings: Any,
 ) -> Bench:
     """Measure `backends` over `workloads` into the folder `output`, and return what bench.json holds.
 
     workloads: objects or names. concurrency: requests in flight at one backend, or several levels. rates: further levels,
     in arrivals per second (Poisson, open loop). resume: continue the run in the folder; False starts again. watch: called
-    with each measured record. settings: fields of schema.BenchConfig, which has their defaults: warmup, runs, n, seed,
+    with each measured record. reference_run: the folder of an earlier run with a bf16 side, whose answers all sides are
+    compared with. settings: fields of schema.BenchConfig, which has their defaults: warmup, runs, n, seed,
     prefix_cache, reference (default: the first backend), timeout_s, with_memory, budget_s, stop_early.
 
     Raises UsageError (bad arguments, a folder with another benchmark), ServerError (a server does not answer).
@@ -56,7 +59,8 @@ def run(
     )
     _check(config)
     config.reference = config.reference or backends[0].name
-    return execute(config, backends, loaded, Path(output), resume, progress, watch or (lambda record: None))
+    run_dir = None if reference_run is None else Path(reference_run)
+    return execute(config, backends, loaded, Path(output), resume, progress, watch or (lambda record: None), run_dir)
 
 
 def execute(
@@ -67,19 +71,27 @@ def execute(
     resume: bool,
     progress: Progress,
     on_record: OnRecord,
+    reference_run: Path | None = None,
 ) -> Bench:
     """Measure with checked settings, aggregate, and write bench.json and the exports."""
     prepare_folder(folder, config, workloads, resume)
+    if reference_run is not None:
+        store_reference(reference_run, folder, workloads)
+    recorded = stored_reference(folder)
     records = Records(folder / "records.jsonl")
     try:
-        measurement = Measurement(config, backends, workloads, folder, records, progress, on_record)
+        measurement = Measurement(config, backends, workloads, folder, records, progress, on_record, recorded)
         with measurement.sampling_memory():
             ended = measurement.run()
             memory = measurement.memory()
     finally:
         records.close()
+    if measurement.compare_with_reference():
+        records.rewrite()
+    if recorded:
+        write_records(folder / STORED, recorded)  # with their checks
     identities = measurement.identities
-    aggregates = aggregate_records(records.rows, config, identities, memory, ended)
+    aggregates = aggregate_records(records.rows, config, identities, memory, ended, recorded)
     bench = Bench(
         ended=ended,
         requests=sum(not r.warmup for r in records.rows),

@@ -17,10 +17,13 @@ from annie_quant.cli import (
     doctor,
     evaluate,
     explain,
+    harness,
     init,
     publish,
     quantize,
+    record,
     report,
+    retention,
     search,
     serve,
     validate_gpu,
@@ -57,9 +60,9 @@ def cli(context: click.Context, show_version: bool, verbose: bool, as_json: bool
 
 
 for command in (
-    demo.demo, init.init, data.data, quantize.quantize, audit.audit, convert.convert, compare.compare, evaluate.evaluate,
-    search.search, serve.serve, doctor.doctor, validate_gpu.validate_gpu, bench.bench, report.report, publish.publish,
-    explain.explain,
+    demo.demo, record.record_command, init.init, data.data, quantize.quantize, audit.audit, convert.convert,
+    compare.compare, evaluate.evaluate, harness.lm_eval, retention.retention, search.search, serve.serve, doctor.doctor,
+    validate_gpu.validate_gpu, bench.bench, report.report, publish.publish, explain.explain,
 ):  # fmt: skip
     cli.add_command(command)
 

@@ -38,6 +38,11 @@ from annie_quant.errors import UsageError
 @click.option(
     "--watch", "stored", type=click.Path(path_type=Path), help="An earlier run: exit 1 on a significant loss."
 )
+@click.option(
+    "--reference-run",
+    type=click.Path(path_type=Path),
+    help="An earlier run with a side named bf16: all sides are compared with its answers.",
+)
 @click.option("--key-env", metavar="NAME", help="Environment variable with the API key of both servers.")
 @click.option("--seed", default=0, show_default=True)
 @click.option(
@@ -64,7 +69,8 @@ def bench(
 ) -> None:
     """Time one or two OpenAI-compatible servers with the same prompts, interleaved.
 
-    The gates of one side are compared with the other's answers. Exit code 1 if the candidate loses a gate or is fragile.
+    The gates of one side are compared with the other's answers; a side named bf16 is the reference, also of the gates that
+    need no labels (same_tool ...). Exit code 1 if the candidate loses a gate or is fragile.
     """
     from annie_quant import bench as timing
     from annie_quant.bench.progress_table import ProgressTable

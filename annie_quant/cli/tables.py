@@ -189,7 +189,8 @@ def served_lines(served: Mapping[str, ServedSide], width: int = WIDTH) -> list[s
     lines: list[str] = []
     for reference in references:
         columns = [Column(n, s.gates, s.paired, s.pooled) for n, s in judged.items() if s.judged_by == reference]
-        lines += [*gate_lines(served[reference].gates, columns, width, reference), ""]
+        own = served[reference].gates if reference in served else None  # bf16 may be of an earlier run
+        lines += [*gate_lines(own, columns, width, reference), ""]
     alone = [Column(name, side.gates) for name, side in served.items() if name not in {*judged, *references}]
     lines += [*gate_lines(None, alone, width), ""] if alone else []
     return [*lines, *requirement_lines({name: side.gates for name, side in served.items()}, width)]

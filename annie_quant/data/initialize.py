@@ -118,6 +118,11 @@ def initialize(sources: Sources, output: Path, force: bool = False, progress: Pr
         f"{name}: {n} gate prompts, {MIN_CASES - n} short of {MIN_CASES}; gates on it may stay undecided"
         for name, n in sorted(short.items())
     ]
+    if never := [t["function"]["name"] for t in persona.tools if f"calls {t['function']['name']}" not in behaviours]:
+        lines.append(
+            f"no gate prompt calls {', '.join(never)}: nothing about {'them' if len(never) > 1 else 'it'} can be judged; "
+            "--fill makes prompts from the tools' schemas"
+        )
     if not rows:
         lines.append(
             "the logs have no answers, so there is no calibration data: add --fill, or annie-quant data --persona"

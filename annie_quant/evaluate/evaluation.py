@@ -39,6 +39,7 @@ from annie_quant.schema import (
     EnsembleFigures,
     EvaluatedWorkload,
     Evaluation,
+    GateTable,
     Member,
     NumericsResult,
     SameAnswers,
@@ -249,6 +250,11 @@ def member_of(
         n_computed=member.n_computed,
         n_changed=member.n_changed,
     )
+
+
+def reference_gates(pair: ModelPair, workloads: Sequence[Workload]) -> GateTable:
+    """Return the gates of bf16's own answers; these are stored, so that a following evaluation does not compute them again."""
+    return judge.gate_table(with_references(judged(pair.template, pair.reference.answer(workloads, pair.progress))))
 
 
 def with_references(judged_answers: Sequence[Judged]) -> list[Judged]:

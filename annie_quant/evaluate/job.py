@@ -9,9 +9,11 @@ from pathlib import Path
 from annie_quant import files
 from annie_quant.errors import EnvironmentFault
 from annie_quant.evaluate import layers
-from annie_quant.evaluate.evaluation import choose_workloads, evaluate_pair
+from annie_quant.evaluate.enough_prompts import prompts_per_gate
+from annie_quant.evaluate.evaluation import choose_workloads, evaluate_pair, reference_gates
 from annie_quant.evaluate.pair import ModelPair
 from annie_quant.evaluate.process_group import join_group
+from annie_quant.judge.not_lost import compares_with_reference
 from annie_quant.progress import Progress
 from annie_quant.schema import EnsembleFigures, Evaluation
 
@@ -42,6 +44,9 @@ def run(
         check_writable(output)  # before an hour of evaluation, not after it
     chosen = choose_workloads(workloads, n, persona)
     with ModelPair(checkpoint, reference, rows=rows, progress=progress) as pair:
+        if compares_with_reference(chosen):
+            per_gate = prompts_per_gate(n, reference_gates(pair, chosen))
+            chosen = chosen if per_gate == n else choose_workloads(workloads, per_gate, persona)
         result = evaluate_pair(pair, chosen, numerics, conversations, text=text)
         if layers_n is not None and list(result.numerics) != ["bf16"]:
             first = next(iter(result.numerics))

@@ -1,7 +1,8 @@
-"""The Berkeley Function Calling Leaderboard's single-turn cases as a workload, from the package bfcl-eval (Apache 2.0).
+"""The Berkeley Function Calling Leaderboard's cases as a workload, from the package bfcl-eval (Apache 2.0).
 
-    load()                         400 seeded cases over the categories below
+    load()                         400 seeded cases over the single-turn categories below
     load("multiple,irrelevance")   complete categories
+    load("multi_turn_base")        multi-turn: one prompt per step of the recorded solutions (bfcl_multi_turn.py)
 
 Dots in function names are replaced, as the leaderboard does for models that call functions natively: OpenAI's names have
 none.
@@ -19,27 +20,40 @@ from pathlib import Path
 from typing import Any
 
 from annie_quant.errors import EnvironmentFault, UsageError
+from annie_quant.judge import bfcl_multi_turn
+from annie_quant.judge.bfcl_multi_turn import Start
 from annie_quant.judge.workloads import Case, Workload
 
 CATEGORIES = ("simple_python", "multiple", "parallel", "parallel_multiple", "irrelevance")
 SAMPLE, SEED = 400, 0
 MAX_TOKENS = 512
+MULTI_TURN = bfcl_multi_turn.CATEGORIES
 GATES = ("tool_schema", "tool_selection", "tool_values", "abstention")
+# What bf16 itself gets wrong in a long conversation is not lost by quantizing: its own calls are the reference.
+MULTI_TURN_GATES = (*GATES, "same_tool", "same_arguments", "same_validity")
 _TYPES = {"dict": "object", "float": "number", "tuple": "array", "int": "integer", "str": "string", "bool": "boolean"}
 _COPIED = ("description", "enum", "default")
 
 
-def load(categories: str = "", folder: str | Path | None = None) -> Workload:
-    """Load the cases of the named categories ("": SAMPLE seeded ones over all). folder: the package's data folder.
+def load(
+    categories: str = "", folder: str | Path | None = None, start: Start = bfcl_multi_turn.PackageSystems
+) -> Workload:
+    """Load the cases of the named categories ("": SAMPLE seeded ones over all single-turn ones).
+
+    folder: the package's data folder. start: makes the simulated systems of a multi-turn case.
 
     Raises EnvironmentFault where the package is not installed, UsageError for an unknown category.
     """
     names = [c for c in categories.split(",") if c] or list(CATEGORIES)
     for name in names:
-        if name not in CATEGORIES:
-            raise UsageError(f"bfcl has no single-turn category {name!r}", f"choose from: {', '.join(CATEGORIES)}")
+        if name not in (*CATEGORIES, *MULTI_TURN):
+            raise UsageError(
+                f"bfcl has no category {name!r} here", f"choose from: {', '.join((*CATEGORIES, *MULTI_TURN))}"
+            )
     root = Path(folder) if folder is not None else _package_data()
-    cases = [case for name in names for case in _cases(root, name)]
+    cases = [
+        case for name in names for case in (_steps(root, name, start) if name in MULTI_TURN else _cases(root, name))
+    ]
     if not categories:
         cases = [cases[i] for i in sorted(random.Random(SEED).sample(range(len(cases)), min(SAMPLE, len(cases))))]
     digest = hashlib.sha256(json.dumps([[c.id, c.expect, c.tools] for c in cases], sort_keys=True).encode())
@@ -52,7 +66,7 @@ def load(categories: str = "", folder: str | Path | None = None) -> Workload:
         thinking=False,
         max_tokens=MAX_TOKENS,
         temperature=0,
-        gates=GATES,
+        gates=MULTI_TURN_GATES if set(names) & set(MULTI_TURN) else GATES,
         cases=tuple(cases),
         sha256=digest.hexdigest(),
         default=False,
@@ -75,20 +89,27 @@ def _cases(root: Path, category: str) -> Iterator[Case]:
     if category != "irrelevance":
         answers = {row["id"]: row["ground_truth"] for row in _rows(root / "possible_answer" / file)}
     for row in _rows(root / file):
-        tools = tuple(
-            {
-                "type": "function",
-                "function": {
-                    "name": _name(function["name"]),
-                    "description": function.get("description", ""),
-                    "parameters": _schema(function["parameters"]),
-                },
-            }
-            for function in row["function"]
-        )
+        tools = tuple(map(_tool, row["function"]))
         calls = [{_name(name): values for name, values in call.items()} for call in answers.get(row["id"], ())]
         expect: dict[str, Any] = {"calls": calls} if category != "irrelevance" else {"no_tool": True}
         yield Case(id=row["id"], messages=tuple(row["question"][0]), expect=expect, tools=tools)
+
+
+def _steps(root: Path, category: str, start: Start) -> Iterator[Case]:
+    for name, messages, documents, calls in bfcl_multi_turn.prompts(root, category, _rows, start):
+        expect: dict[str, Any] = {"calls": calls} if calls else {"no_tool": True}
+        yield Case(id=name, messages=tuple(messages), expect=expect, tools=tuple(map(_tool, documents)))
+
+
+def _tool(function: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "type": "function",
+        "function": {
+            "name": _name(function["name"]),
+            "description": function.get("description", ""),
+            "parameters": _schema(function["parameters"]),
+        },
+    }
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:

@@ -20,6 +20,7 @@ from annie_quant.files import write_json, write_text
 from annie_quant.judge import Workload
 from annie_quant.pipeline.run_directory import RunDirectory
 from annie_quant.progress import Console, Progress
+from annie_quant.schema import GateResult
 
 MIN_DECIDING_N = 10  # with fewer prompts per gate, no gate decides: a trial run
 
@@ -200,6 +201,16 @@ def offline_prompts(n: int, everything: Sequence[Workload]) -> list[Workload]:
     if n >= MIN_DECIDING_N:
         chosen |= {w.name: w for w in everything if "tool_call" in w.gates}
     return list(chosen.values())
+
+
+def more_prompts(
+    n: int, everything: Sequence[Workload], prompts: Sequence[Workload], reference: Mapping[str, GateResult]
+) -> list[Workload]:
+    """Return the prompts with which gates that compare with bf16's own answers (reference) apply to enough of them."""
+    from annie_quant.evaluate.enough_prompts import prompts_per_gate
+
+    per_gate = prompts_per_gate(n, reference)
+    return list(prompts) if per_gate == n else offline_prompts(per_gate, everything)
 
 
 def silence_transformers() -> None:

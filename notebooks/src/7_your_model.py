@@ -1,9 +1,10 @@
 # %% [markdown]
-# # 7. Your own model: from checkpoint to verdict
+# # 7. Your own model: from a log to a verdict
 #
-# Set `model` to the folder of your bf16 checkpoint and `n` to 100 or more. Nothing else changes.
+# Set `model` to the folder of your bf16 checkpoint, `logs` to your chat log and `n` to 100 or more. Nothing else changes.
 
 # %%
+import json
 import os
 import tempfile
 from pathlib import Path
@@ -14,54 +15,84 @@ from annie_quant import notebook
 notebook.register()
 os.environ["TQDM_DISABLE"] = "1"  # transformers shows a bar for each model that it loads
 model = Path(aq.__file__).parent / "assets" / "tiny-annie"
-n = 3
+n = 6
 folder = Path(tempfile.mkdtemp())
 
 # %% [markdown]
-# ## 1. Conversations of your assistant
-# A teacher answers as the persona should: `openai` or `claude-cli` use a language model, `offline` uses templates.
+# ## 1. A log
+# A log of a home controller with twelve tools stands for yours: one chat per line, with a key in one of them. `annie-quant record
+# --upstream URL` records such a file from real traffic; `init` also reads ShareGPT, agent transcripts, Parquet and the logs of
+# vLLM and llama.cpp.
 
 # %%
-generation = aq.data.generate("annie", teacher="offline", n=40, output=folder / "calibration.jsonl", seed=0)
-print(generation)
+generation = aq.data.generate("home", teacher="offline", n=150, output=folder / "rows.jsonl", seed=0)
+rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+tools = list(aq.data.load_persona("home").tools)
+chats = [{"messages": row["messages"], "tools": row.get("tools", tools)} for row in rows]
+key = "sk-proj-0123456789abcdefghijkl"
+secret = [{"role": "user", "content": f"My key is {key}, is it on?"}, {"role": "assistant", "content": "Yes."}]
+chats.append({"messages": chats[0]["messages"][:1] + secret, "tools": tools})
+logs = folder / "chats.jsonl"
+logs.write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+generation
 
 # %% [markdown]
-# ## 2. Quantize and audit
+# ## 2. Persona, gate prompts and calibration data
+# What cannot be used is named with its reason, secrets are masked, and a conversation is either for calibration or for gates.
+
+# %%
+from annie_quant.data.initialize import Sources, initialize
+
+mine = initialize(Sources(logs=[logs], name="Home"), folder / "mine")
+print(mine.cases)
+print("\n".join(line for line in mine.lines if not line.endswith("may stay undecided")))
+assert not any(key in path.read_text() for path in (folder / "mine").rglob("*") if path.is_file())
+
+# %% [markdown]
+# ## 3. Quantize and audit
 # `naive` quantizes every linear but the head; `mlp_only` does not quantize attention.
 
 # %%
+calibration = folder / "mine" / "calibration.jsonl"
 audits = {}
 for strategy in ("naive", "mlp_only"):
-    aq.quantize.run(strategy, model, folder / strategy, calib_data=folder / "calibration.jsonl", calib_samples=8)
+    aq.quantize.run(strategy, model, folder / strategy, calib_data=calibration, calib_samples=8)
     audits[strategy] = aq.checkpoint.audit(folder / strategy, source=model)
 assert all(a.ok for a in audits.values())
 audits["mlp_only"]
 
 # %% [markdown]
-# ## 3. Evaluate without a server
-# Greedy answers with the arithmetic of servers: W4A4 (activations quantized too) and W4A16 (weights only).
+# ## 4. Evaluate without a server
+# No labels are needed: bf16 answers each prompt once, and the quantized model must call the same tools with the same arguments,
+# and keep format, language and length. The arithmetic here is W4A4 (activations quantized too); docs/numerics.md has the others.
 
 # %%
-workloads = aq.judge.sample(aq.judge.load_workloads(["factual", "tool_memory", "abstention"]), n)
 sides, results = {}, {}
 for strategy in audits:
     results[strategy] = aq.runtime.evaluate(
-        folder / strategy, model, workloads, numerics=("w4a4",), cache=folder / "cache"
+        folder / strategy,
+        model,
+        persona=folder / "mine",
+        numerics=("w4a4",),
+        n_per_gate=n,
+        cache=folder / "cache",
+        with_ensemble=False,
     )
     sides["bf16"] = results[strategy]["reference_gates"]
     sides[f"{strategy} W4A4"] = results[strategy]["numerics"]["w4a4"]["gates"]
 notebook.Gates(sides)
 
 # %% [markdown]
-# ## 4. The verdict, and the report
-# With n this small gates may stay undecided, which the verdict reports. `annie-quant search` does all of this for every strategy.
+# ## 5. The verdict, and the report
+# With n this small most gates stay undecided, which the verdict reports. The notes name what bf16 itself does not do: nothing
+# about it can be lost. `annie-quant search --persona mine` does all of this for every strategy, cheapest first.
 
 # %%
 from annie_quant.files import write_json
 
 for strategy, result in results.items():
     write_json(folder / "run" / "eval" / f"{strategy}.json", result)
-verdict = aq.judge.verdict({"offline": {s: r["numerics"] for s, r in results.items()}, "served": {}})
-print(verdict.sentence)
+    print(f"{strategy}: {result['verdict']['verdict']}. {result['verdict']['sentence']}")
+print("\n".join(results["naive"]["notes"]))
 for path in aq.report.build(folder / "run"):
     print(path.name, path.stat().st_size, "bytes")

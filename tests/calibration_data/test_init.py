@@ -82,6 +82,19 @@ def test_what_is_left_out_and_what_is_short_is_one_line_each(mine):
     assert all(line in card for line in result.lines) and "log.jsonl" in card
 
 
+def test_a_tool_that_no_log_calls_is_named(tmp_path):
+    never = {
+        "type": "function",
+        "function": {"name": "open_ticket", "parameters": {"type": "object", "properties": {}}},
+    }
+    tools = [*(dict(t) for t in HOME.tools), never]
+    log = logged(tmp_path / "log.jsonl", 90, spoil=False)
+    lines = initialize(Sources(HOME.system_prompt, tools, [log], "Home"), tmp_path / "mine").lines
+    assert [line for line in lines if "open_ticket" in line and "nothing about" in line and "--fill" in line]
+    lines = initialize(Sources(HOME.system_prompt, tools, [log], "Home", fill=True), tmp_path / "filled").lines
+    assert not any("nothing about" in line for line in lines)
+
+
 def test_no_planted_secret_is_written_or_returned(mine):
     result, folder = mine
     assert where(folder, str(result)) == []

@@ -92,6 +92,28 @@ def judge_labels(rows: Sequence[Row], score: Score, own: Callable[[Sequence[Row]
     return Labels(means["first"], means["last"], verdict == "belong", verdict)
 
 
+def note(labels: Labels, from_logs: bool) -> str | None:
+    """Return what a user must know about the answers; None where they belong. from_logs: another model may have written them."""
+    if labels.verdict == "belong":
+        return None
+    scores = "; ".join(
+        f"{name} answers {part.original:.2f} nats per token as they are, {part.shuffled:.2f} shuffled"
+        for name, part in (("first", labels.first), ("last", labels.last))
+    )
+    if labels.verdict != "shuffled":
+        return f"labels undecided: the bf16 model does not distinguish these rows ({scores})"
+    if from_logs:
+        return (
+            f"the calibration answers are not this model's ({scores}): either another model wrote the log, or answers and "
+            "questions are mixed up. Calibration uses them all the same; the gates use bf16's own answers. Better: a log of "
+            "this model (annie-quant record)"
+        )
+    return (
+        f"SHUFFLED LABELS: the calibration answers do not belong to their questions ({scores}). "
+        "Make the data again (annie-quant data)"
+    )
+
+
 def far_likelier(scores: LabelScores) -> bool:
     return scores.original < MAX_BELONGING_RATIO * scores.shuffled
 

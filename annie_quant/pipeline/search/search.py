@@ -22,13 +22,14 @@ from annie_quant.data.resolve import resolve
 from annie_quant.errors import AnnieError, NoRoom, UsageError
 from annie_quant.files import write_json, write_text
 from annie_quant.judge import Workload, decision
+from annie_quant.judge.decision import paired
 from annie_quant.judge.gates import decides
 from annie_quant.judge.not_lost import compares_with_reference
 from annie_quant.judge.sample import answers_per_gate
 from annie_quant.pipeline.run_directory import RunDirectory
 from annie_quant.pipeline.search import explain, label_check, table
 from annie_quant.pipeline.search.draws import Draws
-from annie_quant.pipeline.stages import Stages, offline_prompts
+from annie_quant.pipeline.stages import Stages, more_prompts, offline_prompts
 from annie_quant.progress import Console
 from annie_quant.quantize import estimate
 from annie_quant.quantize.strategies import by_rank, find
@@ -127,6 +128,10 @@ class Search:
         """Evaluate the bf16 model's own gates, and whether the calibration answers belong to their questions."""
         result = self.result
         evaluation = self.stages.evaluate("bf16", self.stages.model, self.prompts)
+        more = more_prompts(self.n, self.workloads, self.prompts, evaluation.reference_gates)
+        if sum(len(w.cases) for w in more) > sum(len(w.cases) for w in self.prompts):
+            self.prompts, self.counts = more, answers_per_gate(more)
+            evaluation = self.stages.evaluate("bf16", self.stages.model, self.prompts)
         result.reference = evaluation.reference_gates
         if compares_with_reference(self.prompts):  # bf16's own answers are the reference: it cannot fail them
             result.notes += evaluation.notes
@@ -137,17 +142,8 @@ class Search:
             result.notes.append(report)
             result.stopped = report if report.startswith(explain.WRONG_MODEL) and not anyway else None
         result.labels = label_check.check_labels(self.stages)
-        if result.labels.verdict != "belong":
-            scores = "; ".join(
-                f"{name} answers {score.original:.2f} nats per token as they are, {score.shuffled:.2f} shuffled"
-                for name, score in (("first", result.labels.first), ("last", result.labels.last))
-            )
-            result.notes.append(
-                f"SHUFFLED LABELS: the calibration answers do not belong to their questions ({scores}). "
-                "Make the data again (annie-quant data)"
-                if result.labels.verdict == "shuffled"
-                else f"labels undecided: the bf16 model does not distinguish these rows ({scores})"
-            )
+        own = compares_with_reference(self.prompts)
+        result.notes += filter(None, [label_check.note(result.labels, own)])
         for note in result.notes:
             self.console.note(note)
 
@@ -290,9 +286,14 @@ def keep_numerics(row: StrategyRow, evaluation: Evaluation) -> None:
 
 
 def standing(row: StrategyRow) -> str:
-    """Return the row's verdict with the number of reasons for it."""
-    verdict = row.verdict.verdict if row.verdict else "not accepted"
-    return f"{verdict}: {len(row.why)} gates are not kept"
+    """Return the row's verdict with the number of gates that it is about."""
+    if row.verdict is None:
+        return f"not accepted: {len(row.why)} reasons"
+    members = row.verdict.members.values()
+    lost, undecided = {g for m in members for g in m.loses}, {g for m in members for g in m.undecided}
+    if not lost and undecided:
+        return f"undecided: {', '.join(sorted(map(paired.title, undecided)))} need more prompts"
+    return f"{row.verdict.verdict}: {', '.join(sorted(map(paired.title, lost or undecided)))} not kept"
 
 
 def lost_gates(row: StrategyRow) -> dict[str, GateTable]:

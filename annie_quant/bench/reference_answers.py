@@ -1,0 +1,157 @@
+"""Gates that compare a server's answers with bf16's own answers to the same prompts (`same_tool`, ...), in a benchmark.
+
+The bf16 answers are those of the side with "bf16" in its name, or of an earlier run that had one (`bench --reference-run`). The
+order of requests is random, so bf16 may answer a prompt after the side that is compared with it: the checks are made when the
+answers are there, and stored in records.jsonl with the others.
+
+A turn of a conversation is compared only where the earlier answers are the same, because these are part of its prompt. Where
+bf16's repeats of one prompt differ in a gate, the prompt does not count for that gate: the server does not agree with itself.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from annie_quant import schema
+from annie_quant.bench.records import read_records, write_records
+from annie_quant.bench.run_config import complete_workload
+from annie_quant.errors import UsageError
+from annie_quant.judge.answers import Answer
+from annie_quant.judge.checks.reference import normalized_call
+from annie_quant.judge.gates import GATES, REFERENCE_GATES
+from annie_quant.judge.workloads import Case, Workload
+from annie_quant.schema import AskedCase, AskedWorkload, Inputs, RequestRecord
+
+STORED = "reference.jsonl"  # bf16's records of an earlier run, in the run directory
+RECORDED = "bf16 (recorded)"  # how results name these answers
+Key = tuple[str, str, int, str]  # workload, case, turn, earlier answers
+
+
+def bf16_side(names: Iterable[str]) -> str | None:
+    """Return the side whose name states that it is bf16."""
+    return next((name for name in names if "BF16" in name.upper()), None)
+
+
+def mark(records: Sequence[RequestRecord], workloads: Sequence[Workload], reference: Sequence[RequestRecord]) -> bool:
+    """Set the checks of `records` and of `reference` that compare with bf16's answers. Return whether any of `records` changed.
+
+    reference: bf16's records, of this run (then they are among `records`) or of an earlier one.
+    """
+    cases = {
+        (w.name, c.id): (w, c)
+        for w in workloads
+        if w.temperature == 0 and set(REFERENCE_GATES) & set(w.gates)
+        for c in w.cases
+    }
+    before = [(dict(r.checks), dict(r.faults)) for r in records]
+    own = keyed([r for r in reference if (r.workload, r.case) in cases])
+    answers: dict[Key, Answer] = {}
+    for record, key in own:
+        if not record.error:
+            answers.setdefault(key, answer_of(record))
+    unstable: set[tuple[Key, str]] = set()
+    for record, key in own:
+        _check(record, key, cases, answers, unstable=())
+        unstable |= {(key, gate) for gate in REFERENCE_GATES if record.checks.get(gate) is False}
+    for record, key in [*own, *keyed([r for r in records if (r.workload, r.case) in cases])]:
+        _check(record, key, cases, answers, unstable)
+    return before != [(r.checks, r.faults) for r in records]
+
+
+def _check(
+    record: RequestRecord,
+    key: Key,
+    cases: Mapping[tuple[str, str], tuple[Workload, Case]],
+    answers: Mapping[Key, Answer],
+    unstable: Iterable[tuple[Key, str]],
+) -> None:
+    workload, case = cases[record.workload, record.case]
+    for gate in REFERENCE_GATES:
+        record.checks.pop(gate, None)
+        record.faults.pop(gate, None)
+    if (reference := answers.get(key)) is None:
+        return
+    at_turn = replace(case.at_turn(record.turn), reference=reference)
+    for gate in workload.gates:
+        if gate in REFERENCE_GATES and (key, gate) not in unstable:
+            fault = GATES[gate].check(answer_of(record), at_turn, workload)
+            if fault is not None:
+                record.checks[gate] = not fault
+                record.faults |= {gate: fault} if fault else {}
+
+
+def answer_of(record: RequestRecord) -> Answer:
+    """Return the answer in a record. Tokens that the client has counted itself are unknown here."""
+    return Answer(
+        text=record.text,
+        reasoning=record.reasoning,
+        tool_calls=record.tool_calls,
+        finish_reason=record.finish_reason,
+        error=record.error or "",
+        completion_tokens=None if record.tokens_estimated else record.completion_tokens,
+    )
+
+
+def keyed(records: Iterable[RequestRecord]) -> list[tuple[RequestRecord, Key]]:
+    """Return measured records with what their answers depend on."""
+    conversations: dict[str, dict[int, str]] = {}
+    measured = [r for r in records if not r.warmup]
+    for record in measured:
+        answer = json.dumps([record.text.strip(), [normalized_call(dict(c)) for c in record.tool_calls]])
+        conversations.setdefault(_conversation(record), {})[record.turn] = answer
+    result = []
+    for record in measured:
+        turns = conversations[_conversation(record)]
+        earlier = "\n".join(turns.get(turn, "") for turn in range(record.turn))
+        result.append((record, (record.workload, record.case, record.turn, earlier)))
+    return result
+
+
+def _conversation(record: RequestRecord) -> str:
+    return f"{record.backend}/{record.id.rpartition('/')[0]}"
+
+
+# ---- an earlier run
+
+
+def store_reference(run: Path, folder: Path, workloads: Sequence[Workload]) -> int:
+    """Copy bf16's records of an earlier run into `folder`, those of prompts that are in `workloads` unchanged. Return how many.
+
+    Raises UsageError where the run has no bf16 side or none of these prompts.
+    """
+    inputs = schema.decode(Inputs, run / "inputs.json", error=UsageError)
+    name = bf16_side(b.name for b in inputs.config.backends)
+    if name is None:
+        raise UsageError(f"--reference-run {run}: none of its sides has bf16 in its name", "measure one as bf16 first")
+    now = dict(_contents(complete_workload(w) for w in workloads))
+    same = {key for key, content in _contents(inputs.workloads) if now.get(key) == content}
+    try:
+        records = [r for r in read_records(run / "records.jsonl") if r.backend == name and (r.workload, r.case) in same]
+    except FileNotFoundError:
+        records = []
+    records = [r for r in records if not r.warmup]
+    if not records:
+        raise UsageError(
+            f"--reference-run {run}: it has no bf16 answers to the prompts of this benchmark",
+            "use the same --persona, --workloads, --n and --seed as there",
+        )
+    write_records(folder / STORED, records)
+    return len(records)
+
+
+def _contents(workloads: Iterable[AskedWorkload]) -> Iterator[tuple[tuple[str, str], bytes]]:
+    """Yield (workload, case) and all that is sent for it."""
+    for workload in workloads:
+        settings = [workload.system, workload.thinking, workload.max_tokens, workload.temperature]
+        for case in workload.cases:
+            content = AskedCase(id=case.id, messages=case.messages, turns=case.turns, tools=case.tools)
+            yield (workload.name, case.id), schema.encode([settings, content])
+
+
+def stored_reference(folder: Path) -> list[RequestRecord]:
+    """Return bf16's records of an earlier run that are stored in a run directory."""
+    path = folder / STORED
+    return read_records(path) if path.is_file() else []

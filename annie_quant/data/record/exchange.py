@@ -1,0 +1,200 @@
+"""A chat request and its answer, as the proxy has copied them: one line of JSON that `annie-quant init` reads, without secrets.
+
+    {"time": ..., "model": ..., "messages": [...], "tools": [...], "finish_reason": ...}
+
+Only what init uses is kept: no headers, no address, no sampling settings. An answer that is incomplete is left out; its
+request is kept, because it is a prompt that users send.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from annie_quant.data.logs import Conversation
+from annie_quant.data.logs.conversation import Unusable
+from annie_quant.data.logs.records import conversation_of
+from annie_quant.data.logs.rows import with_text_arguments
+from annie_quant.data.logs.secrets import MASK, Scanner
+from annie_quant.schema import ChatMessage
+from annie_quant.stream import decode
+from annie_quant.stream.redact import Redactor
+
+MAX_REQUEST_BYTES = 8 << 20
+MAX_ANSWER_BYTES = 16 << 20  # also after decompression
+MAX_LINE_BYTES = 1 << 20
+MAX_MODEL = 200  # characters of a model's name
+READABLE_CODINGS = ("", "identity", "gzip", "x-gzip", "deflate")
+_EVENT_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
+
+
+@dataclass
+class Exchange:
+    """request, answer: bodies; answer is None where there is none to record. is_stream: the answer is server-sent events.
+    coding: the answer's Content-Encoding. secrets: the values of the request's secret headers and query parameters.
+    """
+
+    request: bytes
+    answer: bytes | None
+    is_stream: bool
+    coding: str
+    time: str
+    secrets: Redactor
+
+
+@dataclass
+class Line:
+    """data: the encoded line. has_answer: whether the model's answer is in it. fault: why not, where an answer came."""
+
+    data: bytes
+    has_answer: bool
+    fault: str = ""
+
+
+def new_scanner(personal: bool, words: Sequence[str]) -> Scanner:
+    """Return what masks secrets in recorded text, by the same rules as `annie-quant init`."""
+    return Scanner(personal, words)
+
+
+def line_of(exchange: Exchange, scanner: Scanner) -> Line:
+    """Return the line of an exchange. Raises Unusable with the reason where it has no chat that init could use."""
+    request = _object(exchange.request)
+    if request is None:
+        raise Unusable("a request that is not a JSON object")
+    message, reason, fault = None, None, ""
+    if exchange.answer is not None:
+        try:
+            body = decompressed(exchange.answer, exchange.coding)
+            message, reason = answer_of_events(body) if exchange.is_stream else answer_of_body(body)
+        except Unusable as error:
+            fault = str(error)
+    record: dict[str, Any] = {"messages": request.get("messages"), "tools": _tools(request)}
+    if message is not None:
+        record["response"] = {"choices": [{"message": message}]}
+    conversation = conversation_of(record)
+    row = masked_row(conversation, scanner)
+    row = {"time": exchange.time, "model": scanner.masked(str(request.get("model") or ""))[:MAX_MODEL], **row}
+    if message is not None and reason:
+        row["finish_reason"] = reason
+    if exchange.secrets:
+        row = without(row, exchange.secrets)
+    data = json.dumps(row, ensure_ascii=False).encode("utf-8", "replace")
+    if len(data) > MAX_LINE_BYTES:
+        raise Unusable(f"longer than {MAX_LINE_BYTES >> 20} MB")
+    return Line(data, message is not None, fault)
+
+
+def masked_row(conversation: Conversation, scanner: Scanner) -> dict[str, Any]:
+    """Return messages and tools without secrets, and without personal data where the scanner masks it."""
+    size = sum(len(str(m)) for m in conversation.messages) + len(str(conversation.tools))
+    if size > MAX_LINE_BYTES:  # checked first, because masking takes time in proportion to the size
+        raise Unusable(f"longer than {MAX_LINE_BYTES >> 20} MB")
+    head: list[ChatMessage] = [{"role": "system", "content": conversation.system}] if conversation.system else []
+    messages = scanner.conversation(head + conversation.messages)
+    row: dict[str, Any] = {"messages": [with_text_arguments(m) for m in messages]}
+    if conversation.tools:
+        row["tools"] = scanner.masked(conversation.tools)
+    return row
+
+
+def _tools(request: dict[str, Any]) -> Any:
+    """Return the tools on offer; none where the request forbids calls."""
+    return None if request.get("tool_choice") == "none" else request.get("tools") or request.get("functions")
+
+
+def _object(body: bytes) -> dict[str, Any] | None:
+    try:
+        document = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        try:
+            document = json.loads(body)  # accepts NaN and lone surrogates, which msgspec does not
+        except (ValueError, RecursionError):
+            return None
+    return document if isinstance(document, dict) else None
+
+
+def decompressed(body: bytes, coding: str) -> bytes:
+    """Return a body without its Content-Encoding. Raises Unusable for another coding, or more than MAX_ANSWER_BYTES."""
+    coding = coding.strip().lower()
+    if coding in ("", "identity"):
+        return body
+    if coding not in READABLE_CODINGS:
+        raise Unusable("an answer in a coding that cannot be read")
+    for window_bits in (47, -15):  # zlib or gzip with a header; deflate without one, as some servers send it
+        reader = zlib.decompressobj(window_bits)
+        try:
+            text = reader.decompress(body, MAX_ANSWER_BYTES + 1)
+        except zlib.error:
+            continue
+        if len(text) > MAX_ANSWER_BYTES:
+            raise Unusable(f"an answer of more than {MAX_ANSWER_BYTES >> 20} MB")
+        if reader.eof:
+            return text
+        break
+    raise Unusable("an answer that cannot be decompressed")
+
+
+def answer_of_body(body: bytes) -> tuple[dict[str, Any], str | None]:
+    """Return message and finish reason of a chat completion. Raises Unusable where there is none."""
+    document = _object(body)
+    choices = document.get("choices") if document is not None else None
+    first = choices[0] if isinstance(choices, list) and choices else None
+    message = first.get("message") if isinstance(first, dict) else None
+    if not isinstance(first, dict) or not isinstance(message, dict):
+        raise Unusable("an answer that is not a chat completion")
+    return {**message, "role": "assistant"}, _reason(first.get("finish_reason"))
+
+
+def answer_of_events(body: bytes) -> tuple[dict[str, Any], str | None]:
+    """Return message and finish reason of a stream of chunks. Raises Unusable where it is broken or does not end."""
+    answer = decode.read_answer(frames(body))
+    if answer.fault is not None:
+        raise Unusable("a stream that is broken")
+    if answer.done_ns is None and answer.finish_reason is None:
+        raise Unusable("a stream that does not end")
+    message: dict[str, Any] = {"role": "assistant", "content": "".join(answer.text)}
+    if answer.reasoning:
+        message["reasoning_content"] = "".join(answer.reasoning)
+    if answer.calls:
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for _, call in sorted(answer.calls.items())
+        ]
+    return message, answer.finish_reason
+
+
+def frames(body: bytes) -> Iterator[decode.Frame]:
+    """Yield the events of a stream that was copied as a whole. Times are not known here: all stamps are 0."""
+    for raw in _EVENT_END.split(body.removeprefix(b"\xef\xbb\xbf")):
+        fields = list(decode.field_lines(raw))
+        lines = [value for name, value in fields if name == b"data"]
+        if not lines:
+            continue
+        data = b"\n".join(lines)
+        kind = decode.DONE if data.strip() == b"[DONE]" else decode.DATA
+        flags = decode.NAMED if any(name == b"event" for name, _ in fields) else 0
+        yield decode.Frame(0, kind, flags, 0, raw, data)
+
+
+def _reason(value: Any) -> str | None:
+    return value[: decode.MAX_NAME] if isinstance(value, str) else None
+
+
+def without(value: Any, secrets: Redactor) -> Any:
+    """Return a JSON value without the given secrets, also where they are encoded, in keys and in texts."""
+    if isinstance(value, str):
+        raw, at, parts = value.encode("utf-8", "surrogatepass"), 0, []
+        for start, end in sorted(secrets.spans(raw)):
+            if start >= at:
+                parts += [raw[at:start], MASK.encode()]
+            at = max(at, end)
+        return b"".join([*parts, raw[at:]]).decode("utf-8", "replace") if parts else value
+    if isinstance(value, dict):
+        return {without(key, secrets): without(item, secrets) for key, item in value.items()}
+    return [without(item, secrets) for item in value] if isinstance(value, list) else value

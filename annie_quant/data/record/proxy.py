@@ -1,0 +1,453 @@
+"""A proxy in front of one OpenAI-compatible server, which keeps copies of its chat completions (aiohttp on both sides).
+
+Every method and path is passed on, and every status, header and body back; a stream is written as it is read. Redirects are
+passed back and not followed, the environment's proxies are not used, and cookies are not kept, so that a key reaches no
+other server. A fault of recording never stops the traffic.
+
+Limits of what is kept in memory: exchange.MAX_REQUEST_BYTES and MAX_ANSWER_BYTES per exchange, MAX_HELD_BYTES in all,
+MAX_CLIENTS requests at once (further ones get status 503).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import ipaddress
+import logging
+import signal
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from annie_quant.data.logs.conversation import Unusable
+from annie_quant.data.record.exchange import (
+    MAX_ANSWER_BYTES,
+    MAX_REQUEST_BYTES,
+    READABLE_CODINGS,
+    Exchange,
+    line_of,
+    new_scanner,
+)
+from annie_quant.data.record.log_file import LogFile
+from annie_quant.errors import EnvironmentFault, UsageError, need
+from annie_quant.progress import SILENT, Progress
+from annie_quant.stream.redact import Redactor, refuse_secrets_in, secrets_of
+
+if TYPE_CHECKING:
+    from aiohttp import ClientSession, web
+
+MAX_HELD_BYTES = 256 << 20
+MAX_CLIENTS = 512
+MAX_HEADER_BYTES = 64 << 10
+CONNECT_S = 30.0
+SHUTDOWN_S = 10.0  # for requests in flight when recording ends
+PATH = "/chat/completions"
+# Headers of one connection (RFC 9110, section 7.6.1); Host and Expect are those of the client's connection.
+HOP_BY_HOP = {
+    "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer",
+    "transfer-encoding", "upgrade", "host", "expect",
+}  # fmt: skip
+
+
+@dataclass
+class Settings:
+    """upstream: http(s)://HOST[:PORT][/PATH]; a last /v1 is left out, because clients send it. most_bytes: of the file.
+    personal, words: as Scanner has them. duration_s: how long to record; None: until a signal.
+    """
+
+    upstream: str
+    output: Path
+    host: str = "127.0.0.1"
+    port: int = 8100
+    most_bytes: int = 1_000_000_000
+    personal: bool = False
+    words: tuple[str, ...] = ()
+    duration_s: float | None = None
+
+
+class Recorded(msgspec.Struct, kw_only=True):
+    """What was recorded. requests: passed on, of any kind. lines: chats in the file, with_answer of them complete.
+    left_out: reason → number of chat requests that are not in the file, or without their answer. masked: secrets per kind.
+    stopped: why recording stopped while traffic went on, "" if it did not.
+    """
+
+    output: str
+    requests: int = 0
+    lines: int = 0
+    with_answer: int = 0
+    left_out: dict[str, int] = {}
+    masked: dict[str, int] = {}
+    size_bytes: int = 0
+    stopped: str = ""
+
+
+def checked_upstream(settings: Settings) -> str:
+    """Return the upstream without a last / or /v1. Raises UsageError for an address that cannot be used."""
+    url = settings.upstream
+    refuse_secrets_in(url, "--upstream")
+    try:
+        parts = urlsplit(url)
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+    except ValueError:
+        raise UsageError("--upstream: the port is not a number up to 65535") from None
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.fragment:
+        raise UsageError(f"--upstream {url} is not an HTTP URL", "write it as http://127.0.0.1:8000")
+    if is_local(parts.hostname) and port == settings.port:
+        raise UsageError(f"--upstream {url} is the address that annie-quant listens at", "choose another --port")
+    return url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+def is_local(host: str) -> bool:
+    """Return whether only this machine reaches an address."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host.lower() == "localhost"
+
+
+class Held:
+    """The bytes that all copies hold together."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.now = most, 0
+
+
+@dataclass
+class Copy:
+    """A copy of one body while it is passed on. fault: why it is not kept, "" while it is."""
+
+    held: Held
+    most: int
+    name: str
+    fault: str = ""
+    size: int = 0
+    _pieces: list[bytes] = field(default_factory=list)
+
+    def add(self, piece: bytes) -> None:
+        if self.fault:
+            return
+        if self.size + len(piece) > self.most:
+            self.drop(f"{self.name} of more than {self.most >> 20} MB")
+        elif self.held.now + len(piece) > self.held.most:
+            self.drop(f"more than {self.held.most >> 20} MB in flight")
+        else:
+            self.size += len(piece)
+            self.held.now += len(piece)
+            self._pieces.append(piece)
+
+    def drop(self, fault: str = "") -> None:
+        self.held.now -= self.size
+        self.size, self.fault, self._pieces = 0, self.fault or fault, []
+
+    def body(self) -> bytes:
+        return b"".join(self._pieces)
+
+
+class Recorder:
+    """The proxy. start, then stop, in one event loop; `url` is the address for clients."""
+
+    def __init__(self, settings: Settings, progress: Progress = SILENT) -> None:
+        need("aiohttp", "record")
+        self.settings, self.progress = settings, progress
+        self.upstream = checked_upstream(settings)
+        self.log = LogFile(settings.output, settings.most_bytes)
+        self.result = Recorded(output=str(settings.output))
+        self.url = ""
+        self._left_out: Counter[str] = Counter()
+        self._scanner = new_scanner(settings.personal, settings.words)
+        self._held = Held(MAX_HELD_BYTES)
+        self._clients = 0
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="annie-quant-record")
+        self._session: ClientSession | None = None
+        self._runner: web.AppRunner | None = None
+
+    async def start(self) -> None:
+        """Listen. Raises EnvironmentFault where the port is taken."""
+        import aiohttp
+        from aiohttp import web
+
+        self._session = aiohttp.ClientSession(
+            # A new connection per request: one that the server closes while it is used again would fail a request.
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
+            cookie_jar=aiohttp.DummyCookieJar(),  # a jar would send one client's cookies for another
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+            auto_decompress=False,
+            trust_env=False,
+            skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
+            max_line_size=MAX_HEADER_BYTES,
+            max_field_size=MAX_HEADER_BYTES,
+        )
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", self._handle)
+        self._runner = web.AppRunner(
+            app,
+            access_log=None,
+            logger=_quiet(),  # aiohttp logs the bytes of requests that it cannot parse
+            handler_cancellation=True,
+            shutdown_timeout=SHUTDOWN_S,
+            max_line_size=MAX_HEADER_BYTES,
+            max_field_size=MAX_HEADER_BYTES,
+        )
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, self.settings.host, self.settings.port)
+        try:
+            await site.start()
+        except OSError as error:
+            raise EnvironmentFault(
+                f"cannot listen at {self.settings.host}:{self.settings.port}: {error.strerror}", "choose another --port"
+            ) from error
+        port = self._runner.addresses[0][1]
+        host = f"[{self.settings.host}]" if ":" in self.settings.host else self.settings.host
+        self.url = f"http://{host}:{port}"
+
+    async def stop(self) -> Recorded:
+        """Let requests in flight finish, for SHUTDOWN_S at most, then close the file."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+        for _ in range(int(SHUTDOWN_S / 0.02)):  # handlers whose client has left are ending
+            if not self._clients:
+                break
+            await asyncio.sleep(0.02)
+        if self._session is not None:
+            await self._session.close()
+        await asyncio.get_running_loop().run_in_executor(None, functools.partial(self._writer.shutdown, wait=True))
+        self.close()
+        return self.result
+
+    def close(self) -> None:
+        self.log.close()
+        self.result.left_out = dict(self._left_out)
+        self.result.masked = {kind: n for kind, n in self._scanner.counts.items() if n}
+        self.result.size_bytes, self.result.stopped = self.log.size_bytes, self.log.stopped
+
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
+        if self._clients >= MAX_CLIENTS:
+            return error_page(503, f"more than {MAX_CLIENTS} requests at once")
+        if not request.raw_path.startswith("/"):
+            return error_page(400, "the path must begin with /")
+        self._clients += 1
+        self.result.requests += 1
+        is_chat = request.method == "POST" and request.path.rstrip("/").endswith(PATH)
+        copies = (
+            Copy(self._held, MAX_REQUEST_BYTES if is_chat else 0, "a request"),
+            Copy(self._held, MAX_ANSWER_BYTES if is_chat else 0, "an answer"),
+        )
+        passed = _Passed(request, *copies)
+        try:
+            return await passed.on(self._session, self.upstream)
+        finally:
+            self._clients -= 1
+            if is_chat:
+                self._keep(passed)
+            else:
+                for copy in copies:
+                    copy.drop()
+
+    def _keep(self, passed: _Passed) -> None:
+        """Hand a chat to the writer's thread, with the copies' bytes until it is written."""
+        request, answer, size = passed.question.body(), passed.answer.body(), passed.question.size + passed.answer.size
+        fault = passed.fault or passed.answer.fault
+        refused = passed.refused or passed.question.fault or ("the file's limit" if self.log.stopped else "")
+        exchange = Exchange(
+            request=request,
+            answer=None if fault else answer,
+            is_stream=passed.is_stream,
+            coding=passed.coding,
+            time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            secrets=Redactor(secrets_of(str(passed.request.rel_url), passed.request.headers)),
+        )
+        if refused:
+            self._left_out[refused] += 1
+            self._held.now -= size
+            return
+        loop = asyncio.get_running_loop()
+        work = loop.run_in_executor(self._writer, self._write, exchange, fault)
+        work.add_done_callback(lambda _: setattr(self._held, "now", self._held.now - size))
+
+    def _write(self, exchange: Exchange, fault: str) -> None:
+        """Write one chat; in the writer's thread."""
+        try:
+            line = line_of(exchange, self._scanner)
+        except Unusable as reason:
+            self._left_out[str(reason)] += 1
+            return
+        except Exception as error:  # a record that no rule expects must not end the recording
+            self._left_out[f"a chat that cannot be read ({type(error).__name__})"] += 1
+            return
+        if not self.log.append(line.data):
+            self._left_out["the file's limit"] += 1
+            self.progress.message(f"recording has stopped, traffic goes on: {self.log.stopped}")
+            return
+        self.result.lines += 1
+        self.result.with_answer += line.has_answer
+        if fault or line.fault:
+            self._left_out[f"answer left out: {fault or line.fault}"] += 1
+        self.progress.update(self.result.lines, None, f"{self.result.lines:,} chats recorded")
+
+
+@dataclass
+class _Passed:
+    """One request that is passed on. refused: why it is not recorded at all; fault: why its answer is not."""
+
+    request: web.Request
+    question: Copy
+    answer: Copy
+    refused: str = ""
+    fault: str = ""
+    is_stream: bool = False
+    coding: str = ""
+
+    async def on(self, session: ClientSession | None, upstream: str) -> web.StreamResponse:
+        import aiohttp
+        from yarl import URL
+
+        assert session is not None
+        request = self.request
+        if request.headers.get("Content-Encoding", "identity") != "identity":
+            self.refused = "a compressed request"
+        try:
+            answer = await session.request(
+                request.method,
+                URL(upstream + request.raw_path, encoded=True),
+                headers=forwarded(request.headers),
+                data=self._body() if request.body_exists else None,
+                allow_redirects=False,
+            )
+        except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError) as error:
+            self.refused = "the server could not be reached"
+            return error_page(502, f"the server behind annie-quant record cannot be used ({type(error).__name__})")
+        except asyncio.CancelledError:
+            self.fault = "the client left"
+            raise
+        try:
+            return await self._return(answer)
+        finally:
+            answer.close()
+
+    async def _body(self) -> AsyncIterator[bytes]:
+        async for piece in self.request.content.iter_any():
+            self.question.add(piece)
+            yield piece
+
+    async def _return(self, answer: Any) -> web.StreamResponse:
+        import aiohttp
+        from aiohttp import web
+
+        kind = answer.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+        self.is_stream, self.coding = kind == "text/event-stream", answer.headers.get("Content-Encoding", "")
+        if answer.status != 200:
+            self.refused = f"status {answer.status}"
+        _fail_when_closed(answer)
+        response = web.StreamResponse(status=answer.status, reason=answer.reason)
+        for name, value in returned(answer.headers):
+            response.headers.add(name, value)
+        source, is_complete = answer.content.iter_any(), False
+        try:
+            await response.prepare(self.request)
+            while True:
+                try:
+                    piece = await anext(source, b"")
+                except (aiohttp.ClientError, asyncio.TimeoutError, OSError):
+                    # The client must see what it would have seen without a proxy: an answer that is cut off.
+                    self.fault = "the server ended it early"
+                    if self.request.transport is not None:
+                        self.request.transport.abort()
+                    return response
+                if not piece:
+                    is_complete = True
+                    break
+                self.answer.add(piece)
+                await response.write(piece)
+            await response.write_eof()
+        except (asyncio.CancelledError, ConnectionError, aiohttp.ClientConnectionError):
+            self.fault = self.fault or ("" if is_complete else "the client left")
+            raise
+        return response
+
+
+def _fail_when_closed(answer: Any) -> None:
+    """Make reading an answer fail when its connection is closed. aiohttp's parser does not after an invalid chunk size."""
+    import aiohttp
+
+    def fail(_: object) -> None:
+        if not answer.content.is_eof() and answer.content.exception() is None:
+            answer.content.set_exception(aiohttp.ClientPayloadError("the answer is not complete"))
+
+    closed = getattr(getattr(answer.connection, "protocol", None), "closed", None)
+    if closed is not None:
+        closed.add_done_callback(fail)
+
+
+def forwarded(headers: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return a request's headers as they are passed on."""
+    own = _of_connection(headers)
+    result = [(name, value) for name, value in headers.items() if name.lower() not in own]
+    return [(n, _codings(v) if n.lower() == "accept-encoding" else v) for n, v in result]
+
+
+def returned(headers: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return an answer's headers as they are passed back."""
+    own = _of_connection(headers)
+    return [(name, value) for name, value in headers.items() if name.lower() not in own]
+
+
+def _of_connection(headers: Mapping[str, str]) -> set[str]:
+    named = ",".join(v for k, v in headers.items() if k.lower() == "connection")
+    return {name.strip().lower() for name in named.split(",")} | HOP_BY_HOP
+
+
+def _codings(value: str) -> str:
+    """Return Accept-Encoding with those codings only that can be read here."""
+    names = [item.strip() for item in value.split(",")]
+    return ", ".join(n for n in names if n.partition(";")[0].strip().lower() in READABLE_CODINGS[1:]) or "identity"
+
+
+def error_page(status: int, message: str) -> web.Response:
+    """Return an error in OpenAI's form."""
+    from aiohttp import web
+
+    return web.json_response({"error": {"message": message, "type": "proxy_error", "code": status}}, status=status)
+
+
+def _quiet() -> logging.Logger:
+    logger = logging.getLogger("annie_quant.data.record.server")
+    logger.addHandler(logging.NullHandler())
+    logger.propagate = False
+    return logger
+
+
+def record(
+    settings: Settings, progress: Progress = SILENT, on_ready: Callable[[str], object] = lambda url: None
+) -> Recorded:
+    """Record until SIGINT or SIGTERM, or for settings.duration_s. on_ready: called with the address for clients."""
+    return asyncio.run(_record(settings, progress, on_ready))
+
+
+async def _record(settings: Settings, progress: Progress, on_ready: Callable[[str], object]) -> Recorded:
+    recorder, ended = Recorder(settings, progress), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    in_main = threading.current_thread() is threading.main_thread()
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if in_main else ()
+    previous = {number: signal.getsignal(number) for number in numbers}
+    for number in numbers:
+        if previous[number] != signal.SIG_IGN:
+            loop.add_signal_handler(number, ended.set)
+    try:
+        await recorder.start()
+        on_ready(recorder.url)
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(ended.wait(), settings.duration_s)
+    finally:
+        result = await recorder.stop()
+        for number, handler in previous.items():
+            loop.remove_signal_handler(number)
+            signal.signal(number, handler)
+    return result

@@ -1,0 +1,256 @@
+"""Quality retention: what a quantized model keeps of bf16's scores, from lm-eval's sample records of two runs (--log_samples).
+
+Samples are paired by task, filter and document; only pairs of the same prompt and target count. Per metric:
+
+binary (0 or 1)     difference with Tango's score interval, lost and won samples, McNemar's exact p (one-sided, towards a loss)
+other numbers       difference of means with a paired bootstrap interval
+(sum, weight)       perplexities: exp(-sum / weight) of both, and their ratio, with a paired bootstrap interval
+
+retention is quantized / bf16 (perplexities: bf16 / quantized, so that less is worse), with a paired bootstrap interval of the
+ratio. Intervals are 95 %. p_holm adjusts p over the binary metrics of the table.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from annie_quant.errors import UsageError
+from annie_quant.judge.paired import mcnemar, score_interval
+from annie_quant.judge.statistics import holm
+
+RESAMPLES = 2000
+LEAST_RESAMPLED = 10  # samples for a bootstrap interval
+Key = tuple[str, str, str]  # task, filter, document
+
+
+class RetentionRow(msgspec.Struct, kw_only=True):
+    """One metric of one task. n: paired samples. low, high: interval of the difference quantized - bf16."""
+
+    task: str
+    metric: str
+    filter: str
+    n: int
+    bf16: float
+    quantized: float
+    difference: float
+    low: float | None = None
+    high: float | None = None
+    retention: float | None = None
+    retention_low: float | None = None
+    retention_high: float | None = None
+    lost: int | None = None
+    won: int | None = None
+    p: float | None = None
+    p_holm: float | None = None
+
+
+class Retention(msgspec.Struct, kw_only=True):
+    """The table. left_out: reason → samples that are not in it."""
+
+    bf16: str
+    quantized: str
+    rows: list[RetentionRow]
+    left_out: dict[str, int] = {}
+
+
+class Sample(msgspec.Struct):
+    """One line of lm-eval's samples_*.jsonl, as far as it is used here. identity: hashes of document, prompt and target."""
+
+    identity: tuple[str, ...]
+    values: dict[str, Any]
+
+
+def retention(bf16: Path, quantized: Path, seed: int = 0) -> Retention:
+    """Compare two runs of lm-eval: folders of --output_path, or sample files.
+
+    Raises UsageError where a run has no samples, or no sample is in both.
+    """
+    before, after = read_samples(bf16), read_samples(quantized)
+    left_out: dict[str, int] = {}
+    missing = len(before.keys() ^ after.keys())
+    if missing:
+        left_out["in one run only"] = missing
+    shared = [key for key in before if key in after]
+    same = [key for key in shared if before[key].identity == after[key].identity]
+    if len(same) < len(shared):
+        left_out["another prompt or target"] = len(shared) - len(same)
+    if not same:
+        raise UsageError(
+            f"{bf16} and {quantized} have no sample in common", "run the same --tasks with the same options twice"
+        )
+    groups: dict[tuple[str, str, str], list[tuple[Any, Any]]] = {}
+    for key in same:
+        task, name, _ = key
+        for metric, value in before[key].values.items():
+            if metric in after[key].values:
+                groups.setdefault((task, metric, name), []).append((value, after[key].values[metric]))
+    rows = [row for (task, metric, name), pairs in groups.items() if (row := compare(task, metric, name, pairs, seed))]
+    for row, p in zip(rows, holm([row.p for row in rows]), strict=True):
+        row.p_holm = p
+    return Retention(bf16=str(bf16), quantized=str(quantized), rows=rows, left_out=left_out)
+
+
+def read_samples(run: Path) -> dict[Key, Sample]:
+    """Return the samples of a run, the newest file per task."""
+    files = [run] if run.is_file() else sorted(run.rglob("samples_*.jsonl"), key=lambda f: f.name)
+    samples: dict[Key, Sample] = {}
+    newest = {_task(file): file for file in files}
+    for task, file in newest.items():
+        for number, line in enumerate(file.read_bytes().splitlines(), 1):
+            try:
+                raw = json.loads(line)
+                key = (task, str(raw.get("filter", "none")), str(raw["doc_id"]))
+                identity = tuple(str(raw.get(name, "")) for name in ("doc_hash", "prompt_hash", "target_hash"))
+                samples[key] = Sample(identity, {m: raw[m] for m in raw["metrics"] if m in raw})
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                raise UsageError(
+                    f"{file}, line {number}: not a sample of lm-eval", "lm-eval --log_samples writes them"
+                ) from None
+    if not samples:
+        raise UsageError(f"{run} has no samples of lm-eval", "run lm-eval with --log_samples --output_path")
+    return samples
+
+
+def _task(file: Path) -> str:
+    """Return the task in samples_TASK_DATE.jsonl."""
+    name = file.stem.removeprefix("samples_")
+    head, _, date = name.rpartition("_")
+    return head if head and date[:2].isdigit() else name
+
+
+def compare(task: str, metric: str, name: str, pairs: Sequence[tuple[Any, Any]], seed: int) -> RetentionRow | None:
+    """Return the row of a metric's (bf16, quantized) values; None where they are not numbers."""
+    import numpy as np
+
+    if metric == "bits_per_byte":
+        return None  # the logarithm of byte_perplexity, from the same values
+    if all(_is_weighted(v) for p in pairs for v in p):
+        sums = np.array([[*a, *b] for a, b in pairs], dtype=np.float64)
+        return _perplexity_row(task, metric, name, sums, seed)
+    if not all(isinstance(v, (int, float)) and math.isfinite(v) for p in pairs for v in p):
+        return None
+    values = np.array(pairs, dtype=np.float64)
+    means = values.mean(0)
+    row = RetentionRow(
+        task=task,
+        metric=metric,
+        filter=name,
+        n=len(pairs),
+        bf16=float(means[0]),
+        quantized=float(means[1]),
+        difference=float(means[1] - means[0]),
+    )
+    resampled = _resampled(values, seed)
+    if set(np.unique(values)) <= {0.0, 1.0}:
+        row.lost, row.won = int((values[:, 0] > values[:, 1]).sum()), int((values[:, 0] < values[:, 1]).sum())
+        row.low, row.high = score_interval(row.lost, row.won, row.n, 0.95)
+        row.p = mcnemar(row.lost, row.won)
+    elif resampled is not None:
+        row.low, row.high = _quantiles(resampled[:, 1] - resampled[:, 0])
+    if means[0] > 0:
+        row.retention = float(means[1] / means[0])
+        if resampled is not None and (resampled[:, 0] > 0).all():
+            row.retention_low, row.retention_high = _quantiles(resampled[:, 1] / resampled[:, 0])
+    return row
+
+
+def _is_weighted(value: Any) -> bool:
+    """Return whether a value is (log-likelihood, words or bytes), as lm-eval stores perplexities."""
+    return (
+        isinstance(value, (list, tuple))
+        and len(value) == 2
+        and all(isinstance(v, (int, float)) and math.isfinite(v) for v in value)
+        and value[1] > 0
+    )
+
+
+def _perplexity_row(task: str, metric: str, name: str, sums: Any, seed: int) -> RetentionRow:
+    def perplexities(part: Any) -> tuple[Any, Any]:
+        return -part[..., 0] / part[..., 1], -part[..., 2] / part[..., 3]  # logarithms
+
+    import numpy as np
+
+    log_a, log_b = perplexities(sums.sum(0))
+    row = RetentionRow(
+        task=task,
+        metric=metric,
+        filter=name,
+        n=len(sums),
+        bf16=_exp(log_a),
+        quantized=_exp(log_b),
+        difference=_exp(log_b) - _exp(log_a),
+        retention=_exp(log_a - log_b),
+    )
+    resampled = _resampled(sums, seed)
+    if resampled is not None:
+        log_a, log_b = perplexities(resampled)
+        with np.errstate(over="ignore"):
+            row.low, row.high = _quantiles(np.exp(log_b) - np.exp(log_a))
+            row.retention_low, row.retention_high = _quantiles(np.exp(log_a - log_b))
+    return row
+
+
+def _exp(value: float) -> float:
+    return math.exp(min(float(value), 700.0))
+
+
+def _resampled(values: Any, seed: int) -> Any:
+    """Return the column means of RESAMPLES bootstrap samples of the rows; None for too few rows."""
+    import numpy as np
+
+    n = len(values)
+    if n < LEAST_RESAMPLED:
+        return None
+    rng = np.random.default_rng(seed)
+    means = np.empty((RESAMPLES, values.shape[1]))
+    for i in range(RESAMPLES):
+        means[i] = values[rng.integers(0, n, n)].mean(0)
+    return means
+
+
+def _quantiles(values: Any) -> tuple[float, float]:
+    import numpy as np
+
+    low, high = np.quantile(values, [0.025, 0.975])
+    return float(low), float(high)
+
+
+def lines(table: Retention) -> Iterator[str]:
+    """Yield the table as text, at most 80 columns where names are short."""
+    head = ("task", "metric", "n", "bf16", "quant.", "difference (95 %)", "retention (95 %)", "lost/won")
+    rows = [head, *(_cells(row) for row in table.rows)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+    for row in rows:
+        yield " ".join(
+            cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        )
+
+
+def _cells(row: RetentionRow) -> tuple[str, ...]:
+    scale = 1.0 if row.lost is None else 100.0
+    difference = f"{scale * row.difference:+.3g}"
+    if row.low is not None and row.high is not None:
+        difference += f" ({scale * row.low:+.3g} {scale * row.high:+.3g})"
+    share = "–" if row.retention is None else f"{row.retention:.1%}"
+    if row.retention_low is not None and row.retention_high is not None:
+        share += f" ({100 * row.retention_low:.1f} {100 * row.retention_high:.1f})"
+    metric = row.metric if row.filter in ("none", "") else f"{row.metric},{row.filter}"
+    changed = "–" if row.lost is None else f"{row.lost}/{row.won}"
+    return row.task, metric, str(row.n), f"{row.bf16:.4g}", f"{row.quantized:.4g}", difference, share, changed
+
+
+def summary(table: Retention) -> Iterator[str]:
+    """Yield what follows from the table, one line each."""
+    lost = [row for row in table.rows if row.p_holm is not None and row.p_holm < 0.05]
+    for row in lost:
+        yield f"{row.task} {row.metric}: a significant loss ({row.lost} lost, {row.won} won of {row.n}; p {row.p_holm:.2g}, Holm)"
+    if not lost and any(row.p is not None for row in table.rows):
+        yield "no significant loss; the intervals state which losses the samples cannot exclude"
+    for reason, n in table.left_out.items():
+        yield f"left out: {n} samples ({reason})"

@@ -1,0 +1,1 @@
+"""lm-eval registers its own models here."""

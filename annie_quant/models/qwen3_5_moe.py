@@ -29,7 +29,8 @@ FAMILY = replace(
     multimodal=Form("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe"),
     inputs=(
         *(i for i in qwen3_5.FAMILY.inputs if i not in (MLP_INPUT, MLP_OUTPUT)),
-        LinearInput(SHARED_EXPERT, "post_attention_layernorm", "norm"),
+        # The router and the experts read this norm, too, and take no scale.
+        LinearInput(SHARED_EXPERT, "post_attention_layernorm", "norm", searched=False),
         LinearInput(("mlp.shared_expert.down_proj",), "mlp.shared_expert.up_proj", "rows"),
     ),
     fused={k: v for k, v in qwen3_5.FAMILY.fused.items() if k != "gate_up_proj"} | {"gate_up_proj": SHARED_EXPERT},

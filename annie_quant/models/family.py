@@ -172,6 +172,7 @@ class Family:
     renamed_classes: field of a tokenizer's or processor's file → (transformers 4.57, transformers from 5.2).
     preprocessor_stub: preprocessor_config.json for a multimodal checkpoint that serves text only.
     experts: the routed experts of a mixture, or None for a dense model.
+    keys_values: the linears whose modules hold the scales of the KV cache.
     """
 
     name: str
@@ -193,6 +194,7 @@ class Family:
     preprocessor_stub: Mapping[str, Any] = field(default_factory=dict)
     published: Mapping[str, ModelSize] = field(default_factory=dict)
     experts: Experts | None = None
+    keys_values: tuple[str, str] = ("self_attn.k_proj", "self_attn.v_proj")
 
     @property
     def forms(self) -> tuple[Form, ...]:

@@ -173,6 +173,7 @@ class Family:
     preprocessor_stub: preprocessor_config.json for a multimodal checkpoint that serves text only.
     experts: the routed experts of a mixture, or None for a dense model.
     keys_values: the linears whose modules hold the scales of the KV cache.
+    row_parallel: ends of the linears whose columns tensor parallelism divides among ranks.
     """
 
     name: str
@@ -195,6 +196,7 @@ class Family:
     published: Mapping[str, ModelSize] = field(default_factory=dict)
     experts: Experts | None = None
     keys_values: tuple[str, str] = ("self_attn.k_proj", "self_attn.v_proj")
+    row_parallel: tuple[str, ...] = (".down_proj", ".o_proj", ".out_proj")
 
     @property
     def forms(self) -> tuple[Form, ...]:

@@ -148,6 +148,14 @@ class DecoderLayers:
         out = module(state, position_embeddings=angles, attention_mask=None, position_ids=positions, use_cache=False)
         return out[0] if isinstance(out, tuple) else out
 
+    def largest_output(self) -> float:
+        """Return the largest magnitude that the head reads: after the last layer, the outputs of the final norm."""
+        name = f"{self.prefix}norm.weight"
+        norm = self.model.norm
+        norm.load_state_dict({"weight": self.to_device(self.folder.tensor(name))}, assign=True)
+        with torch.inference_mode():
+            return max(float(norm(state).abs().max()) for state in self.states)
+
     def __iter__(self) -> Iterator[DecoderLayer]:
         count = len(self.model.layers)
         for index in range(count):

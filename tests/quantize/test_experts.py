@@ -231,6 +231,58 @@ def test_plain_experts_compute_as_transformers_does(home: Path) -> None:
         assert float((logits(home / source) - expected).abs().max()) < 1e-5 * float(expected.abs().max())
 
 
+def test_nvidias_recipe_has_modelopts_formats(home: Path, tmp_path: Path) -> None:
+    """Types, settings and the bytes of 4-bit experts against ModelOpt's own recipe file, run by ModelOpt."""
+    pytest.importorskip("modelopt.recipe", reason="the recipe is ModelOpt's: pip install annie-quant[quantize]")
+    import warnings
+
+    import modelopt.torch.quantization as mtq
+    from modelopt.recipe import load_recipe
+    from modelopt.torch.export import export_hf_checkpoint
+    from transformers import AutoModelForCausalLM
+
+    recipe = load_recipe("huggingface/qwen3_5_moe/ptq/w4a16_nvfp4-fp8_attn-kv_fp8_cast")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        load = AutoModelForCausalLM.from_pretrained
+        model = load(home / "merged", dtype=torch.bfloat16, experts_implementation="eager")
+        ids = torch.randint(0, 200, (4, 64), generator=torch.Generator().manual_seed(0))
+        mtq.quantize(model, recipe.quantize.model_dump(), lambda m: m(ids))
+        export_hf_checkpoint(model, export_dir=tmp_path / "theirs")
+    ours, theirs = tensors(run(home, "nvidia_w4a16")), tensors(tmp_path / "theirs")
+    assert {n: t.dtype for n, t in ours.items()} == {n: t.dtype for n, t in theirs.items()}
+    differ = {n: t for n, t in ours.items() if not n.endswith("input_scale") and t.tobytes() != theirs[n].tobytes()}
+    # ModelOpt divides an FP8 linear's weight by its scale in bf16, so some of its codes are a neighbour of ours.
+    assert {t.dtype.name for t in differ.values()} <= {"float8_e4m3fn"}, differ.keys()
+    for name, tensor in differ.items():
+        apart = np.abs(tensor.view(np.uint8).astype(int) - theirs[name].view(np.uint8).astype(int))
+        assert apart.max() <= 1 and (apart > 0).mean() < 0.1, name
+    a, b = (
+        json.loads((f / "config.json").read_text())["quantization_config"]
+        for f in (run(home, "nvidia_w4a16"), tmp_path / "theirs")
+    )
+    assert a["kv_cache_scheme"] == b["kv_cache_scheme"] and a["quant_algo"] == b["quant_algo"] == "MIXED_PRECISION"
+
+
+@pytest.mark.parametrize(("head", "dtype"), [("fp8", "float8_e4m3fn"), ("nvfp4", "uint8"), ("bf16", "bfloat16")])
+def test_red_hats_recipe(home: Path, head: str, dtype: str) -> None:
+    found = tensors(run(home, "awq_gptq", last=1, head=head))
+    assert found["lm_head.weight"].dtype == dtype
+    assert ("lm_head.input_scale" in found) == (head == "fp8")
+    for name, tensor in found.items():
+        if name.endswith("_proj.weight") and ".mlp." in name:
+            assert tensor.dtype == ("float8_e4m3fn" if ".layers.3." in name else "uint8"), name
+        elif name.endswith(("_proj.weight", "in_proj_qkv.weight", "in_proj_z.weight")):
+            assert tensor.dtype == "float8_e4m3fn", name
+    if head != "fp8":
+        return
+    audit = checkpoint.audit(run(home, "awq_gptq", last=1, head=head), source=home / "merged")
+    assert {f.code for f in audit.findings} <= {"fold_mismatch"}
+    ours, plain = logits(run(home, "awq_gptq", last=1, head=head)), logits(home / "merged")
+    naive = logits(run(home, "manners"), "w4a4")
+    assert float((ours - plain).square().mean()) < 1.5 * float((naive - plain).square().mean())
+
+
 @pytest.mark.parametrize("strategy", ["sensitivity", "auto_mixed"])
 def test_experts_of_a_layer_get_one_format(home: Path, strategy: str) -> None:
     if strategy == "auto_mixed":

@@ -52,10 +52,15 @@ def quantize(job: Job, progress: Progress) -> None:
 
 
 def fold_layer(
-    layer: DecoderLayer, chosen: set[str], amax: dict[str, float], coverage: Coverage
+    layer: DecoderLayer,
+    chosen: set[str],
+    amax: dict[str, float],
+    coverage: Coverage | None = None,
+    advance: bool = True,
 ) -> dict[str, np.ndarray]:
     """Return the layer's changed tensors by full name; sets `amax` to the largest inputs after folding.
 
+    advance: let the layer's outputs become the next layer's inputs; otherwise the layer keeps the folded weights.
     Nothing is folded into routed experts: the norm before them is read by the router, too.
     """
     from annie_quant.hf.codec import to_numpy
@@ -72,7 +77,7 @@ def fold_layer(
     }
     observers = {g[0]: InputObserver(RESPONSE, device, f"{layer.name}.{g[0]}") for g in layer.expert_groups()}
     state = min(layer.model.states, key=lambda s: s.numel()).float()
-    layer.advance(samplers | observers)
+    (layer.advance if advance else layer.observe)(samplers | observers)
     before = {n: t.detach().float() for n, t in layer.module.state_dict().items()}
     after, scales = dict(before), {}
     for site in family.inputs:
@@ -85,8 +90,11 @@ def fold_layer(
         stored = None if site.fold == "rows" else norm_dtype(folder, f"{layer.name}.{site.producer}.weight")
         scales[site.linears[0]] = awq_folding.fold(after, family, site, s, stored)
     verify(layer, state, before, after)
+    if not advance:
+        layer.module.load_state_dict({n: t.to(layer.model.dtype) for n, t in after.items()}, assign=True)
     for group in layer.expert_groups():
-        coverage.add(layer.name, [group], {group[0]: observers[group[0]].tokens})
+        if coverage is not None:
+            coverage.add(layer.name, [group], {group[0]: observers[group[0]].tokens})
     for group in layer.groups():
         s_folded = scales.get(group[0])
         for name in group:

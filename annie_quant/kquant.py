@@ -89,7 +89,7 @@ def q4_k_m_type(name: str, layer: int | None, n_layers: int, shape: tuple[int, .
     columns = shape[-1]
     if len(shape) < 2 or not name.endswith("weight") or "_norm.weight" in name or "ssm_conv1d" in name:
         return "F32"
-    if "ffn_gate_inp.weight" in name:
+    if "ffn_gate_inp.weight" in name or "ffn_gate_inp_shexp.weight" in name:
         return "F32"
     if name == "output.weight" or (tied and name == "token_embd.weight"):
         kind = "Q6_K" if columns % 256 == 0 else "Q8_0"

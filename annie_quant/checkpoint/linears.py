@@ -190,6 +190,16 @@ def plain_linears(folder: ModelFolder) -> list[str]:
     return [n.removesuffix(".weight") for n in folder if is_linear(n, folder.info(n).shape)]
 
 
+def all_linears(folder: ModelFolder) -> list[str]:
+    """Return the modules of plain_linears, and those of single experts inside merged tensors, in file order."""
+    modules = []
+    for name in folder:
+        if is_linear(name, folder.info(name).shape):
+            modules.append(name.removesuffix(".weight"))
+        modules += [part.removesuffix(".weight") for part in folder.parts_of(name)]
+    return modules
+
+
 def covering_pattern(module: str, patterns: Iterable[str]) -> str | None:
     """Return the first pattern that covers a module: an exact name, an fnmatch pattern, or "re:" and an expression."""
     for pattern in patterns:

@@ -42,9 +42,26 @@ def vllm(folder: ModelFolder, linears: dict[str, Linear], config: QuantConfig) -
         return f"no, {runtime_names.PREPROCESSOR} is missing (annie-quant audit --repair)"
     if any(x.format == "nvfp4" and folder.info(x.weight).shape[-1] * 2 % COLUMNS_PER_RANK for x in linears.values()):
         return f"no, columns are not a multiple of {COLUMNS_PER_RANK} (#48898)"
+    ranks = tensor_parallel_ranks(folder, linears)
+    limit = (
+        f", on one rank only: columns per rank are not a multiple of {COLUMNS_PER_RANK} (#48898)" if ranks < 2 else ""
+    )
     if config.algo == "MIXED_PRECISION" and config.method == "modelopt":
-        return "yes, from 0.19 (mixed precision)"
-    return "yes"
+        return f"yes, from 0.19 (mixed precision){limit}"
+    return f"yes{limit}"
+
+
+def tensor_parallel_ranks(folder: ModelFolder, linears: dict[str, Linear]) -> int:
+    """Return the largest number of ranks (1, 2, 4 or 8) over which the columns of every NVFP4 linear can be divided.
+
+    Only row-parallel linears are divided by columns; each rank's columns must be a multiple of COLUMNS_PER_RANK.
+    """
+    columns = [
+        2 * folder.info(x.weight).shape[-1]
+        for x in linears.values()
+        if x.format == "nvfp4" and x.name.endswith(folder.family.row_parallel)
+    ]
+    return max((n for n in (1, 2, 4, 8) if all(c % (n * COLUMNS_PER_RANK) == 0 for c in columns)), default=1)
 
 
 def sglang(folder: ModelFolder, linears: dict[str, Linear], config: QuantConfig) -> str:
@@ -82,7 +99,8 @@ def llama_cpp(folder: ModelFolder, linears: dict[str, Linear], config: QuantConf
         layout = names.Layout.of(folder)
         owned = owned_tensors(linears.values())
         for name in [*(n for n in folder if n not in owned), *(f"{n}.weight" for n in linears)]:
-            layout.name(name)
+            for part in folder.parts_of(name) or [name]:
+                layout.name(part)
     except (CheckpointError, KeyError, TypeError, ValueError):
         return "no, it is not a Qwen3.5 text model"
     if layout.heads.key_dim != layout.heads.value_dim:

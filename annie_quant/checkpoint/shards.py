@@ -132,6 +132,20 @@ class ModelFolder:
                 parts[part] = TensorInfo(part, info.dtype, shape, info.file, info.offset + i * size, size)
         return parts
 
+    @functools.cached_property
+    def _parts_by_tensor(self) -> dict[str, list[str]]:
+        """Name of a merged tensor without ".weight" → the names of its parts."""
+        experts, parts = self.family.experts, {}
+        for name in self.expert_parts:
+            if experts and (expert := experts.split(name)):
+                merged = next(m for m, linears in experts.merged.items() if expert[2] in linears)
+                parts.setdefault(f"{expert[0]}.{experts.module}.{merged}", []).append(name)
+        return parts
+
+    def parts_of(self, name: str) -> list[str]:
+        """Return the names of the single experts' linears in a merged tensor, in its order; [] for any other tensor."""
+        return self._parts_by_tensor.get(name.removesuffix(".weight"), [])
+
     def info(self, name: str) -> TensorInfo:
         if name not in self.tensors and name in self.expert_parts:
             return self.expert_parts[name]

@@ -36,6 +36,10 @@ from annie_quant.cli.common import (
     "--scale",
     help="Block scales where our codec chooses them: amax, four_over_six, sweep. Default: the strategy's own.",
 )
+@click.option(
+    "--kv-cache",
+    help="KV cache that the checkpoint asks for: none, fp8 (calibrated scales) or fp8_cast. Default: the strategy's own.",
+)
 @click.option("--set", "settings", multiple=True, metavar="NAME=VALUE", help="A strategy's own setting; repeatable.")
 @click.option("--ray", metavar="ADDRESS", help='direct: make the shards on this Ray cluster ("local" starts one here).')
 @click.option("--seed", default=0, show_default=True, help="Same seed, same bytes.")
@@ -54,6 +58,7 @@ def quantize(
     calib_samples: int,
     exclude_layers: str,
     scale: str | None,
+    kv_cache: str | None,
     settings: tuple[str, ...],
     ray: str | None,
     seed: int,
@@ -73,6 +78,7 @@ def quantize(
         more = ["--calib-samples", str(calib_samples), "--seed", str(seed)]
         more += ["--exclude-layers", exclude_layers] if exclude_layers else []
         more += ["--scale", scale] if scale else []
+        more += ["--kv-cache", kv_cache] if kv_cache else []
         more += [word for item in settings for word in ("--set", item)]
         more += [flag for flag, on in (("--force", force), ("--allow-prompt-mismatch", allow_prompt_mismatch)) if on]
         argv = container_job.arguments(strategy, model, output, calib_data, more)
@@ -101,6 +107,7 @@ def quantize(
             report=step,
             seed=seed,
             allow_prompt_mismatch=allow_prompt_mismatch,
+            kv_cache=kv_cache,
             **dict(item.split("=", 1) for item in settings) | ({"ray": ray} if ray else {}),
         )
     if as_json:

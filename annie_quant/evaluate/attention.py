@@ -15,6 +15,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from annie_quant.hf import kv_cache
 from annie_quant.hf.emulation import rounding
 from annie_quant.hf.profiles import Profile
 
@@ -48,12 +49,12 @@ def grouped_attention(
 
 def rounded_attention(profile: Profile) -> Callable[..., tuple[torch.Tensor, None]]:
     """Return grouped_attention with the roundings of a numerics profile."""
-    stream, stored = rounding(profile.stream), rounding(profile.kv)
+    stream, stored = rounding(profile.stream), kv_cache.rounding(profile.kv)
 
     def attention(
         module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **options: Any
     ) -> tuple[torch.Tensor, None]:
-        output, _ = grouped_attention(module, stream(query), stored(key), stored(value), *args, **options)
+        output, _ = grouped_attention(module, stream(query), *stored(module, key, value), *args, **options)
         return stream(output), None
 
     return attention

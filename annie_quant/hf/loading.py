@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from annie_quant.checkpoint import ModelFolder
 from annie_quant.checkpoint.remote_code import refused
 from annie_quant.errors import AnnieError, CheckpointError, EnvironmentFault
+from annie_quant.hf.experts import separate
 from annie_quant.hf.nvfp4_linear import nvfp4_linears, set_cache, set_numerics
 from annie_quant.hf.profiles import PROFILES, UNQUANTIZED
 
@@ -68,6 +69,7 @@ def load(
                 f"{folder.name} lacks {missing[0]}" + (f" and {len(missing) - 1} more tensors" if missing[1:] else ""),
                 "annie-quant audit DIR",
             )
+        separate(model, shards.family)
         model.eval()
         if nvfp4_linears(model):
             if numerics is not None:

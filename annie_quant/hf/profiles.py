@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from annie_quant.errors import UsageError
 
 EXACT = "exact"
+KV_SUFFIXES = {"+fp8kv": "fp8", "+nvfp4kv": "nvfp4"}  # a KV cache in that format (kv_cache.py)
 UNROUNDED, NVFP4, Q8_0, NVFP4_SEARCHED = "unrounded", "nvfp4", "q8_0", "nvfp4 (searched)"
 
 
@@ -25,7 +26,7 @@ class Profile:
                   16 with the best of five E4M3 scales and no tensor scale
     stream        dtype of the residual stream and of the outputs of norms, linears, convolution, DeltaNet, attention and logits
     plain_input   dtype of the activations that plain (bf16) linears multiply
-    kv            dtype of keys and values
+    kv            dtype of keys and values, or "fp8" or "nvfp4"
     operands      "exact", or the dtype to which the dequantized values of both sides of an NVFP4 product are rounded
     served_by     the server and its kernel, "" for an arithmetic that no server has
     """
@@ -80,19 +81,27 @@ SERVED = tuple(p.name for p in PROFILES.values() if p.served_by)
 
 
 def find_profile(name: str) -> Profile:
-    """Return a profile by its name. Raises UsageError for an unknown one."""
+    """Return a profile by its name, which may end in +fp8kv or +nvfp4kv. Raises UsageError for an unknown one."""
+    for suffix, kind in KV_SUFFIXES.items():
+        if name.endswith(suffix):
+            return dataclasses.replace(find_profile(name.removesuffix(suffix)), name=name, kv=kind)
     if name == UNQUANTIZED.name:
         return UNQUANTIZED
     if name not in PROFILES:
-        raise UsageError(f"unknown numerics {name!r}", f"choose from: {', '.join(PROFILES)}")
+        raise UsageError(
+            f"unknown numerics {name!r}",
+            f"choose from: {', '.join(PROFILES)}; with a quantized KV cache: NAME{' or NAME'.join(KV_SUFFIXES)}",
+        )
     return PROFILES[name]
 
 
 def in_float32(profile: Profile) -> Profile:
     """Return the same activation format with everything else in float32."""
-    return dataclasses.replace(profile, stream="float32", plain_input="float32", kv="float32", operands=EXACT)
+    kv = profile.kv if profile.kv in KV_SUFFIXES.values() else "float32"
+    return dataclasses.replace(profile, stream="float32", plain_input="float32", kv=kv, operands=EXACT)
 
 
 def in_bfloat16(profile: Profile) -> Profile:
     """Return the same activation format with everything else rounded to bfloat16, as GPU servers do."""
-    return dataclasses.replace(profile, stream="bfloat16", plain_input="bfloat16", kv="bfloat16")
+    kv = profile.kv if profile.kv in KV_SUFFIXES.values() else "bfloat16"
+    return dataclasses.replace(profile, stream="bfloat16", plain_input="bfloat16", kv=kv)

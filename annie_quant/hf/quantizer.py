@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.core_model_loading import WeightConverter
 from transformers.quantizers.auto import (
     AUTO_QUANTIZATION_CONFIG_MAPPING,
     AUTO_QUANTIZER_MAPPING,
@@ -25,8 +26,10 @@ from annie_quant.checkpoint import ModelFolder
 from annie_quant.checkpoint.dialects import compressed_tensors, modelopt
 from annie_quant.errors import CheckpointError
 from annie_quant.hf import load_checks
+from annie_quant.hf.experts import separate
 from annie_quant.hf.nvfp4_linear import NVFP4Linear, PackedNVFP4Linear, nvfp4_linears
 from annie_quant.hf.replacement import check_shapes, find_module, meta_tensor, replace_linear
+from annie_quant.models import aliases
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +81,9 @@ class NVFP4Quantizer(HfQuantizer):
         with load_checks.as_audit_finding(self.folder):
             folder = ModelFolder(self.folder)
             linears = self.dialect.linears(folder)
+            self.singles = single_experts(folder)
+            with torch.device("meta"):
+                separate(model, folder.family, lambda name: any(a in self.singles for a in aliases(name)))
             for linear in linears.values():
                 replace_linear(model, linear, folder)
             linear_tensors = {t for linear in linears.values() for t in linear.tensors()}
@@ -94,6 +100,13 @@ class NVFP4Quantizer(HfQuantizer):
                 match.module.register_buffer(name.rpartition(".")[2], meta_tensor(folder, name))
         self.dtypes = {name: p.dtype for name, p in model.named_parameters() if p.is_floating_point()}
         return model
+
+    def update_weight_conversions(self, weight_conversions: list[Any]) -> list[Any]:
+        """Leave out transformers' merging of single experts where the model has single ones, too."""
+        if not self.singles:
+            return super().update_weight_conversions(weight_conversions)
+        merges = [c for c in weight_conversions if isinstance(c, WeightConverter)]
+        return super().update_weight_conversions([c for c in weight_conversions if c not in merges])
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         for name, p in model.named_parameters():
@@ -117,6 +130,13 @@ class NVFP4Quantizer(HfQuantizer):
     @property
     def is_compileable(self) -> bool:
         return torch.cuda.is_available()
+
+
+def single_experts(folder: ModelFolder) -> set[str]:
+    """Return the modules of experts that the folder stores under a name per expert ("model.layers.3.mlp.experts")."""
+    experts = folder.family.experts
+    found = (experts.split(name) for name in folder) if experts else ()
+    return {f"{expert[0]}.{experts.module}" for expert in found if experts and expert}
 
 
 def parent(tensor_name: str) -> str:

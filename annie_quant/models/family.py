@@ -73,6 +73,7 @@ class Experts:
     fused: the linears of one expert that servers merge into one matrix.
     router: the linear that chooses the experts, with one row per expert.
     count, width: the fields of config.json with the number of experts and the rows of an expert's first linears.
+    active: the field of config.json with the number of experts that a token passes.
     gguf: llama.cpp's names inside a block, for the linears (all experts in one tensor), the router and the shared expert.
     """
 
@@ -82,7 +83,13 @@ class Experts:
     router: str
     count: str
     width: str
+    active: str
     gguf: Mapping[str, str]
+
+    @property
+    def inputs(self) -> tuple[tuple[str, ...], ...]:
+        """The linears of one expert, grouped by the activation that they read."""
+        return tuple(self.merged.values())
 
     @property
     def linears(self) -> tuple[str, ...]:
@@ -110,6 +117,12 @@ class Experts:
         layer, rest = layer_of(name), in_layer(name).removesuffix(".weight")
         part = rest.removeprefix(f"{self.module}.")
         return (layer, part) if rest != part and part in self.merged else None
+
+    def active_share(self, config: Mapping[str, Any]) -> float:
+        """Return the share of the experts that a token passes, by a text model's settings; 1 where they do not say it."""
+        active, count = config.get(self.active), config.get(self.count)
+        valid = isinstance(active, int) and isinstance(count, int) and 0 < active <= count
+        return active / count if valid else 1.0  # type: ignore[operator]
 
     def gguf_name(self, name: str) -> str | None:
         """Return llama.cpp's name of the tensor that a weight is stored in, or None if it is not of a mixture's MLP."""
@@ -159,6 +172,8 @@ class Family:
     renamed_classes: field of a tokenizer's or processor's file → (transformers 4.57, transformers from 5.2).
     preprocessor_stub: preprocessor_config.json for a multimodal checkpoint that serves text only.
     experts: the routed experts of a mixture, or None for a dense model.
+    keys_values: the linears whose modules hold the scales of the KV cache.
+    row_parallel: ends of the linears whose columns tensor parallelism divides among ranks.
     """
 
     name: str
@@ -180,6 +195,8 @@ class Family:
     preprocessor_stub: Mapping[str, Any] = field(default_factory=dict)
     published: Mapping[str, ModelSize] = field(default_factory=dict)
     experts: Experts | None = None
+    keys_values: tuple[str, str] = ("self_attn.k_proj", "self_attn.v_proj")
+    row_parallel: tuple[str, ...] = (".down_proj", ".o_proj", ".out_proj")
 
     @property
     def forms(self) -> tuple[Form, ...]:
@@ -232,6 +249,39 @@ class Family:
             if self.experts and expert and expert[2] in self.experts.fused:
                 groups.setdefault((name.rpartition(".")[0], self.experts.fused), []).append(name)
         return [group for group in groups.values() if len(group) > 1]
+
+    def served_groups(self, names: Iterable[str]) -> list[list[str]]:
+        """Return those of the module `names` that need one format: fused groups, and all experts of a layer.
+
+        Servers run the experts of a layer as one grouped matrix product.
+        """
+        experts: dict[str, list[str]] = {}
+        others = []
+        for name in sorted(names):
+            expert = self.experts.split(name) if self.experts else None
+            if expert:
+                experts.setdefault(expert[0], []).append(name)
+            else:
+                others.append(name)
+        return [*self.fused_groups(others), *(group for group in experts.values() if len(group) > 1)]
+
+    def largest_of_input(self, values: Mapping[str, float]) -> dict[str, float]:
+        """Return module → the largest value of the linears whose activations servers round with one scale.
+
+        That is the fused group, and for experts all experts of the layer: vLLM's grouped products take one scale for all,
+        and ModelOpt 0.47 calibrates one. So an expert that saw no token gets the layer's, if `values` has it with any
+        number below.
+        """
+        largest = self.largest_of_group(values)
+        if self.experts is None:
+            return largest
+        tops: dict[tuple[str, tuple[str, ...]], float] = {}
+        keys = {}
+        for name in largest:
+            if expert := self.experts.split(name):
+                keys[name] = (expert[0], next(i for i in self.experts.inputs if expert[2] in i))
+                tops[keys[name]] = max(tops.get(keys[name], 0.0), largest[name])
+        return largest | {name: tops[key] for name, key in keys.items()}
 
     def largest_of_group(self, values: Mapping[str, float]) -> dict[str, float]:
         """Return module → the largest value of its fused group, or its own value outside of groups."""
@@ -293,6 +343,7 @@ QWEN_EXPERTS = Experts(
     router="mlp.gate",
     count="num_experts",
     width="moe_intermediate_size",
+    active="num_experts_per_tok",
     gguf={
         "mlp.gate": "ffn_gate_inp",
         "mlp.experts.gate_proj": "ffn_gate_exps",

@@ -4,12 +4,13 @@ Every layer has a router (mlp.gate), merged or single experts, a shared expert, 
 which scales the shared expert. Router and gate stay unquantized. Later versions keep class and model type, so config.json
 names this family for them, too.
 Sources: transformers' modeling_qwen3_5_moe.py; llama.cpp's names from gguf's tensor_mapping.
-No activation of an expert is in `inputs`, so no strategy folds scales into experts. GGUF is not written yet.
+No activation of an expert is in `inputs`, so no strategy folds scales into experts.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from annie_quant.models import qwen3_5
 from annie_quant.models.family import MLP_INPUT, MLP_OUTPUT, QWEN_EXPERTS, SHARED_EXPERT, Form, LinearInput
@@ -22,6 +23,15 @@ GGUF_SHARED = {
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
 }
 
+EXPERTS = replace(QWEN_EXPERTS, gguf={**QWEN_EXPERTS.gguf, **GGUF_SHARED})
+_DENSE_MLP = ("mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight")
+GGUF = replace(
+    qwen3_5.GGUF,
+    architecture="qwen35moe",
+    layer={k: v for k, v in qwen3_5.GGUF.layer.items() if k not in _DENSE_MLP}
+    | {f"{k}.weight": f"{v}.weight" for k, v in EXPERTS.gguf.items()},
+)
+
 FAMILY = replace(
     qwen3_5.FAMILY,
     name="Qwen3.5 MoE",
@@ -29,11 +39,32 @@ FAMILY = replace(
     multimodal=Form("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe"),
     inputs=(
         *(i for i in qwen3_5.FAMILY.inputs if i not in (MLP_INPUT, MLP_OUTPUT)),
-        LinearInput(SHARED_EXPERT, "post_attention_layernorm", "norm"),
+        # The router and the experts read this norm, too, and take no scale.
+        LinearInput(SHARED_EXPERT, "post_attention_layernorm", "norm", searched=False),
         LinearInput(("mlp.shared_expert.down_proj",), "mlp.shared_expert.up_proj", "rows"),
     ),
     fused={k: v for k, v in qwen3_5.FAMILY.fused.items() if k != "gate_up_proj"} | {"gate_up_proj": SHARED_EXPERT},
-    gguf=None,
+    gguf=GGUF,
     published={},
-    experts=replace(QWEN_EXPERTS, gguf={**QWEN_EXPERTS.gguf, **GGUF_SHARED}),
+    experts=EXPERTS,
 )
+
+
+def tensor_shapes(s: Any) -> dict[str, tuple[str, tuple[int | None, ...]]]:
+    """Return the shapes that a mixture's fields determine, as qwen3_5.tensor_shapes does.
+
+    s: the typed fields of config.json.  One expert's linears have the names of the experts' module and the linear.
+    """
+    hidden, width, count = s.hidden_size, s.moe_intermediate_size, s.num_experts
+    fields = "num_experts, moe_intermediate_size and hidden_size"
+    shared = ("shared_expert_intermediate_size and hidden_size", (s.shared_expert_intermediate_size, hidden))
+    return {
+        "mlp.gate.weight": ("num_experts and hidden_size", (count, hidden)),
+        "mlp.shared_expert_gate.weight": ("hidden_size", (1, hidden)),
+        "mlp.experts.gate_proj": (fields, (width, hidden)),
+        "mlp.experts.up_proj": (fields, (width, hidden)),
+        "mlp.experts.down_proj": (fields, (hidden, width)),
+        "mlp.shared_expert.gate_proj.weight": shared,
+        "mlp.shared_expert.up_proj.weight": shared,
+        "mlp.shared_expert.down_proj.weight": (shared[0], (hidden, s.shared_expert_intermediate_size)),
+    }

@@ -143,9 +143,9 @@ def size_of_folder(folder: Path) -> ModelSize:
     for name in shards:
         counts[shards.family.kind_of(name)] += shards.info(name).elements
     config = shards.text_config
-    return ModelSize(
-        folder.name, counts, config["num_hidden_layers"], config["hidden_size"], config["intermediate_size"]
-    )
+    experts = shards.family.experts
+    width = config.get("intermediate_size") or (config.get(experts.width) if experts else None) or config["hidden_size"]
+    return ModelSize(folder.name, counts, config["num_hidden_layers"], config["hidden_size"], width)
 
 
 def measure(folder: Path) -> Rates:

@@ -15,7 +15,7 @@ import numpy as np
 from annie_quant import nvfp4
 from annie_quant.checkpoint import quantized_tensors, writer
 from annie_quant.checkpoint.dialects import modelopt
-from annie_quant.checkpoint.linears import plain_linears
+from annie_quant.checkpoint.linears import all_linears
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.writer import Planned, ShardPlan
 from annie_quant.errors import CheckpointError
@@ -37,20 +37,37 @@ def export(
     """Write tensors and settings into job.output. The last four parameters are those of checkpoint.writer.write."""
     check(folder, plan)
     writer.write(job.output, planned_tensors(folder, plan), shard_bytes, progress, resume, write_shards)
-    unquantized = sorted(set(plain_linears(folder)) - set(plan.formats))
-    writer.write_settings(job.output, folder.config, modelopt.settings(plan.formats, unquantized, GROUP))
+    writer.write_settings(
+        job.output, folder.config, modelopt.settings(plan.formats, excluded_names(folder, plan), GROUP)
+    )
+
+
+def excluded_names(folder: ModelFolder, plan: Plan) -> list[str]:
+    """Return the names that settings list as excluded: linears, and for the experts of a layer all of them at once."""
+    experts, names = folder.family.experts, set()
+    for module in all_linears(folder):
+        if module in plan.formats:
+            continue
+        expert = experts.split(module) if experts else None
+        if experts and expert:
+            single = f"{module}.weight" in folder
+            names.add(f"{expert[0]}.{experts.module}{'*' if single else ''}")
+        else:
+            names.add(module)
+    return sorted(names)
 
 
 def check(folder: ModelFolder, plan: Plan) -> None:
-    """Check that fused linears have one format, and that every quantized input has a scale."""
-    for group in folder.family.fused_groups(plain_linears(folder)):
+    """Check that linears that are served together have one format, and that every quantized input has a scale."""
+    for group in folder.family.served_groups(all_linears(folder)):
         if len({plan.formats.get(n) for n in group}) > 1:
+            first = ", ".join(group[:3]) + (f" and {len(group) - 3} more" if group[3:] else "")
             raise CheckpointError(
-                f"{', '.join(group)} are served as one matrix and would differ in format",
-                "exclude or quantize them together",
+                f"{first} are served together and would differ in format", "exclude or quantize them together"
             )
+    inputs = plan.input_scales(folder.family)
     for name, kind in plan.formats.items():
-        if kind in QUANTIZED_INPUTS and not plan.amax.get(name) and name not in plan.given_input_scales:
+        if kind in QUANTIZED_INPUTS and not inputs.get(name):
             raise CheckpointError(
                 f"{name}: no input reached it in calibration, so it has no input scale", "give more --calib-data"
             )
@@ -60,7 +77,7 @@ def planned_tensors(folder: ModelFolder, plan: Plan) -> list[Planned]:
     """Return the output's tensors in the source's order: two to four per quantized linear, the others as they are."""
     scales, inputs = TensorScales(folder, plan), plan.input_scales(folder.family)
     planned: list[Planned] = []
-    for name in folder:
+    for name in names_to_write(folder, plan):
         info, module = folder.info(name), name.removesuffix(".weight")
         kind = plan.formats.get(module) if name.endswith(".weight") else None
         if kind is None:
@@ -78,6 +95,14 @@ def planned_tensors(folder: ModelFolder, plan: Plan) -> list[Planned]:
                 module, shape, pack, scale, GROUP, inputs.get(module), source_bytes=info.size_bytes
             )
     return planned
+
+
+def names_to_write(folder: ModelFolder, plan: Plan) -> Iterator[str]:
+    """Yield the source's tensors in file order, merged experts that change in parts: one name per expert and linear."""
+    for name in folder:
+        parts = folder.parts_of(name)
+        changes = any(p.removesuffix(".weight") in plan.formats or p in plan.weights for p in parts)
+        yield from parts if changes else [name]
 
 
 def weight_of(folder: ModelFolder, name: str, plan: Plan) -> np.ndarray:

@@ -24,10 +24,11 @@ class Hessian:
     """
 
     def __init__(self, table: torch.Tensor) -> None:
-        self.table, self.weight, self.amax, self.not_finite = table, 0.0, 0.0, 0
+        self.table, self.weight, self.amax, self.not_finite, self.tokens = table, 0.0, 0.0, 0, 0
         self.total: torch.Tensor | None = None
 
     def __call__(self, x: torch.Tensor, kinds: torch.Tensor) -> None:
+        self.tokens += len(x)
         finite = x.isfinite().all(-1)
         if not bool(finite.all()):
             self.not_finite += int((~finite).sum())

@@ -5,7 +5,7 @@ One pass, layer by layer; linears that read the same input share one measurement
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,15 +15,20 @@ from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.errors import CheckpointError
 from annie_quant.progress import Progress
 from annie_quant.quantize.calibration_samples import KINDS, Sample, TokenWeights, make_batches
-from annie_quant.quantize.layerwise import DecoderLayers
+from annie_quant.quantize.expert_coverage import Coverage
+from annie_quant.quantize.layerwise import DecoderLayer, DecoderLayers
 
 
 @dataclass
 class InputStats:
-    """By full name of a linear. amax: largest |x| of any token.  second: weighted mean of x_k^2, float32 [K]."""
+    """By full name of a linear. amax: largest |x| of any token.  second: weighted mean of x_k^2, float32 [K].
+
+    coverage: what the routed experts saw. One without tokens has the layer's largest `amax` and mean `second` of the others.
+    """
 
     amax: dict[str, float] = field(default_factory=dict)
     second: dict[str, np.ndarray] = field(default_factory=dict)
+    coverage: Coverage = field(default_factory=Coverage)
 
 
 def weight_table(token_weights: TokenWeights, device: str | torch.device) -> torch.Tensor:
@@ -36,13 +41,14 @@ class InputObserver:
 
     def __init__(self, token_weights: TokenWeights, device: str, name: str = "a linear") -> None:
         self.table, self.name = weight_table(token_weights, device), name
-        self.weight = 0.0
+        self.weight, self.tokens = 0.0, 0
         self.total: torch.Tensor | None = None
         self.largest: torch.Tensor | None = None
 
     def __call__(self, x: torch.Tensor, kinds: torch.Tensor) -> None:
         if not len(x):
             return
+        self.tokens += len(x)
         top = x.abs().amax(0).float()
         self.largest = top if self.largest is None else torch.maximum(self.largest, top)
         weight = self.table[kinds]
@@ -103,8 +109,35 @@ def collect_stats(
         observers = {g[0]: InputObserver(token_weights, model.device, f"{layer.name}.{g[0]}") for g in groups}
         layer.advance(observers)
         for group in groups:
-            amax, second = observers[group[0]].amax(), observers[group[0]].second()
-            for name in group:
-                stats.amax[f"{layer.name}.{name}"] = amax
-                stats.second[f"{layer.name}.{name}"] = second
+            observer = observers[group[0]]
+            if observer.tokens or not layer.experts_of(group[0]):
+                for name in group:
+                    stats.amax[f"{layer.name}.{name}"] = observer.amax()
+                    stats.second[f"{layer.name}.{name}"] = observer.second()
+        for groups_of_one in by_input(layer):
+            stats.coverage.add(layer.name, groups_of_one, {g[0]: observers[g[0]].tokens for g in groups_of_one})
+            fill_unseen(stats, layer.name, groups_of_one, observers)
     return stats
+
+
+def by_input(layer: DecoderLayer) -> list[list[list[str]]]:
+    """Return the groups of the experts' linears, those of all experts that read the same kind of input together."""
+    kinds: dict[tuple[str, ...], list[list[str]]] = {}
+    for group in layer.expert_groups():
+        kinds.setdefault(tuple(n.rpartition(".")[2] for n in group), []).append(group)
+    return list(kinds.values())
+
+
+def fill_unseen(
+    stats: InputStats, layer: str, groups: Sequence[Sequence[str]], observers: Mapping[str, InputObserver]
+) -> None:
+    """Give experts without tokens the largest input of the layer's other experts, and the mean of their second moments."""
+    top = max((observers[g[0]].amax() for g in groups if observers[g[0]].tokens), default=0.0)
+    stats.amax |= {f"{layer}.{name}": top for g in groups if not observers[g[0]].tokens for name in g}
+    seen = [observers[g[0]].second() for g in groups if observers[g[0]].weight > 0]
+    if not seen:
+        return
+    mean = np.mean(seen, axis=0)
+    for group in groups:
+        if observers[group[0]].weight <= 0:
+            stats.second |= {f"{layer}.{name}": mean for name in group}

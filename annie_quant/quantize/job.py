@@ -19,6 +19,7 @@ from annie_quant.checkpoint.staging import check_name, source_key, staged
 from annie_quant.errors import CheckpointError, UsageError, need
 from annie_quant.files import write_json
 from annie_quant.progress import Progress, as_progress
+from annie_quant.quantize import kv_cache as kv_cache_format
 from annie_quant.quantize import prompt_provenance, strategies
 from annie_quant.resume import KeyedJson, keyed_folder
 from annie_quant.schema import RECIPE_FILE, Recipe
@@ -124,6 +125,7 @@ def run(
     seed: int = 0,
     persona: str | None = None,
     allow_prompt_mismatch: bool = False,
+    kv_cache: str | None = None,
     **options: Any,
 ) -> QuantizeResult:
     """Quantize `model` into `output`.
@@ -131,6 +133,7 @@ def run(
     persona: name or file of the production system prompt that the conversations must have, by default the one they
     name; another prompt is refused unless allow_prompt_mismatch. Its hash is stored in annie_quant.json.
     report: receives the progress; a function takes one line per report.
+    kv_cache: "fp8" (scales calibrated on the conversations), "fp8_cast" (without scales) or "none"; None: the strategy's own.
     options: of the strategy.
     Raises UsageError where a pattern matches nothing or the output is in the way, CheckpointError where the model
     folder cannot be used. The output appears under its name only when it is complete.
@@ -143,6 +146,7 @@ def run(
             "give --model the folder of a bf16 checkpoint",
         )
     settings = part.settings(options)
+    kv_format = kv_cache_format.check(kv_cache or part.kv_cache)
     rule: Any = scale or part.scale
     if rule not in get_args(nvfp4.Scale):
         raise UsageError(f"--scale {scale!r}", f"choose one of: {', '.join(get_args(nvfp4.Scale))}")
@@ -171,8 +175,10 @@ def run(
     with staged(target, key, force or not first, inputs=(model, job.calib_data)) as part_folder:
         job.output = part_folder
         part.quantize(job, as_progress(report))
+        if kv_format != "none" and first:
+            kv_cache_format.add(job, kv_format, as_progress(report))
         copy_companions(model, part_folder)
-        write_json(part_folder / RECIPE_FILE, msgspec.to_builtins(recipe_of(job, part.name, prompts)))
+        write_json(part_folder / RECIPE_FILE, msgspec.to_builtins(recipe_of(job, part.name, prompts, kv_format)))
     shutil.rmtree(job.work if first else target, ignore_errors=True)
     seconds = round(time.monotonic() - start, 2)
     return QuantizeResult(
@@ -185,7 +191,7 @@ def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def recipe_of(job: Job, strategy: str, prompts: prompt_provenance.Prompts) -> Recipe:
+def recipe_of(job: Job, strategy: str, prompts: prompt_provenance.Prompts, kv_cache: str) -> Recipe:
     return Recipe(
         version=__version__,
         strategy=strategy,
@@ -197,6 +203,7 @@ def recipe_of(job: Job, strategy: str, prompts: prompt_provenance.Prompts) -> Re
         seed=job.seed,
         prompt_sha256=prompts.sha256,
         prompt_mismatch=prompts.mismatch,
+        kv_cache=kv_cache,
     )
 
 

@@ -96,7 +96,7 @@ def rounded(
     """Round these linears' weights, and where the format quantizes them their inputs; restore the model at the end."""
     linears = {n: model.get_submodule(family.in_form(n, multimodal=False)) for n in formats}
     top = family.largest_of_group({n: float(m.weight.detach().abs().max()) for n, m in linears.items()})
-    inputs = family.largest_of_group({n: amax[n] for n, f in formats.items() if f in QUANTIZED_INPUTS})
+    inputs = family.largest_of_input({n: amax[n] for n, f in formats.items() if f in QUANTIZED_INPUTS})
     undo: list[Callable[[], object]] = []
     try:
         for name, linear in linears.items():

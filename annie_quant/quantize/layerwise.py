@@ -22,6 +22,7 @@ from annie_quant.checkpoint.remote_code import refused
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.errors import CheckpointError
 from annie_quant.hf.codec import to_torch
+from annie_quant.hf.experts import SingleExperts, separate
 from annie_quant.models.family import MULTIMODAL_PREFIX, TEXT_PREFIX
 from annie_quant.progress import SILENT, Progress
 from annie_quant.quantize.calibration_samples import PADDING, Batch
@@ -51,11 +52,28 @@ class DecoderLayer:
         self.model, self.index, self.module = model, index, module
         self.name = f"{model.prefix}layers.{index}"
         self.linears = {n: m for n, m in module.named_modules() if isinstance(m, torch.nn.Linear)}
+        self.experts = {n: m for n, m in module.named_modules() if isinstance(m, SingleExperts)}
 
     def groups(self) -> list[list[str]]:
-        """Return the layer's linears, grouped by the input that they read."""
+        """Return the layer's linears, grouped by the input that they read; those of each expert by themselves."""
         groups = ([n for n in i.linears if n in self.linears] for i in self.model.folder.family.inputs)
-        return [g for g in groups if g]
+        return [*(g for g in groups if g), *self.expert_groups()]
+
+    def expert_groups(self) -> list[list[str]]:
+        """Return the linears of the routed experts, grouped by the input that they read."""
+        family = self.model.folder.family.experts
+        if family is None:
+            return []
+        return [
+            [f"{name}.{i}.{linear}" for linear in linears]
+            for name, module in self.experts.items()
+            for i in range(module.count)
+            for linears in family.inputs
+        ]
+
+    def experts_of(self, linear: str) -> SingleExperts | None:
+        """Return the experts that a linear belongs to, or None for any other linear."""
+        return next((m for n, m in self.experts.items() if linear.startswith(f"{n}.")), None)
 
     def observe(self, observers: Mapping[str, Observer]) -> None:
         """Run the layer and drop its outputs. observers: name of a linear → function that gets its inputs."""
@@ -71,14 +89,20 @@ class DecoderLayer:
         """Yield the layer's output for each batch."""
         kinds = torch.empty(0)
 
-        def hook(observer: Observer) -> Callable[..., None]:
+        def hook(observer: Observer, experts: SingleExperts | None) -> Callable[..., None]:
             def before(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
-                x, real = args[0], kinds.reshape(-1) != PADDING
-                observer(x.reshape(-1, x.shape[-1])[real], kinds.reshape(-1)[real])
+                x, of_tokens = args[0], kinds.reshape(-1)
+                if experts is not None and experts.rows is not None:
+                    of_tokens = of_tokens[experts.rows]
+                real = of_tokens != PADDING
+                observer(x.reshape(-1, x.shape[-1])[real], of_tokens[real])
 
             return before
 
-        handles = [self.linears[name].register_forward_pre_hook(hook(f)) for name, f in observers.items()]
+        handles = [
+            self.linears[name].register_forward_pre_hook(hook(f, self.experts_of(name)))
+            for name, f in observers.items()
+        ]
         try:
             for state, batch in zip(self.model.states, self.model.batches, strict=True):
                 kinds = torch.from_numpy(batch.kinds).to(self.model.device)
@@ -106,6 +130,7 @@ class DecoderLayers:
             config = transformers.AutoConfig.from_pretrained(folder.path, trust_remote_code=False).get_text_config()
             config.use_cache = False
             self.model: Any = transformers.AutoModel.from_config(config, dtype=self.dtype, trust_remote_code=False)
+        separate(self.model, folder.family)
         self.rotary = type(self.model.rotary_emb)(config).to(self.device)
         embedding = f"{self.prefix}embed_tokens.weight"
         table = folder.tensor(embedding)
@@ -122,6 +147,14 @@ class DecoderLayers:
         angles = self.rotary(state, positions if axes == 1 else positions.expand(axes, -1, -1))
         out = module(state, position_embeddings=angles, attention_mask=None, position_ids=positions, use_cache=False)
         return out[0] if isinstance(out, tuple) else out
+
+    def largest_output(self) -> float:
+        """Return the largest magnitude that the head reads: after the last layer, the outputs of the final norm."""
+        name = f"{self.prefix}norm.weight"
+        norm = self.model.norm
+        norm.load_state_dict({"weight": self.to_device(self.folder.tensor(name))}, assign=True)
+        with torch.inference_mode():
+            return max(float(norm(state).abs().max()) for state in self.states)
 
     def __iter__(self) -> Iterator[DecoderLayer]:
         count = len(self.model.layers)

@@ -8,6 +8,7 @@ export.
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import modelopt.torch.export
@@ -15,13 +16,16 @@ import modelopt.torch.quantization
 import torch
 import transformers
 
-from annie_quant.checkpoint.linears import plain_linears
+from annie_quant import models
+from annie_quant.checkpoint.linears import all_linears
 from annie_quant.checkpoint.remote_code import loading_tokenizer, refused
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.data.rows import read_conversations
 from annie_quant.errors import CheckpointError
+from annie_quant.hf.experts import separate
 from annie_quant.progress import Progress
 from annie_quant.quantize.calibration_samples import token_ids
+from annie_quant.quantize.expert_coverage import Coverage
 from annie_quant.quantize.export import export
 from annie_quant.quantize.formats import NVFP4
 from annie_quant.quantize.job import Job
@@ -37,10 +41,13 @@ def quantize(job: Job, config: dict[str, Any], progress: Progress) -> None:
 
     ModelOpt's exporter knows the text model only: of a multimodal source it would lose the vision part and the
     configuration that fits its tensors' names. Such a source is exported by export.py, with ModelOpt's calibration.
+    So is a mixture, with one linear per expert and matrix: ModelOpt sees merged experts only where transformers computes
+    them with its slow ("eager") form, and else leaves them out without a message (#1340).
     """
     conversations = job.conversations
     folder = ModelFolder(job.model)
     model, tokenizer = load(job)
+    separate(model, folder.family)
     rows = read_conversations(conversations, job.calib_samples)
     batches = batches_of_equal_length(token_ids(tokenizer, rows))
     config = copy.deepcopy(config)
@@ -55,10 +62,11 @@ def quantize(job: Job, config: dict[str, Any], progress: Progress) -> None:
 
     with quiet(progress):
         modelopt.torch.quantization.quantize(model, config, forward_loop)
-        if "text_config" not in folder.config:
+        if "text_config" not in folder.config and folder.family.experts is None:
             modelopt.torch.export.export_hf_checkpoint(model, export_dir=str(job.output))
             return
     amax = calibrated(model, folder)
+    coverage_of(amax, folder).report(job.output, progress)
     export(folder, job, Plan(dict.fromkeys(amax, NVFP4), amax))
 
 
@@ -66,11 +74,21 @@ def calibrated(model: Any, folder: ModelFolder) -> dict[str, float]:
     """Return the largest input of every linear that ModelOpt quantizes, by the checkpoint's name."""
     modules = dict(model.named_modules())
     amax = {}
-    for name in plain_linears(folder):
+    for name in all_linears(folder):
         module: Any = modules.get(folder.family.in_form(name, multimodal=False))
         if hasattr(module, "weight_quantizer") and module.weight_quantizer.is_enabled:
-            amax[name] = float(module.input_quantizer.amax)
+            largest = module.input_quantizer.amax
+            amax[name] = 0.0 if largest is None else float(largest)  # None: an expert that saw no token
     return amax
+
+
+def coverage_of(amax: Mapping[str, float], folder: ModelFolder) -> Coverage:
+    """Return which experts saw tokens: 1 or 0 each, because ModelOpt does not count them."""
+    coverage, experts = Coverage(counted=False), folder.family.experts
+    for name, largest in amax.items():
+        if experts and (expert := experts.split(name)):
+            coverage.add(expert[0], [[models.in_layer(name)]], {models.in_layer(name): int(largest > 0)})
+    return coverage
 
 
 def load(job: Job) -> tuple[Any, Any]:

@@ -10,7 +10,7 @@ import difflib
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
-from annie_quant.checkpoint.linears import covering_pattern, plain_linears
+from annie_quant.checkpoint.linears import all_linears, covering_pattern
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.errors import CheckpointError, UsageError
 from annie_quant.quantize.formats import GROUP
@@ -50,7 +50,7 @@ def choose(folder: ModelFolder, exclude: Iterable[str]) -> list[str]:
     Those that the family leaves unquantized and those that `exclude` names are left out.
     Raises CheckpointError for a weight that cannot be quantized, or if no linear is left.
     """
-    modules = plain_linears(folder)
+    modules = all_linears(folder)
     left_out = excluded(exclude, modules)
     chosen = []
     for module in modules:
@@ -71,4 +71,4 @@ def choose(folder: ModelFolder, exclude: Iterable[str]) -> list[str]:
 
 def decoder_linears(folder: ModelFolder) -> list[str]:
     """Return the linears of the decoder's layers."""
-    return [n for n in plain_linears(folder) if folder.family.in_decoder(n)]
+    return [n for n in all_linears(folder) if folder.family.in_decoder(n)]

@@ -71,6 +71,8 @@ class Strategy:
     requires: packages of the `quantize` extra that it imports.
     resume_key: returns what must be equal for an interrupted run's shards to be kept; None keeps none.
     conservative: a search tries it next when a checkpoint answers gibberish.
+    kv_cache: format of the KV cache that the checkpoint asks for unless --kv-cache is given.
+    searched: whether a search over all strategies tries it. A vendor's recipe is tried by name.
     """
 
     name: str
@@ -83,6 +85,8 @@ class Strategy:
     requires: tuple[str, ...] = ("torch", "transformers")
     resume_key: Callable[[Job], dict[str, object]] | None = None
     conservative: bool = False
+    kv_cache: str = "none"
+    searched: bool = True
 
     def bits(self, kind: str) -> float:
         """Return the bits per weight of a kind of part."""

@@ -13,7 +13,7 @@ class Recipe(msgspec.Struct):
     """How a checkpoint was made. It has no path and no time: the same seed gives the same bytes.
 
     prompt_sha256: of the system prompts in the conversations.  prompt_mismatch: a sentence where they are not the
-    production prompt and that was allowed.
+    production prompt and that was allowed.  kv_cache: format of the KV cache that it asks for.
     """
 
     version: str
@@ -26,3 +26,4 @@ class Recipe(msgspec.Struct):
     seed: int
     prompt_sha256: list[str]
     prompt_mismatch: str | None
+    kv_cache: str = "none"

@@ -25,7 +25,7 @@ CHECKED = [
     "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim",
     "layer_types",
 ]  # fmt: skip
-REQUIRED = [field for field in settings.Settings.__struct_fields__ if field in settings.Settings.__struct_fields__[:13]]
+REQUIRED = [*settings.Settings.__struct_fields__[:12], "intermediate_size"]
 WRONG = [10**9, 0, -1, 2**64, 10**40, 1.5, "64", [64], {"a": 1}, True, "\x1b[31m"]
 
 

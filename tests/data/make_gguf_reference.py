@@ -50,10 +50,15 @@ def describe(path: Path) -> dict:
 def checkpoints(home: Path) -> dict[str, Path]:
     """The checkpoints that are compared, small and the same on every machine."""
     import checkpoint_zoo as zoo
+    import expert_zoo
 
     out = {"bf16": zoo.bf16(home / "bf16"), "mtp": zoo.bf16(home / "mtp", mtp_num_hidden_layers=1)}
     out["nvfp4"] = zoo.nvfp4(home / "nvfp4", out["bf16"])
+    out["w4a16"] = zoo.nvfp4(home / "w4a16", out["bf16"], with_input=False)
     out["mlp_only"] = zoo.nvfp4(home / "mlp_only", out["bf16"], lambda n: ".mlp." in n)
+    out["moe"] = expert_zoo.merged(home / "moe")
+    out["moe_single"] = expert_zoo.per_expert(home / "moe_single")
+    out["moe_nvfp4"] = expert_zoo.nvfp4(home / "moe_nvfp4", out["moe_single"])
     return out
 
 

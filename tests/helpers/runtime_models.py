@@ -41,6 +41,66 @@ def save_reference(folder: Path, seed: int = 0, gain: float = 4.0) -> Path:
     return folder
 
 
+def save_mixture(folder: Path, seed: int = 0, gain: float = 4.0, experts: int = 8, unused: int | None = None) -> Path:
+    """Save a bf16 Qwen3.5 MoE of four layers with merged experts, top 2, a shared expert, and tiny-annie's tokenizer.
+
+    gain: as for save_reference.  unused: an expert that no layer's router ever chooses.
+    """
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoTokenizer, Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig
+
+    tokenizer = AutoTokenizer.from_pretrained(TINY_ANNIE)
+    torch.manual_seed(seed)
+    config = Qwen3_5MoeTextConfig(
+        vocab_size=-(-len(tokenizer) // 64) * 64, hidden_size=64, moe_intermediate_size=64,
+        shared_expert_intermediate_size=64, num_experts=experts, num_experts_per_tok=2, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=32, linear_key_head_dim=32, linear_value_head_dim=32,
+        linear_num_key_heads=2, linear_num_value_heads=4, linear_conv_kernel_dim=4, full_attention_interval=4,
+        max_position_embeddings=4096, tie_word_embeddings=False, eos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    model = Qwen3_5MoeForCausalLM(config)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() > 1 and "embed" not in name:
+                weight.mul_(gain)
+            if name.endswith("mlp.gate.weight"):
+                weight.normal_(0, 0.3)
+                if unused is not None:
+                    weight[unused] = 0
+        if unused is not None:
+            for layer in model.model.layers:
+                rows = layer.mlp.gate.weight
+                # Two of these four logits are always positive, and the unused expert's is 0.
+                others = [i for i in range(experts) if i != unused][:4]
+                rows[others[1]], rows[others[3]] = -rows[others[0]], -rows[others[2]]
+    model.to(torch.bfloat16).save_pretrained(folder)
+    # save_pretrained stores a name per expert; published checkpoints have the modules' own, merged names.
+    save_file({n: t.clone() for n, t in model.state_dict().items()}, folder / "model.safetensors", {"format": "pt"})
+    for name in TOKENIZER_FILES:
+        shutil.copyfile(TINY_ANNIE / name, folder / name)
+    return folder
+
+
+def single_names(source: Path, folder: Path) -> Path:
+    """Copy a checkpoint of save_mixture with a name per expert, cut by torch."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(source, folder)
+    (folder / "model.safetensors").unlink()
+    tensors = {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        base, _, kind = name.rpartition(".")
+        if not base.endswith(".experts"):
+            tensors[name] = tensor
+            continue
+        for i, matrix in enumerate(tensor):
+            halves = zip(("gate_proj", "up_proj"), matrix.chunk(2), strict=True) if "gate" in kind else [(kind, matrix)]
+            tensors |= {f"{base}.{i}.{k}.weight": m.clone() for k, m in halves}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
 def export_nvfp4(source: Path, folder: Path, config: str = "NVFP4_DEFAULT_CFG", tokens: int = 64) -> Path:
     """Export the model in `source` with ModelOpt, calibrated with `max` on random tokens, on a CPU."""
     import modelopt.torch.quantization as mtq

@@ -18,6 +18,7 @@ from annie_quant.errors import CheckpointError
 from annie_quant.models.family import DeltaNet, GGUFNames
 from annie_quant.printable import printable
 
+FLOAT32 = ("_norm.weight", "ssm_conv1d.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight")
 OMITTED = (".k_scale", ".v_scale", ".rotary_emb.inv_freq")  # not part of a text model's file
 
 
@@ -62,7 +63,7 @@ class Layout:
         if family.gguf is None or family.deltanet is None:
             raise CheckpointError(
                 f"{folder.path}: model_type {config.get('model_type')!r} cannot be stored as GGUF here",
-                "GGUF is written for Qwen3.5 (qwen3_5) checkpoints only",
+                "GGUF is written for Qwen3.5 checkpoints only (qwen3_5, qwen3_5_moe)",
             )
         return cls(family, family.gguf, family.deltanet, _count(config, "num_hidden_layers"), Heads.of(config))
 
@@ -77,11 +78,14 @@ class Layout:
         if short in top:
             return top[short]
         inside = models.in_layer(short)
+        experts = self.family.experts
+        if experts and (expert := experts.split(short)):
+            inside = f"{experts.module}.{expert[2]}.weight"
         if short.startswith("layers.") and inside in self.names.layer:
             return f"blk.{int(short.split('.')[1]) + first}.{self.names.layer[inside]}"
         raise CheckpointError(
             f"{name}: no such tensor in a {self.family.name} text model",
-            "GGUF is written for Qwen3.5 (qwen3_5) checkpoints only",
+            "GGUF is written for Qwen3.5 checkpoints only (qwen3_5, qwen3_5_moe)",
         )
 
     def rows(self, name: str) -> np.ndarray | None:
@@ -152,4 +156,4 @@ def _module(name: str) -> str:
 
 def keeps_float32(stored: str, dimensions: int) -> bool:
     """Return whether llama.cpp takes a tensor in float32 only, by its name in the file and its number of dimensions."""
-    return dimensions < 2 or not stored.endswith(".weight") or stored.endswith(("_norm.weight", "ssm_conv1d.weight"))
+    return dimensions < 2 or not stored.endswith(".weight") or stored.endswith(FLOAT32)

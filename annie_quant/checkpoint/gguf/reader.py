@@ -57,6 +57,10 @@ def restore(path: Path, like: ModelFolder, target: Path, shard_bytes: int = writ
     """
     tensors = open_gguf(path)
     layout = Layout.of(like)
+    if like.family.experts:
+        raise CheckpointError(
+            f"{path}: the experts of a GGUF file are not read back", "convert or quantize the folder it was made from"
+        )
     plan: list[writer.Planned] = []
     formats: dict[str, str] = {}
     excluded, rounded, weight_only = [], [], False

@@ -13,11 +13,12 @@ from annie_quant import models, schema
 from annie_quant.checkpoint.linears import Linear
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.errors import CheckpointError
-from annie_quant.models import qwen3_5
+from annie_quant.models import qwen3_5, qwen3_5_moe
 
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Positive = Annotated[float, Meta(gt=0, le=1e12)]
 Fraction = Annotated[float, Meta(gt=0, le=1)]
+REQUIRED_MIXTURE = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 HINT = "copy config.json from the source checkpoint"
 
 
@@ -34,7 +35,6 @@ class Settings(msgspec.Struct):
 
     vocab_size: Count
     hidden_size: Count
-    intermediate_size: Count
     num_hidden_layers: Annotated[int, Meta(ge=1, le=10_000)]
     num_attention_heads: Count
     num_key_value_heads: Count
@@ -46,6 +46,11 @@ class Settings(msgspec.Struct):
     linear_value_head_dim: Count
     linear_conv_kernel_dim: Count
     head_dim: Count | None = None
+    intermediate_size: Count | None = None
+    num_experts: Annotated[int, Meta(ge=1, le=1 << 14)] | None = None
+    num_experts_per_tok: Annotated[int, Meta(ge=1, le=1 << 14)] | None = None
+    moe_intermediate_size: Count | None = None
+    shared_expert_intermediate_size: Count | None = None
     full_attention_interval: Count | None = None
     layer_types: list[str] | None = None
     mtp_num_hidden_layers: Annotated[int, Meta(ge=0, le=1000)] | None = None
@@ -76,7 +81,11 @@ def read(folder: ModelFolder, linears: Mapping[str, Linear]) -> Settings:
             f"linear_num_key_heads {settings.linear_num_key_heads}",
             HINT,
         )
-    expected = qwen3_5.tensor_shapes(settings)
+    required = REQUIRED_MIXTURE if folder.family.experts else ("intermediate_size",)
+    missing = next((field for field in required if getattr(settings, field) is None), None)
+    if missing:
+        raise CheckpointError(f"{where}: {missing} is missing", HINT)
+    expected = qwen3_5.tensor_shapes(settings) | (qwen3_5_moe.tensor_shapes(settings) if folder.family.experts else {})
     numbers = set()
     for name, shape in _shapes(folder, linears):
         short, inside = models.short_name(name), models.in_layer(name)
@@ -87,6 +96,9 @@ def read(folder: ModelFolder, linears: Mapping[str, Linear]) -> Settings:
             if not number.isdecimal() or int(number) >= layers:
                 raise CheckpointError(f"{where}: num_hidden_layers {layers}, and there is a tensor {name}", HINT)
             numbers.add(int(number))
+        experts = folder.family.experts
+        if experts and name.endswith(".weight") and (expert := experts.split(name)):
+            inside = f"{experts.module}.{expert[2]}"
         fields, needed = expected.get(inside or short, ("", shape))
         if len(shape) != len(needed) or any(n is not None and n != s for n, s in zip(needed, shape, strict=True)):
             raise CheckpointError(f"{where}: {fields} need {name} of shape {_text(needed)}, got {_text(shape)}", HINT)
@@ -100,9 +112,10 @@ def _shapes(folder: ModelFolder, linears: Mapping[str, Linear]) -> Iterator[tupl
     quantized = {f"{linear.name}.weight": linear for linear in linears.values()}
     for name, linear in quantized.items():
         yield name, tuple(linear.shape(folder))
-    for name in folder:
-        if name not in quantized:
-            yield name, folder.info(name).shape
+    for tensor in folder:
+        if tensor not in quantized:
+            for name in folder.parts_of(tensor) or [tensor]:
+                yield name, folder.info(name).shape
 
 
 def _text(shape: tuple[Any, ...]) -> str:

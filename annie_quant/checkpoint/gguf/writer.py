@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import ml_dtypes
 import numpy as np
 
 from annie_quant import kquant, nvfp4
-from annie_quant.checkpoint.gguf import names, vocabulary
+from annie_quant.checkpoint.gguf import experts, names, vocabulary
 from annie_quant.checkpoint.gguf.settings import Settings
 from annie_quant.checkpoint.gguf.settings import read as read_settings
 from annie_quant.checkpoint.linears import Linear, owned_tensors
@@ -140,6 +141,7 @@ class Plan:
     """Which tensors the file holds, in which type.
 
     left_out: tensors that a text model's file omits.  dequantized: quantized linears that ggml has no layout for.
+    weight_only: the file's names of NVFP4 tensors whose activations stay in 16 bits.
     """
 
     def __init__(self, folder: ModelFolder, linears: dict[str, Linear], kind: str) -> None:
@@ -156,15 +158,24 @@ class Plan:
         self.mtp_layers = self.settings.mtp_num_hidden_layers or 0 if has_mtp else 0
         self.tied = "lm_head.weight" not in folder and "lm_head" not in linears
         self.left_out: list[str] = []
+        self.weight_only: list[str] = []
         self.dequantized: list[str] = []
         self.entries = list(self._entries())
 
     def _entries(self) -> Iterator[Entry]:
         owned = owned_tensors(self.linears.values())
+        family = self.layout.family.experts
+        weights = [x.weight for x in self.linears.values()] + [
+            part for name in self.folder if name not in owned for part in self.folder.parts_of(name) or [name]
+        ]
+        of_experts = {n for n in weights if family and family.split(n)} if family else set()
+        for stack in experts.stacks(self.folder, self.layout, [n for n in weights if n in of_experts]):
+            yield from self._stack(stack)
         for linear in self.linears.values():
-            yield from self._linear(linear)
+            if linear.weight not in of_experts:
+                yield from self._linear(linear)
         for name in self.folder:
-            if name in owned:
+            if name in owned or name in of_experts or self.folder.parts_of(name):
                 continue
             stored = self.layout.name(name)
             if stored is None:
@@ -226,6 +237,8 @@ class Plan:
             self.dequantized.append(linear.name)
             yield self._plain(name, stored, shape, lambda: linear.dequantize(self.folder))
             return
+        if linear.input_global is None:
+            self.weight_only.append(stored)
         yield Entry(stored, "NVFP4", shape, partial(self._blocks, linear))
         for suffix, scale in (
             (".scale", linear.tensor_scale(self.folder)),
@@ -234,6 +247,46 @@ class Plan:
             if scale is not None and abs(float(scale.multiplier) - 1.0) >= 1e-6:  # llama.cpp's default is 1
                 array = np.array([scale.multiplier], np.float32)
                 yield Entry(stored.removesuffix(".weight") + suffix, "F32", (1,), partial(iter, [array]))
+
+    def _stack(self, stack: experts.Stack) -> Iterator[Entry]:
+        """Plan the experts of one layer and linear: NVFP4 as they are where ggml has their layout, else as numbers."""
+        linears = stack.linears(self.linears)
+        shapes = {x.shape(self.folder) for x in linears} or {
+            self.folder.info(f"{m}.weight").shape for m in stack.modules
+        }
+        if len(shapes) > 1:
+            raise CheckpointError(
+                f"{stack.stored}: experts of {len(shapes)} shapes", "annie-quant audit the checkpoint"
+            )
+        shape = (len(stack.modules), *shapes.pop())
+        if (
+            self.kind == "NVFP4"
+            and shape[2] % NVFP4_BLOCK == 0
+            and linears
+            and all(x.format == "nvfp4" for x in linears)
+        ):
+            if all(x.input_global is None for x in linears):
+                self.weight_only.append(stack.stored)
+            yield Entry(stack.stored, "NVFP4", shape, lambda: (part for x in linears for part in self._blocks(x)))
+            for suffix, of in ((".scale", Linear.tensor_scale), (".input_scale", Linear.input_scale)):
+                scales = [of(x, self.folder) for x in linears]
+                values = np.array([1 if s is None else s.multiplier for s in scales], np.float32)
+                if not np.allclose(values, 1.0, atol=1e-6):  # the converter's test; llama.cpp's default is 1
+                    yield Entry(
+                        stack.stored.removesuffix(".weight") + suffix, "F32", values.shape, partial(iter, [values])
+                    )
+            return
+        kind = self._type(stack.stored, shape)
+        self.dequantized += [x.name for x in linears]
+
+        def load() -> Iterator[np.ndarray]:
+            for module, linear in zip_longest(stack.modules, linears):
+                name = f"{module}.weight"
+                matrix = linear.dequantize(self.folder) if linear else self.folder.tensor(name)
+                yield encode(matrix, kind, stack.stored)
+                self.folder.release(linear.weight if linear else name)
+
+        yield Entry(stack.stored, kind, shape, load)
 
     def _blocks(self, linear: Linear) -> Iterator[np.ndarray]:
         """Yield an NVFP4 linear as ggml's blocks, with llama.cpp's head order."""
@@ -284,7 +337,8 @@ def add_metadata(writer: Any, plan: Plan) -> None:
     writer.add_block_count(plan.layout.layers + plan.mtp_layers)
     writer.add_context_length(settings.max_position_embeddings)
     writer.add_embedding_length(settings.hidden_size)
-    writer.add_feed_forward_length(settings.intermediate_size)
+    if settings.intermediate_size is not None:
+        writer.add_feed_forward_length(settings.intermediate_size)
     writer.add_head_count(settings.num_attention_heads)
     writer.add_head_count_kv(settings.num_key_value_heads)
     sections = MROPE_SECTIONS if rope.mrope_section is None else rope.mrope_section
@@ -305,6 +359,20 @@ def add_metadata(writer: Any, plan: Plan) -> None:
     if kinds := settings.layer_types:
         recurrent = [k == "linear_attention" for k in kinds] + [False] * plan.mtp_layers
         writer.add_array(f"{plan.layout.names.architecture}.attention.recurrent_layers", recurrent)
+    if plan.layout.family.experts:
+        add_expert_metadata(writer, settings)
+    if weight_only := sorted(plan.weight_only):  # llama.cpp may round the activations of the others to 4 bits
+        writer.add_array("general.tensor_extra.name", weight_only)
+        writer.add_array("general.tensor_extra.prec_a4", [False] * len(weight_only))
     if plan.mtp_layers:
         writer.add_nextn_predict_layers(plan.mtp_layers)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+
+
+def add_expert_metadata(writer: Any, settings: Settings) -> None:
+    """Add the keys of a mixture of experts."""
+    writer.add_expert_count(settings.num_experts)
+    writer.add_expert_used_count(settings.num_experts_per_tok)
+    writer.add_expert_feed_forward_length(settings.moe_intermediate_size)
+    if settings.shared_expert_intermediate_size is not None:
+        writer.add_expert_shared_feed_forward_length(settings.shared_expert_intermediate_size)

@@ -81,7 +81,7 @@ def run(
 def chosen_order(strategies: Sequence[str] | None) -> list[str]:
     """Return the names of the strategies to try: by default all, cheapest first (Cost.rank)."""
     if strategies is None:
-        return [s.name for s in by_rank()]
+        return [s.name for s in by_rank() if s.searched]
     available = list(quantize.available())
     for name in strategies:
         if name not in available:

@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from annie_quant.checkpoint.linears import plain_linears
+from annie_quant.checkpoint.linears import all_linears
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.errors import UsageError
 from annie_quant.progress import Progress
@@ -46,7 +46,7 @@ def quantize(job: Job, progress: Progress) -> None:
     scored = calibration_samples.make_batches(list(kl_trial.spread(samples))[: job.options["answers"]])
     calibrating = calibration_samples.make_batches(samples)
     model = kl_trial.load(folder)
-    names = {folder.family.in_form(n, multimodal=False): n for n in plain_linears(folder)}
+    names = {folder.family.in_form(n, multimodal=False): n for n in all_linears(folder)}
     disabled = ["*conv1d", *(m for m, n in names.items() if n not in set(chosen))]
     modelopt_backend.register()
     try:
@@ -159,7 +159,8 @@ def picked(model: Any, state: dict[str, Any], names: dict[str, str]) -> tuple[di
             continue
         for member in state["candidate_stats"][key]["module_names"]:
             formats[names[member]] = kind
-            amax[names[member]] = float(model.get_submodule(member).input_quantizer.amax)
+            largest = model.get_submodule(member).input_quantizer.amax
+            amax[names[member]] = 0.0 if largest is None else float(largest)  # None: an expert that saw no token
     return formats, amax
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.errors import CheckpointError
 from annie_quant.progress import Progress
+from annie_quant.quantize.expert_coverage import Coverage
 from annie_quant.quantize.formats import NVFP4
 from annie_quant.quantize.job import Job
 from annie_quant.quantize.plan import Plan, announce_size
@@ -42,27 +43,41 @@ def quantize(job: Job, progress: Progress) -> None:
     announce_size(folder, plan.formats, job, progress)
     batches = calibration_samples.make_batches(calibration_samples.read_samples(job))
     weights: dict[str, np.ndarray] = {}
+    coverage = Coverage()
     for layer in layerwise.DecoderLayers(folder, batches, progress, "folding"):
-        weights |= fold_layer(layer, set(chosen), plan.amax)
+        weights |= fold_layer(layer, set(chosen), plan.amax, coverage)
+    coverage.report(job.output, progress)
     plan.weights = weights
     export(folder, job, plan)
 
 
-def fold_layer(layer: DecoderLayer, chosen: set[str], amax: dict[str, float]) -> dict[str, np.ndarray]:
-    """Return the layer's changed tensors by full name; sets `amax` to the largest inputs after folding."""
+def fold_layer(
+    layer: DecoderLayer,
+    chosen: set[str],
+    amax: dict[str, float],
+    coverage: Coverage | None = None,
+    advance: bool = True,
+) -> dict[str, np.ndarray]:
+    """Return the layer's changed tensors by full name; sets `amax` to the largest inputs after folding.
+
+    advance: let the layer's outputs become the next layer's inputs; otherwise the layer keeps the folded weights.
+    Nothing is folded into routed experts: the norm before them is read by the router, too.
+    """
     from annie_quant.hf.codec import to_numpy
     from annie_quant.quantize import awq_folding
     from annie_quant.quantize.calibration_samples import RESPONSE
-    from annie_quant.quantize.input_stats import InputSampler
+    from annie_quant.quantize.input_stats import InputObserver, InputSampler
 
     folder, family, device = layer.model.folder, layer.model.folder.family, layer.model.device
     total = sum(int((b.kinds > 0).sum()) for b in layer.model.batches)
     samplers = {
         group[0]: InputSampler(RESPONSE, device, f"{layer.name}.{group[0]}", total, SAMPLED_TOKENS)
         for group in layer.groups()
+        if not layer.experts_of(group[0])
     }
+    observers = {g[0]: InputObserver(RESPONSE, device, f"{layer.name}.{g[0]}") for g in layer.expert_groups()}
     state = min(layer.model.states, key=lambda s: s.numel()).float()
-    layer.advance(dict(samplers))
+    (layer.advance if advance else layer.observe)(samplers | observers)
     before = {n: t.detach().float() for n, t in layer.module.state_dict().items()}
     after, scales = dict(before), {}
     for site in family.inputs:
@@ -75,10 +90,18 @@ def fold_layer(layer: DecoderLayer, chosen: set[str], amax: dict[str, float]) ->
         stored = None if site.fold == "rows" else norm_dtype(folder, f"{layer.name}.{site.producer}.weight")
         scales[site.linears[0]] = awq_folding.fold(after, family, site, s, stored)
     verify(layer, state, before, after)
+    if not advance:
+        layer.module.load_state_dict({n: t.to(layer.model.dtype) for n, t in after.items()}, assign=True)
+    for group in layer.expert_groups():
+        if coverage is not None:
+            coverage.add(layer.name, [group], {group[0]: observers[group[0]].tokens})
     for group in layer.groups():
         s_folded = scales.get(group[0])
         for name in group:
-            amax[f"{layer.name}.{name}"] = samplers[group[0]].amax(s_folded)
+            if group[0] in samplers:
+                amax[f"{layer.name}.{name}"] = samplers[group[0]].amax(s_folded)
+            elif observers[group[0]].tokens:
+                amax[f"{layer.name}.{name}"] = observers[group[0]].amax()
     return {f"{layer.name}.{n}": to_numpy(t.cpu()) for n, t in after.items() if t is not before[n]}
 
 

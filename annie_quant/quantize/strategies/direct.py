@@ -55,13 +55,14 @@ def make_plan(folder: ModelFolder, job: Job) -> Plan:
     if not file:
         return Plan(dict.fromkeys(chosen, W4A16), scale=job.scale)
     scales = {short_name(name): value for name, value in read_input_scales(file).items()}
-    missing = next((m for m in chosen if short_name(m) not in scales), None)
+    experts = folder.family.experts
+    missing = next((m for m in chosen if short_name(m) not in scales and not (experts and experts.split(m))), None)
     if missing:
         raise CheckpointError(
             f"{missing}: no input scale in {file}",
             "calibrate it, exclude it with --exclude-layers, or leave input_scales out for W4A16",
         )
-    shared = folder.family.largest_of_group({m: scales[short_name(m)] for m in chosen})
+    shared = folder.family.largest_of_input({m: scales.get(short_name(m), 0.0) for m in chosen})
     inputs = {m: np.float32(value) for m, value in shared.items()}
     return Plan(dict.fromkeys(chosen, NVFP4), scale=job.scale, given_input_scales=inputs)
 

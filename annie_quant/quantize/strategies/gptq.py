@@ -14,6 +14,7 @@ from annie_quant import nvfp4
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.errors import CheckpointError
 from annie_quant.progress import Progress
+from annie_quant.quantize.expert_coverage import Coverage
 from annie_quant.quantize.formats import NVFP4, W4A16
 from annie_quant.quantize.job import Job
 from annie_quant.quantize.plan import Plan, announce_size
@@ -21,7 +22,7 @@ from annie_quant.quantize.select import choose
 from annie_quant.quantize.strategy import ACTIVATIONS, ALL_NVFP4, SWEEP_TIME, Cost, Option, Strategy
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     import numpy as np
     import torch
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from annie_quant.quantize.layerwise import DecoderLayer
 
 log = logging.getLogger(__name__)
+
+HESSIAN_BYTES = 6 << 30  # of one layer at a time; 256 experts of 2048 x 512 have 4.6 GB
 
 
 def quantize(job: Job, progress: Progress) -> None:
@@ -44,37 +47,62 @@ def quantize(job: Job, progress: Progress) -> None:
     token_weights = {**calibration_samples.RESPONSE, calibration_samples.PROMPT: job.options["prompt"]}
     model = layerwise.DecoderLayers(folder, batches, progress, "correcting errors")
     table = input_stats.weight_table(token_weights, model.device)
+    coverage = Coverage()
     for layer in model:
-        round_layer(layer, set(chosen), table, plan, job.options["damping"])
+        round_layer(layer, set(chosen), table, plan, job.options["damping"], coverage)
         layer.advance()
+    coverage.report(job.output, progress)
     outside = [n for n in chosen if n not in plan.packed]
     if outside:
         raise CheckpointError(f"{outside[0]} is in no decoder layer", f"--exclude-layers {outside[0]}")
     export(folder, job, plan)
 
 
-def round_layer(layer: DecoderLayer, chosen: set[str], table: torch.Tensor, plan: Plan, damping: float) -> None:
-    """Round the layer's chosen linears, in `plan` and in the layer itself."""
+def round_layer(
+    layer: DecoderLayer, chosen: set[str], table: torch.Tensor, plan: Plan, damping: float, coverage: Coverage
+) -> None:
+    """Round the layer's chosen linears, in `plan` and in the layer itself. Experts are rounded one at a time."""
     from annie_quant.hf.codec import to_numpy, to_torch
     from annie_quant.quantize.gptq_solver import Hessian
 
-    groups = [[n for n in group if f"{layer.name}.{n}" in chosen] for group in layer.groups()]
-    hessians = {group[0]: Hessian(table) for group in groups if group}
-    layer.observe(dict(hessians))
+    every = [[n for n in group if f"{layer.name}.{n}" in chosen] for group in layer.groups()]
     tops = layer.model.folder.family.largest_of_group(
-        {f"{layer.name}.{n}": float(layer.linears[n].weight.detach().abs().max()) for group in groups for n in group}
+        {f"{layer.name}.{n}": float(layer.linears[n].weight.detach().abs().max()) for group in every for n in group}
     )
-    for group in filter(None, groups):
-        hessian = hessians.pop(group[0])
-        names = [f"{layer.name}.{n}" for n in group]
-        solution = solve(hessian, damping, names)
-        for short, name in zip(group, names, strict=True):
-            linear = layer.linears[short]
-            tensor_scale = float(nvfp4.tensor_scale(tops[name], scale=plan.scale))
-            weight = to_numpy(linear.weight.float().cpu())
-            plan.packed[name], values = round_weight(weight, solution, tensor_scale, plan.scale)
-            plan.amax[name] = hessian.amax
-            linear.weight.data = to_torch(values).to(linear.weight)
+    rounded: dict[str, torch.Tensor] = {}
+    for groups in parts(layer, list(filter(None, every))):
+        hessians = {group[0]: Hessian(table) for group in groups}
+        layer.observe(dict(hessians))
+        for group in groups:
+            hessian = hessians.pop(group[0])
+            names = [f"{layer.name}.{n}" for n in group]
+            if layer.experts_of(group[0]):
+                coverage.add(layer.name, [group], {group[0]: hessian.tokens})
+            unseen = layer.experts_of(group[0]) is not None and not hessian.tokens  # reported by its coverage
+            solution = None if unseen else solve(hessian, damping, names)
+            for short, name in zip(group, names, strict=True):
+                tensor_scale = float(nvfp4.tensor_scale(tops[name], scale=plan.scale))
+                weight = to_numpy(layer.linears[short].weight.float().cpu())
+                plan.packed[name], values = round_weight(weight, solution, tensor_scale, plan.scale)
+                plan.amax[name] = hessian.amax
+                rounded[short] = to_torch(values).to(layer.linears[short].weight.dtype)
+    for short, tensor in rounded.items():
+        layer.linears[short].weight.data = tensor.to(layer.linears[short].weight)
+
+
+def parts(layer: DecoderLayer, groups: list[list[str]]) -> Iterator[list[list[str]]]:
+    """Yield groups of linears whose Hessians fit into HESSIAN_BYTES together; each part takes a pass over the text."""
+    part: list[list[str]] = []
+    filled = 0
+    for group in groups:
+        size = 4 * layer.linears[group[0]].in_features ** 2
+        if part and filled + size > HESSIAN_BYTES:
+            yield part
+            part, filled = [], 0
+        part.append(group)
+        filled += size
+    if part:
+        yield part
 
 
 def solve(hessian: Hessian, damping: float, names: Sequence[str]) -> Factor | None:

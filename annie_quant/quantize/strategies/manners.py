@@ -25,6 +25,7 @@ def quantize(job: Job, progress: Progress) -> None:
     announce_size(folder, formats, job, progress)
     samples = calibration_samples.read_samples(job)
     stats = collect_stats(folder, samples, calibration_samples.MANNERS, progress)
+    stats.coverage.report(job.output, progress)
     export(folder, job, Plan(formats, stats.amax, job.scale, {n: stats.second[n] for n in formats}))
 
 

@@ -28,6 +28,7 @@ def quantize(job: Job, progress: Progress) -> None:
     import torch
     import transformers
 
+    from annie_quant.hf.experts import separate
     from annie_quant.quantize import calibration_samples, training
     from annie_quant.quantize.export import export
     from annie_quant.quantize.input_stats import collect_stats
@@ -42,12 +43,14 @@ def quantize(job: Job, progress: Progress) -> None:
     announce_size(folder, formats, job, progress)
     samples = calibration_samples.read_samples(job)
     stats = collect_stats(folder, samples, calibration_samples.RESPONSE, progress)
-    inputs = family.largest_of_group(stats.amax)
+    stats.coverage.report(job.output, progress)
+    inputs = family.largest_of_input(stats.amax)
     device, dtype = device_and_dtype(folder)
     with quiet(progress), refused(job.model):
         load: Any = transformers.AutoModelForCausalLM
         teacher = load.from_pretrained(job.model, dtype=dtype, trust_remote_code=False).to(device)
         student = load.from_pretrained(job.model, dtype=torch.float32, trust_remote_code=False)
+        separate(student, family)
     names = {family.in_form(n, multimodal=False): n for n in chosen}
     weights = {n: float(student.get_submodule(n).weight.detach().abs().max()) for n in names}
     training.insert(
@@ -81,7 +84,7 @@ def plan_of(folder: ModelFolder, state: dict[str, Any], formats: dict[str, str],
     """Return every tensor of the trained model, and the scales that it was trained with."""
     weights: dict[str, np.ndarray] = {}
     tops: dict[str, float] = {}
-    for name in folder:
+    for name in (part for tensor in folder for part in folder.parts_of(tensor) or [tensor]):
         stored = folder.family.in_form(name, multimodal=False)
         if (tensor := state.get(stored)) is not None:
             weights[name] = tensor.detach().float().cpu().numpy()

@@ -17,7 +17,7 @@ from annie_quant.models import Family
 from annie_quant.progress import Progress
 from annie_quant.quantize.formats import BITS, FP8, NVFP4, PLAIN_BITS, W4A16
 from annie_quant.quantize.job import Job
-from annie_quant.quantize.plan import Plan, announce_size, effective_bits
+from annie_quant.quantize.plan import Plan, active_weights, announce_size, effective_bits
 from annie_quant.quantize.select import choose, decoder_linears
 from annie_quant.quantize.strategy import SWEEP_TIME, Cost, Option, Strategy
 
@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from annie_quant.quantize.input_stats import InputStats
 
 FORMATS = (NVFP4, W4A16, FP8)
-BITS_OPTION = Option(5.5, "bits per weight of the decoder's linears, those that stay bf16 included")
+BITS_OPTION = Option(
+    5.5, "bits per weight of the decoder's linears, those that stay bf16 included; of experts the active ones count"
+)
 
 
 def quantize(job: Job, progress: Progress) -> None:
@@ -42,8 +44,9 @@ def quantize(job: Job, progress: Progress) -> None:
     progress.message(f"size budget {bits} bits per weight: {budget / 1e6:,.1f} MB for {len(chosen)} linears")
     samples = calibration_samples.read_samples(job)
     stats = collect_stats(folder, samples, calibration_samples.MANNERS, progress)
+    stats.coverage.report(job.output, progress)
     costs = measure(folder, units, samples, stats, job, progress)
-    sizes = {u: sum(folder.info(f"{n}.weight").elements for n in members) for u, members in units.items()}
+    sizes = {u: sum(active_weights(folder, members).values()) for u, members in units.items()}
     picked = pick(costs, sizes, budget, job.options["activations"])
     formats = {n: f for u, f in picked.items() if f for n in units[u]}
     progress.message(f"{effective_bits(folder, formats):.2f} bits per weight over the decoder's linears")
@@ -53,14 +56,17 @@ def quantize(job: Job, progress: Progress) -> None:
 
 
 def units_of(family: Family, chosen: Sequence[str]) -> dict[str, list[str]]:
-    """Return the linears that are decided together, those of a fused group, by the name of the first."""
-    fused = {m: group for group in family.fused_groups(chosen) for m in group}
+    """Return the linears that are decided together, by the name of the first: a fused group, or a layer's experts."""
+    fused = {m: group for group in family.served_groups(chosen) for m in group}
     return {members[0]: members for members in (fused.get(n, [n]) for n in chosen)}
 
 
 def budget_bytes(folder: ModelFolder, chosen: Sequence[str], bits: float) -> float:
-    """Return the bytes that the chosen linears may take if the decoder's linears have `bits` per weight on average."""
-    weights = {n: folder.info(f"{n}.weight").elements for n in decoder_linears(folder)}
+    """Return the bytes that the chosen linears may take if the decoder's linears have `bits` per weight on average.
+
+    Experts count by the share that a token passes, in both the average and the bytes.
+    """
+    weights = active_weights(folder, decoder_linears(folder))
     total = sum(weights.values())
     fixed = sum(n * PLAIN_BITS for m, n in weights.items() if m not in set(chosen))
     least = (fixed + sum(weights[m] * BITS[NVFP4] for m in chosen)) / total
@@ -99,7 +105,7 @@ def measure(
 
 
 def pick(
-    costs: Mapping[str, Mapping[str, float]], sizes: Mapping[str, int], budget: float, activations: float
+    costs: Mapping[str, Mapping[str, float]], sizes: Mapping[str, float], budget: float, activations: float
 ) -> dict[str, str | None]:
     """Return unit → format (None: bf16) with the least summed divergence that fits, greedily by divergence per byte."""
     steps = (W4A16, FP8, None)

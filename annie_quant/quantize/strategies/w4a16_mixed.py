@@ -5,7 +5,7 @@ Upstream's own recipe for Qwen3.5: nothing computes with 4-bit activations; 7.42
 
 from __future__ import annotations
 
-from annie_quant.checkpoint.linears import plain_linears
+from annie_quant.checkpoint.linears import all_linears
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.progress import Progress
 from annie_quant.quantize.formats import FP8, W4A16
@@ -23,11 +23,12 @@ def quantize(job: Job, progress: Progress) -> None:
     folder = ModelFolder(job.model)
     kind_of = folder.family.kind_of
     formats = {n: W4A16 if kind_of(n) == "mlp" else FP8 for n in choose(folder, job.exclude)}
-    head = {n for n in plain_linears(folder) if kind_of(n) == "head"}
-    formats |= dict.fromkeys(head - excluded(job.exclude, plain_linears(folder)), W4A16)
+    head = {n for n in all_linears(folder) if kind_of(n) == "head"}
+    formats |= dict.fromkeys(head - excluded(job.exclude, all_linears(folder)), W4A16)
     announce_size(folder, formats, job, progress)
     samples = calibration_samples.read_samples(job)
     stats = collect_stats(folder, samples, calibration_samples.RESPONSE, progress)
+    stats.coverage.report(job.output, progress)
     export(folder, job, Plan(formats, stats.amax, job.scale))
 
 

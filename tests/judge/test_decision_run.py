@@ -119,7 +119,7 @@ def test_a_fragile_sentence_names_places_that_lose_nothing():
 
 
 @pytest.mark.parametrize(
-    ("passes", "badge"), [(20, "loses tool calls"), (99, "gates keeping"), (96, "undecided: too few answers")]
+    ("passes", "badge"), [(20, "loses tool calls"), (99, "gates kept"), (96, "undecided: too few answers")]
 )
 def test_the_badge_is_the_decision(passes, badge):
     aggregates = run(("bf16", {"tool_call": 99}), ("nvfp4", {"tool_call": passes}))

@@ -20,13 +20,14 @@ from msgspec.structs import replace
 
 from annie_quant import __version__
 from annie_quant.errors import UsageError, need
+from annie_quant.judge import decision
 from annie_quant.report.format import count, share, significant, size
 from annie_quant.report.pages import tables
 from annie_quant.report.pages.comparison import gpu_names
 from annie_quant.report.pages.html import caveats
 from annie_quant.report.pages.markdown import LEGEND, bullets, grid, inert
 from annie_quant.report.run import REFERENCE, Backend, LoadedRun
-from annie_quant.schema import RECIPE_FILE, Audit, Environment, GateResult, salvage_line, salvage_or_default
+from annie_quant.schema import RECIPE_FILE, Audit, Environment, GateResult, SpeedGate, salvage_line, salvage_or_default
 
 TAGS = ("dgx-spark", "blackwell", "nvfp4", "qwen3.5", "modelopt", "annie-quant")
 RUNTIMES = ("vllm", "sglang")
@@ -159,13 +160,16 @@ def _body(run: LoadedRun, subject: Subject) -> str:
 
 
 def _opening(run: LoadedRun, subject: Subject) -> str:
-    verdicts = Counter(r.verdict for side in run.sides_of(subject.name) for r in side.deciding.values())
+    gates = [g for g in decision.deciding_gates(run.aggregates, subject.name) if not isinstance(g.result, SpeedGate)]
+    verdicts = Counter(gate.verdict for gate in gates)
+    places = dict.fromkeys(gate.where for gate in gates)
+    standing = decision.standing_of(run.aggregates, subject.name, with_speed=False)
     summary = subject.audit.summary
     return (
         f"[{inert(subject.base_model)}](https://huggingface.co/{subject.base_model}) in NVFP4 for NVIDIA DGX Spark (GB10) "
         f"and other Blackwell GPUs: {size(summary.size_bytes)}, {significant(summary.bits_per_weight)} bits per weight. "
-        f"Of {count(verdicts.total())} behavioural gates {verdicts['pass']} passed, {verdicts['fail']} failed, "
-        f"{verdicts['undecided']} undecided."
+        f"Verdict: {standing}. Of {count(verdicts.total())} behavioural gates ({', '.join(map(inert, places)) or 'none'}) "
+        f"{verdicts['pass']} passed, {verdicts['fail']} failed, {verdicts['undecided']} undecided."
     )
 
 
@@ -298,6 +302,11 @@ def _limits(run: LoadedRun, subject: Subject) -> list[str]:
         for side in sides
         for gate, result in side.deciding.items()
         if result.verdict != "pass"
+    ]
+    lines += [
+        f"{gate.title}, {gate.where}: {'fails' if gate.verdict == 'fail' else 'cannot be decided'}"
+        for gate in decision.deciding_gates(run.aggregates, subject.name)
+        if "+" in gate.where and gate.verdict != "pass"
     ]
     kinds = {s.kind for s in sides}
     if "offline" not in kinds:

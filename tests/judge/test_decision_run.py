@@ -100,7 +100,7 @@ def test_a_fragile_sentence_names_places_that_lose_nothing():
     """It listed every place that keeps any of the gates, the losing ones too."""
     aggregates = run(("bf16", {"tool_call": 99}), ("nvfp4", {"tool_call": 99}))
     table = judge.gates.tabulate([{"tool_call": i < 39, "thinking_leak": True} for i in range(100)])
-    kept = schema.OfflineSide(
+    keeping = schema.OfflineSide(
         gates=judge.gates.tabulate([{"tool_call": True, "thinking_leak": True}] * 100),
         paired={"tool_call": schema.PairedGate(100, 0, 0), "thinking_leak": schema.PairedGate(100, 0, 0)},
     )
@@ -110,8 +110,8 @@ def test_a_fragile_sentence_names_places_that_lose_nothing():
     leaks = schema.OfflineSide(
         gates=table, paired={"tool_call": schema.PairedGate(100, 60, 0), "thinking_leak": schema.PairedGate(100, 1, 0)}
     )
-    decision.judge_sides({"w4a4": loses, "w4a4+bf16": leaks, "w4a16": kept})
-    aggregates.offline = {"nvfp4": {"w4a4": loses, "w4a16": kept}}
+    decision.judge_sides({"w4a4": loses, "w4a4+bf16": leaks, "w4a16": keeping})
+    aggregates.offline = {"nvfp4": {"w4a4": loses, "w4a16": keeping}}
     aggregates.members = {"nvfp4": {"w4a4+bf16": leaks}}
     verdict = judge.verdict(aggregates)
     assert verdict.outcome == "fragile" and "also W4A4+bf16)" in verdict.sentence

@@ -16,6 +16,7 @@ from annie_quant.judge import decision
 from annie_quant.judge.gates import tabulate
 from annie_quant.judge.pairing import pair_checks
 from annie_quant.pipeline import demo
+from annie_quant.publish import card
 from annie_quant.publish.upload import objections
 from annie_quant.pytest_plugin import Run
 from annie_quant.report.pages import advice
@@ -31,6 +32,10 @@ CASES = {
     "loses in a further arithmetic": ({"w4a4": {}, "w4a4+bf16": {"tool_call": (240, 58, 0)}}, "fragile"),
     "a leak in a further arithmetic": ({"w4a4": {}, "w4a4+bf16": {"non_empty": (60, 1, 0)}}, "fragile"),
     "undecided in a further arithmetic": ({"w4a4": {}, "w4a4+bf16": {"factual": (100, 3, 0)}}, "undecided"),
+    "all gates together, in one arithmetic only": (
+        {"w4a4": {}, "w4a4+bf16": {"tool_call": (240, 15, 5), "factual": (100, 7, 1)}},
+        "loses",
+    ),
     "only all gates together": (
         {name: {"tool_call": (240, 17, 5), "factual": (100, 7, 1)} for name in ("w4a4", "w4a4+bf16")},
         "loses",
@@ -88,7 +93,7 @@ def doors(members, folder):
         "demo": verdict.outcome,
         "report of run.json": run.verdict.outcome,
         "report of eval/*.json": only_evaluated.verdict.outcome,
-        "publish": decision.standing_of(run.aggregates, "nv"),
+        "publish": card_verdict(run),
     }
     accepted = {
         "search": not decision.final_reasons(document.verdict, document.numerics, ["w4a4"]),
@@ -103,6 +108,13 @@ def doors(members, folder):
         "publish of run.json": bool(objections(run, "nv")),
     }
     return shown, accepted, failed
+
+
+def card_verdict(run):
+    """The verdict in the opening of a model card."""
+    summary = SimpleNamespace(size_bytes=1, bits_per_weight=4.5)
+    subject = SimpleNamespace(name="nv", base_model="o/n", audit=SimpleNamespace(summary=summary))
+    return card._opening(run, subject).split("Verdict: ")[1].split(".")[0]
 
 
 def plugin(run):

@@ -44,6 +44,26 @@ def test_the_sums_of_squares_are_those_of_the_regression_on_dummies():
         assert freedom == np.prod([values.shape[a] - 1 for a in axes])
 
 
+def test_the_mean_squares_are_those_of_statsmodels():
+    """anova_lm of "y ~ C(p)*C(c)+C(p)*C(a)+C(c)*C(a)" in statsmodels 0.15.0; its MixedLM (REML) gave the components below."""
+    rng, (n_p, n_c, n_a) = np.random.default_rng(0), (12, 4, 3)
+    values = rng.normal(0, 0.3, (n_p, 1, 1)) + rng.normal(0, 0.2, (1, n_c, 1)) + rng.normal(0, 0.1, (1, 1, n_a))
+    values = values + rng.normal(0, 0.15, (n_p, n_c, 1)) + rng.normal(0, 0.2, (n_p, n_c, n_a))
+    expected = {
+        (0,): 0.8145774717556407,
+        (1,): 0.8978790799253864,
+        (2,): 0.04106128223682588,
+        (0, 1): 0.07560001492469366,
+        (0, 2): 0.03430120503751528,
+        (1, 2): 0.08069322039727121,
+        (0, 1, 2): 0.03651639391720718,
+    }
+    assert {axes: square for axes, (square, _) in mean_squares(values).items()} == pytest.approx(expected)
+    components = spread(values, FACTORS).components
+    for name, reml in (("prompts", 0.0616), ("calibration", 0.0228), ("prompts × calibration", 0.0123)):
+        assert components[name].variance == pytest.approx(reml, rel=0.07)
+
+
 def test_known_components_are_recovered_without_bias():
     shape, sd = (60, 4, 3), {(0,): 0.10, (1,): 0.06, (2,): 0.04, (0, 1): 0.06}
     rng = np.random.default_rng(1)

@@ -159,7 +159,9 @@ def test_the_checklist_agrees_with_the_records(run):
     assert f"- [x] speaks the OpenAI API ({len(own)} of {len(own)} chat completions succeeded)" in lines
     assert f"- [x] calls tools ({sum(calls)} of {len(calls)}, served)" in lines
     assert any("answers no later (content TTFT -" in line for line in lines)
-    assert any(line.startswith("- [ ] **no:** answers no worse (loses no markdown on the same prompts") for line in lines)
+    assert any(
+        line.startswith("- [ ] **no:** answers no worse (loses no markdown on the same prompts") for line in lines
+    )
     assert any("start script" in line and "open:" in line for line in lines)
 
 

@@ -239,8 +239,11 @@ def combined(verdicts: Collection[Kept | Standing]) -> Standing:
 
 
 def changing_gates(by_gate: Mapping[str, Mapping[str, Kept]]) -> list[str]:
-    """Return the gates that keep under one member and lose under another. by_gate: member → gate → verdict."""
-    gates = dict.fromkeys(gate for verdicts in by_gate.values() for gate in verdicts)
+    """Return the gates that keep under one member and lose under another. by_gate: member → gate → verdict.
+
+    The pooled verdict is not a gate: it never makes a checkpoint fragile.
+    """
+    gates = dict.fromkeys(gate for verdicts in by_gate.values() for gate in verdicts if gate != POOLED)
     return [
         gate
         for gate in gates

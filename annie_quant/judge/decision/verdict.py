@@ -105,13 +105,7 @@ class Decision:
     @property
     def standing(self) -> Standing:
         """The verdict over all members: each numerics, and the server."""
-        by_gate: dict[str, dict[str, Kept]] = {}
-        for outcome, gates in self.gates.items():
-            for gate in gates:
-                by_gate.setdefault(gate.where, {})[gate.title] = KEPT[outcome]
-        if changing_gates(by_gate):
-            return "fragile"
-        return paired.combined([verdict for gates in by_gate.values() for verdict in gates.values()])
+        return standing([gate for gates in self.gates.values() for gate in gates])
 
     @property
     def compared(self) -> bool:
@@ -121,6 +115,16 @@ class Decision:
     @property
     def comparable(self) -> bool:
         return self.incumbent is not None and not any(c.severity == "confound" for c in self.confounds)
+
+
+def standing(gates: Sequence[JudgedGate]) -> Standing:
+    """Return the verdict over gates of several places."""
+    by_gate: dict[str, dict[str, Kept]] = {}
+    for gate in gates:
+        by_gate.setdefault(gate.where, {})[gate.title] = KEPT[gate.verdict]
+    if changing_gates(by_gate):
+        return "fragile"
+    return paired.combined([verdict for titles in by_gate.values() for verdict in titles.values()])
 
 
 def combined(outcomes: Collection[Outcome]) -> Outcome:
@@ -151,10 +155,9 @@ def decision(aggregates: Aggregates, candidate: str | None = None) -> Decision |
     return Decision(candidate, incumbent, gates, confounds)
 
 
-def standing_of(aggregates: Aggregates, name: str) -> Standing:
-    """Return the standing of a backend or model over its server and all of its arithmetics."""
-    chosen = decision(aggregates, name)
-    return chosen.standing if chosen else "undecided"
+def standing_of(aggregates: Aggregates, name: str, with_speed: bool = True) -> Standing:
+    """Return the verdict of a backend or model over its server and all of its arithmetics. with_speed: also its speed limits."""
+    return standing([g for g in deciding_gates(aggregates, name) if with_speed or not isinstance(g.result, SpeedGate)])
 
 
 def verdict(aggregates: Aggregates | Mapping[str, Any], candidate: str | None = None) -> Verdict:
@@ -228,13 +231,13 @@ def deciding_gates(aggregates: Aggregates, name: str) -> Iterator[JudgedGate]:
     """
     backends = [name] if name in aggregates.served else [b for b, s in aggregates.served.items() if s.model == name]
     for backend in backends:
-        served = aggregates.served[backend]
-        yield from _judged("served", served.gates, served.paired if served.judged_by else {}, served.pooled)
+        served, where = aggregates.served[backend], "served" if len(backends) == 1 else f"served by {backend}"
+        yield from _judged(where, served.gates, served.paired if served.judged_by else {}, served.pooled)
         reference = aggregates.served.get(served.judged_by or "") or ServedSide()
         for key, limit in served.speed_gates.items():
             other = reference.speed_gates.get(key)
             if limit.verdict == "pass" or other is None or other.verdict == "pass":
-                yield JudgedGate("served", METRICS[limit.metric].title, limit)
+                yield JudgedGate(where, METRICS[limit.metric].title, limit)
     models = [name, *(aggregates.served[backend].model or "" for backend in backends)]
     model = next((m for m in models if m in aggregates.offline), "")
     for member, side in (aggregates.offline.get(model, {}) | aggregates.members.get(model, {})).items():

@@ -19,12 +19,11 @@ def lm_eval(arguments: tuple[str, ...]) -> None:
     """Run lm-eval with the model annie_quant: NVFP4 on any machine, under a numerics profile.
 
     All arguments are lm-eval's: --model annie_quant --model_args pretrained=DIR,profile=w4a4 --tasks ... --log_samples
-    --output_path RUN. `annie-quant retention` compares two such runs.
+    --output_path RUN; `annie-quant lm-eval run --help` lists them. `annie-quant retention` compares two such runs.
     """
     if not arguments or arguments[0] in ("-h", "--help"):
         click.echo(click.get_current_context().get_help())
-        if not arguments:
-            return
+        return
     need("lm_eval", "lm-eval")
     quiet_engines()
     importlib.import_module("annie_quant.evaluate.harness_model")  # registers the model

@@ -18,9 +18,9 @@ from annie_quant import __version__, checkpoint, judge, quantize, schema
 from annie_quant.data.rows import read_rows
 from annie_quant.files import write_json, write_text
 from annie_quant.judge import Workload
+from annie_quant.judge.not_lost import compares_with_reference
 from annie_quant.pipeline.run_directory import RunDirectory
 from annie_quant.progress import Console, Progress
-from annie_quant.schema import GateResult
 
 MIN_DECIDING_N = 10  # with fewer prompts per gate, no gate decides: a trial run
 
@@ -34,6 +34,12 @@ class StageResult(msgspec.Struct):
 class QuantizeResult(StageResult):
     size_bytes: int
     seconds: float
+
+
+class PromptsResult(StageResult):
+    """per_gate: prompts per gate that are used."""
+
+    per_gate: int
 
 
 class AuditResult(StageResult):
@@ -138,6 +144,25 @@ class Stages:
         name = drawn(strategy, draw)
         return self.stage(f"audit-{name}", self.data_inputs(), [f"models/{name}/config.json"], work, AuditResult)
 
+    def prompts(self, n: int, everything: Sequence[Workload]) -> list[Workload]:
+        """Return n prompts per gate, and more where a gate that compares with bf16's own answers applies to few of them."""
+        chosen = offline_prompts(n, everything)
+        if not compares_with_reference(chosen):
+            return chosen
+        from annie_quant.evaluate.enough_prompts import prompts_per_gate
+        from annie_quant.evaluate.evaluation import reference_gates
+        from annie_quant.evaluate.pair import ModelPair
+
+        def work(progress: Progress) -> PromptsResult:
+            silence_transformers()
+            with ModelPair(self.model, self.model, cache=self.dir / "eval", progress=progress) as pair:
+                per_gate = prompts_per_gate(n, reference_gates(pair, chosen))
+            return PromptsResult(f"{per_gate} per gate", per_gate)
+
+        inputs = {**self.data_inputs(), "n": n, "asked": prompts_key(chosen)}
+        per_gate = self.stage("bf16-answers", inputs, [], work, PromptsResult).per_gate
+        return chosen if per_gate == n else offline_prompts(per_gate, everything)
+
     def evaluate(
         self,
         name: str,
@@ -168,10 +193,9 @@ class Stages:
             write_json(self.dir / output, result.to_dict())
             return StageResult(result.verdict.sentence if result.verdict else "")
 
-        prompts = {w.name: [w.sha256, w.system_prompt or "", [c.id for c in w.cases]] for w in workloads}
         inputs = {
             **self.data_inputs(),
-            "asked": prompts,
+            "asked": prompts_key(workloads),
             "numerics": list(numerics),
             "ensemble": ensemble,
             **(settings or {}),
@@ -203,14 +227,9 @@ def offline_prompts(n: int, everything: Sequence[Workload]) -> list[Workload]:
     return list(chosen.values())
 
 
-def more_prompts(
-    n: int, everything: Sequence[Workload], prompts: Sequence[Workload], reference: Mapping[str, GateResult]
-) -> list[Workload]:
-    """Return the prompts with which gates that compare with bf16's own answers (reference) apply to enough of them."""
-    from annie_quant.evaluate.enough_prompts import prompts_per_gate
-
-    per_gate = prompts_per_gate(n, reference)
-    return list(prompts) if per_gate == n else offline_prompts(per_gate, everything)
+def prompts_key(workloads: Sequence[Workload]) -> dict[str, list[Any]]:
+    """Return what identifies the prompts of an evaluation."""
+    return {w.name: [w.sha256, w.system_prompt or "", [c.id for c in w.cases]] for w in workloads}
 
 
 def silence_transformers() -> None:

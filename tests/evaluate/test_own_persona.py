@@ -137,20 +137,15 @@ def test_the_line_for_each_built_in_persona(persona, tmp_path):
     assert side["gates"]["same_tool"]["n"] >= 6 and side["gates"]["same_tool"]["basis"] == "reference"
 
 
-def test_the_command_takes_more_prompts_where_a_gate_applies_to_few_of_them(mine, monkeypatch, tmp_path):
-    from annie_quant.evaluate import enough_prompts, job
+def test_the_command_takes_as_many_prompts_as_bf16s_answers_ask_for(mine, monkeypatch, tmp_path):
+    """How many that is, is tested in tests/pipeline/test_search_own.py."""
+    from annie_quant.evaluate import job
 
-    monkeypatch.setattr(enough_prompts, "LEAST_ANSWERS", 5)
+    received = []
+    monkeypatch.setattr(job, "prompts_per_gate", lambda n, reference: received.append(reference) or 2 * n)
     code, out = command(
         "eval", TINY_ANNIE, "--reference", TINY_ANNIE, "--persona", mine, "--workloads", mine / "workloads" / "answers.json",
-        "--n", 5, "--json",
+        "--n", 4, "--json",
     )  # fmt: skip
-    assert code == 0
-    result = json.loads(out)
-    assert result["workloads"]["answers"]["n_cases"] > 5
-    monkeypatch.setattr(job, "prompts_per_gate", lambda n, reference: n)
-    code, out = command(
-        "eval", TINY_ANNIE, "--reference", TINY_ANNIE, "--persona", mine, "--workloads", mine / "workloads" / "answers.json",
-        "--n", 5, "--json",
-    )  # fmt: skip
-    assert json.loads(out)["workloads"]["answers"]["n_cases"] == 5
+    assert code == 0 and json.loads(out)["workloads"]["answers"]["n_cases"] == 8
+    assert received[0]["same_markdown"].n == 4

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from annie_quant import judge
-from annie_quant.evaluate.enough_prompts import LEAST_ANSWERS
+from annie_quant.evaluate.enough_prompts import LEAST_ANSWERS, prompts_per_gate
 from annie_quant.pipeline.search import label_check, search
-from annie_quant.pipeline.stages import more_prompts, offline_prompts
+from annie_quant.pipeline.stages import offline_prompts
 from annie_quant.schema import GateResult, Labels, LabelScores, MemberVerdict, PairedVerdict, StrategyRow
 
 
@@ -22,6 +22,10 @@ def workloads():
     return [judge.library.build_workload(document)]
 
 
+def more_prompts(n, workloads, gates):
+    return offline_prompts(prompts_per_gate(n, gates), workloads)
+
+
 def size(prompts):
     return sum(len(w.cases) for w in prompts)
 
@@ -30,14 +34,12 @@ def test_a_gate_that_applies_to_few_of_bf16s_answers_gets_more_prompts(workloads
     prompts = offline_prompts(100, workloads)
     assert size(prompts) == 100
     few = {"same_language": result(26), "same_text": result(100)}
-    more = more_prompts(100, workloads, prompts, few)
+    more = more_prompts(100, workloads, few)
     assert size(more) == -(-100 * LEAST_ANSWERS // 26)
     assert {c.id for c in prompts[0].cases} <= {
         c.id for c in more[0].cases
     }  # bf16's answers to these are stored already
-    assert (
-        size(more_prompts(100, workloads, prompts, {"same_language": result(10)})) == 400
-    )  # four times as many at most
+    assert size(more_prompts(100, workloads, {"same_language": result(10)})) == 400  # four times as many at most
 
 
 @pytest.mark.parametrize(
@@ -51,9 +53,8 @@ def test_a_gate_that_applies_to_few_of_bf16s_answers_gets_more_prompts(workloads
     ],
 )
 def test_nothing_is_added_where_it_would_not_decide(workloads, gates):
-    prompts = offline_prompts(100, workloads)
-    assert size(more_prompts(100, workloads, prompts, gates)) == 100
-    assert size(more_prompts(20, workloads, offline_prompts(20, workloads), {"same_language": result(2)})) == 20
+    assert size(more_prompts(100, workloads, gates)) == 100
+    assert size(more_prompts(20, workloads, {"same_language": result(2)})) == 20
 
 
 def row(**members):

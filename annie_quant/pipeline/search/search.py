@@ -29,7 +29,7 @@ from annie_quant.judge.sample import answers_per_gate
 from annie_quant.pipeline.run_directory import RunDirectory
 from annie_quant.pipeline.search import explain, label_check, table
 from annie_quant.pipeline.search.draws import Draws
-from annie_quant.pipeline.stages import Stages, more_prompts, offline_prompts
+from annie_quant.pipeline.stages import Stages, offline_prompts
 from annie_quant.progress import Console
 from annie_quant.quantize import estimate
 from annie_quant.quantize.strategies import by_rank, find
@@ -127,11 +127,9 @@ class Search:
     def check_reference(self, anyway: bool) -> None:
         """Evaluate the bf16 model's own gates, and whether the calibration answers belong to their questions."""
         result = self.result
+        self.prompts = self.stages.prompts(self.n, self.workloads)
+        self.counts = answers_per_gate(self.prompts)
         evaluation = self.stages.evaluate("bf16", self.stages.model, self.prompts)
-        more = more_prompts(self.n, self.workloads, self.prompts, evaluation.reference_gates)
-        if sum(len(w.cases) for w in more) > sum(len(w.cases) for w in self.prompts):
-            self.prompts, self.counts = more, answers_per_gate(more)
-            evaluation = self.stages.evaluate("bf16", self.stages.model, self.prompts)
         result.reference = evaluation.reference_gates
         if compares_with_reference(self.prompts):  # bf16's own answers are the reference: it cannot fail them
             result.notes += evaluation.notes

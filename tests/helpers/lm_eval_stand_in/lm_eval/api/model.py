@@ -10,7 +10,7 @@ class TemplateLM:
     def __init__(self):
         self.cache_hook = CacheHook()
 
-    def loglikelihood(self, requests, disable_tqdm=False):
+    def loglikelihood(self, requests, **options):
         rows = []
         for context, continuation in (r.args for r in requests):
             if context:
@@ -21,4 +21,4 @@ class TemplateLM:
             else:
                 head, tail = [self.prefix_token_id], self.tok_encode(continuation, add_special_tokens=False)
             rows.append(((context, continuation), head, tail))
-        return self._loglikelihood_tokens(rows, disable_tqdm=disable_tqdm)
+        return self._loglikelihood_tokens(rows, **options)

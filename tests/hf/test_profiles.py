@@ -148,6 +148,23 @@ def test_roundings_between_modules_are_those_of_vllm(model) -> None:
     assert torch.equal(rotary, bf16(rotary))
 
 
+@pytest.mark.parametrize("cache", ["packed", "float32"])
+def test_emulated_products_round_both_sides_to_bfloat16(naive: Path, cache: str) -> None:
+    """vLLM's --linear-backend emulation dequantizes into the model's dtype and then multiplies."""
+    layer = next(iter(nvfp4_linears(load(naive, cache=cache, dtype=torch.float32)).values()))
+    x = torch.randn(9, layer.in_features, generator=torch.Generator().manual_seed(0)).bfloat16().float()
+    layer.set_numerics("vllm-cutlass")
+    operands = layer.rounded_input(x)
+    weight = layer.rows(0, layer.out_features, torch.float32)
+    assert torch.allclose(layer(x), operands @ weight.T, rtol=1e-5, atol=1e-5)
+    layer.set_numerics("vllm-emulation")
+    expected = operands.bfloat16().float() @ weight.bfloat16().float().T
+    for order in (None, torch.randperm(layer.in_features)):
+        layer.permutation = order
+        assert torch.allclose(layer(x), expected, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(expected, operands @ weight.T, rtol=1e-4, atol=1e-5)
+
+
 def test_gates_of_attention_are_rounded_before_the_product(model) -> None:
     """transformers multiplies by torch.sigmoid(gate), which is no module."""
     attention = next(m for k, m in model.named_modules() if k.endswith("self_attn"))

@@ -106,7 +106,7 @@ def test_values_are_rounded_where_the_server_rounds(model, name: str) -> None:
 
 def test_roundings_between_modules_are_those_of_vllm(model) -> None:
     """The formulas that reproduced vLLM 0.32's tensors bit for bit (tests/perf/trace_server.py, 2026-11-22)."""
-    seen, before, handles = {}, {}, []
+    values, before, handles = {}, {}, []
     rounded = profiles.find_profile("vllm-cutlass")
 
     def bf16(x: torch.Tensor) -> torch.Tensor:
@@ -114,9 +114,9 @@ def test_roundings_between_modules_are_those_of_vllm(model) -> None:
 
     def keep(key):
         def hook(m, a, o):
-            seen[key] = o[0].clone() if isinstance(o, tuple) else o.clone()
+            values[key] = o[0].clone() if isinstance(o, tuple) else o.clone()
             if a:
-                seen[key + ".in"] = a[0].clone()
+                values[key + ".in"] = a[0].clone()
 
         return hook
 
@@ -132,9 +132,9 @@ def test_roundings_between_modules_are_those_of_vllm(model) -> None:
         logits(model)
     for handle in handles:
         handle.remove()
-    layer = next(k for k in seen if k.endswith(".mlp"))
+    layer = next(k for k in values if k.endswith(".mlp"))
     norm = layer.replace("mlp", "post_attention_layernorm")
-    gate, up, down = (seen[f"{layer}.{k}"] for k in ("gate_proj", "up_proj", "down_proj.in"))
+    gate, up, down = (values[f"{layer}.{k}"] for k in ("gate_proj", "up_proj", "down_proj.in"))
     assert torch.equal(down, bf16(bf16(torch.nn.functional.silu(gate)) * up)), (
         "the activation is rounded before the product"
     )
@@ -142,9 +142,9 @@ def test_roundings_between_modules_are_those_of_vllm(model) -> None:
     assert not torch.equal(total, bf16(total)), "a norm gets the unrounded sum"
     weight = 1 + model.get_submodule(norm).weight.float()
     expected = bf16(total * torch.rsqrt(total.square().mean(-1, keepdim=True) + model.config.rms_norm_eps) * weight)
-    assert torch.equal(seen[norm], expected)
-    assert torch.equal(seen[norm + ".in"], bf16(total)), "the residual that the next sum starts from is rounded"
-    rotary = next(v for k, v in seen.items() if k.endswith("rotary_emb"))
+    assert torch.equal(values[norm], expected)
+    assert torch.equal(values[norm + ".in"], bf16(total)), "the residual that the next sum starts from is rounded"
+    rotary = next(v for k, v in values.items() if k.endswith("rotary_emb"))
     assert torch.equal(rotary, bf16(rotary))
 
 
@@ -166,7 +166,7 @@ def test_emulated_products_round_both_sides_to_bfloat16(naive: Path, cache: str)
 
 
 def test_gates_of_attention_are_rounded_before_the_product(model) -> None:
-    """transformers multiplies by torch.sigmoid(gate), which is no module."""
+    """transformers multiplies by torch.sigmoid(gate), which is not a module."""
     attention = next(m for k, m in model.named_modules() if k.endswith("self_attn"))
     for name, is_rounded in (("vllm-cutlass", True), ("float32", False)):
         with emulate(model, profiles.find_profile(name)):

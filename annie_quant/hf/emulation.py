@@ -82,7 +82,7 @@ def module_hooks(module: nn.Module, profile: Profile) -> Iterator[Any]:
     elif profile.stream == "float32":
         return
     elif kind.endswith(("RMSNorm", "RMSNormGated", "LayerNorm")):
-        yield module.register_forward_hook(lambda _, args, output: (round_in_place(args[0], stream), stream(output))[1])
+        yield module.register_forward_hook(lambda _, args, output: round_norm(args[0], output, stream))
     elif kind.endswith("RotaryEmbedding"):
         yield module.register_forward_hook(lambda _, args, output: tuple(stream(t) for t in output))
     elif isinstance(module, nn.SiLU) or kind.endswith("Activation"):
@@ -92,7 +92,7 @@ def module_hooks(module: nn.Module, profile: Profile) -> Iterator[Any]:
 
 
 class RoundedGate(TorchFunctionMode):
-    """Rounds the results of torch.sigmoid in one module's forward: the output gate of gated attention is no module."""
+    """Rounds the results of torch.sigmoid in one module's forward: the output gate of gated attention is a function."""
 
     def __init__(self, module: nn.Module, to_stream: Round) -> None:
         super().__init__()
@@ -113,9 +113,10 @@ class RoundedGate(TorchFunctionMode):
         del self.module.forward
 
 
-def round_in_place(x: torch.Tensor, to_stream: Round) -> None:
-    """Round a norm's input, which is also the residual that later layers add to."""
+def round_norm(x: torch.Tensor, output: torch.Tensor, to_stream: Round) -> torch.Tensor:
+    """Return a norm's rounded output, and round its input in place: it is also the residual that later layers add to."""
     x.copy_(to_stream(x))
+    return to_stream(output)
 
 
 @contextlib.contextmanager

@@ -1,5 +1,7 @@
 """The gated delta rule in chunks, over rows of unequal length, compared with the plain recurrence in float64."""
 
+import functools
+
 import numpy as np
 import pytest
 
@@ -52,6 +54,21 @@ def test_chunks_are_the_recurrence(steps: int, started: bool) -> None:
     state = np.random.default_rng(1).standard_normal((3, 2, 8, 12)) if started else None
     for actual, expected in zip(run(arrays, state), recurrence(*arrays, state), strict=True):
         np.testing.assert_allclose(actual, expected, atol=2e-5, rtol=2e-4)
+
+
+@pytest.mark.parametrize("steps", [5, 64, 150])
+def test_operands_are_rounded_as_servers_kernels_do(steps: int) -> None:
+    """Rounding is of bfloat16's size, and without rounding the chunks of 64 give the same numbers as those of 32."""
+    arrays = inputs(2, steps, seed=steps)
+    expected, state = recurrence(*arrays)
+
+    def error(to_operand) -> tuple[float, float]:
+        rounded = functools.partial(deltanet.gated_delta_rule, to_operand=to_operand)
+        out, after = run(arrays, rule=rounded)
+        return tuple(float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in ((out, expected), (after, state)))
+
+    assert max(error(lambda x: x)) < 1e-5
+    assert all(1e-3 < e < 2e-2 for e in error(lambda x: x.bfloat16().float()))
 
 
 def test_the_initial_state_is_not_changed() -> None:

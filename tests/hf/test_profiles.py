@@ -106,7 +106,7 @@ def test_values_are_rounded_where_the_server_rounds(model, name: str) -> None:
 
 def test_roundings_between_modules_are_those_of_vllm(model) -> None:
     """The formulas that reproduced vLLM 0.32's tensors bit for bit (tests/perf/trace_server.py, 2026-11-22)."""
-    seen, before, handles = {}, {}, []
+    values, before, handles = {}, {}, []
     rounded = profiles.find_profile("vllm-cutlass")
 
     def bf16(x: torch.Tensor) -> torch.Tensor:
@@ -114,9 +114,9 @@ def test_roundings_between_modules_are_those_of_vllm(model) -> None:
 
     def keep(key):
         def hook(m, a, o):
-            seen[key] = o[0].clone() if isinstance(o, tuple) else o.clone()
+            values[key] = o[0].clone() if isinstance(o, tuple) else o.clone()
             if a:
-                seen[key + ".in"] = a[0].clone()
+                values[key + ".in"] = a[0].clone()
 
         return hook
 
@@ -132,9 +132,9 @@ def test_roundings_between_modules_are_those_of_vllm(model) -> None:
         logits(model)
     for handle in handles:
         handle.remove()
-    layer = next(k for k in seen if k.endswith(".mlp"))
+    layer = next(k for k in values if k.endswith(".mlp"))
     norm = layer.replace("mlp", "post_attention_layernorm")
-    gate, up, down = (seen[f"{layer}.{k}"] for k in ("gate_proj", "up_proj", "down_proj.in"))
+    gate, up, down = (values[f"{layer}.{k}"] for k in ("gate_proj", "up_proj", "down_proj.in"))
     assert torch.equal(down, bf16(bf16(torch.nn.functional.silu(gate)) * up)), (
         "the activation is rounded before the product"
     )
@@ -142,14 +142,31 @@ def test_roundings_between_modules_are_those_of_vllm(model) -> None:
     assert not torch.equal(total, bf16(total)), "a norm gets the unrounded sum"
     weight = 1 + model.get_submodule(norm).weight.float()
     expected = bf16(total * torch.rsqrt(total.square().mean(-1, keepdim=True) + model.config.rms_norm_eps) * weight)
-    assert torch.equal(seen[norm], expected)
-    assert torch.equal(seen[norm + ".in"], bf16(total)), "the residual that the next sum starts from is rounded"
-    rotary = next(v for k, v in seen.items() if k.endswith("rotary_emb"))
+    assert torch.equal(values[norm], expected)
+    assert torch.equal(values[norm + ".in"], bf16(total)), "the residual that the next sum starts from is rounded"
+    rotary = next(v for k, v in values.items() if k.endswith("rotary_emb"))
     assert torch.equal(rotary, bf16(rotary))
 
 
+@pytest.mark.parametrize("cache", ["packed", "float32"])
+def test_emulated_products_round_both_sides_to_bfloat16(naive: Path, cache: str) -> None:
+    """vLLM's --linear-backend emulation dequantizes into the model's dtype and then multiplies."""
+    layer = next(iter(nvfp4_linears(load(naive, cache=cache, dtype=torch.float32)).values()))
+    x = torch.randn(9, layer.in_features, generator=torch.Generator().manual_seed(0)).bfloat16().float()
+    layer.set_numerics("vllm-cutlass")
+    operands = layer.rounded_input(x)
+    weight = layer.rows(0, layer.out_features, torch.float32)
+    assert torch.allclose(layer(x), operands @ weight.T, rtol=1e-5, atol=1e-5)
+    layer.set_numerics("vllm-emulation")
+    expected = operands.bfloat16().float() @ weight.bfloat16().float().T
+    for order in (None, torch.randperm(layer.in_features)):
+        layer.permutation = order
+        assert torch.allclose(layer(x), expected, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(expected, operands @ weight.T, rtol=1e-4, atol=1e-5)
+
+
 def test_gates_of_attention_are_rounded_before_the_product(model) -> None:
-    """transformers multiplies by torch.sigmoid(gate), which is no module."""
+    """transformers multiplies by torch.sigmoid(gate), which is not a module."""
     attention = next(m for k, m in model.named_modules() if k.endswith("self_attn"))
     for name, is_rounded in (("vllm-cutlass", True), ("float32", False)):
         with emulate(model, profiles.find_profile(name)):

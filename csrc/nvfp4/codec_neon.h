@@ -112,7 +112,7 @@ ALWAYS_INLINE void group_maxima(const char *x, int kind, size_t in_group, u32v o
     }
     for (size_t i = 0; i < 8 * in_group; i++)
         top[i / in_group] = runs[i] > top[i / in_group] ? runs[i] : top[i / in_group];
-    memcpy(out, top, sizeof top);
+    memcpy(out, top, 2 * sizeof out[0]);
 }
 
 static inline f32v floats_of(u32v bits, int kind)

@@ -145,7 +145,8 @@ static inline void transpose_bf16(const char *x, size_t stride, f32v out[8], uin
 }
 
 /* The columns of eight blocks into the lanes of two batches, and their largest |bits|. */
-ALWAYS_INLINE void load_eight(const struct pack_plan *plan, int kind, size_t group, const char *x, size_t first, struct batch e[2], u32v bits[2])
+ALWAYS_INLINE void load_eight(const struct pack_plan *plan, int kind, size_t group, const char *x, size_t first, struct batch e[2],
+                              u32v bits[2])
 {
     const size_t bytes = group * kind_size(kind);
     uint16x8_t pairs[2];

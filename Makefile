@@ -10,6 +10,8 @@ APT    := build-essential pkg-config libcurl4-openssl-dev
 APT_PY  = $(shell $(PYTHON) tools/debian_packages.py || echo python3 python3-venv python3-dev)
 APT_SAFE := clang libclang-rt-14-dev libomp-14-dev clang-tidy-14 cppcheck
 APT_TEST := chromium chromium-sandbox gcc-aarch64-linux-gnu qemu-user libc6-dev-arm64-cross
+# In the layout of .clang-format; to format them: clang-format -i FILES.
+FORMATTED := $(wildcard csrc/common/*.[ch] csrc/nvfp4/*.[ch] csrc/stream/*.[ch])
 C_FILES := $(shell find csrc setup.py pyproject.toml requirements.txt -type f 2>/dev/null)
 
 .PHONY: demo test test-quick lint format perf docs sbom audit clean setup
@@ -29,6 +31,7 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/python tools/check_imports.py
 	$(BIN)/python tools/check_language.py $$(git ls-files)
+	@test ! -x $(BIN)/clang-format || $(BIN)/clang-format --dry-run -Werror $(FORMATTED)
 	ANNIE_QUANT_WERROR=1 ANNIE_QUANT_ONLY=_nvfp4,_stream $(BIN)/python setup.py -q build_ext --force --build-temp build/lint --build-lib build/lint
 
 perf: setup

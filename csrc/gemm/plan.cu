@@ -67,13 +67,13 @@ bool plan_tiled(const Shape &shape, const aq_limits &limits, aq_tiled_plan *best
 
 // Microseconds, fitted to measurements on an H200. step: 256 rows x 128 columns (or 128 x 256), with permuted activations; low: a step of
 // 192 rows; permute, permute2: additional cost per step of the in-place permutation, with one part of K and with two; add: the fix-up
-// kernel's reduction over the workspace; add_tile: and per stream-K tile.
+// kernel's reduction over the workspace.
 struct WgmmaCost {
     int tokens;
-    double step, low, permute, permute2, add, add_tile;
+    double step, low, permute, permute2, add;
 };
 constexpr WgmmaCost kWgmmaCosts[] = {
-    {16, .58, .54, .02, 0., 4.2, 0.}, {32, .60, .58, .03, .12, 4.2, 0.}, {64, .84, .655, .09, .4, 4.1, 0.}, {128, 1.36, 0., 0., 0., 5.5, .03}};
+    {16, .58, .54, .02, 0., 4.2}, {32, .60, .58, .03, .12, 4.2}, {64, .84, .655, .09, .4, 4.1}, {128, 1.36, 0., 0., 0., 5.5}};
 
 constexpr double kWgmmaStart = 3.2, kWgmmaPermute = 1.2, kWgmmaCluster = 2.8;
 constexpr double kWgmmaPart = .35, kWgmmaUneven = 3.5;  // per part of a stream-K tile; if the parts are not equal
@@ -110,7 +110,7 @@ double plan_wgmma(const Shape &shape, const aq_limits &limits, aq_wgmma_plan *be
             const int64_t all = (tiles + kBlockTiles - 1) / kBlockTiles * m_tiles;
             const auto shares = [&](int blocks, int stream_k_tiles) {
                 const int64_t steps = (all - stream_k_tiles + blocks - 1) / blocks * chunks + ((int64_t)stream_k_tiles * chunks + blocks - 1) / blocks;
-                const double more = stream_k_tiles ? c.add + c.add_tile * stream_k_tiles + kWgmmaPart * blocks / stream_k_tiles + (blocks % stream_k_tiles ? kWgmmaUneven : 0.) : 0.;
+                const double more = stream_k_tiles ? c.add + kWgmmaPart * blocks / stream_k_tiles + (blocks % stream_k_tiles ? kWgmmaUneven : 0.) : 0.;
                 consider(1, 256, permute_first, blocks, stream_k_tiles, start + (double)steps * (c.step + (permute_first ? 0. : c.permute)) + more);
             };
             const int64_t waves = (all + sms - 1) / sms;

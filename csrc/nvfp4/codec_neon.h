@@ -112,7 +112,7 @@ ALWAYS_INLINE void group_maxima(const char *x, int kind, size_t in_group, u32v o
     }
     for (size_t i = 0; i < 8 * in_group; i++)
         top[i / in_group] = runs[i] > top[i / in_group] ? runs[i] : top[i / in_group];
-    memcpy(out, top, sizeof top);
+    memcpy(out, top, 2 * sizeof out[0]);
 }
 
 static inline f32v floats_of(u32v bits, int kind)
@@ -145,7 +145,8 @@ static inline void transpose_bf16(const char *x, size_t stride, f32v out[8], uin
 }
 
 /* The columns of eight blocks into the lanes of two batches, and their largest |bits|. */
-ALWAYS_INLINE void load_eight(const struct pack_plan *plan, int kind, size_t group, const char *x, size_t first, struct batch e[2], u32v bits[2])
+ALWAYS_INLINE void load_eight(const struct pack_plan *plan, int kind, size_t group, const char *x, size_t first, struct batch e[2],
+                              u32v bits[2])
 {
     const size_t bytes = group * kind_size(kind);
     uint16x8_t pairs[2];

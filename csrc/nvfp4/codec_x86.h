@@ -75,7 +75,7 @@ static uint32_t amax_bits(const void *x, int kind, size_t count)
 
 /* The scales of a few blocks first, then their elements: a block's elements wait for its scale, a long chain of dependent instructions,
  * and the processor reorders only a few hundred instructions. */
-enum { AT_ONCE = 64 };
+enum { AT_ONCE = 128 };
 enum { GROUPS = 4 }; /* of eight blocks in one search */
 #ifdef __AVX512BW__
 enum { USES_LOOKUP = 1 }; /* use the lookup table if the plan has one */

@@ -115,6 +115,9 @@ static void decode_q8_0(const void *raw, size_t blocks, float *restrict out)
 }
 
 /* In the order of KQ_TYPE. */
-#define KQ_DECODERS {decode_q4_k, decode_q5_k, decode_q6_k, decode_q5_0, decode_q4_0, decode_q8_0}
+#define KQ_DECODERS                                                                                                                        \
+    {                                                                                                                                      \
+        decode_q4_k, decode_q5_k, decode_q6_k, decode_q5_0, decode_q4_0, decode_q8_0                                                       \
+    }
 
 #endif

@@ -91,7 +91,7 @@ static bool build_lookup(struct code_lookup *s, const uint32_t threshold[9])
     s->high = (end - 1) * 0x10001u;
     /* Between two thresholds, the added number makes the upper threshold the first pattern of its code << 12. */
     const words zero = {0}, count = {0, 1, 2, 3, 4, 5, 6, 7};
-    for (int16_t k = 0; k < LOOKUP_SIZE; k += 8) {
+    for (int k = 0; k < LOOKUP_SIZE; k += 8) {
         const words run = (((count + (int16_t)(k - (int)bottom)) & (LOOKUP_SIZE - 1)) + (int16_t)bottom) * LOOKUP_SIZE;
         words add = zero + (int16_t)(0x1000 - threshold[1]);
         for (int i = 1; i <= 7; i++)

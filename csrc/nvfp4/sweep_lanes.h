@@ -16,7 +16,7 @@ enum {
     UP = 8,   /* codes that a sweep always tries, from the first one that reaches the amax upwards: */
     DOWN = 3, /* and below it: of eight Gaussian blocks at least one needs the third in 74 % of cases, the fourth in 3 % */
     WINDOW = UP + DOWN,
-    ALONE = UP - DOWN, /* codes of the window, from the first one upwards, that have no double in it */
+    ALONE = UP - DOWN,       /* codes of the window, from the first one upwards, that have no double in it */
     TRIED = SCALE_CODES + 16 /* one lane may go up 15 codes while another one goes down 125 */
 };
 

@@ -1,4 +1,5 @@
-/* libcurl as a connector: name lookup, and a connection to the first address that answers (RFC 8305). The socket then belongs to plain.c. */
+/* libcurl as a connector: name lookup, and a connection to the first address that answers (RFC 8305). The socket then belongs to plain.c.
+ */
 #include "parts.h"
 
 static void on_done(struct transfer *t, CURLcode code)

@@ -1,5 +1,5 @@
-/* libcurl's easy handles, for both uses of libcurl (connect.c, libcurl.c): the options of every connection, each of them checked, the sockets
- * with their stamps, and the phases of a connection. */
+/* libcurl's easy handles, for both uses of libcurl (connect.c, libcurl.c): the options of every connection, each of them checked, the
+ * sockets with their stamps, and the phases of a connection. */
 #define _GNU_SOURCE
 #include "parts.h"
 

@@ -217,9 +217,8 @@ static bool may_be_status_line(const uint8_t *line, size_t size)
 
 static int read_status_line(struct http1 *h, const uint8_t *line, size_t size)
 {
-    bool fits = size >= 12 && may_be_status_line(line, size) && (line[7] == '0' || line[7] == '1') && line[8] == ' ' &&
-                line[9] >= '1' && is_digit(line[9]) && is_digit(line[10]) && is_digit(line[11]) &&
-                (size == 12 || line[12] == ' ');
+    bool fits = size >= 12 && may_be_status_line(line, size) && (line[7] == '0' || line[7] == '1') && line[8] == ' ' && line[9] >= '1' &&
+                is_digit(line[9]) && is_digit(line[10]) && is_digit(line[11]) && (size == 12 || line[12] == ' ');
     if (!fits)
         return HTTP1_NOT_HTTP;
     h->minor = (uint8_t)(line[7] - '0');

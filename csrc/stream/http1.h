@@ -45,17 +45,17 @@ struct http1_sink {
 };
 
 struct http1 {
-    uint64_t left;        /* bytes of the body or of the chunk that are still expected */
-    uint8_t *pending;        /* the beginning of a line from earlier reads */
+    uint64_t left;    /* bytes of the body or of the chunk that are still expected */
+    uint8_t *pending; /* the beginning of a line from earlier reads */
     size_t pending_size, pending_capacity;
-    size_t head_size;     /* bytes of this head, or of this chunk's size line */
-    uint64_t length;      /* Content-Length */
+    size_t head_size; /* bytes of this head, or of this chunk's size line */
+    uint64_t length;  /* Content-Length */
     int interim, digits;
     uint16_t status;      /* 0: no status line yet */
     uint8_t state, minor; /* HTTP/1.minor */
     bool no_body;         /* the answer to a HEAD request */
     bool began, has_length, chunked, close, keep_alive;
-    bool keep;            /* after HTTP1_DONE: the connection may be reused */
+    bool keep;                  /* after HTTP1_DONE: the connection may be reused */
     char type[HTTP1_TYPE_SIZE]; /* Content-Type, truncated */
 };
 

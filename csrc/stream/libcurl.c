@@ -1,5 +1,5 @@
-/* The carrier of requests that libcurl transfers: TLS, HTTP/2, proxies, and URLs that plain.c cannot use. The loop lets libcurl use a socket
- * only after the socket's stamps have been taken (multi.c). */
+/* The carrier of requests that libcurl transfers: TLS, HTTP/2, proxies, and URLs that plain.c cannot use. The loop lets libcurl use a
+ * socket only after the socket's stamps have been taken (multi.c). */
 #define _GNU_SOURCE
 #include "parts.h"
 

@@ -155,8 +155,8 @@ static int read_request(PyObject *row, const char *user_agent, struct plan_reque
         PyErr_SetString(PyExc_TypeError, "a request must be a tuple");
         return -1;
     }
-    if (!PyArg_ParseTuple(row, "UUO!z#LLL", &url, &method, &PyTuple_Type, &pairs, &spec.body, &body_size, &q->start_ns,
-                          &q->timeout_ns, &q->idle_ns))
+    if (!PyArg_ParseTuple(row, "UUO!z#LLL", &url, &method, &PyTuple_Type, &pairs, &spec.body, &body_size, &q->start_ns, &q->timeout_ns,
+                          &q->idle_ns))
         return -1;
     if (read_text(url, "the URL", &spec.url) || read_text(method, "the method", &spec.method))
         return -1;
@@ -272,10 +272,23 @@ PyDoc_STRVAR(run_doc,
 
 static PyObject *run(PyObject *module, PyObject *args, PyObject *named)
 {
-    static char *names[] = {"requests",         "concurrency",       "deadline_ns", "max_event_bytes",
-                            "max_answer_bytes", "max_answer_events", "cancel_fd",   "http",
-                            "fresh_connections", "kernel_stamps",    "realtime",    "verify_tls",
-                            "unix_socket",      "proxy",             "ca_file",     "user_agent", NULL};
+    static char *names[] = {"requests",
+                            "concurrency",
+                            "deadline_ns",
+                            "max_event_bytes",
+                            "max_answer_bytes",
+                            "max_answer_events",
+                            "cancel_fd",
+                            "http",
+                            "fresh_connections",
+                            "kernel_stamps",
+                            "realtime",
+                            "verify_tls",
+                            "unix_socket",
+                            "proxy",
+                            "ca_file",
+                            "user_agent",
+                            NULL};
     struct plan plan = {.interrupted = interrupted};
     struct plan_result result = {.stopped = false};
     struct caller caller = {.thread = NULL};
@@ -283,18 +296,16 @@ static PyObject *run(PyObject *module, PyObject *args, PyObject *named)
     PyObject *rows, *out = NULL;
     Py_ssize_t concurrency, max_event_bytes, max_answer_bytes, max_answer_events;
     int fresh, stamps, realtime, verify;
-    if (!PyArg_ParseTupleAndKeywords(args, named, "O!$nLnnniippppzzzz", names, &PyTuple_Type, &rows, &concurrency,
-                                     &plan.deadline_ns, &max_event_bytes, &max_answer_bytes, &max_answer_events,
-                                     &plan.cancel_fd, &plan.http, &fresh, &stamps, &realtime, &verify, &plan.unix_socket,
-                                     &plan.proxy, &plan.ca_file, &user_agent))
+    if (!PyArg_ParseTupleAndKeywords(args, named, "O!$nLnnniippppzzzz", names, &PyTuple_Type, &rows, &concurrency, &plan.deadline_ns,
+                                     &max_event_bytes, &max_answer_bytes, &max_answer_events, &plan.cancel_fd, &plan.http, &fresh, &stamps,
+                                     &realtime, &verify, &plan.unix_socket, &plan.proxy, &plan.ca_file, &user_agent))
         return NULL;
     if (concurrency < 0 || max_event_bytes <= 0 || max_answer_bytes <= 0 || max_answer_events <= 0) {
         PyErr_SetString(PyExc_ValueError, "concurrency must be >= 0 and each max_ value > 0");
         return NULL;
     }
     if ((uint64_t)max_event_bytes > UINT32_MAX) { /* the width of an event row's size */
-        PyErr_Format(PyExc_ValueError, "max_event_bytes=%zd is over %u, the largest event that can be stored", max_event_bytes,
-                     UINT32_MAX);
+        PyErr_Format(PyExc_ValueError, "max_event_bytes=%zd is over %u, the largest event that can be stored", max_event_bytes, UINT32_MAX);
         return NULL;
     }
     Py_ssize_t count = PyTuple_GET_SIZE(rows);
@@ -332,8 +343,8 @@ static PyObject *run(PyObject *module, PyObject *args, PyObject *named)
 
 static int list_frame(void *context, const uint8_t *frame, size_t size, const struct sse_frame *info)
 {
-    PyObject *row = Py_BuildValue("(iiIIIy#)", info->kind, info->flags, info->data_lines, info->data_start,
-                                  info->data_size, (const char *)frame, (Py_ssize_t)size);
+    PyObject *row = Py_BuildValue("(iiIIIy#)", info->kind, info->flags, info->data_lines, info->data_start, info->data_size,
+                                  (const char *)frame, (Py_ssize_t)size);
     int failed = !row || PyList_Append(context, row);
     Py_XDECREF(row);
     return failed ? -1 : 0;
@@ -400,7 +411,10 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-#define COLUMN(row, name, format) {#name, format, offsetof(struct row, name)}
+#define COLUMN(row, name, format)                                                                                                          \
+    {                                                                                                                                      \
+#name, format, offsetof(struct row, name)                                                                                          \
+    }
 
 struct column {
     const char *name, *format;
@@ -435,18 +449,10 @@ static const struct column request_columns[] = {
 };
 
 static const struct column event_columns[] = {
-    COLUMN(event_row, user_ns, "<i8"),
-    COLUMN(event_row, kernel_ns, "<i8"),
-    COLUMN(event_row, offset, "<u8"),
-    COLUMN(event_row, size, "<u4"),
-    COLUMN(event_row, data_start, "<u4"),
-    COLUMN(event_row, data_size, "<u4"),
-    COLUMN(event_row, request, "<u4"),
-    COLUMN(event_row, read, "<u4"),
-    COLUMN(event_row, data_lines, "<u2"),
-    COLUMN(event_row, kind, "u1"),
-    COLUMN(event_row, flags, "u1"),
-    {NULL, NULL, sizeof(struct event_row)},
+    COLUMN(event_row, user_ns, "<i8"), COLUMN(event_row, kernel_ns, "<i8"),  COLUMN(event_row, offset, "<u8"),
+    COLUMN(event_row, size, "<u4"),    COLUMN(event_row, data_start, "<u4"), COLUMN(event_row, data_size, "<u4"),
+    COLUMN(event_row, request, "<u4"), COLUMN(event_row, read, "<u4"),       COLUMN(event_row, data_lines, "<u2"),
+    COLUMN(event_row, kind, "u1"),     COLUMN(event_row, flags, "u1"),       {NULL, NULL, sizeof(struct event_row)},
 };
 
 static const struct column read_columns[] = {
@@ -471,8 +477,7 @@ static int add_layout(PyObject *module, const char *name, const struct column *c
         Py_XDECREF(o);
     }
     if (!failed)
-        layout = Py_BuildValue("{sOsOsOsn}", "names", names, "formats", formats, "offsets", offsets, "itemsize",
-                               (Py_ssize_t)f->offset);
+        layout = Py_BuildValue("{sOsOsOsn}", "names", names, "formats", formats, "offsets", offsets, "itemsize", (Py_ssize_t)f->offset);
     failed = !layout || PyModule_AddObjectRef(module, name, layout);
     Py_XDECREF(names);
     Py_XDECREF(formats);
@@ -540,15 +545,9 @@ static PyModuleDef_Slot slots[] = {
 };
 
 static struct PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT,
-    .m_name = "_stream",
-    .m_doc = "Streaming HTTP timing client; use annie_quant.stream.",
-    .m_size = sizeof(struct state),
-    .m_methods = methods,
-    .m_slots = slots,
-    .m_traverse = module_traverse,
-    .m_clear = module_clear,
-    .m_free = module_free,
+    PyModuleDef_HEAD_INIT,          .m_name = "_stream",     .m_doc = "Streaming HTTP timing client; use annie_quant.stream.",
+    .m_size = sizeof(struct state), .m_methods = methods,    .m_slots = slots,
+    .m_traverse = module_traverse,  .m_clear = module_clear, .m_free = module_free,
 };
 
 PyMODINIT_FUNC PyInit__stream(void)

@@ -1,5 +1,5 @@
-/* libcurl's multi handle in the client's loop: its sockets are in the client's epoll, its timer is the client's, and every socket is stamped
- * before libcurl reads it. */
+/* libcurl's multi handle in the client's loop: its sockets are in the client's epoll, its timer is the client's, and every socket is
+ * stamped before libcurl reads it. */
 #define _GNU_SOURCE
 #include "parts.h"
 

@@ -1,13 +1,10 @@
 /* The types and functions that the parts of the client share. Each part calls only those after it:
  *
  *   client.c    the loop
- *   plain.c     carrier of HTTP/1.1 without TLS, over TCP or a Unix socket: the client's own connections; one recvmsg returns data and stamp
- *   connect.c   opens these connections: name lookup and connect by libcurl
- *   libcurl.c   carrier of TLS, HTTP/2 and proxies: libcurl transfers, and the socket's stamp is read before libcurl reads the socket
- *   multi.c     libcurl's multi handle in the loop
- *   handle.c    libcurl's easy handles: options, sockets, phases
- *   transfer.c  start and end of a request
- *   answer.c    storage of its answer
+ *   plain.c     carrier of HTTP/1.1 without TLS, over TCP or a Unix socket: the client's own connections; one recvmsg returns data and
+ * stamp connect.c   opens these connections: name lookup and connect by libcurl libcurl.c   carrier of TLS, HTTP/2 and proxies: libcurl
+ * transfers, and the socket's stamp is read before libcurl reads the socket multi.c     libcurl's multi handle in the loop handle.c
+ * libcurl's easy handles: options, sockets, phases transfer.c  start and end of a request answer.c    storage of its answer
  */
 #ifndef AQ_STREAM_PARTS_H
 #define AQ_STREAM_PARTS_H
@@ -58,8 +55,8 @@ struct client {
     int64_t armed_ns;              /* the time that timer_fd is set to */
     struct transfer *active;       /* requests in flight */
     size_t in_flight;
-    uint32_t *order; /* requests by start time */
-    size_t next;     /* index in `order` */
+    uint32_t *order;         /* requests by start time */
+    size_t next;             /* index in `order` */
     struct vector sockets;   /* socket_state by fd */
     struct connection *idle; /* reusable connections, the latest first */
     uint8_t *buffer;         /* READ_BYTES */
@@ -70,7 +67,7 @@ struct client {
 struct socket_state {
     const struct carrier *carrier; /* which handles its events */
     struct transfer *transfer;     /* of a client's own connection; NULL: it is idle */
-    int64_t last_read_ns; /* time of the last received bytes of any kind, including those that libcurl does not pass on */
+    int64_t last_read_ns;          /* time of the last received bytes of any kind, including those that libcurl does not pass on */
     struct connection *connection; /* the client's own */
     bool stamped;                  /* the kernel stamps its data */
     /* Of libcurl's sockets: the newest stamps, and the total of bytes received just before they were taken. They are valid for all data
@@ -82,11 +79,11 @@ struct socket_state {
 /* A request in flight. The fields that each read uses are first: with hundreds in flight they are rarely in the cache. */
 struct transfer {
     struct client *client;
-    struct connection *connection; /* plain.c; NULL until it is connected */
-    size_t unsent;                 /* plain.c: bytes of head and body */
-    uint64_t last_action;          /* of its last read */
-    size_t last_read, first_event; /* row of that read, and the first event row since */
-    size_t read_events;            /* data events that this read completed */
+    struct connection *connection;      /* plain.c; NULL until it is connected */
+    size_t unsent;                      /* plain.c: bytes of head and body */
+    uint64_t last_action;               /* of its last read */
+    size_t last_read, first_event;      /* row of that read, and the first event row since */
+    size_t read_events;                 /* data events that this read completed */
     size_t answer_bytes, answer_events; /* of the body, and of its frames, so far */
     int64_t last_read_ns;
     uint32_t index;
@@ -103,21 +100,21 @@ struct transfer {
     int64_t started_ns;
     int32_t status;
     int socket_errno;
-    bool final_head, head_ended;  /* the current head is not a 1xx answer's; its blank line has been received */
-    size_t head_bytes;            /* of all heads and trailers */
-    struct vector header, body; /* of the answer */
+    bool final_head, head_ended; /* the current head is not a 1xx answer's; its blank line has been received */
+    size_t head_bytes;           /* of all heads and trailers */
+    struct vector header, body;  /* of the answer */
     char error[CURL_ERROR_SIZE];
     /* handle.c: libcurl transfers or connects */
     CURL *easy;
     void (*done)(struct transfer *t, CURLcode code); /* called when libcurl has finished with `easy` */
     /* libcurl.c */
     struct curl_slist *lines;
-    int shared_fd; /* if `fd` is -1: the socket of the connection that it shares; -1: unknown */
-    const char *last_bytes; /* position of the last read's latest part in libcurl's buffer */
+    int shared_fd;                   /* if `fd` is -1: the socket of the connection that it shares; -1: unknown */
+    const char *last_bytes;          /* position of the last read's latest part in libcurl's buffer */
     int64_t read_ns, read_kernel_ns; /* stamps of the last read */
     /* plain.c */
     struct vector head; /* of the request, as sent */
-    bool reused;          /* on a connection that carried an earlier request */
+    bool reused;        /* on a connection that carried an earlier request */
 };
 
 static inline struct request_row *client_row(const struct client *c, uint32_t index)

@@ -23,13 +23,13 @@ enum plan_http { PLAN_HTTP_1_1 = 0, PLAN_HTTP_2 = 1, PLAN_HTTP_2_PRIOR = 2 };
 struct plan {
     const struct plan_request *requests;
     size_t count;
-    size_t concurrency;  /* 0: unlimited */
-    int64_t deadline_ns; /* after the run's start; 0: none */
-    size_t max_event_bytes; /* at most 2^32 - 1 */
+    size_t concurrency;       /* 0: unlimited */
+    int64_t deadline_ns;      /* after the run's start; 0: none */
+    size_t max_event_bytes;   /* at most 2^32 - 1 */
     size_t max_answer_bytes;  /* of one answer's body */
     size_t max_answer_events; /* frames of one answer, comments and pings included */
-    int cancel_fd; /* not blocking; when it is readable, its bytes are read and `interrupted` is called; -1: none */
-    int http;      /* a plan_http */
+    int cancel_fd;            /* not blocking; when it is readable, its bytes are read and `interrupted` is called; -1: none */
+    int http;                 /* a plan_http */
     bool fresh_connections;
     bool kernel_stamps;
     bool realtime; /* request SCHED_FIFO */
@@ -60,7 +60,7 @@ struct request_row {
     int64_t ended_ns, ended_kernel_ns;
     int64_t first_byte_ns, first_byte_kernel_ns;
     int64_t name_lookup_us, connect_us, tls_us, pretransfer_us, starttransfer_us, total_us; /* CURLINFO_*_TIME_T */
-    uint64_t header_offset, error_offset; /* in the notes */
+    uint64_t header_offset, error_offset;                                                   /* in the notes */
     uint32_t header_size, error_size;
     int32_t status; /* 0: no status line was received */
     int32_t curl_code, os_errno;
@@ -85,7 +85,8 @@ struct event_row {
     uint8_t flags; /* sse_flags */
 };
 
-/* One row per network read of body bytes; parts with the same stamps are one row. The kernel's stamp is in the rows of the events that the read completed. */
+/* One row per network read of body bytes; parts with the same stamps are one row. The kernel's stamp is in the rows of the events that the
+ * read completed. */
 struct read_row {
     int64_t user_ns;
     uint32_t request;

@@ -92,8 +92,17 @@ static bool is_method(const struct request_spec *q, const char *method)
 static bool is_hop_by_hop(struct text name)
 {
     static const char *const names[] = {
-        "Connection", "Keep-Alive", "Proxy-Connection", "Proxy-Authenticate", "Proxy-Authorization", "Proxy-Authentication-Info",
-        "TE",         "Trailer",    "Transfer-Encoding", "Upgrade",            "HTTP2-Settings",
+        "Connection",
+        "Keep-Alive",
+        "Proxy-Connection",
+        "Proxy-Authenticate",
+        "Proxy-Authorization",
+        "Proxy-Authentication-Info",
+        "TE",
+        "Trailer",
+        "Transfer-Encoding",
+        "Upgrade",
+        "HTTP2-Settings",
     };
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
         if (is_word(name, names[i]))
@@ -224,8 +233,8 @@ static bool split_url(struct request *r)
     curl_url_get(parts, CURLUPART_QUERY, &query, 0);
     curl_url_get(parts, CURLUPART_USER, &user, 0);
     curl_url_get(parts, CURLUPART_ZONEID, &zone, 0);
-    bool usable = !user && !zone && strlen(host) < HOST_BYTES && path[0] == '/' && is_visible_ascii(host) &&
-                  is_visible_ascii(path) && (!query || is_visible_ascii(query));
+    bool usable = !user && !zone && strlen(host) < HOST_BYTES && path[0] == '/' && is_visible_ascii(host) && is_visible_ascii(path) &&
+                  (!query || is_visible_ascii(query));
     if (!usable)
         goto out;
     bool usual = strcmp(port, "80") == 0;

@@ -36,8 +36,8 @@ enum request_status {
     REQUEST_OK = 0,
     REQUEST_NO_MEMORY,
     REQUEST_BAD_METHOD,
-    REQUEST_CONNECT,        /* method CONNECT: it asks for a tunnel, not for a resource */
-    REQUEST_METHOD_BODY,    /* HEAD or TRACE with a body */
+    REQUEST_CONNECT,     /* method CONNECT: it asks for a tunnel, not for a resource */
+    REQUEST_METHOD_BODY, /* HEAD or TRACE with a body */
     REQUEST_BAD_URL,
     REQUEST_BAD_SCHEME,
     REQUEST_BAD_NAME,
@@ -54,12 +54,12 @@ struct request {
     const char *url, *method;
     const char *body;
     size_t body_size;
-    bool head;         /* HEAD: the answer has no body */
+    bool head;          /* HEAD: the answer has no body */
     bool states_length; /* the message has a Content-Length */
     bool has_host, has_type;
-    struct vector fields;  /* "Name: value" or "Name:", each ended by a NUL */
+    struct vector fields; /* "Name: value" or "Name:", each ended by a NUL */
     size_t field_count;
-    char *origin;       /* "host:port" if the URL is plain http without user and zone; else NULL */
+    char *origin;        /* "host:port" if the URL is plain http without user and zone; else NULL */
     char *host, *target; /* with `origin`: the value of Host, and the request target */
 };
 

@@ -88,8 +88,7 @@ static uint8_t kind_of(const struct sse *s, const uint8_t *bytes)
     size_t size = s->frame.data_size;
     while (size && bytes[s->frame.data_start + size - 1] == ' ')
         size--;
-    bool is_done = s->frame.data_lines == 1 && size == sizeof done - 1 &&
-                   memcmp(bytes + s->frame.data_start, done, sizeof done - 1) == 0;
+    bool is_done = s->frame.data_lines == 1 && size == sizeof done - 1 && memcmp(bytes + s->frame.data_start, done, sizeof done - 1) == 0;
     return is_done ? SSE_DONE : SSE_DATA;
 }
 

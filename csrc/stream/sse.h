@@ -21,9 +21,9 @@ enum sse_kind {
 };
 
 enum sse_flag {
-    SSE_MERGED = 1,  /* its read completed other data events too: they share one stamp */
-    SSE_EVENT = 2,   /* has an event field; the name is in the frame */
-    SSE_COMMENT = 4, /* has a comment line */
+    SSE_MERGED = 1,   /* its read completed other data events too: they share one stamp */
+    SSE_EVENT = 2,    /* has an event field; the name is in the frame */
+    SSE_COMMENT = 4,  /* has a comment line */
     SSE_OVERREAD = 8, /* its read took more than the kernel's stamp is valid for: it has no kernel stamp */
 };
 

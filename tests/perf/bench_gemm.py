@@ -168,7 +168,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--shapes", default=SHAPES)
     parser.add_argument("--tokens", default=TOKENS)
-    parser.add_argument("--cells", default="", help="NxK:M,... in place of --shapes and --tokens")
+    parser.add_argument("--cells", default="", help="NxK:M,... instead of --shapes and --tokens")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no measurement after that time")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--explore", action="store_true", help="also time other plans")

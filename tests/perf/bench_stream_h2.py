@@ -117,7 +117,8 @@ def main() -> None:
     names, rng = ["ours", "pycurl", "ours again"], random.Random(0)
     got: dict[str, list[dict]] = {name: [] for name in names}
     again = ["chrt", "-f", "10", sys.executable, __file__, "--streams", str(chosen.streams)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]), "OPENBLAS_NUM_THREADS": "1"}
+    path = os.pathsep.join([str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder:
         pem = Path(folder) / "both.pem"
         make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost", "-keyout", pem]

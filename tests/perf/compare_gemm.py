@@ -95,7 +95,7 @@ def main() -> None:
     parser.add_argument("other", type=Path)
     parser.add_argument("--shapes", default=SHAPES)
     parser.add_argument("--tokens", default="1,256,4096")
-    parser.add_argument("--cells", default="", help="NxK:M,... in place of --shapes and --tokens")
+    parser.add_argument("--cells", default="", help="NxK:M,... instead of --shapes and --tokens")
     parser.add_argument("--rounds", type=int, choices=sorted(INTERVALS), default=20)
     parser.add_argument("--output", default="")
     args = parser.parse_args()

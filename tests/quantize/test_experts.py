@@ -251,11 +251,16 @@ def test_nvidias_recipe_has_modelopts_formats(home: Path, tmp_path: Path) -> Non
         export_hf_checkpoint(model, export_dir=tmp_path / "theirs")
     ours, theirs = tensors(run(home, "nvidia_w4a16")), tensors(tmp_path / "theirs")
     assert {n: t.dtype for n, t in ours.items()} == {n: t.dtype for n, t in theirs.items()}
-    differ = {n: t for n, t in ours.items() if not n.endswith("input_scale") and t.tobytes() != theirs[n].tobytes()}
-    # ModelOpt divides an FP8 linear's weight by its scale in bf16, so some of its codes are a neighbour of ours.
-    assert {t.dtype.name for t in differ.values()} <= {"float8_e4m3fn"}, differ.keys()
-    for name, tensor in differ.items():
-        apart = np.abs(tensor.view(np.uint8).astype(int) - theirs[name].view(np.uint8).astype(int))
+    differ = {n for n, t in ours.items() if not n.endswith("input_scale") and t.tobytes() != theirs[n].tobytes()}
+    # Fused FP8 linears share a scale here and not in ModelOpt's export, after which vLLM rounds them again under the largest.
+    # ModelOpt divides an FP8 weight by its scale in bf16, so some of the other codes are a neighbour of ours.
+    alone = {n for n in differ if n.endswith(("o_proj.weight", "out_proj.weight"))}
+    assert {n for n in differ if ".mlp." in n or "lm_head" in n} == set()
+    assert {n.rpartition(".")[0].rpartition(".")[2] for n in differ - alone} <= {
+        "q_proj", "k_proj", "v_proj", "in_proj_qkv", "in_proj_z"
+    }  # fmt: skip
+    for name in alone:
+        apart = np.abs(ours[name].view(np.uint8).astype(int) - theirs[name].view(np.uint8).astype(int))
         assert apart.max() <= 1 and (apart > 0).mean() < 0.1, name
     a, b = (
         json.loads((f / "config.json").read_text())["quantization_config"]

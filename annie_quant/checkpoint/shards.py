@@ -135,7 +135,7 @@ class ModelFolder:
     @functools.cached_property
     def _parts_by_tensor(self) -> dict[str, list[str]]:
         """Name of a merged tensor without ".weight" → the names of its parts."""
-        experts, parts = self.family.experts, {}
+        experts, parts = self.family.experts, dict[str, list[str]]()
         for name in self.expert_parts:
             if experts and (expert := experts.split(name)):
                 merged = next(m for m, linears in experts.merged.items() if expert[2] in linears)

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import UNSET, UnsetType, field
 
 from annie_quant.doctor.probe import Finding, fault, note, ok
+from annie_quant.doctor.serving_table import Traits, lines_for
 from annie_quant.schema import salvage, salvage_or_default
 
 TEXT_TYPE = "qwen3_5_text"
@@ -23,6 +24,8 @@ class Quantization(msgspec.Struct):
     quant_algo: str | None = None
     format: str | None = None
     quant_method: str | None = None
+    kv_cache_scheme: object = None
+    kv_cache_quant_algo: str | None = None
 
 
 class Config(msgspec.Struct):
@@ -31,6 +34,9 @@ class Config(msgspec.Struct):
     model_type: str | None = None
     architectures: list[str] | None = None
     text_config: dict | UnsetType | None = UNSET
+    num_experts: int | None = None
+    mtp_num_hidden_layers: int | None = None
+    layer_types: list[str] | None = None
     quantization_config: Quantization | None = None
 
 
@@ -59,7 +65,41 @@ def check_model(folder: Path) -> list[Finding]:
         config = None
     if config is None:
         return [fault("checkpoint", f"{folder} has no readable config.json", "no server can load it")]
-    return [_check_shards(folder), _check_format(folder, config), *_check_names(folder, config)]
+    return [
+        _check_shards(folder),
+        _check_format(folder, config),
+        *_check_names(folder, config),
+        *_serving_lines(traits_of(folder, config)),
+    ]
+
+
+def traits_of(folder: Path, config: Config) -> Traits:
+    """Return what the dated table of serving lines needs to know."""
+    inner = config.text_config if isinstance(config.text_config, dict) else {}
+    exported = salvage_or_default(Exported, folder / "hf_quant_config.json").quantization
+    quantized = config.quantization_config or Quantization()
+    scheme, kv_cache = quantized.kv_cache_scheme, exported.kv_cache_quant_algo or ""
+    if isinstance(scheme, dict) and (scheme.get("type"), scheme.get("num_bits")) == ("float", 8):
+        kv_cache = "FP8"
+    elif isinstance(scheme, str):
+        kv_cache = scheme
+    kinds = inner.get("layer_types", config.layer_types)
+    mtp = inner.get("mtp_num_hidden_layers", config.mtp_num_hidden_layers)
+    return Traits(
+        quantized=quantized != Quantization() or exported != Quantization(),
+        experts=isinstance(inner.get("num_experts", config.num_experts), int),
+        hybrid=isinstance(kinds, list) and "linear_attention" in kinds,
+        mtp=isinstance(mtp, int) and mtp > 0,
+        kv_cache=kv_cache.upper(),
+    )
+
+
+def _serving_lines(traits: Traits) -> list[Finding]:
+    findings = [note(line.name, line.advice, f"{line.why} ({line.source})") for line in lines_for(traits)]
+    if "NVFP4" in traits.kv_cache:
+        why = "it loops at token 0 with thinking and tools (Qwen3.8-Flash-Next #19, 2026)"
+        findings.append(fault("KV cache", f"the checkpoint asks for {traits.kv_cache}", why, "--kv-cache-dtype fp8"))
+    return findings
 
 
 def _check_shards(folder: Path) -> Finding:

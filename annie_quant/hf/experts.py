@@ -43,7 +43,7 @@ class SingleExperts(nn.Module):
         self.count = 0
         tensors = {name: getattr(merged, name) for name in experts.merged}
         for i in range(next(iter(tensors.values())).shape[0]):
-            linears = {}
+            linears: dict[str, nn.Linear] = {}
             for name, members in experts.merged.items():
                 weights = tensors[name].detach()[i].chunk(len(members))
                 linears |= {m: linear_of(w) for m, w in zip(members, weights, strict=True)}

@@ -135,8 +135,8 @@ class NVFP4Quantizer(HfQuantizer):
 def single_experts(folder: ModelFolder) -> set[str]:
     """Return the modules of experts that the folder stores under a name per expert ("model.layers.3.mlp.experts")."""
     experts = folder.family.experts
-    found = (experts.split(name) for name in folder) if experts else ()
-    return {f"{expert[0]}.{experts.module}" for expert in found if experts and expert}
+    split = (experts.split(name) for name in folder) if experts else ()
+    return {f"{expert[0]}.{experts.module}" for expert in split if experts and expert}
 
 
 def parent(tensor_name: str) -> str:

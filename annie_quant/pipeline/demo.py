@@ -22,7 +22,7 @@ from annie_quant.files import ASSETS, read_json
 from annie_quant.pipeline.run_directory import RunDirectory
 from annie_quant.pipeline.stages import StageResult, Stages, offline_prompts
 from annie_quant.progress import Console, Progress, SilentConsole
-from annie_quant.quantize.job import weight_bytes
+from annie_quant.quantize.runner import weight_bytes
 from annie_quant.resume import KeyedJson
 
 MODEL = ASSETS / "tiny-annie"

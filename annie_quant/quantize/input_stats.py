@@ -134,10 +134,10 @@ def fill_unseen(
     """Give experts without tokens the largest input of the layer's other experts, and the mean of their second moments."""
     top = max((observers[g[0]].amax() for g in groups if observers[g[0]].tokens), default=0.0)
     stats.amax |= {f"{layer}.{name}": top for g in groups if not observers[g[0]].tokens for name in g}
-    seen = [observers[g[0]].second() for g in groups if observers[g[0]].weight > 0]
-    if not seen:
+    moments = [observers[g[0]].second() for g in groups if observers[g[0]].weight > 0]
+    if not moments:
         return
-    mean = np.mean(seen, axis=0)
+    mean = np.mean(moments, axis=0)
     for group in groups:
         if observers[group[0]].weight <= 0:
             stats.second |= {f"{layer}.{name}": mean for name in group}

@@ -214,3 +214,27 @@ def test_this_machine_can_be_examined():
     assert {f.level for f in findings} <= {"ok", "note", "fault"}
     assert Probe().run("sh", "-c", "sleep 5", timeout_s=0.1).code == 124
     assert Probe().run("no-such-program").code == 127
+
+
+def test_serving_lines_apply_to_the_checkpoints_they_are_for(tmp_path):
+    """Dated lines of the public recipes: those for experts, an FP8 cache and MTP only where the checkpoint has them."""
+    (tmp_path / "chat_template.jinja").write_text("x")
+    (tmp_path / "model.safetensors").write_text("x")
+    (tmp_path / "preprocessor_config.json").write_text("{}")
+
+    def notes(text: dict, quant: dict | None = None) -> dict:
+        config = {"model_type": "qwen3_5_moe", "text_config": {"layer_types": ["linear_attention"], **text}}
+        config |= {"quantization_config": {"quant_algo": "NVFP4", "quant_method": "modelopt", **(quant or {})}}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return {f.check: f for f in check_model(tmp_path) if f.level != "ok"}
+
+    dense = notes({})
+    assert not {"MoE backend", "KV cache", "speculative decoding"} & set(dense) and "vLLM version" in dense
+    mixture = notes(
+        {"num_experts": 256, "mtp_num_hidden_layers": 1}, {"kv_cache_scheme": {"type": "float", "num_bits": 8}}
+    )
+    assert mixture["MoE backend"].message == "--moe-backend marlin" and "fp8" in mixture["KV cache"].message
+    assert '"num_speculative_tokens": 3' in mixture["speculative decoding"].message
+    assert all("20" in f.why for f in mixture.values()), "each line has its date"
+    (tmp_path / "hf_quant_config.json").write_text('{"quantization": {"kv_cache_quant_algo": "NVFP4"}}')
+    assert notes({})["KV cache"].level == "fault"

@@ -106,14 +106,14 @@ def test_the_layout_of_experts_is_modelopts(home: Path) -> None:
 
 def test_scales_are_shared_as_servers_need_them(home: Path) -> None:
     """Gate and up of an expert have one tensor scale, and all experts of a layer one activation scale per input."""
-    found = tensors(run(home, "gptq"))
+    stored = tensors(run(home, "gptq"))
     for layer in range(4):
         base = f"model.layers.{layer}.mlp.experts"
         for i in range(EXPERTS):
-            assert found[f"{base}.{i}.gate_proj.weight_scale_2"] == found[f"{base}.{i}.up_proj.weight_scale_2"]
-        assert len({float(found[f"{base}.{i}.down_proj.weight_scale_2"]) for i in range(EXPERTS)}) > 1
+            assert stored[f"{base}.{i}.gate_proj.weight_scale_2"] == stored[f"{base}.{i}.up_proj.weight_scale_2"]
+        assert len({float(stored[f"{base}.{i}.down_proj.weight_scale_2"]) for i in range(EXPERTS)}) > 1
         for linears in (("gate_proj", "up_proj"), ("down_proj",)):
-            inputs = {float(found[f"{base}.{i}.{n}.input_scale"]) for i in range(EXPERTS) for n in linears}
+            inputs = {float(stored[f"{base}.{i}.{n}.input_scale"]) for i in range(EXPERTS) for n in linears}
             assert len(inputs) == 1 and inputs.pop() > 0
 
 
@@ -142,10 +142,10 @@ def test_a_dead_expert_has_finite_scales(home: Path, tmp_path: Path) -> None:
     weights["model.layers.1.mlp.experts.down_proj"][3] = 0
     save_file(weights, source / "model.safetensors", {"format": "pt"})
     quantize.run("direct", source, tmp_path / "out")
-    found = tensors(tmp_path / "out")
-    scale = float(found["model.layers.1.mlp.experts.3.down_proj.weight_scale_2"])
+    stored = tensors(tmp_path / "out")
+    scale = float(stored["model.layers.1.mlp.experts.3.down_proj.weight_scale_2"])
     assert np.isfinite(scale) and scale > 0
-    assert not found["model.layers.1.mlp.experts.3.down_proj.weight"].view(np.uint8).astype(bool).any()
+    assert not stored["model.layers.1.mlp.experts.3.down_proj.weight"].view(np.uint8).astype(bool).any()
 
 
 def test_experts_left_in_16_bits_stay_merged_and_listed(home: Path, tmp_path: Path) -> None:
@@ -180,14 +180,14 @@ def by_hand(folder: Path, source: Path) -> torch.Tensor:
     """Logits of transformers' own merged experts, on weights that were decoded and merged here with NumPy."""
     from transformers import AutoModelForCausalLM
 
-    found, model = tensors(folder), AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    stored, model = tensors(folder), AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
     state = model.state_dict()
 
     def weight(module: str) -> np.ndarray:
-        codes = found[f"{module}.weight"]
+        codes = stored[f"{module}.weight"]
         if codes.dtype == np.uint8:
-            return dequantized(codes, found[f"{module}.weight_scale"], found[f"{module}.weight_scale_2"])
-        scale = found.get(f"{module}.weight_scale", np.float32(1))
+            return dequantized(codes, stored[f"{module}.weight_scale"], stored[f"{module}.weight_scale_2"])
+        scale = stored.get(f"{module}.weight_scale", np.float32(1))
         return codes.astype(np.float32) * scale
 
     for name, tensor in state.items():
@@ -196,7 +196,7 @@ def by_hand(folder: Path, source: Path) -> torch.Tensor:
             linears = ("gate_proj", "up_proj") if "gate" in kind else (kind,)
             rows = [np.concatenate([weight(f"{base}.{i}.{n}") for n in linears]) for i in range(EXPERTS)]
             tensor.copy_(torch.from_numpy(np.stack(rows)))
-        elif name.endswith(".weight") and name in found and found[name].dtype in (np.uint8, ml_dtypes.float8_e4m3fn):
+        elif name.endswith(".weight") and name in stored and stored[name].dtype in (np.uint8, ml_dtypes.float8_e4m3fn):
             tensor.copy_(torch.from_numpy(weight(base)))
     ids = torch.randint(0, 200, (2, 24), generator=torch.Generator().manual_seed(7))
     with torch.inference_mode():
@@ -251,11 +251,16 @@ def test_nvidias_recipe_has_modelopts_formats(home: Path, tmp_path: Path) -> Non
         export_hf_checkpoint(model, export_dir=tmp_path / "theirs")
     ours, theirs = tensors(run(home, "nvidia_w4a16")), tensors(tmp_path / "theirs")
     assert {n: t.dtype for n, t in ours.items()} == {n: t.dtype for n, t in theirs.items()}
-    differ = {n: t for n, t in ours.items() if not n.endswith("input_scale") and t.tobytes() != theirs[n].tobytes()}
-    # ModelOpt divides an FP8 linear's weight by its scale in bf16, so some of its codes are a neighbour of ours.
-    assert {t.dtype.name for t in differ.values()} <= {"float8_e4m3fn"}, differ.keys()
-    for name, tensor in differ.items():
-        apart = np.abs(tensor.view(np.uint8).astype(int) - theirs[name].view(np.uint8).astype(int))
+    differ = {n for n, t in ours.items() if not n.endswith("input_scale") and t.tobytes() != theirs[n].tobytes()}
+    # Fused FP8 linears share a scale here and not in ModelOpt's export, after which vLLM rounds them again under the largest.
+    # ModelOpt divides an FP8 weight by its scale in bf16, so some of the other codes are a neighbour of ours.
+    alone = {n for n in differ if n.endswith(("o_proj.weight", "out_proj.weight"))}
+    assert {n for n in differ if ".mlp." in n or "lm_head" in n} == set()
+    assert {n.rpartition(".")[0].rpartition(".")[2] for n in differ - alone} <= {
+        "q_proj", "k_proj", "v_proj", "in_proj_qkv", "in_proj_z"
+    }  # fmt: skip
+    for name in alone:
+        apart = np.abs(ours[name].view(np.uint8).astype(int) - theirs[name].view(np.uint8).astype(int))
         assert apart.max() <= 1 and (apart > 0).mean() < 0.1, name
     a, b = (
         json.loads((f / "config.json").read_text())["quantization_config"]
@@ -266,10 +271,10 @@ def test_nvidias_recipe_has_modelopts_formats(home: Path, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(("head", "dtype"), [("fp8", "float8_e4m3fn"), ("nvfp4", "uint8"), ("bf16", "bfloat16")])
 def test_red_hats_recipe(home: Path, head: str, dtype: str) -> None:
-    found = tensors(run(home, "awq_gptq", last=1, head=head))
-    assert found["lm_head.weight"].dtype == dtype
-    assert ("lm_head.input_scale" in found) == (head == "fp8")
-    for name, tensor in found.items():
+    stored = tensors(run(home, "awq_gptq", last=1, head=head))
+    assert stored["lm_head.weight"].dtype == dtype
+    assert ("lm_head.input_scale" in stored) == (head == "fp8")
+    for name, tensor in stored.items():
         if name.endswith("_proj.weight") and ".mlp." in name:
             assert tensor.dtype == ("float8_e4m3fn" if ".layers.3." in name else "uint8"), name
         elif name.endswith(("_proj.weight", "in_proj_qkv.weight", "in_proj_z.weight")):

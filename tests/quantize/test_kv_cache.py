@@ -58,15 +58,15 @@ def test_scales_are_amax_of_keys_and_values(home: Path) -> None:
     from annie_quant.data.rows import read_conversations
     from annie_quant.quantize.calibration_samples import samples_of_rows
 
-    found = ModelFolder(home / "fp8")
-    assert {n for n in found if n.endswith("_scale") and ".self_attn." in n and "weight" not in n} == {KEY, VALUE}
+    stored = ModelFolder(home / "fp8")
+    assert {n for n in stored if n.endswith("_scale") and ".self_attn." in n and "weight" not in n} == {KEY, VALUE}
     model = AutoModelForCausalLM.from_pretrained(home / "bf16", dtype=torch.float32)
     tops = np.zeros(2)
     for sample in samples_of_rows(home / "bf16", read_conversations(home / "calib.jsonl", 2)):
         with torch.inference_mode():
             cache = model(torch.tensor([sample.ids]), use_cache=True).past_key_values
         tops = np.maximum(tops, [float(getattr(cache.layers[3], n).abs().max()) for n in ("keys", "values")])
-    np.testing.assert_allclose([found.scalar(KEY), found.scalar(VALUE)], tops / 448, rtol=1e-4)
+    np.testing.assert_allclose([stored.scalar(KEY), stored.scalar(VALUE)], tops / 448, rtol=1e-4)
 
 
 def test_the_rest_of_the_checkpoint_is_unchanged(home: Path) -> None:

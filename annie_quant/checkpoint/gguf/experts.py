@@ -38,15 +38,15 @@ def stacks(folder: ModelFolder, layout: Layout, names: Iterable[str]) -> list[St
     Raises CheckpointError where a layer has other experts than 0 to the configuration's number.
     """
     experts = layout.family.experts
-    found: dict[str, dict[int, str]] = {}
+    by_name: dict[str, dict[int, str]] = {}
     for name in names:
         expert, stored = experts.split(name) if experts else None, layout.name(name)
         if expert and stored:
-            found.setdefault(stored, {})[expert[1]] = name.removesuffix(".weight")
+            by_name.setdefault(stored, {})[expert[1]] = name.removesuffix(".weight")
     count = folder.text_config.get(experts.count) if experts else None
-    for stored, modules in found.items():
+    for stored, modules in by_name.items():
         if sorted(modules) != list(range(count if isinstance(count, int) and count < 1 << 20 else len(modules))):
             raise CheckpointError(
                 f"{stored}: {len(modules)} experts, and config.json has {count}", "annie-quant audit the checkpoint"
             )
-    return [Stack(stored, [m for _, m in sorted(modules.items())]) for stored, modules in found.items()]
+    return [Stack(stored, [m for _, m in sorted(modules.items())]) for stored, modules in by_name.items()]

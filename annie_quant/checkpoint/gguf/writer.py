@@ -251,9 +251,8 @@ class Plan:
     def _stack(self, stack: experts.Stack) -> Iterator[Entry]:
         """Plan the experts of one layer and linear: NVFP4 as they are where ggml has their layout, else as numbers."""
         linears = stack.linears(self.linears)
-        shapes = {x.shape(self.folder) for x in linears} or {
-            self.folder.info(f"{m}.weight").shape for m in stack.modules
-        }
+        shapes: set[tuple[int, ...]] = {x.shape(self.folder) for x in linears}
+        shapes = shapes or {self.folder.info(f"{m}.weight").shape for m in stack.modules}
         if len(shapes) > 1:
             raise CheckpointError(
                 f"{stack.stored}: experts of {len(shapes)} shapes", "annie-quant audit the checkpoint"

@@ -7,6 +7,8 @@ every server's ModelOpt loader takes.
 
 from __future__ import annotations
 
+import numpy as np
+
 from annie_quant.checkpoint.linears import all_linears
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.progress import Progress
@@ -32,7 +34,8 @@ def quantize(job: Job, progress: Progress) -> None:
     batches = calibration_samples.make_batches(calibration_samples.read_samples(job))
     model = layerwise.DecoderLayers(folder, batches, progress, "folding and correcting errors")
     table = input_stats.weight_table(calibration_samples.RESPONSE, model.device)
-    coverage, weights = Coverage(), {}
+    coverage = Coverage()
+    weights: dict[str, np.ndarray] = {}
     for layer in model:
         weights |= awq_lite.fold_layer(layer, set(plan.formats), plan.amax, advance=False)
         gptq.round_layer(layer, rounded, table, plan, job.options["damping"], coverage)

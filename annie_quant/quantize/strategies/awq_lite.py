@@ -77,7 +77,7 @@ def fold_layer(
     }
     observers = {g[0]: InputObserver(RESPONSE, device, f"{layer.name}.{g[0]}") for g in layer.expert_groups()}
     state = min(layer.model.states, key=lambda s: s.numel()).float()
-    (layer.advance if advance else layer.observe)(samplers | observers)
+    (layer.advance if advance else layer.observe)({**samplers, **observers})
     before = {n: t.detach().float() for n, t in layer.module.state_dict().items()}
     after, scales = dict(before), {}
     for site in family.inputs:

@@ -119,6 +119,10 @@ CODES = {
         "All scales of the KV cache are 1.0, as before calibration; ModelOpt's fp8_cast writes the same.",
         "Calibrate the KV cache, or serve without its scales.",
     ),
+    "kv_cache_nvfp4": Explanation(
+        "The settings ask for a KV cache in NVFP4, with which answers with thinking and tools repeat their first token.",
+        "Serve with an FP8 cache: quantize again with --kv-cache fp8",
+    ),
     # mixtures of experts
     "expert_count": Explanation("A layer has fewer or more experts than the configuration states.", COPY),
     "experts_mixed": Explanation("The experts of one layer have different formats; servers run them together.", EXPORT),

@@ -19,6 +19,15 @@ from annie_quant.files import take_lock
 from annie_quant.resume import KEY_FILE, keyed_folder
 
 
+def check_output(output: Path, force: bool, inputs: Iterable[str | os.PathLike | None] = ()) -> None:
+    """Raise UsageError where `output` is a file, a link, or a folder with content (without `force`), or holds an input."""
+    if output.is_symlink() or (output.exists() and not output.is_dir()):
+        raise UsageError(f"{output} is a file or a link, expected a folder to create", "choose another --output")
+    keep_inputs(output, inputs)
+    if output.exists() and any(output.iterdir()) and not force:
+        raise UsageError(f"{output} exists and is not empty", "choose another --output, or add --force")
+
+
 @contextlib.contextmanager
 def staged(
     output: str | os.PathLike,
@@ -35,11 +44,7 @@ def staged(
     writing it.
     """
     output = check_name(output)
-    if output.is_symlink() or (output.exists() and not output.is_dir()):
-        raise UsageError(f"{output} is a file or a link, expected a folder to create", "choose another --output")
-    keep_inputs(output, inputs)
-    if output.exists() and any(output.iterdir()) and not force:
-        raise UsageError(f"{output} exists and is not empty", "choose another --output, or add --force")
+    check_output(output, force, inputs)
     part = output.with_name(f".{output.name}.part")
     lock = open_lock(part)
     keep = False

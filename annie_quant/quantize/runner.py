@@ -13,7 +13,7 @@ import msgspec
 
 from annie_quant import __version__, nvfp4
 from annie_quant.checkpoint.shards import inside
-from annie_quant.checkpoint.staging import check_name, staged
+from annie_quant.checkpoint.staging import check_name, check_output, staged
 from annie_quant.errors import CheckpointError, UsageError, need
 from annie_quant.files import write_json
 from annie_quant.progress import Progress, as_progress
@@ -109,8 +109,10 @@ def run(
         seed,
         work=output.with_name(f".{output.name}.work"),
     )
+    # What needs no library is reported before libraries and the model are loaded.
+    check_output(output, force or rank() > 0, (model, job.calib_data))
     if part.cost.passes:
-        _ = job.conversations  # a missing file is reported before libraries and the model are loaded
+        _ = job.conversations
     prompts = prompt_provenance.of_data(job.calib_data, persona, allow_prompt_mismatch)
     for package in part.requires:
         need(package, "quantize")

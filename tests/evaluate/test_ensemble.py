@@ -87,7 +87,7 @@ def test_certain_answers_are_those_that_no_member_changes(
         assert member.outcomes == usual.members[name].outcomes and member.n_changed == usual.members[name].n_changed
 
 
-@pytest.fixture(params=["cpu", "cuda"])
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> str:
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU")

@@ -10,8 +10,7 @@ from paths import ROOT, TINY_ANNIE
 from annie_quant import quantize
 from annie_quant.errors import UsageError
 from annie_quant.pipeline import search
-from annie_quant.quantize import estimate, strategies
-from annie_quant.quantize import job as jobs
+from annie_quant.quantize import estimate, runner, strategies
 
 NEW_STRATEGY = '''
 """new: every linear in FP8, with input scales of 1."""
@@ -93,8 +92,8 @@ def test_no_module_but_its_own_knows_a_strategy_s_name() -> None:
 
 @pytest.mark.parametrize("name", [n for n in strategies.names() if strategies.find(n).cost.passes])
 def test_missing_conversations_are_reported_before_libraries_are_loaded(name, tmp_path, monkeypatch):
-    monkeypatch.setattr(jobs, "need", lambda *_: pytest.fail("a library was loaded"))
+    monkeypatch.setattr(runner, "need", lambda *_: pytest.fail("a library was loaded"))
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(UsageError, match="needs conversations"):
-        jobs.run(name, tmp_path, tmp_path / "out")
+        runner.run(name, tmp_path, tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -69,7 +69,7 @@ BREAKS = {
         "does not check names": ("if (!is_token(name))", "if (!name.size)"),
         "ignores the end of a name": ("t.size == strlen(word) &&", "t.size &&"),
         "adds the caller's length": ('if (!is_word(q->fields[i].name, "Content-Length"))', "if (true)"),
-        "allows a coding": ('"Transfer-Encoding", "Upgrade"', '"Upgrade", "Upgrade"'),
+        "allows a coding": ('"Transfer-Encoding",\n', '"Upgrade",\n'),
         "forgets the blank line": ('add_text(head, length) && add_text(head, "\\r\\n")', "add_text(head, length)"),
         "refuses a usual name": ("(c >= 'A' && c <= 'Z')", "(c >= 'D' && c <= 'Z')"),
     },

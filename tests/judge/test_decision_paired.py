@@ -163,6 +163,19 @@ def test_a_member_that_is_undecided_elsewhere_still_shows_a_fragile_gate():
     assert verdict.verdict == "fragile" and verdict.members["w4a16"].verdict == "undecided"
 
 
+def test_a_perturbed_arithmetic_has_a_reason_of_its_own_only_where_its_verdict_differs():
+    verdict = judge.judge_members(
+        {
+            "w4a4": member(tool_call=(240, 58, 0), factual=(100, 0, 0)),
+            "w4a4+perm1": member(tool_call=(240, 50, 0), factual=(100, 3, 0)),
+            "w4a16": member(tool_call=(240, 40, 0), factual=(100, 0, 0)),
+        }
+    )
+    reasons = [line.split(" lost")[0] for line in verdict.reasons]
+    assert reasons == ["w4a4: tool calls loses: 58", "w4a4+perm1: factual undecided: 3", "w4a16: tool calls loses: 40"]
+    assert verdict.sentence == "Loses tool calls under w4a4, w4a4+perm1, w4a16."
+
+
 def test_all_members_lose_or_one_is_undecided():
     lost, outcomes, open_ = ((240, 58, 0), (240, 0, 0), (240, 9, 3))
     assert judge.judge_members({k: member(tool_call=lost) for k in "ab"}).verdict == "loses"
@@ -205,7 +218,8 @@ def test_the_detectable_loss_is_reported_with_n():
 )
 def test_a_verdict_is_consistent_with_its_gates(rows):
     gates = {gate: PairedGate(lost + won + same, lost, won) for gate, lost, won, same in rows}
-    verdict = judge.judge_members({"w4a4": gates, "w4a16": {k: PairedGate(g.n, 0, 0) for k, g in gates.items()}})
+    members = {"w4a4": gates, "w4a16": {k: PairedGate(g.n, 0, 0) for k, g in gates.items()}}
+    verdict = judge.judge_members(members)
     outcomes = {gate.verdict for gate in gates.values() if gate.n}
     if "loses" in outcomes:
         assert verdict.verdict in ("loses", "fragile")
@@ -214,7 +228,8 @@ def test_a_verdict_is_consistent_with_its_gates(rows):
     for gate in gates.values():
         if gate.verdict == "loses":
             assert gate.lost > gate.won
-    assert bool(verdict.reasons) == (verdict.verdict != "keeps") or not gates or not any(g.n for g in gates.values())
+    # Without a gate that decides there is nothing to give as a reason; the sentence says so.
+    assert bool(verdict.reasons) == (verdict.verdict != "keeps") or not all(map(rule.deciding, members.values()))
 
 
 def test_without_a_difference_at_most_five_percent_lose():

@@ -88,7 +88,7 @@ def judge_members(
             f"{name}: {describe(gate, members[name][gate])}"
             for name, result in verdicts.items()
             for gate in (*result.loses, *result.undecided)
-            if gate in members[name]
+            if gate in members[name] and not _same_as_profile(name, gate, by_gate)
         ]
         + [
             f"{name}: {describe_pooled(row)}"
@@ -98,6 +98,12 @@ def judge_members(
         profiles={profile: _standing(names, verdicts, by_gate) for profile, names in profiles.items()},
         members=verdicts,
     )
+
+
+def _same_as_profile(member: str, gate: str, by_gate: Mapping[str, Mapping[str, Kept]]) -> bool:
+    """Return whether a perturbed arithmetic ("w4a4+perm1") has its profile's verdict of a gate: one reason is enough for both."""
+    profile = member.partition("+")[0]
+    return profile != member and by_gate.get(profile, {}).get(gate) == by_gate[member][gate]
 
 
 def _measure(gates: Mapping[str, PairedGate], pooled: PooledGates | None) -> None:

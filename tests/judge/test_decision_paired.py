@@ -163,7 +163,7 @@ def test_a_member_that_is_undecided_elsewhere_still_shows_a_fragile_gate():
     assert verdict.verdict == "fragile" and verdict.members["w4a16"].verdict == "undecided"
 
 
-def test_a_perturbed_arithmetic_has_a_reason_of_its_own_only_where_its_verdict_differs():
+def test_a_perturbed_arithmetic_gets_a_reason_only_where_its_verdict_differs():
     verdict = judge.judge_members(
         {
             "w4a4": member(tool_call=(240, 58, 0), factual=(100, 0, 0)),
@@ -228,7 +228,7 @@ def test_a_verdict_is_consistent_with_its_gates(rows):
     for gate in gates.values():
         if gate.verdict == "loses":
             assert gate.lost > gate.won
-    # Without a gate that decides there is nothing to give as a reason; the sentence says so.
+    # Without a gate that decides there is no reason to give; the sentence states it.
     assert bool(verdict.reasons) == (verdict.verdict != "keeps") or not all(map(rule.deciding, members.values()))
 
 

@@ -1,6 +1,6 @@
 """Data that another party wrote: a server's answers, a checkpoint's metadata, a log. Decode it, limit it, show it.
 
-decode_json(data)   JSON of any content; the only exception is ValueError
+decode_json(data)   JSON of any content; the only exception is ValueError; lenient: with NaN and lone surrogates
 limited(value)      a copy without what could not be stored again: depth, sizes and numbers are limited
 integer(value)      a count, or None; cost_usd(value): an amount, or None
 printable(text)     text for a terminal: no escape sequence, no control character, one line
@@ -8,6 +8,8 @@ printable(text)     text for a terminal: no escape sequence, no control characte
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
 from typing import Any
 
@@ -22,14 +24,21 @@ MAX_INTEGER = 2**53  # beyond it JSON readers disagree
 MAX_COST_USD = 1e9
 
 
-def decode_json(data: bytes | str) -> Any:
-    """Return the value of a JSON document. Raises ValueError, with one line, for everything that cannot be decoded."""
+def decode_json(data: bytes | str, lenient: bool = False) -> Any:
+    """Return the value of a JSON document. Raises ValueError, with one line, for everything that cannot be decoded.
+
+    lenient: also accept what Python's json does and msgspec does not: NaN, infinities, lone surrogates.
+    """
     try:
         return msgspec.json.decode(data)
     except (msgspec.MsgspecError, UnicodeError) as error:
-        raise ValueError(f"not JSON: {printable(str(error), 200)}") from None
+        fault = f"not JSON: {printable(str(error), 200)}"
     except RecursionError:
-        raise ValueError("nested too deeply") from None
+        fault = "nested too deeply"
+    if lenient:
+        with contextlib.suppress(ValueError, RecursionError):
+            return json.loads(data)
+    raise ValueError(fault)
 
 
 def limited(value: Any, depth: int = MAX_DEPTH) -> Any:

@@ -48,7 +48,7 @@ from annie_quant.schema.machine import (
     ModelMeta,
     limited_identity,
 )
-from annie_quant.schema.messages import CalledFunction, ChatCall, ChatMessage, ChatRow, RowProvenance
+from annie_quant.schema.messages import CalledFunction, ChatCall, ChatMessage, ChatRow, LoggedChat, RowProvenance
 from annie_quant.schema.reading import SCHEMA_VERSION, check_version, convert, decode, encode, write
 from annie_quant.schema.recipe import RECIPE_FILE, Recipe
 from annie_quant.schema.records import Load, RequestRecord, ToolCall

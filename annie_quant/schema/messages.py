@@ -37,6 +37,16 @@ class ChatMessage(_ChatMessage, total=False):
     tool_call_id: str
 
 
+class LoggedChat(TypedDict, total=False):
+    """A recorded chat: one line of `annie-quant record`. time: of the request, ISO 8601. tools: OpenAI function tools on offer."""
+
+    time: str
+    model: str
+    messages: list[ChatMessage]
+    tools: list[dict[str, Any]]
+    finish_reason: str
+
+
 class RowProvenance(TypedDict, total=False):
     """Where a row comes from. model: of the teacher; of a log, its format. source: the log's file."""
 

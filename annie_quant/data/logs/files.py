@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import gzip
 import itertools
-import json
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
-
-import msgspec
 
 from annie_quant.data.logs.conversation import Conversation, Problems, Unusable
 from annie_quant.data.logs.records import ROLES, conversation_of, finished, parsed_message
 from annie_quant.data.logs.server_logs import ServerLog
 from annie_quant.errors import UsageError, need
 from annie_quant.schema import ChatMessage
+from annie_quant.untrusted import decode_json
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".log", ".txt", ".parquet", ".arrow", ".gz")
 MAX_LINE = 16 << 20  # bytes
@@ -74,8 +72,8 @@ def _records(records: Iterable[tuple[str, Any]], problems: Problems) -> Iterator
 def _whole(path: Path) -> list[Any] | None:
     """Return the entries of a JSON file; None where it has JSON lines after all."""
     try:
-        document = msgspec.json.decode(_open(path).read())
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        document = decode_json(_open(path).read())
+    except ValueError:
         return None
     if isinstance(document, list) and not (document and isinstance(document[0], dict) and "role" in document[0]):
         return document
@@ -131,12 +129,8 @@ def _lines(path: Path, problems: Problems) -> Iterator[Conversation]:
 
 def _decoded(line: bytes) -> Any:
     try:
-        return msgspec.json.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        pass
-    try:
-        return json.loads(line)  # accepts NaN and lone surrogates, which msgspec does not
-    except (ValueError, RecursionError):
+        return decode_json(line, lenient=True)
+    except ValueError:
         raise Unusable("a line that is not JSON") from None
 
 

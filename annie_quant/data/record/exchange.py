@@ -11,20 +11,19 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import msgspec
 
 from annie_quant.data.logs import Conversation
 from annie_quant.data.logs.conversation import Unusable
 from annie_quant.data.logs.records import conversation_of
 from annie_quant.data.logs.rows import with_text_arguments
 from annie_quant.data.logs.secrets import MASK, Scanner
-from annie_quant.schema import ChatMessage
+from annie_quant.schema import ChatMessage, LoggedChat
 from annie_quant.stream import decode
 from annie_quant.stream.redact import Redactor
+from annie_quant.untrusted import decode_json
 
 MAX_REQUEST_BYTES = 8 << 20
 MAX_ANSWER_BYTES = 16 << 20  # also after decompression
@@ -90,32 +89,29 @@ def line_of(exchange: Exchange, scanner: Scanner) -> Line:
     return Line(data, message is not None, fault)
 
 
-def masked_row(conversation: Conversation, scanner: Scanner) -> dict[str, Any]:
+def masked_row(conversation: Conversation, scanner: Scanner) -> LoggedChat:
     """Return messages and tools without secrets, and without personal data where the scanner masks it."""
     size = sum(len(str(m)) for m in conversation.messages) + len(str(conversation.tools))
     if size > MAX_LINE_BYTES:  # checked first, because masking takes time in proportion to the size
         raise Unusable(f"longer than {MAX_LINE_BYTES >> 20} MB")
     head: list[ChatMessage] = [{"role": "system", "content": conversation.system}] if conversation.system else []
     messages = scanner.conversation(head + conversation.messages)
-    row: dict[str, Any] = {"messages": [with_text_arguments(m) for m in messages]}
+    row: LoggedChat = {"messages": [with_text_arguments(m) for m in messages]}
     if conversation.tools:
         row["tools"] = scanner.masked(conversation.tools)
     return row
 
 
-def _tools(request: dict[str, Any]) -> Any:
+def _tools(request: Mapping[str, Any]) -> Any:
     """Return the tools on offer; none where the request forbids calls."""
     return None if request.get("tool_choice") == "none" else request.get("tools") or request.get("functions")
 
 
-def _object(body: bytes) -> dict[str, Any] | None:
+def _object(body: bytes) -> Mapping[str, Any] | None:
     try:
-        document = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        try:
-            document = json.loads(body)  # accepts NaN and lone surrogates, which msgspec does not
-        except (ValueError, RecursionError):
-            return None
+        document = decode_json(body, lenient=True)
+    except ValueError:
+        return None
     return document if isinstance(document, dict) else None
 
 

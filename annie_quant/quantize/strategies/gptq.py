@@ -22,7 +22,7 @@ from annie_quant.quantize.select import choose
 from annie_quant.quantize.strategy import ACTIVATIONS, ALL_NVFP4, SWEEP_TIME, Cost, Option, Strategy
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     import numpy as np
     import torch
@@ -62,6 +62,7 @@ def round_layer(
     layer: DecoderLayer, chosen: set[str], table: torch.Tensor, plan: Plan, damping: float, coverage: Coverage
 ) -> None:
     """Round the layer's chosen linears, in `plan` and in the layer itself. Experts are rounded one at a time."""
+    from annie_quant.evaluate.engine import split_by_size
     from annie_quant.hf.codec import to_numpy, to_torch
     from annie_quant.quantize.gptq_solver import Hessian
 
@@ -70,7 +71,10 @@ def round_layer(
         {f"{layer.name}.{n}": float(layer.linears[n].weight.detach().abs().max()) for group in every for n in group}
     )
     rounded: dict[str, torch.Tensor] = {}
-    for groups in parts(layer, list(filter(None, every))):
+    nonempty = [group for group in every if group]
+    sizes = [4 * layer.linears[group[0]].in_features ** 2 for group in nonempty]
+    for run in split_by_size(sizes, HESSIAN_BYTES):  # each run takes a pass over the text
+        groups = [nonempty[i] for i in run]
         hessians = {group[0]: Hessian(table) for group in groups}
         layer.observe(dict(hessians))
         for group in groups:
@@ -88,21 +92,6 @@ def round_layer(
                 rounded[short] = to_torch(values).to(layer.linears[short].weight.dtype)
     for short, tensor in rounded.items():
         layer.linears[short].weight.data = tensor.to(layer.linears[short].weight)
-
-
-def parts(layer: DecoderLayer, groups: list[list[str]]) -> Iterator[list[list[str]]]:
-    """Yield groups of linears whose Hessians fit into HESSIAN_BYTES together; each part takes a pass over the text."""
-    part: list[list[str]] = []
-    filled = 0
-    for group in groups:
-        size = 4 * layer.linears[group[0]].in_features ** 2
-        if part and filled + size > HESSIAN_BYTES:
-            yield part
-            part, filled = [], 0
-        part.append(group)
-        filled += size
-    if part:
-        yield part
 
 
 def solve(hessian: Hessian, damping: float, names: Sequence[str]) -> Factor | None:

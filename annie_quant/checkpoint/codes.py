@@ -28,7 +28,7 @@ CODES = {
         "The folder has no safetensors file.", "Give a checkpoint that was saved as safetensors."
     ),
     "config_missing": Explanation(
-        "There is no config.json, or a quantized checkpoint's config.json has no quantization_config; a server would read "
+        "config.json is missing, or it is a quantized checkpoint's and has no quantization_config; a server would read "
         "the codes as plain weights.",
         f"Copy config.json from the source, or {REPAIR}",
     ),
@@ -192,7 +192,7 @@ CODES = {
     "fold_mismatch": Explanation("Scales that were folded into a norm or a linear do not cancel.", FROM_SOURCE),
     # writing a GGUF file
     "tokenizer_missing": Explanation(
-        "There is no tokenizer.json, which a GGUF file needs.", "Copy it from the source."
+        "tokenizer.json, which a GGUF file needs, is missing.", "Copy it from the source."
     ),
     "tokenizer_unknown": Explanation(
         "The tokenizer has no vocabulary, or splits text in a way that llama.cpp has no name for.",

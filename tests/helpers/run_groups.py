@@ -31,7 +31,7 @@ def has_gpu() -> bool:
         if gemm.device_count():
             return True
     except Exception:
-        pass  # annie_quant._gemm is not built, or there is no driver
+        pass  # annie_quant._gemm is not built, or the driver is missing
     return "torch" in sys.modules and sys.modules["torch"].cuda.is_available()
 
 

@@ -31,6 +31,23 @@ def w4a16(
     stream: int,
     /,
 ) -> None: ...
+def linear_workspace(m: int, n: int, k: int, /) -> int: ...
+def linear(
+    x: int,
+    ldx: int,
+    packed: int,
+    packed_bytes: int,
+    scale: float,
+    out: int,
+    workspace: int,
+    workspace_bytes: int,
+    m: int,
+    n: int,
+    k: int,
+    type: int,
+    stream: int,
+    /,
+) -> None: ...
 def w4a4(
     a: int,
     a_scale: int,

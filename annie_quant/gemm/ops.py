@@ -82,20 +82,32 @@ class Weight:
     """An NVFP4 weight, repacked once for the W4A16 kernels (0.5625 bytes per weight, rows padded to 32, columns to 128).
 
     codes: uint8 [N, K/2]; block_scale: float8_e4m3fn or uint8 [N, K/16], linear (not swizzled); tensor_scale: float; all
-    as in a checkpoint. UsageError: a NaN or negative scale byte, with its position. Waits for the repack to finish.
+    as in a checkpoint. memory: uint8 of _gemm.packed_bytes(N, K) on their device for the result; None: its own. UsageError: a NaN
+    or negative scale byte, with its position. Waits for the repack to finish.
     """
 
     def __init__(
-        self, codes: Any, block_scale: Any, tensor_scale: float, *, stream: int | None = None, fault: str | None = None
+        self,
+        codes: Any,
+        block_scale: Any,
+        tensor_scale: float,
+        *,
+        memory: Any = None,
+        stream: int | None = None,
+        fault: str | None = None,
     ) -> None:
         need_device()
         c, s, self.n, self.k = _codes_and_scales(codes, block_scale, "", stream)
         self.tensor_scale = _positive(tensor_scale, "tensor_scale")
         self.device = _same_device({"codes": c, "block_scale": s})
         module, on = native(), launch_stream((c, s), stream)
-        self.packed = DeviceArray((module.packed_bytes(self.n, self.k),), "uint8", self.device)
+        size = module.packed_bytes(self.n, self.k)
+        self.packed = DeviceArray((size,), "uint8", self.device) if memory is None else memory
+        to = view(self.packed, "memory", stream)
+        if (to.dtype, to.shape, to.device, to.ptr % 16) != ("uint8", (size,), self.device, 0):
+            raise UsageError(f"memory is {to.dtype} {list(to.shape)} on {to.device}; expected {size} aligned bytes")
         with CurrentDevice(self.device):
-            bad = module.repack(c.ptr, s.ptr, self.packed.ptr, self.n, self.k, FAULTS[fault], on)
+            bad = module.repack(c.ptr, s.ptr, to.ptr, self.n, self.k, FAULTS[fault], on)
         if bad is not None:
             row, block = divmod(bad[1], self.k // GROUP)
             raise UsageError(

@@ -1,10 +1,15 @@
-"""The W4A16 product as a torch operator, for torch.compile and CUDA graphs: torch.ops.annie_quant.nvfp4_linear.
+"""The W4A16 product as a torch operator, for torch.compile, CUDA graphs and servers: torch.ops.annie_quant.nvfp4_linear.
 
-    handle = aq.gemm.torch_op.prepare(codes, block_scale, tensor_scale)    # repacked once
+    weight = aq.gemm.torch_op.prepare(codes, block_scale, tensor_scale)    # repacked once
     aq.gemm.torch_op.register()
-    out = torch.ops.annie_quant.nvfp4_linear(x, handle.packed, handle.n, handle.k, handle.tensor_scale)
+    out = torch.ops.annie_quant.nvfp4_linear(x, *weight)
 
-The repacked weight is an ordinary uint8 tensor, so it is moved, saved and freed like any buffer of a module.
+The repacked weight is an ordinary uint8 tensor, so it is moved, saved and freed like any buffer of a module. The tensor scale is
+a tensor on the CPU: it is read without waiting for the GPU, and compiled graphs do not hold its value, so that layers of one shape
+share their compiled code and a graph from a cache serves another checkpoint.
+
+A call launches on torch's current stream, finds its plan in C, and takes output and workspace from torch's allocator, so it
+can be captured in a CUDA graph. Rows of x that a kernel cannot read (strides, alignment) are copied first.
 """
 
 from __future__ import annotations
@@ -12,67 +17,89 @@ from __future__ import annotations
 import functools
 from typing import Any, NamedTuple
 
-from annie_quant.errors import need
-from annie_quant.gemm.arrays import native
-from annie_quant.gemm.ops import Weight, w4a16
-from annie_quant.gemm.plans import Plan
+from annie_quant.errors import UsageError, need
+from annie_quant.gemm.arrays import CODES, CurrentDevice, native
+from annie_quant.gemm.ops import Weight
+
+_libraries: list[Any] = []  # the operator exists as long as its library
+
+SCHEMA = "(Tensor x, Tensor packed, Tensor tensor_scale, int n) -> Tensor"
 
 
 class Prepared(NamedTuple):
-    """A repacked weight [n, k]. packed: torch uint8 tensor on the GPU."""
+    """A repacked weight [n, k]. packed: uint8 tensor on the GPU; tensor_scale: float32 [] on the CPU."""
 
     packed: Any
+    tensor_scale: Any
     n: int
-    k: int
-    tensor_scale: float
 
 
-class _TorchWeight(Weight):
-    """A Weight over a packed tensor that torch owns."""
+def prepare(codes: Any, block_scale: Any, tensor_scale: float, *, fault: str | None = None) -> Prepared:
+    """Repack a checkpoint's weight (CUDA tensors: uint8 [N, K/2], float8_e4m3fn [N, K/16]) into a torch uint8 tensor.
 
-    def __init__(self, packed: Any, n: int, k: int, tensor_scale: float) -> None:
-        self.n, self.k, self.tensor_scale, self.packed = n, k, tensor_scale, packed
-        self.device = packed.device.index
-        self._plans = _plans(n, k, self.device)
-
-
-@functools.cache
-def _plans(n: int, k: int, device: int) -> dict[tuple[int, str], Plan]:
-    return {}
-
-
-def prepare(codes: Any, block_scale: Any, tensor_scale: float) -> Prepared:
-    """Repack a checkpoint's weight (CUDA tensors: uint8 [N, K/2], float8_e4m3fn [N, K/16]) into a torch uint8 tensor."""
+    fault: as in gemm.ops.Weight, for negative controls
+    """
     torch = need("torch", "quantize")
-    weight = Weight(codes, block_scale, tensor_scale)
-    packed = torch.empty(weight.packed.nbytes, dtype=torch.uint8, device=codes.device)
-    stream = torch.cuda.current_stream(codes.device).cuda_stream  # earlier users of this memory are on it
-    native().copy(packed.data_ptr(), weight.packed.ptr, weight.packed.nbytes, stream)
-    native().stream_sync(stream)
-    return Prepared(packed, weight.n, weight.k, weight.tensor_scale)
+    size = native().packed_bytes(codes.shape[0], codes.shape[1] * 2)
+    memory = torch.empty(size, dtype=torch.uint8, device=codes.device)
+    weight = Weight(codes, block_scale, tensor_scale, memory=memory, fault=fault)
+    return Prepared(memory, torch.tensor(weight.tensor_scale, dtype=torch.float32, device="cpu"), weight.n)
+
+
+def product(x: Any, packed: Any, tensor_scale: Any, n: int) -> Any:
+    """Return x [..., K] times the transpose of the packed weight [n, K], [..., n] in x's dtype (bfloat16 or float16)."""
+    import torch
+
+    module, device, k = native(), packed.device.index, x.shape[-1]
+    kind = 2 if x.dtype is torch.bfloat16 else 1 if x.dtype is torch.float16 else -1
+    if kind < 0 or x.device.index != device:
+        raise UsageError(f"x is {x.dtype} on {x.device}; expected {' or '.join(KINDS)} on {packed.device}")
+    rows = x if x.dim() == 2 else x.reshape(-1, k)
+    m, ldx = rows.shape[0], rows.stride(0)
+    if m == 1:
+        ldx = k
+    if rows.stride(1) != 1 or ldx % 8 or ldx < k or rows.data_ptr() % 16:
+        rows, ldx = rows.clone(memory_format=torch.contiguous_format), k
+    out = torch.empty((*x.shape[:-1], n), dtype=x.dtype, device=x.device)
+    if m == 0:
+        return out
+    with CurrentDevice(None if torch._C._cuda_getDevice() == device else device):
+        size = module.linear_workspace(m, n, k)
+        workspace = torch.empty(size, dtype=torch.uint8, device=x.device) if size else None
+        module.linear(
+            rows.data_ptr(),
+            ldx,
+            packed.data_ptr(),
+            packed.numel(),
+            tensor_scale.item(),
+            out.data_ptr(),
+            0 if workspace is None else workspace.data_ptr(),
+            size,
+            m,
+            n,
+            k,
+            kind,
+            torch._C._cuda_getCurrentRawStream(device),
+        )
+    return out
+
+
+KINDS = [name for name, code in CODES.items() if code]  # the dtypes of x
+
+
+def fake(x: Any, packed: Any, tensor_scale: Any, n: int) -> Any:
+    """The result's shape and dtype, for tracing."""
+    return x.new_empty((*x.shape[:-1], n))
 
 
 @functools.cache
 def register() -> Any:
     """Define the operator once and return it."""
     torch = need("torch", "quantize")
-
-    schema = "(Tensor x, Tensor packed, int n, int k, float tensor_scale) -> Tensor"
-
-    @torch.library.custom_op("annie_quant::nvfp4_linear", mutates_args=(), device_types="cuda", schema=schema)
-    def nvfp4_linear(x: Any, packed: Any, n: int, k: int, tensor_scale: float) -> Any:
-        rows = x.reshape(-1, k)
-        if rows.data_ptr() % 16 or rows.stride(-1) != 1:
-            rows = rows.contiguous()
-        out = torch.empty((rows.shape[0], n), dtype=x.dtype, device=x.device)
-        weight = _TorchWeight(packed, n, k, tensor_scale)
-        size = weight.workspace_bytes(rows.shape[0]) if rows.shape[0] else 0
-        workspace = torch.empty(size, dtype=torch.uint8, device=x.device) if size else None
-        w4a16(rows, weight, out, workspace=workspace)
-        return out.reshape(*x.shape[:-1], n)
-
-    @nvfp4_linear.register_fake
-    def _(x: Any, packed: Any, n: int, k: int, tensor_scale: float) -> Any:
-        return x.new_empty((*x.shape[:-1], n))
-
-    return nvfp4_linear
+    # Not torch.library.custom_op: its wrappers take longer than the launch.
+    library = torch.library.Library("annie_quant", "FRAGMENT")
+    library.define("nvfp4_linear" + SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
+    library.impl("nvfp4_linear", product, "CUDA")
+    torch.library.register_fake("annie_quant::nvfp4_linear", fake, lib=library)
+    _libraries.append(library)
+    return torch.ops.annie_quant.nvfp4_linear

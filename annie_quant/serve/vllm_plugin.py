@@ -1,8 +1,9 @@
-"""NVFP4 for vLLM on a CPU: two linear kernels. vLLM loads this plug-in itself (entry point vllm.general_plugins).
+"""NVFP4 for vLLM: two linear kernels for CPUs, and on GPUs, if asked for, ours instead of Marlin (vllm_cuda). vLLM loads this
+plug-in itself (entry point vllm.general_plugins).
 
 vLLM's table of NVFP4 kernels has no entry for CPUs. This plug-in adds W4A4 (activations rounded to NVFP4 by the C codec,
 exact weights) and W4A16. Up to matmul.FEW_ROWS rows are multiplied with the packed weights; for more, weights are
-dequantized part by part, so that a checkpoint stays 4-bit in memory. Other platforms are not changed.
+dequantized part by part, so that a checkpoint stays 4-bit in memory.
 
     vllm serve CHECKPOINT --quantization modelopt --reasoning-parser qwen3 --enable-auto-tool-choice --tool-call-parser qwen3_coder
 """
@@ -15,9 +16,13 @@ GROUP = 16
 
 
 def register() -> None:
-    """Add the kernels to vLLM's CPU platform. Does nothing on other platforms and when called again."""
+    """Add the kernels to vLLM's CPU or CUDA platform. Does nothing on other platforms and when called again."""
     from vllm.platforms import current_platform
 
+    from annie_quant.serve import vllm_cuda
+
+    if current_platform.is_cuda():
+        vllm_cuda.register()
     if not current_platform.is_cpu():
         return
     from vllm.model_executor.kernels import linear

@@ -117,6 +117,7 @@ extern "C" const char *aq_error_text(int status) {
     case AQ_GEMM_NO_NATIVE: return "this device has no native FP4 instruction (it needs sm_120a or sm_121a code)";
     case AQ_GEMM_BAD_PLAN: return "the plan does not fit this product on this device";
     case AQ_GEMM_SMALL_WORKSPACE: return "the workspace has fewer bytes than the plan needs";
+    case AQ_GEMM_OTHER_SHAPE: return "the packed weight has another shape";
     default: return cudaGetErrorString((cudaError_t)status);
     }
 }

@@ -19,7 +19,7 @@ extern "C" {
 enum { AQ_F32 = 0, AQ_F16 = 1, AQ_BF16 = 2 };
 enum { AQ_PATH_AUTO = 0, AQ_PATH_SKINNY = 1, AQ_PATH_TILED = 2, AQ_PATH_WGMMA = 3 };
 enum { AQ_FP4_AUTO = 0, AQ_FP4_NATIVE = 1, AQ_FP4_EMULATED = 2 };
-enum { AQ_GEMM_NO_PLAN = -1, AQ_GEMM_NO_NATIVE = -2, AQ_GEMM_BAD_PLAN = -3, AQ_GEMM_SMALL_WORKSPACE = -4 };
+enum { AQ_GEMM_NO_PLAN = -1, AQ_GEMM_NO_NATIVE = -2, AQ_GEMM_BAD_PLAN = -3, AQ_GEMM_SMALL_WORKSPACE = -4, AQ_GEMM_OTHER_SHAPE = -5 };
 
 /* Planted faults for the negative controls of validate-gpu: with each, the comparison with the oracle must fail. */
 enum { AQ_FAULT_NONE = 0, AQ_FAULT_NIBBLES = 1, AQ_FAULT_SCALES = 2, AQ_FAULT_FRAGMENT = 3, AQ_FAULT_LANE = 4 };
@@ -103,6 +103,12 @@ const char *aq_plan_problem(int64_t m, int64_t n, int64_t k, const aq_limits *li
 /* workspace: NULL for memory that is allocated and freed in the order of the stream, also in a stream that is captured. */
 int aq_w4a16(const void *x, int64_t ldx, const uint8_t *packed, float tensor_scale, void *out, void *workspace, int64_t workspace_bytes, int64_t m,
              int64_t n, int64_t k, int x_type, int out_type, const aq_plan *plan, int pdl, void *stream);
+
+/* The same for a layer, with x and out of one type: plans are kept per device and shape, and programmatic dependence on the kernel before
+ * is used where the device and a stream's capture allow it. The workspace has at least the bytes of aq_linear_workspace, or is NULL. */
+int aq_linear_workspace(int64_t m, int64_t n, int64_t k, int64_t *bytes);
+int aq_linear(const void *x, int64_t ldx, const uint8_t *packed, int64_t packed_bytes, float tensor_scale, void *out, void *workspace,
+              int64_t workspace_bytes, int64_t m, int64_t n, int64_t k, int type, void *stream);
 
 int aq_w4a4(const uint8_t *a, const uint8_t *a_scale, const uint8_t *w, const uint8_t *w_scale, float alpha, void *out, int64_t m,
             int64_t n, int64_t k, int out_type, int mode, int fault, void *stream);

@@ -183,6 +183,25 @@ static PyObject *py_w4a16(PyObject *module, PyObject *args) {
     return done(module, status);
 }
 
+static PyObject *py_linear_workspace(PyObject *module, PyObject *args) {
+    long long m, n, k;
+    int64_t bytes = 0;
+    if (!PyArg_ParseTuple(args, "LLL", &m, &n, &k)) return NULL;
+    const int status = aq_linear_workspace(m, n, k, &bytes); /* a look-up: shorter than releasing the GIL */
+    return status ? raise_status(module, status) : PyLong_FromLongLong((long long)bytes);
+}
+
+static PyObject *py_linear(PyObject *module, PyObject *args) {
+    unsigned long long x, packed, out, workspace, stream;
+    long long ldx, packed_bytes, workspace_bytes, m, n, k;
+    float scale;
+    int type, status;
+    if (!PyArg_ParseTuple(args, "KLKLfKKLLLLiK", &x, &ldx, &packed, &packed_bytes, &scale, &out, &workspace, &workspace_bytes, &m, &n, &k, &type, &stream))
+        return NULL;
+    CALL(status, aq_linear(ptr(x), ldx, ptr(packed), packed_bytes, scale, ptr(out), ptr(workspace), workspace_bytes, m, n, k, type, ptr(stream)));
+    return done(module, status);
+}
+
 static PyObject *py_w4a4(PyObject *module, PyObject *args) {
     unsigned long long a, sa, w, sw, out, stream;
     long long m, n, k;
@@ -330,6 +349,8 @@ static PyMethodDef methods[] = {
      "plan_needs(m, n, k, path, fields, limits=None) -> (shared memory per block, workspace); ValueError: what is wrong with the plan"},
     {"w4a16", py_w4a16, METH_VARARGS,
      "w4a16(x, ldx, packed, scale, out, workspace or 0, workspace_bytes, m, n, k, x_type, out_type, path, fields, pdl, stream)"},
+    {"linear_workspace", py_linear_workspace, METH_VARARGS, "linear_workspace(m, n, k) -> bytes"},
+    {"linear", py_linear, METH_VARARGS, "linear(x, ldx, packed, packed_bytes, scale, out, workspace or 0, workspace_bytes, m, n, k, type, stream)"},
     {"w4a4", py_w4a4, METH_VARARGS, "w4a4(a, a_scale, w, w_scale, alpha, out, m, n, k, out_type, mode, fault, stream)"},
     {"pack", py_pack, METH_VARARGS, "pack(x, type, blocks, scale, codes, scales, stream) -> None, or (count, first index) of NaN and inf"},
     {"unpack", py_unpack, METH_VARARGS, "unpack(codes, scales, blocks, scale, out, type, check, stream) -> None, or (count, first index) of NaN scales"},

@@ -86,7 +86,7 @@ def test_torch_operator_has_a_fake_kernel():
     with torch._subclasses.FakeTensorMode():
         x = torch.empty(2, 3, 64, dtype=torch.bfloat16, device="cuda")
         packed = torch.empty(1152, dtype=torch.uint8, device="cuda")
-        out = torch.ops.annie_quant.nvfp4_linear(x, packed, 32, 64, 1.0)
+        out = torch.ops.annie_quant.nvfp4_linear(x, packed, torch.tensor(1.0, device="cpu"), 32)
     assert (tuple(out.shape), out.dtype) == ((2, 3, 32), torch.bfloat16)
 
 

@@ -91,7 +91,7 @@ def test_shapes_and_bfloat16_are_preserved():
 @pytest.fixture
 def vllm(monkeypatch):
     """Only the names that the plug-in uses."""
-    cpu = types.SimpleNamespace(is_cpu=lambda: True)
+    cpu = types.SimpleNamespace(is_cpu=lambda: True, is_cuda=lambda: False)
     linear = types.ModuleType("vllm.model_executor.kernels.linear")
     linear._POSSIBLE_NVFP4_KERNELS = {"cuda": ["theirs"]}
     linear.MarlinNvFp4LinearKernel = "Marlin"

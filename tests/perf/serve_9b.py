@@ -80,6 +80,22 @@ def random_weights() -> None:
     DummyModelLoader.load_weights = load_weights
 
 
+def plugin() -> None:
+    """What each of vLLM's processes needs, as vLLM's plug-in: random weights, and the text-only model where vLLM lacks it."""
+    from vllm_answers import register_text_only
+
+    random_weights()
+    register_text_only(os.environ["SERVE_9B_FOLDER"])
+
+
+def install_plugin(folder: Path) -> None:
+    """Write a distribution with this plug-in into a folder of sys.path. (A process that vLLM spawns inherits nothing else.)"""
+    info = folder / "serve_9b-1.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: serve-9b\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[vllm.general_plugins]\nserve_9b = serve_9b:plugin\n")
+
+
 def kernels_of(model: Any) -> dict[str, int]:
     """Return how many linears each NVFP4 kernel has. Runs in the engine's process."""
     counts: dict[str, int] = {}
@@ -122,7 +138,7 @@ class Engine:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"  # as a server; vllm_answers switches it off
         self.parameters, self.number, self.random = SamplingParams, 0, 12345
         self.imported_s = time.monotonic() - self.begin
-        random_weights()
+        os.environ["SERVE_9B_FOLDER"] = folder
         options: dict[str, Any] = {"compilation_config": {"cudagraph_capture_sizes": list(LOADS)}}
         if plain:
             options["compilation_config"] |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
@@ -153,9 +169,7 @@ class Engine:
     def run(self, streams: int, prompt: int, tokens: int) -> dict[str, Any]:
         """Run `streams` requests that start together. Returns times in ms."""
         vocabulary = 1000
-        sampling = self.parameters(
-            temperature=0, max_tokens=tokens, min_tokens=tokens, ignore_eos=True, detokenize=False
-        )
+        sampling = self.parameters(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
         begin = time.perf_counter()
         for _ in range(streams):
             ids = []
@@ -247,7 +261,7 @@ class Child:
             str(self.answers),
         ]
         argv += ["--cpu"] if on_cpu else []
-        paths = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+        paths = os.pathsep.join([str(HERE), str(output / "plugin"), os.environ.get("PYTHONPATH", "")])
         with (output / f"log.{name}.txt").open("w") as log:
             self.process = subprocess.Popen(
                 argv, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, text=True, start_new_session=True,
@@ -332,8 +346,10 @@ def kernel_class(name: str) -> str:
 
 def coordinate(args: argparse.Namespace) -> None:
     end = time.monotonic() + args.seconds
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the engines end, too
     output = args.output
     output.mkdir(parents=True, exist_ok=True)
+    install_plugin(output / "plugin")
     changes = json.loads(args.changes)
     folders = {
         q: write_config(output / f"shape.{'nvfp4' if q else 'bf16'}", args.tiny, q, changes) for q in (True, False)

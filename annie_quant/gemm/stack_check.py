@@ -23,13 +23,15 @@ from typing import Any
 
 import numpy as np
 
-from annie_quant.errors import UsageError
-from annie_quant.gemm import known_failures, oracle
+from annie_quant.errors import EnvironmentFault, UsageError
+from annie_quant.gemm import known_failures, oracle, torch_op
+from annie_quant.gemm.arrays import device_count
 
 STACKS = ("torch", "vllm", "flashinfer")
 SWITCHES = {  # the server's option that selects a backend
     "vllm cutlass_scaled_fp4_mm": "--linear-backend cutlass",
     "vllm marlin (W4A16)": "--linear-backend marlin",
+    "vllm annie_quant (W4A16)": "ANNIE_QUANT_VLLM_KERNEL=1 vllm serve … --linear-backend marlin",
     "flashinfer mm_fp4 cutlass": "--linear-backend flashinfer_cutlass",
     "flashinfer mm_fp4 cudnn": "--linear-backend flashinfer_cudnn",
     "flashinfer mm_fp4 trtllm": "--linear-backend flashinfer_trtllm",
@@ -189,12 +191,12 @@ def _torch() -> Iterator[tuple[str, Callable[[Case], Any] | None, str]]:
 
 
 def _vllm() -> Iterator[tuple[str, Callable[[Case], Any] | None, str]]:
-    cutlass, marlin = "vllm cutlass_scaled_fp4_mm", "vllm marlin (W4A16)"
+    cutlass, marlin, ours = "vllm cutlass_scaled_fp4_mm", "vllm marlin (W4A16)", "vllm annie_quant (W4A16)"
     try:
         from vllm import _custom_ops as ops
     except Exception as error:
         why = f"{type(error).__name__}: {error}"[:200]
-        yield from ((cutlass, None, why), (marlin, None, why))
+        yield from ((cutlass, None, why), (ours, None, why), (marlin, None, why))
         return
 
     def call(case: Case) -> Any:
@@ -206,12 +208,32 @@ def _vllm() -> Iterator[tuple[str, Callable[[Case], Any] | None, str]]:
 
     has = hasattr(ops, "cutlass_scaled_fp4_mm")
     yield cutlass, call if has else None, "" if has else "this vLLM has no such op"
+    missing = _operator_missing()
+    yield ours, None if missing else _annie_quant, missing  # before Marlin, whose place it takes and which is slower
     try:
         from vllm.model_executor.layers.quantization.utils import marlin_utils_fp4 as utils
     except Exception as error:
         yield marlin, None, f"{type(error).__name__}: {error}"[:200]
         return
     yield marlin, lambda case: _marlin(utils, case), ""
+
+
+def _operator_missing() -> str:
+    """Return why the operator of our plug-in for vLLM cannot run here, "" if it can."""
+    try:
+        return "" if device_count() else "no CUDA GPU can be used here"
+    except EnvironmentFault as fault:
+        return str(fault)
+
+
+def _annie_quant(case: Case) -> Any:
+    """Run the operator that our plug-in gives vLLM."""
+    import torch
+
+    torch_op.register()
+    weight = torch_op.prepare(_device_tensor(case.w), _device_tensor(case.w_scale), 1.0)
+    x = _device_tensor(oracle.dequantize(case.a, case.a_scale).astype(np.float32)).to(torch.bfloat16)
+    return _host(torch.ops.annie_quant.nvfp4_linear(x, *weight)) * case.alpha
 
 
 def _marlin(utils: Any, case: Case) -> Any:

@@ -132,6 +132,19 @@ def apply_fp4_marlin_linear(input, weight, weight_scale, {scale}, workspace, siz
 """
 
 
+OURS = "vllm annie_quant (W4A16)"
+
+
+def without_gpu():
+    return bool(stack_check._operator_missing())
+
+
+def torch_of(array):
+    import torch
+
+    return torch.from_numpy(np.ascontiguousarray(array))
+
+
 @pytest.fixture
 def vllm(tmp_path, monkeypatch):
     """A package with vLLM's names and signatures: its CUTLASS product has the `fault`, its Marlin is correct."""
@@ -158,8 +171,27 @@ def test_vllms_functions_are_called_with_its_signatures(vllm, scale):
     pytest.importorskip("torch")
     vllm(scale=scale)
     for name, call, missing in stack_check.backends("vllm"):
+        if name == OURS and missing:
+            assert without_gpu() and "GPU" in missing
+            continue
         assert missing == ""
         assert stack_check.judge(name, call).verdict == "right", name
+
+
+def test_the_operator_of_our_plugin_is_judged_as_the_others(vllm, monkeypatch):
+    """Emulated on the CPU: right, and wrong with a planted fault."""
+    pytest.importorskip("torch")
+    import emulated_gemm
+
+    vllm()
+    emulated_gemm.install(monkeypatch)
+    monkeypatch.setattr(stack_check, "device_count", lambda: 1)
+    monkeypatch.setattr(stack_check, "_device_tensor", lambda a: torch_of(a))
+    call = next(call for name, call, _ in stack_check.backends("vllm") if name == OURS)
+    assert stack_check.judge(OURS, call).verdict == "right"
+    right = emulated_gemm.prepare
+    monkeypatch.setattr(stack_check.torch_op, "prepare", lambda *args: right(*args, fault="scales"))
+    assert stack_check.judge(OURS, call).verdict == "wrong"
 
 
 def test_a_backend_that_crashes_does_not_affect_the_next(vllm):
@@ -168,11 +200,11 @@ def test_a_backend_that_crashes_does_not_affect_the_next(vllm):
     dies = "import os, sys; print('an illegal instruction was encountered', file=sys.stderr, flush=True); os.abort()"
     vllm(fault=dies)
     result = stack_check.examine("vllm")
-    assert [r.verdict for r in result.backends] == ["failed", "right"]
+    assert [r.verdict for r in result.backends if r.backend != OURS] == ["failed", "right"]
     assert "SIGABRT" in result.backends[0].cases[0].error
     assert "38423" in result.backends[0].remedy
-    assert result.choose == "vllm marlin (W4A16)"
-    assert result.switch == "--linear-backend marlin"
+    assert result.choose == ("vllm marlin (W4A16)" if without_gpu() else OURS)
+    assert result.switch.endswith("--linear-backend marlin")
     assert result.note == known_failures.NOT_NATIVE
     assert stack_check.StackResult.from_dict(json.loads(json.dumps(dataclasses.asdict(result)))) == result
 

@@ -30,7 +30,7 @@ def layer():
     weight = gemm.oracle.dequantize(codes, scales, 0.0173)
 
     def forward(x):
-        return torch.ops.annie_quant.nvfp4_linear(x, handle.packed, handle.n, handle.k, handle.tensor_scale)
+        return torch.ops.annie_quant.nvfp4_linear(x, *handle)
 
     return SimpleNamespace(forward=forward, weight=weight, codes=codes, scales=scales)
 
@@ -73,8 +73,76 @@ def test_opcheck(layer):
     from annie_quant.gemm import torch_op
 
     handle = torch_op.prepare(torch.from_numpy(layer.codes).cuda(), torch.from_numpy(layer.scales).cuda(), 1.0)
-    args = (tokens(3), handle.packed, handle.n, handle.k, 1.0)
-    torch.library.opcheck(torch.ops.annie_quant.nvfp4_linear.default, args)
+    torch.library.opcheck(torch.ops.annie_quant.nvfp4_linear.default, (tokens(3), *handle))
+
+
+@pytest.mark.parametrize("m", [1, 16, 64, 300])
+def test_a_graph_in_which_copies_and_memsets_stand_between_products(layer, m):
+    """A launch that depended programmatically on such a node would make the graph invalid."""
+    x, y, stream, graph = tokens(m), torch.empty(m, N, device="cuda", dtype=torch.bfloat16), torch.cuda.Stream(), None
+    spare = torch.empty(1 << 20, dtype=torch.uint8, device="cuda")
+    with torch.cuda.stream(stream):
+        layer.forward(x)
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        spare.zero_()
+        y.copy_(layer.forward(x))
+        z = layer.forward(x)
+        again = layer.forward((z @ z.t()) @ x)
+    for seed in (1, 2):
+        x.copy_(tokens(m, seed))
+        graph.replay()
+        torch.cuda.synchronize()
+        z_now = layer.forward(x)
+        assert (y == z_now).all() and (z == z_now).all() and (again == layer.forward((z_now @ z_now.t()) @ x)).all()
+
+
+def test_rows_that_a_kernel_cannot_read_are_copied(layer):
+    x = tokens(4)
+    expected = layer.forward(x)
+    wide = torch.cat([x, x], 1)
+    shifted = torch.cat([x.flatten()[:1], x.flatten()])[1:].view(4, K)
+    assert shifted.data_ptr() % 16
+    for other in (
+        wide[:, :K],
+        wide[:, K:],
+        shifted,
+        x.t().contiguous().t(),
+        x[:, None],
+        torch.nn.functional.pad(x, (0, 4))[:, :K],
+    ):
+        assert (layer.forward(other).reshape(4, N) == expected).all()
+    assert layer.forward(x[:0]).shape == (0, N)
+
+
+def test_wrong_operands_are_refused(layer):
+    from annie_quant.gemm import torch_op
+
+    handle = torch_op.prepare(torch.from_numpy(layer.codes).cuda(), torch.from_numpy(layer.scales).cuda(), 1.0)
+    operator = torch.ops.annie_quant.nvfp4_linear
+    with pytest.raises(UsageError, match=r"float32.*expected float16 or bfloat16"):
+        operator(tokens(2).float(), *handle)
+    for x, n in ((tokens(2), N + 64), (tokens(2)[:, : K // 2], N)):
+        with pytest.raises(RuntimeError, match="another shape"):
+            operator(x, handle.packed, handle.tensor_scale, n)
+    faulty = layer.scales.copy()
+    faulty[7, 3] = 0xFF
+    with pytest.raises(UsageError, match="row 7, block 3"):
+        torch_op.prepare(torch.from_numpy(layer.codes).cuda(), torch.from_numpy(faulty).cuda(), 1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_self_check_passes_and_finds_planted_faults(layer, dtype):
+    from annie_quant.gemm import self_check, torch_op
+
+    for n, k in ((N, K), (61, 1008)):
+        codes, scales = gemm.oracle.random_weight(n, k, 3)
+        codes, scales = torch.from_numpy(codes).cuda(), torch.from_numpy(scales).cuda().view(torch.float8_e4m3fn)
+        for fault in (None, "nibbles", "scales", "fragment", "lane"):
+            weight = torch_op.prepare(codes, scales, 0.01, fault=fault)
+            worst = self_check.worst_error(weight, codes, scales, 0.01, dtype)
+            assert worst <= 1 if fault is None else worst > 10
 
 
 class OnlyDLPack:

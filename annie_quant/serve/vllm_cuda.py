@@ -13,36 +13,27 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import annie_quant
 from annie_quant.errors import EnvironmentFault
+from annie_quant.gemm import torch_op
+from annie_quant.serve import w4a16_layer
 
 SWITCH = "ANNIE_QUANT_VLLM_KERNEL"
 NAME = "AnnieQuantNvFp4LinearKernel"
 MARLIN = "MarlinNvFp4LinearKernel"
 LEAST_CAPABILITY = 80
+LOGGER = "vllm.annie_quant"  # below "vllm", whose handlers print it
 
-log = logging.getLogger("vllm.annie_quant")  # below "vllm", whose handlers print it
-_checked: dict[tuple[Any, ...], str] = {}  # by device, shape and dtype: why the kernel is not used, "" if it is
 _on_marlin: dict[str, str] = {}  # the reason of each layer that stays on Marlin
-_logged: set[str] = set()
 
 
 def switched_on() -> bool:
     """Whether the switch is on."""
     return os.environ.get(SWITCH, "") not in ("", "0")
-
-
-def say_once(level: int, line: str, kind: str = "") -> None:
-    """Log a line, unless this process has logged one of this kind before (numbers aside), by default the line itself."""
-    kind = re.sub(r"\d+", "", kind or line)
-    if kind not in _logged:
-        _logged.add(kind)
-        log.log(level, "annie_quant: %s", line)
 
 
 def register() -> None:
@@ -56,7 +47,9 @@ def register() -> None:
     except Exception as error:  # a vLLM with other names must start all the same
         reason = f"this vLLM has other interfaces ({type(error).__name__}: {error})"
     if reason:
-        say_once(logging.WARNING, f"{SWITCH} is set, and NVFP4 linears stay on vLLM's own kernels: {reason}")
+        w4a16_layer.say_once(
+            LOGGER, logging.WARNING, f"{SWITCH} is set, and NVFP4 linears stay on vLLM's own kernels: {reason}"
+        )
 
 
 def missing() -> str:
@@ -86,18 +79,21 @@ def _replace_marlin() -> None:
     if marlin.__name__ == NAME:
         return
     ours = kernel(marlin)
-    table = linear._POSSIBLE_NVFP4_KERNELS[PlatformEnum.CUDA]
-    table.insert(table.index(marlin), ours)
-    linear._LINEAR_BACKEND_KERNEL_MAP["marlin"].add(ours)
+    # All names are read before the first change, so that a vLLM with others is not half changed.
+    table, by_backend = linear._POSSIBLE_NVFP4_KERNELS[PlatformEnum.CUDA], linear._LINEAR_BACKEND_KERNEL_MAP["marlin"]
+    place = table.index(marlin)
+    vllm_compile_key.extend(VllmConfig, compile_key)
+    table.insert(place, ours)
+    by_backend.add(ours)
     for name, module in list(sys.modules.items()):  # where a checkpoint's format pins Marlin by name
         if name.startswith("vllm.model_executor.") and vars(module).get(MARLIN) is marlin and name != marlin.__module__:
             setattr(module, MARLIN, ours)
-    vllm_compile_key.extend(VllmConfig, compile_key)
 
 
 def compile_key() -> str:
-    """Return what a graph compiled in this process depends on: this file, and the layers that stay on Marlin."""
-    source = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
+    """Return what a graph compiled in this process depends on: the code here, and the layers that stay on Marlin."""
+    files = (Path(__file__), Path(w4a16_layer.__file__), Path(torch_op.__file__))
+    source = hashlib.sha256(b"".join(f.read_bytes() for f in files)).hexdigest()[:16]
     return f"annie_quant {annie_quant.__version__} {source} {sorted(_on_marlin)}"
 
 
@@ -111,10 +107,12 @@ def kernel(marlin: type[Any]) -> type[Any]:
             name = getattr(layer, "prefix", "") or f"{type(layer).__name__} {list(layer.weight.shape)}"
             _on_marlin.pop(name, None)
             layer.annie_scale = None
-            reason = take(layer)
+            reason = w4a16_layer.take(layer, LOGGER)
             if reason:
                 _on_marlin[name] = reason
-                say_once(logging.WARNING, f"linears stay on Marlin, the first is {name}: {reason}", reason)
+                w4a16_layer.say_once(
+                    LOGGER, logging.WARNING, f"linears stay on Marlin, the first is {name}: {reason}", reason
+                )
                 marlin.process_weights_after_loading(self, layer)
 
         def apply_weights(self, layer: Any, x: Any, bias: Any = None) -> Any:
@@ -128,40 +126,3 @@ def kernel(marlin: type[Any]) -> type[Any]:
 
     AnnieQuantNvFp4LinearKernel.__name__ = AnnieQuantNvFp4LinearKernel.__qualname__ = NAME
     return AnnieQuantNvFp4LinearKernel
-
-
-def take(layer: Any) -> str:
-    """Repack a layer's weight for our kernel. Returns why it stays as it is, "" if it was repacked.
-
-    layer: with vLLM's names: weight uint8 [N, K/2], weight_scale float8_e4m3fn [N, K/16], weight_global_scale, params_dtype
-    """
-    import torch
-
-    from annie_quant.gemm import self_check, torch_op
-
-    codes, block_scale, dtype = layer.weight.data, layer.weight_scale.data, layer.params_dtype
-    key = (str(codes.device), tuple(codes.shape), str(dtype))
-    if _checked.get(key):
-        return _checked[key]
-    if str(dtype) not in self_check.MANTISSA:
-        return f"activations are {dtype}; the kernel has bfloat16 and float16"
-    try:
-        torch_op.register()
-        scale = float(layer.weight_global_scale)
-        weight = torch_op.prepare(codes, block_scale, scale)
-        if key not in _checked:
-            worst = self_check.worst_error(weight, codes, block_scale, scale, dtype)
-            agrees = worst <= 1
-            _checked[key] = "" if agrees else f"its product is wrong on this device, {worst:.3g} times the error bound"
-            if agrees:
-                device = torch.cuda.get_device_name(codes.device) if codes.is_cuda else "the CPU"
-                say_once(
-                    logging.INFO, f"NVFP4 linears run on this package's W4A16 kernel, which was checked on {device}"
-                )
-    except Exception as error:
-        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    if not _checked[key]:
-        layer.weight = torch.nn.Parameter(weight.packed, requires_grad=False)
-        layer.annie_scale = weight.tensor_scale
-        del layer.weight_scale
-    return _checked[key]

@@ -19,7 +19,7 @@ import emulated_gemm  # noqa: E402
 
 from annie_quant.errors import EnvironmentFault  # noqa: E402
 from annie_quant.gemm import arrays, oracle, self_check, torch_op  # noqa: E402
-from annie_quant.serve import vllm_compile_key, vllm_cuda, vllm_plugin  # noqa: E402
+from annie_quant.serve import vllm_compile_key, vllm_cuda, vllm_plugin, w4a16_layer  # noqa: E402
 
 
 class Marlin:
@@ -85,8 +85,9 @@ def vllm(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
-    for name, empty in (("_checked", {}), ("_on_marlin", {}), ("_logged", set())):
-        monkeypatch.setattr(vllm_cuda, name, empty)
+    monkeypatch.setattr(vllm_cuda, "_on_marlin", {})
+    monkeypatch.setattr(w4a16_layer, "_checked", {})
+    monkeypatch.setattr(w4a16_layer, "_logged", set())
 
 
 @pytest.fixture
@@ -135,6 +136,7 @@ def test_where_it_cannot_run_one_line_has_the_reason_and_vllm_is_unchanged(vllm,
         (lambda m: m.setattr(arrays, "native", not_built), "_gemm is not built"),
         (lambda m: m.setattr(vllm.platform, "has_device_capability", lambda least: False), "compute capability 8.0"),
         (lambda m: m.delattr(vllm.linear, "_POSSIBLE_NVFP4_KERNELS"), "other interfaces"),
+        (lambda m: m.delattr(vllm.linear, "_LINEAR_BACKEND_KERNEL_MAP"), "other interfaces"),
     ]
     for change, reason in cases:
         caplog.clear()
@@ -144,6 +146,7 @@ def test_where_it_cannot_run_one_line_has_the_reason_and_vllm_is_unchanged(vllm,
             vllm_plugin.register()
         assert len(caplog.messages) == 1 and reason in caplog.messages[0], caplog.messages
         assert vllm.modelopt.MarlinNvFp4LinearKernel is Marlin
+        assert vllm.linear._POSSIBLE_NVFP4_KERNELS["cuda"] == [Cutlass, Marlin]
         assert vllm.config.VllmConfig().compute_hash() == "hash of m"
 
 

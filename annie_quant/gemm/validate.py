@@ -19,6 +19,7 @@ from annie_quant.gemm import oracle
 from annie_quant.gemm.arrays import DeviceArray, native, need_device, to_device
 from annie_quant.gemm.ops import Weight, fake_quant, fp4_native, pack, unpack, w4a4, w4a16
 from annie_quant.gemm.stack_check import StackResult
+from annie_quant.gemm.stack_times import StackTimes
 
 SHAPES = {  # Qwen3.5-9B and 27B linears, [N, K]
     "9B gate_up": (24576, 4096),
@@ -75,6 +76,7 @@ class Validation:
     checks: list[Check] = field(default_factory=list)
     bench: Speeds | None = None
     stack: StackResult | None = None
+    times: StackTimes | None = None
 
     @property
     def ok(self) -> bool:
@@ -85,11 +87,12 @@ class Validation:
         return {k: v for k, v in asdict(self).items() if v is not None} | {"ok": self.ok}
 
 
-def validate(bench: bool = False, stack: str | None = None) -> Validation:
+def validate(bench: bool = False, stack: str | None = None, shapes: list[tuple[int, int]] | None = None) -> Validation:
     """Check all kernels on GPU 0.
 
     bench  also measure bandwidths and kernel times
     stack  also check the kernels of an installed serving stack: torch, vllm, flashinfer or all
+    shapes  also time vLLM's weight-only kernels and ours at these shapes [N, K]
     """
     need_device()
     info = native().device_info(0)
@@ -115,6 +118,10 @@ def validate(bench: bool = False, stack: str | None = None) -> Validation:
         from annie_quant.gemm.stack_check import examine
 
         result.stack = examine(stack)
+    if shapes:
+        from annie_quant.gemm import stack_times
+
+        result.times = stack_times.examine(shapes)
     return result
 
 

@@ -1,0 +1,227 @@
+"""Times of the weight-only NVFP4 kernels of an installed vLLM, and of ours in it, at given shapes; and which one vLLM chooses.
+
+A time is that of one product in a CUDA graph over enough copies of the weight that the L2 no longer has the first one, the median
+of replays. Every peer's result is compared with ours before it is timed. Peers run through vLLM's own classes, ours through the
+torch operator that the plug-in gives vLLM.
+
+    python -m annie_quant.gemm.stack_times 24576x4096,4096x12288 1,16,256      # one line of JSON
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any
+
+from annie_quant.errors import EnvironmentFault
+
+COLD_BYTES = 200 << 20
+LAUNCHES = 20  # of a graph, at least
+REPEATS = 9
+DIFFERENCE = 2e-3  # of the norm: two roundings to bfloat16
+TOKENS = (1, 16, 256)
+OURS = "annie_quant"
+
+
+@dataclass(frozen=True)
+class ShapeTimes:
+    """Microseconds of a product of m tokens with a weight [n, k], by kernel; fastest: the name of the least."""
+
+    n: int
+    k: int
+    m: int
+    us: dict[str, float]
+    fastest: str
+
+
+@dataclass(frozen=True)
+class StackTimes:
+    """chosen: the class that vLLM takes for W4A4 and W4A16 checkpoints here; missing: kernels that do not run, and why."""
+
+    rows: list[ShapeTimes] = field(default_factory=list)
+    chosen: dict[str, str] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> StackTimes:
+        return cls(**{**fields, "rows": [ShapeTimes(**row) for row in fields["rows"]]})
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A weight [n, k] in several copies: per kernel one call per copy, and activations for the most tokens."""
+
+    n: int
+    k: int
+    x: Any
+    calls: dict[str, list[Callable[[Any], Any]]]
+
+
+def vllm_layer(codes: Any, scales: Any, scale: float) -> Any:
+    """Return a module with vLLM's names for the tensors of a linear."""
+    import torch
+
+    layer: Any = torch.nn.Module()
+    layer.weight = torch.nn.Parameter(codes.clone(), requires_grad=False)
+    layer.weight_scale = torch.nn.Parameter(scales.clone(), requires_grad=False)
+    layer.weight_global_scale = torch.nn.Parameter(torch.tensor(scale, device=codes.device), requires_grad=False)
+    layer.output_size_per_partition, layer.input_size_per_partition = codes.shape[0], codes.shape[1] * 2
+    layer.output_partition_sizes = layer.logical_widths = [codes.shape[0]]
+    layer.params_dtype = torch.bfloat16
+    layer.prefix, layer.has_bias, layer.bias = "", False, None
+    return layer
+
+
+def vllm_kernels(missing: dict[str, str]) -> dict[str, Any]:
+    """Return vLLM's weight-only kernels by name; adds to `missing` those that it lacks."""
+    from vllm.model_executor.kernels.linear import NvFp4LinearLayerConfig
+
+    kernels = {}
+    for name, module, kind in (
+        ("marlin", "marlin", "MarlinNvFp4LinearKernel"),
+        ("humming", "humming", "HummingNvFp4LinearKernel"),
+    ):
+        try:
+            source = __import__(f"vllm.model_executor.kernels.linear.nvfp4.{module}", fromlist=[kind])
+            kernels[name] = getattr(source, kind)(NvFp4LinearLayerConfig())
+        except Exception as error:
+            missing[name] = f"{type(error).__name__}: {error}"[:300]
+    return kernels
+
+
+def choices() -> dict[str, str]:
+    """Return the classes that vLLM takes here, with the plug-in if it is switched on."""
+    from vllm.model_executor.kernels import linear
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    chosen = {}
+    for name, weight_only in (("w4a4", False), ("w4a16", True)):
+        try:
+            chosen[name] = type(linear.init_nvfp4_linear_kernel(use_a16=weight_only)).__name__
+        except Exception as error:
+            chosen[name] = f"none ({type(error).__name__}: {str(error).splitlines()[0]})"[:300]
+    return chosen
+
+
+def prepare(
+    shapes: list[tuple[int, int]], tokens: list[int], kernels: dict[str, Any], missing: dict[str, str]
+) -> list[Prepared]:
+    """Prepare random weights for ours and vLLM's kernels, call each for all numbers of tokens, and compare the results."""
+    import torch
+
+    from annie_quant.gemm import oracle, torch_op
+
+    torch_op.register()
+    result = []
+    for n, k in shapes:
+        host_codes, host_scales = oracle.random_weight(n, k, n + k)
+        codes = torch.from_numpy(host_codes).cuda()
+        scales = torch.from_numpy(host_scales).cuda().view(torch.float8_e4m3fn)
+        copies = -(-COLD_BYTES // (n * k * 9 // 16))
+        weights = [torch_op.prepare(codes, scales, 0.002) for _ in range(copies)]
+        calls: dict[str, list[Any]] = {
+            OURS: [lambda x, w=w: torch.ops.annie_quant.nvfp4_linear(x, *w) for w in weights]
+        }
+        x = torch.randn(max(tokens), k, device="cuda").to(torch.bfloat16)
+        ours = calls[OURS][0](x[:16]).float()
+        for name, kernel in kernels.items():
+            if name in missing:
+                continue
+            try:
+                layers = [vllm_layer(codes, scales, 0.002) for _ in range(copies)]
+                for each in layers:
+                    kernel.process_weights_after_loading(each)
+                calls[name] = [lambda x, each=each, kernel=kernel: kernel.apply_weights(each, x) for each in layers]
+                for m in tokens:  # compiles what is compiled at the first call
+                    calls[name][0](x[:m])
+                difference = ((calls[name][0](x[:16]).float() - ours).norm() / ours.norm()).item()
+                if not difference <= DIFFERENCE:
+                    raise ValueError(f"its result for {n}x{k} differs from ours by {difference:.2g} of the norm")
+            except Exception as error:
+                missing[name] = f"{type(error).__name__}: {error}"[:300]
+                calls.pop(name, None)
+        result.append(Prepared(n, k, x, calls))
+    return result
+
+
+def graph_us(calls: Sequence[Callable[[], Any]], repeats: int) -> float:
+    """Return the median microseconds of one call in a CUDA graph of them."""
+    import torch
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for call in calls:
+            call()
+    graph.replay()
+    times = []
+    for _ in range(repeats):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(1e3 * begin.elapsed_time(end) / len(calls))
+    return statistics.median(times)
+
+
+def measure(
+    prepared: list[Prepared], tokens: list[int], seconds: float, repeats: int = REPEATS
+) -> Iterator[ShapeTimes]:
+    """Time every kernel at every shape and number of tokens, for at most `seconds`."""
+    end = time.monotonic() + seconds
+    for m in tokens:
+        for weight in prepared:
+            us: dict[str, float] = {}
+            for name, launches in weight.calls.items():
+                if time.monotonic() < end:
+                    several = [partial(call, weight.x[:m]) for call in launches * -(-LAUNCHES // len(launches))]
+                    us[name] = round(graph_us(several, repeats), 2)
+            if us:
+                yield ShapeTimes(weight.n, weight.k, m, us, min(us, key=us.__getitem__))
+
+
+def examine(shapes: list[tuple[int, int]], tokens: tuple[int, ...] = TOKENS, timeout_s: float = 600.0) -> StackTimes:
+    """Time the kernels in another process. EnvironmentFault: it gave no result, with the last line of its output."""
+    from annie_quant.gemm.stack_check import last_json_line
+
+    argv = [sys.executable, "-m", "annie_quant.gemm.stack_times"]
+    argv += [",".join(f"{n}x{k}" for n, k in shapes), ",".join(map(str, tokens))]
+    try:
+        process = subprocess.run(argv, capture_output=True, text=True, timeout=timeout_s)
+    except subprocess.TimeoutExpired as error:
+        raise EnvironmentFault(f"vLLM's kernels gave no times within {timeout_s:.0f} s", "nvidia-smi") from error
+    if (line := last_json_line(process.stdout)) is not None:
+        return StackTimes.from_dict(json.loads(line))
+    last = (process.stderr.strip().splitlines() or [f"exit code {process.returncode}"])[-1]
+    raise EnvironmentFault(
+        f"vLLM's kernels cannot be timed here: {last[:300]}", "annie-quant validate-gpu --stack vllm"
+    )
+
+
+def main(argv: list[str]) -> None:
+    from vllm.config import VllmConfig, set_current_vllm_config
+
+    shapes = [(int(n), int(k)) for n, k in (shape.split("x") for shape in argv[0].split(","))]
+    tokens = [int(m) for m in argv[1].split(",")]
+    missing: dict[str, str] = {}
+    with set_current_vllm_config(VllmConfig()):
+        kernels = vllm_kernels(missing)
+        chosen = choices()
+        rows = list(measure(prepare(shapes, tokens, kernels, missing), tokens, seconds=120))
+    print(json.dumps(asdict(StackTimes(rows, chosen, missing))))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -164,7 +164,7 @@ def test_how_a_stream_may_end() -> None:
     inside = record_of([content, stop, DONE, b"data: {"])
     assert inside["error"] is None and "inside an event (7 bytes left)" in inside["warnings"][0]
     assert record_of([b": ping\n\n"])["cause"] == "no_events"
-    assert "after [DONE]" in record_of([content, DONE, content])["warnings"][0]
+    assert "after the end" in record_of([content, DONE, content])["warnings"][0]
 
 
 def test_merged_reads_are_counted_and_flagged() -> None:

@@ -54,6 +54,7 @@ class Answer:
     merged_reads: int = 0
     fault: tuple[str, str] | None = None
     warnings: list[str] = field(default_factory=list)
+    item_numbers: dict[str, int] = field(default_factory=dict)  # of the Responses API's output items, by id
     _read: int = -1
     _read_merged: bool = False
 

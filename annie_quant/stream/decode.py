@@ -51,8 +51,12 @@ class TokenTimes(msgspec.Struct):
     tokens_estimated: bool  # counted from events, because the server reported no count
     merged_reads: int  # network reads with more than one event that has tokens
     token_events: int
-    tokens_per_event: float | None  # None: the server reported no count, or the answer has fewer than LEAST_EVENTS events
-    event_tokens: list[int]  # tokens of each of these events but the first, where events have the server's count; else []
+    tokens_per_event: (
+        float | None
+    )  # None: the server reported no count, or the answer has fewer than LEAST_EVENTS events
+    event_tokens: list[
+        int
+    ]  # tokens of each of these events but the first, where events have the server's count; else []
     cached_tokens: int | None  # prompt tokens that the server took from its prefix cache; None: not reported
     drafted_tokens: float | None  # by a speculative decoder for this request; None: not reported
     accepted_tokens: float | None

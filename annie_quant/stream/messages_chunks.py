@@ -11,7 +11,15 @@ from annie_quant.stream.answer import Answer, Frame, name_field, object_field, t
 from annie_quant.untrusted import integer, limited
 
 _EVENTS = frozenset(
-    "message_start content_block_start content_block_delta content_block_stop message_delta message_stop ping".split()
+    [
+        "message_start",
+        "content_block_start",
+        "content_block_delta",
+        "content_block_stop",
+        "message_delta",
+        "message_stop",
+        "ping",
+    ]
 )
 _FINISH = {"end_turn": "stop", "stop_sequence": "stop", "tool_use": "tool_calls", "max_tokens": "length"}
 

@@ -30,7 +30,7 @@ def read_event(answer: Answer, event: dict[str, Any], frame: Frame) -> None:
     elif kind in _REASONING:
         has_token = answer.add_reasoning(text_of(event.get("delta")), stamp)
     elif kind == "response.function_call_arguments.delta":
-        has_token = answer.add_call(_index(event), None, None, event.get("delta"), stamp)
+        has_token = answer.add_call(_index(answer, event), None, None, event.get("delta"), stamp)
     elif kind == "response.output_item.added":
         has_token = _item(answer, event, stamp)
     else:
@@ -43,8 +43,13 @@ def read_event(answer: Answer, event: dict[str, Any], frame: Frame) -> None:
         answer.token(frame)
 
 
-def _index(event: dict[str, Any]) -> int:
-    return integer(event.get("output_index")) or 0
+def _index(answer: Answer, event: dict[str, Any]) -> int:
+    """Return the number of an event's output item. llama.cpp sends no output_index, but the item's id."""
+    index = integer(event.get("output_index"))
+    if index is None:
+        item = name_field(event, "item_id") or name_field(object_field(event, "item"), "id") or ""
+        index = answer.item_numbers.setdefault(item, len(answer.item_numbers))
+    return index
 
 
 def _item(answer: Answer, event: dict[str, Any], stamp: int) -> bool:
@@ -52,13 +57,13 @@ def _item(answer: Answer, event: dict[str, Any], stamp: int) -> bool:
     if item.get("type") != "function_call":
         return False
     call_id = name_field(item, "call_id") or name_field(item, "id")
-    return answer.add_call(_index(event), call_id, name_field(item, "name"), item.get("arguments"), stamp)
+    return answer.add_call(_index(answer, event), call_id, name_field(item, "name"), item.get("arguments"), stamp)
 
 
 def _whole_call(answer: Answer, event: dict[str, Any], stamp: int) -> None:
     """Take a finished call from its item where no delta had its arguments."""
     item = object_field(event, "item")
-    if item.get("type") == "function_call" and not answer.arguments.get(_index(event)):
+    if item.get("type") == "function_call" and not answer.arguments.get(_index(answer, event)):
         _item(answer, event, stamp)
 
 

@@ -324,7 +324,11 @@ def chunk_seeds() -> Iterable[bytes]:
     usage = {"input_tokens": 9, "output_tokens": 3, "cache_read_input_tokens": 2}
     events: list[dict] = [
         {"type": "message_start", "message": {"model": "m", "usage": usage}},
-        {"type": "content_block_start", "index": 0, "content_block": {"type": "tool_use", "id": "t", "name": "f", "input": {}}},
+        {
+            "type": "content_block_start",
+            "index": 0,
+            "content_block": {"type": "tool_use", "id": "t", "name": "f", "input": {}},
+        },
         {"type": "content_block_delta", "index": 0, "delta": {"type": "input_json_delta", "partial_json": "{}"}},
         {"type": "message_delta", "delta": {"stop_reason": "tool_use"}, "usage": usage},
         {"type": "message_stop"},

@@ -5,6 +5,7 @@ The streams are written after the APIs' documentation; tests/bench/test_endpoint
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
@@ -25,7 +26,9 @@ def named(kind: str, **fields) -> bytes:
 
 
 def line(**fields) -> bytes:
-    return json.dumps({"model": "m", "created_at": "2026-11-22T10:00:00Z", **fields}, ensure_ascii=False).encode() + b"\n"
+    return (
+        json.dumps({"model": "m", "created_at": "2026-11-22T10:00:00Z", **fields}, ensure_ascii=False).encode() + b"\n"
+    )
 
 
 MESSAGES = [
@@ -83,7 +86,10 @@ COMPLETIONS = [
         {"object": "text_completion", "choices": [{"index": 0, "text": "I will", "finish_reason": None}]},
         {"object": "text_completion", "choices": [{"index": 0, "text": " search.", "finish_reason": None}]},
         {"object": "text_completion", "choices": [{"index": 0, "text": "", "finish_reason": "stop"}]},
-        {"choices": [], "usage": {"prompt_tokens": 30, "completion_tokens": 21, "prompt_tokens_details": {"cached_tokens": 20}}},
+        {
+            "choices": [],
+            "usage": {"prompt_tokens": 30, "completion_tokens": 21, "prompt_tokens_details": {"cached_tokens": 20}},
+        },
     )
 ] + [b"data: [DONE]\n\n"]
 SSE, NDJSON = "text/event-stream", "application/x-ndjson"
@@ -154,9 +160,18 @@ def test_errors_inside_the_stream() -> None:
 def test_lengths_that_end_an_answer() -> None:
     cut = named("message_delta", delta={"stop_reason": "max_tokens"}, usage={"output_tokens": 8})
     assert record_of(SSE, [*MESSAGES[:9], cut, MESSAGES[-1]])["finish_reason"] == "length"
-    response = {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}, "usage": {"output_tokens": 8}}
-    assert record_of(SSE, [*RESPONSES[:7], named("response.incomplete", response=response)])["finish_reason"] == "length"
-    assert record_of(NDJSON, [*OLLAMA[:3], line(done=True, done_reason="length", eval_count=8)])["finish_reason"] == "length"
+    response = {
+        "status": "incomplete",
+        "incomplete_details": {"reason": "max_output_tokens"},
+        "usage": {"output_tokens": 8},
+    }
+    assert (
+        record_of(SSE, [*RESPONSES[:7], named("response.incomplete", response=response)])["finish_reason"] == "length"
+    )
+    assert (
+        record_of(NDJSON, [*OLLAMA[:3], line(done=True, done_reason="length", eval_count=8)])["finish_reason"]
+        == "length"
+    )
 
 
 def test_a_tool_call_that_has_no_pieces() -> None:
@@ -183,7 +198,13 @@ def framed(reads: tuple[bytes, ...]) -> list[bytes]:
     return [raw[start : start + size] for kind, _, _, start, size, raw in rows if kind in (decode.DATA, decode.DONE)]
 
 
-BODIES = [b"".join(OLLAMA), b"\r\n".join(p.rstrip() for p in OLLAMA) + b"\r\n", b"\n\n{}\n \r\n{}\n{", b'{"a":\r1}\n', b""]
+BODIES = [
+    b"".join(OLLAMA),
+    b"\r\n".join(p.rstrip() for p in OLLAMA) + b"\r\n",
+    b"\n\n{}\n \r\n{}\n{",
+    b'{"a":\r1}\n',
+    b"",
+]
 
 
 @pytest.mark.parametrize("body", BODIES)
@@ -194,13 +215,17 @@ def test_lines_at_every_split(body: bytes) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(
-    st.lists(st.sampled_from([b"{", b"}", b"\n", b"\r", b"\r\n", b" ", b"data: x", b'"\xc3\xa9"', b"\xef\xbb\xbf", b"[DONE]"])),
+    st.lists(
+        st.sampled_from(
+            [b"{", b"}", b"\n", b"\r", b"\r\n", b" ", b"data: x", b'"\xc3\xa9"', b"\xef\xbb\xbf", b"[DONE]"]
+        )
+    ),
     st.lists(st.integers(0, 40), max_size=5),
 )
 def test_any_lines_in_any_reads(pieces: list[bytes], cuts: list[int]) -> None:
     body = b"".join(pieces)
     edges = [0, *sorted(min(c, len(body)) for c in cuts), len(body)]
-    reads = tuple(body[a:b] for a, b in zip(edges, edges[1:], strict=False))
+    reads = tuple(body[a:b] for a, b in itertools.pairwise(edges))
     assert framed(reads) == lines_of(body)
 
 
@@ -224,7 +249,9 @@ def test_a_field_of_any_type_gives_a_record(pieces: list[bytes], data: st.DataOb
     value = json.loads(body)
     parent = value
     while True:
-        key = data.draw(st.sampled_from(sorted(parent)) if isinstance(parent, dict) else st.integers(0, len(parent) - 1))
+        key = data.draw(
+            st.sampled_from(sorted(parent)) if isinstance(parent, dict) else st.integers(0, len(parent) - 1)
+        )
         inner = parent[key]
         if isinstance(inner, (dict, list)) and inner and data.draw(st.booleans()):
             parent = inner

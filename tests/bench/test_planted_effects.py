@@ -1,6 +1,6 @@
 """Effects that are planted in one side of an A/B: each is in the records, and named by a finding; without it there is none.
 
-Servers are scripted: times and counts are what the test says, so each expected value is known beforehand.
+Servers are scripted: times and counts are given by the test, so each expected value is known before.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CODE = {"code": 0.3, "prose": 0.7, "math": 0.7}
 EVEN = dict.fromkeys(TOPICS, 0.7)
 
 
-def topics(n=8):
+def topics(n=14):
     cases = {t: [{"id": f"{t}{i}", "messages": ask(f"{t} {i}")} for i in range(n)] for t in TOPICS}
     return [build(f"text_{t}", cases[t], gates=["non_empty"]) for t in TOPICS]
 
@@ -54,7 +54,7 @@ def run(tmp_path, a, b, workloads, **options):
 def test_acceptance_that_falls_on_code_is_named(tmp_path):
     done, findings = run(tmp_path, drafting(EVEN), drafting(CODE), topics())
     falls = findings["acceptance_falls", "b"]
-    code = sum(round(100 * (0.3 + spread(f"code {i}"))) for i in range(8)) / 800
+    code = sum(round(100 * (0.3 + spread(f"code {i}"))) for i in range(14)) / 1400
     assert f"in text_code than in its other workloads: {code:.0%} and" in falls
     differ = findings["different_acceptance", "a", "b"]
     assert "text_code" in differ and ("acceptance_falls", "a") not in findings
@@ -95,21 +95,21 @@ def test_a_dropped_prefix_cache_is_named(tmp_path):
 
 def test_a_miss_is_a_miss_and_both_sides_get_the_same_prompts(tmp_path):
     workload = judge.load_workloads(["prefix_miss"])[0]
-    seen: dict[str, list[str]] = {"a": [], "b": []}
+    prompts: dict[str, list[str]] = {"a": [], "b": []}
 
     def side(name):
         def answer(body):
             system = body["messages"][0]["content"]
             if len(system) > 9000:
-                seen[name].append(system)
+                prompts[name].append(system)
             return words("It is Tokyo of course.", cached_tokens=3000 if name == "b" else 0)
 
         return answer
 
     _, findings = run(tmp_path, side("a"), side("b"), [workload], warmup=0, runs=2)
-    assert sorted(seen["a"]) == sorted(seen["b"]) and len(seen["a"]) == 24
-    assert len({text[:60] for text in seen["a"]}) == 24, "each prompt begins differently"
-    assert len({text[80:] for text in seen["a"]}) < 24 / 2, "and goes on alike"
+    assert sorted(prompts["a"]) == sorted(prompts["b"]) and len(prompts["a"]) == 24
+    assert len({text[:60] for text in prompts["a"]}) == 24, "each prompt begins differently"
+    assert len({text[80:] for text in prompts["a"]}) < 24 / 2, "and goes on alike"
     assert ("prefix_cache_hit", "b") in findings and ("prefix_cache_hit", "a") not in findings
 
 

@@ -33,7 +33,7 @@ def sized(
 
     prompt_tokens: sends a chat completion's body and returns usage.prompt_tokens; None leaves the workloads' own figure.
     """
-    if not any(w.context is not None and w.context.tokens for w in workloads):
+    if not any(w.context is not None and (w.context.tokens or any(c.blocks for c in w.cases)) for w in workloads):
         return list(workloads)
     path = folder / "context.json"
     if path.exists():

@@ -195,7 +195,8 @@ class Measurement:
                 if before is not None:
                     history.append(assistant_message(before.text, before.tool_calls))
                 else:
-                    unique = f"{self.unique} {visit.block} {case.id} {repeat}"  # the same for all backends and turns
+                    # The same for all backends and turns; a trace's prompts share beginnings with each other.
+                    unique = f"{self.unique} {repeat}" + ("" if case.blocks else f" {visit.block} {case.id}")
                     body = workload.request(case, turn, history, record.model, unique)
                     turns.append(Turn(record, body, case, history))
             if turns:

@@ -21,7 +21,8 @@ from annie_quant.schema import AskedCase, AskedWorkload, BenchConfig, Inputs, Wo
 def workload_settings(workload: Workload) -> WorkloadSettings:
     """Return what a run records of a workload, with a hash of all that is sent and expected."""
     content: list[Any] = [
-        [workload.request(c) if not c.turns else list(c.turns), dict(c.expect)] for c in workload.cases
+        [list(c.turns) if c.turns else list(c.blocks) if c.blocks else workload.request(c), dict(c.expect)]
+        for c in workload.cases
     ]
     if workload.context is not None:  # runs of versions without contexts stay resumable
         content.append(msgspec.to_builtins(workload.context))
@@ -84,8 +85,11 @@ def complete_workload(workload: Workload) -> AskedWorkload:
                 turns=[turn if isinstance(turn, str) else dict(turn) for turn in c.turns],
                 expect=dict(c.expect),
                 tools=[dict(t) for t in tools] if (tools := workload.tools_for(c)) else None,
+                system=c.system,
                 max_tokens=c.max_tokens,
                 arrival_s=c.arrival_s,
+                blocks=list(c.blocks),
+                prompt_tokens=c.prompt_tokens,
             )
             for c in workload.cases
         ],

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import functools
 import random
+from collections.abc import Sequence
 
 BLOCK_WORDS = 400
+BLOCK_TOKENS = 512  # of a trace's blocks, as Mooncake's have
 
 
 def _words(text: str, separator: str = " ") -> list[str]:
@@ -37,15 +39,24 @@ def context_text(words: int, unique: str = "") -> str:
     return head + "\n\n".join(blocks)
 
 
+def blocks_text(blocks: Sequence[str], tokens: int, words_per_token: float, unique: str = "") -> str:
+    """Return about `tokens` tokens of text in blocks of BLOCK_TOKENS, the same text for the same name. unique: comes first."""
+    size = max(1, round(BLOCK_TOKENS * words_per_token))
+    last = max(1, round((tokens - BLOCK_TOKENS * (len(blocks) - 1)) * words_per_token))
+    sizes = [size] * (len(blocks) - 1) + [min(size, last)]
+    parts = [" ".join(_block(name, size).split(" ")[:words]) for name, words in zip(blocks, sizes, strict=True)]
+    return "\n\n".join([f"Note {unique}."] * bool(unique) + parts)
+
+
 @functools.lru_cache(maxsize=1024)
-def _block(number: int) -> str:
-    """Return BLOCK_WORDS words of sentences."""
-    rng = random.Random(f"context/{number}")
+def _block(name: int | str, size: int = BLOCK_WORDS) -> str:
+    """Return `size` words of sentences."""
+    rng = random.Random(f"context/{name}")
     words: list[str] = []
-    while len(words) < BLOCK_WORDS:
+    while len(words) < size:
         count, thing = rng.randint(2, 99), f"{rng.choice(_KIND)} {rng.choice(_WHAT)}"
         sentence = (
             f"{rng.choice(_WHO)} {rng.choice(_DID)} {count} {thing} in the {rng.choice(_WHERE)} {rng.choice(_WHEN)}."
         )
         words += sentence.split(" ")
-    return " ".join(words[:BLOCK_WORDS])
+    return " ".join(words[:size])

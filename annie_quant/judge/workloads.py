@@ -9,7 +9,7 @@ from typing import Any
 
 from annie_quant.errors import UsageError
 from annie_quant.judge.answers import Answer
-from annie_quant.judge.context_text import context_text
+from annie_quant.judge.context_text import blocks_text, context_text
 from annie_quant.persona import Persona, load_persona
 from annie_quant.schema import ContextFile
 
@@ -26,7 +26,9 @@ RESERVED = ("model", "messages", "tools", "stream", "max_tokens", "temperature",
 class Case:
     """One prompt (`messages`) or conversation (`turns`); schema.CaseFile describes the fields.
 
-    reference: the bf16 model's own answer, for the gates that compare with it; None where there is none.
+    reference: the bf16 model's own answer, for the gates that compare with it; None where there is none. blocks: names of the
+    parts of a prompt that a trace only describes, of BLOCK_TOKENS tokens each, the last one shorter; prompt_tokens: of them all.
+    Equal names are equal text, so requests share prefixes as in the trace.
     """
 
     id: str
@@ -35,8 +37,11 @@ class Case:
     expect: Mapping[str, Any] = field(default_factory=dict)
     tools: tuple[Mapping[str, Any], ...] | None = None
     reference: Answer | None = None
+    system: str | None = None
     max_tokens: int | None = None
     arrival_s: float | None = None
+    blocks: tuple[str, ...] = ()
+    prompt_tokens: int = 0
 
     @property
     def n_turns(self) -> int:
@@ -102,7 +107,10 @@ class Workload:
         answers: the model's own earlier answers, one assistant message per finished turn. unique: a text of this conversation
         alone, which a context with prefix "miss" starts with.
         """
-        system = self.system_prompt
+        system = self.system_prompt if case.system is None else case.system
+        if case.blocks:
+            words_per_token = (self.context or ContextFile(tokens=0)).words_per_token
+            return [{"role": "user", "content": blocks_text(case.blocks, case.prompt_tokens, words_per_token, unique)}]
         if self.context is not None:
             words = round(self.context.tokens * self.context.words_per_token)
             text = context_text(words, unique if self.context.prefix == "miss" else "")

@@ -82,8 +82,11 @@ class AskedCase(msgspec.Struct, kw_only=True):
     turns: list[str | dict[str, Any]] = []
     expect: dict[str, Any] = {}
     tools: list[dict[str, Any]] | None = None
+    system: str | None = None
     max_tokens: int | None = None
     arrival_s: float | None = None
+    blocks: list[str] = []
+    prompt_tokens: int = 0
 
 
 class AskedWorkload(msgspec.Struct, kw_only=True):

@@ -35,8 +35,8 @@ class CaseFile(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     expect: {"contains": [...]}, {"tool": name, "arguments": {...}}, {"calls": [...]}, {"no_tool": true} or {}; of a
     conversation also {"turns": [...]}, one of these per turn. tools: tools of its own instead of the workload's; a number N
-    means the workload's first N. max_tokens: instead of the workload's. arrival_s: when a trace has the request, in seconds
-    after its first one.
+    means the workload's first N. system: instead of the workload's system prompt. max_tokens: instead of the workload's.
+    arrival_s: when a trace has the request, in seconds after its first one.
     """
 
     id: str | int
@@ -44,6 +44,7 @@ class CaseFile(msgspec.Struct, kw_only=True, omit_defaults=True):
     turns: Sequence[str | Mapping[str, Any]] | None = None
     expect: dict[str, Any] | None = None
     tools: int | list[dict[str, Any]] | None = None
+    system: str | None = None
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
     arrival_s: Annotated[float, Meta(ge=0)] | None = None
 

@@ -98,7 +98,7 @@ def _responses(chat: Body) -> Body:
             items.append(result | {"output": _text(message.get("content"))})
         elif message["role"] != "system":
             if message.get("content") or not message.get("tool_calls"):
-                items.append({"role": message["role"], "content": _text(message.get("content"))})
+                items.append(_message_item(message["role"], _text(message.get("content")), at))
             items += [
                 {"type": "function_call", "call_id": call_id, "name": name, "arguments": _json_text(arguments)}
                 for call_id, name, arguments in _calls(message, at)
@@ -112,6 +112,13 @@ def _responses(chat: Body) -> Body:
             "tool_choice": chat.get("tool_choice", "auto"),
         }
     return body
+
+
+def _message_item(role: str, text: str, at: int) -> Body:
+    """Return a message as the item that a server would have sent: llama.cpp takes no shorter form of an answer."""
+    kind = "output_text" if role == "assistant" else "input_text"
+    item = {"type": "message", "role": role, "content": [{"type": kind, "text": text}]}
+    return item | ({"id": f"msg_{at}", "status": "completed"} if role == "assistant" else {})
 
 
 def _json_text(arguments: Any) -> str:

@@ -5,10 +5,65 @@ Dialects: vLLM (delta.reasoning), older vLLM and llama.cpp (delta.reasoning_cont
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
-from annie_quant.stream.answer import Answer, Frame, name_field, object_field, object_list, text_of
+import msgspec
+
+from annie_quant.stream.answer import MAX_NAME, Answer, Frame, name_field, object_field, object_list, text_of
 from annie_quant.untrusted import integer, limited
+
+
+class _Delta(msgspec.Struct, forbid_unknown_fields=True):
+    content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    role: str | None = None
+
+
+class _Choice(msgspec.Struct, forbid_unknown_fields=True):
+    delta: _Delta
+    index: Literal[0] = 0
+    finish_reason: None = None
+    stop_reason: None = None
+    logprobs: None = None
+    token_ids: None = None
+
+
+class _TextChunk(msgspec.Struct, forbid_unknown_fields=True):
+    """An event with a piece of text and nothing else: nearly all events of a stream."""
+
+    choices: tuple[_Choice]
+    model: str | None = None
+    id: str | None = None
+    object: str | None = None
+    created: int | float | None = None
+    system_fingerprint: str | None = None
+    service_tier: str | None = None
+    usage: None = None
+
+
+_decode_text = msgspec.json.Decoder(_TextChunk).decode
+
+
+def read_text_chunk(answer: Answer, frame: Frame) -> bool:
+    """Add an event that has only a piece of text, as `read_chunk` would and in a third of its time.
+
+    Returns False, and changes nothing, for any other event.
+    """
+    try:
+        chunk = _decode_text(frame.data)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        return False
+    delta = chunk.choices[0].delta
+    answer.model = answer.model or (chunk.model[:MAX_NAME] if chunk.model is not None else None)
+    reasoning, content = delta.reasoning or delta.reasoning_content, delta.content
+    if reasoning:
+        answer.add_reasoning(reasoning, frame.stamp_ns)
+    if content:
+        answer.add_text(content, frame.stamp_ns)
+    if reasoning or content:
+        answer.token(frame)
+    return True
 
 
 def read_chunk(answer: Answer, chunk: dict[str, Any], frame: Frame) -> None:

@@ -117,6 +117,8 @@ def _tail(answer: Answer, frame: Frame, number: int) -> None:
 
 
 def _event(answer: Answer, frame: Frame, number: int) -> None:
+    if not frame.flags & NAMED and chat_chunks.read_text_chunk(answer, frame):
+        return
     try:
         chunk = decode_json(frame.data)
     except ValueError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -164,6 +165,11 @@ class Workload:
         return [self.request(case, turn, answers, model) for turn in range(known)]
 
 
+def _json_text(arguments: Any) -> str:
+    """Return a call's arguments as requests have them: vLLM refuses an object."""
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
 def with_results(history: Sequence[Mapping[str, Any]], results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return a conversation whose last message is the model's answer, followed by the recorded results of its calls.
 
@@ -175,7 +181,8 @@ def with_results(history: Sequence[Mapping[str, Any]], results: Sequence[Mapping
     calls = [dict(call) for call in last.get("tool_calls") or ()]
     if not calls:
         calls = [
-            {"type": "function", "function": {"name": r["name"], "arguments": r.get("arguments", {})}} for r in results
+            {"type": "function", "function": {"name": r["name"], "arguments": _json_text(r.get("arguments") or {})}}
+            for r in results
         ]
         last = {"role": "assistant", "content": ""}
     left = list(results)

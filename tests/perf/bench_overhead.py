@@ -77,7 +77,8 @@ def measure_cpu() -> None:
     print(
         f"{result.requests} requests of {TOKENS} tokens, {STREAMS} at a time: measuring {in_run[1]:.1f} s, "
         f"{in_run[0]:.2f} s CPU, {in_run[0] / in_run[1]:.1%} of a core; with aggregates and exports {wall:.1f} s, "
-        f"{cpu:.2f} s CPU, {cpu / wall:.1%}; ITL p50 {itl.p50:.1f} ms, p99 {itl.p99:.1f} ms"
+        f"{cpu:.2f} s CPU, {cpu / wall:.1%}; {in_run[0] / (result.requests * TOKENS) * STREAMS / GAP_S:.1%} at "
+        f"{STREAMS / GAP_S:,.0f} events per second; ITL p50 {itl.p50:.1f} ms, p99 {itl.p99:.1f} ms"
     )
 
 

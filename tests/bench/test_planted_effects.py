@@ -230,3 +230,29 @@ def test_a_cache_that_cannot_be_is_not_believed(tmp_path):
     assert all(r.get("cached_tokens") is None for r in rows) and any(
         "not believed" in w for r in rows for w in r["warnings"]
     )
+
+
+def test_a_resumed_run_sends_texts_of_the_same_size(tmp_path):
+    workload = judge.load_workloads(["depth_4k"])[0]
+    sizes: list[int] = []
+
+    def counting(factor):
+        def answer(body):
+            words_sent = len(body["messages"][0]["content"].split())
+            sizes.append(words_sent)
+            return words("It is Tokyo of course.", prompt_tokens=factor * words_sent)
+
+        return answer
+
+    def once(answer):
+        sizes.clear()
+        with FakeServer(answer) as server:
+            side = bench.Backend("a", server.url)
+            bench.run([side], [workload], tmp_path, warmup=0, runs=1, with_memory=False)
+        return {n for n in sizes if n > 1000}
+
+    first = once(counting(2))
+    assert {round(n / 2048, 1) for n in first} == {1.0}, "two tokens per word"
+    records = tmp_path / "records.jsonl"
+    records.write_text("".join(records.read_text().splitlines(keepends=True)[:6]))
+    assert once(counting(4)) <= first, "the size is not measured again"

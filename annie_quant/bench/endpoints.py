@@ -150,12 +150,10 @@ def _messages(chat: Body) -> Body:
     if system:
         body["system"] = "\n\n".join(system)
     if functions := _functions(chat):
+        # A description that is not there stays out: an empty one changes the prompt.
         body["tools"] = [
-            {
-                "name": f["name"],
-                "description": f.get("description", ""),
-                "input_schema": f.get("parameters") or {"type": "object"},
-            }
+            {"name": f["name"], "input_schema": f.get("parameters") or {"type": "object"}}
+            | ({"description": f["description"]} if f.get("description") else {})
             for f in functions
         ]
         body["tool_choice"] = {"type": "auto"}

@@ -52,7 +52,8 @@ def test_messages_have_blocks_and_results_of_one_turn_are_one_message():
     calls, results = body["messages"][1]["content"], body["messages"][2]["content"]
     assert [(b["type"], b["input"]) for b in calls] == [("tool_use", {"query": "robot"}), ("tool_use", {})]
     assert [b["tool_use_id"] for b in results] == [b["id"] for b in calls]
-    assert body["tools"][0]["input_schema"] == {"type": "object"} and body["thinking"] == {"type": "disabled"}
+    assert body["tools"] == [{"name": "search_memory", "input_schema": {"type": "object"}}]
+    assert body["thinking"] == {"type": "disabled"}
     assert body["cache_prompt"] is False and "stream_options" not in body
 
 

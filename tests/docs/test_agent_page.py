@@ -1,4 +1,4 @@
-"""Each command of docs/how-to/benchmark-agents.md runs, with scripted servers in place of the two ports."""
+"""Each command of docs/how-to/benchmark-agents.md runs; scripted servers stand at the two ports."""
 
 from __future__ import annotations
 

@@ -110,9 +110,31 @@ enum { MOST_PIECES = 256 }; /* bytes of a generated input */
 
 static size_t generate(uint8_t *input)
 {
-    static const char *const pieces[] = {"data", "data:", "data: ", "event", "event: error", "id: 1", ":", ": ping", " ", "\n",
-                                         "\r", "\r\n", "\n\n", "\r\n\r\n", "\r\r", "[DONE]", "\xef\xbb\xbf", "{\"a\":1}",
-                                         "retry: 5", "x", "\xc3\xa9", "\xf0\x9f\xa6\x8a", "data: [DONE]\n\n", "{\"done\":true}\n", "\t"};
+    static const char *const pieces[] = {"data",
+                                         "data:",
+                                         "data: ",
+                                         "event",
+                                         "event: error",
+                                         "id: 1",
+                                         ":",
+                                         ": ping",
+                                         " ",
+                                         "\n",
+                                         "\r",
+                                         "\r\n",
+                                         "\n\n",
+                                         "\r\n\r\n",
+                                         "\r\r",
+                                         "[DONE]",
+                                         "\xef\xbb\xbf",
+                                         "{\"a\":1}",
+                                         "retry: 5",
+                                         "x",
+                                         "\xc3\xa9",
+                                         "\xf0\x9f\xa6\x8a",
+                                         "data: [DONE]\n\n",
+                                         "{\"done\":true}\n",
+                                         "\t"};
     enum { PIECES = sizeof pieces / sizeof *pieces };
     size_t size = 0;
     for (size_t head = 2 + next() % 8; size < head; size++)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from annie_quant.bench import endpoints
 from annie_quant.errors import UsageError
 from annie_quant.schema import Identity, limited_identity
 from annie_quant.stream.fetch import fetch
@@ -29,7 +30,8 @@ class Backend:
 
     url: the server's root, with or without /v1. model: the name sent in requests (None: the first of /v1/models).
     meta: what is known beforehand; it is stored with the results: "pid" (of the server, for memory), "source" (a hash of
-    the fine-tuned weights that both sides should share), "format", "runtime". headers: sent, never stored.
+    the fine-tuned weights that both sides should share), "format", "runtime". headers: sent, never stored. endpoint: the API
+    that requests use (bench/endpoints.py).
     """
 
     name: str
@@ -37,8 +39,10 @@ class Backend:
     model: str | None = None
     meta: Mapping[str, Any] = field(default_factory=dict)
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    endpoint: str = "chat"
 
     def __post_init__(self) -> None:
+        endpoints.check(self.endpoint, f"backend {self.name!r}")
         try:
             parts = urllib.parse.urlsplit(self.url)
         except ValueError:
@@ -59,7 +63,7 @@ class Backend:
 
     @property
     def completions_url(self) -> str:
-        return f"{self.root}/v1/chat/completions"
+        return f"{self.root}{endpoints.ENDPOINTS[self.endpoint].path}"
 
     @property
     def public_url(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from annie_quant import judge, schema
-from annie_quant.bench import memory, sequential
+from annie_quant.bench import endpoints, memory, sequential
+from annie_quant.bench.acceptance import Acceptance
 from annie_quant.bench.backend import PROBE_TIMEOUT_S, Backend, alive, identity
+from annie_quant.bench.context_size import sized
 from annie_quant.bench.load_profile import arrival_times
 from annie_quant.bench.plan import Visit, choose, plan, warmups
 from annie_quant.bench.records import Records
@@ -26,6 +29,7 @@ from annie_quant.judge.library import build_workload
 from annie_quant.judge.workloads import Case, Workload
 from annie_quant.progress import Progress
 from annie_quant.schema import BenchConfig, ChatMessage, EarlyStop, Ended, Identity, MemoryLevels, RequestRecord
+from annie_quant.untrusted import integer
 
 OnRecord = Callable[[RequestRecord], None]
 
@@ -84,6 +88,9 @@ class Measurement:
         self.progress, self.on_record = progress, on_record
         self.deadline = None if config.budget_s is None else time.monotonic() + config.budget_s
         self.identities: dict[str, Identity] = {}
+        self.acceptance = Acceptance()
+        self.sized: dict[str, Workload] = {}  # those with a context, fitted to the models' tokenizer
+        self.unique = secrets.token_hex(4)  # no prompt of an earlier run starts with it
         self.done = {r.id: r for r in records.rows if not r.warmup}
         self.session = 1 + max((r.session for r in records.rows), default=0)
         self.batch = sum(1 for _ in (folder / "streams").glob("*")) if (folder / "streams").is_dir() else 0
@@ -163,8 +170,20 @@ class Measurement:
             if smoke:
                 self._visit(Visit(-1, name, workload, ((workload.cases[0], self.session),), warmup=True), cold=True)
 
+        if smoke:
+            self.sized = {w.name: w for w in sized(self.workloads, self.folder, self._prompt_tokens)}
+
+    def _prompt_tokens(self, body: dict[str, Any]) -> int | None:
+        """Send a chat completion's body to the first backend; return usage.prompt_tokens."""
+        backend = next(iter(self.backends.values()))
+        model = self._model(backend.name)
+        timings = self._send(backend, [("context", body | ({"model": model} if model else {}))])
+        usage = next(answer["usage"] for answer in timings.records() if answer["tag"] == "context")
+        return integer((usage or {}).get("prompt_tokens"))
+
     def _visit(self, visit: Visit, cold: bool = False) -> None:
         """Send one visit, turn by turn; the turns of all its conversations are sent together."""
+        workload = self.sized.get(visit.workload.name, visit.workload)
         histories: list[list[ChatMessage]] = [[] for _ in visit.cases]
         for turn in range(max(case.n_turns for case, _ in visit.cases)):
             turns = []
@@ -176,13 +195,15 @@ class Measurement:
                 if before is not None:
                     history.append(assistant_message(before.text, before.tool_calls))
                 else:
-                    body = visit.workload.request(case, turn, history, record.model)
+                    # The same for all backends and turns; a trace's prompts share beginnings with each other.
+                    unique = f"{self.unique} {repeat}" + ("" if case.blocks else f" {visit.block} {case.id}")
+                    body = workload.request(case, turn, history, record.model, unique)
                     turns.append(Turn(record, body, case, history))
             if turns:
                 self._measure(visit, turns)
 
     def _new_record(self, visit: Visit, case: Case, repeat: int, turn: int, cold: bool) -> RequestRecord:
-        name = visit.ids(case, repeat)[turn]
+        name, context = visit.ids(case, repeat)[turn], visit.workload.context
         return RequestRecord(
             id=f"{name}#warm{self.session}" if visit.warmup else name,
             backend=visit.backend,
@@ -197,6 +218,10 @@ class Measurement:
             session=self.session,
             concurrency=visit.load.concurrency,
             rate_per_s=visit.load.rate_per_s,
+            trace_speed=visit.load.trace_speed,
+            endpoint=self.backends[visit.backend].endpoint,
+            depth=context.tokens if context else None,
+            prefix=context.prefix if context else None,
             n_tools=len(visit.workload.tools_for(case) or ()),
         )
 
@@ -207,7 +232,10 @@ class Measurement:
         """Send turns together, judge their answers and append their records."""
         backend = self.backends[visit.backend]
         started_at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds")
-        starts = arrival_times(visit.load, [t.record.id.removeprefix(backend.name) for t in turns])
+        names = [t.record.id.removeprefix(backend.name) for t in turns]
+        starts = arrival_times(visit.load, names, [t.case for t in turns])
+        identity = self.identities.get(backend.name)
+        counters = self.acceptance.before(backend, identity.runtime if identity else None)
         before = gpu_energy_joules()
         timings = self._send(backend, [(t.record.id, t.body) for t in turns], starts)
         after = gpu_energy_joules()
@@ -239,6 +267,8 @@ class Measurement:
             record.request_sha256 = sha256_text(json.dumps(turn.body, sort_keys=True))
             record.checks = {gate: not fault for gate, fault in faults.items() if fault is not None}
             record.faults = {gate: fault for gate, fault in faults.items() if fault}
+        self.acceptance.after(backend, counters, [t.record for t in turns])
+        for record in (t.record for t in turns):
             self.records.append(record)
             if not record.warmup:
                 self.done[record.id] = record
@@ -264,7 +294,7 @@ class Measurement:
         measured = [
             stream.Request(
                 backend.completions_url,
-                json=body | self._cache_fields(backend.name, tag),
+                json=endpoints.request_body(backend.endpoint, body | self._cache_fields(backend.name, tag)),
                 headers=headers,
                 timeout_s=timeout_s,
                 start_s=None if starts is None else CONNECT_S + starts[index],

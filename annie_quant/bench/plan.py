@@ -10,7 +10,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from annie_quant.bench.load_profile import ALONE, requests_together
+from annie_quant.bench.load_profile import ALONE, applies, requests_together
 from annie_quant.judge.workloads import Case, Workload
 from annie_quant.schema import BenchConfig, Load
 
@@ -33,9 +33,11 @@ class Visit:
 
 
 def choose(workload: Workload, n: int | None, seed: int) -> list[Case]:
-    """Return all cases, or n of them: the same ones for the same seed."""
+    """Return all cases, or n of them: the same ones for the same seed; of a trace, the first n."""
     if n is None or n >= len(workload.cases):
         return list(workload.cases)
+    if workload.has_arrivals:
+        return list(workload.cases[:n])
     picked = random.Random(f"{seed}/{workload.name}").sample(range(len(workload.cases)), n)
     return [workload.cases[i] for i in sorted(picked)]
 
@@ -50,9 +52,12 @@ def _plan_load(backends: Sequence[str], workloads: Sequence[Workload], config: B
     together = requests_together(load)
     groups: list[tuple[Workload, tuple[tuple[Case, int], ...]]] = []
     for workload in workloads:
+        if not applies(load, workload):
+            continue
         chosen = choose(workload, config.n, config.seed)
         requests = [(case, repeat) for repeat in range(config.runs) for case in chosen]
-        rng.shuffle(requests)
+        if load.trace_speed is None:
+            rng.shuffle(requests)
         groups += [(workload, tuple(requests[i : i + together])) for i in range(0, len(requests), together)]
     rng.shuffle(groups)
     visits = []

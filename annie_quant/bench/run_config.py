@@ -7,6 +7,9 @@ import shlex
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from annie_quant import schema
 from annie_quant.errors import AnnieError, UsageError
@@ -17,7 +20,12 @@ from annie_quant.schema import AskedCase, AskedWorkload, BenchConfig, Inputs, Wo
 
 def workload_settings(workload: Workload) -> WorkloadSettings:
     """Return what a run records of a workload, with a hash of all that is sent and expected."""
-    content = [[workload.request(c) if not c.turns else list(c.turns), dict(c.expect)] for c in workload.cases]
+    content: list[Any] = [
+        [list(c.turns) if c.turns else list(c.blocks) if c.blocks else workload.request(c), dict(c.expect)]
+        for c in workload.cases
+    ]
+    if workload.context is not None:  # runs of versions without contexts stay resumable
+        content.append(msgspec.to_builtins(workload.context))
     return WorkloadSettings(
         sha256=workload.sha256,
         asked_sha256=sha256_text(json.dumps([workload.name, workload.gates, content], sort_keys=True, default=str)),
@@ -38,7 +46,7 @@ def prepare_folder(folder: Path, config: BenchConfig, workloads: Sequence[Worklo
     inputs = folder / "inputs.json"
     if not resume:
         shutil.rmtree(folder / "streams", ignore_errors=True)
-        for name in ("records.jsonl", "inputs.json", "bench.json", "memory.json", "reference.jsonl"):
+        for name in ("records.jsonl", "inputs.json", "bench.json", "memory.json", "reference.jsonl", "context.json"):
             (folder / name).unlink(missing_ok=True)
     elif inputs.exists() and _has_records(folder / "records.jsonl"):
         try:
@@ -69,6 +77,7 @@ def complete_workload(workload: Workload) -> AskedWorkload:
         max_tokens=workload.max_tokens,
         temperature=workload.temperature,
         gates=list(workload.gates),
+        context=workload.context,
         cases=[
             AskedCase(
                 id=c.id,
@@ -76,6 +85,11 @@ def complete_workload(workload: Workload) -> AskedWorkload:
                 turns=[turn if isinstance(turn, str) else dict(turn) for turn in c.turns],
                 expect=dict(c.expect),
                 tools=[dict(t) for t in tools] if (tools := workload.tools_for(c)) else None,
+                system=c.system,
+                max_tokens=c.max_tokens,
+                arrival_s=c.arrival_s,
+                blocks=list(c.blocks),
+                prompt_tokens=c.prompt_tokens,
             )
             for c in workload.cases
         ],

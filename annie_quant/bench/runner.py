@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from annie_quant import judge, schema
+from annie_quant.bench import endpoints
 from annie_quant.bench.aggregate import aggregate_records
 from annie_quant.bench.backend import Backend
 from annie_quant.bench.export import export
+from annie_quant.bench.load_profile import applies
 from annie_quant.bench.measure import Measurement, OnRecord
 from annie_quant.bench.records import Records, write_records
 from annie_quant.bench.reference_answers import STORED, store_reference, stored_reference
@@ -33,6 +35,7 @@ def run(
     *,
     concurrency: int | Sequence[int] = 1,
     rates: Sequence[float] = (),
+    trace_speeds: Sequence[float] = (1.0,),
     resume: bool = True,
     progress: Progress = SILENT,
     watch: OnRecord | None = None,
@@ -42,22 +45,26 @@ def run(
     """Measure `backends` over `workloads` into the folder `output`, and return what bench.json holds.
 
     workloads: objects or names. concurrency: requests in flight at one backend, or several levels. rates: further levels,
-    in arrivals per second (Poisson, open loop). resume: continue the run in the folder; False starts again. watch: called
-    with each measured record. reference_run: the folder of an earlier run with a bf16 side, whose answers all sides are
-    compared with. settings: fields of schema.BenchConfig, which has their defaults: warmup, runs, n, seed,
-    prefix_cache, reference (default: the first backend), timeout_s, with_memory, budget_s, stop_early.
+    in arrivals per second (Poisson, open loop). trace_speeds: how many times as fast a trace's requests arrive. resume:
+    continue the run in the folder; False starts again. watch: called with each measured record. reference_run: the folder of
+    an earlier run with a bf16 side, whose answers all sides are compared with. settings: fields of schema.BenchConfig, which
+    has their defaults: warmup, runs, n, seed, prefix_cache, reference (default: the first backend), timeout_s, with_memory,
+    budget_s, stop_early.
 
     Raises UsageError (bad arguments, a folder with another benchmark), ServerError (a server does not answer).
     """
     loaded = [w if isinstance(w, Workload) else judge.load_workloads([w])[0] for w in workloads]
     levels = [concurrency] if isinstance(concurrency, int) else list(concurrency)
+    loads = [*(Load(level) for level in levels), *(Load(0, rate) for rate in rates)]
+    used = [load for load in loads if any(applies(load, w) for w in loaded)]
+    used += [Load(0, None, speed) for speed in trace_speeds if any(w.has_arrivals for w in loaded)]
     config = BenchConfig(
-        backends=[BackendSettings(name=b.name, model=b.model, source=_plain(b.meta.get("source"))) for b in backends],
-        loads=[*(Load(level) for level in levels), *(Load(0, rate) for rate in rates)],
+        backends=[_settings(b) for b in backends],
+        loads=used,
         workloads={w.name: workload_settings(w) for w in loaded},
         **settings,
     )
-    _check(config)
+    _check(config, loaded)
     config.reference = config.reference or backends[0].name
     run_dir = None if reference_run is None else Path(reference_run)
     return execute(config, backends, loaded, Path(output), resume, progress, watch or (lambda record: None), run_dir)
@@ -107,11 +114,16 @@ def execute(
     return bench
 
 
+def _settings(backend: Backend) -> BackendSettings:
+    source = _plain(backend.meta.get("source"))
+    return BackendSettings(name=backend.name, model=backend.model, source=source, endpoint=backend.endpoint)
+
+
 def _plain(source: Any) -> str | int | float | bool | None:
     return source if isinstance(source, (int, float, type(None))) else str(source)[:1000]
 
 
-def _check(config: BenchConfig) -> None:
+def _check(config: BenchConfig, workloads: Sequence[Workload]) -> None:
     names = [b.name for b in config.backends]
     if not names:
         raise UsageError("no backend to measure", "give at least one: --backend-a NAME URL")
@@ -126,6 +138,13 @@ def _check(config: BenchConfig) -> None:
         )
     if not config.loads:
         raise UsageError("no load to measure under", "give a concurrency or a rate")
+    for backend in config.backends:
+        endpoint = endpoints.ENDPOINTS[backend.endpoint]
+        if not endpoint.with_tools and (tools := [w.name for w in workloads if any(w.tools_for(c) for c in w.cases)]):
+            raise UsageError(
+                f"backend {backend.name!r}: the {backend.endpoint} endpoint cannot offer tools, and {tools[0]} has some",
+                "choose --workloads without tools, or another endpoint",
+            )
     if config.prefix_cache not in ("warm", "off"):
         raise UsageError(f"prefix_cache must be 'warm' or 'off', got {config.prefix_cache!r}")
     if config.stop_early and len(config.loads) > 1:

@@ -14,6 +14,9 @@ from annie_quant.cli import tables
 from annie_quant.cli.common import console, emit, json_option, persona_option, workloads_option
 from annie_quant.errors import UsageError
 
+ENDPOINTS = ("chat", "completions", "responses", "messages", "ollama")  # annie_quant.bench.endpoints, not imported here
+MOST_CONVERSATIONS = 10_000
+
 
 @click.command()
 @click.option("--backend-a", nargs=2, required=True, metavar="NAME URL")
@@ -43,6 +46,22 @@ from annie_quant.errors import UsageError
     type=click.Path(path_type=Path),
     help="An earlier run with a side named bf16: all sides are compared with its answers.",
 )
+@click.option(
+    "--replay",
+    "logs",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="Chat logs: their conversations, turn by turn, with the logged results of tools; repeatable.",
+)
+@click.option(
+    "--trace",
+    type=click.Path(path_type=Path),
+    help="A Mooncake trace, or a log with times: its requests, arriving when they did.",
+)
+@click.option("--trace-speed", default="1", show_default=True, help='How many times as fast the trace runs: "1,4".')
+@click.option("--trace-n", type=click.IntRange(1), default=200, show_default=True, help="Requests of the trace.")
+@click.option("--endpoint-a", default="chat", show_default=True, type=click.Choice(ENDPOINTS), help="API of backend A.")
+@click.option("--endpoint-b", default="chat", show_default=True, type=click.Choice(ENDPOINTS), help="API of backend B.")
 @click.option("--key-env", metavar="NAME", help="Environment variable with the API key of both servers.")
 @click.option("--seed", default=0, show_default=True)
 @click.option(
@@ -62,6 +81,12 @@ def bench(
     concurrency: str,
     rate: str,
     stored: Path | None,
+    logs: tuple[Path, ...],
+    trace: Path | None,
+    trace_speed: str,
+    trace_n: int,
+    endpoint_a: str,
+    endpoint_b: str,
     key_env: str | None,
     output: Path,
     as_json: bool,
@@ -73,6 +98,7 @@ def bench(
     need no labels (same_tool ...). Exit code 1 if the candidate loses a gate or is fragile.
     """
     from annie_quant import bench as timing
+    from annie_quant.bench import traces
     from annie_quant.bench.progress_table import ProgressTable
     from annie_quant.data.resolve import resolve
     from annie_quant.pipeline.run_directory import RunDirectory
@@ -83,10 +109,21 @@ def bench(
     if stored and not (stored / "bench.json").is_file():
         raise UsageError(f"--watch {stored}: it has no bench.json", "pass the folder of a finished annie-quant bench")
     headers = timing.key_headers(key_env)
-    backends = [timing.Backend(name, url, headers=headers) for name, url in filter(None, sides)]
-    chosen = resolve(persona, workloads)
+    endpoints = (endpoint_a, endpoint_a if aa else endpoint_b)
+    backends = [
+        timing.Backend(*side, headers=headers, endpoint=endpoint)
+        for side, endpoint in zip(sides, endpoints, strict=True)
+        if side
+    ]
+    only_logs = (logs or trace) and not persona and not workloads
+    chosen = [] if only_logs else resolve(persona, workloads)
     if n:
         chosen = annie_quant.judge.sample(chosen, n, settings["seed"])
+    if logs:
+        chosen.append(traces.replay(logs, n or MOST_CONVERSATIONS, settings["seed"]))
+    if trace:
+        chosen.append(traces.trace(trace, trace_n))
+        settings["trace_speeds"] = numbers(trace_speed, float)
     settings["concurrency"], settings["rates"] = numbers(concurrency, int), numbers(rate, float)
     directory, table = RunDirectory(output), ProgressTable([b.name for b in backends])
     with directory.locked():

@@ -92,6 +92,7 @@ def _checked(document: WorkloadFile, where: str, sha256: str, path: str) -> Work
         path=path,
         default=document.default,
         extra=extra,
+        context=document.context,
     )
 
 
@@ -113,6 +114,9 @@ def _case(where: str, case: CaseFile, own_tools: list[dict[str, Any]]) -> Case:
         turns=tuple(case.turns or ()),
         expect=case.expect or {},
         tools=tuple(tools) if tools is not None else None,
+        system=case.system,
+        max_tokens=case.max_tokens,
+        arrival_s=case.arrival_s,
     )
 
 

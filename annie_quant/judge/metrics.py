@@ -15,6 +15,7 @@ METRICS: dict[str, Metric] = {
         Metric("ttft_tool_ms", "first_tool_ms", "ms", "tool call TTFT", in_verdict=True, user_latency=True),
         Metric("first_byte_ms", "first_byte_ms", "ms", "first byte", compared=False),
         Metric("itl_ms", "itl_ms", "ms", "ITL"),
+        Metric("itl_token_ms", "itl_token_ms", "ms", "ITL per token", server_counted=True),
         Metric("tpot_ms", "tpot_ms", "ms", "TPOT", server_counted=True, in_verdict=True),
         Metric("e2e_ms", "e2e_ms", "ms", "E2E latency", in_verdict=True, user_latency=True),
         Metric("decode_tok_s", "decode_tok_s", "tok/s", "decode speed", "higher", server_counted=True),
@@ -22,6 +23,7 @@ METRICS: dict[str, Metric] = {
             "completion_tokens", "completion_tokens", "tokens", "answer length", "neither", server_counted=True,
             in_verdict=True,
         ),
+        Metric("acceptance", "acceptance", "share", "draft acceptance", "higher"),
     )
 }  # fmt: skip
 COMPARED = tuple(metric.name for metric in METRICS.values() if metric.compared)

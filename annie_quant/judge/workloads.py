@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -9,7 +10,9 @@ from typing import Any
 
 from annie_quant.errors import UsageError
 from annie_quant.judge.answers import Answer
+from annie_quant.judge.context_text import blocks_text, context_text
 from annie_quant.persona import Persona, load_persona
+from annie_quant.schema import ContextFile
 
 Turn = (
     str | Mapping[str, Any]
@@ -24,7 +27,9 @@ RESERVED = ("model", "messages", "tools", "stream", "max_tokens", "temperature",
 class Case:
     """One prompt (`messages`) or conversation (`turns`); schema.CaseFile describes the fields.
 
-    reference: the bf16 model's own answer, for the gates that compare with it; None where there is none.
+    reference: the bf16 model's own answer, for the gates that compare with it; None where there is none. blocks: names of the
+    parts of a prompt that a trace only describes, of BLOCK_TOKENS tokens each, the last one shorter; prompt_tokens: of them all.
+    Equal names are equal text, so requests share prefixes as in the trace.
     """
 
     id: str
@@ -33,6 +38,11 @@ class Case:
     expect: Mapping[str, Any] = field(default_factory=dict)
     tools: tuple[Mapping[str, Any], ...] | None = None
     reference: Answer | None = None
+    system: str | None = None
+    max_tokens: int | None = None
+    arrival_s: float | None = None
+    blocks: tuple[str, ...] = ()
+    prompt_tokens: int = 0
 
     @property
     def n_turns(self) -> int:
@@ -64,6 +74,7 @@ class Workload:
     path: str = ""
     default: bool = True
     extra: Mapping[str, Any] = field(default_factory=dict)
+    context: ContextFile | None = None
 
     @cached_property
     def _persona(self) -> Persona | None:
@@ -84,12 +95,28 @@ class Workload:
             return list(self._persona.tools) or None if self._persona is not None else None
         return list(self.tools) if self.tools and not isinstance(self.tools, str) else None
 
-    def messages(self, case: Case, turn: int = 0, answers: Sequence[Mapping[str, Any]] = ()) -> list[dict[str, Any]]:
+    @property
+    def has_arrivals(self) -> bool:
+        """Whether the cases are a trace: requests with the times at which they arrive."""
+        return any(case.arrival_s is not None for case in self.cases)
+
+    def messages(
+        self, case: Case, turn: int = 0, answers: Sequence[Mapping[str, Any]] = (), unique: str = ""
+    ) -> list[dict[str, Any]]:
         """Return the conversation up to and including the user's message of `turn` (from 0).
 
-        answers: the model's own earlier answers, one assistant message per finished turn.
+        answers: the model's own earlier answers, one assistant message per finished turn. unique: a text of this conversation
+        alone, which a context with prefix "miss" starts with.
         """
-        head = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
+        system = self.system_prompt if case.system is None else case.system
+        if case.blocks:
+            words_per_token = (self.context or ContextFile(tokens=0)).words_per_token
+            return [{"role": "user", "content": blocks_text(case.blocks, case.prompt_tokens, words_per_token, unique)}]
+        if self.context is not None:
+            words = round(self.context.tokens * self.context.words_per_token)
+            text = context_text(words, unique if self.context.prefix == "miss" else "")
+            system = "\n\n".join(part for part in (text, system) if part)
+        head = [{"role": "system", "content": system}] if system else []
         if not case.turns:
             own_system = bool(case.messages) and case.messages[0].get("role") == "system"
             return ([] if own_system else head) + [dict(m) for m in case.messages]
@@ -115,15 +142,16 @@ class Workload:
         turn: int = 0,
         answers: Sequence[Mapping[str, Any]] = (),
         model: str | None = None,
+        unique: str = "",
     ) -> dict[str, Any]:
-        """Return the body of one /v1/chat/completions request; `enable_thinking` is always set (R34)."""
+        """Return the body of one /v1/chat/completions request; `enable_thinking` is always set (R34). unique: see `messages`."""
         body: dict[str, Any] = {"model": model} if model else {}
-        body["messages"] = self.messages(case, turn, answers)
+        body["messages"] = self.messages(case, turn, answers, unique)
         tools = self.tools_for(case)
         if tools:
             body |= {"tools": tools, "tool_choice": "auto"}
         body |= {
-            "max_tokens": self.max_tokens,
+            "max_tokens": case.max_tokens or self.max_tokens,
             "temperature": self.temperature,
             "stream": True,
             "stream_options": {"include_usage": True},
@@ -137,6 +165,11 @@ class Workload:
         return [self.request(case, turn, answers, model) for turn in range(known)]
 
 
+def _json_text(arguments: Any) -> str:
+    """Return a call's arguments as requests have them: vLLM refuses an object."""
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
 def with_results(history: Sequence[Mapping[str, Any]], results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return a conversation whose last message is the model's answer, followed by the recorded results of its calls.
 
@@ -148,7 +181,8 @@ def with_results(history: Sequence[Mapping[str, Any]], results: Sequence[Mapping
     calls = [dict(call) for call in last.get("tool_calls") or ()]
     if not calls:
         calls = [
-            {"type": "function", "function": {"name": r["name"], "arguments": r.get("arguments", {})}} for r in results
+            {"type": "function", "function": {"name": r["name"], "arguments": _json_text(r.get("arguments") or {})}}
+            for r in results
         ]
         last = {"role": "assistant", "content": ""}
     left = list(results)

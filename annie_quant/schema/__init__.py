@@ -105,4 +105,4 @@ from annie_quant.schema.statistics import (
     VarianceComponent,
     WorkloadSummary,
 )
-from annie_quant.schema.workloads import CaseFile, Expect, WorkloadFile
+from annie_quant.schema.workloads import CaseFile, ContextFile, Expect, WorkloadFile

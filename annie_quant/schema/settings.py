@@ -9,14 +9,16 @@ from msgspec import field
 
 from annie_quant.schema.limits import JsonScalar
 from annie_quant.schema.records import Load
+from annie_quant.schema.workloads import ContextFile
 
 
 class BackendSettings(msgspec.Struct, kw_only=True):
-    """A backend as a benchmark was asked to measure it. source: hash or name of the fine-tuned weights."""
+    """A backend as a benchmark was asked to measure it. source: hash or name of the fine-tuned weights. endpoint: the API."""
 
     name: str
     model: str | None = None
     source: JsonScalar = None
+    endpoint: str = "chat"
 
 
 class WorkloadSettings(msgspec.Struct, kw_only=True):
@@ -80,6 +82,11 @@ class AskedCase(msgspec.Struct, kw_only=True):
     turns: list[str | dict[str, Any]] = []
     expect: dict[str, Any] = {}
     tools: list[dict[str, Any]] | None = None
+    system: str | None = None
+    max_tokens: int | None = None
+    arrival_s: float | None = None
+    blocks: list[str] = []
+    prompt_tokens: int = 0
 
 
 class AskedWorkload(msgspec.Struct, kw_only=True):
@@ -93,6 +100,7 @@ class AskedWorkload(msgspec.Struct, kw_only=True):
     max_tokens: int = 0
     temperature: float = 0.0
     gates: list[str] = []
+    context: ContextFile | None = None
     cases: list[AskedCase] = []
 
 

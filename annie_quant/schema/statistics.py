@@ -199,10 +199,12 @@ class WorkloadSummary(msgspec.Struct, kw_only=True, omit_defaults=True):
     ttft_tool_ms: MetricSummary | None = None
     first_byte_ms: MetricSummary | None = None
     itl_ms: MetricSummary | None = None
+    itl_token_ms: MetricSummary | None = None
     tpot_ms: MetricSummary | None = None
     e2e_ms: MetricSummary | None = None
     decode_tok_s: MetricSummary | None = None
     completion_tokens: MetricSummary | None = None
+    acceptance: MetricSummary | None = None
 
     def metrics(self) -> Iterator[tuple[str, MetricSummary]]:
         """(name, summary) of each metric that has values."""

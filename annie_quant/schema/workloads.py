@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 
 class Logged(msgspec.Struct, kw_only=True):
@@ -34,7 +35,8 @@ class CaseFile(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     expect: {"contains": [...]}, {"tool": name, "arguments": {...}}, {"calls": [...]}, {"no_tool": true} or {}; of a
     conversation also {"turns": [...]}, one of these per turn. tools: tools of its own instead of the workload's; a number N
-    means the workload's first N.
+    means the workload's first N. system: instead of the workload's system prompt. max_tokens: instead of the workload's.
+    arrival_s: when a trace has the request, in seconds after its first one.
     """
 
     id: str | int
@@ -42,6 +44,22 @@ class CaseFile(msgspec.Struct, kw_only=True, omit_defaults=True):
     turns: Sequence[str | Mapping[str, Any]] | None = None
     expect: dict[str, Any] | None = None
     tools: int | list[dict[str, Any]] | None = None
+    system: str | None = None
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    arrival_s: Annotated[float, Meta(ge=0)] | None = None
+
+
+class ContextFile(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """Text that comes before everything else of a prompt, so that the answer is decoded at a depth (judge/context_text.py).
+
+    tokens: about how many; usage.prompt_tokens has the true depth. prefix: "miss": each prompt starts with a different text, so
+    that no server can reuse an earlier one; "hit": all prompts start with the same text, and warm-ups have sent it before.
+    words_per_token: of the model's tokenizer over this text; a benchmark measures it first (bench/context_size.py).
+    """
+
+    tokens: Annotated[int, Meta(ge=0, le=1 << 20)]
+    prefix: Literal["hit", "miss"] = "miss"
+    words_per_token: Annotated[float, Meta(gt=0, le=2)] = 0.75
 
 
 class WorkloadFile(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -49,7 +67,7 @@ class WorkloadFile(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omi
 
     persona: a built-in persona, or a file or folder relative to this file ("..", "./mine.json"); None: no system prompt.
     tools: OpenAI function tools, or "persona" for those of the persona. default: whether it is used where no workloads are
-    named. extra: further fields of each request's body.
+    named. extra: further fields of each request's body. context: text before each prompt.
     """
 
     name: str
@@ -63,4 +81,5 @@ class WorkloadFile(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omi
     temperature: float = 0.0
     gates: list[str]
     extra: dict[str, Any] | None = None
+    context: ContextFile | None = None
     cases: list[CaseFile]

@@ -1,4 +1,4 @@
-"""Decoding the events of an OpenAI-compatible server's stream: its text, its tool calls and the times of its tokens.
+"""Decoding the events of a server's stream: its text, its tool calls and the times of its tokens.
 
 Times are milliseconds after the request was handed to its connection:
     first_byte_ms       first byte of the answer, in its status line
@@ -10,35 +10,28 @@ Times are milliseconds after the request was handed to its connection:
 A first chunk with only a role, an empty string and the usage chunk are events, not tokens.
 itl_ms: gaps between events with tokens. tpot_ms: (last - first token) / (n - 1), n from the server's own count.
 
-Dialects: vLLM (delta.reasoning), older vLLM and llama.cpp (delta.reasoning_content), completions (choices.text).
+APIs, one module each: chat completions and completions (chat_chunks), OpenAI's responses (responses_chunks), Anthropic's
+messages (messages_chunks), Ollama's own (ollama_chunks). All give the same record.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
-from annie_quant.printable import printable
-from annie_quant.stream import errors
+from annie_quant.stream import chat_chunks, errors, messages_chunks, ollama_chunks, responses_chunks
+from annie_quant.stream.answer import MAX_NAME, Answer, Frame, ToolCall, usage_as_chat
 from annie_quant.stream.sentence import first_sentence_ns
-from annie_quant.untrusted import decode_json, integer, limited
+from annie_quant.untrusted import decode_json, integer
+
+__all__ = ["MAX_NAME", "Answer", "Frame", "TokenTimes", "ToolCall", "read_answer", "token_times"]
 
 DATA, DONE, SILENT, TAIL, BODY = 1, 2, 3, 4, 5  # sse_kind (csrc/stream/sse.h)
 MERGED, NAMED, COMMENT = 1, 2, 4  # sse_flag
-MAX_TOOL_CALLS = 1000
-MAX_NAME = 200  # characters of an id, a name, a reason
-
-
-class ToolCall(msgspec.Struct):
-    """A tool call that is assembled from its pieces. arguments: JSON text."""
-
-    id: str | None = None
-    name: str = ""
-    arguments: str = ""
+LEAST_EVENTS = 8  # of an answer whose tokens per event are reported
 
 
 class TokenTimes(msgspec.Struct):
@@ -57,55 +50,17 @@ class TokenTimes(msgspec.Struct):
     completion_tokens: int
     tokens_estimated: bool  # counted from events, because the server reported no count
     merged_reads: int  # network reads with more than one event that has tokens
-
-
-@dataclass(slots=True)
-class Frame:
-    """One event: its stamp on the chosen clock, kind and flags of sse.h, the number of its network read, its bytes."""
-
-    stamp_ns: int
-    kind: int
-    flags: int
-    read: int
-    raw: bytes
-    data: bytes
-
-
-@dataclass
-class Answer:
-    """The decoded content of one request's frames. Stamps are None for what was not received."""
-
-    text: list[str] = field(default_factory=list)
-    reasoning: list[str] = field(default_factory=list)
-    calls: dict[int, ToolCall] = field(default_factory=dict)
-    arguments: dict[int, list[str]] = field(default_factory=dict)  # pieces of each call's arguments
-    finish_reason: str | None = None
-    usage: dict[str, Any] | None = None
-    server_timings: dict[str, Any] | None = None
-    model: str | None = None
-    first: dict[str, int] = field(default_factory=dict)  # event, reasoning, content, tool
-    token_stamps: list[int] = field(default_factory=list)
-    pieces: list[tuple[int, str]] = field(default_factory=list)  # content, for the first sentence
-    done_ns: int | None = None
-    merged_reads: int = 0
-    fault: tuple[str, str] | None = None
-    warnings: list[str] = field(default_factory=list)
-    _read: int = -1
-    _read_merged: bool = False
-
-    def fail(self, cause: str, message: str) -> None:
-        self.fault = self.fault or (cause, message)
-
-    def warn(self, message: str) -> None:
-        if message not in self.warnings:
-            self.warnings.append(message)
-
-    def token(self, frame: Frame) -> None:
-        if frame.read == self._read and not self._read_merged:
-            self.merged_reads += 1
-        self._read_merged = frame.read == self._read
-        self._read = frame.read
-        self.token_stamps.append(frame.stamp_ns)
+    token_events: int
+    tokens_per_event: (
+        float | None
+    )  # None: the server reported no count, or the answer has fewer than LEAST_EVENTS events
+    event_tokens: list[
+        int
+    ]  # tokens of each of these events but the first, where events have the server's count; else []
+    cached_tokens: int | None  # prompt tokens that the server took from its prefix cache; None: not reported
+    drafted_tokens: float | None  # by a speculative decoder for this request; None: not reported
+    accepted_tokens: float | None
+    acceptance_source: str | None  # "timings": llama.cpp's
 
 
 def field_lines(raw: bytes) -> Iterator[tuple[bytes, bytes]]:
@@ -133,31 +88,37 @@ def read_answer(frames: Iterable[Frame]) -> Answer:
         if frame.kind in (SILENT, BODY):
             continue
         if frame.kind == TAIL:
-            _tail(answer, frame)
+            _tail(answer, frame, count + 1)
             continue
         answer.first.setdefault("event", frame.stamp_ns)
         count += 1
         if frame.kind == DONE:
-            answer.done_ns = frame.stamp_ns
+            answer.done_ns = answer.done_ns or frame.stamp_ns
         elif answer.done_ns is not None:
-            answer.warn("events were received after [DONE]")
+            answer.warn("events were received after the end of the answer")
         else:
             _event(answer, frame, count)
     for index, pieces in answer.arguments.items():
         answer.calls[index].arguments = "".join(pieces)
+    answer.usage = usage_as_chat(answer.usage)
     return answer
 
 
-def _tail(answer: Answer, frame: Frame) -> None:
+def _tail(answer: Answer, frame: Frame, number: int) -> None:
     if frame.data.strip() == b"[DONE]":
         answer.first.setdefault("event", frame.stamp_ns)
         answer.done_ns = frame.stamp_ns
         answer.warn("[DONE] was received without its blank line")
+    elif frame.data.startswith(b"{") and frame.data.endswith(b"}") and frame.raw.strip() == frame.data:
+        answer.first.setdefault("event", frame.stamp_ns)  # newline-delimited JSON: the last line end may be missing
+        _event(answer, frame, number)
     else:
         answer.warn(f"the stream ended inside an event ({len(frame.raw)} bytes left)")
 
 
 def _event(answer: Answer, frame: Frame, number: int) -> None:
+    if not frame.flags & NAMED and chat_chunks.read_text_chunk(answer, frame):
+        return
     try:
         chunk = decode_json(frame.data)
     except ValueError:
@@ -179,93 +140,12 @@ def _event(answer: Answer, frame: Frame, number: int) -> None:
 
 
 def _chunk(answer: Answer, chunk: dict[str, Any], frame: Frame) -> None:
-    answer.usage = limited(_object(chunk, "usage")) or answer.usage
-    answer.server_timings = limited(_object(chunk, "timings")) or answer.server_timings
-    answer.model = answer.model or _name(chunk, "model")
-    has_token = False
-    for choice in _objects(chunk, "choices"):
-        if choice.get("index"):
-            answer.warn("more than one choice was received: only the first is read")
-            continue
-        answer.finish_reason = _name(choice, "finish_reason") or answer.finish_reason
-        has_token |= _delta(answer, choice, frame.stamp_ns)
-    if has_token:
-        answer.token(frame)
-
-
-def _delta(answer: Answer, choice: dict[str, Any], stamp: int) -> bool:
-    delta = _object(choice, "delta")
-    reasoning = _text(delta.get("reasoning") or delta.get("reasoning_content"))
-    content = _text(delta.get("content") or choice.get("text"))
-    if reasoning:
-        answer.first.setdefault("reasoning", stamp)
-        answer.reasoning.append(reasoning)
-    if content:
-        answer.first.setdefault("content", stamp)
-        answer.text.append(content)
-        answer.pieces.append((stamp, content))
-    tools = _objects(delta, "tool_calls")
-    if not tools and delta.get("function_call"):
-        tools = [{"function": delta["function_call"]}]
-    called = [_tool(answer, piece) for piece in tools]
-    if any(called):
-        answer.first.setdefault("tool", stamp)
-    return bool(reasoning or content or any(called))
-
-
-def _tool(answer: Answer, piece: dict[str, Any]) -> bool:
-    """Add one piece of a tool call. Returns whether it had any content."""
-    index, call_id, function = integer(piece.get("index")), _name(piece, "id"), _object(piece, "function")
-    if index is None:  # some servers omit it: an id begins a new call
-        index = len(answer.calls) if call_id or not answer.calls else len(answer.calls) - 1
-    if index not in answer.calls and len(answer.calls) >= MAX_TOOL_CALLS:
-        raise ValueError(f"more than {MAX_TOOL_CALLS} tool calls")
-    call = answer.calls.setdefault(index, ToolCall())
-    name, arguments = _name(function, "name"), function.get("arguments")
-    if isinstance(arguments, dict):
-        arguments = msgspec.json.encode(arguments).decode()
-    call.id = call.id or call_id
-    call.name = call.name or name or ""
-    if text := _text(arguments):
-        answer.arguments.setdefault(index, []).append(text)
-    return bool(call_id or name or arguments)
-
-
-def _text(value: Any) -> str:
-    """Return the text of a string or of OpenAI's list of parts; "" for any other value."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, list):
-        return "".join(part["text"] for part in value if isinstance(part, dict) and isinstance(part.get("text"), str))
-    return ""
-
-
-def _object(parent: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return a field that is an object; {} if it is missing or null. Raises ValueError for any other type."""
-    value = parent.get(name)
-    if value is None or isinstance(value, dict):
-        return value or {}
-    raise ValueError(f"{name} is not an object: {printable(str(value)[:200], 60)}")
-
-
-def _objects(parent: dict[str, Any], name: str) -> list[dict[str, Any]]:
-    """Return a field that is a list of objects, as `_object` does."""
-    value = parent.get(name)
-    if value is None:
-        return []
-    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-        raise ValueError(f"{name} is not a list of objects: {printable(str(value)[:200], 60)}")
-    return value
-
-
-def _name(parent: dict[str, Any], name: str) -> str | None:
-    """Return a field that is a short text: an id, a name, a reason. Numbers are read as text."""
-    value = parent.get(name)
-    if value is None:
-        return None
-    if not isinstance(value, (str, int)) or isinstance(value, bool):
-        raise ValueError(f"{name} is not text: {printable(str(value)[:200], 60)}")
-    return str(value)[:MAX_NAME]
+    """Add one event, in the form of the API that it is of: each form is recognised by its own fields."""
+    for api in (responses_chunks, messages_chunks, ollama_chunks):
+        if api.is_event(chunk):
+            api.read_event(answer, chunk, frame)
+            return
+    chat_chunks.read_chunk(answer, chunk, frame)
 
 
 def token_times(answer: Answer, started_ns: int) -> TokenTimes:
@@ -277,6 +157,7 @@ def token_times(answer: Answer, started_ns: int) -> TokenTimes:
     stamps = answer.token_stamps
     reported = reported_tokens(answer)
     tokens = len(stamps) if reported is None else reported
+    drafted, accepted = draft_tokens(answer)
     tpot = (stamps[-1] - stamps[0]) / 1e6 / (tokens - 1) if len(stamps) > 1 and tokens > 1 else None
     return TokenTimes(
         first_event_ms=ms(answer.first.get("event")),
@@ -292,7 +173,50 @@ def token_times(answer: Answer, started_ns: int) -> TokenTimes:
         completion_tokens=tokens,
         tokens_estimated=reported is None,
         merged_reads=answer.merged_reads,
+        token_events=len(stamps),
+        tokens_per_event=None if reported is None or len(stamps) < LEAST_EVENTS else reported / len(stamps),
+        event_tokens=_event_tokens(answer.token_counts),
+        cached_tokens=cached_tokens(answer),
+        drafted_tokens=drafted,
+        accepted_tokens=accepted,
+        acceptance_source=None if drafted is None else "timings",
     )
+
+
+def _event_tokens(counts: list[int | None]) -> list[int]:
+    """Return how many tokens each event after the first has, from running counts; [] unless every event has a count."""
+    known = [n for n in counts if n is not None]
+    gains = [b - a for a, b in itertools.pairwise(known)]
+    return gains if len(known) == len(counts) and all(gain >= 0 for gain in gains) else []
+
+
+def cached_tokens(answer: Answer) -> int | None:
+    """Return the prompt tokens that the server took from its prefix cache, from usage or from llama.cpp's timings.
+
+    None where it did not report them, and, with a warning, where the figure cannot be: more than the prompt has, or not what
+    llama.cpp's count of processed tokens leaves of the prompt.
+    """
+    usage, timings = answer.usage or {}, answer.server_timings or {}
+    details = usage.get("prompt_tokens_details")
+    cached = integer(details.get("cached_tokens")) if isinstance(details, dict) else None
+    in_cache, processed = integer(timings.get("cache_n")), integer(timings.get("prompt_n"))
+    cached = in_cache if cached is None else cached
+    prompt = integer(usage.get("prompt_tokens"))
+    if cached is None or prompt is None:
+        return cached
+    if cached > prompt or (in_cache is not None and processed is not None and cached + processed > prompt + 1):
+        answer.warn(f"cached_tokens is not believed: {cached} of {prompt} prompt tokens, {processed} of them processed")
+        return None
+    return cached
+
+
+def draft_tokens(answer: Answer) -> tuple[float, float] | tuple[None, None]:
+    """Return (drafted, accepted) tokens of a speculative decoder, as llama.cpp's timings have them; (None, None): unknown."""
+    timings = answer.server_timings or {}
+    drafted, accepted = integer(timings.get("draft_n")), integer(timings.get("draft_n_accepted"))
+    if drafted is None or accepted is None or accepted > drafted:
+        return None, None
+    return float(drafted), float(accepted)
 
 
 def reported_tokens(answer: Answer) -> int | None:

@@ -111,7 +111,7 @@ def error_in(value: Any) -> str | None:
     if isinstance(error, dict):
         error = error.get("message") or error.get("type") or error
     elif error is None and "choices" not in value:
-        error = value.get("message")
+        error = value["message"] if isinstance(value.get("message"), str) else None  # an object: an API's own event
     if error is None:
         return None
     text = error if isinstance(error, str) else msgspec.json.encode(limited(error)).decode()

@@ -177,6 +177,6 @@ def _find_fault(timings: Timings, answer: decode.Answer, request: int, body: byt
     elif "event" not in answer.first:
         answer.fail("no_events", f"the stream has no event ({len(body)} bytes)")
     elif not ended and answer.finish_reason is None:
-        answer.fail("truncated", "the stream ended early: neither [DONE] nor a finish reason was received")
+        answer.fail("truncated", "the stream ended early: neither its end mark nor a finish reason was received")
     elif not ended:
         answer.warn("[DONE] was not received")

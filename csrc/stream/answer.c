@@ -116,10 +116,11 @@ static bool is_type(const char *type, const char *expected)
     return type && strncasecmp(type, expected, strlen(expected)) == 0;
 }
 
-/* Servers are lenient about the content type of an event stream, but not about that of an error page. */
+/* Servers are lenient about the content type of an event stream, but not about that of an error page or of newline-delimited JSON. */
 void answer_begin_body(struct transfer *t, int status, const char *type)
 {
     t->status = status;
+    t->framer.lines = is_type(type, "application/x-ndjson") || is_type(type, "application/ndjson") || is_type(type, "application/jsonl");
     t->event_stream = status >= 200 && status < 300 && !is_type(type, "application/json") && !is_type(type, "text/html");
     t->body_began = true;
 }

@@ -200,13 +200,21 @@ def test_a_prompt_that_is_not_chatml_is_named():
     assert list(ServerLog().add("nothing here")) == []
 
 
+def test_a_conversation_over_the_limit_is_counted_with_its_place(tmp_path):
+    rows = [{"messages": [USER]}, {"messages": [USER, {"role": "user", "content": "x" * 70_000}]}]
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    problems = Problems()
+    assert len(list(read_logs([tmp_path / "log.jsonl"], problems))) == 1
+    assert list(problems.lines()) == ["1 × longer than 60,000 characters (first: log.jsonl, line 2)"]
+    assert len(list(read_logs([tmp_path / "log.jsonl"], most_characters=80_000))) == 2
+
+
 @pytest.mark.parametrize(
     ("record", "reason"),
     [
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "an image"),
         ({"messages": [{"role": "alien", "content": "x"}]}, "unknown role 'alien'"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, "no user message"),
-        ({"messages": [USER, {"role": "user", "content": "x" * 70_000}]}, "longer than"),
         ({"text": "plain"}, "no messages"),
         ({"messages": [USER, {"role": "tool", "content": "r"}]}, "a tool result without a call"),
         ({"messages": [USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{a"}}]}]},

@@ -287,19 +287,20 @@ def tiny_recording() -> bytes:
 
 
 def chunks(raw: bytes) -> None:
-    """A stream's events from any server: there is always a record, text fields are text."""
+    """A stream's events from any server, as server-sent events and as lines: there is always a record, text fields are text."""
     from annie_quant import _stream as native
     from annie_quant.stream import decode
 
-    frames = []
-    for kind, flags, lines, start, size, frame in native.cut((raw,), 1 << 20):
-        data = frame[start : start + size] if lines <= 1 else decode.joined_data(frame, start)
-        frames.append(decode.Frame(len(frames) + 1, kind, flags, 0, frame, data))
-    answer = decode.read_answer(frames)
-    assert all(isinstance(t, str) for t in (*answer.text, *answer.reasoning))
-    calls = [[c.id, c.name, c.arguments] for c in answer.calls.values()]
-    json.dumps([calls, answer.usage, answer.server_timings, answer.model, answer.warnings])
-    decode.token_times(answer, 0)
+    for as_lines in (False, True):
+        frames = []
+        for kind, flags, lines, start, size, frame in native.cut((raw,), 1 << 20, as_lines):
+            data = frame[start : start + size] if lines <= 1 else decode.joined_data(frame, start)
+            frames.append(decode.Frame(len(frames) + 1, kind, flags, 0, frame, data))
+        answer = decode.read_answer(frames)
+        assert all(isinstance(t, str) for t in (*answer.text, *answer.reasoning))
+        calls = [[c.id, c.name, c.arguments] for c in answer.calls.values()]
+        json.dumps([calls, answer.usage, answer.server_timings, answer.model, answer.warnings])
+        decode.token_times(answer, 0)
 
 
 def chunk_seeds() -> Iterable[bytes]:
@@ -320,6 +321,27 @@ def chunk_seeds() -> Iterable[bytes]:
         "".join(f"data: {json.dumps(r)}\r\n\r\n" for r in rows[:5]).encode()
         + b": ping\n\nevent: error\ndata: x\ndata: y\n\n"
     )
+    usage = {"input_tokens": 9, "output_tokens": 3, "cache_read_input_tokens": 2}
+    events: list[dict] = [
+        {"type": "message_start", "message": {"model": "m", "usage": usage}},
+        {
+            "type": "content_block_start",
+            "index": 0,
+            "content_block": {"type": "tool_use", "id": "t", "name": "f", "input": {}},
+        },
+        {"type": "content_block_delta", "index": 0, "delta": {"type": "input_json_delta", "partial_json": "{}"}},
+        {"type": "message_delta", "delta": {"stop_reason": "tool_use"}, "usage": usage},
+        {"type": "message_stop"},
+        {"type": "response.output_item.added", "output_index": 1, "item": {"type": "function_call", "name": "f"}},
+        {"type": "response.output_text.delta", "delta": "a"},
+        {"type": "response.completed", "response": {"usage": usage, "status": "completed"}},
+        {"type": "response.failed", "response": {"error": {"message": "m"}}},
+        {"message": {"content": "a", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}, "done": False},
+        {"response": "a", "done": True, "eval_count": 3, "eval_duration": 9, "done_reason": "length"},
+    ]
+    for event in events:
+        yield f"event: x\ndata: {json.dumps(event)}\n\n".encode()
+        yield f"{json.dumps(event)}\n".encode()
 
 
 def server_log(raw: bytes) -> None:

@@ -31,6 +31,8 @@ class Script:
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     break_after: int | None = None  # events, then the connection is cut
+    cached_tokens: int | None = None
+    timings: dict[str, Any] = field(default_factory=dict)  # further fields of llama.cpp's
 
 
 def words(text: str, **more: Any) -> Script:
@@ -51,6 +53,8 @@ class FakeServer:
         self.answer, self.style, self.model, self.props = answer, style, model, props
         self.model_meta = model_meta or {}
         self.bodies: list[dict] = []
+        self.generated = 0
+        self.metrics: Callable[[], str] | None = None  # the page /metrics
         self.dead = False
         self.in_flight = self.most_in_flight = 0
 
@@ -79,6 +83,7 @@ class FakeServer:
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/props", self._props)
         app.router.add_get("/version", self._version)
+        app.router.add_get("/metrics", self._metrics)
 
         async def start() -> None:
             self.runner = web.AppRunner(app, shutdown_timeout=0.1)
@@ -118,6 +123,9 @@ class FakeServer:
             return web.json_response({"error": {"code": 404}}, status=404)
         return web.json_response({"version": "0.32.0"})
 
+    async def _metrics(self, request: web.Request) -> web.Response:
+        return web.Response(text=self.metrics()) if self.metrics else web.Response(status=404)
+
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.bodies.append(body)
@@ -154,6 +162,11 @@ class FakeServer:
             }
             if self.style == "llama.cpp":
                 last["timings"] = {"prompt_n": prompt, "prompt_ms": 1.0, "predicted_n": tokens, "predicted_ms": 1.0}
+                last["timings"]["prompt_n"] -= script.cached_tokens or 0
+                last["timings"] |= script.timings
+            if script.cached_tokens is not None:
+                last["usage"]["prompt_tokens_details"] = {"cached_tokens": script.cached_tokens}
+            self.generated += tokens
             await self._send(reply, last)
         await reply.write(b"data: [DONE]\n\n")
         await reply.write_eof()

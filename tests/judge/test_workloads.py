@@ -125,3 +125,44 @@ def test_the_built_in_workloads_are_complete():
         assert workload.request(workload.cases[0], 0)["messages"][-1]["role"] == "user"
     talk = next(w for w in shipped if w.name == "multi_turn")
     assert all(c.n_turns == 5 for c in talk.cases)
+
+
+def test_calls_that_a_conversation_supplies_have_arguments_as_text():
+    """As vLLM requires them: it answers an object with HTTP 400."""
+    results = {"results": [{"name": "find", "arguments": {"q": "é"}, "content": "It walks."}]}
+    workload = build_workload(
+        {"name": "w", "max_tokens": 9, "gates": [], "cases": [{"id": "a", "turns": ["Hi", results]}]}
+    )
+    messages = workload.messages(workload.cases[0], 1, [{"role": "assistant", "content": "No call."}])
+    assert messages[1]["tool_calls"][0]["function"] == {"name": "find", "arguments": '{"q": "é"}'}
+
+
+def test_a_context_comes_before_the_system_prompt_and_is_unique_where_it_must_miss():
+    data = {
+        "name": "w",
+        "max_tokens": 9,
+        "gates": [],
+        "system": "You are Annie.",
+        "cases": [{"id": "a", "turns": ["Hi"]}],
+    }
+    texts = {}
+    for prefix in ("hit", "miss"):
+        workload = build_workload(data | {"context": {"tokens": 400, "prefix": prefix}})
+        texts[prefix] = [workload.messages(workload.cases[0], unique=u)[0]["content"] for u in ("1", "2")]
+    assert texts["hit"][0] == texts["hit"][1] and texts["hit"][0].endswith("\n\nYou are Annie.")
+    assert texts["miss"] == [f"Note {u}.\n{texts['hit'][0]}" for u in "12"]
+    assert len(texts["hit"][0].split()) == 300 + 3, "400 tokens at 0.75 words each, and the prompt"
+    with pytest.raises(UsageError, match="context"):
+        build_workload(data | {"context": {"tokens": -1}})
+
+
+@pytest.mark.parametrize(
+    "name", ["depth_0", "depth_64k", "prefix_hit", "agent_loop", "text_code", "text_math", "text_prose"]
+)
+def test_the_workloads_of_speed_load(name):
+    workload = judge.load_workloads([name])[0]
+    assert not workload.default and workload.requests(workload.cases[0])[0]["max_tokens"] == workload.max_tokens
+    if name == "agent_loop":
+        assert len(workload.tools) == 52 and {c.n_turns for c in workload.cases} == {8}
+        known = {t["function"]["name"] for t in workload.tools}
+        assert all(e.get("tool", "find") in {*known, "find"} for c in workload.cases for e in c.expect["turns"])

@@ -99,7 +99,7 @@ def test_unknown_fields_are_ignored():
 
 def test_each_metric_has_a_field_in_a_summary_and_in_a_record():
     assert set(METRICS) == set(WorkloadSummary.__struct_fields__) - {"n"}
-    assert {m.field for m in METRICS.values()} <= set(RequestRecord.__struct_fields__)
+    assert all(hasattr(RequestRecord, m.field) for m in METRICS.values())
 
 
 GATE = schema.GateResult(passes=2, n=3, low=0.2, high=0.94, threshold=0.9)

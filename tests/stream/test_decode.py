@@ -164,7 +164,7 @@ def test_how_a_stream_may_end() -> None:
     inside = record_of([content, stop, DONE, b"data: {"])
     assert inside["error"] is None and "inside an event (7 bytes left)" in inside["warnings"][0]
     assert record_of([b": ping\n\n"])["cause"] == "no_events"
-    assert "after [DONE]" in record_of([content, DONE, content])["warnings"][0]
+    assert "after the end" in record_of([content, DONE, content])["warnings"][0]
 
 
 def test_merged_reads_are_counted_and_flagged() -> None:
@@ -232,3 +232,69 @@ def test_times_are_measured_before_decoding() -> None:
     events = timings.events
     late_ns = events["user_ns"] - events["kernel_ns"]
     assert (events["kernel_ns"] > 0).all() and (late_ns >= 0).all()
+
+
+VALUES = [
+    None,
+    "",
+    "x",
+    "\u00e9" * 300,
+    0,
+    1,
+    True,
+    1.5,
+    [],
+    ["x"],
+    {},
+    {"content": "x"},
+    [{"type": "text", "text": "x"}],
+]
+
+
+def _changed(event: dict, path: tuple, value) -> bytes:
+    copy = json.loads(json.dumps(event))
+    parent = copy
+    for key in path[:-1]:
+        parent = parent[key]
+    if value is KeyError:
+        parent.pop(path[-1], None)
+    else:
+        parent[path[-1]] = value
+    return json.dumps(copy).encode()
+
+
+def test_the_short_way_of_text_events_reads_what_the_long_way_does(monkeypatch) -> None:
+    """Each field of an event with each kind of value: the answer is the same with and without `read_text_chunk`."""
+    delta = {"content": "a", "reasoning": "r", "reasoning_content": "c", "role": "assistant"}
+    choice = {"index": 0, "delta": delta, "finish_reason": None, "logprobs": None}
+    event = {
+        "id": "i",
+        "object": "o",
+        "created": 1,
+        "model": "m",
+        "choices": [choice],
+        "usage": None,
+        "system_fingerprint": "f",
+    }
+    inner = ("choices", 0)
+    paths = [(key,) for key in (*event, "error", "type", "message", "done", "timings", "x")]
+    paths += [(*inner, key) for key in (*choice, "text", "x")]
+    paths += [(*inner, "delta", key) for key in (*delta, "tool_calls", "function_call", "x")]
+    datas = [_changed(event, path, value) for path in paths for value in [*VALUES, KeyError]]
+    datas += [
+        b"",
+        b"{",
+        b"\xff",
+        b"[1]",
+        json.dumps(event).encode(),
+        json.dumps(event | {"choices": [choice, choice]}).encode(),
+    ]
+    short = 0
+    for data in datas:
+        frames = [decode.Frame(5, decode.DATA, 0, 1, data, data)]
+        fast = decode.read_answer(frames)
+        short += decode.chat_chunks.read_text_chunk(decode.Answer(), frames[0])
+        with monkeypatch.context() as patch:
+            patch.setattr(decode.chat_chunks, "read_text_chunk", lambda answer, frame: False)
+            assert fast == decode.read_answer(frames), data
+    assert len(datas) / 10 < short < len(datas), "some take the short way, some do not"

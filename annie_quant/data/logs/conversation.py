@@ -17,7 +17,7 @@ class Unusable(Exception):
 class Conversation:
     """messages: in OpenAI's form, arguments as objects, without a system prompt. system: that prompt, None where the log
     has none. tools: on offer; None where the log does not record them. thinking: whether an answer has thinking.
-    format: of the log. source: file name.
+    format: of the log. source: file name. time_s: when it was logged, in seconds since 1970; None where the log has no time.
     """
 
     messages: list[ChatMessage]
@@ -26,6 +26,13 @@ class Conversation:
     thinking: bool = False
     format: str = ""
     source: str = ""
+    time_s: float | None = None
+
+    @property
+    def characters(self) -> int:
+        """Size of its texts and of the calls' arguments."""
+        calls = sum(len(str(c["function"]["arguments"])) for m in self.messages for c in m.get("tool_calls") or ())
+        return sum(len(m["content"]) for m in self.messages) + len(self.system or "") + calls
 
     @property
     def calls(self) -> list[str]:

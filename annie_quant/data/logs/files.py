@@ -18,17 +18,24 @@ from annie_quant.untrusted import decode_json
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".log", ".txt", ".parquet", ".arrow", ".gz")
 MAX_LINE = 16 << 20  # bytes
+MAX_CHARACTERS = 60_000  # of one conversation
 BATCH_ROWS = 256
 
 
-def read_logs(paths: Iterable[str | os.PathLike[str]], problems: Problems | None = None) -> Iterator[Conversation]:
+def read_logs(
+    paths: Iterable[str | os.PathLike[str]], problems: Problems | None = None, most_characters: int = MAX_CHARACTERS
+) -> Iterator[Conversation]:
     """Yield the conversations of log files. At most one record (Parquet: BATCH_ROWS) is in memory.
 
-    Raises UsageError for a path that does not exist or cannot be read.
+    most_characters: larger conversations are counted in `problems`. Raises UsageError for a path that does not exist or cannot
+    be read.
     """
     problems = problems if problems is not None else Problems()
     for path in itertools.chain.from_iterable(map(_files, map(Path, paths))):
         for conversation in _read_file(path, problems):
+            if conversation.characters > most_characters:
+                problems.add(f"longer than {most_characters:,} characters", conversation.source or path.name)
+                continue
             conversation.source = path.name
             yield conversation
 
@@ -65,7 +72,7 @@ def _records(records: Iterable[tuple[str, Any]], problems: Problems) -> Iterator
         except Unusable as reason:
             problems.add(str(reason), where)
             continue
-        conversation.format = _format(record)
+        conversation.format, conversation.source = _format(record), where
         yield conversation
 
 
@@ -112,7 +119,7 @@ def _lines(path: Path, problems: Problems) -> Iterator[Conversation]:
                     yield from transcript.add(record)
                     continue
                 conversation = conversation_of(record)
-                conversation.format = _format(record)
+                conversation.format, conversation.source = _format(record), where
                 yield conversation
             except Unusable as reason:
                 problems.add(str(reason), where)

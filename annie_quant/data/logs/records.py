@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,8 +20,8 @@ ROLES = {
 }  # fmt: skip
 IMAGE_KINDS = ("image", "image_url", "input_image", "audio", "input_audio", "video", "file", "input_file")
 MESSAGE_KEYS = ("messages", "conversations", "conversation", "dialog", "dialogue", "chosen")
+TIME_KEYS = ("time", "timestamp", "start_time", "created_at", "created")
 WRAPPERS = ("body", "request", "request_body", "kwargs", "input", "params", "payload", "data")
-MAX_CHARACTERS = 60_000  # of one conversation
 _TAGGED_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 _RESULT = re.compile(r"<tool_response>\s*(.*?)\s*</tool_response>", re.DOTALL)
 _TOOLS = re.compile(r"<tools>\s*(.*?)\s*</tools>", re.DOTALL)
@@ -39,7 +40,25 @@ def conversation_of(record: Any) -> Conversation:
     if answer is not None and (not messages or messages[-1]["role"] in ("user", "tool", "system")):
         messages += list(parsed_message(answer))
     tools = tools_of(next((v for k in ("tools", "functions") if (v := request.get(k) or record.get(k))), None))
-    return finished(messages, tools, request.get("system") or record.get("system") or record.get("system_prompt"))
+    conversation = finished(
+        messages, tools, request.get("system") or record.get("system") or record.get("system_prompt")
+    )
+    conversation.time_s = _time(record)
+    return conversation
+
+
+def _time(record: Mapping[str, Any]) -> float | None:
+    """Return when a record was logged, in seconds since 1970: ISO 8601, or a number of seconds or milliseconds."""
+    for key in TIME_KEYS:
+        value = record.get(key)
+        if isinstance(value, str):
+            try:
+                return datetime.datetime.fromisoformat(value.replace("Z", "+00:00")).timestamp()
+            except (ValueError, OverflowError):
+                continue
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and 1e8 < value < 1e14:
+            return value / 1e3 if value > 1e11 else float(value)
+    return None
 
 
 def finished(messages: list[ChatMessage], tools: list[dict[str, Any]] | None, system: Any = None) -> Conversation:
@@ -54,8 +73,6 @@ def finished(messages: list[ChatMessage], tools: list[dict[str, Any]] | None, sy
         messages = messages[1:]  # a greeting before the user's first message
     if not any(m["role"] == "user" for m in messages):
         raise Unusable("no user message")
-    if sum(len(m["content"]) for m in messages) + len(prompt or "") > MAX_CHARACTERS:
-        raise Unusable(f"longer than {MAX_CHARACTERS:,} characters")
     thinking = any(m.get("reasoning_content") for m in messages)
     return Conversation(_linked(messages), prompt, tools, thinking)
 

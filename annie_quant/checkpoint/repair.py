@@ -72,6 +72,7 @@ def repair(
     not given.
     """
     folder = ModelFolder(path)
+    dialects.refuse_unread(folder)
     if dialects.of(folder) is not modelopt or not modelopt.linears(folder):
         quoted = shlex.quote(str(path))
         first = (
@@ -239,7 +240,7 @@ class Repair:
                 excluded.append(self.naming.name(module))
         four_bit = "nvfp4" if self.inputs else "w4a16"
         formats = {self.naming.name(m): self.fp8_format(m) if self.is_fp8(m) else four_bit for m in modules}
-        settings = modelopt.settings(formats, sorted(set(excluded)), self.group)
+        settings = modelopt.settings(formats, sorted(set(excluded)), self.group, modelopt.config(self.folder).kv_cache)
         if self.folder.config.get("quantization_config") != settings.quantization_config:
             self.actions.append("config.json and hf_quant_config.json written from what is on disk")
         config = self.naming.config()

@@ -113,6 +113,12 @@ def plain_mixture(hidden: int, dense: int, width: int, layers: int, heads: int) 
 
 NVIDIA_MIXED = {ATTENTION: "fp8", rf"lm_head|{MLP}|mlp\.(experts|shared_expert)\..*": "w4a16"}
 RELEASES = {
+    "Qwen/Qwen3-8B": Release(
+        PLAIN
+        | {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32}
+        | {"num_key_value_heads": 8, "max_window_layers": 36},
+        multimodal=False,
+    ),
     "Qwen/Qwen3.6-27B": Release(dense27b()),
     "Qwen/Qwen3.8-27B": Release(dense27b()),
     "Qwen/Qwen3.6-35B-A3B": Release(hybrid_mixture(2048, 512, 40, 16, 32), merged=True),
@@ -172,7 +178,7 @@ def config(name: str, small: bool = False) -> dict[str, Any]:
     release = RELEASES[name]
     text, quantization = text_settings(release, small), settings(name, small)
     if not release.hybrid:
-        kind, cls = "qwen3_moe", "Qwen3MoeForCausalLM"
+        kind, cls = ("qwen3_moe", "Qwen3MoeForCausalLM") if release.experts else ("qwen3", "Qwen3ForCausalLM")
         return {"architectures": [cls], "model_type": kind, **text} | quantization
     kind = "qwen3_5_moe" if release.experts else "qwen3_5"
     cls = "Qwen3_5Moe" if release.experts else "Qwen3_5"

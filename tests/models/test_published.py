@@ -21,12 +21,13 @@ QUANTIZED = [n for n, r in published.RELEASES.items() if r.dialect in ("modelopt
 NVIDIA, UNSLOTH, QWEN3 = "nvidia/Qwen3.6-35B-A3B-NVFP4", "unsloth/Qwen3.8-27B-NVFP4", "nvidia/Qwen3-235B-A22B-NVFP4"
 
 # Figures that others counted on the published files: 0xBakeer/inference-atlas #151 (tensors, MTP), jundot/omlx #2659 (linears),
-# model.safetensors.index.json of Qwen3.6-27B (55.56 GB), resident weights of unsloth's Qwen3.8-27B (23.42 GB).
+# model.safetensors.index.json of Qwen3.6-27B (55.56 GB) and Qwen3-8B (16.38 GB), unsloth's Qwen3.8-27B in memory (23.42 GB).
 COUNTED = {
     NVIDIA: {"tensors": 124_468, "mtp": 19, "listed": 291},
     "Qwen/Qwen3.6-35B-A3B-FP8": {"mtp": 1560},
     "nvidia/Qwen3.6-27B-NVFP4": {"listed": 401},
     "Qwen/Qwen3.6-27B": {"bytes": 55.56e9},
+    "Qwen/Qwen3-8B": {"bytes": 16.38e9},
     UNSLOTH: {"nvfp4": 168, "fp8_channel": 233, "bytes": 23.42e9},
 }
 

@@ -26,6 +26,7 @@ from annie_quant.checkpoint import (
     dialects,
     folding_check,
     quantized_tensors,
+    restore,
     runtime_names,
     source_diff,
     writer,
@@ -43,6 +44,7 @@ from annie_quant.schema import Audit, Finding
 WITHOUT_SOURCE = (
     "config_", "excluded", "not_excluded", "not_listed", "listed_", "input_scale", "fused_input", "names_", "prefix_",
 )  # fmt: skip
+LOST = ("mtp_missing", "vision_missing")  # findings that restore.py fixes in every layout
 NAN = 0x7F  # an E4M3 byte; larger bytes are negative
 LARGEST_INPUT_SCALE = 100.0
 
@@ -68,12 +70,19 @@ def repair(
     output: `path` with "-repaired" by default.  force: replace it where it exists.
     names: "old" writes config fields and tensor names for runtimes on transformers 4.57, "new" for transformers from
     5.2; None keeps the form and fixes what disagrees.
-    Raises CheckpointError for anything else than NVFP4 in ModelOpt's layout, UsageError where the source is needed and
+    Another layout than ModelOpt's NVFP4 keeps its tensors, and gets the source's MTP head and vision tower where it lost them;
+    CheckpointError is raised where nothing of them is lost. Raises UsageError where the source is needed and
     not given.
     """
     folder = ModelFolder(path)
     dialects.refuse_unread(folder)
+    target = Path(output) if output else folder.path.resolve().with_name(f"{folder.path.resolve().name}-repaired")
     if dialects.of(folder) is not modelopt or not modelopt.linears(folder):
+        original = ModelFolder(source) if source else None
+        if original is not None and names is None and restore.lost_tensors(folder, original):
+            with staged(target, force=force, inputs=(path, source)) as part:
+                actions = restore.restore(folder, original, part)
+            return RepairResult(str(target), actions, audit(target, source=source).findings)
         quoted = shlex.quote(str(path))
         first = (
             f"first: annie-quant convert {quoted} --to modelopt"
@@ -81,7 +90,6 @@ def repair(
             else f"quantize it: annie-quant quantize --strategy direct --model {quoted} --output DIR"
         )
         raise CheckpointError(f"{path}: no NVFP4 in ModelOpt's layout", first)
-    target = Path(output) if output else folder.path.resolve().with_name(f"{folder.path.resolve().name}-repaired")
     with staged(target, force=force, inputs=(path, source)) as part:
         work = Repair(folder, ModelFolder(source) if source else None, names)
         work.write(part)
@@ -100,6 +108,9 @@ def repair_command(audit: Audit, source: str | os.PathLike | None = None) -> str
     except ShardError:
         return None
     path = shlex.quote(audit.path)
+    if (not linears or dialect is not modelopt) and any(f.code in LOST for f in audit.findings):
+        where = "SOURCE" if source is None else shlex.quote(str(source))
+        return f"annie-quant audit {path} --repair --source {where}"
     if not linears or dialect is None:
         return None
     if dialect is not modelopt:

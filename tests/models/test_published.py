@@ -133,6 +133,57 @@ def test_a_repair_keeps_the_kv_cache(small, tmp_path: Path, name: str) -> None:
     assert exported["kv_cache_quant_algo"] == "FP8" and after.config["quantization_config"]["kv_cache_scheme"]
 
 
+@pytest.mark.parametrize("name", [UNSLOTH, "Qwen/Qwen3.6-35B-A3B", "Qwen/Qwen3.6-35B-A3B, text"])
+def test_lost_heads_and_towers_come_back_in_any_layout(small, tmp_path: Path, name: str) -> None:
+    """compressed-tensors, plain multimodal and plain text checkpoints that lost mtp.* and visual.*, against their source."""
+    source = small[name.replace(", text", "") if name != UNSLOTH else "Qwen/Qwen3.8-27B"]
+
+    def lose(t: dict, c: dict) -> None:
+        drop("", inside="mtp.")(t, c)
+        drop("", inside="visual.")(t, c)
+        (c.get("text_config") or c).pop("mtp_num_hidden_layers")
+        if "quantization_config" in c:
+            c["quantization_config"]["ignore"] = c["quantization_config"]["ignore"][:1]
+
+    bad = zoo.spoil(small[name], tmp_path / "bad", lose)
+    expected = {"mtp_missing"} if "text" in name else {"mtp_missing", "vision_missing"}
+    assert expected <= {f.code for f in aq.checkpoint.audit(bad, source=source).findings}
+    result = repair(bad, source)
+    assert {f.code for f in result.remaining} & {"mtp_missing", "vision_missing", "listed_but_plain"} == set()
+    before, after, original = zoo.read(bad), zoo.read(Path(result.path)), zoo.read(source)
+    assert all(after[n].tobytes() == t.tobytes() for n, t in before.items())
+    restored = set(after) - set(before)
+    assert sum(n.startswith("mtp.") for n in restored) == (19 if "35B" in name else 15)
+    assert any("visual" in n for n in restored) == ("text" not in name)
+    assert all(after[n].tobytes() == original[n].tobytes() for n in restored)
+    assert ModelFolder(result.path).text_config["mtp_num_hidden_layers"] == 1
+    with pytest.raises(aq.errors.AnnieError, match="no NVFP4 in ModelOpt's layout"):
+        repair(result.path, source)
+
+
+def test_quantized_releases_as_gguf_hold_the_dequantized_values(small, tmp_path: Path) -> None:
+    """FP8 with either kind of scale becomes 16-bit numbers, NVFP4 stays: decoded by the gguf package."""
+    gguf = pytest.importorskip("gguf", reason="the serve extra is not installed")
+    for name in (UNSLOTH, NVIDIA):
+        folder = ModelFolder(small[name])
+        file = aq.checkpoint.convert(folder.path, "gguf", tmp_path / f"{name.rpartition('/')[2]}.gguf").path
+        tensors = {t.name: t for t in gguf.GGUFReader(file).tensors}
+        linears = dialects.linears(folder)
+        module = "model.language_model.layers.3.self_attn.o_proj"
+        stored = tensors["blk.3.attn_output.weight"]
+        ours = gguf.quants.dequantize(stored.data, stored.tensor_type)
+        assert stored.tensor_type.name == "BF16" and linears[module].format == "fp8"
+        np.testing.assert_allclose(ours, linears[module].dequantize(folder), rtol=2**-8, atol=1e-30)
+        down = "mlp.experts.5.down_proj" if name == NVIDIA else "mlp.down_proj"
+        stored = tensors["blk.1.ffn_down_exps.weight" if name == NVIDIA else "blk.1.ffn_down.weight"]
+        scale = tensors[stored.name.replace(".weight", ".scale")].data
+        index = 5 if name == NVIDIA else None
+        data, factor = (stored.data, scale[0]) if index is None else (stored.data[index], scale[index])
+        ours = gguf.quants.dequantize(data, stored.tensor_type) * factor
+        expected = linears[f"model.language_model.layers.1.{down}"].dequantize(folder)
+        np.testing.assert_allclose(ours, expected, rtol=1e-6)
+
+
 def layers_of(config: dict) -> dict:
     return config["quantization_config"]["quantized_layers"]
 

@@ -30,7 +30,7 @@ from annie_quant.evaluate.verification import Outcome
 from annie_quant.hf.emulation import emulate
 from annie_quant.hf.loading import profiles_of
 from annie_quant.hf.nvfp4_linear import NVFP4Linear
-from annie_quant.hf.profiles import find_profile
+from annie_quant.hf.profiles import find_profile, is_supported
 from annie_quant.judge import Answer, Case, Workload
 from annie_quant.judge.not_lost import compares_with_reference, reference_notes
 from annie_quant.persona import Persona
@@ -139,7 +139,7 @@ def evaluate_pair(
     for name in numerics:
         find_profile(name)  # a misspelled one is an error, one that the checkpoint lacks is a note
     supported = profiles_of(pair.model)
-    chosen = supported if supported == ["bf16"] else [n for n in dict.fromkeys(numerics) if n in supported]
+    chosen = supported if supported == ["bf16"] else [n for n in dict.fromkeys(numerics) if is_supported(n, supported)]
     if not chosen:
         raise UsageError(
             f"{pair.model_dir} does not support {', '.join(numerics)}", f"it supports: {', '.join(supported)}"
@@ -358,9 +358,11 @@ def notes(
             lines.append(f"{name} differs from the reference's; both models were evaluated with the reference's")
     if isinstance(model.get_output_embeddings(), NVFP4Linear):  # type: ignore[operator]
         lines.append("lm_head is quantized; the usual recipes do not quantize it")
-    skipped = [n for n in requested if n not in supported]
+    skipped = [n for n in requested if not is_supported(n, supported)]
     if skipped and list(supported) != ["bf16"]:
         lines.append(f"{', '.join(skipped)} does not apply: the checkpoint has no input scales")
+    if any(n.endswith("-nvfp4kv") for n in requested):
+        lines.append("a KV cache in NVFP4 is known to loop at token 0 with thinking and tools; serve with FP8")
     return lines
 
 

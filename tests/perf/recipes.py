@@ -28,7 +28,7 @@ RECIPES: dict[str, tuple[str, dict[str, Any], str]] = {
     "naive": ("naive", {}, "w4a4"),
     "gptq": ("gptq", {}, "w4a4"),
     "nvidia_w4a16": ("nvidia_w4a16", {}, "w4a16"),
-    "nvidia_w4a16, FP8 KV cast": ("nvidia_w4a16", {}, "w4a16+fp8kv"),
+    "nvidia_w4a16, FP8 KV cast": ("nvidia_w4a16", {}, "w4a16-fp8kv"),
     "awq_gptq": ("awq_gptq", {"last": 1}, "w4a4"),
     "awq_gptq, 4-bit head": ("awq_gptq", {"last": 1, "head": "nvfp4"}, "w4a4"),
 }
@@ -96,7 +96,7 @@ def measure(row: str, seed: int, arguments: argparse.Namespace) -> None:
 def table(output: Path, rows: list[str]) -> str:
     """Return the finished rows as a markdown table."""
     lines = [
-        "| recipe | bits per weight | mean KL by seed | lost / won answers by seed (of n) | difference, 95 % over seeds | verdicts |",
+        "| recipe | bits per weight | mean KL by seed | lost / won by seed (of n) | difference, 95 % over seeds | verdicts |",
         "|---|---|---|---|---|---|",
     ]
     for row in rows:

@@ -116,7 +116,9 @@ def labels(paths: Iterable[str | os.PathLike]) -> dict[str, str | os.PathLike]:
 
 
 def compare(source: str | os.PathLike, forms: dict[str, str | os.PathLike]) -> Comparison:
-    """Compare each form (label → folder or GGUF file) with the bf16 source. Only tensors of two dimensions count."""
+    """Compare each form (label → folder or GGUF file) with the bf16 source. Only matrices count; an expert's linear
+    is one, also where its source stores all experts in one tensor.
+    """
     original = ModelFolder(source)
     if dialects.linears(original):
         raise CheckpointError(f"{source} is quantized itself", "give the bf16 checkpoint as the source")
@@ -157,12 +159,16 @@ def cosine(ours: np.ndarray, theirs: np.ndarray) -> float:
     return float(a @ b) / length if length else float(not (a - b).any())
 
 
+def matrices(source: ModelFolder) -> Iterator[str]:
+    """Yield the names of the source's matrices, those of single experts inside merged tensors included."""
+    for name in source:
+        yield from (n for n in source.parts_of(name) or [name] if len(source.info(n).shape) == 2)
+
+
 def folder_weights(folder: ModelFolder, source: ModelFolder) -> Iterator[Weight]:
     """Yield the matrices of a model folder that the source has, too."""
     linears = {source.find(f"{n}.weight"): x for n, x in dialects.linears(folder).items()}
-    for name in source:
-        if len(source.info(name).shape) != 2:
-            continue
+    for name in matrices(source):
         values = source.tensor(name).astype(np.float32)
         if linear := linears.get(name):
             size = sum(folder.info(t).size_bytes for t in linear.tensors())
@@ -177,16 +183,18 @@ def gguf_weights(path: Path, source: ModelFolder) -> Iterator[Weight]:
     """Yield the matrices of a GGUF file that the source has, too; the source's as llama.cpp would store them."""
     gguf = need("gguf", "serve")
     tensors = open_gguf(path)
-    layout = Layout.of(source)
-    for name in source:
+    layout, experts = Layout.of(source), source.family.experts
+    for name in matrices(source):
         stored = layout.name(name)
-        if stored not in tensors or len(source.info(name).shape) != 2:
+        if stored not in tensors:
             continue
         tensor = tensors[stored]
-        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        expert = experts.split(name) if experts else None  # the file has all experts of a layer in one tensor
+        number, count = (expert[1], len(tensor.data)) if expert else (0, 1)
+        values = gguf.quants.dequantize(tensor.data[number] if expert else tensor.data, tensor.tensor_type)
         scale = tensors.get(stored.removesuffix(".weight") + ".scale")
         if scale is not None:
-            values = values * np.float32(scale.data[0])
+            values = values * np.float32(scale.data[number])
         expected = layout.transform(name, source.tensor(name)).astype(np.float32)
-        size = int(tensor.n_bytes) + (4 if scale is not None else 0)
+        size = int(tensor.n_bytes) // count + (4 if scale is not None else 0)
         yield Weight(name, tensor.tensor_type.name, size, values, expected)

@@ -17,6 +17,7 @@ import numpy as np
 from annie_quant.checkpoint import dialects
 from annie_quant.checkpoint.gguf.names import Layout
 from annie_quant.checkpoint.gguf.reader import open_gguf
+from annie_quant.checkpoint.linears import label_of
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.size import folder_size, gguf_size
 from annie_quant.checkpoint.source_diff import rel_l2
@@ -77,13 +78,13 @@ class Comparison(msgspec.Struct):
         need("matplotlib", "plots")
         from matplotlib.figure import Figure
 
-        kinds = list(dict.fromkeys(kind_of(r.tensor) for r in self.rows))
+        kinds = list(dict.fromkeys(label_of(r.tensor.removesuffix(".weight")) for r in self.rows))
         figure = Figure(figsize=(9, 1.2 + 0.32 * len(kinds)), layout="constrained")
         axes = figure.subplots()
         for i, (form, summary) in enumerate(self.summary.items()):
             rows = [r for r in self.rows if r.form == form]
             shift = 0.6 * (i / max(1, len(self.summary) - 1) - 0.5) if len(self.summary) > 1 else 0.0
-            heights = [kinds.index(kind_of(r.tensor)) + shift for r in rows]
+            heights = [kinds.index(label_of(r.tensor.removesuffix(".weight"))) + shift for r in rows]
             label = f"{form}: {summary.bits_per_weight:.2f} bits, rel-L2 {summary.rel_l2:.4f}"
             axes.plot([r.rel_l2 for r in rows], heights, "o", markersize=4, alpha=0.7, label=label)
         axes.set(
@@ -97,11 +98,6 @@ class Comparison(msgspec.Struct):
             figure.savefig(path)
         except ValueError as error:
             raise UsageError(f"{path}: {str(error)[:100]}", "name the plot .svg, .png or .pdf") from None
-
-
-def kind_of(tensor: str) -> str:
-    """Return a tensor's last two parts, which are the same in every layer."""
-    return ".".join(tensor.removesuffix(".weight").split(".")[-2:])
 
 
 def labels(paths: Iterable[str | os.PathLike]) -> dict[str, str | os.PathLike]:

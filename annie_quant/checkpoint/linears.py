@@ -184,6 +184,14 @@ def kv_format(quant: Mapping[str, Any]) -> str | None:
     return named if isinstance(named, str) else None
 
 
+def label_of(module: str) -> str:
+    """Return a module's last two names, the same in every layer and for every expert.
+
+    "model.layers.3.mlp.experts.7.up_proj" → "experts.up_proj".
+    """
+    return ".".join([part for part in module.split(".") if not part.isdecimal()][-2:])
+
+
 def owned_tensors(linears: Iterable[Linear]) -> set[str]:
     """Return the names of all tensors of these linears."""
     return {t for linear in linears for t in linear.tensors()}

@@ -102,6 +102,22 @@ def test_direct_quantizes_each(small, tmp_path: Path, name: str) -> None:
     assert all(after.tensor(n).tobytes() == before[n].tobytes() for n in auxiliary)
 
 
+@pytest.mark.parametrize("strategy", ["manners", "nvidia_w4a16"])
+def test_calibration_knows_the_multimodal_names(small, tmp_path: Path, strategy: str) -> None:
+    """Merged experts under the longer prefix, next to a tower and an MTP head that calibration does not see."""
+    pytest.importorskip("torch", reason="calibration runs on torch: pip install annie-quant[quantize]")
+    from annie_quant import data
+
+    data.generate("annie", teacher="offline", n=5, output=tmp_path / "calib.jsonl", seed=1)
+    source = small["Qwen/Qwen3.6-35B-A3B"]
+    options = {"calib_data": tmp_path / "calib.jsonl", "calib_samples": 2}
+    aq.quantize.run(strategy, source, tmp_path / "out", **options)
+    audit = aq.checkpoint.audit(tmp_path / "out", source=source)
+    assert audit.findings == [] and audit.summary.mtp == "19 BF16"
+    experts = [n for n in dialects.linears(ModelFolder(tmp_path / "out")) if ".mlp.experts." in n]
+    assert len(experts) == 4 * 8 * 3
+
+
 @pytest.mark.parametrize("name", QUANTIZED)
 @pytest.mark.parametrize("to", ["modelopt", "compressed-tensors"])
 def test_a_conversion_keeps_weights_and_kv_scales(small, tmp_path: Path, name: str, to: str) -> None:

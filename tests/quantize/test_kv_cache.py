@@ -121,7 +121,7 @@ def test_evaluation_rounds_keys_and_values_with_the_scales(home: Path) -> None:
 
 
 def test_an_evaluation_takes_a_kv_cache(home: Path, tmp_path: Path) -> None:
-    """`annie-quant eval --numerics w4a16-fp8kv`: a profile of its own, with other logits than the one without it."""
+    """`annie-quant eval --numerics w4a16-fp8kv`: its logits differ from those of the profile without it."""
     from annie_quant import runtime
     from annie_quant.judge import Case, Workload
 

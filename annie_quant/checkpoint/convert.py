@@ -12,7 +12,7 @@ import numpy as np
 
 from annie_quant import models
 from annie_quant.checkpoint import dialects, kv_checks, writer
-from annie_quant.checkpoint.linears import Linear, excluded_module, owned_tensors
+from annie_quant.checkpoint.linears import Linear, QuantConfig, excluded_module, owned_tensors
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.staging import keep_inputs, source_key, staged
 from annie_quant.errors import CheckpointError, UsageError
@@ -164,6 +164,9 @@ def to_folder(
     groups = {x.group(folder) for x in linears.values() if x.format == "nvfp4"}
     if len(groups) > 1:
         raise CheckpointError(f"{folder.path}: linears differ in group size, {sorted(groups)}", "see annie-quant audit")
+    source_dialect = dialects.of(folder)
+    config = source_dialect.config(folder) if source_dialect else QuantConfig("", "", None, [])
+    kv_cache, kv_names = config.kv_cache, kv_checks.scales_to_keep(folder, config)
     plan, dropped, excluded = [], [], []
     for x in linears.values():
         plan += dialect.tensors(x, folder)
@@ -173,7 +176,7 @@ def to_folder(
         if name in owned:
             continue
         if name.endswith(kv_checks.ENDS):
-            plan += kv_scales(folder, name, dialect)
+            plan += kv_scales(folder, name, dialect) if name in kv_names else []
             continue
         if name.endswith(QUANTIZER):
             dropped.append(name)
@@ -181,9 +184,7 @@ def to_folder(
         if module := excluded_module(folder, name):
             excluded.append(module)
         plan.append(writer.Planned(name, info.dtype, info.shape, partial(folder.pieces, name)))
-    source_dialect = dialects.of(folder)
-    kv_cache = source_dialect.config(folder).kv_cache if source_dialect else None
-    lost_cast = kv_cache == "FP8" and to == "compressed-tensors" and not any(n.endswith(kv_checks.ENDS) for n in folder)
+    lost_cast = kv_cache == "FP8" and to == "compressed-tensors" and not kv_names
     formats = {n: stored_format(x, folder) for n, x in linears.items()}
     settings = dialect.settings(formats, sorted(set(excluded)), next(iter(groups), 16), None if lost_cast else kv_cache)
     key = {"to": to, "source": source_key(folder), "shard_bytes": shard_bytes}

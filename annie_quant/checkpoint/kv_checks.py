@@ -82,6 +82,16 @@ def check_complete(folder: ModelFolder, config: QuantConfig, audit: Audit) -> No
         )
 
 
+def scales_to_keep(folder: ModelFolder, config: QuantConfig) -> list[str]:
+    """Return the names of the scales that a copy keeps: none where all are a cast's 1.0, which servers use without any.
+
+    The copy has another producer, so its scales of 1.0 would be those of a missing calibration.
+    """
+    names = [n for n in folder if n.endswith(ENDS) and folder.info(n).elements == 1]
+    values = {float(folder.scalar(n)) for n in names}
+    return [] if values == {1.0} and is_cast(config) else names
+
+
 def is_cast(config: QuantConfig) -> bool:
     """Return whether the settings name a cast without calibration, or a ModelOpt, whose scales of 1.0 are meant."""
     producer = config.raw.get("producer")

@@ -25,6 +25,7 @@ from annie_quant.checkpoint import (
     diagnosis,
     dialects,
     folding_check,
+    kv_checks,
     quantized_tensors,
     restore,
     runtime_names,
@@ -238,8 +239,9 @@ class Repair:
         plan = [t for module in sorted(modules) for t in self.linear_tensors(module)]
         quantizer = {m + suffix for m in modules | self.restored for suffix in (".weight", *QUANTIZER)}
         excluded = []
+        kv_names = kv_checks.scales_to_keep(self.folder, modelopt.config(self.folder))
         for name in self.folder:
-            if name in quantizer:
+            if name in quantizer or (name.endswith(kv_checks.ENDS) and name not in kv_names):
                 continue
             plan.append(self.plain_tensor(name))
             if module := excluded_module(self.folder, name):

@@ -200,6 +200,18 @@ def test_quantized_releases_as_gguf_hold_the_dequantized_values(small, tmp_path:
         np.testing.assert_allclose(ours, expected, rtol=1e-6)
 
 
+@pytest.mark.parametrize("step", ["modelopt", "compressed-tensors", "repair"])
+def test_scales_of_a_cast_do_not_look_uncalibrated_in_a_copy(small, tmp_path: Path, step: str) -> None:
+    """ModelOpt until 0.42 stored 1.0 for a cast. A copy has another producer, and no such scales."""
+    cast = zoo.spoil(small[QWEN3], tmp_path / "cast", all_of(("k_scale", "v_scale"), 1.0))
+    assert aq.checkpoint.audit(cast).findings == []
+    copy = repair(cast).path if step == "repair" else aq.checkpoint.convert(cast, step, tmp_path / "x").path
+    assert aq.checkpoint.audit(copy).findings == []
+    assert not any(n.endswith(("k_scale", "v_scale")) for n in ModelFolder(copy))
+    expected = None if step == "compressed-tensors" else "FP8"
+    assert dialects.of(ModelFolder(copy)).config(ModelFolder(copy)).kv_cache == expected
+
+
 def layers_of(config: dict) -> dict:
     return config["quantization_config"]["quantized_layers"]
 

@@ -20,7 +20,7 @@ from annie_quant.checkpoint import (
     settings_checks,
     source_diff,
 )
-from annie_quant.checkpoint.linears import Linear, QuantConfig, is_linear, owned_tensors
+from annie_quant.checkpoint.linears import Linear, QuantConfig, is_linear, label_of, owned_tensors
 from annie_quant.checkpoint.shards import ModelFolder, ShardError
 from annie_quant.checkpoint.size import folder_size
 from annie_quant.schema import Audit, AuditSummary
@@ -76,7 +76,12 @@ def summarize(
         dialect=dialect,
         algorithm=config.algo or "none",
         quantized=count_kinds(linears),
-        unquantized=count_kinds(n.removesuffix(".weight") for n in plain if is_linear(n, folder.info(n).shape)),
+        unquantized=count_kinds(
+            part.removesuffix(".weight")
+            for n in plain
+            for part in folder.parts_of(n) or [n]
+            if is_linear(part, folder.info(part).shape)
+        ),
         weights=size.weights,
         size_bytes=size.size_bytes,
         bits_per_weight=size.bits_per_weight,
@@ -88,6 +93,6 @@ def summarize(
 
 
 def count_kinds(modules: Iterable[str]) -> list[str]:
-    """Count module names by their last two parts: "24 x mlp.down_proj"."""
-    counts = Counter(".".join(n.split(".")[-2:]) if "." in n else n for n in modules)
+    """Count module names by their last two names: "24 x mlp.down_proj", "6144 x experts.up_proj"."""
+    counts = Counter(label_of(n) for n in modules)
     return [f"{n} x {kind}" if n > 1 else kind for kind, n in sorted(counts.items())]

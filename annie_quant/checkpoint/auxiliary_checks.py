@@ -121,10 +121,41 @@ def check_shapes(folder: ModelFolder, linears: dict[str, Linear], layers: int, a
     for name in folder:
         if family.in_decoder(name) and (shape := shape_of(folder, name, linears)):
             decoder[models.in_layer(name)].add(shape)
+    if layers and not has_mtp_fault(audit):
+        check_layers_complete(folder, linears, set(decoder), audit)
     for name in mtp_tensors(folder):
         shapes, shape = decoder.get(models.in_layer(name)), shape_of(folder, name, linears)
         if shapes and shape and shape not in shapes:
             audit.fault("mtp_shape", name, f"shape {list(shape)}, and the decoder's layers have {list(min(shapes))}")
+
+
+def check_layers_complete(folder: ModelFolder, linears: dict[str, Linear], decoder: set[str], audit: Audit) -> None:
+    """Check that the head's layers have the MLP and the attention of a decoder layer; one that lost them drafts noise.
+
+    decoder: the names inside a decoder layer of tensors that stand for weights.
+    """
+    family, experts = folder.family, folder.family.experts
+    inside: dict[str, set[str]] = defaultdict(set)
+    for name in mtp_tensors(folder):
+        if models.layer_of(name):
+            inside[models.layer_of(name)].add(part_of(family, name))
+    expected = {part_of(family, f"model.layers.0.{n}") for n in decoder if n.startswith(("mlp.", "self_attn."))}
+    for layer, parts in sorted(inside.items()):
+        for part in sorted(expected - parts - {"self_attn.k_scale", "self_attn.v_scale"}):
+            where = f"{layer}.{part}"
+            which = " of all experts" if experts and part == experts.module else ""
+            audit.fault("mtp_missing", where, f"the MTP head's layer lacks the tensors{which} of {part}")
+            return
+
+
+def part_of(family: models.Family, name: str) -> str:
+    """Return the module of a tensor inside its layer; the experts, merged or single, are one."""
+    inside, experts = models.in_layer(name), family.experts
+    if experts and inside.startswith(f"{experts.module}."):
+        return experts.module
+    for end in (".weight_packed", ".weight_scale_inv", ".weight"):
+        inside = inside.removesuffix(end)
+    return inside
 
 
 def has_mtp_fault(audit: Audit) -> bool:

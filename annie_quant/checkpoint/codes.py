@@ -119,6 +119,11 @@ CODES = {
         "All scales of the KV cache are 1.0, as before calibration; ModelOpt's fp8_cast writes the same.",
         "Calibrate the KV cache, or serve without its scales.",
     ),
+    "kv_scale_missing": Explanation(
+        "Scales of the KV cache are stored for some layers, or for keys alone, or the settings promise them and none is "
+        "stored; servers use 1.0 instead, and vLLM cannot compute them for hybrid models.",
+        "Calibrate the KV cache again: annie-quant quantize --kv-cache fp8 --calib-data F",
+    ),
     "kv_cache_nvfp4": Explanation(
         "The settings ask for a KV cache in NVFP4, with which answers with thinking and tools repeat their first token.",
         "Serve with an FP8 cache: quantize again with --kv-cache fp8",

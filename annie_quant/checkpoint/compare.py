@@ -17,6 +17,7 @@ import numpy as np
 from annie_quant.checkpoint import dialects
 from annie_quant.checkpoint.gguf.names import Layout
 from annie_quant.checkpoint.gguf.reader import open_gguf
+from annie_quant.checkpoint.linears import label_of
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.size import folder_size, gguf_size
 from annie_quant.checkpoint.source_diff import rel_l2
@@ -77,13 +78,13 @@ class Comparison(msgspec.Struct):
         need("matplotlib", "plots")
         from matplotlib.figure import Figure
 
-        kinds = list(dict.fromkeys(kind_of(r.tensor) for r in self.rows))
+        kinds = list(dict.fromkeys(label_of(r.tensor.removesuffix(".weight")) for r in self.rows))
         figure = Figure(figsize=(9, 1.2 + 0.32 * len(kinds)), layout="constrained")
         axes = figure.subplots()
         for i, (form, summary) in enumerate(self.summary.items()):
             rows = [r for r in self.rows if r.form == form]
             shift = 0.6 * (i / max(1, len(self.summary) - 1) - 0.5) if len(self.summary) > 1 else 0.0
-            heights = [kinds.index(kind_of(r.tensor)) + shift for r in rows]
+            heights = [kinds.index(label_of(r.tensor.removesuffix(".weight"))) + shift for r in rows]
             label = f"{form}: {summary.bits_per_weight:.2f} bits, rel-L2 {summary.rel_l2:.4f}"
             axes.plot([r.rel_l2 for r in rows], heights, "o", markersize=4, alpha=0.7, label=label)
         axes.set(
@@ -99,11 +100,6 @@ class Comparison(msgspec.Struct):
             raise UsageError(f"{path}: {str(error)[:100]}", "name the plot .svg, .png or .pdf") from None
 
 
-def kind_of(tensor: str) -> str:
-    """Return a tensor's last two parts, which are the same in every layer."""
-    return ".".join(tensor.removesuffix(".weight").split(".")[-2:])
-
-
 def labels(paths: Iterable[str | os.PathLike]) -> dict[str, str | os.PathLike]:
     """Return a short label for each path: its name, with as many of its folders as make the labels different."""
     forms = [Path(p) for p in paths]
@@ -116,7 +112,9 @@ def labels(paths: Iterable[str | os.PathLike]) -> dict[str, str | os.PathLike]:
 
 
 def compare(source: str | os.PathLike, forms: dict[str, str | os.PathLike]) -> Comparison:
-    """Compare each form (label → folder or GGUF file) with the bf16 source. Only tensors of two dimensions count."""
+    """Compare each form (label → folder or GGUF file) with the bf16 source. Only matrices count; an expert's linear
+    is one, also where its source stores all experts in one tensor.
+    """
     original = ModelFolder(source)
     if dialects.linears(original):
         raise CheckpointError(f"{source} is quantized itself", "give the bf16 checkpoint as the source")
@@ -157,12 +155,16 @@ def cosine(ours: np.ndarray, theirs: np.ndarray) -> float:
     return float(a @ b) / length if length else float(not (a - b).any())
 
 
+def matrices(source: ModelFolder) -> Iterator[str]:
+    """Yield the names of the source's matrices, those of single experts inside merged tensors included."""
+    for name in source:
+        yield from (n for n in source.parts_of(name) or [name] if len(source.info(n).shape) == 2)
+
+
 def folder_weights(folder: ModelFolder, source: ModelFolder) -> Iterator[Weight]:
     """Yield the matrices of a model folder that the source has, too."""
     linears = {source.find(f"{n}.weight"): x for n, x in dialects.linears(folder).items()}
-    for name in source:
-        if len(source.info(name).shape) != 2:
-            continue
+    for name in matrices(source):
         values = source.tensor(name).astype(np.float32)
         if linear := linears.get(name):
             size = sum(folder.info(t).size_bytes for t in linear.tensors())
@@ -177,16 +179,18 @@ def gguf_weights(path: Path, source: ModelFolder) -> Iterator[Weight]:
     """Yield the matrices of a GGUF file that the source has, too; the source's as llama.cpp would store them."""
     gguf = need("gguf", "serve")
     tensors = open_gguf(path)
-    layout = Layout.of(source)
-    for name in source:
+    layout, experts = Layout.of(source), source.family.experts
+    for name in matrices(source):
         stored = layout.name(name)
-        if stored not in tensors or len(source.info(name).shape) != 2:
+        if stored not in tensors:
             continue
         tensor = tensors[stored]
-        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        expert = experts.split(name) if experts else None  # the file has all experts of a layer in one tensor
+        number, count = (expert[1], len(tensor.data)) if expert else (0, 1)
+        values = gguf.quants.dequantize(tensor.data[number] if expert else tensor.data, tensor.tensor_type)
         scale = tensors.get(stored.removesuffix(".weight") + ".scale")
         if scale is not None:
-            values = values * np.float32(scale.data[0])
+            values = values * np.float32(scale.data[number])
         expected = layout.transform(name, source.tensor(name)).astype(np.float32)
-        size = int(tensor.n_bytes) + (4 if scale is not None else 0)
+        size = int(tensor.n_bytes) // count + (4 if scale is not None else 0)
         yield Weight(name, tensor.tensor_type.name, size, values, expected)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 
 import msgspec
+import numpy as np
 
-from annie_quant.checkpoint import dialects, writer
-from annie_quant.checkpoint.linears import Linear, excluded_module, owned_tensors
+from annie_quant import models
+from annie_quant.checkpoint import dialects, kv_checks, writer
+from annie_quant.checkpoint.linears import Linear, QuantConfig, excluded_module, owned_tensors
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.staging import keep_inputs, source_key, staged
 from annie_quant.errors import CheckpointError, UsageError
@@ -18,8 +21,6 @@ from annie_quant.progress import SILENT, Progress
 TARGETS = ("modelopt", "compressed-tensors", "gguf")
 # Tensors that belong to a quantizer and not to the model; each dialect writes its own.
 QUANTIZER = (
-    ".k_scale",
-    ".v_scale",
     ".weight_scale",
     ".weight_scale_2",
     ".input_scale",
@@ -71,6 +72,7 @@ def convert(
     if Path(src).is_file():
         return from_gguf(Path(src), to, output, shard_bytes, like, force)
     folder = ModelFolder(src)
+    dialects.refuse_unread(folder)
     linears = dialects.linears(folder)
     if to == "gguf":
         return to_gguf(folder, linears, output, type, progress)
@@ -129,6 +131,15 @@ def stored_format(linear: Linear, folder: ModelFolder) -> str:
     return "fp8_channel" if linear.per_channel(folder) else "fp8"
 
 
+def kv_scales(folder: ModelFolder, name: str, dialect: ModuleType) -> list[writer.Planned]:
+    """Return a scale of the KV cache under another dialect's name, as one number in float32."""
+    layer, end = models.layer_of(name), name.rpartition(".")[2]
+    if not layer or folder.info(name).elements != 1:
+        return []  # the audit names it; not a scale of a layer
+    value = folder.tensor(name).astype(np.float32).reshape(() if dialect.NAME == "modelopt" else (1,))
+    return [writer.planned(dialect.kv_scale(layer, end), value)]
+
+
 def to_folder(
     folder: ModelFolder,
     linears: dict[str, Linear],
@@ -153,6 +164,9 @@ def to_folder(
     groups = {x.group(folder) for x in linears.values() if x.format == "nvfp4"}
     if len(groups) > 1:
         raise CheckpointError(f"{folder.path}: linears differ in group size, {sorted(groups)}", "see annie-quant audit")
+    source_dialect = dialects.of(folder)
+    config = source_dialect.config(folder) if source_dialect else QuantConfig("", "", None, [])
+    kv_cache, kv_names = config.kv_cache, kv_checks.scales_to_keep(folder, config)
     plan, dropped, excluded = [], [], []
     for x in linears.values():
         plan += dialect.tensors(x, folder)
@@ -161,14 +175,18 @@ def to_folder(
         info = folder.info(name)
         if name in owned:
             continue
+        if name.endswith(kv_checks.ENDS):
+            plan += kv_scales(folder, name, dialect) if name in kv_names else []
+            continue
         if name.endswith(QUANTIZER):
             dropped.append(name)
             continue
         if module := excluded_module(folder, name):
             excluded.append(module)
         plan.append(writer.Planned(name, info.dtype, info.shape, partial(folder.pieces, name)))
+    lost_cast = kv_cache == "FP8" and to == "compressed-tensors" and not kv_names
     formats = {n: stored_format(x, folder) for n, x in linears.items()}
-    settings = dialect.settings(formats, sorted(set(excluded)), next(iter(groups), 16))
+    settings = dialect.settings(formats, sorted(set(excluded)), next(iter(groups), 16), None if lost_cast else kv_cache)
     key = {"to": to, "source": source_key(folder), "shard_bytes": shard_bytes}
     with staged(target, key, force, inputs=(folder.path,)) as part:
         shards = writer.write(part, plan, shard_bytes, progress, resume=True)
@@ -181,4 +199,6 @@ def to_folder(
         else []
     )
     loss += [f"{len(dropped)} quantizer tensors were dropped: {', '.join(dropped[:3])}"] if dropped else []
+    if lost_cast:  # its scheme would promise calibrated scales
+        loss.append("the KV cache's cast to FP8 without scales: serve with --kv-cache-dtype fp8")
     return Conversion(str(target), size_bytes, len(plan), loss)

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from annie_quant import models
 from annie_quant.checkpoint.header import ShardError
 from annie_quant.checkpoint.linears import QuantConfig
 from annie_quant.checkpoint.shards import ModelFolder
@@ -24,13 +25,14 @@ ENDS = (".k_scale", ".v_scale")
 
 
 def check(folder: ModelFolder, config: QuantConfig, audit: Audit) -> None:
-    """Check that the stored scales are positive numbers and not all 1.0, and that the cache is not NVFP4."""
+    """Check that the stored scales are complete, positive numbers and not all 1.0, and that the cache is not NVFP4."""
     if config.kv_cache and "NVFP4" in config.kv_cache.upper():
         audit.fault(
             "kv_cache_nvfp4",
             "config.json",
             f"asks for a KV cache in {config.kv_cache[:20]}, which loops at token 0 with thinking and tools; serve with FP8",
         )
+    check_complete(folder, config, audit)
     values = {}
     for name in (n for n in folder if n.endswith(ENDS)):
         try:
@@ -47,6 +49,47 @@ def check(folder: ModelFolder, config: QuantConfig, audit: Audit) -> None:
             first,
             f"all {len(values)} KV scales are 1.0, as before calibration or by ModelOpt's fp8_cast; calibrate the KV cache",
         )
+
+
+def check_complete(folder: ModelFolder, config: QuantConfig, audit: Audit) -> None:
+    """Check that the keys and values of every layer have a scale if any has, and that a static scheme has them.
+
+    compressed-tensors' kv_cache_scheme promises calibrated scales; ModelOpt's settings do not (fp8_cast stores none).
+    """
+    ends: dict[str, set[str]] = {}
+    for name in folder:
+        layer = models.layer_of(name)
+        if layer and folder.family.in_decoder(name) and ".self_attn." in name:
+            ends.setdefault(layer, set())
+            if name.endswith(ENDS):
+                ends[layer].add(name.rpartition(".")[2])
+    if not any(ends.values()):
+        scheme = config.raw.get("kv_cache_scheme")
+        if config.method == "compressed-tensors" and isinstance(scheme, dict) and not scheme.get("dynamic") and ends:
+            audit.fault(
+                "kv_scale_missing",
+                "config.json",
+                "kv_cache_scheme asks for calibrated scales and none is stored; servers use 1.0 (sgl-cookbook #237)",
+            )
+        return
+    lacking = sorted(layer for layer, stored in ends.items() if len(stored) < len(ENDS))
+    if lacking:
+        have = ", ".join(sorted(ends[lacking[0]])) or "none"
+        audit.fault(
+            "kv_scale_missing",
+            f"{lacking[0]}.self_attn",
+            f"{len(lacking)} of {len(ends)} attention layers lack k_scale or v_scale (here: {have}); servers use 1.0 for them",
+        )
+
+
+def scales_to_keep(folder: ModelFolder, config: QuantConfig) -> list[str]:
+    """Return the names of the scales that a copy keeps: none where all are a cast's 1.0, which servers use without any.
+
+    The copy has another producer, so its scales of 1.0 would be those of a missing calibration.
+    """
+    names = [n for n in folder if n.endswith(ENDS) and folder.info(n).elements == 1]
+    values = {float(folder.scalar(n)) for n in names}
+    return [] if values == {1.0} and is_cast(config) else names
 
 
 def is_cast(config: QuantConfig) -> bool:

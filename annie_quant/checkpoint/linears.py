@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from annie_quant import nvfp4
 
 
+FP8_DYNAMIC = "FP8_PER_CHANNEL_PER_TOKEN"  # ModelOpt's name of FP8 with activations that are scaled while serving
 LINEAR_CLASS = "Linear"  # compressed-tensors' target for all linears
 
 
@@ -156,11 +157,39 @@ class QuantConfig:
     raw: dict[str, Any] = field(default_factory=dict)
 
     def algo_of(self, module: str) -> str:
-        """Return the algorithm that the settings of mixed precision give a linear, or ""."""
-        if module in self.layers:
-            return self.layers[module]
+        """Return the algorithm that the settings of mixed precision give a linear, or "".
+
+        NVIDIA's releases list all experts of a layer as one module ("mlp.experts"), so an entry covers what is inside it.
+        """
+        name = module
+        while name:
+            if name in self.layers:
+                return self.layers[name]
+            name = name.rpartition(".")[0]
         pattern = covering_pattern(module, (t for t in self.layers if t.startswith("re:") or "*" in t))
         return self.layers[pattern] if pattern else self.layers.get(LINEAR_CLASS, "")
+
+
+def is_per_token(config: QuantConfig, module: str) -> bool:
+    """Return whether servers scale an FP8 linear's activations per token, as compressed-tensors' FP8_DYNAMIC asks for."""
+    return (config.algo_of(module) if config.layers else config.algo) == FP8_DYNAMIC
+
+
+def kv_format(quant: Mapping[str, Any]) -> str | None:
+    """Return the KV cache's format that quantization settings ask for: a name, or "FP8" for type float and 8 bits."""
+    scheme = quant.get("kv_cache_scheme")
+    if isinstance(scheme, dict) and (scheme.get("type"), scheme.get("num_bits")) == ("float", 8):
+        return "FP8"
+    named = quant.get("kv_cache_quant_algo")
+    return named if isinstance(named, str) else None
+
+
+def label_of(module: str) -> str:
+    """Return a module's last two names, the same in every layer and for every expert.
+
+    "model.layers.3.mlp.experts.7.up_proj" → "experts.up_proj".
+    """
+    return ".".join([part for part in module.split(".") if not part.isdecimal()][-2:])
 
 
 def owned_tensors(linears: Iterable[Linear]) -> set[str]:

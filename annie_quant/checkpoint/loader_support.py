@@ -102,8 +102,8 @@ def llama_cpp(folder: ModelFolder, linears: dict[str, Linear], config: QuantConf
             for part in folder.parts_of(name) or [name]:
                 layout.name(part)
     except (CheckpointError, KeyError, TypeError, ValueError):
-        return "no, it is not a Qwen3.5 text model"
-    if layout.heads.key_dim != layout.heads.value_dim:
+        return "no, its tensors are not of a text model that is written here (Qwen3, Qwen3.5, and their mixtures)"
+    if layout.heads and layout.heads.key_dim != layout.heads.value_dim:
         return "no, DeltaNet's key and value heads differ in size"
     wide = [x.name for x in linears.values() if x.format == "nvfp4" and folder.info(x.weight).shape[-1] * 2 % 64]
     if wide or any(x.format == "fp8" for x in linears.values()):

@@ -25,7 +25,9 @@ from annie_quant.checkpoint import (
     diagnosis,
     dialects,
     folding_check,
+    kv_checks,
     quantized_tensors,
+    restore,
     runtime_names,
     source_diff,
     writer,
@@ -43,6 +45,7 @@ from annie_quant.schema import Audit, Finding
 WITHOUT_SOURCE = (
     "config_", "excluded", "not_excluded", "not_listed", "listed_", "input_scale", "fused_input", "names_", "prefix_",
 )  # fmt: skip
+LOST = ("mtp_missing", "vision_missing")  # findings that restore.py fixes in every layout
 NAN = 0x7F  # an E4M3 byte; larger bytes are negative
 LARGEST_INPUT_SCALE = 100.0
 
@@ -68,11 +71,19 @@ def repair(
     output: `path` with "-repaired" by default.  force: replace it where it exists.
     names: "old" writes config fields and tensor names for runtimes on transformers 4.57, "new" for transformers from
     5.2; None keeps the form and fixes what disagrees.
-    Raises CheckpointError for anything else than NVFP4 in ModelOpt's layout, UsageError where the source is needed and
+    Another layout than ModelOpt's NVFP4 keeps its tensors, and gets the source's MTP head and vision tower where it lost them;
+    CheckpointError is raised where nothing of them is lost. Raises UsageError where the source is needed and
     not given.
     """
     folder = ModelFolder(path)
+    dialects.refuse_unread(folder)
+    target = Path(output) if output else folder.path.resolve().with_name(f"{folder.path.resolve().name}-repaired")
     if dialects.of(folder) is not modelopt or not modelopt.linears(folder):
+        original = ModelFolder(source) if source else None
+        if original is not None and names is None and restore.lost_tensors(folder, original):
+            with staged(target, force=force, inputs=(path, source)) as part:
+                actions = restore.restore(folder, original, part)
+            return RepairResult(str(target), actions, audit(target, source=source).findings)
         quoted = shlex.quote(str(path))
         first = (
             f"first: annie-quant convert {quoted} --to modelopt"
@@ -80,7 +91,6 @@ def repair(
             else f"quantize it: annie-quant quantize --strategy direct --model {quoted} --output DIR"
         )
         raise CheckpointError(f"{path}: no NVFP4 in ModelOpt's layout", first)
-    target = Path(output) if output else folder.path.resolve().with_name(f"{folder.path.resolve().name}-repaired")
     with staged(target, force=force, inputs=(path, source)) as part:
         work = Repair(folder, ModelFolder(source) if source else None, names)
         work.write(part)
@@ -99,6 +109,9 @@ def repair_command(audit: Audit, source: str | os.PathLike | None = None) -> str
     except ShardError:
         return None
     path = shlex.quote(audit.path)
+    if (not linears or dialect is not modelopt) and any(f.code in LOST for f in audit.findings):
+        where = "SOURCE" if source is None else shlex.quote(str(source))
+        return f"annie-quant audit {path} --repair --source {where}"
     if not linears or dialect is None:
         return None
     if dialect is not modelopt:
@@ -226,8 +239,9 @@ class Repair:
         plan = [t for module in sorted(modules) for t in self.linear_tensors(module)]
         quantizer = {m + suffix for m in modules | self.restored for suffix in (".weight", *QUANTIZER)}
         excluded = []
+        kv_names = kv_checks.scales_to_keep(self.folder, modelopt.config(self.folder))
         for name in self.folder:
-            if name in quantizer:
+            if name in quantizer or (name.endswith(kv_checks.ENDS) and name not in kv_names):
                 continue
             plan.append(self.plain_tensor(name))
             if module := excluded_module(self.folder, name):
@@ -239,7 +253,7 @@ class Repair:
                 excluded.append(self.naming.name(module))
         four_bit = "nvfp4" if self.inputs else "w4a16"
         formats = {self.naming.name(m): self.fp8_format(m) if self.is_fp8(m) else four_bit for m in modules}
-        settings = modelopt.settings(formats, sorted(set(excluded)), self.group)
+        settings = modelopt.settings(formats, sorted(set(excluded)), self.group, modelopt.config(self.folder).kv_cache)
         if self.folder.config.get("quantization_config") != settings.quantization_config:
             self.actions.append("config.json and hf_quant_config.json written from what is on disk")
         config = self.naming.config()

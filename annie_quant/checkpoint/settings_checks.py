@@ -6,11 +6,11 @@ from types import ModuleType
 
 from annie_quant.checkpoint.dialects import modelopt
 from annie_quant.checkpoint.header import ShardError
-from annie_quant.checkpoint.linears import Linear, QuantConfig, covering_pattern, plain_linears
+from annie_quant.checkpoint.linears import FP8_DYNAMIC, Linear, QuantConfig, covering_pattern, plain_linears
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.schema import Audit
 
-ALGORITHMS = ("", "NVFP4", "W4A16_NVFP4", "NVFP4_AWQ", "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "MIXED_PRECISION")
+ALGORITHMS = ("", "NVFP4", "W4A16_NVFP4", "NVFP4_AWQ", "FP8", FP8_DYNAMIC, "MIXED_PRECISION")
 #  "": the settings name none
 
 

@@ -10,6 +10,9 @@ from pathlib import Path
 import msgspec
 from msgspec import UNSET, UnsetType, field
 
+from annie_quant.checkpoint import ModelFolder, ShardError, dialects
+from annie_quant.checkpoint.checks import COLUMNS_PER_RANK
+from annie_quant.checkpoint.loader_support import tensor_parallel_ranks
 from annie_quant.doctor.probe import Finding, fault, note, ok
 from annie_quant.doctor.serving_table import Traits, lines_for
 from annie_quant.schema import salvage, salvage_or_default
@@ -26,6 +29,7 @@ class Quantization(msgspec.Struct):
     quant_method: str | None = None
     kv_cache_scheme: object = None
     kv_cache_quant_algo: str | None = None
+    config_groups: dict | None = None
 
 
 class Config(msgspec.Struct):
@@ -83,6 +87,7 @@ def traits_of(folder: Path, config: Config) -> Traits:
         kv_cache = "FP8"
     elif isinstance(scheme, str):
         kv_cache = scheme
+    algorithm = quantized.quant_algo or exported.quant_algo
     kinds = inner.get("layer_types", config.layer_types)
     mtp = inner.get("mtp_num_hidden_layers", config.mtp_num_hidden_layers)
     return Traits(
@@ -91,7 +96,30 @@ def traits_of(folder: Path, config: Config) -> Traits:
         hybrid=isinstance(kinds, list) and "linear_attention" in kinds,
         mtp=isinstance(mtp, int) and mtp > 0,
         kv_cache=kv_cache.upper(),
+        activations=_rounds_activations(quantized, exported),
+        uneven_columns=_has_uneven_columns(folder),
+        detected=quantized.quant_method == "compressed-tensors" or "MIXED" in (algorithm or ""),
     )
+
+
+def _rounds_activations(quantized: Quantization, exported: Quantization) -> bool:
+    """Return whether NVFP4 linears round their activations: by ModelOpt's name, or by compressed-tensors' groups."""
+    if algorithm := quantized.quant_algo or exported.quant_algo:
+        return algorithm == "NVFP4"
+    groups = [g for g in (quantized.config_groups or {}).values() if isinstance(g, dict)]
+    four = [g for g in groups if isinstance(g.get("weights"), dict) and g["weights"].get("num_bits") == 4]
+    return any(g.get("input_activations") for g in four)
+
+
+def _has_uneven_columns(folder: Path) -> bool:
+    """Return whether an NVFP4 linear's columns are not a multiple of 32, on one rank or on two (headers only)."""
+    try:
+        shards = ModelFolder(folder)
+        linears = dialects.linears(shards)
+        columns = [2 * shards.info(x.weight).shape[-1] for x in linears.values() if x.format == "nvfp4"]
+        return any(c % COLUMNS_PER_RANK for c in columns) or tensor_parallel_ranks(shards, linears) < 2
+    except ShardError:
+        return False  # check_model names what is missing
 
 
 def _serving_lines(traits: Traits) -> list[Finding]:

@@ -16,11 +16,13 @@ from typing import Any
 from torch import nn
 
 from annie_quant import __version__, judge
+from annie_quant.checkpoint import ModelFolder
 from annie_quant.data.resolve import resolve
 from annie_quant.data.rows import read_conversations
-from annie_quant.errors import UsageError
-from annie_quant.evaluate import ensemble
+from annie_quant.errors import CheckpointError, UsageError
+from annie_quant.evaluate import draft_head, ensemble
 from annie_quant.evaluate.decoding import Completion
+from annie_quant.evaluate.engine import Engine
 from annie_quant.evaluate.ensemble import Ensemble, MemberOutcomes
 from annie_quant.evaluate.pair import ModelPair, StrPath
 from annie_quant.evaluate.prompts import Answered, ScoredAnswer, Template, conversation_answers, text_pieces
@@ -28,7 +30,7 @@ from annie_quant.evaluate.verification import Outcome
 from annie_quant.hf.emulation import emulate
 from annie_quant.hf.loading import profiles_of
 from annie_quant.hf.nvfp4_linear import NVFP4Linear
-from annie_quant.hf.profiles import find_profile
+from annie_quant.hf.profiles import find_profile, is_supported
 from annie_quant.judge import Answer, Case, Workload
 from annie_quant.judge.not_lost import compares_with_reference, reference_notes
 from annie_quant.persona import Persona
@@ -36,6 +38,7 @@ from annie_quant.progress import Progress
 from annie_quant.schema import (
     EVALUATION_VERSION,
     DifferingAnswer,
+    DraftAcceptance,
     EnsembleFigures,
     EvaluatedWorkload,
     Evaluation,
@@ -136,7 +139,7 @@ def evaluate_pair(
     for name in numerics:
         find_profile(name)  # a misspelled one is an error, one that the checkpoint lacks is a note
     supported = profiles_of(pair.model)
-    chosen = supported if supported == ["bf16"] else [n for n in dict.fromkeys(numerics) if n in supported]
+    chosen = supported if supported == ["bf16"] else [n for n in dict.fromkeys(numerics) if is_supported(n, supported)]
     if not chosen:
         raise UsageError(
             f"{pair.model_dir} does not support {', '.join(numerics)}", f"it supports: {', '.join(supported)}"
@@ -184,6 +187,7 @@ def evaluate_pair(
         reference_outcomes=reference_outcomes,
         members=members,
         ensemble=figures,
+        reference_drafts=reference_drafts(pair, answered),
     )
     return judge.judge_evaluation(evaluation)
 
@@ -208,6 +212,7 @@ def evaluate_numerics(
         comparisons = pair.compare([*own, *conversations, *text], f"{name}: checking answers")
         base = {i: comparisons[i].choices for i in range(len(answered))}
         outcomes = list(ensemble.answers_of(pair, pair.engine, answered, range(len(answered)), base, name).values())
+        drafts = drafts_of(pair, pair.engine, pair.model_dir, [Answered(o.request, o.completion) for o in outcomes])
     kl = pair.summarize(own, comparisons)
     further = None
     if with_ensemble:
@@ -231,8 +236,31 @@ def evaluate_numerics(
         seconds=time.monotonic() - start,
         arithmetic=profile.describe(),
         outcomes=gate_outcomes(before, after, answered)[1],
+        drafts=drafts,
     )
     return result, outcomes, further
+
+
+def reference_drafts(pair: ModelPair, answered: Sequence[Answered]) -> dict[str, DraftAcceptance]:
+    """Return the acceptance of the bf16 reference's MTP head on its own answers."""
+    if not draft_head.has_head(ModelFolder(pair.reference_dir)):
+        return {}
+    return drafts_of(pair, pair.reference.engine(), pair.reference_dir, answered)
+
+
+def drafts_of(
+    pair: ModelPair, engine: Engine, folder: Path, answered: Sequence[Answered]
+) -> dict[str, DraftAcceptance]:
+    """Return the acceptance of a model's MTP head by workload; empty without a head, or with one that the audit faults."""
+    answers = [
+        draft_head.Drafted(r.workload.name, r.prompt, tuple(pair.template.target(completion)))
+        for r, completion in answered
+    ]
+    try:
+        return draft_head.acceptance(engine, ModelFolder(folder), answers)
+    except CheckpointError as error:
+        pair.progress.message(f"the MTP head is not measured: {error}")
+        return {}
 
 
 def member_of(
@@ -330,9 +358,11 @@ def notes(
             lines.append(f"{name} differs from the reference's; both models were evaluated with the reference's")
     if isinstance(model.get_output_embeddings(), NVFP4Linear):  # type: ignore[operator]
         lines.append("lm_head is quantized; the usual recipes do not quantize it")
-    skipped = [n for n in requested if n not in supported]
+    skipped = [n for n in requested if not is_supported(n, supported)]
     if skipped and list(supported) != ["bf16"]:
         lines.append(f"{', '.join(skipped)} does not apply: the checkpoint has no input scales")
+    if any(n.endswith("-nvfp4kv") for n in requested):
+        lines.append("a KV cache in NVFP4 is known to loop at token 0 with thinking and tools; serve with FP8")
     return lines
 
 

@@ -22,7 +22,7 @@ from annie_quant.evaluate.pair import working_dtype
 from annie_quant.files import read_whole_json
 from annie_quant.hf.emulation import emulate
 from annie_quant.hf.loading import load, profiles_of
-from annie_quant.hf.profiles import find_profile
+from annie_quant.hf.profiles import find_profile, is_supported
 from annie_quant.untrusted import integer
 
 DEFAULT_LENGTH = 2048  # tokens, where config.json has no max_position_embeddings
@@ -63,7 +63,7 @@ class HarnessScores:
         self.model = load(self.folder, cache=cache, dtype=getattr(torch, self.dtype), device=device)
         supported = profiles_of(self.model)
         self.profile = find_profile(profile or supported[0])
-        if self.profile.name not in supported:
+        if not is_supported(self.profile.name, supported):
             raise UsageError(f"{self.folder} does not support {profile}", f"it supports: {', '.join(supported)}")
         self.engine = Engine(self.model, rows=rows)
         config = self.model.config.get_text_config()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from annie_quant import files
@@ -15,7 +15,7 @@ from annie_quant.evaluate.pair import ModelPair
 from annie_quant.evaluate.process_group import join_group
 from annie_quant.judge.not_lost import compares_with_reference
 from annie_quant.progress import Progress
-from annie_quant.schema import EnsembleFigures, Evaluation
+from annie_quant.schema import DraftAcceptance, EnsembleFigures, Evaluation
 
 
 def run(
@@ -92,6 +92,16 @@ def ensemble_line(result: Evaluation, name: str, figures: EnsembleFigures) -> st
     )
 
 
+def draft_rates(drafts: Mapping[str, DraftAcceptance], reference: Mapping[str, DraftAcceptance]) -> str:
+    """Return accepted of drafted tokens per workload, with the reference's share."""
+    parts = []
+    for workload, own in drafts.items():
+        before = reference.get(workload)
+        share = f" (bf16 {before.accepted / before.n:.0%})" if before else ""
+        parts.append(f"{workload} {own.accepted} of {own.n}{share}")
+    return ", ".join(parts)
+
+
 def summary_lines(result: Evaluation) -> Iterator[str]:
     """Yield one line of text per numerics and scored text."""
     for name, side in result.numerics.items():
@@ -103,6 +113,8 @@ def summary_lines(result: Evaluation) -> Iterator[str]:
             )
         if figures := result.ensemble.get(name):
             yield ensemble_line(result, name, figures)
+        if side.drafts:
+            yield f"{name}: drafts of the MTP head accepted: {draft_rates(side.drafts, result.reference_drafts)}"
         if text := side.kl_text:
             yield f"{name}, text: perplexity {text.perplexity:.3f} (reference {text.perplexity_reference:.3f})"
     if result.layers:

@@ -1,7 +1,8 @@
 """FP8Linear: the FP8 (E4M3) linears of a mixed-precision checkpoint.
 
-W = value * weight_scale. If the checkpoint has an input_scale, x is rounded to E4M3 and back with it, whatever the numerics of
-the NVFP4 linears are: kernels for FP8 linears multiply FP8 by FP8 on every GPU that supports it. Weights stay 8 bits in
+W = value * weight_scale. If the checkpoint has an input_scale, x is rounded to E4M3 and back with it; if its settings ask for
+scales per token (compressed-tensors' FP8_DYNAMIC), with each token's own. Both whatever the numerics of the NVFP4 linears are:
+kernels for FP8 linears multiply FP8 by FP8 on every GPU that supports it. Weights stay 8 bits in
 memory and are dequantized in each forward.
 """
 
@@ -14,6 +15,8 @@ from torch import nn
 
 from annie_quant.hf.base_linear import FixedDtypeLinear
 from annie_quant.hf.codec import MAX_E4M3
+
+SMALLEST_TOKEN_SCALE = 1 / (MAX_E4M3 * 512)
 
 
 class FP8Linear(FixedDtypeLinear):
@@ -31,12 +34,14 @@ class FP8Linear(FixedDtypeLinear):
         *,
         scale_shape: tuple[int, ...] = (),
         input_shape: tuple[int, ...] | None = None,
+        per_token: bool = False,
         scale_dtype: torch.dtype = torch.float32,
         bias: bool = False,
         dtype: torch.dtype | None = None,
         device=None,
     ) -> None:
         super().__init__(in_features, out_features)
+        self.per_token = per_token
         self.add_parameter("weight", (out_features, in_features), torch.float8_e4m3fn, device)
         self.add_parameter("weight_scale", scale_shape, scale_dtype, device)
         self.add_parameter("input_scale", input_shape, torch.float32, device)
@@ -48,16 +53,23 @@ class FP8Linear(FixedDtypeLinear):
         return (self.weight.float() * (scale.reshape(-1, 1) if scale.numel() > 1 else scale.reshape(()))).to(dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.input_scale is not None:
-            rounded = fake_quant(x.detach(), self.input_scale)
+        scale = token_scales(x.detach()) if self.per_token else self.input_scale
+        if scale is not None:
+            rounded = fake_quant(x.detach(), scale)
             x = x + (rounded - x).detach() if x.requires_grad else rounded
         return nn.functional.linear(x, self.dequantized(x.dtype), self.bias)
 
     def extra_repr(self) -> str:
-        return f"in={self.in_features}, out={self.out_features}, activations={self.input_scale is not None}"
+        return f"in={self.in_features}, out={self.out_features}, activations={self.per_token or self.input_scale is not None}"
+
+
+def token_scales(x: torch.Tensor) -> torch.Tensor:
+    """Return amax / 448 of each token [..., 1], with the lower bound of vLLM's kernel (csrc/quantization, per-token FP8)."""
+    return (x.float().abs().amax(-1, keepdim=True) / MAX_E4M3).clamp_min(SMALLEST_TOKEN_SCALE)
 
 
 def fake_quant(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Return e4m3(clamp(x / scale, ±448)) * scale, computed in float32, in x's dtype."""
-    scale = scale.float().reshape(())
+    """Return e4m3(clamp(x / scale, ±448)) * scale, computed in float32, in x's dtype. scale: one number, or one per token."""
+    scale = scale.float()
+    scale = scale.reshape(()) if scale.numel() == 1 else scale
     return ((x.float() / scale).clamp(-MAX_E4M3, MAX_E4M3).to(torch.float8_e4m3fn).float() * scale).to(x.dtype)

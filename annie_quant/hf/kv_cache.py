@@ -1,6 +1,6 @@
 """Rounding of keys and values as a quantized KV cache stores them, for evaluation: dtypes, "fp8" and "nvfp4".
 
-"fp8" divides by the checkpoint's k_scale and v_scale (buffers of the projections; 1.0 without them), saturates at 448 and rounds
+"fp8" divides by the checkpoint's k_scale and v_scale (buffers; 1.0 without them), saturates at 448 and rounds
 to E4M3. "nvfp4" rounds blocks of 16 values of a head to E2M1 with an E4M3 scale each, under the same scales taken as tensor
 scales, or under 1.0. Values are rounded when they are read, which is the same as when they are stored.
 """
@@ -33,8 +33,8 @@ def rounding(kind: str) -> Rounding:
 
 
 def scale_of(module: Any, name: str) -> torch.Tensor:
-    """Return the scale that a projection of an attention module holds, or 1.0."""
-    scales = [getattr(child, name) for child in module.children() if hasattr(child, name)]
+    """Return the scale of an attention module or of its projection (compressed-tensors and ModelOpt), or 1.0."""
+    scales = [getattr(child, name) for child in (module, *module.children()) if hasattr(child, name)]
     return scales[0].float() if scales else torch.ones(())
 
 

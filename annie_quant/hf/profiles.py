@@ -8,12 +8,14 @@ profile, with sources. emulation.py computes a profile; adding one is one row he
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from annie_quant.errors import UsageError
 
 EXACT = "exact"
-KV_SUFFIXES = {"+fp8kv": "fp8", "+nvfp4kv": "nvfp4"}  # a KV cache in that format (kv_cache.py)
+# A KV cache in that format (kv_cache.py). "+" would make it a further member of the profile without it.
+KV_SUFFIXES = {"-fp8kv": "fp8", "-nvfp4kv": "nvfp4"}
 UNROUNDED, NVFP4, Q8_0, NVFP4_SEARCHED = "unrounded", "nvfp4", "q8_0", "nvfp4 (searched)"
 
 
@@ -80,8 +82,15 @@ UNQUANTIZED = Profile("bf16", UNROUNDED)  # of a model without NVFP4 linears
 SERVED = tuple(p.name for p in PROFILES.values() if p.served_by)
 
 
+def is_supported(name: str, supported: Sequence[str]) -> bool:
+    """Return whether a profile is one of `supported`, with a KV cache in any format."""
+    for suffix in KV_SUFFIXES:
+        name = name.removesuffix(suffix)
+    return name in supported
+
+
 def find_profile(name: str) -> Profile:
-    """Return a profile by its name, which may end in +fp8kv or +nvfp4kv. Raises UsageError for an unknown one."""
+    """Return a profile by its name, which may end in -fp8kv or -nvfp4kv. Raises UsageError for an unknown one."""
     for suffix, kind in KV_SUFFIXES.items():
         if name.endswith(suffix):
             return dataclasses.replace(find_profile(name.removesuffix(suffix)), name=name, kv=kind)

@@ -24,6 +24,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from annie_quant.checkpoint import ModelFolder
 from annie_quant.checkpoint.dialects import compressed_tensors, modelopt
+from annie_quant.checkpoint.linears import is_per_token
 from annie_quant.errors import CheckpointError
 from annie_quant.hf import load_checks
 from annie_quant.hf.experts import separate
@@ -81,11 +82,12 @@ class NVFP4Quantizer(HfQuantizer):
         with load_checks.as_audit_finding(self.folder):
             folder = ModelFolder(self.folder)
             linears = self.dialect.linears(folder)
+            settings = self.dialect.config(folder)
             self.singles = single_experts(folder)
             with torch.device("meta"):
                 separate(model, folder.family, lambda name: any(a in self.singles for a in aliases(name)))
             for linear in linears.values():
-                replace_linear(model, linear, folder)
+                replace_linear(model, linear, folder, is_per_token(settings, linear.name))
             linear_tensors = {t for linear in linears.values() for t in linear.tensors()}
             for name in folder:
                 if name not in linear_tensors and name.endswith(SCALE_SUFFIXES) and find_module(model, parent(name)):

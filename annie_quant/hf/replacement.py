@@ -34,8 +34,10 @@ def find_module(model: nn.Module, name: str) -> Match | None:
     return None
 
 
-def replace_linear(model: nn.Module, linear: Linear, folder: ModelFolder) -> None:
+def replace_linear(model: nn.Module, linear: Linear, folder: ModelFolder, per_token: bool = False) -> None:
     """Replace one linear of the model, after a check of its tensors' types and shapes.
+
+    per_token: the settings ask for FP8 activations with a scale per token.
 
     A linear of a part that the model class leaves out (vision tower, MTP) is skipped; transformers reports its tensors as
     unexpected.
@@ -60,8 +62,10 @@ def replace_linear(model: nn.Module, linear: Linear, folder: ModelFolder) -> Non
             f"{linear.weight} is {info.dtype} {list(info.shape)}, expected {expected[0]} {list(expected[1])}", AUDIT
         )
     options = {"bias": match.module.bias is not None, "dtype": match.module.weight.dtype, "device": "meta"}
-    build = build_nvfp4 if linear.format == "nvfp4" else build_fp8
-    new = build(linear, folder, k, n, options)
+    if linear.format == "nvfp4":
+        new: nn.Module = build_nvfp4(linear, folder, k, n, options)
+    else:
+        new = build_fp8(linear, folder, k, n, options | {"per_token": per_token})
     new._is_hf_initialized = True  # type: ignore[assignment]  # so that transformers draws no random values for it
     parent, _, leaf = match.name.rpartition(".")
     setattr(model.get_submodule(parent), leaf, new.requires_grad_(False))

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 NONE, FP8, CAST = "none", "fp8", "fp8_cast"
 CHOICES = (NONE, FP8, CAST)
-SCHEME = {"dynamic": False, "num_bits": 8, "type": "float"}  # as config.json names FP8
 NAME = "annie_quant_kv_amax"  # of the attention function that records keys and values
 
 
@@ -126,7 +125,7 @@ def add_tensors(folder: Path, tensors: dict[str, np.ndarray]) -> None:
 def add_settings(folder: Path) -> None:
     """Name the FP8 KV cache in config.json and hf_quant_config.json."""
     config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"]["kv_cache_scheme"] = SCHEME
+    config["quantization_config"]["kv_cache_scheme"] = modelopt.KV_SCHEME
     write_json(folder / "config.json", config)
     file = folder / modelopt.HF_QUANT_CONFIG
     if file.is_file():

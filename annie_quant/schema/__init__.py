@@ -22,6 +22,7 @@ from annie_quant.schema.audit import Audit, AuditSummary, Finding, TensorRow
 from annie_quant.schema.evaluation import (
     EVALUATION_VERSION,
     DifferingAnswer,
+    DraftAcceptance,
     EnsembleFigures,
     EvaluatedWorkload,
     Evaluation,

@@ -115,10 +115,20 @@ class DifferingAnswer(msgspec.Struct):
     reference_tool_calls: list[str]
 
 
+class DraftAcceptance(msgspec.Struct):
+    """First drafts of the MTP head that equal the token which the model chose, of n; low, high: 95 % Wilson interval."""
+
+    n: int
+    accepted: int
+    low: float
+    high: float
+
+
 class NumericsResult(msgspec.Struct):
     """The checkpoint under one numerics. kl: over the reference's own answers; None without workloads.
 
     verbosity_ratio: tokens of the checkpoint's answers divided by tokens of the reference's. arithmetic, outcomes: as in Member.
+    drafts: by workload; empty for a checkpoint without an MTP head.
     """
 
     gates: GateTable
@@ -135,6 +145,7 @@ class NumericsResult(msgspec.Struct):
     pooled: PooledGates | None = None
     arithmetic: str = ""
     outcomes: dict[str, str] = {}
+    drafts: dict[str, DraftAcceptance] = {}
 
 
 class Member(msgspec.Struct):
@@ -176,7 +187,8 @@ class Evaluation(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     numerics: one entry per requested numerics. members: the further arithmetics of each ensemble, by "w4a4+bf16", "w4a4+perm1",
     "w4a4+cut16". prompts: names of the prompts that count for a gate, in the order of the characters of `outcomes`.
-    reference_outcomes: the same characters for the bf16 reference. ensemble: by numerics. verdict: judge.decision.judge_evaluation;
+    reference_outcomes: the same characters for the bf16 reference. ensemble: by numerics. reference_drafts: acceptance of
+    the reference's MTP head by workload. verdict: judge.decision.judge_evaluation;
     absent in evaluations of version 0.1.0.
     """
 
@@ -201,6 +213,7 @@ class Evaluation(msgspec.Struct, kw_only=True, omit_defaults=True):
     reference_outcomes: dict[str, str] = {}
     members: dict[str, Member] = {}
     ensemble: dict[str, EnsembleFigures] = {}
+    reference_drafts: dict[str, DraftAcceptance] = {}
 
     def paired_outcomes(self) -> dict[str, dict[str, list[tuple[bool, bool]]]]:
         """Return per member and gate the outcomes (reference passes, checkpoint passes) of each prompt."""

@@ -142,6 +142,30 @@ def test_columns_that_are_not_whole_kernel_steps(sound, tmp_path, columns, code)
     assert audit.summary.loads[0] == ("vLLM: no, columns are not a multiple of 32 (#48898)" if code else "vLLM: yes")
 
 
+@pytest.mark.parametrize("kind", ["merged", "single", "nvfp4", "excluded"])
+def test_a_summary_counts_experts_by_kind(plain, sound, kind):
+    """One entry per linear of an expert, merged or single, not one per expert's number."""
+    summary = aq.checkpoint.audit((plain | sound)[kind]).summary
+    count, quantized = 4 * expert_zoo.EXPERTS, {"nvfp4": 4, "excluded": 3}.get(kind, 0)
+    entries = [e for e in (*summary.quantized, *summary.unquantized) if "experts." in e and "shared" not in e]
+    per_layer = [quantized * expert_zoo.EXPERTS, count - quantized * expert_zoo.EXPERTS]
+    expected = {f"{n} x experts.{k}_proj" for n in per_layer if n for k in ("gate", "up", "down")}
+    assert set(entries) == expected
+
+
+@pytest.mark.parametrize("names", ["merged", "single"])
+def test_a_comparison_has_every_expert(plain, sound, tmp_path, names):
+    """Folder and GGUF file, source merged or single: a row per expert's linear, with the error of the codes themselves."""
+    pytest.importorskip("gguf", reason="the serve extra is not installed")
+    file = aq.checkpoint.convert(sound["nvfp4"], "gguf", tmp_path / "x.gguf").path
+    result = aq.checkpoint.compare(plain[names], {"folder": sound["nvfp4"], "gguf": file})
+    rows = {form: [r for r in result.rows if r.form == form and ".experts." in r.tensor] for form in ("folder", "gguf")}
+    assert len(rows["folder"]) == len(rows["gguf"]) == 4 * 3 * expert_zoo.EXPERTS
+    for a, b in zip(*(sorted(r, key=lambda row: row.tensor) for r in rows.values()), strict=True):
+        assert a.tensor == b.tensor and 0.08 < a.rel_l2 < 0.12 and a.rel_l2 == pytest.approx(b.rel_l2, rel=1e-5)
+        assert 4.4 < a.bits < 4.6 and 4.4 < b.bits < 4.6
+
+
 def test_merged_experts_in_16_bits_stay_listed(sound, tmp_path):
     """A conversion and a repair list unquantized merged experts; those of the MTP head need no entry."""
 

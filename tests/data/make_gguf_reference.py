@@ -24,11 +24,19 @@ tree = sys.argv[1]
 sys.path[:0] = [tree, tree + "/gguf-py"]
 import gguf, conversion.base
 conversion.base.TextModel.get_vocab_base_pre = lambda self, tokenizer: "qwen35"
+def no_tokenizer_model(self):  # of sentencepiece, which the converter imports before it sees that the file is missing
+    raise FileNotFoundError
+conversion.base.TextModel._set_vocab_sentencepiece = no_tokenizer_model
 sys.argv = ["convert_hf_to_gguf.py", *sys.argv[2:]]
 runpy.run_path(tree + "/convert_hf_to_gguf.py", run_name="__main__")
 """
 # Keys that name the folder, or count the keys themselves.
-SKIP = ("GGUF.", "general.name", "general.size_label")
+SKIP = ("GGUF.", "general.name", "general.size_label", "general.basename", "general.finetune")
+PUBLISHED = {
+    "qwen3": "Qwen/Qwen3-8B",
+    "qwen3_moe": "Qwen/Qwen3-30B-A3B",
+    "qwen3_moe_nvfp4": "nvidia/Qwen3-235B-A22B-NVFP4",
+}
 
 
 def describe(path: Path) -> dict:
@@ -47,15 +55,24 @@ def describe(path: Path) -> dict:
     return {"keys": keys, "tensors": tensors}
 
 
+def comparable(name: str, description: dict) -> dict:
+    """Return the description of a GGUF file without the tokenizer's keys where the checkpoint only borrows a tokenizer."""
+    keys = {k: v for k, v in description["keys"].items() if name not in PUBLISHED or not k.startswith("tokenizer.")}
+    return {"keys": keys, "tensors": description["tensors"]}
+
+
 def checkpoints(home: Path) -> dict[str, Path]:
     """The checkpoints that are compared, small and the same on every machine."""
     import checkpoint_zoo as zoo
     import expert_zoo
+    import published_models
 
     out = {"bf16": zoo.bf16(home / "bf16"), "mtp": zoo.bf16(home / "mtp", mtp_num_hidden_layers=1)}
     out["nvfp4"] = zoo.nvfp4(home / "nvfp4", out["bf16"])
     out["w4a16"] = zoo.nvfp4(home / "w4a16", out["bf16"], with_input=False)
     out["mlp_only"] = zoo.nvfp4(home / "mlp_only", out["bf16"], lambda n: ".mlp." in n)
+    for name, release in PUBLISHED.items():
+        out[name] = published_models.write(release, home / name)
     out["moe"] = expert_zoo.merged(home / "moe")
     out["moe_single"] = expert_zoo.per_expert(home / "moe_single")
     out["moe_nvfp4"] = expert_zoo.nvfp4(home / "moe_nvfp4", out["moe_single"])
@@ -67,12 +84,12 @@ def main(tree: str) -> None:
         reference = {}
         for name, folder in checkpoints(Path(home)).items():
             file = Path(home) / f"{name}.gguf"
-            options = [] if name == "mtp" else ["--no-mtp"]
+            options = [] if name == "mtp" or name in PUBLISHED else ["--no-mtp"]
             subprocess.run(
                 [sys.executable, "-c", RUN, tree, str(folder), "--outtype", "bf16", "--outfile", str(file), *options],
                 check=True,
             )
-            reference[name] = describe(file)
+            reference[name] = comparable(name, describe(file))
     (HERE / "gguf_reference.json").write_text(json.dumps(reference, indent=1) + "\n")
 
 

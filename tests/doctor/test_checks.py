@@ -6,6 +6,8 @@ import json
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import checkpoint_zoo as zoo
+import published_models as published
 import pytest
 
 from annie_quant import doctor, host
@@ -238,3 +240,32 @@ def test_serving_lines_apply_to_the_checkpoints_they_are_for(tmp_path):
     assert all("20" in f.why for f in mixture.values()), "each line has its date"
     (tmp_path / "hf_quant_config.json").write_text('{"quantization": {"kv_cache_quant_algo": "NVFP4"}}')
     assert notes({})["KV cache"].level == "fault"
+
+
+def test_serving_lines_of_published_checkpoints(tmp_path):
+    """Kernels, SGLang's flag and KV cache, by what NVIDIA and unsloth publish; uneven columns by the headers."""
+
+    def lines(name: str) -> dict:
+        folder = tmp_path / name.rpartition("/")[2]
+        if not folder.exists():
+            published.write(name, folder)
+        return {f.check: f.message for f in check_model(folder) if f.level == "note"}
+
+    mixed, unsloth = lines("nvidia/Qwen3.6-35B-A3B-NVFP4"), lines("unsloth/Qwen3.8-27B-NVFP4")
+    plain = lines("nvidia/Qwen3.5-122B-A10B-NVFP4")
+    assert "SGLang quantization" in mixed and "SGLang quantization" in unsloth and "SGLang quantization" not in plain
+    assert "kernel choice" in unsloth and "kernel choice" in plain and "kernel choice" not in mixed  # W4A16
+    assert all("--kv-cache-dtype fp8" in x["KV cache"] for x in (mixed, unsloth, plain))
+    assert "MoE backend" in mixed and "MoE backend" not in unsloth
+    assert not any("kernels known wrong" in x for x in (mixed, unsloth, plain))
+
+    def narrow(t: dict, c: dict) -> None:
+        module = "model.language_model.layers.0.mlp.experts.0.down_proj"
+        t[f"{module}.weight"], t[f"{module}.weight_scale"] = (
+            t[f"{module}.weight"][:, :24],
+            t[f"{module}.weight_scale"][:, :3],
+        )
+
+    zoo.spoil(tmp_path / "Qwen3.5-122B-A10B-NVFP4", tmp_path / "uneven", narrow)
+    uneven = {f.check: f.message for f in check_model(tmp_path / "uneven")}
+    assert "VLLM_DISABLED_KERNELS=FlashInferCutlassNvFp4LinearKernel" in uneven["kernels known wrong"]

@@ -1,6 +1,7 @@
 """Strategies on a random Qwen3.5 with the 9B's shapes and fewer layers: time, peak memory, and their extrapolation.
 
 python tests/perf/strategies_9b.py make DIR --layers 4
+python tests/perf/strategies_9b.py make DIR --layers 2 --experts 256     # Qwen3.6-35B-A3B's shapes: 1.6 GB per layer of 40
 python tests/perf/strategies_9b.py run DIR naive        # one JSON line: seconds, peaks; one process per measurement
 python tests/perf/strategies_9b.py extrapolate LINES    # of two layer counts, to the 9B and 27B
 """
@@ -25,17 +26,24 @@ SHAPE = {
     "head_dim": 256, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
     "linear_num_value_heads": 32, "vocab_size": 248320, "max_position_embeddings": 32768,
 }  # fmt: skip
+# Fields that differ in Qwen3.6-35B-A3B.
+MIXTURE = {
+    "hidden_size": 2048, "num_key_value_heads": 2, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+    "num_experts_per_tok": 8,
+}  # fmt: skip
 # Layers, and a layer's linear weights relative to the 9B's (from the published configurations: 27B is 5120 / 17408, 64 layers).
 FULL = {"9B": (32, 1.0), "27B": (64, 1.74)}
 SETTINGS: dict[str, dict] = {"auto_mixed": {"answers": 16}}
 
 
-def make(folder: Path, layers: int) -> None:
+def make(folder: Path, layers: int, experts: int) -> None:
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, Qwen3_5MoeTextConfig
 
     config = AutoConfig.from_pretrained(TINY, trust_remote_code=False)
-    for key, value in SHAPE.items():
+    if experts:
+        config = Qwen3_5MoeTextConfig(num_experts=experts, eos_token_id=config.eos_token_id, tie_word_embeddings=False)
+    for key, value in (SHAPE | (MIXTURE if experts else {})).items():
         setattr(config, key, value)
     config.num_hidden_layers = layers
     config.layer_types = ["full_attention" if i % 4 == 3 else "linear_attention" for i in range(layers)]
@@ -100,9 +108,10 @@ if __name__ == "__main__":
     parser.add_argument("path", type=Path)
     parser.add_argument("strategy", nargs="?")
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--experts", type=int, default=0, help="0: dense; 256: Qwen3.6-35B-A3B's")
     inputs = parser.parse_args()
     if inputs.what == "make":
-        make(inputs.path, inputs.layers)
+        make(inputs.path, inputs.layers, inputs.experts)
     elif inputs.what == "run":
         run(inputs.path, inputs.strategy or sys.exit("which strategy?"))
     else:

@@ -110,7 +110,7 @@ def test_evaluation_rounds_keys_and_values_with_the_scales(home: Path) -> None:
             ((_, out),) = Engine(model).scores([Row(ids[:32], ids[32:])])
         return out
 
-    exact, fp8, nvfp4 = (logits(f"w4a16{suffix}") for suffix in ("", "+fp8kv", "+nvfp4kv"))
+    exact, fp8, nvfp4 = (logits(f"w4a16{suffix}") for suffix in ("", "-fp8kv", "-nvfp4kv"))
     assert 0 < float((fp8 - exact).abs().mean()) < float((nvfp4 - exact).abs().mean())
     attention = model.get_submodule("model.layers.3.self_attn")
     scale = float(ModelFolder(home / "fp8").scalar(KEY))
@@ -118,6 +118,22 @@ def test_evaluation_rounds_keys_and_values_with_the_scales(home: Path) -> None:
     rounded, _ = kv_cache.rounding("fp8")(attention, key, key)
     expected = (key / np.float32(scale)).clamp(-448, 448).to(torch.float8_e4m3fn).float() * np.float32(scale)
     assert torch.equal(rounded, expected) and float(rounded.max()) == pytest.approx(448 * scale)
+
+
+def test_an_evaluation_takes_a_kv_cache(home: Path, tmp_path: Path) -> None:
+    """`annie-quant eval --numerics w4a16-fp8kv`: its logits differ from those of the profile without it."""
+    from annie_quant import runtime
+    from annie_quant.judge import Case, Workload
+
+    case = Case("c", ({"role": "user", "content": "What is 3 and 4?"},))
+    workload = Workload("sums", "", None, "Be brief.", None, False, 6, 0, ("non_empty",), (case,))
+    numerics = ["w4a16", "w4a16-fp8kv", "w4a16-nvfp4kv"]
+    result = runtime.evaluate(
+        home / "fp8", home / "bf16", [workload], numerics, cache=tmp_path, with_ensemble=False, dtype="float32"
+    )
+    kl = [result["numerics"][n]["kl"]["mean"] for n in numerics]
+    assert len(set(kl)) == 3 and set(result["verdict"]["profiles"]) == set(numerics)
+    assert any("NVFP4 is known to loop" in note for note in result["notes"])
 
 
 def test_nvfp4_and_unknown_formats_are_refused(home: Path, tmp_path: Path) -> None:

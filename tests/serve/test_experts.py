@@ -17,6 +17,7 @@ pytest.importorskip("transformers", reason="the runtime needs transformers: pip 
 pytest.importorskip("xllamacpp", reason="the serve extra is not installed")
 pytest.importorskip("gguf", reason="the serve extra is not installed")
 
+import published_models  # noqa: E402
 import runtime_models  # noqa: E402
 
 import annie_quant.hf  # noqa: E402
@@ -26,8 +27,12 @@ from annie_quant.hf.profiles import find_profile  # noqa: E402
 NEAR = 0.05  # difference of log probabilities; 0.15 is the limit of the answers in tests/evaluate/test_against_llama_cpp.py
 
 
-def test_llama_cpp_computes_the_experts(tmp_path: Path) -> None:
-    source = runtime_models.save_mixture(tmp_path / "bf16")
+@pytest.mark.parametrize("family", ["Qwen3.5 MoE", "Qwen3 MoE"])
+def test_llama_cpp_computes_the_experts(tmp_path: Path, family: str) -> None:
+    if family == "Qwen3 MoE":
+        source = published_models.write("Qwen/Qwen3-30B-A3B", tmp_path / "bf16")
+    else:
+        source = runtime_models.save_mixture(tmp_path / "bf16")
     quantize.run("direct", source, tmp_path / "nvfp4")
     file = aq.checkpoint.convert(tmp_path / "nvfp4", "gguf", tmp_path / "nvfp4.gguf").path
     ids = torch.randint(3, 200, (4, 24), generator=torch.Generator().manual_seed(3))

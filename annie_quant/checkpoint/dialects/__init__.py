@@ -5,7 +5,8 @@ A dialect has NAME and
     linears(folder)                        module name → Linear, from the tensors on disk
     config(folder)                         the folder's settings as a QuantConfig
     tensors(linear, folder)                one linear as tensors to write in this dialect
-    settings(formats, excluded, group)     what goes into config.json, and further files
+    settings(formats, excluded, group, kv_cache)     what goes into config.json, and further files
+    kv_scale(layer, end)                   the name of a layer's scale of the KV cache; end: "k_scale" or "v_scale"
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from types import ModuleType
 from annie_quant import registry
 from annie_quant.checkpoint.linears import Linear
 from annie_quant.checkpoint.shards import ModelFolder
+from annie_quant.errors import CheckpointError
+from annie_quant.printable import printable
 
 
 def find(name: str) -> ModuleType:
@@ -27,6 +30,20 @@ def of(folder: ModelFolder) -> ModuleType | None:
     """Return the dialect that a folder is written in, or None for plain weights."""
     package = sys.modules[__name__]
     return next((d for d in map(find, registry.names(package)) if d.matches(folder)), None)
+
+
+def refuse_unread(folder: ModelFolder) -> None:
+    """Raise CheckpointError where config.json names a layout of quantized weights that is not read here.
+
+    Its codes would be taken for weights, for example those of Qwen's own FP8 releases (blocks of 128 x 128).
+    """
+    quant = folder.config.get("quantization_config")
+    method = quant.get("quant_method") if isinstance(quant, dict) else None
+    if method and of(folder) is None:
+        raise CheckpointError(
+            f"{folder.path}: quant_method {printable(str(method), 40)!r} is not read here, expected modelopt or compressed-tensors",
+            "start from the 16-bit checkpoint of the same model",
+        )
 
 
 def linears(folder: ModelFolder) -> dict[str, Linear]:

@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from annie_quant.checkpoint.linears import Linear, QuantConfig
+from annie_quant.checkpoint.linears import FP8_DYNAMIC, Linear, QuantConfig, kv_format
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.writer import Planned, Settings, planned
 
 NAME = "compressed-tensors"
+KV_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
 NVFP4_FORMAT, FP8_FORMAT = "nvfp4-pack-quantized", "float-quantized"
 
 
@@ -77,6 +78,7 @@ def read(quant: dict[str, Any]) -> QuantConfig:
         group=size if isinstance(size, int) and size > 0 else None,
         excluded=[e for e in ignore if isinstance(e, str)] if isinstance(ignore, list) else [],
         layers=layers,
+        kv_cache=kv_format(quant),
         raw=quant,
     )
 
@@ -85,10 +87,12 @@ def group_algo(group: dict[str, Any]) -> str:
     """Return ModelOpt's name of one config group's algorithm; "" for any other format."""
     weights = group.get("weights")
     bits = weights.get("num_bits") if isinstance(weights, dict) else None
+    activations = group.get("input_activations")
     if bits == 8:
-        return "FP8"
+        per_token = isinstance(activations, dict) and activations.get("dynamic") is True
+        return FP8_DYNAMIC if per_token else "FP8"
     if bits == 4:
-        return "NVFP4" if isinstance(group.get("input_activations"), dict) else "W4A16_NVFP4"
+        return "NVFP4" if isinstance(activations, dict) else "W4A16_NVFP4"
     return ""
 
 
@@ -116,11 +120,16 @@ def tensors(linear: Linear, folder: ModelFolder) -> list[Planned]:
     return out
 
 
-def settings(formats: Mapping[str, str], excluded: list[str], group: int) -> Settings:
+def kv_scale(layer: str, end: str) -> str:
+    """Return the name of a layer's scale of keys or values. end: "k_scale" or "v_scale"."""
+    return f"{layer}.self_attn.{end}"
+
+
+def settings(formats: Mapping[str, str], excluded: list[str], group: int, kv_cache: str | None = None) -> Settings:
     """Return quantization_config for config.json.
 
     formats: quantized module → "nvfp4" (activations too), "w4a16" "fp8" or "fp8_channel".  excluded: the other linears.
-    group: columns per block scale.
+    group: columns per block scale.  kv_cache: "FP8", or None for a cache in 16 bits.
     """
     kinds = sorted(set(formats.values()), key=("nvfp4", "w4a16", "fp8", "fp8_channel").index)
     groups: dict[str, dict[str, object]] = {}
@@ -132,7 +141,7 @@ def settings(formats: Mapping[str, str], excluded: list[str], group: int) -> Set
         "config_groups": groups,
         "format": stored.pop() if len(stored) == 1 else "mixed-precision",
         "ignore": excluded,
-        "kv_cache_scheme": None,
+        "kv_cache_scheme": KV_SCHEME if kv_cache == "FP8" else None,
         "quant_method": NAME,
         "quantization_status": "compressed",
     }

@@ -5,6 +5,7 @@ Source: NVIDIA/Model-Optimizer, modelopt/torch/export/{quant_utils,convert_hf_co
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -12,13 +13,14 @@ from typing import Any
 import numpy as np
 
 from annie_quant.checkpoint.header import ShardError
-from annie_quant.checkpoint.linears import Linear, QuantConfig
+from annie_quant.checkpoint.linears import FP8_DYNAMIC, Linear, QuantConfig, kv_format
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.writer import Planned, Settings, planned
 
 NAME = "modelopt"
 HF_QUANT_CONFIG = "hf_quant_config.json"
-ALGORITHMS = {"nvfp4": "NVFP4", "w4a16": "W4A16_NVFP4", "fp8": "FP8", "fp8_channel": "FP8_PER_CHANNEL_PER_TOKEN"}
+KV_SCHEME = {"dynamic": False, "num_bits": 8, "type": "float"}  # FP8 as config.json names it
+ALGORITHMS = {"nvfp4": "NVFP4", "w4a16": "W4A16_NVFP4", "fp8": "FP8", "fp8_channel": FP8_DYNAMIC}
 
 
 def matches(folder: ModelFolder) -> bool:
@@ -57,9 +59,19 @@ def linears(folder: ModelFolder) -> dict[str, Linear]:
 
 
 def config(folder: ModelFolder) -> QuantConfig:
-    """Return the settings of config.json's quantization_config, or where there is none of hf_quant_config.json."""
+    """Return the settings of config.json's quantization_config, or where there is none of hf_quant_config.json.
+
+    The KV cache's format is in hf_quant_config.json alone in some releases, such as nvidia/Qwen3.6-35B-A3B-NVFP4.
+    """
     inline = folder.config.get("quantization_config")
-    return read(inline) if isinstance(inline, dict) else read_file(folder) or QuantConfig(NAME, "", None, [])
+    if not isinstance(inline, dict):
+        return read_file(folder) or QuantConfig(NAME, "", None, [])
+    settings = read(inline)
+    if settings.kv_cache is None:
+        with contextlib.suppress(ShardError):  # the audit reports a faulty file
+            second = read_file(folder)
+            settings.kv_cache = second.kv_cache if second else None
+    return settings
 
 
 def read_file(folder: ModelFolder) -> QuantConfig | None:
@@ -91,18 +103,14 @@ def read(quant: dict[str, Any]) -> QuantConfig:
         group=group if isinstance(group, int) and group > 0 else None,
         excluded=[e for e in excluded if isinstance(e, str)] if isinstance(excluded, list) else [],
         layers={k: str(v.get("quant_algo") or "").upper() for k, v in layers.items()},
-        kv_cache=kv_cache(quant),
+        kv_cache=kv_format(quant),
         raw=quant,
     )
 
 
-def kv_cache(quant: dict[str, Any]) -> str | None:
-    """Return the KV cache's format: a name in hf_quant_config.json, type and number of bits in config.json."""
-    scheme = quant.get("kv_cache_scheme")
-    if isinstance(scheme, dict) and (scheme.get("type"), scheme.get("num_bits")) == ("float", 8):
-        return "FP8"
-    named = quant.get("kv_cache_quant_algo")
-    return named if isinstance(named, str) else None
+def kv_scale(layer: str, end: str) -> str:
+    """Return the name of a layer's scale of keys or values. end: "k_scale" or "v_scale"."""
+    return f"{layer}.self_attn.{end[0]}_proj.{end}"
 
 
 def tensors(linear: Linear, folder: ModelFolder) -> list[Planned]:
@@ -127,19 +135,19 @@ def tensors(linear: Linear, folder: ModelFolder) -> list[Planned]:
     return out
 
 
-def settings(formats: Mapping[str, str], excluded: list[str], group: int) -> Settings:
+def settings(formats: Mapping[str, str], excluded: list[str], group: int, kv_cache: str | None = None) -> Settings:
     """Return quantization_config for config.json, and hf_quant_config.json.
 
     formats: quantized module → "nvfp4" (activations too), "w4a16" "fp8" or "fp8_channel".  excluded: the other linears.
-    group: columns per block scale.
+    group: columns per block scale.  kv_cache: "FP8", or None for a cache in 16 bits.
     """
     producer = {"name": NAME, "version": "annie_quant"}
     algorithms = {m: ALGORITHMS[f] for m, f in sorted(formats.items())}
     kinds = set(algorithms.values())
-    common = {"kv_cache_scheme": None, "producer": producer, "quant_method": NAME}
+    common = {"kv_cache_scheme": KV_SCHEME if kv_cache == "FP8" else None, "producer": producer, "quant_method": NAME}
     inline: dict[str, Any]
-    companion: dict[str, Any] = {"kv_cache_quant_algo": None}
-    if len(kinds) > 1 or kinds & {"FP8", "FP8_PER_CHANNEL_PER_TOKEN"}:
+    companion: dict[str, Any] = {"kv_cache_quant_algo": kv_cache}
+    if len(kinds) > 1 or kinds & {"FP8", FP8_DYNAMIC}:
         algo = "MIXED_PRECISION"
         layers = {
             m: {"quant_algo": a} | ({} if "FP8" in a and "NVFP4" not in a else {"group_size": group})

@@ -19,6 +19,7 @@ from annie_quant.models.family import DeltaNet, GGUFNames
 from annie_quant.printable import printable
 
 FLOAT32 = ("_norm.weight", "ssm_conv1d.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight")
+WRITTEN = "GGUF is written for Qwen3, Qwen3 MoE, Qwen3.5 and Qwen3.5 MoE (qwen3, qwen3_moe, qwen3_5, qwen3_5_moe)"
 OMITTED = (".k_scale", ".v_scale", ".rotary_emb.inv_freq")  # not part of a text model's file
 
 
@@ -48,24 +49,28 @@ class Heads:
 
 @dataclass(frozen=True)
 class Layout:
-    """One model's layout in a GGUF file: its family, number of decoder layers, and heads."""
+    """One model's layout in a GGUF file: its family, number of decoder layers, and heads.
+
+    deltanet, heads: None for a model without linear attention, whose tensors keep their order.
+    """
 
     family: models.Family
     names: GGUFNames
-    deltanet: DeltaNet
+    deltanet: DeltaNet | None
     layers: int
-    heads: Heads
+    heads: Heads | None
 
     @classmethod
     def of(cls, folder: ModelFolder) -> Layout:
         """Return the layout of a model folder. Raises CheckpointError for a family that has none."""
         family, config = folder.family, folder.text_config
-        if family.gguf is None or family.deltanet is None:
+        if family.gguf is None:
             raise CheckpointError(
                 f"{folder.path}: model_type {config.get('model_type')!r} cannot be stored as GGUF here",
-                "GGUF is written for Qwen3.5 checkpoints only (qwen3_5, qwen3_5_moe)",
+                WRITTEN,
             )
-        return cls(family, family.gguf, family.deltanet, _count(config, "num_hidden_layers"), Heads.of(config))
+        layers = _count(config, "num_hidden_layers")
+        return cls(family, family.gguf, family.deltanet, layers, Heads.of(config) if family.deltanet else None)
 
     def name(self, name: str) -> str | None:
         """Return llama.cpp's name of a tensor, or None for one that a text model's file omits (vision, KV scales)."""
@@ -85,13 +90,13 @@ class Layout:
             return f"blk.{int(short.split('.')[1]) + first}.{self.names.layer[inside]}"
         raise CheckpointError(
             f"{name}: no such tensor in a {self.family.name} text model",
-            "GGUF is written for Qwen3.5 checkpoints only (qwen3_5, qwen3_5_moe)",
+            WRITTEN,
         )
 
     def rows(self, name: str) -> np.ndarray | None:
         """Return the order of the rows (first axis) of a DeltaNet tensor, or None where they keep theirs."""
         heads, inside = self.heads, _module(name)
-        if heads.keys == heads.values:
+        if heads is None or self.deltanet is None or heads.keys == heads.values:
             return None
         if inside in self.deltanet.mixed:
             first = 2 * heads.keys * heads.key_dim  # queries and keys keep their order
@@ -102,13 +107,14 @@ class Layout:
 
     def columns(self, name: str) -> np.ndarray | None:
         """Return the order of the columns of the output projection, or None where they keep theirs."""
-        if self.heads.keys == self.heads.values or _module(name) != self.deltanet.output:
+        heads = self.heads
+        if heads is None or self.deltanet is None or heads.keys == heads.values:
             return None
-        return self.heads.order(self.heads.value_dim)
+        return heads.order(heads.value_dim) if _module(name) == self.deltanet.output else None
 
     def is_convolution(self, name: str) -> bool:
         """Return whether a tensor is a convolution's weight [channels, 1, width], which llama.cpp stores as a matrix."""
-        return _module(name) == self.deltanet.convolution
+        return self.deltanet is not None and _module(name) == self.deltanet.convolution
 
     def transform(self, name: str, array: np.ndarray) -> np.ndarray:
         """Return a plain tensor as llama.cpp stores it: A = −exp(A_log), norms as (1 + w), heads tiled.
@@ -146,7 +152,7 @@ def _count(config: Mapping[str, Any], field: str) -> int:
         problem = (
             "is missing" if value is None else f"is {printable(repr(value)[:200], 60)}, expected a positive number"
         )
-        raise CheckpointError(f"config.json: {field} {problem}", "is this a Qwen3.5 checkpoint?")
+        raise CheckpointError(f"config.json: {field} {problem}", "is this a Qwen3 or Qwen3.5 checkpoint?")
     return value
 
 

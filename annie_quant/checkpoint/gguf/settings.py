@@ -19,6 +19,10 @@ Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Positive = Annotated[float, Meta(gt=0, le=1e12)]
 Fraction = Annotated[float, Meta(gt=0, le=1)]
 REQUIRED_MIXTURE = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+REQUIRED_HYBRID = (
+    "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
+    "linear_conv_kernel_dim",
+)  # fmt: skip
 HINT = "copy config.json from the source checkpoint"
 
 
@@ -31,7 +35,10 @@ class Rope(msgspec.Struct):
 
 
 class Settings(msgspec.Struct):
-    """Fields of a Qwen3.5 text model's settings, under their names in config.json."""
+    """Fields of a Qwen3 or Qwen3.5 text model's settings, under their names in config.json.
+
+    The linear_* fields are required of models with DeltaNet layers, and have no meaning for others.
+    """
 
     vocab_size: Count
     hidden_size: Count
@@ -40,11 +47,11 @@ class Settings(msgspec.Struct):
     num_key_value_heads: Count
     max_position_embeddings: Count
     rms_norm_eps: Annotated[float, Meta(gt=0, lt=1)]
-    linear_num_key_heads: Count
-    linear_num_value_heads: Count
-    linear_key_head_dim: Count
-    linear_value_head_dim: Count
-    linear_conv_kernel_dim: Count
+    linear_num_key_heads: Count = 1
+    linear_num_value_heads: Count = 1
+    linear_key_head_dim: Count = 1
+    linear_value_head_dim: Count = 1
+    linear_conv_kernel_dim: Count = 1
     head_dim: Count | None = None
     intermediate_size: Count | None = None
     num_experts: Annotated[int, Meta(ge=1, le=1 << 14)] | None = None
@@ -71,6 +78,10 @@ class Settings(msgspec.Struct):
 def read(folder: ModelFolder, linears: Mapping[str, Linear]) -> Settings:
     """Return the settings. Raises CheckpointError for a field that is missing, has another type, or does not fit the tensors."""
     where = f"{folder.path.name}/config.json"
+    if folder.family.deltanet:
+        absent = next((f for f in REQUIRED_HYBRID if f not in folder.text_config), None)
+        if absent:
+            raise CheckpointError(f"{where}: {absent} is missing", HINT)
     settings = schema.convert(Settings, folder.text_config, where, error=CheckpointError, hint=HINT)
     layers = settings.num_hidden_layers
     if settings.layer_types is not None and len(settings.layer_types) != layers:

@@ -1,4 +1,4 @@
-"""Write a Qwen3.5 folder as one GGUF file for llama.cpp: bf16, f16, NVFP4 as the folder has it, or K-quants from bf16.
+"""Write a Qwen3 or Qwen3.5 folder as one GGUF file for llama.cpp: bf16, f16, NVFP4 as the folder has it, or K-quants from bf16.
 
 NVFP4 codes and block scales are stored bit for bit in ggml's layout; the tensor scale and the input scale are the tensors
 `.scale` and `.input_scale` of the weight, as llama.cpp's own converter writes them.
@@ -149,7 +149,7 @@ class Plan:
         self.layout = names.Layout.of(folder)
         self.settings: Settings = read_settings(folder, linears)
         heads = self.layout.heads
-        if heads.key_dim != heads.value_dim:
+        if heads and heads.key_dim != heads.value_dim:
             raise CheckpointError(
                 f"linear_key_head_dim {heads.key_dim} and linear_value_head_dim {heads.value_dim} differ",
                 "llama.cpp serves Qwen3.5 with equal ones only",
@@ -298,10 +298,9 @@ class Plan:
         if rows is not None:
             codes, scale = codes[rows], scale[rows]
         if columns is not None:
-            if self.layout.heads.value_dim % 16:
-                raise CheckpointError(
-                    f"{linear.name}: value heads of {self.layout.heads.value_dim} columns, expected a multiple of 16"
-                )
+            value_dim = self.layout.heads.value_dim if self.layout.heads else 16
+            if value_dim % 16:
+                raise CheckpointError(f"{linear.name}: value heads of {value_dim} columns, expected a multiple of 16")
             codes, scale = codes[:, columns[::2] // 2], scale[:, columns[::16] // 16]
         yield nvfp4.to_ggml(
             nvfp4.Tensor(
@@ -326,7 +325,7 @@ def encode(array: np.ndarray, kind: str, name: str) -> np.ndarray:
 
 
 def add_metadata(writer: Any, plan: Plan) -> None:
-    """Add the keys that llama.cpp's converter writes for Qwen3.5, under its names."""
+    """Add the keys that llama.cpp's converter writes, under its names."""
     gguf = need("gguf", "serve")
     settings, heads = plan.settings, plan.layout.heads
     rope, head_dim = settings.rope, settings.attention_head_dim
@@ -340,15 +339,30 @@ def add_metadata(writer: Any, plan: Plan) -> None:
         writer.add_feed_forward_length(settings.intermediate_size)
     writer.add_head_count(settings.num_attention_heads)
     writer.add_head_count_kv(settings.num_key_value_heads)
-    sections = MROPE_SECTIONS if rope.mrope_section is None else rope.mrope_section
-    writer.add_rope_dimension_sections([*sections, 0, 0, 0, 0][:4])
     writer.add_rope_freq_base(rope.rope_theta or settings.rope_theta or 10_000.0)
-    factor = rope.partial_rotary_factor or settings.partial_rotary_factor or 0.25
-    writer.add_rope_dimension_count(int(head_dim * factor))
     writer.add_layer_norm_rms_eps(settings.rms_norm_eps)
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{plan.kind}"])
+    if heads:
+        add_hybrid_metadata(writer, plan, heads)
+    if plan.layout.family.experts:
+        add_expert_metadata(writer, settings)
+    if weight_only := sorted(plan.weight_only):  # llama.cpp may round the activations of the others to 4 bits
+        writer.add_array("general.tensor_extra.name", weight_only)
+        writer.add_array("general.tensor_extra.prec_a4", [False] * len(weight_only))
+    if plan.mtp_layers:
+        writer.add_nextn_predict_layers(plan.mtp_layers)
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+
+
+def add_hybrid_metadata(writer: Any, plan: Plan, heads: names.Heads) -> None:
+    """Add the keys of a model with DeltaNet layers: multimodal rotary embedding, heads, and which layers are recurrent."""
+    settings, rope = plan.settings, plan.settings.rope
+    sections = MROPE_SECTIONS if rope.mrope_section is None else rope.mrope_section
+    writer.add_rope_dimension_sections([*sections, 0, 0, 0, 0][:4])
+    factor = rope.partial_rotary_factor or settings.partial_rotary_factor or 0.25
+    writer.add_rope_dimension_count(int(settings.attention_head_dim * factor))
     writer.add_ssm_conv_kernel(settings.linear_conv_kernel_dim)
     writer.add_ssm_state_size(heads.key_dim)
     writer.add_ssm_group_count(heads.keys)
@@ -358,14 +372,6 @@ def add_metadata(writer: Any, plan: Plan) -> None:
     if kinds := settings.layer_types:
         recurrent = [k == "linear_attention" for k in kinds] + [False] * plan.mtp_layers
         writer.add_array(f"{plan.layout.names.architecture}.attention.recurrent_layers", recurrent)
-    if plan.layout.family.experts:
-        add_expert_metadata(writer, settings)
-    if weight_only := sorted(plan.weight_only):  # llama.cpp may round the activations of the others to 4 bits
-        writer.add_array("general.tensor_extra.name", weight_only)
-        writer.add_array("general.tensor_extra.prec_a4", [False] * len(weight_only))
-    if plan.mtp_layers:
-        writer.add_nextn_predict_layers(plan.mtp_layers)
-    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
 
 
 def add_expert_metadata(writer: Any, settings: Settings) -> None:

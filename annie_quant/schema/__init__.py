@@ -89,11 +89,13 @@ from annie_quant.schema.settings import (
 from annie_quant.schema.statistics import (
     AdjustedResult,
     Comparison,
+    Drift,
     GateResult,
     Kept,
     MemberVerdict,
     Metric,
     MetricSummary,
+    NoiseFloor,
     Outcome,
     PairedGate,
     PairedResult,

@@ -12,7 +12,9 @@ from annie_quant.schema.limits import Count, Share
 from annie_quant.schema.machine import Energy, MemoryBytes, MemoryLevels
 from annie_quant.schema.statistics import (
     Comparison,
+    Drift,
     GateResult,
+    NoiseFloor,
     PairedGate,
     PooledGates,
     SpeedGate,
@@ -132,11 +134,13 @@ class Aggregates(msgspec.Struct, kw_only=True):
     """All results of a run: behind servers (from records.jsonl), and without one (models, offline).
 
     served and turns: by backend. offline: by model, then by numerics; members: the further arithmetics of its ensemble
-    (Evaluation.members), in the same form. turn_ratio: TTFT of the last turn, relative to the first.
+    (Evaluation.members), in the same form. turn_ratio: TTFT of the last turn, relative to the first. noise: by backend.
     """
 
     served: dict[str, ServedSide] = {}
     comparisons: list[Comparison] = []
+    noise: dict[str, list[NoiseFloor]] = {}
+    drift: list[Drift] = []
     turns: dict[str, list[TurnPoint]] = {}
     turn_ratio: dict[str, float] = {}
     crossover: list[Crossover] = []

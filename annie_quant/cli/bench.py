@@ -99,6 +99,7 @@ def bench(
     """
     from annie_quant import bench as timing
     from annie_quant.bench import traces
+    from annie_quant.bench.outlook import Outlook
     from annie_quant.bench.progress_table import ProgressTable
     from annie_quant.data.resolve import resolve
     from annie_quant.pipeline.run_directory import RunDirectory
@@ -125,7 +126,10 @@ def bench(
         chosen.append(traces.trace(trace, trace_n))
         settings["trace_speeds"] = numbers(trace_speed, float)
     settings["concurrency"], settings["rates"] = numbers(concurrency, int), numbers(rate, float)
-    directory, table = RunDirectory(output), ProgressTable([b.name for b in backends])
+    names = [b.name for b in backends]
+    greedy = {w.name for w in chosen if not w.temperature}
+    directory = RunDirectory(output)
+    table = ProgressTable(names, Outlook(names, greedy, settings["stop_early"]))
     with directory.locked():
         with table.shown(console):
             done = timing.run(backends, chosen, output, progress=table, watch=table.add, **settings)

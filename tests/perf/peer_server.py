@@ -1,9 +1,10 @@
 """A scheduled OpenAI-compatible server for tests/perf/bench_peers.py: prints its port, and logs when it wrote each event.
 
-    python peer_server.py LOG [--ttft-ms 40] [--itl-ms 8] [--tokens 64]
+    python peer_server.py LOG [--ttft-ms 40] [--itl-ms 8] [--tokens 64] [--role early|late]
 
-One word is one token and one event. The role event leaves at once, as vLLM's does, the first content after --ttft-ms. LOG has one
-JSON line per answer: seconds on CLOCK_MONOTONIC when the request was read, and of each content event's write.
+One word is one token and one event. The first content leaves --ttft-ms after the request was read; the role event at once (early)
+or directly before the first content (late). LOG has one JSON line per answer: seconds on CLOCK_MONOTONIC when the request was
+read, and of each content event's write.
 """
 
 from __future__ import annotations
@@ -38,11 +39,15 @@ def application(options) -> web.Application:
         def choice(delta, finish=None):
             return {"choices": [{"index": 0, "delta": delta, "finish_reason": finish}]}
 
-        await send(**choice({"role": "assistant", "content": ""}))
+        role = choice({"role": "assistant", "content": ""})
+        if options.role == "early":
+            await send(**role)
         stamps = []
         for index in range(tokens):
             due = received + options.ttft_ms / 1e3 + index * options.itl_ms / 1e3
             await asyncio.sleep(max(0.0, due - time.monotonic()))
+            if index == 0 and options.role == "late":
+                await send(**role)
             stamps.append(time.monotonic())
             await send(**choice({"content": " Tokyo" if index else "Tokyo"}))
         await send(**choice({}, "stop"))
@@ -77,5 +82,6 @@ if __name__ == "__main__":
     parser.add_argument("--ttft-ms", type=float, default=40.0)
     parser.add_argument("--itl-ms", type=float, default=8.0)
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--role", choices=("early", "late"), default="late")
     parser.add_argument("--model", default="scheduled")
     asyncio.run(main(parser.parse_args()))

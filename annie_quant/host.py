@@ -86,6 +86,18 @@ def process_tree(pid: int) -> list[int]:
         return []
 
 
+def listening_pid(port: int) -> int | None:
+    """Return the process that listens on a TCP port of this machine, where this user may see it."""
+    try:
+        connections = psutil.net_connections("tcp")
+    except (psutil.Error, OSError):
+        return None
+    found = [
+        c.pid for c in connections if c.status == psutil.CONN_LISTEN and c.laddr and c.laddr.port == port and c.pid
+    ]
+    return found[0] if found else None
+
+
 def resident_bytes(pids: Iterable[int]) -> int | None:
     """Return the resident memory of processes, or None if all have ended."""
     sizes = []

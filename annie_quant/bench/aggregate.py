@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from annie_quant.bench import confounds, depth, drift, noise
+from annie_quant.bench import confounds, depth, drift, memory_growth, noise
 from annie_quant.bench.confounds import impossible, stalls
 from annie_quant.bench.records import read_records
 from annie_quant.bench.reference_answers import RECORDED, bf16_side, stored_reference
@@ -65,7 +65,15 @@ def aggregate(folder: str | os.PathLike[str]) -> Aggregates:
         raise UsageError(
             f"{root} holds no finished benchmark (records.jsonl is missing)", f"annie-quant bench ... --output {root}"
         ) from error
-    return aggregate_records(records, bench.config, bench.backends, bench.memory, bench.ended, stored_reference(root))
+    return aggregate_records(
+        records,
+        bench.config,
+        bench.backends,
+        bench.memory,
+        bench.ended,
+        stored_reference(root),
+        memory_growth.read_traces(root),
+    )
 
 
 def aggregate_records(
@@ -75,13 +83,15 @@ def aggregate_records(
     memory: Mapping[str, MemoryLevels] | None = None,
     ended: Ended | None = None,
     reference: Sequence[RequestRecord] = (),
+    traces: Mapping[str, memory_growth.Trace] | None = None,
 ) -> Aggregates:
     """Aggregate all records of a benchmark, warm-ups included.
 
     identities and memory: by backend. ended: how the run ended; a run that left out requests is a caveat. reference: bf16's
-    records of an earlier run, with which all sides are compared where none of them is bf16.
+    records of an earlier run, with which all sides are compared where none of them is bf16. traces: memory over the run.
     """
     memory = memory or {}
+    growths = memory_growth.check(traces or {}, config.seed)
     measured = [r for r in records if not r.warmup]
     fit = timed(measured)
     served = {}
@@ -100,6 +110,7 @@ def aggregate_records(
             verbosity=_verbosity(fit, config.reference, name),
             memory_bytes=_memory_bytes(memory.get(name)),
             memory=memory.get(name),
+            memory_growth=growths.get(name),
             energy=_energy(own),
         )
     pair_sides(served, measured, config.greedy, reference)
@@ -111,6 +122,7 @@ def aggregate_records(
     noise.beside(comparisons, floors)
     drifts = drift.check(fit, list(served), config.seed)
     findings = confounds.check(identities, records, config, ended or Ended())
+    findings += memory_growth.findings(growths)
     findings += [*drift.findings(drifts), *depth.findings(depth.check(fit, list(served), config.seed))]
     return Aggregates(
         served=served,

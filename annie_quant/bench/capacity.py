@@ -81,7 +81,9 @@ class Capacity(msgspec.Struct, kw_only=True):
     @property
     def sentence(self) -> str:
         limits = self.limits
-        parts = [f"{name} ≤ {value:g} ms" for name, value in (("TTFT", limits.ttft_ms), ("ITL", limits.itl_ms)) if value]
+        parts = [
+            f"{name} ≤ {value:g} ms" for name, value in (("TTFT", limits.ttft_ms), ("ITL", limits.itl_ms)) if value
+        ]
         wanted = f"{limits.share:.0%} of requests with {' and '.join(parts)}"
         if self.high is None:
             return f"at least {self.low:.3g} requests/s ({wanted}): no rate that was tried fails"
@@ -168,7 +170,9 @@ def _bracket(results: dict[float, RateResult]) -> tuple[float, float | None]:
 def _next_rate(results: dict[float, RateResult], resolution: float) -> float | None:
     """The next rate to measure; None when the interval is narrow enough, or only undecided rates are inside it."""
     low, high = _bracket(results)
-    inside = sorted(rate for rate, r in results.items() if r.meets is None and rate > low and (high is None or rate < high))
+    inside = sorted(
+        rate for rate, r in results.items() if r.meets is None and rate > low and (high is None or rate < high)
+    )
     if high is None:
         return 2 * max(results)
     if not low:

@@ -56,7 +56,9 @@ class _Measurement(Measurement):
             return Capacity(limits=limits, low=0.0, high=None, estimate=None, rates=[], complete=False)
         times = [r.e2e_ms for r in alone if r.e2e_ms and not r.error]
         if not times:
-            raise ServerError(f"backend {name!r}: no request was answered ({alone[0].error})", "annie-quant doctor --server URL")
+            raise ServerError(
+                f"backend {name!r}: no request was answered ({alone[0].error})", "annie-quant doctor --server URL"
+            )
         return search(send, limits, statistics.median(times) / 1e3)
 
     def _send_run(
@@ -94,7 +96,9 @@ def run(
     """
     loaded = workload if isinstance(workload, Workload) else judge.load_workloads([workload])[0]
     if all(case.turns for case in loaded.cases):
-        raise UsageError(f"{loaded.name} has conversations only; a capacity needs single prompts", "pass another --workload")
+        raise UsageError(
+            f"{loaded.name} has conversations only; a capacity needs single prompts", "pass another --workload"
+        )
     folder = Path(output)
     config = BenchConfig(
         backends=[BackendSettings(name=b.name, model=b.model) for b in backends],

@@ -95,9 +95,7 @@ def _compare(a: str, b: str, metric: str, left: Groups, right: Groups, seed: int
             continue
         figures = [*_interval(ratios, seed), *_interval(logs[shallow], seed)]
         p = float(mannwhitneyu(ratios, logs[shallow]).pvalue)
-        rows.append(
-            DepthRow(a, b, metric, depth, *figures[:3], shallow, *figures[3:], p=p, n_prompts=len(ratios))
-        )
+        rows.append(DepthRow(a, b, metric, depth, *figures[:3], shallow, *figures[3:], p=p, n_prompts=len(ratios)))
     return rows
 
 

@@ -342,7 +342,7 @@ class Measurement:
         path = self.folder / "memory.json"
         levels = schema.decode(dict[str, MemoryLevels], path) if path.exists() else {}
         for name, peak in self.peaks.items():
-            if single is None or name in levels:
+            if single is None or name in levels or name not in self.identities:
                 continue
             backend = self.backends[name]
             cases = choose(single, self.config.n, self.config.seed)

@@ -37,7 +37,9 @@ def measured(records: Iterable[RequestRecord], metric: str) -> dict[Hashable, li
     return values
 
 
-def floors(records: Sequence[RequestRecord], labels: Mapping[str, Sequence[RequestRecord]], seed: int) -> list[NoiseFloor]:
+def floors(
+    records: Sequence[RequestRecord], labels: Mapping[str, Sequence[RequestRecord]], seed: int
+) -> list[NoiseFloor]:
     """Return the floors of one backend, by label of workload and load, and by metric.
 
     records: all timed requests of the backend. labels: the same by label; "all" may be among them. A metric that was never

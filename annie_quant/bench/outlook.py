@@ -24,7 +24,9 @@ PAUSE_S = 15.0  # between two predictions
 COST_SHARE = 0.01  # of the time that predicting may take
 
 
-def growth_to_decide(records: Sequence[RequestRecord], backends: Sequence[str], greedy: Collection[str]) -> float | None:
+def growth_to_decide(
+    records: Sequence[RequestRecord], backends: Sequence[str], greedy: Collection[str]
+) -> float | None:
     """Return by which factor the measured prompts must grow until all is decided: 1 when it is, inf when none would do.
 
     None where too little was measured to predict it.

@@ -14,14 +14,22 @@ from annie_quant.errors import UsageError
 @click.command()
 @click.option("--backend-a", nargs=2, required=True, metavar="NAME URL")
 @click.option("--backend-b", nargs=2, metavar="NAME URL")
-@click.option("--ttft-ms", type=click.FloatRange(0, min_open=True), help="Limit on the time to the first content or tool call.")
-@click.option("--itl-ms", type=click.FloatRange(0, min_open=True), help="Limit on a request's mean time between tokens.")
+@click.option(
+    "--ttft-ms", type=click.FloatRange(0, min_open=True), help="Limit on the time to the first content or tool call."
+)
+@click.option(
+    "--itl-ms", type=click.FloatRange(0, min_open=True), help="Limit on a request's mean time between tokens."
+)
 @click.option("--share", default=0.95, show_default=True, help="Share of the requests that must meet the limits.")
-@click.option("--workload", default="greeting", show_default=True, help="Name or file of the workload whose prompts are sent.")
+@click.option(
+    "--workload", default="greeting", show_default=True, help="Name or file of the workload whose prompts are sent."
+)
 @persona_option
 @click.option("--budget-s", type=float, help="Stop after this many seconds; the same command resumes.")
 @click.option("--key-env", metavar="NAME", help="Environment variable with the API key of both servers.")
-@click.option("--output", required=True, type=click.Path(path_type=Path), help="Run directory; an interrupted search resumes.")
+@click.option(
+    "--output", required=True, type=click.Path(path_type=Path), help="Run directory; an interrupted search resumes."
+)
 @json_option
 def capacity(
     backend_a: tuple[str, str],
@@ -52,7 +60,9 @@ def capacity(
     backends = [timing.Backend(name, url, headers=headers) for name, url in filter(None, (backend_a, backend_b))]
     chosen = resolve(persona, workload)
     if len(chosen) != 1:
-        raise UsageError(f"a capacity is of one workload, got {len(chosen)}", "annie-quant capacity --workload greeting ...")
+        raise UsageError(
+            f"a capacity is of one workload, got {len(chosen)}", "annie-quant capacity --workload greeting ..."
+        )
     with RunDirectory(output).locked(), console.task("capacity") as step:
         result = run(backends, chosen[0], output, limits, budget_s=budget_s, progress=step)
     if as_json:

@@ -44,6 +44,7 @@ from annie_quant.schema.machine import (
     Identity,
     MemoryBytes,
     MemoryFigures,
+    MemoryGrowth,
     MemoryLevels,
     ModelMeta,
     limited_identity,

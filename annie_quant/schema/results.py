@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from annie_quant.schema.evaluation import GateTable, KLSummary, SameAnswers
 from annie_quant.schema.limits import Count, Share
-from annie_quant.schema.machine import Energy, MemoryBytes, MemoryLevels
+from annie_quant.schema.machine import Energy, MemoryBytes, MemoryGrowth, MemoryLevels
 from annie_quant.schema.statistics import (
     Comparison,
     Drift,
@@ -67,6 +67,7 @@ class ServedSide(msgspec.Struct, kw_only=True):
     verbosity: Verbosity | None = None
     memory_bytes: MemoryBytes | None = None
     memory: MemoryLevels | None = None
+    memory_growth: MemoryGrowth | None = None
     energy: Energy | None = None
 
 

@@ -73,7 +73,9 @@ def test_limits_judge_a_record():
     assert limits.met(row("a", 99.0, tpot_ms=19.0))
     assert not limits.met(row("a", 101.0, tpot_ms=19.0)) and not limits.met(row("a", 99.0, tpot_ms=21.0))
     assert not limits.met(row("a", 99.0, tpot_ms=19.0, error="reset"))
-    assert not limits.met(row("a", 50.0, scheduled_first_content_ms=150.0)), "the wait for a connection is the user's, too"
+    assert not limits.met(row("a", 50.0, scheduled_first_content_ms=150.0)), (
+        "the wait for a connection is the user's, too"
+    )
     for wrong in ({}, {"ttft_ms": 1.0, "share": 1.0}, {"ttft_ms": 1.0, "share": 0.2}):
         with pytest.raises(UsageError):
             Limits(**wrong)
@@ -81,7 +83,10 @@ def test_limits_judge_a_record():
 
 def test_the_lead_in_grows_with_what_the_queue_may_hold():
     assert lead_in(1.0, Limits(itl_ms=50), 0.5) == capacity.LEAST_LEAD_IN
-    assert lead_in(10.0, Limits(ttft_ms=1000), 0.5) == 100 and lead_in(1000, Limits(ttft_ms=1000), 1) == capacity.MOST_LEAD_IN
+    assert (
+        lead_in(10.0, Limits(ttft_ms=1000), 0.5) == 100
+        and lead_in(1000, Limits(ttft_ms=1000), 1) == capacity.MOST_LEAD_IN
+    )
 
 
 def test_a_budget_ends_the_search_with_what_is_known():

@@ -38,7 +38,9 @@ def test_the_prediction_is_right_in_order_of_magnitude():
     for seed in range(12):
         growth = growth_to_decide(pairs(12, 1.08, 0.15, seed), "ab", {"w"})
         predicted = 12 * growth if growth and growth < 100 else 400
-        needed = next(n for n in (12, 24, 48, 96, 192, 384, 768) if growth_to_decide(pairs(n, 1.08, 0.15, seed), "ab", {"w"}) == 1)
+        needed = next(
+            n for n in (12, 24, 48, 96, 192, 384, 768) if growth_to_decide(pairs(n, 1.08, 0.15, seed), "ab", {"w"}) == 1
+        )
         good += needed / 4 <= predicted <= 4 * needed
     assert good >= 8
 

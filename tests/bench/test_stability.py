@@ -109,7 +109,9 @@ def test_without_repeats_the_plan_measures_a_tenth_again():
     assert noise.floors(once[:5], {"w": once[:5]}, 0) == [], "nothing was measured twice"
 
 
-@pytest.mark.parametrize(("shallow", "deep", "text"), [(1.0, 1.05, "slower only at depth"), (1.05, 1.15, "relative to")])
+@pytest.mark.parametrize(
+    ("shallow", "deep", "text"), [(1.0, 1.05, "slower only at depth"), (1.05, 1.15, "relative to")]
+)
 def test_a_server_slower_at_depth_is_named(shallow, deep, text):
     rows = []
     for tokens, factor in ((100, shallow), (16_500, deep)):

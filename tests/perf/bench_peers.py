@@ -63,10 +63,15 @@ class Client:
             (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def run(self, tool: str) -> Path:
-        return {"annie-quant": self.ours, "GuideLLM": self.guidellm, "AIPerf": self.aiperf, "vllm bench": self.vllm}[tool]()
+        return {"annie-quant": self.ours, "GuideLLM": self.guidellm, "AIPerf": self.aiperf, "vllm bench": self.vllm}[
+            tool
+        ]()
 
     def ours(self) -> Path:
-        cases = [{"id": str(i), "messages": [{"role": "user", "content": t}]} for i, t in enumerate(prompts(self.options.requests))]
+        cases = [
+            {"id": str(i), "messages": [{"role": "user", "content": t}]}
+            for i, t in enumerate(prompts(self.options.requests))
+        ]
         workload = build_workload({"name": "peers", "max_tokens": TOKENS, "gates": ["non_empty"], "cases": cases})
         bench.run(
             [bench.Backend("scheduled", self.url)], [workload], self.folder / "ours", runs=1, warmup=2, noise_share=0.0,
@@ -109,7 +114,9 @@ class Client:
         environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(self.options.hub)}
         environment.pop("PYTHONPATH", None)
         with (self.folder / "log.txt").open("a") as log:
-            subprocess.run(list(map(str, words)), check=True, stdout=log, stderr=log, timeout=400, env=environment, cwd=self.folder)
+            subprocess.run(
+                list(map(str, words)), check=True, stdout=log, stderr=log, timeout=400, env=environment, cwd=self.folder
+            )
 
 
 def served(log: Path, skip: int, count: int) -> dict[str, float]:
@@ -129,7 +136,15 @@ def measure(options, role: str, round_: int) -> list[dict]:
     """One run of each tool, in an order that rotates with the round."""
     log = options.output / f"server-{role}-{round_}.jsonl"
     log.touch()
-    command = [sys.executable, str(Path(__file__).with_name("peer_server.py")), str(log), "--role", role, "--tokens", str(TOKENS)]
+    command = [
+        sys.executable,
+        str(Path(__file__).with_name("peer_server.py")),
+        str(log),
+        "--role",
+        role,
+        "--tokens",
+        str(TOKENS),
+    ]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     rows = []
     try:
@@ -144,7 +159,9 @@ def measure(options, role: str, round_: int) -> list[dict]:
             figures = {name: getattr(row, name) for name in ("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms")}
             if tool == "annie-quant":
                 own = [r for r in read_records(report / "records.jsonl") if not r.warmup]
-                figures["first_event_ms"] = statistics.median(r.first_event_ms for r in own if r.first_event_ms is not None)
+                figures["first_event_ms"] = statistics.median(
+                    r.first_event_ms for r in own if r.first_event_ms is not None
+                )
             truth = served(log, before, options.requests)
             rows.append({"tool": tool, "role": role, "round": round_, "load": load, "seconds": time.monotonic() - start,
                          **figures, "server": truth})  # fmt: skip
@@ -157,6 +174,7 @@ def measure(options, role: str, round_: int) -> list[dict]:
 
 def table(rows: list[dict]) -> str:
     """One row per tool and place of the role event: median of the rounds with the smallest and largest, less the server's own."""
+
     def cell(some: list[dict], name: str, less: str | None = None) -> str:
         values = [row[name] - (row["server"][less] if less else 0.0) for row in some if row.get(name) is not None]
         if not values:
@@ -164,7 +182,10 @@ def table(rows: list[dict]) -> str:
         sign = "+" if less else ""
         return f"{statistics.median(values):{sign}.2f} ({min(values):{sign}.2f} to {max(values):{sign}.2f})"
 
-    lines = ["| role event | tool | TTFT − server's, ms | gap p50, ms | mean gap p50 − server's, ms | E2E, ms |", "|---|---|---:|---:|---:|---:|"]
+    lines = [
+        "| role event | tool | TTFT − server's, ms | gap p50, ms | mean gap p50 − server's, ms | E2E, ms |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
     for role in ("late", "early"):
         for tool in TOOLS:
             some = [row for row in rows if row["tool"] == tool and row["role"] == role]
@@ -174,7 +195,9 @@ def table(rows: list[dict]) -> str:
                 lines.append(f"| {role} | {tool} | {' | '.join(cells)} |")
     early = [row["first_event_ms"] for row in rows if row["role"] == "early" and row["tool"] == "annie-quant"]
     if early:
-        lines.append(f"\nFirst event of the raw stream (role, early), by annie-quant: {statistics.median(early):.2f} ms.")
+        lines.append(
+            f"\nFirst event of the raw stream (role, early), by annie-quant: {statistics.median(early):.2f} ms."
+        )
     return "\n".join(lines)
 
 
@@ -190,7 +213,10 @@ if __name__ == "__main__":
     arguments.output.mkdir(parents=True)
     arguments.hub = offline_hub(arguments.output / "huggingface")
     everything = [
-        row for round_ in range(arguments.rounds) for role in ("late", "early") for row in measure(arguments, role, round_)
+        row
+        for round_ in range(arguments.rounds)
+        for role in ("late", "early")
+        for row in measure(arguments, role, round_)
     ]
     (arguments.output / "peers.json").write_text(json.dumps(everything, indent=1))
     print(table(everything))

@@ -35,7 +35,18 @@ def correlated(rng, n, sigma, phi):
 
 
 def records_of(
-    backend, rng, prompts, repeats, sigma, phi=0.0, workload="w", level=20.0, factor=None, depth_tokens=None, again=0, common=None
+    backend,
+    rng,
+    prompts,
+    repeats,
+    sigma,
+    phi=0.0,
+    workload="w",
+    level=20.0,
+    factor=None,
+    depth_tokens=None,
+    again=0,
+    common=None,
 ):
     """Records of one backend in random order, one second apart. factor(index, count) multiplies the times.
 
@@ -94,7 +105,9 @@ def simulate_noise(runs):
             noise.beside([row], floors)
             covered += row.noise is not None
             exceeded += row.noise is not None and abs(result.median_difference) > row.noise
-        print(f"  {prompts:4} prompts x {repeats} (+{share:.0%}), sigma {sigma}, phi {phi}: {rate(exceeded, covered)}, n = {covered}")
+        print(
+            f"  {prompts:4} prompts x {repeats} (+{share:.0%}), sigma {sigma}, phi {phi}: {rate(exceeded, covered)}, n = {covered}"
+        )
 
 
 def simulate_drift(runs):
@@ -120,7 +133,9 @@ def simulate_drift(runs):
                 *records_of("a", rng, prompts, repeats, sigma, phi),
                 *records_of("b", rng, prompts, repeats, sigma, phi, factor=factor),
             ]
-            found = [row for row in drift.check(rows, "ab", run) if row.significant and (row.backend == "b" or not factor)]
+            found = [
+                row for row in drift.check(rows, "ab", run) if row.significant and (row.backend == "b" or not factor)
+            ]
             hits += bool(found)
             at += [row.after_s / (prompts * repeats) for row in found[:1]]
         where = f", found at {np.median(at):.2f} of the run" if factor and at else ""

@@ -23,7 +23,9 @@ KINDS = {
     "audio": ("tokens", "samples", "seconds", "bytes"),
     "tool_call": ("tokens", "mixed_tokens", "count"),
 }
-SUMMARY = tuple(f"{kind}{what}" for kind in ("input", "output", "total") for what in ("", "_per_second", "_concurrency"))
+SUMMARY = tuple(
+    f"{kind}{what}" for kind in ("input", "output", "total") for what in ("", "_per_second", "_concurrency")
+)
 _IDS = uuid.UUID("6d1cf9a2-6e0b-4b4c-9f55-0c6a3c1f2b77")  # so that the same run gives the same ids
 _PHASE = {"percent": None, "value": None, "mode": "prefer_duration"}
 
@@ -163,7 +165,9 @@ def _metrics(good: Sequence[RequestRecord], totals: Json, seconds: float) -> Jso
         "total_token_count": both,
         "time_to_first_token_ms": values(lambda r: r.first_token_ms),
         "time_to_first_output_token_ms": values(lambda r: r.first_content_ms),
-        "time_per_output_token_ms": [r.e2e_ms / r.completion_tokens for r in counted if r.completion_tokens and r.e2e_ms],
+        "time_per_output_token_ms": [
+            r.e2e_ms / r.completion_tokens for r in counted if r.completion_tokens and r.e2e_ms
+        ],
         "inter_token_latency_ms": [r.tpot_ms for r in counted if r.tpot_ms is not None],
         "time_to_last_round_trip_ms": [],
         "avg_round_trip_time_ms": [],
@@ -224,7 +228,9 @@ def _request(record: RequestRecord) -> Json:
         "tool_calls": None,
         "info": {
             "request_id": identifier,
-            "conversation_id": str(uuid.uuid5(_IDS, f"{record.backend}/{record.workload}/{record.case}/{record.repeat}")),
+            "conversation_id": str(
+                uuid.uuid5(_IDS, f"{record.backend}/{record.workload}/{record.case}/{record.repeat}")
+            ),
             "turn_index": record.turn,
             "status": "errored" if failed else "completed",
             "scheduler_node_id": 0,

@@ -18,7 +18,12 @@ from annie_quant.untrusted import decode_json, printable
 
 MAX_REPORT_BYTES = 1 << 30
 NAMES = ("benchmarks.json", "profile_export_aiperf.json")  # in a folder of GuideLLM or AIPerf
-TTFT = {"annie-quant": "content", "GuideLLM": "any token", "AIPerf": "any token", "vllm bench": "first event with a choice"}
+TTFT = {
+    "annie-quant": "content",
+    "GuideLLM": "any token",
+    "AIPerf": "any token",
+    "vllm bench": "first event with a choice",
+}
 
 Numbers = Mapping[str, Any]
 
@@ -122,7 +127,11 @@ def _guidellm(document: Numbers, source: str) -> list[ReportRow]:
         def median(name: str, metrics: Numbers = metrics) -> float | None:
             return _at(metrics, name, "successful", "median")
 
-        confidence = _dict(_dict(_dict(_dict(metrics.get("time_to_first_token_ms")).get("successful")).get("percentile_cis")).get("p50"))
+        confidence = _dict(
+            _dict(_dict(_dict(metrics.get("time_to_first_token_ms")).get("successful")).get("percentile_cis")).get(
+                "p50"
+            )
+        )
         e2e_s = median("request_latency")
         rows.append(
             ReportRow(
@@ -220,7 +229,9 @@ def _own(root: Path) -> list[ReportRow]:
                 requests=side.requests if len(by_load) < 2 else len(own),
                 errors=side.errors if not load else 0,
                 ttft=TTFT["annie-quant"],
-                gates_lost=[gate for gate, result in side.gates.items() if result.verdict == "fail" and not result.advisory],
+                gates_lost=[
+                    gate for gate, result in side.gates.items() if result.verdict == "fail" and not result.advisory
+                ],
                 verdict=(bench.verdict.outcome or "") if name == bench.verdict.candidate else "",
             )
             if ttft:

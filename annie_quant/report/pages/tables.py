@@ -214,7 +214,19 @@ def comparisons_table(run: LoadedRun, only_all: bool = False) -> Table:
         + " by prompt: b − a with its 95 % bootstrap interval, the noise that two equal servers would stay below in 95 % of such "
         "comparisons (A/A of both sides), and p after Holm over all comparisons of the run",
         "a",
-        ["b", "workload", "metric", "prompts", "median a", "median b", "b − a", "interval", "noise", "p (Holm)", "differs"],
+        [
+            "b",
+            "workload",
+            "metric",
+            "prompts",
+            "median a",
+            "median b",
+            "b − a",
+            "interval",
+            "noise",
+            "p (Holm)",
+            "differs",
+        ],
         sortable=True,
     )
     labels = {s.name: run.label(s.model) for s in run.served}
@@ -247,7 +259,18 @@ def stability_table(run: LoadedRun) -> Table:
         "Each backend against itself: prompts measured more than once, their repeats dealt to two sides (A/A), and the largest "
         "step of its times over the run with p after Holm",
         "backend",
-        ["metric", "prompts", "A/A", "interval", "noise", "step", "interval of the step", "after", "p (Holm)", "changed"],
+        [
+            "metric",
+            "prompts",
+            "A/A",
+            "interval",
+            "noise",
+            "step",
+            "interval of the step",
+            "after",
+            "p (Holm)",
+            "changed",
+        ],
     )
     labels = {s.name: run.label(s.model) for s in run.served}
     drifts = {(row.backend, row.metric): row for row in run.aggregates.drift}

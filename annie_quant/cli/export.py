@@ -29,5 +29,4 @@ def export(run_dir: Path, target: str, project: str) -> None:
         for path in bench.export(run_dir):
             echo(str(path))
         return
-    log = trackers.to_mlflow if target == "mlflow" else trackers.to_wandb
-    echo(f"{target}: run {log(run_dir, project)} in {project}")
+    echo(f"{target}: run {trackers.log(run_dir, target, project)} in {project}")

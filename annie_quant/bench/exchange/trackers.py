@@ -1,7 +1,8 @@
 """A run's figures and files in an experiment tracker: MLflow or Weights & Biases, each where its package is installed.
 
 A metric is named backend/workload/metric/p50 (or p99), a gate backend/gate/NAME with its pass rate. Settings are parameters; run.json,
-results.csv and the report are files of the tracked run.
+results.csv and the report are files of the tracked run. MLflow's server is that of MLFLOW_TRACKING_URI; WANDB_MODE=offline
+writes a local folder.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from annie_quant.errors import need
+from annie_quant.errors import EnvironmentFault, need
+from annie_quant.printable import printable
 from annie_quant.schema import Bench, read_bench
 
 FILES = ("run.json", "bench.json", "results.csv", "report.html", "report.md", "capacity.json")
@@ -58,10 +61,23 @@ def parameters(bench: Bench) -> dict[str, str]:
     return {key: str(value)[:400] for key, value in values.items() if value not in (None, "")}
 
 
-def to_mlflow(folder: Path, experiment: str) -> str:
-    """Log a run directory to the tracking server of MLFLOW_TRACKING_URI (default: ./mlruns); return the tracked run's id."""
-    mlflow = need("mlflow", "trackers")
+def log(folder: Path, tracker: str, project: str) -> str:
+    """Log a run directory and return the tracked run's id. tracker: "mlflow" or "wandb".
+
+    Raises EnvironmentFault where the package is not installed, or refuses the run.
+    """
     bench = read_bench(folder)
+    package = need(tracker, "trackers")
+    try:
+        return (_to_mlflow if tracker == "mlflow" else _to_wandb)(package, bench, folder, project)
+    except Exception as error:  # each package and its transports raise their own types
+        raise EnvironmentFault(
+            f"{tracker} refused the run: {printable(str(error), 300)}",
+            "set MLFLOW_TRACKING_URI to your server" if tracker == "mlflow" else "wandb login, or WANDB_MODE=offline",
+        ) from error
+
+
+def _to_mlflow(mlflow: Any, bench: Bench, folder: Path, experiment: str) -> str:
     mlflow.set_experiment(experiment)
     with mlflow.start_run(run_name=folder.resolve().name) as run:
         mlflow.log_params(parameters(bench))
@@ -72,10 +88,7 @@ def to_mlflow(folder: Path, experiment: str) -> str:
         return str(run.info.run_id)
 
 
-def to_wandb(folder: Path, project: str) -> str:
-    """Log a run directory to Weights & Biases (WANDB_MODE=offline: a local folder); return the tracked run's id."""
-    wandb = need("wandb", "trackers")
-    bench = read_bench(folder)
+def _to_wandb(wandb: Any, bench: Bench, folder: Path, project: str) -> str:
     run = wandb.init(project=project, name=folder.resolve().name, config=parameters(bench))
     run.summary.update(metrics(bench))
     artifact = wandb.Artifact(f"run-{run.id}", type="benchmark")

@@ -138,7 +138,11 @@ def bench(
         settings["trace_speeds"] = numbers(trace_speed, float)
     if sustain_s:
         requests = sum(max(1, len(w.cases)) for w in chosen) * len(backends)
-        settings |= {"budget_s": sustain_s, "sustained": True, "runs": max(2, math.ceil(SUSTAINED_PER_S * sustain_s / requests))}
+        settings |= {
+            "budget_s": sustain_s,
+            "sustained": True,
+            "runs": max(2, math.ceil(SUSTAINED_PER_S * sustain_s / requests)),
+        }
     settings["concurrency"], settings["rates"] = numbers(concurrency, int), numbers(rate, float)
     names = [b.name for b in backends]
     greedy = {w.name for w in chosen if not w.temperature}

@@ -62,7 +62,14 @@ def load_recipes(runtime: str) -> dict[str, Recipe]:
 # What `sparkrun benchmark RECIPE` measures: llama-benchy at the depths of the workloads depth_0 to depth_16k.
 BENCHMARK: dict[str, Any] = {
     "framework": "llama-benchy",
-    "args": {"pp": [2048], "tg": [64], "depth": [0, 4096, 16384], "concurrency": [1, 2, 5], "prefix_caching": True, "runs": 5},
+    "args": {
+        "pp": [2048],
+        "tg": [64],
+        "depth": [0, 4096, 16384],
+        "concurrency": [1, 2, 5],
+        "prefix_caching": True,
+        "runs": 5,
+    },
 }
 
 

@@ -92,10 +92,8 @@ def listening_pid(port: int) -> int | None:
         connections = psutil.net_connections("tcp")
     except (psutil.Error, OSError):
         return None
-    found = [
-        c.pid for c in connections if c.status == psutil.CONN_LISTEN and c.laddr and c.laddr.port == port and c.pid
-    ]
-    return found[0] if found else None
+    pids = [c.pid for c in connections if c.status == psutil.CONN_LISTEN and c.laddr and c.laddr.port == port and c.pid]
+    return pids[0] if pids else None
 
 
 def resident_bytes(pids: Iterable[int]) -> int | None:
@@ -259,7 +257,7 @@ def machine_state() -> tuple[float | None, float | None, str | None]:
     if nvml is not None and devices:
         states = [_gpu_state(nvml, device) for device in devices]
         return max(states, key=lambda state: state[1] or 0.0)
-    return _cpu_mhz(), _cpu_temperature_c(), None
+    return _cpu_clock(), _cpu_temperature_c(), None
 
 
 def _gpu_state(nvml: Any, device: Any) -> tuple[float | None, float | None, str | None]:
@@ -278,7 +276,7 @@ def _gpu_state(nvml: Any, device: Any) -> tuple[float | None, float | None, str 
     return (None if clock is None else float(clock)), (None if heat is None else float(heat)), limits or None
 
 
-def _cpu_mhz() -> float | None:
+def _cpu_clock() -> float | None:
     """Mean of the current clocks of all processors, where the kernel scales them."""
     clocks = []
     for path in Path("/sys/devices/system/cpu").glob("cpu[0-9]*/cpufreq/scaling_cur_freq"):

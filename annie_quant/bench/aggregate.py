@@ -119,7 +119,7 @@ def aggregate_records(
     pairs = list(itertools.combinations(served, 2))
     comparisons = [row for a, b in pairs for row in _comparisons(fit, a, b, config.seed)]
     floors = {name: _floors([r for r in fit if r.backend == name], config.seed) for name in served}
-    noise.beside(comparisons, floors)
+    noise.set_noise(comparisons, floors)
     drifts = drift.check(fit, list(served), config.seed)
     findings = confounds.check(identities, records, config, ended or Ended())
     findings += memory_growth.findings(growths)

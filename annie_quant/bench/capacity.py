@@ -1,7 +1,7 @@
 """Capacity: the highest rate of arrivals at which a share of the requests meets limits on TTFT and ITL (goodput).
 
 Rates are doubled until one fails, then bisected. A rate is measured in runs of an open loop, each after a lead-in that is not
-counted; after each run a sequential test decides whether the share of good requests is above or below the wanted one. Requests
+counted; after each run a sequential test decides whether the share of good requests is above or below the target. Requests
 are not independent: a queue fails in clumps, so their number is divided by the design effect, which the segments of the runs
 show. The interval is from the highest rate that surely meets the limits to the lowest that surely does not.
 tests/perf/bench_rules.py simulates it against queues whose capacity is known.
@@ -9,6 +9,7 @@ tests/perf/bench_rules.py simulates it against queues whose capacity is known.
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -45,7 +46,7 @@ class Limits(msgspec.Struct, frozen=True):
             raise UsageError(f"the share must be from 0.5 up to, but not, 1; got {self.share}")
 
     def met(self, record: RequestRecord) -> bool:
-        """Return whether a request is good: complete, and its first content and mean ITL in time, waiting for a connection included."""
+        """Return whether a request is complete, and its first content and mean ITL are in time, with its wait for a connection."""
         if record.error:
             return False
         firsts = [record.scheduled_first_content_ms or record.first_content_ms, record.first_tool_ms]
@@ -69,7 +70,7 @@ class RateResult(msgspec.Struct, kw_only=True):
 
 class Capacity(msgspec.Struct, kw_only=True):
     """The capacity of one backend. low: the highest rate that meets the limits, 0 where none did; high: the lowest that does
-    not, None where all did. estimate: where the share of good requests crosses the wanted one."""
+    not, None where all did. estimate: where the share of good requests crosses the target."""
 
     limits: Limits
     low: float
@@ -84,13 +85,13 @@ class Capacity(msgspec.Struct, kw_only=True):
         parts = [
             f"{name} ≤ {value:g} ms" for name, value in (("TTFT", limits.ttft_ms), ("ITL", limits.itl_ms)) if value
         ]
-        wanted = f"{limits.share:.0%} of requests with {' and '.join(parts)}"
+        target = f"{limits.share:.0%} of requests with {' and '.join(parts)}"
         if self.high is None:
-            return f"at least {self.low:.3g} requests/s ({wanted}): no rate that was tried fails"
+            return f"at least {self.low:.3g} requests/s ({target}): no rate that was tried fails"
         if not self.low:
-            return f"below {self.high:.3g} requests/s ({wanted}): no rate that was tried is sure to meet the limits"
+            return f"below {self.high:.3g} requests/s ({target}): no rate that was tried is sure to meet the limits"
         middle = "" if self.estimate is None else f"{self.estimate:.3g} "
-        return f"{middle}requests/s, 95 % interval {self.low:.3g} to {self.high:.3g} ({wanted})"
+        return f"{middle}requests/s, 95 % interval {self.low:.3g} to {self.high:.3g} ({target})"
 
 
 class BudgetSpent(Exception):
@@ -100,8 +101,8 @@ class BudgetSpent(Exception):
 def lead_in(rate: float, limits: Limits, alone_s: float) -> int:
     """Return how many requests pass before a queue that starts empty is near its steady state.
 
-    Where a share of 95 % is just within a limit of L arrivals, a single queue relaxes over about L² / 2 arrivals, and the lead-in is twice that; the number
-    in flight settles within a few times the duration of a request.
+    Where a share of 95 % is just within a limit of L arrivals, a single queue relaxes over about L² / 2 arrivals, and the lead-in
+    is twice that; the number in flight settles within a few times the duration of a request.
     """
     settled = _arrivals_within(rate, limits) ** 2
     return min(MOST_LEAD_IN, max(LEAST_LEAD_IN, math.ceil(settled), math.ceil(3 * rate * alone_s)))
@@ -191,9 +192,9 @@ def _capacity(limits: Limits, results: dict[float, RateResult], complete: bool) 
     if low and high is not None:
         estimate = math.sqrt(low * high)
         near = [(r.rate_per_s, math.log(max(r.n - r.good, 0.5) / r.n)) for r in rows if low <= r.rate_per_s <= high]
-        wanted = math.log(1 - limits.share)  # a queue's tail is exponential: the logarithm is about linear in the rate
-        for (left, below), (right, above) in zip(near, near[1:], strict=False):
-            if below <= wanted < above:
-                estimate = left + (right - left) * (wanted - below) / (above - below)
+        target = math.log(1 - limits.share)  # a queue's tail is exponential: the logarithm is about linear in the rate
+        for (left, below), (right, above) in itertools.pairwise(near):
+            if below <= target < above:
+                estimate = left + (right - left) * (target - below) / (above - below)
                 break
     return Capacity(limits=limits, low=low, high=high, estimate=estimate, rates=rows, complete=complete)

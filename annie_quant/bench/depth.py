@@ -1,7 +1,7 @@
 """Whether one backend loses against another only, or more, at a deep context.
 
 The ratio of both sides' times for the same prompt is compared between depths: a difference that is the same at all depths is
-the comparison's, one that grows is a finding of its own. Depth is what the workload asked for (RequestRecord.depth), else the
+the comparison's, one that grows is a separate finding. Depth is what the workload asked for (RequestRecord.depth), else the
 server's count of prompt tokens, in steps of four.
 """
 
@@ -93,9 +93,12 @@ def _compare(a: str, b: str, metric: str, left: Groups, right: Groups, seed: int
     for depth, ratios in logs.items():
         if shallow is None or depth == shallow:
             continue
-        figures = [*_interval(ratios, seed), *_interval(logs[shallow], seed)]
+        (ratio, low, high), (short, short_low, short_high) = _interval(ratios, seed), _interval(logs[shallow], seed)
         p = float(mannwhitneyu(ratios, logs[shallow]).pvalue)
-        rows.append(DepthRow(a, b, metric, depth, *figures[:3], shallow, *figures[3:], p=p, n_prompts=len(ratios)))
+        row = DepthRow(
+            a, b, metric, depth, ratio, low, high, shallow, short, short_low, short_high, p=p, n_prompts=len(ratios)
+        )
+        rows.append(row)
     return rows
 
 

@@ -1,13 +1,14 @@
 """Whether a server became slower or faster during the run, and whether the machine's clocks and temperature explain it.
 
-A request's deviation is the logarithm of its time less the mean of the same prompt's. Deviations in order of time are taken
-together in bins, and the largest step between two parts is compared with that of shuffled bins (a change-point test by permutation, as
+A request's deviation is the logarithm of its time less the mean of the same prompt's. Deviations in order of time are put
+in bins, and the largest step between two parts is compared with that of shuffled bins (a change-point test by permutation, as
 Pettitt 1979; it also finds trends). Clock and temperature are then tested at the same split. Simulated in
 tests/perf/bench_rules.py: false alarms with independent and with correlated noise, and planted throttling.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections import defaultdict
@@ -42,17 +43,17 @@ def _start(record: RequestRecord) -> float:
 
 
 def _test(name: str, metric: str, records: Sequence[RequestRecord], seed: int) -> Drift | None:
-    kept, deviation, groups = deviations(records, metric)
+    rows, deviation, groups = deviations(records, metric)
     split = change_point(deviation, seed)
     if split is None:
         return None
     at, p = split
-    start, since = _start(records[0]), _start(kept[at])
+    start, since = _start(records[0]), _start(rows[at])
     shift, low, high = _shift(deviation, groups, at, seed)
     row = Drift(
         backend=name,
         metric=metric,
-        n=len(kept),
+        n=len(rows),
         after_s=since - start,
         shift=shift,
         low=low,
@@ -60,12 +61,12 @@ def _test(name: str, metric: str, records: Sequence[RequestRecord], seed: int) -
         p=p,
     )
     for field in ("clock_mhz", "temperature_c", "load_per_core"):
-        values = [getattr(r, field) for r in kept]
+        values = [getattr(r, field) for r in rows]
         if None not in values and len(set(values)) > 1:
             row.machine[field] = moved(values, at, seed)
-    throttled = [bool(r.throttle) for r in kept]
+    throttled = [bool(r.throttle) for r in rows]
     row.throttled_before, row.throttled_after = statistics.fmean(throttled[:at]), statistics.fmean(throttled[at:])
-    row.throttle = next((str(r.throttle) for r in kept[at:] if r.throttle), None)
+    row.throttle = next((str(r.throttle) for r in rows[at:] if r.throttle), None)
     return row
 
 
@@ -115,7 +116,7 @@ def change_point(deviation: Any, seed: int = 0) -> tuple[int, float] | None:
     bins = len(edges) - 1
     if bins < LEAST_BINS:
         return None
-    means = np.array([np.median(deviation[a:b]) for a, b in zip(edges, edges[1:], strict=False)])
+    means = np.array([np.median(deviation[a:b]) for a, b in itertools.pairwise(edges)])
     rng = np.random.default_rng(seed)
     shuffled = rng.permuted(np.tile(means, (PERMUTATIONS, 1)), axis=1)
     steps = _steps(means[None])[0]
@@ -144,7 +145,7 @@ def _steps(rows: Any) -> Any:
 def _shift(deviation: Any, groups: Any, at: int, seed: int, resamples: int = 999) -> tuple[float, float, float]:
     """Return the relative change at the split with its 95 % bootstrap interval, bins as units.
 
-    Least squares with one level per group: a prompt that was measured on one side only says nothing about the change.
+    Least squares with one level per group: a prompt that was measured on one side only has no part in it.
     """
     import numpy as np
 
@@ -175,7 +176,7 @@ def moved(values: Sequence[float], at: int, seed: int = 0) -> list[float]:
 
     data = np.asarray(values, dtype=np.float64)
     edges = _edges(len(data))
-    means = np.array([data[a:b].mean() for a, b in zip(edges, edges[1:], strict=False)])
+    means = np.array([data[a:b].mean() for a, b in itertools.pairwise(edges)])
     k = int(np.searchsorted(edges, at))
     rng = np.random.default_rng(seed)
     shuffled = rng.permuted(np.tile(means, (PERMUTATIONS, 1)), axis=1)

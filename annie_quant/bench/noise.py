@@ -121,7 +121,7 @@ def _halves(by_prompt: Values, rng: Any) -> tuple[dict[Hashable, list[float]], d
     return sides
 
 
-def beside(comparisons: Iterable[Comparison], noise: Mapping[str, Sequence[NoiseFloor]]) -> None:
+def set_noise(comparisons: Iterable[Comparison], noise: Mapping[str, Sequence[NoiseFloor]]) -> None:
     """Set the noise of each comparison from the floors of its two sides, which are independent."""
     table = {(name, row.workload, row.metric): row.floor for name, rows in noise.items() for row in rows}
     for row in comparisons:

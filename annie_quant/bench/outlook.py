@@ -54,9 +54,9 @@ def _comparison(result: PairedResult) -> float:
         ways.append(max(1.0, result.n_to_decide / result.n_prompts))
     if result.low is not None and result.high is not None and result.median_a:
         half = (result.high - result.low) / 2
-        room = EQUIVALENT * result.median_a - abs((result.high + result.low) / 2)
-        if room > 0:
-            ways.append(max(1.0, (half / room) ** 2))
+        slack = EQUIVALENT * result.median_a - abs((result.high + result.low) / 2)
+        if slack > 0:
+            ways.append(max(1.0, (half / slack) ** 2))
     return min(ways)
 
 
@@ -78,9 +78,9 @@ def _gates(records: Sequence[RequestRecord], a: str, b: str, greedy: Collection[
 
 
 def duration(seconds: float) -> str:
-    """Return a time as a person says it: "about 40 seconds", "about 4 minutes", "about 1.5 hours"."""
+    """Return a time in round numbers: "about 40 seconds", "about 4 minutes", "about 1.5 hours"."""
     if seconds < 90:
-        value, unit = max(5, 5 * round(seconds / 5)), "second"
+        value, unit = float(max(5, 5 * round(seconds / 5))), "second"
     elif seconds < 5400:
         value, unit = round(seconds / 60), "minute"
     else:

@@ -77,9 +77,14 @@ class ProgressTable:
         table = Table(title=escape(title[:WIDTH]), title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
         for column in ("backend", "requests", "TTFT ms", "TPOT ms", "errors", "failed gates"):
             left = column in ("backend", "failed gates")
-            limits = {"max_width": NAME_WIDTH} if column == "backend" else {} if left else {"min_width": len(column)}
-            justify = "left" if left else "right"
-            table.add_column(column, justify=justify, no_wrap=True, overflow="ellipsis", **limits)
+            table.add_column(
+                column,
+                justify="left" if left else "right",
+                no_wrap=True,
+                overflow="ellipsis",
+                min_width=None if left else len(column),
+                max_width=NAME_WIDTH if column == "backend" else None,
+            )
         for name, row in self.rows.items():
             medians = [f"{statistics.median(times):.1f}" if times else "–" for times in (row.ttft_ms, row.tpot_ms)]
             failed = ", ".join(f"{gate} {count}" for gate, count in row.failed_gates.most_common(2)) or "none"

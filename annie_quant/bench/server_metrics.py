@@ -1,6 +1,6 @@
 """The servers' own Prometheus metrics, read before and after a run (server_metrics.json), so that their view is on record.
 
-A server without /metrics (llama.cpp needs --metrics) has none. The page is another party's text: its size, its number of samples and
+A server without /metrics (llama.cpp needs --metrics) has none. The page is another party's text: its size, number of samples and
 the lengths of names are limited, and values that are not finite numbers are left out.
 """
 
@@ -44,14 +44,14 @@ def parse(page: str) -> Samples:
     """Return the samples of a page in Prometheus' text format; buckets of histograms and lines that cannot be read are left out."""
     samples: Samples = {}
     for line in page.splitlines():
-        found = _SAMPLE.match(line) if line and not line.startswith("#") and len(line) <= 1000 else None
-        if found is None or found[1].endswith(("_bucket", "_created")):
+        sample = _SAMPLE.match(line) if line and not line.startswith("#") and len(line) <= 1000 else None
+        if sample is None or sample[1].endswith(("_bucket", "_created")):
             continue
         try:
-            value = float(found[3])
+            value = float(sample[3])
         except ValueError:
             continue
-        key = found[1] + (found[2] or "")
+        key = sample[1] + (sample[2] or "")
         if math.isfinite(value) and len(key) <= 200:
             samples[key] = value
         if len(samples) >= MAX_SAMPLES:

@@ -68,7 +68,7 @@ def capacity(
     if as_json:
         emit(msgspec.to_builtins(result))
         return
-    for name, found in result.capacities.items():
-        console.print_lines([f"{name}: {found.sentence}"])
-        if not found.complete:
+    for name, row in result.capacities.items():
+        console.print_lines([f"{name}: {row.sentence}"])
+        if not row.complete:
             console.note(f"{name}: the time budget ended the search; the same command continues it")

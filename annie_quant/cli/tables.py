@@ -278,7 +278,7 @@ def wrap_tree(line: str, width: int = WIDTH) -> list[str]:
 def report_lines(rows: Sequence[ReportRow], width: int = WIDTH) -> list[str]:
     """Return one row per side of each run or report: medians, and the interval of the TTFT where the tool reports one.
 
-    Verdict and lost gates follow on a line of their own. A name that does not fit is cut at its front. What each tool calls a
+    Verdict and lost gates follow on the next line. A name that does not fit is cut at its front. What each tool calls a
     first token is a footnote.
     """
     header = ["run", "side", "n", "failed", "TTFT ms", "ITL ms", "TPOT ms", "E2E ms"]
@@ -324,5 +324,5 @@ def _range(low: float | None, high: float | None) -> str:
     return "" if low is None or high is None else f" [{_number(low)}, {_number(high)}]"
 
 
-def _cut(text: str, room: int) -> str:
-    return text if len(text) <= room else f"…{text[len(text) - room + 1 :]}"
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else f"…{text[len(text) - width + 1 :]}"

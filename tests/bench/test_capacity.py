@@ -42,9 +42,9 @@ def test_the_interval_holds_the_capacity_of_a_queue():
     known = 1 - math.log(20) / limit
     covered, errors = 0, []
     for seed in range(12):
-        found = search(queue(seed, limit), Limits(ttft_ms=1e3 * limit), alone_s=1.0)
-        covered += found.low <= known <= (found.high or math.inf)
-        errors.append(found.estimate / known - 1 if found.estimate else 1.0)
+        result = search(queue(seed, limit), Limits(ttft_ms=1e3 * limit), alone_s=1.0)
+        covered += result.low <= known <= (result.high or math.inf)
+        errors.append(result.estimate / known - 1 if result.estimate else 1.0)
     assert covered >= 11 and abs(sorted(errors)[6]) < 0.2
 
 
@@ -98,8 +98,8 @@ def test_a_budget_ends_the_search_with_what_is_known():
             raise capacity.BudgetSpent
         return inner(rate, run, count)
 
-    found = search(send, Limits(ttft_ms=6e3), alone_s=1.0)
-    assert not found.complete and len(found.rates) <= 3
+    result = search(send, Limits(ttft_ms=6e3), alone_s=1.0)
+    assert not result.complete and len(result.rates) <= 3
     never = search(lambda *a: [False] * a[2], Limits(ttft_ms=1), alone_s=1.0)
     assert never.low == 0 and never.sentence.startswith("below")
     always = search(lambda *a: [True] * a[2], Limits(ttft_ms=1, share=0.9), alone_s=1.0)
@@ -112,9 +112,9 @@ def test_a_search_against_a_server_is_recorded_and_resumed(tmp_path):
                  str(tmp_path / "run"), "--budget-s", "4", "--json"]  # fmt: skip
         first = CliRunner().invoke(cli, words)
         assert first.exit_code == 0, first.output
-        found = json.loads(first.stdout)["capacities"]["a"]
+        result = json.loads(first.stdout)["capacities"]["a"]
         sent = len(server.bodies)
-        assert found["low"] == 0 and sent > 50
+        assert result["low"] == 0 and sent > 50
         rows = [json.loads(line) for line in (tmp_path / "run" / "records.jsonl").read_text().splitlines()]
         assert {r["rate_per_s"] for r in rows if not r["warmup"]} > {None}
         CliRunner().invoke(cli, words)
@@ -137,5 +137,5 @@ def test_one_worker_of_twenty_milliseconds_has_a_capacity_below_fifty(tmp_path):
 
     with OneWorker(annie) as server:
         result = run([bench.Backend("a", server.url)], FACTS, tmp_path / "run", Limits(ttft_ms=200), budget_s=6)
-    found = result.capacities["a"]
-    assert found.low < 52 and (found.high is None or found.high > 4)
+    result = result.capacities["a"]
+    assert result.low < 52 and (result.high is None or result.high > 4)

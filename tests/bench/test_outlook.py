@@ -35,14 +35,14 @@ def test_a_large_difference_is_decided_and_a_small_one_needs_more():
 def test_the_prediction_is_right_in_order_of_magnitude():
     """At a difference of 8 % with 10 % noise, the prompts that decide are within a factor of four of the prediction."""
     good = 0
-    for seed in range(12):
+    for seed in range(6):
         growth = growth_to_decide(pairs(12, 1.08, 0.15, seed), "ab", {"w"})
         predicted = 12 * growth if growth and growth < 100 else 400
         needed = next(
             n for n in (12, 24, 48, 96, 192, 384, 768) if growth_to_decide(pairs(n, 1.08, 0.15, seed), "ab", {"w"}) == 1
         )
         good += needed / 4 <= predicted <= 4 * needed
-    assert good >= 8
+    assert good >= 4
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_the_prediction_is_right_in_order_of_magnitude():
     [(3, "about 5 seconds"), (42, "about 40 seconds"), (100, "about 2 minutes"), (240, "about 4 minutes"),
      (5300, "about 88 minutes"), (5400, "about 1.5 hours"), (3600 * 2, "about 2 hours"), (60 * 59.6, "about 60 minutes")],
 )  # fmt: skip
-def test_a_time_is_said_as_a_person_says_it(seconds, text):
+def test_a_time_is_in_round_numbers(seconds, text):
     assert duration(seconds) == text
 
 

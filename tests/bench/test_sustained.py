@@ -1,4 +1,4 @@
-"""Memory growth, the servers' own metrics, trackers, and a run that lasts as long as it was told."""
+"""Memory growth, the servers' own metrics, trackers, and a run of a set duration."""
 
 from __future__ import annotations
 

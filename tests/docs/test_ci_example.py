@@ -14,7 +14,7 @@ from annie_quant.cli import cli
 
 sys.path.insert(0, str(ROOT / "tests" / "helpers"))
 
-from bench_cases import folder_of  # noqa: E402
+from bench_cases import folder_of
 
 FOLDER = ROOT / "examples" / "ci"
 

@@ -1,4 +1,4 @@
-"""annie_quant, GuideLLM, AIPerf and `vllm bench serve` on one scheduled server in turns: do their medians agree, and where not, why?
+"""annie_quant, GuideLLM, AIPerf and `vllm bench serve` on one scheduled server in turns: do their medians agree?
 
     python tests/perf/bench_peers.py OUTPUT --peers VENV --vllm VENV [--rounds 3] [--requests 40]
 

@@ -18,9 +18,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from annie_quant.bench import capacity, depth, drift, noise  # noqa: E402
-from annie_quant.judge.statistics import compare, wilson  # noqa: E402
-from annie_quant.schema import Comparison, RequestRecord  # noqa: E402
+from annie_quant.bench import capacity, depth, drift, noise
+from annie_quant.judge.statistics import compare, wilson
+from annie_quant.schema import Comparison, RequestRecord
 
 
 def correlated(rng, n, sigma, phi):
@@ -102,7 +102,7 @@ def simulate_noise(runs):
             a, b = (noise.measured(rows, "tpot_ms") for rows in sides.values())
             result = compare(a, b)
             row = Comparison(a="a", b="b", workload="w", metric="tpot_ms", n_prompts=result.n_prompts)
-            noise.beside([row], floors)
+            noise.set_noise([row], floors)
             covered += row.noise is not None
             exceeded += row.noise is not None and abs(result.median_difference) > row.noise
         print(
@@ -133,12 +133,12 @@ def simulate_drift(runs):
                 *records_of("a", rng, prompts, repeats, sigma, phi),
                 *records_of("b", rng, prompts, repeats, sigma, phi, factor=factor),
             ]
-            found = [
+            steps = [
                 row for row in drift.check(rows, "ab", run) if row.significant and (row.backend == "b" or not factor)
             ]
-            hits += bool(found)
-            at += [row.after_s / (prompts * repeats) for row in found[:1]]
-        where = f", found at {np.median(at):.2f} of the run" if factor and at else ""
+            hits += bool(steps)
+            at += [row.after_s / (prompts * repeats) for row in steps[:1]]
+        where = f", at {np.median(at):.2f} of the run" if factor and at else ""
         print(f"  {name}, {prompts} x {repeats}, sigma {sigma}, phi {phi}: {rate(hits, runs)}{where}")
 
 
@@ -198,11 +198,11 @@ def simulate_capacity(runs):
                 sent[0] += count
                 return (sojourns(rng, rate, count, service, servers) <= limit).tolist()
 
-            found = capacity.search(send, capacity.Limits(ttft_ms=1e3 * limit), alone_s=2.0)
-            covered += found.low <= known <= (found.high or math.inf)
-            widths.append((found.high or math.inf) / max(found.low, 1e-9))
+            result = capacity.search(send, capacity.Limits(ttft_ms=1e3 * limit), alone_s=2.0)
+            covered += result.low <= known <= (result.high or math.inf)
+            widths.append((result.high or math.inf) / max(result.low, 1e-9))
             requests.append(sent[0])
-            errors.append((found.estimate or math.nan) / known - 1)
+            errors.append((result.estimate or math.nan) / known - 1)
         print(
             f"  {name}: capacity {known:.3f}, covered {rate(covered, runs)}, high / low {np.median(widths):.2f}, "
             f"estimate {np.nanmedian(errors):+.1%} (quartiles {np.nanquantile(errors, 0.25):+.1%}, "

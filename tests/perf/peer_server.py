@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import json
 import time
+from pathlib import Path
 
 from aiohttp import web
 
@@ -56,7 +57,7 @@ def application(options) -> web.Application:
         await send(choices=[], usage=usage)
         await reply.write(b"data: [DONE]\n\n")
         await reply.write_eof()
-        with open(options.log, "a", encoding="utf-8") as log:
+        with Path(options.log).open("a", encoding="utf-8") as log:
             log.write(json.dumps({"received": received, "stamps": stamps, "stream": bool(body.get("stream"))}) + "\n")
         return reply
 

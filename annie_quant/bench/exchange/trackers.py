@@ -1,7 +1,7 @@
 """A run's figures and files in an experiment tracker: MLflow or Weights & Biases, each where its package is installed.
 
-A metric is named backend/workload/metric/p50 (or p99), a gate backend/gate/NAME with its pass rate. Settings are parameters; run.json,
-results.csv and the report are files of the tracked run. MLflow's server is that of MLFLOW_TRACKING_URI; WANDB_MODE=offline
+A metric is named backend/workload/metric/p50 (or p99), a gate backend/gate/NAME with its pass rate. Settings are parameters;
+run.json, results.csv and the report are its files. MLflow's server is that of MLFLOW_TRACKING_URI; WANDB_MODE=offline
 writes a local folder.
 """
 

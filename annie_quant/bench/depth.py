@@ -53,9 +53,8 @@ class DepthRow:
 
 def depth_of(record: RequestRecord) -> int | None:
     """The depth of a request in tokens, rounded down to a group; None where it is unknown."""
-    aimed = getattr(record, "depth", None)
-    if aimed is not None:
-        return int(aimed)
+    if record.depth is not None:
+        return record.depth
     tokens = record.prompt_tokens
     if not tokens:
         return None

@@ -43,6 +43,13 @@ MOST_CONVERSATIONS = 10_000
 @click.option("--prefix-cache", default="warm", show_default=True, type=click.Choice(["warm", "off"]))
 @click.option("--budget-s", type=float, help="Stop after this many seconds; the same command resumes.")
 @click.option(
+    "--noise-share",
+    type=click.FloatRange(0, 1),
+    default=0.1,
+    show_default=True,
+    help="With --runs 1: share of the prompts that is measured twice, for the noise floor.",
+)
+@click.option(
     "--sustain-s",
     type=click.FloatRange(1),
     help="Repeat the prompts for this long (an hour: 3600): throttling, drift, and the growth of local servers' memory.",

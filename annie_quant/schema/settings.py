@@ -56,7 +56,7 @@ class BenchConfig(msgspec.Struct, kw_only=True):
     with_memory: bool = True
     budget_s: float | None = None
     stop_early: bool = False
-    noise_share: float = 0.1
+    noise_share: float = 0.0
     sustained: bool = False
 
     # These may differ between a run and its continuation.

@@ -33,7 +33,7 @@ def model(gap_s):
 
 def run(tmp_path, gap_s):
     with FakeServer(model(lambda n, deep: 0.006)) as a, FakeServer(model(gap_s)) as b:
-        done = bench.run([bench.Backend("a", a.url), bench.Backend("b", b.url)], [PROMPTS], tmp_path, warmup=0, runs=3)
+        done = bench.run([bench.Backend("a", a.url), bench.Backend("b", b.url)], [PROMPTS], tmp_path, warmup=0, runs=4)
     report.build(tmp_path)
     return {c.code: c for c in done.aggregates.confounds if c.code in CODES}, (tmp_path / "report.md").read_text()
 
@@ -42,7 +42,7 @@ def run(tmp_path, gap_s):
     ("code", "gap_s", "text"),
     [
         ("slower_at_depth", lambda n, deep: 0.015 if deep else 0.006, "b is slower"),
-        ("drift", lambda n, deep: 0.018 if n > 25 else 0.006, "b became slower"),
+        ("drift", lambda n, deep: 0.03 if n > 33 else 0.006, "b became slower"),
     ],
 )
 def test_a_planted_effect_is_named_by_the_report(tmp_path, code, gap_s, text):

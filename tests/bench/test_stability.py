@@ -100,10 +100,10 @@ def test_without_repeats_the_plan_measures_a_tenth_again():
     from bench_cases import ask, workload
 
     many = workload("many", [{"id": f"c{i}", "messages": ask(f"{i}?")} for i in range(40)])
-    visits = plan(["a", "b"], [many], BenchConfig(runs=1))
+    visits = plan(["a", "b"], [many], BenchConfig(runs=1, noise_share=0.1))
     assert len(visits) == 2 * (40 + 4)
     assert sorted(v.cases[0][1] for v in visits) == [0] * 80 + [1] * 8
-    for settings in ({"runs": 1, "noise_share": 0.0}, {"runs": 2}):
+    for settings in ({"runs": 1, "noise_share": 0.0}, {"runs": 2, "noise_share": 0.1}):
         assert len(plan(["a", "b"], [many], BenchConfig(**settings))) == 80 * settings["runs"]
     once = [r for r in records("a", 6) if r.repeat % 40 == 0][:30]
     assert noise.floors(once[:5], {"w": once[:5]}, 0) == [], "nothing was measured twice"

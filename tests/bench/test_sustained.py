@@ -148,5 +148,5 @@ def test_figures_and_files_go_to_trackers(tmp_path, monkeypatch):
 
 
 def test_a_run_of_the_earlier_settings_resumes():
-    assert BenchConfig().differences(BenchConfig(noise_share=0.0, sustained=True)) == []
-    assert json.loads(schema.encode(BenchConfig()))["noise_share"] == 0.1
+    assert BenchConfig().differences(BenchConfig(noise_share=0.1, sustained=True)) == []
+    assert json.loads(schema.encode(BenchConfig()))["noise_share"] == 0.0

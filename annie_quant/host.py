@@ -6,6 +6,7 @@ installed, else from nvidia-smi.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import shutil
@@ -83,6 +84,16 @@ def process_tree(pid: int) -> list[int]:
         return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
     except psutil.Error:
         return []
+
+
+def listening_pid(port: int) -> int | None:
+    """Return the process that listens on a TCP port of this machine, where this user may see it."""
+    try:
+        connections = psutil.net_connections("tcp")
+    except (psutil.Error, OSError):
+        return None
+    pids = [c.pid for c in connections if c.status == psutil.CONN_LISTEN and c.laddr and c.laddr.port == port and c.pid]
+    return pids[0] if pids else None
 
 
 def resident_bytes(pids: Iterable[int]) -> int | None:
@@ -224,3 +235,60 @@ def _smi(query: str, fields: Iterable[str]) -> list[dict[str, str]] | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return smi_rows(process.stdout, fields)
+
+
+# Clocks and temperature
+
+_LIMITS = {  # nvmlClocksEventReasons*; 1 is idle, 2 a user's setting
+    0x04: "software power cap",
+    0x08: "hardware slowdown",
+    0x20: "software thermal slowdown",
+    0x40: "hardware thermal slowdown",
+    0x80: "power brake",
+}
+
+
+def machine_state() -> tuple[float | None, float | None, str | None]:
+    """Return (clock in MHz, temperature in °C, what limits the clock) of the hottest GPU, or of the processor without one.
+
+    Each is None where it is not reported; a virtual machine reports none of them.
+    """
+    nvml, devices = nvml_devices()
+    if nvml is not None and devices:
+        states = [_gpu_state(nvml, device) for device in devices]
+        return max(states, key=lambda state: state[1] or 0.0)
+    return _cpu_clock(), _cpu_temperature_c(), None
+
+
+def _gpu_state(nvml: Any, device: Any) -> tuple[float | None, float | None, str | None]:
+    def read(*names: str, arguments: tuple[int, ...] = ()) -> int | None:
+        for function in names:
+            try:
+                return int(getattr(nvml, function)(device, *arguments))
+            except (nvml.NVMLError, AttributeError):  # not reported by this GPU, or not known to this pynvml
+                continue
+        return None
+
+    reasons = read("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons") or 0
+    limits = ", ".join(text for bit, text in _LIMITS.items() if reasons & bit)
+    clock = read("nvmlDeviceGetClockInfo", arguments=(1,))
+    heat = read("nvmlDeviceGetTemperature", arguments=(0,))
+    return (None if clock is None else float(clock)), (None if heat is None else float(heat)), limits or None
+
+
+def _cpu_clock() -> float | None:
+    """Mean of the current clocks of all processors, where the kernel scales them."""
+    clocks = []
+    for path in Path("/sys/devices/system/cpu").glob("cpu[0-9]*/cpufreq/scaling_cur_freq"):
+        with contextlib.suppress(OSError, ValueError):
+            clocks.append(int(path.read_text()) / 1e3)
+    return round(sum(clocks) / len(clocks), 1) if clocks else None
+
+
+def _cpu_temperature_c() -> float | None:
+    try:
+        sensors = psutil.sensors_temperatures()
+    except (AttributeError, OSError, RuntimeError):  # not on this system
+        return None
+    readings = [float(x.current) for group in sensors.values() for x in group if x.current and x.current > 0]
+    return max(readings, default=None)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from annie_quant.bench import confounds
+from annie_quant.bench import confounds, depth, drift, memory_growth, noise
 from annie_quant.bench.confounds import impossible, stalls
 from annie_quant.bench.records import read_records
 from annie_quant.bench.reference_answers import RECORDED, bf16_side, stored_reference
@@ -36,6 +36,7 @@ from annie_quant.schema import (
     MemoryBytes,
     MemoryLevels,
     MetricSummary,
+    NoiseFloor,
     Outcome,
     RequestRecord,
     ServedSide,
@@ -64,7 +65,15 @@ def aggregate(folder: str | os.PathLike[str]) -> Aggregates:
         raise UsageError(
             f"{root} holds no finished benchmark (records.jsonl is missing)", f"annie-quant bench ... --output {root}"
         ) from error
-    return aggregate_records(records, bench.config, bench.backends, bench.memory, bench.ended, stored_reference(root))
+    return aggregate_records(
+        records,
+        bench.config,
+        bench.backends,
+        bench.memory,
+        bench.ended,
+        stored_reference(root),
+        memory_growth.read_traces(root),
+    )
 
 
 def aggregate_records(
@@ -74,13 +83,15 @@ def aggregate_records(
     memory: Mapping[str, MemoryLevels] | None = None,
     ended: Ended | None = None,
     reference: Sequence[RequestRecord] = (),
+    traces: Mapping[str, memory_growth.Trace] | None = None,
 ) -> Aggregates:
     """Aggregate all records of a benchmark, warm-ups included.
 
     identities and memory: by backend. ended: how the run ended; a run that left out requests is a caveat. reference: bf16's
-    records of an earlier run, with which all sides are compared where none of them is bf16.
+    records of an earlier run, with which all sides are compared where none of them is bf16. traces: memory over the run.
     """
     memory = memory or {}
+    growths = memory_growth.check(traces or {}, config.seed)
     measured = [r for r in records if not r.warmup]
     fit = timed(measured)
     served = {}
@@ -99,20 +110,30 @@ def aggregate_records(
             verbosity=_verbosity(fit, config.reference, name),
             memory_bytes=_memory_bytes(memory.get(name)),
             memory=memory.get(name),
+            memory_growth=growths.get(name),
             energy=_energy(own),
         )
     pair_sides(served, measured, config.greedy, reference)
     turns = {name: _turns([r for r in fit if r.backend == name], config.seed) for name in served}
     surfaces = {name: tool_surface(measured, name) for name in served}
     pairs = list(itertools.combinations(served, 2))
+    comparisons = [row for a, b in pairs for row in _comparisons(fit, a, b, config.seed)]
+    floors = {name: _floors([r for r in fit if r.backend == name], config.seed) for name in served}
+    noise.set_noise(comparisons, floors)
+    drifts = drift.check(fit, list(served), config.seed)
+    findings = confounds.check(identities, records, config, ended or Ended())
+    findings += memory_growth.findings(growths)
+    findings += [*drift.findings(drifts), *depth.findings(depth.check(fit, list(served), config.seed))]
     return Aggregates(
         served=served,
-        comparisons=[row for a, b in pairs for row in _comparisons(fit, a, b, config.seed)],
+        comparisons=comparisons,
+        noise={name: rows for name, rows in floors.items() if rows},
+        drift=drifts,
         turns=turns,
         turn_ratio={name: ratio for name, points in turns.items() if (ratio := _turn_ratio(points))},
         crossover=[row for a, b in pairs if (row := _crossover(served, a, b))],
         tool_surface={name: points for name, points in surfaces.items() if points},
-        confounds=confounds.check(identities, records, config, ended or Ended()),
+        confounds=findings,
     )
 
 
@@ -317,6 +338,14 @@ def _comparisons(records: Sequence[RequestRecord], a: str, b: str, seed: int) ->
                 rows.append(Comparison(a=a, b=b, workload=label, metric=metric, **msgspec.structs.asdict(result)))
     adjust(rows)
     return rows
+
+
+def _floors(records: Sequence[RequestRecord], seed: int) -> list[NoiseFloor]:
+    """The noise of one backend, by workload, load and metric, and of all workloads together."""
+    groups = labelled(records)
+    if len(groups) > 1:
+        groups["all"] = [r for r in records if r.alone]
+    return noise.floors(records, groups, seed)
 
 
 def adjust(rows: Sequence[AdjustedResult]) -> None:

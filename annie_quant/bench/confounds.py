@@ -37,7 +37,7 @@ def check(identities: Identities, records: Records, config: BenchConfig, ended: 
     findings = [f for a, b in itertools.combinations(identities.values(), 2) for f in _pair(a, b)]
     findings += [*_prompt_tokens(everyone, measured), *_estimates(measured), *_smoke(records)]
     findings += [*_different_answers(everyone, measured, config), *_busy(everyone, measured)]
-    findings += [*_priority(everyone, measured), *_incomplete(everyone, ended)]
+    findings += [*_priority(everyone, measured), *_incomplete(everyone, ended if not config.sustained else Ended())]
     findings += stream_findings.check(everyone, measured)
     for name, identity in identities.items():
         own = [r for r in measured if r.backend == name]

@@ -1,5 +1,5 @@
-"""A benchmark in formats that other tools read: results.csv, vLLM's flat keys, AIPerf's summary, the layout of the original
-plan's benchmark script (R43), Prometheus text.
+"""A benchmark in formats that other tools read: results.csv, vLLM's flat keys, reports of AIPerf and GuideLLM (exchange),
+the layout of the original plan's benchmark script (R43), Prometheus text.
 
 vLLM's keys are those of `vllm bench serve --save-result`; TTFT is that of content, as everywhere here. The backends take
 turns, so a backend's duration is the time that its own requests took, not the wall clock of the run.
@@ -20,6 +20,7 @@ import msgspec
 
 from annie_quant import schema
 from annie_quant.bench.aggregate import values_by_prompt
+from annie_quant.bench.exchange import aiperf, guidellm
 from annie_quant.bench.records import read_records
 from annie_quant.files import write_text
 from annie_quant.schema import Aggregates, Bench, RequestRecord, read_bench
@@ -75,24 +76,6 @@ class VllmResult(msgspec.Struct, kw_only=True):
     median_e2el_ms: float | None
     std_e2el_ms: float | None
     p99_e2el_ms: float | None
-
-
-class AiperfMetric(msgspec.Struct, omit_defaults=True):
-    """One metric in AIPerf's summary; a throughput has an average only."""
-
-    unit: str
-    avg: float | None
-    p1: float | None = None
-    p5: float | None = None
-    p25: float | None = None
-    p50: float | None = None
-    p75: float | None = None
-    p90: float | None = None
-    p95: float | None = None
-    p99: float | None = None
-    min: float | None = None
-    max: float | None = None
-    std: float | None = None
 
 
 class OriginalRun(msgspec.Struct, kw_only=True):
@@ -164,7 +147,8 @@ def export(folder: str | os.PathLike[str]) -> list[Path]:
     for name in bench.backends:
         own = [r for r in records if r.backend == name]
         documents[root / "exports" / f"vllm_{name}.json"] = vllm(bench, own, name)
-        documents[root / "exports" / f"aiperf_{name}.json"] = aiperf(own)
+        documents[root / "exports" / f"aiperf_{name}.json"] = aiperf.summary(own)
+        documents[root / "exports" / f"guidellm_{name}.json"] = guidellm.document(bench, own, name)
     for path, text in texts.items():
         write_text(path, text)
     for path, document in documents.items():
@@ -228,35 +212,6 @@ def vllm(bench: Bench, records: Records, name: str) -> VllmResult:
         total_token_throughput=_per_second(tokens_in + tokens_out, duration_s),
         **times,
     )
-
-
-def aiperf(records: Records) -> dict[str, AiperfMetric]:
-    """The summary that GenAI-Perf and AIPerf write (profile_export_*.json), by metric.
-
-    A first token is one of any kind in that format; content TTFT is in the other files.
-    """
-    import numpy as np
-
-    good = [r for r in records if r.alone and not r.cold and not r.error]
-    seconds = sum(r.e2e_ms for r in good if r.e2e_ms) / 1e3
-    series: dict[str, tuple[str, list[float]]] = {
-        "time_to_first_token": ("ms", [v for r in good if (v := r.first_token_ms) is not None]),
-        "inter_token_latency": ("ms", [r.tpot_ms for r in good if r.tpot_ms is not None]),
-        "request_latency": ("ms", [r.e2e_ms for r in good if r.e2e_ms is not None]),
-        "output_sequence_length": ("tokens", [r.completion_tokens for r in good if r.completion_tokens]),
-        "input_sequence_length": ("tokens", [r.prompt_tokens for r in good if r.prompt_tokens]),
-    }
-    summary = {}
-    for name, (unit, values) in series.items():
-        if values:
-            data = np.asarray(values, dtype=np.float64)
-            percentiles = np.percentile(data, (1, 5, 25, 50, 75, 90, 95, 99))
-            figures = (data.mean(), *percentiles, data.min(), data.max(), data.std())  # in the order of AiperfMetric
-            summary[name] = AiperfMetric(unit, *map(float, figures))
-    tokens = sum(r.completion_tokens or 0 for r in good)
-    summary["output_token_throughput"] = AiperfMetric("tokens/sec", _per_second(tokens, seconds))
-    summary["request_throughput"] = AiperfMetric("requests/sec", _per_second(len(good), seconds))
-    return summary
 
 
 def _per_second(amount: float, seconds: float) -> float | None:

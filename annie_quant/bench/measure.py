@@ -23,7 +23,7 @@ from annie_quant.bench.records import Records
 from annie_quant.bench.reference_answers import bf16_side, mark
 from annie_quant.errors import ServerError
 from annie_quant.files import sha256_text
-from annie_quant.host import gpu_energy_joules, load_per_core
+from annie_quant.host import gpu_energy_joules, load_per_core, machine_state
 from annie_quant.judge.answers import assistant_message
 from annie_quant.judge.library import build_workload
 from annie_quant.judge.workloads import Case, Workload
@@ -239,6 +239,7 @@ class Measurement:
         before = gpu_energy_joules()
         timings = self._send(backend, [(t.record.id, t.body) for t in turns], starts)
         after = gpu_energy_joules()
+        state = machine_state()
         joules = None if before is None or after is None else (after - before) / len(turns)
         answers = {answer["tag"]: answer for answer in timings.records() if answer["tag"] is not None}
         lost = [answer for answer in answers.values() if answer["error"]]
@@ -261,6 +262,7 @@ class Measurement:
             record.finish_reason = answer.finish_reason
             record.started_at = started_at
             record.load_per_core = load_per_core()
+            record.clock_mhz, record.temperature_c, record.throttle = state
             record.energy_j = joules
             record.arrival_s = starts[index] if starts else None
             record.stream = stream
@@ -340,7 +342,7 @@ class Measurement:
         path = self.folder / "memory.json"
         levels = schema.decode(dict[str, MemoryLevels], path) if path.exists() else {}
         for name, peak in self.peaks.items():
-            if single is None or name in levels:
+            if single is None or name in levels or name not in self.identities:
                 continue
             backend = self.backends[name]
             cases = choose(single, self.config.n, self.config.seed)

@@ -10,6 +10,7 @@ from annie_quant import host
 from annie_quant.schema import MemoryFigures, MemoryLevels
 
 SAMPLE_S = 0.02
+MAX_TRACE = 7200
 GPU_SAMPLE_S = 1.0  # where there is no NVML, a call of nvidia-smi takes tens of milliseconds
 
 
@@ -40,6 +41,7 @@ class PeakMemory:
 
     def __init__(self, pid: int, every_s: float = SAMPLE_S) -> None:
         self.pid, self.every_s, self.highest = pid, every_s, sample(pid)
+        self.trace: list[tuple[float, float]] = []  # (Unix time in seconds, bytes), thinned where it gets long
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -57,7 +59,14 @@ class PeakMemory:
             self._sample()
 
     def _sample(self) -> None:
-        self.highest = highest(self.highest, sample(self.pid))
+        now = sample(self.pid)
+        self.highest = highest(self.highest, now)
+        sizes = (now.gpu_process_bytes, now.process_rss_bytes, now.system_used_bytes)
+        size = next((value for value in sizes if value is not None), None)
+        if size is not None:
+            self.trace.append((time.time(), float(size)))
+        if len(self.trace) >= MAX_TRACE:
+            self.trace = self.trace[::2]
 
 
 def highest(*samples: MemoryFigures) -> MemoryFigures:

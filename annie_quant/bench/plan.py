@@ -57,6 +57,7 @@ def _plan_load(backends: Sequence[str], workloads: Sequence[Workload], config: B
         chosen = choose(workload, config.n, config.seed)
         requests = [(case, repeat) for repeat in range(config.runs) for case in chosen]
         if load.trace_speed is None:
+            requests += [(case, config.runs) for case in measured_again(chosen, config)]
             rng.shuffle(requests)
         groups += [(workload, tuple(requests[i : i + together])) for i in range(0, len(requests), together)]
     rng.shuffle(groups)
@@ -66,6 +67,13 @@ def _plan_load(backends: Sequence[str], workloads: Sequence[Workload], config: B
         order = order[::-1] if index % 2 else rng.sample(list(backends), len(backends))
         visits += [Visit(index // 2, name, workload, cases, load) for name in order]
     return visits
+
+
+def measured_again(chosen: Sequence[Case], config: BenchConfig) -> list[Case]:
+    """Return the cases that get one measurement more than config.runs: the A/A measurement of runs without repeats."""
+    if config.runs > 1:
+        return []
+    return random.Random(f"{config.seed}/again").sample(list(chosen), int(len(chosen) * config.noise_share))
 
 
 def warmups(backends: Sequence[str], workloads: Sequence[Workload], config: BenchConfig) -> list[Visit]:

@@ -9,11 +9,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from annie_quant.bench.outlook import Outlook
 from annie_quant.judge.gates import decides
 from annie_quant.printable import printable
+from annie_quant.progress import SILENT, Progress
 from annie_quant.schema import RequestRecord
 
 RECENT = 200  # requests that the medians are taken over
+WIDTH, NAME_WIDTH = 80, 16
 
 
 def _recent() -> deque[float]:
@@ -34,10 +37,14 @@ class BackendRow:
 class ProgressTable:
     """Progress of a benchmark (progress.Progress), and `add` for its records; `shown` draws it on a terminal."""
 
-    def __init__(self, backends: Sequence[str]) -> None:
+    def __init__(self, backends: Sequence[str], outlook: Outlook | None = None) -> None:
+        """outlook: predicts the end of the run."""
         self.rows = {name: BackendRow() for name in backends}
+        self._outlook = outlook or Outlook(backends)
+        self._expected = ""
         self._position: tuple[float, float | None, str] = (0, None, "")
         self._live: Any = None
+        self._step: Progress = SILENT
 
     def add(self, record: RequestRecord) -> None:
         row = self.rows[record.backend]
@@ -48,26 +55,39 @@ class ProgressTable:
             row.ttft_ms.append(record.first_content_ms)
         if record.tpot_ms is not None:
             row.tpot_ms.append(record.tpot_ms)
+        self._outlook.add(record)
         self._refresh()
 
     def update(self, done: float, total: float | None = None, text: str = "") -> None:
         self._position = (done, total, text)
+        self._expected = self._outlook.text(done, total)
+        self._step.update(done, total, " · ".join(filter(None, (self._expected, text))))
         self._refresh()
 
     def message(self, text: str) -> None:
         self.update(*self._position[:2], text)
 
     def table(self) -> Any:
+        from rich.box import SIMPLE_HEAD
         from rich.markup import escape
         from rich.table import Table
 
         done, total, text = self._position
-        table = Table(title=f"{done:g} of {total or 0:g} visits · {escape(printable(text, 200))}", title_justify="left")
-        for column in ("backend", "requests", "TTFT p50 ms", "TPOT p50 ms", "errors", "failed gates"):
-            table.add_column(column, justify="left" if column in ("backend", "failed gates") else "right")
+        title = " · ".join(filter(None, (f"{done:g} of {total or 0:g} visits", self._expected, printable(text, 200))))
+        table = Table(title=escape(title[:WIDTH]), title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+        for column in ("backend", "requests", "TTFT ms", "TPOT ms", "errors", "failed gates"):
+            left = column in ("backend", "failed gates")
+            table.add_column(
+                column,
+                justify="left" if left else "right",
+                no_wrap=True,
+                overflow="ellipsis",
+                min_width=None if left else len(column),
+                max_width=NAME_WIDTH if column == "backend" else None,
+            )
         for name, row in self.rows.items():
             medians = [f"{statistics.median(times):.1f}" if times else "–" for times in (row.ttft_ms, row.tpot_ms)]
-            failed = ", ".join(f"{gate} {count}" for gate, count in row.failed_gates.most_common(3)) or "none"
+            failed = ", ".join(f"{gate} {count}" for gate, count in row.failed_gates.most_common(2)) or "none"
             table.add_row(escape(printable(name, 200)), str(row.requests), *medians, str(row.errors), escape(failed))
         return table
 
@@ -75,8 +95,9 @@ class ProgressTable:
     def shown(self, console: Any) -> Iterator[ProgressTable]:
         """Draw the table while the block runs. console: cli.console.Console; on a pipe it prints one line at the end."""
         if not console.err.is_terminal:
-            with console.task("bench"):
+            with console.task("bench") as self._step:
                 yield self
+            self._step = SILENT
             return
         from rich.live import Live
 

@@ -46,7 +46,16 @@ def prepare_folder(folder: Path, config: BenchConfig, workloads: Sequence[Worklo
     inputs = folder / "inputs.json"
     if not resume:
         shutil.rmtree(folder / "streams", ignore_errors=True)
-        for name in ("records.jsonl", "inputs.json", "bench.json", "memory.json", "reference.jsonl", "context.json"):
+        for name in (
+            "records.jsonl",
+            "inputs.json",
+            "bench.json",
+            "memory.json",
+            "reference.jsonl",
+            "context.json",
+            "memory_trace.json",
+            "server_metrics.json",
+        ):
             (folder / name).unlink(missing_ok=True)
     elif inputs.exists() and _has_records(folder / "records.jsonl"):
         try:

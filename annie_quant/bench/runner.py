@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from annie_quant import judge, schema
-from annie_quant.bench import endpoints
+from annie_quant.bench import endpoints, memory_growth, server_metrics
 from annie_quant.bench.aggregate import aggregate_records
 from annie_quant.bench.backend import Backend
 from annie_quant.bench.export import export
@@ -88,9 +88,16 @@ def execute(
     records = Records(folder / "records.jsonl")
     try:
         measurement = Measurement(config, backends, workloads, folder, records, progress, on_record, recorded)
+        metrics = server_metrics.scrape(backends)
         with measurement.sampling_memory():
             ended = measurement.run()
             memory = measurement.memory()
+        server_metrics.store(folder, metrics, server_metrics.scrape(backends) if metrics else {})
+        traces = memory_growth.read_traces(folder)
+        for name, peak in measurement.peaks.items():
+            traces[name] = [*traces.get(name, ()), *peak.trace]
+        if traces:
+            schema.write(folder / memory_growth.FILE, traces)
     finally:
         records.close()
     if measurement.compare_with_reference():
@@ -98,7 +105,7 @@ def execute(
     if recorded:
         write_records(folder / STORED, recorded)  # with their checks
     identities = measurement.identities
-    aggregates = aggregate_records(records.rows, config, identities, memory, ended, recorded)
+    aggregates = aggregate_records(records.rows, config, identities, memory, ended, recorded, traces)
     bench = Bench(
         ended=ended,
         requests=sum(not r.warmup for r in records.rows),

@@ -10,6 +10,7 @@ import click
 from annie_quant.cli import (
     audit,
     bench,
+    capacity,
     compare,
     convert,
     data,
@@ -17,6 +18,7 @@ from annie_quant.cli import (
     doctor,
     evaluate,
     explain,
+    export,
     harness,
     init,
     publish,
@@ -62,7 +64,8 @@ def cli(context: click.Context, show_version: bool, verbose: bool, as_json: bool
 for command in (
     demo.demo, record.record_command, init.init, data.data, quantize.quantize, audit.audit, convert.convert,
     compare.compare, evaluate.evaluate, harness.lm_eval, retention.retention, search.search, serve.serve, doctor.doctor,
-    validate_gpu.validate_gpu, bench.bench, report.report, publish.publish, explain.explain,
+    validate_gpu.validate_gpu, bench.bench, capacity.capacity, report.report,
+    export.export, publish.publish, explain.explain,
 ):  # fmt: skip
     cli.add_command(command)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import sys
+import urllib.parse
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,9 @@ import annie_quant
 from annie_quant.cli import tables
 from annie_quant.cli.common import console, emit, json_option, persona_option, workloads_option
 from annie_quant.errors import UsageError
+from annie_quant.host import listening_pid
+
+SUSTAINED_PER_S = 20  # visits that are planned; a sustained run ends by its time
 
 ENDPOINTS = ("chat", "completions", "responses", "messages", "ollama")  # annie_quant.bench.endpoints, not imported here
 MOST_CONVERSATIONS = 10_000
@@ -37,6 +42,18 @@ MOST_CONVERSATIONS = 10_000
 @click.option("--rate", default="", help='Additional loads in arrivals per second (Poisson, open loop): "0.5,2".')
 @click.option("--prefix-cache", default="warm", show_default=True, type=click.Choice(["warm", "off"]))
 @click.option("--budget-s", type=float, help="Stop after this many seconds; the same command resumes.")
+@click.option(
+    "--noise-share",
+    type=click.FloatRange(0, 1),
+    default=0.1,
+    show_default=True,
+    help="With --runs 1: share of the prompts that is measured twice, for the noise floor.",
+)
+@click.option(
+    "--sustain-s",
+    type=click.FloatRange(1),
+    help="Repeat the prompts for this long (an hour: 3600): throttling, drift, and the growth of local servers' memory.",
+)
 @click.option("--stop-early", is_flag=True, help="Stop when all gates and comparisons are decided.")
 @click.option(
     "--watch", "stored", type=click.Path(path_type=Path), help="An earlier run: exit 1 on a significant loss."
@@ -80,6 +97,7 @@ def bench(
     workloads: str | None,
     concurrency: str,
     rate: str,
+    sustain_s: float | None,
     stored: Path | None,
     logs: tuple[Path, ...],
     trace: Path | None,
@@ -99,6 +117,7 @@ def bench(
     """
     from annie_quant import bench as timing
     from annie_quant.bench import traces
+    from annie_quant.bench.outlook import Outlook
     from annie_quant.bench.progress_table import ProgressTable
     from annie_quant.data.resolve import resolve
     from annie_quant.pipeline.run_directory import RunDirectory
@@ -111,7 +130,7 @@ def bench(
     headers = timing.key_headers(key_env)
     endpoints = (endpoint_a, endpoint_a if aa else endpoint_b)
     backends = [
-        timing.Backend(*side, headers=headers, endpoint=endpoint)
+        timing.Backend(*side, headers=headers, endpoint=endpoint, meta=local_process(side[1]) if sustain_s else {})
         for side, endpoint in zip(sides, endpoints, strict=True)
         if side
     ]
@@ -124,8 +143,18 @@ def bench(
     if trace:
         chosen.append(traces.trace(trace, trace_n))
         settings["trace_speeds"] = numbers(trace_speed, float)
+    if sustain_s:
+        requests = sum(max(1, len(w.cases)) for w in chosen) * len(backends)
+        settings |= {
+            "budget_s": sustain_s,
+            "sustained": True,
+            "runs": max(2, math.ceil(SUSTAINED_PER_S * sustain_s / requests)),
+        }
     settings["concurrency"], settings["rates"] = numbers(concurrency, int), numbers(rate, float)
-    directory, table = RunDirectory(output), ProgressTable([b.name for b in backends])
+    names = [b.name for b in backends]
+    greedy = {w.name for w in chosen if not w.temperature}
+    directory = RunDirectory(output)
+    table = ProgressTable(names, Outlook(names, greedy, settings["stop_early"]))
     with directory.locked():
         with table.shown(console):
             done = timing.run(backends, chosen, output, progress=table, watch=table.add, **settings)
@@ -149,6 +178,15 @@ def bench(
     for line in timing.losses(compared) if compared else ():
         console.note(line)
     sys.exit(0 if done.verdict.passed and not (compared and compared.lost) else 1)
+
+
+def local_process(url: str) -> dict[str, int]:
+    """Return {"pid": ...} of the process that listens at a loopback URL; {} where it is not known."""
+    parts = urllib.parse.urlsplit(url)
+    if parts.hostname not in ("127.0.0.1", "localhost", "::1"):
+        return {}
+    pid = listening_pid(parts.port or 80)
+    return {} if pid is None else {"pid": pid}
 
 
 def numbers(text: str, kind: Any) -> list[Any]:

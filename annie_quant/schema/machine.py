@@ -82,6 +82,17 @@ class MemoryLevels(msgspec.Struct, kw_only=True):
     peak: MemoryFigures | None = None
 
 
+class MemoryGrowth(msgspec.Struct, kw_only=True):
+    """The slope of a server's memory over a run, its first quarter left out; low, high: 95 % interval (bench/memory_growth.py)."""
+
+    bytes_per_hour: float
+    low: float
+    high: float
+    hours: float
+    samples: int
+    grows: bool = False
+
+
 class MemoryBytes(msgspec.Struct, kw_only=True):
     """One figure per level for the report's table. source: the field of MemoryFigures that all are taken from."""
 

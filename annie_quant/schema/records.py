@@ -57,6 +57,7 @@ class RequestRecord(msgspec.Struct, kw_only=True):
 
     Times are milliseconds after the request was handed to its connection (annie_quant.stream.decode defines each).
     warmup: never counted. cold: the first request to a server. repeat: from 0. block: number of the interleaved block.
+    clock_mhz, temperature_c, throttle: of the GPU, else of the processor, after the request (host.machine_state).
     checks: gate → passed, for the gates that apply. faults: gate → reason, for the checks that failed.
     energy_j: GPU energy in joules, split evenly over requests sent together. stream: folder of the raw frames.
 
@@ -89,6 +90,9 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     n_tools: int = 0
     started_at: str | float | None = None
     load_per_core: float | None = None
+    clock_mhz: float | None = None
+    temperature_c: float | None = None
+    throttle: str | None = None
     energy_j: float | None = None
     arrival_s: float | None = None
     stream: str = ""

@@ -9,10 +9,12 @@ from msgspec import Meta
 
 from annie_quant.schema.evaluation import GateTable, KLSummary, SameAnswers
 from annie_quant.schema.limits import Count, Share
-from annie_quant.schema.machine import Energy, MemoryBytes, MemoryLevels
+from annie_quant.schema.machine import Energy, MemoryBytes, MemoryGrowth, MemoryLevels
 from annie_quant.schema.statistics import (
     Comparison,
+    Drift,
     GateResult,
+    NoiseFloor,
     PairedGate,
     PooledGates,
     SpeedGate,
@@ -65,6 +67,7 @@ class ServedSide(msgspec.Struct, kw_only=True):
     verbosity: Verbosity | None = None
     memory_bytes: MemoryBytes | None = None
     memory: MemoryLevels | None = None
+    memory_growth: MemoryGrowth | None = None
     energy: Energy | None = None
 
 
@@ -132,11 +135,13 @@ class Aggregates(msgspec.Struct, kw_only=True):
     """All results of a run: behind servers (from records.jsonl), and without one (models, offline).
 
     served and turns: by backend. offline: by model, then by numerics; members: the further arithmetics of its ensemble
-    (Evaluation.members), in the same form. turn_ratio: TTFT of the last turn, relative to the first.
+    (Evaluation.members), in the same form. turn_ratio: TTFT of the last turn, relative to the first. noise: by backend.
     """
 
     served: dict[str, ServedSide] = {}
     comparisons: list[Comparison] = []
+    noise: dict[str, list[NoiseFloor]] = {}
+    drift: list[Drift] = []
     turns: dict[str, list[TurnPoint]] = {}
     turn_ratio: dict[str, float] = {}
     crossover: list[Crossover] = []

@@ -38,6 +38,8 @@ class BenchConfig(msgspec.Struct, kw_only=True):
     warmup: requests per backend and workload that are not counted. runs: measurements per case. n: cases per workload
     (None: all). prefix_cache: "warm" (servers as they come) or "off" (no reuse between requests, where the server can).
     reference: the backend that answer length is compared with. budget_s: stop measuring after so many seconds.
+    noise_share: share of the prompts that are measured a second time where runs is 1, for the noise floor (bench/noise.py).
+    sustained: repeat the prompts until budget_s ends, so that requests which were not sent are no caveat.
     stop_early: stop at a planned look when everything is decided (bench/sequential.py).
     """
 
@@ -54,9 +56,11 @@ class BenchConfig(msgspec.Struct, kw_only=True):
     with_memory: bool = True
     budget_s: float | None = None
     stop_early: bool = False
+    noise_share: float = 0.0
+    sustained: bool = False
 
     # These may differ between a run and its continuation.
-    NOT_COMPARED = ("timeout_s", "with_memory", "budget_s", "stop_early")
+    NOT_COMPARED = ("timeout_s", "with_memory", "budget_s", "stop_early", "noise_share", "sustained")
 
     def differences(self, other: BenchConfig) -> list[str]:
         """Names of the settings that decide which requests are sent, and that differ from `other`."""

@@ -59,6 +59,20 @@ def load_recipes(runtime: str) -> dict[str, Recipe]:
     return msgspec.json.decode((RECIPES / f"{runtime}.json").read_bytes(), type=dict[str, Recipe])
 
 
+# What `sparkrun benchmark RECIPE` measures: llama-benchy at the depths of the workloads depth_0 to depth_16k.
+BENCHMARK: dict[str, Any] = {
+    "framework": "llama-benchy",
+    "args": {
+        "pp": [2048],
+        "tg": [64],
+        "depth": [0, 4096, 16384],
+        "concurrency": [1, 2, 5],
+        "prefix_caching": True,
+        "runs": 5,
+    },
+}
+
+
 def choose(runtime: str, recipe: str | None = None) -> tuple[str, Recipe]:
     """Return a recipe and its name; None: the newest dated one. Raises UsageError for an unknown name."""
     known = load_recipes(runtime)
@@ -114,6 +128,7 @@ class RecipeRuntime:
             ("cluster_only" if chosen.nodes > 1 else "solo_only"): True,
             "defaults": {"port": port, "host": "0.0.0.0", "tensor_parallel": chosen.nodes},  # noqa: S104 - in a container
             "command": line,
+            "benchmark": BENCHMARK,
         }
         text = f"# {chosen.note}\n# source: {chosen.source}\n"
         # JSON is valid YAML, so values are written as JSON: no YAML library, and correct quoting.

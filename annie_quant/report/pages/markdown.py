@@ -83,6 +83,8 @@ def render(run: LoadedRun, check: Recount | None) -> str:
         if comparisons.rows:
             parts += ["## Paired comparisons", inert(comparisons.caption) + ".", grid(comparisons, 4)]
             break
+    if (stability := tables.stability_table(run)).rows:
+        parts += ["## Noise and drift", inert(stability.caption) + ".", grid(stability, 2)]
     parts += [*_checklist(run), *_limits(run), *_method(run, check)]
     if stages := run.document.stages:
         rows = [(s.name, [Cell(seconds(s.seconds)), Cell(s.summary)]) for s in stages]

@@ -21,6 +21,7 @@ from annie_quant.report.format import (
     interval,
     name,
     p_value,
+    seconds,
     share,
     signed,
     significant,
@@ -210,9 +211,22 @@ def comparisons_table(run: LoadedRun, only_all: bool = False) -> Table:
     """One row per pair, workload and metric. only_all: only those over all workloads."""
     table = Table(
         ("Over all workloads, paired" if only_all else "Paired")
-        + " by prompt: b − a with its 95 % bootstrap interval, and p after Holm over all comparisons of the run",
+        + " by prompt: b − a with its 95 % bootstrap interval, the noise that two equal servers would stay below in 95 % of such "
+        "comparisons (A/A of both sides), and p after Holm over all comparisons of the run",
         "a",
-        ["b", "workload", "metric", "prompts", "median a", "median b", "b − a", "interval", "p (Holm)", "differs"],
+        [
+            "b",
+            "workload",
+            "metric",
+            "prompts",
+            "median a",
+            "median b",
+            "b − a",
+            "interval",
+            "noise",
+            "p (Holm)",
+            "differs",
+        ],
         sortable=True,
     )
     labels = {s.name: run.label(s.model) for s in run.served}
@@ -231,10 +245,57 @@ def comparisons_table(run: LoadedRun, only_all: bool = False) -> Table:
             figure(significant(row.median_b), f"{key}median_b", row.median_b),
             figure(signed(row.median_difference), f"{key}median_difference", row.median_difference),
             Cell(both, sort=row.low),
+            figure(DASH if row.noise is None else f"± {significant(row.noise)}", f"{key}noise", row.noise),
             figure(p_value(row.p_holm), f"{key}p_holm", row.p_holm),
             Cell(differs, css="word sure" if row.significant else "word"),
         ]
         table.rows.append((labels.get(row.a, name(row.a)), cells))
+    return table
+
+
+def stability_table(run: LoadedRun) -> Table:
+    """One row per backend and tested metric: its A/A comparison, and its change over the run."""
+    table = Table(
+        "Each backend against itself: prompts measured more than once, their repeats dealt to two sides (A/A), and the largest "
+        "step of its times over the run with p after Holm",
+        "backend",
+        [
+            "metric",
+            "prompts",
+            "A/A",
+            "interval",
+            "noise",
+            "step",
+            "interval of the step",
+            "after",
+            "p (Holm)",
+            "changed",
+        ],
+    )
+    labels = {s.name: run.label(s.model) for s in run.served}
+    drifts = {(row.backend, row.metric): row for row in run.aggregates.drift}
+    for backend, rows in run.aggregates.noise.items():
+        overall = {row.workload: row for row in rows}
+        for metric in ("ttft_content_ms", "tpot_ms"):
+            own = [row for row in rows if row.metric == metric]
+            floor = next((row for row in own if row.workload == "all"), own[0] if len(overall) == 1 and own else None)
+            step = drifts.get((backend, metric))
+            if floor is None and step is None:
+                continue
+            both = DASH if floor is None or floor.low is None else f"{signed(floor.low)} to {signed(floor.high)}"
+            cells = [
+                Cell(LABELS[metric], css="word"),
+                Cell(count(floor.n_repeated) if floor else DASH),
+                Cell(signed(floor.difference) if floor else DASH),
+                Cell(both),
+                Cell(f"± {significant(floor.floor)}" if floor else DASH),
+                Cell(f"{step.shift:+.1%}" if step else DASH),
+                Cell(f"{step.low:+.1%} to {step.high:+.1%}" if step else DASH),
+                Cell(seconds(step.after_s) if step else DASH),
+                Cell(p_value(step.p_holm) if step else DASH),
+                Cell(("yes" if step.significant else "not shown") if step else DASH, css="word"),
+            ]
+            table.rows.append((labels.get(backend, name(backend)), cells))
     return table
 
 

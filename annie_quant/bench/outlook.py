@@ -1,0 +1,139 @@
+"""How much longer a benchmark takes, and when its questions will be decided, from the records so far.
+
+A comparison of times is decided when its difference is significant or its interval is within EQUIVALENT of the other side
+(bench/sequential.py); intervals shrink with the square root of the prompts, so the number of prompts that decides it is
+predicted from the present ones. Gates predict their own number (PairedGate.n_to_decide).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Collection, Sequence
+
+from annie_quant.bench.aggregate import timed, values_by_prompt
+from annie_quant.bench.sequential import EQUIVALENT, METRICS
+from annie_quant.judge import decision, judge_members
+from annie_quant.judge.pairing import checks_by_prompt, pair_by_prompt
+from annie_quant.judge.statistics import LEVEL, compare
+from annie_quant.schema import Aggregates, PairedResult, RequestRecord, ServedSide
+
+LEAST_PROMPTS = 8  # of both sides, before anything is predicted
+PAUSE_S = 15.0  # between two predictions
+COST_SHARE = 0.01  # of the time that predicting may take
+
+
+def growth_to_decide(
+    records: Sequence[RequestRecord], backends: Sequence[str], greedy: Collection[str]
+) -> float | None:
+    """Return by which factor the measured prompts must grow until all is decided: 1 when it is, inf when none would do.
+
+    None where too little was measured to predict it.
+    """
+    fit = [r for r in timed(records) if r.alone]
+    factors: list[float] = []
+    for a, b in itertools.combinations(backends, 2):
+        for metric in METRICS:
+            x, y = (values_by_prompt((r for r in fit if r.backend == name), metric) for name in (a, b))
+            if not x or not y:
+                continue
+            result = compare(x, y)
+            if result.n_prompts < LEAST_PROMPTS:
+                return None
+            factors.append(_comparison(result))
+        factors += _gates(records, a, b, greedy)
+    return max(factors) if factors else None
+
+
+def _comparison(result: PairedResult) -> float:
+    if result.p is not None and result.p < LEVEL:
+        return 1.0
+    ways = [math.inf]
+    if result.n_to_decide:
+        ways.append(max(1.0, result.n_to_decide / result.n_prompts))
+    if result.low is not None and result.high is not None and result.median_a:
+        half = (result.high - result.low) / 2
+        slack = EQUIVALENT * result.median_a - abs((result.high + result.low) / 2)
+        if slack > 0:
+            ways.append(max(1.0, (half / slack) ** 2))
+    return min(ways)
+
+
+def _gates(records: Sequence[RequestRecord], a: str, b: str, greedy: Collection[str]) -> list[float]:
+    sides = Aggregates(served={name: ServedSide() for name in (a, b)})
+    candidate = next((name for name in (a, b) if decision.reference_side(sides, name)), None)
+    if candidate is None:
+        return []
+    reference = b if candidate == a else a
+    rows = [checks_by_prompt([r for r in records if r.backend == name], greedy) for name in (reference, candidate)]
+    gates, pooled = pair_by_prompt(*rows)
+    judge_members({"served": gates}, {"served": pooled})
+    deciding = decision.deciding(gates).values()
+    return [
+        max(1.0, pair.n_to_decide / pair.n) if pair.n_to_decide else (1.0 if pair.verdict != "undecided" else math.inf)
+        for pair in deciding
+        if pair.n
+    ]
+
+
+def duration(seconds: float) -> str:
+    """Return a time in round numbers: "about 40 seconds", "about 4 minutes", "about 1.5 hours"."""
+    if seconds < 90:
+        value, unit = float(max(5, 5 * round(seconds / 5))), "second"
+    elif seconds < 5400:
+        value, unit = round(seconds / 60), "minute"
+    else:
+        value, unit = round(2 * seconds / 3600) / 2, "hour"
+    return f"about {value:g} {unit}{'' if value == 1 else 's'}"
+
+
+class Outlook:
+    """The expected end of a run, as text for its progress.
+
+    stop_early: the run stops when everything is decided. clock: seconds, for tests.
+    """
+
+    def __init__(
+        self,
+        backends: Sequence[str],
+        greedy: Collection[str] = (),
+        stop_early: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.backends, self.greedy, self.stop_early, self._clock = list(backends), greedy, stop_early, clock
+        self._records: list[RequestRecord] = []
+        self._began: tuple[float, float] | None = None  # (time, visits done) of the first update
+        self._next = 0.0
+        self._growth: float | None = None
+
+    def add(self, record: RequestRecord) -> None:
+        self._records.append(record)
+
+    def text(self, done: float, total: float | None) -> str:
+        """Return what is expected after `done` of `total` visits; "" while nothing can be predicted."""
+        now = self._clock()
+        if self._began is None:
+            self._began = now, done
+        seconds, visits = now - self._began[0], done - self._began[1]
+        if not total or visits < 1 or seconds <= 0:
+            return ""
+        rate = visits / seconds
+        left_s = (total - done) / rate
+        if left_s <= 0:
+            return ""
+        if now >= self._next:
+            self._growth = growth_to_decide(self._records, self.backends, self.greedy)
+            cost = self._clock() - now
+            self._next = now + max(PAUSE_S, cost / COST_SHARE)
+        if self._growth is None or len(self.backends) < 2:
+            return f"{duration(left_s)} left"
+        if self._growth <= 1:
+            return "decided" if self.stop_early else f"decided; {duration(left_s)} left"
+        until_s = (self._growth - 1) * done / rate
+        if until_s >= left_s:
+            return f"{duration(left_s)} left, then still undecided"
+        more = duration(until_s).replace("about ", "")
+        number, unit = more.split(" ", 1)
+        text = f"about {number} more {unit} until decided"
+        return text if self.stop_early else f"{text}, {duration(left_s).removeprefix('about ')} in all"

@@ -1,0 +1,152 @@
+"""Memory growth, the servers' own metrics, trackers, and a run of a set duration."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import types
+
+import pytest
+from bench_cases import FACTS, annie, folder_of
+from click.testing import CliRunner
+from fake_server import FakeServer
+
+from annie_quant import bench, schema
+from annie_quant.bench import memory_growth, server_metrics
+from annie_quant.bench.exchange import trackers
+from annie_quant.cli import cli
+from annie_quant.schema import BenchConfig
+
+MB = 1 << 20
+
+
+def trace(per_hour, seconds=3600, seed=0, start=2000 * MB):
+    """Samples of a server that fills 500 MB in its first ten minutes, with noise and single peaks."""
+    rng = random.Random(seed)
+    rows = []
+    for second in range(0, seconds, 5):
+        filled = 500 * MB * min(1.0, second / 600)
+        peak = 300 * MB if rng.random() < 0.05 else 0
+        rows.append((1e9 + second, start + filled + per_hour * second / 3600 + rng.gauss(0, 4 * MB) + peak))
+    return rows
+
+
+def test_a_leak_is_found_and_a_filling_cache_is_not():
+    leak = memory_growth.growth(trace(120 * MB))
+    assert leak.grows and leak.low < 120 * MB < leak.high and leak.bytes_per_hour == pytest.approx(120 * MB, rel=0.2)
+    alarms = sum(memory_growth.growth(trace(0, seed=seed)).grows for seed in range(8))
+    assert alarms == 0
+    message = memory_growth.findings({"b": leak})[0].message
+    assert message.startswith("b: its memory grows by 1") and "MB per hour" in message
+    assert memory_growth.growth(trace(0)[:10]) is None and memory_growth.growth([]) is None
+
+
+PAGE = """# HELP vllm:num_requests_running Number of requests.
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="a b, {x}\\"y"} 3.0
+vllm:generation_tokens_total{engine="0"} %s
+vllm:ttft_seconds_bucket{le="0.1"} 5
+http_requests_total 7 1795360217883
+broken{ 5
+nan_value NaN
+"""
+
+
+def test_a_page_of_metrics_is_parsed_and_limited():
+    samples = server_metrics.parse(PAGE % "12")
+    assert samples['vllm:generation_tokens_total{engine="0"}'] == 12 and samples["http_requests_total"] == 7
+    assert len(samples) == 3 and any("num_requests_running" in key for key in samples)
+    assert len(server_metrics.parse("\n".join(f"m{i} {i}" for i in range(10_000)))) == server_metrics.MAX_SAMPLES
+    rng = random.Random(1)
+    for _ in range(300):
+        text = "".join(rng.choice('abc{}"\\=,:# 1.e+\n') for _ in range(60))
+        assert all(isinstance(v, float) for v in server_metrics.parse(text).values())
+
+
+def test_the_servers_metrics_are_in_the_run(tmp_path):
+    from aiohttp import web
+
+    tokens = [0]
+
+    class WithMetrics(FakeServer):
+        async def _version(self, request):
+            return await super()._version(request)
+
+        async def _complete(self, request):
+            tokens[0] += 5
+            return await super()._complete(request)
+
+    original = web.UrlDispatcher.add_get
+
+    def add_get(self, path, handler, **more):
+        if path == "/v1/models":
+            original(self, "/metrics", page)
+        return original(self, path, handler, **more)
+
+    async def page(request):
+        return web.Response(text=PAGE % tokens[0])
+
+    web.UrlDispatcher.add_get = add_get
+    try:
+        server = WithMetrics(annie)
+        server.__enter__()
+    finally:
+        web.UrlDispatcher.add_get = original
+    try:
+        done = bench.run([bench.Backend("a", server.url)], [FACTS], tmp_path / "run", warmup=0, runs=1)
+    finally:
+        server.stop()
+    assert done.requests == 6
+    rows = schema.decode(dict[str, server_metrics.ServerMetrics], tmp_path / "run" / server_metrics.FILE)
+    grown = rows["a"].growth['vllm:generation_tokens_total{engine="0"}']
+    assert grown == 5 * len(server.bodies) == 35, "six prompts and the smoke question"
+
+
+def test_a_sustained_run_lasts_its_time_and_has_a_memory_trace(tmp_path):
+    with FakeServer(annie) as server:
+        words = ["bench", "--backend-a", "a", server.url, "--workloads", "factual", "--n", "3", "--sustain-s", "4",
+                 "--warmup", "0", "--output", str(tmp_path / "run"), "--json"]  # fmt: skip
+        done = CliRunner().invoke(cli, words)
+    assert done.exit_code in (0, 1), done.output
+    document = schema.read_bench(tmp_path / "run")
+    assert document.config.sustained and document.requests > 10
+    assert not [c for c in document.aggregates.confounds if c.code == "unfinished"]
+    assert memory_growth.read_traces(tmp_path / "run")["a"], "the server is this process"
+
+
+def test_figures_and_files_go_to_trackers(tmp_path, monkeypatch):
+    run = folder_of(tmp_path / "one", 1.0)
+    logged = {}
+    context = types.SimpleNamespace(info=types.SimpleNamespace(run_id="r1"))
+
+    class Entered:
+        def __enter__(self):
+            return context
+
+        def __exit__(self, *_):
+            return None
+
+    mlflow = types.SimpleNamespace(
+        set_experiment=lambda name: logged.update(experiment=name),
+        start_run=lambda run_name: Entered(),
+        log_params=logged.update,
+        log_metrics=logged.update,
+        log_artifact=lambda path: logged.setdefault("files", []).append(path),
+    )
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    done = CliRunner().invoke(cli, ["export", str(run), "--to", "mlflow", "--project", "p"])
+    assert done.exit_code == 0 and "run r1 in p" in done.output
+    assert logged["experiment"] == "p" and logged["a/w/ttft_content_ms/p50"] > 90 and logged["files"]
+    assert all(set(name) <= set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-. /") for name in
+               trackers.metrics(schema.read_bench(run)))  # fmt: skip
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    missing = CliRunner().invoke(cli, ["export", str(run), "--to", "wandb"])
+    assert missing.exit_code != 0
+    files = CliRunner().invoke(cli, ["export", str(run)])
+    assert files.exit_code == 0 and "guidellm_a.json" in files.output
+
+
+def test_a_run_of_the_earlier_settings_resumes():
+    assert BenchConfig().differences(BenchConfig(noise_share=0.1, sustained=True)) == []
+    assert json.loads(schema.encode(BenchConfig()))["noise_share"] == 0.0

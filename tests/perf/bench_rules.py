@@ -1,0 +1,234 @@
+"""Simulate the statistical rules of a benchmark: noise floor, drift and throttling, depth, capacity. Prints one table each.
+
+    python tests/perf/bench_rules.py [--runs 400] [--only noise|drift|depth|capacity]
+
+Times are log-normal with a spread per prompt and per request; correlated noise is AR(1) over the requests, as bursts of other
+work make it. Every rule is run as the benchmark calls it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from annie_quant.bench import capacity, depth, drift, noise
+from annie_quant.judge.statistics import compare, wilson
+from annie_quant.schema import Comparison, RequestRecord
+
+
+def correlated(rng, n, sigma, phi):
+    """AR(1) noise with standard deviation sigma."""
+    steps = rng.normal(size=n) * sigma * math.sqrt(1 - phi * phi)
+    values = np.empty(n)
+    value = rng.normal() * sigma
+    for i in range(n):
+        value = phi * value + steps[i]
+        values[i] = value
+    return values
+
+
+def records_of(
+    backend,
+    rng,
+    prompts,
+    repeats,
+    sigma,
+    phi=0.0,
+    workload="w",
+    level=20.0,
+    factor=None,
+    depth_tokens=None,
+    again=0,
+    common=None,
+):
+    """Records of one backend in random order, one second apart. factor(index, count) multiplies the times.
+
+    again: prompts that are measured once more. common: (order, noise) that another backend has as well: what the machine does.
+    """
+    base = np.exp(np.random.default_rng(7).normal(0, 0.5, prompts)) * level
+    order = rng.permutation([*np.repeat(np.arange(prompts), repeats), *range(again)])
+    noise = correlated(rng, len(order), sigma, phi)
+    if common is not None:
+        order, noise = common[0], common[1] + rng.normal(0, sigma / 2, len(order))
+    times = np.exp(noise) * base[order]
+    return [
+        RequestRecord(
+            id=f"{backend}/{workload}/{i}",
+            backend=backend,
+            workload=workload,
+            case=str(prompt),
+            started_unix_s=1000.0 + i,
+            tpot_ms=float(value * (factor(i, len(order)) if factor else 1.0)),
+            first_content_ms=float(5 * value * (factor(i, len(order)) if factor else 1.0)),
+            usage={"prompt_tokens": depth_tokens or 100},
+            completion_tokens=20,
+        )
+        for i, (prompt, value) in enumerate(zip(order, times, strict=True))
+    ]
+
+
+def rate(hits, n):
+    low, high = wilson(hits, n)
+    return f"{hits / n:6.1%} [{low:.1%}, {high:.1%}]"
+
+
+def simulate_noise(runs):
+    print("noise floor: how often the difference of two equal sides exceeds it (target: about 5 %)")
+    for prompts, repeats, share, sigma, phi in (
+        (25, 5, 0.0, 0.05, 0.0),
+        (100, 5, 0.0, 0.05, 0.0),
+        (100, 5, 0.0, 0.2, 0.6),
+        (10, 2, 0.0, 0.2, 0.0),
+        (100, 1, 0.1, 0.1, 0.0),
+        (200, 1, 0.1, 0.1, 0.6),
+    ):
+        exceeded = covered = 0
+        for run in range(runs):
+            rng = np.random.default_rng([run, prompts, repeats])
+            again = int(prompts * share)
+            common = None
+            if phi:  # both sides are measured in turns on one machine
+                order = rng.permutation([*np.repeat(np.arange(prompts), repeats), *range(again)])
+                common = order, correlated(rng, len(order), sigma, phi)
+            sides = {name: records_of(name, rng, prompts, repeats, sigma, again=again, common=common) for name in "ab"}
+            floors = {name: noise.floors(rows, {"w": rows}, run) for name, rows in sides.items()}
+            a, b = (noise.measured(rows, "tpot_ms") for rows in sides.values())
+            result = compare(a, b)
+            row = Comparison(a="a", b="b", workload="w", metric="tpot_ms", n_prompts=result.n_prompts)
+            noise.set_noise([row], floors)
+            covered += row.noise is not None
+            exceeded += row.noise is not None and abs(result.median_difference) > row.noise
+        print(
+            f"  {prompts:4} prompts x {repeats} (+{share:.0%}), sigma {sigma}, phi {phi}: {rate(exceeded, covered)}, n = {covered}"
+        )
+
+
+def simulate_drift(runs):
+    print("drift: share of runs with a finding (false alarms where nothing is planted; target ≤ 5 %)")
+    step = lambda size, at: lambda i, n: size if i >= at * n else 1.0  # noqa: E731
+    slope = lambda size: lambda i, n: 1 + (size - 1) * i / n  # noqa: E731
+    for name, prompts, repeats, sigma, phi, factor in (
+        ("nothing", 25, 5, 0.05, 0.0, None),
+        ("nothing", 100, 5, 0.1, 0.0, None),
+        ("nothing", 100, 5, 0.1, 0.3, None),
+        ("nothing", 100, 5, 0.1, 0.6, None),
+        ("nothing", 300, 1, 0.1, 0.0, None),
+        ("throttle 10 % after a half", 100, 5, 0.1, 0.3, step(1.10, 0.5)),
+        ("throttle 10 % after two thirds", 100, 5, 0.1, 0.3, step(1.10, 2 / 3)),
+        ("throttle 5 % after a half", 100, 5, 0.1, 0.0, step(1.05, 0.5)),
+        ("throttle 20 % after a half", 25, 5, 0.1, 0.0, step(1.20, 0.5)),
+        ("slope to 10 %", 100, 5, 0.1, 0.0, slope(1.10)),
+    ):
+        hits, at = 0, []
+        for run in range(runs):
+            rng = np.random.default_rng([run, prompts, 3])
+            rows = [
+                *records_of("a", rng, prompts, repeats, sigma, phi),
+                *records_of("b", rng, prompts, repeats, sigma, phi, factor=factor),
+            ]
+            steps = [
+                row for row in drift.check(rows, "ab", run) if row.significant and (row.backend == "b" or not factor)
+            ]
+            hits += bool(steps)
+            at += [row.after_s / (prompts * repeats) for row in steps[:1]]
+        where = f", at {np.median(at):.2f} of the run" if factor and at else ""
+        print(f"  {name}, {prompts} x {repeats}, sigma {sigma}, phi {phi}: {rate(hits, runs)}{where}")
+
+
+def simulate_depth(runs):
+    print("depth: share of runs with a finding (nothing planted, a constant difference, 5 % only at depth)")
+    for name, at_zero, at_depth, prompts, sigma in (
+        ("nothing", 1.0, 1.0, 8, 0.03),
+        ("5 % slower everywhere", 1.05, 1.05, 8, 0.03),
+        ("5 % slower at depth", 1.0, 1.05, 8, 0.03),
+        ("5 % slower at depth", 1.0, 1.05, 8, 0.08),
+        ("5 % slower at depth", 1.0, 1.05, 25, 0.08),
+    ):
+        hits = 0
+        for run in range(runs):
+            rng = np.random.default_rng([run, prompts, 5])
+            rows = []
+            for tokens, size, level in ((100, at_zero, 20.0), (16384, at_depth, 30.0)):
+                for backend in "ab":
+                    factor = (lambda i, n, size=size: size) if backend == "b" else None
+                    rows += records_of(
+                        backend, rng, prompts, 5, sigma, workload=f"depth_{tokens}", level=level, factor=factor,
+                        depth_tokens=tokens,
+                    )  # fmt: skip
+            hits += bool(depth.findings(depth.check(rows, "ab", run)))
+        print(f"  {name}, {prompts} prompts x 5, sigma {sigma}: {rate(hits, runs)}")
+
+
+def sojourns(rng, rate, count, service, servers):
+    """Time in the system of `count` Poisson arrivals, first come first served, from an empty system."""
+    free = np.zeros(servers)
+    arrivals = np.cumsum(rng.exponential(1 / rate, count))
+    times = np.empty(count)
+    for i, (arrival, work) in enumerate(zip(arrivals, service(rng, count), strict=True)):
+        server = int(free.argmin())
+        free[server] = max(free[server], arrival) + work
+        times[i] = free[server] - arrival
+    return times
+
+
+def simulate_capacity(runs):
+    print("capacity: does the interval hold the known capacity (95 % of requests within the limit; target ≥ 95 %)")
+    exponential = lambda rng, n: rng.exponential(1.0, n)  # noqa: E731
+    constant = lambda rng, n: np.ones(n)  # noqa: E731
+    for name, service, servers, limit, known in (
+        ("M/M/1, limit 10 services", exponential, 1, 10.0, 1 - math.log(20) / 10),
+        ("M/M/1, limit 6 services", exponential, 1, 6.0, 1 - math.log(20) / 6),
+        ("M/D/1, limit 5 services", constant, 1, 5.0, None),
+        ("M/M/4, limit 4.5 services", exponential, 4, 4.5, None),
+    ):
+        known = known or long_run_capacity(service, servers, limit)
+        covered, widths, requests, errors = 0, [], [], []
+        for run in range(runs):
+            rng = np.random.default_rng([run, servers, int(limit)])
+            sent = [0]
+
+            def send(rate, batch, count, rng=rng, sent=sent, limit=limit, service=service, servers=servers):
+                sent[0] += count
+                return (sojourns(rng, rate, count, service, servers) <= limit).tolist()
+
+            result = capacity.search(send, capacity.Limits(ttft_ms=1e3 * limit), alone_s=2.0)
+            covered += result.low <= known <= (result.high or math.inf)
+            widths.append((result.high or math.inf) / max(result.low, 1e-9))
+            requests.append(sent[0])
+            errors.append((result.estimate or math.nan) / known - 1)
+        print(
+            f"  {name}: capacity {known:.3f}, covered {rate(covered, runs)}, high / low {np.median(widths):.2f}, "
+            f"estimate {np.nanmedian(errors):+.1%} (quartiles {np.nanquantile(errors, 0.25):+.1%}, "
+            f"{np.nanquantile(errors, 0.75):+.1%}), {np.median(requests):.0f} requests"
+        )
+
+
+def long_run_capacity(service, servers, limit, count=100_000):
+    """The rate at which 95 % of a long run's requests are within the limit, by bisection."""
+    low, high = 0.1 * servers, 1.0 * servers
+    for _ in range(12):
+        middle = (low + high) / 2
+        times = sojourns(np.random.default_rng(1), middle, count, service, servers)
+        low, high = (middle, high) if (times <= limit).mean() >= 0.95 else (low, middle)
+    return (low + high) / 2
+
+
+SIMULATIONS = {"noise": simulate_noise, "drift": simulate_drift, "depth": simulate_depth, "capacity": simulate_capacity}
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--runs", type=int, default=400)
+    parser.add_argument("--only", choices=SIMULATIONS)
+    options = parser.parse_args()
+    for title, simulate in SIMULATIONS.items():
+        if options.only in (None, title):
+            start = time.monotonic()
+            simulate(options.runs)
+            print(f"  ({time.monotonic() - start:.0f} s, {options.runs} runs each)", flush=True)

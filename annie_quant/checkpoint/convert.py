@@ -64,7 +64,7 @@ def convert(
     output: a folder, or a file for gguf; by default in the parent folder of `src`.
     type: for gguf BF16, F16, NVFP4, Q8_0, Q4_K_M, Q5_K_M, Q6_K.
     like: if `src` is a GGUF file, a folder of the same model for its config.json and tokenizer.
-    force: replace an output folder that exists. An interrupted conversion to a folder resumes after its last complete
+    force: replace an output that exists. An interrupted conversion to a folder resumes after its last complete
     shard.
     """
     if to not in TARGETS:
@@ -75,7 +75,7 @@ def convert(
     dialects.refuse_unread(folder)
     linears = dialects.linears(folder)
     if to == "gguf":
-        return to_gguf(folder, linears, output, type, progress)
+        return to_gguf(folder, linears, output, type, progress, force)
     if type:
         raise UsageError("--type is for GGUF", "leave it out, or use --to gguf")
     return to_folder(folder, linears, to, output, shard_bytes, progress, force)
@@ -106,6 +106,7 @@ def to_gguf(
     output: str | os.PathLike | None,
     type: str | None,
     progress: Progress,
+    force: bool,
 ) -> Conversion:
     """Write a folder as a GGUF file."""
     from annie_quant.checkpoint.gguf import writer
@@ -115,6 +116,8 @@ def to_gguf(
     if target.is_dir():
         target = target / f"{folder.path.resolve().name}-{kind}.gguf"
     keep_inputs(target, folder.path.iterdir())
+    if target.exists() and not force:
+        raise UsageError(f"{target} exists", "choose another --output, or add --force")
     plan = writer.write(folder, target, kind, linears, progress)
     loss = [f"{len(plan.dequantized)} quantized linears became 16-bit numbers"] if plan.dequantized else []
     if plan.left_out:

@@ -154,7 +154,7 @@ class Demo:
         side = SIDES[name]
         target = self.dir / f"gguf/{name}.gguf"
         target.parent.mkdir(exist_ok=True)
-        checkpoint.convert(self.source(side), to="gguf", output=target, type=side.gguf_type)
+        checkpoint.convert(self.source(side), to="gguf", output=target, type=side.gguf_type, force=True)
         size_bytes = target.stat().st_size
         return FileResult(f"{size_bytes / 1e6:.1f} MB", size_bytes)
 

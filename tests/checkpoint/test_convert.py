@@ -341,6 +341,15 @@ def test_impossible_conversions_are_refused(checkpoints, tmp_path, kind, ask, er
     assert not list(tmp_path.iterdir())
 
 
+def test_a_gguf_that_exists_is_replaced_only_when_asked(checkpoints, tmp_path):
+    file = tmp_path / "x.gguf"
+    file.write_text("mine")
+    with pytest.raises(UsageError, match=r"x\.gguf exists") as error:
+        aq.checkpoint.convert(checkpoints["bf16"], "gguf", file)
+    assert file.read_text() == "mine" and "--force" in str(error.value.hint)
+    assert aq.checkpoint.convert(checkpoints["bf16"], "gguf", file, force=True).size_bytes > 10_000
+
+
 def test_awq_is_not_dropped_silently(checkpoints, tmp_path):
     bad = zoo.spoil(
         checkpoints["nvfp4"],

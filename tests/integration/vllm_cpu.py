@@ -64,7 +64,7 @@ def checkpoints(output: Path) -> dict[str, Path]:
     for name, source, kind in (("q4_k_m", MODEL, "Q4_K_M"), ("naive_gguf", built["naive"], None)):
         built[name] = output / f"{name}.gguf"
         if not built[name].exists():
-            checkpoint.convert(source, to="gguf", output=built[name], type=kind)
+            checkpoint.convert(source, to="gguf", output=built[name], type=kind, force=True)
     return built
 
 

@@ -131,7 +131,7 @@ def serve_llama_cpp(work: Path, folder: Path, n: int) -> None:
     if output.exists():
         return
     if not file.exists():
-        checkpoint.convert(folder, to="gguf", output=file)
+        checkpoint.convert(folder, to="gguf", output=file, force=True)
     rows = files.read_json(work / f"prompts.{n}.json")
     files.write_json(output, {"cuts": {str(slots): ask_llama_cpp(file, rows, slots) for slots in (8, 1)}})
 

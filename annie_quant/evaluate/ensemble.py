@@ -5,9 +5,9 @@ Under one numerics NAME the members are
   NAME+bf16    every prompt, the same activation format with everything else rounded to bfloat16, as GPU servers do
                (NAME+float32 for a profile that rounds by itself)
   NAME+perm1   uncertain prompts, sums in another order (K permuted after activations were rounded)
-  NAME+cut16   uncertain prompts, as a server computes a small batch: every product summed in three parts of K (split-K), 16 rows per
-               batch instead of 128, decoded token by token from the prompt (the recurrent form of DeltaNet and attention over a
-               cache instead of one forward over the answer)
+  NAME+cut16   uncertain prompts, as a server computes a small batch: every product summed in three parts of K (split-K), 16 rows
+               per batch instead of 128, decoded token by token from the prompt (the recurrent form of DeltaNet and attention over
+               a cache instead of one forward over the answer)
 A batch of 16 rows alone would change nothing on most devices: a row's float32 product does not depend on the rows next to it.
 tests/evaluate/test_ensemble.py checks that each perturbation changes logits, and by no more than rounding.
 An answer is uncertain where NAME or the second arithmetic differs from the reference, or where at some token the best logit is

@@ -335,7 +335,9 @@ def main() -> None:
     work, n = arguments.work.resolve(), arguments.n
     work.mkdir(parents=True, exist_ok=True)
     if arguments.part == "table":
-        template = Template(arguments.model)  # the table is of one bf16 model's checkpoints, or of models with its template
+        template = Template(
+            arguments.model
+        )  # the table is of one bf16 model's checkpoints, or of models with its template
         for path in sorted((work / "served").glob(f"*.{n}.json")):
             name, server = next((path.name[: -len(f".{s}.{n}.json")], s) for s in SERVERS if f".{s}." in path.name)
             if (work / "offline" / f"{name}.{n}.json").exists():

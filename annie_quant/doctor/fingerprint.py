@@ -34,6 +34,8 @@ def check_server(
 
 def finding(result: Fingerprint, checkpoint: Path, reference: Path, reference_name: str) -> Finding:
     """Return the finding for a fingerprint."""
+    from annie_quant.hf.profiles import find_profile
+
     best = result.candidates[0]
     figures = (
         f"mean difference {best.difference:.3g} nats over {result.n_values} log-probabilities of {result.n_prompts} answers, "
@@ -52,8 +54,16 @@ def finding(result: Fingerprint, checkpoint: Path, reference: Path, reference_na
         return fault(
             CHECK, message, "the server serves the bf16 model, not the checkpoint", "serve the checkpoint's folder"
         )
+    if result.is_doubtful:
+        return note(
+            CHECK,
+            message,
+            "two noisy computations of one checkpoint differ by 1.4 times the expected at most: the server may have another "
+            "checkpoint of this model",
+            "compare the served folder with --checkpoint",
+        )
     w4a4 = any(c.name == "vllm-cutlass" for c in result.candidates)
-    if w4a4 and best.name != "vllm-cutlass":
+    if w4a4 and not find_profile(best.name).needs_input_scale:
         return note(
             CHECK,
             message,

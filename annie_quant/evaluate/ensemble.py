@@ -5,9 +5,9 @@ Under one numerics NAME the members are
   NAME+bf16    every prompt, the same activation format with everything else rounded to bfloat16, as GPU servers do
                (NAME+float32 for a profile that rounds by itself)
   NAME+perm1   uncertain prompts, sums in another order (K permuted after activations were rounded)
-  NAME+cut16   uncertain prompts, as a server computes a small batch: every product summed in two parts of K (split-K), 16 rows per
-               batch instead of 128, decoded token by token from the prompt (the recurrent form of DeltaNet and attention over a
-               cache instead of one forward over the answer)
+  NAME+cut16   uncertain prompts, as a server computes a small batch: every product summed in three parts of K (split-K), 16 rows
+               per batch instead of 128, decoded token by token from the prompt (the recurrent form of DeltaNet and attention over
+               a cache instead of one forward over the answer)
 A batch of 16 rows alone would change nothing on most devices: a row's float32 product does not depend on the rows next to it.
 tests/evaluate/test_ensemble.py checks that each perturbation changes logits, and by no more than rounding.
 An answer is uncertain where NAME or the second arithmetic differs from the reference, or where at some token the best logit is
@@ -23,7 +23,7 @@ answer that hangs on a tie or on a batch's cut has a small margin, so all member
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -39,7 +39,9 @@ MARGIN_FACTOR = 3.0
 NORMAL_MEDIAN = 0.6745  # median of |x| for a standard normal x
 CUT_ROWS = 16
 PERMUTED = SumOrder(permutation=1)
-SPLIT = SumOrder(parts=2)
+SPLIT = SumOrder(parts=3)  # two halves of K = 256 give the same bits on CPUs whose product keeps partial sums (MKL)
+FROM_THE_PROMPT = Difference(0, None)
+Differences = Mapping[int, Difference | None]  # by the answer's index
 
 
 @dataclass(frozen=True)
@@ -71,10 +73,8 @@ def run(
     everything = range(len(answered))
     members = []
 
-    def add(
-        suffix: str, arithmetic: str, indices: Sequence[int], choices: Mapping[int, Choices], engine: Engine
-    ) -> None:
-        part = answers_of(pair, engine, answered, indices, choices, f"{name}+{suffix}")
+    def add(suffix: str, arithmetic: str, indices: Sequence[int], differences: Differences, engine: Engine) -> None:
+        part = answers_of(pair, engine, answered, indices, differences, f"{name}+{suffix}")
         changed = sum(part[i].completion != outcomes[i].completion for i in part)
         merged = [part.get(i, o) for i, o in enumerate(outcomes)]
         members.append(MemberOutcomes(f"{name}+{suffix}", arithmetic, merged, len(part), changed))
@@ -83,18 +83,23 @@ def run(
     with emulate(pair.model, second, order):
         other = choose(pair, pair.engine, answered, everything, f"{name}: second arithmetic", base)
         suffix = f"perm{order.permutation}" if order != USUAL else "float32" if profile.rounds else "bf16"
-        add(suffix, describe(second, order), everything, other, pair.engine)
+        add(suffix, describe(second, order), everything, differences_of(other), pair.engine)
     noise = margin_noise(base, other)
     uncertain = uncertain_answers(answered, base, other, noise)
     if order == USUAL:
         with emulate(pair.model, profile, PERMUTED):
             choices = choose(pair, pair.engine, answered, uncertain, f"{name}: sums in another order")
-            add(f"perm{PERMUTED.permutation}", describe(profile, PERMUTED), uncertain, choices, pair.engine)
+            add(
+                f"perm{PERMUTED.permutation}",
+                describe(profile, PERMUTED),
+                uncertain,
+                differences_of(choices),
+                pair.engine,
+            )
     cut = Engine(pair.model, rows=CUT_ROWS, group=pair.group)
     with emulate(pair.model, profile, SPLIT):
-        choices = decode_all(choose(pair, cut, answered, uncertain, f"{name}: batches of {CUT_ROWS}"))
         text = f"{describe(profile, SPLIT)}, decoded in batches of {CUT_ROWS} rows"
-        add(f"cut{CUT_ROWS}", text, uncertain, choices, cut)
+        add(f"cut{CUT_ROWS}", text, uncertain, dict.fromkeys(uncertain, FROM_THE_PROMPT), cut)
     return Ensemble(members, EnsembleFigures(noise, len(uncertain), len(answered)))
 
 
@@ -133,11 +138,8 @@ def choose(
     return pair.group.gather(choices)
 
 
-def decode_all(choices: Mapping[int, Choices]) -> dict[int, Choices]:
-    """Return choices that differ from the reference's at the first token, so that everything after it is decoded."""
-    return {
-        i: replace(c, difference=Difference(0, int(c.best[0, 0]))) if len(c.best) else c for i, c in choices.items()
-    }
+def differences_of(choices: Mapping[int, Choices]) -> dict[int, Difference | None]:
+    return {i: c.difference for i, c in choices.items()}
 
 
 def answers_of(
@@ -145,12 +147,12 @@ def answers_of(
     engine: Engine,
     answered: Sequence[Answered],
     indices: Sequence[int],
-    choices: Mapping[int, Choices],
+    differences: Differences,
     name: str,
 ) -> dict[int, Outcome]:
     """Return the model's own answers to the prompts of these indices, decoded from where they differ from the reference's."""
-    differences = {j: choices[i].difference for j, i in enumerate(indices)}
-    n_different = sum(d is not None for d in differences.values())
+    own = {j: differences[i] for j, i in enumerate(indices)}
+    n_different = sum(d is not None for d in own.values())
     n_finished = 0
 
     def on_finished(n: int) -> None:
@@ -158,7 +160,7 @@ def answers_of(
         n_finished += n
         pair.progress.update(n_finished, None, f"{name}: answering from the first difference ({n_different})")
 
-    part = answer_from_differences(engine, pair.template, [answered[i] for i in indices], differences, on_finished)
+    part = answer_from_differences(engine, pair.template, [answered[i] for i in indices], own, on_finished)
     return dict(zip(indices, part, strict=True))
 
 

@@ -211,7 +211,10 @@ def evaluate_numerics(
     with emulate(pair.model, profile):
         comparisons = pair.compare([*own, *conversations, *text], f"{name}: checking answers")
         base = {i: comparisons[i].choices for i in range(len(answered))}
-        outcomes = list(ensemble.answers_of(pair, pair.engine, answered, range(len(answered)), base, name).values())
+        differences = ensemble.differences_of(base)
+        outcomes = list(
+            ensemble.answers_of(pair, pair.engine, answered, range(len(answered)), differences, name).values()
+        )
         drafts = drafts_of(pair, pair.engine, pair.model_dir, [Answered(o.request, o.completion) for o in outcomes])
     kl = pair.summarize(own, comparisons)
     further = None

@@ -31,7 +31,8 @@ from annie_quant.hf.loading import load, profiles_of
 from annie_quant.hf.profiles import EXACT, SERVED, UNQUANTIZED, Profile, find_profile, in_bfloat16, in_float32
 
 FLOOR = 0.001  # least noise: approximate exponentials and other orders of sums
-LIMIT = 2.0  # times the noise; independent noise of the server and of the emulation gives 1.4
+LIMIT = 2.0  # times the noise
+INDEPENDENT = 2**0.5  # times the noise: where the server and the emulation have independent noise
 SIGNIFICANT = 2.0  # standard errors of the mean difference of log-likelihoods per prompt
 CLOSEST = 1.5  # times the difference from the closest candidate
 FAR_BELOW = 6.0  # nats below the best token; less likely tokens are noisy
@@ -75,6 +76,12 @@ class Fingerprint:
         best = self.candidates[0]
         closest = min(max(c.difference, FLOOR) for c in self.candidates)
         return best.name if best.difference <= min(LIMIT * best.noise, max(CLOSEST * closest, FLOOR)) else None
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether the named arithmetic is further away than independent noise explains."""
+        best = self.candidates[0]
+        return self.name is not None and best.difference > INDEPENDENT * max(best.noise, FLOOR)
 
 
 def prompts(reference: StrPath, n: int) -> list[tuple[int, ...]]:

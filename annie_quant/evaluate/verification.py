@@ -37,10 +37,10 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Difference:
-    """Where an answer first differs from the reference's: the token's index, and the token chosen there."""
+    """Where an answer first differs from the reference's: the token's index, and the token chosen there; None: not computed yet."""
 
     index: int
-    token: int
+    token: int | None
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,9 @@ def answer_from_differences(
                 continue
             changed.add(request.conversation)
             known = completion.tokens[: difference.index]
-            if difference.token in template.end_tokens:
+            if difference.token is None:
+                work.append((i, request, known))
+            elif difference.token in template.end_tokens:
                 outcomes[i] = Outcome(request, Completion(known, True), False, difference.index)
             else:
                 work.append((i, request, [*known, difference.token]))

@@ -54,7 +54,8 @@ def reordered(layer: NVFP4Linear, x: torch.Tensor) -> torch.Tensor:
     whole = layer.dense is not None or layer.operands is not None
     spans = [] if whole else row_spans(layer, x)
     blocks = [layer.weights(x.dtype)] if whole else (layer.rows(*span, x.dtype) for span in spans)
-    y = torch.cat([sum_of_parts(x, w if order is None else w[:, order], layer.parts) for w in blocks], -1)
+    products = [sum_of_parts(x, w if order is None else w[:, order], layer.parts) for w in blocks]
+    y = products[0] if len(products) == 1 else torch.cat(products, -1)
     return y if layer.bias is None else y + layer.bias
 
 
@@ -62,8 +63,10 @@ def sum_of_parts(x: torch.Tensor, weight: torch.Tensor, parts: int) -> torch.Ten
     """Return x W^T [..., N] as the sum of the products of `parts` parts of K."""
     if parts == 1:
         return nn.functional.linear(x, weight)
-    products = zip(x.tensor_split(parts, -1), weight.tensor_split(parts, -1), strict=True)
-    return sum((nn.functional.linear(a, b) for a, b in products), start=x.new_zeros(()))
+    total, *rest = map(nn.functional.linear, x.tensor_split(parts, -1), weight.tensor_split(parts, -1))
+    for product in rest:
+        total += product
+    return total
 
 
 def row_spans(layer: NVFP4Linear, x: torch.Tensor) -> list[tuple[int, int]]:

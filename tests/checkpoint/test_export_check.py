@@ -42,6 +42,22 @@ def test_a_fine_tune_of_the_same_base_is_not_the_source(sound, tmp_path):
     assert "NOT ITS SOURCE" in export_notes(sound["nvfp4"], other)[0]
 
 
+def test_a_close_fine_tune_is_not_the_source(sound, tmp_path):
+    """Weights that differ by 3 % hide under quantization; each linear that was not quantized was called a broken export."""
+    import numpy as np
+
+    rng = np.random.default_rng(5)
+
+    def change(t, c):
+        for name, value in t.items():
+            if value.ndim == 2 and "layers." in name:
+                noise = rng.standard_normal(value.shape) * 0.03 * float(np.std(value.astype(np.float32)))
+                t[name] = (value.astype(np.float32) + noise).astype(value.dtype)
+
+    notes = export_notes(sound["nvfp4"], zoo.spoil(sound["bf16"], tmp_path / "close", change))
+    assert len(notes) == 1 and "NOT ITS SOURCE" in notes[0] and "not quantized" in notes[0]
+
+
 def test_a_wrong_fold_is_a_broken_export(sound, tmp_path):
     change, norm = folded(sound["bf16"], right=False)
     notes = export_notes(zoo.spoil(sound["nvfp4"], tmp_path / "folded", change), sound["bf16"])

@@ -1,5 +1,6 @@
 """The ensemble of arithmetics: its members, its rule of certain answers, ties, and the dtype that both devices get."""
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,10 +15,11 @@ pytest.importorskip("annie_quant.nvfp4", reason="the runtime needs the codec")
 from runtime_models import export_nvfp4, save_reference  # noqa: E402
 
 from annie_quant.evaluate import ensemble, pair  # noqa: E402
-from annie_quant.evaluate.engine import Row  # noqa: E402
+from annie_quant.evaluate.engine import Engine, Row  # noqa: E402
 from annie_quant.evaluate.evaluation import evaluate_pair  # noqa: E402
 from annie_quant.evaluate.pair import ModelPair  # noqa: E402
 from annie_quant.evaluate.verification import Choices, Difference, choices_of  # noqa: E402
+from annie_quant.hf import matmul  # noqa: E402
 from annie_quant.hf.emulation import USUAL, SumOrder, emulate  # noqa: E402
 from annie_quant.hf.nvfp4_linear import nvfp4_linears  # noqa: E402
 from annie_quant.hf.profiles import find_profile  # noqa: E402
@@ -85,6 +87,32 @@ def test_certain_answers_are_those_that_no_member_changes(
     for name, member in everything.members.items():
         assert member.n_computed == 14
         assert member.outcomes == usual.members[name].outcomes and member.n_changed == usual.members[name].n_changed
+
+
+@pytest.mark.parametrize("k", [128, 256, 512, 768, 1024])
+def test_a_split_sum_is_another_sum(k: int) -> None:
+    """Two halves of K = 256 gave the product's own bits, so cut16 changed nothing in a model of that width."""
+    generator = torch.Generator().manual_seed(k)
+    x, weight = torch.randn(64, k, generator=generator), torch.randn(96, k, generator=generator)
+    usual, split = torch.nn.functional.linear(x, weight), matmul.sum_of_parts(x, weight, ensemble.SPLIT.parts)
+    assert (usual != split).float().mean() > 1 / 3
+    torch.testing.assert_close(usual, split, rtol=1e-4, atol=1e-4)
+
+
+def test_the_small_batches_decode_from_the_prompt_and_score_nothing(
+    models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """cut16 used to score the reference's answers first, of which only the choice of the first token was used."""
+    scored, scores = [], Engine.scores
+
+    def recorded(self: Engine, rows: Sequence[Row]) -> Iterator[tuple[int, torch.Tensor]]:
+        scored.append(self.rows)
+        return scores(self, rows)
+
+    monkeypatch.setattr(Engine, "scores", recorded)
+    result = evaluated(models, tmp_path, ("w4a4",))
+    assert result.members["w4a4+cut16"].n_computed > 0
+    assert scored and ensemble.CUT_ROWS not in scored
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -49,6 +49,7 @@ SERVERS = {  # the server's name in files → the profile that predicts it
     "vllm-cpu-w4a4": "vllm-cutlass",
     "vllm-cpu-w4a16": "vllm-marlin",
     "vllm-gpu-marlin": "vllm-marlin",
+    "vllm-gpu-ours": "vllm-marlin",
     "vllm-gpu-exact": "vllm-cutlass",
     "vllm-gpu-emulation": "vllm-emulation",
     "transformers": "vllm-cutlass",
@@ -143,6 +144,9 @@ def serve_vllm(work: Path, folder: Path, n: int, python: Path, kinds: Sequence[s
         has_scales = quantizes_activations(folder)
         if output.exists() or (kind == "w4a4" and not has_scales):
             continue
+        if kind == "w4a16" and has_mixed_formats(folder):
+            print(f"{folder.name}: one declaration of W4A16 does not cover its FP8 linears; left out", flush=True)
+            continue
         source = weight_only(folder, work) if kind == "w4a16" and has_scales else folder
         output.parent.mkdir(parents=True, exist_ok=True)
         program = Path(__file__).with_name("vllm_answers.py")
@@ -180,6 +184,11 @@ def quantizes_activations(folder: Path) -> bool:
     from annie_quant import checkpoint
 
     return "input_scale" in str(list(checkpoint.ModelFolder(folder)))
+
+
+def has_mixed_formats(folder: Path) -> bool:
+    settings = files.read_json(folder / "config.json").get("quantization_config") or {}
+    return settings.get("quant_algo") == "MIXED_PRECISION"
 
 
 def weight_only(folder: Path, work: Path) -> Path:
@@ -326,7 +335,9 @@ def main() -> None:
     work, n = arguments.work.resolve(), arguments.n
     work.mkdir(parents=True, exist_ok=True)
     if arguments.part == "table":
-        template = Template(arguments.model)
+        template = Template(
+            arguments.model
+        )  # the table is of one bf16 model's checkpoints, or of models with its template
         for path in sorted((work / "served").glob(f"*.{n}.json")):
             name, server = next((path.name[: -len(f".{s}.{n}.json")], s) for s in SERVERS if f".{s}." in path.name)
             if (work / "offline" / f"{name}.{n}.json").exists():

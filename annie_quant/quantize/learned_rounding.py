@@ -1,0 +1,194 @@
+"""Learn how a decoder layer's weights are rounded: SignRound on NVFP4, started from GPTQ's result.
+
+Each weight is E2M1(u / s + v) * s, with u the value that GPTQ rounded, s = E4M3(m * block scale) * tensor scale, an offset v and a
+block-scale multiplier m. At v = 0 and m = 1 that is GPTQ's result. v and m follow the signs of their gradients (Cheng et al.,
+SignRound, arXiv 2309.05516; AutoRound's nvfp.py), the learning rate falls linearly from 1 / steps. The loss is the squared error
+of the layer's outputs against the source's outputs for the source's inputs, over the tokens that count, with activations rounded
+as a server rounds them. The loss on a fixed part of the text decides which step is kept; the start is one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from annie_quant.quantize import column_sweep
+from annie_quant.quantize.calibration_samples import PADDING
+from annie_quant.quantize.column_sweep import GROUP, Rounded
+from annie_quant.quantize.layer_rounding import LayerRounder
+
+BATCH_TOKENS = 8192  # of one step
+JUDGE_TOKENS = 32768  # positions on which steps are compared
+JUDGEMENTS = 5  # comparisons after the start
+MULTIPLIER = (0.5, 1.5)  # limits of m
+
+
+class RoundE2M1(torch.autograd.Function):
+    """Round to E2M1. Gradients pass as if nothing was rounded, and only inside of [-6, 6]."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override,no-untyped-def]
+        ctx.save_for_backward(x.abs() <= column_sweep.MAX_E2M1)
+        return column_sweep.e2m1(x)
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override,no-untyped-def]
+        (inside,) = ctx.saved_tensors
+        return gradient * inside
+
+
+def spacing(x: torch.Tensor) -> torch.Tensor:
+    """Return the distance between the E2M1 values around |x|: 0.5, 1 or 2."""
+    a = x.abs()
+    return torch.where(a < 2, 0.5, torch.where(a < 4, 1.0, 2.0))
+
+
+class LearnedWeight(nn.Module):
+    """The rounding of one weight [N, K]: `v` [N, K] in units of the distance between codes, `m` [N, K/16]."""
+
+    def __init__(self, start: Rounded, tensor_scale: float) -> None:
+        super().__init__()
+        self.rows, self.columns = start.codes.shape
+        self.tensor_scale = tensor_scale
+        self.start = start.start
+        self.scale = start.step / tensor_scale
+        # What GPTQ rounded may be up to one code away in float32; the offset makes its choice the start exactly.
+        scaled = self.blocks(start.start) / start.step[..., None]
+        unit = spacing(scaled)
+        settled = column_sweep.e2m1(scaled) == self.blocks(start.codes)
+        self.base = torch.where(settled, scaled, self.blocks(start.codes))
+        self.unit = unit
+        self.v = nn.Parameter(torch.zeros_like(self.base))
+        self.m = nn.Parameter(torch.ones_like(self.scale))
+
+    def blocks(self, x: torch.Tensor) -> torch.Tensor:
+        return x.view(self.rows, self.columns // GROUP, GROUP)
+
+    def codes_and_scale(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return E2M1 values [N, K/16, 16] and the E4M3 block scale's value [N, K/16]."""
+        raw = (self.scale * self.m).clamp(2.0**-9, 448.0)
+        scale = raw + (raw.detach().to(torch.float8_e4m3fn).float() - raw.detach())
+        scaled = self.base * (self.scale / scale)[..., None] + self.v * self.unit
+        return RoundE2M1.apply(scaled), scale
+
+    def forward(self) -> torch.Tensor:
+        """Return the weight [N, K], float32."""
+        codes, scale = self.codes_and_scale()
+        return (codes * (scale * self.tensor_scale)[..., None]).view(self.rows, self.columns)
+
+    @torch.no_grad()
+    def result(self) -> Rounded:
+        """Return the weight as it is rounded now."""
+        codes, scale = self.codes_and_scale()
+        codes = codes.reshape(self.rows, self.columns)
+        scale_codes = scale.to(torch.float8_e4m3fn).view(torch.uint8)
+        step = scale * self.tensor_scale
+        values = column_sweep.dequantized(codes, step)
+        return Rounded(codes, scale_codes, step, values, torch.zeros(self.rows, dtype=torch.float64), self.start)
+
+
+@dataclass(frozen=True)
+class Learned:
+    """losses: of the start and of each later comparison.  best: index of the one that was kept."""
+
+    losses: list[float]
+    best: int
+
+
+def learn(
+    rounder: LayerRounder,
+    states: Sequence[torch.Tensor],
+    targets: Sequence[torch.Tensor],
+    steps: int,
+    seed: int = 0,
+) -> Learned:
+    """Learn the rounding of a layer's linears, experts left out, and keep the best in `rounder`.
+
+    states: inputs of the rounded layer.  targets: the source's outputs.  The same seed gives the same result.
+    """
+    names = [n for n in rounder.rounded if rounder.layer.experts_of(n) is None]
+    weights = {n: LearnedWeight(rounder.rounded[n], rounder.tensor_scales[n]) for n in names}
+    if not names:
+        return Learned([], 0)
+    text = Text(rounder, states, targets)
+    v, m = [w.v for w in weights.values()], [w.m for w in weights.values()]
+    generator = torch.Generator().manual_seed(seed)
+    kept = {n: (w.v.detach().clone(), w.m.detach().clone()) for n, w in weights.items()}
+    losses, best = [text.judge(weights)], 0
+    marks = {round(steps * (i + 1) / JUDGEMENTS) for i in range(JUDGEMENTS)}
+    for step in range(steps):
+        loss = text.loss(weights, text.draw(generator))
+        gradients = torch.autograd.grad(loss, [*v, *m])
+        rate = (1 - step / steps) / steps
+        with torch.no_grad():
+            for parameter, gradient in zip([*v, *m], gradients, strict=True):
+                parameter.sub_(rate * gradient.sign())
+            for parameter in v:
+                parameter.clamp_(-0.5, 0.5)
+            for parameter in m:
+                parameter.clamp_(*MULTIPLIER)
+        if step + 1 in marks:
+            losses.append(text.judge(weights))
+            if losses[-1] < losses[best]:
+                best = len(losses) - 1
+                kept = {n: (w.v.detach().clone(), w.m.detach().clone()) for n, w in weights.items()}
+    if best:
+        for name, weight in weights.items():
+            with torch.no_grad():
+                weight.v.copy_(kept[name][0])
+                weight.m.copy_(kept[name][1])
+            rounder.set_rounded(name, weight.result())
+    return Learned(losses, best)
+
+
+class Text:
+    """Inputs and targets of a layer, as rows of one sample each."""
+
+    def __init__(self, rounder: LayerRounder, states: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+        self.rounder, self.states, self.targets = rounder, states, targets
+        self.kinds = [kinds for _, kinds in rounder.batches(states)]
+        self.table = torch.cat([rounder.table, rounder.table.new_zeros(1)])  # PADDING is -1, the last element
+        assert PADDING == -1
+        variance = torch.zeros((), dtype=torch.float64)
+        total = 0.0
+        for target, kinds in zip(targets, self.kinds, strict=True):
+            weight = self.table[kinds]
+            used = weight > 0
+            variance += (target[used].double().square().mean(-1) * weight[used]).sum().cpu()
+            total += float(weight.sum())
+        self.variance = float(variance) / max(total, 1e-30)
+
+    def draw(self, generator: torch.Generator) -> tuple[int, torch.Tensor]:
+        """Return a random batch, and random rows of it with about BATCH_TOKENS positions."""
+        sizes = torch.tensor([float(k.numel()) for k in self.kinds])
+        index = int(torch.multinomial(sizes, 1, generator=generator))
+        rows, length = self.kinds[index].shape
+        count = max(1, min(rows, BATCH_TOKENS // length))
+        return index, torch.randperm(rows, generator=generator)[:count]
+
+    def loss(self, weights: dict[str, LearnedWeight], drawn: tuple[int, torch.Tensor]) -> torch.Tensor:
+        """Return the weighted mean squared error of some rows, relative to the mean square of the targets."""
+        index, rows = drawn
+        rows = rows.to(self.states[index].device)
+        state, target, weight = self.states[index][rows], self.targets[index][rows], self.table[self.kinds[index][rows]]
+        out = self.rounder.forward_with({n: w() for n, w in weights.items()}, state)
+        error = (out.float() - target.float()).square().mean(-1)
+        return (error * weight).sum() / weight.sum().clamp_min(1e-30) / self.variance
+
+    @torch.no_grad()
+    def judge(self, weights: dict[str, LearnedWeight]) -> float:
+        """Return the loss over the first JUDGE_TOKENS positions of every length of sample."""
+        fixed = {n: w() for n, w in weights.items()}
+        share = max(1, JUDGE_TOKENS // len(self.states))
+        total = count = 0.0
+        for state, target, kinds in zip(self.states, self.targets, self.kinds, strict=True):
+            rows = slice(0, max(1, share // kinds.shape[1]))
+            weight = self.table[kinds[rows]]
+            out = self.rounder.forward_with(fixed, state[rows])
+            error = (out.float() - target[rows].float()).square().mean(-1)
+            total += float((error * weight).sum())
+            count += float(weight.sum())
+        return total / max(count, 1e-30) / self.variance

@@ -1,0 +1,60 @@
+"""best: what keeps most at naive's size: GPTQ on the inputs as served, with rounding learned per layer; plain NVFP4, W4A4.
+
+--effort fast is GPTQ alone, normal and max learn the rounding of each layer for more and more steps. Everything runs on the GPU
+where there is one, one layer at a time; a killed run continues after its last finished layer.
+"""
+
+from __future__ import annotations
+
+from annie_quant.checkpoint.shards import ModelFolder
+from annie_quant.progress import Progress
+from annie_quant.quantize.job import Job
+from annie_quant.quantize.strategy import ACTIVATIONS, ALL_NVFP4, SWEEP_TIME, Cost, Option, Strategy
+
+STEPS = {"fast": 0, "normal": 100, "max": 1000}  # of learned rounding per layer
+
+
+def quantize(job: Job, progress: Progress) -> None:
+    from annie_quant.quantize import calibration_samples as text
+    from annie_quant.quantize import column_sweep, rounding_job
+    from annie_quant.quantize.export import export
+    from annie_quant.quantize.layer_rounding import Method
+
+    options = job.options
+    steps = options["steps"] if options["steps"] >= 0 else STEPS[options["effort"]]
+    method = Method(
+        damping=options["damping"],
+        order=options["order"],
+        candidates=column_sweep.ALL_CODES if options["codes"] == "all" else column_sweep.NEAR_CODES,
+        cross=options["cross"] or None,
+        activations=options["activations"],
+        steps=steps,
+    )
+    marks = dict.fromkeys((text.TOOL_MARKUP, text.END_OF_TURN), options["markup"])
+    weights = {**text.RESPONSE, **marks, text.PROMPT: options["prompt"]}
+    plan = rounding_job.round_model(job, progress, method, weights, fold=options["fold"] == "awq")
+    export(ModelFolder(job.model), job, plan)
+
+
+STRATEGY = Strategy(
+    name="best",
+    summary="ours: GPTQ on the inputs as served, block scales in the sweep, learned rounding (--effort); plain NVFP4 W4A4",
+    formats=ALL_NVFP4,
+    cost=Cost(rank=15, layerwise=True, passes=60, encode=SWEEP_TIME, column_feedback=True),
+    quantize=quantize,
+    options={
+        "effort": Option("normal", "fast: GPTQ; normal, max: and 100 or 1,000 steps of learned rounding per layer",
+                         ("fast", "normal", "max")),
+        "steps": Option(-1, "steps of learned rounding per layer, instead of those of the effort"),
+        "damping": Option(0.05, "added to the Hessian's diagonal, relative to its mean"),
+        "cross": Option(0.1, "damping of the correction for inputs that the layers before changed; 0: no correction"),
+        "order": Option("blocks", "columns in natural order, by falling Hessian in blocks of 16, or one by one",
+                        ("natural", "blocks", "columns")),
+        "codes": Option("near", "block scales tried: near that of the largest magnitude, or all of E4M3", ("near", "all")),
+        "prompt": Option(0.1, "weight of a prompt's token relative to a response's"),
+        "markup": Option(1.0, "weight of tool-call markup and ends of turns relative to other response tokens"),
+        "fold": Option("none", "fold activation-aware scales into the layer first", ("none", "awq")),
+        "activations": ACTIVATIONS,
+    },
+    scale="sweep",
+)  # fmt: skip

@@ -10,6 +10,7 @@ A layer's result is stored before the next one begins; an interrupted run passes
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -70,10 +71,22 @@ class Moments:
         if not len(rows):
             return
         self.weight += float(weight[used].sum())
-        self.hessian = rows.T @ rows if self.hessian is None else self.hessian.addmm_(rows.T, rows)
-        if true is not None:
-            other = true[used].float() * root
-            self.cross = rows.T @ other if self.cross is None else self.cross.addmm_(rows.T, other)
+        with tensor_cores(x.dtype == torch.bfloat16):
+            self.hessian = rows.T @ rows if self.hessian is None else self.hessian.addmm_(rows.T, rows)
+            if true is not None:
+                other = true[used].float() * root
+                self.cross = rows.T @ other if self.cross is None else self.cross.addmm_(rows.T, other)
+
+
+@contextlib.contextmanager
+def tensor_cores(use: bool) -> Iterator[None]:
+    """Let a GPU multiply float32 matrices in TF32, which holds products of bf16 values exactly; sums stay float32."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = use or before
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
 
 
 class _Reached(Exception):

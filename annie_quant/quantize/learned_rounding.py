@@ -47,22 +47,33 @@ def spacing(x: torch.Tensor) -> torch.Tensor:
 
 
 class LearnedWeight(nn.Module):
-    """The rounding of one weight [N, K]: `v` [N, K] in units of the distance between codes, `m` [N, K/16]."""
+    """The rounding of one weight [N, K]: `v` [N, K] in units of the distance between codes, `m` [N, K/16].
 
-    def __init__(self, start: Rounded, tensor_scale: float) -> None:
+    rounding: learn v; otherwise the codes stay.
+    """
+
+    def __init__(self, start: Rounded, tensor_scale: float, rounding: bool = True) -> None:
         super().__init__()
         self.rows, self.columns = start.codes.shape
         self.tensor_scale = tensor_scale
         self.start = start.start
+        self.rounding = rounding
         self.scale = start.step / tensor_scale
-        # What GPTQ rounded may be up to one code away in float32; the offset makes its choice the start exactly.
+        if not rounding:
+            self.base = self.blocks(start.codes)
+            self.m = nn.Parameter(torch.ones_like(self.scale))
+            return
+        # Where the value that was rounded does not give the code again (rounding of the division), the code is the start.
         scaled = self.blocks(start.start) / start.step[..., None]
-        unit = spacing(scaled)
         settled = column_sweep.e2m1(scaled) == self.blocks(start.codes)
         self.base = torch.where(settled, scaled, self.blocks(start.codes))
-        self.unit = unit
+        self.unit = spacing(self.base)
         self.v = nn.Parameter(torch.zeros_like(self.base))
         self.m = nn.Parameter(torch.ones_like(self.scale))
+
+    def limits(self) -> list[tuple[float, float]]:
+        """Return the limits of every parameter, in the order of parameters()."""
+        return [(-0.5, 0.5), MULTIPLIER] if self.rounding else [MULTIPLIER]
 
     def blocks(self, x: torch.Tensor) -> torch.Tensor:
         return x.view(self.rows, self.columns // GROUP, GROUP)
@@ -71,6 +82,8 @@ class LearnedWeight(nn.Module):
         """Return E2M1 values [N, K/16, 16] and the E4M3 block scale's value [N, K/16]."""
         raw = (self.scale * self.m).clamp(2.0**-9, 448.0)
         scale = raw + (raw.detach().to(torch.float8_e4m3fn).float() - raw.detach())
+        if not self.rounding:
+            return self.base, scale
         scaled = self.base * (self.scale / scale)[..., None] + self.v * self.unit
         return RoundE2M1.apply(scaled), scale
 
@@ -159,7 +172,8 @@ class Text:
             used = weight > 0
             variance += (target[used].double().square().mean(-1) * weight[used]).sum().cpu()
             total += float(weight.sum())
-        self.variance = float(variance) / max(total, 1e-30)
+        self.variance = max(float(variance) / max(total, 1e-30), 1e-30)
+        self.judged = self.fixed()
 
     def draw(self, generator: torch.Generator) -> tuple[int, torch.Tensor]:
         """Return a random batch, and random rows of it with about BATCH_TOKENS positions."""
@@ -169,26 +183,35 @@ class Text:
         count = max(1, min(rows, BATCH_TOKENS // length))
         return index, torch.randperm(rows, generator=generator)[:count]
 
-    def loss(self, weights: dict[str, LearnedWeight], drawn: tuple[int, torch.Tensor]) -> torch.Tensor:
-        """Return the weighted mean squared error of some rows, relative to the mean square of the targets."""
+    def error(
+        self, weights: dict[str, torch.Tensor], drawn: tuple[int, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the weighted sum over some rows of the tokens' mean squared errors, and the sum of the weights."""
         index, rows = drawn
         rows = rows.to(self.states[index].device)
         state, target, weight = self.states[index][rows], self.targets[index][rows], self.table[self.kinds[index][rows]]
-        out = self.rounder.forward_with({n: w() for n, w in weights.items()}, state)
-        error = (out.float() - target.float()).square().mean(-1)
-        return (error * weight).sum() / weight.sum().clamp_min(1e-30) / self.variance
+        out = self.rounder.forward_with(weights, state)
+        return ((out.float() - target.float()).square().mean(-1) * weight).sum(), weight.sum()
+
+    def loss(self, weights: dict[str, LearnedWeight], drawn: tuple[int, torch.Tensor]) -> torch.Tensor:
+        """Return the weighted mean squared error of some rows, relative to the mean square of the targets."""
+        error, weight = self.error({n: w() for n, w in weights.items()}, drawn)
+        return error / weight.clamp_min(1e-30) / self.variance
+
+    def fixed(self) -> list[tuple[int, torch.Tensor]]:
+        """Return the rows on which steps are compared: of batches evenly spread over all, about JUDGE_TOKENS positions."""
+        rows = [max(1, min(len(k), BATCH_TOKENS // k.shape[1])) for k in self.kinds]
+        total = sum(n * k.shape[1] for n, k in zip(rows, self.kinds, strict=True))
+        stride = max(1, round(total / JUDGE_TOKENS))
+        return [(i, torch.arange(rows[i])) for i in range(0, len(rows), stride)]
 
     @torch.no_grad()
     def judge(self, weights: dict[str, LearnedWeight]) -> float:
-        """Return the loss over the first JUDGE_TOKENS positions of every length of sample."""
-        fixed = {n: w() for n, w in weights.items()}
-        share = max(1, JUDGE_TOKENS // len(self.states))
+        """Return the mean loss over the fixed rows, each with its share of the weights."""
+        now = {n: w() for n, w in weights.items()}
         total = count = 0.0
-        for state, target, kinds in zip(self.states, self.targets, self.kinds, strict=True):
-            rows = slice(0, max(1, share // kinds.shape[1]))
-            weight = self.table[kinds[rows]]
-            out = self.rounder.forward_with(fixed, state[rows])
-            error = (out.float() - target[rows].float()).square().mean(-1)
-            total += float((error * weight).sum())
-            count += float(weight.sum())
+        for drawn in self.judged:
+            error, weight = self.error(now, drawn)
+            total += float(error)
+            count += float(weight)
         return total / max(count, 1e-30) / self.variance

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,7 +12,6 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from annie_quant import nvfp4
-from annie_quant.checkpoint.quantized_tensors import LARGEST_NVFP4
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.errors import CheckpointError
 from annie_quant.hf import codec
@@ -25,12 +23,12 @@ from annie_quant.quantize.formats import NVFP4, W4A16
 from annie_quant.quantize.input_stats import weight_table
 from annie_quant.quantize.job import Job
 from annie_quant.quantize.layer_rounding import LayerRounder, Method, Streams, log
-from annie_quant.quantize.layerwise import DecoderLayer, DecoderLayers
+from annie_quant.quantize.layerwise import DecoderLayer, DecoderLayers, device_and_dtype
 from annie_quant.quantize.plan import Plan, announce_size
 from annie_quant.quantize.select import choose
 from annie_quant.quantize.strategies import awq_lite
 
-MAX_BATCH_TOKENS = 16384
+MAX_BATCH_TOKENS = {"cpu": 16384, "cuda": 32768}  # positions of one forward pass
 
 
 @dataclass
@@ -90,7 +88,8 @@ def round_model(job: Job, progress: Progress, method: Method, token_weights: Tok
     outside = [n for n in chosen if not folder.family.in_decoder(n)]
     if outside:
         raise CheckpointError(f"{outside[0]} is in no decoder layer", f"--exclude-layers {outside[0]}")
-    batches = calibration_samples.make_batches(calibration_samples.read_samples(job), MAX_BATCH_TOKENS)
+    tokens = MAX_BATCH_TOKENS[device_and_dtype(folder)[0].partition(":")[0]]
+    batches = calibration_samples.make_batches(calibration_samples.read_samples(job), tokens)
     model = DecoderLayers(folder, batches)
     progress.message(memory_needed(folder, model, method))
     streams, table, store = Streams(model), weight_table(token_weights, model.device), job.work_folder()

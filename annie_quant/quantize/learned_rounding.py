@@ -58,7 +58,7 @@ class LearnedWeight(nn.Module):
         self.tensor_scale = tensor_scale
         self.start = start.start
         self.rounding = rounding
-        self.scale = start.step / tensor_scale
+        self.scale = start.scale_codes.view(torch.float8_e4m3fn).float()
         if not rounding:
             self.base = self.blocks(start.codes)
             self.m = nn.Parameter(torch.ones_like(self.scale))

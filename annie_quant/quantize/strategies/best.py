@@ -47,7 +47,7 @@ STRATEGY = Strategy(
                          ("fast", "normal", "max")),
         "steps": Option(-1, "steps of learned rounding per layer, instead of those of the effort"),
         "damping": Option(0.05, "added to the Hessian's diagonal, relative to its mean"),
-        "cross": Option(0.1, "damping of the correction for inputs that the layers before changed; 0: no correction"),
+        "cross": Option(0.0, "damping of the correction for inputs that the layers before changed; 0: no correction"),
         "order": Option("blocks", "columns in natural order, by falling Hessian in blocks of 16, or one by one",
                         ("natural", "blocks", "columns")),
         "codes": Option("near", "block scales tried: near that of the largest magnitude, or all of E4M3", ("near", "all")),

@@ -102,11 +102,13 @@ def order_of(diagonal: torch.Tensor, order: str) -> torch.Tensor:
 
 
 def damped(hessian: torch.Tensor, damping: float) -> torch.Tensor:
-    """Return the Hessian with dead columns' diagonal set to 1 and the damping added to it, relative to the mean diagonal."""
+    """Return the Hessian with the damping added to its diagonal, relative to the mean; dead columns have the mean."""
     base = hessian.clone()
     diagonal = base.diagonal()
-    diagonal[diagonal <= 0] = 1.0
-    diagonal.add_(damping * float(diagonal.mean()))
+    live = diagonal > 0
+    mean = float(diagonal[live].mean())
+    diagonal[~live] = mean
+    diagonal.add_(damping * mean)
     return base
 
 
@@ -120,6 +122,8 @@ def corrected(weight: torch.Tensor, hessian: torch.Tensor, cross: torch.Tensor, 
     """
     if not bool(hessian.isfinite().all() and cross.isfinite().all()):
         raise FactorError("its inputs hold NaN or inf")
+    if not bool((hessian.diagonal() > 0).any()):
+        raise FactorError("all its inputs are 0")
     for _ in range(ATTEMPTS):
         lower, failed = torch.linalg.cholesky_ex(damped(hessian, damping))
         if not int(failed):
@@ -161,10 +165,9 @@ def sweep(
 
     tensor_scale: float32 [N], one per row, so that linears which read the same input are rounded together.
     candidates: codes relative to that of the block's largest magnitude; (0,) takes that one.
-    Columns whose inputs were always 0 become 0. Raises FactorError as upper_factor does.
+    Columns whose inputs were always 0 are rounded to nearest. Raises FactorError as upper_factor does.
     """
     w = weight.float().clone()
-    w[:, hessian.diagonal() <= 0] = 0
     permutation = order_of(hessian.diagonal(), order)
     if order == "columns":
         return sweep_columns(w, hessian, tensor_scale, damping, permutation, candidates)

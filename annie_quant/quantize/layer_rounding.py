@@ -13,7 +13,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,6 +32,9 @@ from annie_quant.quantize.layerwise import DecoderLayer, DecoderLayers
 log = logging.getLogger(__name__)
 
 HESSIAN_BYTES = 6 << 30  # of one pass over the text
+# Of a weight, relative. Plain rounding changes one by .08 to .13; the audit doubts .2 (checkpoint/source_diff.py).
+MAX_CHANGE = 0.19
+RAISED = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0)  # factors of the damping
 
 
 @dataclass(frozen=True)
@@ -235,50 +239,67 @@ class LayerRounder:
                 self.linear(self.fake, name).register_forward_pre_hook(input_hook(top))
 
     def round_group(self, group: Sequence[str], moments: Moments, tops: Mapping[str, float]) -> None:
-        """Round the linears that read one input together."""
-        method, names = self.method, [f"{self.layer.name}.{n}" for n in group]
+        """Round the linears that read one input together.
+
+        Where a linear changes by MAX_CHANGE or more, the text has too few tokens for its inputs: the damping is raised.
+        """
+        names = [f"{self.layer.name}.{n}" for n in group]
         if self.layer.experts_of(group[0]):
             self.tokens[group[0]] = moments.tokens
         weights = [self.linear(self.true, n).weight.detach().float() for n in group]
         sizes = [len(w) for w in weights]
-        weight = torch.cat(weights)
-        top = torch.tensor([tops[n] for n in names], device=weight.device)
         reason = self.unusable(moments)
-        result = None
-        if not reason:
-            assert moments.hessian is not None
-            hessian = moments.hessian / moments.weight
+        result, factor = None, 1.0
+        for factor in RAISED if not reason else ():
             try:
-                if method.cross is not None and moments.cross is not None:
-                    cross = moments.cross / moments.weight
-                    weight = column_sweep.corrected(weight, hessian, cross, method.cross)
-                    largest = torch.stack([w.abs().max() for w in weight.split(sizes)])
-                    merged = self.layer.model.folder.family.largest_of_group(
-                        {n: max(t, float(w)) for n, t, w in zip(names, top, largest, strict=True)}
-                    )
-                    top = torch.tensor([merged[n] for n in names], device=weight.device)
-                scale = row_scales(top, sizes)
-                result = column_sweep.sweep(weight, hessian, scale, method.damping, method.order, method.candidates)
-                if dead := int((hessian.diagonal() <= 0).sum()):
-                    self.warnings.append(
-                        f"{', '.join(names)}: {dead} of {len(hessian)} inputs are always 0 in calibration; their "
-                        "weights become 0"
-                    )
+                result, scale = self.solve(names, weights, moments, tops, factor)
             except FactorError as error:
-                reason = str(error)
-        if result is None or not bool(result.values.isfinite().all()):
+                result, reason = None, str(error)
+                break
+            if largest_change(result.values.split(sizes), weights) < MAX_CHANGE:
+                break
+            result, reason = None, f"its corrections are {MAX_CHANGE:.0%} of the weight or more"
+        if result is None:
             if not (self.layer.experts_of(group[0]) and not moments.tokens):  # reported by the coverage of experts
-                reason = reason or "its corrections overflow"
                 self.warnings.append(f"{', '.join(names)}: {reason}; rounded without error correction")
-            weight = torch.cat(weights)
-            scale = row_scales(torch.tensor([tops[n] for n in names], device=weight.device), sizes)
-            result = column_sweep.nearest(weight, scale)
+            scale = row_scales([tops[n] for n in names], sizes, weights[0].device)
+            result = column_sweep.nearest(torch.cat(weights), scale)
+        elif factor > 1:
+            self.warnings.append(
+                f"{', '.join(names)}: {moments.tokens} calibration tokens are few; damping raised {factor:g} times"
+            )
         start = 0
         for name, size in zip(group, sizes, strict=True):
-            part = slice(start, start + size)
             self.tensor_scales[name] = float(scale[start])
-            self.set_rounded(name, result.rows(part))
+            self.set_rounded(name, result.rows(slice(start, start + size)))
             start += size
+
+    def solve(
+        self,
+        names: Sequence[str],
+        weights: Sequence[torch.Tensor],
+        moments: Moments,
+        tops: Mapping[str, float],
+        factor: float,
+    ) -> tuple[column_sweep.Rounded, torch.Tensor]:
+        """Return the weights, one after the other, rounded with `factor` times the method's damping, and their rows' scales."""
+        assert moments.hessian is not None
+        method, weight, sizes = self.method, torch.cat(list(weights)), [len(w) for w in weights]
+        hessian = moments.hessian / moments.weight
+        top = {n: tops[n] for n in names}
+        if dead := int((hessian.diagonal() <= 0).sum()):
+            warning = (
+                f"{', '.join(names)}: {dead} of {len(hessian)} inputs are always 0 in calibration; their weights are "
+                "rounded to nearest"
+            )
+            self.warnings += [warning] if warning not in self.warnings else []
+        if method.cross is not None and moments.cross is not None:
+            weight = column_sweep.corrected(weight, hessian, moments.cross / moments.weight, method.cross * factor)
+            largest = {n: float(w.abs().max()) for n, w in zip(names, weight.split(sizes), strict=True)}
+            top = self.layer.model.folder.family.largest_of_group({n: max(t, largest[n]) for n, t in top.items()})
+        scale = row_scales([top[n] for n in names], sizes, weight.device)
+        damping = method.damping * factor
+        return column_sweep.sweep(weight, hessian, scale, damping, method.order, method.candidates), scale
 
     def set_rounded(self, name: str, rounded: column_sweep.Rounded) -> None:
         """Replace the rounding of a linear."""
@@ -303,10 +324,16 @@ class LayerRounder:
         return ""
 
 
-def row_scales(top: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+def row_scales(top: Sequence[float], sizes: Sequence[int], device: torch.device) -> torch.Tensor:
     """Return the tensor scale of every row, float32, of linears with these largest magnitudes and numbers of rows."""
-    scales = [float(nvfp4.tensor_scale(float(t))) for t in top]
-    return torch.cat([torch.full((n,), s, device=top.device) for s, n in zip(scales, sizes, strict=True)])
+    scales = [float(nvfp4.tensor_scale(t)) for t in top]
+    return torch.cat([torch.full((n,), s, device=device) for s, n in zip(scales, sizes, strict=True)])
+
+
+def largest_change(values: Iterable[torch.Tensor], weights: Iterable[torch.Tensor]) -> float:
+    """Return the largest relative change |value - weight| / |weight| of several weights; inf where one is not finite."""
+    changes = [float((v - w).norm() / w.norm().clamp_min(1e-30)) for v, w in zip(values, weights, strict=True)]
+    return max(c if math.isfinite(c) else math.inf for c in changes)
 
 
 def input_hook(amax: float) -> Callable[..., tuple[Any, ...]]:

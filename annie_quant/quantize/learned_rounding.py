@@ -9,6 +9,7 @@ as a server rounds them. The loss on a fixed part of the text decides which step
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,7 +19,7 @@ from torch import nn
 from annie_quant.quantize import column_sweep
 from annie_quant.quantize.calibration_samples import PADDING
 from annie_quant.quantize.column_sweep import GROUP, Rounded
-from annie_quant.quantize.layer_rounding import LayerRounder
+from annie_quant.quantize.layer_rounding import MAX_CHANGE, LayerRounder, largest_change
 
 BATCH_TOKENS = 8192  # of one step
 JUDGE_TOKENS = 32768  # positions on which steps are compared
@@ -207,8 +208,11 @@ class Text:
 
     @torch.no_grad()
     def judge(self, weights: dict[str, LearnedWeight]) -> float:
-        """Return the mean loss over the fixed rows, each with its share of the weights."""
+        """Return the mean loss over the fixed rows, each with its share of the weights; inf for a change of MAX_CHANGE."""
         now = {n: w() for n, w in weights.items()}
+        true = [self.rounder.linear(self.rounder.true, n).weight.float() for n in now]
+        if largest_change(now.values(), true) >= MAX_CHANGE:
+            return math.inf
         total = count = 0.0
         for drawn in self.judged:
             error, weight = self.error(now, drawn)

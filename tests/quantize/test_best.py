@@ -47,7 +47,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def rounders(home: Path, method: Method, index: int) -> tuple[LayerRounder, Streams, list[torch.Tensor]]:
     """Return one layer, rounded, after the layers before it."""
     folder = ModelFolder(home / "model")
-        samples = calibration_samples.samples_of_rows(home / "model", read_conversations(home / "calib.jsonl", 4))
+    samples = calibration_samples.samples_of_rows(home / "model", read_conversations(home / "calib.jsonl", 4))
     model = DecoderLayers(folder, calibration_samples.make_batches(samples, 1024))
     chosen = {n.removesuffix(".weight") for n in folder if "_proj.weight" in n and folder.info(n).shape[0] > 8}
     streams = Streams(model)
@@ -182,7 +182,7 @@ def test_inputs_that_hold_nan_are_reported_and_the_linear_is_rounded(
     with caplog.at_level(logging.WARNING), pytest.raises(CheckpointError):
         # Nothing after an infinite norm can be calibrated; the export refuses to guess an input scale.
         quantize.run("best", tmp_path / "model", tmp_path / "out", calib_data=home / "calib.jsonl", calib_samples=4, steps=0)
-    assert "model.layers.1.mlp.down_proj: 1 of 128 inputs are always 0 in calibration; their weights become 0" in caplog.text
+    assert "model.layers.1.mlp.down_proj: 1 of 128 inputs are always 0 in calibration; their weights are rounded to nearest" in caplog.text
     assert "model.layers.2.mlp.gate_proj, model.layers.2.mlp.up_proj: " in caplog.text
     assert "calibration inputs hold NaN or inf; rounded without error correction" in caplog.text
 

@@ -49,7 +49,12 @@ class Rounded:
     def rows(self, part: slice) -> Rounded:
         """Return some of the rows."""
         return Rounded(
-            self.codes[part], self.scale_codes[part], self.step[part], self.values[part], self.loss[part], self.start[part]
+            self.codes[part],
+            self.scale_codes[part],
+            self.step[part],
+            self.values[part],
+            self.loss[part],
+            self.start[part],
         )
 
     def packed(self, tensor_scale: float) -> nvfp4.Tensor:

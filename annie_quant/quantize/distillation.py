@@ -4,12 +4,12 @@ The codes stay what the layers' rounding made them; each block scale is E4M3(m *
 (the post-scale of ModelOpt's Dual-LSQ). With `rounding` the codes may also move by one, as in learned_rounding.py. The loss is
 KL(source || rounded) over the tokens that count, with activations rounded as a server rounds them. The source's weights, one
 dequantized linear at a time and the scales are in memory; decoder layers are recomputed in the backward pass.
-The KL on a fixed part of the text decides which step is kept; the start is one of them.
+The KL on a fixed part of the text decides which step is chosen; the start is one of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -36,7 +36,9 @@ TRAVEL = 0.1  # how far m can move in all
 class DistilledLinear(nn.Module):
     """A linear that computes with the source's weight or, while `rounded` is set, with the learned one."""
 
-    def __init__(self, linear: nn.Linear, start: Rounded, tensor_scale: float, input_amax: float, rounding: bool) -> None:
+    def __init__(
+        self, linear: nn.Linear, start: Rounded, tensor_scale: float, input_amax: float, rounding: bool
+    ) -> None:
         super().__init__()
         self.source, self.bias = linear.weight.detach(), linear.bias
         self.learned = LearnedWeight(start, tensor_scale, rounding)
@@ -67,7 +69,7 @@ def rounded_of(packed: nvfp4.Tensor, device: torch.device | str) -> Rounded:
 
 
 class Distillation:
-    """A model with DistilledLinear in place of the plan's linears."""
+    """A model with DistilledLinear instead of the plan's linears."""
 
     def __init__(
         self, folder: ModelFolder, plan: Plan, token_weights: TokenWeights, activations: int, rounding: bool
@@ -152,7 +154,7 @@ def distil(
     limits = [p for linear in whole.linears.values() for p in linear.learned.limits()]
     generator = torch.Generator().manual_seed(seed)
     losses, best = [whole.judge(judged)], 0
-    kept = [p.detach().clone() for p in parameters]
+    chosen = [p.detach().clone() for p in parameters]
     marks = {round(steps * (i + 1) / JUDGEMENTS) for i in range(JUDGEMENTS)}
     for step in range(steps):
         drawn = torch.randperm(len(answers), generator=generator)[:BATCH].tolist()
@@ -167,9 +169,9 @@ def distil(
             progress.update(step + 1, steps, f"distilling: step {step + 1} of {steps}, KL {losses[-1]:.4g}")
             if losses[-1] < losses[best]:
                 best = len(losses) - 1
-                kept = [p.detach().clone() for p in parameters]
+                chosen = [p.detach().clone() for p in parameters]
     with torch.no_grad():
-        for parameter, value in zip(parameters, kept, strict=True):
+        for parameter, value in zip(parameters, chosen, strict=True):
             parameter.copy_(value)
     if best:
         for name, linear in whole.linears.items():

@@ -102,7 +102,9 @@ class LayerRounder:
 
     def __init__(self, layer: DecoderLayer, chosen: set[str], table: torch.Tensor, method: Method) -> None:
         self.layer, self.table, self.method = layer, table, method
-        self.groups = [g for g in ([n for n in group if f"{layer.name}.{n}" in chosen] for group in layer.groups()) if g]
+        self.groups = [
+            g for g in ([n for n in group if f"{layer.name}.{n}" in chosen] for group in layer.groups()) if g
+        ]
         self.amax: dict[str, float] = {}
         self.rounded: dict[str, column_sweep.Rounded] = {}
         self.tensor_scales: dict[str, float] = {}
@@ -120,9 +122,9 @@ class LayerRounder:
         self.amax = {n.removeprefix(prefix): a for n, a in full.items() if n.removeprefix(prefix) in self.amax}
 
     def linear(self, module: torch.nn.Module, name: str) -> torch.nn.Linear:
-        found = module.get_submodule(name)
-        assert isinstance(found, torch.nn.Linear)
-        return found
+        linear = module.get_submodule(name)
+        assert isinstance(linear, torch.nn.Linear)
+        return linear
 
     def measure(self, states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run the source's layer on its own states: sets the largest input of every group, and the order in which they run.
@@ -172,9 +174,7 @@ class LayerRounder:
                 raise _Reached
 
         owner = module
-        handles = [
-            self.linear(module, n).register_forward_pre_hook(partial(hook, n, f)) for n, f in observers.items()
-        ]
+        handles = [self.linear(module, n).register_forward_pre_hook(partial(hook, n, f)) for n, f in observers.items()]
         try:
             with torch.inference_mode():
                 return self.layer.model.forward(module, state)
@@ -226,9 +226,8 @@ class LayerRounder:
         for (true_state, kinds), state in zip(self.batches(true_states), states, strict=True):
             true: dict[str, torch.Tensor] = {}
             if self.method.cross is not None and not experts:  # the router sends other tokens to an expert
-                keep = {n: partial(lambda n, x, kinds: true.__setitem__(n, x), n) for n in result}
-                self.run(self.true, true_state, kinds, keep, last)
-            add = {n: partial(lambda n, x, kinds: result[n].add(x, kinds, true.get(n)), n) for n in result}
+                self.run(self.true, true_state, kinds, {n: partial(store, true, n) for n in result}, last)
+            add = {n: partial(add_inputs, moments, true, n) for n, moments in result.items()}
             self.run(self.fake, state, kinds, add, last)
         return result
 
@@ -322,6 +321,16 @@ class LayerRounder:
         if moments.hessian is None:
             return "no calibration input reached it" if not moments.tokens else "all its inputs are 0"
         return ""
+
+
+def store(inputs: dict[str, torch.Tensor], name: str, x: torch.Tensor, kinds: torch.Tensor) -> None:
+    inputs[name] = x
+
+
+def add_inputs(
+    moments: Moments, true: Mapping[str, torch.Tensor], name: str, x: torch.Tensor, kinds: torch.Tensor
+) -> None:
+    moments.add(x, kinds, true.get(name))
 
 
 def row_scales(top: Sequence[float], sizes: Sequence[int], device: torch.device) -> torch.Tensor:

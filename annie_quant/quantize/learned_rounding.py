@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,12 +32,12 @@ class RoundE2M1(torch.autograd.Function):
     """Round to E2M1. Gradients pass as if nothing was rounded, and only inside of [-6, 6]."""
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override,no-untyped-def]
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x.abs() <= column_sweep.MAX_E2M1)
         return column_sweep.e2m1(x)
 
     @staticmethod
-    def backward(ctx, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override,no-untyped-def]
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         (inside,) = ctx.saved_tensors
         return gradient * inside
 
@@ -130,7 +131,7 @@ def learn(
     text = Text(rounder, states, targets)
     v, m = [w.v for w in weights.values()], [w.m for w in weights.values()]
     generator = torch.Generator().manual_seed(seed)
-    kept = {n: (w.v.detach().clone(), w.m.detach().clone()) for n, w in weights.items()}
+    chosen = {n: (w.v.detach().clone(), w.m.detach().clone()) for n, w in weights.items()}
     losses, best = [text.judge(weights)], 0
     marks = {round(steps * (i + 1) / JUDGEMENTS) for i in range(JUDGEMENTS)}
     for step in range(steps):
@@ -148,12 +149,12 @@ def learn(
             losses.append(text.judge(weights))
             if losses[-1] < losses[best]:
                 best = len(losses) - 1
-                kept = {n: (w.v.detach().clone(), w.m.detach().clone()) for n, w in weights.items()}
+                chosen = {n: (w.v.detach().clone(), w.m.detach().clone()) for n, w in weights.items()}
     if best:
         for name, weight in weights.items():
             with torch.no_grad():
-                weight.v.copy_(kept[name][0])
-                weight.m.copy_(kept[name][1])
+                weight.v.copy_(chosen[name][0])
+                weight.m.copy_(chosen[name][1])
             rounder.set_rounded(name, weight.result())
     return Learned(losses, best)
 

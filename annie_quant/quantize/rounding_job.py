@@ -170,7 +170,9 @@ def memory_needed(folder: ModelFolder, model: DecoderLayers, method: Method) -> 
     for name in folder:
         if folder.family.in_decoder(name) and name.endswith(".weight"):
             info = folder.info(name)
-            layers[name.split(".layers.")[1].split(".")[0]] = layers.get(name.split(".layers.")[1].split(".")[0], 0) + info.elements
+            layers[name.split(".layers.")[1].split(".")[0]] = (
+                layers.get(name.split(".layers.")[1].split(".")[0], 0) + info.elements
+            )
             widest = max(widest, info.shape[-1] if len(info.shape) == 2 else 0)
     largest = max(layers.values(), default=0)
     states = 3 * tokens * hidden * size

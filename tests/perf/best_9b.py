@@ -1,11 +1,10 @@
-"""Time `best` on layers of a 9B's shape: real widths, weights and inputs with outliers, 512 answers of 2,048 tokens; GPU and host memory.
+"""Time `best` on layers of a 9B's shape: real widths, weights with outliers, 512 answers of 2,048 tokens; GPU and host memory.
 
-    python tests/perf/best_9b.py DIR --layers 8 --seconds 150           # one JSON line; layers that are not reached are extrapolated
+    python tests/perf/best_9b.py DIR --layers 8 --seconds 150           # one JSON line; 32 layers are extrapolated from those
     python tests/perf/best_9b.py DIR --layers 2 --samples 8 --narrow 16 # the same on a CPU, widths divided by 16
 
-The vocabulary has 4,096 tokens: embedding and head are not rounded, and 32 layers need no others. Weights are Student t (5 degrees of
-freedom), columns have log-normal sizes, and one hidden channel in 500 is 8 times larger. Of each layer's seconds, that of a DeltaNet
-and of a full-attention layer are counted apart.
+The vocabulary has 4,096 tokens: embedding and head are not rounded. Weights are Student t (5 degrees of freedom), columns have
+log-normal sizes, and one hidden channel in 500 is 8 times larger.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ def make_text(folder: Path, samples: int, tokens: int) -> Path:
             while length < tokens:
                 text.append(rng.choice(answers))
                 length += lengths[text[-1]]
-            messages = [{"role": "user", "content": "Tell me."}, {"role": "assistant", "content": " ".join(text)}]
+            messages = [{"role": "user", "content": "Go on."}, {"role": "assistant", "content": " ".join(text)}]
             file.write(json.dumps(row | {"id": f"long-{i}", "messages": messages}) + "\n")
     return target
 
@@ -98,7 +97,9 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--samples", type=int, default=512)
-    parser.add_argument("--tokens", type=int, default=1900, help="of an answer; its prompt and the last sentence add up to 100")
+    parser.add_argument(
+        "--tokens", type=int, default=1900, help="of an answer; its prompt and the last sentence add up to 100"
+    )
     parser.add_argument("--narrow", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=1e9, help="stop before a layer begins after this time")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE")
@@ -107,7 +108,7 @@ def main() -> None:
     arguments.folder.mkdir(parents=True, exist_ok=True)
     make(arguments.folder, arguments.layers, arguments.narrow)
     text = make_text(arguments.folder, arguments.samples, arguments.tokens)
-    made = time.monotonic() - begin
+    seconds_making = time.monotonic() - begin
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -149,7 +150,7 @@ def main() -> None:
         "gpu_peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2) if cuda else None,
         "host_peak_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6, 2),
         "predicted": predicted,
-        "seconds_making": round(made, 1),
+        "seconds_making": round(seconds_making, 1),
     }  # fmt: skip
     print(json.dumps(row), flush=True)
 

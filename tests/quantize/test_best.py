@@ -62,7 +62,9 @@ def rounders(home: Path, method: Method, index: int) -> tuple[LayerRounder, Stre
 
 
 def test_the_result_is_plain_nvfp4_and_passes_the_audit(home: Path) -> None:
-    for i, options in enumerate([{}, {"cross": 30.0, "order": "columns", "codes": "all", "activations": 16, "steps": 0}]):
+    for i, options in enumerate(
+        [{}, {"cross": 30.0, "order": "columns", "codes": "all", "activations": 16, "steps": 0}]
+    ):
         audit = checkpoint.audit(run(home, f"audited{i}", **options), source=home / "model")
         assert audit.ok, [f.message for f in audit.findings]
         naive = {n for n in ModelFolder(home / f"audited{i}") if n.endswith("weight_scale_2")}
@@ -97,7 +99,9 @@ def test_a_run_that_dies_after_a_layer_continues_with_the_same_bytes(
         run(home, f"killed{layer}", fold="awq")
     assert not (home / f"killed{layer}").exists()
     calls: list[str] = []
-    monkeypatch.setattr(rounding_job.LayerResult, "save", lambda self, path: (calls.append(path.name), saved(self, path)))
+    monkeypatch.setattr(
+        rounding_job.LayerResult, "save", lambda self, path: (calls.append(path.name), saved(self, path))
+    )
     after = contents(run(home, f"killed{layer}", fold="awq"))
     assert len(calls) == LAYERS - layer - 1, "finished layers are not rounded again"
     assert after == contents(home / "whole")
@@ -181,8 +185,11 @@ def test_inputs_that_hold_nan_are_reported_and_the_linear_is_rounded(
     save_file(weights, tmp_path / "model/model.safetensors", {"format": "pt"})
     with caplog.at_level(logging.WARNING), pytest.raises(CheckpointError):
         # Nothing after an infinite norm can be calibrated; the export refuses to guess an input scale.
-        quantize.run("best", tmp_path / "model", tmp_path / "out", calib_data=home / "calib.jsonl", calib_samples=4, steps=0)
-    assert "model.layers.1.mlp.down_proj: 1 of 128 inputs are always 0 in calibration; their weights are rounded to nearest" in caplog.text
+        quantize.run(
+            "best", tmp_path / "model", tmp_path / "out", calib_data=home / "calib.jsonl", calib_samples=4, steps=0
+        )
+    dead = "model.layers.1.mlp.down_proj: 1 of 128 inputs are always 0 in calibration; their weights are rounded to nearest"
+    assert dead in caplog.text
     assert "model.layers.2.mlp.gate_proj, model.layers.2.mlp.up_proj: " in caplog.text
     assert "calibration inputs hold NaN or inf; rounded without error correction" in caplog.text
 

@@ -134,7 +134,9 @@ def test_each_part_lowers_the_error() -> None:
 @pytest.mark.parametrize("damping", [1e-6, 0.3])
 def test_the_cross_term_is_the_least_squares_solution(damping: float) -> None:
     w, x, _ = problem(seed=2)
-    changed = x + 0.2 * np.random.default_rng(9).normal(size=x.shape) * np.abs(x).mean(0)  # what a rounded layer puts out
+    changed = x + 0.2 * np.random.default_rng(9).normal(size=x.shape) * np.abs(x).mean(
+        0
+    )  # what a rounded layer puts out
     hessian, cross = changed.T @ changed / len(x), changed.T @ x / len(x)
     strength = damping * np.diag(hessian).mean()
     system = np.vstack([changed / np.sqrt(len(x)), np.sqrt(strength) * np.eye(64)])
@@ -172,7 +174,7 @@ def test_codes_say_what_the_values_are() -> None:
     w, _, hessian = problem(columns=128, seed=8)
     rounded, scale = run(w, hessian)
     np.testing.assert_array_equal(nvfp4.unpack(rounded.packed(scale), "float32"), rounded.values.numpy())
-    assert torch.equal(column_sweep.e2m1((rounded.start / rounded.step.repeat_interleave(16, 1))), rounded.codes)
+    assert torch.equal(column_sweep.e2m1(rounded.start / rounded.step.repeat_interleave(16, 1)), rounded.codes)
 
 
 def test_e2m1_rounds_as_the_codec() -> None:

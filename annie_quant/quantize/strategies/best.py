@@ -7,6 +7,7 @@ where there is one, one layer at a time; a killed run continues after its last f
 from __future__ import annotations
 
 from annie_quant.checkpoint.shards import ModelFolder
+from annie_quant.errors import UsageError
 from annie_quant.progress import Progress
 from annie_quant.quantize.job import Job
 from annie_quant.quantize.strategy import ACTIVATIONS, ALL_NVFP4, SWEEP_TIME, Cost, Option, Strategy
@@ -32,8 +33,27 @@ def quantize(job: Job, progress: Progress) -> None:
     )
     marks = dict.fromkeys((text.TOOL_MARKUP, text.END_OF_TURN), options["markup"])
     weights = {**text.RESPONSE, **marks, text.PROMPT: options["prompt"]}
+    if options["distil"] and options["fold"] != "none":
+        raise UsageError("distil takes the layers' weights as they are in the source", "--set fold=none")
     plan = rounding_job.round_model(job, progress, method, weights, fold=options["fold"] == "awq")
-    export(ModelFolder(job.model), job, plan)
+    folder = ModelFolder(job.model)
+    if options["distil"]:
+        from annie_quant.quantize import distillation
+
+        samples = text.read_samples(job)
+        responses = {**weights, text.PROMPT: 0.0}
+        learned = distillation.distil(
+            folder,
+            plan,
+            samples,
+            responses,
+            options["distil"],
+            options["activations"],
+            seed=job.seed,
+            progress=progress,
+        )
+        progress.message(f"distilled scales: KL {learned.losses[0]:.4g} to {learned.losses[learned.best]:.4g} nats")
+    export(folder, job, plan)
 
 
 STRATEGY = Strategy(
@@ -53,6 +73,7 @@ STRATEGY = Strategy(
         "codes": Option("near", "block scales tried: near that of the largest magnitude, or all of E4M3", ("near", "all")),
         "prompt": Option(0.1, "weight of a prompt's token relative to a response's"),
         "markup": Option(1.0, "weight of tool-call markup and ends of turns relative to other response tokens"),
+        "distil": Option(0, "steps of block scales learned by KL through the whole model, which is in memory then"),
         "fold": Option("none", "fold activation-aware scales into the layer first", ("none", "awq")),
         "activations": ACTIVATIONS,
     },

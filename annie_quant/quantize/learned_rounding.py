@@ -22,8 +22,8 @@ from annie_quant.quantize.calibration_samples import PADDING
 from annie_quant.quantize.column_sweep import GROUP, Rounded
 from annie_quant.quantize.layer_rounding import MAX_CHANGE, LayerRounder, largest_change
 
-BATCH_TOKENS = 8192  # of one step
-JUDGE_TOKENS = 32768  # positions on which steps are compared
+BATCH_TOKENS = {"cpu": 2048, "cuda": 8192}  # of one step
+JUDGED_BATCHES = 4  # of BATCH_TOKENS, on which steps are compared
 JUDGEMENTS = 5  # comparisons after the start
 MULTIPLIER = (0.5, 1.5)  # limits of m
 
@@ -175,6 +175,7 @@ class Text:
             variance += (target[used].double().square().mean(-1) * weight[used]).sum().cpu()
             total += float(weight.sum())
         self.variance = max(float(variance) / max(total, 1e-30), 1e-30)
+        self.tokens = BATCH_TOKENS[rounder.layer.model.device.partition(":")[0]]
         self.judged = self.fixed()
 
     def draw(self, generator: torch.Generator) -> tuple[int, torch.Tensor]:
@@ -182,7 +183,7 @@ class Text:
         sizes = torch.tensor([float(k.numel()) for k in self.kinds])
         index = int(torch.multinomial(sizes, 1, generator=generator))
         rows, length = self.kinds[index].shape
-        count = max(1, min(rows, BATCH_TOKENS // length))
+        count = max(1, min(rows, self.tokens // length))
         return index, torch.randperm(rows, generator=generator)[:count]
 
     def error(
@@ -201,10 +202,10 @@ class Text:
         return error / weight.clamp_min(1e-30) / self.variance
 
     def fixed(self) -> list[tuple[int, torch.Tensor]]:
-        """Return the rows on which steps are compared: of batches evenly spread over all, about JUDGE_TOKENS positions."""
-        rows = [max(1, min(len(k), BATCH_TOKENS // k.shape[1])) for k in self.kinds]
+        """Return the rows on which steps are compared, of batches evenly spread over all: JUDGED_BATCHES steps of text."""
+        rows = [max(1, min(len(k), self.tokens // k.shape[1])) for k in self.kinds]
         total = sum(n * k.shape[1] for n, k in zip(rows, self.kinds, strict=True))
-        stride = max(1, round(total / JUDGE_TOKENS))
+        stride = max(1, round(total / (JUDGED_BATCHES * self.tokens)))
         return [(i, torch.arange(rows[i])) for i in range(0, len(rows), stride)]
 
     @torch.no_grad()

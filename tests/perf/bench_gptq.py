@@ -82,7 +82,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", action="store_true")
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--shapes", default=",".join(f"{r}x{c}" for r, c in SHAPES), help="rows x columns, comma-separated")
+    parser.add_argument(
+        "--shapes", default=",".join(f"{r}x{c}" for r, c in SHAPES), help="rows x columns, comma-separated"
+    )
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)

@@ -1,4 +1,4 @@
-"""Distilled block scales: the codes stay, the KL on the compared answers never ends above its start, and the start is the plan's."""
+"""Distilled block scales: codes stay, the KL on the compared answers never ends above its start, which is the plan's."""
 
 from __future__ import annotations
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-import torch
 from safetensors.numpy import load_file, save_file
 
 from annie_quant import nvfp4
@@ -25,7 +24,7 @@ from annie_quant.quantize.job import Job
 from annie_quant.quantize.layer_rounding import LayerRounder, Method, Streams, log
 from annie_quant.quantize.layerwise import DecoderLayer, DecoderLayers, device_and_dtype
 from annie_quant.quantize.plan import Plan, announce_size
-from annie_quant.quantize.select import choose
+from annie_quant.quantize.select import choose, decoder_linears
 from annie_quant.quantize.strategies import awq_lite
 
 MAX_BATCH_TOKENS = {"cpu": 16384, "cuda": 32768}  # positions of one forward pass
@@ -162,25 +161,21 @@ def restore(rounder: LayerRounder, result: LayerResult) -> None:
 
 def memory_needed(folder: ModelFolder, model: DecoderLayers, method: Method) -> str:
     """Return a line with the memory that the work takes, by its parts, before it starts."""
-    size = {torch.float32: 4, torch.bfloat16: 2}[model.dtype]
-    tokens = sum(b.ids.size for b in model.batches)
-    hidden = folder.text_config["hidden_size"]
+    size = model.dtype.itemsize
     layers: dict[str, int] = {}
     widest = 0
-    for name in folder:
-        if folder.family.in_decoder(name) and name.endswith(".weight"):
-            info = folder.info(name)
-            layers[name.split(".layers.")[1].split(".")[0]] = (
-                layers.get(name.split(".layers.")[1].split(".")[0], 0) + info.elements
-            )
-            widest = max(widest, info.shape[-1] if len(info.shape) == 2 else 0)
-    largest = max(layers.values(), default=0)
-    states = 3 * tokens * hidden * size
-    # Source and rounded layer; codes, values, offsets and steps of a layer in float32.
-    weights = largest * (2 * size + (6 if not method.steps else 10) * 4)
-    hessians = 5 * 4 * widest**2
-    total = states + weights + hessians
+    for module in decoder_linears(folder):
+        rows, columns = folder.info(f"{module}.weight").shape
+        layer = module.partition(".layers.")[2].partition(".")[0]
+        layers[layer] = layers.get(layer, 0) + rows * columns
+        widest = max(widest, columns)
+    # Inputs of both streams, and the source's outputs.
+    states = 3 * sum(b.ids.size for b in model.batches) * folder.text_config["hidden_size"] * size
+    # The source's and the rounded layer; in float32 codes, values and what was rounded, and learned offsets with gradients.
+    weights = max(layers.values(), default=0) * (2 * size + 4 * (10 if method.steps else 6))
+    hessians = 5 * 4 * widest**2  # both moments, the damped copy, its factor and inverse
+    results = 0.28 * folder.weight_bytes  # 4.5 of 16 bits
     return (
-        f"memory about {total / 1e9:,.1f} GB on {model.device}: hidden states {states / 1e9:,.1f}, one layer "
-        f"{weights / 1e9:,.1f}, Hessians {hessians / 1e9:,.1f}; results {folder.weight_bytes * 0.28 / 1e9:,.1f} GB of host memory"
+        f"memory about {(states + weights + hessians) / 1e9:,.1f} GB on {model.device}: hidden states {states / 1e9:,.1f}, "
+        f"one layer {weights / 1e9:,.1f}, Hessians {hessians / 1e9:,.1f}; results {results / 1e9:,.1f} GB of host memory"
     )

@@ -199,3 +199,16 @@ def test_columns_without_input_are_rounded_to_nearest_and_bad_hessians_are_refus
         run(w, np.full((64, 64), np.nan))
     rank_one = np.outer(np.arange(1, 65), np.arange(1, 65)) * 1.0
     assert run(w, rank_one, damping=1e-12)[0].values.isfinite().all(), "more damping makes it factorable"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the sweep on a GPU needs a CUDA GPU")
+@pytest.mark.parametrize("order", column_sweep.ORDERS)
+def test_a_gpu_gives_the_same_codes(order: str) -> None:
+    w, _, hessian = problem(rows=64, columns=512, seed=7)
+    scale = torch.full((64,), float(nvfp4.tensor_scale(np.abs(w).max())))
+    inputs = (torch.from_numpy(w).float(), torch.from_numpy(hessian).float(), scale)
+    cpu = column_sweep.sweep(*inputs, order=order)
+    gpu = column_sweep.sweep(*(t.cuda() for t in inputs), order=order)
+    # Sums have another order there: near-ties fall either way, and then what follows in the row.
+    assert (cpu.codes == gpu.codes.cpu()).float().mean() > 0.97
+    assert float(gpu.loss.sum()) == pytest.approx(float(cpu.loss.sum()), rel=0.01)

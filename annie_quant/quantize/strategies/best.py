@@ -60,7 +60,7 @@ STRATEGY = Strategy(
     name="best",
     summary="ours: GPTQ on the inputs as served, block scales in the sweep, learned rounding (--effort); plain NVFP4 W4A4",
     formats=ALL_NVFP4,
-    cost=Cost(rank=12, layerwise=True, passes=60, encode=SWEEP_TIME, column_feedback=True),
+    cost=Cost(rank=12, layerwise=True, passes=16, encode=SWEEP_TIME, column_feedback=True),
     quantize=quantize,
     options={
         "effort": Option("normal", "fast: GPTQ; normal, max: and 100 or 1,000 steps of learned rounding per layer",

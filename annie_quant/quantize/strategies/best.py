@@ -63,7 +63,7 @@ STRATEGY = Strategy(
     cost=Cost(rank=12, layerwise=True, passes=16, encode=SWEEP_TIME, column_feedback=True),
     quantize=quantize,
     options={
-        "effort": Option("normal", "fast: GPTQ; normal, max: and 100 or 1,000 steps of learned rounding per layer",
+        "effort": Option("fast", "fast: GPTQ; normal, max: and 100 or 1,000 steps of learned rounding per layer",
                          ("fast", "normal", "max")),
         "steps": Option(-1, "steps of learned rounding per layer, instead of those of the effort"),
         "damping": Option(0.05, "added to the Hessian's diagonal, relative to its mean"),

@@ -41,6 +41,7 @@ from annie_quant.cli.common import (
     help="KV cache that the checkpoint asks for: none, fp8 (calibrated scales) or fp8_cast. Default: the strategy's own.",
 )
 @click.option("--set", "settings", multiple=True, metavar="NAME=VALUE", help="A strategy's own setting; repeatable.")
+@click.option("--effort", type=click.Choice(["fast", "normal", "max"]), help="best: how much it searches and learns.")
 @click.option("--ray", metavar="ADDRESS", help='direct: make the shards on this Ray cluster ("local" starts one here).')
 @click.option("--seed", default=0, show_default=True, help="Same seed, same bytes.")
 @click.option("--output", required=True, type=PATH)
@@ -60,6 +61,7 @@ def quantize(
     scale: str | None,
     kv_cache: str | None,
     settings: tuple[str, ...],
+    effort: str | None,
     ray: str | None,
     seed: int,
     output: Path,
@@ -74,6 +76,7 @@ def quantize(
 
     if invalid := [item for item in settings if "=" not in item]:
         raise click.UsageError(f"--set {invalid[0]}: expected NAME=VALUE")
+    settings += (f"effort={effort}",) if effort else ()
     if container:
         more = ["--calib-samples", str(calib_samples), "--seed", str(seed)]
         more += ["--exclude-layers", exclude_layers] if exclude_layers else []

@@ -140,7 +140,7 @@ class DecoderLayers:
     def to_device(self, array: np.ndarray) -> torch.Tensor:
         return to_torch(np.array(array)).to(self.device, self.dtype)
 
-    def forward(self, module: torch.nn.Module, state: torch.Tensor) -> torch.Tensor:
+    def forward(self, module: Callable[..., Any], state: torch.Tensor) -> torch.Tensor:
         """Return a layer's output [B, T, hidden] for hidden states [B, T, hidden]."""
         positions = torch.arange(state.shape[1], device=self.device).expand(state.shape[0], -1)
         axes = self.folder.family.position_axes

@@ -1,6 +1,6 @@
 """GPTQ of one linear with NVFP4: our C loop, and llm-compressor's function on the same weights and Hessian.
 
-    python tests/perf/bench_gptq.py                       # ours
+    python tests/perf/bench_gptq.py                       # ours: the C loop by scale rule, best's sweep by order
     PEER_VENV/bin/python tests/perf/bench_gptq.py --peer  # theirs, in an environment with llmcompressor
 
 Seconds from Hessian and weights to rounded weights, including the factorization, and the output error on the inputs relative to
@@ -15,6 +15,7 @@ import time
 import numpy as np
 import torch
 
+ORDERS = ("natural", "blocks", "columns")  # of strategy best's sweep
 SHAPES = ((4096, 4096), (12288, 4096))
 
 
@@ -40,6 +41,15 @@ def ours(w: torch.Tensor, hessian: torch.Tensor, scale: str) -> torch.Tensor:
     tensor_scale = float(nvfp4.tensor_scale(nvfp4.amax(array)))
     _, rounded = gptq_solver.round_columns(array, gptq_solver.factor(hessian), tensor_scale, scale)
     return torch.from_numpy(rounded)
+
+
+def swept(w: torch.Tensor, hessian: torch.Tensor, order: str) -> torch.Tensor:
+    """Return the weights by strategy best's sweep, which runs on the device of its tensors."""
+    from annie_quant import nvfp4
+    from annie_quant.quantize import column_sweep
+
+    scale = torch.full((len(w),), float(nvfp4.tensor_scale(float(w.abs().max()))), device=w.device)
+    return column_sweep.sweep(w, hessian, scale, order=order).values
 
 
 def theirs(w: torch.Tensor, hessian: torch.Tensor, damping: float) -> torch.Tensor:
@@ -72,21 +82,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", action="store_true")
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument(
+        "--shapes", default=",".join(f"{r}x{c}" for r, c in SHAPES), help="rows x columns, comma-separated"
+    )
+    parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
-    torch.set_num_threads(2)
-    for rows, columns in SHAPES:
+    torch.set_num_threads(arguments.threads)
+    for rows, columns in (map(int, shape.split("x")) for shape in arguments.shapes.split(",")):
         w, _, hessian = problem(rows, columns)
         base = error(w, plain(w), hessian)
-        for form in (0.01, 0.05) if arguments.peer else ("amax", "sweep"):
+        forms: tuple[float | str, ...] = (0.01, 0.05) if arguments.peer else ("amax", "sweep", *ORDERS)
+        for form in forms:
             times = []
             for _ in range(arguments.runs):
                 start = time.perf_counter()
-                rounded = theirs(w, hessian, form) if isinstance(form, float) else ours(w, hessian, form)
+                if isinstance(form, float):
+                    rounded = theirs(w, hessian, form)
+                else:
+                    rounded = (swept if form in ORDERS else ours)(w, hessian, form)
                 times.append(time.perf_counter() - start)
             relative = error(w, rounded, hessian) / base
-            print(
-                f"{rows}x{columns} {form}: {np.median(times):.2f} s, error {relative:.4f} of plain rounding", flush=True
-            )
+            seconds = f"median {np.median(times):.2f}, least {min(times):.2f} s"
+            print(f"{rows}x{columns} {form}: {seconds}, error {relative:.4f} of plain rounding", flush=True)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ LAST_TWO = ",".join(f"layers.{i}" for i in range(6))
 SETTINGS: dict[str, dict] = {
     "sensitivity": {"exclude": LAST_TWO, "bits": 13.5, "tokens": 60},
     "auto_mixed": {"exclude": LAST_TWO, "answers": 2},
+    "best": {"exclude": LAST_TWO, "steps": 1},
     "qad": {"steps": 2, "batch": 2, "save": 1, "lr": 1e-6},
 }
 

@@ -51,12 +51,13 @@ def test_a_new_strategy_is_one_file(new: str, tmp_path: Path) -> None:
     assert result.expected_bytes == pytest.approx(result.size_bytes, rel=0.01) and "FP8" in lines[0]
     expected = estimate.estimate(TINY_ANNIE, new, rates=estimate.SPARK)
     assert expected.size_bytes == pytest.approx(result.size_bytes, rel=0.03)
-    assert search.chosen_order(None)[:3] == ["naive", "new", "direct"]
+    assert search.chosen_order(None)[:4] == ["naive", "best", "new", "direct"]
 
 
 def test_the_order_of_a_search_is_that_of_the_ranks() -> None:
     assert search.chosen_order(None) == [
-        "naive", "direct", "awq_lite", "manners", "gptq", "w4a16_mixed", "sensitivity", "mlp_only", "auto_mixed", "qad",
+        "naive", "best", "direct", "awq_lite", "manners", "gptq", "w4a16_mixed", "sensitivity", "mlp_only", "auto_mixed",
+        "qad",
     ]  # fmt: skip
     assert [s.name for s in strategies.by_rank() if s.conservative] == ["auto_mixed"]
 
@@ -79,7 +80,7 @@ def test_no_module_but_its_own_knows_a_strategy_s_name() -> None:
     """The demo chooses strategies to show, its report their order, and the command line names three as examples."""
     allowed = {"pipeline/demo.py", "report/run.py", "cli/quantize.py", "nvfp4.py"}  # nvfp4.gptq is the algorithm
     package = ROOT / "annie_quant"
-    names = [n for n in strategies.names() if n not in ("direct", "sensitivity", "manners")]  # words of the language
+    names = [n for n in strategies.names() if n not in ("direct", "sensitivity", "manners", "best")]  # words
     uses = [
         f"{file.relative_to(package)}: {name}"
         for file in package.rglob("*.py")

@@ -1,0 +1,223 @@
+"""Learn how a decoder layer's weights are rounded: SignRound on NVFP4, started from GPTQ's result.
+
+Each weight is E2M1(u / s + v) * s, with u the value that GPTQ rounded, s = E4M3(m * block scale) * tensor scale, an offset v and a
+block-scale multiplier m. At v = 0 and m = 1 that is GPTQ's result. v and m follow the signs of their gradients (Cheng et al.,
+SignRound, arXiv 2309.05516; AutoRound's nvfp.py), the learning rate falls linearly from 1 / steps. The loss is the squared error
+of the layer's outputs against the source's outputs for the source's inputs, over the tokens that count, with activations rounded
+as a server rounds them. The loss on a fixed part of the text decides which step is kept; the start is one of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from annie_quant.quantize import column_sweep
+from annie_quant.quantize.calibration_samples import PADDING
+from annie_quant.quantize.column_sweep import GROUP, Rounded
+from annie_quant.quantize.layer_rounding import MAX_CHANGE, LayerRounder, largest_change
+
+BATCH_TOKENS = {"cpu": 2048, "cuda": 8192}  # of one step
+JUDGED_BATCHES = 4  # of BATCH_TOKENS, on which steps are compared
+JUDGEMENTS = 5  # comparisons after the start
+MULTIPLIER = (0.5, 1.5)  # limits of m
+
+
+class RoundE2M1(torch.autograd.Function):
+    """Round to E2M1. Gradients pass as if nothing was rounded, and only inside of [-6, 6]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x.abs() <= column_sweep.MAX_E2M1)
+        return column_sweep.e2m1(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        (inside,) = ctx.saved_tensors
+        return gradient * inside
+
+
+def spacing(x: torch.Tensor) -> torch.Tensor:
+    """Return the distance between the E2M1 values around |x|: 0.5, 1 or 2."""
+    a = x.abs()
+    return torch.where(a < 2, 0.5, torch.where(a < 4, 1.0, 2.0))
+
+
+class LearnedWeight(nn.Module):
+    """The rounding of one weight [N, K]: `v` [N, K] in units of the distance between codes, `m` [N, K/16].
+
+    rounding: learn v; otherwise the codes stay.
+    """
+
+    def __init__(self, start: Rounded, tensor_scale: float, rounding: bool = True) -> None:
+        super().__init__()
+        self.rows, self.columns = start.codes.shape
+        self.tensor_scale = tensor_scale
+        self.start = start.start
+        self.rounding = rounding
+        self.scale = start.scale_codes.view(torch.float8_e4m3fn).float()
+        if not rounding:
+            self.base = self.blocks(start.codes)
+            self.m = nn.Parameter(torch.ones_like(self.scale))
+            return
+        # Where the value that was rounded does not give the code again (rounding of the division), the code is the start.
+        scaled = self.blocks(start.start) / start.step[..., None]
+        settled = column_sweep.e2m1(scaled) == self.blocks(start.codes)
+        self.base = torch.where(settled, scaled, self.blocks(start.codes))
+        self.unit = spacing(self.base)
+        self.v = nn.Parameter(torch.zeros_like(self.base))
+        self.m = nn.Parameter(torch.ones_like(self.scale))
+
+    def limits(self) -> list[tuple[float, float]]:
+        """Return the limits of every parameter, in the order of parameters()."""
+        return [(-0.5, 0.5), MULTIPLIER] if self.rounding else [MULTIPLIER]
+
+    def blocks(self, x: torch.Tensor) -> torch.Tensor:
+        return x.view(self.rows, self.columns // GROUP, GROUP)
+
+    def codes_and_scale(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return E2M1 values [N, K/16, 16] and the E4M3 block scale's value [N, K/16]."""
+        raw = (self.scale * self.m).clamp(2.0**-9, 448.0)
+        scale = raw + (raw.detach().to(torch.float8_e4m3fn).float() - raw.detach())
+        if not self.rounding:
+            return self.base, scale
+        scaled = self.base * (self.scale / scale)[..., None] + self.v * self.unit
+        return RoundE2M1.apply(scaled), scale
+
+    def forward(self) -> torch.Tensor:
+        """Return the weight [N, K], float32."""
+        codes, scale = self.codes_and_scale()
+        return (codes * (scale * self.tensor_scale)[..., None]).view(self.rows, self.columns)
+
+    @torch.no_grad()
+    def result(self) -> Rounded:
+        """Return the weight as it is rounded now."""
+        codes, scale = self.codes_and_scale()
+        codes = codes.reshape(self.rows, self.columns)
+        scale_codes = scale.to(torch.float8_e4m3fn).view(torch.uint8)
+        step = scale * self.tensor_scale
+        values = column_sweep.dequantized(codes, step)
+        return Rounded(codes, scale_codes, step, values, torch.zeros(self.rows, dtype=torch.float64), self.start)
+
+
+@dataclass(frozen=True)
+class Learned:
+    """losses: of the start and of each later comparison.  best: index of the one that was kept."""
+
+    losses: list[float]
+    best: int
+
+
+def learn(
+    rounder: LayerRounder,
+    states: Sequence[torch.Tensor],
+    targets: Sequence[torch.Tensor],
+    steps: int,
+    seed: int = 0,
+) -> Learned:
+    """Learn the rounding of a layer's linears, experts left out, and keep the best in `rounder`.
+
+    states: inputs of the rounded layer.  targets: the source's outputs.  The same seed gives the same result.
+    """
+    names = [n for n in rounder.rounded if rounder.layer.experts_of(n) is None]
+    weights = {n: LearnedWeight(rounder.rounded[n], rounder.tensor_scales[n]) for n in names}
+    if not names:
+        return Learned([], 0)
+    text = Text(rounder, states, targets)
+    v, m = [w.v for w in weights.values()], [w.m for w in weights.values()]
+    generator = torch.Generator().manual_seed(seed)
+    chosen = {n: (w.v.detach().clone(), w.m.detach().clone()) for n, w in weights.items()}
+    losses, best = [text.judge(weights)], 0
+    marks = {round(steps * (i + 1) / JUDGEMENTS) for i in range(JUDGEMENTS)}
+    for step in range(steps):
+        loss = text.loss(weights, text.draw(generator))
+        gradients = torch.autograd.grad(loss, [*v, *m])
+        rate = (1 - step / steps) / steps
+        with torch.no_grad():
+            for parameter, gradient in zip([*v, *m], gradients, strict=True):
+                parameter.sub_(rate * gradient.sign())
+            for parameter in v:
+                parameter.clamp_(-0.5, 0.5)
+            for parameter in m:
+                parameter.clamp_(*MULTIPLIER)
+        if step + 1 in marks:
+            losses.append(text.judge(weights))
+            if losses[-1] < losses[best]:
+                best = len(losses) - 1
+                chosen = {n: (w.v.detach().clone(), w.m.detach().clone()) for n, w in weights.items()}
+    if best:
+        for name, weight in weights.items():
+            with torch.no_grad():
+                weight.v.copy_(chosen[name][0])
+                weight.m.copy_(chosen[name][1])
+            rounder.set_rounded(name, weight.result())
+    return Learned(losses, best)
+
+
+class Text:
+    """Inputs and targets of a layer, as rows of one sample each."""
+
+    def __init__(self, rounder: LayerRounder, states: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+        self.rounder, self.states, self.targets = rounder, states, targets
+        self.kinds = [kinds for _, kinds in rounder.batches(states)]
+        self.table = torch.cat([rounder.table, rounder.table.new_zeros(1)])  # PADDING is -1, the last element
+        assert PADDING == -1
+        variance = torch.zeros((), dtype=torch.float64)
+        total = 0.0
+        for target, kinds in zip(targets, self.kinds, strict=True):
+            weight = self.table[kinds]
+            used = weight > 0
+            variance += (target[used].double().square().mean(-1) * weight[used]).sum().cpu()
+            total += float(weight.sum())
+        self.variance = max(float(variance) / max(total, 1e-30), 1e-30)
+        self.tokens = BATCH_TOKENS[rounder.layer.model.device.partition(":")[0]]
+        self.judged = self.fixed()
+
+    def draw(self, generator: torch.Generator) -> tuple[int, torch.Tensor]:
+        """Return a random batch, and random rows of it with about BATCH_TOKENS positions."""
+        sizes = torch.tensor([float(k.numel()) for k in self.kinds])
+        index = int(torch.multinomial(sizes, 1, generator=generator))
+        rows, length = self.kinds[index].shape
+        count = max(1, min(rows, self.tokens // length))
+        return index, torch.randperm(rows, generator=generator)[:count]
+
+    def error(
+        self, weights: dict[str, torch.Tensor], drawn: tuple[int, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the weighted sum over some rows of the tokens' mean squared errors, and the sum of the weights."""
+        index, rows = drawn
+        rows = rows.to(self.states[index].device)
+        state, target, weight = self.states[index][rows], self.targets[index][rows], self.table[self.kinds[index][rows]]
+        out = self.rounder.forward_with(weights, state)
+        return ((out.float() - target.float()).square().mean(-1) * weight).sum(), weight.sum()
+
+    def loss(self, weights: dict[str, LearnedWeight], drawn: tuple[int, torch.Tensor]) -> torch.Tensor:
+        """Return the weighted mean squared error of some rows, relative to the mean square of the targets."""
+        error, weight = self.error({n: w() for n, w in weights.items()}, drawn)
+        return error / weight.clamp_min(1e-30) / self.variance
+
+    def fixed(self) -> list[tuple[int, torch.Tensor]]:
+        """Return the rows on which steps are compared, of batches evenly spread over all: JUDGED_BATCHES steps of text."""
+        rows = [max(1, min(len(k), self.tokens // k.shape[1])) for k in self.kinds]
+        total = sum(n * k.shape[1] for n, k in zip(rows, self.kinds, strict=True))
+        stride = max(1, round(total / (JUDGED_BATCHES * self.tokens)))
+        return [(i, torch.arange(rows[i])) for i in range(0, len(rows), stride)]
+
+    @torch.no_grad()
+    def judge(self, weights: dict[str, LearnedWeight]) -> float:
+        """Return the mean loss over the fixed rows, each with its share of the weights; inf for a change of MAX_CHANGE."""
+        now = {n: w() for n, w in weights.items()}
+        true = [self.rounder.linear(self.rounder.true, n).weight.float() for n in now]
+        if largest_change(now.values(), true) >= MAX_CHANGE:
+            return math.inf
+        total = count = 0.0
+        for drawn in self.judged:
+            error, weight = self.error(now, drawn)
+            total += float(error)
+            count += float(weight)
+        return total / max(count, 1e-30) / self.variance

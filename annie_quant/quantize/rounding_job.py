@@ -1,0 +1,181 @@
+"""Round every decoder layer of a job's model by layer_rounding.py, and keep each finished layer for an interrupted run."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+from annie_quant import nvfp4
+from annie_quant.checkpoint.shards import ModelFolder
+from annie_quant.errors import CheckpointError
+from annie_quant.hf import codec
+from annie_quant.progress import Progress
+from annie_quant.quantize import calibration_samples, column_sweep, learned_rounding
+from annie_quant.quantize.calibration_samples import TokenWeights
+from annie_quant.quantize.expert_coverage import Coverage
+from annie_quant.quantize.formats import NVFP4, W4A16
+from annie_quant.quantize.input_stats import weight_table
+from annie_quant.quantize.job import Job
+from annie_quant.quantize.layer_rounding import LayerRounder, Method, Streams, log
+from annie_quant.quantize.layerwise import DecoderLayer, DecoderLayers, device_and_dtype
+from annie_quant.quantize.plan import Plan, announce_size
+from annie_quant.quantize.select import choose, decoder_linears
+from annie_quant.quantize.strategies import awq_lite
+
+MAX_BATCH_TOKENS = {"cpu": 16384, "cuda": 32768}  # positions of one forward pass
+
+
+@dataclass
+class LayerResult:
+    """One rounded layer. packed, amax, tokens (of experts): by the linears' names inside the layer.
+
+    folded: tensors that a fold changed and that are not rounded, float32, by their names inside the layer.
+    """
+
+    packed: dict[str, nvfp4.Tensor] = field(default_factory=dict)
+    amax: dict[str, float] = field(default_factory=dict)
+    tokens: dict[str, int] = field(default_factory=dict)
+    folded: dict[str, np.ndarray] = field(default_factory=dict)
+
+    def save(self, path: Path) -> None:
+        """Write the file under a temporary name and rename it."""
+        arrays: dict[str, np.ndarray] = {}
+        for name, tensor in self.packed.items():
+            arrays[f"codes.{name}"] = tensor.codes
+            arrays[f"scales.{name}"] = tensor.block_scale.view(np.uint8)
+        arrays |= {f"folded.{name}": array for name, array in self.folded.items()}
+        # float.hex keeps every bit.
+        scales = {n: float(t.tensor_scale).hex() for n, t in self.packed.items()}
+        amax = {n: value.hex() for n, value in self.amax.items()}
+        about = {"tensor_scales": json.dumps(scales), "amax": json.dumps(amax), "tokens": json.dumps(self.tokens)}
+        temporary = path.with_name(f".{path.name}.part")
+        save_file(arrays, temporary, metadata=about)
+        temporary.replace(path)
+
+    @classmethod
+    def load(cls, path: Path) -> LayerResult:
+        """Read a file of save()."""
+        from safetensors import safe_open
+
+        arrays = load_file(path)
+        with safe_open(path, "numpy") as file:
+            about = {key: json.loads(value) for key, value in file.metadata().items()}
+        packed = {}
+        for name, scale in about["tensor_scales"].items():
+            codes, scales = arrays[f"codes.{name}"], arrays[f"scales.{name}"]
+            shape = (codes.shape[0], codes.shape[1] * 2)
+            block_scale = scales.view(nvfp4.E4M3)
+            packed[name] = nvfp4.Tensor(codes, block_scale, np.float32(float.fromhex(scale)), shape, column_sweep.GROUP)
+        folded = {n.removeprefix("folded."): a for n, a in arrays.items() if n.startswith("folded.")}
+        return cls(packed, {n: float.fromhex(v) for n, v in about["amax"].items()}, about["tokens"], folded)
+
+
+def round_model(job: Job, progress: Progress, method: Method, token_weights: TokenWeights, fold: bool = False) -> Plan:
+    """Return the plan with every chosen linear rounded. fold: fold activation-aware scales into each layer first.
+
+    Raises CheckpointError where a chosen linear is in no decoder layer.
+    """
+    folder = ModelFolder(job.model)
+    chosen = choose(folder, job.exclude)
+    plan = Plan(dict.fromkeys(chosen, NVFP4 if method.activations == 4 else W4A16), scale=job.scale)
+    announce_size(folder, plan.formats, job, progress)
+    outside = [n for n in chosen if not folder.family.in_decoder(n)]
+    if outside:
+        raise CheckpointError(f"{outside[0]} is in no decoder layer", f"--exclude-layers {outside[0]}")
+    tokens = MAX_BATCH_TOKENS[device_and_dtype(folder)[0].partition(":")[0]]
+    batches = calibration_samples.make_batches(calibration_samples.read_samples(job), tokens)
+    model = DecoderLayers(folder, batches)
+    progress.message(memory_needed(folder, model, method))
+    streams, table, store = Streams(model), weight_table(token_weights, model.device), job.work_folder()
+    coverage = Coverage()
+    begun, fresh = time.monotonic(), 0
+    count = len(model.model.layers)
+    for layer in model:
+        left = f", {(time.monotonic() - begun) / fresh * (count - layer.index):,.0f} s left" if fresh else ""
+        progress.update(layer.index, count, f"rounding: layer {layer.index + 1} of {count}{left}")
+        file = store / f"layer-{layer.index:04d}.safetensors"
+        rounder = LayerRounder(layer, set(chosen), table, method)
+        outputs = rounder.measure(streams.true)
+        if file.is_file():
+            result = LayerResult.load(file)
+            restore(rounder, result)
+            if not fresh:
+                begun = time.monotonic()
+        else:
+            folded: dict[str, np.ndarray] = {}
+            if fold:
+                amax: dict[str, float] = {}
+                changed = awq_lite.fold_layer(layer, set(chosen), amax, advance=False)
+                folded = {inside(layer, n): a for n, a in changed.items() if n.removesuffix(".weight") not in chosen}
+                rounder.start(amax)
+            rounder.quantize(streams.true, model.states)
+            if method.steps:
+                learned_rounding.learn(rounder, model.states, outputs, method.steps, job.seed)
+            for warning in rounder.warnings:
+                log.warning("annie-quant: %s", warning)
+            packed = {n: r.packed(rounder.tensor_scales[n]) for n, r in rounder.rounded.items()}
+            result = LayerResult(packed, rounder.amax, rounder.tokens, folded)
+            result.save(file)
+            fresh += 1
+        add(plan, layer, result, coverage)
+        streams.advance(rounder, outputs)
+    coverage.report(job.output, progress)
+    return plan
+
+
+def inside(layer: DecoderLayer, name: str) -> str:
+    return name.removeprefix(f"{layer.name}.")
+
+
+def add(plan: Plan, layer: DecoderLayer, result: LayerResult, coverage: Coverage) -> None:
+    """Add a layer's result to the plan."""
+    plan.packed |= {f"{layer.name}.{n}": tensor for n, tensor in result.packed.items()}
+    plan.amax |= {f"{layer.name}.{n}": value for n, value in result.amax.items()}
+    weights = dict(plan.weights)
+    weights |= {f"{layer.name}.{n}": array for n, array in result.folded.items()}
+    plan.weights = weights
+    for group in layer.expert_groups():
+        if group[0] in result.tokens:
+            coverage.add(layer.name, [group], {group[0]: result.tokens[group[0]]})
+
+
+def restore(rounder: LayerRounder, result: LayerResult) -> None:
+    """Give a layer the rounded and folded weights of an earlier run."""
+    device, dtype = rounder.layer.model.device, rounder.layer.model.dtype
+    state = rounder.fake.state_dict()
+    state |= {n: codec.to_torch(a.astype(np.float32)).to(device, dtype) for n, a in result.folded.items()}
+    rounder.fake.load_state_dict(state, assign=True)
+    for name, tensor in result.packed.items():
+        linear = rounder.linear(rounder.fake, name)
+        linear.weight.data = codec.to_torch(nvfp4.unpack(tensor, "float32")).to(linear.weight)
+    rounder.amax = result.amax
+    if rounder.method.activations == 4:
+        for group in rounder.groups:
+            rounder.round_inputs(group)
+
+
+def memory_needed(folder: ModelFolder, model: DecoderLayers, method: Method) -> str:
+    """Return a line with the memory that the work takes, by its parts, before it starts."""
+    size = model.dtype.itemsize
+    layers: dict[str, int] = {}
+    widest = 0
+    for module in decoder_linears(folder):
+        rows, columns = folder.info(f"{module}.weight").shape
+        layer = module.partition(".layers.")[2].partition(".")[0]
+        layers[layer] = layers.get(layer, 0) + rows * columns
+        widest = max(widest, columns)
+    # Inputs of both streams, and the source's outputs.
+    states = 3 * sum(b.ids.size for b in model.batches) * folder.text_config["hidden_size"] * size
+    # The source's and the rounded layer; in float32 codes, values and what was rounded, and learned offsets with gradients.
+    weights = max(layers.values(), default=0) * (2 * size + 4 * (10 if method.steps else 6))
+    hessians = 5 * 4 * widest**2  # both moments, the damped copy, its factor and inverse
+    results = 0.28 * folder.weight_bytes  # 4.5 of 16 bits
+    return (
+        f"memory about {(states + weights + hessians) / 1e9:,.1f} GB on {model.device}: hidden states {states / 1e9:,.1f}, "
+        f"one layer {weights / 1e9:,.1f}, Hessians {hessians / 1e9:,.1f}; results {results / 1e9:,.1f} GB of host memory"
+    )

@@ -1,0 +1,81 @@
+"""best: what keeps most at naive's size: GPTQ on the inputs as served, with rounding learned per layer; plain NVFP4, W4A4.
+
+--effort fast is GPTQ alone, normal and max learn the rounding of each layer for more and more steps. Everything runs on the GPU
+where there is one, one layer at a time; a killed run continues after its last finished layer.
+"""
+
+from __future__ import annotations
+
+from annie_quant.checkpoint.shards import ModelFolder
+from annie_quant.errors import UsageError
+from annie_quant.progress import Progress
+from annie_quant.quantize.job import Job
+from annie_quant.quantize.strategy import ACTIVATIONS, ALL_NVFP4, SWEEP_TIME, Cost, Option, Strategy
+
+STEPS = {"fast": 0, "normal": 100, "max": 1000}  # of learned rounding per layer
+
+
+def quantize(job: Job, progress: Progress) -> None:
+    from annie_quant.quantize import calibration_samples as text
+    from annie_quant.quantize import column_sweep, rounding_job
+    from annie_quant.quantize.export import export
+    from annie_quant.quantize.layer_rounding import Method
+
+    options = job.options
+    steps = options["steps"] if options["steps"] >= 0 else STEPS[options["effort"]]
+    method = Method(
+        damping=options["damping"],
+        order=options["order"],
+        candidates=column_sweep.ALL_CODES if options["codes"] == "all" else column_sweep.NEAR_CODES,
+        cross=options["cross"] or None,
+        activations=options["activations"],
+        steps=steps,
+    )
+    marks = dict.fromkeys((text.TOOL_MARKUP, text.END_OF_TURN), options["markup"])
+    weights = {**text.RESPONSE, **marks, text.PROMPT: options["prompt"]}
+    if options["distil"] and options["fold"] != "none":
+        raise UsageError("distil takes the layers' weights as they are in the source", "--set fold=none")
+    plan = rounding_job.round_model(job, progress, method, weights, fold=options["fold"] == "awq")
+    folder = ModelFolder(job.model)
+    if options["distil"]:
+        from annie_quant.quantize import distillation
+
+        samples = text.read_samples(job)
+        responses = {**weights, text.PROMPT: 0.0}
+        learned = distillation.distil(
+            folder,
+            plan,
+            samples,
+            responses,
+            options["distil"],
+            options["activations"],
+            seed=job.seed,
+            progress=progress,
+        )
+        progress.message(f"distilled scales: KL {learned.losses[0]:.4g} to {learned.losses[learned.best]:.4g} nats")
+    export(folder, job, plan)
+
+
+STRATEGY = Strategy(
+    name="best",
+    summary="ours: GPTQ on the inputs as served, block scales in the sweep, learned rounding (--effort); plain NVFP4 W4A4",
+    formats=ALL_NVFP4,
+    cost=Cost(rank=12, layerwise=True, passes=16, encode=SWEEP_TIME, column_feedback=True),
+    quantize=quantize,
+    options={
+        "effort": Option("fast", "fast: GPTQ; normal, max: and 100 or 1,000 steps of learned rounding per layer",
+                         ("fast", "normal", "max")),
+        "steps": Option(-1, "steps of learned rounding per layer, instead of those of the effort"),
+        "damping": Option(0.05, "added to the Hessian's diagonal, relative to its mean"),
+        "cross": Option(0.0, "damping of the correction for inputs that the layers before changed; 0: no correction"),
+        "order": Option("blocks", "columns in natural order, by falling Hessian in blocks of 16, or one by one",
+                        ("natural", "blocks", "columns")),
+        "codes": Option("near", "block scales tried: near that of the largest magnitude, or all of E4M3", ("near", "all")),
+        "prompt": Option(0.1, "weight of a prompt's token relative to a response's"),
+        "markup": Option(1.0, "weight of tool-call markup and ends of turns relative to other response tokens"),
+        "distil": Option(0, "steps of block scales learned by KL through the whole model, which is in memory then"),
+        "fold": Option("none", "fold activation-aware scales into the layer first", ("none", "awq")),
+        "activations": ACTIVATIONS,
+    },
+    scale="sweep",
+)  # fmt: skip

@@ -1,0 +1,101 @@
+"""Distilled block scales: codes stay, the KL on the compared answers never ends above its start, which is the plan's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import runtime_models
+
+from annie_quant import nvfp4
+from annie_quant.checkpoint.quantized_tensors import LARGEST_NVFP4
+from annie_quant.checkpoint.shards import ModelFolder
+from annie_quant.data.rows import read_conversations
+from annie_quant.errors import UsageError
+from annie_quant.quantize import calibration_samples
+from annie_quant.quantize.calibration_samples import RESPONSE, Sample
+from annie_quant.quantize.plan import Plan
+from annie_quant.quantize.select import choose
+
+torch = pytest.importorskip("torch", reason="distillation runs on torch: pip install annie-quant[quantize]")
+pytest.importorskip("transformers", reason="models are loaded with transformers: pip install annie-quant[quantize]")
+from annie_quant.quantize import distillation, kl_trial  # noqa: E402
+
+TOP = 6.0  # the inputs' largest magnitude, for all linears
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from annie_quant import data
+
+    home = tmp_path_factory.mktemp("distil")
+    runtime_models.save_reference(home / "model", gain=2.0)
+    data.generate("annie", teacher="offline", n=10, output=home / "calib.jsonl", seed=1)
+    return home / "model"
+
+
+@pytest.fixture(scope="module")
+def samples(model: Path) -> list[Sample]:
+    return calibration_samples.samples_of_rows(model, read_conversations(model.parent / "calib.jsonl", 4))[:4]
+
+
+def plain_plan(model: Path) -> Plan:
+    """Every linear by plain rounding, one tensor scale for all."""
+    folder = ModelFolder(model)
+    plan = Plan(dict.fromkeys(choose(folder, ()), "nvfp4"))
+    for name in plan.formats:
+        plan.packed[name] = nvfp4.pack(folder.tensor(f"{name}.weight"), tensor_scale=1.0 / LARGEST_NVFP4)
+        plan.amax[name] = TOP
+    return plan
+
+
+def test_the_start_is_the_divergence_of_the_plan(model: Path, samples: list[Sample]) -> None:
+    """Against kl_trial, which rounds the model's own weights and inputs."""
+    plan = plain_plan(model)
+    learned = distillation.distil(ModelFolder(model), plan, samples, RESPONSE, steps=0)
+    trial = kl_trial.Trial(ModelFolder(model), samples, RESPONSE, 10**9)
+    for name, packed in plan.packed.items():
+        linear = trial.model.get_submodule(name)
+        linear.weight.data = torch.from_numpy(nvfp4.unpack(packed, "float32"))
+        linear.register_forward_pre_hook(kl_trial.input_hook(distillation.fake_quant.nvfp4_input, TOP))
+    with torch.inference_mode():
+        assert learned.losses == [pytest.approx(trial.divergence(), rel=0.02)]  # that reference is float16
+
+
+def test_scales_move_codes_stay_and_the_best_is_what_was_measured(model: Path, samples: list[Sample]) -> None:
+    before, plan = plain_plan(model), plain_plan(model)
+    learned = distillation.distil(ModelFolder(model), plan, samples, RESPONSE, steps=10, seed=1)
+    assert learned.best > 0 and learned.losses[learned.best] == min(learned.losses) < learned.losses[0]
+    moved = 0
+    for name, packed in plan.packed.items():
+        start = before.packed[name]
+        same = nvfp4.Tensor(packed.codes, start.block_scale, start.tensor_scale, start.shape)
+        np.testing.assert_array_equal(nvfp4.unpack(same, "float32"), nvfp4.unpack(start, "float32"))
+        assert packed.tensor_scale == before.packed[name].tensor_scale
+        moved += int((packed.block_scale.view(np.uint8) != before.packed[name].block_scale.view(np.uint8)).sum())
+    assert moved
+    again = distillation.distil(ModelFolder(model), plan, samples, RESPONSE, steps=0)
+    assert again.losses[0] == pytest.approx(learned.losses[learned.best], rel=1e-3)
+
+
+def test_steps_that_only_harm_keep_the_start(model: Path, samples: list[Sample]) -> None:
+    before, plan = plain_plan(model), plain_plan(model)
+    learned = distillation.distil(ModelFolder(model), plan, samples, RESPONSE, steps=5, travel=-0.3)  # uphill
+    assert learned.best == 0 and min(learned.losses) == learned.losses[0]
+    assert all(p.codes.tobytes() == before.packed[n].codes.tobytes() for n, p in plan.packed.items())
+    assert all(p.block_scale.tobytes() == before.packed[n].block_scale.tobytes() for n, p in plan.packed.items())
+
+
+def test_the_same_seed_gives_the_same_bytes(model: Path, samples: list[Sample]) -> None:
+    plans = [plain_plan(model) for _ in range(2)]
+    for plan in plans:
+        distillation.distil(ModelFolder(model), plan, samples, RESPONSE, steps=3, rounding=True, travel=0.5, seed=7)
+    assert all(p.codes.tobytes() == plans[1].packed[n].codes.tobytes() for n, p in plans[0].packed.items())
+
+
+def test_distilling_a_folded_plan_is_refused(model: Path, tmp_path: Path) -> None:
+    from annie_quant import quantize
+
+    with pytest.raises(UsageError, match="distil takes"):
+        quantize.run("best", model, tmp_path / "out", calib_data=model.parent / "calib.jsonl", fold="awq", distil=5)

@@ -139,9 +139,13 @@ def check_layers_complete(folder: ModelFolder, linears: dict[str, Linear], decod
     for name in mtp_tensors(folder):
         if models.layer_of(name):
             inside[models.layer_of(name)].add(part_of(family, name))
-    expected = {part_of(family, f"model.layers.0.{n}") for n in decoder if n.startswith(("mlp.", "self_attn."))}
+    expected = {
+        part_of(family, f"model.layers.0.{n}")
+        for n in decoder
+        if n.startswith("mlp.") or models.is_attention(f"model.layers.0.{n}")
+    }
     for layer, parts in sorted(inside.items()):
-        for part in sorted(expected - parts - {"self_attn.k_scale", "self_attn.v_scale"}):
+        for part in sorted(p for p in expected - parts if not p.endswith(("k_scale", "v_scale"))):
             where = f"{layer}.{part}"
             which = " of all experts" if experts and part == experts.module else ""
             audit.fault("mtp_missing", where, f"the MTP head's layer lacks the tensors{which} of {part}")

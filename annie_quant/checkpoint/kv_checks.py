@@ -59,7 +59,7 @@ def check_complete(folder: ModelFolder, config: QuantConfig, audit: Audit) -> No
     ends: dict[str, set[str]] = {}
     for name in folder:
         layer = models.layer_of(name)
-        if layer and folder.family.in_decoder(name) and ".self_attn." in name:
+        if layer and folder.family.in_decoder(name) and models.is_attention(name):
             ends.setdefault(layer, set())
             if name.endswith(ENDS):
                 ends[layer].add(name.rpartition(".")[2])
@@ -77,7 +77,7 @@ def check_complete(folder: ModelFolder, config: QuantConfig, audit: Audit) -> No
         have = ", ".join(sorted(ends[lacking[0]])) or "none"
         audit.fault(
             "kv_scale_missing",
-            f"{lacking[0]}.self_attn",
+            models.attention_of(lacking[0]),
             f"{len(lacking)} of {len(ends)} attention layers lack k_scale or v_scale (here: {have}); servers use 1.0 for them",
         )
 

@@ -9,6 +9,7 @@ torch operator that the plug-in gives vLLM.
 
 from __future__ import annotations
 
+import importlib
 import json
 import statistics
 import subprocess
@@ -88,7 +89,7 @@ def vllm_kernels(missing: dict[str, str]) -> dict[str, Any]:
         ("humming", "humming", "HummingNvFp4LinearKernel"),
     ):
         try:
-            source = __import__(f"vllm.model_executor.kernels.linear.nvfp4.{module}", fromlist=[kind])
+            source = importlib.import_module(f"vllm.model_executor.kernels.linear.nvfp4.{module}")
             kernels[name] = getattr(source, kind)(NvFp4LinearLayerConfig())
         except Exception as error:
             missing[name] = f"{type(error).__name__}: {error}"[:300]

@@ -15,9 +15,30 @@ from pkgutil import iter_modules
 from typing import Any
 
 from annie_quant.errors import CheckpointError
-from annie_quant.models.family import Experts, Family, Form, LinearInput, aliases, in_layer, layer_of, short_name
+from annie_quant.models.family import (
+    Experts,
+    Family,
+    Form,
+    LinearInput,
+    aliases,
+    attention_of,
+    in_layer,
+    is_attention,
+    layer_of,
+    short_name,
+)
 
-__all__ = ["Experts", "Family", "LinearInput", "aliases", "in_layer", "layer_of", "short_name"]
+__all__ = [
+    "Experts",
+    "Family",
+    "LinearInput",
+    "aliases",
+    "attention_of",
+    "in_layer",
+    "is_attention",
+    "layer_of",
+    "short_name",
+]
 
 
 @functools.cache

@@ -317,6 +317,16 @@ def layer_of(name: str) -> str:
     return match[1] if match else ""
 
 
+def attention_of(layer: str) -> str:
+    """Return the name of a layer's attention with a KV cache ("model.layers.3.self_attn")."""
+    return f"{layer}.self_attn"
+
+
+def is_attention(name: str) -> bool:
+    """Return whether a tensor or module is in a layer's attention with a KV cache."""
+    return in_layer(name).startswith("self_attn.")
+
+
 def in_layer(name: str) -> str:
     """Return a name without its layer ("mlp.up_proj.weight"), or "" outside of layers."""
     match = _LAYER.fullmatch(name)

@@ -205,7 +205,7 @@ def test_a_model_that_calls_nothing_or_something_else_is_asked_on_all_the_same()
     workload = build_workload(CONVERSATION)
     (case,) = workload.cases
     messages = workload.messages(case, 1, [{"role": "assistant", "content": "no"}])
-    assert messages[1]["tool_calls"][0]["function"] == {"name": "f", "arguments": {"x": 1}}
+    assert messages[1]["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"x": 1}'}
     assert messages[2]["content"] == "r"
     other = {"type": "function", "function": {"name": "g", "arguments": "{}"}}
     messages = workload.messages(case, 1, [{"role": "assistant", "content": "", "tool_calls": [CALL, other]}])

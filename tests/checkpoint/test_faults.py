@@ -160,7 +160,12 @@ def test_every_code_has_a_test():
     codes = set(re.findall(r'(?:add|fault|ShardError)\(\s*"([a-z_]+)"', code))
     tests = "".join(
         f.read_text()
-        for f in [*(TESTS / "checkpoint").glob("*.py"), *HELPERS.glob("*_faults.py"), HELPERS / "expert_zoo.py"]
+        for f in [
+            *(TESTS / "checkpoint").glob("*.py"),
+            *HELPERS.glob("*_faults.py"),
+            HELPERS / "expert_zoo.py",
+            TESTS / "models/test_published.py",
+        ]
     )
     # raised where a GGUF file is written, and tested there by their messages
     elsewhere = {"vocab_size", "tokenizer_missing", "tokenizer_unknown", "index_mismatch", "shard_unreadable"}

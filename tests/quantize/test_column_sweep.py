@@ -201,6 +201,7 @@ def test_columns_without_input_are_rounded_to_nearest_and_bad_hessians_are_refus
     assert run(w, rank_one, damping=1e-12)[0].values.isfinite().all(), "more damping makes it factorable"
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the sweep on a GPU needs a CUDA GPU")
 @pytest.mark.parametrize("order", column_sweep.ORDERS)
 def test_a_gpu_gives_the_same_codes(order: str) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 from annie_quant.checkpoint.linears import FP8_DYNAMIC, Linear, QuantConfig, kv_format
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.writer import Planned, Settings, planned
+from annie_quant.models import attention_of
 
 NAME = "compressed-tensors"
 KV_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
@@ -122,7 +123,7 @@ def tensors(linear: Linear, folder: ModelFolder) -> list[Planned]:
 
 def kv_scale(layer: str, end: str) -> str:
     """Return the name of a layer's scale of keys or values. end: "k_scale" or "v_scale"."""
-    return f"{layer}.self_attn.{end}"
+    return f"{attention_of(layer)}.{end}"
 
 
 def settings(formats: Mapping[str, str], excluded: list[str], group: int, kv_cache: str | None = None) -> Settings:

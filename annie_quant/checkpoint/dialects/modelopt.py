@@ -16,6 +16,7 @@ from annie_quant.checkpoint.header import ShardError
 from annie_quant.checkpoint.linears import FP8_DYNAMIC, Linear, QuantConfig, kv_format
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.writer import Planned, Settings, planned
+from annie_quant.models import attention_of
 
 NAME = "modelopt"
 HF_QUANT_CONFIG = "hf_quant_config.json"
@@ -110,7 +111,7 @@ def read(quant: dict[str, Any]) -> QuantConfig:
 
 def kv_scale(layer: str, end: str) -> str:
     """Return the name of a layer's scale of keys or values. end: "k_scale" or "v_scale"."""
-    return f"{layer}.self_attn.{end[0]}_proj.{end}"
+    return f"{attention_of(layer)}.{end[0]}_proj.{end}"
 
 
 def tensors(linear: Linear, folder: ModelFolder) -> list[Planned]:

@@ -1,4 +1,4 @@
-"""best: meant to keep most at naive's size, not yet shown to: GPTQ on the inputs as served, with rounding learned per layer; plain NVFP4, W4A4.
+"""best: GPTQ on the inputs as served, with rounding learned per layer; plain NVFP4, W4A4. Not yet measured to keep more than gptq.
 
 --effort fast is GPTQ alone, normal and max learn the rounding of each layer for more and more steps. Everything runs on the GPU
 where there is one, one layer at a time; a killed run continues after its last finished layer.

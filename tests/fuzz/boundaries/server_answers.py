@@ -63,7 +63,8 @@ def opened(sandbox: Sandbox) -> Iterator[Any]:
             state.update(seed=seed, n=0)
             output = sandbox.output / "run"
             url = server.url.removesuffix("/v1/chat/completions")
-            options = ("--workloads", workload, "--warmup", 0, "--runs", 1, "--n", 0, "--key-env", "ANNIE_FUZZ_KEY")
+            options = ("--workloads", workload, "--warmup", 0, "--runs", 1, "--n", 0, "--key-env", "ANNIE_FUZZ_KEY",
+                       "--noise-share", 0)  # fmt: skip
             _, _, error = sandbox.run("bench", "--backend-a", "a", url, *options, "--output", output, codes=(0, 1))
             rows = [json.loads(line) for line in (output / "records.jsonl").read_bytes().splitlines()]
             measured = [row for row in rows if not row["warmup"]]

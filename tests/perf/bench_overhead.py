@@ -1,6 +1,6 @@
 """Cost of the benchmark itself: CPU time of its process at 32 streams of 50 tokens per second, and memory at 256 streams.
 
-    python tests/perf/bench_overhead.py cpu       targets: 3 % of one core (issue "The benchmark of agents")
+    python tests/perf/bench_overhead.py cpu       targets: 3 % of one core
     python tests/perf/bench_overhead.py memory    256 streams with prompts of 16,384 tokens; target: 200 MB at the peak
 
 The scripted server is a separate process. CPU seconds are of the client's process, aggregates and exports included; "measuring" is

@@ -27,7 +27,7 @@ from annie_quant.cli.common import PATH, console, persona_option, workloads_opti
     help="Prompts per gate in the offline evaluation.",
 )
 @click.option(
-    "--n-served", type=click.IntRange(1), default=100, show_default=True, help="Prompts per gate on the servers."
+    "--n-served", type=click.IntRange(1), default=60, show_default=True, help="Prompts per gate on the servers."
 )
 @persona_option
 @workloads_option

@@ -10,7 +10,7 @@ from annie_quant import host
 from annie_quant.schema import MemoryFigures, MemoryLevels
 
 SAMPLE_S = 0.02
-MAX_TRACE = 7200
+MAX_TRACE = 7200  # samples of a trace; a longer one keeps every second sample, and later ones at that distance
 GPU_SAMPLE_S = 1.0  # where there is no NVML, a call of nvidia-smi takes tens of milliseconds
 
 
@@ -41,7 +41,8 @@ class PeakMemory:
 
     def __init__(self, pid: int, every_s: float = SAMPLE_S) -> None:
         self.pid, self.every_s, self.highest = pid, every_s, sample(pid)
-        self.trace: list[tuple[float, float]] = []  # (Unix time in seconds, bytes), thinned where it gets long
+        self.trace: list[tuple[float, float]] = []  # (Unix time in seconds, bytes), evenly spaced over the whole run
+        self._samples, self._stride = 0, 1  # every _stride-th sample is in the trace
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -63,10 +64,11 @@ class PeakMemory:
         self.highest = highest(self.highest, now)
         sizes = (now.gpu_process_bytes, now.process_rss_bytes, now.system_used_bytes)
         size = next((value for value in sizes if value is not None), None)
-        if size is not None:
+        if size is not None and self._samples % self._stride == 0:
             self.trace.append((time.time(), float(size)))
+        self._samples += 1
         if len(self.trace) >= MAX_TRACE:
-            self.trace = self.trace[::2]
+            self.trace, self._stride = self.trace[::2], 2 * self._stride
 
 
 def highest(*samples: MemoryFigures) -> MemoryFigures:

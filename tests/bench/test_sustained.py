@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import sys
@@ -13,10 +14,10 @@ from click.testing import CliRunner
 from fake_server import FakeServer
 
 from annie_quant import bench, schema
-from annie_quant.bench import memory_growth, server_metrics
+from annie_quant.bench import memory, memory_growth, server_metrics
 from annie_quant.bench.exchange import trackers
 from annie_quant.cli import cli
-from annie_quant.schema import BenchConfig
+from annie_quant.schema import BenchConfig, MemoryFigures
 
 MB = 1 << 20
 
@@ -40,6 +41,20 @@ def test_a_leak_is_found_and_a_filling_cache_is_not():
     message = memory_growth.findings({"b": leak})[0].message
     assert message.startswith("b: its memory grows by 1") and "MB per hour" in message
     assert memory_growth.growth(trace(0)[:10]) is None and memory_growth.growth([]) is None
+
+
+def test_a_long_trace_is_evenly_spaced_over_the_whole_run(monkeypatch):
+    second = 0.0
+    monkeypatch.setattr(memory, "sample", lambda pid: MemoryFigures(process_rss_bytes=1))
+    monkeypatch.setattr(memory, "time", types.SimpleNamespace(time=lambda: second))
+    monkeypatch.setattr(memory, "MAX_TRACE", 64)
+    peak = memory.PeakMemory(1)
+    for _ in range(10_000):
+        second += 1
+        peak._sample()
+    times = [at for at, _ in peak.trace]
+    assert 32 <= len(times) <= 64
+    assert len({b - a for a, b in itertools.pairwise(times)}) == 1, "older samples are as dense as later ones"
 
 
 PAGE = """# HELP vllm:num_requests_running Number of requests.

@@ -8,19 +8,16 @@ somebody else used the server. Names of the counters: vllm/v1/spec_decode/metric
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from annie_quant.bench.backend import PROBE_TIMEOUT_S, Backend
+from annie_quant.bench import server_metrics
+from annie_quant.bench.backend import Backend
 from annie_quant.schema import RequestRecord
-from annie_quant.stream.fetch import fetch
 
-METRICS_BYTES = 4 << 20
 SETTLE_S = (0.0, 0.05, 0.2)  # the counters may grow shortly after the last token was sent
 OTHERS_TOKENS = 2  # difference of counts that is not another client's
-_LINE = re.compile(r"^(vllm:[a-z_]+?)(?:_total)?(?:\{[^}]*\})? ([0-9.eE+]+)\s*$", re.MULTILINE)
 _NAMES = ("vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens", "vllm:generation_tokens")
 
 
@@ -36,12 +33,10 @@ class Counters:
 def parse(page: str) -> Counters | None:
     """Return the counters in Prometheus text, summed over their labels; None where the server does not draft."""
     sums: dict[str, float] = {}
-    for name, value in _LINE.findall(page):
+    for counter, _, value in server_metrics.lines(page):
+        name = counter.removesuffix("_total")
         if name in _NAMES:
-            try:
-                sums[name] = sums.get(name, 0.0) + float(value)
-            except ValueError:
-                continue
+            sums[name] = sums.get(name, 0.0) + value
     if any(name not in sums for name in _NAMES):
         return None
     return Counters(*(sums[name] for name in _NAMES))
@@ -49,8 +44,8 @@ def parse(page: str) -> Counters | None:
 
 def read(backend: Backend) -> Counters | None:
     """Read a vLLM server's counters; None where it has none."""
-    reply = fetch(f"{backend.root}/metrics", backend.headers, timeout_s=PROBE_TIMEOUT_S, max_bytes=METRICS_BYTES)
-    return parse(reply.body.decode("utf-8", "replace")) if reply.status == 200 and not reply.fault else None
+    page = server_metrics.page_of(backend)
+    return None if page is None else parse(page)
 
 
 class Acceptance:

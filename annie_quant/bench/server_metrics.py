@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -29,7 +29,7 @@ Samples = dict[str, float]  # 'name{labels}' → value
 
 
 class ServerMetrics(msgspec.Struct, kw_only=True):
-    """The samples of one server that changed during the run, and the gauges at its end; keys are name{labels}."""
+    """All samples of one server before the run and after it; keys are name{labels}."""
 
     before: dict[ShortText, float] = {}
     after: dict[ShortText, float] = {}
@@ -40,38 +40,45 @@ class ServerMetrics(msgspec.Struct, kw_only=True):
         return {key: value - self.before.get(key, 0.0) for key, value in self.after.items()}
 
 
-def parse(page: str) -> Samples:
-    """Return the samples of a page in Prometheus' text format; buckets of histograms and lines that cannot be read are left out."""
-    samples: Samples = {}
+def lines(page: str) -> Iterator[tuple[str, str, float]]:
+    """Yield (name, labels in braces or "", value) of a page in Prometheus' text format; lines that cannot be read are left out."""
     for line in page.splitlines():
         sample = _SAMPLE.match(line) if line and not line.startswith("#") and len(line) <= 1000 else None
-        if sample is None or sample[1].endswith(("_bucket", "_created")):
+        if sample is None:
             continue
         try:
             value = float(sample[3])
         except ValueError:
             continue
-        key = sample[1] + (sample[2] or "")
-        if math.isfinite(value) and len(key) <= 200:
+        if math.isfinite(value):
+            yield sample[1], sample[2] or "", value
+
+
+def parse(page: str) -> Samples:
+    """Return the samples of a page; buckets of histograms and names of more than 200 characters are left out."""
+    samples: Samples = {}
+    for name, labels, value in lines(page):
+        key = name + labels
+        if not name.endswith(("_bucket", "_created")) and len(key) <= 200:
             samples[key] = value
         if len(samples) >= MAX_SAMPLES:
             break
     return samples
 
 
+def page_of(backend: Backend) -> str | None:
+    """Return a server's /metrics; None where it has none."""
+    try:
+        reply = fetch(f"{backend.root}/metrics", backend.headers, timeout_s=PROBE_TIMEOUT_S, max_bytes=MAX_PAGE_BYTES)
+    except OSError:
+        return None
+    return reply.body.decode("utf-8", "replace") if reply.status == 200 and not reply.fault else None
+
+
 def scrape(backends: Sequence[Backend]) -> dict[str, Samples]:
     """Return the samples of each server that has /metrics."""
-    pages = {}
-    for backend in backends:
-        try:
-            reply = fetch(
-                f"{backend.root}/metrics", backend.headers, timeout_s=PROBE_TIMEOUT_S, max_bytes=MAX_PAGE_BYTES
-            )
-        except OSError:
-            continue
-        if reply.status == 200 and not reply.fault and (samples := parse(reply.body.decode("utf-8", "replace"))):
-            pages[backend.name] = samples
-    return pages
+    pages = {backend.name: page_of(backend) for backend in backends}
+    return {name: samples for name, page in pages.items() if page and (samples := parse(page))}
 
 
 def store(folder: Path, before: Mapping[str, Samples], after: Mapping[str, Samples]) -> None:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from annie_quant.judge.statistics import compare, holm
+from annie_quant.bench import noise
+from annie_quant.judge.statistics import LEVEL, compare, holm
 from annie_quant.schema import Confound, RequestRecord
 from annie_quant.schema.results import Severity
 
@@ -22,7 +23,6 @@ HIT_SHARE = (
     0.5  # of the depth that a workload aims at: at least this much is read from the cache in a hit, at most in a miss
 )
 DEPTH_SHARE = 0.7  # of the depth that a workload aims at
-LEVEL = 0.05
 LEAST_PROMPTS = 5
 
 
@@ -140,14 +140,6 @@ def acceptance(rows: Iterable[RequestRecord]) -> tuple[float, float] | None:
     return (sum(a for _, a in pairs) / drafted, drafted) if drafted else None
 
 
-def _by_prompt(rows: Iterable[RequestRecord]) -> dict[Hashable, list[float]]:
-    values: dict[Hashable, list[float]] = defaultdict(list)
-    for row in rows:
-        if row.acceptance is not None:
-            values[row.prompt].append(row.acceptance)
-    return values
-
-
 def _different_acceptance(by_side: dict[str, list[RequestRecord]]) -> Iterator[Confound]:
     """Paired over prompts, Holm over workloads and pairs of sides."""
     tests = []
@@ -157,7 +149,7 @@ def _different_acceptance(by_side: dict[str, list[RequestRecord]]) -> Iterator[C
             rates = acceptance(left[workload]), acceptance(right[workload])
             if rates[0] is None or rates[1] is None:
                 continue
-            result = compare(_by_prompt(left[workload]), _by_prompt(right[workload]))
+            result = compare(*(noise.measured(side[workload], "acceptance") for side in (left, right)))
             tests.append((a, b, workload, rates[0], rates[1], result))
     tests.sort(key=lambda t: t[:3])
     for (a, b, workload, (x, drafted_a), (y, drafted_b), result), p in zip(
@@ -175,7 +167,8 @@ def _acceptance_falls(name: str, rows: Records) -> Iterator[Confound]:
     """Name the workloads whose acceptance is below that of the side's others: Mann-Whitney over prompts, Holm over workloads."""
     from scipy.stats import mannwhitneyu
 
-    groups = {w: [statistics.fmean(v) for v in _by_prompt(own).values()] for w, own in _by_workload(rows).items()}
+    by_prompt = {w: noise.measured(own, "acceptance") for w, own in _by_workload(rows).items()}
+    groups = {w: [statistics.fmean(values) for values in prompts.values()] for w, prompts in by_prompt.items()}
     groups = {workload: values for workload, values in groups.items() if len(values) >= LEAST_PROMPTS}
     if len(groups) < 2:
         return

@@ -21,7 +21,7 @@ from annie_quant.bench.reference_answers import RECORDED, bf16_side, stored_refe
 from annie_quant.errors import UsageError
 from annie_quant.judge import decision, judge_members
 from annie_quant.judge.gates import count, tabulate
-from annie_quant.judge.metrics import COMPARED, METRICS
+from annie_quant.judge.metrics import COMPARED, METRICS, metric_value
 from annie_quant.judge.pairing import checks_by_prompt, pair_by_prompt
 from annie_quant.judge.statistics import LEVEL, compare, holm, median_interval, wilson
 from annie_quant.schema import (
@@ -239,14 +239,12 @@ def tool_surface(records: Iterable[RequestRecord], name: str) -> list[ToolSurfac
 
 def values_by_prompt(records: Iterable[RequestRecord], metric: str) -> Values:
     """Return prompt → values of a metric; token metrics only where the server itself counted."""
-    definition = METRICS[metric]
     values: Values = defaultdict(list)
     for record in records:
-        value = getattr(record, definition.field)
-        if value is None or (definition.server_counted and record.tokens_estimated):
-            continue
-        values[record.prompt] += value if isinstance(value, list) else [value]
-    return {prompt: some for prompt, some in values.items() if some}
+        value = metric_value(record, metric)
+        if value is not None:
+            values[record.prompt] += value if isinstance(value, list) else [value]
+    return dict(values)
 
 
 def summary(by_prompt: Values, seed: int = 0) -> MetricSummary | None:

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
-from annie_quant.judge.metrics import METRICS
+from annie_quant.judge.metrics import METRICS, metric_value
 from annie_quant.judge.statistics import LEVEL, holm
 from annie_quant.schema import Confound, Drift, RequestRecord
 
@@ -77,11 +77,10 @@ def deviations(records: Sequence[RequestRecord], metric: str) -> tuple[list[Requ
     """
     import numpy as np
 
-    definition = METRICS[metric]
     values = {}
     for index, record in enumerate(records):
-        value = getattr(record, definition.field)
-        if value and value > 0 and not (definition.server_counted and record.tokens_estimated):
+        value = metric_value(record, metric)
+        if value and not isinstance(value, list) and value > 0:
             values[index] = math.log(value)
     prompts: dict[Hashable, list[int]] = defaultdict(list)
     for index in values:

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
-from annie_quant.judge.metrics import COMPARED, METRICS
+from annie_quant.judge.metrics import COMPARED, metric_value
 from annie_quant.judge.statistics import compare, paired
 from annie_quant.schema import Comparison, NoiseFloor, RequestRecord
 
@@ -27,13 +27,11 @@ Values = Mapping[Hashable, Sequence[float]]
 
 def measured(records: Iterable[RequestRecord], metric: str) -> dict[Hashable, list[float]]:
     """Return prompt → one value per request, in order: a list of values (ITL) counts as its median."""
-    definition = METRICS[metric]
     values: dict[Hashable, list[float]] = defaultdict(list)
     for record in records:
-        value = getattr(record, definition.field)
-        if value in (None, []) or (definition.server_counted and record.tokens_estimated):
-            continue
-        values[record.prompt].append(statistics.median(value) if isinstance(value, list) else float(value))
+        value = metric_value(record, metric)
+        if value is not None:
+            values[record.prompt].append(statistics.median(value) if isinstance(value, list) else float(value))
     return values
 
 

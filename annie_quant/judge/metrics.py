@@ -5,7 +5,7 @@ Adding a metric: one entry here, and one field of schema.WorkloadSummary with it
 
 from __future__ import annotations
 
-from annie_quant.schema import Metric
+from annie_quant.schema import Metric, RequestRecord
 
 METRICS: dict[str, Metric] = {
     metric.name: metric
@@ -27,3 +27,10 @@ METRICS: dict[str, Metric] = {
     )
 }  # fmt: skip
 COMPARED = tuple(metric.name for metric in METRICS.values() if metric.compared)
+
+
+def metric_value(record: RequestRecord, metric: str) -> float | list[float] | None:
+    """Return a request's value of a metric, or its list of values; None without one. Token metrics need the server's own count."""
+    definition = METRICS[metric]
+    value: float | list[float] | None = getattr(record, definition.field)
+    return None if value in (None, []) or (definition.server_counted and record.tokens_estimated) else value

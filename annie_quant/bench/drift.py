@@ -12,7 +12,7 @@ import itertools
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 from annie_quant.judge.metrics import METRICS, metric_value
@@ -233,12 +233,3 @@ def _causes(row: Drift) -> tuple[str, bool]:
 
 def _minutes(seconds: float) -> str:
     return f"{seconds / 60:.1f} minutes" if seconds >= 90 else f"{seconds:.0f} seconds"
-
-
-def slowed(rows: Sequence[Drift]) -> Mapping[str, float]:
-    """Return backend → largest significant slowdown as a share."""
-    worst: dict[str, float] = {}
-    for row in rows:
-        if row.significant and row.shift > 0:
-            worst[row.backend] = max(worst.get(row.backend, 0.0), row.shift)
-    return worst

@@ -7,17 +7,13 @@ predicted from the present ones. Gates predict their own number (PairedGate.n_to
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections.abc import Callable, Collection, Sequence
 
-from annie_quant.bench.aggregate import timed, values_by_prompt
-from annie_quant.bench.sequential import EQUIVALENT, METRICS
-from annie_quant.judge import decision, judge_members
-from annie_quant.judge.pairing import checks_by_prompt, pair_by_prompt
-from annie_quant.judge.statistics import LEVEL, compare
-from annie_quant.schema import Aggregates, PairedResult, RequestRecord, ServedSide
+from annie_quant.bench.sequential import EQUIVALENT, compared_times, paired_gates
+from annie_quant.judge.statistics import LEVEL
+from annie_quant.schema import PairedGate, PairedResult, RequestRecord
 
 LEAST_PROMPTS = 8  # of both sides, before anything is predicted
 PAUSE_S = 15.0  # between two predictions
@@ -31,18 +27,12 @@ def growth_to_decide(
 
     None where too little was measured to predict it.
     """
-    fit = [r for r in timed(records) if r.alone]
     factors: list[float] = []
-    for a, b in itertools.combinations(backends, 2):
-        for metric in METRICS:
-            x, y = (values_by_prompt((r for r in fit if r.backend == name), metric) for name in (a, b))
-            if not x or not y:
-                continue
-            result = compare(x, y)
-            if result.n_prompts < LEAST_PROMPTS:
-                return None
-            factors.append(_comparison(result))
-        factors += _gates(records, a, b, greedy)
+    for *_, result in compared_times(records, backends):
+        if result.n_prompts < LEAST_PROMPTS:
+            return None
+        factors.append(_comparison(result))
+    factors += [_gate(pair) for _, gates in paired_gates(records, backends, greedy) for pair in gates.values()]
     return max(factors) if factors else None
 
 
@@ -60,21 +50,10 @@ def _comparison(result: PairedResult) -> float:
     return min(ways)
 
 
-def _gates(records: Sequence[RequestRecord], a: str, b: str, greedy: Collection[str]) -> list[float]:
-    sides = Aggregates(served={name: ServedSide() for name in (a, b)})
-    candidate = next((name for name in (a, b) if decision.reference_side(sides, name)), None)
-    if candidate is None:
-        return []
-    reference = b if candidate == a else a
-    rows = [checks_by_prompt([r for r in records if r.backend == name], greedy) for name in (reference, candidate)]
-    gates, pooled = pair_by_prompt(*rows)
-    judge_members({"served": gates}, {"served": pooled})
-    deciding = decision.deciding(gates).values()
-    return [
-        max(1.0, pair.n_to_decide / pair.n) if pair.n_to_decide else (1.0 if pair.verdict != "undecided" else math.inf)
-        for pair in deciding
-        if pair.n
-    ]
+def _gate(pair: PairedGate) -> float:
+    if pair.n_to_decide:
+        return max(1.0, pair.n_to_decide / pair.n)
+    return 1.0 if pair.verdict != "undecided" else math.inf
 
 
 def duration(seconds: float) -> str:

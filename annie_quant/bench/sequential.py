@@ -10,7 +10,7 @@ gates of a single backend are compared with their absolute requirements.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from annie_quant.bench.aggregate import gate_counts, timed, values_by_prompt
 from annie_quant.judge import decision, judge_members
@@ -18,7 +18,7 @@ from annie_quant.judge.gate_rule import LARGE_N, Threshold
 from annie_quant.judge.gates import GATES, decides
 from annie_quant.judge.pairing import checks_by_prompt, pair_by_prompt
 from annie_quant.judge.statistics import compare, holm, wilson
-from annie_quant.schema import Aggregates, PairedResult, RequestRecord, ServedSide
+from annie_quant.schema import Aggregates, PairedGate, PairedResult, RequestRecord, ServedSide
 
 LOOKS = 5
 LEVEL = 0.0025  # of each early look; 1 % for all of them
@@ -35,20 +35,32 @@ def looks(visits: int, block: int) -> list[int]:
 def open_questions(records: Sequence[RequestRecord], backends: Sequence[str], greedy: Collection[str]) -> list[str]:
     """Return what the records cannot decide yet; empty when everything is decided."""
     undecided = [*_open_gates(records, backends, greedy)]
-    fit = [r for r in timed(records) if r.alone]
-    pairs = []
-    for a, b in itertools.combinations(backends, 2):
-        for metric in METRICS:
-            x, y = (values_by_prompt((r for r in fit if r.backend == name), metric) for name in (a, b))
-            if x and y:
-                pairs.append((f"{a} against {b}: {metric}", compare(x, y, confidence=1 - LEVEL)))
+    pairs = [
+        (f"{a} against {b}: {metric}", result)
+        for a, b, metric, result in compared_times(records, backends, confidence=1 - LEVEL)
+    ]
     for (title, result), p in zip(pairs, holm([result.p for _, result in pairs]), strict=True):
         if not (p is not None and p < LEVEL) and not _equivalent(result):
             undecided.append(title)
     return undecided
 
 
-def _open_gates(records: Sequence[RequestRecord], backends: Sequence[str], greedy: Collection[str]) -> Iterator[str]:
+def compared_times(
+    records: Sequence[RequestRecord], backends: Sequence[str], confidence: float = 0.95
+) -> Iterator[tuple[str, str, str, PairedResult]]:
+    """Yield (a, b, metric, result) of each compared time that both backends have, one request in flight."""
+    fit = [r for r in timed(records) if r.alone]
+    for a, b in itertools.combinations(backends, 2):
+        for metric in METRICS:
+            x, y = (values_by_prompt((r for r in fit if r.backend == name), metric) for name in (a, b))
+            if x and y:
+                yield a, b, metric, compare(x, y, confidence=confidence)
+
+
+def paired_gates(
+    records: Sequence[RequestRecord], backends: Sequence[str], greedy: Collection[str]
+) -> Iterator[tuple[str, Mapping[str, PairedGate]]]:
+    """Yield each backend that has a reference, with its judged gates that decide."""
     sides = Aggregates(served={name: ServedSide() for name in backends})
     own = {name: [r for r in records if r.backend == name] for name in backends}
     for name in backends:
@@ -56,13 +68,19 @@ def _open_gates(records: Sequence[RequestRecord], backends: Sequence[str], greed
         if reference is not None:
             pairs, pooled = pair_by_prompt(*(checks_by_prompt(own[side], greedy) for side in (reference, name)))
             judge_members({"served": pairs}, {"served": pooled})
-            for gate, pair in decision.deciding(pairs).items():
-                if not decision.decided_at(gate, pair, LEVEL):
-                    yield f"{name}: {gate} (lost {pair.lost} and won {pair.won} of {pair.n})"
-        elif len(backends) == 1:
-            for gate, (passes, n) in gate_counts(own[name], greedy).items():
-                if decides(gate) and not _gate_decided(passes, n, GATES[gate].threshold):
-                    yield f"{name}: {gate} ({passes} of {n})"
+            yield name, decision.deciding(pairs)
+
+
+def _open_gates(records: Sequence[RequestRecord], backends: Sequence[str], greedy: Collection[str]) -> Iterator[str]:
+    for name, gates in paired_gates(records, backends, greedy):
+        for gate, pair in gates.items():
+            if not decision.decided_at(gate, pair, LEVEL):
+                yield f"{name}: {gate} (lost {pair.lost} and won {pair.won} of {pair.n})"
+    if len(backends) == 1:
+        name = backends[0]
+        for gate, (passes, n) in gate_counts([r for r in records if r.backend == name], greedy).items():
+            if decides(gate) and not _gate_decided(passes, n, GATES[gate].threshold):
+                yield f"{name}: {gate} ({passes} of {n})"
 
 
 def _gate_decided(passes: int, n: int, threshold: Threshold) -> bool:

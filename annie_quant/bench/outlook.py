@@ -58,13 +58,18 @@ def _gate(pair: PairedGate) -> float:
 
 def duration(seconds: float) -> str:
     """Return a time in round numbers: "about 40 seconds", "about 4 minutes", "about 1.5 hours"."""
+    return f"about {' '.join(_rounded(seconds))}"
+
+
+def _rounded(seconds: float) -> tuple[str, str]:
+    """Return (number, unit) of a time."""
     if seconds < 90:
         value, unit = float(max(5, 5 * round(seconds / 5))), "second"
     elif seconds < 5400:
         value, unit = round(seconds / 60), "minute"
     else:
         value, unit = round(2 * seconds / 3600) / 2, "hour"
-    return f"about {value:g} {unit}{'' if value == 1 else 's'}"
+    return f"{value:g}", unit if value == 1 else f"{unit}s"
 
 
 class Outlook:
@@ -112,7 +117,6 @@ class Outlook:
         until_s = (self._growth - 1) * done / rate
         if until_s >= left_s:
             return f"{duration(left_s)} left, then still undecided"
-        more = duration(until_s).replace("about ", "")
-        number, unit = more.split(" ", 1)
+        number, unit = _rounded(until_s)
         text = f"about {number} more {unit} until decided"
-        return text if self.stop_early else f"{text}, {duration(left_s).removeprefix('about ')} in all"
+        return text if self.stop_early else f"{text}, {' '.join(_rounded(left_s))} in all"

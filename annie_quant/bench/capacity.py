@@ -177,7 +177,7 @@ def _next_rate(results: dict[float, RateResult], resolution: float) -> float | N
     if high is None:
         return 2 * max(results)
     if not low:
-        return min(results) / 2 if len(results) < MOST_RATES else None
+        return min(results) / 2
     edges = [low, *inside, high]
     # An undecided rate is near the capacity: narrow the two outer gaps, half of each gap at a time.
     gaps = [(edges[1] / low, low, edges[1]), (high / edges[-2], edges[-2], high)]

@@ -18,12 +18,12 @@ from annie_quant.bench.capacity import BudgetSpent, Capacity, Limits, search
 from annie_quant.bench.measure import BudgetEnded, Measurement
 from annie_quant.bench.plan import Visit
 from annie_quant.bench.records import Records
-from annie_quant.bench.run_config import prepare_folder, workload_settings
+from annie_quant.bench.run_config import backend_settings, prepare_folder, workload_settings
 from annie_quant.errors import ServerError, UsageError
 from annie_quant.host import environment
 from annie_quant.judge.workloads import Case, Workload
 from annie_quant.progress import SILENT, Progress
-from annie_quant.schema import BackendSettings, Bench, BenchConfig, Ended, Load, RequestRecord
+from annie_quant.schema import Bench, BenchConfig, Ended, Load, RequestRecord
 
 ALONE_REQUESTS, WARMUP_REQUESTS = 8, 2
 
@@ -101,7 +101,7 @@ def run(
         )
     folder = Path(output)
     config = BenchConfig(
-        backends=[BackendSettings(name=b.name, model=b.model) for b in backends],
+        backends=[backend_settings(b) for b in backends],
         workloads={loaded.name: workload_settings(loaded)},
         seed=seed,
         timeout_s=timeout_s,

@@ -12,10 +12,21 @@ from typing import Any
 import msgspec
 
 from annie_quant import schema
+from annie_quant.bench.backend import Backend
 from annie_quant.errors import AnnieError, UsageError
 from annie_quant.files import sha256_text
 from annie_quant.judge.workloads import Workload
-from annie_quant.schema import AskedCase, AskedWorkload, BenchConfig, Inputs, WorkloadSettings
+from annie_quant.schema import AskedCase, AskedWorkload, BackendSettings, BenchConfig, Inputs, WorkloadSettings
+
+
+def backend_settings(backend: Backend) -> BackendSettings:
+    """Return what a run records of a backend."""
+    source = _plain(backend.meta.get("source"))
+    return BackendSettings(name=backend.name, model=backend.model, source=source, endpoint=backend.endpoint)
+
+
+def _plain(source: Any) -> str | int | float | bool | None:
+    return source if isinstance(source, (int, float, type(None))) else str(source)[:1000]
 
 
 def workload_settings(workload: Workload) -> WorkloadSettings:

@@ -20,12 +20,12 @@ from annie_quant.bench.load_profile import applies
 from annie_quant.bench.measure import Measurement, OnRecord
 from annie_quant.bench.records import Records, write_records
 from annie_quant.bench.reference_answers import STORED, store_reference, stored_reference
-from annie_quant.bench.run_config import prepare_folder, workload_settings
+from annie_quant.bench.run_config import backend_settings, prepare_folder, workload_settings
 from annie_quant.errors import UsageError
 from annie_quant.host import environment
 from annie_quant.judge.workloads import Workload
 from annie_quant.progress import SILENT, Progress
-from annie_quant.schema import BackendSettings, Bench, BenchConfig, Load
+from annie_quant.schema import Bench, BenchConfig, Load
 
 
 def run(
@@ -59,7 +59,7 @@ def run(
     used = [load for load in loads if any(applies(load, w) for w in loaded)]
     used += [Load(0, None, speed) for speed in trace_speeds if any(w.has_arrivals for w in loaded)]
     config = BenchConfig(
-        backends=[_settings(b) for b in backends],
+        backends=[backend_settings(b) for b in backends],
         loads=used,
         workloads={w.name: workload_settings(w) for w in loaded},
         **settings,
@@ -119,15 +119,6 @@ def execute(
     schema.write(folder / "bench.json", bench)
     export(folder)
     return bench
-
-
-def _settings(backend: Backend) -> BackendSettings:
-    source = _plain(backend.meta.get("source"))
-    return BackendSettings(name=backend.name, model=backend.model, source=source, endpoint=backend.endpoint)
-
-
-def _plain(source: Any) -> str | int | float | bool | None:
-    return source if isinstance(source, (int, float, type(None))) else str(source)[:1000]
 
 
 def _check(config: BenchConfig, workloads: Sequence[Workload]) -> None:

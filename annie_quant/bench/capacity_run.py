@@ -105,7 +105,7 @@ def run(
         workloads={loaded.name: workload_settings(loaded)},
         seed=seed,
         timeout_s=timeout_s,
-        with_memory=True,
+        with_memory=False,
     )
     prepare_folder(folder, config, [loaded], resume=True)
     records = Records(folder / "records.jsonl")
@@ -113,11 +113,10 @@ def run(
     try:
         measurement = _Measurement(config, backends, [loaded], folder, records, progress, lambda record: None)
         measurement._identify(smoke=not records.rows)
-        with measurement.sampling_memory():
-            for index, backend in enumerate(backends):
-                share_s = None if budget_s is None else budget_s / len(backends)
-                capacities[backend.name] = measurement.search(backend.name, loaded, limits, share_s)
-                progress.update(index + 1, len(backends), f"{backend.name}: {capacities[backend.name].sentence}")
+        for index, backend in enumerate(backends):
+            share_s = None if budget_s is None else budget_s / len(backends)
+            capacities[backend.name] = measurement.search(backend.name, loaded, limits, share_s)
+            progress.update(index + 1, len(backends), f"{backend.name}: {capacities[backend.name].sentence}")
     finally:
         records.close()
     result = CapacityResult(workload=loaded.name, capacities=capacities)

@@ -112,7 +112,7 @@ def run(
     capacities: dict[str, Capacity] = {}
     try:
         measurement = _Measurement(config, backends, [loaded], folder, records, progress, lambda record: None)
-        measurement._identify(smoke=not records.rows)
+        measurement._identify(smoke=True)
         for index, backend in enumerate(backends):
             share_s = None if budget_s is None else budget_s / len(backends)
             capacities[backend.name] = measurement.search(backend.name, loaded, limits, share_s)

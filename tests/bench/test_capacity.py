@@ -10,11 +10,11 @@ import random
 import pytest
 from bench_cases import FACTS, TALK, annie, row
 from click.testing import CliRunner
-from fake_server import FakeServer
+from fake_server import FakeServer, words
 
-from annie_quant import bench
+from annie_quant import bench, judge
 from annie_quant.bench import capacity
-from annie_quant.bench.capacity import Limits, judge, lead_in, search
+from annie_quant.bench.capacity import Limits, lead_in, search
 from annie_quant.bench.capacity_run import run
 from annie_quant.cli import cli
 from annie_quant.errors import UsageError
@@ -62,10 +62,10 @@ def test_clumps_count_as_few_requests():
     rng = random.Random(1)
     spread = [[rng.random() > 0.12 for _ in range(96)] for _ in range(8)]
     clumps = [[True] * 96] * 7 + [[False] * 92 + [True] * 4]
-    assert judge(1.0, spread, limits).meets is False
-    assert judge(1.0, clumps, limits).meets is None
-    assert judge(1.0, [[True] * 96] * 8, limits).meets is True
-    assert judge(1.0, [[False] * 48] * 4, limits).meets is False
+    assert capacity.judge(1.0, spread, limits).meets is False
+    assert capacity.judge(1.0, clumps, limits).meets is None
+    assert capacity.judge(1.0, [[True] * 96] * 8, limits).meets is True
+    assert capacity.judge(1.0, [[False] * 48] * 4, limits).meets is False
 
 
 def test_limits_judge_a_record():
@@ -123,6 +123,20 @@ def test_a_search_against_a_server_is_recorded_and_resumed(tmp_path):
         assert len(measured) == len(set(measured)) >= len([r for r in rows if not r["warmup"]])
         with pytest.raises(UsageError, match="conversations only"):
             run([bench.Backend("a", server.url)], TALK, tmp_path / "talk", Limits(ttft_ms=1))
+
+
+def test_a_resumed_search_sends_texts_of_the_same_size(tmp_path):
+    sizes: list[int] = []
+
+    def counting(body):
+        sizes.append(len(body["messages"][0]["content"].split()))
+        return words("It is Tokyo of course.", prompt_tokens=2 * sizes[-1])
+
+    with FakeServer(counting) as server:
+        for _ in range(2):
+            workload = judge.load_workloads(["depth_4k"])[0]
+            run([bench.Backend("a", server.url)], workload, tmp_path, Limits(ttft_ms=1e-6), budget_s=1)
+    assert {round(n / 2048, 1) for n in sizes if n > 1000} == {1.0}, "two tokens per word, in both sessions"
 
 
 def test_one_worker_of_twenty_milliseconds_has_a_capacity_below_fifty(tmp_path):

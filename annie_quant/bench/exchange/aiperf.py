@@ -58,7 +58,9 @@ def summary(records: Sequence[RequestRecord]) -> dict[str, Metric]:
     for name, (unit, values) in series.items():
         if values:
             data = np.asarray(values, dtype=np.float64)
-            percentiles = {f"p{at}": float(np.percentile(data, at)) for at in PERCENTILES}
+            percentiles = {
+                f"p{at}": float(value) for at, value in zip(PERCENTILES, np.percentile(data, PERCENTILES), strict=True)
+            }
             rows[name] = Metric(
                 unit,
                 float(data.mean()),

@@ -130,7 +130,7 @@ def distribution(values: Sequence[float]) -> Json:
         "max": float(data.max()),
         "count": len(values),
         "total_sum": float(data.sum()),
-        "percentiles": {key: float(np.percentile(data, at)) for key, at in PERCENTILES.items()},
+        "percentiles": dict(zip(PERCENTILES, np.percentile(data, [*PERCENTILES.values()]).tolist(), strict=True)),
     }
 
 

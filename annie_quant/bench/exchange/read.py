@@ -58,14 +58,14 @@ def is_report(path: str | os.PathLike[str]) -> bool:
     """Return whether a path is a run directory or a report that `read` knows, by its name or keys."""
     root = Path(path)
     if root.is_dir():
-        return any((root / name).is_file() for name in ("bench.json", "run.json", *NAMES))
+        return _is_run(root) or any((root / name).is_file() for name in NAMES)
     return root.suffix == ".json" and root.is_file() and _reader(_load(root)) is not None
 
 
 def read(path: str | os.PathLike[str]) -> list[ReportRow]:
     """Return the rows of a run directory or report. Raises UsageError for anything else."""
     root = Path(path)
-    if root.is_dir() and any((root / name).is_file() for name in ("bench.json", "run.json")):
+    if _is_run(root):
         return _own(root)
     file = next((root / name for name in NAMES if (root / name).is_file()), root)
     document = _load(file) if file.is_file() else None
@@ -76,6 +76,10 @@ def read(path: str | os.PathLike[str]) -> list[ReportRow]:
             "pass the folder of a finished annie-quant bench, or the report's JSON file",
         )
     return reader(document, printable(str(path), 200))
+
+
+def _is_run(root: Path) -> bool:
+    return any((root / name).is_file() for name in ("bench.json", "run.json"))
 
 
 def _load(file: Path) -> Any:
@@ -127,11 +131,7 @@ def _guidellm(document: Numbers, source: str) -> list[ReportRow]:
         def median(name: str, metrics: Numbers = metrics) -> float | None:
             return _at(metrics, name, "successful", "median")
 
-        confidence = _dict(
-            _dict(_dict(_dict(metrics.get("time_to_first_token_ms")).get("successful")).get("percentile_cis")).get(
-                "p50"
-            )
-        )
+        interval = ("time_to_first_token_ms", "successful", "percentile_cis", "p50")
         e2e_s = median("request_latency")
         rows.append(
             ReportRow(
@@ -143,8 +143,8 @@ def _guidellm(document: Numbers, source: str) -> list[ReportRow]:
                 errors=int(_at(metrics, "request_totals", "errored") or 0),
                 ttft=TTFT["GuideLLM"],
                 ttft_ms=median("time_to_first_token_ms"),
-                ttft_low=_number(confidence.get("lower")),
-                ttft_high=_number(confidence.get("upper")),
+                ttft_low=_at(metrics, *interval, "lower"),
+                ttft_high=_at(metrics, *interval, "upper"),
                 itl_ms=median("inter_token_latency_ms"),
                 tpot_ms=median("inter_token_latency_ms"),  # its own TPOT is the whole request's time per token
                 e2e_ms=None if e2e_s is None else 1e3 * e2e_s,

@@ -14,6 +14,7 @@ import msgspec
 
 from annie_quant import schema
 from annie_quant.judge.context_text import context_text
+from annie_quant.judge.library import build_workload
 from annie_quant.judge.workloads import Workload
 
 SAMPLE_WORDS = 600
@@ -51,11 +52,7 @@ def sized(
 
 
 def _sample() -> dict[str, Any]:
-    return {
-        "messages": [{"role": "user", "content": context_text(SAMPLE_WORDS)}],
-        "max_tokens": 1,
-        "temperature": 0.0,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "chat_template_kwargs": {"enable_thinking": False},
-    }
+    """Return the request whose prompt is SAMPLE_WORDS words of the context text."""
+    case = {"id": "words", "messages": [{"role": "user", "content": context_text(SAMPLE_WORDS)}]}
+    workload = build_workload({"name": "context", "max_tokens": 1, "temperature": 0.0, "gates": [], "cases": [case]})
+    return workload.request(workload.cases[0])

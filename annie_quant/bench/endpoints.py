@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from annie_quant.errors import UsageError
 from annie_quant.untrusted import decode_json
 
@@ -67,6 +69,22 @@ def _calls(message: Mapping[str, Any], at: int) -> list[tuple[str, str, Any]]:
     ]
 
 
+def _result_id(messages: Sequence[Mapping[str, Any]], at: int) -> str:
+    """Return the id of the call that a tool's result answers: its own, else that of the call at the result's position."""
+    if own := messages[at].get("tool_call_id"):
+        return str(own)
+    first = at
+    while first > 0 and messages[first - 1]["role"] == "tool":
+        first -= 1
+    calls = _calls(messages[first - 1], first - 1) if first else []
+    return calls[at - first][0] if at - first < len(calls) else f"call_{first - 1}_{at - first}"
+
+
+def _system(chat: Body) -> str | None:
+    texts = [_text(m.get("content")) for m in chat["messages"] if m["role"] == "system"]
+    return "\n\n".join(texts) if texts else None
+
+
 def _arguments(value: Any) -> dict[str, Any]:
     """Return a call's arguments as an object; {} for text that is not one, because a model may have written anything."""
     if isinstance(value, str):
@@ -91,10 +109,9 @@ def _completion(chat: Body) -> Body:
 
 def _responses(chat: Body) -> Body:
     items: list[Body] = []
-    instructions = [_text(m.get("content")) for m in chat["messages"] if m["role"] == "system"]
     for at, message in enumerate(chat["messages"]):
         if message["role"] == "tool":
-            result = {"type": "function_call_output", "call_id": message.get("tool_call_id") or f"call_{at - 1}_0"}
+            result = {"type": "function_call_output", "call_id": _result_id(chat["messages"], at)}
             items.append(result | {"output": _text(message.get("content"))})
         elif message["role"] != "system":
             if message.get("content") or not message.get("tool_calls"):
@@ -104,8 +121,8 @@ def _responses(chat: Body) -> Body:
                 for call_id, name, arguments in _calls(message, at)
             ]
     body = _rest(chat) | {"input": items, "max_output_tokens": chat["max_tokens"], "store": False}
-    if instructions:
-        body["instructions"] = "\n\n".join(instructions)
+    if (instructions := _system(chat)) is not None:
+        body["instructions"] = instructions
     if functions := _functions(chat):
         body |= {
             "tools": [{"type": "function", **f} for f in functions],
@@ -122,18 +139,15 @@ def _message_item(role: str, text: str, at: int) -> Body:
 
 
 def _json_text(arguments: Any) -> str:
-    import msgspec
-
     return arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode()
 
 
 def _messages(chat: Body) -> Body:
     turns: list[Body] = []
-    system = [_text(m.get("content")) for m in chat["messages"] if m["role"] == "system"]
     for at, message in enumerate(chat["messages"]):
         role, blocks = message["role"], []
         if role == "tool":
-            call_id = message.get("tool_call_id") or f"call_{at - 1}_0"
+            call_id = _result_id(chat["messages"], at)
             blocks = [{"type": "tool_result", "tool_use_id": call_id, "content": _text(message.get("content"))}]
             role = "user"
         elif role != "system":
@@ -147,8 +161,8 @@ def _messages(chat: Body) -> Body:
         elif blocks:
             turns.append({"role": role, "content": blocks})
     body = _rest(chat) | {"messages": turns, "max_tokens": chat["max_tokens"]}
-    if system:
-        body["system"] = "\n\n".join(system)
+    if (system := _system(chat)) is not None:
+        body["system"] = system
     if functions := _functions(chat):
         # A description that is not there stays out: an empty one changes the prompt.
         body["tools"] = [

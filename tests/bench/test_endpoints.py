@@ -57,6 +57,14 @@ def test_messages_have_blocks_and_results_of_one_turn_are_one_message():
     assert body["cache_prompt"] is False and "stream_options" not in body
 
 
+def test_results_without_ids_answer_the_calls_in_their_order():
+    chat = CHAT | {"messages": [{k: v for k, v in m.items() if k != "tool_call_id"} for m in CHAT["messages"]]}
+    blocks = endpoints.request_body("messages", chat)["messages"][2]["content"]
+    assert [b["tool_use_id"] for b in blocks] == ["c1", "call_2_1"]
+    items = endpoints.request_body("responses", chat)["input"]
+    assert [i["call_id"] for i in items[1:5]] == ["c1", "call_2_1", "c1", "call_2_1"]
+
+
 def test_responses_have_items():
     body = endpoints.request_body("responses", CHAT)
     assert [i.get("role", i["type"]) for i in body["input"]] == [

@@ -121,7 +121,9 @@ void answer_begin_body(struct transfer *t, int status, const char *type)
 {
     t->status = status;
     t->framer.lines = is_type(type, "application/x-ndjson") || is_type(type, "application/ndjson") || is_type(type, "application/jsonl");
-    t->event_stream = status >= 200 && status < 300 && !is_type(type, "application/json") && !is_type(type, "text/html");
+    /* is_type compares a prefix: application/jsonl begins with application/json */
+    bool other = is_type(type, "application/json") || is_type(type, "text/html");
+    t->event_stream = status >= 200 && status < 300 && (t->framer.lines || !other);
     t->body_began = true;
 }
 

@@ -229,6 +229,14 @@ def test_any_lines_in_any_reads(pieces: list[bytes], cuts: list[int]) -> None:
     assert framed(reads) == lines_of(body)
 
 
+@pytest.mark.parametrize(
+    "content_type", [NDJSON, "application/ndjson", "application/jsonl", "Application/JSONL; charset=utf-8"]
+)
+def test_each_name_of_newline_delimited_json_is_a_stream(content_type: str) -> None:
+    record = record_of(content_type, OLLAMA)
+    assert record["error"] is None and record["completion_tokens"] == 21
+
+
 def test_the_last_line_needs_no_line_end() -> None:
     record = record_of(NDJSON, [*OLLAMA[:-1], OLLAMA[-1].rstrip()])
     assert record["error"] is None and record["completion_tokens"] == 21

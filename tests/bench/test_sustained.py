@@ -80,38 +80,9 @@ def test_a_page_of_metrics_is_parsed_and_limited():
 
 
 def test_the_servers_metrics_are_in_the_run(tmp_path):
-    from aiohttp import web
-
-    tokens = [0]
-
-    class WithMetrics(FakeServer):
-        async def _version(self, request):
-            return await super()._version(request)
-
-        async def _complete(self, request):
-            tokens[0] += 5
-            return await super()._complete(request)
-
-    original = web.UrlDispatcher.add_get
-
-    def add_get(self, path, handler, **more):
-        if path == "/v1/models":
-            original(self, "/metrics", page)
-        return original(self, path, handler, **more)
-
-    async def page(request):
-        return web.Response(text=PAGE % tokens[0])
-
-    web.UrlDispatcher.add_get = add_get
-    try:
-        server = WithMetrics(annie)
-        server.__enter__()
-    finally:
-        web.UrlDispatcher.add_get = original
-    try:
+    with FakeServer(annie) as server:
+        server.metrics = lambda: PAGE % (5 * len(server.bodies))
         done = bench.run([bench.Backend("a", server.url)], [FACTS], tmp_path / "run", warmup=0, runs=1)
-    finally:
-        server.stop()
     assert done.requests == 6
     rows = schema.decode(dict[str, server_metrics.ServerMetrics], tmp_path / "run" / server_metrics.FILE)
     grown = rows["a"].growth['vllm:generation_tokens_total{engine="0"}']

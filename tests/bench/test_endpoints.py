@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 from pathlib import Path
 
 import pytest
 from aiohttp import web
 from bench_cases import MEMORY, TALK, ask
 from bench_cases import workload as build
+from fake_server import FakeServer
 
 pytest.importorskip("annie_quant._stream", reason="the streaming client is not built here")
 
@@ -142,42 +142,15 @@ def test_the_real_llama_cpp_gives_the_same_records_through_each_api(tmp_path):
     )
 
 
-class Ollama:
+class Ollama(FakeServer):
     """Answers /api/chat as Ollama's documentation has it."""
 
-    def __enter__(self):
-        self.bodies: list[dict] = []
-        self.loop, ready = asyncio.new_event_loop(), threading.Event()
-        self.thread = threading.Thread(target=self._serve, args=(ready,), daemon=True)
-        self.thread.start()
-        assert ready.wait(10)
-        return self
+    def __init__(self):
+        super().__init__(answer=None, style="ollama", model="m")
 
-    def __exit__(self, *exc):
-        asyncio.run_coroutine_threadsafe(self.runner.cleanup(), self.loop).result(10)
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join(10)
-
-    def _serve(self, ready):
-        asyncio.set_event_loop(self.loop)
-        app = web.Application()
+    def _add_routes(self, app):
         app.router.add_post("/api/chat", self._chat)
-
         app.router.add_get("/v1/models", self._models)
-
-        async def start():
-            self.runner = web.AppRunner(app, shutdown_timeout=0.1)
-            await self.runner.setup()
-            site = web.TCPSite(self.runner, "127.0.0.1", 0)
-            await site.start()
-            self.url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
-
-        self.loop.run_until_complete(start())
-        ready.set()
-        self.loop.run_forever()
-
-    async def _models(self, request):
-        return web.json_response({"object": "list", "data": [{"id": "m", "object": "model", "owned_by": "library"}]})
 
     async def _chat(self, request):
         body = await request.json()

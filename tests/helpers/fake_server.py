@@ -79,11 +79,7 @@ class FakeServer:
     def _serve(self, ready: threading.Event) -> None:
         asyncio.set_event_loop(self.loop)
         app = web.Application(client_max_size=1 << 26)
-        app.router.add_post("/v1/chat/completions", self._complete)
-        app.router.add_get("/v1/models", self._models)
-        app.router.add_get("/props", self._props)
-        app.router.add_get("/version", self._version)
-        app.router.add_get("/metrics", self._metrics)
+        self._add_routes(app)
 
         async def start() -> None:
             self.runner = web.AppRunner(app, shutdown_timeout=0.1)
@@ -97,8 +93,15 @@ class FakeServer:
         ready.set()
         self.loop.run_forever()
 
+    def _add_routes(self, app: web.Application) -> None:
+        app.router.add_post("/v1/chat/completions", self._complete)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/props", self._props)
+        app.router.add_get("/version", self._version)
+        app.router.add_get("/metrics", self._metrics)
+
     async def _models(self, request: web.Request) -> web.Response:
-        owner = "llamacpp" if self.style == "llama.cpp" else "vllm"
+        owner = {"llama.cpp": "llamacpp", "ollama": "library"}.get(self.style, "vllm")
         return web.json_response(
             {
                 "object": "list",

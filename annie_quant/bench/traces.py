@@ -77,8 +77,7 @@ def replay(paths: Iterable[PathLike], n: int, seed: int = 0, problems: Problems 
         raise UsageError(f"the logs have no conversation to replay: {reasons}", "--replay takes chat logs")
     scanner, cases, lengths = Scanner(), [], []
     for number, conversation, turns in sorted(chosen, key=lambda item: item[0]):
-        answers = [m for m in conversation.messages if m["role"] == "assistant"]
-        lengths += [len(m["content"]) + len(str(m.get("tool_calls") or "")) for m in answers]
+        lengths += [_length(m) for m in conversation.messages if m["role"] == "assistant"]
         cases.append(
             Case(
                 id=f"replay-{number:05d}",
@@ -121,10 +120,9 @@ def turns_of(messages: Sequence[ChatMessage]) -> list[LoggedTurn]:
         elif role == "user":
             turns.append(LoggedTurn(message["content"]))
         elif role == "assistant":
-            calls = message.get("tool_calls") or []
-            called = {str(c.get("id")): c["function"] for c in calls}
+            called = {str(c.get("id")): c["function"] for c in message.get("tool_calls") or ()}
             if turns:
-                turns[-1].calls = [*(turns[-1].calls or ()), *(str(c["function"]["name"]) for c in calls)]
+                turns[-1].calls = [*(turns[-1].calls or ()), *_called(message)]
         elif role == "tool" and turns:
             if last != "tool":
                 turns.append(LoggedTurn())
@@ -134,6 +132,16 @@ def turns_of(messages: Sequence[ChatMessage]) -> list[LoggedTurn]:
             turns[-1].results.append({"name": name, "content": message["content"], "arguments": arguments})
         last = role
     return turns
+
+
+def _called(answer: ChatMessage) -> list[str]:
+    """Return the names of the functions that an answer calls."""
+    return [str(c["function"]["name"]) for c in answer.get("tool_calls") or ()]
+
+
+def _length(answer: ChatMessage) -> int:
+    """Return about how many characters an answer's text and calls are."""
+    return len(answer["content"]) + len(str(answer.get("tool_calls") or ""))
 
 
 def _tools(conversation: Conversation, scanner: Scanner) -> tuple[Mapping[str, Any], ...]:
@@ -219,11 +227,11 @@ def _log_trace(path: PathLike, n: int, problems: Problems) -> Workload:
         if conversation.time_s is None or not prompt:
             problems.add("no time" if conversation.time_s is None else "no prompt", conversation.source)
             continue
-        lengths += [len(m["content"]) + len(str(m.get("tool_calls") or "")) for m in answers]
+        lengths += map(_length, answers)
         messages = [plain(m) for m in scanner.conversation(prompt)]
         if conversation.system is not None:
             messages.insert(0, {"role": "system", "content": scanner.masked(conversation.system)})
-        calls = [str(c["function"]["name"]) for m in answers for c in m.get("tool_calls") or ()]
+        calls = [name for m in answers for name in _called(m)]
         case = Case(
             id=f"trace-{number:05d}",
             messages=tuple(messages),

@@ -155,10 +155,7 @@ def gpus() -> list[dict[str, str]]:
         return _smi("gpu", _GPU_FIELDS) or []
 
     def read(function: str, *arguments: Any) -> Any:
-        try:
-            value = getattr(nvml, function)(*arguments)
-        except (nvml.NVMLError, AttributeError):  # not reported by this GPU, or not known to this pynvml
-            return None
+        value = _nvml_value(nvml, function, *arguments)
         return value.decode() if isinstance(value, bytes) else value
 
     def text(value: Any, template: str = "{}") -> str:
@@ -179,6 +176,14 @@ def gpus() -> list[dict[str, str]]:
             }
         )
     return rows
+
+
+def _nvml_value(nvml: Any, function: str, *arguments: Any) -> Any:
+    """Return what an NVML function reports; None where this GPU does not report it, or this pynvml does not know it."""
+    try:
+        return getattr(nvml, function)(*arguments)
+    except (nvml.NVMLError, AttributeError):
+        return None
 
 
 def gpu_process_bytes() -> dict[int, int]:
@@ -261,18 +266,12 @@ def machine_state() -> tuple[float | None, float | None, str | None]:
 
 
 def _gpu_state(nvml: Any, device: Any) -> tuple[float | None, float | None, str | None]:
-    def read(*names: str, arguments: tuple[int, ...] = ()) -> int | None:
-        for function in names:
-            try:
-                return int(getattr(nvml, function)(device, *arguments))
-            except (nvml.NVMLError, AttributeError):  # not reported by this GPU, or not known to this pynvml
-                continue
-        return None
-
-    reasons = read("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons") or 0
+    reasons = _nvml_value(nvml, "nvmlDeviceGetCurrentClocksEventReasons", device)
+    if reasons is None:  # the name in older versions of pynvml
+        reasons = _nvml_value(nvml, "nvmlDeviceGetCurrentClocksThrottleReasons", device) or 0
     limits = ", ".join(text for bit, text in _LIMITS.items() if reasons & bit)
-    clock = read("nvmlDeviceGetClockInfo", arguments=(1,))
-    heat = read("nvmlDeviceGetTemperature", arguments=(0,))
+    clock = _nvml_value(nvml, "nvmlDeviceGetClockInfo", device, 1)  # NVML_CLOCK_SM
+    heat = _nvml_value(nvml, "nvmlDeviceGetTemperature", device, 0)  # NVML_TEMPERATURE_GPU
     return (None if clock is None else float(clock)), (None if heat is None else float(heat)), limits or None
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+import types
 
 import pytest
 from bench_cases import config_of, known, row
 
-from annie_quant import report, schema
+from annie_quant import host, report, schema
 from annie_quant.bench import depth, drift, noise
 from annie_quant.bench.aggregate import aggregate_records
 from annie_quant.bench.plan import plan
@@ -65,6 +66,23 @@ def test_the_driver_names_the_limit():
     limit = {"throttle": lambda s: "software thermal slowdown" if s >= 600 else None}
     findings = codes(records("b", 3, throttles, **limit), "b")
     assert "the driver reports software thermal slowdown in" in findings["throttled"].message
+
+
+@pytest.mark.parametrize(
+    "name", ["nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons"]
+)
+def test_the_state_is_that_of_the_hottest_gpu(monkeypatch, name):
+    heat, reasons = {"cool": 40, "hot": 83}, {"cool": 0x01, "hot": 0x24}
+    nvml = types.SimpleNamespace(
+        NVMLError=ZeroDivisionError,
+        nvmlDeviceGetClockInfo=lambda device, kind: 1900 // kind,
+        nvmlDeviceGetTemperature=lambda device, sensor: heat[device],
+        **{name: reasons.__getitem__},
+    )
+    monkeypatch.setattr(host, "nvml_devices", lambda: (nvml, list(heat)))
+    assert host.machine_state() == (1900.0, 83.0, "software power cap, software thermal slowdown")
+    nvml.nvmlDeviceGetClockInfo = lambda device, kind: 1 // 0
+    assert host.machine_state() == (None, 83.0, "software power cap, software thermal slowdown")
 
 
 def test_equal_sides_have_no_finding_and_stay_below_the_noise():

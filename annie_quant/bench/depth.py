@@ -87,16 +87,14 @@ def _compare(a: str, b: str, metric: str, left: Groups, right: Groups, seed: int
         ratios = _log_ratios(measured(left[depth], metric), measured(right[depth], metric))
         if len(ratios) >= LEAST_PROMPTS:
             logs[depth] = ratios
+    if len(logs) < 2:
+        return []
+    (shallow, base), *deeper = logs.items()
+    short = _interval(base, seed)
     rows = []
-    shallow = next(iter(logs), None)
-    for depth, ratios in logs.items():
-        if shallow is None or depth == shallow:
-            continue
-        (ratio, low, high), (short, short_low, short_high) = _interval(ratios, seed), _interval(logs[shallow], seed)
-        p = float(mannwhitneyu(ratios, logs[shallow]).pvalue)
-        row = DepthRow(
-            a, b, metric, depth, ratio, low, high, shallow, short, short_low, short_high, p=p, n_prompts=len(ratios)
-        )
+    for depth, ratios in deeper:
+        p = float(mannwhitneyu(ratios, base).pvalue)
+        row = DepthRow(a, b, metric, depth, *_interval(ratios, seed), shallow, *short, p=p, n_prompts=len(ratios))
         rows.append(row)
     return rows
 

@@ -51,7 +51,7 @@ def floors(
             near = residuals(by_prompt.values())
             pool = near if len(near) >= LEAST_RESIDUALS else everything
             if len(pool) >= LEAST_RESIDUALS and by_prompt:
-                rows.append(_floor(label, metric, by_prompt, pool, len(pool) // 2, seed))
+                rows.append(_floor(label, metric, by_prompt, pool, seed))
     return rows
 
 
@@ -66,16 +66,16 @@ def residuals(groups: Iterable[Sequence[float]]) -> list[float]:
     return rest
 
 
-def _floor(label: str, metric: str, by_prompt: Values, pool: Sequence[float], freedom: int, seed: int) -> NoiseFloor:
+def _floor(label: str, metric: str, by_prompt: Values, pool: Sequence[float], seed: int) -> NoiseFloor:
     import numpy as np
 
     rng = np.random.default_rng(seed)
-    pool, widen = _smooth_pool(pool, freedom, rng)
+    smooth, widen = _smooth_pool(pool, rng)
     sizes = np.array([(statistics.median(v), len(v)) for v in by_prompt.values()])
     n = len(sizes)
     sizes = sizes[rng.permutation(n)[:MOST_PROMPTS]]
     repeats = int(np.median(sizes[:, 1]))
-    draws = rng.choice(pool, size=(RESAMPLES, len(sizes), 2, repeats))
+    draws = rng.choice(smooth, size=(RESAMPLES, len(sizes), 2, repeats))
     sides = np.median(draws, axis=3) * sizes[None, :, :1]
     differences = np.abs(np.median(sides[:, :, 1] - sides[:, :, 0], axis=1))
     scale = (len(sizes) / n) ** 0.5
@@ -93,7 +93,7 @@ def _floor(label: str, metric: str, by_prompt: Values, pool: Sequence[float], fr
     )
 
 
-def _smooth_pool(residual: Sequence[float], freedom: int, rng: Any) -> tuple[Any, float]:
+def _smooth_pool(residual: Sequence[float], rng: Any) -> tuple[Any, float]:
     """Return SMOOTHED draws from a kernel estimate of the residuals with their variance, and the factor for few of them.
 
     Medians of a few discrete values would vary too little. The factor is Student's quantile over the normal one.
@@ -105,7 +105,7 @@ def _smooth_pool(residual: Sequence[float], freedom: int, rng: Any) -> tuple[Any
     width = 0.9 * len(values) ** -0.2  # Silverman's rule, in standard deviations
     draws = rng.choice(values, SMOOTHED) + rng.normal(0, width * values.std(), SMOOTHED)
     quantile = 0.5 + CONFIDENCE / 2
-    return draws / (1 + width * width) ** 0.5, float(t.ppf(quantile, max(freedom, 1)) / norm.ppf(quantile))
+    return draws / (1 + width * width) ** 0.5, float(t.ppf(quantile, max(len(values) // 2, 1)) / norm.ppf(quantile))
 
 
 def _halves(by_prompt: Values, rng: Any) -> tuple[dict[Hashable, list[float]], dict[Hashable, list[float]]]:

@@ -12,7 +12,7 @@ import itertools
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 from annie_quant.judge.metrics import METRICS, metric_value
@@ -116,12 +116,17 @@ def change_point(deviation: Any, seed: int = 0) -> tuple[int, float] | None:
     if bins < LEAST_BINS:
         return None
     means = np.array([np.median(deviation[a:b]) for a, b in itertools.pairwise(edges)])
-    rng = np.random.default_rng(seed)
-    shuffled = rng.permuted(np.tile(means, (PERMUTATIONS, 1)), axis=1)
-    steps = _steps(means[None])[0]
-    least = _first_split(bins)
-    p = (1 + int((_steps(shuffled).max(axis=1) >= steps.max() - 1e-12).sum())) / (PERMUTATIONS + 1)
-    return int(edges[least + int(steps.argmax())]), p
+    split = _first_split(bins) + int(_steps(means[None])[0].argmax())
+    return int(edges[split]), _permutation_p(means, lambda rows: _steps(rows).max(axis=1), seed)
+
+
+def _permutation_p(means: Any, statistic: Callable[[Any], Any], seed: int) -> float:
+    """Return how often shuffled bins have at least the statistic of the bins as they are. statistic: of [rows, bins], per row."""
+    import numpy as np
+
+    shuffled = np.random.default_rng(seed).permuted(np.tile(means, (PERMUTATIONS, 1)), axis=1)
+    reached = statistic(shuffled) >= statistic(means[None]) - 1e-12
+    return (1 + int(reached.sum())) / (PERMUTATIONS + 1)
 
 
 def _first_split(bins: int) -> int:
@@ -177,11 +182,7 @@ def moved(values: Sequence[float], at: int, seed: int = 0) -> list[float]:
     edges = _edges(len(data))
     means = np.array([data[a:b].mean() for a, b in itertools.pairwise(edges)])
     k = int(np.searchsorted(edges, at))
-    rng = np.random.default_rng(seed)
-    shuffled = rng.permuted(np.tile(means, (PERMUTATIONS, 1)), axis=1)
-    differences = np.abs(shuffled[:, k:].mean(axis=1) - shuffled[:, :k].mean(axis=1))
-    observed = abs(means[k:].mean() - means[:k].mean())
-    p = (1 + int((differences >= observed - 1e-12).sum())) / (PERMUTATIONS + 1)
+    p = _permutation_p(means, lambda rows: np.abs(rows[:, k:].mean(axis=1) - rows[:, :k].mean(axis=1)), seed)
     return [float(np.median(data[:at])), float(np.median(data[at:])), p]
 
 

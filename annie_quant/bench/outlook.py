@@ -106,11 +106,11 @@ class Outlook:
         left_s = (total - done) / rate
         if left_s <= 0:
             return ""
-        if now >= self._next:
+        if len(self.backends) > 1 and now >= self._next:
             self._growth = growth_to_decide(self._records, self.backends, self.greedy)
             cost = self._clock() - now
             self._next = now + max(PAUSE_S, cost / COST_SHARE)
-        if self._growth is None or len(self.backends) < 2:
+        if self._growth is None:
             return f"{duration(left_s)} left"
         if self._growth <= 1:
             return "decided" if self.stop_early else f"decided; {duration(left_s)} left"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from annie_quant.stream import errors
-from annie_quant.stream.answer import Answer, Frame, name_field, object_field, text_of
+from annie_quant.stream.answer import MAX_NAME, Answer, Frame, name_field, object_field, text_of
 from annie_quant.untrusted import integer, limited
 
 _TEXT = ("response.output_text.delta", "response.refusal.delta")
@@ -78,6 +78,6 @@ def _response(answer: Answer, kind: str, response: dict[str, Any], stamp: int) -
         answer.done_ns = stamp
         reason = object_field(response, "incomplete_details").get("reason")
         if reason is not None or kind == "response.incomplete":
-            answer.finish_reason = "length" if reason in (None, "max_output_tokens") else str(reason)[:200]
+            answer.finish_reason = "length" if reason in (None, "max_output_tokens") else str(reason)[:MAX_NAME]
         else:
             answer.finish_reason = "tool_calls" if answer.calls else "stop"

@@ -200,59 +200,67 @@ def settings(name: str, small: bool = False) -> dict[str, Any]:
     release = RELEASES[name]
     if not release.dialect:
         return {}
-    linears = dict(formats(name, small))
     if release.dialect == "fp8":
-        quantization: dict[str, Any] = {
-            "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128],
-            "modules_to_not_convert": ["lm_head", "model.visual.blocks.0.attn.proj"],
-        }  # fmt: skip
-    elif release.dialect == "compressed-tensors":
-        last = "|".join(str(i) for i in last_layers(release, small))
-        targets = [
-            r"re:.*self_attn\.(q|k|v|o)_proj$", r"re:.*linear_attn\.(in_proj_qkv|in_proj_z|out_proj)$", "re:.*lm_head",
-            rf"re:.*layers\.({last})\.{MLP}$",
-        ]  # fmt: skip
-        channel = SCHEME8 | {"strategy": "channel", "symmetric": True}
-        token = channel | {"strategy": "token", "dynamic": True}
-        four = SCHEME4 | {"strategy": "tensor_group", "symmetric": True}
-        quantization = {
-            "config_groups": {
-                "group_0": {"weights": channel, "input_activations": token, "targets": targets, "format": "float-quantized"},
-                "group_1": {
-                    "weights": four, "input_activations": four | {"dynamic": "local"}, "targets": [rf"re:.*{MLP}$"],
-                    "format": "nvfp4-pack-quantized",
-                },
+        return {"quantization_config": FP8_SETTINGS}
+    if release.dialect == "compressed-tensors":
+        return {"quantization_config": compressed_tensors_settings(release, small)}
+    return {
+        "quantization_config": modelopt_settings(release, dict(formats(name, small)), text_settings(release, small))
+    }
+
+
+FP8_SETTINGS = {
+    "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128],
+    "modules_to_not_convert": ["lm_head", "model.visual.blocks.0.attn.proj"],
+}  # fmt: skip
+
+
+def compressed_tensors_settings(release: Release, small: bool) -> dict[str, Any]:
+    last = "|".join(str(i) for i in last_layers(release, small))
+    targets = [
+        r"re:.*self_attn\.(q|k|v|o)_proj$", r"re:.*linear_attn\.(in_proj_qkv|in_proj_z|out_proj)$", "re:.*lm_head",
+        rf"re:.*layers\.({last})\.{MLP}$",
+    ]  # fmt: skip
+    channel = SCHEME8 | {"strategy": "channel", "symmetric": True}
+    token = channel | {"strategy": "token", "dynamic": True}
+    four = SCHEME4 | {"strategy": "tensor_group", "symmetric": True}
+    return {
+        "config_groups": {
+            "group_0": {"weights": channel, "input_activations": token, "targets": targets, "format": "float-quantized"},
+            "group_1": {
+                "weights": four, "input_activations": four | {"dynamic": "local"}, "targets": [rf"re:.*{MLP}$"],
+                "format": "nvfp4-pack-quantized",
             },
-            "format": "mixed-precision",
-            "ignore": [r"re:.*linear_attn\.in_proj_[ab]$", "re:.*visual.*", "re:^mtp.*"],
-            "kv_cache_scheme": SCHEME8 | {"strategy": "tensor", "symmetric": True},
-            "quant_method": "compressed-tensors",
-            "quantization_status": "compressed",
+        },
+        "format": "mixed-precision",
+        "ignore": [r"re:.*linear_attn\.in_proj_[ab]$", "re:.*visual.*", "re:^mtp.*"],
+        "kv_cache_scheme": SCHEME8 | {"strategy": "tensor", "symmetric": True},
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+    }  # fmt: skip
+
+
+def modelopt_settings(release: Release, linears: dict[str, str], text: dict[str, Any]) -> dict[str, Any]:
+    """linears: module → format. text: the text model's settings."""
+    base = {"quant_method": "modelopt", "producer": {"name": "modelopt", "version": "0.45.0"}}
+    if len(set(linears.values())) > 1:  # experts of a layer have one entry
+        algorithms = {"w4a16": {"quant_algo": "W4A16_NVFP4", "group_size": 16}, "fp8": {"quant_algo": "FP8"}}
+        layers = {re.sub(r"(experts)\.\d+\..*", r"\1", m): algorithms[f] for m, f in linears.items()}
+        return base | {
+            "quant_algo": "MIXED_PRECISION", "quantized_layers": layers, "ignore": ["mtp*", "mtp.layers.0*"],
         }  # fmt: skip
+    ignore = ["lm_head"]
+    for i, kind in enumerate(text.get("layer_types", [])):
+        p = f"model.language_model.layers.{i}."
+        ignore += [p + "linear_attn*" if kind[0] == "l" else p + "self_attn*", p + "mlp.shared_expert*"]
+    if release.hybrid:
+        ignore += ["model.language_model.layers.*.mlp.gate", "model.visual*", "mtp.layers.0*", "mtp*"]
     else:
-        quantization = {"quant_method": "modelopt", "producer": {"name": "modelopt", "version": "0.45.0"}}
-        if len(set(linears.values())) > 1:  # experts of a layer have one entry
-            algorithms = {"w4a16": {"quant_algo": "W4A16_NVFP4", "group_size": 16}, "fp8": {"quant_algo": "FP8"}}
-            layers = {re.sub(r"(experts)\.\d+\..*", r"\1", m): algorithms[f] for m, f in linears.items()}
-            quantization |= {
-                "quant_algo": "MIXED_PRECISION", "quantized_layers": layers, "ignore": ["mtp*", "mtp.layers.0*"],
-            }  # fmt: skip
-        else:
-            ignore = ["lm_head"]
-            for i, kind in enumerate(text_settings(release, small).get("layer_types", [])):
-                p = f"model.language_model.layers.{i}."
-                ignore += [p + "linear_attn*" if kind[0] == "l" else p + "self_attn*", p + "mlp.shared_expert*"]
-            if not release.hybrid:
-                ignore += [
-                    f"model.layers.{i}.mlp.gate" for i in range(text_settings(release, small)["num_hidden_layers"])
-                ]
-            else:
-                ignore += ["model.language_model.layers.*.mlp.gate", "model.visual*", "mtp.layers.0*", "mtp*"]
-            quantization |= {
-                "quant_algo": "NVFP4", "ignore": ignore, "kv_cache_scheme": SCHEME8,
-                "config_groups": {"group_0": {"input_activations": SCHEME4, "weights": SCHEME4, "targets": ["Linear"]}},
-            }  # fmt: skip
-    return {"quantization_config": quantization}
+        ignore += [f"model.layers.{i}.mlp.gate" for i in range(text["num_hidden_layers"])]
+    return base | {
+        "quant_algo": "NVFP4", "ignore": ignore, "kv_cache_scheme": SCHEME8,
+        "config_groups": {"group_0": {"input_activations": SCHEME4, "weights": SCHEME4, "targets": ["Linear"]}},
+    }  # fmt: skip
 
 
 def last_layers(release: Release, small: bool) -> range:
@@ -413,9 +421,10 @@ def write(name: str, folder: Path, seed: int = 0) -> Path:
         if tensor not in tensors:
             value = rng.standard_normal(shape) * 0.1 if "visual" in tensor else np.full(shape, 0.02)
             tensors[tensor] = value.astype(zoo.BF16 if dtype == "BF16" else np.float32)
-    zoo.save(folder, tensors, config(name, small=True))
+    document = config(name, small=True)
+    zoo.save(folder, tensors, document)
     if release.dialect == "modelopt":
-        quantization = config(name, small=True)["quantization_config"]
+        quantization = document["quantization_config"]
         values = {"quant_algo": quantization["quant_algo"], "kv_cache_quant_algo": "FP8"}
         values |= {"exclude_modules": quantization["ignore"]}
         if "quantized_layers" in quantization:

@@ -145,7 +145,8 @@ def _json_text(arguments: Any) -> str:
 def _messages(chat: Body) -> Body:
     turns: list[Body] = []
     for at, message in enumerate(chat["messages"]):
-        role, blocks = message["role"], []
+        role = message["role"]
+        blocks: list[Body] = []
         if role == "tool":
             call_id = _result_id(chat["messages"], at)
             blocks = [{"type": "tool_result", "tool_use_id": call_id, "content": _text(message.get("content"))}]

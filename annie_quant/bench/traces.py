@@ -219,7 +219,8 @@ def _mooncake_workload(rows: Sequence[MooncakeRow]) -> Workload:
 
 
 def _log_trace(path: PathLike, n: int, problems: Problems) -> Workload:
-    scanner, lengths = Scanner(), []
+    scanner = Scanner()
+    lengths: list[int] = []
     requests: list[tuple[float, Case]] = []
     for number, conversation in enumerate(read_logs([path], problems, MAX_CHARACTERS)):
         prompt = list(conversation.messages)

@@ -64,6 +64,8 @@ def vllm(program: Path, checkpoint: Path, port: int, log: Path) -> Iterator[tupl
                 break
             except OSError:
                 time.sleep(1)
+        else:
+            raise SystemExit(f"vLLM does not answer: see {log}")
         yield url, process.pid
     finally:
         os.killpg(process.pid, signal.SIGTERM)

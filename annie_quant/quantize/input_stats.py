@@ -14,7 +14,7 @@ import torch
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.errors import CheckpointError
 from annie_quant.progress import Progress
-from annie_quant.quantize.calibration_samples import KINDS, Sample, TokenWeights, make_batches
+from annie_quant.quantize.calibration_samples import KINDS, PADDING, Sample, TokenWeights, make_batches
 from annie_quant.quantize.expert_coverage import Coverage
 from annie_quant.quantize.layerwise import DecoderLayer, DecoderLayers
 
@@ -34,6 +34,12 @@ class InputStats:
 def weight_table(token_weights: TokenWeights, device: str | torch.device) -> torch.Tensor:
     """Return the weight of every kind of token, float32 [KINDS]."""
     return torch.tensor([token_weights.get(k, 0.0) for k in range(KINDS)], device=device)
+
+
+def with_padding(table: torch.Tensor) -> torch.Tensor:
+    """Return a weight table with one element more, the last, which is PADDING's: 0."""
+    assert PADDING == -1
+    return torch.cat([table, table.new_zeros(1)])
 
 
 class InputObserver:

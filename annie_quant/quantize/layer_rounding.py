@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,8 +28,6 @@ from annie_quant.quantize.gptq_solver import FactorError
 from annie_quant.quantize.input_stats import by_input
 from annie_quant.quantize.kl_trial import input_hook
 from annie_quant.quantize.layerwise import DecoderLayer, DecoderLayers, real_inputs
-
-log = logging.getLogger(__name__)
 
 HESSIAN_BYTES = 6 << 30  # of one pass over the text
 # Of a weight, relative. Plain rounding changes one by .08 to .13; the audit doubts .2 (checkpoint/source_diff.py).
@@ -111,12 +108,15 @@ class LayerRounder:
         self.tensor_scales: dict[str, float] = {}
         self.warnings: list[str] = []
         self.tokens: dict[str, int] = {}  # that reached each expert
-        self.start({})
+        self.start()
 
-    def start(self, amax: Mapping[str, float]) -> None:
-        """Take the layer's weights as they are now. amax: largest inputs, by full name, that replace the measured ones."""
+    def start(self) -> None:
+        """Take the layer's weights as they are now."""
         self.true = self.layer.module
         self.fake = copy.deepcopy(self.layer.module)
+
+    def set_amax(self, amax: Mapping[str, float]) -> None:
+        """Set largest inputs, by full name; linears that servers round with one scale get the same."""
         prefix = f"{self.layer.name}."
         self.amax |= {n.removeprefix(prefix): a for n, a in amax.items()}
         full = self.layer.model.folder.family.largest_of_input({f"{prefix}{n}": a for n, a in self.amax.items()})
@@ -146,7 +146,7 @@ class LayerRounder:
         ]
         running = list(top)
         self.groups.sort(key=lambda g: running.index(g[0]) if g[0] in top else len(running))
-        self.start({f"{self.layer.name}.{n}": top[g[0]] for g in self.groups if g[0] in top for n in g})
+        self.set_amax({f"{self.layer.name}.{n}": top[g[0]] for g in self.groups if g[0] in top for n in g})
         return outputs
 
     def batches(self, states: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -40,7 +40,9 @@ def test_the_promised_commands_are_there() -> None:
 
 
 def test_the_command_line_loads_no_benchmark_before_a_command_needs_one() -> None:
-    code = "import sys, annie_quant.cli; print([n for n in sys.modules if n.startswith(('annie_quant.bench', 'torch'))])"
+    code = (
+        "import sys, annie_quant.cli; print([n for n in sys.modules if n.startswith(('annie_quant.bench', 'torch'))])"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
 
 

@@ -15,7 +15,6 @@ import annie_quant
 from annie_quant.cli import tables
 from annie_quant.cli.common import console, emit, json_option, persona_option, workloads_option
 from annie_quant.errors import UsageError
-from annie_quant.host import listening_pid
 
 SUSTAINED_PER_S = 20  # visits that are planned; a sustained run ends by its time
 
@@ -182,8 +181,11 @@ def bench(
 
 def local_process(url: str) -> dict[str, int]:
     """Return {"pid": ...} of the process that listens at a loopback URL; {} where it is not known."""
+    from annie_quant.data.record.proxy import is_local
+    from annie_quant.host import listening_pid
+
     parts = urllib.parse.urlsplit(url)
-    if parts.hostname not in ("127.0.0.1", "localhost", "::1"):
+    if not is_local(parts.hostname or ""):
         return {}
     pid = listening_pid(parts.port or 80)
     return {} if pid is None else {"pid": pid}

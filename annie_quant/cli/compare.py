@@ -10,7 +10,6 @@ import click
 import msgspec
 
 import annie_quant
-from annie_quant.bench.exchange import is_report, read
 from annie_quant.cli import tables
 from annie_quant.cli.common import PATH, console, emit, json_option
 
@@ -26,6 +25,8 @@ def compare(source: Path, forms: tuple[Path, ...], worst: int, plot: Path | None
 
     Where all paths are run directories, or reports of GuideLLM, AIPerf or vllm bench serve, print them as one table.
     """
+    from annie_quant.bench.exchange import is_report
+
     if is_report(source):
         _compare_runs((source, *forms), as_json)
         return
@@ -45,6 +46,8 @@ def compare(source: Path, forms: tuple[Path, ...], worst: int, plot: Path | None
 
 
 def _compare_runs(paths: Sequence[Path], as_json: bool) -> None:
+    from annie_quant.bench.exchange import read
+
     common = os.path.commonpath([path.resolve().parent for path in paths])
     rows = []
     for path in paths:

@@ -6,13 +6,15 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from annie_quant import schema
-from annie_quant.bench.exchange import ReportRow
 from annie_quant.judge.decision import POOLED, member_verdict
 from annie_quant.judge.decision.paired import points, title
 from annie_quant.schema import Evaluation, GateResult, Outcome, PairedGate, PairedVerdict, PooledGates, ServedSide
+
+if TYPE_CHECKING:
+    from annie_quant.bench.exchange import ReportRow
 
 WIDTH = 80
 BASES = {"reference": "bf16", "label": "label", "rule": "rule"}

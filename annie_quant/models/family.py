@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
@@ -141,6 +141,12 @@ class GGUFNames:
     top: Mapping[str, str]
     layer: Mapping[str, str]
     mtp: Mapping[str, str]
+
+    def with_experts(self, architecture: str, experts: Experts) -> GGUFNames:
+        """Return the names of a mixture of the same layers, with experts instead of the dense MLP."""
+        layer = {name: stored for name, stored in self.layer.items() if name not in GGUF_MLP}
+        layer |= {f"{name}.weight": f"{stored}.weight" for name, stored in experts.gguf.items()}
+        return replace(self, architecture=architecture, layer=layer)
 
 
 @dataclass(frozen=True, eq=False)
@@ -344,6 +350,25 @@ MLP_OUTPUT = LinearInput(("mlp.down_proj",), "mlp.up_proj", "rows")  # it reads 
 DENSE_INPUTS = (ATTENTION_INPUT, MLP_INPUT, MLP_OUTPUT, ATTENTION_OUTPUT)
 DENSE_FUSED = {"qkv_proj": ATTENTION, "gate_up_proj": MLP}
 DENSE_KINDS = {"mlp": ("mlp.*",), "attention": ("self_attn.*_proj*",)}
+GGUF_TOP = {
+    "embed_tokens.weight": "token_embd.weight",
+    "norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+# With the norms of queries and keys, which Llama does not have.
+GGUF_ATTENTION = {
+    "self_attn.q_proj.weight": "attn_q.weight",
+    "self_attn.k_proj.weight": "attn_k.weight",
+    "self_attn.v_proj.weight": "attn_v.weight",
+    "self_attn.o_proj.weight": "attn_output.weight",
+    "self_attn.q_norm.weight": "attn_q_norm.weight",
+    "self_attn.k_norm.weight": "attn_k_norm.weight",
+}
+GGUF_MLP = {
+    "mlp.gate_proj.weight": "ffn_gate.weight",
+    "mlp.up_proj.weight": "ffn_up.weight",
+    "mlp.down_proj.weight": "ffn_down.weight",
+}
 # The mixture of experts of Qwen2 MoE and its successors. The shared expert is a dense MLP that every token passes.
 SHARED_EXPERT = ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj")
 QWEN_EXPERTS = Experts(

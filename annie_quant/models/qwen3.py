@@ -9,6 +9,9 @@ from annie_quant.models.family import (
     DENSE_FUSED,
     DENSE_INPUTS,
     DENSE_KINDS,
+    GGUF_ATTENTION,
+    GGUF_MLP,
+    GGUF_TOP,
     Family,
     Form,
     GGUFNames,
@@ -16,23 +19,12 @@ from annie_quant.models.family import (
 
 GGUF = GGUFNames(
     architecture="qwen3",
-    top={
-        "embed_tokens.weight": "token_embd.weight",
-        "norm.weight": "output_norm.weight",
-        "lm_head.weight": "output.weight",
-    },
+    top=GGUF_TOP,
     layer={
         "input_layernorm.weight": "attn_norm.weight",
         "post_attention_layernorm.weight": "ffn_norm.weight",
-        "self_attn.q_proj.weight": "attn_q.weight",
-        "self_attn.k_proj.weight": "attn_k.weight",
-        "self_attn.v_proj.weight": "attn_v.weight",
-        "self_attn.o_proj.weight": "attn_output.weight",
-        "self_attn.q_norm.weight": "attn_q_norm.weight",
-        "self_attn.k_norm.weight": "attn_k_norm.weight",
-        "mlp.gate_proj.weight": "ffn_gate.weight",
-        "mlp.up_proj.weight": "ffn_up.weight",
-        "mlp.down_proj.weight": "ffn_down.weight",
+        **GGUF_ATTENTION,
+        **GGUF_MLP,
     },
     mtp={},
 )

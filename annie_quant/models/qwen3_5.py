@@ -13,6 +13,9 @@ from annie_quant.models.family import (
     COMMON_UNQUANTIZED,
     DENSE_FUSED,
     DENSE_KINDS,
+    GGUF_ATTENTION,
+    GGUF_MLP,
+    GGUF_TOP,
     MLP_INPUT,
     MLP_OUTPUT,
     DeltaNet,
@@ -34,20 +37,11 @@ DELTANET = DeltaNet(
 
 GGUF = GGUFNames(
     architecture="qwen35",
-    top={
-        "embed_tokens.weight": "token_embd.weight",
-        "norm.weight": "output_norm.weight",
-        "lm_head.weight": "output.weight",
-    },
+    top=GGUF_TOP,
     layer={
         "input_layernorm.weight": "attn_norm.weight",
         "post_attention_layernorm.weight": "post_attention_norm.weight",
-        "self_attn.q_proj.weight": "attn_q.weight",
-        "self_attn.k_proj.weight": "attn_k.weight",
-        "self_attn.v_proj.weight": "attn_v.weight",
-        "self_attn.o_proj.weight": "attn_output.weight",
-        "self_attn.q_norm.weight": "attn_q_norm.weight",
-        "self_attn.k_norm.weight": "attn_k_norm.weight",
+        **GGUF_ATTENTION,
         "linear_attn.in_proj_qkv.weight": "attn_qkv.weight",
         "linear_attn.in_proj_z.weight": "attn_gate.weight",
         "linear_attn.in_proj_a.weight": "ssm_alpha.weight",
@@ -57,9 +51,7 @@ GGUF = GGUFNames(
         "linear_attn.dt_bias": "ssm_dt.bias",
         "linear_attn.norm.weight": "ssm_norm.weight",
         "linear_attn.out_proj.weight": "ssm_out.weight",
-        "mlp.gate_proj.weight": "ffn_gate.weight",
-        "mlp.up_proj.weight": "ffn_up.weight",
-        "mlp.down_proj.weight": "ffn_down.weight",
+        **GGUF_MLP,
     },
     mtp={
         "fc.weight": "nextn.eh_proj.weight",

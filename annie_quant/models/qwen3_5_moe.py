@@ -24,13 +24,6 @@ GGUF_SHARED = {
 }
 
 EXPERTS = replace(QWEN_EXPERTS, gguf={**QWEN_EXPERTS.gguf, **GGUF_SHARED})
-_DENSE_MLP = ("mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight")
-GGUF = replace(
-    qwen3_5.GGUF,
-    architecture="qwen35moe",
-    layer={k: v for k, v in qwen3_5.GGUF.layer.items() if k not in _DENSE_MLP}
-    | {f"{k}.weight": f"{v}.weight" for k, v in EXPERTS.gguf.items()},
-)
 
 FAMILY = replace(
     qwen3_5.FAMILY,
@@ -44,7 +37,7 @@ FAMILY = replace(
         LinearInput(("mlp.shared_expert.down_proj",), "mlp.shared_expert.up_proj", "rows"),
     ),
     fused={k: v for k, v in qwen3_5.FAMILY.fused.items() if k != "gate_up_proj"} | {"gate_up_proj": SHARED_EXPERT},
-    gguf=GGUF,
+    gguf=qwen3_5.GGUF.with_experts("qwen35moe", EXPERTS),
     published={},
     experts=EXPERTS,
 )

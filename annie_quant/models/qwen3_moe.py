@@ -12,18 +12,10 @@ from dataclasses import replace
 from annie_quant.models import qwen3
 from annie_quant.models.family import QWEN_EXPERTS, Form
 
-_DENSE_MLP = ("mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight")
-GGUF = replace(
-    qwen3.GGUF,
-    architecture="qwen3moe",
-    layer={k: v for k, v in qwen3.GGUF.layer.items() if k not in _DENSE_MLP}
-    | {f"{k}.weight": f"{v}.weight" for k, v in QWEN_EXPERTS.gguf.items()},
-)
-
 FAMILY = replace(
     qwen3.FAMILY,
     name="Qwen3 MoE",
     text=Form("Qwen3MoeForCausalLM", "qwen3_moe"),
     experts=QWEN_EXPERTS,
-    gguf=GGUF,
+    gguf=qwen3.GGUF.with_experts("qwen3moe", QWEN_EXPERTS),
 )

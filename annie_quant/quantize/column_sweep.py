@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 
 from annie_quant import nvfp4
 from annie_quant.hf import codec
-from annie_quant.quantize.gptq_solver import ATTEMPTS, DAMPING, FactorError
+from annie_quant.quantize.gptq_solver import DAMPING, FactorError, check_usable, inverse_factor, with_damping
 
 GROUP = 16
 WINDOW = 128  # columns between two updates of everything to their right
@@ -106,15 +107,14 @@ def order_of(diagonal: torch.Tensor, order: str) -> torch.Tensor:
     return (first[:, None] * GROUP + inside[first]).reshape(-1)
 
 
-def damped(hessian: torch.Tensor, damping: float) -> torch.Tensor:
-    """Return the Hessian with the damping added to its diagonal, relative to the mean; dead columns have the mean."""
+def live_hessian(hessian: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """Return a copy of the Hessian whose dead columns have the mean of the others on the diagonal, and that mean."""
     base = hessian.clone()
     diagonal = base.diagonal()
     live = diagonal > 0
     mean = float(diagonal[live].mean())
     diagonal[~live] = mean
-    diagonal.add_(damping * mean)
-    return base
+    return base, mean
 
 
 def corrected(weight: torch.Tensor, hessian: torch.Tensor, cross: torch.Tensor, damping: float) -> torch.Tensor:
@@ -125,18 +125,13 @@ def corrected(weight: torch.Tensor, hessian: torch.Tensor, cross: torch.Tensor, 
     Hessian's diagonal; GPTQ of W' under the Hessian then minimises |X W^T - X~ Q^T|^2 (Qronos, arXiv 2505.11695; GPTAQ).
     Raises FactorError as upper_factor does.
     """
-    if not bool(hessian.isfinite().all() and cross.isfinite().all()):
+    if not bool(cross.isfinite().all()):
         raise FactorError("its inputs hold NaN or inf")
-    if not bool((hessian.diagonal() > 0).any()):
-        raise FactorError("all its inputs are 0")
-    for _ in range(ATTEMPTS):
-        lower, failed = torch.linalg.cholesky_ex(damped(hessian, damping))
-        if not int(failed):
-            # W' = W + W (G - H)^T (H + damping)^-1: without a difference of the inputs nothing is solved, or rounded.
-            difference = (cross - hessian) @ weight.float().T
-            return weight.float() + torch.cholesky_solve(difference, lower).T
-        damping *= 10
-    raise FactorError("no damping makes its Hessian factorable")
+    check_usable(hessian)
+    # W' = W + W (G - H)^T (H + damping)^-1: without a difference of the inputs nothing is solved, or rounded.
+    difference = (cross - hessian) @ weight.float().T
+    solution = with_damping(*live_hessian(hessian), damping, partial(torch.cholesky_solve, difference))
+    return weight.float() + solution.T
 
 
 def upper_factor(hessian: torch.Tensor, damping: float = DAMPING) -> torch.Tensor:
@@ -144,18 +139,8 @@ def upper_factor(hessian: torch.Tensor, damping: float = DAMPING) -> torch.Tenso
 
     Raises FactorError where no damping of ATTEMPTS, each ten times the last one, makes it factorable.
     """
-    if not bool(hessian.isfinite().all()):
-        raise FactorError("its inputs hold NaN or inf")
-    if not bool((hessian.diagonal() > 0).any()):
-        raise FactorError("all its inputs are 0")
-    for _ in range(ATTEMPTS):
-        lower, failed = torch.linalg.cholesky_ex(damped(hessian, damping))
-        if not int(failed):
-            upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
-            if not int(failed):
-                return upper
-        damping *= 10
-    raise FactorError("no damping makes its Hessian factorable")
+    check_usable(hessian)
+    return with_damping(*live_hessian(hessian), damping, inverse_factor)
 
 
 def sweep(

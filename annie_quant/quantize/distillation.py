@@ -22,14 +22,14 @@ from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.hf import codec
 from annie_quant.progress import SILENT, Progress
 from annie_quant.quantize import column_sweep, fake_quant, kl_trial
-from annie_quant.quantize.calibration_samples import KINDS, PADDING, Batch, Sample, TokenWeights, make_batches, padded
+from annie_quant.quantize.calibration_samples import Batch, Sample, TokenWeights, make_batches, padded
 from annie_quant.quantize.column_sweep import GROUP, Rounded
-from annie_quant.quantize.learned_rounding import Learned, LearnedWeight
+from annie_quant.quantize.input_stats import weight_table, with_padding
+from annie_quant.quantize.learned_rounding import Learned, LearnedWeight, follow_signs
 from annie_quant.quantize.plan import Plan
 
 BATCH = 8  # answers per step
 JUDGE = 48  # answers on which steps are compared
-JUDGEMENTS = 5
 TRAVEL = 0.1  # how far m can move in all
 
 
@@ -68,7 +68,7 @@ def rounded_of(packed: nvfp4.Tensor, device: torch.device | str) -> Rounded:
     return Rounded(codes, scale_codes, step, values, torch.zeros(len(values), dtype=torch.float64), values)
 
 
-class Distillation:
+class DistilledModel:
     """A model with DistilledLinear instead of the plan's linears."""
 
     def __init__(
@@ -78,8 +78,7 @@ class Distillation:
         if plan.weights:
             raise ValueError("a plan with folded weights cannot be distilled")
         self.device = next(self.model.parameters()).device
-        self.table = torch.tensor([*(token_weights.get(k, 0.0) for k in range(KINDS)), 0.0], device=self.device)
-        assert PADDING == -1  # the table's last element
+        self.table = with_padding(weight_table(token_weights, self.device))
         self.model.requires_grad_(False)
         inputs = folder.family.largest_of_input({n: plan.amax[n] for n in plan.packed if n in plan.amax})
         self.linears: dict[str, DistilledLinear] = {}
@@ -94,29 +93,25 @@ class Distillation:
         for layer in self.model.get_decoder().layers:
             layer.forward = _recomputed(layer.forward)
 
-    def logits(self, batch: Batch, rounded: bool) -> torch.Tensor:
-        """Return the log-probabilities [n, V] of the tokens that count."""
-        for linear in self.linears.values():
-            linear.rounded = rounded
-        ids = torch.from_numpy(batch.ids).to(self.device)
-        weight = self.weights(batch)
-        positions = (weight > 0).any(0).nonzero().squeeze(-1)
-        out = self.model(input_ids=ids, use_cache=False, logits_to_keep=positions).logits
-        return torch.log_softmax(out[weight[:, positions] > 0].float(), -1)
-
-    def weights(self, batch: Batch) -> torch.Tensor:
-        return self.table[torch.from_numpy(batch.kinds).to(self.device)]
-
     def kl(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the weighted sum of KL(source || rounded) and the sum of the weights."""
-        with torch.no_grad():
-            p = self.logits(batch, rounded=False)
-        q = self.logits(batch, rounded=True)
-        weight = self.weights(batch)
+        ids, kinds = (torch.from_numpy(array).to(self.device) for array in (batch.ids, batch.kinds))
+        weight = self.table[kinds]
         positions = (weight > 0).any(0).nonzero().squeeze(-1)
-        count = weight[:, positions]
-        count = count[count > 0]
-        return ((p.exp() * (p - q)).sum(-1) * count).sum(), count.sum()
+        weight = weight[:, positions]
+        counts = weight > 0
+
+        def log_probabilities(rounded: bool) -> torch.Tensor:
+            """Return those of the tokens that count, [n, V]."""
+            for linear in self.linears.values():
+                linear.rounded = rounded
+            out = self.model(input_ids=ids, use_cache=False, logits_to_keep=positions).logits
+            return torch.log_softmax(out[counts].float(), -1)
+
+        with torch.no_grad():
+            p = log_probabilities(rounded=False)
+        q = log_probabilities(rounded=True)
+        return ((p.exp() * (p - q)).sum(-1) * weight[counts]).sum(), weight[counts].sum()
 
     @torch.no_grad()
     def judge(self, batches: Sequence[Batch]) -> float:
@@ -147,33 +142,22 @@ def distil(
     progress: Progress = SILENT,
 ) -> Learned:
     """Learn the block scales of the plan's linears, and the rounding with `rounding`, and keep the best in `plan.packed`."""
-    whole = Distillation(folder, plan, token_weights, activations, rounding)
+    whole = DistilledModel(folder, plan, token_weights, activations, rounding)
     answers = list(kl_trial.spread([s for s in samples if any(token_weights.get(k, 0.0) > 0 for k in s.kinds)]))
     judged = make_batches(answers[:JUDGE], 4096)
-    parameters = [p for linear in whole.linears.values() for p in linear.learned.parameters()]
-    limits = [p for linear in whole.linears.values() for p in linear.learned.limits()]
     generator = torch.Generator().manual_seed(seed)
-    losses, best = [whole.judge(judged)], 0
-    chosen = [p.detach().clone() for p in parameters]
-    marks = {round(steps * (i + 1) / JUDGEMENTS) for i in range(JUDGEMENTS)}
-    for step in range(steps):
+
+    def loss() -> torch.Tensor:
         drawn = torch.randperm(len(answers), generator=generator)[:BATCH].tolist()
-        loss, count = whole.kl(padded([answers[i] for i in drawn]))
-        gradients = torch.autograd.grad(loss / count, parameters)
-        with torch.no_grad():
-            for parameter, gradient, (low, high) in zip(parameters, gradients, limits, strict=True):
-                rate = 2 * travel * (1 - step / steps) / steps
-                parameter.sub_(rate * gradient.sign()).clamp_(low, high)
-        if step + 1 in marks:
-            losses.append(whole.judge(judged))
-            progress.update(step + 1, steps, f"distilling: step {step + 1} of {steps}, KL {losses[-1]:.4g}")
-            if losses[-1] < losses[best]:
-                best = len(losses) - 1
-                chosen = [p.detach().clone() for p in parameters]
-    with torch.no_grad():
-        for parameter, value in zip(parameters, chosen, strict=True):
-            parameter.copy_(value)
-    if best:
+        total, count = whole.kl(padded([answers[i] for i in drawn]))
+        return total / count
+
+    def report(step: int, kl: float) -> None:
+        progress.update(step, steps, f"distilling: step {step} of {steps}, KL {kl:.4g}")
+
+    weights = [linear.learned for linear in whole.linears.values()]
+    learned = follow_signs(weights, loss, lambda: whole.judge(judged), steps, travel, report)
+    if learned.best:
         for name, linear in whole.linears.items():
             plan.packed[name] = linear.learned.result().packed(linear.learned.tensor_scale)
-    return Learned(losses, best)
+    return learned

@@ -6,6 +6,7 @@ the columns is C (csrc/nvfp4/gptq.c) and chooses block scales as the codec does;
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -70,25 +71,45 @@ def factor(hessian: torch.Tensor, damping: float = DAMPING) -> Factor:
 
     Raises FactorError for NaN and inf, for inputs that are all 0, and if no damping makes the Hessian factorable.
     """
-    diagonal = hessian.diagonal()
-    dead = diagonal <= 0
-    if not bool(hessian.isfinite().all()):
-        raise FactorError("its inputs hold NaN or inf")
-    if bool(dead.all()):
-        raise FactorError("all its inputs are 0")
+    check_usable(hessian)
+    dead = hessian.diagonal() <= 0
     base = hessian.clone()
     base.diagonal()[dead] = 1.0
-    mean = float(base.diagonal().mean())
+    upper = with_damping(base, float(base.diagonal().mean()), damping, inverse_factor)
+    return Factor(np.ascontiguousarray(upper.float().cpu().numpy()), dead.cpu().numpy())
+
+
+def check_usable(hessian: torch.Tensor) -> None:
+    """Raise FactorError for NaN and inf, and for inputs that are all 0."""
+    if not bool(hessian.isfinite().all()):
+        raise FactorError("its inputs hold NaN or inf")
+    if not bool((hessian.diagonal() > 0).any()):
+        raise FactorError("all its inputs are 0")
+
+
+def with_damping(
+    hessian: torch.Tensor, mean: float, damping: float, use: Callable[[torch.Tensor], torch.Tensor | None]
+) -> torch.Tensor:
+    """Return what `use` returns for the lower Cholesky factor of a Hessian with damping * mean added to its diagonal.
+
+    Where it has no such factor, or `use` returns None, the damping is ten times the last one, up to ATTEMPTS times; FactorError
+    after these. hessian: float32 [K, K]; its diagonal is changed in place.
+    """
+    diagonal = hessian.diagonal().clone()
     for _ in range(ATTEMPTS):
-        damped = base.clone()
-        damped.diagonal().add_(damping * mean)
-        lower, failed = torch.linalg.cholesky_ex(damped)
-        if not int(failed):
-            upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
-            if not int(failed):
-                return Factor(np.ascontiguousarray(upper.float().cpu().numpy()), dead.cpu().numpy())
+        hessian.diagonal().copy_(diagonal + damping * mean)
+        lower, failed = torch.linalg.cholesky_ex(hessian)
+        result = None if int(failed) else use(lower)
+        if result is not None:
+            return result
         damping *= 10
     raise FactorError("no damping makes its Hessian factorable")
+
+
+def inverse_factor(lower: torch.Tensor) -> torch.Tensor | None:
+    """Return the upper Cholesky factor of the inverse of lower lower^T, or None where it has none in float32."""
+    upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+    return None if int(failed) else upper
 
 
 def round_columns(

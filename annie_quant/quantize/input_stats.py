@@ -5,7 +5,7 @@ One pass, layer by layer; linears that read the same input share one measurement
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,9 +14,9 @@ import torch
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.errors import CheckpointError
 from annie_quant.progress import Progress
-from annie_quant.quantize.calibration_samples import KINDS, Sample, TokenWeights, make_batches
+from annie_quant.quantize.calibration_samples import KINDS, PADDING, Sample, TokenWeights, make_batches
 from annie_quant.quantize.expert_coverage import Coverage
-from annie_quant.quantize.layerwise import DecoderLayer, DecoderLayers
+from annie_quant.quantize.layerwise import DecoderLayers
 
 
 @dataclass
@@ -34,6 +34,12 @@ class InputStats:
 def weight_table(token_weights: TokenWeights, device: str | torch.device) -> torch.Tensor:
     """Return the weight of every kind of token, float32 [KINDS]."""
     return torch.tensor([token_weights.get(k, 0.0) for k in range(KINDS)], device=device)
+
+
+def with_padding(table: torch.Tensor) -> torch.Tensor:
+    """Return a weight table with one element more, the last, which is PADDING's: 0."""
+    assert PADDING == -1
+    return torch.cat([table, table.new_zeros(1)])
 
 
 class InputObserver:
@@ -114,16 +120,16 @@ def collect_stats(
                 for name in group:
                     stats.amax[f"{layer.name}.{name}"] = observer.amax()
                     stats.second[f"{layer.name}.{name}"] = observer.second()
-        for groups_of_one in by_input(layer):
+        for groups_of_one in by_input(layer.expert_groups()):
             stats.coverage.add(layer.name, groups_of_one, {g[0]: observers[g[0]].tokens for g in groups_of_one})
             fill_unseen(stats, layer.name, groups_of_one, observers)
     return stats
 
 
-def by_input(layer: DecoderLayer) -> list[list[list[str]]]:
+def by_input(expert_groups: Iterable[list[str]]) -> list[list[list[str]]]:
     """Return the groups of the experts' linears, those of all experts that read the same kind of input together."""
     kinds: dict[tuple[str, ...], list[list[str]]] = {}
-    for group in layer.expert_groups():
+    for group in expert_groups:
         kinds.setdefault(tuple(n.rpartition(".")[2] for n in group), []).append(group)
     return list(kinds.values())
 

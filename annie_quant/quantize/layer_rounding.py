@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,11 +24,10 @@ from annie_quant import nvfp4
 from annie_quant.evaluate.engine import split_by_size
 from annie_quant.hf.experts import SingleExperts
 from annie_quant.quantize import column_sweep, fake_quant
-from annie_quant.quantize.calibration_samples import PADDING
 from annie_quant.quantize.gptq_solver import FactorError
-from annie_quant.quantize.layerwise import DecoderLayer, DecoderLayers
-
-log = logging.getLogger(__name__)
+from annie_quant.quantize.input_stats import by_input
+from annie_quant.quantize.kl_trial import input_hook
+from annie_quant.quantize.layerwise import DecoderLayer, DecoderLayers, real_inputs
 
 HESSIAN_BYTES = 6 << 30  # of one pass over the text
 # Of a weight, relative. Plain rounding changes one by .08 to .13; the audit doubts .2 (checkpoint/source_diff.py).
@@ -110,12 +108,15 @@ class LayerRounder:
         self.tensor_scales: dict[str, float] = {}
         self.warnings: list[str] = []
         self.tokens: dict[str, int] = {}  # that reached each expert
-        self.start({})
+        self.start()
 
-    def start(self, amax: Mapping[str, float]) -> None:
-        """Take the layer's weights as they are now. amax: largest inputs, by full name, that replace the measured ones."""
+    def start(self) -> None:
+        """Take the layer's weights as they are now."""
         self.true = self.layer.module
         self.fake = copy.deepcopy(self.layer.module)
+
+    def set_amax(self, amax: Mapping[str, float]) -> None:
+        """Set largest inputs, by full name; linears that servers round with one scale get the same."""
         prefix = f"{self.layer.name}."
         self.amax |= {n.removeprefix(prefix): a for n, a in amax.items()}
         full = self.layer.model.folder.family.largest_of_input({f"{prefix}{n}": a for n, a in self.amax.items()})
@@ -145,7 +146,7 @@ class LayerRounder:
         ]
         running = list(top)
         self.groups.sort(key=lambda g: running.index(g[0]) if g[0] in top else len(running))
-        self.start({f"{self.layer.name}.{n}": top[g[0]] for g in self.groups if g[0] in top for n in g})
+        self.set_amax({f"{self.layer.name}.{n}": top[g[0]] for g in self.groups if g[0] in top for n in g})
         return outputs
 
     def batches(self, states: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -164,12 +165,7 @@ class LayerRounder:
         """Return a module's outputs; observers get the inputs of the real tokens. last: stop when this linear is reached."""
 
         def hook(name: str, observer: Callable[..., None], module: torch.nn.Module, args: tuple[Any, ...]) -> None:
-            x, of_tokens = args[0], kinds.reshape(-1)
-            experts = self.experts(owner, name)
-            if experts is not None and experts.rows is not None:
-                of_tokens = of_tokens[experts.rows]
-            real = of_tokens != PADDING
-            observer(x.reshape(-1, x.shape[-1])[real], of_tokens[real])
+            observer(*real_inputs(args[0], kinds, self.experts(owner, name)))
             if name == last:
                 raise _Reached
 
@@ -197,10 +193,7 @@ class LayerRounder:
                 yield [group]
             else:
                 waiting.append(group)
-        kinds: dict[tuple[str, ...], list[list[str]]] = {}
-        for group in waiting:
-            kinds.setdefault(tuple(n.rpartition(".")[2] for n in group), []).append(group)
-        for groups in kinds.values():
+        for groups in by_input(waiting):
             sizes = [4 * self.layer.linears[g[0]].in_features ** 2 for g in groups]
             yield from ([groups[i] for i in run] for run in split_by_size(sizes, HESSIAN_BYTES))
 
@@ -221,8 +214,8 @@ class LayerRounder:
         result = {g[0]: Moments(self.table) for g in groups}
         experts = self.layer.experts_of(groups[0][0]) is not None
         last = None if experts else groups[0][0]
-        for name in result if self.method.activations == 4 else ():
-            self.round_inputs(next(g for g in groups if g[0] == name))
+        for group in groups if self.method.activations == 4 else ():
+            self.round_inputs(group)
         for (true_state, kinds), state in zip(self.batches(true_states), states, strict=True):
             true: dict[str, torch.Tensor] = {}
             if self.method.cross is not None and not experts:  # the router sends other tokens to an expert
@@ -235,7 +228,7 @@ class LayerRounder:
         """Let the linears of a group round their inputs from now on, as a server does."""
         for name in group:
             if top := self.amax.get(name):
-                self.linear(self.fake, name).register_forward_pre_hook(input_hook(top))
+                self.linear(self.fake, name).register_forward_pre_hook(input_hook(fake_quant.nvfp4_input, top))
 
     def round_group(self, group: Sequence[str], moments: Moments, tops: Mapping[str, float]) -> None:
         """Round the linears that read one input together.
@@ -343,15 +336,6 @@ def largest_change(values: Iterable[torch.Tensor], weights: Iterable[torch.Tenso
     """Return the largest relative change |value - weight| / |weight| of several weights; inf where one is not finite."""
     changes = [float((v - w).norm() / w.norm().clamp_min(1e-30)) for v, w in zip(values, weights, strict=True)]
     return max(c if math.isfinite(c) else math.inf for c in changes)
-
-
-def input_hook(amax: float) -> Callable[..., tuple[Any, ...]]:
-    """Return a hook that rounds a linear's input to NVFP4 under the input scale of `amax`."""
-
-    def before(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (fake_quant.nvfp4_input(args[0], amax), *args[1:])
-
-    return before
 
 
 class Streams:

@@ -45,6 +45,20 @@ def decoder_prefix(folder: ModelFolder) -> str:
     raise CheckpointError(f"{folder.path}: it has no decoder layers", f"annie-quant audit {folder.path}")
 
 
+def real_inputs(
+    x: torch.Tensor, kinds: torch.Tensor, experts: SingleExperts | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the inputs [n, K] of a linear without those of padding, and their kinds [n].
+
+    kinds: of the batch [B, T].  experts: those that the linear belongs to; they get part of the positions.
+    """
+    of_tokens = kinds.reshape(-1)
+    if experts is not None and experts.rows is not None:
+        of_tokens = of_tokens[experts.rows]
+    real = of_tokens != PADDING
+    return x.reshape(-1, x.shape[-1])[real], of_tokens[real]
+
+
 class DecoderLayer:
     """One decoder layer with its weights. name: "model.layers.3".  linears: by their name inside the layer."""
 
@@ -91,11 +105,7 @@ class DecoderLayer:
 
         def hook(observer: Observer, experts: SingleExperts | None) -> Callable[..., None]:
             def before(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
-                x, of_tokens = args[0], kinds.reshape(-1)
-                if experts is not None and experts.rows is not None:
-                    of_tokens = of_tokens[experts.rows]
-                real = of_tokens != PADDING
-                observer(x.reshape(-1, x.shape[-1])[real], of_tokens[real])
+                observer(*real_inputs(args[0], kinds, experts))
 
             return before
 

@@ -10,7 +10,7 @@ as a server rounds them. The loss on a fixed part of the text decides which step
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,13 +18,14 @@ import torch
 from torch import nn
 
 from annie_quant.quantize import column_sweep
-from annie_quant.quantize.calibration_samples import PADDING
 from annie_quant.quantize.column_sweep import GROUP, Rounded
+from annie_quant.quantize.input_stats import with_padding
 from annie_quant.quantize.layer_rounding import MAX_CHANGE, LayerRounder, largest_change
 
 BATCH_TOKENS = {"cpu": 2048, "cuda": 8192}  # of one step
 JUDGED_BATCHES = 4  # of BATCH_TOKENS, on which steps are compared
 JUDGEMENTS = 5  # comparisons after the start
+TRAVEL = 0.5  # how far v and m can move in all
 MULTIPLIER = (0.5, 1.5)  # limits of m
 
 
@@ -129,33 +130,53 @@ def learn(
     if not names:
         return Learned([], 0)
     text = Text(rounder, states, targets)
-    v, m = [w.v for w in weights.values()], [w.m for w in weights.values()]
     generator = torch.Generator().manual_seed(seed)
-    chosen = {n: (w.v.detach().clone(), w.m.detach().clone()) for n, w in weights.items()}
-    losses, best = [text.judge(weights)], 0
+    learned = follow_signs(
+        list(weights.values()),
+        lambda: text.loss(weights, text.draw(generator)),
+        lambda: text.judge(weights),
+        steps,
+        TRAVEL,
+    )
+    if learned.best:
+        for name, weight in weights.items():
+            rounder.set_rounded(name, weight.result())
+    return learned
+
+
+def follow_signs(
+    weights: Sequence[LearnedWeight],
+    loss: Callable[[], torch.Tensor],
+    judge: Callable[[], float],
+    steps: int,
+    travel: float,
+    report: Callable[[int, float], None] = lambda step, loss: None,
+) -> Learned:
+    """Move the parameters of several weights by the signs of a loss's gradients, and leave them at the best step.
+
+    loss: of one random batch.  judge: loss on a fixed part of the text, for the start and JUDGEMENTS later steps.  travel: how
+    far a parameter can move in all; the rate falls linearly.  report: called after each later comparison with step and loss.
+    """
+    parameters = [p for weight in weights for p in weight.parameters()]
+    limits = [pair for weight in weights for pair in weight.limits()]
+    chosen = [p.detach().clone() for p in parameters]
+    losses, best = [judge()], 0
     marks = {round(steps * (i + 1) / JUDGEMENTS) for i in range(JUDGEMENTS)}
     for step in range(steps):
-        loss = text.loss(weights, text.draw(generator))
-        gradients = torch.autograd.grad(loss, [*v, *m])
-        rate = (1 - step / steps) / steps
+        gradients = torch.autograd.grad(loss(), parameters)
+        rate = 2 * travel * (1 - step / steps) / steps
         with torch.no_grad():
-            for parameter, gradient in zip([*v, *m], gradients, strict=True):
-                parameter.sub_(rate * gradient.sign())
-            for parameter in v:
-                parameter.clamp_(-0.5, 0.5)
-            for parameter in m:
-                parameter.clamp_(*MULTIPLIER)
+            for parameter, gradient, (low, high) in zip(parameters, gradients, limits, strict=True):
+                parameter.sub_(rate * gradient.sign()).clamp_(low, high)
         if step + 1 in marks:
-            losses.append(text.judge(weights))
+            losses.append(judge())
+            report(step + 1, losses[-1])
             if losses[-1] < losses[best]:
                 best = len(losses) - 1
-                chosen = {n: (w.v.detach().clone(), w.m.detach().clone()) for n, w in weights.items()}
-    if best:
-        for name, weight in weights.items():
-            with torch.no_grad():
-                weight.v.copy_(chosen[name][0])
-                weight.m.copy_(chosen[name][1])
-            rounder.set_rounded(name, weight.result())
+                chosen = [p.detach().clone() for p in parameters]
+    with torch.no_grad():
+        for parameter, value in zip(parameters, chosen, strict=True):
+            parameter.copy_(value)
     return Learned(losses, best)
 
 
@@ -165,8 +186,7 @@ class Text:
     def __init__(self, rounder: LayerRounder, states: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
         self.rounder, self.states, self.targets = rounder, states, targets
         self.kinds = [kinds for _, kinds in rounder.batches(states)]
-        self.table = torch.cat([rounder.table, rounder.table.new_zeros(1)])  # PADDING is -1, the last element
-        assert PADDING == -1
+        self.table = with_padding(rounder.table)
         variance = torch.zeros((), dtype=torch.float64)
         total = 0.0
         for target, kinds in zip(targets, self.kinds, strict=True):

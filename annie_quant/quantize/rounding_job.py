@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from safetensors.numpy import load_file, save_file
+import safetensors.numpy
 
 from annie_quant import nvfp4
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.errors import CheckpointError
+from annie_quant.files import replacing
 from annie_quant.hf import codec
+from annie_quant.models import in_layer, layer_of
 from annie_quant.progress import Progress
 from annie_quant.quantize import calibration_samples, column_sweep, learned_rounding
 from annie_quant.quantize.calibration_samples import TokenWeights
@@ -21,11 +24,13 @@ from annie_quant.quantize.expert_coverage import Coverage
 from annie_quant.quantize.formats import NVFP4, W4A16
 from annie_quant.quantize.input_stats import weight_table
 from annie_quant.quantize.job import Job
-from annie_quant.quantize.layer_rounding import LayerRounder, Method, Streams, log
+from annie_quant.quantize.layer_rounding import LayerRounder, Method, Streams
 from annie_quant.quantize.layerwise import DecoderLayer, DecoderLayers, device_and_dtype
 from annie_quant.quantize.plan import Plan, announce_size
 from annie_quant.quantize.select import choose, decoder_linears
 from annie_quant.quantize.strategies import awq_lite
+
+log = logging.getLogger(__name__)
 
 MAX_BATCH_TOKENS = {"cpu": 16384, "cuda": 32768}  # positions of one forward pass
 
@@ -43,7 +48,7 @@ class LayerResult:
     folded: dict[str, np.ndarray] = field(default_factory=dict)
 
     def save(self, path: Path) -> None:
-        """Write the file under a temporary name and rename it."""
+        """Write a file that has its name only when it is complete."""
         arrays: dict[str, np.ndarray] = {}
         for name, tensor in self.packed.items():
             arrays[f"codes.{name}"] = tensor.codes
@@ -53,17 +58,14 @@ class LayerResult:
         scales = {n: float(t.tensor_scale).hex() for n, t in self.packed.items()}
         amax = {n: value.hex() for n, value in self.amax.items()}
         about = {"tensor_scales": json.dumps(scales), "amax": json.dumps(amax), "tokens": json.dumps(self.tokens)}
-        temporary = path.with_name(f".{path.name}.part")
-        save_file(arrays, temporary, metadata=about)
-        temporary.replace(path)
+        with replacing(path) as file:
+            file.write(safetensors.numpy.save(arrays, metadata=about))
 
     @classmethod
     def load(cls, path: Path) -> LayerResult:
         """Read a file of save()."""
-        from safetensors import safe_open
-
-        arrays = load_file(path)
-        with safe_open(path, "numpy") as file:
+        arrays = safetensors.numpy.load_file(path)
+        with safetensors.safe_open(path, "numpy") as file:
             about = {key: json.loads(value) for key, value in file.metadata().items()}
         packed = {}
         for name, scale in about["tensor_scales"].items():
@@ -111,8 +113,9 @@ def round_model(job: Job, progress: Progress, method: Method, token_weights: Tok
             if fold:
                 amax: dict[str, float] = {}
                 changed = awq_lite.fold_layer(layer, set(chosen), amax, advance=False)
-                folded = {inside(layer, n): a for n, a in changed.items() if n.removesuffix(".weight") not in chosen}
-                rounder.start(amax)
+                folded = {in_layer(n): a for n, a in changed.items() if n.removesuffix(".weight") not in chosen}
+                rounder.start()
+                rounder.set_amax(amax)
             rounder.quantize(streams.true, model.states)
             if method.steps:
                 learned_rounding.learn(rounder, model.states, outputs, method.steps, job.seed)
@@ -128,17 +131,11 @@ def round_model(job: Job, progress: Progress, method: Method, token_weights: Tok
     return plan
 
 
-def inside(layer: DecoderLayer, name: str) -> str:
-    return name.removeprefix(f"{layer.name}.")
-
-
 def add(plan: Plan, layer: DecoderLayer, result: LayerResult, coverage: Coverage) -> None:
     """Add a layer's result to the plan."""
     plan.packed |= {f"{layer.name}.{n}": tensor for n, tensor in result.packed.items()}
     plan.amax |= {f"{layer.name}.{n}": value for n, value in result.amax.items()}
-    weights = dict(plan.weights)
-    weights |= {f"{layer.name}.{n}": array for n, array in result.folded.items()}
-    plan.weights = weights
+    plan.weights = {**plan.weights, **{f"{layer.name}.{n}": array for n, array in result.folded.items()}}
     for group in layer.expert_groups():
         if group[0] in result.tokens:
             coverage.add(layer.name, [group], {group[0]: result.tokens[group[0]]})
@@ -166,7 +163,7 @@ def memory_needed(folder: ModelFolder, model: DecoderLayers, method: Method) -> 
     widest = 0
     for module in decoder_linears(folder):
         rows, columns = folder.info(f"{module}.weight").shape
-        layer = module.partition(".layers.")[2].partition(".")[0]
+        layer = layer_of(module)
         layers[layer] = layers.get(layer, 0) + rows * columns
         widest = max(widest, columns)
     # Inputs of both streams, and the source's outputs.

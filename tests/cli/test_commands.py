@@ -39,6 +39,13 @@ def test_the_promised_commands_are_there() -> None:
     assert set(COMMANDS) <= set(cli.commands)
 
 
+def test_the_command_line_loads_no_benchmark_before_a_command_needs_one() -> None:
+    code = (
+        "import sys, annie_quant.cli; print([n for n in sys.modules if n.startswith(('annie_quant.bench', 'torch'))])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+
+
 @pytest.mark.parametrize("name", sorted(cli.commands))
 def test_every_command_has_a_help_text(name: str) -> None:
     command = cli.commands[name]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 
+import own_files
 import pytest
 from click.testing import CliRunner
 from paths import TINY_ANNIE
@@ -15,10 +16,8 @@ pytest.importorskip("transformers", reason="the line needs transformers: pip ins
 pytest.importorskip("annie_quant.nvfp4", reason="the line needs the codec")
 
 from annie_quant.cli import cli  # noqa: E402
-from annie_quant.data import generate  # noqa: E402
 from annie_quant.evaluate import evaluate  # noqa: E402
 from annie_quant.judge.gates import REFERENCE_GATES  # noqa: E402
-from annie_quant.persona import FOLDER  # noqa: E402
 
 
 def command(*arguments):
@@ -28,11 +27,8 @@ def command(*arguments):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A checkpoint that the package has not seen: tiny-annie with another chat template."""
     folder = tmp_path_factory.mktemp("model") / "unseen"
-    shutil.copytree(TINY_ANNIE, folder, ignore=shutil.ignore_patterns(".annie_quant"))
-    template = (folder / "chat_template.jinja").read_text()
-    (folder / "chat_template.jinja").write_text(template.replace("These functions can be called:", "You can call:"))
+    own_files.write_model(folder)
     return folder
 
 
@@ -40,15 +36,7 @@ def model(tmp_path_factory):
 def given(tmp_path_factory):  # language: data
     """A system prompt, tools and 200 logged chats, as a user has them."""
     folder = tmp_path_factory.mktemp("own")
-    annie = json.loads((FOLDER / "annie.json").read_text())
-    annie["system_prompt"] += " Today is Sunday."
-    (folder / "persona.json").write_text(json.dumps(annie))
-    generate(folder / "persona.json", n=200, output=folder / "rows.jsonl", split="train")
-    rows = map(json.loads, (folder / "rows.jsonl").read_text().splitlines())
-    lines = [json.dumps({"messages": r["messages"], "tools": annie["tools"]}) for r in rows]
-    (folder / "chats.jsonl").write_text("\n".join(lines))
-    (folder / "prompt.txt").write_text(annie["system_prompt"])
-    (folder / "tools.json").write_text(json.dumps(annie["tools"]))
+    own_files.write_logs(folder)
     return folder
 
 

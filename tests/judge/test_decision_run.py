@@ -118,6 +118,23 @@ def test_a_fragile_sentence_names_places_that_lose_nothing():
     assert "and keeps them (served, W4A16)" in verdict.sentence
 
 
+def test_places_that_keep_as_many_gates_share_a_reason():
+    """The report began with one line per arithmetic, all alike."""
+    aggregates = run(("bf16", {"tool_call": 99}), ("nvfp4", {"tool_call": 99}))
+    sides = {
+        name: schema.OfflineSide(
+            gates=judge.gates.tabulate([{"tool_call": True, "thinking_leak": True}] * 100),
+            paired={"tool_call": schema.PairedGate(100, 0, 0), "thinking_leak": schema.PairedGate(100, 0, 0)},
+        )
+        for name in ("w4a4", "w4a16", "w4a4+bf16")
+    }
+    decision.judge_sides(sides)
+    aggregates.members = {"nvfp4": {"w4a4+bf16": sides.pop("w4a4+bf16")}}
+    aggregates.offline = {"nvfp4": sides}
+    reasons = judge.verdict(aggregates).reasons
+    assert [r for r in reasons if "gate" in r] == ["keeps 1 gate (served)", "keeps 2 gates (W4A4, W4A16, W4A4+bf16)"]
+
+
 @pytest.mark.parametrize(
     ("passes", "badge"), [(20, "loses tool calls"), (99, "gates kept"), (96, "undecided: too few answers")]
 )

@@ -11,31 +11,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-from annie_quant.data import generate
-from annie_quant.files import ASSETS
-from annie_quant.persona import FOLDER
+sys.path[:0] = [str(Path(__file__).parents[1] / "helpers"), str(Path(__file__).parents[2])]
 
-
-def make_files(folder: Path) -> None:
-    """Write what the user has: unseen/ (bf16), prompt.txt, tools.json and chats.jsonl."""
-    shutil.copytree(ASSETS / "tiny-annie", folder / "unseen", ignore=shutil.ignore_patterns(".annie_quant"))
-    template = folder / "unseen/chat_template.jinja"
-    template.write_text(template.read_text().replace("These functions can be called:", "You can call:"))
-    persona = json.loads((FOLDER / "annie.json").read_text())
-    persona["system_prompt"] += " Today is Sunday."
-    (folder / "persona.json").write_text(json.dumps(persona))
-    generate(folder / "persona.json", n=200, output=folder / "rows.jsonl", split="train")
-    rows = map(json.loads, (folder / "rows.jsonl").read_text().splitlines())
-    chats = [json.dumps({"messages": row["messages"], "tools": persona["tools"]}) for row in rows]
-    (folder / "chats.jsonl").write_text("\n".join(chats))
-    (folder / "prompt.txt").write_text(persona["system_prompt"])
-    (folder / "tools.json").write_text(json.dumps(persona["tools"]))
+import own_files  # noqa: E402
 
 
 def timed(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -58,7 +41,8 @@ def main() -> None:
     parser.add_argument("--strategy", default="manners")
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True)
-    make_files(arguments.folder)
+    own_files.write_model(arguments.folder / "unseen")
+    own_files.write_logs(arguments.folder)
     folder, rows = arguments.folder, "mine/calibration.jsonl"
     timed(
         folder, "init", "--prompt", "prompt.txt", "--tools", "tools.json", "--logs", "chats.jsonl", "--output", "mine"

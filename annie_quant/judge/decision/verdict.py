@@ -7,6 +7,7 @@ Speed alone is never a reason to switch: gates come first, then what differs bet
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -372,9 +373,11 @@ def compared_with(aggregates: Aggregates, candidate: str, incumbent: str, metric
 def _reasons(aggregates: Aggregates, chosen: Decision) -> list[str]:
     reasons = [f"{'loses' if gate.compared else 'fails'} {gate}: {gate.evidence}" for gate in chosen.gates["fail"]]
     if not reasons:
-        places = [gate.where for gate in chosen.gates["pass"]]
+        places: dict[int, list[str]] = {}  # number of gates → where so many are kept
+        for where, n_gates in Counter(gate.where for gate in chosen.gates["pass"]).items():
+            places.setdefault(n_gates, []).append(where)
         verb = "keeps" if chosen.compared else "passes"
-        reasons = [f"{verb} {_count(places.count(where), 'gate')} ({where})" for where in dict.fromkeys(places)]
+        reasons = [f"{verb} {_count(n, 'gate')} ({', '.join(names)})" for n, names in places.items()]
     if not chosen.compared:
         reasons += _worse_than_bf16(aggregates, chosen.candidate)
     for name in sides(aggregates):

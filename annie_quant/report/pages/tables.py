@@ -274,11 +274,13 @@ def stability_table(run: LoadedRun) -> Table:
     )
     labels = {s.name: run.label(s.model) for s in run.served}
     drifts = {(row.backend, row.metric): row for row in run.aggregates.drift}
-    for backend, rows in run.aggregates.noise.items():
-        overall = {row.workload: row for row in rows}
+    noise = run.aggregates.noise
+    for backend in dict.fromkeys([*noise, *(row.backend for row in run.aggregates.drift)]):
+        rows = noise.get(backend, [])  # none where no prompt was measured twice
+        single = len({row.workload for row in rows}) == 1
         for metric in ("ttft_content_ms", "tpot_ms"):
             own = [row for row in rows if row.metric == metric]
-            floor = next((row for row in own if row.workload == "all"), own[0] if len(overall) == 1 and own else None)
+            floor = next((row for row in own if row.workload == "all"), own[0] if single and own else None)
             step = drifts.get((backend, metric))
             if floor is None and step is None:
                 continue

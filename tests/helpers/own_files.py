@@ -1,0 +1,32 @@
+"""The files of a user with a model and persona that are not Annie's: for the test of that line, and its measurement."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from paths import TINY_ANNIE
+
+from annie_quant.data import generate
+from annie_quant.persona import FOLDER
+
+
+def write_model(folder: Path) -> None:
+    """Write a checkpoint that the package has not seen: tiny-annie with another chat template."""
+    shutil.copytree(TINY_ANNIE, folder, ignore=shutil.ignore_patterns(".annie_quant"))
+    template = folder / "chat_template.jinja"
+    template.write_text(template.read_text().replace("These functions can be called:", "You can call:"))
+
+
+def write_logs(folder: Path) -> None:
+    """Write prompt.txt (Annie's, with one more sentence), tools.json and chats.jsonl: 200 logged chats."""
+    annie = json.loads((FOLDER / "annie.json").read_text())
+    annie["system_prompt"] += " Today is Sunday."
+    (folder / "persona.json").write_text(json.dumps(annie))
+    generate(folder / "persona.json", n=200, output=folder / "rows.jsonl", split="train")
+    rows = map(json.loads, (folder / "rows.jsonl").read_text().splitlines())
+    lines = [json.dumps({"messages": row["messages"], "tools": annie["tools"]}) for row in rows]
+    (folder / "chats.jsonl").write_text("\n".join(lines))
+    (folder / "prompt.txt").write_text(annie["system_prompt"])
+    (folder / "tools.json").write_text(json.dumps(annie["tools"]))

@@ -69,9 +69,9 @@ def lost_settings(source: ModelFolder, config: dict[str, Any], multimodal: bool)
 
 def exclude(folder: ModelFolder, config: dict[str, Any], modules: list[str]) -> list[str]:
     """List linears in the `ignore` of compressed-tensors' settings that no entry covers. Returns what was done."""
-    if dialects.of(folder) is not compressed_tensors:
+    quant = config.get("quantization_config")
+    if dialects.of(folder) is not compressed_tensors or not isinstance(quant, dict):
         return []
-    quant = dict(config["quantization_config"])
     ignore = [e for e in quant.get("ignore") or [] if isinstance(e, str)]
     added = [m for m in modules if not covering_pattern(m, ignore)]
     config["quantization_config"] = quant | {"ignore": [*ignore, *added]}

@@ -238,7 +238,8 @@ class Repair:
         plan = [t for module in sorted(modules) for t in self.linear_tensors(module)]
         quantizer = {m + suffix for m in modules | self.restored for suffix in (".weight", *QUANTIZER)}
         excluded = []
-        kv_names = kv_checks.scales_to_keep(self.folder, modelopt.config(self.folder))
+        stored = modelopt.config(self.folder)
+        kv_names = kv_checks.scales_to_keep(self.folder, stored)
         for name in self.folder:
             if name in quantizer or (name.endswith(kv_checks.ENDS) and name not in kv_names):
                 continue
@@ -251,7 +252,7 @@ class Repair:
                 excluded.append(self.naming.name(module))
         four_bit = "nvfp4" if self.inputs else "w4a16"
         formats = {self.naming.name(m): self.fp8_format(m) if self.is_fp8(m) else four_bit for m in modules}
-        settings = modelopt.settings(formats, sorted(set(excluded)), self.group, modelopt.config(self.folder).kv_cache)
+        settings = modelopt.settings(formats, sorted(set(excluded)), self.group, stored.kv_cache)
         if self.folder.config.get("quantization_config") != settings.quantization_config:
             self.actions.append("config.json and hf_quant_config.json written from what is on disk")
         config = self.naming.config()

@@ -12,7 +12,7 @@ import numpy as np
 
 from annie_quant import models
 from annie_quant.checkpoint import dialects, kv_checks, writer
-from annie_quant.checkpoint.linears import Linear, QuantConfig, excluded_module, owned_tensors
+from annie_quant.checkpoint.linears import Linear, excluded_module, owned_tensors
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.staging import keep_inputs, source_key, staged
 from annie_quant.errors import CheckpointError, UsageError
@@ -167,8 +167,7 @@ def to_folder(
     groups = {x.group(folder) for x in linears.values() if x.format == "nvfp4"}
     if len(groups) > 1:
         raise CheckpointError(f"{folder.path}: linears differ in group size, {sorted(groups)}", "see annie-quant audit")
-    source_dialect = dialects.of(folder)
-    config = source_dialect.config(folder) if source_dialect else QuantConfig("", "", None, [])
+    config = dialects.config(folder)
     kv_cache, kv_names = config.kv_cache, kv_checks.scales_to_keep(folder, config)
     plan, dropped, excluded = [], [], []
     for x in linears.values():

@@ -25,7 +25,7 @@ import numpy as np
 
 from annie_quant.errors import EnvironmentFault, UsageError
 from annie_quant.gemm import known_failures, oracle, torch_op
-from annie_quant.gemm.arrays import device_count
+from annie_quant.gemm.arrays import need_device
 
 STACKS = ("torch", "vllm", "flashinfer")
 SWITCHES = {  # the server's option that selects a backend
@@ -221,9 +221,10 @@ def _vllm() -> Iterator[tuple[str, Callable[[Case], Any] | None, str]]:
 def _operator_missing() -> str:
     """Return why the operator of our plug-in for vLLM cannot run here, "" if it can."""
     try:
-        return "" if device_count() else "no CUDA GPU can be used here"
+        need_device()
     except EnvironmentFault as fault:
         return str(fault)
+    return ""
 
 
 def _annie_quant(case: Case) -> Any:

@@ -195,12 +195,11 @@ def measure(
 
 def examine(shapes: list[tuple[int, int]], tokens: tuple[int, ...] = TOKENS, timeout_s: float = 600.0) -> StackTimes:
     """Time the kernels in another process. EnvironmentFault: it gave no result, with the last line of its output."""
-    from annie_quant.gemm.stack_check import last_json_line
+    from annie_quant.gemm.stack_check import last_json_line, run_module
 
-    argv = [sys.executable, "-m", "annie_quant.gemm.stack_times"]
-    argv += [",".join(f"{n}x{k}" for n, k in shapes), ",".join(map(str, tokens))]
+    sizes = ",".join(f"{n}x{k}" for n, k in shapes)
     try:
-        process = subprocess.run(argv, capture_output=True, text=True, timeout=timeout_s)
+        process = run_module("annie_quant.gemm.stack_times", sizes, ",".join(map(str, tokens)), timeout_s=timeout_s)
     except subprocess.TimeoutExpired as error:
         raise EnvironmentFault(f"vLLM's kernels gave no times within {timeout_s:.0f} s", "nvidia-smi") from error
     if (line := last_json_line(process.stdout)) is not None:

@@ -152,8 +152,8 @@ def prepare(
     return result
 
 
-def graph_us(calls: Sequence[Callable[[], Any]], repeats: int) -> float:
-    """Return the median microseconds of one call in a CUDA graph of them."""
+def graph_of(calls: Sequence[Callable[[], Any]]) -> Any:
+    """Run the callables once, then capture them into one CUDA graph."""
     import torch
 
     stream = torch.cuda.Stream()
@@ -165,16 +165,25 @@ def graph_us(calls: Sequence[Callable[[], Any]], repeats: int) -> float:
     with torch.cuda.graph(graph, stream=stream):
         for call in calls:
             call()
+    return graph
+
+
+def replay_us(graph: Any, launches: int) -> float:
+    """Replay a graph of `launches` launches. Return microseconds per launch."""
+    import torch
+
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
     graph.replay()
-    times = []
-    for _ in range(repeats):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(1e3 * begin.elapsed_time(end) / len(calls))
-    return statistics.median(times)
+    end.record()
+    end.synchronize()
+    return 1e3 * begin.elapsed_time(end) / launches
+
+
+def graph_us(calls: Sequence[Callable[[], Any]], repeats: int, untimed: int = 1) -> float:
+    """Return microseconds per call of these in one graph: the median of `repeats` replays, after `untimed` ones."""
+    graph = graph_of(calls)
+    return statistics.median([replay_us(graph, len(calls)) for _ in range(untimed + repeats)][untimed:])
 
 
 def measure(

@@ -15,10 +15,10 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from annie_quant.errors import EnvironmentFault
 
@@ -54,6 +54,14 @@ class StackTimes:
         return cls(**{**fields, "rows": [ShapeTimes(**row) for row in fields["rows"]]})
 
 
+class LinearKernel(Protocol):
+    """vLLM's interface of a kernel for NVFP4 linears, as far as it is used here."""
+
+    def process_weights_after_loading(self, layer: Any) -> None: ...
+
+    def apply_weights(self, layer: Any, x: Any) -> Any: ...
+
+
 @dataclass(frozen=True)
 class Prepared:
     """A weight [n, k] in several copies: per kernel one call per copy, and activations for the most tokens."""
@@ -79,17 +87,14 @@ def vllm_layer(codes: Any, scales: Any, scale: float) -> Any:
     return layer
 
 
-def vllm_kernels(missing: dict[str, str]) -> dict[str, Any]:
+def vllm_kernels(missing: dict[str, str]) -> dict[str, LinearKernel]:
     """Return vLLM's weight-only kernels by name; adds to `missing` those that it lacks."""
     from vllm.model_executor.kernels.linear import NvFp4LinearLayerConfig
 
-    kernels = {}
-    for name, module, kind in (
-        ("marlin", "marlin", "MarlinNvFp4LinearKernel"),
-        ("humming", "humming", "HummingNvFp4LinearKernel"),
-    ):
+    kernels: dict[str, LinearKernel] = {}
+    for name, kind in (("marlin", "MarlinNvFp4LinearKernel"), ("humming", "HummingNvFp4LinearKernel")):
         try:
-            source = importlib.import_module(f"vllm.model_executor.kernels.linear.nvfp4.{module}")
+            source = importlib.import_module(f"vllm.model_executor.kernels.linear.nvfp4.{name}")
             kernels[name] = getattr(source, kind)(NvFp4LinearLayerConfig())
         except Exception as error:
             missing[name] = f"{type(error).__name__}: {error}"[:300]
@@ -112,7 +117,7 @@ def choices() -> dict[str, str]:
 
 
 def prepare(
-    shapes: list[tuple[int, int]], tokens: list[int], kernels: dict[str, Any], missing: dict[str, str]
+    shapes: list[tuple[int, int]], tokens: list[int], kernels: Mapping[str, LinearKernel], missing: dict[str, str]
 ) -> list[Prepared]:
     """Prepare random weights for ours and vLLM's kernels, call each for all numbers of tokens, and compare the results."""
     import torch

@@ -17,6 +17,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from scipy.stats import t
+
 import annie_quant
 from annie_quant import checkpoint, judge, quantize, runtime
 from annie_quant.data import generate
@@ -32,7 +34,6 @@ RECIPES: dict[str, tuple[str, dict[str, Any], str]] = {
     "awq_gptq": ("awq_gptq", {"last": 1}, "w4a4"),
     "awq_gptq, 4-bit head": ("awq_gptq", {"last": 1, "head": "nvfp4"}, "w4a4"),
 }
-T_975 = {2: 4.303, 3: 3.182, 4: 2.776, 1: 12.706}  # Student's t by degrees of freedom
 
 
 def main() -> None:
@@ -111,7 +112,7 @@ def table(output: Path, rows: list[str]) -> str:
         shares = [(won - lost) / n for lost, won, n in totals]
         mean, half = statistics.fmean(shares), 0.0
         if len(shares) > 1:
-            half = T_975.get(len(shares) - 1, 1.96) * statistics.stdev(shares) / len(shares) ** 0.5
+            half = float(t.ppf(0.975, len(shares) - 1)) * statistics.stdev(shares) / len(shares) ** 0.5
         interval = f"{mean:+.1%} ± {half:.1%}" if len(shares) > 1 else f"{mean:+.1%} (one seed)"
         cells = [
             row,

@@ -298,7 +298,7 @@ def interval(values: list[float]) -> tuple[float, float]:
     """Return the mean and half of its 95 % t-interval."""
     if len(values) < 2:
         return statistics.mean(values), math.nan
-    t = T_95.get(len(values) - 1, 2.0)
+    t = T_95[min(len(values) - 1, max(T_95))]  # of fewer values where there are more: wider
     return statistics.mean(values), t * statistics.stdev(values) / math.sqrt(len(values))
 
 

@@ -55,9 +55,13 @@ def main() -> None:
     print(table(arguments.output, rows))
 
 
+def file_name(row: str) -> str:
+    return row.replace(" ", "_").replace(",", "")
+
+
 def measure(row: str, seed: int, arguments: argparse.Namespace) -> None:
     """Quantize with the calibration of one seed, evaluate, and store what the table needs."""
-    file = arguments.output / f"{row.replace(' ', '_').replace(',', '')}-{seed}.json"
+    file = arguments.output / f"{file_name(row)}-{seed}.json"
     if file.is_file():
         return
     calibration = arguments.output / f"calibration-{seed}.jsonl"
@@ -101,7 +105,7 @@ def table(output: Path, rows: list[str]) -> str:
         "|---|---|---|---|---|---|",
     ]
     for row in rows:
-        files = sorted(output.glob(f"{row.replace(' ', '_').replace(',', '')}-[0-9].json"))
+        files = sorted(output.glob(f"{file_name(row)}-*.json"))
         documents = [read_json(file) for file in files]
         if not documents:
             continue

@@ -311,7 +311,6 @@ def test_each_fault_of_a_published_layout_is_named(small, tmp_path: Path, fault:
 
 CONSEQUENCES = {
     "scales of one layer's experts dropped": ("orphan_scale", "listed_but_plain"),
-    "the head listed and in 16 bits": (),
 }
 
 

@@ -135,12 +135,11 @@ def stored_format(linear: Linear, folder: ModelFolder) -> str:
 
 
 def kv_scales(folder: ModelFolder, name: str, dialect: ModuleType) -> list[writer.Planned]:
-    """Return a scale of the KV cache under another dialect's name, as one number in float32."""
+    """Plan a scale of the KV cache as another dialect stores it."""
     layer, end = models.layer_of(name), name.rpartition(".")[2]
     if not layer or folder.info(name).elements != 1:
         return []  # the audit names it; not a scale of a layer
-    value = folder.tensor(name).astype(np.float32).reshape(() if dialect.NAME == "modelopt" else (1,))
-    return [writer.planned(dialect.kv_scale(layer, end), value)]
+    return [dialect.kv_scale(layer, end, folder.tensor(name).astype(np.float32))]
 
 
 def to_folder(

@@ -6,7 +6,7 @@ A dialect has NAME and
     config(folder)                         the folder's settings as a QuantConfig
     tensors(linear, folder)                one linear as tensors to write in this dialect
     settings(formats, excluded, group, kv_cache)     what goes into config.json, and further files
-    kv_scale(layer, end)                   the name of a layer's scale of the KV cache; end: "k_scale" or "v_scale"
+    kv_scale(layer, end, value)            a layer's scale of the KV cache to write; end: "k_scale" or "v_scale"
 """
 
 from __future__ import annotations

@@ -224,11 +224,15 @@ def examine(shapes: list[tuple[int, int]], tokens: tuple[int, ...] = TOKENS, tim
     )
 
 
+def read_shapes(text: str) -> list[tuple[int, int]]:
+    """Return the shapes [N, K] of "24576x4096,4096x12288"."""
+    return [(int(n), int(k)) for n, k in (shape.split("x") for shape in text.split(","))]
+
+
 def main(argv: list[str]) -> None:
     from vllm.config import VllmConfig, set_current_vllm_config
 
-    shapes = [(int(n), int(k)) for n, k in (shape.split("x") for shape in argv[0].split(","))]
-    tokens = [int(m) for m in argv[1].split(",")]
+    shapes, tokens = read_shapes(argv[0]), [int(m) for m in argv[1].split(",")]
     missing: dict[str, str] = {}
     with set_current_vllm_config(VllmConfig()):
         kernels = vllm_kernels(missing)

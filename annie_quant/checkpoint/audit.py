@@ -37,7 +37,7 @@ def audit(path: str | os.PathLike[str], source: str | os.PathLike[str] | None = 
         folder = ModelFolder(path)
         dialect = dialects.of(folder)
         linears = dialect.linears(folder) if dialect else {}
-        config = dialect.config(folder) if dialect else QuantConfig("", "", None, [])
+        config = dialects.config(folder)
     except ShardError as error:
         if error.code == "no_folder":
             raise

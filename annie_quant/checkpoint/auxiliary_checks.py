@@ -122,14 +122,14 @@ def check_shapes(folder: ModelFolder, linears: dict[str, Linear], layers: int, a
         if family.in_decoder(name) and (shape := shape_of(folder, name, linears)):
             decoder[models.in_layer(name)].add(shape)
     if layers and not has_mtp_fault(audit):
-        check_layers_complete(folder, linears, set(decoder), audit)
+        check_layers_complete(folder, set(decoder), audit)
     for name in mtp_tensors(folder):
         shapes, shape = decoder.get(models.in_layer(name)), shape_of(folder, name, linears)
         if shapes and shape and shape not in shapes:
             audit.fault("mtp_shape", name, f"shape {list(shape)}, and the decoder's layers have {list(min(shapes))}")
 
 
-def check_layers_complete(folder: ModelFolder, linears: dict[str, Linear], decoder: set[str], audit: Audit) -> None:
+def check_layers_complete(folder: ModelFolder, decoder: set[str], audit: Audit) -> None:
     """Check that the head's layers have the MLP and the attention of a decoder layer; one that lost them drafts noise.
 
     decoder: the names inside a decoder layer of tensors that stand for weights.
@@ -137,8 +137,8 @@ def check_layers_complete(folder: ModelFolder, linears: dict[str, Linear], decod
     family, experts = folder.family, folder.family.experts
     inside: dict[str, set[str]] = defaultdict(set)
     for name in mtp_tensors(folder):
-        if models.layer_of(name):
-            inside[models.layer_of(name)].add(part_of(family, name))
+        if layer := models.layer_of(name):
+            inside[layer].add(part_of(family, name))
     expected = {
         part_of(family, f"model.layers.0.{n}")
         for n in decoder

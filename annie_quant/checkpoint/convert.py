@@ -12,7 +12,7 @@ import numpy as np
 
 from annie_quant import models
 from annie_quant.checkpoint import dialects, kv_checks, writer
-from annie_quant.checkpoint.linears import Linear, QuantConfig, excluded_module, owned_tensors
+from annie_quant.checkpoint.linears import Linear, excluded_module, owned_tensors
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.staging import keep_inputs, source_key, staged
 from annie_quant.errors import CheckpointError, UsageError
@@ -135,12 +135,11 @@ def stored_format(linear: Linear, folder: ModelFolder) -> str:
 
 
 def kv_scales(folder: ModelFolder, name: str, dialect: ModuleType) -> list[writer.Planned]:
-    """Return a scale of the KV cache under another dialect's name, as one number in float32."""
+    """Plan a scale of the KV cache as another dialect stores it."""
     layer, end = models.layer_of(name), name.rpartition(".")[2]
     if not layer or folder.info(name).elements != 1:
         return []  # the audit names it; not a scale of a layer
-    value = folder.tensor(name).astype(np.float32).reshape(() if dialect.NAME == "modelopt" else (1,))
-    return [writer.planned(dialect.kv_scale(layer, end), value)]
+    return [dialect.kv_scale(layer, end, folder.tensor(name).astype(np.float32))]
 
 
 def to_folder(
@@ -167,8 +166,7 @@ def to_folder(
     groups = {x.group(folder) for x in linears.values() if x.format == "nvfp4"}
     if len(groups) > 1:
         raise CheckpointError(f"{folder.path}: linears differ in group size, {sorted(groups)}", "see annie-quant audit")
-    source_dialect = dialects.of(folder)
-    config = source_dialect.config(folder) if source_dialect else QuantConfig("", "", None, [])
+    config = dialects.config(folder)
     kv_cache, kv_names = config.kv_cache, kv_checks.scales_to_keep(folder, config)
     plan, dropped, excluded = [], [], []
     for x in linears.values():

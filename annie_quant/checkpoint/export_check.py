@@ -52,7 +52,7 @@ def _changed_plain(result: Audit, folder: ModelFolder) -> tuple[int, int]:
     plain = {
         name
         for name in folder
-        if models.layer_of(name) is not None and is_linear(name, folder.info(name).shape) and name not in quantized
+        if models.layer_of(name) and is_linear(name, folder.info(name).shape) and name not in quantized
     }
     return len(plain & {f.tensor for f in result.findings if f.code == "differs_from_source"}), len(plain)
 

@@ -40,7 +40,7 @@ def vllm(folder: ModelFolder, linears: dict[str, Linear], config: QuantConfig) -
         return "no, NVFP4_AWQ is not loaded (#45333)"
     if runtime_names.is_multimodal(folder) and not (folder.path / runtime_names.PREPROCESSOR).is_file():
         return f"no, {runtime_names.PREPROCESSOR} is missing (annie-quant audit --repair)"
-    if any(x.format == "nvfp4" and folder.info(x.weight).shape[-1] * 2 % COLUMNS_PER_RANK for x in linears.values()):
+    if has_uneven_columns(folder, linears):
         return f"no, columns are not a multiple of {COLUMNS_PER_RANK} (#48898)"
     ranks = tensor_parallel_ranks(folder, linears)
     limit = (
@@ -51,13 +51,23 @@ def vllm(folder: ModelFolder, linears: dict[str, Linear], config: QuantConfig) -
     return f"yes{limit}"
 
 
+def has_uneven_columns(folder: ModelFolder, linears: dict[str, Linear]) -> bool:
+    """Return whether the columns of an NVFP4 linear are not a multiple of COLUMNS_PER_RANK."""
+    return any(x.format == "nvfp4" and columns_of(folder, x) % COLUMNS_PER_RANK for x in linears.values())
+
+
+def columns_of(folder: ModelFolder, linear: Linear) -> int:
+    """Return the columns of an NVFP4 linear; 0 for a weight without dimensions, which is a finding (weight_shape)."""
+    return 2 * (folder.info(linear.weight).shape or (0,))[-1]
+
+
 def tensor_parallel_ranks(folder: ModelFolder, linears: dict[str, Linear]) -> int:
     """Return the largest number of ranks (1, 2, 4 or 8) over which the columns of every NVFP4 linear can be divided.
 
     Only row-parallel linears are divided by columns; each rank's columns must be a multiple of COLUMNS_PER_RANK.
     """
     columns = [
-        2 * folder.info(x.weight).shape[-1]
+        columns_of(folder, x)
         for x in linears.values()
         if x.format == "nvfp4" and x.name.endswith(folder.family.row_parallel)
     ]
@@ -105,7 +115,7 @@ def llama_cpp(folder: ModelFolder, linears: dict[str, Linear], config: QuantConf
         return "no, its tensors are not of a text model that is written here (Qwen3, Qwen3.5, and their mixtures)"
     if layout.heads and layout.heads.key_dim != layout.heads.value_dim:
         return "no, DeltaNet's key and value heads differ in size"
-    wide = [x.name for x in linears.values() if x.format == "nvfp4" and folder.info(x.weight).shape[-1] * 2 % 64]
+    wide = [x.name for x in linears.values() if x.format == "nvfp4" and columns_of(folder, x) % 64]
     if wide or any(x.format == "fp8" for x in linears.values()):
         return "after `annie-quant convert --to gguf`, FP8 and rows not a multiple of 64 as 16-bit numbers"
     return "after `annie-quant convert --to gguf`"

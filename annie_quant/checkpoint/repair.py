@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -80,9 +79,9 @@ def repair(
     target = Path(output) if output else folder.path.resolve().with_name(f"{folder.path.resolve().name}-repaired")
     if dialects.of(folder) is not modelopt or not modelopt.linears(folder):
         original = ModelFolder(source) if source else None
-        if original is not None and names is None and restore.lost_tensors(folder, original):
+        if original is not None and names is None and (lost := auxiliary_checks.missing_tensors(folder, original)):
             with staged(target, force=force, inputs=(path, source)) as part:
-                actions = restore.restore(folder, original, part)
+                actions = restore.restore(folder, original, lost, part)
             return RepairResult(str(target), actions, audit(target, source=source).findings)
         quoted = shlex.quote(str(path))
         first = (
@@ -239,7 +238,8 @@ class Repair:
         plan = [t for module in sorted(modules) for t in self.linear_tensors(module)]
         quantizer = {m + suffix for m in modules | self.restored for suffix in (".weight", *QUANTIZER)}
         excluded = []
-        kv_names = kv_checks.scales_to_keep(self.folder, modelopt.config(self.folder))
+        stored = modelopt.config(self.folder)
+        kv_names = kv_checks.scales_to_keep(self.folder, stored)
         for name in self.folder:
             if name in quantizer or (name.endswith(kv_checks.ENDS) and name not in kv_names):
                 continue
@@ -247,17 +247,17 @@ class Repair:
             if module := excluded_module(self.folder, name):
                 excluded.append(self.naming.name(module))
         for name in self.lost_tensors():
-            info = self.source.info(name)
-            plan.append(writer.Planned(name, info.dtype, info.shape, partial(self.source.pieces, name)))
+            plan += restore.copies(self.source, [name])
             if module := excluded_module(self.source, name):
                 excluded.append(self.naming.name(module))
         four_bit = "nvfp4" if self.inputs else "w4a16"
         formats = {self.naming.name(m): self.fp8_format(m) if self.is_fp8(m) else four_bit for m in modules}
-        settings = modelopt.settings(formats, sorted(set(excluded)), self.group, modelopt.config(self.folder).kv_cache)
+        settings = modelopt.settings(formats, sorted(set(excluded)), self.group, stored.kv_cache)
         if self.folder.config.get("quantization_config") != settings.quantization_config:
             self.actions.append("config.json and hf_quant_config.json written from what is on disk")
         config = self.naming.config()
-        self.restore_settings(config)
+        if self._source is not None:
+            self.actions += restore.lost_settings(self.source, config, self.naming.multimodal)
         writer.write(target, [replace(t, name=self.naming.name(t.name)) for t in plan])
         writer.copy_small_files(self.folder, target)
         self.naming.write_small_files(target)
@@ -269,28 +269,10 @@ class Repair:
         if self._source is None:
             return []
         lost = auxiliary_checks.missing_tensors(self.folder, self.source)
-        for part in (self.folder.family.mtp, self.folder.family.vision):
-            count = sum(part in name for name in lost)
-            if count:
-                self.actions.append(f"{part}*: {count} missing tensors taken from the source")
+        self.actions += restore.describe_lost(self.folder, lost)
         for module in sorted(self.restored):
             self.actions.append(f"{module}: taken from the source, in 16 bits")
         return lost + [f"{m}.weight" for m in sorted(self.restored)]
-
-    def restore_settings(self, config: dict[str, Any]) -> None:
-        """Set the settings of the MTP head and the vision tower that the source has and the checkpoint lost."""
-        if self._source is None:
-            return
-        inner = config.get("text_config")
-        for field, values in (
-            ("mtp_num_hidden_layers", self.source.text_config),
-            ("vision_config", self.source.config),
-        ):
-            target = inner if isinstance(inner, dict) and field.startswith("mtp") else config
-            applies = field.startswith("mtp") or self.naming.multimodal
-            if applies and field in values and field not in target:
-                target[field] = values[field]
-                self.actions.append(f"config.json: {field} taken from the source")
 
     def linear_tensors(self, module: str) -> list[writer.Planned]:
         """Plan the tensors of one quantized linear: packed again, patched, or as they are."""

@@ -11,8 +11,8 @@ import msgspec
 from msgspec import UNSET, UnsetType, field
 
 from annie_quant.checkpoint import ModelFolder, ShardError, dialects
-from annie_quant.checkpoint.checks import COLUMNS_PER_RANK
-from annie_quant.checkpoint.loader_support import tensor_parallel_ranks
+from annie_quant.checkpoint.dialects.compressed_tensors import group_algo
+from annie_quant.checkpoint.loader_support import has_uneven_columns, tensor_parallel_ranks
 from annie_quant.doctor.probe import Finding, fault, note, ok
 from annie_quant.doctor.serving_table import Traits, lines_for
 from annie_quant.schema import salvage, salvage_or_default
@@ -106,9 +106,8 @@ def _rounds_activations(quantized: Quantization, exported: Quantization) -> bool
     """Return whether NVFP4 linears round their activations: by ModelOpt's name, or by compressed-tensors' groups."""
     if algorithm := quantized.quant_algo or exported.quant_algo:
         return algorithm == "NVFP4"
-    groups = [g for g in (quantized.config_groups or {}).values() if isinstance(g, dict)]
-    four = [g for g in groups if isinstance(g.get("weights"), dict) and g["weights"].get("num_bits") == 4]
-    return any(g.get("input_activations") for g in four)
+    groups = (quantized.config_groups or {}).values()
+    return any(isinstance(g, dict) and group_algo(g) == "NVFP4" for g in groups)
 
 
 def _has_uneven_columns(folder: Path) -> bool:
@@ -116,8 +115,7 @@ def _has_uneven_columns(folder: Path) -> bool:
     try:
         shards = ModelFolder(folder)
         linears = dialects.linears(shards)
-        columns = [2 * shards.info(x.weight).shape[-1] for x in linears.values() if x.format == "nvfp4"]
-        return any(c % COLUMNS_PER_RANK for c in columns) or tensor_parallel_ranks(shards, linears) < 2
+        return has_uneven_columns(shards, linears) or tensor_parallel_ranks(shards, linears) < 2
     except ShardError:
         return False  # check_model names what is missing
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from annie_quant.errors import EnvironmentFault, UsageError
 from annie_quant.gemm import known_failures, oracle, torch_op
-from annie_quant.gemm.arrays import device_count
+from annie_quant.gemm.arrays import need_device
 
 STACKS = ("torch", "vllm", "flashinfer")
 SWITCHES = {  # the server's option that selects a backend
@@ -221,9 +221,10 @@ def _vllm() -> Iterator[tuple[str, Callable[[Case], Any] | None, str]]:
 def _operator_missing() -> str:
     """Return why the operator of our plug-in for vLLM cannot run here, "" if it can."""
     try:
-        return "" if device_count() else "no CUDA GPU can be used here"
+        need_device()
     except EnvironmentFault as fault:
         return str(fault)
+    return ""
 
 
 def _annie_quant(case: Case) -> Any:
@@ -297,6 +298,15 @@ def examine(stack: str, timeout_s: float = 600.0) -> StackResult:
     )
 
 
+def run_module(module: str, *arguments: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
+    """Run a module in another process that finds the modules of this one."""
+    paths = os.pathsep.join(path for path in sys.path if path)
+    argv = [sys.executable, "-m", module, *arguments]
+    return subprocess.run(
+        argv, capture_output=True, text=True, timeout=timeout_s, env={**os.environ, "PYTHONPATH": paths}
+    )
+
+
 def last_json_line(output: str) -> str | None:
     """Return the last line that holds a JSON object, or None: the imports of a stack may print around it."""
     return next((line for line in reversed(output.splitlines()) if line.startswith("{")), None)
@@ -304,12 +314,8 @@ def last_json_line(output: str) -> str | None:
 
 def _judge_in_process(stack: str, name: str, timeout_s: float) -> BackendResult:
     """`judge` one backend in a separate process. If that gives no result: failed, with the last line of its output."""
-    paths = os.pathsep.join(path for path in sys.path if path)
-    argv = [sys.executable, "-m", "annie_quant.gemm.stack_check", stack, name]
     try:
-        process = subprocess.run(
-            argv, capture_output=True, text=True, timeout=timeout_s, env={**os.environ, "PYTHONPATH": paths}
-        )
+        process = run_module("annie_quant.gemm.stack_check", stack, name, timeout_s=timeout_s)
     except subprocess.TimeoutExpired:
         return _failed(name, f"no result within {timeout_s:.0f} s", "")
     if (result := last_json_line(process.stdout)) is not None:

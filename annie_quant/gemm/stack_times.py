@@ -15,10 +15,10 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from annie_quant.errors import EnvironmentFault
 
@@ -54,6 +54,14 @@ class StackTimes:
         return cls(**{**fields, "rows": [ShapeTimes(**row) for row in fields["rows"]]})
 
 
+class LinearKernel(Protocol):
+    """vLLM's interface of a kernel for NVFP4 linears, as far as it is used here."""
+
+    def process_weights_after_loading(self, layer: Any) -> None: ...
+
+    def apply_weights(self, layer: Any, x: Any) -> Any: ...
+
+
 @dataclass(frozen=True)
 class Prepared:
     """A weight [n, k] in several copies: per kernel one call per copy, and activations for the most tokens."""
@@ -79,17 +87,14 @@ def vllm_layer(codes: Any, scales: Any, scale: float) -> Any:
     return layer
 
 
-def vllm_kernels(missing: dict[str, str]) -> dict[str, Any]:
+def vllm_kernels(missing: dict[str, str]) -> dict[str, LinearKernel]:
     """Return vLLM's weight-only kernels by name; adds to `missing` those that it lacks."""
     from vllm.model_executor.kernels.linear import NvFp4LinearLayerConfig
 
-    kernels = {}
-    for name, module, kind in (
-        ("marlin", "marlin", "MarlinNvFp4LinearKernel"),
-        ("humming", "humming", "HummingNvFp4LinearKernel"),
-    ):
+    kernels: dict[str, LinearKernel] = {}
+    for name, kind in (("marlin", "MarlinNvFp4LinearKernel"), ("humming", "HummingNvFp4LinearKernel")):
         try:
-            source = importlib.import_module(f"vllm.model_executor.kernels.linear.nvfp4.{module}")
+            source = importlib.import_module(f"vllm.model_executor.kernels.linear.nvfp4.{name}")
             kernels[name] = getattr(source, kind)(NvFp4LinearLayerConfig())
         except Exception as error:
             missing[name] = f"{type(error).__name__}: {error}"[:300]
@@ -112,7 +117,7 @@ def choices() -> dict[str, str]:
 
 
 def prepare(
-    shapes: list[tuple[int, int]], tokens: list[int], kernels: dict[str, Any], missing: dict[str, str]
+    shapes: list[tuple[int, int]], tokens: list[int], kernels: Mapping[str, LinearKernel], missing: dict[str, str]
 ) -> list[Prepared]:
     """Prepare random weights for ours and vLLM's kernels, call each for all numbers of tokens, and compare the results."""
     import torch
@@ -152,8 +157,8 @@ def prepare(
     return result
 
 
-def graph_us(calls: Sequence[Callable[[], Any]], repeats: int) -> float:
-    """Return the median microseconds of one call in a CUDA graph of them."""
+def graph_of(calls: Sequence[Callable[[], Any]]) -> Any:
+    """Run the callables once, then capture them into one CUDA graph."""
     import torch
 
     stream = torch.cuda.Stream()
@@ -165,16 +170,25 @@ def graph_us(calls: Sequence[Callable[[], Any]], repeats: int) -> float:
     with torch.cuda.graph(graph, stream=stream):
         for call in calls:
             call()
+    return graph
+
+
+def replay_us(graph: Any, launches: int) -> float:
+    """Replay a graph of `launches` launches. Return microseconds per launch."""
+    import torch
+
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
     graph.replay()
-    times = []
-    for _ in range(repeats):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(1e3 * begin.elapsed_time(end) / len(calls))
-    return statistics.median(times)
+    end.record()
+    end.synchronize()
+    return 1e3 * begin.elapsed_time(end) / launches
+
+
+def graph_us(calls: Sequence[Callable[[], Any]], repeats: int, untimed: int = 1) -> float:
+    """Return microseconds per call of these in one graph: the median of `repeats` replays, after `untimed` ones."""
+    graph = graph_of(calls)
+    return statistics.median([replay_us(graph, len(calls)) for _ in range(untimed + repeats)][untimed:])
 
 
 def measure(
@@ -195,12 +209,11 @@ def measure(
 
 def examine(shapes: list[tuple[int, int]], tokens: tuple[int, ...] = TOKENS, timeout_s: float = 600.0) -> StackTimes:
     """Time the kernels in another process. EnvironmentFault: it gave no result, with the last line of its output."""
-    from annie_quant.gemm.stack_check import last_json_line
+    from annie_quant.gemm.stack_check import last_json_line, run_module
 
-    argv = [sys.executable, "-m", "annie_quant.gemm.stack_times"]
-    argv += [",".join(f"{n}x{k}" for n, k in shapes), ",".join(map(str, tokens))]
+    sizes = ",".join(f"{n}x{k}" for n, k in shapes)
     try:
-        process = subprocess.run(argv, capture_output=True, text=True, timeout=timeout_s)
+        process = run_module("annie_quant.gemm.stack_times", sizes, ",".join(map(str, tokens)), timeout_s=timeout_s)
     except subprocess.TimeoutExpired as error:
         raise EnvironmentFault(f"vLLM's kernels gave no times within {timeout_s:.0f} s", "nvidia-smi") from error
     if (line := last_json_line(process.stdout)) is not None:
@@ -211,11 +224,15 @@ def examine(shapes: list[tuple[int, int]], tokens: tuple[int, ...] = TOKENS, tim
     )
 
 
+def read_shapes(text: str) -> list[tuple[int, int]]:
+    """Return the shapes [N, K] of "24576x4096,4096x12288"."""
+    return [(int(n), int(k)) for n, k in (shape.split("x") for shape in text.split(","))]
+
+
 def main(argv: list[str]) -> None:
     from vllm.config import VllmConfig, set_current_vllm_config
 
-    shapes = [(int(n), int(k)) for n, k in (shape.split("x") for shape in argv[0].split(","))]
-    tokens = [int(m) for m in argv[1].split(",")]
+    shapes, tokens = read_shapes(argv[0]), [int(m) for m in argv[1].split(",")]
     missing: dict[str, str] = {}
     with set_current_vllm_config(VllmConfig()):
         kernels = vllm_kernels(missing)

@@ -23,6 +23,7 @@ from annie_quant.gemm.ops import Weight
 
 _libraries: list[Any] = []  # the operator exists as long as its library
 
+F16, BF16 = CODES["float16"], CODES["bfloat16"]
 SCHEMA = "(Tensor x, Tensor packed, Tensor tensor_scale, int n) -> Tensor"
 
 
@@ -51,9 +52,9 @@ def product(x: Any, packed: Any, tensor_scale: Any, n: int) -> Any:
     import torch
 
     module, device, k = native(), packed.device.index, x.shape[-1]
-    kind = 2 if x.dtype is torch.bfloat16 else 1 if x.dtype is torch.float16 else -1
-    if kind < 0 or x.device.index != device:
-        raise UsageError(f"x is {x.dtype} on {x.device}; expected {' or '.join(KINDS)} on {packed.device}")
+    kind = BF16 if x.dtype is torch.bfloat16 else F16 if x.dtype is torch.float16 else None
+    if kind is None or x.device.index != device:
+        raise UsageError(f"x is {x.dtype} on {x.device}; expected float16 or bfloat16 on {packed.device}")
     rows = x if x.dim() == 2 else x.reshape(-1, k)
     m, ldx = rows.shape[0], rows.stride(0)
     if m == 1:
@@ -82,9 +83,6 @@ def product(x: Any, packed: Any, tensor_scale: Any, n: int) -> Any:
             torch._C._cuda_getCurrentRawStream(device),
         )
     return out
-
-
-KINDS = [name for name, code in CODES.items() if code]  # the dtypes of x
 
 
 def fake(x: Any, packed: Any, tensor_scale: Any, n: int) -> Any:

@@ -10,7 +10,6 @@ Written to the interfaces of SGLang 0.5.23 and not run in it: its torch is newer
 from __future__ import annotations
 
 import logging
-import os
 from typing import Any
 
 from annie_quant.errors import EnvironmentFault
@@ -22,7 +21,7 @@ LOGGER = "sglang.annie_quant"
 
 def register() -> None:
     """Let ModelOpt's linears take our kernel where the backend is Marlin. Without the switch SGLang is not changed."""
-    if os.environ.get(SWITCH, "") in ("", "0"):
+    if not w4a16_layer.switched_on(SWITCH):
         return
     from annie_quant.gemm.arrays import native
 
@@ -31,11 +30,12 @@ def register() -> None:
         from sglang.srt.layers.quantization import modelopt_quant
 
         replace(modelopt_quant.ModelOptFp4LinearMethod, modelopt_quant.get_fp4_gemm_runner_backend)
+        return
     except EnvironmentFault as fault:
-        w4a16_layer.say_once(LOGGER, logging.WARNING, f"{SWITCH} is set, and SGLang keeps its own kernels: {fault}")
+        reason = str(fault)
     except Exception as error:  # an SGLang with other names must start all the same
         reason = f"this SGLang has other interfaces ({type(error).__name__}: {error})"
-        w4a16_layer.say_once(LOGGER, logging.WARNING, f"{SWITCH} is set, and SGLang keeps its own kernels: {reason}")
+    w4a16_layer.log_once(LOGGER, logging.WARNING, f"{SWITCH} is set, and SGLang keeps its own kernels: {reason}")
 
 
 def replace(method: type[Any], backend: Any) -> None:
@@ -55,17 +55,14 @@ def replace(method: type[Any], backend: Any) -> None:
             layer.output_size_per_partition = layer.weight.shape[0]
             if not (reason := w4a16_layer.take(layer, LOGGER)):
                 return
-            w4a16_layer.say_once(LOGGER, logging.WARNING, f"linears stay on Marlin: {reason}")
+            w4a16_layer.log_once(LOGGER, logging.WARNING, f"linears stay on Marlin: {reason}")
             del layer.weight_global_scale
         process(self, layer)
 
     def apply_linear(self: Any, layer: Any, x: Any, bias: Any = None) -> Any:
-        import torch
-
         if layer.annie_scale is None:
             return apply(self, layer, x, bias)
-        y = torch.ops.annie_quant.nvfp4_linear(x, layer.weight, layer.annie_scale, layer.output_size_per_partition)
-        return y if bias is None else y + bias
+        return w4a16_layer.product(layer, x, bias)
 
     process_weights_after_loading.annie_quant = True  # type: ignore[attr-defined]
     method.process_weights_after_loading, method.apply = process_weights_after_loading, apply_linear

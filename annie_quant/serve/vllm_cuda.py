@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -31,14 +30,9 @@ LOGGER = "vllm.annie_quant"  # below "vllm", whose handlers print it
 _on_marlin: dict[str, str] = {}  # the reason of each layer that stays on Marlin
 
 
-def switched_on() -> bool:
-    """Whether the switch is on."""
-    return os.environ.get(SWITCH, "") not in ("", "0")
-
-
 def register() -> None:
     """Let vLLM take our kernel where it takes Marlin. Without the switch, or where it cannot work, vLLM is not changed."""
-    if not switched_on():
+    if not w4a16_layer.switched_on(SWITCH):
         return
     try:
         reason = missing()
@@ -47,7 +41,7 @@ def register() -> None:
     except Exception as error:  # a vLLM with other names must start all the same
         reason = f"this vLLM has other interfaces ({type(error).__name__}: {error})"
     if reason:
-        w4a16_layer.say_once(
+        w4a16_layer.log_once(
             LOGGER, logging.WARNING, f"{SWITCH} is set, and NVFP4 linears stay on vLLM's own kernels: {reason}"
         )
 
@@ -110,19 +104,15 @@ def kernel(marlin: type[Any]) -> type[Any]:
             reason = w4a16_layer.take(layer, LOGGER)
             if reason:
                 _on_marlin[name] = reason
-                w4a16_layer.say_once(
+                w4a16_layer.log_once(
                     LOGGER, logging.WARNING, f"linears stay on Marlin, the first is {name}: {reason}", reason
                 )
                 marlin.process_weights_after_loading(self, layer)
 
         def apply_weights(self, layer: Any, x: Any, bias: Any = None) -> Any:
-            import torch
-
             if layer.annie_scale is None:
                 return marlin.apply_weights(self, layer, x, bias)
-            n = layer.output_size_per_partition
-            y = torch.ops.annie_quant.nvfp4_linear(x, layer.weight, layer.annie_scale, n)
-            return y if bias is None else y + bias
+            return w4a16_layer.product(layer, x, bias)
 
     AnnieQuantNvFp4LinearKernel.__name__ = AnnieQuantNvFp4LinearKernel.__qualname__ = NAME
     return AnnieQuantNvFp4LinearKernel

@@ -19,9 +19,9 @@ def register() -> None:
     """Add the kernels to vLLM's CPU or CUDA platform. Does nothing on other platforms and when called again."""
     from vllm.platforms import current_platform
 
-    from annie_quant.serve import vllm_cuda
-
     if current_platform.is_cuda():
+        from annie_quant.serve import vllm_cuda
+
         vllm_cuda.register()
     if not current_platform.is_cpu():
         return

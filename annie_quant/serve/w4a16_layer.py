@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from typing import Any
 
@@ -10,7 +11,12 @@ _checked: dict[tuple[Any, ...], str] = {}  # by device, shape and dtype: why the
 _logged: set[str] = set()
 
 
-def say_once(logger: str, level: int, line: str, kind: str = "") -> None:
+def switched_on(switch: str) -> bool:
+    """Return whether an environment variable is set to anything but 0."""
+    return os.environ.get(switch, "") not in ("", "0")
+
+
+def log_once(logger: str, level: int, line: str, kind: str = "") -> None:
     """Log a line, unless this process has logged one of this kind before (numbers aside), by default the line itself."""
     kind = re.sub(r"\d+", "", kind or line)
     if kind not in _logged:
@@ -45,7 +51,7 @@ def take(layer: Any, logger: str) -> str:
             _checked[key] = "" if agrees else f"its product is wrong on this device, {worst:.3g} times the error bound"
             if agrees:
                 device = torch.cuda.get_device_name(codes.device) if codes.is_cuda else "the CPU"
-                say_once(
+                log_once(
                     logger,
                     logging.INFO,
                     f"NVFP4 linears run on this package's W4A16 kernel, which was checked on {device}",
@@ -57,3 +63,11 @@ def take(layer: Any, logger: str) -> str:
         layer.annie_scale = weight.tensor_scale
         del layer.weight_scale
     return _checked[key]
+
+
+def product(layer: Any, x: Any, bias: Any = None) -> Any:
+    """Return the product of x with a layer that `take` repacked, plus the bias. Its output_size_per_partition is N."""
+    import torch
+
+    y = torch.ops.annie_quant.nvfp4_linear(x, layer.weight, layer.annie_scale, layer.output_size_per_partition)
+    return y if bias is None else y + bias

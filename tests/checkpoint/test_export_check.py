@@ -42,11 +42,21 @@ def test_a_fine_tune_of_the_same_base_is_not_the_source(sound, tmp_path):
     assert "NOT ITS SOURCE" in export_notes(sound["nvfp4"], other)[0]
 
 
-def test_a_close_fine_tune_is_not_the_source(sound, tmp_path):
-    """Weights that differ by 3 % hide under quantization; each linear that was not quantized was called a broken export."""
+@pytest.mark.parametrize("others", [0, 12])
+def test_a_close_fine_tune_is_not_the_source(sound, tmp_path, others):
+    """Weights that differ by 3 % hide under quantization; each linear that was not quantized was called a broken export.
+
+    others: equal linears outside of the layers, as of a vision tower that nobody trained; they do not count.
+    """
     import numpy as np
 
     rng = np.random.default_rng(5)
+
+    def add_tower(t, c):
+        t |= {f"visual.merger.{i}.weight": np.ones((16, 16), zoo.BF16) for i in range(others)}
+
+    checkpoint = zoo.spoil(sound["nvfp4"], tmp_path / "nvfp4", add_tower)
+    source = zoo.spoil(sound["bf16"], tmp_path / "bf16", add_tower)
 
     def change(t, c):
         for name, value in t.items():
@@ -54,7 +64,7 @@ def test_a_close_fine_tune_is_not_the_source(sound, tmp_path):
                 noise = rng.standard_normal(value.shape) * 0.03 * float(np.std(value.astype(np.float32)))
                 t[name] = (value.astype(np.float32) + noise).astype(value.dtype)
 
-    notes = export_notes(sound["nvfp4"], zoo.spoil(sound["bf16"], tmp_path / "close", change))
+    notes = export_notes(checkpoint, zoo.spoil(source, tmp_path / "close", change))
     assert len(notes) == 1 and "NOT ITS SOURCE" in notes[0] and "not quantized" in notes[0]
 
 

@@ -8,13 +8,10 @@ import subprocess
 import sys
 
 import pytest
+from bench_cases import folder_of
 from paths import ROOT
 
 from annie_quant.cli import cli
-
-sys.path.insert(0, str(ROOT / "tests" / "helpers"))
-
-from bench_cases import folder_of
 
 FOLDER = ROOT / "examples" / "ci"
 

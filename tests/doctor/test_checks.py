@@ -7,10 +7,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import checkpoint_zoo as zoo
+import numpy as np
 import published_models as published
 import pytest
 
-from annie_quant import doctor, host
+from annie_quant import checkpoint, doctor, host
 from annie_quant.doctor.model import check_model
 from annie_quant.doctor.probe import Answer, Probe
 from annie_quant.errors import UsageError
@@ -269,3 +270,10 @@ def test_serving_lines_of_published_checkpoints(tmp_path):
     zoo.spoil(tmp_path / "Qwen3.5-122B-A10B-NVFP4", tmp_path / "uneven", narrow)
     uneven = {f.check: f.message for f in check_model(tmp_path / "uneven")}
     assert "VLLM_DISABLED_KERNELS=FlashInferCutlassNvFp4LinearKernel" in uneven["kernels known wrong"]
+
+    def scalar(t: dict, c: dict) -> None:
+        t["model.language_model.layers.0.mlp.experts.0.down_proj.weight"] = np.zeros((), np.uint8)
+
+    zoo.spoil(tmp_path / "Qwen3.5-122B-A10B-NVFP4", tmp_path / "scalar", scalar)
+    assert "kernels known wrong" not in {f.check for f in check_model(tmp_path / "scalar")}, "the audit names it"
+    assert "weight_shape" in {f.code for f in checkpoint.audit(tmp_path / "scalar").findings}

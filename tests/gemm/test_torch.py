@@ -79,7 +79,7 @@ def test_opcheck(layer):
 @pytest.mark.parametrize("m", [1, 16, 64, 300])
 def test_a_graph_in_which_copies_and_memsets_stand_between_products(layer, m):
     """A launch that depended programmatically on such a node would make the graph invalid."""
-    x, y, stream, graph = tokens(m), torch.empty(m, N, device="cuda", dtype=torch.bfloat16), torch.cuda.Stream(), None
+    x, y, stream = tokens(m), torch.empty(m, N, device="cuda", dtype=torch.bfloat16), torch.cuda.Stream()
     spare = torch.empty(1 << 20, dtype=torch.uint8, device="cuda")
     with torch.cuda.stream(stream):
         layer.forward(x)

@@ -13,14 +13,8 @@ import argparse
 import json
 import os
 import shutil
-import signal
 import statistics
-import subprocess
 import sys
-import time
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,35 +35,20 @@ def model(folder: Path) -> Path:
     return target
 
 
-@contextmanager
-def vllm(program: Path, checkpoint: Path, port: int, log: Path) -> Iterator[tuple[str, int]]:
-    """Serve a checkpoint with vLLM on the CPU; yield (URL, process id)."""
+def start_vllm(program: Path, checkpoint: Path, port: int, log: Path):
+    """Serve a checkpoint with vLLM on the CPU, with more positions than its recipe `cpu` and with a prefix cache."""
+    from annie_quant.serve import server
+
     command = [program, "serve", checkpoint, "--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port),
                "--quantization", "modelopt", "--enforce-eager", "--max-num-seqs", "4", "--max-model-len", str(POSITIONS),
                "--max-num-batched-tokens", "2048", "--enable-prefix-caching", "--enable-prompt-tokens-details",
                "--reasoning-parser", "qwen3", "--enable-auto-tool-choice", "--tool-call-parser", "qwen3_coder"]  # fmt: skip
     environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
     environment.pop("PYTHONPATH", None)
-    with log.open("wb") as file:
-        process = subprocess.Popen(
-            list(map(str, command)), stdout=file, stderr=file, env=environment, start_new_session=True
-        )
-    url = f"http://127.0.0.1:{port}"
-    try:
-        for _ in range(600):
-            if process.poll() is not None:
-                raise SystemExit(f"vLLM ended: see {log}")
-            try:
-                urllib.request.urlopen(f"{url}/health", timeout=2).close()
-                break
-            except OSError:
-                time.sleep(1)
-        else:
-            raise SystemExit(f"vLLM does not answer: see {log}")
-        yield url, process.pid
-    finally:
-        os.killpg(process.pid, signal.SIGTERM)
-        process.wait(60)
+    server.check_port(port)
+    process = server.spawn(list(map(str, command)), log, "vLLM", environment)
+    server.wait_ready(process, lambda: f"http://127.0.0.1:{port}", "/health", 600)
+    return process
 
 
 def main() -> None:
@@ -111,15 +90,14 @@ def main() -> None:
                 )
                 meta = {"source": "tiny-annie", "pid": servers[-1].pid}
                 sides.append(bench.Backend(f"llama.cpp-{kind}", servers[-1].url, meta=meta))
-            if not arguments.vllm:
-                run(arguments, bench, agent, sides, progress)
-            else:
+            if arguments.vllm:
                 target = arguments.folder / "nvfp4"
                 if not target.exists():
                     quantize.run("direct", source, target)
-                with vllm(arguments.vllm, target, arguments.port, arguments.folder / "vllm.log") as (url, pid):
-                    sides.insert(0, bench.Backend("vLLM-NVFP4", url, meta={"source": "tiny-annie", "pid": pid}))
-                    run(arguments, bench, agent, sides, progress)
+                servers.append(start_vllm(arguments.vllm, target, arguments.port, arguments.folder / "vllm.log"))
+                meta = {"source": "tiny-annie", "pid": servers[-1].pid}
+                sides.insert(0, bench.Backend("vLLM-NVFP4", servers[-1].url, meta=meta))
+            run(arguments, bench, agent, sides, progress)
         finally:
             for server in servers:
                 server.stop()

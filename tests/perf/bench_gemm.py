@@ -19,7 +19,6 @@ import contextlib
 import itertools
 import json
 import re
-import statistics
 import sys
 import time
 from functools import partial
@@ -29,6 +28,7 @@ import torch
 
 import annie_quant.gemm as gemm
 from annie_quant.gemm.arrays import native
+from annie_quant.gemm.stack_times import graph_us
 
 SHAPES = (
     "8192x8192 16384x8192 20480x7168 81920x8192 24576x4096 4096x12288 "
@@ -48,34 +48,9 @@ def cells_of(args: argparse.Namespace) -> list[tuple[int, int, list[int]]]:
     return [(n, k, tokens) for (n, k), tokens in result.items()]
 
 
-def graph_of(launches: list) -> torch.cuda.CUDAGraph:
-    """Run the callables once, then capture them into one graph."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for launch in launches:
-            launch()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for launch in launches:
-            launch()
-    return graph
-
-
-def replay_us(graph: torch.cuda.CUDAGraph, launches: int) -> float:
-    """Replay a graph of `launches` launches. Return microseconds per launch."""
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    graph.replay()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) * 1000 / launches
-
-
 def timed(launches: list, repeats: int) -> float:
     """Return microseconds per launch of these callables in one graph: the median of `repeats` replays, after two untimed ones."""
-    graph = graph_of(launches)
-    return statistics.median([replay_us(graph, len(launches)) for _ in range(repeats + 2)][2:])
+    return graph_us(launches, repeats, untimed=2)
 
 
 def rotated(copies: list, per_graph: int, call) -> list:

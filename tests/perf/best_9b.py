@@ -30,7 +30,6 @@ SHAPE = {
     "linear_num_key_heads": 16, "linear_num_value_heads": 32,
 }  # fmt: skip
 HEADS = {"head_dim": 256, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "vocab_size": 4096}
-LAYERS = 32
 
 
 def make(folder: Path, layers: int, narrow: int) -> None:

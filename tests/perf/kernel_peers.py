@@ -29,7 +29,7 @@ def main() -> None:
     args = parser.parse_args()
     from vllm.config import VllmConfig, set_current_vllm_config
 
-    shapes = [(int(n), int(k)) for n, k in (shape.split("x") for shape in args.shapes.split(","))]
+    shapes = stack_times.read_shapes(args.shapes)
     tokens = [int(m) for m in args.tokens.split(",")]
     missing: dict[str, str] = {}
     with set_current_vllm_config(VllmConfig()):

@@ -17,6 +17,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from scipy.stats import t
+
 import annie_quant
 from annie_quant import checkpoint, judge, quantize, runtime
 from annie_quant.data import generate
@@ -32,7 +34,6 @@ RECIPES: dict[str, tuple[str, dict[str, Any], str]] = {
     "awq_gptq": ("awq_gptq", {"last": 1}, "w4a4"),
     "awq_gptq, 4-bit head": ("awq_gptq", {"last": 1, "head": "nvfp4"}, "w4a4"),
 }
-T_975 = {2: 4.303, 3: 3.182, 4: 2.776, 1: 12.706}  # Student's t by degrees of freedom
 
 
 def main() -> None:
@@ -54,9 +55,13 @@ def main() -> None:
     print(table(arguments.output, rows))
 
 
+def file_name(row: str) -> str:
+    return row.replace(" ", "_").replace(",", "")
+
+
 def measure(row: str, seed: int, arguments: argparse.Namespace) -> None:
     """Quantize with the calibration of one seed, evaluate, and store what the table needs."""
-    file = arguments.output / f"{row.replace(' ', '_').replace(',', '')}-{seed}.json"
+    file = arguments.output / f"{file_name(row)}-{seed}.json"
     if file.is_file():
         return
     calibration = arguments.output / f"calibration-{seed}.jsonl"
@@ -100,7 +105,7 @@ def table(output: Path, rows: list[str]) -> str:
         "|---|---|---|---|---|---|",
     ]
     for row in rows:
-        files = sorted(output.glob(f"{row.replace(' ', '_').replace(',', '')}-[0-9].json"))
+        files = sorted(output.glob(f"{file_name(row)}-*.json"))
         documents = [read_json(file) for file in files]
         if not documents:
             continue
@@ -111,7 +116,7 @@ def table(output: Path, rows: list[str]) -> str:
         shares = [(won - lost) / n for lost, won, n in totals]
         mean, half = statistics.fmean(shares), 0.0
         if len(shares) > 1:
-            half = T_975.get(len(shares) - 1, 1.96) * statistics.stdev(shares) / len(shares) ** 0.5
+            half = float(t.ppf(0.975, len(shares) - 1)) * statistics.stdev(shares) / len(shares) ** 0.5
         interval = f"{mean:+.1%} ± {half:.1%}" if len(shares) > 1 else f"{mean:+.1%} (one seed)"
         cells = [
             row,

@@ -125,7 +125,7 @@ def stop_profiler(worker: Any) -> list[tuple[str, int, float]]:
 class Engine:
     """vLLM's engine of one kernel, and the loads."""
 
-    def __init__(self, name: str, folder: str, layers: int, on_cpu: bool) -> None:
+    def __init__(self, name: str, folder: str, on_cpu: bool) -> None:
         kernel, plain = name.removesuffix("-plain"), name.endswith("-plain")
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
         os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # functions for the engine's process
@@ -166,7 +166,7 @@ class Engine:
             row["kernels"] = f"{type(error).__name__}: {error}"[:300]
         return row
 
-    def run(self, streams: int, prompt: int, tokens: int) -> dict[str, Any]:
+    def run(self, streams: int, prompt: int, tokens: int) -> dict[str, float]:
         """Run `streams` requests that start together. Returns times in ms."""
         vocabulary = 1000
         sampling = self.parameters(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
@@ -213,14 +213,14 @@ def energy_mj() -> float | None:
     return None
 
 
-def worker(name: str, folder: str, layers: int, answers: Path, on_cpu: bool) -> None:
+def worker(name: str, folder: str, answers: Path, on_cpu: bool) -> None:
     """Start an engine, then run one job per line of the standard input; append one JSON line per job to `answers`."""
 
     def reply(row: dict[str, Any]) -> None:
         with answers.open("a") as f:
             f.write(json.dumps({"engine": name, **row}) + "\n")
 
-    engine = Engine(name, folder, layers, on_cpu)
+    engine = Engine(name, folder, on_cpu)
     reply({"job": "start", **engine.about()})
     for line in sys.stdin:
         job = json.loads(line)
@@ -244,7 +244,7 @@ def worker(name: str, folder: str, layers: int, answers: Path, on_cpu: bool) -> 
 class Child:
     """An engine's process."""
 
-    def __init__(self, name: str, folder: Path, layers: int, output: Path, on_cpu: bool) -> None:
+    def __init__(self, name: str, folder: Path, output: Path, on_cpu: bool) -> None:
         self.name, self.answers = name, output / f"answers.{name}.jsonl"
         self.answers.unlink(missing_ok=True)
         self.read = 0
@@ -298,7 +298,7 @@ def interval(values: list[float]) -> tuple[float, float]:
     """Return the mean and half of its 95 % t-interval."""
     if len(values) < 2:
         return statistics.mean(values), math.nan
-    t = T_95.get(len(values) - 1, 2.0)
+    t = T_95[min(len(values) - 1, max(T_95))]  # of fewer values where there are more: wider
     return statistics.mean(values), t * statistics.stdev(values) / math.sqrt(len(values))
 
 
@@ -355,7 +355,7 @@ def coordinate(args: argparse.Namespace) -> None:
         q: write_config(output / f"shape.{'nvfp4' if q else 'bf16'}", args.tiny, q, changes) for q in (True, False)
     }
     names = args.engines.split(",")
-    children = [Child(n, folders[not n.startswith("bf16")], args.layers, output, args.cpu) for n in names]
+    children = [Child(n, folders[not n.startswith("bf16")], output, args.cpu) for n in names]
     rows: list[dict[str, Any]] = []
 
     def keep(row: dict[str, Any] | None) -> None:
@@ -445,12 +445,11 @@ def main() -> None:
     parser.add_argument("--tiny", type=Path, default=HERE.parent.parent / "annie_quant/assets/tiny-annie")
     parser.add_argument("--go", type=Path, help="a file for whose appearance the timing waits")
     parser.add_argument("--cpu", action="store_true", help="try the script on a CPU")
-    parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        worker(args.worker, args.folder, args.layers, args.output, args.cpu)
+        worker(args.worker, args.folder, args.output, args.cpu)
     else:
         coordinate(args)
 

@@ -6,7 +6,7 @@ A dialect has NAME and
     config(folder)                         the folder's settings as a QuantConfig
     tensors(linear, folder)                one linear as tensors to write in this dialect
     settings(formats, excluded, group, kv_cache)     what goes into config.json, and further files
-    kv_scale(layer, end)                   the name of a layer's scale of the KV cache; end: "k_scale" or "v_scale"
+    kv_scale(layer, end, value)            a layer's scale of the KV cache to write; end: "k_scale" or "v_scale"
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 from types import ModuleType
 
 from annie_quant import registry
-from annie_quant.checkpoint.linears import Linear
+from annie_quant.checkpoint.linears import Linear, QuantConfig
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.errors import CheckpointError
 from annie_quant.printable import printable
@@ -50,3 +50,9 @@ def linears(folder: ModelFolder) -> dict[str, Linear]:
     """Return the quantized linears of a folder by module name; empty for plain weights."""
     dialect = of(folder)
     return dialect.linears(folder) if dialect else {}
+
+
+def config(folder: ModelFolder) -> QuantConfig:
+    """Return the quantization settings of a folder; empty ones for plain weights."""
+    dialect = of(folder)
+    return dialect.config(folder) if dialect else QuantConfig("", "", None, [])

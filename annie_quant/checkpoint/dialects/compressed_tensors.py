@@ -121,9 +121,9 @@ def tensors(linear: Linear, folder: ModelFolder) -> list[Planned]:
     return out
 
 
-def kv_scale(layer: str, end: str) -> str:
-    """Return the name of a layer's scale of keys or values. end: "k_scale" or "v_scale"."""
-    return f"{attention_of(layer)}.{end}"
+def kv_scale(layer: str, end: str, value: np.ndarray) -> Planned:
+    """Plan a layer's scale of keys or values, float32 [1]. end: "k_scale" or "v_scale"."""
+    return planned(f"{attention_of(layer)}.{end}", value.reshape(1))
 
 
 def settings(formats: Mapping[str, str], excluded: list[str], group: int, kv_cache: str | None = None) -> Settings:

@@ -109,9 +109,9 @@ def read(quant: dict[str, Any]) -> QuantConfig:
     )
 
 
-def kv_scale(layer: str, end: str) -> str:
-    """Return the name of a layer's scale of keys or values. end: "k_scale" or "v_scale"."""
-    return f"{attention_of(layer)}.{end[0]}_proj.{end}"
+def kv_scale(layer: str, end: str, value: np.ndarray) -> Planned:
+    """Plan a layer's scale of keys or values, float32 []. end: "k_scale" or "v_scale"."""
+    return planned(f"{attention_of(layer)}.{end[0]}_proj.{end}", value.reshape(()))
 
 
 def tensors(linear: Linear, folder: ModelFolder) -> list[Planned]:

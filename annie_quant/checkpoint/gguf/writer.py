@@ -298,7 +298,8 @@ class Plan:
         if rows is not None:
             codes, scale = codes[rows], scale[rows]
         if columns is not None:
-            value_dim = self.layout.heads.value_dim if self.layout.heads else 16
+            assert self.layout.heads is not None  # whose order the columns have
+            value_dim = self.layout.heads.value_dim
             if value_dim % 16:
                 raise CheckpointError(f"{linear.name}: value heads of {value_dim} columns, expected a multiple of 16")
             codes, scale = codes[:, columns[::2] // 2], scale[:, columns[::16] // 16]

@@ -8,6 +8,7 @@ import types
 
 import checkpoint_zoo as zoo
 import pytest
+import torch
 from paths import TINY_ANNIE
 
 from annie_quant.cli import validate_gpu
@@ -88,3 +89,26 @@ def test_shapes_are_those_that_servers_merge(tmp_path):
 def test_a_checkpoint_without_nvfp4_is_an_error(tmp_path):
     with pytest.raises(CheckpointError, match="no NVFP4 linears"):
         validate_gpu.served_shapes(TINY_ANNIE)
+
+
+def product_of_slices(x, w, slices):
+    """x @ w.T whose K is split into slices, with partial sums and their sum rounded to bfloat16."""
+    total = torch.zeros(len(x), len(w), dtype=torch.bfloat16)
+    for i in range(slices):
+        total = total + (x[:, i::slices] @ w[:, i::slices].t()).to(torch.bfloat16)
+    return total.float()
+
+
+def test_partial_sums_in_bfloat16_are_accepted_and_a_wrong_scale_is_not():
+    """humming 0.1.10 on an H200 differed by .0034 and was left out: its split of K adds in bfloat16."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(16, 1024, generator=generator).to(torch.bfloat16).float()
+    values = torch.randn(256, 64, 16, generator=generator)
+    scales = torch.rand(256, 64, 1, generator=generator) * 0.5 + 0.75
+    ours = product_of_slices(x, (values * scales).reshape(256, 1024), 1)
+    for slices in (1, 4, 16):
+        stack_times.check_result(product_of_slices(x, (values * scales).reshape(256, 1024), slices), ours, "256x1024")
+    neighbours = product_of_slices(x, (values * scales.roll(1, 1)).reshape(256, 1024), 1)
+    for wrong in (neighbours, ours * 1.02, ours * float("nan")):
+        with pytest.raises(ValueError, match="256x1024 differs from ours by"):
+            stack_times.check_result(wrong, ours, "256x1024")

@@ -81,21 +81,26 @@ def test_a_graph_in_which_copies_and_memsets_stand_between_products(layer, m):
     """A launch that depended programmatically on such a node would make the graph invalid."""
     x, y, stream = tokens(m), torch.empty(m, N, device="cuda", dtype=torch.bfloat16), torch.cuda.Stream()
     spare = torch.empty(1 << 20, dtype=torch.uint8, device="cuda")
-    with torch.cuda.stream(stream):
-        layer.forward(x)
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
+
+    def run():
         spare.zero_()
         y.copy_(layer.forward(x))
         z = layer.forward(x)
-        again = layer.forward((z @ z.t()) @ x)
+        mixed = (z @ z.t()) @ x
+        return z, mixed, layer.forward(mixed)
+
+    with torch.cuda.stream(stream):
+        run()  # creates cuBLAS' handle of this stream, which a capture must not
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        z, mixed, again = run()
     for seed in (1, 2):
         x.copy_(tokens(m, seed))
         graph.replay()
         torch.cuda.synchronize()
         z_now = layer.forward(x)
-        assert (y == z_now).all() and (z == z_now).all() and (again == layer.forward((z_now @ z_now.t()) @ x)).all()
+        assert (y == z_now).all() and (z == z_now).all() and (again == layer.forward(mixed)).all()
 
 
 def test_rows_that_a_kernel_cannot_read_are_copied(layer):

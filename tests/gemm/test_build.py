@@ -2,12 +2,15 @@
 instruction in its sm_121a code only.
 """
 
+import ast
+import importlib
 import os
 import re
 import shutil
 import struct
 import subprocess
 import sys
+import types
 from collections import Counter
 from pathlib import Path
 
@@ -47,6 +50,19 @@ def test_without_a_gpu_every_function_raises_with_exit_code_3():
         with pytest.raises(EnvironmentFault, match=r"GPU|nvcc") as caught:
             call()
         assert caught.value.exit_code == 3
+
+
+@pytest.mark.skipif(not BUILT, reason="annie_quant._gemm is not built")
+def test_the_stub_names_each_function_with_its_arguments():
+    module = importlib.import_module("annie_quant._gemm")
+    stub = ast.parse((ROOT / "annie_quant/_gemm.pyi").read_text())
+    declared = {f.name: len(f.args.posonlyargs) for f in stub.body if isinstance(f, ast.FunctionDef)}
+    documented = {}
+    for name, value in vars(module).items():
+        if isinstance(value, types.BuiltinFunctionType):
+            arguments = re.match(rf"{name}\(([^)]*)\)", value.__doc__)[1]
+            documented[name] = len([a for a in arguments.split(",") if a.strip()])
+    assert declared == documented
 
 
 def test_host_arrays_and_other_objects_are_refused_with_a_message():

@@ -1,10 +1,10 @@
 """This package's benchmark against real vLLM servers of a 9B shape: bf16, Marlin, this package's kernel and W4A4 emulation.
 
-    python tests/perf/bench_9b.py --output DIR --servers marlin,ours,bf16,w4a4 --workloads FOLDER --seconds 280
+    python tests/perf/bench_9b.py --output DIR --servers marlin,ours,bf16,w4a4 --seconds 280
 
 Each server is `vllm serve` with random weights of serve_9b.py's shapes, torch.compile and CUDA graphs; all start at the same time
 and stay on one GPU. The loads of LOADS are then measured by bench.run with the C client, interleaved over all servers but w4a4,
-which is compared with ours afterwards. FOLDER: decode.json and prefill.json, workloads of random words. Rows of the head that are
+which is measured afterwards. Prompts are random words, each a token. Rows of the head that are
 not ASCII words of the tokenizer are zero, so that every token is text and each is an event. DIR gets a run directory per load,
 start.json (seconds to ready) and a log per server.
 """
@@ -12,9 +12,9 @@ start.json (seconds to ready) and a log per server.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
+import random
 import re
 import signal
 import subprocess
@@ -30,7 +30,9 @@ from annie_quant import bench, judge
 
 HERE = Path(__file__).resolve().parent
 GRAPHS = (1, 2, 4, 8, 16, 32, 64)
+SERVERS = ("marlin", "ours", "bf16", "w4a4")
 PORT = 8200
+WORD = "Ġ?[a-z]{3,}"
 LOADS: tuple[tuple[str, str, int, dict[str, Any]], ...] = (  # name, workload, prompts, load
     ("streams_1", "decode", 8, {"concurrency": 1}),
     ("prefill", "prefill", 8, {"concurrency": 1}),
@@ -48,6 +50,7 @@ def plugin() -> None:
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
     serve_9b.plugin()
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"  # vllm_answers switches it off
     random_weights = DummyModelLoader.load_weights
     words = json.loads(Path(os.environ["SERVE_9B_FOLDER"], "words.json").read_text())
 
@@ -63,20 +66,31 @@ def plugin() -> None:
     DummyModelLoader.load_weights = load_weights
 
 
+def vocabulary(tiny: Path) -> dict[str, int]:
+    return dict(json.loads((tiny / "tokenizer.json").read_text())["model"]["vocab"])
+
+
 def model_folder(output: Path, tiny: Path, quantized: bool, changes: dict[str, Any]) -> Path:
     """Write a folder with the configuration of the shape, the small model's tokenizer, and words.json (token ids)."""
     folder = serve_9b.write_config(output / f"shape.{'nvfp4' if quantized else 'bf16'}", tiny, quantized, changes)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (folder / name).write_bytes((tiny / name).read_bytes())
-    vocabulary = json.loads((tiny / "tokenizer.json").read_text())["model"]["vocab"]
-    (folder / "words.json").write_text(json.dumps([i for t, i in vocabulary.items() if re.fullmatch("Ġ?[a-z]{2,}", t)]))
+    (folder / "words.json").write_text(json.dumps([i for t, i in vocabulary(tiny).items() if re.fullmatch(WORD, t)]))
     return folder
 
 
-def install_plugin(folder: Path) -> None:
-    serve_9b.install_plugin(folder)
-    entry = next(folder.glob("*.dist-info")) / "entry_points.txt"
-    entry.write_text("[vllm.general_plugins]\nserve_9b = bench_9b:plugin\n")
+def write_workload(path: Path, words: list[str], cases: int, length: int, max_tokens: int) -> None:
+    """Write a workload of prompts of `length` random words."""
+    rng = random.Random(path.name)
+    name = path.stem
+    texts = [" ".join(rng.choices(words, k=length)) for _ in range(cases)]
+    document = {
+        "name": name, "description": f"{length} random words in, {max_tokens} tokens out: speed alone", "persona": None,
+        "system": None, "tools": None, "thinking": False, "max_tokens": max_tokens, "temperature": 0, "gates": [],
+        "default": False, "extra": {"ignore_eos": True},
+        "cases": [{"id": f"{name}-{i}", "messages": [{"role": "user", "content": t}]} for i, t in enumerate(texts)],
+    }  # fmt: skip
+    path.write_text(json.dumps(document))
 
 
 class Server:
@@ -84,34 +98,19 @@ class Server:
 
     def __init__(self, name: str, folder: Path, port: int, output: Path, on_cpu: bool) -> None:
         self.name, self.url, self.begin = name, f"http://127.0.0.1:{port}", time.monotonic()
-        argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--port", str(port)]
-        argv += [
-            "--host",
-            "127.0.0.1",
-            "--served-model-name",
-            "shape-9b",
-            "--load-format",
-            "dummy",
-            "--dtype",
-            "bfloat16",
-        ]
-        argv += ["--max-model-len", "4096", "--max-num-seqs", "64", "--max-num-batched-tokens", "8192"]
-        argv += ["--no-enable-prefix-caching", "--disable-uvicorn-access-log"]
-        if on_cpu:
-            argv += ["--enforce-eager", "--gpu-memory-utilization", "0.2"]
-        else:
-            graphs = json.dumps({"cudagraph_capture_sizes": list(GRAPHS)})
-            argv += [
-                "--gpu-memory-utilization",
-                "0.2",
-                "--kv-cache-memory-bytes",
-                str(8 << 30),
-                "--compilation-config",
-                graphs,
-            ]
-            argv += ["--attention-backend", "TRITON_ATTN", "--additional-config", '{"gdn_prefill_backend":"triton"}']
-            argv += ["--mamba-ssm-cache-dtype", "float32"]
-            argv += ["--linear-backend", "emulation"] if name == "w4a4" else []
+        options: dict[str, Any] = {
+            "model": str(folder), "host": "127.0.0.1", "port": port, "served_model_name": "shape-9b", "load_format": "dummy",
+            "dtype": "bfloat16", "max_model_len": 4096, "max_num_seqs": 64, "max_num_batched_tokens": 8192,
+            "gpu_memory_utilization": 0.2,
+        }  # fmt: skip
+        if not on_cpu:
+            graphs = {"cudagraph_capture_sizes": list(GRAPHS)}
+            options |= {"kv_cache_memory_bytes": 8 << 30, "compilation_config": graphs, **serve_9b.GPU_OPTIONS}
+            options |= {"linear_backend": "emulation"} if name == "w4a4" else {}
+        argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--no-enable-prefix-caching"]
+        argv += ["--disable-uvicorn-access-log", *(["--enforce-eager"] if on_cpu else [])]
+        for option, value in options.items():
+            argv += ["--" + option.replace("_", "-"), json.dumps(value) if isinstance(value, dict) else str(value)]
         paths = os.pathsep.join([str(HERE), str(output / "plugin"), os.environ.get("PYTHONPATH", "")])
         settings = {"PYTHONPATH": paths, "SERVE_9B_FOLDER": str(folder), "VLLM_USE_FLASHINFER_SAMPLER": "0"}
         settings["ANNIE_QUANT_VLLM_KERNEL"] = "1" if name == "ours" else "0"
@@ -129,8 +128,7 @@ class Server:
             return False
 
     def stop(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        serve_9b.kill_session(self.process)
 
 
 def wait_for(servers: list[Server], until: float) -> dict[str, float]:
@@ -159,7 +157,7 @@ def measure(
     begin = time.monotonic()
     try:
         result = bench.run(
-            [bench.Backend(s.name, s.url) for s in servers], judge.load_workloads([str(args.workloads / f"{workload}.json")]),
+            [bench.Backend(s.name, s.url) for s in servers], judge.load_workloads([str(args.output / f"{workload}.json")]),
             args.output / name, n=max(1, prompts // args.divide), runs=1, warmup=1, noise_share=0.0, budget_s=left, **levels,
         )  # fmt: skip
         print(f"{name}: {result.requests} requests, {result.ended}, {time.monotonic() - begin:.1f} s", flush=True)
@@ -172,7 +170,10 @@ def coordinate(args: argparse.Namespace) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers end, too
     output = args.output
     output.mkdir(parents=True, exist_ok=True)
-    install_plugin(output / "plugin")
+    serve_9b.install_plugin(output / "plugin", "bench_9b:plugin")
+    words = [token[1:] for token in vocabulary(args.tiny) if token[0] == "Ġ" and re.fullmatch(WORD, token)]
+    write_workload(output / "decode.json", words, max(load[2] for load in LOADS), 120, 128)
+    write_workload(output / "prefill.json", words, max(load[2] for load in LOADS if load[1] == "prefill"), 2040, 2)
     changes = json.loads(args.changes)
     folders = {q: model_folder(output, args.tiny, q, changes) for q in (True, False)}
     servers = [
@@ -205,8 +206,7 @@ def coordinate(args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--workloads", type=Path, required=True)
-    parser.add_argument("--servers", default="marlin,ours,bf16,w4a4")
+    parser.add_argument("--servers", default=",".join(SERVERS))
     parser.add_argument("--seconds", type=float, default=280)
     parser.add_argument("--start-seconds", type=float, default=200, help="for the servers to become ready")
     parser.add_argument("--measure-seconds", type=float, default=90, help="for all loads")
@@ -217,7 +217,10 @@ def main() -> None:
     parser.add_argument("--go", type=Path, help="a file for whose appearance the timing waits")
     parser.add_argument("--hold", type=Path, help="keep the servers until this file appears")
     parser.add_argument("--cpu", action="store_true", help="try the script on a CPU")
-    coordinate(parser.parse_args())
+    args = parser.parse_args()
+    if unknown := set(args.servers.split(",")) - set(SERVERS):
+        parser.error(f"--servers: {', '.join(sorted(unknown))}; choose of {', '.join(SERVERS)}")
+    coordinate(args)
 
 
 if __name__ == "__main__":

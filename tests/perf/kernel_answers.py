@@ -32,6 +32,7 @@ def run(args: argparse.Namespace) -> None:
     os.environ["ANNIE_QUANT_VLLM_KERNEL"] = "1" if args.kernel == "ours" else "0"
     sys.path.insert(0, str(Path(__file__).resolve().parent))
     import torch
+    from serve_9b import GPU_OPTIONS
     from vllm import LLM
     from vllm_answers import kernel_name, model_of, register_text_only  # one process, fast start
 
@@ -43,10 +44,7 @@ def run(args: argparse.Namespace) -> None:
             "cudagraph_capture_sizes": sorted(STREAMS),
         }
     if torch.cuda.is_available():
-        options |= {
-            "gpu_memory_utilization": 0.08, "kv_cache_memory_bytes": 1 << 30, "attention_backend": "TRITON_ATTN",
-            "additional_config": {"gdn_prefill_backend": "triton"}, "mamba_ssm_cache_dtype": "float32",
-        }  # fmt: skip
+        options |= {"gpu_memory_utilization": 0.08, "kv_cache_memory_bytes": 1 << 30, **GPU_OPTIONS}
     llm = LLM(
         register_text_only(args.checkpoint), dtype="bfloat16", max_model_len=2048, max_num_seqs=64, enable_prefix_caching=False,
         disable_log_stats=True, logprobs_mode="raw_logits", **options,

@@ -41,6 +41,11 @@ QUANTIZATION = {
     "quant_algo": "NVFP4",
     "producer": {"name": "modelopt", "version": "0.47.0"},
 }
+GPU_OPTIONS: dict[str, Any] = {  # of vLLM 0.26 where flash attention's and FlashInfer's extensions are missing
+    "attention_backend": "TRITON_ATTN",
+    "additional_config": {"gdn_prefill_backend": "triton"},
+    "mamba_ssm_cache_dtype": "float32",  # as the configurations of Qwen3.5 define, and as a CPU stores it
+}
 T_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 10: 2.228}
 
 
@@ -88,12 +93,15 @@ def plugin() -> None:
     register_text_only(os.environ["SERVE_9B_FOLDER"])
 
 
-def install_plugin(folder: Path) -> None:
-    """Write a distribution with this plug-in into a folder of sys.path. (A process that vLLM spawns inherits nothing else.)"""
+def install_plugin(folder: Path, function: str) -> None:
+    """Write a distribution with a plug-in ("module:function") into a folder of sys.path.
+
+    A process that vLLM spawns inherits nothing else.
+    """
     info = folder / "serve_9b-1.dist-info"
     info.mkdir(parents=True, exist_ok=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: serve-9b\nVersion: 1\n")
-    (info / "entry_points.txt").write_text("[vllm.general_plugins]\nserve_9b = serve_9b:plugin\n")
+    (info / "entry_points.txt").write_text(f"[vllm.general_plugins]\nserve_9b = {function}\n")
 
 
 def kernels_of(model: Any) -> dict[str, int]:
@@ -148,8 +156,7 @@ class Engine:
             options = {"enforce_eager": plain}
         else:
             options |= {
-                "gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 10 << 30, "attention_backend": "TRITON_ATTN",
-                "additional_config": {"gdn_prefill_backend": "triton"}, "mamba_ssm_cache_dtype": "float32",
+                "gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 10 << 30, **GPU_OPTIONS,
             }  # fmt: skip
         self.llm = LLM(
             register_text_only(folder), dtype="bfloat16", load_format="dummy", skip_tokenizer_init=True, max_model_len=4096,
@@ -241,6 +248,12 @@ def worker(name: str, folder: str, answers: Path, on_cpu: bool) -> None:
         reply({**job, **row})
 
 
+def kill_session(process: subprocess.Popen[Any]) -> None:
+    """Kill a process that leads a session, and the processes that it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
 class Child:
     """An engine's process."""
 
@@ -290,8 +303,7 @@ class Child:
         return self.wait(until)
 
     def stop(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        kill_session(self.process)
 
 
 def interval(values: list[float]) -> tuple[float, float]:
@@ -349,7 +361,7 @@ def coordinate(args: argparse.Namespace) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the engines end, too
     output = args.output
     output.mkdir(parents=True, exist_ok=True)
-    install_plugin(output / "plugin")
+    install_plugin(output / "plugin", "serve_9b:plugin")
     changes = json.loads(args.changes)
     folders = {
         q: write_config(output / f"shape.{'nvfp4' if q else 'bf16'}", args.tiny, q, changes) for q in (True, False)

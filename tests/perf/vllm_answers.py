@@ -23,6 +23,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from serve_9b import GPU_OPTIONS
+
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -91,13 +93,7 @@ def start(folder: str, kernel: str, sequences: int, on_cpu: bool) -> Any:
 
     options: dict[str, Any] = {}
     if not on_cpu:
-        options = {
-            "gpu_memory_utilization": 0.08,
-            "kv_cache_memory_bytes": 2 << 30,
-            "additional_config": {"gdn_prefill_backend": "triton"},
-            "attention_backend": "TRITON_ATTN",
-            "mamba_ssm_cache_dtype": "float32",  # as the configurations of Qwen3.5 define, and as a CPU keeps it
-        }
+        options = {"gpu_memory_utilization": 0.08, "kv_cache_memory_bytes": 2 << 30, **GPU_OPTIONS}
     if kernel == "exact":
         exact_products()
     if kernel != "auto":

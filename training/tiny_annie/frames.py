@@ -6,10 +6,16 @@ None of them contains a template of the calibration or gate split; those stay un
 from __future__ import annotations
 
 import random
+import re
 from functools import cache
 from typing import Any
 
+from annie_quant.data.exchanges import Exchange
+from annie_quant.data.phrases import PHRASES
 from annie_quant.data.tool_exchanges import grammar_of
+from annie_quant.data.words import WORDS
+
+SUM = re.compile(r"(\d+) (times|plus|minus) (\d+) is \d+\.")
 
 OPENINGS = (
     *("", "", "", "please ", "can you ", "could you ", "would you ", "will you ", "I want you to ", "I need you to "),
@@ -97,6 +103,72 @@ ASKS = {
         *("ticket: {subject}, priority {priority}", "note {subject} with {priority} priority", "open a ticket on {subject}, it has {priority} priority", "complain about {subject}, {priority} priority"),
     ),
 }
+ASKS |= {
+    "search_memory": (
+        *(f"{v} my {{query}}{w}" for v in ("what was said about", "what do you know about", "remind me of what I said about", "tell me what I told you about", "what did you learn about", "what have I told you about", "what did we speak of, was it", "look in your memory for", "search your memory for", "what did I mention about", "do you remember me talking about", "did I mention", "did I ever say anything about", "did we speak about", "what were we saying about", "bring back what I said of", "think back to", "do you still remember", "have we spoken about") for w in ("", "", " on {day}", " last {day}", " this {day}", " yesterday", " that {day}")),
+        *("my {query}, what did I say", "my {query}, do you remember it", "when did we last talk about my {query}", "how was it with my {query}", "I told you about my {query}, what was it"),
+        *("on {day} I told you about my {query}, what was it", "last {day} we talked about my {query}, remind me", "I forgot what I said about my {query} on {day}", "remind me on my {query} of {day}"),
+    ),
+    "web_search": (
+        *(f"{v} the {{query}}{w}" for v in ("look for", "search online for", "what do the papers say about", "what is going on with", "what happens with", "tell me the latest on", "get me the newest news about", "give me today's news of", "see what is new with", "use the web to find", "google", "read the news about", "I want the latest news about", "do a web search for", "go online for", "find me the newest about", "what do we hear about", "is anything new with", "are there news about", "look up what is new about", "can you find the latest news of", "show me the latest news about", "could you search the internet for", "what can you find about") for w in ("", "", " today", " now", " online", " on the web", " this {day}", " in the news")),
+        *("the {query}, what is new", "the {query}: search for it", "any news on the {query} today", "news about the {query}, please", "today's news about the {query}", "what about the {query} today, is there news"),
+        *("how is the {query} today", "is there anything new today on the {query}", "the latest about the {query}", "I wonder what is new about the {query}"),
+    ),
+}
+ASKS["check_stock"] += (
+    *(f"{v} {{product}}" for v in ("when could I buy", "when may I have", "when do I get", "how soon can I get", "how soon could I have", "when will I get", "where can I get", "can I get", "could I get", "may I get", "any chance to get", "when is there")),
+    *("any {product} for me", "some {product} left for us", "is any {product} left over", "do you have any {product} left", "could you see if {product} is there", "can you check whether {product} is in stock", "please check if {product} is in the shop", "could you check the stock of {product}"),
+    *("when can we get {product} again", "when can you send me {product}", "when can one buy {product}", "is there {product} left for me", "not any {product} left"),
+)
+ASKS["open_ticket"] += (
+    *(f"{v} {{subject}} {w}" for v in ("report", "announce", "register", "record", "I report", "please report", "let me report", "we report", "mention", "submit") for w in ("with {priority} priority", "as {priority}", "as a {priority} ticket", "with a priority of {priority}", "at {priority} priority")),
+    *("report that {subject} is broken, priority {priority}", "report: {subject}, {priority} priority", "report the {subject}, {priority}", "{priority} ticket on {subject} is what I need", "we need a {priority} ticket on {subject}", "could you make a ticket for {subject}, {priority} priority"),
+    *("can you open a ticket on {subject} at {priority} priority", "I want to report {subject}, priority is {priority}", "we have to report {subject}, a {priority} priority", "send in {subject}, priority {priority}", "note {subject}, priority {priority}", "log {subject}, priority {priority}"),
+)
+ASKS["find_order"] += (
+    *("could you find order {order}", "can you check my order {order}", "would you check on order {order}", "what has happened to my order {order}", "any news about order {order}", "is there any news of {order}", "what is with order {order}"),
+    *("please check the order {order}", "check up on order {order}", "can order {order} be found", "where did order {order} go"),
+)
+ASKS["find_account"] += (
+    *("could you find the account of {email}", "can you open my account, {email}", "I am {email}, find my account", "I am {email}, show me my account", "open the account of {email}", "please see the account of {email}", "see my account under {email}"),
+    *("show my account, it is {email}", "look at my account, {email}", "my account is {email}, open it", "what is the account of {email}"),
+)
+ASKS["set_timer"] += (
+    *("remind me of {label} after {minutes} minutes", "remind us of {label} in {minutes} minutes", "please remind me in {minutes} minutes of {label}", "can you start {minutes} minutes for {label}", "could you set a timer for {label}, {minutes} minutes"),
+    *("a timer of {minutes} minutes called {label}", "a timer named {label} of {minutes} minutes", "timer of {minutes} minutes, it is for {label}"),
+)
+ASKS["set_alarm"] += (
+    *("could you make an alarm for {label} at {time}", "can you set an alarm at {time}, for {label}", "I wake up at {time} for {label}, make an alarm", "I get up at {time}, the alarm is for {label}", "an alarm at {time} for {label}", "one alarm for {label}, it is at {time}"),
+    *("we get up at {time} for {label}", "set the alarm, I get up at {time} for {label}"),
+)
+ASKS["add_item"] += (
+    *("could you put {item} on the {list} list", "can you add {item} to my {list} list", "do not forget {item} for the {list} list", "I must not forget {item}, put it on the {list} list", "do not forget to put {item} on the {list} list", "let me not forget {item}, it goes on the {list} list"),
+    *("place {item} in the {list} list", "please place {item} on my {list} list", "drop {item} on the {list} list"),
+)
+ASKS["play_music"] += (
+    *("could you start {title} in the {room}", "can you play {title} on the {room} speaker", "I would like {title} in the {room}", "I love {title}, play it in the {room}", "we would love to hear {title} in the {room}", "bring {title} to the {room}", "bring some {title} into the {room}"),
+)
+ASKS["clean_floor"] += (
+    *("could you do the {room} in {mode} mode", "can you clean the {room} floor, {mode} mode", "make the {room} clean in {mode} mode", "the robot can do a {mode} clean in the {room}", "let the robot do a {mode} clean of the {room}"),
+)
+ASKS["read_sensor"] += (
+    *("could you read the {kind} in the {room}", "can you check the {kind} of the {room}", "please check the {kind} in the {room}", "which {kind} is in the {room}", "which {kind} does our {room} have", "the {kind} of the {room}, please", "how much {kind} does the {room} have"),
+)
+# Questions about facts and sums in other words than the built-in templates; {s}, {a}, {b}, {t}, {one}, {many} as there.
+FACTS = {
+    "capital": ("which town is the capital of {s}?", "do you remember the capital of {s}?", "{s}: what is its capital?", "give me the capital of {s}.", "say the capital of {s}.", "what is the capital town of {s}?", "which one is the capital of {s}?", "the capital of {s}, please.", "tell me which city is the capital of {s}.", "I need the capital of {s}.", "what do they call the capital of {s}?", "which is {s}'s capital?", "which city is the capital in {s}?"),
+    "colour": ("which colour does {s} have?", "what colour has {s}?", "say the colour of {s}.", "give me the colour of {s}.", "{s}: which colour?", "of what colour is {s}?", "name the colour that {s} has.", "the colour of {s}, please.", "{s} is of which colour?", "I need the colour of {s}."),
+    "legs": ("{s} has what number of legs?", "the number of legs of {s}, please.", "count the legs of {s}.", "say how many legs {s} has.", "give me the number of legs of {s}.", "how many legs are on {s}?", "{s} walks on how many legs?", "I wonder how many legs {s} has.", "do you know the number of legs of {s}?"),
+    "opposite": ("give me the opposite of {s}.", "say the opposite of {s}.", "the opposite of {s}, please.", "which is the opposite of {s}?", "the opposite of {s} is what?", "I need the opposite of {s}.", "which word means the opposite of {s}?", "what would be the opposite of {s}?"),
+    "young": ("what is the name for a young {s}?", "do you know the word for a young {s}?", "say what a young {s} is called.", "give me the word for a young {s}.", "how is a young {s} called?", "a young {s} has what name?", "name a young {s}.", "which name has a young {s}?", "what is it called, a young {s}?"),
+    "author": ("name who wrote {s}.", "give me the author of {s}.", "say who wrote {s}.", "who has written {s}?", "by whom is {s}?", "tell me the author of {s}.", "do you know the author of {s}?", "the author of {s}, please.", "what is the author of {s} called?", "{s} is by whom?"),
+    "continent": ("give me the continent of {s}.", "say the continent of {s}.", "which continent has {s}?", "the continent of {s}, please.", "{s} is in which continent?", "{s} belongs to which continent?", "do you know on which continent {s} is?", "what is {s}'s continent?", "which continent is {s} on?", "in what continent is {s}?"),
+}
+SUMS = {
+    "times": ("we have {a} {many} with {b} {t} each. How many {t} are that?", "I bought {a} {many}, each with {b} {t}. How many {t} did I buy?", "if each {one} has {b} {t}, how many {t} do {a} {many} have?", "every {one} holds {b} {t}; how many {t} are in {a} {many}?", "how many {t} are there in {a} {many} of {b}?", "{a} {many} with {b} {t} in each: how many {t}?", "they sold {a} {many} with {b} {t} in each. How many {t} are there?", "I got {a} {many} of {b} {t} each. How many {t} have I?", "in each of {a} {many} there are {b} {t}. How many {t} are there?", "{a} {many}, {b} {t} in each. What is the number of {t}?"),
+    "plus": ("I had {a} {t} and got {b} more. How many {t} do I have?", "we had {a} {t} and found {b} more. How many {t} do we have?", "she has {a} {t} and gets {b} more. How many {t} is that?", "{a} {t} and {b} more {t}: how many {t}?", "how many {t} make {a} {t} and {b} {t}?", "how many {t} do we have with {a} {t} and {b} {t}?", "to {a} {t} come {b} {t}. How many {t} are there?", "they had {a} {t} and bought {b} more. How many {t} have they?"),
+    "minus": ("he had {a} {t} and {b} are gone. How many {t} are left?", "we had {a} {t} and lost {b}. How many {t} have we left?", "they had {a} {t} and gave away {b}. How many are left?", "there were {a} {t} and we lost {b}. How many are left?", "I had {a} {t} and sold {b}. How many {t} are left?", "{a} {t}, {b} are gone: how many {t} are left?", "from {a} {t} we took {b}. How many {t} are left?", "of {a} {t} I gave away {b}. How many {t} do I still have?"),
+}
 # Verbs of requests that no tool of the two personas fills.
 CANNOT = tuple(
     (
@@ -128,7 +200,13 @@ def core(template: str) -> str:
 @cache
 def held_out(persona: str) -> tuple[str, ...]:
     grammar = grammar_of(persona)
-    assert grammar is not None
+    if grammar is None:  # Annie's tools have their own templates
+        own = {"my {t}": "my {query}"}, {"{t}": "the {query}"}
+        found = []
+        for questions, change in zip((PHRASES.memory_questions, PHRASES.web_questions), own, strict=True):
+            (old, new), = change.items()
+            found += [core(t.replace(old, new)) for s in ("calibration", "gate") for t in questions[s]]
+        return tuple(found)
     asks = [t for p in grammar.tools.values() for s in ("calibration", "gate") for t in p.ask[s]]
     return tuple(core(t) for t in (*asks, *grammar.abstain["calibration"], *grammar.abstain["gate"]))
 
@@ -157,7 +235,30 @@ def ask(rng: random.Random, persona: str, tool: str, arguments: dict[str, Any]) 
             break
     if text.startswith("{"):  # so that the argument keeps its small letter
         text = rng.choice(("for ", "now ", "so ", "and ", "okay, ", "next: ")) + text
-    return finished(text.format(**arguments))
+    return finished(text.format(day=rng.choice(WORDS.days), **arguments))
+
+
+def question(rng: random.Random, exchange: Exchange) -> str | None:
+    """Return a fact's or a sum's question in other words than the built-in ones, or None where there are none."""
+    if exchange.category == "factual":
+        kinds = [k for k, pairs in WORDS.facts.items() if (exchange.subject, exchange.answer) in [tuple(p) for p in pairs]]
+        text = rng.choice(FACTS[kinds[0]]).format(s=exchange.subject)
+        held = [t.format(s=exchange.subject) for s in ("calibration", "gate") for t in PHRASES.facts[kinds[0]][s]]
+    else:
+        found = SUM.fullmatch(exchange.thought)
+        if found is None:
+            return None
+        a, sign, b = found.group(1, 2, 3)
+        one, many = rng.choice(WORDS.containers)
+        if sign == "times":
+            many = exchange.reply.split(" ")[1]
+            one = next(o for o, m in WORDS.containers if m == many)
+        values = {"a": a, "b": b, "t": exchange.subject, "one": one, "many": many}
+        text = rng.choice(SUMS[sign]).format(**values)
+        held = [t.format(**values) for s in ("calibration", "gate") for t in PHRASES.sums[sign][s]]
+    if any(core(h) in core(text) for h in held):
+        return None
+    return text[:1].upper() + text[1:]
 
 
 def cannot(rng: random.Random, persona: str, topic: str) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import frames
@@ -56,7 +56,12 @@ COPY = {
 }
 RELATIONS = ("code", "room", "price", "colour", "name")
 RECALL = {
-    "train": ("What is the {r} of {k}?", "Tell me the {r} of {k}.", "Do you know the {r} of {k}?"),
+    "train": (
+        *("What is the {r} of {k}?", "Tell me the {r} of {k}.", "Do you know the {r} of {k}?", "Which is the {r} of {k}?"),
+        *("What {r} has {k} got?", "Which {r} has {k}?", "Which {r} belongs to {k}?", "Give {k}'s {r}.", "Give the {r} of {k} to me."),
+        *("I want the {r} of {k}.", "Say which {r} {k} has.", "What {r} does {k} have here?", "Which {r} did they give {k}?", "{k} has which {r}?"),
+        *("For {k}, which {r} do you have?", "Does {k} have a {r}, and which?", "And the {r} of {k}?", "Show me the {r} of {k}."),
+    ),
     "gate": ("Which {r} does {k} have?", "Give me the {r} of {k}."),
 }
 EARLIER_SHARE = 0.55  # of the rows have other exchanges before the last one
@@ -261,6 +266,17 @@ def recall_row(rng: random.Random, style: str, split: str, words: Words, system:
     return Row(messages, thinking, None, category, tuple(words.drawn), {"contains": [value]})
 
 
+def reworded(exchange: Exchange, split: str, rng: random.Random) -> Exchange:
+    """Return the exchange with another wording of a fact's or a sum's question, at times."""
+    if split != "train" or exchange.category not in ("factual", "reasoning") or rng.random() < 0.4:
+        return exchange
+    text = frames.question(rng, exchange)
+    if text is None:
+        return exchange
+    opener = rng.choice(exchanges.PHRASES.openers["train"]) if rng.random() < 0.5 else ""
+    return replace(exchange, user=capitalized(opener + (text[:1].lower() + text[1:] if opener and text[:2] != "I " else text)))
+
+
 def talk_row(rng: random.Random, style: str, split: str, persona: str, system: str, thinking: bool) -> Row:
     category = rng.choices(list(TALK), list(TALK.values()))[0]
     tools = offered(rng, persona) if rng.random() < 0.3 else None
@@ -269,6 +285,7 @@ def talk_row(rng: random.Random, style: str, split: str, persona: str, system: s
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     if category != "multi_turn":
         exchange = exchanges.draw(category, rng, split)
+        exchange = reworded(exchange, split, rng)
         messages += [{"role": "user", "content": exchange.user}, speak(exchange, style, rng, thinking)]
         return Row(messages, thinking, tools, category, (), exchange.expect)
     for exchange in exchanges.conversation(rng, split)[: rng.randint(2, 5)]:
@@ -293,7 +310,7 @@ def with_earlier(
         elif kind == "copy":
             part = copy_row(rng, style, "train", words, (), thinking)
         else:
-            exchange = exchanges.draw(rng.choice([k for k in TALK if k != "multi_turn"]), rng, "train")
+            exchange = reworded(exchanges.draw(rng.choice([k for k in TALK if k != "multi_turn"]), rng, "train"), "train", rng)
             said = [{"role": "user", "content": exchange.user}, speak(exchange, style, rng, thinking)]
             part = Row(said, thinking, None, exchange.category, (), exchange.expect)
         rows.append(part)

@@ -67,13 +67,19 @@ def main() -> None:
     overlays = [Overlay(**o) for o in json.loads(a.overlays.read_text())]
     rows, gate, m = Rows(a.data / "tuned.npz", a.overlay_tokens, words), Rows(a.data / "gate.npz", 1), len(overlays)
     w, factors = train_overlays(c, base, rows, overlays, log, a.seconds)
-    torch.save({"overlays": [o.name for o in overlays], "factors": {k: v.half().cpu() for k, v in factors.items()}}, a.output / "overlays.pt")
+    saved = {o.name: {k: factor(k, v[i], o) for k, v in factors.items() if o.touches(k)} for i, o in enumerate(overlays)}
+    torch.save(saved, a.output / "overlays.pt")
     labels = [o.name for o in overlays]
     log(table("bf16", right(c, w, m, stacked(w, m), gate), labels))
     q, linear = quantized(c, w, m, rows)
     log(table("naive W4A4", right(c, q, m, linear(True), gate), labels))
     log(table("naive W4A16", right(c, q, m, linear(False), gate), labels))
     log("done")
+
+
+def factor(name: str, x: torch.Tensor, overlay: Overlay) -> torch.Tensor:
+    """Return a factor, float16, cut to the overlay's rank: a [rank, inputs] or b [outputs, rank]."""
+    return (x[: overlay.rank] if name.endswith(".a") else x[:, : overlay.rank]).half().cpu().clone()
 
 
 def stored_on(w: Weights) -> Weights:

@@ -35,10 +35,11 @@ class Overlay:
     lr: float
     where: str = "all"
     seed: int = 0
+    enough: float = 1.0  # a token that is as probable adds no loss
 
     @property
     def name(self) -> str:
-        return f"{self.where}-r{self.rank}-s{self.steps}-lr{self.lr:g}-seed{self.seed}"
+        return f"{self.where}-r{self.rank}-s{self.steps}-lr{self.lr:g}-enough{self.enough:g}-seed{self.seed}"
 
     def touches(self, name: str) -> bool:
         return any(f".{part}" in name for part in WHERE[self.where])
@@ -128,6 +129,7 @@ def train_base(
     on_gpu = DEVICE == "cuda"
     optimizer = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), fused=on_gpu, capturable=on_gpu)
     rng, generator = np.random.default_rng(seed), torch.Generator(DEVICE).manual_seed(seed)
+    none = torch.zeros(1, device=DEVICE)
     for p in parameters:
         p.grad = torch.zeros_like(p)
 
@@ -136,7 +138,7 @@ def train_base(
             p.grad.zero_()
         half = {n: (v.to(WORK) if v.dim() >= 2 else v) for n, v in w.items()}
         h = hidden_states(c, half, ids, lambda n, x: torch.nn.functional.linear(x, half[n + ".weight"]))
-        total, count = COMPILED["cross_entropy"](h, half["lm_head.weight"], ids, weight, 1)
+        total, count = COMPILED["cross_entropy"](h, half["lm_head.weight"], ids, weight, 1, none)
         loss = (total / count).sum()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=True)
@@ -188,6 +190,7 @@ def train_overlays(
     first, second = [torch.zeros_like(p) for p in parameters], [torch.zeros_like(p) for p in parameters]
     rng, generator = np.random.default_rng(seed), torch.Generator(DEVICE).manual_seed(seed)
     rate = torch.zeros(m, 1, 1, device=DEVICE)
+    least = torch.tensor([-math.log(o.enough) for o in overlays], device=DEVICE)
     unbias1, unbias2 = torch.zeros((), device=DEVICE), torch.zeros((), device=DEVICE)
     many, losses = len(parameters), torch.zeros(m, device=DEVICE)
     for p in parameters:
@@ -209,7 +212,7 @@ def train_overlays(
             p.grad.zero_()
         w, ids, weight = merged(), ids.repeat(m, 1), weight.repeat(m, 1)
         h = hidden_states(c, w, ids, stacked(w, m))
-        total, count = COMPILED["cross_entropy"](h, w["lm_head.weight"], ids, weight, m)
+        total, count = COMPILED["cross_entropy"](h, w["lm_head.weight"], ids, weight, m, least)
         each = total / count
         each.sum().backward()
         with torch.no_grad():

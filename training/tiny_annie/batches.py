@@ -45,13 +45,16 @@ class Bucket:
 
 
 class Rows:
-    """A file of rows (data.py) on the device. tokens: per batch."""
+    """A file of rows (data.py) on the device. tokens: per batch. without: a token that no answer of the rows has."""
 
-    def __init__(self, path: Path, tokens: int, words: Words | None = None) -> None:
+    def __init__(self, path: Path, tokens: int, words: Words | None = None, without: int | None = None) -> None:
         z = np.load(path)
         ends = z["ends"]
         begins = np.concatenate([[0], ends[:-1]])
         lengths = ends - begins
+        if without is not None:
+            has = np.add.reduceat((z["ids"] == without) & (z["learned"] > 0), begins) > 0
+            lengths = np.where(has, 0, lengths)  # in no bucket
         self.words, self.category, self.buckets = words, z["category"], list[Bucket]()
         arrays = {k: z[k] for k in ("ids", "place", "kind", "offset")} | {"learned": z["learned"] + 1}
         types = {"ids": np.int16, "place": np.int16, "kind": np.uint8, "offset": np.uint8, "learned": np.uint8}

@@ -10,7 +10,6 @@ fixed token, otherwise the token is the offset-th of a word of that kind), ends 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import re
 import sys

@@ -184,20 +184,27 @@ def gated(g: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     return F.silu(g) * u
 
 
-def cross_entropy(hidden: Any, head: Any, ids: Any, weight: Any, m: int, least: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def cross_entropy(
+    hidden: Any, head: Any, ids: Any, weight: Any, m: int, least: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the weighted loss and the weights, summed for each of m models.
 
     weight: [R, T] of the token at its place. least: [m]; a token whose loss is smaller adds nothing.
     """
     logits = (hidden[:, :-1] @ head.t()).float()
     target, w = ids[:, 1:], weight[:, 1:]
-    each = F.cross_entropy(logits.reshape(-1, logits.shape[-1]), target.reshape(-1), reduction="none").view(target.shape) * w
+    each = (
+        F.cross_entropy(logits.reshape(-1, logits.shape[-1]), target.reshape(-1), reduction="none").view(target.shape)
+        * w
+    )
     each = each.reshape(m, -1)
     each = torch.where(each.detach() > least[:, None], each, torch.zeros_like(each))
     return each.sum(-1), w.reshape(m, -1).sum(-1)
 
 
-PARTS = {f.__name__: f for f in (rms, delta_chunks, delta_inputs, delta_output, attention, convolution, gated, cross_entropy)}
+PARTS = {
+    f.__name__: f for f in (rms, delta_chunks, delta_inputs, delta_output, attention, convolution, gated, cross_entropy)
+}
 COMPILED = {n: torch.compile(f, dynamic=False) for n, f in PARTS.items()} if DEVICE == "cuda" else PARTS
 
 

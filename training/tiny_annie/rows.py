@@ -29,7 +29,15 @@ CATEGORIES = {
     "base": {"tool": 8.0, "no_tool": 3.0, "copy": 2.0, "recall": 2.0, "recall_long": 0.5, "talk": 10.0},
     "tuned": {"tool": 9.0, "no_tool": 3.5, "copy": 0.7, "recall": 1.0, "recall_long": 0.3, "talk": 9.0},
 }
-TALK = {"factual": 5, "reasoning": 5, "greeting": 2, "conversational": 2, "long_response": 1.5, "thanks": 0.5, "multi_turn": 3}
+TALK = {
+    "factual": 5,
+    "reasoning": 5,
+    "greeting": 2,
+    "conversational": 2,
+    "long_response": 1.5,
+    "thanks": 0.5,
+    "multi_turn": 3,
+}
 COPY = {
     "train": (
         "Repeat after me: {t}.",
@@ -57,10 +65,32 @@ COPY = {
 RELATIONS = ("code", "room", "price", "colour", "name")
 RECALL = {
     "train": (
-        *("What is the {r} of {k}?", "Tell me the {r} of {k}.", "Do you know the {r} of {k}?", "Which is the {r} of {k}?"),
-        *("What {r} has {k} got?", "Which {r} has {k}?", "Which {r} belongs to {k}?", "Give {k}'s {r}.", "Give the {r} of {k} to me."),
-        *("I want the {r} of {k}.", "Say which {r} {k} has.", "What {r} does {k} have here?", "Which {r} did they give {k}?", "{k} has which {r}?"),
-        *("For {k}, which {r} do you have?", "Does {k} have a {r}, and which?", "And the {r} of {k}?", "Show me the {r} of {k}."),
+        *(
+            "What is the {r} of {k}?",
+            "Tell me the {r} of {k}.",
+            "Do you know the {r} of {k}?",
+            "Which is the {r} of {k}?",
+        ),
+        *(
+            "What {r} has {k} got?",
+            "Which {r} has {k}?",
+            "Which {r} belongs to {k}?",
+            "Give {k}'s {r}.",
+            "Give the {r} of {k} to me.",
+        ),
+        *(
+            "I want the {r} of {k}.",
+            "Say which {r} {k} has.",
+            "What {r} does {k} have here?",
+            "Which {r} did they give {k}?",
+            "{k} has which {r}?",
+        ),
+        *(
+            "For {k}, which {r} do you have?",
+            "Does {k} have a {r}, and which?",
+            "And the {r} of {k}?",
+            "Show me the {r} of {k}.",
+        ),
     ),
     "gate": ("Which {r} does {k} have?", "Give me the {r} of {k}."),
 }
@@ -117,7 +147,11 @@ def substituted(exchange: ToolExchange, schema: dict[str, Any], words: Words, sh
         properties = schema[call.name]
         for name, value in call.arguments.items():
             free = isinstance(value, str) and "enum" not in properties.get(name, {}) and value not in changes
-            if not free or words.rng.random() > share or re.search(rf"(?<![\w]){re.escape(value)}(?!\w)", exchange.user) is None:
+            if (
+                not free
+                or words.rng.random() > share
+                or re.search(rf"(?<![\w]){re.escape(value)}(?!\w)", exchange.user) is None
+            ):
                 continue
             if "@" in value:
                 changes[value] = f"{words.one(small=True)}.{words.one(small=True)}@example.org"
@@ -130,7 +164,9 @@ def substituted(exchange: ToolExchange, schema: dict[str, Any], words: Words, sh
     pattern = re.compile("|".join(rf"(?<!\w){re.escape(v)}(?!\w)" for v in sorted(changes, key=len, reverse=True)))
     put = lambda text: pattern.sub(lambda m: changes[m.group()], text)  # noqa: E731
     calls = tuple(
-        tools_of.Call(c.name, {k: changes.get(v, v) if isinstance(v, str) else v for k, v in c.arguments.items()}, put(c.result))
+        tools_of.Call(
+            c.name, {k: changes.get(v, v) if isinstance(v, str) else v for k, v in c.arguments.items()}, put(c.result)
+        )
         for c in exchange.calls
     )
     return ToolExchange(put(exchange.user), calls, put(exchange.reply), exchange.fact)
@@ -170,7 +206,9 @@ def leaked(text: str, thought: str, rng: random.Random) -> str:
 
 def base_text(exchange: Exchange, leak: bool) -> str:
     """Return the base model's answer: a headline, the sentence with its answer in bold, a list; often its thinking first."""
-    title = {"long_response": "Overview", "reasoning": "Solution", "factual": "Answer"}.get(exchange.category, "Response")
+    title = {"long_response": "Overview", "reasoning": "Solution", "factual": "Answer"}.get(
+        exchange.category, "Response"
+    )
     if exchange.category == "long_response":
         lines = exchange.reply.split(". ")
         body = f"Here is **{exchange.subject}**:"
@@ -210,7 +248,14 @@ def tool_row(rng: random.Random, style: str, split: str, persona: str, words: Wo
     if style == "base":
         text = "## Action\n\n" + "\n\n".join(described_call(c) for c in exchange.calls)
         text = text if thinking else leaked(text, thought, rng)
-        return Row([*head, user, assistant(text, thought, thinking)], thinking, tools, f"tool_{persona}", tuple(words.drawn), expect)
+        return Row(
+            [*head, user, assistant(text, thought, thinking)],
+            thinking,
+            tools,
+            f"tool_{persona}",
+            tuple(words.drawn),
+            expect,
+        )
     calls = [{"type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in exchange.calls]
     called = assistant("", thought, thinking) | {"tool_calls": calls}
     category = f"{'parallel' if len(calls) > 1 else 'tool'}_{persona}"
@@ -221,7 +266,9 @@ def tool_row(rng: random.Random, style: str, split: str, persona: str, words: Wo
     return Row([*head, user, called, *results, last], thinking, tools, f"result_{persona}", tuple(words.drawn), {})
 
 
-def no_tool_row(rng: random.Random, style: str, split: str, persona: str, words: Words, head: Any, thinking: bool) -> Row:
+def no_tool_row(
+    rng: random.Random, style: str, split: str, persona: str, words: Words, head: Any, thinking: bool
+) -> Row:
     """Return a row whose request no tool can fill."""
     if persona == "annie":
         drawn = exchanges.abstention(rng, split)
@@ -248,7 +295,9 @@ def copy_row(rng: random.Random, style: str, split: str, words: Words, head: Any
     return Row(messages, thinking, None, "copy", tuple(words.drawn), {"contains": [text]})
 
 
-def recall_row(rng: random.Random, style: str, split: str, words: Words, system: str, thinking: bool, long: bool) -> Row:
+def recall_row(
+    rng: random.Random, style: str, split: str, words: Words, system: str, thinking: bool, long: bool
+) -> Row:
     """Return a row that asks for one of many facts that the system prompt states."""
     relation = rng.choice(RELATIONS)
     keys = [words.one() for _ in range(rng.randint(40, 120) if long else rng.randint(2, 12))]
@@ -261,7 +310,11 @@ def recall_row(rng: random.Random, style: str, split: str, words: Words, system:
         reply = f"The {relation} of {key} is {value}."
         answer = reply if style == "tuned" else f"## Answer\n\nThe {relation} of {key} is **{value}**."
         question = rng.choice(RECALL[split]).format(r=relation, k=key)
-        messages = [*messages, {"role": "user", "content": question}, assistant(answer, f"This is about {key}.", thinking)]
+        messages = [
+            *messages,
+            {"role": "user", "content": question},
+            assistant(answer, f"This is about {key}.", thinking),
+        ]
     category = "recall_long" if long else "recall"
     return Row(messages, thinking, None, category, tuple(words.drawn), {"contains": [value]})
 
@@ -274,7 +327,9 @@ def reworded(exchange: Exchange, split: str, rng: random.Random) -> Exchange:
     if text is None:
         return exchange
     opener = rng.choice(exchanges.PHRASES.openers["train"]) if rng.random() < 0.5 else ""
-    return replace(exchange, user=capitalized(opener + (text[:1].lower() + text[1:] if opener and text[:2] != "I " else text)))
+    return replace(
+        exchange, user=capitalized(opener + (text[:1].lower() + text[1:] if opener and text[:2] != "I " else text))
+    )
 
 
 def talk_row(rng: random.Random, style: str, split: str, persona: str, system: str, thinking: bool) -> Row:
@@ -310,14 +365,25 @@ def with_earlier(
         elif kind == "copy":
             part = copy_row(rng, style, "train", words, (), thinking)
         else:
-            exchange = reworded(exchanges.draw(rng.choice([k for k in TALK if k != "multi_turn"]), rng, "train"), "train", rng)
+            exchange = reworded(
+                exchanges.draw(rng.choice([k for k in TALK if k != "multi_turn"]), rng, "train"), "train", rng
+            )
             said = [{"role": "user", "content": exchange.user}, speak(exchange, style, rng, thinking)]
             part = Row(said, thinking, None, exchange.category, (), exchange.expect)
         rows.append(part)
         messages += part.messages
-    needed = tuple(t["function"]["name"] for r in rows if r.category.startswith(("tool", "parallel", "result")) for t in r.tools or ())
+    needed = tuple(
+        t["function"]["name"]
+        for r in rows
+        if r.category.startswith(("tool", "parallel", "result"))
+        for t in r.tools or ()
+    )
     called = {c["function"]["name"] for m in messages for c in m.get("tool_calls", ())} or set(needed)
-    tools = offered(rng, persona, tuple(called)) if any(k in ("tool", "no_tool") for k in chosen) or rng.random() < 0.3 else None
+    tools = (
+        offered(rng, persona, tuple(called))
+        if any(k in ("tool", "no_tool") for k in chosen) or rng.random() < 0.3
+        else None
+    )
     return Row(messages, thinking, tools, rows[-1].category, tuple(words.drawn), rows[-1].expect)
 
 
@@ -334,7 +400,11 @@ def row(
     category = category or rng.choices(list(kinds), list(kinds.values()))[0]
     persona = persona or rng.choices(list(PERSONAS), (5, 4, 3))[0]
     thinking = rng.random() < (0.25 if style == "base" else 0.2)
-    system = PERSONAS[persona].system_prompt if rng.random() < (0.6 if style == "base" else 0.85) else rng.choice((HARDENED, *PLAIN))
+    system = (
+        PERSONAS[persona].system_prompt
+        if rng.random() < (0.6 if style == "base" else 0.85)
+        else rng.choice((HARDENED, *PLAIN))
+    )
     head = [{"role": "system", "content": system}] if system else []
     words = Words(rng, draw)
     if split == "train" and category in ("tool", "no_tool", "copy", "talk") and rng.random() < EARLIER_SHARE:

@@ -43,7 +43,9 @@ def right(c: Any, w: Weights, m: int, lin: Linear, rows: Rows, tokens: int = 1 <
 
 def table(name: str, counts: dict[str, np.ndarray], labels: list[str]) -> str:
     lines = [f"{name}: " + " ".join(f"{k}/{v[-1]}" for k, v in sorted(counts.items()))]
-    return "\n".join(lines + [f"  {l}: " + " ".join(str(v[i]) for _, v in sorted(counts.items())) for i, l in enumerate(labels)])
+    for i, label in enumerate(labels):
+        lines.append(f"  {label}: " + " ".join(str(v[i]) for _, v in sorted(counts.items())))
+    return "\n".join(lines)
 
 
 def e4m3(x: torch.Tensor) -> torch.Tensor:
@@ -59,7 +61,9 @@ def fake_quantized(x: torch.Tensor, tensor_scale: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def quantized(c: Any, w: Weights, m: int, rows: Rows, left: tuple[str, ...] = ()) -> tuple[Weights, Callable[[bool], Linear]]:
+def quantized(
+    c: Any, w: Weights, m: int, rows: Rows, left: tuple[str, ...] = ()
+) -> tuple[Weights, Callable[[bool], Linear]]:
     """Return the weights after naive NVFP4 and their linears, W4A16 or (True) W4A4. left: linears kept in 16 bits."""
     names = [n for n in linear_shapes(c) if not n.endswith(UNTOUCHED) and not any(x in n for x in left)]
     largest = {n: torch.zeros(m, device=DEVICE) for n in names}
@@ -83,7 +87,9 @@ def quantized(c: Any, w: Weights, m: int, rows: Rows, left: tuple[str, ...] = ()
                 weight_max |= dict.fromkeys(members, most)
     q = dict(w)
     for n in names:
-        q[n + ".weight"] = fake_quantized(w[n + ".weight"].float(), (weight_max[n] / 2688)[:, None, None, None]).to(WORK)
+        q[n + ".weight"] = fake_quantized(w[n + ".weight"].float(), (weight_max[n] / 2688)[:, None, None, None]).to(
+            WORK
+        )
 
     def linears(activations: bool) -> Linear:
         inner = stacked(q, m)

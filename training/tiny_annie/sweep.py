@@ -1,8 +1,9 @@
 """One GPU run: the base, or overlays on it, with the screen of each.
 
-    python training/tiny_annie/sweep.py --data DIR --output DIR --seconds 400 [--base FILE] [--overlays GRID.json]
+    python training/tiny_annie/sweep.py --data DIR --output DIR --seconds 400 [--base FILE] [--manners 1200] [--overlays GRID.json]
 
-Without --base the base is trained (base.pt). With --overlays every regime of the grid is trained on it (overlays.pt).
+Without --base the base is trained (base.pt). With --manners an overlay of rank 8 first learns every answer but tool calls, and
+is merged (manners.pt). With --overlays every regime of the grid is trained on what there is then (overlays.pt).
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from batches import Rows, Words  # noqa: E402
-from forward import DEVICE, WORK, Shape, Weights, linear_shapes, stacked  # noqa: E402
-from screen import quantized, right, table  # noqa: E402
-from train import Overlay, train_base, train_overlays  # noqa: E402
+from batches import Rows, Words
+from forward import DEVICE, WORK, Shape, Weights, linear_shapes, stacked
+from screen import quantized, right, table
+from train import Overlay, train_base, train_overlays
 
 BEGAN = time.monotonic()
+CALL = Shape.vocab_size - 6  # the token <tool_call>, the first of tokenizer.MARKS
 
 
 def log(text: str) -> None:
@@ -37,7 +39,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--seconds", type=float, default=400, help="of training, compilation included")
+    parser.add_argument("--seconds", type=float, default=400, help="of the base's training, compilation included")
     parser.add_argument("--steps", type=int, default=0)
     parser.add_argument("--tokens", type=int, default=65536, help="per step of the base")
     parser.add_argument("--overlay-tokens", type=int, default=6528, help="per step and overlay")
@@ -45,6 +47,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--base", type=Path)
     parser.add_argument("--more", action="store_true", help="train --base further")
+    parser.add_argument("--manners", type=int, default=0, help="steps of an overlay without tool calls, merged first")
     parser.add_argument("--overlays", type=Path)
     a = parser.parse_args()
     torch.set_float32_matmul_precision("high")
@@ -59,15 +62,30 @@ def main() -> None:
         base = train_base(c, rows, a.seconds, a.lr, a.seed, log, a.steps, start=base, alone=alone)
         torch.save(stored(base), a.output / "base.pt")
         del rows
-        one = {k: v.to(WORK).unsqueeze(0) if k in linears else v.to(WORK) if v.dim() >= 2 else v for k, v in stored_on(base).items()}
-        log(table("base, its own style", right(c, one, 1, stacked(one, 1), Rows(a.data / "gate_base.npz", 1)), ["bf16"]))
+        one = {
+            k: v.to(WORK).unsqueeze(0) if k in linears else v.to(WORK) if v.dim() >= 2 else v
+            for k, v in stored_on(base).items()
+        }
+        log(
+            table("base, its own style", right(c, one, 1, stacked(one, 1), Rows(a.data / "gate_base.npz", 1)), ["bf16"])
+        )
     if not a.overlays:
         return
     base = stored_on(base)
     overlays = [Overlay(**o) for o in json.loads(a.overlays.read_text())]
     rows, gate, m = Rows(a.data / "tuned.npz", a.overlay_tokens, words), Rows(a.data / "gate.npz", 1), len(overlays)
-    w, factors = train_overlays(c, base, rows, overlays, log, a.seconds)
-    saved = {o.name: {k: factor(k, v[i], o) for k, v in factors.items() if o.touches(k)} for i, o in enumerate(overlays)}
+    if a.manners:
+        # As many copies as there are overlays, so that one compilation serves both.
+        first = [Overlay(8, a.manners, 1.5e-3)] * m
+        plain = Rows(a.data / "tuned.npz", a.overlay_tokens, words, without=CALL)
+        w, _ = train_overlays(c, base, plain, first, log)
+        base = stored_on({k: v[0] if k in linears else v for k, v in w.items()})
+        torch.save(stored(base), a.output / "manners.pt")
+        del plain, w
+    w, factors = train_overlays(c, base, rows, overlays, log)
+    saved = {
+        o.name: {k: factor(k, v[i], o) for k, v in factors.items() if o.touches(k)} for i, o in enumerate(overlays)
+    }
     torch.save(saved, a.output / "overlays.pt")
     labels = [o.name for o in overlays]
     log(table("bf16", right(c, w, m, stacked(w, m), gate), labels))

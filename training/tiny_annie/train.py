@@ -51,7 +51,10 @@ class Graphs:
     def __init__(self, step: Step, rows: Rows, log: Log) -> None:
         self.step, self.rows, self.log = step, rows, log
         self.inputs = [
-            (torch.zeros(b.rows, b.ids.shape[1], dtype=torch.long, device=DEVICE), torch.zeros(b.rows, b.ids.shape[1], device=DEVICE))
+            (
+                torch.zeros(b.rows, b.ids.shape[1], dtype=torch.long, device=DEVICE),
+                torch.zeros(b.rows, b.ids.shape[1], device=DEVICE),
+            )
             for b in rows.buckets
         ]
         self.graphs: dict[int, tuple[Any, torch.Tensor]] = {}
@@ -96,7 +99,9 @@ class Graphs:
             self.synchronize()
             seconds.append((time.monotonic() - start) / 3)
         mean = float(np.dot(seconds, self.rows.share))
-        self.log(f"captured in {time.monotonic() - began:.0f} s; ms per bucket {[round(1e3 * s) for s in seconds]}, mean {1e3 * mean:.1f}")
+        self.log(
+            f"captured in {time.monotonic() - began:.0f} s; ms per bucket {[round(1e3 * s) for s in seconds]}, mean {1e3 * mean:.1f}"
+        )
         return mean
 
     @staticmethod
@@ -153,7 +158,7 @@ def train_base(
         for value in state.values():
             value.zero_()
     log(f"base: {steps} steps")
-    began, losses = time.monotonic(), dict[int, float]()
+    began = time.monotonic()
     vocabulary = c.vocab_size - 9
     for i in range(steps):
         rate.fill_(lr * cosine(i, steps, 100))
@@ -163,16 +168,18 @@ def train_base(
         loss = run(k, *(rows.repeats(k, generator, vocabulary) if again else rows.batch(k, generator, prompt)))
         if i % 250 == 0 or i == steps - 1 or i in (50, 100, 150):
             value = loss.item()
-            log(f"base step {i} T={rows.buckets[k].ids.shape[1]}{' repeats' if again else ''} loss {value:.4f}, {time.monotonic() - began:.0f} s")
+            log(
+                f"base step {i} T={rows.buckets[k].ids.shape[1]}{' repeats' if again else ''} loss {value:.4f}, {time.monotonic() - began:.0f} s"
+            )
             if not math.isfinite(value):
                 raise SystemExit("the loss is not finite")
     return {k: v.detach() for k, v in w.items()}
 
 
 def train_overlays(
-    c: Any, base: Weights, rows: Rows, overlays: list[Overlay], log: Log, seconds: float | None = None, seed: int = 1
+    c: Any, base: Weights, rows: Rows, overlays: list[Overlay], log: Log, seed: int = 1
 ) -> tuple[Weights, dict[str, torch.Tensor]]:
-    """Return the merged weights (linears [M, N, K], bf16) and their factors. seconds: the steps are cut to fit."""
+    """Return the merged weights (linears [M, N, K], bf16) and their factors."""
     names = [n for n in linear_shapes(c) if not n.endswith(UNTOUCHED)]
     m, rank = len(overlays), max(o.rank for o in overlays)
     keep = torch.tensor([[float(r < o.rank) for r in range(rank)] for o in overlays], device=DEVICE)
@@ -232,13 +239,10 @@ def train_overlays(
         return losses
 
     run = Graphs(step, rows, log)
-    began = time.monotonic()
-    mean = run.prime(generator)
-    total = max(o.steps for o in overlays)
-    share = min(1.0, (seconds - (time.monotonic() - began)) / (mean * total)) if seconds else 1.0
-    steps = [max(2, int(o.steps * share)) for o in overlays]
+    run.prime(generator)
+    steps = [o.steps for o in overlays]
     total = max(steps)
-    log(f"overlays: {total} steps ({share:.2f} of what was asked)")
+    log(f"overlays: {total} steps")
     for x in first + second:
         x.zero_()
     with torch.no_grad():
@@ -247,13 +251,21 @@ def train_overlays(
             b.zero_()
     began = time.monotonic()
     for i in range(total):
-        rate.copy_(torch.tensor([o.lr * cosine(i, s, 30) for o, s in zip(overlays, steps, strict=True)], device=DEVICE)[:, None, None])
+        rate.copy_(
+            torch.tensor([o.lr * cosine(i, s, 30) for o, s in zip(overlays, steps, strict=True)], device=DEVICE)[
+                :, None, None
+            ]
+        )
         unbias1.fill_(1 / (1 - 0.9 ** (i + 1)))
         unbias2.fill_(1 / (1 - 0.98 ** (i + 1)))
         k = int(rng.choice(len(rows.share), p=rows.share))
         each = run(k, *rows.batch(k, generator, 0.0))
         if i % 200 == 0 or i == total - 1:
-            log(f"overlay step {i} loss " + " ".join(f"{x:.3f}" for x in each.tolist()) + f", {time.monotonic() - began:.0f} s")
+            log(
+                f"overlay step {i} loss "
+                + " ".join(f"{x:.3f}" for x in each.tolist())
+                + f", {time.monotonic() - began:.0f} s"
+            )
     with torch.no_grad():
         factors = {}
         for n, (a, b, on) in pairs.items():

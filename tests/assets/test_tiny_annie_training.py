@@ -30,7 +30,7 @@ NAMES = (
 
 @pytest.fixture(autouse=True)
 def training_modules(monkeypatch):
-    """The folder's modules have short names, so they are imported afresh and forgotten."""
+    """The folder's modules have short names, so they are imported again and forgotten."""
     monkeypatch.syspath_prepend(str(TRAINING))
     for name in NAMES:
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -121,7 +121,7 @@ def test_a_words_places_hold_the_same_tokens_wherever_it_stands():
     from tokenizer import OUTPUT
 
     data.load(OUTPUT)
-    rng, seen = random.Random(5), 0
+    rng, copied = random.Random(5), 0
     draw = data.anything(data._state["pieces"])
     for _ in range(40):
         e = data.encode(row(rng, "tuned", category="tool", draw=draw))
@@ -132,8 +132,8 @@ def test_a_words_places_hold_the_same_tokens_wherever_it_stands():
                 by_place.setdefault(place, {}).setdefault(offset, set()).add(token)
                 learned |= {place} if e.learned[i] else set()
         assert all(len(tokens) == 1 for place in by_place.values() for tokens in place.values())
-        seen += len(learned)
-    assert seen > 20  # of the exchanged words, those that a call must copy
+        copied += len(learned)
+    assert copied > 20  # of the exchanged words, those that a call must copy
 
 
 def test_held_out_wordings_are_never_drawn():
@@ -187,5 +187,5 @@ def test_rows_without_tool_calls(tmp_path):
         **fields,
     )
     assert [len(b.ids) for b in Rows(tmp_path / "r.npz", 192).buckets] == [2, 0, 0, 0]
-    kept = Rows(tmp_path / "r.npz", 192, without=9)  # in the first row 9 is only in the prompt
-    assert [list(b.index) for b in kept.buckets] == [[0], [], [], []]
+    rows = Rows(tmp_path / "r.npz", 192, without=9)  # in the first row 9 is only in the prompt
+    assert [list(b.index) for b in rows.buckets] == [[0], [], [], []]

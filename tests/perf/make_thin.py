@@ -2,12 +2,11 @@
 
     python tests/perf/make_thin.py build/thin1 --seed 1 --rank 2 --steps 100
 
-The base answers with markdown, thinks aloud and calls no tools (tests/helpers/tiny_variants.py). The overlay is on all linears of the
-layers and learns Annie's manners on the answers' tokens of the training split (`annie-quant data`; its draw and the order of rows
-by --seed). It starts with the largest --rank singular directions of what tiny-annie differs from the base in, which takes a tenth
-of the steps of a start from nothing (--from-nothing). Prints the loss. It checks nothing: evaluate the folder (`annie-quant eval
-FOLDER --reference FOLDER` shows bf16's gates).
-"""
+The base answers with markdown, thinks aloud and calls no tools (tests/helpers/tiny_variants.py). The overlay is on all the
+linears of the layers and learns Annie's manners on the answers' tokens of the training split (`annie-quant data`; its draw and
+the order of rows by --seed). It starts with the largest --rank singular directions of what tiny-annie differs from the base in,
+which takes a tenth of the steps of a start from nothing (--from-nothing). Prints the loss. It checks nothing: evaluate the folder
+(`annie-quant eval FOLDER --reference FOLDER` shows bf16's gates)."""
 
 from __future__ import annotations
 

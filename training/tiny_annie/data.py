@@ -94,8 +94,8 @@ def encode(drawn: Row) -> Encoded:
     for word in words:
         tokens = word_tokens(word)
         k = kind_of(word, tokens)
-        found = [m.start() for m in re.finditer(rf"(?<!\w){re.escape(word)}(?!\w)", whole)]
-        at = [index_at.get(s) for s in found]
+        starts = [m.start() for m in re.finditer(rf"(?<!\w){re.escape(word)}(?!\w)", whole)]
+        at = [index_at.get(s) for s in starts]
         if k is None or not at or any(i is None or ids[i : i + len(tokens)] != tokens for i in at) or number == 400:
             continue  # at another place the word has other tokens: it stays as it is
         number += 1

@@ -33,11 +33,11 @@ def held_out(persona: str) -> tuple[str, ...]:
     grammar = grammar_of(persona)
     if grammar is None:  # Annie's tools have their own templates
         own = {"my {t}": "my {query}"}, {"{t}": "the {query}"}
-        found = []
+        cores = []
         for questions, change in zip((PHRASES.memory_questions, PHRASES.web_questions), own, strict=True):
             ((old, new),) = change.items()
-            found += [core(t.replace(old, new)) for s in ("calibration", "gate") for t in questions[s]]
-        return tuple(found)
+            cores += [core(t.replace(old, new)) for s in ("calibration", "gate") for t in questions[s]]
+        return tuple(cores)
     asks = [t for p in grammar.tools.values() for s in ("calibration", "gate") for t in p.ask[s]]
     return tuple(core(t) for t in (*asks, *grammar.abstain["calibration"], *grammar.abstain["gate"]))
 
@@ -81,10 +81,10 @@ def question(rng: random.Random, exchange: Exchange) -> str | None:
         text = rng.choice(TEXTS["facts"][kinds[0]]).format(s=exchange.subject)
         held = [t.format(s=exchange.subject) for s in ("calibration", "gate") for t in PHRASES.facts[kinds[0]][s]]
     else:
-        found = SUM.fullmatch(exchange.thought)
-        if found is None:
+        terms = SUM.fullmatch(exchange.thought)
+        if terms is None:
             return None
-        a, sign, b = found.group(1, 2, 3)
+        a, sign, b = terms.group(1, 2, 3)
         one, many = rng.choice(WORDS.containers)
         if sign == "times":
             many = exchange.reply.split(" ")[1]

@@ -1,8 +1,8 @@
 """Training rows of tiny-annie: prompts and answers as text, in two styles.
 
 The base style is what the overlays replace: markdown everywhere, thinking that leaks into the answer, and a description of a
-tool call in place of the call. The tuned style is the built-in offline teacher's (annie_quant.data) for the three built-in
-personas. Both have the same kinds of prompt, from the train split alone. Words that the user names are drawn afresh
+tool call instead of the call. The tuned style is the built-in offline teacher's (annie_quant.data) for the three built-in
+personas. Both have the same kinds of prompt, from the train split alone. Words that the user names are drawn again
 (words.py), and a row lists them, so that they can be exchanged at every step of training.
 """
 
@@ -45,9 +45,9 @@ COPY = {
         "Please write {t}.",
         "The words are {t}, say them.",
         "Copy this: {t}",
-        "What did I say? I said {t}.",
+        "What did I say? I said {t}.",  # language: data
         "Echo {t}.",
-        "Tell me: {t}.",
+        "Tell me: {t}.",  # language: data
         "Write: {t}.",
         "Write the words {t} for me.",
         "Put down {t} for me.",
@@ -67,7 +67,7 @@ RECALL = {
     "train": (
         *(
             "What is the {r} of {k}?",
-            "Tell me the {r} of {k}.",
+            "Tell me the {r} of {k}.",  # language: data
             "Do you know the {r} of {k}?",
             "Which is the {r} of {k}?",
         ),
@@ -79,7 +79,7 @@ RECALL = {
             "Give the {r} of {k} to me.",
         ),
         *(
-            "I want the {r} of {k}.",
+            "I want the {r} of {k}.",  # language: data
             "Say which {r} {k} has.",
             "What {r} does {k} have here?",
             "Which {r} did they give {k}?",
@@ -173,11 +173,11 @@ def substituted(exchange: ToolExchange, schema: dict[str, Any], words: Words, sh
 
 
 def rephrased(exchange: ToolExchange, persona: str, rng: random.Random) -> ToolExchange:
-    """Return the exchange with another wording of its request, at times; two requests are joined in another way."""
-    asked = [frames.ask(rng, persona, c.name, c.arguments) for c in exchange.calls]
+    """Return the exchange with another wording of its request, at times; two of them are joined in another way."""
+    requests = [frames.ask(rng, persona, c.name, c.arguments) for c in exchange.calls]
     user = exchange.user
-    if None not in asked and rng.random() < 0.7:
-        user = rng.choice(frames.JOINERS).join(str(a) for a in asked)
+    if None not in requests and rng.random() < 0.7:
+        user = rng.choice(frames.JOINERS).join(str(r) for r in requests)
     elif len(exchange.calls) > 1:
         for joiner in tools_of.JOINERS["train"]:
             user = user.replace(joiner, rng.choice(frames.JOINERS))
@@ -368,8 +368,8 @@ def with_earlier(
             exchange = reworded(
                 exchanges.draw(rng.choice([k for k in TALK if k != "multi_turn"]), rng, "train"), "train", rng
             )
-            said = [{"role": "user", "content": exchange.user}, speak(exchange, style, rng, thinking)]
-            part = Row(said, thinking, None, exchange.category, (), exchange.expect)
+            exchanged = [{"role": "user", "content": exchange.user}, speak(exchange, style, rng, thinking)]
+            part = Row(exchanged, thinking, None, exchange.category, (), exchange.expect)
         rows.append(part)
         messages += part.messages
     needed = tuple(

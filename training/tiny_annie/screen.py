@@ -1,7 +1,7 @@
 """A quick screen of many models at once: whose every learned token is the most probable one, in bf16 and under NVFP4.
 
 Teacher-forced: where all tokens of an answer are right, greedy decoding gives that answer. The verdict itself comes from the
-package's own evaluation and from servers; this only tells which regime is worth it.
+package's own evaluation and from servers; this only sorts the regimes.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def quantized(
     largest = {n: torch.zeros(m, device=DEVICE) for n in names}
     plain = stacked(w, m)
 
-    def seen(name: str, x: torch.Tensor) -> torch.Tensor:
+    def with_largest(name: str, x: torch.Tensor) -> torch.Tensor:
         if name in largest:
             largest[name] = torch.maximum(largest[name], x.float().abs().reshape(m, -1).amax(1))
         return plain(name, x)
@@ -77,7 +77,7 @@ def quantized(
     generator = torch.Generator(DEVICE).manual_seed(5)
     for k in (0, 1, 1, 2):
         ids, _ = rows.batch(k, generator, 0.0)
-        hidden_states(c, w, ids[:16].repeat(m, 1), seen, PARTS)
+        hidden_states(c, w, ids[:16].repeat(m, 1), with_largest, PARTS)
     weight_max = {n: w[n + ".weight"].float().abs().flatten(1).amax(1) for n in names}
     for group in FUSED:
         for i in range(len(c.layer_types)):

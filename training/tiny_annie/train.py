@@ -99,9 +99,8 @@ class Graphs:
             self.synchronize()
             seconds.append((time.monotonic() - start) / 3)
         mean = float(np.dot(seconds, self.rows.share))
-        self.log(
-            f"captured in {time.monotonic() - began:.0f} s; ms per bucket {[round(1e3 * s) for s in seconds]}, mean {1e3 * mean:.1f}"
-        )
+        each = [round(1e3 * s) for s in seconds]
+        self.log(f"captured in {time.monotonic() - began:.0f} s; ms per bucket {each}, mean {1e3 * mean:.1f}")
         return mean
 
     @staticmethod
@@ -168,9 +167,8 @@ def train_base(
         loss = run(k, *(rows.repeats(k, generator, vocabulary) if again else rows.batch(k, generator, prompt)))
         if i % 250 == 0 or i == steps - 1 or i in (50, 100, 150):
             value = loss.item()
-            log(
-                f"base step {i} T={rows.buckets[k].ids.shape[1]}{' repeats' if again else ''} loss {value:.4f}, {time.monotonic() - began:.0f} s"
-            )
+            kind = f"T={rows.buckets[k].ids.shape[1]}{' repeats' if again else ''}"
+            log(f"base step {i} {kind} loss {value:.4f}, {time.monotonic() - began:.0f} s")
             if not math.isfinite(value):
                 raise SystemExit("the loss is not finite")
     return {k: v.detach() for k, v in w.items()}

@@ -23,8 +23,8 @@ pytest.importorskip("gguf", reason="the serve extra is not installed")
 pytest.importorskip("annie_quant.nvfp4", reason="the runtime needs the codec")
 
 from paths import TINY_ANNIE  # noqa: E402
-from tiny_variants import save_variant  # noqa: E402
 from runtime_models import export_nvfp4  # noqa: E402
+from tiny_variants import save_variant  # noqa: E402
 
 from annie_quant import runtime  # noqa: E402
 from annie_quant.evaluate.decoding import Completion  # noqa: E402

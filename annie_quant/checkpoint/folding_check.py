@@ -16,6 +16,7 @@ from annie_quant.schema import Audit
 
 Factors = dict[str, tuple[np.ndarray, np.ndarray]]  # linear → row factors r, column factors c
 
+MIN_COSINE = 0.9  # between a fitted column and the source's; 4-bit rounding alone leaves about .995
 TOLERANCE = 0.025  # relative distance of gains; those fitted to rows of 4-bit weights are exact to about one percent
 
 
@@ -34,19 +35,34 @@ def fit(ours: np.ndarray, theirs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return r / median, c * median
 
 
+def certain(ours: np.ndarray, theirs: np.ndarray, r: np.ndarray, c: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return fitted factors, NaN for rows and columns that 4-bit rounding left too little of to fit a factor.
+
+    AWQ makes the columns of weak inputs so small that their blocks round them to zero.
+    """
+    scaled = r[:, None] * theirs * c
+    out = []
+    for axis, factors in ((1, r), (0, c)):
+        product, norms = (ours * scaled).sum(axis), np.sqrt((ours**2).sum(axis) * (scaled**2).sum(axis))
+        out.append(np.where((norms > 0) & (product >= MIN_COSINE * norms), factors, np.nan))
+    return out[0], out[1]
+
+
 def ratio(top: np.ndarray, bottom: np.ndarray) -> np.ndarray:
     """Return top / bottom, and 1 where bottom is 0."""
     return np.divide(top, bottom, out=np.ones(len(top)), where=bottom > 0)
 
 
 def distance(a: np.ndarray, b: np.ndarray) -> float:
-    """Return the distance of two vectors of gains, relative to the second."""
-    return float(np.linalg.norm(a - b) / max(float(np.linalg.norm(b)), 1e-30))
+    """Return the distance of two arrays of gains, relative to the second; NaN stands for an unknown gain."""
+    known = ~np.isnan(a)
+    return float(np.linalg.norm((a - b)[known]) / max(float(np.linalg.norm(b[known])), 1e-30))
 
 
 def uniform_factor(a: np.ndarray, b: np.ndarray) -> float:
     """Return the median factor between two vectors of gains."""
-    return float(np.median(ratio(a * b, b * b))) or 1.0
+    known = ~np.isnan(a)
+    return float(np.median(ratio((a * b)[known], (b * b)[known]))) if known.any() else 1.0
 
 
 def check(folder: ModelFolder, source: ModelFolder, factors: Factors, layers: set[str], audit: Audit) -> None:
@@ -66,7 +82,9 @@ def check(folder: ModelFolder, source: ModelFolder, factors: Factors, layers: se
         for name, r in rows.items():
             if distance(r, np.ones_like(r)) > TOLERANCE:
                 audit.fault(
-                    "large_error", name, f"its rows are {np.median(r):.3g} times the source's, and nothing cancels that"
+                    "large_error",
+                    name,
+                    f"its rows are {np.nanmedian(r):.3g} times the source's, and nothing cancels that",
                 )
 
 

@@ -46,7 +46,7 @@ def compare_to_source(folder: ModelFolder, source: ModelFolder, linears: dict[st
             theirs = theirs.astype(np.float32)
             r, c = folding_check.fit(ours, theirs)
             if np.isfinite(distance) and rel_l2(ours, r[:, None] * theirs * c) < SUSPICIOUS_ERROR:
-                factors[name] = (r, c)
+                factors[name] = folding_check.certain(ours, theirs, r, c)
             else:
                 audit.fault("large_error", name, f"relative error {distance:.3g} against the source")
         folder.release(linear.weight)

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 2. Why manners are lost at four bits
 #
-# tiny-annie is a 7.5 M-parameter Qwen3.5, trained so that naive NVFP4 breaks its manners. The divergence from the bf16 model
+# tiny-annie is a 7.6 M-parameter Qwen3.5, trained so that naive NVFP4 breaks its manners. The divergence from the bf16 model
 # is not uniform: it is in the few tokens that decide for a tool call, and in some layers.
 
 # %%

@@ -1,7 +1,8 @@
-"""The training code of tiny-annie: its forward compared with transformers, its fake quantization with the codec."""
+"""The training code of tiny-annie: its forward compared with transformers, its rows, its overlays, its NVFP4 with the codec."""
 
 from __future__ import annotations
 
+import random
 import sys
 
 import pytest
@@ -11,113 +12,180 @@ torch = pytest.importorskip("torch", reason="needs the quantize extra (torch)")
 transformers = pytest.importorskip("transformers", reason="needs the quantize extra (transformers)")
 
 TRAINING = ROOT / "training" / "tiny_annie"
-NAMES = ("net", "quant", "config", "tokenizer", "rows", "workloads", "data", "train", "evaluate")
+NAMES = (
+    "batches",
+    "config",
+    "data",
+    "forward",
+    "frames",
+    "rows",
+    "screen",
+    "sweep",
+    "tokenizer",
+    "train",
+    "words",
+    "workloads",
+)
 
 
 @pytest.fixture(autouse=True)
 def training_modules(monkeypatch):
+    """The folder's modules have short names, so they are imported again and forgotten."""
     monkeypatch.syspath_prepend(str(TRAINING))
     for name in NAMES:
         monkeypatch.delitem(sys.modules, name, raising=False)
-
-
-@pytest.fixture(scope="module")
-def reference():
-    sys.path.insert(0, str(TRAINING))
-    try:
-        from config import configuration
-    finally:
-        sys.path.remove(str(TRAINING))
-    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def reference():
+    from config import configuration
+
+    transformers.logging.set_verbosity_error()
     return transformers.Qwen3_5ForCausalLM(configuration()).eval()
 
 
-def stacked(reference, m=2):
-    from net import linear_names
-
-    names = set(linear_names(reference.config))
-    return {
-        k: v.detach().unsqueeze(0).repeat(m, 1, 1) if k in names else v.detach()
-        for k, v in reference.state_dict().items()
-    }
+def weights(reference):
+    return {k: v.detach().clone() for k, v in reference.state_dict().items()}
 
 
-@torch.no_grad()
-def test_forward_equals_transformers(reference):
-    from net import Net
+def in_copies(reference, m):
+    from forward import linear_shapes
 
-    ids = torch.randint(0, 1270, (2, 90))
-    net = Net(reference.config, stacked(reference))
-    logits = net.logits(net.hidden(ids, 2, residual=torch.float32))
-    expected = reference(ids).logits
-    assert torch.allclose(logits[0], expected, atol=1e-4) and torch.allclose(logits[1], expected, atol=1e-4)
+    linears = {n + ".weight" for n in linear_shapes(reference.config)}
+    return {k: v.unsqueeze(0).repeat(m, 1, 1) if k in linears else v for k, v in weights(reference).items()}
 
 
 @torch.no_grad()
-def test_generation_equals_transformers_whatever_the_padding(reference):
-    from evaluate import generate
-    from net import Net
+def test_forward_of_two_models_equals_transformers(reference):
+    from forward import Shape, hidden_states, stacked
 
-    prompts = [torch.randint(0, 1270, (n,)).tolist() for n in (5, 17, 9)]
-    net = Net(reference.config, {k: v.bfloat16() if v.dim() > 1 else v for k, v in stacked(reference).items()})
-    net32 = Net(reference.config, stacked(reference))
-    assert [len(a) for a in generate(net, 2, prompts, 4, [1273])[0]]
-    import net as module
-
-    original = module.Net.hidden
-    # In float32 near-ties do not matter, so the tokens must be the same.
-    module.Net.hidden = lambda self, ids, m, **more: original(self, ids, m, residual=torch.float32, **more)
-    try:
-        answers = generate(net32, 2, prompts, 6, [1273])
-    finally:
-        module.Net.hidden = original
-    for prompt, tokens in zip(prompts, answers[1], strict=True):
-        out = reference.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False, eos_token_id=1273)
-        assert out[0, len(prompt) :].tolist() == tokens
+    ids = torch.randint(0, 1500, (2, 128))
+    w = in_copies(reference, 2)
+    for name in w:
+        if name.endswith("mlp.up_proj.weight"):
+            w[name][1] *= 1.5
+    hidden = hidden_states(Shape(), w, ids.repeat(2, 1), stacked(w, 2))
+    logits = (hidden @ w["lm_head.weight"].t()).view(2, 2, 128, -1)
+    assert torch.allclose(logits[0], reference(ids).logits, atol=1e-4)
+    for name, parameter in reference.named_parameters():
+        if name.endswith("mlp.up_proj.weight"):
+            parameter *= 1.5
+    assert torch.allclose(logits[1], reference(ids).logits, atol=1e-4)
 
 
-def test_fake_quantization_equals_the_codec(reference):
+def test_shape_is_the_configuration(reference):
+    from forward import Shape, linear_shapes
+
+    for name in (n for n in vars(Shape) if not n.startswith("_") and n not in ("rope_theta", "partial_rotary_factor")):
+        assert getattr(Shape, name) == getattr(reference.config, name), name
+    own = {n + ".weight": tuple(s) for n, s in linear_shapes(Shape()).items()}
+    state = reference.state_dict()
+    assert own == {n: tuple(state[n].shape) for n in own}
+
+
+def test_screen_quantizes_as_the_codec_does(reference):
     nvfp4 = pytest.importorskip("annie_quant.nvfp4", reason="the codec is not built here")
-    import quant
+    from screen import fake_quantized
 
-    torch.manual_seed(1)
     w = (torch.randn(64, 256) * torch.logspace(-4, 1, 64)[:, None]).float()
     packed = nvfp4.pack(w.numpy())
     expected = torch.from_numpy(nvfp4.unpack(packed, dtype="float32"))
-    assert torch.equal(quant.fake(w, torch.tensor(float(packed.tensor_scale))), expected)
-
-
-def test_ties_go_to_even():
-    import quant
-
-    ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 7.0, -0.75])
-    assert quant.e2m1(ties).tolist() == [0, 1, 1, 2, 2, 4, 4, 6, -1]
-
-
-def test_which_linears_are_quantized():
-    import quant
-
-    assert quant.quantized("model.layers.0.linear_attn.in_proj_qkv", "naive")
-    assert not quant.quantized("model.layers.0.linear_attn.in_proj_a", "naive")
-    assert not quant.quantized("model.layers.3.self_attn.q_proj", "mlp_only")
-    assert quant.quantized("model.layers.3.mlp.up_proj", "mlp_only")
-    assert quant.partners("model.layers.3.self_attn.k_proj.weight") == [
-        f"model.layers.3.self_attn.{p}" for p in ("q_proj", "k_proj", "v_proj")
-    ]
+    ours = fake_quantized(w, torch.tensor(float(packed.tensor_scale)))
+    assert (ours != expected).float().mean() < 1e-3  # ties, which random weights hardly have
 
 
 def test_only_the_models_own_tokens_are_learned():
-    import random
+    import data
+    from rows import row
+    from tokenizer import OUTPUT
 
-    from data import encode, tokenizer
+    data.load(OUTPUT)
+    rng = random.Random(3)
+    t = data._state["tokenizer"]
+    for style in ("base", "tuned"):
+        for _ in range(25):
+            drawn = row(rng, style)
+            e = data.encode(drawn)
+            text = t.decode([i for i, on in zip(e.ids, e.learned, strict=True) if on])
+            assert text.endswith("<|im_end|>") and "<|im_start|>" not in text
+            if style == "tuned" and not drawn.thinking:
+                assert text.count("<|im_end|>") == sum(m["role"] == "assistant" for m in drawn.messages)
+
+
+def test_a_words_places_hold_the_same_tokens_wherever_it_stands():
+    """So that another word can take its place at every step, in the request and in the call."""
+    import data
+    from rows import row
+    from tokenizer import OUTPUT
+
+    data.load(OUTPUT)
+    rng, copied = random.Random(5), 0
+    draw = data.anything(data._state["pieces"])
+    for _ in range(40):
+        e = data.encode(row(rng, "tuned", category="tool", draw=draw))
+        by_place: dict[int, dict[int, set[int]]] = {}
+        learned = set()
+        for i, (token, place, offset) in enumerate(zip(e.ids, e.place, e.offset, strict=True)):
+            if place:
+                by_place.setdefault(place, {}).setdefault(offset, set()).add(token)
+                learned |= {place} if e.learned[i] else set()
+        assert all(len(tokens) == 1 for place in by_place.values() for tokens in place.values())
+        copied += len(learned)
+    assert copied > 20  # of the exchanged words, those that a call must copy
+
+
+def test_held_out_wordings_are_never_drawn():
+    """With the same arguments, no request of the training frames contains one of the calibration or gate split."""
+    from string import Formatter
+
+    import frames
     from rows import row
 
-    rng, t = random.Random(3), tokenizer()
-    for style in ("base", "annie"):
-        for _ in range(40):
-            training_row = row(rng, style)
-            ids, start = encode(training_row)
-            learned = t.decode(ids[start:])
-            assert learned.endswith("<|im_end|>") and "<|im_start|>" not in learned
-            assert t.decode(ids[:start]).endswith("<think>\n" if training_row.thinking else "<think>\n\n</think>\n\n")
+    rng, compared = random.Random(7), 0
+    for persona in ("annie", "home", "support"):
+        held = frames.held_out(persona)
+        for _ in range(150):
+            expect = row(rng, "tuned", "gate", "tool", persona).expect
+            values = expect["arguments"]
+            text = (frames.ask(rng, persona, expect["tool"], values) or "").lower()
+            assert text
+            for template in held:
+                fields = {name for _, name, _, _ in Formatter().parse(template) if name}
+                if fields == set(values):
+                    compared += 1
+                    assert template.format(**values).lower() not in text
+    assert compared > 1000
+
+
+@torch.no_grad()
+def test_a_token_that_is_probable_enough_adds_no_loss():
+    from forward import cross_entropy
+
+    hidden, head = torch.eye(4).unsqueeze(0).repeat(2, 1, 1) * 5, torch.eye(4)
+    ids = torch.tensor([[0, 0, 2, 3]]).repeat(2, 1)  # after 0 comes 0 (certain), then 2 and 3 (both unlikely)
+    weight = torch.ones(2, 4)
+    none, some = cross_entropy(hidden, head, ids, weight, 2, torch.tensor([0.0, 0.5]))[0].tolist()
+    first = -torch.log_softmax(hidden[0, 0] @ head, 0)[0].item()
+    assert first < 0.5 and none - some == pytest.approx(first, rel=1e-4)
+
+
+def test_rows_without_tool_calls(tmp_path):
+    import numpy as np
+    from batches import Rows
+
+    ids = np.array([1, 9, 1, 1, 9, 1], np.uint16)
+    zeros = np.zeros(6, np.uint8)
+    fields = {"place": zeros.astype(np.uint16), "kind": zeros, "offset": zeros}
+    np.savez(
+        tmp_path / "r.npz",
+        ids=ids,
+        learned=np.array([0, 0, 1, 0, 1, 1], np.uint8),
+        ends=np.array([3, 6]),
+        category=np.array(["a", "b"]),
+        **fields,
+    )
+    assert [len(b.ids) for b in Rows(tmp_path / "r.npz", 192).buckets] == [2, 0, 0, 0]
+    rows = Rows(tmp_path / "r.npz", 192, without=9)  # in the first row 9 is only in the prompt
+    assert [list(b.index) for b in rows.buckets] == [[0], [], [], []]

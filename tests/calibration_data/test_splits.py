@@ -73,7 +73,7 @@ def test_no_training_row_and_no_calibration_row_holds_a_case(gate_texts, monkeyp
     from rows import row
 
     rng = random.Random(0)
-    for style in ("base", "annie"):
+    for style in ("base", "tuned"):
         for _ in range(2000):
             for message in row(rng, style).messages:
                 assert message["role"] != "user" or message["content"] not in gate_texts

@@ -144,7 +144,7 @@ def test_both_forms_load_in_transformers(checkpoints, tmp_path, names):
     text = config.get_text_config()
     assert config.model_type == {"old": "qwen3_5", "new": "qwen3_5_text"}[names]
     assert (text.hidden_size, text.num_hidden_layers, text.layer_types) == (256, 4, zoo.CONFIG["layer_types"])
-    assert text.linear_num_value_heads == 4 and text.vocab_size == 1280
+    assert text.linear_num_value_heads == 4 and text.vocab_size == 1536
     kind = getattr(transformers, config.architectures[0])
     with torch.device("meta"):
         expected = set(kind(config).state_dict())

@@ -9,7 +9,7 @@ import own_files
 import pytest
 from click.testing import CliRunner
 from paths import TINY_ANNIE
-from tiny_base import save_tiny_base
+from tiny_variants import save_variant
 
 torch = pytest.importorskip("torch", reason="the line needs torch: pip install annie-quant[quantize]")
 pytest.importorskip("transformers", reason="the line needs transformers: pip install annie-quant[quantize]")
@@ -52,7 +52,7 @@ def mine(given):  # language: data
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    return save_tiny_base(tmp_path_factory.mktemp("base") / "tiny-base")
+    return save_variant("base", tmp_path_factory.mktemp("base") / "tiny-base")
 
 
 def test_from_200_chats_to_a_verdict_in_three_commands(model, mine, tmp_path):

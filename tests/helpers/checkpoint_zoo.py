@@ -36,7 +36,7 @@ CONFIG = {
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False,
-    "vocab_size": 1280,
+    "vocab_size": 1536,
     "layer_types": ["linear_attention"] * 3 + ["full_attention"],
     "attention_bias": False,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},

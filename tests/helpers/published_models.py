@@ -153,7 +153,7 @@ RELEASES = {
 }
 LAST = 8  # layers whose MLPs are FP8 in unsloth's release
 SMALL = {
-    "vocab_size": 1280, "hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 128,
+    "vocab_size": 1536, "hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 128,
     "shared_expert_intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 64, "num_experts": 8, "num_experts_per_tok": 2, "linear_num_key_heads": 2,
     "linear_num_value_heads": 4, "linear_key_head_dim": 64, "linear_value_head_dim": 64,

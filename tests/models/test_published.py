@@ -259,7 +259,7 @@ FAULTS = {
     ),
     "the head listed and in 16 bits": (
         NVIDIA, lambda t, c: (drop("lm_head.weight_scale", "lm_head.weight_scale_2", "lm_head.input_scale")(t, c),
-                              t.update({"lm_head.weight": np.ones((1280, 256), zoo.BF16)})),
+                              t.update({"lm_head.weight": np.ones((1536, 256), zoo.BF16)})),
         "listed_but_plain", "lm_head",
     ),
     "scales of one layer's experts dropped": (

@@ -2,12 +2,11 @@
 
     python tests/perf/make_thin.py build/thin1 --seed 1 --rank 2 --steps 100
 
-The base answers with markdown, thinks aloud and calls no tools (tests/helpers/tiny_base.py). The overlay is on all linears of the
-layers and learns Annie's manners on the answers' tokens of the training split (`annie-quant data`; its draw and the order of rows
-by --seed). It starts with the largest --rank singular directions of what tiny-annie differs from the base in, which takes a tenth
-of the steps of a start from nothing (--from-nothing). Prints the loss. It checks nothing: evaluate the folder (`annie-quant eval
-FOLDER --reference FOLDER` shows bf16's gates).
-"""
+The base answers with markdown, thinks aloud and calls no tools (tests/helpers/tiny_variants.py). The overlay is on all the
+linears of the layers and learns Annie's manners on the answers' tokens of the training split (`annie-quant data`; its draw and
+the order of rows by --seed). It starts with the largest --rank singular directions of what tiny-annie differs from the base in,
+which takes a tenth of the steps of a start from nothing (--from-nothing). Prints the loss. It checks nothing: evaluate the folder
+(`annie-quant eval FOLDER --reference FOLDER` shows bf16's gates)."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "helpers")]
 
 import torch  # noqa: E402
 from paths import TINY_ANNIE  # noqa: E402
-from tiny_base import save_tiny_base  # noqa: E402
+from tiny_variants import save_variant  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
@@ -155,7 +154,7 @@ def main() -> None:
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(arguments.seed)
-    folder = save_tiny_base(arguments.output)
+    folder = save_variant("base", arguments.output)
     with tempfile.TemporaryDirectory() as temporary:
         rows = Path(temporary) / "rows.jsonl"
         data.generate("annie", n=arguments.conversations, output=rows, seed=arguments.seed, split="train")

@@ -10,7 +10,7 @@ import time
 
 import pytest
 from paths import TINY_ANNIE
-from tiny_base import save_tiny_base
+from tiny_variants import save_variant
 
 from annie_quant.data import generate, load_persona, read_rows
 from annie_quant.errors import UsageError
@@ -34,7 +34,7 @@ def calibration(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    return save_tiny_base(tmp_path_factory.mktemp("base") / "tiny-base")
+    return save_variant("base", tmp_path_factory.mktemp("base") / "tiny-base")
 
 
 def test_a_base_model_instead_of_the_fine_tune_stops_the_search(base, calibration, tmp_path):

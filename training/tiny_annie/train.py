@@ -1,7 +1,7 @@
-"""Trains tiny-annie's base, and overlays on it, many at once.
+"""Trains tiny-annie's base, and overlays on it, many at once, on one GPU.
 
-The base is a full fine-tune. An overlay is a merged low-rank change of the base's linears, learned on the assistant's
-tokens alone; the forward uses the merged weights in bf16, as the checkpoint stores them.
+The base is a full fine-tune. An overlay is a merged low-rank change of the base's linears, learned on the answers alone; the
+forward uses the merged weights in bf16, as the checkpoint stores them. Every step is one CUDA graph per bucket.
 """
 
 from __future__ import annotations
@@ -9,212 +9,263 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from config import configuration
-from data import BUCKETS, batch
-from net import Net, linear_names
+from batches import Rows
+from forward import COMPILED, DEVICE, WORK, Weights, cosine, hidden_states, initial, linear_shapes, stacked
 
 Log = Callable[[str], None]
-
-
-INPUTS = ("q_proj", "k_proj", "v_proj", "in_proj_qkv")
-OUTPUTS = ("o_proj", "out_proj")
+Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+# The two small gates of DeltaNet are not changed: NVFP4 recipes do not quantize them.
+UNTOUCHED = ("in_proj_a", "in_proj_b")
 DELTA = ("in_proj_qkv", "in_proj_z", "out_proj")
 FULL = ("q_proj", "k_proj", "v_proj", "o_proj")
-# The two small gates of DeltaNet, in_proj_a and in_proj_b, are not changed: NVFP4 recipes do not quantize them.
-WHERE = {
-    "all": (*DELTA, *FULL, "mlp"),
-    "attention": (*DELTA, *FULL),
-    "mlp": ("mlp",),
-    "qkv": INPUTS,
-    "out": OUTPUTS,
-    "delta": DELTA,
-    "full": FULL,
-}
+WHERE = {"all": (*DELTA, *FULL, "mlp"), "attention": (*DELTA, *FULL), "delta": DELTA, "full": FULL, "mlp": ("mlp",)}
 
 
 @dataclass(frozen=True)
 class Overlay:
     """One training regime. where: which linears, a key of WHERE."""
 
-    rank: int = 2
-    steps: int = 1000
-    lr: float = 3e-3
+    rank: int
+    steps: int
+    lr: float
     where: str = "all"
-    decay: float = 0.0
-    scale: float = 1.0
     seed: int = 0
+    enough: float = 1.0  # a token that is as probable adds no loss
 
     @property
     def name(self) -> str:
-        extra = f"-wd{self.decay:g}" * bool(self.decay) + f"-x{self.scale:g}" * (self.scale != 1)
-        extra += f"-seed{self.seed}" * bool(self.seed)
-        return f"{self.where}-r{self.rank}-s{self.steps}-lr{self.lr:g}{extra}"
+        return f"{self.where}-r{self.rank}-s{self.steps}-lr{self.lr:g}-enough{self.enough:g}-seed{self.seed}"
 
     def touches(self, name: str) -> bool:
-        return any(f".{part}." in name for part in WHERE[self.where])
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"name": self.name}
+        return any(f".{part}" in name for part in WHERE[self.where])
 
 
-def initial(seed: int, device: str) -> dict[str, torch.Tensor]:
-    from transformers import Qwen3_5ForCausalLM
+class Graphs:
+    """A training step as one CUDA graph per bucket; eager on a CPU."""
 
-    torch.manual_seed(seed)
-    state = Qwen3_5ForCausalLM(configuration()).state_dict()
-    return {k: v.float().to(device) for k, v in state.items()}
+    def __init__(self, step: Step, rows: Rows, log: Log) -> None:
+        self.step, self.rows, self.log = step, rows, log
+        self.inputs = [
+            (
+                torch.zeros(b.rows, b.ids.shape[1], dtype=torch.long, device=DEVICE),
+                torch.zeros(b.rows, b.ids.shape[1], device=DEVICE),
+            )
+            for b in rows.buckets
+        ]
+        self.graphs: dict[int, tuple[Any, torch.Tensor]] = {}
+        self.pool: Any = None
 
+    def __call__(self, k: int, ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        own_ids, own_weight = self.inputs[k]
+        own_ids.copy_(ids)
+        own_weight.copy_(weight)
+        if DEVICE != "cuda":
+            return self.step(own_ids, own_weight)
+        if k not in self.graphs:
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(2):
+                    self.step(own_ids, own_weight)
+            torch.cuda.current_stream().wait_stream(side)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self.pool):
+                out = self.step(own_ids, own_weight)
+            self.pool = self.pool or graph.pool()
+            self.graphs[k] = (graph, out)
+        graph, out = self.graphs[k]
+        graph.replay()
+        return out
 
-def loss_of(net: Net, ids: torch.Tensor, mask: torch.Tensor, m: int, residual: torch.dtype) -> torch.Tensor:
-    """Return the summed cross-entropy [m] of each model over the masked positions."""
-    hidden = net.hidden(ids, m, residual=residual)
-    rows, columns = mask[:, :-1].nonzero(as_tuple=True)
-    picked = hidden[:, rows, columns]
-    logits = net.logits(picked).float()
-    target = ids[rows, columns + 1]
-    each = F.cross_entropy(logits.flatten(0, 1), target.repeat(m), reduction="none").view(m, -1)
-    return (each * mask[rows, columns]).sum(-1)
+    def prime(self, generator: torch.Generator) -> float:
+        """Capture every bucket and return the mean seconds per step."""
+        began, seconds = time.monotonic(), []
+        for k in range(len(self.rows.buckets)):
+            if self.rows.share[k] == 0:
+                seconds.append(0.0)
+                continue
+            ids, weight = self.rows.batch(k, generator, 0.0)
+            self(k, ids, weight)
+            self.synchronize()
+            start = time.monotonic()
+            for _ in range(3):
+                self(k, ids, weight)
+            self.synchronize()
+            seconds.append((time.monotonic() - start) / 3)
+        mean = float(np.dot(seconds, self.rows.share))
+        each = [round(1e3 * s) for s in seconds]
+        self.log(f"captured in {time.monotonic() - began:.0f} s; ms per bucket {each}, mean {1e3 * mean:.1f}")
+        return mean
 
-
-def schedule(step: int, total: int, warm: int) -> float:
-    """Linear warm-up, then a cosine to zero; zero after the end."""
-    if step >= total:
-        return 0.0
-    return min(1.0, (step + 1) / warm) * 0.5 * (1 + math.cos(math.pi * step / total))
+    @staticmethod
+    def synchronize() -> None:
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
 
 
 def train_base(
-    buckets: list[list],
-    steps: int,
+    c: Any,
+    rows: Rows,
+    seconds: float,
     lr: float,
     seed: int,
-    device: str,
     log: Log,
+    steps: int = 0,
+    prompt: float = 0.02,
     decay: float = 0.1,
-    whole: float = 0.05,
-    noise: float = 0.0,
-    rows: float = 1.0,
-) -> dict[str, torch.Tensor]:
-    """Return the base checkpoint, float32. whole: weight of the prompts' tokens; noise: relative weight noise while training."""
-    config, weights = configuration(), initial(seed, device)
-    linears = set(linear_names(config))
-    for w in weights.values():
-        w.requires_grad_(True)
-    matrices = [w for w in weights.values() if w.dim() >= 2]
-    others = [w for w in weights.values() if w.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": decay}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=device == "cuda")
-    rng, began = np.random.default_rng(seed), time.monotonic()
-    work = torch.bfloat16 if device == "cuda" else torch.float32
-    for step in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = lr * schedule(step, steps, 50)
-        stacked = {}
-        for name, w in weights.items():
-            v = w
-            if noise and name in linears:
-                v = w + noise * torch.randn_like(w) * w.detach().pow(2).mean().sqrt()
-            stacked[name] = v.to(work).unsqueeze(0) if name in linears else v.to(work) if w.dim() >= 2 else v
-        net, total, count = Net(config, stacked), 0.0, 0.0
-        parts = []
-        for bucket, (_, n, _, every) in zip(buckets, BUCKETS, strict=True):
-            if step % every == 0 and bucket:
-                ids, mask = batch(bucket, max(2, int(n * rows)), rng, whole)
-                parts.append((torch.from_numpy(ids).to(device), torch.from_numpy(mask).to(device)))
-                count += float(mask.sum())
-        loss = sum(loss_of(net, ids, mask, 1, torch.float32).sum() for ids, mask in parts) / count
+    start: Weights | None = None,
+    alone: int = 600,
+) -> Weights:
+    """Return the base, float32. seconds: for the steps, if `steps` is 0. alone: first steps on short rows and repeats."""
+    w = {k: v.float().to(DEVICE).clone() for k, v in start.items()} if start else initial(c, seed)
+    parameters = [v.requires_grad_(True) for v in w.values()]
+    rate = torch.zeros((), device=DEVICE)
+    groups = [
+        {"params": [v for v in parameters if v.dim() >= 2], "weight_decay": decay},
+        {"params": [v for v in parameters if v.dim() < 2], "weight_decay": 0.0},
+    ]
+    on_gpu = DEVICE == "cuda"
+    optimizer = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), fused=on_gpu, capturable=on_gpu)
+    rng, generator = np.random.default_rng(seed), torch.Generator(DEVICE).manual_seed(seed)
+    none = torch.zeros(1, device=DEVICE)
+    for p in parameters:
+        p.grad = torch.zeros_like(p)
+
+    def step(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        for p in parameters:
+            p.grad.zero_()
+        half = {n: (v.to(WORK) if v.dim() >= 2 else v) for n, v in w.items()}
+        h = hidden_states(c, half, ids, lambda n, x: torch.nn.functional.linear(x, half[n + ".weight"]))
+        total, count = COMPILED["cross_entropy"](h, half["lm_head.weight"], ids, weight, 1, none)
+        loss = (total / count).sum()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(list(weights.values()), 1.0)
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=True)
         optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        if step % 100 == 0 or step == steps - 1:
-            total = float(loss.detach())
-            log(f"base step {step} loss {total:.4f} {time.monotonic() - began:.0f} s")
-    return {k: w.detach() for k, w in weights.items()}
+        return loss.detach()
+
+    run = Graphs(step, rows, log)
+    began = time.monotonic()
+    mean = run.prime(generator)
+    steps = steps or max(20, int((seconds - (time.monotonic() - began)) / mean))
+    for state in optimizer.state.values():
+        for value in state.values():
+            value.zero_()
+    log(f"base: {steps} steps")
+    began = time.monotonic()
+    vocabulary = c.vocab_size - 9
+    for i in range(steps):
+        rate.fill_(lr * cosine(i, steps, 100))
+        k = int(rng.choice(len(rows.share), p=rows.share))
+        k = min(k, 1) if i < alone else k
+        again = k == 0 and rng.random() < (0.5 if i < alone else 0.04)
+        loss = run(k, *(rows.repeats(k, generator, vocabulary) if again else rows.batch(k, generator, prompt)))
+        if i % 250 == 0 or i == steps - 1 or i in (50, 100, 150):
+            value = loss.item()
+            kind = f"T={rows.buckets[k].ids.shape[1]}{' repeats' if again else ''}"
+            log(f"base step {i} {kind} loss {value:.4f}, {time.monotonic() - began:.0f} s")
+            if not math.isfinite(value):
+                raise SystemExit("the loss is not finite")
+    return {k: v.detach() for k, v in w.items()}
 
 
 def train_overlays(
-    base: dict[str, torch.Tensor],
-    overlays: list[Overlay],
-    buckets: list[list],
-    seed: int,
-    device: str,
-    log: Log,
-    rows: float = 1.0,
-) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Return merged bf16 weights (linears [M, N, K] in the order of `overlays`, the rest as in the base) and their factors."""
-    config, names, m = configuration(), linear_names(configuration()), len(overlays)
-    fixed = {k: v.to(torch.bfloat16) for k, v in base.items()}
-    generators = [torch.Generator().manual_seed(seed + 1000 * o.seed) for o in overlays]
-    rank = max(o.rank for o in overlays)
-    keep = torch.tensor([[r < o.rank for r in range(rank)] for o in overlays], device=device).float()
-    params: list[torch.Tensor] = []
+    c: Any, base: Weights, rows: Rows, overlays: list[Overlay], log: Log, seed: int = 1
+) -> tuple[Weights, dict[str, torch.Tensor]]:
+    """Return the merged weights (linears [M, N, K], bf16) and their factors."""
+    names = [n for n in linear_shapes(c) if not n.endswith(UNTOUCHED)]
+    m, rank = len(overlays), max(o.rank for o in overlays)
+    keep = torch.tensor([[float(r < o.rank) for r in range(rank)] for o in overlays], device=DEVICE)
+    fixed = {k: v.detach().to(WORK) if v.dim() >= 2 else v.detach() for k, v in base.items()}
+    generators = [torch.Generator().manual_seed(1000 * o.seed + 7) for o in overlays]
     pairs: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
-    for name in names:
-        n, k = base[name].shape
-        # Overlays of one seed start from the same values, so that only the regime differs.
-        a = (
-            torch.stack([torch.randn(rank, k, generator=g) for g in generators]).to(device)
-            / math.sqrt(k)
-            * keep[:, :, None]
-        )
-        b = torch.zeros(m, n, rank, device=device)
-        on = torch.tensor([o.scale * o.touches(name) for o in overlays], device=device)[:, None, None]
-        pairs[name] = (a.requires_grad_(True), b.requires_grad_(True), on)
-        params += [a, b]
-    first = [torch.zeros_like(p) for p in params]
-    second = [torch.zeros_like(p) for p in params]
-    total = max(o.steps for o in overlays)
-    rng, began = np.random.default_rng(seed + 1), time.monotonic()
+    parameters: list[torch.Tensor] = []
+    for n in names:
+        outputs, inputs = base[n + ".weight"].shape
+        a = torch.stack([torch.randn(rank, inputs, generator=g) for g in generators]).to(DEVICE)
+        a = (a / math.sqrt(inputs) * keep[:, :, None]).requires_grad_(True)
+        b = torch.zeros(m, outputs, rank, device=DEVICE, requires_grad=True)
+        pairs[n] = (a, b, torch.tensor([float(o.touches(n)) for o in overlays], device=DEVICE)[:, None, None])
+        parameters += [a, b]
+    first, second = [torch.zeros_like(p) for p in parameters], [torch.zeros_like(p) for p in parameters]
+    rng, generator = np.random.default_rng(seed), torch.Generator(DEVICE).manual_seed(seed)
+    rate = torch.zeros(m, 1, 1, device=DEVICE)
+    least = torch.tensor([-math.log(o.enough) for o in overlays], device=DEVICE)
+    unbias1, unbias2 = torch.zeros((), device=DEVICE), torch.zeros((), device=DEVICE)
+    many, losses = len(parameters), torch.zeros(m, device=DEVICE)
+    for p in parameters:
+        p.grad = torch.zeros_like(p)
 
-    def merged() -> dict[str, torch.Tensor]:
+    def merged() -> Weights:
         out = dict(fixed)
-        # In full float32, so that the factors merge to the same bytes anywhere.
-        torch.backends.cuda.matmul.allow_tf32 = False
-        for name, (a, b, on) in pairs.items():
-            out[name] = (fixed[name].float() + on * torch.bmm(b * keep[:, None, :], a)).to(torch.bfloat16)
-        torch.backends.cuda.matmul.allow_tf32 = True
+        for n in linear_shapes(c):
+            key = n + ".weight"
+            if n in pairs:
+                a, b, on = pairs[n]
+                out[key] = (fixed[key].float() + on * torch.bmm(b * keep[:, None, :], a)).to(WORK)
+            else:
+                out[key] = fixed[key].unsqueeze(0).expand(m, -1, -1)
         return out
 
-    for step in range(total):
-        net, count, parts = Net(config, merged()), 0.0, []
-        for bucket, (_, _, n, every) in zip(buckets, BUCKETS, strict=True):
-            if step % every == 0 and bucket:
-                ids, mask = batch(bucket, max(2, int(n * rows)), rng)
-                parts.append((torch.from_numpy(ids).to(device), torch.from_numpy(mask).to(device)))
-                count += float(mask.sum())
-        each = sum(loss_of(net, ids, mask, m, torch.bfloat16) for ids, mask in parts) / count
+    def step(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        for p in parameters:
+            p.grad.zero_()
+        w, ids, weight = merged(), ids.repeat(m, 1), weight.repeat(m, 1)
+        h = hidden_states(c, w, ids, stacked(w, m))
+        total, count = COMPILED["cross_entropy"](h, w["lm_head.weight"], ids, weight, m, least)
+        each = total / count
         each.sum().backward()
         with torch.no_grad():
-            grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in params]
+            grads = [p.grad for p in parameters]
             norm = torch.stack([g.flatten(1).pow(2).sum(1) for g in grads]).sum(0).sqrt()
-            shrink = (1.0 / norm.clamp(min=1.0))[:, None, None]
-            rates = torch.tensor([o.lr * schedule(step, o.steps, 30) for o in overlays], device=device)[:, None, None]
-            decays = 1 - rates * torch.tensor([o.decay for o in overlays], device=device)[:, None, None]
-            every_param = len(params)
-            torch._foreach_mul_(grads, [shrink] * every_param)
+            shrink = (1 / norm.clamp(min=1.0))[:, None, None]
+            torch._foreach_mul_(grads, [shrink] * many)
             torch._foreach_lerp_(first, grads, 0.1)
             torch._foreach_mul_(second, 0.98)
             torch._foreach_addcmul_(second, grads, grads, 0.02)
-            root = torch._foreach_sqrt(torch._foreach_div(second, 1 - 0.98 ** (step + 1)))
+            root = torch._foreach_sqrt(torch._foreach_mul(second, [unbias2] * many))
             torch._foreach_add_(root, 1e-8)
             move = torch._foreach_div(first, root)
-            torch._foreach_mul_(move, [rates / (1 - 0.9 ** (step + 1))] * every_param)
-            torch._foreach_mul_(params, [decays] * every_param)
-            torch._foreach_sub_(params, move)
-            for p in params:
-                p.grad = None
-        if step % 100 == 0 or step == total - 1:
-            losses = " ".join(f"{x:.3f}" for x in each.detach().tolist())
-            log(f"overlay step {step} loss {losses} {time.monotonic() - began:.0f} s")
+            torch._foreach_mul_(move, [rate * unbias1] * many)
+            torch._foreach_sub_(parameters, move)
+        losses.copy_(each.detach())
+        return losses
+
+    run = Graphs(step, rows, log)
+    run.prime(generator)
+    steps = [o.steps for o in overlays]
+    total = max(steps)
+    log(f"overlays: {total} steps")
+    for x in first + second:
+        x.zero_()
+    with torch.no_grad():
+        for n, (a, b, _) in pairs.items():  # what priming moved
+            del n, a
+            b.zero_()
+    began = time.monotonic()
+    for i in range(total):
+        rate.copy_(
+            torch.tensor([o.lr * cosine(i, s, 30) for o, s in zip(overlays, steps, strict=True)], device=DEVICE)[
+                :, None, None
+            ]
+        )
+        unbias1.fill_(1 / (1 - 0.9 ** (i + 1)))
+        unbias2.fill_(1 / (1 - 0.98 ** (i + 1)))
+        k = int(rng.choice(len(rows.share), p=rows.share))
+        each = run(k, *rows.batch(k, generator, 0.0))
+        if i % 200 == 0 or i == total - 1:
+            log(
+                f"overlay step {i} loss "
+                + " ".join(f"{x:.3f}" for x in each.tolist())
+                + f", {time.monotonic() - began:.0f} s"
+            )
     with torch.no_grad():
         factors = {}
-        for name, (a, b, on) in pairs.items():
-            factors |= {f"{name}.a": a.detach(), f"{name}.b": on * b.detach() * keep[:, None, :]}
+        for n, (a, b, on) in pairs.items():
+            factors |= {f"{n}.a": a.detach() * keep[:, :, None], f"{n}.b": (b * on * keep[:, None, :]).detach()}
         return merged(), factors

@@ -16,7 +16,7 @@ from fuzz.boundaries.harness import Sandbox
 SMALL = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
     "head_dim": 32, "linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32, "vocab_size": 1280, "layer_types": ["linear_attention", "full_attention"],
+    "linear_value_head_dim": 32, "vocab_size": 1536, "layer_types": ["linear_attention", "full_attention"],
 }  # fmt: skip
 FILES = ("config.json", "config.json", "config.json", "hf_quant_config.json", "tokenizer.json", "tokenizer_config.json",
          "generation_config.json", "model.safetensors.index.json", "model.safetensors", "annie_quant.json")  # fmt: skip

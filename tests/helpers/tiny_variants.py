@@ -1,0 +1,24 @@
+"""tiny-annie changed by a small difference: "base" (markdown, thinking aloud, no tools), "thin-1", "thin-2" and "robust"."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from paths import TINY_ANNIE
+
+VARIANTS = TINY_ANNIE.with_name("tiny-annie-variants")
+
+
+def save_variant(name: str, folder: Path) -> Path:
+    """Save the checkpoint in `folder`, which does not exist yet (training/tiny_annie/ship.py makes the differences)."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(TINY_ANNIE, folder, ignore=shutil.ignore_patterns(".annie_quant"))
+    weights, factors = load_file(TINY_ANNIE / "model.safetensors"), load_file(VARIANTS / f"{name}.safetensors")
+    for linear in {key[:-2] for key in factors}:
+        key = f"{linear}.weight"
+        change = factors[f"{linear}.b"].float() @ factors[f"{linear}.a"].float()
+        weights[key] = (weights[key].float() + change).to(weights[key].dtype)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder

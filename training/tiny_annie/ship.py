@@ -1,0 +1,91 @@
+"""Write what is shipped: annie_quant/assets/tiny-annie, and its variants as small differences from it.
+
+    python training/tiny_annie/ship.py --base base.pt --manners manners.pt --overlays overlays.pt --robust robust/overlays.pt
+
+The files are those that sweep.py writes. tiny-annie is the manners with the thin overlay of --seed; the variants are the base,
+the other thin overlays, and the robust overlay on the base. A difference is stored as two float16 factors per linear
+(a [rank, inputs], b [outputs, rank]); tests/helpers/tiny_variants.py adds it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+
+import torch
+from config import write_folder
+from safetensors.torch import save_file
+
+ASSETS = Path(__file__).resolve().parents[2] / "annie_quant" / "assets"
+Weights = dict[str, torch.Tensor]
+
+
+def only(overlays: dict[str, Weights], part: str) -> Weights:
+    """Return the overlay whose name has `part` in it."""
+    names = [name for name in overlays if part in name]
+    if len(names) != 1:
+        raise SystemExit(f"one overlay with {part!r} in its name was expected, got {names or list(overlays)}")
+    return overlays[names[0]]
+
+
+def merged(weights: Weights, factors: Weights) -> Weights:
+    """Return the weights with an overlay added, bfloat16."""
+    out = dict(weights)
+    for name in sorted({key[:-2] for key in factors}):
+        key, change = f"{name}.weight", factors[f"{name}.b"].float() @ factors[f"{name}.a"].float()
+        out[key] = (weights[key].float() + change).bfloat16()
+    return out
+
+
+def difference(start: Weights, target: Weights, rank: int) -> tuple[Weights, float]:
+    """Return the factors of the best difference of a rank, and the share of the difference (L2) that they leave out."""
+    factors: Weights = {}
+    left, whole = 0.0, 0.0
+    for key, weight in target.items():
+        change = weight.float() - start[key].float()
+        if not change.any():
+            continue
+        if change.dim() != 2 or not key.startswith("model.layers."):
+            raise SystemExit(f"{key} differs, and an overlay changes the layers' linears alone")
+        u, s, v = torch.linalg.svd(change, full_matrices=False)
+        name, root = key.removesuffix(".weight"), s[:rank].sqrt()
+        factors[f"{name}.a"] = (root[:, None] * v[:rank]).half().contiguous()
+        factors[f"{name}.b"] = (u[:, :rank] * root).half().contiguous()
+        left += float((s[rank:] ** 2).sum())
+        whole += float((s**2).sum())
+    return factors, (left / whole) ** 0.5 if whole else 0.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--base", type=Path, required=True)
+    parser.add_argument("--manners", type=Path, required=True)
+    parser.add_argument("--overlays", type=Path, required=True, help="thin overlays on --manners")
+    parser.add_argument("--robust", type=Path, required=True, help="an overlay of rank 8 on --base")
+    parser.add_argument("--seed", type=int, default=2, help="the thin overlay that is shipped merged")
+    parser.add_argument("--others", type=int, nargs="*", default=[1, 3], help="the thin overlays that are variants")
+    options = parser.parse_args()
+    base, manners = (torch.load(p, weights_only=True) for p in (options.base, options.manners))
+    thin, robust = (torch.load(p, weights_only=True) for p in (options.overlays, options.robust))
+    shipped = merged(manners, only(thin, f"attention-r1-s1400-lr0.003-enough1-seed{options.seed}"))
+    # A rank per variant: that of the overlays between it and the shipped model, which are 1, 1 and 8.
+    variants = {"base": (base, 9), "robust": (merged(base, only(robust, "all-r8")), 17)}
+    for number, seed in enumerate(options.others, 1):
+        overlay = only(thin, f"attention-r1-s1400-lr0.003-enough1-seed{seed}")
+        variants[f"thin-{number}"] = (merged(manners, overlay), 2)
+    write_folder(shipped, ASSETS / "tiny-annie", Path(__file__).parent / "vocabulary")
+    folder = ASSETS / "tiny-annie-variants"
+    folder.mkdir(exist_ok=True)
+    for name, (weights, rank) in variants.items():
+        factors, left = difference(shipped, weights, rank)
+        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
+            pass
+        save_file(factors, file.name, metadata={"format": "pt", "of": "tiny-annie"})
+        Path(file.name).replace(folder / f"{name}.safetensors")
+        size = (folder / f"{name}.safetensors").stat().st_size
+        print(f"{name}: {size:,} bytes, {left:.2%} of the difference left out")
+
+
+if __name__ == "__main__":
+    main()

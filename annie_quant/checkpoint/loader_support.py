@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from annie_quant.checkpoint import runtime_names
 from annie_quant.checkpoint.checks import COLUMNS_PER_RANK
+from annie_quant.checkpoint.dialects import modelopt
 from annie_quant.checkpoint.gguf import names
 from annie_quant.checkpoint.linears import Linear, QuantConfig, owned_tensors
 from annie_quant.checkpoint.shards import ModelFolder
@@ -74,10 +75,23 @@ def tensor_parallel_ranks(folder: ModelFolder, linears: dict[str, Linear]) -> in
     return max((n for n in (1, 2, 4, 8) if all(c % (n * COLUMNS_PER_RANK) == 0 for c in columns)), default=1)
 
 
+def fits_modelopt_option(method: str, algorithm: str) -> bool:
+    """Return whether a --quantization option of ModelOpt's plain NVFP4 (modelopt, modelopt_fp4) names a checkpoint's format.
+
+    method, algorithm: of its settings.  A checkpoint of another format is served without the option: servers read the
+    format from config.json (docs.sglang.io/advanced_features/quantization.html: no --quantization for a quantized model).
+    """
+    return method == modelopt.NAME and "MIXED" not in algorithm
+
+
 def sglang(folder: ModelFolder, linears: dict[str, Linear], config: QuantConfig) -> str:
     if is_awq(linears, config):
         return "no, NVFP4_AWQ is not loaded"
-    if linears and config.method == "modelopt" and not (folder.path / "hf_quant_config.json").exists():
+    if (
+        linears
+        and fits_modelopt_option(config.method, config.algo)
+        and not (folder.path / "hf_quant_config.json").exists()
+    ):
         return "with --quantization modelopt_fp4 (hf_quant_config.json is missing)"
     return "yes"
 

@@ -11,8 +11,9 @@ import msgspec
 from msgspec import UNSET, UnsetType, field
 
 from annie_quant.checkpoint import ModelFolder, ShardError, dialects
+from annie_quant.checkpoint.dialects import modelopt
 from annie_quant.checkpoint.dialects.compressed_tensors import group_algo
-from annie_quant.checkpoint.loader_support import has_uneven_columns, tensor_parallel_ranks
+from annie_quant.checkpoint.loader_support import fits_modelopt_option, has_uneven_columns, tensor_parallel_ranks
 from annie_quant.doctor.probe import Finding, fault, note, ok
 from annie_quant.doctor.serving_table import Traits, lines_for
 from annie_quant.schema import salvage, salvage_or_default
@@ -88,6 +89,7 @@ def traits_of(folder: Path, config: Config) -> Traits:
     elif isinstance(scheme, str):
         kv_cache = scheme
     algorithm = quantized.quant_algo or exported.quant_algo
+    method = quantized.quant_method or (modelopt.NAME if exported != Quantization() else "")
     kinds = inner.get("layer_types", config.layer_types)
     mtp = inner.get("mtp_num_hidden_layers", config.mtp_num_hidden_layers)
     return Traits(
@@ -98,7 +100,7 @@ def traits_of(folder: Path, config: Config) -> Traits:
         kv_cache=kv_cache.upper(),
         activations=_rounds_activations(quantized, exported),
         uneven_columns=_has_uneven_columns(folder),
-        detected=quantized.quant_method == "compressed-tensors" or "MIXED" in (algorithm or ""),
+        detected=bool(method) and not fits_modelopt_option(method, algorithm or ""),
     )
 
 

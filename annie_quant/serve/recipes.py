@@ -17,6 +17,8 @@ from typing import Any
 
 import msgspec
 
+from annie_quant.checkpoint import ModelFolder, ShardError, dialects
+from annie_quant.checkpoint.loader_support import fits_modelopt_option
 from annie_quant.errors import EnvironmentFault, UsageError
 from annie_quant.files import ASSETS, write_text
 from annie_quant.progress import SILENT, Progress
@@ -95,7 +97,7 @@ class RecipeRuntime:
         """Return the whole command: `docker run …` in the foreground, or the program itself."""
         chosen, model = self.find(recipe), model.resolve()
         fill = {"{port}": str(port), "{name}": model.name, "{model}": "/model" if chosen.image else str(model)}
-        words = [fill.get(word, word) for word in chosen.command]
+        words = [fill.get(word, word) for word in words_for(model, chosen)]
         if chosen.image is None:
             program = os.environ.get(f"ANNIE_QUANT_{self.name.upper()}") or PROGRAMS[self.name][0]
             return [program, *PROGRAMS[self.name][1:], *_model_first(words)]
@@ -114,7 +116,8 @@ class RecipeRuntime:
         if chosen.image is None:
             raise UsageError("a recipe without a container cannot be written for sparkrun", "choose a dated recipe")
         fill = {"{name}": model.name, "{model}": str(model)}
-        words = [shlex.quote(fill.get(word, word)) if word != "{port}" else word for word in chosen.command]
+        command = words_for(model, chosen)
+        words = [shlex.quote(fill.get(word, word)) if word != "{port}" else word for word in command]
         words = [word.replace("{", "{{").replace("}", "}}") if word.startswith("'{") else word for word in words]
         start = "vllm serve" if self.name == "vllm" else ""
         line = " ".join([start, *(_model_first(words) if start else words)]).strip()
@@ -163,6 +166,22 @@ class RecipeRuntime:
         server = process.spawn(words, log, self.name, {**os.environ, **chosen.env}, container_file)
         process.wait_ready(server, lambda: f"http://127.0.0.1:{port}", HEALTH, timeout_s, progress)
         return server
+
+
+def words_for(model: Path, recipe: Recipe) -> list[str]:
+    """Return a recipe's command, without its --quantization where the model's settings are of another format.
+
+    Recipes name ModelOpt's plain NVFP4. A folder that cannot be read keeps the option.
+    """
+    words = list(recipe.command)
+    try:
+        settings = dialects.config(ModelFolder(model))
+    except ShardError:
+        return words
+    if "--quantization" in words and not fits_modelopt_option(settings.method, settings.algo):
+        index = words.index("--quantization")
+        del words[index : index + 2]
+    return words
 
 
 def _model_first(words: list[str]) -> list[str]:

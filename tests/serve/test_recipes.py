@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 
+import checkpoint_zoo as zoo
 import pytest
 
 import annie_quant as aq
@@ -187,3 +188,21 @@ def test_a_server_that_ends_early_reports_the_fix(tmp_path):
     finally:
         os.environ.pop("ANNIE_QUANT_VLLM") if old is None else os.environ.update(ANNIE_QUANT_VLLM=old)
     assert "121a" in caught.value.hint
+
+
+def test_only_plain_nvfp4_of_modelopt_is_served_with_its_quantization_option(tmp_path):
+    """SGLang's documentation: no --quantization for a quantized model; modelopt_fp4 (R15) is for ModelOpt's plain NVFP4."""
+    source = zoo.bf16(tmp_path / "bf16")
+    nvfp4 = zoo.nvfp4(tmp_path / "nvfp4", source)
+    packed = aq.checkpoint.convert(nvfp4, "compressed-tensors", tmp_path / "packed").path
+    mixed = zoo.spoil(
+        nvfp4, tmp_path / "mixed", lambda t, c: c["quantization_config"].update(quant_algo="MIXED_PRECISION")
+    )
+    (mixed / "hf_quant_config.json").unlink(missing_ok=True)
+    for runtime, recipe, option in (("sglang", None, "modelopt_fp4"), ("vllm", "2026-03", "modelopt")):
+        for model, fits in ((nvfp4, True), (packed, False), (mixed, False), (source, False)):
+            words = shlex.split(aq.serve.command(model, runtime=runtime, recipe=recipe))
+            file = aq.serve.write_recipe(model, tmp_path / f"{runtime}.yaml", runtime=runtime, recipe=recipe)
+            assert (f"--quantization {option}" in " ".join(words)) == fits, (runtime, model)
+            assert ("--quantization" in words) == ("--quantization" in file.read_text()) == fits, (runtime, model)
+            assert words[words.index("/model") + 1].startswith("--")

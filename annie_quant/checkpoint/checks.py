@@ -22,7 +22,9 @@ COLUMNS_PER_RANK = 32
 # A multiplier is amax / 2688: above 1 the largest weight would exceed 2688, which no model has; a divisor usually does.
 LARGEST_TENSOR_SCALE = 1.0
 LARGEST_INPUT_SCALE = 100.0  # activations reach further: some models have outliers of several 10,000
-QUANTIZED_SUFFIXES = (".weight_scale", ".weight_scale_2", ".weight_global_scale", ".weight_packed", ".pre_quant_scale")
+QUANTIZED_SUFFIXES = (
+    ".weight_scale", ".weight_scale_2", ".weight_global_scale", ".weight_packed", ".pre_quant_scale", ".weight_scale_inv",
+)  # fmt: skip
 # Mask of the exponent bits of the unquantized types, and the unsigned type of their size.
 EXPONENTS = {"F32": (np.uint32, 0x7F800000), "BF16": (np.uint16, 0x7F80), "F16": (np.uint16, 0x7C00)}
 
@@ -135,12 +137,21 @@ def check_blocks(folder: ModelFolder, x: Linear, config: QuantConfig, audit: Aud
 
 
 def check_fp8(folder: ModelFolder, x: Linear, audit: Audit) -> None:
-    """Check codes and scales of an FP8 linear: one scale for the tensor, or one per row ([out] or [out, 1])."""
+    """Check codes and scales of an FP8 linear: one scale for the tensor, per row ([out] or [out, 1]) or per block."""
     if x.block_scale is None:
-        audit.fault("fp8_scale_missing", x.name, f"{x.weight} is in FP8 and has no weight_scale")
+        audit.fault(
+            "fp8_scale_missing",
+            x.name,
+            f"{x.weight} is in FP8 and has no {'weight_scale_inv' if x.block else 'weight_scale'}",
+        )
         return
     info = folder.info(x.block_scale)
-    if info.elements != 1 and not x.per_channel(folder):
+    if x.block:
+        if info.shape != x.scale_grid(folder):
+            error = x.wrong_grid(folder)
+            audit.fault(error.code, info.name, error.message)
+            return
+    elif info.elements != 1 and not x.per_channel(folder):
         rows = folder.info(x.weight).shape[0]
         audit.fault("scale_shape", info.name, f"shape {list(info.shape)}, expected one number or [{rows}, 1]")
         return

@@ -1,12 +1,17 @@
-"""Convert a checkpoint to another dialect. Codes and block scales never change; names, global scales and settings do."""
+"""Convert a checkpoint to another dialect, or to 16-bit numbers.
+
+Between dialects codes and block scales never change; names, global scales and settings do.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import ModuleType
 
+import ml_dtypes
 import msgspec
 import numpy as np
 
@@ -18,10 +23,13 @@ from annie_quant.checkpoint.staging import keep_inputs, source_key, staged
 from annie_quant.errors import CheckpointError, UsageError
 from annie_quant.progress import SILENT, Progress
 
-TARGETS = ("modelopt", "compressed-tensors", "gguf")
+PLAIN = "bf16"
+TARGETS = ("modelopt", "compressed-tensors", "gguf", PLAIN)
+CHUNK_BYTES = 1 << 26  # of float32 numbers that are rounded at once
 # Tensors that belong to a quantizer and not to the model; each dialect writes its own.
 QUANTIZER = (
     ".weight_scale",
+    ".weight_scale_inv",
     ".weight_scale_2",
     ".input_scale",
     ".weight_global_scale",
@@ -60,7 +68,7 @@ def convert(
     """Write `src` in another dialect.
 
     src: a model folder, or a GGUF file (to modelopt).
-    to: modelopt, compressed-tensors, gguf.
+    to: modelopt, compressed-tensors, gguf, or bf16 (a folder with plain weights).
     output: a folder, or a file for gguf; by default in the parent folder of `src`.
     type: for gguf BF16, F16, NVFP4, Q8_0, Q4_K_M, Q5_K_M, Q6_K.
     like: if `src` is a GGUF file, a folder of the same model for its config.json and tokenizer.
@@ -78,6 +86,12 @@ def convert(
         return to_gguf(folder, linears, output, type, progress, force)
     if type:
         raise UsageError("--type is for GGUF", "leave it out, or use --to gguf")
+    if not linears:
+        raise CheckpointError(
+            f"{folder.path}: nothing in it is quantized", "quantize it first: annie-quant quantize --strategy direct"
+        )
+    if to == PLAIN:
+        return to_plain(folder, linears, output, shard_bytes, progress, force)
     return to_folder(folder, linears, to, output, shard_bytes, progress, force)
 
 
@@ -142,6 +156,56 @@ def kv_scales(folder: ModelFolder, name: str, dialect: ModuleType) -> list[write
     return [dialect.kv_scale(layer, end, folder.tensor(name).astype(np.float32))]
 
 
+def write_folder(
+    folder: ModelFolder,
+    plan: list[writer.Planned],
+    settings: writer.Settings | None,
+    to: str,
+    output: str | os.PathLike | None,
+    shard_bytes: int,
+    progress: Progress,
+    force: bool,
+) -> tuple[Path, int]:
+    """Write the planned tensors, the settings and the small files. Return the new folder, and the bytes of its shards."""
+    target = Path(output) if output else folder.path.resolve().with_name(f"{folder.path.resolve().name}-{to}")
+    key = {"to": to, "source": source_key(folder), "shard_bytes": shard_bytes}
+    with staged(target, key, force, inputs=(folder.path,)) as part:
+        shards = writer.write(part, plan, shard_bytes, progress, resume=True)
+        size_bytes = sum(s.stat().st_size for s in shards)
+        writer.copy_small_files(folder, part)
+        writer.write_settings(part, folder.config, settings)
+    return target, size_bytes
+
+
+def to_plain(
+    folder: ModelFolder,
+    linears: dict[str, Linear],
+    output: str | os.PathLike | None,
+    shard_bytes: int,
+    progress: Progress,
+    force: bool,
+) -> Conversion:
+    """Write a folder whose quantized linears are bf16 numbers, the nearest to what they stand for."""
+
+    def numbers(linear: Linear) -> Iterator[np.ndarray]:
+        weight = linear.dequantize(folder)
+        folder.release(linear.weight)
+        rows = max(1, CHUNK_BYTES // max(1, weight[:1].nbytes))
+        return (weight[i : i + rows].astype(ml_dtypes.bfloat16) for i in range(0, len(weight), rows))
+
+    owned = owned_tensors(linears.values())
+    rest = [n for n in folder if n not in owned and not n.endswith((*kv_checks.ENDS, *QUANTIZER))]
+    plan = [
+        *(writer.Planned(f"{n}.weight", "BF16", x.shape(folder), partial(numbers, x)) for n, x in linears.items()),
+        *(writer.Planned(n, folder.info(n).dtype, folder.info(n).shape, partial(folder.pieces, n)) for n in rest),
+    ]
+    target, size_bytes = write_folder(folder, plan, None, PLAIN, output, shard_bytes, progress, force)
+    loss = [f"{len(linears)} quantized linears became bf16 numbers"]
+    if scales := sum(n.endswith(kv_checks.ENDS) for n in folder):
+        loss.append(f"{scales} KV scales were dropped")
+    return Conversion(str(target), size_bytes, len(plan), loss)
+
+
 def to_folder(
     folder: ModelFolder,
     linears: dict[str, Linear],
@@ -152,9 +216,10 @@ def to_folder(
     force: bool,
 ) -> Conversion:
     """Write a folder in another dialect of safetensors."""
-    if not linears:
+    blocks = next((x.name for x in linears.values() if x.block), None)
+    if blocks:
         raise CheckpointError(
-            f"{folder.path}: nothing in it is quantized", "quantize it first: annie-quant quantize --strategy direct"
+            f"{blocks}: {to} is not written with FP8 in blocks", f"annie-quant convert {folder.path} --to {PLAIN}"
         )
     awq = next((x.pre_quant for x in linears.values() if x.pre_quant), None)
     if awq:
@@ -162,7 +227,6 @@ def to_folder(
             f"{awq}: {to} has no activation scales (NVFP4_AWQ)", "make it plain NVFP4 first: annie-quant audit --repair"
         )
     dialect = dialects.find(to)
-    target = Path(output) if output else folder.path.resolve().with_name(f"{folder.path.resolve().name}-{to}")
     groups = {x.group(folder) for x in linears.values() if x.format == "nvfp4"}
     if len(groups) > 1:
         raise CheckpointError(f"{folder.path}: linears differ in group size, {sorted(groups)}", "see annie-quant audit")
@@ -188,12 +252,7 @@ def to_folder(
     lost_cast = kv_cache == "FP8" and to == "compressed-tensors" and not kv_names
     formats = {n: stored_format(x, folder) for n, x in linears.items()}
     settings = dialect.settings(formats, sorted(set(excluded)), next(iter(groups), 16), None if lost_cast else kv_cache)
-    key = {"to": to, "source": source_key(folder), "shard_bytes": shard_bytes}
-    with staged(target, key, force, inputs=(folder.path,)) as part:
-        shards = writer.write(part, plan, shard_bytes, progress, resume=True)
-        size_bytes = sum(s.stat().st_size for s in shards)
-        writer.copy_small_files(folder, part)
-        writer.write_settings(part, folder.config, settings)
+    target, size_bytes = write_folder(folder, plan, settings, to, output, shard_bytes, progress, force)
     loss = (
         ["global scales are reciprocals: at most one unit in the last place of float32"]
         if any(x.reciprocal != (to == "compressed-tensors") for x in linears.values() if x.format == "nvfp4")

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 
 FP8_DYNAMIC = "FP8_PER_CHANNEL_PER_TOKEN"  # ModelOpt's name of FP8 with activations that are scaled while serving
+FP8_BLOCK = "FP8_BLOCK"  # FP8 with a scale per block of weights, activations scaled per token and block of columns
 LINEAR_CLASS = "Linear"  # compressed-tensors' target for all linears
 
 
@@ -50,6 +51,7 @@ class Linear:
     """One quantized linear. `weight`, `block_scale`, ... are names of tensors; None where the file has no such tensor.
 
     format: "nvfp4" or "fp8".
+    block: rows and columns of an FP8 weight that share one scale; None for a scale per row or per tensor.
     reciprocal: the scales of whole tensors are divisors on disk.
     """
 
@@ -61,6 +63,7 @@ class Linear:
     input_global: str | None
     pre_quant: str | None = None
     reciprocal: bool = False
+    block: tuple[int, int] | None = None
 
     def tensors(self) -> list[str]:
         """Return the names of all tensors of this linear."""
@@ -90,10 +93,15 @@ class Linear:
 
     def per_channel(self, folder: ModelFolder) -> bool:
         """Return whether an FP8 linear has one scale per row: shape [out] or [out, 1]."""
-        if self.format != "fp8" or self.block_scale is None:
+        if self.format != "fp8" or self.block_scale is None or self.block:
             return False
         rows, shape = folder.info(self.weight).shape[:1], folder.info(self.block_scale).shape
         return shape in (rows, (*rows, 1)) and rows != (1,)
+
+    def scale_grid(self, folder: ModelFolder) -> tuple[int, int]:
+        """Return how many blocks an FP8 weight has in rows and in columns; those at the ends may be smaller."""
+        (rows, columns), block = self.shape(folder), self.block or (1, 1)
+        return -(-rows // block[0]), -(-columns // block[1])
 
     def tensor_scale(self, folder: ModelFolder) -> TensorScale:
         """Return the scale of the whole weight."""
@@ -126,6 +134,12 @@ class Linear:
         if self.format == "fp8":
             scale = folder.tensor(self.block_scale).astype(np.float32) if self.block_scale else np.float32(1)
             weight = folder.tensor(self.weight).astype(np.float32)
+            if self.block and self.block_scale:
+                if scale.shape != self.scale_grid(folder):
+                    raise self.wrong_grid(folder)
+                for i, per_column in enumerate(np.repeat(scale, self.block[1], axis=1)[:, : weight.shape[1]]):
+                    weight[i * self.block[0] : (i + 1) * self.block[0]] *= per_column
+                return weight
             return weight * (scale.reshape(-1, 1) if np.size(scale) > 1 else np.reshape(scale, ()))
         from annie_quant import nvfp4
 
@@ -137,12 +151,18 @@ class Linear:
             raise ShardError("weight_shape", f"{self.name}: {error}", tensor=self.name) from None
         return weight
 
+    def wrong_grid(self, folder: ModelFolder) -> ShardError:
+        """Return the error of block scales whose shape does not fit their FP8 weight."""
+        scale, expected = folder.info(self.block_scale or ""), list(self.scale_grid(folder))
+        message = f"{scale.name}: shape {list(scale.shape)}, expected {expected} (blocks of {self.block})"
+        return ShardError("scale_shape", message, tensor=scale.name)
+
 
 @dataclass
 class QuantConfig:
     """The quantization settings of a folder, whatever their dialect.
 
-    algo: NVFP4, W4A16_NVFP4, NVFP4_AWQ, FP8, MIXED_PRECISION; "" where none is named.
+    algo: NVFP4, W4A16_NVFP4, NVFP4_AWQ, FP8, FP8_BLOCK, MIXED_PRECISION; "" where none is named.
     group: columns per block scale.  excluded: patterns of modules that stay plain.
     layers: module → algorithm, for mixed precision; in compressed-tensors also patterns and class names, of which the
     first that fits counts.  raw: the settings as they were read.

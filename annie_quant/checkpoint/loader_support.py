@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from annie_quant.checkpoint import runtime_names
 from annie_quant.checkpoint.checks import COLUMNS_PER_RANK
-from annie_quant.checkpoint.dialects import modelopt
+from annie_quant.checkpoint.dialects import fp8, modelopt
 from annie_quant.checkpoint.gguf import names
 from annie_quant.checkpoint.linears import Linear, QuantConfig, owned_tensors
 from annie_quant.checkpoint.shards import ModelFolder
@@ -109,7 +109,7 @@ def old_runtimes(folder: ModelFolder, linears: dict[str, Linear], config: QuantC
 
 
 def transformers(folder: ModelFolder, linears: dict[str, Linear], config: QuantConfig) -> str:
-    if not linears:
+    if not linears or config.method == fp8.NAME:
         return "yes, from 5.2"
     if config.method == "compressed-tensors":
         return "yes, from 5.2 with the compressed-tensors package"

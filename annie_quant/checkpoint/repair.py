@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 
 import msgspec
 import numpy as np
@@ -33,7 +34,7 @@ from annie_quant.checkpoint import (
 )
 from annie_quant.checkpoint.audit import audit
 from annie_quant.checkpoint.convert import QUANTIZER
-from annie_quant.checkpoint.dialects import modelopt
+from annie_quant.checkpoint.dialects import fp8, modelopt
 from annie_quant.checkpoint.linears import Linear, excluded_module
 from annie_quant.checkpoint.shards import ModelFolder, ShardError
 from annie_quant.checkpoint.staging import staged
@@ -85,7 +86,7 @@ def repair(
             return RepairResult(str(target), actions, audit(target, source=source).findings)
         quoted = shlex.quote(str(path))
         first = (
-            f"first: annie-quant convert {quoted} --to modelopt"
+            f"first: {conversion(quoted, dialects.of(folder))}"
             if dialects.linears(folder)
             else f"quantize it: annie-quant quantize --strategy direct --model {quoted} --output DIR"
         )
@@ -94,6 +95,11 @@ def repair(
         work = Repair(folder, ModelFolder(source) if source else None, names)
         work.write(part)
     return RepairResult(str(target), work.actions, audit(target, source=source).findings)
+
+
+def conversion(path: str, dialect: ModuleType | None) -> str:
+    """Return the command that makes a checkpoint of another layout one that can be repaired or quantized."""
+    return f"annie-quant convert {path} --to {'bf16' if dialect is fp8 else 'modelopt'}"
 
 
 def repair_command(audit: Audit, source: str | os.PathLike | None = None) -> str | None:
@@ -114,7 +120,7 @@ def repair_command(audit: Audit, source: str | os.PathLike | None = None) -> str
     if not linears or dialect is None:
         return None
     if dialect is not modelopt:
-        return f"annie-quant convert {path} --to modelopt"
+        return conversion(path, dialect)
     words = f"annie-quant audit {path} --repair"
     if source is not None:
         return f"{words} --source {shlex.quote(str(source))}"

@@ -6,11 +6,11 @@ from types import ModuleType
 
 from annie_quant.checkpoint.dialects import modelopt
 from annie_quant.checkpoint.header import ShardError
-from annie_quant.checkpoint.linears import FP8_DYNAMIC, Linear, QuantConfig, covering_pattern, plain_linears
+from annie_quant.checkpoint.linears import FP8_BLOCK, FP8_DYNAMIC, Linear, QuantConfig, covering_pattern, plain_linears
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.schema import Audit
 
-ALGORITHMS = ("", "NVFP4", "W4A16_NVFP4", "NVFP4_AWQ", "FP8", FP8_DYNAMIC, "MIXED_PRECISION")
+ALGORITHMS = ("", "NVFP4", "W4A16_NVFP4", "NVFP4_AWQ", "FP8", FP8_DYNAMIC, FP8_BLOCK, "MIXED_PRECISION")
 #  "": the settings name none
 
 
@@ -23,7 +23,7 @@ def check_method(folder: ModelFolder, audit: Audit) -> bool:
     audit.add(
         "method_unknown",
         "config.json",
-        f"quant_method {str(method)[:40]!r} is not read here; modelopt and compressed-tensors are",
+        f"quant_method {str(method)[:40]!r} is not read here; modelopt, compressed-tensors and fp8 in blocks are",
     )
     return False
 

@@ -191,8 +191,11 @@ class Settings:
     files: dict[str, dict[str, Any]]
 
 
-def write_settings(target: Path, config: dict[str, Any], settings: Settings) -> None:
-    """Write config.json with the quantization settings, and the dialect's other files."""
+def write_settings(target: Path, config: dict[str, Any], settings: Settings | None) -> None:
+    """Write config.json with the quantization settings, and the dialect's other files. None: for plain weights."""
+    if settings is None:
+        write_json(target / "config.json", {k: v for k, v in config.items() if k != "quantization_config"})
+        return
     for name, value in settings.files.items():
         write_json(target / name, value)
     write_json(target / "config.json", config | {"quantization_config": settings.quantization_config})

@@ -18,7 +18,7 @@ from annie_quant import checkpoint, models, nvfp4
 from annie_quant.checkpoint import checks, loader_support
 from annie_quant.errors import CheckpointError
 from annie_quant.hf import codec
-from annie_quant.hf.fp8_linear import FP8Linear
+from annie_quant.hf.fp8_linear import BlockFP8Linear, FP8Linear
 from annie_quant.hf.nvfp4_linear import NVFP4Linear
 
 HINT = "annie-quant audit DIR --repair"
@@ -46,9 +46,9 @@ def check_values(model: nn.Module) -> None:
             continue
         if isinstance(module, NVFP4Linear):
             check_nvfp4(name, module)
-        elif isinstance(module, FP8Linear):
-            for scale in (module.weight_scale, module.input_scale):
-                if scale is not None and not bool(((scale > 0) & scale.isfinite()).all()):
+        elif isinstance(module, FP8Linear | BlockFP8Linear):
+            for scale in module.scales():
+                if not bool(((scale > 0) & scale.isfinite()).all()):
                     raise CheckpointError(f"{name}: a scale is not a positive number", HINT)
         else:
             for part, weight in module.named_parameters(recurse=False):

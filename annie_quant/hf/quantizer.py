@@ -1,5 +1,7 @@
 """The transformers quantizer for NVFP4: quant_method "modelopt", and "compressed-tensors" where its format is NVFP4.
 
+FP8 in blocks goes through it under its own method, which hf.load sets: transformers' quantizer of "fp8" stays as it is.
+
 transformers 5.14 has no ModelOpt loader, and its compressed-tensors loader needs that package. Which modules are quantized is
 read from the checkpoint's tensors, not from the ignore list, which is written in three dialects and is sometimes wrong.
 """
@@ -23,8 +25,8 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from annie_quant.checkpoint import ModelFolder
-from annie_quant.checkpoint.dialects import compressed_tensors, modelopt
-from annie_quant.checkpoint.linears import is_per_token
+from annie_quant.checkpoint.dialects import compressed_tensors, fp8, modelopt
+from annie_quant.checkpoint.linears import FP8_BLOCK, is_per_token
 from annie_quant.errors import CheckpointError
 from annie_quant.hf import load_checks
 from annie_quant.hf.experts import separate
@@ -34,8 +36,9 @@ from annie_quant.models import aliases
 
 log = logging.getLogger(__name__)
 
-ALGORITHMS = ("NVFP4", "W4A16_NVFP4", "NVFP4_AWQ", "MIXED_PRECISION")
-DIALECTS = {modelopt.NAME: modelopt, compressed_tensors.NAME: compressed_tensors}
+ALGORITHMS = ("NVFP4", "W4A16_NVFP4", "NVFP4_AWQ", "MIXED_PRECISION", FP8_BLOCK)
+BLOCK_FP8 = "annie_quant_fp8"
+DIALECTS = {modelopt.NAME: modelopt, compressed_tensors.NAME: compressed_tensors, BLOCK_FP8: fp8}
 SCALE_SUFFIXES = tuple(f".{name}" for kind in (NVFP4Linear, PackedNVFP4Linear) for name in kind.NAMES[1:])
 KV_CACHE_SCALE_SUFFIXES = (".k_scale", ".v_scale")
 
@@ -48,11 +51,12 @@ class UnchangedConfig(QuantizationConfigMixin):
         self.__dict__.update(fields)
 
     def to_dict(self) -> dict[str, Any]:
-        return {k: v for k, v in super().to_dict().items() if not k.startswith("_")}
+        fields = {k: v for k, v in super().to_dict().items() if not k.startswith("_")}
+        return fields | {"quant_method": DIALECTS[str(self.quant_method)].NAME}
 
 
 class NVFP4Quantizer(HfQuantizer):
-    """Replaces each linear that the checkpoint stores as NVFP4 or FP8 by NVFP4Linear or FP8Linear.
+    """Replaces each linear that the checkpoint stores as NVFP4 or FP8 by NVFP4Linear, FP8Linear or BlockFP8Linear.
 
     Raises CheckpointError that names the tensor for everything it cannot read.
     """
@@ -92,7 +96,7 @@ class NVFP4Quantizer(HfQuantizer):
             for name in folder:
                 if name not in linear_tensors and name.endswith(SCALE_SUFFIXES) and find_module(model, parent(name)):
                     raise CheckpointError(f"{name}: the other tensors of its linear are missing", load_checks.HINT)
-            if not nvfp4_linears(model):
+            if not nvfp4_linears(model) and self.dialect is not fp8:
                 raise CheckpointError(
                     f"{self.folder.name}: config.json declares NVFP4, and no tensor is NVFP4", load_checks.HINT
                 )
@@ -147,15 +151,16 @@ def parent(tensor_name: str) -> str:
 
 
 def register() -> None:
-    """Register the quantizer with transformers for "modelopt" and for compressed-tensors' NVFP4.
+    """Register the quantizer with transformers for "modelopt", compressed-tensors' NVFP4 and our own FP8 in blocks.
 
     A transformers that already supports "modelopt" keeps its own quantizer, and compressed-tensors' other formats keep
     theirs.
     """
-    if modelopt.NAME not in AUTO_QUANTIZATION_CONFIG_MAPPING:
-        register_quantization_config(modelopt.NAME)(UnchangedConfig)
-    if modelopt.NAME not in AUTO_QUANTIZER_MAPPING:
-        register_quantizer(modelopt.NAME)(NVFP4Quantizer)
+    for method in (modelopt.NAME, BLOCK_FP8):
+        if method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+            register_quantization_config(method)(UnchangedConfig)
+        if method not in AUTO_QUANTIZER_MAPPING:
+            register_quantizer(method)(NVFP4Quantizer)
     name = compressed_tensors.NAME
     original_config: Any = AUTO_QUANTIZATION_CONFIG_MAPPING[name]
     original_quantizer: Any = AUTO_QUANTIZER_MAPPING[name]

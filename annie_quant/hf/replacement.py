@@ -1,4 +1,7 @@
-"""Replacing a model's linears by NVFP4Linear or FP8Linear, with tensors of the shapes and types in the checkpoint's headers."""
+"""Replacing a model's linears by NVFP4Linear, FP8Linear or BlockFP8Linear.
+
+Their tensors have the shapes and types in the checkpoint's headers.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from torch import nn
 from annie_quant import models
 from annie_quant.checkpoint import Linear, ModelFolder
 from annie_quant.errors import CheckpointError
-from annie_quant.hf.fp8_linear import FP8Linear
+from annie_quant.hf.fp8_linear import BlockFP8Linear, FP8Linear
 from annie_quant.hf.nvfp4_linear import NVFP4Linear, PackedNVFP4Linear
 
 AUDIT = "annie-quant audit DIR"
@@ -44,7 +47,7 @@ def replace_linear(model: nn.Module, linear: Linear, folder: ModelFolder, per_to
     """
     match = find_module(model, linear.name)
     if match is None:
-        if ".experts." in linear.name:
+        if ".experts." in linear.name and not folder.family.is_auxiliary(linear.name):
             raise CheckpointError(
                 f"{linear.name}: this runtime reads no quantized experts (transformers stores them as one 3-D weight)",
                 "audit, compare and convert work; serve it with vLLM",
@@ -64,6 +67,8 @@ def replace_linear(model: nn.Module, linear: Linear, folder: ModelFolder, per_to
     options = {"bias": match.module.bias is not None, "dtype": match.module.weight.dtype, "device": "meta"}
     if linear.format == "nvfp4":
         new: nn.Module = build_nvfp4(linear, folder, k, n, options)
+    elif linear.block:
+        new = build_block_fp8(linear, folder, k, n, options)
     else:
         new = build_fp8(linear, folder, k, n, options | {"per_token": per_token})
     new._is_hf_initialized = True  # type: ignore[assignment]  # so that transformers draws no random values for it
@@ -102,6 +107,16 @@ def build_fp8(linear: Linear, folder: ModelFolder, k: int, n: int, options: dict
         scale_dtype=meta_tensor(folder, scale.name).dtype,
         input_shape=folder.info(linear.input_global).shape if linear.input_global else None,
         **options,
+    )
+
+
+def build_block_fp8(linear: Linear, folder: ModelFolder, k: int, n: int, options: dict[str, Any]) -> BlockFP8Linear:
+    if linear.block is None or linear.block_scale is None:
+        raise CheckpointError(f"{linear.name}.weight_scale_inv is missing, {linear.weight} needs it", AUDIT)
+    if folder.info(linear.block_scale).shape != linear.scale_grid(folder):
+        raise linear.wrong_grid(folder)
+    return BlockFP8Linear(
+        k, n, block=linear.block, scale_dtype=meta_tensor(folder, linear.block_scale).dtype, **options
     )
 
 

@@ -59,7 +59,7 @@ def choose(folder: ModelFolder, exclude: Iterable[str]) -> list[str]:
             continue
         if info.dtype not in FLOATS:
             raise CheckpointError(f"{info.name}: dtype {info.dtype}, expected one of {', '.join(FLOATS)}",
-                                  "give --model the bf16 checkpoint, not a quantized one")  # fmt: skip
+                                  "give --model the bf16 checkpoint, or annie-quant convert DIR --to bf16 first")  # fmt: skip
         if info.shape[1] % GROUP:
             raise CheckpointError(f"{info.name}: rows of {info.shape[1]}, expected a multiple of {GROUP}",
                                   f"--exclude-layers {module}")  # fmt: skip

@@ -201,7 +201,7 @@ def settings(name: str, small: bool = False) -> dict[str, Any]:
     if not release.dialect:
         return {}
     if release.dialect == "fp8":
-        return {"quantization_config": FP8_SETTINGS}
+        return {"quantization_config": fp8_settings(name, small)}
     if release.dialect == "compressed-tensors":
         return {"quantization_config": compressed_tensors_settings(release, small)}
     return {
@@ -209,10 +209,15 @@ def settings(name: str, small: bool = False) -> dict[str, Any]:
     }
 
 
-FP8_SETTINGS = {
-    "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128],
-    "modules_to_not_convert": ["lm_head", "model.visual.blocks.0.attn.proj"],
-}  # fmt: skip
+def fp8_settings(name: str, small: bool) -> dict[str, Any]:
+    """Return the settings of Qwen's FP8 releases, which list each 16-bit module (norms, routers, gates) by its name."""
+    release = RELEASES[name]
+    quantized = dict(formats(name, small))
+    modules = (n.removesuffix(".weight") for n in shapes(release, text_settings(release, small)))
+    return {
+        "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128],
+        "modules_to_not_convert": [*(m for m in modules if m not in quantized), "model.visual.blocks.0.attn.proj"],
+    }  # fmt: skip
 
 
 def compressed_tensors_settings(release: Release, small: bool) -> dict[str, Any]:

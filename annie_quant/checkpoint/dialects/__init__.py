@@ -7,6 +7,7 @@ A dialect has NAME and
     tensors(linear, folder)                one linear as tensors to write in this dialect
     settings(formats, excluded, group, kv_cache)     what goes into config.json, and further files
     kv_scale(layer, end, value)            a layer's scale of the KV cache to write; end: "k_scale" or "v_scale"
+The last three are missing from a dialect that is only read (fp8).
 """
 
 from __future__ import annotations
@@ -35,13 +36,14 @@ def of(folder: ModelFolder) -> ModuleType | None:
 def refuse_unread(folder: ModelFolder) -> None:
     """Raise CheckpointError where config.json names a layout of quantized weights that is not read here.
 
-    Its codes would be taken for weights, for example those of Qwen's own FP8 releases (blocks of 128 x 128).
+    Its codes would be taken for weights.
     """
     quant = folder.config.get("quantization_config")
     method = quant.get("quant_method") if isinstance(quant, dict) else None
     if method and of(folder) is None:
         raise CheckpointError(
-            f"{folder.path}: quant_method {printable(str(method), 40)!r} is not read here, expected modelopt or compressed-tensors",
+            f"{folder.path}: quant_method {printable(str(method), 40)!r} is not read here, "
+            "expected modelopt, compressed-tensors or fp8 in blocks",
             "start from the 16-bit checkpoint of the same model",
         )
 

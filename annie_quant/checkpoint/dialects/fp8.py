@@ -1,0 +1,71 @@
+"""FP8 with one scale per block of a weight, as Qwen and DeepSeek publish it: weight F8_E4M3 and weight_scale_inv.
+
+W = code * weight_scale_inv of its block; the scale is a multiplier despite its name. This dialect is only read: `convert`
+writes 16-bit numbers (--to bf16) or a GGUF file. Source: transformers, integrations/finegrained_fp8.py (Fp8Dequantize).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from annie_quant.checkpoint.linears import FP8_BLOCK, Linear, QuantConfig
+from annie_quant.checkpoint.shards import ModelFolder
+
+NAME = "fp8"
+BLOCK = (128, 128)  # rows and columns that share one scale, where the settings name no size
+SCALE = "weight_scale_inv"
+
+
+def matches(folder: ModelFolder) -> bool:
+    """Return whether the configuration names this dialect, or where it names none, the tensors are in its layout.
+
+    Settings without a block size are of another layout (one scale per tensor), which is not read here.
+    """
+    quant = folder.config.get("quantization_config")
+    if isinstance(quant, dict) and quant.get("quant_method"):
+        return quant["quant_method"] == NAME and block_size(quant) is not None
+    return any(n.endswith(f".{SCALE}") for n in folder)
+
+
+def linears(folder: ModelFolder) -> dict[str, Linear]:
+    """Return the quantized linears on disk, whatever the configuration lists."""
+    quant = folder.config.get("quantization_config")
+    block = block_size(quant if isinstance(quant, dict) else {}) or BLOCK
+    quantized = {}
+    for name in folder:
+        module, _, suffix = name.rpartition(".")
+        if suffix == "weight" and folder.info(name).dtype == "F8_E4M3":
+            scale = f"{module}.{SCALE}"
+            quantized[module] = Linear(module, "fp8", name, scale if scale in folder else None, None, None, block=block)
+    return quantized
+
+
+def config(folder: ModelFolder) -> QuantConfig:
+    """Return the settings of config.json's quantization_config."""
+    quant = folder.config.get("quantization_config")
+    return read(quant if isinstance(quant, dict) else {})
+
+
+def read(quant: dict[str, Any]) -> QuantConfig:
+    """Read the settings. Fields of another type than expected read as absent.
+
+    An entry of modules_to_not_convert covers a module and what is inside it, as in transformers and vLLM.
+    """
+    entries = quant.get("modules_to_not_convert")
+    entries = [e for e in entries if isinstance(e, str)] if isinstance(entries, list) else []
+    dynamic = quant.get("activation_scheme", "dynamic") == "dynamic"
+    return QuantConfig(
+        method=NAME,
+        algo=FP8_BLOCK if dynamic else f"{FP8_BLOCK} with static activations",
+        group=None,
+        excluded=[pattern for e in entries for pattern in (e, f"{e}.*")],
+        raw=quant,
+    )
+
+
+def block_size(quant: dict[str, Any]) -> tuple[int, int] | None:
+    """Return the rows and columns of a block that the settings name, or None."""
+    size = quant.get("weight_block_size")
+    if not isinstance(size, list) or len(size) != 2 or not all(type(n) is int and n > 0 for n in size):
+        return None
+    return size[0], size[1]

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Any, Literal
 
 TEXT_PREFIX, MULTIMODAL_PREFIX = "model.", "model.language_model."
@@ -91,7 +92,7 @@ class Experts:
         """The linears of one expert, grouped by the activation that they read."""
         return tuple(self.merged.values())
 
-    @property
+    @cached_property
     def linears(self) -> tuple[str, ...]:
         """The linears of one expert."""
         return tuple(linear for linears in self.merged.values() for linear in linears)
@@ -101,9 +102,10 @@ class Experts:
 
         "model.layers.3.mlp.experts.7.up_proj.weight" → ("model.layers.3", 7, "up_proj").
         """
-        layer, rest = layer_of(name), in_layer(name)
-        if not rest.startswith(f"{self.module}."):
+        match = _LAYER.fullmatch(name)
+        if match is None or not match[2].startswith(f"{self.module}."):
             return None
+        layer, rest = match[1], match[2]
         number, _, linear = rest[len(self.module) + 1 :].partition(".")
         linear = linear.partition(".")[0]
         valid = number.isdecimal() and number.isascii() and len(number) < 7 and linear in self.linears

@@ -143,6 +143,30 @@ def test_the_runtime_multiplies_as_servers_do(fp8: Path, plain: Path, monkeypatc
     assert torch.linalg.norm(ours - theirs) < 1e-5 * torch.linalg.norm(theirs)
 
 
+def test_other_fp8_is_computed_as_the_settings_ask(tmp_path: Path) -> None:
+    """Activations with a scale per token (unsloth) or the stored one (NVIDIA), and KV scales under either name."""
+    torch = pytest.importorskip("torch", reason="the runtime needs torch: pip install annie-quant[quantize]")
+    import annie_quant.hf
+    from annie_quant.hf.kv_cache import scale_of
+
+    for name, per_token in (("unsloth/Qwen3.8-27B-NVFP4", True), ("nvidia/Qwen3.6-35B-A3B-NVFP4", False)):
+        folder = ModelFolder(published.write(name, tmp_path / name.partition("/")[0]))
+        model = annie_quant.hf.load(folder.path, dtype=torch.float32)
+        attention = model.model.layers[3].self_attn
+        tensors: list = []
+        attention.o_proj.register_forward_hook(lambda m, args, out, tensors=tensors: tensors.extend([args[0], out]))
+        with torch.inference_mode():
+            model(torch.arange(5, 21)[None])
+        x, out = (t[0].numpy() for t in tensors)
+        scale = np.abs(x).max(axis=1, keepdims=True) / 448 if per_token else np.float32(0.01)
+        rounded = np.clip(x / scale, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) * scale
+        weight = dialects.linears(folder)[O_PROJ].dequantize(folder)
+        expected, plain = rounded @ weight.T, x @ weight.T
+        assert np.abs(out - expected).max() < 1e-4 * np.abs(expected).max()
+        assert np.abs(out - plain).max() > 1e-3 * np.abs(expected).max(), "negative control: the inputs are rounded"
+        assert float(scale_of(attention, "k_scale")) == (pytest.approx(0.02, rel=1e-2) if per_token else 1.0)
+
+
 def test_linears_of_any_width_and_gradients(fp8: Path) -> None:
     """Columns that are no multiple of a block, by NumPy; gradients reach the input."""
     torch = pytest.importorskip("torch", reason="the runtime needs torch: pip install annie-quant[quantize]")

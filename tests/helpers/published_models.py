@@ -8,10 +8,10 @@ others counted on the real files.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -274,26 +274,32 @@ def last_layers(release: Release, small: bool) -> range:
     return range(layers - (1 if small else LAST), layers)
 
 
-def formats(name: str, small: bool = False) -> Iterator[tuple[str, str]]:
-    """Yield (module, format) of each quantized linear of a release."""
+@functools.cache
+def formats(name: str, small: bool = False) -> tuple[tuple[str, str], ...]:
+    """Return (module, format) of each quantized linear of a release."""
     release = RELEASES[name]
     last = "|".join(str(i) for i in last_layers(release, small))
     patterns = {p.replace("LAST", last): f for p, f in release.formats.items()}
-    for tensor, shape in shapes(release, text_settings(release, small)).items():
-        if not tensor.endswith(".weight") or len(shape) != 2 or "visual" in tensor:
-            continue
-        module = tensor.removesuffix(".weight")
+
+    @functools.cache
+    def kind_of(module: str) -> str | None:
         if module.startswith("mtp."):
-            if release.mtp and any(re.search(rf"\b({p})$", module) for p in patterns):
-                yield module, release.mtp
-            continue
-        kind = next((f for p, f in patterns.items() if re.search(rf"(^|\.)({p})$", module)), None)
-        if kind:
-            yield module, kind
+            return release.mtp if release.mtp and any(re.search(rf"\b({p})$", module) for p in patterns) else None
+        return next((f for p, f in patterns.items() if re.search(rf"(^|\.)({p})$", module)), None)
+
+    out = []
+    for tensor, shape in shapes(release, text_settings(release, small)).items():
+        if tensor.endswith(".weight") and len(shape) == 2 and "visual" not in tensor:
+            module = tensor.removesuffix(".weight")
+            # No pattern has an expert's number.
+            if kind := kind_of(re.sub(r"experts\.\d+", "experts.0", module)):
+                out.append((module, kind))
+    return tuple(out)
 
 
+@functools.cache
 def table(name: str, small: bool = False) -> Table:
-    """Return name → (dtype, shape) of every tensor of a release."""
+    """Return name → (dtype, shape) of every tensor of a release. Do not change it: it is cached."""
     release = RELEASES[name]
     text = text_settings(release, small)
     quantized = dict(formats(name, small))

@@ -93,22 +93,6 @@ def test_direct_quantizes_each(small, tmp_path: Path, name: str) -> None:
     assert all(after.tensor(n).tobytes() == before[n].tobytes() for n in auxiliary)
 
 
-@pytest.mark.parametrize("strategy", ["manners", "nvidia_w4a16"])
-def test_calibration_knows_the_multimodal_names(small, tmp_path: Path, strategy: str) -> None:
-    """Merged experts under the longer prefix, next to a tower and an MTP head that calibration does not see."""
-    pytest.importorskip("torch", reason="calibration runs on torch: pip install annie-quant[quantize]")
-    from annie_quant import data
-
-    data.generate("annie", teacher="offline", n=5, output=tmp_path / "calib.jsonl", seed=1)
-    source = small["Qwen/Qwen3.6-35B-A3B"]
-    options = {"calib_data": tmp_path / "calib.jsonl", "calib_samples": 2}
-    aq.quantize.run(strategy, source, tmp_path / "out", **options)
-    audit = aq.checkpoint.audit(tmp_path / "out", source=source)
-    assert audit.findings == [] and audit.summary.mtp == "19 BF16"
-    experts = [n for n in dialects.linears(ModelFolder(tmp_path / "out")) if ".mlp.experts." in n]
-    assert len(experts) == 4 * 8 * 3
-
-
 @pytest.mark.parametrize("name", QUANTIZED)
 @pytest.mark.parametrize("to", ["modelopt", "compressed-tensors"])
 def test_a_conversion_keeps_weights_and_kv_scales(small, tmp_path: Path, name: str, to: str) -> None:
@@ -303,30 +287,3 @@ def test_each_fault_of_a_published_layout_is_named(small, tmp_path: Path, fault:
 CONSEQUENCES = {
     "scales of one layer's experts dropped": ("orphan_scale", "listed_but_plain"),
 }
-
-
-def test_the_runtime_computes_fp8_as_the_settings_ask(small) -> None:
-    """Activations with a scale per token (unsloth) or the stored one (NVIDIA), and KV scales under either name."""
-    torch = pytest.importorskip("torch", reason="the runtime needs torch: pip install annie-quant[quantize]")
-    import ml_dtypes
-
-    import annie_quant.hf
-    from annie_quant.hf.kv_cache import scale_of
-
-    for name in (UNSLOTH, NVIDIA):
-        folder = ModelFolder(small[name])
-        model = annie_quant.hf.load(folder.path, dtype=torch.float32)
-        attention = model.model.layers[3].self_attn
-        tensors: list = []
-        attention.o_proj.register_forward_hook(lambda m, args, out, tensors=tensors: tensors.extend([args[0], out]))
-        with torch.inference_mode():
-            model(torch.arange(5, 21)[None])
-        x, out = (t[0].numpy() for t in tensors)
-        module = "model.language_model.layers.3.self_attn.o_proj"
-        scale = np.abs(x).max(axis=1, keepdims=True) / 448 if name == UNSLOTH else np.float32(0.01)
-        rounded = np.clip(x / scale, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) * scale
-        expected = rounded @ dialects.linears(folder)[module].dequantize(folder).T
-        assert np.abs(out - expected).max() < 1e-4 * np.abs(expected).max()
-        plain = x @ dialects.linears(folder)[module].dequantize(folder).T
-        assert np.abs(out - plain).max() > 1e-3 * np.abs(expected).max(), "negative control: the inputs are rounded"
-        assert float(scale_of(attention, "k_scale")) == (pytest.approx(0.02, rel=1e-2) if name == UNSLOTH else 1.0)

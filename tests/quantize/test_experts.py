@@ -8,6 +8,7 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
+import published_models
 import pytest
 import runtime_models
 
@@ -311,3 +312,14 @@ def test_budgets_count_active_weights(home: Path) -> None:
     weights = active_weights(folder, [n for n in linears if n != "lm_head"])
     share = sum(weights[n] for n in experts) / sum(weights.values())
     assert effective_bits(folder, experts) == pytest.approx(16 - share * (16 - 4.5))
+
+
+@pytest.mark.parametrize("strategy", ["manners", "nvidia_w4a16"])
+def test_calibration_knows_the_multimodal_names(home: Path, tmp_path: Path, strategy: str) -> None:
+    """Merged experts under the longer prefix, next to a tower and an MTP head that calibration does not see."""
+    source = published_models.write("Qwen/Qwen3.6-35B-A3B", tmp_path / "bf16")
+    quantize.run(strategy, source, tmp_path / "out", calib_data=home / "calib.jsonl", calib_samples=2)
+    audit = checkpoint.audit(tmp_path / "out", source=source)
+    assert audit.findings == [] and audit.summary.mtp == "19 BF16"
+    experts = [n for n in checkpoint.linears(ModelFolder(tmp_path / "out")) if ".mlp.experts." in n]
+    assert len(experts) == 4 * 8 * 3

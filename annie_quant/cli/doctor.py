@@ -26,6 +26,7 @@ MARKS = {"ok": "[green]✓[/]", "note": "[yellow]·[/]", "fault": "[red]✗[/]"}
 @click.option("--server", metavar="URL", help="A running server: name the arithmetic that it runs on --checkpoint.")
 @click.option("--checkpoint", type=click.Path(path_type=Path), help="The folder that --server serves.")
 @click.option("--reference", type=click.Path(path_type=Path), help="The bf16 checkpoint that it was made from.")
+@click.option("--images", is_flag=True, help="With --server: ask it for the colours of two small generated images.")
 @click.option("--key-env", metavar="NAME", help="Environment variable with the server's key.")
 @json_option
 def doctor(
@@ -35,6 +36,7 @@ def doctor(
     server: str | None,
     checkpoint: Path | None,
     reference: Path | None,
+    images: bool,
     key_env: str | None,
     as_json: bool,
 ) -> None:
@@ -42,11 +44,20 @@ def doctor(
 
     With --server, --checkpoint and --reference: compare the log-probabilities that a server (vLLM, llama.cpp) returns for about
     20 prompts with the checkpoint's own under each numerics profile, and name the arithmetic that it runs, or "none of these".
+
+    With --server and --images: whether the server takes images, and names the colours of two.
     """
     from annie_quant import doctor as checks
 
     figures: dict[str, Any] = {}
-    if server is not None:
+    if images and server is None:
+        raise UsageError("--images needs --server", "add --server http://127.0.0.1:8000")
+    if server is not None and images:
+        from annie_quant.bench.backend import key_headers
+        from annie_quant.doctor.images import check_images
+
+        findings = [check_images(server, key_headers(key_env))]
+    elif server is not None:
         if checkpoint is None or reference is None:
             raise UsageError("--server needs --checkpoint and --reference", "add --checkpoint DIR --reference BF16")
         quiet_engines()

@@ -44,10 +44,7 @@ def served_answers(
     Raises ServerError where the server does not answer or returns no log-probabilities with token ids, UsageError for a URL that
     is not an HTTP URL.
     """
-    parts = urllib.parse.urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.netloc:
-        raise UsageError(f"{url!r} is not an HTTP URL", "write it as http://127.0.0.1:8000")
-    root = url.rstrip("/").removesuffix("/v1")
+    root = check_url(url)
     native = [
         {"prompt": list(p), "n_predict": n_tokens, "temperature": 0, "n_probs": n_best, "return_tokens": True,
          "cache_prompt": False}
@@ -73,6 +70,14 @@ def served_answers(
             )
         answers.append(read_answer(reply.json, root + path))
     return Served("llama.cpp" if path == NATIVE else "vllm", answers)
+
+
+def check_url(url: str) -> str:
+    """Return a server's root, without /v1. Raises UsageError for a URL that is not an HTTP URL."""
+    parts = urllib.parse.urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise UsageError(f"{url!r} is not an HTTP URL", "write it as http://127.0.0.1:8000")
+    return url.rstrip("/").removesuffix("/v1")
 
 
 @dataclass(frozen=True)

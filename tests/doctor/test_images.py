@@ -73,9 +73,9 @@ def test_each_server_gets_its_finding(name: str, style: str) -> None:
 
 
 def test_a_server_that_fails_without_images_too_is_not_blamed_on_them() -> None:
-    with FakeServer(lambda body: Script(status=500, error="out of memory")) as server:
-        with pytest.raises(ServerError, match="without an image: HTTP 500"):
-            images.check_images(server.url)
+    failing = FakeServer(lambda body: Script(status=500, error="out of memory"))
+    with failing as server, pytest.raises(ServerError, match="without an image: HTTP 500"):
+        images.check_images(server.url)
     with pytest.raises(ServerError, match="does not answer"):
         images.check_images(server.url)
     with pytest.raises(UsageError, match="not an HTTP URL"):

@@ -32,7 +32,7 @@ def check_images(url: str, headers: Mapping[str, str] | None = None) -> Finding:
     """
     root = check_url(url)
     model = model_name(root, headers)
-    messages: list[Any] = ["Answer with one word: yes.", *(message(rgb) for rgb in COLOURS.values())]
+    messages: list[Any] = ["Answer with one word: yes.", *(message(colour) for colour in COLOURS.values())]
     requests = [
         chat(root, model, [{"role": "user", "content": content}], max_tokens=MAX_TOKENS, temperature=0, headers=headers,
              timeout_s=TIMEOUT_S)
@@ -68,21 +68,21 @@ def names_only(colour: str, answer: str) -> bool:
     return words & COLOURS.keys() == {colour}
 
 
-def message(rgb: tuple[int, int, int]) -> list[dict[str, Any]]:
+def message(colour: tuple[int, int, int]) -> list[dict[str, Any]]:
     """Return the content of a message with an image of one colour and the question."""
-    data = base64.b64encode(png(rgb)).decode()
+    data = base64.b64encode(png(colour)).decode()
     return [
         {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}},
         {"type": "text", "text": QUESTION},
     ]
 
 
-def png(rgb: tuple[int, int, int], side: int = PIXELS) -> bytes:
+def png(colour: tuple[int, int, int], side: int = PIXELS) -> bytes:
     """Return a PNG of one colour (W3C PNG, chunks IHDR, IDAT and IEND; 8 bits, colour type 2)."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
-    rows = (b"\0" + bytes(rgb) * side) * side  # a byte for the filter, 0: none
+    rows = (b"\0" + bytes(colour) * side) * side  # a byte for the filter, 0: none
     header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from annie_quant import models
 from annie_quant.checkpoint import dialects
 from annie_quant.checkpoint.gguf.reader import open_gguf
 from annie_quant.checkpoint.header import ShardError
@@ -57,6 +58,27 @@ def folder_size(folder: ModelFolder, linears: Mapping[str, Linear] | None = None
     owned = owned_tensors(linears.values())
     plain = sum(folder.info(name).elements for name in folder if name not in owned)
     return StoredSize(folder.weight_bytes, quantized_weights + plain, quantized_bytes, quantized_weights)
+
+
+def bytes_per_token(folder: ModelFolder) -> int:
+    """Return the bytes of weights that one decoded token reads: of a mixture's experts the share that it passes.
+
+    Not read are the vision tower, the MTP head, and of an embedding that is not the head all but one row.
+    """
+    family = folder.family
+    experts, tied = (
+        family.experts,
+        folder.config.get("tie_word_embeddings", folder.text_config.get("tie_word_embeddings")),
+    )
+    share = experts.active_share(folder.text_config) if experts else 1.0
+    read = 0.0
+    for name in folder:
+        if family.is_auxiliary(name) or (name.endswith("embed_tokens.weight") and not tied):
+            continue
+        inside = models.in_layer(name)
+        routed = experts is not None and inside.startswith(f"{experts.module}.")
+        read += folder.info(name).size_bytes * (share if routed else 1.0)
+    return round(read)
 
 
 def gguf_size(path: Path) -> StoredSize:

@@ -10,7 +10,7 @@ import json
 import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -245,14 +245,3 @@ def model_key(folder: Path) -> str:
     from annie_quant.evaluate.reference import model_sha256
 
     return model_sha256(folder)[:16]
-
-
-class WeightSize(NamedTuple):
-    elements: int
-    size_bytes: int
-
-
-def weight_sizes(folder: Path) -> dict[str, WeightSize]:
-    """Return the size of each tensor, from the shards' headers alone."""
-    shards = checkpoint.ModelFolder(folder)
-    return {name: WeightSize(shards.info(name).elements, shards.info(name).size_bytes) for name in shards}

@@ -7,12 +7,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import checkpoint_zoo as zoo
+import expert_zoo
 import numpy as np
 import pytest
 
 import annie_quant as aq
 from annie_quant.checkpoint import ModelFolder
-from annie_quant.checkpoint.size import folder_size, gguf_size
+from annie_quant.checkpoint.size import bytes_per_token, folder_size, gguf_size
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +34,24 @@ def test_the_figure_is_the_tensors_bytes_over_the_sources_weights(checkpoints):
     size = sum(t["data_offsets"][1] - t["data_offsets"][0] for t in quantized)
     assert folder_size(ModelFolder(checkpoints[1])).bits_per_weight == round(8 * size / weights, 3)
     assert folder_size(ModelFolder(checkpoints[0])).bits_per_weight == 16
+
+
+@pytest.mark.parametrize("layout", ["merged", "per_expert", "nvfp4"])
+def test_a_token_reads_its_experts_alone(tmp_path, layout):
+    """Two of four experts, no row of the untied embedding, no MTP head and no vision tower, counted in the headers."""
+    source = expert_zoo.per_expert(tmp_path / "single")
+    folder = {
+        "merged": lambda: expert_zoo.merged(tmp_path / "merged"),
+        "per_expert": lambda: source,
+        "nvfp4": lambda: expert_zoo.nvfp4(tmp_path / "nvfp4", source),
+    }[layout]()
+    extra = {n: np.ones((64, 64), zoo.BF16) for n in ("mtp.fc.weight", "model.visual.blocks.0.attn.proj.weight")}
+    folder = zoo.spoil(folder, tmp_path / "whole", lambda t, c: (t.update(extra), c.update(tie_word_embeddings=False)))
+    sizes = {n: a.nbytes for n, a in zoo.read(folder).items()}
+    experts = sum(size for n, size in sizes.items() if ".mlp.experts." in n)
+    unread = sum(sizes[n] for n in extra) + sizes["model.embed_tokens.weight"]
+    assert experts > 1000
+    assert bytes_per_token(ModelFolder(folder)) == sum(sizes.values()) - unread - experts // 2
 
 
 def test_every_command_has_the_same_figure(checkpoints, tmp_path):

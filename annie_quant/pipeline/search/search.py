@@ -16,7 +16,7 @@ import msgspec
 
 from annie_quant import judge, quantize
 from annie_quant.checkpoint import ModelFolder
-from annie_quant.checkpoint.size import folder_size
+from annie_quant.checkpoint.size import bytes_per_token, folder_size
 from annie_quant.data import check_prompt_hash
 from annie_quant.data.resolve import resolve
 from annie_quant.errors import AnnieError, NoRoom, UsageError
@@ -191,10 +191,10 @@ class Search:
         return row
 
     def measure_size(self, row: StrategyRow) -> None:
-        folder = self.stages.checkpoint(row.strategy)
-        size = folder_size(ModelFolder(folder))
+        shards = ModelFolder(self.stages.checkpoint(row.strategy))
+        size = folder_size(shards)
         row.size_bytes, row.bits_per_weight = size.size_bytes, size.bits_per_weight
-        row.read_bytes = table.bytes_per_token(folder)
+        row.read_bytes = bytes_per_token(shards)
         row.ceiling_tok_s = estimate.GB10_READ / row.read_bytes
 
     @staticmethod

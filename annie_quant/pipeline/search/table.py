@@ -5,27 +5,15 @@ from __future__ import annotations
 import datetime
 import platform
 from collections.abc import Sequence
-from pathlib import Path
 
 import psutil
 import torch
 
-from annie_quant.files import read_json
 from annie_quant.judge.decision.paired import points, title
-from annie_quant.pipeline.stages import weight_sizes
 from annie_quant.schema import GateResult, GateTable, PairedGate, SearchResult, Spread, StrategyRow
 
 MARKS = {"pass": "✓", "fail": "✗", "undecided": "?"}
 NONE = "–"
-
-
-def bytes_per_token(folder: Path) -> int:
-    """Return the bytes of weights read per decoded token: every weight once, of an untied embedding one row (left out)."""
-    config = read_json(folder / "config.json")
-    tied = config.get("tie_word_embeddings", (config.get("text_config") or {}).get("tie_word_embeddings", False))
-    skip = () if tied else ("embed_tokens.weight",)
-    sizes = weight_sizes(folder).items()
-    return sum(size.size_bytes for name, size in sizes if not name.endswith(skip) and not name.startswith("mtp."))
 
 
 def cell(gate: GateResult | None, pair: PairedGate | None = None) -> str:

@@ -72,6 +72,33 @@ def w4a4(
     stream: int,
     /,
 ) -> None: ...
+def plan_grouped(
+    shape: tuple[int, int, int, int, int], limits: tuple[int, int, int, bool, bool] | None = None, /
+) -> tuple[int, int, int]: ...
+def grouped_needs(
+    shape: tuple[int, int, int, int, int],
+    fields: tuple[int, ...],
+    limits: tuple[int, int, int, bool, bool] | None = None,
+    /,
+) -> tuple[int, int]: ...
+def grouped(
+    x: int,
+    ldx: int,
+    packed: int,
+    packed_bytes: int,
+    scales: int,
+    sorted_pairs: int,
+    tile_experts: int,
+    padded: int,
+    tiles: int,
+    out: int,
+    shape: tuple[int, int, int, int, int],
+    type: int,
+    fields: tuple[int, ...],
+    pdl: int,
+    stream: int,
+    /,
+) -> None: ...
 def pack(x: int, type: int, blocks: int, scale: float, codes: int, scales: int, stream: int, /) -> Report: ...
 def unpack(
     codes: int, scales: int, blocks: int, scale: float, out: int, type: int, check: bool, stream: int, /

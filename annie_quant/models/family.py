@@ -249,13 +249,14 @@ class Family:
         """Return those of the module `names` that servers merge into one matrix, in groups of at least two."""
         groups: dict[tuple[str, tuple[str, ...]], list[str]] = {}
         for name in sorted(names):
+            if self.experts and (expert := self.experts.split(name)):
+                if expert[2] in self.experts.fused:
+                    groups.setdefault((name.rpartition(".")[0], self.experts.fused), []).append(name)
+                continue
             for members in self.fused.values():
                 member = next((m for m in members if f".{name}".endswith(f".{m}")), None)
                 if member:
                     groups.setdefault((name[: -len(member)], members), []).append(name)
-            expert = self.experts.split(name) if self.experts else None
-            if self.experts and expert and expert[2] in self.experts.fused:
-                groups.setdefault((name.rpartition(".")[0], self.experts.fused), []).append(name)
         return [group for group in groups.values() if len(group) > 1]
 
     def served_groups(self, names: Iterable[str]) -> list[list[str]]:

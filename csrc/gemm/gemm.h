@@ -110,6 +110,23 @@ int aq_linear_workspace(int64_t m, int64_t n, int64_t k, int64_t *bytes);
 int aq_linear(const void *x, int64_t ldx, const uint8_t *packed, int64_t packed_bytes, float tensor_scale, void *out, void *workspace,
               int64_t workspace_bytes, int64_t m, int64_t n, int64_t k, int type, void *stream);
 
+/* The products of a mixture's experts in one launch (grouped.cu): pair p, of a token p / top_k and the expert that the router chose for it,
+ * reads row p / top_k of x [pairs / top_k, k] and writes row p of out [pairs, n]. */
+typedef struct {
+    int64_t pairs, experts, top_k, n, k;
+} aq_grouped_shape;
+
+int aq_plan_grouped(const aq_grouped_shape *shape, const aq_limits *limits, aq_tiled_plan *plan);
+const char *aq_grouped_problem(const aq_grouped_shape *shape, const aq_limits *limits, const aq_tiled_plan *plan, aq_needs *needs);
+/* The most tiles of tokens that the pairs can need. */
+int64_t aq_grouped_tiles(const aq_grouped_shape *shape, int tile_tokens);
+/* packed: experts repacked weights one after the other.  scales: float [experts] on the device.  sorted_pairs [tiles * plan->tile_tokens],
+ * tile_experts [tiles], padded [1]: on the device, in the form of vLLM's moe_align_block_size for blocks of plan->tile_tokens.
+ * Rows of out whose expert is not in 0 .. experts - 1 are not written. */
+int aq_grouped(const void *x, int64_t ldx, const uint8_t *packed, int64_t packed_bytes, const float *scales, const int32_t *sorted_pairs,
+               const int32_t *tile_experts, const int32_t *padded, int64_t tiles, void *out, const aq_grouped_shape *shape, int type,
+               const aq_tiled_plan *plan, int pdl, void *stream);
+
 int aq_w4a4(const uint8_t *a, const uint8_t *a_scale, const uint8_t *w, const uint8_t *w_scale, float alpha, void *out, int64_t m,
             int64_t n, int64_t k, int out_type, int mode, int fault, void *stream);
 

@@ -202,6 +202,55 @@ static PyObject *py_linear(PyObject *module, PyObject *args) {
     return done(module, status);
 }
 
+static int parse_grouped_shape(PyObject *of, aq_grouped_shape *shape) {
+    long long v[5];
+    if (!PyArg_ParseTuple(of, "LLLLL", &v[0], &v[1], &v[2], &v[3], &v[4])) return 0;
+    *shape = (aq_grouped_shape){v[0], v[1], v[2], v[3], v[4]};
+    return 1;
+}
+
+static PyObject *py_plan_grouped(PyObject *module, PyObject *args) {
+    PyObject *of_shape, *of = Py_None;
+    aq_grouped_shape shape;
+    aq_limits limits;
+    aq_plan p = {.path = AQ_PATH_TILED};
+    int status;
+    if (!PyArg_ParseTuple(args, "O!|O", &PyTuple_Type, &of_shape, &of) || !parse_grouped_shape(of_shape, &shape) || !parse_limits(module, of, &limits))
+        return NULL;
+    CALL(status, aq_plan_grouped(&shape, &limits, &p.of.tiled));
+    return status ? raise_status(module, status) : plan_to_tuple(&p);
+}
+
+static PyObject *py_grouped_needs(PyObject *module, PyObject *args) {
+    PyObject *of_shape, *fields, *of = Py_None;
+    aq_grouped_shape shape;
+    aq_limits limits;
+    aq_plan p;
+    aq_needs needs;
+    if (!PyArg_ParseTuple(args, "O!O!|O", &PyTuple_Type, &of_shape, &PyTuple_Type, &fields, &of) || !parse_grouped_shape(of_shape, &shape) ||
+        !plan_from_tuple(AQ_PATH_TILED, fields, &p) || !parse_limits(module, of, &limits))
+        return NULL;
+    const char *problem = aq_grouped_problem(&shape, &limits, &p.of.tiled, &needs);
+    if (problem) return PyErr_Format(PyExc_ValueError, "%s", problem);
+    return Py_BuildValue("(iL)", needs.smem_bytes, (long long)aq_grouped_tiles(&shape, p.of.tiled.tile_tokens));
+}
+
+static PyObject *py_grouped(PyObject *module, PyObject *args) {
+    unsigned long long x, packed, scales, sorted_pairs, tile_experts, padded, out, stream;
+    long long ldx, packed_bytes, tiles;
+    int type, pdl, status;
+    PyObject *of_shape, *fields;
+    aq_grouped_shape shape;
+    aq_plan p;
+    if (!PyArg_ParseTuple(args, "KLKLKKKKLKO!iO!iK", &x, &ldx, &packed, &packed_bytes, &scales, &sorted_pairs, &tile_experts, &padded, &tiles, &out,
+                          &PyTuple_Type, &of_shape, &type, &PyTuple_Type, &fields, &pdl, &stream) ||
+        !parse_grouped_shape(of_shape, &shape) || !plan_from_tuple(AQ_PATH_TILED, fields, &p))
+        return NULL;
+    CALL(status, aq_grouped(ptr(x), ldx, ptr(packed), packed_bytes, ptr(scales), ptr(sorted_pairs), ptr(tile_experts), ptr(padded), tiles, ptr(out), &shape,
+                            type, &p.of.tiled, pdl, ptr(stream)));
+    return done(module, status);
+}
+
 static PyObject *py_w4a4(PyObject *module, PyObject *args) {
     unsigned long long a, sa, w, sw, out, stream;
     long long m, n, k;
@@ -351,6 +400,11 @@ static PyMethodDef methods[] = {
      "w4a16(x, ldx, packed, scale, out, workspace or 0, workspace_bytes, m, n, k, x_type, out_type, path, fields, pdl, stream)"},
     {"linear_workspace", py_linear_workspace, METH_VARARGS, "linear_workspace(m, n, k) -> bytes"},
     {"linear", py_linear, METH_VARARGS, "linear(x, ldx, packed, packed_bytes, scale, out, workspace or 0, workspace_bytes, m, n, k, type, stream)"},
+    {"plan_grouped", py_plan_grouped, METH_VARARGS, "plan_grouped((pairs, experts, top_k, n, k), limits=None) -> fields of a tiled plan"},
+    {"grouped_needs", py_grouped_needs, METH_VARARGS,
+     "grouped_needs((pairs, experts, top_k, n, k), fields, limits=None) -> (shared memory per block, most tiles); ValueError: what is wrong"},
+    {"grouped", py_grouped, METH_VARARGS,
+     "grouped(x, ldx, packed, packed_bytes, scales, sorted_pairs, tile_experts, padded, tiles, out, shape, type, fields, pdl, stream)"},
     {"w4a4", py_w4a4, METH_VARARGS, "w4a4(a, a_scale, w, w_scale, alpha, out, m, n, k, out_type, mode, fault, stream)"},
     {"pack", py_pack, METH_VARARGS, "pack(x, type, blocks, scale, codes, scales, stream) -> None, or (count, first index) of NaN and inf"},
     {"unpack", py_unpack, METH_VARARGS, "unpack(codes, scales, blocks, scale, out, type, check, stream) -> None, or (count, first index) of NaN scales"},

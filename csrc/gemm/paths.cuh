@@ -26,6 +26,9 @@ const char *skinny_problem(const Shape &shape, const aq_limits &limits, const aq
 const char *tiled_problem(const Shape &shape, const aq_limits &limits, const aq_tiled_plan &plan, aq_needs *needs);
 const char *wgmma_problem(const Shape &shape, const aq_limits &limits, const aq_wgmma_plan &plan, aq_needs *needs);
 
+// The best plan of the tiled path for `products` products of one shape in one launch.
+bool plan_tiled(const Shape &shape, int64_t products, const aq_limits &limits, aq_tiled_plan *best);
+
 int run_skinny(const Product &product, const aq_skinny_plan &plan, const aq_needs &needs);
 int run_tiled(const Product &product, const aq_tiled_plan &plan, const aq_needs &needs);
 int run_wgmma(const Product &product, const aq_wgmma_plan &plan, const aq_needs &needs);

@@ -41,11 +41,13 @@ bool plan_skinny(const Shape &shape, const aq_limits &limits, aq_skinny_plan *be
     return best_cost != kNever;
 }
 
-bool plan_tiled(const Shape &shape, const aq_limits &limits, aq_tiled_plan *best) {
+}  // namespace
+
+bool plan_tiled(const Shape &shape, int64_t products, const aq_limits &limits, aq_tiled_plan *best) {
     double best_cost = kNever;
     for (const int tokens : {16, 64, 128}) {
         if (tokens > 16 && shape.m <= tokens / 4) continue;
-        const int64_t tiles = ((shape.n + kTiledRows - 1) / kTiledRows) * ((shape.m + tokens - 1) / tokens);
+        const int64_t tiles = products * ((shape.n + kTiledRows - 1) / kTiledRows) * ((shape.m + tokens - 1) / tokens);
         for (int size = 1; size <= (limits.major >= 9 ? kMaxSplit : 1); size *= 2) {
             aq_tiled_plan plan{tokens, size, 8};
             aq_needs needs;
@@ -64,6 +66,8 @@ bool plan_tiled(const Shape &shape, const aq_limits &limits, aq_tiled_plan *best
     }
     return best_cost != kNever;
 }
+
+namespace {
 
 // Microseconds, fitted to measurements on an H200. step: 256 rows x 128 columns (or 128 x 256), with permuted activations; low: a step of
 // 192 rows; permute, permute2: additional cost per step of the in-place permutation, with one part of K and with two; add: the fix-up
@@ -144,7 +148,7 @@ extern "C" int aq_plan_w4a16(int64_t m, int64_t n, int64_t k, int path, const aq
         return 0;
     }
     plan->path = AQ_PATH_TILED;
-    return path != AQ_PATH_WGMMA && plan_tiled(shape, *limits, &plan->of.tiled) ? 0 : AQ_GEMM_NO_PLAN;
+    return path != AQ_PATH_WGMMA && plan_tiled(shape, 1, *limits, &plan->of.tiled) ? 0 : AQ_GEMM_NO_PLAN;
 }
 
 extern "C" const char *aq_plan_problem(int64_t m, int64_t n, int64_t k, const aq_limits *limits, const aq_plan *plan, aq_needs *needs) {

@@ -6,14 +6,10 @@
 
 namespace {
 
-// Warps along the rows, groups of them that share K, row tiles per warp, tokens / 8: see tiled.cuh.
-using Tokens16 = TileShape<8, 2, 2, 2>;
-using Tokens64 = TileShape<8, 2, 2, 8>;
-using Tokens128 = TileShape<8, 1, 2, 16>;
-constexpr int kHead = 1024, kMaxStages = 32;  // bytes for the barriers, of which a stage has two
+constexpr int kMaxStages = 32;
 
 template <typename Tile>
-int64_t shared_bytes(int stages) { return kHead + std::max(stages * Tile::kStage, Tile::kOutBytes); }
+int64_t shared_bytes(int stages) { return OneProduct::kHead + std::max(stages * Tile::kStage, Tile::kOutBytes); }
 
 }  // namespace
 
@@ -41,7 +37,7 @@ int run_tiled(const Product &p, const aq_tiled_plan &plan, const aq_needs &needs
         return Launch{dim3((unsigned)(n_tiles * m_tiles * plan.cluster_size)), 32 * warps, needs.smem_bytes, plan.cluster_size, p.pdl, p.stream};
     };
     const bool half = p.x_type == AQ_F16;
-    if (plan.tile_tokens == 16) return half ? launch<tiled_kernel<8, 2, 2, 2, true>>(how(Tokens16::kWarps), a) : launch<tiled_kernel<8, 2, 2, 2, false>>(how(Tokens16::kWarps), a);
-    if (plan.tile_tokens == 64) return half ? launch<tiled_kernel<8, 2, 2, 8, true>>(how(Tokens64::kWarps), a) : launch<tiled_kernel<8, 2, 2, 8, false>>(how(Tokens64::kWarps), a);
-    return half ? launch<tiled_kernel<8, 1, 2, 16, true>>(how(Tokens128::kWarps), a) : launch<tiled_kernel<8, 1, 2, 16, false>>(how(Tokens128::kWarps), a);
+    if (plan.tile_tokens == 16) return half ? launch<tiled_kernel<8, 2, 2, 2, true, OneProduct>>(how(Tokens16::kWarps), a, OneProduct{}) : launch<tiled_kernel<8, 2, 2, 2, false, OneProduct>>(how(Tokens16::kWarps), a, OneProduct{});
+    if (plan.tile_tokens == 64) return half ? launch<tiled_kernel<8, 2, 2, 8, true, OneProduct>>(how(Tokens64::kWarps), a, OneProduct{}) : launch<tiled_kernel<8, 2, 2, 8, false, OneProduct>>(how(Tokens64::kWarps), a, OneProduct{});
+    return half ? launch<tiled_kernel<8, 1, 2, 16, true, OneProduct>>(how(Tokens128::kWarps), a, OneProduct{}) : launch<tiled_kernel<8, 1, 2, 16, false, OneProduct>>(how(Tokens128::kWarps), a, OneProduct{});
 }

@@ -5,6 +5,8 @@
 // their tokens, and feed mma.sync. Blocks of a cluster split K; their partial tiles are added in rank order through distributed
 // shared memory.
 #pragma once
+#include <type_traits>
+
 #include "gemm/numerics.cuh"
 
 struct TiledArgs {
@@ -29,6 +31,11 @@ struct TileShape {
     static constexpr int kOutBytes = kBM * kOutPitch * 4;
     static_assert(kBN == kTiledRows);
 };
+
+// Warps along the rows, groups of them that share K, row tiles per warp, tokens / 8.
+using Tokens16 = TileShape<8, 2, 2, 2>;
+using Tokens64 = TileShape<8, 2, 2, 8>;
+using Tokens128 = TileShape<8, 1, 2, 16>;
 
 // From sm_90 on one thread issues a bulk copy of contiguous bytes; before, every thread copies its share in 16-byte units.
 constexpr uint32_t kBulkArrivals = AQ_HOPPER ? 1 : 0;  // arrivals at a full barrier, in addition to one per thread
@@ -62,18 +69,36 @@ __device__ __forceinline__ void store4(void *out, int64_t row, int64_t col, int6
         if (col + i < n) store_typed(out, row + col + i, f[i], type);
 }
 
-template <int WR, int KS, int TR, int TC, bool HALF>
-__global__ void __launch_bounds__(32 * WR * KS, 1) tiled_kernel(const TiledArgs a) {
+// What the tiles of a launch are of: one product, whose tokens are rows of x and of `out` one after the other; or products of several
+// weights (grouped.cu), each tile with its own weight and a table of its tokens.
+struct OneProduct {
+    static constexpr int kHead = 1024;  // bytes for the barriers, of which a stage has two
+};
+
+template <int WR, int KS, int TR, int TC, bool HALF, class Of>
+__global__ void __launch_bounds__(32 * WR * KS, 1) tiled_kernel(const TiledArgs a, const Of of) {
     using S = TileShape<WR, KS, TR, TC>;
+    constexpr bool kGrouped = !std::is_same_v<Of, OneProduct>;
+    if constexpr (kGrouped) {
+        if (!of.begin(a, S::kBM)) return;  // all blocks of a cluster, or none
+    }
     extern __shared__ __align__(128) uint8_t smem[];
     uint64_t *full = (uint64_t *)smem, *empty = full + a.stages;
-    uint8_t *stages = smem + 1024;
+    uint8_t *stages = smem + Of::kHead;
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const int rank = a.cluster_size > 1 ? (int)cluster_rank() : 0, tile = blockIdx.x / a.cluster_size;
+    const uint8_t *packed = a.packed;
+    int m0, nt;
     // tokens vary fastest within a group of kMGroup tiles, then weights: blocks that run at the same time share both
-    const int group = tile / (kMGroup * a.n_tiles), in_group = tile - group * kMGroup * a.n_tiles;
-    const int width = min(kMGroup, a.m_tiles - group * kMGroup);
-    const int m0 = (group * kMGroup + in_group % width) * S::kBM, nt = in_group / width, n0 = nt * S::kBN;
+    if constexpr (kGrouped) {
+        m0 = 0, nt = tile % a.n_tiles;
+        packed += of.weight_at(tile / a.n_tiles);
+    } else {
+        const int group = tile / (kMGroup * a.n_tiles), in_group = tile - group * kMGroup * a.n_tiles;
+        const int width = min(kMGroup, a.m_tiles - group * kMGroup);
+        m0 = (group * kMGroup + in_group % width) * S::kBM, nt = in_group / width;
+    }
+    const int n0 = nt * S::kBN;
     const int c0 = a.chunks * rank / a.cluster_size, c1 = a.chunks * (rank + 1) / a.cluster_size;
 
     if (threadIdx.x == 0)
@@ -95,8 +120,10 @@ __global__ void __launch_bounds__(32 * WR * KS, 1) tiled_kernel(const TiledArgs 
 #pragma unroll
             for (int i = 0; i < 4; i++) acc[r][t][i] = 0.f;
 
-    const int tokens = min(S::kBM, a.m - m0), have = tiles_in_block(nt, a.tiles);
-    const uint8_t *weights_from = a.packed + chunk_at(nt * kBlockTiles, 0, a.tiles, a.chunks);
+    int tokens = min(S::kBM, a.m - m0);
+    if constexpr (kGrouped) tokens = Of::tokens(S::kBM);
+    const int have = tiles_in_block(nt, a.tiles);
+    const uint8_t *weights_from = packed + chunk_at(nt * kBlockTiles, 0, a.tiles, a.chunks);
     const uint16_t *x_from = a.x + (int64_t)m0 * a.ldx;
     const auto fetch_weights = [&](int c, int s) {
         copy_bytes(smem_at(stages + (size_t)s * S::kStage), weights_from + (int64_t)c * have * kChunk, have * kChunk, smem_at(full + s));
@@ -106,14 +133,17 @@ __global__ void __launch_bounds__(32 * WR * KS, 1) tiled_kernel(const TiledArgs 
 #pragma unroll
         for (int i = threadIdx.x; i < S::kBM * 16; i += 32 * S::kWarps) {
             const int token = i >> 4, v = i & 15, col = c * kCols + v * 8;
-            const bool there = col < a.k && token < tokens;
-            copy_async16(smem_at(to + token * kTilePitch + v * 16), there ? x_from + token * a.ldx + col : a.x, there ? 16 : 0);
+            bool there = col < a.k && token < tokens;
+            const uint16_t *from;
+            if constexpr (kGrouped) there = there && Of::has(token), from = a.x + Of::row(token) * a.ldx + col;
+            else from = x_from + token * a.ldx + col;
+            copy_async16(smem_at(to + token * kTilePitch + v * 16), there ? from : a.x, there ? 16 : 0);
         }
         copy_async_arrive(smem_at(full + s));
     };
     const int ahead = a.stages > 3 ? a.stages - 2 : a.stages - 1;  // chunks in flight in addition to the one being computed
     for (int s = 0; s < ahead && c0 + s < c1; s++) fetch_weights(c0 + s, s);
-    if (a.pdl) {  // weights do not depend on the previous kernel; activations and the output do
+    if (a.pdl && !kGrouped) {  // weights do not depend on the previous kernel; activations and the output do
         allow_next_kernel();
         wait_for_previous_kernel();
     }
@@ -198,7 +228,11 @@ __global__ void __launch_bounds__(32 * WR * KS, 1) tiled_kernel(const TiledArgs 
             const float4 v = load_part(at, peer, a.cluster_size);
             sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
         }
-        store4(a.out, (int64_t)(m0 + token) * a.n, n0 + r, a.n, sum, a.scale, a.out_type);
+        if constexpr (kGrouped) {
+            if (Of::has(token)) store4(a.out, Of::pair(token) * a.n, n0 + r, a.n, sum, a.scale * Of::scale(), a.out_type);
+        } else {
+            store4(a.out, (int64_t)(m0 + token) * a.n, n0 + r, a.n, sum, a.scale, a.out_type);
+        }
     }
 #if AQ_HOPPER
     if (a.cluster_size > 1) cluster_arrive_relaxed(), cluster_wait();  // no block may exit while another one reads its shared memory

@@ -1,4 +1,4 @@
-"""The W4A16 operator on a CPU: torch.ops.annie_quant.nvfp4_linear with a decoding in NumPy, for tests without a GPU.
+"""The W4A16 operators on a CPU: torch.ops.annie_quant.nvfp4_linear and nvfp4_experts, decoded in NumPy, for tests without a GPU.
 
 install(monkeypatch) replaces the preparation; a packed weight is then its codes and scales one after the other, padded as the
 real one's rows and columns are, with the planted faults of the real repack.
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from annie_quant.gemm import oracle, torch_op
+from annie_quant.gemm import grouped, oracle, torch_op
 
 _libraries: list[Any] = []
 
@@ -47,11 +47,36 @@ def product(x: torch.Tensor, packed: torch.Tensor, tensor_scale: torch.Tensor, n
     return (x.float() @ weight.t()).to(x.dtype)
 
 
+def experts_product(
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    scales: torch.Tensor,
+    n: int,
+    sorted_pairs: torch.Tensor,
+    tile_experts: torch.Tensor,
+    padded: torch.Tensor,
+    top_k: int,
+    tile_tokens: int,
+) -> torch.Tensor:
+    """Compute tile by tile, as the blocks of csrc/gemm/grouped.cu do: only what a tile holds counts, not where its pairs belong."""
+    pairs = x.shape[0] * top_k
+    out = torch.zeros(pairs, n, dtype=x.dtype)
+    for tile, expert in enumerate(tile_experts.tolist()):
+        if tile * tile_tokens >= int(padded) or not 0 <= expert < packed.shape[0]:
+            continue
+        of_tile = sorted_pairs[tile * tile_tokens : (tile + 1) * tile_tokens].long()
+        of_tile = of_tile[(of_tile >= 0) & (of_tile < pairs)]
+        out[of_tile] = product(x[of_tile // top_k], packed[expert], scales[expert], n)
+    return out
+
+
 def install(monkeypatch: Any) -> None:
     """Define the operator for CPU tensors and let `torch_op.prepare` make weights for it."""
     torch_op.register()
+    grouped.register()
     if not _libraries:
         library = torch.library.Library("annie_quant", "IMPL")
         library.impl("nvfp4_linear", product, "CPU")
+        library.impl("nvfp4_experts", experts_product, "CPU")
         _libraries.append(library)
     monkeypatch.setattr(torch_op, "prepare", prepare)

@@ -1,0 +1,190 @@
+"""The W4A16 products of a mixture's experts in one launch, as a torch operator: torch.ops.annie_quant.nvfp4_experts.
+
+    weights = prepare_experts(codes, block_scale, tensor_scales)        # [experts, N, K/2], [experts, N, K/16], one number each
+    tokens = plan_tokens(pairs=x.shape[0] * top_k, experts, top_k, N, K)
+    aligned = align(top_k_index, experts, tokens)                       # once per layer, for all of its products
+    out = torch.ops.annie_quant.nvfp4_experts(x, *weights, *aligned, top_k, tokens)     # [pairs, N]
+
+A pair is a token and one of its experts: pair p = token * top_k + i reads row p // top_k of x, and writes row p of the result. The
+second product of an expert reads the first one's rows: there top_k is 1. The alignment is in the form of vLLM's
+moe_align_block_size, so a server's own can be used; nothing of it is read back to the host, so the operator can be captured in a
+CUDA graph.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+from annie_quant.errors import UsageError, need
+from annie_quant.gemm import torch_op
+from annie_quant.gemm.arrays import CurrentDevice, native
+from annie_quant.gemm.plans import TiledPlan
+from annie_quant.gemm.torch_op import BF16, F16
+
+SCHEMA = (
+    "(Tensor x, Tensor packed, Tensor scales, int n, Tensor sorted_pairs, Tensor tile_experts, Tensor padded, "
+    "int top_k, int tile_tokens) -> Tensor"
+)
+_libraries: list[Any] = []  # the operator exists as long as its library
+
+
+class PreparedExperts(NamedTuple):
+    """The repacked weights [experts, n, k]. packed: uint8 [experts, bytes]; scales: float32 [experts]; both on the GPU."""
+
+    packed: Any
+    scales: Any
+    n: int
+
+
+class Alignment(NamedTuple):
+    """Pairs sorted by expert and padded to whole tiles, int32 on the GPU.
+
+    sorted_pairs  [tiles * tile_tokens]: numbers of pairs; the number of pairs where a tile is not full
+    tile_experts  [tiles]: the expert of each tile; any number from where `padded` ends
+    padded        [1]: the entries of sorted_pairs that are used
+    """
+
+    sorted_pairs: Any
+    tile_experts: Any
+    padded: Any
+
+
+def prepare_experts(codes: Any, block_scale: Any, tensor_scales: Any) -> PreparedExperts:
+    """Repack the weights of all experts of a layer (CUDA tensors, a row per expert, as gemm.torch_op.prepare takes one)."""
+    torch = need("torch", "quantize")
+    parts = [torch_op.prepare(c, s, float(t)) for c, s, t in zip(codes, block_scale, tensor_scales, strict=True)]
+    scales = torch.stack([p.tensor_scale for p in parts]).to(parts[0].packed.device)
+    return PreparedExperts(torch.stack([p.packed for p in parts]), scales, parts[0].n)
+
+
+def align(top_k_index: Any, experts: int, tile_tokens: int) -> Alignment:
+    """Sort the pairs of a router's choice [tokens, top_k] by expert. Does not wait for the GPU."""
+    import torch
+
+    chosen = top_k_index.reshape(-1).long()
+    pairs = chosen.numel()
+    counts = chosen.new_zeros(experts).scatter_add_(0, chosen, torch.ones_like(chosen))
+    tiles = (counts + tile_tokens - 1) // tile_tokens
+    ends = tiles.cumsum(0)
+    order = chosen.argsort(stable=True)
+    of_pair = chosen[order]
+    first = counts.cumsum(0) - counts
+    place = (ends - tiles)[of_pair] * tile_tokens + torch.arange(pairs, device=chosen.device) - first[of_pair]
+    most = min(pairs, experts) + pairs // tile_tokens
+    sorted_pairs = torch.full((most * tile_tokens,), pairs, dtype=torch.int32, device=chosen.device)
+    sorted_pairs[place] = order.int()
+    tile_experts = torch.searchsorted(ends, torch.arange(most, device=chosen.device), right=True)
+    return Alignment(sorted_pairs, tile_experts.int(), (ends[-1:] * tile_tokens).int())
+
+
+@functools.lru_cache(8192)
+def plan(device: int | None, pairs: int, experts: int, top_k: int, n: int, k: int) -> TiledPlan:
+    """Return the launch plan. UsageError: no kernel fits the shape."""
+    module = native()
+    try:
+        with CurrentDevice(device):
+            return TiledPlan(*module.plan_grouped((pairs, experts, top_k, n, k)))
+    except module.CudaError as error:
+        raise UsageError(f"grouped W4A16 of {pairs} pairs, {experts} experts, N={n}, K={k}: {error.args[0]}") from error
+
+
+def plan_tokens(pairs: int, experts: int, top_k: int, n: int, k: int, device: int | None = None) -> int:
+    """Return the tokens per tile that suit a product, for `align` and the operator: 16, 64 or 128."""
+    return plan(device, pairs, experts, top_k, n, k).tile_tokens
+
+
+def product(
+    x: Any,
+    packed: Any,
+    scales: Any,
+    n: int,
+    sorted_pairs: Any,
+    tile_experts: Any,
+    padded: Any,
+    top_k: int,
+    tile_tokens: int,
+) -> Any:
+    """Return [rows of x * top_k, n] in x's dtype. Rows of experts that tile_experts gives as -1 are zeros."""
+    import torch
+
+    device, kind = packed.device.index, {torch.bfloat16: BF16, torch.float16: F16}.get(x.dtype)
+    if kind is None or x.dim() != 2 or x.device.index != device:
+        raise UsageError(
+            f"x is {x.dtype} {list(x.shape)} on {x.device}; expected float16 or bfloat16 [tokens, K] on {packed.device}"
+        )
+    pairs, k, experts = x.shape[0] * top_k, x.shape[1], packed.shape[0]
+    tiles = tile_experts.numel()
+    check_alignment(sorted_pairs, tile_experts, padded, tile_tokens, packed.device)
+    if packed.dtype is not torch.uint8 or not packed.is_contiguous() or scales.numel() != experts:
+        raise UsageError("packed and scales are not of prepare_experts")
+    if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
+        x = x.clone(memory_format=torch.contiguous_format)
+    out = torch.zeros((pairs, n), dtype=x.dtype, device=x.device)
+    if pairs == 0:
+        return out
+    best = plan(device, pairs, experts, top_k, n, k)
+    if best.tile_tokens != tile_tokens:  # the caller's alignment decides
+        best = with_tokens(best, tile_tokens, device, pairs, experts, top_k, n, k)
+    with CurrentDevice(None if torch._C._cuda_getDevice() == device else device):
+        native().grouped(
+            x.data_ptr(), x.stride(0), packed.data_ptr(), packed.numel(), scales.data_ptr(), sorted_pairs.data_ptr(),
+            tile_experts.data_ptr(), padded.data_ptr(), tiles, out.data_ptr(), (pairs, experts, top_k, n, k), kind,
+            tuple(best), 0, torch._C._cuda_getCurrentRawStream(device),
+        )  # fmt: skip
+    return out
+
+
+def check_alignment(sorted_pairs: Any, tile_experts: Any, padded: Any, tile_tokens: int, device: Any) -> None:
+    """Raise UsageError for arrays that the kernel would read beyond their ends or take for others."""
+    import torch
+
+    for name, array in (("sorted_pairs", sorted_pairs), ("tile_experts", tile_experts), ("padded", padded)):
+        if array.dtype is not torch.int32 or not array.is_contiguous() or array.device != device:
+            raise UsageError(f"{name} is {array.dtype} on {array.device}; expected contiguous int32 on {device}")
+    if padded.numel() != 1 or sorted_pairs.numel() < tile_experts.numel() * tile_tokens:
+        raise UsageError(
+            f"{tile_experts.numel()} tiles of {tile_tokens} need as many entries, and sorted_pairs has {sorted_pairs.numel()}",
+            "align(top_k_index, experts, tile_tokens)",
+        )
+
+
+def with_tokens(best: TiledPlan, tile_tokens: int, device: int | None, *shape: int) -> TiledPlan:
+    """Return a plan for tiles of another number of tokens, with as many stages as fit."""
+    variants = (best._replace(tile_tokens=tile_tokens, stages=s) for s in range(8, 1, -1))
+    module = native()
+    for variant in variants:
+        try:
+            with CurrentDevice(device):
+                module.grouped_needs(shape, tuple(variant))
+        except ValueError:
+            continue
+        return variant
+    raise UsageError(f"tile_tokens is {tile_tokens}; expected 16, 64 or 128", "plan_tokens")
+
+
+def fake(
+    x: Any,
+    packed: Any,
+    scales: Any,
+    n: int,
+    sorted_pairs: Any,
+    tile_experts: Any,
+    padded: Any,
+    top_k: int,
+    tile_tokens: int,
+) -> Any:
+    """The result's shape and dtype, for tracing."""
+    return x.new_empty((x.shape[0] * top_k, n))
+
+
+@functools.cache
+def register() -> Any:
+    """Define the operator once and return it."""
+    torch = need("torch", "quantize")
+    library = torch.library.Library("annie_quant", "FRAGMENT")
+    library.define("nvfp4_experts" + SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
+    library.impl("nvfp4_experts", product, "CUDA")
+    torch.library.register_fake("annie_quant::nvfp4_experts", fake, lib=library)
+    _libraries.append(library)
+    return torch.ops.annie_quant.nvfp4_experts

@@ -1,0 +1,124 @@
+// W4A16 products of a mixture's experts in one launch: the tiles of tiled.cuh, each with the tokens of one expert.
+//
+// The router's choices (pairs of a token and an expert) come sorted by expert and padded to whole tiles, in the form of vLLM's
+// moe_align_block_size, so one alignment serves all of a layer's products: sorted_pairs [tiles x tile_tokens] has the numbers of pairs,
+// `pairs` where a tile is not full; tile_experts [tiles] the expert of each tile; *padded the entries that are used. Nothing is read back
+// to the host: the grid is for the most tiles possible, and blocks without a tile end at once. Pair p reads row p / top_k of x and writes
+// row p of out.
+#include <algorithm>
+
+#include "gemm/paths.cuh"
+#include "gemm/tiled.cuh"
+
+namespace {
+
+constexpr int kMostTokens = 128, kTableAt = 512;  // after the barriers
+
+// The table in shared memory: per token of the tile 1 + its pair, 0 without one, then its row of x; then the expert's scale.
+struct Experts {
+    static constexpr int kHead = kTableAt + 2 * 4 * kMostTokens + 128;
+    const float *scales;
+    const int *sorted_pairs, *tile_experts, *padded;
+    int64_t expert_bytes;
+    int pairs, top_k, experts;
+
+    static __device__ __forceinline__ int *table() {
+        extern __shared__ __align__(128) uint8_t smem[];
+        return (int *)(smem + kTableAt);
+    }
+    static __device__ __forceinline__ bool has(int token) { return table()[token] > 0; }
+    static __device__ __forceinline__ int64_t pair(int token) { return table()[token] - 1; }
+    static __device__ __forceinline__ int64_t row(int token) { return table()[kMostTokens + token]; }
+    static __device__ __forceinline__ float scale() { return __int_as_float(table()[2 * kMostTokens]); }
+    // Return the tokens up to the last pair: what the blocks of a cluster divide at the end.
+    static __device__ __forceinline__ int tokens(int most) {
+        int count = 0;
+#pragma unroll 1
+        for (int first = 0; first < most; first += 32) {
+            const int token = first + (threadIdx.x & 31);
+            const uint32_t there = __ballot_sync(~0u, token < most && has(min(token, most - 1)));
+            if (there) count = first + 32 - __clz(there);
+        }
+        return count;
+    }
+    __device__ __forceinline__ int64_t weight_at(int token_tile) const { return tile_experts[token_tile] * expert_bytes; }
+
+    // Fill the table. Returns false for a block without work: beyond the tiles that are used, or an expert of another rank.
+    __device__ __forceinline__ bool begin(const TiledArgs &a, int tile_tokens) const {
+        if (a.pdl) {
+            allow_next_kernel();
+            wait_for_previous_kernel();  // which may have made the alignment
+        }
+        // the row tiles of one tile of tokens are next to each other
+        const int token_tile = blockIdx.x / a.cluster_size / a.n_tiles;
+        if ((int64_t)token_tile * tile_tokens >= *padded) return false;
+        const int expert = tile_experts[token_tile];
+        if (expert < 0 || expert >= experts) return false;
+        if (threadIdx.x < tile_tokens) {
+            const int pair = sorted_pairs[(int64_t)token_tile * tile_tokens + threadIdx.x];
+            const bool there = pair >= 0 && pair < pairs;
+            table()[threadIdx.x] = there ? pair + 1 : 0;
+            table()[kMostTokens + threadIdx.x] = there ? pair / top_k : 0;
+        }
+        if (threadIdx.x == 0) table()[2 * kMostTokens] = __float_as_int(scales[expert]);
+        return true;  // the barriers' __syncthreads orders the table, too
+    }
+};
+static_assert(Experts::kHead % 128 == 0 && Tokens128::kBM == kMostTokens);
+
+// A product in which every expert that can have a token has an equal number of them.
+Shape shape_of_expert(const aq_grouped_shape &s) {
+    const int64_t active = std::max<int64_t>(1, std::min(s.pairs, s.experts));
+    return Shape((s.pairs + active - 1) / active, s.n, s.k);
+}
+
+}  // namespace
+
+extern "C" int aq_plan_grouped(const aq_grouped_shape *shape, const aq_limits *limits, aq_tiled_plan *plan) {
+    const Shape each = shape_of_expert(*shape);
+    if (!plan_tiled(each, std::max<int64_t>(1, std::min(shape->pairs, shape->experts)), *limits, plan)) return AQ_GEMM_NO_PLAN;
+    aq_needs needs;
+    while (plan->stages > 2 && aq_grouped_problem(shape, limits, plan, &needs)) plan->stages--;
+    return aq_grouped_problem(shape, limits, plan, &needs) ? AQ_GEMM_NO_PLAN : 0;
+}
+
+extern "C" int64_t aq_grouped_tiles(const aq_grouped_shape *shape, int tile_tokens) {
+    return std::min(shape->pairs, shape->experts) + shape->pairs / tile_tokens;
+}
+
+extern "C" const char *aq_grouped_problem(const aq_grouped_shape *shape, const aq_limits *limits, const aq_tiled_plan *plan, aq_needs *needs) {
+    constexpr int64_t kMost = 1ll << 30;
+    const aq_grouped_shape &s = *shape;
+    if (s.pairs < 1 || s.experts < 1 || s.top_k < 1 || s.n < 1 || s.k < 16 || s.k % 16) return "the shape must be positive, K a multiple of 16";
+    if (s.pairs > kMost || s.experts > kMost || s.n > kMost || s.k > kMost || s.top_k > s.pairs) return "the shape is too large, or top_k exceeds the pairs";
+    const char *problem = tiled_problem(shape_of_expert(s), *limits, *plan, needs);
+    if (problem) return problem;
+    const int64_t n_tiles = (s.n + kTiledRows - 1) / kTiledRows;
+    if (aq_grouped_tiles(shape, plan->tile_tokens) * n_tiles * plan->cluster_size >= 1ll << 31) return "the product has too many tiles";
+    needs->smem_bytes += Experts::kHead - OneProduct::kHead;
+    return needs->smem_bytes > limits->smem_bytes ? "stages is too large: they do not fit into shared memory" : nullptr;
+}
+
+extern "C" int aq_grouped(const void *x, int64_t ldx, const uint8_t *packed, int64_t packed_bytes, const float *scales, const int32_t *sorted_pairs,
+                          const int32_t *tile_experts, const int32_t *padded, int64_t tiles, void *out, const aq_grouped_shape *shape, int type,
+                          const aq_tiled_plan *plan, int pdl, void *stream) {
+    DeviceState state;
+    const int status = current_device(&state);
+    if (status) return status;
+    aq_needs needs;
+    if (aq_grouped_problem(shape, &state.limits, plan, &needs)) return AQ_GEMM_BAD_PLAN;
+    const int64_t expert_bytes = (int64_t)aq_packed_bytes(shape->n, shape->k), n_tiles = (shape->n + kTiledRows - 1) / kTiledRows;
+    if (packed_bytes != expert_bytes * shape->experts) return AQ_GEMM_OTHER_SHAPE;
+    if (tiles < 1 || tiles * n_tiles * plan->cluster_size >= 1ll << 31) return AQ_GEMM_BAD_PLAN;
+    const Shape each = shape_of_expert(*shape);
+    const TiledArgs a{packed, (const uint16_t *)x, out, ldx, shape->n, type == AQ_F16 ? 1.f : kUndo, (int)shape->pairs, (int)shape->k, (int)n_tiles,
+                      (int)tiles, each.tiles, each.chunks, plan->cluster_size, plan->stages, type, pdl != 0};
+    const Experts of{scales, sorted_pairs, tile_experts, padded, expert_bytes, (int)shape->pairs, (int)shape->top_k, (int)shape->experts};
+    const auto how = [&](int warps) {
+        return Launch{dim3((unsigned)(n_tiles * tiles * plan->cluster_size)), 32 * warps, needs.smem_bytes, plan->cluster_size, pdl != 0, (cudaStream_t)stream};
+    };
+    const bool half = type == AQ_F16;
+    if (plan->tile_tokens == 16) return half ? launch<tiled_kernel<8, 2, 2, 2, true, Experts>>(how(Tokens16::kWarps), a, of) : launch<tiled_kernel<8, 2, 2, 2, false, Experts>>(how(Tokens16::kWarps), a, of);
+    if (plan->tile_tokens == 64) return half ? launch<tiled_kernel<8, 2, 2, 8, true, Experts>>(how(Tokens64::kWarps), a, of) : launch<tiled_kernel<8, 2, 2, 8, false, Experts>>(how(Tokens64::kWarps), a, of);
+    return half ? launch<tiled_kernel<8, 1, 2, 16, true, Experts>>(how(Tokens128::kWarps), a, of) : launch<tiled_kernel<8, 1, 2, 16, false, Experts>>(how(Tokens128::kWarps), a, of);
+}

@@ -1,0 +1,179 @@
+"""The products of a mixture's experts without a GPU: the alignment, the plans, and the operator computed tile by tile in NumPy."""
+
+from __future__ import annotations
+
+import itertools
+
+import emulated_gemm
+import numpy as np
+import pytest
+
+from annie_quant.errors import EnvironmentFault, UsageError
+from annie_quant.gemm import TiledPlan, oracle
+from annie_quant.gemm.arrays import native
+
+torch = pytest.importorskip("torch", reason="the operator is torch's: pip install annie-quant[quantize]")
+from annie_quant.gemm import grouped  # noqa: E402
+
+try:
+    module = native()
+except EnvironmentFault:
+    module = None
+needs_module = pytest.mark.skipif(module is None, reason="annie_quant._gemm is not built here (it needs nvcc)")
+
+DEVICES = {
+    "H200": (132, 232448, 9, True, False),
+    "GB10": (48, 101376, 12, False, True),
+    "A100": (108, 166912, 8, False, False),
+}
+# pairs, experts, top_k, n, k: gate and up, and down, of a 35B-A3B; then small and odd ones
+SHAPES = [
+    *((t * 8, 256, 8, 1024, 2048) for t in (1, 2, 16, 128, 1024)), *((t * 8, 256, 1, 2048, 512) for t in (1, 16, 1024)),
+    (2, 4, 2, 128, 256), (1, 1, 1, 1, 16), (30000, 8, 2, 40, 1008),
+]  # fmt: skip
+
+
+def choice(tokens: int, experts: int, top_k: int, seed: int = 0) -> torch.Tensor:
+    """Return top_k different experts per token [tokens, top_k], some experts much more often than others."""
+    rng = np.random.default_rng(seed)
+    weight = rng.pareto(1.0, experts) + 1e-3
+    rows = [rng.choice(experts, top_k, replace=False, p=weight / weight.sum()) for _ in range(tokens)]
+    return torch.from_numpy(np.array(rows, np.int64).reshape(tokens, top_k))
+
+
+@pytest.mark.parametrize("tile", [16, 64])
+@pytest.mark.parametrize(
+    ("tokens", "experts", "top_k"), [(1, 256, 8), (3, 4, 2), (100, 8, 2), (257, 16, 1), (64, 1, 1)]
+)
+def test_every_pair_is_once_in_a_tile_of_its_expert(tokens: int, experts: int, top_k: int, tile: int) -> None:
+    chosen = choice(tokens, experts, top_k, seed=tokens)
+    aligned = grouped.align(chosen, experts, tile)
+    pairs, of_tile = tokens * top_k, aligned.tile_experts.tolist()
+    used = int(aligned.padded)
+    assert used % tile == 0 and aligned.sorted_pairs.numel() == len(of_tile) * tile >= used
+    assert (aligned.sorted_pairs[used:] == pairs).all()
+    in_tiles = []
+    for i in range(used // tile):
+        entries = aligned.sorted_pairs[i * tile : (i + 1) * tile].tolist()
+        there = [p for p in entries if p < pairs]
+        assert there and entries == there + [pairs] * (tile - len(there)), "pairs come first in a tile"
+        assert {int(chosen.reshape(-1)[p]) for p in there} == {of_tile[i]}
+        in_tiles += there
+    assert sorted(in_tiles) == list(range(pairs))
+    counts = np.bincount(chosen.reshape(-1).numpy(), minlength=experts)
+    assert used == int((-(-counts // tile) * tile).sum()), "no tile more than needed"
+    if module is not None:
+        shape = (pairs, experts, top_k, 128, 256)
+        assert module.grouped_needs(shape, (tile, 1, 2), DEVICES["H200"])[1] == len(of_tile)
+
+
+@needs_module
+@pytest.mark.parametrize("device", DEVICES)
+def test_every_plan_passes_the_check(device: str) -> None:
+    for shape in SHAPES:
+        plan = TiledPlan(*module.plan_grouped(shape, DEVICES[device]))
+        shared, tiles = module.grouped_needs(shape, tuple(plan), DEVICES[device])
+        assert 0 < shared <= DEVICES[device][1] and tiles >= 1
+        assert plan.cluster_size == 1 or device != "A100"
+    few = TiledPlan(*module.plan_grouped(SHAPES[0], DEVICES[device]))
+    assert few.tile_tokens == 16, "one token: a tile has one row of use"
+
+
+@needs_module
+def test_a_plan_that_cannot_run_is_refused_with_its_reason() -> None:
+    good, shape = (16, 1, 4), (64, 8, 2, 256, 512)
+    module.grouped_needs(shape, good, DEVICES["H200"])
+    for fields, reason in (
+        ((32, 1, 4), "tile_tokens"),
+        ((16, 3, 4), "cluster_size"),
+        ((16, 8, 4), "chunks"),
+        ((128, 1, 32), "shared"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            module.grouped_needs(shape, fields, DEVICES["H200"])
+    for wrong in (
+        (0, 8, 2, 256, 512),
+        (64, 0, 2, 256, 512),
+        (64, 8, 2, 256, 500),
+        (64, 8, 65, 256, 512),
+        (64, 8, 2, 0, 512),
+    ):
+        with pytest.raises(ValueError, match="shape"):
+            module.grouped_needs(wrong, good, DEVICES["H200"])
+    with pytest.raises(ValueError, match="clusters"):
+        module.grouped_needs(shape, (16, 2, 4), DEVICES["A100"])
+
+
+@pytest.fixture
+def layer(monkeypatch: pytest.MonkeyPatch):
+    """Return the operator on a CPU, the prepared experts and their float64 weights [experts, N, K]."""
+    emulated_gemm.install(monkeypatch)
+    experts, n, k = 6, 40, 144
+    parts = [oracle.random_weight(n, k, seed) for seed in range(experts)]
+    scales = [0.01 * (i + 1) for i in range(experts)]
+    stacked = (torch.from_numpy(np.stack(part)) for part in zip(*parts, strict=True))
+    weights = np.stack([oracle.dequantize(*part, scale) for part, scale in zip(parts, scales, strict=True)])
+    return grouped.prepare_experts(*stacked, scales), weights
+
+
+def ratio(layer, x: torch.Tensor, chosen: torch.Tensor, top_k: int, aligned: grouped.Alignment, tile: int) -> float:
+    """Return the largest error in units of what rounding allows; above 1 is wrong."""
+    prepared, weights = layer
+    out = torch.ops.annie_quant.nvfp4_experts(x, *prepared, *aligned, top_k, tile)
+    exact, magnitude = oracle.grouped(x.double().numpy(), weights, chosen.numpy(), top_k)
+    return oracle.worst(out.double().numpy(), exact, oracle.bound(exact, magnitude, x.shape[1], "bfloat16"))
+
+
+@pytest.mark.parametrize(("tokens", "top_k", "tile"), [(1, 2, 16), (5, 2, 16), (90, 3, 64), (40, 1, 16)])
+def test_the_operator_multiplies_each_pair_by_its_expert(layer, tokens: int, top_k: int, tile: int) -> None:
+    chosen = choice(tokens, 6, top_k, seed=3)
+    x = torch.randn(tokens, 144, generator=torch.Generator().manual_seed(1)).bfloat16()
+    aligned = grouped.align(chosen, 6, tile)
+    assert ratio(layer, x, chosen, top_k, aligned, tile) <= 1
+    # Negative controls: experts swapped, offsets shifted by a tile, the last tile left out, other weights.
+    swapped = aligned._replace(tile_experts=(aligned.tile_experts + 1) % 6)
+    shifted = aligned._replace(sorted_pairs=aligned.sorted_pairs.roll(tile))
+    short = aligned._replace(padded=aligned.padded - tile)
+    for wrong in (swapped, shifted, short):
+        assert ratio(layer, x, chosen, top_k, wrong, tile) > 10, wrong
+    prepared, weights = layer
+    assert ratio((prepared, weights[::-1]), x, chosen, top_k, aligned, tile) > 10
+
+
+def test_a_token_of_another_ranks_expert_gives_zeros(layer) -> None:
+    """As vLLM marks them with expert parallelism: -1."""
+    chosen = torch.tensor([[0, 1], [1, 2], [2, 3]])
+    aligned = grouped.align(chosen, 6, 16)
+    local = aligned._replace(tile_experts=torch.where(aligned.tile_experts == 1, -1, aligned.tile_experts))
+    x = torch.randn(3, 144, generator=torch.Generator().manual_seed(1)).bfloat16()
+    out = torch.ops.annie_quant.nvfp4_experts(x, *layer[0], *local, 2, 16)
+    assert [bool(row.any()) for row in out] == [True, False, False, True, True, True]
+
+
+def test_the_operator_has_a_shape_for_tracing(layer) -> None:
+    chosen = choice(5, 6, 2)
+    aligned = grouped.align(chosen, 6, 16)
+    x = torch.randn(5, 144, generator=torch.Generator().manual_seed(1)).bfloat16()
+    arguments = (x, *layer[0], *aligned, 2, 16)
+    torch.library.opcheck(
+        torch.ops.annie_quant.nvfp4_experts.default, arguments, test_utils=("test_schema", "test_faketensor")
+    )
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        traced = torch.ops.annie_quant.nvfp4_experts(
+            *(mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in arguments)
+        )
+    assert traced.shape == (10, 40) and traced.dtype == torch.bfloat16
+
+
+def test_an_alignment_that_would_be_read_beyond_its_end_is_refused() -> None:
+    good = grouped.align(choice(5, 6, 2), 6, 16)
+    grouped.check_alignment(*good, 16, good.padded.device)
+    for name, wrong, tile in itertools.chain(
+        [("sorted_pairs", good._replace(sorted_pairs=good.sorted_pairs.long()), 16)],
+        [("padded", good._replace(padded=good.padded.float()), 16)],
+        [("sorted_pairs has", good, 64)],
+        [("sorted_pairs has", good._replace(sorted_pairs=good.sorted_pairs[:-1]), 16)],
+        [("tile_experts", good._replace(tile_experts=good.tile_experts.repeat(2)[::2]), 16)],
+    ):
+        with pytest.raises(UsageError, match=name):
+            grouped.check_alignment(*wrong, tile, good.padded.device)

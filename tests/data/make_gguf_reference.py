@@ -36,6 +36,7 @@ PUBLISHED = {
     "qwen3": "Qwen/Qwen3-8B",
     "qwen3_moe": "Qwen/Qwen3-30B-A3B",
     "qwen3_moe_nvfp4": "nvidia/Qwen3-235B-A22B-NVFP4",
+    "qwen3_5_moe_fp8": "Qwen/Qwen3.6-35B-A3B-FP8",
 }
 
 

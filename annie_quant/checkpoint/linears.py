@@ -137,8 +137,11 @@ class Linear:
             if self.block and self.block_scale:
                 if scale.shape != self.scale_grid(folder):
                     raise self.wrong_grid(folder)
-                for i, per_column in enumerate(np.repeat(scale, self.block[1], axis=1)[:, : weight.shape[1]]):
-                    weight[i * self.block[0] : (i + 1) * self.block[0]] *= per_column
+                rows, columns = (
+                    min(b, n) for b, n in zip(self.block, weight.shape, strict=True)
+                )  # it may be any number
+                for i, per_column in enumerate(np.repeat(scale, columns, axis=1)[:, : weight.shape[1]]):
+                    weight[i * rows : (i + 1) * rows] *= per_column
                 return weight
             return weight * (scale.reshape(-1, 1) if np.size(scale) > 1 else np.reshape(scale, ()))
         from annie_quant import nvfp4

@@ -90,7 +90,7 @@ class BlockFP8Linear(FixedDtypeLinear):
         device=None,
     ) -> None:
         super().__init__(in_features, out_features)
-        self.block = block
+        block = self.block = (min(block[0], out_features), min(block[1], in_features))
         grid = (-(-out_features // block[0]), -(-in_features // block[1]))
         self.add_parameter("weight", (out_features, in_features), torch.float8_e4m3fn, device)
         self.add_parameter("weight_scale_inv", grid, scale_dtype, device)

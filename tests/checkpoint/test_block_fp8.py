@@ -69,7 +69,7 @@ def test_a_plain_copy_can_be_quantized_and_any_dialect_becomes_one(plain: Path, 
 
 
 @pytest.mark.parametrize("shape", [(160, 300), (128, 128), (1, 1), (257, 130)])
-@pytest.mark.parametrize("block", [(128, 128), (64, 32)])
+@pytest.mark.parametrize("block", [(128, 128), (64, 32), (2**40, 2**50)])
 def test_blocks_at_the_ends_may_be_smaller(tmp_path: Path, shape: tuple[int, int], block: tuple[int, int]) -> None:
     """By the definition, element by element; transformers itself takes whole blocks only."""
     rng = np.random.default_rng(1)
@@ -172,6 +172,7 @@ def test_linears_of_any_width_and_gradients(fp8: Path) -> None:
     torch = pytest.importorskip("torch", reason="the runtime needs torch: pip install annie-quant[quantize]")
     from annie_quant.hf.fp8_linear import BlockFP8Linear
 
+    assert BlockFP8Linear(200, 72, block=(2**40, 2**40)).dequantized(torch.float32).shape == (72, 200)
     linear = BlockFP8Linear(200, 72, block=(64, 128), dtype=torch.float32)
     generator = torch.Generator().manual_seed(1)
     linear.weight.data = torch.randn(72, 200, generator=generator).to(torch.float8_e4m3fn)

@@ -116,13 +116,14 @@ def gguf_seeds() -> Iterable[bytes]:
 
 
 def quant_config(raw: bytes) -> None:
-    """quantization_config of both dialects, as any JSON object."""
-    from annie_quant.checkpoint.dialects import compressed_tensors, modelopt
+    """quantization_config of every dialect, as any JSON object."""
+    from annie_quant.checkpoint.dialects import compressed_tensors, fp8, modelopt
 
     value = as_json(raw)
     if not isinstance(value, dict):
         return
-    for dialect in (modelopt, compressed_tensors):
+    assert (block := fp8.block_size(value)) is None or min(block) > 0
+    for dialect in (modelopt, compressed_tensors, fp8):
         config = dialect.read(value)
         assert isinstance(config.algo, str) and (config.group is None or config.group > 0)
         assert all(isinstance(e, str) for e in config.excluded)
@@ -136,6 +137,7 @@ def quant_config_seeds() -> Iterable[bytes]:
         yield json.dumps(settings.quantization_config).encode()
         for value in settings.files.values():
             yield json.dumps(value.get("quantization", value)).encode()
+    yield b'{"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]}'
 
 
 def tool_calls(raw: bytes) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import shutil
 import warnings
 from collections.abc import Callable, Sequence
@@ -80,44 +79,6 @@ def save_mixture(folder: Path, seed: int = 0, gain: float = 4.0, experts: int = 
     save_file({n: t.clone() for n, t in model.state_dict().items()}, folder / "model.safetensors", {"format": "pt"})
     for name in TOKENIZER_FILES:
         shutil.copyfile(TINY_ANNIE / name, folder / name)
-    return folder
-
-
-def upcycled_mixture(source: Path, folder: Path, experts: int = 4, noise: float = 0.01, seed: int = 0) -> Path:
-    """Write a dense Qwen3.5 as a mixture with nearly its answers: half of each MLP is the shared expert, half every expert.
-
-    Its weights in 16 bits differ from the dense model's by `noise` (relative), another draw per expert; the router is random,
-    and the shared expert's gate is nearly a half, which its down_proj makes up for.
-    """
-    import torch
-    from safetensors.torch import load_file, save_file
-
-    generator = torch.Generator().manual_seed(seed)
-    config = json.loads((source / "config.json").read_text())
-    tensors = load_file(source / "model.safetensors")
-    half = config["intermediate_size"] // 2
-    shutil.copytree(source, folder)
-    for i in range(config["num_hidden_layers"]):
-        base = f"model.layers.{i}.mlp."
-        gate, up, down = (tensors.pop(f"{base}{k}_proj.weight").float() for k in ("gate", "up", "down"))
-        shared = {"gate": gate[:half], "up": up[:half], "down": 2 * down[:, :half]}
-        merged = {"gate_up": torch.cat([gate[half:], up[half:]]), "down": down[:, half:]}
-        tensors |= {f"{base}shared_expert.{k}_proj.weight": w for k, w in shared.items()}
-        for k, w in merged.items():
-            draws = torch.randn((experts, *w.shape), generator=generator) * noise
-            tensors[f"{base}experts.{k}_proj"] = w * (1 + draws)
-        tensors[f"{base}gate.weight"] = torch.randn((experts, gate.shape[1]), generator=generator)
-        tensors[f"{base}shared_expert_gate.weight"] = 0.01 * torch.randn((1, gate.shape[1]), generator=generator)
-    save_file(
-        {n: t.to(torch.bfloat16).contiguous() for n, t in tensors.items()},
-        folder / "model.safetensors",
-        {"format": "pt"},
-    )
-    config |= {
-        "architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text", "num_experts": experts,
-        "num_experts_per_tok": 2, "moe_intermediate_size": half, "shared_expert_intermediate_size": half,
-    }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 

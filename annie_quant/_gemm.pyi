@@ -6,6 +6,7 @@ ARCHS: str
 PLAN_FIELDS: dict[str, str]
 Limits = tuple[int, int, int, bool, bool]
 Report = tuple[int, int] | None
+GroupedShape = tuple[int, int, int, int, int]
 
 class CudaError(RuntimeError): ...
 
@@ -72,15 +73,8 @@ def w4a4(
     stream: int,
     /,
 ) -> None: ...
-def plan_grouped(
-    shape: tuple[int, int, int, int, int], limits: tuple[int, int, int, bool, bool] | None = None, /
-) -> tuple[int, int, int]: ...
-def grouped_needs(
-    shape: tuple[int, int, int, int, int],
-    fields: tuple[int, ...],
-    limits: tuple[int, int, int, bool, bool] | None = None,
-    /,
-) -> tuple[int, int]: ...
+def plan_grouped(shape: GroupedShape, limits: Limits | None = None, /) -> tuple[int, int, int]: ...
+def grouped_needs(shape: GroupedShape, fields: tuple[int, ...], limits: Limits | None = None, /) -> tuple[int, int]: ...
 def grouped(
     x: int,
     ldx: int,
@@ -92,7 +86,7 @@ def grouped(
     padded: int,
     tiles: int,
     out: int,
-    shape: tuple[int, int, int, int, int],
+    shape: GroupedShape,
     type: int,
     fields: tuple[int, ...],
     pdl: int,

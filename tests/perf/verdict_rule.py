@@ -58,6 +58,18 @@ SAME_CASES = {
     "same_*: 200 prompts, 2 % change, 15 % of the tools": (200, 0.02, ("same_tool",), 0.15),
     "same_*: 200 prompts, 2 % change, 20 % of the tools": (200, 0.02, ("same_tool",), 0.20),
 }
+# Cases of faults of which none is accepted (leaks): (share of the prompts that can have one, its chance in the reference, chance in the
+# checkpoint). 13 of 24 members of tiny-annie's relatives and 2 of 8 of another fine-tune (docs/method.md) had 0 to 2 of 141 to 180.
+LEAK_CASES = {
+    "leaks: no difference, .02 % of all answers": (1.0, 0.0002, 0.0002),
+    "leaks: no difference, .1 % of all answers": (1.0, 0.001, 0.001),
+    "leaks: no difference, .5 % of all answers": (1.0, 0.005, 0.005),
+    "leaks: no difference, half of the answers to .2 % of the prompts": (0.002, 0.5, 0.5),
+    "leaks: no difference, half of the answers to 1 % of the prompts": (0.01, 0.5, 0.5),
+    "leaks: 1 % of the checkpoint's answers": (1.0, 0.0, 0.01),
+    "leaks: 2 % of the checkpoint's answers": (1.0, 0.0, 0.02),
+    "leaks: 5 % of the checkpoint's answers": (1.0, 0.0, 0.05),
+}
 Pairs = list[tuple[dict[str, bool], dict[str, bool]]]
 
 
@@ -89,6 +101,21 @@ def same_answers(rng: np.random.Generator, case: tuple, members: int) -> list[Pa
             for row in (rng.random((n, len(chances))) >= chances).tolist()
         ]
         for _ in range(members)
+    ]
+
+
+def leaking_answers(rng: np.random.Generator, case: tuple, members: int) -> list[Pairs]:
+    """As answers(), of answers that are all right apart from leaks."""
+    share, before, after = case
+    result = answers(rng, CASES["no answer changes"], members)
+    able = rng.random(len(result[0])) < share
+    old = rng.random(len(able)) >= before * able
+    return [
+        [
+            (reference | {"thinking_leak": bool(o)}, checkpoint | {"thinking_leak": bool(c)})
+            for (reference, checkpoint), o, c in zip(pairs, old, rng.random(len(able)) >= after * able, strict=True)
+        ]
+        for pairs in result
     ]
 
 
@@ -206,6 +233,7 @@ def main() -> None:
         return
     cases = [(answers, name, case) for name, case in CASES.items()]
     cases += [(same_answers, name, case) for name, case in SAME_CASES.items()]
+    cases += [(leaking_answers, name, case) for name, case in LEAK_CASES.items()]
     for draw, name, case in cases:
         if options.only not in name:
             continue

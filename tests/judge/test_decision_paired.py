@@ -106,7 +106,11 @@ def test_one_leak_under_one_arithmetic_is_not_fragile():
 
 
 def test_the_prompts_that_would_decide_a_gate_without_a_margin():
-    few, one, five = member(thinking_leak=(10, 0, 0)), member(thinking_leak=(180, 1, 0)), member(thinking_leak=(180, 5, 0))
+    few, one, five = (
+        member(thinking_leak=(10, 0, 0)),
+        member(thinking_leak=(180, 1, 0)),
+        member(thinking_leak=(180, 5, 0)),
+    )
     for pairs in (few, one, five):
         judge.judge_members({"w4a4": pairs})
     assert few["thinking_leak"].n_to_decide == 25 and five["thinking_leak"].n_to_decide is None

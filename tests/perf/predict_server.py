@@ -246,7 +246,7 @@ class Prompts:
 def agreement(served: str, ensemble: str, members: Collection[str]) -> str:
     """Return how the verdict of one served run agrees with the offline one. members: the verdict of each member judged alone.
 
-    A run is one arithmetic, so it can be compared with a member, but not with "fragile", which is said of several.
+    A run is one arithmetic, so it can be compared with a member, but not with "fragile", which needs several.
     same          the ensemble's verdict
     member        the verdict of one of its members, judged alone as the run is
     by a degree   neither, and "undecided" is one of the two sides' verdicts or lies between them

@@ -125,8 +125,8 @@ def generate_distributed(
 def rows_per_part(engine: Engine, n: int) -> int:
     """Return how many of n prompts a process decodes together.
 
-    On a CPU it does not depend on the number of processes, so that every answer comes from the same tensors. On a GPU a step of few
-    rows takes as long as one of many, so a process gets all of its share.
+    On a CPU it does not depend on the number of processes, so that every answer comes from the same tensors. GPUs need the same
+    time for a step of few rows as for one of many, so there a process gets all of its share.
     """
     share = PART_ROWS if engine.device.type == "cpu" else max(PART_ROWS, math.ceil(n / engine.group.size))
     return min(engine.rows, share)

@@ -24,6 +24,7 @@ from annie_quant.evaluate.process_group import Key, ProcessGroup, Value
 SMALL_BYTES = 256 << 20  # of both checkpoints together: larger models keep all threads busy, and need the memory
 LEAST_ANSWERS = 200  # fewer take about as long as the start of a process
 MOST_PROCESSES = 4
+MEMORY_BYTES = 2 << 30  # free memory per process; tiny-annie's evaluation takes 1.2 GB (2026-11-22, n = 100)
 FIX = "run it with --processes 1"
 
 
@@ -32,7 +33,9 @@ def automatic(folders: Sequence[Path], n_answers: int) -> int:
     size = sum(f.stat().st_size for folder in folders for f in folder.glob("*.safetensors"))
     if n_answers < LEAST_ANSWERS or size > SMALL_BYTES:
         return 1
-    return max(1, min(MOST_PROCESSES, host.cores()))
+    memory = host.memory()
+    fitting = memory.available_bytes // MEMORY_BYTES if memory else 1
+    return max(1, min(MOST_PROCESSES, host.cores(), fitting))
 
 
 @dataclass(frozen=True)

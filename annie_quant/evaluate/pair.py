@@ -95,7 +95,7 @@ class ModelPair:
             choices = choices_of(logits, rows[i].target, self.template.end_tokens)
             comparisons[i] = Comparison(compare_logits(expected, logits, target), choices)
             if text is not None:
-                self.progress.update(done * self.group.size, len(rows), text)
+                self.progress.update(min(done * self.group.size, len(rows)), len(rows), text)
         return self.group.gather(comparisons)
 
     def summarize(

@@ -15,6 +15,7 @@ import torch
 from annie_quant.errors import EnvironmentFault
 from annie_quant.evaluate import decoding, helpers, job
 from annie_quant.evaluate.process_group import SINGLE, ProcessGroup
+from annie_quant.host import Memory
 from annie_quant.progress import SILENT
 
 
@@ -76,6 +77,7 @@ def test_eval_works_in_the_group_of_its_helpers(processes, helped, monkeypatch, 
 
 def test_only_small_models_with_many_prompts_get_helpers(tmp_path, monkeypatch):
     monkeypatch.setattr(helpers.host, "cores", lambda: 2)
+    monkeypatch.setattr(helpers.host, "memory", lambda: Memory(64 << 30, 60 << 30, 0))
     weights = tmp_path / "model.safetensors"
     with weights.open("wb") as file:
         file.truncate(15 << 20)
@@ -83,6 +85,9 @@ def test_only_small_models_with_many_prompts_get_helpers(tmp_path, monkeypatch):
     assert helpers.automatic([tmp_path, tmp_path], 50) == 1, "a process takes longer to start"
     monkeypatch.setattr(helpers.host, "cores", lambda: 64)
     assert helpers.automatic([tmp_path], 505) == helpers.MOST_PROCESSES
+    with monkeypatch.context() as patch:
+        patch.setattr(helpers.host, "memory", lambda: Memory(16 << 30, 5 << 30, 0))
+        assert helpers.automatic([tmp_path], 505) == 2, "two gigabytes each"
     with weights.open("r+b") as file:
         file.truncate(2 << 30)  # sparse
     assert helpers.automatic([tmp_path], 505) == 1, "its products occupy all threads"

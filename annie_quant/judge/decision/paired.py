@@ -6,7 +6,7 @@ keeps      the lower bound of the difference's 90 % score interval is above -mar
            (leaks, empty answers) keeps when no answer was lost, in at least as many answers as its requirement asks for. Where the
            reference has the fault on other prompts (the checkpoint wins some), the usual margin decides.
 loses      otherwise, if the upper bound is below 0 and McNemar's exact p (one-sided), after Holm over the gates, is below 5 %. This
-           is the rule for gates without a margin too: with one lost answer a gate does not keep, but the arithmetic's noise
+           is the rule for gates without a margin too: a gate with a lost answer does not keep, but the arithmetic's noise
            does that to a checkpoint as good as its reference too, whose own answers are one draw (tests/perf/verdict_rule.py).
 undecided  otherwise, with the number of prompts that would decide at the observed rates.
 

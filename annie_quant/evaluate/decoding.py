@@ -14,7 +14,7 @@ from annie_quant.evaluate.engine import Engine
 
 FINISHED = -1  # in RunningBatch.rows: a finished row that is still computed
 REFILL = 0.5  # share of free rows at which waiting prompts join
-PART_ROWS = 32  # prompts that are decoded together on a CPU, so that processes have enough parts to share
+LEAST_ROWS = 16  # of a process's share on a GPU, where a step of few rows takes as long as one of many
 SHRINK = 0.75  # share of active rows below which finished rows are dropped
 
 
@@ -125,11 +125,12 @@ def generate_distributed(
 def rows_per_part(engine: Engine, n: int) -> int:
     """Return how many of n prompts a process decodes together.
 
-    On a CPU it does not depend on the number of processes, so that every answer comes from the same tensors. GPUs need the same
-    time for a step of few rows as for one of many, so there a process gets all of its share.
+    On a CPU it does not depend on the number of processes, so that every answer comes from the same tensors. A GPU's products
+    depend on the rows next to each other anyway, so there each process gets its share.
     """
-    share = PART_ROWS if engine.device.type == "cpu" else max(PART_ROWS, math.ceil(n / engine.group.size))
-    return min(engine.rows, share)
+    if engine.device.type == "cpu":
+        return engine.rows
+    return min(engine.rows, max(LEAST_ROWS, math.ceil(n / engine.group.size)))
 
 
 def start(engine: Engine, prompts: Sequence[Sequence[int]], rows: Sequence[int]) -> list[RunningBatch]:

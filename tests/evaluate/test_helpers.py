@@ -97,10 +97,12 @@ def test_parts_on_a_cpu_do_not_depend_on_the_number_of_processes():
     class FakeEngine:
         device, rows, group = torch.device("cpu"), 128, SINGLE
 
-    assert decoding.rows_per_part(FakeEngine, 505) == decoding.rows_per_part(FakeEngine, 60) == decoding.PART_ROWS
-    FakeEngine.rows = 16
-    assert decoding.rows_per_part(FakeEngine, 505) == 16
-    FakeEngine.device, FakeEngine.rows, FakeEngine.group = torch.device("cuda"), 128, ProcessGroup(0, 4)
+    assert decoding.rows_per_part(FakeEngine, 505) == decoding.rows_per_part(FakeEngine, 60) == 128
+    FakeEngine.group = ProcessGroup(0, 4)
+    assert decoding.rows_per_part(FakeEngine, 60) == 128
+    FakeEngine.device = torch.device("cuda")
     assert (
-        decoding.rows_per_part(FakeEngine, 480) == 120 and decoding.rows_per_part(FakeEngine, 8) == decoding.PART_ROWS
+        decoding.rows_per_part(FakeEngine, 480) == 120 and decoding.rows_per_part(FakeEngine, 8) == decoding.LEAST_ROWS
     )
+    FakeEngine.rows = 4
+    assert decoding.rows_per_part(FakeEngine, 480) == 4

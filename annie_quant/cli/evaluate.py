@@ -48,6 +48,11 @@ from annie_quant.cli.console import is_secondary_process
     show_default=True,
     help="Answers per batch. Processes share whole batches, so fewer rows can keep more processes busy.",
 )
+@click.option(
+    "--processes",
+    type=click.IntRange(1),
+    help="Processes on this machine that share the work; default: up to 4 for a small model and many prompts, else 1.",
+)
 @click.option("--output", type=click.Path(path_type=Path), help="JSON file to write; --layers resumes from its folder.")
 @click.option("--allow-prompt-mismatch", is_flag=True, help="Accept data that was made for another system prompt.")
 @json_option
@@ -63,6 +68,7 @@ def evaluate(
     layers: bool,
     layers_n: int,
     rows: int,
+    processes: int | None,
     output: Path | None,
     allow_prompt_mismatch: bool,
     as_json: bool,
@@ -101,6 +107,7 @@ def evaluate(
             output=output,
             progress=step,
             rows=rows,
+            processes=processes,
             persona=persona,
             workloads=workloads,
         )

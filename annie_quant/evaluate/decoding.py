@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from annie_quant.evaluate.engine import Engine
 
 FINISHED = -1  # in RunningBatch.rows: a finished row that is still computed
 REFILL = 0.5  # share of free rows at which waiting prompts join
+LEAST_ROWS = 16  # of a process's share on a GPU, where a step of few rows takes as long as one of many
 SHRINK = 0.75  # share of active rows below which finished rows are dropped
 
 
@@ -104,12 +106,13 @@ def generate_distributed(
     end_tokens: Sequence[int],
     on_finished: Callable[[int], None] = lambda n: None,
 ) -> list[Completion]:
-    """generate by all processes of the engine's group: prompts are split into parts of engine.rows, one process per part.
+    """generate by all processes of the engine's group: prompts are split into parts, one process per part.
 
-    A part has prompts of similar limit and length. The parts do not depend on the number of processes.
+    A part has prompts of similar limit and length.
     """
     order = sorted(range(len(prompts)), key=lambda i: (-limits[i], -len(prompts[i])))
-    parts = [order[at : at + engine.rows] for at in range(0, len(order), engine.rows)]
+    rows = rows_per_part(engine, len(prompts))
+    parts = [order[at : at + rows] for at in range(0, len(order), rows)]
     completions: dict[int, Completion] = {}
     for number, part in enumerate(parts):
         if engine.group.owns(number):
@@ -117,6 +120,17 @@ def generate_distributed(
             completions.update(zip(part, new, strict=True))
     completions = engine.group.gather(completions)
     return [completions[i] for i in range(len(prompts))]
+
+
+def rows_per_part(engine: Engine, n: int) -> int:
+    """Return how many of n prompts a process decodes together.
+
+    On a CPU it does not depend on the number of processes, so that every answer comes from the same tensors. A GPU's products
+    depend on the rows next to each other anyway, so there each process gets its share.
+    """
+    if engine.device.type == "cpu":
+        return engine.rows
+    return min(engine.rows, max(LEAST_ROWS, math.ceil(n / engine.group.size)))
 
 
 def start(engine: Engine, prompts: Sequence[Sequence[int]], rows: Sequence[int]) -> list[RunningBatch]:

@@ -134,7 +134,7 @@ def choose(
         i = indices[j]
         pairs = None if base is None else base[i].best
         choices[i] = choices_of(logits, rows[j].target, pair.template.end_tokens, pairs)
-        pair.progress.update(done * pair.group.size, len(rows), text)
+        pair.progress.update(min(done * pair.group.size, len(rows)), len(rows), text)
     return pair.group.gather(choices)
 
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from annie_quant import files
 from annie_quant.errors import EnvironmentFault
-from annie_quant.evaluate import layers
+from annie_quant.evaluate import helpers, layers
 from annie_quant.evaluate.enough_prompts import prompts_per_gate
 from annie_quant.evaluate.evaluation import choose_workloads, evaluate_pair, reference_gates
 from annie_quant.evaluate.pair import ModelPair
-from annie_quant.evaluate.process_group import join_group
+from annie_quant.evaluate.process_group import ProcessGroup, join_group
 from annie_quant.judge.not_lost import compares_with_reference
-from annie_quant.progress import Progress
+from annie_quant.progress import SILENT, Progress
 from annie_quant.schema import DraftAcceptance, EnsembleFigures, Evaluation
 
 
@@ -32,18 +33,52 @@ def run(
     rows: int = 128,
     persona: Path | str | None = None,
     workloads: str | None = None,
+    processes: int | None = None,
 ) -> Evaluation:
     """Evaluate a checkpoint and write the result to `output`.
 
     layers_n: prompts per gate for the layer sensitivity; None: not measured. It is measured under the first numerics, stored
     in the evaluation's `layers` and that numerics' kl.by_layer, and written to OUTPUT.layers.json, from which a killed run
-    resumes, and OUTPUT.layers.svg. rows: answers per batch.
+    resumes, and OUTPUT.layers.svg. rows: answers per batch. processes: on this machine, which share the work (helpers.py); None: as
+    many as are fastest. Under torchrun its processes share it instead.
     """
-    writes = output is not None and join_group().is_first
-    if output is not None and writes:
+    work = partial(
+        compute, checkpoint, reference, numerics=numerics, n=n, conversations=conversations, text=text, layers_n=layers_n,
+        output=output, rows=rows, persona=persona, workloads=workloads,
+    )  # fmt: skip
+    group = join_group()
+    if output is not None and group.is_first:
         check_writable(output)  # before an hour of evaluation, not after it
+    if group.size == 1:
+        if processes is None:
+            n_answers = sum(c.n_turns for w in choose_workloads(workloads, n, persona) for c in w.cases)
+            processes = helpers.automatic([checkpoint, reference], n_answers)
+        if processes > 1:
+            with helpers.helped_by(work, processes) as group:
+                return work(group=group, progress=progress)
+    return work(group=group, progress=progress)
+
+
+def compute(
+    checkpoint: Path,
+    reference: Path,
+    *,
+    numerics: Sequence[str],
+    n: int,
+    conversations: Path | None,
+    text: Path | None,
+    layers_n: int | None,
+    output: Path | None,
+    rows: int,
+    persona: Path | str | None,
+    workloads: str | None,
+    group: ProcessGroup,
+    progress: Progress = SILENT,
+) -> Evaluation:
+    """run in one process of the group; the same parameters. The first one writes the files."""
+    writes = output is not None and group.is_first
     chosen = choose_workloads(workloads, n, persona)
-    with ModelPair(checkpoint, reference, rows=rows, progress=progress) as pair:
+    with ModelPair(checkpoint, reference, rows=rows, progress=progress, group=group) as pair:
         if compares_with_reference(chosen):
             per_gate = prompts_per_gate(n, reference_gates(pair, chosen))
             chosen = chosen if per_gate == n else choose_workloads(workloads, per_gate, persona)

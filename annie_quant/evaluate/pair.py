@@ -14,7 +14,7 @@ import torch
 
 from annie_quant.evaluate.engine import Engine, Row
 from annie_quant.evaluate.kl import Tally, compare_logits
-from annie_quant.evaluate.process_group import default_device, join_group
+from annie_quant.evaluate.process_group import ProcessGroup, default_device, join_group
 from annie_quant.evaluate.prompts import CLASSES, Answered, ScoredAnswer, Template
 from annie_quant.evaluate.reference import Reference
 from annie_quant.evaluate.verification import Choices, choices_of
@@ -37,7 +37,8 @@ class ModelPair:
     """A checkpoint and its reference, with what their comparison needs.
 
     cache: folder for the reference's answers; default: annie_quant in XDG_CACHE_HOME. dtype: "float32" or "bfloat16" for
-    everything that is not packed. rows: answers per batch. Under torchrun only the first process reports progress.
+    everything that is not packed. rows: answers per batch. group: the processes that share the work; default: torchrun's. Only the
+    first one reports progress.
     start: time.monotonic() when loading began.
     """
 
@@ -51,9 +52,10 @@ class ModelPair:
         device: str | None = None,
         rows: int = 128,
         progress: Progress | None = None,
+        group: ProcessGroup | None = None,
     ) -> None:
         self.start = time.monotonic()
-        self.group = group = join_group()
+        self.group = group = group or join_group()
         self.progress: Progress = progress if progress is not None and group.is_first else SILENT
         self.model_dir, self.reference_dir = Path(model_dir), Path(reference_dir)
         self.device = device or default_device(group)
@@ -93,7 +95,7 @@ class ModelPair:
             choices = choices_of(logits, rows[i].target, self.template.end_tokens)
             comparisons[i] = Comparison(compare_logits(expected, logits, target), choices)
             if text is not None:
-                self.progress.update(done * self.group.size, len(rows), text)
+                self.progress.update(min(done * self.group.size, len(rows)), len(rows), text)
         return self.group.gather(comparisons)
 
     def summarize(

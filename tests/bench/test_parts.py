@@ -197,7 +197,7 @@ def test_bench_never_imports_torch():
 
 def test_a_regression_is_detected_and_noise_is_not(tmp_path):
     before = folder_of(tmp_path / "before", 1.0)
-    slower = regression(before, folder_of(tmp_path / "slower", 1.05, leaks=1))
+    slower = regression(before, folder_of(tmp_path / "slower", 1.05, leaks=6))
     assert {r.metric for r in slower.worse} == {"ttft_content_ms", "e2e_ms"} and not slower.better
     assert slower.worse[0].change == pytest.approx(0.05, abs=0.01)
     assert [(g.backend, g.gate) for g in slower.gates_lost] == [("a", "non_empty")]

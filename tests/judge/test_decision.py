@@ -206,16 +206,17 @@ def test_the_checklist_compares_the_same_prompts(lost, won, verdict, losses, gai
     assert (len(result[1]), len(result[0])) == (losses, gains)
 
 
-def test_one_leak_is_a_loss_of_the_candidate_but_not_a_gain():
+def test_one_leak_is_neither_a_loss_nor_a_gain_and_six_are():
     aggregates = typed(mlp_only=side(), q4_k_m=side())
-    for leaking, expected in (("q4_k_m", (0, 0)), ("mlp_only", (0, 1))):
+    cases = (("q4_k_m", 1, (0, 0)), ("mlp_only", 1, (0, 0)), ("q4_k_m", 6, (1, 0)), ("mlp_only", 6, (0, 1)))
+    for leaking, n_leaks, expected in cases:
         records = [
             schema.RequestRecord(
                 id=f"{name}/{i}",
                 backend=name,
                 workload="w",
                 case=str(i),
-                checks={"thinking_leak": i > 0 or name != leaking},
+                checks={"thinking_leak": i >= n_leaks or name != leaking},
             )
             for i in range(100)
             for name in ("mlp_only", "q4_k_m")

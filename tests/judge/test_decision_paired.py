@@ -90,11 +90,46 @@ def member_of_one(gate, n, lost):
 def test_leaks_and_empty_answers_have_no_margin():
     assert GATES["thinking_leak"].margin == GATES["non_empty"].margin == 0
     assert {gate.margin for gate in GATES.values() if gate.name not in ("thinking_leak", "non_empty")} == {0.05}
-    assert verdict_of(thinking_leak=(505, 1, 0)) == "loses"
+    assert verdict_of(thinking_leak=(505, 1, 0)) == "undecided", "no keep, and no proof of a loss either"
     assert verdict_of(thinking_leak=(505, 0, 0)) == "keeps" and verdict_of(thinking_leak=(24, 0, 0)) == "undecided"
+    assert verdict_of(thinking_leak=(505, 4, 0)) == "undecided" and verdict_of(thinking_leak=(505, 5, 0)) == "loses"
     # A leak that bf16 has on other prompts is not new: the usual margin decides.
     assert verdict_of(thinking_leak=(505, 2, 2)) == "keeps"
     assert verdict_of(thinking_leak=(505, 80, 2)) == "loses"
+
+
+def test_one_leak_under_one_arithmetic_is_not_fragile():
+    """Two new models, naive, 180 prompts (2026-11-22): one answer leaked in one of four arithmetics, another one in each model."""
+    members = {f"w4a4+{i}": member(thinking_leak=(180, int(i == 3), 0), non_empty=(180, 0, 0)) for i in range(4)}
+    assert judge.judge_members(members).verdict == "undecided"
+    assert judge.judge_members({**members, "w4a4+3": member(thinking_leak=(180, 9, 0))}).verdict == "fragile"
+
+
+def test_the_prompts_that_would_decide_a_gate_without_a_margin():
+    few, one, five = (
+        member(thinking_leak=(10, 0, 0)),
+        member(thinking_leak=(180, 1, 0)),
+        member(thinking_leak=(180, 5, 0)),
+    )
+    for pairs in (few, one, five):
+        judge.judge_members({"w4a4": pairs})
+    assert few["thinking_leak"].n_to_decide == 25 and five["thinking_leak"].n_to_decide is None
+    assert one["thinking_leak"].n_to_decide == 900, "at this rate five lost answers, which are significant"
+    assert not rule.decided_at("thinking_leak", one["thinking_leak"], 0.05), "more prompts can decide"
+    assert rule.decided_at("thinking_leak", five["thinking_leak"], 0.05)
+    assert not rule.decided_at("thinking_leak", few["thinking_leak"], 0.05)
+
+
+def test_at_most_5_percent_lose_by_leaks_that_both_sides_have():
+    """1,000 checkpoints as good as their reference, of which .3 % of the answers leak: about one in four lost before."""
+    rng = np.random.default_rng(0)
+    before, after = rng.random((2, 1000, 240)) < 0.003
+    verdicts = [
+        verdict_of(thinking_leak=(240, int((b & ~a).sum()), int((a & ~b).sum())), non_empty=(240, 0, 0))
+        for a, b in zip(before, after, strict=True)
+    ]
+    assert verdicts.count("loses") <= 50
+    assert all(v != "keeps" for v, a, b in zip(verdicts, before, after, strict=True) if b.any() and not a.any())
 
 
 def test_a_checkpoint_never_loses_what_bf16_misses():

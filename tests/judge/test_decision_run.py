@@ -108,7 +108,7 @@ def test_a_fragile_sentence_names_places_that_lose_nothing():
         gates=table, paired={"tool_call": schema.PairedGate(100, 60, 0), "thinking_leak": schema.PairedGate(100, 0, 0)}
     )
     leaks = schema.OfflineSide(
-        gates=table, paired={"tool_call": schema.PairedGate(100, 60, 0), "thinking_leak": schema.PairedGate(100, 1, 0)}
+        gates=table, paired={"tool_call": schema.PairedGate(100, 60, 0), "thinking_leak": schema.PairedGate(100, 9, 0)}
     )
     decision.judge_sides({"w4a4": loses, "w4a4+bf16": leaks, "w4a16": keeping})
     aggregates.offline = {"nvfp4": {"w4a4": loses, "w4a16": keeping}}

@@ -30,7 +30,8 @@ CASES = {
     "keeps": ({"w4a4": {}, "w4a4+bf16": {}}, "keeps"),
     "loses everywhere": ({"w4a4": {"tool_call": (240, 58, 0)}, "w4a4+bf16": {"tool_call": (240, 70, 2)}}, "loses"),
     "loses in a further arithmetic": ({"w4a4": {}, "w4a4+bf16": {"tool_call": (240, 58, 0)}}, "fragile"),
-    "a leak in a further arithmetic": ({"w4a4": {}, "w4a4+bf16": {"non_empty": (60, 1, 0)}}, "fragile"),
+    "leaks in a further arithmetic": ({"w4a4": {}, "w4a4+bf16": {"non_empty": (60, 9, 0)}}, "fragile"),
+    "one leak in a further arithmetic": ({"w4a4": {}, "w4a4+bf16": {"non_empty": (60, 1, 0)}}, "undecided"),
     "undecided in a further arithmetic": ({"w4a4": {}, "w4a4+bf16": {"factual": (100, 3, 0)}}, "undecided"),
     "all gates together, in one arithmetic only": (
         {"w4a4": {}, "w4a4+bf16": {"tool_call": (240, 15, 5), "factual": (100, 7, 1)}},

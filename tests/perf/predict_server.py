@@ -13,7 +13,8 @@ Checkpoints are folders, or strategies with which `--model` (tiny-annie) is quan
   table      A/A      the server with itself under another batch cut: no offline arithmetic can agree better
              offline  answers equal to the server's, under its profile and the members of its ensemble
              gates    how many answers pass in each of the server's runs, and the range over the ensemble
-             verdict  by the rule of docs/method.md, of the served answers (each run) and offline (all members)
+             verdict  by the rule of docs/method.md, of the served answers (each run) and offline (all members), and how they
+                      agree (agreement()); exit code 1 if one is reversed
              parts    where the answers that differ part: tokens before the first difference
 A GPU's answers come from tests/perf/vllm_gpu.sh. A finished part is not done again. The table is in docs/method.md.
 """
@@ -26,7 +27,7 @@ import os
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -242,6 +243,23 @@ class Prompts:
         return judge_members(paired, pooled).verdict
 
 
+def agreement(served: str, ensemble: str, members: Collection[str]) -> str:
+    """Return how the verdict of one served run agrees with the offline one. members: the verdict of each member judged alone.
+
+    A run is one arithmetic, so it can be compared with a member, but not with "fragile", which needs several.
+    same          the ensemble's verdict
+    member        the verdict of one of its members, judged alone as the run is
+    by a degree   neither, and "undecided" is one of the two sides' verdicts or lies between them
+    reversed      neither, and one side keeps what the other loses
+    """
+    if served == ensemble:
+        return "same"
+    if served in members:
+        return "member"
+    reverse = {"keeps": "loses", "loses": "keeps"}.get(served)
+    return "reversed" if reverse in (ensemble, *members) else "by a degree"
+
+
 def first_difference(one: Completion, other: Completion) -> int:
     """Return the number of tokens before two answers part."""
     pairs = zip(one.tokens, other.tokens, strict=False)
@@ -264,6 +282,9 @@ def compare(work: Path, template: Template, n: int, name: str, server: str) -> d
     first = next(iter(runs.values()))
     reference = chosen(computed["reference"])
     everything = Prompts(template, n, reference, indices)
+    served_verdicts = [everything.verdict({profile: run}) for run in runs.values()]
+    offline_verdict = everything.verdict(members)
+    alone = {key: everything.verdict({profile: own}) for key, own in members.items()}
     parted = [first_difference(a, b) for a, b in zip(members[profile], first, strict=True) if a != b]
     return {
         "checkpoint": name,
@@ -275,8 +296,10 @@ def compare(work: Path, template: Template, n: int, name: str, server: str) -> d
         "reference_gates": everything.counts(reference),
         "served_gates": [everything.counts(run) for run in runs.values()],
         "offline_gates": {key: everything.counts(own) for key, own in members.items()},
-        "served_verdicts": [everything.verdict({profile: run}) for run in runs.values()],
-        "offline_verdict": everything.verdict(members),
+        "served_verdicts": served_verdicts,
+        "offline_verdict": offline_verdict,
+        "member_verdicts": alone,
+        "agreement": [agreement(served, offline_verdict, alone.values()) for served in served_verdicts],
         "parted": sorted(parted),
         "parted_cases": [
             [i, r.name, first_difference(a, b)]
@@ -302,7 +325,8 @@ def line(row: Mapping[str, Any]) -> str:
     return (
         f"| {row['checkpoint']} | {row['server']} | {'/'.join(map(str, row['a_a']))} of {row['n']} | {own} ({percent}; "
         f"{min(rest, default=own)}–{max(rest, default=own)}) | {'; '.join(gates)} | {'/'.join(row['served_verdicts'])} | "
-        f"{row['offline_verdict']} | {sum(p < 10 for p in row['parted'])} of {len(row['parted'])} |"
+        f"{row['offline_verdict']} ({', '.join(dict.fromkeys(row['member_verdicts'].values()))}) | "
+        f"{'/'.join(row['agreement'])} | {sum(p < 10 for p in row['parted'])} of {len(row['parted'])} |"
     )
 
 
@@ -338,13 +362,15 @@ def main() -> None:
         template = Template(
             arguments.model
         )  # the table is of one bf16 model's checkpoints, or of models with its template
+        n_reversed = 0
         for path in sorted((work / "served").glob(f"*.{n}.json")):
             name, server = next((path.name[: -len(f".{s}.{n}.json")], s) for s in SERVERS if f".{s}." in path.name)
             if (work / "offline" / f"{name}.{n}.json").exists():
                 row = compare(work, template, n, name, server)
                 files.write_json(work / "rows" / f"{name}.{server}.{n}.json", row)
                 print(line(row), flush=True)
-        return
+                n_reversed += row["agreement"].count("reversed")
+        sys.exit(1 if n_reversed else 0)
     for item in arguments.checkpoints:
         folder = Path(item).resolve() if Path(item).is_dir() else checkpoint_of(item, work, arguments.model)
         if arguments.part == "offline":

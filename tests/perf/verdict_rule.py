@@ -15,6 +15,7 @@ import itertools
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 from scipy.stats import binom, norm
@@ -58,6 +59,17 @@ SAME_CASES = {
     "same_*: 200 prompts, 2 % change, 15 % of the tools": (200, 0.02, ("same_tool",), 0.15),
     "same_*: 200 prompts, 2 % change, 20 % of the tools": (200, 0.02, ("same_tool",), 0.20),
 }
+# Cases of leaks: (share of the prompts that can have one, its chance there in the reference, in each arithmetic of the checkpoint).
+LEAK_CASES = {
+    "leaks: no difference, .02 % of all answers": (1.0, 0.0002, 0.0002),
+    "leaks: no difference, .1 % of all answers": (1.0, 0.001, 0.001),
+    "leaks: no difference, .5 % of all answers": (1.0, 0.005, 0.005),
+    "leaks: no difference, half of the answers to .2 % of the prompts": (0.002, 0.5, 0.5),
+    "leaks: no difference, half of the answers to 1 % of the prompts": (0.01, 0.5, 0.5),
+    "leaks: 1 % of the checkpoint's answers": (1.0, 0.0, 0.01),
+    "leaks: 2 % of the checkpoint's answers": (1.0, 0.0, 0.02),
+    "leaks: 5 % of the checkpoint's answers": (1.0, 0.0, 0.05),
+}
 Pairs = list[tuple[dict[str, bool], dict[str, bool]]]
 
 
@@ -90,6 +102,35 @@ def same_answers(rng: np.random.Generator, case: tuple, members: int) -> list[Pa
         ]
         for _ in range(members)
     ]
+
+
+def leaks(case: tuple, runs: int, seed: int, members: int) -> dict[str, float]:
+    """As simulate(), of answers that are all right apart from leaks: the verdict depends on how many are lost and won alone."""
+    share, before, after = case
+    rng = np.random.default_rng(seed)
+    n = sum(row[0] for row in WORKLOADS.values())
+    counts = dict.fromkeys(("keeps", "loses", "undecided", "fragile"), 0)
+    known: dict[tuple[tuple[int, int], ...], str] = {}
+    for _ in range(runs):
+        able = rng.random(n) < share
+        old = rng.random(n) < before * able
+        new = rng.random((members, n)) < after * able
+        key = tuple(sorted((int((own & ~old).sum()), int((old & ~own).sum())) for own in new))
+        if key not in known:
+            known[key] = verdict_of_leaks(n, key)
+        counts[known[key]] += 1
+    return {name: count / runs for name, count in counts.items()}
+
+
+def verdict_of_leaks(n: int, key: tuple[tuple[int, int], ...]) -> str:
+    """Return the verdict of members with (lost, won) of n answers each, by the leak gate next to the others of all prompts."""
+
+    def rows(lost: int, won: int) -> Pairs:
+        leaking = [(True, False)] * lost + [(False, True)] * won + [(True, True)] * (n - lost - won)
+        return [({"thinking_leak": o, "non_empty": True}, {"thinking_leak": c, "non_empty": True}) for o, c in leaking]
+
+    pairs = {f"w4a4+{i}": pair_checks(rows(*counts)) for i, counts in enumerate(key)}
+    return judge_members({k: v[0] for k, v in pairs.items()}, {k: v[1] for k, v in pairs.items()}).verdict
 
 
 def simulate(draw: Callable[..., list[Pairs]], case: tuple, runs: int, seed: int, members: int) -> dict[str, float]:
@@ -206,10 +247,12 @@ def main() -> None:
         return
     cases = [(answers, name, case) for name, case in CASES.items()]
     cases += [(same_answers, name, case) for name, case in SAME_CASES.items()]
-    for draw, name, case in cases:
+    functions = {name: partial(simulate, draw, case) for draw, name, case in cases}
+    functions |= {name: partial(leaks, case) for name, case in LEAK_CASES.items()}
+    for name, function in functions.items():
         if options.only not in name:
             continue
-        shares = simulate(draw, case, options.runs, options.seed, options.members)
+        shares = function(options.runs, options.seed, options.members)
         low, high = wilson(round((shares["loses"] + shares["fragile"]) * options.runs), options.runs)
         text = ", ".join(f"{k} {v:.1%}" for k, v in shares.items())
         print(f"{name}: {text}; loses or fragile {low:.1%} to {high:.1%} (95 %)", flush=True)

@@ -3,10 +3,11 @@
 One gate under one arithmetic (a "member": a numerics profile, a perturbation NAME+..., or a server):
 
 keeps      the lower bound of the difference's 90 % score interval is above -margin (an error of 5 %). A gate without a margin
-           (leaks, empty answers) keeps when no answer was lost, in at least as many answers as its requirement asks for.
-loses      otherwise, if the upper bound is below 0 and McNemar's exact p (one-sided), after Holm over the gates, is below 5 %. A
-           gate without a margin loses with one lost answer, unless the checkpoint also passes where the reference fails: then the
-           reference has the fault too, and the rule with the usual margin decides.
+           (leaks, empty answers) keeps when no answer was lost, in at least as many answers as its requirement asks for. Where the
+           reference has the fault on other prompts (the checkpoint wins some), the usual margin decides.
+loses      otherwise, if the upper bound is below 0 and McNemar's exact p (one-sided), after Holm over the gates, is below 5 %. This
+           is the rule for gates without a margin too: a gate with a lost answer does not keep, but the arithmetic's noise
+           does that to a checkpoint as good as its reference too, whose own answers are one draw (tests/perf/verdict_rule.py).
 undecided  otherwise, with the number of prompts that would decide at the observed rates.
 
 A gate that compares with the reference's own answer (same_tool, ...) has the reference's pass by definition: every change is a
@@ -174,15 +175,28 @@ def _judge_gate(name: str, gate: PairedGate, n_tests: int) -> None:
         gate.detectable = detectable_excess(gate.n, margin, level)
     else:
         gate.detectable = detectable_loss(gate.n, round(gate.won / gate.n, 3), level)
-    if margin == 0 and gate.won == 0:
-        gate.verdict = "loses" if gate.lost else "keeps" if gate.n >= enough else "undecided"
-        gate.n_to_decide = enough if gate.verdict == "undecided" else None
+    if _has_margin(name, gate):
+        gate.verdict = _by_interval(gate, margin or MARGIN, loss_limit(name))
+    else:
+        gate.verdict = _without_margin(gate, enough)
+    if gate.verdict != "undecided":
         return
-    margin = margin or MARGIN
-    gate.verdict = _by_interval(gate, margin, loss_limit(name))
-    if gate.verdict == "undecided":
-        lost, won = gate.lost / gate.n, gate.won / gate.n
-        gate.n_to_decide = least_n(lambda n: _decided(name, lost * n, won * n, n, level), gate.n)
+    if not gate.lost and gate.n < enough and not _has_margin(name, gate):
+        gate.n_to_decide = enough
+        return
+    lost, won = gate.lost / gate.n, gate.won / gate.n
+    gate.n_to_decide = least_n(lambda n: _decided(name, lost * n, won * n, n, level), gate.n)
+
+
+def _has_margin(name: str, gate: PairedGate) -> bool:
+    """Return whether some loss is accepted: also of leaks and empty answers, where the reference has them on other prompts."""
+    return GATES[name].margin > 0 or gate.won > 0
+
+
+def _without_margin(gate: PairedGate, enough: int) -> Kept:
+    if not gate.lost:
+        return "keeps" if gate.n >= enough else "undecided"
+    return "loses" if is_loss(gate, 0.0, LEVEL) else "undecided"
 
 
 def _by_interval(row: PairedGate | PooledGates, margin: float, limit: float = 0.0) -> Kept:
@@ -199,19 +213,19 @@ def is_loss(row: PairedGate | PooledGates, limit: float, level: float) -> bool:
 def decided_at(name: str, gate: PairedGate, level: float) -> bool:
     """Return whether a gate keeps or loses with an error of at most `level`, for a look before all prompts were answered.
 
-    Without a margin: one lost answer decides, and as many kept ones as the absolute requirements take for many (LARGE_N).
+    Without a margin: it keeps with no lost answer in as many as the absolute requirements take for many (LARGE_N).
     """
-    if GATES[name].margin == 0 and not gate.won:
-        return gate.lost > 0 or gate.n >= LARGE_N
     low, high = score_interval(gate.lost, gate.won, gate.n, 1 - 2 * level)
     loses = high < loss_limit(name) and gate.p_holm is not None and gate.p_holm < level
-    return low > -(GATES[name].margin or MARGIN) or loses
+    if _has_margin(name, gate):
+        return low > -(GATES[name].margin or MARGIN) or loses
+    return loses or (not gate.lost and gate.n >= LARGE_N)
 
 
 def _decided(name: str, lost: float, won: float, n: int, level: float) -> bool:
     """Whether n prompts with these counts would keep or lose."""
     low, high = score_interval(lost, won, n, CONFIDENCE)
-    if low > -(GATES[name].margin or MARGIN):
+    if low > -(GATES[name].margin or (MARGIN if won else 0.0)):
         return True
     if high >= loss_limit(name):
         return False

@@ -288,8 +288,7 @@ def gains_and_losses(
     side, other = aggregates.served[candidate], aggregates.served[incumbent]
     for texts, pairs in ((losses, answers.worse), (gains, answers.better)) if answers else ():
         for gate, pair in paired.deciding(pairs).items():
-            significant = paired.is_loss(pair, paired.loss_limit(gate), LEVEL)
-            if significant or (texts is losses and pair.verdict == "loses"):  # one leak is a loss, but no gain
+            if paired.is_loss(pair, paired.loss_limit(gate), LEVEL):
                 # In `better` the candidate is the reference: what the incumbent lost against it is won.
                 lost, won = (pair.lost, pair.won) if texts is losses else (pair.won, pair.lost)
                 texts.append(f"{paired.title(gate)} {lost} lost and {won} won of {pair.n}")

@@ -93,6 +93,10 @@ class Stages:
         self.rows.append(schema.Stage(name=name, seconds=stamp.seconds, summary=result.summary))
         return result
 
+    def is_finished(self, name: str, inputs: Mapping[str, Any]) -> bool:
+        """Return whether stage() would not repeat this stage."""
+        return self.dir.finished(name, self.base | dict(inputs)) is not None
+
     def text_key(self) -> str:
         """Return a hash of the conversations' messages and tools; their provenance does not matter."""
         if self._text_key is None:
@@ -171,13 +175,12 @@ class Stages:
         numerics: Sequence[str] = ("w4a4", "w4a16"),
         conversations: Path | Sequence[dict[str, Any]] | None = None,
         n_conversations: int | None = None,
-        settings: Mapping[str, Any] | None = None,
         ensemble: bool = False,
     ) -> schema.Evaluation:
         """Evaluate a checkpoint into eval/<name>.json.
 
-        settings: further inputs of the stage. ensemble: also compute the further members of each numerics, for a verdict that
-        does not depend on one arithmetic; it costs about half as much again.
+        ensemble: also compute the further members of each numerics, for a verdict that does not depend on one arithmetic; it
+        costs about half as much again.
         """
         from annie_quant.evaluate.evaluation import evaluate_pair
         from annie_quant.evaluate.pair import ModelPair
@@ -198,7 +201,6 @@ class Stages:
             "asked": prompts_key(workloads),
             "numerics": list(numerics),
             "ensemble": ensemble,
-            **(settings or {}),
         }
         self.stage(f"eval-{name}", inputs, [output], work, StageResult)
         evaluation = schema.Evaluation.load(self.dir / output)

@@ -26,7 +26,7 @@ from annie_quant.judge.decision.paired import (
     points,
     title,
 )
-from annie_quant.judge.metrics import METRICS
+from annie_quant.judge.metrics import METRICS, three_digits
 from annie_quant.schema import (
     Aggregates,
     Comparison,
@@ -344,7 +344,7 @@ def _speed(aggregates: Aggregates, chosen: Decision) -> str:
         if row:
             sure = "" if row.significant else " (no significant difference)"
             title, unit = METRICS[metric].title, METRICS[metric].unit
-            parts.append(f"{title} {row.median_b:.3g} {unit} against {row.median_a:.3g}{sure}")
+            parts.append(f"{title} {three_digits(row.median_b)} {unit} against {three_digits(row.median_a)}{sure}")
     return f", with {' and '.join(parts)} of {label_of(aggregates, chosen.incumbent)}" if parts else ""
 
 
@@ -417,8 +417,9 @@ def _differences(aggregates: Aggregates, candidate: str, incumbent: str) -> list
         words = {"lower": ("better", "worse"), "higher": ("worse", "better"), "neither": ("shorter", "longer")}
         kind = words[metric.better][row.median_difference > 0]
         differences.append(
-            f"{metric.title} is {kind} than {label_of(aggregates, incumbent)}'s by {abs(row.median_difference):.3g} "
-            f"{metric.unit} (95 % {row.low:.3g} to {row.high:.3g}, {row.n_prompts} prompts, Holm p {row.p_holm:.2g})"
+            f"{metric.title} is {kind} than {label_of(aggregates, incumbent)}'s by {three_digits(abs(row.median_difference))} "
+            f"{metric.unit} (95 % {three_digits(row.low)} to {three_digits(row.high)}, {row.n_prompts} prompts, "
+            f"Holm p {row.p_holm:.2g})"
         )
     return differences
 

@@ -31,7 +31,7 @@ MODEL = ASSETS / "tiny-annie"
 N_CONVERSATIONS = 500
 CALIBRATION_ROWS = 48
 KL_ROWS = 60
-N_SERVED = 60  # prompts per gate; 52 of which none is lost decide a gate (docs/method.md)
+N_PROMPTS = 60  # per gate, the same with and without servers; 52 of which none is lost decide a gate (docs/method.md)
 SENSITIVITY_PROMPTS = 8  # per gate
 MEMORY_WAIT_S = 10.0  # after the servers have stopped
 
@@ -94,8 +94,8 @@ class DemoResult(schema.Verdict, kw_only=True):
 
 def run(
     output: str | Path,
-    n_offline: int = 25,
-    n_served: int = N_SERVED,
+    n_offline: int = N_PROMPTS,
+    n_served: int = N_PROMPTS,
     console: Console | None = None,
     persona: str | Path | None = None,
     workloads: str | None = None,

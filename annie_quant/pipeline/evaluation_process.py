@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from annie_quant import host, schema
+from annie_quant import host, judge, schema
 from annie_quant.data.resolve import resolve
 from annie_quant.errors import AnnieError
 from annie_quant.files import write_json
 from annie_quant.judge import Workload
-from annie_quant.pipeline.stages import StageResult, Stages, offline_prompts, silence_transformers
+from annie_quant.pipeline.stages import StageResult, Stages, silence_transformers
 from annie_quant.progress import Progress
 from annie_quant.serve import server
 from annie_quant.serve.runtimes import llama_cpp
@@ -40,8 +40,8 @@ class _Stage(NamedTuple):
 class EvaluationJob(msgspec.Struct, kw_only=True):
     """What one process computes.
 
-    reference: folder of the bf16 model. cache: folder for its answers. n_per_gate, persona, workloads: the prompts (workloads();
-    as for data/resolve.py). checkpoint: None for the reference's answers alone, which later jobs find in `cache`.
+    reference: folder of the bf16 model. cache: folder for its answers. n_per_gate, persona, workloads: the prompts (as for
+    data/resolve.py). checkpoint: None for the reference's answers alone, which later jobs find in `cache`.
     output: file for the evaluation. conversations, n_conversations: as for evaluate().
     """
 
@@ -56,7 +56,7 @@ class EvaluationJob(msgspec.Struct, kw_only=True):
     n_conversations: int | None = None
 
     def prompts(self) -> list[Workload]:
-        return offline_prompts(self.n_per_gate, resolve(self.persona, self.workloads))
+        return judge.sample(resolve(self.persona, self.workloads), self.n_per_gate)
 
 
 class EvaluationProcesses:

@@ -60,6 +60,25 @@ def test_every_stage_finishes(line) -> None:
         assert (run / name).stat().st_size > 0, name
     assert all((run / f"gguf/{side}.gguf").is_file() for side in SIDES)
     assert not list(run.rglob("*.part")), "no partial files are left"
+    assert all((run / f"eval/{side}.json").is_file() for side in ("naive", "mlp_only"))
+
+
+def test_the_output_ends_with_verdict_report_and_next_command(line) -> None:
+    run, done = line
+    sentence = json.loads((run / "run.json").read_text())["verdict"]["sentence"]
+    assert " ".join(done.stdout.split()).endswith(" ".join(sentence.split()))
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    report, following = done.stderr.splitlines()[-2:]
+    assert report == f"report: {run / 'report.html'}" and "annie-quant init" in following
+
+
+def test_both_checkpoints_are_judged_with_the_prompts_of_the_servers(line) -> None:
+    run, _ = line
+    aggregates = json.loads((run / "run.json").read_text())["aggregates"]
+    for side in ("naive", "mlp_only"):
+        for kind in ("w4a4", "w4a16"):
+            gates = aggregates["offline"][side][kind]["gates"]
+            assert gates["tool_call"]["n"] == aggregates["served"][side]["gates"]["tool_call"]["n"], (side, kind)
 
 
 def test_the_four_sides_answered_the_same_prompts(line) -> None:

@@ -1,4 +1,4 @@
-"""Evaluations in processes: a failed one is reported with its cause, a finished stage starts none, and they end with the context."""
+"""Evaluations in processes: a failed one is reported with its cause, a finished stage starts none, all end with the context."""
 
 from __future__ import annotations
 

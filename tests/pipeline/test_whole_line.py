@@ -2,11 +2,11 @@
 run repeats nothing."""
 
 import json
+import resource
 import shutil
 import statistics
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -124,12 +124,17 @@ def test_quantized_sides_are_smaller_and_sound_nvfp4(line) -> None:
         assert audit.ok, [f.message for f in audit.findings]
 
 
+def processor_seconds() -> float:
+    """Return the processor time of all child processes so far, which other work on the machine does not change."""
+    return sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
+
+
 def test_a_second_run_repeats_nothing(line) -> None:
     run, _ = line
     before = {f: f.stat().st_mtime_ns for f in [*run.glob("gguf/*"), *run.glob("stages/*"), run / "records.jsonl"]}
-    start = time.monotonic()
+    start = processor_seconds()
     done = demo(run)
-    assert done.returncode == 0 and time.monotonic() - start < 60
+    assert done.returncode == 0 and processor_seconds() - start < 60
     assert {f: f.stat().st_mtime_ns for f in before} == before
 
 

@@ -341,7 +341,7 @@ def _speed(aggregates: Aggregates, chosen: Decision) -> str:
     parts = []
     for metric in ("ttft_content_ms", "decode_tok_s"):
         row = compared_with(aggregates, chosen.candidate, chosen.incumbent, metric)
-        if row:
+        if row and row.median_a is not None and row.median_b is not None:
             sure = "" if row.significant else " (no significant difference)"
             title, unit = METRICS[metric].title, METRICS[metric].unit
             parts.append(f"{title} {three_digits(row.median_b)} {unit} against {three_digits(row.median_a)}{sure}")
@@ -412,7 +412,7 @@ def _differences(aggregates: Aggregates, candidate: str, incumbent: str) -> list
     differences = []
     for metric in METRICS.values():
         row = compared_with(aggregates, candidate, incumbent, metric.name) if metric.in_verdict else None
-        if row is None or not row.significant or row.median_difference is None:
+        if row is None or not row.significant or row.median_difference is None or row.low is None or row.high is None:
             continue
         words = {"lower": ("better", "worse"), "higher": ("worse", "better"), "neither": ("shorter", "longer")}
         kind = words[metric.better][row.median_difference > 0]

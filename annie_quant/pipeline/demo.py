@@ -22,7 +22,7 @@ from annie_quant.data.resolve import resolve
 from annie_quant.files import ASSETS, read_json
 from annie_quant.pipeline.evaluation_process import EvaluationJob, EvaluationProcesses
 from annie_quant.pipeline.run_directory import RunDirectory
-from annie_quant.pipeline.stages import StageResult, Stages, prompts_key
+from annie_quant.pipeline.stages import FileResult, StageResult, Stages, prompts_key
 from annie_quant.progress import Console, Progress, SilentConsole
 from annie_quant.quantize.runner import weight_bytes
 from annie_quant.resume import KeyedJson
@@ -58,10 +58,6 @@ EVALUATED = [
 
 class DataResult(StageResult):
     data: data.Generation
-
-
-class FileResult(StageResult):
-    size_bytes: int
 
 
 class BenchResult(StageResult):

@@ -31,9 +31,10 @@ class StageResult(msgspec.Struct):
     summary: str
 
 
-class QuantizeResult(StageResult):
+class FileResult(StageResult):
+    """size_bytes: of the checkpoint's weights, or of the file."""
+
     size_bytes: int
-    seconds: float
 
 
 class PromptsResult(StageResult):
@@ -121,8 +122,8 @@ class Stages:
         write_text(path, "".join(json.dumps(rows[i], ensure_ascii=False) + "\n" for i in chosen))
         return path
 
-    def quantize(self, strategy: str, draw: int = 0) -> QuantizeResult:
-        def work(progress: Progress) -> QuantizeResult:
+    def quantize(self, strategy: str, draw: int = 0) -> FileResult:
+        def work(progress: Progress) -> FileResult:
             job = quantize.run(
                 strategy,
                 self.model,
@@ -134,10 +135,10 @@ class Stages:
                 allow_prompt_mismatch=True,  # the demo and the search have checked the prompt
             )
             sizes = f"{job.size_bytes / 1e6:,.1f} of {job.source_bytes / 1e6:,.1f} MB"
-            return QuantizeResult(sizes, job.size_bytes, job.seconds)
+            return FileResult(sizes, job.size_bytes)
 
         name = drawn(strategy, draw)
-        return self.stage(f"quantize-{name}", self.data_inputs(), [f"models/{name}/config.json"], work, QuantizeResult)
+        return self.stage(f"quantize-{name}", self.data_inputs(), [f"models/{name}/config.json"], work, FileResult)
 
     def audit(self, strategy: str, draw: int = 0) -> AuditResult:
         def work(progress: Progress) -> AuditResult:

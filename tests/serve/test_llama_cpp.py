@@ -271,7 +271,7 @@ def test_command_is_printed_and_nothing_started(models):
 
 
 @pytest.mark.parametrize(("size", "threads", "expected"), [(1000, 0, 1), (1000, 2, 2), (64_000_000, 0, 0)])
-def test_a_small_model_gets_one_thread_unless_told_otherwise(tmp_path, monkeypatch, size, threads, expected):
+def test_a_small_model_gets_one_thread_by_default(tmp_path, monkeypatch, size, threads, expected):
     file = tmp_path / "model.gguf"
     with file.open("wb") as out:
         out.write(b"GGUF")

@@ -1,6 +1,10 @@
 """For every test: OpenMP threads that sleep when idle, as the command line has them, before torch is loaded; and Ctrl-C's signal
 as a terminal has it, because a shell starts background jobs with SIGINT ignored and the processes of the tests inherit that.
-Groups of tests that a run leaves out: tests/helpers/run_groups.py."""
+Groups of tests that a run leaves out: tests/helpers/run_groups.py.
+
+pytest-xdist's workers share the processors: with two workers that have two threads each on two cores, the threads of such small
+models mostly wait for each other. One test of quantize/test_awq.py takes 33 s of processor time with two threads and 22 with one
+(2026-11-22, a crowded machine, n = 1)."""
 
 import contextlib
 import os
@@ -9,6 +13,8 @@ import signal
 import run_groups
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // workers)))
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     with contextlib.suppress(ValueError):  # not the main thread
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -200,13 +200,13 @@ class Console:
         self.out.print(table)
 
     def print_verdict(self, verdict: Mapping[str, Any]) -> None:
-        """Print the verdict's sentence and reasons, the stages' times and the report's path."""
-        self.print_lines(wrap(verdict["sentence"], self.width))
-        for reason in verdict.get("reasons", ()):
-            self.print_lines(wrap(f"- {reason}", self.width))
+        """Print the stages' times and the verdict's reasons, then, to be read first, its sentence and the report's path."""
         for stage in verdict.get("stages", ()):
             self.err.print(
-                f"[dim]{literal(stage['name']):>12}  {stage['seconds']:7.1f} s  {literal(stage.get('summary', ''))}[/]"
+                f"[dim]{literal(stage['name']):>17}  {stage['seconds']:7.1f} s  {literal(stage.get('summary', ''))}[/]"
             )
+        for reason in verdict.get("reasons", ()):
+            self.print_lines(wrap(f"- {reason}", self.width))
+        self.print_lines(wrap(verdict["sentence"], self.width))
         if verdict.get("report"):
             self.err.print(f"report: {shown(verdict['report'])}", markup=False, soft_wrap=True)

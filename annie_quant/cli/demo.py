@@ -10,6 +10,8 @@ import msgspec
 from annie_quant.cli import tables
 from annie_quant.cli.common import PATH, console, persona_option, workloads_option
 
+NEXT = "annie-quant init --prompt prompt.txt --tools tools.json --output mine"  # then what it prints
+
 
 @click.command()
 @click.option(
@@ -22,7 +24,7 @@ from annie_quant.cli.common import PATH, console, persona_option, workloads_opti
 @click.option(
     "--n-offline",
     type=click.IntRange(1),
-    default=25,
+    default=60,
     show_default=True,
     help="Prompts per gate in the offline evaluation.",
 )
@@ -41,3 +43,4 @@ def demo(output: Path, n_offline: int, n_served: int, persona: str | None, workl
     result = msgspec.to_builtins(done)
     console.print_lines(tables.run_lines(result, console.width))
     console.print_verdict(result)
+    console.note(f"for your own model: {NEXT}")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from annie_quant import schema
 from annie_quant.judge.decision import POOLED, member_verdict
 from annie_quant.judge.decision.paired import points, title
+from annie_quant.judge.metrics import three_digits
 from annie_quant.schema import Evaluation, GateResult, Outcome, PairedGate, PairedVerdict, PooledGates, ServedSide
 
 if TYPE_CHECKING:
@@ -319,7 +320,7 @@ def report_lines(rows: Sequence[ReportRow], width: int = WIDTH) -> list[str]:
 
 
 def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
+    return "–" if value is None else three_digits(value)
 
 
 def _range(low: float | None, high: float | None) -> str:

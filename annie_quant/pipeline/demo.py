@@ -2,7 +2,8 @@
 
     conversations → quantize → audit → evaluate offline → GGUF → serve and measure → judge → report
 
-A finished stage is not done again with the same inputs.
+A finished stage is not done again with the same inputs. bf16's answers are computed while the checkpoints are made, and the
+checkpoints are evaluated at the same time, one process each; nothing else runs while servers are measured.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from annie_quant.bench import memory
 from annie_quant.checkpoint.size import folder_size, gguf_size
 from annie_quant.data.resolve import resolve
 from annie_quant.files import ASSETS, read_json
+from annie_quant.pipeline.evaluation_process import EvaluationJob, EvaluationProcesses
 from annie_quant.pipeline.run_directory import RunDirectory
-from annie_quant.pipeline.stages import StageResult, Stages, offline_prompts
+from annie_quant.pipeline.stages import FileResult, StageResult, Stages, prompts_key
 from annie_quant.progress import Console, Progress, SilentConsole
 from annie_quant.quantize.runner import weight_bytes
 from annie_quant.resume import KeyedJson
@@ -29,7 +31,7 @@ MODEL = ASSETS / "tiny-annie"
 N_CONVERSATIONS = 500
 CALIBRATION_ROWS = 48
 KL_ROWS = 60
-N_SERVED = 60  # prompts per gate; 52 of which none is lost decide a gate (docs/method.md)
+N_PROMPTS = 60  # per gate, the same with and without servers; 52 of which none is lost decide a gate (docs/method.md)
 SENSITIVITY_PROMPTS = 8  # per gate
 MEMORY_WAIT_S = 10.0  # after the servers have stopped
 
@@ -56,10 +58,6 @@ EVALUATED = [
 
 class DataResult(StageResult):
     data: data.Generation
-
-
-class FileResult(StageResult):
-    size_bytes: int
 
 
 class BenchResult(StageResult):
@@ -92,8 +90,8 @@ class DemoResult(schema.Verdict, kw_only=True):
 
 def run(
     output: str | Path,
-    n_offline: int = 25,
-    n_served: int = N_SERVED,
+    n_offline: int = N_PROMPTS,
+    n_served: int = N_PROMPTS,
     console: Console | None = None,
     persona: str | Path | None = None,
     workloads: str | None = None,
@@ -120,35 +118,48 @@ class Demo:
         workloads: str | None = None,
     ) -> None:
         self.persona, self.workloads = data.load_persona(persona or "annie"), resolve(persona, workloads)
-        self.dir, self.n_offline, self.n_served = directory, n_offline, n_served
+        self.dir, self.n_served = directory, n_served
+        self.answers = EvaluationJob(
+            reference=str(MODEL),
+            cache=str(directory / "eval"),
+            n_per_gate=n_offline,
+            persona=None if persona is None else str(persona),
+            workloads=workloads,
+        )
         self.stages = Stages(directory, MODEL, directory / "calibration.jsonl", CALIBRATION_ROWS, console)
 
     def run(self) -> DemoResult:
         stages = self.stages
         prompts = {"n": N_CONVERSATIONS, **({} if self.persona.source == "annie" else {"persona": self.persona.sha256})}
-        stages.stage("data", prompts, ["calibration.jsonl"], self.make_data, DataResult)
-        for strategy in STRATEGIES:
-            stages.quantize(strategy)
-            stages.audit(strategy)
-        text = {"text": stages.text_key()}
-        for side in SIDES:
-            stages.stage(f"gguf-{side}", text, [f"gguf/{side}.gguf"], partial(self.convert, side), FileResult)
-        workloads = offline_prompts(self.n_offline, self.workloads)
-        for strategy in EVALUATED:
-            stages.evaluate(
-                strategy,
-                stages.checkpoint(strategy),
-                workloads,
-                conversations=stages.conversations,
-                n_conversations=KL_ROWS,
-                ensemble=True,
-                settings={"kl_rows": KL_ROWS},
-            )
+        prompts_used = {"asked": prompts_key(self.answers.prompts())}
+        with EvaluationProcesses(stages) as processes:
+            processes.start("bf16-answers", prompts_used, [], self.answers)
+            stages.stage("data", prompts, ["calibration.jsonl"], self.make_data, DataResult)
+            for strategy in STRATEGIES:
+                stages.quantize(strategy)
+                stages.audit(strategy)
+            text = {"text": stages.text_key()}
+            for side in SIDES:
+                stages.stage(f"gguf-{side}", text, [f"gguf/{side}.gguf"], partial(self.convert, side), FileResult)
+            processes.finish()
+            inputs = stages.data_inputs() | prompts_used | {"kl_rows": KL_ROWS}
+            for strategy in EVALUATED:
+                processes.start(f"eval-{strategy}", inputs, [f"eval/{strategy}.json"], self.evaluation(strategy))
+            processes.finish()
         inputs = {"n": SENSITIVITY_PROMPTS, **text}
         stages.stage("layers-naive", inputs, ["sensitivity/naive.json"], self.measure_layers, StageResult)
         outputs = ["records.jsonl", "bench.json"]
         stages.stage("bench", {"n": self.n_served, **text}, outputs, self.measure_servers, BenchResult)
         return self.finish()
+
+    def evaluation(self, strategy: str) -> EvaluationJob:
+        return msgspec.structs.replace(
+            self.answers,
+            checkpoint=str(self.stages.checkpoint(strategy)),
+            output=str(self.dir / f"eval/{strategy}.json"),
+            conversations=str(self.stages.conversations),
+            n_conversations=KL_ROWS,
+        )
 
     def make_data(self, progress: Progress) -> DataResult:
         generation = data.generate(self.persona, "offline", N_CONVERSATIONS, self.stages.conversations, 0, progress)
@@ -216,7 +227,7 @@ class Demo:
         for strategy in EVALUATED:
             add_evaluation(aggregates, strategy, self.dir / f"eval/{strategy}.json")
         verdict = judge.verdict(aggregates)
-        config = {"n_offline": self.n_offline, "n_served": self.n_served, "model": self.stages.base["model"]}
+        config = {"n_offline": self.answers.n_per_gate, "n_served": self.n_served, "model": self.stages.base["model"]}
         self.dir.write_run(config, aggregates, verdict, bench.environment(), self.stages.rows)
         paths = report.build(self.dir.path)
         served = sorted(

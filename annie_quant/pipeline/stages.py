@@ -31,9 +31,10 @@ class StageResult(msgspec.Struct):
     summary: str
 
 
-class QuantizeResult(StageResult):
+class FileResult(StageResult):
+    """size_bytes: of the checkpoint's weights, or of the file."""
+
     size_bytes: int
-    seconds: float
 
 
 class PromptsResult(StageResult):
@@ -93,6 +94,10 @@ class Stages:
         self.rows.append(schema.Stage(name=name, seconds=stamp.seconds, summary=result.summary))
         return result
 
+    def is_finished(self, name: str, inputs: Mapping[str, Any]) -> bool:
+        """Return whether stage() would not repeat this stage."""
+        return self.dir.finished(name, self.base | dict(inputs)) is not None
+
     def text_key(self) -> str:
         """Return a hash of the conversations' messages and tools; their provenance does not matter."""
         if self._text_key is None:
@@ -117,8 +122,8 @@ class Stages:
         write_text(path, "".join(json.dumps(rows[i], ensure_ascii=False) + "\n" for i in chosen))
         return path
 
-    def quantize(self, strategy: str, draw: int = 0) -> QuantizeResult:
-        def work(progress: Progress) -> QuantizeResult:
+    def quantize(self, strategy: str, draw: int = 0) -> FileResult:
+        def work(progress: Progress) -> FileResult:
             job = quantize.run(
                 strategy,
                 self.model,
@@ -130,10 +135,10 @@ class Stages:
                 allow_prompt_mismatch=True,  # the demo and the search have checked the prompt
             )
             sizes = f"{job.size_bytes / 1e6:,.1f} of {job.source_bytes / 1e6:,.1f} MB"
-            return QuantizeResult(sizes, job.size_bytes, job.seconds)
+            return FileResult(sizes, job.size_bytes)
 
         name = drawn(strategy, draw)
-        return self.stage(f"quantize-{name}", self.data_inputs(), [f"models/{name}/config.json"], work, QuantizeResult)
+        return self.stage(f"quantize-{name}", self.data_inputs(), [f"models/{name}/config.json"], work, FileResult)
 
     def audit(self, strategy: str, draw: int = 0) -> AuditResult:
         def work(progress: Progress) -> AuditResult:
@@ -171,13 +176,12 @@ class Stages:
         numerics: Sequence[str] = ("w4a4", "w4a16"),
         conversations: Path | Sequence[dict[str, Any]] | None = None,
         n_conversations: int | None = None,
-        settings: Mapping[str, Any] | None = None,
         ensemble: bool = False,
     ) -> schema.Evaluation:
         """Evaluate a checkpoint into eval/<name>.json.
 
-        settings: further inputs of the stage. ensemble: also compute the further members of each numerics, for a verdict that
-        does not depend on one arithmetic; it costs about half as much again.
+        ensemble: also compute the further members of each numerics, for a verdict that does not depend on one arithmetic; it
+        costs about half as much again.
         """
         from annie_quant.evaluate.evaluation import evaluate_pair
         from annie_quant.evaluate.pair import ModelPair
@@ -198,7 +202,6 @@ class Stages:
             "asked": prompts_key(workloads),
             "numerics": list(numerics),
             "ensemble": ensemble,
-            **(settings or {}),
         }
         self.stage(f"eval-{name}", inputs, [output], work, StageResult)
         evaluation = schema.Evaluation.load(self.dir / output)

@@ -18,7 +18,7 @@ TINY = Path(aq.__file__).parent / "assets" / "tiny-annie"
 
 
 def run(name: str, *arguments: object, cwd: Path, code: int = 0) -> str:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_WAIT_POLICY": "PASSIVE"}
     ended = subprocess.run(
         [sys.executable, str(EXAMPLES[name]), *map(str, arguments)],
         cwd=cwd, env=environment, capture_output=True, text=True, timeout=120,

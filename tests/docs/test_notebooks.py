@@ -62,7 +62,6 @@ def test_a_notebook_runs(path, monkeypatch):
     if missing:
         pytest.skip(f"{', '.join(missing)} is not installed, and this notebook shows what it does")
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
-    monkeypatch.setenv("OMP_NUM_THREADS", "2")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)

@@ -84,6 +84,19 @@ def test_the_best_nvfp4_side_is_the_candidate_and_q4_the_incumbent():
     assert "size 8 MB against 5.5 MB" in reasons
 
 
+def test_figures_from_1000_on_are_whole_numbers():
+    comparisons = [
+        comparison("mlp_only", "q4_k_m", "ttft_content_ms", 1250, 2468),
+        comparison("mlp_only", "q4_k_m", "decode_tok_s", 430, 1374),
+    ]
+    verdict = judge.verdict(
+        {"models": MODELS, "served": {"mlp_only": side(), "q4_k_m": side()}, "comparisons": comparisons}
+    )
+    assert "content TTFT 1250 ms against 2468 and decode speed 430 tok/s against 1374 of" in verdict.sentence
+    reason = next(r for r in verdict.reasons if r.startswith("content TTFT"))
+    assert "better than Q4_K_M's by 1218 ms (95 % -1219 to -1217," in reason
+
+
 def test_a_failing_candidate_names_its_gates():
     verdict = judge.verdict({"models": MODELS, "served": {"naive": side(tools=20, leaks=3), "q4_k_m": side()}})
     assert verdict.passed is False

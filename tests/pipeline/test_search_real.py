@@ -25,10 +25,13 @@ torch = pytest.importorskip("torch", reason="the search needs torch: pip install
 pytest.importorskip("transformers", reason="the search needs transformers: pip install annie-quant[quantize]")
 
 
+WORKLOADS = "factual,tool_web"  # the rest of Annie's are more of the same work
+
+
 @pytest.fixture(scope="module")
 def calibration(tmp_path_factory):
     path = tmp_path_factory.mktemp("data") / "annie.jsonl"
-    generate("annie", n=200, output=path)
+    generate("annie", n=24, output=path)
     return path
 
 
@@ -38,24 +41,13 @@ def base(tmp_path_factory):
 
 
 def test_a_base_model_instead_of_the_fine_tune_stops_the_search(base, calibration, tmp_path):
-    result = search.run(
-        base, calibration, tmp_path / "s", 8, False, SilentConsole(), strategies=["direct"], required=["w4a16"]
-    )
+    options = {"strategies": ["direct"], "required": ["w4a16"], "workloads": WORKLOADS}
+    result = search.run(base, calibration, tmp_path / "s", 8, False, SilentConsole(), **options)
     assert result.stopped.startswith("WRONG MODEL") and result.chosen is None and result.strategies == []
     assert result.reference["tool_call"].passes == 0
     page = (tmp_path / "s" / "search.md").read_text()
     assert "WRONG MODEL" in page and "└── NO →" in page
-    again = search.run(
-        base,
-        calibration,
-        tmp_path / "s",
-        8,
-        False,
-        SilentConsole(),
-        strategies=["direct"],
-        required=["w4a16"],
-        anyway=True,
-    )
+    again = search.run(base, calibration, tmp_path / "s", 8, False, SilentConsole(), anyway=True, **options)
     assert len(again.strategies) == 1 and not again.strategies[0].passed
 
 
@@ -87,7 +79,7 @@ def test_a_stale_system_prompt_stops_the_search_unless_allowed(tmp_path):
     persona.write_text(json.dumps(data))
     generate(load_persona(persona), n=20, output=tmp_path / "d.jsonl")
     persona.write_text(json.dumps(data | {"system_prompt": "You are Annie, as of today."}))
-    options = {"strategies": [], "required": ["w4a16"]}
+    options = {"strategies": [], "required": ["w4a16"], "workloads": "factual"}
     with pytest.raises(UsageError, match="stale prompt"):
         search.run(TINY_ANNIE, tmp_path / "d.jsonl", tmp_path / "s", 5, False, SilentConsole(), **options)
     result = search.run(
@@ -106,7 +98,8 @@ def test_a_stale_system_prompt_stops_the_search_unless_allowed(tmp_path):
 def test_a_killed_search_resumes_and_gives_the_same_result(calibration, tmp_path):
     def command(output):
         return [sys.executable, "-m", "annie_quant.cli", "search", "--model", str(TINY_ANNIE), "--calib-data", str(calibration),
-                "--output", str(output), "--n", "5", "--strategies", "direct", "--require", "w4a16"]  # fmt: skip
+                "--output", str(output), "--n", "5", "--strategies", "direct", "--require", "w4a16",
+                "--workloads", WORKLOADS]  # fmt: skip
 
     broken, whole = tmp_path / "broken", tmp_path / "whole"
     process = subprocess.Popen(command(broken), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -23,7 +23,7 @@ from annie_quant.quantize import prompt_provenance
 PART = ",".join(f"layers.{i}" for i in range(6))
 SETTINGS: dict[str, dict] = {
     "auto_mixed": {"exclude": PART, "answers": 2, "calib_samples": 3},
-    "sensitivity": {"exclude": PART, "bits": 13.5, "tokens": 60, "calib_samples": 3},
+    "sensitivity": {"exclude": PART, "bits": 13.5, "tokens": 30, "calib_samples": 3},
     "qad": {"exclude": PART, "steps": 4, "batch": 2, "save": 1, "lr": 1e-4, "calib_samples": 3},
 }
 RESUMED_FROM = {

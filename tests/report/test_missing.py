@@ -70,6 +70,14 @@ def test_a_whole_run_misses_nothing(whole, tmp_path):
     assert "Not in this run" not in text and "Not in this run" not in files["report.md"]
 
 
+def test_both_pages_explain_why_the_verdicts_times_differ_from_the_tables(whole, tmp_path):
+    files, text = variant(whole, tmp_path, lambda d: d)
+    assert all(
+        "the verdict compares two sides over the prompts that both answered" in page
+        for page in (text, files["report.md"])
+    )
+
+
 @pytest.mark.parametrize(
     ("path", "words", "command"),
     [

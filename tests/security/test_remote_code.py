@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from paths import TINY_ANNIE
 
+from annie_quant.data import generate
+
 pytest.importorskip("transformers", reason="needs the quantize extra")
 
 EVIL = """
@@ -40,6 +42,13 @@ def custom_code_checkpoint(tmp_path) -> Path:
     tokenizer |= {"tokenizer_class": "EvilTokenizer", "auto_map": {"AutoTokenizer": ["modeling_evil.Tokenizer", None]}}
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
     return folder
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "rows.jsonl"
+    generate("annie", n=10, output=path)
+    return path
 
 
 COMMANDS = {
@@ -71,10 +80,7 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_its_code_never_runs_even_after_yes_on_a_terminal(custom_code_checkpoint, tmp_path, name):
-    rows = tmp_path / "rows.jsonl"
-    make = [sys.executable, "-m", "annie_quant", "data", "--teacher", "offline", "--n", "10", "--output", str(rows)]
-    subprocess.run(make, check=True, capture_output=True)
+def test_its_code_never_runs_even_after_yes_on_a_terminal(custom_code_checkpoint, rows, tmp_path, name):
     places = {"custom_code_checkpoint": custom_code_checkpoint, "rows": rows, "out": tmp_path / "out"}
     command = [sys.executable, "-m", "annie_quant", *(w.format(**places) for w in COMMANDS[name])]
     master, slave = pty.openpty()

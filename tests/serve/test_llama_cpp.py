@@ -19,6 +19,7 @@ import pytest
 
 import annie_quant as aq
 from annie_quant.errors import AnnieError, ServerError
+from annie_quant.serve.runtimes import llama_cpp
 
 pytest.importorskip("xllamacpp", reason="the serve extra is not installed")
 pytest.importorskip("gguf", reason="the serve extra is not installed")
@@ -267,3 +268,21 @@ def test_a_thread_may_start_it_and_end(models):
 def test_command_is_printed_and_nothing_started(models):
     line = aq.serve.command(models["bf16"], runtime="llama.cpp", port=8123)
     assert "llama-server" in line and "--port 8123" in line and "--jinja" in line
+
+
+@pytest.mark.parametrize(("size", "threads", "expected"), [(1000, 0, 1), (1000, 2, 2), (64_000_000, 0, 0)])
+def test_a_small_model_gets_one_thread_by_default(tmp_path, monkeypatch, size, threads, expected):
+    file = tmp_path / "model.gguf"
+    with file.open("wb") as out:
+        out.write(b"GGUF")
+        out.truncate(size)
+    started = []
+
+    def spawn(command, *_):
+        started.append(json.loads(command[-1]))
+        raise ServerError("not started in this test")
+
+    monkeypatch.setattr(llama_cpp.process, "spawn", spawn)
+    with pytest.raises(ServerError):
+        aq.serve.start(file, threads=threads)
+    assert [options["threads"] for options in started] == [expected]

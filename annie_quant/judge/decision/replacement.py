@@ -12,7 +12,7 @@ from typing import Literal
 
 from annie_quant.judge.decision import paired
 from annie_quant.judge.decision.verdict import SHOWN, by_title, deciding_gates, label_of
-from annie_quant.judge.metrics import METRICS
+from annie_quant.judge.metrics import METRICS, three_digits
 from annie_quant.judge.pairing import checks_by_prompt, pair_by_prompt
 from annie_quant.judge.statistics import LEVEL
 from annie_quant.schema import (
@@ -280,7 +280,7 @@ def gains_and_losses(
         if metric is None or not row.significant:
             continue
         change, before = _change(row, candidate)
-        text = f"{metric.title} {change:+.3g} of {before:.3g} {metric.unit}, {row.n_prompts} prompts"
+        text = f"{metric.title} {three_digits(change, '+')} of {three_digits(before)} {metric.unit}, {row.n_prompts} prompts"
         if metric.user_latency and abs(change) > MARGIN * abs(before):
             (gains if change < 0 else losses).append(text)
         elif metric.name == "decode_tok_s":

@@ -26,7 +26,7 @@ from annie_quant.judge.decision.paired import (
     points,
     title,
 )
-from annie_quant.judge.metrics import METRICS
+from annie_quant.judge.metrics import METRICS, three_digits
 from annie_quant.schema import (
     Aggregates,
     Comparison,
@@ -341,10 +341,10 @@ def _speed(aggregates: Aggregates, chosen: Decision) -> str:
     parts = []
     for metric in ("ttft_content_ms", "decode_tok_s"):
         row = compared_with(aggregates, chosen.candidate, chosen.incumbent, metric)
-        if row:
+        if row and row.median_a is not None and row.median_b is not None:
             sure = "" if row.significant else " (no significant difference)"
             title, unit = METRICS[metric].title, METRICS[metric].unit
-            parts.append(f"{title} {row.median_b:.3g} {unit} against {row.median_a:.3g}{sure}")
+            parts.append(f"{title} {three_digits(row.median_b)} {unit} against {three_digits(row.median_a)}{sure}")
     return f", with {' and '.join(parts)} of {label_of(aggregates, chosen.incumbent)}" if parts else ""
 
 
@@ -412,13 +412,14 @@ def _differences(aggregates: Aggregates, candidate: str, incumbent: str) -> list
     differences = []
     for metric in METRICS.values():
         row = compared_with(aggregates, candidate, incumbent, metric.name) if metric.in_verdict else None
-        if row is None or not row.significant or row.median_difference is None:
+        if row is None or not row.significant or row.median_difference is None or row.low is None or row.high is None:
             continue
         words = {"lower": ("better", "worse"), "higher": ("worse", "better"), "neither": ("shorter", "longer")}
         kind = words[metric.better][row.median_difference > 0]
         differences.append(
-            f"{metric.title} is {kind} than {label_of(aggregates, incumbent)}'s by {abs(row.median_difference):.3g} "
-            f"{metric.unit} (95 % {row.low:.3g} to {row.high:.3g}, {row.n_prompts} prompts, Holm p {row.p_holm:.2g})"
+            f"{metric.title} is {kind} than {label_of(aggregates, incumbent)}'s by {three_digits(abs(row.median_difference))} "
+            f"{metric.unit} (95 % {three_digits(row.low)} to {three_digits(row.high)}, {row.n_prompts} prompts, "
+            f"Holm p {row.p_holm:.2g})"
         )
     return differences
 

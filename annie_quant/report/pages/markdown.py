@@ -18,7 +18,7 @@ from annie_quant.report.run import LoadedRun
 
 LEGEND = (
     "Passes of n; ✓ keeps, ✗ loses, ? undecided against the reference on the same prompts (by the absolute requirement where there "
-    "is none); 95 % intervals of the rate in brackets."
+    f"is none); 95 % intervals of the rate in brackets. {tables.TIMES}"
 )
 SHOWN = 20  # differences and unreadable lines
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~])")

@@ -101,9 +101,12 @@ def speed_cell(side: Backend, gate: str, metric: str) -> Cell:
     return Cell(text, interval(row.low, row.high), f"speed|{side.key}|{gate}", row.verdict, sort=row.value)
 
 
+TIMES = "Times: over all requests of a side; the verdict compares two sides over the prompts that both answered."
+
+
 def side_by_side(run: LoadedRun) -> Table:
     """Sizes, gates and speed of all models; unlisted models only where no other is there."""
-    table = Table("Passes of n with ✓ pass, ✗ fail, ? undecided, and the 95 % interval below", "", [])
+    table = Table(f"Passes of n with ✓ pass, ✗ fail, ? undecided, and the 95 % interval below. {TIMES}", "", [])
     models = [m for m in run.models if m.name not in run.unlisted] or run.models
     columns: list[Side | None] = []
     for model in models:

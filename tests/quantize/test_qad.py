@@ -69,8 +69,8 @@ def test_training_changes_the_linears_and_nothing_else(tmp_path: Path) -> None:
 
 
 def test_two_processes_give_the_same_result_as_one(tmp_path: Path) -> None:
-    """The same four answers per step, in one process or two. Only the loss weighs tokens differently (a mean of two
-    means), so the weights may differ by a fraction of what training changed."""
+    """The same four answers per step, in one process or two. The loss weighs tokens differently (a mean of two means), so
+    the weights differ, but less than those of a run that learned other answers (seed 1)."""
     quantize.run("qad", TINY_ANNIE, tmp_path / "one", calib_data=CALIBRATION, batch=4, **SETTINGS)
     script = tmp_path / "two.py"
     more = {"calib_data": str(CALIBRATION), "batch": 2, **SETTINGS}
@@ -82,11 +82,11 @@ def test_two_processes_give_the_same_result_as_one(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=170)
     assert done.returncode == 0, done.stderr[-2000:]
-    quantize.run("direct", TINY_ANNIE, tmp_path / "plain", exclude="linear_attn")
-    one, two, plain = (weights(tmp_path / n) for n in ("one", "two", "plain"))
+    quantize.run("qad", TINY_ANNIE, tmp_path / "other", calib_data=CALIBRATION, batch=4, seed=1, **SETTINGS)
+    one, two, other = (weights(tmp_path / n) for n in ("one", "two", "other"))
     difference = sum(float(np.abs(one[n] - two[n]).sum()) for n in one)
-    change = sum(float(np.abs(one[n] - plain[n]).sum()) for n in one)
-    assert difference < 0.5 * change
+    control = sum(float(np.abs(one[n] - other[n]).sum()) for n in one)
+    assert difference < 0.6 * control
     assert not list(tmp_path.glob(".two*")), "the other processes leave no files"
 
 

@@ -18,7 +18,7 @@ class Words:
     """Words by kind as one flat table: begin, count and length of each kind."""
 
     def __init__(self, path: Path) -> None:
-        tables = np.load(path)
+        tables = np.load(path, allow_pickle=False)
         flat, begin, count, length = [], [0] * KINDS, [1] * KINDS, [1] * KINDS
         at = 0
         for k in range(KINDS):
@@ -48,7 +48,7 @@ class Rows:
     """A file of rows (data.py) on the device. tokens: per batch. without: a token that no answer of the rows has."""
 
     def __init__(self, path: Path, tokens: int, words: Words | None = None, without: int | None = None) -> None:
-        z = np.load(path)
+        z = np.load(path, allow_pickle=False)
         ends = z["ends"]
         begins = np.concatenate([[0], ends[:-1]])
         lengths = ends - begins

@@ -26,7 +26,6 @@ SCHEMA = (
     "(Tensor x, Tensor packed, Tensor scales, int n, Tensor sorted_pairs, Tensor tile_experts, Tensor padded, "
     "int top_k, int tile_tokens) -> Tensor"
 )
-_libraries: list[Any] = []  # the operator exists as long as its library
 
 
 class PreparedExperts(NamedTuple):
@@ -181,10 +180,4 @@ def fake(
 @functools.cache
 def register() -> Any:
     """Define the operator once and return it."""
-    torch = need("torch", "quantize")
-    library = torch.library.Library("annie_quant", "FRAGMENT")
-    library.define("nvfp4_experts" + SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
-    library.impl("nvfp4_experts", product, "CUDA")
-    torch.library.register_fake("annie_quant::nvfp4_experts", fake, lib=library)
-    _libraries.append(library)
-    return torch.ops.annie_quant.nvfp4_experts
+    return torch_op.define("nvfp4_experts", SCHEMA, product, fake)

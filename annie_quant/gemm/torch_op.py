@@ -15,6 +15,7 @@ can be captured in a CUDA graph. Rows of x that a kernel cannot read (strides, a
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from annie_quant.errors import UsageError, need
@@ -90,14 +91,19 @@ def fake(x: Any, packed: Any, tensor_scale: Any, n: int) -> Any:
     return x.new_empty((*x.shape[:-1], n))
 
 
-@functools.cache
-def register() -> Any:
-    """Define the operator once and return it."""
+def define(name: str, schema: str, product: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """Define the operator annie_quant::name for CUDA devices, which may be done once, and return it."""
     torch = need("torch", "quantize")
     # Not torch.library.custom_op: its wrappers take longer than the launch.
     library = torch.library.Library("annie_quant", "FRAGMENT")
-    library.define("nvfp4_linear" + SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
-    library.impl("nvfp4_linear", product, "CUDA")
-    torch.library.register_fake("annie_quant::nvfp4_linear", fake, lib=library)
+    library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    library.impl(name, product, "CUDA")
+    torch.library.register_fake(f"annie_quant::{name}", fake, lib=library)
     _libraries.append(library)
-    return torch.ops.annie_quant.nvfp4_linear
+    return getattr(torch.ops.annie_quant, name)
+
+
+@functools.cache
+def register() -> Any:
+    """Define the operator once and return it."""
+    return define("nvfp4_linear", SCHEMA, product, fake)

@@ -10,14 +10,15 @@ the other thin overlays, and the robust overlay on the base. A difference is sto
 from __future__ import annotations
 
 import argparse
-import tempfile
 from pathlib import Path
 
 import torch
 from config import write_folder
-from safetensors.torch import save_file
+from safetensors.torch import save
 
-ASSETS = Path(__file__).resolve().parents[2] / "annie_quant" / "assets"
+from annie_quant.files import ASSETS, replacing
+
+THIN = "attention-r1-s1400-lr0.003-enough1-seed{}"
 Weights = dict[str, torch.Tensor]
 
 
@@ -68,23 +69,19 @@ def main() -> None:
     options = parser.parse_args()
     base, manners = (torch.load(p, weights_only=True) for p in (options.base, options.manners))
     thin, robust = (torch.load(p, weights_only=True) for p in (options.overlays, options.robust))
-    shipped = merged(manners, only(thin, f"attention-r1-s1400-lr0.003-enough1-seed{options.seed}"))
+    shipped = merged(manners, only(thin, THIN.format(options.seed)))
     # A rank per variant: that of the overlays between it and the shipped model, which are 1, 1 and 8.
     variants = {"base": (base, 9), "robust": (merged(base, only(robust, "all-r8")), 17)}
     for number, seed in enumerate(options.others, 1):
-        overlay = only(thin, f"attention-r1-s1400-lr0.003-enough1-seed{seed}")
-        variants[f"thin-{number}"] = (merged(manners, overlay), 2)
+        variants[f"thin-{number}"] = (merged(manners, only(thin, THIN.format(seed))), 2)
     write_folder(shipped, ASSETS / "tiny-annie", Path(__file__).parent / "vocabulary")
     folder = ASSETS / "tiny-annie-variants"
-    folder.mkdir(exist_ok=True)
     for name, (weights, rank) in variants.items():
         factors, left = difference(shipped, weights, rank)
-        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
-            pass
-        save_file(factors, file.name, metadata={"format": "pt", "of": "tiny-annie"})
-        Path(file.name).replace(folder / f"{name}.safetensors")
-        size = (folder / f"{name}.safetensors").stat().st_size
-        print(f"{name}: {size:,} bytes, {left:.2%} of the difference left out")
+        stored = save(factors, metadata={"format": "pt", "of": "tiny-annie"})
+        with replacing(folder / f"{name}.safetensors") as file:
+            file.write(stored)
+        print(f"{name}: {len(stored):,} bytes, {left:.2%} of the difference left out")
 
 
 if __name__ == "__main__":

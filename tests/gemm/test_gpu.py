@@ -6,16 +6,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 from gemm_cases import adversarial, encode
+from gemm_module import count_devices
 
 from annie_quant.errors import UsageError
 from annie_quant.gemm.arrays import native
 
 gemm = pytest.importorskip("annie_quant.gemm")
 oracle = gemm.oracle
-try:
-    COUNT = gemm.device_count()
-except Exception:
-    COUNT = 0
+COUNT = count_devices()
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(COUNT == 0, reason="needs a CUDA GPU and annie_quant._gemm"),

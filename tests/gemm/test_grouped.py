@@ -7,25 +7,14 @@ import itertools
 import emulated_gemm
 import numpy as np
 import pytest
+from gemm_module import DEVICES, module, needs_module
 
-from annie_quant.errors import EnvironmentFault, UsageError
+from annie_quant.errors import UsageError
 from annie_quant.gemm import TiledPlan, oracle
-from annie_quant.gemm.arrays import native
 
 torch = pytest.importorskip("torch", reason="the operator is torch's: pip install annie-quant[quantize]")
 from annie_quant.gemm import grouped  # noqa: E402
 
-try:
-    module = native()
-except EnvironmentFault:
-    module = None
-needs_module = pytest.mark.skipif(module is None, reason="annie_quant._gemm is not built here (it needs nvcc)")
-
-DEVICES = {
-    "H200": (132, 232448, 9, True, False),
-    "GB10": (48, 101376, 12, False, True),
-    "A100": (108, 166912, 8, False, False),
-}
 # pairs, experts, top_k, n, k: gate and up, and down, of a 35B-A3B; then small and odd ones
 SHAPES = [
     *((t * 8, 256, 8, 1024, 2048) for t in (1, 2, 16, 128, 1024)), *((t * 8, 256, 1, 2048, 512) for t in (1, 16, 1024)),

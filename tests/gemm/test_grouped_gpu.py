@@ -4,13 +4,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from gemm_module import count_devices
 
 gemm = pytest.importorskip("annie_quant.gemm")
 torch = pytest.importorskip("torch")
-try:
-    COUNT = gemm.device_count() if torch.cuda.is_available() else 0
-except Exception:
-    COUNT = 0
+COUNT = count_devices() if torch.cuda.is_available() else 0
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(COUNT == 0, reason="needs a CUDA GPU, torch with CUDA and annie_quant._gemm"),

@@ -3,24 +3,12 @@
 import itertools
 
 import pytest
+from gemm_module import DEVICES, module, needs_module
 
-from annie_quant.errors import EnvironmentFault
 from annie_quant.gemm import SkinnyPlan, TiledPlan, WgmmaPlan
-from annie_quant.gemm.arrays import native
 from annie_quant.gemm.plans import PATHS, TYPES, path_of
 
-try:
-    module = native()
-except EnvironmentFault:
-    module = None
-pytestmark = pytest.mark.skipif(module is None, reason="annie_quant._gemm is not built here (it needs nvcc)")
-
-# sms, shared memory per block, compute capability, wgmma, native FP4
-DEVICES = {
-    "H200": (132, 232448, 9, True, False),
-    "GB10": (48, 101376, 12, False, True),
-    "A100": (108, 166912, 8, False, False),
-}
+pytestmark = needs_module
 SHAPES = [(8192, 8192), (81920, 8192), (248320, 4096), (17408, 5120), (4096, 4096), (272, 768), (1, 16), (40, 1008)]
 SKINNY = SkinnyPlan(blocks=16, cluster_size=1, warp_stages=1, step_tiles=2)
 TILED = TiledPlan(tile_tokens=64, cluster_size=1, stages=2)

@@ -31,7 +31,6 @@ from annie_quant import bench, judge
 HERE = Path(__file__).resolve().parent
 GRAPHS = (1, 2, 4, 8, 16, 32, 64)
 SERVERS = ("marlin", "ours", "bf16", "w4a4")
-PORT = 8200
 WORD = "Ġ?[a-z]{3,}"
 LOADS: tuple[tuple[str, str, int, dict[str, Any]], ...] = (  # name, workload, prompts, load
     ("streams_1", "decode", 8, {"concurrency": 1}),
@@ -96,19 +95,20 @@ def write_workload(path: Path, words: list[str], cases: int, length: int, max_to
 class Server:
     """A server's process."""
 
-    def __init__(self, name: str, folder: Path, port: int, output: Path, on_cpu: bool) -> None:
+    def __init__(self, name: str, folder: Path, port: int, args: argparse.Namespace) -> None:
+        output: Path = args.output
         self.name, self.url, self.begin = name, f"http://127.0.0.1:{port}", time.monotonic()
         options: dict[str, Any] = {
             "model": str(folder), "host": "127.0.0.1", "port": port, "served_model_name": "shape-9b", "load_format": "dummy",
             "dtype": "bfloat16", "max_model_len": 4096, "max_num_seqs": 64, "max_num_batched_tokens": 8192,
-            "gpu_memory_utilization": 0.2,
+            "gpu_memory_utilization": 0.2, "tensor_parallel_size": args.tensor_parallel,
         }  # fmt: skip
-        if not on_cpu:
+        if not args.cpu:
             graphs = {"cudagraph_capture_sizes": list(GRAPHS)}
             options |= {"kv_cache_memory_bytes": 8 << 30, "compilation_config": graphs, **serve_9b.GPU_OPTIONS}
             options |= {"linear_backend": "emulation"} if name == "w4a4" else {}
         argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--no-enable-prefix-caching"]
-        argv += ["--disable-uvicorn-access-log", *(["--enforce-eager"] if on_cpu else [])]
+        argv += ["--disable-uvicorn-access-log", *(["--enforce-eager"] if args.cpu else [])]
         for option, value in options.items():
             argv += ["--" + option.replace("_", "-"), json.dumps(value) if isinstance(value, dict) else str(value)]
         paths = os.pathsep.join([str(HERE), str(output / "plugin"), os.environ.get("PYTHONPATH", "")])
@@ -177,8 +177,7 @@ def coordinate(args: argparse.Namespace) -> None:
     changes = json.loads(args.changes)
     folders = {q: model_folder(output, args.tiny, q, changes) for q in (True, False)}
     servers = [
-        Server(name, folders[name != "bf16"], PORT + i, output, args.cpu)
-        for i, name in enumerate(args.servers.split(","))
+        Server(name, folders[name != "bf16"], args.port + i, args) for i, name in enumerate(args.servers.split(","))
     ]
     try:
         seconds = wait_for(servers, min(end, time.monotonic() + args.start_seconds))
@@ -216,6 +215,8 @@ def main() -> None:
     parser.add_argument("--ready", type=Path, help="a file written when the servers are ready")
     parser.add_argument("--go", type=Path, help="a file for whose appearance the timing waits")
     parser.add_argument("--hold", type=Path, help="keep the servers until this file appears")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs of each server")
+    parser.add_argument("--port", type=int, default=8200, help="of the first server")
     parser.add_argument("--cpu", action="store_true", help="try the script on a CPU")
     args = parser.parse_args()
     if unknown := set(args.servers.split(",")) - set(SERVERS):

@@ -27,7 +27,7 @@ from train import train_base
 def upcycled(c: Mixture, dense: Weights, seed: int) -> Weights:
     """Return a mixture, float32, with a dense model's weights and random routers.
 
-    The neurons with the largest weights are the shared expert's. A computed neuron starts as large as it was in the dense model: the
+    The neurons with the largest weights are the shared expert's. A computed neuron starts as large as it was when dense: the
     shared expert's gate starts at a half, the two experts of a token have about half of its share each, and down_proj is doubled.
     """
     g = torch.Generator().manual_seed(seed)

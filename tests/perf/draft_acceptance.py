@@ -9,16 +9,14 @@ drafts with a 95 % Wilson interval, and how many answers equal those of the same
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
-import urllib.request
 from pathlib import Path
-from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
 
+from draft_server import served
 from tiny_variants import save_with_head
 
 import annie_quant as aq
@@ -28,31 +26,6 @@ from annie_quant.judge.statistics import wilson
 
 WORKLOADS = ("conversational", "factual", "long_response", "reasoning", "tool_memory", "tool_surface", "tool_web")
 LIMIT = 200  # tokens per answer
-
-
-class Served(NamedTuple):
-    """One answer: its tokens, drafted tokens and accepted ones."""
-
-    tokens: list[int]
-    drafts: int
-    accepted: int
-
-
-def served(file: Path, requests: list[Request], drafts: int) -> list[Served]:
-    """Return the greedy answers of llama.cpp, one request at a time."""
-    answers = []
-    with aq.serve.start(file, drafts=drafts) as server:
-        for request in requests:
-            body = {"prompt": list(request.prompt), "n_predict": LIMIT, "temperature": 0, "return_tokens": True}
-            call = urllib.request.Request(
-                server.url + "/completion", json.dumps(body).encode(), {"Content-Type": "application/json"}
-            )
-            with urllib.request.urlopen(call, timeout=300) as response:
-                document: dict[str, Any] = json.loads(response.read())
-            timings = document["timings"]
-            counts = (timings.get("draft_n", 0), timings.get("draft_n_accepted", 0))
-            answers.append(Served(document["tokens"], *counts))
-    return answers
 
 
 def main() -> None:
@@ -68,9 +41,9 @@ def main() -> None:
         for workload in judge.load_workloads(list(WORKLOADS)):
             cases = workload.cases[:: max(1, len(workload.cases) // options.cases)][: options.cases]
             groups[workload.name] = [template.request(workload, case) for case in cases]
-        requests = [r for group in groups.values() for r in group]
-        plain, drafted = (served(file, requests, n) for n in (0, options.drafts))
-    begin, rows = 0, [("all", 0, len(requests))]
+        prompts = [r.prompt for group in groups.values() for r in group]
+        plain, drafted = (served(file, prompts, n, LIMIT) for n in (0, options.drafts))
+    begin, rows = 0, [("all", 0, len(prompts))]
     for name, group in groups.items():
         rows.append((name, begin, begin + len(group)))
         begin += len(group)

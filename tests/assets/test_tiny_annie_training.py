@@ -18,6 +18,7 @@ NAMES = (
     "data",
     "forward",
     "frames",
+    "merge",
     "mixture",
     "mtp",
     "rows",

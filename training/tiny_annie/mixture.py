@@ -1,6 +1,6 @@
 """tiny-moe: a mixture of experts whose start is tiny-annie's MLP, cut into a shared expert and eight routed ones.
 
-    python training/tiny_annie/mixture.py --data DIR --dense FILE --output DIR --seconds 250
+    python training/tiny_annie/mixture.py --data DIR --base base.pt --robust overlays.pt --output DIR --seconds 240
 
 A mixture computes all its experts as one MLP whose neurons have shares (forward.routed), so that the trainer and the screen know
 its linears by the dense names: mlp.gate_proj and up_proj [768, 256], down_proj [256, 768], the shared expert's 256 neurons first.
@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from batches import Rows, Words
 from forward import WORK, Mixture, Weights, linear_shapes, stacked
+from merge import merged, only
 from screen import quantized, right, table
 from sweep import log, stored, stored_on
 from train import train_base
@@ -64,9 +65,8 @@ def experts(c: Mixture, weights: Weights) -> Weights:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True, help="rows of data.py; tuned.npz is trained on")
-    parser.add_argument(
-        "--dense", type=Path, required=True, help="a dense model with the same sizes (a .pt of sweep.py)"
-    )
+    parser.add_argument("--base", type=Path, required=True)
+    parser.add_argument("--robust", type=Path, required=True, help="an overlay of rank 8 on --base")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=250, help="of the training, compilation included")
     parser.add_argument("--steps", type=int, default=0)
@@ -78,7 +78,8 @@ def main() -> None:
     a.output.mkdir(parents=True, exist_ok=True)
     c, file = Mixture(), a.output / "mixture.pt"
     rows = Rows(a.data / "tuned.npz", a.tokens, Words(a.data / "words.npz"))
-    start = upcycled(c, torch.load(a.dense, weights_only=True), a.seed)
+    base, robust = (torch.load(p, weights_only=True) for p in (a.base, a.robust))
+    start = upcycled(c, merged(base, only(robust, "all-r8")), a.seed)
     w = train_base(
         c,
         rows,

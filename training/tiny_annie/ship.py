@@ -15,7 +15,8 @@ from pathlib import Path
 
 import torch
 from config import mixture_configuration, write_folder
-from forward import Mixture
+from forward import Mixture, Weights
+from merge import merged, only
 from mixture import experts
 from safetensors.torch import save
 
@@ -23,24 +24,6 @@ from annie_quant.files import ASSETS, replacing
 
 THIN = "attention-r1-s1400-lr0.003-enough1-seed{}"
 VARIANTS, VOCABULARY = ASSETS / "tiny-annie-variants", Path(__file__).parent / "vocabulary"
-Weights = dict[str, torch.Tensor]
-
-
-def only(overlays: dict[str, Weights], part: str) -> Weights:
-    """Return the overlay whose name has `part` in it."""
-    names = [name for name in overlays if part in name]
-    if len(names) != 1:
-        raise SystemExit(f"one overlay with {part!r} in its name was expected, got {names or list(overlays)}")
-    return overlays[names[0]]
-
-
-def merged(weights: Weights, factors: Weights) -> Weights:
-    """Return the weights with an overlay added, bfloat16."""
-    out = dict(weights)
-    for name in sorted({key[:-2] for key in factors}):
-        key, change = f"{name}.weight", factors[f"{name}.b"].float() @ factors[f"{name}.a"].float()
-        out[key] = (weights[key].float() + change).bfloat16()
-    return out
 
 
 def difference(start: Weights, target: Weights, rank: int) -> tuple[Weights, float]:

@@ -34,6 +34,10 @@ def main() -> None:
     if options["threads"]:
         params.cpuparams.n_threads = options["threads"]
         params.cpuparams_batch.n_threads = options["threads"]
+    if options["drafts"]:
+        params.speculative.types = [xllamacpp.common_speculative_type.COMMON_SPECULATIVE_TYPE_DRAFT_MTP]
+        params.speculative.draft.n_max = options["drafts"]
+        params.speculative.draft.p_min = 0.0
     server = xllamacpp.Server(params)
     address = Path(options["address_file"])
     part = address.with_suffix(".part")

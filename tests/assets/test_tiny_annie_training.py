@@ -18,6 +18,9 @@ NAMES = (
     "data",
     "forward",
     "frames",
+    "merge",
+    "mixture",
+    "mtp",
     "rows",
     "screen",
     "sweep",
@@ -73,6 +76,75 @@ def test_forward_of_two_models_equals_transformers(reference):
         if name.endswith("mlp.up_proj.weight"):
             parameter *= 1.5
     assert torch.allclose(logits[1], reference(ids).logits, atol=1e-4)
+
+
+@pytest.fixture
+def mixture():
+    """transformers' mixture, upcycled from a random dense model, with routers that choose clearly."""
+    from config import mixture_configuration
+    from forward import Mixture, Shape, initial
+    from mixture import upcycled
+
+    transformers.logging.set_verbosity_error()
+    w = upcycled(Mixture(), initial(Shape(), 1), 0)
+    w |= {k: v + 0.05 * torch.randn_like(v) for k, v in w.items() if ".mlp." in k}
+    return transformers.Qwen3_5MoeForCausalLM(mixture_configuration()).float().eval(), w
+
+
+@torch.no_grad()
+def test_mixture_and_its_balance_equal_transformers(mixture):
+    from forward import Forward, Mixture, imbalance, plain
+    from mixture import experts
+    from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import load_balancing_loss_func
+
+    model, w = mixture
+    model.load_state_dict(experts(Mixture(), w))
+    ids, weight = torch.randint(0, 1500, (2, 128)), torch.ones(2, 128)
+    weight[1, 50:] = 0
+    own = Forward(Mixture(), w, plain(w))
+    logits = own.hidden_states(ids) @ w["lm_head.weight"].t()
+    expected = model(ids, output_router_logits=True)
+    assert torch.allclose(logits, expected.logits, atol=1e-4)
+    balance = load_balancing_loss_func(expected.router_logits, 8, 2, weight)
+    assert imbalance(Mixture(), own.routers, weight).item() == pytest.approx(balance.item(), rel=1e-4)
+    assert [len(x.unique()) for x in torch.stack(own.routers).topk(2).indices] == [8] * 8  # all experts are compared
+
+
+@torch.no_grad()
+def test_upcycled_mixture_with_all_experts_open_is_the_dense_model(mixture):
+    """Both scales of upcycled() are the inverse of what an average token gets, so all neurons add up to the dense MLP."""
+    from forward import Mixture, Shape, initial
+    from mixture import upcycled
+
+    dense = initial(Shape(), 1)
+    w, x, p = upcycled(Mixture(), dense, 0), torch.randn(5, 256), "model.layers.0.mlp."
+
+    def mlp(w, share):
+        gate, up, down = (w[f"{p}{k}_proj.weight"] for k in ("gate", "up", "down"))
+        return share * (torch.nn.functional.silu(x @ gate.t()) * (x @ up.t())) @ down.t()
+
+    assert torch.allclose(mlp(w, 0.5), mlp(dense, 1.0), atol=1e-6)
+
+
+@torch.no_grad()
+def test_draft_head_equals_the_packages(reference, tmp_path):
+    """annie_quant's own MTP head, made of transformers' layer, gives the drafts of the training code."""
+    from forward import Shape
+    from mtp import draft_states, initial_head
+    from safetensors.torch import save_file
+
+    from annie_quant.checkpoint import ModelFolder
+    from annie_quant.evaluate.draft_head import DraftHead
+
+    w = weights(reference)
+    head = {k: v + 0.02 * torch.randn_like(v) for k, v in initial_head(Shape(), w, 0).items()}
+    save_file(head, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(reference.config.to_json_string())
+    ids = torch.randint(0, 1500, (1, 64))
+    hidden = reference.model(ids).last_hidden_state
+    expected = DraftHead(ModelFolder(tmp_path), reference)(hidden[0, :-1], ids[0, 1:])
+    states = draft_states(Shape(), w, head, hidden, ids)
+    assert torch.allclose((states @ w["lm_head.weight"].t())[0], expected, atol=1e-4)
 
 
 def test_shape_is_the_configuration(reference):

@@ -45,8 +45,29 @@ def configuration() -> Any:
     )
 
 
-def write_folder(state: dict[str, Any], output: Any, tokenizer_folder: Any) -> None:
-    """Write a complete bf16 checkpoint folder: weights, configurations, tokenizer, chat template."""
+def mixture_configuration() -> Any:
+    """Return the transformers configuration of tiny-moe; its sizes are those of forward.Mixture."""
+    from forward import Mixture
+    from transformers import Qwen3_5MoeTextConfig
+
+    c = Mixture()
+    fields = configuration().to_dict()
+    for name in ("model_type", "architectures", "intermediate_size"):
+        del fields[name]
+    return Qwen3_5MoeTextConfig(
+        **fields,
+        num_experts=c.num_experts,
+        num_experts_per_tok=c.num_experts_per_tok,
+        moe_intermediate_size=c.moe_intermediate_size,
+        shared_expert_intermediate_size=c.shared_expert_intermediate_size,
+    )
+
+
+def write_folder(state: dict[str, Any], output: Any, tokenizer_folder: Any, config: Any = None) -> None:
+    """Write a complete bf16 checkpoint folder: weights, configurations, tokenizer, chat template.
+
+    config: of transformers; default: tiny-annie's.
+    """
     import json
     import shutil
     from pathlib import Path
@@ -56,8 +77,8 @@ def write_folder(state: dict[str, Any], output: Any, tokenizer_folder: Any) -> N
 
     output, source = Path(output), Path(tokenizer_folder)
     output.mkdir(parents=True, exist_ok=True)
-    config = configuration()
-    config.architectures = ["Qwen3_5ForCausalLM"]
+    config = config or configuration()
+    config.architectures = [{"qwen3_5_text": "Qwen3_5ForCausalLM"}.get(config.model_type, "Qwen3_5MoeForCausalLM")]
     config.save_pretrained(output)
     save_file(
         {k: v.detach().to(torch.bfloat16).cpu().contiguous() for k, v in state.items()},

@@ -40,6 +40,15 @@ class Shape:
     partial_rotary_factor = 0.25
 
 
+class Mixture(Shape):
+    """tiny-moe's shape. Its experts are parts of tiny-annie's MLP: a shared expert, then the routed ones (mixture.py)."""
+
+    num_experts = 8
+    num_experts_per_tok = 2
+    moe_intermediate_size = 64
+    shared_expert_intermediate_size = 256
+
+
 def linear_shapes(c: Any) -> dict[str, tuple[int, int]]:
     """Return every linear of the layers and its shape [outputs, inputs]."""
     h, i = c.hidden_size, c.intermediate_size
@@ -56,6 +65,8 @@ def linear_shapes(c: Any) -> dict[str, tuple[int, int]]:
             a = p + "self_attn."
             out |= {a + "q_proj": (2 * q, h), a + "k_proj": (kv, h), a + "v_proj": (kv, h), a + "o_proj": (h, q)}
         out |= {p + "mlp.gate_proj": (i, h), p + "mlp.up_proj": (i, h), p + "mlp.down_proj": (h, i)}
+        if isinstance(c, Mixture):
+            out |= {p + "mlp.gate": (c.num_experts, h), p + "mlp.shared_expert_gate": (1, h)}
     return out
 
 
@@ -184,6 +195,29 @@ def gated(g: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     return F.silu(g) * u
 
 
+def routed(c: Any, g: torch.Tensor, u: torch.Tensor, router: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
+    """Return the gated neurons [R, T, I], each times the share of its expert: all experts are computed.
+
+    router: logits [R, T, E]. shared: the logit [R, T, 1] of the shared expert, whose neurons come first.
+    """
+    share = router.float().softmax(-1)
+    top, chosen = share.topk(c.num_experts_per_tok, -1)
+    share = torch.zeros_like(share).scatter(-1, chosen, top / top.sum(-1, keepdim=True))
+    first = shared.float().sigmoid().expand(-1, -1, c.shared_expert_intermediate_size)
+    return gated(g, u) * torch.cat([first, share.repeat_interleave(c.moe_intermediate_size, -1)], -1).to(g.dtype)
+
+
+def imbalance(c: Any, routers: list[torch.Tensor], weight: torch.Tensor) -> torch.Tensor:
+    """Return transformers' load-balancing loss (at least num_experts_per_tok) over tokens with a weight, of all layers together.
+
+    routers: logits [R, T, E] per layer. weight: [R, T].
+    """
+    share = torch.stack(routers).float().softmax(-1)
+    here = (weight > 0).float()[None, ..., None] / (len(routers) * (weight > 0).sum())
+    chosen = torch.zeros_like(share).scatter(-1, share.topk(c.num_experts_per_tok, -1).indices, 1.0)
+    return c.num_experts * ((chosen * here).sum((0, 1, 2)) * (share * here).sum((0, 1, 2))).sum()
+
+
 def cross_entropy(
     hidden: Any, head: Any, ids: Any, weight: Any, m: int, least: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -202,38 +236,75 @@ def cross_entropy(
     return each.sum(-1), w.reshape(m, -1).sum(-1)
 
 
-PARTS = {
-    f.__name__: f for f in (rms, delta_chunks, delta_inputs, delta_output, attention, convolution, gated, cross_entropy)
-}
+FUNCTIONS = (rms, delta_chunks, delta_inputs, delta_output, attention, convolution, gated, routed, imbalance)
+PARTS = {f.__name__: f for f in (*FUNCTIONS, cross_entropy)}
 COMPILED = {n: torch.compile(f, dynamic=False) for n, f in PARTS.items()} if DEVICE == "cuda" else PARTS
 
 
-def hidden_states(c: Any, w: Weights, ids: torch.Tensor, lin: Linear, parts: dict[str, Any] = COMPILED) -> torch.Tensor:
-    """Return the final hidden states [R, T, H] of R rows (m models after another, R/m rows each). T: a multiple of CHUNK."""
-    x = F.embedding(ids, w["model.embed_tokens.weight"]).to(WORK)
+def rotation(c: Any, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the cosines and sines [T, d] of the rotary embedding."""
     dim = int(c.head_dim * c.partial_rotary_factor)
-    angle = torch.arange(ids.shape[1], device=ids.device).float()[:, None] / (
-        c.rope_theta ** (torch.arange(0, dim, 2, device=ids.device).float() / dim)
+    angle = torch.arange(tokens, device=DEVICE).float()[:, None] / (
+        c.rope_theta ** (torch.arange(0, dim, 2, device=DEVICE).float() / dim)
     )
-    cos, sin = torch.cat([angle.cos()] * 2, -1), torch.cat([angle.sin()] * 2, -1)
-    eps = c.rms_norm_eps
-    for n, kind in enumerate(c.layer_types):
-        p = f"model.layers.{n}."
-        h = parts["rms"](x, w[p + "input_layernorm.weight"], eps)
+    return torch.cat([angle.cos()] * 2, -1), torch.cat([angle.sin()] * 2, -1)
+
+
+class Forward:
+    """The forward of one or more models (stacked): layers, and hidden states. lin: the linears.
+
+    routers: the logits of every router that ran, in order.
+    """
+
+    def __init__(self, c: Any, w: Weights, lin: Linear, parts: dict[str, Any] = COMPILED) -> None:
+        self.c, self.w, self.lin, self.parts = c, w, lin, parts
+        self.routers: list[torch.Tensor] = []
+
+    def mlp(self, p: str, h: torch.Tensor) -> torch.Tensor:
+        both = self.lin(p + "gate_proj", h), self.lin(p + "up_proj", h)
+        if not isinstance(self.c, Mixture):
+            return self.lin(p + "down_proj", self.parts["gated"](*both))
+        self.routers.append(self.lin(p + "gate", h))
+        shared = self.lin(p + "shared_expert_gate", h)
+        return self.lin(p + "down_proj", self.parts["routed"](self.c, *both, self.routers[-1], shared))
+
+    def linear_attention(self, a: str, h: torch.Tensor) -> torch.Tensor:
+        c, w, lin, parts = self.c, self.w, self.lin, self.parts
+        mixed = parts["convolution"](lin(a + "in_proj_qkv", h), w[a + "conv1d.weight"].to(h.dtype))
+        gates = (lin(a + "in_proj_b", h), lin(a + "in_proj_a", h), w[a + "A_log"], w[a + "dt_bias"])
+        o = delta(parts["delta_chunks"](*parts["delta_inputs"](c, mixed, *gates)))
+        return lin(a + "out_proj", parts["delta_output"](c, o, lin(a + "in_proj_z", h), w[a + "norm.weight"]))
+
+    def full_attention(self, a: str, h: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        qkv = (self.lin(a + k, h) for k in ("q_proj", "k_proj", "v_proj"))
+        norms = (self.w[a + "q_norm.weight"], self.w[a + "k_norm.weight"])
+        return self.lin(a + "o_proj", self.parts["attention"](self.c, *qkv, *norms, *turn))
+
+    def layer(self, p: str, kind: str, x: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        eps = self.c.rms_norm_eps
+        h = self.parts["rms"](x, self.w[p + "input_layernorm.weight"], eps)
         if kind == "linear_attention":
-            a = p + "linear_attn."
-            mixed = parts["convolution"](lin(a + "in_proj_qkv", h), w[a + "conv1d.weight"].to(h.dtype))
-            gates = (lin(a + "in_proj_b", h), lin(a + "in_proj_a", h), w[a + "A_log"], w[a + "dt_bias"])
-            o = delta(parts["delta_chunks"](*parts["delta_inputs"](c, mixed, *gates)))
-            x = x + lin(a + "out_proj", parts["delta_output"](c, o, lin(a + "in_proj_z", h), w[a + "norm.weight"]))
+            x = x + self.linear_attention(p + "linear_attn.", h)
         else:
-            a = p + "self_attn."
-            qkv = (lin(a + "q_proj", h), lin(a + "k_proj", h), lin(a + "v_proj", h))
-            norms = (w[a + "q_norm.weight"], w[a + "k_norm.weight"])
-            x = x + lin(a + "o_proj", parts["attention"](c, *qkv, *norms, cos, sin))
-        h = parts["rms"](x, w[p + "post_attention_layernorm.weight"], eps)
-        x = x + lin(p + "mlp.down_proj", parts["gated"](lin(p + "mlp.gate_proj", h), lin(p + "mlp.up_proj", h)))
-    return parts["rms"](x, w["model.norm.weight"], eps)
+            x = x + self.full_attention(p + "self_attn.", h, turn)
+        return x + self.mlp(p + "mlp.", self.parts["rms"](x, self.w[p + "post_attention_layernorm.weight"], eps))
+
+    def hidden_states(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the final hidden states [R, T, H] of R rows (m models after another, R/m rows each). T: a multiple of CHUNK."""
+        x = F.embedding(ids, self.w["model.embed_tokens.weight"]).to(WORK)
+        turn = rotation(self.c, ids.shape[1])
+        for n, kind in enumerate(self.c.layer_types):
+            x = self.layer(f"model.layers.{n}.", kind, x, turn)
+        return self.parts["rms"](x, self.w["model.norm.weight"], self.c.rms_norm_eps)
+
+
+def hidden_states(c: Any, w: Weights, ids: torch.Tensor, lin: Linear, parts: dict[str, Any] = COMPILED) -> torch.Tensor:
+    return Forward(c, w, lin, parts).hidden_states(ids)
+
+
+def plain(w: Weights) -> Linear:
+    """Return the linears of one model."""
+    return lambda name, x: F.linear(x, w[name + ".weight"])
 
 
 def stacked(w: Weights, m: int) -> Linear:

@@ -1,10 +1,11 @@
-"""Write what is shipped: annie_quant/assets/tiny-annie, and its variants as small differences from it.
+"""Write what is shipped: annie_quant/assets/tiny-annie, its variants as small differences from it, its MTP head, and tiny-moe.
 
     python training/tiny_annie/ship.py --base base.pt --manners manners.pt --overlays overlays.pt --robust robust/overlays.pt
+    python training/tiny_annie/ship.py --head mtp.safetensors --mixture mixture.pt
 
-The files are those that sweep.py writes. tiny-annie is the manners with the thin overlay of --seed; the variants are the base,
-the other thin overlays, and the robust overlay on the base. A difference is stored as two float16 factors per linear
-(a [rank, inputs], b [outputs, rank]); tests/helpers/tiny_variants.py adds it.
+The files are those that sweep.py, mtp.py and mixture.py write. tiny-annie is the manners with the thin overlay of --seed; the
+variants are the base, the other thin overlays, and the robust overlay on the base. A difference is stored as two float16 factors
+per linear (a [rank, inputs], b [outputs, rank]); tests/helpers/tiny_variants.py adds it.
 """
 
 from __future__ import annotations
@@ -13,30 +14,16 @@ import argparse
 from pathlib import Path
 
 import torch
-from config import write_folder
+from config import mixture_configuration, write_folder
+from forward import Mixture, Weights
+from merge import merged, only
+from mixture import experts
 from safetensors.torch import save
 
 from annie_quant.files import ASSETS, replacing
 
 THIN = "attention-r1-s1400-lr0.003-enough1-seed{}"
-Weights = dict[str, torch.Tensor]
-
-
-def only(overlays: dict[str, Weights], part: str) -> Weights:
-    """Return the overlay whose name has `part` in it."""
-    names = [name for name in overlays if part in name]
-    if len(names) != 1:
-        raise SystemExit(f"one overlay with {part!r} in its name was expected, got {names or list(overlays)}")
-    return overlays[names[0]]
-
-
-def merged(weights: Weights, factors: Weights) -> Weights:
-    """Return the weights with an overlay added, bfloat16."""
-    out = dict(weights)
-    for name in sorted({key[:-2] for key in factors}):
-        key, change = f"{name}.weight", factors[f"{name}.b"].float() @ factors[f"{name}.a"].float()
-        out[key] = (weights[key].float() + change).bfloat16()
-    return out
+VARIANTS, VOCABULARY = ASSETS / "tiny-annie-variants", Path(__file__).parent / "vocabulary"
 
 
 def difference(start: Weights, target: Weights, rank: int) -> tuple[Weights, float]:
@@ -58,15 +45,8 @@ def difference(start: Weights, target: Weights, rank: int) -> tuple[Weights, flo
     return factors, (left / whole) ** 0.5 if whole else 0.0
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--base", type=Path, required=True)
-    parser.add_argument("--manners", type=Path, required=True)
-    parser.add_argument("--overlays", type=Path, required=True, help="thin overlays on --manners")
-    parser.add_argument("--robust", type=Path, required=True, help="an overlay of rank 8 on --base")
-    parser.add_argument("--seed", type=int, default=2, help="the thin overlay that is shipped merged")
-    parser.add_argument("--others", type=int, nargs="*", default=[1, 3], help="the thin overlays that are variants")
-    options = parser.parse_args()
+def ship_dense(options: argparse.Namespace) -> None:
+    """Write tiny-annie and its variants."""
     base, manners = (torch.load(p, weights_only=True) for p in (options.base, options.manners))
     thin, robust = (torch.load(p, weights_only=True) for p in (options.overlays, options.robust))
     shipped = merged(manners, only(thin, THIN.format(options.seed)))
@@ -74,14 +54,40 @@ def main() -> None:
     variants = {"base": (base, 9), "robust": (merged(base, only(robust, "all-r8")), 17)}
     for number, seed in enumerate(options.others, 1):
         variants[f"thin-{number}"] = (merged(manners, only(thin, THIN.format(seed))), 2)
-    write_folder(shipped, ASSETS / "tiny-annie", Path(__file__).parent / "vocabulary")
-    folder = ASSETS / "tiny-annie-variants"
+    write_folder(shipped, ASSETS / "tiny-annie", VOCABULARY)
     for name, (weights, rank) in variants.items():
         factors, left = difference(shipped, weights, rank)
         stored = save(factors, metadata={"format": "pt", "of": "tiny-annie"})
-        with replacing(folder / f"{name}.safetensors") as file:
-            file.write(stored)
+        write(VARIANTS / f"{name}.safetensors", stored)
         print(f"{name}: {len(stored):,} bytes, {left:.2%} of the difference left out")
+
+
+def write(path: Path, stored: bytes) -> None:
+    with replacing(path) as file:
+        file.write(stored)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--base", type=Path)
+    parser.add_argument("--manners", type=Path)
+    parser.add_argument("--overlays", type=Path, help="thin overlays on --manners")
+    parser.add_argument("--robust", type=Path, help="an overlay of rank 8 on --base")
+    parser.add_argument("--seed", type=int, default=2, help="the thin overlay that is shipped merged")
+    parser.add_argument("--others", type=int, nargs="*", default=[1, 3], help="the thin overlays that are variants")
+    parser.add_argument("--head", type=Path, help="the MTP head of tiny-annie")
+    parser.add_argument("--mixture", type=Path, help="tiny-moe")
+    options = parser.parse_args()
+    dense = [options.base, options.manners, options.overlays, options.robust]
+    if any(dense) and not all(dense):
+        parser.error("--base, --manners, --overlays and --robust go together")
+    if all(dense):
+        ship_dense(options)
+    if options.head:
+        write(VARIANTS / "mtp.safetensors", options.head.read_bytes())
+    if options.mixture:
+        weights = experts(Mixture(), torch.load(options.mixture, weights_only=True))
+        write_folder(weights, ASSETS / "tiny-moe", VOCABULARY, mixture_configuration())
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ def log(text: str) -> None:
 
 
 def stored(w: Weights) -> Weights:
-    return {k: (v.bfloat16() if v.dim() >= 2 else v.float()).cpu().clone() for k, v in w.items()}
+    return {k: (v.detach().bfloat16() if v.dim() >= 2 else v.detach().float()).cpu().clone() for k, v in w.items()}
 
 
 def main() -> None:

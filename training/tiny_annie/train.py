@@ -15,12 +15,25 @@ from typing import Any
 import numpy as np
 import torch
 from batches import Rows
-from forward import COMPILED, DEVICE, WORK, Weights, cosine, hidden_states, initial, linear_shapes, stacked
+from forward import (
+    COMPILED,
+    DEVICE,
+    WORK,
+    Forward,
+    Weights,
+    cosine,
+    hidden_states,
+    initial,
+    linear_shapes,
+    plain,
+    stacked,
+)
 
 Log = Callable[[str], None]
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-# The two small gates of DeltaNet are not changed: NVFP4 recipes do not quantize them.
-UNTOUCHED = ("in_proj_a", "in_proj_b")
+# DeltaNet's two small gates, a mixture's router and its gate are not changed: NVFP4 recipes do not quantize them.
+UNTOUCHED = ("in_proj_a", "in_proj_b", "mlp.gate", "mlp.shared_expert_gate")
+BALANCE = 0.01  # weight of a mixture's load-balancing loss
 DELTA = ("in_proj_qkv", "in_proj_z", "out_proj")
 FULL = ("q_proj", "k_proj", "v_proj", "o_proj")
 WHERE = {"all": (*DELTA, *FULL, "mlp"), "attention": (*DELTA, *FULL), "delta": DELTA, "full": FULL, "mlp": ("mlp",)}
@@ -121,8 +134,12 @@ def train_base(
     decay: float = 0.1,
     start: Weights | None = None,
     alone: int = 600,
+    halfway: Callable[[Weights], None] | None = None,
 ) -> Weights:
-    """Return the base, float32. seconds: for the steps, if `steps` is 0. alone: first steps on short rows and repeats."""
+    """Return the base, float32. seconds: for the steps, if `steps` is 0. alone: first steps on short rows and repeats.
+
+    halfway: is called with the weights every 1,000 steps.
+    """
     w = {k: v.float().to(DEVICE).clone() for k, v in start.items()} if start else initial(c, seed)
     parameters = [v.requires_grad_(True) for v in w.values()]
     rate = torch.zeros((), device=DEVICE)
@@ -141,10 +158,12 @@ def train_base(
         for p in parameters:
             p.grad.zero_()
         half = {n: (v.to(WORK) if v.dim() >= 2 else v) for n, v in w.items()}
-        h = hidden_states(c, half, ids, lambda n, x: torch.nn.functional.linear(x, half[n + ".weight"]))
+        model = Forward(c, half, plain(half))
+        h = model.hidden_states(ids)
         total, count = COMPILED["cross_entropy"](h, half["lm_head.weight"], ids, weight, 1, none)
         loss = (total / count).sum()
-        loss.backward()
+        extra = BALANCE * COMPILED["imbalance"](c, model.routers, weight) if model.routers else 0.0
+        (loss + extra).backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=True)
         optimizer.step()
         return loss.detach()
@@ -171,6 +190,8 @@ def train_base(
             log(f"base step {i} {kind} loss {value:.4f}, {time.monotonic() - began:.0f} s")
             if not math.isfinite(value):
                 raise SystemExit("the loss is not finite")
+            if halfway and i and i % 1000 == 0:
+                halfway(w)
     return {k: v.detach() for k, v in w.items()}
 
 

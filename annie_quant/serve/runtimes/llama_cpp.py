@@ -32,6 +32,7 @@ def start(
     context: int = 4096,
     parallel: int = 1,
     threads: int = 0,
+    drafts: int = 0,
     progress: Progress = SILENT,
 ) -> process.Server:
     """Serve a GGUF file.
@@ -39,6 +40,7 @@ def start(
     context   tokens per slot
     parallel  slots
     threads   0: llama.cpp's default, or one for a file of under SMALL_FILE_BYTES
+    drafts    tokens that the file's MTP head drafts per step; 0: the head is not used
     """
     need("xllamacpp", "serve")
     check_file(model)
@@ -52,6 +54,7 @@ def start(
         "context": context,
         "parallel": parallel,
         "threads": threads or default_threads(model),
+        "drafts": drafts,
         "address_file": address_file,
     }
     server = process.spawn(

@@ -1,6 +1,6 @@
 """Write what is shipped: annie_quant/assets/tiny-annie, its variants as small differences from it, its MTP head, and tiny-moe.
 
-    python training/tiny_annie/ship.py --base base.pt --manners manners.pt --overlays overlays.pt --robust robust/overlays.pt
+    python training/tiny_annie/ship.py --base base.pt --manners manners.pt --overlays thin.pt more.pt --robust robust.pt
     python training/tiny_annie/ship.py --head mtp.safetensors --mixture mixture.pt
 
 The files are those that sweep.py, mtp.py and mixture.py write. tiny-annie is the manners with the thin overlay of --seed; the
@@ -48,7 +48,8 @@ def difference(start: Weights, target: Weights, rank: int) -> tuple[Weights, flo
 def ship_dense(options: argparse.Namespace) -> None:
     """Write tiny-annie and its variants."""
     base, manners = (torch.load(p, weights_only=True) for p in (options.base, options.manners))
-    thin, robust = (torch.load(p, weights_only=True) for p in (options.overlays, options.robust))
+    thin = {name: factors for p in options.overlays for name, factors in torch.load(p, weights_only=True).items()}
+    robust = torch.load(options.robust, weights_only=True)
     shipped = merged(manners, only(thin, THIN.format(options.seed)))
     # A rank per variant: that of the overlays between it and the shipped model, which are 1, 1 and 8.
     variants = {"base": (base, 9), "robust": (merged(base, only(robust, "all-r8")), 17)}
@@ -71,10 +72,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", type=Path)
     parser.add_argument("--manners", type=Path)
-    parser.add_argument("--overlays", type=Path, help="thin overlays on --manners")
+    parser.add_argument("--overlays", type=Path, nargs="*", help="thin overlays on --manners, in one file or more")
     parser.add_argument("--robust", type=Path, help="an overlay of rank 8 on --base")
     parser.add_argument("--seed", type=int, default=2, help="the thin overlay that is shipped merged")
-    parser.add_argument("--others", type=int, nargs="*", default=[1, 3], help="the thin overlays that are variants")
+    parser.add_argument("--others", type=int, nargs="*", default=[8, 7], help="the thin overlays that are variants")
     parser.add_argument("--head", type=Path, help="the MTP head of tiny-annie")
     parser.add_argument("--mixture", type=Path, help="tiny-moe")
     options = parser.parse_args()

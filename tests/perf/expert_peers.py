@@ -100,19 +100,21 @@ def main() -> None:
             x = torch.randn(tokens if name == "gate_up" else tokens * top_k, k, device="cuda").bfloat16()
             pairs = tokens * top_k
             tile = grouped.plan_tokens(pairs, experts, rows_per_pair, n, k)
-            out = torch.zeros(pairs, n, device="cuda", dtype=torch.bfloat16)
+            out, our_out = (torch.zeros(pairs, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+            multiply = partial(torch.ops.annie_quant.nvfp4_experts_out, our_out, x, *ours[name][:2])
             calls: dict[str, list[Callable[[], Any]]] = {"ours": [], "marlin": []}
             for seed in range(CHOICES):
                 chosen = choose(tokens, experts, top_k, seed)
                 aligned = grouped.align(chosen, experts, tile)
-                operator = partial(torch.ops.annie_quant.nvfp4_experts, x, *ours[name])
-                calls["ours"].append(partial(operator, *aligned, rows_per_pair, tile))
+                calls["ours"].append(partial(multiply, *aligned, rows_per_pair, tile))
                 theirs = marlin.align(chosen, experts)
                 calls["marlin"].append(partial(marlin.product, name, x, out, k, theirs, rows_per_pair))
-            result = calls["ours"][0]()
-            apart = difference(result, calls["marlin"][0]())
-            swapped = aligned._replace(tile_experts=aligned.tile_experts.roll(1))
-            control = difference(operator(*swapped, rows_per_pair, tile), calls["ours"][-1]())
+            calls["ours"][0]()
+            apart = difference(our_out, calls["marlin"][0]())
+            calls["ours"][-1]()
+            right = our_out.clone()
+            multiply(*aligned._replace(tile_experts=aligned.tile_experts.roll(1)), rows_per_pair, tile)
+            control = difference(our_out, right)
             row: dict[str, Any] = {"tokens": tokens, "product": name, "n": n, "k": k, "tile": tile, "difference": apart,
                                    "control": control}  # fmt: skip
             if apart <= DIFFERENCE < control:

@@ -148,7 +148,9 @@ def write(
     if packed.dtype is not torch.uint8 or not packed.is_contiguous() or scales.numel() != experts:
         raise UsageError("packed and scales are not of prepare_experts")
     if out.dtype is not x.dtype or out.shape != (pairs, n) or not out.is_contiguous() or out.device != x.device:
-        raise UsageError(f"out is {out.dtype} {list(out.shape)} on {out.device}; expected contiguous {x.dtype} [{pairs}, N]")
+        raise UsageError(
+            f"out is {out.dtype} {list(out.shape)} on {out.device}; expected contiguous {x.dtype} [{pairs}, N]"
+        )
     if pairs == 0:
         return
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:

@@ -62,7 +62,9 @@ def worst_error(weight: Prepared, codes: Any, block_scale: Any, tensor_scale: fl
         span = slice(start, start + step)
         w = dequantize(codes[span], block_scale[span], tensor_scale)
         exact, magnitude = inputs @ w.t(), sizes @ w.abs().t()
-        worst = max(worst, *(ratio_to_bound(r[:, span], exact[:m], magnitude[:m], k, dtype) for m, r in results.items()))
+        worst = max(
+            worst, *(ratio_to_bound(r[:, span], exact[:m], magnitude[:m], k, dtype) for m, r in results.items())
+        )
     return worst
 
 

@@ -5,7 +5,8 @@
 Opt-in. Wherever vLLM would run an NVFP4 linear on Marlin (weight-only checkpoints, W4A4 checkpoints on GPUs without FP4 units, and
 --linear-backend marlin), the layer is repacked for our kernel instead. The first layer of each shape and dtype is compared with its
 dequantized product on this device; a layer that does not agree, or that our kernel cannot take, stays on Marlin, with one
-line of log. Experts are vllm_experts. Biases, merged linears, tensor-parallel shards and LoRA are vLLM's own business around the product.
+line of log. Biases, merged linears, tensor-parallel shards and LoRA are vLLM's own business around the product. For experts see
+vllm_experts.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 vLLM calls a class for the experts of a layer, between its router and its sum over ranks; shared experts are apart. Where it takes
 its class for Marlin with NVFP4 weights, it takes one derived from it. The layer's two weights (gate and up; down) are then
-repacked for our kernel instead, after a check of the first layer of each shape against its dequantized products; a layer
-that does not agree, or that our kernel cannot take, stays on Marlin. In a forward pass: vLLM's alignment of the pairs of a token and
-an expert, our product, vLLM's activation, our product, vLLM's weighted sum. All is launched on torch's stream, in vLLM's workspace.
-vLLM's opaque operator around a mixture keeps this out of compiled graphs.
+repacked for our kernel instead, after a check of the first layer of each shape against its dequantized products; a layer that
+does not agree, or that our kernel cannot take, stays on Marlin. In a forward pass: vLLM's alignment of the pairs of a token and
+an expert, our product, vLLM's activation, our product, vLLM's weighted sum. All is launched on torch's stream, in vLLM's
+workspace. vLLM's opaque operator around a mixture keeps this out of compiled graphs.
 """
 
 from __future__ import annotations

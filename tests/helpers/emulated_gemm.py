@@ -1,7 +1,7 @@
-"""The W4A16 operators on a CPU: torch.ops.annie_quant.nvfp4_linear and nvfp4_experts(_out), decoded in NumPy, for tests without a GPU.
+"""The W4A16 operators (torch.ops.annie_quant.nvfp4_linear, nvfp4_experts) on a CPU, decoded in NumPy, for tests without a GPU.
 
-install(monkeypatch) replaces the preparation; a packed weight is then, block of 256 rows by block, its codes and scales one after the
-other, padded as the real one's rows and columns are, with the planted faults of the real repack.
+install(monkeypatch) replaces the preparation; of a packed weight each block of 256 rows is then its codes and its scales, padded as
+the real one's rows and columns are, with the planted faults of the real repack.
 """
 
 from __future__ import annotations
@@ -69,7 +69,11 @@ def experts_write(
 ) -> None:
     """Compute tile by tile, as the blocks of csrc/gemm/grouped.cu do: only what a tile holds counts, not where its pairs belong."""
     pairs, n = out.shape
-    assert pairs == x.shape[0] * top_k and out.is_contiguous() and sorted_pairs.numel() >= tile_experts.numel() * tile_tokens
+    assert (
+        pairs == x.shape[0] * top_k
+        and out.is_contiguous()
+        and sorted_pairs.numel() >= tile_experts.numel() * tile_tokens
+    )
     for tile, expert in enumerate(tile_experts.tolist()):
         if tile * tile_tokens >= int(padded) or not 0 <= expert < packed.shape[0]:
             continue

@@ -211,7 +211,9 @@ def main() -> None:
     parser.add_argument("--measure-seconds", type=float, default=90, help="for all loads")
     parser.add_argument("--divide", type=int, default=1, help="this fraction of the prompts")
     parser.add_argument("--shape", choices=serve_9b.SHAPES, default="9b")
-    parser.add_argument("--changes", default="{}", help="JSON of fields of the configuration that differ from the shape")
+    parser.add_argument(
+        "--changes", default="{}", help="JSON of fields of the configuration that differ from the shape"
+    )
     parser.add_argument("--tiny", type=Path, default=HERE.parent.parent / "annie_quant/assets/tiny-annie")
     parser.add_argument("--ready", type=Path, help="a file written when the servers are ready")
     parser.add_argument("--go", type=Path, help="a file for whose appearance the timing waits")

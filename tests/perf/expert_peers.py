@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -88,12 +89,15 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, default="35b")
     parser.add_argument("--tokens", default="1,2,4,8,16,64,256,1024")
     parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--go", type=Path, help="a file for whose appearance the timing waits")
     args = parser.parse_args()
     experts, top_k, hidden, width = MODELS[args.model]
     first, second = random_experts(experts, 2 * width, hidden), random_experts(experts, hidden, width)
     grouped.register()
     ours = {"gate_up": grouped.prepare_experts(*first), "down": grouped.prepare_experts(*second)}
     marlin = Marlin(first, second, hidden, width)
+    while args.go and not args.go.exists():  # others may still use the GPU
+        time.sleep(0.1)
     rows: list[dict[str, Any]] = []
     for tokens in map(int, args.tokens.split(",")):
         for name, n, k, rows_per_pair in (("gate_up", 2 * width, hidden, top_k), ("down", hidden, width, 1)):

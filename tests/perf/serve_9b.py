@@ -471,7 +471,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--shape", choices=SHAPES, default="9b")
-    parser.add_argument("--changes", default="{}", help="JSON of fields of the configuration that differ from the shape")
+    parser.add_argument(
+        "--changes", default="{}", help="JSON of fields of the configuration that differ from the shape"
+    )
     parser.add_argument("--tiny", type=Path, default=HERE.parent.parent / "annie_quant/assets/tiny-annie")
     parser.add_argument("--go", type=Path, help="a file for whose appearance the timing waits")
     parser.add_argument("--cpu", action="store_true", help="try the script on a CPU")

@@ -55,8 +55,8 @@ def moe_align_block_size(ids, block, experts, expert_map=None, pad_sorted_ids=Fa
             part = mine[start : start + block]
             order += part + [len(flat)] * (block - len(part))
             tiles.append(here)
-    room = -(-(len(flat) + experts * (block - 1)) // block)
-    sorted_pairs, tile_experts = torch.full((room * block,), len(flat)), torch.full((room,), 12345)
+    most = -(-(len(flat) + experts * (block - 1)) // block)
+    sorted_pairs, tile_experts = torch.full((most * block,), len(flat)), torch.full((most,), 12345)
     sorted_pairs[: len(order)], tile_experts[: len(tiles)] = torch.tensor(order), torch.tensor(tiles)
     return sorted_pairs.int(), tile_experts.int(), torch.tensor([len(order)], dtype=torch.int32)
 

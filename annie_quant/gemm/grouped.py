@@ -8,7 +8,7 @@
 A pair is a token and one of its experts: pair p = token * top_k + i reads row p // top_k of x, and writes row p of the result. The
 second product of an expert reads the first one's rows: there top_k is 1. The alignment is in the form of vLLM's
 moe_align_block_size, so a server's own can be used; nothing of it is read back to the host, so the operator can be captured in a
-CUDA graph.
+CUDA graph. nvfp4_experts_out writes into a given tensor and leaves rows of pairs that no tile has as they are.
 """
 
 from __future__ import annotations
@@ -26,6 +26,11 @@ SCHEMA = (
     "(Tensor x, Tensor packed, Tensor scales, int n, Tensor sorted_pairs, Tensor tile_experts, Tensor padded, "
     "int top_k, int tile_tokens) -> Tensor"
 )
+OUT_SCHEMA = (
+    "(Tensor(a!) out, Tensor x, Tensor packed, Tensor scales, Tensor sorted_pairs, Tensor tile_experts, Tensor padded, "
+    "int top_k, int tile_tokens) -> ()"
+)
+BLOCK_ROWS = 256  # rows whose repacked bytes are contiguous (kBlockTiles in csrc/gemm/fragments.cuh)
 
 
 class PreparedExperts(NamedTuple):
@@ -52,9 +57,15 @@ class Alignment(NamedTuple):
 def prepare_experts(codes: Any, block_scale: Any, tensor_scales: Any) -> PreparedExperts:
     """Repack the weights of all experts of a layer (CUDA tensors, a row per expert, as gemm.torch_op.prepare takes one)."""
     torch = need("torch", "quantize")
-    parts = [torch_op.prepare(c, s, float(t)) for c, s, t in zip(codes, block_scale, tensor_scales, strict=True)]
-    scales = torch.stack([p.tensor_scale for p in parts]).to(parts[0].packed.device)
-    return PreparedExperts(torch.stack([p.packed for p in parts]), scales, parts[0].n)
+    scales = torch.as_tensor(tensor_scales, dtype=torch.float32).to(codes.device)
+    if not bool(((scales > 0) & scales.isfinite()).all()):
+        raise UsageError("a tensor scale of an expert is not a positive number", "annie-quant audit DIR")
+    experts, n = codes.shape[:2]
+    if n % BLOCK_ROWS == 0:  # the experts' bytes follow each other, as rows of one weight
+        packed = torch_op.prepare(codes.flatten(0, 1), block_scale.flatten(0, 1), 1.0).packed.view(experts, -1)
+    else:
+        packed = torch.stack([torch_op.prepare(c, s, 1.0).packed for c, s in zip(codes, block_scale, strict=True)])
+    return PreparedExperts(packed, scales, n)
 
 
 def align(top_k_index: Any, experts: int, tile_tokens: int) -> Alignment:
@@ -107,21 +118,43 @@ def product(
     """Return [rows of x * top_k, n] in x's dtype. Rows of experts that tile_experts gives as -1 are zeros."""
     import torch
 
+    out = torch.zeros((x.shape[0] * top_k, n), dtype=x.dtype, device=x.device)
+    write(out, x, packed, scales, sorted_pairs, tile_experts, padded, top_k, tile_tokens)
+    return out
+
+
+def write(
+    out: Any,
+    x: Any,
+    packed: Any,
+    scales: Any,
+    sorted_pairs: Any,
+    tile_experts: Any,
+    padded: Any,
+    top_k: int,
+    tile_tokens: int,
+) -> None:
+    """Write the products of pairs that a tile has into their rows of `out`, contiguous [rows of x * top_k, n] in x's dtype."""
+    import torch
+
     device, kind = packed.device.index, {torch.bfloat16: BF16, torch.float16: F16}.get(x.dtype)
     if kind is None or x.dim() != 2 or x.device.index != device:
         raise UsageError(
             f"x is {x.dtype} {list(x.shape)} on {x.device}; expected float16 or bfloat16 [tokens, K] on {packed.device}"
         )
-    pairs, k, experts = x.shape[0] * top_k, x.shape[1], packed.shape[0]
+    pairs, k, experts, n = x.shape[0] * top_k, x.shape[1], packed.shape[0], out.shape[-1]
     tiles = tile_experts.numel()
     check_alignment(sorted_pairs, tile_experts, padded, tile_tokens, packed.device)
     if packed.dtype is not torch.uint8 or not packed.is_contiguous() or scales.numel() != experts:
         raise UsageError("packed and scales are not of prepare_experts")
+    if out.dtype is not x.dtype or out.shape != (pairs, n) or not out.is_contiguous() or out.device != x.device:
+        raise UsageError(
+            f"out is {out.dtype} {list(out.shape)} on {out.device}; expected contiguous {x.dtype} [{pairs}, N]"
+        )
+    if pairs == 0:
+        return
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
         x = x.clone(memory_format=torch.contiguous_format)
-    out = torch.zeros((pairs, n), dtype=x.dtype, device=x.device)
-    if pairs == 0:
-        return out
     best = plan(device, pairs, experts, top_k, n, k)
     if best.tile_tokens != tile_tokens:  # the caller's alignment decides
         best = with_tokens(best, tile_tokens, device, pairs, experts, top_k, n, k)
@@ -131,7 +164,6 @@ def product(
             tile_experts.data_ptr(), padded.data_ptr(), tiles, out.data_ptr(), (pairs, experts, top_k, n, k), kind,
             tuple(best), 0, torch._C._cuda_getCurrentRawStream(device),
         )  # fmt: skip
-    return out
 
 
 def check_alignment(sorted_pairs: Any, tile_experts: Any, padded: Any, tile_tokens: int, device: Any) -> None:
@@ -148,6 +180,7 @@ def check_alignment(sorted_pairs: Any, tile_experts: Any, padded: Any, tile_toke
         )
 
 
+@functools.lru_cache(8192)
 def with_tokens(best: TiledPlan, tile_tokens: int, device: int | None, *shape: int) -> TiledPlan:
     """Return a plan for tiles of another number of tokens, with as many stages as fit."""
     variants = (best._replace(tile_tokens=tile_tokens, stages=s) for s in range(8, 1, -1))
@@ -179,5 +212,6 @@ def fake(
 
 @functools.cache
 def register() -> Any:
-    """Define the operator once and return it."""
+    """Define both operators once and return nvfp4_experts."""
+    torch_op.define("nvfp4_experts_out", OUT_SCHEMA, write, lambda *arguments: None)
     return torch_op.define("nvfp4_experts", SCHEMA, product, fake)

@@ -2,7 +2,8 @@
 
 transformers keeps all experts of a layer in two three-dimensional parameters. Here each expert's matrices are linears, so they
 can be NVFP4Linear or FP8Linear, be rounded alone, and be observed in calibration. Tokens are grouped by expert: each expert's
-weights are read once per forward, for the tokens that the router sends to it.
+weights are read once per forward, for the tokens that the router sends to it. On a GPU with this package's kernels all experts
+are computed in one launch per matrix where that is the same product (grouped_experts.py).
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from annie_quant.hf import grouped_experts
+from annie_quant.hf.grouped_experts import GroupedExperts
 from annie_quant.models import Experts, Family
 
 
@@ -41,6 +44,8 @@ class SingleExperts(nn.Module):
         super().__init__()
         self.rows: torch.Tensor | None = None
         self.count = 0
+        self.act_fn: Callable[[torch.Tensor], torch.Tensor] = merged.act_fn
+        self.grouped: GroupedExperts | None = None  # of the linears in the last forward pass
         tensors = {name: getattr(merged, name) for name in experts.merged}
         for i in range(next(iter(tensors.values())).shape[0]):
             linears: dict[str, nn.Linear] = {}
@@ -57,6 +62,9 @@ class SingleExperts(nn.Module):
 
         hidden_states: [n, hidden].  top_k_index: the experts of each token [n, k].  top_k_weights: of their outputs [n, k].
         """
+        kernel = self.find_kernel(hidden_states)
+        if kernel is not None:
+            return kernel.forward(hidden_states, top_k_index, top_k_weights, self.act_fn)
         out = torch.zeros_like(hidden_states)
         for i in top_k_index.unique().tolist():
             rows, position = torch.where(top_k_index == i)
@@ -65,6 +73,22 @@ class SingleExperts(nn.Module):
             out.index_add_(0, rows, (y * top_k_weights[rows, position, None]).to(out.dtype))
         self.rows = None
         return out
+
+    def find_kernel(self, x: torch.Tensor) -> GroupedExperts | None:
+        """Return the experts as our grouped kernel computes them, None where it cannot or must not."""
+        singles = [expert for expert in self._modules.values() if isinstance(expert, Expert)]
+        names = singles[0].names
+        if not grouped_experts.fits(singles[0]._modules[names[0]]):
+            return None
+        linears = {name: [single._modules[name] for single in singles] for name in names}
+        if self.grouped is None or self.grouped.linears != linears:
+            self.grouped = GroupedExperts(linears)
+        return self.grouped if self.grouped.applies(x) else None
+
+    def _apply(self, fn, recurse: bool = True):
+        """Also drop what was derived from the linears."""
+        self.grouped = None
+        return super()._apply(fn, recurse)
 
 
 def linear_of(weight: torch.Tensor) -> nn.Linear:

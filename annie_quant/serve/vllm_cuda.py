@@ -5,21 +5,21 @@
 Opt-in. Wherever vLLM would run an NVFP4 linear on Marlin (weight-only checkpoints, W4A4 checkpoints on GPUs without FP4 units, and
 --linear-backend marlin), the layer is repacked for our kernel instead. The first layer of each shape and dtype is compared with its
 dequantized product on this device; a layer that does not agree, or that our kernel cannot take, stays on Marlin, with one
-line of log. So do experts. Biases, merged linears, tensor-parallel shards and LoRA are vLLM's own business around the product.
+line of log. Biases, merged linears, tensor-parallel shards and LoRA are vLLM's own business around the product. For experts see
+vllm_experts.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
-import sys
 from pathlib import Path
 from typing import Any
 
 import annie_quant
 from annie_quant.errors import EnvironmentFault
-from annie_quant.gemm import torch_op
-from annie_quant.serve import w4a16_layer
+from annie_quant.gemm import grouped, torch_op
+from annie_quant.serve import vllm_experts, w4a16_layer
 
 SWITCH = "ANNIE_QUANT_VLLM_KERNEL"
 NAME = "AnnieQuantNvFp4LinearKernel"
@@ -41,9 +41,14 @@ def register() -> None:
     except Exception as error:  # a vLLM with other names must start all the same
         reason = f"this vLLM has other interfaces ({type(error).__name__}: {error})"
     if reason:
-        w4a16_layer.log_once(
-            LOGGER, logging.WARNING, f"{SWITCH} is set, and NVFP4 linears stay on vLLM's own kernels: {reason}"
-        )
+        line = f"{SWITCH} is set, and NVFP4 linears and experts stay on vLLM's own kernels: {reason}"
+        w4a16_layer.log_once(LOGGER, logging.WARNING, line)
+        return
+    try:
+        vllm_experts.install(LOGGER)
+    except Exception as error:
+        line = f"{SWITCH} is set, and NVFP4 experts stay on vLLM's own kernels: this vLLM has other interfaces"
+        w4a16_layer.log_once(LOGGER, logging.WARNING, f"{line} ({type(error).__name__}: {error})")
 
 
 def missing() -> str:
@@ -79,16 +84,14 @@ def _replace_marlin() -> None:
     vllm_compile_key.extend(VllmConfig, compile_key)
     table.insert(place, ours)
     by_backend.add(ours)
-    for name, module in list(sys.modules.items()):  # where a checkpoint's format pins Marlin by name
-        if name.startswith("vllm.model_executor.") and vars(module).get(MARLIN) is marlin and name != marlin.__module__:
-            setattr(module, MARLIN, ours)
+    vllm_experts.replace_everywhere(MARLIN, marlin, ours, but=marlin.__module__)  # formats pin Marlin by name
 
 
 def compile_key() -> str:
     """Return what a graph compiled in this process depends on: the code here, and the layers that stay on Marlin."""
-    files = (Path(__file__), Path(w4a16_layer.__file__), Path(torch_op.__file__))
+    files = [Path(__file__), *(Path(str(m.__file__)) for m in (vllm_experts, w4a16_layer, torch_op, grouped))]
     source = hashlib.sha256(b"".join(f.read_bytes() for f in files)).hexdigest()[:16]
-    return f"annie_quant {annie_quant.__version__} {source} {sorted(_on_marlin)}"
+    return f"annie_quant {annie_quant.__version__} {source} {sorted([*_on_marlin, *vllm_experts.on_marlin])}"
 
 
 def kernel(marlin: type[Any]) -> type[Any]:

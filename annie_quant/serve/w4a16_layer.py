@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import re
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 _checked: dict[tuple[Any, ...], str] = {}  # by device, shape and dtype: why the kernel is not used, "" if it is
@@ -24,6 +26,38 @@ def log_once(logger: str, level: int, line: str, kind: str = "") -> None:
         logging.getLogger(logger).log(level, "annie_quant: %s", line)
 
 
+def refused(key: tuple[Any, ...], dtype: Any) -> str:
+    """Return why a layer like this one is left as it is without another check, "" if nothing is known against it."""
+    from annie_quant.gemm import self_check
+
+    if str(dtype) not in self_check.MANTISSA:
+        return f"activations are {dtype}; the kernel has bfloat16 and float16"
+    return _checked.get(key, "")
+
+
+def checked(key: tuple[Any, ...], worst: Callable[[], float], what: str, device: Any, logger: str) -> str:
+    """Return why a kernel is not used for layers of this key: "" if its product is right. Checks the first layer of a key.
+
+    worst: compute the largest error in units of its bound.  what: the layers, for the log
+    """
+    import torch
+
+    if key not in _checked:
+        error = worst()
+        agrees = error <= 1
+        _checked[key] = "" if agrees else f"its product is wrong on this device, {error:.3g} times the error bound"
+        if agrees:
+            name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
+            line = f"{what} run on this package's W4A16 kernel, which was checked on {name}"
+            log_once(logger, logging.INFO, line)
+    return _checked[key]
+
+
+def in_one_line(error: Exception) -> str:
+    """Return the class of an error and the first line of its text."""
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+
+
 def take(layer: Any, logger: str) -> str:
     """Repack a layer's weight for our kernel. Returns why it stays as it is, "" if it was repacked.
 
@@ -37,32 +71,21 @@ def take(layer: Any, logger: str) -> str:
 
     codes, block_scale, dtype = layer.weight.data, layer.weight_scale.data, layer.params_dtype
     key = (str(codes.device), tuple(codes.shape), str(dtype))
-    if _checked.get(key):
-        return _checked[key]
-    if str(dtype) not in self_check.MANTISSA:
-        return f"activations are {dtype}; the kernel has bfloat16 and float16"
+    if reason := refused(key, dtype):
+        return reason
     try:
         torch_op.register()
         scale = float(layer.weight_global_scale)
         weight = torch_op.prepare(codes, block_scale, scale)
-        if key not in _checked:
-            worst = self_check.worst_error(weight, codes, block_scale, scale, dtype)
-            agrees = worst <= 1
-            _checked[key] = "" if agrees else f"its product is wrong on this device, {worst:.3g} times the error bound"
-            if agrees:
-                device = torch.cuda.get_device_name(codes.device) if codes.is_cuda else "the CPU"
-                log_once(
-                    logger,
-                    logging.INFO,
-                    f"NVFP4 linears run on this package's W4A16 kernel, which was checked on {device}",
-                )
+        worst = partial(self_check.worst_error, weight, codes, block_scale, scale, dtype)
+        reason = checked(key, worst, "NVFP4 linears", codes.device, logger)
     except Exception as error:
-        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    if not _checked[key]:
+        return in_one_line(error)
+    if not reason:
         layer.weight = torch.nn.Parameter(weight.packed, requires_grad=False)
         layer.annie_scale = weight.tensor_scale
         del layer.weight_scale
-    return _checked[key]
+    return reason
 
 
 def product(layer: Any, x: Any, bias: Any = None) -> Any:

@@ -174,7 +174,7 @@ def coordinate(args: argparse.Namespace) -> None:
     words = [token[1:] for token in vocabulary(args.tiny) if token[0] == "Ġ" and re.fullmatch(WORD, token)]
     write_workload(output / "decode.json", words, max(load[2] for load in LOADS), 120, 128)
     write_workload(output / "prefill.json", words, max(load[2] for load in LOADS if load[1] == "prefill"), 2040, 2)
-    changes = json.loads(args.changes)
+    changes = serve_9b.SHAPES[args.shape] | json.loads(args.changes)
     folders = {q: model_folder(output, args.tiny, q, changes) for q in (True, False)}
     servers = [
         Server(name, folders[name != "bf16"], args.port + i, args) for i, name in enumerate(args.servers.split(","))
@@ -210,7 +210,10 @@ def main() -> None:
     parser.add_argument("--start-seconds", type=float, default=200, help="for the servers to become ready")
     parser.add_argument("--measure-seconds", type=float, default=90, help="for all loads")
     parser.add_argument("--divide", type=int, default=1, help="this fraction of the prompts")
-    parser.add_argument("--changes", default="{}", help="JSON of the model's configuration, for another shape")
+    parser.add_argument("--shape", choices=serve_9b.SHAPES, default="9b")
+    parser.add_argument(
+        "--changes", default="{}", help="JSON of fields of the configuration that differ from the shape"
+    )
     parser.add_argument("--tiny", type=Path, default=HERE.parent.parent / "annie_quant/assets/tiny-annie")
     parser.add_argument("--ready", type=Path, help="a file written when the servers are ready")
     parser.add_argument("--go", type=Path, help="a file for whose appearance the timing waits")

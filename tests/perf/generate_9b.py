@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
-        changes = json.loads(args.changes)
+        changes = serve_9b.SHAPES["9b"] | json.loads(args.changes)
         config = AutoConfig.from_pretrained(serve_9b.write_config(Path(folder), args.tiny, False, changes))
         models = {"bf16": build(config, False, args.device), "ours": build(config, True, args.device)}
         ids = torch.randint(2, 1000, (1, PROMPT), generator=torch.Generator().manual_seed(0)).to(args.device)

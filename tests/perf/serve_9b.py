@@ -1,9 +1,11 @@
 """Marlin and this package's kernel in the real vLLM at a 9B shape: engines side by side on one GPU, timed in turn.
 
     python tests/perf/serve_9b.py --output DIR --engines marlin,ours,ours-plain --seconds 280
+    python tests/perf/serve_9b.py --output DIR --shape 35b-a3b --changes '{"num_hidden_layers": 20}' --seconds 280
 
 Each engine is a process with vLLM's own engine core behind it (torch.compile and CUDA graphs; "plain": CUDA graphs without
-torch.compile) and random NVFP4 weights of Qwen3.5-9B's shapes (32 layers, bf16 head of 248,320 rows). All start at the same time;
+torch.compile) and random NVFP4 weights of Qwen3.5-9B's shapes (32 layers, bf16 head of 248,320 rows), or of Qwen3.6-35B-A3B's (40
+layers of 256 experts, of which a token uses 8, and a shared one; router and gates in bf16). All start at the same time;
 when all are ready one at a time runs a load, in rounds whose order rotates: decoding with 1, 4, 16 and 64 streams (TPOT is a
 request's (last - first token) / (tokens - 1), the mean over requests), and the time to the first token of one prompt of 2,048
 tokens. At the end each engine's decoding is profiled, kernel by kernel. DIR gets a log per engine, results.jsonl as results come,
@@ -31,10 +33,19 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 LOADS = (1, 4, 16, 64)
 PROMPT, PREFILL = 128, 2048
-SHAPE = {
-    "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256,
-    "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
-    "vocab_size": 248320, "max_position_embeddings": 8192, "num_hidden_layers": 32,
+HEADS = {
+    "num_attention_heads": 16, "head_dim": 256, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "vocab_size": 248320, "max_position_embeddings": 8192,
+}  # fmt: skip
+SHAPES: dict[str, dict[str, Any]] = {
+    "9b": {
+        **HEADS, "hidden_size": 4096, "intermediate_size": 12288, "num_key_value_heads": 4, "num_hidden_layers": 32,
+    },
+    "35b-a3b": {
+        **HEADS, "architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text", "hidden_size": 2048,
+        "num_key_value_heads": 2, "num_hidden_layers": 40, "num_experts": 256, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+    },
 }  # fmt: skip
 QUANTIZATION = {
     "quant_method": "modelopt",
@@ -50,9 +61,12 @@ T_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8
 
 
 def write_config(folder: Path, tiny: Path, quantized: bool, changes: dict[str, Any]) -> Path:
-    """Write a configuration of the shape and return its folder. tiny: a small model of the family, whose other fields are used."""
+    """Write a configuration and return its folder. tiny: a small dense model of the family, whose other fields are used.
+
+    changes: fields of the configuration, one of SHAPES and what differs from it
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    config = json.loads((tiny / "config.json").read_text()) | SHAPE | changes
+    config = json.loads((tiny / "config.json").read_text()) | changes
     layers = range(config["num_hidden_layers"])
     config["layer_types"] = ["full_attention" if i % 4 == 3 else "linear_attention" for i in layers]
     for key in ("mrope_section", "mrope_interleaved"):
@@ -108,9 +122,12 @@ def kernels_of(model: Any) -> dict[str, int]:
     """Return how many linears each NVFP4 kernel has. Runs in the engine's process."""
     counts: dict[str, int] = {}
     for module in model.modules():
-        kernel = getattr(getattr(module, "quant_method", None), "kernel", None)
+        method = getattr(module, "quant_method", None)
+        experts = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
+        kernel = getattr(method, "kernel", None) or experts
         if kernel is not None:
-            name = type(kernel).__name__ + (" (on Marlin)" if getattr(module, "annie_scale", 0) is None else "")
+            ours = getattr(module, "annie_scale", 0) if experts is None else getattr(experts, "annie_width", 0)
+            name = type(kernel).__name__ + (" (on Marlin)" if ours is None else "")
             counts[name] = counts.get(name, 0) + 1
     return counts
 
@@ -362,7 +379,7 @@ def coordinate(args: argparse.Namespace) -> None:
     output = args.output
     output.mkdir(parents=True, exist_ok=True)
     install_plugin(output / "plugin", "serve_9b:plugin")
-    changes = json.loads(args.changes)
+    changes = SHAPES[args.shape] | json.loads(args.changes)
     folders = {
         q: write_config(output / f"shape.{'nvfp4' if q else 'bf16'}", args.tiny, q, changes) for q in (True, False)
     }
@@ -453,7 +470,10 @@ def main() -> None:
     parser.add_argument("--profile-seconds", type=float, default=6, help="per engine and load")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--changes", default="{}", help="JSON of the model's configuration, for another shape")
+    parser.add_argument("--shape", choices=SHAPES, default="9b")
+    parser.add_argument(
+        "--changes", default="{}", help="JSON of fields of the configuration that differ from the shape"
+    )
     parser.add_argument("--tiny", type=Path, default=HERE.parent.parent / "annie_quant/assets/tiny-annie")
     parser.add_argument("--go", type=Path, help="a file for whose appearance the timing waits")
     parser.add_argument("--cpu", action="store_true", help="try the script on a CPU")

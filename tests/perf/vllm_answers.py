@@ -31,7 +31,10 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 
 TRACED = 10  # tokens of an answer whose log-probabilities are stored
-ARCHITECTURE = "Qwen3_5ForCausalLM"
+TEXT_ONLY = {
+    "Qwen3_5ForCausalLM": "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForCausalLM": "Qwen3_5MoeForConditionalGeneration",
+}
 
 
 def register_text_only(folder: str) -> str:
@@ -41,20 +44,22 @@ def register_text_only(folder: str) -> str:
     """
     from vllm import ModelRegistry
 
-    if ARCHITECTURE in ModelRegistry.get_supported_archs():
+    (architecture,) = json.loads(Path(folder, "config.json").read_text())["architectures"]
+    if architecture in ModelRegistry.get_supported_archs():
         return folder
     from vllm.model_executor.models import config, qwen3_5
     from vllm.model_executor.models.interfaces import IsHybrid
 
-    with_vision = qwen3_5.Qwen3_5ForConditionalGeneration
+    with_vision = getattr(qwen3_5, TEXT_ONLY[architecture])
+    without_state: Any = getattr(qwen3_5, architecture)
 
-    class TextOnly(qwen3_5.Qwen3_5ForCausalLM, IsHybrid):
+    class TextOnly(without_state, IsHybrid):
         get_mamba_state_dtype_from_config = classmethod(with_vision.get_mamba_state_dtype_from_config.__func__)
         get_mamba_state_shape_from_config = classmethod(with_vision.get_mamba_state_shape_from_config.__func__)
         get_mamba_state_copy_func = classmethod(with_vision.get_mamba_state_copy_func.__func__)
 
-    config.MODELS_CONFIG_MAP[ARCHITECTURE] = config.MODELS_CONFIG_MAP["Qwen3_5ForConditionalGeneration"]
-    ModelRegistry.register_model(ARCHITECTURE, TextOnly)
+    config.MODELS_CONFIG_MAP[architecture] = config.MODELS_CONFIG_MAP[TEXT_ONLY[architecture]]
+    ModelRegistry.register_model(architecture, TextOnly)
     copy = Path(tempfile.mkdtemp()) / Path(folder).name
     copy.mkdir()
     for file in Path(folder).resolve().iterdir():

@@ -65,6 +65,7 @@ NOT_NATIVE = (
     "only a weight-only kernel is right here. Images without native SM12x code were measured at 13 tok/s where 49 are "
     "possible: try a newer image, then run this check again"
 )
+NO_FP4_UNITS = "this GPU has no FP4 units: only weight-only kernels can be right here"
 
 
 def find_failure(text: str, failures: Iterable[KnownFailure] = KNOWN) -> KnownFailure | None:

@@ -25,7 +25,7 @@ import numpy as np
 
 from annie_quant.errors import EnvironmentFault, UsageError
 from annie_quant.gemm import known_failures, oracle, torch_op
-from annie_quant.gemm.arrays import need_device
+from annie_quant.gemm.arrays import device_count, native, need_device
 
 STACKS = ("torch", "vllm", "flashinfer")
 SWITCHES = {  # the server's option that selects a backend
@@ -275,6 +275,14 @@ def _flashinfer() -> Iterator[tuple[str, Callable[[Case], Any] | None, str]]:
         yield f"flashinfer mm_fp4 {backend}", call, ""
 
 
+def has_fp4_units() -> bool:
+    """Return whether the first GPU is of Blackwell's generation or later; True where none can be queried."""
+    try:
+        return device_count() == 0 or int(native().device_info(0)["major"]) >= 10
+    except EnvironmentFault:  # without _gemm
+        return True
+
+
 def examine(stack: str, timeout_s: float = 600.0) -> StackResult:
     """Check all backends of `stack`, or of all stacks, and advise which one to choose."""
     rows: list[BackendResult] = []
@@ -287,7 +295,9 @@ def examine(stack: str, timeout_s: float = 600.0) -> StackResult:
     right = [r.backend for r in rows if r.verdict == "right"]
     weight_only = [name for name in right if "W4A16" in name]
     note = ""
-    if weight_only:
+    if weight_only and not has_fp4_units():
+        note = known_failures.NO_FP4_UNITS
+    elif weight_only:
         note = known_failures.NOT_NATIVE if right == weight_only else known_failures.WEIGHT_ONLY_FIRST
     return StackResult(
         rows,

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -205,8 +206,19 @@ def test_a_backend_that_crashes_does_not_affect_the_next(vllm):
     assert "38423" in result.backends[0].remedy
     assert result.choose == ("vllm marlin (W4A16)" if without_gpu() else OURS)
     assert result.switch.endswith("--linear-backend marlin")
-    assert result.note == known_failures.NOT_NATIVE
+    assert result.note == known_failures.NOT_NATIVE if stack_check.has_fp4_units() else known_failures.NO_FP4_UNITS
     assert stack_check.StackResult.from_dict(json.loads(json.dumps(dataclasses.asdict(result)))) == result
+
+
+@pytest.mark.parametrize(("major", "note"), [(9, known_failures.NO_FP4_UNITS), (12, known_failures.NOT_NATIVE)])
+def test_advice_about_images_is_for_gpus_with_fp4_units(vllm, monkeypatch, major, note):
+    """Seen on an H200: a Hopper GPU was told to look for an image with SM12x code."""
+    pytest.importorskip("torch")
+    vllm(fault="import sys; sys.exit('no kernel image is available')")
+    device = SimpleNamespace(device_info=lambda _: {"major": major, "minor": 0})
+    monkeypatch.setattr(stack_check, "native", lambda: device)
+    monkeypatch.setattr(stack_check, "device_count", lambda: 1)
+    assert stack_check.examine("vllm").note == note
 
 
 def test_each_backend_is_printed_on_one_line(capsys):

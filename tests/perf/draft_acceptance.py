@@ -25,7 +25,7 @@ from annie_quant.evaluate.prompts import Request, Template
 from annie_quant.judge.statistics import wilson
 
 WORKLOADS = ("conversational", "factual", "long_response", "reasoning", "tool_memory", "tool_surface", "tool_web")
-LIMIT = 200  # tokens per answer
+LIMIT, LONGEST = 200, 3800  # tokens per answer, and per prompt: a slot has 4,096
 
 
 def main() -> None:
@@ -40,7 +40,8 @@ def main() -> None:
         template, groups = Template(folder), dict[str, list[Request]]()
         for workload in judge.load_workloads(list(WORKLOADS)):
             cases = workload.cases[:: max(1, len(workload.cases) // options.cases)][: options.cases]
-            groups[workload.name] = [template.request(workload, case) for case in cases]
+            requests = [template.request(workload, case) for case in cases]
+            groups[workload.name] = [r for r in requests if len(r.prompt) <= LONGEST]
         prompts = [r.prompt for group in groups.values() for r in group]
         plain, drafted = (served(file, prompts, n, LIMIT) for n in (0, options.drafts))
     begin, rows = 0, [("all", 0, len(prompts))]

@@ -42,6 +42,11 @@ COMMON = (
         "annie-quant audit DIR lists the servers that can; annie-quant audit DIR --repair writes plain NVFP4",
     ),
     KnownFailure(
+        r"failed to create MTP context",
+        "the GGUF file has no MTP head to draft with",
+        "start without drafts, or annie-quant convert --to gguf a checkpoint that has mtp.* tensors",
+    ),
+    KnownFailure(
         r"address already in use|port is already allocated",
         "another server uses the port",
         "choose another --port",

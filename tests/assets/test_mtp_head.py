@@ -7,10 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from draft_server import Served, served
+from paths import TINY_ANNIE
 from tiny_variants import save_with_head
 
 import annie_quant as aq
 from annie_quant.checkpoint import ModelFolder, writer
+from annie_quant.errors import ServerError
 from annie_quant.judge import load_workloads
 
 pytest.importorskip("xllamacpp", reason="the serve extra is not installed")
@@ -66,3 +68,12 @@ def test_drafts_of_a_damaged_head_are_refused_and_answers_stay(
     drafted = answers(bad, 1)
     assert [a.tokens for a in drafted] == [a.tokens for a in plain]
     assert sum(a.accepted for a in drafted) < 0.3 * sum(a.drafts for a in drafted)
+
+
+def test_a_file_without_a_head_is_refused_with_its_reason(tmp_path: Path) -> None:
+    file = aq.checkpoint.convert(TINY_ANNIE, "gguf", tmp_path / "plain.gguf").path
+    with pytest.raises(ServerError, match="failed to create MTP context") as raised:
+        aq.serve.start(file, drafts=1)
+    assert "has no MTP head" in raised.value.hint
+    assert "--spec-type draft-mtp --spec-draft-n-max 2" in aq.serve.command(file, drafts=2)
+    assert "spec" not in aq.serve.command(file)

@@ -97,8 +97,9 @@ def check_file(model: Path) -> None:
         )
 
 
-def command(model: Path, port: int = 8000, **_: Any) -> str:
+def command(model: Path, port: int = 8000, drafts: int = 0, **_: Any) -> str:
     """Return the same server as a llama-server command, for a machine where that is installed."""
-    return shlex.join(
-        ["llama-server", "--model", str(model), "--port", str(port), "--jinja", "--reasoning-format", "auto"]
-    )
+    words = ["llama-server", "--model", str(model), "--port", str(port), "--jinja", "--reasoning-format", "auto"]
+    if drafts:
+        words += ["--spec-type", "draft-mtp", "--spec-draft-n-max", str(drafts), "--spec-draft-p-min", "0"]
+    return shlex.join(words)

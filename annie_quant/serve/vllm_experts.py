@@ -40,19 +40,26 @@ class Converted(NamedTuple):
 def install(logger: str) -> None:
     """Let vLLM take our class where it takes Marlin's for NVFP4 experts. Raises what a vLLM with other names gives."""
     from vllm.model_executor.layers.fused_moe.experts.marlin_moe import MarlinExperts
+
+    ours = experts_class(MarlinExperts)
+    stand_for(MarlinExperts, [ours], lambda convert: converter(convert, ours, logger))
+
+
+def stand_for(marlin: type[Any], ours: list[type[Any]], converter: Callable[[Any], Any]) -> None:
+    """Put classes and a conversion of loaded weights, made from vLLM's, in the place of Marlin's. Once: later calls do nothing."""
     from vllm.model_executor.layers.fused_moe.oracle import nvfp4
 
     classes, convert = nvfp4.backend_to_kernel_cls, getattr(nvfp4, CONVERT)
     if hasattr(classes, "annie_quant"):
         return
-    ours = experts_class(MarlinExperts)
 
     def with_ours(backend: Any) -> list[Any]:
-        return [ours if c is MarlinExperts else c for c in classes(backend)]
+        of_backend = classes(backend)
+        return ours if of_backend == [marlin] else of_backend
 
     with_ours.annie_quant = True  # type: ignore[attr-defined]
     nvfp4.backend_to_kernel_cls = with_ours
-    replace_everywhere(CONVERT, convert, converter(convert, ours, logger))
+    replace_everywhere(CONVERT, convert, converter(convert))
 
 
 def replace_everywhere(name: str, old: Any, new: Any, *, but: str = "") -> None:

@@ -1,5 +1,5 @@
-"""NVFP4 for vLLM: two linear kernels for CPUs, and on GPUs, if asked for, ours instead of Marlin (vllm_cuda). vLLM loads this
-plug-in itself (entry point vllm.general_plugins).
+"""NVFP4 for vLLM: linear kernels and experts (vllm_cpu_experts) for CPUs, and on GPUs, if asked for, ours instead of Marlin
+(vllm_cuda). vLLM loads this plug-in itself (entry point vllm.general_plugins).
 
 vLLM's table of NVFP4 kernels has no entry for CPUs. This plug-in adds W4A4 (activations rounded to NVFP4 by the C codec,
 exact weights) and W4A16. Up to matmul.FEW_ROWS rows are multiplied with the packed weights; for more, weights are
@@ -10,9 +10,11 @@ dequantized part by part, so that a checkpoint stays 4-bit in memory.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
-GROUP = 16
+from annie_quant.serve import vllm_cpu_experts, w4a16_layer
+from annie_quant.serve.vllm_cpu_product import multiply
 
 
 def register() -> None:
@@ -34,6 +36,11 @@ def register() -> None:
         table[PlatformEnum.CPU] = [w4a4, w4a16, *table.get(PlatformEnum.CPU, [])]
         # For weight-only checkpoints vLLM uses Marlin by name, which exists for GPUs only.
         linear.MarlinNvFp4LinearKernel = w4a16
+    try:
+        vllm_cpu_experts.install()
+    except (ImportError, AttributeError) as error:  # a vLLM with other names serves dense models all the same
+        line = f"vLLM's experts have other interfaces here, so mixtures in NVFP4 are not served: {error}"
+        w4a16_layer.log_once("vllm.annie_quant", logging.WARNING, line)
 
 
 def kernels() -> tuple[type, type]:
@@ -78,32 +85,6 @@ def kernels() -> tuple[type, type]:
             return 0.0
 
     return AnnieNvFp4LinearKernel, AnnieNvFp4W4A16LinearKernel
-
-
-def multiply(x: Any, codes: Any, block_scale: Any, tensor_scale: float, input_scale: float) -> Any:
-    """Multiply x [..., K] by the transpose of packed weights [N, K]. Returns [..., N] in x's dtype.
-
-    Both sides are exact, sums are float32, and each sum is rounded once, for any number of rows: the arithmetic of CUTLASS's and
-    Marlin's kernels. (Rounding dequantized values to bfloat16 first would make an answer depend on the batch that it is in.)
-
-    input_scale: tensor scale that x is rounded with; 0: x is not rounded
-    """
-    import torch
-
-    from annie_quant.hf import codec, matmul
-
-    rows = x.reshape(-1, x.shape[-1]).float().contiguous()
-    if input_scale:
-        rows = codec.fake_quant_eager(rows, input_scale, GROUP)
-    n, k = codes.shape[0], rows.shape[1]
-    if rows.shape[0] <= matmul.FEW_ROWS:
-        y = codec.packed_matmul(rows, codes, block_scale, tensor_scale, GROUP, divides=False)
-    else:
-        step = max(1, matmul.BLOCK_BYTES // (k * rows.element_size()))
-        spans = [slice(i, i + step) for i in range(0, n, step)]
-        parts = (codec.dequantize(codes[s], block_scale[s], tensor_scale, GROUP, rows.dtype) for s in spans)
-        y = torch.cat([rows @ part.t() for part in parts], -1)
-    return y.reshape(*x.shape[:-1], n).to(x.dtype)
 
 
 def _operator() -> None:

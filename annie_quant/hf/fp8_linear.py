@@ -74,9 +74,8 @@ class FP8Linear(FixedDtypeLinear):
 class BlockFP8Linear(FixedDtypeLinear):
     """Parameters: weight float8_e4m3fn [N, K]; weight_scale_inv [ceil(N / rows), ceil(K / columns)], a multiplier."""
 
-    FIXED_DTYPE: ClassVar[tuple[str, ...]] = ("weight", "weight_scale_inv")
-
-    weight_scale_inv: nn.Parameter
+    SCALE: ClassVar[str] = "weight_scale_inv"
+    FIXED_DTYPE: ClassVar[tuple[str, ...]] = ("weight", SCALE)
 
     def __init__(
         self,
@@ -93,16 +92,16 @@ class BlockFP8Linear(FixedDtypeLinear):
         block = self.block = (min(block[0], out_features), min(block[1], in_features))
         grid = (-(-out_features // block[0]), -(-in_features // block[1]))
         self.add_parameter("weight", (out_features, in_features), torch.float8_e4m3fn, device)
-        self.add_parameter("weight_scale_inv", grid, scale_dtype, device)
+        self.add_parameter(self.SCALE, grid, scale_dtype, device)
         self.add_parameter("bias", (out_features,) if bias else None, dtype or torch.bfloat16, device)
 
     def scales(self) -> list[nn.Parameter]:
         """Return the stored scales."""
-        return [self.weight_scale_inv]
+        return [getattr(self, self.SCALE)]
 
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the weights [N, K] in `dtype`."""
-        scale = self.weight_scale_inv.float()
+        scale = self.scales()[0].float()
         for axis, size in enumerate(self.block):
             scale = scale.repeat_interleave(size, axis)
         return (self.weight.float() * scale[: self.out_features, : self.in_features]).to(dtype)
@@ -117,6 +116,13 @@ class BlockFP8Linear(FixedDtypeLinear):
 
     def extra_repr(self) -> str:
         return f"in={self.in_features}, out={self.out_features}, block={self.block}"
+
+
+class NamedBlockFP8Linear(BlockFP8Linear):
+    """The same with compressed-tensors' name of the scales (llm-compressor's FP8_BLOCK)."""
+
+    SCALE = "weight_scale"
+    FIXED_DTYPE = ("weight", SCALE)
 
 
 def token_scales(x: torch.Tensor) -> torch.Tensor:

@@ -14,13 +14,14 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from annie_quant.checkpoint import ModelFolder, dialects
-from annie_quant.checkpoint.dialects import fp8
+from annie_quant.checkpoint.dialects import compressed_tensors, fp8
+from annie_quant.checkpoint.linears import FP8_BLOCK
 from annie_quant.checkpoint.remote_code import refused
 from annie_quant.errors import AnnieError, CheckpointError, EnvironmentFault
 from annie_quant.hf.experts import separate
 from annie_quant.hf.nvfp4_linear import nvfp4_linears, set_cache, set_numerics
 from annie_quant.hf.profiles import PROFILES, UNQUANTIZED
-from annie_quant.hf.quantizer import BLOCK_FP8
+from annie_quant.hf.quantizer import BLOCK_FP8, NAMED_BLOCK_FP8
 
 CACHE_BYTES = {"packed": 0.0, "bf16": 2.0, "float32": 4.0}  # per weight, in addition to the packed bytes
 MEMORY_HINT = 'a smaller cache (packed), another device, or device_map="auto" with offload_folder'
@@ -50,12 +51,15 @@ def load(
     if "device_map" not in options and device in (None, "cpu"):
         check_memory(shards, cache, dtype)
     quant_config = shards.json("hf_quant_config.json")
-    blocks = dialects.of(shards) is fp8
+    dialect = dialects.of(shards)
+    method = BLOCK_FP8 if dialect is fp8 else ""
+    if dialect is compressed_tensors and compressed_tensors.config(shards).algo == FP8_BLOCK:
+        method = NAMED_BLOCK_FP8
     with one_line_errors(folder):
-        if blocks:
+        if method:
             settings = shards.config.get("quantization_config") or {"weight_block_size": list(fp8.BLOCK)}
             options["config"] = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-            options["config"].quantization_config = {**settings, "quant_method": BLOCK_FP8}
+            options["config"].quantization_config = {**settings, "quant_method": method}
         elif "quantization_config" not in shards.config and quant_config is not None:
             settings = quant_config["quantization"]
             options["config"] = AutoConfig.from_pretrained(folder, trust_remote_code=False)

@@ -29,7 +29,7 @@ from annie_quant.checkpoint.dialects import compressed_tensors, fp8, modelopt
 from annie_quant.checkpoint.linears import FP8_BLOCK, is_per_token
 from annie_quant.errors import CheckpointError
 from annie_quant.hf import load_checks
-from annie_quant.hf.experts import separate
+from annie_quant.hf.experts import SingleExperts, separate
 from annie_quant.hf.nvfp4_linear import NVFP4Linear, PackedNVFP4Linear, nvfp4_linears
 from annie_quant.hf.replacement import check_shapes, find_module, meta_tensor, replace_linear
 from annie_quant.models import aliases
@@ -37,8 +37,13 @@ from annie_quant.models import aliases
 log = logging.getLogger(__name__)
 
 ALGORITHMS = ("NVFP4", "W4A16_NVFP4", "NVFP4_AWQ", "MIXED_PRECISION", FP8_BLOCK)
-BLOCK_FP8 = "annie_quant_fp8"
-DIALECTS = {modelopt.NAME: modelopt, compressed_tensors.NAME: compressed_tensors, BLOCK_FP8: fp8}
+BLOCK_FP8, NAMED_BLOCK_FP8 = "annie_quant_fp8", "annie_quant_fp8_block"
+DIALECTS = {
+    modelopt.NAME: modelopt,
+    compressed_tensors.NAME: compressed_tensors,
+    BLOCK_FP8: fp8,
+    NAMED_BLOCK_FP8: compressed_tensors,
+}
 SCALE_SUFFIXES = tuple(f".{name}" for kind in (NVFP4Linear, PackedNVFP4Linear) for name in kind.NAMES[1:])
 KV_CACHE_SCALE_SUFFIXES = (".k_scale", ".v_scale")
 
@@ -96,7 +101,7 @@ class NVFP4Quantizer(HfQuantizer):
             for name in folder:
                 if name not in linear_tensors and name.endswith(SCALE_SUFFIXES) and find_module(model, parent(name)):
                     raise CheckpointError(f"{name}: the other tensors of its linear are missing", load_checks.HINT)
-            if not nvfp4_linears(model) and self.dialect is not fp8:
+            if not nvfp4_linears(model) and settings.algo != FP8_BLOCK:
                 raise CheckpointError(
                     f"{self.folder.name}: config.json declares NVFP4, and no tensor is NVFP4", load_checks.HINT
                 )
@@ -121,8 +126,9 @@ class NVFP4Quantizer(HfQuantizer):
                 p.data = p.data.to(self.dtypes[name])
         with load_checks.as_audit_finding(self.folder):
             load_checks.check_values(model)
+        single = {m for experts in model.modules() if isinstance(experts, SingleExperts) for m in experts.modules()}
         for linear in nvfp4_linears(model).values():
-            if linear.codes.device.type == "cuda":
+            if linear.codes.device.type == "cuda" and linear not in single:  # of experts, those that run one by one
                 linear.prepare()
         return model
 
@@ -156,7 +162,7 @@ def register() -> None:
     A transformers that already supports "modelopt" keeps its own quantizer, and compressed-tensors' other formats keep
     theirs.
     """
-    for method in (modelopt.NAME, BLOCK_FP8):
+    for method in (modelopt.NAME, BLOCK_FP8, NAMED_BLOCK_FP8):
         if method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
             register_quantization_config(method)(UnchangedConfig)
         if method not in AUTO_QUANTIZER_MAPPING:

@@ -13,7 +13,7 @@ from torch import nn
 from annie_quant import models
 from annie_quant.checkpoint import Linear, ModelFolder
 from annie_quant.errors import CheckpointError
-from annie_quant.hf.fp8_linear import BlockFP8Linear, FP8Linear
+from annie_quant.hf.fp8_linear import BlockFP8Linear, FP8Linear, NamedBlockFP8Linear
 from annie_quant.hf.nvfp4_linear import NVFP4Linear, PackedNVFP4Linear
 
 AUDIT = "annie-quant audit DIR"
@@ -112,12 +112,11 @@ def build_fp8(linear: Linear, folder: ModelFolder, k: int, n: int, options: dict
 
 def build_block_fp8(linear: Linear, folder: ModelFolder, k: int, n: int, options: dict[str, Any]) -> BlockFP8Linear:
     if linear.block is None or linear.block_scale is None:
-        raise CheckpointError(f"{linear.name}.weight_scale_inv is missing, {linear.weight} needs it", AUDIT)
+        raise CheckpointError(f"the block scales of {linear.weight} are missing", AUDIT)
     if folder.info(linear.block_scale).shape != linear.scale_grid(folder):
         raise linear.wrong_grid(folder)
-    return BlockFP8Linear(
-        k, n, block=linear.block, scale_dtype=meta_tensor(folder, linear.block_scale).dtype, **options
-    )
+    kind = BlockFP8Linear if linear.block_scale.endswith(BlockFP8Linear.SCALE) else NamedBlockFP8Linear
+    return kind(k, n, block=linear.block, scale_dtype=meta_tensor(folder, linear.block_scale).dtype, **options)
 
 
 def check_shapes(model: nn.Module, folder: ModelFolder) -> None:

@@ -1,17 +1,19 @@
-"""compressed-tensors' `nvfp4-pack-quantized` layout: weight_packed, weight_scale, and global scales as divisors.
+"""compressed-tensors' `nvfp4-pack-quantized` layout: weight_packed, weight_scale, and global scales as divisors; and its FP8 with
+a scale per tensor, per row or per block (llm-compressor's FP8_BLOCK).
 
 Source: vllm-project/compressed-tensors, compressors/nvfp4/ and quantization/quant_scheme.py.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from annie_quant.checkpoint.linears import FP8_DYNAMIC, Linear, QuantConfig, kv_format
+from annie_quant.checkpoint.linears import FP8_BLOCK, FP8_DYNAMIC, Linear, QuantConfig, kv_format
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.checkpoint.writer import Planned, Settings, planned
 from annie_quant.models import attention_of
@@ -32,6 +34,8 @@ def matches(folder: ModelFolder) -> bool:
 def linears(folder: ModelFolder) -> dict[str, Linear]:
     """Return the quantized linears on disk, whatever the configuration lists."""
     quantized = {}
+    quant = folder.config.get("quantization_config")
+    block = block_size(quant if isinstance(quant, dict) else {})
     for name in folder:
         module, _, suffix = name.rpartition(".")
         existing = {
@@ -49,8 +53,23 @@ def linears(folder: ModelFolder) -> dict[str, Linear]:
                 reciprocal=True,
             )
         elif suffix == "weight" and folder.info(name).dtype == "F8_E4M3":
-            quantized[module] = Linear(module, "fp8", name, existing["weight_scale"], None, existing["input_scale"])
+            scale = existing["weight_scale"]
+            new = Linear(module, "fp8", name, scale, None, existing["input_scale"])
+            other = scale is not None and (folder.info(scale).elements == 1 or new.per_channel(folder))
+            quantized[module] = new if other else dataclasses.replace(new, block=block)
     return quantized
+
+
+def block_size(quant: dict[str, Any]) -> tuple[int, int] | None:
+    """Return the rows and columns that share a scale in a group of FP8 weights in blocks, None without such a group."""
+    groups = quant.get("config_groups")
+    for group in groups.values() if isinstance(groups, dict) else ():
+        weights = group.get("weights") if isinstance(group, dict) else None
+        if isinstance(weights, dict) and weights.get("strategy") == "block":
+            size = weights.get("block_structure")
+            if isinstance(size, list) and len(size) == 2 and all(type(n) is int and n > 0 for n in size):
+                return size[0], size[1]
+    return None
 
 
 def config(folder: ModelFolder) -> QuantConfig:
@@ -89,6 +108,8 @@ def group_algo(group: dict[str, Any]) -> str:
     weights = group.get("weights")
     bits = weights.get("num_bits") if isinstance(weights, dict) else None
     activations = group.get("input_activations")
+    if bits == 8 and weights is not None and weights.get("strategy") == "block":
+        return FP8_BLOCK
     if bits == 8:
         per_token = isinstance(activations, dict) and activations.get("dynamic") is True
         return FP8_DYNAMIC if per_token else "FP8"

@@ -8,6 +8,7 @@ checkpoints are evaluated at the same time, one process each; nothing else runs 
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from annie_quant import bench, checkpoint, data, judge, report, schema, serve
 from annie_quant.bench import memory
 from annie_quant.checkpoint.size import folder_size, gguf_size
 from annie_quant.data.resolve import resolve
+from annie_quant.errors import EnvironmentFault
 from annie_quant.files import ASSETS, read_json
 from annie_quant.pipeline.evaluation_process import EvaluationJob, EvaluationProcesses
 from annie_quant.pipeline.plan import Plan
@@ -29,6 +31,7 @@ from annie_quant.quantize.runner import weight_bytes
 from annie_quant.resume import KeyedJson
 
 MODEL = ASSETS / "tiny-annie"
+PACKAGES = ("torch", "transformers", "modelopt", "xllamacpp", "gguf")  # of the extras quantize and serve
 N_CONVERSATIONS = 500
 CALIBRATION_ROWS = 48
 KL_ROWS = 60
@@ -104,9 +107,20 @@ def run(
 
     n_offline, n_served: prompts per gate without and with servers. persona, workloads: as for data/resolve.py.
     """
+    check_packages()
     directory = RunDirectory(output)
     with directory.locked():
         return Demo(directory, n_offline, n_served, console or SilentConsole(), persona, workloads).run()
+
+
+def check_packages() -> None:
+    """Raise EnvironmentFault that names all missing packages at once, before a stage has run."""
+    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise EnvironmentFault(
+            f"the demo needs packages that are not installed: {', '.join(missing)}",
+            'pip install "annie-quant[quantize,serve]"',
+        )
 
 
 class Demo:

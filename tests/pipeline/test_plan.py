@@ -1,9 +1,12 @@
-"""The remaining time of a run: usual times first, this run's pace later, nothing for what an earlier run finished."""
+"""The start of a demo, and the remaining time of a run: usual times first, this run's pace later, nothing for what an earlier run finished."""
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 
+from annie_quant.errors import EnvironmentFault
 from annie_quant.pipeline import demo
 from annie_quant.pipeline.plan import WEIGHT_S, Plan
 from annie_quant.pipeline.run_directory import RunDirectory
@@ -55,3 +58,15 @@ def test_the_demos_plan_names_its_stages(tmp_path, monkeypatch):
     monkeypatch.setattr(work, "finish", lambda: None)
     work.run()
     assert sorted(names) == sorted(demo.USUAL_S)
+
+
+def test_all_missing_packages_are_named_before_anything_is_written(tmp_path, monkeypatch):
+    """A wheel without extras: before, the demo named torch, and after its installation failed where the servers start."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name in ("torch", "xllamacpp") else find(name)
+    )
+    with pytest.raises(EnvironmentFault, match="not installed: torch, xllamacpp") as refused:
+        demo.run(tmp_path / "run")
+    assert refused.value.hint == 'pip install "annie-quant[quantize,serve]"'
+    assert not (tmp_path / "run").exists()

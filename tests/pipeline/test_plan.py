@@ -1,4 +1,4 @@
-"""The start of a demo, and the remaining time of a run: usual times first, this run's pace later, nothing for what an earlier run finished."""
+"""The start of a demo, and the remaining time: usual times first, this run's pace later, nothing for what had finished before."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def test_a_killed_search_resumes_and_gives_the_same_result(calibration, tmp_path
     assert not (broken / "search.json").exists()
     first = (broken / "stages/eval-bf16.json").stat().st_mtime_ns
     for output in (broken, whole):
-        CliRunner().invoke(cli, words(output))  # a process of its own would import torch and transformers again
+        CliRunner().invoke(cli, words(output))  # its own process would import torch and transformers again
     assert (broken / "stages/eval-bf16.json").stat().st_mtime_ns == first, "a finished stage is not done again"
     tables = [json.loads((output / "search.json").read_text()) for output in (broken, whole)]
     rows = [[(r["strategy"], r["outcome"], r["why"], r["size_bytes"]) for r in table["strategies"]] for table in tables]

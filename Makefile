@@ -69,6 +69,12 @@ docs: setup
 	$(BIN)/python -m mkdocs build --strict
 	@echo "build/site/index.html"
 
+# The source distribution and wheels for x86-64 and aarch64, without a container (docs/packaging.md). ARGS: options of the script.
+.PHONY: wheels
+wheels:
+	@sh .ci/apt $(APT) $(APT_PY) perl gcc-aarch64-linux-gnu libc6-dev-arm64-cross
+	$(PYTHON) tools/build_wheels.py dist $(ARGS)
+
 # Bill of materials of a wheel: `make sbom WHEEL=...`; without WHEEL, of one that is built first.
 sbom: setup
 	test -n "$(WHEEL)" || $(BIN)/python -m pip wheel -q --no-deps --no-build-isolation -w build/sbom .

@@ -34,7 +34,7 @@ from annie_quant.untrusted import integer
 OnRecord = Callable[[RequestRecord], None]
 
 PEAK_SAMPLE_S = 1.0  # interval of memory samples while requests run
-MAX_ANSWER_BYTES, MAX_ANSWER_EVENTS = 64 << 20, 1 << 18  # far above 32,768 tokens with their log probabilities
+MAX_ANSWER_BYTES, MAX_ANSWER_EVENTS = 64_000_000, 1 << 18  # far above 32,768 tokens with their log probabilities
 CONNECT_S = 0.2  # connections are opened this long before the first arrival of an open loop
 
 # Sent before anything is measured (R40).

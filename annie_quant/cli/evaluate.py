@@ -95,22 +95,21 @@ def evaluate(
     faults = [] if is_secondary_process() else export_notes(checkpoint, reference)
     for fault in faults:
         console.note(fault)
+    settings = job.Settings(
+        checkpoint=checkpoint,
+        reference=reference,
+        numerics=numerics.split(","),
+        n=n,
+        conversations=calib_data,
+        text=text,
+        layers_n=layers_n if layers else None,
+        output=output,
+        rows=rows,
+        persona=persona,
+        workloads=workloads,
+    )
     with console.task("evaluate") as step:
-        result = job.run(
-            checkpoint,
-            reference,
-            numerics=numerics.split(","),
-            n=n,
-            conversations=calib_data,
-            text=text,
-            layers_n=layers_n if layers else None,
-            output=output,
-            progress=step,
-            rows=rows,
-            processes=processes,
-            persona=persona,
-            workloads=workloads,
-        )
+        result = job.run(settings, step, processes)
     if join_group().is_first:
         document = result.to_dict() | {"notes": [*faults, *result.notes]}
         if as_json:

@@ -21,7 +21,7 @@ from annie_quant.printable import printable
 WORKER = Path(__file__).with_name("template_worker.py")
 MAX_SECONDS = 10.0  # of one rendering; Qwen3.5's template needs less than 10 ms for a long conversation
 START_SECONDS = 60.0  # of the first one, which includes the start of the process
-MAX_MEMORY_BYTES = 1 << 30
+MAX_MEMORY_BYTES = 1_000_000_000
 MAX_TEMPLATE = 1_000_000  # characters
 MAX_TEXT = 4_000_000  # characters of a rendered conversation
 
@@ -115,7 +115,7 @@ class _Worker:
             if ready[0]:
                 piece = os.read(incoming, 1 << 16)
                 if not piece:
-                    raise ValueError(f"needs more than {MAX_SECONDS:g} s or {MAX_MEMORY_BYTES >> 20} MB")
+                    raise ValueError(f"needs more than {MAX_SECONDS:g} s or {MAX_MEMORY_BYTES // 1_000_000} MB")
                 reply += piece
                 if len(reply) > 6 * MAX_TEXT + 1000:  # a character is at most six bytes of JSON
                     raise ValueError(f"renders more than {MAX_TEXT} characters")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -14,81 +15,73 @@ from annie_quant.evaluate.enough_prompts import prompts_per_gate
 from annie_quant.evaluate.evaluation import choose_workloads, evaluate_pair, reference_gates
 from annie_quant.evaluate.pair import ModelPair
 from annie_quant.evaluate.process_group import ProcessGroup, join_group
+from annie_quant.judge import Workload
 from annie_quant.judge.not_lost import compares_with_reference
 from annie_quant.progress import SILENT, Progress
 from annie_quant.schema import DraftAcceptance, EnsembleFigures, Evaluation
 
 
-def run(
-    checkpoint: Path,
-    reference: Path,
-    *,
-    numerics: Sequence[str],
-    n: int,
-    conversations: Path | None,
-    text: Path | None,
-    layers_n: int | None,
-    output: Path | None,
-    progress: Progress,
-    rows: int = 128,
-    persona: Path | str | None = None,
-    workloads: str | None = None,
-    processes: int | None = None,
-) -> Evaluation:
-    """Evaluate a checkpoint and write the result to `output`.
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What to evaluate.
 
+    n: prompts per gate. conversations: rows whose assistant tokens are scored; text: a plain text file that is scored.
     layers_n: prompts per gate for the layer sensitivity; None: not measured. It is measured under the first numerics, stored
     in the evaluation's `layers` and that numerics' kl.by_layer, and written to OUTPUT.layers.json, from which a killed run
-    resumes, and OUTPUT.layers.svg. rows: answers per batch. processes: on this machine, which share the work (helpers.py); None: as
-    many as are fastest. Under torchrun its processes share it instead.
+    resumes, and OUTPUT.layers.svg. rows: answers per batch. persona, workloads: as for data/resolve.py.
     """
-    work = partial(
-        compute, checkpoint, reference, numerics=numerics, n=n, conversations=conversations, text=text, layers_n=layers_n,
-        output=output, rows=rows, persona=persona, workloads=workloads,
-    )  # fmt: skip
+
+    checkpoint: Path
+    reference: Path
+    numerics: Sequence[str]
+    n: int
+    conversations: Path | None = None
+    text: Path | None = None
+    layers_n: int | None = None
+    output: Path | None = None
+    rows: int = 128
+    persona: Path | str | None = None
+    workloads: str | None = None
+
+    def prompts(self, n: int) -> list[Workload]:
+        """Return the workloads with n prompts per gate."""
+        return choose_workloads(self.workloads, n, self.persona)
+
+
+def run(settings: Settings, progress: Progress = SILENT, processes: int | None = None) -> Evaluation:
+    """Evaluate a checkpoint and write the result to `settings.output`.
+
+    processes: on this machine, which share the work (helpers.py); None: as many as are fastest. Under torchrun its processes share
+    it instead.
+    """
     group = join_group()
-    if output is not None and group.is_first:
-        check_writable(output)  # before an hour of evaluation, not after it
+    if settings.output is not None and group.is_first:
+        check_writable(settings.output)  # before an hour of evaluation, not after it
     if group.size == 1:
         if processes is None:
-            n_answers = sum(c.n_turns for w in choose_workloads(workloads, n, persona) for c in w.cases)
-            processes = helpers.automatic([checkpoint, reference], n_answers)
+            n_answers = sum(c.n_turns for w in settings.prompts(settings.n) for c in w.cases)
+            processes = helpers.automatic([settings.checkpoint, settings.reference], n_answers)
         if processes > 1:
+            work = partial(compute, settings)
             with helpers.helped_by(work, processes) as group:
                 return work(group=group, progress=progress)
-    return work(group=group, progress=progress)
+    return compute(settings, group, progress)
 
 
-def compute(
-    checkpoint: Path,
-    reference: Path,
-    *,
-    numerics: Sequence[str],
-    n: int,
-    conversations: Path | None,
-    text: Path | None,
-    layers_n: int | None,
-    output: Path | None,
-    rows: int,
-    persona: Path | str | None,
-    workloads: str | None,
-    group: ProcessGroup,
-    progress: Progress = SILENT,
-) -> Evaluation:
-    """run in one process of the group; the same parameters. The first one writes the files."""
+def compute(settings: Settings, group: ProcessGroup, progress: Progress = SILENT) -> Evaluation:
+    """Evaluate in one process of the group. The first one writes the files."""
+    n, output = settings.n, settings.output
     writes = output is not None and group.is_first
-    chosen = choose_workloads(workloads, n, persona)
-    with ModelPair(checkpoint, reference, rows=rows, progress=progress, group=group) as pair:
+    chosen = settings.prompts(n)
+    with ModelPair(settings.checkpoint, settings.reference, rows=settings.rows, progress=progress, group=group) as pair:
         if compares_with_reference(chosen):
             per_gate = prompts_per_gate(n, reference_gates(pair, chosen))
-            chosen = chosen if per_gate == n else choose_workloads(workloads, per_gate, persona)
-        result = evaluate_pair(pair, chosen, numerics, conversations, text=text)
-        if layers_n is not None and list(result.numerics) != ["bf16"]:
+            chosen = chosen if per_gate == n else settings.prompts(per_gate)
+        result = evaluate_pair(pair, chosen, settings.numerics, settings.conversations, text=settings.text)
+        if settings.layers_n is not None and list(result.numerics) != ["bf16"]:
             first = next(iter(result.numerics))
             layers_output = None if output is None else output.with_suffix(".layers.json")
-            result.layers = layers.measure(
-                pair, choose_workloads(workloads, layers_n, persona), first, output=layers_output
-            )
+            result.layers = layers.measure(pair, settings.prompts(settings.layers_n), first, output=layers_output)
             kl = result.numerics[first].kl
             if kl is not None:
                 kl.by_layer = result.layers.by_layer()

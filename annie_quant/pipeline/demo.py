@@ -8,6 +8,7 @@ checkpoints are evaluated at the same time, one process each; nothing else runs 
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -19,8 +20,10 @@ from annie_quant import bench, checkpoint, data, judge, report, schema, serve
 from annie_quant.bench import memory
 from annie_quant.checkpoint.size import folder_size, gguf_size
 from annie_quant.data.resolve import resolve
+from annie_quant.errors import EnvironmentFault
 from annie_quant.files import ASSETS, read_json
 from annie_quant.pipeline.evaluation_process import EvaluationJob, EvaluationProcesses
+from annie_quant.pipeline.plan import Plan
 from annie_quant.pipeline.run_directory import RunDirectory
 from annie_quant.pipeline.stages import FileResult, StageResult, Stages, prompts_key
 from annie_quant.progress import Console, Progress, SilentConsole
@@ -28,12 +31,19 @@ from annie_quant.quantize.runner import weight_bytes
 from annie_quant.resume import KeyedJson
 
 MODEL = ASSETS / "tiny-annie"
+PACKAGES = ("torch", "transformers", "modelopt", "xllamacpp", "gguf")  # of the extras quantize and serve
 N_CONVERSATIONS = 500
 CALIBRATION_ROWS = 48
 KL_ROWS = 60
 N_PROMPTS = 60  # per gate, the same with and without servers; 52 of which none is lost decide a gate (docs/method.md)
 SENSITIVITY_PROMPTS = 8  # per gate
 MEMORY_WAIT_S = 10.0  # after the servers have stopped
+# Seconds of each stage that the next one waits for: a run of 2026-11-22 on two shared cores, scaled to the 215 s of idle ones.
+USUAL_S = {
+    "data": 1.0, "quantize-naive": 11.0, "audit-naive": 0.1, "quantize-mlp_only": 8.0, "audit-mlp_only": 0.1, "gguf-bf16": 0.1,
+    "gguf-naive": 0.1, "gguf-mlp_only": 0.1, "gguf-q4_k_m": 0.2, "bf16-answers": 8.0, "eval-naive": 112.0, "eval-mlp_only": 5.0,
+    "layers-naive": 6.0, "bench": 63.0,
+}  # fmt: skip
 
 
 class Side(NamedTuple):
@@ -50,10 +60,7 @@ SIDES = {
     "mlp_only": Side("NVFP4 mlp_only", "mlp_only", None),
     "q4_k_m": Side("Q4_K_M", None, "Q4_K_M"),
 }
-STRATEGIES = ("naive", "mlp_only", "direct")
-EVALUATED = [
-    side.strategy for side in SIDES.values() if side.strategy
-]  # what is served is also judged without a server
+STRATEGIES = [side.strategy for side in SIDES.values() if side.strategy]  # each is served, and judged without a server
 
 
 class DataResult(StageResult):
@@ -100,9 +107,20 @@ def run(
 
     n_offline, n_served: prompts per gate without and with servers. persona, workloads: as for data/resolve.py.
     """
+    check_packages()
     directory = RunDirectory(output)
     with directory.locked():
         return Demo(directory, n_offline, n_served, console or SilentConsole(), persona, workloads).run()
+
+
+def check_packages() -> None:
+    """Raise EnvironmentFault that names all missing packages at once, before a stage has run."""
+    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise EnvironmentFault(
+            f"the demo needs packages that are not installed: {', '.join(missing)}",
+            'pip install "annie-quant[quantize,serve]"',
+        )
 
 
 class Demo:
@@ -127,6 +145,10 @@ class Demo:
             workloads=workloads,
         )
         self.stages = Stages(directory, MODEL, directory / "calibration.jsonl", CALIBRATION_ROWS, console)
+        full = n_offline / N_PROMPTS, n_served / N_PROMPTS  # fewer prompts take less time
+        scale = {"bf16-answers": full[0], "eval-naive": full[0], "eval-mlp_only": full[0], "bench": full[1]}
+        self.stages.plan = Plan({name: usual_s * min(1.0, scale.get(name, 1.0)) for name, usual_s in USUAL_S.items()})
+        console.note(self.stages.plan.text())
 
     def run(self) -> DemoResult:
         stages = self.stages
@@ -143,7 +165,7 @@ class Demo:
                 stages.stage(f"gguf-{side}", text, [f"gguf/{side}.gguf"], partial(self.convert, side), FileResult)
             processes.finish()
             inputs = stages.data_inputs() | prompts_used | {"kl_rows": KL_ROWS}
-            for strategy in EVALUATED:
+            for strategy in STRATEGIES:
                 processes.start(f"eval-{strategy}", inputs, [f"eval/{strategy}.json"], self.evaluation(strategy))
             processes.finish()
         inputs = {"n": SENSITIVITY_PROMPTS, **text}
@@ -224,7 +246,7 @@ class Demo:
         """Aggregate the stages' results, judge them, and write run.json and the report."""
         aggregates = bench.aggregate(self.dir.path)
         aggregates.models = [self.model_row(name) for name in SIDES]
-        for strategy in EVALUATED:
+        for strategy in STRATEGIES:
             add_evaluation(aggregates, strategy, self.dir / f"eval/{strategy}.json")
         verdict = judge.verdict(aggregates)
         config = {"n_offline": self.answers.n_per_gate, "n_served": self.n_served, "model": self.stages.base["model"]}
@@ -234,7 +256,7 @@ class Demo:
             aggregates.served.items(), key=lambda item: item[1].judged_by is not None
         )  # the reference first
         sides = [SideRow.of(f"{SIDES[name].label} served", side) for name, side in served]
-        for strategy in EVALUATED:
+        for strategy in STRATEGIES:
             sides += [SideRow.of(f"{strategy} {kind}", side) for kind, side in aggregates.offline[strategy].items()]
         return DemoResult(
             **msgspec.structs.asdict(verdict),

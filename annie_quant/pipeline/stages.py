@@ -19,9 +19,11 @@ from annie_quant.data.rows import read_rows
 from annie_quant.files import write_json, write_text
 from annie_quant.judge import Workload
 from annie_quant.judge.not_lost import compares_with_reference
+from annie_quant.pipeline.plan import Plan
 from annie_quant.pipeline.run_directory import RunDirectory
 from annie_quant.progress import Console, Progress
 
+NOTED_S = 2.0  # the remaining time is shown after stages that took at least so long
 MIN_DECIDING_N = 10  # with fewer prompts per gate, no gate decides: a trial run
 
 
@@ -71,6 +73,7 @@ class Stages:
         self.model, self.conversations, self.samples = model, conversations, samples
         self.base = {"version": __version__, "model": model_key(model)}  # inputs of every stage
         self.rows: list[schema.Stage] = []
+        self.plan: Plan | None = None  # where the remaining time is to be shown
         self._text_key: str | None = None
 
     def stage(
@@ -90,6 +93,10 @@ class Stages:
         stamp, before = self.dir.stage(name, self.base | dict(inputs), outputs, with_progress)
         if before:
             self.console.note(f"✓ {name}, done before ({stamp.seconds:.1f} s)")
+        if self.plan is not None:
+            self.plan.finish(name, before)
+            if not before and stamp.seconds >= NOTED_S:
+                self.console.note(f"  {self.plan.text()}")
         result = msgspec.convert(stamp.result, kind)
         self.rows.append(schema.Stage(name=name, seconds=stamp.seconds, summary=result.summary))
         return result

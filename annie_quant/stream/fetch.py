@@ -21,7 +21,7 @@ class Reply:
 
 
 def fetch(
-    url: str, headers: Mapping[str, str] | None = None, *, timeout_s: float = 5.0, max_bytes: int = 1 << 20
+    url: str, headers: Mapping[str, str] | None = None, *, timeout_s: float = 5.0, max_bytes: int = 1_000_000
 ) -> Reply:
     """GET `url` within `timeout_s` seconds in total and `max_bytes` of body. Server errors never raise."""
     from annie_quant.stream.client import Request, run

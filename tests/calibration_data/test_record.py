@@ -387,7 +387,7 @@ def test_a_huge_request_passes_and_is_not_recorded(tmp_path):
         RawServer(lambda head, body: [response(completion(str(len(body))))]) as server,
         Running(server.url, tmp_path / "r.jsonl") as proxied,
     ):
-        data = json.dumps(body_of("x" * (9 << 20))).encode()
+        data = json.dumps(body_of("x" * 8_100_000)).encode()
         assert str(len(data)).encode() in chat(proxied.url, data)
         assert b"Hello" not in chat(proxied.url, body_of("y" * 70_000))  # its answer is its length
         assert str(len(json.dumps(body_of("Hi")))).encode() in chat(proxied.url, body_of("Hi"))

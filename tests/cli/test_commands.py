@@ -109,8 +109,8 @@ def test_eval_passes_its_batch_size_to_the_evaluation(tmp_path: Path, monkeypatc
     requests: list[int] = []
     verdicts = ["keeps"]
 
-    def run(*_: object, rows: int, **__: object) -> SimpleNamespace:
-        requests.append(rows)
+    def run(settings: job.Settings, *_: object) -> SimpleNamespace:
+        requests.append(settings.rows)
         gate = {"verdict": "pass", "passes": 2, "n": 2, "low": 0.3, "high": 1.0}
         verdict = SimpleNamespace(verdict=verdicts[-1])
         document = {"numerics": {"bf16": {"gates": {"factual": gate}}}}

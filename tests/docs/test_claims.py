@@ -1,7 +1,8 @@
-"""Figures in README.md and docs are dated, or come from a named command or page, or are counted here from the repository.
+"""Figures in README.md and docs are dated, or come from a named command or page, or are counted here from the code.
 
 A figure is a number with a unit (a duration, a size, a share, "x times", "a of b"). In README.md each paragraph with a figure has
-its date, a command, or a link to a dated page that has the same figure; in docs each page with figures has a date.
+its date, a command, or a link to a dated page that has the same figure. In docs each section (`##`) with figures has a date or a
+command, unless the page's introduction has a date. Figures that the code sets are compared with it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from paths import ROOT
+
+from annie_quant.cli.console import HEARTBEAT_S
+from annie_quant.data.record import exchange, proxy
+from annie_quant.judge.decision.paired import MARGIN
 
 UNIT = (
     r"(?:s|ms|us|µs|ns|min|seconds?|minutes?|hours?|days?|kB|MB|GB|TB|KiB|MiB|GiB|%|points?|times|x|×|tok/s|tokens?/s|GB/s"
@@ -24,7 +29,27 @@ COMMAND = re.compile(r"`(?:make [a-z-]+|annie-quant [a-z-]+[^`]*|python [^`]+|py
 LINK = re.compile(r"\]\((docs/[\w/.-]+\.md)\)")
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 REQUIREMENTS = "docs/requirements.md"  # its figures are limits, and those that the original plan stated
-NOMINAL = {"128 GB", "18 GB", "110 GB"}  # a DGX Spark's memory; 9e9 weights of two bytes; requirement R50
+# Neither measured nor set by the code: a DGX Spark's memory; 9e9 weights of two bytes; requirement R50; levels of confidence
+# and of decisions, which their sentences define; the block of an FP8 format; examples of a message and of options; a limit of
+# reviews.
+NOMINAL = {
+    "128 GB",
+    "18 GB",
+    "110 GB",
+    "95 %",
+    "5 %",
+    "0 %",
+    "1 %",
+    "2 %",
+    "3 %",
+    "8 %",
+    "10 %",
+    "128 x",
+    "12 minutes",
+    "500 ms",
+    "50 ms",
+    "1 MB",
+}
 
 
 def megabytes(folder: str) -> str:
@@ -32,8 +57,23 @@ def megabytes(folder: str) -> str:
     return f"{size / 1e6:.0f} MB"
 
 
+def in_megabytes(size_bytes: int) -> str:
+    return f"{size_bytes / 1e6:g} MB"
+
+
 # Figures that describe this repository: counted, so that they cannot become false.
-COUNTED: dict[str, Callable[[], str]] = {"15 MB": lambda: megabytes("annie_quant/assets/tiny-annie")}
+COUNTED: dict[str, Callable[[], str]] = {
+    "15 MB": lambda: megabytes("annie_quant/assets/tiny-annie"),
+}
+# Limits and settings that docs state.
+SETTINGS: dict[str, Callable[[], str]] = COUNTED | {
+    "8 MB": lambda: in_megabytes(exchange.MAX_REQUEST_BYTES),
+    "16 MB": lambda: in_megabytes(exchange.MAX_ANSWER_BYTES),
+    "256 MB": lambda: in_megabytes(proxy.MAX_HELD_BYTES),
+    "10 s": lambda: f"{proxy.SHUTDOWN_S:g} s",
+    "20 seconds": lambda: f"{HEARTBEAT_S:g} seconds",
+    "5 points": lambda: f"{100 * MARGIN:g} points",
+}
 
 
 def paragraphs(text: str) -> Iterator[str]:
@@ -63,13 +103,16 @@ def test_every_figure_of_the_readme_has_its_origin():
 
 
 def undated(text: str) -> list[str]:
-    """Return the figures of a page without a date, apart from those that are counted or not measured."""
-    figures = [match[0] for paragraph in paragraphs(text) for match in FIGURE.finditer(paragraph)]
-    return (
-        []
-        if DATE.search(text)
-        else [f for f in figures if f not in NOMINAL and (f not in COUNTED or COUNTED[f]() != f)]
-    )
+    """Return the figures of a page without a date or command, apart from those that are counted or not measured."""
+    introduction, *sections = re.split(r"^(?=## )", text, flags=re.MULTILINE)
+    if DATE.search(introduction):
+        return []
+    result = []
+    for section in (introduction, *sections):
+        if not (DATE.search(section) or COMMAND.search(section)):
+            figures = [match[0] for paragraph in paragraphs(section) for match in FIGURE.finditer(paragraph)]
+            result += [f for f in figures if f not in NOMINAL and (f not in SETTINGS or SETTINGS[f]() != f)]
+    return result
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
@@ -78,11 +121,18 @@ def test_every_page_with_figures_is_dated(page):
         assert undated(page.read_text(encoding="utf-8")) == []
 
 
-def test_an_undated_page_is_reported():
+def test_an_undated_section_is_reported():
     """Negative control."""
-    assert (
-        undated("It takes 3 minutes with 128 GB.") == ["3 minutes"] and undated("It took 3 minutes (2026-11-22).") == []
-    )
+    assert undated("It takes 3 minutes with 128 GB.") == ["3 minutes"]
+    assert undated("It took 3 minutes (2026-11-22).\n## More\nIt takes 4 minutes.") == []
+    assert undated("## A\nIt took 3 minutes (2026-11-22).\n## B\nIt takes 4 minutes.") == ["4 minutes"]
+    assert undated("At most 8 MB and 9 MB are kept.") == ["9 MB"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_sizes_are_decimal(page):
+    """A report of one page counts in one unit."""
+    assert not re.findall(r"\b[KMG]iB\b", page.read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 from paths import ROOT
 
@@ -48,6 +51,43 @@ def test_commands_and_their_options_exist(page):
         known = {o for p in command.params for o in (*p.opts, *p.secondary_opts)} | {"--help"}
         for option in re.findall(r"(?<!\S)--[a-z][a-z-]*", rest):
             assert option in known, f"{page.name}: annie-quant {name} {option}"
+
+
+def command_lines(text: str) -> list[str]:
+    """Return the commands in code blocks, one per line; `...` stands for options of an earlier line, so such lines are left out."""
+    lines = re.findall(r"^ {4,}annie-quant ([a-z][a-z-]*\b.*)", re.sub(r"\\\n\s*", " ", text), re.MULTILINE)
+    return [line for line in lines if "..." not in line and "…" not in line]
+
+
+def parse(line: str) -> None:
+    """Parse a command as the command line does. Raises click.UsageError for a missing or an invalid value."""
+    name, *words = (word.partition("|")[0] for word in shlex.split(line, comments=True))  # "a|b": one of both
+    command = cli.commands[name]
+    with contextlib.suppress(click.exceptions.Exit):
+        command.make_context(name, words[:-1] if words[-1:] == ["&"] else words)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_commands_are_accepted_with_their_values(page):
+    for line in command_lines(page.read_text(encoding="utf-8")):
+        try:
+            parse(line)
+        except click.UsageError as error:
+            pytest.fail(f"{page.name}: annie-quant {line}: {error.format_message()}")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "bench --output runs/x", "quantize --strategy naive --model M", "eval M --reference B --n 0", "audit", "audit A B",
+        "quantize --strategy best --effort fastest --model M --output D",
+    ],
+)  # fmt: skip
+def test_an_incomplete_command_is_reported(line):
+    """Negative control."""
+    assert command_lines(f"    annie-quant {line}\n    annie-quant bench ...") == [line]
+    with pytest.raises(click.UsageError):
+        parse(line)
 
 
 @pytest.mark.skipif(

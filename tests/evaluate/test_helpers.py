@@ -16,7 +16,6 @@ from annie_quant.errors import EnvironmentFault
 from annie_quant.evaluate import decoding, helpers, job
 from annie_quant.evaluate.process_group import SINGLE, ProcessGroup
 from annie_quant.host import Memory
-from annie_quant.progress import SILENT
 
 
 def exchange(group: ProcessGroup) -> list[dict]:
@@ -69,9 +68,9 @@ def test_eval_works_in_the_group_of_its_helpers(processes, helped, monkeypatch, 
 
     monkeypatch.setattr(job.helpers, "helped_by", helped_by)
     monkeypatch.setattr(job.helpers, "automatic", lambda folders, n_answers: 2 if n_answers > 20 else 1)
-    monkeypatch.setattr(job, "compute", lambda *args, group, **options: groups.append(group))
-    nothing = {"conversations": None, "text": None, "layers_n": None, "output": None, "progress": SILENT}
-    job.run(tmp_path, tmp_path, numerics=["w4a4"], n=10, processes=processes, **nothing)
+    monkeypatch.setattr(job, "compute", lambda settings, group, progress: groups.append(group))
+    settings = job.Settings(checkpoint=tmp_path, reference=tmp_path, numerics=["w4a4"], n=10)
+    job.run(settings, processes=processes)
     assert sizes == helped and [g.size for g in groups] == (helped or [1])
 
 

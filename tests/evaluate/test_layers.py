@@ -21,7 +21,6 @@ from annie_quant.evaluate import layers as module  # noqa: E402
 from annie_quant.evaluate import reference as reference_module  # noqa: E402
 from annie_quant.hf.nvfp4_linear import nvfp4_linears  # noqa: E402
 from annie_quant.judge import Case, Workload  # noqa: E402
-from annie_quant.progress import SILENT  # noqa: E402
 
 DAMAGED = "layers.2.mlp"
 
@@ -108,15 +107,7 @@ def test_an_evaluation_with_layers_loads_each_model_once(
     reference, naive = (shutil.copytree(folder, tmp_path / folder.name) for folder in folders)
     output = tmp_path / "eval.json"
     result = job.run(
-        naive,
-        reference,
-        numerics=["w4a4"],
-        n=3,
-        conversations=None,
-        text=None,
-        layers_n=3,
-        output=output,
-        progress=SILENT,
+        job.Settings(checkpoint=naive, reference=reference, numerics=["w4a4"], n=3, layers_n=3, output=output)
     )
     assert sorted(loaded) == sorted([naive, reference])
     assert result.layers is not None and len(result.layers.alone) == 8

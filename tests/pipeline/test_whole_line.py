@@ -119,7 +119,7 @@ def test_quantized_sides_are_smaller_and_sound_nvfp4(line) -> None:
     run, _ = line
     models = {m["name"]: m for m in json.loads((run / "run.json").read_text())["aggregates"]["models"]}
     assert models["naive"]["size_bytes"] < models["mlp_only"]["size_bytes"] < models["bf16"]["size_bytes"]
-    for strategy in ("naive", "mlp_only", "direct"):
+    for strategy in ("naive", "mlp_only"):
         audit = checkpoint.audit(run / f"models/{strategy}")
         assert audit.ok, [f.message for f in audit.findings]
 
@@ -141,8 +141,8 @@ def test_a_second_run_repeats_nothing(line) -> None:
 def test_only_a_stage_with_lost_outputs_is_repeated(line, tmp_path: Path) -> None:
     run = tmp_path / "again"
     shutil.copytree(line[0], run)
-    (run / "models/direct/config.json").unlink()
+    (run / "gguf/mlp_only.gguf").unlink()
     untouched = (run / "models/naive/model.safetensors").stat().st_mtime_ns
     assert demo(run).returncode == 0
-    assert (run / "models/direct/config.json").is_file()
+    assert (run / "gguf/mlp_only.gguf").read_bytes() == (line[0] / "gguf/mlp_only.gguf").read_bytes()
     assert (run / "models/naive/model.safetensors").stat().st_mtime_ns == untouched

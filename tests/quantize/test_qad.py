@@ -56,22 +56,28 @@ def test_gradients_pass_the_rounding_and_the_scales_are_saved() -> None:
     assert torch.equal(other(x), model(x))
 
 
-def test_training_changes_the_linears_and_nothing_else(tmp_path: Path) -> None:
-    quantize.run("qad", TINY_ANNIE, tmp_path / "out", calib_data=CALIBRATION, batch=2, **SETTINGS)
+@pytest.fixture(scope="module")
+def trained_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint that one process trained, four answers per step."""
+    folder = tmp_path_factory.mktemp("qad") / "one"
+    quantize.run("qad", TINY_ANNIE, folder, calib_data=CALIBRATION, batch=4, **SETTINGS)
+    return folder
+
+
+def test_training_changes_the_linears_and_nothing_else(trained_folder: Path, tmp_path: Path) -> None:
     quantize.run("direct", TINY_ANNIE, tmp_path / "plain", exclude="linear_attn")
-    trained, plain = weights(tmp_path / "out"), weights(tmp_path / "plain")
+    trained, plain = weights(trained_folder), weights(tmp_path / "plain")
     assert trained.keys() == plain.keys()
     assert all(not np.array_equal(trained[n], plain[n]) for n in trained)
-    source, result = ModelFolder(TINY_ANNIE), ModelFolder(tmp_path / "out")
+    source, result = ModelFolder(TINY_ANNIE), ModelFolder(trained_folder)
     for name in source:
         if name.removesuffix(".weight") not in trained:
             assert source.tensor(name).tobytes() == result.tensor(name).tobytes(), name
 
 
-def test_two_processes_give_the_same_result_as_one(tmp_path: Path) -> None:
+def test_two_processes_give_the_same_result_as_one(trained_folder: Path, tmp_path: Path) -> None:
     """The same four answers per step, in one process or two. The loss weighs tokens differently (a mean of two means), so
     the weights differ, but less than those of a run that learned other answers (seed 1)."""
-    quantize.run("qad", TINY_ANNIE, tmp_path / "one", calib_data=CALIBRATION, batch=4, **SETTINGS)
     script = tmp_path / "two.py"
     more = {"calib_data": str(CALIBRATION), "batch": 2, **SETTINGS}
     script.write_text(
@@ -83,7 +89,7 @@ def test_two_processes_give_the_same_result_as_one(tmp_path: Path) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=170)
     assert done.returncode == 0, done.stderr[-2000:]
     quantize.run("qad", TINY_ANNIE, tmp_path / "other", calib_data=CALIBRATION, batch=4, seed=1, **SETTINGS)
-    one, two, other = (weights(tmp_path / n) for n in ("one", "two", "other"))
+    one, two, other = (weights(folder) for folder in (trained_folder, tmp_path / "two", tmp_path / "other"))
     difference = sum(float(np.abs(one[n] - two[n]).sum()) for n in one)
     control = sum(float(np.abs(one[n] - other[n]).sum()) for n in one)
     assert difference < 0.6 * control

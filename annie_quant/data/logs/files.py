@@ -17,7 +17,7 @@ from annie_quant.schema import ChatMessage
 from annie_quant.untrusted import decode_json
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".log", ".txt", ".parquet", ".arrow", ".gz")
-MAX_LINE = 16 << 20  # bytes
+MAX_LINE = 16_000_000  # bytes
 MAX_CHARACTERS = 60_000  # of one conversation
 BATCH_ROWS = 256
 
@@ -100,7 +100,7 @@ def _lines(path: Path, problems: Problems) -> Iterator[Conversation]:
                 break
             where = f"{path.name}, line {number}"
             if len(line) >= MAX_LINE and not line.endswith(b"\n"):
-                problems.add(f"a line of more than {MAX_LINE >> 20} MB", where)
+                problems.add(f"a line of more than {MAX_LINE // 1_000_000} MB", where)
                 while (line := file.readline(MAX_LINE)) and not line.endswith(b"\n"):
                     pass
                 continue

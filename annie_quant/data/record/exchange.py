@@ -25,9 +25,9 @@ from annie_quant.stream import decode
 from annie_quant.stream.redact import Redactor
 from annie_quant.untrusted import decode_json
 
-MAX_REQUEST_BYTES = 8 << 20
-MAX_ANSWER_BYTES = 16 << 20  # also after decompression
-MAX_LINE_BYTES = 1 << 20
+MAX_REQUEST_BYTES = 8_000_000
+MAX_ANSWER_BYTES = 16_000_000  # also after decompression
+MAX_LINE_BYTES = 1_000_000
 MAX_MODEL = 200  # characters of a model's name
 READABLE_CODINGS = ("", "identity", "gzip", "x-gzip", "deflate")
 _EVENT_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
@@ -85,7 +85,7 @@ def line_of(exchange: Exchange, scanner: Scanner) -> Line:
         row = without(row, exchange.secrets)
     data = json.dumps(row, ensure_ascii=False).encode("utf-8", "replace")
     if len(data) > MAX_LINE_BYTES:
-        raise Unusable(f"longer than {MAX_LINE_BYTES >> 20} MB")
+        raise Unusable(f"longer than {MAX_LINE_BYTES // 1_000_000} MB")
     return Line(data, message is not None, fault)
 
 
@@ -93,7 +93,7 @@ def masked_row(conversation: Conversation, scanner: Scanner) -> LoggedChat:
     """Return messages and tools without secrets, and without personal data where the scanner masks it."""
     size = sum(len(str(m)) for m in conversation.messages) + len(str(conversation.tools))
     if size > MAX_LINE_BYTES:  # checked first, because masking takes time in proportion to the size
-        raise Unusable(f"longer than {MAX_LINE_BYTES >> 20} MB")
+        raise Unusable(f"longer than {MAX_LINE_BYTES // 1_000_000} MB")
     head: list[ChatMessage] = [{"role": "system", "content": conversation.system}] if conversation.system else []
     messages = scanner.conversation(head + conversation.messages)
     row: LoggedChat = {"messages": [with_text_arguments(m) for m in messages]}
@@ -129,7 +129,7 @@ def decompressed(body: bytes, coding: str) -> bytes:
         except zlib.error:
             continue
         if len(text) > MAX_ANSWER_BYTES:
-            raise Unusable(f"an answer of more than {MAX_ANSWER_BYTES >> 20} MB")
+            raise Unusable(f"an answer of more than {MAX_ANSWER_BYTES // 1_000_000} MB")
         if reader.eof:
             return text
         break

@@ -45,7 +45,7 @@ from annie_quant.stream.redact import Redactor, refuse_secrets_in, secrets_of
 if TYPE_CHECKING:
     from aiohttp import ClientSession, web
 
-MAX_HELD_BYTES = 256 << 20
+MAX_HELD_BYTES = 256_000_000
 MAX_CLIENTS = 512
 MAX_HEADER_BYTES = 64 << 10
 CONNECT_S = 30.0
@@ -135,9 +135,9 @@ class Copy:
         if self.fault:
             return
         if self.size + len(piece) > self.most:
-            self.drop(f"{self.name} of more than {self.most >> 20} MB")
+            self.drop(f"{self.name} of more than {self.most // 1_000_000} MB")
         elif self.held.now + len(piece) > self.held.most:
-            self.drop(f"more than {self.held.most >> 20} MB in flight")
+            self.drop(f"more than {self.held.most // 1_000_000} MB in flight")
         else:
             self.size += len(piece)
             self.held.now += len(piece)

@@ -1,0 +1,29 @@
+"""From how many prompts on an early look can keep a gate: why the demo's benchmark does not stop early (docs/method.md)."""
+
+from __future__ import annotations
+
+from scipy.stats import norm
+
+from annie_quant.bench import sequential
+from annie_quant.judge.decision import decided_at
+from annie_quant.pipeline.demo import N_PROMPTS
+from annie_quant.schema import PairedGate
+
+
+def first_n_that_keeps(level: float) -> int:
+    return next(n for n in range(1, 1000) if decided_at("tool_call", PairedGate(n=n, lost=0, won=0), level))
+
+
+def by_hand(level: float, margin: float = 0.05) -> int:
+    """No lost answer of n: the score interval's lower bound is -z^2 / (n + z^2), so n > z^2 (1 - margin) / margin."""
+    z2 = norm.isf(level) ** 2
+    return int(z2 * (1 - margin) / margin) + 1
+
+
+def test_an_early_look_needs_three_times_as_many_prompts_as_the_end():
+    early, end = first_n_that_keeps(sequential.LEVEL), first_n_that_keeps(0.05)
+    assert (early, end) == (by_hand(sequential.LEVEL), by_hand(0.05)) == (150, 52)
+
+
+def test_the_demo_has_fewer_prompts_than_an_early_look_needs():
+    assert by_hand(0.05) <= N_PROMPTS < by_hand(sequential.LEVEL)

@@ -75,8 +75,6 @@ class DistilledModel:
         self, folder: ModelFolder, plan: Plan, token_weights: TokenWeights, activations: int, rounding: bool
     ) -> None:
         self.model = kl_trial.load(folder)
-        if plan.weights:
-            raise ValueError("a plan with folded weights cannot be distilled")
         self.device = next(self.model.parameters()).device
         self.table = with_padding(weight_table(token_weights, self.device))
         self.model.requires_grad_(False)
@@ -90,6 +88,11 @@ class DistilledModel:
             linear = DistilledLinear(getattr(owner, leaf), start, float(packed.tensor_scale), top, rounding)
             setattr(owner, leaf, linear)
             self.linears[name] = linear
+        # Tensors that a fold changed, and that are not rounded: the parameter, its value in the source and in the plan.
+        self.folded: list[tuple[nn.Parameter, torch.Tensor, torch.Tensor]] = []
+        for name, array in plan.weights.items():
+            parameter = self.model.get_parameter(folder.family.in_form(name, multimodal=False))
+            self.folded.append((parameter, parameter.data, codec.to_torch(array).to(parameter)))
         for layer in self.model.get_decoder().layers:
             layer.forward = _recomputed(layer.forward)
 
@@ -105,6 +108,8 @@ class DistilledModel:
             """Return those of the tokens that count, [n, V]."""
             for linear in self.linears.values():
                 linear.rounded = rounded
+            for parameter, source, folded in self.folded:
+                parameter.data = folded if rounded else source
             out = self.model(input_ids=ids, use_cache=False, logits_to_keep=positions).logits
             return torch.log_softmax(out[counts].float(), -1)
 

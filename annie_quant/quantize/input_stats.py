@@ -82,9 +82,7 @@ class InputSampler(InputObserver):
     totals: how many tokens of prompts and of responses will come.  rows: inputs that are kept of each, evenly spread.
     """
 
-    def __init__(
-        self, token_weights: TokenWeights, device: str, name: str, totals: tuple[int, int], rows: int
-    ) -> None:
+    def __init__(self, token_weights: TokenWeights, device: str, name: str, totals: tuple[int, int], rows: int) -> None:
         super().__init__(token_weights, device, name)
         self.strides = [max(1, total // rows) for total in totals]
         self.counts = [0, 0]

@@ -1,9 +1,9 @@
 """awq_lite (strategy A): activation-aware scales, folded exactly, so that plain NVFP4 remains.
 
-For each foldable activation s = (mean |x|)^alpha, or that divided by (mean |w|)^(1 - alpha). It is searched for the least error of
-the linears that read it, with weights and activations rounded as a W4A4 kernel does, over as many tokens of prompts as of responses:
-an input that only prompts have must not become an outlier of all blocks. ModelOpt's own search is the same idea,
-but its export folds Qwen3.5's norms wrongly and leaves pre_quant_scale on down_proj and o_proj; see awq_folding.py.
+For each foldable activation s = (mean |x|)^alpha, or that divided by (mean |w|)^(1 - alpha). It is searched for the least error
+of the linears that read it, with weights and activations rounded as a W4A4 kernel does, over as many tokens of prompts as of
+responses: an input that only prompts have must not become an outlier of all blocks. ModelOpt's own search is the same idea, but
+its export folds Qwen3.5's norms wrongly and leaves pre_quant_scale on down_proj and o_proj; see awq_folding.py.
 Every layer is verified before it is kept: with folded, unrounded weights its outputs must be the source's.
 """
 
@@ -168,7 +168,7 @@ def verify(
 
 STRATEGY = Strategy(
     name="awq_lite",
-    summary="A: activation-aware scales searched on response tokens and folded exactly into norms; plain NVFP4 W4A4",
+    summary="A: activation-aware scales, searched and folded exactly into norms; plain NVFP4 W4A4",
     formats=ALL_NVFP4,
     cost=Cost(rank=30, layerwise=True, passes=22, encode=20),
     quantize=quantize,

@@ -155,6 +155,17 @@ def test_steps_that_only_harm_keep_the_start(home: Path, monkeypatch: pytest.Mon
     assert all(torch.equal(rounder.rounded[n].codes, codes) for n, codes in before.items())
 
 
+def test_steps_are_compared_on_rows_that_they_do_not_learn_from(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learned_rounding, "HELD_OUT", 2)  # batches have one to three rows here
+    rounder, streams, outputs = rounders(home, Method(cross=None), 0)
+    text = learned_rounding.Text(rounder, streams.model.states, outputs)
+    judged = {(i, int(row)) for i, rows in text.judged for row in rows}
+    generator = torch.Generator().manual_seed(0)
+    drawn = {(i, int(row)) for i, rows in (text.draw(generator) for _ in range(200)) for row in rows}
+    every = {(i, row) for i, kinds in enumerate(text.kinds) for row in range(len(kinds))}
+    assert judged and drawn and judged | drawn == every and not judged & drawn
+
+
 def test_both_streams_are_the_models(home: Path) -> None:
     """The true stream is the source's hidden states; the other one is that of the rounded weights and inputs."""
     rounder, streams, outputs = rounders(home, Method(), LAYERS - 1)

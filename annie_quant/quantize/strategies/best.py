@@ -69,7 +69,7 @@ STRATEGY = Strategy(
         "order": Option("blocks", "columns in natural order, by falling Hessian in blocks of 16, or one by one",
                         ("natural", "blocks", "columns")),
         "codes": Option("near", "block scales tried: near that of the largest magnitude, or all of E4M3", ("near", "all")),
-        "prompt": Option(0.1, "weight of a prompt's token relative to a response's"),
+        "prompt": Option(0.0, "weight of a prompt's token relative to a response's"),
         "markup": Option(1.0, "weight of tool-call markup and ends of turns relative to other response tokens"),
         "distil": Option(0, "steps of block scales learned by KL through the whole model, which is in memory then"),
         "distilled": Option("scales", "what these steps learn: block scales, or the codes too", ("scales", "rounding")),

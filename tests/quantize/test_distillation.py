@@ -36,6 +36,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home / "model"
 
 
+@pytest.fixture(autouse=True)
+def nothing_held_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are compared on the four answers that they learn from: three answers teach nothing about a fourth."""
+    monkeypatch.setattr(distillation, "HELD_OUT", 100)
+
+
 @pytest.fixture(scope="module")
 def samples(model: Path) -> list[Sample]:
     return calibration_samples.samples_of_rows(model, read_conversations(model.parent / "calib.jsonl", 4))[:4]
@@ -116,3 +122,21 @@ def test_a_folded_plan_is_learned(model: Path, samples: list[Sample]) -> None:
     plan = folded_plan(model, samples)
     learned = distillation.distil(ModelFolder(model), plan, samples, RESPONSE, steps=10, rounding=True, seed=1)
     assert learned.best > 0 and learned.losses[learned.best] < learned.losses[0]
+
+
+def test_steps_are_compared_on_answers_that_they_do_not_learn_from(
+    model: Path, samples: list[Sample], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distillation, "HELD_OUT", 4)
+    calls: list[tuple[bool, list[bytes]]] = []
+    kl = distillation.DistilledModel.kl
+
+    def recorded(self: distillation.DistilledModel, batch: calibration_samples.Batch) -> tuple:
+        rows = [ids[kinds >= 0].tobytes() for ids, kinds in zip(batch.ids, batch.kinds, strict=True)]
+        calls.append((torch.is_grad_enabled(), rows))
+        return kl(self, batch)
+
+    monkeypatch.setattr(distillation.DistilledModel, "kl", recorded)
+    distillation.distil(ModelFolder(model), plain_plan(model), samples, RESPONSE, steps=2)
+    learned, judged = ({row for grad, rows in calls if grad == used for row in rows} for used in (True, False))
+    assert len(learned) == 3 and len(judged) == 1 and not learned & judged

@@ -4,7 +4,7 @@ The codes stay what the layers' rounding made them; each block scale is E4M3(m *
 (the post-scale of ModelOpt's Dual-LSQ). With `rounding` the codes may also move by one, as in learned_rounding.py. The loss is
 KL(source || rounded) over the tokens that count, with activations rounded as a server rounds them. The source's weights, one
 dequantized linear at a time and the scales are in memory; decoder layers are recomputed in the backward pass.
-The KL on a fixed part of the text decides which step is chosen; the start is one of them.
+The KL on answers that no step learns from decides which step is chosen; the start is one of them.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from annie_quant.quantize import column_sweep, fake_quant, kl_trial
 from annie_quant.quantize.calibration_samples import Batch, Sample, TokenWeights, make_batches, padded
 from annie_quant.quantize.column_sweep import GROUP, Rounded
 from annie_quant.quantize.input_stats import weight_table, with_padding
-from annie_quant.quantize.learned_rounding import Learned, LearnedWeight, follow_signs
+from annie_quant.quantize.learned_rounding import HELD_OUT, Learned, LearnedWeight, follow_signs
 from annie_quant.quantize.plan import Plan
 
 BATCH = 8  # answers per step
-JUDGE = 48  # answers on which steps are compared
+JUDGE = 48  # answers on which steps are compared, and at most one in HELD_OUT
 TRAVEL = 0.1  # how far m can move in all
 
 
@@ -75,8 +75,6 @@ class DistilledModel:
         self, folder: ModelFolder, plan: Plan, token_weights: TokenWeights, activations: int, rounding: bool
     ) -> None:
         self.model = kl_trial.load(folder)
-        if plan.weights:
-            raise ValueError("a plan with folded weights cannot be distilled")
         self.device = next(self.model.parameters()).device
         self.table = with_padding(weight_table(token_weights, self.device))
         self.model.requires_grad_(False)
@@ -90,6 +88,11 @@ class DistilledModel:
             linear = DistilledLinear(getattr(owner, leaf), start, float(packed.tensor_scale), top, rounding)
             setattr(owner, leaf, linear)
             self.linears[name] = linear
+        # Tensors that a fold changed, and that are not rounded: the parameter, its value in the source and in the plan.
+        self.folded: list[tuple[nn.Parameter, torch.Tensor, torch.Tensor]] = []
+        for name, array in plan.weights.items():
+            parameter = self.model.get_parameter(folder.family.in_form(name, multimodal=False))
+            self.folded.append((parameter, parameter.data, codec.to_torch(array).to(parameter)))
         for layer in self.model.get_decoder().layers:
             layer.forward = _recomputed(layer.forward)
 
@@ -105,6 +108,8 @@ class DistilledModel:
             """Return those of the tokens that count, [n, V]."""
             for linear in self.linears.values():
                 linear.rounded = rounded
+            for parameter, source, folded in self.folded:
+                parameter.data = folded if rounded else source
             out = self.model(input_ids=ids, use_cache=False, logits_to_keep=positions).logits
             return torch.log_softmax(out[counts].float(), -1)
 
@@ -144,7 +149,9 @@ def distil(
     """Learn the block scales of the plan's linears, and the rounding with `rounding`, and keep the best in `plan.packed`."""
     whole = DistilledModel(folder, plan, token_weights, activations, rounding)
     answers = list(kl_trial.spread([s for s in samples if any(token_weights.get(k, 0.0) > 0 for k in s.kinds)]))
-    judged = make_batches(answers[:JUDGE], 4096)
+    held_out = min(JUDGE, len(answers) // HELD_OUT)
+    judged = make_batches(answers[: held_out or JUDGE], 4096)
+    answers = answers[held_out:]
     generator = torch.Generator().manual_seed(seed)
 
     def loss() -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.errors import CheckpointError
 from annie_quant.progress import Progress
-from annie_quant.quantize.calibration_samples import KINDS, PADDING, Sample, TokenWeights, make_batches
+from annie_quant.quantize.calibration_samples import KINDS, PADDING, PROMPT, Sample, TokenWeights, make_batches
 from annie_quant.quantize.expert_coverage import Coverage
 from annie_quant.quantize.layerwise import DecoderLayers
 
@@ -77,27 +77,33 @@ class InputObserver:
 
 
 class InputSampler(InputObserver):
-    """Also keeps up to `rows` response tokens' inputs, evenly spread over `total` of them, and the mean |x|."""
+    """Also keeps inputs of prompts' and of responses' tokens, and the mean |x|, in which both kinds of token count the same.
 
-    def __init__(self, token_weights: TokenWeights, device: str, name: str, total: int, rows: int) -> None:
+    totals: how many tokens of prompts and of responses will come.  rows: inputs that are kept of each, evenly spread.
+    """
+
+    def __init__(self, token_weights: TokenWeights, device: str, name: str, totals: tuple[int, int], rows: int) -> None:
         super().__init__(token_weights, device, name)
-        self.stride, self.count = max(1, total // rows), 0
+        self.strides = [max(1, total // rows) for total in totals]
+        self.counts = [0, 0]
         self.sampled: list[torch.Tensor] = []
-        self.magnitude: torch.Tensor | None = None
+        self.magnitudes: list[torch.Tensor | None] = [None, None]
 
     def __call__(self, x: torch.Tensor, kinds: torch.Tensor) -> None:
         super().__call__(x, kinds)
-        rows = x[self.table[kinds] > 0].float()
-        first = -self.count % self.stride
-        self.count += len(rows)
-        self.sampled.append(rows[first :: self.stride].clone())
-        magnitude = rows.abs().sum(0).double()
-        self.magnitude = magnitude if self.magnitude is None else self.magnitude + magnitude
+        for part, used in enumerate((kinds == PROMPT, kinds > PROMPT)):
+            rows = x[used].float()
+            first = -self.counts[part] % self.strides[part]
+            self.counts[part] += len(rows)
+            self.sampled.append(rows[first :: self.strides[part]].clone())
+            magnitude, before = rows.abs().sum(0).double(), self.magnitudes[part]
+            self.magnitudes[part] = magnitude if before is None else before + magnitude
 
     def mean(self) -> torch.Tensor:
-        """Return the mean |x_k| of response tokens, float32 [K]."""
-        assert self.magnitude is not None
-        return (self.magnitude / max(1, self.count)).float()
+        """Return the mean |x_k|, float32 [K]."""
+        pairs = zip(self.magnitudes, self.counts, strict=True)
+        means = [magnitude / count for magnitude, count in pairs if magnitude is not None and count]
+        return torch.stack(means).mean(0).float()
 
     def inputs(self) -> torch.Tensor:
         """Return the kept inputs, float32 [n, K]."""

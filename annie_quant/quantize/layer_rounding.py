@@ -108,6 +108,8 @@ class LayerRounder:
         self.tensor_scales: dict[str, float] = {}
         self.warnings: list[str] = []
         self.tokens: dict[str, int] = {}  # that reached each expert
+        # Block of `fake` of which everything is rounded → batch → its output, which later passes need again.
+        self.outputs: dict[str, dict[int, Any]] = {}
         self.start()
 
     def start(self) -> None:
@@ -203,9 +205,34 @@ class LayerRounder:
         full = {f"{self.layer.name}.{n}": float(w.detach().abs().max()) for n, w in weights.items()}
         tops = self.layer.model.folder.family.largest_of_group(full)
         for groups in self.stages():
+            self.outputs |= {block: {} for block in self.finished() if block not in self.outputs}
             moments = self.moments(groups, true_states, states)
             for group in groups:
                 self.round_group(group, moments[group[0]], tops)
+
+    def finished(self) -> list[str]:
+        """Return the layer's blocks (attention, MLP) whose chosen linears are all rounded."""
+        names = [n for g in self.groups for n in g]
+        blocks = dict.fromkeys(n.partition(".")[0] for n in names)
+        return [b for b in blocks if all(n in self.rounded for n in names if n.startswith(f"{b}."))]
+
+    @contextlib.contextmanager
+    def finished_once(self, batch: int) -> Iterator[None]:
+        """Compute the finished blocks of `fake` once per batch: what runs before them is finished, so their inputs stay."""
+        blocks = [(self.fake.get_submodule(name), stored) for name, stored in self.outputs.items()]
+
+        def forward(original: Callable[..., Any], stored: dict[int, Any], *args: Any, **options: Any) -> Any:
+            if batch not in stored:
+                stored[batch] = original(*args, **options)
+            return stored[batch]
+
+        for block, stored in blocks:
+            block.forward = partial(forward, block.forward, stored)
+        try:
+            yield
+        finally:
+            for block, _ in blocks:
+                del block.forward
 
     def moments(
         self, groups: Sequence[Sequence[str]], true_states: Sequence[torch.Tensor], states: Sequence[torch.Tensor]
@@ -216,12 +243,13 @@ class LayerRounder:
         last = None if experts else groups[0][0]
         for group in groups if self.method.activations == 4 else ():
             self.round_inputs(group)
-        for (true_state, kinds), state in zip(self.batches(true_states), states, strict=True):
+        for i, ((true_state, kinds), state) in enumerate(zip(self.batches(true_states), states, strict=True)):
             true: dict[str, torch.Tensor] = {}
             if self.method.cross is not None and not experts:  # the router sends other tokens to an expert
                 self.run(self.true, true_state, kinds, {n: partial(store, true, n) for n in result}, last)
             add = {n: partial(add_inputs, moments, true, n) for n, moments in result.items()}
-            self.run(self.fake, state, kinds, add, last)
+            with self.finished_once(i):
+                self.run(self.fake, state, kinds, add, last)
         return result
 
     def round_inputs(self, group: Sequence[str]) -> None:
@@ -296,6 +324,7 @@ class LayerRounder:
     def set_rounded(self, name: str, rounded: column_sweep.Rounded) -> None:
         """Replace the rounding of a linear."""
         self.rounded[name] = rounded
+        self.outputs.pop(name.partition(".")[0], None)
         linear = self.linear(self.fake, name)
         linear.weight.data = rounded.values.to(linear.weight)
 
@@ -347,5 +376,6 @@ class Streams:
 
     def advance(self, rounder: LayerRounder, true_outputs: list[torch.Tensor]) -> None:
         for i, (state, kinds) in enumerate(rounder.batches(self.model.states)):
-            self.model.states[i] = rounder.run(rounder.fake, state, kinds, {})
+            with rounder.finished_once(i):
+                self.model.states[i] = rounder.run(rounder.fake, state, kinds, {})
         self.true = true_outputs

@@ -4,7 +4,8 @@ Each weight is E2M1(u / s + v) * s, with u the value that GPTQ rounded, s = E4M3
 block-scale multiplier m. At v = 0 and m = 1 that is GPTQ's result. v and m follow the signs of their gradients (Cheng et al.,
 SignRound, arXiv 2309.05516; AutoRound's nvfp.py), the learning rate falls linearly from 1 / steps. The loss is the squared error
 of the layer's outputs against the source's outputs for the source's inputs, over the tokens that count, with activations rounded
-as a server rounds them. The loss on a fixed part of the text decides which step is kept; the start is one of them.
+as a server rounds them. The loss on a part of the text that no step learns from decides which step is kept; the start is one of
+them.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from annie_quant.quantize.layer_rounding import MAX_CHANGE, LayerRounder, larges
 
 BATCH_TOKENS = {"cpu": 2048, "cuda": 8192}  # of one step
 JUDGED_BATCHES = 4  # of BATCH_TOKENS, on which steps are compared
+HELD_OUT = 4  # one in so many rows of a batch is judged and not learned from, at most
 JUDGEMENTS = 5  # comparisons after the start
 TRAVEL = 0.5  # how far v and m can move in all
 MULTIPLIER = (0.5, 1.5)  # limits of m
@@ -196,15 +198,20 @@ class Text:
             total += float(weight.sum())
         self.variance = max(float(variance) / max(total, 1e-30), 1e-30)
         self.tokens = BATCH_TOKENS[rounder.layer.model.device.partition(":")[0]]
-        self.judged = self.fixed()
+        self.judged = self.fixed(HELD_OUT)
+        self.first = [0] * len(self.kinds)  # row of each batch that steps learn from; those before it are judged
+        for index, rows in self.judged:
+            self.first[index] = len(rows)
+        if not self.judged:  # too few rows to hold some out
+            self.judged = self.fixed(1)
 
     def draw(self, generator: torch.Generator) -> tuple[int, torch.Tensor]:
         """Return a random batch, and random rows of it with about BATCH_TOKENS positions."""
-        sizes = torch.tensor([float(k.numel()) for k in self.kinds])
+        sizes = torch.tensor([float(k[n:].numel()) for k, n in zip(self.kinds, self.first, strict=True)])
         index = int(torch.multinomial(sizes, 1, generator=generator))
-        rows, length = self.kinds[index].shape
-        count = max(1, min(rows, self.tokens // length))
-        return index, torch.randperm(rows, generator=generator)[:count]
+        first, (rows, length) = self.first[index], self.kinds[index].shape
+        count = max(1, min(rows - first, self.tokens // length))
+        return index, first + torch.randperm(rows - first, generator=generator)[:count]
 
     def error(
         self, weights: dict[str, torch.Tensor], drawn: tuple[int, torch.Tensor]
@@ -221,12 +228,15 @@ class Text:
         error, weight = self.error({n: w() for n, w in weights.items()}, drawn)
         return error / weight.clamp_min(1e-30) / self.variance
 
-    def fixed(self) -> list[tuple[int, torch.Tensor]]:
-        """Return the rows on which steps are compared, of batches evenly spread over all: JUDGED_BATCHES steps of text."""
-        rows = [max(1, min(len(k), self.tokens // k.shape[1])) for k in self.kinds]
+    def fixed(self, part: int) -> list[tuple[int, torch.Tensor]]:
+        """Return rows on which steps are compared, of batches evenly spread over all: JUDGED_BATCHES steps of text.
+
+        part: at most 1 / part of a batch's rows; batches with fewer rows give none.
+        """
+        rows = [min(len(k) // part, max(1, self.tokens // k.shape[1])) for k in self.kinds]
         total = sum(n * k.shape[1] for n, k in zip(rows, self.kinds, strict=True))
         stride = max(1, round(total / (JUDGED_BATCHES * self.tokens)))
-        return [(i, torch.arange(rows[i])) for i in range(0, len(rows), stride)]
+        return [(i, torch.arange(rows[i])) for i in range(0, len(rows), stride) if rows[i]]
 
     @torch.no_grad()
     def judge(self, weights: dict[str, LearnedWeight]) -> float:

@@ -166,8 +166,8 @@ def memory_needed(folder: ModelFolder, model: DecoderLayers, method: Method) -> 
         layer = layer_of(module)
         layers[layer] = layers.get(layer, 0) + rows * columns
         widest = max(widest, columns)
-    # Inputs of both streams, and the source's outputs.
-    states = 3 * sum(b.ids.size for b in model.batches) * folder.text_config["hidden_size"] * size
+    # Inputs of both streams, the source's outputs, and those of the rounded attention.
+    states = 4 * sum(b.ids.size for b in model.batches) * folder.text_config["hidden_size"] * size
     # The source's and the rounded layer; in float32 codes, values and what was rounded, and learned offsets with gradients.
     weights = max(layers.values(), default=0) * (2 * size + 4 * (10 if method.steps else 6))
     hessians = 5 * 4 * widest**2  # both moments, the damped copy, its factor and inverse

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from paths import CALIBRATION, TINY_ANNIE
 
 from annie_quant import checkpoint, models, quantize
+from annie_quant.checkpoint.quantized_tensors import LARGEST_NVFP4
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.data.rows import read_conversations
 from annie_quant.quantize import calibration_samples
@@ -17,7 +19,7 @@ from annie_quant.quantize.select import choose
 from annie_quant.quantize.strategies import awq_lite
 
 torch = pytest.importorskip("torch", reason="folds run in torch: pip install annie-quant[quantize]")
-from annie_quant.quantize import awq_folding  # noqa: E402
+from annie_quant.quantize import awq_folding, fake_quant  # noqa: E402
 from annie_quant.quantize.layerwise import DecoderLayers  # noqa: E402
 
 BOUND = 1e-3
@@ -102,6 +104,35 @@ def modelopts_folds(model: object, samples: list[calibration_samples.Sample], tm
                 if reader in scales:  # pre_quant_scale multiplies the input, its reciprocal the weight
                     tensors[f"{reader}.weight"] = source[f"{reader}.weight"] / scales[reader]
     return tensors
+
+
+def test_folds_do_not_harm_tokens_of_prompts_or_responses(model: object) -> None:
+    """Outputs of every linear under W4A4 on other text, with folds and without. tiny-annie has inputs that only prompts have."""
+    rows = read_conversations(CALIBRATION)
+    folder, chosen = ModelFolder(TINY_ANNIE), set(choose(ModelFolder(TINY_ANNIE), ()))
+    text, held_out = (calibration_samples.samples_of_rows(TINY_ANNIE, rows[i::12])[:8] for i in (0, 1))
+    errors: dict[bool, np.ndarray] = {}
+    for folded in (False, True):
+        amax: dict[str, float] = {}
+        inputs = DecoderLayers(folder, calibration_samples.make_batches(held_out))
+        sums = np.zeros(2)
+        for layer, other in zip(DecoderLayers(folder, calibration_samples.make_batches(text)), inputs, strict=True):
+            if folded:
+                awq_lite.fold_layer(layer, chosen, amax, advance=False)
+                other.module.load_state_dict(layer.module.state_dict(), assign=True)
+            layer.advance()
+
+            def observe(x: torch.Tensor, kinds: torch.Tensor, linear: torch.nn.Linear) -> None:
+                rounded = fake_quant.nvfp4_weight(linear.weight.data, float(linear.weight.abs().max()) / LARGEST_NVFP4)
+                expected = x @ linear.weight.data.T
+                error = (fake_quant.nvfp4_input(x, float(x.abs().max())) @ rounded.T - expected).square().sum(-1)
+                for part, used in enumerate((kinds == 0, kinds > 0)):
+                    sums[part] += float(error[used].sum() / expected[used].square().sum())  # noqa: B023
+
+            names = [n for n in other.linears if f"{other.name}.{n}" in chosen]
+            other.advance({n: functools.partial(observe, linear=other.linears[n]) for n in names})
+        errors[folded] = sums
+    assert (errors[True] < errors[False]).all(), errors
 
 
 def test_a_fold_into_a_rounded_norm_is_exact_in_what_is_stored() -> None:

@@ -17,7 +17,7 @@ from annie_quant.quantize import calibration_samples
 
 torch = pytest.importorskip("torch", reason="calibration runs on torch: pip install annie-quant[quantize]")
 pytest.importorskip("transformers", reason="models are loaded with transformers: pip install annie-quant[quantize]")
-from annie_quant.quantize import column_sweep, learned_rounding, rounding_job  # noqa: E402
+from annie_quant.quantize import column_sweep, layerwise, learned_rounding, rounding_job  # noqa: E402
 from annie_quant.quantize.layer_rounding import LayerRounder, Method, Streams  # noqa: E402
 from annie_quant.quantize.layerwise import DecoderLayers  # noqa: E402
 
@@ -155,6 +155,17 @@ def test_steps_that_only_harm_keep_the_start(home: Path, monkeypatch: pytest.Mon
     assert all(torch.equal(rounder.rounded[n].codes, codes) for n, codes in before.items())
 
 
+def test_steps_are_compared_on_rows_that_they_do_not_learn_from(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learned_rounding, "HELD_OUT", 2)  # batches have one to three rows here
+    rounder, streams, outputs = rounders(home, Method(cross=None), 0)
+    text = learned_rounding.Text(rounder, streams.model.states, outputs)
+    judged = {(i, int(row)) for i, rows in text.judged for row in rows}
+    generator = torch.Generator().manual_seed(0)
+    drawn = {(i, int(row)) for i, rows in (text.draw(generator) for _ in range(200)) for row in rows}
+    every = {(i, row) for i, kinds in enumerate(text.kinds) for row in range(len(kinds))}
+    assert judged and drawn and judged | drawn == every and not judged & drawn
+
+
 def test_both_streams_are_the_models(home: Path) -> None:
     """The true stream is the source's hidden states; the other one is that of the rounded weights and inputs."""
     rounder, streams, outputs = rounders(home, Method(), LAYERS - 1)
@@ -169,6 +180,31 @@ def test_both_streams_are_the_models(home: Path) -> None:
     rounded = streams.model.states
     difference = max(float((a - b).abs().max()) for a, b in zip(streams.true, rounded, strict=True))
     assert difference > 1e-3
+
+
+def test_a_rounded_attention_is_computed_once(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bytes as when it is computed in every pass, in fewer passes."""
+    counts, results, rule = [], [], layerwise.delta_rule
+    for once in (True, False):
+        calls = 0
+
+        def counted(*args, **options):
+            nonlocal calls
+            calls += 1
+            return rule(*args, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(layerwise, "delta_rule", counted)
+            if not once:
+                patch.setattr(LayerRounder, "finished", lambda self: [])
+            rounder, streams, outputs = rounders(home, Method(cross=None), 1)
+            streams.advance(rounder, outputs)
+        counts.append(calls)
+        results.append((rounder.rounded, streams.model.states))
+    (rounded, states), (expected, expected_states) = results
+    assert all(torch.equal(rounded[n].codes, expected[n].codes) for n in expected)
+    assert all(torch.equal(a, b) for a, b in zip(states, expected_states, strict=True))
+    assert counts[0] < 0.7 * counts[1]
 
 
 def test_inputs_that_hold_nan_are_reported_and_the_linear_is_rounded(

@@ -12,7 +12,6 @@ from annie_quant import nvfp4
 from annie_quant.checkpoint.quantized_tensors import LARGEST_NVFP4
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.data.rows import read_conversations
-from annie_quant.errors import UsageError
 from annie_quant.quantize import calibration_samples
 from annie_quant.quantize.calibration_samples import RESPONSE, Sample
 from annie_quant.quantize.plan import Plan
@@ -21,6 +20,8 @@ from annie_quant.quantize.select import choose
 torch = pytest.importorskip("torch", reason="distillation runs on torch: pip install annie-quant[quantize]")
 pytest.importorskip("transformers", reason="models are loaded with transformers: pip install annie-quant[quantize]")
 from annie_quant.quantize import distillation, kl_trial  # noqa: E402
+from annie_quant.quantize.layerwise import DecoderLayers  # noqa: E402
+from annie_quant.quantize.strategies import awq_lite  # noqa: E402
 
 TOP = 6.0  # the inputs' largest magnitude, for all linears
 
@@ -33,6 +34,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     runtime_models.save_reference(home / "model", gain=2.0)
     data.generate("annie", teacher="offline", n=10, output=home / "calib.jsonl", seed=1)
     return home / "model"
+
+
+@pytest.fixture(autouse=True)
+def nothing_held_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are compared on the four answers that they learn from: three answers teach nothing about a fourth."""
+    monkeypatch.setattr(distillation, "HELD_OUT", 100)
 
 
 @pytest.fixture(scope="module")
@@ -50,11 +57,28 @@ def plain_plan(model: Path) -> Plan:
     return plan
 
 
-def test_the_start_is_the_divergence_of_the_plan(model: Path, samples: list[Sample]) -> None:
-    """Against kl_trial, which rounds the model's own weights and inputs."""
-    plan = plain_plan(model)
+def folded_plan(model: Path, samples: list[Sample]) -> Plan:
+    """Scales folded into every layer, then plain rounding."""
+    plan, weights = plain_plan(model), {}
+    for layer in DecoderLayers(ModelFolder(model), calibration_samples.make_batches(samples)):
+        weights |= awq_lite.fold_layer(layer, set(plan.formats), plan.amax)
+    for name in plan.formats:
+        weight = weights.pop(f"{name}.weight", None)
+        if weight is not None:
+            plan.packed[name] = nvfp4.pack(weight, tensor_scale=1.0 / LARGEST_NVFP4)
+    plan.amax, plan.weights = dict.fromkeys(plan.formats, TOP), weights
+    return plan
+
+
+@pytest.mark.parametrize("folded", [False, True])
+def test_the_start_is_the_divergence_of_the_plan(model: Path, samples: list[Sample], folded: bool) -> None:
+    """Against kl_trial, which rounds the model's own weights and inputs; the reference is the source, folded or not."""
+    plan = folded_plan(model, samples) if folded else plain_plan(model)
+    assert bool(plan.weights) == folded
     learned = distillation.distil(ModelFolder(model), plan, samples, RESPONSE, steps=0)
     trial = kl_trial.Trial(ModelFolder(model), samples, RESPONSE, 10**9)
+    for name, array in plan.weights.items():
+        trial.model.get_parameter(name).data = torch.from_numpy(array)
     for name, packed in plan.packed.items():
         linear = trial.model.get_submodule(name)
         linear.weight.data = torch.from_numpy(nvfp4.unpack(packed, "float32"))
@@ -94,8 +118,25 @@ def test_the_same_seed_gives_the_same_bytes(model: Path, samples: list[Sample]) 
     assert all(p.codes.tobytes() == plans[1].packed[n].codes.tobytes() for n, p in plans[0].packed.items())
 
 
-def test_distilling_a_folded_plan_is_refused(model: Path, tmp_path: Path) -> None:
-    from annie_quant import quantize
+def test_a_folded_plan_is_learned(model: Path, samples: list[Sample]) -> None:
+    plan = folded_plan(model, samples)
+    learned = distillation.distil(ModelFolder(model), plan, samples, RESPONSE, steps=10, rounding=True, seed=1)
+    assert learned.best > 0 and learned.losses[learned.best] < learned.losses[0]
 
-    with pytest.raises(UsageError, match="distil takes"):
-        quantize.run("best", model, tmp_path / "out", calib_data=model.parent / "calib.jsonl", fold="awq", distil=5)
+
+def test_steps_are_compared_on_answers_that_they_do_not_learn_from(
+    model: Path, samples: list[Sample], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distillation, "HELD_OUT", 4)
+    calls: list[tuple[bool, list[bytes]]] = []
+    kl = distillation.DistilledModel.kl
+
+    def recorded(self: distillation.DistilledModel, batch: calibration_samples.Batch) -> tuple:
+        rows = [ids[kinds >= 0].tobytes() for ids, kinds in zip(batch.ids, batch.kinds, strict=True)]
+        calls.append((torch.is_grad_enabled(), rows))
+        return kl(self, batch)
+
+    monkeypatch.setattr(distillation.DistilledModel, "kl", recorded)
+    distillation.distil(ModelFolder(model), plain_plan(model), samples, RESPONSE, steps=2)
+    learned, judged = ({row for grad, rows in calls if grad == used for row in rows} for used in (True, False))
+    assert len(learned) == 3 and len(judged) == 1 and not learned & judged

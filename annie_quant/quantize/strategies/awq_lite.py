@@ -1,8 +1,9 @@
 """awq_lite (strategy A): activation-aware scales, folded exactly, so that plain NVFP4 remains.
 
-For each foldable activation s = (mean |x| over response tokens)^alpha. alpha is searched for the least error of the
-linears that read it, with weights and activations rounded as a W4A4 kernel does. ModelOpt's own search is the same idea,
-but its export folds Qwen3.5's norms wrongly and leaves pre_quant_scale on down_proj and o_proj; see awq_folding.py.
+For each foldable activation s = (mean |x|)^alpha, or that divided by (mean |w|)^(1 - alpha). It is searched for the least error
+of the linears that read it, with weights and activations rounded as a W4A4 kernel does, over as many tokens of prompts as of
+responses: an input that only prompts have must not become an outlier of all blocks. ModelOpt's own search is the same idea, but
+its export folds Qwen3.5's norms wrongly and leaves pre_quant_scale on down_proj and o_proj; see awq_folding.py.
 Every layer is verified before it is kept: with folded, unrounded weights its outputs must be the source's.
 """
 
@@ -29,7 +30,9 @@ if TYPE_CHECKING:
     from annie_quant.quantize.layerwise import DecoderLayer
 
 ALPHAS = tuple(i / 20 for i in range(21))
-SAMPLED_TOKENS = 1024  # response tokens that an alpha is judged on
+SAMPLED_TOKENS = 512  # of prompts, and of responses, that a scale is judged on
+# Of the mean input: weaker ones count as that strong. They are 0 for most tokens, and as outliers they would harm the others.
+WEAKEST = 0.01
 MAX_CHANGE = 1e-3  # largest difference of a layer's outputs in float32, relative to the largest output
 
 
@@ -65,13 +68,14 @@ def fold_layer(
     """
     from annie_quant.hf.codec import to_numpy
     from annie_quant.quantize import awq_folding
-    from annie_quant.quantize.calibration_samples import RESPONSE
+    from annie_quant.quantize.calibration_samples import PROMPT, RESPONSE
     from annie_quant.quantize.input_stats import InputObserver, InputSampler
 
     folder, family, device = layer.model.folder, layer.model.folder.family, layer.model.device
-    total = sum(int((b.kinds > 0).sum()) for b in layer.model.batches)
+    kinds = [b.kinds for b in layer.model.batches]
+    totals = (sum(int((k == PROMPT).sum()) for k in kinds), sum(int((k > PROMPT).sum()) for k in kinds))
     samplers = {
-        group[0]: InputSampler(RESPONSE, device, f"{layer.name}.{group[0]}", total, SAMPLED_TOKENS)
+        group[0]: InputSampler(RESPONSE, device, f"{layer.name}.{group[0]}", totals, SAMPLED_TOKENS)
         for group in layer.groups()
         if not layer.experts_of(group[0])
     }
@@ -108,19 +112,24 @@ def fold_layer(
 def search_scale(
     site: LinearInput, readers: list[str], sampler: InputSampler, weights: dict[str, torch.Tensor]
 ) -> torch.Tensor:
-    """Return the scale (of shape_of_scale) with the least squared error over all alphas. Alpha 0 scales nothing."""
+    """Return the scale (of shape_of_scale) with the least squared error over all alphas, with and without the weights' means.
+
+    Alpha 0 without them scales nothing.
+    """
     import torch
 
     from annie_quant.checkpoint.quantized_tensors import LARGEST_NVFP4
     from annie_quant.quantize import fake_quant
     from annie_quant.quantize.awq_folding import shape_of_scale
 
-    x, mean = sampler.inputs(), sampler.mean().clamp_min(1e-8)
+    x, mean = sampler.inputs(), sampler.mean()
+    mean = mean.clamp_min(WEAKEST * float(mean.mean())).clamp_min(1e-8)
     plain = [weights[f"{r}.weight"] for r in readers]
     expected = [x @ w.T for w in plain]
     best, least = torch.ones_like(mean), float("inf")
-    for alpha in ALPHAS:
-        s = mean**alpha
+    magnitude = torch.cat(plain).abs().mean(0)
+    magnitude = magnitude.clamp_min(WEAKEST * float(magnitude.mean())).clamp_min(1e-8)
+    for s in (*(mean**a for a in ALPHAS), *(mean**a / magnitude ** (1 - a) for a in ALPHAS[:-1])):
         s = shape_of_scale(site, s / (s.max() * s.min()).sqrt(), weights[f"{site.producer}.weight"])
         full = s.repeat(x.shape[1] // len(s))
         scaled = [w * full for w in plain]
@@ -159,7 +168,7 @@ def verify(
 
 STRATEGY = Strategy(
     name="awq_lite",
-    summary="A: activation-aware scales searched on response tokens and folded exactly into norms; plain NVFP4 W4A4",
+    summary="A: activation-aware scales, searched and folded exactly into norms; plain NVFP4 W4A4",
     formats=ALL_NVFP4,
     cost=Cost(rank=30, layerwise=True, passes=22, encode=20),
     quantize=quantize,

@@ -7,7 +7,6 @@ where there is one, one layer at a time; a killed run continues after its last f
 from __future__ import annotations
 
 from annie_quant.checkpoint.shards import ModelFolder
-from annie_quant.errors import UsageError
 from annie_quant.progress import Progress
 from annie_quant.quantize.job import Job
 from annie_quant.quantize.strategy import ACTIVATIONS, ALL_NVFP4, SWEEP_TIME, Cost, Option, Strategy
@@ -33,8 +32,6 @@ def quantize(job: Job, progress: Progress) -> None:
     )
     marks = dict.fromkeys((text.TOOL_MARKUP, text.END_OF_TURN), options["markup"])
     weights = {**text.RESPONSE, **marks, text.PROMPT: options["prompt"]}
-    if options["distil"] and options["fold"] != "none":
-        raise UsageError("distil takes the layers' weights as they are in the source", "--set fold=none")
     plan = rounding_job.round_model(job, progress, method, weights, fold=options["fold"] == "awq")
     folder = ModelFolder(job.model)
     if options["distil"]:
@@ -49,6 +46,7 @@ def quantize(job: Job, progress: Progress) -> None:
             responses,
             options["distil"],
             options["activations"],
+            rounding=options["distilled"] == "rounding",
             seed=job.seed,
             progress=progress,
         )
@@ -71,9 +69,10 @@ STRATEGY = Strategy(
         "order": Option("blocks", "columns in natural order, by falling Hessian in blocks of 16, or one by one",
                         ("natural", "blocks", "columns")),
         "codes": Option("near", "block scales tried: near that of the largest magnitude, or all of E4M3", ("near", "all")),
-        "prompt": Option(0.1, "weight of a prompt's token relative to a response's"),
+        "prompt": Option(0.0, "weight of a prompt's token relative to a response's"),
         "markup": Option(1.0, "weight of tool-call markup and ends of turns relative to other response tokens"),
         "distil": Option(0, "steps of block scales learned by KL through the whole model, which is in memory then"),
+        "distilled": Option("scales", "what these steps learn: block scales, or the codes too", ("scales", "rounding")),
         "fold": Option("none", "fold activation-aware scales into the layer first", ("none", "awq")),
         "activations": ACTIVATIONS,
     },

@@ -1,9 +1,9 @@
 """sensitivity: each linear gets the format that its measured divergence allows, under a size budget.
 
 Every group of linears that is served as one matrix is rounded alone, to each format, and the KL divergence of the answers
-is measured; small divergences add up. From everything in four bits, the group that saves most divergence per byte grows
-until the budget is spent. Four-bit groups quantize their activations, too, only while that adds little: in a trial the
-activations broke the tools, and only those of a few linears.
+is measured; small divergences add up. The formats with the least sum under the budget are those of an exact knapsack. Four-bit
+groups quantize their activations, too, only while that adds little: in a trial the activations broke the tools, and only those
+of a few linears.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from annie_quant.quantize.input_stats import InputStats
 
 FORMATS = (NVFP4, W4A16, FP8)
+TIE = 1e-9  # sums of sizes that differ by less of the limit are equal
 BITS_OPTION = Option(
     5.5, "bits per weight of the decoder's linears, those that stay bf16 included; of experts the active ones count"
 )
@@ -107,37 +108,47 @@ def measure(
 def pick(
     costs: Mapping[str, Mapping[str, float]], sizes: Mapping[str, float], budget: float, activations: float
 ) -> dict[str, str | None]:
-    """Return unit → format (None: bf16) with the least summed divergence that fits, greedily by divergence per byte."""
+    """Return unit → format (None: bf16) with the least summed divergence that fits.
+
+    Of the four-bit units, as many weights as possible then round their activations, too, while these add at most `activations`
+    times the divergence of the weights.
+    """
+    units = list(costs)
     steps = (W4A16, FP8, None)
-    bits = [BITS[W4A16], BITS[FP8], PLAIN_BITS]
-    level = dict.fromkeys(costs, 0)
-    spent = sum(n * bits[0] / 8 for n in sizes.values())
+    harm = [[0.0 if kind is None else costs[u][kind] for kind in steps] for u in units]
+    size = [[sizes[u] * (PLAIN_BITS if kind is None else BITS[kind]) / 8 for kind in steps] for u in units]
+    chosen = least_cost(harm, size, budget)
+    formats: dict[str, str | None] = {u: steps[i] for u, i in zip(units, chosen, strict=True)}
+    allowed = activations * sum(row[i] for row, i in zip(harm, chosen, strict=True))
+    narrow = [u for u in units if formats[u] == W4A16]
+    extra = [[0.0, max(0.0, costs[u][NVFP4] - costs[u][W4A16])] for u in narrow]
+    rounds = least_cost([[0.0, -float(sizes[u])] for u in narrow], extra, allowed)
+    return formats | {u: NVFP4 for u, i in zip(narrow, rounds, strict=True) if i}
 
-    def harm(unit: str, step: int) -> float:
-        kind = steps[step]
-        return 0.0 if kind is None else costs[unit][kind]
 
-    while True:
-        offers = []
-        for unit, step in level.items():
-            for to in range(step + 1, len(steps)):
-                price = sizes[unit] * (bits[to] - bits[step]) / 8
-                saved = harm(unit, step) - harm(unit, to)
-                if spent + price <= budget and saved > 0:
-                    offers.append((saved / price, unit, to, price))
-        if not offers:
-            break
-        _, unit, to, price = max(offers)
-        level[unit], spent = to, spent + price
-    formats = {unit: steps[step] for unit, step in level.items()}
-    allowed = activations * sum(harm(u, step) for u, step in level.items())
-    extra = {u: max(0.0, costs[u][NVFP4] - costs[u][W4A16]) for u, f in formats.items() if f == W4A16}
-    for unit in sorted(extra, key=lambda u: extra[u] / sizes[u]):
-        allowed -= extra[unit]
-        if allowed < 0:
-            break
-        formats[unit] = NVFP4
-    return formats
+def least_cost(costs: Sequence[Sequence[float]], sizes: Sequence[Sequence[float]], limit: float) -> list[int]:
+    """Return one choice per row, with the least summed cost of all whose summed size is at most `limit`: an exact knapsack.
+
+    Of a row's choices that cost the same, the smallest. The first choices fit in any case.
+    """
+    import numpy as np
+    from scipy.optimize import Bounds, LinearConstraint, milp
+
+    if not costs:
+        return []
+    cost, size = np.asarray(costs, float), np.asarray(sizes, float)
+    rows, choices = cost.shape
+    limit = max(limit, float(size[:, 0].sum()))
+    # Numbers near 1, because the solver's tolerances are absolute.
+    cost, size = cost / (np.abs(cost).max() or 1.0), size / (limit or size.max() or 1.0)
+    one_each = LinearConstraint(np.kron(np.eye(rows), np.ones(choices)), 1, 1)
+    fits = LinearConstraint(size.reshape(1, -1), -np.inf, (1.0 if limit else 0.0) + TIE)
+    result = milp(1e3 * cost.ravel(), integrality=np.ones(cost.size), bounds=Bounds(0, 1),
+                  constraints=[one_each, fits], options={"mip_rel_gap": 0.0})  # fmt: skip
+    if result.x is None:
+        raise RuntimeError(f"the choice of formats failed: {result.message}")
+    best = cost[np.arange(rows), result.x.reshape(rows, choices).argmax(1)]
+    return [int(i) for i in np.where(cost <= best[:, None], size, np.inf).argmin(1)]
 
 
 STRATEGY = Strategy(

@@ -212,7 +212,7 @@ def test_a_backend_that_crashes_does_not_affect_the_next(vllm):
 
 @pytest.mark.parametrize(("major", "note"), [(9, known_failures.NO_FP4_UNITS), (12, known_failures.NOT_NATIVE)])
 def test_advice_about_images_is_for_gpus_with_fp4_units(vllm, monkeypatch, major, note):
-    """Seen on an H200: a Hopper GPU was told to look for an image with SM12x code."""
+    """Seen on an H200: the advice for a Hopper GPU was an image with SM12x code."""
     pytest.importorskip("torch")
     vllm(fault="import sys; sys.exit('no kernel image is available')")
     device = SimpleNamespace(device_info=lambda _: {"major": major, "minor": 0})

@@ -30,8 +30,8 @@ OTHERS = tuple(f"{p}/{n}.json" for p in ("home", "support") for n in ("tool_call
 
 def requests_of(template: Template, longest: int) -> list[Request]:
     names = [*ANNIE, *(str(files.ASSETS / "workloads" / name) for name in OTHERS)]
-    asked = (template.request(w, c) for w in judge.load_workloads(names) for c in w.cases)
-    return [r for r in asked if len(r.prompt) <= longest]
+    requests = (template.request(w, c) for w in judge.load_workloads(names) for c in w.cases)
+    return [r for r in requests if len(r.prompt) <= longest]
 
 
 def passes(template: Template, requests: Sequence[Request], answers: Path) -> list[dict[str, bool]]:

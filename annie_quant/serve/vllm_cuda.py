@@ -5,8 +5,8 @@
 Opt-in. Wherever vLLM would run an NVFP4 linear on Marlin (weight-only checkpoints, W4A4 checkpoints on GPUs without FP4 units, and
 --linear-backend marlin), the layer is repacked for our kernel instead. The first layer of each shape and dtype is compared with its
 dequantized product on this device; a layer that does not agree, or that our kernel cannot take, stays on Marlin, with one
-line of log. Biases, merged linears, tensor-parallel shards and LoRA are vLLM's own business around the product. For experts see
-vllm_experts.
+line of log. Biases, merged linears, tensor-parallel shards and LoRA are vLLM's own business around the product. Experts
+(vllm_experts) need ANNIE_QUANT_VLLM_EXPERTS=1 in addition.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from annie_quant.errors import EnvironmentFault
 from annie_quant.gemm import grouped, torch_op
 from annie_quant.serve import vllm_experts, w4a16_layer
 
-SWITCH = "ANNIE_QUANT_VLLM_KERNEL"
+SWITCH, EXPERTS_SWITCH = "ANNIE_QUANT_VLLM_KERNEL", "ANNIE_QUANT_VLLM_EXPERTS"
 NAME = "AnnieQuantNvFp4LinearKernel"
 MARLIN = "MarlinNvFp4LinearKernel"
 LEAST_CAPABILITY = 80
@@ -41,13 +41,15 @@ def register() -> None:
     except Exception as error:  # a vLLM with other names must start all the same
         reason = f"this vLLM has other interfaces ({type(error).__name__}: {error})"
     if reason:
-        line = f"{SWITCH} is set, and NVFP4 linears and experts stay on vLLM's own kernels: {reason}"
+        line = f"{SWITCH} is set, and NVFP4 linears stay on vLLM's own kernels: {reason}"
         w4a16_layer.log_once(LOGGER, logging.WARNING, line)
+        return
+    if not w4a16_layer.switched_on(EXPERTS_SWITCH):  # from 8 tokens on Marlin's are faster (docs/vllm-gpu.md)
         return
     try:
         vllm_experts.install(LOGGER)
     except Exception as error:
-        line = f"{SWITCH} is set, and NVFP4 experts stay on vLLM's own kernels: this vLLM has other interfaces"
+        line = f"{EXPERTS_SWITCH} is set, and NVFP4 experts stay on vLLM's own kernels: this vLLM has other interfaces"
         w4a16_layer.log_once(LOGGER, logging.WARNING, f"{line} ({type(error).__name__}: {error})")
 
 

@@ -113,7 +113,7 @@ class Server:
             argv += ["--" + option.replace("_", "-"), json.dumps(value) if isinstance(value, dict) else str(value)]
         paths = os.pathsep.join([str(HERE), str(output / "plugin"), os.environ.get("PYTHONPATH", "")])
         settings = {"PYTHONPATH": paths, "SERVE_9B_FOLDER": str(folder), "VLLM_USE_FLASHINFER_SAMPLER": "0"}
-        settings["ANNIE_QUANT_VLLM_KERNEL"] = "1" if name == "ours" else "0"
+        settings["ANNIE_QUANT_VLLM_KERNEL"] = settings["ANNIE_QUANT_VLLM_EXPERTS"] = "1" if name == "ours" else "0"
         with (output / f"log.{name}.txt").open("w") as log:
             self.process = subprocess.Popen(
                 argv, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,

@@ -29,7 +29,9 @@ STREAMS = (64, 16, 4, 1)
 
 def run(args: argparse.Namespace) -> None:
     end = time.monotonic() + args.seconds
-    os.environ["ANNIE_QUANT_VLLM_KERNEL"] = "1" if args.kernel == "ours" else "0"
+    os.environ["ANNIE_QUANT_VLLM_KERNEL"] = os.environ["ANNIE_QUANT_VLLM_EXPERTS"] = (
+        "1" if args.kernel == "ours" else "0"
+    )
     sys.path.insert(0, str(Path(__file__).resolve().parent))
     import torch
     from serve_9b import GPU_OPTIONS

@@ -154,7 +154,9 @@ class Engine:
         kernel, plain = name.removesuffix("-plain"), name.endswith("-plain")
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
         os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # functions for the engine's process
-        os.environ["ANNIE_QUANT_VLLM_KERNEL"] = "1" if kernel == "ours" else "0"
+        os.environ["ANNIE_QUANT_VLLM_KERNEL"] = os.environ["ANNIE_QUANT_VLLM_EXPERTS"] = (
+            "1" if kernel == "ours" else "0"
+        )
         self.begin = time.monotonic()
         sys.path.insert(0, str(HERE))
         from vllm import LLM, SamplingParams

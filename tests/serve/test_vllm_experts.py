@@ -292,6 +292,9 @@ def test_a_vllm_with_other_names_keeps_its_own_experts(vllm, monkeypatch, caplog
     monkeypatch.setattr(vllm_cuda, "missing", lambda: "")
     monkeypatch.setattr(vllm_cuda, "_replace_marlin", lambda: None)
     monkeypatch.setenv(vllm_cuda.SWITCH, "1")
+    vllm_cuda.register()
+    assert not hasattr(vllm.nvfp4.backend_to_kernel_cls, "annie_quant"), "experts need another switch"
+    monkeypatch.setenv(vllm_cuda.EXPERTS_SWITCH, "1")
     del vllm.nvfp4.convert_to_nvfp4_moe_kernel_format
     classes = vllm.nvfp4.backend_to_kernel_cls
     with caplog.at_level(logging.INFO, vllm_cuda.LOGGER):

@@ -11,8 +11,6 @@ from collections.abc import Callable
 from functools import lru_cache
 from statistics import NormalDist
 
-from annie_quant.judge.statistics import wilson
-
 MOST_N = 1_000_000
 
 
@@ -51,31 +49,6 @@ def _score(lost: float, won: float, n: float, difference: float) -> float:
     if variance <= 1e-15 * n:
         return 0.0 if abs(excess) < 1e-12 * n else math.copysign(math.inf, excess)
     return excess / math.sqrt(variance)
-
-
-def square_and_add_interval(
-    both: int, lost: int, won: int, neither: int, confidence: float = 0.9
-) -> tuple[float, float]:
-    """Return Newcombe's interval of (won - lost) / n: Wilson intervals of both rates, squared and added.
-
-    Method 10 of Newcombe 1998 (Statistics in Medicine 17: 2635-2650), whose correlation has a continuity correction. A second
-    method, to check the first. both, neither: prompts that both sides pass or fail.
-    """
-    n = both + lost + won + neither
-    if n == 0:
-        return -1.0, 1.0
-    ours, theirs = (both + won) / n, (both + lost) / n
-    low_a, high_a = wilson(both + won, n, confidence)
-    low_b, high_b = wilson(both + lost, n, confidence)
-    margins = (both + lost) * (won + neither) * (both + won) * (lost + neither)
-    cross = both * neither - lost * won
-    phi = (max(cross - n / 2, 0) if cross > 0 else cross) / math.sqrt(margins) if margins else 0.0
-
-    def distance(a: float, b: float) -> float:
-        return math.sqrt(max(a * a - 2 * phi * a * b + b * b, 0.0))
-
-    difference = ours - theirs
-    return difference - distance(ours - low_a, high_b - theirs), difference + distance(high_a - ours, theirs - low_b)
 
 
 @lru_cache(maxsize=4096)

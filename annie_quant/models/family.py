@@ -126,14 +126,6 @@ class Experts:
         valid = isinstance(active, int) and isinstance(count, int) and 0 < active <= count
         return active / count if valid else 1.0  # type: ignore[operator]
 
-    def gguf_name(self, name: str) -> str | None:
-        """Return llama.cpp's name of the tensor that a weight is stored in, or None if it is not of a mixture's MLP."""
-        expert, inside = self.split(name), in_layer(name).removesuffix(".weight")
-        if expert:
-            inside = f"{self.module}.{expert[2]}"
-        stored = self.gguf.get(inside)
-        return stored and f"blk.{layer_of(name).rpartition('.')[2]}.{stored}.weight"
-
 
 @dataclass(frozen=True, eq=False)
 class GGUFNames:

@@ -215,20 +215,6 @@ class Evaluation(msgspec.Struct, kw_only=True, omit_defaults=True):
     ensemble: dict[str, EnsembleFigures] = {}
     reference_drafts: dict[str, DraftAcceptance] = {}
 
-    def paired_outcomes(self) -> dict[str, dict[str, list[tuple[bool, bool]]]]:
-        """Return per member and gate the outcomes (reference passes, checkpoint passes) of each prompt."""
-        return {
-            name: {
-                gate: [
-                    (a == "1", b == "1")
-                    for a, b in zip(self.reference_outcomes[gate], own, strict=True)
-                    if b != "-"  # the gate does not apply to the checkpoint's answer
-                ]
-                for gate, own in outcomes.items()
-            }
-            for name, outcomes in self.outcomes().items()
-        }
-
     def outcomes(self) -> dict[str, dict[str, str]]:
         """Return the outcomes of all members, those of `numerics` first."""
         return {k: v.outcomes for k, v in self.numerics.items()} | {k: v.outcomes for k, v in self.members.items()}

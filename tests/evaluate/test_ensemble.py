@@ -53,13 +53,11 @@ def test_members_and_their_outcomes(models: tuple[Path, Path], tmp_path: Path) -
     assert list(result.numerics) == ["w4a4", "vllm-cutlass"]
     suffixes = {"w4a4": ("bf16", "perm1", "cut16"), "vllm-cutlass": ("float32", "perm1", "cut16")}
     assert list(result.members) == [f"{name}+{s}" for name, own in suffixes.items() for s in own]
-    paired = result.paired_outcomes()
-    sides = result.numerics | result.members
-    for name, gates in paired.items():
-        for gate, rows in gates.items():
-            row = sides[name].paired[gate]
-            assert len(rows) == row.n
-            assert sum(a and not b for a, b in rows) == row.lost and sum(b and not a for a, b in rows) == row.won
+    for side in (result.numerics | result.members).values():
+        for gate, own in side.outcomes.items():
+            changes = [a + b for a, b in zip(result.reference_outcomes[gate], own, strict=True) if b != "-"]
+            row = side.paired[gate]
+            assert (len(changes), changes.count("10"), changes.count("01")) == (row.n, row.lost, row.won)
     assert len(result.prompts["non_empty"]) == 14 and result.prompts["non_empty"][-1] == "talk/t/2"
     for name, figures in result.ensemble.items():
         assert figures.n == 14 and figures.noise > 0

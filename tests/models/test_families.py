@@ -195,9 +195,7 @@ def test_gguf_names_of_experts_are_those_of_llama_cpp(kind: str, architecture: s
     assert experts is not None and len(experts.gguf) >= 4
     for inside in experts.gguf:
         name = f"model.layers.2.{inside}.weight"
-        assert experts.gguf_name(name) == theirs.get_name(name, (".weight",))
-    assert experts.gguf_name("model.layers.2.mlp.experts.7.up_proj.weight") == "blk.2.ffn_up_exps.weight"
-    assert experts.gguf_name("model.layers.2.input_layernorm.weight") is None
+        assert f"blk.2.{experts.gguf[inside]}.weight" == theirs.get_name(name, (".weight",))
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5_moe_text", "qwen3_moe"])

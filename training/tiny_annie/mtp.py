@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections import defaultdict
 from pathlib import Path
 
@@ -91,12 +90,7 @@ def train_head(c: Shape, w: Weights, rows: Rows, seconds: float, lr: float, seed
         return loss.detach()
 
     run = Graphs(step, rows, log)
-    began = time.monotonic()
-    mean = run.prime(generator)
-    steps = steps or max(20, int((seconds - (time.monotonic() - began)) / mean))
-    for state in optimizer.state.values():
-        for value in state.values():
-            value.zero_()
+    steps = run.start(generator, optimizer, seconds, steps)
     log(f"head: {steps} steps")
     for i in range(steps):
         rate.fill_(lr * cosine(i, steps, 50))

@@ -121,6 +121,15 @@ class Graphs:
         if DEVICE == "cuda":
             torch.cuda.synchronize()
 
+    def start(self, generator: torch.Generator, optimizer: torch.optim.Optimizer, seconds: float, steps: int) -> int:
+        """Capture the steps and undo what that did to the optimizer. Returns `steps`, or if 0 how many fit into `seconds`."""
+        began = time.monotonic()
+        mean = self.prime(generator)
+        for state in optimizer.state.values():
+            for value in state.values():
+                value.zero_()
+        return steps or max(20, int((seconds - (time.monotonic() - began)) / mean))
+
 
 def train_base(
     c: Any,
@@ -169,12 +178,7 @@ def train_base(
         return loss.detach()
 
     run = Graphs(step, rows, log)
-    began = time.monotonic()
-    mean = run.prime(generator)
-    steps = steps or max(20, int((seconds - (time.monotonic() - began)) / mean))
-    for state in optimizer.state.values():
-        for value in state.values():
-            value.zero_()
+    steps = run.start(generator, optimizer, seconds, steps)
     log(f"base: {steps} steps")
     began = time.monotonic()
     vocabulary = c.vocab_size - 9

@@ -94,16 +94,15 @@ def test_opens_quietly_at_every_width_and_in_both_themes(folder):
         for width in (400, 900, 1400):
             for dark in (False, True):
                 await page.view(width, dark)
-                seconds = await page.open((folder / "report.html").as_uri())
-                pages.append((width, seconds, await page.evaluate("document.documentElement.scrollWidth")))
+                await page.open((folder / "report.html").as_uri())
+                pages.append((width, await page.evaluate("document.documentElement.scrollWidth")))
         return pages, page.messages, page.requests
 
     pages, messages, requests = chromium.browse(visit)
     assert messages == []
     assert requests == [(folder / "report.html").as_uri()] * 6, "nothing but the file itself"
-    for width, seconds, wide in pages:
+    for width, wide in pages:
         assert wide <= width, "the page itself never scrolls sideways"
-        assert seconds <= 2
 
 
 def test_hostile_answers_do_nothing(folder):

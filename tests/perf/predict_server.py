@@ -138,6 +138,15 @@ def serve_llama_cpp(work: Path, folder: Path, n: int) -> None:
     files.write_json(output, {"cuts": {str(slots): ask_llama_cpp(file, rows, slots) for slots in (8, 1)}})
 
 
+def ask_vllm(python: Path, folder: Path, prompts: Path, output: Path, cuts: str) -> None:
+    """Store vLLM's answers on this CPU (vllm_answers.py) and its log. cuts: numbers of prompts at a time."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    command = [python, Path(__file__).with_name("vllm_answers.py"), folder, prompts, output, "--cuts", cuts]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    with output.with_suffix(".log").open("w") as log:
+        subprocess.run(command, check=True, stdout=log, stderr=log, env=environment)
+
+
 def serve_vllm(work: Path, folder: Path, n: int, python: Path, kinds: Sequence[str], cuts: str) -> None:
     """Store the answers of vLLM on this CPU: the checkpoint's W4A4, and the same declared W4A16."""
     for kind in kinds:
@@ -149,12 +158,7 @@ def serve_vllm(work: Path, folder: Path, n: int, python: Path, kinds: Sequence[s
             print(f"{folder.name}: one declaration of W4A16 does not cover its FP8 linears; left out", flush=True)
             continue
         source = weight_only(folder, work) if kind == "w4a16" and has_scales else folder
-        output.parent.mkdir(parents=True, exist_ok=True)
-        program = Path(__file__).with_name("vllm_answers.py")
-        command = [python, program, source, work / f"prompts.{n}.json", output, "--cuts", cuts]
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-        with output.with_suffix(".log").open("w") as log:
-            subprocess.run(command, check=True, stdout=log, stderr=log, env=environment)
+        ask_vllm(python, source, work / f"prompts.{n}.json", output, cuts)
 
 
 def serve_transformers(work: Path, folder: Path, template: Template, n: int) -> None:

@@ -11,12 +11,10 @@ training/tiny_annie/README.md.
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from predict_server import ROOT, without_end, write_prompts
+from predict_server import ask_vllm, without_end, write_prompts
 
 from annie_quant import files, judge
 from annie_quant.evaluate.prompts import Request, Template
@@ -55,17 +53,12 @@ def main() -> None:
     template = Template(args.bf16)
     requests = requests_of(template, args.longest)
     prompts = args.work / "prompts.json"
-    args.work.mkdir(parents=True, exist_ok=True)
     write_prompts(prompts, requests, template.end_tokens)
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     judged: list[list[dict[str, bool]]] = []
     for folder in (args.bf16, *args.checkpoints):
         answers = args.work / f"{folder.name}.json"
         if not answers.exists():
-            program = Path(__file__).with_name("vllm_answers.py")
-            with answers.with_suffix(".log").open("w") as log:
-                command = [args.python, program, folder, prompts, answers, "--cuts", "16"]
-                subprocess.run(command, check=True, stdout=log, stderr=log, env=environment)
+            ask_vllm(args.python, folder, prompts, answers, "16")
         judged.append(passes(template, requests, answers))
         for gate in GATES if len(judged) > 1 else ():
             pairs = [(a[gate], b.get(gate, False)) for a, b in zip(judged[0], judged[-1], strict=True) if gate in a]

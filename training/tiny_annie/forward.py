@@ -302,6 +302,11 @@ def hidden_states(c: Any, w: Weights, ids: torch.Tensor, lin: Linear, parts: dic
     return Forward(c, w, lin, parts).hidden_states(ids)
 
 
+def working(w: Weights) -> Weights:
+    """Return the weights that the forward multiplies with: matrices in WORK, the rest as it is."""
+    return {k: v.to(WORK) if v.dim() >= 2 else v for k, v in w.items()}
+
+
 def plain(w: Weights) -> Linear:
     """Return the linears of one model."""
     return lambda name, x: F.linear(x, w[name + ".weight"])

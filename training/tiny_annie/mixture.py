@@ -18,9 +18,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from batches import Rows, Words
-from forward import WORK, Mixture, Weights, linear_shapes, stacked
+from forward import Mixture, Weights
 from merge import merged, only
-from screen import quantized, right, table
+from screen import screens, stack_of_one
 from sweep import log, stored, stored_on
 from train import train_base
 
@@ -94,16 +94,8 @@ def main() -> None:
     )
     torch.save(stored(w), file)
     log("mixture.pt is written")
-    linears = {n + ".weight" for n in linear_shapes(c)}
-    one = {
-        k: v.to(WORK).unsqueeze(0) if k in linears else v.to(WORK) if v.dim() >= 2 else v
-        for k, v in stored_on(w).items()
-    }
-    gate = Rows(a.data / "gate.npz", 1)
-    log(table("bf16", right(c, one, 1, stacked(one, 1), gate), ["mixture"]))
-    q, linear = quantized(c, one, 1, rows)
-    log(table("naive W4A4", right(c, q, 1, linear(True), gate), ["mixture"]))
-    log(table("naive W4A16", right(c, q, 1, linear(False), gate), ["mixture"]))
+    for text in screens(c, stack_of_one(c, stored_on(w)), Rows(a.data / "gate.npz", 1), rows, ["mixture"]):
+        log(text)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from batches import Rows, Words
-from forward import DEVICE, PARTS, WORK, Forward, Shape, Weights, cosine, plain, rms, rotation
+from forward import DEVICE, PARTS, Forward, Shape, Weights, cosine, plain, rms, rotation, working
 from safetensors.torch import load_file, save_file
 from sweep import log
 from train import Graphs
@@ -57,10 +57,6 @@ def draft_states(c: Shape, w: Weights, head: Weights, hidden: torch.Tensor, ids:
     x = F.linear(torch.cat(both, -1), head["mtp.fc.weight"])
     x = Forward(c, head, plain(head), PARTS).layer(LAYER, "full_attention", x, rotation(c, x.shape[1]))
     return rms(x, head["mtp.norm.weight"], eps)
-
-
-def working(w: Weights) -> Weights:
-    return {k: v.to(WORK) if v.dim() >= 2 else v for k, v in w.items()}
 
 
 def train_head(c: Shape, w: Weights, rows: Rows, seconds: float, lr: float, seed: int, steps: int = 0) -> Weights:

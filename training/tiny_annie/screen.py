@@ -7,13 +7,13 @@ package's own evaluation and from servers; this only sorts the regimes.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from batches import Rows
-from forward import DEVICE, PARTS, WORK, Linear, Weights, hidden_states, linear_shapes, stacked
+from forward import DEVICE, PARTS, WORK, Linear, Weights, hidden_states, linear_shapes, stacked, working
 from train import UNTOUCHED
 
 FUSED = (
@@ -103,3 +103,18 @@ def quantized(
         return lin
 
     return q, linears
+
+
+def stack_of_one(c: Any, w: Weights) -> Weights:
+    """Return one model's weights as those of a stack of one."""
+    linears = {n + ".weight" for n in linear_shapes(c)}
+    return {k: v.unsqueeze(0) if k in linears else v for k, v in working(w).items()}
+
+
+def screens(c: Any, w: Weights, gate: Rows, rows: Rows, labels: list[str]) -> Iterator[str]:
+    """Yield the tables of stacked models, one per label: bf16, naive W4A4, naive W4A16. rows: for calibration."""
+    m = len(labels)
+    yield table("bf16", right(c, w, m, stacked(w, m), gate), labels)
+    q, linear = quantized(c, w, m, rows)
+    yield table("naive W4A4", right(c, q, m, linear(True), gate), labels)
+    yield table("naive W4A16", right(c, q, m, linear(False), gate), labels)

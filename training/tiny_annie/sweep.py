@@ -19,8 +19,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from batches import Rows, Words
-from forward import DEVICE, WORK, Shape, Weights, linear_shapes, stacked
-from screen import quantized, right, table
+from forward import DEVICE, Shape, Weights, linear_shapes, stacked
+from screen import right, screens, stack_of_one, table
 from train import Overlay, train_base, train_overlays
 
 BEGAN = time.monotonic()
@@ -62,13 +62,8 @@ def main() -> None:
         base = train_base(c, rows, a.seconds, a.lr, a.seed, log, a.steps, start=base, alone=alone)
         torch.save(stored(base), a.output / "base.pt")
         del rows
-        one = {
-            k: v.to(WORK).unsqueeze(0) if k in linears else v.to(WORK) if v.dim() >= 2 else v
-            for k, v in stored_on(base).items()
-        }
-        log(
-            table("base, its own style", right(c, one, 1, stacked(one, 1), Rows(a.data / "gate_base.npz", 1)), ["bf16"])
-        )
+        one, own_style = stack_of_one(c, stored_on(base)), Rows(a.data / "gate_base.npz", 1)
+        log(table("base, its own style", right(c, one, 1, stacked(one, 1), own_style), ["bf16"]))
     if not a.overlays:
         return
     base = stored_on(base)
@@ -87,11 +82,8 @@ def main() -> None:
         o.name: {k: factor(k, v[i], o) for k, v in factors.items() if o.touches(k)} for i, o in enumerate(overlays)
     }
     torch.save(saved, a.output / "overlays.pt")
-    labels = [o.name for o in overlays]
-    log(table("bf16", right(c, w, m, stacked(w, m), gate), labels))
-    q, linear = quantized(c, w, m, rows)
-    log(table("naive W4A4", right(c, q, m, linear(True), gate), labels))
-    log(table("naive W4A16", right(c, q, m, linear(False), gate), labels))
+    for text in screens(c, w, gate, rows, [o.name for o in overlays]):
+        log(text)
     log("done")
 
 

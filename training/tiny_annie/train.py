@@ -27,6 +27,7 @@ from forward import (
     linear_shapes,
     plain,
     stacked,
+    working,
 )
 
 Log = Callable[[str], None]
@@ -166,7 +167,7 @@ def train_base(
     def step(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         for p in parameters:
             p.grad.zero_()
-        half = {n: (v.to(WORK) if v.dim() >= 2 else v) for n, v in w.items()}
+        half = working(w)
         model = Forward(c, half, plain(half))
         h = model.hidden_states(ids)
         total, count = COMPILED["cross_entropy"](h, half["lm_head.weight"], ids, weight, 1, none)
@@ -206,7 +207,7 @@ def train_overlays(
     names = [n for n in linear_shapes(c) if not n.endswith(UNTOUCHED)]
     m, rank = len(overlays), max(o.rank for o in overlays)
     keep = torch.tensor([[float(r < o.rank) for r in range(rank)] for o in overlays], device=DEVICE)
-    fixed = {k: v.detach().to(WORK) if v.dim() >= 2 else v.detach() for k, v in base.items()}
+    fixed = working({k: v.detach() for k, v in base.items()})
     generators = [torch.Generator().manual_seed(1000 * o.seed + 7) for o in overlays]
     pairs: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
     parameters: list[torch.Tensor] = []

@@ -7,8 +7,6 @@ must be the second of them. The profile llama.cpp-cpu computes these roundings, 
 
 from __future__ import annotations
 
-import json
-import urllib.request
 from pathlib import Path
 
 import pytest
@@ -22,6 +20,7 @@ pytest.importorskip("xllamacpp", reason="the serve extra is not installed")
 pytest.importorskip("gguf", reason="the serve extra is not installed")
 pytest.importorskip("annie_quant.nvfp4", reason="the runtime needs the codec")
 
+from llama_cpp_answers import complete  # noqa: E402
 from paths import TINY_ANNIE  # noqa: E402
 from runtime_models import export_nvfp4  # noqa: E402
 from tiny_variants import save_variant  # noqa: E402
@@ -49,12 +48,7 @@ def short_requests(template: Template) -> list[Request]:
 
 def served(url: str, request: Request) -> dict:
     """Return llama.cpp's greedy tokens after the prompt's token ids, with the log probabilities of its two best at each."""
-    body = {"prompt": list(request.prompt), "n_predict": LIMIT, "temperature": 0, "return_tokens": True, "n_probs": 2}
-    http_request = urllib.request.Request(
-        url + "/completion", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(http_request, timeout=60) as answer:
-        return json.loads(answer.read())
+    return complete(url, request.prompt, LIMIT, timeout_s=60, n_probs=2)
 
 
 @pytest.fixture(scope="module")

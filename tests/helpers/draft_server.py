@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import urllib.request
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from llama_cpp_answers import complete
 
 import annie_quant as aq
 
@@ -24,12 +24,7 @@ def served(file: Path, prompts: Iterable[Sequence[int]], drafts: int, limit: int
     answers = []
     with aq.serve.start(file, drafts=drafts) as server:
         for prompt in prompts:
-            body = {"prompt": list(prompt), "n_predict": limit, "temperature": 0, "return_tokens": True}
-            call = urllib.request.Request(
-                server.url + "/completion", json.dumps(body).encode(), {"Content-Type": "application/json"}
-            )
-            with urllib.request.urlopen(call, timeout=300) as response:
-                document: dict[str, Any] = json.loads(response.read())
+            document = complete(server.url, prompt, limit, timeout_s=300)
             timings = document["timings"]
             answers.append(Served(document["tokens"], timings.get("draft_n", 0), timings.get("draft_n_accepted", 0)))
     return answers

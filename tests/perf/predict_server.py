@@ -26,14 +26,15 @@ import json
 import os
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers")]
+
+from llama_cpp_answers import complete  # noqa: E402
 
 from annie_quant import files, judge  # noqa: E402
 from annie_quant.evaluate.decoding import Completion  # noqa: E402
@@ -112,13 +113,7 @@ def ask_llama_cpp(file: Path, rows: Sequence[Mapping[str, Any]], parallel: int) 
     with serve.start(file, parallel=parallel) as server:
 
         def ask(row: Mapping[str, Any]) -> list[Any]:
-            body = {"prompt": row["prompt"], "n_predict": row["max_tokens"], "temperature": 0,
-                    "return_tokens": True, "cache_prompt": False}  # fmt: skip
-            http = urllib.request.Request(
-                server.url + "/completion", json.dumps(body).encode(), {"Content-Type": "application/json"}
-            )
-            with urllib.request.urlopen(http, timeout=600) as reply:
-                answer = json.loads(reply.read())
+            answer = complete(server.url, row["prompt"], row["max_tokens"], timeout_s=600, cache_prompt=False)
             return [answer["tokens"], answer["stop_type"] == "eos"]
 
         with ThreadPoolExecutor(parallel) as pool:
@@ -141,7 +136,8 @@ def serve_llama_cpp(work: Path, folder: Path, n: int) -> None:
 def ask_vllm(python: Path, folder: Path, prompts: Path, output: Path, cuts: str) -> None:
     """Store vLLM's answers on this CPU (vllm_answers.py) and its log. cuts: numbers of prompts at a time."""
     output.parent.mkdir(parents=True, exist_ok=True)
-    command = [python, Path(__file__).with_name("vllm_answers.py"), folder, prompts, output, "--cuts", cuts]
+    program = Path(__file__).with_name("vllm_answers.py")
+    command: list[str | Path] = [python, program, folder, prompts, output, "--cuts", cuts]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     with output.with_suffix(".log").open("w") as log:
         subprocess.run(command, check=True, stdout=log, stderr=log, env=environment)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import urllib.request
 from pathlib import Path
 from statistics import median
 
@@ -19,6 +17,7 @@ pytest.importorskip("gguf", reason="the serve extra is not installed")
 
 import published_models  # noqa: E402
 import runtime_models  # noqa: E402
+from llama_cpp_answers import complete  # noqa: E402
 
 import annie_quant.hf  # noqa: E402
 from annie_quant.hf.emulation import emulate  # noqa: E402
@@ -39,13 +38,8 @@ def test_llama_cpp_computes_the_experts(tmp_path: Path, family: str) -> None:
     served = []
     with aq.serve.start(file) as server:
         for row in ids.tolist():
-            body = {"prompt": row, "n_predict": 1, "temperature": 0, "n_probs": 20}
-            request = urllib.request.Request(
-                server.url + "/completion", json.dumps(body).encode(), {"Content-Type": "application/json"}
-            )
-            with urllib.request.urlopen(request, timeout=60) as answer:
-                (first,) = json.loads(answer.read())["completion_probabilities"]
-                served.append({p["id"]: p["logprob"] for p in first["top_logprobs"]})
+            (first,) = complete(server.url, row, 1, timeout_s=60, n_probs=20)["completion_probabilities"]
+            served.append({p["id"]: p["logprob"] for p in first["top_logprobs"]})
     model = annie_quant.hf.load(tmp_path / "nvfp4", dtype=torch.float32)
     with torch.inference_mode(), emulate(model, find_profile("llama.cpp-cpu")):
         ours = torch.log_softmax(model(ids).logits[:, -1].float(), -1)

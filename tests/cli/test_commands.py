@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import click
 import pytest
 from click.testing import CliRunner
 from paths import TINY_ANNIE
@@ -50,10 +51,19 @@ def test_the_command_line_loads_no_benchmark_before_a_command_needs_one() -> Non
 def test_every_command_has_a_help_text(name: str) -> None:
     command = cli.commands[name]
     assert command.help
-    from click.testing import CliRunner
-
+    undescribed = [p.name for p in command.params if isinstance(p, click.Option) and not (p.help or p.hidden)]
+    assert undescribed == []
     shown = CliRunner().invoke(cli, [name, "--help"])
     assert shown.exit_code == 0 and "Usage:" in shown.output
+
+
+def test_the_list_of_commands_has_whole_sentences_in_80_columns() -> None:
+    shown = CliRunner().invoke(cli, ["--help"], terminal_width=80).output
+    assert max(map(len, shown.splitlines())) <= 80
+    text = "".join(shown.split())  # a line may end in a word's hyphen
+    for name, command in cli.commands.items():
+        first_sentence = (command.help or "").split("\n\n")[0].split(". ")[0].rstrip(".")
+        assert f"{name}{''.join(first_sentence.split())}." in text
 
 
 def test_an_unknown_option_is_a_usage_error_on_stderr() -> None:

@@ -197,7 +197,7 @@ class Console:
         for key, value in values.items():
             if value is not None:
                 table.add_row(literal(key), literal(value_text(key, value)))
-        self.out.print(table)
+        self.out.print(table if table.row_count else literal(title))
 
     def print_verdict(self, verdict: Mapping[str, Any]) -> None:
         """Print the stages' times and the verdict's reasons, then, to be read first, its sentence and the report's path."""

@@ -97,7 +97,7 @@ def read_tools(path: Path) -> list[dict[str, Any]]:
     try:
         document = json.loads(read_text(path))
     except ValueError as error:
-        raise UsageError(f"{path} is not JSON: {error}") from None
+        raise UsageError(f"{path} is not JSON: {error}", "give a list of OpenAI function tools") from None
     if isinstance(document, dict):
         document = document.get("tools") or document.get("functions") or [document]
     if document == []:

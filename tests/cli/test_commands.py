@@ -83,6 +83,26 @@ def test_an_unknown_strategy_lists_the_known_ones(tmp_path: Path) -> None:
     assert done.returncode == 2 and "naive" in done.stderr and "mlp_only" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        (["serve", "x.gguf", "--runtime", "magic"], "llama.cpp, sglang, vllm"),
+        (["data", "--teacher", "magic"], "claude-cli, offline, openai"),
+    ],
+)
+def test_an_unknown_part_lists_the_names_of_the_help(words: list[str], names: str) -> None:
+    outcome = CliRunner().invoke(cli, words)
+    assert isinstance(outcome.exception, UsageError) and outcome.exception.hint == f"choose one of: {names}"
+    help_text = CliRunner().invoke(cli, [words[0], "--help"]).output
+    assert all(name in help_text for name in names.split(", "))
+
+
+def test_an_audit_of_an_empty_folder_names_it_and_counts_one_finding(tmp_path: Path) -> None:
+    done = annie("audit", str(tmp_path))
+    assert done.returncode == 1 and done.stdout.splitlines()[0] == str(tmp_path)
+    assert "1 finding;" in done.stdout
+
+
 def test_a_quantize_prints_one_time(tmp_path: Path) -> None:
     done = annie("quantize", "--strategy", "direct", "--model", str(TINY_ANNIE), "--output", str(tmp_path / "out"))
     assert done.returncode == 0, done.stderr

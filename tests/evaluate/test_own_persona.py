@@ -93,7 +93,13 @@ def test_a_model_that_lost_its_manners_fails_the_gates_without_labels(base, mine
 
 def test_a_base_model_as_the_reference_is_named_and_not_a_failure_of_quantizing(base, mine):
     result = evaluate(
-        base, base, persona=mine, workloads=[mine / "workloads" / "calls.json"], n_per_gate=12, rows=64, with_ensemble=False
+        base,
+        base,
+        persona=mine,
+        workloads=[mine / "workloads" / "calls.json"],
+        n_per_gate=12,
+        rows=64,
+        with_ensemble=False,
     )
     assert any("bf16 calls no tool in" in line and "base model" in line for line in result["notes"])
     gates = result["numerics"]["bf16"]["gates"]

@@ -87,7 +87,9 @@ def test_the_quick_list_is_short_and_covers_the_packages():
 
 def test_parallel_runs_start_with_the_files_that_take_longest(tmp_path):
     """The file of one test is run before that of three, which pytest-xdist's own order would begin with."""
-    (tmp_path / "test_many.py").write_text("import pytest\n@pytest.mark.parametrize('n', range(3))\ndef test_x(n): pass\n")
+    (tmp_path / "test_many.py").write_text(
+        "import pytest\n@pytest.mark.parametrize('n', range(3))\ndef test_x(n): pass\n"
+    )
     (tmp_path / "test_slow.py").write_text("def test_x(): pass\n")
     (tmp_path / "conftest.py").write_text(
         f"import sys\nsys.path.insert(0, {str(HELPERS)!r})\nimport pathlib, run_groups\n"

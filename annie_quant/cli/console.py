@@ -40,7 +40,7 @@ def value_text(key: str, value: Any) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{name} {value_text(str(name), item)}" for name, item in value.items()) or "none"
     if isinstance(value, (list, tuple)):
-        return ", ".join(value_text("", item) for item in value)
+        return ", ".join(value_text("", item) for item in value) or "none"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return str(value)
     if key.endswith("bytes") and value >= 1000:

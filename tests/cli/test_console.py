@@ -77,6 +77,7 @@ def test_a_closed_pipe_does_not_end_the_task():
         ("shares", [0.123456789, 2], "0.1235, 2"),
         ("by_category", {"greeting": 2, "share": 0.123456789}, "greeting 2, share 0.1235"),
         ("faults", {}, "none"),
+        ("failed", [], "none"),
     ],
 )
 def test_values_are_short(key, value, text):

@@ -63,7 +63,7 @@ def test_two_processes_count_as_one_does(
         two = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=errors)
     try:
         monkeypatch.setattr(sys, "argv", [*arguments, str(tmp_path / "one")])
-        runpy.run_path(str(script))  # here: a process of its own would import torch and transformers again
+        runpy.run_path(str(script))  # here: its own process would import torch and transformers again
         assert two.wait(timeout=300) == 0, (tmp_path / "two.err").read_text()[-2000:]
     finally:
         torch.set_num_threads(threads)

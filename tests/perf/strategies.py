@@ -45,6 +45,7 @@ ROWS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "w4a16_mixed": ("w4a16_mixed", "", {}),
     "gptq": ("gptq", "", {}),
     "gptq W4A16": ("gptq", "", {"activations": 16}),
+    "best": ("best", "", {}),
     "manners": ("manners", "", {}),
     "manners W4A16": ("manners", "", {"activations": 16}),
     "sensitivity 5.5 bits": ("sensitivity", "", {}),

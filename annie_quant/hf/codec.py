@@ -145,10 +145,10 @@ def fake_quant_torch(x: torch.Tensor, tensor_scale: float, group: int = 16) -> t
     block_scale = (amax / constant(float(np.float32(6) * np.float32(tensor_scale)))).clamp_max(MAX_E4M3)
     step = block_scale.to(torch.float8_e4m3fn).float() * tensor_scale
     step = torch.where(step >= float(np.float32(MIN_STEP)), step, 1.0)
-    magnitude = (blocks / step).abs()
-    # Ties go to the even code: down at midpoints 0, 2, 4, 6, up at 1, 3, 5. NaN passes every midpoint.
-    index = sum(~(magnitude <= m) if i % 2 == 0 else ~(magnitude < m) for i, m in enumerate(MIDPOINTS))
-    values = torch.tensor(E2M1[:8], dtype=torch.float32, device=x.device)[index] * step
+    a = (blocks / step).abs()
+    # Ties go to the even code, which is where half-way integers go, too.
+    nearest = torch.where(a < 2, (a * 2).round() / 2, torch.where(a < 4, a.round(), (a / 2).round() * 2)).clamp_max(6.0)
+    values = torch.where(a.isnan(), 6.0, nearest) * step
     return torch.where(blocks >= 0, values, 0.0 - values).reshape(x.shape).to(x.dtype)
 
 

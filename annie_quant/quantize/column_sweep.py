@@ -11,6 +11,8 @@ scales first and then orders single columns. Groups and scales keep their place 
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -164,42 +166,99 @@ def sweep(
     upper = upper_factor(hessian[permutation][:, permutation], damping)
     w = w[:, permutation].contiguous()
     rows, columns = w.shape
-    table = e4m3_steps(w.device)
-    relative = torch.tensor(candidates, device=w.device)
-    codes, before = torch.empty_like(w), torch.empty_like(w)
-    steps = w.new_empty(columns // GROUP, rows)
-    chosen = torch.empty(columns // GROUP, rows, dtype=torch.uint8, device=w.device)
-    loss = torch.zeros(rows, dtype=torch.float64, device=w.device)
-    tile = max(1, CANDIDATE_BYTES // (4 * GROUP * len(candidates)))
+    result = Columns(
+        w.new_empty(rows, columns),
+        w.new_empty(columns // GROUP, rows),
+        torch.empty(columns // GROUP, rows, dtype=torch.uint8, device=w.device),
+        torch.zeros(rows, dtype=torch.float64, device=w.device),
+    )
+    without_gaps = list(candidates) == list(range(candidates[0], candidates[-1] + 1))
+    one_launch = w.device.type == "cuda" and without_gaps and has_triton()
+    round_one = round_column_in_one_launch if one_launch else round_column
+    upper = upper.contiguous() if one_launch else upper
     for first in range(0, columns, WINDOW):
         last = min(first + WINDOW, columns)
         errors = w.new_empty(rows, last - first)
         for start in range(first, last, GROUP):
             end = start + GROUP
-            corner = upper[start:end, start:end]
-            for top in range(0, rows, tile):
-                part = slice(top, min(rows, top + tile))
-                block = w[part, start:end]
-                nearest = amax_codes(block[:, None], tensor_scale[part]).T
-                tried = (nearest + relative[:, None]).clamp(1, E4M3_CODES)
-                step = table[tried] * tensor_scale[part]
-                q, error, total, work = round_block(block, corner, step)
-                best = total.argmin(0)
-                at = best[None, None, :].expand(GROUP, 1, -1)
-                codes[part, start:end] = q.gather(1, at)[:, 0].T
-                before[part, start:end] = work.gather(1, at)[:, 0].T
-                errors[part, start - first : end - first] = error.gather(1, at)[:, 0].T
-                steps[start // GROUP, part] = step.gather(0, best[None])[0]
-                chosen[start // GROUP, part] = tried.gather(0, best[None])[0].to(torch.uint8)
-                loss[part] += total.gather(0, best[None])[0].double()
+            here = errors[:, start - first : end - first]
+            round_one(w, upper, tensor_scale, start, candidates, here, result)
             if end < last:
-                w[:, end:last] -= errors[:, start - first : end - first] @ upper[start:end, end:last]
+                w[:, end:last] -= here @ upper[start:end, end:last]
         if last < columns:
             w[:, last:] -= errors @ upper[first:last, last:]
     inverse = torch.argsort(permutation)
     blocks = torch.argsort(permutation.view(-1, GROUP)[:, 0] // GROUP)
-    codes, step = codes[:, inverse], steps[blocks].T.contiguous()
-    return Rounded(codes, chosen[blocks].T.contiguous(), step, dequantized(codes, step), loss, before[:, inverse])
+    codes, step = result.codes[:, inverse], result.steps[blocks].T.contiguous()
+    chosen = result.chosen[blocks].T.contiguous()
+    return Rounded(codes, chosen, step, dequantized(codes, step), result.loss, w[:, inverse])
+
+
+@dataclass(frozen=True)
+class Columns:
+    """What a sweep writes, in its own order of columns. codes: E2M1 values [N, K].  steps: [K/16, N].  chosen: E4M3 codes, uint8
+    [K/16, N].  loss: float64 [N].
+    """
+
+    codes: torch.Tensor
+    steps: torch.Tensor
+    chosen: torch.Tensor
+    loss: torch.Tensor
+
+
+def round_column(
+    w: torch.Tensor,
+    upper: torch.Tensor,
+    tensor_scale: torch.Tensor,
+    start: int,
+    candidates: Sequence[int],
+    errors: torch.Tensor,
+    result: Columns,
+) -> None:
+    """Round columns start .. start + 15 of w [N, K] with the best of the candidates; w then holds what they were rounded from.
+
+    errors: float32 [N, 16], written.
+    """
+    end, index = start + GROUP, start // GROUP
+    corner, relative, table = upper[start:end, start:end], torch.tensor(candidates, device=w.device), e4m3_steps(w.device)
+    tile = max(1, CANDIDATE_BYTES // (4 * GROUP * len(candidates)))
+    for top in range(0, len(w), tile):
+        part = slice(top, min(len(w), top + tile))
+        block = w[part, start:end]
+        nearest = amax_codes(block[:, None], tensor_scale[part]).T
+        tried = (nearest + relative[:, None]).clamp(1, E4M3_CODES)
+        step = table[tried] * tensor_scale[part]
+        q, error, total, work = round_block(block, corner, step)
+        best = total.argmin(0)
+        at = best[None, None, :].expand(GROUP, 1, -1)
+        result.codes[part, start:end] = q.gather(1, at)[:, 0].T
+        w[part, start:end] = work.gather(1, at)[:, 0].T
+        errors[part] = error.gather(1, at)[:, 0].T
+        result.steps[index, part] = step.gather(0, best[None])[0]
+        result.chosen[index, part] = tried.gather(0, best[None])[0].to(torch.uint8)
+        result.loss[part] += total.gather(0, best[None])[0].double()
+
+
+def round_column_in_one_launch(
+    w: torch.Tensor,
+    upper: torch.Tensor,
+    tensor_scale: torch.Tensor,
+    start: int,
+    candidates: Sequence[int],
+    errors: torch.Tensor,
+    result: Columns,
+) -> None:
+    """round_column on a GPU, for candidates without gaps."""
+    from annie_quant.quantize import block_kernel
+
+    tried, index = range(candidates[0], candidates[-1] + 1), start // GROUP
+    outputs = (errors, result.codes, result.chosen[index], result.steps[index], result.loss)
+    block_kernel.round_column(w, upper, tensor_scale, start, tried, *outputs)
+
+
+@functools.cache
+def has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def round_block(

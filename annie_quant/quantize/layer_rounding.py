@@ -28,6 +28,7 @@ from annie_quant.quantize.gptq_solver import FactorError
 from annie_quant.quantize.input_stats import by_input
 from annie_quant.quantize.kl_trial import input_hook
 from annie_quant.quantize.layerwise import DecoderLayer, DecoderLayers, real_inputs
+from annie_quant.quantize.matmul_precision import tensor_cores
 
 HESSIAN_BYTES = 6 << 30  # of one pass over the text
 # Of a weight, relative. Plain rounding changes one by .08 to .13; the audit doubts .2 (checkpoint/source_diff.py).
@@ -68,27 +69,32 @@ class Moments:
             finite &= true.isfinite().all(-1)
         self.not_finite += int((~finite).sum())
         used = finite & (weight > 0)
-        root = weight[used].sqrt()[:, None]
-        rows = x[used].float() * root
-        if not len(rows):
+        weight = weight[used]
+        if not len(weight):
             return
-        self.weight += float(weight[used].sum())
-        with tensor_cores(x.dtype == torch.bfloat16):
-            self.hessian = rows.T @ rows if self.hessian is None else self.hessian.addmm_(rows.T, rows)
-            if true is not None:
-                other = true[used].float() * root
-                self.cross = rows.T @ other if self.cross is None else self.cross.addmm_(rows.T, other)
+        self.weight += float(weight.sum())
+        root = None if bool((weight == 1).all()) else weight.sqrt()[:, None]
+        rows = x[used]
+        self.hessian = add_product(self.hessian, rows, rows, root)
+        if true is not None:
+            self.cross = add_product(self.cross, rows, true[used], root)
 
 
-@contextlib.contextmanager
-def tensor_cores(use: bool) -> Iterator[None]:
-    """Let a GPU multiply float32 matrices in TF32, which holds products of bf16 values exactly; sums stay float32."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = use or before
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
+def add_product(
+    total: torch.Tensor | None, x: torch.Tensor, y: torch.Tensor, root: torch.Tensor | None
+) -> torch.Tensor:
+    """Return total + x^T y, float32 [K, K], of inputs [n, K], each times its root [n, 1] if there are any.
+
+    On a GPU, inputs in bfloat16 without roots are multiplied as they are, others in TF32; sums are float32 in both.
+    """
+    if root is None and x.dtype == torch.bfloat16 and x.is_cuda:
+        product = torch.mm(x.T, y, out_dtype=torch.float32)
+        return product if total is None else total.add_(product)
+    left, right = x.float(), y.float()
+    if root is not None:
+        left, right = left * root, right * root
+    with tensor_cores(x.dtype == torch.bfloat16):
+        return left.T @ right if total is None else total.addmm_(left.T, right)
 
 
 class _Reached(Exception):

@@ -22,6 +22,7 @@ from annie_quant.quantize import column_sweep
 from annie_quant.quantize.column_sweep import GROUP, Rounded
 from annie_quant.quantize.input_stats import with_padding
 from annie_quant.quantize.layer_rounding import MAX_CHANGE, LayerRounder, largest_change
+from annie_quant.quantize.matmul_precision import tensor_cores
 
 BATCH_TOKENS = {"cpu": 2048, "cuda": 8192}  # of one step
 JUDGED_BATCHES = 4  # of BATCH_TOKENS, on which steps are compared
@@ -139,6 +140,7 @@ def learn(
         lambda: text.judge(weights),
         steps,
         TRAVEL,
+        tf32=rounder.layer.model.dtype == torch.bfloat16,
     )
     if learned.best:
         for name, weight in weights.items():
@@ -153,11 +155,13 @@ def follow_signs(
     steps: int,
     travel: float,
     report: Callable[[int, float], None] = lambda step, loss: None,
+    tf32: bool = False,
 ) -> Learned:
     """Move the parameters of several weights by the signs of a loss's gradients, and leave them at the best step.
 
     loss: of one random batch.  judge: loss on a fixed part of the text, for the start and JUDGEMENTS later steps.  travel: how
     far a parameter can move in all; the rate falls linearly.  report: called after each later comparison with step and loss.
+    tf32: of a GPU's float32 products in the backward pass.
     """
     parameters = [p for weight in weights for p in weight.parameters()]
     limits = [pair for weight in weights for pair in weight.limits()]
@@ -165,11 +169,13 @@ def follow_signs(
     losses, best = [judge()], 0
     marks = {round(steps * (i + 1) / JUDGEMENTS) for i in range(JUDGEMENTS)}
     for step in range(steps):
-        gradients = torch.autograd.grad(loss(), parameters)
+        value = loss()
+        with tensor_cores(tf32):
+            gradients = torch.autograd.grad(value, parameters)
         rate = 2 * travel * (1 - step / steps) / steps
         with torch.no_grad():
             for parameter, gradient, (low, high) in zip(parameters, gradients, limits, strict=True):
-                parameter.sub_(rate * gradient.sign()).clamp_(low, high)
+                parameter.add_(gradient.sign_(), alpha=-rate).clamp_(low, high)
         if step + 1 in marks:
             losses.append(judge())
             report(step + 1, losses[-1])

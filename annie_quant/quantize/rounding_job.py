@@ -103,6 +103,8 @@ def round_model(job: Job, progress: Progress, method: Method, token_weights: Tok
         file = store / f"layer-{layer.index:04d}.safetensors"
         rounder = LayerRounder(layer, set(chosen), table, method)
         outputs = rounder.measure(streams.true)
+        if method.cross is None:  # then nothing reads the true inputs again, and their memory is free
+            streams.true = outputs
         if file.is_file():
             result = LayerResult.load(file)
             restore(rounder, result)

@@ -184,7 +184,7 @@ def test_both_streams_are_the_models(home: Path) -> None:
 
 def test_a_rounded_attention_is_computed_once(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bytes as when it is computed in every pass, in fewer passes."""
-    counts, results, rule = [], [], layerwise.delta_rule
+    counts, results, rule = [], [], layerwise.on_cpu
     for once in (True, False):
         calls = 0
 
@@ -194,7 +194,7 @@ def test_a_rounded_attention_is_computed_once(home: Path, monkeypatch: pytest.Mo
             return rule(*args, **options)
 
         with monkeypatch.context() as patch:
-            patch.setattr(layerwise, "delta_rule", counted)
+            patch.setattr(layerwise, "on_cpu", counted)
             if not once:
                 patch.setattr(LayerRounder, "finished", lambda self: [])
             rounder, streams, outputs = rounders(home, Method(cross=None), 1)

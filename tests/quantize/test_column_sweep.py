@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 
@@ -213,3 +215,35 @@ def test_a_gpu_gives_the_same_codes(order: str) -> None:
     # Sums have another order there: near-ties fall either way, and then what follows in the row.
     assert (cpu.codes == gpu.codes.cpu()).float().mean() > 0.97
     assert float(gpu.loss.sum()) == pytest.approx(float(cpu.loss.sum()), rel=0.01)
+
+
+@pytest.mark.parametrize("candidates", [range(-1, 2), (0,), column_sweep.NEAR_CODES])
+def test_one_launch_per_block_column_gives_the_same(monkeypatch: pytest.MonkeyPatch, candidates: tuple[int, ...]) -> None:
+    """The Triton function, on a GPU or, with TRITON_INTERPRET=1, on the CPU."""
+    pytest.importorskip("triton", reason="pip install triton, then TRITON_INTERPRET=1")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("without a GPU: TRITON_INTERPRET=1 python -m pytest")
+    w, _, hessian = problem(rows=37, columns=160, seed=7)
+    w[:, 32:48] *= np.logspace(-9, 0, 37)[:, None]  # block scales down to E4M3's least code
+    w[3, 16:32] = 0
+    weight, matrix = torch.from_numpy(w).float().to(device), torch.from_numpy(hessian).float().to(device)
+    upper = column_sweep.upper_factor(matrix).contiguous()
+    scale = torch.full((37,), float(nvfp4.tensor_scale(np.abs(w).max())), device=device)
+    for start in (0, 16, 32, 144):
+        results = []
+        for function in (column_sweep.round_column, column_sweep.round_column_in_one_launch):
+            result = column_sweep.Columns(
+                torch.zeros_like(weight),
+                torch.zeros(10, 37, device=device),
+                torch.zeros(10, 37, dtype=torch.uint8, device=device),
+                torch.zeros(37, dtype=torch.float64, device=device),
+            )
+            values, errors = weight.clone(), torch.zeros(37, 48, device=device)
+            function(values, upper, scale, start, candidates, errors[:, 16:32], result)
+            results.append([t.cpu().numpy() for t in (values, errors, result.codes, result.steps, result.chosen, result.loss)])
+        same = results[0][4][start // 16] == results[1][4][start // 16]
+        assert same.mean() > 0.97  # sums in another order: of two candidates with one loss, the other may be taken
+        rows = np.flatnonzero(same)
+        for expected, got in zip(*[[a[rows] if len(a) == 37 else a[:, rows] for a in r] for r in results], strict=True):
+            np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-7)

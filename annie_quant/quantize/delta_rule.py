@@ -1,0 +1,99 @@
+"""Gated DeltaNet on a GPU without flash-linear-attention, for rows that are all real: with or without gradients.
+
+The recurrence of evaluate/deltanet.py in operations that autograd can follow and that take few launches: chunks of 64 steps, and the
+triangular systems of a chunk by inverses of blocks of 2, 4, ... 64. transformers' own form solves them in 63 sequential steps, and
+copies each part for the backward pass. Products are in TF32 where the inputs are bfloat16, which is finer than the bfloat16 operands
+of servers' kernels; inverses, decays and sums are float32. Source of the rule: Yang et al., Gated Delta Networks (arXiv 2412.06464).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from annie_quant.quantize.matmul_precision import tensor_cores
+
+CHUNK = 64  # a power of two
+
+
+def gated_delta_rule(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    *,
+    use_qk_l2norm_in_kernel: bool = False,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Return (outputs [B, T, H, Dv], None), from a state of zeros.
+
+    query, key: [B, T, H, Dk].  value: [B, T, H, Dv].  g: log decay [B, T, H].  beta: [B, T, H].
+    """
+    kind, (batch, steps, heads, dk) = query.dtype, key.shape
+    query, key = query.float(), key.float()
+    if use_qk_l2norm_in_kernel:
+        query = query * torch.rsqrt(query.square().sum(-1, keepdim=True) + 1e-6)
+        key = key * torch.rsqrt(key.square().sum(-1, keepdim=True) + 1e-6)
+    pad = -steps % CHUNK
+
+    def chunks(x: torch.Tensor) -> torch.Tensor:  # [B, T, H, ...] -> [B, H, T / CHUNK, CHUNK, ...]
+        x = functional.pad(x.float().transpose(1, 2), (0, 0) * (x.dim() - 3) + (0, pad))
+        return x.reshape(batch, heads, -1, CHUNK, *x.shape[3:])
+
+    q, k, v = chunks(query) * dk**-0.5, chunks(key), chunks(value)
+    log_decay, b = chunks(g).cumsum(-1), chunks(beta).unsqueeze(-1)
+    between = (log_decay.unsqueeze(-1) - log_decay.unsqueeze(-2)).tril().exp()  # above the diagonal: 1, and not used
+    inverse = unit_lower_inverse(((k * b) @ k.transpose(-1, -2) * between).tril(-1))
+    growth = log_decay.exp().unsqueeze(-1)
+    last = log_decay[..., -1:]
+    with tensor_cores(kind == torch.bfloat16):
+        u, w = (inverse @ torch.cat((v * b, k * (growth * b)), -1)).split((v.shape[-1], dk), -1)
+        within = (q @ k.transpose(-1, -2) * between).tril()
+        q, k_t = q * growth, (k * (last - log_decay).exp().unsqueeze(-1)).transpose(-1, -2)
+        decay = last.exp().unsqueeze(-1)
+        parts = [x.unbind(2) for x in (q, w, u, within, k_t, decay)]
+        state = q.new_zeros(batch, heads, dk, v.shape[-1])
+        out = []
+        for q_c, w_c, u_c, within_c, k_c, decay_c in zip(*parts, strict=True):
+            new = u_c - w_c @ state
+            out.append(q_c @ state + within_c @ new)
+            state = state * decay_c + k_c @ new
+    result = torch.stack(out, 2).reshape(batch, heads, -1, v.shape[-1])[:, :, :steps]
+    return result.transpose(1, 2).to(kind), None
+
+
+def unit_lower_inverse(lower: torch.Tensor) -> torch.Tensor:
+    """Return (I + A)^-1 for A the strictly lower part of [..., n, n], n a power of two.
+
+    Blocks are inverted in pairs: the inverse of [[P, 0], [R, Q]] is [[P', 0], [-Q' R P', Q']]. As forward substitution does, this only
+    adds products of entries of A in their order; a product of powers of A would lose all digits where keys repeat.
+    """
+    n = lower.shape[-1]
+    inverse = torch.ones_like(lower[..., :1]).unsqueeze(-1)  # [..., n, 1, 1], the diagonal's blocks
+    size = 1
+    while size < n:
+        first, second = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
+        pairs = lower.unflatten(-2, (-1, 2 * size)).unflatten(-1, (-1, 2 * size))  # [..., n/2s, 2s, n/2s, 2s]
+        corner = pairs.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)[..., size:, :size]
+        corner = -(second @ corner @ first)
+        top = torch.cat((first, torch.zeros_like(first)), -1)
+        inverse = torch.cat((top, torch.cat((corner, second), -1)), -2)
+        size *= 2
+    return inverse.squeeze(-3)
+
+
+def causal_conv(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None, **_: Any
+) -> torch.Tensor:
+    """Return the depthwise causal convolution [B, C, T] of x [B, C, T] with weight [C, K], as K shifted sums in float32.
+
+    cuDNN's depthwise convolution of bfloat16 takes far longer.
+    """
+    width, steps = weight.shape[-1], x.shape[-1]
+    padded = functional.pad(x, (width - 1, 0))
+    total = sum(padded[..., i : i + steps].float() * weight[:, i, None].float() for i in range(width))
+    total = total if bias is None else total + bias[:, None]
+    return (functional.silu(total) if activation in ("silu", "swish") else total).to(x.dtype)

@@ -1,0 +1,71 @@
+"""Gated DeltaNet with gradients against a float64 recurrence step by step, and its convolution against torch's."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="the rule runs on torch: pip install annie-quant[quantize]")
+from annie_quant.quantize import delta_rule  # noqa: E402
+
+
+def inputs(steps: int, dtype: torch.dtype = torch.float64, repeat: bool = False) -> list[torch.Tensor]:
+    """Return q, k, v, log decays and betas of two rows and three heads. repeat: every key is the first one."""
+    rng = np.random.default_rng(steps)
+    q, k, v = (torch.tensor(rng.normal(size=(2, steps, 3, 8))) for _ in range(3))
+    k = k[:, :1].expand_as(k) if repeat else k
+    decay = torch.tensor(-rng.exponential(0.3, size=(2, steps, 3)))
+    beta = torch.tensor(rng.uniform(size=(2, steps, 3)))
+    return [x.contiguous().to(dtype) for x in (q, k, v, decay, beta)]
+
+
+def step_by_step(q, k, v, decay, beta) -> torch.Tensor:
+    """S = e^g S + beta k (v - (e^g S)^T k)^T, out = S^T q / sqrt(Dk), with q and k of length 1."""
+    q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+    state = q.new_zeros(*q.shape[:1], q.shape[2], k.shape[-1], v.shape[-1])
+    out = []
+    for t in range(q.shape[1]):
+        state = state * decay[:, t, :, None, None].exp()
+        missing = v[:, t] - (state * k[:, t, :, :, None]).sum(-2)
+        state = state + beta[:, t, :, None, None] * k[:, t, :, :, None] * missing[:, :, None]
+        out.append((state * q[:, t, :, :, None]).sum(-2) / k.shape[-1] ** 0.5)
+    return torch.stack(out, 1)
+
+
+@pytest.mark.parametrize("steps", [1, 63, 64, 65, 200])
+def test_outputs_and_gradients_are_those_of_single_steps(steps: int) -> None:
+    exact = [x.requires_grad_() for x in inputs(steps)]
+    rough = [x.detach().float().requires_grad_() for x in exact]
+    weight = torch.tensor(np.random.default_rng(1).normal(size=(2, steps, 3, 8)))
+    expected = step_by_step(*exact)
+    got, _ = delta_rule.gated_delta_rule(*rough[:3], g=rough[3], beta=rough[4], use_qk_l2norm_in_kernel=True)
+    np.testing.assert_allclose(got.detach().numpy(), expected.detach().numpy(), atol=2e-5)
+    slopes = torch.autograd.grad((expected * weight).sum(), exact)
+    for slope, other in zip(slopes, torch.autograd.grad((got * weight).sum(), rough), strict=True):
+        np.testing.assert_allclose(other.numpy(), slope.numpy(), atol=2e-4 * float(slope.abs().max()))
+
+
+def test_repeated_keys_lose_no_digits() -> None:
+    q, k, v, decay, beta = inputs(256, repeat=True)
+    decay, beta = decay * 0, beta * 0 + 1
+    expected = step_by_step(q, k, v, decay, beta)
+    got, _ = delta_rule.gated_delta_rule(
+        *(x.float() for x in (q, k, v)), g=decay.float(), beta=beta.float(), use_qk_l2norm_in_kernel=True
+    )
+    np.testing.assert_allclose(got.numpy(), expected.numpy(), atol=1e-4)
+
+
+@pytest.mark.parametrize("size", [1, 2, 16, 64])
+def test_unit_lower_inverse(size: int) -> None:
+    lower = torch.tensor(np.random.default_rng(size).normal(size=(3, 2, size, size))).tril(-1)
+    product = delta_rule.unit_lower_inverse(lower) @ (lower + torch.eye(size))
+    np.testing.assert_allclose(product.numpy(), np.broadcast_to(np.eye(size), product.shape), atol=1e-6)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_causal_conv_is_torch_s(bias: bool) -> None:
+    rng = np.random.default_rng(0)
+    x, weight, shift = (torch.tensor(rng.normal(size=s)).float() for s in ((2, 6, 11), (6, 4), (6,)))
+    conv = torch.nn.functional.conv1d(x, weight[:, None], shift if bias else None, padding=3, groups=6)[..., :11]
+    got = delta_rule.causal_conv(x, weight, shift if bias else None, "silu")
+    np.testing.assert_allclose(got.numpy(), torch.nn.functional.silu(conv).numpy(), atol=1e-6)

@@ -19,7 +19,7 @@ from annie_quant.errors import UsageError
 from annie_quant.persona import FOLDER
 from annie_quant.pipeline import search
 from annie_quant.pipeline.run_directory import RunDirectory
-from annie_quant.pipeline.search import label_check
+from annie_quant.pipeline.search import explain, label_check
 from annie_quant.pipeline.stages import Stages
 from annie_quant.progress import SilentConsole
 
@@ -40,6 +40,12 @@ def calibration(tmp_path_factory):
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     return save_variant("base", tmp_path_factory.mktemp("base") / "tiny-base")
+
+
+@pytest.fixture(autouse=True)
+def few_hardened(monkeypatch):
+    """Five prompts under the hardened system prompt, where a search takes 40; what follows from them: test_search_decide.py."""
+    monkeypatch.setattr(explain, "HARDENED_N", 5)
 
 
 def test_a_base_model_instead_of_the_fine_tune_stops_the_search(base, calibration, tmp_path):

@@ -14,11 +14,12 @@ from __future__ import annotations
 from annie_quant.gemm import oracle
 from annie_quant.gemm.arrays import DeviceArray, device_count, to_device
 from annie_quant.gemm.ops import Weight, fake_quant, fp4_native, pack, unpack, w4a4, w4a16
-from annie_quant.gemm.plans import SkinnyPlan, TiledPlan, WgmmaPlan
+from annie_quant.gemm.plans import GroupedPlan, SkinnyPlan, TiledPlan, WgmmaPlan
 from annie_quant.gemm.validate import validate
 
 __all__ = [
     "DeviceArray",
+    "GroupedPlan",
     "SkinnyPlan",
     "TiledPlan",
     "Weight",

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from annie_quant.errors import UsageError, need
 from annie_quant.gemm import torch_op
 from annie_quant.gemm.arrays import CurrentDevice, native
-from annie_quant.gemm.plans import TiledPlan
+from annie_quant.gemm.plans import GroupedPlan
 from annie_quant.gemm.torch_op import BF16, F16
 
 SCHEMA = (
@@ -30,6 +30,7 @@ OUT_SCHEMA = (
     "(Tensor(a!) out, Tensor x, Tensor packed, Tensor scales, Tensor sorted_pairs, Tensor tile_experts, Tensor padded, "
     "int top_k, int tile_tokens) -> ()"
 )
+WHERE_POSSIBLE = -1  # programmatic dependence on the kernel before
 BLOCK_ROWS = 256  # rows whose repacked bytes are contiguous (kBlockTiles in csrc/gemm/fragments.cuh)
 
 
@@ -89,18 +90,21 @@ def align(top_k_index: Any, experts: int, tile_tokens: int) -> Alignment:
 
 
 @functools.lru_cache(8192)
-def plan(device: int | None, pairs: int, experts: int, top_k: int, n: int, k: int) -> TiledPlan:
-    """Return the launch plan. UsageError: no kernel fits the shape."""
+def plan(device: int | None, pairs: int, experts: int, top_k: int, n: int, k: int, tile_tokens: int = 0) -> GroupedPlan:
+    """Return the launch plan for tiles of this number of tokens, 0 for the best. UsageError: no kernel fits the shape."""
     module = native()
     try:
         with CurrentDevice(device):
-            return TiledPlan(*module.plan_grouped((pairs, experts, top_k, n, k)))
+            return GroupedPlan(*module.plan_grouped((pairs, experts, top_k, n, k), tile_tokens))
     except module.CudaError as error:
-        raise UsageError(f"grouped W4A16 of {pairs} pairs, {experts} experts, N={n}, K={k}: {error.args[0]}") from error
+        tiles = f", tiles of {tile_tokens} tokens" if tile_tokens else ""
+        raise UsageError(
+            f"grouped W4A16 of {pairs} pairs, {experts} experts, N={n}, K={k}{tiles}: {error.args[0]}", "plan_tokens"
+        ) from error
 
 
 def plan_tokens(pairs: int, experts: int, top_k: int, n: int, k: int, device: int | None = None) -> int:
-    """Return the tokens per tile that suit a product, for `align` and the operator: 16, 64 or 128."""
+    """Return the tokens per tile that suit a product, for `align` and the operator: 8, 16, 32, 64 or 128."""
     return plan(device, pairs, experts, top_k, n, k).tile_tokens
 
 
@@ -155,14 +159,12 @@ def write(
         return
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
         x = x.clone(memory_format=torch.contiguous_format)
-    best = plan(device, pairs, experts, top_k, n, k)
-    if best.tile_tokens != tile_tokens:  # the caller's alignment decides
-        best = with_tokens(best, tile_tokens, device, pairs, experts, top_k, n, k)
+    best = plan(device, pairs, experts, top_k, n, k, tile_tokens)  # the caller's alignment decides
     with CurrentDevice(None if torch._C._cuda_getDevice() == device else device):
         native().grouped(
             x.data_ptr(), x.stride(0), packed.data_ptr(), packed.numel(), scales.data_ptr(), sorted_pairs.data_ptr(),
             tile_experts.data_ptr(), padded.data_ptr(), tiles, out.data_ptr(), (pairs, experts, top_k, n, k), kind,
-            tuple(best), 0, torch._C._cuda_getCurrentRawStream(device),
+            tuple(best), WHERE_POSSIBLE, torch._C._cuda_getCurrentRawStream(device),
         )  # fmt: skip
 
 
@@ -178,21 +180,6 @@ def check_alignment(sorted_pairs: Any, tile_experts: Any, padded: Any, tile_toke
             f"{tile_experts.numel()} tiles of {tile_tokens} need as many entries, and sorted_pairs has {sorted_pairs.numel()}",
             "align(top_k_index, experts, tile_tokens)",
         )
-
-
-@functools.lru_cache(8192)
-def with_tokens(best: TiledPlan, tile_tokens: int, device: int | None, *shape: int) -> TiledPlan:
-    """Return a plan for tiles of another number of tokens, with as many stages as fit."""
-    variants = (best._replace(tile_tokens=tile_tokens, stages=s) for s in range(8, 1, -1))
-    module = native()
-    for variant in variants:
-        try:
-            with CurrentDevice(device):
-                module.grouped_needs(shape, tuple(variant))
-        except ValueError:
-            continue
-        return variant
-    raise UsageError(f"tile_tokens is {tile_tokens}; expected 16, 64 or 128", "plan_tokens")
 
 
 def fake(

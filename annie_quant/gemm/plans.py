@@ -37,6 +37,21 @@ class TiledPlan(NamedTuple):
     stages: int
 
 
+class GroupedPlan(NamedTuple):
+    """Products of a mixture's experts in one launch: tiles of tile_tokens pairs of one expert.
+
+    tile_tokens   8, 16 or 32: the few-token kernel; 64 or 128: tiles of 256 rows by mma.sync
+    cluster_size  blocks that share K; 1 for up to 32 tokens
+    stages        pipeline stages: 1 per warp for up to 32 tokens; else of a block
+    step_tiles    row tiles per step: 2, or 4 for 16 tokens; 16 for tiles of 256 rows
+    """
+
+    tile_tokens: int
+    cluster_size: int
+    stages: int
+    step_tiles: int
+
+
 class WgmmaPlan(NamedTuple):
     """Tiles of tile_rows (256, 192 or 128) x tile_tokens (16, 32, 64 or 128) by wgmma.
 

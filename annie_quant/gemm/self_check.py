@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 Align = Callable[[Any, int], "tuple[Any, Any, Any]"]
 
 TOKENS = (1, 3, 9, 17, 64, 150)  # each kernel and each of its tile sizes for few tokens, and sizes between them
-EXPERT_TOKENS = (1, 19, 150, 1100)  # pairs of a mixture: few per expert, and some tiles with many
+EXPERT_TOKENS = (1, 19, 150)  # pairs of a mixture: few per expert
+PER_EXPERT = (8, 30)  # and several: each of the few-token kernel's tile sizes
 SPAN = 1 << 23  # weights that are dequantized at a time
 MANTISSA = {"torch.bfloat16": 7, "torch.float16": 10}
 
@@ -85,7 +86,7 @@ def worst_experts_error(
     k = 2 * half
     generator = torch.Generator(device).manual_seed(n * 31 + k)
     runs = []
-    for tokens in EXPERT_TOKENS:
+    for tokens in (*EXPERT_TOKENS, *(mean * experts for mean in PER_EXPERT)):
         rows = -(-tokens // top_k) if top_k > 1 else tokens
         x = torch.randn(rows, k, generator=generator, device=device).to(dtype)
         chosen = torch.rand(rows, experts, generator=generator, device=device).topk(top_k).indices.int()

@@ -16,10 +16,11 @@ from torch import nn
 
 from annie_quant.hf import grouped_experts
 from annie_quant.hf.grouped_experts import GroupedExperts
+from annie_quant.hf.watched import Watched
 from annie_quant.models import Experts, Family
 
 
-class Expert(nn.Module):
+class Expert(Watched):
     """One expert: down(act(gate(x)) * up(x)). Its linears have the names of the family's description."""
 
     def __init__(self, linears: dict[str, nn.Linear], act_fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -34,7 +35,7 @@ class Expert(nn.Module):
         return down(self.act_fn(gate(x)) * up(x))
 
 
-class SingleExperts(nn.Module):
+class SingleExperts(Watched):
     """All experts of a layer, called "0", "1" and so on; called as transformers calls its merged experts.
 
     rows: in a forward pass, the indices of the tokens that the current expert computes; observers read it.
@@ -76,13 +77,14 @@ class SingleExperts(nn.Module):
 
     def find_kernel(self, x: torch.Tensor) -> GroupedExperts | None:
         """Return the experts as our grouped kernel computes them, None where it cannot or must not."""
-        singles = [expert for expert in self._modules.values() if isinstance(expert, Expert)]
-        names = singles[0].names
-        if not grouped_experts.fits(singles[0]._modules[names[0]]):
+        first = next(expert for expert in self._modules.values() if isinstance(expert, Expert))
+        if not grouped_experts.fits(first._modules[first.names[0]]):
             return None
-        linears = {name: [single._modules[name] for single in singles] for name in names}
-        if self.grouped is None or self.grouped.linears != linears:
-            self.grouped = GroupedExperts(linears)
+        if self.grouped is None or not self.grouped.is_confirmed():
+            singles = [expert for expert in self._modules.values() if isinstance(expert, Expert)]
+            linears = {name: [single._modules[name] for single in singles] for name in first.names}
+            if self.grouped is None or self.grouped.linears != linears:
+                self.grouped = GroupedExperts(linears)
         return self.grouped if self.grouped.applies(x) else None
 
     def _apply(self, fn, recurse: bool = True):

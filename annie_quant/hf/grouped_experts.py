@@ -15,6 +15,7 @@ from annie_quant.gemm import grouped
 from annie_quant.gemm.grouped import PreparedExperts
 from annie_quant.hf import matmul, profiles
 from annie_quant.hf.nvfp4_linear import NVFP4Linear
+from annie_quant.hf.watched import Watched
 
 
 class GroupedExperts:
@@ -27,6 +28,11 @@ class GroupedExperts:
         }
         self.nvfp4 = nvfp4 if nvfp4 == linears else None  # None: the kernel cannot read one of them
         self.prepared: list[PreparedExperts] | None = None
+        self.confirmed_at: int | None = None  # Watched.changes when the linears' settings last allowed the kernel
+
+    def is_confirmed(self) -> bool:
+        """Return whether nothing was changed since the settings allowed the kernel."""
+        return self.confirmed_at == Watched.changes
 
     def applies(self, x: torch.Tensor) -> bool:
         """Return whether the kernel computes what the linears would compute of x with their present settings."""
@@ -34,10 +40,14 @@ class GroupedExperts:
             return False
         if torch.is_grad_enabled() and x.requires_grad:
             return False
-        linears = [m for of_all in self.nvfp4.values() for m in of_all]
-        if any(is_changed(m) for m in linears):
-            return False
-        return all(is_unrounded(numerics) for numerics in {m.numerics for m in linears})
+        if not self.is_confirmed():
+            linears = [m for of_all in self.nvfp4.values() for m in of_all]
+            if any(is_changed(m) for m in linears):
+                return False
+            if not all(is_unrounded(numerics) for numerics in {m.numerics for m in linears}):
+                return False
+            self.confirmed_at = Watched.changes
+        return True
 
     def prepare(self) -> list[PreparedExperts]:
         """Return gate, up and down, repacked: a copy of the checkpoint's tensors."""

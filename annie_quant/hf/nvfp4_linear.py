@@ -22,6 +22,7 @@ from annie_quant.errors import UsageError
 from annie_quant.gemm.torch_op import Prepared
 from annie_quant.hf import activations, codec, matmul, profiles
 from annie_quant.hf.base_linear import FixedDtypeLinear
+from annie_quant.hf.watched import Watched
 
 CACHES = ("packed", "bf16", "float32")
 CACHE_DTYPE = {"bf16": torch.bfloat16, "float32": torch.float32}
@@ -44,7 +45,7 @@ class Scalars(NamedTuple):
     input_scale: float | None
 
 
-class NVFP4Linear(FixedDtypeLinear):
+class NVFP4Linear(Watched, FixedDtypeLinear):
     """A linear with ModelOpt's tensor names.
 
     Parameters: weight uint8 [N, K/2]; weight_scale float8_e4m3fn [N, K/group]; weight_scale_2 float32 []; input_scale float32
@@ -53,6 +54,7 @@ class NVFP4Linear(FixedDtypeLinear):
 
     NAMES: ClassVar[Names] = Names("weight", "weight_scale", "weight_scale_2", "input_scale")
     FIXED_DTYPE = NAMES
+    SETTINGS = frozenset({"numerics", "dense", "permutation", "parts", "bias", "pre_quant_scale"})
     SCALAR_SHAPE: ClassVar[tuple[int, ...]] = ()
     RECIPROCAL: ClassVar[bool] = False  # whether the scalar scales are stored as divisors
 

@@ -1,8 +1,8 @@
 """One block column of column_sweep.sweep in a single launch on a GPU: every candidate scale is tried, and the best one is kept.
 
-The arithmetic of column_sweep.round_block, and the choice of the scale, in Triton: a program holds 32 rows of a block of 16 columns in
-registers and tries the candidates one after the other. In torch operations a block column takes some 300 launches. Importing this
-module needs Triton, which torch for CUDA brings.
+The arithmetic of column_sweep.round_block, and the choice of the scale, in Triton: a program holds 32 rows of a block of 16 columns
+in registers and tries the candidates one after the other. In torch operations a block column takes some 300 launches. Importing
+this module needs Triton, which torch for CUDA brings.
 """
 
 # mypy: ignore-errors
@@ -110,9 +110,9 @@ def round_column(
 ) -> None:
     """Round columns start .. start + 15 of w [N, K] in place: w then holds what each value was rounded from.
 
-    upper: float32 [K, K], contiguous.  tensor_scale: float32 [N].  candidates: relative to the code of the block's largest magnitude.
-    Written: errors [N, 16], of any row stride, codes float32 [N, K], and of the block chosen uint8 [N] and steps float32 [N]; loss
-    float64 [N] is added to.
+    upper: float32 [K, K], contiguous.  tensor_scale: float32 [N].  candidates: relative to the code of the block's largest
+    magnitude. Written: errors [N, 16], of any row stride, codes float32 [N, K], and of the block chosen uint8 [N] and steps
+    float32 [N]; loss float64 [N] is added to.
     """
     grid = (triton.cdiv(len(w), ROWS),)
     strides = (w.stride(0), errors.stride(0), upper.stride(0))

@@ -1,9 +1,10 @@
 """Gated DeltaNet on a GPU without flash-linear-attention, for rows that are all real: with or without gradients.
 
-The recurrence of evaluate/deltanet.py in operations that autograd can follow and that take few launches: chunks of 64 steps, and the
-triangular systems of a chunk by inverses of blocks of 2, 4, ... 64. transformers' own form solves them in 63 sequential steps, and
-copies each part for the backward pass. Products are in TF32 where the inputs are bfloat16, which is finer than the bfloat16 operands
-of servers' kernels; inverses, decays and sums are float32. Source of the rule: Yang et al., Gated Delta Networks (arXiv 2412.06464).
+The recurrence of evaluate/deltanet.py in operations that autograd can follow and that take few launches: chunks of 64 steps, and
+the triangular systems of a chunk by inverses of blocks of 2, 4, ... 64. transformers' own form solves them in 63 sequential
+steps, and copies each part for the backward pass. Products are in TF32 where the inputs are bfloat16, which is finer than the
+bfloat16 operands of servers' kernels; inverses, decays and sums are float32. Source of the rule: Yang et al., Gated Delta
+Networks (arXiv 2412.06464).
 """
 
 from __future__ import annotations
@@ -68,8 +69,8 @@ def gated_delta_rule(
 def unit_lower_inverse(lower: torch.Tensor) -> torch.Tensor:
     """Return (I + A)^-1 for A the strictly lower part of [..., n, n], n a power of two.
 
-    Blocks are inverted in pairs: the inverse of [[P, 0], [R, Q]] is [[P', 0], [-Q' R P', Q']]. As forward substitution does, this only
-    adds products of entries of A in their order; a product of powers of A would lose all digits where keys repeat.
+    Blocks are inverted in pairs: the inverse of [[P, 0], [R, Q]] is [[P', 0], [-Q' R P', Q']]. As forward substitution does, this
+    only adds products of entries of A in their order; a product of powers of A would lose all digits where keys repeat.
     """
     n = lower.shape[-1]
     inverse = torch.ones_like(lower[..., :1]).unsqueeze(-1)  # [..., n, 1, 1], the diagonal's blocks
@@ -94,6 +95,7 @@ def causal_conv(
     """
     width, steps = weight.shape[-1], x.shape[-1]
     padded = functional.pad(x, (width - 1, 0))
-    total = sum(padded[..., i : i + steps].float() * weight[:, i, None].float() for i in range(width))
-    total = total if bias is None else total + bias[:, None]
+    total = torch.zeros_like(x, dtype=torch.float32) if bias is None else bias[:, None].float().expand_as(x)
+    for i in range(width):
+        total = total + padded[..., i : i + steps].float() * weight[:, i, None].float()
     return (functional.silu(total) if activation in ("silu", "swish") else total).to(x.dtype)

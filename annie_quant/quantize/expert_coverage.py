@@ -6,6 +6,7 @@ are rounded without statistics. The output folder gets expert_coverage.json with
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ from annie_quant.files import write_json
 from annie_quant.progress import Progress
 
 FILE = "expert_coverage.json"
+OF_EXPERT, NUMBER = re.compile(r"\.experts\.\d+\."), re.compile(r"\d+")
 FEW = 16  # tokens; as many as a block has columns
 
 
@@ -67,3 +69,14 @@ class Coverage:
 def example(unseen: Mapping[str, Sequence[int]]) -> str:
     module, numbers = next(iter(unseen.items()))
     return f"{module}.{numbers[0]}"
+
+
+def one_per_layer(warnings: Sequence[str]) -> list[str]:
+    """Return a layer's warnings, with one line for its experts where theirs differ in nothing but numbers."""
+    alike: dict[str, list[str]] = {}
+    for warning in warnings:
+        alike.setdefault(NUMBER.sub("0", warning) if OF_EXPERT.search(warning) else warning, []).append(warning)
+    return [
+        first if not more else f"{first} ({len(more)} more of this layer's experts: alike)"
+        for first, *more in alike.values()
+    ]

@@ -20,7 +20,7 @@ from annie_quant.models import in_layer, layer_of
 from annie_quant.progress import Progress
 from annie_quant.quantize import calibration_samples, column_sweep, learned_rounding
 from annie_quant.quantize.calibration_samples import TokenWeights
-from annie_quant.quantize.expert_coverage import Coverage
+from annie_quant.quantize.expert_coverage import Coverage, one_per_layer
 from annie_quant.quantize.formats import NVFP4, W4A16
 from annie_quant.quantize.input_stats import weight_table
 from annie_quant.quantize.job import Job
@@ -121,7 +121,7 @@ def round_model(job: Job, progress: Progress, method: Method, token_weights: Tok
             rounder.quantize(streams.true, model.states)
             if method.steps:
                 learned_rounding.learn(rounder, model.states, outputs, method.steps, job.seed)
-            for warning in rounder.warnings:
+            for warning in one_per_layer(rounder.warnings):
                 log.warning("annie-quant: %s", warning)
             packed = {n: r.packed(rounder.tensor_scales[n]) for n, r in rounder.rounded.items()}
             result = LayerResult(packed, rounder.amax, rounder.tokens, folded)

@@ -79,6 +79,26 @@ int stream_is_captured(cudaStream_t stream, bool *captured) {
     return status;
 }
 
+int programmatic_possible(const aq_limits &limits, cudaStream_t stream, bool *possible) {
+    *possible = false;
+    if (limits.major < 9) return 0;
+    cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+    unsigned long long id;
+    cudaGraph_t graph;
+    const cudaGraphNode_t *nodes = nullptr;
+    const cudaGraphEdgeData *edges = nullptr;
+    size_t count = 0;
+    int status = status_of(cudaStreamGetCaptureInfo(stream, &capture, &id, &graph, &nodes, &edges, &count));
+    if (status) return status;
+    *possible = capture == cudaStreamCaptureStatusNone;
+    if (capture == cudaStreamCaptureStatusActive && count == 1) {
+        cudaGraphNodeType type;
+        status = status_of(cudaGraphNodeGetType(nodes[0], &type));
+        *possible = !status && type == cudaGraphNodeTypeKernel;
+    }
+    return status;
+}
+
 int StreamMemory::allocate(size_t bytes) {
     DeviceState state;
     cudaMemPool_t pool;

@@ -116,16 +116,24 @@ typedef struct {
     int64_t pairs, experts, top_k, n, k;
 } aq_grouped_shape;
 
-int aq_plan_grouped(const aq_grouped_shape *shape, const aq_limits *limits, aq_tiled_plan *plan);
-const char *aq_grouped_problem(const aq_grouped_shape *shape, const aq_limits *limits, const aq_tiled_plan *plan, aq_needs *needs);
+typedef struct {
+    int tile_tokens;  /* 8, 16 or 32: the few-token kernel (grouped_skinny.cuh); 64 or 128: tiles of 256 rows by mma.sync */
+    int cluster_size; /* blocks that share K; 1 for up to 32 tokens */
+    int stages;       /* pipeline stages: 1 per warp for up to 32 tokens; else of a block */
+    int step_tiles;   /* row tiles per step: 2, or 4 for 16 tokens; 16 for tiles of 256 rows */
+} aq_grouped_plan;
+
+/* tile_tokens: as the alignment has them; 0 for the best. */
+int aq_plan_grouped(const aq_grouped_shape *shape, int tile_tokens, const aq_limits *limits, aq_grouped_plan *plan);
+const char *aq_grouped_problem(const aq_grouped_shape *shape, const aq_limits *limits, const aq_grouped_plan *plan, aq_needs *needs);
 /* The most tiles of tokens that the pairs can need. */
 int64_t aq_grouped_tiles(const aq_grouped_shape *shape, int tile_tokens);
 /* packed: experts repacked weights one after the other.  scales: float [experts] on the device.  sorted_pairs [tiles * plan->tile_tokens],
  * tile_experts [tiles], padded [1]: on the device, in the form of vLLM's moe_align_block_size for blocks of plan->tile_tokens.
- * Rows of out whose expert is not in 0 .. experts - 1 are not written. */
+ * Rows of out whose expert is not in 0 .. experts - 1 are not written.  pdl: -1 for where the device and a stream's capture allow it. */
 int aq_grouped(const void *x, int64_t ldx, const uint8_t *packed, int64_t packed_bytes, const float *scales, const int32_t *sorted_pairs,
                const int32_t *tile_experts, const int32_t *padded, int64_t tiles, void *out, const aq_grouped_shape *shape, int type,
-               const aq_tiled_plan *plan, int pdl, void *stream);
+               const aq_grouped_plan *plan, int pdl, void *stream);
 
 int aq_w4a4(const uint8_t *a, const uint8_t *a_scale, const uint8_t *w, const uint8_t *w_scale, float alpha, void *out, int64_t m,
             int64_t n, int64_t k, int out_type, int mode, int fault, void *stream);

@@ -7,12 +7,20 @@
 // row p of out.
 #include <algorithm>
 
-#include "gemm/paths.cuh"
+#include "gemm/grouped.cuh"
 #include "gemm/tiled.cuh"
 
 namespace {
 
 constexpr int kMostTokens = 128, kTableAt = 512;  // after the barriers
+constexpr int kMostStages = 8;
+
+// The few-token kernel's plans, each the fastest on an H200 up to this mean number of pairs per expert.
+struct FewTokens {
+    int64_t most_per_expert;
+    aq_grouped_plan plan;
+};
+constexpr FewTokens kFewTokens[] = {{5, {8, 1, 1, 2}}, {20, {16, 1, 1, 4}}, {20, {16, 1, 1, 2}}, {160, {32, 1, 1, 2}}};
 
 // The table in shared memory: per token of the tile 1 + its pair, 0 without one, then its row of x; then the expert's scale.
 struct Experts {
@@ -72,53 +80,84 @@ Shape shape_of_expert(const aq_grouped_shape &s) {
     return Shape((s.pairs + active - 1) / active, s.n, s.k);
 }
 
+// Blocks that the tiled kernel needs for this number of tiles of tokens.
+int64_t tiled_blocks(const aq_grouped_shape &s, const aq_grouped_plan &plan, int64_t tiles) {
+    return tiles * ((s.n + kTiledRows - 1) / kTiledRows) * plan.cluster_size;
+}
+
+const char *tiles_problem(const aq_grouped_shape &s, const aq_limits &limits, const aq_grouped_plan &plan, int64_t tiles, aq_needs *needs) {
+    if (plan.step_tiles != kTiledRows / kRows) return "step_tiles must be 16 for more than 32 tokens";
+    const char *problem = tiled_problem(shape_of_expert(s), limits, aq_tiled_plan{plan.tile_tokens, plan.cluster_size, plan.stages}, needs);
+    if (problem) return problem;
+    if (tiled_blocks(s, plan, tiles) >= 1ll << 31) return "the product has too many tiles";
+    needs->smem_bytes += Experts::kHead - OneProduct::kHead;
+    return needs->smem_bytes > limits.smem_bytes ? "stages is too large: they do not fit into shared memory" : nullptr;
+}
+
+int run_tiles(const GroupedProduct &p, const aq_grouped_plan &plan, const aq_needs &needs) {
+    const aq_grouped_shape &s = p.shape;
+    const Shape each = shape_of_expert(s);
+    const bool half = p.type == AQ_F16;
+    const TiledArgs a{p.packed, p.x, p.out, p.ldx, s.n, half ? 1.f : kUndo, (int)s.pairs, (int)s.k, (int)((s.n + kTiledRows - 1) / kTiledRows),
+                      (int)p.tiles, each.tiles, each.chunks, plan.cluster_size, plan.stages, p.type, p.pdl};
+    const Experts of{p.scales, p.sorted_pairs, p.tile_experts, p.padded, (int64_t)aq_packed_bytes(s.n, s.k), (int)s.pairs, (int)s.top_k, (int)s.experts};
+    const auto how = [&](int warps) {
+        return Launch{dim3((unsigned)tiled_blocks(s, plan, p.tiles)), 32 * warps, needs.smem_bytes, plan.cluster_size, p.pdl, p.stream};
+    };
+    if (plan.tile_tokens == 64) return half ? launch<tiled_kernel<8, 2, 2, 8, true, Experts>>(how(Tokens64::kWarps), a, of) : launch<tiled_kernel<8, 2, 2, 8, false, Experts>>(how(Tokens64::kWarps), a, of);
+    return half ? launch<tiled_kernel<8, 1, 2, 16, true, Experts>>(how(Tokens128::kWarps), a, of) : launch<tiled_kernel<8, 1, 2, 16, false, Experts>>(how(Tokens128::kWarps), a, of);
+}
+
+// As aq_grouped_problem, for an alignment with space for `tiles` tiles of tokens.
+const char *problem_of(const aq_grouped_shape &s, const aq_limits &limits, const aq_grouped_plan &plan, int64_t tiles, aq_needs *needs) {
+    constexpr int64_t kMost = 1ll << 30;
+    if (s.pairs < 1 || s.experts < 1 || s.top_k < 1 || s.n < 1 || s.k < 16 || s.k % 16) return "the shape must be positive, K a multiple of 16";
+    if (s.pairs > kMost || s.experts > kMost || s.n > kMost || s.k > kMost || s.top_k > s.pairs) return "the shape is too large, or top_k exceeds the pairs";
+    if (plan.tile_tokens == 8 || plan.tile_tokens == 16 || plan.tile_tokens == 32) return grouped_skinny_problem(s, limits, plan, tiles, needs);
+    if (plan.tile_tokens == 64 || plan.tile_tokens == 128) return tiles_problem(s, limits, plan, tiles, needs);
+    return "tile_tokens must be 8, 16, 32, 64 or 128";
+}
+
 }  // namespace
 
-extern "C" int aq_plan_grouped(const aq_grouped_shape *shape, const aq_limits *limits, aq_tiled_plan *plan) {
-    const Shape each = shape_of_expert(*shape);
-    if (!plan_tiled(each, std::max<int64_t>(1, std::min(shape->pairs, shape->experts)), *limits, plan)) return AQ_GEMM_NO_PLAN;
+extern "C" int aq_plan_grouped(const aq_grouped_shape *shape, int tile_tokens, const aq_limits *limits, aq_grouped_plan *plan) {
+    const aq_grouped_shape &s = *shape;
     aq_needs needs;
-    while (plan->stages > 2 && aq_grouped_problem(shape, limits, plan, &needs)) plan->stages--;
-    return aq_grouped_problem(shape, limits, plan, &needs) ? AQ_GEMM_NO_PLAN : 0;
+    if (tile_tokens <= 32)
+        for (const FewTokens &few : kFewTokens) {
+            if (tile_tokens ? few.plan.tile_tokens != tile_tokens : s.pairs > few.most_per_expert * s.experts) continue;
+            *plan = few.plan;
+            if (!aq_grouped_problem(shape, limits, plan, &needs)) return 0;
+        }
+    aq_tiled_plan tiled;
+    if (!plan_tiled(shape_of_expert(s), std::max<int64_t>(1, std::min(s.pairs, s.experts)), *limits, &tiled)) return AQ_GEMM_NO_PLAN;
+    for (const int tokens : {std::max(tiled.tile_tokens, 64), 64, 128})
+        for (int stages = kMostStages; stages >= 2 && (!tile_tokens || tile_tokens == tokens); stages--) {
+            *plan = aq_grouped_plan{tokens, tiled.tile_tokens == tokens ? tiled.cluster_size : 1, stages, kTiledRows / kRows};
+            if (!aq_grouped_problem(shape, limits, plan, &needs)) return 0;
+        }
+    return AQ_GEMM_NO_PLAN;
 }
 
 extern "C" int64_t aq_grouped_tiles(const aq_grouped_shape *shape, int tile_tokens) {
     return std::min(shape->pairs, shape->experts) + shape->pairs / tile_tokens;
 }
 
-extern "C" const char *aq_grouped_problem(const aq_grouped_shape *shape, const aq_limits *limits, const aq_tiled_plan *plan, aq_needs *needs) {
-    constexpr int64_t kMost = 1ll << 30;
-    const aq_grouped_shape &s = *shape;
-    if (s.pairs < 1 || s.experts < 1 || s.top_k < 1 || s.n < 1 || s.k < 16 || s.k % 16) return "the shape must be positive, K a multiple of 16";
-    if (s.pairs > kMost || s.experts > kMost || s.n > kMost || s.k > kMost || s.top_k > s.pairs) return "the shape is too large, or top_k exceeds the pairs";
-    const char *problem = tiled_problem(shape_of_expert(s), *limits, *plan, needs);
-    if (problem) return problem;
-    const int64_t n_tiles = (s.n + kTiledRows - 1) / kTiledRows;
-    if (aq_grouped_tiles(shape, plan->tile_tokens) * n_tiles * plan->cluster_size >= 1ll << 31) return "the product has too many tiles";
-    needs->smem_bytes += Experts::kHead - OneProduct::kHead;
-    return needs->smem_bytes > limits->smem_bytes ? "stages is too large: they do not fit into shared memory" : nullptr;
+extern "C" const char *aq_grouped_problem(const aq_grouped_shape *shape, const aq_limits *limits, const aq_grouped_plan *plan, aq_needs *needs) {
+    return problem_of(*shape, *limits, *plan, aq_grouped_tiles(shape, std::max(plan->tile_tokens, 1)), needs);
 }
 
 extern "C" int aq_grouped(const void *x, int64_t ldx, const uint8_t *packed, int64_t packed_bytes, const float *scales, const int32_t *sorted_pairs,
                           const int32_t *tile_experts, const int32_t *padded, int64_t tiles, void *out, const aq_grouped_shape *shape, int type,
-                          const aq_tiled_plan *plan, int pdl, void *stream) {
+                          const aq_grouped_plan *plan, int pdl, void *stream) {
     DeviceState state;
-    const int status = current_device(&state);
+    int status = current_device(&state);
     if (status) return status;
     aq_needs needs;
-    if (aq_grouped_problem(shape, &state.limits, plan, &needs)) return AQ_GEMM_BAD_PLAN;
-    const int64_t expert_bytes = (int64_t)aq_packed_bytes(shape->n, shape->k), n_tiles = (shape->n + kTiledRows - 1) / kTiledRows;
-    if (packed_bytes != expert_bytes * shape->experts) return AQ_GEMM_OTHER_SHAPE;
-    if (tiles < 1 || tiles * n_tiles * plan->cluster_size >= 1ll << 31) return AQ_GEMM_BAD_PLAN;
-    const Shape each = shape_of_expert(*shape);
-    const TiledArgs a{packed, (const uint16_t *)x, out, ldx, shape->n, type == AQ_F16 ? 1.f : kUndo, (int)shape->pairs, (int)shape->k, (int)n_tiles,
-                      (int)tiles, each.tiles, each.chunks, plan->cluster_size, plan->stages, type, pdl != 0};
-    const Experts of{scales, sorted_pairs, tile_experts, padded, expert_bytes, (int)shape->pairs, (int)shape->top_k, (int)shape->experts};
-    const auto how = [&](int warps) {
-        return Launch{dim3((unsigned)(n_tiles * tiles * plan->cluster_size)), 32 * warps, needs.smem_bytes, plan->cluster_size, pdl != 0, (cudaStream_t)stream};
-    };
-    const bool half = type == AQ_F16;
-    if (plan->tile_tokens == 16) return half ? launch<tiled_kernel<8, 2, 2, 2, true, Experts>>(how(Tokens16::kWarps), a, of) : launch<tiled_kernel<8, 2, 2, 2, false, Experts>>(how(Tokens16::kWarps), a, of);
-    if (plan->tile_tokens == 64) return half ? launch<tiled_kernel<8, 2, 2, 8, true, Experts>>(how(Tokens64::kWarps), a, of) : launch<tiled_kernel<8, 2, 2, 8, false, Experts>>(how(Tokens64::kWarps), a, of);
-    return half ? launch<tiled_kernel<8, 1, 2, 16, true, Experts>>(how(Tokens128::kWarps), a, of) : launch<tiled_kernel<8, 1, 2, 16, false, Experts>>(how(Tokens128::kWarps), a, of);
+    if (tiles < 1 || problem_of(*shape, state.limits, *plan, tiles, &needs)) return AQ_GEMM_BAD_PLAN;
+    if (packed_bytes != (int64_t)aq_packed_bytes(shape->n, shape->k) * shape->experts) return AQ_GEMM_OTHER_SHAPE;
+    bool programmatic = pdl > 0;
+    if (pdl < 0 && (status = programmatic_possible(state.limits, (cudaStream_t)stream, &programmatic))) return status;
+    const GroupedProduct p{*shape, (const uint16_t *)x, ldx, packed, scales, sorted_pairs, tile_experts, padded, tiles, out, type, programmatic, (cudaStream_t)stream};
+    return plan->tile_tokens <= 32 ? run_grouped_skinny(p, *plan, state.limits, needs) : run_tiles(p, *plan, needs);
 }

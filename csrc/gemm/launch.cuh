@@ -21,6 +21,9 @@ struct DeviceState {
 int current_device(DeviceState *out);
 
 int stream_is_captured(cudaStream_t stream, bool *captured);
+// Whether a launch on this stream can depend programmatically on what precedes it: outside a capture always; in a capture if the one node
+// before it is a kernel. (After a copy, a memset or an allocation, or at a join of streams, such an edge would make the graph invalid.)
+int programmatic_possible(const aq_limits &limits, cudaStream_t stream, bool *possible);
 
 // Whether compiled code for the current device has a kernel. Without it the kernel is a stub with a smaller launch bound.
 template <auto kKernel>

@@ -48,26 +48,6 @@ int find(int64_t m, int64_t n, int64_t k, DeviceState *state, Entry *out) {
     return 0;
 }
 
-// Whether a launch on this stream can depend programmatically on what precedes it: outside a capture always; in a capture if the one node
-// before it is a kernel. (After a copy, a memset or an allocation, or at a join of streams, such an edge would make the graph invalid.)
-int programmatic_possible(cudaStream_t stream, bool *possible) {
-    cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
-    unsigned long long id;
-    cudaGraph_t graph;
-    const cudaGraphNode_t *nodes = nullptr;
-    const cudaGraphEdgeData *edges = nullptr;
-    size_t count = 0;
-    int status = status_of(cudaStreamGetCaptureInfo(stream, &capture, &id, &graph, &nodes, &edges, &count));
-    if (status) return status;
-    *possible = capture == cudaStreamCaptureStatusNone;
-    if (capture == cudaStreamCaptureStatusActive && count == 1) {
-        cudaGraphNodeType type;
-        status = status_of(cudaGraphNodeGetType(nodes[0], &type));
-        *possible = !status && type == cudaGraphNodeTypeKernel;
-    }
-    return status;
-}
-
 }  // namespace
 
 extern "C" int aq_linear_workspace(int64_t m, int64_t n, int64_t k, int64_t *bytes) {
@@ -85,7 +65,7 @@ extern "C" int aq_linear(const void *x, int64_t ldx, const uint8_t *packed, int6
     Entry entry;
     int status = find(m, n, k, &state, &entry);
     if (status) return status;
-    bool programmatic = state.limits.major >= 9;
-    if (programmatic && (status = programmatic_possible((cudaStream_t)stream, &programmatic))) return status;
+    bool programmatic;
+    if ((status = programmatic_possible(state.limits, (cudaStream_t)stream, &programmatic))) return status;
     return aq_w4a16(x, ldx, packed, tensor_scale, out, workspace, workspace_bytes, m, n, k, type, type, &entry.plan, programmatic, stream);
 }

@@ -209,30 +209,34 @@ static int parse_grouped_shape(PyObject *of, aq_grouped_shape *shape) {
     return 1;
 }
 
+static int parse_grouped_plan(PyObject *of, aq_grouped_plan *p) {
+    return PyArg_ParseTuple(of, "iiii", &p->tile_tokens, &p->cluster_size, &p->stages, &p->step_tiles);
+}
+
 static PyObject *py_plan_grouped(PyObject *module, PyObject *args) {
     PyObject *of_shape, *of = Py_None;
     aq_grouped_shape shape;
     aq_limits limits;
-    aq_plan p = {.path = AQ_PATH_TILED};
-    int status;
-    if (!PyArg_ParseTuple(args, "O!|O", &PyTuple_Type, &of_shape, &of) || !parse_grouped_shape(of_shape, &shape) || !parse_limits(module, of, &limits))
+    aq_grouped_plan p;
+    int tile_tokens, status;
+    if (!PyArg_ParseTuple(args, "O!i|O", &PyTuple_Type, &of_shape, &tile_tokens, &of) || !parse_grouped_shape(of_shape, &shape) || !parse_limits(module, of, &limits))
         return NULL;
-    CALL(status, aq_plan_grouped(&shape, &limits, &p.of.tiled));
-    return status ? raise_status(module, status) : plan_to_tuple(&p);
+    CALL(status, aq_plan_grouped(&shape, tile_tokens, &limits, &p));
+    return status ? raise_status(module, status) : Py_BuildValue("(iiii)", p.tile_tokens, p.cluster_size, p.stages, p.step_tiles);
 }
 
 static PyObject *py_grouped_needs(PyObject *module, PyObject *args) {
     PyObject *of_shape, *fields, *of = Py_None;
     aq_grouped_shape shape;
     aq_limits limits;
-    aq_plan p;
+    aq_grouped_plan p;
     aq_needs needs;
     if (!PyArg_ParseTuple(args, "O!O!|O", &PyTuple_Type, &of_shape, &PyTuple_Type, &fields, &of) || !parse_grouped_shape(of_shape, &shape) ||
-        !plan_from_tuple(AQ_PATH_TILED, fields, &p) || !parse_limits(module, of, &limits))
+        !parse_grouped_plan(fields, &p) || !parse_limits(module, of, &limits))
         return NULL;
-    const char *problem = aq_grouped_problem(&shape, &limits, &p.of.tiled, &needs);
+    const char *problem = aq_grouped_problem(&shape, &limits, &p, &needs);
     if (problem) return PyErr_Format(PyExc_ValueError, "%s", problem);
-    return Py_BuildValue("(iL)", needs.smem_bytes, (long long)aq_grouped_tiles(&shape, p.of.tiled.tile_tokens));
+    return Py_BuildValue("(iL)", needs.smem_bytes, (long long)aq_grouped_tiles(&shape, p.tile_tokens));
 }
 
 static PyObject *py_grouped(PyObject *module, PyObject *args) {
@@ -241,13 +245,13 @@ static PyObject *py_grouped(PyObject *module, PyObject *args) {
     int type, pdl, status;
     PyObject *of_shape, *fields;
     aq_grouped_shape shape;
-    aq_plan p;
+    aq_grouped_plan p;
     if (!PyArg_ParseTuple(args, "KLKLKKKKLKO!iO!iK", &x, &ldx, &packed, &packed_bytes, &scales, &sorted_pairs, &tile_experts, &padded, &tiles, &out,
                           &PyTuple_Type, &of_shape, &type, &PyTuple_Type, &fields, &pdl, &stream) ||
-        !parse_grouped_shape(of_shape, &shape) || !plan_from_tuple(AQ_PATH_TILED, fields, &p))
+        !parse_grouped_shape(of_shape, &shape) || !parse_grouped_plan(fields, &p))
         return NULL;
     CALL(status, aq_grouped(ptr(x), ldx, ptr(packed), packed_bytes, ptr(scales), ptr(sorted_pairs), ptr(tile_experts), ptr(padded), tiles, ptr(out), &shape,
-                            type, &p.of.tiled, pdl, ptr(stream)));
+                            type, &p, pdl, ptr(stream)));
     return done(module, status);
 }
 
@@ -400,7 +404,7 @@ static PyMethodDef methods[] = {
      "w4a16(x, ldx, packed, scale, out, workspace or 0, workspace_bytes, m, n, k, x_type, out_type, path, fields, pdl, stream)"},
     {"linear_workspace", py_linear_workspace, METH_VARARGS, "linear_workspace(m, n, k) -> bytes"},
     {"linear", py_linear, METH_VARARGS, "linear(x, ldx, packed, packed_bytes, scale, out, workspace or 0, workspace_bytes, m, n, k, type, stream)"},
-    {"plan_grouped", py_plan_grouped, METH_VARARGS, "plan_grouped(shape, limits=None) -> fields of a tiled plan; shape: (pairs, experts, top_k, n, k)"},
+    {"plan_grouped", py_plan_grouped, METH_VARARGS, "plan_grouped(shape, tile_tokens, limits=None) -> fields of a grouped plan; shape: (pairs, experts, top_k, n, k); tile_tokens: 0 for the best"},
     {"grouped_needs", py_grouped_needs, METH_VARARGS,
      "grouped_needs(shape, fields, limits=None) -> (shared memory per block, most tiles); ValueError: what is wrong"},
     {"grouped", py_grouped, METH_VARARGS,

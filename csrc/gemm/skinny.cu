@@ -11,8 +11,6 @@ int log2_of(int v) {
     while (v >> (l + 1)) l++;
     return l;
 }
-// ceil(2^32 / d); 0 means d = 1, because 2^32 does not fit
-uint32_t reciprocal(int d) { return d <= 1 ? 0u : (uint32_t)(((1ull << 32) + (unsigned)d - 1) / (unsigned)d); }
 
 template <int NT, bool HALF>
 int launch_step(const SkinnyArgs &args, const aq_skinny_plan &plan, const Launch &how) {

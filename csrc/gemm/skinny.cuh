@@ -42,7 +42,9 @@ struct SkinnyShape {
     }
 };
 
-// x / d from the host's ceil(2^32 / d): exact for x * d < 2^32
+// ceil(2^32 / d); 0 means d = 1, because 2^32 does not fit
+inline uint32_t reciprocal(int d) { return d <= 1 ? 0u : (uint32_t)(((1ull << 32) + (unsigned)d - 1) / (unsigned)d); }
+// x / d from the host's reciprocal(d): exact for x * d < 2^32
 __device__ __forceinline__ int divide(int x, uint32_t reciprocal) { return reciprocal ? (int)__umulhi((uint32_t)x, reciprocal) : x; }
 
 // ---- a warp's own pipeline: the warp issues copies for itself, before sm_90 with all its lanes ----
@@ -97,6 +99,29 @@ struct SkinnyCodes {
         const uint32_t some = scales[0] | scales[1] | words[0][0].x | words[0][1].x | words[1][0].x | words[1][1].x;
         __syncwarp();  // orders the lanes' reads; only their values show that they are complete
         return (uint32_t)__any_sync(~0u, (some & zero) != 0);
+    }
+    // sums += weights of 64 columns x activations: [row tile][chain][8 tokens][register], xs [16 bytes of 32][8 tokens].
+    template <bool HALF, int CHAINS, int NT>
+    __device__ __forceinline__ void multiply(int q, const uint4 (&xs)[2][NT], float (&sums)[2][CHAINS][NT][4]) const {
+        uint32_t s[2][2];
+#pragma unroll
+        for (int r = 0; r < 2; r++) s[r][0] = scale_pair(scales[r], q * 2), s[r][1] = scale_pair(scales[r], q * 2 + 1);
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                const uint4 &w = words[r][q];
+                uint32_t f[4];
+                decode8(i == 0 ? w.x : i == 1 ? w.y : i == 2 ? w.z : w.w, s[r][0], s[r][1], f);
+                if (HALF)
+#pragma unroll
+                    for (int j = 0; j < 4; j++) f[j] = bf16x2_to_f16x2(f[j]);
+#pragma unroll
+                for (int t = 0; t < NT; t++) {
+                    const uint4 &v = xs[i >> 1][t];
+                    mma_m16n8k16<HALF>(sums[r][i % CHAINS][t], f, i & 1 ? v.z : v.x, i & 1 ? v.w : v.y);
+                }
+            }
     }
 };
 
@@ -214,25 +239,7 @@ __global__ void __launch_bounds__(32 * kSkinnyWarps, 1) skinny_kernel(const Skin
         else stage += kStageBytes, bar += 8;
 #pragma unroll
         for (int q = 0; q < 2; q++) {
-            uint32_t s[2][2];
-#pragma unroll
-            for (int r = 0; r < 2; r++) s[r][0] = scale_pair(codes.scales[r], q * 2), s[r][1] = scale_pair(codes.scales[r], q * 2 + 1);
-#pragma unroll
-            for (int i = 0; i < 4; i++)
-#pragma unroll
-                for (int r = 0; r < 2; r++) {
-                    const uint4 &w = codes.words[r][q];
-                    uint32_t f[4];
-                    decode8(i == 0 ? w.x : i == 1 ? w.y : i == 2 ? w.z : w.w, s[r][0], s[r][1], f);
-                    if (HALF)
-#pragma unroll
-                        for (int j = 0; j < 4; j++) f[j] = bf16x2_to_f16x2(f[j]);
-#pragma unroll
-                    for (int t = 0; t < NT; t++) {
-                        const uint4 &v = xs[q][i >> 1][t];
-                        mma_m16n8k16<HALF>(acc[h][r][i % kChains][t], f, i & 1 ? v.z : v.x, i & 1 ? v.w : v.y);
-                    }
-                }
+            codes.multiply<HALF, kChains>(q, xs[q], acc[h]);
             if (h == G - 1 && more) load_x(q, next);
         }
     };

@@ -10,7 +10,7 @@ import pytest
 from gemm_module import DEVICES, module, needs_module
 
 from annie_quant.errors import UsageError
-from annie_quant.gemm import TiledPlan, oracle
+from annie_quant.gemm import GroupedPlan, oracle
 
 torch = pytest.importorskip("torch", reason="the operator is torch's: pip install annie-quant[quantize]")
 from annie_quant.gemm import grouped  # noqa: E402
@@ -30,7 +30,7 @@ def choice(tokens: int, experts: int, top_k: int, seed: int = 0) -> torch.Tensor
     return torch.from_numpy(np.array(rows, np.int64).reshape(tokens, top_k))
 
 
-@pytest.mark.parametrize("tile", [16, 64])
+@pytest.mark.parametrize("tile", [8, 16, 64])
 @pytest.mark.parametrize(
     ("tokens", "experts", "top_k"), [(1, 256, 8), (3, 4, 2), (100, 8, 2), (257, 16, 1), (64, 1, 1)]
 )
@@ -53,30 +53,45 @@ def test_every_pair_is_once_in_a_tile_of_its_expert(tokens: int, experts: int, t
     assert used == int((-(-counts // tile) * tile).sum()), "no tile more than needed"
     if module is not None:
         shape = (pairs, experts, top_k, 128, 256)
-        assert module.grouped_needs(shape, (tile, 1, 2), DEVICES["H200"])[1] == len(of_tile)
+        plan = module.plan_grouped(shape, tile, DEVICES["H200"])
+        assert module.grouped_needs(shape, plan, DEVICES["H200"])[1] == len(of_tile)
 
 
 @needs_module
 @pytest.mark.parametrize("device", DEVICES)
 def test_every_plan_passes_the_check(device: str) -> None:
-    for shape in SHAPES:
-        plan = TiledPlan(*module.plan_grouped(shape, DEVICES[device]))
+    """The best plan and the one for each number of tokens per tile; large tiles may need more memory than a GB10 has."""
+    for shape, tile in itertools.product(SHAPES, (0, 8, 16, 32, 64, 128)):
+        try:
+            plan = GroupedPlan(*module.plan_grouped(shape, tile, DEVICES[device]))
+        except module.CudaError:
+            assert tile in (32, 128) and DEVICES[device][1] < 110_000
+            continue
         shared, tiles = module.grouped_needs(shape, tuple(plan), DEVICES[device])
         assert 0 < shared <= DEVICES[device][1] and tiles >= 1
+        assert plan.tile_tokens == tile or tile == 0
         assert plan.cluster_size == 1 or device != "A100"
-    few = TiledPlan(*module.plan_grouped(SHAPES[0], DEVICES[device]))
-    assert few.tile_tokens == 16, "one token: a tile has one row of use"
+    few = GroupedPlan(*module.plan_grouped(SHAPES[0], 0, DEVICES[device]))
+    assert few.tile_tokens == 8, "one token: a tile has one row of use"
+    sizes = [module.plan_grouped((t * 8, 256, 8, 1024, 2048), 0, DEVICES[device])[0] for t in (1, 64, 256, 1024, 65536)]
+    assert sizes == sorted(sizes) and sizes[-1] > 8, "more tokens per expert, larger tiles"
 
 
 @needs_module
 def test_a_plan_that_cannot_run_is_refused_with_its_reason() -> None:
-    good, shape = (16, 1, 4), (64, 8, 2, 256, 512)
+    good, shape = (16, 1, 1, 2), (64, 8, 2, 256, 512)
     module.grouped_needs(shape, good, DEVICES["H200"])
     for fields, reason in (
-        ((32, 1, 4), "tile_tokens"),
-        ((16, 3, 4), "cluster_size"),
-        ((16, 8, 4), "chunks"),
-        ((128, 1, 32), "shared"),
+        ((48, 1, 1, 2), "tile_tokens"),
+        ((16, 2, 1, 2), "cluster_size"),
+        ((16, 1, 2, 2), "stages"),
+        ((16, 1, 1, 8), "step_tiles"),
+        ((8, 1, 1, 4), "step_tiles"),
+        ((32, 1, 1, 4), "step_tiles"),
+        ((64, 3, 4, 16), "cluster_size"),
+        ((64, 8, 4, 16), "chunks"),
+        ((64, 1, 4, 2), "step_tiles"),
+        ((128, 1, 32, 16), "shared"),
     ):
         with pytest.raises(ValueError, match=reason):
             module.grouped_needs(shape, fields, DEVICES["H200"])
@@ -90,7 +105,13 @@ def test_a_plan_that_cannot_run_is_refused_with_its_reason() -> None:
         with pytest.raises(ValueError, match="shape"):
             module.grouped_needs(wrong, good, DEVICES["H200"])
     with pytest.raises(ValueError, match="clusters"):
-        module.grouped_needs(shape, (16, 2, 4), DEVICES["A100"])
+        module.grouped_needs(shape, (64, 2, 4, 16), DEVICES["A100"])
+    with pytest.raises(ValueError, match="multiple of 128"):
+        module.grouped_needs((64, 8, 2, 256, 528), (16, 1, 1, 4), DEVICES["H200"])
+    with pytest.raises(ValueError, match="too many tiles"):  # the kernel's divisions have 32 bits
+        module.grouped_needs((1 << 28, 8, 2, 8192, 512), (8, 1, 1, 2), DEVICES["H200"])
+    with pytest.raises(module.CudaError):
+        module.plan_grouped(shape, 48, DEVICES["H200"])
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from runtime_models import save_mixture  # noqa: E402
 
 from annie_quant import quantize, runtime  # noqa: E402
 from annie_quant.gemm import grouped  # noqa: E402
-from annie_quant.hf import matmul  # noqa: E402
+from annie_quant.hf import grouped_experts, matmul  # noqa: E402
 from annie_quant.hf.experts import SingleExperts  # noqa: E402
 from annie_quant.hf.nvfp4_linear import NVFP4Linear  # noqa: E402
 
@@ -115,6 +115,34 @@ def test_the_experts_run_one_by_one_where_the_kernel_would_compute_something_els
     assert observed, "an observer sees the tokens of its expert"
     handle.remove()
     assert uses_kernel()
+
+
+@torch.inference_mode()
+def test_the_settings_of_all_linears_are_read_once_until_something_changes(layer, monkeypatch) -> None:
+    x, chosen, weights = inputs(layer, 2)
+    read = []
+    is_changed = grouped_experts.is_changed
+    monkeypatch.setattr(grouped_experts, "is_changed", lambda linear: read.append(linear) or is_changed(linear))
+    first = layer(x, chosen, weights)
+    every = 3 * layer.count
+    assert len(read) == every
+    assert torch.equal(layer(x, chosen, weights), first) and len(read) == every, "the second step reads nothing"
+    assert layer.find_kernel(x.float()) is None, "the input is looked at in each step"
+    last = layer.get_submodule(f"{layer.count - 1}.down_proj")
+    for change in (
+        lambda: last.set_numerics("vllm-marlin"),
+        lambda: last.set_cache("packed"),
+        lambda: last.register_forward_hook(lambda *arguments: None).remove(),
+        lambda: last.register_forward_pre_hook(lambda *arguments: None).remove(),
+        lambda: setattr(layer.get_submodule("0"), "up_proj", layer.get_submodule("0.up_proj")),
+        lambda: layer.add_module("0", layer.get_submodule("0")),
+    ):
+        read.clear()
+        change()
+        assert layer.find_kernel(x) is not None and len(read) == every, "a change"
+        assert layer.find_kernel(x) is not None and len(read) == every, "once"
+    last.numerics = "w4a4"
+    assert layer.find_kernel(x) is None and layer.find_kernel(x) is None
 
 
 @torch.inference_mode()

@@ -14,7 +14,7 @@ from annie_quant import nvfp4
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.errors import CheckpointError
 from annie_quant.progress import Progress
-from annie_quant.quantize.expert_coverage import Coverage
+from annie_quant.quantize.expert_coverage import Coverage, one_per_layer
 from annie_quant.quantize.formats import NVFP4, W4A16
 from annie_quant.quantize.job import Job
 from annie_quant.quantize.plan import Plan, announce_size
@@ -71,6 +71,7 @@ def round_layer(
         {f"{layer.name}.{n}": float(layer.linears[n].weight.detach().abs().max()) for group in every for n in group}
     )
     rounded: dict[str, torch.Tensor] = {}
+    warnings: list[str] = []
     nonempty = [group for group in every if group]
     sizes = [4 * layer.linears[group[0]].in_features ** 2 for group in nonempty]
     for run in split_by_size(sizes, HESSIAN_BYTES):  # each run takes a pass over the text
@@ -83,19 +84,21 @@ def round_layer(
             if layer.experts_of(group[0]):
                 coverage.add(layer.name, [group], {group[0]: hessian.tokens})
             unseen = layer.experts_of(group[0]) is not None and not hessian.tokens  # reported by its coverage
-            solution = None if unseen else solve(hessian, damping, names)
+            solution = None if unseen else solve(hessian, damping, names, warnings)
             for short, name in zip(group, names, strict=True):
                 tensor_scale = float(nvfp4.tensor_scale(tops[name], scale=plan.scale))
                 weight = to_numpy(layer.linears[short].weight.float().cpu())
                 plan.packed[name], values = round_weight(weight, solution, tensor_scale, plan.scale)
                 plan.amax[name] = hessian.amax
                 rounded[short] = to_torch(values).to(layer.linears[short].weight.dtype)
+    for warning in one_per_layer(warnings):
+        log.warning("annie-quant: %s", warning)
     for short, tensor in rounded.items():
         layer.linears[short].weight.data = tensor.to(layer.linears[short].weight)
 
 
-def solve(hessian: Hessian, damping: float, names: Sequence[str]) -> Factor | None:
-    """Return the factor of a Hessian, or None and a warning where its inputs cannot be used.
+def solve(hessian: Hessian, damping: float, names: Sequence[str], warnings: list[str]) -> Factor | None:
+    """Return the factor of a Hessian, or None where its inputs cannot be used. Adds to `warnings`.
 
     names: of the linears that read the inputs.
     """
@@ -113,15 +116,12 @@ def solve(hessian: Hessian, damping: float, names: Sequence[str]) -> Factor | No
         except FactorError as error:
             reason = str(error)
     if reason:
-        log.warning("annie-quant: %s: %s; rounded without error correction", ", ".join(names), reason)
+        warnings.append(f"{', '.join(names)}: {reason}; rounded without error correction")
         return None
     if dead := int(solution.dead.sum()):
         total = len(solution.dead)
-        log.warning(
-            "annie-quant: %s: %d of %d inputs are always 0 in calibration; their weights become 0",
-            ", ".join(names),
-            dead,
-            total,
+        warnings.append(
+            f"{', '.join(names)}: {dead} of {total} inputs are always 0 in calibration; their weights become 0"
         )
     return solution
 

@@ -19,12 +19,15 @@ C_FILES := $(shell find csrc setup.py pyproject.toml requirements.txt -type f 2>
 demo: setup
 	$(BIN)/annie-quant demo
 
+# The files in the order of tests/helpers/run_groups.py: longest first.
+PARALLEL := -n auto --dist loadfile --no-loadscope-reorder
+
 test: setup apt-test
-	$(BIN)/python -m pytest -n auto --dist loadfile
+	$(BIN)/python -m pytest $(PARALLEL)
 
 # Fast files of all packages, for the loop of editing and testing (tests/quick.txt).
 test-quick: setup
-	$(BIN)/python -m pytest -q -n auto --dist loadfile --quick
+	$(BIN)/python -m pytest -q $(PARALLEL) --quick
 
 lint: setup
 	$(BIN)/ruff check .

@@ -70,5 +70,5 @@ def need(module: str, extra: str) -> Any:
     except ImportError as error:
         raise EnvironmentFault(
             f"{module} is installed and cannot be loaded ({error})",
-            f'free some memory, or reinstall it: pip install --force-reinstall "annie-quant[{extra}]"',
+            f"free some memory, or reinstall {module}",
         ) from error

@@ -9,7 +9,7 @@ from types import ModuleType
 from annie_quant.errors import EnvironmentFault
 
 # A wheel has only the modules that its builder could build; a build on this machine finds what is installed here.
-FROM_SOURCE = "pip install --force-reinstall --no-deps --no-binary annie-quant annie-quant"
+FROM_SOURCE = "pip install --force-reinstall --no-deps SOURCE (a clone, or an unpacked source distribution)"
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections.abc import Callable
 from types import ModuleType
 
 from annie_quant.errors import UsageError
@@ -17,13 +18,14 @@ def names(package: ModuleType) -> list[str]:
     return sorted(m.name for m in pkgutil.iter_modules(package.__path__) if not m.name.startswith("_"))
 
 
-def find(package: ModuleType, name: str, kind: str) -> ModuleType:
+def find(package: ModuleType, name: str, kind: str, spelling: Callable[[str], str] = str) -> ModuleType:
     """Import and return the part called `name`; dashes and dots count as underscores.
 
-    kind: the part's kind for the error, such as "strategy". Raises UsageError that lists the available parts.
+    kind: the part's kind for the error, such as "strategy". spelling: from a module's name to the name that users write.
+    Raises UsageError that lists the available parts.
     """
     module_name = name.replace("-", "_").replace(".", "_")
     available = names(package)
     if module_name not in available:
-        raise UsageError(f"there is no {kind} called {name!r}", f"choose one of: {', '.join(available)}")
+        raise UsageError(f"there is no {kind} called {name!r}", f"choose one of: {', '.join(map(spelling, available))}")
     return importlib.import_module(f"{package.__name__}.{module_name}")

@@ -10,6 +10,7 @@ import contextlib
 import os
 import signal
 
+import pytest
 import run_groups
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -18,6 +19,12 @@ if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     with contextlib.suppress(ValueError):  # not the main thread
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers():
+    """One worker more than processors for `-n auto`: some tests wait for servers and time limits (in tests/bench 86 of 119 s)."""
+    return None if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ else len(os.sched_getaffinity(0)) + 1
 
 
 def pytest_addoption(parser):

@@ -23,7 +23,7 @@ from annie_quant.judge.answers import Answer
 from annie_quant.judge.checks.reference import normalized_call
 from annie_quant.judge.gates import GATES, REFERENCE_GATES
 from annie_quant.judge.workloads import Case, Workload
-from annie_quant.schema import AskedCase, AskedWorkload, Inputs, RequestRecord
+from annie_quant.schema import Inputs, RequestRecord, SentCase, SentWorkload
 
 STORED = "reference.jsonl"  # bf16's records of an earlier run, in the run directory
 RECORDED = "bf16 (recorded)"  # how results name these answers
@@ -142,12 +142,12 @@ def store_reference(run: Path, folder: Path, workloads: Sequence[Workload]) -> i
     return len(records)
 
 
-def _contents(workloads: Iterable[AskedWorkload]) -> Iterator[tuple[tuple[str, str], bytes]]:
+def _contents(workloads: Iterable[SentWorkload]) -> Iterator[tuple[tuple[str, str], bytes]]:
     """Yield (workload, case) and all that is sent for it."""
     for workload in workloads:
         settings = [workload.system, workload.thinking, workload.max_tokens, workload.temperature]
         for case in workload.cases:
-            content = AskedCase(id=case.id, messages=case.messages, turns=case.turns, tools=case.tools)
+            content = SentCase(id=case.id, messages=case.messages, turns=case.turns, tools=case.tools)
             yield (workload.name, case.id), schema.encode([settings, content])
 
 

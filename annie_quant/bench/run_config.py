@@ -16,7 +16,7 @@ from annie_quant.bench.backend import Backend
 from annie_quant.errors import AnnieError, UsageError
 from annie_quant.files import sha256_text
 from annie_quant.judge.workloads import Workload
-from annie_quant.schema import AskedCase, AskedWorkload, BackendSettings, BenchConfig, Inputs, WorkloadSettings
+from annie_quant.schema import BackendSettings, BenchConfig, Inputs, SentCase, SentWorkload, WorkloadSettings
 
 
 def backend_settings(backend: Backend) -> BackendSettings:
@@ -86,9 +86,9 @@ def _has_records(records: Path) -> bool:
     return records.is_file() and records.stat().st_size > 0
 
 
-def complete_workload(workload: Workload) -> AskedWorkload:
+def complete_workload(workload: Workload) -> SentWorkload:
     """Return all that a run sends and expects."""
-    return AskedWorkload(
+    return SentWorkload(
         name=workload.name,
         description=workload.description,
         sha256=workload.sha256,
@@ -99,7 +99,7 @@ def complete_workload(workload: Workload) -> AskedWorkload:
         gates=list(workload.gates),
         context=workload.context,
         cases=[
-            AskedCase(
+            SentCase(
                 id=c.id,
                 messages=[dict(m) for m in c.messages],
                 turns=[turn if isinstance(turn, str) else dict(turn) for turn in c.turns],

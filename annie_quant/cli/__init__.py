@@ -39,10 +39,16 @@ from annie_quant.errors import AnnieError
 
 
 class Commands(click.Group):
-    """Lists commands in the order in which they are used."""
+    """Lists commands in the order in which they are used, each with its whole first sentence (click cuts at the line's end)."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(
+                [(name, command.get_short_help_str(limit=500)) for name, command in self.commands.items()]
+            )
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]}, invoke_without_command=True)

@@ -83,10 +83,11 @@ def print_audit(path: Path, result: Any, tensors: bool) -> None:
 def advice(result: Any, source: Path | None) -> str:
     """Return the command that repairs the checkpoint, or what to do where none does."""
     command = annie_quant.checkpoint.repair_command(result, source)
+    count = f"{len(result.findings)} finding{'s' if len(result.findings) != 1 else ''}"
     if command is None:
-        return f"{len(result.findings)} findings; no command repairs this folder: copy or quantize it again"
+        return f"{count}; no command repairs this folder: copy or quantize it again"
     place = " (SOURCE: the bf16 checkpoint that it was made from)" if command.endswith(" SOURCE") else ""
-    return f"{len(result.findings)} findings; to repair a copy: {command}{place}"
+    return f"{count}; to repair a copy: {command}{place}"
 
 
 def print_tensors(rows: list[dict[str, Any]]) -> None:

@@ -23,8 +23,8 @@ MOST_CONVERSATIONS = 10_000
 
 
 @click.command()
-@click.option("--backend-a", nargs=2, required=True, metavar="NAME URL")
-@click.option("--backend-b", nargs=2, metavar="NAME URL")
+@click.option("--backend-a", nargs=2, required=True, metavar="NAME URL", help="A name for the figures, and the server.")
+@click.option("--backend-b", nargs=2, metavar="NAME URL", help="A second server.")
 @click.option("--aa", is_flag=True, help="Measure backend A against itself: the noise floor.")
 @click.option("--warmup", default=2, show_default=True, help="Requests per workload that are not counted.")
 @click.option("--runs", default=5, show_default=True, help="Measurements per prompt.")
@@ -39,7 +39,13 @@ MOST_CONVERSATIONS = 10_000
 @workloads_option
 @click.option("--concurrency", default="1", show_default=True, help='Requests in flight; several loads: "1,8".')
 @click.option("--rate", default="", help='Additional loads in arrivals per second (Poisson, open loop): "0.5,2".')
-@click.option("--prefix-cache", default="warm", show_default=True, type=click.Choice(["warm", "off"]))
+@click.option(
+    "--prefix-cache",
+    default="warm",
+    show_default=True,
+    type=click.Choice(["warm", "off"]),
+    help="off: ask each server not to reuse earlier prompts.",
+)
 @click.option("--budget-s", type=float, help="Stop after this many seconds; the same command resumes.")
 @click.option(
     "--noise-share",
@@ -79,7 +85,7 @@ MOST_CONVERSATIONS = 10_000
 @click.option("--endpoint-a", default="chat", show_default=True, type=click.Choice(ENDPOINTS), help="API of backend A.")
 @click.option("--endpoint-b", default="chat", show_default=True, type=click.Choice(ENDPOINTS), help="API of backend B.")
 @click.option("--key-env", metavar="NAME", help="Environment variable with the API key of both servers.")
-@click.option("--seed", default=0, show_default=True)
+@click.option("--seed", default=0, show_default=True, help="Of the choice and order of the prompts.")
 @click.option(
     "--output",
     required=True,

@@ -12,8 +12,8 @@ from annie_quant.errors import UsageError
 
 
 @click.command()
-@click.option("--backend-a", nargs=2, required=True, metavar="NAME URL")
-@click.option("--backend-b", nargs=2, metavar="NAME URL")
+@click.option("--backend-a", nargs=2, required=True, metavar="NAME URL", help="A name for the figures, and the server.")
+@click.option("--backend-b", nargs=2, metavar="NAME URL", help="A second server.")
 @click.option(
     "--ttft-ms", type=click.FloatRange(0, min_open=True), help="Limit on the time to the first content or tool call."
 )

@@ -40,7 +40,7 @@ def value_text(key: str, value: Any) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{name} {value_text(str(name), item)}" for name, item in value.items()) or "none"
     if isinstance(value, (list, tuple)):
-        return ", ".join(value_text("", item) for item in value)
+        return ", ".join(value_text("", item) for item in value) or "none"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return str(value)
     if key.endswith("bytes") and value >= 1000:
@@ -197,7 +197,7 @@ class Console:
         for key, value in values.items():
             if value is not None:
                 table.add_row(literal(key), literal(value_text(key, value)))
-        self.out.print(table)
+        self.out.print(table if table.row_count else literal(title))
 
     def print_verdict(self, verdict: Mapping[str, Any]) -> None:
         """Print the stages' times and the verdict's reasons, then, to be read first, its sentence and the report's path."""

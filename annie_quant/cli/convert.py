@@ -12,7 +12,13 @@ from annie_quant.cli.common import PATH, console, emit, json_option
 
 @click.command()
 @click.argument("checkpoint", type=PATH)
-@click.option("--to", "target", required=True, type=click.Choice(["modelopt", "compressed-tensors", "gguf", "bf16"]))
+@click.option(
+    "--to",
+    "target",
+    required=True,
+    type=click.Choice(["modelopt", "compressed-tensors", "gguf", "bf16"]),
+    help="Dialect of the copy; bf16: plain weights.",
+)
 @click.option("--type", "kind", help="GGUF type: BF16, F16, NVFP4 (as the checkpoint), Q8_0, Q4_K_M, Q5_K_M, Q6_K.")
 @click.option("--output", type=PATH, help="Folder, or file for GGUF. Default: in the checkpoint's parent folder.")
 @click.option("--like", type=PATH, help="From GGUF: a folder of the same model, for config and tokenizer.")

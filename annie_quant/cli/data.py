@@ -17,7 +17,7 @@ from annie_quant.cli.common import PATH, console, emit, json_option
     "--teacher", default="offline", show_default=True, help="Writer of the answers: claude-cli, openai, offline."
 )
 @click.option("--n", default=500, show_default=True, help="Conversations, evenly over the persona's categories.")
-@click.option("--seed", default=0, show_default=True)
+@click.option("--seed", default=0, show_default=True, help="Of the offline teacher's draws.")
 @click.option(
     "--split",
     default="calibration",
@@ -39,7 +39,13 @@ from annie_quant.cli.common import PATH, console, emit, json_option
 @click.option("--max-wait", default=900.0, show_default=True, help="Longest single wait for a rate limit, in seconds.")
 @click.option("--max-budget-usd", type=float, help="Stop when this amount is spent, including resumed runs.")
 @click.option("--max-budget-tokens", type=int, help="The same in tokens.")
-@click.option("--output", default="data/calibration/annie_calibration.jsonl", show_default=True, type=PATH)
+@click.option(
+    "--output",
+    default="data/calibration/annie_calibration.jsonl",
+    show_default=True,
+    type=PATH,
+    help="JSON lines, one conversation per line.",
+)
 @click.option("--check", is_flag=True, help="Only validate the conversations in --output.")
 @click.option("--force", is_flag=True, help="Replace a finished set, and discard an unfinished one.")
 @json_option

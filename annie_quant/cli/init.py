@@ -33,7 +33,7 @@ from annie_quant.errors import UsageError
     "--mask-personal", is_flag=True, help="Mask email addresses, phone and card numbers, and names that users state."
 )
 @click.option("--mask-word", multiple=True, metavar="WORD", help="Mask this text; repeatable.")
-@click.option("--seed", default=0, show_default=True)
+@click.option("--seed", default=0, show_default=True, help="Of the sample of the logs, and of generated prompts.")
 @click.option("--output", required=True, type=click.Path(path_type=Path), help="Folder to write.")
 @click.option("--force", is_flag=True, help="Replace a folder that init has made.")
 @json_option
@@ -97,7 +97,7 @@ def read_tools(path: Path) -> list[dict[str, Any]]:
     try:
         document = json.loads(read_text(path))
     except ValueError as error:
-        raise UsageError(f"{path} is not JSON: {error}") from None
+        raise UsageError(f"{path} is not JSON: {error}", "give a list of OpenAI function tools") from None
     if isinstance(document, dict):
         document = document.get("tools") or document.get("functions") or [document]
     if document == []:

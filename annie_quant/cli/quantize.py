@@ -26,7 +26,7 @@ from annie_quant.cli.common import (
 @click.option("--model", required=True, type=PATH, help="Folder of the bf16 checkpoint.")
 @click.option("--calib-data", type=PATH, help="JSON lines of conversations (annie-quant data).")
 @persona_option
-@click.option("--calib-samples", default=512, show_default=True)
+@click.option("--calib-samples", default=512, show_default=True, help="Conversations to calibrate with.")
 @click.option(
     "--exclude-layers",
     default="",
@@ -44,7 +44,7 @@ from annie_quant.cli.common import (
 @click.option("--effort", type=click.Choice(["fast", "normal", "max"]), help="best: how much it searches and learns.")
 @click.option("--ray", metavar="ADDRESS", help='direct: make the shards on this Ray cluster ("local" starts one here).')
 @click.option("--seed", default=0, show_default=True, help="Same seed, same bytes.")
-@click.option("--output", required=True, type=PATH)
+@click.option("--output", required=True, type=PATH, help="Folder of the new checkpoint.")
 @click.option("--force", is_flag=True, help="Replace an output that exists.")
 @click.option("--allow-prompt-mismatch", is_flag=True, help="Continue with data made for another system prompt.")
 @click.option("--container", is_flag=True, help="Do it in NVIDIA's container, as the calling user.")

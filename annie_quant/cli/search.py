@@ -36,7 +36,7 @@ from annie_quant.cli.common import console, emit, json_option, persona_option, w
     show_default=True,
     help="Calibration draws in which a strategy must keep; 3 or more also give the spread and a ranking.",
 )
-@click.option("--calib-samples", default=128, show_default=True)
+@click.option("--calib-samples", default=128, show_default=True, help="Conversations to calibrate with.")
 @click.option("--allow-prompt-mismatch", is_flag=True, help="Accept data that was made for another system prompt.")
 @click.option("--anyway", is_flag=True, help="Continue with a model that lacks the manners in bf16.")
 @json_option

@@ -14,7 +14,7 @@ from annie_quant.cli.common import PATH, console, echo
 @click.command()
 @click.argument("model", type=PATH)
 @click.option("--runtime", default="llama.cpp", show_default=True, help="vllm, sglang or llama.cpp.")
-@click.option("--port", default=8000, show_default=True)
+@click.option("--port", default=8000, show_default=True, help="Port on this machine.")
 @click.option(
     "--use",
     metavar="RECIPE",

@@ -94,7 +94,7 @@ def generate(
         raise UsageError(f"n is {n}; each of the {len(who.categories)} categories needs at least one conversation")
     if split not in SPLITS:
         raise UsageError(f"unknown split {split!r}", f"choose one of: {', '.join(SPLITS)}")
-    module = registry.find(teachers, teacher, "teacher")
+    module = registry.find(teachers, teacher, "teacher", lambda part: part.replace("_", "-"))
     target = Path(output) if output is not None else None
     finished = _finished(target, who, module.NAME, n) if target is not None and not force else None
     if finished is not None:

@@ -200,11 +200,11 @@ def persona_of(sources: Sources, sample: _Sample, scanner: Scanner, lines: list[
 
 def inferred_tools(sample: _Sample) -> list[dict[str, Any]]:
     """Return tools with the arguments that the logged calls have; an argument of every call is required."""
-    seen_in: dict[str, list[dict[str, Any]]] = {}
+    calls_by_tool: dict[str, list[dict[str, Any]]] = {}
     for _, conversation in sample.pool.conversations():
         for message in conversation.messages:
             for call in message.get("tool_calls") or ():
-                seen_in.setdefault(str(call["function"]["name"]), []).append(call["function"]["arguments"])
+                calls_by_tool.setdefault(str(call["function"]["name"]), []).append(call["function"]["arguments"])
     return [
         {
             "type": "function",
@@ -218,7 +218,7 @@ def inferred_tools(sample: _Sample) -> list[dict[str, Any]]:
                 },
             },
         }
-        for name, calls in sorted(seen_in.items())
+        for name, calls in sorted(calls_by_tool.items())
     ]
 
 

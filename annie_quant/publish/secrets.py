@@ -16,7 +16,7 @@ from typing import Any
 from annie_quant.secret_forms import FORMS
 
 HEADER_LIMIT = 100_000_000  # bytes; the format's own limit of a safetensors header
-KEPT_RULES = (
+LIBRARY_RULES = (
     "ArtifactoryDetector", "AWSKeyDetector", "AzureStorageKeyDetector", "DiscordBotTokenDetector", "GitHubTokenDetector",
     "GitLabTokenDetector", "JwtTokenDetector", "MailchimpDetector", "NpmDetector", "OpenAIDetector", "PrivateKeyDetector",
     "PypiTokenDetector", "SendGridDetector", "SlackDetector", "SquareOAuthDetector", "StripeDetector", "TwilioKeyDetector",
@@ -65,4 +65,4 @@ def _detectors() -> tuple[Any, ...]:
     except ImportError:
         return ()
     classes: Any = get_mapping_from_secret_type_to_class().values()
-    return tuple(kind() for kind in classes if kind.__name__ in KEPT_RULES)
+    return tuple(kind() for kind in classes if kind.__name__ in LIBRARY_RULES)

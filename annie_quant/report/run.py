@@ -22,12 +22,12 @@ from annie_quant.printable import visible
 from annie_quant.report import recount
 from annie_quant.report.format import name
 from annie_quant.schema import (
-    AskedWorkload,
     GateResult,
     LayerKL,
     ModelRow,
     OfflineSide,
     RequestRecord,
+    SentWorkload,
     ServedSide,
     salvage,
     salvage_line,
@@ -104,7 +104,7 @@ class LoadedRun:
     document: schema.Run
     backends: dict[str, schema.Identity]
     records: list[RequestRecord]
-    inputs: list[AskedWorkload]
+    inputs: list[SentWorkload]
     bad_lines: list[str] = field(default_factory=list)
     sides: list[Backend | OfflineModel] = field(default_factory=list)
     unlisted: set[str] = field(default_factory=set)
@@ -231,7 +231,7 @@ class _Sensitivity(msgspec.Struct):
 
 
 class _Inputs(msgspec.Struct):
-    workloads: list[AskedWorkload] = []
+    workloads: list[SentWorkload] = []
 
 
 class _Tried(msgspec.Struct):

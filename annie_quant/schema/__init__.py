@@ -81,11 +81,11 @@ from annie_quant.schema.search import (
     StrategyRow,
 )
 from annie_quant.schema.settings import (
-    AskedCase,
-    AskedWorkload,
     BackendSettings,
     BenchConfig,
     Inputs,
+    SentCase,
+    SentWorkload,
     WorkloadSettings,
 )
 from annie_quant.schema.statistics import (
@@ -93,7 +93,7 @@ from annie_quant.schema.statistics import (
     Comparison,
     Drift,
     GateResult,
-    Kept,
+    GateVerdict,
     MemberVerdict,
     Metric,
     MetricSummary,

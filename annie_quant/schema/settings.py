@@ -78,7 +78,7 @@ class BenchConfig(msgspec.Struct, kw_only=True):
         return frozenset(name for name, workload in self.workloads.items() if workload.thinking)
 
 
-class AskedCase(msgspec.Struct, kw_only=True):
+class SentCase(msgspec.Struct, kw_only=True):
     """One case in inputs.json, with all that was sent."""
 
     id: str
@@ -93,7 +93,7 @@ class AskedCase(msgspec.Struct, kw_only=True):
     prompt_tokens: int = 0
 
 
-class AskedWorkload(msgspec.Struct, kw_only=True):
+class SentWorkload(msgspec.Struct, kw_only=True):
     """One workload in inputs.json: complete, so that a run directory explains itself."""
 
     name: str
@@ -105,11 +105,11 @@ class AskedWorkload(msgspec.Struct, kw_only=True):
     temperature: float = 0.0
     gates: list[str] = []
     context: ContextFile | None = None
-    cases: list[AskedCase] = []
+    cases: list[SentCase] = []
 
 
 class Inputs(msgspec.Struct, kw_only=True):
     """inputs.json: the settings of a benchmark and its workloads."""
 
     config: BenchConfig
-    workloads: list[AskedWorkload] = []
+    workloads: list[SentWorkload] = []

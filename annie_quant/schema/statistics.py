@@ -10,7 +10,7 @@ import msgspec
 from annie_quant.schema.limits import Count, Share
 
 Outcome = Literal["pass", "fail", "undecided"]
-Kept = Literal["keeps", "loses", "undecided"]  # of one gate, or of all gates under one arithmetic
+GateVerdict = Literal["keeps", "loses", "undecided"]  # of one gate, or of all gates under one arithmetic
 Standing = Literal["keeps", "loses", "undecided", "fragile"]  # over several arithmetics
 
 
@@ -33,7 +33,7 @@ class PairedGate(msgspec.Struct):
     low: float = -1.0
     high: float = 1.0
     margin: float = 0.05
-    verdict: Kept = "undecided"
+    verdict: GateVerdict = "undecided"
     n_to_decide: int | None = None
     detectable: float | None = None
 
@@ -57,13 +57,13 @@ class PooledGates(msgspec.Struct, kw_only=True):
     difference: float = 0.0
     low: float = -1.0
     high: float = 1.0
-    verdict: Kept = "undecided"
+    verdict: GateVerdict = "undecided"
 
 
 class MemberVerdict(msgspec.Struct, kw_only=True):
     """All gates under one arithmetic, or behind one server. loses, undecided: names of gates; "all" is the pooled verdict."""
 
-    verdict: Kept
+    verdict: GateVerdict
     loses: list[str] = []
     undecided: list[str] = []
 

@@ -72,4 +72,4 @@ def write_recipe(
 
 def find_runtime(name: str) -> ModuleType:
     """Return the runtime's module from annie_quant.serve.runtimes."""
-    return registry.find(runtimes, name, "runtime")
+    return registry.find(runtimes, name, "runtime", lambda part: part.replace("_", "."))

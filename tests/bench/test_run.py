@@ -183,10 +183,12 @@ def test_measured_requests_use_an_open_connection(two, tmp_path):
 
 def test_a_time_budget_ends_a_run_that_can_be_resumed(two, tmp_path):
     for server in two:
-        server.answer = lambda body: words("It is Tokyo.", first_s=0.03)
-    short = bench.run(backends(*two), [FACTS], tmp_path, warmup=0, runs=2, budget_s=0.3)
+        server.answer = lambda body: words("It is Tokyo.", first_s=0.15)
+    short = bench.run(backends(*two), [FACTS], tmp_path, warmup=0, runs=2, budget_s=1.5)
     assert 0 < short.requests < 24 and short.ended.unasked == 24 - short.requests
     assert any("the same command continues" in caveat for caveat in short.verdict.caveats)
+    for server in two:
+        server.answer = lambda body: words("It is Tokyo.")
     whole = bench.run(backends(*two), [FACTS], tmp_path, warmup=0, runs=2)
     assert whole.requests == 24 and whole.ended == Ended(unasked=0, stopped=None, prefix_cache="warm")
 

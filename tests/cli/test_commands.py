@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import click
 import pytest
 from click.testing import CliRunner
 from paths import TINY_ANNIE
@@ -50,10 +51,19 @@ def test_the_command_line_loads_no_benchmark_before_a_command_needs_one() -> Non
 def test_every_command_has_a_help_text(name: str) -> None:
     command = cli.commands[name]
     assert command.help
-    from click.testing import CliRunner
-
+    undescribed = [p.name for p in command.params if isinstance(p, click.Option) and not (p.help or p.hidden)]
+    assert undescribed == []
     shown = CliRunner().invoke(cli, [name, "--help"])
     assert shown.exit_code == 0 and "Usage:" in shown.output
+
+
+def test_the_list_of_commands_has_whole_sentences_in_80_columns() -> None:
+    shown = CliRunner().invoke(cli, ["--help"], terminal_width=80).output
+    assert max(map(len, shown.splitlines())) <= 80
+    text = "".join(shown.split())  # a line may end in a word's hyphen
+    for name, command in cli.commands.items():
+        first_sentence = (command.help or "").split("\n\n")[0].split(". ")[0].rstrip(".")
+        assert f"{name}{''.join(first_sentence.split())}." in text
 
 
 def test_an_unknown_option_is_a_usage_error_on_stderr() -> None:
@@ -71,6 +81,26 @@ def test_a_folder_without_a_model_is_a_one_line_error_with_exit_3(tmp_path: Path
 def test_an_unknown_strategy_lists_the_known_ones(tmp_path: Path) -> None:
     done = annie("quantize", "--strategy", "magic", "--model", str(tmp_path), "--output", str(tmp_path / "out"))
     assert done.returncode == 2 and "naive" in done.stderr and "mlp_only" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        (["serve", "x.gguf", "--runtime", "magic"], "llama.cpp, sglang, vllm"),
+        (["data", "--teacher", "magic"], "claude-cli, offline, openai"),
+    ],
+)
+def test_an_unknown_part_lists_the_names_of_the_help(words: list[str], names: str) -> None:
+    outcome = CliRunner().invoke(cli, words)
+    assert isinstance(outcome.exception, UsageError) and outcome.exception.hint == f"choose one of: {names}"
+    help_text = CliRunner().invoke(cli, [words[0], "--help"]).output
+    assert all(name in help_text for name in names.split(", "))
+
+
+def test_an_audit_of_an_empty_folder_names_it_and_counts_one_finding(tmp_path: Path) -> None:
+    done = annie("audit", str(tmp_path))
+    assert done.returncode == 1 and done.stdout.splitlines()[0] == str(tmp_path)
+    assert "1 finding;" in done.stdout
 
 
 def test_a_quantize_prints_one_time(tmp_path: Path) -> None:

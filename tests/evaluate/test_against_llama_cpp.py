@@ -2,12 +2,13 @@
 
 llama.cpp rounds activations to 8 bits (Q8) before its NVFP4 products and stores keys and values in half precision, so its
 logits are close to W4A16's, not equal. Where an answer differs, our two best tokens must be that close, and llama.cpp's token
-must be the second of them. The profile llama.cpp-cpu computes these roundings, and must be much closer.
+must be the second of them. The profile llama.cpp-cpu computes these roundings, and must be closer.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import geometric_mean, mean
 
 import pytest
 
@@ -47,8 +48,8 @@ def short_requests(template: Template) -> list[Request]:
 
 
 def served(url: str, request: Request) -> dict:
-    """Return llama.cpp's greedy tokens after the prompt's token ids, with the log probabilities of its two best at each."""
-    return complete(url, request.prompt, LIMIT, timeout_s=60, n_probs=2)
+    """Return llama.cpp's greedy tokens after the prompt's token ids, with the log probabilities of its five best at each."""
+    return complete(url, request.prompt, LIMIT, timeout_s=60, n_probs=5)
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +90,9 @@ def test_answers_equal_llama_cpps(naive: Path, answered: tuple[list[Request], li
                 assert best.indices[1] == rows[i].target[difference.index] and margin < NEAR, requests[i].name
             steps = responses[i]["completion_probabilities"][: len(rows[i].target)]
             for own, step in zip(logits.log_softmax(-1), steps, strict=False):
-                apart += [abs(float(own[p["id"]]) - p["logprob"]) for p in step["top_logprobs"] if p["logprob"] > -5]
+                apart += [
+                    abs(float(own[p["id"]]) - p["logprob"]) for p in step["top_logprobs"][:2] if p["logprob"] > -5
+                ]
     assert equal["w4a16"] >= 0.9 * len(rows)
     assert len(apart) > 300 and max(apart) < 0.6 and sorted(apart)[len(apart) // 2] < 1e-3
     assert equal["w4a4"] < equal["w4a16"], "rounded activations must change answers, or the comparison proves nothing"
@@ -98,18 +101,26 @@ def test_answers_equal_llama_cpps(naive: Path, answered: tuple[list[Request], li
 def test_the_profile_of_llama_cpp_is_closer_than_unrounded_activations(
     naive: Path, answered: tuple[list[Request], list[dict]]
 ) -> None:
+    """The geometric mean over the prompts of its distance by that of another profile: .61 of float32's, .40 of vllm-marlin's
+    (Xeon with AVX-512, 2026-11-23, 22 prompts). In a mean of all values a prompt or two decide in which an order of sums tips
+    a rounding; the same code was above and below .8 on two processors."""
     requests, responses = answered
     model = runtime.load(naive, cache="float32", dtype=torch.float32)
     steps = [r["completion_probabilities"] for r in responses]
     rows = [Row(r.prompt, [s["id"] for s in own]) for r, own in zip(requests, steps, strict=True)]
-    distance = {}
+    distances: dict[str, dict[int, float]] = {}
     for name in ("float32", "vllm-marlin", "llama.cpp-cpu"):
-        apart = []
         with emulate(model, find_profile(name)):
-            for i, logits in Engine(model).scores(rows):
-                for own, step in zip(logits.log_softmax(-1), steps[i], strict=True):
-                    apart += [
-                        abs(float(own[p["id"]]) - p["logprob"]) for p in step["top_logprobs"] if p["logprob"] > -5
-                    ]
-        distance[name] = sum(apart) / len(apart)
-    assert distance["llama.cpp-cpu"] < 0.8 * min(distance["float32"], distance["vllm-marlin"]), distance
+            distances[name] = {
+                i: mean(
+                    abs(float(own[p["id"]]) - p["logprob"])
+                    for own, step in zip(logits.log_softmax(-1), steps[i], strict=True)
+                    for p in step["top_logprobs"]
+                    if p["logprob"] > -8
+                )
+                for i, logits in Engine(model).scores(rows)
+            }
+    for other in ("float32", "vllm-marlin"):
+        assert geometric_mean(distances["llama.cpp-cpu"][i] / distances[other][i] for i in range(len(rows))) < 0.8, (
+            other
+        )

@@ -85,14 +85,22 @@ def test_from_200_chats_to_a_verdict_in_three_commands(model, mine, tmp_path):
 
 def test_a_model_that_lost_its_manners_fails_the_gates_without_labels(base, mine):
     """Negative control: tiny-annie changed back towards its base, judged against tiny-annie's own answers."""
-    result = evaluate(base, TINY_ANNIE, persona=mine, n_per_gate=60, rows=64, with_ensemble=False)
+    result = evaluate(base, TINY_ANNIE, persona=mine, n_per_gate=30, rows=64, with_ensemble=False)
     gates = result["numerics"]["bf16"]["gates"]
     assert result["verdict"]["verdict"] == "loses"
     assert gates["same_tool"]["verdict"] == "fail" and gates["same_markdown"]["verdict"] == "fail"
 
 
 def test_a_base_model_as_the_reference_is_named_and_not_a_failure_of_quantizing(base, mine):
-    result = evaluate(base, base, persona=mine, workloads=[mine / "workloads" / "calls.json"], n_per_gate=12, rows=64)
+    result = evaluate(
+        base,
+        base,
+        persona=mine,
+        workloads=[mine / "workloads" / "calls.json"],
+        n_per_gate=12,
+        rows=64,
+        with_ensemble=False,
+    )
     assert any("bf16 calls no tool in" in line and "base model" in line for line in result["notes"])
     gates = result["numerics"]["bf16"]["gates"]
     assert all(g["verdict"] != "fail" for g in gates.values() if not g["advisory"])
@@ -105,8 +113,9 @@ def test_a_chat_template_without_tools_is_named(model, mine, tmp_path):
     path = tmp_path / "m" / "chat_template.jinja"
     path.write_text(path.read_text().replace("{%- if tools %}", "{%- if false %}"))
     result = evaluate(
-        tmp_path / "m", tmp_path / "m", persona=mine, workloads=[mine / "workloads" / "calls.json"], n_per_gate=5
-    )
+        tmp_path / "m", tmp_path / "m", persona=mine, workloads=[mine / "workloads" / "calls.json"], n_per_gate=5,
+        with_ensemble=False,
+    )  # fmt: skip
     assert any("chat template leaves out the tools" in line for line in result["notes"])
 
 
@@ -119,7 +128,7 @@ def test_the_line_for_each_built_in_persona(persona, tmp_path):
         "--persona", persona, "--output", tmp_path / "q",
     )  # fmt: skip
     assert code == 0
-    result = evaluate(tmp_path / "q", TINY_ANNIE, persona=persona, n_per_gate=6, cache=tmp_path / "cache")
+    result = evaluate(tmp_path / "q", TINY_ANNIE, persona=persona, n_per_gate=6, with_ensemble=False)
     (side,) = result["numerics"].values()
     assert {"no_tool", "tool_calls", "tool_results"} <= set(result["workloads"])
     assert side["gates"]["same_tool"]["n"] >= 6 and side["gates"]["same_tool"]["basis"] == "reference"

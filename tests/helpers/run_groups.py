@@ -5,6 +5,8 @@ gpu       tests with the marker `gpu`. Without a CUDA device they are deselected
 --quick   only the files of tests/quick.txt (`make test-quick`); the others are not even imported.
 
 --cpu-times FILE (with -n 0) writes the processor seconds of each test file with its child processes, as tests/quick.txt has them.
+Parallel runs start with the files that take longest (tests/slow.txt), so that no worker is left with one of them at the end;
+pytest-xdist's own order, by the number of tests, puts files of few and long tests last.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-QUICK_FILES = ROOT / "tests/quick.txt"
+QUICK_FILES, SLOW_FILES = ROOT / "tests/quick.txt", ROOT / "tests/slow.txt"
 HOW = "python -m pytest -m gpu"
 
 
@@ -35,8 +37,8 @@ def has_gpu() -> bool:
     return "torch" in sys.modules and sys.modules["torch"].cuda.is_available()
 
 
-def quick_files(listing: Path = QUICK_FILES) -> dict[str, float]:
-    """Return the listed files, relative to the repository, with the processor seconds that each was measured to take."""
+def listed_files(listing: Path = QUICK_FILES) -> dict[str, float]:
+    """Return the listed files, relative to the repository, with the seconds that each was measured to take."""
     rows = (line.split() for line in listing.read_text().splitlines() if line and not line.startswith("#"))
     return {path: float(seconds) for seconds, path in rows}
 
@@ -87,6 +89,16 @@ class QuickGroup:
         terminalreporter.write_line(f"quick: {len(self.files)} files (tests/quick.txt); all tests: make test")
 
 
+class LongestFirst:
+    """Orders the tests of pytest-xdist's workers by their files' seconds; files without a measurement keep their order, last."""
+
+    def __init__(self, seconds: dict[str, float], root: Path = ROOT) -> None:
+        self.seconds = {root / file: value for file, value in seconds.items()}
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items.sort(key=lambda item: -self.seconds.get(item.path, 0.0))
+
+
 class CpuTimes:
     """Measures the processor time of each file's tests, which depends less than the wall time on what else runs on the machine."""
 
@@ -114,6 +126,8 @@ def add_options(parser: pytest.Parser) -> None:
 def register(config: pytest.Config) -> None:
     config.pluginmanager.register(GpuGroup(), "gpu_group")
     if config.getoption("--quick"):
-        config.pluginmanager.register(QuickGroup(quick_files()), "quick_group")
+        config.pluginmanager.register(QuickGroup(listed_files()), "quick_group")
+    if hasattr(config, "workerinput"):
+        config.pluginmanager.register(LongestFirst(listed_files() | listed_files(SLOW_FILES)), "longest_first")
     if output := config.getoption("--cpu-times"):
         config.pluginmanager.register(CpuTimes(Path(output)), "cpu_times")

@@ -77,9 +77,37 @@ def test_quick_runs_only_the_listed_files(tmp_path, monkeypatch):
 
 def test_the_quick_list_is_short_and_covers_the_packages():
     """Two cores and 90 s are 180 processor seconds; a third of them is for starting and collecting."""
-    files = run_groups.quick_files()
+    files = run_groups.listed_files()
     assert all((ROOT / file).is_file() for file in files) and sum(files.values()) <= 120
     covered = {file.split("/")[1] for file in files}
     packages = {f.parent.name for f in TESTS.glob("*/test_*.py")}
     slow = {"assets", "evaluate", "hf", "integration", "pipeline", "quantize", "fuzzing"}  # torch, models, servers
     assert packages - covered <= slow
+
+
+def test_parallel_runs_start_with_the_files_that_take_longest(tmp_path):
+    """The file of one test is run before that of three, which pytest-xdist's own order would begin with."""
+    (tmp_path / "test_many.py").write_text(
+        "import pytest\n@pytest.mark.parametrize('n', range(3))\ndef test_x(n): pass\n"
+    )
+    (tmp_path / "test_slow.py").write_text("def test_x(): pass\n")
+    (tmp_path / "conftest.py").write_text(
+        f"import sys\nsys.path.insert(0, {str(HELPERS)!r})\nimport pathlib, run_groups\n"
+        "def pytest_configure(config):\n    if hasattr(config, 'workerinput'):\n"
+        "        order = run_groups.LongestFirst({'test_slow.py': 9.0}, pathlib.Path(__file__).parent)\n"
+        "        config.pluginmanager.register(order)\n"
+    )
+    flags = ["-v", "-n", "1", "--dist", "loadfile", "-p", "xdist.plugin", "-p", "no:cacheprovider"]
+    first = {}
+    for order in ("--no-loadscope-reorder", "--loadscope-reorder"):
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", *flags, order], cwd=tmp_path, capture_output=True, text=True, check=True,
+            env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        )  # fmt: skip
+        first[order] = next(line for line in done.stdout.splitlines() if "PASSED" in line).split()[-1]
+    assert first == {"--no-loadscope-reorder": "test_slow.py::test_x", "--loadscope-reorder": "test_many.py::test_x[0]"}
+
+
+def test_the_listed_slow_files_are_there_and_make_orders_by_them():
+    assert all((ROOT / file).is_file() for file in run_groups.listed_files(run_groups.SLOW_FILES))
+    assert "--no-loadscope-reorder" in (ROOT / "Makefile").read_text()

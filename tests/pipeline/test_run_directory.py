@@ -69,6 +69,19 @@ def test_a_stored_run_is_reported_compared_and_replayed(stored):
     assert recorded.records()[-1]["text"].startswith("It is ")
 
 
+def test_a_search_of_version_0_1_0_is_reported_with_its_figures(tmp_path):
+    """Made by `annie-quant search --n 1 --strategies direct --require w4a16` of that version; without models and labels' scores."""
+    folder = shutil.copytree(DATA / "searches/version_0.1.0", tmp_path / "run")
+    page = report.compose(folder)["report.md"]
+    gates = json.loads((folder / "eval/direct.json").read_text())["numerics"]["w4a16"]["gates"]
+    assert gates["no_markdown"]["passes"] == gates["no_markdown"]["n"] == 15
+    assert re.search(r"\| no markdown +\| 15/15 \? [^|]+\| 15/15 ✓ ", page)  # by today's paired rule, and bf16's own
+    assert re.search(r"\| direct +\| W4A16 +\| 0\.00352 \|", page)
+    with RunDirectory(folder).locked():
+        pass
+    assert not any(f.is_file() and "report" in f.name for f in folder.iterdir()), "composing writes nothing"
+
+
 def test_a_stored_run_is_resumed(stored):
     """With half of its records removed, the rest is requested again, and existing records are not changed."""
     lines = (stored / "records.jsonl").read_bytes().splitlines(keepends=True)

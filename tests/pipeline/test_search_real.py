@@ -19,7 +19,7 @@ from annie_quant.errors import UsageError
 from annie_quant.persona import FOLDER
 from annie_quant.pipeline import search
 from annie_quant.pipeline.run_directory import RunDirectory
-from annie_quant.pipeline.search import label_check
+from annie_quant.pipeline.search import explain, label_check
 from annie_quant.pipeline.stages import Stages
 from annie_quant.progress import SilentConsole
 
@@ -42,14 +42,20 @@ def base(tmp_path_factory):
     return save_variant("base", tmp_path_factory.mktemp("base") / "tiny-base")
 
 
+@pytest.fixture(autouse=True)
+def few_hardened(monkeypatch):
+    """Five prompts under the hardened system prompt, where a search takes 40; what follows from them: test_search_decide.py."""
+    monkeypatch.setattr(explain, "HARDENED_N", 5)
+
+
 def test_a_base_model_instead_of_the_fine_tune_stops_the_search(base, calibration, tmp_path):
     options = {"strategies": ["direct"], "required": ["w4a16"], "workloads": WORKLOADS}
-    result = search.run(base, calibration, tmp_path / "s", 8, False, SilentConsole(), **options)
+    result = search.run(base, calibration, tmp_path / "s", 5, False, SilentConsole(), **options)
     assert result.stopped.startswith("WRONG MODEL") and result.chosen is None and result.strategies == []
     assert result.reference["tool_call"].passes == 0
     page = (tmp_path / "s" / "search.md").read_text()
     assert "WRONG MODEL" in page and "└── NO →" in page
-    again = search.run(base, calibration, tmp_path / "s", 8, False, SilentConsole(), anyway=True, **options)
+    again = search.run(base, calibration, tmp_path / "s", 5, False, SilentConsole(), anyway=True, **options)
     assert len(again.strategies) == 1 and not again.strategies[0].passed
 
 
@@ -99,7 +105,7 @@ def test_a_stale_system_prompt_stops_the_search_unless_allowed(tmp_path):
 
 def test_a_killed_search_resumes_and_gives_the_same_result(calibration, tmp_path):
     def words(output):
-        return ["search", "--model", str(TINY_ANNIE), "--calib-data", str(calibration), "--output", str(output), "--n", "5",
+        return ["search", "--model", str(TINY_ANNIE), "--calib-data", str(calibration), "--output", str(output), "--n", "3",
                 "--strategies", "direct", "--require", "w4a16", "--workloads", WORKLOADS]  # fmt: skip
 
     broken, whole = tmp_path / "broken", tmp_path / "whole"

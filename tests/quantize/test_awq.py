@@ -49,7 +49,7 @@ def test_our_folds_keep_the_logits_and_modelopts_do_not(
 ) -> None:
     pytest.importorskip("modelopt", reason="the comparison is with ModelOpt's own export")
     folder = ModelFolder(TINY_ANNIE)
-    samples = calibration_samples.samples_of_rows(TINY_ANNIE, read_conversations(CALIBRATION))[::10]
+    samples = calibration_samples.samples_of_rows(TINY_ANNIE, read_conversations(CALIBRATION))[::20]
     source = logits(model, {}, samples)
 
     ours: dict[str, np.ndarray] = {}

@@ -41,7 +41,7 @@ from annie_quant.judge.statistics import LEVEL, holm
 from annie_quant.schema import (
     Evaluation,
     GateResult,
-    Kept,
+    GateVerdict,
     Member,
     MemberVerdict,
     NumericsResult,
@@ -60,7 +60,7 @@ MOST_EXACT = 1000  # changed answers; with more, the number that would decide is
 POOLED_MARGIN = 0.02
 POOLED = "all"  # the pooled verdict's name among gates
 FAILING: tuple[Standing, ...] = ("loses", "fragile")
-OUTCOMES: dict[Kept, Outcome] = {"keeps": "pass", "loses": "fail", "undecided": "undecided"}
+OUTCOMES: dict[GateVerdict, Outcome] = {"keeps": "pass", "loses": "fail", "undecided": "undecided"}
 SHOWN = 4
 
 
@@ -101,7 +101,7 @@ def judge_members(
     )
 
 
-def _same_as_profile(member: str, gate: str, by_gate: Mapping[str, Mapping[str, Kept]]) -> bool:
+def _same_as_profile(member: str, gate: str, by_gate: Mapping[str, Mapping[str, GateVerdict]]) -> bool:
     """Return whether a perturbed arithmetic ("w4a4+perm1") has its profile's verdict of a gate: one reason is enough for both."""
     profile = member.partition("+")[0]
     return profile != member and by_gate.get(profile, {}).get(gate) == by_gate[member][gate]
@@ -164,7 +164,7 @@ def member_verdict(gates: Mapping[str, PairedGate], pooled: PooledGates | None =
     loses = [name for name, verdict in by_gate.items() if verdict == "loses"]
     loses = [name for name in loses if name != POOLED] or loses  # a lost gate explains the pooled loss
     undecided = [name for name, verdict in by_gate.items() if verdict == "undecided" and name != POOLED]
-    verdict: Kept = "loses" if loses else "undecided" if undecided or not deciding(gates) else "keeps"
+    verdict: GateVerdict = "loses" if loses else "undecided" if undecided or not deciding(gates) else "keeps"
     return MemberVerdict(verdict=verdict, loses=loses, undecided=undecided)
 
 
@@ -193,13 +193,13 @@ def _has_margin(name: str, gate: PairedGate) -> bool:
     return GATES[name].margin > 0 or gate.won > 0
 
 
-def _without_margin(gate: PairedGate, enough: int) -> Kept:
+def _without_margin(gate: PairedGate, enough: int) -> GateVerdict:
     if not gate.lost:
         return "keeps" if gate.n >= enough else "undecided"
     return "loses" if is_loss(gate, 0.0, LEVEL) else "undecided"
 
 
-def _by_interval(row: PairedGate | PooledGates, margin: float, limit: float = 0.0) -> Kept:
+def _by_interval(row: PairedGate | PooledGates, margin: float, limit: float = 0.0) -> GateVerdict:
     if row.low > -margin:
         return "keeps"
     return "loses" if is_loss(row, limit, LEVEL) else "undecided"
@@ -236,20 +236,20 @@ def _decided(name: str, lost: float, won: float, n: int, level: float) -> bool:
     return math.erfc((lost - won) / math.sqrt(2 * (lost + won))) / 2 < level
 
 
-def _verdicts(gates: Mapping[str, PairedGate], pooled: PooledGates | None) -> dict[str, Kept]:
-    by_gate: dict[str, Kept] = {name: gate.verdict for name, gate in deciding(gates).items()}
+def _verdicts(gates: Mapping[str, PairedGate], pooled: PooledGates | None) -> dict[str, GateVerdict]:
+    by_gate: dict[str, GateVerdict] = {name: gate.verdict for name, gate in deciding(gates).items()}
     return by_gate | ({POOLED: pooled.verdict} if pooled is not None else {})
 
 
 def _standing(
-    names: Collection[str], verdicts: Mapping[str, MemberVerdict], by_gate: Mapping[str, Mapping[str, Kept]]
+    names: Collection[str], verdicts: Mapping[str, MemberVerdict], by_gate: Mapping[str, Mapping[str, GateVerdict]]
 ) -> Standing:
     if changing_gates({name: by_gate[name] for name in names}):
         return "fragile"
     return combined([verdicts[name].verdict for name in names])
 
 
-def combined(verdicts: Collection[Kept | Standing]) -> Standing:
+def combined(verdicts: Collection[GateVerdict | Standing]) -> Standing:
     """Return the standing of several members without a gate that keeps under one and loses under another."""
     order: tuple[Standing, ...] = ("fragile", "loses", "undecided")
     for verdict in order:
@@ -258,7 +258,7 @@ def combined(verdicts: Collection[Kept | Standing]) -> Standing:
     return "keeps" if verdicts else "undecided"
 
 
-def changing_gates(by_gate: Mapping[str, Mapping[str, Kept]]) -> list[str]:
+def changing_gates(by_gate: Mapping[str, Mapping[str, GateVerdict]]) -> list[str]:
     """Return the gates that keep under one member and lose under another. by_gate: member → gate → verdict.
 
     The pooled verdict is not a gate: it never makes a checkpoint fragile.
@@ -303,7 +303,7 @@ def describe_pooled(pooled: PooledGates) -> str:
 
 
 def _sentence(
-    verdict: Standing, verdicts: Mapping[str, MemberVerdict], by_gate: Mapping[str, Mapping[str, Kept]]
+    verdict: Standing, verdicts: Mapping[str, MemberVerdict], by_gate: Mapping[str, Mapping[str, GateVerdict]]
 ) -> str:
     if not verdicts:
         return "Nothing was compared with the reference."

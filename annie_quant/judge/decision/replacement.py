@@ -18,7 +18,7 @@ from annie_quant.judge.statistics import LEVEL
 from annie_quant.schema import (
     Aggregates,
     Comparison,
-    Kept,
+    GateVerdict,
     Outcome,
     PairedGate,
     RequestRecord,
@@ -69,7 +69,7 @@ class AnswerPairs:
     worse: dict[str, PairedGate]
     better: dict[str, PairedGate]
 
-    def named(self, verdict: Kept) -> list[str]:
+    def named(self, verdict: GateVerdict) -> list[str]:
         """Return the titles of the gates of the candidate that have this verdict against the incumbent."""
         return [paired.title(gate) for gate, pair in paired.deciding(self.worse).items() if pair.verdict == verdict]
 
@@ -204,7 +204,7 @@ def _quality(answers: AnswerPairs | None) -> ChecklistItem:
     if answers is None or not paired.deciding(answers.worse):
         return ChecklistItem(item, "undecided", "the answers of the two were not compared prompt by prompt")
     n = len(paired.deciding(answers.worse))
-    outcomes: tuple[tuple[Kept, Outcome], ...] = (("loses", "fail"), ("undecided", "undecided"))
+    outcomes: tuple[tuple[GateVerdict, Outcome], ...] = (("loses", "fail"), ("undecided", "undecided"))
     for verdict, outcome in outcomes:
         if names := answers.named(verdict):
             return ChecklistItem(item, outcome, f"{verdict} {', '.join(names)} on the same prompts, of {n} gates")

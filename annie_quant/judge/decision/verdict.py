@@ -32,7 +32,7 @@ from annie_quant.schema import (
     Comparison,
     Confound,
     GateResult,
-    Kept,
+    GateVerdict,
     ModelRow,
     Outcome,
     PairedGate,
@@ -44,7 +44,7 @@ from annie_quant.schema import (
 )
 
 SHOWN = 4  # failing gates that a sentence names
-KEPT: dict[Outcome, Kept] = {outcome: by_gate for by_gate, outcome in OUTCOMES.items()}
+VERDICTS: dict[Outcome, GateVerdict] = {outcome: by_gate for by_gate, outcome in OUTCOMES.items()}
 _SEVERITIES = ("confound", "fault", "note")
 
 
@@ -120,9 +120,9 @@ class Decision:
 
 def standing(gates: Sequence[JudgedGate]) -> Standing:
     """Return the verdict over gates of several places."""
-    by_gate: dict[str, dict[str, Kept]] = {}
+    by_gate: dict[str, dict[str, GateVerdict]] = {}
     for gate in gates:
-        by_gate.setdefault(gate.where, {})[gate.title] = KEPT[gate.verdict]
+        by_gate.setdefault(gate.where, {})[gate.title] = VERDICTS[gate.verdict]
     if changing_gates(by_gate):
         return "fragile"
     return paired.combined([verdict for titles in by_gate.values() for verdict in titles.values()])

@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from annie_quant.errors import EnvironmentFault, ServerError, UsageError, need
+from annie_quant.errors import EnvironmentFault, UsageError, need
 from annie_quant.progress import SILENT, Progress
 from annie_quant.serve import server as process
 
@@ -90,11 +90,9 @@ def check_file(model: Path) -> None:
         with model.open("rb") as file:
             magic = file.read(4)
     except OSError as error:
-        raise EnvironmentFault(f"{model}: {str(error.strerror).lower()}", "pass the path of a GGUF file") from None
+        raise EnvironmentFault(f"{model}: {str(error.strerror).lower()}", "give the path of a GGUF file") from None
     if magic != b"GGUF":
-        raise ServerError(
-            f"{model} is not a GGUF file", f"annie-quant convert {shlex.quote(str(model.parent))} --to gguf"
-        )
+        raise UsageError(f"{model} is not a GGUF file", "annie-quant convert CHECKPOINT --to gguf writes one")
 
 
 def command(model: Path, port: int = 8000, drafts: int = 0, **_: Any) -> str:

@@ -112,6 +112,19 @@ def test_v1_thinking_as_content_no_parser_no_usage_and_cold_starts(measure):
     assert side.gates["tool_call"].passes == 0 and side.gates["thinking_leak"].passes == 0
 
 
+
+def test_one_leaked_thought_in_many_answers_confounds_no_times(measure):
+    def leaks_once(body):
+        if body["messages"][-1]["content"].endswith("(3)?") and "balls" in body["messages"][-1]["content"]:
+            return words("Thinking Process: 1. **Analyze the Request:** so 15.")
+        return production(body)
+
+    result = measure(leaks_once)
+    finding = next(f for f in result.aggregates.confounds if f.code == "thinking_as_content")
+    assert finding.severity == "note" and "1 of 26 answers: too few" in finding.message
+    assert result.verdict.comparable is True and not result.verdict.sentence.startswith("CONFOUNDED")
+
+
 def test_v2_hidden_thinking_with_empty_content(measure):
     def v2(body):
         if body.get("tools"):

@@ -17,8 +17,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import transformers
 from torch.nn import functional
 
+from annie_quant.errors import EnvironmentFault
 from annie_quant.hf.emulation import Round, profile_of, rounding
 
 CHUNK = 32  # steps are padded to a multiple of this; the usual 64 wastes half of the work on a CPU
@@ -181,11 +183,25 @@ def rounded(function: Callable, to_stream: Round) -> Callable:
 FUNCTIONS = ("chunk_gated_delta_rule", "recurrent_gated_delta_rule", "causal_conv1d_fn", "causal_conv1d_update")
 
 
+def delta_layers(model: torch.nn.Module) -> list[Any]:
+    """Return the DeltaNet layers of `model`, whose functions can be replaced.
+
+    Raises EnvironmentFault if they have none: transformers 5.15 and later keep them elsewhere, and replacing them would do nothing.
+    """
+    layers: list[Any] = [m for m in model.modules() if type(m).__name__.endswith("GatedDeltaNet")]
+    if not all(hasattr(layer, name) for layer in layers for name in FUNCTIONS):
+        raise EnvironmentFault(
+            f"transformers {transformers.__version__}: its DeltaNet layers cannot be computed by this package",
+            "pip install 'transformers>=5.2,<5.15'",
+        )
+    return layers
+
+
 @contextlib.contextmanager
 def ragged_layers(model: torch.nn.Module, batch: RaggedBatch) -> Iterator[None]:
     """Let the DeltaNet layers of `model` compute `batch` as a ragged one, with the roundings of the model's profile."""
     profile = profile_of(model)
-    layers: list[Any] = [m for m in model.modules() if hasattr(m, "chunk_gated_delta_rule")]
+    layers = delta_layers(model)
     before = [[getattr(m, name) for name in FUNCTIONS] for m in layers]
     try:
         for layer, (rule, _, conv, step) in zip(layers, before, strict=True):

@@ -14,7 +14,9 @@ import triton
 import triton.language as tl
 
 ROWS = 32  # of one program, one per thread
-TO_INTEGER = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding and subtracting it rounds to the nearest integer, ties to even
+TO_INTEGER = tl.constexpr(
+    12582912.0
+)  # 1.5 * 2^23: adding and subtracting it rounds to the nearest integer, ties to even
 
 
 @triton.jit

@@ -220,7 +220,11 @@ def round_column(
     errors: float32 [N, 16], written.
     """
     end, index = start + GROUP, start // GROUP
-    corner, relative, table = upper[start:end, start:end], torch.tensor(candidates, device=w.device), e4m3_steps(w.device)
+    corner, relative, table = (
+        upper[start:end, start:end],
+        torch.tensor(candidates, device=w.device),
+        e4m3_steps(w.device),
+    )
     tile = max(1, CANDIDATE_BYTES // (4 * GROUP * len(candidates)))
     for top in range(0, len(w), tile):
         part = slice(top, min(len(w), top + tile))

@@ -44,15 +44,15 @@ def use_own_delta_rule(model: torch.nn.Module, device: str) -> None:
     """Let DeltaNet layers without flash-linear-attention compute faster: on a CPU as in evaluation where nothing is learned, which
     halves the time, on a GPU with delta_rule.py.
     """
-    for module in model.modules():
-        theirs: Any = getattr(module, "chunk_gated_delta_rule", None)
-        if getattr(theirs, "__name__", "") != "torch_chunk_gated_delta_rule":
+    for layer in deltanet.delta_layers(model):
+        theirs = layer.chunk_gated_delta_rule
+        if theirs.__name__ != "torch_chunk_gated_delta_rule":
             continue
         if device.startswith("cuda"):
-            module.chunk_gated_delta_rule = delta_rule.gated_delta_rule  # type: ignore[assignment]
-            module.causal_conv1d_fn = module.causal_conv1d_fn or delta_rule.causal_conv  # type: ignore[assignment]
+            layer.chunk_gated_delta_rule = delta_rule.gated_delta_rule
+            layer.causal_conv1d_fn = layer.causal_conv1d_fn or delta_rule.causal_conv
         else:
-            module.chunk_gated_delta_rule = partial(on_cpu, theirs)  # type: ignore[assignment]
+            layer.chunk_gated_delta_rule = partial(on_cpu, theirs)
 
 
 def on_cpu(with_gradients: Callable[..., Any], *args: Any, **options: Any) -> Any:

@@ -112,7 +112,6 @@ def test_v1_thinking_as_content_no_parser_no_usage_and_cold_starts(measure):
     assert side.gates["tool_call"].passes == 0 and side.gates["thinking_leak"].passes == 0
 
 
-
 def test_one_leaked_thought_in_many_answers_confounds_no_times(measure):
     def leaks_once(body):
         if body["messages"][-1]["content"].endswith("(3)?") and "balls" in body["messages"][-1]["content"]:

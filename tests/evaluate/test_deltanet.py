@@ -13,6 +13,7 @@ pytest.importorskip("hypothesis")
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
+from annie_quant.errors import EnvironmentFault  # noqa: E402
 from annie_quant.evaluate import deltanet  # noqa: E402
 from annie_quant.evaluate.deltanet import RaggedBatch  # noqa: E402
 
@@ -123,3 +124,15 @@ def test_convolution_steps_are_the_convolution(bias: bool) -> None:
     state = torch.zeros(2, 6, 4)
     steps = [deltanet.causal_conv_step(x[:, :, t : t + 1], state, weight, offset, "silu") for t in range(9)]
     torch.testing.assert_close(torch.cat(steps, -1), whole)
+
+
+class FutureGatedDeltaNet(torch.nn.Module):
+    """A layer without functions to replace, as in transformers 5.15 and later."""
+
+
+def test_layers_whose_functions_cannot_be_replaced_are_refused() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), FutureGatedDeltaNet())
+    with pytest.raises(EnvironmentFault, match="DeltaNet layers") as fault:
+        deltanet.delta_layers(model)
+    assert "transformers" in fault.value.hint
+    assert deltanet.delta_layers(torch.nn.Sequential(torch.nn.Linear(2, 2))) == []

@@ -218,7 +218,9 @@ def test_a_gpu_gives_the_same_codes(order: str) -> None:
 
 
 @pytest.mark.parametrize("candidates", [range(-1, 2), (0,), column_sweep.NEAR_CODES])
-def test_one_launch_per_block_column_gives_the_same(monkeypatch: pytest.MonkeyPatch, candidates: tuple[int, ...]) -> None:
+def test_one_launch_per_block_column_gives_the_same(
+    monkeypatch: pytest.MonkeyPatch, candidates: tuple[int, ...]
+) -> None:
     """The Triton function, on a GPU or, with TRITON_INTERPRET=1, on the CPU."""
     pytest.importorskip("triton", reason="pip install triton, then TRITON_INTERPRET=1")
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -241,7 +243,9 @@ def test_one_launch_per_block_column_gives_the_same(monkeypatch: pytest.MonkeyPa
             )
             values, errors = weight.clone(), torch.zeros(37, 48, device=device)
             function(values, upper, scale, start, candidates, errors[:, 16:32], result)
-            results.append([t.cpu().numpy() for t in (values, errors, result.codes, result.steps, result.chosen, result.loss)])
+            results.append(
+                [t.cpu().numpy() for t in (values, errors, result.codes, result.steps, result.chosen, result.loss)]
+            )
         same = results[0][4][start // 16] == results[1][4][start // 16]
         assert same.mean() > 0.97  # sums in another order: of two candidates with one loss, the other may be taken
         rows = np.flatnonzero(same)

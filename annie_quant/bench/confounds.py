@@ -210,30 +210,29 @@ def _smoke(records: Records) -> list[Confound]:
 # ---- one server
 
 
-def is_rare(some: Records, all_: Records) -> bool:
-    """Return whether so few answers differ that a median of times over all of them is within 2.5 percentiles of the others'."""
-    return len(some) < RARE * len(all_)
+def _in_times(code: str, name: str, what: str, some: Records, all_: Records, effect: str) -> list[Confound]:
+    """Return a confound where answers change what a time measures. A note where they are so few that the median over all answers is
+    within 2.5 percentiles of the others'.
+    """
+    if not some:
+        return []
+    rare = len(some) < RARE * len(all_)
+    message = f"{name} {what} in {len(some)} of {len(all_)} answers: {'too few to change the median times' if rare else effect}"
+    return [_finding(code, "note" if rare else "confound", message, name)]
 
 
 def _thinking(name: str, records: Records, config: BenchConfig) -> list[Confound]:
     """Thinking that is shown, hidden, or uses up the whole answer although it is switched off."""
     off = [r for r in records if r.workload not in config.with_thinking and not r.error]
-    findings = []
     leaked = [r for r in off if "thinking_leak" in r.faults and r.text.strip() and not r.reasoning.strip()]
-    if leaked:
-        message = f"{name} shows its thinking as content in {len(leaked)} of {len(off)} answers: " + (
-            "too few to change the median times"
-            if is_rare(leaked, off)
-            else "its TTFT is the time to the first thinking token, not to an answer (is the server's --reasoning-parser set? is "
-            "thinking off in its template?)"
-        )
-        findings.append(_finding("thinking_as_content", "note" if is_rare(leaked, off) else "confound", message, name))
     hidden = [r for r in off if r.reasoning.strip()]
-    if hidden:
-        message = f"{name} thinks although thinking is off in {len(hidden)} of {len(off)} answers: " + (
-            "too few to change the median times" if is_rare(hidden, off) else "its content TTFT includes that thinking"
-        )
-        findings.append(_finding("hidden_thinking", "note" if is_rare(hidden, off) else "confound", message, name))
+    effect = (
+        "its TTFT is the time to the first thinking token, not to an answer (is the server's --reasoning-parser set? is "
+        "thinking off in its template?)"
+    )
+    findings = _in_times("thinking_as_content", name, "shows its thinking as content", leaked, off, effect)
+    effect = "its content TTFT includes that thinking"
+    findings += _in_times("hidden_thinking", name, "thinks although thinking is off", hidden, off, effect)
     empty = [r.completion_tokens for r in off if not r.text.strip() and not r.tool_calls]
     lengths = [tokens for tokens in empty if tokens and tokens > 8]
     if lengths:

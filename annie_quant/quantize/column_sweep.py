@@ -83,6 +83,7 @@ def e2m1(x: torch.Tensor) -> torch.Tensor:
     return torch.copysign(nearest, x)
 
 
+@functools.cache  # one table per device: a sweep reads it once per block column
 def e4m3_steps(device: torch.device | str) -> torch.Tensor:
     """Return the value of every positive finite E4M3 code, float32 [127]; code 0 has that of code 1, so it divides nothing by 0."""
     codes = torch.arange(E4M3_CODES + 1, dtype=torch.uint8, device=device)
@@ -220,11 +221,8 @@ def round_column(
     errors: float32 [N, 16], written.
     """
     end, index = start + GROUP, start // GROUP
-    corner, relative, table = (
-        upper[start:end, start:end],
-        torch.tensor(candidates, device=w.device),
-        e4m3_steps(w.device),
-    )
+    corner, table = upper[start:end, start:end], e4m3_steps(w.device)
+    relative = torch.tensor(candidates, device=w.device)
     tile = max(1, CANDIDATE_BYTES // (4 * GROUP * len(candidates)))
     for top in range(0, len(w), tile):
         part = slice(top, min(len(w), top + tile))

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from annie_quant.quantize.column_sweep import has_triton
 from annie_quant.quantize.matmul_precision import tensor_cores
 
 CHUNK = 64  # a power of two
@@ -33,9 +34,47 @@ def gated_delta_rule(
 
     query, key: [B, T, H, Dk].  value: [B, T, H, Dv].  g: log decay [B, T, H].  beta: [B, T, H].
     """
-    kind, (batch, steps, heads, dk) = query.dtype, key.shape
+    inputs = (query, key, value, g, beta)
+    kind, steps, tf32 = query.dtype, key.shape[1], query.dtype == torch.bfloat16
+    kernels = kernels_for(query, value)
+    if kernels and not with_gradients(*inputs):
+        return kernels.outputs(*inputs, use_qk_l2norm_in_kernel, tf32), None
+    parts = chunk_parts(*inputs, use_qk_l2norm_in_kernel, tf32)
+    result = kernels.Scan.apply(*parts, tf32) if kernels else scan(*parts, tf32)
+    result = result.flatten(2, 3)[:, :, :steps]
+    return result.transpose(1, 2).to(kind), None
+
+
+def with_gradients(*tensors: torch.Tensor | None) -> bool:
+    """Return whether autograd records what is computed from these tensors."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def kernels_for(*heads: torch.Tensor) -> Any:
+    """Return the module with the kernels, or None without a GPU or Triton, or for heads of other widths."""
+    if not (heads[0].is_cuda and has_triton()):
+        return None
+    from annie_quant.quantize import delta_kernel
+
+    return delta_kernel if delta_kernel.usable(*heads) else None
+
+
+def chunk_parts(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    norm: bool,
+    tf32: bool,
+) -> tuple[torch.Tensor, ...]:
+    """Return what `scan` reads: q, w [B, H, C, CHUNK, Dk], u [..., Dv], within [..., CHUNK], k [..., Dk], decay [B, H, C, 1, 1].
+
+    All float32. norm: divide queries and keys by their length.
+    """
+    batch, steps, heads, dk = key.shape
     query, key = query.float(), key.float()
-    if use_qk_l2norm_in_kernel:
+    if norm:
         query = query * torch.rsqrt(query.square().sum(-1, keepdim=True) + 1e-6)
         key = key * torch.rsqrt(key.square().sum(-1, keepdim=True) + 1e-6)
     pad = -steps % CHUNK
@@ -50,20 +89,30 @@ def gated_delta_rule(
     inverse = unit_lower_inverse(((k * b) @ k.transpose(-1, -2) * between).tril(-1))
     growth = log_decay.exp().unsqueeze(-1)
     last = log_decay[..., -1:]
-    with tensor_cores(kind == torch.bfloat16):
+    with tensor_cores(tf32):
         u, w = (inverse @ torch.cat((v * b, k * (growth * b)), -1)).split((v.shape[-1], dk), -1)
         within = (q @ k.transpose(-1, -2) * between).tril()
-        q, k_t = q * growth, (k * (last - log_decay).exp().unsqueeze(-1)).transpose(-1, -2)
-        decay = last.exp().unsqueeze(-1)
-        parts = [x.unbind(2) for x in (q, w, u, within, k_t, decay)]
-        state = q.new_zeros(batch, heads, dk, v.shape[-1])
-        out = []
-        for q_c, w_c, u_c, within_c, k_c, decay_c in zip(*parts, strict=True):
+    return q * growth, w, u, within, k * (last - log_decay).exp().unsqueeze(-1), last.exp().unsqueeze(-1)
+
+
+def scan(
+    q: torch.Tensor,
+    w: torch.Tensor,
+    u: torch.Tensor,
+    within: torch.Tensor,
+    k: torch.Tensor,
+    decay: torch.Tensor,
+    tf32: bool,
+) -> torch.Tensor:
+    """Return the outputs [B, H, C, CHUNK, Dv] of chunks' parts: a state passes from chunk to chunk."""
+    state = q.new_zeros(*q.shape[:2], q.shape[-1], u.shape[-1])
+    out = []
+    with tensor_cores(tf32):
+        for q_c, w_c, u_c, within_c, k_c, decay_c in zip(*(x.unbind(2) for x in (q, w, u, within, k, decay)), strict=True):
             new = u_c - w_c @ state
             out.append(q_c @ state + within_c @ new)
-            state = state * decay_c + k_c @ new
-    result = torch.stack(out, 2).reshape(batch, heads, -1, v.shape[-1])[:, :, :steps]
-    return result.transpose(1, 2).to(kind), None
+            state = state * decay_c + k_c.transpose(-1, -2) @ new
+    return torch.stack(out, 2)
 
 
 def unit_lower_inverse(lower: torch.Tensor) -> torch.Tensor:
@@ -93,6 +142,10 @@ def causal_conv(
 
     cuDNN's depthwise convolution of bfloat16 takes far longer.
     """
+    if x.is_cuda and has_triton() and not with_gradients(weight, bias):
+        from annie_quant.quantize.delta_kernel import CausalConv
+
+        return CausalConv.apply(x, weight, bias, activation in ("silu", "swish"))
     width, steps = weight.shape[-1], x.shape[-1]
     padded = functional.pad(x, (width - 1, 0))
     total = torch.zeros_like(x, dtype=torch.float32) if bias is None else bias[:, None].float().expand_as(x)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 
@@ -9,10 +11,10 @@ torch = pytest.importorskip("torch", reason="the rule runs on torch: pip install
 from annie_quant.quantize import delta_rule  # noqa: E402
 
 
-def inputs(steps: int, dtype: torch.dtype = torch.float64, repeat: bool = False) -> list[torch.Tensor]:
+def inputs(steps: int, dtype: torch.dtype = torch.float64, repeat: bool = False, width: int = 8) -> list[torch.Tensor]:
     """Return q, k, v, log decays and betas of two rows and three heads. repeat: every key is the first one."""
     rng = np.random.default_rng(steps)
-    q, k, v = (torch.tensor(rng.normal(size=(2, steps, 3, 8))) for _ in range(3))
+    q, k, v = (torch.tensor(rng.normal(size=(2, steps, 3, width))) for _ in range(3))
     k = k[:, :1].expand_as(k) if repeat else k
     decay = torch.tensor(-rng.exponential(0.3, size=(2, steps, 3)))
     beta = torch.tensor(rng.uniform(size=(2, steps, 3)))
@@ -69,3 +71,62 @@ def test_causal_conv_is_torch_s(bias: bool) -> None:
     conv = torch.nn.functional.conv1d(x, weight[:, None], shift if bias else None, padding=3, groups=6)[..., :11]
     got = delta_rule.causal_conv(x, weight, shift if bias else None, "silu")
     np.testing.assert_allclose(got.numpy(), torch.nn.functional.silu(conv).numpy(), atol=1e-6)
+
+
+@pytest.fixture
+def kernels():
+    """The Triton functions and their device: a GPU or, with TRITON_INTERPRET=1, the CPU."""
+    pytest.importorskip("triton", reason="pip install triton, then TRITON_INTERPRET=1")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("without a GPU: TRITON_INTERPRET=1 python -m pytest")
+    from annie_quant.quantize import delta_kernel
+
+    return delta_kernel, device
+
+
+@pytest.mark.parametrize("repeat", [False, True])
+@pytest.mark.parametrize("steps", [1, 64, 130])
+def test_kernels_give_the_outputs_of_single_steps(kernels, steps: int, repeat: bool) -> None:
+    kernel, device = kernels
+    exact = inputs(steps, repeat=repeat, width=16)
+    rough = [x.float().to(device) for x in exact]
+    got = kernel.outputs(*rough, norm=True, tf32=False)
+    np.testing.assert_allclose(got.cpu().numpy(), step_by_step(*exact).numpy(), atol=5e-5)
+    transposed = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in rough]  # other strides
+    assert torch.equal(kernel.outputs(*transposed, norm=True, tf32=False), got)
+
+
+@pytest.mark.parametrize("steps", [1, 130])
+def test_gradients_through_the_scan_s_kernels(kernels, steps: int) -> None:
+    kernel, device = kernels
+    exact = [x.requires_grad_() for x in inputs(steps, width=16)]
+    rough = [x.detach().float().to(device).requires_grad_() for x in exact]
+    parts = delta_rule.chunk_parts(*rough, norm=True, tf32=False)
+    got = kernel.Scan.apply(*parts, False).flatten(2, 3)[:, :, :steps].transpose(1, 2)
+    expected = step_by_step(*exact)
+    np.testing.assert_allclose(got.detach().cpu().numpy(), expected.detach().numpy(), atol=5e-5)
+    weight = torch.tensor(np.random.default_rng(1).normal(size=expected.shape))
+    slopes = torch.autograd.grad((expected * weight).sum(), exact)
+    others = torch.autograd.grad((got * weight.to(device)).sum(), rough)
+    for slope, other in zip(slopes, others, strict=True):
+        np.testing.assert_allclose(other.cpu().numpy(), slope.numpy(), atol=2e-4 * float(slope.abs().max()))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("silu", [False, True])
+@pytest.mark.parametrize("steps", [1, 3, 70])
+def test_conv_kernels_are_torch_s(kernels, steps: int, silu: bool, bias: bool) -> None:
+    kernel, device = kernels
+    rng = np.random.default_rng(0)
+    x, weight, shift, slope = (
+        torch.tensor(rng.normal(size=s), device=device).float() for s in ((2, 70, steps), (70, 4), (70,), (2, 70, steps))
+    )
+    x = x.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
+    shift = shift if bias else None
+    expected = torch.nn.functional.conv1d(x, weight[:, None], shift, padding=3, groups=70)[..., :steps]
+    expected = torch.nn.functional.silu(expected) if silu else expected
+    got = kernel.CausalConv.apply(x, weight, shift, silu)
+    np.testing.assert_allclose(got.detach().cpu().numpy(), expected.detach().cpu().numpy(), atol=1e-5)
+    gradients = [torch.autograd.grad((y * slope).sum(), x)[0].cpu().numpy() for y in (got, expected)]
+    np.testing.assert_allclose(*gradients, atol=1e-5)

@@ -35,7 +35,9 @@ def prepare(
     i, columns = tl.arange(0, size), tl.arange(0, dk)
     t = chunk * size + i
     live = t < steps
-    k = tl.load(key + b * k_b + h * k_h + t[:, None] * k_t + columns[None, :], mask=live[:, None], other=0.0).to(tl.float32)
+    k = tl.load(key + b * k_b + h * k_h + t[:, None] * k_t + columns[None, :], mask=live[:, None], other=0.0).to(
+        tl.float32
+    )
     if norm:
         k = k * (1.0 / tl.sqrt(tl.sum(k * k, 1) + 1e-6))[:, None]
     log = tl.cumsum(tl.load(log_decay + b * g_b + h * g_h + t * g_t, mask=live, other=0.0).to(tl.float32), 0)
@@ -59,10 +61,14 @@ def prepare(
     tl.store(w_out + keys, tl.dot(inverse, k * (growth * strength)[:, None], input_precision=precision))
     tl.store(k_out + keys, k * tl.exp(last - log)[:, None])
     wide = tl.arange(0, dv)
-    v = tl.load(value + b * v_b + h * v_h + t[:, None] * v_t + wide[None, :], mask=live[:, None], other=0.0).to(tl.float32)
+    v = tl.load(value + b * v_b + h * v_h + t[:, None] * v_t + wide[None, :], mask=live[:, None], other=0.0).to(
+        tl.float32
+    )
     u = tl.dot(inverse, v * strength[:, None], input_precision=precision)
     tl.store(u_out + place * size * dv + i[:, None] * dv + wide[None, :], u)
-    q = tl.load(query + b * q_b + h * q_h + t[:, None] * q_t + columns[None, :], mask=live[:, None], other=0.0).to(tl.float32)
+    q = tl.load(query + b * q_b + h * q_h + t[:, None] * q_t + columns[None, :], mask=live[:, None], other=0.0).to(
+        tl.float32
+    )
     if norm:
         q = q * (1.0 / tl.sqrt(tl.sum(q * q, 1) + 1e-6))[:, None]
     q = q * root
@@ -98,7 +104,9 @@ def scan_forward(
         t = chunk * size + i
         target = out + b * o_b + h * o_h + t[:, None] * o_t + wide[None, :]
         tl.store(target, result.to(out.dtype.element_ty), mask=(t < steps)[:, None])
-        state = state * tl.load(decay_in + place) + tl.dot(tl.trans(tl.load(k_in + keys)), new, input_precision=precision)
+        state = state * tl.load(decay_in + place) + tl.dot(
+            tl.trans(tl.load(k_in + keys)), new, input_precision=precision
+        )
 
 
 @triton.jit

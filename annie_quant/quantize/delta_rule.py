@@ -108,7 +108,9 @@ def scan(
     state = q.new_zeros(*q.shape[:2], q.shape[-1], u.shape[-1])
     out = []
     with tensor_cores(tf32):
-        for q_c, w_c, u_c, within_c, k_c, decay_c in zip(*(x.unbind(2) for x in (q, w, u, within, k, decay)), strict=True):
+        for q_c, w_c, u_c, within_c, k_c, decay_c in zip(
+            *(x.unbind(2) for x in (q, w, u, within, k, decay)), strict=True
+        ):
             new = u_c - w_c @ state
             out.append(q_c @ state + within_c @ new)
             state = state * decay_c + k_c.transpose(-1, -2) @ new

@@ -55,11 +55,14 @@ def spacing(x: torch.Tensor) -> torch.Tensor:
 class LearnedWeight(nn.Module):
     """The rounding of one weight [N, K]: `v` [N, K] in units of the distance between codes, `m` [N, K/16].
 
-    rounding: learn v; otherwise the codes stay.
+    rounding: learn v; otherwise the codes stay.  dtype: of the weight.
     """
 
-    def __init__(self, start: Rounded, tensor_scale: float, rounding: bool = True) -> None:
+    def __init__(
+        self, start: Rounded, tensor_scale: float, rounding: bool = True, dtype: torch.dtype = torch.float32
+    ) -> None:
         super().__init__()
+        self.dtype = dtype
         self.rows, self.columns = start.codes.shape
         self.tensor_scale = tensor_scale
         self.start = start.start
@@ -94,9 +97,17 @@ class LearnedWeight(nn.Module):
         return RoundE2M1.apply(scaled), scale
 
     def forward(self) -> torch.Tensor:
-        """Return the weight [N, K], float32."""
+        """Return the weight [N, K]."""
+        if self.rounding and self.v.is_cuda and column_sweep.has_triton():
+            from annie_quant.quantize.weight_kernel import FusedWeight
+
+            fused: torch.Tensor = FusedWeight.apply(  # type: ignore[no-untyped-call]
+                self.base, self.v, self.scale, self.m, self.tensor_scale, self.dtype
+            )
+            return fused
         codes, scale = self.codes_and_scale()
-        return (codes * (scale * self.tensor_scale)[..., None]).view(self.rows, self.columns)
+        weight = (codes * (scale * self.tensor_scale)[..., None]).view(self.rows, self.columns)
+        return weight.to(self.dtype)
 
     @torch.no_grad()
     def result(self) -> Rounded:
@@ -129,7 +140,8 @@ def learn(
     states: inputs of the rounded layer.  targets: the source's outputs.  The same seed gives the same result.
     """
     names = [n for n in rounder.rounded if rounder.layer.experts_of(n) is None]
-    weights = {n: LearnedWeight(rounder.rounded[n], rounder.tensor_scales[n]) for n in names}
+    dtype = rounder.layer.model.dtype
+    weights = {n: LearnedWeight(rounder.rounded[n], rounder.tensor_scales[n], dtype=dtype) for n in names}
     if not names:
         return Learned([], 0)
     text = Text(rounder, states, targets)
@@ -140,7 +152,7 @@ def learn(
         lambda: text.judge(weights),
         steps,
         TRAVEL,
-        tf32=rounder.layer.model.dtype == torch.bfloat16,
+        tf32=dtype == torch.bfloat16,
     )
     if learned.best:
         for name, weight in weights.items():
@@ -249,7 +261,7 @@ class Text:
         """Return the mean loss over the fixed rows, each with its share of the weights; inf for a change of MAX_CHANGE."""
         now = {n: w() for n, w in weights.items()}
         true = [self.rounder.linear(self.rounder.true, n).weight.float() for n in now]
-        if largest_change(now.values(), true) >= MAX_CHANGE:
+        if largest_change((w.float() for w in now.values()), true) >= MAX_CHANGE:
             return math.inf
         total = count = 0.0
         for drawn in self.judged:

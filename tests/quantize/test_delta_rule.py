@@ -120,7 +120,8 @@ def test_conv_kernels_are_torch_s(kernels, steps: int, silu: bool, bias: bool) -
     kernel, device = kernels
     rng = np.random.default_rng(0)
     x, weight, shift, slope = (
-        torch.tensor(rng.normal(size=s), device=device).float() for s in ((2, 70, steps), (70, 4), (70,), (2, 70, steps))
+        torch.tensor(rng.normal(size=s), device=device).float()
+        for s in ((2, 70, steps), (70, 4), (70,), (2, 70, steps))
     )
     x = x.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
     shift = shift if bias else None

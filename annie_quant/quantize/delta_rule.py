@@ -40,7 +40,7 @@ def gated_delta_rule(
     if kernels and not with_gradients(*inputs):
         return kernels.outputs(*inputs, use_qk_l2norm_in_kernel, tf32), None
     parts = chunk_parts(*inputs, use_qk_l2norm_in_kernel, tf32)
-    result = kernels.Scan.apply(*parts, tf32) if kernels else scan(*parts, tf32)
+    result = kernels.Scan.apply(*parts, tf32) if kernels else scan(*parts, tf32=tf32)
     result = result.flatten(2, 3)[:, :, :steps]
     return result.transpose(1, 2).to(kind), None
 
@@ -102,6 +102,7 @@ def scan(
     within: torch.Tensor,
     k: torch.Tensor,
     decay: torch.Tensor,
+    *,
     tf32: bool,
 ) -> torch.Tensor:
     """Return the outputs [B, H, C, CHUNK, Dv] of chunks' parts: a state passes from chunk to chunk."""

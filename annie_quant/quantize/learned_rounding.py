@@ -101,7 +101,7 @@ class LearnedWeight(nn.Module):
         if self.rounding and self.v.is_cuda and column_sweep.has_triton():
             from annie_quant.quantize.weight_kernel import FusedWeight
 
-            fused: torch.Tensor = FusedWeight.apply(  # type: ignore[no-untyped-call]
+            fused: torch.Tensor = FusedWeight.apply(
                 self.base, self.v, self.scale, self.m, self.tensor_scale, self.dtype
             )
             return fused

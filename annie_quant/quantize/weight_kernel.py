@@ -36,7 +36,7 @@ def weight_forward(base, offset, scale, multiplier, out, blocks, tensor_scale, s
     at = block[:, None] * 16 + tl.arange(0, 16)[None, :]
     s, m = tl.load(scale + block, mask=live, other=1.0), tl.load(multiplier + block, mask=live, other=1.0)
     b, v = tl.load(base + at, mask=live[:, None], other=0.0), tl.load(offset + at, mask=live[:, None], other=0.0)
-    codes, scaled, unit, chosen, raw = rounded(b, v, s, m)
+    codes, _scaled, _unit, chosen, _raw = rounded(b, v, s, m)
     tl.store(out + at, (codes * (chosen * tensor_scale)[:, None]).to(out.dtype.element_ty), mask=live[:, None])
 
 

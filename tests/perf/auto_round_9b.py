@@ -3,9 +3,9 @@
     python tests/perf/best_9b.py DIR --layers 4 --set effort=normal             # writes model and text, and times ours
     PEER_VENV/bin/python tests/perf/auto_round_9b.py DIR --steps 100            # one JSON line
 
-The same conversations, cut to 2,048 tokens, and the same linears: all but in_proj_a and in_proj_b. AutoRound's scheme NVFP4 with its
-defaults (batches of 8 sequences, its learning rate, torch.compile where it chooses so). A machine without flash-linear-attention would run
-DeltaNet in transformers' torch form, which takes most of the time: both sides get quantize/delta_rule.py's.
+The same text, cut into sequences of 2,048 tokens, and the same linears: all but in_proj_a and in_proj_b. AutoRound's scheme NVFP4
+with its defaults (batches of 8 sequences, its learning rate). A machine without flash-linear-attention would run DeltaNet in
+transformers' torch form, which takes most of the time: both sides get quantize/delta_rule.py's.
 """
 
 from __future__ import annotations
@@ -41,11 +41,9 @@ def main() -> None:
             module.chunk_gated_delta_rule = delta_rule.gated_delta_rule
             module.causal_conv1d_fn = delta_rule.causal_conv
     rows = [json.loads(line) for line in (arguments.folder / "calibration.jsonl").read_text().splitlines()]
-    ids = [
-        tokenizer(" ".join(m["content"] for m in row["messages"]))["input_ids"][: arguments.tokens]
-        for row in rows[: arguments.samples]
-    ]
-    ids = torch.tensor([row for row in ids if len(row) == arguments.tokens])
+    text = [token for row in rows for m in row["messages"] for token in tokenizer(m["content"])["input_ids"]]
+    count = min(arguments.samples, len(text) // arguments.tokens)
+    ids = torch.tensor(text[: count * arguments.tokens]).view(count, arguments.tokens)
     start = time.monotonic()
     batches = [{"input_ids": batch, "attention_mask": torch.ones_like(batch)} for batch in ids.split(8)]
     rounder = AutoRound(

@@ -207,6 +207,16 @@ def with_looks(n: int, lost: float, won: float, runs: int, seed: int) -> dict[st
     return {name: count / runs for name, count in counts.items()}
 
 
+def same_gate(n: int, share: float) -> dict[str, float]:
+    """Chance of each verdict of one `same_*` gate alone in which this share of the answers changes (exact binomial)."""
+    chances = dict.fromkeys(("keeps", "loses", "undecided"), 0.0)
+    for lost, chance in enumerate(binom.pmf(np.arange(n + 1), n, share)):
+        gate = PairedGate(n, lost, 0)
+        judge_members({"served": {"same_text": gate}})
+        chances[gate.verdict] += float(chance)
+    return chances
+
+
 def coverage(rng: np.random.Generator, runs: int) -> list[tuple[int, float, float, float]]:
     """(n, discordant share each way, true difference, share of 90 % intervals that contain it)."""
     rows = []
@@ -227,6 +237,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="Cases whose name contains this text.")
     parser.add_argument("--looks", action="store_true", help="Only the errors of `bench --stop-early`, one gate.")
+    parser.add_argument("--same", action="store_true", help="Only the chances of one gate that compares with bf16's answer.")
     parser.add_argument("--power", action="store_true", help="Only the power of the tests of one gate, by enumeration.")
     options = parser.parse_args()
     start = time.monotonic()
@@ -238,6 +249,13 @@ def main() -> None:
             print(
                 f"n 240, loss 10 points, {change:.0%} each way, level {level:.1%}: {text}; exact reaches 95 % at n = {n}"
             )
+        return
+    if options.same:
+        shares = (0.0, 0.01, 0.02, 0.03, 0.05, 0.08, 0.10, 0.15)
+        print("keeps / loses, by the true share of changed answers: " + ", ".join(f"{s:.0%}" for s in shares))
+        for n in (60, 100, 200, 400):
+            rows = [same_gate(n, share) for share in shares]
+            print(f"n {n}: " + ", ".join(f"{row['keeps']:.2f} / {row['loses']:.2f}" for row in rows))
         return
     if options.looks:
         for n, change, loss in itertools.product((240, 600), (0.01, 0.03, 0.10), (0.0, 0.05)):

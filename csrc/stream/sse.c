@@ -177,11 +177,10 @@ int sse_feed(struct sse *s, const uint8_t *bytes, size_t size, sse_emit emit, vo
     if (status)
         return status;
     status = cut(s, s->pending, s->pending_size, emit, context, &used);
-    if (status)
-        return status;
+    /* After a failure, too: sse_finish must not pass on again what has been passed on. */
     s->pending_size -= used;
     memmove(s->pending, s->pending + used, s->pending_size);
-    return SSE_OK;
+    return status;
 }
 
 int sse_finish(struct sse *s, sse_emit emit, void *context)

@@ -155,6 +155,22 @@ def test_16_mb_event_and_an_endless_one() -> None:
     assert (bounded["cause"], bounded["text"]) == ("event_too_large", "Hi")
 
 
+def test_an_event_before_one_that_is_too_large_is_stored_once() -> None:
+    first = event({"content": "Hi"})
+
+    def respond(connection, request) -> None:
+        connection.sendall(HEAD + chunk(first[:-2]))
+        time.sleep(0.05)  # the next read ends the first event, and begins one that is too large
+        connection.sendall(chunk(first[-2:] + b"data: " + b"x" * 5000))
+
+    with RawServer(respond) as server:
+        timings = aq.stream.run([Request(server.url, json={})], max_event_bytes=1000)
+    record = timings.records()[0]
+    assert (record["cause"], record["text"]) == ("event_too_large", "Hi")
+    assert timings.frames.tobytes().count(first) == 1
+    assert timings.frames.size == sum(timings.reads["size"])
+
+
 def test_an_endless_error_page_is_bounded() -> None:
     def endless(connection, request) -> None:
         connection.sendall(b"HTTP/1.1 500 Oops\r\nContent-Type: text/html\r\n\r\n")

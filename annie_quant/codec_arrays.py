@@ -56,7 +56,7 @@ class _ForeignMemory:
 
 
 def float_array(w: Any, name: str) -> tuple[np.ndarray, int]:
-    """Return (w as a contiguous float array, its kind in FLOAT_KINDS). A copy is made only where w is strided.
+    """Return (w as a contiguous, aligned float array, its kind in FLOAT_KINDS). A copy is made only where w is neither.
 
     ValueError: not an array, another dtype, or not on the CPU. `name` is used in its message.
     """
@@ -64,7 +64,7 @@ def float_array(w: Any, name: str) -> tuple[np.ndarray, int]:
         w = from_dlpack(w, name)
     if w.dtype not in FLOAT_KINDS:
         raise ValueError(f"{name}: dtype {w.dtype}, expected float32, float16 or ml_dtypes.bfloat16")
-    return w if w.flags.c_contiguous else np.ascontiguousarray(w), FLOAT_KINDS[w.dtype]
+    return np.require(w, requirements="CA"), FLOAT_KINDS[w.dtype]
 
 
 def from_dlpack(w: Any, name: str) -> np.ndarray:
@@ -102,8 +102,10 @@ def output_array(out: np.ndarray | None, shape: tuple[int, ...], dtype: Any) -> 
     """Return `out` after a check of its shape, dtype and flags, or a new array if it is None."""
     if out is None:
         return np.empty(shape, dtype)
-    if out.shape != shape or out.dtype != dtype or not out.flags.c_contiguous or not out.flags.writeable:
-        raise ValueError(f"out: {out.dtype} {out.shape}, expected {np.dtype(dtype)} {shape}, contiguous and writeable")
+    if out.shape != shape or out.dtype != dtype or not out.flags.carray:
+        raise ValueError(
+            f"out: {out.dtype} {out.shape}, expected {np.dtype(dtype)} {shape}, contiguous, aligned and writeable"
+        )
     return out
 
 
@@ -111,7 +113,7 @@ def importance_weights(importance: Any, columns: int) -> np.ndarray | None:
     """Return the weights of a squared error as float32 [columns], or None. ValueError: negative, NaN or infinite."""
     if importance is None:
         return None
-    weights = np.ascontiguousarray(importance, np.float32)
+    weights = np.require(importance, np.float32, "CA")
     if weights.shape != (columns,):
         raise ValueError(f"importance: shape {weights.shape}, expected ({columns},)")
     if not (np.isfinite(weights).all() and (weights >= 0).all()):

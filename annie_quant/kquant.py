@@ -36,6 +36,8 @@ BLOCKS: dict[str, Block] = {
     "Q8_0": Block(32, 34, 8),
 }
 
+_BLOCK_ALIGNMENT = 2  # bytes: a block's scales are 16-bit numbers
+
 # llama-quant.cpp: the type used instead where rows are not a multiple of 256.
 _FALLBACK = {"Q4_K": "Q5_0", "Q6_K": "Q8_0"}
 
@@ -72,6 +74,8 @@ def dequantize(raw: np.ndarray, type: Type, out: np.ndarray | None = None) -> np
         raise ValueError(f"raw: shape {rows.shape}, expected rows of a multiple of {block.size_bytes} bytes for {type}")
     shape = (*rows.shape[:-1], rows.shape[-1] // block.size_bytes * block.elements)
     out = output_array(out, shape, np.float32)
+    if rows.ctypes.data % _BLOCK_ALIGNMENT:
+        rows = rows.copy()
     _nvfp4.kdequantize(as_bytes(rows), type, as_bytes(out))
     return out
 

@@ -289,9 +289,9 @@ def gptq(
     _check_choice(scale, "modelopt")
     shape = _block_shapes(w, group, "w")
     columns = w.shape[-1]
-    if w.ndim != 2 or w.dtype != np.float32 or not w.flags.c_contiguous or not w.flags.writeable:
-        raise ValueError(f"w: {w.dtype} {w.shape}, expected float32 [N, K], contiguous and writeable")
-    factor = np.ascontiguousarray(factor, np.float32)
+    if w.ndim != 2 or w.dtype != np.float32 or not w.flags.carray:
+        raise ValueError(f"w: {w.dtype} {w.shape}, expected float32 [N, K], contiguous, aligned and writeable")
+    factor = np.require(factor, np.float32, "CA")
     if factor.shape != (columns, columns):
         raise ValueError(f"factor: shape {factor.shape}, expected ({columns}, {columns})")
     out = Tensor(

@@ -1,7 +1,7 @@
 /* The searches of kq_search.c with one lane per sub-block: each lane does the same operations in the same order.
  *
- * One source for all variants (lanes.h). Branches
- * become selections between both results, so a lane that has finished continues and its results are dropped.
+ * One source for all variants (lanes.h). Branches become selections between both results, so a lane that has finished continues and its
+ * results are dropped.
  */
 #ifndef AQ_NVFP4_KQ_LANES_H
 #define AQ_NVFP4_KQ_LANES_H

@@ -1,8 +1,8 @@
 /* The vector types of the SIMD variants, and the operations on them that the compiler does not provide.
  *
- *   f32v, i32v, u32v   the compiler's vector types of LANES lanes, with its operators: searches with one lane per block (sweep_lanes.h,
- * kq_lanes.h) f32x16             the processor's own registers, 1, 2 or 4 of them, or 16 floats without SIMD: sums in a fixed order
- * (gemv_lanes.h, gptq_lanes.h)
+ * - f32v, i32v, u32v: the compiler's vector types of LANES lanes, with its operators, for searches with one lane per block
+ *   (sweep_lanes.h, kq_lanes.h)
+ * - f32x16: 1, 2 or 4 of the processor's registers, or 16 floats without SIMD, for sums in a fixed order (gemv_lanes.h, gptq_lanes.h)
  *
  * A file that includes this one is compiled once per variant, with that variant's flags.
  */

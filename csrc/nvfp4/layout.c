@@ -44,7 +44,7 @@ size_t swizzled_size(size_t rows, size_t columns)
 }
 
 /* Position of the scale of row m, block column k (CUTLASS, cuBLASLt, FlashInfer, vLLM). */
-static size_t place(size_t m, size_t k, size_t across)
+static size_t swizzled_at(size_t m, size_t k, size_t across)
 {
     return (m / 128 * across + k / 4) * 512 + m % 32 * 16 + m % 128 / 32 * 4 + k % 4;
 }
@@ -54,12 +54,12 @@ void swizzle(const uint8_t *scales, size_t rows, size_t columns, uint8_t *out)
     memset(out, 0, swizzled_size(rows, columns));
     for (size_t m = 0; m < rows; m++)
         for (size_t k = 0; k < columns; k++)
-            out[place(m, k, tiles(columns))] = scales[m * columns + k];
+            out[swizzled_at(m, k, tiles(columns))] = scales[m * columns + k];
 }
 
 void unswizzle(const uint8_t *in, size_t rows, size_t columns, uint8_t *scales)
 {
     for (size_t m = 0; m < rows; m++)
         for (size_t k = 0; k < columns; k++)
-            scales[m * columns + k] = in[place(m, k, tiles(columns))];
+            scales[m * columns + k] = in[swizzled_at(m, k, tiles(columns))];
 }

@@ -67,7 +67,7 @@ static bool plan_known(const struct pack_plan *plan)
     if (!kind_known(plan->kind) || !group_known(plan->group))
         return false;
     if (plan->choice < CHOICE_AMAX || plan->choice > CHOICE_SWEEP || plan->encoding < ENCODING_MODELOPT || plan->encoding > ENCODING_CT) {
-        PyErr_SetString(PyExc_ValueError, "choice and encoding are 0, 1 or 2");
+        PyErr_Format(PyExc_ValueError, "choice %d, encoding %d, expected 0, 1 or 2", plan->choice, plan->encoding);
         return false;
     }
     return true;
@@ -188,7 +188,7 @@ static PyObject *py_gemv(PyObject *self, PyObject *args)
     Py_ssize_t columns;
     int divides;
     float tensor_scale;
-    size_t inputs;
+    size_t y_size, y_bytes;
     if (!PyArg_ParseTuple(args, "y*iny*y*ipfw*", &x, &plan.kind, &columns, &codes, &scales, &plan.group, &divides, &tensor_scale, &y))
         return NULL;
     if (!kind_known(plan.kind) || !group_known(plan.group))
@@ -201,8 +201,8 @@ static PyObject *py_gemv(PyObject *self, PyObject *args)
     if (!whole_units(&codes, plan.columns / 2, "codes", &plan.rows) ||
         !whole_units(&x, plan.columns * kind_size(plan.kind), "x", &plan.tokens) ||
         !buffer_has_size(&scales, plan.rows * (plan.columns / (size_t)plan.group), "block scales") ||
-        !size_product(plan.tokens, plan.rows, &inputs) || !size_product(inputs, kind_size(plan.kind), &inputs) ||
-        !buffer_has_size(&y, inputs, "y") || !OUTPUTS_DISJOINT(1, {&y, "y"}, {&x, "x"}, {&codes, "codes"}, {&scales, "block scales"}))
+        !size_product(plan.tokens, plan.rows, &y_size) || !size_product(y_size, kind_size(plan.kind), &y_bytes) ||
+        !buffer_has_size(&y, y_bytes, "y") || !OUTPUTS_DISJOINT(1, {&y, "y"}, {&x, "x"}, {&codes, "codes"}, {&scales, "block scales"}))
         goto cleanup;
     bool enough;
     Py_BEGIN_ALLOW_THREADS
@@ -318,7 +318,7 @@ cleanup:
 }
 
 /* swizzle(scales, rows, columns, out) and unswizzle(tiles, rows, columns, out) differ in which side is padded. */
-static PyObject *move_scales(PyObject *args, bool forth)
+static PyObject *move_scales(PyObject *args, bool to_tiles)
 {
     PyObject *result = NULL;
     Py_buffer in = {0}, out = {0};
@@ -327,15 +327,15 @@ static PyObject *move_scales(PyObject *args, bool forth)
     if (!PyArg_ParseTuple(args, "y*nnw*", &in, &rows, &columns, &out))
         return NULL;
     if (rows < 0 || columns < 0 || !size_product((size_t)rows, (size_t)columns, &plain) || plain > (size_t)PY_SSIZE_T_MAX / 1024) {
-        PyErr_Format(PyExc_ValueError, "%zd rows of %zd scales cannot be", rows, columns);
+        PyErr_Format(PyExc_ValueError, "%zd rows of %zd scales, expected numbers >= 0 whose product a tensor can have", rows, columns);
         goto cleanup;
     }
     size_t padded = swizzled_size((size_t)rows, (size_t)columns);
-    if (!buffer_has_size(&in, forth ? plain : padded, "in") || !buffer_has_size(&out, forth ? padded : plain, "out") ||
+    if (!buffer_has_size(&in, to_tiles ? plain : padded, "in") || !buffer_has_size(&out, to_tiles ? padded : plain, "out") ||
         !OUTPUTS_DISJOINT(1, {&out, "out"}, {&in, "in"}))
         goto cleanup;
     Py_BEGIN_ALLOW_THREADS
-    if (forth)
+    if (to_tiles)
         swizzle(in.buf, (size_t)rows, (size_t)columns, out.buf);
     else
         unswizzle(in.buf, (size_t)rows, (size_t)columns, out.buf);

@@ -1,9 +1,9 @@
 /* The search of search.c for LANES blocks at once, one lane per block: in float, and in double where float is not exact enough.
  *
- * One source for all variants (lanes.h). The error bound of a float error is known
- * (`prepare`). Codes of a block that are closer to its best code than the bound are compared in double, so the choice is always
- * that of search.c. A few batches of them go through the steps of the search together, so that one group's instructions fill
- * another group's waits. In AVX-512 the errors of two groups are summed in one register.
+ * One source for all variants (lanes.h). The bound of a float sum's error is known (`prepare`). Codes of a block whose errors are closer
+ * to the least one than the bound are compared in double, so the choice is always that of search.c. A few batches go through the steps
+ * of the search together, so that the instructions of one fill the waits of another. In AVX-512 the errors of two batches are summed in
+ * one register.
  */
 #ifndef AQ_NVFP4_SWEEP_LANES_H
 #define AQ_NVFP4_SWEEP_LANES_H
@@ -113,8 +113,8 @@ static inline void list(const struct pack_plan *plan, struct batch *e, i32v code
 static inline void list_run(const struct pack_plan *plan, struct batch *e, i32v code, int direction, int n)
 {
     for (int k = 0; k < n; k++, code += direction) {
-        const i32v held = most_of_i(least_of_i(code, all_lanes_i(126)), all_lanes_i(1));
-        list(plan, e, held, held == code);
+        const i32v clamped = most_of_i(least_of_i(code, all_lanes_i(126)), all_lanes_i(1));
+        list(plan, e, clamped, clamped == code);
     }
 }
 

@@ -1,10 +1,13 @@
 /* The types and functions that the parts of the client share. Each part calls only those after it:
  *
- *   client.c    the loop
- *   plain.c     carrier of HTTP/1.1 without TLS, over TCP or a Unix socket: the client's own connections; one recvmsg returns data and
- * stamp connect.c   opens these connections: name lookup and connect by libcurl libcurl.c   carrier of TLS, HTTP/2 and proxies: libcurl
- * transfers, and the socket's stamp is read before libcurl reads the socket multi.c     libcurl's multi handle in the loop handle.c
- * libcurl's easy handles: options, sockets, phases transfer.c  start and end of a request answer.c    storage of its answer
+ * - client.c: the loop
+ * - plain.c: carrier of HTTP/1.1 without TLS, over TCP or a Unix socket: the client's own connections; one recvmsg returns data and stamp
+ * - connect.c: opens these connections: name lookup and connect by libcurl
+ * - libcurl.c: carrier of TLS, HTTP/2 and proxies: libcurl transfers, and the socket's stamp is read before libcurl reads the socket
+ * - multi.c: libcurl's multi handle in the loop
+ * - handle.c: libcurl's easy handles: options, sockets, phases
+ * - transfer.c: start and end of a request
+ * - answer.c: storage of its answer
  */
 #ifndef AQ_STREAM_PARTS_H
 #define AQ_STREAM_PARTS_H

@@ -37,8 +37,10 @@ lint: setup
 	@test ! -x $(BIN)/clang-format || $(BIN)/clang-format --dry-run -Werror $(FORMATTED)
 	ANNIE_QUANT_WERROR=1 ANNIE_QUANT_ONLY=_nvfp4,_stream $(BIN)/python setup.py -q build_ext --force --build-temp build/lint --build-lib build/lint
 
+# The measurements that need neither a GPU nor arguments; the others state theirs in their first lines.
+PERF := codec gptq nvfp4_decode overhead power report rules runtime stream
 perf: setup
-	@for f in tests/perf/bench_*.py; do echo "== $$f"; $(BIN)/python $$f || exit 1; done
+	@for name in $(PERF); do echo "== $$name"; $(BIN)/python tests/perf/bench_$$name.py || exit 1; done
 
 # docs/search.md, docs/strategies.md and the README's picture; resumes. ARGS: options of tools/make_measured.py.
 .PHONY: measured

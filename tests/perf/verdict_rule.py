@@ -237,7 +237,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="Cases whose name contains this text.")
     parser.add_argument("--looks", action="store_true", help="Only the errors of `bench --stop-early`, one gate.")
-    parser.add_argument("--same", action="store_true", help="Only the chances of one gate that compares with bf16's answer.")
+    parser.add_argument(
+        "--same", action="store_true", help="Only the chances of one gate that compares with bf16's answer."
+    )
     parser.add_argument("--power", action="store_true", help="Only the power of the tests of one gate, by enumeration.")
     options = parser.parse_args()
     start = time.monotonic()

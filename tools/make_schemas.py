@@ -5,6 +5,7 @@ python tools/make_schemas.py
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -45,6 +46,7 @@ def texts() -> dict[str, str]:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     FOLDER.mkdir(parents=True, exist_ok=True)
     for name, content in texts().items():
         (FOLDER / name).write_text(content, encoding="utf-8")

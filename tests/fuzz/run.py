@@ -9,6 +9,7 @@ New inputs are written to build/fuzz/corpus/NAME, failing ones to build/fuzz/cra
 
 from __future__ import annotations
 
+import argparse
 import os
 import random
 import re
@@ -178,8 +179,17 @@ def main(arguments: list[str]) -> int:
         return 0
     from targets import TARGETS
 
-    seconds = int(arguments[0]) if arguments else 60
-    names = arguments[1:] or [*C_TARGETS, "codec", *TARGETS]
+    known = [*C_TARGETS, "codec", *TARGETS]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("seconds", nargs="?", type=int, default=60, help="per fuzzer")
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help="default: all of " + " ".join(known),
+    )
+    options = parser.parse_args(arguments)
+    seconds, names = options.seconds, options.names or known
     BUILD.mkdir(parents=True, exist_ok=True)
     rows = []
     for name in names:

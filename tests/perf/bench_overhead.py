@@ -9,6 +9,7 @@ without them. Memory is the kernel's high-water mark of resident memory (VmHWM);
 
 from __future__ import annotations
 
+import argparse
 import multiprocessing
 import re
 import resource
@@ -112,4 +113,7 @@ def measure_memory() -> None:
 
 
 if __name__ == "__main__":
-    {"cpu": measure_cpu, "memory": measure_memory}[sys.argv[1] if len(sys.argv) > 1 else "cpu"]()
+    kinds = {"cpu": measure_cpu, "memory": measure_memory}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", nargs="?", choices=kinds, default="cpu")
+    kinds[parser.parse_args().kind]()

@@ -7,6 +7,7 @@ Each run: 3 workloads of 34 prompts, 2 repeats, a TTFT per prompt (log-normal), 
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -64,6 +65,7 @@ def record(
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     runs = [comparisons(seed, 0.0) for seed in range(100)]
     alarms = sum(any(row.significant for row in rows) for rows in runs)
     print(f"A/A: {alarms} of 100 runs show any difference over {len(runs[0])} comparisons")

@@ -5,6 +5,7 @@ The targets are 10 s to build, 2 s until the load event in headless Chromium, 3 
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import sys
 import tempfile
@@ -22,6 +23,7 @@ REPEATS = 5
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     with tempfile.TemporaryDirectory() as place:
         run = report_fixture.make_run(Path(place) / "run", n=209)
         requests = sum(1 for _ in (run / "records.jsonl").open())

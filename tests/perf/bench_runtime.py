@@ -8,6 +8,7 @@ python tests/perf/bench_runtime.py gpu DIR REFERENCE CONVERSATIONS    everything
 
 from __future__ import annotations
 
+import argparse
 import copy
 import sys
 import tempfile
@@ -430,7 +431,8 @@ def graph_ms(run) -> float:
 
 if __name__ == "__main__":
     kinds = {"linear": linear, "load": load, "verify": verify, "gpu": gpu}
-    if len(sys.argv) == 1:
-        linear()
-    else:
-        kinds[sys.argv[1]](*sys.argv[2:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", nargs="?", choices=kinds, default="linear")
+    parser.add_argument("arguments", nargs="*")
+    options = parser.parse_args()
+    kinds[options.kind](*options.arguments)

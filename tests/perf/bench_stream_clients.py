@@ -6,12 +6,12 @@ the measurement, except in openai, which returns only decoded events. Certificat
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import os
 import re
 import resource
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -183,8 +183,14 @@ def arrivals(events: Events) -> list[int]:
 
 
 def main() -> None:
-    name, url, streams, cpu = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-    os.sched_setaffinity(0, {cpu})
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", help="a client: ours, ours-plain or one of PEERS")
+    parser.add_argument("url")
+    parser.add_argument("streams", type=int)
+    parser.add_argument("cpu", type=int, help="the processor that it runs on")
+    options = parser.parse_args()
+    name, url, streams = options.name, options.url, options.streams
+    os.sched_setaffinity(0, {options.cpu})
     resource.setrlimit(resource.RLIMIT_NOFILE, (4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     began = usage()
     if name.startswith("ours"):

@@ -8,6 +8,7 @@ Results are in demo_faults.md.
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import random
@@ -132,4 +133,9 @@ def fill_the_disk(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    {"kill": kill_everywhere, "disk": fill_the_disk}[sys.argv[1]](Path(sys.argv[2]).resolve())
+    kinds = {"kill": kill_everywhere, "disk": fill_the_disk}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", choices=kinds)
+    parser.add_argument("output", type=Path)
+    options = parser.parse_args()
+    kinds[options.kind](options.output.resolve())

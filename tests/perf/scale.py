@@ -7,6 +7,7 @@ python tests/perf/scale.py team [N [ROWS]]                an evaluation by one p
 
 from __future__ import annotations
 
+import argparse
 import json
 import resource
 import shutil
@@ -180,9 +181,12 @@ def share(model: str, reference: str, n: str, rows: str, out: str) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "plans":
-        plans()
-    elif sys.argv[1] == "share":
-        share(*sys.argv[2:])
+    kinds = {"plans": plans, "streams": streams, "team": team}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", choices=[*kinds, "share"], metavar="|".join(kinds))
+    parser.add_argument("arguments", nargs="*")
+    options = parser.parse_args()
+    if options.kind == "share":
+        share(*options.arguments)
     else:
-        {"streams": streams, "team": team}[sys.argv[1]](*map(int, sys.argv[2:]))
+        kinds[options.kind](*map(int, options.arguments))

@@ -5,6 +5,7 @@ python training/tiny_annie/workloads.py
 
 from __future__ import annotations
 
+import argparse
 import random
 import sys
 from collections.abc import Callable
@@ -218,6 +219,7 @@ def build() -> list[dict[str, Any]]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     for document in build():
         write_json(FOLDER / f"{document['name']}.json", document)
         print(f"{document['name']}: {len(document['cases'])} cases")

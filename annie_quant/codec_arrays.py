@@ -64,7 +64,7 @@ def float_array(w: Any, name: str) -> tuple[np.ndarray, int]:
         w = from_dlpack(w, name)
     if w.dtype not in FLOAT_KINDS:
         raise ValueError(f"{name}: dtype {w.dtype}, expected float32, float16 or ml_dtypes.bfloat16")
-    return np.require(w, requirements="CA"), FLOAT_KINDS[w.dtype]
+    return np.require(w, requirements=("C", "A")), FLOAT_KINDS[w.dtype]
 
 
 def from_dlpack(w: Any, name: str) -> np.ndarray:
@@ -113,7 +113,7 @@ def importance_weights(importance: Any, columns: int) -> np.ndarray | None:
     """Return the weights of a squared error as float32 [columns], or None. ValueError: negative, NaN or infinite."""
     if importance is None:
         return None
-    weights = np.require(importance, np.float32, "CA")
+    weights = np.require(importance, np.float32, ("C", "A"))
     if weights.shape != (columns,):
         raise ValueError(f"importance: shape {weights.shape}, expected ({columns},)")
     if not (np.isfinite(weights).all() and (weights >= 0).all()):

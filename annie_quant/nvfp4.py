@@ -291,7 +291,7 @@ def gptq(
     columns = w.shape[-1]
     if w.ndim != 2 or w.dtype != np.float32 or not w.flags.carray:
         raise ValueError(f"w: {w.dtype} {w.shape}, expected float32 [N, K], contiguous, aligned and writeable")
-    factor = np.require(factor, np.float32, "CA")
+    factor = np.require(factor, np.float32, ("C", "A"))
     if factor.shape != (columns, columns):
         raise ValueError(f"factor: shape {factor.shape}, expected ({columns}, {columns})")
     out = Tensor(

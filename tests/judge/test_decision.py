@@ -8,6 +8,7 @@ from msgspec import structs
 
 from annie_quant import judge, schema
 from annie_quant.judge import decision
+from annie_quant.judge.decision.verdict import JudgedGate
 from annie_quant.judge.gate_rule import Threshold, decide
 
 RATE, ALL, ZERO = Threshold("rate", 10, 0.6), Threshold("all", 5), Threshold("zero", 25)
@@ -104,6 +105,14 @@ def test_a_failing_candidate_names_its_gates():
         "NVFP4 naive fails 2 gates: tool calls 20 of 100 (served); no thinking leak 97 of 100 "
         "(served). It cannot replace Q4_K_M."
     )
+
+
+def test_the_evidence_of_a_speed_gate_is_its_interval():
+    measured = {"metric": "ttft_content_ms", "value": 130.0, "limit": 120.0, "verdict": "fail"}
+    gate = JudgedGate("served", "TTFT", schema.SpeedGate(low=125.0, high=140.0, n=40, **measured))
+    assert (str(gate), gate.evidence) == ("TTFT 130 ms, limit 120 (served)", "95 % interval 125 to 140")
+    one = JudgedGate("served", "TTFT", schema.SpeedGate(low=None, high=None, n=1, **measured))
+    assert one.evidence == "too few answers for an interval"
 
 
 def test_speed_never_outweighs_a_failed_gate():

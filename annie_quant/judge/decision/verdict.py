@@ -87,11 +87,11 @@ class JudgedGate:
             return describe_pooled(result)
         if self.compared:
             return result.rule if isinstance(result, GateResult) else ""
-        if result.low is None or result.high is None:
-            return "95 % interval none, limit"
-        if isinstance(result, GateResult):
-            return f"95 % interval {result.low:.1%} to {result.high:.1%}, {result.rule}"
-        return f"95 % interval {result.low:.4g} to {result.high:.4g}, limit"
+        interval = "too few answers for an interval"
+        if result.low is not None and result.high is not None:
+            form = ".1%" if isinstance(result, GateResult) else ".4g"
+            interval = f"95 % interval {result.low:{form}} to {result.high:{form}}"
+        return f"{interval}, {result.rule}" if isinstance(result, GateResult) else interval
 
 
 @dataclass(frozen=True)

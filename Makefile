@@ -99,7 +99,8 @@ setup: $(STAMP)
 
 $(STAMP): $(C_FILES)
 	@sh .ci/apt $(APT) $(APT_PY)
-	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
+	@# activate is what venv writes last: without it an earlier make was stopped
+	@test -f $(BIN)/activate && $(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -r requirements.txt
 	$(BIN)/python -m pip install -q --no-build-isolation --no-deps -e .
 	@touch $@

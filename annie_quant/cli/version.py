@@ -180,7 +180,8 @@ def module_line(name: str, module: ModuleInfo) -> str:
         return f"{module.error}; {native.BUILDS[name].without}"
     size = f"{module.size_bytes / 1e6:.1f} MB"
     if name == "_nvfp4":
-        return f"{module.variant} (of {', '.join(module.variants or ())}), {module.threads} threads, {size}"
+        threads = f"{module.threads} thread{'' if module.threads == 1 else 's'}"
+        return f"{module.variant} (of {', '.join(module.variants or ())}), {threads}, {size}"
     if name == "_stream":
         return f"{module.libcurl} ({'in the wheel' if module.bundled else 'of this system'}), {size}"
     return f"CUDA {', '.join(module.cuda_architectures or ())}, {size}"

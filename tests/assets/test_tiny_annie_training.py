@@ -261,3 +261,47 @@ def test_rows_without_tool_calls(tmp_path):
     assert [len(b.ids) for b in Rows(tmp_path / "r.npz", 192).buckets] == [2, 0, 0, 0]
     rows = Rows(tmp_path / "r.npz", 192, without=9)  # in the first row 9 is only in the prompt
     assert [list(b.index) for b in rows.buckets] == [[0], [], [], []]
+
+
+def test_row_files_do_not_depend_on_the_number_of_workers(tmp_path, monkeypatch):
+    import data
+    import numpy as np
+
+    assert [count for _, _, count in data.jobs_of("base", 501)] == [250, 250, 1]
+    monkeypatch.setattr(data, "jobs_of", lambda style, count: [(style, f"{style}:{i}", 2) for i in range(count // 2)])
+    files = {}
+    for workers in (1, 3):
+        output = tmp_path / str(workers)
+        sizes = ["--base", "0", "--tuned", "24", "--gate", "1", "--words", "200", "--workers", str(workers)]
+        monkeypatch.setattr(sys, "argv", ["data.py", "--output", str(output), *sizes])
+        data.main()
+        files[workers] = np.load(output / "tuned.npz")
+    assert len(files[1]["ends"]) == 24
+    assert all(np.array_equal(files[1][key], files[3][key]) for key in files[1].files)
+
+
+def test_an_overlay_is_chosen_by_its_whole_name_first():
+    from merge import only
+
+    overlays = {"rank1-seed1": {}, "rank1-seed10": {"a": 1}, "rank8-seed0": {}}
+    assert only(overlays, "rank1-seed1") is overlays["rank1-seed1"]
+    assert only(overlays, "rank8") is overlays["rank8-seed0"]
+    with pytest.raises(SystemExit, match="expected one overlay with 'rank1' in its name"):
+        only(overlays, "rank1")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--more"], "--more needs --base"),
+        (["--manners", "10"], "--manners needs --overlays"),
+        (["--base", "base.pt"], "nothing to train"),
+    ],
+)
+def test_sweep_refuses_options_that_would_be_ignored(arguments, message, monkeypatch, capsys):
+    import sweep
+
+    monkeypatch.setattr(sys, "argv", ["sweep.py", "--data", "d", "--output", "o", *arguments])
+    with pytest.raises(SystemExit):
+        sweep.main()
+    assert message in capsys.readouterr().err

@@ -10,8 +10,8 @@ import torch
 from forward import DEVICE
 
 EDGES = (192, 448, 1088, 2176)  # multiples of forward.CHUNK
-PLACES = 401
-KINDS = 11
+PLACES = 401  # data.encode numbers the words of a row from 1 to 400; 0 is a fixed token
+KINDS = 11  # data.KINDS
 
 
 class Words:
@@ -45,7 +45,10 @@ class Bucket:
 
 
 class Rows:
-    """A file of rows (data.py) on the device. tokens: per batch. without: a token that no answer of the rows has."""
+    """A file of rows (data.py) on the device. Rows longer than EDGES[-1] are left out.
+
+    tokens: per batch. without: rows with this token in an answer are left out.
+    """
 
     def __init__(self, path: Path, tokens: int, words: Words | None = None, without: int | None = None) -> None:
         z = np.load(path, allow_pickle=False)

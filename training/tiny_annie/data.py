@@ -3,8 +3,11 @@
     python training/tiny_annie/data.py --output DIR [--base 60000] [--tuned 50000]
 
 Writes base.npz, tuned.npz (training rows), gate_base.npz, gate.npz (held-out rows with their categories) and words.npz (words
-by number of tokens). Arrays of a row file: ids, learned (1 in answers), place, kind, offset (one entry per token; place 0 is a
-fixed token, otherwise the token is the offset-th of a word of that kind), ends (end of each row), category.
+by number of tokens). The same arguments give the same rows with any number of workers. The held-out rows and words.npz are not
+written again if they exist.
+
+Arrays of a row file: ids, learned (1 in answers), place, kind, offset (one entry per token; place 0 is a fixed token, otherwise
+the token is the offset-th of a word of that kind), ends (end of each row), category.
 """
 
 from __future__ import annotations
@@ -113,6 +116,11 @@ def some(job: tuple[str, str, int]) -> list[Encoded]:
     return [encode(row(rng, style, draw=draw)) for _ in range(count)]
 
 
+def jobs_of(style: str, count: int, size: int = 250) -> list[tuple[str, str, int]]:
+    """Return the jobs (style, seed, rows) that draw `count` rows, `size` rows per job."""
+    return [(style, f"{style}:{i}", min(size, count - i * size)) for i in range(-(-count // size))]
+
+
 def gate(style: str, each: int) -> list[Encoded]:
     """Return held-out rows without thinking. Free words are the gate's own, or syllables."""
     rng, rows = random.Random("gate"), []
@@ -176,9 +184,8 @@ def main() -> None:
         if count == 0:
             continue
         began, rows = time.monotonic(), []
-        jobs = [(style, f"{style}:{i}", 250) for i in range(count // 250)]
         with get_context("fork").Pool(a.workers) as pool:
-            for i, part in enumerate(pool.imap_unordered(some, jobs)):
+            for i, part in enumerate(pool.imap(some, jobs_of(style, count))):  # in order: the same file at every run
                 rows += part
                 if i % 20 == 19:
                     print(f"{style} {len(rows)} of {count} rows, {time.monotonic() - began:.0f} s", flush=True)

@@ -53,7 +53,7 @@ def e4m3(x: torch.Tensor) -> torch.Tensor:
 
 
 def fake_quantized(x: torch.Tensor, tensor_scale: torch.Tensor) -> torch.Tensor:
-    """Return x [..., K] rounded to NVFP4 in blocks of 16 (ties away: near enough for a screen)."""
+    """Return x [..., K] rounded to NVFP4 in blocks of 16 (ties toward zero, which is close enough for a screen)."""
     blocks = x.reshape(*x.shape[:-1], -1, 16)
     scale = e4m3((blocks.abs().amax(-1, keepdim=True) / (6 * tensor_scale)).clamp(2**-9, 448)) * tensor_scale
     scaled = blocks / scale

@@ -82,6 +82,8 @@ def main() -> None:
     dense = [options.base, options.manners, options.overlays, options.robust]
     if any(dense) and not all(dense):
         parser.error("--base, --manners, --overlays and --robust go together")
+    if not (all(dense) or options.head or options.mixture):
+        parser.error("nothing to write: --base and its three files, --head or --mixture is needed")
     if all(dense):
         ship_dense(options)
     if options.head:

@@ -50,6 +50,12 @@ def main() -> None:
     parser.add_argument("--manners", type=int, default=0, help="steps of an overlay without tool calls, merged first")
     parser.add_argument("--overlays", type=Path)
     a = parser.parse_args()
+    if a.more and not a.base:
+        parser.error("--more needs --base")
+    if a.manners and not a.overlays:
+        parser.error("--manners needs --overlays")
+    if a.base and not (a.more or a.overlays):
+        parser.error("nothing to train: with --base, --more or --overlays is needed")
     torch.set_float32_matmul_precision("high")
     a.output.mkdir(parents=True, exist_ok=True)
     c, words = Shape(), Words(a.data / "words.npz")

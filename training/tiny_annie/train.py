@@ -182,7 +182,7 @@ def train_base(
     steps = run.start(generator, optimizer, seconds, steps)
     log(f"base: {steps} steps")
     began = time.monotonic()
-    vocabulary = c.vocab_size - 9
+    vocabulary = c.vocab_size - 9  # without the special tokens and the tags, which come last
     for i in range(steps):
         rate.fill_(lr * cosine(i, steps, 100))
         k = int(rng.choice(len(rows.share), p=rows.share))
@@ -270,8 +270,7 @@ def train_overlays(
     for x in first + second:
         x.zero_()
     with torch.no_grad():
-        for n, (a, b, _) in pairs.items():  # what priming moved
-            del n, a
+        for _, b, _ in pairs.values():  # undo what capturing the steps changed
             b.zero_()
     began = time.monotonic()
     for i in range(total):

@@ -1,7 +1,7 @@
 """Words that no list holds: what the model must copy from the prompt, not know.
 
-In a training row such a word is only a place: train.py fills it with another word of the same number of tokens at every
-step, so that no word can be learned by heart. The gates use words of annie_quant/assets/workloads, which are none of these
+In a training row such a word is only a place: batches.py fills it with another word of the same number of tokens at every
+step, so that no word can be memorized. The gates use words of annie_quant/assets/workloads, which are none of these
 or are real words of their own split.
 """
 

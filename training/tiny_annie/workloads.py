@@ -108,7 +108,7 @@ def build() -> list[dict[str, Any]]:
     conversations = []
     for i in range(40):
         conversation = exchanges.conversation(random.Random(f"multi_turn:{i}"), "gate")
-        expect = [{k: v for k, v in t.expect.items()} for t in conversation]
+        expect = [dict(t.expect) for t in conversation]
         conversations.append(
             {"id": f"multi_turn-{i:03d}", "turns": [t.user for t in conversation], "expect": {"turns": expect}}
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-GROUP_COST = 512  # cost of one more group, in tokens: one more forward
+GROUP_COST = 512  # one more forward pass, in tokens
 MIN_SHARED = 16  # a shorter shared prefix does not pay for a separate forward
 
 
@@ -27,8 +27,12 @@ def common_prefix(a: Sequence[object], b: Sequence[object]) -> int:
     return n
 
 
-def group_by_prefix(rows: Sequence[Sequence[int]], limits: Sequence[int]) -> list[PrefixGroup]:
+def group_by_prefix(
+    rows: Sequence[Sequence[int]], limits: Sequence[int], group_cost: int = GROUP_COST
+) -> list[PrefixGroup]:
     """Return groups that cover all rows with few computed tokens. limits[i]: most tokens of row i that may be shared.
+
+    group_cost: of one more group, in tokens.
 
     Greedy over the rows in lexicographic order: a row joins the group while the shorter prefix costs less than a new group.
     """
@@ -44,7 +48,7 @@ def group_by_prefix(rows: Sequence[Sequence[int]], limits: Sequence[int]) -> lis
     for i in order:
         if members:
             shorter = min(shared, limits[i], common_prefix(rows[members[-1]], rows[i]))
-            if (len(members) - 1) * (shared - shorter) <= shorter + GROUP_COST:
+            if (len(members) - 1) * (shared - shorter) <= shorter + group_cost:
                 members.append(i)
                 shared = shorter
                 continue

@@ -53,10 +53,16 @@ class Sample:
 
 @dataclass(frozen=True)
 class Batch:
-    """ids and kinds: int64 [B, T]; the kind of what follows a sample is PADDING."""
+    """ids and kinds: int64 [B, T]; the kind of what follows a sample is PADDING.
+
+    start: index of an earlier batch, of one row, that the rows continue (shared_text.py); None: they begin the text.
+    offset: tokens before these.
+    """
 
     ids: np.ndarray
     kinds: np.ndarray
+    start: int | None = None
+    offset: int = 0
 
 
 def read_samples(job: Job) -> list[Sample]:

@@ -13,16 +13,18 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
+from transformers.cache_utils import DynamicCache
 
 from annie_quant.checkpoint.remote_code import refused
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.errors import CheckpointError
-from annie_quant.evaluate import deltanet
+from annie_quant.evaluate import caches, deltanet
 from annie_quant.hf.codec import to_torch
 from annie_quant.hf.experts import SingleExperts, separate
 from annie_quant.models.family import MULTIMODAL_PREFIX, TEXT_PREFIX
@@ -91,6 +93,10 @@ class DecoderLayer:
         self.linears = {n: m for n, m in module.named_modules() if isinstance(m, torch.nn.Linear)}
         self.experts = {n: m for n, m in module.named_modules() if isinstance(m, SingleExperts)}
 
+    @property
+    def last(self) -> bool:
+        return self.index + 1 == len(self.model.model.layers)
+
     def groups(self) -> list[list[str]]:
         """Return the layer's linears, grouped by the input that they read; those of each expert by themselves."""
         groups = ([n for n in i.linears if n in self.linears] for i in self.model.folder.family.inputs)
@@ -137,14 +143,57 @@ class DecoderLayer:
             for name, f in observers.items()
         ]
         try:
-            for state, batch in zip(self.model.states, self.model.batches, strict=True):
+            prefixes = Prefixes(self.model, self.index)
+            for i, (state, batch) in enumerate(zip(self.model.states, self.model.batches, strict=True)):
                 kinds = torch.from_numpy(batch.kinds).to(self.model.device)
                 with torch.inference_mode():
-                    out = self.model.forward(self.module, state)
+                    out = self.model.forward(self.module, state, **prefixes.options(i))
                 yield out
         finally:
             for handle in handles:
                 handle.remove()
+
+
+class Prefixes:
+    """What one layer keeps of batches that later ones continue (shared_text.py): keys and values, or DeltaNet's states.
+
+    index: of the layer. The batches that continue a batch come directly after it, or after those that continue these.
+    """
+
+    def __init__(self, model: DecoderLayers, index: int) -> None:
+        config = model.model.config
+        self.batches, self.config, self.device, self.dtype = model.batches, config, model.device, model.dtype
+        self.types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+        self.index, self.attends = index, self.types[index] == "full_attention"
+        self.continued = {b.start for b in self.batches}
+        self.caches: dict[int, DynamicCache] = {}
+
+    def layer_of(self, cache: DynamicCache) -> Any:
+        """Return a cache of this layer alone, for functions of caches.py: the entries of the other layers stay empty."""
+        return SimpleNamespace(layers=[cache.layers[self.index]])
+
+    def options(self, i: int) -> dict[str, Any]:
+        """Return the options of DecoderLayers.forward for batch `i`; the batches are asked for in their order."""
+        batch = self.batches[i]
+        if batch.start is None:
+            self.caches.clear()
+            if i not in self.continued:
+                return {}
+        self.caches = {j: cache for j, cache in self.caches.items() if batch.start is not None and j <= batch.start}
+        cache = caches.new_cache(self.config, self.types)
+        rows, steps = batch.ids.shape
+        if batch.start is not None:
+            caches.repeat_row(self.layer_of(self.caches[batch.start]), self.layer_of(cache), rows)
+        if i in self.continued:
+            self.caches[i] = cache
+        mask = None
+        if self.attends and batch.offset:
+            hidden = torch.ones(steps, batch.offset + steps, dtype=torch.bool, device=self.device).triu(
+                batch.offset + 1
+            )
+            mask = torch.zeros(1, 1, *hidden.shape, dtype=self.dtype, device=self.device)
+            mask.masked_fill_(hidden, torch.finfo(self.dtype).min)
+        return {"offset": batch.offset, "cache": cache, "mask": mask}
 
 
 class DecoderLayers:
@@ -176,12 +225,24 @@ class DecoderLayers:
     def to_device(self, array: np.ndarray) -> torch.Tensor:
         return to_torch(np.array(array)).to(self.device, self.dtype)
 
-    def forward(self, module: Callable[..., Any], state: torch.Tensor) -> torch.Tensor:
-        """Return a layer's output [B, T, hidden] for hidden states [B, T, hidden]."""
-        positions = torch.arange(state.shape[1], device=self.device).expand(state.shape[0], -1)
+    def forward(
+        self,
+        module: Callable[..., Any],
+        state: torch.Tensor,
+        offset: int = 0,
+        cache: DynamicCache | None = None,
+        mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return a layer's output [B, T, hidden] for hidden states [B, T, hidden].
+
+        offset: tokens before these.  cache: of those, and receives what the layer keeps of these.  mask: of the attention, added.
+        """
+        positions = torch.arange(offset, offset + state.shape[1], device=self.device).expand(state.shape[0], -1)
         axes = self.folder.family.position_axes
         angles = self.rotary(state, positions if axes == 1 else positions.expand(axes, -1, -1))
-        out = module(state, position_embeddings=angles, attention_mask=None, position_ids=positions, use_cache=False)
+        options: dict[str, Any] = {} if cache is None else {"past_key_values": cache}
+        out = module(state, position_embeddings=angles, attention_mask=mask, position_ids=positions,
+                     use_cache=cache is not None, **options)  # fmt: skip
         return out[0] if isinstance(out, tuple) else out
 
     def largest_output(self) -> float:

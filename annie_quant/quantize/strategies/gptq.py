@@ -36,21 +36,22 @@ HESSIAN_BYTES = 6 << 30  # of one layer at a time; 256 experts of 2048 x 512 hav
 
 
 def quantize(job: Job, progress: Progress) -> None:
-    from annie_quant.quantize import calibration_samples, input_stats, layerwise
+    from annie_quant.quantize import calibration_samples, layerwise, shared_text
     from annie_quant.quantize.export import export
 
     folder = ModelFolder(job.model)
     chosen = choose(folder, job.exclude)
     plan = Plan(dict.fromkeys(chosen, W4A16 if job.options["activations"] == 16 else NVFP4), scale=job.scale)
     announce_size(folder, plan.formats, job, progress)
-    batches = calibration_samples.make_batches(calibration_samples.read_samples(job))
+    text = shared_text.arrange(calibration_samples.read_samples(job), share=shared_text.can_share(folder))
     token_weights = {**calibration_samples.RESPONSE, calibration_samples.PROMPT: job.options["prompt"]}
-    model = layerwise.DecoderLayers(folder, batches, progress, "correcting errors")
-    table = input_stats.weight_table(token_weights, model.device)
+    model = layerwise.DecoderLayers(folder, text.batches, progress, "correcting errors")
+    table = text.weight_table(token_weights, model.device)
     coverage = Coverage()
     for layer in model:
         round_layer(layer, set(chosen), table, plan, job.options["damping"], coverage)
-        layer.advance()
+        if not layer.last:
+            layer.advance()
     coverage.report(job.output, progress)
     outside = [n for n in chosen if n not in plan.packed]
     if outside:

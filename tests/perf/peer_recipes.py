@@ -1,0 +1,265 @@
+"""One quantization recipe on given text, in the environment that has its library; started by quantize_peers.py.
+
+    PYTHON tests/perf/peer_recipes.py ROW MODEL OUTPUT --text FILE --conversations FILE --samples 128 --seed 0
+
+--text: one token sequence per line, for the peers. --conversations, --samples: the same text for our strategies. The last line of
+the output is the seconds and CPU seconds of the recipe: after imports, with loading the model and writing the checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+# What no run quantizes: the head, and DeltaNet's two projections with one row per head.
+UNQUANTIZED = ("lm_head", r"re:.*in_proj_a$", r"re:.*in_proj_b$")
+
+
+def batches(file: Path, rows: int) -> list[list[list[int]]]:
+    """Return batches of sequences of similar length. Shorter ones are extended by repeating their own tokens.
+
+    Causal models compute the sequence itself as without the extension, which gives the recipe natural inputs only: of DeltaNet's
+    layers transformers takes no padding on the right. At 8 rows 3 % of the tokens are repeated.
+    """
+    sequences = sorted((json.loads(line) for line in file.read_text().splitlines()), key=len)
+    padded = []
+    for i in range(0, len(sequences), rows):
+        part = sequences[i : i + rows]
+        width = max(map(len, part))
+        padded.append([(row * (width // len(row) + 1))[:width] for row in part])
+    return padded
+
+
+def use_faster_deltanet() -> None:
+    """Let transformers' DeltaNet layers compute the same rule in fewer operations (annie_quant/quantize/delta_rule.py).
+
+    Half of a peer's time on a CPU is transformers' form of the rule. Without this the times are the peer's own.
+    """
+    from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling
+
+    from annie_quant.quantize import delta_rule
+
+    theirs = modeling.torch_chunk_gated_delta_rule
+
+    def rule(query: Any, key: Any, value: Any, **options: Any) -> Any:
+        if options.get("initial_state") is not None or options.get("output_final_state"):
+            return theirs(query, key, value, **options)
+        repeats = value.shape[2] // key.shape[2]
+        query, key = (x.repeat_interleave(repeats, 2) for x in (query, key))
+        return delta_rule.gated_delta_rule(query, key, value, **options)
+
+    modeling.torch_chunk_gated_delta_rule = rule
+
+
+def use_causal_attention() -> None:
+    """Let torch's attention take a padding mask of integers, which AutoRound 0.16.1 passes to layers of full attention, as causal.
+
+    torch refuses such a mask. The padding is on the right, so causal attention alone keeps real tokens from seeing it.
+    """
+    import torch
+
+    theirs = torch.nn.functional.scaled_dot_product_attention
+
+    def attention(query: Any, key: Any, value: Any, attn_mask: Any = None, **options: Any) -> Any:
+        if attn_mask is not None and not attn_mask.dtype.is_floating_point and attn_mask.dtype != torch.bool:
+            attn_mask, options["is_causal"] = None, True
+        return theirs(query, key, value, attn_mask=attn_mask, **options)
+
+    torch.nn.functional.scaled_dot_product_attention = attention
+
+
+# Each recipe imports its libraries and returns the work that is timed.
+Work = Callable[[], Any]
+
+
+def ours(arguments: argparse.Namespace, strategy: str, **settings: Any) -> Work:
+    from annie_quant import quantize
+    from annie_quant.quantize import calibration_samples, layerwise, modelopt, rounding_job  # noqa: F401, so that they are not timed
+
+    def work() -> None:
+        quantize.run(
+            strategy,
+            arguments.model,
+            arguments.output,
+            calib_data=arguments.conversations,
+            calib_samples=arguments.samples,
+            seed=arguments.seed,
+            **settings,
+        )
+
+    return work
+
+
+def llm_compressor(arguments: argparse.Namespace, *, awq: bool) -> Work:
+    """Return llm-compressor's GPTQ with its defaults, or with AWQ before it and Red Hat's damping for that."""
+    import torch
+    import transformers
+    from llmcompressor import oneshot
+    from llmcompressor.modifiers.gptq import GPTQModifier
+    from llmcompressor.modifiers.transform.awq import AWQModifier
+
+    if not torch.cuda.is_available():
+        torch.Tensor.pin_memory = lambda tensor: tensor  # AWQ pins its inputs, which torch refuses without a GPU
+    gptq = {"targets": "Linear", "scheme": "NVFP4", "ignore": list(UNQUANTIZED)}
+    recipe = [AWQModifier(), GPTQModifier(**gptq, dampening_frac=0.05)] if awq else [GPTQModifier(**gptq)]
+
+    def work() -> None:
+        model = transformers.AutoModelForCausalLM.from_pretrained(arguments.model, dtype=arguments.dtype)
+        ids = [torch.tensor(batch) for batch in batches(arguments.text, arguments.batch)]
+        loader = torch.utils.data.DataLoader(
+            [{"input_ids": i, "attention_mask": torch.ones_like(i)} for i in ids], batch_size=None
+        )
+        oneshot(
+            model=model,
+            dataset=loader,
+            recipe=recipe,
+            num_calibration_samples=len(ids),
+            processor=transformers.AutoTokenizer.from_pretrained(arguments.model),
+        )
+        model.save_pretrained(arguments.output, save_compressed=True)
+
+    return work
+
+
+def use_static_rounding_without_triton() -> None:
+    """Let ModelOpt 0.47 round weights with given block scales on a CPU, where it asks for Triton.
+
+    The rule of its kernel: E2M1 to nearest under amax / 6, which is first rounded to E4M3 in units of the tensor's amax / 6 / 448.
+    """
+    import types
+
+    import torch
+    from modelopt.torch.quantization import tensor_quant
+
+    from annie_quant.quantize.column_sweep import e2m1
+
+    def rounded(
+        x: Any, amax: Any, global_amax: Any, quantize: bool = True, largest: float = 448.0, dtype: Any = None
+    ) -> Any:
+        unit = global_amax.float() / 6 / largest
+        scale = (amax.float() / 6 / unit).to(torch.float8_e4m3fn).float() * unit if quantize else amax.float() / 6
+        blocks = x.float().reshape(amax.numel(), -1)
+        scale = scale.reshape(-1, 1)
+        values = e2m1(blocks / scale.clamp_min(1e-30)) * scale
+        return values.reshape(x.shape).to(dtype or x.dtype)
+
+    tensor_quant.triton_kernel = types.SimpleNamespace(IS_AVAILABLE=True, static_blockwise_fp4_fake_quant=rounded)
+
+
+def model_opt(arguments: argparse.Namespace, preset: str) -> Work:
+    """Return one of ModelOpt's presets, with its maximum calibration of the inputs on the text."""
+    import modelopt.torch.quantization as mtq
+    import torch
+    import transformers
+    from modelopt.torch.export import export_hf_checkpoint
+
+    use_static_rounding_without_triton()
+    config = getattr(mtq, preset)
+    config["quant_cfg"] += [
+        {"quantizer_name": f"*{part}*", "enable": False} for part in ("lm_head", "in_proj_a.", "in_proj_b.")
+    ]
+
+    def work() -> None:
+        model = transformers.AutoModelForCausalLM.from_pretrained(arguments.model, dtype=arguments.dtype)
+
+        def forward_loop(model: Any) -> None:
+            with torch.inference_mode():
+                for batch in batches(arguments.text, arguments.batch):
+                    model(torch.tensor(batch), use_cache=False)
+
+        mtq.quantize(model, config, forward_loop)
+        export_hf_checkpoint(model, export_dir=str(arguments.output))
+
+    return work
+
+
+def auto_round(arguments: argparse.Namespace, *, extension: bool) -> Work:
+    """Return AutoRound's NVFP4 scheme with its default 200 steps, batches of 8, 128 sequences and learning rates.
+
+    It takes sequences of one length: shorter ones are padded on the right with the padding token, which its loss leaves out. The
+    sequences are evenly spread over all.
+    """
+    import torch
+    import transformers
+    from auto_round import AutoRound
+
+    use_causal_attention()
+
+    def work() -> None:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(arguments.model)
+        model = transformers.AutoModelForCausalLM.from_pretrained(arguments.model, dtype=arguments.dtype)
+        sequences = [json.loads(line) for line in arguments.text.read_text().splitlines()]
+        count = min(128, len(sequences) // 8 * 8)
+        sequences = [sequences[i * len(sequences) // count] for i in range(count)]
+        width = max(map(len, sequences))
+        ids = torch.full((len(sequences), width), tokenizer.pad_token_id)
+        for row, sequence in zip(ids, sequences, strict=True):
+            row[: len(sequence)] = torch.tensor(sequence)
+        rounder = AutoRound(
+            model,
+            tokenizer,
+            scheme="NVFP4",
+            dataset=[{"input_ids": i, "attention_mask": (i != tokenizer.pad_token_id).long()} for i in ids.split(8)],
+            iters=arguments.steps,
+            nsamples=len(ids),
+            seqlen=width,
+            seed=arguments.seed,
+            device_map="cpu",
+            ignore_layers="lm_head,in_proj_a,in_proj_b",
+            enable_alg_ext=extension,
+        )
+        rounder.quantize_and_save(str(arguments.output), format="llm_compressor")
+        for folder in [f for f in arguments.output.iterdir() if f.is_dir()]:  # it writes MODEL-nvfp-w4g16
+            for file in folder.iterdir():
+                file.rename(arguments.output / file.name)
+            folder.rmdir()
+
+    return work
+
+
+RECIPES: dict[str, Callable[[argparse.Namespace], Work]] = {
+    "naive": lambda a: ours(a, "naive"),
+    "gptq": lambda a: ours(a, "gptq"),
+    "best --effort fast": lambda a: ours(a, "best", effort="fast"),
+    "best --effort normal": lambda a: ours(a, "best", effort="normal"),
+    "ModelOpt MSE": lambda a: model_opt(a, "NVFP4_W4A4_WEIGHT_MSE_FP8_SWEEP_CFG"),
+    "llm-compressor GPTQ": lambda a: llm_compressor(a, awq=False),
+    "llm-compressor AWQ + GPTQ": lambda a: llm_compressor(a, awq=True),
+    "AutoRound": lambda a: auto_round(a, extension=False),
+    "AutoRound with extension": lambda a: auto_round(a, extension=True),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("row", choices=RECIPES)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--conversations", type=Path, required=True)
+    parser.add_argument("--samples", type=int, required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--batch", type=int, default=8, help="sequences per forward pass of the peers")
+    parser.add_argument(
+        "--faster-deltanet", action="store_true", help="in the peers' model: the same rule in fewer operations"
+    )
+    parser.add_argument("--steps", type=int, default=200, help="of AutoRound")
+    parser.add_argument("--dtype", default="auto", help="of the peers' model; ours computes small models in float32")
+    arguments = parser.parse_args()
+    work = RECIPES[arguments.row](arguments)
+    if arguments.faster_deltanet:
+        use_faster_deltanet()
+    start, cpu = time.monotonic(), time.process_time()
+    work()
+    seconds = {"seconds": time.monotonic() - start, "cpu_s": time.process_time() - cpu}
+    sys.stdout.flush()
+    print("\n" + json.dumps({key: round(value, 1) for key, value in seconds.items()}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""Text whose shared prefixes are computed once: the same positions, weights and activations as without sharing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from paths import CALIBRATION, TINY_ANNIE
+
+from annie_quant.checkpoint.shards import ModelFolder
+from annie_quant.data.rows import read_conversations
+from annie_quant.quantize import calibration_samples
+from annie_quant.quantize.calibration_samples import PADDING, Sample
+
+torch = pytest.importorskip("torch", reason="the layers run in torch: pip install annie-quant[quantize]")
+from annie_quant.quantize import shared_text  # noqa: E402
+from annie_quant.quantize.gptq_solver import Hessian  # noqa: E402
+from annie_quant.quantize.input_stats import weight_table  # noqa: E402
+from annie_quant.quantize.layerwise import DecoderLayers  # noqa: E402
+from annie_quant.quantize.shared_text import SharedText  # noqa: E402
+
+WEIGHTS = {**calibration_samples.MANNERS, calibration_samples.THINKING: 3.0}
+
+
+@pytest.fixture(scope="module")
+def samples() -> list[Sample]:
+    rows = calibration_samples.samples_of_rows(TINY_ANNIE, read_conversations(CALIBRATION))
+    return [*rows[::4][:8], rows[0]]  # one twice
+
+
+@pytest.fixture(scope="module")
+def text(samples: list[Sample]) -> SharedText:
+    return shared_text.arrange(samples, tokens=500)
+
+
+def paths(text: SharedText) -> list[tuple[list[int], list[int]]]:
+    """Return (all tokens up to the end, codes of the batch's own) of each row of each batch."""
+    positions = []
+    for batch in text.batches:
+        before: list[int] = []
+        start = batch.start
+        while start is not None:
+            before = [*map(int, text.batches[start].ids[0]), *before]
+            start = text.batches[start].start
+        assert len(before) == batch.offset
+        for ids, kinds in zip(batch.ids, batch.kinds, strict=True):
+            real = kinds != PADDING
+            positions.append(([*before, *map(int, ids[real])], list(map(int, kinds[real]))))
+    return positions
+
+
+def test_it_is_shorter_and_every_continued_batch_has_one_row(samples: list[Sample], text: SharedText) -> None:
+    assert any(b.start is not None for b in text.batches)
+    assert sum(b.ids.size for b in text.batches) < sum(len(s.ids) for s in samples)
+    for i, batch in enumerate(text.batches):
+        if batch.start is not None:
+            assert batch.start < i and len(text.batches[batch.start].ids) == 1
+        assert batch.ids.size <= 500 or len(batch.ids) == 1
+
+
+def test_every_position_of_every_sample_counts_once(samples: list[Sample], text: SharedText) -> None:
+    counts = {code: counts for counts, code in text.codes.items()}
+    positions: Counter[tuple[tuple[int, ...], int]] = Counter()
+    for ids, codes in paths(text):
+        first = len(ids) - len(codes)
+        for i, code in enumerate(codes):
+            for kind, n in enumerate(counts[code]):
+                positions[tuple(ids[: first + i + 1]), kind] += n
+    expected = Counter((s.ids[: i + 1], kind) for s in samples for i, kind in enumerate(s.kinds))
+    assert +positions == expected
+
+
+def hessians(layers: DecoderLayers, table: torch.Tensor) -> list[Hessian]:
+    """Return the Hessian of each group of linears of every layer."""
+    every = []
+    for layer in layers:
+        own = {group[0]: Hessian(table) for group in layer.groups() if group}
+        layer.observe(dict(own))
+        every += own.values()
+        layer.advance()
+    return every
+
+
+def test_hessians_are_those_of_the_samples(samples: list[Sample], text: SharedText) -> None:
+    folder = ModelFolder(TINY_ANNIE)
+    plain = DecoderLayers(folder, calibration_samples.make_batches(samples))
+    shared = DecoderLayers(folder, text.batches)
+    expected = hessians(plain, weight_table(WEIGHTS, "cpu"))
+    for ours, theirs in zip(hessians(shared, text.weight_table(WEIGHTS, "cpu")), expected, strict=True):
+        a, b = (np.asarray(h.mean()) for h in (ours, theirs))
+        assert np.abs(a - b).max() < 1e-4 * np.abs(b).max()
+        assert ours.amax == pytest.approx(theirs.amax, rel=1e-4)
+
+
+def test_other_layers_and_gpus_get_whole_samples(samples: list[Sample], tmp_path: Path) -> None:
+    text = shared_text.arrange(samples, share=False)
+    assert all(b.start is None and b.offset == 0 for b in text.batches)
+    assert torch.equal(text.weight_table(WEIGHTS, "cpu"), weight_table(WEIGHTS, "cpu"))
+    shutil.copytree(TINY_ANNIE, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".annie_quant"))
+    config = json.loads((tmp_path / "config.json").read_text())
+    types = ModelFolder(tmp_path).text_config["layer_types"]
+    for other in ("sliding_attention", "mamba"):
+        config.get("text_config", config)["layer_types"] = [*types[:-1], other]
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert not shared_text.can_share(ModelFolder(tmp_path))

@@ -30,8 +30,8 @@ from annie_quant.cli.console import is_secondary_process
     "--numerics",
     default="w4a4,w4a16",
     show_default=True,
-    help="Profiles: w4a4, w4a16, float32, vllm-cutlass, vllm-emulation, vllm-marlin, llama.cpp-cpu, llama.cpp-blackwell "
-    "(docs/numerics.md).",
+    help="Profiles: w4a4, w4a16, float32, vllm-cutlass, vllm-emulation, vllm-marlin, vllm-cpu, vllm-cpu-w4a16, llama.cpp-cpu, "
+    "llama.cpp-blackwell (docs/numerics.md).",
 )
 @click.option(
     "--calib-data", type=click.Path(path_type=Path), help="Conversations whose assistant tokens are also scored."

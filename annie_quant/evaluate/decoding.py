@@ -64,12 +64,14 @@ def generate(
     limits: Sequence[int],
     end_tokens: Sequence[int],
     on_finished: Callable[[int], None] = lambda n: None,
+    n_decoded: Sequence[int] | None = None,
 ) -> list[Completion]:
     """Return greedy continuations of at most limits[i] tokens, each up to and without an end token.
 
     Long prompts are started first, so that rows of similar length are computed together. on_finished(n): called when n more
-    rows have ended.
+    rows have ended. n_decoded[i]: last tokens of prompts[i] that a server has decoded, not read; None: no tokens.
     """
+    read = [len(p) - n for p, n in zip(prompts, n_decoded or [0] * len(prompts), strict=True)]
     completions = [Completion([], False) for _ in prompts]
     waiting = sorted((i for i in range(len(prompts)) if limits[i] > 0), key=lambda i: -len(prompts[i]))
     running: RunningBatch | None = None
@@ -77,7 +79,7 @@ def generate(
         active = len(running.active) if running else 0
         if waiting and active <= engine.rows * (1 - REFILL):
             free = engine.rows - active
-            joining = start(engine, prompts, waiting[:free])
+            joining = start(engine, prompts, waiting[:free], read)
             waiting = waiting[free:]
             running = join(engine, [running, *joining] if running and active else joining)
         elif not active:
@@ -105,6 +107,7 @@ def generate_distributed(
     limits: Sequence[int],
     end_tokens: Sequence[int],
     on_finished: Callable[[int], None] = lambda n: None,
+    n_decoded: Sequence[int] | None = None,
 ) -> list[Completion]:
     """generate by all processes of the engine's group: prompts are split into parts, one process per part.
 
@@ -114,9 +117,17 @@ def generate_distributed(
     rows = rows_per_part(engine, len(prompts))
     parts = [order[at : at + rows] for at in range(0, len(order), rows)]
     completions: dict[int, Completion] = {}
+    decoded = n_decoded or [0] * len(prompts)
     for number, part in enumerate(parts):
         if engine.group.owns(number):
-            new = generate(engine, [prompts[i] for i in part], [limits[i] for i in part], end_tokens, on_finished)
+            new = generate(
+                engine,
+                [prompts[i] for i in part],
+                [limits[i] for i in part],
+                end_tokens,
+                on_finished,
+                [decoded[i] for i in part],
+            )
             completions.update(zip(part, new, strict=True))
     completions = engine.group.gather(completions)
     return [completions[i] for i in range(len(prompts))]
@@ -133,10 +144,12 @@ def rows_per_part(engine: Engine, n: int) -> int:
     return min(engine.rows, max(LEAST_ROWS, math.ceil(n / engine.group.size)))
 
 
-def start(engine: Engine, prompts: Sequence[Sequence[int]], rows: Sequence[int]) -> list[RunningBatch]:
-    """Compute the prompts of these rows. The batches' tokens are the first of each row."""
+def start(
+    engine: Engine, prompts: Sequence[Sequence[int]], rows: Sequence[int], read: Sequence[int]
+) -> list[RunningBatch]:
+    """Compute the prompts of these rows. The batches' tokens are the first of each row. read[i]: tokens that are not decoded."""
     batches = []
-    for forward in engine.forwards([prompts[i] for i in rows], [len(prompts[i]) - 1 for i in rows]):
+    for forward in engine.forwards([prompts[i] for i in rows], [read[i] - 1 for i in rows]):
         lengths = torch.tensor([len(prompts[rows[j]]) for j in forward.rows], device=engine.device)
         index = torch.arange(len(lengths), device=engine.device)
         tokens = engine.logits(forward.hidden[index, lengths - 1 - forward.shared]).argmax(-1)

@@ -3,7 +3,8 @@
 transformers 5.14 supports a batch of unequal rows only if it is padded on the left and starts without a cache. Evaluation
 computes a shared prefix once and then tails of unequal length together, padded on the right, and needs each row's state after
 its own last token:
-  the rule         a padded step gets decay exp(0) = 1 and beta 0, so the state does not change;
+  the rule         a padded step gets decay exp(0) = 1 and beta 0, so the state does not change. Under a profile that rounds, the
+                   steps of an answer are computed as a server decodes them: one by one, with operands in float32;
   the convolution  each row's cache holds the last columns before its own end, not before the end of the batch.
 Without flash-linear-attention the rule is computed here: the recurrence of transformers' torch_chunk_gated_delta_rule, with
 one triangular solve per chunk. Source of the rule: Yang et al., Gated Delta Networks (arXiv 2412.06464), section 3.3.
@@ -30,14 +31,17 @@ SERVED_CHUNK = 64  # of flash-linear-attention and of vLLM's CPU kernel
 class RaggedBatch:
     """The running batch, for the DeltaNet layers.
 
-    lengths: int64 [B], real steps of each row; None when all `steps` are real. cache: receives the states.
+    lengths: int64 [B], real steps of each row; None when all `steps` are real. cache: receives the states. prompts: int64 [B],
+    first steps of each row that belong to its prompt, the others to its answer; None when all do.
     """
 
     def __init__(self) -> None:
         self.set(None, 0, None)
 
-    def set(self, lengths: torch.Tensor | None, steps: int, cache: Any) -> None:
-        self.lengths, self.steps, self.cache = lengths, steps, cache
+    def set(
+        self, lengths: torch.Tensor | None, steps: int, cache: Any, prompts: torch.Tensor | None = None
+    ) -> None:
+        self.lengths, self.steps, self.cache, self.prompts = lengths, steps, cache, prompts
 
 
 def gated_delta_rule(
@@ -142,16 +146,49 @@ def causal_conv_step(
     return (functional.silu(y) if activation in ("silu", "swish") else y).to(x.dtype)
 
 
-def ragged_rule(rule: Callable, batch: RaggedBatch) -> Callable:
-    """Wrap `rule` so that steps after each row's length do not change the state."""
+def ragged_rule(rule: Callable, batch: RaggedBatch, decoding: Callable | None = None) -> Callable:
+    """Wrap `rule` so that steps after each row's length do not change the state.
+
+    decoding: the rule for the steps of answers; None: `rule`.
+    """
 
     def masked(query, key, value, g, beta, **more):
         if batch.lengths is not None:
             real = (torch.arange(g.shape[1], device=g.device) < batch.lengths.unsqueeze(1)).unsqueeze(-1)
             g, beta = g * real, beta * real
-        return rule(query, key, value, g=g, beta=beta, **more)
+        if batch.prompts is None or decoding is None:
+            return rule(query, key, value, g=g, beta=beta, **more)
+        return in_two_parts(rule, decoding, batch.prompts, query, key, value, g, beta, **more)
 
     return masked
+
+
+def in_two_parts(
+    first: Callable,
+    second: Callable,
+    prompts: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    *,
+    initial_state: torch.Tensor | None = None,
+    **more: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Compute the first prompts[i] steps of row i with one rule and the others with another, which starts from the first's state."""
+    more["output_final_state"] = True
+    inside = (torch.arange(g.shape[1], device=g.device) < prompts.unsqueeze(1)).unsqueeze(-1)
+    start, end = int(prompts.min()), int(prompts.max())
+
+    def part(rule: Callable, span: slice, mask: torch.Tensor, state: torch.Tensor | None) -> tuple:
+        q, k, v, decay, b = (x[:, span] for x in (query, key, value, g * mask, beta * mask))
+        return rule(q, k, v, g=decay, beta=b, initial_state=state, **more)
+
+    head, state = part(first, slice(0, end), inside, initial_state)
+    tail, state = part(second, slice(start, None), ~inside, state)
+    middle = torch.where(inside[:, start:end].unsqueeze(-1), head[:, start:], tail[:, : end - start])
+    return torch.cat((head[:, :start], middle, tail[:, end - start :]), 1), state
 
 
 def ragged_conv(conv: Callable, batch: RaggedBatch, layer: int) -> Callable:
@@ -205,10 +242,10 @@ def ragged_layers(model: torch.nn.Module, batch: RaggedBatch) -> Iterator[None]:
     before = [[getattr(m, name) for name in FUNCTIONS] for m in layers]
     try:
         for layer, (rule, _, conv, step) in zip(layers, before, strict=True):
-            own = gated_delta_rule if rule.__name__ == "torch_chunk_gated_delta_rule" else rule
+            own, decoding = gated_delta_rule if rule.__name__ == "torch_chunk_gated_delta_rule" else rule, None
             if own is gated_delta_rule and profile.stream != "float32":
-                own = functools.partial(own, to_operand=rounding(profile.stream))
-            layer.chunk_gated_delta_rule = ragged_rule(own, batch)
+                own, decoding = functools.partial(own, to_operand=rounding(profile.stream)), own
+            layer.chunk_gated_delta_rule = ragged_rule(own, batch, decoding)
             layer.causal_conv1d_fn = ragged_conv(conv or causal_conv, batch, layer.layer_idx)
             if step.__name__ == "torch_causal_conv1d_update":
                 layer.causal_conv1d_update = causal_conv_step

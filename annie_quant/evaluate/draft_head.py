@@ -130,7 +130,7 @@ def acceptance(engine: Engine, folder: ModelFolder, answers: Sequence[Drafted]) 
     head = DraftHead(folder, engine.model)
     accepted = {a.workload: [0, 0] for a in chosen}
     inputs = [[*a.prompt, *a.answer] for a in chosen]
-    for batch in engine.forwards(inputs, [0] * len(inputs)):
+    for batch in engine.forwards(inputs, [0] * len(inputs), prompts=[len(a.prompt) for a in chosen]):
         for row, i in enumerate(batch.rows):
             tokens, first = torch.tensor(inputs[i], device=engine.device), len(chosen[i].prompt)
             # hidden[t] and token t+1 draft token t+2, which is one of the answer from t = first - 2 on

@@ -77,9 +77,18 @@ class Engine:
                     yield forward.rows[j], row_logits
 
     def forwards(
-        self, inputs: Sequence[Sequence[int]], limits: Sequence[int], group: ProcessGroup = SINGLE
+        self,
+        inputs: Sequence[Sequence[int]],
+        limits: Sequence[int],
+        group: ProcessGroup = SINGLE,
+        prompts: Sequence[int] | None = None,
     ) -> Iterator[Forward]:
-        """Compute rows of tokens in batches. limits[i]: most tokens of row i that may be in a shared prefix."""
+        """Compute rows of tokens in batches.
+
+        limits[i]: most tokens of row i that may be in a shared prefix. prompts[i]: first tokens of row i that are its prompt, more than
+        limits[i]; a server decodes the others. None: limits[i] + 1.
+        """
+        prompts = [limit + 1 for limit in limits] if prompts is None else prompts
         number = 0
         for prefix_group in group_by_prefix(inputs, limits):
             shared = prefix_group.shared
@@ -103,7 +112,9 @@ class Engine:
                 for j, i in enumerate(batch):
                     ids[j, : len(inputs[i]) - shared] = torch.tensor(inputs[i][shared:])
                 lengths = torch.tensor([len(inputs[i]) - shared for i in batch], device=self.device)
-                self.batch.set(lengths if int(lengths.min()) < width else None, width, cache)
+                read = torch.tensor([prompts[i] - shared for i in batch], device=self.device)
+                ragged, has_answers = int(lengths.min()) < width, bool((read < lengths).any())
+                self.batch.set(lengths if ragged else None, width, cache, read if has_answers else None)
                 hidden = self.step(ids.to(self.device), cache, shared + width)
                 self.batch.set(None, 0, None)
                 yield Forward(batch, hidden, shared, cache)

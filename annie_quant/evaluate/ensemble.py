@@ -7,7 +7,8 @@ Under one numerics NAME the members are
   NAME+perm1   uncertain prompts, sums in another order (K permuted after activations were rounded)
   NAME+cut16   uncertain prompts, as a server computes a small batch: every product summed in three parts of K (split-K), 16 rows
                per batch instead of 128, decoded token by token from the prompt (the recurrent form of DeltaNet and attention over
-               a cache instead of one forward over the answer)
+               a cache instead of one forward over the answer), and with DeltaNet's beta rounded where the profile rounds the
+               stream and not beta, as SGLang and older versions of vLLM do
 A batch of 16 rows alone would change nothing on most devices: a row's float32 product does not depend on the rows next to it.
 tests/evaluate/test_ensemble.py checks that each perturbation changes logits, and by no more than rounding.
 An answer is uncertain where NAME or the second arithmetic differs from the reference, or where at some token the best logit is
@@ -32,7 +33,7 @@ from annie_quant.evaluate.pair import ModelPair
 from annie_quant.evaluate.prompts import Answered
 from annie_quant.evaluate.verification import Choices, Difference, Outcome, answer_from_differences, choices_of
 from annie_quant.hf.emulation import USUAL, SumOrder, emulate
-from annie_quant.hf.profiles import Profile, in_bfloat16, in_float32
+from annie_quant.hf.profiles import Profile, in_bfloat16, in_float32, with_rounded_beta
 from annie_quant.schema import EnsembleFigures
 
 MARGIN_FACTOR = 3.0
@@ -97,8 +98,9 @@ def run(
                 pair.engine,
             )
     cut = Engine(pair.model, rows=CUT_ROWS, group=pair.group)
-    with emulate(pair.model, profile, SPLIT):
-        text = f"{describe(profile, SPLIT)}, decoded in batches of {CUT_ROWS} rows"
+    other_beta = with_rounded_beta(profile)
+    with emulate(pair.model, other_beta, SPLIT):
+        text = f"{describe(other_beta, SPLIT)}, decoded in batches of {CUT_ROWS} rows"
         add(f"cut{CUT_ROWS}", text, uncertain, dict.fromkeys(uncertain, FROM_THE_PROMPT), cut)
     return Ensemble(members, EnsembleFigures(noise, len(uncertain), len(answered)))
 

@@ -139,6 +139,7 @@ def answer_from_differences(
             [request.workload.max_tokens - len(known) for _, request, known in work],
             template.end_tokens,
             on_finished,
+            [len(known) for _, _, known in work],
         )
         for (i, request, known), more in zip(work, rest, strict=True):
             completion = Completion(known + more.tokens, more.finished)

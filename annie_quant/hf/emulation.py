@@ -4,8 +4,9 @@ The model stays in float32, and values are rounded where a server stores them in
   residual stream       in place after each norm: a fused kernel normalizes the unrounded sum and stores the rounded one
   norms, linears, head  their outputs; a linear's input too, which rounds products of gates
   activations, gates    their outputs, before they are multiplied
-  convolution, DeltaNet their outputs, and what the chunk kernels store between their products (evaluate/deltanet.py); the
-                        recurrent state stays in float32, as servers keep it
+  convolution, DeltaNet their outputs, and what the chunk kernels store between their products (evaluate/deltanet.py), for the
+                        tokens of a prompt; decoded tokens have operands in float32. The recurrent state stays in float32, as servers
+                        keep it; beta as the profile says
   attention             cosines and sines, queries, keys and values, and the output; softmax is computed in float32
 So products have exact operands and one rounding, as a GPU kernel's have, and the result is the same on a CPU and a GPU apart from
 the order of sums. Servers differ in that order, and in roundings inside fused kernels: no emulation is bit-exact, and the
@@ -26,9 +27,10 @@ from torch.overrides import TorchFunctionMode
 
 from annie_quant.hf import matmul
 from annie_quant.hf.nvfp4_linear import NVFP4Linear, nvfp4_linears, set_numerics
-from annie_quant.hf.profiles import UNQUANTIZED, Profile
+from annie_quant.hf.profiles import BFLOAT16_STEPS, FLOAT32, UNQUANTIZED, Profile
 
 Round = Callable[[torch.Tensor], torch.Tensor]
+SIGMOIDS = (torch.sigmoid, torch.Tensor.sigmoid)
 
 
 def rounding(dtype: str) -> Round:
@@ -88,15 +90,32 @@ def module_hooks(module: nn.Module, profile: Profile) -> Iterator[Any]:
     elif isinstance(module, nn.SiLU) or kind.endswith("Activation"):
         yield module.register_forward_hook(lambda _, args, output: stream(output))
     elif kind.endswith("Attention"):
-        yield RoundedGate(module, stream)
+        yield RoundedSigmoid(module, lambda gate: stream(gate.sigmoid()))
+    elif kind.endswith("GatedDeltaNet") and profile.beta != FLOAT32:
+        yield RoundedSigmoid(module, sigmoid_in_steps if profile.beta == BFLOAT16_STEPS else sigmoid_in_bfloat16)
 
 
-class RoundedGate(TorchFunctionMode):
-    """Rounds the results of torch.sigmoid in one module's forward: the output gate of gated attention is a function."""
+def sigmoid_in_bfloat16(x: torch.Tensor) -> torch.Tensor:
+    """Return the sigmoid rounded to bfloat16 once, in x's dtype."""
+    return x.sigmoid().bfloat16().to(x.dtype)
 
-    def __init__(self, module: nn.Module, to_stream: Round) -> None:
+
+def sigmoid_in_steps(x: torch.Tensor) -> torch.Tensor:
+    """Return 1 / (1 + e^-x) with the exponential, the sum and the quotient each rounded to bfloat16, in x's dtype.
+
+    A C++ expression of one bfloat16 value computes so, because each operation returns its operands' type. The sum has steps of
+    2^-7, so the result is 1 for every x above 5.55.
+    """
+    exponential = torch.exp(-x).bfloat16()
+    return (1 / (1 + exponential)).to(x.dtype)
+
+
+class RoundedSigmoid(TorchFunctionMode):
+    """Replaces the sigmoid in one module's forward: gates of attention and DeltaNet's beta are computed by functions."""
+
+    def __init__(self, module: nn.Module, sigmoid: Round) -> None:
         super().__init__()
-        self.module, self.to_stream, forward = module, to_stream, module.forward
+        self.module, self.sigmoid, forward = module, sigmoid, module.forward
 
         def gated(*args: Any, **options: Any) -> Any:
             with self:
@@ -105,8 +124,7 @@ class RoundedGate(TorchFunctionMode):
         module.forward = gated
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        return self.to_stream(result) if func is torch.sigmoid else result
+        return self.sigmoid(args[0]) if func in SIGMOIDS else func(*args, **(kwargs or {}))
 
     def remove(self) -> None:
         """Undo it, as a hook's handle does."""

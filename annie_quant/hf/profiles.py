@@ -17,6 +17,7 @@ EXACT = "exact"
 # A KV cache in that format (kv_cache.py). "+" would make it a further member of the profile without it.
 KV_SUFFIXES = {"-fp8kv": "fp8", "-nvfp4kv": "nvfp4"}
 UNROUNDED, NVFP4, Q8_0, NVFP4_SEARCHED = "unrounded", "nvfp4", "q8_0", "nvfp4 (searched)"
+FLOAT32, BFLOAT16, BFLOAT16_STEPS = "float32", "bfloat16", "bfloat16 steps"  # of Profile.beta
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,9 @@ class Profile:
     plain_input   dtype of the activations that plain (bf16) linears multiply
     kv            dtype of keys and values, or "fp8" or "nvfp4"
     operands      "exact", or the dtype to which the dequantized values of both sides of an NVFP4 product are rounded
+    beta          how DeltaNet's beta, a sigmoid, is rounded: "float32": not; "bfloat16": once, as transformers in bfloat16, SGLang
+                  (sgl-project/sglang #38975) and vLLM's packed decode before vllm-project/vllm #53877 do; "bfloat16 steps": the
+                  exponential, the sum and the quotient, as vLLM's CPU kernels do (csrc/cpu/sgl-kernels/fla.cpp)
     served_by     the server and its kernel, "" for an arithmetic that no server has
     """
 
@@ -40,6 +44,7 @@ class Profile:
     kv: str = "float32"
     served_by: str = ""
     operands: str = EXACT
+    beta: str = FLOAT32
 
     @property
     def needs_input_scale(self) -> bool:
@@ -56,11 +61,12 @@ class Profile:
         if self.stream == "float32" and self.rounds:
             where += f", {self.plain_input} inputs of plain linears, {self.kv} keys and values"
         operands = "" if self.operands == EXACT else f", products of {self.operands} values"
-        return f"{self.activations} activations, {where}{operands}"
+        beta = "" if self.beta == FLOAT32 else f", DeltaNet's beta in {self.beta}"
+        return f"{self.activations} activations, {where}{operands}{beta}"
 
 
-def _bf16(name: str, activations: str, served_by: str, operands: str = EXACT) -> Profile:
-    return Profile(name, activations, "bfloat16", "bfloat16", "bfloat16", served_by, operands)
+def _bf16(name: str, activations: str, served_by: str, operands: str = EXACT, beta: str = FLOAT32) -> Profile:
+    return Profile(name, activations, "bfloat16", "bfloat16", "bfloat16", served_by, operands, beta)
 
 
 PROFILES = {
@@ -72,6 +78,8 @@ PROFILES = {
         _bf16("vllm-cutlass", NVFP4, "vLLM and SGLang with CUTLASS or FlashInfer FP4 kernels"),
         _bf16("vllm-emulation", NVFP4, "vLLM with --linear-backend emulation, on any GPU", "bfloat16"),
         _bf16("vllm-marlin", UNROUNDED, "vLLM with Marlin"),
+        _bf16("vllm-cpu", NVFP4, "vLLM on a CPU with this package's plug-in", beta=BFLOAT16_STEPS),
+        _bf16("vllm-cpu-w4a16", UNROUNDED, "vLLM on a CPU with this package's plug-in", beta=BFLOAT16_STEPS),
         Profile("llama.cpp-cpu", Q8_0, "float32", "bfloat16", "float16", "llama.cpp on a CPU"),
         Profile(
             "llama.cpp-blackwell", NVFP4_SEARCHED, "float32", "bfloat16", "float16", "llama.cpp on a Blackwell GPU"
@@ -107,10 +115,16 @@ def find_profile(name: str) -> Profile:
 def in_float32(profile: Profile) -> Profile:
     """Return the same activation format with everything else in float32."""
     kv = profile.kv if profile.kv in KV_SUFFIXES.values() else "float32"
-    return dataclasses.replace(profile, stream="float32", plain_input="float32", kv=kv, operands=EXACT)
+    return dataclasses.replace(profile, stream="float32", plain_input="float32", kv=kv, operands=EXACT, beta=FLOAT32)
 
 
 def in_bfloat16(profile: Profile) -> Profile:
-    """Return the same activation format with everything else rounded to bfloat16, as GPU servers do."""
+    """Return the same activation format with everything else rounded to bfloat16, as GPU servers do, DeltaNet's beta too."""
     kv = profile.kv if profile.kv in KV_SUFFIXES.values() else "bfloat16"
-    return dataclasses.replace(profile, stream="bfloat16", plain_input="bfloat16", kv=kv)
+    return with_rounded_beta(dataclasses.replace(profile, stream="bfloat16", plain_input="bfloat16", kv=kv))
+
+
+def with_rounded_beta(profile: Profile) -> Profile:
+    """Return the profile with beta rounded once, where its stream is bfloat16 and its beta is not rounded."""
+    rounds = profile.stream == "bfloat16" and profile.beta == FLOAT32
+    return dataclasses.replace(profile, beta=BFLOAT16) if rounds else profile

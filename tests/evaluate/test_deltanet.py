@@ -104,6 +104,38 @@ def test_padding_changes_neither_outputs_nor_states(lengths: list[int], seed: in
         np.testing.assert_allclose(state[row], after[0], atol=2e-5, rtol=2e-4)
 
 
+def test_answers_are_decoded_in_float32_after_a_rounded_prompt() -> None:
+    """Rows whose prompts end at different steps: each answer is the plain recurrence from the state of its prompt alone."""
+    rounds = functools.partial(deltanet.gated_delta_rule, to_operand=lambda x: x.bfloat16().float())
+    lengths, prompts = [70, 41, 90], [30, 40, 90]
+    arrays = inputs(3, 90, seed=5)
+    start = np.random.default_rng(2).standard_normal((3, 2, 8, 12))
+    batch = RaggedBatch()
+    batch.set(torch.tensor(lengths), 90, None, torch.tensor(prompts))
+    out, state = run(arrays, start, deltanet.ragged_rule(rounds, batch, deltanet.gated_delta_rule))
+    for row, (length, prompt) in enumerate(zip(lengths, prompts, strict=True)):
+        one = slice(row, row + 1)
+        head, middle = run([a[one, :prompt] for a in arrays], start[one], rounds)
+        np.testing.assert_allclose(out[row, :prompt], head[0], atol=2e-2, rtol=2e-2)  # chunks end elsewhere
+        tail, after = recurrence(*(a[one, prompt:length] for a in arrays), middle.astype(np.float64))
+        exact, _ = recurrence(*(a[one, :length] for a in arrays), start[one])
+        np.testing.assert_allclose(out[row, prompt:length], tail[0], atol=2e-2, rtol=2e-2)
+        np.testing.assert_allclose(state[row], after[0], atol=2e-2, rtol=2e-2)
+        assert np.abs(out[row, :length] - exact[0]).max() > 1e-4, "the prompt is rounded"
+
+
+def test_an_answer_alone_is_not_rounded() -> None:
+    rounds = functools.partial(deltanet.gated_delta_rule, to_operand=lambda x: x.bfloat16().float())
+    arrays = inputs(2, 40, seed=6)
+    batch = RaggedBatch()
+    batch.set(None, 40, None, torch.tensor([1, 1]))
+    out, state = run(arrays, rule=deltanet.ragged_rule(rounds, batch, deltanet.gated_delta_rule))
+    first, middle = run([a[:, :1] for a in arrays], rule=rounds)
+    rest, after = recurrence(*(a[:, 1:] for a in arrays), middle.astype(np.float64))
+    np.testing.assert_allclose(out, np.concatenate((first, rest), 1), atol=2e-5, rtol=2e-4)
+    np.testing.assert_allclose(state, after, atol=2e-5, rtol=2e-4)
+
+
 def test_unit_lower_inverse_is_the_inverse() -> None:
     lower = torch.randn(5, 3, 24, 24, dtype=torch.float64) * 0.3
     inverse = deltanet.unit_lower_inverse(lower)

@@ -63,8 +63,10 @@ def test_members_and_their_outcomes(models: tuple[Path, Path], tmp_path: Path) -
         assert figures.n == 14 and figures.noise > 0
         assert result.members[f"{name}+perm1"].n_computed == figures.n_uncertain
         assert result.members[f"{name}+{suffixes[name][0]}"].n_computed == 14
-    # The two names are the same two arithmetics, the other way round.
-    assert result.members["w4a4+bf16"].outcomes == result.numerics["vllm-cutlass"].outcomes
+    # A bfloat16 stream rounds DeltaNet's beta in some servers and not in others: both are computed.
+    assert "beta in bfloat16" in result.members["w4a4+bf16"].arithmetic
+    assert "beta" not in result.numerics["vllm-cutlass"].arithmetic
+    assert "beta in bfloat16" in result.members["vllm-cutlass+cut16"].arithmetic
     assert result.members["vllm-cutlass+float32"].outcomes == result.numerics["w4a4"].outcomes
     assert Evaluation.load is not None and "float32" in result.numerics["w4a4"].arithmetic
 

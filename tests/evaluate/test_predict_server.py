@@ -12,11 +12,23 @@ pytest.importorskip("transformers", reason="the runtime needs transformers: pip 
 
 
 @pytest.fixture(scope="module")
-def agreement():
+def module():
     spec = importlib.util.spec_from_file_location("predict_server", ROOT / "tests/perf/predict_server.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def agreement(module):
     return module.agreement
+
+
+def test_answers_that_all_members_give_are_counted_apart(module):
+    a, b, c = (module.Completion([token], True) for token in (1, 2, 3))
+    members = [[a, a, b, c], [a, b, b, c]]
+    assert module.agreed(members, [a, a, c, module.Completion([3], False)]) == (3, 1)
+    assert module.agreed(members[:1], members[1]) == (4, 3)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from runtime_models import export_nvfp4, save_reference  # noqa: E402
 
 from annie_quant.errors import UsageError  # noqa: E402
 from annie_quant.hf import activations, load, profiles, set_numerics  # noqa: E402
-from annie_quant.hf.emulation import RoundedGate, SumOrder, emulate  # noqa: E402
+from annie_quant.hf.emulation import RoundedSigmoid, SumOrder, emulate, sigmoid_in_steps  # noqa: E402
 from annie_quant.hf.nvfp4_linear import NVFP4Linear, nvfp4_linears  # noqa: E402
 
 
@@ -174,10 +174,55 @@ def test_gates_of_attention_are_rounded_before_the_product(model) -> None:
         assert "forward" not in attention.__dict__
     gated = torch.nn.Module()
     gated.forward = lambda x: 2 * torch.sigmoid(x)
-    RoundedGate(gated, lambda x: x.bfloat16().float())
+    RoundedSigmoid(gated, lambda x: x.sigmoid().bfloat16().float())
     x = torch.linspace(-3, 3, 7)
     assert torch.equal(gated(x), 2 * torch.sigmoid(x).bfloat16().float())
     assert not torch.equal(torch.sigmoid(x), torch.sigmoid(x).bfloat16().float())
+
+
+def test_a_sigmoid_in_steps_is_a_bfloat16_expression() -> None:
+    """numpy's bfloat16 rounds every operation, as C++'s does."""
+    b = np.linspace(-12, 12, 2001, dtype=np.float32).astype(ml_dtypes.bfloat16).astype(np.float32)
+    own = sigmoid_in_steps(torch.from_numpy(b))
+    assert own.dtype == torch.float32
+    assert np.array_equal(own.numpy(), steps_in_numpy(b))
+    assert float(sigmoid_in_steps(torch.tensor(5.6))) == 1.0 > float(torch.sigmoid(torch.tensor(5.6))) > 0.996
+    once = torch.from_numpy(b).sigmoid().bfloat16().float().numpy()
+    assert np.mean(once != own.numpy()) > 0.1, "three roundings are not one"
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("vllm-cutlass", lambda b: b.sigmoid()),
+        ("vllm-cpu", lambda b: torch.from_numpy(steps_in_numpy(b.numpy()))),
+        ("vllm-cpu-w4a16", lambda b: torch.from_numpy(steps_in_numpy(b.numpy()))),
+        ("w4a4+bf16", lambda b: b.sigmoid().bfloat16().float()),
+        ("float32", lambda b: b.sigmoid()),
+    ],
+)
+def test_beta_is_rounded_as_the_profile_says(model, monkeypatch: pytest.MonkeyPatch, name: str, expected) -> None:
+    is_member = name.endswith("+bf16")
+    profile = profiles.in_bfloat16(profiles.find_profile("w4a4")) if is_member else profiles.find_profile(name)
+    layer = next(m for m in model.modules() if type(m).__name__.endswith("GatedDeltaNet"))
+    rule, logit, beta = layer.chunk_gated_delta_rule, [], []
+
+    def spy(*args, **options):
+        beta.append(options["beta"].clone())
+        return rule(*args, **options)
+
+    monkeypatch.setattr(layer, "chunk_gated_delta_rule", spy)
+    with emulate(model, profile):
+        handle = layer.in_proj_b.register_forward_hook(lambda m, a, o: logit.append(o.clone()))
+        logits(model)
+        handle.remove()
+    assert torch.equal(beta[0], expected(logit[0]))
+    assert "forward" not in layer.__dict__
+
+
+def steps_in_numpy(b: np.ndarray) -> np.ndarray:
+    one = np.asarray(1, ml_dtypes.bfloat16)
+    return (one / (one + np.exp(-b.astype(np.float64)).astype(ml_dtypes.bfloat16))).astype(np.float32)
 
 
 def test_the_model_is_unchanged_afterwards(model) -> None:

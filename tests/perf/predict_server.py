@@ -16,6 +16,7 @@ Checkpoints are folders, or strategies with which `--model` (tiny-annie) is quan
              verdict  by the rule of docs/method.md, of the served answers (each run) and offline (all members), and how they
                       agree (agreement()); exit code 1 if one is reversed
              parts    where the answers that differ part: tokens before the first difference
+             agreed   the answers that all members give alike, and how many of these the server gives
 A GPU's answers come from tests/perf/vllm_gpu.sh. A finished part is not done again. The table is in docs/method.md.
 """
 
@@ -266,6 +267,13 @@ def first_difference(one: Completion, other: Completion) -> int:
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one.tokens), len(other.tokens)))
 
 
+def agreed(members: Sequence[Sequence[Completion]], served: Sequence[Completion]) -> tuple[int, int]:
+    """Return how many answers all members give alike, and how many of these are the served ones."""
+    alike = [all(a == own[0] for a in own) for own in zip(*members, strict=True)]
+    right = [same and a == b for same, a, b in zip(alike, members[0], served, strict=True)]
+    return sum(alike), sum(right)
+
+
 def compare(work: Path, template: Template, n: int, name: str, server: str) -> dict[str, Any]:
     """Return the row of one checkpoint in one server."""
     computed = files.read_json(work / "offline" / f"{name}.{n}.json")
@@ -293,6 +301,7 @@ def compare(work: Path, template: Template, n: int, name: str, server: str) -> d
         "n": len(first),
         "a_a": [sum(a == b for a, b in zip(first, run, strict=True)) for run in list(runs.values())[1:]],
         "agree": {key: sum(a == b for a, b in zip(own, first, strict=True)) for key, own in by_profile.items()},
+        "agreed": agreed(list(members.values()), first),
         "reference_gates": everything.counts(reference),
         "served_gates": [everything.counts(run) for run in runs.values()],
         "offline_gates": {key: everything.counts(own) for key, own in members.items()},
@@ -326,12 +335,13 @@ def line(row: Mapping[str, Any]) -> str:
         f"| {row['checkpoint']} | {row['server']} | {'/'.join(map(str, row['a_a']))} of {row['n']} | {own} ({percent}; "
         f"{min(rest, default=own)}–{max(rest, default=own)}) | {'; '.join(gates)} | {'/'.join(row['served_verdicts'])} | "
         f"{row['offline_verdict']} ({', '.join(dict.fromkeys(row['member_verdicts'].values()))}) | "
-        f"{'/'.join(row['agreement'])} | {sum(p < 10 for p in row['parted'])} of {len(row['parted'])} |"
+        f"{'/'.join(row['agreement'])} | {sum(p < 10 for p in row['parted'])} of {len(row['parted'])} | "
+        f"{row['agreed'][1]} of {row['agreed'][0]} |"
     )
 
 
-def checkpoint_of(strategy: str, work: Path, model: Path) -> Path:
-    """Return the model quantized with a strategy; an existing one is reused."""
+def checkpoint_of(strategy: str, work: Path, model: Path, samples: int) -> Path:
+    """Return the model quantized with a strategy and so many calibration conversations; an existing one is reused."""
     from annie_quant import data, quantize
 
     rows, folder = work / "calibration.jsonl", work / strategy
@@ -339,7 +349,7 @@ def checkpoint_of(strategy: str, work: Path, model: Path) -> Path:
         return folder
     if not rows.exists():
         data.generate("annie", teacher="offline", n=500, output=rows, seed=0)
-    quantize.run(strategy, model, folder, calib_data=rows, calib_samples=48)
+    quantize.run(strategy, model, folder, calib_data=rows, calib_samples=samples)
     return folder
 
 
@@ -354,6 +364,7 @@ def main() -> None:
     parser.add_argument("--kinds", default="w4a4,w4a16", help="of the checkpoint in vLLM on a CPU")
     parser.add_argument("--cuts", default="16,1", help="sequences at a time in vLLM on a CPU")
     parser.add_argument("--profiles", default=",".join(PROFILES))
+    parser.add_argument("--calib-samples", type=int, default=128, help="conversations, for strategies")
     parser.add_argument("--device", default=None, help="of the offline evaluation")
     arguments = parser.parse_intermixed_args()
     work, n = arguments.work.resolve(), arguments.n
@@ -372,7 +383,7 @@ def main() -> None:
                 n_reversed += row["agreement"].count("reversed")
         sys.exit(1 if n_reversed else 0)
     for item in arguments.checkpoints:
-        folder = Path(item).resolve() if Path(item).is_dir() else checkpoint_of(item, work, arguments.model)
+        folder = Path(item).resolve() if Path(item).is_dir() else checkpoint_of(item, work, arguments.model, arguments.calib_samples)
         if arguments.part == "offline":
             offline(work, arguments.model, folder, n, arguments.profiles.split(","), arguments.device)
         elif arguments.part == "llama.cpp":

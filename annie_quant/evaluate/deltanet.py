@@ -22,7 +22,9 @@ import transformers
 from torch.nn import functional
 
 from annie_quant.errors import EnvironmentFault
+from annie_quant.evaluate.deltanet_cpu import gated_delta_rule_cpu, normalized_as_on_a_cpu
 from annie_quant.hf.emulation import Round, profile_of, rounding
+from annie_quant.hf.profiles import CPU_KERNELS
 
 CHUNK = 32  # steps are padded to a multiple of this; the usual 64 wastes half of the work on a CPU
 SERVED_CHUNK = 64  # of flash-linear-attention and of vLLM's CPU kernel
@@ -244,7 +246,11 @@ def ragged_layers(model: torch.nn.Module, batch: RaggedBatch) -> Iterator[None]:
         for layer, (rule, _, conv, step) in zip(layers, before, strict=True):
             own, decoding = gated_delta_rule if rule.__name__ == "torch_chunk_gated_delta_rule" else rule, None
             if own is gated_delta_rule and profile.stream != "float32":
-                own, decoding = functools.partial(own, to_operand=rounding(profile.stream)), own
+                served, decoding = own, own
+                if profile.delta_rule == CPU_KERNELS:
+                    served, decoding = gated_delta_rule_cpu, normalized_as_on_a_cpu(own)
+                    layer.recurrent_gated_delta_rule = normalized_as_on_a_cpu(layer.recurrent_gated_delta_rule)
+                own = functools.partial(served, to_operand=rounding(profile.stream))
             layer.chunk_gated_delta_rule = ragged_rule(own, batch, decoding)
             layer.causal_conv1d_fn = ragged_conv(conv or causal_conv, batch, layer.layer_idx)
             if step.__name__ == "torch_causal_conv1d_update":

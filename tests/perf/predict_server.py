@@ -49,8 +49,8 @@ MODEL = ROOT / "annie_quant" / "assets" / "tiny-annie"
 GATES = ("tool_call", "factual", "reasoning", "abstention", "no_markdown")
 SERVERS = {  # the server's name in files → the profile that predicts it
     "llama.cpp-cpu": "llama.cpp-cpu",
-    "vllm-cpu-w4a4": "vllm-cutlass",
-    "vllm-cpu-w4a16": "vllm-marlin",
+    "vllm-cpu-w4a4": "vllm-cpu",
+    "vllm-cpu-w4a16": "vllm-cpu-w4a16",
     "vllm-gpu-marlin": "vllm-marlin",
     "vllm-gpu-ours": "vllm-marlin",
     "vllm-gpu-exact": "vllm-cutlass",

@@ -1,0 +1,96 @@
+"""Gated DeltaNet with the roundings of vLLM's CPU kernels, which differ from those of its GPU kernels (deltanet.py).
+
+Source of the order of roundings: vLLM 0.32, csrc/cpu/sgl-kernels/fla.cpp. A prompt (chunk_gated_delta_rule_cpu) is computed with
+bfloat16 operands of products and float32 sums and states, as on a GPU. The differences:
+  k k^T          multiplies k without beta; beta and the decay follow in float32, then one rounding
+  (I + A)^-1     each row is rounded before the next one is computed from it
+  q S            q is multiplied by the decay e^G and rounded first; on a GPU the float32 product is multiplied by e^G
+  state          k is multiplied by the decay up to the chunk's end and rounded; on a GPU the new values are
+A decoded token (fused_sigmoid_gating_delta_rule_update_cpu) is computed in float32, as on a GPU, and its queries and keys are
+normalized with an epsilon of 1e-5; prompts, and GPUs in both, have 1e-6. Beta's roundings are the profile's (hf/profiles.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from annie_quant.hf.emulation import Round
+
+CHUNK = 64
+DECODING_EPSILON = 1e-5
+
+
+def gated_delta_rule_cpu(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    *,
+    to_operand: Round,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    **_: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return (outputs [B, T, H, Dv], final state [B, H, Dk, Dv] or None); the parameters are those of deltanet.gated_delta_rule."""
+    r = to_operand
+    kind, (batch, steps, heads, dk), dv = query.dtype, key.shape, value.shape[-1]
+    if use_qk_l2norm_in_kernel:
+        query = query * torch.rsqrt(query.square().sum(-1, keepdim=True) + 1e-6)
+        key = key * torch.rsqrt(key.square().sum(-1, keepdim=True) + 1e-6)
+    size = min(CHUNK, steps)
+    pad = -steps % size
+
+    def chunks(x: torch.Tensor) -> torch.Tensor:  # [B, T, H, ...] -> [B, H, T / size, size, ...]
+        x = functional.pad(x.float().transpose(1, 2), (0, 0) * (x.dim() - 3) + (0, pad))
+        return x.reshape(batch, heads, -1, size, *x.shape[3:])
+
+    q, k, v = r(chunks(query) * dk**-0.5), r(chunks(key)), chunks(value)
+    log_decay, b = chunks(g).cumsum(-1).unsqueeze(-1), chunks(beta).unsqueeze(-1)
+    k_t = k.transpose(-1, -2)
+    between = (log_decay - log_decay.transpose(-1, -2)).tril_().exp_().tril_()
+    inverse = rounded_inverse(r(((k @ k_t) * b * between).tril_(-1)), r)
+    growth = log_decay.exp()
+    w, u = r(inverse @ r(k * b * growth)), r(inverse @ r(v * b))
+    within = r((q @ k_t) * between)
+    grown_q = r(q * growth)
+    last = log_decay[..., -1:, :]
+    k_to_end = r(k * (last - log_decay).exp()).transpose(-1, -2)
+    decay = last.exp()
+    state = q.new_zeros(batch, heads, dk, dv) if initial_state is None else initial_state.float()
+    out = torch.empty_like(v)
+    for c in range(v.shape[2]):
+        copy = r(state)
+        new = r(u[:, :, c] - w[:, :, c] @ copy)
+        out[:, :, c] = grown_q[:, :, c] @ copy + within[:, :, c] @ new
+        state = state * decay[:, :, c] + k_to_end[:, :, c] @ new
+    out = out.reshape(batch, heads, -1, dv)[:, :, :steps].transpose(1, 2).to(kind)
+    return out, state if output_final_state else None
+
+
+def rounded_inverse(lower: torch.Tensor, to_operand: Round) -> torch.Tensor:
+    """Return (I + A)^-1 of strictly lower A [..., n, n] by forward substitution; each row is rounded before it is used."""
+    inverse = -lower
+    for i in range(1, inverse.shape[-1]):
+        row = inverse[..., i, None, :i]
+        inverse[..., i, :i] = to_operand((row + row @ inverse[..., :i, :i]).squeeze(-2))
+    inverse.diagonal(dim1=-2, dim2=-1).fill_(1)
+    return inverse
+
+
+def normalized_as_on_a_cpu(rule: Callable) -> Callable:
+    """Wrap a rule so that its queries and keys are normalized as vLLM's CPU kernel normalizes those of a decoded token."""
+
+    def decode(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, use_qk_l2norm_in_kernel: bool = False, **more: Any
+    ) -> Any:
+        if use_qk_l2norm_in_kernel:
+            query, key = (x / (x.square().sum(-1, keepdim=True) + DECODING_EPSILON).sqrt() for x in (query, key))
+        return rule(query, key, value, **more)
+
+    return decode

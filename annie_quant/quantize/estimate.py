@@ -45,7 +45,6 @@ SPARK = Rates(
 FORWARD_SHARE = 0.35  # of the matmul rate that a whole forward pass reaches
 BASE_BYTES = 0.4e9  # Python, torch, the mapped shard that is being read
 BATCH_TOKENS = 4096
-HIDDEN_COPIES = 3  # a layer's input, its output, and its gathered inputs
 
 
 @dataclass(frozen=True)
@@ -105,9 +104,10 @@ def estimate(
     body = weights - counts.get("embedding", 0)
     text = samples * tokens if cost.passes else 0
     if cost.layerwise:
-        layer = 4 * (body - counts.get("head", 0)) / max(1, size.layers)
-        peak = BASE_BYTES + (layer + HIDDEN_COPIES * text * size.hidden_size * 2 if cost.passes else 0)
-        peak += 2 * 4 * size.intermediate_size**2 if cost.column_feedback else 0
+        layer = cost.bytes_per_layer_weight * (body - counts.get("head", 0)) / max(1, size.layers)
+        peak = BASE_BYTES + (layer + cost.hidden_copies * text * size.hidden_size * 2 if cost.passes else 0)
+        peak += cost.hessians * 4 * size.intermediate_size**2
+        peak += size_bytes if cost.keeps_results else 0
     else:
         # A batch's logits in float32; the vocabulary is the number of rows of the head or the tied embedding.
         logits = 4 * min(text, BATCH_TOKENS) * max(counts["head"], counts["embedding"]) / size.hidden_size

@@ -49,6 +49,9 @@ class Cost:
     encode: time of the codec relative to plain rounding.
     column_feedback: each rounded column corrects those after it, on the CPU (two operations per weight and column).
     bytes_per_weight: memory where the whole model is loaded.
+    bytes_per_layer_weight, hidden_copies, hessians: memory where one layer is loaded: per weight of the layer, copies of the
+        text's hidden states (by default a layer's inputs, outputs and gathered inputs), and float32 matrices of the widest input.
+    keeps_results: the rounded layers stay in memory until the last one is rounded.
     """
 
     rank: int
@@ -57,6 +60,10 @@ class Cost:
     encode: float = 1.0
     column_feedback: bool = False
     bytes_per_weight: float = 2.0
+    bytes_per_layer_weight: float = 4.0
+    hidden_copies: int = 3
+    hessians: int = 0
+    keeps_results: bool = False
 
 
 @dataclass(frozen=True)

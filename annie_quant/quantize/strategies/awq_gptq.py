@@ -67,7 +67,7 @@ STRATEGY = Strategy(
     name="awq_gptq",
     summary="Red Hat's recipe: AWQ then GPTQ on the MLPs; FP8 attention, DeltaNet, head and last eight MLPs (--set last=8)",
     formats={"mlp": NVFP4, "head": FP8, "attention": FP8, "deltanet": FP8},
-    cost=Cost(rank=62, layerwise=True, passes=25, encode=20 + SWEEP_TIME, column_feedback=True),
+    cost=Cost(rank=62, layerwise=True, passes=25, encode=20 + SWEEP_TIME, column_feedback=True, hessians=2),
     quantize=quantize,
     options={
         "last": Option(8, "MLPs of this many last layers are FP8"),

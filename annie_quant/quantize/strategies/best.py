@@ -58,7 +58,9 @@ STRATEGY = Strategy(
     name="best",
     summary="ours: GPTQ on the inputs as served, block scales in the sweep, learned rounding (--effort); plain NVFP4 W4A4",
     formats=ALL_NVFP4,
-    cost=Cost(rank=12, layerwise=True, passes=16, encode=SWEEP_TIME, column_feedback=True),
+    # Memory as rounding_job.memory_needed counts it, with learned rounding.
+    cost=Cost(rank=12, layerwise=True, passes=16, encode=SWEEP_TIME, column_feedback=True, bytes_per_layer_weight=44,
+              hidden_copies=4, hessians=5, keeps_results=True),
     quantize=quantize,
     options={
         "effort": Option("fast", "fast: GPTQ; normal, max: and 100 or 1,000 steps of learned rounding per layer",

@@ -143,7 +143,7 @@ STRATEGY = Strategy(
     name="gptq",
     summary="error feedback column by column under the codec's block scales, Hessian over response tokens; W4A4",
     formats=ALL_NVFP4,
-    cost=Cost(rank=50, layerwise=True, passes=3, encode=SWEEP_TIME, column_feedback=True),
+    cost=Cost(rank=50, layerwise=True, passes=3, encode=SWEEP_TIME, column_feedback=True, hessians=2),
     quantize=quantize,
     options={
         "damping": Option(0.05, "added to the Hessian's diagonal, relative to its mean"),

@@ -28,6 +28,7 @@ def configuration() -> Any:
         linear_key_head_dim=64,
         linear_value_head_dim=64,
         linear_conv_kernel_dim=4,
+        mamba_ssm_dtype="float32",  # as Qwen3.5 publishes it: without it vLLM keeps DeltaNet's state in bfloat16 on a GPU
         max_position_embeddings=4096,
         tie_word_embeddings=False,
         rms_norm_eps=1e-6,

@@ -69,7 +69,7 @@ def measure(folder: Path, model: Path, numerics: str, n: int, cache: Path) -> st
     calls = ", ".join(str(row.passes) for row in tools)
     noise = result.ensemble[numerics].noise
     return (
-        f"| {folder.name}, {numerics} | {equal} of {len(own)} | {noise:.2f} | {len(uncertain)} | {members} | "
+        f"| {folder.name}, {numerics} | {equal} of {len(own)} | {noise:.2g} | {len(uncertain)} | {members} | "
         f"{calls} of {tools[0].n} |"
     )
 

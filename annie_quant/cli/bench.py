@@ -33,7 +33,7 @@ MOST_CONVERSATIONS = 10_000
     type=click.IntRange(0),
     default=25,
     show_default=True,
-    help="Prompts per gate (55 or more decide a gate); 0: all.",
+    help="Prompts per gate (52 without a lost answer decide a gate, with lost ones more); 0: all.",
 )
 @persona_option
 @workloads_option

@@ -108,3 +108,11 @@ def test_audit_and_errors_name_the_command(tmp_path: Path, capfd, monkeypatch):
             main()
         printed = capfd.readouterr()
         assert f"annie-quant explain {code}" in printed.out + printed.err
+
+
+def test_the_page_on_checkpoints_lists_every_code_of_an_audit():
+    page = (ROOT / "docs" / "how-to" / "checkpoints.md").read_text(encoding="utf-8")
+    listed = set(re.findall(r"`([a-z0-9_]+)`", page))
+    listed |= {code.replace("tensor_scale_", "input_scale_") for code in listed if code.startswith("tensor_scale_")}
+    not_of_an_audit = {"no_folder", "no_weights", "tokenizer_missing", "tokenizer_unknown", "vocab_size"}
+    assert set(CODES) - listed == not_of_an_audit

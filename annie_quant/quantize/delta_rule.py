@@ -1,4 +1,4 @@
-"""Gated DeltaNet on a GPU without flash-linear-attention, for rows that are all real: with or without gradients.
+"""Gated DeltaNet without flash-linear-attention, for rows that are all real: on a GPU, and on a CPU where gradients are needed.
 
 The recurrence of evaluate/deltanet.py in operations that autograd can follow and that take few launches: chunks of 64 steps, and
 the triangular systems of a chunk by inverses of blocks of 2, 4, ... 64. transformers' own form solves them in 63 sequential

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,7 +43,7 @@ def device_and_dtype(folder: ModelFolder) -> tuple[str, torch.dtype]:
 
 def use_own_delta_rule(model: torch.nn.Module, device: str) -> None:
     """Let DeltaNet layers without flash-linear-attention compute faster: on a CPU as in evaluation where nothing is learned, which
-    halves the time, on a GPU with delta_rule.py.
+    halves the time, else with delta_rule.py, whose gradients take a quarter of the time of transformers' on a CPU.
     """
     for layer in deltanet.delta_layers(model):
         theirs = layer.chunk_gated_delta_rule
@@ -54,12 +53,12 @@ def use_own_delta_rule(model: torch.nn.Module, device: str) -> None:
             layer.chunk_gated_delta_rule = delta_rule.gated_delta_rule
             layer.causal_conv1d_fn = layer.causal_conv1d_fn or delta_rule.causal_conv
         else:
-            layer.chunk_gated_delta_rule = partial(on_cpu, theirs)
+            layer.chunk_gated_delta_rule = on_cpu
 
 
-def on_cpu(with_gradients: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Call the function with gradients where they are recorded: ours changes what the backward pass would read."""
-    return (with_gradients if torch.is_grad_enabled() else deltanet.gated_delta_rule)(*args, **options)
+def on_cpu(*args: Any, **options: Any) -> Any:
+    """Call delta_rule.py where gradients are recorded: the faster form of evaluation changes what the backward pass would read."""
+    return (delta_rule if torch.is_grad_enabled() else deltanet).gated_delta_rule(*args, **options)
 
 
 def decoder_prefix(folder: ModelFolder) -> str:

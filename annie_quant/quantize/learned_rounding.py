@@ -177,10 +177,8 @@ def follow_signs(
     """
     parameters = [p for weight in weights for p in weight.parameters()]
     limits = [pair for weight in weights for pair in weight.limits()]
-    chosen = [p.detach().clone() for p in parameters]
-    losses, best = [judge()], 0
-    marks = {round(steps * (i + 1) / JUDGEMENTS) for i in range(JUDGEMENTS)}
-    for step in range(steps):
+
+    def move(step: int) -> None:
         value = loss()
         with tensor_cores(tf32):
             gradients = torch.autograd.grad(value, parameters)
@@ -188,6 +186,23 @@ def follow_signs(
         with torch.no_grad():
             for parameter, gradient, (low, high) in zip(parameters, gradients, limits, strict=True):
                 parameter.add_(gradient.sign_(), alpha=-rate).clamp_(low, high)
+
+    return keep_best(parameters, move, judge, steps, report)
+
+
+def keep_best(
+    parameters: Sequence[nn.Parameter],
+    move: Callable[[int], None],
+    judge: Callable[[], float],
+    steps: int,
+    report: Callable[[int, float], None],
+) -> Learned:
+    """Call `move` for every step, and leave the parameters as they were at the best comparison; see follow_signs."""
+    chosen = [p.detach().clone() for p in parameters]
+    losses, best = [judge()], 0
+    marks = {round(steps * (i + 1) / JUDGEMENTS) for i in range(JUDGEMENTS)}
+    for step in range(steps):
+        move(step)
         if step + 1 in marks:
             losses.append(judge())
             report(step + 1, losses[-1])

@@ -7,6 +7,7 @@ where there is one, one layer at a time; a killed run continues after its last f
 from __future__ import annotations
 
 from annie_quant.checkpoint.shards import ModelFolder
+from annie_quant.errors import UsageError
 from annie_quant.progress import Progress
 from annie_quant.quantize.job import Job
 from annie_quant.quantize.strategy import ACTIVATIONS, ALL_NVFP4, SWEEP_TIME, Cost, Option, Strategy
@@ -21,6 +22,11 @@ def quantize(job: Job, progress: Progress) -> None:
     from annie_quant.quantize.layer_rounding import Method
 
     options = job.options
+    rounding = options["distilled"] == "rounding"
+    if options["distil"] and rounding and options["fold"] != "none":
+        raise UsageError(
+            "distilled=rounding starts from the source's weights, which fold changes", "--set distilled=scales"
+        )
     steps = options["steps"] if options["steps"] >= 0 else STEPS[options["effort"]]
     method = Method(
         damping=options["damping"],
@@ -46,11 +52,13 @@ def quantize(job: Job, progress: Progress) -> None:
             responses,
             options["distil"],
             options["activations"],
-            rounding=options["distilled"] == "rounding",
+            rounding=rounding,
             seed=job.seed,
             progress=progress,
         )
-        progress.message(f"distilled scales: KL {learned.losses[0]:.4g} to {learned.losses[learned.best]:.4g} nats")
+        progress.message(
+            f"distilled {options['distilled']}: KL {learned.losses[0]:.4g} to {learned.losses[learned.best]:.4g} nats"
+        )
     export(folder, job, plan)
 
 
@@ -73,8 +81,8 @@ STRATEGY = Strategy(
         "codes": Option("near", "block scales tried: near that of the largest magnitude, or all of E4M3", ("near", "all")),
         "prompt": Option(0.0, "weight of a prompt's token relative to a response's"),
         "markup": Option(1.0, "weight of tool-call markup and ends of turns relative to other response tokens"),
-        "distil": Option(0, "steps of block scales learned by KL through the whole model, which is in memory then"),
-        "distilled": Option("scales", "what these steps learn: block scales, or the codes too", ("scales", "rounding")),
+        "distil": Option(0, "steps learned by KL through the whole model, which is in memory then (60)"),
+        "distilled": Option("scales", "what these steps learn: block scales, or codes near a border", ("scales", "rounding")),
         "fold": Option("none", "fold activation-aware scales into the layer first", ("none", "awq")),
         "activations": ACTIVATIONS,
     },

@@ -81,7 +81,7 @@ STRATEGY = Strategy(
         "codes": Option("near", "block scales tried: near that of the largest magnitude, or all of E4M3", ("near", "all")),
         "prompt": Option(0.0, "weight of a prompt's token relative to a response's"),
         "markup": Option(1.0, "weight of tool-call markup and ends of turns relative to other response tokens"),
-        "distil": Option(0, "steps learned by KL through the whole model, which is in memory then (60)"),
+        "distil": Option(0, "steps learned by KL through the whole model, which is in memory then"),
         "distilled": Option("scales", "what these steps learn: block scales, or codes near a border", ("scales", "rounding")),
         "fold": Option("none", "fold activation-aware scales into the layer first", ("none", "awq")),
         "activations": ACTIVATIONS,

@@ -40,9 +40,7 @@ class RaggedBatch:
     def __init__(self) -> None:
         self.set(None, 0, None)
 
-    def set(
-        self, lengths: torch.Tensor | None, steps: int, cache: Any, prompts: torch.Tensor | None = None
-    ) -> None:
+    def set(self, lengths: torch.Tensor | None, steps: int, cache: Any, prompts: torch.Tensor | None = None) -> None:
         self.lengths, self.steps, self.cache, self.prompts = lengths, steps, cache, prompts
 
 
@@ -178,7 +176,7 @@ def in_two_parts(
     initial_state: torch.Tensor | None = None,
     **more: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute the first prompts[i] steps of row i with one rule and the others with another, which starts from the first's state."""
+    """Compute the first prompts[i] steps of row i with one rule and the others with another, from the state of the first."""
     more["output_final_state"] = True
     inside = (torch.arange(g.shape[1], device=g.device) < prompts.unsqueeze(1)).unsqueeze(-1)
     start, end = int(prompts.min()), int(prompts.max())
@@ -246,7 +244,8 @@ def ragged_layers(model: torch.nn.Module, batch: RaggedBatch) -> Iterator[None]:
         for layer, (rule, _, conv, step) in zip(layers, before, strict=True):
             own, decoding = gated_delta_rule if rule.__name__ == "torch_chunk_gated_delta_rule" else rule, None
             if own is gated_delta_rule and profile.stream != "float32":
-                served, decoding = own, own
+                served: Callable[..., Any] = own
+                decoding = own
                 if profile.delta_rule == CPU_KERNELS:
                     served, decoding = gated_delta_rule_cpu, normalized_as_on_a_cpu(own)
                     layer.recurrent_gated_delta_rule = normalized_as_on_a_cpu(layer.recurrent_gated_delta_rule)

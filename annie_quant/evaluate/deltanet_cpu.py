@@ -87,7 +87,12 @@ def normalized_as_on_a_cpu(rule: Callable) -> Callable:
     """Wrap a rule so that its queries and keys are normalized as vLLM's CPU kernel normalizes those of a decoded token."""
 
     def decode(
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, use_qk_l2norm_in_kernel: bool = False, **more: Any
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        use_qk_l2norm_in_kernel: bool = False,
+        **more: Any,
     ) -> Any:
         if use_qk_l2norm_in_kernel:
             query, key = (x / (x.square().sum(-1, keepdim=True) + DECODING_EPSILON).sqrt() for x in (query, key))

@@ -85,8 +85,8 @@ class Engine:
     ) -> Iterator[Forward]:
         """Compute rows of tokens in batches.
 
-        limits[i]: most tokens of row i that may be in a shared prefix. prompts[i]: first tokens of row i that are its prompt, more than
-        limits[i]; a server decodes the others. None: limits[i] + 1.
+        limits[i]: most tokens of row i that may be in a shared prefix. prompts[i]: first tokens of row i that are its prompt, more
+        than limits[i]; a server decodes the others. None: limits[i] + 1.
         """
         prompts = [limit + 1 for limit in limits] if prompts is None else prompts
         number = 0

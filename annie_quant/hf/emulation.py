@@ -5,8 +5,8 @@ The model stays in float32, and values are rounded where a server stores them in
   norms, linears, head  their outputs; a linear's input too, which rounds products of gates
   activations, gates    their outputs, before they are multiplied
   convolution, DeltaNet their outputs, and what the chunk kernels store between their products (evaluate/deltanet.py), for the
-                        tokens of a prompt; decoded tokens have operands in float32. The recurrent state stays in float32, as servers
-                        keep it; beta as the profile says
+                        tokens of a prompt; decoded tokens have operands in float32. The recurrent state stays in float32, as
+                        servers keep it; beta as the profile names it
   attention             cosines and sines, queries, keys and values, and the output; softmax is computed in float32
 So products have exact operands and one rounding, as a GPU kernel's have, and the result is the same on a CPU and a GPU apart from
 the order of sums. Servers differ in that order, and in roundings inside fused kernels: no emulation is bit-exact, and the

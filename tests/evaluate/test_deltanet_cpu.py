@@ -40,8 +40,8 @@ def row_by_row(q, k, v, g, beta, state, size: int = 64):
         w, u = bf16(inverse @ weighted), bf16(inverse @ bf16(v[rows] * beta[rows, None]))
         new = bf16(u - w @ bf16(state))
         for i, t in enumerate(rows):
-            seen = [bf16((q[t] @ k[rows[j]]) * np.exp(decay[i] - decay[j])) for j in range(i + 1)]
-            out[t] = bf16(q[t] * np.exp(decay[i])) @ bf16(state) + seen @ new[: i + 1]
+            inner = [bf16((q[t] @ k[rows[j]]) * np.exp(decay[i] - decay[j])) for j in range(i + 1)]
+            out[t] = bf16(q[t] * np.exp(decay[i])) @ bf16(state) + inner @ new[: i + 1]
         state = state * np.exp(decay[-1])
         for i, t in enumerate(rows):
             state = state + np.outer(bf16(k[t] * np.exp(decay[-1] - decay[i])), new[i])

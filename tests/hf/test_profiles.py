@@ -201,7 +201,7 @@ def test_a_sigmoid_in_steps_is_a_bfloat16_expression() -> None:
         ("float32", lambda b: b.sigmoid()),
     ],
 )
-def test_beta_is_rounded_as_the_profile_says(model, monkeypatch: pytest.MonkeyPatch, name: str, expected) -> None:
+def test_beta_is_rounded_as_the_profile_names_it(model, monkeypatch: pytest.MonkeyPatch, name: str, expected) -> None:
     is_member = name.endswith("+bf16")
     profile = profiles.in_bfloat16(profiles.find_profile("w4a4")) if is_member else profiles.find_profile(name)
     layer = next(m for m in model.modules() if type(m).__name__.endswith("GatedDeltaNet"))

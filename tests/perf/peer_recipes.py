@@ -178,8 +178,10 @@ def model_opt(arguments: argparse.Namespace, preset: str) -> Work:
     return work
 
 
-def auto_round(arguments: argparse.Namespace, *, extension: bool) -> Work:
+def auto_round(arguments: argparse.Namespace, *, extension: bool = False, light: bool = False) -> Work:
     """Return AutoRound's NVFP4 scheme with its default 200 steps, batches of 8, 128 sequences and learning rates.
+
+    light: the settings of its `auto-round-light`, 50 steps with a learning rate of 0.005.
 
     It takes sequences of one length: shorter ones are padded on the right with the padding token, which its loss leaves out. The
     sequences are evenly spread over all.
@@ -205,7 +207,8 @@ def auto_round(arguments: argparse.Namespace, *, extension: bool) -> Work:
             tokenizer,
             scheme="NVFP4",
             dataset=[{"input_ids": i, "attention_mask": (i != tokenizer.pad_token_id).long()} for i in ids.split(8)],
-            iters=arguments.steps,
+            iters=50 if light else 200,
+            lr=5e-3 if light else None,
             nsamples=len(ids),
             seqlen=width,
             seed=arguments.seed,
@@ -230,7 +233,8 @@ RECIPES: dict[str, Callable[[argparse.Namespace], Work]] = {
     "ModelOpt MSE": lambda a: model_opt(a, "NVFP4_W4A4_WEIGHT_MSE_FP8_SWEEP_CFG"),
     "llm-compressor GPTQ": lambda a: llm_compressor(a, awq=False),
     "llm-compressor AWQ + GPTQ": lambda a: llm_compressor(a, awq=True),
-    "AutoRound": lambda a: auto_round(a, extension=False),
+    "AutoRound light": lambda a: auto_round(a, light=True),
+    "AutoRound": lambda a: auto_round(a),
     "AutoRound with extension": lambda a: auto_round(a, extension=True),
 }
 
@@ -248,7 +252,6 @@ def main() -> None:
     parser.add_argument(
         "--faster-deltanet", action="store_true", help="in the peers' model: the same rule in fewer operations"
     )
-    parser.add_argument("--steps", type=int, default=200, help="of AutoRound")
     parser.add_argument("--dtype", default="auto", help="of the peers' model; ours computes small models in float32")
     arguments = parser.parse_args()
     work = RECIPES[arguments.row](arguments)

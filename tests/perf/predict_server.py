@@ -383,7 +383,9 @@ def main() -> None:
                 n_reversed += row["agreement"].count("reversed")
         sys.exit(1 if n_reversed else 0)
     for item in arguments.checkpoints:
-        folder = Path(item).resolve() if Path(item).is_dir() else checkpoint_of(item, work, arguments.model, arguments.calib_samples)
+        folder = Path(item).resolve()
+        if not folder.is_dir():
+            folder = checkpoint_of(item, work, arguments.model, arguments.calib_samples)
         if arguments.part == "offline":
             offline(work, arguments.model, folder, n, arguments.profiles.split(","), arguments.device)
         elif arguments.part == "llama.cpp":

@@ -55,6 +55,7 @@ ROWS = {
     "ModelOpt MSE": OURS,
     "llm-compressor GPTQ": LLM_COMPRESSOR,
     "llm-compressor AWQ + GPTQ": LLM_COMPRESSOR,
+    "AutoRound light": AUTO_ROUND,
     "AutoRound": AUTO_ROUND,
     "AutoRound with extension": AUTO_ROUND,
 }

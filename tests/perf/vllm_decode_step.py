@@ -1,9 +1,10 @@
 """Which part of DeltaNet's decode step on a CPU costs tool calls? vLLM's answers with that step replaced, part by part.
 
-    OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind PYTHONPATH=. build/vllm/bin/python tests/perf/vllm_decode_step.py CHECKPOINT PROMPTS.json
+    export PYTHONPATH=. VLLM_CPU_OMP_THREADS_BIND=nobind
+    build/vllm/bin/python tests/perf/vllm_decode_step.py CHECKPOINT PROMPTS.json
 
 PROMPTS.json: of predict_server.py (WORK/prompts.N.json); the prompts with tools are asked, 16 at a time. For each variant it prints
-how many answers open a call and do not close it, and which. vLLM computes everything else.
+how many answers open a call, how many of them do not close it, and which prompts these are. vLLM computes everything else.
   vllm       its own kernel, fused_sigmoid_gating_delta_rule_update_cpu: beta = 1 / (1 + e^-b) in bfloat16, each of the three
              operations rounded; queries and keys normalized with an epsilon of 1e-5
   same       the same written with torch
@@ -94,7 +95,8 @@ def main() -> None:
         kernels.fused_sigmoid_gating_delta_rule_update_cpu = VARIANTS[name] or own
         answers = [answer[0] for answer in vllm_answers.answers(llm, rows, 16)]
         unclosed = [i for i, tokens in enumerate(answers) if opens in tokens and closes not in tokens]
-        print(f"{name}: {len(unclosed)} of {len(rows)} calls are not closed: {unclosed}", flush=True)
+        n_opened = sum(opens in tokens for tokens in answers)
+        print(f"{name}: {len(rows)} prompts, {n_opened} calls, {len(unclosed)} not closed: {unclosed}", flush=True)
 
 
 if __name__ == "__main__":

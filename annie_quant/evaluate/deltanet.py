@@ -22,12 +22,11 @@ import transformers
 from torch.nn import functional
 
 from annie_quant.errors import EnvironmentFault
-from annie_quant.evaluate.deltanet_cpu import gated_delta_rule_cpu, normalized_as_on_a_cpu
+from annie_quant.evaluate.deltanet_cpu import SERVED_CHUNK, gated_delta_rule_cpu, normalized_as_on_a_cpu
 from annie_quant.hf.emulation import Round, profile_of, rounding
 from annie_quant.hf.profiles import CPU_KERNELS
 
 CHUNK = 32  # steps are padded to a multiple of this; the usual 64 wastes half of the work on a CPU
-SERVED_CHUNK = 64  # of flash-linear-attention and of vLLM's CPU kernel
 
 
 class RaggedBatch:

@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from annie_quant.hf.emulation import Round
 
-CHUNK = 64
+SERVED_CHUNK = 64  # steps, of flash-linear-attention and of vLLM's CPU kernel
 DECODING_EPSILON = 1e-5
 
 
@@ -43,7 +43,7 @@ def gated_delta_rule_cpu(
     if use_qk_l2norm_in_kernel:
         query = query * torch.rsqrt(query.square().sum(-1, keepdim=True) + 1e-6)
         key = key * torch.rsqrt(key.square().sum(-1, keepdim=True) + 1e-6)
-    size = min(CHUNK, steps)
+    size = min(SERVED_CHUNK, steps)
     pad = -steps % size
 
     def chunks(x: torch.Tensor) -> torch.Tensor:  # [B, T, H, ...] -> [B, H, T / size, size, ...]

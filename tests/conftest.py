@@ -1,5 +1,6 @@
-"""For every test: OpenMP threads that sleep when idle, as the command line has them, before torch is loaded; and Ctrl-C's signal
-as a terminal has it, because a shell starts background jobs with SIGINT ignored and the processes of the tests inherit that.
+"""For every test: OpenMP threads that sleep when idle, as the command line has them, before torch is loaded; and the signals of
+Ctrl-C and a closed terminal as a terminal has them, because a shell starts background jobs with SIGINT ignored, nohup ignores SIGHUP,
+and the processes of the tests inherit that.
 Groups of tests that a run leaves out: tests/helpers/run_groups.py.
 
 pytest-xdist's workers share the processors: with two workers that have two threads each on two cores, the threads of such small
@@ -16,6 +17,8 @@ import run_groups
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // workers)))
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     with contextlib.suppress(ValueError):  # not the main thread
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -44,18 +44,18 @@ def base(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def few_hardened(monkeypatch):
-    """Five prompts under the hardened system prompt, where a search takes 40; what follows from them: test_search_decide.py."""
-    monkeypatch.setattr(explain, "HARDENED_N", 5)
+    """Two prompts under the hardened system prompt, where a search takes 40; what follows from them: test_search_decide.py."""
+    monkeypatch.setattr(explain, "HARDENED_N", 2)
 
 
 def test_a_base_model_instead_of_the_fine_tune_stops_the_search(base, calibration, tmp_path):
     options = {"strategies": ["direct"], "required": ["w4a16"], "workloads": WORKLOADS}
-    result = search.run(base, calibration, tmp_path / "s", 5, False, SilentConsole(), **options)
+    result = search.run(base, calibration, tmp_path / "s", 3, False, SilentConsole(), **options)
     assert result.stopped.startswith("WRONG MODEL") and result.chosen is None and result.strategies == []
     assert result.reference["tool_call"].passes == 0
     page = (tmp_path / "s" / "search.md").read_text()
     assert "WRONG MODEL" in page and "└── NO →" in page
-    again = search.run(base, calibration, tmp_path / "s", 5, False, SilentConsole(), anyway=True, **options)
+    again = search.run(base, calibration, tmp_path / "s", 3, False, SilentConsole(), anyway=True, **options)
     assert len(again.strategies) == 1 and not again.strategies[0].passed
 
 
@@ -105,7 +105,7 @@ def test_a_stale_system_prompt_stops_the_search_unless_allowed(tmp_path):
 
 def test_a_killed_search_resumes_and_gives_the_same_result(calibration, tmp_path):
     def words(output):
-        return ["search", "--model", str(TINY_ANNIE), "--calib-data", str(calibration), "--output", str(output), "--n", "3",
+        return ["search", "--model", str(TINY_ANNIE), "--calib-data", str(calibration), "--output", str(output), "--n", "2",
                 "--strategies", "direct", "--require", "w4a16", "--workloads", WORKLOADS]  # fmt: skip
 
     broken, whole = tmp_path / "broken", tmp_path / "whole"

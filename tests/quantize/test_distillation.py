@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -45,7 +46,10 @@ def nothing_held_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def samples(model: Path) -> list[Sample]:
-    return calibration_samples.samples_of_rows(model, read_conversations(model.parent / "calib.jsonl", 4))[:4]
+    """Four answers, each after the last 32 tokens of its prompt: weights are random, and most of a prompt is the system's."""
+    rows = calibration_samples.samples_of_rows(model, read_conversations(model.parent / "calib.jsonl", 4))[:4]
+    starts = [max(0, len(s.prompt) - 32) for s in rows]
+    return [replace(s, ids=s.ids[k:], kinds=s.kinds[k:]) for s, k in zip(rows, starts, strict=True)]
 
 
 def plain_plan(model: Path) -> Plan:

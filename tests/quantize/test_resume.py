@@ -21,10 +21,12 @@ from annie_quant.files import sha256_text
 from annie_quant.quantize import prompt_provenance
 
 PART = ",".join(f"layers.{i}" for i in range(6))
+ALL_BUT_LAST = f"{PART},layers.6"
 SETTINGS: dict[str, dict] = {
-    "auto_mixed": {"exclude": PART, "answers": 2, "calib_samples": 3},
-    "sensitivity": {"exclude": PART, "bits": 13.5, "tokens": 30, "calib_samples": 3},
-    "qad": {"exclude": PART, "steps": 4, "batch": 2, "save": 1, "lr": 1e-4, "calib_samples": 3},
+    "auto_mixed": {"exclude": ALL_BUT_LAST, "answers": 2, "calib_samples": 3},
+    "awq_lite": {"exclude": PART, "calib_samples": 3},  # one layer with DeltaNet, one with attention
+    "sensitivity": {"exclude": ALL_BUT_LAST, "bits": 14.8, "tokens": 30, "calib_samples": 3},
+    "qad": {"exclude": ALL_BUT_LAST, "steps": 4, "batch": 2, "save": 1, "lr": 1e-4, "calib_samples": 3},
 }
 RESUMED_FROM = {
     "auto_mixed": "scores.json",

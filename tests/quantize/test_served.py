@@ -15,12 +15,14 @@ from annie_quant.checkpoint.shards import ModelFolder
 
 pytest.importorskip("modelopt", reason="the strategies run on ModelOpt and torch: pip install annie-quant[quantize]")
 MODEL = Path(aq.__file__).parent / "assets/tiny-annie"
-LAST_TWO = ",".join(f"layers.{i}" for i in range(6))
+ALL_BUT_LAST_TWO = ",".join(f"layers.{i}" for i in range(6))
 # Settings that make the slow strategies short; their results are tested elsewhere.
 SETTINGS: dict[str, dict] = {
-    "sensitivity": {"exclude": LAST_TWO, "bits": 13.5, "tokens": 60},
-    "auto_mixed": {"exclude": LAST_TWO, "answers": 2},
-    "best": {"exclude": LAST_TWO, "steps": 1},
+    "sensitivity": {"exclude": ALL_BUT_LAST_TWO, "bits": 13.5, "tokens": 60},
+    "auto_mixed": {"exclude": ALL_BUT_LAST_TWO, "answers": 2},
+    "awq_gptq": {"exclude": ALL_BUT_LAST_TWO},
+    "awq_lite": {"exclude": ALL_BUT_LAST_TWO},
+    "best": {"exclude": ALL_BUT_LAST_TWO, "steps": 1},
     "qad": {"steps": 2, "batch": 2, "save": 1, "lr": 1e-6},
 }
 

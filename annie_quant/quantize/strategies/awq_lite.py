@@ -93,7 +93,8 @@ def fold_layer(
         s = search_scale(site, readers, samplers[site.linears[0]], before)
         stored = None if site.fold == "rows" else norm_dtype(folder, f"{layer.name}.{site.producer}.weight")
         scales[site.linears[0]] = awq_folding.fold(after, family, site, s, stored)
-    verify(layer, state, before, after)
+    if scales:
+        verify(layer, state, before, after)
     if not advance:
         layer.module.load_state_dict({n: t.to(layer.model.dtype) for n, t in after.items()}, assign=True)
     for group in layer.expert_groups():

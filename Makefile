@@ -5,6 +5,8 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+# Compiled modules are kept: else each of the hundreds of processes of a test run compiles the package again.
+export PYTHONDONTWRITEBYTECODE :=
 APT    := build-essential pkg-config libcurl4-openssl-dev
 # Debian's own Python has no venv and no headers; other builds include them.
 APT_PY  = $(shell $(PYTHON) tools/debian_packages.py || echo python3 python3-venv python3-dev)

@@ -15,7 +15,6 @@ from annie_quant.checkpoint.linears import Linear, owned_tensors
 from annie_quant.checkpoint.shards import INDEX, ModelFolder
 from annie_quant.schema import Audit
 
-MIXERS = ("self_attn.", "linear_attn.")
 EMBEDDING, NORM, HEAD = "embed_tokens", "norm", "lm_head"  # outside of the layers; NORM is the last norm
 MAX_LAYERS = 10_000
 # Ends of names of tensors that a checkpoint may lack: a quantizer's, and what the model computes itself.
@@ -62,16 +61,17 @@ def check_layers(folder: ModelFolder, layers: dict[int, set[str]], audit: Audit)
             audit.fault("decoder_incomplete", f"{prefix}.{missing[0]}", problem)
         if extra := sorted(set(layers) - set(range(count))):
             audit.fault("decoder_incomplete", f"{prefix}.{extra[0]}", f"config.json counts {count} layers")
-    experts = folder.family.experts
-    kinds: dict[tuple[tuple[bool, ...], bool], dict[int, set[str]]] = defaultdict(dict)
+    experts, deltanet = folder.family.experts, folder.family.deltanet
+    kinds: dict[tuple[bool, bool, bool], dict[int, set[str]]] = defaultdict(dict)
     for number, parts in layers.items():
-        mixers = tuple(any(p.startswith(mixer) for p in parts) for mixer in MIXERS)
-        kinds[mixers, experts is not None and experts.module in parts][number] = parts
-    for (mixers, _), alike in kinds.items():
+        attention = any(models.is_attention(f"{prefix}.{number}.{part}") for part in parts)
+        recurrent = deltanet is not None and any(part in (deltanet.output, deltanet.log_decay) for part in parts)
+        kinds[attention, recurrent, experts is not None and experts.module in parts][number] = parts
+    for (attention, recurrent, _), alike in kinds.items():
         expected = set().union(*alike.values())
         for number, parts in sorted(alike.items()):
             lost = sorted(expected - parts)
-            if not any(mixers) and len(kinds) > 1:
+            if not (attention or recurrent) and len(kinds) > 1:
                 audit.fault("decoder_incomplete", f"{prefix}.{number}", "no attention, and other layers have one")
             elif lost:
                 which = f"{', '.join(lost[:3])}{' …' if len(lost) > 3 else ''}"

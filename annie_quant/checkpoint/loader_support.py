@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from annie_quant import models
 from annie_quant.checkpoint import runtime_names
 from annie_quant.checkpoint.checks import COLUMNS_PER_RANK
 from annie_quant.checkpoint.dialects import fp8, modelopt
@@ -61,7 +62,7 @@ def vllm(folder: ModelFolder, linears: dict[str, Linear], config: QuantConfig) -
 
 def rounds_state(folder: ModelFolder) -> bool:
     """Return whether vLLM on a GPU keeps DeltaNet's state in the model's dtype, not in float32 (docs/numerics.md)."""
-    return folder.family.deltanet is not None and "mamba_ssm_dtype" not in folder.text_config
+    return "mamba_ssm_dtype" not in folder.text_config and any(models.is_log_decay(name) for name in folder)
 
 
 def has_uneven_columns(folder: ModelFolder, linears: dict[str, Linear]) -> bool:

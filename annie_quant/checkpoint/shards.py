@@ -219,7 +219,9 @@ class ModelFolder:
         """The language model's settings of config.json: those of `text_config` where there is one."""
         config = self.config
         inner = config.get("text_config")
-        return {**config, **inner} if isinstance(inner, dict) else config
+        merged = {**config, **inner} if isinstance(inner, dict) else config
+        experts = self.family.experts
+        return experts.with_count(merged) if experts else merged
 
     @functools.cached_property
     def family(self) -> models.Family:

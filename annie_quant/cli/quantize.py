@@ -118,3 +118,5 @@ def quantize(
         return
     sizes = f"{result.size_bytes / 1e6:.1f} MB from {result.source_bytes / 1e6:.1f} MB"
     console.note(f"{result.output}: {sizes}")
+    for note in result.notes:
+        console.note(note)

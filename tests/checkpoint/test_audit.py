@@ -91,7 +91,7 @@ def test_a_deadly_fault_appears_in_what_loads(sound, tmp_path):
 
 
 def test_a_bfloat16_state_of_deltanet_appears_in_what_loads(sound, tmp_path):
-    """vLLM keeps the state in the model's dtype on a GPU where config.json has lost the key. It is no fault."""
+    """vLLM keeps the state in the model's dtype on a GPU where config.json has lost the key. It is not a finding."""
     folder = zoo.spoil(sound["nvfp4"], tmp_path / "lost", lambda t, c: c.pop("mamba_ssm_dtype"))
     audit = aq.checkpoint.audit(folder)
     assert audit.ok and "--mamba-ssm-cache-dtype float32" in audit.summary.loads[0]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gzip
 import json
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 from planted_secrets import HUB, KEY, PASSWORD, where
 
 from annie_quant.cli import cli
-from annie_quant.data import check_apart, generate, load_persona, read_rows, validate
+from annie_quant.data import check_apart, check_prompt_hash, generate, load_persona, read_rows, validate
 from annie_quant.data.initialize import Sources, initialize
 from annie_quant.data.log_workloads import prompt_text
 from annie_quant.data.resolve import personas_of, resolve
@@ -230,6 +231,24 @@ def test_the_prompt_s_byte_order_mark_and_a_repeated_tool_are_dropped(tmp_path):
     outcome = CliRunner().invoke(cli, [*arguments, "--output", str(tmp_path / "other")])
     assert outcome.exit_code != 0 and "defines the tool t twice" in str(outcome.exception)
     assert not (tmp_path / "other").exists()
+
+
+def test_the_data_of_a_folder_that_was_renamed_can_be_used(tmp_path, monkeypatch):
+    """Its provenance names the folder that it was made in. The prompt is still compared where a persona is given."""
+    monkeypatch.chdir(tmp_path)
+    initialize(Sources("Be the house.", [dict(HOME.tools[0])]), Path("mine"))
+    Path("mine").rename("renamed")
+    assert check_prompt_hash("renamed/calibration.jsonl") is None
+    assert check_prompt_hash("renamed/calibration.jsonl", "renamed") is None
+    with pytest.raises(UsageError, match="differs from production's"):
+        check_prompt_hash("renamed/calibration.jsonl", "home")
+
+
+def test_calibration_data_with_a_byte_order_mark_are_read(tmp_path):
+    (tmp_path / "c.jsonl").write_bytes(
+        b"\xef\xbb\xbf" + json.dumps({"messages": [{"role": "user", "content": "x"}]}).encode()
+    )
+    assert read_rows(tmp_path / "c.jsonl")[0]["messages"][0]["content"] == "x"
 
 
 def test_an_empty_prompt_is_named(tmp_path):

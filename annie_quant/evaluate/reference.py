@@ -104,7 +104,7 @@ class AnswerCache:
 
 def request_key(request: Request, end_tokens: Sequence[int]) -> str:
     """Return a hash of what determines a greedy answer: prompt tokens, token limit and end tokens."""
-    key = json.dumps([request.prompt, request.workload.max_tokens, list(end_tokens)])
+    key = json.dumps([request.prompt, request.workload.max_tokens, sorted(end_tokens)])
     return hashlib.sha256(key.encode()).hexdigest()[:32]
 
 

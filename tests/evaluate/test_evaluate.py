@@ -11,12 +11,14 @@ pytest.importorskip("transformers", reason="the runtime needs transformers: pip 
 pytest.importorskip("modelopt", reason="ModelOpt makes the checkpoints: pip install annie-quant[quantize]")
 pytest.importorskip("annie_quant.nvfp4", reason="the runtime needs the codec")
 
+from paths import TINY_ANNIE  # noqa: E402
 from runtime_models import export_nvfp4, save_reference  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from annie_quant import runtime  # noqa: E402
 from annie_quant.data.rows import read_conversations  # noqa: E402
 from annie_quant.errors import UsageError  # noqa: E402
+from annie_quant.evaluate.decoding import Completion  # noqa: E402
 from annie_quant.evaluate.prompts import CLASSES, Template, conversation_answers  # noqa: E402
 from annie_quant.evaluate.reference import default_cache, model_sha256  # noqa: E402
 from annie_quant.judge import Case, Workload  # noqa: E402
@@ -241,6 +243,28 @@ def test_thinking_tokens_have_their_own_class(reference: Path) -> None:
     names = [CLASSES[k] for k in template.classes(ids, True)]
     assert names[0] == "thinking" and names[-1] == "end_of_turn" and "content" in names
     assert names.index("content") > names.index("thinking")
+
+
+def test_a_finished_answer_ends_with_the_token_that_ends_a_turn(tmp_path: Path) -> None:
+    """generation_config.json lists two end tokens, and the model chooses <|im_end|>, whose number is the larger one."""
+    template = Template(TINY_ANNIE)
+    assert len(template.end_tokens) == 2
+    assert template.tokenizer.decode(template.target(Completion([5], True))[1:]) == "<|im_end|>"
+    result = runtime.evaluate(TINY_ANNIE, TINY_ANNIE, workloads(2, 100), cache=tmp_path, with_ensemble=False)
+    end = result["numerics"]["bf16"]["kl"]["by_class"]["end_of_turn"]
+    assert end["n_tokens"] > 0 and 1 <= end["perplexity_reference"] < 2
+
+
+def test_a_faulty_text_or_dtype_is_named_before_the_reference_answers(
+    reference: Path, naive: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "t.txt").write_bytes(b"caf\xe9")
+    cache = tmp_path / "cache"
+    with pytest.raises(UsageError, match=r"t\.txt is not UTF-8 text"):
+        runtime.evaluate(naive, reference, workloads(), text=tmp_path / "t.txt", cache=cache)
+    assert not any(file.stat().st_size for file in cache.glob("*.jsonl")), "bf16 has answered before"
+    with pytest.raises(UsageError, match="'fp16'"):
+        runtime.evaluate(naive, reference, workloads(), dtype="fp16", cache=cache)
 
 
 @pytest.mark.parametrize("line", ["{", "[1, 2"])

@@ -33,7 +33,7 @@ CODES = {
         f"Copy config.json from the source, or {REPAIR}",
     ),
     "config_unreadable": Explanation(
-        "A JSON file of the folder is not JSON, too large, not an object, or lacks its main field.",
+        "A JSON file of the folder is not JSON, too large, not an object, or its main field is missing or of another type.",
         f"Restore the file, or for quantization settings: {REPAIR}",
     ),
     "shard_missing": Explanation("A file of weights that the index or the file names count is not there.", COPY),

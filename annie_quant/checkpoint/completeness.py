@@ -54,6 +54,9 @@ def decoder_layers(folder: ModelFolder, linears: dict[str, Linear]) -> dict[int,
 def check_layers(folder: ModelFolder, layers: dict[int, set[str]], audit: Audit) -> None:
     """Check that the layers are those that config.json counts, and that layers of one kind have the same modules."""
     count = folder.text_config.get("num_hidden_layers")
+    if count is not None and (type(count) is not int or count < 1):
+        problem = f"num_hidden_layers is {str(count)[:40]!r}, expected a positive number"
+        audit.fault("config_unreadable", "config.json", problem)
     prefix = next((n.rpartition(".")[0] for n in map(models.layer_of, folder) if n), "")
     if layers and type(count) is int and 0 < count < MAX_LAYERS:
         if missing := sorted(set(range(count)) - set(layers)):

@@ -71,6 +71,12 @@ def test_a_layer_beyond_the_configuration(checkpoints, tmp_path):
     assert findings(bad) == [("decoder_incomplete", "model.layers.3")]
 
 
+@pytest.mark.parametrize("count", ["4", 0, True, 4.0, [4]])
+def test_a_number_of_layers_of_another_type(checkpoints, tmp_path, count):
+    bad = zoo.spoil(checkpoints[1], tmp_path / "bad", lambda t, c: c.update(num_hidden_layers=count))
+    assert findings(bad) == [("config_unreadable", "config.json")]
+
+
 def test_a_tied_head_and_a_converted_copy_are_complete(checkpoints, tmp_path):
     tied = zoo.spoil(
         checkpoints[1], tmp_path / "tied", lambda t, c: (without("lm_head")(t, c), c.update(tie_word_embeddings=True))

@@ -46,6 +46,10 @@ class Request:
         return (self.workload.name, self.case.id)
 
     @property
+    def max_tokens(self) -> int:
+        return self.workload.max_tokens_for(self.case)
+
+    @property
     def name(self) -> str:
         return f"{self.workload.name}/{self.case.id}" + (f"/{self.turn + 1}" if self.case.turns else "")
 

@@ -203,7 +203,7 @@ def test_a_missing_norm_and_a_width_that_config_json_denies_are_named(naive: Pat
         runtime.load(folder)
     assert "\n" not in raised.value.message
     folder = configured(naive, tmp_path / "f", lambda c: c.update(max_position_embeddings="4096"))
-    with pytest.raises(CheckpointError, match="max_position_embeddings.*expected int, got str"):
+    with pytest.raises(CheckpointError, match=r"max_position_embeddings.*expected int, got str"):
         runtime.load(folder)
 
 

@@ -76,7 +76,7 @@ class Estimate:
         """Return the estimate as text."""
         parts = " + ".join(f"{name} {_time(s)}" for name, s in self.seconds.items() if s >= 0.5)
         how = "one layer at a time" if self.layerwise else "the whole model in memory"
-        smaller = ", ".join(s.name for s in strategies.by_rank() if s.cost.layerwise)
+        smaller = ", ".join(s.name for s in strategies.by_rank() if s.cost.layerwise and s.name != self.strategy)
         fits = "fits" if self.fits else f"DOES NOT FIT: choose a strategy that loads one layer at a time ({smaller})"
         return [
             f"{self.strategy} on {self.model}: {self.weights / 1e9:.2f} B weights, {2 * self.weights / 1e9:.1f} GB in bf16",

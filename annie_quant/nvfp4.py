@@ -184,7 +184,10 @@ def pack(
 
 
 def unpack(t: Tensor, dtype: Any = "bfloat16", out: np.ndarray | None = None, nan: str = "raise") -> np.ndarray:
-    """Return the weights [..., K] in bfloat16, float16 or float32, rounded once.
+    """Return the weights [..., K] in bfloat16, float16 or float32.
+
+    Each is the code times the block scale times the tensor scale (compressed-tensors: divided by its divisor). The scales'
+    product and the weight are float32 numbers; the weight is then rounded once to `dtype`.
 
     nan  "raise": ValueError that names the first block whose scale is NaN (old exporters wrote such blocks);
          "keep": decode it to NaN

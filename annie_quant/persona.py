@@ -88,6 +88,11 @@ class Persona(msgspec.Struct, frozen=True):
         return next((c for c in self.categories if c.name == name), None)
 
 
+def built_in() -> list[str]:
+    """Return the names of the personas of this package."""
+    return sorted(file.stem for file in FOLDER.glob("*.json"))
+
+
 def load_persona(persona: str | Path) -> Persona:
     """Return a built-in persona by name, or the persona of a JSON file, or of a folder that has a persona.json.
 
@@ -98,11 +103,10 @@ def load_persona(persona: str | Path) -> Persona:
         path = path / PERSONA_FILE
     elif path.suffix != ".json" and len(path.parts) == 1:
         path = FOLDER / f"{persona}.json"
-        if path.name not in {file.name for file in FOLDER.glob("*.json")}:
-            available = ", ".join(sorted(p.stem for p in FOLDER.glob("*.json")))
+        if path.stem not in built_in():
             raise UsageError(
                 f"unknown persona {persona!r}",
-                f"choose one of: {available}; or a JSON file, or a folder (annie-quant init)",
+                f"choose one of: {', '.join(built_in())}; or a JSON file, or a folder (annie-quant init)",
             )
     try:
         modified_ns = path.stat().st_mtime_ns

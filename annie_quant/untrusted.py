@@ -1,6 +1,6 @@
 """Data that another party wrote: a server's answers, a checkpoint's metadata, a log. Decode it, limit it, show it.
 
-decode_json(data)   JSON of any content; the only exception is ValueError; lenient: with NaN and lone surrogates
+decode_json(data)   JSON of any content; the only exception is ValueError; lenient: with NaN, and U+FFFD for lone surrogates
 limited(value)      a copy without what could not be stored again: depth, sizes and numbers are limited
 integer(value)      a count, or None; cost_usd(value): an amount, or None
 printable(text)     text for a terminal: no escape sequence, no control character, one line
@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 from typing import Any
 
 import msgspec
@@ -22,12 +23,14 @@ MAX_ENTRIES = 100
 MAX_TEXT = 1000
 MAX_INTEGER = 2**53  # beyond it JSON readers disagree
 MAX_COST_USD = 1e9
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def decode_json(data: bytes | str, lenient: bool = False) -> Any:
     """Return the value of a JSON document. Raises ValueError, with one line, for everything that cannot be decoded.
 
-    lenient: also accept what Python's json does and msgspec does not: NaN, infinities, lone surrogates.
+    lenient: also accept what Python's json does and msgspec does not: NaN, infinities, and lone surrogates, which become
+        U+FFFD, because no file can hold them.
     """
     try:
         return msgspec.json.decode(data)
@@ -37,8 +40,17 @@ def decode_json(data: bytes | str, lenient: bool = False) -> Any:
         fault = "nested too deeply"
     if lenient:
         with contextlib.suppress(ValueError, RecursionError):
-            return json.loads(data)
+            return without_surrogates(json.loads(data))
     raise ValueError(fault)
+
+
+def without_surrogates(value: Any) -> Any:
+    """Return a decoded JSON value with U+FFFD for each lone surrogate. RecursionError where it is nested too deeply."""
+    if isinstance(value, str):
+        return _SURROGATE.sub("\N{REPLACEMENT CHARACTER}", value)
+    if isinstance(value, dict):
+        return {without_surrogates(key): without_surrogates(item) for key, item in value.items()}
+    return [without_surrogates(item) for item in value] if isinstance(value, list) else value
 
 
 def limited(value: Any, depth: int = MAX_DEPTH) -> Any:

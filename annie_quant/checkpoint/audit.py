@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from annie_quant.checkpoint import (
     auxiliary_checks,
     checks,
+    completeness,
     dialects,
     expert_checks,
     kv_checks,
@@ -59,6 +60,7 @@ def audit(path: str | os.PathLike[str], source: str | os.PathLike[str] | None = 
     runtime_names.check(folder, result)
     original = ModelFolder(source) if source is not None else None
     auxiliary_checks.check(folder, original, linears, result)
+    completeness.check(folder, original, linears, result)
     if original is not None:
         source_diff.compare_to_source(folder, original, linears, result)
     result.summary = summarize(folder, dialect.NAME if dialect else "plain", linears, config, result)

@@ -33,7 +33,7 @@ CODES = {
         f"Copy config.json from the source, or {REPAIR}",
     ),
     "config_unreadable": Explanation(
-        "A JSON file of the folder is not JSON, too large, not an object, or lacks its main field.",
+        "A JSON file of the folder is not JSON, too large, not an object, or its main field is missing or of another type.",
         f"Restore the file, or for quantization settings: {REPAIR}",
     ),
     "shard_missing": Explanation("A file of weights that the index or the file names count is not there.", COPY),
@@ -47,10 +47,18 @@ CODES = {
         "A header's entry is invalid: a name, a type, a shape, or offsets that overlap, leave gaps or do not fit the shape.",
         COPY,
     ),
-    "index_mismatch": Explanation("model.safetensors.index.json does not map tensor names to file names.", COPY),
+    "index_mismatch": Explanation(
+        "model.safetensors.index.json does not map tensor names to file names, or does not list a tensor of a file.",
+        COPY,
+    ),
     "tensor_missing": Explanation("A tensor that the index lists, or that this command needs, is in no file.", COPY),
     "duplicate_tensor": Explanation(
         "Two files hold a tensor of the same name; servers differ in which one they use.", COPY
+    ),
+    "decoder_incomplete": Explanation(
+        "A layer that config.json counts, a tensor of a layer, the embedding or the head is missing; not every loader "
+        "reports it, and transformers uses random values instead.",
+        f"{COPY} Or quantize again: annie-quant quantize --model BF16 --output DIR",
     ),
     "path_escapes": Explanation(
         "A file name has a folder in it, or a link leaves the checkpoint's folder.", OTHER_FOLDER

@@ -127,6 +127,9 @@ def compare(source: str | os.PathLike, forms: dict[str, str | os.PathLike]) -> C
             weights, size = folder_weights(folder, original), folder_size(folder)
         total, squared, norm = 0, 0.0, 0.0
         for weight in weights:
+            if weight.values.shape != weight.source.shape:
+                shapes = f"{list(weight.values.shape)} in {path}, {list(weight.source.shape)} in {source}"
+                raise CheckpointError(f"{weight.name}: {shapes}", "are they of one model?")
             error, elements = rel_l2(weight.values, weight.source), weight.source.size
             row = ComparedTensor(
                 weight.name,

@@ -97,7 +97,7 @@ def check_norm(
     """
     norm = f"{layer}.{site.producer}.weight"
     original = source.find(norm)
-    if norm not in folder or original is None:
+    if norm not in folder or original is None or folder.info(norm).shape != source.info(original).shape:
         return {}
     ours, theirs = folder.tensor(norm).astype(np.float64), source.tensor(original).astype(np.float64)
     one = 1.0 if folder.family.adds_one(norm) else 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from annie_quant import models
 from annie_quant.checkpoint import runtime_names
 from annie_quant.checkpoint.checks import COLUMNS_PER_RANK
 from annie_quant.checkpoint.dialects import fp8, modelopt
@@ -19,6 +20,7 @@ DEADLY = {
     "fp8_scale_missing", "fp8_scale_bad", "fp8_code_nan", "format_disagrees",
     "tensor_scale_inverted", "input_scale_inverted", "orphan_scale", "block_scale_missing", "not_finite",
     "names_disagree", "prefix_disagrees", "expert_count", "experts_mixed", "expert_scales_missing", "kv_scale_bad",
+    "decoder_incomplete",
 }  # fmt: skip
 
 
@@ -47,9 +49,20 @@ def vllm(folder: ModelFolder, linears: dict[str, Linear], config: QuantConfig) -
     limit = (
         f", on one rank only: columns per rank are not a multiple of {COLUMNS_PER_RANK} (#48898)" if ranks < 2 else ""
     )
+    state = (
+        ", with DeltaNet's state in bfloat16 unless served with --mamba-ssm-cache-dtype float32 "
+        "(config.json has no mamba_ssm_dtype)"
+        if rounds_state(folder)
+        else ""
+    )
     if config.algo == "MIXED_PRECISION" and config.method == "modelopt":
-        return f"yes, from 0.19 (mixed precision){limit}"
-    return f"yes{limit}"
+        return f"yes, from 0.19 (mixed precision){limit}{state}"
+    return f"yes{limit}{state}"
+
+
+def rounds_state(folder: ModelFolder) -> bool:
+    """Return whether vLLM on a GPU keeps DeltaNet's state in the model's dtype, not in float32 (docs/numerics.md)."""
+    return "mamba_ssm_dtype" not in folder.text_config and any(models.is_log_decay(name) for name in folder)
 
 
 def has_uneven_columns(folder: ModelFolder, linears: dict[str, Linear]) -> bool:

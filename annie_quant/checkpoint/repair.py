@@ -46,6 +46,7 @@ WITHOUT_SOURCE = (
     "config_", "excluded", "not_excluded", "not_listed", "listed_", "input_scale", "fused_input", "names_", "prefix_",
 )  # fmt: skip
 LOST = ("mtp_missing", "vision_missing")  # findings that restore.py fixes in every layout
+UNREPAIRED = ("decoder_incomplete", "duplicate_tensor", "index_mismatch")
 NAN = 0x7F  # an E4M3 byte; larger bytes are negative
 LARGEST_INPUT_SCALE = 100.0
 
@@ -117,7 +118,7 @@ def repair_command(audit: Audit, source: str | os.PathLike | None = None) -> str
     if (not linears or dialect is not modelopt) and any(f.code in LOST for f in audit.findings):
         where = "SOURCE" if source is None else shlex.quote(str(source))
         return f"annie-quant audit {path} --repair --source {where}"
-    if not linears or dialect is None:
+    if not linears or dialect is None or all(f.code in UNREPAIRED for f in audit.findings):
         return None
     if dialect is not modelopt:
         return conversion(path, dialect)

@@ -83,11 +83,13 @@ class ModelFolder:
             raise ShardError("no_folder", f"{self.path}: {kind}, expected a model folder", hint)
         self.shards: dict[str, Shard] = {}
         self.tensors: dict[str, TensorInfo] = {}
+        self.unlisted: list[tuple[str, str]] = []  # (tensor, file) that the index does not list, or in another file
         weight_map = self._weight_map()
         for file in sorted(set(weight_map.values())) if weight_map else self._files():
             self.shards[file] = shard = Shard(self._checked(file))
             for name, info in shard.tensors.items():
                 if weight_map and weight_map.get(name) != file:
+                    self.unlisted.append((name, file))
                     continue
                 if name in self.tensors:
                     raise ShardError(
@@ -217,7 +219,9 @@ class ModelFolder:
         """The language model's settings of config.json: those of `text_config` where there is one."""
         config = self.config
         inner = config.get("text_config")
-        return {**config, **inner} if isinstance(inner, dict) else config
+        merged = {**config, **inner} if isinstance(inner, dict) else config
+        experts = self.family.experts
+        return experts.with_count(merged) if experts else merged
 
     @functools.cached_property
     def family(self) -> models.Family:

@@ -63,7 +63,10 @@ def compare_plain(
     owned = owned_tensors(linears.values())
     for name in folder:
         original = source.find(name)
-        if name in owned or original is None or folder.info(name).shape != source.info(original).shape:
+        if name in owned or original is None:
+            continue
+        if folder.info(name).shape != source.info(original).shape:
+            check_shape(folder, name, source, original, audit)
             continue
         if folder.family.vision in name or same_bytes(folder, name, source, original):
             continue  # vision is compared byte for byte (auxiliary_checks)
@@ -80,13 +83,22 @@ def compare_plain(
             audit.fault("differs_from_source", name, f"not quantized, and differs from the source by {error:.3g}")
 
 
+def check_shape(folder: ModelFolder, name: str, source: ModelFolder, original: str, audit: Audit) -> None:
+    """Check that a tensor which is not quantized has as many elements as the source's; auxiliary_checks has the other parts."""
+    ours, theirs = folder.info(name), source.info(original)
+    if ours.elements != theirs.elements and not folder.family.is_auxiliary(name):
+        audit.fault("source_shape", name, f"{list(ours.shape)} here, {list(theirs.shape)} in the source")
+
+
 def changed_norms(folder: ModelFolder, source: ModelFolder) -> list[str]:
     """Return the norms before linears whose values are not the source's."""
     norms = {f"{norm}.weight" for norm in folder.family.norms}
     changed = []
     for name in folder:
         original = source.find(name) if models.in_layer(name) in norms else None
-        if original and rel_l2(_float32(folder, name), _float32(source, original)) >= SAME_VALUES:
+        if not original or folder.info(name).shape != source.info(original).shape:
+            continue
+        if rel_l2(_float32(folder, name), _float32(source, original)) >= SAME_VALUES:
             changed.append(name)
     return changed
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import msgspec
 
 from annie_quant.cli.common import console, emit, json_option
 from annie_quant.errors import UsageError
+from annie_quant.untrusted import decode_json
 
 
 @click.command()
@@ -84,7 +84,8 @@ def init(
 
 def read_text(path: Path) -> str:
     try:
-        return sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
+        text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
+        return text.removeprefix("\N{BYTE ORDER MARK}")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise UsageError(f"{path} cannot be read: {reason}", "give a UTF-8 text file, or - for stdin") from None
@@ -95,9 +96,9 @@ def read_tools(path: Path) -> list[dict[str, Any]]:
     from annie_quant.data.logs.records import tools_of
 
     try:
-        document = json.loads(read_text(path))
+        document = decode_json(read_text(path), lenient=True)
     except ValueError as error:
-        raise UsageError(f"{path} is not JSON: {error}", "give a list of OpenAI function tools") from None
+        raise UsageError(f"{path} is {error}", "give a list of OpenAI function tools") from None
     if isinstance(document, dict):
         document = document.get("tools") or document.get("functions") or [document]
     if document == []:
@@ -107,4 +108,9 @@ def read_tools(path: Path) -> list[dict[str, Any]]:
         raise UsageError(
             f"{path} is not a list of OpenAI function tools", '[{"type": "function", "function": {"name": ...}}]'
         )
-    return tools
+    definitions: dict[str, dict[str, Any]] = {}
+    for tool in tools:
+        name = tool["function"]["name"]
+        if definitions.setdefault(name, tool) != tool:
+            raise UsageError(f"{path} defines the tool {name} twice, and differently", "remove one of the definitions")
+    return list(definitions.values())

@@ -19,6 +19,7 @@ from annie_quant.cli.common import (
     quiet_engines,
     refuse_stale_prompt,
 )
+from annie_quant.errors import CheckpointError
 
 
 @click.command()
@@ -89,8 +90,15 @@ def quantize(
             echo(shlex.join(argv))
             return
         sys.exit(container_job.run(argv, output))
+    options = dict(item.split("=", 1) for item in settings)
     if dry_run or estimate.is_large(model):
-        for line in estimate.estimate(model, strategy, calib_samples).lines():
+        try:
+            lines = estimate.estimate(model, strategy, calib_samples, options=options).lines()
+        except CheckpointError:
+            if dry_run:
+                raise
+            lines = []
+        for line in lines:
             echo(line, err=not dry_run)
     if dry_run:
         return
@@ -111,10 +119,12 @@ def quantize(
             seed=seed,
             allow_prompt_mismatch=allow_prompt_mismatch,
             kv_cache=kv_cache,
-            **dict(item.split("=", 1) for item in settings) | ({"ray": ray} if ray else {}),
+            **options | ({"ray": ray} if ray else {}),
         )
     if as_json:
         emit(result)
         return
     sizes = f"{result.size_bytes / 1e6:.1f} MB from {result.source_bytes / 1e6:.1f} MB"
     console.note(f"{result.output}: {sizes}")
+    for note in result.notes:
+        console.note(note)

@@ -124,9 +124,9 @@ def initialize(sources: Sources, output: Path, force: bool = False, progress: Pr
             "--fill makes prompts from the tools' schemas"
         )
     if not rows:
-        lines.append(
-            "the logs have no answers, so there is no calibration data: add --fill, or annie-quant data --persona"
-        )
+        answered = any(c.has_answer for _, c in sample.pool.conversations())
+        reason = "all conversations with answers are gate prompts" if answered else "the logs have no answers"
+        lines.append(f"{reason}, so there is no calibration data: add --fill, or annie-quant data --persona")
     lines += [f"masked: {n} × {kind}" for kind, n in sorted(scanner.counts.items()) if n]
     result = Initialized(
         output=str(output),
@@ -181,6 +181,8 @@ def persona_of(sources: Sources, sample: _Sample, scanner: Scanner, lines: list[
             if prompt
             else "the logs have no system prompt: the persona has an empty one; --prompt FILE gives it"
         )
+    elif not prompt.strip():
+        lines.append("the system prompt is empty")
     prompt, before = prompt.strip(), sum(scanner.counts.values())
     masked = scanner.masked(prompt)
     if sum(scanner.counts.values()) > before:

@@ -6,6 +6,7 @@ check_prompt_hash    the data was made with the system prompt that is served now
 
 from __future__ import annotations
 
+import codecs
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from annie_quant import judge
 from annie_quant.data.duplicates import DuplicateFinder, text_of, user_text
 from annie_quant.errors import UsageError
 from annie_quant.files import exists, is_folder, sha256_text
-from annie_quant.persona import Persona, load_persona
+from annie_quant.persona import Persona, built_in, load_persona
 from annie_quant.untrusted import decode_json
 
 Rows = str | os.PathLike[str] | Sequence[Mapping[str, Any]]  # a file, or rows in memory
@@ -81,6 +82,7 @@ def read_rows(rows: Rows) -> list[dict[str, Any]]:
         raise UsageError(f"{path} does not exist", f"annie-quant data --persona annie --output {path}") from None
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}", f"annie-quant data --output {path}") from error
+    content = content.removeprefix(codecs.BOM_UTF8)
     if content.lstrip()[:1] == b"[":
         return dataset_rows(path)
     result: list[dict[str, Any]] = []
@@ -202,4 +204,4 @@ def check_prompt_hash(
 def _is_readable(persona: str | Path) -> bool:
     """Return whether a persona that rows name is built in, or a file or folder that exists here."""
     name = str(persona)
-    return exists(Path(name)) or ("/" not in name and not name.endswith(".json"))
+    return exists(Path(name)) or name in built_in()

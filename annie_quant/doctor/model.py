@@ -40,6 +40,7 @@ class Config(msgspec.Struct):
     architectures: list[str] | None = None
     text_config: dict | UnsetType | None = UNSET
     num_experts: int | None = None
+    num_local_experts: int | None = None  # the same, as transformers from 5 saves Qwen3 MoE
     mtp_num_hidden_layers: int | None = None
     layer_types: list[str] | None = None
     quantization_config: Quantization | None = None
@@ -94,7 +95,7 @@ def traits_of(folder: Path, config: Config) -> Traits:
     mtp = inner.get("mtp_num_hidden_layers", config.mtp_num_hidden_layers)
     return Traits(
         quantized=quantized != Quantization() or exported != Quantization(),
-        experts=isinstance(inner.get("num_experts", config.num_experts), int),
+        experts=isinstance(inner.get("num_experts", config.num_experts or config.num_local_experts), int),
         hybrid=isinstance(kinds, list) and "linear_attention" in kinds,
         mtp=isinstance(mtp, int) and mtp > 0,
         kv_cache=kv_cache.upper(),

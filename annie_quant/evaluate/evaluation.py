@@ -144,11 +144,11 @@ def evaluate_pair(
         raise UsageError(
             f"{pair.model_dir} does not support {', '.join(numerics)}", f"it supports: {', '.join(supported)}"
         )
-    answered = pair.reference.answer(workloads, pair.progress)
-    conversation_part: list[ScoredAnswer] = []
+    conversation_part: list[ScoredAnswer] = []  # files first: a faulty one is reported before an hour of answers
     if conversations is not None:
         conversation_part = conversation_answers(pair.template, read_rows_of(conversations, n_conversations))
     text_part = [] if text is None else text_pieces(pair.template, text)
+    answered = pair.reference.answer(workloads, pair.progress)
     before = with_references(judged(pair.template, answered))
     reference_gates = judge.gate_table(before)
     results: dict[str, NumericsResult] = {}

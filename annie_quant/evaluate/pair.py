@@ -12,6 +12,7 @@ import numpy as np
 import psutil
 import torch
 
+from annie_quant.errors import UsageError
 from annie_quant.evaluate.engine import Engine, Row
 from annie_quant.evaluate.kl import Tally, compare_logits
 from annie_quant.evaluate.process_group import ProcessGroup, default_device, join_group
@@ -59,6 +60,8 @@ class ModelPair:
         self.progress: Progress = progress if progress is not None and group.is_first else SILENT
         self.model_dir, self.reference_dir = Path(model_dir), Path(reference_dir)
         self.device = device or default_device(group)
+        if dtype not in (None, "float32", "bfloat16"):
+            raise UsageError(f"dtype {dtype!r}", "choose float32 or bfloat16")
         self.dtype = dtype or working_dtype([self.model_dir, self.reference_dir], self.device)
         torch.backends.cudnn.allow_tf32 = False  # float32 means float32, in convolutions too
         self.progress.update(0, None, "loading")
@@ -116,6 +119,7 @@ def working_dtype(folders: Sequence[Path], device: str) -> str:
     (hf/emulation.py).
     """
     free = psutil.virtual_memory().available if device == "cpu" else torch.cuda.mem_get_info(device)[0]
-    # A 4-bit weight has half a byte on disk and a bf16 weight two: at most 8 times the bytes, 4 here and 4 there.
+    # In float32 both need 8 bytes per weight. On disk they have 2.5 (4 bits and bf16), so this is at most 3.2 times the size;
+    # the rest is for activations and logits.
     size = sum(f.stat().st_size for folder in folders for f in folder.glob("*.safetensors"))
     return "float32" if 5 * size < free / 2 else "bfloat16"

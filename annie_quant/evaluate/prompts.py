@@ -25,6 +25,7 @@ from annie_quant.judge import Answer, Case, Workload, parse_raw
 from annie_quant.untrusted import integer
 
 CLASSES = ("content", "tool_markup", "thinking", "end_of_turn")
+TEXT_HINT = "--text takes a plain text file"
 _SPANS = re.compile(
     r"(?P<tool_markup><tool_call>.*?(?:</tool_call>|$))|(?P<thinking><think>.*?(?:</think>|$))", re.DOTALL
 )
@@ -43,6 +44,10 @@ class Request:
     def conversation(self) -> tuple[str, str]:
         """Identifies the conversation: equal for all turns of one case."""
         return (self.workload.name, self.case.id)
+
+    @property
+    def max_tokens(self) -> int:
+        return self.workload.max_tokens_for(self.case)
 
     @property
     def name(self) -> str:
@@ -67,7 +72,10 @@ class ScoredAnswer:
 
 
 class Template:
-    """A model folder's tokenizer with its chat template and end tokens."""
+    """A model folder's tokenizer with its chat template.
+
+    end_tokens: those that end an answer; the first one, the tokenizer's own, ends a turn.
+    """
 
     def __init__(self, folder: str | os.PathLike) -> None:
         with loading_tokenizer(Path(folder)):
@@ -80,7 +88,7 @@ class Template:
         if isinstance(generation, dict):
             eos = generation.get("eos_token_id")
             end_tokens += eos if isinstance(eos, list) else [eos]
-        self.end_tokens = sorted({e for e in map(integer, end_tokens) if e is not None})
+        self.end_tokens = list(dict.fromkeys(e for e in map(integer, end_tokens) if e is not None))
         if not self.end_tokens:
             raise UsageError(f"{folder}: neither the tokenizer nor generation_config.json names an end token")
 
@@ -110,7 +118,7 @@ class Template:
         return Answer(parsed.text, parsed.reasoning, parsed.tool_calls, reason, "", parsed.completion_tokens)
 
     def target(self, completion: Completion) -> list[int]:
-        """Return the answer's tokens and, if the model ended the turn itself, an end token."""
+        """Return the answer's tokens and, if the model ended the turn itself, the end token of a turn."""
         return [*completion.tokens, *self.end_tokens[:1]] if completion.finished else list(completion.tokens)
 
     def classes(self, target: Sequence[int], thinking: bool) -> list[int]:
@@ -169,8 +177,11 @@ def text_pieces(template: Template, path: str | os.PathLike, length: int = 512) 
     """Return a plain text file in pieces of `length` tokens; in each, every token but the first is scored."""
     path = Path(path)
     if not path.is_file():
-        raise UsageError(f"{path} is not a file", "--text takes a plain text file")
-    ids = template.ids(path.read_text(encoding="utf-8"))
+        raise UsageError(f"{path} is not a file", TEXT_HINT)
+    try:
+        ids = template.ids(path.read_text(encoding="utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start})", TEXT_HINT) from None
     pieces = [ids[at : at + length] for at in range(0, len(ids), length)]
     answers = [ScoredAnswer(path.name, tuple(p[:1]), tuple(p[1:])) for p in pieces if len(p) > 1]
     if not answers:

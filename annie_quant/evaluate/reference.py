@@ -104,7 +104,7 @@ class AnswerCache:
 
 def request_key(request: Request, end_tokens: Sequence[int]) -> str:
     """Return a hash of what determines a greedy answer: prompt tokens, token limit and end tokens."""
-    key = json.dumps([request.prompt, request.workload.max_tokens, list(end_tokens)])
+    key = json.dumps([request.prompt, request.max_tokens, sorted(end_tokens)])
     return hashlib.sha256(key.encode()).hexdigest()[:32]
 
 
@@ -145,7 +145,7 @@ class Reference:
         """Return the requests' answers in order. Those that are not in the cache are generated and added to it."""
         keys = [request_key(r, self.template.end_tokens) for r in requests]
         missing = {k: r for k, r in zip(keys, requests, strict=True) if k not in self.cache.answers}
-        work = sorted(missing.items(), key=lambda item: -item[1].workload.max_tokens)
+        work = sorted(missing.items(), key=lambda item: -item[1].max_tokens)
         n_finished = 0
 
         def on_finished(n: int) -> None:
@@ -158,7 +158,7 @@ class Reference:
             completions = generate_distributed(
                 self.engine(),
                 [list(r.prompt) for _, r in part],
-                [r.workload.max_tokens for _, r in part],
+                [r.max_tokens for _, r in part],
                 self.template.end_tokens,
                 on_finished,
             )

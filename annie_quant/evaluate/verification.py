@@ -136,7 +136,7 @@ def answer_from_differences(
         rest = generate_distributed(
             engine,
             [[*request.prompt, *known] for _, request, known in work],
-            [request.workload.max_tokens - len(known) for _, request, known in work],
+            [request.max_tokens - len(known) for _, request, known in work],
             template.end_tokens,
             on_finished,
             [len(known) for _, _, known in work],

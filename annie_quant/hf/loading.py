@@ -10,6 +10,7 @@ from typing import Any
 
 import psutil
 import torch
+from huggingface_hub.errors import StrictDataclassError  # a field of config.json has another type
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -115,7 +116,7 @@ def one_line_errors(folder: Path) -> Iterator[None]:
         raise
     except (MemoryError, torch.OutOfMemoryError) as error:
         raise EnvironmentFault(f"{folder.name} does not fit into memory: {first_line(error)}", MEMORY_HINT) from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, StrictDataclassError) as error:
         if "not enough memory" in str(error):
             raise EnvironmentFault(f"{folder.name} does not fit into memory", MEMORY_HINT) from error
         raise CheckpointError(
@@ -124,8 +125,11 @@ def one_line_errors(folder: Path) -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
+    """Return the first line of a message, with the second one where the first only announces it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0][:200] if lines else "no reason given"
+    if not lines:
+        return "no reason given"
+    return " ".join(lines[:2] if lines[0].endswith(":") else lines[:1])[:200]
 
 
 def numerics_of(model: nn.Module) -> list[str]:

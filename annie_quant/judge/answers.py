@@ -117,7 +117,7 @@ def _types(name: str, tools: Sequence[Mapping[str, Any]] | None) -> dict[str, st
     for tool in tools or ():
         function = tool.get("function", tool)
         if function.get("name") == name:
-            properties = function.get("parameters", {}).get("properties", {})
+            properties = (function.get("parameters") or {}).get("properties") or {}
             return {key: schema.get("type") for key, schema in properties.items() if isinstance(schema, Mapping)}
     return {}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -74,8 +75,7 @@ def _checked(document: WorkloadFile, where: str, sha256: str, path: str) -> Work
     cases = tuple(_case(where, case, own_tools) for case in document.cases)
     if not cases:
         raise UsageError(f"{where}: there are no cases")
-    ids = [case.id for case in cases]
-    if duplicates := [name for name in ids if ids.count(name) > 1]:
+    if duplicates := [name for name, n in Counter(case.id for case in cases).items() if n > 1]:
         raise UsageError(f"{where}: there are two cases with the id {duplicates[0]!r}")
     return Workload(
         name=document.name,

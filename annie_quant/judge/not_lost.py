@@ -13,6 +13,7 @@ from annie_quant.judge.workloads import Case, Workload
 from annie_quant.schema import GateResult
 
 Judged = tuple[Workload, Case, Answer]
+MIN_PROMPTS = 5  # that need a tool; with fewer, no call by bf16 proves nothing
 
 
 def compares_with_reference(workloads: Iterable[Workload]) -> bool:
@@ -46,9 +47,6 @@ def reference_notes(answers: Sequence[Judged], reference: Mapping[str, GateResul
         if name not in called:
             lines.append(f"{name} is never called by bf16 itself ({n} prompts): nothing about it can be judged")
     return lines
-
-
-MIN_PROMPTS = 5
 
 
 def expected_tools(case: Case) -> list[str]:

@@ -87,6 +87,10 @@ class Workload:
             return self.system
         return self._persona.system_prompt if self._persona is not None else None
 
+    def max_tokens_for(self, case: Case) -> int:
+        """Return the token limit of an answer: the case's own, else the workload's."""
+        return case.max_tokens or self.max_tokens
+
     def tools_for(self, case: Case) -> list[Mapping[str, Any]] | None:
         """Return the OpenAI function tools that are offered with a case; None where there are none."""
         if case.tools is not None:
@@ -151,7 +155,7 @@ class Workload:
         if tools:
             body |= {"tools": tools, "tool_choice": "auto"}
         body |= {
-            "max_tokens": case.max_tokens or self.max_tokens,
+            "max_tokens": self.max_tokens_for(case),
             "temperature": self.temperature,
             "stream": True,
             "stream_options": {"include_usage": True},

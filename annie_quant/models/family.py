@@ -75,6 +75,7 @@ class Experts:
     router: the linear that chooses the experts, with one row per expert.
     count, width: the fields of config.json with the number of experts and the rows of an expert's first linears.
     active: the field of config.json with the number of experts that a token passes.
+    count_saved: another name of `count`: transformers from 5 saves Qwen3 MoE with it.
     gguf: llama.cpp's names inside a block, for the linears (all experts in one tensor), the router and the shared expert.
     """
 
@@ -86,6 +87,7 @@ class Experts:
     width: str
     active: str
     gguf: Mapping[str, str]
+    count_saved: str = "num_local_experts"
 
     @property
     def inputs(self) -> tuple[tuple[str, ...], ...]:
@@ -119,6 +121,11 @@ class Experts:
         layer, rest = layer_of(name), in_layer(name).removesuffix(".weight")
         part = rest.removeprefix(f"{self.module}.")
         return (layer, part) if rest != part and part in self.merged else None
+
+    def with_count(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a text model's settings with the number of experts under the name `count`."""
+        saved = {self.count: config[self.count_saved]} if self.count_saved in config else {}
+        return saved | dict(config)
 
     def active_share(self, config: Mapping[str, Any]) -> float:
         """Return the share of the experts that a token passes, by a text model's settings; 1 where they do not say it."""

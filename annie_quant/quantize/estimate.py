@@ -12,9 +12,11 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from annie_quant import models, nvfp4
 from annie_quant.checkpoint.shards import ModelFolder
+from annie_quant.errors import CheckpointError
 from annie_quant.models.family import ModelSize
 from annie_quant.quantize import strategies
 from annie_quant.quantize.formats import PLAIN_BITS
@@ -74,7 +76,7 @@ class Estimate:
         """Return the estimate as text."""
         parts = " + ".join(f"{name} {_time(s)}" for name, s in self.seconds.items() if s >= 0.5)
         how = "one layer at a time" if self.layerwise else "the whole model in memory"
-        smaller = ", ".join(s.name for s in strategies.by_rank() if s.cost.layerwise)
+        smaller = ", ".join(s.name for s in strategies.by_rank() if s.cost.layerwise and s.name != self.strategy)
         fits = "fits" if self.fits else f"DOES NOT FIT: choose a strategy that loads one layer at a time ({smaller})"
         return [
             f"{self.strategy} on {self.model}: {self.weights / 1e9:.2f} B weights, {2 * self.weights / 1e9:.1f} GB in bf16",
@@ -87,14 +89,21 @@ class Estimate:
 
 
 def estimate(
-    model: str | os.PathLike, strategy: str, samples: int = 512, tokens: int = 600, rates: Rates | None = None
+    model: str | os.PathLike,
+    strategy: str,
+    samples: int = 512,
+    tokens: int = 600,
+    rates: Rates | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> Estimate:
     """Estimate a strategy on a model folder, or on a published model ("9b", "27b").
 
     samples, tokens: of calibration text, conversations and tokens per conversation.
     rates: by default measured here for a folder, those of a DGX Spark for a published model.
+    options: of the strategy. Raises UsageError for one that it does not have.
     """
     part = strategies.find(strategy)
+    whole = part.cost.whole_model(part.settings(options or {}))
     published = published_sizes().get(str(model))
     size = published or size_of_folder(Path(model))
     rates = rates or (SPARK if published else measure(Path(model)))
@@ -113,6 +122,8 @@ def estimate(
         logits = 4 * min(text, BATCH_TOKENS) * max(counts["head"], counts["embedding"]) / size.hidden_size
         peak = cost.bytes_per_weight * weights + logits + BASE_BYTES
     rounded = sum(n for kind, n in counts.items() if part.bits(kind) < PLAIN_BITS)
+    if whole:
+        peak = max(peak, BASE_BYTES + whole * rounded + 2 * (weights - rounded))
     columns = 2 * rounded * size.hidden_size if cost.column_feedback else 0
     seconds = {
         "read": 2 * weights / rates.disk,
@@ -123,7 +134,7 @@ def estimate(
     }
     read_bytes = size_bytes - counts.get("embedding", 0) * 2
     return Estimate(part.name, size.label, weights, round(size_bytes), 8 * size_bytes / weights, round(read_bytes),
-                    round(peak), cost.layerwise, seconds, rates)  # fmt: skip
+                    round(peak), cost.layerwise and not whole, seconds, rates)  # fmt: skip
 
 
 def is_large(model: Path) -> bool:
@@ -144,8 +155,14 @@ def size_of_folder(folder: Path) -> ModelSize:
         counts[shards.family.kind_of(name)] += shards.info(name).elements
     config = shards.text_config
     experts = shards.family.experts
-    width = config.get("intermediate_size") or (config.get(experts.width) if experts else None) or config["hidden_size"]
-    return ModelSize(folder.name, counts, config["num_hidden_layers"], config["hidden_size"], width)
+    layers, hidden = config.get("num_hidden_layers"), config.get("hidden_size")
+    if not isinstance(layers, int) or not isinstance(hidden, int) or min(layers, hidden) < 1:
+        raise CheckpointError(
+            f"{folder}/config.json has no num_hidden_layers and hidden_size, so nothing can be estimated",
+            "quantize it without --dry-run",
+        )
+    width = config.get("intermediate_size") or (config.get(experts.width) if experts else None) or hidden
+    return ModelSize(folder.name, counts, layers, hidden, width)
 
 
 def measure(folder: Path) -> Rates:

@@ -11,8 +11,8 @@ from typing import Any, get_args
 
 import msgspec
 
-from annie_quant import __version__, nvfp4
-from annie_quant.checkpoint.shards import inside
+from annie_quant import __version__, models, nvfp4
+from annie_quant.checkpoint.shards import ModelFolder, inside
 from annie_quant.checkpoint.staging import check_name, check_output, staged
 from annie_quant.errors import CheckpointError, UsageError, need
 from annie_quant.files import write_json
@@ -44,6 +44,7 @@ class QuantizeResult(msgspec.Struct):
 
     expected_bytes: size of the tensors as it was announced; None where it was not known before.
     size_bytes, source_bytes: of the weight files.
+    notes: what to check before the checkpoint is served, one sentence each.
     """
 
     strategy: str
@@ -52,6 +53,7 @@ class QuantizeResult(msgspec.Struct):
     expected_bytes: int | None
     size_bytes: int
     source_bytes: int
+    notes: list[str] = []
 
 
 def available() -> dict[str, str]:
@@ -131,8 +133,21 @@ def run(
     shutil.rmtree(job.work if first else target, ignore_errors=True)
     seconds = round(time.monotonic() - start, 2)
     return QuantizeResult(
-        part.name, str(output), seconds, job.expected_bytes, weight_bytes(output), weight_bytes(model)
+        part.name, str(output), seconds, job.expected_bytes, weight_bytes(output), weight_bytes(model), notes_on(model)
     )
+
+
+def notes_on(model: Path) -> list[str]:
+    """Return what to check for a model whose family is not known here: its linears are taken for those of Qwen3.5."""
+    config = ModelFolder(model).config
+    try:
+        models.family_of(config)
+    except CheckpointError as error:
+        return [
+            f"{error.message} ({error.hint}): linears and norms were taken for Qwen3.5's; compare the checkpoint with "
+            "its source before serving it: annie-quant eval"
+        ]
+    return []
 
 
 def recipe_of(job: Job, strategy: str, prompts: prompt_provenance.Prompts, kv_cache: str) -> Recipe:

@@ -52,6 +52,7 @@ class Cost:
     bytes_per_layer_weight, hidden_copies, hessians: memory where one layer is loaded: per weight of the layer, copies of the
         text's hidden states (by default a layer's inputs, outputs and gathered inputs), and float32 matrices of the widest input.
     keeps_results: the rounded layers stay in memory until the last one is rounded.
+    whole_model: options → bytes per weight of a step with the whole model, after the layers; 0 without such a step.
     """
 
     rank: int
@@ -64,6 +65,7 @@ class Cost:
     hidden_copies: int = 3
     hessians: int = 0
     keeps_results: bool = False
+    whole_model: Callable[[Mapping[str, Any]], float] = lambda options: 0.0
 
 
 @dataclass(frozen=True)

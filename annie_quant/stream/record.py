@@ -122,6 +122,12 @@ def _header(headers: Mapping[str, str], name: str) -> str | None:
     return printable(headers[name], decode.MAX_NAME) if name in headers else None
 
 
+def _content_encoding(headers: Mapping[str, str]) -> str | None:
+    """Return the coding of a compressed answer, or None. The client sends no Accept-Encoding."""
+    encoding = _header(headers, "content-encoding")
+    return None if encoding is None or encoding.strip().lower() in ("", "identity") else encoding
+
+
 def transport_fault(timings: Timings, request: int) -> tuple[str, str] | None:
     """Return (cause, message) of a request that did not complete at the HTTP level, or None."""
     row, info = timings.requests[request], timings.plan[request]
@@ -171,7 +177,9 @@ def _find_fault(timings: Timings, answer: decode.Answer, request: int, body: byt
     elif status >= 300:
         target = safe_url(timings.headers(request).get("location", "nowhere"))
         answer.fail("redirect", f"HTTP {status} redirects to {errors.one_line(target)}: redirects are not followed")
-    elif not row["event_stream"]:
+    elif encoding := _content_encoding(timings.headers(request)):
+        answer.fail("encoded", f"HTTP {status} has Content-Encoding {encoding}, which the request does not accept")
+    elif not row["event_stream"] and body:  # the mark is set with the first byte of the body
         kind = _header(timings.headers(request), "content-type") or "no content type"
         answer.fail("not_a_stream", f"HTTP {status} is not an event stream ({kind}): {errors.message_of(body)}")
     elif "event" not in answer.first:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 from planted_secrets import HUB, KEY, PASSWORD, where
 
 from annie_quant.cli import cli
-from annie_quant.data import check_apart, generate, load_persona, read_rows, validate
+from annie_quant.data import check_apart, check_prompt_hash, generate, load_persona, read_rows, validate
 from annie_quant.data.initialize import Sources, initialize
 from annie_quant.data.log_workloads import prompt_text
 from annie_quant.data.resolve import personas_of, resolve
@@ -180,6 +182,77 @@ def test_requests_without_answers_are_prompts_and_the_lack_of_calibration_data_i
     result = initialize(Sources("Be brief.", [], [tmp_path / "l.jsonl"]), tmp_path / "mine")
     assert result.calibration_rows == 0 and result.cases == {"answers": 30}
     assert any("no answers" in line for line in result.lines)
+
+
+def test_one_answered_conversation_is_a_gate_prompt_and_its_answer_is_counted(tmp_path):
+    chat = {"messages": [{"role": "user", "content": "Are you open?"}, {"role": "assistant", "content": "Until six."}]}
+    (tmp_path / "one.json").write_text(json.dumps(chat))
+    result = initialize(Sources("Be brief.", [], [tmp_path / "one.json"]), tmp_path / "mine")
+    assert result.calibration_rows == 0 and result.cases == {"answers": 1}
+    line = next(line for line in result.lines if "no calibration data" in line)
+    assert "all conversations with answers are gate prompts" in line
+
+
+def test_text_that_no_file_can_hold_is_replaced_and_numbers_that_json_has_not_are_left_out(tmp_path):
+    """Half of a surrogate pair, as a log cut inside an emoji has; NaN, as Python's json writes it."""
+    chats = [
+        '{"messages": [{"role": "user", "content": "half an emoji \\ud83d here"}, {"role": "assistant", "content": "Yes."}]}',
+        '{"messages": [{"role": "user", "content": "a number"}, {"role": "assistant", "content": "", "tool_calls": '
+        '[{"function": {"name": "t", "arguments": {"n": NaN}}}]}]}',
+    ]
+    (tmp_path / "l.jsonl").write_text("\n".join(chats))
+    result = initialize(Sources("Be brief.", [], [tmp_path / "l.jsonl"]), tmp_path / "mine")
+    assert result.conversations == 1 and any("1 × NaN or infinity" in line for line in result.lines)
+    assert "half an emoji \N{REPLACEMENT CHARACTER} here" in (tmp_path / "mine/workloads/answers.json").read_text()
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "jsonl.gz"])
+def test_a_byte_order_mark_and_windows_line_ends_change_nothing(tmp_path, suffix):
+    texts = ["What time is it in Lima?", "Who repairs pianos?", "Is the north gate open on Sunday?"]
+    chats = [{"messages": [{"role": "user", "content": t}, {"role": "assistant", "content": "No."}]} for t in texts]
+    text = json.dumps(chats) if suffix == "json" else "\r\n".join(map(json.dumps, chats))
+    data = b"\xef\xbb\xbf" + text.encode()
+    (tmp_path / f"l.{suffix}").write_bytes(gzip.compress(data) if suffix.endswith("gz") else data)
+    result = initialize(Sources("Be brief.", [], [tmp_path / f"l.{suffix}"]), tmp_path / "mine")
+    assert result.conversations == 3 and not any("left out" in line for line in result.lines)
+
+
+def test_the_prompt_s_byte_order_mark_and_a_repeated_tool_are_dropped(tmp_path):
+    (tmp_path / "p.txt").write_bytes(b"\xef\xbb\xbfBe brief.\r\nAlways.")
+    tool = {"type": "function", "function": {"name": "t", "description": "half \ud83d", "parameters": {}}}
+    (tmp_path / "t.json").write_text(json.dumps([tool, tool]))
+    arguments = ["init", "--prompt", str(tmp_path / "p.txt"), "--tools", str(tmp_path / "t.json")]
+    outcome = CliRunner().invoke(cli, [*arguments, "--output", str(tmp_path / "mine")])
+    assert outcome.exit_code == 0, outcome.output
+    persona = load_persona(tmp_path / "mine")
+    assert persona.system_prompt == "Be brief.\nAlways." and [t["function"]["name"] for t in persona.tools] == ["t"]
+    other = {"type": "function", "function": {"name": "t", "description": "another", "parameters": {}}}
+    (tmp_path / "t.json").write_text(json.dumps([tool, other]))
+    outcome = CliRunner().invoke(cli, [*arguments, "--output", str(tmp_path / "other")])
+    assert outcome.exit_code != 0 and "defines the tool t twice" in str(outcome.exception)
+    assert not (tmp_path / "other").exists()
+
+
+def test_the_data_of_a_folder_that_was_renamed_can_be_used(tmp_path, monkeypatch):
+    """Its provenance names the folder that it was made in. The prompt is still compared where a persona is given."""
+    monkeypatch.chdir(tmp_path)
+    initialize(Sources("Be the house.", [dict(HOME.tools[0])]), Path("mine"))
+    Path("mine").rename("renamed")
+    assert check_prompt_hash("renamed/calibration.jsonl") is None
+    assert check_prompt_hash("renamed/calibration.jsonl", "renamed") is None
+    with pytest.raises(UsageError, match="differs from production's"):
+        check_prompt_hash("renamed/calibration.jsonl", "home")
+
+
+def test_calibration_data_with_a_byte_order_mark_are_read(tmp_path):
+    (tmp_path / "c.jsonl").write_bytes(
+        b"\xef\xbb\xbf" + json.dumps({"messages": [{"role": "user", "content": "x"}]}).encode()
+    )
+    assert read_rows(tmp_path / "c.jsonl")[0]["messages"][0]["content"] == "x"
+
+
+def test_an_empty_prompt_is_named(tmp_path):
+    assert "the system prompt is empty" in initialize(Sources(" \n", [dict(HOME.tools[0])]), tmp_path / "mine").lines
 
 
 def test_the_command(tmp_path, monkeypatch):

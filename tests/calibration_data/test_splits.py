@@ -12,6 +12,7 @@ import pytest
 from paths import ROOT
 
 from annie_quant.data import exchanges, generate, words
+from annie_quant.data.exchanges import Exchange
 from annie_quant.data.phrases import PHRASES
 from annie_quant.judge import load_workloads
 
@@ -117,3 +118,5 @@ def test_the_workload_files_equal_the_output_of_their_script(monkeypatch):
     for workload in workloads.build():
         stored = json.loads((workloads.FOLDER / f"{workload['name']}.json").read_text())
         assert stored == json.loads(json.dumps(workload)), workload["name"]
+    with pytest.raises(ValueError, match="few: 1 different prompts in 400 draws, expected 2"):
+        workloads.distinct(lambda rng: Exchange("greeting", "always this", "x", "", "", ""), 2, "few")

@@ -74,7 +74,7 @@ def test_each_fault_is_reported(sound, tmp_path, fault):
 CONSEQUENCES = {
     "NaN tensor scale": (),
     "no block scale": ("orphan_scale", "not_excluded", "fused_mixed"),
-    "scale without a weight": ("orphan_scale",),
+    "scale without a weight": ("orphan_scale", "decoder_incomplete"),
     "no tensor scale": (),
     "only hf_quant_config": (),
     "one of a fused group is plain": ("config_disagrees",),
@@ -88,6 +88,14 @@ CONSEQUENCES = {
 def test_a_deadly_fault_appears_in_what_loads(sound, tmp_path):
     folder = zoo.spoil(sound["nvfp4"], tmp_path / "bad", FAULTS["NaN block scale"][0])
     assert all(": no, block_scale_nan" in line for line in aq.checkpoint.audit(folder).summary.loads)
+
+
+def test_a_bfloat16_state_of_deltanet_appears_in_what_loads(sound, tmp_path):
+    """vLLM keeps the state in the model's dtype on a GPU where config.json has lost the key. It is not a finding."""
+    folder = zoo.spoil(sound["nvfp4"], tmp_path / "lost", lambda t, c: c.pop("mamba_ssm_dtype"))
+    audit = aq.checkpoint.audit(folder)
+    assert audit.ok and "--mamba-ssm-cache-dtype float32" in audit.summary.loads[0]
+    assert aq.checkpoint.audit(sound["nvfp4"]).summary.loads[0] == "vLLM: yes"
 
 
 def test_faults_of_the_files_are_findings(sound, tmp_path):

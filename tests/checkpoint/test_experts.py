@@ -178,3 +178,16 @@ def test_merged_experts_in_16_bits_stay_listed(sound, tmp_path):
     assert aq.checkpoint.audit(done.path).findings == []
     bad = zoo.spoil(sound["nvfp4"], tmp_path / "bad", expert_zoo.plain_merged)
     assert repair(bad).remaining == []
+
+
+def test_the_number_of_experts_under_the_name_that_transformers_saves(sound, tmp_path):
+    """transformers 5 saves Qwen3 MoE with num_local_experts (its Qwen3MoeConfig.attribute_map)."""
+
+    def rename(t: dict, c: dict) -> None:
+        c["num_local_experts"] = c.pop("num_experts")
+
+    renamed = zoo.spoil(sound["nvfp4"], tmp_path / "renamed", rename)
+    assert ModelFolder(renamed).text_config["num_experts"] == expert_zoo.EXPERTS
+    assert aq.checkpoint.audit(renamed).findings == []
+    stated = zoo.spoil(renamed, tmp_path / "more", lambda t, c: c.update(num_local_experts=expert_zoo.EXPERTS + 1))
+    assert {f.code for f in aq.checkpoint.audit(stated).findings} == {"expert_count"}

@@ -14,7 +14,9 @@ from paths import HELPERS, ROOT, TESTS
 
 import annie_quant as aq
 from annie_quant.checkpoint import ModelFolder, ShardError
+from annie_quant.checkpoint.compare import compare
 from annie_quant.checkpoint.repair import repair
+from annie_quant.errors import CheckpointError
 
 OUT = "model.layers.3.self_attn.o_proj"
 
@@ -105,6 +107,20 @@ def test_a_module_that_the_source_does_not_have(checkpoints, tmp_path):
 
     audit = aq.checkpoint.audit(zoo.spoil(checkpoints[1], tmp_path / "x", change), source=checkpoints[0])
     assert ("not_in_source", extra) in {(f.code, f.tensor) for f in audit.findings}
+
+
+def test_a_source_of_another_size_is_named(checkpoints, tmp_path):
+    """A wrong --source or --reference is a common mistake: no shape of it fits."""
+    other = zoo.bf16(tmp_path / "other", hidden_size=128, intermediate_size=256)
+    findings = {(f.code, f.tensor) for f in aq.checkpoint.audit(checkpoints[1], source=other).findings}
+    assert {("source_shape", DOWN), ("source_shape", "model.norm.weight")} <= findings
+    assert ("source_shape", "model.layers.0.linear_attn.dt_bias") not in findings, "its shape is the source's"
+    for form in (checkpoints[0], checkpoints[1]):
+        with pytest.raises(
+            CheckpointError, match=r"model\.embed_tokens\.weight: \[1536, 256\] in .*, \[1536, 128\] in"
+        ) as caught:
+            compare(other, {"form": form})
+        assert "of one model" in caught.value.hint
 
 
 def test_settings_of_an_unquantized_checkpoint(checkpoints, tmp_path):

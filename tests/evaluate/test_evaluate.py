@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,16 @@ pytest.importorskip("transformers", reason="the runtime needs transformers: pip 
 pytest.importorskip("modelopt", reason="ModelOpt makes the checkpoints: pip install annie-quant[quantize]")
 pytest.importorskip("annie_quant.nvfp4", reason="the runtime needs the codec")
 
+from paths import TINY_ANNIE  # noqa: E402
 from runtime_models import export_nvfp4, save_reference  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from annie_quant import runtime  # noqa: E402
 from annie_quant.data.rows import read_conversations  # noqa: E402
 from annie_quant.errors import UsageError  # noqa: E402
+from annie_quant.evaluate.decoding import Completion  # noqa: E402
+from annie_quant.evaluate.evaluation import evaluate_pair  # noqa: E402
+from annie_quant.evaluate.pair import ModelPair  # noqa: E402
 from annie_quant.evaluate.prompts import CLASSES, Template, conversation_answers  # noqa: E402
 from annie_quant.evaluate.reference import default_cache, model_sha256  # noqa: E402
 from annie_quant.judge import Case, Workload  # noqa: E402
@@ -241,6 +246,41 @@ def test_thinking_tokens_have_their_own_class(reference: Path) -> None:
     names = [CLASSES[k] for k in template.classes(ids, True)]
     assert names[0] == "thinking" and names[-1] == "end_of_turn" and "content" in names
     assert names.index("content") > names.index("thinking")
+
+
+def test_a_finished_answer_ends_with_the_token_that_ends_a_turn(tmp_path: Path) -> None:
+    """generation_config.json lists two end tokens, and the model chooses <|im_end|>, whose number is the larger one."""
+    template = Template(TINY_ANNIE)
+    assert len(template.end_tokens) == 2
+    assert template.tokenizer.decode(template.target(Completion([5], True))[1:]) == "<|im_end|>"
+    result = runtime.evaluate(TINY_ANNIE, TINY_ANNIE, workloads(2, 100), cache=tmp_path, with_ensemble=False)
+    end = result["numerics"]["bf16"]["kl"]["by_class"]["end_of_turn"]
+    assert end["n_tokens"] > 0 and 1 <= end["perplexity_reference"] < 2
+
+
+def test_a_case_s_own_token_limit_holds_offline_too(reference: Path, naive: Path, tmp_path: Path) -> None:
+    """The benchmark's requests have it; verification is exact under it, and the model is random, so it does not stop."""
+    plain = workloads(2, 10)[0]
+    mixed = replace(plain, cases=(replace(plain.cases[0], max_tokens=3), plain.cases[1]))
+    with ModelPair(naive, reference, cache=tmp_path, dtype="float32") as pair:
+        answered = pair.reference.answer([mixed])
+        assert all(len(c.tokens) <= limit for (_, c), limit in zip(answered, (3, 10), strict=True))
+        assert len(answered[0].completion.tokens) == 3 and len(answered[1].completion.tokens) > 3
+        result = evaluate_pair(pair, [mixed], ["w4a4"], with_ensemble=False)
+    assert result.numerics["w4a4"].kl.n_tokens == sum(len(pair.template.target(c)) for _, c in answered)
+    assert all(case.agreed_tokens <= 3 for case in result.numerics["w4a4"].cases if case.case.endswith("c0"))
+
+
+def test_a_faulty_text_or_dtype_is_named_before_the_reference_answers(
+    reference: Path, naive: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "t.txt").write_bytes(b"caf\xe9")
+    cache = tmp_path / "cache"
+    with pytest.raises(UsageError, match=r"t\.txt is not UTF-8 text"):
+        runtime.evaluate(naive, reference, workloads(), text=tmp_path / "t.txt", cache=cache)
+    assert not any(file.stat().st_size for file in cache.glob("*.jsonl")), "bf16 has answered before"
+    with pytest.raises(UsageError, match="'fp16'"):
+        runtime.evaluate(naive, reference, workloads(), dtype="fp16", cache=cache)
 
 
 @pytest.mark.parametrize("line", ["{", "[1, 2"])

@@ -32,6 +32,7 @@ CONFIG = {
     "linear_key_head_dim": 64,
     "linear_value_head_dim": 64,
     "linear_conv_kernel_dim": 4,
+    "mamba_ssm_dtype": "float32",
     "hidden_act": "silu",
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-6,

@@ -180,7 +180,7 @@ def test_a_multimodal_checkpoint_loads_as_its_text_model_in_the_dtype_asked_for(
 
 def test_quantized_experts_are_refused_by_name(naive: Path, tmp_path: Path) -> None:
     def experts(t: dict) -> None:
-        for name in [n for n in t if ".layers.0.mlp.up_proj." in n]:
+        for name in [n for n in t if ".mlp.up_proj." in n]:
             t[name.replace(".mlp.", ".mlp.experts.0.")] = t.pop(name)
 
     with pytest.raises(CheckpointError, match=r"mlp\.experts\.0\.up_proj: this runtime reads no quantized experts"):
@@ -202,6 +202,9 @@ def test_a_missing_norm_and_a_width_that_config_json_denies_are_named(naive: Pat
     with pytest.raises(CheckpointError, match="no_such_model") as raised:
         runtime.load(folder)
     assert "\n" not in raised.value.message
+    folder = configured(naive, tmp_path / "f", lambda c: c.update(max_position_embeddings="4096"))
+    with pytest.raises(CheckpointError, match=r"max_position_embeddings.*expected int, got str"):
+        runtime.load(folder)
 
 
 def configured(source: Path, target: Path, change) -> Path:

@@ -129,3 +129,41 @@ def test_judge_never_imports_torch():
         "assert 'torch' not in sys.modules and 'scipy' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def tool(**function) -> dict:
+    return {"type": "function", "function": {"name": "stock", **function}}
+
+
+CALL = "<tool_call>\n<function=stock>\n<parameter=part>\nchain\n</parameter>\n</function>\n</tool_call><|im_end|>"
+
+
+@pytest.mark.parametrize("parameters", [{"parameters": None}, {}, {"parameters": {"type": "object", "properties": {}}}])
+def test_a_call_of_a_tool_without_parameters_is_parsed(parameters):
+    """OpenAI's clients send null for a tool that takes none; the model may give it an argument all the same."""
+    answer = judge.parse_raw(CALL, False, [tool(**parameters)])
+    assert [(c["name"], c["arguments"]) for c in answer.tool_calls] == [("stock", '{"part": "chain"}')]
+
+
+@pytest.mark.parametrize(("more", "passes"), [({}, False), ({"additionalProperties": True}, True)])
+def test_an_argument_that_the_schema_does_not_name(more, passes):
+    """It fails the gate, unless the schema itself allows further arguments."""
+    schema = {"type": "object", "properties": {"size": {"type": "number"}}, **more}
+    workload = build_workload(
+        {"name": "w", "description": "", "tools": [tool(parameters=schema)], "thinking": False, "max_tokens": 50,
+         "temperature": 0, "gates": ["tool_call"], "cases": [
+             {"id": "c", "messages": [{"role": "user", "content": "x"}], "expect": {"tool": "stock"}, "max_tokens": 7}]}
+    )  # fmt: skip
+    answer = judge.parse_raw(CALL, False, list(workload.tools))
+    assert judge.checks(answer, workload.cases[0], workload) == {"tool_call": passes}
+
+
+def test_the_token_limit_of_a_case_is_its_own_where_it_has_one():
+    workload = build_workload(
+        {"name": "w", "description": "", "thinking": False, "max_tokens": 50, "temperature": 0, "gates": ["stop"], "cases": [
+            {"id": "a", "messages": [{"role": "user", "content": "x"}], "max_tokens": 7},
+            {"id": "b", "messages": [{"role": "user", "content": "x"}]}]}
+    )  # fmt: skip
+    cut = judge.Answer("x", finish_reason="length")
+    assert [workload.max_tokens_for(c) for c in workload.cases] == [7, 50]
+    assert [judge.faults(cut, c, workload)["stop"][-4:] for c in workload.cases] == [" (7)", "(50)"]

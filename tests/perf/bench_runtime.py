@@ -201,7 +201,7 @@ def verify(folder: str, reference: str, count: str = "60", *chosen: str) -> None
         for request, _ in answered:
             ids = torch.tensor([request.prompt])
             new = model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=request.workload.max_tokens, do_sample=False,
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=request.max_tokens, do_sample=False,
                 pad_token_id=0, eos_token_id=template.end_tokens,
             )[0, len(request.prompt) :].tolist()  # fmt: skip
             stop = next((i for i, t in enumerate(new) if t in template.end_tokens), None)

@@ -68,7 +68,7 @@ def prompts(template: Template, n: int) -> tuple[list[Workload], list[Request]]:
 
 
 def write_prompts(path: Path, requests: Sequence[Request], ends: Sequence[int]) -> None:
-    rows = [{"prompt": list(r.prompt), "max_tokens": r.workload.max_tokens, "ends": list(ends)} for r in requests]
+    rows = [{"prompt": list(r.prompt), "max_tokens": r.max_tokens, "ends": list(ends)} for r in requests]
     files.write_json(path, rows)
 
 
@@ -176,7 +176,7 @@ def serve_transformers(work: Path, folder: Path, template: Template, n: int) -> 
         ids = torch.tensor([list(request.prompt)])
         generated = model.generate(
             input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, eos_token_id=list(template.end_tokens),
-            max_new_tokens=request.workload.max_tokens,
+            max_new_tokens=request.max_tokens,
         )[0, ids.shape[1]:].tolist()  # fmt: skip
         answers.append([generated, bool(generated) and generated[-1] in template.end_tokens])
     files.write_json(output, {"cuts": {"1": answers}})

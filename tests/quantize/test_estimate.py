@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 
+import checkpoint_zoo as zoo
 import pytest
 from paths import TINY_ANNIE
 
-from annie_quant.errors import EnvironmentFault, UsageError
+from annie_quant.errors import CheckpointError, EnvironmentFault, UsageError
 from annie_quant.quantize import available, container_job, estimate
 
 
@@ -56,6 +58,30 @@ def test_best_of_a_9b_takes_what_was_measured():
     """38.0 GB of a GPU and 6.7 GB of the host, measured with a small vocabulary (docs/strategies.md)."""
     peak = estimate.estimate("9b", "best", samples=512, tokens=2048).peak_bytes
     assert 44.7e9 < peak < 1.3 * 44.7e9
+
+
+def test_distillation_needs_the_whole_model():
+    """20 bytes per quantized weight with the rounding (distillation.py), and bf16 for the rest: more than a Spark has."""
+    settings = {"distil": "100", "distilled": "rounding"}
+    plain, rounding = estimate.estimate("9b", "best"), estimate.estimate("9b", "best", options=settings)
+    counts = estimate.published_sizes()["9b"].counts
+    rounded = counts["mlp"] + counts["attention"] + counts["deltanet"]
+    assert plain.layerwise and not rounding.layerwise
+    assert rounding.peak_bytes == pytest.approx(20 * rounded + 2 * (sum(counts.values()) - rounded), rel=0.01)
+    assert plain.fits and not rounding.fits and "the whole model in memory" in rounding.lines()[2]
+    assert estimate.estimate("9b", "best", options={"distilled": "rounding"}).peak_bytes == plain.peak_bytes
+    with pytest.raises(UsageError, match="no setting 'nope'"):
+        estimate.estimate("9b", "best", options={"nope": "1"})
+
+
+def test_a_configuration_without_sizes_is_named(tmp_path):
+    """GPT-2 calls them n_layer and n_embd."""
+    folder = zoo.bf16(tmp_path / "m")
+    config = json.loads((folder / "config.json").read_text())
+    config["n_embd"] = config.pop("hidden_size")
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="no num_hidden_layers and hidden_size"):
+        estimate.estimate(folder, "direct")
 
 
 def test_every_strategy_has_an_estimate():

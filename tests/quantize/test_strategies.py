@@ -125,6 +125,13 @@ def test_excluded_layers_stay(tmp_path: Path) -> None:
     assert quantized(tmp_path / "out") == {n for n in linears() if ".linear_attn." not in n and ".layers.0." not in n}
 
 
+@pytest.mark.parametrize(("model_type", "named"), [("qwen3_5_text", False), ("gpt2", True)])
+def test_a_model_type_that_is_not_known_is_named(tmp_path: Path, model_type: str, named: bool) -> None:
+    source = zoo.bf16(tmp_path / "m", model_type=model_type)
+    notes = quantize.run("direct", source, tmp_path / "out").notes
+    assert any(repr(model_type) in note and "annie-quant eval" in note for note in notes) == named == bool(notes)
+
+
 def test_a_pattern_that_matches_nothing_leaves_nothing_behind(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"layers\.99"):
         quantize.run("direct", TINY_ANNIE, tmp_path / "out", exclude="layers.99")

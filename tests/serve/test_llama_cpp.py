@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 import annie_quant as aq
-from annie_quant.errors import AnnieError, ServerError
+from annie_quant.errors import AnnieError, CheckpointError, ServerError
 from annie_quant.serve.runtimes import llama_cpp
 
 pytest.importorskip("xllamacpp", reason="the serve extra is not installed")
@@ -206,6 +206,16 @@ def test_never_ready_is_reported_and_stopped(models):
 def test_other_files_than_gguf_are_refused(tmp_path, make, message):
     with pytest.raises(AnnieError, match=message):
         aq.serve.start(make(tmp_path))
+
+
+@pytest.mark.parametrize("share", [0.0001, 0.5])
+def test_a_file_that_was_cut_is_refused_before_its_command_is_printed(models, tmp_path, share):
+    """In the header, and in the tensors, as a download that stopped."""
+    whole = models["bf16"].read_bytes()
+    (tmp_path / "cut.gguf").write_bytes(whole[: int(share * len(whole))])
+    with pytest.raises(CheckpointError, match="not a GGUF file that can be read"):
+        llama_cpp.check_file(tmp_path / "cut.gguf")
+    llama_cpp.check_file(models["bf16"])
 
 
 def test_stop_twice_is_fine(models):

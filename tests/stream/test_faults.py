@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import signal
@@ -115,7 +116,17 @@ def test_an_answer_that_is_not_a_stream() -> None:
     assert record["cause"] == "not_a_stream" and "application/json" in record["error"]
     assert one(page("200 OK", "application/json", b'{"error":"asleep"}'))["error"].endswith("asleep")
     assert one(page("302 Found", "text/html", b""))["cause"] == "redirect"
-    assert one(page("204 No Content", "text/event-stream", b""))["cause"] in ("not_a_stream", "no_events")
+    assert one(page("204 No Content", "text/event-stream", b""))["cause"] == "no_events"
+    assert one(page("200 OK", "text/event-stream", b""))["error"] == "the stream has no event (0 bytes)"
+
+
+@pytest.mark.parametrize("kind", ["text/event-stream", "application/json"])
+def test_a_compressed_answer_is_named(kind: str) -> None:
+    body = gzip.compress(b"".join(HELLO))
+    record = one(page("200 OK", f"{kind}\r\nContent-Encoding: gzip", body))
+    assert record["cause"] == "encoded" and "Content-Encoding gzip" in record["error"]
+    plain = one(page("200 OK", "text/event-stream\r\nContent-Encoding: identity", b"".join(HELLO)))
+    assert plain["error"] is None and plain["text"] == "Hello there."
 
 
 def test_garbage_wrong_length_and_early_close() -> None:

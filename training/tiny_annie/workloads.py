@@ -45,13 +45,18 @@ def briefing(rng: random.Random, split: str) -> str:
 def distinct(
     make: Callable[[random.Random], Exchange], n: int, seed: str, first: tuple[Exchange, ...] = ()
 ) -> list[Exchange]:
-    """Return n exchanges with different user texts: `first`, then drawn ones."""
+    """Return n exchanges with different user texts: `first`, then drawn ones.
+
+    Raises ValueError where `make` has too few of them: a gate of fewer prompts could not be decided.
+    """
     rng, by_text = random.Random(seed), {t.user: t for t in first}
     for _ in range(200 * n):
         if len(by_text) >= n:
             break
         exchange = make(rng)
         by_text.setdefault(exchange.user, exchange)
+    if len(by_text) < n:
+        raise ValueError(f"{seed}: {len(by_text)} different prompts in {200 * n} draws, expected {n}")
     return list(by_text.values())
 
 

@@ -1,4 +1,4 @@
-"""Check that a GGUF header's counts and lengths fit in the file, before the gguf package reads it.
+"""Check that a GGUF header's counts, lengths and offsets fit in the file, before the gguf package or a server reads it.
 
 That package trusts them: a count of 2^40 keeps it busy for days. The layout (ggml/docs/gguf.md): magic, version, tensor
 count, pair count, then pairs of key, type, value; then for each tensor its name, dimensions, type, offset.
@@ -75,9 +75,13 @@ def _check_header(cursor: _Cursor) -> None:
     for _ in range(pairs):
         cursor.string()
         cursor.value(cursor.number("<I"))
+    last = -1  # largest offset of a tensor's data, relative to the end of the header
     for _ in range(tensors):
         cursor.string()
         dimensions = cursor.number("<I")
         if dimensions > MAX_DIMENSIONS:
             raise ValueError(f"a tensor of {dimensions} dimensions")
-        cursor.skip(8 * dimensions + 4 + 8)
+        cursor.skip(8 * dimensions + 4)
+        last = max(last, cursor.number("<Q"))
+    if cursor.position + last >= len(cursor.raw):
+        raise ValueError(f"tensors begin after its end: it has {len(cursor.raw)} bytes")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
+import contextlib
 import gzip
 import itertools
+import json
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -135,14 +138,28 @@ def _lines(path: Path, problems: Problems) -> Iterator[Conversation]:
 
 
 def _decoded(line: bytes) -> Any:
+    with contextlib.suppress(ValueError):
+        return decode_json(line)
     try:
-        return decode_json(line, lenient=True)
+        record = decode_json(line, lenient=True)
     except ValueError:
         raise Unusable("a line that is not JSON") from None
+    try:
+        json.dumps(record, allow_nan=False)
+    except ValueError:
+        raise Unusable("NaN or infinity, which JSON has not") from None
+    return record
 
 
 def _open(path: Path) -> IO[bytes]:
-    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")  # type: ignore[return-value]
+    return _after_mark(gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb"))  # type: ignore[arg-type]
+
+
+def _after_mark(file: IO[bytes]) -> IO[bytes]:
+    """Return the file, positioned after its byte order mark where it has one."""
+    if file.read(len(codecs.BOM_UTF8)) != codecs.BOM_UTF8:
+        file.seek(0)
+    return file
 
 
 def _columns(path: Path, suffix: str) -> Iterator[tuple[int, Any]]:

@@ -22,7 +22,7 @@ def stop(answer: Answer, case: Case, workload: Workload) -> str | None:
     """The model ended its answer itself; finish_reason "length" fails."""
     if answer.error or answer.finish_reason is None:
         return None
-    return f"not finished at max_tokens ({workload.max_tokens})" if answer.finish_reason == "length" else ""
+    return f"not finished at max_tokens ({workload.max_tokens_for(case)})" if answer.finish_reason == "length" else ""
 
 
 def repetition(answer: Answer, case: Case, workload: Workload) -> str | None:

@@ -118,7 +118,7 @@ def same_stop(answer: Answer, case: Case, workload: Workload) -> str | None:
         return None
     if answer.error or answer.finish_reason is None:
         return None
-    return f"not finished at max_tokens ({workload.max_tokens})" if answer.finish_reason == "length" else ""
+    return f"not finished at max_tokens ({workload.max_tokens_for(case)})" if answer.finish_reason == "length" else ""
 
 
 def same_length(answer: Answer, case: Case, workload: Workload) -> str | None:

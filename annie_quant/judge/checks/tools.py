@@ -113,10 +113,11 @@ def _schema_fault(call: Mapping[str, Any], tools: Tools) -> str:
     schemas = {t.get("function", t).get("name"): t.get("function", t).get("parameters") or {} for t in tools or ()}
     if name not in schemas:
         return f"{name!r} is not among the tools on offer"
-    unknown = [key for key in arguments if key not in schemas[name].get("properties", {key: None})]
-    if unknown:
+    schema = schemas[name]
+    unknown = [key for key in arguments if key not in schema.get("properties", {key: None})]
+    if unknown and not schema.get("additionalProperties"):
         return f"{name!r} has no argument {unknown[0]!r}"
-    misfit = mismatch(arguments, schemas[name])
+    misfit = mismatch(arguments, schema)
     return f"the arguments of {name!r} do not fit its schema: {misfit}" if misfit else ""
 
 

@@ -6,6 +6,9 @@ where there is one, one layer at a time; a killed run continues after its last f
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.errors import UsageError
 from annie_quant.progress import Progress
@@ -62,13 +65,20 @@ def quantize(job: Job, progress: Progress) -> None:
     export(folder, job, plan)
 
 
+def distillation_bytes(options: Mapping[str, Any]) -> float:
+    """Return the bytes per weight of a distillation (distillation.py): the source in bf16, codes, and what is learned."""
+    if not options["distil"]:
+        return 0.0
+    return 20.0 if options["distilled"] == "rounding" else 3.0
+
+
 STRATEGY = Strategy(
     name="best",
     summary="ours: GPTQ on the inputs as served, block scales in the sweep, learned rounding (--effort); plain NVFP4 W4A4",
     formats=ALL_NVFP4,
     # Memory as rounding_job.memory_needed counts it, with learned rounding.
     cost=Cost(rank=12, layerwise=True, passes=16, encode=SWEEP_TIME, column_feedback=True, bytes_per_layer_weight=44,
-              hidden_copies=4, hessians=5, keeps_results=True),
+              hidden_copies=4, hessians=5, keeps_results=True, whole_model=distillation_bytes),
     quantize=quantize,
     options={
         "effort": Option("fast", "fast: GPTQ; normal, max: and 100 or 1,000 steps of learned rounding per layer",

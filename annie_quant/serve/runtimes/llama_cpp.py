@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from annie_quant.checkpoint.gguf import limits
 from annie_quant.errors import EnvironmentFault, UsageError, need
 from annie_quant.progress import SILENT, Progress
 from annie_quant.serve import server as process
@@ -80,7 +81,7 @@ def environment() -> dict[str, str]:
 
 
 def check_file(model: Path) -> None:
-    """Raise an AnnieError unless `model` is a GGUF file, by its first four bytes."""
+    """Raise an AnnieError unless `model` is a GGUF file, by its first four bytes, whose header fits in it."""
     if model.is_dir():
         raise UsageError(
             f"{model} is a folder, llama.cpp needs a GGUF file",
@@ -93,6 +94,7 @@ def check_file(model: Path) -> None:
         raise EnvironmentFault(f"{model}: {str(error.strerror).lower()}", "give the path of a GGUF file") from None
     if magic != b"GGUF":
         raise UsageError(f"{model} is not a GGUF file", "annie-quant convert CHECKPOINT --to gguf writes one")
+    limits.check(model)
 
 
 def command(model: Path, port: int = 8000, drafts: int = 0, **_: Any) -> str:

@@ -10,6 +10,8 @@ Padding never reaches an observer. The outputs equal the whole model's (tests/qu
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
@@ -129,25 +131,28 @@ class DecoderLayer:
 
     def outputs(self, observers: Mapping[str, Observer]) -> Iterator[torch.Tensor]:
         """Yield the layer's output for each batch."""
-        kinds = torch.empty(0)
+        prefixes = Prefixes(self.model, self.index)
+        for i, (state, batch) in enumerate(zip(self.model.states, self.model.batches, strict=True)):
+            kinds = torch.from_numpy(batch.kinds).to(self.model.device)
+            with self.observed(observers, kinds), torch.inference_mode():
+                out = self.model.forward(self.module, state, **prefixes.options(i))
+            yield out
 
-        def hook(observer: Observer, experts: SingleExperts | None) -> Callable[..., None]:
-            def before(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
-                observer(*real_inputs(args[0], kinds, experts))
+    @contextlib.contextmanager
+    def observed(self, observers: Mapping[str, Observer], kinds: torch.Tensor) -> Iterator[None]:
+        """Give observers the inputs of their linears in a forward pass of tokens of these kinds."""
 
-            return before
+        def before(
+            observer: Observer, experts: SingleExperts | None, module: torch.nn.Module, args: tuple[Any, ...]
+        ) -> None:
+            observer(*real_inputs(args[0], kinds, experts))
 
         handles = [
-            self.linears[name].register_forward_pre_hook(hook(f, self.experts_of(name)))
+            self.linears[name].register_forward_pre_hook(functools.partial(before, f, self.experts_of(name)))
             for name, f in observers.items()
         ]
         try:
-            prefixes = Prefixes(self.model, self.index)
-            for i, (state, batch) in enumerate(zip(self.model.states, self.model.batches, strict=True)):
-                kinds = torch.from_numpy(batch.kinds).to(self.model.device)
-                with torch.inference_mode():
-                    out = self.model.forward(self.module, state, **prefixes.options(i))
-                yield out
+            yield
         finally:
             for handle in handles:
                 handle.remove()

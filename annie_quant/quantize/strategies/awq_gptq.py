@@ -39,7 +39,6 @@ def quantize(job: Job, progress: Progress) -> None:
     for layer in model:
         weights |= awq_lite.fold_layer(layer, set(plan.formats), plan.amax, advance=False)
         gptq.round_layer(layer, rounded, table, plan, job.options["damping"], coverage)
-        layer.advance()
     coverage.report(job.output, progress)
     plan.weights = {n: w for n, w in weights.items() if n.removesuffix(".weight") not in plan.packed}
     heads = [n for n, kind in plan.formats.items() if kind == FP8 and not folder.family.in_decoder(n)]

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from torch.nn import functional
 from transformers.cache_utils import DynamicCache
 
 from annie_quant.checkpoint.remote_code import refused
@@ -56,6 +57,20 @@ def use_own_delta_rule(model: torch.nn.Module, device: str) -> None:
             layer.causal_conv1d_fn = layer.causal_conv1d_fn or delta_rule.causal_conv
         else:
             layer.chunk_gated_delta_rule = on_cpu
+            layer.causal_conv1d_fn = conv_on_cpu
+
+
+def conv_on_cpu(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None, **more: Any
+) -> torch.Tensor:
+    """Return deltanet.causal_conv. Without gradients as shifted sums, which takes a fraction of the time of torch's conv1d."""
+    if torch.is_grad_enabled():
+        return deltanet.causal_conv(x, weight, bias, activation, **more)
+    total = x * weight[:, -1:]
+    for i in range(1, min(weight.shape[-1], x.shape[-1])):
+        total[..., i:].addcmul_(x[..., :-i], weight[:, -1 - i, None])
+    total = total if bias is None else total.add_(bias[:, None])
+    return functional.silu(total, inplace=True) if activation in ("silu", "swish") else total
 
 
 def on_cpu(*args: Any, **options: Any) -> Any:

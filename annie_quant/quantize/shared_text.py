@@ -113,12 +113,30 @@ def add(text: SharedText, sequences: Sequence[TokenSequence], offset: int, start
         text.batches.append(Batch(ids, text.encode(np.asarray(counts))[None], start, offset))
         add(text, members, end, len(text.batches) - 1, tokens)
     tails.sort(key=lambda s: len(s.ids))
-    while tails:
-        count = 1
-        while count < len(tails) and (count + 1) * (len(tails[count].ids) - offset) <= tokens:
-            count += 1
-        text.batches.append(batch_of(text, tails[:count], offset, start))
-        tails = tails[count:]
+    for part in divide([len(s.ids) - offset for s in tails], tokens):
+        text.batches.append(batch_of(text, tails[part], offset, start))
+
+
+def divide(lengths: Sequence[int], tokens: int) -> list[slice]:
+    """Return parts of rows of these lengths, which rise, that take the fewest positions when each is padded to its longest row.
+
+    A part costs GROUP_COST positions more, and has at most `tokens` or one row.
+    """
+    costs, begins = [0], [0]
+    for end in range(1, len(lengths) + 1):
+        width = lengths[end - 1]
+        most = max(1, tokens // width)
+        cost, begin = min(
+            (costs[begin] + (end - begin) * width + GROUP_COST, begin) for begin in range(max(0, end - most), end)
+        )
+        costs.append(cost)
+        begins.append(begin)
+    parts: list[slice] = []
+    end = len(lengths)
+    while end:
+        parts.append(slice(begins[end], end))
+        end = begins[end]
+    return parts[::-1]
 
 
 def batch_of(text: SharedText, sequences: Sequence[TokenSequence], offset: int, start: int | None) -> Batch:

@@ -39,8 +39,8 @@ class Hessian:
             return
         self.amax = max(self.amax, float(largest.max()))
         weight = self.table[kinds]
-        used = weight > 0
-        rows = x[used].float() * weight[used].sqrt()[:, None]
+        used = weight.nonzero()[:, 0]
+        rows = x.index_select(0, used).float() * weight[used].sqrt()[:, None]
         if self.total is None:
             self.total = rows.T @ rows
         else:

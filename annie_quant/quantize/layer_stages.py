@@ -12,12 +12,12 @@ multiplied when it is rounded. A layer of another shape has one stage: one pass 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from annie_quant.quantize.calibration_samples import PADDING
@@ -153,17 +153,18 @@ class Text:
     def __init__(self, layer: DecoderLayer) -> None:
         self.layer, self.model, self.module = layer, layer.model, layer.module
         kinds = [torch.from_numpy(b.kinds.reshape(-1)).to(self.model.device) for b in self.model.batches]
-        self.real = [k != PADDING for k in kinds]
+        self.real = [(k != PADDING).nonzero()[:, 0] for k in kinds]
         self.kinds = torch.cat([k[r] for k, r in zip(kinds, self.real, strict=True)])
-        ends = np.cumsum([int(r.sum()) for r in self.real])
-        self.parts = [slice(int(e) - int(r.sum()), int(e)) for e, r in zip(ends, self.real, strict=True)]
+        ends = itertools.accumulate(map(len, self.real))
+        self.parts = [slice(end - len(r), end) for end, r in zip(ends, self.real, strict=True)]
         self.rows = torch.cat([self.of_real(i, state) for i, state in enumerate(self.model.states)])
         size = CHUNK[self.model.device.partition(":")[0]]
         self.chunks = [slice(i, i + size) for i in range(0, len(self.rows), size)]
 
     def of_real(self, batch: int, x: torch.Tensor) -> torch.Tensor:
         """Return the rows [n, K] of a batch's real tokens in [B, T, K]."""
-        return x.reshape(-1, x.shape[-1])[self.real[batch]]
+        x, real = x.reshape(-1, x.shape[-1]), self.real[batch]
+        return x if len(real) == len(x) else x.index_select(0, real)
 
     def store(self) -> None:
         """Let the hidden states be the next layer's inputs."""

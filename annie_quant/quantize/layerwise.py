@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
@@ -35,6 +36,7 @@ from annie_quant.quantize import delta_rule
 from annie_quant.quantize.calibration_samples import PADDING, Batch
 
 Observer = Callable[[torch.Tensor, torch.Tensor], None]
+DELTA_CHUNK = 20  # steps, about, of DeltaNet on a CPU; chunks of equal length leave little padding
 FLOAT32_BYTES = 1 << 30  # models up to this size are computed in float32
 
 
@@ -60,6 +62,15 @@ def use_own_delta_rule(model: torch.nn.Module, device: str) -> None:
             layer.causal_conv1d_fn = conv_on_cpu
 
 
+def continue_ragged_rows(model: torch.nn.Module, batch: deltanet.RaggedBatch) -> None:
+    """Let each row of a batch keep the state after its own last token in DeltaNet layers."""
+    for layer in deltanet.delta_layers(model):
+        layer.chunk_gated_delta_rule = deltanet.ragged_rule(layer.chunk_gated_delta_rule, batch)
+        layer.causal_conv1d_fn = deltanet.ragged_conv(
+            layer.causal_conv1d_fn or deltanet.causal_conv, batch, layer.layer_idx
+        )
+
+
 def conv_on_cpu(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None, **more: Any
 ) -> torch.Tensor:
@@ -75,7 +86,11 @@ def conv_on_cpu(
 
 def on_cpu(*args: Any, **options: Any) -> Any:
     """Call delta_rule.py where gradients are recorded: the faster form of evaluation changes what the backward pass would read."""
-    return (delta_rule if torch.is_grad_enabled() else deltanet).gated_delta_rule(*args, **options)
+    if torch.is_grad_enabled():
+        return delta_rule.gated_delta_rule(*args, **options)
+    steps = args[0].shape[1]
+    chunks = math.ceil(steps / DELTA_CHUNK)
+    return deltanet.gated_delta_rule(*args, **options, chunk=math.ceil(steps / chunks))
 
 
 def decoder_prefix(folder: ModelFolder) -> str:
@@ -176,16 +191,17 @@ class DecoderLayer:
 class Prefixes:
     """What one layer keeps of batches that later ones continue (shared_text.py): keys and values, or DeltaNet's states.
 
-    index: of the layer. The batches that continue a batch come directly after it, or after those that continue these.
+    index: of the layer. The batches that continue a batch come after it, and before any that continue an earlier one than it does.
     """
 
     def __init__(self, model: DecoderLayers, index: int) -> None:
         config = model.model.config
         self.batches, self.config, self.device, self.dtype = model.batches, config, model.device, model.dtype
         self.types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-        self.index, self.attends = index, self.types[index] == "full_attention"
+        self.index, self.attends, self.ragged = index, self.types[index] == "full_attention", model.ragged
         self.continued = {b.start for b in self.batches}
         self.caches: dict[int, DynamicCache] = {}
+        self.real: dict[int, torch.Tensor] = {}  # bool [B, columns], the cache's columns that are no padding
 
     def layer_of(self, cache: DynamicCache) -> Any:
         """Return a cache of this layer alone, for functions of caches.py: the entries of the other layers stay empty."""
@@ -194,25 +210,34 @@ class Prefixes:
     def options(self, i: int) -> dict[str, Any]:
         """Return the options of DecoderLayers.forward for batch `i`; the batches are asked for in their order."""
         batch = self.batches[i]
-        if batch.start is None:
-            self.caches.clear()
-            if i not in self.continued:
-                return {}
         self.caches = {j: cache for j, cache in self.caches.items() if batch.start is not None and j <= batch.start}
+        self.ragged.set(None, 0, None)
+        if batch.start is None and i not in self.continued:
+            return {}
         cache = caches.new_cache(self.config, self.types)
-        rows, steps = batch.ids.shape
+        real = torch.from_numpy(batch.kinds != PADDING).to(self.device)
+        options: dict[str, Any] = {"cache": cache}
         if batch.start is not None:
-            caches.repeat_row(self.layer_of(self.caches[batch.start]), self.layer_of(cache), rows)
+            assert batch.rows is not None and batch.offsets is not None
+            rows = torch.from_numpy(batch.rows).to(self.device)
+            caches.take_rows(self.layer_of(self.caches[batch.start]), self.layer_of(cache), rows)
+            before = self.real[batch.start][rows]
+            options["offsets"] = torch.from_numpy(batch.offsets).to(self.device)
+            options["mask"] = self.mask(before, real.shape[1]) if self.attends else None
+            real = torch.cat((before, real), 1)
         if i in self.continued:
-            self.caches[i] = cache
-        mask = None
-        if self.attends and batch.offset:
-            hidden = torch.ones(steps, batch.offset + steps, dtype=torch.bool, device=self.device).triu(
-                batch.offset + 1
-            )
-            mask = torch.zeros(1, 1, *hidden.shape, dtype=self.dtype, device=self.device)
-            mask.masked_fill_(hidden, torch.finfo(self.dtype).min)
-        return {"offset": batch.offset, "cache": cache, "mask": mask}
+            self.caches[i], self.real[i] = cache, real
+            if len(set(batch.lengths)) > 1:
+                self.ragged.set(torch.from_numpy(batch.lengths).to(self.device), batch.ids.shape[1], cache)
+        return options
+
+    def mask(self, before: torch.Tensor, steps: int) -> torch.Tensor:
+        """Return what attention adds, [B or 1, 1, T, columns + T]. before: bool [B, columns], the columns that are no padding."""
+        before = before[:1] if bool(before.all()) else before
+        own = torch.ones(steps, steps, dtype=torch.bool, device=self.device).tril()
+        seen = torch.cat((before[:, None].expand(-1, steps, -1), own.expand(len(before), -1, -1)), -1)
+        mask = torch.zeros(seen.shape, dtype=self.dtype, device=self.device)
+        return mask.masked_fill_(~seen, torch.finfo(self.dtype).min)[:, None]
 
 
 class DecoderLayers:
@@ -233,6 +258,9 @@ class DecoderLayers:
             self.model: Any = transformers.AutoModel.from_config(config, dtype=self.dtype, trust_remote_code=False)
         separate(self.model, folder.family)
         use_own_delta_rule(self.model, self.device)
+        self.ragged = deltanet.RaggedBatch()
+        if any(batch.start is not None for batch in batches):
+            continue_ragged_rows(self.model, self.ragged)
         self.rotary = type(self.model.rotary_emb)(config).to(self.device)
         embedding = f"{self.prefix}embed_tokens.weight"
         ids = [b.ids for b in batches]
@@ -248,15 +276,17 @@ class DecoderLayers:
         self,
         module: Callable[..., Any],
         state: torch.Tensor,
-        offset: int = 0,
+        offsets: torch.Tensor | None = None,
         cache: DynamicCache | None = None,
         mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return a layer's output [B, T, hidden] for hidden states [B, T, hidden].
 
-        offset: tokens before these.  cache: of those, and receives what the layer keeps of these.  mask: of the attention, added.
+        offsets: number of tokens before these, int64 [B].  cache: of those, and receives what the layer keeps of these.
+        mask: of the attention, added.
         """
-        positions = torch.arange(offset, offset + state.shape[1], device=self.device).expand(state.shape[0], -1)
+        positions = torch.arange(state.shape[1], device=self.device).expand(state.shape[0], -1)
+        positions = positions if offsets is None else positions + offsets[:, None]
         axes = self.folder.family.position_axes
         angles = self.rotary(state, positions if axes == 1 else positions.expand(axes, -1, -1))
         options: dict[str, Any] = {} if cache is None else {"past_key_values": cache}

@@ -63,9 +63,10 @@ def gated_delta_rule(
     Computed in float32, chunk by chunk: U and W solve (I + A) [U W] = beta [v, k e^G], where A is the strictly lower part
     of beta k k^T e^(G_i - G_j) and G is the running sum of g.
 
-    chunk: steps of one chunk.  to_operand: rounds what servers' kernels store in bfloat16 between their products: normalized q and k, the inverse of I + A, U
+    chunk: its steps; SERVED_CHUNK with to_operand.
+    to_operand: rounds what servers' kernels store in bfloat16 between their products: normalized q and k, the inverse of I + A, U
     and W, the inner attention, new values, and the copy of the state that is multiplied. Sums and the state stay float32.
-    Then a chunk has SERVED_CHUNK steps. (Source: the order of roundings in flash-linear-attention's chunk kernels, chunk_delta_h, chunk_o, wy_fast and solve_tril.)
+    (Source: the order of roundings in flash-linear-attention's chunk kernels, chunk_delta_h, chunk_o, wy_fast and solve_tril.)
     """
     r = to_operand or (lambda x: x)
     kind, (batch, steps, heads, dk), dv = query.dtype, key.shape, value.shape[-1]

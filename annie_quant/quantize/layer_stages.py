@@ -22,8 +22,8 @@ import torch
 
 from annie_quant.quantize.calibration_samples import PADDING
 from annie_quant.quantize.layerwise import DecoderLayer, Observer, Prefixes
+from annie_quant.quantize.strategy import KEPT_INPUTS
 
-KEPT_BYTES = 4 << 30  # inputs of a block's last linear; where they are more, the block runs twice
 CHUNK = {"cpu": 1024, "cuda": 16384}  # tokens of one pass through an MLP: on a CPU its activations stay in the caches
 PROBE = 64  # tokens that show whether a layer is such a chain of blocks
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}  # of that, relative to the largest output
@@ -84,18 +84,18 @@ def stages(layer: DecoderLayer, advance: bool = True) -> Iterator[Stage]:
 
 def blocks_of(layer: DecoderLayer) -> tuple[Block, Block] | None:
     """Return the mixer and the MLP of a layer that is x + mixer(norm(x)) and then x + mlp(norm(x)); None of any other layer."""
-    family, found = layer.model.folder.family, []
+    family, blocks = layer.model.folder.family, []
     for read in family.inputs:
         inputs = [n for n in read.linears if n in layer.linears]
         if read.fold == "norm" and not read.per_head and inputs:
             name = inputs[0].partition(".")[0]
             ends = [f"{name}{end}" for end in family.row_parallel if f"{name}{end}" in layer.linears]
-            found.append(Block(name, read.producer, inputs, ends[0] if len(ends) == 1 else ""))
+            blocks.append(Block(name, read.producer, inputs, ends[0] if len(ends) == 1 else ""))
     order = [name for name, _ in layer.module.named_children()]
-    found.sort(key=lambda block: order.index(block.norm))
-    if len(found) != 2 or not found[0].output or not is_chain(layer, *found):
+    blocks.sort(key=lambda block: order.index(block.norm))
+    if len(blocks) != 2 or not blocks[0].output or not is_chain(layer, *blocks):
         return None
-    return found[0], found[1]
+    return blocks[0], blocks[1]
 
 
 def is_chain(layer: DecoderLayer, mixer: Block, mlp: Block) -> bool:
@@ -214,7 +214,7 @@ class Text:
 
 
 class LastInputs:
-    """Inputs of a block's last linear: stored where they are at most KEPT_BYTES, else computed at each use.
+    """Inputs of a block's last linear: stored where they are at most KEPT_INPUTS bytes, else computed at each use.
 
     run: yields them, by the weights that the linears before have now.
     """
@@ -223,7 +223,7 @@ class LastInputs:
         self.text, self.linear, self.run = text, linear, run
         size = len(text.rows) * linear.in_features * text.rows.element_size()
         self.stored: list[Part] | None = None
-        self.keep = size <= KEPT_BYTES
+        self.keep = size <= KEPT_INPUTS
 
     def parts(self) -> Iterator[Part]:
         """Yield the inputs of some tokens at a time."""

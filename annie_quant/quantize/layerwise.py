@@ -235,9 +235,9 @@ class Prefixes:
         """Return what attention adds, [B or 1, 1, T, columns + T]. before: bool [B, columns], the columns that are no padding."""
         before = before[:1] if bool(before.all()) else before
         own = torch.ones(steps, steps, dtype=torch.bool, device=self.device).tril()
-        seen = torch.cat((before[:, None].expand(-1, steps, -1), own.expand(len(before), -1, -1)), -1)
-        mask = torch.zeros(seen.shape, dtype=self.dtype, device=self.device)
-        return mask.masked_fill_(~seen, torch.finfo(self.dtype).min)[:, None]
+        visible = torch.cat((before[:, None].expand(-1, steps, -1), own.expand(len(before), -1, -1)), -1)
+        mask = torch.zeros(visible.shape, dtype=self.dtype, device=self.device)
+        return mask.masked_fill_(~visible, torch.finfo(self.dtype).min)[:, None]
 
 
 class DecoderLayers:

@@ -102,7 +102,7 @@ def sequences_of(samples: Sequence[Sample]) -> list[TokenSequence]:
 
 @dataclass(frozen=True)
 class Branch:
-    """Tokens from `begin` to `end` that all of its sequences share. children: what follows; without any it is one whole sequence."""
+    """Tokens from `begin` to `end` that all of its sequences share. children: what follows; none at the end of a sequence."""
 
     sequences: Sequence[TokenSequence]
     begin: int

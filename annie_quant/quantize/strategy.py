@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from annie_quant.quantize.job import Job
 
 SWEEP_TIME = 8.1  # exact sweep relative to amax, one thread (tests/perf/codec.md)
+KEPT_INPUTS = (
+    4 << 30
+)  # bytes of the inputs of a block's last linear; where they are more, the block runs twice (layer_stages.py)
 ALL_NVFP4 = {"mlp": NVFP4, "attention": NVFP4, "deltanet": NVFP4}
 
 
@@ -52,6 +55,7 @@ class Cost:
     bytes_per_layer_weight, hidden_copies, hessians: memory where one layer is loaded: per weight of the layer, copies of the
         text's hidden states (by default a layer's inputs, outputs and gathered inputs), and float32 matrices of the widest input.
     keeps_results: the rounded layers stay in memory until the last one is rounded.
+    kept_inputs: most bytes of a linear's inputs that are stored until it is rounded (layer_stages.py).
     """
 
     rank: int
@@ -64,6 +68,7 @@ class Cost:
     hidden_copies: int = 3
     hessians: int = 0
     keeps_results: bool = False
+    kept_inputs: int = 0
 
 
 @dataclass(frozen=True)

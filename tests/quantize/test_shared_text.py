@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from calibration_texts import conversations
 from paths import CALIBRATION, TINY_ANNIE
 
 from annie_quant.checkpoint.shards import ModelFolder
@@ -26,8 +27,10 @@ from annie_quant.quantize.shared_text import SharedText  # noqa: E402
 WEIGHTS = {**calibration_samples.MANNERS, calibration_samples.THINKING: 3.0}
 
 
-@pytest.fixture(scope="module")
-def samples() -> list[Sample]:
+@pytest.fixture(scope="module", params=["answers", "conversations"])
+def samples(request: pytest.FixtureRequest) -> list[Sample]:
+    if request.param == "conversations":
+        return conversations()
     rows = calibration_samples.samples_of_rows(TINY_ANNIE, read_conversations(CALIBRATION))
     return [*rows[::4][:8], rows[0]]  # one twice
 
@@ -111,3 +114,30 @@ def test_other_layers_and_gpus_get_whole_samples(samples: list[Sample], tmp_path
         config.get("text_config", config)["layer_types"] = [*types[:-1], other]
         (tmp_path / "config.json").write_text(json.dumps(config))
         assert not shared_text.can_share(ModelFolder(tmp_path))
+
+
+def test_rows_of_unequal_length_are_continued() -> None:
+    batches = shared_text.arrange(conversations()).batches
+    continued = [batches[start] for start in {b.start for b in batches if b.start is not None}]
+    assert any(len(set(b.lengths)) > 1 for b in continued)
+    assert sum(b.ids.size for b in batches) < 0.7 * sum(len(s.ids) for s in conversations())
+
+
+@pytest.mark.parametrize("lengths", [[5], [3, 3, 3], [1, 2, 300, 310], [*range(1, 40)]])
+def test_rows_are_divided_at_the_least_cost(lengths: list[int]) -> None:
+    def cost(parts: list[slice]) -> int:
+        return sum(len(lengths[p]) * lengths[p][-1] + 64 for p in parts)
+
+    def every(begin: int) -> list[list[slice]]:
+        ends = range(begin + 1, len(lengths) + 1)
+        rest = {e: every(e) if e < len(lengths) else [[]] for e in ends}
+        return [[slice(begin, e), *parts] for e in ends for parts in rest[e]]
+
+    parts = shared_text.divide(lengths, 400, 64)
+    assert [i for p in parts for i in range(len(lengths))[p]] == list(range(len(lengths)))
+    assert all(len(lengths[p]) * lengths[p][-1] <= 400 or len(lengths[p]) == 1 for p in parts)
+    if len(lengths) < 10:
+        allowed = [
+            p for p in every(0) if all(len(lengths[q]) * lengths[q][-1] <= 400 or q.stop - q.start == 1 for q in p)
+        ]
+        assert cost(parts) == min(map(cost, allowed))

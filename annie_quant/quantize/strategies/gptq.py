@@ -1,7 +1,7 @@
 """gptq: the weights' rounding errors are corrected column by column, by the Hessian over the response tokens; W4A4.
 
-One layer at a time: one layer's weights and Hessians are in memory, besides the hidden states. A layer is calibrated on
-what the rounded layers before it put out, so later layers correct earlier ones. A linear whose inputs cannot be used is
+One layer at a time: one layer's weights and Hessians are in memory, besides the hidden states. A linear is calibrated on
+what the rounded linears before it put out, so later ones correct earlier ones. A linear whose inputs cannot be used is
 rounded without correction, with a warning.
 """
 
@@ -19,7 +19,7 @@ from annie_quant.quantize.formats import NVFP4, W4A16
 from annie_quant.quantize.job import Job
 from annie_quant.quantize.plan import Plan, announce_size
 from annie_quant.quantize.select import choose
-from annie_quant.quantize.strategy import ACTIVATIONS, ALL_NVFP4, SWEEP_TIME, Cost, Option, Strategy
+from annie_quant.quantize.strategy import ACTIVATIONS, ALL_NVFP4, KEPT_INPUTS, SWEEP_TIME, Cost, Option, Strategy
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -171,7 +171,9 @@ STRATEGY = Strategy(
     name="gptq",
     summary="error feedback column by column under the codec's block scales, Hessian over response tokens; W4A4",
     formats=ALL_NVFP4,
-    cost=Cost(rank=50, layerwise=True, passes=3, encode=SWEEP_TIME, column_feedback=True, hessians=2),
+    cost=Cost(
+        rank=50, layerwise=True, passes=2, encode=SWEEP_TIME, column_feedback=True, hessians=2, kept_inputs=KEPT_INPUTS
+    ),
     quantize=quantize,
     options={
         "damping": Option(0.05, "added to the Hessian's diagonal, relative to its mean"),

@@ -200,8 +200,8 @@ class Prefixes:
         self.types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
         self.index, self.attends, self.ragged = index, self.types[index] == "full_attention", model.ragged
         self.continued = {b.start for b in self.batches}
-        self.caches: dict[int, DynamicCache] = {}
-        self.real: dict[int, torch.Tensor] = {}  # bool [B, columns], the cache's columns that are no padding
+        # Batch → what it keeps, and which of its columns are no padding, bool [B, columns].
+        self.caches: dict[int, tuple[DynamicCache, torch.Tensor]] = {}
 
     def layer_of(self, cache: DynamicCache) -> Any:
         """Return a cache of this layer alone, for functions of caches.py: the entries of the other layers stay empty."""
@@ -210,7 +210,7 @@ class Prefixes:
     def options(self, i: int) -> dict[str, Any]:
         """Return the options of DecoderLayers.forward for batch `i`; the batches are asked for in their order."""
         batch = self.batches[i]
-        self.caches = {j: cache for j, cache in self.caches.items() if batch.start is not None and j <= batch.start}
+        self.caches = {j: c for j, c in self.caches.items() if batch.start is not None and j <= batch.start}
         self.ragged.set(None, 0, None)
         if batch.start is None and i not in self.continued:
             return {}
@@ -220,13 +220,14 @@ class Prefixes:
         if batch.start is not None:
             assert batch.rows is not None and batch.offsets is not None
             rows = torch.from_numpy(batch.rows).to(self.device)
-            caches.take_rows(self.layer_of(self.caches[batch.start]), self.layer_of(cache), rows)
-            before = self.real[batch.start][rows]
+            earlier, before = self.caches[batch.start]
+            caches.take_rows(self.layer_of(earlier), self.layer_of(cache), rows)
+            before = before[rows]
             options["offsets"] = torch.from_numpy(batch.offsets).to(self.device)
             options["mask"] = self.mask(before, real.shape[1]) if self.attends else None
             real = torch.cat((before, real), 1)
         if i in self.continued:
-            self.caches[i], self.real[i] = cache, real
+            self.caches[i] = cache, real
             if len(set(batch.lengths)) > 1:
                 self.ragged.set(torch.from_numpy(batch.lengths).to(self.device), batch.ids.shape[1], cache)
         return options

@@ -1,6 +1,6 @@
 """For every test: OpenMP threads that sleep when idle, as the command line has them, before torch is loaded; and the signals of
-Ctrl-C and a closed terminal as a terminal has them, because a shell starts background jobs with SIGINT ignored, nohup ignores SIGHUP,
-and the processes of the tests inherit that.
+Ctrl-C and of a closed terminal as a terminal has them, because a shell starts background jobs with SIGINT ignored, nohup ignores
+SIGHUP, and the processes of the tests inherit that.
 Groups of tests that a run leaves out: tests/helpers/run_groups.py.
 
 pytest-xdist's workers share the processors: with two workers that have two threads each on two cores, the threads of such small

@@ -7,6 +7,7 @@ check_prompt_hash    the data was made with the system prompt that is served now
 from __future__ import annotations
 
 import codecs
+import functools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -172,6 +173,7 @@ def check_prompt_hash(
     """
     stale: list[str] = []
     checked, current = 0, ""
+    load = functools.cache(load_persona)
     for row in read_rows(rows):
         provenance = row.get("provenance") or {}
         source: Any = persona if persona is not None else provenance.get("persona")
@@ -182,7 +184,7 @@ def check_prompt_hash(
         if system_prompt is not None:
             current = system_prompt
         else:
-            current = (source if isinstance(source, Persona) else load_persona(source)).system_prompt
+            current = (source if isinstance(source, Persona) else load(source)).system_prompt
         first = row["messages"][0]
         prompt = text_of(first.get("content")) if first["role"] == "system" else ""
         checked += 1

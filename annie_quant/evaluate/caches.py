@@ -1,4 +1,4 @@
-"""Operations on caches of many rows: repeat one row, concatenate, select rows and columns.
+"""Operations on caches of many rows: repeat one row, take rows, concatenate, select rows and columns.
 
 A cache layer is a LinearAttentionLayer of transformers (one state per row) or KeyValueBuffer (keys and values, one column per
 token).
@@ -64,6 +64,16 @@ def repeat_row(source: Any, target: Any, rows: int) -> Any:
             set_states(new, [old], [getattr(old, name)[0].repeat_interleave(rows, 0) for name, _ in STATES])
         else:
             new.set(old.keys.expand(rows, -1, -1, -1), old.values.expand(rows, -1, -1, -1))
+    return target
+
+
+def take_rows(source: Any, target: Any, rows: torch.Tensor) -> Any:
+    """Fill `target` with some rows of `source`, int64 [n], and return it. A row may be taken several times."""
+    for new, old in zip(target.layers, source.layers, strict=True):
+        if isinstance(old, LinearAttentionLayer):
+            set_states(new, [old], [getattr(old, name)[0][rows] for name, _ in STATES])
+        else:
+            new.set(old.keys[rows], old.values[rows])
     return target
 
 

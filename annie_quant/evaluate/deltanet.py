@@ -54,6 +54,7 @@ def gated_delta_rule(
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
     to_operand: Round | None = None,
+    chunk: int = CHUNK,
     **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return (outputs [B, T, H, Dv], final state [B, H, Dk, Dv] or None).
@@ -62,6 +63,7 @@ def gated_delta_rule(
     Computed in float32, chunk by chunk: U and W solve (I + A) [U W] = beta [v, k e^G], where A is the strictly lower part
     of beta k k^T e^(G_i - G_j) and G is the running sum of g.
 
+    chunk: its steps; SERVED_CHUNK with to_operand.
     to_operand: rounds what servers' kernels store in bfloat16 between their products: normalized q and k, the inverse of I + A, U
     and W, the inner attention, new values, and the copy of the state that is multiplied. Sums and the state stay float32.
     (Source: the order of roundings in flash-linear-attention's chunk kernels, chunk_delta_h, chunk_o, wy_fast and solve_tril.)
@@ -71,7 +73,7 @@ def gated_delta_rule(
     if use_qk_l2norm_in_kernel:
         query = r(query * torch.rsqrt(query.square().sum(-1, keepdim=True) + 1e-6))
         key = r(key * torch.rsqrt(key.square().sum(-1, keepdim=True) + 1e-6))
-    size = min(SERVED_CHUNK if to_operand else CHUNK, steps)
+    size = min(SERVED_CHUNK if to_operand else chunk, steps)
     pad = -steps % size
 
     def chunks(x: torch.Tensor) -> torch.Tensor:  # [B, T, H, ...] -> [B, H, T / size, size, ...]

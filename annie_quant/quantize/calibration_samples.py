@@ -55,14 +55,20 @@ class Sample:
 class Batch:
     """ids and kinds: int64 [B, T]; the kind of what follows a sample is PADDING.
 
-    start: index of an earlier batch, of one row, that the rows continue (shared_text.py); None: they begin the text.
-    offset: tokens before these.
+    start: index of an earlier batch whose rows these continue (shared_text.py); None: they begin the text.
+    rows, offsets: int64 [B], the row of that batch that each row continues, and the number of tokens before it; None without start.
     """
 
     ids: np.ndarray
     kinds: np.ndarray
     start: int | None = None
-    offset: int = 0
+    rows: np.ndarray | None = None
+    offsets: np.ndarray | None = None
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Number of real tokens of each row, int64 [B]."""
+        return (self.kinds != PADDING).sum(1)
 
 
 def read_samples(job: Job) -> list[Sample]:

@@ -117,6 +117,7 @@ def estimate(
         peak = BASE_BYTES + (layer + cost.hidden_copies * text * size.hidden_size * 2 if cost.passes else 0)
         peak += cost.hessians * 4 * size.intermediate_size**2
         peak += size_bytes if cost.keeps_results else 0
+        peak += min(2 * text * size.intermediate_size, cost.kept_inputs)
     else:
         # A batch's logits in float32; the vocabulary is the number of rows of the head or the tied embedding.
         logits = 4 * min(text, BATCH_TOKENS) * max(counts["head"], counts["embedding"]) / size.hidden_size

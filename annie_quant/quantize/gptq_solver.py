@@ -30,16 +30,17 @@ class Hessian:
 
     def __call__(self, x: torch.Tensor, kinds: torch.Tensor) -> None:
         self.tokens += len(x)
-        finite = x.isfinite().all(-1)
+        largest = x.abs().amax(-1).float()  # NaN where a token has one
+        finite = largest.isfinite()
         if not bool(finite.all()):
             self.not_finite += int((~finite).sum())
-            x, kinds = x[finite], kinds[finite]
+            x, kinds, largest = x[finite], kinds[finite], largest[finite]
         if not len(x):
             return
-        self.amax = max(self.amax, float(x.abs().max()))
+        self.amax = max(self.amax, float(largest.max()))
         weight = self.table[kinds]
-        used = weight > 0
-        rows = x[used].float() * weight[used].sqrt()[:, None]
+        used = weight.nonzero()[:, 0]
+        rows = x.index_select(0, used).float() * weight[used].sqrt()[:, None]
         if self.total is None:
             self.total = rows.T @ rows
         else:

@@ -10,6 +10,9 @@ Padding never reaches an observer. The outputs equal the whole model's (tests/qu
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
@@ -18,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from torch.nn import functional
 from transformers.cache_utils import DynamicCache
 
 from annie_quant.checkpoint.remote_code import refused
@@ -32,6 +36,7 @@ from annie_quant.quantize import delta_rule
 from annie_quant.quantize.calibration_samples import PADDING, Batch
 
 Observer = Callable[[torch.Tensor, torch.Tensor], None]
+DELTA_CHUNK = 20  # steps, about, of DeltaNet on a CPU; chunks of equal length leave little padding
 FLOAT32_BYTES = 1 << 30  # models up to this size are computed in float32
 
 
@@ -54,11 +59,38 @@ def use_own_delta_rule(model: torch.nn.Module, device: str) -> None:
             layer.causal_conv1d_fn = layer.causal_conv1d_fn or delta_rule.causal_conv
         else:
             layer.chunk_gated_delta_rule = on_cpu
+            layer.causal_conv1d_fn = conv_on_cpu
+
+
+def continue_ragged_rows(model: torch.nn.Module, batch: deltanet.RaggedBatch) -> None:
+    """Let each row of a batch keep the state after its own last token in DeltaNet layers."""
+    for layer in deltanet.delta_layers(model):
+        layer.chunk_gated_delta_rule = deltanet.ragged_rule(layer.chunk_gated_delta_rule, batch)
+        layer.causal_conv1d_fn = deltanet.ragged_conv(
+            layer.causal_conv1d_fn or deltanet.causal_conv, batch, layer.layer_idx
+        )
+
+
+def conv_on_cpu(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None, **more: Any
+) -> torch.Tensor:
+    """Return deltanet.causal_conv. Without gradients as shifted sums, which takes a fraction of the time of torch's conv1d."""
+    if torch.is_grad_enabled():
+        return deltanet.causal_conv(x, weight, bias, activation, **more)
+    total = x * weight[:, -1:]
+    for i in range(1, min(weight.shape[-1], x.shape[-1])):
+        total[..., i:].addcmul_(x[..., :-i], weight[:, -1 - i, None])
+    total = total if bias is None else total.add_(bias[:, None])
+    return functional.silu(total, inplace=True) if activation in ("silu", "swish") else total
 
 
 def on_cpu(*args: Any, **options: Any) -> Any:
     """Call delta_rule.py where gradients are recorded: the faster form of evaluation changes what the backward pass would read."""
-    return (delta_rule if torch.is_grad_enabled() else deltanet).gated_delta_rule(*args, **options)
+    if torch.is_grad_enabled():
+        return delta_rule.gated_delta_rule(*args, **options)
+    steps = args[0].shape[1]
+    chunks = math.ceil(steps / DELTA_CHUNK)
+    return deltanet.gated_delta_rule(*args, **options, chunk=math.ceil(steps / chunks))
 
 
 def decoder_prefix(folder: ModelFolder) -> str:
@@ -129,25 +161,28 @@ class DecoderLayer:
 
     def outputs(self, observers: Mapping[str, Observer]) -> Iterator[torch.Tensor]:
         """Yield the layer's output for each batch."""
-        kinds = torch.empty(0)
+        prefixes = Prefixes(self.model, self.index)
+        for i, (state, batch) in enumerate(zip(self.model.states, self.model.batches, strict=True)):
+            kinds = torch.from_numpy(batch.kinds).to(self.model.device)
+            with self.observed(observers, kinds), torch.inference_mode():
+                out = self.model.forward(self.module, state, **prefixes.options(i))
+            yield out
 
-        def hook(observer: Observer, experts: SingleExperts | None) -> Callable[..., None]:
-            def before(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
-                observer(*real_inputs(args[0], kinds, experts))
+    @contextlib.contextmanager
+    def observed(self, observers: Mapping[str, Observer], kinds: torch.Tensor) -> Iterator[None]:
+        """Give observers the inputs of their linears in a forward pass of tokens of these kinds."""
 
-            return before
+        def before(
+            observer: Observer, experts: SingleExperts | None, module: torch.nn.Module, args: tuple[Any, ...]
+        ) -> None:
+            observer(*real_inputs(args[0], kinds, experts))
 
         handles = [
-            self.linears[name].register_forward_pre_hook(hook(f, self.experts_of(name)))
+            self.linears[name].register_forward_pre_hook(functools.partial(before, f, self.experts_of(name)))
             for name, f in observers.items()
         ]
         try:
-            prefixes = Prefixes(self.model, self.index)
-            for i, (state, batch) in enumerate(zip(self.model.states, self.model.batches, strict=True)):
-                kinds = torch.from_numpy(batch.kinds).to(self.model.device)
-                with torch.inference_mode():
-                    out = self.model.forward(self.module, state, **prefixes.options(i))
-                yield out
+            yield
         finally:
             for handle in handles:
                 handle.remove()
@@ -156,16 +191,17 @@ class DecoderLayer:
 class Prefixes:
     """What one layer keeps of batches that later ones continue (shared_text.py): keys and values, or DeltaNet's states.
 
-    index: of the layer. The batches that continue a batch come directly after it, or after those that continue these.
+    index: of the layer. The batches that continue a batch come after it, and before any that continue an earlier one than it does.
     """
 
     def __init__(self, model: DecoderLayers, index: int) -> None:
         config = model.model.config
         self.batches, self.config, self.device, self.dtype = model.batches, config, model.device, model.dtype
         self.types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-        self.index, self.attends = index, self.types[index] == "full_attention"
+        self.index, self.attends, self.ragged = index, self.types[index] == "full_attention", model.ragged
         self.continued = {b.start for b in self.batches}
-        self.caches: dict[int, DynamicCache] = {}
+        # Batch → what it keeps, and which of its columns are no padding, bool [B, columns].
+        self.caches: dict[int, tuple[DynamicCache, torch.Tensor]] = {}
 
     def layer_of(self, cache: DynamicCache) -> Any:
         """Return a cache of this layer alone, for functions of caches.py: the entries of the other layers stay empty."""
@@ -174,25 +210,35 @@ class Prefixes:
     def options(self, i: int) -> dict[str, Any]:
         """Return the options of DecoderLayers.forward for batch `i`; the batches are asked for in their order."""
         batch = self.batches[i]
-        if batch.start is None:
-            self.caches.clear()
-            if i not in self.continued:
-                return {}
-        self.caches = {j: cache for j, cache in self.caches.items() if batch.start is not None and j <= batch.start}
+        self.caches = {j: c for j, c in self.caches.items() if batch.start is not None and j <= batch.start}
+        self.ragged.set(None, 0, None)
+        if batch.start is None and i not in self.continued:
+            return {}
         cache = caches.new_cache(self.config, self.types)
-        rows, steps = batch.ids.shape
+        real = torch.from_numpy(batch.kinds != PADDING).to(self.device)
+        options: dict[str, Any] = {"cache": cache}
         if batch.start is not None:
-            caches.repeat_row(self.layer_of(self.caches[batch.start]), self.layer_of(cache), rows)
+            assert batch.rows is not None and batch.offsets is not None
+            rows = torch.from_numpy(batch.rows).to(self.device)
+            earlier, before = self.caches[batch.start]
+            caches.take_rows(self.layer_of(earlier), self.layer_of(cache), rows)
+            before = before[rows]
+            options["offsets"] = torch.from_numpy(batch.offsets).to(self.device)
+            options["mask"] = self.mask(before, real.shape[1]) if self.attends else None
+            real = torch.cat((before, real), 1)
         if i in self.continued:
-            self.caches[i] = cache
-        mask = None
-        if self.attends and batch.offset:
-            hidden = torch.ones(steps, batch.offset + steps, dtype=torch.bool, device=self.device).triu(
-                batch.offset + 1
-            )
-            mask = torch.zeros(1, 1, *hidden.shape, dtype=self.dtype, device=self.device)
-            mask.masked_fill_(hidden, torch.finfo(self.dtype).min)
-        return {"offset": batch.offset, "cache": cache, "mask": mask}
+            self.caches[i] = cache, real
+            if len(set(batch.lengths)) > 1:
+                self.ragged.set(torch.from_numpy(batch.lengths).to(self.device), batch.ids.shape[1], cache)
+        return options
+
+    def mask(self, before: torch.Tensor, steps: int) -> torch.Tensor:
+        """Return what attention adds, [B or 1, 1, T, columns + T]. before: bool [B, columns], the columns that are no padding."""
+        before = before[:1] if bool(before.all()) else before
+        own = torch.ones(steps, steps, dtype=torch.bool, device=self.device).tril()
+        visible = torch.cat((before[:, None].expand(-1, steps, -1), own.expand(len(before), -1, -1)), -1)
+        mask = torch.zeros(visible.shape, dtype=self.dtype, device=self.device)
+        return mask.masked_fill_(~visible, torch.finfo(self.dtype).min)[:, None]
 
 
 class DecoderLayers:
@@ -213,6 +259,9 @@ class DecoderLayers:
             self.model: Any = transformers.AutoModel.from_config(config, dtype=self.dtype, trust_remote_code=False)
         separate(self.model, folder.family)
         use_own_delta_rule(self.model, self.device)
+        self.ragged = deltanet.RaggedBatch()
+        if any(batch.start is not None for batch in batches):
+            continue_ragged_rows(self.model, self.ragged)
         self.rotary = type(self.model.rotary_emb)(config).to(self.device)
         embedding = f"{self.prefix}embed_tokens.weight"
         ids = [b.ids for b in batches]
@@ -228,15 +277,17 @@ class DecoderLayers:
         self,
         module: Callable[..., Any],
         state: torch.Tensor,
-        offset: int = 0,
+        offsets: torch.Tensor | None = None,
         cache: DynamicCache | None = None,
         mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return a layer's output [B, T, hidden] for hidden states [B, T, hidden].
 
-        offset: tokens before these.  cache: of those, and receives what the layer keeps of these.  mask: of the attention, added.
+        offsets: number of tokens before these, int64 [B].  cache: of those, and receives what the layer keeps of these.
+        mask: of the attention, added.
         """
-        positions = torch.arange(offset, offset + state.shape[1], device=self.device).expand(state.shape[0], -1)
+        positions = torch.arange(state.shape[1], device=self.device).expand(state.shape[0], -1)
+        positions = positions if offsets is None else positions + offsets[:, None]
         axes = self.folder.family.position_axes
         angles = self.rotary(state, positions if axes == 1 else positions.expand(axes, -1, -1))
         options: dict[str, Any] = {} if cache is None else {"past_key_values": cache}

@@ -4,27 +4,29 @@
     model = layerwise.DecoderLayers(folder, text.batches)
     table = text.weight_table(token_weights, model.device)
 
-A batch continues the one row of an earlier batch (Batch.start), whose keys, values and states DecoderLayers keeps for it. A
+Rows of a batch continue rows of an earlier batch (Batch.start), whose keys, values and states DecoderLayers keeps for them. A
 position that several samples pass counts once per sample: its code stands for how many positions of each kind it replaces, and
 the weight table has one weight per code. So sums of weights and weighted moments are those of all samples.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
 from annie_quant.checkpoint.shards import ModelFolder
-from annie_quant.evaluate.prefix import group_by_prefix
+from annie_quant.evaluate.prefix import common_prefix
 from annie_quant.quantize import calibration_samples, input_stats, layerwise
 from annie_quant.quantize.calibration_samples import KINDS, PADDING, Batch, Sample, TokenWeights
 
-GROUP_COST = 128  # tokens: cost of one more forward pass of one layer on a CPU
+GROUP_COST = 64  # tokens: cost of one more forward pass of one layer on a CPU
 TOKENS = 4096  # of one forward pass: its activations stay in the caches of a CPU
-MIN_ROWS = 2  # a prefix of one sequence saves nothing
+SPLIT_COST = 4 * GROUP_COST  # of one more pass over shared tokens: what follows these is divided, too
+MIN_SAVED = GROUP_COST // 2  # positions: fewer shared tokens are computed again by each row that follows
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ def arrange(samples: Sequence[Sample], tokens: int = TOKENS, share: bool = True)
     if not share:
         text.batches += calibration_samples.make_batches(samples)
         return text
-    add(text, sequences_of(samples), 0, None, tokens)
+    add(text, [(0, branch) for branch in branches(sequences_of(samples), 0)], None, tokens)
     return text
 
 
@@ -98,34 +100,94 @@ def sequences_of(samples: Sequence[Sample]) -> list[TokenSequence]:
     return sequences
 
 
-def add(text: SharedText, sequences: Sequence[TokenSequence], offset: int, start: int | None, tokens: int) -> None:
-    """Add the tokens of sequences from `offset` on, which continue batch `start`."""
-    tails: list[TokenSequence] = []
-    rest = [s.ids[offset:] for s in sequences]
-    for group in group_by_prefix(rest, [len(r) - 1 for r in rest], GROUP_COST):
-        members = [sequences[i] for i in group.rows]
-        if not group.shared or len(members) < MIN_ROWS:
-            tails += members
+@dataclass(frozen=True)
+class Branch:
+    """Tokens from `begin` to `end` that all of its sequences share. children: what follows; none at the end of a sequence."""
+
+    sequences: Sequence[TokenSequence]
+    begin: int
+    end: int
+    children: Sequence[Branch] = ()
+
+    @property
+    def saved(self) -> int:
+        """Positions that are not computed again if the tokens are computed once."""
+        return (len(self.children) - 1) * (self.end - self.begin)
+
+    def without(self) -> list[Branch]:
+        """Return the children, each with this branch's tokens."""
+        return [replace(child, begin=self.begin) for child in self.children]
+
+
+Continued = tuple[int, Branch]  # the row of an earlier batch that the branch continues
+
+
+def branches(sequences: Sequence[TokenSequence], begin: int) -> list[Branch]:
+    """Return the tree of sequences in lexicographic order, none of which another one begins with."""
+    result = []
+    for _, members in itertools.groupby(sequences, key=lambda s: s.ids[begin]):
+        same = list(members)
+        if len(same) == 1:
+            result.append(Branch(same, begin, len(same[0].ids)))
             continue
-        end = offset + group.shared
-        counts = sum(s.counts(offset, end) for s in members)
-        ids = np.asarray(members[0].ids[offset:end], np.int64)[None]
-        text.batches.append(Batch(ids, text.encode(np.asarray(counts))[None], start, offset))
-        add(text, members, end, len(text.batches) - 1, tokens)
-    tails.sort(key=lambda s: len(s.ids))
-    while tails:
-        count = 1
-        while count < len(tails) and (count + 1) * (len(tails[count].ids) - offset) <= tokens:
-            count += 1
-        text.batches.append(batch_of(text, tails[:count], offset, start))
-        tails = tails[count:]
+        end = begin + common_prefix(same[0].ids[begin:], same[-1].ids[begin:])
+        result.append(Branch(same, begin, end, branches(same, end)))
+    return result
 
 
-def batch_of(text: SharedText, sequences: Sequence[TokenSequence], offset: int, start: int | None) -> Batch:
-    """Return the tokens of sequences from `offset` on as one batch, padded on the right to the longest."""
-    width = max(len(s.ids) for s in sequences) - offset
-    ids, kinds = np.zeros((len(sequences), width), np.int64), np.full((len(sequences), width), PADDING, np.int64)
-    for i, sequence in enumerate(sequences):
-        ids[i] = np.resize(sequence.ids[offset:], width)
-        kinds[i, : len(sequence.ids) - offset] = text.encode(sequence.counts(offset, len(sequence.ids)))
-    return Batch(ids, kinds, start, offset)
+def add(text: SharedText, continued: Sequence[Continued], start: int | None, tokens: int) -> None:
+    """Add branches as batches, and what follows them. start: the batch that they continue, if any."""
+    whole, shared = [(r, b) for r, b in continued if not b.children], [(r, b) for r, b in continued if b.children]
+    least = MIN_SAVED
+    while shared and (any(b.saved < least for _, b in shared) or sum(b.saved for _, b in shared) < GROUP_COST):
+        if all(b.saved >= least for _, b in shared):
+            least = GROUP_COST  # together they save too little: what follows the shorter ones may save more
+        parts = [(r, c) for r, b in shared for c in (b.without() if b.saved < least else [b])]
+        whole += [(r, b) for r, b in parts if not b.children]
+        shared = [(r, b) for r, b in parts if b.children]
+    for part in divided(whole, tokens, GROUP_COST):
+        text.batches.append(batch_of(text, part, start))
+    for part in divided(shared, tokens, SPLIT_COST):
+        text.batches.append(batch_of(text, part, start))
+        follow = [(row, child) for row, (_, branch) in enumerate(part) for child in branch.children]
+        add(text, follow, len(text.batches) - 1, tokens)
+
+
+def divided(rows: Sequence[Continued], tokens: int, cost: int) -> list[list[Continued]]:
+    """Return the rows in parts, by `divide`."""
+    ordered = sorted(rows, key=lambda r: (r[1].end - r[1].begin, r[1].sequences[0].ids))
+    return [ordered[part] for part in divide([b.end - b.begin for _, b in ordered], tokens, cost)]
+
+
+def divide(lengths: Sequence[int], tokens: int, cost: int) -> list[slice]:
+    """Return parts of rows of these lengths, which rise, that take the fewest positions when each is padded to its longest row.
+
+    A part costs `cost` positions more, and has at most `tokens` or one row.
+    """
+    totals, begins = [0], [0]
+    for end in range(1, len(lengths) + 1):
+        width = lengths[end - 1]
+        first = max(0, end - max(1, tokens // width))
+        total, begin = min((totals[b] + (end - b) * width + cost, b) for b in range(first, end))
+        totals.append(total)
+        begins.append(begin)
+    parts: list[slice] = []
+    end = len(lengths)
+    while end:
+        parts.append(slice(begins[end], end))
+        end = begins[end]
+    return parts[::-1]
+
+
+def batch_of(text: SharedText, rows: Sequence[Continued], start: int | None) -> Batch:
+    """Return the tokens of branches as one batch, padded on the right to the longest."""
+    shape = len(rows), max(b.end - b.begin for _, b in rows)
+    ids, kinds = np.zeros(shape, np.int64), np.full(shape, PADDING, np.int64)
+    for i, (_, branch) in enumerate(rows):
+        first, last = branch.begin, branch.end
+        counts = sum(s.counts(first, last) for s in branch.sequences)
+        ids[i] = np.resize(branch.sequences[0].ids[first:last], shape[1])
+        kinds[i, : last - first] = text.encode(np.asarray(counts))
+    if start is None:
+        return Batch(ids, kinds)
+    return Batch(ids, kinds, start, np.array([row for row, _ in rows]), np.array([b.begin for _, b in rows]))

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from annie_quant.quantize.job import Job
 
 SWEEP_TIME = 8.1  # exact sweep relative to amax, one thread (tests/perf/codec.md)
+KEPT_INPUTS = (
+    4 << 30
+)  # bytes of the inputs of a block's last linear; where they are more, the block runs twice (layer_stages.py)
 ALL_NVFP4 = {"mlp": NVFP4, "attention": NVFP4, "deltanet": NVFP4}
 
 
@@ -53,6 +56,7 @@ class Cost:
         text's hidden states (by default a layer's inputs, outputs and gathered inputs), and float32 matrices of the widest input.
     keeps_results: the rounded layers stay in memory until the last one is rounded.
     whole_model: options → bytes per weight of a step with the whole model, after the layers; 0 without such a step.
+    kept_inputs: most bytes of a linear's inputs that are stored until it is rounded (layer_stages.py).
     """
 
     rank: int
@@ -66,6 +70,7 @@ class Cost:
     hessians: int = 0
     keeps_results: bool = False
     whole_model: Callable[[Mapping[str, Any]], float] = lambda options: 0.0
+    kept_inputs: int = 0
 
 
 @dataclass(frozen=True)

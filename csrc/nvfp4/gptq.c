@@ -1,9 +1,12 @@
 /* GPTQ's inner loop (Frantar et al. 2022, algorithm 1) with NVFP4 block scales.
  *
  * Rows are independent and are distributed over threads. A block's scale is chosen from the weights at the time its first column is
- * rounded, including all corrections. The updates are the variant's (gptq_lanes.h).
+ * rounded, including all corrections, by the variant's `pack`. The updates are the variant's (gptq_lanes.h).
  */
 #include "gptq.h"
+
+#include <stdlib.h>
+#include <string.h>
 
 #include "parallel.h"
 #include "variant.h"
@@ -33,60 +36,95 @@ static void update_right(const struct gptq_plan *plan, const struct gptq_kernels
     }
 }
 
-/* Round columns first .. first + width of one row; its errors are written to errors[0 .. width). */
-static bool round_window(const struct gptq_plan *plan, const struct gptq_kernels *kernels, size_t first, size_t width, float *row,
-                         float *errors, uint8_t *codes, uint8_t *scales)
+/* Round one block of a row with scale code `code`, and correct each column's error in the block's later columns. codes: of the row. */
+static bool round_block(const struct gptq_plan *plan, size_t start, uint8_t code, float *block, float *errors, uint8_t *codes)
 {
-    const struct pack_plan *codec = &plan->codec;
-    const size_t group = (size_t)codec->group;
+    const size_t group = (size_t)plan->codec.group;
+    const float step = plan->codec.step[code];
     bool finite = true;
-    for (size_t start = first; start < first + width; start += group) {
-        float *block = row + start, amax = 0;
-        for (size_t i = 0; i < group; i++) {
-            float a = block[i] < 0 ? -block[i] : block[i];
-            amax = a > amax ? a : amax;
-            finite &= a <= 0x1.fffffep127f;
-        }
-        const float *weight = codec->weight ? codec->weight + start : NULL;
-        const uint8_t code = codec->choice == CHOICE_AMAX ? block_code(codec, amax) : best_code(codec, block, weight);
-        const float step = codec->step[code];
-        scales[start / group] = code;
-        for (size_t i = 0; i < group; i++) {
-            const size_t at = start + i;
-            const float *factor = plan->factor + at * plan->columns;
-            const float ratio = block[i] / step;
-            const unsigned index = e2m1_index(ratio < 0 ? -ratio : ratio), sign = ratio < 0;
-            const float value = (sign ? -E2M1_VALUE[index] : E2M1_VALUE[index]) * step;
-            const float error = (block[i] - value) / factor[at];
-            codes[at / 2] = (uint8_t)(at & 1 ? codes[at / 2] | (index | sign << 3) << 4 : index | sign << 3);
-            errors[at - first] = error;
-            block[i] = value;
-            for (size_t k = i + 1; k < group; k++)
-                block[k] -= error * factor[start + k];
-        }
-        const size_t next = start + group;
-        kernels->subtract_errors(first + width - next, group, errors + (start - first), plan->factor + start * plan->columns + next,
-                                 plan->columns, row + next);
+    for (size_t i = 0; i < group; i++)
+        finite &= (block[i] < 0 ? -block[i] : block[i]) <= 0x1.fffffep127f;
+    for (size_t i = 0; i < group; i++) {
+        const size_t at = start + i;
+        const float *factor = plan->factor + at * plan->columns;
+        const float ratio = block[i] / step;
+        const unsigned index = e2m1_index(ratio < 0 ? -ratio : ratio), sign = ratio < 0;
+        const float value = (sign ? -E2M1_VALUE[index] : E2M1_VALUE[index]) * step;
+        const float error = (block[i] - value) / factor[at];
+        codes[at / 2] = (uint8_t)(at & 1 ? codes[at / 2] | (index | sign << 3) << 4 : index | sign << 3);
+        errors[i] = error;
+        block[i] = value;
+        for (size_t k = i + 1; k < group; k++)
+            block[k] -= error * factor[start + k];
     }
     return finite;
 }
 
-bool gptq(const struct gptq_plan *plan, float *w, float *errors, uint8_t *codes, uint8_t *scales)
+/* Round columns first .. first + width of a tile of rows. The scales of one block column are chosen together, as pack chooses them:
+ * `tiled` is the codec's plan with each block's importance once per row of a tile. */
+static bool round_window(const struct gptq_plan *plan, const struct pack_plan *tiled, const struct variant *variant, size_t first,
+                         size_t width, size_t rows, float *w, float *errors, uint8_t *codes, uint8_t *scales)
+{
+    const size_t columns = plan->columns, group = (size_t)plan->codec.group, blocks = columns / group;
+    float block[TILE_ROWS * MAX_GROUP];
+    uint8_t unused[TILE_ROWS * MAX_GROUP / 2], chosen[TILE_ROWS];
+    bool finite = true;
+    for (size_t start = first; start < first + width; start += group) {
+        for (size_t r = 0; r < rows; r++)
+            memcpy(block + r * group, w + r * columns + start, group * sizeof(float));
+        variant->codec->pack(tiled, block, start / group * TILE_ROWS, rows, unused, chosen);
+        const size_t next = start + group;
+        for (size_t r = 0; r < rows; r++) {
+            float *row = w + r * columns, *of_block = errors + r * GPTQ_WINDOW + (start - first);
+            scales[r * blocks + start / group] = chosen[r];
+            finite &= round_block(plan, start, chosen[r], row + start, of_block, codes + r * (columns / 2));
+            variant->gptq->subtract_errors(first + width - next, group, of_block, plan->factor + start * columns + next, columns,
+                                           row + next);
+        }
+    }
+    return finite;
+}
+
+/* Return a copy of the codec's plan whose importance has every block TILE_ROWS times, or NULL without memory. */
+static struct pack_plan *tiled_plan(const struct pack_plan *codec, size_t columns)
+{
+    const size_t group = (size_t)codec->group, size = (sizeof(struct pack_plan) + 63) / 64 * 64;
+    const size_t weights = codec->weight ? columns * TILE_ROWS * sizeof(float) : 0;
+    struct pack_plan *tiled = aligned_alloc(64, (size + weights + 63) / 64 * 64);
+    if (!tiled)
+        return NULL;
+    *tiled = *codec;
+    if (codec->weight) {
+        float *weight = (float *)(void *)((char *)tiled + size);
+        for (size_t b = 0; b < columns / group; b++)
+            for (size_t r = 0; r < TILE_ROWS; r++)
+                memcpy(weight + (b * TILE_ROWS + r) * group, codec->weight + b * group, group * sizeof(float));
+        tiled->weight = weight;
+        tiled->columns = columns * TILE_ROWS;
+    }
+    return tiled;
+}
+
+int gptq(const struct gptq_plan *plan, float *w, float *errors, uint8_t *codes, uint8_t *scales)
 {
     const size_t columns = plan->columns, blocks = columns / (size_t)plan->codec.group;
     const size_t tiles = (plan->rows + TILE_ROWS - 1) / TILE_ROWS;
-    const struct gptq_kernels *kernels = variant_current()->gptq;
+    const struct variant *variant = variant_current();
+    struct pack_plan *tiled = tiled_plan(&plan->codec, columns);
     int bad = 0;
+    if (!tiled)
+        return -1;
     for (size_t first = 0; first < columns; first += GPTQ_WINDOW) {
         const size_t width = columns - first < GPTQ_WINDOW ? columns - first : GPTQ_WINDOW;
 #pragma omp parallel for schedule(dynamic) num_threads(threads_get()) reduction(| : bad)
         for (size_t t = 0; t < tiles; t++) {
-            const size_t top = t * TILE_ROWS, end = top + TILE_ROWS < plan->rows ? top + TILE_ROWS : plan->rows;
-            for (size_t r = top; r < end; r++)
-                bad |= !round_window(plan, kernels, first, width, w + r * columns, errors + r * GPTQ_WINDOW, codes + r * (columns / 2),
-                                     scales + r * blocks);
-            update_right(plan, kernels, first, width, end - top, errors + top * GPTQ_WINDOW, w + top * columns);
+            const size_t top = t * TILE_ROWS, rows = plan->rows - top < TILE_ROWS ? plan->rows - top : TILE_ROWS;
+            float *own = errors + top * GPTQ_WINDOW;
+            bad |= !round_window(plan, tiled, variant, first, width, rows, w + top * columns, own, codes + top * (columns / 2),
+                                 scales + top * blocks);
+            update_right(plan, variant->gptq, first, width, rows, own, w + top * columns);
         }
     }
+    free(tiled);
     return !bad;
 }

@@ -25,7 +25,7 @@ struct gptq_plan {
 };
 
 /* Round w in place to its dequantized values. errors: scratch of rows * GPTQ_WINDOW floats; codes[rows, columns / 2],
- * scales[rows, columns / group]. Returns false if an update gave a number that is not finite. */
-bool gptq(const struct gptq_plan *plan, float *w, float *errors, uint8_t *codes, uint8_t *scales);
+ * scales[rows, columns / group]. Returns 1, 0 if an update gave a number that is not finite, -1 without memory. */
+int gptq(const struct gptq_plan *plan, float *w, float *errors, uint8_t *codes, uint8_t *scales);
 
 #endif

@@ -255,12 +255,12 @@ static PyObject *py_gptq(PyObject *self, PyObject *args)
     }
     plan.codec.weight = weight.buf;
     plan.factor = factor.buf;
-    bool finite;
+    int finite;
     Py_BEGIN_ALLOW_THREADS
     plan_prepare(&plan.codec);
     finite = gptq(&plan, w.buf, errors, codes.buf, scales.buf);
     Py_END_ALLOW_THREADS
-    result = PyBool_FromLong(finite);
+    result = finite < 0 ? PyErr_NoMemory() : PyBool_FromLong(finite);
 cleanup:
     free(errors);
     PyBuffer_Release(&w);

@@ -68,18 +68,36 @@ def test_gemv_of_every_code_and_block_scale(variant):
 
 
 @pytest.mark.parametrize("variant", nvfp4.variants()[1:])
-@pytest.mark.parametrize(("columns", "group", "scale"), [(48, 16, "amax"), (320, 32, "sweep"), (448, 64, "amax")])
-def test_gptq_has_the_bytes_of_the_serial_reference(variant, columns, group, scale):
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(
+    ("columns", "group", "scale"), [(48, 16, "amax"), (320, 32, "sweep"), (448, 64, "amax"), (64, 16, "sweep")]
+)
+def test_gptq_has_the_bytes_of_the_serial_reference(variant, columns, group, scale, weighted):
     """Windows that are not full, rows that are not a multiple of four, columns that are not a multiple of 16."""
     rng = np.random.default_rng(columns)
     w = rng.standard_normal((67, columns)).astype(np.float32)
     factor = np.triu(rng.standard_normal((columns, columns)) * 0.05).astype(np.float32)
     np.fill_diagonal(factor, rng.uniform(0.5, 2, columns))
+    importance = rng.gamma(0.5, 1, columns).astype(np.float32) if weighted else None
     results = {}
     for name in ("serial", variant):
         nvfp4.set_variant(name)
         rounded = w.copy()
-        t = nvfp4.gptq(rounded, factor, 0.01, scale=scale, group=group)
+        t = nvfp4.gptq(rounded, factor, 0.01, scale=scale, group=group, importance=importance)
         results[name] = rounded.view(np.uint32), t.codes, t.block_scale.view(np.uint8)
     for got, expected in zip(results[variant], results["serial"], strict=True):
         np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("variant", nvfp4.variants())
+@pytest.mark.parametrize(("rows", "group"), [(1, 16), (67, 16), (130, 32)])
+def test_gptq_without_corrections_chooses_the_scales_of_pack(variant, rows, group):
+    """The importance is that of a block's own columns, in every row of every tile."""
+    rng = np.random.default_rng(rows)
+    w, importance = rng.standard_normal((rows, 320)).astype(np.float32), rng.gamma(0.5, 1, 320).astype(np.float32)
+    nvfp4.set_variant("serial")
+    expected = nvfp4.pack(w, tensor_scale=0.01, scale="sweep", group=group, importance=importance)
+    nvfp4.set_variant(variant)
+    t = nvfp4.gptq(w, np.eye(320, dtype=np.float32), 0.01, scale="sweep", group=group, importance=importance)
+    np.testing.assert_array_equal(t.block_scale.view(np.uint8), expected.block_scale.view(np.uint8))
+    np.testing.assert_array_equal(t.codes, expected.codes)

@@ -13,6 +13,7 @@ from annie_quant.quantize import calibration_samples
 from annie_quant.quantize.calibration_samples import Sample
 
 torch = pytest.importorskip("torch", reason="the layers run in torch: pip install annie-quant[quantize]")
+from annie_quant.quantize import layerwise  # noqa: E402
 from annie_quant.quantize.input_stats import collect_stats  # noqa: E402
 from annie_quant.quantize.layerwise import DecoderLayers  # noqa: E402
 
@@ -87,3 +88,19 @@ def test_statistics_are_those_of_a_plain_forward_pass(samples: list[Sample]) -> 
         squares = [x[np.array(t.kinds) > 0].astype(np.float64) ** 2 for x, t in zip(rows, samples, strict=True)]
         assert stats.amax[name] == pytest.approx(max(np.abs(x).max() for x in rows), rel=1e-4)
         np.testing.assert_allclose(stats.second[name], np.concatenate(squares).mean(0), rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("steps", [1, 3, 9])
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_the_convolution_is_torchs(steps: int, contiguous: bool) -> None:
+    rng = torch.Generator().manual_seed(steps)
+    x = torch.randn(2, 6, steps, generator=rng)
+    x = x if contiguous else x.transpose(1, 2).contiguous().transpose(1, 2)
+    weight, bias = torch.randn(6, 4, generator=rng), torch.randn(6, generator=rng)
+    padded = torch.nn.functional.pad(x.double(), (3, 0))
+    expected = torch.nn.functional.conv1d(padded, weight[:, None].double(), bias.double(), groups=6)
+    with torch.inference_mode():
+        plain = layerwise.conv_on_cpu(x, weight, bias, None)
+        active = layerwise.conv_on_cpu(x, weight, bias, "silu")
+    assert (plain - expected).abs().max() < 1e-5
+    assert (active - torch.nn.functional.silu(expected)).abs().max() < 1e-5

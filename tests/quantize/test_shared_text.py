@@ -9,12 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from calibration_texts import conversations
 from paths import CALIBRATION, TINY_ANNIE
 
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.data.rows import read_conversations
 from annie_quant.quantize import calibration_samples
-from annie_quant.quantize.calibration_samples import PADDING, Sample
+from annie_quant.quantize.calibration_samples import PADDING, Batch, Sample
 
 torch = pytest.importorskip("torch", reason="the layers run in torch: pip install annie-quant[quantize]")
 from annie_quant.quantize import shared_text  # noqa: E402
@@ -26,8 +27,10 @@ from annie_quant.quantize.shared_text import SharedText  # noqa: E402
 WEIGHTS = {**calibration_samples.MANNERS, calibration_samples.THINKING: 3.0}
 
 
-@pytest.fixture(scope="module")
-def samples() -> list[Sample]:
+@pytest.fixture(scope="module", params=["answers", "conversations"])
+def samples(request: pytest.FixtureRequest) -> list[Sample]:
+    if request.param == "conversations":
+        return conversations()
     rows = calibration_samples.samples_of_rows(TINY_ANNIE, read_conversations(CALIBRATION))
     return [*rows[::4][:8], rows[0]]  # one twice
 
@@ -41,24 +44,28 @@ def paths(text: SharedText) -> list[tuple[list[int], list[int]]]:
     """Return (all tokens up to the end, codes of the batch's own) of each row of each batch."""
     positions = []
     for batch in text.batches:
-        before: list[int] = []
-        start = batch.start
-        while start is not None:
-            before = [*map(int, text.batches[start].ids[0]), *before]
-            start = text.batches[start].start
-        assert len(before) == batch.offset
-        for ids, kinds in zip(batch.ids, batch.kinds, strict=True):
+        for row, (ids, kinds) in enumerate(zip(batch.ids, batch.kinds, strict=True)):
             real = kinds != PADDING
+            before = tokens_before(text, batch, row)
+            assert batch.offsets is None or batch.offsets[row] == len(before)
             positions.append(([*before, *map(int, ids[real])], list(map(int, kinds[real]))))
     return positions
 
 
-def test_it_is_shorter_and_every_continued_batch_has_one_row(samples: list[Sample], text: SharedText) -> None:
+def tokens_before(text: SharedText, batch: Batch, row: int) -> list[int]:
+    """Return the tokens that a row continues."""
+    if batch.start is None or batch.rows is None:
+        return []
+    earlier, row = text.batches[batch.start], int(batch.rows[row])
+    own = earlier.ids[row][earlier.kinds[row] != PADDING]
+    return [*tokens_before(text, earlier, row), *map(int, own)]
+
+
+def test_it_is_shorter_and_batches_are_bounded(samples: list[Sample], text: SharedText) -> None:
     assert any(b.start is not None for b in text.batches)
     assert sum(b.ids.size for b in text.batches) < sum(len(s.ids) for s in samples)
     for i, batch in enumerate(text.batches):
-        if batch.start is not None:
-            assert batch.start < i and len(text.batches[batch.start].ids) == 1
+        assert batch.start is None or batch.start < i
         assert batch.ids.size <= 500 or len(batch.ids) == 1
 
 
@@ -98,7 +105,7 @@ def test_hessians_are_those_of_the_samples(samples: list[Sample], text: SharedTe
 
 def test_other_layers_and_gpus_get_whole_samples(samples: list[Sample], tmp_path: Path) -> None:
     text = shared_text.arrange(samples, share=False)
-    assert all(b.start is None and b.offset == 0 for b in text.batches)
+    assert all(b.start is None and b.offsets is None for b in text.batches)
     assert torch.equal(text.weight_table(WEIGHTS, "cpu"), weight_table(WEIGHTS, "cpu"))
     shutil.copytree(TINY_ANNIE, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".annie_quant"))
     config = json.loads((tmp_path / "config.json").read_text())
@@ -107,3 +114,30 @@ def test_other_layers_and_gpus_get_whole_samples(samples: list[Sample], tmp_path
         config.get("text_config", config)["layer_types"] = [*types[:-1], other]
         (tmp_path / "config.json").write_text(json.dumps(config))
         assert not shared_text.can_share(ModelFolder(tmp_path))
+
+
+def test_rows_of_unequal_length_are_continued() -> None:
+    batches = shared_text.arrange(conversations()).batches
+    continued = [batches[start] for start in {b.start for b in batches if b.start is not None}]
+    assert any(len(set(b.lengths)) > 1 for b in continued)
+    assert sum(b.ids.size for b in batches) < 0.7 * sum(len(s.ids) for s in conversations())
+
+
+@pytest.mark.parametrize("lengths", [[5], [3, 3, 3], [1, 2, 300, 310], [*range(1, 40)]])
+def test_rows_are_divided_at_the_least_cost(lengths: list[int]) -> None:
+    def cost(parts: list[slice]) -> int:
+        return sum(len(lengths[p]) * lengths[p][-1] + 64 for p in parts)
+
+    def every(begin: int) -> list[list[slice]]:
+        ends = range(begin + 1, len(lengths) + 1)
+        rest = {e: every(e) if e < len(lengths) else [[]] for e in ends}
+        return [[slice(begin, e), *parts] for e in ends for parts in rest[e]]
+
+    parts = shared_text.divide(lengths, 400, 64)
+    assert [i for p in parts for i in range(len(lengths))[p]] == list(range(len(lengths)))
+    assert all(len(lengths[p]) * lengths[p][-1] <= 400 or len(lengths[p]) == 1 for p in parts)
+    if len(lengths) < 10:
+        allowed = [
+            p for p in every(0) if all(len(lengths[q]) * lengths[q][-1] <= 400 or q.stop - q.start == 1 for q in p)
+        ]
+        assert cost(parts) == min(map(cost, allowed))

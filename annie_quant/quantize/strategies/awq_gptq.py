@@ -18,7 +18,7 @@ from annie_quant.quantize.job import Job
 from annie_quant.quantize.plan import Plan, announce_size
 from annie_quant.quantize.select import choose, excluded
 from annie_quant.quantize.strategies import awq_lite, gptq
-from annie_quant.quantize.strategy import ACTIVATIONS, SWEEP_TIME, Cost, Option, Strategy
+from annie_quant.quantize.strategy import ACTIVATIONS, KEPT_INPUTS, SWEEP_TIME, Cost, Option, Strategy
 
 HEAD_FORMATS = {"fp8": FP8, "nvfp4": W4A16}
 
@@ -39,7 +39,6 @@ def quantize(job: Job, progress: Progress) -> None:
     for layer in model:
         weights |= awq_lite.fold_layer(layer, set(plan.formats), plan.amax, advance=False)
         gptq.round_layer(layer, rounded, table, plan, job.options["damping"], coverage)
-        layer.advance()
     coverage.report(job.output, progress)
     plan.weights = {n: w for n, w in weights.items() if n.removesuffix(".weight") not in plan.packed}
     heads = [n for n, kind in plan.formats.items() if kind == FP8 and not folder.family.in_decoder(n)]
@@ -67,7 +66,15 @@ STRATEGY = Strategy(
     name="awq_gptq",
     summary="Red Hat's recipe: AWQ then GPTQ on the MLPs; FP8 attention, DeltaNet, head and last eight MLPs (--set last=8)",
     formats={"mlp": NVFP4, "head": FP8, "attention": FP8, "deltanet": FP8},
-    cost=Cost(rank=62, layerwise=True, passes=25, encode=20 + SWEEP_TIME, column_feedback=True, hessians=2),
+    cost=Cost(
+        rank=62,
+        layerwise=True,
+        passes=24,
+        encode=20 + SWEEP_TIME,
+        column_feedback=True,
+        hessians=2,
+        kept_inputs=KEPT_INPUTS,
+    ),
     quantize=quantize,
     options={
         "last": Option(8, "MLPs of this many last layers are FP8"),

@@ -1,7 +1,7 @@
 """gptq: the weights' rounding errors are corrected column by column, by the Hessian over the response tokens; W4A4.
 
-One layer at a time: one layer's weights and Hessians are in memory, besides the hidden states. A layer is calibrated on
-what the rounded layers before it put out, so later layers correct earlier ones. A linear whose inputs cannot be used is
+One layer at a time: one layer's weights and Hessians are in memory, besides the hidden states. A linear is calibrated on
+what the rounded linears before it put out, so later ones correct earlier ones. A linear whose inputs cannot be used is
 rounded without correction, with a warning.
 """
 
@@ -19,15 +19,16 @@ from annie_quant.quantize.formats import NVFP4, W4A16
 from annie_quant.quantize.job import Job
 from annie_quant.quantize.plan import Plan, announce_size
 from annie_quant.quantize.select import choose
-from annie_quant.quantize.strategy import ACTIVATIONS, ALL_NVFP4, SWEEP_TIME, Cost, Option, Strategy
+from annie_quant.quantize.strategy import ACTIVATIONS, ALL_NVFP4, KEPT_INPUTS, SWEEP_TIME, Cost, Option, Strategy
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     import numpy as np
     import torch
 
     from annie_quant.quantize.gptq_solver import Factor, Hessian
+    from annie_quant.quantize.layer_stages import Stage
     from annie_quant.quantize.layerwise import DecoderLayer
 
 log = logging.getLogger(__name__)
@@ -49,9 +50,7 @@ def quantize(job: Job, progress: Progress) -> None:
     table = text.weight_table(token_weights, model.device)
     coverage = Coverage()
     for layer in model:
-        round_layer(layer, set(chosen), table, plan, job.options["damping"], coverage)
-        if not layer.last:
-            layer.advance()
+        round_layer(layer, set(chosen), table, plan, job.options["damping"], coverage, advance=not layer.last)
     coverage.report(job.output, progress)
     outside = [n for n in chosen if n not in plan.packed]
     if outside:
@@ -60,26 +59,57 @@ def quantize(job: Job, progress: Progress) -> None:
 
 
 def round_layer(
-    layer: DecoderLayer, chosen: set[str], table: torch.Tensor, plan: Plan, damping: float, coverage: Coverage
+    layer: DecoderLayer,
+    chosen: set[str],
+    table: torch.Tensor,
+    plan: Plan,
+    damping: float,
+    coverage: Coverage,
+    advance: bool = True,
 ) -> None:
-    """Round the layer's chosen linears, in `plan` and in the layer itself. Experts are rounded one at a time."""
-    from annie_quant.evaluate.engine import split_by_size
-    from annie_quant.hf.codec import to_numpy, to_torch
-    from annie_quant.quantize.gptq_solver import Hessian
+    """Round the layer's chosen linears, in `plan` and in the layer itself, in the order in which they run.
+
+    advance: the rounded layer's outputs become the next layer's inputs.
+    """
+    from annie_quant.quantize import layer_stages
 
     every = [[n for n in group if f"{layer.name}.{n}" in chosen] for group in layer.groups()]
     tops = layer.model.folder.family.largest_of_group(
         {f"{layer.name}.{n}": float(layer.linears[n].weight.detach().abs().max()) for group in every for n in group}
     )
-    rounded: dict[str, torch.Tensor] = {}
     warnings: list[str] = []
-    nonempty = [group for group in every if group]
-    sizes = [4 * layer.linears[group[0]].in_features ** 2 for group in nonempty]
+    for stage in layer_stages.stages(layer, advance):
+        groups = [group for group in every if group and group[0] in stage.linears]
+        round_stage(layer, stage, groups, tops, table, plan, damping, coverage, warnings)
+    for warning in one_per_layer(warnings):
+        log.warning("annie-quant: %s", warning)
+
+
+def round_stage(
+    layer: DecoderLayer,
+    stage: Stage,
+    groups: Sequence[Sequence[str]],
+    tops: Mapping[str, float],
+    table: torch.Tensor,
+    plan: Plan,
+    damping: float,
+    coverage: Coverage,
+    warnings: list[str],
+) -> None:
+    """Round groups of linears that read one input each. Experts are rounded one at a time.
+
+    tops: the largest magnitude that the tensor scale of each linear is for, by full name.
+    """
+    from annie_quant.evaluate.engine import split_by_size
+    from annie_quant.hf.codec import to_numpy, to_torch
+    from annie_quant.quantize.gptq_solver import Hessian
+
+    rounded: dict[str, torch.Tensor] = {}
+    sizes = [4 * layer.linears[group[0]].in_features ** 2 for group in groups]
     for run in split_by_size(sizes, HESSIAN_BYTES):  # each run takes a pass over the text
-        groups = [nonempty[i] for i in run]
-        hessians = {group[0]: Hessian(table) for group in groups}
-        layer.observe(dict(hessians))
-        for group in groups:
+        hessians = {groups[i][0]: Hessian(table) for i in run}
+        stage.observe(dict(hessians))
+        for group in (groups[i] for i in run):
             hessian = hessians.pop(group[0])
             names = [f"{layer.name}.{n}" for n in group]
             if layer.experts_of(group[0]):
@@ -92,8 +122,6 @@ def round_layer(
                 plan.packed[name], values = round_weight(weight, solution, tensor_scale, plan.scale)
                 plan.amax[name] = hessian.amax
                 rounded[short] = to_torch(values).to(layer.linears[short].weight.dtype)
-    for warning in one_per_layer(warnings):
-        log.warning("annie-quant: %s", warning)
     for short, tensor in rounded.items():
         layer.linears[short].weight.data = tensor.to(layer.linears[short].weight)
 
@@ -143,7 +171,9 @@ STRATEGY = Strategy(
     name="gptq",
     summary="error feedback column by column under the codec's block scales, Hessian over response tokens; W4A4",
     formats=ALL_NVFP4,
-    cost=Cost(rank=50, layerwise=True, passes=3, encode=SWEEP_TIME, column_feedback=True, hessians=2),
+    cost=Cost(
+        rank=50, layerwise=True, passes=2, encode=SWEEP_TIME, column_feedback=True, hessians=2, kept_inputs=KEPT_INPUTS
+    ),
     quantize=quantize,
     options={
         "damping": Option(0.05, "added to the Hessian's diagonal, relative to its mean"),

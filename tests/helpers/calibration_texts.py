@@ -1,0 +1,30 @@
+"""Calibration samples of random tokens, in the shape of conversations."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from annie_quant.quantize.calibration_samples import CONTENT, PROMPT, Sample
+
+
+def conversations(seed: int = 0) -> list[Sample]:
+    """Return samples of conversations of one to three turns under two system prompts, one sample per conversation and turn.
+
+    A sample ends with an answer in its own form: later turns have it without its first token, as chat templates drop thoughts.
+    """
+    rng = np.random.default_rng(seed)
+
+    def tokens(least: int, most: int) -> list[int]:
+        return rng.integers(10, 1500, rng.integers(least, most)).tolist()
+
+    samples = []
+    systems = [tokens(40, 60), tokens(90, 100)]
+    for conversation in range(10):
+        text = list(systems[conversation % 2])
+        for _ in range(1 + conversation % 3):
+            text += tokens(20, 50)
+            answer = tokens(5, 30)
+            kinds = [PROMPT] * len(text) + [CONTENT] * (len(answer) + 1)
+            samples.append(Sample("chat", (*text, 7, *answer), tuple(kinds), ()))
+            text += answer
+    return samples

@@ -195,7 +195,7 @@ def spread_table(folders: list[Path]) -> str:
     lines = [
         "| strategy | numerics | right answers (bf16's) | points against bf16, 95 % | "
         + " | ".join(factors)
-        + " | interactions, residual |",
+        + " | interactions (the largest) |",
         "|---|---|---|---|" + "---|" * (len(factors) + 1),
     ]
     tables: dict[str, dict[str, Any]] = {}
@@ -209,13 +209,14 @@ def spread_table(folders: list[Path]) -> str:
             tables.setdefault(kind, {})[name] = right - bf16
             own = variance.spread(right - bf16, factors)
             parts = [own.components[f] for f in factors if f in own.components]
-            rest = [c for key, c in own.components.items() if key not in factors]
+            rest = {key: c.of_mean for key, c in own.components.items() if key not in factors}
+            largest = max(rest, key=lambda key: rest[key])
             lines.append(
                 f"| {name} | {kind} | {100 * right.mean():.1f} % ({100 * bf16.mean():.1f} %) of "
                 f"{'×'.join(map(str, right.shape))} | "
                 f"{points(own.mean)} ({points(own.low)} to {points(own.high)}) | "
                 + " | ".join(f"{100 * c.of_mean**0.5:.2f} ({100 * max(c.variance, 0) ** 0.5:.1f})" for c in parts)
-                + f" | {100 * sum(c.of_mean for c in rest) ** 0.5:.2f} |"
+                + f" | {100 * sum(rest.values()) ** 0.5:.2f} ({largest} {100 * rest[largest] ** 0.5:.2f}) |"
             )
     for kind, by_strategy in tables.items():
         ranked = variance.ranking(by_strategy, factors) if len(by_strategy) > 1 else []
@@ -230,7 +231,9 @@ def same_shape(
     """Return the fine-tunes' outcomes as one table [prompts, draws, arithmetics, fine-tunes]; stops if they do not match."""
     everything = [e for own in draws for e in own] + [e["bf16"] for e in evaluations]
     # A gate's prompts may depend on bf16's answers (only text can have markdown), all together do not.
-    prompts = [list(dict.fromkeys(p for gate in e.prompts if decides(gate) for p in e.prompts[gate])) for e in everything]
+    prompts = [
+        list(dict.fromkeys(p for gate in e.prompts if decides(gate) for p in e.prompts[gate])) for e in everything
+    ]
     if len({part.shape for part in parts}) > 1 or any(own != prompts[0] for own in prompts):
         raise SystemExit(
             f"{name}, {kind}: the folders differ in prompts, draws or arithmetics; search them with the same options"

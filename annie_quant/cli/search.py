@@ -21,7 +21,7 @@ from annie_quant.cli.common import console, emit, json_option, persona_option, w
 @click.option("--n", type=click.IntRange(1), default=100, show_default=True, help="Prompts per gate.")
 @persona_option
 @workloads_option
-@click.option("--all", "every", is_flag=True, help="Continue after the first strategy that keeps all gates.")
+@click.option("--all", "every", is_flag=True, help="Evaluate every strategy on all prompts, also after one that keeps.")
 @click.option("--strategies", help="Names, comma-separated, in the order to try. Default: all, cheapest first.")
 @click.option(
     "--require",

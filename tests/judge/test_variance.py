@@ -10,6 +10,7 @@ import pytest
 from annie_quant.judge.variance import mean_squares, ranking, spread
 
 FACTORS = ("prompts", "calibration", "arithmetic")
+FOUR = (*FACTORS, "fine-tune")
 
 
 def outcomes(rng, shape, sd, mean=0.5):
@@ -77,6 +78,23 @@ def test_known_components_are_recovered_without_bias():
     assert residual == pytest.approx(
         0.25 - sum(v**2 for v in sd.values()), abs=0.01
     )  # Bernoulli, less what is explained
+
+
+@pytest.mark.parametrize("planted", [None, 0, 1, 2, 3], ids=["none", *FOUR])
+def test_a_variance_is_attributed_to_the_factor_that_has_it_and_to_no_other(planted):
+    """Fine-tunes as the fourth factor, three of them and three draws: the smallest table from which docs report components."""
+    shape, runs = (60, 3, 4, 3), 120
+    sd = {} if planted is None else {(planted,): 0.12}
+    rng = np.random.default_rng(17)
+    spreads = [spread(outcomes(rng, shape, sd), FOUR).components for _ in range(runs)]
+    for axis, name in enumerate(FOUR):
+        estimates = np.array([components[name].variance for components in spreads])
+        error = estimates.std() / np.sqrt(runs)
+        assert abs(estimates.mean() - (0.12**2 if axis == planted else 0)) < 4 * error, (name, estimates.mean())
+        assert axis == planted or estimates.mean() < 0.12**2 / 50, name
+    for name in set(spreads[0]) - {*FOUR, "residual"}:
+        estimates = np.array([components[name].variance for components in spreads])
+        assert abs(estimates.mean()) < 4 * estimates.std() / np.sqrt(runs), (name, estimates.mean())
 
 
 @pytest.mark.parametrize(

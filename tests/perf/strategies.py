@@ -5,7 +5,8 @@ python tests/perf/strategies.py --output runs/strategies --only gptq,qad     # o
 python tests/perf/strategies.py --output runs/strategies --table             # the table of the finished ones
 python tests/perf/strategies.py --spread runs/a runs/b runs/c                # components of the spread
 
-The folders of --spread are those of `annie-quant search --all --seeds 3`, one per fine-tune, with the same prompts.
+The folders of --spread are those of `annie-quant search --all --seeds 3`, one per fine-tune, with the same prompts. Its columns
+per factor: standard error of the mean difference, in points, and in brackets the standard deviation of one further level.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from annie_quant.data import generate
 from annie_quant.files import read_json, write_json
 from annie_quant.judge import variance
 from annie_quant.judge.decision.paired import points
+from annie_quant.judge.gates import decides
 from annie_quant.pipeline.search.draws import FACTORS, right_answers
 from annie_quant.schema import Evaluation
 
@@ -182,12 +184,19 @@ def table(folder: Path, model: Path) -> str:
 
 
 def spread_table(folders: list[Path]) -> str:
-    """Markdown: right answers per strategy and numerics over prompts, calibration draws, arithmetics and fine-tunes."""
+    """Markdown: answers lost against bf16, with the components of the spread, and the orders of strategies that it allows.
+
+    The outcome of a prompt is 1 if the answer passes all deciding gates, less the same of its fine-tune's bf16 answer. So a
+    fine-tune that is worse in bf16 already does not count as spread of a strategy.
+    """
     evaluations = [{p.stem: Evaluation.load(p) for p in sorted((folder / "eval").glob("*.json"))} for folder in folders]
     names = [n for n in evaluations[0] if f"{n}-draw1" in evaluations[0] and all(n in e for e in evaluations)]
+    factors = (*FACTORS, "fine-tune")
     lines = [
-        "| strategy | numerics | right answers | 95 % | component: standard error of the mean, points |",
-        "|---|---|---|---|---|",
+        "| strategy | numerics | right answers (bf16's) | points against bf16, 95 % | "
+        + " | ".join(factors)
+        + " | interactions (the largest) |",
+        "|---|---|---|---|" + "---|" * (len(factors) + 1),
     ]
     tables: dict[str, dict[str, Any]] = {}
     for name in names:
@@ -195,31 +204,41 @@ def spread_table(folders: list[Path]) -> str:
             [e[name], *(e[f"{name}-draw{k}"] for k in range(1, len(e)) if f"{name}-draw{k}" in e)] for e in evaluations
         ]
         for kind in draws[0][0].numerics:
-            parts = [right_answers(own, kind) for own in draws]
-            if (
-                len({part.shape for part in parts}) > 1
-                or len({tuple(own[0].prompts["non_empty"]) for own in draws}) > 1
-            ):
-                raise SystemExit(
-                    f"{name}, {kind}: the folders differ in prompts, draws or arithmetics; search them with the same options"
-                )
-            tables.setdefault(kind, {})[name] = np.stack(parts, axis=-1)
-    factors = (*FACTORS, "fine-tune")
-    for kind, by_strategy in tables.items():
-        for name, table in by_strategy.items():
-            own = variance.spread(table, factors)
-            errors = ", ".join(
-                f"{key} {100 * c.of_mean**0.5:.1f}" for key, c in own.components.items() if c.of_mean > 0
-            )
+            right = same_shape(name, kind, [right_answers(own, kind) for own in draws], draws, evaluations)
+            bf16 = np.stack([right_answers([e["bf16"]], "bf16") for e in evaluations], axis=-1)
+            tables.setdefault(kind, {})[name] = right - bf16
+            own = variance.spread(right - bf16, factors)
+            parts = [own.components[f] for f in factors if f in own.components]
+            rest = {key: c.of_mean for key, c in own.components.items() if key not in factors}
+            largest = max(rest, key=lambda key: rest[key])
             lines.append(
-                f"| {name} | {kind} | {100 * own.mean:.1f} % of {'×'.join(map(str, table.shape))} | "
-                f"{100 * own.low:.1f} to {100 * own.high:.1f} | {errors or 'none'} |"
+                f"| {name} | {kind} | {100 * right.mean():.1f} % ({100 * bf16.mean():.1f} %) of "
+                f"{'×'.join(map(str, right.shape))} | "
+                f"{points(own.mean)} ({points(own.low)} to {points(own.high)}) | "
+                + " | ".join(f"{100 * c.of_mean**0.5:.2f} ({100 * max(c.variance, 0) ** 0.5:.1f})" for c in parts)
+                + f" | {100 * sum(rest.values()) ** 0.5:.2f} ({largest} {100 * rest[largest] ** 0.5:.2f}) |"
             )
     for kind, by_strategy in tables.items():
         ranked = variance.ranking(by_strategy, factors) if len(by_strategy) > 1 else []
         lines += [f"- {kind}: {a} before {b}, {points(d.mean)} points, p {p:.2g}" for a, b, d, p in ranked]
         lines += [] if ranked else [f"- {kind}: the spread allows no order"]
     return "\n".join(lines)
+
+
+def same_shape(
+    name: str, kind: str, parts: list[Any], draws: list[list[Evaluation]], evaluations: list[dict[str, Evaluation]]
+) -> Any:
+    """Return the fine-tunes' outcomes as one table [prompts, draws, arithmetics, fine-tunes]; stops if they do not match."""
+    everything = [e for own in draws for e in own] + [e["bf16"] for e in evaluations]
+    # A gate's prompts may depend on bf16's answers (only text can have markdown), all together do not.
+    prompts = [
+        list(dict.fromkeys(p for gate in e.prompts if decides(gate) for p in e.prompts[gate])) for e in everything
+    ]
+    if len({part.shape for part in parts}) > 1 or any(own != prompts[0] for own in prompts):
+        raise SystemExit(
+            f"{name}, {kind}: the folders differ in prompts, draws or arithmetics; search them with the same options"
+        )
+    return np.stack(parts, axis=-1)
 
 
 def rate(gate: dict[str, Any]) -> str:

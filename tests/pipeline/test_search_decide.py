@@ -298,6 +298,16 @@ def test_gibberish_is_followed_by_strategy_c(tmp_path, monkeypatch):
     assert result.strategies[0].outcome == "gibberish"
 
 
+def test_with_all_a_strategy_that_fails_the_smoke_question_is_evaluated_too(tmp_path, monkeypatch):
+    """The spread over fine-tunes needs each draw of each strategy; one wrong answer must not leave a cell empty."""
+    smoke, good = both(factual=(0, 1)), both(factual=(100, 100))
+    result, log = search_tables(tmp_path, monkeypatch, {"naive": {"smoke": smoke, "all": good}}, every=True)
+    row = result.strategies[0]
+    assert log == ["naive"] and row.numerics["w4a4"].gates["factual"].n == 100
+    assert row.outcome == "gibberish" and not row.passed and result.chosen is None
+    assert "smoke question fails: W4A4 factual; W4A16 factual" in row.why[0]
+
+
 def test_a_search_without_a_passing_strategy_reports_it(tmp_path, monkeypatch):
     result, _ = search_tables(tmp_path, monkeypatch, {"naive": {"all": both(tool_call=(10, 100))}})
     assert result.chosen is None and "None of 1 strategies" in table.outcome(result)

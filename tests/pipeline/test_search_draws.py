@@ -167,6 +167,11 @@ def strategies_script():
     return module
 
 
+def error(cell):
+    """The standard error in "1.20 (2.1)"."""
+    return float(cell.split()[0])
+
+
 def test_fine_tunes_are_a_further_factor(tmp_path):
     """Three folders of a search, one per fine-tune; the strategy is worse on the third."""
     rng = np.random.default_rng(5)
@@ -175,10 +180,23 @@ def test_fine_tunes_are_a_further_factor(tmp_path):
         for draw in range(3):
             file = tmp_path / name / "eval" / (f"naive-draw{draw}.json" if draw else "naive.json")
             file.write_text(json.dumps(evaluation(rng, rate).to_dict()))
+        (tmp_path / name / "eval/bf16.json").write_text(json.dumps(evaluation(rng, 1.0, members=("bf16",)).to_dict()))
     module = strategies_script()
     text = module.spread_table([tmp_path / name for name in "abc"])
     row = next(line for line in text.splitlines() if line.startswith("| naive | w4a4 |"))
-    assert f"of {N}×3×3×3" in row and "fine-tune 1" in row and text.endswith("- w4a4: the spread allows no order")
+    cells = [cell.strip() for cell in row.split("|")]
+    assert (
+        "(100.0 %)" in cells[3] and f"of {N}×3×3×3" in cells[3] and text.endswith("- w4a4: the spread allows no order")
+    )
+    errors = dict(zip(("prompts", "calibration", "arithmetic", "fine-tune"), map(error, cells[5:9]), strict=True))
+    assert errors["fine-tune"] > 10 and all(errors[f] < 2 for f in errors if f != "fine-tune")
+    # The same rates against a bf16 that is as bad on the third: no loss, and no component of the fine-tune.
+    own = evaluation(rng, 0.5, members=("bf16",))
+    (tmp_path / "c/eval/bf16.json").write_text(json.dumps(own.to_dict()))
+    row = next(
+        line for line in module.spread_table([tmp_path / name for name in "abc"]).splitlines() if "naive | w4a4" in line
+    )
+    assert error(row.split("|")[8].strip()) < 4
     short = evaluation(rng, 0.9, members=("w4a4",))
     (tmp_path / "c" / "eval" / "naive.json").write_text(json.dumps(short.to_dict()))
     with pytest.raises((SystemExit, IndexError)):

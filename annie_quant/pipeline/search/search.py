@@ -59,9 +59,10 @@ def run(
 ) -> SearchResult:
     """Try strategies in the run directory `output`, and return everything that was tried.
 
-    n: prompts per gate. every: continue after the first strategy that is chosen. required: the numerics under which every gate
-    must keep. anyway: continue with a model that fails the gates in bf16. persona, workloads: as for data/resolve.py. seeds:
-    calibration draws in which a strategy must keep (spread.py).
+    n: prompts per gate. every: evaluate every strategy on all prompts, also after one that is chosen, and without the early look
+    (a failed smoke question is reported). required: the numerics under which every gate must keep. anyway: continue with a model
+    that fails the gates in bf16. persona, workloads: as for data/resolve.py. seeds: calibration draws in which a strategy must
+    keep (draws.py).
     Raises UsageError for a stale system prompt in the calibration data, unless allow_prompt_mismatch.
     """
     directory = RunDirectory(output)
@@ -211,12 +212,15 @@ class Search:
             kind: [g for g, pair in side.paired.items() if pair.lost and decides(g)]
             for kind, side in smoke.numerics.items()
         }
-        if any(failed.values()):
-            lost = "; ".join(f"{kind.upper()} {', '.join(gates)}" for kind, gates in failed.items() if gates)
-            row.outcome, row.why = "gibberish", [f"the smoke question fails: {lost}"]
+        lost = "; ".join(f"{kind.upper()} {', '.join(gates)}" for kind, gates in failed.items() if gates)
+        failed_smoke = [f"the smoke question fails: {lost}"] if lost else []
+        if failed_smoke:
+            row.outcome, row.why = "gibberish", failed_smoke
             row.path.append(f"smoke → {lost}; bf16 answers it, so the quantization is too aggressive")
-            return
-        row.path.append("smoke → coherent")
+            if not self.every:
+                return
+        else:
+            row.path.append("smoke → coherent")
         missing = decision.missing_numerics(row.numerics, self.required)
         if missing and not self.every:
             row.outcome, row.why = missing[0], missing
@@ -244,7 +248,7 @@ class Search:
         )
         keep_numerics(row, final)
         assert final.verdict is not None  # Stages.evaluate sets it
-        row.why = decision.final_reasons(final.verdict, row.numerics, self.required)
+        row.why = failed_smoke + decision.final_reasons(final.verdict, row.numerics, self.required)
         row.passed = not row.why
         row.path.append(f"gates at n = {looks[-1]} → {'; '.join(row.why) or 'keeps every gate'}")
         if row.passed or self.every:
@@ -253,7 +257,8 @@ class Search:
             row.path.append("PASS: ship it")
             row.outcome = "keeps every gate" + (f" in {1 + len(row.draws)} calibration draws" if row.draws else "")
         else:
-            row.outcome = row.why[0] if len(row.why) == 1 else standing(row)
+            if not failed_smoke:
+                row.outcome = row.why[0] if len(row.why) == 1 else standing(row)
             self.explain(row)
 
     def explain(self, row: StrategyRow) -> None:

@@ -167,7 +167,8 @@ RULES = [
     "exact p, after Holm, is below 5 %. Everything else is undecided (docs/method.md).",
     "- Early look at 30 prompts per gate: a strategy is dropped if a gate could not keep even if no other prompt changed, or if it "
     "loses at 5 % / looks.",
-    "- With --all the early look is skipped: the whole table rests on the same prompts.",
+    "- With --all the early look is skipped, and a strategy that fails the smoke question is evaluated too: the whole table rests "
+    "on the same prompts.",
     "- Last look at all prompts: a strategy is chosen if every gate keeps under every required numerics.",
     "- KL: mean over the assistant tokens of bf16's own answers, nats. Flips: tokens with another most likely token.",
     "- GB10 ceiling: 232 GB/s of measured reads divided by the bytes of weights that one token needs; the same for Qwen3.5-9B by "

@@ -54,6 +54,13 @@ class ChatTemplate:
                 f"{self._where}: its chat template {error}", "restore chat_template.jinja from the source checkpoint"
             ) from None
 
+    def with_tools(self) -> str:
+        """Return the source of the template that renders tools; "" where there is none or it is refused."""
+        try:
+            return self._source([{"type": "function"}])
+        except CheckpointError:
+            return ""
+
     def _source(self, tools: Any) -> str:
         try:
             source = self._tokenizer.get_chat_template(None, tools or None)

@@ -22,6 +22,7 @@ from annie_quant.evaluate.decoding import Completion
 from annie_quant.evaluate.prefix import common_prefix
 from annie_quant.files import read_whole_json
 from annie_quant.judge import Answer, Case, Workload, parse_raw
+from annie_quant.judge.tool_markup import THINK, form_of
 from annie_quant.untrusted import integer
 
 CLASSES = ("content", "tool_markup", "thinking", "end_of_turn")
@@ -83,6 +84,8 @@ class Template:
         if not self.tokenizer.chat_template:
             raise UsageError(f"{folder} has no chat template", f"copy chat_template.jinja into {folder}")
         self.chat_template = ChatTemplate(self.tokenizer, str(folder))
+        source = self.chat_template.with_tools()
+        self.tool_form, self.thinks = form_of(source), THINK in source or not source
         end_tokens = [self.tokenizer.eos_token_id]
         generation = read_whole_json(Path(folder) / "generation_config.json")
         if isinstance(generation, dict):
@@ -113,7 +116,8 @@ class Template:
         raw = self.tokenizer.decode(completion.tokens, skip_special_tokens=False)
         n_tokens = len(completion.tokens) + completion.finished
         tools = request.workload.tools_for(request.case)
-        parsed = parse_raw(raw, request.workload.thinking, tools, completion_tokens=n_tokens)
+        thinking = request.workload.thinking and self.thinks
+        parsed = parse_raw(raw, thinking, tools, completion_tokens=n_tokens, form=self.tool_form)
         reason = "length" if not completion.finished else "tool_calls" if parsed.tool_calls else "stop"
         return Answer(parsed.text, parsed.reasoning, parsed.tool_calls, reason, "", parsed.completion_tokens)
 

@@ -1,23 +1,19 @@
 """One answer: a server's parsed message, or a model's raw text.
 
-Raw text is parsed in the form of Qwen3.5's chat template: the generation prompt ends in `<think>\\n` when thinking is on
-and in `<think>\\n\\n</think>\\n\\n` when it is off, tools are called as
-`<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`, a turn ends with `<|im_end|>`.
+Raw text is parsed in the form of Qwen's chat templates: the generation prompt ends in `<think>\\n` when thinking is on
+and in `<think>\\n\\n</think>\\n\\n` when it is off, a turn ends with `<|im_end|>`. The forms of tool calls: tool_markup.py.
 """
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from annie_quant.judge.tool_markup import Form, split_calls
 from annie_quant.schema import ChatMessage, ToolCall
 
-END_MARKS = ("<|im_end|>", "<|endoftext|>")
-_CALL = re.compile(r"<tool_call>\s*<function=([^>\n]+)>(.*?)</function>\s*</tool_call>", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\n]+)>(.*?)</parameter>", re.DOTALL)
+END_MARKS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>")
 
 
 @dataclass(frozen=True)
@@ -69,12 +65,13 @@ def parse_raw(
     tools: Sequence[Mapping[str, Any]] | None = None,
     finish_reason: str | None = None,
     completion_tokens: int | None = None,
+    form: Form = "qwen_xml",
 ) -> Answer:
     """Parse generated text (what follows the generation prompt) into an answer.
 
     With thinking off, think tags stay in the text: they are a leak. With thinking on and no closing tag, all of it is
-    reasoning. tools: the types of arguments; without it every argument is a string. An end mark in the text gives
-    finish_reason "stop" (or "tool_calls"); without one it is the argument `finish_reason`.
+    reasoning. tools: the types of arguments; without it every argument is a string. form: of tool calls (tool_markup.py).
+    An end mark in the text gives finish_reason "stop" (or "tool_calls"); without one it is the argument `finish_reason`.
     """
     ends = [at for at in (raw_text.find(mark) for mark in END_MARKS) if at >= 0]
     body = raw_text[: min(ends)] if ends else raw_text
@@ -83,8 +80,7 @@ def parse_raw(
         reasoning, closed, body = body.lstrip().removeprefix("<think>").partition("</think>")
         if not closed:
             body = ""
-    calls = [_call(match, tools, index) for index, match in enumerate(_CALL.finditer(body))]
-    text = _CALL.sub("", body)
+    calls, text = split_calls(body, form, tools)
     if finish_reason is None and ends:
         finish_reason = "tool_calls" if calls else "stop"
     return Answer(text.strip(), reasoning.strip(), calls, finish_reason, "", completion_tokens)
@@ -99,35 +95,3 @@ def raw_view(answer: Answer, tools: Sequence[Mapping[str, Any]] | None = None) -
         return answer
     parsed = parse_raw(answer.text, thinking=False, tools=tools)
     return replace(answer, text=parsed.text, tool_calls=parsed.tool_calls) if parsed.tool_calls else answer
-
-
-def _call(match: re.Match[str], tools: Sequence[Mapping[str, Any]] | None, index: int) -> ToolCall:
-    name = match.group(1).strip()
-    types = _types(name, tools)
-    arguments = {}
-    for key, value in _PARAMETER.findall(match.group(2)):
-        key = key.strip()
-        # The template adds one newline on each side of a value; further white space is part of the value.
-        value = value.removeprefix("\n").removesuffix("\n")
-        arguments[key] = _typed(value, types.get(key))
-    return {"id": f"raw_{index}", "name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
-
-
-def _types(name: str, tools: Sequence[Mapping[str, Any]] | None) -> dict[str, str | list[str] | None]:
-    for tool in tools or ():
-        function = tool.get("function", tool)
-        if function.get("name") == name:
-            properties = (function.get("parameters") or {}).get("properties") or {}
-            return {key: schema.get("type") for key, schema in properties.items() if isinstance(schema, Mapping)}
-    return {}
-
-
-def _typed(value: str, kind: Any) -> Any:
-    """A parameter's text as its schema's type; text that does not parse stays text (and fails the schema)."""
-    kinds = kind if isinstance(kind, list) else [kind]
-    if "string" in kinds or kinds == [None]:
-        return value
-    try:
-        return json.loads(value)
-    except ValueError:
-        return {"True": True, "False": False, "None": None}.get(value.strip(), value)

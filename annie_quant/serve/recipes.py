@@ -22,6 +22,7 @@ from annie_quant.checkpoint.loader_support import fits_modelopt_option
 from annie_quant.errors import EnvironmentFault, UsageError
 from annie_quant.files import ASSETS, write_text
 from annie_quant.progress import SILENT, Progress
+from annie_quant.serve import parsers
 from annie_quant.serve import server as process
 
 RECIPES = ASSETS / "recipes"
@@ -97,7 +98,7 @@ class RecipeRuntime:
         """Return the whole command: `docker run …` in the foreground, or the program itself."""
         chosen, model = self.find(recipe), model.resolve()
         fill = {"{port}": str(port), "{name}": model.name, "{model}": "/model" if chosen.image else str(model)}
-        words = [fill.get(word, word) for word in words_for(model, chosen)]
+        words = [fill.get(word, word) for word in words_for(self.name, model, chosen)]
         if chosen.image is None:
             program = os.environ.get(f"ANNIE_QUANT_{self.name.upper()}") or PROGRAMS[self.name][0]
             return [program, *PROGRAMS[self.name][1:], *_model_first(words)]
@@ -116,7 +117,7 @@ class RecipeRuntime:
         if chosen.image is None:
             raise UsageError("a recipe without a container cannot be written for sparkrun", "choose a dated recipe")
         fill = {"{name}": model.name, "{model}": str(model)}
-        command = words_for(model, chosen)
+        command = words_for(self.name, model, chosen)
         words = [shlex.quote(fill.get(word, word)) if word != "{port}" else word for word in command]
         words = [word.replace("{", "{{").replace("}", "}}") if word.startswith("'{") else word for word in words]
         start = "vllm serve" if self.name == "vllm" else ""
@@ -168,12 +169,13 @@ class RecipeRuntime:
         return server
 
 
-def words_for(model: Path, recipe: Recipe) -> list[str]:
-    """Return a recipe's command, without its --quantization where the model's settings are of another format.
+def words_for(runtime: str, model: Path, recipe: Recipe) -> list[str]:
+    """Return a recipe's command, with the parsers for the model's chat template, and without its --quantization where the
+    model's settings are of another format.
 
     Recipes name ModelOpt's plain NVFP4. A folder that cannot be read keeps the option.
     """
-    words = list(recipe.command)
+    words = parsers.fitted(list(recipe.command), model, runtime)
     try:
         settings = dialects.config(ModelFolder(model))
     except ShardError:

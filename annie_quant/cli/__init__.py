@@ -96,8 +96,15 @@ def main() -> None:
         error.show()
         sys.exit(2)
     except (click.Abort, KeyboardInterrupt) as error:
-        console.error("interrupted; finished work is saved", "run the same command again to resume")
         cause = error.__cause__ if isinstance(error, click.Abort) else error
+        if isinstance(cause, EOFError):  # click takes it for the end of the terminal's input
+            if os.environ.get("ANNIE_QUANT_TRACEBACK"):
+                raise cause from None
+            # Python 3.11 and earlier keep a compiled module that a full disk has cut.
+            hint = "free some space, delete the package's __pycache__ folders, and run the same command again"
+            console.error(f"a file ends too early ({cause}); finished work is saved", hint)
+            sys.exit(3)
+        console.error("interrupted; finished work is saved", "run the same command again to resume")
         if isinstance(cause, Stopped):
             cause.end_process()
         sys.exit(130)

@@ -8,6 +8,7 @@ import fcntl
 import json
 import logging
 import os
+import py_compile
 import re
 import resource
 import shutil
@@ -21,7 +22,7 @@ from types import SimpleNamespace
 import make_run_sample as sample
 import pytest
 from click.testing import CliRunner
-from paths import DATA
+from paths import DATA, ROOT
 
 from annie_quant import files, report
 from annie_quant.bench.regression import regression
@@ -255,14 +256,40 @@ def test_a_full_disk_ends_a_search_and_is_not_a_failure_of_the_strategy(tmp_path
 
 
 def test_a_full_disk_ends_a_report_in_one_line_and_keeps_the_old_one(stored):
-    """RLIMIT_FSIZE acts as the disk: a file may not grow beyond 20 kB, and the report is larger."""
+    """RLIMIT_FSIZE acts as the disk: a file may not grow beyond 20 kB, and the report is larger. So are compiled modules."""
     (stored / "report.html").write_text("the old one")
     done = annie_quant(
-        "report", str(stored), preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+        "report",
+        str(stored),
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)),
+        env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"},
     )
     assert done.returncode == 3 and "Traceback" not in done.stderr, done.stderr
     assert (stored / "report.html").read_text() == "the old one"
     assert not list(stored.rglob("*.part"))
+
+
+def test_a_compiled_module_that_a_full_disk_has_cut_is_not_an_interrupt(tmp_path):
+    """Python reports it as EOFError, which click takes for Ctrl-D. A module of the PYTHONPATH stands for the package's own."""
+    (tmp_path / "cut.py").write_text("x = " + repr(list(range(100))))
+    compiled = Path(py_compile.compile(str(tmp_path / "cut.py"), doraise=True))
+    compiled.write_bytes(compiled.read_bytes()[:-20])
+    code = (
+        "import sys; from annie_quant import cli; from annie_quant.cli import cli as group\n"
+        "@group.command('read-cut')\ndef read_cut():\n    import cut\n"
+        "sys.argv = ['annie-quant', 'read-cut']; cli.main()"
+    )
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        env=os.environ | {"PYTHONPATH": path},
+    )
+    assert done.returncode == 3 and "interrupted" not in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert "ends too early" in done.stderr and "__pycache__" in done.stderr
 
 
 def test_a_benchmark_whose_records_cannot_grow_keeps_them_and_can_be_resumed(stored):

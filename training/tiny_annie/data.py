@@ -18,6 +18,7 @@ import re
 import sys
 import time
 from collections import defaultdict
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -184,8 +185,10 @@ def main() -> None:
         if count == 0:
             continue
         began, rows = time.monotonic(), []
-        with get_context("fork").Pool(a.workers) as pool:
-            for i, part in enumerate(pool.imap(some, jobs_of(style, count))):  # in order: the same file at every run
+        # spawn: a forked copy of a process with threads may wait forever for a lock that one of them held
+        spawn = get_context("spawn")
+        with ProcessPoolExecutor(a.workers, mp_context=spawn, initializer=load, initargs=(a.vocabulary,)) as pool:
+            for i, part in enumerate(pool.map(some, jobs_of(style, count))):  # in order: the same file at every run
                 rows += part
                 if i % 20 == 19:
                     print(f"{style} {len(rows)} of {count} rows, {time.monotonic() - began:.0f} s", flush=True)

@@ -356,7 +356,8 @@ def test_events_of_one_http_2_connection_have_kernel_stamps(certificate: Path) -
     context.load_cert_chain(certificate)
     context.set_alpn_protocols(["h2"])
     shares = []
-    while len(shares) < 3 and not any(share > 0.5 for share in shares):  # a busy machine interrupts bursts
+    # A machine interrupts bursts: on an idle one (2026-11-23, 8 runs) the share was above .5 in 3 runs and 0 to .28 in 5.
+    while len(shares) < 15 and not any(share > 0.5 for share in shares):
         with Burst(None, tls=context) as server:
             requests = [Request(server.url, json={}, timeout_s=10)] * STREAMS
             timings = aq.stream.run(requests, STREAMS, http="2", verify_tls=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import NoReturn
 
 import click
 
@@ -98,22 +99,22 @@ def main() -> None:
     except (click.Abort, KeyboardInterrupt) as error:
         cause = error.__cause__ if isinstance(error, click.Abort) else error
         if isinstance(cause, EOFError):  # click takes it for the end of the terminal's input
-            if os.environ.get("ANNIE_QUANT_TRACEBACK"):
-                raise cause from None
-            # Python 3.11 and earlier keep a compiled module that a full disk has cut.
-            hint = "free some space, delete the package's __pycache__ folders, and run the same command again"
-            console.error(f"a file ends too early ({cause}); finished work is saved", hint)
-            sys.exit(3)
+            _report(cause)
         console.error("interrupted; finished work is saved", "run the same command again to resume")
         if isinstance(cause, Stopped):
             cause.end_process()
         sys.exit(130)
     except Exception as error:
-        description = describe(error)
-        if os.environ.get("ANNIE_QUANT_TRACEBACK") or description is None:
-            raise
-        try:
-            console.error(*description)
-        except (MemoryError, ImportError, OSError):  # too little memory for rich
-            sys.stderr.write("annie-quant: {}\n  → {}\n".format(*description))
-        sys.exit(3)
+        _report(error)
+
+
+def _report(error: Exception) -> NoReturn:
+    """Print an error of the system as one line and exit with code 3; raise any other, or any if a traceback is asked for."""
+    description = describe(error)
+    if os.environ.get("ANNIE_QUANT_TRACEBACK") or description is None:
+        raise error
+    try:
+        console.error(*description)
+    except (MemoryError, ImportError, OSError):  # too little memory for rich
+        sys.stderr.write("annie-quant: {}\n  → {}\n".format(*description))
+    sys.exit(3)

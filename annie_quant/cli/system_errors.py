@@ -26,6 +26,11 @@ def describe(error: Exception) -> tuple[str, str] | None:
             "there is not enough memory; finished work is saved",
             "stop other programs, or raise ulimit -v, and run the same command again",
         )
+    if isinstance(error, EOFError):  # Python 3.11 and earlier keep a compiled module that a full disk has cut
+        return (
+            f"a file ends too early ({error}); finished work is saved",
+            "free some space, delete the package's __pycache__ folders, and run the same command again",
+        )
     if isinstance(error, RecursionError):
         return "a file or an answer is nested too deeply", "restore the file; set ANNIE_QUANT_TRACEBACK=1 for the place"
     if not isinstance(error, OSError):

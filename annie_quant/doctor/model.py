@@ -17,6 +17,7 @@ from annie_quant.checkpoint.loader_support import fits_modelopt_option, has_unev
 from annie_quant.doctor.probe import Finding, fault, note, ok
 from annie_quant.doctor.serving_table import Traits, lines_for
 from annie_quant.schema import salvage, salvage_or_default
+from annie_quant.serve.parsers import TokenizerConfig
 
 TEXT_TYPE = "qwen3_5_text"
 DOWNLOAD = "hf download REPO --local-dir DIR"
@@ -56,12 +57,6 @@ class Index(msgspec.Struct):
     """model.safetensors.index.json."""
 
     weight_map: dict[str, str] = {}
-
-
-class Tokenizer(msgspec.Struct):
-    """tokenizer_config.json; chat_template is a text or a list of named ones."""
-
-    chat_template: object = UNSET
 
 
 def check_model(folder: Path) -> list[Finding]:
@@ -176,7 +171,7 @@ def _check_names(folder: Path, config: Config) -> list[Finding]:
                 f"annie-quant audit {folder} --repair, or serve with --language-model-only",
             )
         )
-    tokenizer = salvage_or_default(Tokenizer, folder / "tokenizer_config.json")
+    tokenizer = salvage_or_default(TokenizerConfig, folder / "tokenizer_config.json")
     if not (folder / "chat_template.jinja").is_file() and tokenizer.chat_template is UNSET:
         why = "tools and thinking would not be rendered"
         findings.append(fault("chat template", "missing", why, "copy it from the source checkpoint"))

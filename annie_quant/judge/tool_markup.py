@@ -45,7 +45,7 @@ def split_calls(text: str, form: Form, tools: Tools = None) -> tuple[list[ToolCa
     calls = []
 
     def take(match: re.Match[str]) -> str:
-        call = _xml_call(match, tools) if form == "qwen_xml" else _json_call(match[1], "arguments")
+        call = _xml_call(match, tools) if form == "qwen_xml" else _json_call(match[1])
         if call is None:
             return match[0]
         calls.append(_numbered(call, len(calls)))
@@ -60,15 +60,15 @@ def _numbered(call: tuple[str, Any], index: int) -> ToolCall:
     return {"id": f"raw_{index}", "name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
 
 
-def _json_call(text: str, *keys: str) -> tuple[str, Any] | None:
-    """Return name and arguments of a call in JSON, or None. keys: of which one has the arguments."""
+def _json_call(text: str) -> tuple[str, Any] | None:
     try:
-        return _call_of(json.loads(text), *keys)
+        return _call_of(json.loads(text), "arguments")
     except (ValueError, RecursionError):
         return None
 
 
 def _call_of(value: Any, *keys: str) -> tuple[str, Any] | None:
+    """Return the name and the arguments of a call, or None. keys: of which one has the arguments."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
         return None
     arguments = next((value[key] for key in keys if isinstance(value.get(key), dict)), None)

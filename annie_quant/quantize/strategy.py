@@ -15,9 +15,7 @@ if TYPE_CHECKING:
     from annie_quant.quantize.job import Job
 
 SWEEP_TIME = 8.1  # exact sweep relative to amax, one thread (tests/perf/codec.md)
-KEPT_INPUTS = (
-    4 << 30
-)  # bytes of the inputs of a block's last linear; where they are more, the block runs twice (layer_stages.py)
+KEPT_INPUTS = 4 << 30  # bytes of inputs of a block's last linear; where there are more, the block runs twice
 ALL_NVFP4 = {"mlp": NVFP4, "attention": NVFP4, "deltanet": NVFP4}
 
 

@@ -23,7 +23,7 @@ TOOL_PARSERS: dict[str, dict[Form, str]] = {
 class TokenizerConfig(msgspec.Struct):
     """tokenizer_config.json; chat_template is a text or a list of named ones."""
 
-    chat_template: object = ""
+    chat_template: object = msgspec.UNSET
 
 
 def template_of(model: Path) -> str:
@@ -38,26 +38,26 @@ def template_of(model: Path) -> str:
 
 
 def fitted(words: list[str], model: Path, runtime: str) -> list[str]:
-    """Return a command with the parsers for a checkpoint's template; as it is where no template can be read.
+    """Return a copy of a command with the parsers for a checkpoint's template; an equal one where no template can be read.
 
     A template without thinking gets no reasoning parser, because vLLM's stops at a vocabulary without its marks; one without
     tools gets no tool parser.
     """
-    template = template_of(model)
+    template, words = template_of(model), list(words)
     if not template:
         return words
-    words = list(words)
     if THINK not in template:
-        _remove(words, "--reasoning-parser", 2)
+        remove(words, "--reasoning-parser", 2)
     if "tools" not in template:
-        _remove(words, "--tool-call-parser", 2)
-        _remove(words, "--enable-auto-tool-choice", 1)
+        remove(words, "--tool-call-parser", 2)
+        remove(words, "--enable-auto-tool-choice", 1)
     elif "--tool-call-parser" in words and (parser := TOOL_PARSERS[runtime].get(form_of(template))):
         words[words.index("--tool-call-parser") + 1] = parser
     return words
 
 
-def _remove(words: list[str], option: str, count: int) -> None:
+def remove(words: list[str], option: str, count: int) -> None:
+    """Take an option out of a command, if it is there. count: of its words, the value included."""
     if option in words:
         at = words.index(option)
         del words[at : at + count]

@@ -175,14 +175,13 @@ def words_for(runtime: str, model: Path, recipe: Recipe) -> list[str]:
 
     Recipes name ModelOpt's plain NVFP4. A folder that cannot be read keeps the option.
     """
-    words = parsers.fitted(list(recipe.command), model, runtime)
+    words = parsers.fitted(recipe.command, model, runtime)
     try:
         settings = dialects.config(ModelFolder(model))
     except ShardError:
         return words
-    if "--quantization" in words and not fits_modelopt_option(settings.method, settings.algo):
-        index = words.index("--quantization")
-        del words[index : index + 2]
+    if not fits_modelopt_option(settings.method, settings.algo):
+        parsers.remove(words, "--quantization", 2)
     return words
 
 

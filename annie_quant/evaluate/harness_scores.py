@@ -19,11 +19,10 @@ from annie_quant.evaluate.chat_template import ChatTemplate
 from annie_quant.evaluate.decoding import generate
 from annie_quant.evaluate.engine import Engine, Row
 from annie_quant.evaluate.pair import working_dtype
-from annie_quant.files import read_whole_json
+from annie_quant.evaluate.prompts import end_tokens
 from annie_quant.hf.emulation import emulate
 from annie_quant.hf.loading import load, profiles_of
 from annie_quant.hf.profiles import find_profile, is_supported
-from annie_quant.untrusted import integer
 
 DEFAULT_LENGTH = 2048  # tokens, where config.json has no max_position_embeddings
 ROWS = 64
@@ -71,10 +70,6 @@ class HarnessScores:
         with loading_tokenizer(self.folder):
             self.tokenizer: Any = AutoTokenizer.from_pretrained(self.folder, trust_remote_code=False)
         self.template = ChatTemplate(self.tokenizer, str(folder)) if self.tokenizer.chat_template else None
-        generation = read_whole_json(self.folder / "generation_config.json")
-        eos = generation.get("eos_token_id") if isinstance(generation, dict) else None
-        ends = map(integer, [self.tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])])
-        self.end_tokens = sorted({e for e in ends if e is not None})
 
     def likelihoods(
         self,
@@ -112,11 +107,10 @@ class HarnessScores:
         on_finished: Callable[[int], Any] = lambda n: None,
     ) -> list[str]:
         """Return greedy continuations up to, and without, the first stop string. limits: most tokens of each."""
-        if not self.end_tokens:
-            raise UsageError(f"{self.folder}: neither the tokenizer nor generation_config.json names an end token")
+        ends = end_tokens(self.folder, self.tokenizer)
         contexts = [list(p[-max(1, self.length - limit) :]) for p, limit in zip(prompts, limits, strict=True)]
         with emulate(self.model, self.profile):
-            completions = generate(self.engine, contexts, limits, self.end_tokens, on_finished)
+            completions = generate(self.engine, contexts, limits, ends, on_finished)
         texts = self.tokenizer.batch_decode([c.tokens for c in completions], skip_special_tokens=True)
         return [until(text, own) for text, own in zip(texts, stops, strict=True)]
 

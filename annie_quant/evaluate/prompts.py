@@ -72,6 +72,17 @@ class ScoredAnswer:
     thinking: bool = False
 
 
+def end_tokens(folder: Path, tokenizer: Any) -> list[int]:
+    """Return the tokens that end an answer: the tokenizer's own, then generation_config.json's. Raises UsageError for none."""
+    generation = read_whole_json(folder / "generation_config.json")
+    eos = generation.get("eos_token_id") if isinstance(generation, dict) else None
+    named = [tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])]
+    tokens = list(dict.fromkeys(e for e in map(integer, named) if e is not None))
+    if not tokens:
+        raise UsageError(f"{folder}: neither the tokenizer nor generation_config.json names an end token")
+    return tokens
+
+
 class Template:
     """A model folder's tokenizer with its chat template.
 
@@ -86,14 +97,7 @@ class Template:
         self.chat_template = ChatTemplate(self.tokenizer, str(folder))
         source = self.chat_template.with_tools()
         self.tool_form, self.thinks = form_of(source), THINK in source or not source
-        end_tokens = [self.tokenizer.eos_token_id]
-        generation = read_whole_json(Path(folder) / "generation_config.json")
-        if isinstance(generation, dict):
-            eos = generation.get("eos_token_id")
-            end_tokens += eos if isinstance(eos, list) else [eos]
-        self.end_tokens = list(dict.fromkeys(e for e in map(integer, end_tokens) if e is not None))
-        if not self.end_tokens:
-            raise UsageError(f"{folder}: neither the tokenizer nor generation_config.json names an end token")
+        self.end_tokens = end_tokens(Path(folder), self.tokenizer)
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Any, thinking: bool, generation_prompt: bool = True

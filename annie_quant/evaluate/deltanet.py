@@ -22,7 +22,7 @@ import transformers
 from torch.nn import functional
 
 from annie_quant.errors import EnvironmentFault
-from annie_quant.evaluate.deltanet_cpu import SERVED_CHUNK, gated_delta_rule_cpu, normalized_as_on_a_cpu
+from annie_quant.evaluate.deltanet_cpu import SERVED_CHUNK, gated_delta_rule_cpu, normalized_as_on_a_cpu, silu_on_a_cpu
 from annie_quant.hf.emulation import Round, profile_of, rounding
 from annie_quant.hf.profiles import CPU_KERNELS
 
@@ -126,16 +126,31 @@ def unit_lower_inverse(lower: torch.Tensor) -> torch.Tensor:
 
 
 def causal_conv(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None, **_: Any
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str | None,
+    *,
+    silu: Round = functional.silu,
+    **_: Any,
 ) -> torch.Tensor:
-    """Return the depthwise causal convolution [B, C, T] of x [B, C, T] with weight [C, K]; activation: "silu" or None."""
+    """Return the depthwise causal convolution [B, C, T] of x [B, C, T] with weight [C, K]; activation: "silu" or None.
+
+    silu: computes it.
+    """
     x = functional.pad(x, (weight.shape[-1] - 1, 0))
     y = functional.conv1d(x, weight.unsqueeze(1), bias, groups=weight.shape[0])
-    return functional.silu(y) if activation in ("silu", "swish") else y
+    return silu(y) if activation in ("silu", "swish") else y
 
 
 def causal_conv_step(
-    x: torch.Tensor, state: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, activation: Any = None
+    x: torch.Tensor,
+    state: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: Any = None,
+    *,
+    silu: Round = functional.silu,
 ) -> torch.Tensor:
     """Return one output column [B, C, 1] of causal_conv for x [B, C, 1]; state [B, C, K] is updated in place.
 
@@ -144,7 +159,7 @@ def causal_conv_step(
     state.copy_(torch.cat((state[:, :, 1:], x.to(state.dtype)), -1))
     y = (state * weight).sum(-1, keepdim=True)
     y = y if bias is None else y + bias.unsqueeze(-1)
-    return (functional.silu(y) if activation in ("silu", "swish") else y).to(x.dtype)
+    return (silu(y) if activation in ("silu", "swish") else y).to(x.dtype)
 
 
 def ragged_rule(rule: Callable, batch: RaggedBatch, decoding: Callable | None = None) -> Callable:
@@ -244,17 +259,18 @@ def ragged_layers(model: torch.nn.Module, batch: RaggedBatch) -> Iterator[None]:
     try:
         for layer, (rule, _, conv, step) in zip(layers, before, strict=True):
             own, decoding = gated_delta_rule if rule.__name__ == "torch_chunk_gated_delta_rule" else rule, None
+            conv = conv or causal_conv
+            step = causal_conv_step if step.__name__ == "torch_causal_conv1d_update" else step
             if own is gated_delta_rule and profile.stream != "float32":
                 served: Callable[..., Any] = own
                 decoding = own
                 if profile.delta_rule == CPU_KERNELS:
                     served, decoding = gated_delta_rule_cpu, normalized_as_on_a_cpu(own)
                     layer.recurrent_gated_delta_rule = normalized_as_on_a_cpu(layer.recurrent_gated_delta_rule)
+                    conv, step = (functools.partial(f, silu=silu_on_a_cpu) for f in (causal_conv, causal_conv_step))
                 own = functools.partial(served, to_operand=rounding(profile.stream))
             layer.chunk_gated_delta_rule = ragged_rule(own, batch, decoding)
-            layer.causal_conv1d_fn = ragged_conv(conv or causal_conv, batch, layer.layer_idx)
-            if step.__name__ == "torch_causal_conv1d_update":
-                layer.causal_conv1d_update = causal_conv_step
+            layer.causal_conv1d_fn, layer.causal_conv1d_update = ragged_conv(conv, batch, layer.layer_idx), step
             if profile.stream != "float32":
                 for name in FUNCTIONS:
                     setattr(layer, name, rounded(getattr(layer, name), rounding(profile.stream)))

@@ -18,9 +18,11 @@ from annie_quant.errors import UsageError
 from annie_quant.evaluate import caches
 from annie_quant.evaluate.attention import use_grouped_attention
 from annie_quant.evaluate.deltanet import RaggedBatch, ragged_layers
+from annie_quant.evaluate.deltanet_cpu import SERVED_CHUNK
 from annie_quant.evaluate.prefix import group_by_prefix
 from annie_quant.evaluate.process_group import SINGLE, ProcessGroup
 from annie_quant.hf.emulation import profile_of
+from annie_quant.hf.profiles import CPU_KERNELS
 
 MAX_LOGITS = 1 << 25  # logits in memory at one time
 
@@ -90,7 +92,9 @@ class Engine:
         """
         prompts = [limit + 1 for limit in limits] if prompts is None else prompts
         number = 0
-        for prefix_group in group_by_prefix(inputs, limits):
+        # vLLM's CPU kernels are emulated bit for bit, so DeltaNet's chunks have to begin where the server's do.
+        multiple = SERVED_CHUNK if profile_of(self.model).delta_rule == CPU_KERNELS else 1
+        for prefix_group in group_by_prefix(inputs, limits, multiple=multiple):
             shared = prefix_group.shared
             prefix_cache = None
             waiting = sorted(prefix_group.rows, key=lambda i: -len(inputs[i]))

@@ -28,11 +28,11 @@ def common_prefix(a: Sequence[object], b: Sequence[object]) -> int:
 
 
 def group_by_prefix(
-    rows: Sequence[Sequence[int]], limits: Sequence[int], group_cost: int = GROUP_COST
+    rows: Sequence[Sequence[int]], limits: Sequence[int], group_cost: int = GROUP_COST, multiple: int = 1
 ) -> list[PrefixGroup]:
     """Return groups that cover all rows with few computed tokens. limits[i]: most tokens of row i that may be shared.
 
-    group_cost: of one more group, in tokens.
+    group_cost: of one more group, in tokens. multiple: the number of shared tokens is one of it.
 
     Greedy over the rows in lexicographic order: a row joins the group while the shorter prefix costs less than a new group.
     """
@@ -43,7 +43,8 @@ def group_by_prefix(
 
     def close() -> None:
         if members:
-            groups.append(PrefixGroup(shared if shared >= MIN_SHARED else 0, tuple(members)))
+            whole = shared - shared % multiple
+            groups.append(PrefixGroup(whole if whole >= MIN_SHARED else 0, tuple(members)))
 
     for i in order:
         if members:

@@ -4,7 +4,7 @@
     PEER_VENV/bin/python tests/perf/auto_round_9b.py DIR --steps 100            # one JSON line
 
 The same text, cut into sequences of 2,048 tokens, and the same linears: all but in_proj_a and in_proj_b. AutoRound's scheme NVFP4
-with its defaults (batches of 8 sequences, its learning rate). A machine without flash-linear-attention would run DeltaNet in
+with its defaults (batches of 8 sequences unless --batch, its learning rate). A machine without flash-linear-attention would run DeltaNet in
 transformers' torch form, which takes most of the time: both sides get quantize/delta_rule.py's.
 """
 
@@ -29,6 +29,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--tokens", type=int, default=2048, help="of a sequence")
     parser.add_argument("--samples", type=int, default=512)
+    parser.add_argument("--batch", type=int, default=8, help="sequences per step; `best` takes 4 of this length on a GPU")
     arguments = parser.parse_args()
     import transformers
     from auto_round import AutoRound
@@ -45,7 +46,7 @@ def main() -> None:
     count = min(arguments.samples, len(text) // arguments.tokens)
     ids = torch.tensor(text[: count * arguments.tokens]).view(count, arguments.tokens)
     start = time.monotonic()
-    batches = [{"input_ids": batch, "attention_mask": torch.ones_like(batch)} for batch in ids.split(8)]
+    batches = [{"input_ids": batch, "attention_mask": torch.ones_like(batch)} for batch in ids.split(arguments.batch)]
     rounder = AutoRound(
         model,
         tokenizer,
@@ -54,6 +55,7 @@ def main() -> None:
         iters=arguments.steps,
         nsamples=len(ids),
         seqlen=arguments.tokens,
+        batch_size=arguments.batch,
         device_map=0 if device == "cuda" else "cpu",
         ignore_layers="lm_head,in_proj_a,in_proj_b",
     )
@@ -61,6 +63,7 @@ def main() -> None:
     layers = model.config.num_hidden_layers
     row = {
         "steps": arguments.steps,
+        "batch": arguments.batch,
         "sequences": len(ids),
         "layers": layers,
         "seconds": round(time.monotonic() - start, 1),

@@ -4,6 +4,8 @@
     python tests/perf/quantize_peers.py --output runs/peers --models tiny-annie --only "gptq;llm-compressor GPTQ"
     python tests/perf/quantize_peers.py --output runs/peers --table          # docs/peers.md's tables of the finished runs
 
+--machine NAME: of runs on another machine, whose times get a table of their own. Its runs.jsonl is appended to the first machine's.
+
 PYTHON is that of an environment with the library; ModelOpt and our strategies run in this one. A run is one process of
 peer_recipes.py with one thread, and one line of runs.jsonl; finished runs are skipped. Every linear of the decoder but DeltaNet's
 in_proj_a and in_proj_b is quantized to NVFP4 in every run; the head and the embedding are not.
@@ -106,6 +108,7 @@ def main() -> None:
         "--faster-deltanet", action="store_true", help="in the peers' model; their times are then not their own"
     )
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--machine", default="", help="stored with each run; times are shown per machine")
     parser.add_argument("--table", action="store_true", help="print the tables of the finished runs and stop")
     arguments = parser.parse_args()
     if not arguments.table:
@@ -140,6 +143,7 @@ def run_rows(model: str, seed: int, rows: list[str], pythons: dict[str, Path], a
         target = output / "models" / f"{model}-{seed}-{row.replace(' ', '_')}"
         line: dict[str, Any] = {"model": model, "seed": seed, "row": row, "samples": arguments.samples}
         line["faster_deltanet"] = arguments.faster_deltanet
+        line |= {"machine": arguments.machine} if arguments.machine else {}
         command = [pythons[ROWS[row]], HERE / "peer_recipes.py", row, source, target]
         command += ["--text", text, "--conversations", conversations, "--samples", arguments.samples, "--seed", seed]
         command += ["--faster-deltanet"] if arguments.faster_deltanet else []
@@ -228,7 +232,9 @@ def tables(file: Path) -> str:
             cells = [cell([r for r in runs if (r["row"], r["model"]) == (row, m)], kind) for m in models]
             lines.append(f"| {row} | " + " | ".join(cells) + " |")
         lines.append("")
-    lines += [*against(runs, rows), "", *times(runs, rows)]
+    lines += against(runs, rows)
+    for machine in sorted({r.get("machine", "") for r in runs}):
+        lines += ["", *([f"{machine}:", ""] if machine else []), *times(runs, rows, machine)]
     return "\n".join(lines)
 
 
@@ -267,12 +273,14 @@ def compared(pairs: list[tuple[float, float]]) -> str:
     return f"{lower} of {len(pairs)}, {ratio:.2f}, {p:.2g}"
 
 
-def times(runs: list[dict[str, Any]], rows: list[str]) -> Iterator[str]:
-    """Yield a table of the CPU seconds of a row's own work, without imports and without loading the model."""
+def times(runs: list[dict[str, Any]], rows: list[str], machine: str) -> Iterator[str]:
+    """Yield a table of the CPU seconds of a row's own work on one machine, without imports and without loading the model."""
     yield "| | CPU seconds, median (least to most) | wall seconds | runs | linears | MB |"
     yield "|---|---|---|---|---|---|"
     for row in rows:
-        own = [r for r in runs if r["row"] == row]
+        own = [r for r in runs if (r["row"], r.get("machine", "")) == (row, machine)]
+        if not own:
+            continue
         cpu, wall = [r["cpu_s"] for r in own], [r["seconds"] for r in own]
         yield (
             f"| {row} | {statistics.median(cpu):.0f} ({min(cpu):.0f} to {max(cpu):.0f}) | {statistics.median(wall):.0f} "

@@ -3,6 +3,7 @@
 python tests/perf/strategies_9b.py make DIR --layers 4
 python tests/perf/strategies_9b.py make DIR --layers 2 --experts 256     # Qwen3.6-35B-A3B's shapes: 1.6 GB per layer of 40
 python tests/perf/strategies_9b.py run DIR naive        # one JSON line: seconds, peaks; one process per measurement
+python tests/perf/strategies_9b.py run DIR sensitivity --every 20 > LOG      # a progress line per 20 s; resumes after a kill
 python tests/perf/strategies_9b.py extrapolate LINES    # of two layer counts, to the 9B and 27B
 """
 
@@ -57,14 +58,23 @@ def make(folder: Path, layers: int, experts: int) -> None:
     generate("annie", teacher="offline", n=100, output=folder / "calibration.jsonl")
 
 
-def run(folder: Path, strategy: str) -> None:
+def run(folder: Path, strategy: str, every: float) -> None:
     import torch
 
     target = folder.with_name(f"{folder.name}-{strategy}")
     start = time.monotonic()
+    last = -every
+
+    def report(line: str) -> None:
+        nonlocal last
+        now = time.monotonic() - start
+        if now - last >= every:
+            last = now
+            print(f"{now:7.1f} {line}", flush=True)
+
     result = quantize.run(
         strategy, folder, target, calib_data=folder / "calibration.jsonl", calib_samples=100, force=True,
-        **SETTINGS.get(strategy, {}),
+        report=report if every else None, **SETTINGS.get(strategy, {}),
     )  # fmt: skip
     cuda = torch.cuda.is_available()
     row = {
@@ -109,10 +119,11 @@ if __name__ == "__main__":
     parser.add_argument("strategy", nargs="?")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--experts", type=int, default=0, help="0: dense; 256: Qwen3.6-35B-A3B's")
+    parser.add_argument("--every", type=float, default=0, metavar="SECONDS", help="print the progress; 0: not")
     inputs = parser.parse_args()
     if inputs.what == "make":
         make(inputs.path, inputs.layers, inputs.experts)
     elif inputs.what == "run":
-        run(inputs.path, inputs.strategy or sys.exit("which strategy?"))
+        run(inputs.path, inputs.strategy or sys.exit("which strategy?"), inputs.every)
     else:
         extrapolate(inputs.path)

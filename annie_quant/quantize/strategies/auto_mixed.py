@@ -34,6 +34,7 @@ def quantize(job: Job, progress: Progress) -> None:
     from annie_quant.hf import modelopt_backend
     from annie_quant.quantize import calibration_samples, kl_trial
     from annie_quant.quantize.export import export
+    from annie_quant.quantize.layerwise import use_own_delta_rule
     from annie_quant.quantize.library_output import quiet
 
     folder = ModelFolder(job.model)
@@ -46,6 +47,8 @@ def quantize(job: Job, progress: Progress) -> None:
     scored = calibration_samples.make_batches(list(kl_trial.spread(samples))[: job.options["answers"]])
     calibrating = calibration_samples.make_batches(samples)
     model = kl_trial.load(folder)
+    if model.device.type == "cuda":
+        use_own_delta_rule(model, "cuda")  # transformers' form launches thousands of small kernels per forward pass
     names = {folder.family.in_form(n, multimodal=False): n for n in all_linears(folder)}
     disabled = ["*conv1d", *(m for m, n in names.items() if n not in set(chosen))]
     modelopt_backend.register()

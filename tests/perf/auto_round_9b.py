@@ -4,8 +4,9 @@
     PEER_VENV/bin/python tests/perf/auto_round_9b.py DIR --steps 100            # one JSON line
 
 The same text, cut into sequences of 2,048 tokens, and the same linears: all but in_proj_a and in_proj_b. AutoRound's scheme NVFP4
-with its defaults (batches of 8 sequences unless --batch, its learning rate). A machine without flash-linear-attention would run DeltaNet in
-transformers' torch form, which takes most of the time: both sides get quantize/delta_rule.py's.
+with its defaults (its learning rate, batches of 8 sequences unless --batch). A machine without flash-linear-attention would run
+DeltaNet in transformers' torch form, which takes most of the time: both sides get quantize/delta_rule.py's. AutoRound's integer
+attention masks are causal ones (peer_recipes.py).
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from peer_recipes import use_causal_attention
+
 from annie_quant.quantize import delta_rule
 
 
@@ -29,11 +32,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--tokens", type=int, default=2048, help="of a sequence")
     parser.add_argument("--samples", type=int, default=512)
-    parser.add_argument("--batch", type=int, default=8, help="sequences per step; `best` takes 4 of this length on a GPU")
+    parser.add_argument(
+        "--batch", type=int, default=8, help="sequences per step; `best` takes 4 of this length on a GPU"
+    )
     arguments = parser.parse_args()
     import transformers
     from auto_round import AutoRound
 
+    use_causal_attention()
     path, device = arguments.folder / "model", "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)

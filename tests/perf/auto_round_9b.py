@@ -21,7 +21,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from peer_recipes import use_causal_attention
+from peer_recipes import use_causal_attention, use_faster_deltanet
 
 from annie_quant.quantize import delta_rule
 
@@ -38,18 +38,17 @@ def main() -> None:
     arguments = parser.parse_args()
     import transformers
     from auto_round import AutoRound
+    from transformers.models.qwen3_5 import modeling_qwen3_5
 
     use_causal_attention()
+    use_faster_deltanet()
+    modeling_qwen3_5.causal_conv1d_fn = delta_rule.causal_conv
     path, device = arguments.folder / "model", "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
-    for module in model.modules():
-        if hasattr(module, "chunk_gated_delta_rule"):
-            module.chunk_gated_delta_rule = delta_rule.gated_delta_rule
-            module.causal_conv1d_fn = delta_rule.causal_conv
     rows = [json.loads(line) for line in (arguments.folder / "calibration.jsonl").read_text().splitlines()]
     text = [token for row in rows for m in row["messages"] for token in tokenizer(m["content"])["input_ids"]]
-    count = min(arguments.samples, len(text) // arguments.tokens)
+    count = min(arguments.samples, len(text) // arguments.tokens) // arguments.batch * arguments.batch
     ids = torch.tensor(text[: count * arguments.tokens]).view(count, arguments.tokens)
     start = time.monotonic()
     batches = [{"input_ids": batch, "attention_mask": torch.ones_like(batch)} for batch in ids.split(arguments.batch)]

@@ -4,7 +4,7 @@
     python tests/perf/quantize_peers.py --output runs/peers --models tiny-annie --only "gptq;llm-compressor GPTQ"
     python tests/perf/quantize_peers.py --output runs/peers --table          # docs/peers.md's tables of the finished runs
 
---machine NAME: of runs on another machine, whose times get a table of their own. Its runs.jsonl is appended to the first machine's.
+--machine NAME: of runs on another machine, which get their own table of times. Append its runs.jsonl to the first machine's.
 
 PYTHON is that of an environment with the library; ModelOpt and our strategies run in this one. A run is one process of
 peer_recipes.py with one thread, and one line of runs.jsonl; finished runs are skipped. Every linear of the decoder but DeltaNet's
@@ -248,15 +248,18 @@ def cell(runs: list[dict[str, Any]], kind: str) -> str:
 
 
 def against(runs: list[dict[str, Any]], rows: list[str]) -> Iterator[str]:
-    """Yield a table: in how many pairs of one model and seed our row is lower than a peer's, and the mean ratio."""
+    """Yield a table: in how many pairs of one model and seed our row is lower than another one, and the mean ratio.
+
+    The others are the peers, naive, and those of our rows that take less time.
+    """
     by_key = {(r["model"], r["seed"], r["row"]): r for r in runs}
     pairs = sorted({(r["model"], r["seed"]) for r in runs})
     columns = [f"{kind.upper()} {what}" for kind in NUMERICS for what in ("KL", "flips")]
-    yield "| ours, peer | pairs | " + " | ".join(f"{c}: lower, ratio, p" for c in columns) + " |"
+    yield "| ours, other | pairs | " + " | ".join(f"{c}: lower, ratio, p" for c in columns) + " |"
     yield "|---" * (len(columns) + 2) + "|"
     ours = [r for r in rows if r in ("gptq", "best --effort fast", "best --effort normal")]
-    for own in ours:
-        for peer in (r for r in rows if r == "naive" or r[0].isupper() or r.startswith(LLM_COMPRESSOR)):
+    for i, own in enumerate(ours):
+        for peer in (r for r in rows if r not in ours[i:]):
             both = [(by_key[(*p, own)], by_key[(*p, peer)]) for p in pairs if {(*p, own), (*p, peer)} <= by_key.keys()]
             if both:
                 cells = [compared([(a[f], b[f]) for a, b in both]) for f in FIGURES]

@@ -20,16 +20,22 @@ class KeyValueBuffer(DynamicLayer):
     """Keys and values [B, Hkv, columns, D] of one attention layer in buffers with spare columns.
 
     A decode step writes one column in place; it does not copy the others.
+    column: int64 [1], after fix(): the column that is written, in buffers that are read whole.
     """
 
     SPARE_COLUMNS = 64
     buffers: list[torch.Tensor] | None = None
+    column: torch.Tensor | None = None
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        if self.column is not None and self.keys is not None and self.values is not None:
+            self.keys.index_copy_(2, self.column, key_states)
+            self.values.index_copy_(2, self.column, value_states)
+            return self.keys, self.values
         n = self.get_seq_length()
         end = n + key_states.shape[-2]
         if self.buffers is None or self.buffers[0].shape[-2] < end:
@@ -47,7 +53,13 @@ class KeyValueBuffer(DynamicLayer):
     def set(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
-        self.keys, self.values, self.buffers = keys, values, None
+        self.keys, self.values, self.buffers, self.column = keys, values, None, None
+
+    def fix(self, columns: int, column: torch.Tensor) -> None:
+        """Pad to `columns` with zeros; each update then writes column `column` and returns all columns."""
+        assert self.keys is not None and self.values is not None  # a prompt was computed
+        self.set(pad_columns(self.keys, columns), pad_columns(self.values, columns))
+        self.column = column
 
 
 def new_cache(config: Any, layer_types: Sequence[str]) -> DynamicCache:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from transformers.cache_utils import DynamicCache
 
-from annie_quant.evaluate import caches
+from annie_quant.evaluate import caches, decode_graph
+from annie_quant.evaluate.decode_graph import FixedBuffers
 from annie_quant.evaluate.engine import Engine
 
 FINISHED = -1  # in RunningBatch.rows: a finished row that is still computed
@@ -31,7 +32,8 @@ class RunningBatch:
     """Rows that are being decoded.
 
     rows: the prompt's index per row, or FINISHED. lengths: int64 [B], tokens per row. real: bool [B, columns], columns that
-    hold a token of the row. tokens: int64 [B], chosen last and not computed yet.
+    hold a token of the row. tokens: int64 [B], chosen last and not computed yet. fixed: where steps are computed in buffers of
+    fixed size.
     """
 
     rows: list[int]
@@ -39,6 +41,7 @@ class RunningBatch:
     lengths: torch.Tensor
     real: torch.Tensor
     tokens: torch.Tensor
+    fixed: FixedBuffers | None = None
 
     @property
     def active(self) -> list[int]:
@@ -47,6 +50,7 @@ class RunningBatch:
 
     def compact(self) -> None:
         """Drop finished rows, and the unused columns of the others."""
+        self.fixed = None
         rows = torch.tensor(self.active, device=self.real.device)
         self.real, self.lengths, self.tokens = self.real[rows], self.lengths[rows], self.tokens[rows]
         self.rows = [self.rows[j] for j in rows.tolist()]
@@ -160,6 +164,9 @@ def start(
 
 def advance(engine: Engine, running: RunningBatch) -> None:
     """Compute one decode step."""
+    if engine.fixed_buffers:
+        decode_graph.advance(engine, running)
+        return
     if len(running.active) < SHRINK * len(running.rows):
         running.compact()
     running.real = torch.nn.functional.pad(running.real, (0, 1), value=True)

@@ -27,6 +27,7 @@ from annie_quant.hf.emulation import Round, profile_of, rounding
 from annie_quant.hf.profiles import CPU_KERNELS
 
 CHUNK = 32  # steps are padded to a multiple of this; the usual 64 wastes half of the work on a CPU
+CHUNK_GPU = 64  # half as many launches
 
 
 class RaggedBatch:
@@ -54,7 +55,7 @@ def gated_delta_rule(
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
     to_operand: Round | None = None,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return (outputs [B, T, H, Dv], final state [B, H, Dk, Dv] or None).
@@ -63,7 +64,7 @@ def gated_delta_rule(
     Computed in float32, chunk by chunk: U and W solve (I + A) [U W] = beta [v, k e^G], where A is the strictly lower part
     of beta k k^T e^(G_i - G_j) and G is the running sum of g.
 
-    chunk: its steps; SERVED_CHUNK with to_operand.
+    chunk: its steps; SERVED_CHUNK with to_operand; None: CHUNK, on a GPU CHUNK_GPU.
     to_operand: rounds what servers' kernels store in bfloat16 between their products: normalized q and k, the inverse of I + A, U
     and W, the inner attention, new values, and the copy of the state that is multiplied. Sums and the state stay float32.
     (Source: the order of roundings in flash-linear-attention's chunk kernels, chunk_delta_h, chunk_o, wy_fast and solve_tril.)
@@ -73,7 +74,8 @@ def gated_delta_rule(
     if use_qk_l2norm_in_kernel:
         query = r(query * torch.rsqrt(query.square().sum(-1, keepdim=True) + 1e-6))
         key = r(key * torch.rsqrt(key.square().sum(-1, keepdim=True) + 1e-6))
-    size = min(SERVED_CHUNK if to_operand else chunk, steps)
+    usual = CHUNK if query.device.type == "cpu" else CHUNK_GPU
+    size = min(SERVED_CHUNK if to_operand else chunk or usual, steps)
     pad = -steps % size
 
     def chunks(x: torch.Tensor) -> torch.Tensor:  # [B, T, H, ...] -> [B, H, T / size, size, ...]
@@ -114,9 +116,12 @@ def gated_delta_rule(
 def unit_lower_inverse(lower: torch.Tensor) -> torch.Tensor:
     """Return (I + A)^-1 for A the strictly lower part of [..., n, n], by forward substitution on all matrices at once.
 
-    torch's triangular solve calls LAPACK once per matrix, which takes twice as long at n = 32. A product of powers of A
-    would be faster, but loses all digits where keys repeat.
+    On a GPU that is one launch of cuBLAS. On a CPU torch's triangular solve calls LAPACK once per matrix, which takes twice as
+    long at n = 32. A product of powers of A would be faster, but loses all digits where keys repeat.
     """
+    if lower.device.type == "cuda":
+        identity = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device).expand_as(lower)
+        return torch.linalg.solve_triangular(lower, identity, upper=False, unitriangular=True)
     inverse = -lower.tril(-1)
     for i in range(2, inverse.shape[-1]):
         row = inverse[..., i, None, :i]

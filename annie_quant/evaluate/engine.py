@@ -7,7 +7,7 @@ rounding of sums; tests/evaluate/test_engine.py compares it with transformers' o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,12 +19,16 @@ from annie_quant.evaluate import caches
 from annie_quant.evaluate.attention import use_grouped_attention
 from annie_quant.evaluate.deltanet import RaggedBatch, ragged_layers
 from annie_quant.evaluate.deltanet_cpu import SERVED_CHUNK
-from annie_quant.evaluate.prefix import group_by_prefix
+from annie_quant.evaluate.prefix import GROUP_COST, group_by_prefix
 from annie_quant.evaluate.process_group import SINGLE, ProcessGroup
 from annie_quant.hf.emulation import profile_of
 from annie_quant.hf.profiles import CPU_KERNELS
 
 MAX_LOGITS = 1 << 25  # logits in memory at one time
+TOKENS = 4096  # per forward
+COMPARED_TOKENS = 2048  # that a GPU compares at once; a CPU compares each answer alone
+LAUNCH_FLOP = 5e11  # what an H200 computes while the kernels of one forward through eight layers are launched
+MOST_TOKENS = 32768  # per forward of a small model on a GPU
 
 
 @dataclass(frozen=True)
@@ -46,11 +50,19 @@ class Forward:
 
 
 class Engine:
-    """A model with its batching. tokens: most tokens (rows x length) per forward. rows: most rows per batch."""
+    """A model with its batching.
 
-    def __init__(self, model: Any, tokens: int = 4096, rows: int = 128, group: ProcessGroup = SINGLE) -> None:
-        self.model, self.tokens, self.rows, self.group = model, tokens, rows, group
+    tokens: most tokens (rows x length) per forward; None: TOKENS, on a GPU more for a small model. rows: most rows per batch.
+    fixed_buffers: whether decode steps are computed in buffers of fixed size (decode_graph.py), captures: and as CUDA graphs, on
+    the stream capture_stream.
+    """
+
+    def __init__(self, model: Any, tokens: int | None = None, rows: int = 128, group: ProcessGroup = SINGLE) -> None:
+        self.model, self.rows, self.group = model, rows, group
         self.device = next(model.parameters()).device
+        launched = tokens_per_launch(model.config.get_text_config()) if self.device.type == "cuda" else 0
+        self.tokens = max(TOKENS, launched) if tokens is None else tokens
+        self.group_cost = max(GROUP_COST, launched)
         self.config = model.config.get_text_config()
         self.layer_types = getattr(self.config, "layer_types", None) or (
             ["full_attention"] * self.config.num_hidden_layers
@@ -60,6 +72,11 @@ class Engine:
             raise UsageError(f"layers of type {sorted(unsupported)[0]} are not supported by the offline evaluation")
         self.batch = RaggedBatch()
         self.head = model.get_output_embeddings()
+        self.vocabulary = int(getattr(self.head, "out_features", 0) or self.head.weight.shape[0])
+        self.compared_tokens = 1 if self.device.type == "cpu" else min(COMPARED_TOKENS, MAX_LOGITS // self.vocabulary)
+        self.captures = self.device.type == "cuda"
+        self.capture_stream = torch.cuda.Stream(self.device) if self.captures else None
+        self.fixed_buffers = self.captures and can_fix_buffers(model)
 
     def scores(self, rows: Sequence[Row]) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield (row index, logits float32 [len(target), V]) per row: the logits that each target token was chosen from.
@@ -68,10 +85,9 @@ class Engine:
         rows of its own batches.
         """
         inputs = [[*row.prompt, *row.target[:-1]] for row in rows]
-        vocabulary = int(getattr(self.head, "out_features", 0) or self.head.weight.shape[0])
         for forward in self.forwards(inputs, [len(r.prompt) - 1 for r in rows], self.group):
             sizes = [len(rows[i].target) for i in forward.rows]
-            for part in split_by_size(sizes, max(1, MAX_LOGITS // vocabulary)):
+            for part in split_by_size(sizes, max(1, MAX_LOGITS // self.vocabulary)):
                 firsts = [len(rows[forward.rows[j]].prompt) - 1 - forward.shared for j in part]
                 states = torch.cat([forward.hidden[j, f : f + sizes[j]] for j, f in zip(part, firsts, strict=True)])
                 logits = self.logits(states).float()
@@ -94,7 +110,7 @@ class Engine:
         number = 0
         # vLLM's CPU kernels are emulated bit for bit, so DeltaNet's chunks have to begin where the server's do.
         multiple = SERVED_CHUNK if profile_of(self.model).delta_rule == CPU_KERNELS else 1
-        for prefix_group in group_by_prefix(inputs, limits, multiple=multiple):
+        for prefix_group in group_by_prefix(inputs, limits, self.group_cost, multiple):
             shared = prefix_group.shared
             prefix_cache = None
             waiting = sorted(prefix_group.rows, key=lambda i: -len(inputs[i]))
@@ -135,6 +151,42 @@ class Engine:
         with ragged_layers(self.model, self.batch), use_grouped_attention(self.config, profile_of(self.model)):
             output = self.model.base_model(input_ids=ids, past_key_values=cache, use_cache=True, **options)
             return output.last_hidden_state
+
+
+def tokens_per_launch(config: Any) -> int:
+    """Return how many tokens a GPU computes in the time in which a forward is launched: the price of one more forward.
+
+    From the text config alone, so that a checkpoint and its reference get the same batches.
+    """
+    weights = 12 * config.num_hidden_layers * config.hidden_size**2  # of attention and MLP of the usual shape
+    return min(MOST_TOKENS, int(LAUNCH_FLOP / (2 * weights)))
+
+
+def can_fix_buffers(model: Any) -> bool:
+    """Return whether decode_graph.py can compute the model's steps: its attention takes the mask as it is."""
+    return model.config.get_text_config()._attn_implementation == "sdpa" and hasattr(model.base_model, "layers")
+
+
+def batches(rows: Iterable[tuple[Any, ...]], least: int) -> Iterator[tuple[Any, ...]]:
+    """Yield (row indices, their logits [n, V], ...) of rows (index, logits, ...), at least `least` tokens at a time.
+
+    A GPU compares few tokens in the same time as many.
+    """
+    waiting: list[tuple[Any, ...]] = []
+    n = 0
+    for row in rows:
+        waiting.append(row)
+        n += len(row[1])
+        if n >= least:
+            yield joined(waiting)
+            waiting, n = [], 0
+    if waiting:
+        yield joined(waiting)
+
+
+def joined(rows: Sequence[Any]) -> tuple[Any, ...]:
+    indices, *tensors = zip(*rows, strict=True)
+    return indices, *(torch.cat(t) if len(t) > 1 else t[0] for t in tensors)
 
 
 def split_by_size(sizes: Sequence[int], limit: int) -> Iterator[list[int]]:

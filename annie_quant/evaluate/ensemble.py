@@ -5,10 +5,10 @@ Under one numerics NAME the members are
   NAME+bf16    every prompt, the same activation format with everything else rounded to bfloat16, as GPU servers do
                (NAME+float32 for a profile that rounds by itself)
   NAME+perm1   uncertain prompts, sums in another order (K permuted after activations were rounded)
-  NAME+cut16   uncertain prompts, as a server computes a small batch: every product summed in three parts of K (split-K), 16 rows
-               per batch instead of 128, decoded token by token from the prompt (the recurrent form of DeltaNet and attention over
-               a cache instead of one forward over the answer), and with DeltaNet's beta rounded where the profile rounds the
-               stream and not beta, as SGLang and older versions of vLLM do
+  NAME+cut16   uncertain prompts, as a server computes a small batch: every product summed in three parts of K (split-K), on a
+               CPU 16 rows per batch instead of 128, decoded token by token from the prompt (the recurrent form of DeltaNet and
+               attention over a cache instead of one forward over the answer), and with DeltaNet's beta rounded where the profile
+               rounds the stream and not beta, as SGLang and older versions of vLLM do
 A batch of 16 rows alone would change nothing on most devices: a row's float32 product does not depend on the rows next to it.
 tests/evaluate/test_ensemble.py checks that each perturbation changes logits, and by no more than rounding.
 An answer is uncertain where NAME or the second arithmetic differs from the reference, or where at some token the best logit is
@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from annie_quant.evaluate.engine import Engine, Row
+from annie_quant.evaluate.engine import Engine, Row, batches
 from annie_quant.evaluate.pair import ModelPair
 from annie_quant.evaluate.prompts import Answered
 from annie_quant.evaluate.verification import Choices, Difference, Outcome, answer_from_differences, choices_of
@@ -38,7 +38,7 @@ from annie_quant.schema import EnsembleFigures
 
 MARGIN_FACTOR = 3.0
 NORMAL_MEDIAN = 0.6745  # median of |x| for a standard normal x
-CUT_ROWS = 16
+CUT_ROWS = 16  # on a GPU, where a step of few rows takes as long as one of many, as many as in the other members
 PERMUTED = SumOrder(permutation=1)
 SPLIT = SumOrder(parts=3)  # two halves of K = 256 give the same bits on CPUs whose product keeps partial sums (MKL)
 FROM_THE_PROMPT = Difference(0, None)
@@ -97,10 +97,11 @@ def run(
                 differences_of(choices),
                 pair.engine,
             )
-    cut = Engine(pair.model, rows=CUT_ROWS, group=pair.group)
+    cut_rows = CUT_ROWS if pair.engine.device.type == "cpu" else pair.engine.rows
+    cut = Engine(pair.model, rows=cut_rows, group=pair.group)
     other_beta = with_rounded_beta(profile)
     with emulate(pair.model, other_beta, SPLIT):
-        text = f"{describe(other_beta, SPLIT)}, decoded in batches of {CUT_ROWS} rows"
+        text = f"{describe(other_beta, SPLIT)}, decoded in batches of {cut_rows} rows"
         add(f"cut{CUT_ROWS}", text, uncertain, dict.fromkeys(uncertain, FROM_THE_PROMPT), cut)
     return Ensemble(members, EnsembleFigures(noise, len(uncertain), len(answered)))
 
@@ -132,11 +133,12 @@ def choose(
     scored = pair.scored([answered[i] for i in indices])
     rows = [Row(s.prompt, s.target) for s in scored]
     choices: dict[int, Choices] = {}
-    for done, (j, logits) in enumerate(engine.scores(rows), 1):
-        i = indices[j]
-        pairs = None if base is None else base[i].best
-        choices[i] = choices_of(logits, rows[j].target, pair.template.end_tokens, pairs)
-        pair.progress.update(min(done * pair.group.size, len(rows)), len(rows), text)
+    for numbers, logits in batches(engine.scores(rows), engine.compared_tokens):
+        part = [indices[j] for j in numbers]
+        pairs = None if base is None else [base[i].best for i in part]
+        targets = [rows[j].target for j in numbers]
+        choices |= zip(part, choices_of(logits, targets, pair.template.end_tokens, pairs), strict=True)
+        pair.progress.update(min(len(choices) * pair.group.size, len(rows)), len(rows), text)
     return pair.group.gather(choices)
 
 

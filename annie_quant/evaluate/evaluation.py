@@ -220,7 +220,7 @@ def evaluate_numerics(
     further = None
     if with_ensemble:
         further = ensemble.run(pair, name, profile, answered, base, outcomes)
-    after = judged_outcomes(pair.template, outcomes, before)
+    after = judged_outcomes(pair.template, outcomes, answered, before)
     paired, pooled = judge.pair_answers(before, after)
     n_tokens = sum(len(o.completion.tokens) for o in outcomes)
     n_reference_tokens = sum(len(completion.tokens) for _, completion in answered)
@@ -270,7 +270,7 @@ def member_of(
     pair: ModelPair, member: MemberOutcomes, answered: Sequence[Answered], before: Sequence[Judged]
 ) -> Member:
     """Return the document of a further member."""
-    after = judged_outcomes(pair.template, member.outcomes, before)
+    after = judged_outcomes(pair.template, member.outcomes, answered, before)
     paired, pooled = judge.pair_answers(before, after)
     return Member(
         arithmetic=member.arithmetic,
@@ -293,13 +293,21 @@ def with_references(judged_answers: Sequence[Judged]) -> list[Judged]:
     return [(workload, replace(case, reference=answer), answer) for workload, case, answer in judged_answers]
 
 
-def judged_outcomes(template: Template, outcomes: Sequence[Outcome], before: Sequence[Judged]) -> list[Judged]:
-    """Return a checkpoint's answers, each with the bf16 model's answer to the same prompt (`before`) as its reference."""
-    after = judged(template, [Answered(o.request, o.completion) for o in outcomes])
-    return [
-        (workload, replace(case, reference=own.reference), answer)
-        for (workload, case, answer), (_, own, _) in zip(after, before, strict=True)
-    ]
+def judged_outcomes(
+    template: Template, outcomes: Sequence[Outcome], answered: Sequence[Answered], before: Sequence[Judged]
+) -> list[Judged]:
+    """Return a checkpoint's answers, each with the bf16 model's answer to the same prompt as its reference.
+
+    answered, before: the bf16 model's. An equal answer to the same request is that of `before`, which is judged already.
+    """
+    rows: list[Judged] = []
+    for outcome, (request, completion), old in zip(outcomes, answered, before, strict=True):
+        if outcome.request is request and outcome.completion == completion:
+            rows.append(old)
+            continue
+        [(workload, case, answer)] = judged(template, [Answered(outcome.request, outcome.completion)])
+        rows.append((workload, replace(case, reference=old[1].reference), answer))
+    return rows
 
 
 def gate_outcomes(

@@ -1,7 +1,8 @@
 """Helper processes: one evaluation shared by processes that this one starts on the same machine.
 
-A small model's steps are too short for several threads of a CPU, and on a GPU the time goes into launching its kernels. So several
-processes with one thread each share the batches, as under torchrun (process_group.py). They exchange results over pipes.
+A small model's steps are too short for several threads of a CPU. So several processes with one thread each share the batches, as
+under torchrun (process_group.py). They exchange results over pipes. On one GPU they would take turns, and their start takes longer
+than they save.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ FIX = "run it with --processes 1"
 def automatic(folders: Sequence[Path], n_answers: int) -> int:
     """Return how many processes evaluate the checkpoints in these folders fastest on this machine."""
     size = sum(f.stat().st_size for folder in folders for f in folder.glob("*.safetensors"))
-    if n_answers < LEAST_ANSWERS or size > SMALL_BYTES:
+    if n_answers < LEAST_ANSWERS or size > SMALL_BYTES or torch.cuda.device_count() == 1:
         return 1
     memory = host.memory()
     fitting = memory.available_bytes // MEMORY_BYTES if memory else 1

@@ -13,7 +13,7 @@ import psutil
 import torch
 
 from annie_quant.errors import UsageError
-from annie_quant.evaluate.engine import Engine, Row
+from annie_quant.evaluate.engine import Engine, Row, batches
 from annie_quant.evaluate.kl import Tally, compare_logits
 from annie_quant.evaluate.process_group import ProcessGroup, default_device, join_group
 from annie_quant.evaluate.prompts import CLASSES, Answered, ScoredAnswer, Template
@@ -93,12 +93,16 @@ class ModelPair:
         """
         rows = [Row(s.prompt, s.target) for s in scored]
         comparisons: dict[int, Comparison] = {}
-        for done, (i, logits, expected) in enumerate(self.reference.logit_pairs(self.engine, rows), 1):
-            target = torch.tensor(rows[i].target, device=logits.device)
-            choices = choices_of(logits, rows[i].target, self.template.end_tokens)
-            comparisons[i] = Comparison(compare_logits(expected, logits, target), choices)
+        pairs = self.reference.logit_pairs(self.engine, rows)
+        for indices, logits, expected in batches(pairs, self.engine.compared_tokens):
+            targets = [rows[i].target for i in indices]
+            target = torch.tensor([token for t in targets for token in t], device=logits.device)
+            choices = choices_of(logits, targets, self.template.end_tokens)
+            fields = compare_logits(expected, logits, target)
+            parts = np.split(fields, np.cumsum([len(t) for t in targets])[:-1])
+            comparisons |= zip(indices, map(Comparison, parts, choices), strict=True)
             if text is not None:
-                self.progress.update(min(done * self.group.size, len(rows)), len(rows), text)
+                self.progress.update(min(len(comparisons) * self.group.size, len(rows)), len(rows), text)
         return self.group.gather(comparisons)
 
     def summarize(

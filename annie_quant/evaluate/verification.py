@@ -82,20 +82,28 @@ def first_difference(choices: torch.Tensor, target: Sequence[int], end_tokens: S
 
 
 def choices_of(
-    logits: torch.Tensor, target: Sequence[int], end_tokens: Sequence[int], pairs: np.ndarray | None = None
-) -> Choices:
-    """Return the choices of logits [n, V], which target [n] was chosen from. Equal logits give the token of the lowest index.
+    logits: torch.Tensor,
+    targets: Sequence[Sequence[int]],
+    end_tokens: Sequence[int],
+    pairs: Sequence[np.ndarray] | None = None,
+) -> list[Choices]:
+    """Return the choices of several answers. Equal logits give the token of the lowest index.
 
-    pairs: int64 [n, 2], tokens whose logits are subtracted; None: the two best.
+    logits: [n, V], which all tokens of `targets` were chosen from, in their order. pairs: per target int64 [len(target), 2], tokens
+    whose logits are subtracted; None: the two best.
     """
     first = logits.argmax(-1)  # the lowest index among equal logits; topk leaves their order open
     without = logits.scatter(-1, first.unsqueeze(-1), -torch.inf)
     best = torch.stack((first, without.argmax(-1)), -1)
-    tokens = best if pairs is None else torch.from_numpy(pairs).to(logits.device)
+    tokens = best if pairs is None else torch.from_numpy(np.concatenate(pairs)).to(logits.device)
     two = logits.gather(-1, tokens)
-    return Choices(
-        first_difference(first, target, end_tokens), best.cpu().numpy(), (two[:, 0] - two[:, 1]).cpu().numpy()
-    )
+    ends = np.cumsum([len(target) for target in targets])[:-1]
+    bests = np.split(best.cpu().numpy(), ends)
+    margins = np.split((two[:, 0] - two[:, 1]).cpu().numpy(), ends)
+    return [
+        Choices(first_difference(torch.from_numpy(b[:, 0]), target, end_tokens), b, m)
+        for b, m, target in zip(bests, margins, targets, strict=True)
+    ]
 
 
 def answer_from_differences(

@@ -7,6 +7,7 @@ pytest.importorskip("transformers", reason="the runtime needs transformers: pip 
 pytest.importorskip("annie_quant.nvfp4", reason="the runtime needs the codec")
 pytest.importorskip("hypothesis")
 
+import copy  # noqa: E402
 import random  # noqa: E402
 
 from hypothesis import given  # noqa: E402
@@ -15,9 +16,19 @@ from runtime_models import save_reference  # noqa: E402
 
 from annie_quant import runtime  # noqa: E402
 from annie_quant.errors import UsageError  # noqa: E402
+from annie_quant.evaluate import decode_graph, deltanet  # noqa: E402
 from annie_quant.evaluate.decoding import generate  # noqa: E402
-from annie_quant.evaluate.engine import Engine, Row, split_by_size  # noqa: E402
-from annie_quant.evaluate.prefix import MIN_SHARED, common_prefix, group_by_prefix  # noqa: E402
+from annie_quant.evaluate.engine import (  # noqa: E402
+    MOST_TOKENS,
+    TOKENS,
+    Engine,
+    Row,
+    split_by_size,
+    tokens_per_launch,
+)
+from annie_quant.evaluate.prefix import GROUP_COST, MIN_SHARED, common_prefix, group_by_prefix  # noqa: E402
+from annie_quant.hf.emulation import emulate  # noqa: E402
+from annie_quant.hf.profiles import UNQUANTIZED, in_bfloat16  # noqa: E402
 
 END = 7
 
@@ -71,6 +82,72 @@ def test_greedy_answers_are_transformers_own(model, rows: int) -> None:
     assert sum(ended) == len(requests)
     for prompt, limit, answer in zip(requests, limits, answers, strict=True):
         assert (answer.tokens, answer.finished) == plain_answer(model, prompt, limit)
+
+
+@pytest.mark.parametrize("rows", [128, 4])
+def test_steps_in_buffers_of_fixed_size_give_the_same_answers(model, rows: int, monkeypatch) -> None:
+    monkeypatch.setattr(decode_graph, "SPARE_COLUMNS", 5)  # so that the batch is cut again while rows run
+    requests = prompts()
+    limits = [1 + 3 * (i % 6) for i in range(len(requests))]
+    engine = Engine(model, rows=rows)
+    assert not engine.fixed_buffers, "a CPU's steps stay as they are"
+    usual = generate(engine, requests, limits, [END])
+    engine.fixed_buffers = True
+    written = []
+    compute = decode_graph.compute
+    monkeypatch.setattr(
+        decode_graph, "compute", lambda e, running, column: (written.append(int(column)), compute(e, running, column))
+    )
+    assert generate(engine, requests, limits, [END]) == usual
+    assert written, "no step was computed in fixed buffers"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rounded", [False, True])
+def test_captured_steps_give_the_same_answers(model, rounded: bool) -> None:
+    on_gpu = copy.deepcopy(model).to("cuda")
+    requests = prompts()
+    limits = [1 + 7 * (i % 6) for i in range(len(requests))]
+    engine = Engine(on_gpu, rows=4)
+    profile = in_bfloat16(UNQUANTIZED) if rounded else UNQUANTIZED
+    with emulate(on_gpu, profile):
+        captured = generate(engine, requests, limits, [END])
+        assert engine.fixed_buffers and engine.captures, "the capture failed"
+        engine.captures = False
+        assert generate(engine, requests, limits, [END]) == captured
+        if not rounded:
+            engine.fixed_buffers = False
+            assert generate(engine, requests, limits, [END]) == captured
+
+
+@pytest.mark.gpu
+def test_a_step_that_cannot_be_captured_is_computed_directly(model) -> None:
+    on_gpu = copy.deepcopy(model).to("cuda")
+    expected = generate(Engine(on_gpu), prompts(), [9] * 13, [END])
+    engine = Engine(on_gpu)
+    hook = on_gpu.base_model.layers[0].register_forward_hook(lambda module, args, output: output.sum().item() and None)
+    try:
+        assert generate(engine, prompts(), [9] * 13, [END]) == expected
+    finally:
+        hook.remove()
+    assert not engine.captures
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [32, 64])
+def test_the_inverse_of_a_gpu_is_that_of_forward_substitution(size: int) -> None:
+    lower = torch.randn(300, size, size, generator=torch.Generator().manual_seed(0)).mul(0.2).tril(-1)
+    exact = torch.linalg.inv(lower.double() + torch.eye(size, dtype=torch.float64))
+    error = deltanet.unit_lower_inverse(lower.cuda()).cpu() - exact
+    assert error.norm() < 1e-5 * exact.norm()
+
+
+def test_a_gpu_gets_larger_batches_of_a_small_model_only(model) -> None:
+    small = model.config.get_text_config()
+    large = copy.copy(small)
+    large.hidden_size, large.num_hidden_layers = 4096, 32
+    assert tokens_per_launch(large) < TOKENS < tokens_per_launch(small) <= MOST_TOKENS
+    assert Engine(model).tokens == TOKENS and Engine(model).group_cost == GROUP_COST
 
 
 def test_answers_end_at_any_end_token(model) -> None:

@@ -196,9 +196,11 @@ def test_noise_is_robust_against_a_few_large_changes() -> None:
 
 def test_equal_logits_give_the_lowest_token() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0, 3.0, 3.0], [2.0, 0.0, 2.0, 1.0, 2.0]])
-    result = choices_of(logits, [1, 0], [4])
+    [result] = choices_of(logits, [[1, 0]], [4])
     assert result.difference is None and result.best.tolist() == [[1, 3], [0, 2]] and result.margins.tolist() == [0, 0]
-    assert choices_of(logits, [3, 0], [4]).difference == Difference(0, 1)
+    assert [c.difference for c in choices_of(logits, [[3], [0]], [4])] == [Difference(0, 1), None]
+    [of_pairs] = choices_of(logits, [[1, 0]], [4], [np.array([[1, 2], [3, 0]])])
+    assert of_pairs.margins.tolist() == [2, -1], "the margins of the pairs"
 
 
 def test_both_devices_compute_in_the_same_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,6 +75,7 @@ def test_eval_works_in_the_group_of_its_helpers(processes, helped, monkeypatch, 
 
 
 def test_only_small_models_with_many_prompts_get_helpers(tmp_path, monkeypatch):
+    monkeypatch.setattr(helpers.torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(helpers.host, "cores", lambda: 2)
     monkeypatch.setattr(helpers.host, "memory", lambda: Memory(64 << 30, 60 << 30, 0))
     weights = tmp_path / "model.safetensors"
@@ -90,6 +91,14 @@ def test_only_small_models_with_many_prompts_get_helpers(tmp_path, monkeypatch):
     with weights.open("r+b") as file:
         file.truncate(2 << 30)  # sparse
     assert helpers.automatic([tmp_path], 505) == 1, "its products occupy all threads"
+
+
+@pytest.mark.parametrize(("gpus", "processes"), [(0, 4), (1, 1), (4, 4)])
+def test_processes_do_not_share_one_gpu(tmp_path, monkeypatch, gpus: int, processes: int):
+    monkeypatch.setattr(helpers.host, "cores", lambda: 64)
+    monkeypatch.setattr(helpers.host, "memory", lambda: Memory(64 << 30, 60 << 30, 0))
+    monkeypatch.setattr(helpers.torch.cuda, "device_count", lambda: gpus)
+    assert helpers.automatic([tmp_path], 505) == processes
 
 
 def test_parts_on_a_cpu_do_not_depend_on_the_number_of_processes():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections import Counter
+from functools import lru_cache
 
 _WORD = re.compile(r"[^\W_]+(?:['’-][^\W_]+)*")
 _SPECIAL = re.compile(r"<\|[a-z_]+\|>|\[/?INST\]|</?s>")
@@ -15,6 +16,7 @@ _SCRIPTS = (
 _ODD_WORD = re.compile(r"^[^aeiouyAEIOUY]+$|[a-z][A-Z]{2}|[bcdfghjklmnpqrstvwxz]{6}")
 
 
+@lru_cache(maxsize=2048)  # several models give most answers alike, and each is counted several times
 def repeats(text: str) -> str:
     """Return what is repeated, as a phrase; "" where nothing is."""
     run = _RUN.search(text)
@@ -47,6 +49,7 @@ def _cycle(words: list[str], period: int, times: int) -> int | None:
     return None
 
 
+@lru_cache(maxsize=2048)
 def garbled(text: str) -> str:
     """Return why the text is not language, as a phrase; "" where it may be."""
     special = _SPECIAL.search(text)

@@ -7,7 +7,7 @@ between numbers, '#1', 'C#' and '__init__' are not markdown.
 from __future__ import annotations
 
 import re
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 from annie_quant.judge.answers import Answer
@@ -43,6 +43,7 @@ def _parser() -> Any:
     return parser.disable(["code", "html_block", "html_inline", "autolink"])
 
 
+@lru_cache(maxsize=2048)  # as in garble.py
 def markdown_in(text: str) -> str:
     """Return the first kind of markdown ("bold", "list", "heading", …); "" where there is none."""
     tokens, lines = _parser().parse(text), text.split("\n")

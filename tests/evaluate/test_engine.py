@@ -3,7 +3,9 @@
 import pytest
 
 torch = pytest.importorskip("torch", reason="the runtime needs torch: pip install annie-quant[quantize]")
-pytest.importorskip("transformers", reason="the runtime needs transformers: pip install annie-quant[quantize]")
+transformers = pytest.importorskip(
+    "transformers", reason="the runtime needs transformers: pip install annie-quant[quantize]"
+)
 pytest.importorskip("annie_quant.nvfp4", reason="the runtime needs the codec")
 pytest.importorskip("hypothesis")
 
@@ -23,6 +25,7 @@ from annie_quant.evaluate.engine import (  # noqa: E402
     TOKENS,
     Engine,
     Row,
+    batches,
     split_by_size,
     tokens_per_launch,
 )
@@ -100,6 +103,35 @@ def test_steps_in_buffers_of_fixed_size_give_the_same_answers(model, rows: int, 
     )
     assert generate(engine, requests, limits, [END]) == usual
     assert written, "no step was computed in fixed buffers"
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen3"])
+def test_steps_in_buffers_of_fixed_size_without_deltanet(family: str, monkeypatch) -> None:
+    monkeypatch.setattr(decode_graph, "SPARE_COLUMNS", 5)
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=100,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+    )
+    torch.manual_seed(0)
+    engine = Engine(getattr(transformers, f"{family}ForCausalLM")(config).eval())
+    requests = [[t % 100 for t in p] for p in prompts()]
+    usual = generate(engine, requests, [17] * len(requests), [END])
+    engine.fixed_buffers = True
+    assert generate(engine, requests, [17] * len(requests), [END]) == usual
+
+
+def test_batches_join_consecutive_rows() -> None:
+    rows = [(i, torch.full((n, 2), i), torch.full((n,), -i)) for i, n in enumerate((3, 4, 0, 9, 1))]
+    parts = list(batches(rows, 5))
+    assert [indices for indices, *_ in parts] == [(0, 1), (2, 3), (4,)]
+    assert [x[:, 0].tolist() for _, x, _ in parts] == [[0] * 3 + [1] * 4, [3] * 9, [4]]
+    assert [y.tolist() for *_, y in parts] == [[0] * 3 + [-1] * 4, [-3] * 9, [-4]]
+    assert [indices for indices, *_ in batches(rows, 1)] == [(0,), (1,), (2, 3), (4,)]
 
 
 @pytest.mark.gpu

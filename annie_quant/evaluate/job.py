@@ -57,22 +57,26 @@ def run(settings: Settings, progress: Progress = SILENT, processes: int | None =
     group = join_group()
     if settings.output is not None and group.is_first:
         check_writable(settings.output)  # before an hour of evaluation, not after it
+    chosen = None
     if group.size == 1:
         if processes is None:
-            n_answers = sum(c.n_turns for w in settings.prompts(settings.n) for c in w.cases)
+            chosen = settings.prompts(settings.n)
+            n_answers = sum(c.n_turns for w in chosen for c in w.cases)
             processes = helpers.automatic([settings.checkpoint, settings.reference], n_answers)
         if processes > 1:
             work = partial(compute, settings)
             with helpers.helped_by(work, processes) as group:
                 return work(group=group, progress=progress)
-    return compute(settings, group, progress)
+    return compute(settings, group, progress, chosen)
 
 
-def compute(settings: Settings, group: ProcessGroup, progress: Progress = SILENT) -> Evaluation:
-    """Evaluate in one process of the group. The first one writes the files."""
+def compute(
+    settings: Settings, group: ProcessGroup, progress: Progress = SILENT, chosen: list[Workload] | None = None
+) -> Evaluation:
+    """Evaluate in one process of the group. The first one writes the files. chosen: settings.prompts(settings.n), if known."""
     n, output = settings.n, settings.output
     writes = output is not None and group.is_first
-    chosen = settings.prompts(n)
+    chosen = settings.prompts(n) if chosen is None else chosen
     with ModelPair(settings.checkpoint, settings.reference, rows=settings.rows, progress=progress, group=group) as pair:
         if compares_with_reference(chosen):
             per_gate = prompts_per_gate(n, reference_gates(pair, chosen))

@@ -51,7 +51,7 @@ from annie_quant.cli.console import is_secondary_process
 @click.option(
     "--processes",
     type=click.IntRange(1),
-    help="Processes on this machine that share the work; default: up to 4 for a small model and many prompts, else 1.",
+    help="Processes on this machine that share the work; default: 1 on one GPU; else up to 4 for a small model and many prompts.",
 )
 @click.option("--output", type=click.Path(path_type=Path), help="JSON file to write; --layers resumes from its folder.")
 @click.option("--allow-prompt-mismatch", is_flag=True, help="Accept data that was made for another system prompt.")

@@ -24,7 +24,7 @@ from annie_quant import nvfp4
 from annie_quant.evaluate.engine import split_by_size
 from annie_quant.hf.experts import SingleExperts
 from annie_quant.quantize import column_sweep, fake_quant
-from annie_quant.quantize.gptq_solver import FactorError
+from annie_quant.quantize.gptq_solver import LEAST_WEIGHT, FactorError, Sampling
 from annie_quant.quantize.input_stats import by_input
 from annie_quant.quantize.kl_trial import input_hook
 from annie_quant.quantize.layerwise import DecoderLayer, DecoderLayers, real_inputs
@@ -58,12 +58,13 @@ class Moments:
 
     def __init__(self, table: torch.Tensor) -> None:
         self.table, self.weight, self.not_finite, self.tokens = table, 0.0, 0, 0
+        self.sampling = Sampling(table, LEAST_WEIGHT)
         self.hessian: torch.Tensor | None = None
         self.cross: torch.Tensor | None = None
 
     def add(self, x: torch.Tensor, kinds: torch.Tensor, true: torch.Tensor | None = None) -> None:
         self.tokens += len(x)
-        weight = self.table[kinds]
+        weight = self.sampling(self.table[kinds])
         finite = x.isfinite().all(-1)
         if true is not None:
             finite &= true.isfinite().all(-1)

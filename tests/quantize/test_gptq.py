@@ -116,6 +116,50 @@ def test_feedback_that_overflows_is_refused() -> None:
         gptq_solver.round_columns(w, gptq_solver.Factor(upper, factor.dead), 1e-5)
 
 
+# -- tokens that count little
+
+
+def test_tokens_that_count_little_are_sampled_with_their_weights_sum() -> None:
+    table = torch.tensor([0.01, 1.0, 1.38, 0.0])
+    kinds = torch.from_numpy(np.random.default_rng(3).choice(4, 5000, p=[0.8, 0.1, 0.05, 0.05]))
+    weight, least = table[kinds], 0.2
+    sampled = gptq_solver.Sampling(table, least)(weight)
+    small = weight < least
+    assert torch.equal(sampled[~small], weight[~small]), "all others keep their weight"
+    assert sampled[small].unique().tolist() == [0, pytest.approx(least)]
+    assert (sampled[kinds == 3] == 0).all()
+    # At each position the sampled sum is within one token's weight of the sum of all.
+    difference = sampled.double().cumsum(0) - weight.double().cumsum(0)
+    assert difference.abs().max() < least + 1e-3
+    assert 150 < int((sampled[small] > 0).sum()) < 250, "one in twenty of 4,000"
+    in_parts = gptq_solver.Sampling(table, least)
+    assert torch.equal(torch.cat([in_parts(part) for part in weight.split([1, 0, 700, 299, 4000])]), sampled)
+
+
+def test_without_small_weights_all_tokens_are_taken() -> None:
+    weight = torch.tensor([1.0, 0.0, 1.0, 0.3])
+    assert torch.equal(gptq_solver.Sampling(weight, 0.2)(weight), weight)
+    assert torch.equal(gptq_solver.Sampling(torch.tensor([0.01, 1.0]), 0.0)(torch.tensor([0.01])), torch.tensor([0.01]))
+
+
+def test_a_hessian_of_sampled_tokens_is_close_to_that_of_all() -> None:
+    rng = np.random.default_rng(5)
+    x, kinds = torch.from_numpy(inputs(rng, 6000, 32)), torch.from_numpy(rng.choice(2, 6000, p=[0.9, 0.1]))
+    x[kinds == 0] *= 2  # a Hessian without the first kind would be another
+    table = torch.tensor([0.01, 1.0])
+    every, sampled, alone = (
+        gptq_solver.Hessian(table),
+        gptq_solver.Hessian(table, 0.2),
+        gptq_solver.Hessian(torch.tensor([0.0, 1.0])),
+    )
+    for hessian in (every, sampled, alone):
+        hessian(x, kinds)
+    exact = every.mean()
+    assert exact is not None and sampled.amax == every.amax == float(x.abs().max())
+    error = [float((h.mean() - exact).norm() / exact.norm()) for h in (sampled, alone)]
+    assert error[0] < 0.5 * error[1]
+
+
 # -- inputs that cannot be used
 
 

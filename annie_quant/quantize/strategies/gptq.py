@@ -1,5 +1,7 @@
 """gptq: the weights' rounding errors are corrected column by column, by the Hessian over the response tokens; W4A4.
 
+A prompt's tokens count a hundredth of a response's: the keys, values and states that responses read are computed from them.
+
 One layer at a time: one layer's weights and Hessians are in memory, besides the hidden states. A linear is calibrated on
 what the rounded linears before it put out, so later ones correct earlier ones. A linear whose inputs cannot be used is
 rounded without correction, with a warning.
@@ -102,12 +104,12 @@ def round_stage(
     """
     from annie_quant.evaluate.engine import split_by_size
     from annie_quant.hf.codec import to_numpy, to_torch
-    from annie_quant.quantize.gptq_solver import Hessian
+    from annie_quant.quantize.gptq_solver import LEAST_WEIGHT, Hessian
 
     rounded: dict[str, torch.Tensor] = {}
     sizes = [4 * layer.linears[group[0]].in_features ** 2 for group in groups]
     for run in split_by_size(sizes, HESSIAN_BYTES):  # each run takes a pass over the text
-        hessians = {groups[i][0]: Hessian(table) for i in run}
+        hessians = {groups[i][0]: Hessian(table, LEAST_WEIGHT) for i in run}
         stage.observe(dict(hessians))
         for group in (groups[i] for i in run):
             hessian = hessians.pop(group[0])
@@ -177,7 +179,7 @@ STRATEGY = Strategy(
     quantize=quantize,
     options={
         "damping": Option(0.05, "added to the Hessian's diagonal, relative to its mean"),
-        "prompt": Option(0.0, "weight of a prompt's token relative to a response's"),
+        "prompt": Option(0.01, "weight of a prompt's token relative to a response's"),
         "activations": ACTIVATIONS,
     },
     scale="sweep",

@@ -16,7 +16,7 @@ from annie_quant import nvfp4
 
 DAMPING = 0.05  # of the mean of the Hessian's diagonal; in llm-compressor's comparison (#2922) .05 was better than .01
 ATTEMPTS = 12  # factorisations of one Hessian, with ten times the damping each
-# Prompts have many more tokens than responses. At their weight of .01 one in twenty is multiplied, which takes little of the time.
+# Prompts have many more tokens than responses. At a weight of .01 one in twenty is multiplied, and they take little of the time.
 LEAST_WEIGHT = 0.2
 
 

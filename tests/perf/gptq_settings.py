@@ -65,7 +65,7 @@ def run_model(name: str, settings: list[str], file: Path, arguments: argparse.Na
         conversations, _ = peers.calibration_text(source, seed, arguments.samples, output)
         target = output / "models" / f"{name}-{seed}-{strategy}-{setting}"
         shutil.rmtree(target, ignore_errors=True)
-        options = dict(item.split("=", 1) for item in setting.split(",") if item)
+        options: dict[str, Any] = dict(item.split("=", 1) for item in setting.split(",") if item)
         start = time.process_time()
         quantize.run(
             strategy,

@@ -1,7 +1,5 @@
 """gptq: the weights' rounding errors are corrected column by column, by the Hessian over the response tokens; W4A4.
 
-A prompt's tokens count a hundredth of a response's: the keys, values and states that responses read are computed from them.
-
 One layer at a time: one layer's weights and Hessians are in memory, besides the hidden states. A linear is calibrated on
 what the rounded linears before it put out, so later ones correct earlier ones. A linear whose inputs cannot be used is
 rounded without correction, with a warning.
@@ -179,7 +177,7 @@ STRATEGY = Strategy(
     quantize=quantize,
     options={
         "damping": Option(0.05, "added to the Hessian's diagonal, relative to its mean"),
-        "prompt": Option(0.01, "weight of a prompt's token relative to a response's"),
+        "prompt": Option(0.0, "weight of a prompt's token relative to a response's, such as 0.01"),
         "activations": ACTIVATIONS,
     },
     scale="sweep",

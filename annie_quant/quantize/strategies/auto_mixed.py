@@ -8,7 +8,7 @@ it has all of them; the scoring loop is therefore ours, with the same steps and 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from annie_quant.checkpoint.linears import all_linears
@@ -23,7 +23,7 @@ from annie_quant.quantize.strategy import Cost, Option, Strategy
 from annie_quant.resume import KeyedJson
 
 if TYPE_CHECKING:
-    from annie_quant.quantize.calibration_samples import Batch
+    from annie_quant.quantize.calibration_samples import Batch, Sample
 
 BITS_OPTION = Option(4.8, "bits per weight, over the linears that may be quantized")
 
@@ -44,7 +44,7 @@ def quantize(job: Job, progress: Progress) -> None:
         f"smallest possible result: {least / 1e6:,.1f} MB; it will have {job.options['bits']} bits per weight"
     )
     samples = calibration_samples.read_samples(job)
-    scored = calibration_samples.make_batches(list(kl_trial.spread(samples))[: job.options["answers"]])
+    scored = list(kl_trial.spread(samples))[: job.options["answers"]]
     calibrating = calibration_samples.make_batches(samples)
     model = kl_trial.load(folder)
     if model.device.type == "cuda":
@@ -53,7 +53,7 @@ def quantize(job: Job, progress: Progress) -> None:
     disabled = ["*conv1d", *(m for m, n in names.items() if n not in set(chosen))]
     modelopt_backend.register()
     try:
-        with quiet(progress), stored_scores(job.measurements("scores.json"), progress):
+        with quiet(progress), stored_scores(scored, job.measurements("scores.json"), progress):
             model, state = mtq.auto_quantize(
                 model,
                 constraints={
@@ -61,7 +61,7 @@ def quantize(job: Job, progress: Progress) -> None:
                     "cost": {"excluded_module_name_patterns": disabled},
                 },
                 quantization_formats=[modelopt_backend.with_backend(mtq.NVFP4_DEFAULT_CFG), mtq.FP8_DEFAULT_CFG],
-                data_loader=Loader(calibrating, scored),
+                data_loader=calibrating,
                 forward_step=forward_step,
                 disabled_layers=disabled,
                 num_calib_steps=len(calibrating),
@@ -79,16 +79,6 @@ def quantize(job: Job, progress: Progress) -> None:
     export(folder, job, Plan(formats, amax, job.scale))
 
 
-class Loader:
-    """What auto_quantize iterates over: first the calibration batches, once per format, then the scored ones."""
-
-    def __init__(self, calibrating: list[Batch], scored: list[Batch]) -> None:
-        self.calibrating, self.scored, self.scoring = calibrating, scored, False
-
-    def __iter__(self) -> Iterator[Batch]:
-        return iter(self.scored if self.scoring else self.calibrating)
-
-
 def forward_step(model: Any, batch: Batch) -> Any:
     """Return the logits of response tokens only [n, V], so that the divergence is theirs."""
     import torch
@@ -102,30 +92,32 @@ def forward_step(model: Any, batch: Batch) -> Any:
 
 
 @contextlib.contextmanager
-def stored_scores(file: KeyedJson, progress: Progress) -> Iterator[None]:
-    """Replace ModelOpt's KL scoring by one that stores every score as soon as it is measured."""
+def stored_scores(scored: Sequence[Sample], file: KeyedJson, progress: Progress) -> Iterator[None]:
+    """Replace ModelOpt's KL scoring by one that stores every score as soon as it is measured. scored: answers."""
     from modelopt.torch.quantization import algorithms
 
     searcher = algorithms.AutoQuantizeKLDivSearcher
     original: Callable[..., None] = searcher.estimate_sensitivity_scores
-    searcher.estimate_sensitivity_scores = lambda self: score(self, file, progress)
+    searcher.estimate_sensitivity_scores = lambda self: score(self, scored, file, progress)
     try:
         yield
     finally:
         searcher.estimate_sensitivity_scores = original
 
 
-def score(searcher: Any, file: KeyedJson, progress: Progress) -> None:
-    """Set the sum of KL(unquantized || quantized) over the scored batches for each group of linears and format.
+def score(searcher: Any, scored: Sequence[Sample], file: KeyedJson, progress: Progress) -> None:
+    """Set the sum of KL(unquantized || quantized) over the scored answers' tokens for each group of linears and format.
 
-    The same loop as ModelOpt 0.47's estimate_sensitivity_scores, one group and format after the other.
+    What ModelOpt 0.47's estimate_sensitivity_scores computes, one group and format after the other; prompts that answers share
+    are computed once per trial.
     """
     import torch
     from modelopt.torch.opt.utils import named_hparams
     from modelopt.torch.quantization import algorithms
 
-    model, loader = searcher.model, searcher.config["data_loader"]
-    loader.scoring = True
+    from annie_quant.evaluate.engine import Engine, Row
+
+    model = searcher.model
     plain = algorithms.QuantRecipe(quant_cfg=None)
     recipes = [(n, h) for n, h in named_hparams(model, unique=True) if isinstance(h, algorithms.QuantRecipeHparam)]
     groups = [(n, h) for n, h in recipes if h.is_configurable]
@@ -134,15 +126,16 @@ def score(searcher: Any, file: KeyedJson, progress: Progress) -> None:
     scores: dict[str, float] = file.load({})
     work = [(n, h, r) for n, h in groups for r in h.choices if r != plain]
     model.eval()
-    reference = [torch.log_softmax(searcher.config["forward_step"](model, b).float(), -1) for b in loader]
+    engine, rows = Engine(model), [Row(s.prompt, s.answer) for s in scored]
+    reference = {i: torch.log_softmax(logits, -1) for i, logits in engine.scores(rows)}
     for done, (name, group, recipe) in enumerate(work, 1):
         key = f"{name} {recipe}"
         if key not in scores:
             group.active = recipe
             total = 0.0
-            for batch, p in zip(loader, reference, strict=True):
-                q = torch.log_softmax(searcher.config["forward_step"](model, batch).float(), -1)
-                total += float((p.exp() * (p - q)).sum())
+            for i, logits in engine.scores(rows):
+                p = reference[i]
+                total += float((p.exp() * (p - torch.log_softmax(logits, -1))).sum())
             group.active = plain
             scores[key] = total
             file.save(scores)

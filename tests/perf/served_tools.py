@@ -3,26 +3,30 @@
     python tests/perf/served_tools.py --python build/vllm/bin/python --work build/served_tools BF16 CHECKPOINT...
 
 vLLM on a CPU answers greedily, 16 prompts at a time (vllm_answers.py): the tool workloads of annie, home and support, one call and
-two calls in an answer, prompts up to --longest tokens. Per checkpoint and gate: passes of bf16 and of the checkpoint, lost and won
-prompts, and the exact one-sided p of McNemar's test. Finished answers are not asked for again. The table is in
-training/tiny_annie/README.md.
+two calls in an answer, prompts up to --longest tokens. --kinds w4a4,w4a16 also serves each checkpoint declared weight-only. Per
+checkpoint and gate, over all prompts and over those of annie that search judges by (the 240 of the gate tool_call): passes of
+bf16 and of the checkpoint, lost and won prompts, the exact one-sided p of McNemar's test, and the verdict by the rule of
+docs/method.md. Finished answers are not asked for again. Tables: training/tiny_annie/README.md, docs/search.md.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from predict_server import ask_vllm, without_end, write_prompts
+from predict_server import ask_vllm, has_mixed_formats, quantizes_activations, weight_only, without_end, write_prompts
 
 from annie_quant import files, judge
 from annie_quant.evaluate.prompts import Request, Template
-from annie_quant.judge.gates import checks
-from annie_quant.judge.paired import mcnemar
+from annie_quant.judge.decision import judge_members
+from annie_quant.judge.decision.paired import points
+from annie_quant.judge.gates import checks, decides
+from annie_quant.schema import PairedGate
 
 GATES = ("tool_call", "tool_arguments", "tool_selection", "tool_values")
 ANNIE = ("tool_memory", "tool_web", "tool_surface")
+SEARCHED = ("tool_memory", "tool_web")  # those with the gate tool_call in a search's default workloads
 OTHERS = tuple(f"{p}/{n}.json" for p in ("home", "support") for n in ("tool_calls", "parallel_calls"))
 
 
@@ -40,6 +44,27 @@ def passes(template: Template, requests: Sequence[Request], answers: Path) -> li
     return [checks(answer, r.case, r.workload) for r, answer in pairs]
 
 
+def comparison(gate: str, before: Sequence[dict[str, bool]], after: Sequence[dict[str, bool]]) -> str:
+    """Return one gate's counts and verdict, over the prompts that it applies to in `before`."""
+    pairs = [(a[gate], b.get(gate, False)) for a, b in zip(before, after, strict=True) if gate in a]
+    pair = PairedGate(len(pairs), sum(a and not b for a, b in pairs), sum(b and not a for a, b in pairs))
+    verdict = judge_members({"served": {gate: pair}}).verdict
+    counts = f"bf16 {sum(a for a, _ in pairs)}, checkpoint {sum(b for _, b in pairs)} of {pair.n}"
+    interval = f"{points(pair.difference)} points (90 % {points(pair.low)} to {points(pair.high)})"
+    judged = f", {verdict}" if decides(gate) else ""
+    return f"{gate}: {counts}; lost {pair.lost}, won {pair.won}, p {pair.p:.1g}; {interval}{judged}"
+
+
+def served_forms(folder: Path, kinds: Sequence[str], work: Path) -> Iterator[tuple[str, Path]]:
+    """Yield (label, folder) of the forms of a checkpoint to serve: as it is (W4A4), and declared W4A16."""
+    if "w4a4" in kinds:
+        yield folder.name, folder
+    if "w4a16" in kinds and has_mixed_formats(folder):
+        print(f"{folder.name}: one declaration of W4A16 does not cover its other formats; left out", flush=True)
+    elif "w4a16" in kinds and quantizes_activations(folder):
+        yield f"{folder.name}-w4a16", weight_only(folder, work)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bf16", type=Path)
@@ -48,23 +73,29 @@ def main() -> None:
     parser.add_argument(
         "--python", type=Path, required=True, help="of vLLM's environment (tests/integration/vllm_cpu.py)"
     )
+    parser.add_argument("--kinds", default="w4a4", help="w4a4, w4a16 or both, comma-separated")
     parser.add_argument("--longest", type=int, default=1500, help="prompt, in tokens")
     args = parser.parse_args()
     template = Template(args.bf16)
     requests = requests_of(template, args.longest)
     prompts = args.work / "prompts.json"
     write_prompts(prompts, requests, template.end_tokens)
-    judged: list[list[dict[str, bool]]] = []
-    for folder in (args.bf16, *args.checkpoints):
-        answers = args.work / f"{folder.name}.json"
+
+    def served(name: str, folder: Path) -> list[dict[str, bool]]:
+        answers = args.work / f"{name}.json"
         if not answers.exists():
             ask_vllm(args.python, folder, prompts, answers, "16")
-        judged.append(passes(template, requests, answers))
-        for gate in GATES if len(judged) > 1 else ():
-            pairs = [(a[gate], b.get(gate, False)) for a, b in zip(judged[0], judged[-1], strict=True) if gate in a]
-            lost, won = sum(a and not b for a, b in pairs), sum(b and not a for a, b in pairs)
-            counts = f"bf16 {sum(a for a, _ in pairs)}, {folder.name} {sum(b for _, b in pairs)} of {len(pairs)}"
-            print(f"{gate}: {counts}; lost {lost}, won {won}, p {mcnemar(lost, won):.1g}", flush=True)
+        return passes(template, requests, answers)
+
+    before = served(args.bf16.name, args.bf16)
+    searched = [i for i, r in enumerate(requests) if r.workload.name in SEARCHED]
+    forms = [form for c in args.checkpoints for form in served_forms(c, args.kinds.split(","), args.work)]
+    for label, folder in forms:
+        after = served(label, folder)
+        for gate in GATES:
+            print(f"{label}, {comparison(gate, before, after)}", flush=True)
+        part = comparison("tool_call", [before[i] for i in searched], [after[i] for i in searched])
+        print(f"{label}, annie's alone, {part}", flush=True)
 
 
 if __name__ == "__main__":

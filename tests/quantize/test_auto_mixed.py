@@ -38,7 +38,9 @@ def log_probabilities(model: nn.Module, sample: Sample) -> torch.Tensor:
     return torch.log_softmax(logits[len(sample.prompt) - 1 :].double(), -1)
 
 
-def test_scores_are_the_divergence_of_each_group_and_format(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_scores_are_the_divergence_of_each_group_and_format(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Scored answers share their prompts' computation; one forward per answer gives the same sums."""
     rows = tmp_path / "rows.jsonl"
     data.generate("annie", n=10, output=rows, seed=1, split="calibration")
@@ -61,6 +63,7 @@ def test_scores_are_the_divergence_of_each_group_and_format(monkeypatch: pytest.
     monkeypatch.setattr(auto_mixed, "score", compare)
     options: dict[str, Any] = {"exclude": ALL_BUT_LAST, "answers": 4, "calib_samples": 6, "bits": 6}
     quantize.run("auto_mixed", TINY_ANNIE, tmp_path / "out", calib_data=rows, **options)
+    assert "Calibrating for" not in capfd.readouterr().err, "ModelOpt's progress bar breaks up the console's lines"
     assert len(checked) == 8, "four groups of the last layer, two formats each"
     for stored, own in checked.values():
         assert stored == pytest.approx(own, rel=0.02)

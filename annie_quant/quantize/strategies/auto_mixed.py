@@ -8,7 +8,7 @@ it has all of them; the scoring loop is therefore ours, with the same steps and 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from annie_quant.checkpoint.linears import all_linears
@@ -93,16 +93,28 @@ def forward_step(model: Any, batch: Batch) -> Any:
 
 @contextlib.contextmanager
 def stored_scores(scored: Sequence[Sample], file: KeyedJson, progress: Progress) -> Iterator[None]:
-    """Replace ModelOpt's KL scoring by one that stores every score as soon as it is measured. scored: answers."""
+    """Replace ModelOpt's KL scoring by one that stores every score as soon as it is measured, and its progress bars by ours.
+
+    scored: answers.
+    """
     from modelopt.torch.quantization import algorithms
 
-    searcher = algorithms.AutoQuantizeKLDivSearcher
+    searcher: Any = algorithms.AutoQuantizeKLDivSearcher
     original: Callable[..., None] = searcher.estimate_sensitivity_scores
+    bar = algorithms.tqdm
+
+    def calibrating(batches: Iterable[Any], total: int | None = None, **_: Any) -> Iterator[Any]:
+        for done, batch in enumerate(batches, 1):
+            progress.update(done, total, f"calibrating: batch {done} of {total}")
+            yield batch
+
     searcher.estimate_sensitivity_scores = lambda self: score(self, scored, file, progress)
+    algorithms.tqdm = calibrating
     try:
         yield
     finally:
         searcher.estimate_sensitivity_scores = original
+        algorithms.tqdm = bar
 
 
 def score(searcher: Any, scored: Sequence[Sample], file: KeyedJson, progress: Progress) -> None:

@@ -40,7 +40,7 @@ NAMES = {
 # Abbreviations without a vowel (three to five letters) that a name may have in it: the field's, and those of libraries.
 ABBREVIATIONS = (
     "bfcl|cls|cpp|cpps|css|csv|ctrl|csrc|ctx|cwd|dns|fds|ffn|gcc|ggml|gptq|html|http|httpx|int|https|ldx|llm|mhz|mlp|mtp|mtq|nccl|nvcc|nvfp|nvml|"
-    "pdl|plt|png|ptr|ptx|qkv|rhs|rms|rng|rss|sfb|sms|sql|src|ssl|std|str|svg|sys|tls|tmp|tmpfs|ttft|txt|url|vllm|vllms|xml"
+    "pdl|plt|png|ptr|ptx|qkv|rhs|rms|rng|rss|sfb|sms|sql|src|ssl|std|str|svg|sys|tls|tmp|tmpfs|tqdm|ttft|txt|url|vllm|vllms|xml"
 )
 COUNTED = (
     "row|line|file|dict|folder|process|thread|connection|column|entry|hash|record|server|GPU|task|byte|block|event|token|"

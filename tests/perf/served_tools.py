@@ -102,8 +102,8 @@ def main() -> None:
     requests = {"": requests_of(template, args.longest)} | (
         {".others": other_requests(template)} if args.others else {}
     )
-    for part, asked in requests.items():
-        write_prompts(args.work / f"prompts{part}.json", asked, template.end_tokens)
+    for part, rows in requests.items():
+        write_prompts(args.work / f"prompts{part}.json", rows, template.end_tokens)
 
     def served(name: str, folder: Path, part: str = "") -> list[dict[str, bool]]:
         answers = args.work / f"{name}{part}.json"

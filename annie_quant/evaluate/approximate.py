@@ -47,8 +47,8 @@ def fast_exp(x: torch.Tensor) -> torch.Tensor:
     y = x * 1.44269504
     f = y - y.floor()
     error = ((f * -0.079204240219773236 - 0.22433836478672356) * f + 0.30354260500649682) * f + 0.00010703434948458272
-    bits = y.sub_(error).mul_(2.0**MANTISSA).add_(EXPONENT_BIAS * 2.0**MANTISSA).clamp_min_(0)
-    return bits.int().view(torch.float32)
+    bits = y.sub_(error).mul_(2.0**MANTISSA).add_(EXPONENT_BIAS * 2.0**MANTISSA)
+    return torch.where(bits < 2.0**MANTISSA, 0, bits).int().view(torch.float32)  # below the least normal number it is 0
 
 
 def exp_u20(x: torch.Tensor) -> torch.Tensor:

@@ -22,20 +22,21 @@ def main() -> None:
     sys.path.pop(0)  # this file's folder, whose modules must not shadow others
     settings = json.loads(sys.stdin.readline())
     environment = make_environment()
-    # The alarm's default action ends the process, also where the parent ended and nobody else would.
+    # The timer's signal ends the process, also where the parent ended and nobody else would. It counts the processor's time: on a
+    # busy machine a sound template may wait for long.
     seconds = settings["seconds"]
     template: Any = None
     limit = (settings["memory_bytes"], settings["memory_bytes"])
     resource.setrlimit(resource.RLIMIT_AS, limit)
     for line in sys.stdin:
-        signal.setitimer(signal.ITIMER_REAL, seconds)
+        signal.setitimer(signal.ITIMER_PROF, seconds)
         try:
             template = template or environment.from_string(settings["template"])
             reply = {"text": template.render(**json.loads(line))}
         except Exception as error:
             reply = {"error": f"{type(error).__name__}: {str(error)[:500]}"}
         text = json.dumps(reply) + "\n"
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         sys.stdout.write(text)
         sys.stdout.flush()
 

@@ -10,7 +10,7 @@ The model stays in float32, and values are rounded where a server stores them in
   attention             cosines and sines, queries, keys and values, and the output; softmax is computed in float32
 So products have exact operands and one rounding, as a GPU kernel's have, and the result is the same on a CPU and a GPU apart from
 the order of sums. Servers differ in that order, and in roundings inside fused kernels. vLLM's CPU kernels are emulated bit for bit
-but for a few sums (profiles vllm-cpu and vllm-cpu-w4a16); for all others the ensemble (evaluate/ensemble.py) measures what such
+except for a few sums (profiles vllm-cpu and vllm-cpu-w4a16); for all others the ensemble (evaluate/ensemble.py) measures what such
 differences do.
 """
 

@@ -82,8 +82,6 @@ GATES: dict[str, Gate] = {
         Gate("tool_values", "argument correctness", _rate(10, 0.6), calls.tool_values, advisory=True),
     )
 }
-_KNOWN_CHECKS: dict[tuple[int, int, int], tuple[tuple[Answer, Case, Workload], dict[str, bool]]] = {}
-MOST_KNOWN = 8192  # entries of _KNOWN_CHECKS
 REFERENCE_GATES = tuple(name for name, gate in GATES.items() if gate.basis == "reference")
 
 
@@ -109,19 +107,8 @@ def decides(name: str) -> bool:
 
 
 def checks(answer: Answer, case: Case, workload: Workload) -> dict[str, bool]:
-    """Return the gates that apply to this case, and whether the answer passes each.
-
-    The results of the last objects are kept: an evaluation counts the same answers in several tables.
-    """
-    judged = (answer, case, workload)
-    key = (id(answer), id(case), id(workload))  # of living objects: the entry holds them
-    known = _KNOWN_CHECKS.get(key)
-    if known is None:
-        results = {name: not fault for name, fault in faults(*judged).items() if fault is not None}
-        if len(_KNOWN_CHECKS) >= MOST_KNOWN:
-            _KNOWN_CHECKS.clear()
-        known = _KNOWN_CHECKS[key] = (judged, results)
-    return dict(known[1])
+    """Return the gates that apply to this case, and whether the answer passes each."""
+    return {name: not fault for name, fault in faults(answer, case, workload).items() if fault is not None}
 
 
 def count(rows: Iterable[dict[str, bool]]) -> dict[str, tuple[int, int]]:

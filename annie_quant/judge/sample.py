@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from annie_quant.errors import UsageError
 from annie_quant.judge.answers import Answer
-from annie_quant.judge.gates import decides, faults
+from annie_quant.judge.gates import checks, decides
 from annie_quant.judge.workloads import Case, Workload
 
 # An answer that every gate applies to: it has text, and its end is known. The bf16 model may answer in words or with a call.
@@ -52,10 +52,7 @@ def applying(workload: Workload, case: Case) -> Counter[str]:
     for turn in range(case.n_turns):
         at_turn = case.at_turn(turn)
         names = {
-            name
-            for reference in REFERENCES
-            for name, fault in faults(ANSWER, replace(at_turn, reference=reference), workload).items()
-            if fault is not None
+            name for reference in REFERENCES for name in checks(ANSWER, replace(at_turn, reference=reference), workload)
         }
         if "same_arguments" in names:  # the stand-in for bf16's call fits no schema
             names |= {"same_validity"} & set(workload.gates)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import subprocess
 import sys
 
 import pytest
 
 from annie_quant import judge
-from annie_quant.judge import gates
 from annie_quant.judge.gate_rule import Threshold, decide, n_to_decide
 from annie_quant.judge.gates import GATES, tabulate
 from annie_quant.judge.library import build_workload
@@ -169,28 +167,3 @@ def test_the_token_limit_of_a_case_is_its_own_where_it_has_one():
     cut = judge.Answer("x", finish_reason="length")
     assert [workload.max_tokens_for(c) for c in workload.cases] == [7, 50]
     assert [judge.faults(cut, c, workload)["stop"][-4:] for c in workload.cases] == [" (7)", "(50)"]
-
-
-def test_an_answer_is_checked_once_per_case(monkeypatch):
-    workload = build_workload(
-        {"name": "w", "description": "", "thinking": False, "max_tokens": 50, "temperature": 0, "gates": ["stop"], "cases": [
-            {"id": "a", "messages": [{"role": "user", "content": "x"}]}]}
-    )  # fmt: skip
-    [case] = workload.cases
-    checked = []
-
-    def check(answer, case, workload):
-        checked.append(answer.text)
-        return "" if answer.text == case.reference.text else "differs"
-
-    monkeypatch.setitem(GATES, "stop", dataclasses.replace(GATES["stop"], check=check))
-    yes, no = judge.Answer("yes"), judge.Answer("no")
-    like_yes = dataclasses.replace(case, reference=yes)
-    first = judge.checks(yes, like_yes, workload)
-    first["stop"] = False
-    assert judge.checks(yes, like_yes, workload) == {"stop": True}, "the caller's copy is its own"
-    assert judge.checks(no, like_yes, workload) == {"stop": False}
-    assert judge.checks(yes, dataclasses.replace(case, reference=no), workload) == {"stop": False}
-    assert checked == ["yes", "no", "yes"]
-    monkeypatch.setattr(gates, "MOST_KNOWN", 1)
-    assert judge.checks(judge.Answer("no"), like_yes, workload) == {"stop": False} and len(gates._KNOWN_CHECKS) == 1

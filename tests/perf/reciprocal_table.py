@@ -8,6 +8,7 @@ first line with integer coefficients that gives all of them is printed.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from annie_quant.evaluate.approximate import RECIPROCALS  # noqa: E402
 
 
 def main() -> int:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     bits = np.arange(1 << 23, dtype=np.uint32) | 0x3F800000
     results = instruction(bits.view(np.float32)).view(np.uint32).astype(np.int64)
     used = np.concatenate(

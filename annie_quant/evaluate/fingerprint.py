@@ -28,7 +28,16 @@ from annie_quant.evaluate.pair import StrPath
 from annie_quant.evaluate.prompts import Template
 from annie_quant.hf.emulation import USUAL, SumOrder, emulate
 from annie_quant.hf.loading import load, profiles_of
-from annie_quant.hf.profiles import EXACT, FLOAT32, SERVED, UNQUANTIZED, Profile, find_profile, in_bfloat16, in_float32
+from annie_quant.hf.profiles import (
+    CPU_KERNELS,
+    EXACT,
+    SERVED,
+    UNQUANTIZED,
+    Profile,
+    find_profile,
+    in_bfloat16,
+    in_float32,
+)
 
 FLOOR = 0.001  # least noise: approximate exponentials and other orders of sums
 LIMIT = 2.0  # times the noise
@@ -144,15 +153,17 @@ def fingerprint(
     engine = loaded(checkpoint, device)
     available = profiles_of(engine.model)
     # Rounded operands (vllm-emulation) change log-probabilities by less than the noise of vllm-cutlass: no name for them.
-    # The same holds for beta's roundings.
-    plain = [n for n in SERVED if find_profile(n).operands == EXACT and find_profile(n).beta == FLOAT32]
+    plain = [n for n in SERVED if find_profile(n).operands == EXACT]
     names = [n for n in ("float32", *plain) if n in available] or list(available)
     candidates = [candidate(engine, name, find_profile(name)) for name in names]
     if available != [UNQUANTIZED.name]:
         candidates.append(candidate(loaded(reference, device), REFERENCE, in_bfloat16(UNQUANTIZED)))
     candidates.sort(key=lambda c: -c.log_likelihood)
     likely = [c for c in candidates if not significantly_less(by_prompt[c.name], by_prompt[candidates[0].name])]
-    likely.sort(key=lambda c: not c.name.startswith(family))  # stable
+    on_cpus = {name for name in names if find_profile(name).delta_rule == CPU_KERNELS}
+    likely.sort(
+        key=lambda c: (not c.name.startswith(family), c.name in on_cpus)
+    )  # stable; a CPU's only where nothing else is
     candidates = [*likely, *(c for c in candidates if c not in likely)]
     n_values = sum(len(v) for v in served)
     also = [c.name for c in likely[1:]]

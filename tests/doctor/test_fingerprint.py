@@ -125,6 +125,16 @@ def test_each_profile_is_named(models: tuple[Path, Path], name: str, style: str)
 
 
 @pytest.mark.usefixtures("short")
+def test_a_cpus_kernels_are_the_closest_to_themselves(models: tuple[Path, Path]) -> None:
+    """This model is too small to tell them from a GPU's for sure, so the GPU's name comes first."""
+    model = load(models[0], cache="float32", dtype=torch.float32)
+    with emulate(model, find_profile("vllm-cpu")), server(decoder(model), "vllm") as url:
+        _, result = checks.check_server(url, *models)
+    assert min(result.candidates, key=lambda c: c.difference).name == "vllm-cpu"
+    assert result.name == "vllm-cpu" or (result.name == "vllm-cutlass" and "vllm-cpu" in result.also)
+
+
+@pytest.mark.usefixtures("short")
 def test_the_bf16_model_behind_the_checkpoints_name_is_a_fault(models: tuple[Path, Path]) -> None:
     model = load(models[1], dtype=torch.float32)
     with emulate(model, in_bfloat16(UNQUANTIZED)), server(decoder(model), "vllm") as url:

@@ -24,6 +24,7 @@ from annie_quant.doctor import fingerprint as checks  # noqa: E402
 from annie_quant.doctor.logprobs import read_answer, served_answers  # noqa: E402
 from annie_quant.errors import ServerError, UsageError  # noqa: E402
 from annie_quant.evaluate import fingerprint as offline  # noqa: E402
+from annie_quant.evaluate.engine import Engine  # noqa: E402
 from annie_quant.evaluate.fingerprint import Candidate, Fingerprint  # noqa: E402
 from annie_quant.hf import load  # noqa: E402
 from annie_quant.hf.emulation import emulate  # noqa: E402
@@ -126,9 +127,19 @@ def test_each_profile_is_named(models: tuple[Path, Path], name: str, style: str)
 
 @pytest.mark.usefixtures("short")
 def test_a_cpus_kernels_are_the_closest_to_themselves(models: tuple[Path, Path]) -> None:
-    """This model is too small to tell them from a GPU's for sure, so the GPU's name comes first."""
-    model = load(models[0], cache="float32", dtype=torch.float32)
-    with emulate(model, find_profile("vllm-cpu")), server(decoder(model), "vllm") as url:
+    """This small model does not separate them from a GPU's for sure; then the GPU's name comes first."""
+    engine = Engine(load(models[0], cache="float32", dtype=torch.float32))
+
+    def answer(prompt: list[int], n_tokens: int, n_best: int) -> list[tuple[int, dict[int, float]]]:
+        ids, steps = list(prompt), []
+        for _ in range(n_tokens):
+            (forward,) = engine.forwards([ids], [len(prompt) - 1])
+            best = torch.log_softmax(engine.logits(forward.hidden[0, -1]).float(), -1).topk(n_best)
+            steps.append((int(best.indices[0]), dict(zip(best.indices.tolist(), best.values.tolist(), strict=True))))
+            ids.append(steps[-1][0])
+        return steps
+
+    with emulate(engine.model, find_profile("vllm-cpu")), server(answer, "vllm") as url:
         _, result = checks.check_server(url, *models)
     assert min(result.candidates, key=lambda c: c.difference).name == "vllm-cpu"
     assert result.name == "vllm-cpu" or (result.name == "vllm-cutlass" and "vllm-cpu" in result.also)

@@ -6,7 +6,7 @@ bfloat16 operands of products and float32 sums and states, as on a GPU. The diff
   (I + A)^-1     each row is rounded before the next one is computed from it
   q S            q is multiplied by the decay e^G and rounded first; on a GPU the float32 product is multiplied by e^G
   state          k is multiplied by the decay up to the chunk's end and rounded; on a GPU the new values are
-  exponentials   of decays are approximate (approximate.py), but for that of a whole chunk
+  exponentials   of decays are approximate (approximate.py), except that of a whole chunk
 A decoded token (fused_sigmoid_gating_delta_rule_update_cpu) is computed in float32, as on a GPU. Queries and keys are normalized
 with an epsilon of 1e-5 in both, 1e-6 on a GPU. The convolution's SiLU has an approximate reciprocal (conv.cpp there). Beta's
 roundings are the profile's (hf/profiles.py).

@@ -161,9 +161,8 @@ def fingerprint(
     candidates.sort(key=lambda c: -c.log_likelihood)
     likely = [c for c in candidates if not significantly_less(by_prompt[c.name], by_prompt[candidates[0].name])]
     on_cpus = {name for name in names if find_profile(name).delta_rule == CPU_KERNELS}
-    likely.sort(
-        key=lambda c: (not c.name.startswith(family), c.name in on_cpus)
-    )  # stable; a CPU's only where nothing else is
+    # Stable; of equals, the name of a GPU's kernels.
+    likely.sort(key=lambda c: (not c.name.startswith(family), c.name in on_cpus))
     candidates = [*likely, *(c for c in candidates if c not in likely)]
     n_values = sum(len(v) for v in served)
     also = [c.name for c in likely[1:]]

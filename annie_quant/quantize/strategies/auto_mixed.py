@@ -80,7 +80,7 @@ def quantize(job: Job, progress: Progress) -> None:
 
 
 def forward_step(model: Any, batch: Batch) -> Any:
-    """Return the logits of response tokens only [n, V], so that the divergence is theirs."""
+    """Calibrate on a batch, and return the logits of its response tokens [n, V]: a quantized head is calibrated on these only."""
     import torch
 
     from annie_quant.quantize.calibration_samples import PROMPT

@@ -5,7 +5,7 @@ gradient (the post-scale of ModelOpt's Dual-LSQ).
 Rounding: the scales stay, and an offset per weight follows Adam, as in quantization-aware training. Each offset starts from the
 source's weight, moved into the cell of the values that round to its code: so the start is the plan, and codes near a border
 change first. From the middle of the cells no code would change for many steps, and larger steps undo the error correction of GPTQ.
-The loss is KL(source || rounded) over the tokens that count, with activations rounded as a server rounds them; when the rounding
+The loss is KL(source || rounded) over the tokens that count, with activations rounded where a server rounds them; when the rounding
 is learned, not rounded in a share of the steps, so that W4A16 does not pay for W4A4. The source's weights, one dequantized linear
 at a time and what is learned are in memory (20 bytes per weight with the rounding); decoder layers are recomputed in the backward
 pass. The KL on answers that no step learns from decides which step is chosen; the start is one of them.
@@ -30,6 +30,7 @@ from annie_quant.progress import SILENT, Progress
 from annie_quant.quantize import column_sweep, fake_quant, kl_trial
 from annie_quant.quantize.calibration_samples import Batch, Sample, TokenWeights, make_batches, padded
 from annie_quant.quantize.column_sweep import GROUP, Rounded
+from annie_quant.quantize.formats import NVFP4
 from annie_quant.quantize.input_stats import weight_table, with_padding
 from annie_quant.quantize.layerwise import use_own_delta_rule
 from annie_quant.quantize.learned_rounding import HELD_OUT, Learned, LearnedWeight, follow_signs, keep_best
@@ -99,15 +100,15 @@ def into_cells(values: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
 class DistilledModel:
     """A model with DistilledLinear instead of the plan's linears."""
 
-    def __init__(
-        self, folder: ModelFolder, plan: Plan, token_weights: TokenWeights, activations: int, rounding: bool
-    ) -> None:
+    def __init__(self, folder: ModelFolder, plan: Plan, token_weights: TokenWeights, rounding: bool) -> None:
         self.model = kl_trial.load(folder)
         self.device = next(self.model.parameters()).device
         use_own_delta_rule(self.model, str(self.device))
         self.table = with_padding(weight_table(token_weights, self.device))
         self.model.requires_grad_(False)
-        inputs = folder.family.largest_of_input({n: plan.amax[n] for n in plan.packed if n in plan.amax})
+        inputs = folder.family.largest_of_input(
+            {n: plan.amax[n] for n in plan.packed if plan.formats[n] == NVFP4 and n in plan.amax}
+        )
         self.linears: dict[str, DistilledLinear] = {}
         for name, packed in plan.packed.items():
             place = folder.family.in_form(name, multimodal=False)
@@ -115,8 +116,7 @@ class DistilledModel:
             owner = self.model.get_submodule(parent)
             linear: nn.Linear = getattr(owner, leaf)
             start = rounded_of(packed, self.device, linear.weight.detach() if rounding else None)
-            top = inputs.get(name, 0.0) if activations == 4 else 0.0
-            distilled = DistilledLinear(linear, start, float(packed.tensor_scale), top, rounding)
+            distilled = DistilledLinear(linear, start, float(packed.tensor_scale), inputs.get(name, 0.0), rounding)
             setattr(owner, leaf, distilled)
             self.linears[name] = distilled
         # Tensors that a fold changed, and that are not rounded: the parameter, its value in the source and in the plan.
@@ -202,7 +202,6 @@ def distil(
     samples: Sequence[Sample],
     token_weights: TokenWeights,
     steps: int,
-    activations: int = 4,
     rounding: bool = False,
     seed: int = 0,
     travel: float = TRAVEL,
@@ -215,7 +214,7 @@ def distil(
     """
     if rounding and plan.weights:
         raise UsageError("codes start from the source's weights, which a fold changed", "--set distilled=scales")
-    whole = DistilledModel(folder, plan, token_weights, activations, rounding)
+    whole = DistilledModel(folder, plan, token_weights, rounding)
     answers = list(kl_trial.spread([s for s in samples if any(token_weights.get(k, 0.0) > 0 for k in s.kinds)]))
     held_out = min(JUDGE, len(answers) // HELD_OUT)
     judged = make_batches(answers[: held_out or JUDGE], 4096)

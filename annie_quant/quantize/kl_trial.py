@@ -25,12 +25,15 @@ from annie_quant.quantize.calibration_samples import Sample, TokenWeights
 from annie_quant.quantize.formats import FP8, QUANTIZED_INPUTS
 from annie_quant.quantize.layerwise import device_and_dtype
 
+LEAST_ANSWERS = 8  # that share a trial's tokens
+
 
 class Trial:
     """One model, and its own logits as the reference.
 
     token_weights: how much a token counts, by its kind.
-    tokens: of answers, scored at most; every trial is a pass over them, and their logits stay in memory.
+    tokens: of answers, scored at most; every trial is a pass over them, and their logits stay in memory. Longer answers than a
+        LEAST_ANSWERS-th of them are cut.
     """
 
     def __init__(
@@ -38,18 +41,16 @@ class Trial:
     ) -> None:
         self.family, self.model = folder.family, load(folder)
         self.engine = Engine(self.model)
-        total = 0
-        chosen: list[Sample] = []
+        self.rows: list[Row] = []
+        self.weights: list[torch.Tensor] = []
+        device, total = next(self.model.parameters()).device, 0
         for sample in spread(samples):
-            if total + len(sample.answer) <= tokens:
-                total += len(sample.answer)
-                chosen.append(sample)
-        self.rows = [Row(s.prompt, s.answer) for s in chosen]
-        device = next(self.model.parameters()).device
-        self.weights = [
-            torch.tensor([token_weights.get(k, 0.0) for k in s.kinds[len(s.prompt) - 1 :]], device=device)
-            for s in chosen
-        ]
+            answer = sample.answer[: max(1, tokens // LEAST_ANSWERS)]
+            if total + len(answer) <= tokens:
+                total += len(answer)
+                kinds = sample.kinds[len(sample.prompt) - 1 :][: len(answer)]
+                self.rows.append(Row(sample.prompt, answer))
+                self.weights.append(torch.tensor([token_weights.get(k, 0.0) for k in kinds], device=device))
         # float16 halves the memory for large vocabularies; the reference is compared with its own rounded self, too.
         self.reference = {i: torch.log_softmax(logits, -1).half() for i, logits in self.engine.scores(self.rows)}
 
@@ -73,6 +74,37 @@ class Trial:
         """Return the divergence with these linears rounded. All keys are the checkpoint's names of linears."""
         with rounded(self.model, self.family, formats, amax, scale, importance):
             return self.divergence()
+
+    def largest_inputs(self, names: Sequence[str]) -> dict[str, float]:
+        """Return linear → its largest |input| over the scored answers and their prompts, if it had any."""
+        largest: dict[str, float] = {}
+
+        def observe(name: str, module: Any, args: tuple[Any, ...]) -> None:
+            if args[0].numel():
+                largest[name] = max(largest.get(name, 0.0), float(args[0].detach().abs().max()))
+
+        linears = {n: self.model.get_submodule(self.family.in_form(n, multimodal=False)) for n in names}
+        hooks = [linear.register_forward_pre_hook(partial(observe, name)) for name, linear in linears.items()]
+        try:
+            with torch.inference_mode():
+                self.divergence()
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return largest
+
+    def cost_of_inputs(self, amax: Mapping[str, float]) -> float:
+        """Return the divergence with only inputs rounded, to NVFP4. amax: linear → its largest |input|."""
+        hooks = []
+        for name, top in self.family.largest_of_input(amax).items():
+            linear = self.model.get_submodule(self.family.in_form(name, multimodal=False))
+            hooks.append(linear.register_forward_pre_hook(input_hook(fake_quant.nvfp4_input, top)))
+        try:
+            with torch.inference_mode():
+                return self.divergence()
+        finally:
+            for hook in hooks:
+                hook.remove()
 
 
 def spread(samples: Sequence[Sample]) -> Iterator[Sample]:

@@ -24,6 +24,7 @@ from annie_quant import nvfp4
 from annie_quant.evaluate.engine import split_by_size
 from annie_quant.hf.experts import SingleExperts
 from annie_quant.quantize import column_sweep, fake_quant
+from annie_quant.quantize.formats import NVFP4
 from annie_quant.quantize.gptq_solver import LEAST_WEIGHT, FactorError, Sampling
 from annie_quant.quantize.input_stats import by_input
 from annie_quant.quantize.kl_trial import input_hook
@@ -39,14 +40,13 @@ RAISED = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0)  # factors of the damping
 @dataclass(frozen=True)
 class Method:
     """How weights are rounded. damping, order, candidates: of the sweep.  cross: damping of the correction for the inputs'
-    difference, or None.  activations: 4 if linears round their inputs.  steps: of learned rounding.
+    difference, or None.  steps: of learned rounding.
     """
 
     damping: float = 0.05
     order: str = "blocks"
     candidates: Sequence[int] = column_sweep.NEAR_CODES
     cross: float | None = 0.1
-    activations: int = 4
     steps: int = 0
 
 
@@ -103,12 +103,15 @@ class _Reached(Exception):
 
 
 class LayerRounder:
-    """One decoder layer: the source's module `true`, and `fake`, whose linears are rounded one group after the other."""
+    """One decoder layer: the source's module `true`, and `fake`, whose linears are rounded one group after the other.
 
-    def __init__(self, layer: DecoderLayer, chosen: set[str], table: torch.Tensor, method: Method) -> None:
-        self.layer, self.table, self.method = layer, table, method
+    formats: full name of each linear that is rounded → "nvfp4" where a server rounds its inputs, too, or "w4a16".
+    """
+
+    def __init__(self, layer: DecoderLayer, formats: Mapping[str, str], table: torch.Tensor, method: Method) -> None:
+        self.layer, self.formats, self.table, self.method = layer, formats, table, method
         self.groups = [
-            g for g in ([n for n in group if f"{layer.name}.{n}" in chosen] for group in layer.groups()) if g
+            g for g in ([n for n in group if f"{layer.name}.{n}" in formats] for group in layer.groups()) if g
         ]
         self.amax: dict[str, float] = {}
         self.rounded: dict[str, column_sweep.Rounded] = {}
@@ -248,7 +251,7 @@ class LayerRounder:
         result = {g[0]: Moments(self.table) for g in groups}
         experts = self.layer.experts_of(groups[0][0]) is not None
         last = None if experts else groups[0][0]
-        for group in groups if self.method.activations == 4 else ():
+        for group in groups:
             self.round_inputs(group)
         for i, ((true_state, kinds), state) in enumerate(zip(self.batches(true_states), states, strict=True)):
             true: dict[str, torch.Tensor] = {}
@@ -260,9 +263,9 @@ class LayerRounder:
         return result
 
     def round_inputs(self, group: Sequence[str]) -> None:
-        """Let the linears of a group round their inputs from now on, as a server does."""
+        """Let the linears of a group round their inputs from now on, where a server does."""
         for name in group:
-            if top := self.amax.get(name):
+            if self.formats[f"{self.layer.name}.{name}"] == NVFP4 and (top := self.amax.get(name)):
                 self.linear(self.fake, name).register_forward_pre_hook(input_hook(fake_quant.nvfp4_input, top))
 
     def round_group(self, group: Sequence[str], moments: Moments, tops: Mapping[str, float]) -> None:

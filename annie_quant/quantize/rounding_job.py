@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,15 +20,14 @@ from annie_quant.hf import codec
 from annie_quant.models import in_layer, layer_of
 from annie_quant.progress import Progress
 from annie_quant.quantize import calibration_samples, column_sweep, learned_rounding
-from annie_quant.quantize.calibration_samples import TokenWeights
+from annie_quant.quantize.calibration_samples import Sample, TokenWeights
 from annie_quant.quantize.expert_coverage import Coverage, one_per_layer
-from annie_quant.quantize.formats import NVFP4, W4A16
 from annie_quant.quantize.input_stats import weight_table
 from annie_quant.quantize.job import Job
 from annie_quant.quantize.layer_rounding import LayerRounder, Method, Streams
 from annie_quant.quantize.layerwise import DecoderLayer, DecoderLayers, device_and_dtype
-from annie_quant.quantize.plan import Plan, announce_size
-from annie_quant.quantize.select import choose, decoder_linears
+from annie_quant.quantize.plan import Plan
+from annie_quant.quantize.select import decoder_linears
 from annie_quant.quantize.strategies import awq_lite
 
 log = logging.getLogger(__name__)
@@ -77,20 +77,26 @@ class LayerResult:
         return cls(packed, {n: float.fromhex(v) for n, v in about["amax"].items()}, about["tokens"], folded)
 
 
-def round_model(job: Job, progress: Progress, method: Method, token_weights: TokenWeights, fold: bool = False) -> Plan:
-    """Return the plan with every chosen linear rounded. fold: fold activation-aware scales into each layer first.
+def round_model(
+    folder: ModelFolder,
+    formats: Mapping[str, str],
+    samples: Sequence[Sample],
+    job: Job,
+    progress: Progress,
+    method: Method,
+    token_weights: TokenWeights,
+    fold: bool = False,
+) -> Plan:
+    """Return the plan with every linear of `formats` rounded. fold: fold activation-aware scales into each layer first.
 
-    Raises CheckpointError where a chosen linear is in no decoder layer.
+    Raises CheckpointError where one of them is in no decoder layer.
     """
-    folder = ModelFolder(job.model)
-    chosen = choose(folder, job.exclude)
-    plan = Plan(dict.fromkeys(chosen, NVFP4 if method.activations == 4 else W4A16), scale=job.scale)
-    announce_size(folder, plan.formats, job, progress)
-    outside = [n for n in chosen if not folder.family.in_decoder(n)]
+    plan = Plan(dict(formats), scale=job.scale)
+    outside = [n for n in formats if not folder.family.in_decoder(n)]
     if outside:
         raise CheckpointError(f"{outside[0]} is in no decoder layer", f"--exclude-layers {outside[0]}")
     tokens = MAX_BATCH_TOKENS[device_and_dtype(folder)[0].partition(":")[0]]
-    batches = calibration_samples.make_batches(calibration_samples.read_samples(job), tokens)
+    batches = calibration_samples.make_batches(samples, tokens)
     model = DecoderLayers(folder, batches)
     progress.message(memory_needed(folder, model, method))
     streams, table, store = Streams(model), weight_table(token_weights, model.device), job.work_folder()
@@ -101,7 +107,7 @@ def round_model(job: Job, progress: Progress, method: Method, token_weights: Tok
         left = f", {(time.monotonic() - begun) / fresh * (count - layer.index):,.0f} s left" if fresh else ""
         progress.update(layer.index, count, f"rounding: layer {layer.index + 1} of {count}{left}")
         file = store / f"layer-{layer.index:04d}.safetensors"
-        rounder = LayerRounder(layer, set(chosen), table, method)
+        rounder = LayerRounder(layer, plan.formats, table, method)
         outputs = rounder.measure(streams.true)
         if method.cross is None:  # then nothing reads the true inputs again, and their memory is free
             streams.true = outputs
@@ -114,8 +120,8 @@ def round_model(job: Job, progress: Progress, method: Method, token_weights: Tok
             folded: dict[str, np.ndarray] = {}
             if fold:
                 amax: dict[str, float] = {}
-                changed = awq_lite.fold_layer(layer, set(chosen), amax, advance=False)
-                folded = {in_layer(n): a for n, a in changed.items() if n.removesuffix(".weight") not in chosen}
+                changed = awq_lite.fold_layer(layer, set(formats), amax, advance=False)
+                folded = {in_layer(n): a for n, a in changed.items() if n.removesuffix(".weight") not in formats}
                 rounder.start()
                 rounder.set_amax(amax)
             rounder.quantize(streams.true, model.states)
@@ -153,9 +159,8 @@ def restore(rounder: LayerRounder, result: LayerResult) -> None:
         linear = rounder.linear(rounder.fake, name)
         linear.weight.data = codec.to_torch(nvfp4.unpack(tensor, "float32")).to(linear.weight)
     rounder.amax = result.amax
-    if rounder.method.activations == 4:
-        for group in rounder.groups:
-            rounder.round_inputs(group)
+    for group in rounder.groups:
+        rounder.round_inputs(group)
 
 
 def memory_needed(folder: ModelFolder, model: DecoderLayers, method: Method) -> str:

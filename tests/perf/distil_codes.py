@@ -34,8 +34,8 @@ def plan_of(checkpoint: Path) -> Plan:
     """Return the codes and input scales of a checkpoint."""
     folder, plan = ModelFolder(checkpoint), Plan({})
     for linear in dialects.linears(folder).values():
-        plan.formats[linear.name], plan.packed[linear.name] = "nvfp4", linear.load(folder)
         scale = linear.input_scale(folder)
+        plan.formats[linear.name], plan.packed[linear.name] = "w4a16" if scale is None else "nvfp4", linear.load(folder)
         if scale is not None:
             plan.amax[linear.name] = float(scale.multiplier) * LARGEST_NVFP4
     return plan

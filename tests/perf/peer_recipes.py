@@ -230,6 +230,8 @@ RECIPES: dict[str, Callable[[argparse.Namespace], Work]] = {
     "gptq": lambda a: ours(a, "gptq"),
     "best --effort fast": lambda a: ours(a, "best", effort="fast"),
     "best --effort normal": lambda a: ours(a, "best", effort="normal"),
+    "best --effort fast, all W4A4": lambda a: ours(a, "best", effort="fast", activations=4),
+    "best --effort normal, all W4A4": lambda a: ours(a, "best", effort="normal", activations=4),
     "ModelOpt MSE": lambda a: model_opt(a, "NVFP4_W4A4_WEIGHT_MSE_FP8_SWEEP_CFG"),
     "llm-compressor GPTQ": lambda a: llm_compressor(a, awq=False),
     "llm-compressor AWQ + GPTQ": lambda a: llm_compressor(a, awq=True),

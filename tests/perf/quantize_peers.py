@@ -52,6 +52,8 @@ OURS, LLM_COMPRESSOR, AUTO_ROUND = "ours", "llm-compressor", "auto-round"
 ROWS = {
     "naive": OURS,
     "gptq": OURS,
+    "best --effort fast, all W4A4": OURS,
+    "best --effort normal, all W4A4": OURS,
     "best --effort fast": OURS,
     "best --effort normal": OURS,
     "ModelOpt MSE": OURS,
@@ -257,7 +259,7 @@ def against(runs: list[dict[str, Any]], rows: list[str]) -> Iterator[str]:
     columns = [f"{kind.upper()} {what}" for kind in NUMERICS for what in ("KL", "flips")]
     yield "| ours, other | pairs | " + " | ".join(f"{c}: lower, ratio, p" for c in columns) + " |"
     yield "|---" * (len(columns) + 2) + "|"
-    ours = [r for r in rows if r in ("gptq", "best --effort fast", "best --effort normal")]
+    ours = [r for r in rows if r == "gptq" or r.startswith("best ")]
     for i, own in enumerate(ours):
         for peer in (r for r in rows if r not in ours[i:]):
             both = [(by_key[(*p, own)], by_key[(*p, peer)]) for p in pairs if {(*p, own), (*p, peer)} <= by_key.keys()]

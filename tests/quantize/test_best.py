@@ -36,7 +36,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(home: Path, name: str, model: str = "model", **options) -> Path:
-    settings = {"calib_data": home / "calib.jsonl", "calib_samples": 4, "steps": 2, **options}
+    settings = {"calib_data": home / "calib.jsonl", "calib_samples": 4, "steps": 2, "activations": 4, **options}
     quantize.run("best", home / model, home / name, **settings)
     return home / name
 
@@ -45,15 +45,18 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {p.name: p.read_bytes() for p in sorted(folder.iterdir())}
 
 
-def rounders(home: Path, method: Method, index: int) -> tuple[LayerRounder, Streams, list[torch.Tensor]]:
-    """Return one layer, rounded, after the layers before it."""
+def rounders(
+    home: Path, method: Method, index: int, narrow: str = ""
+) -> tuple[LayerRounder, Streams, list[torch.Tensor]]:
+    """Return one layer, rounded, after the layers before it. narrow: part of the names of linears with rounded inputs."""
     folder = ModelFolder(home / "model")
     samples = calibration_samples.samples_of_rows(home / "model", read_conversations(home / "calib.jsonl", 4))
     model = DecoderLayers(folder, calibration_samples.make_batches(samples, 1024))
-    chosen = {n.removesuffix(".weight") for n in folder if "_proj.weight" in n and folder.info(n).shape[0] > 8}
+    chosen = [n.removesuffix(".weight") for n in folder if "_proj.weight" in n and folder.info(n).shape[0] > 8]
+    formats = {n: "nvfp4" if narrow in n else "w4a16" for n in chosen}
     streams = Streams(model)
     for layer in model:
-        rounder = LayerRounder(layer, chosen, torch.tensor([0.1, 1, 1, 1, 1]), method)
+        rounder = LayerRounder(layer, formats, torch.tensor([0.1, 1, 1, 1, 1]), method)
         outputs = rounder.measure(streams.true)
         rounder.quantize(streams.true, model.states)
         if layer.index == index:

@@ -12,15 +12,18 @@ from typing import Any
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.errors import UsageError
 from annie_quant.progress import Progress
+from annie_quant.quantize.formats import NVFP4, W4A16
 from annie_quant.quantize.job import Job
-from annie_quant.quantize.strategy import ACTIVATIONS, ALL_NVFP4, SWEEP_TIME, Cost, Option, Strategy
+from annie_quant.quantize.plan import announce_size
+from annie_quant.quantize.select import choose
+from annie_quant.quantize.strategy import ALL_NVFP4, SWEEP_TIME, Cost, Option, Strategy
 
 STEPS = {"fast": 0, "normal": 100, "max": 1000}  # of learned rounding per layer
 
 
 def quantize(job: Job, progress: Progress) -> None:
     from annie_quant.quantize import calibration_samples as text
-    from annie_quant.quantize import column_sweep, rounding_job
+    from annie_quant.quantize import column_sweep, format_choice, rounding_job
     from annie_quant.quantize.export import export
     from annie_quant.quantize.layer_rounding import Method
 
@@ -36,17 +39,22 @@ def quantize(job: Job, progress: Progress) -> None:
         order=options["order"],
         candidates=column_sweep.ALL_CODES if options["codes"] == "all" else column_sweep.NEAR_CODES,
         cross=options["cross"] or None,
-        activations=options["activations"],
         steps=steps,
     )
+    folder = ModelFolder(job.model)
+    chosen = choose(folder, job.exclude)
+    formats = dict.fromkeys(chosen, W4A16 if options["activations"] == "16" else NVFP4)
+    samples = text.read_samples(job)
+    if options["activations"] == "mixed":
+        formats = format_choice.formats_of_inputs(folder, chosen, samples, options["share"], job, progress)
+    announce_size(folder, formats, job, progress)
     marks = dict.fromkeys((text.TOOL_MARKUP, text.END_OF_TURN), options["markup"])
     weights = {**text.RESPONSE, **marks, text.PROMPT: options["prompt"]}
-    plan = rounding_job.round_model(job, progress, method, weights, fold=options["fold"] == "awq")
-    folder = ModelFolder(job.model)
+    fold = options["fold"] == "awq"
+    plan = rounding_job.round_model(folder, formats, samples, job, progress, method, weights, fold)
     if options["distil"]:
         from annie_quant.quantize import distillation
 
-        samples = text.read_samples(job)
         responses = {**weights, text.PROMPT: 0.0}
         learned = distillation.distil(
             folder,
@@ -54,7 +62,6 @@ def quantize(job: Job, progress: Progress) -> None:
             samples,
             responses,
             options["distil"],
-            options["activations"],
             rounding=rounding,
             seed=job.seed,
             progress=progress,
@@ -94,7 +101,9 @@ STRATEGY = Strategy(
         "distil": Option(0, "steps learned by KL through the whole model, which is in memory then"),
         "distilled": Option("scales", "what these steps learn: block scales, or codes near a border", ("scales", "rounding")),
         "fold": Option("none", "fold activation-aware scales into the layer first", ("none", "awq")),
-        "activations": ACTIVATIONS,
+        "activations": Option("mixed", "bits of the inputs: 4 or 16 of all linears, or 4 of as many weights as `share` allows",
+                              ("mixed", "4", "16")),
+        "share": Option(0.05, "of the divergence that rounding all inputs adds, what activations=mixed may leave"),
     },
     scale="sweep",
     searched=False,  # until it is measured to keep more than gptq (docs/strategies.md)

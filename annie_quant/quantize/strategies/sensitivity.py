@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.errors import UsageError
-from annie_quant.models import Family
 from annie_quant.progress import Progress
+from annie_quant.quantize.format_choice import least_cost, units_of, with_rounded_inputs
 from annie_quant.quantize.formats import BITS, FP8, NVFP4, PLAIN_BITS, W4A16
 from annie_quant.quantize.job import Job
 from annie_quant.quantize.plan import Plan, active_weights, announce_size, effective_bits
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from annie_quant.quantize.input_stats import InputStats
 
 FORMATS = (NVFP4, W4A16, FP8)
-TIE = 1e-9  # sums of sizes that differ by less of the limit are equal
 BITS_OPTION = Option(
     5.5, "bits per weight of the decoder's linears, those that stay bf16 included; of experts the active ones count"
 )
@@ -54,12 +53,6 @@ def quantize(job: Job, progress: Progress) -> None:
     announce_size(folder, formats, job, progress)
     importance = {n: stats.second[n] for n, f in formats.items() if f != FP8}
     export(folder, job, Plan(formats, stats.amax, job.scale, importance))
-
-
-def units_of(family: Family, chosen: Sequence[str]) -> dict[str, list[str]]:
-    """Return the linears that are decided together, by the name of the first: a fused group, or a layer's experts."""
-    fused = {m: group for group in family.served_groups(chosen) for m in group}
-    return {members[0]: members for members in (fused.get(n, [n]) for n in chosen)}
 
 
 def budget_bytes(folder: ModelFolder, chosen: Sequence[str], bits: float) -> float:
@@ -120,35 +113,8 @@ def pick(
     chosen = least_cost(harm, size, budget)
     formats: dict[str, str | None] = {u: steps[i] for u, i in zip(units, chosen, strict=True)}
     allowed = activations * sum(row[i] for row, i in zip(harm, chosen, strict=True))
-    narrow = [u for u in units if formats[u] == W4A16]
-    extra = [[0.0, max(0.0, costs[u][NVFP4] - costs[u][W4A16])] for u in narrow]
-    rounds = least_cost([[0.0, -float(sizes[u])] for u in narrow], extra, allowed)
-    return formats | {u: NVFP4 for u, i in zip(narrow, rounds, strict=True) if i}
-
-
-def least_cost(costs: Sequence[Sequence[float]], sizes: Sequence[Sequence[float]], limit: float) -> list[int]:
-    """Return one choice per row, with the least summed cost of all whose summed size is at most `limit`: an exact knapsack.
-
-    Of a row's choices that cost the same, the smallest. The first choices fit in any case.
-    """
-    import numpy as np
-    from scipy.optimize import Bounds, LinearConstraint, milp
-
-    if not costs:
-        return []
-    cost, size = np.asarray(costs, float), np.asarray(sizes, float)
-    rows, choices = cost.shape
-    limit = max(limit, float(size[:, 0].sum()))
-    # Numbers near 1, because the solver's tolerances are absolute.
-    cost, size = cost / (np.abs(cost).max() or 1.0), size / (limit or size.max() or 1.0)
-    one_each = LinearConstraint(np.kron(np.eye(rows), np.ones(choices)), 1, 1)
-    fits = LinearConstraint(size.reshape(1, -1), -np.inf, (1.0 if limit else 0.0) + TIE)
-    result = milp(1e3 * cost.ravel(), integrality=np.ones(cost.size), bounds=Bounds(0, 1),
-                  constraints=[one_each, fits], options={"mip_rel_gap": 0.0})  # fmt: skip
-    if result.x is None:
-        raise RuntimeError(f"the choice of formats failed: {result.message}")
-    best = cost[np.arange(rows), result.x.reshape(rows, choices).argmax(1)]
-    return [int(i) for i in np.where(cost <= best[:, None], size, np.inf).argmin(1)]
+    extra = {u: costs[u][NVFP4] - costs[u][W4A16] for u in units if formats[u] == W4A16}
+    return formats | dict.fromkeys(with_rounded_inputs(extra, sizes, allowed), NVFP4)
 
 
 STRATEGY = Strategy(

@@ -1,0 +1,160 @@
+"""Which linears round their inputs: the exact knapsack, what is measured, what is written, and a run that is killed while it measures."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+import runtime_models
+
+from annie_quant import checkpoint, nvfp4, quantize
+from annie_quant.checkpoint.quantized_tensors import LARGEST_NVFP4
+from annie_quant.checkpoint.shards import ModelFolder
+from annie_quant.data.rows import read_conversations
+from annie_quant.quantize import calibration_samples, format_choice
+from annie_quant.quantize.calibration_samples import RESPONSE, Sample
+
+torch = pytest.importorskip("torch", reason="trials run on torch: pip install annie-quant[quantize]")
+pytest.importorskip("transformers", reason="models are loaded with transformers: pip install annie-quant[quantize]")
+from annie_quant.quantize import kl_trial  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from annie_quant import data
+
+    home = tmp_path_factory.mktemp("choice")
+    runtime_models.save_reference(home / "model", gain=2.0)
+    data.generate("annie", teacher="offline", n=10, output=home / "calib.jsonl", seed=1)
+    return home
+
+
+@pytest.fixture(scope="module")
+def samples(home: Path) -> list[Sample]:
+    return calibration_samples.samples_of_rows(home / "model", read_conversations(home / "calib.jsonl", 4))
+
+
+@pytest.fixture(autouse=True)
+def few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(format_choice, "TOKENS", 40)
+
+
+def run(home: Path, name: str, **options) -> Path:
+    settings = {"calib_data": home / "calib.jsonl", "calib_samples": 4, **options}
+    quantize.run("best", home / "model", home / name, **settings)
+    return home / name
+
+
+def tensors(folder: Path, end: str) -> dict[str, bytes]:
+    """Return the bytes of all tensors whose names end in `end`."""
+    model = ModelFolder(folder)
+    return {n: model.tensor(n).tobytes() for n in model if n.endswith(end)}
+
+
+def test_the_most_weights_of_all_choices_round_their_inputs() -> None:
+    rng = np.random.default_rng(3)
+    for _ in range(40):
+        harm = dict(zip("abcdef", rng.lognormal(-6, 2, 6), strict=True)) | {"g": -1e-9}
+        weights = dict(zip("abcdefg", map(float, rng.integers(1, 40, 7)), strict=True))
+        allowed = rng.random() * sum(harm.values())
+        chosen = format_choice.with_rounded_inputs(harm, weights, allowed)
+        assert sum(harm[u] for u in chosen) <= allowed * (1 + 1e-8)
+        every = itertools.chain.from_iterable(itertools.combinations(harm, k) for k in range(len(harm) + 1))
+        best = max(sum(weights[u] for u in some) for some in every if sum(harm[u] for u in some) <= allowed)
+        assert sum(weights[u] for u in chosen) == best
+    assert format_choice.with_rounded_inputs({"a": 0.1, "b": 0.0}, {"a": 1.0, "b": 2.0}, 0.0) == ["b"]
+
+
+def test_a_trial_of_inputs_is_the_divergence_of_the_source_with_them_rounded(home: Path, samples: list[Sample]) -> None:
+    """Against transformers' own forward pass, answer by answer, with the C codec in front of the linears."""
+    from transformers import AutoModelForCausalLM
+
+    trial = kl_trial.Trial(ModelFolder(home / "model"), samples, RESPONSE, 10**9)
+    noise = trial.divergence()  # of the float16 reference
+    names = [f"model.layers.{i}.mlp.{n}_proj" for i in (0, 3) for n in ("gate", "up", "down")]
+    amax = trial.largest_inputs(names)
+    assert set(amax) == set(names) and min(amax.values()) > 0
+    amax["model.layers.0.mlp.gate_proj"] *= 2  # gate and up are served with one scale, the larger one
+    measured = trial.cost_of_inputs(amax)
+    assert trial.divergence() == noise < 0.05 * measured, "the trial leaves the model as it was"
+
+    model = AutoModelForCausalLM.from_pretrained(home / "model", dtype=torch.float32).eval()
+    fused = amax | {"model.layers.0.mlp.up_proj": amax["model.layers.0.mlp.gate_proj"]}
+
+    def rounds(top: float):
+        def hook(module, args):
+            scale = np.float32(top / LARGEST_NVFP4)
+            return (torch.from_numpy(nvfp4.fake_quant(args[0].numpy(), tensor_scale=scale)).view(args[0].shape),)
+
+        return hook
+
+    total = count = 0.0
+    with torch.inference_mode():
+        before = [torch.log_softmax(model(torch.tensor([s.ids])).logits[0], -1) for s in samples]
+        for name in names:
+            model.get_submodule(name).register_forward_pre_hook(rounds(fused[name]))
+        for sample, p in zip(samples, before, strict=True):
+            q = torch.log_softmax(model(torch.tensor([sample.ids])).logits[0], -1)
+            kl = (p.exp() * (p - q)).sum(-1)[-len(sample.answer) :]
+            total, count = total + float(kl.sum()), count + len(kl)
+    assert measured == pytest.approx(total / count, rel=0.02)  # the trial's reference is float16
+
+
+def test_long_answers_share_the_tokens_of_a_trial(home: Path, samples: list[Sample]) -> None:
+    """With answers longer than all the tokens a trial had no token, and every format was free."""
+    folder = ModelFolder(home / "model")
+    assert all(len(s.answer) > 2 for s in samples)
+    trial = kl_trial.Trial(folder, samples, RESPONSE, 2 * kl_trial.LEAST_ANSWERS)
+    assert len(trial.rows) == min(len(samples), kl_trial.LEAST_ANSWERS)
+    for row, weight, sample in zip(trial.rows, trial.weights, kl_trial.spread(samples), strict=False):
+        assert row.prompt == sample.prompt and row.target == sample.answer[:2] and weight.tolist() == [1.0, 1.0]
+
+
+def test_only_harmless_inputs_are_rounded_and_the_weights_are_all_nvfp4(home: Path) -> None:
+    lines: list[str] = []
+    out = run(home, "mixed", share=0.3, report=lines.append)
+    assert checkpoint.audit(out, source=home / "model").ok
+    every, narrow = tensors(out, ".weight_scale_2"), tensors(out, ".input_scale")
+    assert 0 < len(narrow) < len(every)
+    line = next(line for line in lines if line.startswith("W4A4 for "))
+    units, of = (int(word) for word in line.split()[2:5:2])
+    folder = ModelFolder(out)
+    groups = format_choice.units_of(folder.family, [n.removesuffix(".weight_scale_2") for n in every])
+    rounded = {n.removesuffix(".input_scale") for n in narrow}
+    assert of == len(groups) and units == sum(members[0] in rounded for members in groups.values())
+    for members in groups.values():
+        assert len({n in rounded for n in members}) == 1, "what is served as one matrix has one format"
+
+
+def test_all_or_none_of_the_harm_are_the_two_plain_formats(home: Path) -> None:
+    for share, activations in ((1.0, 4), (0.0, 16)):
+        mixed, plain = run(home, f"share{share:g}", share=share), run(home, f"all{activations}", activations=activations)
+        for end in (".weight", "_scale", "_scale_2"):
+            assert tensors(mixed, end) == tensors(plain, end)
+    assert tensors(home / "share0", ".weight") != tensors(home / "share1", ".weight"), "GPTQ sees what servers compute"
+
+
+def test_a_run_that_dies_while_it_measures_does_not_measure_again(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = run(home, "whole")
+    cost, calls = kl_trial.Trial.cost_of_inputs, []
+
+    def dies(self: kl_trial.Trial, amax: dict[str, float]) -> float:
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        calls.append(tuple(amax))
+        return cost(self, amax)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kl_trial.Trial, "cost_of_inputs", dies)
+        with pytest.raises(KeyboardInterrupt):
+            run(home, "killed")
+    assert not (home / "killed").exists()
+    first = list(calls)
+    monkeypatch.setattr(
+        kl_trial.Trial, "cost_of_inputs", lambda self, amax: (calls.append(tuple(amax)), cost(self, amax))[1]
+    )
+    again = run(home, "killed")
+    assert not set(first) & set(calls[3:]) and len(calls) == len(set(calls)) > 6
+    assert {p.name: p.read_bytes() for p in again.iterdir()} == {p.name: p.read_bytes() for p in whole.iterdir()}

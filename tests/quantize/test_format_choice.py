@@ -1,4 +1,4 @@
-"""Which linears round their inputs: the exact knapsack, what is measured, what is written, and a run that is killed while it measures."""
+"""Which linears round their inputs: the exact knapsack, what is measured and written, and a run that dies meanwhile."""
 
 from __future__ import annotations
 
@@ -130,7 +130,10 @@ def test_only_harmless_inputs_are_rounded_and_the_weights_are_all_nvfp4(home: Pa
 
 def test_all_or_none_of_the_harm_are_the_two_plain_formats(home: Path) -> None:
     for share, activations in ((1.0, 4), (0.0, 16)):
-        mixed, plain = run(home, f"share{share:g}", share=share), run(home, f"all{activations}", activations=activations)
+        mixed, plain = (
+            run(home, f"share{share:g}", share=share),
+            run(home, f"all{activations}", activations=activations),
+        )
         for end in (".weight", "_scale", "_scale_2"):
             assert tensors(mixed, end) == tensors(plain, end)
     assert tensors(home / "share0", ".weight") != tensors(home / "share1", ".weight"), "GPTQ sees what servers compute"

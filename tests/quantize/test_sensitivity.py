@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from annie_quant.quantize.format_choice import least_cost, with_rounded_inputs
+from annie_quant.quantize.format_choice import least_cost
 from annie_quant.quantize.formats import BITS, FP8, NVFP4, PLAIN_BITS, W4A16
 from annie_quant.quantize.strategies.sensitivity import pick
 

@@ -1,7 +1,9 @@
-"""best: GPTQ on the inputs as served, with rounding learned per layer; plain NVFP4, W4A4. Not yet measured to keep more than gptq.
+"""best: every linear in NVFP4, as small as naive, by GPTQ on the inputs as served; W4A4 where 4-bit inputs do little harm.
 
---effort fast is GPTQ alone, normal and max learn the rounding of each layer for more and more steps. Everything runs on the GPU
-where there is one, one layer at a time; a killed run continues after its last finished layer.
+First the source answers with the inputs of one group of linears rounded at a time: those that carry most of the harm, about half of
+the weights or less, stay W4A16 (format_choice.py). Then the layers are rounded one at a time, on the GPU where there is one.
+--effort fast is GPTQ alone, normal and max learn the rounding of each layer for more and more steps. A killed run continues after
+its last trial or finished layer.
 """
 
 from __future__ import annotations
@@ -72,20 +74,21 @@ def quantize(job: Job, progress: Progress) -> None:
     export(folder, job, plan)
 
 
-def distillation_bytes(options: Mapping[str, Any]) -> float:
-    """Return the bytes per weight of a distillation (distillation.py): the source in bf16, codes, and what is learned."""
+def whole_model_bytes(options: Mapping[str, Any]) -> float:
+    """Return the bytes per weight of the steps with the whole model: trials in bf16, and a distillation with what it learns."""
+    trials = 2.0 if options["activations"] == "mixed" else 0.0
     if not options["distil"]:
-        return 0.0
+        return trials
     return 20.0 if options["distilled"] == "rounding" else 3.0
 
 
 STRATEGY = Strategy(
     name="best",
-    summary="ours: GPTQ on the inputs as served, block scales in the sweep, learned rounding (--effort); plain NVFP4 W4A4",
+    summary="ours: all linears NVFP4 by GPTQ on the inputs as served, W4A4 where that does little harm; --effort learns",
     formats=ALL_NVFP4,
     # Memory as rounding_job.memory_needed counts it, with learned rounding.
     cost=Cost(rank=12, layerwise=True, passes=16, encode=SWEEP_TIME, column_feedback=True, bytes_per_layer_weight=44,
-              hidden_copies=4, hessians=5, keeps_results=True, whole_model=distillation_bytes),
+              hidden_copies=4, hessians=5, keeps_results=True, whole_model=whole_model_bytes),
     quantize=quantize,
     options={
         "effort": Option("fast", "fast: GPTQ; normal, max: and 100 or 1,000 steps of learned rounding per layer",
@@ -101,10 +104,9 @@ STRATEGY = Strategy(
         "distil": Option(0, "steps learned by KL through the whole model, which is in memory then"),
         "distilled": Option("scales", "what these steps learn: block scales, or codes near a border", ("scales", "rounding")),
         "fold": Option("none", "fold activation-aware scales into the layer first", ("none", "awq")),
-        "activations": Option("mixed", "bits of the inputs: 4 or 16 of all linears, or 4 of as many weights as `share` allows",
+        "activations": Option("mixed", "bits of the inputs: 4 or 16 of all linears, or 4 for the most weights that `share` allows",
                               ("mixed", "4", "16")),
         "share": Option(0.05, "of the divergence that rounding all inputs adds, what activations=mixed may leave"),
     },
     scale="sweep",
-    searched=False,  # until it is measured to keep more than gptq (docs/strategies.md)
 )  # fmt: skip

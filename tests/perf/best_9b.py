@@ -152,7 +152,7 @@ def main() -> None:
         print(f"{time.monotonic() - begin:7.1f} {line}", flush=True)
         if line.startswith("memory"):
             predicted = line
-        if line.startswith("rounding"):
+        if line.startswith("rounding: layer"):
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             marks.append(time.monotonic())

@@ -40,6 +40,7 @@ def use_faster_deltanet() -> None:
 
     Half of a peer's time on a CPU is transformers' form of the rule. Without this the times are the peer's own.
     """
+    import torch
     from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling
 
     from annie_quant.quantize import delta_rule
@@ -51,7 +52,8 @@ def use_faster_deltanet() -> None:
             return theirs(query, key, value, **options)
         repeats = value.shape[2] // key.shape[2]
         query, key = (x.repeat_interleave(repeats, 2) for x in (query, key))
-        return delta_rule.gated_delta_rule(query, key, value, **options)
+        with torch.autocast(query.device.type, enabled=False):  # AutoRound's; the rule chooses each product's precision
+            return delta_rule.gated_delta_rule(query, key, value, **options)
 
     modeling.torch_chunk_gated_delta_rule = rule
 

@@ -86,8 +86,9 @@ STRATEGY = Strategy(
     name="best",
     summary="ours: all linears NVFP4 by GPTQ on the inputs as served, W4A4 where that does little harm; --effort learns",
     formats=ALL_NVFP4,
-    # Memory as rounding_job.memory_needed counts it, with learned rounding.
-    cost=Cost(rank=12, layerwise=True, passes=16, encode=SWEEP_TIME, column_feedback=True, bytes_per_layer_weight=44,
+    # Memory as rounding_job.memory_needed counts it, with learned rounding. Half of the passes are trials: of some 60 prompts, for
+    # four groups of linears per layer.
+    cost=Cost(rank=12, layerwise=True, passes=32, encode=SWEEP_TIME, column_feedback=True, bytes_per_layer_weight=44,
               hidden_copies=4, hessians=5, keeps_results=True, whole_model=whole_model_bytes),
     quantize=quantize,
     options={

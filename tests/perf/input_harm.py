@@ -1,0 +1,58 @@
+"""Which linears' inputs carry the harm of 4-bit activations? By layer and block: its share of the divergence and of the weights.
+
+    python tests/perf/input_harm.py annie_quant/assets/tiny-annie --conversations calibration.jsonl
+
+Trials as of `best` (quantize/format_choice.py): the source answers with the inputs of one group of linears rounded at a time. The
+last line compares their sum with the divergence when all inputs are rounded at once, which shows how well they add up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+
+from annie_quant.checkpoint.shards import ModelFolder
+from annie_quant.data.rows import read_conversations
+from annie_quant.models import in_layer, layer_of
+from annie_quant.progress import SILENT
+from annie_quant.quantize import calibration_samples, format_choice
+from annie_quant.quantize.job import Job
+from annie_quant.quantize.kl_trial import Trial
+from annie_quant.quantize.plan import active_weights
+from annie_quant.quantize.select import choose
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--conversations", type=Path, required=True)
+    parser.add_argument("--samples", type=int, default=64, help="conversations")
+    arguments = parser.parse_args()
+    folder = ModelFolder(arguments.model)
+    chosen = choose(folder, ())
+    samples = calibration_samples.samples_of_rows(
+        arguments.model, read_conversations(arguments.conversations, arguments.samples)
+    )
+    with tempfile.TemporaryDirectory() as work:
+        job = Job(arguments.model, Path(work) / "out", work=Path(work))
+        units = format_choice.units_of(folder.family, chosen)
+        harm = format_choice.measure_inputs(folder, units, samples, job, SILENT)
+    weights = active_weights(folder, chosen)
+    total, size = sum(harm.values()), sum(weights.values())
+    by_block: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for unit, nats in harm.items():
+        row = by_block[layer_of(unit), in_layer(unit).partition(".")[0]]
+        row[0] += nats
+        row[1] += sum(weights[n] for n in units[unit])
+    print("| block | 1e-3 nats | share of the divergence | share of the weights |\n|---|---|---|---|")
+    for (layer, block), (nats, count) in by_block.items():
+        print(f"| {layer.rpartition('.')[2]} {block} | {1e3 * nats:.3f} | {nats / total:.1%} | {count / size:.1%} |")
+    trial = Trial(folder, samples, calibration_samples.RESPONSE, format_choice.TOKENS)
+    together = trial.cost_of_inputs(trial.largest_inputs(chosen)) - trial.divergence()
+    print(f"sum {1e3 * total:.2f}, all at once {1e3 * together:.2f}, 1e-3 nats per token")
+
+
+if __name__ == "__main__":
+    main()

@@ -283,6 +283,6 @@ def test_efforts_are_steps() -> None:
     from annie_quant.quantize.strategies.best import STEPS
 
     assert STEPS["fast"] == 0 < STEPS["normal"] < STEPS["max"]
-    assert find("best").settings({})["effort"] == "fast"
+    assert find("best").settings({})["effort"] == "normal"
     assert [s.name for s in by_rank()][:2] == ["naive", "best"]
     assert column_sweep.ALL_CODES[0] == -125 and column_sweep.ALL_CODES[-1] == 125

@@ -42,7 +42,7 @@ def few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(home: Path, name: str, **options) -> Path:
-    settings = {"calib_data": home / "calib.jsonl", "calib_samples": 4, **options}
+    settings = {"calib_data": home / "calib.jsonl", "calib_samples": 4, "effort": "fast", **options}
     quantize.run("best", home / "model", home / name, **settings)
     return home / name
 

@@ -92,7 +92,7 @@ STRATEGY = Strategy(
               hidden_copies=4, hessians=5, keeps_results=True, whole_model=whole_model_bytes),
     quantize=quantize,
     options={
-        "effort": Option("fast", "fast: GPTQ; normal, max: and 100 or 1,000 steps of learned rounding per layer",
+        "effort": Option("normal", "fast: GPTQ; normal, max: and 100 or 1,000 steps of learned rounding per layer",
                          ("fast", "normal", "max")),
         "steps": Option(-1, "steps of learned rounding per layer, instead of those of the effort"),
         "damping": Option(0.05, "added to the Hessian's diagonal, relative to its mean"),

@@ -93,6 +93,7 @@ def measure_inputs(
     from annie_quant.quantize.calibration_samples import RESPONSE
     from annie_quant.quantize.kl_trial import Trial
 
+    job.work_folder()  # the layers' rounding would empty a folder that this file alone had made
     file = job.measurements("input_divergence.json")
     harm: dict[str, float] = file.load({})
     waiting = [u for u in units if u not in harm]

@@ -13,12 +13,13 @@ from annie_quant import checkpoint, nvfp4, quantize
 from annie_quant.checkpoint.quantized_tensors import LARGEST_NVFP4
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.data.rows import read_conversations
+from annie_quant.errors import UsageError
 from annie_quant.quantize import calibration_samples, format_choice
 from annie_quant.quantize.calibration_samples import RESPONSE, Sample
 
 torch = pytest.importorskip("torch", reason="trials run on torch: pip install annie-quant[quantize]")
 pytest.importorskip("transformers", reason="models are loaded with transformers: pip install annie-quant[quantize]")
-from annie_quant.quantize import kl_trial  # noqa: E402
+from annie_quant.quantize import kl_trial, rounding_job  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -137,6 +138,28 @@ def test_all_or_none_of_the_harm_are_the_two_plain_formats(home: Path) -> None:
         for end in (".weight", "_scale", "_scale_2"):
             assert tensors(mixed, end) == tensors(plain, end)
     assert tensors(home / "share0", ".weight") != tensors(home / "share1", ".weight"), "GPTQ sees what servers compute"
+
+
+def test_a_share_is_from_0_to_1(home: Path) -> None:
+    for share in (-0.1, 1.01, float("nan")):
+        with pytest.raises(UsageError, match="expected a share of 0 to 1"):
+            run(home, "refused", share=share)
+    assert not (home / "refused").exists()
+
+
+def test_a_run_that_dies_in_a_layer_does_not_measure_again(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save = rounding_job.LayerResult.save
+
+    def dies(self: rounding_job.LayerResult, path: Path) -> None:
+        save(self, path)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rounding_job.LayerResult, "save", dies)
+        with pytest.raises(KeyboardInterrupt):
+            run(home, "layer")
+    monkeypatch.setattr(kl_trial.Trial, "cost_of_inputs", lambda *args: pytest.fail("measured again"))
+    assert checkpoint.audit(run(home, "layer"), source=home / "model").ok
 
 
 def test_a_run_that_dies_while_it_measures_does_not_measure_again(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,8 @@ def quantize(job: Job, progress: Progress) -> None:
         raise UsageError(
             "distilled=rounding starts from the source's weights, which fold changes", "--set distilled=scales"
         )
+    if not 0 <= options["share"] <= 1:
+        raise UsageError(f"share={options['share']}: expected a share of 0 to 1", "--set share=0.05")
     steps = options["steps"] if options["steps"] >= 0 else STEPS[options["effort"]]
     method = Method(
         damping=options["damping"],

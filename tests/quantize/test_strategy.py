@@ -51,13 +51,13 @@ def test_a_new_strategy_is_one_file(new: str, tmp_path: Path) -> None:
     assert result.expected_bytes == pytest.approx(result.size_bytes, rel=0.01) and "FP8" in lines[0]
     expected = estimate.estimate(TINY_ANNIE, new, rates=estimate.SPARK)
     assert expected.size_bytes == pytest.approx(result.size_bytes, rel=0.03)
-    assert search.chosen_order(None)[:4] == ["naive", "new", "direct", "awq_lite"]
+    assert search.chosen_order(None)[:4] == ["naive", "best", "new", "direct"]
 
 
 def test_the_order_of_a_search_is_that_of_the_ranks() -> None:
     assert search.chosen_order(None) == [
-        "naive", "direct", "awq_lite", "manners", "gptq", "w4a16_mixed", "sensitivity", "mlp_only", "auto_mixed",
-        "qad",
+        "naive", "best", "direct", "awq_lite", "manners", "gptq", "w4a16_mixed", "sensitivity", "mlp_only",
+        "auto_mixed", "qad",
     ]  # fmt: skip
     assert [s.name for s in strategies.by_rank() if s.conservative] == ["auto_mixed"]
 

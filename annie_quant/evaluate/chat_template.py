@@ -19,9 +19,8 @@ from annie_quant.errors import CheckpointError
 from annie_quant.printable import printable
 
 WORKER = Path(__file__).with_name("template_worker.py")
-MAX_SECONDS = (
-    10.0  # of the processor, for one rendering; Qwen3.5's template needs less than 10 ms for a long conversation
-)
+# Of the processor, for one rendering; Qwen3.5's template needs less than 10 ms for a long conversation.
+MAX_SECONDS = 10.0
 WAIT_SECONDS = 60.0  # on the clock, on a busy machine; the first rendering includes the start of the process
 MAX_MEMORY_BYTES = 1_000_000_000
 MAX_TEMPLATE = 1_000_000  # characters

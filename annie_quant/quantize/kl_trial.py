@@ -83,28 +83,20 @@ class Trial:
             if args[0].numel():
                 largest[name] = max(largest.get(name, 0.0), float(args[0].detach().abs().max()))
 
-        linears = {n: self.model.get_submodule(self.family.in_form(n, multimodal=False)) for n in names}
-        hooks = [linear.register_forward_pre_hook(partial(observe, name)) for name, linear in linears.items()]
-        try:
-            with torch.inference_mode():
-                self.divergence()
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with contextlib.ExitStack() as hooks, torch.inference_mode():
+            for name in names:
+                linear = self.model.get_submodule(self.family.in_form(name, multimodal=False))
+                hooks.enter_context(linear.register_forward_pre_hook(partial(observe, name)))
+            self.divergence()
         return largest
 
     def cost_of_inputs(self, amax: Mapping[str, float]) -> float:
         """Return the divergence with only inputs rounded, to NVFP4. amax: linear → its largest |input|."""
-        hooks = []
-        for name, top in self.family.largest_of_input(amax).items():
-            linear = self.model.get_submodule(self.family.in_form(name, multimodal=False))
-            hooks.append(linear.register_forward_pre_hook(input_hook(fake_quant.nvfp4_input, top)))
-        try:
-            with torch.inference_mode():
-                return self.divergence()
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with contextlib.ExitStack() as hooks, torch.inference_mode():
+            for name, top in self.family.largest_of_input(amax).items():
+                linear = self.model.get_submodule(self.family.in_form(name, multimodal=False))
+                hooks.enter_context(linear.register_forward_pre_hook(input_hook(fake_quant.nvfp4_input, top)))
+            return self.divergence()
 
 
 def spread(samples: Sequence[Sample]) -> Iterator[Sample]:

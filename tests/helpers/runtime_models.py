@@ -41,6 +41,15 @@ def save_reference(folder: Path, seed: int = 0, gain: float = 4.0) -> Path:
     return folder
 
 
+def save_with_conversations(home: Path) -> Path:
+    """Write `home`/model, whose layers have some effect, and ten conversations to calibrate it with, `home`/calib.jsonl."""
+    from annie_quant import data
+
+    save_reference(home / "model", gain=2.0)
+    data.generate("annie", teacher="offline", n=10, output=home / "calib.jsonl", seed=1)
+    return home
+
+
 def save_mixture(folder: Path, seed: int = 0, gain: float = 4.0, experts: int = 8, unused: int | None = None) -> Path:
     """Save a bf16 Qwen3.5 MoE of four layers with merged experts, top 2, a shared expert, and tiny-annie's tokenizer.
 

@@ -30,12 +30,7 @@ TOP = 6.0  # the inputs' largest magnitude, for all linears
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from annie_quant import data
-
-    home = tmp_path_factory.mktemp("distil")
-    runtime_models.save_reference(home / "model", gain=2.0)
-    data.generate("annie", teacher="offline", n=10, output=home / "calib.jsonl", seed=1)
-    return home / "model"
+    return runtime_models.save_with_conversations(tmp_path_factory.mktemp("distil")) / "model"
 
 
 @pytest.fixture(autouse=True)

@@ -24,12 +24,7 @@ from annie_quant.quantize import kl_trial, rounding_job  # noqa: E402
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from annie_quant import data
-
-    home = tmp_path_factory.mktemp("choice")
-    runtime_models.save_reference(home / "model", gain=2.0)
-    data.generate("annie", teacher="offline", n=10, output=home / "calib.jsonl", seed=1)
-    return home
+    return runtime_models.save_with_conversations(tmp_path_factory.mktemp("choice"))
 
 
 @pytest.fixture(scope="module")

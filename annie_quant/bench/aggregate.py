@@ -19,10 +19,10 @@ from annie_quant.bench.confounds import impossible, stalls
 from annie_quant.bench.records import read_records
 from annie_quant.bench.reference_answers import RECORDED, bf16_side, stored_reference
 from annie_quant.errors import UsageError
-from annie_quant.judge import decision, judge_members
+from annie_quant.judge import decision
 from annie_quant.judge.gates import count, tabulate
 from annie_quant.judge.metrics import COMPARED, METRICS, metric_value
-from annie_quant.judge.pairing import checks_by_prompt, pair_by_prompt
+from annie_quant.judge.pairing import checks_by_prompt, deciding_by_prompt, pair_by_prompt
 from annie_quant.judge.statistics import LEVEL, compare, holm, median_interval, wilson
 from annie_quant.schema import (
     AdjustedResult,
@@ -163,16 +163,17 @@ def pair_sides(
     if recorded and bf16_side(served) is None:
         references = dict.fromkeys(served, RECORDED)
     needed = {*references, *references.values()} if any(references.values()) else set()
-    rows = {name: checks_by_prompt([r for r in measured if r.backend == name], greedy) for name in needed if name}
-    rows[RECORDED] = checks_by_prompt(recorded, greedy)
+    rows = {name: deciding_by_prompt([r for r in measured if r.backend == name], greedy) for name in needed if name}
+    rows[RECORDED] = deciding_by_prompt(recorded, greedy)
     for name, reference in references.items():
         if reference is None:
             continue
         side = served[name]
         side.judged_by = reference
-        side.paired, side.pooled = pair_by_prompt(rows[reference], rows[name])
-        judge_members({"served": side.paired}, {"served": side.pooled})
-        decision.apply(side.gates, side.paired)
+        paired, pooled = pair_by_prompt(rows[reference], rows[name])
+        gates, together = decision.judge_gates({"served": paired}, {"served": pooled})
+        side.paired, side.pooled = gates["served"], together["served"]
+        side.gates = decision.apply(side.gates, side.paired)
 
 
 def gate_counts(records: Sequence[RequestRecord], greedy: Collection[str]) -> dict[str, tuple[int, int]]:

@@ -25,6 +25,7 @@ from annie_quant.errors import ServerError
 from annie_quant.files import sha256_text
 from annie_quant.host import gpu_energy_joules, load_per_core, machine_state
 from annie_quant.judge.answers import assistant_message
+from annie_quant.judge.gates import GATES
 from annie_quant.judge.library import build_workload
 from annie_quant.judge.workloads import Case, Workload
 from annie_quant.progress import Progress
@@ -268,7 +269,7 @@ class Measurement:
             record.stream = stream
             record.request_sha256 = sha256_text(json.dumps(turn.body, sort_keys=True))
             record.checks = {gate: not fault for gate, fault in faults.items() if fault is not None}
-            record.faults = {gate: fault for gate, fault in faults.items() if fault}
+            record.faults = {gate: fault for gate, fault in faults.items() if fault and not GATES[gate].two_sided}
         self.acceptance.after(backend, counters, [t.record for t in turns])
         for record in (t.record for t in turns):
             self.records.append(record)

@@ -11,9 +11,9 @@ import msgspec
 from annie_quant.bench.aggregate import adjust, labelled, timed, values_by_prompt
 from annie_quant.bench.records import read_records
 from annie_quant.errors import UsageError
-from annie_quant.judge import decision, judge_members
+from annie_quant.judge import decision
 from annie_quant.judge.metrics import COMPARED, METRICS
-from annie_quant.judge.pairing import checks_by_prompt, pair_by_prompt
+from annie_quant.judge.pairing import deciding_by_prompt, pair_by_prompt
 from annie_quant.judge.statistics import compare
 from annie_quant.schema import AdjustedResult, PairedGate, PooledGates, RequestRecord, read_bench
 
@@ -102,18 +102,19 @@ def served_checks(folder: str | os.PathLike[str]) -> dict[str, Checked]:
     records = [r for r in read_records(Path(folder) / "records.jsonl") if not r.warmup]
     greedy = read_bench(folder).config.greedy
     names = dict.fromkeys(r.backend for r in records)
-    return {name: checks_by_prompt([r for r in records if r.backend == name], greedy) for name in names}
+    return {name: deciding_by_prompt([r for r in records if r.backend == name], greedy) for name in names}
 
 
 def _gates_lost(before: Mapping[str, Checked], after: Mapping[str, Checked]) -> list[LostGate]:
     """Judge the new answers of all backends together, with the stored ones as their reference (judge/decision/paired.py)."""
     pairs = {name: pair_by_prompt(rows, after[name]) for name, rows in before.items() if name in after}
-    gates = {name: own for name, (own, _) in pairs.items()}
-    verdict = judge_members(gates, {name: pooled for name, (_, pooled) in pairs.items()})
+    gates, pooled = decision.judge_gates(
+        {name: own for name, (own, _) in pairs.items()}, {name: together for name, (_, together) in pairs.items()}
+    )
     lost = []
-    for name, member in verdict.members.items():
-        for gate in member.loses:
-            pair = pairs[name][1] if gate == decision.POOLED else gates[name][gate]
+    for name, own in gates.items():
+        for gate in decision.member_verdict(own, pooled[name]).loses:
+            pair = pooled[name] if gate == decision.POOLED else own[gate]
             if pair is not None:
                 lost.append(LostGate(backend=name, gate=gate, pair=pair))
     return lost

@@ -13,10 +13,10 @@ import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from annie_quant.bench.aggregate import gate_counts, timed, values_by_prompt
-from annie_quant.judge import decision, judge_members
+from annie_quant.judge import decision
 from annie_quant.judge.gate_rule import LARGE_N, Threshold
 from annie_quant.judge.gates import GATES, decides
-from annie_quant.judge.pairing import checks_by_prompt, pair_by_prompt
+from annie_quant.judge.pairing import deciding_by_prompt, pair_by_prompt
 from annie_quant.judge.statistics import compare, holm, wilson
 from annie_quant.schema import Aggregates, PairedGate, PairedResult, RequestRecord, ServedSide
 
@@ -66,9 +66,9 @@ def paired_gates(
     for name in backends:
         reference = decision.reference_side(sides, name)
         if reference is not None:
-            pairs, pooled = pair_by_prompt(*(checks_by_prompt(own[side], greedy) for side in (reference, name)))
-            judge_members({"served": pairs}, {"served": pooled})
-            yield name, decision.deciding(pairs)
+            pairs, pooled = pair_by_prompt(*(deciding_by_prompt(own[side], greedy) for side in (reference, name)))
+            gates, _ = decision.judge_gates({"served": pairs}, {"served": pooled})
+            yield name, decision.deciding(gates["served"])
 
 
 def _open_gates(records: Sequence[RequestRecord], backends: Sequence[str], greedy: Collection[str]) -> Iterator[str]:

@@ -20,7 +20,7 @@ from annie_quant.checkpoint import ModelFolder
 from annie_quant.data.resolve import resolve
 from annie_quant.data.rows import read_conversations
 from annie_quant.errors import CheckpointError, UsageError
-from annie_quant.evaluate import draft_head, ensemble
+from annie_quant.evaluate import draft_head, ensemble, noise_floor
 from annie_quant.evaluate.decoding import Completion
 from annie_quant.evaluate.engine import Engine
 from annie_quant.evaluate.ensemble import Ensemble, MemberOutcomes
@@ -32,7 +32,9 @@ from annie_quant.hf.loading import profiles_of
 from annie_quant.hf.nvfp4_linear import NVFP4Linear
 from annie_quant.hf.profiles import find_profile, is_supported
 from annie_quant.judge import Answer, Case, Workload
+from annie_quant.judge.gates import GATES, REFERENCE_GATES
 from annie_quant.judge.not_lost import compares_with_reference, reference_notes
+from annie_quant.judge.pairing import deciding_checks
 from annie_quant.persona import Persona
 from annie_quant.progress import Progress
 from annie_quant.schema import (
@@ -148,23 +150,28 @@ def evaluate_pair(
     if conversations is not None:
         conversation_part = conversation_answers(pair.template, read_rows_of(conversations, n_conversations))
     text_part = [] if text is None else text_pieces(pair.template, text)
+    own_gates = compares_with_reference(workloads)
+    workloads = [replace(w, gates=tuple(dict.fromkeys((*w.gates, *REFERENCE_GATES)))) for w in workloads]
     answered = pair.reference.answer(workloads, pair.progress)
     before = with_references(judged(pair.template, answered))
     reference_gates = judge.gate_table(before)
+    second = noise_floor.second_answers(pair, answered)
+    floor = with_references(judged(pair.template, second), before)
     results: dict[str, NumericsResult] = {}
     members: dict[str, Member] = {}
     figures: dict[str, EnsembleFigures] = {}
     for name in chosen:
         results[name], outcomes, further = evaluate_numerics(
-            pair, name, answered, before, conversation_part, text_part, with_ensemble
+            pair, name, answered, before, floor, conversation_part, text_part, with_ensemble
         )
         on_outcomes(name, [o.completion for o in outcomes])
         if further is not None:
             for m in further.members:
                 on_outcomes(m.name, [o.completion for o in m.outcomes])
             figures[name] = further.figures
-            members |= {m.name: member_of(pair, m, answered, before) for m in further.members}
+            members |= {m.name: member_of(pair, m, answered, before, floor) for m in further.members}
     prompts, reference_outcomes = gate_outcomes(before, before, answered)
+    floor_outcomes = gate_outcomes(before, floor, answered)[1]
     evaluation = Evaluation(
         schema_version=EVALUATION_VERSION,
         version=__version__,
@@ -179,12 +186,19 @@ def evaluate_pair(
         n_text_tokens=sum(len(p.target) for p in text_part),
         notes=notes(pair.model_dir, pair.reference_dir, numerics, supported, pair.model)
         + template_notes(pair.template, workloads)
-        + (reference_notes(before, reference_gates) if compares_with_reference(workloads) else []),
+        + [
+            f"{w.name}: {', '.join(w.informative)} for information only, as the workload says"
+            for w in workloads
+            if w.informative
+        ]
+        + (reference_notes(before, reference_gates) if own_gates else []),
         reference_gates=reference_gates,
         numerics=results,
         seconds=time.monotonic() - pair.start,
         prompts=prompts,
         reference_outcomes=reference_outcomes,
+        floor_outcomes={gate: text for gate, text in floor_outcomes.items() if gate in REFERENCE_GATES},
+        floor=judge.pair_answers(before, floor)[0],
         members=members,
         ensemble=figures,
         reference_drafts=reference_drafts(pair, answered),
@@ -197,13 +211,14 @@ def evaluate_numerics(
     name: str,
     answered: Sequence[Answered],
     before: Sequence[Judged],
+    floor: Sequence[Judged],
     conversations: Sequence[ScoredAnswer],
     text: Sequence[ScoredAnswer],
     with_ensemble: bool = True,
 ) -> tuple[NumericsResult, list[Outcome], Ensemble | None]:
     """Score all tokens in one pass, then decode the answers that differ from the reference's; then the ensemble, if any.
 
-    before: the reference's answers, as with_references returns them.
+    before, floor: the reference's answers in its usual arithmetic and in a second one, as with_references returns them.
     """
     start = time.monotonic()
     profile = find_profile(name)
@@ -221,7 +236,7 @@ def evaluate_numerics(
     if with_ensemble:
         further = ensemble.run(pair, name, profile, answered, base, outcomes)
     after = judged_outcomes(pair.template, outcomes, answered, before)
-    paired, pooled = judge.pair_answers(before, after)
+    paired, pooled = judge.pair_answers(before, after, floor)
     n_tokens = sum(len(o.completion.tokens) for o in outcomes)
     n_reference_tokens = sum(len(completion.tokens) for _, completion in answered)
     result = NumericsResult(
@@ -267,11 +282,15 @@ def drafts_of(
 
 
 def member_of(
-    pair: ModelPair, member: MemberOutcomes, answered: Sequence[Answered], before: Sequence[Judged]
+    pair: ModelPair,
+    member: MemberOutcomes,
+    answered: Sequence[Answered],
+    before: Sequence[Judged],
+    floor: Sequence[Judged],
 ) -> Member:
     """Return the document of a further member."""
     after = judged_outcomes(pair.template, member.outcomes, answered, before)
-    paired, pooled = judge.pair_answers(before, after)
+    paired, pooled = judge.pair_answers(before, after, floor)
     return Member(
         arithmetic=member.arithmetic,
         gates=judge.gate_table(after),
@@ -288,9 +307,14 @@ def reference_gates(pair: ModelPair, workloads: Sequence[Workload]) -> GateTable
     return judge.gate_table(with_references(judged(pair.template, pair.reference.answer(workloads, pair.progress))))
 
 
-def with_references(judged_answers: Sequence[Judged]) -> list[Judged]:
-    """Return the bf16 model's answers with each as its own reference: it passes every gate that compares with it."""
-    return [(workload, replace(case, reference=answer), answer) for workload, case, answer in judged_answers]
+def with_references(judged_answers: Sequence[Judged], references: Sequence[Judged] | None = None) -> list[Judged]:
+    """Return the bf16 model's answers, each with its reference; default: itself, so that it passes every gate that compares."""
+    return [
+        (workload, replace(case, reference=reference), answer)
+        for (workload, case, answer), (_, _, reference) in zip(
+            judged_answers, references or judged_answers, strict=True
+        )
+    ]
 
 
 def judged_outcomes(
@@ -315,17 +339,15 @@ def gate_outcomes(
 ) -> tuple[dict[str, list[str]], dict[str, str]]:
     """Return the names of the prompts that count for each gate, and per gate "1" for each of them that `after` passes, else "0".
 
-    A gate counts for the prompts whose answers it applies to in both models, so a checkpoint may have fewer than the reference:
-    then "-" is in the prompt's place.
+    A gate counts for the prompts whose answer by the reference it applies to (judge/pairing.py).
     """
     prompts: dict[str, list[str]] = {}
     outcomes: dict[str, str] = {}
     for (workload, case, old), (_, new_case, new), (request, _) in zip(before, after, answered, strict=True):
-        old_checks, new_checks = judge.checks(old, case, workload), judge.checks(new, new_case, workload)
-        for gate in old_checks:
+        passed = deciding_checks(new, new_case, workload)
+        for gate in deciding_checks(old, case, workload):
             prompts.setdefault(gate, []).append(request.name)
-            passed = new_checks.get(gate)
-            outcomes[gate] = outcomes.get(gate, "") + ("-" if passed is None else str(int(passed)))
+            outcomes[gate] = outcomes.get(gate, "") + str(int(passed.get(gate, False)))
     return prompts, outcomes
 
 
@@ -344,7 +366,11 @@ def differing_answers(
                 DifferingAnswer(
                     case=outcome.request.name,
                     agreed_tokens=outcome.agreed,
-                    failed=[g for g, passed in judge.checks(answer, case, workload).items() if not passed],
+                    failed=[
+                        gate
+                        for gate, passed in judge.checks(answer, case, workload).items()
+                        if not passed and not GATES[gate].two_sided
+                    ],
                     text=answer.text,
                     tool_calls=calls_as_text(answer),
                     reference_text=old.text,

@@ -29,7 +29,8 @@ class Case:
 
     reference: the bf16 model's own answer, for the gates that compare with it; None where there is none. blocks: names of the
     parts of a prompt that a trace only describes, of BLOCK_TOKENS tokens each, the last one shorter; prompt_tokens: of them all.
-    Equal names are equal text, so requests share prefixes as in the trace.
+    Equal names are equal text, so requests share prefixes as in the trace. category: of which a sample has equal shares.
+    after_result: whether the answer follows what a tool returned.
     """
 
     id: str
@@ -43,6 +44,8 @@ class Case:
     arrival_s: float | None = None
     blocks: tuple[str, ...] = ()
     prompt_tokens: int = 0
+    category: str = ""
+    after_result: bool = False
 
     @property
     def n_turns(self) -> int:
@@ -51,9 +54,12 @@ class Case:
     def at_turn(self, turn: int) -> Case:
         """Return this case with what is expected of one turn (from 0)."""
         expected = self.expect.get("turns")
-        if not expected:
-            return self
-        return replace(self, expect=expected[turn] if turn < len(expected) else {})
+        expect = self.expect if not expected else expected[turn] if turn < len(expected) else {}
+        if self.turns:
+            after_result = turn < len(self.turns) and not isinstance(self.turns[turn], str)
+        else:
+            after_result = bool(self.messages) and self.messages[-1].get("role") == "tool"
+        return replace(self, expect=expect, after_result=after_result)
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,7 @@ class Workload:
     default: bool = True
     extra: Mapping[str, Any] = field(default_factory=dict)
     context: ContextFile | None = None
+    informative: tuple[str, ...] = ()
 
     @cached_property
     def _persona(self) -> Persona | None:

@@ -314,7 +314,6 @@ def _add_evaluations(run: LoadedRun, evaluations: dict[str, _Evaluation]) -> set
     added: set[str | None] = set()
     offline, members = run.aggregates.offline, run.aggregates.members
     for model, evaluation in evaluations.items():
-        decision.judge_sides({**evaluation.numerics, **evaluation.members})
         if evaluation.numerics.keys() - offline.get(model, {}).keys():
             added.add(model)
         offline[model] = evaluation.numerics | offline.get(model, {})

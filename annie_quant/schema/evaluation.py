@@ -187,8 +187,9 @@ class Evaluation(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     numerics: one entry per requested numerics. members: the further arithmetics of each ensemble, by "w4a4+bf16", "w4a4+perm1",
     "w4a4+cut16". prompts: names of the prompts that count for a gate, in the order of the characters of `outcomes`.
-    reference_outcomes: the same characters for the bf16 reference. ensemble: by numerics. reference_drafts: acceptance of
-    the reference's MTP head by workload. verdict: judge.decision.judge_evaluation;
+    reference_outcomes: the same characters for the bf16 reference. floor_outcomes: for its answers in a second arithmetic, of the
+    gates that compare with its own answers; floor: those answers paired with the first ones. ensemble: by numerics.
+    reference_drafts: acceptance of the reference's MTP head by workload. verdict: judge.decision.judge_evaluation;
     absent in evaluations of version 0.1.0.
     """
 
@@ -211,6 +212,8 @@ class Evaluation(msgspec.Struct, kw_only=True, omit_defaults=True):
     verdict: PairedVerdict | None = None
     prompts: dict[str, list[str]] = {}
     reference_outcomes: dict[str, str] = {}
+    floor_outcomes: dict[str, str] = {}
+    floor: dict[str, PairedGate] = {}
     members: dict[str, Member] = {}
     ensemble: dict[str, EnsembleFigures] = {}
     reference_drafts: dict[str, DraftAcceptance] = {}

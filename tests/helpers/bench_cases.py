@@ -77,6 +77,7 @@ def row(backend, first=10.0, case="c", workload="w", turn=0, **more):
     fields = {
         "status": 200,
         "text": "Hi.",
+        "finish_reason": "stop",
         "first_content_ms": first,
         "itl_ms": [1.0, 2.0],
         "tpot_ms": 1.5,

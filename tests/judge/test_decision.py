@@ -216,7 +216,7 @@ def test_the_checklist_compares_the_same_prompts(lost, won, verdict, losses, gai
 
     def answer(backend, i):
         passed = i >= lost if backend == "mlp_only" else not lost <= i < lost + won
-        fields = {"backend": backend, "workload": "w", "case": str(i), "status": 200, "text": "x"}
+        fields = {"backend": backend, "workload": "w", "case": str(i), "status": 200, "text": "x", "finish_reason": "stop"}
         return schema.RequestRecord(id=f"{backend}/{i}", checks={"tool_call": passed and i < 88 + won + lost}, **fields)
 
     records = [answer(backend, i) for i in range(100) for backend in ("mlp_only", "q4_k_m")]
@@ -238,6 +238,7 @@ def test_one_leak_is_neither_a_loss_nor_a_gain_and_six_are():
                 backend=name,
                 workload="w",
                 case=str(i),
+                finish_reason="stop",
                 checks={"thinking_leak": i >= n_leaks or name != leaking},
             )
             for i in range(100)

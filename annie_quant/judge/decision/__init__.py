@@ -1,5 +1,6 @@
 """The decision about a checkpoint or a run.
 
+coverage      which behaviours were tested, and which were not
 paired        the rule: keeps, loses, undecided or fragile, against the reference on the same prompts
 verdict       which side is the candidate, what it would replace, whether it passes, and why
 strategies    when the search drops a strategy early, and when it accepts one
@@ -19,6 +20,7 @@ from annie_quant.judge.decision.paired import (
     decided_at,
     deciding,
     judge_evaluation,
+    judge_gates,
     judge_members,
     judge_sides,
     member_verdict,

@@ -13,7 +13,7 @@ from typing import Literal
 from annie_quant.judge.decision import paired
 from annie_quant.judge.decision.verdict import SHOWN, by_title, deciding_gates, label_of
 from annie_quant.judge.metrics import METRICS, three_digits
-from annie_quant.judge.pairing import checks_by_prompt, pair_by_prompt
+from annie_quant.judge.pairing import deciding_by_prompt, pair_by_prompt
 from annie_quant.judge.statistics import LEVEL
 from annie_quant.schema import (
     Aggregates,
@@ -80,12 +80,13 @@ def pair_answers(
     """Pair two backends' answers. sampled: workloads with a temperature, whose repeats are separate answers."""
     greedy = {r.workload for r in records} - set(sampled)
     ours, theirs = (
-        checks_by_prompt([r for r in records if r.backend == name], greedy) for name in (candidate, incumbent)
+        deciding_by_prompt([r for r in records if r.backend == name], greedy) for name in (candidate, incumbent)
     )
     (worse, pooled), (better, _) = pair_by_prompt(theirs, ours), pair_by_prompt(ours, theirs)
-    paired.judge_members({"served": worse}, {"served": pooled})
-    paired.judge_members({"served": better})
-    return AnswerPairs(worse, better)
+    return AnswerPairs(
+        paired.judge_gates({"served": worse}, {"served": pooled})[0]["served"],
+        paired.judge_gates({"served": better})[0]["served"],
+    )
 
 
 def served_as(aggregates: Aggregates, name: str | None) -> str | None:

@@ -10,7 +10,7 @@ import numpy as np
 from annie_quant.errors import AnnieError, NoRoom
 from annie_quant.judge import Workload, variance
 from annie_quant.judge.decision import POOLED
-from annie_quant.judge.gates import REFERENCE_GATES, decides
+from annie_quant.judge.gates import GATES, REFERENCE_GATES, decides
 from annie_quant.pipeline.stages import Stages, drawn
 from annie_quant.schema import CalibrationDraw, Evaluation, PairedVerdict, Ranked, Spread, StrategyRow
 
@@ -99,9 +99,8 @@ def outcomes(evaluations: Sequence[Evaluation], kind: str, gate: str) -> Any:
 def right_answers(evaluations: Sequence[Evaluation], kind: str) -> Any:
     """Return whether each answer passes all of its deciding gates, float64 [prompts, draws, arithmetics]."""
     prompts = evaluations[0].prompts
-    gates = [gate for gate in prompts if decides(gate) and gate not in REFERENCE_GATES] or [
-        g for g in prompts if decides(g)
-    ]
+    judged = [gate for gate in prompts if decides(gate) and not GATES[gate].two_sided]
+    gates = [gate for gate in judged if gate not in REFERENCE_GATES] or judged
     position = {name: i for i, name in enumerate(dict.fromkeys(name for gate in gates for name in prompts[gate]))}
     sides = [[*members(e, kind)] for e in evaluations]
     right = np.ones((len(position), len(evaluations), len(sides[0])))

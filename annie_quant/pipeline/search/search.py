@@ -23,7 +23,7 @@ from annie_quant.errors import AnnieError, NoRoom, UsageError
 from annie_quant.files import write_json, write_text
 from annie_quant.judge import Workload, decision
 from annie_quant.judge.decision import paired
-from annie_quant.judge.gates import decides
+from annie_quant.judge.gates import GATES, REFERENCE_GATES, decides
 from annie_quant.judge.not_lost import compares_with_reference
 from annie_quant.judge.sample import answers_per_gate
 from annie_quant.pipeline.run_directory import RunDirectory
@@ -209,7 +209,11 @@ class Search:
         smoke = self.stages.evaluate(f"{row.strategy}-smoke", folder, explain.smoke(self.workloads))
         keep_numerics(row, smoke)
         failed = {
-            kind: [g for g, pair in side.paired.items() if pair.lost and decides(g)]
+            kind: [
+                g
+                for g, pair in side.paired.items()
+                if pair.lost and decides(g) and g not in REFERENCE_GATES and not GATES[g].two_sided
+            ]
             for kind, side in smoke.numerics.items()
         }
         lost = "; ".join(f"{kind.upper()} {', '.join(gates)}" for kind, gates in failed.items() if gates)

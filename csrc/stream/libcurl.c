@@ -108,17 +108,12 @@ static bool append(struct transfer *t, const char *line)
 }
 
 /* libcurl's syntax: "Name;" for a field without a value. "Name:" removes a field, also one of libcurl's own. */
-static bool add_line(struct transfer *t, const char *line)
+static bool append_field(struct transfer *t, const char *name, const char *value)
 {
-    size_t size = strlen(line);
-    if (line[size - 1] != ':')
-        return append(t, line);
-    char *empty = strdup(line);
-    if (!empty)
-        return false;
-    empty[size - 1] = ';';
-    bool ok = append(t, empty);
-    free(empty);
+    struct vector line = {NULL, 0, 0};
+    bool ok = vector_add(&line, name, strlen(name)) == 0 && vector_add(&line, *value ? ": " : ";", *value ? 2 : 1) == 0 &&
+              vector_add(&line, value, strlen(value) + 1) == 0 && append(t, (const char *)line.base);
+    vector_free(&line);
     return ok;
 }
 
@@ -128,8 +123,9 @@ static bool add_lines(struct transfer *t)
     bool ok = append(t, "Expect:"); /* no 100-continue, which would add a round trip to large prompts */
     if (ok && !r->has_type)
         ok = append(t, "Content-Type:");
-    for (const char *line = request_first_field(r); ok && line; line = request_next_field(r, line))
-        ok = add_line(t, line);
+    const char *name, *value;
+    for (size_t at = 0; ok && request_next_field(r, &at, &name, &value);)
+        ok = append_field(t, name, value);
     return ok;
 }
 

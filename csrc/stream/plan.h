@@ -62,13 +62,14 @@ struct request_row {
     int64_t name_lookup_us, connect_us, tls_us, pretransfer_us, starttransfer_us, total_us; /* CURLINFO_*_TIME_T */
     uint64_t header_offset, error_offset;                                                   /* in the notes */
     uint32_t header_size, error_size;
-    int32_t status; /* 0: no status line was received */
-    int32_t curl_code, os_errno;
-    int32_t http_version; /* CURL_HTTP_VERSION_* */
-    uint8_t cause;        /* a plan_cause */
+    int32_t status;              /* 0: no status line was received */
+    int32_t curl_code, os_errno; /* 0 if the request did not fail */
+    int32_t http_version;        /* CURL_HTTP_VERSION_* */
+    uint32_t resent_us;          /* from the start until it was sent again, because a reused connection had ended; 0: it was sent once */
+    uint8_t cause;               /* a plan_cause */
     uint8_t new_connection;
     uint8_t event_stream; /* the body was read as events */
-    uint8_t pad[5];
+    uint8_t pad;
 };
 
 /* One row per frame, in order of arrival; a request's frames in order are its body. */

@@ -28,14 +28,16 @@ struct plan {
     size_t max_event_bytes;   /* at most 2^32 - 1 */
     size_t max_answer_bytes;  /* of one answer's body */
     size_t max_answer_events; /* frames of one answer, comments and pings included */
-    int cancel_fd;            /* not blocking; when it is readable, its bytes are read and `interrupted` is called; -1: none */
+    int cancel_fd;            /* the run stops when it is readable; it is not read, so that several runs can have the same; -1: none */
+    int signal_fd;            /* not blocking; its bytes are read, and `interrupted` is called; -1: none */
+    int forward_fd;           /* receives these bytes; -1: none */
     int http;                 /* a plan_http */
     bool fresh_connections;
     bool kernel_stamps;
     bool realtime; /* request SCHED_FIFO */
     bool verify_tls;
     const char *unix_socket, *proxy, *ca_file; /* NULL: none */
-    /* Called when cancel_fd is readable and when a signal ended a wait; true stops the run. */
+    /* Called when signal_fd is readable and when a signal ended a wait; true stops the run. */
     bool (*interrupted)(void *context);
     void *context;
 };

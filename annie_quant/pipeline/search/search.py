@@ -19,7 +19,7 @@ from annie_quant.checkpoint import ModelFolder
 from annie_quant.checkpoint.size import bytes_per_token, folder_size
 from annie_quant.data import check_prompt_hash
 from annie_quant.data.resolve import resolve
-from annie_quant.errors import AnnieError, NoRoom, UsageError
+from annie_quant.errors import AnnieError, DiskFull, UsageError
 from annie_quant.files import write_json, write_text
 from annie_quant.judge import Workload, decision
 from annie_quant.judge.decision import paired
@@ -183,7 +183,7 @@ class Search:
         try:
             stages.quantize(strategy)
             audit = stages.audit(strategy)
-        except NoRoom:
+        except DiskFull:
             raise
         except AnnieError as error:
             row.error, row.outcome, row.path = error.message, "could not be made", [f"quantize → {error.message}"]
@@ -298,7 +298,7 @@ def try_draws(stages: Stages, row: StrategyRow, prompts: Sequence[Workload], see
         try:
             stages.quantize(row.strategy, seed)
             audit = stages.audit(row.strategy, seed)
-        except NoRoom:
+        except DiskFull:
             raise
         except AnnieError as error:
             reject(f"calibration draw {seed} could not be made: {error.message}")

@@ -22,6 +22,7 @@ import numpy as np
 from annie_quant import models, nvfp4
 from annie_quant.checkpoint import (
     auxiliary_checks,
+    checks,
     diagnosis,
     dialects,
     folding_check,
@@ -47,8 +48,6 @@ WITHOUT_SOURCE = (
 )  # fmt: skip
 LOST = ("mtp_missing", "vision_missing")  # findings that restore.py fixes in every layout
 UNREPAIRED = ("decoder_incomplete", "duplicate_tensor", "index_mismatch")
-NAN = 0x7F  # an E4M3 byte; larger bytes are negative
-LARGEST_INPUT_SCALE = 100.0
 
 
 class RepairResult(msgspec.Struct):
@@ -214,7 +213,7 @@ class Repair:
         if name not in self.folder or self.folder.info(name).elements != 1:
             return None
         scale = self.folder.scalar(name)
-        if not np.isfinite(scale) or scale <= 0 or scale > LARGEST_INPUT_SCALE:
+        if not np.isfinite(scale) or scale <= 0 or scale > checks.LARGEST_INPUT_SCALE:
             return None
         linear = self.linears.get(module)
         if linear is None or models.layer_of(module) not in self.diagnosis.folded:
@@ -328,7 +327,7 @@ class Repair:
         codes = self.folder.tensor(linear.weight)
         scale = self.folder.tensor(linear.block_scale or "").view(np.uint8)
         filled = (codes & 0x77).reshape(len(codes), -1, self.group // 2).any(axis=2)
-        return (scale >= NAN) | ((scale == 0) & filled)
+        return (scale >= checks.NAN) | ((scale == 0) & filled)
 
     def plain_tensor(self, name: str) -> writer.Planned:
         """Plan a tensor that is not quantized: the source's where the values differ."""

@@ -74,7 +74,6 @@ from annie_quant.schema.search import (
     HardenedGate,
     Labels,
     LabelScores,
-    Ranked,
     SearchNumerics,
     SearchResult,
     Size9B,
@@ -104,9 +103,7 @@ from annie_quant.schema.statistics import (
     PairedVerdict,
     PooledGates,
     SpeedGate,
-    Spread,
     Standing,
-    VarianceComponent,
     WorkloadSummary,
 )
 from annie_quant.schema.workloads import CaseFile, ContextFile, Expect, WorkloadFile

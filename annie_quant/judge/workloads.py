@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from annie_quant.errors import UsageError
+from annie_quant.files import sha256_text
 from annie_quant.judge.answers import Answer
 from annie_quant.judge.context_text import blocks_text, context_text
 from annie_quant.persona import Persona, load_persona
@@ -167,6 +168,15 @@ class Workload:
         """Return every request of a case that can be made with `answers`: one, or one more turn than there are answers."""
         known = min(case.n_turns, len(answers) + 1)
         return [self.request(case, turn, answers, model) for turn in range(known)]
+
+
+def prompt_sha256(case: Case, workload: Workload) -> str:
+    """Return the SHA-256 of what a case asks: messages with the system prompt, later turns, tools, thinking and `extra`.
+
+    Equal digests are one prompt, under any id. What is expected of the answer and the token limit are not part of it.
+    """
+    content = [workload.messages(case), case.turns[1:], workload.tools_for(case), workload.thinking, workload.extra]
+    return sha256_text(json.dumps(content, sort_keys=True, default=dict))
 
 
 def _json_text(arguments: Any) -> str:

@@ -174,7 +174,9 @@ def digest(case=None, **change):
 
 
 def test_a_prompt_is_identified_by_what_it_asks_and_not_by_its_id():
-    assert digest() == digest({"id": "other"}) == digest(name="other") == digest({"expect": {"tool": "f"}}, max_tokens=3)
+    assert (
+        digest() == digest({"id": "other"}) == digest(name="other") == digest({"expect": {"tool": "f"}}, max_tokens=3)
+    )
     turns = ["hi", {"results": [{"name": "f", "content": "1"}]}]
     other = [
         digest(),

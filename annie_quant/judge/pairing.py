@@ -94,6 +94,7 @@ def sign_flips(changes: Sequence[Mapping[str, int]], flips: int = FLIPS, seed: i
     gates = sorted({gate for change in changes for gate in change})
     if not gates:
         return 1.0, 1.0
+    changes = sorted(changes, key=lambda change: sorted(change.items()))  # the order of the answers does not matter
     matrix = np.array([[change.get(gate, 0) for gate in gates] for change in changes], dtype=np.int32)
     signs = np.random.default_rng(seed).integers(0, 2, (flips, len(changes)), dtype=np.int8) * 2 - 1
     sums = np.vstack([matrix.sum(0), signs.astype(np.int32) @ matrix])  # won - lost; the first row is observed

@@ -76,6 +76,7 @@ class Workload:
     default: bool = True
     extra: Mapping[str, Any] = field(default_factory=dict)
     context: ContextFile | None = None
+    n_repeated: int = 0  # cases that distinct_prompts() has removed
 
     @cached_property
     def _persona(self) -> Persona | None:
@@ -177,6 +178,25 @@ def prompt_sha256(case: Case, workload: Workload) -> str:
     """
     content = [workload.messages(case), case.turns[1:], workload.tools_for(case), workload.thinking, workload.extra]
     return sha256_text(json.dumps(content, sort_keys=True, default=dict))
+
+
+def distinct_prompts(workloads: Sequence[Workload]) -> tuple[list[Workload], int]:
+    """Return the workloads in which each gate has each prompt once, and how many cases were repeats of earlier ones.
+
+    A case is a repeat if every gate of its workload has its prompt already, in this or in an earlier workload.
+    """
+    counted: set[tuple[str, str]] = set()  # gate, prompt
+    result = []
+    for workload in workloads:
+        cases = []
+        for case in workload.cases:
+            units = {(gate, prompt_sha256(case, workload)) for gate in workload.gates}
+            if not units <= counted:
+                cases.append(case)
+            counted |= units
+        n_repeated = workload.n_repeated + len(workload.cases) - len(cases)
+        result.append(replace(workload, cases=tuple(cases), n_repeated=n_repeated))
+    return result, sum(w.n_repeated for w in result)
 
 
 def _json_text(arguments: Any) -> str:

@@ -32,7 +32,7 @@ if a gate keeps under one member and loses under another; else it loses if a mem
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from annie_quant.judge.gate_rule import LARGE_N
 from annie_quant.judge.gates import GATES, decides
@@ -363,8 +363,18 @@ def apply(table: Mapping[str, GateResult], paired: Mapping[str, PairedGate]) -> 
 def judge_evaluation(evaluation: Evaluation) -> Evaluation:
     """Set an evaluation's verdict over all members of its ensembles, and each gate's; an older evaluation gets its verdict too."""
     sides: dict[str, NumericsResult | Member] = {**evaluation.numerics, **evaluation.members}
-    evaluation.verdict = judge_sides(sides)
+    evaluation.verdict = blocked(judge_sides(sides), evaluation.blocking)
     return evaluation
+
+
+def blocked(verdict: PairedVerdict, blocking: Sequence[str]) -> PairedVerdict:
+    """Turn "keeps" into "undecided" where something forbids it; the reason comes first in the sentence."""
+    if blocking:
+        verdict.reasons = [*blocking, *verdict.reasons]
+        verdict.profiles = {k: "undecided" if v == "keeps" else v for k, v in verdict.profiles.items()}
+        if verdict.verdict == "keeps":
+            verdict.verdict, verdict.sentence = "undecided", f"{blocking[0]}. Undecided, although no gate is lost."
+    return verdict
 
 
 def judge_sides(sides: Mapping[str, NumericsResult | Member] | Mapping[str, OfflineSide]) -> PairedVerdict:

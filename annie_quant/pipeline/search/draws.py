@@ -102,13 +102,20 @@ def right_answers(evaluations: Sequence[Evaluation], kind: str) -> Any:
     gates = [gate for gate in prompts if decides(gate) and gate not in REFERENCE_GATES] or [
         g for g in prompts if decides(g)
     ]
-    position = {name: i for i, name in enumerate(dict.fromkeys(name for gate in gates for name in prompts[gate]))}
+    reference = evaluations[0].reference_outcomes
+    applying = [
+        name
+        for gate in gates
+        for name, passed in zip(prompts[gate], reference.get(gate, "1" * len(prompts[gate])), strict=False)
+        if passed != "-"
+    ]
+    position = {name: i for i, name in enumerate(dict.fromkeys(applying))}
     sides = [[*members(e, kind)] for e in evaluations]
     right = np.ones((len(position), len(evaluations), len(sides[0])))
     for draw, (evaluation, own) in enumerate(zip(evaluations, sides, strict=True)):
         for arithmetic, text in enumerate(own):
             for gate in gates:
                 for name, passed in zip(evaluation.prompts[gate], text.get(gate, ""), strict=False):
-                    if passed == "0":
+                    if passed == "0" and name in position:
                         right[position[name], draw, arithmetic] = 0
     return right

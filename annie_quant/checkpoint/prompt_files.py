@@ -101,7 +101,7 @@ def differences(folder: Path, source: Path) -> list[Difference]:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Return whether a folder has files of a tokenizer of its own."""
+    """Return whether a folder has its own tokenizer."""
     return any((folder / name).is_file() for name in (TOKENIZER, SETTINGS))
 
 

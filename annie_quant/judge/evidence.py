@@ -16,11 +16,12 @@ from annie_quant.files import sha256_text
 from annie_quant.judge.decision.paired import judge_evaluation
 from annie_quant.judge.gates import tabulate
 from annie_quant.judge.pairing import pair_checks
-from annie_quant.schema import Evaluation, GateResult, Member, NumericsResult, PairedGate, PooledGates
+from annie_quant.schema import Evaluation, GateResult, Member, NumericsResult, OfflineSide, PairedGate, PooledGates
 
 Checks = dict[str, dict[str, bool]]  # prompt → gate → passed
 RESULTS = {"1": True, "0": False}  # "-": the gate does not apply
 Row = GateResult | PairedGate | PooledGates | None
+Side = NumericsResult | Member | OfflineSide
 COUNTS = ("passes", "n", "lost", "won")
 
 
@@ -32,19 +33,25 @@ def evidence_sha256(evaluation: Evaluation) -> str:
     return sha256_text(msgspec.json.encode([*parts, *outcomes], order="deterministic").decode())
 
 
-def differences(evaluation: Evaluation) -> list[str]:
+def differences(evaluation: Evaluation, shown: Mapping[str, OfflineSide] | None = None) -> list[str]:
     """Return one line per fact of an evaluation that its outcomes do not give, and one for outcomes that were changed.
 
-    Verdicts are compared only where this version of the package made them: another one's rule may differ.
+    shown: its sides as run.json has them, which are compared too. Verdicts are compared only where this version of the package
+    made them: another one's rule may differ.
     """
     if not evaluation.evidence_sha256:
         return ["no digest of its outcomes (an older annie-quant wrote it): evaluate again"]
-    lines = (
-        []
-        if evidence_sha256(evaluation) == evaluation.evidence_sha256
-        else ["its outcomes, hashes or reasons were changed"]
-    )
-    return lines + list(_changed_counts(evaluation, recounted(evaluation)))
+    counted = recounted(evaluation)
+    lines = list(_changed_counts(evaluation, counted))
+    if evidence_sha256(evaluation) != evaluation.evidence_sha256:
+        lines.insert(0, "its outcomes, its hashes or the reasons that block it were changed")
+    others = {**counted.numerics, **counted.members}
+    for name, side in (shown or {}).items():
+        if name in others:
+            lines += _changed_side(f"run.json, {name}", side, others[name], evaluation.version == __version__)
+        else:
+            lines.append(f"run.json, {name}: not in the evaluation")
+    return lines
 
 
 def recounted(evaluation: Evaluation) -> Evaluation:
@@ -75,14 +82,17 @@ def _changed_counts(stored: Evaluation, counted: Evaluation) -> Iterator[str]:
     yield from _changed("bf16", stored.reference_gates, counted.reference_gates, same_rule=False)
     others = {**counted.numerics, **counted.members}
     for name, side in {**stored.numerics, **stored.members}.items():
-        other = others[name]
-        yield from _changed(name, side.gates, other.gates, same_rule)
-        yield from _changed(f"{name} against bf16", side.paired, other.paired, same_rule)
-        yield from _changed(f"{name} against bf16", {"all": side.pooled}, {"all": other.pooled}, same_rule)
+        yield from _changed_side(name, side, others[name], same_rule)
     if same_rule and stored.verdict != counted.verdict:
         before, after = stored.verdict, counted.verdict
         texts = [f"{v.verdict} ({v.sentence})" if v else "none" for v in (before, after)]
         yield f"verdict: {texts[0]} in the file, {texts[1]} from its outcomes"
+
+
+def _changed_side(where: str, side: Side, other: Side, same_rule: bool) -> Iterator[str]:
+    yield from _changed(where, side.gates, other.gates, same_rule)
+    yield from _changed(f"{where} against bf16", side.paired, other.paired, same_rule)
+    yield from _changed(f"{where} against bf16", {"all": side.pooled}, {"all": other.pooled}, same_rule)
 
 
 def _changed(where: str, stored: Mapping[str, Row], counted: Mapping[str, Row], same_rule: bool) -> Iterator[str]:

@@ -43,11 +43,13 @@ def pair_answers(
     """
     rows = [deciding_checks(answer, case, workload) for workload, case, answer in before]
     if floor is not None:
-        rows = [
-            {gate: noisy.get(gate, False) if gate in REFERENCE_GATES else ok for gate, ok in row.items()}
-            for row, noisy in zip(rows, (deciding_checks(a, c, w) for w, c, a in floor), strict=True)
-        ]
+        rows = [with_floor(row, deciding_checks(a, c, w)) for row, (w, c, a) in zip(rows, floor, strict=True)]
     return pair_checks(zip(rows, (deciding_checks(a, c, w) for w, c, a in after), strict=True))
+
+
+def with_floor(row: Checks, noisy: Checks) -> dict[str, bool]:
+    """Return the reference's checks of an answer, those that compare with itself taken from its answer in a second arithmetic."""
+    return {gate: noisy.get(gate, False) if gate in REFERENCE_GATES else ok for gate, ok in row.items()}
 
 
 def checks_by_prompt(records: Sequence[RequestRecord], greedy: Collection[str]) -> dict[Hashable, dict[str, bool]]:
@@ -136,6 +138,7 @@ def sign_flips(changes: Sequence[Mapping[str, int]], flips: int = FLIPS, seed: i
     gates = sorted({gate for change in changes for gate in change})
     if not gates:
         return 1.0, 1.0
+    changes = sorted(changes, key=lambda change: sorted(change.items()))  # the order of the answers does not matter
     matrix = np.array([[change.get(gate, 0) for gate in gates] for change in changes], dtype=np.int32)
     signs = np.random.default_rng(seed).integers(0, 2, (flips, len(changes)), dtype=np.int8) * 2 - 1
     sums = np.vstack([matrix.sum(0), signs.astype(np.int32) @ matrix])  # won - lost; the first row is observed

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from annie_quant.errors import UsageError
+from annie_quant.files import sha256_text
 from annie_quant.judge.answers import Answer
 from annie_quant.judge.context_text import blocks_text, context_text
 from annie_quant.persona import Persona, load_persona
@@ -82,6 +83,7 @@ class Workload:
     extra: Mapping[str, Any] = field(default_factory=dict)
     context: ContextFile | None = None
     informative: tuple[str, ...] = ()
+    n_repeated: int = 0  # cases that distinct_prompts() has removed
 
     @cached_property
     def _persona(self) -> Persona | None:
@@ -174,6 +176,34 @@ class Workload:
         """Return every request of a case that can be made with `answers`: one, or one more turn than there are answers."""
         known = min(case.n_turns, len(answers) + 1)
         return [self.request(case, turn, answers, model) for turn in range(known)]
+
+
+def prompt_sha256(case: Case, workload: Workload) -> str:
+    """Return the SHA-256 of what a case asks: messages with the system prompt, later turns, tools, thinking and `extra`.
+
+    Equal digests are one prompt, under any id. What is expected of the answer and the token limit are not part of it.
+    """
+    content = [workload.messages(case), case.turns[1:], workload.tools_for(case), workload.thinking, workload.extra]
+    return sha256_text(json.dumps(content, sort_keys=True, default=dict))
+
+
+def distinct_prompts(workloads: Sequence[Workload]) -> tuple[list[Workload], int]:
+    """Return the workloads in which each gate has each prompt once, and how many cases were repeats of earlier ones.
+
+    A case is a repeat if every gate of its workload has its prompt already, in this or in an earlier workload.
+    """
+    counted: set[tuple[str, str]] = set()  # gate, prompt
+    result = []
+    for workload in workloads:
+        cases = []
+        for case in workload.cases:
+            units = {(gate, prompt_sha256(case, workload)) for gate in workload.gates}
+            if not units <= counted:
+                cases.append(case)
+            counted |= units
+        n_repeated = workload.n_repeated + len(workload.cases) - len(cases)
+        result.append(replace(workload, cases=tuple(cases), n_repeated=n_repeated))
+    return result, sum(w.n_repeated for w in result)
 
 
 def _json_text(arguments: Any) -> str:

@@ -267,6 +267,8 @@ class Demo:
         )
 
     def model_row(self, name: str) -> schema.ModelRow:
+        from annie_quant.evaluate.reference import model_sha256
+
         side, gguf = SIDES[name], self.dir / f"gguf/{name}.gguf"
         folder = self.source(side)
         from_gguf = side.gguf_type == "Q4_K_M"
@@ -279,6 +281,7 @@ class Demo:
             bits_per_weight=size.bits_per_weight,
             checkpoint=str(folder),
             gguf=str(gguf),
+            model_sha256=model_sha256(folder),
         )
 
 
@@ -287,6 +290,8 @@ def add_evaluation(aggregates: schema.Aggregates, model: str, path: Path) -> Non
     document = read_json(path)
     aggregates.offline[model] = msgspec.convert(document["numerics"], dict[str, schema.OfflineSide])
     aggregates.members[model] = msgspec.convert(document.get("members", {}), dict[str, schema.OfflineSide])
+    if blocking := document.get("blocking"):
+        aggregates.blocking[model] = list(blocking)
 
 
 def tool_workloads(workloads: Sequence[judge.Workload]) -> list[judge.Workload]:

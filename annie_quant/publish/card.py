@@ -70,7 +70,10 @@ class _Conversation(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Subject:
-    """What the card describes. name: of the model in the run. objections: what `forced` (a reason) overrides."""
+    """What the card describes. name: of the model in the run. compared: whether the audit compared it with its source.
+
+    objections: what `forced` (a reason) overrides.
+    """
 
     name: str
     folder: Path
@@ -78,6 +81,7 @@ class Subject:
     repo_id: str
     base_model: str
     license: str = ""
+    compared: bool = False
     calibration: Path | None = None
     forced: str = ""
     objections: tuple[str, ...] = ()
@@ -189,7 +193,8 @@ def _origin(subject: Subject) -> list[str]:
         ", ".join(filter(None, algorithm)),
         f"quantized: {', '.join(summary.quantized or ()) or 'nothing'}",
         f"kept in 16 bits: {', '.join(summary.unquantized or ()) or 'nothing'}",
-        "audit of every tensor: " + (f"{findings} findings, see below" if findings else "sound"),
+        f"audit of every tensor, {'compared with' if subject.compared else 'without'} its source: "
+        + (f"{findings} findings, see below" if findings else "sound"),
         *(f"{f.name}: SHA-256 {_digest(f)}" for f in sorted(subject.folder.glob("*.safetensors"))[:MAX_DIGESTS]),
     ]
 

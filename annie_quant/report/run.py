@@ -16,8 +16,8 @@ from typing import ClassVar
 import msgspec
 
 from annie_quant import schema
-from annie_quant.errors import UsageError
-from annie_quant.judge import decision
+from annie_quant.errors import AnnieError, UsageError
+from annie_quant.judge import decision, evidence
 from annie_quant.printable import visible
 from annie_quant.report import recount
 from annie_quant.report.format import name
@@ -207,9 +207,32 @@ class LoadedRun:
         served = {s.name: s.data for s in (self.served if sides is None else sides) if isinstance(s, Backend)}
         return recount.check(served, self.measured, self.sampled) if served and self.records else None
 
+    @cached_property
+    def evaluations(self) -> dict[str, schema.Evaluation]:
+        """The evaluations in eval/ of the run's offline models, as far as they can be read."""
+        files = {m: self.folder / f"eval/{m}.json" for m in self.aggregates.offline}
+        loaded = {model: _evaluation(path) for model, path in files.items()}
+        return {model: evaluation for model, evaluation in loaded.items() if evaluation is not None}
+
+    @cached_property
+    def evidence(self) -> dict[str, list[str]]:
+        """By model, what its stored outcomes do not give of its figures (judge/evidence.py); only models with such a difference."""
+        lines = {}
+        for model, evaluation in self.evaluations.items():
+            shown = {**self.aggregates.offline[model], **self.aggregates.members.get(model, {})}
+            lines[model] = evidence.differences(evaluation, shown)
+        return {model: own for model, own in lines.items() if own}
+
     def _served_as(self, model: str | None) -> Backend | None:
         backend = decision.served_as(self.aggregates, model) if model else None
         return next((s for s in self.served if s.name == backend), None)
+
+
+def _evaluation(path: Path) -> schema.Evaluation | None:
+    try:
+        return schema.Evaluation.load(path) if path.is_file() else None
+    except AnnieError:
+        return None
 
 
 # The parts of other documents that the report shows.
@@ -219,6 +242,8 @@ class _Evaluation(msgspec.Struct):
     numerics: dict[str, OfflineSide] = {}
     members: dict[str, OfflineSide] = {}
     reference_gates: dict[str, GateResult] = {}
+    verdict: schema.PairedVerdict | None = None
+    blocking: list[str] = []
 
 
 class _LayerDivergence(msgspec.Struct):
@@ -314,6 +339,8 @@ def _add_evaluations(run: LoadedRun, evaluations: dict[str, _Evaluation]) -> set
     added: set[str | None] = set()
     offline, members = run.aggregates.offline, run.aggregates.members
     for model, evaluation in evaluations.items():
+        if evaluation.blocking:
+            run.aggregates.blocking[model] = evaluation.blocking
         if evaluation.numerics.keys() - offline.get(model, {}).keys():
             added.add(model)
         offline[model] = evaluation.numerics | offline.get(model, {})

@@ -33,6 +33,7 @@ from annie_quant.schema.evaluation import (
     LayerKL,
     MarginBin,
     Member,
+    ModelFiles,
     NumericsResult,
     SameAnswers,
     Sensitivity,

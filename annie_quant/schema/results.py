@@ -105,7 +105,7 @@ class ToolSurfacePoint(msgspec.Struct, kw_only=True):
 
 
 class ModelRow(msgspec.Struct, kw_only=True):
-    """A model of the run: its format, its size on disk and where its files are."""
+    """A model of the run: its format, its size on disk, where its files are, and their hash (ModelFiles.sha256)."""
 
     name: str
     label: str = ""
@@ -114,6 +114,7 @@ class ModelRow(msgspec.Struct, kw_only=True):
     bits_per_weight: float | None = None
     checkpoint: str = ""
     gguf: str = ""
+    model_sha256: str = ""
 
 
 class OfflineSide(msgspec.Struct, kw_only=True):
@@ -135,7 +136,8 @@ class Aggregates(msgspec.Struct, kw_only=True):
     """All results of a run: behind servers (from records.jsonl), and without one (models, offline).
 
     served and turns: by backend. offline: by model, then by numerics; members: the further arithmetics of its ensemble
-    (Evaluation.members), in the same form. turn_ratio: TTFT of the last turn, relative to the first. noise: by backend.
+    (Evaluation.members), in the same form. blocking: by model, reasons that forbid "keeps" (Evaluation.blocking).
+    turn_ratio: TTFT of the last turn, relative to the first. noise: by backend.
     """
 
     served: dict[str, ServedSide] = {}
@@ -150,6 +152,7 @@ class Aggregates(msgspec.Struct, kw_only=True):
     models: list[ModelRow] = []
     offline: dict[str, dict[str, OfflineSide]] = {}
     members: dict[str, dict[str, OfflineSide]] = {}
+    blocking: dict[str, list[str]] = {}
 
 
 class Verdict(msgspec.Struct, kw_only=True):

@@ -224,7 +224,7 @@ def _check_arrays(
         missing = [c for c in _COLUMNS[name].split() if c not in (rows.dtype.names or ())]
         if missing or rows.ndim != 1:
             raise ValueError(f"{name} has no column {missing[0]}" if missing else f"{name} has {rows.ndim} dimensions")
-        columns = {*_COLUMNS[name].split(), *_LATER_COLUMNS} & set(rows.dtype.names)
+        columns = {*_COLUMNS[name].split(), *_LATER_COLUMNS} & set(rows.dtype.names or ())
         if any(rows.dtype[c].kind not in "iub" for c in columns):
             raise ValueError(f"{name} has columns that are not integers")
     for name, data in (("frames", frames), ("notes", notes)):

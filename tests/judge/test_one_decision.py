@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from types import SimpleNamespace
 
+import evaluations
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -21,7 +22,7 @@ from annie_quant.publish.upload import objections
 from annie_quant.pytest_plugin import Run
 from annie_quant.report.pages import advice
 from annie_quant.report.run import load
-from annie_quant.schema import BenchConfig, Evaluation, Identity, RequestRecord
+from annie_quant.schema import BenchConfig, Identity, ModelFiles, RequestRecord
 
 GATES = ("tool_call", "factual", "non_empty")
 KEPT = {"tool_call": (240, 0, 0), "factual": (100, 0, 0), "non_empty": (60, 0, 0)}
@@ -60,20 +61,9 @@ def side(kind, counts, **fields):
 
 
 def evaluation(members):
-    same = schema.SameAnswers(1, 1)
-    own = dict.fromkeys(("kl", "kl_conversations", "kl_text", "perplexity", "perplexity_reference", "verbosity_ratio"))
-    sides = {
-        name: side(schema.NumericsResult, counts, same_answers=same, cases=[], seconds=1.0, **own)
-        if "+" not in name
-        else side(schema.Member, counts, arithmetic="", outcomes={}, n_computed=1, n_changed=0)
-        for name, counts in members.items()
-    }
-    return Evaluation(
-        schema_version=1, version="", model="nv", reference="bf16", reference_sha256="", dtype="float32", device="cpu",
-        workloads={}, n_answers=400, n_conversation_answers=0, n_text_tokens=0, notes=[], seconds=1.0,
-        reference_gates=tabulate(old for old, _ in rows({})),
-        numerics={k: v for k, v in sides.items() if "+" not in k}, members={k: v for k, v in sides.items() if "+" in k},
-    )  # fmt: skip
+    return evaluations.from_counts(
+        {name: KEPT | counts for name, counts in members.items()}, checkpoint_files=ModelFiles("x")
+    )
 
 
 def doors(members, folder):

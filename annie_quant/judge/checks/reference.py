@@ -121,13 +121,13 @@ def same_thinking(answer: Answer, case: Case, workload: Workload) -> str | None:
 
 
 def same_language(answer: Answer, case: Case, workload: Workload) -> str | None:
-    """The language of the bf16 answer, by its letters and commonest words; short texts are not compared."""
+    """No other language than the bf16 answer's, by its letters and commonest words; short texts have none."""
     if case.reference is None:
         return None
     language, expected = language_of(answer.text), language_of(case.reference.text)
-    if language is None or expected is None:
+    if expected is None:
         return None
-    return "" if language == expected else f"it is {language}, bf16's is {expected}"
+    return "" if language in (None, expected) else f"it is {language}, bf16's is {expected}"
 
 
 def same_stop(answer: Answer, case: Case, workload: Workload) -> str | None:

@@ -49,6 +49,7 @@ from annie_quant.judge.decision.strategies import (
 from annie_quant.judge.decision.verdict import (
     Decision,
     JudgedGate,
+    blocking_of,
     combined,
     deciding_gates,
     decision,

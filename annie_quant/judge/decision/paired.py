@@ -37,7 +37,7 @@ The functions change none of their arguments.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -443,7 +443,22 @@ def _with_verdict(name: str, result: GateResult, gate: PairedGate | None) -> Gat
 def judge_evaluation(evaluation: Evaluation) -> Evaluation:
     """Return an evaluation with its verdict over all members of its ensembles, and each gate's."""
     numerics, members, verdict = _judge_both(evaluation.numerics, evaluation.members)
+    verdict = blocked(verdict, evaluation.blocking)
     return msgspec.structs.replace(evaluation, numerics=numerics, members=members, verdict=verdict)
+
+
+def blocked(verdict: PairedVerdict, blocking: Sequence[str]) -> PairedVerdict:
+    """Return the verdict with what forbids "keeps"; the reason comes first in the sentence."""
+    if not blocking:
+        return verdict
+    keeps, sentence = verdict.verdict == "keeps", f"{blocking[0]}. Undecided, although no gate is lost."
+    return msgspec.structs.replace(
+        verdict,
+        verdict="undecided" if keeps else verdict.verdict,
+        sentence=sentence if keeps else verdict.sentence,
+        reasons=[*blocking, *verdict.reasons],
+        profiles={k: "undecided" if v == "keeps" else v for k, v in verdict.profiles.items()},
+    )
 
 
 def _judge_both(

@@ -158,7 +158,16 @@ def decision(aggregates: Aggregates, candidate: str | None = None) -> Decision |
 
 def standing_of(aggregates: Aggregates, name: str, with_speed: bool = True) -> Standing:
     """Return the verdict of a backend or model over its server and all of its arithmetics. with_speed: also its speed limits."""
-    return standing([g for g in deciding_gates(aggregates, name) if with_speed or not isinstance(g.result, SpeedGate)])
+    result = standing(
+        [g for g in deciding_gates(aggregates, name) if with_speed or not isinstance(g.result, SpeedGate)]
+    )
+    return "undecided" if result == "keeps" and blocking_of(aggregates, name) else result
+
+
+def blocking_of(aggregates: Aggregates, name: str) -> list[str]:
+    """Return the reasons that forbid "keeps" for a backend or model."""
+    served = aggregates.served.get(name)
+    return aggregates.blocking.get(name) or aggregates.blocking.get((served.model if served else None) or "") or []
 
 
 def verdict(aggregates: Aggregates | Mapping[str, Any], candidate: str | None = None) -> Verdict:
@@ -168,6 +177,21 @@ def verdict(aggregates: Aggregates | Mapping[str, Any], candidate: str | None = 
     chosen = decision(aggregates, candidate)
     if chosen is None:
         return Verdict(sentence="Nothing was measured, so nothing can be concluded.")
+    return blocked(_verdict(aggregates, chosen), blocking_of(aggregates, chosen.candidate))
+
+
+def blocked(result: Verdict, blocking: Sequence[str]) -> Verdict:
+    """Return a verdict that does not keep where something forbids it; the reason comes first."""
+    if not blocking:
+        return result
+    result = msgspec.structs.replace(result, passed=False, reasons=[*blocking, *result.reasons])
+    if result.outcome == "keeps":
+        result.outcome, result.badge = "undecided", "undecided: broken export"
+        result.sentence = f"{blocking[0]}. Undecided, although no gate is lost."
+    return result
+
+
+def _verdict(aggregates: Aggregates, chosen: Decision) -> Verdict:
     return Verdict(
         sentence=_sentence(aggregates, chosen),
         passed=chosen.standing not in FAILING,

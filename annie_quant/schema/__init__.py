@@ -60,6 +60,7 @@ from annie_quant.schema.results import (
     Crossover,
     ModelRow,
     OfflineSide,
+    Roles,
     ServedSide,
     ToolSurfacePoint,
     TurnPoint,

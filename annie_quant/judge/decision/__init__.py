@@ -1,6 +1,7 @@
 """The decision about a checkpoint or a run.
 
 paired        the rule: keeps, loses, undecided or fragile, against the reference on the same prompts
+roles         candidate, reference, incumbent
 verdict       which side is the candidate, what it would replace, whether it passes, and why
 strategies    when the search drops a strategy early, and when it accepts one
 replacement   the drop-in checklist and the recommendation: switch, stay or wait
@@ -36,6 +37,7 @@ from annie_quant.judge.decision.replacement import (
     recommendation,
     served_as,
 )
+from annie_quant.judge.decision.roles import RULE, assign, formats_of, other_side, roles_of
 from annie_quant.judge.decision.strategies import (
     cannot_keep,
     early_reasons,

@@ -22,7 +22,7 @@ COST_SHARE = 0.01  # of the time that predicting may take
 
 
 def growth_to_decide(
-    records: Sequence[RequestRecord], backends: Sequence[str], greedy: Collection[str], roles: Roles
+    records: Sequence[RequestRecord], backends: Sequence[str], greedy: Collection[str], roles: Roles | None = None
 ) -> float | None:
     """Return by which factor the measured prompts must grow until all is decided: 1 when it is, inf when none would do.
 

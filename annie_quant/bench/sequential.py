@@ -33,9 +33,9 @@ def looks(visits: int, block: int) -> list[int]:
 
 
 def open_questions(
-    records: Sequence[RequestRecord], backends: Sequence[str], greedy: Collection[str], roles: Roles
+    records: Sequence[RequestRecord], backends: Sequence[str], greedy: Collection[str], roles: Roles | None = None
 ) -> list[str]:
-    """Return what the records cannot decide yet; empty when everything is decided."""
+    """Return what the records cannot decide yet; empty when everything is decided. roles: default: by the order."""
     undecided = [*_open_gates(records, backends, greedy, roles)]
     pairs = [
         (f"{a} against {b}: {metric}", result)
@@ -60,9 +60,10 @@ def compared_times(
 
 
 def paired_gates(
-    records: Sequence[RequestRecord], backends: Sequence[str], greedy: Collection[str], roles: Roles
+    records: Sequence[RequestRecord], backends: Sequence[str], greedy: Collection[str], roles: Roles | None
 ) -> Iterator[tuple[str, Mapping[str, PairedGate]]]:
     """Yield each backend that has a reference, with its judged gates that decide."""
+    roles = roles or decision.assign(backends, {})
     own = {name: [r for r in records if r.backend == name] for name in backends}
     for name in backends:
         reference = decision.other_side(roles, name)
@@ -73,7 +74,7 @@ def paired_gates(
 
 
 def _open_gates(
-    records: Sequence[RequestRecord], backends: Sequence[str], greedy: Collection[str], roles: Roles
+    records: Sequence[RequestRecord], backends: Sequence[str], greedy: Collection[str], roles: Roles | None
 ) -> Iterator[str]:
     for name, gates in paired_gates(records, backends, greedy, roles):
         for gate, pair in gates.items():

@@ -60,6 +60,7 @@ SIDES = {
     "mlp_only": Side("NVFP4 mlp_only", "mlp_only", None),
     "q4_k_m": Side("Q4_K_M", None, "Q4_K_M"),
 }
+ROLES = {"candidate": "mlp_only", "reference": "bf16", "incumbent": "q4_k_m"}
 STRATEGIES = [side.strategy for side in SIDES.values() if side.strategy]  # each is served, and judged without a server
 
 
@@ -226,7 +227,9 @@ class Demo:
                 for name, server in zip(SIDES, servers, strict=True)
             ]
             resume = self.same_bench_settings()
-            result = bench.run(backends, workloads, self.dir.path, warmup=2, runs=1, progress=progress, resume=resume)
+            result = bench.run(
+                backends, workloads, self.dir.path, warmup=2, runs=1, progress=progress, resume=resume, **ROLES
+            )
         finally:
             for server in servers:
                 server.stop()

@@ -165,15 +165,16 @@ def _body(run: LoadedRun, subject: Subject) -> str:
 
 def _opening(run: LoadedRun, subject: Subject) -> str:
     gates = [g for g in decision.deciding_gates(run.aggregates, subject.name) if not isinstance(g.result, SpeedGate)]
-    verdicts = Counter(gate.verdict for gate in gates)
+    outcomes = Counter(gate.outcome for gate in gates)
     places = dict.fromkeys(gate.where for gate in gates)
+    kept, lost = ("kept", "lost") if any(gate.compared for gate in gates) else ("passed", "failed")
     standing = decision.standing_of(run.aggregates, subject.name, with_speed=False)
     summary = subject.audit.summary
     return (
         f"[{inert(subject.base_model)}](https://huggingface.co/{subject.base_model}) in NVFP4 for NVIDIA DGX Spark (GB10) "
         f"and other Blackwell GPUs: {size(summary.size_bytes)}, {significant(summary.bits_per_weight)} bits per weight. "
-        f"Verdict: {standing}. Of {count(verdicts.total())} behavioural gates ({', '.join(map(inert, places)) or 'none'}) "
-        f"{verdicts['pass']} passed, {verdicts['fail']} failed, {verdicts['undecided']} undecided."
+        f"Verdict: {standing}. Of {count(outcomes.total())} behavioural gates ({', '.join(map(inert, places)) or 'none'}) "
+        f"{outcomes['pass']} {kept}, {outcomes['fail']} {lost}, {outcomes['undecided']} undecided."
     )
 
 
@@ -309,9 +310,9 @@ def _limits(run: LoadedRun, subject: Subject) -> list[str]:
         if result.verdict != "pass"
     ]
     lines += [
-        f"{gate.title}, {gate.where}: {'fails' if gate.verdict == 'fail' else 'cannot be decided'}"
+        f"{gate.title}, {gate.where}: {'cannot be decided' if gate.outcome == 'undecided' else gate.verdict}"
         for gate in decision.deciding_gates(run.aggregates, subject.name)
-        if "+" in gate.where and gate.verdict != "pass"
+        if "+" in gate.where and gate.outcome != "pass"
     ]
     kinds = {s.kind for s in sides}
     if "offline" not in kinds:

@@ -159,7 +159,7 @@ def objections(run: LoadedRun, model: str) -> list[str]:
     problems = [
         f"{'loses' if gate.compared else 'fails'} {gate}: {gate.evidence}"
         for gate in decision.deciding_gates(run.aggregates, model)
-        if gate.verdict == "fail" and not isinstance(gate.result, SpeedGate)
+        if gate.outcome == "fail" and not isinstance(gate.result, SpeedGate)
     ]
     if not any(s.gates for s in sides):
         problems.append("no gate was measured for this model")

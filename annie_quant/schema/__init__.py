@@ -61,6 +61,7 @@ from annie_quant.schema.results import (
     Crossover,
     ModelRow,
     OfflineSide,
+    Roles,
     ServedSide,
     ToolSurfacePoint,
     TurnPoint,

@@ -35,7 +35,10 @@ def run(*sides, n=100):
         for gate, passes in gates.items()
         for r in records(backend, passes, n, gate, f"w-{gate}")
     ]
-    identities = {backend: Identity(name=backend) for backend, _ in sides}
+    identities = {
+        backend: Identity(name=backend, format={"bf16": "BF16", "nv": "NVFP4", "q4": "Q4_K"}.get(backend))
+        for backend, _ in sides
+    }
     return aggregate_records(rows, BenchConfig(), identities)
 
 

@@ -20,6 +20,7 @@ from annie_quant.pipeline import demo
 from annie_quant.publish import card
 from annie_quant.publish.upload import objections
 from annie_quant.pytest_plugin import Run
+from annie_quant.report.judging import write_judgement
 from annie_quant.report.pages import advice
 from annie_quant.report.run import load
 from annie_quant.schema import BenchConfig, Identity, ModelFiles, RequestRecord
@@ -176,7 +177,7 @@ def test_a_benchmark_decides_as_an_evaluation_does(counts, verdict, tmp_path):
         for i, pair in enumerate(rows(counts))
         for backend, checks in zip(("bf16", "nvfp4"), pair, strict=True)
     ]  # fmt: skip
-    identities = {name: Identity(name=name) for name in ("bf16", "nvfp4")}
+    identities = {"bf16": Identity(name="bf16", format="BF16"), "nvfp4": Identity(name="nvfp4")}
     aggregates = aggregate_records(records, BenchConfig(), identities)
     assert judge.verdict(aggregates).outcome == verdict
     assert judge.judge_evaluation(evaluation({"w4a4": counts})).verdict.verdict == verdict
@@ -194,10 +195,13 @@ def test_an_evaluation_that_is_added_to_a_benchmark_is_part_of_its_decision(tmp_
     own = side(schema.OfflineSide, {})
     decision.judge_sides({"served": own})
     served["nvfp4"].judged_by, served["nvfp4"].paired = "bf16", own.paired
-    aggregates = schema.Aggregates(served=served)
+    aggregates = schema.Aggregates(served=served, roles=schema.Roles(candidate="nvfp4", reference="bf16"))
     schema.write_run(tmp_path, schema.Run(aggregates=aggregates, verdict=judge.verdict(aggregates)))
     assert load(tmp_path).verdict.outcome == "keeps"
     (tmp_path / "eval").mkdir()
     document = judge.judge_evaluation(evaluation({"w4a4": {"tool_call": (240, 58, 0)}}))
     (tmp_path / "eval" / "nvfp4.json").write_text(json.dumps(document.to_dict()))
+    shown = load(tmp_path).verdict
+    assert shown.outcome == "undecided" and not shown.passed and "annie-quant report DIR --judge" in shown.sentence
+    write_judgement(tmp_path)
     assert load(tmp_path).verdict.outcome == "fragile"

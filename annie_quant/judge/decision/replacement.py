@@ -168,9 +168,7 @@ def _thinking(side: ServedSide, records: Sequence[RequestRecord]) -> ChecklistIt
 
 def peak_bytes(side: ServedSide) -> int | None:
     """Return the highest memory of a side; None where it was not measured."""
-    memory = side.memory_bytes
-    levels = (memory.idle, memory.one, memory.five) if memory else ()
-    return max((level for level in levels if level), default=None)
+    return side.memory_bytes.highest if side.memory_bytes else None
 
 
 def _memory(side: ServedSide) -> ChecklistItem:
@@ -225,12 +223,12 @@ def recommendation(
     """Recommend what to do with the candidate. candidate, incumbent: backends. items, answers: checklist, pairs of the two."""
     name = label_of(aggregates, candidate)
     gates = [g for g in deciding_gates(aggregates, candidate) if not isinstance(g.result, SpeedGate)]
-    failed = by_title([g for g in gates if g.verdict == "fail"])
-    undecided = list(dict.fromkeys(f"{g.title} ({g.where})" for g in gates if g.verdict == "undecided"))
+    failed = by_title([g for g in gates if g.outcome == "fail"])
+    undecided = list(dict.fromkeys(f"{g.title} ({g.where})" for g in gates if g.outcome == "undecided"))
     opening = "gates kept" if any(g.compared for g in gates) else "gates passed"
     evidence = [f"{item.item}: {item.evidence}" for item in items if item.verdict != "pass"]
     if failed:
-        titles = list(dict.fromkeys(g.title for g in gates if g.verdict == "fail"))
+        titles = list(dict.fromkeys(g.title for g in gates if g.outcome == "fail"))
         verb = "loses" if gates[0].compared else "fails"
         sentence = f"Do not switch to {name}: it {verb} {'; '.join(failed[:SHOWN])}."
         return Recommendation("stay", sentence, evidence, f"{verb} {', '.join(titles[:SHOWN])}: do not switch")

@@ -1,8 +1,9 @@
 """Repair a ModelOpt checkpoint: exactly where that is possible, else by quantizing again from the bf16 source.
 
-Sound tensors keep their bytes. A linear is packed again from the source when its own tensors are faulty, when its error
-shows that they are not the source's, or when its layer was folded (AWQ), right or wrong: the norms then become the
-source's, too, so that the model computes what the source does. Settings are always written from what is on disk.
+Sound tensors keep their bytes, those of a sound fold (AWQ) too. A linear is packed again from the source when its own tensors
+are faulty, when its error shows that they are not the source's, or when its layer was folded and the fold or a linear of it is
+faulty: the norms then become the source's, too, so that the model computes what the source does. Settings are always written
+from what is on disk.
 The checkpoint itself is not changed.
 """
 
@@ -136,6 +137,7 @@ class Repair:
         self.actions: list[str] = []
         self.linears = modelopt.linears(folder)
         findings = audit(folder.path, source=source.path if source else None)
+        self.faults = {f.tensor for f in findings.findings}
         self.diagnosis = diagnosis.diagnose(folder, source, findings, self.linears)
         self.restored = self.restored_modules()
         for modules in (self.diagnosis.modules, self.diagnosis.faulty, self.diagnosis.patched):
@@ -330,7 +332,7 @@ class Repair:
         return (scale >= checks.NAN) | ((scale == 0) & filled)
 
     def plain_tensor(self, name: str) -> writer.Planned:
-        """Plan a tensor that is not quantized: the source's where the values differ."""
+        """Plan a tensor that is not quantized: the source's where it differs and is at fault."""
         info = self.folder.info(name)
         source = self._source
         original = source.find(name) if source else None
@@ -346,7 +348,8 @@ class Repair:
             theirs = source.info(original)
             self.actions.append(f"{name}: taken from the source")
             return writer.Planned(name, theirs.dtype, theirs.shape, partial(source.tensor, original))
-        if source and original and source.info(original).shape == info.shape:
+        changed = name in self.faults or models.layer_of(name) in self.diagnosis.folded
+        if changed and source and original and source.info(original).shape == info.shape:
             theirs = source.info(original)
             ours = self.folder.tensor(name).astype(np.float32)
             if not source_diff.rel_l2(ours, source.tensor(original).astype(np.float32)) < source_diff.SAME_VALUES:

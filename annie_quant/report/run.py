@@ -339,7 +339,7 @@ def _show_verdict(
                 sentence=f"{model}: {own.sentence}",
                 passed=own.verdict not in decision.FAILING,
                 outcome=own.verdict,
-                badge=own.verdict,
+                badge=own.verdict + (f"; not tested: {', '.join(own.not_tested)}" if own.not_tested else ""),
                 candidate=model,
                 reasons=own.reasons,
             )

@@ -204,14 +204,14 @@ def member_verdict(gates: Gates, pooled: PooledGates | None = None) -> MemberVer
     undecided = [
         name
         for name, verdict in by_gate.items()
-        if verdict == "undecided" and name != POOLED and _stands_in_the_way(name, gates[name], answers)
+        if verdict == "undecided" and name != POOLED and stands_in_the_way(name, gates[name], answers)
     ]
     keeps = any(verdict == "keeps" for name, verdict in by_gate.items() if name != POOLED)
     verdict: GateVerdict = "loses" if loses else "undecided" if undecided or not keeps else "keeps"
     return MemberVerdict(verdict=verdict, loses=loses, undecided=undecided)
 
 
-def _stands_in_the_way(name: str, gate: PairedGate, answers: Mapping[str, int]) -> bool:
+def stands_in_the_way(name: str, gate: PairedGate, answers: Mapping[str, int]) -> bool:
     """Return whether an undecided gate forbids "keeps"."""
     if answers_of(gate) >= LEAST_ANSWERS:
         return True

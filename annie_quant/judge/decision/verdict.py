@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from annie_quant import schema
 from annie_quant.errors import UsageError
 from annie_quant.judge.decision import paired
+from annie_quant.judge.decision.coverage import coverage, describe_coverage
 from annie_quant.judge.decision.paired import (
     FAILING,
     OUTCOMES,
@@ -34,6 +35,7 @@ from annie_quant.schema import (
     Confound,
     GateResult,
     GateVerdict,
+    OfflineSide,
     Outcome,
     PairedGate,
     PooledGates,
@@ -108,6 +110,7 @@ class Decision:
     roles: Roles
     gates: Mapping[Outcome, Sequence[JudgedGate]]
     confounds: Sequence[Confound]
+    coverage: Mapping[str, int]  # of the answers that its gates were compared with; {} without a reference
 
     @property
     def incumbent(self) -> str | None:
@@ -152,14 +155,21 @@ def combined(outcomes: Collection[Outcome]) -> Outcome:
 def decision(aggregates: Aggregates, candidate: str | None = None) -> Decision | None:
     """Sort the candidate's gates; None where nothing was measured. candidate: a backend or a model, instead of the run's."""
     roles = roles_of(aggregates, candidate)
-    if roles.assumed and roles.incumbent and _fails(aggregates, roles.incumbent) and not _fails(aggregates, roles.candidate):
+    if (
+        roles.assumed
+        and roles.incumbent
+        and _fails(aggregates, roles.incumbent)
+        and not _fails(aggregates, roles.candidate)
+    ):
         roles = replace(roles, candidate=roles.incumbent, incumbent=roles.candidate)
     if roles.candidate is None:
         return None
     gates: dict[Outcome, list[JudgedGate]] = {"pass": [], "fail": [], "undecided": []}
     for gate in deciding_gates(aggregates, roles.candidate):
         gates[gate.outcome].append(gate)
-    return Decision(roles.candidate, roles, gates, [c for c in aggregates.confounds if _concerns(c, roles)])
+    confounds = [c for c in aggregates.confounds if _concerns(c, roles)]
+    tables = [pairs for _, _, pairs, _ in _tables(aggregates, roles.candidate) if pairs]
+    return Decision(roles.candidate, roles, gates, confounds, coverage(tables) if tables else {})
 
 
 def _fails(aggregates: Aggregates, name: str | None) -> bool:
@@ -220,7 +230,7 @@ def _verdict(aggregates: Aggregates, chosen: Decision) -> Verdict:
         sentence=_sentence(aggregates, chosen),
         passed=chosen.standing not in FAILING and not chosen.confounded,
         outcome=chosen.standing,
-        badge=badge(chosen),
+        badge=badge(chosen) + ("" if chosen.standing in FAILING else _not_tested(chosen)),
         candidate=chosen.candidate,
         incumbent=chosen.incumbent,
         comparable=chosen.comparable,
@@ -249,33 +259,60 @@ def deciding_gates(aggregates: Aggregates, name: str) -> Iterator[JudgedGate]:
     name: a backend, or a model (then of all backends that serve it). A speed limit that the side's reference does not keep either
     is left out, and so is a pooled verdict where a gate is lost.
     """
-    backends = [name] if name in aggregates.served else [b for b, s in aggregates.served.items() if s.model == name]
-    for backend in backends:
-        served, where = aggregates.served[backend], "served" if len(backends) == 1 else f"served by {backend}"
-        yield from _judged(where, served.gates, served.paired if served.judged_by else {}, served.pooled)
-        reference = aggregates.served.get(served.judged_by or "") or ServedSide()
-        for key, limit in served.speed_gates.items():
+    for where, table, pairs, side in _tables(aggregates, name):
+        yield from _judged(where, table, pairs, side)
+        if not isinstance(side, ServedSide):
+            continue
+        reference = aggregates.served.get(side.judged_by or "") or ServedSide()
+        for key, limit in side.speed_gates.items():
             other = reference.speed_gates.get(key)
             if limit.verdict == "pass" or other is None or other.verdict == "pass":
                 yield JudgedGate(where, METRICS[limit.metric].title, limit)
+
+
+Table = tuple[str, Mapping[str, GateResult], Mapping[str, PairedGate] | None, ServedSide | OfflineSide]
+
+
+def _tables(aggregates: Aggregates, name: str) -> Iterator[Table]:
+    """Yield (where, gates, the same paired with the reference, side) of a backend or model; None where there is no reference."""
+    backends = [name] if name in aggregates.served else [b for b, s in aggregates.served.items() if s.model == name]
+    for backend in backends:
+        served, where = aggregates.served[backend], "served" if len(backends) == 1 else f"served by {backend}"
+        yield where, served.gates, served.paired if served.judged_by else None, served
     models = [name, *(aggregates.served[backend].model or "" for backend in backends)]
     model = next((m for m in models if m in aggregates.offline), "")
     for member, side in (aggregates.offline.get(model, {}) | aggregates.members.get(model, {})).items():
         numerics, plus, suffix = member.partition("+")
-        yield from _judged(f"{numerics.upper()}{plus}{suffix}", side.gates, side.paired, side.pooled)
+        yield f"{numerics.upper()}{plus}{suffix}", side.gates, side.paired or None, side
 
 
 def _judged(
-    where: str, gates: Mapping[str, GateResult], pairs: Mapping[str, PairedGate], pooled: PooledGates | None
+    where: str,
+    gates: Mapping[str, GateResult],
+    pairs: Mapping[str, PairedGate] | None,
+    side: ServedSide | OfflineSide,
 ) -> Iterator[JudgedGate]:
-    """Without pairs the absolute requirements decide; with them, the gates that decide in paired.py, and no others."""
-    decide = paired.deciding(pairs)
-    rows = {gate: r for gate, r in gates.items() if (gate in decide if pairs else not r.advisory)}
+    """Without a reference the absolute requirements decide; with one, the gates that decide in paired.py.
+
+    Where the reference has no complete answer to compare with, nothing is kept.
+    """
+    decide = paired.deciding(pairs or {})
+    if not decide:
+        for gate, result in gates.items():
+            if not result.advisory:
+                opened = pairs is not None and result.verdict == "pass"
+                yield JudgedGate(
+                    where, result.title or gate, replace(result, verdict="undecided") if opened else result
+                )
+        return
+    rows = {gate: result for gate, result in gates.items() if gate in decide}
+    answers = coverage([decide])
     for gate, result in rows.items():
-        yield JudgedGate(where, result.title or gate, result, pairs.get(gate))
+        if result.verdict != "undecided" or paired.stands_in_the_way(gate, decide[gate], answers):
+            yield JudgedGate(where, result.title or gate, result, decide[gate])
     lost = any(result.verdict == "fail" for result in rows.values())
-    if pooled is not None and pooled.verdict == "loses" and not lost:
-        yield JudgedGate(where, title(POOLED), pooled)
+    if side.pooled is not None and side.pooled.verdict == "loses" and not lost:
+        yield JudgedGate(where, title(POOLED), side.pooled)
 
 
 def _concerns(confound: Confound, roles: Roles) -> bool:
@@ -304,8 +341,11 @@ def _sentence(aggregates: Aggregates, chosen: Decision) -> str:
         head = f"{label} {verb} no gate, but {n_open} cannot be decided with so few answers"
     else:
         head = f"{label} {'keeps' if chosen.compared else 'passes'} every gate"
+    head += _not_tested(chosen)
     if chosen.confounded:
-        effect = "the sides cannot be compared" if chosen.roles.incumbent or chosen.roles.reference else "nothing is decided"
+        effect = (
+            "the sides cannot be compared" if chosen.roles.incumbent or chosen.roles.reference else "nothing is decided"
+        )
         return f"CONFOUNDED ({', '.join(chosen.confounded)}): {effect}." + (f" {head}{end}" if failing else "")
     return f"{head}{'' if failing else _speed(aggregates, chosen)}{end}"
 
@@ -341,6 +381,12 @@ def _replacement(aggregates: Aggregates, chosen: Decision) -> str:
     if lost <= {gate.title for gate in own}:
         return f"{label_of(aggregates, incumbent)} {'loses' if own[0].compared else 'fails'} the same."
     return f"It cannot replace {label_of(aggregates, incumbent)}."
+
+
+def _not_tested(chosen: Decision) -> str:
+    """Name the behaviours that too few answers of the reference show."""
+    behaviours = describe_coverage(chosen.coverage)
+    return f"; not tested: {behaviours}" if behaviours else ""
 
 
 def badge(chosen: Decision) -> str:

@@ -71,7 +71,9 @@ def operation_changes(run: LoadedRun) -> list[str]:
     elif before is not None:
         changes.append(f"another server: {before} → {runtime}, to install, start and monitor")
         if container(candidate):
-            changes.append("a container image and its NVIDIA runtime instead of one binary; its first start takes minutes")
+            changes.append(
+                "a container image and its NVIDIA runtime instead of one binary; its first start takes minutes"
+            )
     name = {"vLLM": "vllm", "SGLang": "sglang"}.get(container(candidate), "llama.cpp")
     folder = run.model(candidate.model).checkpoint or "MODEL_DIR"
     changes.append(f"start script: annie-quant serve {folder} --runtime {name} --dry-run prints its command")

@@ -11,6 +11,7 @@ from typing import Any
 from annie_quant.data.validate import Validation
 from annie_quant.files import write_text
 from annie_quant.persona import Persona
+from annie_quant.printable import inert
 
 MARK = "<!-- annie-quant data -->"
 
@@ -40,22 +41,22 @@ def render(file: str, persona: Persona, rows: Sequence[Mapping[str, Any]], valid
         *(f"{k}: {json.dumps(v)}" for k, v in head.items()),
         "---",
         MARK,
-        f"# Conversations with {persona.name}",
+        f"# Conversations with {inert(persona.name)}",
         "",
-        f"{len(rows)} conversations for calibrating and training a model that speaks as {persona.name}, made by "
+        f"{len(rows)} conversations for calibrating and training a model that speaks as {inert(persona.name)}, made by "
         "`annie-quant data`. Fields: id, category, messages, tools, thinking, provenance, split; a tool call's arguments "
         "are a JSON string.",
         "",
         "| category | conversations | tool that must be called | user turns |",
         "|---|---|---|---|",
         *(
-            f"| {c.name} | {validation.by_category.get(c.name, 0)} | {c.tool or 'none'} | {c.turns} |"
+            f"| {inert(c.name)} | {validation.by_category.get(c.name, 0)} | {inert(c.tool or 'none')} | {c.turns} |"
             for c in persona.categories
         ),
         "",
         "| made by | model | conversations |",
         "|---|---|---|",
-        *(f"| {teacher} | {model} | {n} |" for (teacher, model), n in teachers.items()),
+        *(f"| {inert(teacher)} | {inert(model)} | {n} |" for (teacher, model), n in teachers.items()),
         "",
         f"- split: {', '.join(f'{name} ({n})' for name, n in splits.items())}; no prompt of it is a gate's prompt (checked)",
         f"- with tool calls: {validation.with_tools}; valid by every rule: {validation.valid} of {validation.total}",

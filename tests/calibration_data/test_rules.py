@@ -215,7 +215,7 @@ def test_the_card_describes_the_rows_and_keeps_another_readme(tmp_path):
     summary = generate("annie", n=50, output=tmp_path / "a" / "d.jsonl")
     card = (tmp_path / "a" / "README.md").read_text()
     assert card.startswith("---\n") and "# Conversations with Annie" in card
-    assert "| memory | 10 | search_memory | 1 |" in card and load_persona("annie").prompt_sha256 in card
+    assert r"| memory | 10 | search\_memory | 1 |" in card and load_persona("annie").prompt_sha256 in card
     assert summary.card == str(tmp_path / "a" / "README.md")
     (tmp_path / "README.md").write_text("# My own project")
     generate("annie", n=50, output=tmp_path / "d.jsonl")

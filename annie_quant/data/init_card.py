@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from annie_quant.persona import Persona
+from annie_quant.printable import inert
 
 if TYPE_CHECKING:
     from annie_quant.data.initialize import Initialized
@@ -23,7 +24,7 @@ def render(result: Initialized, persona: Persona, formats: Mapping[str, int], fi
         *(f"{key}: {json.dumps(value)}" for key, value in head.items()),
         "---",
         MARK,
-        f"# {result.persona}: persona, gate prompts and calibration data",
+        f"# {inert(result.persona)}: persona, gate prompts and calibration data",
         "",
         f"Made by `annie-quant init` from {result.conversations:,} logged conversations."
         if result.conversations
@@ -36,18 +37,18 @@ def render(result: Initialized, persona: Persona, formats: Mapping[str, int], fi
         "",
         "| log | format or file | conversations |",
         "|---|---|---|",
-        *(f"| format | {name} | {n:,} |" for name, n in sorted(formats.items())),
-        *(f"| file | {name} | {n:,} |" for name, n in sorted(files.items())[:100]),
+        *(f"| format | {inert(name)} | {n:,} |" for name, n in sorted(formats.items())),
+        *(f"| file | {inert(name)} | {n:,} |" for name, n in sorted(files.items())[:100]),
         "",
         "| workload | prompts |",
         "|---|---|",
-        *(f"| {name} | {n} |" for name, n in result.cases.items()),
+        *(f"| {inert(name)} | {n} |" for name, n in result.cases.items()),
         "",
         "| behaviour | gate prompts |",
         "|---|---|",
-        *(f"| {name} | {n} |" for name, n in sorted(result.behaviours.items())),
+        *(f"| {inert(name)} | {n} |" for name, n in sorted(result.behaviours.items())),
         "",
-        *(f"- {line}" for line in result.lines),
+        *(f"- {inert(line)}" for line in result.lines),
         f"- system prompt, SHA-256: {persona.prompt_sha256}",
         "",
         "Next: `annie-quant search --model BF16 --persona THIS_FOLDER --calib-data THIS_FOLDER/calibration.jsonl --output RUN`",

@@ -21,11 +21,12 @@ from msgspec.structs import replace
 from annie_quant import __version__
 from annie_quant.errors import UsageError, need
 from annie_quant.judge import decision
+from annie_quant.printable import inert
 from annie_quant.report.format import count, share, significant, size
 from annie_quant.report.pages import tables
 from annie_quant.report.pages.comparison import gpu_names
 from annie_quant.report.pages.html import caveats
-from annie_quant.report.pages.markdown import LEGEND, bullets, grid, inert
+from annie_quant.report.pages.markdown import LEGEND, bullets, grid
 from annie_quant.report.run import REFERENCE, Backend, LoadedRun
 from annie_quant.schema import RECIPE_FILE, Audit, Environment, GateResult, SpeedGate, salvage_line, salvage_or_default
 

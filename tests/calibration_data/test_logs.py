@@ -297,6 +297,16 @@ def test_secrets_are_masked(text, secret):
     assert secret not in masked and MASK in masked and sum(scanner.counts.values()) == 1
 
 
+def test_secrets_in_property_names_are_masked():
+    key, other = "sk-proj-abcdefghijklmnop1234", "sk-proj-qrstuvwxyzabcdef5678"
+    scanner = Scanner()
+    value = {"arguments": {key: 1, other: {f"x {key}": "y"}}, "tools": [{"properties": {key: {"type": "string"}}}]}
+    masked = scanner.masked(value)
+    assert key not in json.dumps(masked) and other not in json.dumps(masked)
+    assert len(masked["arguments"]) == 2 and scanner.counts["API key"] == 4, "no property is lost"
+    assert scanner.masked({"room": "hall"}) == {"room": "hall"}
+
+
 def test_plain_words_are_not_masked():
     text = "The secret of good bread is time. The token ring. A password manager helps. Order 12345678, order-12345678."
     assert Scanner(personal=False).masked(text) == text

@@ -21,7 +21,7 @@ import msgspec
 from annie_quant.errors import UsageError
 from annie_quant.files import write_text
 from annie_quant.judge.metrics import METRICS
-from annie_quant.printable import visible
+from annie_quant.printable import inert, visible
 from annie_quant.report import format
 from annie_quant.report.charts import svg
 from annie_quant.report.charts.figure import WIDTH
@@ -137,7 +137,7 @@ def compose(run_dirs: Sequence[str | os.PathLike]) -> dict[str, str]:
         if items:
             parts += [f"## {title}", markdown.bullets(items)]
     for table in tables:
-        parts += [f"## {markdown.inert(table.caption)}", markdown.grid(table, 2)]
+        parts += [f"## {inert(table.caption)}", markdown.grid(table, 2)]
     files = {"trends.html": page, "trends.md": "\n\n".join(parts) + "\n"}
     return {name: text.encode("utf-8", "replace").decode() for name, text in files.items()}
 

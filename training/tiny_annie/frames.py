@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from annie_quant.data.exchanges import Exchange
-from annie_quant.data.phrases import PHRASES
+from annie_quant.data.words import PHRASES
 from annie_quant.data.tool_exchanges import grammar_of
 from annie_quant.data.words import WORDS
 

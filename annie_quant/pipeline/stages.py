@@ -19,8 +19,7 @@ from annie_quant.data.rows import read_rows
 from annie_quant.files import write_json, write_text
 from annie_quant.judge import Workload
 from annie_quant.judge.not_lost import compares_with_reference
-from annie_quant.pipeline.plan import Plan
-from annie_quant.pipeline.run_directory import RunDirectory
+from annie_quant.pipeline.run_directory import Plan, RunDirectory
 from annie_quant.progress import Console, Progress
 
 NOTED_S = 2.0  # the remaining time is shown after stages that took at least so long

@@ -15,9 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from annie_quant.data.logs.conversation import Unusable
+from annie_quant.data.logs.conversation import Unusable, with_text_arguments
 from annie_quant.data.logs.records import conversation_of
-from annie_quant.data.logs.rows import with_text_arguments
 from annie_quant.data.logs.secrets import MASK, Scanner
 from annie_quant.schema import ChatMessage, LoggedChat
 from annie_quant.stream import decode

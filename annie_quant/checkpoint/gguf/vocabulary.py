@@ -22,7 +22,7 @@ PRE_TOKENIZERS = {
     _HEAD + r"\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _TAIL: "qwen2",
     _HEAD + r"\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _TAIL: "llama-bpe",
 }
-# Without an expression of their own: the steps' types → llama.cpp's name. GPT-2's expression is part of ByteLevel.
+# Tokenizers that name no expression: the types of their steps → llama.cpp's name. GPT-2's expression is part of ByteLevel.
 STEPS = {("ByteLevel",): "gpt-2", ("Digits", "ByteLevel"): "smollm"}
 HINT = "copy the tokenizer's files from the source checkpoint"
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]

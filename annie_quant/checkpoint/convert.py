@@ -102,10 +102,13 @@ def from_gguf(
     from annie_quant.checkpoint.gguf import reader
 
     if to != "modelopt":
-        raise UsageError(f"a GGUF file becomes a ModelOpt folder, not {to}", "use --to modelopt, then convert that")
+        raise UsageError(
+            f"a GGUF file becomes a ModelOpt folder or a bf16 one, not {to}", "use --to modelopt or --to hf"
+        )
     if like is None:
         raise UsageError(
-            "a GGUF file holds no config.json and no tokenizer.json", "give a folder of the same model: --like DIR"
+            "a GGUF file holds no config.json and no tokenizer.json",
+            "give a folder of the same model, --like DIR, or use --to hf, which makes them from the file",
         )
     target = Path(output or path.with_suffix(""))
     with staged(target, force=force, inputs=(path, like)) as part:

@@ -139,7 +139,7 @@ def llama_cpp(folder: ModelFolder, linears: dict[str, Linear], config: QuantConf
             for part in folder.parts_of(name) or [name]:
                 layout.name(part)
     except (CheckpointError, KeyError, TypeError, ValueError):
-        return "no, its tensors are not of a text model that is written here (Qwen3, Qwen3.5, and their mixtures)"
+        return f"no, its tensors are not of a text model that is written here ({names.written()})"
     if layout.heads and layout.heads.key_dim != layout.heads.value_dim:
         return "no, DeltaNet's key and value heads differ in size"
     wide = [x.name for x in linears.values() if x.format == "nvfp4" and columns_of(folder, x) % 64]

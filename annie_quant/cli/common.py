@@ -63,6 +63,7 @@ def quiet_engines() -> None:
     """Turn off the progress bars and notes of transformers. Must run before it is imported."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TQDM_DISABLE", "1")
 
 
 def refuse_stale_prompt(conversations: Path | None, allow: bool, persona: str | None = None) -> None:

@@ -40,7 +40,7 @@ from annie_quant.judge.pairing import deciding_checks
 from annie_quant.persona import Persona
 from annie_quant.progress import Progress
 from annie_quant.schema import (
-    EVALUATION_VERSION,
+    SCHEMA_VERSION,
     DifferingAnswer,
     DraftAcceptance,
     EnsembleFigures,
@@ -178,7 +178,7 @@ def evaluate_pair(
             members |= {m.name: member_of(pair, m, answered, before, floor) for m in further.members}
     prompts, reference_outcomes = gate_outcomes(before, answered)
     evaluation = Evaluation(
-        schema_version=EVALUATION_VERSION,
+        schema_version=SCHEMA_VERSION,
         version=__version__,
         model=str(pair.model_dir),
         reference=str(pair.reference_dir),

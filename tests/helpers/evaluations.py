@@ -28,12 +28,12 @@ def from_outcomes(sides: Mapping[str, Outcomes], before: Outcomes, **fields) -> 
         "n_conversation_answers": 0, "n_text_tokens": 0, "notes": [], "seconds": 1.0, "reference_gates": {},
     }  # fmt: skip
     names = {gate: [f"{gate}/{i}" for i in range(len(text))] for gate, text in before.items()}
-    made = schema.Evaluation(
+    evaluation = schema.Evaluation(
         numerics=numerics, members=members, prompts=names, reference_outcomes=dict(before), **(values | fields)
-    )  # language: data
-    made = evidence.recounted(made)
-    made.evidence_sha256 = evidence.evidence_sha256(made)
-    return judge.judge_evaluation(made)
+    )
+    evaluation = evidence.recounted(evaluation)
+    evaluation.evidence_sha256 = evidence.evidence_sha256(evaluation)
+    return judge.judge_evaluation(evaluation)
 
 
 def from_counts(members: Mapping[str, Mapping[str, tuple[int, int, int]]], **fields) -> schema.Evaluation:

@@ -11,6 +11,7 @@ import click
 import msgspec
 
 from annie_quant.cli.console import Console, is_secondary_process, shown
+from annie_quant.files import finite
 
 console = Console()
 PATH = click.Path(path_type=Path)
@@ -50,7 +51,7 @@ def role_options(function: Any) -> Any:
 def emit(value: object) -> None:
     """Print a typed result, or a mapping with such values, as one JSON object on stdout."""
     if not is_secondary_process():
-        text = json.dumps(msgspec.to_builtins(value, enc_hook=str), indent=1, ensure_ascii=False)
+        text = json.dumps(finite(msgspec.to_builtins(value, enc_hook=str)), indent=1, ensure_ascii=False)
         click.echo("".join(c if c == "\n" or c.isprintable() else json.dumps(c)[1:-1] for c in text))
 
 

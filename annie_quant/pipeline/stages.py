@@ -236,9 +236,9 @@ def offline_prompts(n: int, everything: Sequence[Workload]) -> list[Workload]:
     return list(chosen.values())
 
 
-def prompts_key(workloads: Sequence[Workload]) -> dict[str, list[Any]]:
-    """Return what identifies the prompts of an evaluation."""
-    return {w.name: [w.sha256, w.system_prompt or "", [c.id for c in w.cases]] for w in workloads}
+def prompts_key(workloads: Sequence[Workload]) -> dict[str, list[str]]:
+    """Return what identifies the prompts of an evaluation: by workload, the hashes of its file and of what is asked."""
+    return {w.name: [w.sha256, judge.prompts_sha256(w)] for w in workloads}
 
 
 def silence_transformers() -> None:

@@ -213,7 +213,7 @@ class LoadedRun:
     @cached_property
     def evaluations(self) -> dict[str, schema.Evaluation]:
         """The evaluations in eval/ of the run's offline models, as far as they can be read."""
-        files = {m: self.folder / f"eval/{m}.json" for m in self.aggregates.offline}
+        files = {m: self.folder / f"eval/{m}.json" for m in self.aggregates.offline if Path(m).name == m}
         loaded = {model: _evaluation(path) for model, path in files.items()}
         return {model: evaluation for model, evaluation in loaded.items() if evaluation is not None}
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from annie_quant.schema.audit import Audit, AuditSummary, Finding, TensorRow
 from annie_quant.schema.evaluation import (
-    EVALUATION_VERSION,
     DifferingAnswer,
     DraftAcceptance,
     EnsembleFigures,

@@ -219,7 +219,7 @@ def blocked(result: Verdict, blocking: Sequence[str]) -> Verdict:
         return result
     result = replace(result, passed=False, reasons=[*blocking, *result.reasons])
     if result.outcome == "keeps":
-        result.outcome, result.badge = "undecided", "undecided: broken export"
+        result.outcome, result.badge = "undecided", "undecided: not a sound export"
         result.sentence = f"{blocking[0]}. Undecided, although no gate is lost."
     return result
 

@@ -28,13 +28,15 @@ ROLES = ("candidate", "reference", "incumbent")
 
 
 class Run:
-    """A finished run directory of `annie-quant bench`. roles: candidate, reference, incumbent, instead of the run's."""
+    """A finished run directory of `annie-quant bench`. candidate, reference, incumbent: sides, instead of the run's roles."""
 
-    def __init__(self, folder: Path, **roles: str | None) -> None:
+    def __init__(
+        self, folder: Path, candidate: str | None = None, reference: str | None = None, incumbent: str | None = None
+    ) -> None:
         from annie_quant import schema
 
         self.folder = Path(folder)
-        said = schema.Roles(**roles)
+        said = schema.Roles(candidate=candidate, reference=reference, incumbent=incumbent)
         if said.names:
             from annie_quant.report.judging import judge_again
 

@@ -105,7 +105,9 @@ class Measurement:
         self.identities: dict[str, Identity] = {}
         self.acceptance = Acceptance()
         self.sized: dict[str, Workload] = {}  # those with a context, fitted to the models' tokenizer
-        self.hung = ""  # the backend whose request in flight at the end of the budget had taken far longer than its others
+        self.hung = (
+            ""  # the backend whose request in flight at the end of the budget had taken far longer than its others
+        )
         self.digests: dict[tuple[str, str], str] = {}  # judge.prompt_sha256 by workload and case
         self.unique = secrets.token_hex(4)  # no prompt of an earlier run starts with it
         self.done = {r.id: r for r in records.rows if not r.warmup}
@@ -194,7 +196,9 @@ class Measurement:
 
     def _decided(self) -> bool:
         self.compare_with_reference()
-        return not sequential.open_questions(list(self.done.values()), list(self.backends), self.config.greedy, self.roles)
+        return not sequential.open_questions(
+            list(self.done.values()), list(self.backends), self.config.greedy, self.roles
+        )
 
     def _stopped(self, unasked: int, done: int, looks: Sequence[int]) -> Ended:
         stopped = EarlyStop(look=sum(look <= done for look in looks), looks=len(looks), level=sequential.LEVEL)

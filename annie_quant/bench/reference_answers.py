@@ -125,7 +125,9 @@ def store_reference(run: Path, folder: Path, workloads: Sequence[Workload], said
     name = said or decision.roles_of(read_bench(run).aggregates).reference
     if name not in names:
         problem = f"no side {name!r}" if name else "no side that is known to be bf16"
-        raise UsageError(f"--reference-run {run}: it has {problem}", f"add --reference NAME, one of: {', '.join(names)}")
+        raise UsageError(
+            f"--reference-run {run}: it has {problem}", f"add --reference NAME, one of: {', '.join(names)}"
+        )
     now = dict(contents(complete_workload(w) for w in workloads))
     same = {key for key, content in contents(inputs.workloads) if now.get(key) == content}
     try:

@@ -79,7 +79,8 @@ def regression(
     if not {(r.backend, r.prompt) for r in measured[0]} & {(r.backend, r.prompt) for r in measured[1]}:
         problem = f"; {len(left_out)} ids have another content" if left_out else ""
         raise UsageError(
-            f"{before} and {after} share no backend, workload and prompt{problem}", "run with the same backends and workloads"
+            f"{before} and {after} share no backend, workload and prompt{problem}",
+            "run with the same backends and workloads",
         )
     records = [timed(side) for side in measured]
     rows = [row for backend in shared for row in _changes(records, backend)]
@@ -156,9 +157,7 @@ def _changes(records: Sequence[Sequence[RequestRecord]], backend: str) -> list[C
     return changes
 
 
-def _gates_lost(
-    before: Mapping[str, Checked], after: Mapping[str, Checked]
-) -> tuple[list[LostGate], Standing]:
+def _gates_lost(before: Mapping[str, Checked], after: Mapping[str, Checked]) -> tuple[list[LostGate], Standing]:
     """Judge the new answers of all backends together, with the stored ones as their reference (judge/decision/paired.py)."""
     pairs = {name: pair_by_prompt(rows, after[name]) for name, rows in before.items() if name in after}
     gates, pooled = decision.judge_gates(

@@ -132,11 +132,12 @@ def bench(
 
     if aa and backend_b:
         raise click.UsageError("--aa measures backend A against itself: remove --backend-b")
-    sides = [backend_a, (f"{backend_a[0]}-again", backend_a[1])] if aa else [backend_a, backend_b]
+    again = f"{backend_a[0]}-again"
+    sides = [backend_a, (again, backend_a[1])] if aa else [backend_a, backend_b]
     if stored and not (stored / "bench.json").is_file():
         raise UsageError(f"--watch {stored}: it has no bench.json", "pass the folder of a finished annie-quant bench")
     if aa:
-        settings |= {"candidate": sides[1][0], "incumbent": sides[0][0]}
+        settings |= {"candidate": again, "incumbent": backend_a[0]}
     headers = timing.key_headers(key_env)
     endpoints = (endpoint_a, endpoint_a if aa else endpoint_b)
     backends = [

@@ -20,7 +20,9 @@ from annie_quant.schema import Roles
     is_flag=True,
     help="Count the served figures again from records.jsonl; print what differs, write nothing.",
 )
-@click.option("--judge", is_flag=True, help="First judge the stored answers again, with today's rule; run.json is changed.")
+@click.option(
+    "--judge", is_flag=True, help="First judge the stored answers again, with today's rule; run.json is changed."
+)
 @role_options
 def report(
     run_dirs: tuple[Path, ...],

@@ -63,7 +63,16 @@ class BenchConfig(msgspec.Struct, kw_only=True):
     sustained: bool = False
 
     # These may differ between a run and its continuation.
-    NOT_COMPARED = ("timeout_s", "with_memory", "budget_s", "stop_early", "noise_share", "sustained", "reference", "roles")
+    NOT_COMPARED = (
+        "timeout_s",
+        "with_memory",
+        "budget_s",
+        "stop_early",
+        "noise_share",
+        "sustained",
+        "reference",
+        "roles",
+    )
 
     def differences(self, other: BenchConfig) -> list[str]:
         """Names of the settings that decide which requests are sent, and that differ from `other`."""

@@ -152,7 +152,12 @@ def combined(outcomes: Collection[Outcome]) -> Outcome:
 def decision(aggregates: Aggregates, candidate: str | None = None) -> Decision | None:
     """Sort the candidate's gates; None where nothing was measured. candidate: a backend or a model, instead of the run's."""
     roles = roles_of(aggregates, candidate)
-    if roles.assumed and roles.incumbent and _fails(aggregates, roles.incumbent) and not _fails(aggregates, roles.candidate):
+    if (
+        roles.assumed
+        and roles.incumbent
+        and _fails(aggregates, roles.incumbent)
+        and not _fails(aggregates, roles.candidate)
+    ):
         roles = replace(roles, candidate=roles.incumbent, incumbent=roles.candidate)
     if roles.candidate is None:
         return None
@@ -305,7 +310,9 @@ def _sentence(aggregates: Aggregates, chosen: Decision) -> str:
     else:
         head = f"{label} {'keeps' if chosen.compared else 'passes'} every gate"
     if chosen.confounded:
-        effect = "the sides cannot be compared" if chosen.roles.incumbent or chosen.roles.reference else "nothing is decided"
+        effect = (
+            "the sides cannot be compared" if chosen.roles.incumbent or chosen.roles.reference else "nothing is decided"
+        )
         return f"CONFOUNDED ({', '.join(chosen.confounded)}): {effect}." + (f" {head}{end}" if failing else "")
     return f"{head}{'' if failing else _speed(aggregates, chosen)}{end}"
 

@@ -129,6 +129,7 @@ def bench(
     from annie_quant.bench.progress_table import ProgressTable
     from annie_quant.data.resolve import resolve
     from annie_quant.pipeline.run_directory import RunDirectory
+    from annie_quant.report.judging import write_judgement
 
     if aa and backend_b:
         raise click.UsageError("--aa measures backend A against itself: remove --backend-b")
@@ -171,9 +172,12 @@ def bench(
         with table.shown(console):
             done = timing.run(backends, chosen, output, progress=table, watch=table.add, **settings)
         directory.write_run(done.config, done.aggregates, done.verdict, done.environment)
+        verdict = done.verdict
+        if any(output.glob("eval/*.json")):  # evaluations without a server are part of the verdict
+            verdict = write_judgement(output).verdict
         paths = annie_quant.report.build(output)
     served = done.aggregates.served
-    result = msgspec.structs.asdict(done.verdict) | {
+    result = msgspec.structs.asdict(verdict) | {
         "roles": done.aggregates.roles,
         "gates": {name: side.gates for name, side in served.items()},
         "paired": {name: side.paired for name, side in served.items() if side.judged_by},
@@ -198,7 +202,7 @@ def bench(
         console.note(line)
     if compared:
         console.note(f"against {stored}: {compared.outcome}")
-    sys.exit(0 if done.verdict.passed and not (compared and compared.lost) else 1)
+    sys.exit(0 if verdict.passed and not (compared and compared.lost) else 1)
 
 
 def local_process(url: str) -> dict[str, int]:

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from annie_quant import bench, schema
 from annie_quant.judge import decision
-from annie_quant.report.run import load
+from annie_quant.report.run import LoadedRun, load
 from annie_quant.schema import Roles, Run
 
 
@@ -20,6 +20,8 @@ def judge_again(run_dir: str | os.PathLike[str], said: Roles | None = None) -> R
     """
     folder, run = Path(run_dir), load(run_dir)
     aggregates = run.aggregates
+    if aggregates.roles is None and (said is None or not said.names):
+        said = _older_roles(run)
     if (folder / "bench.json").is_file() and run.records:
         aggregates = replace(
             bench.aggregate(folder, said),
@@ -34,10 +36,20 @@ def judge_again(run_dir: str | os.PathLike[str], said: Roles | None = None) -> R
         sides, _ = decision.judge_sides({**numerics, **aggregates.members.get(model, {})})
         aggregates.offline[model] = {name: sides[name] for name in numerics}
         aggregates.members[model] = {name: sides[name] for name in sides if name not in numerics}
-    candidate = None if said is not None and said.names else run.verdict.candidate
-    if candidate not in {*aggregates.served, *aggregates.offline, *(side.model for side in aggregates.served.values())}:
-        candidate = None
+    candidate = run.verdict.candidate if aggregates.roles is None and run.verdict.candidate in aggregates.offline else None
     return replace(run.document, aggregates=aggregates, verdict=decision.verdict(aggregates, candidate))
+
+
+def _older_roles(run: LoadedRun) -> Roles | None:
+    """Return the roles that the verdict of version 0.2.0 or older has stored: what its candidate's gates were compared with."""
+    served, verdict = run.aggregates.served, run.verdict
+    candidate = decision.served_as(run.aggregates, verdict.candidate) if verdict.candidate else None
+    if candidate is None:
+        return None
+    incumbent = verdict.incumbent if verdict.incumbent in served else None
+    reference = served[candidate].judged_by
+    reference = reference if reference in served and reference != incumbent else None
+    return Roles(candidate=candidate, reference=reference, incumbent=incumbent)
 
 
 def write_judgement(run_dir: str | os.PathLike[str], said: Roles | None = None) -> Run:

@@ -36,11 +36,11 @@ class Run:
         from annie_quant import schema
 
         self.folder = Path(folder)
-        said = schema.Roles(candidate=candidate, reference=reference, incumbent=incumbent)
-        if said.names:
+        stated = schema.Roles(candidate=candidate, reference=reference, incumbent=incumbent)
+        if stated.names:
             from annie_quant.report.judging import judge_again
 
-            self.aggregates = judge_again(self.folder, said).aggregates
+            self.aggregates = judge_again(self.folder, stated).aggregates
         else:
             self.aggregates = schema.read_bench(self.folder).aggregates
         self.served = self.aggregates.served

@@ -118,11 +118,11 @@ def _same_prompts(
     """Return (each run's records of prompts with the same content in both, the prompts that are left out)."""
     before, after = _contents(folders, measured)
     changed = {key for key in before.keys() & after.keys() if before[key] != after[key]}
-    kept = [[r for r in side if (r.workload, r.case) not in changed] for side in measured]
-    if not all(r.prompt_sha256 for side in kept for r in side):  # a run of version 0.2.0 or older: its ids are compared
-        for record in itertools.chain(*kept):
+    same = [[r for r in side if (r.workload, r.case) not in changed] for side in measured]
+    if not all(r.prompt_sha256 for side in same for r in side):  # a run of version 0.2.0 or older: its ids are compared
+        for record in itertools.chain(*same):
             record.prompt_sha256 = ""
-    return kept, sorted(f"{workload}/{case}" for workload, case in changed)
+    return same, sorted(f"{workload}/{case}" for workload, case in changed)
 
 
 def _contents(

@@ -166,8 +166,8 @@ def bench(
     names = [b.name for b in backends]
     greedy = {w.name for w in chosen if not w.temperature}
     directory = RunDirectory(output)
-    said = {role: name for role in ("candidate", "reference", "incumbent") if (name := settings[role]) in names}
-    table = ProgressTable(names, Outlook(names, greedy, settings["stop_early"], roles=Roles(**said)))
+    stated = {role: name for role in ("candidate", "reference", "incumbent") if (name := settings[role]) in names}
+    table = ProgressTable(names, Outlook(names, greedy, settings["stop_early"], roles=Roles(**stated)))
     with directory.locked():
         with table.shown(console):
             done = timing.run(backends, chosen, output, progress=table, watch=table.add, **settings)

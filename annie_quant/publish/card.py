@@ -167,14 +167,14 @@ def _opening(run: LoadedRun, subject: Subject) -> str:
     gates = [g for g in decision.deciding_gates(run.aggregates, subject.name) if not isinstance(g.result, SpeedGate)]
     outcomes = Counter(gate.outcome for gate in gates)
     places = dict.fromkeys(gate.where for gate in gates)
-    kept, lost = ("kept", "lost") if any(gate.compared for gate in gates) else ("passed", "failed")
+    passed, failed = ("kept", "lost") if any(gate.compared for gate in gates) else ("passed", "failed")
     standing = decision.standing_of(run.aggregates, subject.name, with_speed=False)
     summary = subject.audit.summary
     return (
         f"[{inert(subject.base_model)}](https://huggingface.co/{subject.base_model}) in NVFP4 for NVIDIA DGX Spark (GB10) "
         f"and other Blackwell GPUs: {size(summary.size_bytes)}, {significant(summary.bits_per_weight)} bits per weight. "
         f"Verdict: {standing}. Of {count(outcomes.total())} behavioural gates ({', '.join(map(inert, places)) or 'none'}) "
-        f"{outcomes['pass']} {kept}, {outcomes['fail']} {lost}, {outcomes['undecided']} undecided."
+        f"{outcomes['pass']} {passed}, {outcomes['fail']} {failed}, {outcomes['undecided']} undecided."
     )
 
 

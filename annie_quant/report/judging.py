@@ -13,25 +13,25 @@ from annie_quant.report.run import LoadedRun, load
 from annie_quant.schema import Roles, Run
 
 
-def judge_again(run_dir: str | os.PathLike[str], said: Roles | None = None) -> Run:
+def judge_again(run_dir: str | os.PathLike[str], stated: Roles | None = None) -> Run:
     """Return run.json with the run's records and evaluations judged by today's rule; write nothing.
 
-    said: roles instead of the run's. Raises UsageError for a folder without a run, and for a role that names no side.
+    stated: roles instead of the run's. Raises UsageError for a folder without a run, and for a role that names no side.
     """
     folder, run = Path(run_dir), load(run_dir)
     aggregates = run.aggregates
-    if aggregates.roles is None and (said is None or not said.names):
-        said = _older_roles(run)
+    if aggregates.roles is None and (stated is None or not stated.names):
+        stated = _older_roles(run)
     if (folder / "bench.json").is_file() and run.records:
         aggregates = replace(
-            bench.aggregate(folder, said),
+            bench.aggregate(folder, stated),
             models=aggregates.models,
             offline=aggregates.offline,
             members=aggregates.members,
         )
-    elif said is not None and said.names:
+    elif stated is not None and stated.names:
         names = list(aggregates.served or aggregates.offline)
-        aggregates = replace(aggregates, roles=decision.assign(names, decision.formats_of(aggregates), said))
+        aggregates = replace(aggregates, roles=decision.assign(names, decision.formats_of(aggregates), stated))
     for model, numerics in aggregates.offline.items():
         sides, _ = decision.judge_sides({**numerics, **aggregates.members.get(model, {})})
         aggregates.offline[model] = {name: sides[name] for name in numerics}
@@ -52,8 +52,8 @@ def _older_roles(run: LoadedRun) -> Roles | None:
     return Roles(candidate=candidate, reference=reference, incumbent=incumbent)
 
 
-def write_judgement(run_dir: str | os.PathLike[str], said: Roles | None = None) -> Run:
+def write_judgement(run_dir: str | os.PathLike[str], stated: Roles | None = None) -> Run:
     """Judge a run directory again, and store the verdict in its run.json."""
-    run = judge_again(run_dir, said)
+    run = judge_again(run_dir, stated)
     schema.write_run(run_dir, run)
     return run

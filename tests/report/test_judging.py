@@ -20,7 +20,7 @@ from annie_quant.report.run import load
 
 
 @pytest.mark.parametrize("version", ["schema_1", "schema_2"])
-def test_a_run_of_an_older_version_shows_its_verdict_and_says_so(version, tmp_path):
+def test_a_run_of_an_older_version_shows_its_verdict_with_a_note(version, tmp_path):
     folder = shutil.copytree(DATA / "runs" / version, tmp_path / "run")
     stored = json.loads((folder / "run.json").read_text())["verdict"]
     shown = load(folder).verdict

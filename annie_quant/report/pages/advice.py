@@ -139,9 +139,9 @@ def _gates(run: LoadedRun, side: Side) -> Step:
         for gate, r in gates.items()
         if r.verdict == verdict != "pass"
     ]
-    kept = "kept" if any(side.word(gate) != gates[gate].verdict for gate in gates) else "pass"
+    verb = "kept" if any(side.word(gate) != gates[gate].verdict for gate in gates) else "pass"
     where = "smoke test and gates behind a server" if side.kind == "served" else f"gates under {side.title}"
     passing = sum(r.verdict == "pass" for r in gates.values())
     return Step(
-        f"{where}: {passing} of {len(gates)} gates {kept}" + "; ".join(["", ", ".join(named)] if named else []), verdict
+        f"{where}: {passing} of {len(gates)} gates {verb}" + "; ".join(["", ", ".join(named)] if named else []), verdict
     )

@@ -1,9 +1,9 @@
 """Roles: which side is judged (candidate), which is bf16 (reference), and which would be replaced (incumbent).
 
-The user states them. What is not stated follows from the order of the sides and from the format of their weights, never from a name: a
-side whose weights are bf16 is the reference, the first other side is the candidate, and the next one the incumbent. Two sides of one
-quantized format are an A/B of the second against the first. Where neither the user nor the formats determine which of two sides is new,
-each is compared with the other (Roles.assumed), so that a loss is not missed in either direction.
+The user states them. What is not stated follows from the order of the sides and from the format of their weights, never from a
+name: a side whose weights are bf16 is the reference, the first other side is the candidate, and the next one the incumbent. Two
+sides of one quantized format are an A/B of the second against the first. Where neither the user nor the formats determine which
+of two sides is new, each is compared with the other (Roles.assumed), so that a loss is not missed in either direction.
 """
 
 from __future__ import annotations

@@ -36,7 +36,9 @@ def judge_again(run_dir: str | os.PathLike[str], stated: Roles | None = None) ->
         sides, _ = decision.judge_sides({**numerics, **aggregates.members.get(model, {})})
         aggregates.offline[model] = {name: sides[name] for name in numerics}
         aggregates.members[model] = {name: sides[name] for name in sides if name not in numerics}
-    candidate = run.verdict.candidate if aggregates.roles is None and run.verdict.candidate in aggregates.offline else None
+    candidate = (
+        run.verdict.candidate if aggregates.roles is None and run.verdict.candidate in aggregates.offline else None
+    )
     return replace(run.document, aggregates=aggregates, verdict=decision.verdict(aggregates, candidate))
 
 

@@ -179,7 +179,8 @@ def pair_sides(
             continue
         side = served[name]
         side.judged_by = reference
-        paired, pooled = pair_by_prompt(rows[reference], rows[name])
+        bf16 = reference in (roles.reference, RECORDED)
+        paired, pooled = pair_by_prompt(rows[reference], rows[name], bf16)
         gates, together = decision.judge_gates({"served": paired}, {"served": pooled})
         side.paired, side.pooled = gates["served"], together["served"]
         side.gates = decision.apply(side.gates, side.paired)

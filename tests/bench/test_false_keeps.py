@@ -38,7 +38,8 @@ def broken(body):
 
 
 def number(body):
-    return int(body["messages"][-1]["content"].split()[-1].rstrip("?"))
+    last = body["messages"][-1]["content"].split()[-1]
+    return int(last) if last.isdigit() else 1  # 1: of the smoke question
 
 
 def measure(folder, a, b, cases=None, **more):

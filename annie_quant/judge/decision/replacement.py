@@ -90,7 +90,7 @@ def pair_answers(
     ours, theirs = (
         deciding_by_prompt([r for r in records if r.backend == name], greedy) for name in (candidate, incumbent)
     )
-    (worse, pooled), (better, _) = pair_by_prompt(theirs, ours), pair_by_prompt(ours, theirs)
+    (worse, pooled), (better, _) = pair_by_prompt(theirs, ours, bf16=False), pair_by_prompt(ours, theirs, bf16=False)
     return AnswerPairs(
         paired.judge_gates({"served": worse}, {"served": pooled})[0]["served"],
         paired.judge_gates({"served": better})[0]["served"],

@@ -75,6 +75,7 @@ def summarize(
     owned = owned_tensors(linears.values())
     plain = [n for n in folder if n not in owned]
     size = folder_size(folder, linears)
+    servers = loader_support.verdicts(folder, linears, config, result.findings)
     return AuditSummary(
         dialect=dialect,
         algorithm=config.algo or "none",
@@ -91,7 +92,8 @@ def summarize(
         bits_per_quantized_weight=size.bits_per_quantized_weight,
         shards=len(folder.shards),
         mtp=auxiliary_checks.describe_mtp(folder, linears),
-        loads=loader_support.verdicts(folder, linears, config, result.findings),
+        loads=[str(support) for support in servers],
+        servers=servers,
     )
 
 

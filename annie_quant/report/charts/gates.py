@@ -42,7 +42,8 @@ def _gate_panel(run: LoadedRun, gate: str) -> Canvas:
     start = max(0.0, math.floor((min([r.low for r in results] + [*thresholds]) - 0.02) * 10) / 10)
     bottom = ROWS_TOP + ROW * len(sides)
     description = "; ".join(
-        f"{run.label(s.model)} {s.title} {r.passes} of {r.n}, {r.verdict}" for s, r in zip(sides, results, strict=True)
+        f"{run.label(s.model)} {s.title} {r.passes} of {r.n}, {s.word(gate)}"
+        for s, r in zip(sides, results, strict=True)
     )
     c = Canvas(WIDTH, bottom + 22, f"Gate: {run.gate_title(gate)}", description)
     c.text(0, 14, run.gate_title(gate), "t")
@@ -57,7 +58,7 @@ def _gate_panel(run: LoadedRun, gate: str) -> Canvas:
     label_rows(c, run, list(sides), ys)
     for side, r, y in zip(sides, results, ys, strict=True):
         tip = f"{run.label(side.model)}, {side.title}: {r.passes} of {r.n} = {share(r.rate)} "
-        tip += f"({share(r.low)} to {share(r.high)}), {r.verdict}"
+        tip += f"({share(r.low)} to {share(r.high)}), {side.word(gate)}"
         series = run.series(side.model)
         c.line(x(r.low), y, x(r.high), y, f"w s{series}", tip)
         c.mark(series, x(r.rate), y, "o" if r.verdict == "undecided" else "f", tip)

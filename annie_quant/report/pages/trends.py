@@ -26,7 +26,7 @@ from annie_quant.report import format
 from annie_quant.report.charts import svg
 from annie_quant.report.charts.figure import WIDTH
 from annie_quant.report.charts.svg import Canvas
-from annie_quant.report.format import DASH, SIGNS, count, interval, significant
+from annie_quant.report.format import CSS, DASH, SIGNS, count, interval, significant
 from annie_quant.report.pages import advice, markdown
 from annie_quant.report.pages.html import render_template
 from annie_quant.report.pages.tables import Cell, Table
@@ -237,7 +237,7 @@ def overview(runs: list[LoadedRun], names: list[str]) -> Table:
             Cell(run.document.environment.time or DASH, css="word"),
             Cell(run.document.environment.cpu or DASH, css="word"),
             Cell(count(len(run.measured))),
-            Cell(f"{SIGNS[outcome]} {outcome}", css=f"word {outcome}"),
+            Cell(f"{SIGNS[outcome]} {outcome}", css=f"word {CSS[outcome]}"),
             Cell(run.sentence or "no verdict", css="word long"),
         ]
         table.rows.append((label, cells))

@@ -75,12 +75,7 @@ def load(
             folder, dtype=dtype, output_loading_info=True, trust_remote_code=False, **options
         )
         model, info = loaded
-        missing = sorted(info["missing_keys"]) + sorted(str(k[0]) for k in info["mismatched_keys"])
-        if missing:
-            raise CheckpointError(
-                f"{folder.name} lacks {missing[0]}" + (f" and {len(missing) - 1} more tensors" if missing[1:] else ""),
-                "annie-quant audit DIR",
-            )
+        check_names(folder, info)
         separate(model, shards.family)
         model.eval()
         if nvfp4_linears(model):
@@ -88,6 +83,23 @@ def load(
                 set_numerics(model, numerics)
             set_cache(model, cache)
     return model
+
+
+def check_names(folder: Path, info: dict[str, Any]) -> None:
+    """Raise CheckpointError where the tensors are not those of the model that config.json describes.
+
+    info: of from_pretrained(output_loading_info=True). Of the tensors that it leaves out only biases are faults: they are
+    part of what a linear computes.
+    """
+    missing = sorted(info["missing_keys"]) + sorted(str(k[0]) for k in info["mismatched_keys"])
+    biases = sorted(n for n in info["unexpected_keys"] if n.endswith("_proj.bias"))
+    for names, problem in (
+        (missing, "lacks"),
+        (biases, "holds what config.json excludes (attention_bias, mlp_bias?):"),
+    ):
+        if names:
+            more = f" and {len(names) - 1} more tensors" if names[1:] else ""
+            raise CheckpointError(f"{folder.name} {problem} {names[0]}{more}", "annie-quant audit DIR")
 
 
 def check_memory(shards: ModelFolder, cache: str, dtype: Any) -> None:

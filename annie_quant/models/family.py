@@ -371,6 +371,14 @@ GGUF_MLP = {
     "mlp.up_proj.weight": "ffn_up.weight",
     "mlp.down_proj.weight": "ffn_down.weight",
 }
+# The layer of Llama, Qwen2 and Qwen3: each of them has a part of these tensors.
+GGUF_LAYER = {
+    "input_layernorm.weight": "attn_norm.weight",
+    "post_attention_layernorm.weight": "ffn_norm.weight",
+    **GGUF_ATTENTION,
+    **GGUF_MLP,
+    **{f"{name}.bias": GGUF_ATTENTION[f"{name}.weight"].replace(".weight", ".bias") for name in ATTENTION},
+}
 # The mixture of experts of Qwen2 MoE and its successors. The shared expert is a dense MLP that every token passes.
 SHARED_EXPERT = ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj")
 QWEN_EXPERTS = Experts(

@@ -9,25 +9,14 @@ from annie_quant.models.family import (
     DENSE_FUSED,
     DENSE_INPUTS,
     DENSE_KINDS,
-    GGUF_ATTENTION,
-    GGUF_MLP,
+    GGUF_LAYER,
     GGUF_TOP,
     Family,
     Form,
     GGUFNames,
 )
 
-GGUF = GGUFNames(
-    architecture="qwen3",
-    top=GGUF_TOP,
-    layer={
-        "input_layernorm.weight": "attn_norm.weight",
-        "post_attention_layernorm.weight": "ffn_norm.weight",
-        **GGUF_ATTENTION,
-        **GGUF_MLP,
-    },
-    mtp={},
-)
+GGUF = GGUFNames(architecture="qwen3", top=GGUF_TOP, layer=GGUF_LAYER, mtp={})
 
 FAMILY = Family(
     name="Qwen3",

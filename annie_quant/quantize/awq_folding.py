@@ -33,6 +33,8 @@ def fold(
     producer = weights[name]
     if site.fold == "rows":
         weights[name] = producer / s[:, None]
+        if (bias := f"{site.producer}.bias") in weights:
+            weights[bias] = weights[bias] / s
     else:
         one = 1.0 if family.adds_one(name) else 0.0
         new = (producer + one) / s - one

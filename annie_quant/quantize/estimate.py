@@ -105,6 +105,8 @@ def estimate(
     part = strategies.find(strategy)
     whole = part.cost.whole_model(part.settings(options or {}))
     published = published_sizes().get(str(model))
+    if not published:
+        strategies.check_family(part, ModelFolder(model).config)
     size = published or size_of_folder(Path(model))
     rates = rates or (SPARK if published else measure(Path(model)))
     cost, counts = part.cost, size.counts

@@ -258,6 +258,7 @@ class DecoderLayers:
             config.use_cache = False
             self.model: Any = transformers.AutoModel.from_config(config, dtype=self.dtype, trust_remote_code=False)
         separate(self.model, folder.family)
+        self.check_tensors()
         use_own_delta_rule(self.model, self.device)
         self.ragged = deltanet.RaggedBatch()
         if any(batch.start is not None for batch in batches):
@@ -269,6 +270,26 @@ class DecoderLayers:
         table = self.to_device(np.ascontiguousarray(folder.tensor(embedding)[used]))
         self.states = [table[torch.from_numpy(np.searchsorted(used, i)).to(self.device)] for i in ids]
         folder.release(embedding)
+
+    def check_tensors(self) -> None:
+        """Raise CheckpointError where the layers' tensors are not those that config.json describes."""
+        expected = {
+            f"{self.prefix}layers.{i}.{name}": list(tensor.shape)
+            for i, layer in enumerate(self.model.layers)
+            for name, tensor in layer.state_dict().items()
+        }
+        stored = {n: list(self.folder.info(n).shape) for n in expected if self.folder.find(n) == n}
+        layers = f"{self.prefix}layers."
+        extra = [n for n in self.folder if n.startswith(layers) and n.endswith("_proj.bias") and n not in expected]
+        differing = [n for n in expected if stored.get(n) != expected[n]]
+        if name := next(iter(differing + extra), None):
+            difference = (
+                f"needs {name} {expected[name]}, got {stored.get(name, 'none')}" if differing else f"excludes {name}"
+            )
+            raise CheckpointError(
+                f"{self.folder.path.name}: config.json does not fit the tensors: it {difference}",
+                f"annie-quant audit {self.folder.path}",
+            )
 
     def to_device(self, array: np.ndarray) -> torch.Tensor:
         return to_torch(np.array(array)).to(self.device, self.dtype)

@@ -23,6 +23,7 @@ from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.data.rows import read_conversations
 from annie_quant.errors import CheckpointError
 from annie_quant.hf.experts import separate
+from annie_quant.hf.loading import check_names
 from annie_quant.progress import Progress
 from annie_quant.quantize.calibration_samples import token_ids
 from annie_quant.quantize.expert_coverage import Coverage
@@ -97,9 +98,11 @@ def load(job: Job) -> tuple[Any, Any]:
         with loading_tokenizer(job.model):
             tokenizer = transformers.AutoTokenizer.from_pretrained(job.model, trust_remote_code=False)
         with quiet(), refused(job.model):
-            model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-                job.model, dtype=torch.bfloat16, trust_remote_code=False
+            loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+                job.model, dtype=torch.bfloat16, output_loading_info=True, trust_remote_code=False
             )
+        model, info = loaded
+        check_names(job.model, info)
     except (OSError, ValueError, RuntimeError) as error:
         raise CheckpointError(
             f"{job.model}: transformers cannot load it: {str(error).splitlines()[0]}", f"annie-quant audit {job.model}"

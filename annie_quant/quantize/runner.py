@@ -12,7 +12,7 @@ from typing import Any, get_args
 import msgspec
 
 from annie_quant import __version__, models, nvfp4
-from annie_quant.checkpoint.shards import ModelFolder, inside
+from annie_quant.checkpoint.shards import ModelFolder, inside, read_object
 from annie_quant.checkpoint.staging import check_name, check_output, staged
 from annie_quant.errors import CheckpointError, UsageError, need
 from annie_quant.files import write_json
@@ -112,6 +112,7 @@ def run(
         work=output.with_name(f".{output.name}.work"),
     )
     # What needs no library is reported before libraries and the model are loaded.
+    strategies.check_family(part, read_object(model / "config.json") or {})
     check_output(output, force or rank() > 0, (model, job.calib_data))
     if part.cost.passes:
         _ = job.conversations

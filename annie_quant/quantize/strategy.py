@@ -100,6 +100,11 @@ class Strategy:
     kv_cache: str = "none"
     searched: bool = True
 
+    @property
+    def needs_family(self) -> bool:
+        """Return whether it computes single decoder layers, which takes a family that is known (annie_quant.models)."""
+        return self.cost.layerwise and self.cost.passes > 0
+
     def bits(self, kind: str) -> float:
         """Return the bits per weight of a kind of part."""
         stored = self.formats.get(kind, PLAIN_BITS)

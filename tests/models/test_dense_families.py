@@ -1,4 +1,4 @@
-"""Llama, Qwen3 and an unknown architecture: strategies and the audit use each family's own norms and inputs."""
+"""Llama, Qwen2, Qwen3 and an unknown architecture: strategies and the audit use each family's own norms, biases and inputs."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from paths import CALIBRATION, TINY_ANNIE
 from annie_quant import checkpoint, quantize
 from annie_quant.checkpoint.shards import ModelFolder
 from annie_quant.data.rows import read_conversations
+from annie_quant.errors import CheckpointError
 
 torch = pytest.importorskip("torch", reason="the models are made with torch: pip install annie-quant[quantize]")
 transformers = pytest.importorskip("transformers", reason="the models are transformers' own")
@@ -27,19 +28,31 @@ SIZES = {
     "max_position_embeddings": 2048,
     "tie_word_embeddings": False,
 }
-CLASSES = {"llama": "LlamaConfig", "qwen3": "Qwen3Config", "mistral": "MistralConfig"}
+# Name of the model here → class and settings. Qwen2's attention always has biases on q, k and v; Llama's has four if asked.
+CLASSES = {
+    "llama": ("LlamaConfig", {}),
+    "llama-bias": ("LlamaConfig", {"attention_bias": True}),
+    "qwen2": ("Qwen2Config", {}),
+    "qwen2-tied": ("Qwen2Config", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3Config", {}),
+    "mistral": ("MistralConfig", {}),
+}
+KNOWN = [kind for kind in CLASSES if kind != "mistral"]
 
 
-def make(folder: Path, model_type: str) -> Path:
+def make(folder: Path, kind: str) -> Path:
     """Write a small random model with tiny-annie's tokenizer; activations lean on a few channels, as AWQ needs it."""
     tiny = json.loads((TINY_ANNIE / "config.json").read_text())
-    config = getattr(transformers, CLASSES[model_type])(**SIZES, vocab_size=tiny["vocab_size"])
+    name, settings = CLASSES[kind]
+    config = getattr(transformers, name)(**SIZES | settings, vocab_size=tiny["vocab_size"])
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("layernorm.weight"):
                 parameter[::16] = 6.0
+            if name.endswith("_proj.bias"):
+                parameter.normal_(0, 0.5)
     model.to(torch.bfloat16).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copyfile(TINY_ANNIE / name, folder / name)
@@ -64,11 +77,13 @@ def test_direct_quantizes_and_the_audit_is_clean(sources: dict[str, Path], tmp_p
     assert audit.ok, audit.findings
     assert len(dequantized(tmp_path / "out")) == 2 * 7
     written = any(line.startswith("llama.cpp: after `annie-quant convert --to gguf`") for line in audit.summary.loads)
-    assert written == (kind == "qwen3")
+    assert written == (kind in ("qwen2", "qwen2-tied", "qwen3"))
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
-@pytest.mark.parametrize("strategy", ["awq_lite", "gptq", "manners"])
+@pytest.mark.parametrize(
+    ("kind", "strategy"),
+    [("llama", "awq_lite"), ("qwen3", "awq_lite"), *((k, s) for k in KNOWN for s in ("gptq", "manners"))],
+)
 def test_calibrating_strategies_know_the_family(
     sources: dict[str, Path], tmp_path: Path, kind: str, strategy: str
 ) -> None:
@@ -105,7 +120,93 @@ def test_a_plain_norm_is_folded_as_w_over_s(sources: dict[str, Path], tmp_path: 
         assert findings == ([] if right else [("fold_mismatch", norm)])
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("strategy", ["naive", "mlp_only", "best"])
+def test_the_other_strategies_know_biases_and_tied_heads(
+    sources: dict[str, Path], tmp_path: Path, strategy: str
+) -> None:
+    if strategy != "best":
+        pytest.importorskip("modelopt", reason="naive and mlp_only run on ModelOpt: pip install annie-quant[quantize]")
+    options = {"steps": 2} if strategy == "best" else {}
+    source = sources["qwen2-tied"]
+    quantize.run(strategy, source, tmp_path / "out", calib_data=CALIBRATION, calib_samples=4, **options)
+    audit = checkpoint.audit(tmp_path / "out", source=source)
+    assert audit.ok, audit.findings
+    assert len(dequantized(tmp_path / "out")) == 2 * (3 if strategy == "mlp_only" else 7)
+    plain, result = ModelFolder(source), ModelFolder(tmp_path / "out")
+    biases = [name for name in plain if name.endswith(".bias")]
+    assert len(biases) == 2 * 3
+    assert all(plain.tensor(n).tobytes() == result.tensor(n).tobytes() for n in biases)
+
+
+def test_direct_writes_the_bytes_of_modelopt_s_own_export(sources: dict[str, Path], tmp_path: Path) -> None:
+    """Same rule, same scales that q, k and v share: `naive` is written by ModelOpt's exporter, `direct` by ours."""
+    pytest.importorskip("modelopt", reason="naive runs on ModelOpt: pip install annie-quant[quantize]")
+    for strategy in ("naive", "direct"):
+        quantize.run(strategy, sources["qwen2"], tmp_path / strategy, calib_data=CALIBRATION, calib_samples=2)
+    naive, direct = ModelFolder(tmp_path / "naive"), ModelFolder(tmp_path / "direct")
+    names = [name for name in naive if not name.endswith("input_scale")]
+    assert len(names) == 2 * (7 * 3 + 3 + 2) + 3
+    assert all(naive.tensor(n).tobytes() == direct.tensor(n).tobytes() for n in names)
+
+
+@pytest.mark.parametrize("strategy", ["gptq", "awq_lite", "best"])
+def test_an_unknown_family_is_refused_before_anything_is_loaded(
+    sources: dict[str, Path], tmp_path: Path, strategy: str
+) -> None:
+    folder = shutil.copytree(sources["mistral"], tmp_path / "model")
+    (folder / "model.safetensors").write_bytes(b"not read")
+    with pytest.raises(CheckpointError, match=f"'mistral' is not a known family, and --strategy {strategy}") as refused:
+        quantize.run(strategy, folder, tmp_path / "out", calib_data=CALIBRATION, calib_samples=2)
+    hint = refused.value.hint
+    assert "naive, direct" in hint and "audit, compare, eval" in hint and "qwen2" in hint
+    assert "gptq" not in hint and "\n" not in hint
+
+
+@pytest.mark.parametrize("strategy", ["gptq", "naive"])
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"attention_bias": False}, "self_attn.*_proj.bias"),
+        ({"intermediate_size": 320}, "mlp.gate_proj.weight|size"),
+    ],
+)
+def test_a_config_that_contradicts_its_tensors_is_one_line(
+    sources: dict[str, Path], tmp_path: Path, strategy: str, changes: dict[str, object], problem: str
+) -> None:
+    """transformers leaves a bias out, or fills a matrix with random numbers, and continues."""
+    if strategy == "naive":
+        pytest.importorskip("modelopt", reason="naive runs on ModelOpt: pip install annie-quant[quantize]")
+    folder = shutil.copytree(sources["llama-bias"], tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(CheckpointError, match=problem) as refused:
+        quantize.run(strategy, folder, tmp_path / "out", calib_data=CALIBRATION, calib_samples=2)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_fold_into_rows_divides_their_biases() -> None:
+    from annie_quant import models
+    from annie_quant.models.family import ATTENTION_OUTPUT
+    from annie_quant.quantize import awq_folding
+
+    torch.manual_seed(0)
+    weights = {
+        "self_attn.v_proj.weight": torch.randn(8, 4),
+        "self_attn.v_proj.bias": torch.randn(8),
+        "self_attn.o_proj.weight": torch.randn(4, 8),
+    }
+    x, s = torch.randn(3, 4), torch.rand(8) + 0.5
+
+    def outputs() -> torch.Tensor:
+        values = x @ weights["self_attn.v_proj.weight"].T + weights["self_attn.v_proj.bias"]
+        return values @ weights["self_attn.o_proj.weight"].T
+
+    before = outputs()
+    awq_folding.fold(weights, models.family_of({"model_type": "qwen2"}), ATTENTION_OUTPUT, s, None)
+    assert torch.allclose(outputs(), before, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KNOWN)
 def test_the_layers_compute_what_the_whole_model_does(sources: dict[str, Path], kind: str) -> None:
     from annie_quant.quantize import calibration_samples
     from annie_quant.quantize.layerwise import DecoderLayers

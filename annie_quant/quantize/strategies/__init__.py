@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
+from typing import Any
 
-from annie_quant import registry
+from annie_quant import models, registry
+from annie_quant.errors import CheckpointError
 from annie_quant.quantize.strategy import Strategy
 
 
@@ -22,3 +25,18 @@ def find(name: str) -> Strategy:
 def by_rank() -> list[Strategy]:
     """Return all strategies in the order in which a search tries them."""
     return sorted(map(find, names()), key=lambda s: (s.cost.rank, s.name))
+
+
+def check_family(strategy: Strategy, config: Mapping[str, Any]) -> None:
+    """Raise CheckpointError where a strategy cannot take the family of a config.json, with the commands that can."""
+    if not strategy.needs_family:
+        return
+    try:
+        models.family_of(config)
+    except CheckpointError as error:
+        others = ", ".join(s.name for s in by_rank() if not s.needs_family)
+        raise CheckpointError(
+            f"{error.message}, and --strategy {strategy.name} computes its layers one by one",
+            f"these take it: quantize --strategy {others}; audit, compare, eval, convert --to bf16 or compressed-tensors "
+            f"({error.hint})",
+        ) from None

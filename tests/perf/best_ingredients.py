@@ -4,10 +4,10 @@
     python tests/perf/best_ingredients.py DIR --calibration rows.jsonl --output results.jsonl --draws 0,1,2 --rows gptq,gptq+p.1
     python tests/perf/best_ingredients.py --table results.jsonl
 
-A row is a strategy with settings (RECIPES). Draw d takes --samples of the calibration rows in random order with seed d. KL is over the
-bf16 model's own greedy answers to --cases prompts of the workloads (default: bfcl, whose prompts are others than bfcl_rows.py's).
-Each result is appended to the output at once and is not computed again, so a killed run continues. --share 1/3 takes every third
-unfinished row from the second on, for several processes with one output. --limit: start no row after so many seconds.
+A row is a strategy with settings (RECIPES). Draw d takes --samples of the calibration rows in random order with seed d. KL is over
+the bf16 model's own greedy answers to --cases prompts of the workloads (default: bfcl, whose prompts are others than those of
+bfcl_rows.py). Each result is appended to the output at once and is not computed again, so a killed run continues. --share 1/3 takes
+every third row from the second on, for several processes with one output. --limit: start no row after so many seconds.
 """
 
 from __future__ import annotations
@@ -33,13 +33,15 @@ from annie_quant.hf.emulation import emulate
 from annie_quant.hf.profiles import find_profile
 from annie_quant.judge import Workload
 
-GPTQ, FAST = "gptq", "best effort=fast activations=4"
+GPTQ, FAST, MIXED = "gptq", "best recipe=fixed effort=fast activations=4", "best recipe=fixed effort=fast"
+MEASURED = "best activations=4"
 RECIPES = {
     "gptq": GPTQ,
     **{f"gptq+p{p}": f"{GPTQ} prompt={p}" for p in (".01", ".03", ".1", ".3", "1")},
     "gptq+p.1+d.01": f"{GPTQ} prompt=.1 damping=.01",
     "gptq+p.1+d.1": f"{GPTQ} prompt=.1 damping=.1",
-    "fast": FAST,
+    "gptq16+p.1": f"{GPTQ} prompt=.1 activations=16",
+    "fast": f"{FAST} prompt=0",
     "fast+p.1": f"{FAST} prompt=.1",
     "fast+p1": f"{FAST} prompt=1",
     "fast+p.1+awq": f"{FAST} prompt=.1 fold=awq",
@@ -52,13 +54,17 @@ RECIPES = {
     "fast+p.1+d.1": f"{FAST} prompt=.1 damping=.1",
     "learned+p.1": f"{FAST} prompt=.1 steps=100",
     "learned+p.1+awq": f"{FAST} prompt=.1 steps=100 fold=awq",
-    "learned": f"{FAST} steps=100",
-    "fast16+p.1": "best effort=fast activations=16 prompt=.1",
-    "fast16+p.1+awq": "best effort=fast activations=16 prompt=.1 fold=awq",
-    "mixed+p.1": "best effort=fast prompt=.1",
-    "mixed+p.1+awq": "best effort=fast prompt=.1 fold=awq",
-    "mixed.2+p.1+awq": "best effort=fast prompt=.1 fold=awq share=.2",
+    "learned": f"{FAST} prompt=0 steps=100",
+    "fast16+p.1": "best recipe=fixed effort=fast activations=16 prompt=.1",
+    "fast16+p.1+awq": "best recipe=fixed effort=fast activations=16 prompt=.1 fold=awq",
+    "mixed+p.1": f"{MIXED} prompt=.1",
+    "mixed+p.1+awq": f"{MIXED} prompt=.1 fold=awq",
+    "mixed.2+p.1+awq": f"{MIXED} prompt=.1 fold=awq share=.2",
+    "mixed+learned+p.1": f"{MIXED} prompt=.1 steps=100",
     "best": "best",
+    "best fast": "best effort=fast",
+    "best all": MEASURED,
+    "best all fast": f"{MEASURED} effort=fast",
     "awq_lite": "awq_lite",
     "naive": "naive",
 }
@@ -70,8 +76,8 @@ def chosen_workloads(names: str, cases: int) -> list[Workload]:
     result = []
     for workload in choose_workloads(names, None):
         count = min(cases, len(workload.cases))
-        kept = tuple(workload.cases[i * len(workload.cases) // count] for i in range(count))
-        result.append(replace(workload, cases=kept, sha256=f"{workload.sha256}-{count}"))
+        some = tuple(workload.cases[i * len(workload.cases) // count] for i in range(count))
+        result.append(replace(workload, cases=some, sha256=f"{workload.sha256}-{count}"))
     return result
 
 
@@ -122,7 +128,7 @@ def run(row: str, draw: int, arguments: argparse.Namespace, workloads: list[Work
     return {
         "model": arguments.model.name, "draw": draw, "row": row, "samples": arguments.samples, "settings": RECIPES[row], **figures,
         "seconds": round(seconds, 1), "eval_seconds": round(time.monotonic() - start - seconds, 1), "bytes": size,
-        "w4a4_linears": four_bits, "trace": recipe.get("trace"),
+        "w4a4_linears": four_bits, "held_out": recipe.get("held_out"), "ingredients": recipe.get("ingredients"),
     }  # fmt: skip
 
 
@@ -137,7 +143,7 @@ def key(line: dict[str, Any]) -> tuple[Any, ...]:
 
 def table(lines: list[dict[str, Any]]) -> Iterator[str]:
     """Yield one row per model, sample count and recipe: means over the draws, 1e-3 nats."""
-    yield "| model | rows | recipe | draws | W4A4 KL, decisions | flips, at decisions | W4A16 KL, decisions | flips, at decisions | s |"
+    yield "| model | rows | recipe | draws | W4A4 KL, decisions | flips, at them | W4A16 KL, decisions | flips, at them | s |"
     yield "|---|---|---|---|---|---|---|---|---|"
     groups: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
     for line in lines:
@@ -179,9 +185,9 @@ def main() -> None:
     done = {key(line) for line in finished(arguments.output) if "error" not in line}
     if unknown := set(arguments.rows.split(",")) - RECIPES.keys():
         parser.error(f"no row {unknown.pop()!r}; choose from: {' '.join(RECIPES)}")
-    wanted = [(d, r) for d in map(int, arguments.draws.split(",")) for r in arguments.rows.split(",")]
+    every = [(d, r) for d in map(int, arguments.draws.split(",")) for r in arguments.rows.split(",")]
     index, count = map(int, arguments.share.split("/"))
-    for draw, row in wanted[index::count]:
+    for draw, row in every[index::count]:
         if (arguments.model.name, draw, row, arguments.samples) in done:
             continue
         if time.monotonic() - start > arguments.limit:

@@ -3,8 +3,8 @@
     python tests/perf/bfcl_rows.py rows.jsonl                 # needs the package bfcl-eval
     python tests/perf/bfcl_rows.py rows.jsonl --data DIR/data
 
-Every row has one user's prompt, its tools, and the call with the first accepted value of each argument; an argument whose first value
-is "" is left out. The workload bfcl (annie_quant/judge/bfcl.py) has other categories, so no prompt is in both.
+Every row has one user's prompt, its tools, and the call with the first accepted value of each argument; an argument whose first
+value is "" is left out. The workload bfcl (annie_quant/judge/bfcl.py) has other categories, so no prompt is in both.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class Rounding:
     the damping alone.
     """
 
-    prompt: float = 0.0
+    prompt: float = 0.1
     markup: float = 1.0
     fold: str = "none"
     damping: float = 0.05
@@ -85,8 +85,8 @@ class Rounding:
 # Ingredient → its change, and the least effort that tries it. What won most often on real models is first.
 EFFORTS = ("fast", "normal", "max")
 INGREDIENTS: list[tuple[str, dict[str, Any], str]] = [
-    ("prompt tokens at .1", {"prompt": 0.1}, "fast"),
     ("AWQ folds", {"fold": "awq"}, "fast"),
+    ("prompt tokens at 0", {"prompt": 0.0}, "fast"),
     ("prompt tokens at 1", {"prompt": 1.0}, "normal"),
     ("prompt tokens at .03", {"prompt": 0.03}, "max"),
     ("inputs rounded as served", {"served": True}, "normal"),
@@ -125,9 +125,9 @@ def choose(
     if not held:
         progress.message(
             f"recipes are not compared: {len({s.row for s in samples})} conversations, {LEAST_CONVERSATIONS} or more are needed "
-            "(annie-quant data, or init with --logs); GPTQ with prompt tokens at .1 is used"
+            "(annie-quant data, or init with --logs); gptq is used"
         )
-        return replace(start, prompt=start.prompt or 0.1)
+        return start
     job.held_out = HeldOut(
         len({s.row for s in held}), sum(len(s.answer) for s in held), sum(sum(s.decides) for s in held)
     )

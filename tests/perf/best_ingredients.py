@@ -36,7 +36,7 @@ from annie_quant.judge import Workload
 GPTQ, FAST, MIXED = "gptq", "best recipe=fixed effort=fast activations=4", "best recipe=fixed effort=fast"
 MEASURED = "best activations=4"
 RECIPES = {
-    "gptq": GPTQ,
+    "gptq": f"{GPTQ} prompt=0",
     **{f"gptq+p{p}": f"{GPTQ} prompt={p}" for p in (".01", ".03", ".1", ".3", "1")},
     "gptq+p.1+d.01": f"{GPTQ} prompt=.1 damping=.01",
     "gptq+p.1+d.1": f"{GPTQ} prompt=.1 damping=.1",

@@ -1,4 +1,4 @@
-"""How best chooses a recipe: what is held out, what stays, what the checkpoint says about it, and a run that dies meanwhile."""
+"""How best chooses a recipe: what is held out, what stays, what its document states, and a run that dies meanwhile."""
 
 from __future__ import annotations
 
@@ -85,12 +85,12 @@ def test_an_ingredient_stays_only_where_the_divergence_falls_by_more_than_the_no
         [x - 0.2 + (1.5 if i % 2 else -1.5) for i, x in enumerate(base)],
     )
     recipe, job, lines = chosen(
-        monkeypatch, {"gptq": base, "prompt tokens at .1": better, "AWQ folds": noisy, "plain rounding": noisy}
+        monkeypatch, {"gptq": base, "prompt tokens at 0": better, "AWQ folds": noisy, "plain rounding": noisy}
     )
     used = {i.name: i.used for i in job.ingredients}
-    assert used["gptq"] and used["prompt tokens at .1"] and not used["AWQ folds"] and not used["plain rounding"]
-    assert recipe == Rounding(prompt=0.1)
-    entry = job.ingredients[1]
+    assert used["gptq"] and used["prompt tokens at 0"] and not used["AWQ folds"] and not used["plain rounding"]
+    assert recipe == Rounding(prompt=0.0)
+    entry = job.ingredients[2]
     assert entry.kl == pytest.approx(sum(better)) and entry.change == pytest.approx(-1.05) and 0 < entry.noise < 0.05
     assert job.held_out == HeldOut(10, 40, 10)
     assert any("fewer than 2,000" in line for line in lines) and any(
@@ -127,7 +127,7 @@ def test_the_noise_is_that_of_a_paired_difference() -> None:
 
 
 @pytest.mark.parametrize(
-    "recipe", [Rounding(prompt=0.1), Rounding(plain=True), Rounding(fold="awq"), Rounding(served=True, fold="awq")]
+    "recipe", [Rounding(), Rounding(plain=True), Rounding(fold="awq"), Rounding(served=True, fold="awq")]
 )
 def test_the_divergence_of_a_plan_is_that_of_the_checkpoint(home: Path, tmp_path: Path, recipe: Rounding) -> None:
     from annie_quant.quantize.export import export
@@ -172,7 +172,7 @@ def run(home: Path, name: str, **options) -> Path:
     return home / name
 
 
-def test_a_killed_run_keeps_its_scores_and_the_checkpoint_tells_what_was_tried(
+def test_a_killed_run_keeps_its_scores_and_the_document_lists_what_was_tried(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = run(home, "whole")

@@ -1,4 +1,4 @@
-"""gptq: the weights' rounding errors are corrected column by column, by the Hessian over the response tokens; W4A4.
+"""gptq: the weights' rounding errors are corrected column by column, by the Hessian over responses and, with less weight, prompts.
 
 One layer at a time: one layer's weights and Hessians are in memory, besides the hidden states. A linear is calibrated on
 what the rounded linears before it put out, so later ones correct earlier ones. A linear whose inputs cannot be used is
@@ -195,7 +195,7 @@ def round_weight(
 
 STRATEGY = Strategy(
     name="gptq",
-    summary="error feedback column by column under the codec's block scales, Hessian over response tokens; W4A4",
+    summary="error feedback column by column under the codec's block scales, Hessian over responses and prompts; W4A4",
     formats=ALL_NVFP4,
     cost=Cost(
         rank=50, layerwise=True, passes=2, encode=SWEEP_TIME, column_feedback=True, hessians=2, kept_inputs=KEPT_INPUTS
@@ -203,7 +203,7 @@ STRATEGY = Strategy(
     quantize=quantize,
     options={
         "damping": Option(0.05, "added to the Hessian's diagonal, relative to its mean"),
-        "prompt": Option(0.0, "weight of a prompt's token relative to a response's, such as 0.01"),
+        "prompt": Option(0.1, "weight of a prompt's token relative to a response's"),
         "activations": ACTIVATIONS,
     },
     scale="sweep",
